@@ -29,18 +29,6 @@ class Terms : public TransactionTest {
     return header;
   }
   static std::vector<int32_t> TargetsOf(int32_t i) { return {i, 9 - i, i + 2}; }
-  v1::CommitMicroBatchRequest CommitAll(const std::vector<TestHead>& heads, int64_t micro_batch, double factor) {
-    v1::CommitMicroBatchRequest request;
-    for (const TestHead& head : heads) *request.add_heads() = server_->At(head, 0);
-    request.set_micro_batch(micro_batch);
-    request.set_factor(factor);
-    return request;
-  }
-  std::string SnapshotAll(const std::vector<TestHead>& heads) {
-    std::string snapshot;
-    for (const TestHead& head : heads) snapshot += server_->Snapshot(head) + "#";
-    return snapshot;
-  }
   int64_t BytesIn() const {
     const std::string name = "headwater_bytes_total{direction=\"in\",transport=\"grpc\"}";
     return std::stoll(server_->MetricLine(name).substr(name.size()));
@@ -82,70 +70,6 @@ TEST_P(Terms, FiveHeadsInOneRequestEqualFiveRequestsAndUploadTheRowsOnce) {
   }
   EXPECT_EQ(BytesIn() - before, 5 * 60);
   ExpectClose(Floats(reply.grad_hidden), grad_hidden);
-}
-
-TEST_P(Terms, AreTakenByAllHeadsOrByNone) {
-  std::vector<TestHead> heads = MakeHeads("h", 3);
-  Require(server_->Seal(heads[2], 0, {}), "SealStep");
-  std::string before = SnapshotAll(heads);
-  EXPECT_EQ(ReasonOf(server_->Compute(HeaderOf(heads, 0), Rows(5)).status), "STEP_SEALED");
-  EXPECT_EQ(SnapshotAll(heads), before);
-  // One that knows the micro-batch, and one that does not.
-  heads.pop_back();
-  Require(server_->Compute(HeaderOf({heads[0]}, 4), Rows(5)).status, "of one head");
-  before = SnapshotAll(heads);
-  EXPECT_EQ(ReasonOf(server_->Compute(HeaderOf(heads, 4), Rows(5)).status), "MICRO_BATCH_CONFLICT");
-  EXPECT_EQ(SnapshotAll(heads), before);
-  // A slot of every head is needed.
-  v1::MicroBatchHeader header = HeaderOf({heads[1]}, 5);
-  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
-  Require(server_->Compute(header, Rows(5)).status, "takes the slot of one head");
-  before = SnapshotAll(heads);
-  header = HeaderOf(heads, 6);
-  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
-  EXPECT_EQ(ReasonOf(server_->Compute(header, Rows(6)).status), "STAGING_FULL");
-  EXPECT_EQ(SnapshotAll(heads), before);
-  header.set_allow_held(true);
-  const LossReply held = server_->Compute(header, Rows(6));
-  ASSERT_EQ(ReasonOf(held.status), "OK") << held.status.error_message();
-  EXPECT_EQ(held.summary.form(), v1::CONTRIBUTION_FORM_HELD);
-  EXPECT_EQ(ReasonOf(server_->Commit(CommitAll(heads, 6, 1))), "OK");
-}
-
-TEST_P(Terms, AreDecidedTogether) {
-  const std::vector<TestHead> heads = MakeHeads("h", 3);
-  const std::vector<TestHead> witnesses = MakeHeads("w", 3);
-  Require(server_->Compute(HeaderOf(witnesses, 0), Rows(5)).status, "witnesses");
-  v1::MicroBatchHeader header = HeaderOf(heads, 0);
-  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
-  Require(server_->Compute(header, Rows(5)).status, "staged");
-  const std::string before = SnapshotAll(heads);
-  // A decision names exactly the trainable heads.
-  const WireError error = DecodeError(server_->Commit(CommitAll({heads[0], heads[1]}, 0, 1)));
-  EXPECT_EQ(error.reason, "INVALID_COMBINATION");
-  EXPECT_EQ(error.code, grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_EQ(ReasonOf(server_->Discard(heads[0], 0, 0)), "INVALID_COMBINATION");
-  EXPECT_EQ(SnapshotAll(heads), before);
-  bool replayed = true;
-  ASSERT_EQ(ReasonOf(server_->Commit(CommitAll(heads, 0, 1), &replayed)), "OK");
-  EXPECT_FALSE(replayed);
-  for (size_t i = 0; i < 3; ++i) ExpectClose(Floats(server_->Gradient(heads[i])), Floats(server_->Gradient(witnesses[i])));
-  ASSERT_EQ(ReasonOf(server_->Commit(CommitAll({heads[2], heads[0], heads[1]}, 0, 1), &replayed)), "OK");
-  EXPECT_TRUE(replayed);
-  EXPECT_TRUE(server_->Compute(header, Rows(5)).summary.replayed());
-}
-
-TEST_P(Terms, DroppedByOneHeadAreDroppedByAll) {
-  std::vector<TestHead> heads = MakeHeads("h", 2);
-  v1::MicroBatchHeader header = HeaderOf(heads, 0);
-  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
-  Require(server_->Compute(header, Rows(5)).status, "staged");
-  const std::string other = server_->Gradient(heads[1]);
-  Require(server_->Take(&heads[0]), "TakeHead");
-  EXPECT_EQ(ReasonOf(server_->Commit(CommitAll(heads, 0, 1))), "MICRO_BATCH_NOT_FOUND");  // the new run's head knows nothing of it
-  EXPECT_EQ(server_->Find(heads[1], 0).state(), v1::CONTRIBUTION_STATE_DISCARDED);
-  EXPECT_EQ(ReasonOf(server_->Commit(heads[1], 0, 0, 1)), "MICRO_BATCH_DISCARDED");
-  EXPECT_EQ(server_->Gradient(heads[1]), other);
 }
 
 TEST_P(Terms, OverPartsOfTheRowsAddUp) {

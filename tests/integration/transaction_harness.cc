@@ -335,7 +335,10 @@ std::string Trial::Apply(const StepEnd& end) {
   request.set_learning_rate(end.learning_rate);
   v1::ApplyOptimizerStepResponse response;
   const grpc::Status status = server_->heads().ApplyOptimizerStep(&context, request, &response);
-  if (status.ok()) DropReference(end.head);
+  if (status.ok()) {
+    EXPECT_EQ(response.open_step(), end.step + 1);
+    DropReference(end.head);
+  }
   return Answer(status, response.replayed() ? "OK replayed" : "OK");
 }
 
@@ -346,7 +349,10 @@ std::string Trial::DiscardGradient(const StepEnd& end) {
   *request.mutable_head() = At(end.head, end.step);
   v1::DiscardGradientResponse response;
   const grpc::Status status = server_->heads().DiscardGradient(&context, request, &response);
-  if (status.ok()) DropReference(end.head);
+  if (status.ok()) {
+    EXPECT_EQ(response.open_step(), end.step + 1);
+    DropReference(end.head);
+  }
   return Answer(status, response.replayed() ? "OK replayed" : "OK");
 }
 

@@ -292,7 +292,13 @@ std::vector<TransactionRow> HeldRows() {
                   [](Trial& t) {
                     const std::string before = t.Gradient();
                     EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true, .allow_held = true}), "STAGED STAGED");
-                    EXPECT_EQ(t.Submit({.id = 1, .explicit_commit = true, .allow_held = true}), "STAGED HELD");
+                    const LossReply held = t.Compute({.id = 1, .explicit_commit = true, .allow_held = true});
+                    EXPECT_EQ(held.summary.form(), v1::CONTRIBUTION_FORM_HELD);
+                    EXPECT_EQ(held.grad_hidden.size(), 60U);
+                    EXPECT_EQ(held.summary.terms_size(), 1);
+                    for (const auto& term : held.summary.terms()) EXPECT_GT(term.sums().loss_sum(), 0);
+                    EXPECT_EQ(t.MicroBatch(1), "1 STAGED HELD");
+                    EXPECT_TRUE(t.AwaitMetric("headwater_micro_batches_total{outcome=\"held\"}", 1));
                     EXPECT_EQ(t.Gradient(), before);
                     EXPECT_EQ(t.Commit({.id = 1}), "OK");
                     EXPECT_EQ(t.Commit({.id = 1}), "OK replayed");
@@ -359,7 +365,11 @@ std::vector<TransactionRow> HeldRows() {
                       EXPECT_EQ(t.Submit({.id = id, .explicit_commit = true, .late_token_factors = true}), "STAGED HELD");
                     }
                     EXPECT_EQ(t.Submit({.id = 2, .explicit_commit = true, .late_token_factors = true}), "STAGING_FULL");
+                    EXPECT_EQ(t.last_error().code, grpc::StatusCode::RESOURCE_EXHAUSTED);
                     EXPECT_EQ(t.last_error().at("limit"), "max_held_bytes");
+                    EXPECT_EQ(t.last_error().at("requestedBytes"), "72");
+                    EXPECT_EQ(t.last_error().at("availableBytes"), "0");
+                    EXPECT_TRUE(t.last_error().retry_ms.has_value());
                     EXPECT_EQ(t.Discard({.id = 0}), "OK dropped");
                     EXPECT_EQ(t.Submit({.id = 2, .explicit_commit = true, .late_token_factors = true}), "STAGED HELD");
                     EXPECT_EQ(t.Commit({.id = 2}), "OK");

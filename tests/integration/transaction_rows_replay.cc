@@ -23,6 +23,15 @@ void StageAndCommitSecond(Trial& t) {
   EXPECT_EQ(t.Commit({.id = 0}), "OK");
 }
 
+void SpellOutDefaults(v1::MicroBatchHeader& header) {
+  header.mutable_terms(0)->set_loss_scale(1);
+  header.mutable_terms(0)->set_ignore_index(-100);
+  header.mutable_terms(0)->set_row_count(3);
+  header.set_grad_hidden_data_type(v1::DATA_TYPE_FLOAT32);
+  header.set_return_grad_hidden(true);
+  header.set_commit_mode(v1::COMMIT_MODE_EAGER);
+}
+
 void Sleep(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
 
 std::vector<TransactionRow> DigestRows() {
@@ -47,6 +56,7 @@ std::vector<TransactionRow> DigestRows() {
                     SubmitFirst(t);
                     EXPECT_TRUE(t.Compute({.id = 0}, {.chunk_rows = 1, .reversed = true}).summary.replayed());
                     EXPECT_EQ(t.Submit({.id = 0, .attempt = 3}), "COMMITTED DIRECT replayed");
+                    EXPECT_EQ(t.SubmitEdited({.id = 0}, SpellOutDefaults), "COMMITTED DIRECT replayed");
                     EXPECT_EQ(t.Submit({.id = 0}), "COMMITTED DIRECT replayed");
                   },
                   SubmitFirst,
@@ -59,6 +69,7 @@ std::vector<TransactionRow> DigestRows() {
                     EXPECT_EQ(t.Submit({.id = 0, .loss_scale = 2}), "MICRO_BATCH_CONFLICT");
                     EXPECT_EQ(t.Submit({.id = 0, .seed = 7, .attempt = 1}), "MICRO_BATCH_CONFLICT");
                     EXPECT_EQ(t.last_error().code, grpc::StatusCode::ABORTED);
+                    EXPECT_TRUE(t.Compute({.id = 0, .seed = 7}).grad_hidden.empty());
                   },
                   SubmitFirst,
                   {kEagerLine}});
@@ -136,6 +147,8 @@ std::vector<TransactionRow> AttemptRows() {
                     EXPECT_EQ(t.Submit({.id = 0, .seed = 7, .attempt = 1, .explicit_commit = true}), "STAGED STAGED");
                     EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true}), "ATTEMPT_SUPERSEDED");
                     EXPECT_EQ(t.last_error().at("knownAttempt"), "1");
+                    EXPECT_EQ(t.last_error().code, grpc::StatusCode::ABORTED);
+                    EXPECT_TRUE(t.AwaitMetric("headwater_micro_batches_total{outcome=\"superseded\"}", 1));
                     EXPECT_EQ(t.Commit({.id = 0}), "ATTEMPT_SUPERSEDED");
                     EXPECT_EQ(t.Discard({.id = 0}), "ATTEMPT_SUPERSEDED");
                     EXPECT_EQ(t.Commit({.id = 0, .attempt = 2}), "MICRO_BATCH_NOT_FOUND");
@@ -299,6 +312,8 @@ std::vector<TransactionRow> SessionRows() {
                     EXPECT_TRUE(Await([&] { return t.MicroBatch(2) == "2 DISCARDED HELD"; })) << t.MicroBatch(2);
                     EXPECT_EQ(t.MicroBatch(1), "1 DISCARDED STAGED");
                     EXPECT_TRUE(t.AwaitMetric("headwater_held_bytes", 0));
+                    EXPECT_TRUE(t.AwaitMetric("headwater_sessions_ended_total{how=\"expired\"}", 1));
+                    EXPECT_TRUE(t.AwaitMetric("headwater_session_discards_total{how=\"expired\"}", 2));
                     EXPECT_EQ(t.KeepAlive(session), "SESSION_NOT_FOUND");
                     EXPECT_EQ(t.Commit({.id = 1, .session = session}), "SESSION_NOT_FOUND");
                     EXPECT_EQ(t.Commit({.id = 1}), "MICRO_BATCH_DISCARDED");
@@ -356,6 +371,8 @@ std::vector<TransactionRow> SessionRows() {
                     EXPECT_EQ(t.CloseSession(session), "OK");
                     EXPECT_EQ(t.CloseSession(session), "OK");
                     EXPECT_EQ(t.MicroBatch(1), "1 DISCARDED STAGED");
+                    EXPECT_TRUE(t.AwaitMetric("headwater_session_discards_total{how=\"closed\"}", 1));
+                    EXPECT_TRUE(t.AwaitMetric("headwater_session_discards_total{how=\"expired\"}", 0));
                     EXPECT_EQ(t.Submit({.id = 2, .session = session}), "SESSION_NOT_FOUND");
                     EXPECT_EQ(t.KeepAlive(session), "SESSION_NOT_FOUND");
                   },

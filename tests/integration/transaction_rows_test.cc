@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "tests/integration/transaction_harness.h"
 
@@ -77,7 +78,9 @@ TEST_P(Drains, SendWaitingCallsAway) {
   auto early = std::async(std::launch::async, [&t] { return t.Submit({.id = 0, .step = 1}); });
   auto seal = std::async(std::launch::async, [&t] { return t.Seal({.ids = {0}, .wait = true}); });
   ASSERT_TRUE(t.AwaitMetric("headwater_waiting_calls", 2));
+  const absl::Time begin = absl::Now();
   EXPECT_TRUE(t.server().server().Drain(absl::Seconds(20)));
+  EXPECT_LE(absl::Now() - begin, absl::Seconds(10));
   EXPECT_EQ(early.get(), "DRAINING");
   EXPECT_EQ(seal.get(), "DRAINING");
 }
