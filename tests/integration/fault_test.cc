@@ -1,4 +1,5 @@
-// Clients that die, cancel, stall or come too many: each leaves the accumulator bitwise as it was, and the server serves on.
+// Clients that die, stall or come too many, and a server that drains: beside the rows of transaction_rows_forms.cc on clients that
+// cancel.
 #include <gmock/gmock.h>
 #include <grpcpp/generic/generic_stub.h>
 #include <gtest/gtest.h>
@@ -8,8 +9,6 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <functional>
-#include <future>
 #include <string>
 #include <thread>
 #include <vector>
@@ -26,31 +25,11 @@ using ::testing::HasSubstr;
 
 std::string Rows(int64_t row_count, uint32_t seed = 5) { return Bytes(Random(static_cast<size_t>(row_count * 5), seed, 1)); }
 
-// The first ones of the three rows that most tests here send.
-std::string FirstRows(size_t row_count) { return Rows(3).substr(0, row_count * 20); }
-
-// A server whose engine takes one micro-batch at a time: the next one waits in the queue.
-ServerSetup OneAtATime() {
-  ServerSetup setup;
-  setup.options.queue_widths = {1, 1};
-  return setup;
-}
+// The first one of the three rows that most tests here send.
+std::string FirstRow() { return Rows(3).substr(0, 20); }
 
 bool NothingInFlight(const WireServer& server) {
   return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0";
-}
-
-TEST(Faults, CancelWhileUploading) {
-  WireServer server;
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  const std::string before = server.Snapshot(head);
-  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRows(2), 2);
-  ASSERT_TRUE(Await([&] { return !NothingInFlight(server); }));
-  call.context.TryCancel();
-  EXPECT_EQ(call.End().error_code(), grpc::StatusCode::CANCELLED);
-  EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
-  EXPECT_EQ(server.Snapshot(head), before);
-  EXPECT_EQ(ReasonOf(server.Compute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(3)).status), "OK");
 }
 
 TEST(Faults, KilledClientInTheMiddleOfAnUpload) {
@@ -76,105 +55,13 @@ TEST(Faults, KilledClientInTheMiddleOfAnUpload) {
   EXPECT_EQ(server.Snapshot(head), before);
 }
 
-TEST(Faults, CancelWhileQueued) {
-  WireServer server(OneAtATime());
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  const TestHead other = server.MakeHead("other", SmallSpec());
-  const std::string before = server.Snapshot(head);
-  server.gate().Close();
-  std::thread first([&] { Require(server.Compute(CrossEntropyHeader(other, 0, 0, {1, 2, 3}), Rows(3)).status, "first"); });
-  server.gate().AwaitWaiting();
-  OpenStream queued(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRows(3), 3);
-  queued.stream->WritesDone();
-  EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_queue_depth") == "headwater_queue_depth 1"; }));
-  queued.context.TryCancel();
-  EXPECT_EQ(queued.End().error_code(), grpc::StatusCode::CANCELLED);
-  EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_queue_depth") == "headwater_queue_depth 0"; }));
-  server.gate().Open();
-  first.join();
-  EXPECT_EQ(server.Snapshot(head), before);
-}
-
-TEST(Faults, DeadlineWhileQueued) {
-  WireServer server(OneAtATime());
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  const TestHead other = server.MakeHead("other", SmallSpec());
-  const std::string before = server.Snapshot(head);
-  server.gate().Close();
-  std::thread first([&] { Require(server.Compute(CrossEntropyHeader(other, 0, 0, {1, 2, 3}), Rows(3)).status, "first"); });
-  server.gate().AwaitWaiting();
-  auto late = std::async(std::launch::async, [&] {
-    return server.Compute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(3), "", {.deadline_ms = 500}).status.error_code();
-  });
-  EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_queue_depth") == "headwater_queue_depth 1"; }));
-  EXPECT_EQ(late.get(), grpc::StatusCode::DEADLINE_EXCEEDED);
-  EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_queue_depth") == "headwater_queue_depth 0"; }));
-  server.gate().Open();
-  first.join();
-  EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
-  EXPECT_EQ(server.Snapshot(head), before);
-}
-
-TEST(Faults, CancelWhileComputingAnExplicitOne) {
-  WireServer server;
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  const std::string before = server.Snapshot(head);
-  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
-  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
-  server.gate().Close();
-  OpenStream call(server.loss(), header, FirstRows(3), 3);
-  call.stream->WritesDone();
-  server.gate().AwaitWaiting();
-  call.context.TryCancel();
-  EXPECT_EQ(call.End().error_code(), grpc::StatusCode::CANCELLED);
-  // The client knows of its cancellation before the server does.
-  EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_abandoned_calls") == "headwater_abandoned_calls 1"; }));
-  server.gate().Open();
-  EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
-  EXPECT_EQ(server.Snapshot(head), before);  // the staging slot is free again, too: it is used by the next call
-  EXPECT_EQ(ReasonOf(server.Compute(header, Rows(3)).status), "OK");
-}
-
-TEST(Faults, AnEagerOneThatHasBegunIsCommittedThoughItsClientIsGone) {
-  WireServer server;
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  const TestHead witness = server.MakeHead("witness", SmallSpec());
-  Require(server.Compute(CrossEntropyHeader(witness, 0, 0, {1, 2, 3}), Rows(3)).status, "witness");
-  server.gate().Close();
-  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRows(3), 3);
-  call.stream->WritesDone();
-  server.gate().AwaitWaiting();
-  call.context.TryCancel();
-  call.End();
-  server.gate().Open();
-  EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
-  EXPECT_EQ(server.Gradient(head), server.Gradient(witness));
-  EXPECT_EQ(server.Steps(head).open().micro_batches(0).state(), v1::CONTRIBUTION_STATE_COMMITTED);
-  // The client that comes back finds it there, exactly once.
-  EXPECT_TRUE(server.Compute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(3)).summary.replayed());
-  EXPECT_EQ(server.Gradient(head), server.Gradient(witness));
-}
-
-TEST(Faults, ADuplicateOfOneThatIsComputedIsRefused) {
-  WireServer server;
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  const v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
-  server.gate().Close();
-  std::thread first([&] { Require(server.Compute(header, Rows(3)).status, "first"); });
-  server.gate().AwaitWaiting();
-  EXPECT_EQ(ReasonOf(server.Compute(header, Rows(3)).status), "MICRO_BATCH_IN_PROGRESS");
-  server.gate().Open();
-  first.join();
-  EXPECT_TRUE(server.Compute(header, Rows(3)).summary.replayed());
-}
-
 TEST(Faults, TheStreamThatSendsNothingIsEnded) {
   ServerSetup setup;
   setup.options.stream_idle_timeout = absl::Milliseconds(200);
   WireServer server(setup);
   const TestHead head = server.MakeHead("h", SmallSpec());
   const std::string before = server.Snapshot(head);
-  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRows(1), 1);
+  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRow(), 1);
   EXPECT_EQ(call.End().error_code(), grpc::StatusCode::CANCELLED);
   EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
   EXPECT_EQ(server.Snapshot(head), before);
@@ -220,7 +107,8 @@ TEST(Faults, CompressedMessagesAreRefused) {
 }
 
 TEST(Faults, TheQueueIsBounded) {
-  ServerSetup setup = OneAtATime();
+  ServerSetup setup;
+  setup.options.queue_widths = {1, 1};  // one micro-batch at a time: the next one waits in the queue
   setup.options.limits.max_queue_depth = 2;
   WireServer server(setup);
   const TestHead head = server.MakeHead("h", SmallSpec());
@@ -252,7 +140,7 @@ TEST(Faults, BytesInFlightAreBounded) {
   setup.options.limits.max_in_flight_bytes = 120;
   WireServer server(setup);
   const TestHead head = server.MakeHead("h", SmallSpec());
-  OpenStream holder(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRows(1), 1);  // at the limit
+  OpenStream holder(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRow(), 1);  // at the limit
   ASSERT_TRUE(Await([&] { return !NothingInFlight(server); }));
   const std::string before = server.Snapshot(head);
   const WireError error = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 1, {1}), Rows(1)).status);
@@ -269,32 +157,6 @@ TEST(Faults, BytesInFlightAreBounded) {
   const WireError never = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 2, {1, 2, 3, 4}), Rows(4)).status);
   EXPECT_EQ(never.reason, "LIMIT_EXCEEDED");
   EXPECT_EQ(never.at("limit"), "max_micro_batch_bytes");
-}
-
-TEST(Faults, DrainFinishesADecisionThatHasBegun) {
-  WireServer server;
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
-  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
-  header.set_late_token_factors(true);  // the commit computes, so that it can be looked at while it does
-  Require(server.Compute(header, Rows(3)).status, "held");
-  server.gate().Close();
-  grpc::Status committed;
-  grpc::Status refused;
-  std::thread commit([&] { committed = server.Commit(head, 0, 0, 1); });
-  server.gate().AwaitWaiting();
-  std::thread drain([&] { EXPECT_TRUE(server.server().Drain(absl::Seconds(20))); });
-  // Asked by a call that waits for nothing: one that is let in before the drain begins must not wait for the gate.
-  EXPECT_TRUE(Await([&] {
-    grpc::ClientContext context;
-    v1::ListHeadsResponse heads;
-    refused = server.heads().ListHeads(&context, v1::ListHeadsRequest(), &heads);
-    return ReasonOf(refused) == "DRAINING";
-  }));
-  server.gate().Open();
-  commit.join();
-  drain.join();
-  EXPECT_EQ(ReasonOf(committed), "OK");
 }
 
 TEST(Faults, ACommitWhoseClientGoesAwayIsCarriedOutAllTheSame) {
@@ -354,7 +216,7 @@ TEST(Faults, DrainFinishesAcceptedWorkAndRefusesNewOne) {
 TEST(Faults, DrainThatRunsOutOfTimeCancels) {
   WireServer server;
   const TestHead head = server.MakeHead("h", SmallSpec());
-  OpenStream stalled(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRows(1), 1);
+  OpenStream stalled(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRow(), 1);
   ASSERT_TRUE(Await([&] { return !NothingInFlight(server); }));
   EXPECT_FALSE(server.server().Drain(absl::Milliseconds(50)));
   EXPECT_FALSE(stalled.End().ok());

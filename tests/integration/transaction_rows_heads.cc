@@ -419,6 +419,7 @@ std::vector<TransactionRow> RestartRows() {
                   [](Trial& t) {
                     EXPECT_EQ(t.Save("s0"), "OK");
                     t.Restart();
+                    EXPECT_EQ(t.SetWeights(3), "STEP_LOST");  // with the epoch of the dead server
                     t.Refresh();
                     EXPECT_EQ(t.SetWeights(3), "OK");
                     SubmitFirst(t);

@@ -57,13 +57,12 @@ std::string MakeRoot() {
   return mkdtemp(pattern.data());
 }
 
-grpc::Status SaveAs(WireServer& server, const TestHead& head, const std::string& checkpoint, bool overwrite = false) {
+grpc::Status SaveAs(WireServer& server, const TestHead& head, const std::string& checkpoint) {
   grpc::ClientContext context;
   v1::SaveCheckpointRequest request;
   request.set_name(head.name());
   request.set_epoch(head.head.epoch());
   request.set_checkpoint(checkpoint);
-  request.set_overwrite(overwrite);
   v1::SaveCheckpointResponse response;
   return server.heads().SaveCheckpoint(&context, request, &response);
 }
@@ -111,9 +110,7 @@ class Weights : public ::testing::TestWithParam<int> {
   LossReply Submit(const TestHead& head, int64_t step, int64_t micro_batch) {
     return server_.Compute(CrossEntropyHeader(head, step, micro_batch, {1, 2, 3}), Bytes(Random(15, 5, 1)));
   }
-  grpc::Status Save(const TestHead& head, const std::string& checkpoint, bool overwrite = false) {
-    return SaveAs(server_, head, checkpoint, overwrite);
-  }
+  grpc::Status Save(const TestHead& head, const std::string& checkpoint) { return SaveAs(server_, head, checkpoint); }
   grpc::Status Restore(TestHead* head, const std::string& checkpoint) {
     grpc::ClientContext context;
     v1::RestoreCheckpointRequest request;
@@ -142,13 +139,6 @@ class Weights : public ::testing::TestWithParam<int> {
     request.set_epoch(head.head.epoch());
     request.set_path(path);
     return server_.heads().LoadWeights(&context, request, loaded);
-  }
-  void Apply(const TestHead& head, int64_t step) {
-    v1::ApplyOptimizerStepRequest request;
-    *request.mutable_head() = server_.At(head, step);
-    request.mutable_expected()->set_count(1);
-    request.set_learning_rate(0.05);
-    Require(server_.Apply(request), "ApplyOptimizerStep");
   }
 
   const std::string root_ = MakeRoot();
@@ -339,37 +329,6 @@ TEST_P(Weights, AFileThatIsCutShortLeavesTheHeadAsItWas) {
   EXPECT_EQ(server_.Get(head.name()).state(), v1::HEAD_STATE_LOST);
   ASSERT_EQ(ReasonOf(Load(head, "new.safetensors", &loaded)), "OK");
   EXPECT_EQ(loaded.state(), v1::HEAD_STATE_READY);
-}
-
-TEST_P(Weights, ARestoredHeadGoesOnFromTheCheckpointUnderANewEpoch) {
-  TestHead head = server_.MakeHead("h", SmallSpec());
-  Require(Submit(head, 0, 0).status, "step 0");
-  Apply(head, 0);
-  Require(Submit(head, 1, 0).status, "step 1");  // not part of the checkpoint
-  ASSERT_EQ(ReasonOf(Save(head, "step-1")), "OK");
-  EXPECT_EQ(ReasonOf(Save(head, "step-1")), "CHECKPOINT_ALREADY_EXISTS");
-  EXPECT_EQ(ReasonOf(Save(head, "step-1", /*overwrite=*/true)), "OK");
-  const std::string weights_at_save = server_.Weights(head);
-  const std::string gradient_of_step_1 = server_.Gradient(head, 1);
-  Apply(head, 1);
-  const std::string weights_after = server_.Weights(head);
-
-  const TestHead old_head = head;
-  EXPECT_EQ(ReasonOf(Restore(&head, "missing")), "CHECKPOINT_NOT_FOUND");
-  ASSERT_EQ(ReasonOf(Restore(&head, "step-1")), "OK");
-  EXPECT_NE(head.head.epoch(), old_head.head.epoch());
-  EXPECT_EQ(head.head.open_step(), 1);
-  EXPECT_EQ(server_.Weights(head), weights_at_save);
-  EXPECT_EQ(Floats(server_.Gradient(head, 1)), std::vector<float>(65, 0.0F));
-  const std::string before = server_.Snapshot(head, 1);
-  EXPECT_EQ(ReasonOf(Submit(old_head, 1, 0).status), "EPOCH_FENCED");
-  EXPECT_EQ(ReasonOf(Submit(old_head, 2, 0).status), "EPOCH_FENCED");
-  EXPECT_EQ(server_.Snapshot(head, 1), before);
-  // The same step again: bitwise the same weights.
-  Require(Submit(head, 1, 0).status, "step 1 again");
-  EXPECT_EQ(server_.Gradient(head, 1), gradient_of_step_1);
-  Apply(head, 1);
-  EXPECT_EQ(server_.Weights(head), weights_after);
 }
 
 TEST_P(Weights, ADamagedCheckpointLeavesTheHeadAsItWas) {
