@@ -148,6 +148,12 @@ class Exchange:
         actual = [str(number or "-") for number in numbers]
         assert actual == expected.split(), actual
 
+    def _check_leases(self, expected):
+        """Milliseconds that each session was opened for; it has a name that the protocol allows."""
+        opened = self._server.calls["OpenSession"]
+        assert [call.lease.ToMilliseconds() for call in opened] == [int(word) for word in expected.split()], opened
+        assert all(1 <= len(call.client_name.encode()) <= 128 for call in opened), opened
+
     def _check_same(self, _, method):
         """All requests of a method are equal, but for their attempts."""
         requests = [MessageToDict(message_of(call)) for call in self._server.calls[method]]

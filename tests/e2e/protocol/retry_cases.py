@@ -251,6 +251,7 @@ case(
     discard 2
     loss 3
     ? calls OpenSession: 1
+    ? leases: 7500
     ? sessions ComputeLoss: - - 1 1 -
     ? sessions CommitMicroBatch: - 1
     ? sessions DiscardMicroBatch: 1

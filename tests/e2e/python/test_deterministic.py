@@ -5,7 +5,6 @@ import concurrent.futures
 import numpy as np
 import pytest
 from conftest import running_server
-from expectations import refused
 
 import headwater
 
@@ -61,31 +60,3 @@ def test_order_trainers_and_restarts_do_not_show(server, data):
                     pool.submit(add, heads[rank], data, micro_batch)
         head.seal(expected_micro_batches=MICRO_BATCHES, wait=True)
         np.testing.assert_array_equal(head.gradient(), expected)
-
-
-def test_what_is_too_early_is_refused(server, data):
-    with headwater.connect(server.address, retries=None) as client:
-        head = client.create_head("early", data.weight)
-        for micro_batch in range(1, 7):
-            add(head, data, micro_batch)
-        with refused("ORDERED_WINDOW_FULL", headwater.ResourceExhaustedError) as info:
-            add(head, data, 7)
-        assert info.value.metadata["missing"] == "0" and info.value.retry_after_s > 0
-        with refused("STEP_NOT_SEALED", headwater.FailedPreconditionError):
-            head.gradient()
-        head.discard(micro_batch=0)
-        with refused("ORDER_PASSED", headwater.FailedPreconditionError):
-            head.cross_entropy(data.hidden[0], data.targets[0], micro_batch=0, attempt=1)
-        add(head, data, 7)
-        assert head.seal(expected_micro_batches=range(1, 8)).totals.micro_batch_count == 7
-
-
-def test_a_client_that_is_refused_tries_again(server, data):
-    with headwater.connect(server.address, retries=PATIENT) as client, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        head = client.create_head("again", data.weight)
-        for micro_batch in range(1, 7):
-            add(head, data, micro_batch)
-        late = pool.submit(add, head, data, 7)
-        add(head, data, 0)
-        late.result(60)
-        head.seal(expected_micro_batches=MICRO_BATCHES)

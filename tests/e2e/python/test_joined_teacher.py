@@ -5,7 +5,6 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import running_server
 from expectations import refused
 
 import headwater
@@ -103,61 +102,6 @@ def test_rows_of_several_streams_and_any_order(student, teacher, rows, key, rng)
         assert stream.stream(everything[part], part) == len(part)
     out = student.jsd(hidden, teacher, headwater.JOIN, join_key=key, total_rows=total, row_indices=wanted, micro_batch=1)
     same(out, expected)
-
-
-def test_several_micro_batches_share_a_set(student, teacher, rows, key):
-    hidden, teacher_hidden = rows
-    headwater.Client(student._backend).teacher(key, total_rows=NUM_TOKENS).stream(teacher_hidden)
-    halves = np.split(np.arange(NUM_TOKENS), 2)
-    outs = [
-        student.jsd(hidden[half], teacher, headwater.JOIN, join_key=key, total_rows=NUM_TOKENS, row_indices=half, micro_batch=index)
-        for index, half in enumerate(halves)
-    ]
-    for half, out in zip(halves, outs, strict=True):
-        same(out, student.jsd(hidden[half], teacher, teacher_hidden[half], backward=True, micro_batch=2 + int(half[0])))
-
-
-def test_rows_stay_until_the_contribution_is_decided(student, teacher, rows, key):
-    hidden, teacher_hidden = rows
-    join = {"join_key": key, "total_rows": NUM_TOKENS}
-    headwater.Client(student._backend).teacher(key, total_rows=NUM_TOKENS).stream(teacher_hidden)
-    first = student.jsd(hidden, teacher, headwater.JOIN, **join, micro_batch=0, commit="explicit")
-    # A trainer that has lost the answer submits it again.
-    second = student.jsd(hidden, teacher, headwater.JOIN, **join, micro_batch=0, commit="explicit", attempt=1)
-    same(second, first)
-    second.commit()
-    # Decided: whoever asks for the rows now waits for others. This side's clock and the other's end at the same time.
-    with pytest.raises((headwater.DeadlineExceededError, headwater.FailedPreconditionError)):
-        student.jsd(hidden, teacher, headwater.JOIN, **join, micro_batch=1, timeout_s=A_WHILE_S)
-    gradient = student.gradient()
-    student.discard_gradient()
-    student.jsd(hidden, teacher, teacher_hidden, micro_batch=0)
-    np.testing.assert_array_equal(gradient, student.gradient())
-
-
-@pytest.fixture
-def impatient():
-    """A client of a server that does not wait long for teachers."""
-    with running_server("--max_join_wait=3s") as server, headwater.connect(server.address) as client:
-        yield client
-
-
-def test_a_row_that_does_not_come_is_named(impatient, make_head, rows, key, rng):
-    client = impatient
-    hidden, teacher_hidden = rows
-    student = make_head(client, rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32))
-    teacher = make_head(client, rng.standard_normal((VOCAB_SIZE, TEACHER_SIZE)).astype(np.float32), trainable=False)
-    stream = client.teacher(key, total_rows=NUM_TOKENS)
-    join = {"join_key": key, "total_rows": NUM_TOKENS, "micro_batch": 0}
-    stream.stream(teacher_hidden[:-3], np.arange(NUM_TOKENS - 3))
-    with refused("JOIN_INCOMPLETE", headwater.FailedPreconditionError) as info:
-        student.jsd(hidden, teacher, headwater.JOIN, **join)
-    assert str(NUM_TOKENS - 3) in str(info.value)
-    assert not student.step_state().open.micro_batches
-    # The rest makes it whole.
-    future = student.jsd_future(hidden, teacher, headwater.JOIN, **join)
-    stream.stream(teacher_hidden[-3:], np.arange(NUM_TOKENS - 3, NUM_TOKENS))
-    assert future.result(30).valid_token_count == NUM_TOKENS
 
 
 def test_what_does_not_fit_is_refused(student, teacher, rows, key):

@@ -1,8 +1,7 @@
-"""Several loss terms over one set of rows: heads side by side, teachers for different rows; all or nothing, uploaded once."""
+"""Several loss terms over one set of rows: heads side by side, teachers for different rows."""
 
 import numpy as np
 import pytest
-from conftest import running_server
 from expectations import refused
 from loss_oracle import FP32_GRADIENT_TOLERANCE, FP32_LOSS_TOLERANCE, OracleHead, check_number, check_tensor, compute
 
@@ -59,25 +58,6 @@ def test_five_heads_in_one_call_are_five_calls(heads, hidden, rng):
     check_tensor("grad_hidden", out.grad_hidden, total, FP32_GRADIENT_TOLERANCE)
     for head in heads:
         assert head.step_state().open.totals.micro_batch_count == 1
-
-
-def test_the_rows_are_uploaded_once(rng, targets, weights):
-    hidden = rng.standard_normal((4096, HIDDEN_SIZE)).astype(np.float32)
-    ids = rng.integers(0, VOCAB_SIZE, (HEADS, len(hidden)))
-    with running_server("--metrics_address=127.0.0.1:0") as server, headwater.connect(server.address) as client:
-        heads = [client.create_head(f"medusa-{index}", weight) for index, weight in enumerate(weights)]
-
-        def received(call):
-            name = 'headwater_bytes_total{direction="in",transport="grpc"}'
-            before = server.metrics()[name]
-            call()
-            return server.metrics()[name] - before
-
-        terms = [CrossEntropy(row, head=head) for head, row in zip(heads, ids, strict=True)]
-        singly = received(lambda: [head.cross_entropy(hidden, row, micro_batch=0) for head, row in zip(heads, ids, strict=True)])
-        together = received(lambda: heads[0].multi(hidden, terms, micro_batch=1))
-    assert singly == HEADS * hidden.nbytes  # tensor bytes of the rows
-    assert together == hidden.nbytes
 
 
 def test_terms_over_row_ranges_match_the_reference(backend, make_head, heads, hidden, targets, weights, rng):
@@ -167,32 +147,6 @@ def test_late_token_factors_reach_every_term(heads, hidden, targets, rng):
         head.discard_gradient()
         head.cross_entropy(hidden[start:], ids[start:], micro_batch=0, token_weights=factors[start:], loss_scale=2.0)
         np.testing.assert_allclose(actual, head.gradient(), rtol=1e-5, atol=1e-6)
-
-
-def test_one_refusal_refuses_all(heads, hidden, targets):
-    heads[1].seal(expected_micro_batches=0)
-    terms = [CrossEntropy(ids, head=head) for head, ids in zip(heads[:2], targets[:2], strict=True)]
-    with refused("STEP_SEALED", headwater.FailedPreconditionError):
-        heads[0].multi(hidden, terms, micro_batch=0)
-    assert heads[0].step_state().open.micro_batches == {} and not heads[0].gradient().any()
-    # Known to one and not to the other.
-    heads[0].cross_entropy(hidden, targets[0], micro_batch=1)
-    terms = [CrossEntropy(ids, head=head) for head, ids in ((heads[0], targets[0]), (heads[2], targets[2]))]
-    with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
-        heads[0].multi(hidden, terms, micro_batch=1)
-    assert heads[2].step_state().open.micro_batches == {}
-
-
-def test_what_one_head_drops_is_dropped_in_all(heads, hidden, targets):
-    terms = [CrossEntropy(ids, head=head) for head, ids in zip(heads[:2], targets[:2], strict=True)]
-    out = heads[0].multi(hidden, terms, micro_batch=0, commit="explicit")
-    heads[1].discard_gradient()
-    assert heads[0].step_state().open.micro_batches[0].state == "DISCARDED"
-    with pytest.raises(headwater.HeadwaterError) as info:
-        out.commit()
-    assert info.value.reason in ("MICRO_BATCH_DISCARDED", "STEP_MISMATCH")
-    assert not heads[0].gradient().any()
-    assert heads[0].cross_entropy(hidden, targets[0], micro_batch=1, commit="explicit").form == "STAGED"  # its slot is free again
 
 
 def test_a_repeat_is_answered_for_all(heads, hidden, targets):

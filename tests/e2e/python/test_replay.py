@@ -3,11 +3,7 @@
 The cases of tests/e2e/protocol say what is repeated when; these train on a real server.
 """
 
-import concurrent.futures
-import subprocess
-import sys
 import threading
-import warnings
 
 import numpy as np
 import pytest
@@ -23,7 +19,6 @@ NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
 STEPS, MICRO_BATCHES = 3, 4
 # A server that was killed takes a while to come back.
 PATIENT = headwater.RetryPolicy(max_attempts=200, initial_backoff=0.05, max_backoff=0.25)
-TAKEN_BY_ANOTHER_RUN = "another run has taken the head since the server was started again"
 
 
 def connect(server, **options):
@@ -142,21 +137,6 @@ def test_ids_of_torchs_losses_stay_behind_a_restart_that_was_followed(server, da
         assert loss_fn.micro_batches == [0] == sorted(head.step_state().open.micro_batches)
 
 
-def test_the_trainers_optimizer_goes_on_too(server, data):
-    with connect(server) as client:
-        head = client.create_head("student", data.weight, np.zeros(VOCAB_SIZE, np.float32))
-        head.save("first")
-        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
-        head.seal(expected_micro_batches=1)
-        gradient = head.gradient()
-        restart(server)
-        np.testing.assert_array_equal(head.gradient(), gradient)
-        restart(server)
-        assert head.replace_weight(data.weight - gradient, np.ones(VOCAB_SIZE, np.float32)).open_step == 1 == head.step
-        np.testing.assert_array_equal(head.weight(), data.weight - gradient)
-        np.testing.assert_array_equal(head.bias(), np.ones(VOCAB_SIZE))
-
-
 def test_an_older_checkpoint_is_told(server, data):
     """The log reaches back to the open step, no further: the trainer goes back to its own checkpoint of that name."""
     with connect(server, replay_steps=0) as client:
@@ -191,62 +171,6 @@ def test_an_older_checkpoint_is_told(server, data):
         assert head.seal(expected_micro_batches=1).totals.micro_batch_count == 1
 
 
-def train_in_every_way(client, data, name, interrupt):
-    """Steps that are closed in each way there is, after one checkpoint at the beginning; the final weights and the last totals."""
-    head = client.create_head(name, data.weight, np.zeros(VOCAB_SIZE, np.float32), optimizer=headwater.AdamW(), staging_slots=1)
-    head.save("first")
-
-    def submit(step):
-        for micro_batch in range(2):
-            head.cross_entropy(data.hidden[step, micro_batch], data.targets[step, micro_batch], micro_batch=micro_batch)
-        staged = head.cross_entropy(data.hidden[step, 2], data.targets[step, 2], micro_batch=2, commit="explicit")
-        interrupt(f"in step {head.step}")
-        staged.commit(0.5)
-
-    submit(0)
-    head.apply_optimizer_step(learning_rate=0.05, expected_micro_batches=3, max_grad_norm=0.5, other_grad_norm_squared=0.25)
-    submit(1)
-    head.discard_gradient()
-    submit(2)
-    head.seal(expected_micro_batches=3)
-    weight, bias = head.weight(), head.bias()
-    head.replace_weight(weight - 0.1 * head.gradient(), bias - 0.1)
-    interrupt("between steps")
-    submit(0)
-    head.seal(expected_micro_batches=3)
-    interrupt("sealed")
-    head.apply_optimizer_step(learning_rate=0.05, weight_decay=0.1)
-    submit(1)
-    sealed = head.seal(expected_micro_batches=3)
-    assert head.step == 4
-    return head.weight(), head.bias(), sealed.totals, sealed.gradient_norm_squared
-
-
-def test_two_trainers_repeat_several_steps(server, data):
-    """Each repeats its own part of each step, and waits for the other one's."""
-    with connect(server, session_lease=1.0) as one, connect(server, session_lease=1.0) as two:
-        first = one.create_head("student", data.weight, optimizer=headwater.SGD())
-        first.save("step-0")
-        second = two.head(first.name)
-
-        def submit(step):
-            for micro_batch, head in enumerate((first, second)):
-                head.step = step
-                head.cross_entropy(data.hidden[step, micro_batch], data.targets[step, micro_batch], micro_batch=micro_batch)
-
-        for step in range(2):
-            submit(step)
-            first.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=2)
-        submit(2)
-        expected = first.gradient()
-        restart(server)
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            sealed = pool.submit(first.seal, expected_micro_batches=2, wait=True, timeout_s=60).result(90)
-        assert sealed.totals.micro_batch_count == 2
-        np.testing.assert_allclose(first.gradient(), expected, rtol=1e-5, atol=1e-5)
-        assert first.apply_optimizer_step(learning_rate=0.1).open_step == 3
-
-
 def test_without_replay_a_restart_is_told(server, data):
     with connect(server, replay=False) as client:
         head = client.create_head("student", data.weight)
@@ -261,91 +185,3 @@ def test_without_replay_a_restart_is_told(server, data):
         np.testing.assert_array_equal(client.head("student").weight(), data.weight)  # who opens the head as it is now may look
         assert head.take().open_step == 0
         np.testing.assert_array_equal(head.weight(), data.weight)
-
-
-@pytest.mark.parametrize("replay", (False, True), ids=("told", "replayed"))
-def test_weights_behind_a_restart_are_those_that_were_trained(server, data, replay):
-    with connect(server, replay=replay) as client:
-        head = client.create_head("student", data.weight, np.zeros(VOCAB_SIZE, np.float32), optimizer=headwater.SGD())
-        head.save("first")
-        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
-        head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
-        weight, bias = head.weight(), head.bias()
-        assert not np.array_equal(weight, data.weight)
-        restart(server)
-        if replay:
-            np.testing.assert_array_equal(head.bias(), bias)
-            np.testing.assert_array_equal(head.weight(), weight)
-        else:
-            for download in (head.weight, head.bias):
-                with refused("STEP_LOST", headwater.StepLostError) as info:
-                    download()
-                assert info.value.restored_step == 0
-
-
-def test_a_log_that_is_full_is_dropped_and_said_once(server, data):
-    rows = data.hidden[0, 0], data.targets[0, 0]
-    size = rows[0].nbytes + 400  # of its message
-    with connect(server, replay_bytes=2 * size) as client:
-        head = client.create_head("student", data.weight, optimizer=headwater.SGD())
-        head.save("step-0")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for micro_batch in range(2):
-                head.cross_entropy(*rows, micro_batch=micro_batch)
-        with pytest.warns(RuntimeWarning, match="replay_bytes"):
-            head.cross_entropy(*rows, micro_batch=2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            head.cross_entropy(*rows, micro_batch=3)
-            head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=4)
-            # The next step fits again.
-            head.save("step-1")
-            head.cross_entropy(*rows, micro_batch=0)
-            restart(server)
-            assert head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1).open_step == 2
-            head.save("step-2")
-            for micro_batch in range(3):
-                head.cross_entropy(*rows, micro_batch=micro_batch)
-            restart(server)
-            with refused("STEP_LOST", headwater.StepLostError) as info:
-                head.cross_entropy(*rows, micro_batch=3)
-            assert info.value.restored_step == 2
-
-
-def test_a_trainer_that_was_killed_submits_its_part_again(server, data, tmp_path):
-    """Its successor has the same ids and rows: what was committed is answered, what was not is added."""
-    rows_file, targets_file = tmp_path / "rows.npy", tmp_path / "targets.npy"
-    np.save(rows_file, data.hidden[0])
-    np.save(targets_file, data.targets[0])
-    program = f"""
-import sys
-import numpy as np
-import headwater
-client = headwater.connect({server.address!r}, session_lease=1.0)
-head = client.head("student")
-rows = np.load({str(rows_file)!r})
-targets = np.load({str(targets_file)!r})
-head.cross_entropy(rows[1], targets[1], micro_batch=1)
-head.cross_entropy(rows[3], targets[3], micro_batch=3, commit="explicit")
-print("staged", flush=True)
-sys.stdin.read()
-"""
-    with connect(server) as client:
-        head = client.create_head("student", data.weight, optimizer=headwater.SGD())
-        for micro_batch in (0, 2):
-            head.cross_entropy(data.hidden[0, micro_batch], data.targets[0, micro_batch], micro_batch=micro_batch)
-        with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            assert process.stdout.readline() == b"staged\n"
-            process.kill()
-        with connect(server) as successor:
-            again = successor.head("student")
-            assert again.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1).replayed
-            out = again.cross_entropy(data.hidden[0, 3], data.targets[0, 3], micro_batch=3, commit="explicit", attempt=1)
-            out.commit()
-        assert head.seal(expected_micro_batches=4).totals.micro_batch_count == 4
-        with headwater.local.connect() as elsewhere:
-            undisturbed = elsewhere.create_head("student", data.weight)
-            for micro_batch in range(4):
-                undisturbed.cross_entropy(data.hidden[0, micro_batch], data.targets[0, micro_batch], micro_batch=micro_batch)
-            np.testing.assert_allclose(head.gradient(), undisturbed.gradient(), rtol=1e-5, atol=1e-5)

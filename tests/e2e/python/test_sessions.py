@@ -40,38 +40,6 @@ def until(condition):
 connect = functools.partial(headwater.connect, transport="grpc")
 
 
-def session_ids(server, method):
-    return [getattr(call[0], "header", call[0]).session_id for call in server.calls[method]]
-
-
-def test_a_session_is_opened_by_the_first_explicit_micro_batch(server):
-    with connect(server.address, session_lease=7.5) as client:
-        head = client.head("scripted")
-        head.cross_entropy(HIDDEN, TARGETS, micro_batch=0)
-        head.cross_entropy(HIDDEN, TARGETS, backward=False)
-        head.commit(micro_batch=9)
-        assert server.count("OpenSession") == 0
-        submit(head, 1).commit()
-        submit(head, 2).discard()
-        head.cross_entropy(HIDDEN, TARGETS, micro_batch=3)
-        assert server.count("OpenSession") == 1
-        opened = server.calls["OpenSession"][0]
-        assert opened.lease.ToMilliseconds() == 7500 and 1 <= len(opened.client_name.encode()) <= 128
-        session = (1).to_bytes(32, "big")
-        assert session_ids(server, "ComputeLoss") == [b"", b"", session, session, b""]
-        assert [request.session_id for request in server.calls["CommitMicroBatch"]] == [b"", session]
-        assert [request.session_id for request in server.calls["DiscardMicroBatch"]] == [session]
-        assert server.count("CloseSession") == 0
-    assert [request.session_id for request in server.calls["CloseSession"]] == [session]
-
-
-def test_without_sessions_nobody_owns_anything(server):
-    with connect(server.address, session=False) as client:
-        submit(client.head("scripted")).commit()
-    assert session_ids(server, "ComputeLoss") == [b""] and server.calls["CommitMicroBatch"][0].session_id == b""
-    assert server.count("OpenSession") == server.count("CloseSession") == 0
-
-
 def test_a_client_that_is_forgotten_ends_its_thread(server):
     client = connect(server.address, session_lease=0.3)
     submit(client.head("scripted"))
@@ -113,27 +81,6 @@ def head(remote, make_head, rng):
     return make_head(remote.client, rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32), staging_slots=1)
 
 
-def test_only_the_owner_decides(remote, head):
-    out = submit(head)
-    for options in ({}, {"session": False}):
-        with connect(remote.address, **options) as stranger:
-            other = stranger.head(head.name)
-            for call in (other.commit, other.discard):
-                with refused("NOT_SESSION_OWNER", headwater.PermissionDeniedError):
-                    call(micro_batch=0)
-    assert out.commit() is False
-
-
-def test_a_higher_attempt_discards_whoever_owns_the_lower_one(remote, head):
-    out = submit(head)
-    with connect(remote.address) as successor:
-        other = successor.head(head.name)
-        assert other.discard(micro_batch=0, attempt=1) is True
-        assert submit(other, attempt=2).commit() is False
-    with pytest.raises(headwater.AbortedError):
-        out.commit()
-
-
 def test_closing_a_client_discards_what_it_left_undecided(remote, head):
     with connect(remote.address) as other:
         theirs = other.head(head.name)
@@ -170,10 +117,3 @@ sys.stdin.read()
     with refused("MICRO_BATCH_DISCARDED", headwater.AbortedError):
         submit(head, 1)
     assert submit(head, 1, attempt=1).commit() is False
-
-
-def test_a_busy_session_does_not_end(remote, head):
-    with connect(remote.address, session_lease=1.0) as client:
-        out = submit(client.head(head.name))
-        time.sleep(2.5)
-        assert out.commit() is False

@@ -1,4 +1,4 @@
-"""What micro-batches and steps go through: forms, attempts, waiting, optimizers. The same rules on the server and in process."""
+"""What micro-batches and steps go through, as the Python client shows it: forms, waiting, optimizers, heads that are shared."""
 
 import threading
 import time
@@ -62,21 +62,6 @@ def test_a_full_head_holds_rows_if_it_may(head, rows):
     assert (states[1].state, states[1].form, states[1].factor) == ("COMMITTED", "HELD", 0.5)
 
 
-def test_refusing_non_finite_values_may_hold_too(backend, make_head, weight, rows):
-    head = make_head(backend.client, weight, staging_slots=0)
-    with refused("STAGING_FULL", headwater.StagingFullError):
-        head.cross_entropy(*rows, micro_batch=0, non_finite="refuse")
-    out = head.cross_entropy(*rows, micro_batch=0, non_finite="refuse", allow_held=True)
-    assert (out.state, out.form) == ("COMMITTED", "HELD")
-    first = head.gradient()
-    assert first.any()
-    poisoned = rows[0].copy()
-    poisoned[3, 1] = np.inf
-    with refused("NON_FINITE_VALUES", headwater.FailedPreconditionError):
-        head.cross_entropy(poisoned, rows[1], micro_batch=1, non_finite="refuse", allow_held=True)
-    np.testing.assert_array_equal(head.gradient(), first)
-
-
 def test_late_token_factors_are_token_weights(head, rows, rng):
     factors = rng.standard_normal(NUM_TOKENS).astype(np.float32)
     factors[2] = 0
@@ -100,19 +85,6 @@ def test_late_token_factors_are_token_weights(head, rows, rng):
             head.commit(micro_batch=0, factor=0.5, token_factors=other)
 
 
-def test_token_factors_need_a_held_contribution(head, rows):
-    head.cross_entropy(*rows, micro_batch=0, commit="explicit")
-    with refused("INVALID_COMBINATION", headwater.InvalidArgumentError):
-        head.commit(micro_batch=0, token_factors=np.ones(NUM_TOKENS))
-    assert head.commit(micro_batch=0) is False
-    with refused("INVALID_COMBINATION", headwater.InvalidArgumentError):
-        head.cross_entropy(*rows, micro_batch=1, late_token_factors=True)
-    with refused("INVALID_FIELD", headwater.InvalidArgumentError):
-        head.commit(micro_batch=0, factor=1e300)
-    with refused("INVALID_COMBINATION"):
-        head.cross_entropy(*rows, micro_batch=1).commit()
-
-
 def test_a_held_contribution_sees_its_teacher_unchanged(head, backend, make_head, rows, rng, weight):
     teacher = make_head(backend.client, weight[::-1].copy(), trainable=False)
     teacher_hidden = rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
@@ -127,45 +99,6 @@ def test_a_held_contribution_sees_its_teacher_unchanged(head, backend, make_head
     assert head.discard(micro_batch=1) is True
 
 
-def test_the_expected_weight_version_is_checked(head, rows):
-    out = head.cross_entropy(*rows, backward=False)
-    assert head.cross_entropy(*rows, micro_batch=0, expected_weight_version=out.weight_version).loss_sum == out.loss_sum
-    head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
-    with refused("WEIGHT_VERSION_MISMATCH", headwater.FailedPreconditionError):
-        head.cross_entropy(*rows, micro_batch=0, expected_weight_version=out.weight_version)
-    assert head.cross_entropy(*rows, micro_batch=0).weight_version == out.weight_version + 1
-
-
-def test_a_higher_attempt_supersedes_what_is_undecided(head, rows):
-    expected = gradient_of(head, (2 * rows[0], rows[1]))
-    first = head.cross_entropy(*rows, micro_batch=0, commit="explicit")
-    assert first.attempt == 0
-    # There is one slot: the first attempt is gone from it.
-    second = head.cross_entropy(2 * rows[0], rows[1], micro_batch=0, commit="explicit", attempt=3)
-    assert second.attempt == 3
-    with refused("ATTEMPT_SUPERSEDED", headwater.AbortedError):
-        head.cross_entropy(*rows, micro_batch=0, commit="explicit", attempt=1)
-    with refused("ATTEMPT_SUPERSEDED", headwater.AbortedError):
-        head.commit(micro_batch=0, attempt=2)
-    with refused("MICRO_BATCH_NOT_FOUND", headwater.NotFoundError):
-        head.commit(micro_batch=0, attempt=4)
-    assert head.commit(micro_batch=0) is False
-    np.testing.assert_allclose(head.gradient(), expected, rtol=1e-6)
-    again = head.cross_entropy(2 * rows[0], rows[1], micro_batch=0, commit="explicit", attempt=5)
-    assert again.replayed and head.step_state().open.micro_batches[0].attempt == 3
-
-
-def test_a_higher_attempt_brings_a_discarded_micro_batch_back(head, rows):
-    head.cross_entropy(*rows, micro_batch=0, commit="explicit")
-    assert head.discard(micro_batch=0, attempt=1) is True
-    for attempt in (None, 0, 1):
-        with refused("MICRO_BATCH_DISCARDED", headwater.AbortedError):
-            head.cross_entropy(*rows, micro_batch=0, attempt=attempt)
-    assert head.cross_entropy(*rows, micro_batch=0, attempt=2).state == "COMMITTED"
-    with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
-        head.discard(micro_batch=0)
-
-
 def test_a_call_for_the_next_step_waits_for_it(head, rows):
     head.cross_entropy(*rows, micro_batch=0)
     early = head.cross_entropy_future(*rows, step=1, micro_batch=0)
@@ -177,40 +110,6 @@ def test_a_call_for_the_next_step_waits_for_it(head, rows):
     assert out.step == 1 and out.state == "COMMITTED"
     assert sealed.result(30).totals.micro_batch_count == 1
     assert head.cross_entropy(*rows, backward=False).weight_version == out.weight_version
-
-
-def test_waiting_ends_with_the_deadline(head, rows):
-    began = time.monotonic()
-    for call in (
-        lambda: head.cross_entropy(*rows, step=1, micro_batch=0, timeout_s=PATIENCE_S),
-        lambda: head.commit(step=1, micro_batch=0, timeout_s=PATIENCE_S),
-        lambda: head.add_gradient(rows[0], step=1, micro_batch=0, timeout_s=PATIENCE_S),
-        lambda: head.gradient(step=1, timeout_s=PATIENCE_S),
-    ):
-        with pytest.raises((headwater.DeadlineExceededError, headwater.StepMismatchError)):
-            call()
-    assert 4 * PATIENCE_S * 0.9 <= time.monotonic() - began <= 4 * PATIENCE_S + 10
-    with refused("STEP_MISMATCH", headwater.StepMismatchError):
-        head.cross_entropy(*rows, step=2, micro_batch=0)
-    assert head.step_state().open.micro_batches == {}
-
-
-def test_seal_waits_for_missing_and_undecided_ones(head, rows):
-    head.cross_entropy(*rows, micro_batch=0, commit="explicit")
-    sealed = head.seal_future(expected_micro_batches=2, wait=True)
-    time.sleep(PATIENCE_S)
-    head.cross_entropy(*rows, micro_batch=1)
-    time.sleep(PATIENCE_S)
-    assert not sealed.done()
-    head.commit(micro_batch=0)
-    assert sealed.result(30).totals.micro_batch_count == 2
-    assert head.step_state().open.state == "SEALED"
-
-
-def test_seal_that_waits_in_vain_changes_nothing(head, rows):
-    with pytest.raises((headwater.DeadlineExceededError, headwater.FailedPreconditionError)):
-        head.seal(expected_micro_batches=1, wait=True, timeout_s=PATIENCE_S)
-    assert head.cross_entropy(*rows, micro_batch=0).state == "COMMITTED"
 
 
 def test_add_gradient_is_a_contribution(head, rows, rng):
@@ -319,12 +218,6 @@ def test_take_begins_a_new_run(head, backend, rows):
     head.take()
     with refused("EPOCH_FENCED"):
         other.gradient()
-
-
-def test_a_frozen_head_cannot_be_taken(backend, make_head, weight):
-    head = make_head(backend.client, weight, trainable=False)
-    with refused("HEAD_NOT_TRAINABLE", headwater.FailedPreconditionError):
-        head.take()
 
 
 def test_attach_returns_the_same_head(backend, make_head, weight):
