@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "tests/integration/open_stream.h"
 #include "tests/integration/wire_server.h"
 
 namespace headwater::testing {
@@ -238,6 +237,8 @@ TEST_F(RowSources, RangesThatCannotBeUsedAreRefused) {
       {"another session's", server_->OpenSession(60000), region, 0, -1, "REGION_NOT_FOUND", ""},
       {"beyond the end", session_, region, 72, -1, "INVALID_FIELD", "header.hidden_rows"},
       {"an offset that wraps", session_, region, INT64_MAX - 3, -1, "INVALID_FIELD", "header.hidden_rows"},
+      {"an offset before the region", session_, region, -4, -1, "INVALID_FIELD", "header.hidden_rows"},
+      {"the least offset", session_, region, INT64_MIN, -1, "INVALID_FIELD", "header.hidden_rows"},
       {"half an element", session_, region, 2, -1, "INVALID_FIELD", "header.hidden_rows"},
       {"a gradient over the rows", session_, region, 0, 56, "INVALID_FIELD", "header.grad_hidden_rows"},
       {"a gradient beyond the end", session_, region, 0, 72, "INVALID_FIELD", "header.grad_hidden_rows"},
@@ -297,33 +298,6 @@ TEST_F(RowSources, JoinedRowsAreTheSameMicroBatchInEitherOrder) {
       ExpectSame(joined, plain, joined.grad_hidden);
     }
   }
-}
-
-TEST_F(RowSources, JoinedRowsThatNeverComeEndTheCallAndChangeNothing) {
-  ServerSetup setup;
-  setup.options.limits.max_join_wait = absl::Milliseconds(100);
-  Start(setup);
-  const TestHead head = server_->MakeHead("h", SmallSpec());
-  const std::string before = server_->Snapshot(head);
-  ASSERT_EQ(ReasonOf(StreamTeacher("key", 4, Rows(2, kTeacherColumns, 9), {0, 2})), "OK");
-  const WireError error = DecodeError(server_->Compute(Joined(head, 0, 4, "key"), Rows(4)).status);
-  EXPECT_EQ(error.reason, "JOIN_INCOMPLETE");
-  EXPECT_EQ(error.at("missingRow"), "1");
-  EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
-  EXPECT_TRUE(server_->Snapshot(head) == before);
-}
-
-TEST_F(RowSources, AClientThatGoesWhileItsTeacherIsAwaitedLeavesNothing) {
-  Start();
-  const TestHead head = server_->MakeHead("h", SmallSpec());
-  const std::string before = server_->Snapshot(head);
-  OpenStream call(server_->loss(), Joined(head, 0, 4, "key"), Rows(4), 4);
-  call.stream->WritesDone();
-  ASSERT_TRUE(Await([&] { return !NothingInFlight(*server_); }));
-  call.context.TryCancel();
-  EXPECT_EQ(call.End().error_code(), grpc::StatusCode::CANCELLED);
-  EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
-  EXPECT_TRUE(server_->Snapshot(head) == before);
 }
 
 }  // namespace

@@ -599,7 +599,7 @@ TEST_F(Stripes, AStripeThatTakesNothingIsCutOff) {
 // A client of HTTP/2 by hand, which can send a message byte by byte.
 class SlowClient {
  public:
-  explicit SlowClient(const std::string& unix_address) : socket_(socket(AF_UNIX, SOCK_STREAM, 0)) {
+  SlowClient(const std::string& unix_address, const std::string& method) : socket_(socket(AF_UNIX, SOCK_STREAM, 0)) {
     sockaddr_un address = {};
     address.sun_family = AF_UNIX;
     const std::string path = unix_address.substr(std::string("unix:").size());
@@ -611,7 +611,7 @@ class SlowClient {
     for (const auto& [name, value] :
          std::vector<std::pair<std::string, std::string>>{{":method", "POST"},
                                                           {":scheme", "http"},
-                                                          {":path", "/headwater.v1.LossService/ComputeLoss"},
+                                                          {":path", "/headwater.v1.LossService/" + method},
                                                           {":authority", "localhost"},
                                                           {"te", "trailers"},
                                                           {"content-type", "application/grpc"}}) {
@@ -660,11 +660,12 @@ TEST_F(Stripes, AByteNowAndThenIsNotEnough) {
   *header.mutable_header() = CrossEntropyHeader(head_, 0, 0, {1, 2, 3});
   v1::ComputeLossRequest chunk;
   *chunk.mutable_chunk() = Chunk(Rows(3), 0, 3);
-  for (const bool with_header : {false, true}) {
-    SCOPED_TRACE(with_header);
-    const std::string ended = "headwater_requests_total{code=\"CANCELLED\",method=\"ComputeLoss\"}";
+  for (const auto& [method, with_header] :
+       {std::pair<std::string, bool>{"ComputeLoss", false}, {"ComputeLoss", true}, {"TransferRows", false}}) {
+    SCOPED_TRACE(absl::StrCat(method, with_header ? " with its header" : ""));
+    const std::string ended = absl::StrCat("headwater_requests_total{code=\"CANCELLED\",method=\"", method, "\"}");
     const std::string ends_before = server_->MetricLine(ended);
-    SlowClient client(server_->address());
+    SlowClient client(server_->address(), method);
     ASSERT_TRUE(client.connected());
     if (with_header) client.SendData(Framed(header.SerializeAsString()));
     const std::string slowly = Framed((with_header ? chunk : header).SerializeAsString());

@@ -80,17 +80,6 @@ TEST_F(Fault, ErrorsCarryReasonAndMetadata) {
   EXPECT_EQ(ErrorReason(seal), "MICRO_BATCH_MISSING");
 }
 
-TEST_F(Fault, ForgottenTrainerIsFencedOff) {
-  Head other = Value(client_.OpenHead("student"));
-  Value(other.UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight_)));
-  EXPECT_NE(other.epoch(), head_->epoch());
-  const absl::Status fenced = head_->CrossEntropy(Rows(), targets_, {}, Submission(0, 0)).Get().status();
-  EXPECT_EQ(fenced.code(), absl::StatusCode::kAborted);
-  EXPECT_EQ(ErrorReason(fenced), "EPOCH_FENCED");
-  EXPECT_EQ(ErrorReason(head_->DownloadWeights().status()), "EPOCH_FENCED");
-  EXPECT_TRUE(other.CrossEntropy(Rows(), targets_, {}, Submission(0, 0)).Get().ok());
-}
-
 TEST_F(Fault, HealthOfServicesIsReported) {
   EXPECT_EQ(Value(client_.CheckHealth()), HealthStatus::kServing);
   EXPECT_EQ(Value(client_.CheckHealth("headwater.v1.LossService")), HealthStatus::kServing);

@@ -12,10 +12,8 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -200,53 +198,6 @@ TEST_F(MemoryPathsTest, ATeachersRowsMayLieInARegionToo) {
   ASSERT_TRUE(placement.Finish().ok());
   EXPECT_TRUE(reply.summary.replayed());
   EXPECT_EQ(BytesOf(grad), by_grpc.grad_hidden);
-}
-
-TEST_F(MemoryPathsTest, RangesOfARegionAreCheckedAtUse) {
-  Start();
-  const client::Head head = MakeHead("h");
-  const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
-  std::fill_n(static_cast<float*>(rows.data()), kRows * kHiddenSize, 0.5F);
-  const Placement placement = Value(Place(HostRows(rows.data(), nullptr)));
-  const std::vector<int32_t> targets = RandomTargets(3, kRows, kVocabSize);
-  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-  int64_t id = 0;
-  const auto reason = [&](int64_t read_offset, std::optional<int64_t> write_offset, const std::string& region = "") {
-    v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, id++, targets);
-    SetPlacement(placement, &header);
-    header.mutable_hidden_rows()->set_offset_bytes(read_offset);
-    if (!region.empty()) header.mutable_hidden_rows()->set_region_id(region);
-    if (write_offset.has_value()) {
-      header.mutable_grad_hidden_rows()->set_region_id(placement.reads()[0].region_id);
-      header.mutable_grad_hidden_rows()->set_offset_bytes(*write_offset);
-    }
-    return ErrorReason(Call(*loss_, header).status);
-  };
-  for (const int64_t offset : {int64_t{-4}, kMost - 3, kMost, int64_t{1} << 40, int64_t{8} << 20, int64_t{2}}) {
-    EXPECT_EQ(reason(offset, std::nullopt), "INVALID_FIELD") << offset;
-    EXPECT_EQ(reason(placement.reads()[0].offset_bytes, offset), "INVALID_FIELD") << offset;
-  }
-  EXPECT_NE(reason(placement.reads()[0].offset_bytes, placement.reads()[0].offset_bytes), "");  // grad_hidden over its own rows
-  EXPECT_EQ(reason(0, std::nullopt, "0123456789abcdef0123456789abcdef"), "REGION_NOT_FOUND");
-  EXPECT_EQ(reason(placement.reads()[0].offset_bytes, std::nullopt), "");  // and the server goes on
-}
-
-TEST_F(MemoryPathsTest, ARegionOfAnotherSessionIsNotThere) {
-  Start();
-  const client::Head head = MakeHead("h");
-  const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
-  const Placement placement = Value(Place(HostRows(rows.data(), nullptr)));
-  v1::OpenSessionResponse other;
-  grpc::ClientContext context;
-  ASSERT_TRUE(sessions_->OpenSession(&context, {}, &other).ok());
-  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, RandomTargets(3, kRows, kVocabSize));
-  SetPlacement(placement, &header);
-  header.set_session_id(other.session_id());
-  const absl::Status foreign = Call(*loss_, header).status;
-  header.mutable_hidden_rows()->set_region_id("0123456789abcdef0123456789abcdef");
-  const absl::Status never = Call(*loss_, header).status;
-  EXPECT_EQ(ErrorReason(foreign), "REGION_NOT_FOUND");
-  EXPECT_EQ(foreign.message(), never.message());
 }
 
 TEST_F(MemoryPathsTest, RegionsAreRegisteredAgainAfterTheServersRestart) {
