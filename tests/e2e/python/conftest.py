@@ -188,9 +188,15 @@ def backend(request, backends):
     return backends(request.param)
 
 
+@pytest.fixture
+def one_shard(backends):
+    """For tests in which neither the number of shards nor the way of the rows plays a part."""
+    return backends("local-1")
+
+
 @pytest.fixture(params=("remote-1", "local-1"))
-def one_shard(request, backends):
-    """For tests in which the number of shards plays no part."""
+def each_place(request, backends):
+    """For programs that connect by themselves."""
     return backends(request.param)
 
 

@@ -56,10 +56,9 @@ def test_the_expected_step_is_the_heads_open_step(backend, make_head, weight, ro
         with refused("STEP_MISMATCH", headwater.StepMismatchError) as info:
             call()
         assert "stands at step 3" in str(info.value) and info.value.metadata["openStep"] == "3"
-        if backend.remote:
-            assert info.value.checkpoints == {"step-2": 2}
-            way = 'Head.restore("step-2") goes there' if info.value.metadata["step"] == "2" else "its checkpoints (step-2=2)"
-            assert way in str(info.value)
+        assert info.value.checkpoints == {"step-2": 2}
+        way = 'Head.restore("step-2") goes there' if info.value.metadata["step"] == "2" else "its checkpoints (step-2=2)"
+        assert way in str(info.value)
     assert head.info().epoch == epoch
     assert client.head(head.name, expected_step=3).step == 3
     assert attach(client, head, weight, expected_step=3, **TRAINED).step == 3

@@ -442,11 +442,11 @@ def test_bad_arguments_are_refused(one_shard, make_head, problem):
     assert loss_fn.micro_batches == []  # refused submissions leave no id behind
 
 
-def test_interpreter_exit_with_a_graph_alive_is_quiet(one_shard, make_head, problem, tmp_path):
+def test_interpreter_exit_with_a_graph_alive_is_quiet(each_place, make_head, problem, tmp_path):
     import subprocess
     import sys
 
-    connect = "headwater.local.connect()" if not one_shard.remote else f"headwater.connect({one_shard.address!r})"
+    connect = "headwater.local.connect()" if not each_place.remote else f"headwater.connect({each_place.address!r})"
     script = tmp_path / "leave.py"
     script.write_text(
         "import headwater, headwater.local, headwater.torch, torch\n"
@@ -457,5 +457,5 @@ def test_interpreter_exit_with_a_graph_alive_is_quiet(one_shard, make_head, prob
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    if one_shard.remote:
-        one_shard.client.head("exit").delete(force=True)
+    if each_place.remote:
+        each_place.client.head("exit").delete(force=True)

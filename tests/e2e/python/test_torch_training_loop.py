@@ -812,17 +812,17 @@ def test_a_run_that_attaches_to_a_head_of_another_beginning_trains_its_own_weigh
         assert relative(actual.detach(), reference.detach().double()) <= TOLERANCE
 
 
-def test_the_example_goes_on_where_it_was_stopped(one_shard, tmp_path):
+def test_the_example_goes_on_where_it_was_stopped(each_place, tmp_path):
     program = Path(__file__).resolve().parents[3] / "client" / "examples" / "python" / "train.py"
-    place = one_shard.address if one_shard.remote else "local"
+    place = each_place.address if each_place.remote else "local"
     output = []
     for steps in (15, 25):
         command = [sys.executable, str(program), str(tmp_path), place, str(steps)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         output.append(done.stdout)
-    if one_shard.remote:
-        one_shard.client.head("example-tied").delete(force=True)
+    if each_place.remote:
+        each_place.client.head("example-tied").delete(force=True)
     assert output[0].startswith("step 0:") and output[1].startswith("step 10:")
     losses = [dict(re.findall(r"step (\d+): loss ([0-9.]+)", text)) for text in output]
     assert losses[0]["10"] == losses[1]["10"] and float(losses[1]["24"]) < float(losses[0]["0"])
