@@ -13,7 +13,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ["HEADWATER_BUILD_DIR"])
-EXAMPLE = REPOSITORY / "client/examples/cpp/train_step.cc"
+EXAMPLE = REPOSITORY / "client/examples/cpp/training_run.cc"
 VERSION = re.search(r"project\(headwater VERSION ([0-9.]+)", (REPOSITORY / "CMakeLists.txt").read_text())[1]
 
 
@@ -72,14 +72,14 @@ def server(prefix, tmp_path_factory):
 
 
 def check_example(program: Path, server: str) -> None:
-    assert "loss after the step" in run(program, server)
+    assert "step 30: loss" in run(program, server)
 
 
 def test_a_project_finds_the_installed_package(prefix, server, tmp_path):
     done = configure(tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}", f"-DHEADWATER_WANTED={VERSION}")
     assert done.returncode == 0, done.stdout
     run("cmake", "--build", tmp_path)
-    check_example(tmp_path / "train_step", server)
+    check_example(tmp_path / "training_run", server)
 
 
 def test_another_minor_version_is_not_taken(prefix, tmp_path):
@@ -94,8 +94,8 @@ def test_pkg_config_knows_the_installed_package(prefix, server, tmp_path):
     path = {"PKG_CONFIG_PATH": str(files[0])}
     assert run("pkg-config", "--modversion", "headwater", **path).strip() == VERSION
     flags = shlex.split(run("pkg-config", "--cflags", "--libs", "headwater", **path))
-    run("c++", "-std=c++20", EXAMPLE, "-o", tmp_path / "train_step", *flags)
-    check_example(tmp_path / "train_step", server)
+    run("c++", "-std=c++20", EXAMPLE, "-o", tmp_path / "training_run", *flags)
+    check_example(tmp_path / "training_run", server)
 
 
 def test_a_part_of_another_project_is_the_client_alone(tmp_path):
