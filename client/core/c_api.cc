@@ -240,6 +240,10 @@ namespace v1 = headwater::v1;
 struct hw_client_call {
   // By a thread of the library, once. Under the lock to its end: a caller that has seen the result may free this.
   void End(absl::StatusOr<Answer> outcome) {
+    if (outcome.ok()) {
+      if (outcome->bytes.empty()) outcome->bytes = outcome->message->SerializeAsString();
+      outcome->message.reset();
+    }
     std::lock_guard<std::mutex> lock(mutex);
     result.emplace(std::move(outcome));
     changed.notify_all();
@@ -381,8 +385,8 @@ hw_client_error* hw_client_call_result(const hw_client_call* call, const void** 
     std::lock_guard<std::mutex> lock(call->mutex);
     if (!call->result.has_value()) return absl::FailedPreconditionError("the call is still under way");
     if (!call->result->ok()) return call->result->status();
-    *result = (*call->result)->message.data();
-    *size = static_cast<int64_t>((*call->result)->message.size());
+    *result = (*call->result)->bytes.data();
+    *size = static_cast<int64_t>((*call->result)->bytes.size());
     return absl::OkStatus();
   });
 }

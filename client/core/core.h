@@ -59,9 +59,7 @@ class Core : public std::enable_shared_from_this<Core> {
   absl::StatusOr<Result> Ask(const char* path, const google::protobuf::Message& message, const Wait& wait) {
     absl::StatusOr<Answer> answer = RunInner(*FindMethod(path, &message), message, {}, wait);
     if (!answer.ok()) return answer.status();
-    Result result;
-    if (!result.ParseFromString(answer->message)) return MakeAnswerError("a message that cannot be decoded");
-    return result;
+    return std::move(static_cast<Result&>(*answer->message));
   }
 
   // Cancels what is under way and, when that has ended, closes the sessions, both no longer than until `deadline`. Later calls:

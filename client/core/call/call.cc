@@ -31,6 +31,25 @@ const v1::Head* HeadIn(const Message& answer) {
   return dynamic_cast<const v1::Head*>(&answer);
 }
 
+// Parses what an exchange has brought, where that is bytes.
+absl::Status Read(const Method& method, Answer* answer) {
+  if (answer->message != nullptr) return absl::OkStatus();
+  return WithMemoryFor(static_cast<int64_t>(answer->bytes.size()), "an answer", [&]() -> absl::Status {
+    answer->message.reset(method.answer->New());
+    if (!answer->message->ParseFromString(answer->bytes)) {
+      return MakeAnswerError(absl::StrCat("a ", answer->message->GetDescriptor()->name(), " that cannot be decoded"));
+    }
+    auto* const summary = dynamic_cast<v1::MicroBatchSummary*>(answer->message.get());
+    if (summary == nullptr || !summary->transport().empty()) return absl::OkStatus();
+    // The server does not say the path. `transport` is the last field: what follows an encoded message is part of it.
+    v1::MicroBatchSummary path;
+    path.set_transport(answer->transport);
+    answer->bytes += path.SerializeAsString();
+    summary->MergeFrom(path);
+    return absl::OkStatus();
+  });
+}
+
 bool HasJoinedTeacher(const Message& message) {
   const auto* const header = dynamic_cast<const v1::MicroBatchHeader*>(&message);
   return header != nullptr && std::any_of(header->terms().begin(), header->terms().end(),
@@ -267,19 +286,14 @@ void Call::Answered(absl::StatusOr<Answer> answer) {
   if (!answer.ok()) return Failed(answer.status());
   answer_ = *std::move(answer);
   answer_.attempt = attempt_;
-  if (mode_ == CallMode::kInner) return End(std::move(answer_));
-  const std::unique_ptr<Message> message(method_.answer->New());
-  absl::Status status = WithMemoryFor(static_cast<int64_t>(answer_.message.size()), "an answer", [&]() -> absl::Status {
-    if (message->ParseFromString(answer_.message)) return absl::OkStatus();
-    return MakeAnswerError(absl::StrCat("a ", message->GetDescriptor()->name(), " that cannot be decoded"));
-  });
-  if (!status.ok()) {
-    core_->replay_log().Drop(heads_, "an answer could not be read");
+  if (absl::Status status = Read(method_, &answer_); !status.ok()) {
+    if (mode_ == CallMode::kNormal) core_->replay_log().Drop(heads_, "an answer could not be read");
     return Failed(status);
   }
-  if (method_.follows) Record(*message);
+  if (mode_ == CallMode::kInner) return End(std::move(answer_));
+  if (method_.follows) Record(*answer_.message);
   Leave();
-  if (method_.news != HeadNews::kNoNews && TakeNews(*message)) return;
+  if (method_.news != HeadNews::kNoNews && TakeNews(*answer_.message)) return;
   End(std::move(answer_));
 }
 
@@ -291,9 +305,9 @@ void Call::Failed(absl::Status status) {
   }
   const std::string reason = ErrorReason(status);
   if (method_.shape == Shape::kTeacher && cut_ && reason == "CHUNK_OUT_OF_RANGE") {
-    v1::StreamTeacherResponse done;  // the stream whose answer was cut off had worked
-    done.set_row_count(memory_.rows.row_count);
-    return End(Answer{.message = done.SerializeAsString()});
+    auto done = std::make_unique<v1::StreamTeacherResponse>();  // the stream whose answer was cut off had worked
+    done->set_row_count(memory_.rows.row_count);
+    return End(Answer{.message = std::move(done)});
   }
   cut_ |= IsCut(status);
   if (mode_ == CallMode::kNormal && method_.follows && MayRecover(core_->replay_log(), status)) {
@@ -385,10 +399,9 @@ bool Call::TakeNews(const Message& answer) {
   }
   // Asked afterwards: if the server was started again in between, the epoch is not followed, rather than wrongly.
   RunInner(kGetServerInfo, v1::GetServerInfoRequest(), [this, head = *head, before](absl::StatusOr<Answer> info) {
-    v1::ServerInfo server;
-    if (info.ok() && !server.ParseFromString(info->message)) info = MakeAnswerError("a ServerInfo that cannot be decoded");
     if (!info.ok() && before == nullptr) return End(info.status());
-    core_->head_states().Introduce(head, server.incarnation(), before);
+    const std::string incarnation = info.ok() ? static_cast<const v1::ServerInfo&>(*info->message).incarnation() : "";
+    core_->head_states().Introduce(head, incarnation, before);
     End(std::move(answer_));
   });
   return true;

@@ -8,7 +8,7 @@
 #include "client/core/core.h"
 #include "client/core/rows/tensor_exchanges.h"
 #include "client/core/rows/transfer/micro_batch_transfer.h"
-#include "client/core/rows/transfer/teacher_transfer.h"
+#include "client/core/rows/transfer/rows_call.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -40,7 +40,7 @@ class UnaryExchange : public Exchange {
   void Ended(const grpc::Status& status) {
     const Done done = std::move(done_);
     if (!status.ok()) return done(FromGrpcStatus(status, core_.target()));
-    done(Answer{.message = StringOf(response_)});
+    done(Answer{.bytes = StringOf(response_)});
   }
 
   Core& core_;
@@ -52,74 +52,42 @@ class UnaryExchange : public Exchange {
   Done done_;
 };
 
-class LossExchange : public Exchange {
+// One stream of teacher rows for a join. By gRPC: what limits a teacher is its own computing.
+class TeacherExchange : public RowsCall {
  public:
-  LossExchange(Core& core, const v1::MicroBatchHeader& header, const CallMemory& memory)
-      : transfer_(core.row_transport(), MakeTensors(header, memory)) {}
+  TeacherExchange(Core& core, const CallMemory& memory)
+      : RowsCall(core.row_transport()), rows_(memory.rows), cuda_stream_(memory.cuda_stream) {}
 
   void Start(const google::protobuf::Message& request, Deadline deadline, Done done) override {
-    if (!own_.ok()) return done(own_.status());
-    transfer_.StartAttempt(static_cast<const v1::MicroBatchHeader&>(request), deadline,
-                           [this, done = std::move(done)](absl::StatusOr<MicroBatchAnswer> answer) {
-                             const Done once = done;  // with it this object may go
-                             if (!answer.ok()) return once(answer.status());
-                             once(Ended(*std::move(answer)));
-                           });
+    *first_.mutable_header() = static_cast<const v1::StreamTeacherHeader&>(request);
+    SetAttempt(deadline, std::move(done));
+    RunBeginning([this] { return Begin(); });
   }
-  void Cancel() override { transfer_.Cancel(); }
 
  private:
-  absl::StatusOr<Answer> Ended(MicroBatchAnswer answer) {
-    Answer result{.message = std::move(answer.summary)};
-    // `transport` is the last field, and absent where the server does not say it: what follows an encoded message is part of it.
-    v1::MicroBatchSummary path;
-    path.set_transport(answer.transport);
-    if (!SaysTransport(result.message)) result.message += path.SerializeAsString();
-    result.data = *std::move(own_);
-    return result;
-  }
-  static bool SaysTransport(const std::string& message) {
-    v1::MicroBatchSummary summary;
-    return !summary.ParseFromString(message) || !summary.transport().empty();
-  }
-
-  CallTensors MakeTensors(const v1::MicroBatchHeader& header, const CallMemory& memory) {
-    CallTensors tensors;
-    tensors.hidden = memory.rows;
-    tensors.teacher_hidden = memory.teachers;
-    tensors.teacher_hidden.resize(static_cast<size_t>(header.terms_size()));
-    tensors.cuda_stream = memory.cuda_stream;
-    if (!WantsGradHidden(header)) return tensors;
-    tensors.grad_row_bytes = header.hidden_size() * ElementBytes(static_cast<DataType>(GradHiddenType(header)));
-    tensors.grad_hidden = const_cast<void*>(memory.result.data);
-    tensors.grad_memory = memory.result.memory;
-    if (tensors.grad_hidden == nullptr) {
-      own_ = Bytes::Allocate(memory.rows.row_count * tensors.grad_row_bytes, "gradients");
-      if (own_.ok()) tensors.grad_hidden = own_->data();
+  absl::Status Begin() {
+    if (absl::Status status = Connect(0, 0); !status.ok()) return status;
+    TransferRequest request;
+    request.method = "/headwater.v1.LossService/StreamTeacher";
+    request.first_message = first_.SerializeAsString();
+    request.answer_is_message = true;
+    if (rows_.row_count * rows_.row_bytes() > 0) {
+      OutgoingRows& rows = request.rows.emplace_back();
+      rows = {v1::CHUNK_ROLE_TEACHER_HIDDEN, 0, nullptr, rows_.row_count, rows_.row_bytes(), 0};
+      if (absl::Status status = BringToHost(rows_, cuda_stream_, &rows); !status.ok()) return status;
     }
-    return tensors;
+    Send(std::move(request));
+    return absl::OkStatus();
   }
-
-  absl::StatusOr<Bytes> own_ = Bytes();  // of gradients, where the caller gives no memory
-  MicroBatchTransfer transfer_;
-};
-
-class TeacherExchange : public Exchange {
- public:
-  TeacherExchange(Core& core, const CallMemory& memory) : transfer_(core.row_transport(), memory.rows, memory.cuda_stream) {}
-
-  void Start(const google::protobuf::Message& request, Deadline deadline, Done done) override {
-    transfer_.StartAttempt(static_cast<const v1::StreamTeacherHeader&>(request), deadline,
-                           [done = std::move(done)](absl::StatusOr<std::string> answer) {
-                             const Done once = done;
-                             if (!answer.ok()) return once(answer.status());
-                             once(Answer{.message = *std::move(answer)});
-                           });
+  void Ended(TransferResult result) override {
+    if (!result.status.ok()) return Deliver(std::move(result.status));
+    Deliver(Answer{.bytes = std::move(result.answer)});
   }
-  void Cancel() override { transfer_.Cancel(); }
+  bool EndBlocks() const override { return rows_.memory == Memory::kCuda; }
 
- private:
-  TeacherTransfer transfer_;
+  const RowsView rows_;
+  void* const cuda_stream_;
+  v1::StreamTeacherRequest first_;
 };
 
 }  // namespace
@@ -138,7 +106,7 @@ std::unique_ptr<Exchange> MakeExchange(Core& core, const Method& method, const g
     case Shape::kUnary:
       break;
     case Shape::kLoss:
-      return std::make_unique<LossExchange>(core, static_cast<const v1::MicroBatchHeader&>(request), memory);
+      return std::make_unique<MicroBatchTransfer>(core.row_transport(), static_cast<const v1::MicroBatchHeader&>(request), memory);
     case Shape::kTeacher:
       return std::make_unique<TeacherExchange>(core, memory);
     case Shape::kGradient:

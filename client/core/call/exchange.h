@@ -34,9 +34,12 @@ struct CallMemory {
 
 // What a call that succeeded has brought.
 struct Answer {
-  std::string message;  // serialized
-  Bytes data{};         // of a result in the library's memory
-  int64_t attempt = 0;  // of the micro-batch that it is about; 0: none
+  // The method's answer, in one of the two forms where an exchange ends, and parsed at the call's end.
+  std::string bytes{};
+  std::unique_ptr<google::protobuf::Message> message{};
+  Bytes data{};                     // of a result in the library's memory
+  int64_t attempt = 0;              // of the micro-batch that it is about; 0: none
+  const char* transport = nullptr;  // the path that a micro-batch took; null: no micro-batch
 };
 
 // One attempt at a time. Must live until an attempt that has begun has ended.

@@ -119,6 +119,10 @@ absl::Status MakeLocalError(v1::ErrorReason reason, absl::StatusCode code, const
   return status;
 }
 
+absl::Status TransportUnavailable(const std::string& why) {
+  return MakeLocalError(v1::ERROR_REASON_TRANSPORT_UNAVAILABLE, absl::StatusCode::kFailedPrecondition, why);
+}
+
 absl::Status MakeAnswerError(const std::string& message) {
   return MakeLocalError(v1::ERROR_REASON_INTERNAL, absl::StatusCode::kInternal,
                         absl::StrCat("the server's answer does not follow the protocol: ", message));

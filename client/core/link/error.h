@@ -19,6 +19,9 @@ absl::Status FromGrpcStatus(const grpc::Status& status, const std::string& targe
 absl::Status MakeLocalError(v1::ErrorReason reason, absl::StatusCode code, const std::string& message,
                             const std::map<std::string, std::string>& metadata = {});
 
+// FAILED_PRECONDITION / TRANSPORT_UNAVAILABLE with a sentence.
+absl::Status TransportUnavailable(const std::string& why);
+
 // The server's answer does not follow the protocol.
 absl::Status MakeAnswerError(const std::string& message);
 

@@ -30,9 +30,11 @@ absl::StatusOr<std::shared_ptr<const LoggedCall>> CopyForLog(Core& core, const M
     if (!copy.ok()) return copy.status();
     if (view.memory == Memory::kHost) {
       std::memcpy(copy->data(), view.data, static_cast<size_t>(bytes));
-    } else if (absl::Status status = core.row_transport().memory().CopyToHost(copy->data(), view.data, bytes, memory.cuda_stream);
-               !status.ok()) {
-      return status;
+    } else {
+      const auto context = core.row_transport().memory().ContextOf(view.data);
+      if (!context.ok()) return context.status();
+      const auto stream = static_cast<CuStream>(memory.cuda_stream);
+      if (absl::Status status = (*context)->CopyNow(stream, copy->data(), view.data, bytes); !status.ok()) return status;
     }
     view.memory = Memory::kHost;
     view.data = copy->data();

@@ -96,8 +96,8 @@ class UploadStream : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1
       std::lock_guard<std::mutex> lock(mutex_);
       offset_ = offset;
       start_chunks = header_written_;  // else OnWriteDone goes on
-    } else if (response_.has_head() && offset_known_ && !head_.has_value()) {
-      head_.emplace(response_.head().SerializeAsString());
+    } else if (response_.has_head() && offset_known_ && head_ == nullptr) {
+      head_ = std::make_unique<v1::Head>(response_.head());
     } else {
       return Fail("an upload is answered by its offset, then by the head");
     }
@@ -109,8 +109,8 @@ class UploadStream : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1
     const Exchange::Done done = std::move(done_);
     if (!answer_error_.ok()) return done(answer_error_);
     if (!status.ok()) return done(FromGrpcStatus(status, shared_.core.target()));
-    if (!head_.has_value()) return done(MakeAnswerError("the upload ended without the head"));
-    done(Answer{.message = *std::move(head_)});
+    if (head_ == nullptr) return done(MakeAnswerError("the upload ended without the head"));
+    done(Answer{.message = std::move(head_)});
   }
 
  private:
@@ -156,7 +156,7 @@ class UploadStream : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1
 
   v1::UploadWeightsResponse response_;
   bool offset_known_ = false;
-  std::optional<std::string> head_;
+  std::unique_ptr<v1::Head> head_;
   absl::Status answer_error_;
 };
 
@@ -186,7 +186,7 @@ class GradientStream : public grpc::ClientWriteReactor<v1::AddGradientRequest> {
   void OnDone(const grpc::Status& status) noexcept override {
     const Exchange::Done done = std::move(done_);
     if (!status.ok()) return done(FromGrpcStatus(status, shared_.core.target()));
-    done(Answer{.message = response_.SerializeAsString()});
+    done(Answer{.message = std::make_unique<v1::AddGradientResponse>(response_)});
   }
 
  private:
@@ -241,7 +241,7 @@ class DownloadStream : public grpc::ClientReadReactor<v1::DownloadTensorResponse
       return done(MakeAnswerError(
           absl::StrCat("the tensor ended after ", received_, " of ", header_.has_value() ? header_->total_bytes() : 0, " bytes")));
     }
-    done(Answer{.message = header_->SerializeAsString(), .data = std::move(own_)});
+    done(Answer{.message = std::make_unique<v1::DownloadTensorHeader>(*header_), .data = std::move(own_)});
   }
 
  private:

@@ -30,7 +30,7 @@ RowsView RowsOf(TensorBuffer& buffer);
 // INVALID_ARGUMENT if reading the elements would leave the caller's memory.
 absl::Status CheckElements(const std::string& field, const TensorView& values);
 
-// Makes a call and waits for its answer.
+// Makes a call and waits for its answer, which is a `Result`.
 template <typename Result, typename Message>
 absl::StatusOr<Result> Run(Core& core, const char* path, Message message, Deadline deadline, CallMemory memory = {}) {
   absl::StatusOr<Request> request =
@@ -38,9 +38,7 @@ absl::StatusOr<Result> Run(Core& core, const char* path, Message message, Deadli
   if (!request.ok()) return request.status();
   absl::StatusOr<Answer> answer = core.Run(*std::move(request));
   if (!answer.ok()) return answer.status();
-  Result result;
-  if (!result.ParseFromString(answer->message)) return MakeAnswerError("a message that cannot be decoded");
-  return result;
+  return std::move(static_cast<Result&>(*answer->message));
 }
 
 // Starts a call whose result is convert(answer).
@@ -61,7 +59,7 @@ Future<Result> Start(const std::shared_ptr<Core>& core, const char* path, Messag
     if (!answer.ok()) {
       result = answer.status();
     } else {
-      absl::Status converted = WithMemoryFor(static_cast<int64_t>(answer->message.size()), "a result", [&] {
+      absl::Status converted = WithMemoryFor(static_cast<int64_t>(answer->message->ByteSizeLong()), "a result", [&] {
         result = (*read)(*answer);
         return absl::OkStatus();
       });

@@ -15,12 +15,9 @@ Future<Result> Decide(const ContributionKey& key, const char* path, Message mess
   message.mutable_heads()->Assign(key.heads.begin(), key.heads.end());
   message.set_micro_batch(key.micro_batch);
   message.set_attempt(key.attempt);
-  return Start<Result>(key.core, path, std::move(message), DeadlineOf(*key.core, options), {},
-                       [convert](const Answer& answer) -> absl::StatusOr<Result> {
-                         Response response;
-                         if (!response.ParseFromString(answer.message)) return MakeAnswerError("a decision that cannot be decoded");
-                         return convert(response);
-                       });
+  return Start<Result>(
+      key.core, path, std::move(message), DeadlineOf(*key.core, options), {},
+      [convert](const Answer& answer) -> absl::StatusOr<Result> { return convert(static_cast<const Response&>(*answer.message)); });
 }
 
 }  // namespace

@@ -51,9 +51,7 @@ void NoteForm(const LossCall& call, ContributionForm form) {
 }
 
 absl::StatusOr<MultiResult> Read(LossCall& call, const Answer& answer) {
-  v1::MicroBatchSummary summary;
-  if (!summary.ParseFromString(answer.message)) return MakeAnswerError("a summary that cannot be decoded");
-  absl::StatusOr<MultiResult> result = FromProto(summary, call.header);
+  absl::StatusOr<MultiResult> result = FromProto(static_cast<const v1::MicroBatchSummary&>(*answer.message), call.header);
   if (!result.ok()) return result;
   result->grad_hidden = std::move(call.grad_hidden);
   result->attempt = answer.attempt;

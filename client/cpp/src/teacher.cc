@@ -21,12 +21,11 @@ Future<StreamedRows> Teacher::Stream(RowsView rows, absl::Span<const int32_t> ro
   header.set_hidden_size(rows.hidden_size);
   header.set_tenant(absl::StrCat("tenants/", core_->options().tenant));
   const internal::CallMemory memory{.rows = rows, .teachers = {}, .result = {}, .cuda_stream = options.cuda_stream};
-  return internal::Start<StreamedRows>(core_, HEADWATER_LOSS "StreamTeacher", std::move(header), DeadlineOf(*core_, options),
-                                       memory, [](const internal::Answer& answer) -> absl::StatusOr<StreamedRows> {
-                                         v1::StreamTeacherResponse response;
-                                         if (response.ParseFromString(answer.message)) return StreamedRows{response.row_count()};
-                                         return internal::MakeAnswerError("a StreamTeacherResponse that cannot be decoded");
-                                       });
+  return internal::Start<StreamedRows>(
+      core_, HEADWATER_LOSS "StreamTeacher", std::move(header), DeadlineOf(*core_, options), memory,
+      [](const internal::Answer& answer) {
+        return StreamedRows{static_cast<const v1::StreamTeacherResponse&>(*answer.message).row_count()};
+      });
 }
 
 }  // namespace headwater::client

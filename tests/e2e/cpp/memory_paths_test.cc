@@ -387,7 +387,7 @@ TEST_F(MemoryPathsTest, SaysWhyAPathIsNotThere) {
   device.reads[0].on_device = true;
   const absl::Status no_device = Place(device, PathDemand::kCudaIpc).status();
   EXPECT_FALSE(no_device.ok());
-  EXPECT_FALSE(paths_->CopyToHost(hidden.data(), hidden.data() + 8, 8, nullptr).ok());
+  EXPECT_FALSE(paths_->ContextOf(hidden.data()).ok());
 
   // A socket that is not there any more: another mount namespace looks the same.
   Start({"--descriptor_socket=" + socket_path()});

@@ -85,6 +85,11 @@ absl::Status DeviceContext::Synchronize(CuStream stream) {
   return driver_.Check(driver_.StreamSynchronize(stream), "cuStreamSynchronize");
 }
 
+absl::Status DeviceContext::CopyNow(CuStream stream, void* to, const void* from, int64_t bytes) {
+  absl::Status status = CopyOn(stream, to, from, bytes);
+  return status.ok() ? Synchronize(stream) : status;
+}
+
 absl::Status DeviceContext::CopyAfterEvent(void* to, const void* from, int64_t bytes) {
   const CudaDriver::Scope scope(driver_, context_);
   if (!scope.status().ok()) return scope.status();
@@ -123,13 +128,11 @@ absl::StatusOr<std::shared_ptr<DeviceContext>> DeviceMemory::ContextFor(const Cu
   return known;
 }
 
-absl::StatusOr<std::shared_ptr<DeviceContext>> DeviceMemory::ContextOf(const void* data, int64_t bytes) {
+absl::StatusOr<std::shared_ptr<DeviceContext>> DeviceMemory::ContextOf(const void* data) {
   auto driver = CudaDriver::Get();
   if (!driver.ok()) return driver.status();
   auto allocation = (*driver)->Describe(data);
   if (!allocation.ok()) return allocation.status();
-  // Also where several allocations are mapped side by side (expandable segments) and the range is more than one of them.
-  static_cast<void>(bytes);
   return ContextFor(**driver, allocation->context);
 }
 

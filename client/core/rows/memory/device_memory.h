@@ -37,6 +37,8 @@ class DeviceContext {
   // Copies after the work so far of `stream`, on the stream. Does not wait for it.
   absl::Status CopyOn(CuStream stream, void* to, const void* from, int64_t bytes);
   absl::Status Synchronize(CuStream stream);
+  // CopyOn(), and waits for it.
+  absl::Status CopyNow(CuStream stream, void* to, const void* from, int64_t bytes);
   // Copies after what the event stands for, on a stream of its own. Does not wait for it, if the host's memory is page-locked.
   absl::Status CopyAfterEvent(void* to, const void* from, int64_t bytes);
   // Waits for all that CopyAfterEvent() has begun.
@@ -87,8 +89,8 @@ class DeviceMemory {
   // Drops all backings.
   ~DeviceMemory();
 
-  // The driver's context that [data, data + bytes) belongs to. An error says why there is none.
-  absl::StatusOr<std::shared_ptr<DeviceContext>> ContextOf(const void* data, int64_t bytes);
+  // The driver's context that the memory at `data` belongs to. An error says why there is none.
+  absl::StatusOr<std::shared_ptr<DeviceContext>> ContextOf(const void* data);
   // The allocation in which [data, data + bytes) lies. FAILED_PRECONDITION, in one sentence, if it cannot be exported. The same
   // object as long as the allocation lives and is asked for now and then; one that was freed and made again at its address is
   // another.

@@ -15,7 +15,7 @@
 // server at all, through page-locked shared regions (shared_memory, with why_not_better()).
 //
 // Regions are registered with the server when a call first needs them, once for each session that does. All of it is thread-safe
-// but for a single Placement. Placements and rows keep what they need of a MemoryPaths that has gone.
+// but for a single Placement. Placements and rows keep their MemoryPaths.
 #ifndef HEADWATER_CLIENT_CORE_ROWS_MEMORY_MEMORY_PATHS_H_
 #define HEADWATER_CLIENT_CORE_ROWS_MEMORY_MEMORY_PATHS_H_
 
@@ -31,7 +31,11 @@
 #include "absl/status/statusor.h"
 #include "client/core/link/channel.h"
 #include "client/core/link/wait.h"
-#include "client/core/rows/memory/device_read.h"
+#include "client/core/rows/memory/arena.h"
+#include "client/core/rows/memory/copy_threads.h"
+#include "client/core/rows/memory/device_memory.h"
+#include "client/core/rows/memory/server_regions.h"
+#include "client/core/rows/memory/shared_region.h"
 #include "headwater/client/options.h"
 
 namespace headwater::client::internal {
@@ -65,23 +69,35 @@ struct PlacedRows {
   int64_t offset_bytes = 0;
 };
 
-class MemoryPathsState;  // what placements and rows keep
+class MemoryPaths;
+
+// One tensor of a placement.
+struct PlacedTensor : PlacedRows {
+  explicit PlacedTensor(const RowsMemory& memory) : mine(memory) {}
+
+  std::shared_ptr<const Backing> backing() const;
+
+  RowsMemory mine;
+  std::shared_ptr<const SharedRegion> region;  // one of the two
+  std::shared_ptr<const DeviceBacking> device;
+  std::shared_ptr<DeviceContext> context;  // of device memory, wherever it was placed
+  std::shared_ptr<Arena::Block> block;     // null: in place
+};
 
 // Rows that a call may name. Move-only; gives its slots back when it goes.
 class Placement {
  public:
-  Placement(Placement&&) noexcept;
-  Placement& operator=(Placement&&) noexcept;
-  ~Placement();
+  Placement(Placement&&) noexcept = default;
+  Placement& operator=(Placement&&) noexcept = default;
 
   // Path of the hidden states.
-  MemoryPath path() const;
+  MemoryPath path() const { return reads_.front().device != nullptr ? MemoryPath::kCudaIpc : MemoryPath::kSharedMemory; }
   // The session in which the regions are registered: it goes into the header.
-  const std::string& session_id() const;
-  const std::vector<PlacedRows>& reads() const;    // one for each of CallRows::reads
-  const std::optional<PlacedRows>& write() const;  // if CallRows::write
+  const std::string& session_id() const { return session_id_; }
+  const std::vector<PlacedTensor>& reads() const { return reads_; }    // one for each of CallRows::reads
+  const std::optional<PlacedTensor>& write() const { return write_; }  // if CallRows::write
   // Why rows were copied on the way, or why device memory took the host's path; one sentence without its full stop, or empty.
-  const std::string& why_not_better() const;
+  const std::string& why_not_better() const { return why_not_better_; }
 
   // The server answered OK: copies grad_hidden to where the caller wants it, if it is not there. Blocks for the copy.
   absl::Status Finish();
@@ -94,30 +110,37 @@ class Placement {
 
  private:
   friend class MemoryPaths;
-  struct State;
-  explicit Placement(std::unique_ptr<State> state);
-  std::unique_ptr<State> state_;
+
+  Placement(std::shared_ptr<MemoryPaths> paths, const CallRows& rows);
+  // Calls visit(tensor, whether it is the write) until an error.
+  template <typename Visit>
+  absl::Status ForEach(Visit&& visit);
+  absl::Status Place(PlacedTensor* tensor, PathDemand demand, const Wait& wait);
+  absl::Status PlaceInHostMemory(PlacedTensor* tensor, const Wait& wait);
+  absl::Status PlaceInDeviceMemory(PlacedTensor* tensor, const Wait& wait);
+  absl::Status Register(PlacedTensor* tensor, const Wait& wait);
+  // The rows' way into what was placed.
+  absl::Status CopyIn(CuStream stream);
+
+  std::shared_ptr<MemoryPaths> paths_;
+  std::string session_id_;
+  std::vector<PlacedTensor> reads_;
+  std::optional<PlacedTensor> write_;
+  std::string why_not_better_;
 };
 
-// Memory in a shared region, aligned to 4096 bytes, zero at first and whatever was left there when it is used again. Move-only.
+// Memory in a shared region, aligned to 4096 bytes, zero at first and whatever was left there when it is used again. It is given
+// back with the last copy of this.
 class SharedRowsBuffer {
  public:
-  SharedRowsBuffer() = default;
-  SharedRowsBuffer(SharedRowsBuffer&&) noexcept;
-  SharedRowsBuffer& operator=(SharedRowsBuffer&&) noexcept;
-  ~SharedRowsBuffer();
-
-  void* data() const { return data_; }
-  int64_t bytes() const { return bytes_; }
+  void* data() const { return block_ == nullptr ? nullptr : block_->data(); }
   // Whether copies between it and a GPU need no thread that waits. Only staging can be.
   bool page_locked() const { return page_locked_; }
 
  private:
   friend class MemoryPaths;
-  std::shared_ptr<MemoryPathsState> paths_;
-  std::shared_ptr<void> block_;
-  void* data_ = nullptr;
-  int64_t bytes_ = 0;
+  std::shared_ptr<MemoryPaths> paths_;
+  std::shared_ptr<Arena::Block> block_;  // goes first
   bool page_locked_ = false;
 };
 
@@ -130,15 +153,15 @@ struct MemoryPathsOptions {
   int copy_threads = 0;
 };
 
-class MemoryPaths {
+class MemoryPaths : public std::enable_shared_from_this<MemoryPaths> {
  public:
   // Makes no call and no memory yet. `channel` leads to the server; sessions get connections of their own, to `target`.
   static std::shared_ptr<MemoryPaths> Create(const std::string& target, std::shared_ptr<grpc::Channel> channel,
                                              const ClientOptions& client_options, const MemoryPathsOptions& options);
   // Closes the own session, which gives the server's side of all its regions back.
-  ~MemoryPaths();
+  ~MemoryPaths() { Close(); }
   // Closes the own session before; nothing is placed any more. Idempotent.
-  void Close();
+  void Close() { server_.CloseSession(); }
   MemoryPaths(const MemoryPaths&) = delete;
   MemoryPaths& operator=(const MemoryPaths&) = delete;
 
@@ -160,25 +183,22 @@ class MemoryPaths {
   // Host memory through which rows of device memory go by gRPC: page-locked for the device of `device_data` where that can be had,
   // and used again, because fresh and pageable memory costs several times the copy. Errors are AllocateRows()'s.
   absl::StatusOr<SharedRowsBuffer> AllocateStaging(const void* device_data, int64_t bytes);
-  // Copies device memory to the host after the work so far of `stream`. Blocks for the copy. TRANSPORT_UNAVAILABLE without CUDA.
-  absl::Status CopyToHost(void* to, const void* device_data, int64_t bytes, void* stream);
-  // Begins to copy device memory to page-locked staging, after the work so far of `stream`. Blocks for that work. Errors are
-  // CopyToHost()'s.
-  absl::StatusOr<std::unique_ptr<DeviceRead>> BeginCopyToHost(void* to, const void* device_data, int64_t bytes, void* stream);
-  // Copies to the device come after the work so far of `stream` on that device's memory.
-  absl::Status OrderCopies(const void* device_data, int64_t bytes, void* stream);
-  // Copies host memory to the device beside all its streams' later work; AwaitCopies() tells when it is there. Waits for nothing if
-  // the host's memory is page-locked. Errors are CopyToHost()'s.
-  absl::Status CopyToDevice(void* device_data, const void* from, int64_t bytes);
-  // Blocks until all is there that has been copied to the device of `device_data`.
-  absl::Status AwaitCopies(const void* device_data, int64_t bytes);
+  // The context of device memory, for copies of it. TRANSPORT_UNAVAILABLE without CUDA.
+  absl::StatusOr<std::shared_ptr<DeviceContext>> ContextOf(const void* device_data);
 
   // A session that the caller has found to be gone: its registrations are forgotten.
-  void Forget(const std::string& session_id);
+  void Forget(const std::string& session_id) { server_.Forget(session_id); }
 
  private:
-  explicit MemoryPaths(std::shared_ptr<MemoryPathsState> state);
-  const std::shared_ptr<MemoryPathsState> state_;
+  friend class Placement;
+
+  MemoryPaths(const std::string& target, std::shared_ptr<grpc::Channel> channel, const ClientOptions& client_options,
+              const MemoryPathsOptions& options);
+
+  ServerRegions server_;  // first: the others tell it of what they drop
+  CopyThreads copies_;
+  Arena host_;
+  DeviceMemory device_;
 };
 
 }  // namespace headwater::client::internal

@@ -35,10 +35,6 @@ bool IsOfTheCall(const absl::Status& status) {
 
 }  // namespace
 
-absl::Status TransportUnavailable(const std::string& why) {
-  return MakeLocalError(v1::ERROR_REASON_TRANSPORT_UNAVAILABLE, absl::StatusCode::kFailedPrecondition, why);
-}
-
 ServerRegions::ServerRegions(const std::string& target, std::shared_ptr<grpc::Channel> channel, const ClientOptions& options)
     : target_(target),
       channel_(std::move(channel)),

@@ -27,9 +27,6 @@
 
 namespace headwater::client::internal {
 
-// FAILED_PRECONDITION / TRANSPORT_UNAVAILABLE with a sentence.
-absl::Status TransportUnavailable(const std::string& why);
-
 // Thread-safe. What blocks ends with its Wait, CANCELLED or DEADLINE_EXCEEDED, whether the server answers or not, and spoils
 // nothing for others: a registration that the server may already be making goes on by itself, and serves the next call that needs
 // it.

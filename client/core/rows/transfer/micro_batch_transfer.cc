@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "client/core/link/error.h"
 #include "client/core/link/random_id.h"
 #include "headwater/client/error.h"
@@ -32,82 +31,94 @@ PathDemand DemandOf(Transport transport) {
   return PathDemand::kBest;
 }
 
-absl::Status TransportUnavailable(const std::string& why) {
-  return MakeLocalError(v1::ERROR_REASON_TRANSPORT_UNAVAILABLE, absl::StatusCode::kFailedPrecondition, why);
-}
-
 }  // namespace
 
-int64_t CallTensors::bytes_up() const {
-  int64_t bytes = BytesOf(hidden);
-  for (const RowsView& rows : teacher_hidden) bytes += BytesOf(rows);
+MicroBatchTransfer::MicroBatchTransfer(RowTransport& transport, const v1::MicroBatchHeader& header, CallMemory memory)
+    : RowsCall(transport), memory_(std::move(memory)) {
+  memory_.teachers.resize(static_cast<size_t>(header.terms_size()));
+  RowsView& result = memory_.result;
+  if (!WantsGradHidden(header)) {
+    result.data = nullptr;
+    return;
+  }
+  result.row_count = memory_.rows.row_count;
+  result.hidden_size = header.hidden_size();
+  result.data_type = static_cast<DataType>(GradHiddenType(header));
+  if (result.data != nullptr) return;
+  own_ = Bytes::Allocate(result.row_count * result.row_bytes(), "gradients");
+  result.memory = Memory::kHost;
+  if (own_.ok()) result.data = own_->data();
+}
+
+int64_t MicroBatchTransfer::bytes_up() const {
+  int64_t bytes = BytesOf(memory_.rows);
+  for (const RowsView& rows : memory_.teachers) bytes += BytesOf(rows);
   return bytes;
 }
 
+int64_t MicroBatchTransfer::bytes_down() const { return BytesOf(memory_.result); }
+
 bool MicroBatchTransfer::on_device() const {
-  return tensors_.hidden.memory == Memory::kCuda || (tensors_.grad_hidden != nullptr && tensors_.grad_memory == Memory::kCuda) ||
-         std::any_of(tensors_.teacher_hidden.begin(), tensors_.teacher_hidden.end(),
+  return memory_.rows.memory == Memory::kCuda || (memory_.result.data != nullptr && memory_.result.memory == Memory::kCuda) ||
+         std::any_of(memory_.teachers.begin(), memory_.teachers.end(),
                      [](const RowsView& rows) { return HasRows(rows) && rows.memory == Memory::kCuda; });
 }
 
-void MicroBatchTransfer::StartAttempt(v1::MicroBatchHeader header, Deadline deadline, Done done) {
-  header_ = std::move(header);
-  deadline_ = deadline;
-  done_ = std::move(done);
+void MicroBatchTransfer::Start(const google::protobuf::Message& request, Deadline deadline, Done done) {
+  if (!own_.ok()) return done(own_.status());
+  header_ = static_cast<const v1::MicroBatchHeader&>(request);
+  SetAttempt(deadline, std::move(done));
   session_given_ = !header_.session_id().empty();
   repeated_ = false;
   const bool may_block = transport().options().transport != Transport::kGrpc || on_device();
-  if (!may_block && CheckWanted(deadline).ok() && TryConnect(tensors_.bytes_up(), tensors_.bytes_down())) {
+  if (!may_block && CheckWanted().ok() && TryConnect(bytes_up(), bytes_down())) {
     if (absl::Status status = SendRows(); !status.ok()) Deliver(std::move(status));
     return;
   }
-  RunBeginning([this] { Begin(); });
+  RunBeginning([this] { return Begin(); });
 }
 
-void MicroBatchTransfer::Begin() {
-  absl::Status status = CheckWanted(deadline_);
+absl::Status MicroBatchTransfer::Begin() {
+  absl::Status status = CheckWanted();
   if (status.ok()) status = Place();
-  if (status.ok()) {
-    status = placement_.has_value() ? Connect(0, 0, deadline_) : Connect(tensors_.bytes_up(), tensors_.bytes_down(), deadline_);
-  }
-  if (status.ok() && placement_.has_value()) return SendPlaced();
-  if (status.ok()) status = SendRows();
-  if (!status.ok()) Deliver(std::move(status));
+  if (!status.ok()) return status;
+  status = placement_.has_value() ? Connect(0, 0) : Connect(bytes_up(), bytes_down());
+  if (!status.ok()) return status;
+  if (!placement_.has_value()) return SendRows();
+  SendPlaced();
+  return absl::OkStatus();
 }
 
-void MicroBatchTransfer::BeginAgain() {
-  absl::Status status = placement_->Renew(session_given_ ? header_.session_id() : "", Until(deadline_));
+absl::Status MicroBatchTransfer::BeginAgain() {
+  absl::Status status = placement_->Renew(session_given_ ? header_.session_id() : "", Until());
   if (!status.ok()) {
     placement_.reset();
-    return Deliver(std::move(status));
+    return status;
   }
   header_.set_session_id(placement_->session_id());
-  Begin();
+  return Begin();
 }
 
 absl::Status MicroBatchTransfer::Place() {
   const Transport demanded = transport().options().transport;
   // Without rows there is nothing to share, whatever is demanded.
-  if (demanded == Transport::kGrpc || !HasRows(tensors_.hidden)) return absl::OkStatus();
+  if (demanded == Transport::kGrpc || !HasRows(memory_.rows)) return absl::OkStatus();
   absl::Status status;
   if (header_.commit_mode() == v1::COMMIT_MODE_EXPLICIT && header_.session_id().empty()) {
     status = TransportUnavailable("an explicit micro-batch without a session cannot name shared memory");
   } else if (placement_.has_value()) {
     if (!header_.session_id().empty() && placement_->session_id() != header_.session_id()) {
-      status = placement_->Renew(header_.session_id(), Until(deadline_));
+      status = placement_->Renew(header_.session_id(), Until());
     }
   } else {
     CallRows rows;
-    rows.reads.push_back(MemoryOf(tensors_.hidden));
-    for (const RowsView& teacher : tensors_.teacher_hidden) {
+    rows.reads.push_back(MemoryOf(memory_.rows));
+    for (const RowsView& teacher : memory_.teachers) {
       if (HasRows(teacher)) rows.reads.push_back(MemoryOf(teacher));
     }
-    if (tensors_.grad_hidden != nullptr) {
-      rows.write = RowsMemory{tensors_.grad_hidden, tensors_.bytes_down(), tensors_.grad_memory == Memory::kCuda};
-    }
-    rows.stream = tensors_.cuda_stream;
-    absl::StatusOr<Placement> placement =
-        transport().memory().Place(rows, header_.session_id(), DemandOf(demanded), Until(deadline_));
+    if (memory_.result.data != nullptr) rows.write = MemoryOf(memory_.result);
+    rows.stream = memory_.cuda_stream;
+    absl::StatusOr<Placement> placement = transport().memory().Place(rows, header_.session_id(), DemandOf(demanded), Until());
     if (placement.ok()) {
       placement_.emplace(*std::move(placement));
       transport().SetWhyNotBetter(placement_->why_not_better());
@@ -117,7 +128,7 @@ absl::Status MicroBatchTransfer::Place() {
   if (status.ok()) return status;
   placement_.reset();
   // What has ended the wait says nothing of the path, and ends the attempt on any.
-  if (absl::Status wanted = CheckWanted(deadline_); !wanted.ok()) return wanted;
+  if (absl::Status wanted = CheckWanted(); !wanted.ok()) return wanted;
   // A session that is gone is replaced by those who opened it.
   if (demanded != Transport::kAuto || ErrorReason(status) == "SESSION_NOT_FOUND") return status;
   transport().SetWhyNotBetter(Sentence(status));
@@ -128,8 +139,8 @@ void MicroBatchTransfer::SendPlaced() {
   header_.set_session_id(placement_->session_id());
   *header_.mutable_hidden_rows() = ToProto(placement_->reads()[0]);
   size_t next = 1;
-  for (size_t i = 0; i < tensors_.teacher_hidden.size(); ++i) {
-    if (!HasRows(tensors_.teacher_hidden[i])) continue;
+  for (size_t i = 0; i < memory_.teachers.size(); ++i) {
+    if (!HasRows(memory_.teachers[i])) continue;
     *header_.mutable_terms(static_cast<int>(i))->mutable_teacher_hidden()->mutable_rows() = ToProto(placement_->reads()[next++]);
   }
   if (placement_->write().has_value()) *header_.mutable_grad_hidden_rows() = ToProto(*placement_->write());
@@ -149,40 +160,23 @@ absl::Status MicroBatchTransfer::SendRows() {
     if (!HasRows(view)) return absl::OkStatus();
     OutgoingRows& rows = request.rows.emplace_back();
     rows = {role, term_index, nullptr, view.row_count, view.row_bytes(), first_row};
-    return BringToHost(view, tensors_.cuda_stream, &rows);
+    return BringToHost(view, memory_.cuda_stream, &rows);
   };
-  if (absl::Status status = add(v1::CHUNK_ROLE_HIDDEN, 0, tensors_.hidden, 0); !status.ok()) return status;
-  for (size_t i = 0; i < tensors_.teacher_hidden.size(); ++i) {
+  if (absl::Status status = add(v1::CHUNK_ROLE_HIDDEN, 0, memory_.rows, 0); !status.ok()) return status;
+  for (size_t i = 0; i < memory_.teachers.size(); ++i) {
     const int64_t first_row = header_.terms(static_cast<int>(i)).row_start();
-    if (absl::Status status = add(v1::CHUNK_ROLE_TEACHER_HIDDEN, static_cast<int64_t>(i), tensors_.teacher_hidden[i], first_row);
+    if (absl::Status status = add(v1::CHUNK_ROLE_TEACHER_HIDDEN, static_cast<int64_t>(i), memory_.teachers[i], first_row);
         !status.ok()) {
       return status;
     }
   }
-  if (tensors_.grad_hidden != nullptr) {
-    request.grad_hidden = static_cast<unsigned char*>(tensors_.grad_hidden);
-    if (tensors_.grad_memory == Memory::kCuda && tensors_.bytes_down() > 0) {
-      MemoryPaths& memory = transport().memory();
-      if (!grad_copy_.has_value()) {
-        absl::StatusOr<HostCopy> copy = Allocate(tensors_.grad_hidden, tensors_.bytes_down());
-        if (!copy.ok()) return copy.status();
-        grad_copy_ = *std::move(copy);
-      }
-      // The stream may be used otherwise while the call is under way: what it gets later must not hold the gradient up.
-      if (absl::Status status = memory.OrderCopies(tensors_.grad_hidden, tensors_.bytes_down(), tensors_.cuda_stream);
-          !status.ok()) {
-        return status;
-      }
-      request.grad_hidden = grad_copy_->data();
-      // Rows go on as they come, if that makes gRPC's threads wait for nothing.
-      if (grad_copy_->page_locked()) {
-        request.on_grad_rows = [this, &memory](int64_t first, int64_t count) {
-          return memory.CopyToDevice(static_cast<unsigned char*>(tensors_.grad_hidden) + first, grad_copy_->data() + first, count);
-        };
-      }
+  if (const RowsView& result = memory_.result; result.data != nullptr) {
+    request.grad_hidden = static_cast<unsigned char*>(const_cast<void*>(result.data));
+    request.grad_row_count = result.row_count;
+    request.grad_row_bytes = result.row_bytes();
+    if (result.memory == Memory::kCuda && bytes_down() > 0) {
+      if (absl::Status status = PrepareGradCopy(&request); !status.ok()) return status;
     }
-    request.grad_row_count = tensors_.hidden.row_count;
-    request.grad_row_bytes = tensors_.grad_row_bytes;
   }
   if (stripes() > 1) {
     request.transfer_id = RandomId();
@@ -201,45 +195,61 @@ void MicroBatchTransfer::SendRequest(TransferRequest request) {
   *first.mutable_header() = header_;
   request.method = kComputeLoss;
   request.first_message = first.SerializeAsString();
-  request.deadline = deadline_;
   streams_ = stripes();
   Send(std::move(request));
 }
 
+absl::Status MicroBatchTransfer::PrepareGradCopy(TransferRequest* request) {
+  if (!grad_copy_.has_value()) {
+    absl::StatusOr<HostCopy> copy = Allocate(memory_.result.data, bytes_down());
+    if (!copy.ok()) return copy.status();
+    grad_copy_ = *std::move(copy);
+  }
+  auto context = transport().memory().ContextOf(memory_.result.data);
+  if (!context.ok()) return context.status();
+  grad_context_ = *std::move(context);
+  // The stream may be used otherwise while the call is under way: what it gets later must not hold the gradient up.
+  if (absl::Status status = grad_context_->Record(static_cast<CuStream>(memory_.cuda_stream)); !status.ok()) return status;
+  request->grad_hidden = grad_copy_->data();
+  // Rows go on as they come, if that makes gRPC's threads wait for nothing.
+  if (grad_copy_->page_locked()) {
+    request->on_grad_rows = [this, device = static_cast<const unsigned char*>(memory_.result.data)](int64_t first, int64_t count) {
+      return grad_context_->CopyAfterEvent(const_cast<unsigned char*>(device) + first, grad_copy_->data() + first, count);
+    };
+  }
+  return absl::OkStatus();
+}
+
 void MicroBatchTransfer::Ended(TransferResult result) {
-  if (!placement_.has_value() && !on_device()) return EndedByRows(std::move(result));
-  // What follows may copy or call the server, waits for the copies, and `done_` may copy rows of a device.
-  result_ = std::move(result);
-  RunEnding([this] { placement_.has_value() ? EndedPlaced(std::move(result_)) : EndedByRows(std::move(result_)); });
+  placement_.has_value() ? EndedPlaced(std::move(result)) : EndedByRows(std::move(result));
 }
 
 void MicroBatchTransfer::EndedByRows(TransferResult result) {
   // Also of an attempt that failed: what it has begun to copy is the caller's memory.
-  absl::Status copied = grad_copy_.has_value() ? FinishGradCopy(result.status.ok()) : absl::OkStatus();
+  absl::Status copied = grad_context_ != nullptr ? FinishGradCopy(result.status.ok()) : absl::OkStatus();
   if (result.no_stripes && !repeated_ && !cancelled()) {
     repeated_ = true;
-    return RunBeginning([this] { Begin(); });
+    return RunBeginning([this] { return Begin(); });
   }
   if (!result.status.ok()) return Deliver(std::move(result.status));
   if (!copied.ok()) return Deliver(std::move(copied));
-  Deliver(MicroBatchAnswer{std::move(result.answer), "grpc"});
+  Succeed(std::move(result.answer), "grpc");
 }
 
 absl::Status MicroBatchTransfer::FinishGradCopy(bool answered) {
-  MemoryPaths& memory = transport().memory();
   if (!grad_copy_->page_locked()) {
     if (!answered) return absl::OkStatus();
-    absl::Status status = memory.CopyToDevice(tensors_.grad_hidden, grad_copy_->data(), tensors_.bytes_down());
+    absl::Status status = grad_context_->CopyAfterEvent(const_cast<void*>(memory_.result.data), grad_copy_->data(), bytes_down());
     if (!status.ok()) return status;
   }
-  return memory.AwaitCopies(tensors_.grad_hidden, tensors_.bytes_down());
+  return grad_context_->AwaitCopies();
 }
 
 void MicroBatchTransfer::EndedPlaced(TransferResult result) {
   if (result.status.ok()) {
-    MicroBatchAnswer answer{std::move(result.answer), MemoryPathName(placement_->path())};
+    const char* const path = MemoryPathName(placement_->path());
     if (absl::Status status = placement_->Finish(); !status.ok()) return Deliver(std::move(status));
-    return Deliver(std::move(answer));
+    return Succeed(std::move(result.answer), path);
   }
   if (!result.answered) {
     placement_->Abandon();
@@ -250,19 +260,15 @@ void MicroBatchTransfer::EndedPlaced(TransferResult result) {
   if ((reason == "REGION_NOT_FOUND" || reason == "SESSION_NOT_FOUND") && !repeated_ && !cancelled()) {
     repeated_ = true;
     if (reason == "SESSION_NOT_FOUND") transport().memory().Forget(header_.session_id());
-    if (reason == "REGION_NOT_FOUND" || !session_given_) return RunBeginning([this] { BeginAgain(); });
+    if (reason == "REGION_NOT_FOUND" || !session_given_) return RunBeginning([this] { return BeginAgain(); });
   }
   Deliver(std::move(result.status));
 }
 
-void MicroBatchTransfer::Deliver(absl::StatusOr<MicroBatchAnswer> answer) {
-  if (answer.ok()) {
-    transport().Count(answer->transport, on_device(), tensors_.bytes_up() + tensors_.bytes_down(), streams_);
-    placement_.reset();
-  }
-  FinishCopies();
-  const Done done = std::move(done_);
-  done(std::move(answer));
+void MicroBatchTransfer::Succeed(std::string summary, const char* path) {
+  transport().Count(path, on_device(), bytes_up() + bytes_down(), streams_);
+  placement_.reset();
+  Deliver(Answer{.bytes = std::move(summary), .data = *std::move(own_), .transport = path});
 }
 
 }  // namespace headwater::client::internal

@@ -20,9 +20,9 @@ int StripesFor(int64_t bytes_up, int64_t bytes_down, int max_stripes) {
   return static_cast<int>(std::min<int64_t>(stripes, max_stripes));
 }
 
-absl::Status RowsCall::CheckWanted(Deadline deadline) const {
+absl::Status RowsCall::CheckWanted() const {
   if (cancelled()) return MakeLocalError(v1::ERROR_REASON_CANCELLED, absl::StatusCode::kCancelled, "the call was cancelled");
-  if (std::chrono::system_clock::now() < deadline) return absl::OkStatus();
+  if (std::chrono::system_clock::now() < deadline_) return absl::OkStatus();
   return MakeLocalError(v1::ERROR_REASON_DEADLINE_EXCEEDED, absl::StatusCode::kDeadlineExceeded,
                         absl::StrCat("the deadline passed before the call to ", transport_.target(), " could begin"));
 }
@@ -37,21 +37,24 @@ void RowsCall::Cancel() {
     waiting = transport_.beginnings().Withdraw(this);
   }
   if (call != nullptr) call->Cancel();
-  if (waiting) RunEnding(waiting);  // the beginnings that have begun would keep it waiting
+  if (waiting) transport_.endings().Run(this, std::move(waiting));  // the beginnings that have begun would keep it waiting
 }
 
-void RowsCall::RunBeginning(std::function<void()> begin) {
+void RowsCall::SetAttempt(Deadline deadline, Done done) {
+  deadline_ = deadline;
+  done_ = std::move(done);
+}
+
+void RowsCall::RunBeginning(std::function<absl::Status()> begin) {
   // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the attempt
   // cannot end.
   std::lock_guard<std::mutex> lock(mutex_);
   Workers& workers = cancelled() ? transport_.endings() : transport_.beginnings();
   workers.Run(this, [this, begin = std::move(begin)] {
     { std::lock_guard<std::mutex> begun(mutex_); }
-    begin();
+    if (absl::Status status = begin(); !status.ok()) Deliver(std::move(status));
   });
 }
-
-void RowsCall::RunEnding(const std::function<void()>& end) { transport_.endings().Run(this, end); }
 
 bool RowsCall::TryConnect(int64_t bytes_up, int64_t bytes_down) {
   std::optional<ServerFacts> facts = transport_.facts();
@@ -61,18 +64,18 @@ bool RowsCall::TryConnect(int64_t bytes_up, int64_t bytes_down) {
   return !leases_.empty();
 }
 
-absl::Status RowsCall::Connect(int64_t bytes_up, int64_t bytes_down, Deadline deadline) {
-  if (absl::Status status = CheckWanted(deadline); !status.ok()) return status;
+absl::Status RowsCall::Connect(int64_t bytes_up, int64_t bytes_down) {
+  if (absl::Status status = CheckWanted(); !status.ok()) return status;
   if (TryConnect(bytes_up, bytes_down)) return absl::OkStatus();
   // Connections are missing: the first ones, or they broke, so that another server process may answer now.
   absl::StatusOr<ServerFacts> facts = [&] {
-    WaitingContext context(Until(deadline));
+    WaitingContext context(Until());
     return transport_.AskForFacts(*context.get());
   }();
   if (!facts.ok()) return facts.status();
   facts_ = *std::move(facts);
   absl::StatusOr<std::vector<ConnectionLease>> leases = transport_.connections().Acquire(
-      facts_.peer, StripesFor(bytes_up, bytes_down, facts_.max_stripes), deadline, [this] { return cancelled(); });
+      facts_.peer, StripesFor(bytes_up, bytes_down, facts_.max_stripes), deadline_, [this] { return cancelled(); });
   if (!leases.ok()) {
     if (absl::IsUnavailable(leases.status())) transport_.ForgetFacts();
     return leases.status();
@@ -85,16 +88,18 @@ void RowsCall::Send(TransferRequest request) {
   request.chunk_bytes = transport_.options().chunk_bytes;
   if (facts_.max_chunk_bytes > 0) request.chunk_bytes = std::min(request.chunk_bytes, facts_.max_chunk_bytes);
   request.target = transport_.target();
-  auto call = std::make_shared<TransferCall>(std::move(request), std::exchange(leases_, {}), transport_.timers(),
-                                             transport_.endings(), [this](TransferResult result) {
-                                               {
-                                                 std::lock_guard<std::mutex> lock(mutex_);
-                                                 call_.reset();
-                                               }
-                                               if (absl::IsUnavailable(result.status)) transport_.ForgetFacts();
-                                               if (result.no_stripes) transport_.UseOneStream(facts_.peer);
-                                               Ended(std::move(result));
-                                             });
+  request.deadline = deadline_;
+  auto call = std::make_shared<TransferCall>(
+      std::move(request), std::exchange(leases_, {}), transport_.timers(), transport_.endings(), [this](TransferResult result) {
+        {
+          std::lock_guard<std::mutex> lock(mutex_);
+          call_.reset();
+        }
+        if (absl::IsUnavailable(result.status)) transport_.ForgetFacts();
+        if (result.no_stripes) transport_.UseOneStream(facts_.peer);
+        if (!EndBlocks()) return Ended(std::move(result));
+        transport_.endings().Run(this, [this, result = std::move(result)]() mutable { Ended(std::move(result)); });
+      });
   bool cancel = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -119,11 +124,13 @@ absl::StatusOr<RowsCall::HostCopy> RowsCall::Allocate(const void* device_data, i
   return copy;
 }
 
-void RowsCall::FinishCopies() {
+void RowsCall::Deliver(absl::StatusOr<Answer> answer) {
   std::erase_if(copies_, [](auto& known) {
     const std::unique_ptr<DeviceRead> arrival = std::move(known.second.arrival);
     return arrival != nullptr && !arrival->AwaitAll().ok();
   });
+  const Done done = std::move(done_);
+  done(std::move(answer));  // with it this object may go
 }
 
 absl::Status RowsCall::BringToHost(const RowsView& rows, void* cuda_stream, OutgoingRows* outgoing) {
@@ -137,12 +144,14 @@ absl::Status RowsCall::BringToHost(const RowsView& rows, void* cuda_stream, Outg
   if (known == copies_.end()) {
     absl::StatusOr<HostCopy> copy = Allocate(rows.data, bytes);
     if (!copy.ok()) return copy.status();
-    MemoryPaths& memory = transport_.memory();
+    const auto context = transport_.memory().ContextOf(rows.data);
+    if (!context.ok()) return context.status();
+    const auto stream = static_cast<CuStream>(cuda_stream);
     if (copy->page_locked()) {
-      auto arrival = memory.BeginCopyToHost(copy->data(), rows.data, bytes, cuda_stream);
+      auto arrival = DeviceRead::Begin(*context, stream, copy->data(), rows.data, bytes);
       if (!arrival.ok()) return arrival.status();
       copy->arrival = *std::move(arrival);
-    } else if (absl::Status status = memory.CopyToHost(copy->data(), rows.data, bytes, cuda_stream); !status.ok()) {
+    } else if (absl::Status status = (*context)->CopyNow(stream, copy->data(), rows.data, bytes); !status.ok()) {
       return status;
     }
     known = copies_.emplace(copies_.end(), rows.data, *std::move(copy));

@@ -1,4 +1,4 @@
-// RowsCall: what a call that carries rows does before and around its streams.
+// RowsCall: the attempts of a call that carries rows, around their streams.
 #ifndef HEADWATER_CLIENT_CORE_ROWS_TRANSFER_ROWS_CALL_H_
 #define HEADWATER_CLIENT_CORE_ROWS_TRANSFER_ROWS_CALL_H_
 
@@ -14,7 +14,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "client/core/call/exchange.h"
 #include "client/core/rows/bytes.h"
+#include "client/core/rows/memory/device_read.h"
 #include "client/core/rows/transfer/row_transport.h"
 #include "client/core/rows/transfer/transfer_call.h"
 #include "headwater/client/tensor.h"
@@ -25,49 +27,45 @@ namespace headwater::client::internal {
 // sending a few hundred kilobytes.
 int StripesFor(int64_t bytes_up, int64_t bytes_down, int max_stripes);
 
-// One attempt at a time; members are used by one thread at a time, except for Cancel(). Must live until an attempt that has begun
-// has ended.
-class RowsCall {
+// Members are used by one thread at a time, except for Cancel().
+class RowsCall : public Exchange {
  public:
-  virtual ~RowsCall() = default;
-  RowsCall(const RowsCall&) = delete;
-  RowsCall& operator=(const RowsCall&) = delete;
-
-  // Ends the attempt that is under way, and every later one at its beginning.
-  void Cancel();
+  void Cancel() override;
 
  protected:
   explicit RowsCall(RowTransport& transport) : transport_(transport) {}
 
   RowTransport& transport() { return transport_; }
   bool cancelled() const { return cancel_.stop_requested(); }
-  // Until `deadline`, or Cancel().
-  Wait Until(Deadline deadline) const { return {deadline, cancel_.get_token()}; }
+  // Until the deadline, or Cancel().
+  Wait Until() const { return {deadline_, cancel_.get_token()}; }
   // Whether an attempt may begin, or go on: CANCELLED, DEADLINE_EXCEEDED.
-  absl::Status CheckWanted(Deadline deadline) const;
+  absl::Status CheckWanted() const;
 
-  // Runs what begins an attempt on a thread that may block; at once if the call is cancelled.
-  void RunBeginning(std::function<void()> begin);
-  // Runs what ends an attempt on a thread that may block.
-  void RunEnding(const std::function<void()>& end);
+  // An attempt begins, which ends with `done`.
+  void SetAttempt(Deadline deadline, Done done);
+  // Runs what begins the attempt on a thread that may block; at once if the call is cancelled. An error ends the attempt.
+  void RunBeginning(std::function<absl::Status()> begin);
 
   // Gets connections for so many bytes each way. The first is false if it would have to block.
   bool TryConnect(int64_t bytes_up, int64_t bytes_down);
-  absl::Status Connect(int64_t bytes_up, int64_t bytes_down, Deadline deadline);
+  absl::Status Connect(int64_t bytes_up, int64_t bytes_down);
   // Once connected.
   int stripes() const { return static_cast<int>(leases_.size()); }
-  // Sends over these connections; `request.chunk_bytes` and `.target` are filled in here.
+  // Sends over these connections; `request.chunk_bytes`, `.target` and `.deadline` are filled in here.
   void Send(TransferRequest request);
-  // The attempt has ended.
+  // The transfer has ended. Runs on a thread that may block if EndBlocks().
   virtual void Ended(TransferResult result) = 0;
+  // Whether the end of the attempt copies rows, waits for copies, or calls the server.
+  virtual bool EndBlocks() const = 0;
+  // The attempt ends. Waits for copies that still read the caller's memory, of rows that were not sent any more, and keeps those
+  // that succeed for the next attempt.
+  void Deliver(absl::StatusOr<Answer> answer);
 
   // Rows in host memory, `data` and `arrival` of OutgoingRows: the view itself, or a copy of device memory, which is made once for
   // all rows that begin at its address and are no more.
   // Blocks until the copy has begun, or for all of it if there is no page-locked memory.
   absl::Status BringToHost(const RowsView& rows, void* cuda_stream, OutgoingRows* outgoing);
-  // Before the attempt's result is told: waits for copies that still read the caller's memory, of rows that were not sent any more,
-  // and keeps those that succeed for the next attempt.
-  void FinishCopies();
   // Host memory that stands for device memory.
   struct HostCopy {
     SharedRowsBuffer staging;
@@ -87,6 +85,9 @@ class RowsCall {
   ServerFacts facts_;
   std::vector<ConnectionLease> leases_;
   std::vector<std::pair<const void*, HostCopy>> copies_;
+
+  Deadline deadline_;
+  Done done_;
 
   std::stop_source cancel_;
 
