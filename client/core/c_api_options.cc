@@ -1,8 +1,10 @@
 #include "client/core/c_api_options.h"
 
+#include <chrono>
 #include <functional>
 #include <map>
-#include <vector>
+#include <optional>
+#include <utility>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
@@ -13,64 +15,52 @@
 namespace headwater::client::internal {
 namespace {
 
-// Takes a value; false if it is none.
-using Setter = std::function<bool(const std::string& value, ClientOptions& options)>;
-
-template <typename Target>
-Setter Integer(Target ClientOptions::*member) {
-  return [member](const std::string& value, ClientOptions& options) {
-    int64_t number = 0;
-    if (!absl::SimpleAtoi(value, &number) || number != static_cast<Target>(number)) return false;
-    options.*member = static_cast<Target>(number);
-    return true;
-  };
-}
-
-bool ParseMilliseconds(const std::string& value, int64_t low, std::chrono::milliseconds* out) {
-  int64_t number = 0;
-  // Far from the overflow of any clock.
-  if (!absl::SimpleAtoi(value, &number) || number < low || number > INT32_MAX) return false;
-  *out = std::chrono::milliseconds(number);
+// Sets a field; false if the text is no value of it.
+bool Parse(const std::string& value, std::string* field) {
+  *field = value;
   return true;
 }
 
-Setter Milliseconds(std::chrono::milliseconds ClientOptions::*member, int64_t low = 1) {
-  return [=](const std::string& value, ClientOptions& options) { return ParseMilliseconds(value, low, &(options.*member)); };
+bool Parse(const std::string& value, bool* field) {
+  *field = value == "1";
+  return *field || value == "0";
 }
 
-Setter Backoff(std::chrono::milliseconds RetryPolicy::*member) {
-  return [=](const std::string& value, ClientOptions& options) { return ParseMilliseconds(value, 1, &(options.retry.*member)); };
+template <typename Number>
+bool Parse(const std::string& value, Number* field) {
+  return absl::SimpleAtoi(value, field);
 }
 
-bool SetMaxAttempts(const std::string& value, ClientOptions& options) {
-  return absl::SimpleAtoi(value, &options.retry.max_attempts);
+bool Parse(const std::string& value, std::optional<int64_t>* field) { return absl::SimpleAtoi(value, &field->emplace()); }
+
+bool Parse(const std::string& value, std::chrono::milliseconds* field) {
+  int32_t number = 0;  // far from the overflow of any clock
+  const bool is_number = absl::SimpleAtoi(value, &number);
+  *field = std::chrono::milliseconds(number);
+  return is_number;
 }
 
-bool SetReplaySteps(const std::string& value, ClientOptions& options) {
-  return absl::SimpleAtoi(value, &options.replay_steps.emplace());
-}
-
-bool SetTransport(const std::string& value, ClientOptions& options) {
+bool Parse(const std::string& value, Transport* field) {
   for (const Transport transport : {Transport::kAuto, Transport::kGrpc, Transport::kSharedMemory, Transport::kCudaIpc}) {
-    if (value != TransportName(transport)) continue;
-    options.transport = transport;
-    return true;
+    *field = transport;
+    if (value == TransportName(transport)) return true;
   }
   return false;
 }
 
-bool SetClientName(const std::string& value, ClientOptions& options) {
-  options.client_name = value;
-  return value.size() <= 128;
+using Setter = std::function<bool(const std::string& value, ClientOptions& options)>;
+
+template <typename Field>
+Setter Set(Field ClientOptions::*member) {
+  return [member](const std::string& value, ClientOptions& options) { return Parse(value, &(options.*member)); };
 }
 
-bool SetBool(const std::string& value, bool* out) {
-  if (value != "0" && value != "1") return false;
-  *out = value == "1";
-  return true;
+template <typename Field>
+Setter Set(Field RetryPolicy::*member) {
+  return [member](const std::string& value, ClientOptions& options) { return Parse(value, &(options.retry.*member)); };
 }
 
-Setter Tls(std::string TlsOptions::*member) {
+Setter Set(std::string TlsOptions::*member) {
   return [member](const std::string& value, ClientOptions& options) {
     if (!options.tls.has_value()) options.tls.emplace();
     *options.tls.*member = value;
@@ -78,48 +68,37 @@ Setter Tls(std::string TlsOptions::*member) {
   };
 }
 
+// 0 contradicts what else is said of TLS.
 bool SetTls(const std::string& value, ClientOptions& options) {
   bool wanted = false;
-  if (!SetBool(value, &wanted) || (!wanted && options.tls.has_value())) return false;
+  if (!Parse(value, &wanted) || (!wanted && options.tls.has_value())) return false;
   if (wanted && !options.tls.has_value()) options.tls.emplace();
-  return true;
-}
-
-// Whatever is wrong with it is found later, and told without quoting it.
-bool SetToken(const std::string& value, ClientOptions& options) {
-  options.token = value;
-  return true;
-}
-
-bool SetTraceparent(const std::string& value, ClientOptions& options) {
-  options.traceparent = value;
   return true;
 }
 
 const std::map<std::string, Setter>& Setters() {
   static const auto* const setters = new std::map<std::string, Setter>{
-      {"transport", SetTransport},
-      {"stripes", Integer(&ClientOptions::stripes)},
-      {"chunk_bytes", Integer(&ClientOptions::chunk_bytes)},
-      {"max_message_bytes", Integer(&ClientOptions::max_message_bytes)},
-      {"connect_timeout_ms", Milliseconds(&ClientOptions::connect_timeout)},
-      {"timeout_ms", Milliseconds(&ClientOptions::timeout)},
-      {"session_lease_ms", Milliseconds(&ClientOptions::session_lease, 0)},
-      {"max_attempts", SetMaxAttempts},
-      {"initial_backoff_ms", Backoff(&RetryPolicy::initial_backoff)},
-      {"max_backoff_ms", Backoff(&RetryPolicy::max_backoff)},
-      {"replay_bytes", Integer(&ClientOptions::replay_bytes)},
-      {"replay_steps", SetReplaySteps},
-      {"client_name", SetClientName},
+      {"transport", Set(&ClientOptions::transport)},
+      {"stripes", Set(&ClientOptions::stripes)},
+      {"chunk_bytes", Set(&ClientOptions::chunk_bytes)},
+      {"max_message_bytes", Set(&ClientOptions::max_message_bytes)},
+      {"connect_timeout_ms", Set(&ClientOptions::connect_timeout)},
+      {"timeout_ms", Set(&ClientOptions::timeout)},
+      {"session_lease_ms", Set(&ClientOptions::session_lease)},
+      {"max_attempts", Set(&RetryPolicy::max_attempts)},
+      {"initial_backoff_ms", Set(&RetryPolicy::initial_backoff)},
+      {"max_backoff_ms", Set(&RetryPolicy::max_backoff)},
+      {"replay_bytes", Set(&ClientOptions::replay_bytes)},
+      {"replay_steps", Set(&ClientOptions::replay_steps)},
+      {"client_name", Set(&ClientOptions::client_name)},
       {"tls", SetTls},
-      {"ca_certificate", Tls(&TlsOptions::ca_certificate)},
-      {"client_certificate", Tls(&TlsOptions::client_certificate)},
-      {"client_key", Tls(&TlsOptions::client_key)},
-      {"server_name", Tls(&TlsOptions::server_name)},
-      {"token", SetToken},
-      {"traceparent", SetTraceparent},
-      {"allow_plaintext_token",
-       [](const std::string& value, ClientOptions& options) { return SetBool(value, &options.allow_plaintext_token); }},
+      {"ca_certificate", Set(&TlsOptions::ca_certificate)},
+      {"client_certificate", Set(&TlsOptions::client_certificate)},
+      {"client_key", Set(&TlsOptions::client_key)},
+      {"server_name", Set(&TlsOptions::server_name)},
+      {"token", Set(&ClientOptions::token)},
+      {"traceparent", Set(&ClientOptions::traceparent)},
+      {"allow_plaintext_token", Set(&ClientOptions::allow_plaintext_token)},
   };
   return *setters;
 }

@@ -10,7 +10,7 @@
 namespace headwater::client::internal {
 
 // Lines `key=value`, as c_api.h lists them; empty lines are skipped. INVALID_ARGUMENT for an unknown key, and a value that is none.
-// Ranges are checked by Connection::Open().
+// Ranges are checked by Core::Open().
 absl::StatusOr<ClientOptions> ParseClientOptions(const std::string& text);
 
 }  // namespace headwater::client::internal

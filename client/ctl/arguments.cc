@@ -123,7 +123,7 @@ absl::Status SetFlags(const CommandLine& line, const Command& command) {
 }
 
 std::string DescribeFlags(const std::vector<std::string>& names) {
-  Table table({"", "", ""}, {Table::Align::kLeft, Table::Align::kLeft, Table::Align::kLeft});
+  Table table({"", "", ""});
   for (const std::string& name : names) {
     const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
     const std::string help = flag->Help();

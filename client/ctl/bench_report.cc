@@ -21,8 +21,6 @@ extern char** environ;
 namespace headwater::ctl {
 namespace {
 
-using Align = Table::Align;
-
 std::string Milliseconds(double value) { return absl::StrFormat("%.*f", value < 10 ? 3 : 2, value); }
 
 // Runs `python3 -c SCRIPT ARGUMENTS...` with `input`; 127 if there is no python3. Errors of the script go to /dev/null if `quiet`.
@@ -69,13 +67,10 @@ double EngineMsAlone(const BenchReport& report, const BenchRow& row) {
 }
 
 Table TableOf(const BenchReport& report, const std::string& sweep, std::vector<std::string> titles) {
-  std::vector<Align> alignment(titles.size(), Align::kRight);
-  alignment[0] = Align::kLeft;
-  titles.insert(titles.end(), {"MS", "P90 MS", "ENGINE MS", "OVER ENGINE", "ROWS/S"});
-  alignment.resize(titles.size(), Align::kRight);
+  titles.insert(titles.end(), {">MS", ">P90 MS", ">ENGINE MS", ">OVER ENGINE", ">ROWS/S"});
   const bool by_size = sweep == "size";
   const bool by_concurrency = sweep == "concurrency";
-  Table table(titles, alignment);
+  Table table(std::move(titles));
   for (const BenchRow& row : report.rows) {
     if (row.sweep != sweep) continue;
     std::vector<std::string> cells = {row.transport};
@@ -107,8 +102,8 @@ std::string BenchText(const BenchReport& report) {
                   TableOf(report, "transport", {"PATH"}).ToString());
   for (const BenchGap& gap : report.gaps) absl::StrAppend(&text, gap.transport, "  not measured: ", gap.why, "\n");
   absl::StrAppend(&text, "\nSeveral in flight; MS is from one result to the next, P90 MS from call to result\n",
-                  TableOf(report, "concurrency", {"PATH", "IN FLIGHT"}).ToString());
-  absl::StrAppend(&text, "\nOne at a time, by rows\n", TableOf(report, "size", {"PATH", "ROWS"}).ToString());
+                  TableOf(report, "concurrency", {"PATH", ">IN FLIGHT"}).ToString());
+  absl::StrAppend(&text, "\nOne at a time, by rows\n", TableOf(report, "size", {"PATH", ">ROWS"}).ToString());
   return text;
 }
 

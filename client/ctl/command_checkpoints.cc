@@ -25,8 +25,7 @@ absl::StatusOr<ExitCode> RunSave(client::Client& client, const std::vector<std::
 absl::StatusOr<ExitCode> RunCheckpoints(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
   absl::StatusOr<std::vector<client::CheckpointInfo>> checkpoints = client.ListCheckpoints(arguments[0]);
   if (!checkpoints.ok()) return checkpoints.status();
-  Table table({"CHECKPOINT", "STEP", "SIZE", "SAVED", ""},
-              {Table::Align::kLeft, Table::Align::kRight, Table::Align::kRight, Table::Align::kLeft, Table::Align::kLeft});
+  Table table({"CHECKPOINT", ">STEP", ">SIZE", "SAVED", ""});
   nlohmann::json document = nlohmann::json::array();
   for (const client::CheckpointInfo& checkpoint : *checkpoints) {
     nlohmann::json entry = {{"checkpoint", checkpoint.checkpoint}, {"damaged", checkpoint.damaged}};

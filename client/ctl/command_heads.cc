@@ -11,15 +11,11 @@ ABSL_FLAG(bool, force, false,
 namespace headwater::ctl {
 namespace {
 
-using Align = Table::Align;
-
 absl::StatusOr<ExitCode> RunHeads(client::Client& client, const std::vector<std::string>&, Output& output) {
   absl::StatusOr<std::vector<client::HeadInfo>> heads = client.ListHeads();
   if (!heads.ok()) return heads.status();
   Table table(
-      {"NAME", "STATE", "CHECKPOINT", "VOCAB", "HIDDEN", "TYPE", "KIND", "OPTIMIZER", "STEP", "VERSION", "MEMORY", "SHARDS"},
-      {Align::kLeft, Align::kLeft, Align::kLeft, Align::kRight, Align::kRight, Align::kLeft, Align::kLeft, Align::kLeft,
-       Align::kRight, Align::kRight, Align::kRight, Align::kRight});
+      {"NAME", "STATE", "CHECKPOINT", ">VOCAB", ">HIDDEN", "TYPE", "KIND", "OPTIMIZER", ">STEP", ">VERSION", ">MEMORY", ">SHARDS"});
   nlohmann::json document = nlohmann::json::array();
   for (const client::HeadInfo& head : *heads) {
     table.AddRow({head.name, client::HeadStateName(head.state), head.restored_checkpoint.empty() ? "-" : head.restored_checkpoint,

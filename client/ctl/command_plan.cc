@@ -17,8 +17,6 @@ ABSL_FLAG(int32_t, ranks, 0,
 namespace headwater::ctl {
 namespace {
 
-using Align = Table::Align;
-
 // What a rank's exchange of gradients takes for each rank on the CPU: kReduceScatterBytes of its engine. GPUs exchange in place.
 constexpr int64_t kExchangeBytes = int64_t{1} << 20;
 constexpr int32_t kMostRanks = 256;  // headwaterd's --gpus and --workers
@@ -76,7 +74,7 @@ std::vector<RankShare> SharesOf(const client::HeadInfo& head, const client::Serv
 }
 
 Table PlanTable(const client::MemoryPlan& plan) {
-  Table table({"PURPOSE", "BYTES", ""}, {Align::kLeft, Align::kRight, Align::kRight});
+  Table table({"PURPOSE", ">BYTES", ">"});
   for (const auto& item : plan.items) {
     if (item.bytes > 0) table.AddRow({item.purpose, FormatCount(item.bytes), FormatBytes(item.bytes)});
   }
@@ -86,9 +84,7 @@ Table PlanTable(const client::MemoryPlan& plan) {
 }
 
 Table ShareTable(const std::vector<RankShare>& shares) {
-  Table table({"RANK", "DEVICE", "ROWS", "TENSORS", "WORKSPACE", "TOTAL", "AVAILABLE", "BUDGET", ""},
-              {Align::kRight, Align::kLeft, Align::kLeft, Align::kRight, Align::kRight, Align::kRight, Align::kRight, Align::kRight,
-               Align::kLeft});
+  Table table({">RANK", "DEVICE", "ROWS", ">TENSORS", ">WORKSPACE", ">TOTAL", ">AVAILABLE", ">BUDGET", ""});
   for (size_t rank = 0; rank < shares.size(); ++rank) {
     const RankShare& share = shares[rank];
     table.AddRow({absl::StrCat(rank), share.shard.device,

@@ -9,8 +9,6 @@
 namespace headwater::ctl {
 namespace {
 
-using Align = Table::Align;
-
 using client::HealthStatus;
 
 const char* HealthName(HealthStatus status) {
@@ -74,7 +72,7 @@ std::vector<std::pair<const char*, int64_t>> ListLimits(const client::ServerLimi
 }
 
 std::string InfoText(const client::ServerInfo& info, const std::string& start_time) {
-  Table server({"", ""}, {Align::kLeft, Align::kLeft});
+  Table server({"", ""});
   server.AddRow({"version", info.version});
   server.AddRow({"engine", info.engine_note.empty() ? info.engine : absl::StrCat(info.engine, " (", info.engine_note, ")")});
   server.AddRow({"started", start_time});
@@ -86,14 +84,14 @@ std::string InfoText(const client::ServerInfo& info, const std::string& start_ti
   if (info.named_regions) server.AddRow({"named regions", "allowed"});
   if (info.deterministic) server.AddRow({"deterministic", "contributions are added in ascending id"});
 
-  Table devices({"DEVICE", "BUDGET", "PLANNED", "MODEL"}, {Align::kLeft, Align::kRight, Align::kRight, Align::kLeft});
+  Table devices({"DEVICE", ">BUDGET", ">PLANNED", "MODEL"});
   for (const client::DeviceInfo& device : info.devices) {
     // Of several devices the server does not know which has how much of a plan.
     const bool known = info.devices.size() == 1 || device.memory_planned_bytes > 0;
     devices.AddRow({device.name, FormatBytes(device.memory_budget_bytes), known ? FormatBytes(device.memory_planned_bytes) : "-",
                     device.model});
   }
-  Table limits({"LIMIT", "VALUE", ""}, {Align::kLeft, Align::kRight, Align::kRight});
+  Table limits({"LIMIT", ">VALUE", ">"});
   for (const auto& [name, value] : ListLimits(info.limits)) {
     const bool bytes = std::string(name).find("_bytes") != std::string::npos;
     limits.AddRow({name, FormatCount(value), bytes ? FormatBytes(value) : ""});

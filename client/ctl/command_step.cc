@@ -10,8 +10,6 @@ ABSL_FLAG(int64_t, step, 0, "the step to discard: refused if another one is open
 namespace headwater::ctl {
 namespace {
 
-using Align = Table::Align;
-
 const char* StepStateName(client::StepState state) {
   switch (state) {
     case client::StepState::kOpen:
@@ -68,8 +66,7 @@ std::string StepText(const client::StepInfo& step) {
   }
   text += "\n";
   if (step.micro_batches.empty()) return text;
-  Table table({"MICRO-BATCH", "ATTEMPT", "STATE", "FORM", "TOKENS", "FACTOR"},
-              {Align::kRight, Align::kRight, Align::kLeft, Align::kLeft, Align::kRight, Align::kRight});
+  Table table({">MICRO-BATCH", ">ATTEMPT", "STATE", "FORM", ">TOKENS", ">FACTOR"});
   for (const client::MicroBatchInfo& batch : step.micro_batches) {
     table.AddRow({absl::StrCat(batch.micro_batch), absl::StrCat(batch.attempt), ContributionStateName(batch.state),
                   ContributionFormName(batch.form), FormatCount(batch.valid_token_count), absl::StrCat(batch.factor)});

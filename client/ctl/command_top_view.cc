@@ -14,8 +14,6 @@
 namespace headwater::ctl {
 namespace {
 
-using Align = Table::Align;
-
 constexpr const char* kPhases[] = {"upload", "queue", "compute", "download", "commit"};
 
 // "1.23k", "45.6", "0".
@@ -50,9 +48,7 @@ std::string ListRates(const std::map<std::string, double>& rates, const char* no
 std::string HeadsText(const absl::StatusOr<std::vector<client::HeadInfo>>& heads) {
   if (!heads.ok()) return absl::StrCat("heads: ", Printable(std::string(heads.status().message())), "\n");
   if (heads->empty()) return "no heads\n";
-  Table table(
-      {"HEAD", "STATE", "VOCAB", "HIDDEN", "KIND", "STEP", "VERSION", "MEMORY"},
-      {Align::kLeft, Align::kLeft, Align::kRight, Align::kRight, Align::kLeft, Align::kRight, Align::kRight, Align::kRight});
+  Table table({"HEAD", "STATE", ">VOCAB", ">HIDDEN", "KIND", ">STEP", ">VERSION", ">MEMORY"});
   for (const client::HeadInfo& head : *heads) {
     table.AddRow({head.name, client::HeadStateName(head.state), FormatCount(head.spec.vocab_size),
                   FormatCount(head.spec.hidden_size), head.spec.trainable ? "trainable" : "frozen",
@@ -143,7 +139,7 @@ std::string TopText(const std::string& server, const TopFigures& figures,
   const auto bytes = [](double value) { return FormatBytes(static_cast<int64_t>(value)); };
   const auto count = [](double value) { return FormatCount(static_cast<int64_t>(value)); };
 
-  Table summary({"", ""}, {Align::kLeft, Align::kLeft});
+  Table summary({"", ""});
   summary.AddRow({"server", absl::StrCat(server, "  ", figures.serving ? "SERVING" : "NOT_SERVING", "  ", figures.version, ", ",
                                          figures.engine, "  up ",
                                          absl::FormatDuration(absl::Seconds(static_cast<int64_t>(figures.uptime_s))))});
@@ -180,7 +176,7 @@ std::string TopText(const std::string& server, const TopFigures& figures,
   summary.AddRow({"refused/s", ListRates(figures.refusals, "none")});
   if (figures.non_finite_rows > 0) summary.AddRow({"NOT FINITE", absl::StrCat(FormatRate(figures.non_finite_rows), " rows/s")});
 
-  Table transports({"TRANSPORT", "MICRO-BATCHES/S", "IN", "OUT"}, {Align::kLeft, Align::kRight, Align::kRight, Align::kRight});
+  Table transports({"TRANSPORT", ">MICRO-BATCHES/S", ">IN", ">OUT"});
   for (const auto& [transport, traffic] : figures.transports) {
     transports.AddRow(
         {transport, FormatRate(traffic.micro_batches), FormatByteRate(traffic.bytes_in), FormatByteRate(traffic.bytes_out)});

@@ -154,8 +154,7 @@ absl::StatusOr<ExitCode> RunVerify(client::Client& client, const std::vector<std
   const WeightCheck weights = CompareWeights(arguments[1], *info);
   std::vector<Check> checks = Compare(head->spec(), *model);
   checks.push_back({"weight", json(), json(), weights.verdict});
-  Table table({"PROPERTY", "HEAD", "MODEL", ""},
-              {Table::Align::kLeft, Table::Align::kRight, Table::Align::kRight, Table::Align::kLeft});
+  Table table({"PROPERTY", ">HEAD", ">MODEL", ""});
   json rows = json::array();
   bool differs = false;
   for (const Check& check : checks) {

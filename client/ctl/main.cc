@@ -27,7 +27,7 @@ constexpr char kExitCodes[] =
     "not be written; 2 the command line is wrong.\n";
 
 std::string GeneralHelp(const std::vector<Command>& commands) {
-  Table table({"", "", ""}, {Table::Align::kLeft, Table::Align::kLeft, Table::Align::kLeft});
+  Table table({"", "", ""});
   for (const Command& command : commands) {
     table.AddRow({"", absl::StrCat(command.name, command.synopsis.empty() ? "" : " ", command.synopsis), command.summary});
   }

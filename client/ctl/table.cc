@@ -52,7 +52,11 @@ std::string Printable(const std::string& text, bool lines) {
   return shown;
 }
 
-Table::Table(std::vector<std::string> titles, std::vector<Align> alignment) : alignment_(std::move(alignment)) {
+Table::Table(std::vector<std::string> titles) {
+  for (std::string& title : titles) {
+    is_right_.push_back(title.starts_with('>'));
+    if (is_right_.back()) title.erase(0, 1);
+  }
   if (std::any_of(titles.begin(), titles.end(), [](const std::string& title) { return !title.empty(); })) {
     rows_.push_back(std::move(titles));
   }
@@ -64,7 +68,7 @@ void Table::AddRow(std::vector<std::string> cells) {
 }
 
 std::string Table::ToString() const {
-  std::vector<size_t> widths(alignment_.size());
+  std::vector<size_t> widths(is_right_.size());
   for (const std::vector<std::string>& row : rows_) {
     for (size_t column = 0; column < widths.size(); ++column) widths[column] = std::max(widths[column], row[column].size());
   }
@@ -74,7 +78,7 @@ std::string Table::ToString() const {
     for (size_t column = 0; column < widths.size(); ++column) {
       const std::string padding(widths[column] - row[column].size(), ' ');
       if (column > 0) line += "  ";
-      line += alignment_[column] == Align::kRight ? padding + row[column] : row[column] + padding;
+      line += is_right_[column] ? padding + row[column] : row[column] + padding;
     }
     line.erase(line.find_last_not_of(' ') + 1);
     text += line + "\n";

@@ -21,10 +21,8 @@ std::string Printable(const std::string& text, bool lines = false);
 // Columns of text, as wide as their widest cell, two spaces apart.
 class Table {
  public:
-  enum class Align { kLeft, kRight };
-
-  // One column for each entry. An empty title in every column: no title line.
-  explicit Table(std::vector<std::string> titles, std::vector<Align> alignment);
+  // One column for each title; a `>` before it, which is not shown, aligns the column to the right. No title line if all are empty.
+  explicit Table(std::vector<std::string> titles);
 
   // REQUIRES: one cell for each column. Control characters of cells are shown as Printable() does.
   void AddRow(std::vector<std::string> cells);
@@ -32,7 +30,7 @@ class Table {
   std::string ToString() const;
 
  private:
-  const std::vector<Align> alignment_;
+  std::vector<bool> is_right_;  // of each column
   std::vector<std::vector<std::string>> rows_;
 };
 
