@@ -33,44 +33,6 @@ absl::StatusOr<ExitCode> RunHealth(client::Client& client, const std::vector<std
   return *status == HealthStatus::kServing ? kExitOk : kExitFailed;
 }
 
-std::vector<std::pair<const char*, int64_t>> ListLimits(const client::ServerLimits& limits) {
-  return {{"max_message_bytes", limits.max_message_bytes},
-          {"max_chunk_bytes", limits.max_chunk_bytes},
-          {"max_micro_batch_rows", limits.max_micro_batch_rows},
-          {"max_micro_batch_bytes", limits.max_micro_batch_bytes},
-          {"max_vocab_size", limits.max_vocab_size},
-          {"max_hidden_size", limits.max_hidden_size},
-          {"max_heads", limits.max_heads},
-          {"max_step_micro_batches", limits.max_step_micro_batches},
-          {"max_staging_slots", limits.max_staging_slots},
-          {"max_queue_depth", limits.max_queue_depth},
-          {"max_in_flight_bytes", limits.max_in_flight_bytes},
-          {"max_upload_bytes", limits.max_upload_bytes},
-          {"max_sessions", limits.max_sessions},
-          {"max_session_lease_s", limits.max_session_lease_s},
-          {"max_held_bytes", limits.max_held_bytes},
-          {"max_waiting_calls", limits.max_waiting_calls},
-          {"max_step_wait_s", limits.max_step_wait_s},
-          {"max_heads_per_tenant", limits.max_heads_per_tenant},
-          {"max_tenant_memory_bytes", limits.max_tenant_memory_bytes},
-          {"max_terms", limits.max_terms},
-          {"max_stripes", limits.max_stripes},
-          {"max_stripe_wait_s", limits.max_stripe_wait_s},
-          {"max_session_regions", limits.max_session_regions},
-          {"max_region_bytes", limits.max_region_bytes},
-          {"max_join_bytes", limits.max_join_bytes},
-          {"max_join_wait_s", limits.max_join_wait_s},
-          {"max_connections", limits.max_connections},
-          {"max_connection_streams", limits.max_connection_streams},
-          {"max_metadata_bytes", limits.max_metadata_bytes},
-          {"max_stream_time_s", limits.max_stream_time_s},
-          {"max_handshake_time_s", limits.max_handshake_time_s},
-          {"max_connection_idle_s", limits.max_connection_idle_s},
-          {"min_ping_interval_s", limits.min_ping_interval_s},
-          {"max_health_watches", limits.max_health_watches},
-          {"ordered_window", limits.ordered_window}};
-}
-
 std::string InfoText(const client::ServerInfo& info, const std::string& start_time) {
   Table server({"", ""});
   server.AddRow({"version", info.version});
@@ -92,7 +54,7 @@ std::string InfoText(const client::ServerInfo& info, const std::string& start_ti
                     device.model});
   }
   Table limits({"LIMIT", ">VALUE", ">"});
-  for (const auto& [name, value] : ListLimits(info.limits)) {
+  for (const auto& [name, value] : client::ListLimits(info.limits)) {
     const bool bytes = std::string(name).find("_bytes") != std::string::npos;
     limits.AddRow({name, FormatCount(value), bytes ? FormatBytes(value) : ""});
   }
@@ -111,7 +73,7 @@ absl::StatusOr<ExitCode> RunInfo(client::Client& client, const std::vector<std::
                        {"memory_planned_bytes", device.memory_planned_bytes}});
   }
   nlohmann::json limits;
-  for (const auto& [name, value] : ListLimits(info->limits)) limits[name] = value;
+  for (const auto& [name, value] : client::ListLimits(info->limits)) limits[name] = value;
   output.Print(InfoText(*info, start_time), {{"version", info->version},
                                              {"incarnation", FormatHex(info->incarnation)},
                                              {"engine", info->engine},

@@ -1,8 +1,6 @@
 #include "client/core/link/wait.h"
 
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
 
 #include "client/core/link/error.h"
 
@@ -19,13 +17,6 @@ absl::Status Wait::Ended() const {
   }
   return MakeLocalError(v1::ERROR_REASON_DEADLINE_EXCEEDED, absl::StatusCode::kDeadlineExceeded,
                         "the deadline passed before the call could begin");
-}
-
-void Wait::Pause(std::chrono::nanoseconds delay) const {
-  std::mutex mutex;
-  std::condition_variable_any never;
-  std::unique_lock<std::mutex> lock(mutex);
-  never.wait_for(lock, cancel, delay, [] { return false; });
 }
 
 }  // namespace headwater::client::internal

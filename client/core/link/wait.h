@@ -4,7 +4,6 @@
 
 #include <grpcpp/grpcpp.h>
 
-#include <chrono>
 #include <functional>
 #include <stop_token>
 #include <utility>
@@ -23,8 +22,6 @@ struct Wait {
   absl::Status Check() const;
   // What a wait that has ended without its object has ended with: CANCELLED or DEADLINE_EXCEEDED.
   absl::Status Ended() const;
-  // Blocks for `delay`, or until `cancel` is requested.
-  void Pause(std::chrono::nanoseconds delay) const;
 
   Deadline deadline;
   std::stop_token cancel;

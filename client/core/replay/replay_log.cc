@@ -58,12 +58,6 @@ bool ReplayLog::TryEnter(const HeadUses& heads) {
   return true;
 }
 
-absl::Status ReplayLog::WaitForRecovery(const Wait& wait) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (changed_.wait_until(lock, wait.cancel, wait.deadline, [this] { return !recovering_; })) return absl::OkStatus();
-  return EndedInRecovery(wait);
-}
-
 bool ReplayLog::recovering() {
   std::lock_guard<std::mutex> lock(mutex_);
   return recovering_;
@@ -214,19 +208,11 @@ std::optional<ReplayLog::Gate> ReplayLog::TryClose() {
   return Gate(this);
 }
 
-absl::StatusOr<ReplayLog::Gate> ReplayLog::Close(const Wait& wait) {
-  for (;;) {
-    if (std::optional<Gate> gate = TryClose(); gate.has_value()) return *std::move(gate);
-    if (absl::Status ended = WaitForRecovery(wait); !ended.ok()) return ended;
-  }
-}
-
 ReplayLog::Gate::~Gate() {
   if (log_ == nullptr) return;
   {
     std::lock_guard<std::mutex> lock(log_->mutex_);
     log_->recovering_ = false;
-    log_->changed_.notify_all();
   }
   log_->on_open_();
 }

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "client/core/call/method_table.h"
 #include "client/core/link/wait.h"
 #include "client/core/replay/head_state.h"
@@ -59,8 +58,6 @@ class ReplayLog {
 
   // An attempt begins; false: a recovery is under way, wait for its end.
   bool TryEnter(const HeadUses& heads);
-  // Waits for the end of a recovery; EndedInRecovery() if it has not come when `wait` ends.
-  absl::Status WaitForRecovery(const Wait& wait);
   bool recovering();
   // The attempt has ended, and is in the log if it succeeded.
   void Leave(const HeadUses& heads);
@@ -94,8 +91,6 @@ class ReplayLog {
   };
   // The gate, unless another recovery has it.
   std::optional<Gate> TryClose();
-  // Waits for its turn; EndedInRecovery() if that has not come when `wait` ends.
-  absl::StatusOr<Gate> Close(const Wait& wait);
   // All heads of the log.
   HeadUses Heads();
   // `heads` and all that are connected with them by common calls.

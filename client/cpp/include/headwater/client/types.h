@@ -482,6 +482,8 @@ struct ServerLimits {
   int64_t max_health_watches = 0;
   int64_t ordered_window = 0;
 };
+// All of them by their names.
+std::vector<std::pair<const char*, int64_t>> ListLimits(const ServerLimits& limits);
 
 struct ServerInfo {
   std::string version;
