@@ -17,6 +17,7 @@
 #include "client/core/rows/row_memory.h"
 #include "client/core/rows/tensor_exchanges.h"
 #include "headwater/client/future.h"
+#include "headwater/kernels/return_if_error.h"
 
 struct hw_client_error {
   int32_t code = 0;
@@ -102,7 +103,7 @@ absl::StatusOr<RowsView> ToView(const char* field, const hw_client_rows& rows) {
   view.hidden_size = rows.hidden_size;
   view.data_type = static_cast<DataType>(rows.data_type);
   view.memory = static_cast<Memory>(rows.memory);
-  if (absl::Status status = CheckRows(field, view); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckRows(field, view));
   return view;
 }
 
@@ -183,15 +184,14 @@ absl::Status CheckMemory(const google::protobuf::Message& message, Shape shape, 
 }
 
 absl::StatusOr<Request> MakeRequest(Core& core, const hw_client_request& request) {
-  if (absl::Status status = CheckStruct("request", &request); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckStruct("request", &request));
   if (request.method == nullptr) return Missing("method");
   if (request.message == nullptr && request.message_bytes != 0) return Missing("message");
   constexpr int32_t kKnownFlags = HW_CLIENT_DO_NOT_WAIT | HW_CLIENT_OWNED | HW_CLIENT_BACKGROUND;
   if ((request.flags & ~kKnownFlags) != 0 || request.reserved != 0) {
     return InvalidView(v1::ERROR_REASON_INVALID_FIELD, "flags", "those of this version", absl::StrCat(request.flags));
   }
-  const absl::StatusOr<Deadline> deadline = DeadlineOf(request.timeout_ns);
-  if (!deadline.ok()) return deadline.status();
+  HEADWATER_ASSIGN_OR_RETURN(const Deadline deadline, DeadlineOf(request.timeout_ns));
   const Method* const method = FindMethod(request.method);
   if (method == nullptr) return absl::UnimplementedError(absl::StrCat("there is no method ", request.method));
   std::unique_ptr<google::protobuf::Message> message(method->request->New());
@@ -206,27 +206,21 @@ absl::StatusOr<Request> MakeRequest(Core& core, const hw_client_request& request
   if (!parsed.ok()) return parsed;
   CallMemory memory;
   memory.cuda_stream = request.cuda_stream;
-  absl::StatusOr<RowsView> rows = ToView("rows", request.rows);
-  if (!rows.ok()) return rows.status();
-  memory.rows = *rows;
-  absl::StatusOr<RowsView> result = ToView("result_rows", request.result_rows);
-  if (!result.ok()) return result.status();
-  memory.result = *result;
+  HEADWATER_ASSIGN_OR_RETURN(memory.rows, ToView("rows", request.rows));
+  HEADWATER_ASSIGN_OR_RETURN(memory.result, ToView("result_rows", request.result_rows));
   if (request.teacher_count < 0 || (request.teacher_count > 0 && request.teachers == nullptr)) return Missing("teachers");
   for (int64_t i = 0; i < request.teacher_count; ++i) {
-    absl::StatusOr<RowsView> teacher = ToView("teachers", request.teachers[i]);
-    if (!teacher.ok()) return teacher.status();
-    memory.teachers.push_back(*teacher);
+    HEADWATER_ASSIGN_OR_RETURN(RowsView teacher, ToView("teachers", request.teachers[i]));
+    memory.teachers.push_back(teacher);
   }
   absl::Status fits = method->shape == Shape::kLoss
                           ? CheckLoss(static_cast<const v1::MicroBatchHeader&>(*message), request.teacher_count, &memory)
                           : CheckMemory(*message, method->shape, memory);
   if (!fits.ok()) return fits;
-  absl::StatusOr<Request> made = core.MakeRequest(request.method, std::move(message), std::move(memory), *deadline);
-  if (!made.ok()) return made.status();
-  made->patient = (request.flags & HW_CLIENT_DO_NOT_WAIT) == 0;
-  made->is_owned = (request.flags & HW_CLIENT_OWNED) != 0;
-  made->is_background = (request.flags & HW_CLIENT_BACKGROUND) != 0;
+  HEADWATER_ASSIGN_OR_RETURN(Request made, core.MakeRequest(request.method, std::move(message), std::move(memory), deadline));
+  made.patient = (request.flags & HW_CLIENT_DO_NOT_WAIT) == 0;
+  made.is_owned = (request.flags & HW_CLIENT_OWNED) != 0;
+  made.is_background = (request.flags & HW_CLIENT_BACKGROUND) != 0;
   return made;
 }
 
@@ -274,11 +268,9 @@ hw_client_error* hw_client_connect(const char* target, const char* options, hw_c
     if (target == nullptr) return Missing("target");
     if (out == nullptr) return Missing("out");
     *out = nullptr;
-    absl::StatusOr<ClientOptions> parsed = ParseClientOptions(options == nullptr ? "" : options);
-    if (!parsed.ok()) return parsed.status();
-    absl::StatusOr<std::shared_ptr<Core>> core = Core::Open(target, *parsed);
-    if (!core.ok()) return core.status();
-    *out = new hw_client{*std::move(core)};
+    HEADWATER_ASSIGN_OR_RETURN(ClientOptions parsed, ParseClientOptions(options == nullptr ? "" : options));
+    HEADWATER_ASSIGN_OR_RETURN(std::shared_ptr<Core> core, Core::Open(target, parsed));
+    *out = new hw_client{std::move(core)};
     return absl::OkStatus();
   });
 }
@@ -330,9 +322,8 @@ hw_client_error* hw_client_allocate(hw_client* client, int64_t size_bytes, hw_cl
     if (out == nullptr) return Missing("out");
     *out = nullptr;
     if (size_bytes <= 0) return InvalidView(v1::ERROR_REASON_INVALID_FIELD, "size_bytes", "> 0", absl::StrCat(size_bytes));
-    absl::StatusOr<RowMemory> memory = AllocateRowMemory(client->core, size_bytes);
-    if (!memory.ok()) return memory.status();
-    *out = new hw_client_memory{*std::move(memory)};
+    HEADWATER_ASSIGN_OR_RETURN(RowMemory memory, AllocateRowMemory(client->core, size_bytes));
+    *out = new hw_client_memory{std::move(memory)};
     return absl::OkStatus();
   });
 }
@@ -347,13 +338,12 @@ hw_client_error* hw_client_start(hw_client* client, const hw_client_request* req
     if (out == nullptr) return Missing("out");
     *out = nullptr;
     if (request == nullptr) return Missing("request");
-    absl::StatusOr<Request> made = MakeRequest(*client->core, *request);
-    if (!made.ok()) return made.status();
+    HEADWATER_ASSIGN_OR_RETURN(Request made, MakeRequest(*client->core, *request));
     auto* const call = new hw_client_call;
     *out = call;  // it may end, and be taken from the queue, before this returns
     call->client = client->core;
     call->tag = request->tag;
-    call->call = client->core->NewCall(*std::move(made), [call](absl::StatusOr<Answer> answer) { call->End(std::move(answer)); });
+    call->call = client->core->NewCall(std::move(made), [call](absl::StatusOr<Answer> answer) { call->End(std::move(answer)); });
     call->call->Start();
     return absl::OkStatus();
   });

@@ -10,6 +10,7 @@
 #include "client/core/replay/recovery.h"
 #include "client/core/rows/tensor_exchanges.h"
 #include "headwater/client/future.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -42,9 +43,8 @@ void ClearFilled(google::protobuf::Message& message) {
 
 absl::StatusOr<std::shared_ptr<Core>> Core::Open(const std::string& target, const ClientOptions& options) {
   ClientOptions prepared = options;
-  absl::StatusOr<std::shared_ptr<grpc::Channel>> channel = Connect(target, &prepared);
-  if (!channel.ok()) return channel.status();
-  std::shared_ptr<Core> core(new Core(target, prepared, *std::move(channel)));
+  HEADWATER_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel, Connect(target, &prepared));
+  std::shared_ptr<Core> core(new Core(target, prepared, std::move(channel)));
   // A session that is lost tells that the server was started again, also where no call would.
   if (core->replay_log().enabled()) core->session().Id(DeadlineIn(prepared.connect_timeout)).IgnoreError();
   return core;

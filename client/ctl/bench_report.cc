@@ -15,6 +15,7 @@
 #include "absl/strings/str_format.h"
 #include "client/ctl/bench_plot_script.h"
 #include "client/ctl/table.h"
+#include "headwater/kernels/return_if_error.h"
 
 extern char** environ;
 
@@ -146,20 +147,18 @@ std::string BenchCsv(const BenchReport& report) {
 }
 
 absl::Status CheckPlotting() {
-  const absl::StatusOr<int> status = RunPython("import matplotlib", {}, "", /*quiet=*/true);
-  if (!status.ok()) return status.status();
-  if (*status == 0) return absl::OkStatus();
+  HEADWATER_ASSIGN_OR_RETURN(const int status, RunPython("import matplotlib", {}, "", /*quiet=*/true));
+  if (status == 0) return absl::OkStatus();
   return absl::FailedPreconditionError(
-      absl::StrCat(*status == 127 ? "--png needs a python3 with matplotlib, and there is no python3 on the PATH"
-                                  : "--png needs matplotlib, which the python3 on the PATH does not have",
+      absl::StrCat(status == 127 ? "--png needs a python3 with matplotlib, and there is no python3 on the PATH"
+                                 : "--png needs matplotlib, which the python3 on the PATH does not have",
                    "; --csv needs neither, and its figures can be drawn elsewhere"));
 }
 
 absl::Status DrawBench(const std::string& csv, const std::string& path) {
-  const absl::StatusOr<int> status = RunPython(kBenchPlotScript, {path}, csv, /*quiet=*/false);
-  if (!status.ok()) return status.status();
-  if (*status == 0) return absl::OkStatus();
-  return absl::InternalError(absl::StrCat("the plot could not be drawn into ", path, " (python3 ended with ", *status, ")"));
+  HEADWATER_ASSIGN_OR_RETURN(const int status, RunPython(kBenchPlotScript, {path}, csv, /*quiet=*/false));
+  if (status == 0) return absl::OkStatus();
+  return absl::InternalError(absl::StrCat("the plot could not be drawn into ", path, " (python3 ended with ", status, ")"));
 }
 
 }  // namespace headwater::ctl

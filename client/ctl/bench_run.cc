@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/ctl/connection.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::ctl {
 namespace {
@@ -76,9 +77,8 @@ absl::StatusOr<std::unique_ptr<BenchHead>> BenchHead::Make(client::Client client
   std::random_device device;
   const std::string name = absl::StrFormat("headwaterctl-bench-%08x%08x", device(), device());
   while (true) {
-    absl::StatusOr<client::HeadInfo> plan = client.PlanHead(name, *spec);
-    if (!plan.ok()) return plan.status();
-    if (plan->memory_plan.total_bytes <= plan->memory_plan.available_bytes) break;
+    HEADWATER_ASSIGN_OR_RETURN(client::HeadInfo plan, client.PlanHead(name, *spec));
+    if (plan.memory_plan.total_bytes <= plan.memory_plan.available_bytes) break;
     if (spec->vocab_size / 2 < kSmallestVocab) {
       return absl::ResourceExhaustedError(absl::StrCat("the server's memory has no room for a head of ", spec->vocab_size, " x ",
                                                        spec->hidden_size, ": `headwaterctl plan` tells what it would take"));
@@ -86,14 +86,13 @@ absl::StatusOr<std::unique_ptr<BenchHead>> BenchHead::Make(client::Client client
     spec->vocab_size /= 2;
   }
   std::unique_ptr<BenchHead> made(new BenchHead(client, name));
-  absl::StatusOr<client::Head> head = client.CreateHead(name, *spec);
-  if (!head.ok()) return head.status();
+  HEADWATER_ASSIGN_OR_RETURN(client::Head head, client.CreateHead(name, *spec));
   made->exists_ = true;
   const int64_t count = spec->vocab_size * spec->hidden_size;
   const std::vector<unsigned char> weight =
       RandomElements(spec->data_type, count, 1 / std::sqrt(static_cast<double>(spec->hidden_size)), 1);
   absl::StatusOr<client::HeadInfo> uploaded =
-      head->UploadWeights(client::HeadTensor::kWeight, {weight.data(), spec->data_type, count});
+      head.UploadWeights(client::HeadTensor::kWeight, {weight.data(), spec->data_type, count});
   if (!uploaded.ok()) return uploaded.status();
   return made;
 }
@@ -111,10 +110,9 @@ absl::StatusOr<std::unique_ptr<BenchTrainer>> BenchTrainer::Make(client::Transpo
                                                                  int64_t max_rows, int max_in_flight) {
   absl::StatusOr<client::Client> client = Connect(transport, /*session=*/true);
   if (!client.ok()) return client.status();
-  absl::StatusOr<client::Head> opened = client->OpenHead(head);
-  if (!opened.ok()) return opened.status();
-  std::unique_ptr<BenchTrainer> trainer(new BenchTrainer(transport, *std::move(client), *std::move(opened)));
-  if (absl::Status status = trainer->PlaceRows(max_rows, max_in_flight); !status.ok()) return status;
+  HEADWATER_ASSIGN_OR_RETURN(client::Head opened, client->OpenHead(head));
+  std::unique_ptr<BenchTrainer> trainer(new BenchTrainer(transport, *std::move(client), std::move(opened)));
+  HEADWATER_RETURN_IF_ERROR(trainer->PlaceRows(max_rows, max_in_flight));
   absl::StatusOr<BenchRow> tried = trainer->Measure(1, 1, nanoseconds(0), 3);
   if (!tried.ok()) return tried.status();
   return trainer;
@@ -130,19 +128,16 @@ absl::Status BenchTrainer::PlaceRows(int64_t max_rows, int max_in_flight) {
   std::vector<unsigned char> hidden = RandomElements(spec.data_type, max_rows * spec.hidden_size, 1, 2);
   const size_t bytes = hidden.size();
   if (transport_ == client::Transport::kCudaIpc) {
-    absl::StatusOr<std::unique_ptr<DeviceRows>> rows = DeviceRows::Allocate(static_cast<int64_t>(bytes) * (1 + max_in_flight));
-    if (!rows.ok()) return rows.status();
-    device_rows_ = *std::move(rows);
+    HEADWATER_ASSIGN_OR_RETURN(device_rows_, DeviceRows::Allocate(static_cast<int64_t>(bytes) * (1 + max_in_flight)));
     return device_rows_->Fill(hidden.data(), static_cast<int64_t>(bytes));
   }
   if (transport_ == client::Transport::kSharedMemory) {
     for (int slot = -1; slot < max_in_flight; ++slot) {
-      absl::StatusOr<client::RowsBuffer> rows = client_.AllocateRows(max_rows, spec.hidden_size, spec.data_type);
-      if (!rows.ok()) return rows.status();
+      HEADWATER_ASSIGN_OR_RETURN(client::RowsBuffer rows, client_.AllocateRows(max_rows, spec.hidden_size, spec.data_type));
       if (slot >= 0) {
-        shared_grad_hidden_.push_back(*std::move(rows));
+        shared_grad_hidden_.push_back(std::move(rows));
       } else {
-        shared_hidden_.emplace(*std::move(rows));
+        shared_hidden_.emplace(std::move(rows));
         std::memcpy(shared_hidden_->data(), hidden.data(), bytes);
       }
     }
@@ -181,9 +176,8 @@ client::Future<client::LossResult> BenchTrainer::Submit(int64_t rows, int slot) 
 }
 
 absl::StatusOr<BenchRow> BenchTrainer::Measure(int64_t rows, int in_flight, nanoseconds duration, int64_t max_micro_batches) {
-  absl::StatusOr<client::StepStates> states = head_.GetStep();
-  if (!states.ok()) return states.status();
-  step_ = states->open.step;
+  HEADWATER_ASSIGN_OR_RETURN(client::StepStates states, head_.GetStep());
+  step_ = states.open.step;
   next_id_ = 0;
   struct Flight {
     client::Future<client::LossResult> future;
@@ -208,24 +202,23 @@ absl::StatusOr<BenchRow> BenchTrainer::Measure(int64_t rows, int in_flight, nano
       slot = (slot + 1) % in_flight;
     }
     if (flights.empty()) break;
-    absl::StatusOr<client::LossResult> result = flights.front().future.Get();
-    if (!result.ok()) return result.status();
+    HEADWATER_ASSIGN_OR_RETURN(client::LossResult result, flights.front().future.Get());
     const steady_clock::time_point now = steady_clock::now();
-    if (result->transport != client::TransportName(transport_)) {
-      return absl::FailedPreconditionError(absl::StrCat("the rows went over ", result->transport));
+    if (result.transport != client::TransportName(transport_)) {
+      return absl::FailedPreconditionError(absl::StrCat("the rows went over ", result.transport));
     }
     // The first ones warm up: a quarter of the time, and all that were in flight together with them; not beyond what a step takes.
     if ((now - begin < duration / 4 || finished < in_flight) && next_id_ < max_micro_batches) {
       counted_from = now;
     } else {
       latencies.push_back(Milliseconds(now - flights.front().start));
-      engine.push_back(Milliseconds(result->timing.engine));
+      engine.push_back(Milliseconds(result.timing.engine));
       last = now;
     }
     ++finished;
     flights.pop_front();
   }
-  if (absl::Status status = head_.DiscardGradient(step_).status(); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(head_.DiscardGradient(step_).status());
   if (BenchInterrupted()) return absl::CancelledError("interrupted");
   if (latencies.empty()) return absl::InternalError("nothing was measured");
   BenchRow row;

@@ -22,6 +22,7 @@
 #include "client/ctl/command.h"
 #include "client/ctl/connection.h"
 #include "client/ctl/head_flags.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/flags/flag_types.h"
 
 ABSL_FLAG(int64_t, rows, 0, "rows of a micro-batch; not given: 8192 on a GPU, 512 without");
@@ -110,15 +111,9 @@ absl::StatusOr<Plan> MakePlan(const client::ServerInfo& info) {
       if (plan.rows >= part) sizes.push_back(absl::StrCat(plan.rows / part));
     }
   }
-  absl::StatusOr<std::vector<int64_t>> numbers = Numbers("sizes", sizes, most_rows);
-  if (!numbers.ok()) return numbers.status();
-  plan.sizes = *std::move(numbers);
-  numbers = Numbers("concurrency", absl::GetFlag(FLAGS_concurrency), kMaxInFlight);
-  if (!numbers.ok()) return numbers.status();
-  plan.concurrency = *std::move(numbers);
-  absl::StatusOr<std::vector<Transport>> transports = Transports();
-  if (!transports.ok()) return transports.status();
-  plan.transports = *std::move(transports);
+  HEADWATER_ASSIGN_OR_RETURN(plan.sizes, Numbers("sizes", sizes, most_rows));
+  HEADWATER_ASSIGN_OR_RETURN(plan.concurrency, Numbers("concurrency", absl::GetFlag(FLAGS_concurrency), kMaxInFlight));
+  HEADWATER_ASSIGN_OR_RETURN(plan.transports, Transports());
   const absl::Duration duration = absl::GetFlag(FLAGS_duration);
   if (duration < absl::Milliseconds(10) || duration > absl::Minutes(1)) return UsageError("--duration: expected 10ms to 1m");
   plan.duration = absl::ToChronoNanoseconds(duration);
@@ -127,9 +122,7 @@ absl::StatusOr<Plan> MakePlan(const client::ServerInfo& info) {
   defaults.vocab_size = gpu ? 128256 : 8192;
   defaults.hidden_size = gpu ? 4096 : 256;
   defaults.data_type = gpu ? client::DataType::kBFloat16 : client::DataType::kFloat32;
-  absl::StatusOr<client::HeadSpec> spec = HeadSpecFromFlags(defaults, /*config_beside=*/"", Output(/*json=*/false));
-  if (!spec.ok()) return spec.status();
-  plan.spec = *std::move(spec);
+  HEADWATER_ASSIGN_OR_RETURN(plan.spec, HeadSpecFromFlags(defaults, /*config_beside=*/"", Output(/*json=*/false)));
   plan.spec.trainable = true;
   plan.spec.staging_slots = 0;  // everything is added at once
   plan.max_micro_batches = info.limits.max_step_micro_batches;
@@ -139,21 +132,20 @@ absl::StatusOr<Plan> MakePlan(const client::ServerInfo& info) {
 // Everything there is to measure over one path.
 absl::Status MeasurePath(BenchTrainer& trainer, const Plan& plan, Output& output, BenchReport* report) {
   const auto measure = [&](const char* sweep, int64_t rows, int in_flight) -> absl::Status {
-    absl::StatusOr<BenchRow> row = trainer.Measure(rows, in_flight, plan.duration, plan.max_micro_batches);
-    if (!row.ok()) return row.status();
-    row->sweep = sweep;
-    output.Progress(absl::StrCat(row->transport, ": ", rows, " rows, ", in_flight, " in flight: ", row->period_ms, " ms"));
-    report->rows.push_back(*row);
+    HEADWATER_ASSIGN_OR_RETURN(BenchRow row, trainer.Measure(rows, in_flight, plan.duration, plan.max_micro_batches));
+    row.sweep = sweep;
+    output.Progress(absl::StrCat(row.transport, ": ", rows, " rows, ", in_flight, " in flight: ", row.period_ms, " ms"));
+    report->rows.push_back(row);
     return absl::OkStatus();
   };
-  if (absl::Status status = measure("transport", plan.rows, 1); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(measure("transport", plan.rows, 1));
   BenchRow first = report->rows.back();
   // The sweeps begin, or end, with what is known already.
   first.sweep = "concurrency";
   report->rows.push_back(first);
   for (const int64_t in_flight : plan.concurrency) {
     if (in_flight == 1) continue;
-    if (absl::Status status = measure("concurrency", plan.rows, static_cast<int>(in_flight)); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(measure("concurrency", plan.rows, static_cast<int>(in_flight)));
   }
   bool listed = false;
   for (const int64_t rows : plan.sizes) {
@@ -163,7 +155,7 @@ absl::Status MeasurePath(BenchTrainer& trainer, const Plan& plan, Output& output
       listed = true;
     }
     if (rows == plan.rows) continue;
-    if (absl::Status status = measure("size", rows, 1); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(measure("size", rows, 1));
   }
   if (!listed) {
     first.sweep = "size";
@@ -186,7 +178,7 @@ absl::Status MeasureAll(const Plan& plan, const std::string& head, Output& outpu
       report->gaps.push_back({client::TransportName(transport), std::string(trainer.status().message())});
       continue;
     }
-    if (absl::Status status = MeasurePath(**trainer, plan, output, report); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(MeasurePath(**trainer, plan, output, report));
   }
   if (!report->rows.empty()) return absl::OkStatus();
   std::vector<std::string> reasons;
@@ -208,33 +200,30 @@ absl::StatusOr<ExitCode> RunBench(client::Client& client, const std::vector<std:
   const std::string csv_path = absl::GetFlag(FLAGS_csv);
   const std::string png_path = absl::GetFlag(FLAGS_png);
   for (const auto& [flag, path] : {std::pair("csv", csv_path), std::pair("png", png_path)}) {
-    if (absl::Status status = CheckWritable(flag, path); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(CheckWritable(flag, path));
   }
   if (!png_path.empty()) {
-    if (absl::Status status = CheckPlotting(); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(CheckPlotting());
   }
-  absl::StatusOr<client::ServerInfo> info = client.GetServerInfo();
-  if (!info.ok()) return info.status();
-  absl::StatusOr<Plan> plan = MakePlan(*info);
-  if (!plan.ok()) return plan.status();
+  HEADWATER_ASSIGN_OR_RETURN(client::ServerInfo info, client.GetServerInfo());
+  HEADWATER_ASSIGN_OR_RETURN(Plan plan, MakePlan(info));
   CatchInterruptions();
-  const int64_t asked = plan->spec.vocab_size;
+  const int64_t asked = plan.spec.vocab_size;
   output.Progress("making a head of random weights");
-  absl::StatusOr<std::unique_ptr<BenchHead>> head = BenchHead::Make(client, &plan->spec);
-  if (!head.ok()) return head.status();
-  if (plan->spec.vocab_size != asked) {
-    output.Progress(absl::StrCat("the server's memory has room for ", plan->spec.vocab_size, " of ", asked, " vocabulary rows"));
+  HEADWATER_ASSIGN_OR_RETURN(std::unique_ptr<BenchHead> head, BenchHead::Make(client, &plan.spec));
+  if (plan.spec.vocab_size != asked) {
+    output.Progress(absl::StrCat("the server's memory has room for ", plan.spec.vocab_size, " of ", asked, " vocabulary rows"));
   }
   BenchReport report;
   report.server = ServerAddress();
-  report.engine = absl::StrCat("engine ", info->engine);
+  report.engine = absl::StrCat("engine ", info.engine);
   std::vector<std::string> devices;
-  for (const client::DeviceInfo& device : info->devices) devices.push_back(device.model.empty() ? device.name : device.model);
+  for (const client::DeviceInfo& device : info.devices) devices.push_back(device.model.empty() ? device.name : device.model);
   report.device = absl::StrJoin(devices, ", ");
-  report.spec = plan->spec;
-  const absl::Status measured = MeasureAll(*plan, (*head)->name(), output, &report);
-  if (const absl::Status deleted = (*head)->Delete(); !deleted.ok()) {
-    output.Progress(absl::StrCat("the head ", (*head)->name(), " could not be deleted: ", deleted.message()));
+  report.spec = plan.spec;
+  const absl::Status measured = MeasureAll(plan, head->name(), output, &report);
+  if (const absl::Status deleted = head->Delete(); !deleted.ok()) {
+    output.Progress(absl::StrCat("the head ", head->name(), " could not be deleted: ", deleted.message()));
     if (measured.ok()) return deleted;
   }
   if (!measured.ok()) return measured;

@@ -4,6 +4,7 @@
 #include "absl/time/time.h"
 #include "client/ctl/command.h"
 #include "client/ctl/table.h"
+#include "headwater/kernels/return_if_error.h"
 
 ABSL_FLAG(bool, overwrite, false, "replace what has this name already, atomically");
 
@@ -11,23 +12,19 @@ namespace headwater::ctl {
 namespace {
 
 absl::StatusOr<ExitCode> RunSave(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
-  absl::StatusOr<client::Head> head = client.OpenHead(arguments[0]);
-  if (!head.ok()) return head.status();
-  absl::StatusOr<client::SaveResult> saved = head->Save(arguments[1], absl::GetFlag(FLAGS_overwrite));
-  if (!saved.ok()) return saved.status();
-  output.Print(
-      absl::StrCat("saved ", head->name(), " as ", saved->checkpoint, ": step ", saved->step, ", ", FormatBytes(saved->total_bytes),
-                   "\n"),
-      {{"name", head->name()}, {"checkpoint", saved->checkpoint}, {"step", saved->step}, {"total_bytes", saved->total_bytes}});
+  HEADWATER_ASSIGN_OR_RETURN(client::Head head, client.OpenHead(arguments[0]));
+  HEADWATER_ASSIGN_OR_RETURN(client::SaveResult saved, head.Save(arguments[1], absl::GetFlag(FLAGS_overwrite)));
+  output.Print(absl::StrCat("saved ", head.name(), " as ", saved.checkpoint, ": step ", saved.step, ", ",
+                            FormatBytes(saved.total_bytes), "\n"),
+               {{"name", head.name()}, {"checkpoint", saved.checkpoint}, {"step", saved.step}, {"total_bytes", saved.total_bytes}});
   return kExitOk;
 }
 
 absl::StatusOr<ExitCode> RunCheckpoints(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
-  absl::StatusOr<std::vector<client::CheckpointInfo>> checkpoints = client.ListCheckpoints(arguments[0]);
-  if (!checkpoints.ok()) return checkpoints.status();
+  HEADWATER_ASSIGN_OR_RETURN(std::vector<client::CheckpointInfo> checkpoints, client.ListCheckpoints(arguments[0]));
   Table table({"CHECKPOINT", ">STEP", ">SIZE", "SAVED", ""});
   nlohmann::json document = nlohmann::json::array();
-  for (const client::CheckpointInfo& checkpoint : *checkpoints) {
+  for (const client::CheckpointInfo& checkpoint : checkpoints) {
     nlohmann::json entry = {{"checkpoint", checkpoint.checkpoint}, {"damaged", checkpoint.damaged}};
     for (const char* key : {"step", "total_bytes", "save_time"}) entry[key] = nullptr;
     if (!checkpoint.damaged) {
@@ -43,21 +40,19 @@ absl::StatusOr<ExitCode> RunCheckpoints(client::Client& client, const std::vecto
                   checkpoint.damaged ? "-" : FormatBytes(checkpoint.total_bytes), saved, checkpoint.damaged ? "damaged" : ""});
     document.push_back(std::move(entry));
   }
-  output.Print(checkpoints->empty() ? absl::StrCat(arguments[0], " has no checkpoints\n") : table.ToString(),
+  output.Print(checkpoints.empty() ? absl::StrCat(arguments[0], " has no checkpoints\n") : table.ToString(),
                {{"checkpoints", document}});
   return kExitOk;
 }
 
 absl::StatusOr<ExitCode> RunRestore(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
-  absl::StatusOr<client::Head> head = client.OpenHead(arguments[0]);
-  if (!head.ok()) return head.status();
-  absl::StatusOr<client::HeadInfo> restored = head->Restore(arguments[1]);
-  if (!restored.ok()) return restored.status();
+  HEADWATER_ASSIGN_OR_RETURN(client::Head head, client.OpenHead(arguments[0]));
+  HEADWATER_ASSIGN_OR_RETURN(client::HeadInfo restored, head.Restore(arguments[1]));
   output.Print(
-      absl::StrCat("restored ", restored->name, " from ", arguments[1],
-                   restored->open_step.has_value() ? absl::StrCat(": step ", *restored->open_step, " is open and empty") : "",
-                   ", epoch ", FormatHex(restored->epoch), "\n"),
-      ToJson(*restored));
+      absl::StrCat("restored ", restored.name, " from ", arguments[1],
+                   restored.open_step.has_value() ? absl::StrCat(": step ", *restored.open_step, " is open and empty") : "",
+                   ", epoch ", FormatHex(restored.epoch), "\n"),
+      ToJson(restored));
   return kExitOk;
 }
 

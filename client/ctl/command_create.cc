@@ -3,21 +3,19 @@
 #include "client/ctl/command.h"
 #include "client/ctl/head_flags.h"
 #include "client/ctl/table.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::ctl {
 namespace {
 
 absl::StatusOr<ExitCode> RunCreate(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
-  absl::StatusOr<client::HeadSpec> spec = HeadSpecFromFlags({}, /*config_beside=*/"", output);
-  if (!spec.ok()) return spec.status();
-  absl::StatusOr<client::Head> head = client.CreateHead(arguments[0], *spec);
-  if (!head.ok()) return head.status();
-  absl::StatusOr<client::HeadInfo> info = head->Info();
-  if (!info.ok()) return info.status();
-  output.Print(absl::StrCat("created ", info->name, ": [", info->spec.vocab_size, ", ", info->spec.hidden_size, "] ",
-                            client::DataTypeName(info->spec.data_type), ", ", FormatBytes(info->memory_plan.total_bytes),
+  HEADWATER_ASSIGN_OR_RETURN(client::HeadSpec spec, HeadSpecFromFlags({}, /*config_beside=*/"", output));
+  HEADWATER_ASSIGN_OR_RETURN(client::Head head, client.CreateHead(arguments[0], spec));
+  HEADWATER_ASSIGN_OR_RETURN(client::HeadInfo info, head.Info());
+  output.Print(absl::StrCat("created ", info.name, ": [", info.spec.vocab_size, ", ", info.spec.hidden_size, "] ",
+                            client::DataTypeName(info.spec.data_type), ", ", FormatBytes(info.memory_plan.total_bytes),
                             "; it has no weights yet\n"),
-               ToJson(*info));
+               ToJson(info));
   return kExitOk;
 }
 

@@ -18,6 +18,7 @@
 #include "client/ctl/command.h"
 #include "client/ctl/head_flags.h"
 #include "client/ctl/table.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/model_files/safetensors.h"
 
 ABSL_DECLARE_FLAG(bool, overwrite);
@@ -97,40 +98,35 @@ absl::Status CheckPlace(const std::string& path) {
 
 absl::StatusOr<ExitCode> RunExport(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
   const std::string& path = arguments[1];
-  if (absl::Status status = CheckPlace(path); !status.ok()) return status;
-  absl::StatusOr<client::Head> head = client.OpenHead(arguments[0]);
-  if (!head.ok()) return head.status();
-  const absl::StatusOr<client::DataType> type = DataTypeFromFlags(head->spec().data_type);
-  if (!type.ok()) return type.status();
-  const absl::StatusOr<client::HeadInfo> before = head->Info();
-  if (!before.ok()) return before.status();
-  const absl::StatusOr<client::TensorBuffer> weight = head->DownloadWeights(client::HeadTensor::kWeight, *type);
-  if (!weight.ok()) return weight.status();
-  std::vector<NamedTensor> tensors = {{"lm_head.weight", &*weight}};
+  HEADWATER_RETURN_IF_ERROR(CheckPlace(path));
+  HEADWATER_ASSIGN_OR_RETURN(client::Head head, client.OpenHead(arguments[0]));
+  HEADWATER_ASSIGN_OR_RETURN(const client::DataType type, DataTypeFromFlags(head.spec().data_type));
+  HEADWATER_ASSIGN_OR_RETURN(const client::HeadInfo before, head.Info());
+  HEADWATER_ASSIGN_OR_RETURN(const client::TensorBuffer weight, head.DownloadWeights(client::HeadTensor::kWeight, type));
+  std::vector<NamedTensor> tensors = {{"lm_head.weight", &weight}};
   absl::StatusOr<client::TensorBuffer> bias = absl::NotFoundError("");
-  if (head->spec().has_bias) {
-    bias = head->DownloadWeights(client::HeadTensor::kBias, *type);
+  if (head.spec().has_bias) {
+    bias = head.DownloadWeights(client::HeadTensor::kBias, type);
     if (!bias.ok()) return bias.status();
     tensors.push_back({"lm_head.bias", &*bias});
   }
-  const absl::StatusOr<client::HeadInfo> after = head->Info();
-  if (!after.ok()) return after.status();
-  if (after->epoch != before->epoch || after->weight_version != before->weight_version) {
-    return WithHint(absl::AbortedError(absl::StrCat(head->name(), " got other weights meanwhile; ", path, " is not written")),
+  HEADWATER_ASSIGN_OR_RETURN(const client::HeadInfo after, head.Info());
+  if (after.epoch != before.epoch || after.weight_version != before.weight_version) {
+    return WithHint(absl::AbortedError(absl::StrCat(head.name(), " got other weights meanwhile; ", path, " is not written")),
                     "run the command again between two steps");
   }
-  if (absl::Status status = CheckPlace(path); !status.ok()) return status;
-  if (absl::Status status = WriteSafetensors(path, tensors); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckPlace(path));
+  HEADWATER_RETURN_IF_ERROR(WriteSafetensors(path, tensors));
   json names = json::array();
   for (const NamedTensor& tensor : tensors) names.push_back(tensor.name);
   output.Print(
-      absl::StrCat("wrote ", head->spec().has_bias ? "lm_head.weight and lm_head.bias" : "lm_head.weight", " of ", head->name(),
-                   ", ", client::DataTypeName(*type), ", weight version ", after->weight_version, ", to ", path, "\n"),
-      {{"name", head->name()},
+      absl::StrCat("wrote ", head.spec().has_bias ? "lm_head.weight and lm_head.bias" : "lm_head.weight", " of ", head.name(), ", ",
+                   client::DataTypeName(type), ", weight version ", after.weight_version, ", to ", path, "\n"),
+      {{"name", head.name()},
        {"file", path},
        {"tensors", names},
-       {"data_type", client::DataTypeName(*type)},
-       {"weight_version", after->weight_version}});
+       {"data_type", client::DataTypeName(type)},
+       {"weight_version", after.weight_version}});
   return kExitOk;
 }
 

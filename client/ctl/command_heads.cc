@@ -4,6 +4,7 @@
 #include "client/ctl/command.h"
 #include "client/ctl/connection.h"
 #include "client/ctl/table.h"
+#include "headwater/kernels/return_if_error.h"
 
 ABSL_FLAG(bool, force, false,
           "delete a head that is in use: contributions of its open step, and those that are undecided, are lost");
@@ -12,12 +13,11 @@ namespace headwater::ctl {
 namespace {
 
 absl::StatusOr<ExitCode> RunHeads(client::Client& client, const std::vector<std::string>&, Output& output) {
-  absl::StatusOr<std::vector<client::HeadInfo>> heads = client.ListHeads();
-  if (!heads.ok()) return heads.status();
+  HEADWATER_ASSIGN_OR_RETURN(std::vector<client::HeadInfo> heads, client.ListHeads());
   Table table(
       {"NAME", "STATE", "CHECKPOINT", ">VOCAB", ">HIDDEN", "TYPE", "KIND", "OPTIMIZER", ">STEP", ">VERSION", ">MEMORY", ">SHARDS"});
   nlohmann::json document = nlohmann::json::array();
-  for (const client::HeadInfo& head : *heads) {
+  for (const client::HeadInfo& head : heads) {
     table.AddRow({head.name, client::HeadStateName(head.state), head.restored_checkpoint.empty() ? "-" : head.restored_checkpoint,
                   FormatCount(head.spec.vocab_size), FormatCount(head.spec.hidden_size), client::DataTypeName(head.spec.data_type),
                   head.spec.trainable ? "trainable" : "frozen", OptimizerName(head.spec.optimizer),
@@ -25,24 +25,22 @@ absl::StatusOr<ExitCode> RunHeads(client::Client& client, const std::vector<std:
                   FormatBytes(head.memory_plan.total_bytes), absl::StrCat(head.shards.size())});
     document.push_back(ToJson(head));
   }
-  output.Print(heads->empty() ? absl::StrCat("tenant ", Tenant(), " has no heads\n") : table.ToString(), {{"heads", document}});
+  output.Print(heads.empty() ? absl::StrCat("tenant ", Tenant(), " has no heads\n") : table.ToString(), {{"heads", document}});
   return kExitOk;
 }
 
 absl::StatusOr<ExitCode> RunTake(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
-  absl::StatusOr<client::Head> head = client.OpenHead(arguments[0]);
-  if (!head.ok()) return head.status();
-  absl::StatusOr<client::HeadInfo> taken = head->Take();
-  if (!taken.ok()) return taken.status();
-  output.Print(absl::StrCat("took ", taken->name, ": step ", taken->open_step.value_or(0), " is open and empty, epoch ",
-                            FormatHex(taken->epoch), "\n"),
-               ToJson(*taken));
+  HEADWATER_ASSIGN_OR_RETURN(client::Head head, client.OpenHead(arguments[0]));
+  HEADWATER_ASSIGN_OR_RETURN(client::HeadInfo taken, head.Take());
+  output.Print(absl::StrCat("took ", taken.name, ": step ", taken.open_step.value_or(0), " is open and empty, epoch ",
+                            FormatHex(taken.epoch), "\n"),
+               ToJson(taken));
   return kExitOk;
 }
 
 absl::StatusOr<ExitCode> RunDelete(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
   const bool force = absl::GetFlag(FLAGS_force);
-  if (absl::Status deleted = client.DeleteHead(arguments[0], force); !deleted.ok()) return deleted;
+  HEADWATER_RETURN_IF_ERROR(client.DeleteHead(arguments[0], force));
   output.Print(absl::StrCat("deleted ", arguments[0], "\n"), {{"deleted", arguments[0]}});
   return kExitOk;
 }

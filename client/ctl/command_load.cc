@@ -12,6 +12,7 @@
 #include "client/ctl/command.h"
 #include "client/ctl/head_flags.h"
 #include "client/ctl/table.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/model_files/file_source.h"
 #include "server/model_files/head_tensors.h"
 
@@ -40,7 +41,7 @@ absl::StatusOr<client::TensorBuffer> ReadTensor(const model_files::FileTensor& t
   if (tensor.data_type == DataType::kBFloat16) type = client::DataType::kBFloat16;
   if (tensor.data_type == DataType::kFloat16) type = client::DataType::kFloat16;
   client::TensorBuffer buffer(type, std::move(shape));
-  if (absl::Status read = tensor.file->ReadAt(tensor.offset_bytes, buffer.bytes(), buffer.data()); !read.ok()) return read;
+  HEADWATER_RETURN_IF_ERROR(tensor.file->ReadAt(tensor.offset_bytes, buffer.bytes(), buffer.data()));
   return buffer;
 }
 
@@ -55,22 +56,17 @@ absl::StatusOr<LocalTensors> ReadLocalTensors(client::Client& client, const std:
     if (FlagGiven("hidden_size")) query.hidden_size = absl::GetFlag(FLAGS_hidden_size);
     if (FlagGiven("bias")) query.has_bias = absl::GetFlag(FLAGS_bias);
   } else {
-    absl::StatusOr<client::Head> head = client.OpenHead(name);
-    if (!head.ok()) return head.status();
-    query.vocab_size = head->spec().vocab_size;
-    query.hidden_size = head->spec().hidden_size;
-    query.has_bias = head->spec().has_bias;
+    HEADWATER_ASSIGN_OR_RETURN(client::Head head, client.OpenHead(name));
+    query.vocab_size = head.spec().vocab_size;
+    query.hidden_size = head.spec().hidden_size;
+    query.has_bias = head.spec().has_bias;
   }
-  const absl::StatusOr<model_files::HeadTensors> found = model_files::FindHeadTensors(*model_files::LocalFiles(), path, query);
-  if (!found.ok()) return found.status();
-  absl::StatusOr<client::TensorBuffer> weight = ReadTensor(found->weight, {found->weight.rows, found->weight.columns});
-  if (!weight.ok()) return weight.status();
+  HEADWATER_ASSIGN_OR_RETURN(const model_files::HeadTensors found,
+                             model_files::FindHeadTensors(*model_files::LocalFiles(), path, query));
   LocalTensors tensors;
-  tensors.weight = *std::move(weight);
-  if (found->bias.has_value()) {
-    absl::StatusOr<client::TensorBuffer> bias = ReadTensor(*found->bias, {found->bias->rows});
-    if (!bias.ok()) return bias.status();
-    tensors.bias.emplace(*std::move(bias));
+  HEADWATER_ASSIGN_OR_RETURN(tensors.weight, ReadTensor(found.weight, {found.weight.rows, found.weight.columns}));
+  if (found.bias.has_value()) {
+    HEADWATER_ASSIGN_OR_RETURN(tensors.bias, ReadTensor(*found.bias, {found.bias->rows}));
   }
   return tensors;
 }
@@ -88,9 +84,8 @@ absl::StatusOr<client::Head> MakeOrOpen(client::Client& client, const std::strin
     }
     return head;
   }
-  absl::StatusOr<client::HeadSpec> spec = HeadSpecFromFlags(defaults, config_beside, output);
-  if (!spec.ok()) return spec.status();
-  return client.CreateHead(name, *spec);
+  HEADWATER_ASSIGN_OR_RETURN(client::HeadSpec spec, HeadSpecFromFlags(defaults, config_beside, output));
+  return client.CreateHead(name, spec);
 }
 
 absl::StatusOr<client::HeadInfo> UploadTensor(client::Head& head, HeadTensor tensor, const client::TensorBuffer& buffer,
@@ -122,38 +117,35 @@ absl::Status CleanUp(client::Head& head, const absl::Status& failure) {
 
 absl::StatusOr<client::HeadInfo> LoadLocal(client::Client& client, const std::string& name, const std::string& path,
                                            Output& output) {
-  absl::StatusOr<LocalTensors> tensors = ReadLocalTensors(client, name, path);
-  if (!tensors.ok()) return tensors.status();
+  HEADWATER_ASSIGN_OR_RETURN(LocalTensors tensors, ReadLocalTensors(client, name, path));
   client::HeadSpec defaults;
-  defaults.vocab_size = tensors->weight.shape()[0];
-  defaults.hidden_size = tensors->weight.shape()[1];
-  defaults.data_type = tensors->weight.data_type();
-  defaults.has_bias = tensors->bias.has_value();
-  absl::StatusOr<client::Head> head = MakeOrOpen(client, name, defaults, ConfigBeside(path), output);
-  if (!head.ok()) return head.status();
-  absl::StatusOr<client::HeadInfo> info = UploadTensor(*head, HeadTensor::kWeight, tensors->weight, output);
-  if (info.ok() && head->spec().has_bias) info = UploadTensor(*head, HeadTensor::kBias, *tensors->bias, output);
-  if (!info.ok()) return CleanUp(*head, info.status());
+  defaults.vocab_size = tensors.weight.shape()[0];
+  defaults.hidden_size = tensors.weight.shape()[1];
+  defaults.data_type = tensors.weight.data_type();
+  defaults.has_bias = tensors.bias.has_value();
+  HEADWATER_ASSIGN_OR_RETURN(client::Head head, MakeOrOpen(client, name, defaults, ConfigBeside(path), output));
+  absl::StatusOr<client::HeadInfo> info = UploadTensor(head, HeadTensor::kWeight, tensors.weight, output);
+  if (info.ok() && head.spec().has_bias) info = UploadTensor(head, HeadTensor::kBias, *tensors.bias, output);
+  if (!info.ok()) return CleanUp(head, info.status());
   return info;
 }
 
 absl::StatusOr<client::HeadInfo> LoadRemote(client::Client& client, const std::string& name, const std::string& path,
                                             const Output& output) {
-  absl::StatusOr<client::Head> head = MakeOrOpen(client, name, {}, /*config_beside=*/"", output);
-  if (!head.ok()) return head.status();
-  absl::StatusOr<client::HeadInfo> info = head->LoadWeights(path, absl::GetFlag(FLAGS_tensor), absl::GetFlag(FLAGS_bias_tensor));
-  if (!info.ok()) return CleanUp(*head, info.status());
+  HEADWATER_ASSIGN_OR_RETURN(client::Head head, MakeOrOpen(client, name, {}, /*config_beside=*/"", output));
+  absl::StatusOr<client::HeadInfo> info = head.LoadWeights(path, absl::GetFlag(FLAGS_tensor), absl::GetFlag(FLAGS_bias_tensor));
+  if (!info.ok()) return CleanUp(head, info.status());
   return info;
 }
 
 absl::StatusOr<ExitCode> RunLoad(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
-  absl::StatusOr<client::HeadInfo> head = absl::GetFlag(FLAGS_from_file) ? LoadLocal(client, arguments[0], arguments[1], output)
-                                                                         : LoadRemote(client, arguments[0], arguments[1], output);
-  if (!head.ok()) return head.status();
-  output.Print(absl::StrCat(head->name, " is ", client::HeadStateName(head->state), ": [", head->spec.vocab_size, ", ",
-                            head->spec.hidden_size, "] ", client::DataTypeName(head->spec.data_type), ", weight version ",
-                            head->weight_version, ", ", FormatBytes(head->memory_plan.total_bytes), "\n"),
-               ToJson(*head));
+  HEADWATER_ASSIGN_OR_RETURN(client::HeadInfo head, absl::GetFlag(FLAGS_from_file)
+                                                        ? LoadLocal(client, arguments[0], arguments[1], output)
+                                                        : LoadRemote(client, arguments[0], arguments[1], output));
+  output.Print(absl::StrCat(head.name, " is ", client::HeadStateName(head.state), ": [", head.spec.vocab_size, ", ",
+                            head.spec.hidden_size, "] ", client::DataTypeName(head.spec.data_type), ", weight version ",
+                            head.weight_version, ", ", FormatBytes(head.memory_plan.total_bytes), "\n"),
+               ToJson(head));
   return kExitOk;
 }
 

@@ -9,6 +9,7 @@
 #include "client/ctl/command.h"
 #include "client/ctl/head_flags.h"
 #include "client/ctl/table.h"
+#include "headwater/kernels/return_if_error.h"
 
 ABSL_FLAG(int32_t, ranks, 0,
           "also plan the head for a server of so many ranks like this one, evenly: --gpus of headwaterd, and --workers "
@@ -127,17 +128,16 @@ absl::StatusOr<client::MemoryPlan> PlanLargestRank(client::Client& client, const
     held.vocab_size = rows;
     if (held.valid_vocab_size.has_value()) held.valid_vocab_size = std::min(*held.valid_vocab_size, held.vocab_size);
   }
-  absl::StatusOr<client::HeadInfo> head = client.PlanHead("headwaterctl-plan", held);
-  if (!head.ok()) return head.status();
-  for (auto& item : head->memory_plan.items) {
+  HEADWATER_ASSIGN_OR_RETURN(client::HeadInfo head, client.PlanHead("headwaterctl-plan", held));
+  for (auto& item : head.memory_plan.items) {
     if (!is_whole) continue;
     const int64_t before = item.bytes;
     if (IsAlwaysSplit(item)) item.bytes = Share(item.bytes, rows, spec.vocab_size);
     if (item.purpose == "workspace" && spec.trainable && ranks > 1 && server.engine == "cpu") item.bytes += ranks * kExchangeBytes;
-    head->memory_plan.total_bytes += item.bytes - before;
+    head.memory_plan.total_bytes += item.bytes - before;
   }
-  head->memory_plan.available_bytes = server.devices[0].memory_budget_bytes;
-  return head->memory_plan;
+  head.memory_plan.available_bytes = server.devices[0].memory_budget_bytes;
+  return head.memory_plan;
 }
 
 absl::StatusOr<ExitCode> RunPlan(client::Client& client, const std::vector<std::string>&, Output& output) {
@@ -145,34 +145,30 @@ absl::StatusOr<ExitCode> RunPlan(client::Client& client, const std::vector<std::
   if (FlagGiven("ranks") && (ranks < 1 || ranks > kMostRanks)) {
     return UsageError(absl::StrCat("--ranks: expected 1 to ", kMostRanks, ", got ", ranks));
   }
-  absl::StatusOr<client::HeadSpec> spec = HeadSpecFromFlags({}, "", output);
-  if (!spec.ok()) return spec.status();
-  if (ranks > spec->vocab_size) {
-    return UsageError(absl::StrCat("--ranks: expected at most --vocab_size, ", spec->vocab_size, ", got ", ranks));
+  HEADWATER_ASSIGN_OR_RETURN(client::HeadSpec spec, HeadSpecFromFlags({}, "", output));
+  if (ranks > spec.vocab_size) {
+    return UsageError(absl::StrCat("--ranks: expected at most --vocab_size, ", spec.vocab_size, ", got ", ranks));
   }
-  absl::StatusOr<client::HeadInfo> head = client.PlanHead("headwaterctl-plan", *spec);
-  if (!head.ok()) return head.status();
-  absl::StatusOr<client::ServerInfo> server = client.GetServerInfo();
-  if (!server.ok()) return server.status();
-  const client::MemoryPlan& plan = head->memory_plan;
+  HEADWATER_ASSIGN_OR_RETURN(client::HeadInfo head, client.PlanHead("headwaterctl-plan", spec));
+  HEADWATER_ASSIGN_OR_RETURN(client::ServerInfo server, client.GetServerInfo());
+  const client::MemoryPlan& plan = head.memory_plan;
   if (ranks > 0) {
-    absl::StatusOr<client::MemoryPlan> rank_plan = PlanLargestRank(client, *spec, ranks, *server);
-    if (!rank_plan.ok()) return rank_plan.status();
-    const bool fits = rank_plan->total_bytes <= rank_plan->available_bytes;
-    const int64_t rows = (spec->vocab_size + ranks - 1) / ranks;
-    const bool is_whole = spec->parallelism == client::Parallelism::kRows;
+    HEADWATER_ASSIGN_OR_RETURN(client::MemoryPlan rank_plan, PlanLargestRank(client, spec, ranks, server));
+    const bool fits = rank_plan.total_bytes <= rank_plan.available_bytes;
+    const int64_t rows = (spec.vocab_size + ranks - 1) / ranks;
+    const bool is_whole = spec.parallelism == client::Parallelism::kRows;
     output.Print(absl::StrCat("each of ", ranks, " ranks holds ",
                               is_whole ? "all rows of the vocabulary, and the optimizer's state of at most " : "at most ",
-                              FormatCount(rows), is_whole ? ":\n" : " rows of the vocabulary:\n", PlanTable(*rank_plan).ToString(),
-                              "\nrows computed at once: ", rank_plan->token_chunk_rows, "\n", Verdict(fits)),
+                              FormatCount(rows), is_whole ? ":\n" : " rows of the vocabulary:\n", PlanTable(rank_plan).ToString(),
+                              "\nrows computed at once: ", rank_plan.token_chunk_rows, "\n", Verdict(fits)),
                  {{"memory_plan", ToJson(plan)},
                   {"ranks", ranks},
                   {"rows_per_rank", rows},
-                  {"rank_plan", ToJson(*rank_plan)},
+                  {"rank_plan", ToJson(rank_plan)},
                   {"fits", fits}});
     return fits ? kExitOk : kExitFailed;
   }
-  const std::vector<RankShare> shares = SharesOf(*head, *server);
+  const std::vector<RankShare> shares = SharesOf(head, server);
   const bool fits = plan.total_bytes <= plan.available_bytes &&
                     std::all_of(shares.begin(), shares.end(), [](const RankShare& share) { return share.fits(); });
   nlohmann::json document = {{"memory_plan", ToJson(plan)}, {"fits", fits}};

@@ -5,6 +5,7 @@
 #include "absl/time/time.h"
 #include "client/ctl/command.h"
 #include "client/ctl/table.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::ctl {
 namespace {
@@ -27,10 +28,9 @@ const char* HealthName(HealthStatus status) {
 
 absl::StatusOr<ExitCode> RunHealth(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
   const std::string service = arguments.empty() ? "" : arguments[0];
-  absl::StatusOr<HealthStatus> status = client.CheckHealth(service);
-  if (!status.ok()) return status.status();
-  output.Print(absl::StrCat(HealthName(*status), "\n"), {{"service", service}, {"status", HealthName(*status)}});
-  return *status == HealthStatus::kServing ? kExitOk : kExitFailed;
+  HEADWATER_ASSIGN_OR_RETURN(HealthStatus status, client.CheckHealth(service));
+  output.Print(absl::StrCat(HealthName(status), "\n"), {{"service", service}, {"status", HealthName(status)}});
+  return status == HealthStatus::kServing ? kExitOk : kExitFailed;
 }
 
 std::string InfoText(const client::ServerInfo& info, const std::string& start_time) {
@@ -62,29 +62,28 @@ std::string InfoText(const client::ServerInfo& info, const std::string& start_ti
 }
 
 absl::StatusOr<ExitCode> RunInfo(client::Client& client, const std::vector<std::string>&, Output& output) {
-  absl::StatusOr<client::ServerInfo> info = client.GetServerInfo();
-  if (!info.ok()) return info.status();
-  const std::string start_time = absl::FormatTime(absl::FromChrono(info->start_time), absl::UTCTimeZone());
+  HEADWATER_ASSIGN_OR_RETURN(client::ServerInfo info, client.GetServerInfo());
+  const std::string start_time = absl::FormatTime(absl::FromChrono(info.start_time), absl::UTCTimeZone());
   nlohmann::json devices = nlohmann::json::array();
-  for (const client::DeviceInfo& device : info->devices) {
+  for (const client::DeviceInfo& device : info.devices) {
     devices.push_back({{"name", device.name},
                        {"model", device.model},
                        {"memory_budget_bytes", device.memory_budget_bytes},
                        {"memory_planned_bytes", device.memory_planned_bytes}});
   }
   nlohmann::json limits;
-  for (const auto& [name, value] : client::ListLimits(info->limits)) limits[name] = value;
-  output.Print(InfoText(*info, start_time), {{"version", info->version},
-                                             {"incarnation", FormatHex(info->incarnation)},
-                                             {"engine", info->engine},
-                                             {"engine_note", info->engine_note},
-                                             {"start_time", start_time},
-                                             {"descriptor_socket", info->descriptor_socket},
-                                             {"named_regions", info->named_regions},
-                                             {"deterministic", info->deterministic},
-                                             {"devices", devices},
-                                             {"limits", limits},
-                                             {"features", info->features}});
+  for (const auto& [name, value] : client::ListLimits(info.limits)) limits[name] = value;
+  output.Print(InfoText(info, start_time), {{"version", info.version},
+                                            {"incarnation", FormatHex(info.incarnation)},
+                                            {"engine", info.engine},
+                                            {"engine_note", info.engine_note},
+                                            {"start_time", start_time},
+                                            {"descriptor_socket", info.descriptor_socket},
+                                            {"named_regions", info.named_regions},
+                                            {"deterministic", info.deterministic},
+                                            {"devices", devices},
+                                            {"limits", limits},
+                                            {"features", info.features}});
   return kExitOk;
 }
 

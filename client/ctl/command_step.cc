@@ -4,6 +4,7 @@
 #include "client/ctl/arguments.h"
 #include "client/ctl/command.h"
 #include "client/ctl/table.h"
+#include "headwater/kernels/return_if_error.h"
 
 ABSL_FLAG(int64_t, step, 0, "the step to discard: refused if another one is open (not given: the open step, whichever it is)");
 
@@ -94,30 +95,25 @@ nlohmann::json StepToJson(const client::StepInfo& step) {
 }
 
 absl::StatusOr<ExitCode> RunStep(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
-  absl::StatusOr<client::Head> head = client.OpenHead(arguments[0]);
-  if (!head.ok()) return head.status();
-  absl::StatusOr<client::StepStates> steps = head->GetStep();
-  if (!steps.ok()) return steps.status();
-  nlohmann::json document = {{"name", head->name()}, {"open", StepToJson(steps->open)}, {"last_closed", nullptr}};
-  std::string text = StepText(steps->open);
-  if (steps->last_closed.has_value()) {
-    document["last_closed"] = StepToJson(*steps->last_closed);
-    absl::StrAppend(&text, "\n", StepText(*steps->last_closed));
+  HEADWATER_ASSIGN_OR_RETURN(client::Head head, client.OpenHead(arguments[0]));
+  HEADWATER_ASSIGN_OR_RETURN(client::StepStates steps, head.GetStep());
+  nlohmann::json document = {{"name", head.name()}, {"open", StepToJson(steps.open)}, {"last_closed", nullptr}};
+  std::string text = StepText(steps.open);
+  if (steps.last_closed.has_value()) {
+    document["last_closed"] = StepToJson(*steps.last_closed);
+    absl::StrAppend(&text, "\n", StepText(*steps.last_closed));
   }
   output.Print(text, document);
   return kExitOk;
 }
 
 absl::StatusOr<ExitCode> RunDiscard(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
-  absl::StatusOr<client::Head> head = client.OpenHead(arguments[0]);
-  if (!head.ok()) return head.status();
-  absl::StatusOr<client::HeadInfo> info = head->Info();
-  if (!info.ok()) return info.status();
-  const int64_t step = FlagGiven("step") ? absl::GetFlag(FLAGS_step) : info->open_step.value_or(0);
-  absl::StatusOr<client::DiscardGradientResult> discarded = head->DiscardGradient(step);
-  if (!discarded.ok()) return discarded.status();
-  output.Print(absl::StrCat("discarded step ", step, " of ", head->name(), ": step ", discarded->open_step, " is open and empty\n"),
-               {{"name", head->name()}, {"discarded", step}, {"open_step", discarded->open_step}});
+  HEADWATER_ASSIGN_OR_RETURN(client::Head head, client.OpenHead(arguments[0]));
+  HEADWATER_ASSIGN_OR_RETURN(client::HeadInfo info, head.Info());
+  const int64_t step = FlagGiven("step") ? absl::GetFlag(FLAGS_step) : info.open_step.value_or(0);
+  HEADWATER_ASSIGN_OR_RETURN(client::DiscardGradientResult discarded, head.DiscardGradient(step));
+  output.Print(absl::StrCat("discarded step ", step, " of ", head.name(), ": step ", discarded.open_step, " is open and empty\n"),
+               {{"name", head.name()}, {"discarded", step}, {"open_step", discarded.open_step}});
   return kExitOk;
 }
 

@@ -18,6 +18,7 @@
 #include "client/ctl/command.h"
 #include "client/ctl/model_config.h"
 #include "client/ctl/table.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/model_files/file_source.h"
 #include "server/model_files/head_tensors.h"
 
@@ -101,7 +102,7 @@ absl::StatusOr<std::string> ChecksumOf(const model_files::FileTensor& tensor) {
   for (int64_t done = 0; done < total; done += kPieceBytes) {
     piece.resize(static_cast<size_t>(std::min(kPieceBytes, total - done)));
     const auto bytes = static_cast<int64_t>(piece.size());
-    if (absl::Status read = tensor.file->ReadAt(tensor.offset_bytes + done, bytes, piece.data()); !read.ok()) return read;
+    HEADWATER_RETURN_IF_ERROR(tensor.file->ReadAt(tensor.offset_bytes + done, bytes, piece.data()));
     XXH3_128bits_update(state.get(), piece.data(), piece.size());
   }
   XXH128_canonical_t canonical;
@@ -145,14 +146,11 @@ std::string Shown(const json& value) {
 }
 
 absl::StatusOr<ExitCode> RunVerify(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
-  const absl::StatusOr<ModelHead> model = ReadModelHead(arguments[1]);
-  if (!model.ok()) return model.status();
-  absl::StatusOr<client::Head> head = client.OpenHead(arguments[0]);
-  if (!head.ok()) return head.status();
-  const absl::StatusOr<client::HeadInfo> info = head->Info();
-  if (!info.ok()) return info.status();
-  const WeightCheck weights = CompareWeights(arguments[1], *info);
-  std::vector<Check> checks = Compare(head->spec(), *model);
+  HEADWATER_ASSIGN_OR_RETURN(const ModelHead model, ReadModelHead(arguments[1]));
+  HEADWATER_ASSIGN_OR_RETURN(client::Head head, client.OpenHead(arguments[0]));
+  HEADWATER_ASSIGN_OR_RETURN(const client::HeadInfo info, head.Info());
+  const WeightCheck weights = CompareWeights(arguments[1], info);
+  std::vector<Check> checks = Compare(head.spec(), model);
   checks.push_back({"weight", json(), json(), weights.verdict});
   Table table({"PROPERTY", ">HEAD", ">MODEL", ""});
   json rows = json::array();
@@ -163,19 +161,19 @@ absl::StatusOr<ExitCode> RunVerify(client::Client& client, const std::vector<std
         {{"property", check.property}, {"head", check.head}, {"model", check.model}, {"verdict", FindingName(check.verdict)}});
     differs = differs || check.verdict == Finding::kDiffers;
   }
-  const bool unclear = !model->unclear.empty() && !absl::GetFlag(FLAGS_allow_unchecked);
-  std::string sentence = absl::StrCat(head->name(), " fits the config of ", arguments[1], "; ", weights.sentence, "\n");
+  const bool unclear = !model.unclear.empty() && !absl::GetFlag(FLAGS_allow_unchecked);
+  std::string sentence = absl::StrCat(head.name(), " fits the config of ", arguments[1], "; ", weights.sentence, "\n");
   if (unclear) {
-    sentence = absl::StrCat(head->name(), " is not verified: what ", NamesOf(model->unclear),
+    sentence = absl::StrCat(head.name(), " is not verified: what ", NamesOf(model.unclear),
                             " does to the logits is not known; --allow_unchecked leaves it out\n");
   }
-  if (differs) sentence = absl::StrCat(head->name(), " does not fit ", arguments[1], "; ", weights.sentence, "\n");
-  if (model->tied.value_or(false) && head->spec().trainable) {
+  if (differs) sentence = absl::StrCat(head.name(), " does not fit ", arguments[1], "; ", weights.sentence, "\n");
+  if (model.tied.value_or(false) && head.spec().trainable) {
     sentence += "the model's weight is its embedding's too: a trainer must train both as one (`tied` of headwater.torch.attach)\n";
   }
   const bool fits = !differs && !unclear;
-  output.Print(absl::StrCat(table.ToString(), sentence), {{"name", head->name()},
-                                                          {"model_type", model->model_type},
+  output.Print(absl::StrCat(table.ToString(), sentence), {{"name", head.name()},
+                                                          {"model_type", model.model_type},
                                                           {"same", fits},
                                                           {"verdict", differs   ? "differs"
                                                                       : unclear ? "not checked"

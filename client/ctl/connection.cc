@@ -10,6 +10,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
 #include "client/ctl/arguments.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/flags/flag_types.h"
 
 ABSL_FLAG(std::string, server, "localhost:50051", "where headwaterd listens: host:port or unix:PATH");
@@ -90,9 +91,7 @@ absl::StatusOr<client::Client> Connect(client::Transport transport, bool session
     options.tls = client::TlsOptions{ca_certificate == "system" ? "" : ca_certificate, client_certificate, client_key, ""};
   }
   if (const std::string token_file = FlagOr(FLAGS_token_file, "HEADWATER_TOKEN_FILE"); !token_file.empty()) {
-    auto token = ReadToken(token_file);
-    if (!token.ok()) return token.status();
-    options.token = *std::move(token);
+    HEADWATER_ASSIGN_OR_RETURN(options.token, ReadToken(token_file));
   }
   if (!session) options.session_lease = std::chrono::milliseconds(0);
   absl::StatusOr<client::Client> client = client::Client::Connect(ServerAddress(), options);

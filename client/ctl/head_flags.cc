@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/ctl/arguments.h"
 #include "client/ctl/model_config.h"
+#include "headwater/kernels/return_if_error.h"
 
 ABSL_FLAG(int64_t, vocab_size, 0, "rows of the head's weight");
 ABSL_FLAG(int64_t, hidden_size, 0, "columns of the head's weight");
@@ -118,22 +119,16 @@ absl::StatusOr<client::HeadSpec> HeadSpecFromFlags(const client::HeadSpec& defau
     if (size == 0 && !FlagGiven(flag)) return UsageError(absl::StrCat("--", flag, " is needed, or --config"));
     if (size < 1) return UsageError(absl::StrCat("--", flag, ": expected at least 1, got ", size));
   }
-  const absl::StatusOr<client::DataType> type = DataTypeFromFlags(spec.data_type);
-  if (!type.ok()) return type.status();
-  spec.data_type = *type;
+  HEADWATER_ASSIGN_OR_RETURN(spec.data_type, DataTypeFromFlags(spec.data_type));
   set("bias", &spec.has_bias, absl::GetFlag(FLAGS_bias));
   set("logit_scale", &spec.logit_scale, absl::GetFlag(FLAGS_logit_scale));
   set("softcap", &spec.softcap, std::optional<double>(absl::GetFlag(FLAGS_softcap)));
   if (model->valid_vocab_size > 0 && model->valid_vocab_size < spec.vocab_size) spec.valid_vocab_size = model->valid_vocab_size;
   set("valid_vocab_size", &spec.valid_vocab_size, std::optional<int64_t>(absl::GetFlag(FLAGS_valid_vocab_size)));
   spec.trainable = absl::GetFlag(FLAGS_trainable);
-  absl::StatusOr<client::Optimizer> optimizer = OptimizerFromFlags();
-  if (!optimizer.ok()) return optimizer.status();
-  spec.optimizer = *optimizer;
+  HEADWATER_ASSIGN_OR_RETURN(spec.optimizer, OptimizerFromFlags());
   if (FlagGiven("staging_slots")) spec.staging_slots = absl::GetFlag(FLAGS_staging_slots);
-  const absl::StatusOr<client::Parallelism> parallelism = ParseParallelism(absl::GetFlag(FLAGS_parallelism));
-  if (!parallelism.ok()) return parallelism.status();
-  spec.parallelism = *parallelism;
+  HEADWATER_ASSIGN_OR_RETURN(spec.parallelism, ParseParallelism(absl::GetFlag(FLAGS_parallelism)));
   return spec;
 }
 

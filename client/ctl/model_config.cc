@@ -13,6 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "client/ctl/model_config_keys.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/model_files/file_source.h"
 #include "server/model_files/head_tensors.h"
 #include "server/model_files/strict_json.h"
@@ -118,7 +119,7 @@ class ConfigReader {
     if (const json* const type = levels_.FindFromTop("model_type"); type != nullptr && type->is_string())
       head_.model_type = type->get<std::string>();
     for (const auto& [name, size] : {std::pair("vocab_size", &head_.vocab_size), std::pair("hidden_size", &head_.hidden_size)}) {
-      if (absl::Status status = ReadSize(name, size); !status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(ReadSize(name, size));
     }
     head_.valid_vocab_size = head_.vocab_size;
     head_.data_type = ReadDataType();
@@ -126,7 +127,7 @@ class ConfigReader {
     const json* const tied = levels_.FindFromTop(KeyTable()["tied"]["key"]);
     if (tied != nullptr && tied->is_boolean()) head_.tied = tied->get<bool>();
     for (const json& entry : KeyTable()["keys"]) {
-      if (absl::Status status = ReadKey(entry); !status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(ReadKey(entry));
     }
     for (const auto& [type, reason] : KeyTable()["report_models"].items()) {
       if (HasType(json::array({type}))) head_.unclear.push_back({"model_type", type + ": " + reason.get<std::string>()});
@@ -258,14 +259,12 @@ absl::StatusOr<ModelHead> ReadModelHead(const std::string& path) {
   std::error_code error;
   const bool is_folder = std::filesystem::is_directory(path, error);
   const std::string config_path = is_folder ? path + "/config.json" : path;
-  const absl::StatusOr<json> config = ReadObject(config_path);
-  if (!config.ok()) return config.status();
-  absl::StatusOr<ModelHead> head = ConfigReader(*config).Read();
+  HEADWATER_ASSIGN_OR_RETURN(const json config, ReadObject(config_path));
+  absl::StatusOr<ModelHead> head = ConfigReader(config).Read();
   if (!head.ok()) return absl::Status(head.status().code(), absl::StrCat(config_path, ": ", head.status().message()));
   if (is_folder) {
-    const absl::StatusOr<std::optional<bool>> has_bias = model_files::HasHeadBias(*model_files::LocalFiles(), path);
-    if (!has_bias.ok()) return has_bias.status();
-    if (has_bias->has_value()) head->has_bias = **has_bias;
+    HEADWATER_ASSIGN_OR_RETURN(const std::optional<bool> has_bias, model_files::HasHeadBias(*model_files::LocalFiles(), path));
+    if (has_bias.has_value()) head->has_bias = *has_bias;
   }
   return head;
 }

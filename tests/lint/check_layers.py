@@ -20,7 +20,7 @@ KINDS = [
     ("generated", r"(proto/)?headwater/v1/.*|.*\.pb\.h"),  # and what stands beside it for all
     ("absl_types", r"absl/(status|types)/.*"),
     ("absl", r"absl/.*"),
-    ("machine", r"headwater/kernels/machine_limits\.h"),
+    ("machine", r"headwater/kernels/(machine_limits|return_if_error)\.h"),  # what the client takes from there
     ("kernels_api", r"headwater/kernels/.*"),
     ("client_core_api", r"headwater/client/(c_api|error|future|options|tensor)\.h"),
     ("client_api", r"headwater/client/.*"),

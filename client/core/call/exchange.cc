@@ -9,6 +9,7 @@
 #include "client/core/rows/tensor_exchanges.h"
 #include "client/core/rows/transfer/micro_batch_transfer.h"
 #include "client/core/rows/transfer/rows_call.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -66,7 +67,7 @@ class TeacherExchange : public RowsCall {
 
  private:
   absl::Status Begin() {
-    if (absl::Status status = Connect(0, 0); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(Connect(0, 0));
     TransferRequest request;
     request.method = "/headwater.v1.LossService/StreamTeacher";
     request.first_message = first_.SerializeAsString();
@@ -74,7 +75,7 @@ class TeacherExchange : public RowsCall {
     if (rows_.row_count * rows_.row_bytes() > 0) {
       OutgoingRows& rows = request.rows.emplace_back();
       rows = {v1::CHUNK_ROLE_TEACHER_HIDDEN, 0, nullptr, rows_.row_count, rows_.row_bytes(), 0};
-      if (absl::Status status = BringToHost(rows_, cuda_stream_, &rows); !status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(BringToHost(rows_, cuda_stream_, &rows));
     }
     Send(std::move(request));
     return absl::OkStatus();

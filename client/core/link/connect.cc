@@ -13,6 +13,7 @@
 #include "client/core/link/security.h"
 #include "client/core/link/target.h"
 #include "headwater/client/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "headwater/v1/session_service.grpc.pb.h"
 
 namespace headwater::client::internal {
@@ -123,11 +124,11 @@ absl::Status AwaitServer(const std::shared_ptr<grpc::Channel>& channel, const st
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target, ClientOptions* options) {
-  if (absl::Status status = CheckTarget(target); !status.ok()) return status;
-  if (absl::Status status = CheckOptions(*options); !status.ok()) return status;
-  if (absl::Status status = PrepareSecurity(target, options); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckTarget(target));
+  HEADWATER_RETURN_IF_ERROR(CheckOptions(*options));
+  HEADWATER_RETURN_IF_ERROR(PrepareSecurity(target, options));
   std::shared_ptr<grpc::Channel> channel = MakeChannel(target, *options);
-  if (absl::Status status = AwaitServer(channel, target, *options); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(AwaitServer(channel, target, *options));
   return channel;
 }
 

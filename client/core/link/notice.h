@@ -2,6 +2,7 @@
 #ifndef HEADWATER_CLIENT_CORE_LINK_NOTICE_H_
 #define HEADWATER_CLIENT_CORE_LINK_NOTICE_H_
 
+#include <cstdio>
 #include <string>
 
 #include "headwater/client/options.h"
@@ -9,7 +10,10 @@
 namespace headwater::client::internal {
 
 // Hands a sentence about what works but is slow to ClientOptions::on_notice, or prints it to the standard error output.
-void GiveNotice(const ClientOptions& options, const std::string& sentence);
+inline void GiveNotice(const ClientOptions& options, const std::string& sentence) {
+  if (options.on_notice) return options.on_notice(sentence);
+  std::fprintf(stderr, "headwater: %s\n", sentence.c_str());
+}
 
 }  // namespace headwater::client::internal
 

@@ -19,6 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/core/link/error.h"
 #include "client/core/link/target.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -127,10 +128,10 @@ absl::Status PrepareSecurity(const std::string& target, ClientOptions* options) 
     for (const auto& [field, path] :
          {std::pair{"tls.ca_certificate", &tls.ca_certificate}, std::pair{"tls.client_certificate", &tls.client_certificate},
           std::pair{"tls.client_key", &tls.client_key}}) {
-      if (absl::Status status = CheckPem(field, *path); !status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(CheckPem(field, *path));
     }
     if (!tls.client_certificate.empty()) {
-      if (absl::Status status = CheckClientCertificate(tls); !status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(CheckClientCertificate(tls));
     }
     if (tls.server_name.empty()) tls.server_name = host;
   }

@@ -5,6 +5,7 @@
 #include "client/core/link/duration.h"
 #include "client/core/link/error.h"
 #include "headwater/client/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -54,7 +55,7 @@ absl::StatusOr<std::string> Session::Id(const Wait& wait) {
   for (;;) {
     if (!id_.empty()) return id_;
     if (stopping_) return absl::FailedPreconditionError("the client is closed");
-    if (absl::Status status = wait.Check(); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(wait.Check());
     std::shared_ptr<Opening> opening = opening_;
     const bool mine = opening == nullptr || opening->over;
     if (mine) {

@@ -7,6 +7,7 @@
 #include "client/core/call/messages.h"
 #include "client/core/core.h"
 #include "client/core/link/random_id.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 
@@ -26,25 +27,23 @@ absl::StatusOr<std::shared_ptr<const LoggedCall>> CopyForLog(Core& core, const M
   const auto take = [&](RowsView& view) -> absl::Status {
     const int64_t bytes = view.row_count * view.row_bytes();
     if (bytes == 0 || view.data == nullptr) return absl::OkStatus();
-    absl::StatusOr<Bytes> copy = Bytes::Allocate(bytes, "rows for the log");
-    if (!copy.ok()) return copy.status();
+    HEADWATER_ASSIGN_OR_RETURN(Bytes copy, Bytes::Allocate(bytes, "rows for the log"));
     if (view.memory == Memory::kHost) {
-      std::memcpy(copy->data(), view.data, static_cast<size_t>(bytes));
+      std::memcpy(copy.data(), view.data, static_cast<size_t>(bytes));
     } else {
-      const auto context = core.row_transport().memory().ContextOf(view.data);
-      if (!context.ok()) return context.status();
+      HEADWATER_ASSIGN_OR_RETURN(const auto context, core.row_transport().memory().ContextOf(view.data));
       const auto stream = static_cast<CuStream>(memory.cuda_stream);
-      if (absl::Status status = (*context)->CopyNow(stream, copy->data(), view.data, bytes); !status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(context->CopyNow(stream, copy.data(), view.data, bytes));
     }
     view.memory = Memory::kHost;
-    view.data = copy->data();
+    view.data = copy.data();
     call->bytes += bytes;
-    call->copies.push_back(*std::move(copy));
+    call->copies.push_back(std::move(copy));
     return absl::OkStatus();
   };
-  if (absl::Status status = take(call->memory.rows); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(take(call->memory.rows));
   for (RowsView& rows : call->memory.teachers) {
-    if (absl::Status status = take(rows); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(take(rows));
   }
   return call;
 }

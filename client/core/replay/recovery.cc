@@ -11,6 +11,7 @@
 #include "client/core/core.h"
 #include "client/core/link/error.h"
 #include "headwater/client/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -31,25 +32,22 @@ class Recovery {
 
   // OK, or why not.
   absl::Status Run() {
-    absl::StatusOr<std::string> incarnation = Incarnation();
-    if (!incarnation.ok()) return incarnation.status();
-    incarnation_ = *std::move(incarnation);
+    HEADWATER_ASSIGN_OR_RETURN(incarnation_, Incarnation());
     const bool restarted = std::any_of(heads_.begin(), heads_.end(), [this](const HeadUse& use) { return IsOlder(*use.state); });
     if (!restarted) {
       return absl::FailedPreconditionError(
           "the server has not been started again since: another run has taken the head, or its engine failed");
     }
-    if (absl::Status status = LookAtAll(); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(LookAtAll());
     for (HeadUse& use : heads_) {
-      if (absl::Status status = Take(use); !status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(Take(use));
     }
     // These calls follow a restart, too: epochs of a later process must not be taken for this one's.
-    const absl::StatusOr<std::string> taken_from = Incarnation();
-    if (!taken_from.ok()) return taken_from.status();
-    if (*taken_from != incarnation_) return absl::UnavailableError("the server was started again while its heads were taken");
+    HEADWATER_ASSIGN_OR_RETURN(const std::string taken_from, Incarnation());
+    if (taken_from != incarnation_) return absl::UnavailableError("the server was started again while its heads were taken");
     for (const LogEntry& entry : log_.EntriesOf(heads_)) {
-      if (absl::Status ended = wait_.Check(); !ended.ok()) return ended;
-      if (absl::Status status = RepeatEntry(entry); !status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(wait_.Check());
+      HEADWATER_RETURN_IF_ERROR(RepeatEntry(entry));
     }
     // Only now: a head whose step is not whole keeps its stale epoch, and every call on it is told so.
     for (const HeadUse& use : heads_) use.state->AdoptRecovered(fresh_.at(use.state->name), incarnation_);
@@ -58,9 +56,8 @@ class Recovery {
 
  private:
   absl::StatusOr<std::string> Incarnation() {
-    absl::StatusOr<v1::ServerInfo> info = core_.Ask<v1::ServerInfo>(kGetServerInfo, v1::GetServerInfoRequest(), wait_);
-    if (!info.ok()) return info.status();
-    return info->incarnation();
+    HEADWATER_ASSIGN_OR_RETURN(v1::ServerInfo info, core_.Ask<v1::ServerInfo>(kGetServerInfo, v1::GetServerInfoRequest(), wait_));
+    return info.incarnation();
   }
 
   // Whether the epoch comes from another server process than this one.
@@ -109,7 +106,7 @@ class Recovery {
         return absl::FailedPreconditionError(absl::StrCat(state.name, " came back with other weights"));
       }
     } else {
-      if (absl::Status status = CheckStep(use, head); !status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(CheckStep(use, head));
       if (head.state() == v1::HEAD_STATE_RESTORED) {
         v1::TakeHeadRequest request;
         request.set_name(state.name);
@@ -120,12 +117,12 @@ class Recovery {
         if (!taken.ok() && (absl::IsUnavailable(taken.status()) || ErrorReason(taken.status()) == "EPOCH_FENCED")) {
           taken = Get(state.name);
           if (taken.ok()) {
-            if (absl::Status status = CheckRun(state, *taken); !status.ok()) return status;
+            HEADWATER_RETURN_IF_ERROR(CheckRun(state, *taken));
           }
         }
         if (!taken.ok()) return taken.status();
         head = *std::move(taken);
-        if (absl::Status status = CheckStep(use, head); !status.ok()) return status;
+        HEADWATER_RETURN_IF_ERROR(CheckStep(use, head));
       }
       if (head.state() != v1::HEAD_STATE_READY) {
         return absl::UnavailableError(absl::StrCat(state.name, " is not ready after it was taken"));

@@ -17,6 +17,7 @@
 #include "client/core/core.h"
 #include "client/core/link/error.h"
 #include "client/core/link/random_id.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -261,9 +262,7 @@ class DownloadStream : public grpc::ClientReadReactor<v1::DownloadTensorResponse
                                           " bytes, expected [", absl::StrJoin(target_.shape, ", "), "] of ", expected, " bytes"));
     }
     if (memory_ == nullptr) {
-      absl::StatusOr<Bytes> own = Bytes::Allocate(bytes, "a tensor");
-      if (!own.ok()) return own.status();
-      own_ = *std::move(own);
+      HEADWATER_ASSIGN_OR_RETURN(own_, Bytes::Allocate(bytes, "a tensor"));
       memory_ = own_.data();
     }
     header_ = header;

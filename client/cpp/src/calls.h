@@ -13,6 +13,7 @@
 #include "client/core/core.h"
 #include "headwater/client/future.h"
 #include "headwater/client/types.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 
@@ -36,9 +37,8 @@ absl::StatusOr<Result> Run(Core& core, const char* path, Message message, Deadli
   absl::StatusOr<Request> request =
       core.MakeRequest(path, std::make_unique<Message>(std::move(message)), std::move(memory), deadline);
   if (!request.ok()) return request.status();
-  absl::StatusOr<Answer> answer = core.Run(*std::move(request));
-  if (!answer.ok()) return answer.status();
-  return std::move(static_cast<Result&>(*answer->message));
+  HEADWATER_ASSIGN_OR_RETURN(Answer answer, core.Run(*std::move(request)));
+  return std::move(static_cast<Result&>(*answer.message));
 }
 
 // Starts a call whose result is convert(answer).

@@ -1,5 +1,8 @@
 #include "headwater/client/client.h"
 
+#include <google/protobuf/empty.pb.h>
+#include <google/protobuf/unknown_field_set.h>
+
 #include <cstdint>
 #include <utility>
 
@@ -11,7 +14,7 @@
 #include "client/cpp/src/calls.h"
 #include "client/cpp/src/convert.h"
 #include "client/cpp/src/head_handle.h"
-#include "client/cpp/src/health.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client {
 
@@ -39,15 +42,15 @@ absl::Status CheckSizes(const v1::HeadSpec& spec) {
 // The handle of a head that the server has just described.
 absl::StatusOr<std::shared_ptr<internal::HeadHandle>> MakeHandle(const std::shared_ptr<internal::Core>& core, const v1::Head& head,
                                                                  bool created) {
-  if (absl::Status status = CheckSizes(head.spec()); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckSizes(head.spec()));
   return std::make_shared<internal::HeadHandle>(core, head, created);
 }
 
 absl::StatusOr<std::shared_ptr<internal::HeadHandle>> Create(const std::shared_ptr<internal::Core>& core,
                                                              const v1::CreateHeadRequest& request, const CallOptions& options) {
-  auto response = Run<v1::CreateHeadResponse>(*core, HEADWATER_HEADS "CreateHead", request, DeadlineOf(*core, options));
-  if (!response.ok()) return response.status();
-  return MakeHandle(core, response->head(), response->created());
+  HEADWATER_ASSIGN_OR_RETURN(auto response,
+                             Run<v1::CreateHeadResponse>(*core, HEADWATER_HEADS "CreateHead", request, DeadlineOf(*core, options)));
+  return MakeHandle(core, response.head(), response.created());
 }
 
 }  // namespace
@@ -55,41 +58,36 @@ absl::StatusOr<std::shared_ptr<internal::HeadHandle>> Create(const std::shared_p
 Client::Client(std::shared_ptr<internal::Core> core) : core_(std::move(core)) {}
 
 absl::StatusOr<Client> Client::Connect(const std::string& target, const ClientOptions& options) {
-  absl::StatusOr<std::shared_ptr<internal::Core>> core = internal::Core::Open(target, options);
-  if (!core.ok()) return core.status();
-  return Client(*std::move(core));
+  HEADWATER_ASSIGN_OR_RETURN(std::shared_ptr<internal::Core> core, internal::Core::Open(target, options));
+  return Client(std::move(core));
 }
 
 absl::StatusOr<Head> Client::CreateHead(const std::string& name, const HeadSpec& spec, const CallOptions& options) {
-  auto handle = Create(core_, MakeCreateRequest(*core_, name, spec), options);
-  if (!handle.ok()) return handle.status();
-  return Head(*std::move(handle));
+  HEADWATER_ASSIGN_OR_RETURN(auto handle, Create(core_, MakeCreateRequest(*core_, name, spec), options));
+  return Head(std::move(handle));
 }
 
 absl::StatusOr<Head> Client::AttachHead(const std::string& name, const HeadSpec& spec, const CallOptions& options) {
   v1::CreateHeadRequest request = MakeCreateRequest(*core_, name, spec);
   request.set_if_exists(v1::IF_EXISTS_ATTACH_IF_SAME_SPEC);
-  auto handle = Create(core_, request, options);
-  if (!handle.ok()) return handle.status();
-  return Head(*std::move(handle));
+  HEADWATER_ASSIGN_OR_RETURN(auto handle, Create(core_, request, options));
+  return Head(std::move(handle));
 }
 
 absl::StatusOr<HeadInfo> Client::PlanHead(const std::string& name, const HeadSpec& spec, const CallOptions& options) {
   v1::CreateHeadRequest request = MakeCreateRequest(*core_, name, spec);
   request.set_validate_only(true);
-  auto response = Run<v1::CreateHeadResponse>(*core_, HEADWATER_HEADS "CreateHead", request, DeadlineOf(*core_, options));
-  if (!response.ok()) return response.status();
-  return internal::FromProto(response->head());
+  HEADWATER_ASSIGN_OR_RETURN(
+      auto response, Run<v1::CreateHeadResponse>(*core_, HEADWATER_HEADS "CreateHead", request, DeadlineOf(*core_, options)));
+  return internal::FromProto(response.head());
 }
 
 absl::StatusOr<Head> Client::OpenHead(const std::string& name, const CallOptions& options) {
   v1::GetHeadRequest request;
   request.set_name(FullHeadName(core_->options().tenant, name));
-  auto head = Run<v1::Head>(*core_, internal::kGetHead, request, DeadlineOf(*core_, options));
-  if (!head.ok()) return head.status();
-  auto handle = MakeHandle(core_, *head, /*created=*/false);
-  if (!handle.ok()) return handle.status();
-  return Head(*std::move(handle));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, Run<v1::Head>(*core_, internal::kGetHead, request, DeadlineOf(*core_, options)));
+  HEADWATER_ASSIGN_OR_RETURN(auto handle, MakeHandle(core_, head, /*created=*/false));
+  return Head(std::move(handle));
 }
 
 absl::StatusOr<std::vector<HeadInfo>> Client::ListHeads(const CallOptions& options) {
@@ -99,10 +97,9 @@ absl::StatusOr<std::vector<HeadInfo>> Client::ListHeads(const CallOptions& optio
   // Of all pages: a server that has always one more would keep the call for ever.
   const internal::Deadline deadline = DeadlineOf(*core_, options);
   do {
-    auto page = Run<v1::ListHeadsResponse>(*core_, HEADWATER_HEADS "ListHeads", request, deadline);
-    if (!page.ok()) return page.status();
-    for (const v1::Head& head : page->heads()) heads.push_back(internal::FromProto(head));
-    request.set_page_token(page->next_page_token());
+    HEADWATER_ASSIGN_OR_RETURN(auto page, Run<v1::ListHeadsResponse>(*core_, HEADWATER_HEADS "ListHeads", request, deadline));
+    for (const v1::Head& head : page.heads()) heads.push_back(internal::FromProto(head));
+    request.set_page_token(page.next_page_token());
   } while (!request.page_token().empty());
   return heads;
 }
@@ -113,10 +110,10 @@ absl::StatusOr<std::vector<CheckpointInfo>> Client::ListCheckpoints(const std::s
   request.set_name(FullHeadName(core_->options().tenant, head));
   const internal::Deadline deadline = DeadlineOf(*core_, options);
   do {
-    auto page = Run<v1::ListCheckpointsResponse>(*core_, HEADWATER_HEADS "ListCheckpoints", request, deadline);
-    if (!page.ok()) return page.status();
-    for (const v1::Checkpoint& checkpoint : page->checkpoints()) checkpoints.push_back(internal::FromProto(checkpoint));
-    request.set_page_token(page->next_page_token());
+    HEADWATER_ASSIGN_OR_RETURN(auto page,
+                               Run<v1::ListCheckpointsResponse>(*core_, HEADWATER_HEADS "ListCheckpoints", request, deadline));
+    for (const v1::Checkpoint& checkpoint : page.checkpoints()) checkpoints.push_back(internal::FromProto(checkpoint));
+    request.set_page_token(page.next_page_token());
   } while (!request.page_token().empty());
   return checkpoints;
 }
@@ -134,10 +131,9 @@ absl::StatusOr<RowsBuffer> Client::AllocateRows(int64_t row_count, int64_t hidde
   view.data_type = data_type;
   view.row_count = row_count;
   view.hidden_size = hidden_size;
-  if (absl::Status status = internal::CheckRows("rows", view); !status.ok()) return status;
-  absl::StatusOr<internal::RowMemory> memory = internal::AllocateRowMemory(core_, row_count * view.row_bytes());
-  if (!memory.ok()) return memory.status();
-  return RowsBuffer(std::move(memory->owner), memory->data, data_type, row_count, hidden_size, memory->shared);
+  HEADWATER_RETURN_IF_ERROR(internal::CheckRows("rows", view));
+  HEADWATER_ASSIGN_OR_RETURN(internal::RowMemory memory, internal::AllocateRowMemory(core_, row_count * view.row_bytes()));
+  return RowsBuffer(std::move(memory.owner), memory.data, data_type, row_count, hidden_size, memory.shared);
 }
 
 TransportStats Client::stats() const { return core_->row_transport().stats(); }
@@ -145,13 +141,28 @@ TransportStats Client::stats() const { return core_->row_transport().stats(); }
 Teacher Client::OpenTeacher(const std::string& join_key, int64_t total_rows) { return Teacher(core_, join_key, total_rows); }
 
 absl::StatusOr<ServerInfo> Client::GetServerInfo(const CallOptions& options) {
-  auto info = Run<v1::ServerInfo>(*core_, internal::kGetServerInfo, v1::GetServerInfoRequest(), DeadlineOf(*core_, options));
-  if (!info.ok()) return info.status();
-  return internal::FromProto(*info);
+  HEADWATER_ASSIGN_OR_RETURN(
+      auto info, Run<v1::ServerInfo>(*core_, internal::kGetServerInfo, v1::GetServerInfoRequest(), DeadlineOf(*core_, options)));
+  return internal::FromProto(info);
 }
 
 absl::StatusOr<HealthStatus> Client::CheckHealth(const std::string& service, const CallOptions& options) {
-  return internal::CheckHealth(*core_, service, options);
+  google::protobuf::Empty request;  // message HealthCheckRequest { string service = 1; }
+  const google::protobuf::Reflection& reflection = *google::protobuf::Empty::GetReflection();
+  if (!service.empty()) reflection.MutableUnknownFields(&request)->AddLengthDelimited(1, service);
+  const auto response = Run<google::protobuf::Empty>(*core_, "/grpc.health.v1.Health/Check", request, DeadlineOf(*core_, options));
+  if (response.status().code() == absl::StatusCode::kNotFound) return HealthStatus::kServiceUnknown;
+  if (!response.ok()) return response.status();
+  // message HealthCheckResponse { ServingStatus status = 1; }
+  const google::protobuf::UnknownFieldSet& fields = reflection.GetUnknownFields(*response);
+  HealthStatus status = HealthStatus::kUnknown;
+  for (int i = 0; i < fields.field_count(); ++i) {
+    const google::protobuf::UnknownField& field = fields.field(i);
+    if (field.number() == 1 && field.type() == google::protobuf::UnknownField::TYPE_VARINT) {
+      status = static_cast<HealthStatus>(field.varint());
+    }
+  }
+  return status;
 }
 
 }  // namespace headwater::client

@@ -10,6 +10,7 @@
 #include "client/core/call/messages.h"
 #include "client/core/link/duration.h"
 #include "client/core/link/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client {
 namespace {
@@ -326,9 +327,8 @@ absl::StatusOr<MultiResult> FromProto(const v1::MicroBatchSummary& summary, cons
   for (int i = 0; i < summary.terms_size(); ++i) {
     const v1::LossTerm& term = header.terms(i);
     const int64_t row_count = term.has_row_count() ? term.row_count() : header.row_count() - term.row_start();
-    absl::StatusOr<TermResult> term_result = FromProto(summary.terms(i), row_count);
-    if (!term_result.ok()) return term_result.status();
-    result.terms.push_back(*std::move(term_result));
+    HEADWATER_ASSIGN_OR_RETURN(TermResult term_result, FromProto(summary.terms(i), row_count));
+    result.terms.push_back(std::move(term_result));
   }
   result.state = static_cast<ContributionState>(summary.state());
   result.form = static_cast<ContributionForm>(summary.form());

@@ -11,6 +11,7 @@
 #include "client/cpp/src/decision.h"
 #include "client/cpp/src/head_handle.h"
 #include "client/cpp/src/loss_call.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client {
 
@@ -132,7 +133,7 @@ absl::Status AddTerms(LossInput& input, absl::Span<const LossTerm> terms, const 
                                       {{"field", "terms.joined_teacher"}});
     }
     if (teacher != nullptr && !term.joined_teacher.has_value()) {
-      if (absl::Status status = CheckTeacherRows(input, term, *teacher); !status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(CheckTeacherRows(input, term, *teacher));
     }
     std::optional<int64_t> step = term.step;
     if (!step.has_value() && (head.spec.trainable || &head == &caller)) step = options.step;

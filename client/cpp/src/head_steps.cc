@@ -11,6 +11,7 @@
 #include "client/cpp/src/convert.h"
 #include "client/cpp/src/head_handle.h"
 #include "headwater/client/head.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client {
 
@@ -39,11 +40,11 @@ absl::StatusOr<SealResult> Head::Seal(int64_t step, const ExpectedMicroBatches& 
   v1::SealStepRequest request;
   *request.mutable_expected() = ToProto(expected);
   request.set_wait(seal.wait);
-  auto response = CallOnStep<v1::SealStepResponse>(*handle_, step, internal::kSealStep, std::move(request), options);
-  if (!response.ok()) return response.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto response,
+                             CallOnStep<v1::SealStepResponse>(*handle_, step, internal::kSealStep, std::move(request), options));
   if (IsEmpty(expected)) handle_->SetEmptyStep(step);
-  return SealResult{FromProto(response->totals()), response->gradient_norm_squared(), response->non_finite_count(),
-                    response->replayed()};
+  return SealResult{FromProto(response.totals()), response.gradient_norm_squared(), response.non_finite_count(),
+                    response.replayed()};
 }
 
 absl::StatusOr<AddGradientResult> Head::AddGradient(int64_t step, int64_t micro_batch, RowsView rows, int64_t row_start,
@@ -53,7 +54,7 @@ absl::StatusOr<AddGradientResult> Head::AddGradient(int64_t step, int64_t micro_
                                     absl::StrCat("rows: expected float32, got ", DataTypeName(rows.data_type)),
                                     {{"field", "rows"}, {"expected", "float32"}, {"actual", DataTypeName(rows.data_type)}});
   }
-  if (absl::Status status = internal::CheckRows("rows", rows); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(internal::CheckRows("rows", rows));
   if (rows.memory != Memory::kHost) {
     return internal::MakeLocalError(v1::ERROR_REASON_INVALID_FIELD, absl::StatusCode::kInvalidArgument,
                                     "rows.memory: expected host memory, from which gradients are read",
@@ -73,10 +74,9 @@ absl::StatusOr<AddGradientResult> Head::AddGradient(int64_t step, int64_t micro_
   header.set_factor(factor);
   internal::CallMemory memory;
   memory.rows = rows;
-  auto response = CallOnStep<v1::AddGradientResponse>(*handle_, step, HEADWATER_HEADS "AddGradient", std::move(header), options,
-                                                      std::move(memory));
-  if (!response.ok()) return response.status();
-  return AddGradientResult{response->replayed()};
+  HEADWATER_ASSIGN_OR_RETURN(auto response, CallOnStep<v1::AddGradientResponse>(*handle_, step, HEADWATER_HEADS "AddGradient",
+                                                                                std::move(header), options, std::move(memory)));
+  return AddGradientResult{response.replayed()};
 }
 
 absl::StatusOr<ApplyResult> Head::Apply(int64_t step, const ApplyOptions& apply, const CallOptions& options) {
@@ -112,10 +112,10 @@ absl::StatusOr<ApplyResult> Head::Apply(int64_t step, const ApplyOptions& apply,
 }
 
 absl::StatusOr<DiscardGradientResult> Head::DiscardGradient(int64_t step, const CallOptions& options) {
-  auto response = CallOnStep<v1::DiscardGradientResponse>(*handle_, step, HEADWATER_HEADS "DiscardGradient",
-                                                          v1::DiscardGradientRequest(), options);
-  if (!response.ok()) return response.status();
-  return DiscardGradientResult{response->open_step(), response->replayed()};
+  HEADWATER_ASSIGN_OR_RETURN(auto response,
+                             CallOnStep<v1::DiscardGradientResponse>(*handle_, step, HEADWATER_HEADS "DiscardGradient",
+                                                                     v1::DiscardGradientRequest(), options));
+  return DiscardGradientResult{response.open_step(), response.replayed()};
 }
 
 absl::StatusOr<GradientNormResult> Head::GradientNorm(int64_t step, double gradient_factor, const CallOptions& options) {
@@ -128,11 +128,11 @@ absl::StatusOr<GradientNormResult> Head::GradientNorm(int64_t step, double gradi
 }
 
 absl::StatusOr<StepStates> Head::GetStep(const CallOptions& options) {
-  auto response = CallOnStep<v1::GetStepResponse>(*handle_, std::nullopt, HEADWATER_HEADS "GetStep", v1::GetStepRequest(), options);
-  if (!response.ok()) return response.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto response, CallOnStep<v1::GetStepResponse>(*handle_, std::nullopt, HEADWATER_HEADS "GetStep",
+                                                                            v1::GetStepRequest(), options));
   StepStates states;
-  states.open = FromProto(response->open());
-  if (response->has_last_closed()) states.last_closed = FromProto(response->last_closed());
+  states.open = FromProto(response.open());
+  if (response.has_last_closed()) states.last_closed = FromProto(response.last_closed());
   return states;
 }
 

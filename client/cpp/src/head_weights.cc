@@ -8,6 +8,7 @@
 #include "client/cpp/src/convert.h"
 #include "client/cpp/src/head_handle.h"
 #include "headwater/client/head.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client {
 
@@ -31,9 +32,9 @@ v1::UploadWeightsHeader MakeHeader(const HeadHandle& handle, HeadTensor tensor, 
 template <typename Message>
 absl::StatusOr<HeadInfo> RunAndAdopt(HeadHandle& handle, const char* path, Message message, const CallOptions& options,
                                      internal::CallMemory memory = {}) {
-  auto head = Run<v1::Head>(*handle.core, path, std::move(message), DeadlineOf(*handle.core, options), std::move(memory));
-  if (!head.ok()) return head.status();
-  return handle.Adopt(*head);
+  HEADWATER_ASSIGN_OR_RETURN(
+      auto head, Run<v1::Head>(*handle.core, path, std::move(message), DeadlineOf(*handle.core, options), std::move(memory)));
+  return handle.Adopt(head);
 }
 
 template <typename Message>
@@ -52,7 +53,7 @@ absl::StatusOr<TensorBuffer> Download(HeadHandle& handle, const char* path, Mess
 }  // namespace
 
 absl::StatusOr<HeadInfo> Head::UploadWeights(HeadTensor tensor, TensorView values, const CallOptions& options) {
-  if (absl::Status status = internal::CheckElements("values", values); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(internal::CheckElements("values", values));
   internal::CallMemory memory;
   memory.rows = internal::RowsOf(values);
   return RunAndAdopt(*handle_, HEADWATER_HEADS "UploadWeights", MakeHeader(*handle_, tensor, values), options, std::move(memory));
@@ -65,8 +66,8 @@ absl::StatusOr<HeadInfo> Head::ReplaceWeights(int64_t step, TensorView weight, s
                                     absl::StrCat("bias: the head has ", spec().has_bias ? "one, none" : "none, one", " was given"),
                                     {{"field", "bias"}});
   }
-  if (absl::Status status = internal::CheckElements("weight", weight); !status.ok()) return status;
-  if (absl::Status status = internal::CheckElements("bias", bias.value_or(TensorView())); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(internal::CheckElements("weight", weight));
+  HEADWATER_RETURN_IF_ERROR(internal::CheckElements("bias", bias.value_or(TensorView())));
   const internal::Deadline deadline = DeadlineOf(*handle_->core, options);
   const auto send = [&](HeadTensor tensor, const TensorView& values) {
     v1::UploadWeightsHeader header = MakeHeader(*handle_, tensor, values);
@@ -126,10 +127,10 @@ absl::StatusOr<SaveResult> Head::Save(const std::string& checkpoint, bool overwr
   request.set_epoch(epoch());
   request.set_checkpoint(checkpoint);
   request.set_overwrite(overwrite);
-  auto response = Run<v1::SaveCheckpointResponse>(*handle_->core, HEADWATER_HEADS "SaveCheckpoint", std::move(request),
-                                                  DeadlineOf(*handle_->core, options));
-  if (!response.ok()) return response.status();
-  return SaveResult{response->checkpoint(), response->step(), response->total_bytes()};
+  HEADWATER_ASSIGN_OR_RETURN(auto response,
+                             Run<v1::SaveCheckpointResponse>(*handle_->core, HEADWATER_HEADS "SaveCheckpoint", std::move(request),
+                                                             DeadlineOf(*handle_->core, options)));
+  return SaveResult{response.checkpoint(), response.step(), response.total_bytes()};
 }
 
 absl::StatusOr<HeadInfo> Head::Restore(const std::string& checkpoint, const CallOptions& options) {
@@ -150,9 +151,9 @@ absl::StatusOr<HeadInfo> Head::Take(bool only_if_current, const CallOptions& opt
 absl::StatusOr<HeadInfo> Head::Info(const CallOptions& options) const {
   v1::GetHeadRequest request;
   request.set_name(name());
-  auto head = Run<v1::Head>(*handle_->core, internal::kGetHead, std::move(request), DeadlineOf(*handle_->core, options));
-  if (!head.ok()) return head.status();
-  return FromProto(*head);
+  HEADWATER_ASSIGN_OR_RETURN(
+      auto head, Run<v1::Head>(*handle_->core, internal::kGetHead, std::move(request), DeadlineOf(*handle_->core, options)));
+  return FromProto(head);
 }
 
 absl::Status Head::Delete(bool force, const CallOptions& options) {

@@ -9,14 +9,15 @@
 #include "client/cpp/src/calls.h"
 #include "client/cpp/src/convert.h"
 #include "client/cpp/src/decision.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
 
 absl::Status CheckInput(const LossInput& input) {
-  if (absl::Status status = CheckRows("hidden", input.hidden); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckRows("hidden", input.hidden));
   for (const RowsView& rows : input.teacher_hidden) {
-    if (absl::Status status = CheckRows("teacher_hidden", rows); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(CheckRows("teacher_hidden", rows));
   }
   if (input.grad_hidden.empty()) return absl::OkStatus();
   if (!input.want_grad_hidden) {
@@ -94,9 +95,8 @@ Future<Result> Begin(const std::shared_ptr<Core>& core, LossInput input, const C
   }
   return Start<Result>(core, HEADWATER_LOSS "ComputeLoss", std::move(input.header), DeadlineOf(*core, options), std::move(memory),
                        [call, to_result](const Answer& answer) -> absl::StatusOr<Result> {
-                         absl::StatusOr<MultiResult> result = Read(*call, answer);
-                         if (!result.ok()) return result.status();
-                         return to_result(*std::move(result));
+                         HEADWATER_ASSIGN_OR_RETURN(MultiResult result, Read(*call, answer));
+                         return to_result(std::move(result));
                        });
 }
 

@@ -5,6 +5,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -136,11 +137,10 @@ absl::StatusOr<std::shared_ptr<Arena::Block>> Arena::Allocate(int64_t bytes) {
     return absl::ResourceExhaustedError(
         absl::StrCat(bytes, " bytes are asked for, and all of the ", state_->max_bytes, " that there may be are in use"));
   }
-  auto backing = state_->make(size);
-  if (!backing.ok()) return backing.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto backing, state_->make(size));
   std::lock_guard<std::mutex> lock(state_->mutex);
   Piece piece;
-  piece.backing = *std::move(backing);
+  piece.backing = std::move(backing);
   piece.free.emplace(0, piece.backing->bytes() / kAlignment * kAlignment);
   state_->bytes += piece.backing->bytes();
   const int64_t offset = piece.Take(bytes);

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "absl/strings/str_cat.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -104,9 +105,7 @@ absl::StatusOr<CudaDriver::Allocation> CudaDriver::Describe(const void* address)
   const Scope scope(*this, allocation.context);
   if (!scope.status().ok()) return scope.status();
   size_t bytes = 0;
-  if (absl::Status status = Check(MemGetAddressRange(&allocation.base, &bytes, pointer), "cuMemGetAddressRange"); !status.ok()) {
-    return status;
-  }
+  HEADWATER_RETURN_IF_ERROR(Check(MemGetAddressRange(&allocation.base, &bytes, pointer), "cuMemGetAddressRange"));
   allocation.bytes = static_cast<int64_t>(bytes);
   allocation.exportable = managed == 0 && (!told || capable != 0);
   allocation.kind = managed != 0 ? "managed memory" : "mapped or pooled memory (expandable segments, cudaMallocAsync)";

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/core/link/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -24,7 +25,7 @@ absl::StatusOr<std::shared_ptr<DeviceContext>> DeviceContext::Make(const CudaDri
   std::shared_ptr<DeviceContext> made(new DeviceContext(driver, context));
   const CudaDriver::Scope scope(driver, context);
   if (!scope.status().ok()) return scope.status();
-  if (absl::Status status = made->Hold(); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(made->Hold());
   for (const absl::Status& status :
        {driver.Check(driver.EventCreate(&made->event_, kCuEventDisableTiming | kInterprocess), "cuEventCreate"),
         made->event_ == nullptr ? absl::OkStatus()
@@ -37,7 +38,7 @@ absl::StatusOr<std::shared_ptr<DeviceContext>> DeviceContext::Make(const CudaDri
 
 absl::Status DeviceContext::Hold() {
   CuDevice device = 0;
-  if (absl::Status status = driver_.Check(driver_.CtxGetDevice(&device), "cuCtxGetDevice"); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(driver_.Check(driver_.CtxGetDevice(&device), "cuCtxGetDevice"));
   unsigned flags = 0;
   int active = 0;
   absl::Status status = driver_.Check(driver_.DevicePrimaryCtxGetState(device, &flags, &active), "cuDevicePrimaryCtxGetState");
@@ -67,9 +68,7 @@ absl::Status DeviceContext::Record(CuStream stream) {
   const CudaDriver::Scope scope(driver_, context_);
   if (!scope.status().ok()) return scope.status();
   std::lock_guard<std::mutex> lock(mutex_);
-  if (absl::Status status = driver_.Check(driver_.StreamWaitEvent(stream, event_, 0), "cuStreamWaitEvent"); !status.ok()) {
-    return status;
-  }
+  HEADWATER_RETURN_IF_ERROR(driver_.Check(driver_.StreamWaitEvent(stream, event_, 0), "cuStreamWaitEvent"));
   return driver_.Check(driver_.EventRecord(event_, stream), "cuEventRecord");
 }
 
@@ -94,9 +93,7 @@ absl::Status DeviceContext::CopyAfterEvent(void* to, const void* from, int64_t b
   const CudaDriver::Scope scope(driver_, context_);
   if (!scope.status().ok()) return scope.status();
   std::lock_guard<std::mutex> lock(mutex_);
-  if (absl::Status status = driver_.Check(driver_.StreamWaitEvent(own_stream_, event_, 0), "cuStreamWaitEvent"); !status.ok()) {
-    return status;
-  }
+  HEADWATER_RETURN_IF_ERROR(driver_.Check(driver_.StreamWaitEvent(own_stream_, event_, 0), "cuStreamWaitEvent"));
   return CopyOn(own_stream_, to, from, bytes);
 }
 
@@ -121,31 +118,25 @@ absl::StatusOr<std::shared_ptr<DeviceContext>> DeviceMemory::ContextFor(const Cu
   std::lock_guard<std::mutex> lock(mutex_);
   std::shared_ptr<DeviceContext>& known = contexts_[context];
   if (known == nullptr) {
-    auto made = DeviceContext::Make(driver, context);
-    if (!made.ok()) return made.status();
-    known = *std::move(made);
+    HEADWATER_ASSIGN_OR_RETURN(known, DeviceContext::Make(driver, context));
   }
   return known;
 }
 
 absl::StatusOr<std::shared_ptr<DeviceContext>> DeviceMemory::ContextOf(const void* data) {
-  auto driver = CudaDriver::Get();
-  if (!driver.ok()) return driver.status();
-  auto allocation = (*driver)->Describe(data);
-  if (!allocation.ok()) return allocation.status();
-  return ContextFor(**driver, allocation->context);
+  HEADWATER_ASSIGN_OR_RETURN(auto driver, CudaDriver::Get());
+  HEADWATER_ASSIGN_OR_RETURN(auto allocation, driver->Describe(data));
+  return ContextFor(*driver, allocation.context);
 }
 
 absl::StatusOr<std::shared_ptr<const DeviceBacking>> DeviceMemory::Export(const void* data, int64_t bytes) {
-  auto driver = CudaDriver::Get();
-  if (!driver.ok()) return driver.status();
-  const auto allocation = (*driver)->Describe(data);
-  if (!allocation.ok()) return allocation.status();
-  if (!allocation->exportable) {
-    return absl::FailedPreconditionError(absl::StrCat("rows in ", allocation->kind, " cannot be exported by CUDA IPC"));
+  HEADWATER_ASSIGN_OR_RETURN(auto driver, CudaDriver::Get());
+  HEADWATER_ASSIGN_OR_RETURN(const auto allocation, driver->Describe(data));
+  if (!allocation.exportable) {
+    return absl::FailedPreconditionError(absl::StrCat("rows in ", allocation.kind, " cannot be exported by CUDA IPC"));
   }
-  const CuDevicePointer offset = ToDevice(data) - allocation->base;
-  if (bytes > allocation->bytes || offset > static_cast<CuDevicePointer>(allocation->bytes - bytes)) {
+  const CuDevicePointer offset = ToDevice(data) - allocation.base;
+  if (bytes > allocation.bytes || offset > static_cast<CuDevicePointer>(allocation.bytes - bytes)) {
     return absl::InvalidArgumentError("rows that are said to lie in device memory reach beyond their allocation");
   }
   std::vector<std::shared_ptr<const Backing>> dropped;  // told without the lock
@@ -153,9 +144,9 @@ absl::StatusOr<std::shared_ptr<const DeviceBacking>> DeviceMemory::Export(const 
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto known = known_.begin(); known != known_.end();) {
-      if (known->base != allocation->base) {
+      if (known->base != allocation.base) {
         ++known;
-      } else if (known->buffer_id == allocation->buffer_id && known->backing->bytes() == allocation->bytes) {
+      } else if (known->buffer_id == allocation.buffer_id && known->backing->bytes() == allocation.bytes) {
         found = known->backing;
         known_.splice(known_.begin(), known_, known);
         break;
@@ -168,22 +159,21 @@ absl::StatusOr<std::shared_ptr<const DeviceBacking>> DeviceMemory::Export(const 
   if (!dropped.empty()) drop_(dropped);
   if (found != nullptr) return found;
 
-  auto context = ContextFor(**driver, allocation->context);
-  if (!context.ok()) return context.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto context, ContextFor(*driver, allocation.context));
   CuIpcHandle handle{};
   {
-    const CudaDriver::Scope scope(**driver, allocation->context);
+    const CudaDriver::Scope scope(*driver, allocation.context);
     if (!scope.status().ok()) return scope.status();
-    const absl::Status status = (*driver)->Check((*driver)->IpcGetMemHandle(&handle, allocation->base), "cuIpcGetMemHandle");
+    const absl::Status status = driver->Check(driver->IpcGetMemHandle(&handle, allocation.base), "cuIpcGetMemHandle");
     if (!status.ok()) {
       return absl::FailedPreconditionError(absl::StrCat("the rows' device memory cannot be exported: ", Sentence(status)));
     }
   }
-  found = std::make_shared<DeviceBacking>(*context, allocation->base, allocation->bytes, handle, /*owned=*/false);
+  found = std::make_shared<DeviceBacking>(context, allocation.base, allocation.bytes, handle, /*owned=*/false);
   dropped.clear();
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    known_.push_front({allocation->base, allocation->buffer_id, found});
+    known_.push_front({allocation.base, allocation.buffer_id, found});
     for (auto known = std::prev(known_.end()); known_.size() > kMaxKnown && known != known_.begin();) {
       const auto before = std::prev(known);
       if (known->backing.use_count() == 1) {  // no placement uses it

@@ -8,6 +8,7 @@
 #include "client/core/link/error.h"
 #include "headwater/client/error.h"
 #include "headwater/kernels/machine_limits.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -56,22 +57,21 @@ Placement::Placement(std::shared_ptr<MemoryPaths> paths, const CallRows& rows) :
 template <typename Visit>
 absl::Status Placement::ForEach(Visit&& visit) {
   for (PlacedTensor& tensor : reads_) {
-    if (absl::Status status = visit(tensor, false); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(visit(tensor, false));
   }
   return write_.has_value() ? visit(*write_, true) : absl::OkStatus();
 }
 
 absl::Status Placement::Register(PlacedTensor* tensor, const Wait& wait) {
-  auto id = tensor->region != nullptr ? paths_->server_.Register(session_id_, *tensor->region, wait)
-                                      : paths_->server_.Register(session_id_, *tensor->device, wait);
-  if (!id.ok()) return id.status();
-  tensor->region_id = *std::move(id);
+  HEADWATER_ASSIGN_OR_RETURN(tensor->region_id, tensor->region != nullptr
+                                                    ? paths_->server_.Register(session_id_, *tensor->region, wait)
+                                                    : paths_->server_.Register(session_id_, *tensor->device, wait));
   return absl::OkStatus();
 }
 
 absl::Status Placement::PlaceInHostMemory(PlacedTensor* tensor, const Wait& wait) {
   bool named = false;
-  if (absl::Status status = paths_->server_.HostMemoryWorks(wait, &named); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(paths_->server_.HostMemoryWorks(wait, &named));
   if (!tensor->mine.on_device) {
     auto found = std::static_pointer_cast<const SharedRegion>(paths_->host_.Find(tensor->mine.data, tensor->mine.bytes));
     if (found != nullptr && found->name().empty() != named) {
@@ -89,7 +89,7 @@ absl::Status Placement::PlaceInHostMemory(PlacedTensor* tensor, const Wait& wait
 }
 
 absl::Status Placement::PlaceInDeviceMemory(PlacedTensor* tensor, const Wait& wait) {
-  if (absl::Status status = paths_->server_.DeviceMemoryWorks(wait); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(paths_->server_.DeviceMemoryWorks(wait));
   const auto exported = paths_->device_.Export(tensor->mine.data, tensor->mine.bytes);
   if (exported.ok()) {
     tensor->device = *exported;
@@ -179,16 +179,15 @@ absl::Status Placement::Finish() {
 absl::Status Placement::Renew(const std::string& session_id, const Wait& wait) {
   ServerRegions& server = paths_->server_;
   const auto renew = [&]() -> absl::Status {
-    auto session = server.SessionOr(session_id, wait);
-    if (!session.ok()) return session.status();
-    if (*session == session_id_) {
+    HEADWATER_ASSIGN_OR_RETURN(auto session, server.SessionOr(session_id, wait));
+    if (session == session_id_) {
       static_cast<void>(ForEach([&](PlacedTensor& tensor, bool) {
         server.Lost(session_id_, *tensor.backing(), tensor.region_id);
         return absl::OkStatus();
       }));
     } else {
       server.Forget(session_id_);
-      session_id_ = *std::move(session);
+      session_id_ = std::move(session);
     }
     return ForEach([&](PlacedTensor& tensor, bool) { return Register(&tensor, wait); });
   };
@@ -250,9 +249,7 @@ absl::StatusOr<Placement> MemoryPaths::Place(const CallRows& rows, const std::st
       if (!works.ok() && any_on_device) works = server_.DeviceMemoryWorks(wait);
       if (!works.ok()) return works;
     }
-    auto session = server_.SessionOr(session_id, wait);
-    if (!session.ok()) return session.status();
-    placement.session_id_ = *std::move(session);
+    HEADWATER_ASSIGN_OR_RETURN(placement.session_id_, server_.SessionOr(session_id, wait));
     return placement.ForEach([&](PlacedTensor& tensor, bool) {
       tensor = PlacedTensor(tensor.mine);
       return placement.Place(&tensor, demand, wait);

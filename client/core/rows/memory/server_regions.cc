@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/core/link/error.h"
 #include "headwater/client/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -109,10 +110,9 @@ absl::Status ServerRegions::HostMemoryWorks(const Wait& wait, bool* named) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (host_problem_.has_value() && SteadyClock::now() < host_problem_->end) return host_problem_->status;
   }
-  auto info = Info(wait, false);
-  if (!info.ok()) return info.status();
-  *named = info->descriptor_socket().empty();
-  if (!*named || info->named_regions()) return absl::OkStatus();
+  HEADWATER_ASSIGN_OR_RETURN(auto info, Info(wait, false));
+  *named = info.descriptor_socket().empty();
+  if (!*named || info.named_regions()) return absl::OkStatus();
   std::lock_guard<std::mutex> lock(mutex_);
   host_problem_ = Unusable("the server takes no shared memory: it was started without --descriptor_socket");
   info_.reset();  // another one may be asked then
@@ -124,12 +124,11 @@ absl::Status ServerRegions::DeviceMemoryWorks(const Wait& wait) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (device_problem_.has_value() && SteadyClock::now() < device_problem_->end) return device_problem_->status;
   }
-  auto info = Info(wait, false);
-  if (!info.ok()) return info.status();
-  const auto& features = info->features();
+  HEADWATER_ASSIGN_OR_RETURN(auto info, Info(wait, false));
+  const auto& features = info.features();
   if (std::find(features.begin(), features.end(), "cuda_ipc") != features.end()) return absl::OkStatus();
   std::lock_guard<std::mutex> lock(mutex_);
-  device_problem_ = Unusable(absl::StrCat("the server's engine (", info->engine(), ") opens no device memory"));
+  device_problem_ = Unusable(absl::StrCat("the server's engine (", info.engine(), ") opens no device memory"));
   info_.reset();
   return device_problem_->status;
 }
@@ -142,11 +141,10 @@ bool ServerRegions::PassesByName() const {
 absl::StatusOr<std::string> ServerRegions::Token(const SharedRegion& region, const Wait& wait) {
   absl::Status failure;
   for (const bool again : {false, true}) {  // the server may have been started again since it was asked
-    auto info = Info(wait, again);
-    if (!info.ok()) return info.status();
-    auto token = PassDescriptor(info->descriptor_socket(), region.fd(), region.bytes(), info->incarnation(), wait);
+    HEADWATER_ASSIGN_OR_RETURN(auto info, Info(wait, again));
+    auto token = PassDescriptor(info.descriptor_socket(), region.fd(), region.bytes(), info.incarnation(), wait);
     if (token.ok()) return token;
-    if (absl::Status status = wait.Check(); !status.ok()) return status;  // which says nothing of the path
+    HEADWATER_RETURN_IF_ERROR(wait.Check());  // which says nothing of the path
     failure = token.status();
   }
   std::lock_guard<std::mutex> lock(mutex_);
@@ -164,7 +162,7 @@ absl::StatusOr<std::string> ServerRegions::RegisterOnce(const std::string& sessi
     const auto refused = refused_.find(backing.key());
     if (refused != refused_.end() && SteadyClock::now() < refused->second.end) return refused->second.status;
     if (closed_) return absl::CancelledError("the client is being closed");
-    if (absl::Status status = wait.Check(); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(wait.Check());
     std::shared_ptr<Registration> registration;
     if (const auto found = registrations_.find(key); found != registrations_.end()) registration = found->second;
     const bool mine = registration == nullptr || registration->over;
@@ -244,9 +242,8 @@ absl::StatusOr<std::string> ServerRegions::Register(const std::string& session_i
       request->set_shared_memory_name(region.name());
       return absl::OkStatus();
     }
-    auto token = Token(region, wait);
-    if (!token.ok()) return token.status();
-    request->set_descriptor_token(*std::move(token));
+    HEADWATER_ASSIGN_OR_RETURN(auto token, Token(region, wait));
+    request->set_descriptor_token(std::move(token));
     return absl::OkStatus();
   });
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -52,9 +53,9 @@ absl::StatusOr<std::vector<ConnectionLease>> ConnectionPool::Acquire(const std::
     }
     std::vector<std::shared_ptr<DataConnection>> fresh;
     for (; missing > 0; --missing) {
-      absl::StatusOr<std::shared_ptr<DataConnection>> connection = DataConnection::Open(peer, options_, deadline, cancelled);
-      if (!connection.ok()) return connection.status();
-      fresh.push_back(*std::move(connection));
+      HEADWATER_ASSIGN_OR_RETURN(std::shared_ptr<DataConnection> connection,
+                                 DataConnection::Open(peer, options_, deadline, cancelled));
+      fresh.push_back(std::move(connection));
     }
     std::lock_guard<std::mutex> lock(mutex_);
     DropUnusable(peer);

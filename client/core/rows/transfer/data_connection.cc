@@ -21,6 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "client/core/link/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -147,16 +148,15 @@ absl::StatusOr<std::shared_ptr<DataConnection>> DataConnection::Open(const std::
   if (!address.has_value() || options.tls.has_value()) {
     return std::shared_ptr<DataConnection>(new DataConnection(peer, MakeDataChannel(peer, options), -1));
   }
-  const absl::StatusOr<int> socket_fd = Connect(peer, *address, deadline, cancelled);
-  if (!socket_fd.ok()) return socket_fd.status();
-  const int second_fd = fcntl(*socket_fd, F_DUPFD_CLOEXEC, 0);
+  HEADWATER_ASSIGN_OR_RETURN(const int socket_fd, Connect(peer, *address, deadline, cancelled));
+  const int second_fd = fcntl(socket_fd, F_DUPFD_CLOEXEC, 0);
   if (second_fd < 0) {
     const int error = errno;
-    close(*socket_fd);
+    close(socket_fd);
     return CannotConnect(peer, error);
   }
   return std::shared_ptr<DataConnection>(
-      new DataConnection(peer, MakeDataChannel(peer, AuthorityOf(peer), *socket_fd, options), second_fd));
+      new DataConnection(peer, MakeDataChannel(peer, AuthorityOf(peer), socket_fd, options), second_fd));
 }
 
 DataConnection::~DataConnection() {

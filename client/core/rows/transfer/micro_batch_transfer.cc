@@ -6,6 +6,7 @@
 #include "client/core/link/error.h"
 #include "client/core/link/random_id.h"
 #include "headwater/client/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -128,7 +129,7 @@ absl::Status MicroBatchTransfer::Place() {
   if (status.ok()) return status;
   placement_.reset();
   // What has ended the wait says nothing of the path, and ends the attempt on any.
-  if (absl::Status wanted = CheckWanted(); !wanted.ok()) return wanted;
+  HEADWATER_RETURN_IF_ERROR(CheckWanted());
   // A session that is gone is replaced by those who opened it.
   if (demanded != Transport::kAuto || ErrorReason(status) == "SESSION_NOT_FOUND") return status;
   transport().SetWhyNotBetter(Sentence(status));
@@ -162,20 +163,17 @@ absl::Status MicroBatchTransfer::SendRows() {
     rows = {role, term_index, nullptr, view.row_count, view.row_bytes(), first_row};
     return BringToHost(view, memory_.cuda_stream, &rows);
   };
-  if (absl::Status status = add(v1::CHUNK_ROLE_HIDDEN, 0, memory_.rows, 0); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(add(v1::CHUNK_ROLE_HIDDEN, 0, memory_.rows, 0));
   for (size_t i = 0; i < memory_.teachers.size(); ++i) {
     const int64_t first_row = header_.terms(static_cast<int>(i)).row_start();
-    if (absl::Status status = add(v1::CHUNK_ROLE_TEACHER_HIDDEN, static_cast<int64_t>(i), memory_.teachers[i], first_row);
-        !status.ok()) {
-      return status;
-    }
+    HEADWATER_RETURN_IF_ERROR(add(v1::CHUNK_ROLE_TEACHER_HIDDEN, static_cast<int64_t>(i), memory_.teachers[i], first_row));
   }
   if (const RowsView& result = memory_.result; result.data != nullptr) {
     request.grad_hidden = static_cast<unsigned char*>(const_cast<void*>(result.data));
     request.grad_row_count = result.row_count;
     request.grad_row_bytes = result.row_bytes();
     if (result.memory == Memory::kCuda && bytes_down() > 0) {
-      if (absl::Status status = PrepareGradCopy(&request); !status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(PrepareGradCopy(&request));
     }
   }
   if (stripes() > 1) {
@@ -201,15 +199,11 @@ void MicroBatchTransfer::SendRequest(TransferRequest request) {
 
 absl::Status MicroBatchTransfer::PrepareGradCopy(TransferRequest* request) {
   if (!grad_copy_.has_value()) {
-    absl::StatusOr<HostCopy> copy = Allocate(memory_.result.data, bytes_down());
-    if (!copy.ok()) return copy.status();
-    grad_copy_ = *std::move(copy);
+    HEADWATER_ASSIGN_OR_RETURN(grad_copy_, Allocate(memory_.result.data, bytes_down()));
   }
-  auto context = transport().memory().ContextOf(memory_.result.data);
-  if (!context.ok()) return context.status();
-  grad_context_ = *std::move(context);
+  HEADWATER_ASSIGN_OR_RETURN(grad_context_, transport().memory().ContextOf(memory_.result.data));
   // The stream may be used otherwise while the call is under way: what it gets later must not hold the gradient up.
-  if (absl::Status status = grad_context_->Record(static_cast<CuStream>(memory_.cuda_stream)); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(grad_context_->Record(static_cast<CuStream>(memory_.cuda_stream)));
   request->grad_hidden = grad_copy_->data();
   // Rows go on as they come, if that makes gRPC's threads wait for nothing.
   if (grad_copy_->page_locked()) {

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/core/link/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -65,7 +66,7 @@ bool RowsCall::TryConnect(int64_t bytes_up, int64_t bytes_down) {
 }
 
 absl::Status RowsCall::Connect(int64_t bytes_up, int64_t bytes_down) {
-  if (absl::Status status = CheckWanted(); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckWanted());
   if (TryConnect(bytes_up, bytes_down)) return absl::OkStatus();
   // Connections are missing: the first ones, or they broke, so that another server process may answer now.
   absl::StatusOr<ServerFacts> facts = [&] {
@@ -118,9 +119,7 @@ absl::StatusOr<RowsCall::HostCopy> RowsCall::Allocate(const void* device_data, i
     copy.staging = *std::move(staging);
     return copy;
   }
-  absl::StatusOr<Bytes> ordinary = Bytes::Allocate(bytes, "rows");
-  if (!ordinary.ok()) return ordinary.status();
-  copy.ordinary = *std::move(ordinary);
+  HEADWATER_ASSIGN_OR_RETURN(copy.ordinary, Bytes::Allocate(bytes, "rows"));
   return copy;
 }
 
@@ -142,19 +141,15 @@ absl::Status RowsCall::BringToHost(const RowsView& rows, void* cuda_stream, Outg
   auto known = std::find_if(copies_.begin(), copies_.end(),
                             [&](const auto& copy) { return copy.first == rows.data && copy.second.bytes >= bytes; });
   if (known == copies_.end()) {
-    absl::StatusOr<HostCopy> copy = Allocate(rows.data, bytes);
-    if (!copy.ok()) return copy.status();
-    const auto context = transport_.memory().ContextOf(rows.data);
-    if (!context.ok()) return context.status();
+    HEADWATER_ASSIGN_OR_RETURN(HostCopy copy, Allocate(rows.data, bytes));
+    HEADWATER_ASSIGN_OR_RETURN(const auto context, transport_.memory().ContextOf(rows.data));
     const auto stream = static_cast<CuStream>(cuda_stream);
-    if (copy->page_locked()) {
-      auto arrival = DeviceRead::Begin(*context, stream, copy->data(), rows.data, bytes);
-      if (!arrival.ok()) return arrival.status();
-      copy->arrival = *std::move(arrival);
-    } else if (absl::Status status = (*context)->CopyNow(stream, copy->data(), rows.data, bytes); !status.ok()) {
-      return status;
+    if (copy.page_locked()) {
+      HEADWATER_ASSIGN_OR_RETURN(copy.arrival, DeviceRead::Begin(context, stream, copy.data(), rows.data, bytes));
+    } else {
+      HEADWATER_RETURN_IF_ERROR(context->CopyNow(stream, copy.data(), rows.data, bytes));
     }
-    known = copies_.emplace(copies_.end(), rows.data, *std::move(copy));
+    known = copies_.emplace(copies_.end(), rows.data, std::move(copy));
   }
   outgoing->data = known->second.data();
   outgoing->arrival = known->second.arrival.get();

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/core/link/error.h"
 #include "client/core/rows/bytes.h"
+#include "headwater/kernels/return_if_error.h"
 #include "headwater/v1/loss_service.pb.h"
 
 namespace headwater::client::internal {
@@ -192,31 +193,30 @@ absl::Status TransferCall::TakeResponse(int stream, const SlicedMessage& message
     answer_ = message.Substring(0, message.size());
     return absl::OkStatus();
   }
-  const absl::StatusOr<DecodedResponse> response = DecodeResponse(message);
-  if (!response.ok()) return response.status();
+  HEADWATER_ASSIGN_OR_RETURN(const DecodedResponse response, DecodeResponse(message));
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (stream == 0 && answer_.has_value()) return MakeAnswerError("a message after the summary");
-    if (stream == 0 && response->summary.has_value()) {
-      answer_ = message.Substring(response->summary->offset, response->summary->bytes);
+    if (stream == 0 && response.summary.has_value()) {
+      answer_ = message.Substring(response.summary->offset, response.summary->bytes);
       return absl::OkStatus();
     }
   }
-  if (!response->has_chunk) return MakeAnswerError("a message without chunk or summary");
-  const ChunkHeader& chunk = response->chunk;
+  if (!response.has_chunk) return MakeAnswerError("a message without chunk or summary");
+  const ChunkHeader& chunk = response.chunk;
   if (request_.grad_hidden == nullptr || chunk.role != v1::CHUNK_ROLE_GRAD_HIDDEN) {
     return MakeAnswerError(absl::StrCat("a chunk of role ", static_cast<int>(chunk.role), " that was not asked for"));
   }
   const bool sized = chunk.row_count >= 1 && chunk.row_count <= request_.grad_row_count &&
-                     response->rows.bytes == chunk.row_count * request_.grad_row_bytes;
+                     response.rows.bytes == chunk.row_count * request_.grad_row_bytes;
   if (!sized || !received_.Take(chunk.row_start, chunk.row_count)) {
     return MakeAnswerError(absl::StrCat("grad_hidden rows [", chunk.row_start, ", +", chunk.row_count, ") with ",
-                                        response->rows.bytes, " bytes, expected rows of ", request_.grad_row_bytes,
-                                        " bytes in [0, ", request_.grad_row_count, "), each once"));
+                                        response.rows.bytes, " bytes, expected rows of ", request_.grad_row_bytes, " bytes in [0, ",
+                                        request_.grad_row_count, "), each once"));
   }
   const int64_t first = chunk.row_start * request_.grad_row_bytes;
-  message.CopyTo(response->rows.offset, response->rows.bytes, request_.grad_hidden + first);
-  return request_.on_grad_rows ? request_.on_grad_rows(first, response->rows.bytes) : absl::OkStatus();
+  message.CopyTo(response.rows.offset, response.rows.bytes, request_.grad_hidden + first);
+  return request_.on_grad_rows ? request_.on_grad_rows(first, response.rows.bytes) : absl::OkStatus();
 }
 
 void TransferCall::Fail(absl::Status status) {

@@ -1,6 +1,9 @@
 // HEADWATER_RETURN_IF_ERROR(expression): returns from the function if `expression`, a status, is an error.
+// HEADWATER_ASSIGN_OR_RETURN(declaration, expression): likewise of a StatusOr, whose value the declared variable gets otherwise.
 #ifndef HEADWATER_KERNELS_RETURN_IF_ERROR_H_
 #define HEADWATER_KERNELS_RETURN_IF_ERROR_H_
+
+#include <utility>
 
 #include "absl/status/status.h"
 
@@ -13,5 +16,12 @@
     if (!status.ok()) return status;                     \
   } while (false)
 #define HEADWATER_RETURN_IF_ERROR(expression) HEADWATER_RETURN_IF_ERROR_AS(HEADWATER_STATUS_NAME(__COUNTER__), expression)
+
+#define HEADWATER_ASSIGN_OR_RETURN_AS(result, declaration, ...) \
+  auto result = (__VA_ARGS__);                                  \
+  if (!result.ok()) return result.status();                     \
+  declaration = *std::move(result)
+#define HEADWATER_ASSIGN_OR_RETURN(declaration, ...) \
+  HEADWATER_ASSIGN_OR_RETURN_AS(HEADWATER_STATUS_NAME(__COUNTER__), declaration, __VA_ARGS__)
 
 #endif  // HEADWATER_KERNELS_RETURN_IF_ERROR_H_
