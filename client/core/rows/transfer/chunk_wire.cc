@@ -8,48 +8,47 @@
 namespace headwater::client::internal {
 namespace {
 
-// Protobuf's wire types.
-enum class WireType { kVarint = 0, kFixed64 = 1, kBytes = 2, kGroupStart = 3, kGroupEnd = 4, kFixed32 = 5 };
+constexpr int kVarint = 0;  // protobuf's wire types
+constexpr int kBytes = 2;
+constexpr uint8_t Tag(int field, int type) { return static_cast<uint8_t>(field << 3 | type); }
 
-constexpr int kRequestChunkField = 2;
-constexpr int kResponseChunkField = 1;
-constexpr int kResponseSummaryField = 2;
-constexpr int kRoleField = 1;
-constexpr int kTermIndexField = 2;
-constexpr int kRowStartField = 3;
-constexpr int kRowCountField = 4;
-constexpr int kDataField = 15;
-// Protobuf's own limits: of groups and messages in one another, and of a tag or a length.
-constexpr int kMaxDepth = 100;
-constexpr int64_t kMaxTagBytes = 5;
+constexpr uint8_t kRequestChunk = Tag(2, kBytes);
+constexpr uint8_t kResponseChunk = Tag(1, kBytes);
+constexpr uint8_t kResponseSummary = Tag(2, kBytes);
+constexpr uint8_t kRole = Tag(1, kVarint);
+constexpr uint8_t kTermIndex = Tag(2, kVarint);
+constexpr uint8_t kRowStart = Tag(3, kVarint);
+constexpr uint8_t kRowCount = Tag(4, kVarint);
+constexpr uint8_t kData = Tag(15, kBytes);
+// Protobuf takes no longer lengths.
+constexpr size_t kMaxLengthBytes = 5;
+// All that comes before a chunk's data takes less.
+constexpr int64_t kPrefixBytes = 64;
 
 void AppendVarint(uint64_t value, std::string& out) {
   for (; value >= 0x80; value >>= 7) out.push_back(static_cast<char>(value | 0x80));
   out.push_back(static_cast<char>(value));
 }
 
-void AppendTag(int field, WireType type, std::string& out) {
-  AppendVarint(static_cast<uint64_t>(field) << 3 | static_cast<uint64_t>(type), out);
-}
-
-void AppendVarintField(int field, int64_t value, std::string& out) {
+void AppendField(uint8_t tag, int64_t value, std::string& out) {
   if (value == 0) return;  // proto3's default
-  AppendTag(field, WireType::kVarint, out);
+  out.push_back(static_cast<char>(tag));
   AppendVarint(static_cast<uint64_t>(value), out);
 }
 
-size_t VarintSize(uint64_t value) {
-  size_t size = 1;
-  for (; value >= 0x80; value >>= 7) ++size;
-  return size;
-}
-
-// Reads on from an offset of a sliced message. Every function is false where the bytes end or say nonsense.
-class WireReader {
+// Reads the beginning of a message. Every function is false where that ends.
+class PrefixReader {
  public:
-  explicit WireReader(const std::vector<grpc::Slice>& slices) : slices_(slices) {}
+  explicit PrefixReader(const SlicedMessage& message)
+      : message_bytes_(message.size()), prefix_(message.Substring(0, std::min(message.size(), kPrefixBytes))) {}
 
-  int64_t offset() const { return offset_; }
+  int64_t offset() const { return static_cast<int64_t>(offset_); }
+
+  bool ReadByte(uint8_t& byte) {
+    if (offset_ == prefix_.size()) return false;
+    byte = static_cast<uint8_t>(prefix_[offset_++]);
+    return true;
+  }
 
   bool ReadVarint(uint64_t& value) {
     value = 0;
@@ -62,157 +61,68 @@ class WireReader {
     return false;
   }
 
-  // As protobuf reads one: in at most five bytes, of which bits beyond 32 are dropped.
-  bool ReadTag(int& field, WireType& type) {
+  // The length of a field that ends where the message does.
+  bool ReadLastLength(int64_t& length) {
     uint64_t value = 0;
-    const int64_t before = offset_;
-    if (!ReadVarint(value) || offset_ - before > kMaxTagBytes) return false;
-    const auto tag = static_cast<uint32_t>(value);
-    if ((tag >> 3) == 0 || (tag & 7) > 5) return false;
-    field = static_cast<int>(tag >> 3);
-    type = static_cast<WireType>(tag & 7);
-    return true;
-  }
-
-  // The length of what follows, which lies before `end`. Protobuf takes no more than five bytes for one.
-  bool ReadLength(int64_t end, int64_t& length) {
-    uint64_t value = 0;
-    const int64_t before = offset_;
-    if (!ReadVarint(value) || offset_ - before > kMaxTagBytes || offset_ > end || value > static_cast<uint64_t>(end - offset_))
-      return false;
-    length = static_cast<int64_t>(value);
-    return true;
-  }
-
-  bool Skip(int64_t bytes) {
-    while (bytes > 0) {
-      if (slice_ == slices_.size()) return false;
-      const int64_t left = static_cast<int64_t>(slices_[slice_].size() - in_slice_);
-      const int64_t step = std::min(left, bytes);
-      in_slice_ += static_cast<size_t>(step);
-      offset_ += step;
-      bytes -= step;
-      if (in_slice_ == slices_[slice_].size()) NextSlice();
-    }
-    return true;
-  }
-
-  bool SkipField(int field, WireType type, int64_t end, int depth = 0) {
-    uint64_t ignored = 0;
-    int64_t length = 0;
-    switch (type) {
-      case WireType::kVarint:
-        return ReadVarint(ignored);
-      case WireType::kFixed64:
-        return Skip(8);
-      case WireType::kFixed32:
-        return Skip(4);
-      case WireType::kBytes:
-        return ReadLength(end, length) && Skip(length);
-      case WireType::kGroupStart: {
-        if (depth == kMaxDepth) return false;
-        for (;;) {
-          int inner_field = 0;
-          WireType inner_type = WireType::kVarint;
-          if (offset_ >= end || !ReadTag(inner_field, inner_type)) return false;
-          if (inner_type == WireType::kGroupEnd) return inner_field == field;
-          if (!SkipField(inner_field, inner_type, end, depth + 1)) return false;
-        }
-      }
-      case WireType::kGroupEnd:
-        return false;
-    }
-    return false;
+    const size_t before = offset_;
+    if (!ReadVarint(value) || offset_ - before > kMaxLengthBytes) return false;
+    length = message_bytes_ - offset();
+    return value == static_cast<uint64_t>(length);
   }
 
  private:
-  bool ReadByte(uint8_t& byte) {
-    while (slice_ < slices_.size() && in_slice_ == slices_[slice_].size()) NextSlice();
-    if (slice_ == slices_.size()) return false;
-    byte = slices_[slice_].begin()[in_slice_];
-    ++in_slice_;
-    ++offset_;
-    return true;
-  }
-  void NextSlice() {
-    ++slice_;
-    in_slice_ = 0;
-  }
-
-  const std::vector<grpc::Slice>& slices_;
-  size_t slice_ = 0;
-  size_t in_slice_ = 0;
-  int64_t offset_ = 0;
+  const int64_t message_bytes_;
+  const std::string prefix_;
+  size_t offset_ = 0;
 };
 
-// The fields of a RowChunk that ends at `end`. Called again for a chunk that comes in pieces: later fields replace earlier ones.
-bool ReadChunk(WireReader& reader, int64_t end, DecodedResponse& response) {
-  while (reader.offset() < end) {
-    int field = 0;
-    WireType type = WireType::kVarint;
-    if (!reader.ReadTag(field, type)) return false;
+// True for what encoders make: a chunk whose last field is its data, or a summary, and nothing beside it.
+bool ReadUsual(const SlicedMessage& message, DecodedResponse& response) {
+  PrefixReader reader(message);
+  uint8_t tag = 0;
+  int64_t length = 0;
+  if (!reader.ReadByte(tag) || !reader.ReadLastLength(length)) return false;
+  if (tag == kResponseSummary) {
+    response.summary = message.Substring(reader.offset(), length);
+    return true;
+  }
+  response.has_chunk = tag == kResponseChunk;
+  while (response.has_chunk && reader.ReadByte(tag)) {
+    if (tag == kData) {
+      if (!reader.ReadLastLength(response.rows_bytes)) return false;
+      response.rows_offset = reader.offset();
+      return true;
+    }
     uint64_t value = 0;
-    if (field >= kRoleField && field <= kRowCountField && type == WireType::kVarint) {
-      if (!reader.ReadVarint(value)) return false;
-      if (field == kRoleField) response.chunk.role = static_cast<v1::ChunkRole>(static_cast<int32_t>(value));
-      if (field == kTermIndexField) response.chunk.term_index = static_cast<int32_t>(value);
-      if (field == kRowStartField) response.chunk.row_start = static_cast<int64_t>(value);
-      if (field == kRowCountField) response.chunk.row_count = static_cast<int64_t>(value);
-    } else if (field == kDataField && type == WireType::kBytes) {
-      int64_t length = 0;
-      if (!reader.ReadLength(end, length)) return false;
-      response.rows = {reader.offset(), length};
-      if (!reader.Skip(length)) return false;
-    } else if (!reader.SkipField(field, type, end, /*depth=*/1)) {
+    if (!reader.ReadVarint(value)) return false;
+    if (tag == kRole) {
+      response.chunk.role = static_cast<v1::ChunkRole>(static_cast<int32_t>(value));
+    } else if (tag == kTermIndex) {
+      response.chunk.term_index = static_cast<int32_t>(value);
+    } else if (tag == kRowStart) {
+      response.chunk.row_start = static_cast<int64_t>(value);
+    } else if (tag == kRowCount) {
+      response.chunk.row_count = static_cast<int64_t>(value);
+    } else {
       return false;
     }
   }
-  return reader.offset() == end;
-}
-
-bool ReadResponse(const SlicedMessage& message, DecodedResponse& response) {
-  WireReader reader(message.slices());
-  while (reader.offset() < message.size()) {
-    int field = 0;
-    WireType type = WireType::kVarint;
-    if (!reader.ReadTag(field, type)) return false;
-    const bool is_part = type == WireType::kBytes && (field == kResponseChunkField || field == kResponseSummaryField);
-    if (!is_part) {
-      if (!reader.SkipField(field, type, message.size())) return false;
-      continue;
-    }
-    int64_t length = 0;
-    if (!reader.ReadLength(message.size(), length)) return false;
-    if (field == kResponseSummaryField) {
-      // One of the two, the last one; a summary in pieces is not one that any encoder makes.
-      response = {};
-      response.summary = MessagePart{reader.offset(), length};
-      if (!reader.Skip(length)) return false;
-    } else {
-      response.summary.reset();
-      response.has_chunk = true;
-      if (!ReadChunk(reader, reader.offset() + length, response)) return false;
-    }
-  }
-  return true;
+  return false;
 }
 
 }  // namespace
 
 std::string EncodeChunkPrefix(const ChunkHeader& header, int64_t payload_bytes) {
   std::string fields;
-  AppendVarintField(kRoleField, header.role, fields);
-  AppendVarintField(kTermIndexField, header.term_index, fields);
-  AppendVarintField(kRowStartField, header.row_start, fields);
-  AppendVarintField(kRowCountField, header.row_count, fields);
-  AppendTag(kDataField, WireType::kBytes, fields);
+  AppendField(kRole, header.role, fields);
+  AppendField(kTermIndex, header.term_index, fields);
+  AppendField(kRowStart, header.row_start, fields);
+  AppendField(kRowCount, header.row_count, fields);
+  fields.push_back(static_cast<char>(kData));
   AppendVarint(static_cast<uint64_t>(payload_bytes), fields);
-  std::string prefix;
-  prefix.reserve(fields.size() + 1 + VarintSize(fields.size() + static_cast<uint64_t>(payload_bytes)));
-  AppendTag(kRequestChunkField, WireType::kBytes, prefix);
+  std::string prefix(1, static_cast<char>(kRequestChunk));
   AppendVarint(fields.size() + static_cast<uint64_t>(payload_bytes), prefix);
-  prefix += fields;
-  return prefix;
+  return prefix + fields;
 }
 
 bool SlicedMessage::Assign(const grpc::ByteBuffer& buffer) {
@@ -246,9 +156,26 @@ std::string SlicedMessage::Substring(int64_t offset, int64_t bytes) const {
   return result;
 }
 
+void DecodedResponse::CopyRowsTo(const SlicedMessage& message, void* to) const {
+  if (own_rows.empty()) {
+    message.CopyTo(rows_offset, rows_bytes, to);
+  } else {
+    std::memcpy(to, own_rows.data(), own_rows.size());
+  }
+}
+
 absl::StatusOr<DecodedResponse> DecodeResponse(const SlicedMessage& message) {
   DecodedResponse response;
-  if (!ReadResponse(message, response)) return MakeAnswerError("a message that cannot be decoded");
+  if (ReadUsual(message, response)) return response;
+  response = {};
+  v1::ComputeLossResponse parsed;
+  if (!parsed.ParseFromString(message.Substring(0, message.size()))) return MakeAnswerError("a message that cannot be decoded");
+  if (parsed.has_summary()) response.summary = parsed.summary().SerializeAsString();
+  response.has_chunk = parsed.has_chunk();
+  const v1::RowChunk& chunk = parsed.chunk();
+  response.chunk = {chunk.role(), chunk.term_index(), chunk.row_start(), chunk.row_count()};
+  response.own_rows = chunk.data();
+  response.rows_bytes = static_cast<int64_t>(response.own_rows.size());
   return response;
 }
 

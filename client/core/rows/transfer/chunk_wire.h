@@ -1,5 +1,5 @@
-// Messages that carry rows, encoded and decoded by hand, so that the rows themselves are neither copied into a message nor out of
-// one more than once. Compatible with what protobuf makes of the same messages.
+// Messages that carry rows. What encoders make of them is encoded and decoded by hand, so that the rows themselves are neither
+// copied into a message nor out of one more than once; any other form is left to protobuf.
 #ifndef HEADWATER_CLIENT_CORE_ROWS_TRANSFER_CHUNK_WIRE_H_
 #define HEADWATER_CLIENT_CORE_ROWS_TRANSFER_CHUNK_WIRE_H_
 
@@ -39,25 +39,23 @@ class SlicedMessage {
   void CopyTo(int64_t offset, int64_t bytes, void* to) const;
   std::string Substring(int64_t offset, int64_t bytes) const;
 
-  const std::vector<grpc::Slice>& slices() const { return slices_; }
-
  private:
   std::vector<grpc::Slice> slices_;
   int64_t size_ = 0;
-};
-
-// Where something lies within a message.
-struct MessagePart {
-  int64_t offset = 0;
-  int64_t bytes = 0;
 };
 
 // A response message (ComputeLossResponse or TransferRowsResponse): a chunk, or the summary, or neither.
 struct DecodedResponse {
   bool has_chunk = false;
   ChunkHeader chunk;
-  MessagePart rows;                    // of the chunk
-  std::optional<MessagePart> summary;  // serialized MicroBatchSummary
+  int64_t rows_bytes = 0;                // of the chunk's data
+  std::optional<std::string> summary{};  // serialized MicroBatchSummary
+
+  // The chunk's data, of the message that this was decoded from.
+  void CopyRowsTo(const SlicedMessage& message, void* to) const;
+
+  int64_t rows_offset = 0;  // of the data in the message
+  std::string own_rows{};   // the data itself, where protobuf has read it
 };
 
 // INTERNAL if the bytes are no such message.

@@ -193,12 +193,12 @@ absl::Status TransferCall::TakeResponse(int stream, const SlicedMessage& message
     answer_ = message.Substring(0, message.size());
     return absl::OkStatus();
   }
-  HEADWATER_ASSIGN_OR_RETURN(const DecodedResponse response, DecodeResponse(message));
+  HEADWATER_ASSIGN_OR_RETURN(DecodedResponse response, DecodeResponse(message));
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (stream == 0 && answer_.has_value()) return MakeAnswerError("a message after the summary");
     if (stream == 0 && response.summary.has_value()) {
-      answer_ = message.Substring(response.summary->offset, response.summary->bytes);
+      answer_ = std::move(response.summary);
       return absl::OkStatus();
     }
   }
@@ -208,15 +208,15 @@ absl::Status TransferCall::TakeResponse(int stream, const SlicedMessage& message
     return MakeAnswerError(absl::StrCat("a chunk of role ", static_cast<int>(chunk.role), " that was not asked for"));
   }
   const bool sized = chunk.row_count >= 1 && chunk.row_count <= request_.grad_row_count &&
-                     response.rows.bytes == chunk.row_count * request_.grad_row_bytes;
+                     response.rows_bytes == chunk.row_count * request_.grad_row_bytes;
   if (!sized || !received_.Take(chunk.row_start, chunk.row_count)) {
     return MakeAnswerError(absl::StrCat("grad_hidden rows [", chunk.row_start, ", +", chunk.row_count, ") with ",
-                                        response.rows.bytes, " bytes, expected rows of ", request_.grad_row_bytes, " bytes in [0, ",
+                                        response.rows_bytes, " bytes, expected rows of ", request_.grad_row_bytes, " bytes in [0, ",
                                         request_.grad_row_count, "), each once"));
   }
   const int64_t first = chunk.row_start * request_.grad_row_bytes;
-  message.CopyTo(response.rows.offset, response.rows.bytes, request_.grad_hidden + first);
-  return request_.on_grad_rows ? request_.on_grad_rows(first, response.rows.bytes) : absl::OkStatus();
+  response.CopyRowsTo(message, request_.grad_hidden + first);
+  return request_.on_grad_rows ? request_.on_grad_rows(first, response.rows_bytes) : absl::OkStatus();
 }
 
 void TransferCall::Fail(absl::Status status) {
