@@ -12,19 +12,7 @@ namespace {
 
 using client::HealthStatus;
 
-const char* HealthName(HealthStatus status) {
-  switch (status) {
-    case HealthStatus::kServing:
-      return "SERVING";
-    case HealthStatus::kNotServing:
-      return "NOT_SERVING";
-    case HealthStatus::kServiceUnknown:
-      return "SERVICE_UNKNOWN";
-    case HealthStatus::kUnknown:
-      break;
-  }
-  return "UNKNOWN";
-}
+const char* HealthName(HealthStatus status) { return NameOf(status, {"UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN"}); }
 
 absl::StatusOr<ExitCode> RunHealth(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
   const std::string service = arguments.empty() ? "" : arguments[0];

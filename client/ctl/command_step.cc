@@ -12,52 +12,14 @@ namespace headwater::ctl {
 namespace {
 
 const char* StepStateName(client::StepState state) {
-  switch (state) {
-    case client::StepState::kOpen:
-      return "open";
-    case client::StepState::kSealed:
-      return "sealed";
-    case client::StepState::kApplied:
-      return "applied";
-    case client::StepState::kDiscarded:
-      return "discarded";
-    case client::StepState::kReplaced:
-      return "replaced";
-    case client::StepState::kUnknown:
-      break;
-  }
-  return "unknown";
+  return NameOf(state, {"unknown", "open", "sealed", "applied", "discarded", "replaced"});
 }
 
 const char* ContributionStateName(client::ContributionState state) {
-  switch (state) {
-    case client::ContributionState::kInProgress:
-      return "in progress";
-    case client::ContributionState::kStaged:
-      return "undecided";
-    case client::ContributionState::kCommitted:
-      return "committed";
-    case client::ContributionState::kDiscarded:
-      return "discarded";
-    case client::ContributionState::kNone:
-      break;
-  }
-  return "announced";
+  return NameOf(state, {"announced", "in progress", "undecided", "committed", "discarded"});
 }
 
-const char* ContributionFormName(client::ContributionForm form) {
-  switch (form) {
-    case client::ContributionForm::kDirect:
-      return "direct";
-    case client::ContributionForm::kStaged:
-      return "staged";
-    case client::ContributionForm::kHeld:
-      return "held";
-    case client::ContributionForm::kNone:
-      break;
-  }
-  return "-";
-}
+const char* ContributionFormName(client::ContributionForm form) { return NameOf(form, {"-", "direct", "staged", "held"}); }
 
 std::string StepText(const client::StepInfo& step) {
   std::string text = absl::StrCat("step ", step.step, " is ", StepStateName(step.state), ": ", step.totals.micro_batch_count,

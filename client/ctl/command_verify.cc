@@ -34,23 +34,7 @@ constexpr double kTolerance = 1e-6;
 
 enum class Finding { kSame, kDiffers, kRounded, kWider, kNotChecked, kNoted };
 
-const char* FindingName(Finding verdict) {
-  switch (verdict) {
-    case Finding::kSame:
-      return "same";
-    case Finding::kDiffers:
-      return "differs";
-    case Finding::kRounded:
-      return "rounded";
-    case Finding::kWider:
-      return "wider";
-    case Finding::kNotChecked:
-      return "not checked";
-    case Finding::kNoted:
-      return "-";
-  }
-  return "";
-}
+const char* FindingName(Finding verdict) { return NameOf(verdict, {"same", "differs", "rounded", "wider", "not checked", "-"}); }
 
 // One property; null: there is none, or it is not known.
 struct Check {

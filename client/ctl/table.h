@@ -2,6 +2,7 @@
 #ifndef HEADWATER_CLIENT_CTL_TABLE_H_
 #define HEADWATER_CLIENT_CTL_TABLE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -17,6 +18,13 @@ std::string FormatHex(const std::string& bytes);
 // Text from elsewhere as it may be shown on a terminal: control characters, those of ASCII and U+0080 to U+009F, become "\\x1b".
 // `lines`: but for newlines.
 std::string Printable(const std::string& text, bool lines = false);
+
+// The name of an enumerator, which stands at its value's place; the first one for values that this program does not know.
+template <typename Enum, size_t kCount>
+const char* NameOf(Enum value, const char* const (&names)[kCount]) {
+  const auto place = static_cast<size_t>(value);
+  return names[place < kCount ? place : 0];
+}
 
 // Columns of text, as wide as their widest cell, two spaces apart.
 class Table {
