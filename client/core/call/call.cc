@@ -151,7 +151,7 @@ bool Call::AwaitSession() {
   if (!may_block) {
     // To wait for a session would hold up the caller, or everybody's timers.
     std::lock_guard<std::mutex> lock(mutex_);
-    Workers& workers = cancelled() ? core_->row_transport().endings() : core_->row_transport().beginnings();
+    DelayedTasks& workers = cancelled() ? core_->row_transport().endings() : core_->row_transport().beginnings();
     workers.Run(this, [this] {
       { std::lock_guard<std::mutex> begun(mutex_); }
       may_block_ = true;

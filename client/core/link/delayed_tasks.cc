@@ -5,13 +5,18 @@
 
 namespace headwater::client::internal {
 
+DelayedTasks::DelayedTasks(int max_threads, MakeThread make_thread)
+    : max_threads_(static_cast<size_t>(max_threads)), make_thread_(std::move(make_thread)) {
+  threads_.reserve(max_threads_);  // no thread that was made finds no place
+}
+
 DelayedTasks::~DelayedTasks() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
     changed_.notify_all();
   }
-  if (thread_.joinable()) thread_.join();
+  for (std::thread& thread : threads_) thread.join();
 }
 
 void DelayedTasks::Run(const void* owner, std::chrono::nanoseconds delay, std::function<void()> task) {
@@ -20,9 +25,27 @@ void DelayedTasks::Run(const void* owner, std::chrono::nanoseconds delay, std::f
   const auto next = NextTask();
   // Most tasks are for the case that something takes too long, and are forgotten again: the thread need not wake up for them.
   const bool is_next = next == tasks_.end() || due < next->due;
-  if (!thread_.joinable()) thread_ = std::thread([this] { Loop(); });
   tasks_.push_back({owner, due, std::move(task)});
-  if (is_next) changed_.notify_all();
+  if (idle_ < tasks_.size() && threads_.size() < max_threads_) {
+    try {
+      threads_.push_back(make_thread_([this] { Loop(); }));
+    } catch (...) {
+      if (threads_.empty()) {
+        tasks_.pop_back();
+        throw;
+      }
+    }
+  }
+  if (is_next || max_threads_ > 1) changed_.notify_one();
+}
+
+std::function<void()> DelayedTasks::Withdraw(const void* owner) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = std::find_if(tasks_.begin(), tasks_.end(), [owner](const Task& task) { return task.owner == owner; });
+  if (found == tasks_.end()) return nullptr;
+  std::function<void()> run = std::move(found->run);
+  tasks_.erase(found);
+  return run;
 }
 
 void DelayedTasks::Forget(const void* owner) {
@@ -57,18 +80,23 @@ void DelayedTasks::Loop() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {
     const auto next = NextTask();
-    if (next == tasks_.end()) {
-      changed_.wait(lock);
-    } else if (next->due > Clock::now()) {
-      const Clock::time_point due = next->due;
-      changed_.wait_until(lock, due);
-    } else {
-      const std::function<void()> run = std::move(next->run);
+    if (next != tasks_.end() && next->due <= Clock::now()) {
+      std::function<void()> run = std::move(next->run);
       tasks_.erase(next);
       lock.unlock();
       run();
+      run = nullptr;  // what it held may come back to this object when it goes
       lock.lock();
+      continue;
     }
+    ++idle_;
+    if (next == tasks_.end()) {
+      changed_.wait(lock);
+    } else {
+      const Clock::time_point due = next->due;
+      changed_.wait_until(lock, due);
+    }
+    --idle_;
   }
 }
 

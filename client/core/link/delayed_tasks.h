@@ -1,4 +1,4 @@
-// DelayedTasks: one thread that runs small tasks when they are due.
+// DelayedTasks: threads that run tasks when they are due.
 #ifndef HEADWATER_CLIENT_CORE_LINK_DELAYED_TASKS_H_
 #define HEADWATER_CLIENT_CORE_LINK_DELAYED_TASKS_H_
 
@@ -8,23 +8,31 @@
 #include <list>
 #include <mutex>
 #include <thread>
+#include <utility>
+#include <vector>
 
 namespace headwater::client::internal {
 
-// Thread-safe. The thread starts with the first task.
+// Thread-safe. A thread is made when a task finds none idle, up to the maximum; they stay.
 class DelayedTasks {
  public:
   using Clock = std::chrono::steady_clock;
+  // Makes a thread that runs the loop; std::system_error if the system gives none.
+  using MakeThread = std::function<std::thread(std::function<void()> loop)>;
 
-  DelayedTasks() = default;
-  // Waits for the task that is running; those that are waiting never run.
+  explicit DelayedTasks(
+      int max_threads = 1, MakeThread make_thread = [](std::function<void()> loop) { return std::thread(std::move(loop)); });
+  // Waits for the tasks that are running; those that are waiting never run.
   ~DelayedTasks();
   DelayedTasks(const DelayedTasks&) = delete;
   DelayedTasks& operator=(const DelayedTasks&) = delete;
 
-  // Runs `task` on this object's thread after `delay`; among those that are due, the one that was due first. `owner` names it for
-  // Hurry(). A task may destroy its owner, but not this object.
+  // Runs `task` on a thread of this object after `delay`; among those that are due, the one that was due first. `owner` names it
+  // for Hurry(). A task may destroy its owner, but not this object. If the system gives no thread, those that there are take the
+  // task; if there are none, this throws what the system says, and the task never runs.
   void Run(const void* owner, std::chrono::nanoseconds delay, std::function<void()> task);
+  // Runs `task` at once.
+  void Run(const void* owner, std::function<void()> task) { Run(owner, std::chrono::nanoseconds(0), std::move(task)); }
 
   // What waits for `owner` is due now.
   void Hurry(const void* owner);
@@ -34,6 +42,8 @@ class DelayedTasks {
 
   // What waits for `owner` never runs.
   void Forget(const void* owner);
+  // A task that waits for `owner`, which does not run any more; empty if there is none.
+  std::function<void()> Withdraw(const void* owner);
 
  private:
   struct Task {
@@ -45,11 +55,14 @@ class DelayedTasks {
   void Loop();
   std::list<Task>::iterator NextTask();
 
+  const size_t max_threads_;
+  const MakeThread make_thread_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::list<Task> tasks_;  // as many as calls wait: few
+  size_t idle_ = 0;
   bool stopping_ = false;
-  std::thread thread_;
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace headwater::client::internal

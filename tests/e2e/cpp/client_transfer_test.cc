@@ -34,7 +34,6 @@ using client::internal::OutgoingRows;
 using client::internal::TransferCall;
 using client::internal::TransferRequest;
 using client::internal::TransferResult;
-using client::internal::Workers;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
@@ -433,7 +432,7 @@ TEST_F(ClientTransfer, WrongStripesAreRefused) {
 
 // Starts a transfer over these connections; how it ends.
 std::future<TransferResult> StartTransfer(TransferRequest request, std::vector<ConnectionLease> connections, DelayedTasks& timers,
-                                          Workers& workers) {
+                                          DelayedTasks& workers) {
   const auto result = std::make_shared<std::promise<TransferResult>>();
   std::future<TransferResult> ended = result->get_future();
   std::make_shared<TransferCall>(std::move(request), std::move(connections), timers, workers, [result](TransferResult end) {
@@ -480,7 +479,7 @@ TransferResult TransferWithLateStripe(int64_t sent_rows, milliseconds pace, std:
     connections.emplace_back(kept.back());
   }
   DelayedTasks timers;
-  Workers workers(1);
+  DelayedTasks workers;
   grad.assign(static_cast<size_t>(kLateRows * kGradRowBytes), 0);
   TransferRequest request;
   request.method = "/headwater.v1.LossService/ComputeLoss";
@@ -534,7 +533,7 @@ TEST(TransferCall, EndsWhereThereIsNoMemoryForAnAnswer) {
   std::vector<ConnectionLease> connections;
   connections.emplace_back(connection);
   DelayedTasks timers;
-  Workers workers(1);
+  DelayedTasks workers;
   std::vector<unsigned char> grad(4);
   TransferRequest request;
   request.method = "/headwater.v1.LossService/ComputeLoss";

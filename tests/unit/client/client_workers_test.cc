@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "client/core/rows/transfer/workers.h"
+#include "client/core/link/delayed_tasks.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -22,7 +22,7 @@ class ThreadSource {
   explicit ThreadSource(int left) : left_(left) {}
   void Set(int left) { left_ = left; }
 
-  Workers::MakeThread maker() {
+  DelayedTasks::MakeThread maker() {
     return [this](std::function<void()> loop) {
       if (left_-- <= 0) throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
       return std::thread(std::move(loop));
@@ -54,25 +54,26 @@ class Log {
   std::vector<int> values_;
 };
 
-TEST(Workers, ATaskThatNoThreadCanTakeIsRefusedAndNeverRuns) {
+TEST(DelayedTasks, ATaskThatNoThreadCanTakeIsRefusedAndNeverRuns) {
   ThreadSource threads(0);
   Log log;
   {
-    Workers workers(kMaxThreads, threads.maker());
+    DelayedTasks workers(kMaxThreads, threads.maker());
     EXPECT_THROW(workers.Run(&log, [&log] { log.Add(1); }), std::system_error);
     EXPECT_FALSE(workers.Withdraw(&log));
     threads.Set(1);
     workers.Run(&log, [&log] { log.Add(2); });
+    log.Await(1);
   }
   EXPECT_EQ(log.Await(1), std::vector<int>{2});
 }
 
-TEST(Workers, ThreadsThatThereAreTakeWhatNoNewOneCan) {
+TEST(DelayedTasks, ThreadsThatThereAreTakeWhatNoNewOneCan) {
   ThreadSource threads(1);
   Log log;
   std::mutex held;
   {
-    Workers workers(kMaxThreads, threads.maker());
+    DelayedTasks workers(kMaxThreads, threads.maker());
     std::unique_lock<std::mutex> lock(held);
     workers.Run(&log, [&] {
       log.Add(1);
@@ -83,6 +84,7 @@ TEST(Workers, ThreadsThatThereAreTakeWhatNoNewOneCan) {
     workers.Run(&held, [&log] { log.Add(3); });
     EXPECT_TRUE(workers.Withdraw(&held));
     lock.unlock();
+    log.Await(2);
   }
   EXPECT_EQ(log.Await(2), (std::vector<int>{1, 2}));
 }

@@ -13,7 +13,6 @@
 #include "client/core/link/delayed_tasks.h"
 #include "client/core/rows/memory/memory_paths.h"
 #include "client/core/rows/transfer/connection_pool.h"
-#include "client/core/rows/transfer/workers.h"
 #include "headwater/client/options.h"
 
 namespace headwater::client::internal {
@@ -37,9 +36,9 @@ class RowTransport {
   MemoryPaths& memory() { return *memory_; }
   DelayedTasks& timers() { return timers_; }
   // For what begins a call, and may wait for the server: connecting, placing rows.
-  Workers& beginnings() { return beginnings_; }
+  DelayedTasks& beginnings() { return beginnings_; }
   // For what ends one: it never waits behind calls that a server which stands still keeps from beginning.
-  Workers& endings() { return endings_; }
+  DelayedTasks& endings() { return endings_; }
 
   // What is known without asking.
   std::optional<ServerFacts> facts() const;
@@ -70,8 +69,8 @@ class RowTransport {
   ConnectionPool connections_;
   const std::shared_ptr<MemoryPaths> memory_;
   DelayedTasks timers_;
-  Workers endings_;
-  Workers beginnings_;  // these two last: their tasks use the others
+  DelayedTasks endings_;
+  DelayedTasks beginnings_;  // these two last: their tasks use the others
 };
 
 }  // namespace headwater::client::internal

@@ -50,7 +50,7 @@ void RowsCall::RunBeginning(std::function<absl::Status()> begin) {
   // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the attempt
   // cannot end.
   std::lock_guard<std::mutex> lock(mutex_);
-  Workers& workers = cancelled() ? transport_.endings() : transport_.beginnings();
+  DelayedTasks& workers = cancelled() ? transport_.endings() : transport_.beginnings();
   workers.Run(this, [this, begin = std::move(begin)] {
     { std::lock_guard<std::mutex> begun(mutex_); }
     if (absl::Status status = begin(); !status.ok()) Deliver(std::move(status));

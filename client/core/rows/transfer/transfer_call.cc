@@ -126,7 +126,7 @@ class TransferCall::Stream : public grpc::ClientBidiReactor<grpc::ByteBuffer, gr
 };
 
 TransferCall::TransferCall(TransferRequest request, std::vector<ConnectionLease> connections, DelayedTasks& timers,
-                           Workers& workers, Done done)
+                           DelayedTasks& workers, Done done)
     : request_(std::move(request)),
       timers_(timers),
       workers_(workers),

@@ -15,7 +15,6 @@
 #include "client/core/link/delayed_tasks.h"
 #include "client/core/rows/transfer/connection_pool.h"
 #include "client/core/rows/transfer/row_queue.h"
-#include "client/core/rows/transfer/workers.h"
 
 namespace headwater::client::internal {
 
@@ -59,7 +58,7 @@ class TransferCall : public std::enable_shared_from_this<TransferCall> {
 
   // `connections`: one for each stream, at least one. `timers` and `workers` must live until the call has ended; `done` is called
   // once, by a thread of gRPC or of `workers`.
-  TransferCall(TransferRequest request, std::vector<ConnectionLease> connections, DelayedTasks& timers, Workers& workers,
+  TransferCall(TransferRequest request, std::vector<ConnectionLease> connections, DelayedTasks& timers, DelayedTasks& workers,
                Done done);
   ~TransferCall();
 
@@ -94,7 +93,7 @@ class TransferCall : public std::enable_shared_from_this<TransferCall> {
 
   const TransferRequest request_;
   DelayedTasks& timers_;
-  Workers& workers_;
+  DelayedTasks& workers_;
   Done done_;
   RowQueue queue_;
   RowCoverage received_;
