@@ -9,6 +9,8 @@
 #include "absl/flags/reflection.h"
 #include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "client/ctl/table.h"
 
 namespace headwater::ctl {
@@ -105,7 +107,9 @@ bool AsksForJson(const std::vector<std::string>& arguments) {
 
 absl::Status SetFlags(const CommandLine& line, const Command& command) {
   const size_t arguments = line.positional.size() - 1;  // without the command's name
-  if (arguments < command.min_arguments || arguments > command.max_arguments) {
+  const std::vector<absl::string_view> words = absl::StrSplit(command.synopsis, ' ', absl::SkipEmpty());
+  const auto optional = std::count_if(words.begin(), words.end(), [](absl::string_view word) { return word.front() == '['; });
+  if (arguments + static_cast<size_t>(optional) < words.size() || arguments > words.size()) {
     return UsageError(absl::StrCat(command.name, " takes ", command.synopsis.empty() ? "no arguments" : command.synopsis, ", got ",
                                    arguments, arguments == 1 ? " argument" : " arguments"));
   }

@@ -19,16 +19,14 @@ enum ExitCode {
   kExitUsage = 2,   // the command line is wrong; nothing was sent
 };
 
-// A subcommand. `run` gets the positional arguments behind the command's name, at least `min_arguments` and at most
-// `max_arguments` of them, prints its result to `output` and returns an exit code, or the error that ended it.
+// A subcommand. `run` gets the positional arguments behind the command's name, as many as `synopsis` says, prints its result to
+// `output` and returns an exit code, or the error that ended it.
 struct Command {
   std::string name;
-  std::string synopsis;  // what follows the name in the usage line
-  std::string summary;   // one line, in the list of commands
-  std::string help;      // paragraphs behind the summary
-  size_t min_arguments = 0;
-  size_t max_arguments = 0;
-  std::vector<std::string> flags;         // that it takes, besides the ones that all commands take
+  std::string synopsis{};                 // a word for each argument; optional ones, which come last, stand in brackets
+  std::string summary;                    // one line, in the list of commands
+  std::string help;                       // paragraphs behind the summary
+  std::vector<std::string> flags{};       // that it takes, besides the ones that all commands take
   bool first_argument_is_server = false;  // the first argument, if there is one, is --server
   std::function<absl::StatusOr<ExitCode>(client::Client& client, const std::vector<std::string>& arguments, Output& output)> run;
 };

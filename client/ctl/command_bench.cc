@@ -250,8 +250,6 @@ Command BenchCommand() {
           "\n"
           "  headwaterctl bench localhost:50051 --csv=bench.csv --png=bench.png\n"
           "  headwaterctl bench --transports=grpc --vocab_size=32000 --hidden_size=2048 --rows=1024 --duration=3s\n",
-      .min_arguments = 0,
-      .max_arguments = 1,
       .flags = {"vocab_size", "hidden_size", "data_type", "rows", "sizes", "concurrency", "transports", "duration", "csv", "png"},
       .first_argument_is_server = true,
       .run = RunBench};

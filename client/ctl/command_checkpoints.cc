@@ -65,8 +65,6 @@ Command SaveCommand() {
           .help =
               "The state is the one in which the open step began. The checkpoint is kept under headwaterd's\n"
               "--checkpoint_directory and is complete or not there.\n",
-          .min_arguments = 2,
-          .max_arguments = 2,
           .flags = {"overwrite"},
           .run = RunSave};
 }
@@ -78,9 +76,6 @@ Command CheckpointsCommand() {
           .help =
               "The head need not exist: a deleted head leaves its checkpoints. STEP is the step that a restored head opens. A\n"
               "`damaged` checkpoint cannot be restored.\n",
-          .min_arguments = 1,
-          .max_arguments = 1,
-          .flags = {},
           .run = RunCheckpoints};
 }
 
@@ -94,9 +89,6 @@ Command RestoreCommand() {
               "\n"
               "  headwaterctl checkpoints student\n"
               "  headwaterctl restore student step-200\n",
-          .min_arguments = 2,
-          .max_arguments = 2,
-          .flags = {},
           .run = RunRestore};
 }
 

@@ -30,8 +30,6 @@ Command CreateCommand() {
               "its weights.\n"
               "\n"
               "  headwaterctl create student --config ~/models/llama-8b --trainable --optimizer=adamw\n",
-          .min_arguments = 1,
-          .max_arguments = 1,
           .flags = kHeadFlags,
           .run = RunCreate};
 }

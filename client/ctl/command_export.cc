@@ -141,8 +141,6 @@ Command ExportCommand() {
               "head's own, or float32: of a head with an optimizer the master weights.\n"
               "\n"
               "  headwaterctl export student lm_head.safetensors\n",
-          .min_arguments = 2,
-          .max_arguments = 2,
           .flags = {"overwrite", "data_type"},
           .run = RunExport};
 }

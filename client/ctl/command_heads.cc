@@ -49,15 +49,11 @@ absl::StatusOr<ExitCode> RunDelete(client::Client& client, const std::vector<std
 
 Command HeadsCommand() {
   return {.name = "heads",
-          .synopsis = "",
           .summary = "lists the heads",
           .help =
               "One line for each head of the tenant, by name. STATE `restored`: the server was started again and brought the head\n"
               "back from CHECKPOINT; its steps wait for a trainer, or `headwaterctl take`. MEMORY is what the head was planned\n"
               "with, over all shards.\n",
-          .min_arguments = 0,
-          .max_arguments = 0,
-          .flags = {},
           .run = RunHeads};
 }
 
@@ -69,9 +65,6 @@ Command TakeCommand() {
               "Fences off every trainer that works on the head. Contributions of the open step are gone; weights, optimizer\n"
               "state and the step's number stay. A restored head is ready afterwards. The new epoch is printed; a trainer that\n"
               "opens the head gets it too.\n",
-          .min_arguments = 1,
-          .max_arguments = 1,
-          .flags = {},
           .run = RunTake};
 }
 
@@ -82,8 +75,6 @@ Command DeleteCommand() {
           .help =
               "Its checkpoints stay. A head whose open step is not empty, or that has undecided contributions or running calls,\n"
               "is refused (HEAD_IN_USE) without --force.\n",
-          .min_arguments = 1,
-          .max_arguments = 1,
           .flags = {"force"},
           .run = RunDelete};
 }

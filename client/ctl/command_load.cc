@@ -168,8 +168,6 @@ Command LoadCommand() {
               "\n"
               "  headwaterctl load teacher llama-8b --create --config ~/models/llama-8b\n"
               "  headwaterctl load student head.safetensors --from_file --create --trainable --optimizer=adamw\n",
-          .min_arguments = 2,
-          .max_arguments = 2,
           .flags = std::move(flags),
           .run = RunLoad};
 }

@@ -185,7 +185,6 @@ Command PlanCommand() {
   std::vector<std::string> flags = {"ranks"};
   flags.insert(flags.end(), kHeadFlags.begin(), kHeadFlags.end());
   return {.name = "plan",
-          .synopsis = "",
           .summary = "prints the memory that a head would take, without making it",
           .help =
               "The server plans the head that the flags describe, or the model's config of --config. Exits with 1 if it does not\n"
@@ -198,8 +197,6 @@ Command PlanCommand() {
               "  headwaterctl plan --vocab_size=128256 --hidden_size=4096 --data_type=bfloat16 --trainable --optimizer=adamw\n"
               "  headwaterctl plan --config ~/models/llama-8b --trainable --optimizer=adamw\n"
               "  headwaterctl plan --vocab_size=262144 --hidden_size=8192 --data_type=bfloat16 --trainable --ranks=4\n",
-          .min_arguments = 0,
-          .max_arguments = 0,
           .flags = std::move(flags),
           .run = RunPlan};
 }

@@ -84,21 +84,14 @@ Command HealthCommand() {
           .help =
               "Prints SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN; exits with 0 only if it is SERVING. SERVICE is a full\n"
               "service name such as headwater.v1.LossService; without it the server as a whole is asked.\n",
-          .min_arguments = 0,
-          .max_arguments = 1,
-          .flags = {},
           .run = RunHealth};
 }
 
 Command InfoCommand() {
   return {
       .name = "info",
-      .synopsis = "",
       .summary = "prints version, engine, devices, limits and features of the server",
       .help = "Each limit is a flag of headwaterd of the same name; durations are in seconds here (`_s`) and take a unit there.\n",
-      .min_arguments = 0,
-      .max_arguments = 0,
-      .flags = {},
       .run = RunInfo};
 }
 

@@ -88,9 +88,6 @@ Command StepCommand() {
           .help =
               "Each step with its micro-batches. `undecided`: computed, and not committed yet. TOKENS are the rows whose target\n"
               "counts. FACTOR is the one of the commit.\n",
-          .min_arguments = 1,
-          .max_arguments = 1,
-          .flags = {},
           .run = RunStep};
 }
 
@@ -104,8 +101,6 @@ Command DiscardCommand() {
               "\n"
               "  headwaterctl step student\n"
               "  headwaterctl discard student --step=17\n",
-          .min_arguments = 1,
-          .max_arguments = 1,
           .flags = {"step"},
           .run = RunDiscard};
 }

@@ -128,15 +128,12 @@ absl::StatusOr<ExitCode> RunTop(client::Client& client, const std::vector<std::s
 Command TopCommand() {
   return {
       .name = "top",
-      .synopsis = "",
       .summary = "shows what the server is doing, again and again",
       .help =
           "Throughput, engine, times of a micro-batch, queue, memory, transports and the tenant's heads. Figures are those of\n"
           "the metrics (docs/metrics.md), which the server must serve (--metrics_address); heads are asked for as `heads` does.\n"
           "On a terminal each look takes the place of the last one, until Ctrl-C; otherwise, and with --json, they follow each\n"
           "other.\n",
-      .min_arguments = 0,
-      .max_arguments = 0,
       .flags = {"metrics", "interval", "once"},
       .run = RunTop};
 }

@@ -183,8 +183,6 @@ Command VerifyCommand() {
           "files do and has not trained since they were set.\n"
           "\n"
           "  headwaterctl verify teacher ~/models/gemma-2-9b\n",
-      .min_arguments = 2,
-      .max_arguments = 2,
       .flags = {"allow_unchecked"},
       .run = RunVerify};
 }

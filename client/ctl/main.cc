@@ -96,24 +96,17 @@ int Main(const std::vector<std::string>& arguments) {
     PrintRaw("headwaterctl " HEADWATER_VERSION "\n");
     return kExitOk;
   }
-  if (line->positional.empty()) {
-    if (!line->help) return ReportUsage(UsageError("a command is missing"), json, nullptr);
+  std::vector<std::string>& words = line->positional;
+  if (!words.empty() && words[0] == "help") {
+    line->help = true;
+    words.erase(words.begin());
+  }
+  if (words.empty() && !line->help) return ReportUsage(UsageError("a command is missing"), json, nullptr);
+  if (words.empty() || words[0] == "help") {
     PrintRaw(GeneralHelp(commands));
     return kExitOk;
   }
-  std::string name = line->positional[0];
-  if (name == "help") {
-    if (line->positional.size() == 1) {
-      PrintRaw(GeneralHelp(commands));
-      return kExitOk;
-    }
-    name = line->positional[1];
-    if (name == "help") {
-      PrintRaw(GeneralHelp(commands));
-      return kExitOk;
-    }
-    line->help = true;
-  }
+  const std::string& name = words[0];
   const Command* const command = FindCommand(commands, name);
   if (command == nullptr) return ReportUsage(UsageError(absl::StrCat("there is no command `", name, "`")), json, nullptr);
   if (line->help) {
@@ -121,7 +114,7 @@ int Main(const std::vector<std::string>& arguments) {
     return kExitOk;
   }
   if (absl::Status status = SetFlags(*line, *command); !status.ok()) return ReportUsage(status, json, command);
-  return RunCommand(*command, {line->positional.begin() + 1, line->positional.end()}, json);
+  return RunCommand(*command, {words.begin() + 1, words.end()}, json);
 }
 
 // The errors that commands report have gRPC's reasons: its own lines would stand between them, once for each try to connect.
