@@ -52,7 +52,8 @@ void NoteForm(const LossCall& call, ContributionForm form) {
 }
 
 absl::StatusOr<MultiResult> Read(LossCall& call, const Answer& answer) {
-  absl::StatusOr<MultiResult> result = FromProto(static_cast<const v1::MicroBatchSummary&>(*answer.message), call.header);
+  const auto& summary = static_cast<const v1::MicroBatchSummary&>(*answer.message);
+  absl::StatusOr<MultiResult> result = internal::FromProto(summary, call.header);
   if (!result.ok()) return result;
   result->grad_hidden = std::move(call.grad_hidden);
   result->attempt = answer.attempt;
