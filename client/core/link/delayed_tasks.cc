@@ -17,12 +17,10 @@ DelayedTasks::~DelayedTasks() {
 void DelayedTasks::Run(const void* owner, std::chrono::nanoseconds delay, std::function<void()> task) {
   std::lock_guard<std::mutex> lock(mutex_);
   const Clock::time_point due = Clock::now() + delay;
-  const auto next = NextTask();
-  // Most tasks are for the case that something takes too long, and are forgotten again: the thread need not wake up for them.
-  const bool is_next = next == tasks_.end() || due < next->due;
   if (!thread_.joinable()) thread_ = std::thread([this] { Loop(); });
   tasks_.push_back({owner, due, std::move(task)});
-  if (is_next) changed_.notify_all();
+  // Most tasks are for the case that something takes too long, and are forgotten again: the thread need not wake up for them.
+  if (due < wakes_at_) changed_.notify_all();
 }
 
 void DelayedTasks::Forget(const void* owner) {
@@ -57,11 +55,11 @@ void DelayedTasks::Loop() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {
     const auto next = NextTask();
+    wakes_at_ = next == tasks_.end() ? Clock::time_point::max() : next->due;
     if (next == tasks_.end()) {
       changed_.wait(lock);
     } else if (next->due > Clock::now()) {
-      const Clock::time_point due = next->due;
-      changed_.wait_until(lock, due);
+      changed_.wait_until(lock, Clock::time_point(wakes_at_));
     } else {
       const std::function<void()> run = std::move(next->run);
       tasks_.erase(next);

@@ -47,7 +47,8 @@ class DelayedTasks {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::list<Task> tasks_;  // as many as calls wait: few
+  std::list<Task> tasks_;                                  // as many as calls wait: few
+  Clock::time_point wakes_at_ = Clock::time_point::max();  // the thread, unless it is told to before
   bool stopping_ = false;
   std::thread thread_;
 };

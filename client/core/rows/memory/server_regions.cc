@@ -94,18 +94,18 @@ ServerRegions::Finding ServerRegions::Unusable(const std::string& why) {
   return {TransportUnavailable(why), SteadyClock::now() + kFindingLife};
 }
 
-absl::StatusOr<v1::ServerInfo> ServerRegions::Info(const Wait& wait, bool again) {
+absl::StatusOr<std::shared_ptr<const v1::ServerInfo>> ServerRegions::Info(const Wait& wait, bool again) {
   if (!again) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (info_.has_value()) return *info_;
+    if (info_ != nullptr) return info_;
+    if (absl::Status status = wait.Check(); !status.ok()) return status;
   }
   WaitingContext context(wait);
-  v1::ServerInfo info;
-  const grpc::Status status = stub_->GetServerInfo(context.get(), {}, &info);
+  const auto info = std::make_shared<v1::ServerInfo>();
+  const grpc::Status status = stub_->GetServerInfo(context.get(), {}, info.get());
   if (!status.ok()) return FromGrpcStatus(status, target_);
   std::lock_guard<std::mutex> lock(mutex_);
-  info_ = info;
-  return info;
+  return info_ = info;
 }
 
 absl::Status ServerRegions::HostMemoryWorks(const Wait& wait, bool* named) {
@@ -115,8 +115,8 @@ absl::Status ServerRegions::HostMemoryWorks(const Wait& wait, bool* named) {
   }
   auto info = Info(wait, false);
   if (!info.ok()) return info.status();
-  *named = info->descriptor_socket().empty();
-  if (!*named || info->named_regions()) return absl::OkStatus();
+  *named = (*info)->descriptor_socket().empty();
+  if (!*named || (*info)->named_regions()) return absl::OkStatus();
   std::lock_guard<std::mutex> lock(mutex_);
   host_problem_ = Unusable("the server takes no shared memory: it was started without --descriptor_socket");
   info_.reset();  // another one may be asked then
@@ -130,17 +130,17 @@ absl::Status ServerRegions::DeviceMemoryWorks(const Wait& wait) {
   }
   auto info = Info(wait, false);
   if (!info.ok()) return info.status();
-  const auto& features = info->features();
+  const auto& features = (*info)->features();
   if (std::find(features.begin(), features.end(), "cuda_ipc") != features.end()) return absl::OkStatus();
   std::lock_guard<std::mutex> lock(mutex_);
-  device_problem_ = Unusable(absl::StrCat("the server's engine (", info->engine(), ") opens no device memory"));
+  device_problem_ = Unusable(absl::StrCat("the server's engine (", (*info)->engine(), ") opens no device memory"));
   info_.reset();
   return device_problem_->status;
 }
 
 bool ServerRegions::PassesByName() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return info_.has_value() && info_->descriptor_socket().empty() && info_->named_regions();
+  return info_ != nullptr && info_->descriptor_socket().empty() && info_->named_regions();
 }
 
 absl::StatusOr<std::string> ServerRegions::Token(const SharedRegion& region, const Wait& wait) {
@@ -148,7 +148,7 @@ absl::StatusOr<std::string> ServerRegions::Token(const SharedRegion& region, con
   for (const bool again : {false, true}) {  // the server may have been started again since it was asked
     auto info = Info(wait, again);
     if (!info.ok()) return info.status();
-    auto token = PassDescriptor(info->descriptor_socket(), region.fd(), region.bytes(), info->incarnation(), wait);
+    auto token = PassDescriptor((*info)->descriptor_socket(), region.fd(), region.bytes(), (*info)->incarnation(), wait);
     if (token.ok()) return token;
     if (absl::Status status = wait.Check(); !status.ok()) return status;  // which says nothing of the path
     failure = token.status();

@@ -12,6 +12,10 @@ namespace headwater::client::internal {
 namespace {
 
 constexpr char kComputeLoss[] = "/headwater.v1.LossService/ComputeLoss";
+// To copy so many bytes takes less time than to wake a thread for it.
+constexpr int64_t kQuickBytes = 16 << 10;
+// Waits until then wait for nothing.
+constexpr Deadline kNever{};
 
 bool HasRows(const RowsView& rows) { return rows.row_count > 0 && rows.hidden_size > 0 && rows.data != nullptr; }
 
@@ -56,24 +60,22 @@ void MicroBatchTransfer::StartAttempt(v1::MicroBatchHeader header, Deadline dead
   done_ = std::move(done);
   session_given_ = !header_.session_id().empty();
   repeated_ = false;
-  const bool may_block = transport().options().transport != Transport::kGrpc || on_device();
-  if (!may_block && CheckWanted(deadline).ok() && TryConnect(tensors_.bytes_up(), tensors_.bytes_down())) {
-    if (absl::Status status = SendRows(); !status.ok()) Deliver(std::move(status));
-    return;
+  const bool is_quick = !on_device() && (transport().options().transport == Transport::kGrpc || IsSmall());
+  if (!is_quick || !CheckWanted(deadline).ok() || !Place(kNever).ok() || !TryConnect(stream_bytes_up(), stream_bytes_down())) {
+    return RunBeginning([this] { Begin(); });
   }
-  RunBeginning([this] { Begin(); });
+  if (absl::Status status = SendAll(); !status.ok()) Deliver(std::move(status));
 }
 
 void MicroBatchTransfer::Begin() {
   absl::Status status = CheckWanted(deadline_);
-  if (status.ok()) status = Place();
-  if (status.ok()) {
-    status = placement_.has_value() ? Connect(0, 0, deadline_) : Connect(tensors_.bytes_up(), tensors_.bytes_down(), deadline_);
-  }
-  if (status.ok() && placement_.has_value()) return SendPlaced();
-  if (status.ok()) status = SendRows();
+  if (status.ok()) status = Place(deadline_);
+  if (status.ok()) status = Connect(stream_bytes_up(), stream_bytes_down(), deadline_);
+  if (status.ok()) status = SendAll();
   if (!status.ok()) Deliver(std::move(status));
 }
+
+bool MicroBatchTransfer::IsSmall() const { return tensors_.bytes_up() + tensors_.bytes_down() <= kQuickBytes; }
 
 void MicroBatchTransfer::BeginAgain() {
   absl::Status status = placement_->Renew(session_given_ ? header_.session_id() : "", Until(deadline_));
@@ -85,7 +87,7 @@ void MicroBatchTransfer::BeginAgain() {
   Begin();
 }
 
-absl::Status MicroBatchTransfer::Place() {
+absl::Status MicroBatchTransfer::Place(Deadline until) {
   const Transport demanded = transport().options().transport;
   // Without rows there is nothing to share, whatever is demanded.
   if (demanded == Transport::kGrpc || !HasRows(tensors_.hidden)) return absl::OkStatus();
@@ -94,7 +96,7 @@ absl::Status MicroBatchTransfer::Place() {
     status = TransportUnavailable("an explicit micro-batch without a session cannot name shared memory");
   } else if (placement_.has_value()) {
     if (!header_.session_id().empty() && placement_->session_id() != header_.session_id()) {
-      status = placement_->Renew(header_.session_id(), Until(deadline_));
+      status = placement_->Renew(header_.session_id(), Until(until));
     }
   } else {
     CallRows rows;
@@ -106,8 +108,7 @@ absl::Status MicroBatchTransfer::Place() {
       rows.write = RowsMemory{tensors_.grad_hidden, tensors_.bytes_down(), tensors_.grad_memory == Memory::kCuda};
     }
     rows.stream = tensors_.cuda_stream;
-    absl::StatusOr<Placement> placement =
-        transport().memory().Place(rows, header_.session_id(), DemandOf(demanded), Until(deadline_));
+    absl::StatusOr<Placement> placement = transport().memory().Place(rows, header_.session_id(), DemandOf(demanded), Until(until));
     if (placement.ok()) {
       placement_.emplace(*std::move(placement));
       transport().SetWhyNotBetter(placement_->why_not_better());
@@ -116,11 +117,18 @@ absl::Status MicroBatchTransfer::Place() {
   }
   if (status.ok()) return status;
   placement_.reset();
+  const std::string reason = ErrorReason(status);
   // What has ended the wait says nothing of the path, and ends the attempt on any.
-  if (absl::Status wanted = CheckWanted(deadline_); !wanted.ok()) return wanted;
+  if (absl::Status wanted = CheckWanted(until); !wanted.ok() && reason != "TRANSPORT_UNAVAILABLE") return wanted;
   // A session that is gone is replaced by those who opened it.
-  if (demanded != Transport::kAuto || ErrorReason(status) == "SESSION_NOT_FOUND") return status;
+  if (demanded != Transport::kAuto || reason == "SESSION_NOT_FOUND") return status;
   transport().SetWhyNotBetter(Sentence(status));
+  return absl::OkStatus();
+}
+
+absl::Status MicroBatchTransfer::SendAll() {
+  if (!placement_.has_value()) return SendRows();
+  SendPlaced();
   return absl::OkStatus();
 }
 
@@ -208,6 +216,7 @@ void MicroBatchTransfer::SendRequest(TransferRequest request) {
 
 void MicroBatchTransfer::Ended(TransferResult result) {
   if (!placement_.has_value() && !on_device()) return EndedByRows(std::move(result));
+  if (!on_device() && result.status.ok() && IsSmall()) return EndedPlaced(std::move(result));
   // What follows may copy or call the server, waits for the copies, and `done_` may copy rows of a device.
   result_ = std::move(result);
   RunEnding([this] { placement_.has_value() ? EndedPlaced(std::move(result_)) : EndedByRows(std::move(result_)); });

@@ -51,8 +51,13 @@ class MicroBatchTransfer : public RowsCall {
   void Begin();
   // The server has forgotten the session or a region of the placement.
   void BeginAgain();
-  // Places the rows in shared memory if that is possible and wanted. An error ends the attempt.
-  absl::Status Place();
+  // Places the rows in shared memory if that is possible and wanted, and waits until then for what that needs. An error ends the
+  // attempt, unless the wait was shorter than the attempt's.
+  absl::Status Place(Deadline until);
+  // What goes over the streams; over shared memory nothing does.
+  int64_t stream_bytes_up() const { return placement_.has_value() ? 0 : tensors_.bytes_up(); }
+  int64_t stream_bytes_down() const { return placement_.has_value() ? 0 : tensors_.bytes_down(); }
+  absl::Status SendAll();
   void SendPlaced();
   absl::Status SendRows();
   void SendRequest(TransferRequest request);
@@ -63,6 +68,7 @@ class MicroBatchTransfer : public RowsCall {
   absl::Status FinishGradCopy(bool answered);
   void Deliver(absl::StatusOr<MicroBatchAnswer> answer);
   bool on_device() const;
+  bool IsSmall() const;
 
   CallTensors tensors_;
   std::optional<Placement> placement_;
