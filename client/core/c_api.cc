@@ -232,18 +232,21 @@ using namespace headwater::client::internal;
 namespace v1 = headwater::v1;
 
 struct hw_client_call {
-  // By a thread of the library, once. Under the lock to its end: a caller that has seen the result may free this.
+  // By a thread of the library, once. A caller that has seen the result may free this.
   void End(absl::StatusOr<Answer> outcome) {
     if (outcome.ok()) {
       if (outcome->bytes.empty()) outcome->bytes = outcome->message->SerializeAsString();
       outcome->message.reset();
     }
-    std::lock_guard<std::mutex> lock(mutex);
-    result.emplace(std::move(outcome));
-    changed.notify_all();
-    if (tag != 0) client->completions().Push(tag);
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      result.emplace(std::move(outcome));
+      if (tag != 0) client->completions().Push(tag);
+    }
+    changed.notify_all();  // without the lock, which a thread that waits takes at once
   }
 
+  std::shared_ptr<hw_client_call> self;  // the caller's; the library's own goes with the end
   std::shared_ptr<Core> client;
   uint64_t tag = 0;
   std::shared_ptr<Call> call;  // goes before the client
@@ -339,8 +342,9 @@ hw_client_error* hw_client_start(hw_client* client, const hw_client_request* req
     *out = nullptr;
     if (request == nullptr) return Missing("request");
     HEADWATER_ASSIGN_OR_RETURN(Request made, MakeRequest(*client->core, *request));
-    auto* const call = new hw_client_call;
-    *out = call;  // it may end, and be taken from the queue, before this returns
+    const auto call = std::make_shared<hw_client_call>();
+    call->self = call;
+    *out = call.get();  // it may end, and be taken from the queue, before this returns
     call->client = client->core;
     call->tag = request->tag;
     call->call = client->core->NewCall(std::move(made), [call](absl::StatusOr<Answer> answer) { call->End(std::move(answer)); });
@@ -417,7 +421,10 @@ void hw_client_call_free(hw_client_call* call) {
     }
     call->changed.wait(lock, [call] { return call->result.has_value(); });
   }
-  delete call;
+  // The last reference to a core must not be dropped by its own threads.
+  call->call.reset();
+  call->client.reset();
+  call->self.reset();
 }
 
 int32_t hw_client_completion_fd(hw_client* client) { return client == nullptr ? -1 : client->core->completions().fd(); }

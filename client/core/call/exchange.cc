@@ -84,7 +84,7 @@ class TeacherExchange : public RowsCall {
     if (!result.status.ok()) return Deliver(std::move(result.status));
     Deliver(Answer{.bytes = std::move(result.answer)});
   }
-  bool EndBlocks() const override { return rows_.memory == Memory::kCuda; }
+  bool EndBlocks(const TransferResult&) const override { return rows_.memory == Memory::kCuda; }
 
   const RowsView rows_;
   void* const cuda_stream_;

@@ -1,5 +1,10 @@
 #include "client/core/call/messages.h"
 
+#include <map>
+#include <mutex>
+#include <type_traits>
+#include <vector>
+
 namespace headwater::client::internal {
 namespace {
 
@@ -22,16 +27,39 @@ bool MayNameHeads(const google::protobuf::Descriptor& type) {
   return name == "HeadStep" || name == "LossTerm" || name == "TeacherHidden" || name == "JoinedTeacher";
 }
 
+// Where messages of a type name heads: the fields of a head that it names itself, or null, and the parts that may name others.
+struct HeadFields {
+  const FieldDescriptor* name = nullptr;
+  const FieldDescriptor* epoch = nullptr;
+  std::vector<const FieldDescriptor*> parts{};
+};
+
+// Looked for once for each type.
+const HeadFields& HeadFieldsOf(const Message& message) {
+  static std::mutex mutex;
+  static auto* const known = new std::map<const google::protobuf::Descriptor*, HeadFields>();
+  const google::protobuf::Descriptor& type = *message.GetDescriptor();
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto [entry, is_new] = known->try_emplace(&type);
+  HeadFields& fields = entry->second;
+  if (!is_new) return fields;
+  fields.name = TextField(message, "head", "name");
+  fields.epoch = TextField(message, "head_epoch", "epoch");
+  for (int i = 0; i < type.field_count(); ++i) {
+    const FieldDescriptor* const field = type.field(i);
+    if (field->cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE && MayNameHeads(*field->message_type()))
+      fields.parts.push_back(field);
+  }
+  return fields;
+}
+
 // Calls visit(message, name field, epoch field) for each part that names a head. `AnyMessage` is Message, const or not.
 template <typename AnyMessage, typename Visit>
 void Walk(AnyMessage& message, const Visit& visit) {
-  const FieldDescriptor* const name = TextField(message, "head", "name");
-  const FieldDescriptor* const epoch = TextField(message, "head_epoch", "epoch");
-  if (name != nullptr && epoch != nullptr) visit(message, name, epoch);
+  const HeadFields& fields = HeadFieldsOf(message);
+  if (fields.name != nullptr && fields.epoch != nullptr) visit(message, fields.name, fields.epoch);
   const google::protobuf::Reflection& reflection = *message.GetReflection();
-  for (int i = 0; i < message.GetDescriptor()->field_count(); ++i) {
-    const FieldDescriptor* const field = message.GetDescriptor()->field(i);
-    if (field->cpp_type() != FieldDescriptor::CPPTYPE_MESSAGE || !MayNameHeads(*field->message_type())) continue;
+  for (const FieldDescriptor* const field : fields.parts) {
     const int count = field->is_repeated() ? reflection.FieldSize(message, field) : reflection.HasField(message, field) ? 1 : 0;
     for (int k = 0; k < count; ++k) {
       if constexpr (std::is_const_v<AnyMessage>) {

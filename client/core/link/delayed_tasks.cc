@@ -22,9 +22,6 @@ DelayedTasks::~DelayedTasks() {
 void DelayedTasks::Run(const void* owner, std::chrono::nanoseconds delay, std::function<void()> task) {
   std::lock_guard<std::mutex> lock(mutex_);
   const Clock::time_point due = Clock::now() + delay;
-  const auto next = NextTask();
-  // Most tasks are for the case that something takes too long, and are forgotten again: the thread need not wake up for them.
-  const bool is_next = next == tasks_.end() || due < next->due;
   tasks_.push_back({owner, due, std::move(task)});
   if (idle_ < tasks_.size() && threads_.size() < max_threads_) {
     try {
@@ -36,7 +33,8 @@ void DelayedTasks::Run(const void* owner, std::chrono::nanoseconds delay, std::f
       }
     }
   }
-  if (is_next || max_threads_ > 1) changed_.notify_one();
+  // Most tasks are for the case that something takes too long, and are forgotten again: the thread need not wake up for them.
+  if (due < wakes_at_ || max_threads_ > 1) changed_.notify_one();
 }
 
 std::function<void()> DelayedTasks::Withdraw(const void* owner) {
@@ -90,11 +88,11 @@ void DelayedTasks::Loop() {
       continue;
     }
     ++idle_;
+    wakes_at_ = next == tasks_.end() ? Clock::time_point::max() : next->due;
     if (next == tasks_.end()) {
       changed_.wait(lock);
     } else {
-      const Clock::time_point due = next->due;
-      changed_.wait_until(lock, due);
+      changed_.wait_until(lock, Clock::time_point(wakes_at_));
     }
     --idle_;
   }

@@ -59,7 +59,8 @@ class DelayedTasks {
   const MakeThread make_thread_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::list<Task> tasks_;  // as many as calls wait: few
+  std::list<Task> tasks_;                                  // as many as calls wait: few
+  Clock::time_point wakes_at_ = Clock::time_point::max();  // a thread that waits, unless it is notified before
   size_t idle_ = 0;
   bool stopping_ = false;
   std::vector<std::thread> threads_;

@@ -27,7 +27,8 @@ DATA_TYPE_NAMES = {number: name for name, number in DATA_TYPE_NUMBERS.items()}
 _HOST_DTYPES = {FLOAT32: np.dtype("<f4"), BFLOAT16: np.dtype("<u2"), FLOAT16: np.dtype("<f2")}
 
 
-_INT32 = np.iinfo(np.int32)
+_INT32_LEAST, _INT32_LARGEST = -(2**31), 2**31 - 1
+_FEW = 16  # entries, that Python compares faster than numpy
 
 
 def host_dtype(data_type: str) -> np.dtype:
@@ -302,9 +303,13 @@ def int_vector(value: Any, field: str, row_count: int) -> tuple[np.ndarray, int,
         array = array.astype(np.int32)  # an empty list
     _check_kind(array, value, field, "iu", "integers")
     check_shape(array.shape, (row_count,), field)
-    least, largest = (int(np.minimum.reduce(array)), int(np.maximum.reduce(array))) if array.size else (0, 0)
-    if least < _INT32.min or largest > _INT32.max:
-        raise _bad_element(field, array, (array < _INT32.min) | (array > _INT32.max), "in int32")
+    if array.size <= _FEW:
+        entries = array.tolist() or [0]
+        least, largest = min(entries), max(entries)
+    else:
+        least, largest = int(np.minimum.reduce(array)), int(np.maximum.reduce(array))
+    if least < _INT32_LEAST or largest > _INT32_LARGEST:
+        raise _bad_element(field, array, (array < _INT32_LEAST) | (array > _INT32_LARGEST), "in int32")
     return np.ascontiguousarray(array, dtype=np.int32), least, largest
 
 

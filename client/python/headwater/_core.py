@@ -52,7 +52,7 @@ _RETRY_INFO_TYPE = "google.rpc.RetryInfo"
 class Rows(NamedTuple):
     """hw_client_rows: where rows lie."""
 
-    address: int
+    data: Any  # an array in C order, or an address
     row_count: int
     hidden_size: int
     data_type: int  # the wire's number
@@ -255,7 +255,7 @@ class _Types:
     """Types that every call needs, looked up once."""
 
     def __init__(self, ffi: Any):
-        self.new, self.cast = ffi.new, ffi.cast
+        self.new, self.cast, self.from_buffer = ffi.new, ffi.cast, ffi.from_buffer
         self.request, self.call = ffi.typeof("hw_client_request*"), ffi.typeof("hw_client_call**")
         self.flag, self.size = ffi.typeof("int32_t*"), ffi.typeof("int64_t*")
         self.data, self.address = ffi.typeof("const void**"), ffi.typeof("void*")
@@ -370,7 +370,7 @@ class Connection:
         if rows is not None:
             types = self._types
             struct.struct_bytes = types.rows_bytes
-            struct.data = types.cast(types.address, rows.address)
+            struct.data = types.cast(types.address, rows.data) if type(rows.data) is int else types.from_buffer(rows.data)
             struct.row_count, struct.hidden_size, struct.data_type, struct.memory = rows[1:]
 
     def _read_completions(self) -> None:

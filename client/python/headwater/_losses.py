@@ -166,27 +166,16 @@ class HeadLosses(HeadReference):
         if not terms:
             raise invalid_argument("MISSING_FIELD", "at least one term is required", field="terms")
         rows = _requests.check_rows(hidden, hidden_name, self._spec.hidden_size, self._backend.row_memory)
-        backward = _requests.check_bool(call.backward, "backward")
-        wants_grad = (
-            backward if call.return_grad_hidden is None else _requests.check_bool(call.return_grad_hidden, "return_grad_hidden")
-        )
-        if wants_grad and not backward:
-            raise invalid_argument("INVALID_COMBINATION", "backward=False computes no grad_hidden", field="return_grad_hidden")
-        checked = tuple(_terms.check_term(self, term, rows, hidden_name, backward) for term in terms)
+        options = _requests.check_options(call)
+        checked = tuple(_terms.check_term(self, term, rows, hidden_name, options.backward) for term in terms)
         _terms.check_one_step(checked)
         contributes = any(term.step is not None for term in checked)
         for sent in checked:
             if sent.step is not None:
                 self._backend.warn_unconfirmed(sent.head)
-        micro_batch = _requests.check_micro_batch(contributes, backward, call.micro_batch)
-        explicit = _requests.check_choice(call.commit, "commit", ("eager", "explicit")) == "explicit"
-        if explicit and not contributes:
+        micro_batch = _requests.check_micro_batch(contributes, options.backward, call.micro_batch)
+        if options.explicit and not contributes:
             raise invalid_argument("INVALID_COMBINATION", 'commit="explicit" needs something to commit', field="commit")
-        late_token_factors = _requests.check_bool(call.late_token_factors, "late_token_factors")
-        if late_token_factors and not explicit:
-            raise invalid_argument(
-                "INVALID_COMBINATION", 'late_token_factors needs commit="explicit": they come with it', field="late_token_factors"
-            )
         attempt = call.attempt
         if attempt is not None:
             attempt = check_integer(attempt, "attempt")
@@ -197,7 +186,7 @@ class HeadLosses(HeadReference):
             data_type = _arrays.data_type_name(call.grad_hidden_dtype, "grad_hidden_dtype")
         out = None
         if call.grad_hidden_out is not None:
-            if not wants_grad:
+            if not options.return_grad_hidden:
                 raise invalid_argument("INVALID_COMBINATION", "there is no grad_hidden to write", field="grad_hidden_out")
             out = _requests.check_grad_hidden_out(call.grad_hidden_out, rows.shape, data_type)
             _requests.check_apart(out, rows, hidden_name)
@@ -208,15 +197,8 @@ class HeadLosses(HeadReference):
             terms=checked,
             micro_batch=micro_batch,
             attempt=attempt,
-            backward=backward,
-            explicit=explicit,
-            allow_held=_requests.check_bool(call.allow_held, "allow_held"),
-            late_token_factors=late_token_factors,
-            first_wins=_requests.check_choice(call.on_mismatch, "on_mismatch", ("conflict", "first_wins")) == "first_wins",
-            refuse_non_finite=_requests.check_choice(call.non_finite, "non_finite", ("report", "refuse")) == "refuse",
+            options=options,
             hidden=rows,
-            outputs=_requests.check_outputs(call.outputs),
-            return_grad_hidden=wants_grad,
             grad_hidden_data_type=data_type,
             grad_hidden_scale=check_factor(call.grad_hidden_scale, "grad_hidden_scale"),
             grad_hidden_out=out,
@@ -235,7 +217,7 @@ class HeadLosses(HeadReference):
             raise _terms.explained(error) from None
         fields = _requests.finish(prepared.compaction, request, answered, prepared.grad_hidden_out)
         decision = None
-        if request.micro_batch is not None and request.explicit:
+        if request.micro_batch is not None and request.options.explicit:
             decision = _Decision(self, request.keys, request.micro_batch)
         fields["_decision"] = decision
         return result_of(LossResult, fields)

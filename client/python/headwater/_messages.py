@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +12,6 @@ import numpy as np
 from headwater import _arrays, _wire
 from headwater._errors import invalid_argument
 from headwater._requests import (
-    TOKEN_OUTPUTS,
     ApplyArguments,
     CommitRequest,
     ComputeRequest,
@@ -20,6 +21,7 @@ from headwater._requests import (
     JoinedRows,
     JsdOptions,
     StepKey,
+    SubmitOptions,
     TeacherRows,
     TermRequest,
 )
@@ -150,16 +152,12 @@ def checkpoint_info(message: Any) -> CheckpointInfo:
     return CheckpointInfo(message.checkpoint, message.step, message.total_bytes, save_time_s, message.damaged)
 
 
-def _float_tensor(values: np.ndarray | None) -> Any:
-    if values is None:
-        return None
-    return _wire.Tensor(data_type=_wire.DATA_TYPE_FLOAT32, shape=values.shape, data=values.astype("<f4", copy=False).tobytes())
-
-
-def _cross_entropy(options: CrossEntropyOptions) -> Any:
-    return _wire.CrossEntropyLoss(
-        label_smoothing=options.label_smoothing, z_loss=options.z_loss, class_weights=_float_tensor(options.class_weights)
-    )
+def _put(tensor: Any, values: np.ndarray) -> None:
+    """A vector of float32 or int32, into a Tensor."""
+    is_float = values.dtype.kind == "f"
+    tensor.data_type = _wire.DATA_TYPE_FLOAT32 if is_float else _wire.DATA_TYPE_INT32
+    tensor.shape.append(len(values))
+    tensor.data = values.astype("<f4" if is_float else "<i4", copy=False).tobytes()
 
 
 def _jensen_shannon(options: JsdOptions) -> Any:
@@ -168,110 +166,133 @@ def _jensen_shannon(options: JsdOptions) -> Any:
         student_temperature=options.student_temperature,
         teacher_temperature=options.teacher_temperature,
         hard_loss_weight=options.hard_loss_weight,
-        hard_loss=_cross_entropy(options.hard_loss) if options.hard_loss_weight > 0 else None,
+        hard_loss=_wire.CrossEntropyLoss(**options.hard_loss._asdict()) if options.hard_loss_weight > 0 else None,
         vocab_alignment=(_wire.VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON if options.truncate_to_common else _wire.VOCAB_ALIGNMENT_REFUSE),
     )
 
 
-def _int_tensor(values: np.ndarray | None) -> Any:
-    if values is None:
-        return None
-    return _wire.Tensor(data_type=_wire.DATA_TYPE_INT32, shape=values.shape, data=values.astype("<i4", copy=False).tobytes())
+def _put_teacher(message: Any, teacher: TeacherRows) -> None:
+    """Into a LossTerm."""
+    if not isinstance(teacher.hidden, JoinedRows):
+        part = message.teacher_hidden
+        part.data_type = _arrays.DATA_TYPE_NUMBERS[teacher.hidden.data_type]
+    else:
+        joined, part = teacher.hidden, message.joined_teacher
+        part.join_key, part.total_row_count = joined.join_key, joined.total_rows
+        part.data_type = _arrays.DATA_TYPE_NUMBERS[joined.data_type]
+        if joined.row_indices is not None:
+            _put(part.row_indices, joined.row_indices)
+    part.head, part.head_epoch = teacher.head, teacher.epoch
 
 
-def _teacher_hidden(teacher: TeacherRows | None) -> Any:
-    if teacher is None or teacher.sent is None:
-        return None
-    return _wire.TeacherHidden(
-        head=teacher.head, head_epoch=teacher.epoch, data_type=_arrays.DATA_TYPE_NUMBERS[teacher.sent.data_type]
-    )
-
-
-def _joined_teacher(teacher: TeacherRows | None) -> Any:
-    if teacher is None or not isinstance(teacher.hidden, JoinedRows):
-        return None
-    joined = teacher.hidden
-    return _wire.JoinedTeacher(
-        head=teacher.head,
-        head_epoch=teacher.epoch,
-        join_key=joined.join_key,
-        row_indices=_int_tensor(joined.row_indices),
-        total_row_count=joined.total_rows,
-        data_type=_arrays.DATA_TYPE_NUMBERS[joined.data_type],
-    )
-
-
-def teacher_header(tenant: str, rows: JoinedRows, hidden_size: int) -> Any:
-    """The header of a StreamTeacher call. A flag of the call says whether it belongs to the session."""
-    return _wire.StreamTeacherHeader(
+def teacher_header(tenant: str, rows: JoinedRows, hidden_size: int) -> bytes:
+    """The header of a StreamTeacher call, serialized. A flag of the call says whether it belongs to the session."""
+    header = _wire.StreamTeacherHeader(
         join_key=rows.join_key,
         total_row_count=rows.total_rows,
-        row_indices=_int_tensor(rows.row_indices),
         data_type=_arrays.DATA_TYPE_NUMBERS[rows.data_type],
         hidden_size=hidden_size,
         tenant=f"tenants/{tenant}",
     )
+    if rows.row_indices is not None:
+        _put(header.row_indices, rows.row_indices)
+    return bytes(header.SerializeToString())
 
 
-def _term_message(request: ComputeRequest, term: TermRequest) -> Any:
-    loss = term.loss
-    whole = term.row_count == request.hidden.shape[0]
+@functools.lru_cache(maxsize=256)
+def _common_header(options: SubmitOptions, hidden_size: int, data_type: str, grad_hidden_data_type: str) -> bytes:
+    return _wire.MicroBatchHeader(
+        compute_mode=_wire.COMPUTE_MODE_FORWARD_BACKWARD if options.backward else _wire.COMPUTE_MODE_FORWARD_ONLY,
+        hidden_size=hidden_size,
+        data_type=_arrays.DATA_TYPE_NUMBERS[data_type],
+        commit_mode=_wire.COMMIT_MODE_EXPLICIT if options.explicit else _wire.COMMIT_MODE_UNSPECIFIED,
+        on_mismatch=_wire.ON_MISMATCH_FIRST_WINS if options.first_wins else _wire.ON_MISMATCH_UNSPECIFIED,
+        non_finite_policy=_wire.NON_FINITE_POLICY_REFUSE if options.refuse_non_finite else _wire.NON_FINITE_POLICY_UNSPECIFIED,
+        outputs=[_OUTPUTS[name] for name in options.outputs],
+        return_grad_hidden=options.return_grad_hidden if options.backward else None,
+        grad_hidden_data_type=_arrays.DATA_TYPE_NUMBERS[grad_hidden_data_type] if options.return_grad_hidden else 0,
+        allow_held=options.allow_held,
+        late_token_factors=options.late_token_factors,
+    ).SerializeToString()
+
+
+@functools.lru_cache(maxsize=256)
+def _common_term(head: str, epoch: bytes, ignore_index: int, loss: CrossEntropyOptions | JsdOptions) -> bytes:
     return _wire.LossTerm(
-        head=_wire.HeadStep(head=term.head, head_epoch=term.epoch, step=term.step),
-        row_start=term.row_start,
-        row_count=None if whole else term.row_count,
-        targets=_int_tensor(term.targets),
-        ignore_index=term.ignore_index,
-        token_weights=_float_tensor(term.token_weights),
-        loss_scale=term.loss_scale,
-        cross_entropy=_cross_entropy(loss) if isinstance(loss, CrossEntropyOptions) else None,
+        head=_wire.HeadStep(head=head, head_epoch=epoch),
+        ignore_index=ignore_index,
+        cross_entropy=_wire.CrossEntropyLoss(**loss._asdict()) if isinstance(loss, CrossEntropyOptions) else None,
         jensen_shannon=_jensen_shannon(loss) if isinstance(loss, JsdOptions) else None,
-        teacher_hidden=_teacher_hidden(term.teacher),
-        joined_teacher=_joined_teacher(term.teacher),
-        expected_weight_version=term.expected_weight_version,
-    )
+    ).SerializeToString()
+
+
+def _own_term(term: TermRequest, row_count: int) -> bytes:
+    message = _wire.LossTerm()
+    message.loss_scale = term.loss_scale
+    if term.step is not None:
+        message.head.step = term.step
+    if term.row_count != row_count:
+        message.row_start, message.row_count = term.row_start, term.row_count
+    if term.targets is not None:
+        _put(message.targets, term.targets)
+    if term.token_weights is not None:
+        _put(message.token_weights, term.token_weights)
+    if term.class_weights is not None:
+        hard_loss = message.jensen_shannon.hard_loss if isinstance(term.loss, JsdOptions) else message.cross_entropy
+        _put(hard_loss.class_weights, term.class_weights)
+    if term.teacher is not None:
+        _put_teacher(message, term.teacher)
+    if term.expected_weight_version is not None:
+        message.expected_weight_version = term.expected_weight_version
+    return message.SerializePartialToString()
+
+
+# How each of its terms begins in a serialized MicroBatchHeader; the number of its bytes follows.
+_TERM_TAG = bytes([_wire.MicroBatchHeader.DESCRIPTOR.fields_by_name["terms"].number << 3 | 2])
+
+
+def _varint(number: int) -> bytes:
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + _varint(number >> 7)
 
 
 # Session, and attempts that the caller does not name, are the core's in all of these.
 
 
-def compute_header(request: ComputeRequest) -> Any:
-    """The header of a ComputeLoss call."""
+def compute_header(request: ComputeRequest) -> bytes:
+    """The header of a ComputeLoss call, serialized.
+
+    What calls with the same options have in common is serialized once: to make messages takes longer than all else that a call does
+    here. Serialized parts of a message that follow each other are one message for whoever reads them.
+    """
     row_count, hidden_size = request.hidden.shape
-    return _wire.MicroBatchHeader(
+    options = request.options
+    header = _wire.MicroBatchHeader(
         micro_batch=request.micro_batch,
-        attempt=request.attempt or 0,
-        compute_mode=(_wire.COMPUTE_MODE_FORWARD_BACKWARD if request.backward else _wire.COMPUTE_MODE_FORWARD_ONLY),
+        attempt=request.attempt,
         row_count=row_count,
-        hidden_size=hidden_size,
-        data_type=_arrays.DATA_TYPE_NUMBERS[request.hidden.data_type],
-        terms=[_term_message(request, term) for term in request.terms],
-        commit_mode=_wire.COMMIT_MODE_EXPLICIT if request.explicit else _wire.COMMIT_MODE_UNSPECIFIED,
-        on_mismatch=_wire.ON_MISMATCH_FIRST_WINS if request.first_wins else _wire.ON_MISMATCH_UNSPECIFIED,
-        non_finite_policy=(_wire.NON_FINITE_POLICY_REFUSE if request.refuse_non_finite else _wire.NON_FINITE_POLICY_UNSPECIFIED),
-        outputs=[_OUTPUTS[name] for name in request.outputs],
-        return_grad_hidden=request.return_grad_hidden if request.backward else None,
-        grad_hidden_data_type=_arrays.DATA_TYPE_NUMBERS[request.grad_hidden_data_type] if request.return_grad_hidden else 0,
-        grad_hidden_scale=request.grad_hidden_scale if request.return_grad_hidden else None,
-        allow_held=request.allow_held,
-        late_token_factors=request.late_token_factors,
+        grad_hidden_scale=request.grad_hidden_scale if options.return_grad_hidden else None,
     )
+    common = _common_header(options, hidden_size, request.hidden.data_type, request.grad_hidden_data_type)
+    parts = [common, header.SerializePartialToString()]  # as no field is required, none need be looked for
+    for term in request.terms:
+        message = _common_term(term.head, term.epoch, term.ignore_index, term.loss) + _own_term(term, row_count)
+        parts += (_TERM_TAG, _varint(len(message)), message)
+    return b"".join(parts)
 
 
 def commit_message(request: CommitRequest) -> Any:
     """A CommitMicroBatchRequest."""
-    return _wire.CommitMicroBatchRequest(
-        heads=map(head_step, request.keys),
-        micro_batch=request.micro_batch,
-        attempt=request.attempt or 0,
-        factor=request.factor,
-        token_factors=_float_tensor(request.token_factors),
+    message = _wire.CommitMicroBatchRequest(
+        heads=map(head_step, request.keys), micro_batch=request.micro_batch, attempt=request.attempt, factor=request.factor
     )
+    if request.token_factors is not None:
+        _put(message.token_factors, request.token_factors)
+    return message
 
 
 def discard_message(keys: Sequence[StepKey], micro_batch: int, attempt: int | None) -> Any:
     """A DiscardMicroBatchRequest."""
-    return _wire.DiscardMicroBatchRequest(heads=map(head_step, keys), micro_batch=micro_batch, attempt=attempt or 0)
+    return _wire.DiscardMicroBatchRequest(heads=map(head_step, keys), micro_batch=micro_batch, attempt=attempt)
 
 
 def gradient_header(request: GradientRequest) -> Any:
@@ -279,7 +300,7 @@ def gradient_header(request: GradientRequest) -> Any:
     return _wire.AddGradientHeader(
         head=head_step(request.key),
         micro_batch=request.micro_batch,
-        attempt=request.attempt or 0,
+        attempt=request.attempt,
         row_start=request.row_start,
         row_count=request.rows.shape[0],
         factor=request.factor,
@@ -290,13 +311,12 @@ def gradient_header(request: GradientRequest) -> Any:
 _MAX_MESSAGE_BYTES = 16 << 20
 
 
-def serialized_header(header: Any) -> bytes:
+def check_header(message: bytes) -> bytes:
     """The header of a call with rows.
 
     Raises:
         InvalidArgumentError: targets and weights do not fit into one message.
     """
-    message: bytes = header.SerializeToString()
     if len(message) >= _MAX_MESSAGE_BYTES:
         raise invalid_argument(
             "LIMIT_EXCEEDED",
@@ -308,38 +328,33 @@ def serialized_header(header: Any) -> bytes:
     return message
 
 
-def _token_output(message: Any, name: str) -> np.ndarray | None:
-    if not message.HasField(name):
-        return None
-    tensor = getattr(message, name)
+def _token_output(tensor: Any) -> np.ndarray:
     dtype = "<i4" if tensor.data_type == _wire.DATA_TYPE_INT32 else "<f4"
     return np.frombuffer(tensor.data, dtype).reshape(tuple(tensor.shape)).copy()
 
 
-def summary_fields(summary: Any) -> dict[str, Any]:
-    """The fields of a LossResult that a MicroBatchSummary has."""
+def summary_fields(summary: Any, outputs: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of a LossResult that a MicroBatchSummary has; of per-token outputs those that were asked for."""
+    fields = combine_terms(tuple(_term_result(term, outputs) for term in summary.terms))
+    fields["state"] = _wire.value_name("ContributionState", summary.state)
+    fields["form"] = _wire.value_name("ContributionForm", summary.form)
+    for name in ("replayed", "payload_differs", "digest", "transport"):
+        fields[name] = getattr(summary, name)
+    fields["step"] = summary.step if summary.HasField("step") else None
     timing = summary.timing
-    return {
-        **combine_terms(tuple(map(_term_result, summary.terms))),
-        "state": _wire.value_name("ContributionState", summary.state),
-        "form": _wire.value_name("ContributionForm", summary.form),
-        "replayed": summary.replayed,
-        "payload_differs": summary.payload_differs,
-        "digest": summary.digest,
-        "step": summary.step if summary.HasField("step") else None,
-        "timing": Timing(*map(seconds_of, (timing.queue, timing.upload, timing.engine, timing.download))),
-        "transport": summary.transport,
-    }
+    fields["timing"] = Timing(*map(seconds_of, (timing.queue, timing.upload, timing.engine, timing.download)))
+    return fields
 
 
 _SUMS = tuple(field.name for field in _wire.LossSums.DESCRIPTOR.fields)
+_sums_of = operator.attrgetter(*_SUMS)
 
 
-def _term_result(term: Any) -> TermResult:
-    sums = term.sums
-    values: dict[str, Any] = {name: getattr(sums, name) for name in _SUMS}
-    for name in TOKEN_OUTPUTS:
-        values[name] = _token_output(term, name)
+def _term_result(term: Any, outputs: tuple[str, ...]) -> TermResult:
+    values: dict[str, Any] = dict(zip(_SUMS, _sums_of(term.sums), strict=True))
+    for name in outputs:
+        if term.HasField(name):
+            values[name] = _token_output(getattr(term, name))
     for name in ("non_finite_row_count", "weight_version", "teacher_weight_version"):
         values[name] = getattr(term, name)
     return result_of(TermResult, values)

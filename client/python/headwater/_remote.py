@@ -18,6 +18,7 @@ from headwater._futures import Cancel, Done, Executors
 from headwater._memory import Block, DeviceArray, RowMemory, Rows, one_stream, ordinary_block
 from headwater._messages import (
     apply_request,
+    check_header,
     checkpoint_info,
     commit_message,
     compute_header,
@@ -28,7 +29,6 @@ from headwater._messages import (
     head_spec_message,
     head_step,
     seconds_of,
-    serialized_header,
     step_of,
     summary_fields,
     teacher_header,
@@ -273,10 +273,10 @@ class RemoteBackend:
 
     def _loss(self, request: ComputeRequest) -> tuple[bytes, Tensors, Any]:
         """Header and tensors of the call, and where it puts grad_hidden."""
-        header = serialized_header(compute_header(request))
+        header = check_header(compute_header(request))
         sent = [term.teacher.sent if term.teacher is not None else None for term in request.terms]
         grad_hidden = request.grad_hidden_out
-        if grad_hidden is None and request.return_grad_hidden:
+        if grad_hidden is None and request.options.return_grad_hidden:
             grad_hidden = self.row_memory.empty_answer(request.hidden, request.grad_hidden_data_type)
         answer: Rows | None = None
         if isinstance(grad_hidden, np.ndarray):
@@ -296,7 +296,7 @@ class RemoteBackend:
         """Brings rows of a joined set; how many were taken."""
         answer = self.connection.call(
             f"{_LOSS}StreamTeacher".encode(),
-            serialized_header(teacher_header(tenant, place, rows.shape[1])),
+            check_header(teacher_header(tenant, place, rows.shape[1])),
             timeout_s,
             Tensors(rows=_place(rows), cuda_stream=_stream(rows), keep_alive=rows),
             flags=_core.OWNED if owned else 0,
@@ -389,7 +389,7 @@ def _loss_fields(request: ComputeRequest, grad_hidden: Any, answer: _core.Answer
     summary = _wire.MicroBatchSummary.FromString(answer.message)
     if len(summary.terms) != len(request.terms):
         raise make_error("INTERNAL", "", f"the server answered {len(summary.terms)} terms, expected {len(request.terms)}")
-    return {**summary_fields(summary), "grad_hidden": grad_hidden, "attempt": answer.attempt}
+    return summary_fields(summary, request.options.outputs) | {"grad_hidden": grad_hidden, "attempt": answer.attempt}
 
 
 def _place(rows: Rows | None) -> _core.Rows | None:
@@ -400,8 +400,9 @@ def _place(rows: Rows | None) -> _core.Rows | None:
     columns = shape[1] if len(shape) == 2 else 1
     if isinstance(rows, DeviceArray):
         return _core.Rows(rows.tensor.data_ptr(), shape[0], columns, data_type, _core.CUDA)
-    return _core.Rows(rows.data.__array_interface__["data"][0], shape[0], columns, data_type)
+    return _core.Rows(rows.data, shape[0], columns, data_type)
 
 
 def _stream(*rows: Rows | None) -> int:
-    return one_stream(array for array in rows if isinstance(array, DeviceArray))
+    on_device = [array for array in rows if isinstance(array, DeviceArray)]
+    return one_stream(on_device) if on_device else 0

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,17 +28,14 @@ TOKEN_OUTPUTS: dict[str, float] = {"token_loss": 0, "lse": 0, "target_log_probab
 COMPACTION_SHARE = 1 / 8
 
 
-@dataclass(slots=True)
-class CrossEntropyOptions:
+class CrossEntropyOptions(NamedTuple):
     """Checked options of a cross entropy."""
 
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    class_weights: np.ndarray | None = None  # (valid_vocab_size,) or (vocab_size,) float32
+    label_smoothing: float
+    z_loss: float
 
 
-@dataclass(slots=True)
-class JsdOptions:
+class JsdOptions(NamedTuple):
     """Checked options of a Jensen-Shannon divergence."""
 
     beta: float
@@ -97,8 +94,22 @@ class TermRequest:
     token_weights: np.ndarray | None  # (row_count,) float32
     loss_scale: float
     loss: CrossEntropyOptions | JsdOptions
+    class_weights: np.ndarray | None  # (valid_vocab_size,) or (vocab_size,) float32
     teacher: TeacherRows | None  # its hidden: (row_count, hidden_size of the teacher)
     expected_weight_version: int | None = None
+
+
+class SubmitOptions(NamedTuple):
+    """How a micro-batch is submitted, checked."""
+
+    backward: bool
+    return_grad_hidden: bool
+    explicit: bool
+    late_token_factors: bool
+    allow_held: bool
+    first_wins: bool
+    refuse_non_finite: bool
+    outputs: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -108,15 +119,8 @@ class ComputeRequest:
     terms: tuple[TermRequest, ...]
     micro_batch: int | None  # None: nothing is added
     attempt: int | None  # None: the core's to choose
-    backward: bool
-    explicit: bool
-    allow_held: bool
-    late_token_factors: bool
-    first_wins: bool
-    refuse_non_finite: bool
+    options: SubmitOptions
     hidden: Rows  # (num_tokens, hidden_size)
-    outputs: tuple[str, ...]
-    return_grad_hidden: bool
     grad_hidden_data_type: str
     grad_hidden_scale: float
     grad_hidden_out: Any = None  # where grad_hidden is to be written: an array or a CUDA tensor; None: the client's choice
@@ -183,6 +187,30 @@ def check_outputs(outputs: Any) -> tuple[str, ...]:
                 "INVALID_FIELD", f"outputs must be among {', '.join(TOKEN_OUTPUTS)}; got {name!r}", field="outputs", actual=name
             )
     return tuple(dict.fromkeys(names))
+
+
+def check_options(call: Any) -> SubmitOptions:
+    """Options of `Head`'s losses, which are attributes of `call`."""
+    backward = check_bool(call.backward, "backward")
+    wants_grad = backward if call.return_grad_hidden is None else check_bool(call.return_grad_hidden, "return_grad_hidden")
+    if wants_grad and not backward:
+        raise invalid_argument("INVALID_COMBINATION", "backward=False computes no grad_hidden", field="return_grad_hidden")
+    explicit = check_choice(call.commit, "commit", ("eager", "explicit")) == "explicit"
+    late_token_factors = check_bool(call.late_token_factors, "late_token_factors")
+    if late_token_factors and not explicit:
+        raise invalid_argument(
+            "INVALID_COMBINATION", 'late_token_factors needs commit="explicit": they come with it', field="late_token_factors"
+        )
+    return SubmitOptions(
+        backward,
+        wants_grad,
+        explicit,
+        late_token_factors,
+        allow_held=check_bool(call.allow_held, "allow_held"),
+        first_wins=check_choice(call.on_mismatch, "on_mismatch", ("conflict", "first_wins")) == "first_wins",
+        refuse_non_finite=check_choice(call.non_finite, "non_finite", ("report", "refuse")) == "refuse",
+        outputs=check_outputs(call.outputs),
+    )
 
 
 def check_rows(value: Any, field: str, hidden_size: int, memory: RowMemory | None = None) -> Any:
@@ -267,17 +295,20 @@ def check_targets(targets: Any, row_count: int, ignore_index: int, valid_vocab_s
     return array, may_ignore
 
 
-def check_cross_entropy(spec: HeadSpec, label_smoothing: Any, z_loss: Any, class_weights: Any) -> CrossEntropyOptions:
-    """Options of a cross entropy against a head of this spec."""
-    weights = None
-    if class_weights is not None:
-        weights = _arrays.float_vector(class_weights, "class_weights", (spec.valid_size, spec.vocab_size))
-        if (weights < 0).any():
-            raise invalid_argument("INVALID_FIELD", "class_weights must be >= 0", field="class_weights", expected=">= 0")
+def check_class_weights(spec: HeadSpec, class_weights: Any) -> np.ndarray | None:
+    """Weights >= 0, one for each column of a head of this spec."""
+    if class_weights is None:
+        return None
+    weights = _arrays.float_vector(class_weights, "class_weights", (spec.valid_size, spec.vocab_size))
+    if (weights < 0).any():
+        raise invalid_argument("INVALID_FIELD", "class_weights must be >= 0", field="class_weights", expected=">= 0")
+    return weights
+
+
+def check_cross_entropy(label_smoothing: Any, z_loss: Any) -> CrossEntropyOptions:
+    """Options of a cross entropy."""
     return CrossEntropyOptions(
-        label_smoothing=check_number(label_smoothing, "label_smoothing", low=0, high=1, high_open=True),
-        z_loss=check_not_negative(z_loss, "z_loss"),
-        class_weights=weights,
+        check_number(label_smoothing, "label_smoothing", low=0, high=1, high_open=True), check_not_negative(z_loss, "z_loss")
     )
 
 
@@ -345,7 +376,7 @@ def compact(request: ComputeRequest) -> Compaction:
     shared = len(request.terms) > 1 or term.row_count != row_count
     # Rows of another stream are kept until they are used: all of them are asked for.
     shared |= term.teacher is not None and term.teacher.sent is None
-    if shared or term.targets is None or not term.may_ignore or request.late_token_factors:
+    if shared or term.targets is None or not term.may_ignore or request.options.late_token_factors:
         return Compaction(request, row_count, None)
     valid = term.targets != term.ignore_index
     ignored = row_count - int(np.count_nonzero(valid))
@@ -369,7 +400,7 @@ def compact(request: ComputeRequest) -> Compaction:
 def finish(compaction: Compaction, request: ComputeRequest, answer: dict[str, Any], grad_hidden_out: Any = None) -> dict[str, Any]:
     """Brings the fields of an answer about the rows that were sent into the caller's form."""
     if compaction.kept is not None:
-        outputs = {name: compaction.expand(answer[name], fill) for name, fill in TOKEN_OUTPUTS.items() if answer[name] is not None}
+        outputs = {name: compaction.expand(answer[name], fill) for name, fill in TOKEN_OUTPUTS.items() if name in answer}
         answer = {**answer, **outputs, "terms": (dataclasses.replace(answer["terms"][0], **outputs),)}
     grad_hidden = answer["grad_hidden"]
     if grad_hidden is not None:

@@ -265,7 +265,8 @@ def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str,
     targets, may_ignore = None, False
     if not isinstance(term, (JSD, JsdCall)) or term.targets is not None:
         targets, may_ignore = _requests.check_targets(term.targets, count, ignore_index, head.spec.valid_size)
-    hard_loss = _requests.check_cross_entropy(head.spec, term.label_smoothing, term.z_loss, term.class_weights)
+    class_weights = _requests.check_class_weights(head.spec, term.class_weights)
+    hard_loss = _requests.check_cross_entropy(term.label_smoothing, term.z_loss)
     token_weights = term.token_weights
     if token_weights is not None:
         token_weights = _arrays.float_vector(token_weights, "token_weights", (count,))
@@ -285,6 +286,7 @@ def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str,
         token_weights=token_weights,
         loss_scale=check_factor(term.loss_scale, "loss_scale"),
         loss=_jsd_options(head, term, hard_loss) if isinstance(term, (JSD, JsdCall)) else hard_loss,
+        class_weights=class_weights,
         teacher=_teacher_rows(owner, term, count, hidden, hidden_name) if isinstance(term, (JSD, JsdCall)) else None,
         expected_weight_version=None if version is None else check_integer(version, "expected_weight_version"),
     )

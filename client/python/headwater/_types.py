@@ -32,6 +32,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _to_number(value: Any, name: str) -> float:
+    if type(value) is float:  # most are
+        return value
     if not _is_number(value) or not hasattr(value, "__float__"):
         raise invalid_argument("INVALID_FIELD", f"{name} must be a number, got {type(value).__name__}", field=name)
     try:
@@ -107,6 +109,8 @@ def check_integer(value: Any, name: str, *, low: int = 0, high: int = 2**63 - 1)
     Raises:
         InvalidArgumentError: not an integer, or outside of the range.
     """
+    if type(value) is int and low <= value <= high:  # most are
+        return value
     if not _is_number(value) or not hasattr(value, "__index__"):
         raise invalid_argument("INVALID_FIELD", f"{name} must be an integer, got {value!r}", field=name)
     try:

@@ -91,18 +91,18 @@ ServerRegions::Finding ServerRegions::Unusable(const std::string& why) {
   return {TransportUnavailable(why), SteadyClock::now() + kFindingLife};
 }
 
-absl::StatusOr<v1::ServerInfo> ServerRegions::Info(const Wait& wait, bool again) {
+absl::StatusOr<std::shared_ptr<const v1::ServerInfo>> ServerRegions::Info(const Wait& wait, bool again) {
   if (!again) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (info_.has_value()) return *info_;
+    if (info_ != nullptr) return info_;
+    HEADWATER_RETURN_IF_ERROR(wait.Check());
   }
   WaitingContext context(wait);
-  v1::ServerInfo info;
-  const grpc::Status status = stub_->GetServerInfo(context.get(), {}, &info);
+  const auto info = std::make_shared<v1::ServerInfo>();
+  const grpc::Status status = stub_->GetServerInfo(context.get(), {}, info.get());
   if (!status.ok()) return FromGrpcStatus(status, target_);
   std::lock_guard<std::mutex> lock(mutex_);
-  info_ = info;
-  return info;
+  return info_ = info;
 }
 
 absl::Status ServerRegions::HostMemoryWorks(const Wait& wait, bool* named) {
@@ -111,8 +111,8 @@ absl::Status ServerRegions::HostMemoryWorks(const Wait& wait, bool* named) {
     if (host_problem_.has_value() && SteadyClock::now() < host_problem_->end) return host_problem_->status;
   }
   HEADWATER_ASSIGN_OR_RETURN(auto info, Info(wait, false));
-  *named = info.descriptor_socket().empty();
-  if (!*named || info.named_regions()) return absl::OkStatus();
+  *named = info->descriptor_socket().empty();
+  if (!*named || info->named_regions()) return absl::OkStatus();
   std::lock_guard<std::mutex> lock(mutex_);
   host_problem_ = Unusable("the server takes no shared memory: it was started without --descriptor_socket");
   info_.reset();  // another one may be asked then
@@ -125,24 +125,24 @@ absl::Status ServerRegions::DeviceMemoryWorks(const Wait& wait) {
     if (device_problem_.has_value() && SteadyClock::now() < device_problem_->end) return device_problem_->status;
   }
   HEADWATER_ASSIGN_OR_RETURN(auto info, Info(wait, false));
-  const auto& features = info.features();
+  const auto& features = info->features();
   if (std::find(features.begin(), features.end(), "cuda_ipc") != features.end()) return absl::OkStatus();
   std::lock_guard<std::mutex> lock(mutex_);
-  device_problem_ = Unusable(absl::StrCat("the server's engine (", info.engine(), ") opens no device memory"));
+  device_problem_ = Unusable(absl::StrCat("the server's engine (", info->engine(), ") opens no device memory"));
   info_.reset();
   return device_problem_->status;
 }
 
 bool ServerRegions::PassesByName() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return info_.has_value() && info_->descriptor_socket().empty() && info_->named_regions();
+  return info_ != nullptr && info_->descriptor_socket().empty() && info_->named_regions();
 }
 
 absl::StatusOr<std::string> ServerRegions::Token(const SharedRegion& region, const Wait& wait) {
   absl::Status failure;
   for (const bool again : {false, true}) {  // the server may have been started again since it was asked
     HEADWATER_ASSIGN_OR_RETURN(auto info, Info(wait, again));
-    auto token = PassDescriptor(info.descriptor_socket(), region.fd(), region.bytes(), info.incarnation(), wait);
+    auto token = PassDescriptor(info->descriptor_socket(), region.fd(), region.bytes(), info->incarnation(), wait);
     if (token.ok()) return token;
     HEADWATER_RETURN_IF_ERROR(wait.Check());  // which says nothing of the path
     failure = token.status();

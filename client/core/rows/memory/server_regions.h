@@ -110,7 +110,7 @@ class ServerRegions {
   bool IsUnused(const grpc::Status& answer) const;
   void Over(Farewell* farewell, bool unused);
 
-  absl::StatusOr<v1::ServerInfo> Info(const Wait& wait, bool again);
+  absl::StatusOr<std::shared_ptr<const v1::ServerInfo>> Info(const Wait& wait, bool again);
   absl::StatusOr<std::string> Token(const SharedRegion& region, const Wait& wait);
   template <typename Fill>
   absl::StatusOr<std::string> RegisterOnce(const std::string& session_id, const Backing& backing, const Wait& wait, Fill&& fill);
@@ -130,7 +130,7 @@ class ServerRegions {
   std::condition_variable_any changed_;  // a registration is over, a backing has been given back
   bool closed_ = false;
   std::shared_ptr<Session> session_;
-  std::optional<v1::ServerInfo> info_;
+  std::shared_ptr<const v1::ServerInfo> info_;
   std::optional<Finding> host_problem_;
   std::optional<Finding> device_problem_;
   std::map<Key, std::string> regions_;

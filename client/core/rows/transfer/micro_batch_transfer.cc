@@ -12,6 +12,10 @@ namespace headwater::client::internal {
 namespace {
 
 constexpr char kComputeLoss[] = "/headwater.v1.LossService/ComputeLoss";
+// To copy so many bytes takes less time than to wake a thread for it.
+constexpr int64_t kQuickBytes = 16 << 10;
+// Waits until then wait for nothing.
+constexpr Deadline kNever{};
 
 bool HasRows(const RowsView& rows) { return rows.row_count > 0 && rows.hidden_size > 0 && rows.data != nullptr; }
 
@@ -59,6 +63,8 @@ int64_t MicroBatchTransfer::bytes_up() const {
 
 int64_t MicroBatchTransfer::bytes_down() const { return BytesOf(memory_.result); }
 
+bool MicroBatchTransfer::is_small() const { return bytes_up() + bytes_down() <= kQuickBytes; }
+
 bool MicroBatchTransfer::on_device() const {
   return memory_.rows.memory == Memory::kCuda || (memory_.result.data != nullptr && memory_.result.memory == Memory::kCuda) ||
          std::any_of(memory_.teachers.begin(), memory_.teachers.end(),
@@ -71,23 +77,18 @@ void MicroBatchTransfer::Start(const google::protobuf::Message& request, Deadlin
   SetAttempt(deadline, std::move(done));
   session_given_ = !header_.session_id().empty();
   repeated_ = false;
-  const bool may_block = transport().options().transport != Transport::kGrpc || on_device();
-  if (!may_block && CheckWanted().ok() && TryConnect(bytes_up(), bytes_down())) {
-    if (absl::Status status = SendRows(); !status.ok()) Deliver(std::move(status));
-    return;
+  const bool is_quick = !on_device() && (transport().options().transport == Transport::kGrpc || is_small());
+  if (!is_quick || !Until().Check().ok() || !Place(kNever).ok() || !TryConnect(stream_bytes_up(), stream_bytes_down())) {
+    return RunBeginning([this] { return Begin(); });
   }
-  RunBeginning([this] { return Begin(); });
+  if (absl::Status status = SendAll(); !status.ok()) Deliver(std::move(status));
 }
 
 absl::Status MicroBatchTransfer::Begin() {
-  absl::Status status = CheckWanted();
-  if (status.ok()) status = Place();
-  if (!status.ok()) return status;
-  status = placement_.has_value() ? Connect(0, 0) : Connect(bytes_up(), bytes_down());
-  if (!status.ok()) return status;
-  if (!placement_.has_value()) return SendRows();
-  SendPlaced();
-  return absl::OkStatus();
+  HEADWATER_RETURN_IF_ERROR(Until().Check());
+  HEADWATER_RETURN_IF_ERROR(Place(Until()));
+  HEADWATER_RETURN_IF_ERROR(Connect(stream_bytes_up(), stream_bytes_down()));
+  return SendAll();
 }
 
 absl::Status MicroBatchTransfer::BeginAgain() {
@@ -100,7 +101,7 @@ absl::Status MicroBatchTransfer::BeginAgain() {
   return Begin();
 }
 
-absl::Status MicroBatchTransfer::Place() {
+absl::Status MicroBatchTransfer::Place(const Wait& wait) {
   const Transport demanded = transport().options().transport;
   // Without rows there is nothing to share, whatever is demanded.
   if (demanded == Transport::kGrpc || !HasRows(memory_.rows)) return absl::OkStatus();
@@ -109,7 +110,7 @@ absl::Status MicroBatchTransfer::Place() {
     status = TransportUnavailable("an explicit micro-batch without a session cannot name shared memory");
   } else if (placement_.has_value()) {
     if (!header_.session_id().empty() && placement_->session_id() != header_.session_id()) {
-      status = placement_->Renew(header_.session_id(), Until());
+      status = placement_->Renew(header_.session_id(), wait);
     }
   } else {
     CallRows rows;
@@ -119,7 +120,7 @@ absl::Status MicroBatchTransfer::Place() {
     }
     if (memory_.result.data != nullptr) rows.write = MemoryOf(memory_.result);
     rows.stream = memory_.cuda_stream;
-    absl::StatusOr<Placement> placement = transport().memory().Place(rows, header_.session_id(), DemandOf(demanded), Until());
+    absl::StatusOr<Placement> placement = transport().memory().Place(rows, header_.session_id(), DemandOf(demanded), wait);
     if (placement.ok()) {
       placement_.emplace(*std::move(placement));
       transport().SetWhyNotBetter(placement_->why_not_better());
@@ -128,15 +129,18 @@ absl::Status MicroBatchTransfer::Place() {
   }
   if (status.ok()) return status;
   placement_.reset();
+  const std::string reason = ErrorReason(status);
   // What has ended the wait says nothing of the path, and ends the attempt on any.
-  HEADWATER_RETURN_IF_ERROR(CheckWanted());
+  if (reason != "TRANSPORT_UNAVAILABLE") HEADWATER_RETURN_IF_ERROR(wait.Check());
   // A session that is gone is replaced by those who opened it.
-  if (demanded != Transport::kAuto || ErrorReason(status) == "SESSION_NOT_FOUND") return status;
+  if (demanded != Transport::kAuto || reason == "SESSION_NOT_FOUND") return status;
   transport().SetWhyNotBetter(Sentence(status));
   return absl::OkStatus();
 }
 
-void MicroBatchTransfer::SendPlaced() {
+absl::Status MicroBatchTransfer::SendAll() { return placement_.has_value() ? SendPlaced() : SendRows(); }
+
+absl::Status MicroBatchTransfer::SendPlaced() {
   header_.set_session_id(placement_->session_id());
   *header_.mutable_hidden_rows() = ToProto(placement_->reads()[0]);
   size_t next = 1;
@@ -146,6 +150,7 @@ void MicroBatchTransfer::SendPlaced() {
   }
   if (placement_->write().has_value()) *header_.mutable_grad_hidden_rows() = ToProto(*placement_->write());
   SendRequest({});
+  return absl::OkStatus();
 }
 
 absl::Status MicroBatchTransfer::SendRows() {
@@ -212,6 +217,10 @@ absl::Status MicroBatchTransfer::PrepareGradCopy(TransferRequest* request) {
     };
   }
   return absl::OkStatus();
+}
+
+bool MicroBatchTransfer::EndBlocks(const TransferResult& result) const {
+  return on_device() || (placement_.has_value() && !(result.status.ok() && is_small()));
 }
 
 void MicroBatchTransfer::Ended(TransferResult result) {

@@ -26,13 +26,15 @@ class MicroBatchTransfer : public RowsCall {
   absl::Status Begin();
   // The server has forgotten the session or a region of the placement.
   absl::Status BeginAgain();
-  // Places the rows in shared memory if that is possible and wanted. An error ends the attempt.
-  absl::Status Place();
-  void SendPlaced();
+  // Places the rows in shared memory if that is possible and wanted. An error ends the attempt, unless `wait` was shorter
+  // than the attempt.
+  absl::Status Place(const Wait& wait);
+  absl::Status SendAll();
+  absl::Status SendPlaced();
   absl::Status SendRows();
   void SendRequest(TransferRequest request);
   void Ended(TransferResult result) override;
-  bool EndBlocks() const override { return placement_.has_value() || on_device(); }
+  bool EndBlocks(const TransferResult& result) const override;
   void EndedPlaced(TransferResult result);
   void EndedByRows(TransferResult result);
   // Where gradients for device memory arrive, and how they go on.
@@ -45,6 +47,10 @@ class MicroBatchTransfer : public RowsCall {
   bool on_device() const;
   int64_t bytes_up() const;
   int64_t bytes_down() const;
+  // What goes over the streams; over shared memory nothing does.
+  int64_t stream_bytes_up() const { return placement_.has_value() ? 0 : bytes_up(); }
+  int64_t stream_bytes_down() const { return placement_.has_value() ? 0 : bytes_down(); }
+  bool is_small() const;
 
   CallMemory memory_;                    // `result` as large as the gradient; without data: none is wanted
   absl::StatusOr<Bytes> own_ = Bytes();  // the gradient's, where the caller gives no memory

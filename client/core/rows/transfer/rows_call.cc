@@ -21,13 +21,6 @@ int StripesFor(int64_t bytes_up, int64_t bytes_down, int max_stripes) {
   return static_cast<int>(std::min<int64_t>(stripes, max_stripes));
 }
 
-absl::Status RowsCall::CheckWanted() const {
-  if (cancelled()) return MakeLocalError(v1::ERROR_REASON_CANCELLED, absl::StatusCode::kCancelled, "the call was cancelled");
-  if (std::chrono::system_clock::now() < deadline_) return absl::OkStatus();
-  return MakeLocalError(v1::ERROR_REASON_DEADLINE_EXCEEDED, absl::StatusCode::kDeadlineExceeded,
-                        absl::StrCat("the deadline passed before the call to ", transport_.target(), " could begin"));
-}
-
 void RowsCall::Cancel() {
   cancel_.request_stop();  // wakes up what waits for the server
   std::shared_ptr<TransferCall> call;
@@ -66,7 +59,7 @@ bool RowsCall::TryConnect(int64_t bytes_up, int64_t bytes_down) {
 }
 
 absl::Status RowsCall::Connect(int64_t bytes_up, int64_t bytes_down) {
-  HEADWATER_RETURN_IF_ERROR(CheckWanted());
+  HEADWATER_RETURN_IF_ERROR(Until().Check());
   if (TryConnect(bytes_up, bytes_down)) return absl::OkStatus();
   // Connections are missing: the first ones, or they broke, so that another server process may answer now.
   absl::StatusOr<ServerFacts> facts = [&] {
@@ -98,7 +91,7 @@ void RowsCall::Send(TransferRequest request) {
         }
         if (absl::IsUnavailable(result.status)) transport_.ForgetFacts();
         if (result.no_stripes) transport_.UseOneStream(facts_.peer);
-        if (!EndBlocks()) return Ended(std::move(result));
+        if (!EndBlocks(result)) return Ended(std::move(result));
         transport_.endings().Run(this, [this, result = std::move(result)]() mutable { Ended(std::move(result)); });
       });
   bool cancel = false;

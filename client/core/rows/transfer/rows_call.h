@@ -39,8 +39,6 @@ class RowsCall : public Exchange {
   bool cancelled() const { return cancel_.stop_requested(); }
   // Until the deadline, or Cancel().
   Wait Until() const { return {deadline_, cancel_.get_token()}; }
-  // Whether an attempt may begin, or go on: CANCELLED, DEADLINE_EXCEEDED.
-  absl::Status CheckWanted() const;
 
   // An attempt begins, which ends with `done`.
   void SetAttempt(Deadline deadline, Done done);
@@ -54,10 +52,10 @@ class RowsCall : public Exchange {
   int stripes() const { return static_cast<int>(leases_.size()); }
   // Sends over these connections; `request.chunk_bytes`, `.target` and `.deadline` are filled in here.
   void Send(TransferRequest request);
-  // The transfer has ended. Runs on a thread that may block if EndBlocks().
+  // The transfer has ended. Runs on a thread that may block if EndBlocks(result).
   virtual void Ended(TransferResult result) = 0;
   // Whether the end of the attempt copies rows, waits for copies, or calls the server.
-  virtual bool EndBlocks() const = 0;
+  virtual bool EndBlocks(const TransferResult& result) const = 0;
   // The attempt ends. Waits for copies that still read the caller's memory, of rows that were not sent any more, and keeps those
   // that succeed for the next attempt.
   void Deliver(absl::StatusOr<Answer> answer);

@@ -35,11 +35,13 @@ class FutureState {
     cancel_ = std::move(cancel);
   }
 
-  // Called once, by the call, after its last access to the caller's memory and to itself.
+  // Called once, by the call, which shares this, after its last access to the caller's memory and to itself.
   void Set(absl::StatusOr<T> value) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    value_.emplace(std::move(value));
-    ready_.notify_all();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      value_.emplace(std::move(value));
+    }
+    ready_.notify_all();  // without the lock, which a thread that waits takes at once
   }
 
   // By the caller's side, and not after Take().
