@@ -109,14 +109,14 @@ absl::StatusOr<ExitCode> RunTop(client::Client& client, const std::vector<std::s
       Show(absl::StrCat(Printable(std::string(after.status().message())), "\n"), terminal);
       continue;
     }
-    const TopFigures figures =
-        FiguresOf(before->page, after->page, absl::ToDoubleSeconds(std::max(after->time - before->time, kShortestInterval)),
-                  absl::ToDoubleSeconds(after->time - absl::UnixEpoch()));
     const auto heads = client.ListHeads();
+    const nlohmann::json figures = TopJson(ServerAddress(), before->page, after->page,
+                                           absl::ToDoubleSeconds(std::max(after->time - before->time, kShortestInterval)),
+                                           absl::ToDoubleSeconds(after->time - absl::UnixEpoch()), heads);
     if (output.json()) {
-      output.Print("", TopJson(ServerAddress(), figures, heads));
+      output.Print("", figures);
     } else {
-      Show(TopText(ServerAddress(), figures, heads), terminal);
+      Show(TopText(figures, heads), terminal);
     }
     before = std::move(after);
   } while (!once && OutputError() == 0);  // nobody sees looks that cannot be printed
