@@ -33,18 +33,11 @@ struct Command {
 
 Command HealthCommand();
 Command InfoCommand();
-Command HeadsCommand();
-Command CreateCommand();
+// Those of the server's heads.
+std::vector<Command> HeadCommands();
 Command LoadCommand();
 Command VerifyCommand();
 Command ExportCommand();
-Command DeleteCommand();
-Command TakeCommand();
-Command StepCommand();
-Command DiscardCommand();
-Command SaveCommand();
-Command CheckpointsCommand();
-Command RestoreCommand();
 Command PlanCommand();
 Command BenchCommand();
 Command TopCommand();

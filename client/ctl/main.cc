@@ -85,10 +85,9 @@ int RunCommand(const Command& command, const std::vector<std::string>& arguments
 }
 
 int Main(const std::vector<std::string>& arguments) {
-  const std::vector<Command> commands = {HealthCommand(),  InfoCommand(),   HeadsCommand(),       CreateCommand(),  LoadCommand(),
-                                         VerifyCommand(),  ExportCommand(), DeleteCommand(),      TakeCommand(),    StepCommand(),
-                                         DiscardCommand(), SaveCommand(),   CheckpointsCommand(), RestoreCommand(), PlanCommand(),
-                                         BenchCommand(),   TopCommand()};
+  std::vector<Command> commands = HeadCommands();
+  commands.insert(commands.begin(), {HealthCommand(), InfoCommand()});
+  commands.insert(commands.end(), {LoadCommand(), VerifyCommand(), ExportCommand(), PlanCommand(), BenchCommand(), TopCommand()});
   const bool json = AsksForJson(arguments);
   absl::StatusOr<CommandLine> line = ParseArguments(arguments);
   if (!line.ok()) return ReportUsage(line.status(), json, GuessCommand(commands, arguments));
