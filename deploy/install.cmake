@@ -5,7 +5,7 @@ include(CMakePackageConfigHelpers)
 
 if(HEADWATER_BUILD_CLIENT)
   # The C++ client: find_package(headwater) and headwater::client, or pkg-config. Its libraries are static.
-  set(libraries headwater_client headwater_core headwater_proto headwater_machine)
+  set(libraries headwater_client headwater_core headwater_proto headwater_row_chunk_wire headwater_machine)
   set_target_properties(headwater_client PROPERTIES EXPORT_NAME client)
   install(TARGETS ${libraries} headwater_kernels_api headwater_build_flags
     EXPORT headwater_targets
@@ -37,7 +37,7 @@ Description: @PROJECT_DESCRIPTION@: the client
 Version: @PROJECT_VERSION@
 Requires: absl_cord absl_span absl_status absl_statusor absl_strings absl_synchronization absl_time grpc++ openssl protobuf
 Cflags: -I${includedir}
-Libs: -L${libdir} -lheadwater_client -lheadwater_core -lheadwater_proto -lheadwater_machine -pthread -ldl
+Libs: -L${libdir} -lheadwater_client -lheadwater_core -lheadwater_proto -lheadwater_row_chunk_wire -lheadwater_machine -pthread -ldl
 ]])
   install(FILES ${generated}/headwaterConfig.cmake ${generated}/headwaterConfigVersion.cmake DESTINATION ${package})
   install(FILES ${generated}/headwater.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

@@ -193,7 +193,7 @@ absl::Status Transfer::Take(const ChunkView& chunk, int32_t index) {
   HEADWATER_RETURN_IF_ERROR(CheckLimit("chunk.data", chunk.data_bytes, "max_chunk_bytes", core_.options.limits.max_chunk_bytes));
   const auto place = exchange_.Claim(*tensor, chunk.row_start, chunk.row_count, chunk.data_bytes, "chunk");
   if (!place.ok()) return place.status();
-  CopyChunkData(chunk, *place);
+  v1::CopySpans(chunk.data, *place);
   if (options_.digest) {
     const Tensor& rows = tensors_[*tensor];
     digests_[static_cast<size_t>(index)].AddRows(rows.digest_stream, chunk.row_start, chunk.row_count, rows.rows.row_bytes, *place);

@@ -12,6 +12,7 @@ set(parser_sources
   ${product}/kernels/core/planned_bytes.cc
   ${product}/kernels/core/types.cc
   ${product}/kernels/cuda/algorithm_cache.cc
+  ${product}/proto/headwater/v1/row_chunk_wire.cc
   ${product}/server/checkpoint/checkpoint_store.cc
   ${product}/server/checkpoint/file_system.cc
   ${product}/server/checkpoint/manifest.cc

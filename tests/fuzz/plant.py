@@ -21,15 +21,15 @@ BUGS = {
     ),
     # Reads beyond the message for an unknown field of fixed size at its end.
     "chunk_request": (
-        "server/service/chunk_codec.cc",
+        "proto/headwater/v1/row_chunk_wire.cc",
         "    if (length > left_) return false;\n    Skip(length);",
         "    Skip(length);",
     ),
-    # Takes what follows a chunk for a part of it.
+    # Drops what follows a summary.
     "chunk_response": (
-        "client/core/rows/transfer/chunk_wire.cc",
-        "return value == static_cast<uint64_t>(length);",
-        "return value <= static_cast<uint64_t>(length);",
+        "proto/headwater/v1/row_chunk_wire.cc",
+        "cursor.ReadLength(&length) && length == cursor.left()",
+        "cursor.ReadLength(&length) && length <= cursor.left()",
     ),
     # Takes two descriptors for one.
     "descriptor_message": (

@@ -7,21 +7,13 @@
 
 #include "client/core/core.h"
 #include "client/core/rows/tensor_exchanges.h"
+#include "client/core/rows/transfer/chunk_wire.h"
 #include "client/core/rows/transfer/micro_batch_transfer.h"
 #include "client/core/rows/transfer/rows_call.h"
 #include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
-
-std::string StringOf(const grpc::ByteBuffer& buffer) {
-  std::string bytes;
-  std::vector<grpc::Slice> slices;
-  if (!buffer.Valid() || !buffer.Dump(&slices).ok()) return bytes;
-  bytes.reserve(buffer.Length());
-  for (const grpc::Slice& slice : slices) bytes.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
-  return bytes;
-}
 
 class UnaryExchange : public Exchange {
  public:

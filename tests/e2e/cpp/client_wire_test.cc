@@ -17,7 +17,7 @@ namespace {
 using namespace headwater::client::internal;
 
 // A message cut at the given places.
-SlicedMessage Sliced(const std::string& bytes, const std::vector<size_t>& cuts) {
+grpc::ByteBuffer Sliced(const std::string& bytes, const std::vector<size_t>& cuts) {
   std::vector<grpc::Slice> slices;
   size_t from = 0;
   for (const size_t cut : cuts) {
@@ -25,14 +25,12 @@ SlicedMessage Sliced(const std::string& bytes, const std::vector<size_t>& cuts) 
     from = cut;
   }
   slices.emplace_back(bytes.substr(from));
-  SlicedMessage message;
-  EXPECT_TRUE(message.Assign(grpc::ByteBuffer(slices.data(), slices.size())));
-  return message;
+  return {slices.data(), slices.size()};
 }
 
-std::string RowsOf(const SlicedMessage& message, const DecodedResponse& response) {
-  std::string rows(static_cast<size_t>(response.rows_bytes), '\0');
-  response.CopyRowsTo(message, rows.data());
+std::string RowsOf(const DecodedResponse& response) {
+  std::string rows(static_cast<size_t>(response.chunk.data_bytes), '\0');
+  v1::CopySpans(response.chunk.data, reinterpret_cast<uint8_t*>(rows.data()));
   return rows;
 }
 
@@ -49,12 +47,13 @@ std::string BytesField(int field, const std::string& bytes) {
 }
 
 TEST(ChunkWire, PrefixIsWhatProtobufReads) {
-  for (const ChunkHeader& header :
-       {ChunkHeader{v1::CHUNK_ROLE_HIDDEN, 0, 0, 1}, ChunkHeader{v1::CHUNK_ROLE_TEACHER_HIDDEN, 3, 7, 200},
-        ChunkHeader{v1::CHUNK_ROLE_HIDDEN, 0, int64_t{1} << 40, int64_t{1} << 33}}) {
+  for (v1::ChunkView header :
+       {v1::ChunkView{v1::CHUNK_ROLE_HIDDEN, 0, 0, 1}, v1::ChunkView{v1::CHUNK_ROLE_TEACHER_HIDDEN, 3, 7, 200},
+        v1::ChunkView{v1::CHUNK_ROLE_HIDDEN, 0, int64_t{1} << 40, int64_t{1} << 33}}) {
     for (const size_t size : {0u, 1u, 127u, 128u, 70000u}) {
       const std::string rows(size, 'r');
-      const std::string bytes = EncodeChunkPrefix(header, static_cast<int64_t>(size)) + rows;
+      header.data_bytes = static_cast<int64_t>(size);
+      const std::string bytes = v1::ChunkMessagePrefix(v1::ChunkField::kOfRequest, header) + rows;
       v1::ComputeLossRequest loss;
       ASSERT_TRUE(loss.ParseFromString(bytes));
       v1::TransferRowsRequest stripe;
@@ -81,21 +80,21 @@ TEST(ChunkWire, ProtobufsMessagesAreReadWhereverTheyAreCut) {
   const std::string bytes = response.SerializeAsString();
   for (size_t first = 0; first <= bytes.size(); ++first) {
     for (size_t second = first; second <= bytes.size(); ++second) {
-      const SlicedMessage message = Sliced(bytes, {first, second});
+      const grpc::ByteBuffer message = Sliced(bytes, {first, second});
       const absl::StatusOr<DecodedResponse> decoded = DecodeResponse(message);
       ASSERT_TRUE(decoded.ok()) << first << " " << second;
       EXPECT_TRUE(decoded->has_chunk);
       EXPECT_EQ(decoded->chunk.role, v1::CHUNK_ROLE_GRAD_HIDDEN);
       EXPECT_EQ(decoded->chunk.row_start, 300);
       EXPECT_EQ(decoded->chunk.row_count, 5);
-      EXPECT_EQ(RowsOf(message, *decoded), "the rows of a chunk");
+      EXPECT_EQ(RowsOf(*decoded), "the rows of a chunk");
     }
   }
   v1::ComputeLossResponse summary;
   summary.mutable_summary()->set_digest("0123456789abcdef");
   const std::string summary_bytes = summary.SerializeAsString();
   for (size_t cut = 0; cut <= summary_bytes.size(); ++cut) {
-    const SlicedMessage message = Sliced(summary_bytes, {cut});
+    const grpc::ByteBuffer message = Sliced(summary_bytes, {cut});
     const absl::StatusOr<DecodedResponse> decoded = DecodeResponse(message);
     ASSERT_TRUE(decoded.ok());
     ASSERT_TRUE(decoded->summary.has_value());
@@ -121,13 +120,13 @@ TEST(ChunkWire, FieldsComeInAnyOrderAmongUnknownOnes) {
     std::string chunk;
     for (const std::string& field : fields) chunk += field;
     const std::string bytes = BytesField(77, "before") + BytesField(1, chunk) + VarintField(78, 1);
-    const SlicedMessage message = Sliced(bytes, {generator() % bytes.size()});
+    const grpc::ByteBuffer message = Sliced(bytes, {generator() % bytes.size()});
     const absl::StatusOr<DecodedResponse> decoded = DecodeResponse(message);
     ASSERT_TRUE(decoded.ok());
     EXPECT_EQ(decoded->chunk.role, v1::CHUNK_ROLE_GRAD_HIDDEN);
     EXPECT_EQ(decoded->chunk.row_start, 11);
     EXPECT_EQ(decoded->chunk.row_count, 2);
-    EXPECT_EQ(RowsOf(message, *decoded), "eight by");
+    EXPECT_EQ(RowsOf(*decoded), "eight by");
   }
 }
 
@@ -181,7 +180,7 @@ TEST(ChunkWire, AgreesWithProtobufOnMutatedMessages) {
       const size_t at = generator() % std::min<size_t>(bytes.size(), 16);
       bytes[at] = static_cast<char>(generator());
     }
-    const SlicedMessage message = Sliced(bytes, {generator() % bytes.size()});
+    const grpc::ByteBuffer message = Sliced(bytes, {generator() % bytes.size()});
     const absl::StatusOr<DecodedResponse> decoded = DecodeResponse(message);
     v1::ComputeLossResponse reference;
     if (!reference.ParseFromString(bytes) || !reference.has_chunk() || !decoded.ok() || !decoded->has_chunk) continue;
@@ -190,7 +189,7 @@ TEST(ChunkWire, AgreesWithProtobufOnMutatedMessages) {
     EXPECT_EQ(decoded->chunk.term_index, reference.chunk().term_index());
     EXPECT_EQ(decoded->chunk.row_start, reference.chunk().row_start());
     EXPECT_EQ(decoded->chunk.row_count, reference.chunk().row_count());
-    EXPECT_EQ(RowsOf(message, *decoded), reference.chunk().data());
+    EXPECT_EQ(RowsOf(*decoded), reference.chunk().data());
   }
   EXPECT_GT(compared, 1000);
 }
@@ -207,7 +206,7 @@ TEST(RowQueue, FirstRowsOfEveryTensorComeFirstAndEachOnce) {
     const size_t source = chunk->header.role == v1::CHUNK_ROLE_HIDDEN ? 0 : 1;
     EXPECT_EQ(chunk->header.row_start, next[source]);
     EXPECT_EQ(chunk->data, memory.data() + next[source] * (source == 0 ? 8 : 4));
-    EXPECT_LE(chunk->bytes, 40);
+    EXPECT_LE(chunk->header.data_bytes, 40);
     // In rows of the micro-batch, no tensor is ahead of another by more than a chunk.
     if (source == 1 && next[0] < 100) {
       EXPECT_LE(30 + next[1], next[0]);
@@ -224,8 +223,8 @@ TEST(RowQueue, FirstRowsOfEveryTensorComeFirstAndEachOnce) {
 TEST(RowQueue, RowLongerThanAChunkIsAChunk) {
   const std::vector<unsigned char> memory(30);
   RowQueue queue({{v1::CHUNK_ROLE_HIDDEN, 0, memory.data(), 3, 10, 0}});
-  EXPECT_EQ(queue.Next(1)->bytes, 10);
-  EXPECT_EQ(queue.Next(1)->bytes, 10);
+  EXPECT_EQ(queue.Next(1)->header.data_bytes, 10);
+  EXPECT_EQ(queue.Next(1)->header.data_bytes, 10);
   EXPECT_TRUE(queue.Next(1)->last);
   EXPECT_FALSE(queue.Next(1).has_value());
   EXPECT_FALSE(RowQueue({}).Next(1).has_value());

@@ -33,24 +33,24 @@ bool MustTake(const std::string& message) {
   return chunk;
 }
 
-std::string DataOf(const service::ChunkView& chunk) {
+std::string DataOf(const v1::ChunkView& chunk) {
   std::string data(static_cast<size_t>(chunk.data_bytes), '\0');
-  service::CopyChunkData(chunk, reinterpret_cast<uint8_t*>(data.data()));
+  v1::CopySpans(chunk.data, reinterpret_cast<uint8_t*>(data.data()));
   return data;
 }
 
-void ExpectSame(const service::ChunkView& chunk, const v1::RowChunk& expected) {
+void ExpectSame(const v1::ChunkView& chunk, const v1::RowChunk& expected) {
   FUZZ_CHECK(chunk.role == static_cast<int32_t>(expected.role()));
   FUZZ_CHECK(chunk.term_index == expected.term_index());
   FUZZ_CHECK(chunk.row_start == expected.row_start());
   FUZZ_CHECK(chunk.row_count == expected.row_count());
   FUZZ_CHECK(chunk.data_bytes == static_cast<int64_t>(expected.data().size()));
-  for (const service::ByteSpan& span : chunk.data) FUZZ_CHECK(!span.empty());
+  for (const v1::ByteSpan& span : chunk.data) FUZZ_CHECK(!span.empty());
   FUZZ_CHECK(DataOf(chunk) == expected.data());
 }
 
 template <typename Message>
-void Check(const std::string& bytes, const grpc::ByteBuffer& buffer, bool taken, const service::ChunkView& chunk) {
+void Check(const std::string& bytes, const grpc::ByteBuffer& buffer, bool taken, const v1::ChunkView& chunk) {
   Message expected;
   const bool parsed = expected.ParseFromString(bytes);
   if (taken) {
@@ -64,15 +64,15 @@ void Check(const std::string& bytes, const grpc::ByteBuffer& buffer, bool taken,
   Message through_slices;
   FUZZ_CHECK(received.Parse(&through_slices) == parsed);
   if (parsed) FUZZ_CHECK(through_slices.SerializeAsString() == expected.SerializeAsString());
-  service::ChunkView again;
+  v1::ChunkView again;
   FUZZ_CHECK(received.ParseChunk(&again) == taken);
   if (taken) ExpectSame(again, expected.chunk());
   if (!parsed || !expected.has_chunk()) return;
   // As an encoder would have written it.
   expected.DiscardUnknownFields();
   const std::string canonical = expected.SerializeAsString();
-  const service::ByteSpan span(reinterpret_cast<const uint8_t*>(canonical.data()), canonical.size());
-  FUZZ_CHECK(service::ParseChunkMessage({span}, &again));
+  const v1::ByteSpan span(reinterpret_cast<const uint8_t*>(canonical.data()), canonical.size());
+  FUZZ_CHECK(v1::ReadChunkMessage({span}, v1::ChunkField::kOfRequest, &again));
   ExpectSame(again, expected.chunk());
 }
 
@@ -87,13 +87,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const uint8_t cut = input.Byte();
   const std::string bytes = input.Rest();
   const std::vector<std::vector<uint8_t>> slices = Cut(bytes, cut);
-  std::vector<service::ByteSpan> spans(slices.begin(), slices.end());
+  std::vector<v1::ByteSpan> spans(slices.begin(), slices.end());
   std::vector<grpc::Slice> received;
   for (const std::vector<uint8_t>& slice : slices) received.emplace_back(slice.data(), slice.size());
   const grpc::ByteBuffer buffer(received.data(), received.size());
 
-  service::ChunkView chunk;
-  const bool taken = service::ParseChunkMessage(spans, &chunk);
+  v1::ChunkView chunk;
+  const bool taken = v1::ReadChunkMessage(spans, v1::ChunkField::kOfRequest, &chunk);
   FUZZ_CHECK(taken || !MustTake(bytes));
   Check<v1::ComputeLossRequest>(bytes, buffer, taken, chunk);
   Check<v1::StreamTeacherRequest>(bytes, buffer, taken, chunk);

@@ -14,23 +14,22 @@ namespace headwater::fuzz {
 namespace {
 
 using client::internal::DecodedResponse;
-using client::internal::SlicedMessage;
 
 constexpr int kSummaryField = 2;
 
-void ExpectSameChunk(const DecodedResponse& decoded, const SlicedMessage& message, const v1::RowChunk& expected) {
+void ExpectSameChunk(const DecodedResponse& decoded, const v1::RowChunk& expected) {
   FUZZ_CHECK(decoded.has_chunk);
   FUZZ_CHECK(decoded.chunk.role == expected.role());
   FUZZ_CHECK(decoded.chunk.term_index == expected.term_index());
   FUZZ_CHECK(decoded.chunk.row_start == expected.row_start());
   FUZZ_CHECK(decoded.chunk.row_count == expected.row_count());
-  FUZZ_CHECK(decoded.rows_bytes == static_cast<int64_t>(expected.data().size()));
+  FUZZ_CHECK(decoded.chunk.data_bytes == static_cast<int64_t>(expected.data().size()));
   std::string rows(expected.data().size(), '\0');
-  decoded.CopyRowsTo(message, rows.data());
+  v1::CopySpans(decoded.chunk.data, reinterpret_cast<uint8_t*>(rows.data()));
   FUZZ_CHECK(rows == expected.data());
 }
 
-void CheckResponse(const std::string& bytes, const SlicedMessage& message) {
+void CheckResponse(const std::string& bytes, const grpc::ByteBuffer& message) {
   const absl::StatusOr<DecodedResponse> decoded = client::internal::DecodeResponse(message);
   v1::ComputeLossResponse expected;
   const bool parsed = expected.ParseFromString(bytes);
@@ -39,22 +38,21 @@ void CheckResponse(const std::string& bytes, const SlicedMessage& message) {
   int summaries = 0;
   for (const WireForm::Bytes& field : form.bytes) summaries += field.number == kSummaryField ? 1 : 0;
   if (decoded.ok()) {
-    FUZZ_CHECK(decoded->rows_offset >= 0 && decoded->rows_bytes >= 0 && decoded->rows_offset <= message.size());
-    FUZZ_CHECK(decoded->rows_bytes <= message.size() - decoded->rows_offset);
+    FUZZ_CHECK(decoded->chunk.data_bytes >= 0 && decoded->chunk.data_bytes <= static_cast<int64_t>(bytes.size()));
     FUZZ_CHECK(form.valid);
     v1::TransferRowsResponse stripe;
     if (summaries == 0) {
       // Without a summary both types of message are the same bytes.
       FUZZ_CHECK(parsed && stripe.ParseFromString(bytes));
       FUZZ_CHECK(stripe.has_chunk() == decoded->has_chunk);
-      if (stripe.has_chunk()) ExpectSameChunk(*decoded, message, stripe.chunk());
+      if (stripe.has_chunk()) ExpectSameChunk(*decoded, stripe.chunk());
     }
   }
   // A summary in pieces, or one that a chunk replaces, is none that an encoder makes; and one that cannot be read is found later.
   if (!decoded.ok() || !parsed || summaries > 1) return;
   FUZZ_CHECK(decoded->has_chunk == expected.has_chunk());
   FUZZ_CHECK(decoded->summary.has_value() == expected.has_summary());
-  if (expected.has_chunk()) ExpectSameChunk(*decoded, message, expected.chunk());
+  if (expected.has_chunk()) ExpectSameChunk(*decoded, expected.chunk());
   if (expected.has_summary()) {
     v1::MicroBatchSummary summary;
     FUZZ_CHECK(summary.ParseFromString(*decoded->summary));
@@ -64,9 +62,10 @@ void CheckResponse(const std::string& bytes, const SlicedMessage& message) {
 
 // What the client sends is read by protobuf as it was meant.
 void CheckRequest(const v1::RowChunk& chunk) {
-  const client::internal::ChunkHeader header = {chunk.role(), chunk.term_index(), chunk.row_start(), chunk.row_count()};
+  const v1::ChunkView header = {
+      chunk.role(), chunk.term_index(), chunk.row_start(), chunk.row_count(), {}, static_cast<int64_t>(chunk.data().size())};
   v1::ComputeLossRequest request;
-  FUZZ_CHECK(request.ParseFromString(EncodeChunkPrefix(header, static_cast<int64_t>(chunk.data().size())) + chunk.data()));
+  FUZZ_CHECK(request.ParseFromString(v1::ChunkMessagePrefix(v1::ChunkField::kOfRequest, header) + chunk.data()));
   v1::RowChunk plain = chunk;
   plain.DiscardUnknownFields();
   FUZZ_CHECK(request.has_chunk());
@@ -84,10 +83,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::vector<grpc::Slice> slices;
   for (const std::vector<uint8_t>& slice : Cut(bytes, cut)) slices.emplace_back(slice.data(), slice.size());
   const grpc::ByteBuffer buffer(slices.data(), slices.size());
-  headwater::client::internal::SlicedMessage message;
-  // gRPC gives no slices of an empty buffer.
-  if (!message.Assign(buffer)) return 0;
-  CheckResponse(bytes, message);
+  if (slices.empty()) return 0;  // gRPC gives no slices of an empty buffer
+  CheckResponse(bytes, buffer);
   headwater::v1::ComputeLossResponse response;
   if (response.ParseFromString(bytes) && response.has_chunk()) CheckRequest(response.chunk());
   return 0;

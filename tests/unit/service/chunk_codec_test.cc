@@ -32,14 +32,14 @@ std::vector<ByteSpan> Cut(const std::string& bytes, const std::vector<size_t>& c
 
 std::string DataOf(const ChunkView& chunk) {
   std::string data(static_cast<size_t>(chunk.data_bytes), '\0');
-  CopyChunkData(chunk, reinterpret_cast<uint8_t*>(data.data()));
+  v1::CopySpans(chunk.data, reinterpret_cast<uint8_t*>(data.data()));
   return data;
 }
 
 // What the parser says must be what protobuf says. Returns whether the parser took it.
 bool ExpectAsProtobuf(const std::string& bytes, const std::vector<ByteSpan>& slices) {
   ChunkView chunk;
-  const bool taken = ParseChunkMessage(slices, &chunk);
+  const bool taken = ReadChunkMessage(slices, v1::ChunkField::kOfRequest, &chunk);
   if (!taken) return false;
   v1::ComputeLossRequest message;
   EXPECT_TRUE(message.ParseFromString(bytes));
@@ -199,7 +199,8 @@ TEST(ChunkParser, NeverReadsAnythingThatProtobufReadsDifferently) {
     ++(ExpectAsProtobuf(bytes, Cut(bytes, cuts)) ? taken : refused);
     v1::ComputeLossRequest message;
     ChunkView view;
-    left_over += message.ParseFromString(bytes) && message.has_chunk() && !ParseChunkMessage(Cut(bytes, cuts), &view);
+    left_over += message.ParseFromString(bytes) && message.has_chunk() &&
+                 !ReadChunkMessage(Cut(bytes, cuts), v1::ChunkField::kOfRequest, &view);
     if (::testing::Test::HasFailure()) return;
   }
   EXPECT_GT(taken, 10000);

@@ -162,7 +162,7 @@ absl::Status MicroBatchTransfer::SendRows() {
     if (term.has_teacher_hidden()) term.mutable_teacher_hidden()->clear_rows();
   }
   TransferRequest request;
-  const auto add = [&](v1::ChunkRole role, int64_t term_index, const RowsView& view, int64_t first_row) -> absl::Status {
+  const auto add = [&](v1::ChunkRole role, int32_t term_index, const RowsView& view, int64_t first_row) -> absl::Status {
     if (!HasRows(view)) return absl::OkStatus();
     OutgoingRows& rows = request.rows.emplace_back();
     rows = {role, term_index, nullptr, view.row_count, view.row_bytes(), first_row};
@@ -171,7 +171,7 @@ absl::Status MicroBatchTransfer::SendRows() {
   HEADWATER_RETURN_IF_ERROR(add(v1::CHUNK_ROLE_HIDDEN, 0, memory_.rows, 0));
   for (size_t i = 0; i < memory_.teachers.size(); ++i) {
     const int64_t first_row = header_.terms(static_cast<int>(i)).row_start();
-    HEADWATER_RETURN_IF_ERROR(add(v1::CHUNK_ROLE_TEACHER_HIDDEN, static_cast<int64_t>(i), memory_.teachers[i], first_row));
+    HEADWATER_RETURN_IF_ERROR(add(v1::CHUNK_ROLE_TEACHER_HIDDEN, static_cast<int32_t>(i), memory_.teachers[i], first_row));
   }
   if (const RowsView& result = memory_.result; result.data != nullptr) {
     request.grad_hidden = static_cast<unsigned char*>(const_cast<void*>(result.data));

@@ -19,9 +19,8 @@ std::optional<RowQueue::Chunk> RowQueue::Next(int64_t max_bytes) {
   const int64_t count = std::min(std::max<int64_t>(1, max_bytes / source.row_bytes), source.row_count - start);
   next_[best] += count;
   Chunk chunk;
-  chunk.header = {source.role, source.term_index, start, count};
+  chunk.header = {source.role, source.term_index, start, count, {}, count * source.row_bytes};
   chunk.data = source.data + start * source.row_bytes;
-  chunk.bytes = count * source.row_bytes;
   chunk.arrival = source.arrival;
   chunk.arrival_bytes = next_[best] * source.row_bytes;
   chunk.last = with_rows == 1 && next_[best] == source.row_count;

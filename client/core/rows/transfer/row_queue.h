@@ -9,14 +9,15 @@
 #include <vector>
 
 #include "client/core/rows/memory/device_read.h"
-#include "client/core/rows/transfer/chunk_wire.h"
+#include "headwater/v1/loss_service.pb.h"
+#include "proto/headwater/v1/row_chunk_wire.h"
 
 namespace headwater::client::internal {
 
 // Rows of one tensor in the caller's host memory.
 struct OutgoingRows {
   v1::ChunkRole role = v1::CHUNK_ROLE_UNSPECIFIED;
-  int64_t term_index = 0;
+  int32_t term_index = 0;
   const unsigned char* data = nullptr;
   int64_t row_count = 0;  // >= 1
   int64_t row_bytes = 0;  // >= 1
@@ -32,9 +33,8 @@ class RowQueue {
   explicit RowQueue(std::vector<OutgoingRows> sources) : sources_(std::move(sources)), next_(sources_.size(), 0) {}
 
   struct Chunk {
-    ChunkHeader header;
+    v1::ChunkView header;  // without its data, which lies here
     const unsigned char* data = nullptr;
-    int64_t bytes = 0;
     bool last = false;  // nothing is left behind it
     const DeviceRead* arrival = nullptr;
     int64_t arrival_bytes = 0;  // that must have arrived before `data` is read

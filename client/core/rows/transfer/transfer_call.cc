@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/core/link/error.h"
 #include "client/core/rows/bytes.h"
+#include "client/core/rows/transfer/chunk_wire.h"
 #include "headwater/kernels/return_if_error.h"
 #include "headwater/v1/loss_service.pb.h"
 
@@ -84,11 +85,10 @@ class TransferCall::Stream : public grpc::ClientBidiReactor<grpc::ByteBuffer, gr
     }
     // For a fraction of a millisecond at most: what is copied from a device has begun to come.
     if (absl::Status status = chunk->Await(); !status.ok()) return call_.Fail(std::move(status));
-    const std::string prefix = EncodeChunkPrefix(chunk->header, chunk->bytes);
     call_.Refer();
-    const grpc::Slice slices[] = {grpc::Slice(prefix),
-                                  grpc::Slice(const_cast<unsigned char*>(chunk->data), static_cast<size_t>(chunk->bytes),
-                                              &TransferCall::ReleaseSlice, &call_)};
+    const grpc::Slice slices[] = {grpc::Slice(v1::ChunkMessagePrefix(v1::ChunkField::kOfRequest, chunk->header)),
+                                  grpc::Slice(const_cast<unsigned char*>(chunk->data),
+                                              static_cast<size_t>(chunk->header.data_bytes), &TransferCall::ReleaseSlice, &call_)};
     request_ = grpc::ByteBuffer(slices, 2);
     half_closed_ = chunk->last;
     if (half_closed_) {
@@ -100,11 +100,8 @@ class TransferCall::Stream : public grpc::ClientBidiReactor<grpc::ByteBuffer, gr
 
   void TakeMessage(bool ok) {
     if (!ok) return;
-    absl::Status status = MakeAnswerError("a message that cannot be read");
-    if (message_.Assign(response_)) {
-      status = WithMemoryFor(message_.size(), "an answer", [this] { return call_.TakeResponse(index_, message_); });
-    }
-    message_ = {};
+    absl::Status status = WithMemoryFor(static_cast<int64_t>(response_.Length()), "an answer",
+                                        [this] { return call_.TakeResponse(index_, response_); });
     response_.Clear();
     if (!status.ok()) return call_.Fail(std::move(status));
     StartRead(&response_);
@@ -116,13 +113,10 @@ class TransferCall::Stream : public grpc::ClientBidiReactor<grpc::ByteBuffer, gr
 
   std::shared_ptr<grpc::ClientContext> context_ = std::make_shared<grpc::ClientContext>();
 
-  // Writing.
   grpc::ByteBuffer request_;
   bool half_closed_ = false;
 
-  // Reading.
   grpc::ByteBuffer response_;
-  SlicedMessage message_;
 };
 
 TransferCall::TransferCall(TransferRequest request, std::vector<ConnectionLease> connections, DelayedTasks& timers,
@@ -186,11 +180,11 @@ void TransferCall::BreakAfter(std::chrono::nanoseconds grace) {
   });
 }
 
-absl::Status TransferCall::TakeResponse(int stream, const SlicedMessage& message) {
+absl::Status TransferCall::TakeResponse(int stream, const grpc::ByteBuffer& message) {
   if (request_.answer_is_message) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (answer_.has_value()) return MakeAnswerError("a message after the answer");
-    answer_ = message.Substring(0, message.size());
+    answer_ = StringOf(message);
     return absl::OkStatus();
   }
   HEADWATER_ASSIGN_OR_RETURN(DecodedResponse response, DecodeResponse(message));
@@ -203,20 +197,20 @@ absl::Status TransferCall::TakeResponse(int stream, const SlicedMessage& message
     }
   }
   if (!response.has_chunk) return MakeAnswerError("a message without chunk or summary");
-  const ChunkHeader& chunk = response.chunk;
+  const v1::ChunkView& chunk = response.chunk;
   if (request_.grad_hidden == nullptr || chunk.role != v1::CHUNK_ROLE_GRAD_HIDDEN) {
-    return MakeAnswerError(absl::StrCat("a chunk of role ", static_cast<int>(chunk.role), " that was not asked for"));
+    return MakeAnswerError(absl::StrCat("a chunk of role ", chunk.role, " that was not asked for"));
   }
   const bool sized = chunk.row_count >= 1 && chunk.row_count <= request_.grad_row_count &&
-                     response.rows_bytes == chunk.row_count * request_.grad_row_bytes;
+                     chunk.data_bytes == chunk.row_count * request_.grad_row_bytes;
   if (!sized || !received_.Take(chunk.row_start, chunk.row_count)) {
-    return MakeAnswerError(absl::StrCat("grad_hidden rows [", chunk.row_start, ", +", chunk.row_count, ") with ",
-                                        response.rows_bytes, " bytes, expected rows of ", request_.grad_row_bytes, " bytes in [0, ",
+    return MakeAnswerError(absl::StrCat("grad_hidden rows [", chunk.row_start, ", +", chunk.row_count, ") with ", chunk.data_bytes,
+                                        " bytes, expected rows of ", request_.grad_row_bytes, " bytes in [0, ",
                                         request_.grad_row_count, "), each once"));
   }
   const int64_t first = chunk.row_start * request_.grad_row_bytes;
-  response.CopyRowsTo(message, request_.grad_hidden + first);
-  return request_.on_grad_rows ? request_.on_grad_rows(first, response.rows_bytes) : absl::OkStatus();
+  v1::CopySpans(chunk.data, request_.grad_hidden + first);
+  return request_.on_grad_rows ? request_.on_grad_rows(first, chunk.data_bytes) : absl::OkStatus();
 }
 
 void TransferCall::Fail(absl::Status status) {

@@ -2,6 +2,8 @@
 #ifndef HEADWATER_CLIENT_CORE_ROWS_TRANSFER_TRANSFER_CALL_H_
 #define HEADWATER_CLIENT_CORE_ROWS_TRANSFER_TRANSFER_CALL_H_
 
+#include <grpcpp/support/byte_buffer.h>
+
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -71,7 +73,7 @@ class TransferCall : public std::enable_shared_from_this<TransferCall> {
   class Stream;
 
   // By the streams.
-  absl::Status TakeResponse(int stream, const SlicedMessage& message);
+  absl::Status TakeResponse(int stream, const grpc::ByteBuffer& message);
   void StreamEnded(int stream, const grpc::Status& status);
   void Fail(absl::Status status);
 
