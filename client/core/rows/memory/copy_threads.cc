@@ -1,7 +1,9 @@
 #include "client/core/rows/memory/copy_threads.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <memory>
 #include <system_error>
 
 namespace headwater::client::internal {
@@ -9,65 +11,39 @@ namespace {
 
 constexpr int64_t kPieceBytes = int64_t{2} << 20;  // below that a thread is woken for nothing
 
+// A copy that several threads share: each takes the next piece until none is left.
+struct Job {
+  void Help() {
+    for (int64_t start = 0; (start = next.fetch_add(kPieceBytes)) < bytes;) {
+      const int64_t piece_bytes = std::min(kPieceBytes, bytes - start);
+      std::memcpy(to + start, from + start, static_cast<size_t>(piece_bytes));
+      if ((left -= piece_bytes) == 0) left.notify_all();
+    }
+  }
+
+  char* const to;
+  const char* const from;
+  const int64_t bytes;
+  std::atomic<int64_t> next = 0;
+  std::atomic<int64_t> left = bytes;
+};
+
 }  // namespace
 
-CopyThreads::~CopyThreads() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stopping_ = true;
-    changed_.notify_all();
-  }
-  for (std::thread& thread : threads_) thread.join();
-}
-
-void CopyThreads::Do(const Piece& piece) {
-  std::memcpy(piece.to, piece.from, static_cast<size_t>(piece.bytes));
-  std::lock_guard<std::mutex> lock(piece.job->mutex);
-  if (--piece.job->left == 0) piece.job->done.notify_all();
-}
-
-void CopyThreads::Run() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  for (;;) {
-    changed_.wait(lock, [&] { return stopping_ || !pieces_.empty(); });
-    if (pieces_.empty()) return;
-    const Piece piece = pieces_.front();
-    pieces_.pop_front();
-    lock.unlock();
-    Do(piece);
-    lock.lock();
-  }
-}
-
 void CopyThreads::Copy(void* to, const void* from, int64_t bytes) {
-  if (thread_count_ < 2 || bytes < 2 * kPieceBytes) {
+  if (helper_count_ < 1 || bytes < 2 * kPieceBytes) {
     if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
     return;
   }
-  Job job;
-  std::unique_lock<std::mutex> lock(mutex_);
+  // A helper that comes when all is taken finds the job, and nothing to do.
+  const std::shared_ptr<Job> job(new Job{static_cast<char*>(to), static_cast<const char*>(from), bytes});
   try {
-    while (static_cast<int>(threads_.size()) < thread_count_ - 1) threads_.emplace_back([this] { Run(); });
+    for (int i = 0; i < helper_count_; ++i) helpers_.Run(this, [job] { job->Help(); });
   } catch (const std::system_error&) {
-    // The system gives no more: those that there are, if any, help the caller, which needs none.
+    // The system gives no thread: the caller copies alone.
   }
-  for (int64_t start = 0; start < bytes; start += kPieceBytes) {
-    const int64_t piece_bytes = std::min(kPieceBytes, bytes - start);
-    pieces_.push_back({static_cast<char*>(to) + start, static_cast<const char*>(from) + start, piece_bytes, &job});
-    ++job.left;
-  }
-  changed_.notify_all();
-  // Helps until nothing waits: also with pieces of others, which are short.
-  while (!pieces_.empty()) {
-    const Piece piece = pieces_.front();
-    pieces_.pop_front();
-    lock.unlock();
-    Do(piece);
-    lock.lock();
-  }
-  lock.unlock();
-  std::unique_lock<std::mutex> job_lock(job.mutex);
-  job.done.wait(job_lock, [&] { return job.left == 0; });
+  job->Help();
+  for (int64_t left = job->left; left > 0; left = job->left) job->left.wait(left);
 }
 
 }  // namespace headwater::client::internal
