@@ -1,25 +1,47 @@
-// Micro-batches.
+// Micro-batches, and the decisions about them.
 #include "headwater/client/head.h"
 
 #include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/core/link/notice.h"
 #include "client/core/rows/tensor_exchanges.h"
 #include "client/cpp/src/calls.h"
 #include "client/cpp/src/convert.h"
-#include "client/cpp/src/decision.h"
 #include "client/cpp/src/head_handle.h"
-#include "client/cpp/src/loss_call.h"
 #include "headwater/kernels/return_if_error.h"
+#include "headwater/v1/loss_service.pb.h"
 
 namespace headwater::client {
 
+using internal::Answer;
+using internal::ContributionKey;
 using internal::HeadHandle;
-using internal::LossInput;
 using internal::ToProto;
 
+namespace internal {
+
+// What a decision about a micro-batch names.
+struct ContributionKey {
+  std::shared_ptr<Core> core;
+  std::vector<v1::HeadStep> heads;  // the trainable ones
+  int64_t micro_batch = 0;
+  int64_t attempt = 0;  // 0: the one that was submitted last
+};
+
+}  // namespace internal
+
 namespace {
+
+// A micro-batch, from its arguments to its result.
+struct LossCall {
+  std::shared_ptr<internal::Core> core;
+  v1::MicroBatchHeader header{};
+  internal::CallMemory memory{};                       // `teachers`: one for each term; without memory: the term has no teacher
+  std::vector<std::shared_ptr<HeadHandle>> trained{};  // the heads whose steps it adds to, once each
+  TensorBuffer grad_hidden{};                          // the result's own
+};
 
 void AddOutputs(const TokenOutputs& outputs, v1::MicroBatchHeader& header) {
   if (outputs.loss) header.add_outputs(v1::TOKEN_OUTPUT_LOSS);
@@ -29,16 +51,10 @@ void AddOutputs(const TokenOutputs& outputs, v1::MicroBatchHeader& header) {
   if (outputs.argmax) header.add_outputs(v1::TOKEN_OUTPUT_ARGMAX);
 }
 
-// The header without terms. The views' types and sizes go into it as they are: the server is the one that knows what fits.
-LossInput MakeInput(const RowsView& hidden, const MicroBatchOptions& options) {
-  LossInput input;
-  input.hidden = hidden;
-  input.grad_hidden_data_type = options.grad_hidden_data_type.value_or(hidden.data_type);
-  input.want_grad_hidden = options.return_grad_hidden.value_or(!options.forward_only);
-  input.grad_hidden = options.grad_hidden;
-  input.grad_hidden_memory = options.grad_hidden_memory;
-
-  v1::MicroBatchHeader& header = input.header;
+// Fills in everything but the terms. The views' types and sizes go in as they are: the server is the one that knows what fits.
+void Describe(const RowsView& hidden, const MicroBatchOptions& options, LossCall& call) {
+  call.memory.rows = hidden;
+  v1::MicroBatchHeader& header = call.header;
   if (options.micro_batch.has_value()) header.set_micro_batch(*options.micro_batch);
   header.set_attempt(options.attempt);
   header.set_compute_mode(options.forward_only ? v1::COMPUTE_MODE_FORWARD_ONLY : v1::COMPUTE_MODE_FORWARD_BACKWARD);
@@ -51,16 +67,14 @@ LossInput MakeInput(const RowsView& hidden, const MicroBatchOptions& options) {
   header.set_on_mismatch(static_cast<v1::OnMismatch>(options.on_mismatch));
   header.set_non_finite_policy(static_cast<v1::NonFinitePolicy>(options.non_finite_policy));
   AddOutputs(options.outputs, header);
-  header.set_return_grad_hidden(input.want_grad_hidden);
+  header.set_return_grad_hidden(options.return_grad_hidden.value_or(!options.forward_only));
   if (options.grad_hidden_data_type.has_value()) header.set_grad_hidden_data_type(ToProto(*options.grad_hidden_data_type));
   if (options.grad_hidden_scale != 1.0) header.set_grad_hidden_scale(options.grad_hidden_scale);
-  return input;
 }
 
 // `term` has its head and, for a divergence, its teacher.
-void AddTerm(LossInput& input, const LossTerm& term, const HeadHandle& head, const HeadHandle* teacher,
-             std::optional<int64_t> step) {
-  v1::LossTerm& proto = *input.header.add_terms();
+void AddTerm(LossCall& call, const LossTerm& term, const HeadHandle& head, const HeadHandle* teacher, std::optional<int64_t> step) {
+  v1::LossTerm& proto = *call.header.add_terms();
   *proto.mutable_head() = head.At(step);
   proto.set_row_start(term.row_start);
   if (term.row_count.has_value()) proto.set_row_count(*term.row_count);
@@ -85,7 +99,7 @@ void AddTerm(LossInput& input, const LossTerm& term, const HeadHandle& head, con
     source->set_join_key(joined.join_key);
     source->set_total_row_count(joined.total_rows);
     if (!joined.row_indices.empty()) *source->mutable_row_indices() = ToProto(joined.row_indices);
-    source->set_data_type(ToProto(joined.data_type.value_or(input.hidden.data_type)));
+    source->set_data_type(ToProto(joined.data_type.value_or(call.memory.rows.data_type)));
     if (has_version) source->set_expected_weight_version(*jsd->expected_teacher_weight_version);
   } else if (teacher != nullptr) {
     v1::TeacherHidden* source = proto.mutable_teacher_hidden();
@@ -94,7 +108,7 @@ void AddTerm(LossInput& input, const LossTerm& term, const HeadHandle& head, con
     source->set_data_type(ToProto(term.teacher_hidden.data_type));
     if (has_version) source->set_expected_weight_version(*jsd->expected_teacher_weight_version);
   }
-  input.teacher_hidden.push_back(teacher == nullptr ? RowsView() : term.teacher_hidden);
+  call.memory.teachers.push_back(teacher == nullptr ? RowsView() : term.teacher_hidden);
 }
 
 absl::Status OtherClientError(const char* field) {
@@ -104,10 +118,10 @@ absl::Status OtherClientError(const char* field) {
 }
 
 // The wire carries bytes: rows of another shape, but as many bytes, would be taken.
-absl::Status CheckTeacherRows(const LossInput& input, const LossTerm& term, const HeadHandle& teacher) {
+absl::Status CheckTeacherRows(const RowsView& hidden, const LossTerm& term, const HeadHandle& teacher) {
   const RowsView& rows = term.teacher_hidden;
-  if (term.row_start < 0 || term.row_start > input.hidden.row_count) return absl::OkStatus();  // which the server refuses
-  const int64_t row_count = term.row_count.value_or(input.hidden.row_count - term.row_start);
+  if (term.row_start < 0 || term.row_start > hidden.row_count) return absl::OkStatus();  // which the server refuses
+  const int64_t row_count = term.row_count.value_or(hidden.row_count - term.row_start);
   const int64_t hidden_size = teacher.spec.hidden_size;
   if (rows.row_count == row_count && (row_count == 0 || rows.hidden_size == hidden_size)) return absl::OkStatus();
   return internal::InvalidView(v1::ERROR_REASON_SHAPE_MISMATCH, "teacher_hidden",
@@ -117,7 +131,7 @@ absl::Status CheckTeacherRows(const LossInput& input, const LossTerm& term, cons
 
 using HandleOf = std::shared_ptr<HeadHandle> (*)(const Head&);
 
-absl::Status AddTerms(LossInput& input, absl::Span<const LossTerm> terms, const std::shared_ptr<HeadHandle>& caller_handle,
+absl::Status AddTerms(LossCall& call, absl::Span<const LossTerm> terms, const std::shared_ptr<HeadHandle>& caller_handle,
                       const MicroBatchOptions& options, HandleOf handle_of) {
   const HeadHandle& caller = *caller_handle;
   for (const LossTerm& term : terms) {
@@ -133,29 +147,106 @@ absl::Status AddTerms(LossInput& input, absl::Span<const LossTerm> terms, const 
                                       {{"field", "terms.joined_teacher"}});
     }
     if (teacher != nullptr && !term.joined_teacher.has_value()) {
-      HEADWATER_RETURN_IF_ERROR(CheckTeacherRows(input, term, *teacher));
+      HEADWATER_RETURN_IF_ERROR(CheckTeacherRows(call.memory.rows, term, *teacher));
     }
     std::optional<int64_t> step = term.step;
     if (!step.has_value() && (head.spec.trainable || &head == &caller)) step = options.step;
-    if (step.has_value() && std::none_of(input.trained.begin(), input.trained.end(),
+    if (step.has_value() && std::none_of(call.trained.begin(), call.trained.end(),
                                          [&](const std::shared_ptr<HeadHandle>& known) { return known->name == head.name; })) {
-      input.trained.push_back(head_handle);
+      call.trained.push_back(head_handle);
     }
-    AddTerm(input, term, head, teacher, step);
+    AddTerm(call, term, head, teacher, step);
   }
   return absl::OkStatus();
 }
 
-// Start(core, input, options) makes the call.
-template <typename Result, typename StartCall>
-Future<Result> StartTerms(const std::shared_ptr<HeadHandle>& caller, RowsView hidden, absl::Span<const LossTerm> terms,
-                          const MicroBatchOptions& micro_batch, const CallOptions& options, HandleOf handle_of, StartCall start) {
-  LossInput input = MakeInput(hidden, micro_batch);
-  input.cuda_stream = options.cuda_stream;
-  if (absl::Status status = AddTerms(input, terms, caller, micro_batch, handle_of); !status.ok()) {
-    return internal::Failed<Result>(std::move(status));
+// Checks what would make this side read or write out of bounds, and says where the gradient goes.
+absl::Status PlaceRows(const MicroBatchOptions& options, LossCall& call) {
+  internal::CallMemory& memory = call.memory;
+  HEADWATER_RETURN_IF_ERROR(internal::CheckRows("hidden", memory.rows));
+  for (const RowsView& rows : memory.teachers) {
+    HEADWATER_RETURN_IF_ERROR(internal::CheckRows("teacher_hidden", rows));
   }
-  return start(caller->core, std::move(input), options);
+  const absl::Span<unsigned char> given = options.grad_hidden;
+  if (!call.header.return_grad_hidden()) {
+    if (given.empty()) return absl::OkStatus();
+    return internal::InvalidView(v1::ERROR_REASON_INVALID_COMBINATION, "grad_hidden", "no memory, as no gradient was asked for",
+                                 absl::StrCat(given.size(), " bytes"));
+  }
+  memory.result = memory.rows;
+  memory.result.data_type = options.grad_hidden_data_type.value_or(memory.rows.data_type);
+  memory.result.memory = given.empty() ? Memory::kHost : options.grad_hidden_memory;
+  memory.result.data = given.data();
+  const int64_t expected = memory.result.row_count * memory.result.row_bytes();
+  if (given.empty()) {
+    HEADWATER_ASSIGN_OR_RETURN(call.grad_hidden,
+                               internal::MakeBuffer(memory.result.data_type, {memory.rows.row_count, memory.rows.hidden_size}));
+    memory.result.data = call.grad_hidden.data();
+  } else if (static_cast<int64_t>(given.size()) != expected) {
+    return internal::InvalidView(v1::ERROR_REASON_DATA_LENGTH_MISMATCH, "grad_hidden", absl::StrCat(expected, " bytes"),
+                                 absl::StrCat(given.size(), " bytes"));
+  }
+  return absl::OkStatus();
+}
+
+void NoteForm(const LossCall& call, ContributionForm form) {
+  for (const std::shared_ptr<HeadHandle>& head : call.trained) {
+    if (!head->ShouldWarnOfHeld(form, !call.header.late_token_factors())) continue;
+    internal::GiveNotice(
+        call.core->options(),
+        absl::StrCat("a micro-batch of ", head->name,
+                     " found all staging slots taken by others that wait for their commit; the server keeps its rows and "
+                     "computes them again at commit, a third more work. Create the head with more "
+                     "HeadSpec::staging_slots, one for each micro-batch that waits at once"));
+  }
+}
+
+absl::StatusOr<MultiResult> Read(LossCall& call, const Answer& answer) {
+  const auto& summary = static_cast<const v1::MicroBatchSummary&>(*answer.message);
+  absl::StatusOr<MultiResult> result = internal::FromProto(summary, call.header);
+  if (!result.ok()) return result;
+  result->grad_hidden = std::move(call.grad_hidden);
+  result->attempt = answer.attempt;
+  if (!call.header.has_micro_batch()) return result;
+  NoteForm(call, result->form);
+  if (result->state == ContributionState::kStaged) {
+    ContributionKey key{call.core, {}, call.header.micro_batch(), answer.attempt};
+    for (const std::shared_ptr<HeadHandle>& head : call.trained) {
+      for (const v1::LossTerm& term : call.header.terms()) {
+        if (term.head().head() != head->name || !term.head().has_step()) continue;
+        key.heads.push_back(term.head());
+        break;
+      }
+    }
+    result->contribution.emplace(std::make_shared<const ContributionKey>(std::move(key)));
+  }
+  return result;
+}
+
+// Makes the call. `to_result` makes the caller's result of the answer's.
+template <typename Result, typename ToResult>
+Future<Result> Submit(const std::shared_ptr<HeadHandle>& caller, const RowsView& hidden, absl::Span<const LossTerm> terms,
+                      const MicroBatchOptions& micro_batch, const CallOptions& options, HandleOf handle_of, ToResult to_result) {
+  const auto call = std::make_shared<LossCall>(LossCall{caller->core});
+  call->memory.cuda_stream = options.cuda_stream;
+  Describe(hidden, micro_batch, *call);
+  absl::Status status = AddTerms(*call, terms, caller, micro_batch, handle_of);
+  if (status.ok()) status = PlaceRows(micro_batch, *call);
+  if (!status.ok()) return internal::Failed<Result>(std::move(status));
+  return internal::Start<Result>(call->core, HEADWATER_LOSS "ComputeLoss", call->header, DeadlineOf(*call->core, options),
+                                 call->memory, [call, to_result](const Answer& answer) -> absl::StatusOr<Result> {
+                                   HEADWATER_ASSIGN_OR_RETURN(MultiResult result, Read(*call, answer));
+                                   return to_result(std::move(result));
+                                 });
+}
+
+// A micro-batch of one term.
+Future<LossResult> SubmitOne(const std::shared_ptr<HeadHandle>& caller, const RowsView& hidden, const LossTerm& term,
+                             const MicroBatchOptions& micro_batch, const CallOptions& options, HandleOf handle_of) {
+  return Submit<LossResult>(caller, hidden, {&term, 1}, micro_batch, options, handle_of, [](MultiResult result) {
+    TermResult first = std::move(result.terms[0]);
+    return LossResult{std::move(first), static_cast<MicroBatchResult&&>(result)};
+  });
 }
 
 // The single term that `micro_batch` describes.
@@ -169,7 +260,32 @@ LossTerm MakeTerm(absl::Span<const int32_t> targets, const MicroBatchOptions& mi
   return term;
 }
 
-internal::ContributionKey MakeKey(const HeadHandle& head, int64_t step, int64_t micro_batch) {
+template <typename Response, typename Result, typename Message, typename Convert>
+Future<Result> Decide(const ContributionKey& key, const char* path, Message message, const CallOptions& options, Convert convert) {
+  message.mutable_heads()->Assign(key.heads.begin(), key.heads.end());
+  message.set_micro_batch(key.micro_batch);
+  message.set_attempt(key.attempt);
+  return internal::Start<Result>(
+      key.core, path, std::move(message), DeadlineOf(*key.core, options), {},
+      [convert](const Answer& answer) -> absl::StatusOr<Result> { return convert(static_cast<const Response&>(*answer.message)); });
+}
+
+Future<CommitResult> StartCommit(const ContributionKey& key, const CommitOptions& commit, const CallOptions& options) {
+  v1::CommitMicroBatchRequest request;
+  request.set_factor(commit.factor);
+  if (!commit.token_factors.empty()) *request.mutable_token_factors() = ToProto(commit.token_factors);
+  return Decide<v1::CommitMicroBatchResponse, CommitResult>(
+      key, HEADWATER_LOSS "CommitMicroBatch", std::move(request), options,
+      [](const v1::CommitMicroBatchResponse& response) { return CommitResult{response.replayed()}; });
+}
+
+Future<DiscardResult> StartDiscard(const ContributionKey& key, const CallOptions& options) {
+  return Decide<v1::DiscardMicroBatchResponse, DiscardResult>(
+      key, internal::kDiscardMicroBatch, v1::DiscardMicroBatchRequest(), options,
+      [](const v1::DiscardMicroBatchResponse& response) { return DiscardResult{response.dropped()}; });
+}
+
+ContributionKey KeyOf(const HeadHandle& head, int64_t step, int64_t micro_batch) {
   return {head.core, {head.At(step)}, micro_batch, 0};
 }
 
@@ -186,8 +302,7 @@ Future<LossResult> Head::CrossEntropy(RowsView hidden, absl::Span<const int32_t>
                                       const MicroBatchOptions& micro_batch, const CallOptions& options) {
   LossTerm term = MakeTerm(targets, micro_batch);
   term.loss = loss;
-  return StartTerms<LossResult>(
-      handle_, hidden, {&term, 1}, micro_batch, options, [](const Head& head) { return head.handle_; }, internal::StartLoss);
+  return SubmitOne(handle_, hidden, term, micro_batch, options, [](const Head& head) { return head.handle_; });
 }
 
 Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, RowsView teacher_hidden, absl::Span<const int32_t> targets,
@@ -196,8 +311,7 @@ Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, RowsView teac
   term.loss = loss;
   term.teacher = teacher;
   term.teacher_hidden = teacher_hidden;
-  return StartTerms<LossResult>(
-      handle_, hidden, {&term, 1}, micro_batch, options, [](const Head& head) { return head.handle_; }, internal::StartLoss);
+  return SubmitOne(handle_, hidden, term, micro_batch, options, [](const Head& head) { return head.handle_; });
 }
 
 Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, const JoinedTeacherOptions& joined,
@@ -207,14 +321,14 @@ Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, const JoinedT
   term.loss = loss;
   term.teacher = teacher;
   term.joined_teacher = joined;
-  return StartTerms<LossResult>(
-      handle_, hidden, {&term, 1}, micro_batch, options, [](const Head& head) { return head.handle_; }, internal::StartLoss);
+  return SubmitOne(handle_, hidden, term, micro_batch, options, [](const Head& head) { return head.handle_; });
 }
 
 Future<MultiResult> Head::Multi(RowsView hidden, absl::Span<const LossTerm> terms, const MicroBatchOptions& micro_batch,
                                 const CallOptions& options) {
-  return StartTerms<MultiResult>(
-      handle_, hidden, terms, micro_batch, options, [](const Head& head) { return head.handle_; }, internal::StartMulti);
+  return Submit<MultiResult>(
+      handle_, hidden, terms, micro_batch, options, [](const Head& head) { return head.handle_; },
+      [](MultiResult result) { return result; });
 }
 
 Future<CommitResult> Head::Commit(int64_t step, int64_t micro_batch, double factor, const CallOptions& options) {
@@ -222,11 +336,17 @@ Future<CommitResult> Head::Commit(int64_t step, int64_t micro_batch, double fact
 }
 
 Future<CommitResult> Head::Commit(int64_t step, int64_t micro_batch, const CommitOptions& commit, const CallOptions& options) {
-  return internal::StartCommit(MakeKey(*handle_, step, micro_batch), commit, options);
+  return StartCommit(KeyOf(*handle_, step, micro_batch), commit, options);
 }
 
 Future<DiscardResult> Head::Discard(int64_t step, int64_t micro_batch, const CallOptions& options) {
-  return internal::StartDiscard(MakeKey(*handle_, step, micro_batch), options);
+  return StartDiscard(KeyOf(*handle_, step, micro_batch), options);
 }
+
+Future<CommitResult> Contribution::Commit(const CommitOptions& commit, const CallOptions& options) const {
+  return StartCommit(*key_, commit, options);
+}
+
+Future<DiscardResult> Contribution::Discard(const CallOptions& options) const { return StartDiscard(*key_, options); }
 
 }  // namespace headwater::client
