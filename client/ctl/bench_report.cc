@@ -1,13 +1,12 @@
 #include "client/ctl/bench_report.h"
 
-#include <fcntl.h>
 #include <signal.h>
-#include <spawn.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -18,45 +17,24 @@
 #include "client/ctl/table.h"
 #include "headwater/kernels/return_if_error.h"
 
-extern char** environ;
-
 namespace headwater::ctl {
 namespace {
 
 std::string Milliseconds(double value) { return absl::StrFormat("%.*f", value < 10 ? 3 : 2, value); }
 
-// Runs `python3 -c SCRIPT ARGUMENTS...` with `input`; 127 if there is no python3. Errors of the script go to /dev/null if `quiet`.
-absl::StatusOr<int> RunPython(const std::string& script, std::vector<std::string> arguments, const std::string& input, bool quiet) {
-  arguments.insert(arguments.begin(), {"python3", "-c", script});
-  std::vector<char*> argv;
-  for (std::string& argument : arguments) argv.push_back(argument.data());
-  argv.push_back(nullptr);
-  int ends[2];
-  if (pipe2(ends, O_CLOEXEC) != 0) return absl::InternalError(absl::StrCat("pipe2: ", std::strerror(errno)));
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_adddup2(&actions, ends[0], STDIN_FILENO);
-  posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, "/dev/null", O_WRONLY, 0);
-  if (quiet) posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, "/dev/null", O_WRONLY, 0);
-  pid_t pid = 0;
-  const int error = posix_spawnp(&pid, argv[0], &actions, nullptr, argv.data(), environ);
-  posix_spawn_file_actions_destroy(&actions);
-  close(ends[0]);
-  // A script that ends early must not end this program.
-  void (*const before)(int) = signal(SIGPIPE, SIG_IGN);
-  for (size_t written = 0; error == 0 && written < input.size();) {
-    const ssize_t count = write(ends[1], input.data() + written, input.size() - written);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) break;
-    written += static_cast<size_t>(count);
-  }
+// Runs `python3 -c SCRIPT FILE` with `input`: its exit status, 127 if there is no python3. Errors of the script are not shown if
+// `quiet`.
+absl::StatusOr<int> RunPython(const std::string& script, const std::string& file, const std::string& input, bool quiet) {
+  setenv("HEADWATERCTL_SCRIPT", script.c_str(), 1);
+  setenv("HEADWATERCTL_FILE", file.c_str(), 1);
+  const std::string command =
+      absl::StrCat(R"(exec python3 -c "$HEADWATERCTL_SCRIPT" "$HEADWATERCTL_FILE" >/dev/null)", quiet ? " 2>&1" : "");
+  void (*const before)(int) = signal(SIGPIPE, SIG_IGN);  // a script that ends early must not end this program
+  FILE* const python = popen(command.c_str(), "we");
+  if (python == nullptr) return absl::InternalError(absl::StrCat("popen: ", std::strerror(errno)));
+  fwrite(input.data(), 1, input.size(), python);
+  const int status = pclose(python);
   signal(SIGPIPE, before);
-  close(ends[1]);
-  if (error != 0) return 127;
-  int status = 0;
-  while (waitpid(pid, &status, 0) < 0) {
-    if (errno != EINTR) return absl::InternalError(absl::StrCat("waitpid: ", std::strerror(errno)));
-  }
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
@@ -148,7 +126,7 @@ std::string BenchCsv(const BenchReport& report) {
 }
 
 absl::Status CheckPlotting() {
-  HEADWATER_ASSIGN_OR_RETURN(const int status, RunPython("import matplotlib", {}, "", /*quiet=*/true));
+  HEADWATER_ASSIGN_OR_RETURN(const int status, RunPython("import matplotlib", "", "", /*quiet=*/true));
   if (status == 0) return absl::OkStatus();
   return absl::FailedPreconditionError(
       absl::StrCat(status == 127 ? "--png needs a python3 with matplotlib, and there is no python3 on the PATH"
@@ -157,7 +135,7 @@ absl::Status CheckPlotting() {
 }
 
 absl::Status DrawBench(const std::string& csv, const std::string& path) {
-  HEADWATER_ASSIGN_OR_RETURN(const int status, RunPython(kBenchPlotScript, {path}, csv, /*quiet=*/false));
+  HEADWATER_ASSIGN_OR_RETURN(const int status, RunPython(kBenchPlotScript, path, csv, /*quiet=*/false));
   if (status == 0) return absl::OkStatus();
   return absl::InternalError(absl::StrCat("the plot could not be drawn into ", path, " (python3 ended with ", status, ")"));
 }

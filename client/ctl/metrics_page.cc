@@ -1,9 +1,8 @@
 #include "client/ctl/metrics_page.h"
 
-#include <fcntl.h>
 #include <netdb.h>
-#include <poll.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -43,53 +42,40 @@ absl::Status Unreachable(const std::string& address, const std::string& why) {
   return absl::UnavailableError(absl::StrCat("cannot get http://", address, "/metrics: ", why));
 }
 
-// Waits until `fd` is ready for `events`; false at the deadline.
-bool AwaitReady(int fd, short events, absl::Time deadline) {
-  while (true) {
-    pollfd entry = {fd, events, 0};
-    const int64_t left = std::clamp<int64_t>(absl::ToInt64Milliseconds(deadline - absl::Now()), 0, 1 << 30);
-    const int ready = poll(&entry, 1, static_cast<int>(left));
-    if (ready > 0) return true;
-    if (ready == 0 || errno != EINTR) return false;
-  }
-}
-
 // Connects, sends `request`, and reads until the other side closes.
 absl::StatusOr<std::string> Exchange(const addrinfo& to, const std::string& request, absl::Time deadline) {
-  const Socket socket(::socket(to.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  const Socket socket(::socket(to.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (socket.fd() < 0) return absl::UnavailableError(std::strerror(errno));
-  if (connect(socket.fd(), to.ai_addr, to.ai_addrlen) != 0) {
-    if (errno != EINPROGRESS) return absl::UnavailableError(std::strerror(errno));
-    if (!AwaitReady(socket.fd(), POLLOUT, deadline)) return absl::UnavailableError("nobody answered in time");
-    int error = 0;
-    socklen_t size = sizeof(error);
-    getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &size);
-    if (error != 0) return absl::UnavailableError(std::strerror(error));
-  }
-  for (size_t sent = 0; sent < request.size();) {
-    const ssize_t count = send(socket.fd(), request.data() + sent, request.size() - sent, MSG_NOSIGNAL);
-    if (count > 0) {
-      sent += static_cast<size_t>(count);
-    } else if (errno != EAGAIN && errno != EINTR) {
-      return absl::UnavailableError(std::strerror(errno));
-    } else if (!AwaitReady(socket.fd(), POLLOUT, deadline)) {
-      return absl::UnavailableError("it took no request in time");
+  const char* late = "nobody answered in time";
+  // Of a system call, which waits no longer than is left: its result, or -1.
+  const auto run = [&](auto call) -> ssize_t {
+    for (;;) {
+      const absl::Duration left = deadline - absl::Now();
+      errno = EAGAIN;
+      if (left <= absl::ZeroDuration()) return -1;
+      const timeval longest = absl::ToTimeval(std::max(left, absl::Milliseconds(1)));
+      for (const int option : {SO_SNDTIMEO, SO_RCVTIMEO}) setsockopt(socket.fd(), SOL_SOCKET, option, &longest, sizeof(longest));
+      if (const ssize_t result = call(); result >= 0 || errno != EINTR) return result;
     }
+  };
+  const auto failed = [&] { return absl::UnavailableError(errno == EAGAIN || errno == EINPROGRESS ? late : std::strerror(errno)); };
+  if (run([&] { return connect(socket.fd(), to.ai_addr, to.ai_addrlen); }) != 0) return failed();
+  late = "it took no request in time";
+  for (size_t sent = 0; sent < request.size();) {
+    const ssize_t count = run([&] { return send(socket.fd(), request.data() + sent, request.size() - sent, MSG_NOSIGNAL); });
+    if (count < 0) return failed();
+    sent += static_cast<size_t>(count);
   }
+  late = "the answer was not complete in time";
   std::string answer;
   std::string buffer(1 << 16, '\0');
-  while (true) {
-    const ssize_t count = recv(socket.fd(), buffer.data(), buffer.size(), 0);
+  while (answer.size() <= kMostBytes) {
+    const ssize_t count = run([&] { return recv(socket.fd(), buffer.data(), buffer.size(), 0); });
+    if (count < 0) return failed();
     if (count == 0) return answer;
-    if (count > 0) {
-      answer.append(buffer, 0, static_cast<size_t>(count));
-      if (answer.size() > kMostBytes) return absl::UnavailableError("the answer has no end");
-    } else if (errno != EAGAIN && errno != EINTR) {
-      return absl::UnavailableError(std::strerror(errno));
-    } else if (!AwaitReady(socket.fd(), POLLIN, deadline)) {
-      return absl::UnavailableError("the answer was not complete in time");
-    }
+    answer.append(buffer, 0, static_cast<size_t>(count));
   }
+  return absl::UnavailableError("the answer has no end");
 }
 
 // Reads `{a="x",b="y"}` at the beginning of `*rest`, if there is one, and takes it away; false if it is malformed.

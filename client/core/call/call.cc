@@ -17,6 +17,7 @@ using google::protobuf::Message;
 
 // How often a call opens a session anew: more means that the server forgets them as fast.
 constexpr int kMaxSessionLosses = 3;
+constexpr std::chrono::nanoseconds kAtOnce{0};
 
 // Whether the server may have taken, or still take, what failed for this client.
 bool MayHaveBeenDone(const absl::Status& status) {
@@ -151,9 +152,7 @@ bool Call::AwaitSession() {
   if (!may_block) {
     // To wait for a session would hold up the caller, or everybody's timers.
     std::lock_guard<std::mutex> lock(mutex_);
-    DelayedTasks& workers = cancelled() ? core_->row_transport().endings() : core_->row_transport().beginnings();
-    workers.Run(this, [this] {
-      { std::lock_guard<std::mutex> begun(mutex_); }
+    RunLocked(cancelled() ? core_->row_transport().endings() : core_->row_transport().beginnings(), kAtOnce, [this] {
       may_block_ = true;
       TryBegin();
     });
@@ -238,27 +237,22 @@ void Call::FillIn() {
 }
 
 void Call::Await(const std::function<bool()>& is_blocked, std::function<void()> go_on) {
-  {
-    // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the call
-    // cannot end.
-    std::lock_guard<std::mutex> lock(mutex_);
-    const std::chrono::nanoseconds left =
-        cancelled() ? std::chrono::nanoseconds(0) : retry_.deadline() - std::chrono::system_clock::now();
-    core_->waiting().Run(this, left, [this, go_on = std::move(go_on)] {
-      { std::lock_guard<std::mutex> begun(mutex_); }
-      go_on();
-    });
-    // What is waited for may have come before the task was there to be hurried.
-    if (!is_blocked()) core_->waiting().Hurry(this);
-  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  RunLocked(core_->waiting(), retry_.deadline() - std::chrono::system_clock::now(), std::move(go_on));
+  // What is waited for may have come before the task was there to be hurried.
+  if (!is_blocked()) core_->waiting().Hurry(this);
+}
+
+void Call::RunLocked(DelayedTasks& threads, std::chrono::nanoseconds delay, std::function<void()> task) {
+  threads.Run(this, cancelled() ? kAtOnce : delay, [this, task = std::move(task)] {
+    { std::lock_guard<std::mutex> begun(mutex_); }
+    task();
+  });
 }
 
 void Call::BeginAfter(std::chrono::nanoseconds delay) {
-  std::lock_guard<std::mutex> lock(mutex_);  // as in Await()
-  core_->timers().Run(this, cancelled() ? std::chrono::nanoseconds(0) : delay, [this] {
-    { std::lock_guard<std::mutex> begun(mutex_); }
-    TryBegin();
-  });
+  std::lock_guard<std::mutex> lock(mutex_);
+  RunLocked(core_->timers(), delay, [this] { TryBegin(); });
 }
 
 void Call::RunInner(const char* path, const Message& message, Done go_on) {
@@ -321,7 +315,7 @@ void Call::Failed(absl::Status status) {
   // A repeat may be fenced by what the first one did.
   const bool all_sent = method_.repeat == Repeat::kUntilSent && exchange_->sent_bytes() == exchange_->total_bytes();
   if (all_sent && reason.empty()) return End(status);
-  std::chrono::nanoseconds delay{0};
+  std::chrono::nanoseconds delay = kAtOnce;
   if (!session_id_.empty() && session_loss_count_ < kMaxSessionLosses && reason == "SESSION_NOT_FOUND") {
     ++session_loss_count_;
     core_->ForgetSession(session_id_);
@@ -409,16 +403,15 @@ bool Call::TakeNews(const Message& answer) {
 
 void Call::RecoverFrom(const absl::Status& cause) {
   if (!Until().Check().ok()) return End(EndedInRecovery(Until()));
-  if (IsRecovered(heads_)) return BeginAfter(std::chrono::nanoseconds(0));
+  if (IsRecovered(heads_)) return BeginAfter(kAtOnce);
   ReplayLog& log = core_->replay_log();
   std::optional<ReplayLog::Gate> gate = log.TryClose();
   if (!gate.has_value()) return Await([&log] { return log.recovering(); }, [this, cause] { RecoverFrom(cause); });
   const auto closed = std::make_shared<ReplayLog::Gate>(*std::move(gate));
-  std::lock_guard<std::mutex> lock(mutex_);  // as in Await()
-  core_->recoveries().Run(this, std::chrono::nanoseconds(0), [this, cause, closed] {
-    { std::lock_guard<std::mutex> begun(mutex_); }
+  std::lock_guard<std::mutex> lock(mutex_);
+  RunLocked(core_->recoveries(), kAtOnce, [this, cause, closed] {
     absl::Status recovered = Recover(*core_, std::move(*closed), heads_, cause, Until());
-    recovered.ok() ? BeginAfter(std::chrono::nanoseconds(0)) : End(std::move(recovered));
+    recovered.ok() ? BeginAfter(kAtOnce) : End(std::move(recovered));
   });
 }
 

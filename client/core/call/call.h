@@ -12,6 +12,7 @@
 #include "client/core/call/exchange.h"
 #include "client/core/call/method_table.h"
 #include "client/core/call/retry.h"
+#include "client/core/link/delayed_tasks.h"
 #include "client/core/link/wait.h"
 #include "client/core/replay/head_state.h"
 
@@ -68,6 +69,9 @@ class Call : public std::enable_shared_from_this<Call> {
   bool TryLater(const std::function<bool()>& is_blocked, absl::Status late);
   // Runs go_on() when it is hurried, at the deadline, or when the call is cancelled; at once if is_blocked() is false by now.
   void Await(const std::function<bool()>& is_blocked, std::function<void()> go_on);
+  // Runs the task after `delay`, at once if the call is cancelled. With the lock, so that Cancel() either is seen here or finds the
+  // task, which takes the lock first: until it is released the call cannot end.
+  void RunLocked(DelayedTasks& threads, std::chrono::nanoseconds delay, std::function<void()> task);
   // TryBegin() on the timers' thread, after `delay` or when the call is cancelled.
   void BeginAfter(std::chrono::nanoseconds delay);
 

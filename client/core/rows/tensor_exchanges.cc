@@ -31,6 +31,16 @@ std::string Checksum(const RowsView& tensor) {
   return std::string(reinterpret_cast<const char*>(canonical.digest), sizeof(canonical.digest));
 }
 
+// Puts the next chunk of the rows, from `*offset` on, into a request; whether it is the last one.
+template <typename Message>
+bool PutChunk(const RowsView& rows, int64_t chunk_bytes, int64_t* offset, Message* request) {
+  const int64_t bytes = std::min(SizeOf(rows) - *offset, chunk_bytes);
+  request->mutable_chunk()->set_offset_bytes(*offset);
+  request->mutable_chunk()->set_data(static_cast<const unsigned char*>(rows.data) + *offset, static_cast<size_t>(bytes));
+  *offset += bytes;
+  return *offset == SizeOf(rows);
+}
+
 // What the attempts of a call share.
 struct Shared {
   Core& core;
@@ -119,18 +129,12 @@ class UploadStream : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1
   // the write before.
   void WriteNext() {
     shared_.sent = *offset_;
-    const int64_t left = SizeOf(tensor_) - *offset_;
-    if (left == 0) {
+    if (*offset_ == SizeOf(tensor_)) {
       if (!half_closed_) StartWritesDone();
       half_closed_ = true;
       return;
     }
-    const int64_t bytes = std::min(left, shared_.core.options().chunk_bytes);
-    v1::ByteChunk* chunk = request_.mutable_chunk();
-    chunk->set_offset_bytes(*offset_);
-    chunk->set_data(static_cast<const unsigned char*>(tensor_.data) + *offset_, static_cast<size_t>(bytes));
-    *offset_ += bytes;
-    half_closed_ = bytes == left;
+    half_closed_ = PutChunk(tensor_, shared_.core.options().chunk_bytes, &*offset_, &request_);
     if (half_closed_) {
       shared_.sent = *offset_;
       StartWriteLast(&request_, grpc::WriteOptions());
@@ -175,13 +179,9 @@ class GradientStream : public grpc::ClientWriteReactor<v1::AddGradientRequest> {
   }
 
   void OnWriteDone(bool ok) noexcept override {
-    const int64_t left = SizeOf(rows_) - offset_;
-    if (!ok || left == 0) return;  // not ok: the server has answered, or the connection broke; OnDone tells
-    const int64_t bytes = std::min(left, shared_.core.options().chunk_bytes);
-    request_.mutable_chunk()->set_offset_bytes(offset_);
-    request_.mutable_chunk()->set_data(static_cast<const char*>(rows_.data) + offset_, static_cast<size_t>(bytes));
-    offset_ += bytes;
-    bytes == left ? StartWriteLast(&request_, grpc::WriteOptions()) : StartWrite(&request_);
+    if (!ok || offset_ == SizeOf(rows_)) return;  // not ok: the server has answered, or the connection broke; OnDone tells
+    const bool last = PutChunk(rows_, shared_.core.options().chunk_bytes, &offset_, &request_);
+    last ? StartWriteLast(&request_, grpc::WriteOptions()) : StartWrite(&request_);
   }
 
   void OnDone(const grpc::Status& status) noexcept override {

@@ -62,12 +62,30 @@ struct Arena::State {
   int64_t bytes = 0;  // of all pieces
   Drop drop;          // empty once the arena has gone
 
-  // Takes a piece out. The caller drops what is returned, without the lock.
-  std::shared_ptr<const Backing> Remove(std::vector<Piece>::iterator piece) {
-    std::shared_ptr<const Backing> backing = std::move(piece->backing);
-    bytes -= backing->bytes();
-    pieces.erase(piece);
-    return backing;
+  // Takes out those pieces without blocks for which goes(piece) holds. The caller drops them, without the lock.
+  template <typename Goes>
+  std::vector<std::shared_ptr<const Backing>> TakeIdle(Goes goes) {
+    std::vector<std::shared_ptr<const Backing>> taken;
+    std::erase_if(pieces, [&](Piece& piece) {
+      if (piece.blocks > 0 || !goes(piece)) return false;
+      bytes -= piece.backing->bytes();
+      taken.push_back(std::move(piece.backing));
+      return true;
+    });
+    return taken;
+  }
+  // Calls edit(piece) for all pieces, and drops those that are retired and have no blocks any more.
+  template <typename Edit>
+  void Change(Edit edit) {
+    std::vector<std::shared_ptr<const Backing>> dropped;
+    Drop told;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      for (Piece& piece : pieces) edit(piece);
+      dropped = TakeIdle([](const Piece& piece) { return piece.retired; });
+      told = drop;
+    }
+    if (told && !dropped.empty()) told(dropped);
   }
 };
 
@@ -79,23 +97,9 @@ Arena::Arena(int64_t max_bytes, int64_t first_bytes, Make make, Drop drop) : sta
 }
 
 Arena::~Arena() {
-  std::vector<std::shared_ptr<const Backing>> dropped;
-  Drop drop;
-  {
-    std::lock_guard<std::mutex> lock(state_->mutex);
-    drop = std::move(state_->drop);
-    state_->drop = nullptr;
-    for (auto piece = state_->pieces.begin(); piece != state_->pieces.end();) {
-      if (piece->blocks > 0) {
-        piece->retired = true;
-        ++piece;
-      } else {
-        dropped.push_back(state_->Remove(piece));
-        piece = state_->pieces.begin();
-      }
-    }
-  }
-  if (drop && !dropped.empty()) drop(dropped);
+  state_->Change([](Piece& piece) { piece.retired = true; });
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->drop = nullptr;
 }
 
 absl::StatusOr<std::shared_ptr<Arena::Block>> Arena::Allocate(int64_t bytes) {
@@ -121,14 +125,7 @@ absl::StatusOr<std::shared_ptr<Arena::Block>> Arena::Allocate(int64_t bytes) {
   {
     std::lock_guard<std::mutex> lock(state_->mutex);
     size = RoundUp(std::max({bytes, state_->first_bytes, state_->bytes}), int64_t{2} << 20);
-    for (auto piece = state_->pieces.begin(); piece != state_->pieces.end() && bytes > state_->max_bytes - state_->bytes;) {
-      if (piece->blocks == 0) {
-        dropped.push_back(state_->Remove(piece));
-        piece = state_->pieces.begin();
-      } else {
-        ++piece;
-      }
-    }
+    dropped = state_->TakeIdle([&](const Piece&) { return bytes > state_->max_bytes - state_->bytes; });
     size = std::min(size, (state_->max_bytes - state_->bytes) / kAlignment * kAlignment);
   }
   if (state_->drop && !dropped.empty()) state_->drop(dropped);
@@ -161,19 +158,7 @@ std::shared_ptr<const Backing> Arena::Find(const void* data, int64_t bytes) cons
 }
 
 void Arena::Retire(const Backing& backing) {
-  std::shared_ptr<const Backing> dropped;
-  Drop drop;
-  {
-    std::lock_guard<std::mutex> lock(state_->mutex);
-    const auto piece = std::find_if(state_->pieces.begin(), state_->pieces.end(),
-                                    [&](const Piece& candidate) { return candidate.backing.get() == &backing; });
-    if (piece == state_->pieces.end()) return;
-    piece->retired = true;
-    if (piece->blocks > 0) return;
-    dropped = state_->Remove(piece);
-    drop = state_->drop;
-  }
-  if (drop) drop({&dropped, 1});
+  state_->Change([&backing](Piece& piece) { piece.retired |= piece.backing.get() == &backing; });
 }
 
 int64_t Arena::backing_bytes() const {
@@ -185,18 +170,9 @@ Arena::Block::Block(std::shared_ptr<State> state, std::shared_ptr<const Backing>
     : state_(std::move(state)), backing_(std::move(backing)), offset_(offset), bytes_(bytes) {}
 
 Arena::Block::~Block() {
-  std::shared_ptr<const Backing> dropped;
-  Drop drop;
-  {
-    std::lock_guard<std::mutex> lock(state_->mutex);
-    const auto piece = std::find_if(state_->pieces.begin(), state_->pieces.end(),
-                                    [&](const Piece& candidate) { return candidate.backing == backing_; });
-    piece->Give(offset_, bytes_);
-    if (!piece->retired || piece->blocks > 0) return;
-    dropped = state_->Remove(piece);
-    drop = state_->drop;
-  }
-  if (drop) drop({&dropped, 1});
+  state_->Change([this](Piece& piece) {
+    if (piece.backing == backing_) piece.Give(offset_, bytes_);
+  });
 }
 
 }  // namespace headwater::client::internal

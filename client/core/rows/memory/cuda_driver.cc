@@ -48,31 +48,9 @@ absl::Status CudaDriver::Load() {
     if (symbol == nullptr) missing = name;
     *function = reinterpret_cast<std::remove_pointer_t<decltype(function)>>(symbol);
   };
-  find(&Init, "cuInit");
-  find(&GetErrorName, "cuGetErrorName");
-  find(&CtxPushCurrent, "cuCtxPushCurrent_v2");
-  find(&CtxPopCurrent, "cuCtxPopCurrent_v2");
-  find(&CtxGetDevice, "cuCtxGetDevice");
-  find(&DevicePrimaryCtxGetState, "cuDevicePrimaryCtxGetState");
-  find(&DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
-  find(&DevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2");
-  find(&PointerGetAttribute, "cuPointerGetAttribute");
-  find(&MemGetAddressRange, "cuMemGetAddressRange_v2");
-  find(&IpcGetMemHandle, "cuIpcGetMemHandle");
-  find(&IpcGetEventHandle, "cuIpcGetEventHandle");
-  find(&EventCreate, "cuEventCreate");
-  find(&EventDestroy, "cuEventDestroy_v2");
-  find(&EventRecord, "cuEventRecord");
-  find(&EventSynchronize, "cuEventSynchronize");
-  find(&StreamWaitEvent, "cuStreamWaitEvent");
-  find(&StreamCreate, "cuStreamCreate");
-  find(&StreamDestroy, "cuStreamDestroy_v2");
-  find(&StreamSynchronize, "cuStreamSynchronize");
-  find(&MemAlloc, "cuMemAlloc_v2");
-  find(&MemFree, "cuMemFree_v2");
-  find(&MemcpyAsync, "cuMemcpyAsync");
-  find(&MemHostRegister, "cuMemHostRegister_v2");
-  find(&MemHostUnregister, "cuMemHostUnregister");
+#define HEADWATER_FIND(name, symbol, arguments) find(&name, symbol);
+  HEADWATER_CUDA_FUNCTIONS(HEADWATER_FIND)
+#undef HEADWATER_FIND
   if (missing.empty()) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat("NVIDIA's driver is too old: it has no ", missing));
 }

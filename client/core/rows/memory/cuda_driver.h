@@ -25,6 +25,34 @@ struct CuIpcHandle {                                  // CUipcMemHandle, CUipcEv
   char reserved[64];
 };
 
+// The functions that are needed: as they are named here, and in the library.
+#define HEADWATER_CUDA_FUNCTIONS(F)                                                                                   \
+  F(Init, "cuInit", (unsigned flags))                                                                                 \
+  F(GetErrorName, "cuGetErrorName", (CuResult error, const char** name))                                              \
+  F(CtxPushCurrent, "cuCtxPushCurrent_v2", (CuContext context))                                                       \
+  F(CtxPopCurrent, "cuCtxPopCurrent_v2", (CuContext * context))                                                       \
+  F(CtxGetDevice, "cuCtxGetDevice", (CuDevice * device))                                                              \
+  F(DevicePrimaryCtxGetState, "cuDevicePrimaryCtxGetState", (CuDevice device, unsigned* flags, int* active))          \
+  F(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CuContext * context, CuDevice device))                       \
+  F(DevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CuDevice device))                                       \
+  F(PointerGetAttribute, "cuPointerGetAttribute", (void* data, int attribute, CuDevicePointer pointer))               \
+  F(MemGetAddressRange, "cuMemGetAddressRange_v2", (CuDevicePointer * base, size_t * bytes, CuDevicePointer pointer)) \
+  F(IpcGetMemHandle, "cuIpcGetMemHandle", (CuIpcHandle * handle, CuDevicePointer pointer))                            \
+  F(IpcGetEventHandle, "cuIpcGetEventHandle", (CuIpcHandle * handle, CuEvent event))                                  \
+  F(EventCreate, "cuEventCreate", (CuEvent * event, unsigned flags))                                                  \
+  F(EventDestroy, "cuEventDestroy_v2", (CuEvent event))                                                               \
+  F(EventRecord, "cuEventRecord", (CuEvent event, CuStream stream))                                                   \
+  F(EventSynchronize, "cuEventSynchronize", (CuEvent event))                                                          \
+  F(StreamWaitEvent, "cuStreamWaitEvent", (CuStream stream, CuEvent event, unsigned flags))                           \
+  F(StreamCreate, "cuStreamCreate", (CuStream * stream, unsigned flags))                                              \
+  F(StreamDestroy, "cuStreamDestroy_v2", (CuStream stream))                                                           \
+  F(StreamSynchronize, "cuStreamSynchronize", (CuStream stream))                                                      \
+  F(MemAlloc, "cuMemAlloc_v2", (CuDevicePointer * pointer, size_t bytes))                                             \
+  F(MemFree, "cuMemFree_v2", (CuDevicePointer pointer))                                                               \
+  F(MemcpyAsync, "cuMemcpyAsync", (CuDevicePointer to, CuDevicePointer from, size_t bytes, CuStream stream))          \
+  F(MemHostRegister, "cuMemHostRegister_v2", (void* data, size_t bytes, unsigned flags))                              \
+  F(MemHostUnregister, "cuMemHostUnregister", (void* data))
+
 class CudaDriver {
  public:
   // Without any function: Get() has the real ones.
@@ -61,32 +89,9 @@ class CudaDriver {
     absl::Status status_;
   };
 
-  // The driver's functions, by their names.
-  CuResult (*Init)(unsigned flags) = nullptr;
-  CuResult (*GetErrorName)(CuResult error, const char** name) = nullptr;
-  CuResult (*CtxPushCurrent)(CuContext context) = nullptr;
-  CuResult (*CtxPopCurrent)(CuContext* context) = nullptr;
-  CuResult (*CtxGetDevice)(CuDevice* device) = nullptr;
-  CuResult (*DevicePrimaryCtxGetState)(CuDevice device, unsigned* flags, int* active) = nullptr;
-  CuResult (*DevicePrimaryCtxRetain)(CuContext* context, CuDevice device) = nullptr;
-  CuResult (*DevicePrimaryCtxRelease)(CuDevice device) = nullptr;
-  CuResult (*PointerGetAttribute)(void* data, int attribute, CuDevicePointer pointer) = nullptr;
-  CuResult (*MemGetAddressRange)(CuDevicePointer* base, size_t* bytes, CuDevicePointer pointer) = nullptr;
-  CuResult (*IpcGetMemHandle)(CuIpcHandle* handle, CuDevicePointer pointer) = nullptr;
-  CuResult (*IpcGetEventHandle)(CuIpcHandle* handle, CuEvent event) = nullptr;
-  CuResult (*EventCreate)(CuEvent* event, unsigned flags) = nullptr;
-  CuResult (*EventDestroy)(CuEvent event) = nullptr;
-  CuResult (*EventRecord)(CuEvent event, CuStream stream) = nullptr;
-  CuResult (*EventSynchronize)(CuEvent event) = nullptr;
-  CuResult (*StreamWaitEvent)(CuStream stream, CuEvent event, unsigned flags) = nullptr;
-  CuResult (*StreamCreate)(CuStream* stream, unsigned flags) = nullptr;
-  CuResult (*StreamDestroy)(CuStream stream) = nullptr;
-  CuResult (*StreamSynchronize)(CuStream stream) = nullptr;
-  CuResult (*MemAlloc)(CuDevicePointer* pointer, size_t bytes) = nullptr;
-  CuResult (*MemFree)(CuDevicePointer pointer) = nullptr;
-  CuResult (*MemcpyAsync)(CuDevicePointer to, CuDevicePointer from, size_t bytes, CuStream stream) = nullptr;
-  CuResult (*MemHostRegister)(void* data, size_t bytes, unsigned flags) = nullptr;
-  CuResult (*MemHostUnregister)(void* data) = nullptr;
+#define HEADWATER_DECLARE(name, symbol, arguments) CuResult(*name) arguments = nullptr;
+  HEADWATER_CUDA_FUNCTIONS(HEADWATER_DECLARE)
+#undef HEADWATER_DECLARE
 
  private:
   // Fills the functions in. FAILED_PRECONDITION without the library, or if it lacks one.
