@@ -83,17 +83,16 @@ bool ReplayLog::MakeWayFor(const LogEntry& entry) {
   };
   const bool is_submitted = entry.record == Record::kLoss || entry.record == Record::kGradient;
   bool has_rows = false;
-  for (auto it = entries_.begin(); it != entries_.end();) {
-    const auto next = std::next(it);
-    if (is_about_it(*it)) {
-      has_rows |= it->record == Record::kLoss;
-      const bool is_same = it->record == entry.record;
-      if (is_same && (entry.record == Record::kCommit || (is_submitted && entry.is_answered_again))) return false;
-      const bool is_discarded = entry.record == Record::kDiscard && it->micro_batch >= 0 && it->attempt <= entry.attempt;
-      if (is_same || is_discarded) Erase(it);
-    }
-    it = next;
+  const auto is_same = [&entry](const LogEntry& other) { return other.record == entry.record; };
+  if (entry.record == Record::kCommit || (is_submitted && entry.is_answered_again)) {
+    if (std::any_of(entries_.begin(), entries_.end(), [&](const LogEntry& other) { return is_same(other) && is_about_it(other); }))
+      return false;
   }
+  EraseIf([&](const LogEntry& other) {
+    if (!is_about_it(other)) return false;
+    has_rows |= other.record == Record::kLoss;
+    return is_same(other) || (entry.record == Record::kDiscard && other.micro_batch >= 0 && other.attempt <= entry.attempt);
+  });
   // A decision about what another client has submitted is that one's to repeat.
   return entry.record != Record::kCommit || has_rows;
 }
@@ -155,20 +154,19 @@ bool ReplayLog::HasRoomFor(const HeadUses& heads, int64_t bytes) {
 }
 
 void ReplayLog::Shorten() {
-  for (auto it = entries_.begin(); it != entries_.end();) {
-    const auto next = std::next(it);
-    // A call on several heads stays until it may go on each of them.
-    const bool superfluous = std::all_of(it->heads.begin(), it->heads.end(), [](const HeadUse& use) {
-      return !use.step.has_value() || *use.step < use.state->first_logged_step();
-    });
-    if (superfluous) Erase(it);
-    it = next;
-  }
+  // A call on several heads stays until it may go on each of them.
+  EraseIf([](const LogEntry& entry) {
+    return std::all_of(entry.heads.begin(), entry.heads.end(),
+                       [](const HeadUse& use) { return !use.step.has_value() || *use.step < use.state->first_logged_step(); });
+  });
 }
 
-void ReplayLog::Erase(std::list<LogEntry>::iterator entry) {
-  bytes_ -= entry->call->bytes;
-  entries_.erase(entry);
+void ReplayLog::EraseIf(const std::function<bool(const LogEntry&)>& goes) {
+  std::erase_if(entries_, [&](const LogEntry& entry) {
+    if (!goes(entry)) return false;
+    bytes_ -= entry.call->bytes;
+    return true;
+  });
 }
 
 void ReplayLog::StepIsOpen(const std::shared_ptr<HeadState>& head, int64_t step) {
@@ -188,16 +186,14 @@ void ReplayLog::BeginAfter(const HeadUses& heads) {
 
 void ReplayLog::Forget(const HeadState& head) {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (auto it = entries_.begin(); it != entries_.end();) {
-    const auto next = std::next(it);
-    if (Find(it->heads, head) != it->heads.end()) {
-      for (const HeadUse& use : it->heads) {
-        if (use.state.get() != &head && use.step.has_value()) use.state->RaiseFirstLoggedStep(*use.step + 1);
-      }
-      Erase(it);
+  EraseIf([&head](const LogEntry& entry) {
+    const auto is_it = [&head](const HeadUse& use) { return use.state.get() == &head; };
+    if (std::none_of(entry.heads.begin(), entry.heads.end(), is_it)) return false;
+    for (const HeadUse& use : entry.heads) {
+      if (!is_it(use) && use.step.has_value()) use.state->RaiseFirstLoggedStep(*use.step + 1);
     }
-    it = next;
-  }
+    return true;
+  });
   Shorten();
 }
 

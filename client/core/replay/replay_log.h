@@ -105,7 +105,7 @@ class ReplayLog {
   // Removes what the entry takes the place of; false: it adds nothing.
   bool MakeWayFor(const LogEntry& entry);
   void Place(LogEntry entry);
-  void Erase(std::list<LogEntry>::iterator entry);
+  void EraseIf(const std::function<bool(const LogEntry&)>& goes);
   // Drops what is before the first logged step of each of its heads.
   void Shorten();
 

@@ -105,32 +105,33 @@ absl::StatusOr<std::shared_ptr<const v1::ServerInfo>> ServerRegions::Info(const 
   return info_ = info;
 }
 
-absl::Status ServerRegions::HostMemoryWorks(const Wait& wait, bool* named) {
+template <typename Problem>
+absl::Status ServerRegions::Works(std::optional<Finding>* known, const Wait& wait, Problem problem) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (host_problem_.has_value() && SteadyClock::now() < host_problem_->end) return host_problem_->status;
+    if (known->has_value() && SteadyClock::now() < (*known)->end) return (*known)->status;
   }
   HEADWATER_ASSIGN_OR_RETURN(auto info, Info(wait, false));
-  *named = info->descriptor_socket().empty();
-  if (!*named || info->named_regions()) return absl::OkStatus();
+  const std::string why = problem(*info);
+  if (why.empty()) return absl::OkStatus();
   std::lock_guard<std::mutex> lock(mutex_);
-  host_problem_ = Unusable("the server takes no shared memory: it was started without --descriptor_socket");
-  info_.reset();  // another one may be asked then
-  return host_problem_->status;
+  *known = Unusable(why);
+  info_.reset();  // another server may be asked then
+  return (*known)->status;
+}
+
+absl::Status ServerRegions::HostMemoryWorks(const Wait& wait, bool* named) {
+  return Works(&host_problem_, wait, [named](const v1::ServerInfo& info) {
+    *named = info.descriptor_socket().empty();
+    return !*named || info.named_regions() ? "" : "the server takes no shared memory: it was started without --descriptor_socket";
+  });
 }
 
 absl::Status ServerRegions::DeviceMemoryWorks(const Wait& wait) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (device_problem_.has_value() && SteadyClock::now() < device_problem_->end) return device_problem_->status;
-  }
-  HEADWATER_ASSIGN_OR_RETURN(auto info, Info(wait, false));
-  const auto& features = info->features();
-  if (std::find(features.begin(), features.end(), "cuda_ipc") != features.end()) return absl::OkStatus();
-  std::lock_guard<std::mutex> lock(mutex_);
-  device_problem_ = Unusable(absl::StrCat("the server's engine (", info->engine(), ") opens no device memory"));
-  info_.reset();
-  return device_problem_->status;
+  return Works(&device_problem_, wait, [](const v1::ServerInfo& info) -> std::string {
+    if (std::find(info.features().begin(), info.features().end(), "cuda_ipc") != info.features().end()) return "";
+    return absl::StrCat("the server's engine (", info.engine(), ") opens no device memory");
+  });
 }
 
 bool ServerRegions::PassesByName() const {
@@ -210,30 +211,24 @@ void ServerRegions::End(Registration* registration, absl::Status status, bool al
 }
 
 void ServerRegions::Registered(const Key& key, Registration* registration, const grpc::Status& answer) {
-  bool alone = false;
-  absl::Status status = TakeAnswer(key, *registration, answer, &alone);
-  End(registration, std::move(status), alone);  // the last access to this object
-}
-
-absl::Status ServerRegions::TakeAnswer(const Key& key, const Registration& registration, const grpc::Status& answer, bool* alone) {
   std::vector<Region> unwanted;
   absl::Status status = answer.ok() ? absl::OkStatus() : FromGrpcStatus(answer, target_);
-  *alone = absl::IsDeadlineExceeded(status);
+  const bool alone = absl::IsDeadlineExceeded(status);
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (answer.ok() && registration.unwanted) {
-      unwanted.emplace_back(key.first, registration.response.region_id());
+    if (answer.ok() && registration->unwanted) {
+      unwanted.emplace_back(key.first, registration->response.region_id());
     } else if (answer.ok()) {
       refused_.erase(key.second);
-      regions_.insert_or_assign(key, registration.response.region_id());
+      regions_.insert_or_assign(key, registration->response.region_id());
     } else if (!IsOfTheCall(status)) {
       const Finding finding = Unusable(absl::StrCat("the server cannot use the memory: ", Sentence(status)));
       status = finding.status;
-      if (!registration.unwanted) refused_[key.second] = finding;
+      if (!registration->unwanted) refused_[key.second] = finding;
     }
   }
   GiveBack(unwanted, DropDeadline(), nullptr);
-  return status;
+  End(registration, std::move(status), alone);  // the last access to this object
 }
 
 absl::StatusOr<std::string> ServerRegions::Register(const std::string& session_id, const SharedRegion& region, const Wait& wait) {
@@ -266,14 +261,11 @@ bool ServerRegions::Drop(Backings backings, std::optional<Deadline> until) {
     const auto goes = [&](const Key& key) {
       return std::any_of(backings.begin(), backings.end(), [&](const auto& backing) { return backing->key() == key.second; });
     };
-    for (auto entry = regions_.begin(); entry != regions_.end();) {
-      if (!goes(entry->first)) {
-        ++entry;
-        continue;
-      }
-      dropped.emplace_back(entry->first.first, std::move(entry->second));
-      entry = regions_.erase(entry);
-    }
+    std::erase_if(regions_, [&](auto& region) {
+      if (!goes(region.first)) return false;
+      dropped.emplace_back(region.first.first, std::move(region.second));
+      return true;
+    });
     for (const auto& [key, registration] : registrations_) {
       if (goes(key) && !registration->over) registration->unwanted = true;
     }
@@ -318,18 +310,14 @@ void ServerRegions::GiveBack(const std::vector<Region>& regions, Deadline deadli
     farewell->context.set_deadline(deadline);
     farewell->request.set_session_id(region.first);
     farewell->request.set_region_id(region.second);
-    stub_->async()->UnregisterSharedMemory(
-        &farewell->context, &farewell->request, &farewell->response,
-        [this, farewell](const grpc::Status& answer) noexcept { Over(farewell, IsUnused(answer)); });
+    stub_->async()->UnregisterSharedMemory(&farewell->context, &farewell->request, &farewell->response,
+                                           [this, farewell](const grpc::Status& answer) noexcept { Over(farewell, answer); });
   }
 }
 
-// Calls of a session that has ended may still run: only the server's word for the region counts.
-bool ServerRegions::IsUnused(const grpc::Status& answer) const {
-  return answer.ok() || ErrorReason(FromGrpcStatus(answer, target_)) == "REGION_NOT_FOUND";
-}
-
-void ServerRegions::Over(Farewell* farewell, bool unused) {
+void ServerRegions::Over(Farewell* farewell, const grpc::Status& answer) {
+  // Calls of a session that has ended may still run: only the server's word for the region counts.
+  const bool unused = answer.ok() || ErrorReason(FromGrpcStatus(answer, target_)) == "REGION_NOT_FOUND";
   std::lock_guard<std::mutex> lock(farewells_mutex_);
   farewell->over = true;
   if (farewell->answers != nullptr) {
@@ -351,9 +339,7 @@ void ServerRegions::Lost(const std::string& session_id, const Backing& backing, 
 
 void ServerRegions::Forget(const std::string& session_id) {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (auto entry = regions_.begin(); entry != regions_.end();) {
-    entry = entry->first.first == session_id ? regions_.erase(entry) : std::next(entry);
-  }
+  std::erase_if(regions_, [&](const auto& region) { return region.first.first == session_id; });
   for (const auto& [key, registration] : registrations_) {
     if (key.first == session_id && !registration->over) registration->unwanted = true;
   }

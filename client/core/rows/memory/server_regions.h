@@ -106,18 +106,17 @@ class ServerRegions {
 
   using Region = std::pair<std::string, std::string>;  // session, id
   void GiveBack(const std::vector<Region>& regions, Deadline deadline, Answers* answers) noexcept;
-  // Whether the server uses the region no more.
-  bool IsUnused(const grpc::Status& answer) const;
-  void Over(Farewell* farewell, bool unused);
+  void Over(Farewell* farewell, const grpc::Status& answer);
 
   absl::StatusOr<std::shared_ptr<const v1::ServerInfo>> Info(const Wait& wait, bool again);
+  // OK, or what is known, or problem(info): a sentence, empty if there is none.
+  template <typename Problem>
+  absl::Status Works(std::optional<Finding>* known, const Wait& wait, Problem problem);
   absl::StatusOr<std::string> Token(const SharedRegion& region, const Wait& wait);
   template <typename Fill>
   absl::StatusOr<std::string> RegisterOnce(const std::string& session_id, const Backing& backing, const Wait& wait, Fill&& fill);
   void Send(const Key& key, Registration* registration, Deadline deadline);
   void Registered(const Key& key, Registration* registration, const grpc::Status& answer);
-  // What the answer comes to; `alone` is the registration's.
-  absl::Status TakeAnswer(const Key& key, const Registration& registration, const grpc::Status& answer, bool* alone);
   // Nothing became of it.
   void End(Registration* registration, absl::Status status, bool alone);
   static Finding Unusable(const std::string& why);
