@@ -75,7 +75,7 @@ TESTS = SERVER | KERNELS | CLIENT | {"client_core", "tests", "test_library", "ke
 
 # Folder: the kinds that files in it may include.
 LAYERS = {
-    "proto": PLAIN | {"protobuf"},
+    "proto": PLAIN | {"protobuf", "generated"},
     "kernels/include": PLAIN | {"kernels_api"},
     "kernels": KERNELS,
     "kernels/reference": KERNELS | {"kernels_reference"},
