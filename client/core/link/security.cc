@@ -73,26 +73,17 @@ absl::Status CheckClientCertificate(const TlsOptions& tls) {
 }
 
 // One entry of every call's metadata.
-class EntryInterceptor final : public grpc::experimental::Interceptor {
+class Entry final : public grpc::experimental::ClientInterceptorFactoryInterface, public grpc::experimental::Interceptor {
  public:
-  EntryInterceptor(const std::string& key, const std::string& value) : key_(key), value_(value) {}
+  Entry(const std::string& key, const std::string& value) : key_(key), value_(value) {}
+  grpc::experimental::Interceptor* CreateClientInterceptor(grpc::experimental::ClientRpcInfo*) override {
+    return new Entry(key_, value_);  // gRPC's, for one call
+  }
   void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
     if (methods->QueryInterceptionHookPoint(grpc::experimental::InterceptionHookPoints::PRE_SEND_INITIAL_METADATA)) {
       methods->GetSendInitialMetadata()->emplace(key_, value_);
     }
     methods->Proceed();
-  }
-
- private:
-  const std::string key_;
-  const std::string value_;
-};
-
-class EntryFactory final : public grpc::experimental::ClientInterceptorFactoryInterface {
- public:
-  EntryFactory(const std::string& key, const std::string& value) : key_(key), value_(value) {}
-  grpc::experimental::Interceptor* CreateClientInterceptor(grpc::experimental::ClientRpcInfo*) override {
-    return new EntryInterceptor(key_, value_);
   }
 
  private:
@@ -212,9 +203,9 @@ void AddTlsArguments(const ClientOptions& options, grpc::ChannelArguments* argum
 std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> MakeInterceptors(const ClientOptions& options) {
   std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> factories;
   if (!options.token.empty()) {
-    factories.push_back(std::make_unique<EntryFactory>("authorization", absl::StrCat("Bearer ", options.token)));
+    factories.push_back(std::make_unique<Entry>("authorization", absl::StrCat("Bearer ", options.token)));
   }
-  if (!options.traceparent.empty()) factories.push_back(std::make_unique<EntryFactory>("traceparent", options.traceparent));
+  if (!options.traceparent.empty()) factories.push_back(std::make_unique<Entry>("traceparent", options.traceparent));
   return factories;
 }
 
