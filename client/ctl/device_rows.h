@@ -15,11 +15,19 @@ class DeviceRows {
  public:
   // FAILED_PRECONDITION, saying why, where there is no driver or no GPU; RESOURCE_EXHAUSTED if it has no room.
   static absl::StatusOr<std::unique_ptr<DeviceRows>> Allocate(int64_t bytes);
-  virtual ~DeviceRows() = default;
+  ~DeviceRows();
+  DeviceRows(const DeviceRows&) = delete;
+  DeviceRows& operator=(const DeviceRows&) = delete;
 
-  virtual void* data() const = 0;
+  void* data() const { return reinterpret_cast<void*>(pointer_); }
   // Copies `bytes` of host memory to its beginning.
-  virtual absl::Status Fill(const void* from, int64_t bytes) = 0;
+  absl::Status Fill(const void* from, int64_t bytes);
+
+ private:
+  DeviceRows() = default;
+
+  void* context_ = nullptr;
+  uint64_t pointer_ = 0;
 };
 
 }  // namespace headwater::ctl
