@@ -24,9 +24,7 @@ namespace {
 using namespace headwater::client;
 using client::internal::CallRows;
 using client::internal::MakeChannel;
-using client::internal::MemoryPath;
 using client::internal::MemoryPaths;
-using client::internal::PathDemand;
 using client::internal::PlacedRows;
 using client::internal::Placement;
 using client::internal::Wait;
@@ -98,13 +96,13 @@ TEST(ClientDeviceRows, NoCopyIsUnderWayIntoRowsThatCouldNotBePlaced) {
   CallRows rows;
   for (int i = 0; i < 3; ++i) rows.reads.push_back({DeviceFloats(values), bytes, true});
   const auto place = [&] {
-    return paths->Place(rows, "", PathDemand::kSharedMemory, Wait{std::chrono::system_clock::now() + std::chrono::minutes(1), {}});
+    return paths->Place(rows, "", Transport::kSharedMemory, Wait{std::chrono::system_clock::now() + std::chrono::minutes(1), {}});
   };
   FakeCudaFailCopyAfter(2);
   EXPECT_EQ(place().status().message(), "cuMemcpyAsync failed: CUDA_ERROR_LAUNCH_FAILED");
   EXPECT_EQ(FakeCudaCopiesUnderWay(), 0);
   FakeCudaFailCopyAfter(-1);
-  EXPECT_EQ(Value(place()).path(), MemoryPath::kSharedMemory);
+  EXPECT_EQ(Value(place()).path(), Transport::kSharedMemory);
   EXPECT_EQ(FakeCudaCopiesUnderWay(), 0);
 }
 
@@ -118,8 +116,7 @@ TEST(ClientDeviceRows, WhatACallLeavesUncopiedDoesNotComeOverTheRowsOfTheNextOne
     CallRows rows;
     rows.reads.push_back({const_cast<float*>(data), kFloats * int64_t{sizeof(float)}, true});
     rows.stream = stream;
-    return Value(
-        paths->Place(rows, "", PathDemand::kCudaIpc, Wait{std::chrono::system_clock::now() + std::chrono::minutes(1), {}}));
+    return Value(paths->Place(rows, "", Transport::kCudaIpc, Wait{std::chrono::system_clock::now() + std::chrono::minutes(1), {}}));
   };
   int streams[2];  // whose addresses name them
   std::optional<Placement> given_up = place(DeviceFloats(std::vector<float>(kFloats, 0.5F)), &streams[0]);

@@ -33,6 +33,7 @@ namespace headwater::e2e {
 namespace {
 
 using client::ErrorReason;
+using client::Transport;
 using client::internal::CallRows;
 using client::internal::CuContext;
 using client::internal::CudaDriver;
@@ -40,9 +41,7 @@ using client::internal::CuDevicePointer;
 using client::internal::CuResult;
 using client::internal::CuStream;
 using client::internal::MakeChannel;
-using client::internal::MemoryPath;
 using client::internal::MemoryPaths;
-using client::internal::PathDemand;
 using client::internal::Placement;
 using ::testing::HasSubstr;
 
@@ -153,7 +152,7 @@ class CudaIpc : public ::testing::Test {
     rows.stream = stream;
     return rows;
   }
-  absl::StatusOr<Placement> Place(const CallRows& rows, PathDemand demand = PathDemand::kBest) {
+  absl::StatusOr<Placement> Place(const CallRows& rows, Transport demand = Transport::kAuto) {
     return paths_->Place(rows, "", demand, SoonEnough());
   }
   // The micro-batch again, with rows placed; it must be known to the server by its digest.
@@ -189,8 +188,8 @@ TEST_F(CudaIpc, RowsAreReadAndWrittenWhereTheyLie) {
     DeviceBuffer hidden(*driver_, device, kBytes);
     DeviceBuffer grad(*driver_, device, kBytes);
     hidden.Write(hidden_.data(), kBytes);
-    Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data()), PathDemand::kCudaIpc));
-    EXPECT_EQ(placement.path(), MemoryPath::kCudaIpc);
+    Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data()), Transport::kCudaIpc));
+    EXPECT_EQ(placement.path(), Transport::kCudaIpc);
     EXPECT_EQ(placement.why_not_better(), "");
     CallWith(&placement, "cuda_ipc");
     EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
@@ -254,7 +253,7 @@ TEST_F(CudaIpc, MemoryOfAPoolIsCopiedOnTheDevice) {
   hidden.Write(hidden_.data(), kBytes);
   for (int round = 0; round < 3; ++round) {
     Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data())));
-    EXPECT_EQ(placement.path(), MemoryPath::kCudaIpc);
+    EXPECT_EQ(placement.path(), Transport::kCudaIpc);
     EXPECT_THAT(placement.why_not_better(), HasSubstr("cannot be exported"));
     CallWith(&placement, "cuda_ipc");
     EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
@@ -265,8 +264,8 @@ TEST_F(CudaIpc, SharedHostMemoryServesDeviceRowsToo) {
   DeviceBuffer hidden(*driver_, 0, kBytes);
   DeviceBuffer grad(*driver_, 0, kBytes);
   hidden.Write(hidden_.data(), kBytes);
-  Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data()), PathDemand::kSharedMemory));
-  EXPECT_EQ(placement.path(), MemoryPath::kSharedMemory);
+  Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data()), Transport::kSharedMemory));
+  EXPECT_EQ(placement.path(), Transport::kSharedMemory);
   CallWith(&placement, "shared_memory");
   EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
 }
@@ -328,7 +327,7 @@ TEST_F(CudaIpc, DISABLED_ChildThatDies) {
   ASSERT_NE(std::getenv(kChildTarget), nullptr) << "runs only as a child of another test";
   DeviceBuffer hidden(*driver_, 0, kBytes);
   hidden.Write(hidden_.data(), kBytes);
-  const Placement placement = Value(Place(DeviceRows(hidden.data(), nullptr), PathDemand::kCudaIpc));
+  const Placement placement = Value(Place(DeviceRows(hidden.data(), nullptr), Transport::kCudaIpc));
   kill(getpid(), SIGKILL);
 }
 

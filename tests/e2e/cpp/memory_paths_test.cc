@@ -36,12 +36,11 @@ namespace headwater::e2e {
 namespace {
 
 using client::ErrorReason;
+using client::Transport;
 using client::internal::CallRows;
 using client::internal::MakeChannel;
-using client::internal::MemoryPath;
 using client::internal::MemoryPaths;
 using client::internal::MemoryPathsOptions;
-using client::internal::PathDemand;
 using client::internal::Placement;
 using client::internal::SharedRowsBuffer;
 using ::testing::HasSubstr;
@@ -84,7 +83,7 @@ class MemoryPathsTest : public ::testing::Test {
     if (write != nullptr) rows.write = {write, kBytes, false};
     return rows;
   }
-  absl::StatusOr<Placement> Place(const CallRows& rows, PathDemand demand = PathDemand::kBest) {
+  absl::StatusOr<Placement> Place(const CallRows& rows, Transport demand = Transport::kAuto) {
     return paths_->Place(rows, "", demand, SoonEnough());
   }
 
@@ -101,7 +100,7 @@ TEST_F(MemoryPathsTest, RowsOfTheSharedRegionStayWhereTheyAre) {
   const SharedRowsBuffer hidden = Value(paths_->AllocateRows(kBytes));
   const SharedRowsBuffer grad = Value(paths_->AllocateRows(kBytes));
   const Placement first = Value(Place(HostRows(hidden.data(), grad.data())));
-  EXPECT_EQ(first.path(), MemoryPath::kSharedMemory);
+  EXPECT_EQ(first.path(), Transport::kSharedMemory);
   EXPECT_EQ(first.why_not_better(), "");
   EXPECT_EQ(first.session_id().size(), 32u);
   ASSERT_TRUE(first.write().has_value());
@@ -256,12 +255,12 @@ TEST_F(MemoryPathsTest, ACallersOwnSessionGetsItsOwnRegistrations) {
   grpc::ClientContext context;
   ASSERT_TRUE(sessions_->OpenSession(&context, {}, &session).ok());
   const Placement theirs =
-      Value(paths_->Place(HostRows(rows.data(), nullptr), session.session_id(), PathDemand::kBest, SoonEnough()));
+      Value(paths_->Place(HostRows(rows.data(), nullptr), session.session_id(), Transport::kAuto, SoonEnough()));
   EXPECT_EQ(theirs.session_id(), session.session_id());
   EXPECT_NE(theirs.reads()[0].region_id, own.reads()[0].region_id);
   EXPECT_EQ(theirs.reads()[0].offset_bytes, own.reads()[0].offset_bytes);
   const absl::StatusOr<Placement> nobodys =
-      paths_->Place(HostRows(rows.data(), nullptr), std::string(32, 's'), PathDemand::kBest, SoonEnough());
+      paths_->Place(HostRows(rows.data(), nullptr), std::string(32, 's'), Transport::kAuto, SoonEnough());
   EXPECT_EQ(ErrorReason(nobodys.status()), "SESSION_NOT_FOUND");
 }
 
@@ -360,7 +359,7 @@ TEST_F(MemoryPathsTest, ClosingSendsNothingThatTheServerRefuses) {
   {
     const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
     EXPECT_NE(Value(Place(HostRows(rows.data(), nullptr))).session_id(), other.session_id());
-    Value(paths_->Place(HostRows(rows.data(), nullptr), other.session_id(), PathDemand::kBest, SoonEnough()));
+    Value(paths_->Place(HostRows(rows.data(), nullptr), other.session_id(), Transport::kAuto, SoonEnough()));
   }
   paths_.reset();
   grpc::ClientContext closes;
@@ -380,12 +379,12 @@ TEST_F(MemoryPathsTest, SaysWhyAPathIsNotThere) {
   const absl::Status none = Place(HostRows(hidden.data(), nullptr)).status();
   EXPECT_EQ(ErrorReason(none), "TRANSPORT_UNAVAILABLE");
   EXPECT_THAT(std::string(none.message()), HasSubstr("started without --descriptor_socket"));
-  EXPECT_EQ(none, Place(HostRows(hidden.data(), nullptr), PathDemand::kSharedMemory).status());
-  const absl::Status host = Place(HostRows(hidden.data(), nullptr), PathDemand::kCudaIpc).status();
+  EXPECT_EQ(none, Place(HostRows(hidden.data(), nullptr), Transport::kSharedMemory).status());
+  const absl::Status host = Place(HostRows(hidden.data(), nullptr), Transport::kCudaIpc).status();
   EXPECT_THAT(std::string(host.message()), HasSubstr("host memory"));
   CallRows device = HostRows(hidden.data(), nullptr);
   device.reads[0].on_device = true;
-  const absl::Status no_device = Place(device, PathDemand::kCudaIpc).status();
+  const absl::Status no_device = Place(device, Transport::kCudaIpc).status();
   EXPECT_FALSE(no_device.ok());
   EXPECT_FALSE(paths_->ContextOf(hidden.data()).ok());
 

@@ -32,10 +32,10 @@ using client::ErrorReason;
 using client::Future;
 using client::Head;
 using client::LossResult;
+using client::Transport;
 using client::internal::CallRows;
 using client::internal::MakeChannel;
 using client::internal::MemoryPaths;
-using client::internal::PathDemand;
 using client::internal::Placement;
 using client::internal::SharedRowsBuffer;
 using client::internal::Wait;
@@ -95,7 +95,7 @@ class PlacementCancel : public testing::Test {
   }
 
   absl::StatusOr<Placement> Place(const CallRows& rows, const Wait& wait) {
-    return paths_->Place(rows, "", PathDemand::kBest, wait);
+    return paths_->Place(rows, "", Transport::kAuto, wait);
   }
   // Regions that the server has open: it maps what was passed, and reads and writes what has a name through its descriptor.
   int64_t OpenRegions() {
@@ -130,7 +130,7 @@ TEST_P(PlacementGivenUp, EndsAtOnceAndSpoilsNothing) {
   std::vector<char> memory(kManyBytes, 1);
   if (step == Step::kOpeningASession) {
     const absl::StatusOr<Placement> nobodys =
-        paths_->Place(Rows(memory.data(), kFewBytes), std::string(32, 's'), PathDemand::kBest, Until(kNever));
+        paths_->Place(Rows(memory.data(), kFewBytes), std::string(32, 's'), Transport::kAuto, Until(kNever));
     ASSERT_EQ(ErrorReason(nobodys.status()), "SESSION_NOT_FOUND");  // but what the server takes is known now
   } else if (step != Step::kAsking) {
     ASSERT_TRUE(Place(Rows(memory.data(), kFewBytes), Until(kNever)).ok());

@@ -42,8 +42,6 @@ bool LockForDevice(const SharedRegion& region, const std::shared_ptr<DeviceConte
 
 }  // namespace
 
-const char* MemoryPathName(MemoryPath path) { return path == MemoryPath::kCudaIpc ? "cuda_ipc" : "shared_memory"; }
-
 std::shared_ptr<const Backing> PlacedTensor::backing() const {
   if (region != nullptr) return region;
   return device;
@@ -109,9 +107,9 @@ absl::Status Placement::PlaceInDeviceMemory(PlacedTensor* tensor, const Wait& wa
   return Register(tensor, wait);
 }
 
-absl::Status Placement::Place(PlacedTensor* tensor, PathDemand demand, const Wait& wait) {
+absl::Status Placement::Place(PlacedTensor* tensor, Transport demand, const Wait& wait) {
   if (!tensor->mine.on_device) {
-    if (demand != PathDemand::kCudaIpc) return PlaceInHostMemory(tensor, wait);
+    if (demand != Transport::kCudaIpc) return PlaceInHostMemory(tensor, wait);
     return TransportUnavailable("rows lie in host memory, which cuda_ipc does not share");
   }
   auto context = paths_->device_.ContextOf(tensor->mine.data);
@@ -121,9 +119,9 @@ absl::Status Placement::Place(PlacedTensor* tensor, PathDemand demand, const Wai
                : TransportUnavailable(Sentence(context.status()));
   }
   tensor->context = *std::move(context);
-  if (demand != PathDemand::kSharedMemory) {
+  if (demand != Transport::kSharedMemory) {
     const absl::Status status = PlaceInDeviceMemory(tensor, wait);
-    if (status.ok() || !PathFails(status) || demand == PathDemand::kCudaIpc) return status;
+    if (status.ok() || !PathFails(status) || demand == Transport::kCudaIpc) return status;
     why_not_better_ = absl::StrCat(Sentence(status), ", so device memory goes through the host");
     PlacedTensor again(tensor->mine);
     again.context = std::move(tensor->context);
@@ -235,7 +233,7 @@ MemoryPaths::MemoryPaths(const std::string& target, std::shared_ptr<grpc::Channe
       device_(options.max_device_bytes,
               [this](Backings backings) { server_.Drop(backings, std::chrono::system_clock::now() + kAbandonTimeout); }) {}
 
-absl::StatusOr<Placement> MemoryPaths::Place(const CallRows& rows, const std::string& session_id, PathDemand demand,
+absl::StatusOr<Placement> MemoryPaths::Place(const CallRows& rows, const std::string& session_id, Transport demand,
                                              const Wait& wait) {
   Placement placement(shared_from_this(), rows);
   const auto on_device = [](const RowsMemory& memory) { return memory.on_device; };
@@ -243,7 +241,7 @@ absl::StatusOr<Placement> MemoryPaths::Place(const CallRows& rows, const std::st
       std::any_of(rows.reads.begin(), rows.reads.end(), on_device) || (rows.write.has_value() && rows.write->on_device);
   const auto place = [&]() -> absl::Status {
     // Where there is no path no session is opened for it.
-    if (any_on_device || demand != PathDemand::kCudaIpc) {
+    if (any_on_device || demand != Transport::kCudaIpc) {
       bool named = false;
       absl::Status works = server_.HostMemoryWorks(wait, &named);
       if (!works.ok() && any_on_device) works = server_.DeviceMemoryWorks(wait);

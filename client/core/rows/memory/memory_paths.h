@@ -1,7 +1,7 @@
 // MemoryPaths: how the rows of a call reach a server of the same host without the network.
 //
 //   std::shared_ptr<MemoryPaths> paths = MemoryPaths::Create(target, channel, client_options, {});
-//   auto placement = paths->Place(rows, "", PathDemand::kBest, {deadline, cancel});  // or why not, in one sentence
+//   auto placement = paths->Place(rows, "", Transport::kAuto, {deadline, cancel});  // or why not, in one sentence
 //   header.set_session_id(placement->session_id());
 //   ... header.hidden_rows <- placement->reads()[0], header.grad_hidden_rows <- *placement->write(), and no chunks
 //   the server answered OK:            placement->Finish();          // grad_hidden is in the caller's memory now
@@ -39,14 +39,6 @@
 #include "headwater/client/options.h"
 
 namespace headwater::client::internal {
-
-// In ascending order of preference.
-enum class MemoryPath { kSharedMemory, kCudaIpc };
-// `shared_memory`, `cuda_ipc`: as in MicroBatchSummary.transport.
-const char* MemoryPathName(MemoryPath path);
-
-// Which path a call must take; kBest: the best that works.
-enum class PathDemand { kBest, kSharedMemory, kCudaIpc };
 
 // Memory of one tensor of a call.
 struct RowsMemory {
@@ -91,7 +83,7 @@ class Placement {
   Placement& operator=(Placement&&) noexcept = default;
 
   // Path of the hidden states.
-  MemoryPath path() const { return reads_.front().device != nullptr ? MemoryPath::kCudaIpc : MemoryPath::kSharedMemory; }
+  Transport path() const { return reads_.front().device != nullptr ? Transport::kCudaIpc : Transport::kSharedMemory; }
   // The session in which the regions are registered: it goes into the header.
   const std::string& session_id() const { return session_id_; }
   const std::vector<PlacedTensor>& reads() const { return reads_; }    // one for each of CallRows::reads
@@ -115,7 +107,7 @@ class Placement {
   // Calls visit(tensor, whether it is the write) until an error.
   template <typename Visit>
   absl::Status ForEach(Visit&& visit);
-  absl::Status Place(PlacedTensor* tensor, PathDemand demand, const Wait& wait);
+  absl::Status Place(PlacedTensor* tensor, Transport demand, const Wait& wait);
   absl::Status PlaceInHostMemory(PlacedTensor* tensor, const Wait& wait);
   absl::Status PlaceInDeviceMemory(PlacedTensor* tensor, const Wait& wait);
   absl::Status Register(PlacedTensor* tensor, const Wait& wait);
@@ -171,10 +163,12 @@ class MemoryPaths : public std::enable_shared_from_this<MemoryPaths> {
   // registrations, as long as `wait` says at most: a server that stands still delays no cancelled call. What it had begun to open
   // or register then serves the next call.
   //
+  // `demand`: the path that the call must take, kAuto for the best that works; never kGrpc.
+  //
   // FAILED_PRECONDITION / TRANSPORT_UNAVAILABLE: the path does not work for these rows; the message says why in one sentence. What
   // does not depend on the rows is found out once a minute, so that asking again costs nothing. Other errors are those of
   // OpenSession and RegisterSharedMemory.
-  absl::StatusOr<Placement> Place(const CallRows& rows, const std::string& session_id, PathDemand demand, const Wait& wait);
+  absl::StatusOr<Placement> Place(const CallRows& rows, const std::string& session_id, Transport demand, const Wait& wait);
 
   // Memory that Place() uses without a copy. Makes no call. RESOURCE_EXHAUSTED / MEMORY_BUDGET_EXCEEDED beyond max_shared_bytes;
   // FAILED_PRECONDITION / TRANSPORT_UNAVAILABLE where the system has no shared memory.

@@ -30,12 +30,6 @@ v1::SharedRows ToProto(const PlacedRows& rows) {
   return result;
 }
 
-PathDemand DemandOf(Transport transport) {
-  if (transport == Transport::kSharedMemory) return PathDemand::kSharedMemory;
-  if (transport == Transport::kCudaIpc) return PathDemand::kCudaIpc;
-  return PathDemand::kBest;
-}
-
 }  // namespace
 
 MicroBatchTransfer::MicroBatchTransfer(RowTransport& transport, const v1::MicroBatchHeader& header, CallMemory memory)
@@ -120,7 +114,7 @@ absl::Status MicroBatchTransfer::Place(const Wait& wait) {
     }
     if (memory_.result.data != nullptr) rows.write = MemoryOf(memory_.result);
     rows.stream = memory_.cuda_stream;
-    absl::StatusOr<Placement> placement = transport().memory().Place(rows, header_.session_id(), DemandOf(demanded), wait);
+    absl::StatusOr<Placement> placement = transport().memory().Place(rows, header_.session_id(), demanded, wait);
     if (placement.ok()) {
       placement_.emplace(*std::move(placement));
       transport().SetWhyNotBetter(placement_->why_not_better());
@@ -250,7 +244,7 @@ absl::Status MicroBatchTransfer::FinishGradCopy(bool answered) {
 
 void MicroBatchTransfer::EndedPlaced(TransferResult result) {
   if (result.status.ok()) {
-    const char* const path = MemoryPathName(placement_->path());
+    const char* const path = TransportName(placement_->path());
     if (absl::Status status = placement_->Finish(); !status.ok()) return Deliver(std::move(status));
     return Succeed(std::move(result.answer), path);
   }
