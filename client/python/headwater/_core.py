@@ -266,6 +266,7 @@ class _Types:
 _pending: dict[int, tuple[Call, Callable[[Call], Any]]] = {}
 _tags = itertools.count(1)
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_closing: set[Any] = set()  # locks of threads that close what was forgotten
 
 
 class Connection:
@@ -465,9 +466,17 @@ class Connection:
                     library.hw_client_error_free(error)
             library.hw_client_free(handle)
 
+        def free_behind() -> None:
+            free()
+            _closing.discard(ended)
+            ended.release()
+
         if not closed and not sys.is_finalizing():
+            ended = _thread.allocate_lock()
+            ended.acquire()
             with contextlib.suppress(RuntimeError):  # forgotten without `close`, which may take a while; this may be anywhere
-                _thread.start_new_thread(free, ())
+                _thread.start_new_thread(free_behind, ())
+                _closing.add(ended)
                 return
         free()
 
@@ -517,6 +526,7 @@ class _Process:
             cls.has_connected, cls.is_forked = False, True
             _library.cache_clear()
         _pending.clear()
+        _closing.clear()
 
 
 os.register_at_fork(after_in_child=_Process.after_fork)
@@ -543,3 +553,5 @@ def _close_connections() -> None:
     deadline = time.monotonic() + _EXIT_TIMEOUT_S
     for connection in list(_connections):
         connection.close(max(deadline - time.monotonic(), 0.001))
+    for ended in list(_closing):
+        ended.acquire(timeout=max(deadline - time.monotonic(), 0))
