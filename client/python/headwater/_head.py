@@ -17,7 +17,7 @@ from headwater._export import export
 from headwater._futures import as_future
 from headwater._losses import HeadLosses
 from headwater._remote import RemoteBackend
-from headwater._requests import ApplyArguments, Expected, GradientRequest, Progress, StepKey, UploadOptions
+from headwater._requests import Expected, Progress, StepKey
 from headwater._types import (
     ApplyResult,
     CheckpointInfo,
@@ -219,15 +219,15 @@ class Head(HeadLosses):
                 expected=self._spec.vocab_size,
                 actual=row_count,
             )
-        request = GradientRequest(
-            key=self._key(step),
+        return self._backend.add_gradient(
+            self._key(step),
+            _arrays.to_float32(array) if array.data_type != _arrays.FLOAT32 else array.data,
+            self._timeout(timeout_s),
             micro_batch=check_integer(micro_batch, "micro_batch"),
             attempt=None if attempt is None else check_integer(attempt, "attempt"),
             row_start=row_start,
-            rows=_arrays.to_float32(array) if array.data_type != _arrays.FLOAT32 else array.data,
             factor=check_factor(factor),
         )
-        return self._backend.add_gradient(request, self._timeout(timeout_s))
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -304,16 +304,13 @@ class Head(HeadLosses):
             "epsilon": (epsilon, check_not_negative),
             "momentum": (momentum, fraction),
         }
-        arguments = ApplyArguments(
-            learning_rate=check_not_negative(learning_rate, "learning_rate"),
-            gradient_factor=check_factor(gradient_factor, "gradient_factor"),
-            max_grad_norm=check_max_grad_norm(max_grad_norm),
-            other_grad_norm_squared=check_number(other_grad_norm_squared, "other_grad_norm_squared", low=0),
-            **{
-                name: None if value is None else check(value, name)  # type: ignore[arg-type]
-                for name, (value, check) in optional.items()
-            },
-        )
+        settings = {
+            "learning_rate": check_not_negative(learning_rate, "learning_rate"),
+            "gradient_factor": check_factor(gradient_factor, "gradient_factor"),
+            "max_grad_norm": check_max_grad_norm(max_grad_norm),
+            "other_grad_norm_squared": check_number(other_grad_norm_squared, "other_grad_norm_squared", low=0),
+            **{name: None if value is None else check(value, name) for name, (value, check) in optional.items()},
+        }
         expected = None if expected_micro_batches is None else _check_expected(expected_micro_batches)
         key = self._key(step)
         if not _requests.check_bool(allow_empty, "allow_empty") and (expected in (0, []) or self._sealed_empty(key, expected)):
@@ -324,7 +321,7 @@ class Head(HeadLosses):
                 "discard_gradient() closes the step unchanged",
                 field="expected_micro_batches",
             )
-        result = self._backend.apply(key, expected, arguments, self._timeout(timeout_s))
+        result = self._backend.apply(key, expected, self._timeout(timeout_s), **settings)
         self.step = result.open_step
         return result
 
@@ -478,8 +475,8 @@ class Head(HeadLosses):
         remaining_s = self._timeout(timeout_s)
         for _ in range(_REPLACE_TRIES):
             for tensor, array in arrays.items():
-                options = UploadOptions(f"{upload_id}-{tensor[0]}", closes_step=key.step)
-                info = self._backend.upload(self._name, key.epoch, tensor, array, options, remaining_s)
+                part = f"{upload_id}-{tensor[0]}"
+                info = self._backend.upload(self._name, key.epoch, tensor, array, part, remaining_s, closes_step=key.step)
             if info.open_step != key.step:
                 break  # otherwise the server was started again in between, and has lost the first tensor
         self.step = info.open_step
@@ -507,8 +504,8 @@ class Head(HeadLosses):
         return arrays
 
     def _upload(self, tensor: str, array: HostArray, upload_id: str, on_progress: Progress | None, timeout_s: float) -> HeadInfo:
-        options = UploadOptions(upload_id, on_progress)
-        return self._adopt(self._backend.upload(self._name, self.epoch, tensor, array, options, timeout_s))
+        info = self._backend.upload(self._name, self.epoch, tensor, array, upload_id, timeout_s, on_progress=on_progress)
+        return self._adopt(info)
 
     def load(self, path: str, *, weight_tensor: str = "", bias_tensor: str = "", timeout_s: float | None = None) -> HeadInfo:
         """Reads weights from a safetensors file or a Hugging Face model folder under the server's load root. A new epoch follows.

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec
 from headwater import _arrays, _requests, _terms
 from headwater._errors import FailedPreconditionError, invalid_argument
 from headwater._futures import Future
-from headwater._requests import CommitRequest, ComputeRequest, StepKey
+from headwater._requests import ComputeRequest, StepKey
 from headwater._terms import CrossEntropyCall, HeadReference, JsdCall, LossCall, MultiCall, Term, spread
 from headwater._types import LossResult, check_factor, check_integer, check_number, result_of
 
@@ -235,14 +235,14 @@ class HeadLosses(HeadReference):
         attempt: int | None,
         timeout_s: float | None,
     ) -> bool:
-        request = CommitRequest(
+        return self._backend.commit(
             keys,
             check_integer(micro_batch, "micro_batch"),
             None if attempt is None else check_integer(attempt, "attempt"),
             check_factor(factor),
             _requests.check_token_factors(token_factors),
+            self._timeout(timeout_s),
         )
-        return self._backend.commit(request, self._timeout(timeout_s))
 
     def _discard(self, keys: tuple[StepKey, ...], micro_batch: int, attempt: int | None, timeout_s: float | None) -> bool:
         micro_batch = check_integer(micro_batch, "micro_batch")

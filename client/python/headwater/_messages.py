@@ -12,12 +12,9 @@ import numpy as np
 from headwater import _arrays, _wire
 from headwater._errors import invalid_argument
 from headwater._requests import (
-    ApplyArguments,
-    CommitRequest,
     ComputeRequest,
     CrossEntropyOptions,
     Expected,
-    GradientRequest,
     JoinedRows,
     JsdOptions,
     StepKey,
@@ -280,31 +277,19 @@ def compute_header(request: ComputeRequest) -> bytes:
     return b"".join(parts)
 
 
-def commit_message(request: CommitRequest) -> Any:
+def commit_message(
+    keys: Sequence[StepKey], micro_batch: int, attempt: int | None, factor: float, token_factors: np.ndarray | None
+) -> Any:
     """A CommitMicroBatchRequest."""
-    message = _wire.CommitMicroBatchRequest(
-        heads=map(head_step, request.keys), micro_batch=request.micro_batch, attempt=request.attempt, factor=request.factor
-    )
-    if request.token_factors is not None:
-        _put(message.token_factors, request.token_factors)
+    message = _wire.CommitMicroBatchRequest(heads=map(head_step, keys), micro_batch=micro_batch, attempt=attempt, factor=factor)
+    if token_factors is not None:
+        _put(message.token_factors, token_factors)
     return message
 
 
 def discard_message(keys: Sequence[StepKey], micro_batch: int, attempt: int | None) -> Any:
     """A DiscardMicroBatchRequest."""
     return _wire.DiscardMicroBatchRequest(heads=map(head_step, keys), micro_batch=micro_batch, attempt=attempt)
-
-
-def gradient_header(request: GradientRequest) -> Any:
-    """The header of an AddGradient call."""
-    return _wire.AddGradientHeader(
-        head=head_step(request.key),
-        micro_batch=request.micro_batch,
-        attempt=request.attempt,
-        row_start=request.row_start,
-        row_count=request.rows.shape[0],
-        factor=request.factor,
-    )
 
 
 # Bound of one message: a header with targets and weights for max_micro_batch_rows rows.
@@ -391,20 +376,3 @@ def expected_message(expected: Expected) -> Any:
     if isinstance(expected, int):
         return _wire.ExpectedMicroBatches(count=expected)
     return _wire.ExpectedMicroBatches(ids=_wire.MicroBatchIds(ids=list(expected)))
-
-
-def apply_request(key: StepKey, expected: Expected | None, arguments: ApplyArguments) -> Any:
-    """An ApplyOptimizerStepRequest; what is None stays unset."""
-    return _wire.ApplyOptimizerStepRequest(
-        head=head_step(key),
-        expected=None if expected is None else expected_message(expected),
-        learning_rate=arguments.learning_rate,
-        gradient_factor=arguments.gradient_factor,
-        max_grad_norm=arguments.max_grad_norm,
-        other_grad_norm_squared=arguments.other_grad_norm_squared,
-        weight_decay=arguments.weight_decay,
-        beta1=arguments.beta1,
-        beta2=arguments.beta2,
-        epsilon=arguments.epsilon,
-        momentum=arguments.momentum,
-    )

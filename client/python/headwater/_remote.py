@@ -17,14 +17,12 @@ from headwater._errors import HeadwaterError, make_error, warn
 from headwater._futures import Cancel, Done, Executors
 from headwater._memory import Block, DeviceArray, RowMemory, Rows, one_stream, ordinary_block
 from headwater._messages import (
-    apply_request,
     check_header,
     checkpoint_info,
     commit_message,
     compute_header,
     discard_message,
     expected_message,
-    gradient_header,
     head_info,
     head_spec_message,
     head_step,
@@ -35,16 +33,7 @@ from headwater._messages import (
     tensor_number,
     totals_of,
 )
-from headwater._requests import (
-    ApplyArguments,
-    CommitRequest,
-    ComputeRequest,
-    Expected,
-    GradientRequest,
-    JoinedRows,
-    StepKey,
-    UploadOptions,
-)
+from headwater._requests import ComputeRequest, Expected, JoinedRows, Progress, StepKey
 from headwater._types import (
     ApplyResult,
     CheckpointInfo,
@@ -213,18 +202,30 @@ class RemoteBackend:
 
     # ---- weights ------------------------------------------------------------------------------------------------------
 
-    def upload(self, name: str, epoch: bytes, tensor: str, array: HostArray, options: UploadOptions, timeout_s: float) -> HeadInfo:
+    def upload(
+        self,
+        name: str,
+        epoch: bytes,
+        tensor: str,
+        array: HostArray,
+        upload_id: str,
+        timeout_s: float,
+        *,
+        closes_step: int | None = None,
+        on_progress: Progress | None = None,
+    ) -> HeadInfo:
+        """`closes_step`: the step that the weights close; None: they are set outside of any step."""
         header = _wire.UploadWeightsHeader(
             name=name,
             epoch=epoch,
-            upload_id=options.upload_id,
+            upload_id=upload_id,
             tensor=tensor_number(tensor),
             data_type=_arrays.DATA_TYPE_NUMBERS[array.data_type],
             total_bytes=array.data.nbytes,
-            closes_step=options.closes_step,
+            closes_step=closes_step,
         )
         tensors = Tensors(rows=_place(array), keep_alive=array)
-        return self._head("UploadWeights", header, timeout_s, tensors, on_progress=options.on_progress)
+        return self._head("UploadWeights", header, timeout_s, tensors, on_progress=on_progress)
 
     def load(self, name: str, epoch: bytes, path: str, weight_tensor: str, bias_tensor: str, timeout_s: float) -> HeadInfo:
         request = _wire.LoadWeightsRequest(name=name, epoch=epoch, path=path, weight_tensor=weight_tensor, bias_tensor=bias_tensor)
@@ -303,9 +304,18 @@ class RemoteBackend:
         )
         return int(_wire.StreamTeacherResponse.FromString(answer.message).row_count)
 
-    def commit(self, request: CommitRequest, timeout_s: float) -> bool:
-        reply = self._unary(f"{_LOSS}CommitMicroBatch", commit_message(request), _wire.CommitMicroBatchResponse, timeout_s)
-        return bool(reply.replayed)
+    def commit(
+        self,
+        keys: Sequence[StepKey],
+        micro_batch: int,
+        attempt: int | None,
+        factor: float,
+        token_factors: np.ndarray | None,
+        timeout_s: float,
+    ) -> bool:
+        """`keys`: every head that it adds to. `attempt` None: the one that was submitted last."""
+        request = commit_message(keys, micro_batch, attempt, factor, token_factors)
+        return bool(self._unary(f"{_LOSS}CommitMicroBatch", request, _wire.CommitMicroBatchResponse, timeout_s).replayed)
 
     def discard(self, keys: Sequence[StepKey], micro_batch: int, attempt: int | None, timeout_s: float) -> bool:
         request = discard_message(keys, micro_batch, attempt)
@@ -317,9 +327,11 @@ class RemoteBackend:
         connection = self.connection
         return lambda: connection.abandon(message)
 
-    def add_gradient(self, request: GradientRequest, timeout_s: float) -> bool:
-        rows = HostArray(request.rows, _arrays.FLOAT32, _arrays.to_numpy)
-        header, tensors = gradient_header(request), Tensors(rows=_place(rows), keep_alive=rows)
+    def add_gradient(self, key: StepKey, rows: np.ndarray, timeout_s: float, **fields: Any) -> bool:
+        """`rows`: (number of rows, hidden_size) float32, C-contiguous. `fields`: of the header; None: the core's to choose."""
+        header = _wire.AddGradientHeader(head=head_step(key), row_count=len(rows), **fields)
+        sent = HostArray(rows, _arrays.FLOAT32, _arrays.to_numpy)
+        tensors = Tensors(rows=_place(sent), keep_alive=sent)
         return bool(self._unary(f"{_HEAD}AddGradient", header, _wire.AddGradientResponse, timeout_s, tensors).replayed)
 
     # ---- steps --------------------------------------------------------------------------------------------------------
@@ -334,8 +346,10 @@ class RemoteBackend:
         reply = self._unary(f"{_HEAD}SealStep", request, _wire.SealStepResponse, timeout_s)
         return SealResult(totals_of(reply.totals), reply.gradient_norm_squared, reply.non_finite_count, reply.replayed)
 
-    def apply(self, key: StepKey, expected: Expected | None, arguments: ApplyArguments, timeout_s: float) -> ApplyResult:
-        request = apply_request(key, expected, arguments)
+    def apply(self, key: StepKey, expected: Expected | None, timeout_s: float, **settings: float | None) -> ApplyResult:
+        """`settings`: of the request; None leaves the head's own."""
+        ids = None if expected is None else expected_message(expected)
+        request = _wire.ApplyOptimizerStepRequest(head=head_step(key), expected=ids, **settings)
         reply = self._unary(f"{_HEAD}ApplyOptimizerStep", request, _wire.ApplyOptimizerStepResponse, timeout_s)
         return ApplyResult(
             open_step=reply.open_step,

@@ -131,53 +131,6 @@ class ComputeRequest:
         return tuple(dict.fromkeys(StepKey(term.head, term.epoch, term.step) for term in self.terms if term.step is not None))
 
 
-@dataclass(slots=True)
-class CommitRequest:
-    """The commit of an explicit micro-batch."""
-
-    keys: tuple[StepKey, ...]  # every head that it adds to
-    micro_batch: int
-    attempt: int | None  # None: the one that was submitted last
-    factor: float
-    token_factors: np.ndarray | None  # (num_tokens,) float32
-
-
-@dataclass(slots=True)
-class GradientRequest:
-    """A trainer's own part of the weight's gradient: rows [row_start, row_start + number of rows), times `factor`."""
-
-    key: StepKey
-    micro_batch: int
-    attempt: int | None  # None: the core's to choose
-    row_start: int
-    rows: np.ndarray  # (number of rows, hidden_size) float32, C-contiguous
-    factor: float
-
-
-@dataclass(slots=True)
-class ApplyArguments:
-    """Arguments of an optimizer step; None leaves the head's own setting."""
-
-    learning_rate: float
-    gradient_factor: float = 1.0
-    max_grad_norm: float | None = None
-    other_grad_norm_squared: float = 0.0
-    weight_decay: float | None = None
-    beta1: float | None = None
-    beta2: float | None = None
-    epsilon: float | None = None
-    momentum: float | None = None
-
-
-@dataclass(slots=True)
-class UploadOptions:
-    """How a tensor is uploaded."""
-
-    upload_id: str
-    on_progress: Progress | None = None
-    closes_step: int | None = None  # the step that the weights close; None: they are set outside of any step
-
-
 def check_outputs(outputs: Any) -> tuple[str, ...]:
     """Names of per-token outputs, each once."""
     names = tuple(outputs) if hasattr(outputs, "__iter__") and not isinstance(outputs, str) else (outputs,)
