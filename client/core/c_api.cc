@@ -14,7 +14,6 @@
 #include "client/core/c_api_options.h"
 #include "client/core/core.h"
 #include "client/core/link/error.h"
-#include "client/core/rows/row_memory.h"
 #include "client/core/rows/tensor_exchanges.h"
 #include "headwater/client/future.h"
 #include "headwater/kernels/return_if_error.h"
@@ -325,7 +324,7 @@ hw_client_error* hw_client_allocate(hw_client* client, int64_t size_bytes, hw_cl
     if (out == nullptr) return Missing("out");
     *out = nullptr;
     if (size_bytes <= 0) return InvalidView(v1::ERROR_REASON_INVALID_FIELD, "size_bytes", "> 0", absl::StrCat(size_bytes));
-    HEADWATER_ASSIGN_OR_RETURN(RowMemory memory, AllocateRowMemory(client->core, size_bytes));
+    HEADWATER_ASSIGN_OR_RETURN(RowMemory memory, client->core->AllocateRows(size_bytes));
     *out = new hw_client_memory{std::move(memory)};
     return absl::OkStatus();
   });

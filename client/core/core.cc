@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
@@ -24,6 +25,8 @@ constexpr std::chrono::seconds kIdleRecoveryTimeout{60};
 constexpr std::chrono::seconds kIdleRecoveryPause{1};
 // How long the end of a connection may wait for a server that does not answer. The lease ends by itself.
 constexpr std::chrono::seconds kCloseTimeout{1};
+
+constexpr size_t kRowAlignment = 4096;
 
 // What the core fills in.
 void ClearFilled(google::protobuf::Message& message) {
@@ -100,12 +103,7 @@ absl::StatusOr<Answer> Core::Run(Request request) {
 absl::StatusOr<Answer> Core::RunInner(const Method& method, const google::protobuf::Message& message, const CallMemory& memory,
                                       const Wait& wait) {
   Request request{.method = &method, .message = nullptr, .memory = memory, .deadline = wait.deadline};
-  absl::Status copied = WithMemoryFor(static_cast<int64_t>(message.ByteSizeLong()), "a message", [&] {
-    request.message.reset(message.New());
-    request.message->CopyFrom(message);
-    return absl::OkStatus();
-  });
-  if (!copied.ok()) return copied;
+  HEADWATER_ASSIGN_OR_RETURN(request.message, CopyOf(message));
   request.is_background = wait.is_background;
   const auto state = std::make_shared<FutureState<Answer>>();
   const auto call = std::make_shared<Call>(borrowed(), std::move(request), CallMode::kInner,
@@ -113,6 +111,27 @@ absl::StatusOr<Answer> Core::RunInner(const Method& method, const google::protob
   const std::stop_callback on_cancel(wait.cancel, [&call] { call->Cancel(); });
   call->Start();
   return state->Take();
+}
+
+absl::StatusOr<RowMemory> Core::AllocateRows(int64_t bytes) {
+  if (options_.transport != Transport::kGrpc && bytes > 0) {
+    absl::StatusOr<SharedRowsBuffer> buffer = row_transport_.memory().AllocateRows(bytes);
+    if (buffer.ok()) {
+      struct Owner {
+        std::shared_ptr<Core> core;  // goes last
+        SharedRowsBuffer buffer;
+      };
+      auto owner = std::make_shared<Owner>(Owner{shared_from_this(), *std::move(buffer)});
+      void* const data = owner->buffer.data();
+      return RowMemory{std::move(owner), data, true};
+    }
+    // Other memory is as scarce.
+    if (absl::IsResourceExhausted(buffer.status())) return buffer.status();
+  }
+  const size_t size = (static_cast<size_t>(bytes) + kRowAlignment) / kRowAlignment * kRowAlignment;
+  void* const data = std::aligned_alloc(kRowAlignment, size);
+  if (data == nullptr) return NoMemoryFor(bytes, "rows");
+  return RowMemory{std::shared_ptr<void>(data, [](void* memory) { std::free(memory); }), data, false};
 }
 
 std::string Core::CurrentEpoch(const std::string& head, const std::string& epoch) const {

@@ -85,6 +85,17 @@ class TeacherExchange : public RowsCall {
 
 }  // namespace
 
+absl::StatusOr<std::unique_ptr<google::protobuf::Message>> CopyOf(const google::protobuf::Message& message) {
+  std::unique_ptr<google::protobuf::Message> copy;
+  absl::Status copied = WithMemoryFor(static_cast<int64_t>(message.ByteSizeLong()), "a message", [&] {
+    copy.reset(message.New());
+    copy->CopyFrom(message);
+    return absl::OkStatus();
+  });
+  if (!copied.ok()) return copied;
+  return copy;
+}
+
 bool WantsGradHidden(const v1::MicroBatchHeader& header) {
   return header.has_return_grad_hidden() ? header.return_grad_hidden() : header.compute_mode() == v1::COMPUTE_MODE_FORWARD_BACKWARD;
 }

@@ -64,6 +64,9 @@ class Exchange {
   Exchange() = default;
 };
 
+// A copy; RESOURCE_EXHAUSTED.
+absl::StatusOr<std::unique_ptr<google::protobuf::Message>> CopyOf(const google::protobuf::Message& message);
+
 // What a header asks for, and in which type.
 bool WantsGradHidden(const v1::MicroBatchHeader& header);
 v1::DataType GradHiddenType(const v1::MicroBatchHeader& header);

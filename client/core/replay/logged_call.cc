@@ -16,12 +16,7 @@ absl::StatusOr<std::shared_ptr<const LoggedCall>> CopyForLog(Core& core, const M
   const auto call = std::make_shared<LoggedCall>();
   call->method = &method;
   call->bytes = static_cast<int64_t>(message.ByteSizeLong());
-  absl::Status copied = WithMemoryFor(call->bytes, "a message for the log", [&] {
-    call->message.reset(message.New());
-    call->message->CopyFrom(message);
-    return absl::OkStatus();
-  });
-  if (!copied.ok()) return copied;
+  HEADWATER_ASSIGN_OR_RETURN(call->message, CopyOf(message));
   call->memory.rows = memory.rows;
   call->memory.teachers = memory.teachers;
   const auto take = [&](RowsView& view) -> absl::Status {
@@ -49,13 +44,7 @@ absl::StatusOr<std::shared_ptr<const LoggedCall>> CopyForLog(Core& core, const M
 }
 
 absl::Status CallAgain(Core& core, const LoggedCall& call, const HeadUses& heads, const Wait& wait) {
-  std::unique_ptr<google::protobuf::Message> message;
-  absl::Status copied = WithMemoryFor(call.bytes, "a message", [&] {
-    message.reset(call.message->New());
-    message->CopyFrom(*call.message);
-    return absl::OkStatus();
-  });
-  if (!copied.ok()) return copied;
+  HEADWATER_ASSIGN_OR_RETURN(const auto message, CopyOf(*call.message));
   SetEpochs(*message, [&heads](const NamedHead& head) -> std::string {
     const auto use = std::find_if(heads.begin(), heads.end(), [&](const HeadUse& known) { return known.state->name == head.name; });
     return head.epoch.empty() || use == heads.end() ? "" : use->epoch;

@@ -1,33 +1,14 @@
 #include "headwater/client/tensor.h"
 
+#include "client/core/link/name_of.h"
 #include "headwater/client/options.h"
 
 namespace headwater::client {
 
-const char* DataTypeName(DataType type) {
-  switch (type) {
-    case DataType::kFloat32:
-      return "float32";
-    case DataType::kBFloat16:
-      return "bfloat16";
-    case DataType::kFloat16:
-      return "float16";
-  }
-  return "unknown";
-}
+const char* DataTypeName(DataType type) { return internal::NameOf(type, {"unknown", "float32", "bfloat16", "float16"}); }
 
 const char* TransportName(Transport transport) {
-  switch (transport) {
-    case Transport::kAuto:
-      return "auto";
-    case Transport::kGrpc:
-      return "grpc";
-    case Transport::kSharedMemory:
-      return "shared_memory";
-    case Transport::kCudaIpc:
-      return "cuda_ipc";
-  }
-  return "unknown";
+  return internal::NameOf(transport, {"auto", "grpc", "shared_memory", "cuda_ipc"}, "unknown");
 }
 
 TensorBuffer::TensorBuffer(DataType data_type, std::vector<int64_t> shape) : data_type_(data_type), shape_(std::move(shape)) {

@@ -9,7 +9,6 @@
 #include "absl/strings/str_cat.h"
 #include "client/core/core.h"
 #include "client/core/link/error.h"
-#include "client/core/rows/row_memory.h"
 #include "client/core/rows/tensor_exchanges.h"
 #include "client/cpp/src/calls.h"
 #include "client/cpp/src/convert.h"
@@ -53,6 +52,20 @@ absl::StatusOr<std::shared_ptr<internal::HeadHandle>> Create(const std::shared_p
   return MakeHandle(core, response.head(), response.created());
 }
 
+// What all pages of a listing have, under one deadline: a server that has always one more would keep the call for ever.
+template <typename Page, typename Item, typename Message, typename Items>
+absl::StatusOr<std::vector<Item>> List(internal::Core& core, const char* path, Message request, const CallOptions& options,
+                                       Items items_of) {
+  std::vector<Item> items;
+  const internal::Deadline deadline = DeadlineOf(core, options);
+  do {
+    HEADWATER_ASSIGN_OR_RETURN(auto page, Run<Page>(core, path, request, deadline));
+    for (const auto& item : items_of(page)) items.push_back(internal::FromProto(item));
+    request.set_page_token(page.next_page_token());
+  } while (!request.page_token().empty());
+  return items;
+}
+
 }  // namespace
 
 Client::Client(std::shared_ptr<internal::Core> core) : core_(std::move(core)) {}
@@ -91,31 +104,19 @@ absl::StatusOr<Head> Client::OpenHead(const std::string& name, const CallOptions
 }
 
 absl::StatusOr<std::vector<HeadInfo>> Client::ListHeads(const CallOptions& options) {
-  std::vector<HeadInfo> heads;
   v1::ListHeadsRequest request;
   request.set_parent(absl::StrCat("tenants/", core_->options().tenant));
-  // Of all pages: a server that has always one more would keep the call for ever.
-  const internal::Deadline deadline = DeadlineOf(*core_, options);
-  do {
-    HEADWATER_ASSIGN_OR_RETURN(auto page, Run<v1::ListHeadsResponse>(*core_, HEADWATER_HEADS "ListHeads", request, deadline));
-    for (const v1::Head& head : page.heads()) heads.push_back(internal::FromProto(head));
-    request.set_page_token(page.next_page_token());
-  } while (!request.page_token().empty());
-  return heads;
+  return List<v1::ListHeadsResponse, HeadInfo>(
+      *core_, HEADWATER_HEADS "ListHeads", std::move(request), options,
+      [](const v1::ListHeadsResponse& page) -> auto& { return page.heads(); });
 }
 
 absl::StatusOr<std::vector<CheckpointInfo>> Client::ListCheckpoints(const std::string& head, const CallOptions& options) {
-  std::vector<CheckpointInfo> checkpoints;
   v1::ListCheckpointsRequest request;
   request.set_name(FullHeadName(core_->options().tenant, head));
-  const internal::Deadline deadline = DeadlineOf(*core_, options);
-  do {
-    HEADWATER_ASSIGN_OR_RETURN(auto page,
-                               Run<v1::ListCheckpointsResponse>(*core_, HEADWATER_HEADS "ListCheckpoints", request, deadline));
-    for (const v1::Checkpoint& checkpoint : page.checkpoints()) checkpoints.push_back(internal::FromProto(checkpoint));
-    request.set_page_token(page.next_page_token());
-  } while (!request.page_token().empty());
-  return checkpoints;
+  return List<v1::ListCheckpointsResponse, CheckpointInfo>(
+      *core_, HEADWATER_HEADS "ListCheckpoints", std::move(request), options,
+      [](const v1::ListCheckpointsResponse& page) -> auto& { return page.checkpoints(); });
 }
 
 absl::Status Client::DeleteHead(const std::string& name, bool force, const CallOptions& options) {
@@ -132,7 +133,7 @@ absl::StatusOr<RowsBuffer> Client::AllocateRows(int64_t row_count, int64_t hidde
   view.row_count = row_count;
   view.hidden_size = hidden_size;
   HEADWATER_RETURN_IF_ERROR(internal::CheckRows("rows", view));
-  HEADWATER_ASSIGN_OR_RETURN(internal::RowMemory memory, internal::AllocateRowMemory(core_, row_count * view.row_bytes()));
+  HEADWATER_ASSIGN_OR_RETURN(internal::RowMemory memory, core_->AllocateRows(row_count * view.row_bytes()));
   return RowsBuffer(std::move(memory.owner), memory.data, data_type, row_count, hidden_size, memory.shared);
 }
 

@@ -10,6 +10,7 @@
 #include "client/core/call/messages.h"
 #include "client/core/link/duration.h"
 #include "client/core/link/error.h"
+#include "client/core/link/name_of.h"
 #include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client {
@@ -62,31 +63,9 @@ std::vector<std::pair<const char*, int64_t>> ListLimits(const ServerLimits& limi
   return list;
 }
 
-const char* ParallelismName(Parallelism parallelism) {
-  switch (parallelism) {
-    case Parallelism::kVocabulary:
-      return "vocabulary";
-    case Parallelism::kRows:
-      return "rows";
-  }
-  return "unknown";
-}
+const char* ParallelismName(Parallelism parallelism) { return internal::NameOf(parallelism, {"unknown", "vocabulary", "rows"}); }
 
-const char* HeadStateName(HeadState state) {
-  switch (state) {
-    case HeadState::kLoading:
-      return "loading";
-    case HeadState::kReady:
-      return "ready";
-    case HeadState::kLost:
-      return "lost";
-    case HeadState::kRestored:
-      return "restored";
-    case HeadState::kUnknown:
-      break;
-  }
-  return "unknown";
-}
+const char* HeadStateName(HeadState state) { return internal::NameOf(state, {"unknown", "loading", "ready", "lost", "restored"}); }
 
 }  // namespace headwater::client
 

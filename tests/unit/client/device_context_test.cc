@@ -12,7 +12,6 @@
 
 #include "client/core/rows/memory/cuda_driver.h"
 #include "client/core/rows/memory/device_memory.h"
-#include "client/core/rows/memory/device_read.h"
 
 namespace headwater::client::internal {
 namespace {

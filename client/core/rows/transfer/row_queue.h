@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "client/core/rows/memory/device_read.h"
+#include "client/core/rows/memory/device_memory.h"
 #include "headwater/v1/loss_service.pb.h"
 #include "proto/headwater/v1/row_chunk_wire.h"
 

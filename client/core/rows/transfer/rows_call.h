@@ -16,7 +16,7 @@
 #include "absl/status/statusor.h"
 #include "client/core/call/exchange.h"
 #include "client/core/rows/bytes.h"
-#include "client/core/rows/memory/device_read.h"
+#include "client/core/rows/memory/device_memory.h"
 #include "client/core/rows/transfer/row_transport.h"
 #include "client/core/rows/transfer/transfer_call.h"
 #include "headwater/client/tensor.h"
