@@ -130,8 +130,7 @@ int64_t RowsOf(const v1::LossTerm& term, const v1::MicroBatchHeader& header) {
 
 // The caller's side of a micro-batch fits what its header says.
 absl::Status CheckLoss(const v1::MicroBatchHeader& header, int64_t teacher_count, CallMemory* memory) {
-  absl::Status status = CheckShape("rows", memory->rows, header.row_count(), header.hidden_size(), header.data_type());
-  if (!status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckShape("rows", memory->rows, header.row_count(), header.hidden_size(), header.data_type()));
   memory->rows.hidden_size = header.hidden_size();
   if (teacher_count != 0 && teacher_count != header.terms_size()) {
     return InvalidView(v1::ERROR_REASON_SHAPE_MISMATCH, "teachers", absl::StrCat("0 or ", header.terms_size()),
@@ -141,9 +140,8 @@ absl::Status CheckLoss(const v1::MicroBatchHeader& header, int64_t teacher_count
   for (int i = 0; i < header.terms_size(); ++i) {
     const v1::LossTerm& term = header.terms(i);
     const int64_t expected_rows = term.has_teacher_hidden() ? RowsOf(term, header) : 0;
-    status = CheckShape("teachers", memory->teachers[static_cast<size_t>(i)], expected_rows, std::nullopt,
-                        term.teacher_hidden().data_type());
-    if (!status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(CheckShape("teachers", memory->teachers[static_cast<size_t>(i)], expected_rows, std::nullopt,
+                                         term.teacher_hidden().data_type()));
   }
   if (memory->result.data == nullptr && memory->result.row_count == 0) return absl::OkStatus();
   return CheckShape("result_rows", memory->result, WantsGradHidden(header) ? header.row_count() : 0, header.hidden_size(),
@@ -158,28 +156,21 @@ absl::Status CheckHost(const char* field, const RowsView& rows) {
 // What is sent, or comes, by another method than ComputeLoss.
 absl::Status CheckMemory(const google::protobuf::Message& message, Shape shape, const CallMemory& memory) {
   const int64_t rows = memory.rows.row_count;
-  switch (shape) {
-    case Shape::kUnary:
-    case Shape::kLoss:
-      break;
-    case Shape::kTeacher: {
-      const auto& header = static_cast<const v1::StreamTeacherHeader&>(message);
-      return CheckShape("rows", memory.rows, rows, header.hidden_size(), header.data_type());
-    }
-    case Shape::kGradient: {
-      const auto& header = static_cast<const v1::AddGradientHeader&>(message);
-      absl::Status status = CheckShape("rows", memory.rows, header.row_count(), std::nullopt, v1::DATA_TYPE_FLOAT32);
-      return status.ok() ? CheckHost("rows", memory.rows) : status;
-    }
-    case Shape::kUpload: {
-      const auto& header = static_cast<const v1::UploadWeightsHeader&>(message);
-      absl::Status status = CheckShape("rows", memory.rows, rows, std::nullopt, header.data_type());
-      return status.ok() ? CheckHost("rows", memory.rows) : status;
-    }
-    case Shape::kDownload:
-      return CheckHost("result_rows", memory.result);
+  if (shape == Shape::kDownload) return CheckHost("result_rows", memory.result);
+  if (shape == Shape::kTeacher) {
+    const auto& header = static_cast<const v1::StreamTeacherHeader&>(message);
+    return CheckShape("rows", memory.rows, rows, header.hidden_size(), header.data_type());
   }
-  return absl::OkStatus();
+  if (shape == Shape::kGradient) {
+    const auto& header = static_cast<const v1::AddGradientHeader&>(message);
+    HEADWATER_RETURN_IF_ERROR(CheckShape("rows", memory.rows, header.row_count(), std::nullopt, v1::DATA_TYPE_FLOAT32));
+  } else if (shape == Shape::kUpload) {
+    const auto& header = static_cast<const v1::UploadWeightsHeader&>(message);
+    HEADWATER_RETURN_IF_ERROR(CheckShape("rows", memory.rows, rows, std::nullopt, header.data_type()));
+  } else {
+    return absl::OkStatus();
+  }
+  return CheckHost("rows", memory.rows);
 }
 
 absl::StatusOr<Request> MakeRequest(Core& core, const hw_client_request& request) {

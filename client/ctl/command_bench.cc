@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <set>
 #include <system_error>
 #include <utility>
@@ -90,8 +91,8 @@ absl::StatusOr<std::vector<Transport>> Transports() {
 struct Plan {
   client::HeadSpec spec;
   int64_t rows = 0;
-  std::vector<int64_t> sizes;
-  std::vector<int64_t> concurrency;
+  std::vector<int64_t> sizes;        // ascending
+  std::vector<int64_t> concurrency;  // likewise
   std::vector<Transport> transports;
   std::chrono::nanoseconds duration{0};
   int64_t max_micro_batches = 0;
@@ -111,8 +112,12 @@ absl::StatusOr<Plan> MakePlan(const client::ServerInfo& info) {
       if (plan.rows >= part) sizes.push_back(absl::StrCat(plan.rows / part));
     }
   }
+  std::vector<std::string> concurrency = absl::GetFlag(FLAGS_concurrency);
+  // The sweeps have what is measured anyway, at its place.
+  sizes.push_back(absl::StrCat(plan.rows));
+  concurrency.push_back("1");
   HEADWATER_ASSIGN_OR_RETURN(plan.sizes, Numbers("sizes", sizes, most_rows));
-  HEADWATER_ASSIGN_OR_RETURN(plan.concurrency, Numbers("concurrency", absl::GetFlag(FLAGS_concurrency), kMaxInFlight));
+  HEADWATER_ASSIGN_OR_RETURN(plan.concurrency, Numbers("concurrency", concurrency, kMaxInFlight));
   HEADWATER_ASSIGN_OR_RETURN(plan.transports, Transports());
   const absl::Duration duration = absl::GetFlag(FLAGS_duration);
   if (duration < absl::Milliseconds(10) || duration > absl::Minutes(1)) return UsageError("--duration: expected 10ms to 1m");
@@ -131,47 +136,34 @@ absl::StatusOr<Plan> MakePlan(const client::ServerInfo& info) {
 
 // Everything there is to measure over one path.
 absl::Status MeasurePath(BenchTrainer& trainer, const Plan& plan, Output& output, BenchReport* report) {
-  const auto measure = [&](const char* sweep, int64_t rows, int in_flight) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(BenchRow row, trainer.Measure(rows, in_flight, plan.duration, plan.max_micro_batches));
-    row.sweep = sweep;
-    output.Progress(absl::StrCat(row.transport, ": ", rows, " rows, ", in_flight, " in flight: ", row.period_ms, " ms"));
-    report->rows.push_back(row);
+  std::optional<BenchRow> first;  // what all sweeps have in common
+  const auto measure = [&](const char* sweep, int64_t rows, int64_t in_flight) -> absl::Status {
+    if (!first.has_value() || rows != plan.rows || in_flight != 1) {
+      HEADWATER_ASSIGN_OR_RETURN(BenchRow row,
+                                 trainer.Measure(rows, static_cast<int>(in_flight), plan.duration, plan.max_micro_batches));
+      output.Progress(absl::StrCat(row.transport, ": ", rows, " rows, ", in_flight, " in flight: ", row.period_ms, " ms"));
+      report->rows.push_back(row);
+      if (!first.has_value()) first = row;
+    } else {
+      report->rows.push_back(*first);
+    }
+    report->rows.back().sweep = sweep;
     return absl::OkStatus();
   };
   HEADWATER_RETURN_IF_ERROR(measure("transport", plan.rows, 1));
-  BenchRow first = report->rows.back();
-  // The sweeps begin, or end, with what is known already.
-  first.sweep = "concurrency";
-  report->rows.push_back(first);
   for (const int64_t in_flight : plan.concurrency) {
-    if (in_flight == 1) continue;
-    HEADWATER_RETURN_IF_ERROR(measure("concurrency", plan.rows, static_cast<int>(in_flight)));
+    HEADWATER_RETURN_IF_ERROR(measure("concurrency", plan.rows, in_flight));
   }
-  bool listed = false;
   for (const int64_t rows : plan.sizes) {
-    if (!listed && rows >= plan.rows) {
-      first.sweep = "size";
-      report->rows.push_back(first);
-      listed = true;
-    }
-    if (rows == plan.rows) continue;
     HEADWATER_RETURN_IF_ERROR(measure("size", rows, 1));
-  }
-  if (!listed) {
-    first.sweep = "size";
-    report->rows.push_back(first);
   }
   return absl::OkStatus();
 }
 
 absl::Status MeasureAll(const Plan& plan, const std::string& head, Output& output, BenchReport* report) {
-  int64_t max_rows = plan.rows;
-  for (const int64_t rows : plan.sizes) max_rows = std::max(max_rows, rows);
-  int64_t max_in_flight = 1;
-  for (const int64_t in_flight : plan.concurrency) max_in_flight = std::max(max_in_flight, in_flight);
   for (const Transport transport : plan.transports) {
     absl::StatusOr<std::unique_ptr<BenchTrainer>> trainer =
-        BenchTrainer::Make(transport, head, max_rows, static_cast<int>(max_in_flight));
+        BenchTrainer::Make(transport, head, plan.sizes.back(), static_cast<int>(plan.concurrency.back()));
     if (!trainer.ok()) {
       // Another path may work where this one cannot be taken; a server that has gone is the end.
       if (BenchInterrupted() || absl::IsUnavailable(trainer.status())) return trainer.status();

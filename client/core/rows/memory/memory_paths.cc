@@ -61,6 +61,8 @@ absl::Status Placement::ForEach(Visit&& visit) {
 }
 
 absl::Status Placement::Register(PlacedTensor* tensor, const Wait& wait) {
+  const auto* const data = tensor->block != nullptr ? tensor->block->data() : static_cast<uint8_t*>(tensor->mine.data);
+  tensor->offset_bytes = data - tensor->backing()->data();
   HEADWATER_ASSIGN_OR_RETURN(tensor->region_id, tensor->region != nullptr
                                                     ? paths_->server_.Register(session_id_, *tensor->region, wait)
                                                     : paths_->server_.Register(session_id_, *tensor->device, wait));
@@ -73,7 +75,6 @@ absl::Status Placement::PlaceInHostMemory(PlacedTensor* tensor, const Wait& wait
   if (!tensor->mine.on_device) {
     auto found = std::static_pointer_cast<const SharedRegion>(paths_->host_.Find(tensor->mine.data, tensor->mine.bytes));
     if (found != nullptr && found->name().empty() != named) {
-      tensor->offset_bytes = static_cast<uint8_t*>(tensor->mine.data) - found->data();
       tensor->region = std::move(found);
       return Register(tensor, wait);
     }
@@ -82,7 +83,6 @@ absl::Status Placement::PlaceInHostMemory(PlacedTensor* tensor, const Wait& wait
   if (!block.ok()) return TransportUnavailable(absl::StrCat("no shared memory is left for the rows: ", Sentence(block.status())));
   tensor->block = *std::move(block);
   tensor->region = std::static_pointer_cast<const SharedRegion>(tensor->block->backing());
-  tensor->offset_bytes = tensor->block->offset();
   return Register(tensor, wait);
 }
 
@@ -91,7 +91,6 @@ absl::Status Placement::PlaceInDeviceMemory(PlacedTensor* tensor, const Wait& wa
   const auto exported = paths_->device_.Export(tensor->mine.data, tensor->mine.bytes);
   if (exported.ok()) {
     tensor->device = *exported;
-    tensor->offset_bytes = static_cast<uint8_t*>(tensor->mine.data) - tensor->device->data();
     return Register(tensor, wait);
   }
   if (exported.status().code() == absl::StatusCode::kInvalidArgument) return exported.status();
@@ -103,7 +102,6 @@ absl::Status Placement::PlaceInDeviceMemory(PlacedTensor* tensor, const Wait& wa
   why_not_better_ = absl::StrCat(Sentence(exported.status()), ", so they are copied on the device");
   tensor->block = *std::move(block);
   tensor->device = std::static_pointer_cast<const DeviceBacking>(tensor->block->backing());
-  tensor->offset_bytes = tensor->block->offset();
   return Register(tensor, wait);
 }
 

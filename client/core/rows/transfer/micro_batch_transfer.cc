@@ -125,7 +125,7 @@ absl::Status MicroBatchTransfer::Place(const Wait& wait) {
   placement_.reset();
   const std::string reason = ErrorReason(status);
   // What has ended the wait says nothing of the path, and ends the attempt on any.
-  if (reason != "TRANSPORT_UNAVAILABLE") HEADWATER_RETURN_IF_ERROR(wait.Check());
+  if (absl::Status ended = wait.Check(); !ended.ok() && reason != "TRANSPORT_UNAVAILABLE") return ended;
   // A session that is gone is replaced by those who opened it.
   if (demanded != Transport::kAuto || reason == "SESSION_NOT_FOUND") return status;
   transport().SetWhyNotBetter(Sentence(status));
