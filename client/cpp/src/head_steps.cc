@@ -50,22 +50,17 @@ absl::StatusOr<SealResult> Head::Seal(int64_t step, const ExpectedMicroBatches& 
 absl::StatusOr<AddGradientResult> Head::AddGradient(int64_t step, int64_t micro_batch, RowsView rows, int64_t row_start,
                                                     double factor, const CallOptions& options) {
   if (rows.data_type != DataType::kFloat32) {
-    return internal::MakeLocalError(v1::ERROR_REASON_DATA_TYPE_MISMATCH, absl::StatusCode::kInvalidArgument,
-                                    absl::StrCat("rows: expected float32, got ", DataTypeName(rows.data_type)),
-                                    {{"field", "rows"}, {"expected", "float32"}, {"actual", DataTypeName(rows.data_type)}});
+    return internal::InvalidView(v1::ERROR_REASON_DATA_TYPE_MISMATCH, "rows", "float32", DataTypeName(rows.data_type));
   }
   HEADWATER_RETURN_IF_ERROR(internal::CheckRows("rows", rows));
   if (rows.memory != Memory::kHost) {
-    return internal::MakeLocalError(v1::ERROR_REASON_INVALID_FIELD, absl::StatusCode::kInvalidArgument,
-                                    "rows.memory: expected host memory, from which gradients are read",
-                                    {{"field", "rows.memory"}, {"expected", "kHost"}});
+    return internal::InvalidView(v1::ERROR_REASON_INVALID_FIELD, "rows.memory", "host memory, from which gradients are read",
+                                 "device memory");
   }
   // The wire carries no columns: the head's are meant.
   if (rows.hidden_size != spec().hidden_size) {
-    return internal::MakeLocalError(
-        v1::ERROR_REASON_SHAPE_MISMATCH, absl::StatusCode::kInvalidArgument,
-        absl::StrCat("rows: expected ", spec().hidden_size, " columns, got ", rows.hidden_size),
-        {{"field", "rows"}, {"expected", absl::StrCat(spec().hidden_size)}, {"actual", absl::StrCat(rows.hidden_size)}});
+    return internal::InvalidView(v1::ERROR_REASON_SHAPE_MISMATCH, "rows", absl::StrCat(spec().hidden_size, " columns"),
+                                 absl::StrCat(rows.hidden_size));
   }
   v1::AddGradientHeader header;
   header.set_micro_batch(micro_batch);
