@@ -99,6 +99,12 @@ def test_a_call_that_the_server_asks_to_repeat_is_waited_for():
         assert server.count("SealStep") == 2
 
 
+# The thread that closes a client which was forgotten is late: the exit waits for it.
+LATE = """
+import _thread, time
+start = _thread.start_new_thread
+_thread.start_new_thread = lambda function, arguments: start(lambda: (time.sleep(0.1), function(*arguments)), ())
+"""
 LEFT_OPEN = """
 def main():
     import os
@@ -117,7 +123,7 @@ main()
 def test_sessions_that_are_left_open_are_closed_at_exit(replay):
     """That of a client in use, and that of one that a function has forgotten; by this process alone."""
     with scripted_server() as server:
-        process = begin(server, LEFT_OPEN, replay=replay)
+        process = begin(server, LATE + LEFT_OPEN, replay=replay)
         assert finish(process, PROMPTLY_S) == ""
         opened = server.count("OpenSession")
         assert opened == 2
