@@ -171,12 +171,16 @@ void TransferCall::CancelStreams() {
   BreakAfter(kReleaseGrace);
 }
 
+void TransferCall::After(std::chrono::nanoseconds grace, std::function<void(TransferCall& call)> task) {
+  timers_.Run(this, grace, [weak = weak_from_this(), task = std::move(task)] {
+    if (const std::shared_ptr<TransferCall> call = weak.lock(); call != nullptr) task(*call);
+  });
+}
+
 void TransferCall::BreakAfter(std::chrono::nanoseconds grace) {
-  timers_.Run(this, grace, [weak = weak_from_this()] {
-    const std::shared_ptr<TransferCall> call = weak.lock();
-    if (call == nullptr) return;
-    std::lock_guard<std::mutex> lock(call->mutex_);
-    for (const std::unique_ptr<Stream>& stream : call->streams_) stream->BreakConnection();
+  After(grace, [](TransferCall& call) {
+    std::lock_guard<std::mutex> lock(call.mutex_);
+    for (const std::unique_ptr<Stream>& stream : call.streams_) stream->BreakConnection();
   });
 }
 
@@ -221,18 +225,9 @@ void TransferCall::Fail(absl::Status status) {
   CancelStreams();
 }
 
-void TransferCall::CutAfter(milliseconds grace) {
-  timers_.Run(this, grace, [weak = weak_from_this()] {
-    if (const std::shared_ptr<TransferCall> call = weak.lock(); call != nullptr) call->Cut();
-  });
-}
-
 void TransferCall::CutWhenRowsStop() {
-  timers_.Run(this, kLateStripeGrace, [weak = weak_from_this(), taken_before = received_.taken()] {
-    const std::shared_ptr<TransferCall> call = weak.lock();
-    if (call == nullptr) return;
-    if (call->received_.taken() == taken_before) return call->Cut();
-    call->CutWhenRowsStop();
+  After(kLateStripeGrace, [taken_before = received_.taken()](TransferCall& call) {
+    call.received_.taken() == taken_before ? call.Cut() : call.CutWhenRowsStop();
   });
 }
 
@@ -267,7 +262,7 @@ void TransferCall::StreamEnded(int index, const grpc::Status& status) {
   if (!all_ended) {
     if (cancel) CancelStreams();
     if (answered) CutWhenRowsStop();
-    if (cut_after.has_value()) CutAfter(*cut_after);
+    if (cut_after.has_value()) After(*cut_after, [](TransferCall& call) { call.Cut(); });
   } else if (references_ > 1) {
     BreakAfter(kReleaseGrace);
   }

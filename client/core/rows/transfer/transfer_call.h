@@ -79,10 +79,11 @@ class TransferCall : public std::enable_shared_from_this<TransferCall> {
 
   // Outside the lock. Of a stream that has ended, or not begun, this is right too.
   void CancelStreams();
-  // Cancels what is left then.
-  void CutAfter(std::chrono::milliseconds grace);
+  // Runs task(*this) then, unless the call has gone.
+  void After(std::chrono::nanoseconds grace, std::function<void(TransferCall& call)> task);
   // Cancels what is left when no gradient's row has come for a while.
   void CutWhenRowsStop();
+  // Cancels what is left.
   void Cut();
   // Breaks the connections if the call has not ended by then.
   void BreakAfter(std::chrono::nanoseconds grace);
