@@ -28,16 +28,7 @@ namespace {
 
 using nlohmann::json;
 
-const char* SafetensorsTypeName(client::DataType type) {
-  switch (type) {
-    case client::DataType::kBFloat16:
-      return "BF16";
-    case client::DataType::kFloat16:
-      return "F16";
-    default:
-      return "F32";
-  }
-}
+const char* SafetensorsTypeName(client::DataType type) { return NameOf(type, {"", "F32", "BF16", "F16"}); }
 
 struct NamedTensor {
   const char* name;

@@ -89,12 +89,17 @@ const std::vector<std::string> kHeadFlags = {"vocab_size", "hidden_size",      "
                                              "softcap",    "valid_vocab_size", "trainable",   "optimizer", "weight_decay",
                                              "momentum",   "staging_slots",    "parallelism", "config",    "allow_unchecked"};
 
-absl::StatusOr<client::DataType> DataTypeFromFlags(client::DataType otherwise) {
-  if (!FlagGiven("data_type")) return otherwise;
-  const std::string name = absl::GetFlag(FLAGS_data_type);
+std::optional<client::DataType> DataTypeNamed(absl::string_view name) {
   for (const client::DataType type : {client::DataType::kFloat32, client::DataType::kBFloat16, client::DataType::kFloat16}) {
     if (name == client::DataTypeName(type)) return type;
   }
+  return std::nullopt;
+}
+
+absl::StatusOr<client::DataType> DataTypeFromFlags(client::DataType otherwise) {
+  if (!FlagGiven("data_type")) return otherwise;
+  const std::string name = absl::GetFlag(FLAGS_data_type);
+  if (const auto type = DataTypeNamed(name); type.has_value()) return *type;
   return UsageError(absl::StrCat("--data_type=", name, ": expected float32, bfloat16 or float16"));
 }
 

@@ -2,10 +2,12 @@
 #ifndef HEADWATER_CLIENT_CTL_HEAD_FLAGS_H_
 #define HEADWATER_CLIENT_CTL_HEAD_FLAGS_H_
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "client/ctl/output.h"
 #include "headwater/client/types.h"
 
@@ -14,6 +16,8 @@ namespace headwater::ctl {
 // Their names.
 extern const std::vector<std::string> kHeadFlags;
 
+// The type of that name; absent: there is none.
+std::optional<client::DataType> DataTypeNamed(absl::string_view name);
 // --data_type, or `otherwise` if it is not given. A usage error for another name than that of a type.
 absl::StatusOr<client::DataType> DataTypeFromFlags(client::DataType otherwise);
 

@@ -161,33 +161,31 @@ absl::StatusOr<MetricsPage> MetricsPage::Parse(absl::string_view text) {
   return page;
 }
 
-std::optional<double> MetricsPage::Sum(const std::string& name, const std::map<std::string, std::string>& labels) const {
+const std::vector<MetricsPage::Sample>& MetricsPage::Family(const std::string& name) const {
+  static const auto* const none = new std::vector<Sample>;
   const auto family = samples_.find(name);
-  if (family == samples_.end()) return std::nullopt;
+  return family == samples_.end() ? *none : family->second;
+}
+
+std::optional<double> MetricsPage::Sum(const std::string& name, const std::map<std::string, std::string>& labels) const {
   std::optional<double> sum;
-  for (const Sample& sample : family->second) {
+  for (const Sample& sample : Family(name)) {
     if (Includes(sample.labels, labels)) sum = sum.value_or(0) + sample.value;
   }
   return sum;
 }
 
-std::map<std::string, double> MetricsPage::SumBy(const std::string& name, const std::string& label,
-                                                 const std::map<std::string, std::string>& labels) const {
+std::map<std::string, double> MetricsPage::SumBy(const std::string& name, const std::string& label) const {
   std::map<std::string, double> sums;
-  const auto family = samples_.find(name);
-  if (family == samples_.end()) return sums;
-  for (const Sample& sample : family->second) {
-    const auto value = sample.labels.find(label);
-    if (value != sample.labels.end() && Includes(sample.labels, labels)) sums[value->second] += sample.value;
+  for (const Sample& sample : Family(name)) {
+    if (const auto value = sample.labels.find(label); value != sample.labels.end()) sums[value->second] += sample.value;
   }
   return sums;
 }
 
 std::string MetricsPage::Label(const std::string& name, const std::string& label) const {
-  const auto family = samples_.find(name);
-  if (family == samples_.end() || family->second.empty()) return "";
-  const auto value = family->second.front().labels.find(label);
-  return value == family->second.front().labels.end() ? "" : value->second;
+  const std::vector<Sample>& family = Family(name);
+  return family.empty() || !family.front().labels.contains(label) ? "" : family.front().labels.at(label);
 }
 
 }  // namespace headwater::ctl

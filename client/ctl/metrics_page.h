@@ -32,12 +32,14 @@ class MetricsPage {
   // The sum of the samples with this name whose labels include `labels`; empty if there is none.
   std::optional<double> Sum(const std::string& name, const std::map<std::string, std::string>& labels = {}) const;
   // The values that `label` has, each with the sum of its samples.
-  std::map<std::string, double> SumBy(const std::string& name, const std::string& label,
-                                      const std::map<std::string, std::string>& labels = {}) const;
+  std::map<std::string, double> SumBy(const std::string& name, const std::string& label) const;
   // A label of the first sample of this name; empty without.
   std::string Label(const std::string& name, const std::string& label) const;
 
  private:
+  // Empty without samples of that name.
+  const std::vector<Sample>& Family(const std::string& name) const;
+
   std::map<std::string, std::vector<Sample>> samples_;  // by name
 };
 

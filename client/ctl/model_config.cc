@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "client/ctl/head_flags.h"
 #include "client/ctl/model_config_keys.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/model_files/file_source.h"
@@ -169,10 +170,8 @@ class ConfigReader {
     for (const json& entry : KeyTable()["data_type"]) {
       const json* const value = levels_.Find(entry["key"]);
       if (value == nullptr || !value->is_string()) continue;
-      const std::string name(absl::StripPrefix(value->get_ref<const std::string&>(), "torch."));
-      for (const client::DataType type : {client::DataType::kFloat32, client::DataType::kBFloat16, client::DataType::kFloat16}) {
-        if (name == client::DataTypeName(type)) return type;
-      }
+      const auto type = DataTypeNamed(absl::StripPrefix(value->get_ref<const std::string&>(), "torch."));
+      if (type.has_value()) return type;
     }
     return std::nullopt;
   }
