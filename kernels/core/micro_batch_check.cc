@@ -52,32 +52,61 @@ absl::Status CheckMemory(const std::string& field, MemorySpace memory, bool has_
                    {{"field", field + ".memory"}, {"expected", "host"}, {"actual", "device"}});
 }
 
-absl::Status CheckWeights(const std::string& field, absl::Span<const float> weights, bool negative_allowed) {
-  for (size_t i = 0; i < weights.size(); ++i) {
-    if (std::isfinite(weights[i]) && (negative_allowed || weights[i] >= 0)) continue;
-    return BadField(field + "[" + std::to_string(i) + "]", negative_allowed ? "finite" : "finite and >= 0", NumberText(weights[i]));
+absl::Status CheckFinite(const std::string& field, absl::Span<const float> values) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (!std::isfinite(values[i])) return BadField(field + "[" + std::to_string(i) + "]", "finite", NumberText(values[i]));
   }
   return absl::OkStatus();
 }
 
-absl::Status CheckCrossEntropy(const std::string& field, const CrossEntropySpec& spec, const HeadSpec& head) {
-  if (!(spec.label_smoothing >= 0 && spec.label_smoothing < 1)) {
-    return BadField(field + ".label_smoothing", "in [0, 1)", NumberText(spec.label_smoothing));
+// One finite value for each row, or none.
+absl::Status CheckRowValues(const std::string& field, const LossTerm& term, absl::Span<const float> values) {
+  if (values.empty()) return absl::OkStatus();
+  HEADWATER_RETURN_IF_ERROR(CheckCount(field, "entries", term.row_count, static_cast<int64_t>(values.size())));
+  return CheckFinite(field, values);
+}
+
+absl::Status CheckFactors(const std::string& name, const MicroBatch& micro_batch, const LossTerm& term) {
+  const std::pair<const char*, absl::Span<const float>> vectors[] = {{".entropy_factors", term.entropy_factors},
+                                                                     {".lse_factors", term.lse_factors}};
+  for (const auto& [suffix, factors] : vectors) {
+    if (factors.empty()) continue;
+    if (!std::holds_alternative<CrossEntropySpec>(term.loss)) {
+      return BadCombination(name + suffix, name + suffix + " is only for cross entropy");
+    }
+    if (!micro_batch.backward) return BadCombination(name + suffix, name + suffix + " is only used with backward");
+    HEADWATER_RETURN_IF_ERROR(CheckRowValues(name + suffix, term, factors));
   }
-  if (!(std::isfinite(spec.z_loss) && spec.z_loss >= 0)) {
-    return BadField(field + ".z_loss", "finite and >= 0", NumberText(spec.z_loss));
-  }
-  if (spec.class_weights.empty()) return absl::OkStatus();
-  const int64_t count = static_cast<int64_t>(spec.class_weights.size());
-  if (count != head.vocab_size) {
-    HEADWATER_RETURN_IF_ERROR(CheckCount(field + ".class_weights", "entries", head.transform.valid_vocab_size, count));
-  }
-  return CheckWeights(field + ".class_weights", spec.class_weights, /*negative_allowed=*/false);
+  return absl::OkStatus();
 }
 
 absl::Status CheckPositive(const std::string& field, double value) {
   if (std::isfinite(value) && value > 0) return absl::OkStatus();
   return BadField(field, "finite and > 0", NumberText(value));
+}
+
+// Logits are multiplied by its reciprocal.
+absl::Status CheckTemperature(const std::string& field, double value) {
+  HEADWATER_RETURN_IF_ERROR(CheckPositive(field, value));
+  const float reciprocal = static_cast<float>(1 / value);
+  if (reciprocal > 0 && std::isfinite(reciprocal)) return absl::OkStatus();
+  return BadField(field, "a number whose reciprocal is a float32 > 0", NumberText(value));
+}
+
+absl::Status CheckCrossEntropy(const std::string& field, const CrossEntropySpec& spec, const HeadSpec& head) {
+  if (!(spec.label_smoothing >= 0 && spec.label_smoothing <= 1)) {
+    return BadField(field + ".label_smoothing", "in [0, 1]", NumberText(spec.label_smoothing));
+  }
+  if (!(std::isfinite(spec.z_loss) && spec.z_loss >= 0)) {
+    return BadField(field + ".z_loss", "finite and >= 0", NumberText(spec.z_loss));
+  }
+  HEADWATER_RETURN_IF_ERROR(CheckTemperature(field + ".temperature", spec.temperature));
+  if (spec.class_weights.empty()) return absl::OkStatus();
+  const int64_t count = static_cast<int64_t>(spec.class_weights.size());
+  if (count != head.vocab_size) {
+    HEADWATER_RETURN_IF_ERROR(CheckCount(field + ".class_weights", "entries", head.transform.valid_vocab_size, count));
+  }
+  return CheckFinite(field + ".class_weights", spec.class_weights);
 }
 
 absl::Status CheckJsd(const std::string& name, const LossTerm& term, const JsdSpec& spec, bool has_device) {
@@ -90,6 +119,12 @@ absl::Status CheckJsd(const std::string& name, const LossTerm& term, const JsdSp
   HEADWATER_RETURN_IF_ERROR(CheckPositive(name + ".jsd.teacher_temperature", spec.teacher_temperature));
   if (term.teacher_head == nullptr) return Missing(name + ".teacher_head");
   HEADWATER_RETURN_IF_ERROR(CheckCrossEntropy(name + ".jsd.hard_loss", spec.hard_loss, term.head->spec()));
+  if (spec.hard_loss.temperature != 1) {
+    return BadCombination(name + ".jsd.hard_loss.temperature", "the hard loss of a divergence takes no temperature");
+  }
+  if (spec.hard_loss.token_scaling) {
+    return BadCombination(name + ".jsd.hard_loss.token_scaling", "the hard loss of a divergence takes no token_scaling");
+  }
   const HeadSpec& teacher = term.teacher_head->spec();
   HEADWATER_RETURN_IF_ERROR(CheckType(name + ".teacher_hidden", term.teacher_hidden.data_type));
   HEADWATER_RETURN_IF_ERROR(CheckMemory(name + ".teacher_hidden", term.teacher_hidden.memory, has_device));
@@ -136,11 +171,8 @@ absl::Status CheckTerm(const std::string& name, const MicroBatch& micro_batch, c
   }
   HEADWATER_RETURN_IF_ERROR(CheckCount("hidden", "columns", term.head->spec().hidden_size, micro_batch.hidden.column_count));
   if (!std::isfinite(term.loss_scale)) return BadField(name + ".loss_scale", "finite", NumberText(term.loss_scale));
-  if (!term.token_weights.empty()) {
-    HEADWATER_RETURN_IF_ERROR(
-        CheckCount(name + ".token_weights", "entries", term.row_count, static_cast<int64_t>(term.token_weights.size())));
-    HEADWATER_RETURN_IF_ERROR(CheckWeights(name + ".token_weights", term.token_weights, /*negative_allowed=*/true));
-  }
+  HEADWATER_RETURN_IF_ERROR(CheckRowValues(name + ".token_weights", term, term.token_weights));
+  HEADWATER_RETURN_IF_ERROR(CheckFactors(name, micro_batch, term));
   const auto* jsd = std::get_if<JsdSpec>(&term.loss);
   if (jsd != nullptr) {
     HEADWATER_RETURN_IF_ERROR(CheckJsd(name, term, *jsd, has_device));
@@ -211,6 +243,25 @@ absl::Status CheckMicroBatch(const MicroBatch& micro_batch, bool has_device) {
   if (micro_batch.terms.empty()) return Missing("terms");
   for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
     HEADWATER_RETURN_IF_ERROR(CheckTerm("terms[" + std::to_string(i) + "]", micro_batch, micro_batch.terms[i], has_device));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RefuseUnbuiltOptions(const MicroBatch& micro_batch) {
+  for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
+    const LossTerm& term = micro_batch.terms[i];
+    const auto* spec = std::get_if<CrossEntropySpec>(&term.loss);
+    const std::pair<const char*, bool> options[] = {{"cross_entropy.temperature", spec != nullptr && spec->temperature != 1},
+                                                    {"cross_entropy.token_scaling", spec != nullptr && spec->token_scaling},
+                                                    {"entropy_factors", !term.entropy_factors.empty()},
+                                                    {"lse_factors", !term.lse_factors.empty()},
+                                                    {"mean_logits", term.mean_logits != nullptr},
+                                                    {"log_sum_sq_probs", term.log_sum_sq_probs != nullptr}};
+    for (const auto& [option, is_used] : options) {
+      if (!is_used) continue;
+      const std::string field = "terms[" + std::to_string(i) + "]." + option;
+      return MakeError(ErrorReason::kFeatureNotBuilt, field + " is not built in this engine", {{"field", field}});
+    }
   }
   return absl::OkStatus();
 }

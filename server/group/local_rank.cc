@@ -170,6 +170,8 @@ absl::StatusOr<RankResult> LocalRank::Compute(const RankCall& call) {
       replace(term.row_count, &term.target_log_probability);
       replace(term.row_count, &term.entropy);
       replace(term.row_count, &term.argmax);
+      replace(term.row_count, &term.mean_logits);
+      replace(term.row_count, &term.log_sum_sq_probs);
     }
     MutableRowsView& out = micro_batch.grad_hidden;
     if (out.data != nullptr && !group.shared_views) {

@@ -13,7 +13,15 @@ namespace headwater::group {
 namespace {
 
 // Bits of RankCompute.Term.outputs.
-enum WantedOutput : int32_t { kTokenLoss = 1, kLse = 2, kTargetLogProbability = 4, kEntropy = 8, kArgmax = 16 };
+enum WantedOutput : int32_t {
+  kTokenLoss = 1,
+  kLse = 2,
+  kTargetLogProbability = 4,
+  kEntropy = 8,
+  kArgmax = 16,
+  kMeanLogits = 32,
+  kLogSumSqProbs = 64,
+};
 
 template <typename T>
 void EncodeSpan(absl::Span<const T> values, std::string* out) {
@@ -33,6 +41,8 @@ void EncodeCrossEntropy(const CrossEntropySpec& spec, v1::RankCompute::CrossEntr
   out->set_label_smoothing(spec.label_smoothing);
   out->set_z_loss(spec.z_loss);
   EncodeSpan(spec.class_weights, out->mutable_class_weights());
+  out->set_temperature(spec.temperature);
+  out->set_token_scaling(spec.token_scaling);
 }
 
 CrossEntropySpec DecodeCrossEntropy(const v1::RankCompute::CrossEntropy& message, std::deque<std::vector<float>>* memory) {
@@ -40,6 +50,8 @@ CrossEntropySpec DecodeCrossEntropy(const v1::RankCompute::CrossEntropy& message
   spec.label_smoothing = message.label_smoothing();
   spec.z_loss = message.z_loss();
   spec.class_weights = DecodeSpan<float>(message.class_weights(), memory);
+  spec.temperature = message.temperature();
+  spec.token_scaling = message.token_scaling();
   return spec;
 }
 
@@ -162,6 +174,8 @@ std::vector<Output> OutputsOf(const MicroBatch& micro_batch) {
       add(output, term.row_count, sizeof(float));
     }
     add(term.argmax, term.row_count, sizeof(int32_t));
+    add(term.mean_logits, term.row_count, sizeof(float));
+    add(term.log_sum_sq_probs, term.row_count, sizeof(float));
   }
   return outputs;
 }
@@ -188,6 +202,8 @@ void EncodeCompute(const RankCall& call, v1::RankCompute* out) {
     EncodeSpan(term.targets, to->mutable_targets());
     to->set_ignore_index(term.ignore_index);
     EncodeSpan(term.token_weights, to->mutable_token_weights());
+    EncodeSpan(term.entropy_factors, to->mutable_entropy_factors());
+    EncodeSpan(term.lse_factors, to->mutable_lse_factors());
     to->set_loss_scale(term.loss_scale);
     if (const auto* jsd = std::get_if<JsdSpec>(&term.loss)) {
       to->set_jsd(true);
@@ -205,7 +221,8 @@ void EncodeCompute(const RankCall& call, v1::RankCompute* out) {
     }
     to->set_outputs((term.token_loss != nullptr ? kTokenLoss : 0) | (term.lse != nullptr ? kLse : 0) |
                     (term.target_log_probability != nullptr ? kTargetLogProbability : 0) |
-                    (term.entropy != nullptr ? kEntropy : 0) | (term.argmax != nullptr ? kArgmax : 0));
+                    (term.entropy != nullptr ? kEntropy : 0) | (term.argmax != nullptr ? kArgmax : 0) |
+                    (term.mean_logits != nullptr ? kMeanLogits : 0) | (term.log_sum_sq_probs != nullptr ? kLogSumSqProbs : 0));
   }
 }
 
@@ -254,6 +271,8 @@ absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(const v1::Ran
     term.targets = DecodeSpan<int32_t>(from.targets(), &call->targets_);
     term.ignore_index = from.ignore_index();
     term.token_weights = DecodeSpan<float>(from.token_weights(), &call->floats_);
+    term.entropy_factors = DecodeSpan<float>(from.entropy_factors(), &call->floats_);
+    term.lse_factors = DecodeSpan<float>(from.lse_factors(), &call->floats_);
     term.loss_scale = from.loss_scale();
     if (from.jsd()) {
       JsdSpec jsd;
@@ -280,6 +299,8 @@ absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(const v1::Ran
     if (wanted(kTargetLogProbability)) term.target_log_probability = call->AddOutput<float>(term.row_count);
     if (wanted(kEntropy)) term.entropy = call->AddOutput<float>(term.row_count);
     if (wanted(kArgmax)) term.argmax = call->AddOutput<int32_t>(term.row_count);
+    if (wanted(kMeanLogits)) term.mean_logits = call->AddOutput<float>(term.row_count);
+    if (wanted(kLogSumSqProbs)) term.log_sum_sq_probs = call->AddOutput<float>(term.row_count);
   }
   call->contribution_ = message.contribution();
   call->has_flow_ = message.flow();

@@ -171,6 +171,10 @@ absl::Status Head::CheckArguments(const CommitArguments& arguments, const HeldRo
       return not_finite("factor", absl::StrCat("a loss_scale of ", term.loss_scale, " times ", arguments.factor));
     }
     if (count == 0) continue;
+    if (!term.entropy_factors.empty() || !term.lse_factors.empty()) {
+      return MakeError(ErrorReason::kInvalidCombination, "token_factors are for token weights alone: the micro-batch has factors",
+                       {{"field", "token_factors"}, {"expected", "nothing"}, {"actual", "factors of entropy or lse"}});
+    }
     const std::vector<float> weights = ScaledWeights(term, arguments.token_factors);
     const auto wrong = std::find_if_not(weights.begin(), weights.end(), [](float weight) { return std::isfinite(weight); });
     if (wrong == weights.end()) continue;

@@ -56,6 +56,7 @@ absl::Status Cancelled() {
 // To be computed again: the caller's memory may be gone by then, and has its values already.
 LossTerm WithoutOutputs(LossTerm term) {
   term.token_loss = term.lse = term.target_log_probability = term.entropy = nullptr;
+  term.mean_logits = term.log_sum_sq_probs = nullptr;
   term.argmax = nullptr;
   return term;
 }

@@ -48,6 +48,23 @@ void WriteCrossEntropy(const CrossEntropyRequest& loss, Writer* out) {
   out->OptionalTensor(loss.class_weights);
 }
 
+// Options that earlier versions did not have: nothing where they are not used, so that a call of theirs keeps its bytes.
+void WriteLaterOptions(const LossTermRequest& term, Writer* out) {
+  const auto* cross_entropy = std::get_if<CrossEntropyRequest>(&term.loss);
+  if (cross_entropy != nullptr && cross_entropy->temperature != 1) {
+    out->Text("temperature");
+    out->Real(cross_entropy->temperature);
+  }
+  if (cross_entropy != nullptr && cross_entropy->token_scaling) out->Text("token_scaling");
+  const auto write_factors = [&](const char* name, const std::optional<std::vector<float>>& factors) {
+    if (!factors.has_value()) return;
+    out->Text(name);
+    out->OptionalTensor(factors);
+  };
+  write_factors("entropy_factors", term.entropy_factors);
+  write_factors("lse_factors", term.lse_factors);
+}
+
 void WriteTerm(const LossTermRequest& term, Writer* out) {
   out->Text(term.head.head.ToString());
   out->OptionalEpoch(term.head.epoch);
@@ -94,7 +111,10 @@ std::string CanonicalHeader(const MicroBatchRequest& request) {
   out.Integer(static_cast<int64_t>(request.grad_hidden_data_type));
   out.Real(request.grad_hidden_scale);
   out.Integer(static_cast<int64_t>(request.terms.size()));
-  for (const LossTermRequest& term : request.terms) WriteTerm(term, &out);
+  for (const LossTermRequest& term : request.terms) {
+    WriteTerm(term, &out);
+    WriteLaterOptions(term, &out);
+  }
   return std::move(out.bytes());
 }
 

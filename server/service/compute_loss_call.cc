@@ -130,6 +130,8 @@ struct ComputeLossCall::TokenOutputs {
   std::vector<float> target_log_probability;
   std::vector<float> entropy;
   std::vector<int32_t> argmax;
+  std::vector<float> mean_logits;
+  std::vector<float> log_sum_sq_probs;
 };
 
 // What the head is given of rows that may still be on their way.
@@ -465,6 +467,8 @@ void ComputeLossCall::AllocateTokenOutputs() {
     term.target_log_probability = allocate(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY, &outputs.target_log_probability);
     term.entropy = allocate(v1::TOKEN_OUTPUT_ENTROPY, &outputs.entropy);
     term.argmax = allocate(v1::TOKEN_OUTPUT_ARGMAX, &outputs.argmax);
+    term.mean_logits = allocate(v1::TOKEN_OUTPUT_MEAN_LOGITS, &outputs.mean_logits);
+    term.log_sum_sq_probs = allocate(v1::TOKEN_OUTPUT_LOG_SUM_SQ_PROBS, &outputs.log_sum_sq_probs);
   }
 }
 
@@ -823,6 +827,8 @@ void ComputeLossCall::FillSummary(v1::MicroBatchSummary* summary) {
            &Result::mutable_target_log_probability);
     encode(v1::TOKEN_OUTPUT_ENTROPY, outputs.entropy, v1::DATA_TYPE_FLOAT32, &Result::mutable_entropy);
     encode(v1::TOKEN_OUTPUT_ARGMAX, outputs.argmax, v1::DATA_TYPE_INT32, &Result::mutable_argmax);
+    encode(v1::TOKEN_OUTPUT_MEAN_LOGITS, outputs.mean_logits, v1::DATA_TYPE_FLOAT32, &Result::mutable_mean_logits);
+    encode(v1::TOKEN_OUTPUT_LOG_SUM_SQ_PROBS, outputs.log_sum_sq_probs, v1::DATA_TYPE_FLOAT32, &Result::mutable_log_sum_sq_probs);
   }
 
   summary->set_state(static_cast<v1::ContributionState>(outcome.state));

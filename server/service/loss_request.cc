@@ -54,23 +54,35 @@ std::vector<T> CopyElements(const v1::Tensor& tensor) {
   return elements;
 }
 
-// Finite fp32 elements, optionally none below 0.
-absl::StatusOr<std::vector<float>> DecodeFloats(const v1::Tensor& tensor, const std::string& field, const TensorRule& rule,
-                                                bool negative_allowed) {
+// Finite fp32 elements.
+absl::StatusOr<std::vector<float>> DecodeFloats(const v1::Tensor& tensor, const std::string& field, const TensorRule& rule) {
   HEADWATER_RETURN_IF_ERROR(CheckVector(tensor, field, rule));
   std::vector<float> values = CopyElements<float>(tensor);
   for (size_t i = 0; i < values.size(); ++i) {
-    if (!std::isfinite(values[i]) || (values[i] < 0 && !negative_allowed)) {
-      return FieldError(ErrorReason::kInvalidField, field + ".data",
-                        negative_allowed ? "finite elements" : "finite elements that are not negative",
-                        absl::StrCat(values[i], " at index ", i));
-    }
+    if (std::isfinite(values[i])) continue;
+    return FieldError(ErrorReason::kInvalidField, field + ".data", "finite elements", absl::StrCat(values[i], " at index ", i));
   }
   return values;
 }
 
+// One for each row of a term, if the tensor is there.
+absl::StatusOr<std::optional<std::vector<float>>> DecodeRowFloats(bool present, const v1::Tensor& tensor, const std::string& field,
+                                                                  int64_t row_count) {
+  if (!present) return std::optional<std::vector<float>>();
+  auto values = DecodeFloats(tensor, field, {v1::DATA_TYPE_FLOAT32, "FLOAT32", row_count});
+  if (!values.ok()) return values.status();
+  return std::optional<std::vector<float>>(*std::move(values));
+}
+
 absl::Status UnknownEnum(const std::string& field, const std::string& expected, int value) {
   return FieldError(ErrorReason::kInvalidField, field, expected, absl::StrCat(value));
+}
+
+// Logits are float32, and multiplied by its reciprocal.
+absl::Status CheckTemperature(const std::string& field, double value) {
+  const float reciprocal = static_cast<float>(1 / value);
+  return CheckNumber(field, value, value > 0 && reciprocal > 0 && std::isfinite(reciprocal),
+                     "a finite number > 0 whose reciprocal is a float32 > 0");
 }
 
 absl::StatusOr<CrossEntropyRequest> DecodeCrossEntropy(const v1::CrossEntropyLoss& loss, const std::string& field,
@@ -79,22 +91,18 @@ absl::StatusOr<CrossEntropyRequest> DecodeCrossEntropy(const v1::CrossEntropyLos
   decoded.label_smoothing = loss.label_smoothing();
   decoded.z_loss = loss.z_loss();
   HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".label_smoothing", decoded.label_smoothing,
-                                        decoded.label_smoothing >= 0 && decoded.label_smoothing < 1, "a number in [0, 1)"));
+                                        decoded.label_smoothing >= 0 && decoded.label_smoothing <= 1, "a number in [0, 1]"));
   HEADWATER_RETURN_IF_ERROR(CheckNotNegative(field + ".z_loss", decoded.z_loss));
   if (loss.has_class_weights()) {
-    auto weights = DecodeFloats(loss.class_weights(), field + ".class_weights",
-                                {v1::DATA_TYPE_FLOAT32, "FLOAT32", -1, limits.max_vocab_size}, /*negative_allowed=*/false);
+    auto weights =
+        DecodeFloats(loss.class_weights(), field + ".class_weights", {v1::DATA_TYPE_FLOAT32, "FLOAT32", -1, limits.max_vocab_size});
     if (!weights.ok()) return weights.status();
     decoded.class_weights = *std::move(weights);
   }
+  if (loss.has_temperature()) decoded.temperature = loss.temperature();
+  HEADWATER_RETURN_IF_ERROR(CheckTemperature(field + ".temperature", decoded.temperature));
+  decoded.token_scaling = loss.token_scaling();
   return decoded;
-}
-
-// Logits are float32, and multiplied by its reciprocal.
-absl::Status CheckTemperature(const std::string& field, double value) {
-  const float reciprocal = static_cast<float>(1 / value);
-  return CheckNumber(field, value, value > 0 && reciprocal > 0 && std::isfinite(reciprocal),
-                     "a finite number > 0 whose reciprocal is a float32 > 0");
 }
 
 absl::StatusOr<JensenShannonRequest> DecodeJensenShannon(const v1::JensenShannonLoss& loss, const std::string& field,
@@ -115,6 +123,14 @@ absl::StatusOr<JensenShannonRequest> DecodeJensenShannon(const v1::JensenShannon
     if (options.hard_loss_weight == 0) {
       return FieldError(ErrorReason::kInvalidCombination, field + ".hard_loss", "nothing, because hard_loss_weight is 0",
                         "options of the hard loss");
+    }
+    if (loss.hard_loss().has_temperature()) {
+      return FieldError(ErrorReason::kInvalidCombination, field + ".hard_loss.temperature",
+                        "nothing, because a divergence's hard loss takes none", absl::StrCat(loss.hard_loss().temperature()));
+    }
+    if (loss.hard_loss().token_scaling()) {
+      return FieldError(ErrorReason::kInvalidCombination, field + ".hard_loss.token_scaling",
+                        "false, because a divergence's hard loss takes none", "true");
     }
     auto hard_loss = DecodeCrossEntropy(loss.hard_loss(), field + ".hard_loss", limits);
     if (!hard_loss.ok()) return hard_loss.status();
@@ -288,13 +304,32 @@ absl::StatusOr<LossTermRequest> DecodeTerm(const v1::LossTerm& term, const std::
   } else if (targets_required) {
     return MissingField(field + ".targets", absl::StrCat("INT32 [", decoded.row_count, "]"));
   }
-  if (term.has_token_weights()) {
-    auto weights = DecodeFloats(term.token_weights(), field + ".token_weights",
-                                {v1::DATA_TYPE_FLOAT32, "FLOAT32", decoded.row_count}, /*negative_allowed=*/true);
-    if (!weights.ok()) return weights.status();
-    decoded.token_weights = *std::move(weights);
-  }
+  auto weights = DecodeRowFloats(term.has_token_weights(), term.token_weights(), field + ".token_weights", decoded.row_count);
+  if (!weights.ok()) return weights.status();
+  decoded.token_weights = *std::move(weights);
+  auto entropy_factors =
+      DecodeRowFloats(term.has_entropy_factors(), term.entropy_factors(), field + ".entropy_factors", decoded.row_count);
+  if (!entropy_factors.ok()) return entropy_factors.status();
+  decoded.entropy_factors = *std::move(entropy_factors);
+  auto lse_factors = DecodeRowFloats(term.has_lse_factors(), term.lse_factors(), field + ".lse_factors", decoded.row_count);
+  if (!lse_factors.ok()) return lse_factors.status();
+  decoded.lse_factors = *std::move(lse_factors);
   return decoded;
+}
+
+// The factors of entropy and lse, which only some calls may have.
+absl::Status CheckFactorsAllowed(const MicroBatchRequest& request, const LossTermRequest& term, const std::string& field) {
+  const char* why = nullptr;
+  if (!std::holds_alternative<CrossEntropyRequest>(term.loss)) {
+    why = "nothing, because the loss is jensen_shannon";
+  } else if (!request.backward) {
+    why = "nothing, because the call is FORWARD_ONLY";
+  } else if (request.late_token_factors) {
+    why = "nothing, because of late_token_factors";
+  }
+  if (why == nullptr || (!term.entropy_factors.has_value() && !term.lse_factors.has_value())) return absl::OkStatus();
+  return FieldError(ErrorReason::kInvalidCombination,
+                    absl::StrCat(field, term.entropy_factors.has_value() ? ".entropy_factors" : ".lse_factors"), why, "factors");
 }
 
 // Options that only make sense for a micro-batch that is added to a step.
@@ -343,7 +378,8 @@ absl::Status DecodeModes(const v1::MicroBatchHeader& header, MicroBatchRequest* 
   for (int i = 0; i < header.outputs_size(); ++i) {
     const v1::TokenOutput output = header.outputs(i);
     if (!v1::TokenOutput_IsValid(output) || output == v1::TOKEN_OUTPUT_UNSPECIFIED) {
-      return UnknownEnum(absl::StrCat("header.outputs[", i, "]"), "LOSS, LSE, TARGET_LOG_PROBABILITY, ENTROPY or ARGMAX", output);
+      return UnknownEnum(absl::StrCat("header.outputs[", i, "]"),
+                         "LOSS, LSE, TARGET_LOG_PROBABILITY, ENTROPY, ARGMAX, MEAN_LOGITS or LOG_SUM_SQ_PROBS", output);
     }
     decoded->outputs |= TokenOutputBit(output);
   }
@@ -402,6 +438,7 @@ absl::Status DecodeTerms(const v1::MicroBatchHeader& header, const Limits& limit
     const std::string field = absl::StrCat("header.terms[", i, "]");
     auto term = DecodeTerm(header.terms(i), field, decoded->row_count, decoded->session.has_value(), limits);
     if (!term.ok()) return term.status();
+    HEADWATER_RETURN_IF_ERROR(CheckFactorsAllowed(*decoded, *term, field));
     if (wants_log_probability && !term->targets.has_value()) {
       return FieldError(ErrorReason::kInvalidCombination, "header.outputs",
                         absl::StrCat("no TARGET_LOG_PROBABILITY, because terms[", i, "] has no targets"), "TARGET_LOG_PROBABILITY");
@@ -601,8 +638,8 @@ absl::StatusOr<DecisionRequest> DecodeCommit(const v1::CommitMicroBatchRequest& 
   decision->arguments.factor = request.has_factor() ? request.factor() : 1;
   HEADWATER_RETURN_IF_ERROR(CheckFactor("factor", decision->arguments.factor));
   if (request.has_token_factors()) {
-    auto factors = DecodeFloats(request.token_factors(), "token_factors",
-                                {v1::DATA_TYPE_FLOAT32, "FLOAT32", -1, limits.max_micro_batch_rows}, /*negative_allowed=*/true);
+    auto factors =
+        DecodeFloats(request.token_factors(), "token_factors", {v1::DATA_TYPE_FLOAT32, "FLOAT32", -1, limits.max_micro_batch_rows});
     if (!factors.ok()) return factors.status();
     decision->arguments.token_factors = *std::move(factors);
   }

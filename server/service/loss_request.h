@@ -39,6 +39,8 @@ struct CrossEntropyRequest {
   double label_smoothing = 0;
   double z_loss = 0;
   std::optional<std::vector<float>> class_weights;
+  double temperature = 1;
+  bool token_scaling = false;
 };
 
 // Options of JSD; `options.hard_loss` is not used, `hard_loss` owns it.
@@ -77,6 +79,8 @@ struct LossTermRequest {
   std::optional<std::vector<int32_t>> targets;
   int32_t ignore_index = kDefaultIgnoreIndex;
   std::optional<std::vector<float>> token_weights;
+  std::optional<std::vector<float>> entropy_factors;  // this and lse_factors with cross entropy and `backward` only
+  std::optional<std::vector<float>> lse_factors;
   double loss_scale = 1;
   std::variant<CrossEntropyRequest, JensenShannonRequest> loss;
   std::optional<TeacherRequest> teacher;  // there if and only if the loss is JSD

@@ -26,7 +26,7 @@ CrossEntropyOf FindCrossEntropy(LossTermRequest* term) {
 }
 
 CrossEntropySpec ToSpec(const CrossEntropyRequest& request) {
-  CrossEntropySpec spec{request.label_smoothing, request.z_loss, {}};
+  CrossEntropySpec spec{request.label_smoothing, request.z_loss, {}, request.temperature, request.token_scaling};
   if (request.class_weights.has_value()) spec.class_weights = *request.class_weights;
   return spec;
 }
@@ -102,6 +102,8 @@ void FillEngineTerm(const LossTermRequest& term, LossTerm* engine_term) {
   if (term.targets.has_value()) engine_term->targets = *term.targets;
   engine_term->ignore_index = term.ignore_index;
   if (term.token_weights.has_value()) engine_term->token_weights = *term.token_weights;
+  if (term.entropy_factors.has_value()) engine_term->entropy_factors = *term.entropy_factors;
+  if (term.lse_factors.has_value()) engine_term->lse_factors = *term.lse_factors;
   engine_term->loss_scale = term.loss_scale;
   if (const auto* cross_entropy = std::get_if<CrossEntropyRequest>(&term.loss)) {
     engine_term->loss = ToSpec(*cross_entropy);

@@ -25,7 +25,7 @@ std::vector<std::string> Features(const ServerCore& core) {
       "cross_entropy", "jensen_shannon", "teacher_hidden",   "explicit_commit", "staged",    "held",   "token_factors",
       "several_terms", "attempts",       "replay",           "first_wins",      "wait",      "adamw",  "sgd",
       "add_gradient",  "closes_step",    "resumable_upload", "download",        "take_head", "attach", "tenants",
-      "sessions"};
+      "sessions",      "temperature",    "token_scaling",    "entropy_factors"};
   if (core.checkpoints != nullptr) features.push_back("checkpoints");
   if (!core.options.load_root.empty()) features.push_back("load_weights");
   if (core.descriptors != nullptr || core.options.named_regions) features.push_back("shared_memory");

@@ -126,7 +126,11 @@ struct LossTerm {
   absl::Span<const int32_t> targets;  // [row_count]; may be empty for JSD without hard loss: then no row is ignored
   int32_t ignore_index = kDefaultIgnoreIndex;
   absl::Span<const float> token_weights;  // [row_count], or empty: all 1
-  double loss_scale = 1.0;
+  // Factors of each row's entropy and lse in the objective, [row_count], or empty: all 0. Cross entropy with backward only. The
+  // sums are the loss's alone.
+  absl::Span<const float> entropy_factors;
+  absl::Span<const float> lse_factors;
+  double loss_scale = 1.0;  // of the three
   std::variant<CrossEntropySpec, JsdSpec> loss;
   EngineHead* teacher_head = nullptr;  // JSD only
   RowsView teacher_hidden;             // JSD only: [row_count, teacher_head's hidden_size]
@@ -138,6 +142,8 @@ struct LossTerm {
   float* target_log_probability = nullptr;
   float* entropy = nullptr;
   int32_t* argmax = nullptr;
+  float* mean_logits = nullptr;       // of u over the valid vocabulary
+  float* log_sum_sq_probs = nullptr;  // ln sum_v p_v^2
 };
 
 // Where the weight's gradient goes.

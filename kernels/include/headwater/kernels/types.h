@@ -82,11 +82,14 @@ struct HeadSpec {
   bool operator==(const HeadSpec&) const = default;
 };
 
-// Cross entropy with PyTorch's joint definition of label smoothing and class weights, plus z_loss * lse^2.
+// Cross entropy with PyTorch's joint definition of label smoothing and class weights, plus z_loss * lse^2, of the logits
+// u = z / temperature.
 struct CrossEntropySpec {
-  double label_smoothing = 0.0;           // [0, 1)
+  double label_smoothing = 0.0;           // [0, 1]
   double z_loss = 0.0;                    // >= 0
-  absl::Span<const float> class_weights;  // [valid_vocab_size], or empty: all 1. Host memory of the caller
+  absl::Span<const float> class_weights;  // [valid_vocab_size], or empty: all 1. Any sign. Host memory of the caller
+  double temperature = 1.0;               // > 0, and its reciprocal a float32 > 0; 1 in JsdSpec::hard_loss
+  bool token_scaling = false;             // loss and gradient times the target's probability, a constant; not in hard_loss
 };
 
 // beta * KL(P||M) + (1 - beta) * KL(Q||M), M = beta P + (1 - beta) Q, P teacher, Q student; beta 0 is KL(P||Q), beta 1 KL(Q||P).
