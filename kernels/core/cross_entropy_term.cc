@@ -6,6 +6,8 @@ CrossEntropyTerm MakeCrossEntropyTerm(const CrossEntropySpec& spec, int64_t vali
   CrossEntropyTerm term;
   term.label_smoothing = spec.label_smoothing;
   term.z_loss = spec.z_loss;
+  term.inverse_temperature = 1 / spec.temperature;
+  term.token_scaling = spec.token_scaling;
   term.valid_vocab_size = valid_vocab_size;
   term.class_weight_sum = static_cast<double>(valid_vocab_size);
   if (!spec.class_weights.empty()) {

@@ -24,23 +24,30 @@ TermPlan MakeTermPlan(const LossTerm& term) {
   // Options of a hard loss that has no weight mean nothing.
   plan.cross_entropy =
       MakeCrossEntropyTerm(plan.hard_weight > 0 ? spec : CrossEntropySpec(), plan.head->spec().transform.valid_vocab_size);
-  plan.wants_weighted = term.entropy != nullptr;
+  const auto is_not_zero = [](float factor) { return factor != 0; };
+  plan.has_entropy_factors = std::any_of(term.entropy_factors.begin(), term.entropy_factors.end(), is_not_zero);
+  plan.has_lse_factors = std::any_of(term.lse_factors.begin(), term.lse_factors.end(), is_not_zero);
+  plan.wants_weighted = term.entropy != nullptr || plan.has_entropy_factors;
+  plan.wants_squares = term.log_sum_sq_probs != nullptr;
+  plan.wants_total = term.mean_logits != nullptr;
   plan.wants_argmax = term.argmax != nullptr;
-  plan.wants_cross_entropy = plan.hard_weight > 0 || term.lse != nullptr || term.target_log_probability != nullptr ||
-                             plan.wants_weighted || plan.wants_argmax;
-  plan.has_token_outputs = term.token_loss != nullptr || term.lse != nullptr || term.target_log_probability != nullptr ||
-                           plan.wants_weighted || plan.wants_argmax;
+  const bool has_logit_outputs = term.lse != nullptr || term.target_log_probability != nullptr || term.entropy != nullptr ||
+                                 plan.wants_squares || plan.wants_total || plan.wants_argmax;
+  plan.wants_cross_entropy = plan.hard_weight > 0 || has_logit_outputs;
+  plan.has_token_outputs = term.token_loss != nullptr || has_logit_outputs;
   plan.non_finite.assign(static_cast<size_t>(term.row_count), 0);
   return plan;
 }
 
 bool IsIgnored(const LossTerm& term, size_t row) { return !term.targets.empty() && term.targets[row] == term.ignore_index; }
 
-double TokenWeight(const LossTerm& term, size_t row) {
-  return term.token_weights.empty() ? 1.0 : static_cast<double>(term.token_weights[row]);
+double ValueOf(absl::Span<const float> values, size_t row, double if_empty) {
+  return values.empty() ? if_empty : static_cast<double>(values[row]);
 }
 
-// The rows of a term that take part: those with weight (`passive` false), or those of weight 0 whose outputs are asked for.
+double TokenWeight(const LossTerm& term, size_t row) { return ValueOf(term.token_weights, row, 1); }
+
+// The rows of a term that take part: those with a gradient (`passive` false), or the others if their outputs are asked for.
 std::vector<ChunkRow> RowsOf(const TermPlan& plan, bool passive) {
   std::vector<ChunkRow> rows;
   const LossTerm& term = *plan.term;
@@ -49,9 +56,14 @@ std::vector<ChunkRow> RowsOf(const TermPlan& plan, bool passive) {
   for (int64_t i = 0; i < term.row_count; ++i) {
     const size_t row = static_cast<size_t>(i);
     if (IsIgnored(term, row)) continue;
-    const double weight = TokenWeight(term, row);
-    if ((weight == 0) != passive) continue;
-    rows.push_back({i, term.row_start + i, 0, term.targets.empty() ? -1 : term.targets[row], weight});
+    const ChunkRow chunk_row = {i,
+                                term.row_start + i,
+                                0,
+                                term.targets.empty() ? -1 : term.targets[row],
+                                TokenWeight(term, row),
+                                ValueOf(term.entropy_factors, row, 0),
+                                ValueOf(term.lse_factors, row, 0)};
+    if (chunk_row.has_gradient() != passive) rows.push_back(chunk_row);
   }
   return rows;
 }
@@ -189,7 +201,8 @@ void BeginOutputs(MicroBatchPlan* plan) {
   for (TermPlan& term_plan : plan->terms) {
     const LossTerm& term = *term_plan.term;
     const size_t row_count = static_cast<size_t>(term.row_count);
-    for (float* output : {term.token_loss, term.lse, term.target_log_probability, term.entropy}) {
+    for (float* output :
+         {term.token_loss, term.lse, term.target_log_probability, term.entropy, term.mean_logits, term.log_sum_sq_probs}) {
       if (output != nullptr) std::fill_n(output, row_count, 0.0f);
     }
     if (term.argmax != nullptr) std::fill_n(term.argmax, row_count, -1);

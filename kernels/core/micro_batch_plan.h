@@ -27,6 +27,11 @@ struct ChunkRow {
   int64_t chunk_row = 0;  // in its chunk
   int64_t target = -1;    // -1: none
   double token_weight = 1;
+  double entropy_factor = 0;
+  double lse_factor = 0;
+
+  // Whether the row has a gradient; the others are computed for their outputs alone.
+  bool has_gradient() const { return token_weight != 0 || entropy_factor != 0 || lse_factor != 0; }
 };
 
 // A term with what does not depend on the row.
@@ -38,8 +43,12 @@ struct TermPlan {
   double hard_weight = 1;        // a; 1 for cross entropy
   double soft_weight = 0;        // 1 - a
   CrossEntropyTerm cross_entropy;
-  bool wants_weighted = false;  // entropy
+  bool wants_weighted = false;  // entropy, as an output or in the objective
+  bool wants_squares = false;   // log_sum_sq_probs
+  bool wants_total = false;     // mean_logits
   bool wants_argmax = false;
+  bool has_entropy_factors = false;  // of which at least one is not 0
+  bool has_lse_factors = false;
   bool wants_cross_entropy = false;  // statistics of the student's row at all
   bool has_token_outputs = false;
   GradWeightMode grad_weight = GradWeightMode::kNone;
@@ -98,8 +107,8 @@ std::vector<RowsView> StreamsOf(const MicroBatch& micro_batch);
 // A plan with its terms only. `micro_batch` passed CheckMicroBatch() and outlives the plan; its heads are HeadBases.
 MicroBatchPlan PlanTerms(const MicroBatch& micro_batch);
 
-// Adds the chunks: rows that are neither ignored nor of weight 0; then, in chunks of their own and without a gradient, rows of
-// weight 0 whose outputs are asked for.
+// Adds the chunks: rows that are not ignored and have a gradient; then, in chunks of their own, the other rows whose outputs are
+// asked for.
 void PlanChunks(const ChunkLimits& limits, MicroBatchPlan* plan);
 
 // Takes the staging slots; kStagingFull, with no slot taken, if one is missing.
@@ -133,14 +142,18 @@ inline void RecordRow(const ChunkRow& row, const RowReport& report, bool finite_
     }
     if (out.entropy != nullptr) out.entropy[row.term_row] = static_cast<float>(report.entropy);
     if (out.argmax != nullptr) out.argmax[row.term_row] = report.argmax;
+    if (out.mean_logits != nullptr) out.mean_logits[row.term_row] = static_cast<float>(report.mean_logit);
+    if (out.log_sum_sq_probs != nullptr) out.log_sum_sq_probs[row.term_row] = static_cast<float>(report.log_sum_sq_probs);
   }
-  if (row.token_weight == 0) return;  // only its outputs were asked for
-  plan->sums.soft_loss_sum += row.token_weight * soft;
-  plan->sums.hard_loss_sum += row.token_weight * hard;
-  plan->sums.z_loss_sum += row.token_weight * z_loss;
-  plan->sums.loss_sum += row.token_weight * loss;
-  const bool finite =
-      std::isfinite(loss) && report.gradient_bound <= static_cast<double>(std::numeric_limits<float>::max()) && finite_hidden;
+  if (!row.has_gradient()) return;  // only its outputs were asked for
+  if (row.token_weight != 0) {
+    plan->sums.soft_loss_sum += row.token_weight * soft;
+    plan->sums.hard_loss_sum += row.token_weight * hard;
+    plan->sums.z_loss_sum += row.token_weight * z_loss;
+    plan->sums.loss_sum += row.token_weight * loss;
+  }
+  const bool finite = (row.token_weight == 0 || std::isfinite(loss)) &&
+                      report.gradient_bound <= static_cast<double>(std::numeric_limits<float>::max()) && finite_hidden;
   if (!finite) plan->non_finite[static_cast<size_t>(row.term_row)] = 1;
 }
 

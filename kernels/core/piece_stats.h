@@ -6,13 +6,20 @@
 namespace headwater {
 
 // Over a piece of a row: m = max z (NaN skipped, -inf if empty); sum = sum e^{z - m} (NaN if any z is);
-// weighted = sum e^{z - m} (z - m); linear = sum class_weight z. The last two only if asked for, else 0.
+// weighted = sum e^{z - m} (z - m); linear = sum class_weight z; total = sum z. `rest` and `squares` leave out one column at the
+// maximum, whose 1 would swallow what the others have: sum = 1 + rest, sum e^{2 (z - m)} = 1 + squares. What is not asked for has
+// no meaning, from `weighted` on. With a temperature, z is the logit divided by it.
 struct PieceStats {
   double max;
   double sum;
   double weighted;
   double linear;
+  double rest = 0;
+  double squares = 0;
+  double total = 0;
 };
+inline constexpr int kPieceStatsDoubles = 7;
+static_assert(sizeof(PieceStats) == kPieceStatsDoubles * sizeof(double), "PieceStats travels between shards as doubles");
 
 }  // namespace headwater
 

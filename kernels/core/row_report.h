@@ -13,7 +13,9 @@ struct RowReport {
   double lse = 0;
   double target_log_probability = 0;
   double entropy = 0;
-  double gradient_bound = 0;  // of |d(loss)/d(logit)|, with loss_scale and token weight
+  double mean_logit = 0;
+  double log_sum_sq_probs = 0;
+  double gradient_bound = 0;  // of |d(objective)/d(logit)|, with all factors
   int32_t argmax = -1;
   int32_t reserved = 0;
 };
