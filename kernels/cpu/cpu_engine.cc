@@ -147,7 +147,6 @@ class CpuEngine final : public LossEngine {
       return own != nullptr && &own->core() == core_.get();
     });
     if (status.ok()) status = CheckMicroBatch(micro_batch, /*has_device=*/false);
-    if (status.ok()) status = RefuseUnbuiltOptions(micro_batch);
     if (!status.ok()) return status;
     ShardExecutors* executors = &core_->executors;
     if (executors->is_group()) {

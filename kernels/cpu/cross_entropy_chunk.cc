@@ -26,6 +26,10 @@ absl::Status ShardRun::RunNarrow(Work* work, bool* needs_wide) {
   return absl::OkStatus();
 }
 
+bool ShardRun::TakesExactStats(const TermPlan& term) {
+  return term.cross_entropy.inverse_temperature != 1 || (WantsSpread(term) && term.head->spec().transform.softcap.has_value());
+}
+
 void ShardRun::ComputeNarrowLogits(Work* work) {
   const HeadShard& shard = work->shard;
   const TermPlan& term = work->term;
@@ -39,6 +43,7 @@ void ShardRun::ComputeNarrowLogits(Work* work) {
     float* panel = shard.Workspace<float>(shard.layout.panels + part * work->head_plan.panel_bytes);
     RowStats* stats = part_stats_.data() + part * rows;
     float bias_panel[512];
+    double exact_panel[512];
     float* panel_max = panel_max_.data() + part * panels_per_part_ * rows;  // a shard of padding has no panels
     work->parts.ForEachPanel(part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
       const float* weight = shard.weight.As<float>() + start * shard.hidden_size;
@@ -51,33 +56,17 @@ void ShardRun::ComputeNarrowLogits(Work* work) {
       if (shard.has_bias) {
         ToFloat(ElementAt(shard.bias.As<char>(), shard.data_type, start), shard.data_type, count, bias_panel);
       }
-      StatsOptions options;
-      options.cap = transform.softcap.value_or(0);
-      options.want_weighted = term.wants_weighted;
-      options.want_linear = term.cross_entropy.label_smoothing > 0;
       const int64_t global_start = shard.rows.start + start;
-      const float* class_weights = term.cross_entropy.class_weights;
       for (int64_t i = 0; i < rows; ++i) {
         float* a = work->gradient + i * work->stride + start;
         kernels.affine_float(a, shard.has_bias ? bias_panel : nullptr, static_cast<float>(transform.logit_scale), count);
+        const int64_t target = work->rows[i].target;
         RowStats panel_stats;
-        // The pieces before and behind the target, which takes no part.
-        const int64_t target = std::clamp<int64_t>(work->rows[i].target - global_start, -1, count);
-        const bool inside = target >= 0 && target < count;
-        const RowRange pieces[2] = {{0, inside ? target : count}, {inside ? target + 1 : count, count}};
-        for (const RowRange& piece : pieces) {
-          if (piece.size() == 0) continue;
-          if (class_weights != nullptr) options.class_weights = class_weights + global_start + piece.start;
-          MergeStats(kernels.stats_float(a + piece.start, piece.size(), options), &panel_stats.others);
-        }
-        if (term.wants_argmax) {
-          // Over all columns: the target's too.
-          panel_stats.best = panel_stats.others.max;
-          if (inside) panel_stats.best = std::max(panel_stats.best, kernels.stats_float(a + target, 1, options).max);
-          if (panel_stats.best > stats[i].best) {
-            panel_stats.best_column =
-                static_cast<double>(global_start + kernels.first_at_least_float(a, count, options.cap, 1, panel_stats.best));
-          }
+        if (TakesExactStats(term)) {
+          kernels.float_to_double(a, count, exact_panel);
+          panel_stats = StatsOfColumns(term, exact_panel, count, global_start, target, stats[i].best);
+        } else {
+          panel_stats = StatsOfColumns(term, a, count, global_start, target, stats[i].best);
         }
         MergeStats(panel_stats, &stats[i]);
         panel_max[i] = static_cast<float>(panel_stats.others.max);
@@ -89,7 +78,6 @@ void ShardRun::ComputeNarrowLogits(Work* work) {
 
 void ShardRun::ComputeTargetLogits(Work* work) {
   const HeadShard& shard = work->shard;
-  const LogitTransform& transform = work->term.head->spec().transform;
   const int32_t threads = context_.pool.thread_count();
   context_.pool.Run(threads, [&](int32_t part) {
     const RowRange range = SplitEvenly({0, work->row_count}, part, threads, 1);
@@ -102,8 +90,7 @@ void ShardRun::ComputeTargetLogits(Work* work) {
       state.owns_target = true;
       state.target_argument = a;
       // Of the first part's statistics: which part is the same to the sum over all.
-      part_stats_[static_cast<size_t>(i)].target_logit =
-          transform.softcap.has_value() ? *transform.softcap * std::tanh(a / *transform.softcap) : a;
+      part_stats_[static_cast<size_t>(i)].target_logit = TemperedLogit(work->term, a);
     }
   });
 }
@@ -112,7 +99,7 @@ void ShardRun::ComputeNarrowGradient(Work* work) {
   const HeadShard& shard = work->shard;
   const TermPlan& term = work->term;
   const double cap = term.head->spec().transform.softcap.value_or(0);
-  const double smooth_mass = term.cross_entropy.SmoothMass();
+  const double scale = GradientScale(term);
   const GradientTarget target = TargetOf(*work);
   BeginGradWeight(work);
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
@@ -123,14 +110,11 @@ void ShardRun::ComputeNarrowGradient(Work* work) {
       for (int64_t i = 0; i < work->row_count; ++i) {
         const RowState& state = states_[static_cast<size_t>(i)];
         float* row = work->gradient + i * work->stride + start;
-        const GradientCoefficients coefficients = {state.loss.max, state.scale * state.loss.probability_factor,
-                                                   state.scale * smooth_mass};
-        GetRowKernels().gradient_float(row, count, cap, coefficients,
+        GetRowKernels().gradient_float(row, count, cap, CoefficientsOf<float>(term, state.gradient),
                                        class_weights == nullptr ? nullptr : class_weights + global_start);
         const int64_t column = work->rows[i].target - global_start;
         if (column >= 0 && column < count) {
-          row[column] =
-              static_cast<float>(state.scale * state.loss.target_gradient * SoftcapDerivative(state.target_argument, cap));
+          row[column] = static_cast<float>(scale * state.gradient.target * SoftcapDerivative(state.target_argument, cap));
         }
       }
       ApplyRefinedGradient(*work, part, panel_index++);

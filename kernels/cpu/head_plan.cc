@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kPanelCacheBytes = int64_t{2} << 20;
 constexpr int64_t kAlignment = 64;
 // Row state outside of the mapped workspace: for each row, statistics of each thread and of each shard, and the row's own entry.
-constexpr int64_t kStatisticsBytesPerRow = 160;
+constexpr int64_t kStatisticsBytesPerRow = 240;
 constexpr int64_t kRefinedLogitBytes = 16;
 
 int64_t Aligned(int64_t bytes) { return SaturatingAdd(bytes, kAlignment - 1) / kAlignment * kAlignment; }

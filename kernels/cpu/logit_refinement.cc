@@ -6,7 +6,8 @@
 // kAllowedError, and no more than 1 / t columns of a row can have larger shares. Those are replaced: in the sums by their
 // difference, in the gradient by their own value. For logits of ordinary size they are a handful a row; where they are too many
 // (large logits close together, as under a large common offset) the caller takes the wide form. The largest logits are replaced too
-// when the argmax is asked for, so that rounding does not decide it.
+// when the argmax is asked for, so that rounding does not decide it. For an entropy, where the target is not the largest, columns
+// count by their share of what the largest one leaves.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -20,15 +21,14 @@ namespace {
 constexpr double kRelativeError = 4e-7;
 constexpr double kAllowedError = 5e-7;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-// Doubles a row that shards exchange: differences of the two sums, largest logit, its column.
-constexpr size_t kExchanged = 4;
+constexpr double kLastBits = 1e-14;  // of fp64
+// Below it an entropy is 0 for every purpose.
+constexpr double kSmallestRest = 1e-16;
 
 // Logits that a part may take again.
 size_t RefinedCapacity(size_t rows, int64_t shard_rows) {
   return rows * static_cast<size_t>(std::min(kRefinedLogitsPerRow, shard_rows));
 }
-
-double Logit(double a, double cap) { return cap > 0 ? cap * std::tanh(a / cap) : a; }
 
 }  // namespace
 
@@ -39,7 +39,12 @@ double ShardRun::RefinementCutoff(const Work& work, const RowStats& stats) const
   const double size = std::max({1.0, std::abs(others.max), std::abs(stats.target_logit)});
   const double error = kRelativeError * size;
   const double share = (kAllowedError / error) * (kAllowedError / error);
-  double cutoff = share < 1 ? others.max + std::log(others.sum * share) : kInfinity;
+  double sum = others.sum;
+  if (WantsSpread(work.term)) {
+    const double rest = others.rest + std::exp(stats.target_logit - others.max);
+    if (rest > kSmallestRest) sum = std::min(sum, rest);
+  }
+  double cutoff = share < 1 ? others.max + std::log(sum * share) : kInfinity;
   if (work.term.wants_argmax) cutoff = std::min(cutoff, stats.best - 2 * error);
   return cutoff;
 }
@@ -60,44 +65,46 @@ absl::Status ShardRun::RefineLogits(Work* work, bool* overflow) {
   }
   if (!any) return absl::OkStatus();
 
-  // [parts][kExchanged * rows + 1]; the last counts overflows.
-  const size_t length = kExchanged * rows + 1;
-  sums_by_part_.assign(length * static_cast<size_t>(work->parts.count()), 0.0);
-  context_.pool.Run(work->parts.count(),
-                    [&](int32_t part) { RefinePart(*work, part, &sums_by_part_[static_cast<size_t>(part) * length]); });
-  std::vector<double>& merged = sums_;
-  const auto merge = [&](const std::vector<double>& pieces) {
-    merged.assign(length, 0.0);
-    for (size_t i = 0; i < rows; ++i) merged[kExchanged * i + 2] = -kInfinity;
-    for (size_t piece = 0; piece < pieces.size() / length; ++piece) {
-      const double* next = &pieces[piece * length];
-      for (size_t i = 0; i < rows; ++i) {
-        double* to = &merged[kExchanged * i];
-        to[0] += next[kExchanged * i];
-        to[1] += next[kExchanged * i + 1];
-        if (next[kExchanged * i + 2] > to[2]) std::copy_n(next + kExchanged * i + 2, 2, to + 2);
+  context_.pool.Run(work->parts.count(), [&](int32_t part) { RefinePart(*work, part); });
+  // By row; the last one's `sum` counts parts with too many logits.
+  std::vector<RowRefinement>& merged = refinements_;
+  const auto add = [&merged](const RowRefinement* next) {
+    for (RowRefinement& to : merged) {
+      to.sum += next->sum;
+      to.weighted += next->weighted;
+      to.squares += next->squares;
+      to.top = std::max(to.top, next->top);
+      if (next->best > to.best) {
+        to.best = next->best;
+        to.best_column = next->best_column;
       }
-      merged.back() += next[length - 1];
+      ++next;
     }
   };
-  merge(sums_by_part_);
+  merged.assign(rows + 1, RowRefinement());
+  for (int32_t part = 0; part < work->parts.count(); ++part) add(refined_[static_cast<size_t>(part)].rows.data());
   const int32_t world_size = context_.communicator.world_size();
   if (world_size > 1) {
-    sums_by_shard_.resize(length * static_cast<size_t>(world_size));
-    absl::Status status = context_.communicator.AllGather(merged.data(), static_cast<int64_t>(length), sums_by_shard_.data());
+    gathered_refinements_.resize(merged.size() * static_cast<size_t>(world_size));
+    absl::Status status =
+        context_.communicator.AllGather(reinterpret_cast<const double*>(merged.data()),
+                                        static_cast<int64_t>(merged.size() * sizeof(RowRefinement) / sizeof(double)),
+                                        reinterpret_cast<double*>(gathered_refinements_.data()));
     if (!status.ok()) return status;
-    merge(sums_by_shard_);
+    merged.assign(rows + 1, RowRefinement());
+    for (int32_t shard = 0; shard < world_size; ++shard) {
+      add(gathered_refinements_.data() + static_cast<size_t>(shard) * merged.size());
+    }
   }
-  *overflow = merged.back() > 0;
+  *overflow = merged.back().sum > 0;
   if (*overflow) return absl::OkStatus();
   for (size_t i = 0; i < rows; ++i) {
     RowStats& stats = merged_stats_[i];
-    stats.others.sum += merged[kExchanged * i];
-    stats.others.weighted += merged[kExchanged * i + 1];
-    if (!work->term.wants_argmax || merged[kExchanged * i + 2] == -kInfinity) continue;
+    AddRefinement(merged[i], WantsSpread(work->term), &stats.others);
+    const double best = merged[i].best;
+    const double column = merged[i].best_column;
+    if (!work->term.wants_argmax || best == -kInfinity) continue;
     const double target = static_cast<double>(work->rows[i].target);
-    const double best = merged[kExchanged * i + 2];
-    const double column = merged[kExchanged * i + 3];
     const bool target_wins = stats.target_logit > best || (stats.target_logit == best && target < column);
     stats.best = target_wins ? stats.target_logit : best;
     stats.best_column = target_wins ? target : column;
@@ -105,14 +112,31 @@ absl::Status ShardRun::RefineLogits(Work* work, bool* overflow) {
   return absl::OkStatus();
 }
 
-void ShardRun::RefinePart(const Work& work, int32_t part, double* partial) {
+void ShardRun::AddRefinement(const RowRefinement& refinement, bool spread, PieceStats* others) {
+  others->sum += refinement.sum;
+  others->weighted += refinement.weighted;
+  if (!spread) return;
+  // The largest column stays out of the rest with its exact value, which is the offset from here on.
+  const double top = refinement.top == -kInfinity ? 0.0 : refinement.top;
+  const double rest = others->rest + refinement.sum - std::expm1(top);
+  const double squares = others->squares + refinement.squares - std::expm1(2 * top);
+  const double weighted = others->weighted - std::exp(top) * top;
+  const double factor = std::exp(-top);
+  others->max += top;
+  others->rest = factor * rest;
+  others->squares = factor * factor * squares;
+  others->weighted = factor * (weighted - top * rest);
+  others->sum = 1 + others->rest;
+}
+
+void ShardRun::RefinePart(const Work& work, int32_t part) {
   const HeadShard& shard = work.shard;
-  const LogitTransform& transform = work.term.head->spec().transform;
-  const double cap = transform.softcap.value_or(0);
+  const double cap = work.term.head->spec().transform.softcap.value_or(0);
+  const double inverse_temperature = work.term.cross_entropy.inverse_temperature;
   const size_t rows = static_cast<size_t>(work.row_count);
   const size_t capacity = RefinedCapacity(rows, shard.rows.size());
-  for (size_t i = 0; i < rows; ++i) partial[kExchanged * i + 2] = -kInfinity;
   RefinedPart& refined = refined_[static_cast<size_t>(part)];
+  refined.rows.assign(rows + 1, RowRefinement());
   std::vector<int32_t>& found = refined.found;
   found.resize(static_cast<size_t>(work.head_plan.panel_rows));
   float* converted = shard.Workspace<float>(shard.layout.panels + part * work.head_plan.panel_bytes);
@@ -122,29 +146,34 @@ void ShardRun::RefinePart(const Work& work, int32_t part, double* partial) {
       if (!(panel_max[i] >= cutoffs_[i])) continue;
       const float* a = work.gradient + static_cast<int64_t>(i) * work.stride + start;
       // The softcap is monotonic: compare its arguments.
-      double argument_cutoff = static_cast<double>(cutoffs_[i]);
+      double argument_cutoff = static_cast<double>(cutoffs_[i]) / inverse_temperature;
       if (cap > 0)
         argument_cutoff = argument_cutoff <= -cap ? -kInfinity : cap * std::atanh(std::min(argument_cutoff / cap, 1 - 1e-7));
       const int64_t hits = GetRowKernels().collect_at_least(a, count, static_cast<float>(argument_cutoff), count, found.data());
       if (refined.logits.size() + static_cast<size_t>(hits) > capacity) {
-        partial[kExchanged * rows] = 1;
+        refined.rows.back().sum = 1;
         return;
       }
       const double max = merged_stats_[i].others.max;
+      RowRefinement& row = refined.rows[i];
       for (int64_t hit = 0; hit < hits; ++hit) {
         const int32_t local = found[static_cast<size_t>(hit)];
         const int64_t column = start + local;
         if (shard.rows.start + column == work.rows[i].target) continue;
         const double argument = LogitArgument(work, static_cast<int64_t>(i), column, converted);
         refined.logits.push_back({static_cast<int32_t>(i), static_cast<int32_t>(column), argument});
-        const double before = Logit(static_cast<double>(a[local]), cap) - max;
-        const double after = Logit(argument, cap) - max;
-        double* sums = &partial[kExchanged * i];
-        sums[0] += std::exp(after) - std::exp(before);
-        sums[1] += std::exp(after) * after - std::exp(before) * before;
-        if (after + max > sums[2]) {
-          sums[2] = after + max;
-          sums[3] = static_cast<double>(shard.rows.start + column);
+        const double logit = TemperedLogit(work.term, argument);
+        // The column at the maximum, which another softcap may miss by its last bit, is not below it.
+        double before = TemperedLogit(work.term, static_cast<double>(a[local])) - max;
+        if (before > -kLastBits * std::max(1.0, std::abs(max))) before = 0;
+        const double after = logit - max;
+        row.sum += std::exp(before) * std::expm1(after - before);
+        row.weighted += std::exp(after) * after - std::exp(before) * before;
+        row.squares += std::exp(2 * before) * std::expm1(2 * (after - before));
+        if (before == 0) row.top = std::max(row.top, after);
+        if (logit > row.best) {
+          row.best = logit;
+          row.best_column = static_cast<double>(shard.rows.start + column);
         }
       }
     }
@@ -157,16 +186,16 @@ void ShardRun::ApplyRefinedGradient(const Work& work, int32_t part, int64_t pane
   const RefinedPart& refined = refined_[static_cast<size_t>(part)];
   if (refined.logits.empty()) return;
   const double cap = work.term.head->spec().transform.softcap.value_or(0);
-  const double smooth_mass = work.term.cross_entropy.SmoothMass();
+  const double scale = GradientScale(work.term);
   const size_t panel = static_cast<size_t>(panel_index);
   for (size_t entry = panel == 0 ? 0 : refined.panel_ends[panel - 1]; entry < refined.panel_ends[panel]; ++entry) {
     const RefinedLogit& logit = refined.logits[entry];
-    const RowState& state = states_[static_cast<size_t>(logit.row)];
+    const RowGradient& gradient = states_[static_cast<size_t>(logit.row)].gradient;
     const double class_weight = work.term.cross_entropy.ClassWeight(work.shard.rows.start + logit.column);
-    const double g =
-        state.loss.probability_factor * std::exp(Logit(logit.argument, cap) - state.loss.max) - smooth_mass * class_weight;
-    work.gradient[logit.row * work.stride + logit.column] =
-        static_cast<float>(state.scale * g * SoftcapDerivative(logit.argument, cap));
+    const double distance = gradient.max - TemperedLogit(work.term, logit.argument);
+    const double g = std::exp(-distance) * (gradient.probability_factor + gradient.distance_factor * distance) -
+                     gradient.class_factor * class_weight;
+    work.gradient[logit.row * work.stride + logit.column] = static_cast<float>(scale * g * SoftcapDerivative(logit.argument, cap));
   }
 }
 

@@ -20,14 +20,18 @@ struct StatsOptions {
   double cap = 0;                        // 0: none
   double inverse_temperature = 1;        // z is multiplied by it (fp64 kernels only)
   const float* class_weights = nullptr;  // of the piece's columns; null: all 1
-  bool want_weighted = false;
+  bool want_spread = false;              // weighted, rest and squares
   bool want_linear = false;
+  bool want_total = false;
 };
 
-// Coefficients of a row's gradient: g_v = (probability_factor * e^{z_v - max} - class_factor * class_weight_v) * dz/da.
+// Coefficients of a row's gradient, with s = (z_v - max) * inverse_temperature:
+// g_v = (e^s (probability_factor - distance_factor s) - class_factor * class_weight_v) * dz/da.
 struct GradientCoefficients {
   double max;
+  double inverse_temperature;
   double probability_factor;
+  double distance_factor;
   double class_factor;
 };
 

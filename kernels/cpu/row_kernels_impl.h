@@ -2,7 +2,8 @@
 //
 // Mapping   loops over contiguous elements with `omp simd`; the compiler vectorises them for the file's instruction set.
 // Traffic   every kernel reads its piece once (stats: twice, the second time from the cache) and writes it at most once.
-// Numerics  fp32 pieces are cut into blocks of 1024, whose fp32 partial sums are added up in fp64.
+// Numerics  fp32 pieces are cut into blocks of 1024, whose fp32 partial sums are added up in fp64. What an entropy is made of is
+//           summed in fp64 at once.
 #include <cstdint>
 
 #include "kernels/cpu/row_kernels.h"
@@ -126,19 +127,39 @@ PieceStats BlockStats(const T* a, int64_t count, const StatsOptions& options) {
   // An infinite maximum must not be subtracted from itself where all is -inf: those terms are 0.
   const T offset = max == low ? T(0) : max;
   T sum = 0;
-  T weighted = 0;
   T linear = 0;
-  if (options.want_weighted) {
-#pragma omp simd reduction(+ : sum, weighted)
+  T total = 0;
+  double all = 0;  // the exponentials' sum
+  double rest = 0;
+  double weighted = 0;
+  double squares = 0;
+  if (options.want_spread) {
+    T tops = 0;  // columns at the maximum, to rounding
+#pragma omp simd reduction(+ : rest, tops, weighted, squares)
     for (int64_t i = 0; i < count; ++i) {
       const T shifted = z[i] - offset;
-      const T e = Exp(shifted);
-      sum += e;
-      weighted += e == T(0) ? T(0) : e * shifted;  // 0 * -inf is 0 here
+      T e = Exp(shifted);
+      if constexpr (sizeof(T) == sizeof(float)) {
+        // What the subtraction has lost: it is a relative error of e.
+        const T back = shifted - z[i];
+        const T lost = (z[i] - (shifted - back)) - (offset + back);
+        e = e == T(0) ? T(0) : e + e * lost;
+      }
+      const T below = e == T(1) ? T(0) : e;
+      tops += e == T(1) ? T(1) : T(0);
+      rest += static_cast<double>(below);
+      squares += static_cast<double>(below * below);
+      weighted += static_cast<double>(e == T(0) ? T(0) : e * shifted);  // 0 * -inf is 0 here
     }
+    all = static_cast<double>(tops) + rest;
+    // Where all is -inf there is no column at the maximum.
+    const double other_tops = tops == T(0) ? 0.0 : static_cast<double>(tops) - 1.0;
+    rest += other_tops;
+    squares += other_tops;
   } else {
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < count; ++i) sum += Exp(z[i] - offset);
+    all = static_cast<double>(sum);
   }
   if (options.want_linear) {
     if (options.class_weights != nullptr) {
@@ -153,32 +174,37 @@ PieceStats BlockStats(const T* a, int64_t count, const StatsOptions& options) {
       for (int64_t i = 0; i < count; ++i) linear += z[i];
     }
   }
-  return {static_cast<double>(max), static_cast<double>(sum), static_cast<double>(weighted), static_cast<double>(linear)};
+  if (options.want_total) {
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < count; ++i) total += z[i];
+  }
+  return {static_cast<double>(max), all, weighted, static_cast<double>(linear), rest, squares, static_cast<double>(total)};
 }
 
 template <typename T>
 PieceStats Stats(const T* a, int64_t count, const StatsOptions& options) {
-  PieceStats total = {-__builtin_inf(), 0, 0, 0};
+  PieceStats total = {-__builtin_inf(), 0, 0, 0, 0, 0, 0};
   for (int64_t start = 0; start < count; start += kBlock) {
     const int64_t length = count - start < kBlock ? count - start : kBlock;
     StatsOptions block_options = options;
     if (options.class_weights != nullptr) block_options.class_weights = options.class_weights + start;
     const PieceStats block = options.cap > 0 ? BlockStats<T, true>(a + start, length, block_options)
                                              : BlockStats<T, false>(a + start, length, block_options);
-    total.linear += block.linear;
-    if (block.max > total.max) {
-      const double shift = total.max - block.max;  // -inf if there was nothing before
-      const double factor = shift < -745.0 ? 0.0 : Exp(shift);
-      total.weighted = block.weighted + (factor == 0.0 ? 0.0 : factor * (total.weighted + shift * total.sum));
-      // A NaN of an earlier block must not be multiplied away.
-      total.sum = block.sum + (IsNan(total.sum) ? total.sum : factor * total.sum);
-      total.max = block.max;
-    } else {
-      const double shift = block.max - total.max;
-      const double factor = shift < -745.0 || total.max == -__builtin_inf() ? 0.0 : Exp(shift);
-      total.weighted += factor == 0.0 ? 0.0 : factor * (block.weighted + shift * block.sum);
-      total.sum += IsNan(block.sum) ? block.sum : factor * block.sum;
-    }
+    // As MergeStats() does it.
+    const bool replaces = block.max > total.max;
+    const PieceStats top = replaces ? block : total;
+    const PieceStats low = replaces ? total : block;
+    const double shift = low.max - top.max;  // -inf if there was nothing before
+    const double factor = shift < -745.0 || top.max == -__builtin_inf() ? 0.0 : Exp(shift);
+    // A NaN of a lower block must not be multiplied away.
+    const double low_sum = IsNan(low.sum) ? low.sum : factor * low.sum;
+    total = {top.max,
+             top.sum + low_sum,
+             top.weighted + (factor == 0.0 ? 0.0 : factor * (low.weighted + shift * low.sum)),
+             total.linear + block.linear,
+             top.rest + low_sum,
+             top.squares + factor * factor * (1.0 + low.squares),
+             total.total + block.total};
   }
   return total;
 }
@@ -210,11 +236,13 @@ int64_t CollectAtLeast(const float* a, int64_t count, float value, int64_t capac
   return found;
 }
 
-template <typename T, bool kCapped, bool kClasses, bool kWeights>
+template <typename T, bool kCapped, bool kClasses, bool kWeights, bool kDistance>
 void GradientLoop(const T* a, int64_t count, double cap, const GradientCoefficients& coefficients, const float* class_weights,
                   float* gradient) {
   const T max = static_cast<T>(coefficients.max);
+  const T inverse_temperature = static_cast<T>(coefficients.inverse_temperature);
   const T probability_factor = static_cast<T>(coefficients.probability_factor);
+  const T distance_factor = static_cast<T>(coefficients.distance_factor);
   const T class_factor = static_cast<T>(coefficients.class_factor);
   const T typed_cap = static_cast<T>(cap);
 #pragma omp simd
@@ -226,21 +254,34 @@ void GradientLoop(const T* a, int64_t count, double cap, const GradientCoefficie
       z = capped.z;
       derivative = capped.derivative;
     }
-    T g = probability_factor * Exp(z - max);
+    const T shifted = (z - max) * inverse_temperature;
+    const T e = Exp(shifted);
+    T g = probability_factor * e;
+    if constexpr (kDistance) g -= e == T(0) ? T(0) : e * distance_factor * shifted;  // 0 * -inf is 0 here
     if constexpr (kClasses) g -= class_factor * (kWeights ? static_cast<T>(class_weights[i]) : T(1));
     gradient[i] = static_cast<float>(kCapped ? g * derivative : g);
+  }
+}
+
+template <typename T, bool kCapped, bool kDistance>
+void GradientForm(const T* a, int64_t count, double cap, const GradientCoefficients& coefficients, const float* class_weights,
+                  float* gradient) {
+  if (coefficients.class_factor == 0) {
+    GradientLoop<T, kCapped, false, false, kDistance>(a, count, cap, coefficients, class_weights, gradient);
+  } else if (class_weights == nullptr) {
+    GradientLoop<T, kCapped, true, false, kDistance>(a, count, cap, coefficients, class_weights, gradient);
+  } else {
+    GradientLoop<T, kCapped, true, true, kDistance>(a, count, cap, coefficients, class_weights, gradient);
   }
 }
 
 template <typename T, bool kCapped>
 void GradientCapped(const T* a, int64_t count, double cap, const GradientCoefficients& coefficients, const float* class_weights,
                     float* gradient) {
-  if (coefficients.class_factor == 0) {
-    GradientLoop<T, kCapped, false, false>(a, count, cap, coefficients, class_weights, gradient);
-  } else if (class_weights == nullptr) {
-    GradientLoop<T, kCapped, true, false>(a, count, cap, coefficients, class_weights, gradient);
+  if (coefficients.distance_factor == 0) {
+    GradientForm<T, kCapped, false>(a, count, cap, coefficients, class_weights, gradient);
   } else {
-    GradientLoop<T, kCapped, true, true>(a, count, cap, coefficients, class_weights, gradient);
+    GradientForm<T, kCapped, true>(a, count, cap, coefficients, class_weights, gradient);
   }
 }
 

@@ -10,6 +10,19 @@
 namespace headwater::cpu {
 namespace {
 
+PieceStats Stats(const float* a, int64_t count, const StatsOptions& options) {
+  return GetRowKernels().stats_float(a, count, options);
+}
+PieceStats Stats(const double* a, int64_t count, const StatsOptions& options) {
+  return GetRowKernels().stats_double(a, count, options);
+}
+int64_t FirstAtLeast(const float* a, int64_t count, double cap, double inverse_temperature, double value) {
+  return GetRowKernels().first_at_least_float(a, count, cap, inverse_temperature, value);
+}
+int64_t FirstAtLeast(const double* a, int64_t count, double cap, double inverse_temperature, double value) {
+  return GetRowKernels().first_at_least_double(a, count, cap, inverse_temperature, value);
+}
+
 // Fewer columns than this are not worth a thread.
 constexpr int64_t kMinColumnsPerThread = 64;
 constexpr int64_t kColumnGrain = 16;
@@ -131,12 +144,13 @@ absl::Status ShardRun::MergeRowStats(const Work& work) {
 
 void ShardRun::FinishRows(Work* work) {
   const TermPlan& term = work->term;
-  const double logit_scale = term.head->spec().transform.logit_scale;
   for (int64_t i = 0; i < work->row_count; ++i) {
     RowState& state = states_[static_cast<size_t>(i)];
     const ChunkRow& row = work->rows[i];
-    if (term.wants_cross_entropy) state.loss = FinishRow(merged_stats_[static_cast<size_t>(i)], row.target, term.cross_entropy);
-    state.scale = term.term->loss_scale * row.token_weight * logit_scale;
+    if (!term.wants_cross_entropy) continue;
+    state.loss = FinishRow(merged_stats_[static_cast<size_t>(i)], row.target, term.cross_entropy);
+    if (row.target < 0 || term.hard_weight == 0) continue;
+    state.gradient = GradientOf(state.loss, {row.token_weight * term.hard_weight, row.entropy_factor, row.lse_factor});
   }
 }
 
@@ -153,13 +167,77 @@ void ShardRun::RecordRows(Work* work) {
     report.lse = state.loss.lse;
     report.target_log_probability = state.loss.target_log_probability;
     report.entropy = state.loss.entropy;
+    report.mean_logit = state.loss.mean_logit;
+    report.log_sum_sq_probs = state.loss.log_sum_sq_probs;
     if (term.wants_argmax) report.argmax = static_cast<int32_t>(merged_stats_[index].best_column);
+    const ChunkRow& row = work->rows[i];
+    const RowGradient& gradient = state.gradient;
     const double largest =
-        term.hard_weight * std::max(std::abs(state.loss.probability_factor), std::abs(state.loss.target_gradient));
-    report.gradient_bound = std::abs(state.scale) * (largest + term.soft_weight);
-    RecordRow(work->rows[i], report, non_finite_hidden_[index] == 0, &term);
+        std::max(std::abs(gradient.probability_factor) + std::abs(gradient.distance_factor), std::abs(gradient.target));
+    report.gradient_bound = std::abs(GradientScale(term)) * (largest + std::abs(row.token_weight) * term.soft_weight);
+    RecordRow(row, report, non_finite_hidden_[index] == 0, &term);
   }
 }
+
+template <typename T>
+RowStats ShardRun::StatsOfColumns(const TermPlan& term, const T* a, int64_t count, int64_t global_start, int64_t target,
+                                  double best_before) {
+  const CrossEntropyTerm& cross_entropy = term.cross_entropy;
+  StatsOptions options;
+  options.cap = term.head->spec().transform.softcap.value_or(0);
+  options.inverse_temperature = cross_entropy.inverse_temperature;
+  options.want_spread = WantsSpread(term);
+  options.want_linear = cross_entropy.label_smoothing > 0;
+  options.want_total = term.wants_total;
+  // The pieces before and behind the target, which takes no part.
+  const int64_t column = std::clamp<int64_t>(target - global_start, -1, count);
+  const bool inside = target >= 0 && column >= 0 && column < count;
+  const RowRange pieces[2] = {{0, inside ? column : count}, {inside ? column + 1 : count, count}};
+  RowStats stats;
+  for (const RowRange& piece : pieces) {
+    if (piece.size() == 0) continue;
+    if (cross_entropy.class_weights != nullptr) options.class_weights = cross_entropy.class_weights + global_start + piece.start;
+    MergeStats(Stats(a + piece.start, piece.size(), options), &stats.others);
+  }
+  if (!term.wants_argmax) return stats;
+  // Over all columns: the target's too, by the row kernel, since another tanh may differ in the last bit.
+  stats.best = stats.others.max;
+  StatsOptions plain;
+  plain.cap = options.cap;
+  plain.inverse_temperature = options.inverse_temperature;
+  if (inside) stats.best = std::max(stats.best, Stats(a + column, 1, plain).max);
+  if (stats.best > best_before) {
+    stats.best_column =
+        static_cast<double>(global_start + FirstAtLeast(a, count, options.cap, options.inverse_temperature, stats.best));
+  }
+  return stats;
+}
+
+template RowStats ShardRun::StatsOfColumns(const TermPlan&, const float*, int64_t, int64_t, int64_t, double);
+template RowStats ShardRun::StatsOfColumns(const TermPlan&, const double*, int64_t, int64_t, int64_t, double);
+
+double ShardRun::TemperedLogit(const TermPlan& term, double argument) {
+  const double cap = term.head->spec().transform.softcap.value_or(0);
+  return (cap > 0 ? cap * std::tanh(argument / cap) : argument) * term.cross_entropy.inverse_temperature;
+}
+
+double ShardRun::GradientScale(const TermPlan& term) {
+  return term.term->loss_scale * term.head->spec().transform.logit_scale * term.cross_entropy.inverse_temperature;
+}
+
+template <typename T>
+GradientCoefficients ShardRun::CoefficientsOf(const TermPlan& term, const RowGradient& gradient) {
+  const double inverse_temperature = term.cross_entropy.inverse_temperature;
+  // The kernel subtracts the rounded maximum; what it is off by is in the factors.
+  const double max = static_cast<double>(static_cast<T>(gradient.max / inverse_temperature));
+  const double shift = max == gradient.max ? 0.0 : max * inverse_temperature - gradient.max;
+  const double scale = GradientScale(term) * std::exp(shift);
+  return {max, inverse_temperature, scale * (gradient.probability_factor - gradient.distance_factor * shift),
+          scale * gradient.distance_factor, GradientScale(term) * gradient.class_factor};
+}
+
+template GradientCoefficients ShardRun::CoefficientsOf<float>(const TermPlan&, const RowGradient&);
+template GradientCoefficients ShardRun::CoefficientsOf<double>(const TermPlan&, const RowGradient&);
 
 GradientTarget ShardRun::TargetOf(const Work& work) const {
   const HeadShard& shard = work.shard;

@@ -79,7 +79,7 @@ class ShardRun {
   // Coefficients of a row after its statistics are known.
   struct RowState {
     RowLoss loss;
-    double scale = 0;            // loss_scale * token weight * logit_scale
+    RowGradient gradient;        // with all of the row's factors
     double target_argument = 0;  // the target's argument of the softcap, on the shard that owns it
     bool owns_target = false;
     double student_lse = 0;  // JSD, with temperature, over the common columns
@@ -105,12 +105,30 @@ class ShardRun {
   static int64_t WideRows(const TermPlan& term);
   absl::Status RunWideRows(Work* work);
 
+  // Statistics of a row's columns [global_start, global_start + count), whose arguments of the softcap are in `a`. The best column
+  // is looked for where it is better than `best_before`.
+  template <typename T>
+  static RowStats StatsOfColumns(const TermPlan& term, const T* a, int64_t count, int64_t global_start, int64_t target,
+                                 double best_before);
+  // The logit of the loss, in fp64, out of the argument of the softcap.
+  static double TemperedLogit(const TermPlan& term, double argument);
+  // What stands before a term's gradient of the logits: loss_scale, and the derivatives of temperature and scale.
+  static double GradientScale(const TermPlan& term);
+  // For the row kernels, which take fp32 or fp64 logits.
+  template <typename T>
+  static GradientCoefficients CoefficientsOf(const TermPlan& term, const RowGradient& gradient);
+
   // narrow
+  // Whether what an entropy or log_sum_sq_probs is made of is asked for.
+  static bool WantsSpread(const TermPlan& term) { return term.wants_weighted || term.wants_squares; }
+  // Whether the statistics are taken in fp64, from the products' fp32 logits: the rounding of a temperature's multiple of a logit
+  // would be one of the loss, and the smallest exponentials of an entropy must be as exact as the largest, behind a softcap too.
+  static bool TakesExactStats(const TermPlan& term);
   // Replaces the logits that matter most by fp64 dots (logit_refinement.cc). *overflow is set if there are too many.
   absl::Status RefineLogits(Work* work, bool* overflow);
   double RefinementCutoff(const Work& work, const RowStats& stats) const;
   double LogitArgument(const Work& work, int64_t row, int64_t column, float* converted) const;
-  void RefinePart(const Work& work, int32_t part, double* partial);
+  void RefinePart(const Work& work, int32_t part);
   void ApplyRefinedGradient(const Work& work, int32_t part, int64_t panel_index);
   void ComputeNarrowLogits(Work* work);
   void ComputeTargetLogits(Work* work);
@@ -135,6 +153,19 @@ class ShardRun {
   void AddGradHidden(Work* work);
   absl::Status WriteGradHidden(const Chunk& chunk);
 
+  // What the columns of a row that were taken again have changed.
+  struct RowRefinement {
+    double sum = 0;  // this and the next two: differences of the statistics' sums
+    double weighted = 0;
+    double squares = 0;
+    // The largest of what those at the maximum are above it now.
+    double top = -kRowInfinity;
+    // The largest logit, and its column.
+    double best = -kRowInfinity;
+    double best_column = 0;
+  };
+  static void AddRefinement(const RowRefinement& refinement, bool spread, PieceStats* others);
+
   const ShardContext context_;
   CpuMicroBatchPlan& plan_;
   float* grad_hidden_ = nullptr;  // [chunk rows, hidden_size], in the first term's workspace
@@ -149,8 +180,10 @@ class ShardRun {
     std::vector<RefinedLogit> logits;  // by panel, then row, then column
     std::vector<size_t> panel_ends;    // entries up to the end of each panel
     std::vector<int32_t> found;        // columns of a panel; scratch
+    std::vector<RowRefinement> rows;   // one a row, and one whose `sum` is not 0 if there were too many logits
   };
   std::vector<RefinedPart> refined_;  // by part
+  std::vector<RowRefinement> refinements_, gathered_refinements_;
 
   // By row of the work in progress.
   std::vector<RowState> states_;
@@ -162,7 +195,7 @@ class ShardRun {
   std::vector<PieceStats> student_parts_, teacher_parts_, student_stats_, teacher_stats_;
   std::vector<float> cutoffs_;  // see RefinementCutoff()
   std::vector<double> top_columns_;
-  std::vector<double> sums_by_part_, sums_, sums_by_shard_;  // what parts and shards add up
+  std::vector<double> sums_by_part_, sums_;  // what parts and shards add up
   std::vector<uint8_t> non_finite_hidden_;
   std::vector<uint8_t> non_finite_grad_hidden_;
 };

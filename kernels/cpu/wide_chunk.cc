@@ -136,38 +136,18 @@ void ShardRun::ComputeWideStats(Work* work, const double* student, const double*
     const RowKernels& kernels = GetRowKernels();
     const RowRange range = work->parts.part(part);
     const int64_t global_start = shard.rows.start + range.start;
-    StatsOptions options;
-    options.cap = student_cap;
-    options.want_weighted = term.wants_weighted;
-    options.want_linear = term.cross_entropy.label_smoothing > 0;
-    const float* class_weights = term.cross_entropy.class_weights;
     for (int64_t i = 0; i < rows; ++i) {
       const size_t entry = static_cast<size_t>(part * rows + i);
       const double* a = student + i * work->stride + range.start;
       if (term.wants_cross_entropy) {
+        const int64_t target = work->rows[i].target;
         RowStats& stats = part_stats_[entry];
-        const int64_t target = work->rows[i].target - global_start;
-        const bool inside = work->rows[i].target >= 0 && target >= 0 && target < range.size();
-        const RowRange pieces[2] = {{0, inside ? target : range.size()}, {inside ? target + 1 : range.size(), range.size()}};
-        for (const RowRange& piece : pieces) {
-          if (piece.size() == 0) continue;
-          if (class_weights != nullptr) options.class_weights = class_weights + global_start + piece.start;
-          MergeStats(kernels.stats_double(a + piece.start, piece.size(), options), &stats.others);
-        }
-        stats.best = stats.others.max;
-        if (inside) {
+        stats = StatsOfColumns(term, a, range.size(), global_start, target, stats.best);
+        if (target >= global_start && target < global_start + range.size()) {
           RowState& state = states_[static_cast<size_t>(i)];
           state.owns_target = true;
-          state.target_argument = a[target];
-          stats.target_logit = student_cap > 0 ? student_cap * std::tanh(a[target] / student_cap) : a[target];
-          // By the row kernel, as first_at_least_double() will see it: another tanh may differ in the last bit.
-          StatsOptions plain;
-          plain.cap = student_cap;
-          stats.best = std::max(stats.best, kernels.stats_double(a + target, 1, plain).max);
-        }
-        if (term.wants_argmax) {
-          stats.best_column =
-              static_cast<double>(global_start + kernels.first_at_least_double(a, range.size(), student_cap, 1, stats.best));
+          state.target_argument = a[target - global_start];
+          stats.target_logit = TemperedLogit(term, state.target_argument);
         }
       }
       if (term.jsd == nullptr) continue;
@@ -204,7 +184,6 @@ DivergenceOptions ShardRun::MakeDivergenceOptions(const TermPlan& term, const Ro
 }
 
 absl::Status ShardRun::MergePieceStats(const Work& work, std::vector<PieceStats>* by_part, std::vector<PieceStats>* merged) {
-  static_assert(sizeof(PieceStats) == 4 * sizeof(double), "PieceStats travels between shards as doubles");
   const size_t rows = static_cast<size_t>(work.row_count);
   const PieceStats nothing = RowStats().others;
   merged->assign(rows, nothing);
@@ -212,8 +191,9 @@ absl::Status ShardRun::MergePieceStats(const Work& work, std::vector<PieceStats>
   const int32_t world_size = context_.communicator.world_size();
   if (world_size == 1) return absl::OkStatus();
   by_part->assign(rows * static_cast<size_t>(world_size), nothing);
-  absl::Status status = context_.communicator.AllGather(reinterpret_cast<const double*>(merged->data()), 4 * work.row_count,
-                                                        reinterpret_cast<double*>(by_part->data()));
+  absl::Status status =
+      context_.communicator.AllGather(reinterpret_cast<const double*>(merged->data()), kPieceStatsDoubles * work.row_count,
+                                      reinterpret_cast<double*>(by_part->data()));
   merged->assign(rows, nothing);
   for (size_t entry = 0; entry < by_part->size(); ++entry) MergeStats((*by_part)[entry], &(*merged)[entry % rows]);
   return status;
@@ -312,7 +292,7 @@ void ShardRun::ComputeWideGradient(Work* work, const double* student, const doub
   const HeadShard& shard = work->shard;
   const TermPlan& term = work->term;
   const double cap = term.head->spec().transform.softcap.value_or(0);
-  const double smooth_mass = term.cross_entropy.SmoothMass();
+  const double scale = GradientScale(term);
   const GradientTarget target = TargetOf(*work);
   BeginGradWeight(work);
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
@@ -325,20 +305,18 @@ void ShardRun::ComputeWideGradient(Work* work, const double* student, const doub
         float* row = work->gradient + i * work->stride + start;
         const double* a = student + i * work->stride + start;
         if (term.hard_weight > 0) {
-          const double scale = state.scale * term.hard_weight;
-          const GradientCoefficients coefficients = {state.loss.max, scale * state.loss.probability_factor, scale * smooth_mass};
-          kernels.gradient_double(a, count, cap, coefficients, class_weights == nullptr ? nullptr : class_weights + global_start,
-                                  row);
+          kernels.gradient_double(a, count, cap, CoefficientsOf<double>(term, state.gradient),
+                                  class_weights == nullptr ? nullptr : class_weights + global_start, row);
           const int64_t column = work->rows[i].target - global_start;
           if (column >= 0 && column < count) {
-            row[column] = static_cast<float>(scale * state.loss.target_gradient * SoftcapDerivative(state.target_argument, cap));
+            row[column] = static_cast<float>(scale * state.gradient.target * SoftcapDerivative(state.target_argument, cap));
           }
         } else {
           std::memset(row, 0, static_cast<size_t>(count) * sizeof(float));
         }
         const int64_t soft_count = std::min(start + count, common) - start;
         if (term.soft_weight == 0 || soft_count <= 0) continue;
-        const double factor = state.scale * term.soft_weight / term.jsd->student_temperature;
+        const double factor = scale * work->rows[i].token_weight * term.soft_weight / term.jsd->student_temperature;
         const DivergenceOptions options = MakeDivergenceOptions(term, state);
         const int64_t top = state.top_column - global_start;
         const bool inside = state.top_column >= 0 && top >= 0 && top < soft_count;

@@ -49,9 +49,12 @@ void ComputeRow(const Term& term, int64_t row, absl::Span<const double> x, doubl
   const RowLogits logits = TransformLogits(Products(*term.head, x), term.head->transform);
   double class_weight = 1;
   double max_abs_logit = MaxAbs(logits.z);
+  double temperature = 1;
   RowLoss loss;
   if (const auto* options = std::get_if<CrossEntropyOptions>(&term.loss)) {
     loss = CrossEntropyRow(logits.z, target, *options);
+    temperature = options->temperature;
+    max_abs_logit = std::max(max_abs_logit, max_abs_logit / temperature);
     if (!options->class_weights.empty()) class_weight = options->class_weights[static_cast<size_t>(target)];
   } else {
     const JsdOptions& jsd = std::get<JsdOptions>(term.loss);
@@ -75,17 +78,26 @@ void ComputeRow(const Term& term, int64_t row, absl::Span<const double> x, doubl
   sums.valid_token_count += 1;
 
   result->token_loss[i] = static_cast<double>(loss.soft + loss.hard + loss.z_loss);
-  result->lse[i] = static_cast<double>(LogSumExp(logits.z));
-  result->target_log_probability[i] = has_target ? static_cast<double>(TargetLogProbability(logits.z, target)) : 0.0;
-  result->entropy[i] = static_cast<double>(Entropy(logits.z));
+  const std::vector<Real> u = Tempered(logits.z, temperature);
+  result->lse[i] = static_cast<double>(LogSumExp(u));
+  result->target_log_probability[i] = has_target ? static_cast<double>(TargetLogProbability(u, target)) : 0.0;
+  result->entropy[i] = static_cast<double>(Entropy(u));
+  result->mean_logits[i] = static_cast<double>(MeanLogit(u));
+  result->log_sum_sq_probs[i] = static_cast<double>(LogSumSqProbs(u));
   result->argmax[i] = static_cast<int32_t>(std::max_element(logits.z.begin(), logits.z.end()) - logits.z.begin());
   result->max_abs_logit[i] = max_abs_logit;
   for (size_t v = 0; v < logits.z.size(); ++v) result->logits.at(row, static_cast<int64_t>(v)) = static_cast<double>(logits.z[v]);
 
   std::vector<Real> grad_product(logits.z.size());
-  for (size_t v = 0; v < grad_product.size(); ++v) {
-    grad_product[v] = term.loss_scale * static_cast<Real>(token_weight) * loss.gradient[v] * logits.derivative[v];
-  }
+  for (size_t v = 0; v < grad_product.size(); ++v) grad_product[v] = token_weight * loss.gradient[v];
+  const auto add = [&](const std::vector<double>& factors, const std::vector<Real>& gradient_of_u) {
+    for (size_t v = 0; v < grad_product.size() && !factors.empty(); ++v) {
+      grad_product[v] += factors[i] * gradient_of_u[v] / temperature;
+    }
+  };
+  add(term.entropy_factors, EntropyGradient(u));
+  add(term.lse_factors, LseGradient(u));
+  for (size_t v = 0; v < grad_product.size(); ++v) grad_product[v] *= term.loss_scale * logits.derivative[v];
   AddRowGradient(*term.head, x, grad_product, grad_hidden_scale, grad_hidden, gradient);
 }
 
@@ -106,8 +118,9 @@ Result Compute(const Matrix& hidden, absl::Span<const Term> terms, double grad_h
     }
     const size_t rows = static_cast<size_t>(term.row_count);
     TermResult term_result;
-    for (std::vector<double>* output : {&term_result.token_loss, &term_result.lse, &term_result.target_log_probability,
-                                        &term_result.entropy, &term_result.max_abs_logit}) {
+    for (std::vector<double>* output :
+         {&term_result.token_loss, &term_result.lse, &term_result.target_log_probability, &term_result.entropy,
+          &term_result.mean_logits, &term_result.log_sum_sq_probs, &term_result.max_abs_logit}) {
       output->assign(rows, 0.0);
     }
     term_result.argmax.assign(rows, -1);

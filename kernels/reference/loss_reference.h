@@ -48,7 +48,9 @@ struct Term {
   int64_t row_count = 0;
   std::vector<int32_t> targets;  // [row_count], or empty for JSD
   int32_t ignore_index = kDefaultIgnoreIndex;
-  std::vector<double> token_weights;  // [row_count], or empty: all 1
+  std::vector<double> token_weights;    // [row_count], or empty: all 1
+  std::vector<double> entropy_factors;  // [row_count], or empty: all 0; cross entropy only, as the next
+  std::vector<double> lse_factors;
   double loss_scale = 1;
   std::variant<CrossEntropyOptions, JsdOptions> loss;
   const Head* teacher_head = nullptr;
@@ -57,8 +59,9 @@ struct Term {
 
 struct TermResult {
   LossSums sums;
-  std::vector<double> token_loss, lse, target_log_probability, entropy;  // [row_count]; 0 for ignored rows
-  std::vector<int32_t> argmax;                                           // [row_count]; -1 for ignored rows
+  // [row_count]; 0 for ignored rows.
+  std::vector<double> token_loss, lse, target_log_probability, entropy, mean_logits, log_sum_sq_probs;
+  std::vector<int32_t> argmax;  // [row_count]; -1 for ignored rows
   // [row_count]: the largest |z| that entered the row, the teacher's and tempered ones included; 0 for ignored rows. The tolerance
   // of a token's loss is relative to it.
   std::vector<double> max_abs_logit;

@@ -12,8 +12,7 @@ Real ClassWeight(const CrossEntropyOptions& options, size_t column) {
 
 // ln p_v of softmax(z / temperature) over the first `columns` columns.
 std::vector<Real> LogProbabilities(absl::Span<const Real> z, size_t columns, double temperature) {
-  std::vector<Real> scaled(columns);
-  for (size_t v = 0; v < columns; ++v) scaled[v] = z[v] / temperature;
+  std::vector<Real> scaled = Tempered(z.first(columns), temperature);
   const Real lse = LogSumExp(scaled);
   for (Real& value : scaled) value -= lse;
   return scaled;
@@ -33,6 +32,28 @@ Real KlDivergence(absl::Span<const Real> log_a, absl::Span<const Real> log_b) {
   Real sum = 0;
   for (size_t v = 0; v < log_a.size(); ++v) sum += KlSummand(log_a[v], log_b[v]);
   return sum;
+}
+
+// Of all columns but the first largest one, with d = the largest logit less the column's.
+struct Spread {
+  size_t top = 0;
+  Real rest = 0;      // sum e^-d
+  Real distance = 0;  // sum e^-d d
+  Real squares = 0;   // sum e^-2d
+};
+
+Spread SpreadOf(absl::Span<const Real> z) {
+  Spread spread;
+  spread.top = static_cast<size_t>(std::max_element(z.begin(), z.end()) - z.begin());
+  for (size_t v = 0; v < z.size(); ++v) {
+    if (v == spread.top) continue;
+    const Real distance = z[spread.top] - z[v];
+    const Real e = std::exp(-distance);
+    spread.rest += e;
+    spread.distance += e == 0 ? 0 : e * distance;
+    spread.squares += e * e;
+  }
+  return spread;
 }
 
 }  // namespace
@@ -62,12 +83,44 @@ Real LogSumExp(absl::Span<const Real> z) {
   return std::log(sum);
 }
 
+std::vector<Real> Tempered(absl::Span<const Real> z, double temperature) {
+  std::vector<Real> u(z.begin(), z.end());
+  for (Real& value : u) value /= temperature;
+  return u;
+}
+
 Real Entropy(absl::Span<const Real> z) {
-  // z - lse of a confident row's largest column is exact to 1e-19 here, and is multiplied by its probability.
+  const Spread spread = SpreadOf(z);
+  return std::log1p(spread.rest) + spread.distance / (1 + spread.rest);
+}
+
+std::vector<Real> EntropyGradient(absl::Span<const Real> z) {
+  const Spread spread = SpreadOf(z);
+  const Real mean = spread.distance / (1 + spread.rest);
+  std::vector<Real> gradient;
+  for (const Real value : z) {
+    const Real distance = z[spread.top] - value;
+    gradient.push_back(std::exp(-distance) / (1 + spread.rest) * (distance - mean));
+  }
+  return gradient;
+}
+
+std::vector<Real> LseGradient(absl::Span<const Real> z) {
   const Real lse = LogSumExp(z);
+  std::vector<Real> gradient;
+  for (const Real value : z) gradient.push_back(std::exp(value - lse));
+  return gradient;
+}
+
+Real LogSumSqProbs(absl::Span<const Real> z) {
+  const Spread spread = SpreadOf(z);
+  return std::log1p(spread.squares) - 2 * std::log1p(spread.rest);
+}
+
+Real MeanLogit(absl::Span<const Real> z) {
   Real sum = 0;
-  for (const Real value : z) sum -= KlSummand(value - lse, 0);
-  return sum;
+  for (const Real value : z) sum += value;
+  return sum / static_cast<Real>(z.size());
 }
 
 Real TargetLogProbability(absl::Span<const Real> z, int64_t target) {
@@ -79,7 +132,8 @@ Real TargetLogProbability(absl::Span<const Real> z, int64_t target) {
   return -std::log1p(rest);
 }
 
-RowLoss CrossEntropyRow(absl::Span<const Real> z, int64_t target, const CrossEntropyOptions& options) {
+RowLoss CrossEntropyRow(absl::Span<const Real> logits, int64_t target, const CrossEntropyOptions& options) {
+  const std::vector<Real> z = Tempered(logits, options.temperature);
   const size_t y = static_cast<size_t>(target);
   const Real columns = static_cast<Real>(z.size());
   const Real lse = LogSumExp(z);
@@ -106,6 +160,10 @@ RowLoss CrossEntropyRow(absl::Span<const Real> z, int64_t target, const CrossEnt
     row.gradient[v] += 2 * options.z_loss * lse * probability;
   }
   row.gradient[y] -= hard_mass * probability_of_others;
+  const Real scale = options.token_scaling ? std::exp(TargetLogProbability(z, target)) : 1;
+  row.hard *= scale;
+  row.z_loss *= scale;
+  for (Real& value : row.gradient) value *= scale / options.temperature;
   return row;
 }
 

@@ -28,8 +28,20 @@ RowLogits TransformLogits(absl::Span<const double> products, const LogitTransfor
 // ln sum_v exp(z_v).
 Real LogSumExp(absl::Span<const Real> z);
 
-// -sum_v p_v ln p_v.
+// z / temperature.
+std::vector<Real> Tempered(absl::Span<const Real> z, double temperature);
+
+// -sum_v p_v ln p_v, in a form without differences: relatively exact however confident the row is.
 Real Entropy(absl::Span<const Real> z);
+// d(entropy)/dz and d(lse)/dz.
+std::vector<Real> EntropyGradient(absl::Span<const Real> z);
+std::vector<Real> LseGradient(absl::Span<const Real> z);
+
+// ln sum_v p_v^2, relatively exact.
+Real LogSumSqProbs(absl::Span<const Real> z);
+
+// sum_v z_v / number of columns.
+Real MeanLogit(absl::Span<const Real> z);
 
 // ln p_target, exact even where p_target is 1 - 1e-18: the target is kept out of the sum.
 Real TargetLogProbability(absl::Span<const Real> z, int64_t target);
@@ -39,6 +51,8 @@ struct CrossEntropyOptions {
   double label_smoothing = 0;
   double z_loss = 0;
   std::vector<double> class_weights;  // [valid_vocab_size]
+  double temperature = 1;
+  bool token_scaling = false;  // loss and gradient times p_target, a constant
 };
 
 // Options of the Jensen-Shannon divergence. With hard_loss_weight > 0 the hard part is the cross entropy over the student's whole
@@ -60,7 +74,8 @@ struct RowLoss {
   std::vector<Real> gradient;  // [valid_vocab_size]: d(soft + hard + z_loss) / dz
 };
 
-// (1 - e) c_y (lse - z_y) + e / V sum_v c_v (lse - z_v) + z_loss lse^2, as torch.nn.functional.cross_entropy(reduction="sum").
+// (1 - e) c_y (lse - u_y) + e / V sum_v c_v (lse - u_v) + z_loss lse^2 of u = z / temperature, as
+// torch.nn.functional.cross_entropy(reduction="sum").
 RowLoss CrossEntropyRow(absl::Span<const Real> z, int64_t target, const CrossEntropyOptions& options);
 
 // (1 - a) JSD(teacher, student) + a CE. `target` is looked at only if a > 0. The divergence is over the first

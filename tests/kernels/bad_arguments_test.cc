@@ -197,14 +197,20 @@ TEST_P(BadArguments, Values) {
     token_weights[7] = static_cast<float>(value);
     ExpectRefused("token weight", kField, [&](PreparedMicroBatch& m) { m.terms[0].token_weights = token_weights; });
   }
-  for (const double value : {-0.1, 1.0, kNan}) {
+  for (const double value : {-0.1, 1.1, kNan}) {
     ExpectRefused("label_smoothing", kField, [&](PreparedMicroBatch& m) { CrossEntropy(m).label_smoothing = value; });
   }
   for (const double value : {-0.1, kNan, kInfinity}) {
     ExpectRefused("z_loss", kField, [&](PreparedMicroBatch& m) { CrossEntropy(m).z_loss = value; });
+  }
+  for (const double value : {kNan, kInfinity}) {
     std::vector<float> class_weights(90, 1.0f);
     class_weights[89] = static_cast<float>(value);
     ExpectRefused("class weight", kField, [&](PreparedMicroBatch& m) { CrossEntropy(m).class_weights = class_weights; });
+  }
+  // The last one's reciprocal is no float32.
+  for (const double value : {0.0, -1.0, kNan, kInfinity, 1e-39}) {
+    ExpectRefused("temperature", kField, [&](PreparedMicroBatch& m) { CrossEntropy(m).temperature = value; });
   }
   if (!GetParam()) return;
   const auto jsd = [](PreparedMicroBatch& m) -> JsdSpec& { return std::get<JsdSpec>(m.terms[0].loss); };
@@ -216,6 +222,35 @@ TEST_P(BadArguments, Values) {
     ExpectRefused("student_temperature", kField, [&](PreparedMicroBatch& m) { jsd(m).student_temperature = value; });
     ExpectRefused("teacher_temperature", kField, [&](PreparedMicroBatch& m) { jsd(m).teacher_temperature = value; });
   }
+}
+
+TEST_P(BadArguments, FactorsOfEntropyAndLse) {
+  std::vector<float> factors(13, 0.5f);
+  using Factors = absl::Span<const float> LossTerm::*;
+  for (const auto& [what, member] :
+       {std::pair<const char*, Factors>{"entropy_factors", &LossTerm::entropy_factors}, {"lse_factors", &LossTerm::lse_factors}}) {
+    const auto set = [&, member = member](PreparedMicroBatch& m) { m.terms[0].*member = factors; };
+    if (GetParam()) {
+      ExpectRefused(std::string(what) + " of a divergence", ErrorReason::kInvalidCombination, set);
+      continue;
+    }
+    ExpectRefused(std::string(what) + " without backward", ErrorReason::kInvalidCombination, [&](PreparedMicroBatch& m) {
+      set(m);
+      m.micro_batch.backward = false;
+      m.micro_batch.grad_hidden = {};
+      m.micro_batch.grad_weight = GradWeightMode::kNone;
+    });
+    factors.pop_back();
+    ExpectRefused(std::string(what) + " too few", ErrorReason::kShapeMismatch, set);
+    factors.push_back(static_cast<float>(kNan));
+    ExpectRefused(std::string(what) + " not finite", ErrorReason::kInvalidField, set);
+    factors.back() = 0.5f;
+  }
+  if (!GetParam()) return;
+  ExpectRefused("temperature of a hard loss", ErrorReason::kInvalidCombination,
+                [this](PreparedMicroBatch& m) { CrossEntropy(m).temperature = 2; });
+  ExpectRefused("token_scaling of a hard loss", ErrorReason::kInvalidCombination,
+                [this](PreparedMicroBatch& m) { CrossEntropy(m).token_scaling = true; });
 }
 
 INSTANTIATE_TEST_SUITE_P(All, BadArguments, ::testing::Bool(),

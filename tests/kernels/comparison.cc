@@ -65,6 +65,16 @@ void ExpectTokensNear(const char* what, const std::vector<float>& actual, const 
   }
 }
 
+// Outputs that keep their digits however small they are: an error of a logit is a relative one of them.
+void ExpectTokensRelativelyNear(const char* what, const std::vector<float>& actual, const std::vector<double>& expected,
+                                const reference::TermResult& term) {
+  for (size_t i = 0; i < actual.size(); ++i) {
+    const double bound = 2 * kTokenBound * std::max(1.0, term.max_abs_logit[i]);
+    EXPECT_LE(std::abs(actual[i] - expected[i]), bound * std::max(std::abs(expected[i]), 1e-12))
+        << what << " of token " << i << ": " << actual[i] << ", expected " << expected[i];
+  }
+}
+
 void ExpectArgmaxMatches(const std::vector<int32_t>& actual, const reference::TermResult& expected) {
   ASSERT_EQ(actual.size(), expected.argmax.size());
   for (size_t i = 0; i < actual.size(); ++i) {
@@ -127,6 +137,12 @@ void ExpectOutcomeMatches(const Problem& problem, const Expected& expected, cons
     ExpectTokensNear("lse", actual.lse, term.lse, term, nullptr);
     ExpectTokensNear("target_log_probability", actual.target_log_probability, term.target_log_probability, term, nullptr);
     ExpectTokensNear("entropy", actual.entropy, term.entropy, term, nullptr);
+    ExpectTokensNear("mean_logits", actual.mean_logits, term.mean_logits, term, nullptr);
+    ExpectTokensNear("log_sum_sq_probs", actual.log_sum_sq_probs, term.log_sum_sq_probs, term, nullptr);
+    if (!plain) {
+      ExpectTokensRelativelyNear("entropy", actual.entropy, term.entropy, term);
+      ExpectTokensRelativelyNear("log_sum_sq_probs", actual.log_sum_sq_probs, term.log_sum_sq_probs, term);
+    }
     ExpectArgmaxMatches(actual.argmax, term);
   }
   if (!outcome.grad_hidden.empty()) {

@@ -38,7 +38,7 @@ bool SameSums(const LossSums& a, const LossSums& b) {
 }
 
 CrossEntropySpec ToSpec(const reference::CrossEntropyOptions& options, const std::vector<float>& class_weights) {
-  return {options.label_smoothing, options.z_loss, class_weights};
+  return {options.label_smoothing, options.z_loss, class_weights, options.temperature, options.token_scaling};
 }
 
 // The engine's loss options; class weights live in `class_weights`.
@@ -86,6 +86,7 @@ bool Outcome::BitwiseEquals(const Outcome& other) const {
     const TermOutcome& b = other.terms[i];
     const bool same = SameSums(a.sums, b.sums) && SameBits(a.token_loss, b.token_loss) && SameBits(a.lse, b.lse) &&
                       SameBits(a.target_log_probability, b.target_log_probability) && SameBits(a.entropy, b.entropy) &&
+                      SameBits(a.mean_logits, b.mean_logits) && SameBits(a.log_sum_sq_probs, b.log_sum_sq_probs) &&
                       SameBits(a.argmax, b.argmax);
     if (!same) return false;
   }
@@ -108,12 +109,16 @@ PreparedMicroBatch::PreparedMicroBatch(const Problem& problem, const std::vector
     LossTerm& term = terms.emplace_back();
     memory.targets = in.targets;
     memory.token_weights = in.token_weights;
+    memory.entropy_factors = in.entropy_factors;
+    memory.lse_factors = in.lse_factors;
     term.head = heads[static_cast<size_t>(in.head)];
     term.row_start = in.row_start;
     term.row_count = in.row_count;
     term.targets = memory.targets;
     term.ignore_index = in.ignore_index;
     term.token_weights = memory.token_weights;
+    term.entropy_factors = memory.entropy_factors;
+    term.lse_factors = memory.lse_factors;
     term.loss_scale = in.loss_scale;
     term.loss = ToSpec(in.loss, &memory.class_weights);
     if (in.teacher >= 0) {
@@ -122,7 +127,8 @@ PreparedMicroBatch::PreparedMicroBatch(const Problem& problem, const std::vector
       term.teacher_hidden = {memory.teacher_hidden.data(), in.row_count, term.teacher_head->spec().hidden_size, in.teacher_type};
     }
     if (options.token_outputs) {
-      for (GuardedBuffer* output : {&memory.token_loss, &memory.lse, &memory.target_log_probability, &memory.entropy}) {
+      for (GuardedBuffer* output : {&memory.token_loss, &memory.lse, &memory.target_log_probability, &memory.entropy,
+                                    &memory.mean_logits, &memory.log_sum_sq_probs}) {
         *output = GuardedBuffer(in.row_count * static_cast<int64_t>(sizeof(float)), kFloatPoison);
       }
       memory.argmax = GuardedBuffer(in.row_count * static_cast<int64_t>(sizeof(int32_t)), kIntegerPoison);
@@ -130,6 +136,8 @@ PreparedMicroBatch::PreparedMicroBatch(const Problem& problem, const std::vector
       term.lse = reinterpret_cast<float*>(memory.lse.data());
       term.target_log_probability = reinterpret_cast<float*>(memory.target_log_probability.data());
       term.entropy = reinterpret_cast<float*>(memory.entropy.data());
+      term.mean_logits = reinterpret_cast<float*>(memory.mean_logits.data());
+      term.log_sum_sq_probs = reinterpret_cast<float*>(memory.log_sum_sq_probs.data());
       term.argmax = reinterpret_cast<int32_t*>(memory.argmax.data());
     }
   }
@@ -152,6 +160,8 @@ void PreparedMicroBatch::Collect(const MicroBatchResult& result, Outcome* outcom
     term.lse = CopyOut<float>(memory.lse);
     term.target_log_probability = CopyOut<float>(memory.target_log_probability);
     term.entropy = CopyOut<float>(memory.entropy);
+    term.mean_logits = CopyOut<float>(memory.mean_logits);
+    term.log_sum_sq_probs = CopyOut<float>(memory.log_sum_sq_probs);
     term.argmax = CopyOut<int32_t>(memory.argmax);
   }
   if (micro_batch.grad_hidden.data != nullptr) {
@@ -168,6 +178,8 @@ void PreparedMicroBatch::ExpectGuardsAndInputsIntact() const {
     for (const GuardedBuffer* output : memory_[i].outputs()) EXPECT_TRUE(output->guards_intact()) << "written outside of an output";
     EXPECT_TRUE(SameBits(memory_[i].targets, memory_copy_[i].targets));
     EXPECT_TRUE(SameBits(memory_[i].token_weights, memory_copy_[i].token_weights));
+    EXPECT_TRUE(SameBits(memory_[i].entropy_factors, memory_copy_[i].entropy_factors));
+    EXPECT_TRUE(SameBits(memory_[i].lse_factors, memory_copy_[i].lse_factors));
     EXPECT_TRUE(SameBits(memory_[i].class_weights, memory_copy_[i].class_weights));
     EXPECT_TRUE(SameBits(memory_[i].teacher_hidden, memory_copy_[i].teacher_hidden));
   }

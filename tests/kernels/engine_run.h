@@ -39,7 +39,8 @@ struct Gradient {
 
 struct TermOutcome {
   LossSums sums;
-  std::vector<float> token_loss, lse, target_log_probability, entropy;  // empty if not asked for
+  // Empty if not asked for.
+  std::vector<float> token_loss, lse, target_log_probability, entropy, mean_logits, log_sum_sq_probs;
   std::vector<int32_t> argmax;
 };
 
@@ -81,11 +82,13 @@ class PreparedMicroBatch {
   // Memory of a term.
   struct TermMemory {
     std::vector<int32_t> targets;
-    std::vector<float> token_weights;
+    std::vector<float> token_weights, entropy_factors, lse_factors;
     std::vector<float> class_weights;
     std::vector<uint8_t> teacher_hidden;
-    GuardedBuffer token_loss, lse, target_log_probability, entropy, argmax;
-    std::vector<const GuardedBuffer*> outputs() const { return {&token_loss, &lse, &target_log_probability, &entropy, &argmax}; }
+    GuardedBuffer token_loss, lse, target_log_probability, entropy, mean_logits, log_sum_sq_probs, argmax;
+    std::vector<const GuardedBuffer*> outputs() const {
+      return {&token_loss, &lse, &target_log_probability, &entropy, &mean_logits, &log_sum_sq_probs, &argmax};
+    }
   };
 
   std::vector<uint8_t> hidden_;

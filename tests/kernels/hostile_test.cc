@@ -148,11 +148,17 @@ TEST(Hostile, ClassesRuledOutByTheirBias) {
       for (double& largest : strict.result.terms[0].max_abs_logit) largest = std::min(largest, 20.0);
       SCOPED_TRACE(std::string(jsd ? "JSD " : "cross entropy ") + std::to_string(beta));
       ExpectOutcomeMatches(problem, strict, outcome);
-      // And with an infinity the very same comes out.
+      // And with an infinity the very same comes out, but for the mean of the logits.
       for (const size_t v : {5u, 6u, 77u}) {
         for (TestHead& head : problem.heads) head.bias[v] = -kInfinity;
       }
-      ExpectOutcomeMatches(problem, strict, RunOnce(problem));
+      Outcome infinite = RunOnce(problem);
+      std::vector<float>& means = infinite.terms[0].mean_logits;
+      for (size_t i = 0; i < means.size(); ++i) {
+        EXPECT_EQ(means[i], problem.terms[0].targets[i] == kDefaultIgnoreIndex ? 0 : -kInfinity) << i;
+      }
+      means = outcome.terms[0].mean_logits;
+      ExpectOutcomeMatches(problem, strict, infinite);
     }
   }
 }

@@ -45,15 +45,20 @@ float LogSumExp(const Row& z) {
   return maximum + std::log(sum);
 }
 
+Row Tempered(Row z, double temperature) {
+  for (float& value : z) value /= static_cast<float>(temperature);
+  return z;
+}
+
 Row LogSoftmax(const Row& z, size_t columns, double temperature) {
-  Row scaled(z.begin(), z.begin() + static_cast<std::ptrdiff_t>(columns));
-  for (float& value : scaled) value /= static_cast<float>(temperature);
+  Row scaled = Tempered(Row(z.begin(), z.begin() + static_cast<std::ptrdiff_t>(columns)), temperature);
   const float lse = LogSumExp(scaled);
   for (float& value : scaled) value -= lse;
   return scaled;
 }
 
-float CrossEntropy(const Row& z, size_t target, const reference::CrossEntropyOptions& options, Row* gradient) {
+float CrossEntropy(const Row& logits, size_t target, const reference::CrossEntropyOptions& options, Row* gradient) {
+  const Row z = Tempered(logits, options.temperature);
   const auto class_weight = [&](size_t v) {
     return options.class_weights.empty() ? 1.0f : static_cast<float>(options.class_weights[v]);
   };
@@ -72,7 +77,20 @@ float CrossEntropy(const Row& z, size_t target, const reference::CrossEntropyOpt
     (*gradient)[v] = std::exp(z[v] - lse) * (mass + 2 * z_loss * lse) - smooth_mass * class_weight(v);
   }
   (*gradient)[target] -= hard_mass;
-  return loss;
+  const float scale = options.token_scaling ? std::exp(z[target] - lse) : 1;
+  for (float& value : *gradient) value *= scale / static_cast<float>(options.temperature);
+  return scale * loss;
+}
+
+// Adds the factors' share to a row's gradient.
+void AddFactors(const Row& logits, double temperature, float entropy_factor, float lse_factor, Row* gradient) {
+  const Row u = Tempered(logits, temperature);
+  const float lse = LogSumExp(u);
+  float mean = 0;
+  for (const float value : u) mean += std::exp(value - lse) * value;
+  for (size_t v = 0; v < u.size(); ++v) {
+    (*gradient)[v] += std::exp(u[v] - lse) * (lse_factor - entropy_factor * (u[v] - mean)) / static_cast<float>(temperature);
+  }
 }
 
 float LogAddExp(float a, float b) {
@@ -175,9 +193,13 @@ PlainResult ComputePlain(const Problem& problem) {
       Row gradient;
       plain_term.token_loss[i] = RowLoss(problem, term, i, logits.z, &gradient);
       plain_term.loss_sum += token_weight * plain_term.token_loss[i];
-      const float factor = static_cast<float>(token_weight * term.loss_scale);
+      for (float& value : gradient) value *= static_cast<float>(token_weight);
+      if (const auto* options = std::get_if<reference::CrossEntropyOptions>(&term.loss)) {
+        const auto factor_of = [i](const std::vector<float>& factors) { return factors.empty() ? 0.0f : factors[i]; };
+        AddFactors(logits.z, options->temperature, factor_of(term.entropy_factors), factor_of(term.lse_factors), &gradient);
+      }
       for (size_t v = 0; v < gradient.size(); ++v) {
-        const float value = gradient[v] * logits.derivative[v] * factor;
+        const float value = gradient[v] * logits.derivative[v] * static_cast<float>(term.loss_scale);
         gradient[v] = static_cast<float>(reference::RoundTo(head.spec.data_type, value));
       }
       AddRow(problem, term, hidden_row, gradient, &sums);

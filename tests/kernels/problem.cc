@@ -62,10 +62,13 @@ reference::CrossEntropyOptions MakeCrossEntropy(std::mt19937_64& random, const P
   reference::CrossEntropyOptions loss;
   loss.label_smoothing = options.label_smoothing;
   loss.z_loss = options.z_loss;
+  loss.temperature = options.temperature;
+  loss.token_scaling = options.token_scaling;
   std::uniform_real_distribution<double> weight(0.1, 2.0);
   if (options.class_weights) {
     for (int64_t v = 0; v < valid_vocab_size; ++v) {
-      loss.class_weights.push_back(reference::RoundTo(DataType::kFloat32, v % 11 == 5 ? 0.0 : weight(random)));
+      const double sign = options.negative_class_weights && v % 3 == 1 ? -1 : 1;
+      loss.class_weights.push_back(reference::RoundTo(DataType::kFloat32, v % 11 == 5 ? 0.0 : sign * weight(random)));
     }
   }
   return loss;
@@ -104,6 +107,32 @@ std::vector<ProblemOptions> CrossEntropyOptionCases() {
   });
   add("LossScale", [](ProblemOptions& o) { o.loss_scale = 1.0 / 13; });
   add("GradHiddenScale", [](ProblemOptions& o) { o.grad_hidden_scale = -0.5; });
+  add("NegativeClassWeights", [](ProblemOptions& o) {
+    o.class_weights = true;
+    o.negative_class_weights = true;
+    o.label_smoothing = 0.2;
+  });
+  add("FullSmoothing", [](ProblemOptions& o) { o.label_smoothing = 1; });
+  add("LowTemperature", [](ProblemOptions& o) { o.temperature = 0.1; });
+  add("HighTemperature", [](ProblemOptions& o) {
+    o.temperature = 10;
+    o.z_loss = 1e-2;
+  });
+  add("CappedTemperature", [](ProblemOptions& o) {
+    o.softcap = 5;
+    o.logit_spread = 6;
+    o.temperature = 0.7;
+  });
+  add("TokenScaling", [](ProblemOptions& o) { o.token_scaling = true; });
+  add("EntropyFactors", [](ProblemOptions& o) { o.entropy_factors = true; });
+  add("LseFactors", [](ProblemOptions& o) { o.lse_factors = true; });
+  add("AllFactors", [](ProblemOptions& o) {
+    o.entropy_factors = true;
+    o.lse_factors = true;
+    o.token_weights = true;
+    o.temperature = 0.8;
+    o.valid_vocab_size = 90;
+  });
   add("Everything", [](ProblemOptions& o) {
     o.bias = true;
     o.softcap = 12;
@@ -113,6 +142,24 @@ std::vector<ProblemOptions> CrossEntropyOptionCases() {
     o.label_smoothing = 0.1;
     o.class_weights = true;
     o.z_loss = 1e-3;
+    o.ignore_index = 7;
+    o.loss_scale = 3;
+    o.grad_hidden_scale = 0.25;
+  });
+  add("EverythingWithFactors", [](ProblemOptions& o) {
+    o.bias = true;
+    o.softcap = 12;
+    o.logit_scale = 0.9;
+    o.valid_vocab_size = 97;
+    o.token_weights = true;
+    o.entropy_factors = true;
+    o.lse_factors = true;
+    o.label_smoothing = 0.1;
+    o.class_weights = true;
+    o.negative_class_weights = true;
+    o.z_loss = 1e-3;
+    o.temperature = 1.4;
+    o.token_scaling = true;
     o.ignore_index = 7;
     o.loss_scale = 3;
     o.grad_hidden_scale = 0.25;
@@ -188,6 +235,11 @@ Problem MakeProblem(const ProblemOptions& options) {
   } else {
     term.loss = std::move(cross_entropy);
   }
+  std::normal_distribution<float> factor(0, 1);
+  for (int64_t i = 0; i < options.rows; ++i) {
+    if (options.entropy_factors) term.entropy_factors.push_back(i % 4 == 3 ? 0.0f : factor(random));
+    if (options.lse_factors) term.lse_factors.push_back(i % 6 == 1 ? 0.0f : factor(random));
+  }
   problem.terms.push_back(std::move(term));
   return problem;
 }
@@ -205,6 +257,8 @@ Problem SliceRows(const Problem& problem, int64_t row_start, int64_t row_count) 
   term.row_count = row_count;
   slice(term.targets, 1);
   slice(term.token_weights, 1);
+  slice(term.entropy_factors, 1);
+  slice(term.lse_factors, 1);
   if (term.teacher >= 0) slice(term.teacher_hidden, problem.heads[static_cast<size_t>(term.teacher)].spec.hidden_size);
   return part;
 }
@@ -236,6 +290,8 @@ Expected ComputeExpected(const Problem& problem) {
     term.targets = in.targets;
     term.ignore_index = in.ignore_index;
     term.token_weights.assign(in.token_weights.begin(), in.token_weights.end());
+    term.entropy_factors.assign(in.entropy_factors.begin(), in.entropy_factors.end());
+    term.lse_factors.assign(in.lse_factors.begin(), in.lse_factors.end());
     term.loss_scale = in.loss_scale;
     term.loss = in.loss;
     if (in.teacher >= 0) {

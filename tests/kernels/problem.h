@@ -26,6 +26,8 @@ struct TestTerm {
   std::vector<int32_t> targets;
   int32_t ignore_index = kDefaultIgnoreIndex;
   std::vector<float> token_weights;
+  std::vector<float> entropy_factors;
+  std::vector<float> lse_factors;
   double loss_scale = 1;
   std::variant<reference::CrossEntropyOptions, reference::JsdOptions> loss;
   int teacher = -1;  // index into Problem::heads
@@ -59,8 +61,13 @@ struct ProblemOptions {
   double logit_spread = 3;       // standard deviation of x . weight^T
   double ignored_share = 0.2;    // of the rows, about
   int32_t ignore_index = kDefaultIgnoreIndex;
-  bool token_weights = false;  // non-uniform, with zero and negative ones
+  bool token_weights = false;    // non-uniform, with zero and negative ones
+  bool entropy_factors = false;  // of any sign, with zeros; likewise the next
+  bool lse_factors = false;
   bool class_weights = false;
+  bool negative_class_weights = false;  // every third one, with class_weights
+  double temperature = 1;
+  bool token_scaling = false;
   double label_smoothing = 0;
   double z_loss = 0;
   double loss_scale = 1;

@@ -64,6 +64,13 @@ ProblemOptions DrawProblem(Draw& draw, uint64_t seed) {
     options.z_loss = draw.Maybe(0.3) ? draw.Real(0, 0.01) : 0;
     options.class_weights = draw.Maybe(0.3);
   }
+  if (!options.jsd && draw.Maybe(0.5)) {
+    options.negative_class_weights = draw.Maybe(0.5);
+    options.temperature = draw.Maybe(0.6) ? draw.Real(0.3, 4) : 1;
+    options.token_scaling = draw.Maybe(0.2);
+    options.entropy_factors = draw.Maybe(0.5);
+    options.lse_factors = draw.Maybe(0.5);
+  }
   return options;
 }
 

@@ -20,8 +20,14 @@ using reference::Real;
 double Objective(const Problem& problem) {
   const Expected expected = ComputeExpected(problem);
   double objective = 0;
-  for (size_t i = 0; i < problem.terms.size(); ++i)
-    objective += problem.terms[i].loss_scale * expected.result.terms[i].sums.loss_sum;
+  for (size_t i = 0; i < problem.terms.size(); ++i) {
+    const TestTerm& term = problem.terms[i];
+    const reference::TermResult& result = expected.result.terms[i];
+    double sum = result.sums.loss_sum;
+    for (size_t row = 0; row < term.entropy_factors.size(); ++row) sum += term.entropy_factors[row] * result.entropy[row];
+    for (size_t row = 0; row < term.lse_factors.size(); ++row) sum += term.lse_factors[row] * result.lse[row];
+    objective += term.loss_scale * sum;
+  }
   return objective;
 }
 
@@ -81,7 +87,51 @@ TEST(LossReference, CrossEntropyGradientsAreFiniteDifferences) {
   options.class_weights = true;
   options.label_smoothing = 0.2;
   options.z_loss = 0.05;
+  options.negative_class_weights = true;
+  options.temperature = 0.6;
+  options.entropy_factors = true;
+  options.lse_factors = true;
   ExpectGradientsAreDifferences(options);
+}
+
+// The target's probability is a constant to the gradient: no difference shows it.
+TEST(LossReference, TokenScalingMultipliesLossAndGradient) {
+  const std::vector<Real> z = {0.3L, -1.2L, 2.0L, 0.7L, -0.4L};
+  CrossEntropyOptions options;
+  options.z_loss = 0.1;
+  options.label_smoothing = 0.2;
+  options.temperature = 1.5;
+  const reference::RowLoss plain = reference::CrossEntropyRow(z, 3, options);
+  options.token_scaling = true;
+  const reference::RowLoss scaled = reference::CrossEntropyRow(z, 3, options);
+  Real sum = 0;
+  for (const Real value : z) sum += std::exp(value / 1.5L);
+  const Real probability = std::exp(z[3] / 1.5L) / sum;
+  EXPECT_LE(std::abs(scaled.hard - probability * plain.hard), 1e-18L);
+  EXPECT_LE(std::abs(scaled.z_loss - probability * plain.z_loss), 1e-18L);
+  for (size_t v = 0; v < 5; ++v) EXPECT_LE(std::abs(scaled.gradient[v] - probability * plain.gradient[v]), 1e-18L) << v;
+}
+
+// Against the definitions where these are exact, and against two columns' closed form where they are not.
+TEST(LossReference, DistributionsOutputsAreTheirDefinitions) {
+  const std::vector<Real> z = {0.3L, -1.2L, 2.0L, 0.7L, -0.4L};
+  const Real lse = reference::LogSumExp(z);
+  Real entropy = 0, squares = 0, mean = 0;
+  for (const Real value : z) {
+    entropy -= std::exp(value - lse) * (value - lse);
+    squares += std::exp(2 * (value - lse));
+    mean += value / 5;
+  }
+  EXPECT_LE(std::abs(reference::Entropy(z) - entropy), 1e-18L);
+  EXPECT_LE(std::abs(reference::LogSumSqProbs(z) - std::log(squares)), 1e-18L);
+  EXPECT_LE(std::abs(reference::MeanLogit(z) - mean), 1e-18L);
+  for (const Real d : {20.0L, 40.0L, 300.0L}) {
+    // p = (1 - q, q) with q = e^-d / (1 + e^-d): H = q (1 + d) + O(q^2), ln sum p^2 = -2 q + O(q^2).
+    const std::vector<Real> confident = {1, 1 + d};
+    const Real q = std::exp(-d);
+    EXPECT_LE(std::abs(reference::Entropy(confident) - q * (1 + d)), (1 + d) * q * (2 * q + 1e-17L)) << static_cast<double>(d);
+    EXPECT_LE(std::abs(reference::LogSumSqProbs(confident) + 2 * q), q * (8 * q + 1e-17L)) << static_cast<double>(d);
+  }
 }
 
 TEST(LossReference, JsdGradientsAreFiniteDifferences) {

@@ -146,6 +146,39 @@ TEST_F(MicroBatchPlanTest, OverlappingTermsShareRows) {
   }
 }
 
+// Any factor gives a row a gradient; vectors of zeros ask for nothing.
+TEST_F(MicroBatchPlanTest, RowsWithAFactorAlone) {
+  const std::vector<float> weights = {1, 0, 0, 0, 0};
+  const std::vector<float> entropy_factors = {0, 0, -2, 0, 0};
+  const std::vector<float> lse_factors = {0, 0, 0, 3, 0};
+  const std::vector<float> zeros(5, 0.0f);
+  LossTerm& term = AddTerm(0, {1, 2, 3, 4, 5});
+  term.token_weights = weights;
+  term.entropy_factors = entropy_factors;
+  term.lse_factors = lse_factors;
+  MicroBatchPlan plan = Plan(5, {100, 1, false});
+  ASSERT_EQ(plan.chunks.size(), 1u);
+  EXPECT_EQ(plan.chunks[0].batch_rows, (std::vector<int64_t>{0, 2, 3}));
+  EXPECT_EQ(plan.chunks[0].terms[0].rows[1].entropy_factor, -2);
+  EXPECT_EQ(plan.chunks[0].terms[0].rows[2].lse_factor, 3);
+  EXPECT_TRUE(plan.terms[0].wants_weighted && plan.terms[0].has_entropy_factors && plan.terms[0].has_lse_factors);
+  // A row without a weight adds nothing to the sums, whatever its loss, and has a gradient that must be finite.
+  BeginOutputs(&plan);
+  RowReport report;
+  report.hard = std::numeric_limits<double>::infinity();
+  report.gradient_bound = 1;
+  RecordRow(plan.chunks[0].terms[0].rows[1], report, true, &plan.terms[0]);
+  EXPECT_EQ(plan.terms[0].sums.loss_sum, 0);
+  EXPECT_EQ(plan.terms[0].non_finite, std::vector<uint8_t>(5, 0));
+  report.gradient_bound = report.hard;
+  RecordRow(plan.chunks[0].terms[0].rows[2], report, true, &plan.terms[0]);
+  EXPECT_EQ(plan.terms[0].non_finite, (std::vector<uint8_t>{0, 0, 0, 1, 0}));
+  terms_[0].entropy_factors = terms_[0].lse_factors = zeros;
+  const MicroBatchPlan idle = Plan(5, {100, 1, false});
+  EXPECT_EQ(Sizes(idle), std::vector<int64_t>{1});
+  EXPECT_FALSE(idle.terms[0].wants_weighted || idle.terms[0].has_entropy_factors || idle.terms[0].has_lse_factors);
+}
+
 // Rows of weight 0 run only for their outputs, without a gradient.
 TEST_F(MicroBatchPlanTest, RowsOfWeightZero) {
   const std::vector<float> weights = {1, 0, 2, 0};

@@ -146,7 +146,7 @@ TEST_P(Kernels, StatsMatchLongDouble) {
         const std::vector<float> class_weights(a.size(), 0.5f);
         StatsOptions options;
         options.cap = cap;
-        options.want_weighted = options.want_linear = true;
+        options.want_spread = options.want_linear = options.want_total = true;
         options.class_weights = class_weights.data();
         const PieceStats narrow_stats = kernels().stats_float(a.data(), count, options);
         options.inverse_temperature = 0.5;
@@ -160,18 +160,24 @@ TEST_P(Kernels, StatsMatchLongDouble) {
             z.push_back(is_wide ? logit / 2 : logit);
           }
           const long double max = *std::max_element(z.begin(), z.end());
-          long double sum = 0, weighted = 0, linear = 0, size = 0;
+          long double sum = 0, weighted = 0, squares = 0, linear = 0, size = 0;
           for (const long double value : z) {
             sum += std::exp(value - max);
             weighted += std::exp(value - max) * (value - max);
+            squares += std::exp(2 * (value - max));
             linear += 0.5L * value;
             size += 0.5L * std::abs(value);
           }
+          const long double rest = sum - 1;
+          squares -= 1;
           const double tolerance = is_wide ? 1e-14 : 2e-6;
           EXPECT_LE(std::abs(stats.max - max), tolerance * std::max(1.0L, std::abs(max)));
           EXPECT_LE(std::abs(stats.sum * std::exp(stats.max - max) - sum), (is_wide ? 1e-13 : 2e-5) * sum);
           EXPECT_LE(std::abs(stats.weighted - weighted), (is_wide ? 1e-12 : 1e-4) * std::max(std::abs(weighted), sum));
+          EXPECT_LE(std::abs(stats.rest - rest), (is_wide ? 1e-13 : 2e-5) * rest + 1e-18);
+          EXPECT_LE(std::abs(stats.squares - squares), (is_wide ? 1e-13 : 4e-5) * squares + 1e-18);
           EXPECT_LE(std::abs(stats.linear - linear), tolerance * size + 1e-12);
+          EXPECT_LE(std::abs(stats.total - 2 * linear), 2 * tolerance * size + 1e-12);
         }
       }
     }
@@ -194,19 +200,23 @@ TEST_P(Kernels, StatsKeepNanAndInfinities) {
   }
   const std::vector<float> ruled_out(20, -std::numeric_limits<float>::infinity());
   StatsOptions options;
-  options.want_weighted = true;
+  options.want_spread = true;
   const PieceStats nothing = kernels().stats_float(ruled_out.data(), 20, options);
   EXPECT_EQ(nothing.max, -kInfinity);
   EXPECT_EQ(nothing.sum, 0);
   EXPECT_EQ(nothing.weighted, 0);
+  EXPECT_EQ(nothing.rest, 0);
+  EXPECT_EQ(nothing.squares, 0);
 }
 
 TEST_P(Kernels, GradientMatchesItsFormula) {
   const std::vector<float> original = Normal(777, 5, 4);
   const std::vector<float> class_weights = Normal(777, 1, 8);
-  const GradientCoefficients coefficients = {6.0, 0.37, 0.01};
   for (const double cap : {0.0, 4.0}) {
-    for (const bool weighted : {false, true}) {
+    for (const int form : {0, 1, 2, 3}) {
+      const bool weighted = (form & 1) != 0;
+      const double distance_factor = (form & 2) != 0 ? 0.2 : 0.0;
+      const GradientCoefficients coefficients = {6.0, 0.75, 0.37, distance_factor, 0.01};
       std::vector<float> narrow = original;
       kernels().gradient_float(narrow.data(), 777, cap, coefficients, weighted ? class_weights.data() : nullptr);
       const std::vector<double> wide(original.begin(), original.end());
@@ -217,7 +227,8 @@ TEST_P(Kernels, GradientMatchesItsFormula) {
         const double z = cap > 0 ? cap * std::tanh(a / cap) : a;
         const double derivative = cap > 0 ? 1 / (std::cosh(a / cap) * std::cosh(a / cap)) : 1;
         const double class_weight = weighted ? static_cast<double>(class_weights[i]) : 1.0;
-        const double expected = (0.37 * std::exp(z - 6) - 0.01 * class_weight) * derivative;
+        const double s = 0.75 * (z - 6);
+        const double expected = ((0.37 - distance_factor * s) * std::exp(s) - 0.01 * class_weight) * derivative;
         EXPECT_LE(std::abs(static_cast<double>(narrow[i]) - expected), 3e-6 * std::max(std::abs(expected), 0.01 * derivative)) << a;
         EXPECT_LE(std::abs(static_cast<double>(from_wide[i]) - expected), 1e-7 * std::max(std::abs(expected), 1e-6)) << a;
       }

@@ -25,7 +25,7 @@ RowStats StatsOf(const std::vector<double>& z, int64_t target, size_t start, siz
     if (static_cast<int64_t>(v) == target) {
       stats.target_logit = z[v];
     } else {
-      MergeStats(PieceStats{z[v], z[v] == -kInfinity ? 0.0 : 1.0, 0, z[v]}, &stats.others);
+      MergeStats(PieceStats{z[v], z[v] == -kInfinity ? 0.0 : 1.0, 0, z[v], 0, 0, z[v]}, &stats.others);
     }
   }
   return stats;
@@ -61,10 +61,41 @@ TEST(RowLoss, MatchesTheTextbook) {
     ExpectClose(row.z_loss, 0.01L * lse * lse, 1e-14);
     ExpectClose(row.target_log_probability, z[static_cast<size_t>(target)] - lse, 1e-13);
     ExpectClose(row.entropy, entropy, 1e-13);
+    ExpectClose(row.mean_logit, 13.3L / 5, 1e-14);
+    long double squares = 0;
+    for (const double value : z) squares += std::exp(2 * (value - lse));
+    ExpectClose(row.log_sum_sq_probs, std::log(squares), 1e-13);
     const long double p_y = std::exp(z[static_cast<size_t>(target)] - lse);
     ExpectClose(row.target_gradient, (1 + 0.02L * lse) * p_y - 0.8L - 0.04L, 1e-13);
     ExpectClose(row.probability_factor * std::exp(-row.max), (1 + 0.02L * lse) / sum, 1e-13);
+    // The objective's gradient, at the target and at any other column.
+    const RowGradient gradient = GradientOf(row, {0.5, -2, 3});
+    const auto of_entropy = [&](double value) { return -std::exp(value - lse) * (value - lse + entropy); };
+    ExpectClose(gradient.target, 0.5 * row.target_gradient - 2 * of_entropy(z[static_cast<size_t>(target)]) + 3 * p_y, 1e-13);
+    const double other = z[target == 1 ? 0 : 1];
+    const long double p = std::exp(other - lse);
+    const long double e = std::exp(static_cast<long double>(other) - row.max);
+    ExpectClose(e * (gradient.probability_factor + gradient.distance_factor * (row.max - other)) - gradient.class_factor,
+                0.5L * ((1 + 0.02L * lse) * p - 0.04L) - 2 * of_entropy(other) + 3 * p, 1e-13);
   }
+}
+
+TEST(RowLoss, TokenScalingMultipliesWhatIsTheLosss) {
+  const std::vector<double> z = {0.3, -2, 7, 1.5, 6.5};
+  CrossEntropyTerm term = MakeCrossEntropyTerm(CrossEntropySpec(), 5);
+  term.z_loss = 0.01;
+  term.label_smoothing = 0.2;
+  const RowLoss plain = FinishRow(StatsOf(z, 4, 0, 5), 4, term);
+  term.token_scaling = true;
+  const RowLoss scaled = FinishRow(StatsOf(z, 4, 0, 5), 4, term);
+  const long double p = plain.target_probability;
+  ExpectClose(scaled.hard, p * plain.hard, 1e-15);
+  ExpectClose(scaled.z_loss, p * plain.z_loss, 1e-15);
+  ExpectClose(scaled.probability_factor, p * plain.probability_factor, 1e-15);
+  ExpectClose(scaled.class_factor, p * plain.class_factor, 1e-15);
+  ExpectClose(scaled.target_gradient, p * plain.target_gradient, 1e-15);
+  EXPECT_EQ(scaled.entropy, plain.entropy);
+  EXPECT_EQ(scaled.inverse_sum, plain.inverse_sum);
 }
 
 TEST(RowLoss, ConfidentRowsKeepTheirDigits) {
@@ -74,6 +105,24 @@ TEST(RowLoss, ConfidentRowsKeepTheirDigits) {
     const long double rest = std::exp(-static_cast<long double>(margin)) * (1 + std::exp(0.5L));
     ExpectClose(row.hard, std::log1p(rest), 1e-14);
     ExpectClose(row.target_gradient, -rest / (1 + rest), 1e-14);
+  }
+}
+
+// Whichever column the target is, and in whatever pieces the columns come.
+TEST(RowLoss, ConfidentRowsKeepTheDigitsOfEntropyAndSquares) {
+  const CrossEntropyTerm term = MakeCrossEntropyTerm(CrossEntropySpec(), 3);
+  for (const double margin : {1.0, 20.0, 40.0, 300.0, 700.0}) {
+    for (const int64_t target : {0, 1, 2}) {
+      RowStats stats = StatsOf({0, margin, 0.5}, target, 2, 3);
+      MergeStats(StatsOf({0, margin, 0.5}, target, 0, 2), &stats);
+      const RowLoss row = FinishRow(stats, target, term);
+      const long double small = std::exp(-static_cast<long double>(margin)), large = std::exp(0.5L - margin);
+      const long double rest = small + large;
+      const long double distance = margin * small + (margin - 0.5L) * large;
+      ExpectClose(row.entropy, std::log1p(rest) + distance / (1 + rest), 1e-14);
+      ExpectClose(row.log_sum_sq_probs, std::log1p(small * small + large * large) - 2 * std::log1p(rest), 1e-14);
+      if (target == 1) ExpectClose(row.target_entropy_gradient, -distance / ((1 + rest) * (1 + rest)), 1e-13);
+    }
   }
 }
 
