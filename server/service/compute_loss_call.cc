@@ -111,7 +111,9 @@ struct ComputeLossCall::Payload {
     for (const Source& source : sources) bytes += source.bytes();
     for (const LossTermRequest& term : request.terms) {
       if (term.targets.has_value()) bytes += term.row_count * int64_t{sizeof(int32_t)};
-      if (term.token_weights.has_value()) bytes += term.row_count * int64_t{sizeof(float)};
+      for (const auto* values : {&term.token_weights, &term.entropy_factors, &term.lse_factors}) {
+        if (values->has_value()) bytes += term.row_count * int64_t{sizeof(float)};
+      }
       const auto* const divergence = std::get_if<JensenShannonRequest>(&term.loss);
       const CrossEntropyRequest& hard = divergence != nullptr ? divergence->hard_loss : std::get<CrossEntropyRequest>(term.loss);
       if (hard.class_weights.has_value()) bytes += static_cast<int64_t>(hard.class_weights->size() * sizeof(float));

@@ -343,6 +343,9 @@ std::vector<HarmlessField> HarmlessFields() {
   const char* const any_boolean = "both booleans are legal";
   return {
       {"ComputeLoss", "header.terms.token_weights", optional_message},
+      {"ComputeLoss", "header.terms.entropy_factors", optional_message},
+      {"ComputeLoss", "header.terms.lse_factors", optional_message},
+      {"ComputeLoss", "header.terms.cross_entropy.token_scaling", any_boolean},
       {"ComputeLoss", "header.terms.cross_entropy.class_weights", optional_message},
       {"ComputeLoss", "header.terms.jensen_shannon.hard_loss.class_weights", optional_message},
       {"TransferRows", "chunk.*", "looked at like those of the primary stream, once there is one: stripes_test.cc"},

@@ -82,14 +82,14 @@ void AddTensorRows(const std::string& rpc, const std::string& path, v1::DataType
 
 void AddCrossEntropyRows(const std::string& path, const Prepare& prepare, std::vector<BadValue>* rows) {
   const std::string rpc = "ComputeLoss";
-  AddNumberRows(rpc, path + ".label_smoothing", {-0.1, 1, 2}, prepare, rows);
+  AddNumberRows(rpc, path + ".label_smoothing", {-0.1, 1.1, 2}, prepare, rows);
   AddNumberRows(rpc, path + ".z_loss", {-1e-9, 4e38}, prepare, rows);
   const std::string weights = path + ".class_weights";
   const Prepare with_weights = Join(prepare, Tensor(weights, v1::DATA_TYPE_FLOAT32, 13, Elements(std::vector<float>(13, 1))));
   AddTensorRows(rpc, weights, v1::DATA_TYPE_INT32, -1, with_weights, rows);
   rows->push_back({rpc, weights + ".shape", "not the vocabulary's size", Ints({12}), "SHAPE_MISMATCH", kThePath,
                    Join(with_weights, {{weights + ".data", Text(std::string(48, '\0'))}})});
-  for (const float value : {-1.0F, std::nanf(""), static_cast<float>(kInfinity)}) {
+  for (const float value : {std::nanf(""), static_cast<float>(kInfinity)}) {
     std::vector<float> values(13, 1);
     values[7] = value;
     rows->push_back({rpc, weights + ".data", "an element", Text(Elements(values)), "INVALID_FIELD", kThePath, with_weights});
@@ -209,13 +209,25 @@ std::vector<BadValue> TermRows() {
   };
   AddTensorRows(rpc, term + "targets", v1::DATA_TYPE_FLOAT32, 4, {}, &rows);
   AddNumberRows(rpc, term + "loss_scale", kBeyondFloat32, {}, &rows);
-  const Prepare weights = Tensor(term + "token_weights", v1::DATA_TYPE_FLOAT32, 3, Elements(std::vector<float>{1, 1, 1}));
-  AddTensorRows(rpc, term + "token_weights", v1::DATA_TYPE_INT32, 2, weights, &rows);
-  for (const float value : {std::nanf(""), static_cast<float>(-kInfinity)}) {
-    rows.push_back({rpc, term + "token_weights.data", "not finite", Text(Elements(std::vector<float>{1, value, 1})),
-                    "INVALID_FIELD", kThePath, weights});
+  for (const std::string& name : {std::string("token_weights"), std::string("entropy_factors"), std::string("lse_factors")}) {
+    const Prepare values = Tensor(term + name, v1::DATA_TYPE_FLOAT32, 3, Elements(std::vector<float>{1, 1, 1}));
+    AddTensorRows(rpc, term + name, v1::DATA_TYPE_INT32, 2, values, &rows);
+    for (const float value : {std::nanf(""), static_cast<float>(-kInfinity)}) {
+      rows.push_back({rpc, term + name + ".data", "not finite", Text(Elements(std::vector<float>{1, value, 1})), "INVALID_FIELD",
+                      kThePath, values});
+    }
+    if (name == "token_weights") continue;
+    const auto refused = [&](const char* what, const Prepare& prepare) {
+      rows.push_back({rpc, term + name + ".data", what, Text(Elements(std::vector<float>{1, 1, 1})), "INVALID_COMBINATION",
+                      "header.terms[0]." + name, Join(values, prepare)});
+    };
+    refused("of a divergence", Jsd());
+    refused("in FORWARD_ONLY", ForwardOnly());
+    refused("with late_token_factors",
+            {{"header.commit_mode", Int(v1::COMMIT_MODE_EXPLICIT)}, {"header.late_token_factors", Int(1)}});
   }
   AddCrossEntropyRows(term + "cross_entropy", {}, &rows);
+  AddNumberRows(rpc, term + "cross_entropy.temperature", {0, -1, 1e-39, 1e39}, {}, &rows);
   return rows;
 }
 
@@ -226,6 +238,8 @@ std::vector<BadValue> JsdRows() {
   const std::string joined = "header.terms.joined_teacher.";
   std::vector<BadValue> rows = {
       {rpc, jsd + "hard_loss", "without a weight", Make(), "INVALID_COMBINATION", kThePath, Jsd()},
+      {rpc, jsd + "hard_loss.temperature", "of a hard loss", Real(1), "INVALID_COMBINATION", kThePath, HardJsd()},
+      {rpc, jsd + "hard_loss.token_scaling", "of a hard loss", Int(1), "INVALID_COMBINATION", kThePath, HardJsd()},
       {rpc, jsd + "vocab_alignment", "unknown", Int(9), "INVALID_FIELD", kThePath, Jsd()},
       {rpc, teacher + "head", "empty", Text(""), "MISSING_FIELD", kThePath, Jsd()},
       {rpc, teacher + "head", "malformed", Text("tenants/default/heads/UPPER"), "INVALID_NAME", kThePath, Jsd()},

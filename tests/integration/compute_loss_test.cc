@@ -132,6 +132,121 @@ TEST_P(ComputeLoss, CrossEntropyIsTheReferences) {
   EXPECT_FALSE(reply.summary.replayed());
 }
 
+// The differentiable triple: a forward that keeps nothing, then the rows again with a factor for each of the three.
+TEST_P(ComputeLoss, ForwardAndACallWithFactorsAreTheReferencesTriple) {
+  v1::HeadSpec spec = SmallSpec(37, 7);
+  spec.set_has_bias(true);
+  spec.mutable_transform()->set_valid_vocab_size(35);
+  const TestHead head = server_.MakeHead("triple", spec);
+  const std::vector<int32_t> targets = {3, -100, 34, 0, 12};
+  const std::vector<float> hidden = Random(targets.size() * 7, 5, 1.5F);
+  const std::vector<float> loss_factors = {1, 2, 0, -0.25F, 3};
+  const std::vector<float> entropy_factors = {0.5F, 7, -1, 0, 2};
+  const std::vector<float> lse_factors = {0, 1, 0.75F, 2, -3};
+  const reference::Head reference_head = ToReference(head);
+  reference::Term term;
+  term.head = &reference_head;
+  term.row_count = 5;
+  term.targets = targets;
+  term.token_weights.assign(loss_factors.begin(), loss_factors.end());
+  term.entropy_factors.assign(entropy_factors.begin(), entropy_factors.end());
+  term.lse_factors.assign(lse_factors.begin(), lse_factors.end());
+  reference::CrossEntropyOptions options;
+  options.temperature = 0.6;
+  options.token_scaling = true;
+  term.loss = options;
+  const reference::Result expected = reference::Compute(ToMatrix(hidden, 5, 7), {&term, 1}, 1);
+
+  const v1::MicroBatchHeader call = [&] {
+    v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, targets);
+    header.mutable_terms(0)->mutable_cross_entropy()->set_temperature(0.6);
+    header.mutable_terms(0)->mutable_cross_entropy()->set_token_scaling(true);
+    return header;
+  }();
+  v1::MicroBatchHeader forward = call;
+  forward.clear_micro_batch();
+  forward.set_compute_mode(v1::COMPUTE_MODE_FORWARD_ONLY);
+  forward.mutable_terms(0)->mutable_head()->clear_step();
+  for (const auto output : {v1::TOKEN_OUTPUT_LOSS, v1::TOKEN_OUTPUT_LSE, v1::TOKEN_OUTPUT_ENTROPY, v1::TOKEN_OUTPUT_MEAN_LOGITS,
+                            v1::TOKEN_OUTPUT_LOG_SUM_SQ_PROBS}) {
+    forward.add_outputs(output);
+  }
+  const std::string before = server_.Snapshot(head);
+  LossReply reply = server_.Compute(forward, Bytes(hidden));
+  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+  EXPECT_EQ(server_.Snapshot(head), before);
+  const v1::LossTermResult result = reply.summary.terms(0);
+  const reference::TermResult& outputs = expected.terms[0];
+  EXPECT_LE(RelativeError(Floats(result.token_loss().data()), outputs.token_loss), 1e-6);
+  EXPECT_LE(RelativeError(Floats(result.lse().data()), outputs.lse), 1e-6);
+  EXPECT_LE(RelativeError(Floats(result.entropy().data()), outputs.entropy), 1e-6);
+  EXPECT_LE(RelativeError(Floats(result.mean_logits().data()), outputs.mean_logits), 1e-5);
+  EXPECT_LE(RelativeError(Floats(result.log_sum_sq_probs().data()), outputs.log_sum_sq_probs), 1e-6);
+
+  v1::MicroBatchHeader backward = call;
+  v1::LossTerm* const factors = backward.mutable_terms(0);
+  factors->set_expected_weight_version(result.weight_version());
+  *factors->mutable_token_weights() = FloatTensor(loss_factors);
+  *factors->mutable_entropy_factors() = FloatTensor(entropy_factors);
+  *factors->mutable_lse_factors() = FloatTensor(lse_factors);
+  // Of a head whose weights have changed since: an error, and nothing is added.
+  v1::MicroBatchHeader stale = backward;
+  stale.mutable_terms(0)->set_expected_weight_version(result.weight_version() - 1);
+  EXPECT_EQ(ReasonOf(server_.Compute(stale, Bytes(hidden)).status), "WEIGHT_VERSION_MISMATCH");
+  reply = server_.Compute(backward, Bytes(hidden));
+  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+  EXPECT_LE(RelativeError(Floats(reply.grad_hidden), expected.grad_hidden.data), kGradientTolerance);
+  std::vector<double> expected_gradient = expected.gradient.at(&reference_head).weight.data;
+  const std::vector<double>& bias = expected.gradient.at(&reference_head).bias;
+  expected_gradient.insert(expected_gradient.end(), bias.begin(), bias.end());
+  EXPECT_LE(RelativeError(Floats(server_.Gradient(head)), expected_gradient), kGradientTolerance);
+
+  // Again: the same answer, once in the gradient. With another factor: a conflict.
+  const std::string gradient = server_.Gradient(head);
+  const LossReply replay = server_.Compute(backward, Bytes(hidden));
+  EXPECT_TRUE(replay.summary.replayed());
+  EXPECT_EQ(replay.grad_hidden, reply.grad_hidden);
+  for (const bool of_entropy : {true, false}) {
+    v1::MicroBatchHeader other = backward;
+    v1::LossTerm* const term_of_other = other.mutable_terms(0);
+    *(of_entropy ? term_of_other->mutable_entropy_factors() : term_of_other->mutable_lse_factors()) =
+        FloatTensor({0, 1, 0.75F, 2, -4});
+    EXPECT_EQ(ReasonOf(server_.Compute(other, Bytes(hidden)).status), "MICRO_BATCH_CONFLICT");
+  }
+  EXPECT_EQ(server_.Gradient(head), gradient);
+}
+
+// A factor at commit multiplies all three; factors by row would not, and are refused.
+TEST_P(ComputeLoss, HeldFactorsTakeAFactorAndNoTokenFactors) {
+  v1::HeadSpec spec = SmallSpec();
+  spec.set_staging_slots(0);
+  const TestHead direct = server_.MakeHead("direct", spec);
+  const TestHead held = server_.MakeHead("held", spec);
+  const std::string rows = Bytes(Random(15, 5, 1));
+  const auto header_of = [&](const TestHead& head, float factor) {
+    v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
+    v1::LossTerm* const term = header.mutable_terms(0);
+    *term->mutable_token_weights() = FloatTensor({factor, factor, factor});
+    *term->mutable_entropy_factors() = FloatTensor({0, 2 * factor, -factor});
+    return header;
+  };
+  Require(server_.Compute(header_of(direct, 0.5F), rows).status, "ComputeLoss");
+  v1::MicroBatchHeader header = header_of(held, 1);
+  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  header.set_allow_held(true);
+  const LossReply reply = server_.Compute(header, rows);
+  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+  EXPECT_EQ(reply.summary.form(), v1::CONTRIBUTION_FORM_HELD);
+  v1::CommitMicroBatchRequest commit;
+  *commit.add_heads() = server_.At(held, 0);
+  commit.set_micro_batch(0);
+  *commit.mutable_token_factors() = FloatTensor({1, 2, 3});
+  EXPECT_EQ(ReasonOf(server_.Commit(commit)), "INVALID_COMBINATION");
+  Require(server_.Commit(held, 0, 0, 0.5), "CommitMicroBatch");
+  const std::vector<float> expected = Floats(server_.Gradient(direct));
+  EXPECT_LE(RelativeError(Floats(server_.Gradient(held)), {expected.begin(), expected.end()}), 1e-6);
+}
+
 TEST_P(ComputeLoss, JensenShannonIsTheReferences) {
   const TestHead student = server_.MakeHead("student", SmallSpec(29, 6), 1);
   v1::HeadSpec teacher_spec = SmallSpec(31, 9);
@@ -318,7 +433,7 @@ TEST_P(ComputeLoss, ServerInfoTellsWhatItIs) {
   const std::vector<std::string> features(info.features().begin(), info.features().end());
   EXPECT_THAT(features, IsSupersetOf({"cross_entropy", "jensen_shannon", "explicit_commit", "staged", "sessions", "attempts",
                                       "held", "token_factors", "several_terms", "add_gradient", "closes_step", "take_head", "wait",
-                                      "attach", "tenants"}));
+                                      "attach", "tenants", "temperature", "token_scaling", "entropy_factors"}));
 }
 
 }  // namespace

@@ -39,10 +39,11 @@ void Check(const heads::HeadName& name) { FUZZ_CHECK(heads::ParseHeadName(name.T
 void Check(const service::SharedRowsRequest& rows) { FUZZ_CHECK(!rows.region_id.empty() && rows.offset_bytes >= 0); }
 
 void Check(const service::CrossEntropyRequest& loss) {
-  FUZZ_CHECK(loss.label_smoothing >= 0 && loss.label_smoothing < 1 && loss.z_loss >= 0 && std::isfinite(loss.z_loss));
+  FUZZ_CHECK(loss.label_smoothing >= 0 && loss.label_smoothing <= 1 && loss.z_loss >= 0 && std::isfinite(loss.z_loss));
+  FUZZ_CHECK(loss.temperature > 0 && std::isfinite(loss.temperature));
   if (!loss.class_weights.has_value()) return;
   FUZZ_CHECK(static_cast<int64_t>(loss.class_weights->size()) <= Limits().max_vocab_size);
-  for (const float weight : *loss.class_weights) FUZZ_CHECK(std::isfinite(weight) && weight >= 0);
+  for (const float weight : *loss.class_weights) FUZZ_CHECK(std::isfinite(weight));
 }
 
 void Check(const service::TeacherRequest& teacher, int64_t term_rows) {
@@ -64,15 +65,19 @@ void Check(const service::LossTermRequest& term, const service::MicroBatchReques
   FUZZ_CHECK(term.row_count <= micro_batch.row_count - term.row_start);
   const auto rows = static_cast<size_t>(term.row_count);
   if (term.targets.has_value()) FUZZ_CHECK(term.targets->size() == rows);
-  if (term.token_weights.has_value()) {
-    FUZZ_CHECK(term.token_weights->size() == rows);
-    for (const float weight : *term.token_weights) FUZZ_CHECK(std::isfinite(weight));
+  for (const auto* values : {&term.token_weights, &term.entropy_factors, &term.lse_factors}) {
+    if (!values->has_value()) continue;
+    FUZZ_CHECK((*values)->size() == rows);
+    for (const float value : **values) FUZZ_CHECK(std::isfinite(value));
   }
   FUZZ_CHECK(std::isfinite(term.loss_scale));
   FUZZ_CHECK(!term.expected_weight_version.has_value() || *term.expected_weight_version >= 0);
   if (term.head.step.has_value()) FUZZ_CHECK(*term.head.step >= 0 && micro_batch.backward);
   const auto* const jsd = std::get_if<service::JensenShannonRequest>(&term.loss);
   FUZZ_CHECK(term.teacher.has_value() == (jsd != nullptr));
+  if (term.entropy_factors.has_value() || term.lse_factors.has_value()) {
+    FUZZ_CHECK(jsd == nullptr && micro_batch.backward && !micro_batch.late_token_factors);
+  }
   if (jsd == nullptr) {
     FUZZ_CHECK(term.targets.has_value());
     return Check(std::get<service::CrossEntropyRequest>(term.loss));
@@ -83,6 +88,7 @@ void Check(const service::LossTermRequest& term, const service::MicroBatchReques
   FUZZ_CHECK(options.teacher_temperature > 0 && std::isfinite(options.teacher_temperature));
   FUZZ_CHECK(term.targets.has_value() || options.hard_loss_weight == 0);
   Check(jsd->hard_loss);
+  FUZZ_CHECK(jsd->hard_loss.temperature == 1 && !jsd->hard_loss.token_scaling);
   Check(*term.teacher, term.row_count);
 }
 

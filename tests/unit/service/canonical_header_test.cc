@@ -64,6 +64,7 @@ TEST(CanonicalHeader, FillsInDefaults) {
   header.mutable_terms(0)->set_row_count(4);
   header.mutable_terms(0)->set_ignore_index(-100);
   header.mutable_terms(0)->set_loss_scale(1);
+  header.mutable_terms(0)->mutable_cross_entropy()->set_temperature(1);
   EXPECT_EQ(Canonical(header), implicit);
   header = Jsd();
   const std::string implicit_jsd = Canonical(header);
@@ -74,6 +75,29 @@ TEST(CanonicalHeader, FillsInDefaults) {
   jsd->mutable_hard_loss();
   jsd->set_vocab_alignment(v1::VOCAB_ALIGNMENT_REFUSE);
   EXPECT_EQ(Canonical(header), implicit_jsd);
+}
+
+// Byte for byte what 0.1 made of it: replay logs and checkpoints of 0.1 name micro-batches by the digest of these bytes.
+TEST(CanonicalHeader, OfACallOf01KeepsItsBytes) {
+  std::string expected = "headwater.header.1";
+  const auto integer = [&expected](int64_t value) { expected.append(reinterpret_cast<const char*>(&value), sizeof(value)); };
+  const auto text = [&](const std::string& value) {
+    integer(static_cast<int64_t>(value.size()));
+    expected += value;
+  };
+  const int64_t one = 0x3FF0000000000000;  // the bits of 1.0
+  for (const int64_t value : {1, 3, 1, 4, 8, 2, 0, 0, 0, 1, 2}) integer(value);
+  integer(one);
+  integer(1);
+  text("tenants/default/heads/h");
+  integer(1);
+  text(std::string(16, 'e'));
+  for (const int64_t value : {1, 7, 0, 4, 1}) integer(value);
+  text(std::string(16, '\0'));
+  for (const int64_t value : {-100, 0}) integer(value);
+  integer(one);
+  for (const int64_t value : {0, 0, 0, 0, 0}) integer(value);
+  EXPECT_EQ(Canonical(CrossEntropy()), expected);
 }
 
 TEST(CanonicalHeader, LeavesOutWhatDoesNotChangeTheMeaning) {
@@ -125,6 +149,10 @@ TEST(CanonicalHeader, TellsEverythingElseApart) {
       [](auto* h) { h->mutable_terms(0)->mutable_cross_entropy()->set_label_smoothing(0.1); },
       [](auto* h) { h->mutable_terms(0)->mutable_cross_entropy()->set_z_loss(0.1); },
       [](auto* h) { SetVector(h->mutable_terms(0)->mutable_cross_entropy()->mutable_class_weights(), v1::DATA_TYPE_FLOAT32, 9); },
+      [](auto* h) { h->mutable_terms(0)->mutable_cross_entropy()->set_temperature(2); },
+      [](auto* h) { h->mutable_terms(0)->mutable_cross_entropy()->set_token_scaling(true); },
+      [](auto* h) { SetVector(h->mutable_terms(0)->mutable_entropy_factors(), v1::DATA_TYPE_FLOAT32, 4); },
+      [](auto* h) { SetVector(h->mutable_terms(0)->mutable_lse_factors(), v1::DATA_TYPE_FLOAT32, 4); },
   };
   const std::vector<Change> jsd_changes = {
       [](auto* h) { h->mutable_terms(0)->mutable_jensen_shannon()->set_beta(0.1); },
