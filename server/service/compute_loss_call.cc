@@ -127,13 +127,8 @@ struct ComputeLossCall::Payload {
 
 // [rows of the term] each; empty if not asked for.
 struct ComputeLossCall::TokenOutputs {
-  std::vector<float> token_loss;
-  std::vector<float> lse;
-  std::vector<float> target_log_probability;
-  std::vector<float> entropy;
+  std::vector<float> token_loss, lse, target_log_probability, entropy, mean_logits, log_sum_sq_probs;
   std::vector<int32_t> argmax;
-  std::vector<float> mean_logits;
-  std::vector<float> log_sum_sq_probs;
 };
 
 // What the head is given of rows that may still be on their way.
