@@ -13,7 +13,7 @@ namespace headwater::cuda {
 namespace {
 
 // Host bytes that one row of a term takes on its way up and back.
-constexpr int64_t kHostBytesPerRow = 10 * 4 + sizeof(RowReport) + 2;
+constexpr int64_t kHostBytesPerRow = 12 * 4 + sizeof(RowReport) + 2;
 
 // Rows from which on a pass over half of them takes longer than the ranks need to meet.
 constexpr int64_t kLeastRowsInParts = 1024;
@@ -31,7 +31,9 @@ bool CanJoin(const Member& a, const Member& b) {
   if (!fits(a) || !fits(b)) return false;
   const TermRun& first = a.terms->front();
   const TermRun& second = b.terms->front();
-  return first.head == second.head && first.plan->grad_weight == second.plan->grad_weight &&
+  // One product has one transform.
+  const bool same_temperature = first.plan->cross_entropy.inverse_temperature == second.plan->cross_entropy.inverse_temperature;
+  return first.head == second.head && same_temperature && first.plan->grad_weight == second.plan->grad_weight &&
          a.plan->chunks.front().backward == b.plan->chunks.front().backward &&
          (a.micro_batch->grad_hidden.data == nullptr) == (b.micro_batch->grad_hidden.data == nullptr);
 }
@@ -337,7 +339,10 @@ absl::Status Computation::RunWork(Work* work) {
 }
 
 ChunkRows Computation::RowsOf(const Work& work, const Slice& slice) const {
-  return {slice.count, work.own.targets + slice.first, work.own.token_weights + slice.first};
+  ChunkRows rows = {slice.count, work.own.targets + slice.first, work.own.token_weights + slice.first};
+  if (work.has_entropy_factors) rows.entropy_factors = work.own.entropy_factors + slice.first;
+  if (work.has_lse_factors) rows.lse_factors = work.own.lse_factors + slice.first;
+  return rows;
 }
 
 absl::Status Computation::RunExponentials(Work* work) {

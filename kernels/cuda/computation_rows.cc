@@ -182,6 +182,8 @@ absl::Status Computation::UploadRows(Work* work) {
   const int64_t count = work->rows;
   work->targets = host_.Take<int32_t>(count);
   float* token_weights = host_.Take<float>(count);
+  float* entropy_factors = host_.Take<float>(count);
+  float* lse_factors = host_.Take<float>(count);
   int32_t* source_rows = host_.Take<int32_t>(count);
   int32_t* chunk_rows = host_.Take<int32_t>(count);
   int32_t* output_rows = host_.Take<int32_t>(count);
@@ -191,10 +193,14 @@ absl::Status Computation::UploadRows(Work* work) {
   for (const Part& part : work->parts) {
     const bool device_hidden = part.member->micro_batch->hidden.memory == MemorySpace::kDevice;
     const bool device_out = part.member->micro_batch->grad_hidden.memory == MemorySpace::kDevice;
+    work->has_entropy_factors = work->has_entropy_factors || part.term->plan->has_entropy_factors;
+    work->has_lse_factors = work->has_lse_factors || part.term->plan->has_lse_factors;
     gathers = gathers || !(device_hidden ? part.rows->ContiguousInBatch() : part.rows->ContiguousInChunk());
     for (const ChunkRow& row : part.rows->rows) {
       work->targets[i] = static_cast<int32_t>(row.target);
       token_weights[i] = static_cast<float>(row.token_weight);
+      entropy_factors[i] = static_cast<float>(row.entropy_factor);
+      lse_factors[i] = static_cast<float>(row.lse_factor);
       source_rows[i] = static_cast<int32_t>(device_hidden ? row.batch_row : row.chunk_row);
       chunk_rows[i] = static_cast<int32_t>(row.chunk_row);
       output_rows[i] = static_cast<int32_t>(device_out ? row.batch_row : row.chunk_row);
@@ -204,6 +210,8 @@ absl::Status Computation::UploadRows(Work* work) {
   }
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.targets, work->targets, count));
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.token_weights, token_weights, count));
+  if (work->has_entropy_factors) HEADWATER_RETURN_IF_ERROR(Upload(work->own.entropy_factors, entropy_factors, count));
+  if (work->has_lse_factors) HEADWATER_RETURN_IF_ERROR(Upload(work->own.lse_factors, lse_factors, count));
   if (gathers) HEADWATER_RETURN_IF_ERROR(Upload(work->own.source_rows, source_rows, count));
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.chunk_rows, chunk_rows, count));
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.output_rows, output_rows, count));

@@ -183,7 +183,6 @@ class CudaEngine final : public LossEngine {
       return own != nullptr && &own->core() == core_.get();
     }));
     HEADWATER_RETURN_IF_ERROR(CheckMicroBatch(micro_batch, /*has_device=*/true));
-    HEADWATER_RETURN_IF_ERROR(RefuseUnbuiltOptions(micro_batch));
     HEADWATER_RETURN_IF_ERROR(core_->health());
     if (core_->group() != nullptr) HEADWATER_RETURN_IF_ERROR(ParallelismOf(micro_batch).status());
     DeviceGroup* const group = static_cast<const CudaHead&>(*micro_batch.terms.front().head).group();

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "kernels/cuda/device/row_factors.cuh"
 #include "kernels/cuda/device/sm90_product.cuh"
 #include "kernels/cuda/e_product.h"
 
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(32 * kSumRuns)
   sums[row] = sum;
 }
 
-// One thread a row. The entropy and the argmax are not to be had from S, and are never asked for in this form.
+// One thread a row. Entropy and its kin and the argmax are not to be had from S, and are never asked for in this form.
 __global__ void __launch_bounds__(128)
     FinishERowsKernel(const double* sums, int32_t shard_count, const double* target_arguments, const ChunkRows rows,
                       const FinishOptions options, RowReport* reports, float* row_factor, float* target_factor, int32_t* overflow) {
@@ -201,21 +202,22 @@ __global__ void __launch_bounds__(128)
 
   RowStats stats;
   stats.target_logit = softcap == 0 ? argument : softcap * tanh(argument / softcap);
-  stats.others = {stats.target_logit, sum, 0, 0};
+  stats.others = {stats.target_logit, sum, 0, 0, 0, 0, 0};
   const RowLoss loss = FinishRow(stats, rows.targets[row], options.cross_entropy.term);
 
-  const double token_weight = rows.token_weights == nullptr ? 1.0 : static_cast<double>(rows.token_weights[row]);
-  const double scale = options.loss_scale * token_weight * options.transform.logit_scale * options.hard_weight;
+  const row_factors::FactoredGradient factored = row_factors::FactoredGradientOf(loss, rows, options, row);
+  const RowGradient& gradient = factored.gradient;
+  const double scale = factored.factor * options.hard_weight;
   RowReport report;
   report.hard = loss.hard;
   report.z_loss = loss.z_loss;
   report.lse = loss.lse;
   report.target_log_probability = loss.target_log_probability;
   // No other column's exponential is larger than their sum.
-  report.gradient_bound = fabs(scale) * fmax(fabs(loss.probability_factor) * sum, fabs(loss.target_gradient));
+  report.gradient_bound = fabs(scale) * fmax(fabs(gradient.probability_factor) * sum, fabs(gradient.target));
   reports[row] = report;
-  row_factor[row] = static_cast<float>(scale * loss.probability_factor);
-  target_factor[row] = static_cast<float>(scale * loss.target_gradient * SoftcapDerivative(argument, softcap));
+  row_factor[row] = static_cast<float>(scale * gradient.probability_factor);
+  target_factor[row] = static_cast<float>(scale * gradient.target * SoftcapDerivative(argument, softcap));
 }
 
 // --- Launch ----------------------------------------------------------------------------------------------------------------------

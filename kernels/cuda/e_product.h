@@ -4,7 +4,7 @@
 //   S_i  = sum over j != y_i of exp(z_ij - c_i), fp32 partials per column tile, unrounded, without that factor
 // c_i is the target's logit z_{y_i}. Then loss = log1p(S), and M = E with row_factor = g / (1 + S), target_factor = -g S / (1 + S):
 // see row_passes.h. What the form takes: a bf16 cross entropy with a target in every row; bias, logit scale, softcap, z-loss, class
-// and token weights; no smoothing, no entropy, no argmax. sm_90 only.
+// and token weights, factors of the log-sum-exp, a temperature; no smoothing, no entropy and its kin, no argmax. sm_90 only.
 #ifndef HEADWATER_KERNELS_CUDA_E_PRODUCT_H_
 #define HEADWATER_KERNELS_CUDA_E_PRODUCT_H_
 

@@ -1,23 +1,20 @@
 // Rows' losses out of their statistics, and what the gradient passes need of a row. One thread a row, all fp64: the shards'
 // statistics are merged in order by the lines that the CPU engine runs (kernels/core/row_loss.h).
 #include "kernels/cuda/device/exact_entries.cuh"
+#include "kernels/cuda/device/row_factors.cuh"
 #include "kernels/cuda/device/row_math.cuh"
 #include "kernels/cuda/row_passes.h"
 
 namespace headwater::cuda {
 namespace {
 
+using row_factors::GradientFactor;
+
 constexpr int kThreads = 128;
 constexpr double kLn2 = 0.693147180559945309417;
 constexpr int kLargestExponent = 20;  // fp16's scale may be up to 2^100 in either direction (row_math::MatrixScale)
 
 unsigned BlocksOf(int64_t row_count) { return static_cast<unsigned>((row_count + kThreads - 1) / kThreads); }
-
-// loss_scale * token weight * logit_scale: what stands before everything in a row's gradient.
-__device__ double GradientFactor(const ChunkRows& rows, const FinishOptions& options, int64_t row) {
-  const double token_weight = rows.token_weights == nullptr ? 1.0 : static_cast<double>(rows.token_weights[row]);
-  return options.loss_scale * token_weight * options.transform.logit_scale;
-}
 
 // The gradient factor in two parts: a power of two, exact in every type, that the hidden states are multiplied by, and the rest,
 // which is rounded together with M. So a row's share of grad_weight has one rounding to 16 bits, not two. MakeExact() divides
@@ -49,10 +46,13 @@ __device__ void MakeExact(double first, double second, double gradient_factor, E
   parts->row_factor = static_cast<float>(gradient_factor / parts->scale);
 }
 
+// Of |e^{z - max} (probability + distance * (max - z))|: x e^-x is at most 1/e.
+__device__ double ExponentialBound(double probability, double distance) { return fabs(probability) + 0.3679 * fabs(distance); }
+
 // Of the hard loss's entries of M before scaling. No class weight is larger than the sum of all, and the smoothing's share of
 // probability_factor has that sum too.
 __device__ double HardBound(const RowCoefficients& row, const CrossEntropyTerm& term) {
-  return fabs(row.probability_factor) + fabs(row.class_factor) * term.class_weight_sum;
+  return ExponentialBound(row.probability_factor, row.distance_factor) + fabs(row.class_factor) * term.class_weight_bound;
 }
 
 // The larger; NaN if one is.
@@ -79,7 +79,9 @@ __global__ void __launch_bounds__(kThreads)
   }
   const CrossEntropyTerm& term = options.cross_entropy.term;
   const RowLoss loss = FinishRow(merged, target, term);
-  const double gradient_factor = GradientFactor(rows, options, row);
+  const row_factors::FactoredGradient factored = row_factors::FactoredGradientOf(loss, rows, options, row);
+  const double gradient_factor = factored.factor;
+  const RowGradient& gradient = factored.gradient;
   const bool has_gradient = options.hard_weight != 0 && target >= 0;
 
   RowReport report;
@@ -88,21 +90,24 @@ __global__ void __launch_bounds__(kThreads)
   report.lse = loss.lse;
   report.target_log_probability = loss.target_log_probability;
   report.entropy = loss.entropy;
+  report.mean_logit = loss.mean_logit;
+  report.log_sum_sq_probs = loss.log_sum_sq_probs;
   report.argmax = static_cast<int32_t>(merged.best_column);
   if (has_gradient && gradient_factor != 0) {
-    report.gradient_bound =
-        fabs(gradient_factor) * options.hard_weight * Largest(fabs(loss.probability_factor), fabs(loss.target_gradient));
+    report.gradient_bound = fabs(gradient_factor) * options.hard_weight *
+                            Largest(ExponentialBound(gradient.probability_factor, gradient.distance_factor), fabs(gradient.target));
   }
   reports[row] = report;
 
   RowCoefficients& out = coefficients[row];
   out.max = loss.max;
-  out.probability_factor = has_gradient ? options.hard_weight * loss.probability_factor : 0.0;
-  out.class_factor = has_gradient ? options.hard_weight * term.SmoothMass() : 0.0;
-  target_factor[row] = has_gradient && gradient_factor != 0
-                           ? static_cast<float>(gradient_factor * options.hard_weight * loss.target_gradient *
-                                                SoftcapDerivative(target_argument, cap))
-                           : 0.0f;
+  out.probability_factor = has_gradient ? options.hard_weight * gradient.probability_factor : 0.0;
+  out.distance_factor = has_gradient ? options.hard_weight * gradient.distance_factor : 0.0;
+  out.class_factor = has_gradient ? options.hard_weight * gradient.class_factor : 0.0;
+  target_factor[row] =
+      has_gradient && gradient_factor != 0
+          ? static_cast<float>(gradient_factor * options.hard_weight * gradient.target * SoftcapDerivative(target_argument, cap))
+          : 0.0f;
   if (options.divergence_follows) return;
   FactorParts parts = SplitFactor(gradient_factor, HardBound(out, term), options.matrix_element);
   // One column has most of the row.
@@ -133,6 +138,7 @@ __global__ void __launch_bounds__(kThreads)
     reports[row] = RowReport();
     coefficients[row].max = 0;
     coefficients[row].probability_factor = 0;
+    coefficients[row].distance_factor = 0;
     coefficients[row].class_factor = 0;
     target_factor[row] = 0;
   }

@@ -50,8 +50,8 @@ ChunkCost CostOf(const HeadSpec& spec, const Split& split, int64_t logit_bytes, 
     row.Add(padded, matrix_bytes + (wide ? 8 : 0));
   }
   // Statistics of each shard; what is uploaded, reported and kept of a row.
-  row.Add(split.merged_shards, 168);
-  row.Add(1, 256);
+  row.Add(split.merged_shards, 192);
+  row.Add(1, 288);
 
   Sum fixed;
   if (wide) fixed.Add(1, kPanelBytes);

@@ -42,6 +42,7 @@ template <typename T>
 struct HardRow {
   T max;
   T probability_factor;
+  T distance_factor;
   T class_factor;
   int32_t target;  // column of this shard; matches none if it lies elsewhere
 };
@@ -49,16 +50,25 @@ struct HardRow {
 template <typename T>
 __device__ __forceinline__ HardRow<T> MakeHardRow(const RowCoefficients& row, const int32_t* targets, int64_t index,
                                                   int32_t vocab_start) {
-  return {static_cast<T>(row.max), static_cast<T>(row.scale * row.probability_factor), static_cast<T>(row.scale * row.class_factor),
+  return {static_cast<T>(row.max), static_cast<T>(row.scale * row.probability_factor),
+          static_cast<T>(row.scale * row.distance_factor), static_cast<T>(row.scale * row.class_factor),
           targets == nullptr ? -1 : targets[index] - vocab_start};
 }
 
-// d(hard loss)/dz of the columns [j, j + kVector); 0 at the target.
-template <bool kWantClasses, typename T>
+// d(hard loss)/dz of the columns [j, j + kVector); 0 at the target. kWantDistance: with the entropy's share.
+template <bool kWantClasses, bool kWantDistance, typename T>
 __device__ __forceinline__ void HardGradient(const HardRow<T>& row, const SideArray& class_weights, int32_t j, int32_t columns,
                                              const T (&z)[kVector<T>], T (&gradient)[kVector<T>]) {
 #pragma unroll
-  for (int i = 0; i < kVector<T>; ++i) gradient[i] = row.probability_factor * row_math::Exp(z[i] - row.max);
+  for (int i = 0; i < kVector<T>; ++i) {
+    if constexpr (kWantDistance) {
+      // 0 at the maximum, to the bit: next to it stands what may be far smaller than a rounding error of the logit.
+      const T shifted = row_math::ClampExponent(row_block::RoundedDifference(z[i], row.max));
+      gradient[i] = row_math::ExpClamped(shifted) * (row.probability_factor - row.distance_factor * shifted);
+    } else {
+      gradient[i] = row.probability_factor * row_math::Exp(z[i] - row.max);
+    }
+  }
   if constexpr (kWantClasses) {
     if (class_weights.data != nullptr) {
       T weights[kVector<T>];
@@ -88,47 +98,48 @@ __device__ __forceinline__ void ClearPadding(int32_t j, int32_t columns, T (&gra
   }
 }
 
-// fp64 products.
+// Any transform and class weights, told apart at run time: fp64 products, and fp32 ones where the entropy has a share.
+template <typename T, bool kWantDistance>
 __global__ void __launch_bounds__(kThreads, 2)
-    WideGradientKernel(const RowView<double> view, const int32_t* targets, const SideArray class_weights, bool want_classes,
-                       const RowCoefficients* coefficients, const MatrixTarget matrix) {
+    GeneralGradientKernel(const RowView<T> view, const int32_t* targets, const SideArray class_weights, bool want_classes,
+                          const RowCoefficients* coefficients, const MatrixTarget matrix) {
   constexpr int kVectors = 2;
-  constexpr int32_t kStep = kThreads * kVector<double>;
+  constexpr int32_t kStep = kThreads * kVector<T>;
   const int64_t row = blockIdx.x;
-  const double* products = view.products + row * view.stride;
+  const T* products = view.products + row * view.stride;
   uint2* out = matrix.data + row * matrix.stride;
   const RowCoefficients& of_row = coefficients[row];
   if (of_row.scale == 0) {
-    row_block::WriteZeroRow<double, kThreads>(out, matrix.columns);
+    row_block::WriteZeroRow<T, kThreads>(out, matrix.columns);
     return;
   }
-  const HardRow<double> hard = MakeHardRow<double>(of_row, targets, row, view.vocab_start);
+  const HardRow<T> hard = MakeHardRow<T>(of_row, targets, row, view.vocab_start);
 
-  const int32_t thread_first = static_cast<int32_t>(threadIdx.x) * kVector<double>;
-  double next[kVectors][kVector<double>] = {};
-  LoadVectors<double, kVectors>(products, thread_first, kStep, view.columns, next);
+  const int32_t thread_first = static_cast<int32_t>(threadIdx.x) * kVector<T>;
+  T next[kVectors][kVector<T>] = {};
+  LoadVectors<T, kVectors>(products, thread_first, kStep, view.columns, next);
   for (int32_t start = 0; start < matrix.columns; start += kStep * kVectors) {
     const int32_t first = start + thread_first;
-    double z[kVectors][kVector<double>];
+    T z[kVectors][kVector<T>];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-      for (int i = 0; i < kVector<double>; ++i) z[v][i] = next[v][i];
+      for (int i = 0; i < kVector<T>; ++i) z[v][i] = next[v][i];
     }
-    LoadVectors<double, kVectors>(products, first + kStep * kVectors, kStep, view.columns, next);
+    LoadVectors<T, kVectors>(products, first + kStep * kVectors, kStep, view.columns, next);
     uint2 packed[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int32_t j = first + v * kStep;
-      double derivative[kVector<double>], gradient[kVector<double>];
-      ToLogits<true, true, true>(view, j, z[v], derivative);
+      T derivative[kVector<T>], gradient[kVector<T>];
+      row_block::ToGeneralLogits<true>(view, j, z[v], derivative);
       if (want_classes) {
-        HardGradient<true>(hard, class_weights, j, view.columns, z[v], gradient);
+        HardGradient<true, kWantDistance>(hard, class_weights, j, view.columns, z[v], gradient);
       } else {
-        HardGradient<false>(hard, class_weights, j, view.columns, z[v], gradient);
+        HardGradient<false, kWantDistance>(hard, class_weights, j, view.columns, z[v], gradient);
       }
 #pragma unroll
-      for (int i = 0; i < kVector<double>; ++i) gradient[i] *= derivative[i];
+      for (int i = 0; i < kVector<T>; ++i) gradient[i] *= derivative[i];
       ClearPadding(j, view.columns, gradient);
       packed[v] = row_block::PackMatrix(gradient, matrix.element);
     }
@@ -136,9 +147,17 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int32_t j = first + v * kStep;
-      if (j < matrix.columns) out[j / kVector<double>] = packed[v];
+      if (j < matrix.columns) out[j / kVector<T>] = packed[v];
     }
   }
+}
+
+template <typename T, bool kWantDistance>
+cudaError_t RunGeneralGradient(const LogitsView& logits, const float* class_weights, bool want_classes, const ChunkRows& rows,
+                               const RowCoefficients* coefficients, const MatrixTarget& matrix, cudaStream_t stream) {
+  GeneralGradientKernel<T, kWantDistance><<<static_cast<unsigned>(rows.row_count), kThreads, 0, stream>>>(
+      MakeRowView<T>(logits), rows.targets, MakeSideArray<T>(class_weights, Element::kFloat32), want_classes, coefficients, matrix);
+  return cudaGetLastError();
 }
 
 // --- fp32 products ---------------------------------------------------------------------------------------------------------------
@@ -377,9 +396,9 @@ __global__ void __launch_bounds__(kDivergenceThreads, 2) DivergenceGradientKerne
       ToLogits<kMayTransform, kMayTransform, false>(params.sides.teacher, j, t[v], unused);
       if (has_hard) {
         if (params.want_classes) {
-          HardGradient<true>(hard, params.class_weights, j, columns, z[v], gradient);
+          HardGradient<true, false>(hard, params.class_weights, j, columns, z[v], gradient);
         } else {
-          HardGradient<false>(hard, params.class_weights, j, columns, z[v], gradient);
+          HardGradient<false, false>(hard, params.class_weights, j, columns, z[v], gradient);
         }
       } else {
 #pragma unroll
@@ -452,10 +471,12 @@ cudaError_t LaunchCrossEntropyGradient(const LogitsView& logits, const ChunkRows
   const float* class_weights = options.term.class_weights;
   if (class_weights != nullptr) class_weights += logits.vocab_start;
   if (logits.element == Element::kFloat64) {
-    WideGradientKernel<<<static_cast<unsigned>(rows.row_count), kThreads, 0, stream>>>(
-        MakeRowView<double>(logits), rows.targets, MakeSideArray<double>(class_weights, Element::kFloat32), want_classes,
-        coefficients, matrix);
-    return cudaGetLastError();
+    return options.want_distance
+               ? RunGeneralGradient<double, true>(logits, class_weights, want_classes, rows, coefficients, matrix, stream)
+               : RunGeneralGradient<double, false>(logits, class_weights, want_classes, rows, coefficients, matrix, stream);
+  }
+  if (options.want_distance) {
+    return RunGeneralGradient<float, true>(logits, class_weights, want_classes, rows, coefficients, matrix, stream);
   }
   const RowView<float> view = MakeRowView<float>(logits);
   const SideArray side = MakeSideArray<float>(class_weights, Element::kFloat32);

@@ -43,9 +43,10 @@ inline MutableMatrix InPlaceMatrix(const LogitsView& logits, int64_t rows, Eleme
 
 // What does not depend on the row.
 struct CrossEntropyOptions {
-  CrossEntropyTerm term;       // class_weights: device memory [valid_vocab_size], or null
-  bool want_weighted = false;  // entropy
+  CrossEntropyTerm term;   // class_weights: device memory [valid_vocab_size], or null
+  bool want_rest = false;  // entropy and its kin: `rest` and what stands beside it in PieceStats
   bool want_argmax = false;
+  bool want_distance = false;  // the entropy has a share of the gradient; want_rest then
 };
 
 // The rows of a chunk that one term has.
@@ -53,6 +54,9 @@ struct ChunkRows {
   int64_t row_count = 0;
   const int32_t* targets = nullptr;      // [row_count] column of the vocabulary, or -1
   const float* token_weights = nullptr;  // [row_count], or null: all 1
+  // Of the row's entropy and log-sum-exp in the objective: [row_count], or null: all 0.
+  const float* entropy_factors = nullptr;
+  const float* lse_factors = nullptr;
 };
 
 // One row's results; copied to the host, which adds them up in row order.
@@ -60,10 +64,13 @@ using headwater::RowReport;
 
 // What the gradient pass needs of a row.
 struct RowCoefficients {
-  double max = 0;                 // of the other columns: the offset of the exponentials
-  double probability_factor = 0;  // hard_weight * RowLoss::probability_factor
-  double class_factor = 0;        // hard_weight * smooth mass
-  double student_lse = 0;         // tempered, over the common columns
+  double max = 0;  // of the other columns: the offset of the exponentials
+  // Of the hard loss, with hard_weight: d/dz_v = e^{z_v - max} (probability_factor + distance_factor * (max - z_v)) - class_factor
+  // * class_weight_v. In rows with factors of entropy or log-sum-exp the token weight is in here.
+  double probability_factor = 0;
+  double distance_factor = 0;
+  double class_factor = 0;
+  double student_lse = 0;  // tempered, over the common columns
   double teacher_lse = 0;
   // The student's most probable common column b, whose divergence gradient is what the others' leave: log q_b, and
   // d_b = log p_b - log q_b. Everything that is averaged over q is taken relative to its value there.
@@ -71,8 +78,8 @@ struct RowCoefficients {
   double top_difference = 0;
   double divergence_mean = 0;  // DivergenceSums::mean of all shards
   double soft_factor = 0;      // soft_weight * (1 - beta) / student_temperature (beta as the formulas have it)
-  // M_i = scale * d(loss)/dz * dz/da, and row_factor_i = loss_scale * token weight * logit_scale / scale. 0: a
-  // row whose gradient is 0, because that product is; its M is 0 even if its logits are not finite.
+  // M_i = scale * d(loss)/dz * dz/da, and row_factor_i = loss_scale * token weight * logit_scale / scale, without the token weight
+  // in rows with factors. 0: a row whose gradient is 0, because that product is; its M is 0 even if its logits are not finite.
   double scale = 1;
   int32_t top_column = -1;  // b, a column of the vocabulary; -1 where nothing is comparable (NaN)
   int32_t reserved = 0;
@@ -82,6 +89,10 @@ struct RowCoefficients {
 // `targets` may be null: no row has one. Reads every logit once.
 cudaError_t LaunchRowStats(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options, RowStats* out,
                            cudaStream_t stream);
+
+// The same with CrossEntropyOptions::want_rest, of fp32 products. `class_weights` of this shard's columns, for `linear`.
+cudaError_t LaunchRowDistribution(const LogitsView& logits, const ChunkRows& rows, const float* class_weights, RowStats* out,
+                                  cudaStream_t stream);
 
 // What FinishRows is told beside the statistics.
 struct FinishOptions {

@@ -6,7 +6,8 @@
 //           loading its vector once more.
 // Numerics  fp32 products: sums relative to a power of two near a thread's maximum, which moves by exact factors: fp32 over 16
 //           elements, fp64 across those, threads and warps, in a fixed order that does not depend on the number of rows.
-//           fp64 products: all fp64, relative to a running maximum.
+//           fp64 products: all fp64, relative to a running maximum. Entropy and its kin: fp32 or fp64, relative to a running
+//           maximum whose own exponential is left out, so that a confident row's sums keep their digits.
 #include "kernels/cuda/device/row_block.cuh"
 #include "kernels/cuda/device/row_math.cuh"
 #include "kernels/cuda/row_passes.h"
@@ -41,20 +42,33 @@ __device__ __forceinline__ double RescaleFactor(T max, T base) {
   return max == -static_cast<T>(INFINITY) ? 0.0 : exp(static_cast<double>(max) - static_cast<double>(base));
 }
 
-// Relative to `base` instead of `max`. NaN in `sum` stays.
-template <typename T>
-__device__ __forceinline__ void Rescale(T max, T base, double* sum, double* weighted) {
-  const double factor = RescaleFactor(max, base);
-  const double shift = static_cast<double>(max) - static_cast<double>(base);
-  *weighted = factor == 0 ? 0.0 : factor * (*weighted + shift * *sum);
-  *sum *= factor;
-}
-
 struct StatsTargets {
   const int32_t* targets;   // or null
   SideArray class_weights;  // of this shard's columns; data null: all 1
 };
 
+// What a thread has of a row: sums relative to its running maximum. kWantRest: those of entropy and its kin too; else `sum` alone.
+// The first column that has that maximum is left out of them until another one has it.
+struct RowSums {
+  double sum = 0;  // of all columns; with kWantRest of those but the maximum's
+  double weighted = 0;
+  double squares = 0;
+
+  // Relative to `base`, not below `max`. `top`: 1 where the maximum's column enters, else 0. NaN stays.
+  template <bool kWantRest>
+  __device__ __forceinline__ void MoveTo(double max, double base, double top) {
+    const double factor = RescaleFactor(max, base);
+    if constexpr (kWantRest) {
+      const double shift = max - base;
+      sum += top;
+      weighted = factor == 0 ? 0.0 : factor * (top == 0 ? weighted : weighted + shift * sum);
+      squares = factor * factor * (squares + top);
+    }
+    sum *= factor;
+  }
+};
+
+template <bool kWantRest>
 __global__ void __launch_bounds__(kThreads, 2) WideStatsKernel(const RowView<double> view, const StatsTargets side, RowStats* out) {
   using T = double;
   constexpr int kVectors = 2;
@@ -64,10 +78,12 @@ __global__ void __launch_bounds__(kThreads, 2) WideStatsKernel(const RowView<dou
   const int32_t columns = view.columns;
   // Matches no column if the row has no target or it lies elsewhere.
   const int32_t target = side.targets == nullptr ? -1 : side.targets[row] - view.vocab_start;
+  const bool has_weights = side.class_weights.data != nullptr;
 
   T max = kLowest<T>;
   int32_t best_column = kNoColumn;
-  double sum = 0, weighted = 0, linear = 0;
+  RowSums sums;
+  double linear = 0, total = 0;
   int32_t first = static_cast<int32_t>(threadIdx.x) * kVector<T>;
   T next[kVectors][kVector<T>] = {};
   LoadVectors<T, kVectors>(products, first, kStep, columns, next);
@@ -80,44 +96,41 @@ __global__ void __launch_bounds__(kThreads, 2) WideStatsKernel(const RowView<dou
     }
     LoadVectors<T, kVectors>(products, first + kStep * kVectors, kStep, columns, next);
 
-    T step_max = kLowest<T>;
+    T step_max = kLowest<T>, step_linear = 0, step_total = 0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int32_t j = first + v * kStep;
       T unused[kVector<T>];
       ToLogits<true, true, false>(view, j, z[v], unused);
       // The columns that do not count: the target's, and those behind the last.
-      if (j + kVector < T >> columns || static_cast<uint32_t>(target - j) < static_cast<uint32_t>(kVector<T>)) {
-        T weights[kVector<T>] = {};
-        if (side.class_weights.data != nullptr && j < columns) LoadSide(side.class_weights, j, columns, weights);
+      const bool rare = j + kVector<T> > columns || static_cast<uint32_t>(target - j) < static_cast<uint32_t>(kVector<T>);
+      if (has_weights && j < columns) {
+        T weights[kVector<T>];
+        LoadSide(side.class_weights, j, columns, weights);
 #pragma unroll
         for (int i = 0; i < kVector<T>; ++i) {
-          const T weight = side.class_weights.data != nullptr ? weights[i] : T(1);
-          if (j + i < columns && j + i != target && weight != T(0)) linear += weight * z[v][i];
+          // A weight of 0 wins over a logit that is not finite; behind the last column all are 0.
+          if (weights[i] != T(0) && j + i != target) step_linear += weights[i] * z[v][i];
         }
+      }
+      if (kWantRest || !has_weights) {
+#pragma unroll
+        for (int i = 0; i < kVector<T>; ++i) {
+          if (!rare || (j + i < columns && j + i != target)) step_total += z[v][i];
+        }
+      }
+      if (rare) {
 #pragma unroll
         for (int i = 0; i < kVector<T>; ++i) {
           if (j + i >= columns || j + i == target) z[v][i] = kLowest<T>;
         }
-      } else {
-        T part = 0;
-        if (side.class_weights.data != nullptr) {
-          T weights[kVector<T>];
-          LoadSide(side.class_weights, j, columns, weights);
-#pragma unroll
-          for (int i = 0; i < kVector<T>; ++i) part += weights[i] == T(0) ? T(0) : weights[i] * z[v][i];
-        } else {
-#pragma unroll
-          for (int i = 0; i < kVector<T>; ++i) part += z[v][i];
-        }
-        linear += part;
       }
 #pragma unroll
       for (int i = 0; i < kVector<T>; ++i) step_max = ::max(step_max, z[v][i]);
     }
 
     if (step_max > max) {
-      Rescale(max, step_max, &sum, &weighted);
+      sums.MoveTo<kWantRest>(max, step_max, max == kLowest<T> ? 0.0 : 1.0);
       max = step_max;
 #pragma unroll
       for (int v = kVectors - 1; v >= 0; --v) {
@@ -126,39 +139,63 @@ __global__ void __launch_bounds__(kThreads, 2) WideStatsKernel(const RowView<dou
           if (z[v][i] == step_max) best_column = first + v * kStep + i;
         }
       }
+      if constexpr (kWantRest) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+          for (int i = 0; i < kVector<T>; ++i) {
+            if (first + v * kStep + i == best_column) z[v][i] = kLowest<T>;
+          }
+        }
+      }
     }
     // An infinite maximum must not be subtracted from itself where all is -inf: those terms are 0.
     const T offset = max == kLowest<T> ? T(0) : max;
-    T step_sum = 0, step_weighted = 0;
+    T step_sum = 0, step_weighted = 0, step_squares = 0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
       for (int i = 0; i < kVector<T>; ++i) {
-        const T shifted = row_math::ClampExponent(z[v][i] - offset);
+        const T shifted = row_math::ClampExponent(row_block::RoundedDifference(z[v][i], offset));
         const T e = row_math::ExpClamped(shifted);
         step_sum += e;
-        step_weighted += e * shifted;
+        if constexpr (kWantRest) {
+          step_weighted += e * shifted;
+          step_squares += e * e;
+        }
       }
     }
-    sum += step_sum;
-    weighted += step_weighted;
+    linear += static_cast<double>(step_linear);
+    total += static_cast<double>(step_total);
+    sums.sum += static_cast<double>(step_sum);
+    if constexpr (kWantRest) {
+      sums.weighted += static_cast<double>(step_weighted);
+      sums.squares += static_cast<double>(step_squares);
+    }
   }
 
   __shared__ T shared_max[kWarps];
   __shared__ int32_t shared_column[kWarps];
-  __shared__ double shared_sums[3][kWarps];
+  __shared__ double shared_sums[kWantRest ? 5 : 2][kWarps];
   const T row_max = BlockMax<kThreads>(max, shared_max);
-  Rescale(max, row_max, &sum, &weighted);
   // Smallest column of those with the maximum: the largest negative.
   const int32_t column = BlockMax<kThreads>(max == row_max ? -best_column : -kNoColumn, shared_column);
-  double sums[3] = {sum, weighted, linear};
-  BlockSum<kThreads>(sums, shared_sums);
-  if (threadIdx.x != 0) return;
+  const bool has_top = max == row_max && best_column == -column;
+  sums.MoveTo<kWantRest>(max, row_max, has_top ? 0.0 : 1.0);
   RowStats stats;
-  stats.others = {row_max, sums[0], sums[1], sums[2]};
   stats.best = row_max;
   stats.best_column = column == -kNoColumn ? -1.0 : static_cast<double>(view.vocab_start - column);
-  out[row] = stats;
+  if constexpr (kWantRest) {
+    double values[5] = {sums.sum, has_weights ? linear : total, sums.weighted, sums.squares, total};
+    BlockSum<kThreads>(values, shared_sums);
+    const double sum = row_max == kLowest<T> ? values[0] : values[0] + 1;
+    stats.others = {row_max, sum, values[2], values[1], values[0], values[3], values[4]};
+  } else {
+    double values[2] = {sums.sum, has_weights ? linear : total};
+    BlockSum<kThreads>(values, shared_sums);
+    stats.others = {row_max, values[0], 0, values[1], 0, 0, 0};
+  }
+  if (threadIdx.x == 0) out[row] = stats;
 }
 
 // --- fp32 ------------------------------------------------------------------------------------------------------------------------
@@ -172,35 +209,28 @@ constexpr float kNoExponent = -3e38f;
 // an exponent of that size.
 constexpr float kExponentSlack = 24.0f;
 
-// What a thread has of a row. Exponentials are relative to 2^k; `weighted` has exponents of 2.
+// What a thread has of a row. Exponentials are relative to 2^k.
 struct QuickStats {
   float max = kLowest<float>;
   float k = kNoExponent;
-  int32_t best = -1;                                       // the vector that has `max`
-  float step_sum = 0, step_weighted = 0, step_linear = 0;  // of the vectors since Flush()
-  double sum = 0, weighted = 0, linear = 0;
+  int32_t best = -1;                    // the vector that has `max`
+  float step_sum = 0, step_linear = 0;  // of the vectors since Flush()
+  double sum = 0, linear = 0;
 };
 
-template <bool kWantSums>
+template <bool kWantLinear>
 __device__ __forceinline__ void Flush(QuickStats* stats) {
   stats->sum += static_cast<double>(stats->step_sum);
   stats->step_sum = 0;
-  if constexpr (kWantSums) {
-    stats->weighted += static_cast<double>(stats->step_weighted);
+  if constexpr (kWantLinear) {
     stats->linear += static_cast<double>(stats->step_linear);
-    stats->step_weighted = stats->step_linear = 0;
+    stats->step_linear = 0;
   }
 }
 
 // Sums relative to 2^k. NaN in `sum` stays.
-template <bool kWantSums>
 __device__ __forceinline__ void MoveTo(float k, QuickStats* stats) {
-  const double factor = row_math::PowerOfTwo(stats->k, k);
-  if constexpr (kWantSums) {
-    const double shift = static_cast<double>(stats->k) - static_cast<double>(k);
-    stats->weighted = factor == 0 ? 0.0 : factor * (stats->weighted + shift * stats->sum);
-  }
-  stats->sum *= factor;
+  stats->sum *= row_math::PowerOfTwo(stats->k, k);
   stats->k = k;
 }
 
@@ -208,7 +238,7 @@ __device__ __forceinline__ void MoveTo(float k, QuickStats* stats) {
 template <Classes kClasses, int kRows>
 __device__ __forceinline__ void AddVectors(float (&z)[kRows][4], const float (&weights)[4], int32_t j, int32_t columns,
                                            const int32_t (&target)[kRows], QuickStats (&stats)[kRows]) {
-  constexpr bool kWantSums = kClasses != Classes::kNone;
+  constexpr bool kWantLinear = kClasses != Classes::kNone;
   float largest[kRows], linear[kRows];
   float any_nan = 0;
   bool rare = false;
@@ -217,7 +247,7 @@ __device__ __forceinline__ void AddVectors(float (&z)[kRows][4], const float (&w
     largest[r] = fmaxf(fmaxf(z[r][0], z[r][1]), fmaxf(z[r][2], z[r][3]));
     rare |= row_block::HasExceptions(j, columns, target[r]);
     rare |= row_math::ExponentOver(largest[r], stats[r].k) > kExponentSlack;
-    if constexpr (kWantSums) {
+    if constexpr (kWantLinear) {
       linear[r] = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -229,11 +259,11 @@ __device__ __forceinline__ void AddVectors(float (&z)[kRows][4], const float (&w
   if (rare || isnan(any_nan)) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if constexpr (kWantSums) linear[r] = 0;
+      if constexpr (kWantLinear) linear[r] = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const bool counts = j + i < columns && j + i != target[r];
-        if constexpr (kWantSums) {
+        if constexpr (kWantLinear) {
           // A weight of 0 wins over a logit that is not finite.
           const float weight = kClasses == Classes::kWeighted ? weights[i] : 1.0f;
           if (counts && weight != 0.0f) linear[r] = fmaf(weight, z[r][i], linear[r]);
@@ -242,8 +272,8 @@ __device__ __forceinline__ void AddVectors(float (&z)[kRows][4], const float (&w
       }
       largest[r] = fmaxf(fmaxf(z[r][0], z[r][1]), fmaxf(z[r][2], z[r][3]));
       if (row_math::ExponentOver(largest[r], stats[r].k) > kExponentSlack) {
-        Flush<kWantSums>(&stats[r]);
-        MoveTo<kWantSums>(row_math::NearestExponent(largest[r]), &stats[r]);
+        Flush<kWantLinear>(&stats[r]);
+        MoveTo(row_math::NearestExponent(largest[r]), &stats[r]);
       }
     }
   }
@@ -252,29 +282,21 @@ __device__ __forceinline__ void AddVectors(float (&z)[kRows][4], const float (&w
     const bool higher = largest[r] > stats[r].max;
     stats[r].max = higher ? largest[r] : stats[r].max;
     stats[r].best = higher ? j : stats[r].best;
-    float e[4], weighted = 0;
+    float e[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float exponent = row_math::ExponentOver(z[r][i], stats[r].k);
-      e[i] = row_math::Exp2Approx(exponent);
-      // 0 * -inf is not meant.
-      if constexpr (kWantSums) weighted = fmaf(e[i], fmaxf(exponent, -150.0f), weighted);
-    }
+    for (int i = 0; i < 4; ++i) e[i] = row_math::Exp2Approx(row_math::ExponentOver(z[r][i], stats[r].k));
     stats[r].step_sum += (e[0] + e[1]) + (e[2] + e[3]);
-    if constexpr (kWantSums) {
-      stats[r].step_weighted += weighted;
-      stats[r].step_linear += linear[r];
-    }
+    if constexpr (kWantLinear) stats[r].step_linear += linear[r];
   }
 }
 
-// kClasses: kNone has neither weighted nor linear sums. kRows: of a block, not more than there are; the last block takes rows of
-// the block before it again, with the same results.
+// kClasses: kNone has no linear sums. kRows: of a block, not more than there are; the last block takes rows of the block before it
+// again, with the same results.
 template <bool kHasBias, bool kHasCap, Classes kClasses, int kRows>
 __global__ void __launch_bounds__(kQuickThreads, kHasBias || kClasses == Classes::kWeighted ? 2 : 3)
     QuickStatsKernel(const RowView<float> view, const StatsTargets side, int64_t row_count, RowStats* out) {
   constexpr int kVectors = row_block::kQuickVectors / kRows;  // of a row at a time
-  constexpr bool kWantSums = kClasses != Classes::kNone;
+  constexpr bool kWantLinear = kClasses != Classes::kNone;
   const int64_t first_row = min(static_cast<int64_t>(blockIdx.x) * kRows, row_count - kRows);
   const float* products = view.products + first_row * view.stride;
   const int32_t columns = view.columns;
@@ -337,20 +359,20 @@ __global__ void __launch_bounds__(kQuickThreads, kHasBias || kClasses == Classes
     // The same sums however many rows a block has.
     if (count % row_block::kQuickVectors == 0) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) Flush<kWantSums>(&stats[r]);
+      for (int r = 0; r < kRows; ++r) Flush<kWantLinear>(&stats[r]);
     }
   }
 
   __shared__ float shared_max[kRows][kQuickWarps];
   __shared__ float shared_k[kRows][kQuickWarps];
   __shared__ int32_t shared_column[kRows][kQuickWarps];
-  __shared__ double shared_sums[kRows][3][kQuickWarps];
+  __shared__ double shared_sums[kRows][2][kQuickWarps];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const float row_max = BlockMax<kQuickThreads>(stats[r].max, shared_max[r]);
     const float k = BlockMax<kQuickThreads>(stats[r].k, shared_k[r]);
-    Flush<kWantSums>(&stats[r]);
-    MoveTo<kWantSums>(k, &stats[r]);
+    Flush<kWantLinear>(&stats[r]);
+    MoveTo(k, &stats[r]);
     int32_t column = kNoColumn;
     if (stats[r].best >= 0 && stats[r].max == row_max) {
       // Its logits once more, to see which it was.
@@ -367,7 +389,7 @@ __global__ void __launch_bounds__(kQuickThreads, kHasBias || kClasses == Classes
     }
     // Smallest column of those with the maximum: the largest negative.
     column = BlockMax<kQuickThreads>(-column, shared_column[r]);
-    double sums[3] = {stats[r].sum, stats[r].weighted, stats[r].linear};
+    double sums[2] = {stats[r].sum, stats[r].linear};
     BlockSum<kQuickThreads>(sums, shared_sums[r]);
     if (threadIdx.x == 0) {
       const double shift = static_cast<double>(k) * row_math::kLn2 - static_cast<double>(row_max);
@@ -375,8 +397,7 @@ __global__ void __launch_bounds__(kQuickThreads, kHasBias || kClasses == Classes
       RowStats result;
       result.others.max = static_cast<double>(row_max);
       result.others.sum = sums[0] * factor;
-      result.others.weighted = factor == 0 ? 0.0 : factor * (row_math::kLn2 * sums[1] + shift * sums[0]);
-      result.others.linear = sums[2];
+      result.others.linear = sums[1];
       result.best = static_cast<double>(row_max);
       result.best_column = column == -kNoColumn ? -1.0 : static_cast<double>(view.vocab_start - column);
       out[first_row + r] = result;
@@ -401,20 +422,24 @@ cudaError_t RunQuickStats(const RowView<float>& view, const StatsTargets& side, 
 }
 
 template <bool kHasBias, bool kHasCap>
-cudaError_t RunQuickStats(const RowView<float>& view, const StatsTargets& side, bool want_sums, int64_t row_count, RowStats* out,
+cudaError_t RunQuickStats(const RowView<float>& view, const StatsTargets& side, bool want_linear, int64_t row_count, RowStats* out,
                           cudaStream_t stream) {
-  if (!want_sums) return RunQuickStats<kHasBias, kHasCap, Classes::kNone>(view, side, row_count, out, stream);
+  if (!want_linear) return RunQuickStats<kHasBias, kHasCap, Classes::kNone>(view, side, row_count, out, stream);
   if (side.class_weights.data == nullptr) {
     return RunQuickStats<kHasBias, kHasCap, Classes::kEqual>(view, side, row_count, out, stream);
   }
   return RunQuickStats<kHasBias, kHasCap, Classes::kWeighted>(view, side, row_count, out, stream);
 }
 
+// Of this shard's columns; null: all 1, or not asked for.
+const float* LinearWeights(const LogitsView& logits, const CrossEntropyOptions& options) {
+  if (options.term.label_smoothing == 0 || options.term.class_weights == nullptr) return nullptr;
+  return options.term.class_weights + logits.vocab_start;
+}
+
 template <typename T>
 StatsTargets MakeStatsTargets(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options) {
-  const float* class_weights = options.term.label_smoothing > 0 ? options.term.class_weights : nullptr;
-  if (class_weights != nullptr) class_weights += logits.vocab_start;
-  return {rows.targets, MakeSideArray<T>(class_weights, Element::kFloat32)};
+  return {rows.targets, MakeSideArray<T>(LinearWeights(logits, options), Element::kFloat32)};
 }
 
 // --- Both sides of a divergence --------------------------------------------------------------------------------------------------
@@ -555,8 +580,8 @@ __global__ void __launch_bounds__(128)
   for (int32_t shard = 0; shard < shard_count; ++shard) {
     const SoftStats s = student[shard * row_count + row];
     const SoftStats t = teacher[shard * row_count + row];
-    MergeStats(PieceStats{s.max, s.sum, 0, 0}, &merged[0]);
-    MergeStats(PieceStats{t.max, t.sum, 0, 0}, &merged[1]);
+    MergeStats(PieceStats{s.max, s.sum, 0, 0, 0, 0, 0}, &merged[0]);
+    MergeStats(PieceStats{t.max, t.sum, 0, 0, 0, 0, 0}, &merged[1]);
     if (s.top_column >= 0 && s.max > top) {
       top = s.max;
       top_column = s.top_column;
@@ -577,20 +602,27 @@ cudaError_t LaunchRowStats(const LogitsView& logits, const ChunkRows& rows, cons
                            cudaStream_t stream) {
   if (rows.row_count == 0) return cudaSuccess;
   if (logits.element == Element::kFloat64) {
-    WideStatsKernel<<<static_cast<unsigned>(rows.row_count), kThreads, 0, stream>>>(
-        MakeRowView<double>(logits), MakeStatsTargets<double>(logits, rows, options), out);
+    const RowView<double> view = MakeRowView<double>(logits);
+    const StatsTargets side = MakeStatsTargets<double>(logits, rows, options);
+    const auto blocks = static_cast<unsigned>(rows.row_count);
+    if (options.want_rest) {
+      WideStatsKernel<true><<<blocks, kThreads, 0, stream>>>(view, side, out);
+    } else {
+      WideStatsKernel<false><<<blocks, kThreads, 0, stream>>>(view, side, out);
+    }
     return cudaGetLastError();
   }
   if (logits.element != Element::kFloat32) return cudaErrorInvalidValue;
+  if (options.want_rest) return LaunchRowDistribution(logits, rows, LinearWeights(logits, options), out, stream);
   const RowView<float> view = MakeRowView<float>(logits);
   const StatsTargets side = MakeStatsTargets<float>(logits, rows, options);
-  const bool want_sums = options.term.label_smoothing > 0 || options.want_weighted;
+  const bool want_linear = options.term.label_smoothing > 0;
   if (logits.bias != nullptr) {
-    return logits.transform.softcap != 0 ? RunQuickStats<true, true>(view, side, want_sums, rows.row_count, out, stream)
-                                         : RunQuickStats<true, false>(view, side, want_sums, rows.row_count, out, stream);
+    return logits.transform.softcap != 0 ? RunQuickStats<true, true>(view, side, want_linear, rows.row_count, out, stream)
+                                         : RunQuickStats<true, false>(view, side, want_linear, rows.row_count, out, stream);
   }
-  return logits.transform.softcap != 0 ? RunQuickStats<false, true>(view, side, want_sums, rows.row_count, out, stream)
-                                       : RunQuickStats<false, false>(view, side, want_sums, rows.row_count, out, stream);
+  return logits.transform.softcap != 0 ? RunQuickStats<false, true>(view, side, want_linear, rows.row_count, out, stream)
+                                       : RunQuickStats<false, false>(view, side, want_linear, rows.row_count, out, stream);
 }
 
 cudaError_t LaunchSoftStats(const LogitsView& student, const LogitsView& teacher, int64_t row_count, const DivergenceTerm& term,

@@ -9,7 +9,10 @@
 namespace headwater::cuda {
 namespace {
 
-Transform TransformOf(const HeadSpec& spec) { return {spec.transform.logit_scale, spec.transform.softcap.value_or(0)}; }
+// Of logits over a temperature: z / T = (softcap / T) * tanh((a / T) / (softcap / T)). No kernel knows of it.
+Transform TransformOf(const HeadSpec& spec, double inverse_temperature) {
+  return {spec.transform.logit_scale * inverse_temperature, spec.transform.softcap.value_or(0) * inverse_temperature};
+}
 
 bool Is16Bit(DataType type) { return type != DataType::kFloat32; }
 
@@ -27,6 +30,7 @@ bool TakesAllRows(const LossTerm& term) {
   for (const int32_t target : term.targets) {
     if (target == term.ignore_index) return false;
   }
+  // A row of weight 0 may have factors; so rare a case is not looked at.
   for (const float weight : term.token_weights) {
     if (weight == 0) return false;
   }
@@ -49,7 +53,9 @@ int64_t RowsWithGradient(const std::vector<TermRun>& terms, const MicroBatch& mi
   for (int64_t i = 0; i < term.row_count; ++i) {
     const size_t row = static_cast<size_t>(i);
     const bool ignored = !term.targets.empty() && term.targets[row] == term.ignore_index;
-    if (!ignored && (term.token_weights.empty() || term.token_weights[row] != 0)) ++count;
+    const auto is_zero = [row](absl::Span<const float> factors) { return factors.empty() || factors[row] == 0; };
+    const bool has_weight = term.token_weights.empty() || term.token_weights[row] != 0;
+    if (!ignored && (has_weight || !is_zero(term.entropy_factors) || !is_zero(term.lse_factors))) ++count;
   }
   return count;
 }
@@ -116,12 +122,13 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
   const HeadSpec& spec = run.head->spec();
   const LossTerm& term = *plan->term;
   run.cross_entropy.term = plan->cross_entropy;
-  run.cross_entropy.want_weighted = plan->wants_weighted;
+  run.cross_entropy.want_rest = plan->wants_weighted || plan->wants_squares || plan->wants_total;
   run.cross_entropy.want_argmax = plan->wants_argmax;
+  run.cross_entropy.want_distance = plan->has_entropy_factors;
   run.finish.cross_entropy = run.cross_entropy;
   run.finish.hard_weight = plan->hard_weight;
   run.finish.loss_scale = term.loss_scale;
-  run.finish.transform = TransformOf(spec);
+  run.finish.transform = TransformOf(spec, plan->cross_entropy.inverse_temperature);
   run.finish.divergence_follows = plan->jsd != nullptr;
 
   bool narrow = Is16Bit(spec.data_type) && micro_batch.hidden.data_type == spec.data_type;
@@ -144,7 +151,7 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
                      IsOrdinaryScale(spec.transform.logit_scale, run.divergence.student_temperature) &&
                      IsOrdinaryScale(run.teacher->spec().transform.logit_scale, run.divergence.teacher_temperature);
   const bool plain =
-      plan->jsd == nullptr && plan->cross_entropy.label_smoothing == 0 && !plan->wants_weighted && !plan->wants_argmax;
+      plan->jsd == nullptr && plan->cross_entropy.label_smoothing == 0 && !run.cross_entropy.want_rest && !plan->wants_argmax;
   if (hopper && narrow && plain && spec.data_type == DataType::kBFloat16) run.large_form = Form::kExponentials;
   run.finish.matrix_element = run.MatrixElement();
   if (TakesAllRows(term)) {
@@ -178,7 +185,8 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
     *list = workspace->Take<int32_t>(rows);
   }
   buffers.starts = workspace->Take<int32_t>(rows + 1);
-  buffers.token_weights = workspace->Take<float>(rows);
+  for (float** list : {&buffers.token_weights, &buffers.entropy_factors, &buffers.lse_factors})
+    *list = workspace->Take<float>(rows);
   if (term.as_on_host || !term.hidden_in_place) buffers.hidden = workspace->TakeBytes(rows * padded * element_bytes);
   if (wide) {
     buffers.wide_hidden = workspace->Take<double>(rows * padded);

@@ -78,6 +78,8 @@ struct TermBuffers {
   // Uploaded: [rows] each.
   int32_t* targets = nullptr;
   float* token_weights = nullptr;
+  float* entropy_factors = nullptr;  // this and the next only if a row has some
+  float* lse_factors = nullptr;
   int32_t* source_rows = nullptr;  // where the hidden states of a row are
   int32_t* teacher_rows = nullptr;
   int32_t* chunk_rows = nullptr;   // place in the chunk

@@ -3,7 +3,7 @@
 //
 // Run: 012_row_passes [check|time]
 //
-// Links: kernels/cuda/row_statistics.cu kernels/cuda/finish_rows.cu kernels/cuda/row_gradient.cu
+// Links: kernels/cuda/row_distribution.cu kernels/cuda/row_statistics.cu kernels/cuda/finish_rows.cu kernels/cuda/row_gradient.cu
 
 #include <cuda_fp16.h>
 
@@ -161,8 +161,9 @@ class Chunk {
     finish.cross_entropy.term.z_loss = c.z_loss;
     finish.cross_entropy.term.class_weights = c.class_weights ? device_weights_.get() : nullptr;
     for (const float weight : weights) finish.cross_entropy.term.class_weight_sum += static_cast<double>(weight);
+    finish.cross_entropy.term.class_weight_bound = finish.cross_entropy.term.class_weight_sum;  // none is negative
     finish.cross_entropy.term.valid_vocab_size = c.vocab;
-    finish.cross_entropy.want_weighted = c.weighted;
+    finish.cross_entropy.want_rest = c.weighted;
     finish.cross_entropy.want_argmax = true;
     finish.loss_scale = 8;
     finish.transform = {c.scale, c.cap};

@@ -157,6 +157,12 @@ __device__ __forceinline__ void LoadSide(const SideArray& side, int32_t j, int32
   for (int i = 0; i < kCount; ++i) to[i] = From16Bit(bits[i], side.element);
 }
 
+// Rounded as they stand: never a part of a fused multiply-add.
+__device__ __forceinline__ float RoundedProduct(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double RoundedProduct(double a, double b) { return __dmul_rn(a, b); }
+__device__ __forceinline__ float RoundedDifference(float a, float b) { return __fsub_rn(a, b); }
+__device__ __forceinline__ double RoundedDifference(double a, double b) { return __dsub_rn(a, b); }
+
 // Products to logits, in place, and d(logit)/d(argument). kMayBias and kMayCap: whether `view` may have them.
 template <bool kMayBias, bool kMayCap, bool kWantDerivative, typename T>
 __device__ __forceinline__ void ToLogits(const RowView<T>& view, int32_t j, T (&values)[kVector<T>], T (&derivative)[kVector<T>]) {
@@ -326,6 +332,33 @@ __device__ __forceinline__ bool HasExceptions(int32_t j, int32_t columns, int32_
   return j + 4 > columns || static_cast<uint32_t>(target - j) < 4u;
 }
 
+// --- Any row of a cross entropy --------------------------------------------------------------------------------------------------
+
+// Products to logits, in place, and d(logit)/d(argument). Statistics and gradient have the same bits, fp32 ones also with those of
+// ToLogitsQuick().
+template <bool kWantDerivative>
+__device__ __forceinline__ void ToGeneralLogits(const RowView<double>& view, int32_t j, double (&values)[2],
+                                                double (&derivative)[2]) {
+  ToLogits<true, true, kWantDerivative>(view, j, values, derivative);
+}
+template <bool kWantDerivative>
+__device__ __forceinline__ void ToGeneralLogits(const RowView<float>& view, int32_t j, float (&values)[4], float (&derivative)[4]) {
+  float bias[4] = {};
+  if (view.bias.data != nullptr) {
+    LoadSide(view.bias, j, view.columns, bias);
+    ToArguments<true>(view, bias, values, values);
+  } else {
+    ToArguments<false>(view, bias, values, values);
+  }
+  if (view.cap != 0.0f) {
+    ToLogitsQuick<true, false>(view, values, derivative);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) derivative[i] *= 4.0f;
+  } else {
+    ToLogitsQuick<false, false>(view, values, derivative);
+  }
+}
+
 // --- A divergence's two sides ----------------------------------------------------------------------------------------------------
 
 template <typename T>
@@ -375,9 +408,6 @@ __device__ __forceinline__ SoftRow<T> MakeSoftRow(const DivergenceSides<T>& side
   soft.top_column = row.top_column < 0 ? -1 : row.top_column - sides.student.vocab_start;
   return soft;
 }
-
-__device__ __forceinline__ float RoundedProduct(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ double RoundedProduct(double a, double b) { return __dmul_rn(a, b); }
 
 // `student` and `teacher` are logits, not yet tempered. Both products are rounded: with one of them fused into the difference,
 // equal logits would not cancel.

@@ -1,0 +1,288 @@
+// Statistics of rows of fp32 products with what entropy, log_sum_sq_probs and mean_logits need (PieceStats::rest and its kin).
+//
+// Mapping   as row_statistics.cu: one block a row, or four rows beside which a bias or class weights are read. Of four the
+//           differences are not better than fp32's, which is below what the products' own errors make of them.
+// Traffic   every product is read once, nothing of that size is written.
+// Numerics  A thread keeps its largest logit out of the sums, and adds the one that it displaces: sums that are small against the
+//           row's 1 keep their digits. They are relative to a logit near that maximum: fp32 over 16 elements, fp64 across those,
+//           threads and warps, in a fixed order. Differences of logits are rounded as they stand, so that equal logits have none.
+//           NaN is looked for where the sum of four logits has it.
+#include "kernels/cuda/device/row_block.cuh"
+#include "kernels/cuda/device/row_math.cuh"
+#include "kernels/cuda/row_passes.h"
+
+namespace headwater::cuda {
+namespace {
+
+using row_block::BlockMax;
+using row_block::BlockSum;
+using row_block::kVector;
+using row_block::LoadSide;
+using row_block::LoadVector;
+using row_block::MakeRowView;
+using row_block::MakeSideArray;
+using row_block::RowView;
+using row_block::SideArray;
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int32_t kStep = kThreads * kVector<float>;
+constexpr int32_t kNoColumn = INT32_MAX;
+// In the place of columns that do not count, and of logits that are lower: finite, so that nothing that is made of it is NaN, and
+// e^ of it is 0.
+constexpr float kNothing = -2e38f;
+// Sums move to another base only where a logit exceeds it by more, so that they rarely do.
+constexpr float kBaseSlack = 4.0f;
+
+// What a thread has of a row: sums over all but its largest logit, but for `total` and `linear`.
+struct Distribution {
+  float top = kNothing;
+  float base = 0;
+  float limit = kNothing;  // a higher logit is the next base
+  int32_t best = -1;       // the first vector that has `top`
+  // Of the vectors since Flush().
+  float step_rest = 0, step_weighted = 0, step_squares = 0, step_total = 0, step_linear = 0;
+  double rest = 0;      // sum of e^{z - base}
+  double weighted = 0;  // times z - base
+  double squares = 0;
+  double total = 0;   // sum of z
+  double linear = 0;  // sum of class_weight z
+
+  __device__ __forceinline__ void Flush() {
+    rest += static_cast<double>(step_rest);
+    weighted += static_cast<double>(step_weighted);
+    squares += static_cast<double>(step_squares);
+    total += static_cast<double>(step_total);
+    linear += static_cast<double>(step_linear);
+    step_rest = step_weighted = step_squares = step_total = step_linear = 0;
+  }
+
+  // Relative to `to` >= base.
+  __device__ __forceinline__ void MoveTo(double to) {
+    const double shift = static_cast<double>(base) - to;
+    const double factor = exp(shift);
+    weighted = factor == 0 ? 0.0 : factor * (weighted + shift * rest);
+    rest *= factor;
+    squares *= factor * factor;
+  }
+};
+
+struct DistributionParams {
+  RowView<float> view;
+  const int32_t* targets;   // or null
+  SideArray class_weights;  // of this shard's columns; data null: all 1
+  int64_t row_count;
+  RowStats* out;
+};
+
+// What the rounding of a - b to `difference` has lost.
+__device__ __forceinline__ float DifferenceError(float a, float b, float difference) {
+  const float of_a = __fadd_rn(difference, b);
+  const float of_b = __fsub_rn(of_a, difference);
+  return __fadd_rn(__fsub_rn(a, of_a), __fsub_rn(of_b, b));
+}
+
+// Adds the logits `z` of columns [j, j + 4). What is rare stands in one branch. kExact: with what the differences' rounding loses.
+template <bool kExact>
+__device__ __forceinline__ void AddVector(float (&z)[4], bool has_weights, const float (&weights)[4], int32_t j, int32_t columns,
+                                          int32_t target, Distribution* stats) {
+  float total = (z[0] + z[1]) + (z[2] + z[3]);
+  float linear = 0;
+  if (has_weights) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) linear = fmaf(weights[i], z[i], linear);
+  }
+  const float largest = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
+  if (row_block::HasExceptions(j, columns, target) || largest > stats->limit || !(fabsf(total + linear) < INFINITY)) {
+    bool counts[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) counts[i] = j + i < columns && j + i != target;
+    total = ((counts[0] ? z[0] : 0.0f) + (counts[1] ? z[1] : 0.0f)) + ((counts[2] ? z[2] : 0.0f) + (counts[3] ? z[3] : 0.0f));
+    linear = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      // A weight of 0 wins over a logit that is not finite.
+      if (has_weights && counts[i] && weights[i] != 0.0f) linear = fmaf(weights[i], z[i], linear);
+      if (counts[i] && isnan(z[i])) stats->step_rest = z[i];  // and stays
+      if (!counts[i] || !(z[i] > kNothing)) z[i] = kNothing;
+    }
+    const float others = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
+    if (others > stats->limit) {
+      stats->Flush();
+      if (stats->best >= 0) stats->MoveTo(static_cast<double>(others));
+      stats->base = others;
+      stats->limit = others + kBaseSlack;
+    }
+  }
+  const float high[2] = {fmaxf(z[0], z[1]), fmaxf(z[2], z[3])};
+  const float vector_top = fmaxf(high[0], high[1]);
+  // All but the largest, and what that displaces.
+  const float values[4] = {fminf(z[0], z[1]), fminf(z[2], z[3]), fminf(high[0], high[1]), fminf(stats->top, vector_top)};
+  if (vector_top > stats->top) {
+    stats->top = vector_top;
+    stats->best = j;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float shifted = fmaxf(row_block::RoundedDifference(values[i], stats->base), -1e30f);
+    const float lost = kExact ? DifferenceError(values[i], stats->base, shifted) : 0.0f;
+    const float e = kExact ? row_math::ExpClamped(shifted, lost) : row_math::ExpClamped(shifted);
+    stats->step_rest += e;
+    stats->step_weighted = fmaf(e, shifted, stats->step_weighted);
+    stats->step_squares = fmaf(e, e, stats->step_squares);
+  }
+  stats->step_total += total;
+  stats->step_linear += linear;
+}
+
+// Products to logits; any transform, told apart at run time.
+template <int kVectors, int kRows>
+__device__ __forceinline__ void ToLogits(const RowView<float>& view, float (&z)[kVectors][kRows][4]) {
+  if (view.cap == 0.0f) return;
+  if (row_block::AllNear<true>(view, z)) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float unused[4];
+        row_block::ToLogitsQuick<true, true>(view, z[v][r], unused);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float unused[4];
+        row_block::ToLogitsQuick<true, false>(view, z[v][r], unused);
+      }
+    }
+  }
+}
+
+// kHasSides: a bias or class weights. kRows: of a block, not more than there are; the last block takes rows of the block before it
+// again, with the same results.
+template <bool kHasSides, int kRows>
+__global__ void __launch_bounds__(kThreads, kHasSides ? 2 : 3) DistributionKernel(const DistributionParams params) {
+  constexpr int kVectors = row_block::kQuickVectors / kRows;  // of a row at a time
+  const RowView<float>& view = params.view;
+  const int64_t first_row = min(static_cast<int64_t>(blockIdx.x) * kRows, params.row_count - kRows);
+  const float* products = view.products + first_row * view.stride;
+  const int32_t columns = view.columns;
+  const bool has_bias = kHasSides && view.bias.data != nullptr, has_weights = kHasSides && params.class_weights.data != nullptr;
+  int32_t target[kRows];  // matches no column if the row has none or it lies elsewhere
+  Distribution stats[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) target[r] = params.targets == nullptr ? -1 : params.targets[first_row + r] - view.vocab_start;
+
+  auto first = static_cast<int32_t>(threadIdx.x) * 4;
+  float next[kVectors][kRows][4];
+  row_block::SideBits next_bias[kVectors] = {}, next_weights[kVectors] = {};
+  const auto load = [&](int32_t from) {
+    row_block::LoadQuick<kVectors, kRows, kStep>(products, view.stride, kRows, from, columns, next);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int32_t j = from + v * kStep;
+      if (has_bias) next_bias[v] = row_block::LoadSideBits<false>(view.bias, j, columns);
+      if (has_weights) next_weights[v] = row_block::LoadSideBits<true>(params.class_weights, j, columns);
+    }
+  };
+  if (columns > 0) load(first);
+  for (int32_t count = kVectors; first < columns; first += kStep * kVectors, count += kVectors) {
+    float z[kVectors][kRows][4], weights[kVectors][4] = {};
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      float bias[4] = {};
+      if (has_bias) row_block::Convert<false>(next_bias[v], view.bias.element, bias);
+      if (has_weights) row_block::Convert<true>(next_weights[v], Element::kFloat32, weights[v]);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) row_block::ToArguments<kHasSides>(view, bias, next[v][r], z[v][r]);
+    }
+    load(first + kStep * kVectors);
+    ToLogits(view, z);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int32_t j = first + v * kStep;
+      if (kVectors == 1 || j < columns) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) AddVector<kRows == 1>(z[v][r], has_weights, weights[v], j, columns, target[r], &stats[r]);
+      }
+    }
+    if (count % row_block::kQuickVectors == 0) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) stats[r].Flush();
+    }
+  }
+
+  __shared__ float shared_max[kRows][kWarps];
+  __shared__ int32_t shared_column[kRows][kWarps];
+  __shared__ double shared_sums[kRows][5][kWarps];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    Distribution& of_row = stats[r];
+    of_row.Flush();
+    const float row_max = BlockMax<kThreads>(of_row.top, shared_max[r]);
+    int32_t own_column = kNoColumn;
+    if (of_row.best >= 0 && of_row.top == row_max) {
+      // Its logits once more, to see which it was.
+      const int32_t j = of_row.best;
+      float vector[4], bias[4] = {}, again[1][1][4];
+      LoadVector(products + r * view.stride + j, vector);
+      if (has_bias) LoadSide(view.bias, j, columns, bias);
+      row_block::ToArguments<kHasSides>(view, bias, vector, again[0][0]);
+      ToLogits(view, again);
+#pragma unroll
+      for (int i = 3; i >= 0; --i) {
+        if (j + i < columns && j + i != target[r] && again[0][0][i] == row_max) own_column = j + i;
+      }
+    }
+    // Smallest column of those with the maximum: the largest negative.
+    const int32_t column = -BlockMax<kThreads>(-own_column, shared_column[r]);
+    if (of_row.best >= 0) {
+      of_row.MoveTo(static_cast<double>(row_max));
+      if (own_column != column) {
+        // This thread's largest logit is not the row's.
+        const double shift = static_cast<double>(of_row.top) - static_cast<double>(row_max);
+        const double e = exp(shift);
+        of_row.rest += e;
+        of_row.weighted += e == 0 ? 0.0 : e * shift;
+        of_row.squares += e * e;
+      }
+    }
+    double sums[5] = {of_row.rest, of_row.weighted, of_row.squares, of_row.total, of_row.linear};
+    BlockSum<kThreads>(sums, shared_sums[r]);
+    if (threadIdx.x == 0) {
+      RowStats result;
+      const bool has_top = column != kNoColumn;
+      const double rest = row_max == INFINITY ? kRowNan : sums[0];
+      if (has_top) {
+        result.best = static_cast<double>(row_max);
+        result.best_column = static_cast<double>(view.vocab_start + column);
+      }
+      result.others = {result.best, has_top ? 1 + rest : rest, sums[1], has_weights ? sums[4] : sums[3], rest, sums[2], sums[3]};
+      params.out[first_row + r] = result;
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t LaunchRowDistribution(const LogitsView& logits, const ChunkRows& rows, const float* class_weights, RowStats* out,
+                                  cudaStream_t stream) {
+  if (logits.element != Element::kFloat32) return cudaErrorInvalidValue;
+  if (rows.row_count == 0) return cudaSuccess;
+  const DistributionParams params = {MakeRowView<float>(logits), rows.targets,
+                                     MakeSideArray<float>(class_weights, Element::kFloat32), rows.row_count, out};
+  constexpr int kRows = row_block::kQuickVectors;
+  const auto blocks = static_cast<unsigned>(rows.row_count);
+  if (logits.bias == nullptr && class_weights == nullptr) {
+    DistributionKernel<false, 1><<<blocks, kThreads, 0, stream>>>(params);
+  } else if (rows.row_count < row_block::kSharingRows) {
+    DistributionKernel<true, 1><<<blocks, kThreads, 0, stream>>>(params);
+  } else {
+    DistributionKernel<true, kRows><<<(blocks + kRows - 1) / kRows, kThreads, 0, stream>>>(params);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace headwater::cuda
