@@ -15,9 +15,11 @@
 #include <cstdlib>
 #include <exception>
 #include <future>
+#include <limits>
 #include <map>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -41,8 +43,20 @@ using testing::CheckCuda;
 using testing::CheckStatus;
 
 constexpr int64_t kVocab = 128256;
+constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 // What a copy on the device reaches on an H200, read and written together.
 constexpr double kBytesPerSecond = 4.2e12;
+
+// Calls that a case makes of a micro-batch: one that trains, against the bare products; or those of a loss whose forward and
+// backward are calls of their own (docs/adr/0027), against the same calls of a plain cross entropy, as a held contribution makes
+// them.
+struct Calls {
+  bool trains = true;
+  bool forward = false;        // outputs, no gradient
+  bool backward = false;       // the gradient, by factors of each row
+  bool entropy = false;        // as an output and with factors, beside loss and log-sum-exp
+  bool other_outputs = false;  // mean_logits and log_sum_sq_probs
+};
 
 struct BenchCase {
   const char* name;
@@ -54,7 +68,15 @@ struct BenchCase {
   double ignored_share = 0;      // the floor computes all rows
   int64_t micro_batch_rows = 0;  // in micro-batches of so many rows, each by its own caller; 0: in one
   bool memory_bound = false;     // against the bytes that must move instead of the products
+  Calls calls = {};
 };
+
+// A case of 8192 rows that makes such calls.
+constexpr BenchCase Factored(const char* name, double at_most, const Calls& calls) {
+  BenchCase bench_case = {name, 8192, 4096, at_most};
+  bench_case.calls = calls;
+  return bench_case;
+}
 
 constexpr BenchCase kCases[] = {
     {"ce_n4096_h4096_v128256", 4096, 4096, 1.06},
@@ -69,6 +91,10 @@ constexpr BenchCase kCases[] = {
     {"ce_n1_h4096_v128256", 1, 4096, 1.5, 0, false, 0, 0, true},
     {"ce_n128_h4096_v128256", 128, 4096, 1.5, 0, false, 0, 0, true},
     {"ce_n256_h4096_v128256", 256, 4096, 1.5, 0, false, 0, 0, true},
+    Factored("triple_n8192_h4096_v128256", 1.1, {false, true, true, true, true}),
+    Factored("triple_forward_n8192_h4096_v128256", kNoLimit, {false, true, false, true, true}),
+    Factored("triple_commit_n8192_h4096_v128256", kNoLimit, {false, false, true, true, true}),
+    Factored("loss_lse_n8192_h4096_v128256", 1.02, {false, true, true, false, false}),
 };
 
 struct Settings {
@@ -230,6 +256,15 @@ class Runner {
       for (std::vector<float>* output : {&token_loss_, &lse_, &target_log_probability_, &entropy_}) output->resize(targets_.size());
       argmax_.resize(targets_.size());
     }
+    if (!case_.calls.trains) {
+      std::normal_distribution<float> normal;
+      for (std::vector<float>* factors : {&token_weights_, &entropy_factors_, &lse_factors_}) {
+        for (int64_t i = 0; i < case_.rows; ++i) factors->push_back(normal(random));
+      }
+      for (std::vector<float>* output : {&token_loss_, &lse_, &entropy_, &mean_logits_, &log_sum_sq_probs_}) {
+        output->resize(targets_.size());
+      }
+    }
     CheckCuda(cudaDeviceSynchronize(), "making inputs");
     CheckStatus(head_.ZeroGradient(), "ZeroGradient");
   }
@@ -237,6 +272,10 @@ class Runner {
   // The whole of the rows, so many times; micro-batches each by a caller of its own. Throws unless the losses can be those of the
   // rows.
   void RunEngine(int count) {
+    if (!case_.calls.trains) {
+      for (int i = 0; i < count; ++i) MakeCalls(/*is_plain=*/false);
+      return;
+    }
     if (case_.micro_batch_rows == 0) {
       for (int i = 0; i < count; ++i) ComputeRows(0, case_.rows);
       return;
@@ -255,6 +294,15 @@ class Runner {
       RunEngine(count);
       CheckCuda(cudaDeviceSynchronize(), "the engine's last products");
     };
+    if (!case_.calls.trains) {
+      const double product = 2.0 * static_cast<double>(case_.rows * case_.width * kVocab);
+      floor_flop_ = product * (case_.calls.forward ? 1 : 0) + product * (case_.calls.backward ? 3 : 0);
+      const Repeat plain = [this](int count) {
+        for (int i = 0; i < count; ++i) MakeCalls(/*is_plain=*/true);
+        CheckCuda(cudaDeviceSynchronize(), "the engine's last products");
+      };
+      return TimeAlternately(plain, candidate, options, workplace_.monitor());
+    }
     if (case_.memory_bound)
       return TimeAgainst(1000 * BytesThatMustMove() / kBytesPerSecond, candidate, options, workplace_.monitor());
     FloorInputs inputs;
@@ -292,7 +340,6 @@ class Runner {
   double BytesThatMustMove() const { return static_cast<double>(kVocab * case_.width) * (2 * 2 + 2 * 4); }
 
   void ComputeRows(int64_t start, int64_t count) {
-    const int64_t row_bytes = case_.width * 2;
     const size_t first = static_cast<size_t>(start);
     LossTerm term;
     term.head = &head_;
@@ -312,25 +359,62 @@ class Runner {
       term.entropy = &entropy_[first];
       term.argmax = &argmax_[first];
     }
+    Compute(term, start, count, /*backward=*/true);
+  }
+
+  // The calls of the case for all rows; plain ones of a cross entropy whose rows have weights.
+  void MakeCalls(bool is_plain) {
+    LossTerm term;
+    term.head = &head_;
+    term.row_count = case_.rows;
+    term.targets = targets_;
+    term.loss_scale = 0.37 / static_cast<double>(case_.rows);
+    const bool with_entropy = case_.calls.entropy && !is_plain;
+    if (case_.calls.forward) {
+      LossTerm outputs = term;
+      outputs.token_loss = token_loss_.data();
+      if (!is_plain) outputs.lse = lse_.data();
+      if (with_entropy) outputs.entropy = entropy_.data();
+      if (case_.calls.other_outputs && !is_plain) {
+        outputs.mean_logits = mean_logits_.data();
+        outputs.log_sum_sq_probs = log_sum_sq_probs_.data();
+      }
+      Compute(outputs, 0, case_.rows, /*backward=*/false);
+    }
+    if (case_.calls.backward) {
+      term.token_weights = token_weights_;
+      if (!is_plain) term.lse_factors = lse_factors_;
+      if (with_entropy) term.entropy_factors = entropy_factors_;
+      Compute(term, 0, case_.rows, /*backward=*/true);
+    }
+  }
+
+  void Compute(const LossTerm& term, int64_t start, int64_t count, bool backward) {
+    const int64_t row_bytes = case_.width * 2;
     MicroBatch micro_batch;
     micro_batch.hidden = {hidden_.as<uint8_t>() + start * row_bytes, count, case_.width, DataType::kBFloat16, MemorySpace::kDevice};
     micro_batch.terms = absl::MakeConstSpan(&term, 1);
-    micro_batch.backward = true;
-    micro_batch.grad_hidden = {grad_hidden_.as<uint8_t>() + start * row_bytes, count, case_.width, DataType::kBFloat16,
-                               MemorySpace::kDevice};
-    micro_batch.grad_weight = GradWeightMode::kAccumulate;
+    micro_batch.backward = backward;
+    if (backward) {
+      micro_batch.grad_hidden = {grad_hidden_.as<uint8_t>() + start * row_bytes, count, case_.width, DataType::kBFloat16,
+                                 MemorySpace::kDevice};
+      micro_batch.grad_weight = GradWeightMode::kAccumulate;
+    }
     const absl::StatusOr<MicroBatchResult> result = workplace_.engine().Compute(micro_batch);
     CheckStatus(result.status(), "Compute");
     const LossSums& sums = result->terms[0];
     const double mean = sums.loss_sum / static_cast<double>(sums.valid_token_count);
-    if (!(mean > 0.01 && mean < 20) || sums.non_finite_row_count != 0) throw std::runtime_error("the engine computed nonsense");
+    // With weights of either sign it may be anything small.
+    const double least = term.token_weights.empty() ? 0.01 : -20;
+    if (!(mean > least && mean < 20) || sums.non_finite_row_count != 0) throw std::runtime_error("the engine computed nonsense");
   }
 
   const BenchCase& case_;
   Workplace& workplace_;
   Buffer hidden_, grad_hidden_, teacher_hidden_, device_targets_;
   std::vector<int32_t> targets_;
-  std::vector<float> class_weights_, token_loss_, lse_, target_log_probability_, entropy_;
+  std::vector<float> class_weights_, token_loss_, lse_, target_log_probability_, entropy_, mean_logits_, log_sum_sq_probs_;
+  std::vector<float> token_weights_, entropy_factors_, lse_factors_;
   std::vector<int32_t> argmax_;
   EngineHead& head_;
   EngineHead* teacher_ = nullptr;
@@ -345,8 +429,12 @@ double WorkspaceMiB(const MemoryPlan& plan) {
 
 void Report(const BenchCase& bench_case, const BlockTimes& times, const Runner& runner, testing::FigureFile* figures) {
   const std::string name = std::string("cuda_") + bench_case.name;
-  const char* ratio_unit = bench_case.memory_bound ? "x bytes at 4.2 TB/s" : "x products";
-  figures->Add({name + "_ratio", times.ratio, ratio_unit, bench_case.at_most});
+  const char* ratio_unit = !bench_case.calls.trains  ? "x plain calls"
+                           : bench_case.memory_bound ? "x bytes at 4.2 TB/s"
+                                                     : "x products";
+  std::optional<double> at_most;
+  if (bench_case.at_most < kNoLimit) at_most = bench_case.at_most;
+  figures->Add({name + "_ratio", times.ratio, ratio_unit, at_most});
   figures->Add({name + "_spread", times.ratio_spread, "(max-min)/median", {}});
   figures->Add({name + "_burst_ratio", times.burst_ratio, ratio_unit, {}});
   figures->Add({name + "_ms", times.candidate_ms, "ms", {}});
