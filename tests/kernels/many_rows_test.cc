@@ -54,6 +54,26 @@ TEST_P(ManyRowsOption, MatchesFp64WithoutTokenOutputs) {
   }
 }
 
+// Outputs alone: an engine may have them without logits in memory.
+TEST_P(ManyRowsOption, OutputsWithoutAGradientMatchFp64) {
+  ProblemOptions problem_options = ManyRows(GetParam());
+  problem_options.entropy_factors = problem_options.lse_factors = false;
+  const Problem problem = MakeProblem(problem_options);
+  const Expected expected = ComputeExpected(problem);
+  ComputeOptions options;
+  options.backward = options.grad_hidden = false;
+  options.grad_weight = GradWeightMode::kNone;
+  for (const int32_t shard_count : {1, 3}) {
+    SCOPED_TRACE("shards " + std::to_string(shard_count));
+    EngineOptions engine_options;
+    engine_options.shard_count = shard_count;
+    Outcome outcome = RunOnce(problem, engine_options, options);
+    for (const Gradient& gradient : outcome.gradients) ExpectGradientZero(gradient);
+    outcome.gradients.clear();
+    ExpectOutcomeMatches(problem, expected, outcome);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, ManyRowsOption, ::testing::ValuesIn(CrossEntropyOptionCases()),
                          [](const auto& test) { return test.param.name; });
 
