@@ -247,25 +247,6 @@ absl::Status CheckMicroBatch(const MicroBatch& micro_batch, bool has_device) {
   return absl::OkStatus();
 }
 
-absl::Status RefuseUnbuiltOptions(const MicroBatch& micro_batch) {
-  for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
-    const LossTerm& term = micro_batch.terms[i];
-    const auto* spec = std::get_if<CrossEntropySpec>(&term.loss);
-    const std::pair<const char*, bool> options[] = {{"cross_entropy.temperature", spec != nullptr && spec->temperature != 1},
-                                                    {"cross_entropy.token_scaling", spec != nullptr && spec->token_scaling},
-                                                    {"entropy_factors", !term.entropy_factors.empty()},
-                                                    {"lse_factors", !term.lse_factors.empty()},
-                                                    {"mean_logits", term.mean_logits != nullptr},
-                                                    {"log_sum_sq_probs", term.log_sum_sq_probs != nullptr}};
-    for (const auto& [option, is_used] : options) {
-      if (!is_used) continue;
-      const std::string field = "terms[" + std::to_string(i) + "]." + option;
-      return MakeError(ErrorReason::kFeatureNotBuilt, field + " is not built in this engine", {{"field", field}});
-    }
-  }
-  return absl::OkStatus();
-}
-
 absl::StatusOr<Parallelism> ParallelismOf(const MicroBatch& micro_batch) {
   const Parallelism first = micro_batch.terms.front().head->spec().parallelism;
   for (size_t i = 0; i < micro_batch.terms.size(); ++i) {

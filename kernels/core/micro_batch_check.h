@@ -16,10 +16,6 @@ absl::Status CheckHeads(const MicroBatch& micro_batch, absl::FunctionRef<bool(co
 // weight once; changes nothing. `has_device`: whether tensors may lie in MemorySpace::kDevice.
 absl::Status CheckMicroBatch(const MicroBatch& micro_batch, bool has_device);
 
-// kFeatureNotBuilt for what an engine may not compute yet: temperature, token_scaling, factors of entropy and lse, mean_logits and
-// log_sum_sq_probs. After CheckMicroBatch().
-absl::Status RefuseUnbuiltOptions(const MicroBatch& micro_batch);
-
 // In a group: kInvalidCombination unless all heads of a call, teachers too, have the same Parallelism. Which one. After
 // CheckMicroBatch().
 absl::StatusOr<Parallelism> ParallelismOf(const MicroBatch& micro_batch);
