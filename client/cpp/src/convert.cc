@@ -129,7 +129,10 @@ absl::StatusOr<TermResult> FromProto(const v1::LossTermResult& term, int64_t row
         ReadOutput("target_log_probability", term.has_target_log_probability(), term.target_log_probability(),
                    v1::DATA_TYPE_FLOAT32, row_count, result.target_log_probability),
         ReadOutput("entropy", term.has_entropy(), term.entropy(), v1::DATA_TYPE_FLOAT32, row_count, result.entropy),
-        ReadOutput("argmax", term.has_argmax(), term.argmax(), v1::DATA_TYPE_INT32, row_count, result.argmax)}) {
+        ReadOutput("argmax", term.has_argmax(), term.argmax(), v1::DATA_TYPE_INT32, row_count, result.argmax),
+        ReadOutput("mean_logits", term.has_mean_logits(), term.mean_logits(), v1::DATA_TYPE_FLOAT32, row_count, result.mean_logits),
+        ReadOutput("log_sum_sq_probs", term.has_log_sum_sq_probs(), term.log_sum_sq_probs(), v1::DATA_TYPE_FLOAT32, row_count,
+                   result.log_sum_sq_probs)}) {
     if (!status.ok()) return status;
   }
   return result;
@@ -190,6 +193,8 @@ v1::CrossEntropyLoss ToProto(const CrossEntropyOptions& options) {
   result.set_label_smoothing(options.label_smoothing);
   result.set_z_loss(options.z_loss);
   if (!options.class_weights.empty()) *result.mutable_class_weights() = ToProto(options.class_weights);
+  if (options.temperature != 1) result.set_temperature(options.temperature);
+  result.set_token_scaling(options.token_scaling);
   return result;
 }
 
@@ -201,7 +206,8 @@ v1::JensenShannonLoss ToProto(const JsdOptions& options) {
   result.set_hard_loss_weight(options.hard_loss_weight);
   const CrossEntropyOptions& hard = options.hard_loss;
   // Options that were set without a weight for them are sent, so that the server refuses them instead of this side dropping them.
-  const bool hard_loss_set = hard.label_smoothing != 0 || hard.z_loss != 0 || !hard.class_weights.empty();
+  const bool hard_loss_set =
+      hard.label_smoothing != 0 || hard.z_loss != 0 || !hard.class_weights.empty() || hard.temperature != 1 || hard.token_scaling;
   if (options.hard_loss_weight != 0 || hard_loss_set) *result.mutable_hard_loss() = ToProto(hard);
   if (options.truncate_to_common) result.set_vocab_alignment(v1::VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON);
   return result;

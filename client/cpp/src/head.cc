@@ -49,6 +49,8 @@ void AddOutputs(const TokenOutputs& outputs, v1::MicroBatchHeader& header) {
   if (outputs.target_log_probability) header.add_outputs(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY);
   if (outputs.entropy) header.add_outputs(v1::TOKEN_OUTPUT_ENTROPY);
   if (outputs.argmax) header.add_outputs(v1::TOKEN_OUTPUT_ARGMAX);
+  if (outputs.mean_logits) header.add_outputs(v1::TOKEN_OUTPUT_MEAN_LOGITS);
+  if (outputs.log_sum_sq_probs) header.add_outputs(v1::TOKEN_OUTPUT_LOG_SUM_SQ_PROBS);
 }
 
 // Fills in everything but the terms. The views' types and sizes go in as they are: the server is the one that knows what fits.
@@ -81,6 +83,8 @@ void AddTerm(LossCall& call, const LossTerm& term, const HeadHandle& head, const
   proto.set_ignore_index(term.ignore_index);
   proto.set_loss_scale(term.loss_scale);
   if (!term.token_weights.empty()) *proto.mutable_token_weights() = ToProto(term.token_weights);
+  if (!term.entropy_factors.empty()) *proto.mutable_entropy_factors() = ToProto(term.entropy_factors);
+  if (!term.lse_factors.empty()) *proto.mutable_lse_factors() = ToProto(term.lse_factors);
   if (term.expected_weight_version.has_value()) proto.set_expected_weight_version(*term.expected_weight_version);
   const auto* const jsd = std::get_if<JsdOptions>(&term.loss);
   // Required for cross entropy, also where there are no rows.
@@ -254,6 +258,8 @@ LossTerm MakeTerm(absl::Span<const int32_t> targets, const MicroBatchOptions& mi
   LossTerm term;
   term.targets = targets;
   term.token_weights = micro_batch.token_weights;
+  term.entropy_factors = micro_batch.entropy_factors;
+  term.lse_factors = micro_batch.lse_factors;
   term.loss_scale = micro_batch.loss_scale;
   term.ignore_index = micro_batch.ignore_index;
   term.expected_weight_version = micro_batch.expected_weight_version;

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec
 from headwater import _arrays, _requests, _terms
 from headwater._errors import FailedPreconditionError, invalid_argument
 from headwater._futures import Future
-from headwater._requests import ComputeRequest, StepKey
+from headwater._requests import FACTORS, ComputeRequest, StepKey
 from headwater._terms import CrossEntropyCall, HeadReference, JsdCall, LossCall, MultiCall, Term, spread
 from headwater._types import LossResult, check_factor, check_integer, check_number, result_of
 
@@ -56,10 +56,12 @@ class HeadLosses(HeadReference):
         """Computes one micro-batch's cross entropy and gradients, and adds its `grad_weight` to the step.
 
         Same numbers as, but without building the (num_tokens, vocab_size) logits:
-            logits = transform(hidden.float() @ weight.float().T + bias)
+            logits = transform(hidden.float() @ weight.float().T + bias) / temperature
+            lse, log_p = logits.logsumexp(-1), logits.log_softmax(-1)
+            entropy = -(log_p.exp() * log_p).sum(-1)
             per_token = F.cross_entropy(logits, targets, weight=class_weights, label_smoothing=label_smoothing,
-                                        ignore_index=ignore_index, reduction="none") + z_loss * logits.logsumexp(-1) ** 2
-            (loss_scale * (token_weights * per_token).sum()).backward()
+                                        ignore_index=ignore_index, reduction="none") + z_loss * lse ** 2
+            (loss_scale * (token_weights * per_token + entropy_factors * entropy + lse_factors * lse).sum()).backward()
 
         Args:
             hidden: (num_tokens, hidden_size), float32, float16 or bfloat16; need not be the head's dtype. Not modified.
@@ -73,15 +75,21 @@ class HeadLosses(HeadReference):
                 has left it undecided; the same one again goes on with what this client's retries have made of it. None: the client
                 counts, one more for each of its retries; not for a discard, which is final unless the caller says otherwise: pass 1
                 after one's own (of attempt n, n + 1), or take another id.
-            label_smoothing: in [0, 1), spread evenly over the valid vocabulary.
+            label_smoothing: in [0, 1], spread evenly over the valid vocabulary.
             z_loss: >= 0, coefficient of lse^2 (nats^2).
-            class_weights: (valid_vocab_size,) or (vocab_size,), >= 0. They scale a row's loss; see `target_weight_sum` for means.
+            class_weights: (valid_vocab_size,) or (vocab_size,), finite. They scale a row's loss, not its z-loss; see
+                `target_weight_sum` for means.
+            temperature: > 0; divides the logits in the loss and in all outputs.
+            token_scaling: multiplies each row's loss and its gradient by the probability of the target, as a constant. Gradients of
+                entropy and lse are not multiplied.
+            entropy_factors, lse_factors: (num_tokens,) finite, any sign: the upstream gradients of each row's `entropy` and `lse`.
+                The reported sums are of the loss alone. None: 0.
             commit: "eager" adds at once; "explicit" waits for `commit` or `discard`, and takes a staging slot. Where the slots are
                 this client's own, `StagingFullError` comes at once: nobody else frees them.
             allow_held: an explicit micro-batch (or one with non_finite="refuse") that finds no free slot is HELD instead: its rows
                 are kept, and computed again at commit. Rows that are ignored may be left out: see late_token_factors.
             late_token_factors: a factor for each row will come with `commit(token_factors=...)`: it is HELD in any case.
-            outputs: among "token_loss", "lse", "target_log_probability", "entropy", "argmax".
+            outputs: among "token_loss", "lse", "target_log_probability", "entropy", "argmax", "mean_logits", "log_sum_sq_probs".
             backward: False computes losses and outputs only, in any state, and adds nothing.
             return_grad_hidden: None: as `backward` says. False if the hidden states are not trained.
             grad_hidden_scale: finite in float32; multiplies `grad_hidden` alone; world_size under data parallelism that averages.
@@ -176,6 +184,11 @@ class HeadLosses(HeadReference):
         micro_batch = _requests.check_micro_batch(contributes, options.backward, call.micro_batch)
         if options.explicit and not contributes:
             raise invalid_argument("INVALID_COMBINATION", 'commit="explicit" needs something to commit', field="commit")
+        for name in FACTORS:
+            if options.late_token_factors and any(getattr(term, name) is not None for term in checked):
+                raise invalid_argument(
+                    "INVALID_COMBINATION", f"{name} are for a call of their own: late_token_factors multiply the loss", field=name
+                )
         attempt = call.attempt
         if attempt is not None:
             attempt = check_integer(attempt, "attempt")
@@ -203,6 +216,8 @@ class HeadLosses(HeadReference):
             grad_hidden_scale=check_factor(call.grad_hidden_scale, "grad_hidden_scale"),
             grad_hidden_out=out,
         )
+        if features := [name for term in checked for name in term.features]:
+            self._backend.require(features, timeout_s)
         return _Prepared(request, _requests.compact(request), call.grad_hidden_out, timeout_s)
 
     def _compute(self, call: LossCall) -> LossResult:

@@ -12,6 +12,7 @@ import numpy as np
 from headwater import _arrays, _wire
 from headwater._errors import invalid_argument
 from headwater._requests import (
+    FACTORS,
     ComputeRequest,
     CrossEntropyOptions,
     Expected,
@@ -47,6 +48,8 @@ _OUTPUTS = {
     "target_log_probability": _wire.TOKEN_OUTPUT_TARGET_LOG_PROBABILITY,
     "entropy": _wire.TOKEN_OUTPUT_ENTROPY,
     "argmax": _wire.TOKEN_OUTPUT_ARGMAX,
+    "mean_logits": _wire.TOKEN_OUTPUT_MEAN_LOGITS,
+    "log_sum_sq_probs": _wire.TOKEN_OUTPUT_LOG_SUM_SQ_PROBS,
 }
 
 
@@ -157,13 +160,22 @@ def _put(tensor: Any, values: np.ndarray) -> None:
     tensor.data = values.astype("<f4" if is_float else "<i4", copy=False).tobytes()
 
 
+def _cross_entropy(options: CrossEntropyOptions) -> Any:
+    return _wire.CrossEntropyLoss(
+        label_smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        temperature=None if options.temperature == 1 else options.temperature,
+        token_scaling=options.token_scaling,
+    )
+
+
 def _jensen_shannon(options: JsdOptions) -> Any:
     return _wire.JensenShannonLoss(
         beta=options.beta,
         student_temperature=options.student_temperature,
         teacher_temperature=options.teacher_temperature,
         hard_loss_weight=options.hard_loss_weight,
-        hard_loss=_wire.CrossEntropyLoss(**options.hard_loss._asdict()) if options.hard_loss_weight > 0 else None,
+        hard_loss=_cross_entropy(options.hard_loss) if options.hard_loss_weight > 0 else None,
         vocab_alignment=(_wire.VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON if options.truncate_to_common else _wire.VOCAB_ALIGNMENT_REFUSE),
     )
 
@@ -218,7 +230,7 @@ def _common_term(head: str, epoch: bytes, ignore_index: int, loss: CrossEntropyO
     return _wire.LossTerm(
         head=_wire.HeadStep(head=head, head_epoch=epoch),
         ignore_index=ignore_index,
-        cross_entropy=_wire.CrossEntropyLoss(**loss._asdict()) if isinstance(loss, CrossEntropyOptions) else None,
+        cross_entropy=_cross_entropy(loss) if isinstance(loss, CrossEntropyOptions) else None,
         jensen_shannon=_jensen_shannon(loss) if isinstance(loss, JsdOptions) else None,
     ).SerializeToString()
 
@@ -232,8 +244,9 @@ def _own_term(term: TermRequest, row_count: int) -> bytes:
         message.row_start, message.row_count = term.row_start, term.row_count
     if term.targets is not None:
         _put(message.targets, term.targets)
-    if term.token_weights is not None:
-        _put(message.token_weights, term.token_weights)
+    for name in ("token_weights", *FACTORS):
+        if (vector := getattr(term, name)) is not None:
+            _put(getattr(message, name), vector)
     if term.class_weights is not None:
         hard_loss = message.jensen_shannon.hard_loss if isinstance(term.loss, JsdOptions) else message.cross_entropy
         _put(hard_loss.class_weights, term.class_weights)

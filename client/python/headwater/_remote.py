@@ -73,6 +73,7 @@ class RemoteBackend:
         self.unconfirmed: dict[str, str] = {}
         self._follows = options.get("replay_bytes", 0) > 0
         self._demanded = options["transport"]
+        self._features: frozenset[str] | None = None  # of the server, once they were asked for
         self.connection = Connection(address, options)
         self.row_memory = RowMemory(functools.partial(_allocate, self.connection))
         if self._demanded in ("shared_memory", "cuda_ipc"):
@@ -129,6 +130,19 @@ class RemoteBackend:
             named_regions=reply.named_regions,
             deterministic=reply.deterministic,
         )
+
+    def require(self, features: list[str], timeout_s: float) -> None:
+        """Raises FeatureNotBuiltError if the server lacks one of these."""
+        if self._features is None:
+            self._features = frozenset(self._server(timeout_s).features)
+        missing = [name for name in features if name not in self._features]
+        if missing:
+            raise make_error(
+                "UNIMPLEMENTED",
+                "FEATURE_NOT_BUILT",
+                f"the server at {self.address} is older than this client, and has no {missing[0]}",
+                {"feature": missing[0]},
+            )
 
     def health(self, timeout_s: float) -> str:
         answer = self.connection.call(_HEALTH_METHOD, b"", timeout_s, flags=_core.DO_NOT_WAIT)

@@ -22,7 +22,18 @@ Progress = Callable[[int, int], None]
 DEFAULT_IGNORE_INDEX = -100
 
 # Per-token outputs by name and fill value of ignored rows.
-TOKEN_OUTPUTS: dict[str, float] = {"token_loss": 0, "lse": 0, "target_log_probability": 0, "entropy": 0, "argmax": -1}
+TOKEN_OUTPUTS: dict[str, float] = {
+    "token_loss": 0,
+    "lse": 0,
+    "target_log_probability": 0,
+    "entropy": 0,
+    "argmax": -1,
+    "mean_logits": 0,
+    "log_sum_sq_probs": 0,
+}
+
+# Vectors of a term that multiply the gradients of per-token outputs.
+FACTORS = ("entropy_factors", "lse_factors")
 
 # Ignored rows are left out of the upload from this share on; below it the gather costs more than it saves.
 COMPACTION_SHARE = 1 / 8
@@ -33,6 +44,8 @@ class CrossEntropyOptions(NamedTuple):
 
     label_smoothing: float
     z_loss: float
+    temperature: float
+    token_scaling: bool
 
 
 class JsdOptions(NamedTuple):
@@ -92,11 +105,23 @@ class TermRequest:
     may_ignore: bool  # whether a target may be ignore_index
     ignore_index: int
     token_weights: np.ndarray | None  # (row_count,) float32
+    entropy_factors: np.ndarray | None  # (row_count,) float32
+    lse_factors: np.ndarray | None  # (row_count,) float32
     loss_scale: float
     loss: CrossEntropyOptions | JsdOptions
     class_weights: np.ndarray | None  # (valid_vocab_size,) or (vocab_size,) float32
     teacher: TeacherRows | None  # its hidden: (row_count, hidden_size of the teacher)
     expected_weight_version: int | None = None
+
+    @property
+    def features(self) -> list[str]:
+        """Which of `ServerInfo.features` the term needs: an older server would ignore the fields that they stand for."""
+        loss = self.loss
+        has_factors = self.entropy_factors is not None or self.lse_factors is not None
+        needed = {"entropy_factors": has_factors}
+        if isinstance(loss, CrossEntropyOptions):
+            needed.update(temperature=loss.temperature != 1, token_scaling=loss.token_scaling)
+        return [name for name, is_needed in needed.items() if is_needed]
 
 
 class SubmitOptions(NamedTuple):
@@ -249,19 +274,17 @@ def check_targets(targets: Any, row_count: int, ignore_index: int, valid_vocab_s
 
 
 def check_class_weights(spec: HeadSpec, class_weights: Any) -> np.ndarray | None:
-    """Weights >= 0, one for each column of a head of this spec."""
-    if class_weights is None:
-        return None
-    weights = _arrays.float_vector(class_weights, "class_weights", (spec.valid_size, spec.vocab_size))
-    if (weights < 0).any():
-        raise invalid_argument("INVALID_FIELD", "class_weights must be >= 0", field="class_weights", expected=">= 0")
-    return weights
+    """Weights of any sign, one for each column of a head of this spec."""
+    return None if class_weights is None else _arrays.float_vector(class_weights, "class_weights", (spec.valid_size, spec.vocab_size))
 
 
-def check_cross_entropy(label_smoothing: Any, z_loss: Any) -> CrossEntropyOptions:
-    """Options of a cross entropy."""
+def check_cross_entropy(options: Any) -> CrossEntropyOptions:
+    """Options of a cross entropy, or of the one within a divergence."""
     return CrossEntropyOptions(
-        check_number(label_smoothing, "label_smoothing", low=0, high=1, high_open=True), check_not_negative(z_loss, "z_loss")
+        label_smoothing=check_number(options.label_smoothing, "label_smoothing", low=0, high=1),
+        z_loss=check_not_negative(options.z_loss, "z_loss"),
+        temperature=check_temperature(getattr(options, "temperature", 1.0), "temperature"),
+        token_scaling=check_bool(getattr(options, "token_scaling", False), "token_scaling"),
     )
 
 
@@ -339,12 +362,13 @@ def compact(request: ComputeRequest) -> Compaction:
     teacher = term.teacher
     if teacher is not None and teacher.sent is not None:
         teacher = dataclasses.replace(teacher, hidden=teacher.sent.rows(kept))
+    vectors = {name: getattr(term, name) for name in ("token_weights", *FACTORS)}
     smaller = dataclasses.replace(
         term,
         row_count=len(kept),
         targets=term.targets[kept],
-        token_weights=None if term.token_weights is None else term.token_weights[kept],
         teacher=teacher,
+        **{name: values[kept] for name, values in vectors.items() if values is not None},
     )
     sent = dataclasses.replace(request, hidden=request.hidden.rows(kept), terms=(smaller,), grad_hidden_out=None)
     return Compaction(sent, row_count, kept)

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
+
 from headwater import _arrays, _requests
 from headwater._errors import FailedPreconditionError, invalid_argument
 from headwater._memory import Rows
 from headwater._remote import RemoteBackend
-from headwater._requests import DEFAULT_IGNORE_INDEX, JsdOptions, TeacherRows, TermRequest
+from headwater._requests import DEFAULT_IGNORE_INDEX, FACTORS, JsdOptions, TeacherRows, TermRequest
 from headwater._types import HeadSpec, check_factor, check_integer, check_number
 
 P = ParamSpec("P")
@@ -78,6 +80,14 @@ class HardLossOptions:
 
 
 @dataclass(eq=False, kw_only=True)
+class PlainCrossEntropyOptions(HardLossOptions):
+    """Options of a cross entropy that is no divergence's part. `CrossEntropyLoss` of headwater.torch takes them too."""
+
+    temperature: float = 1.0
+    token_scaling: bool = False
+
+
+@dataclass(eq=False, kw_only=True)
 class DivergenceOptions:
     """Options of a Jensen-Shannon divergence. `JSDLoss` of headwater.torch takes them too."""
 
@@ -98,6 +108,14 @@ class TermOptions(HardLossOptions):
 
 
 @dataclass(eq=False, kw_only=True)
+class CrossEntropyTermOptions(TermOptions, PlainCrossEntropyOptions):
+    """Options of a cross entropy."""
+
+    entropy_factors: Any = None  # (rows of the term,) finite, any sign; None: 0
+    lse_factors: Any = None  # as entropy_factors
+
+
+@dataclass(eq=False, kw_only=True)
 class JsdTermOptions(TermOptions, DivergenceOptions):
     """Options of a divergence to a teacher."""
 
@@ -110,7 +128,7 @@ class JsdTermOptions(TermOptions, DivergenceOptions):
 
 
 @dataclass(eq=False)
-class CrossEntropy(TermOptions):
+class CrossEntropy(CrossEntropyTermOptions):
     """A cross entropy over some rows of a micro-batch: a term of `Head.multi`. Arguments are those of `Head.cross_entropy`."""
 
     targets: Any  # (rows of the term,) integers, aligned with the rows
@@ -152,7 +170,7 @@ class MicroBatchOptions:
 
 
 @dataclass(eq=False)
-class CrossEntropyCall(MicroBatchOptions, TermOptions):
+class CrossEntropyCall(MicroBatchOptions, CrossEntropyTermOptions):
     """Arguments of `Head.cross_entropy`, which is one term."""
 
     hidden: Any
@@ -266,10 +284,13 @@ def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str,
     if not isinstance(term, (JSD, JsdCall)) or term.targets is not None:
         targets, may_ignore = _requests.check_targets(term.targets, count, ignore_index, head.spec.valid_size)
     class_weights = _requests.check_class_weights(head.spec, term.class_weights)
-    hard_loss = _requests.check_cross_entropy(term.label_smoothing, term.z_loss)
-    token_weights = term.token_weights
-    if token_weights is not None:
-        token_weights = _arrays.float_vector(token_weights, "token_weights", (count,))
+    hard_loss = _requests.check_cross_entropy(term)
+    vectors = {name: _vector(getattr(term, name, None), name, count) for name in ("token_weights", *FACTORS)}
+    for name in FACTORS:
+        if vectors[name] is not None and not backward:
+            raise invalid_argument(
+                "INVALID_COMBINATION", f"{name} multiply gradients, and backward=False computes none: leave them out", field=name
+            )
     version = term.expected_weight_version
     step = None
     if head.spec.trainable and backward:
@@ -283,13 +304,17 @@ def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str,
         targets=targets,
         may_ignore=may_ignore,
         ignore_index=ignore_index,
-        token_weights=token_weights,
+        **vectors,
         loss_scale=check_factor(term.loss_scale, "loss_scale"),
         loss=_jsd_options(head, term, hard_loss) if isinstance(term, (JSD, JsdCall)) else hard_loss,
         class_weights=class_weights,
         teacher=_teacher_rows(owner, term, count, hidden, hidden_name) if isinstance(term, (JSD, JsdCall)) else None,
         expected_weight_version=None if version is None else check_integer(version, "expected_weight_version"),
     )
+
+
+def _vector(values: Any, name: str, count: int) -> np.ndarray | None:
+    return None if values is None else _arrays.float_vector(values, name, (count,))
 
 
 MAX_JOIN_KEY_BYTES = 256

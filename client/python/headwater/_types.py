@@ -370,6 +370,8 @@ class TermResult:
     target_log_probability: Any = None  # (rows of the term,) float32
     entropy: Any = None  # (rows of the term,) float32, nats
     argmax: Any = None  # (rows of the term,) int32; -1 for ignored rows
+    mean_logits: Any = None  # (rows of the term,) float32: mean over the valid vocabulary
+    log_sum_sq_probs: Any = None  # (rows of the term,) float32: ln of the sum of squared probabilities
     weight_version: int = 0
     teacher_weight_version: int = 0
 
@@ -394,6 +396,8 @@ class LossResult:
     target_log_probability: Any = None  # (num_tokens,) float32
     entropy: Any = None  # (num_tokens,) float32, nats
     argmax: Any = None  # (num_tokens,) int32; -1 for ignored rows
+    mean_logits: Any = None  # (num_tokens,) float32: mean over the valid vocabulary
+    log_sum_sq_probs: Any = None  # (num_tokens,) float32: ln of the sum of squared probabilities
     non_finite_row_count: int = 0
     weight_version: int = 0
     teacher_weight_version: int = 0

@@ -227,6 +227,48 @@ TEST_F(ClientFace, SeveralTermsUploadTheRowsOnce) {
   EXPECT_EQ(ErrorReason(head_->Multi(RowsView::Float32(rows_, kHiddenSize), terms, options).Get().status()), "INVALID_COMBINATION");
 }
 
+TEST_F(ClientFace, FactorsAndOptionsOfACrossEntropyArriveAndItsOutputsReturn) {
+  v1::MicroBatchHeader header;
+  server_.compute_loss = [&header](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    header = ReadAll(stream);
+    v1::ComputeLossResponse response;
+    v1::LossTermResult& term = *response.mutable_summary()->add_terms();
+    for (auto [tensor, value] : {std::pair(term.mutable_mean_logits(), 0.5F), {term.mutable_log_sum_sq_probs(), -2.0F}}) {
+      const std::vector<float> values = {value, value + 1};
+      tensor->set_data_type(v1::DATA_TYPE_FLOAT32);
+      tensor->add_shape(2);
+      tensor->set_data(values.data(), sizeof(float) * values.size());
+    }
+    stream->Write(response);
+    return grpc::Status::OK;
+  };
+  Connect(Quick(1));
+  const std::vector<float> entropy_factors = {1.0F, -2.0F}, lse_factors = {0.25F, 3.0F};
+  MicroBatchOptions options = Options(0);
+  options.entropy_factors = entropy_factors;
+  options.lse_factors = lse_factors;
+  options.outputs = {.mean_logits = true, .log_sum_sq_probs = true};
+  const RowsView rows = RowsView::Float32(rows_, kHiddenSize);
+  const LossResult result = Value(head_->CrossEntropy(rows, targets_, {.temperature = 0.5, .token_scaling = true}, options).Get());
+  EXPECT_EQ(result.mean_logits, (std::vector<float>{0.5F, 1.5F}));
+  EXPECT_EQ(result.log_sum_sq_probs, (std::vector<float>{-2.0F, -1.0F}));
+  ASSERT_EQ(header.terms_size(), 1);
+  const v1::LossTerm& term = header.terms(0);
+  EXPECT_EQ(term.cross_entropy().temperature(), 0.5);
+  EXPECT_TRUE(term.cross_entropy().token_scaling());
+  EXPECT_EQ(term.entropy_factors().data(), std::string(reinterpret_cast<const char*>(entropy_factors.data()), 8));
+  EXPECT_EQ(term.lse_factors().data(), std::string(reinterpret_cast<const char*>(lse_factors.data()), 8));
+  ASSERT_EQ(header.outputs_size(), 2);
+  EXPECT_EQ(header.outputs(0), v1::TOKEN_OUTPUT_MEAN_LOGITS);
+  EXPECT_EQ(header.outputs(1), v1::TOKEN_OUTPUT_LOG_SUM_SQ_PROBS);
+
+  // Absent where they say what absence says: a server that does not know them computes the same.
+  Value(Submit(Options(1)).Get());
+  EXPECT_FALSE(header.terms(0).cross_entropy().has_temperature());
+  EXPECT_FALSE(header.terms(0).has_entropy_factors());
+  EXPECT_FALSE(header.terms(0).has_lse_factors());
+}
+
 TEST_F(ClientFace, InvalidOptionsFailToConnect) {
   for (const RetryPolicy& policy : {RetryPolicy{.max_attempts = 0}, RetryPolicy{.initial_backoff = milliseconds(0)},
                                     RetryPolicy{.initial_backoff = seconds(2), .max_backoff = seconds(1)}}) {

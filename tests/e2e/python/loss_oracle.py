@@ -141,6 +141,10 @@ def compute(
     label_smoothing=0.0,
     z_loss=0.0,
     class_weights=None,
+    temperature=1.0,
+    token_scaling=False,
+    entropy_factors=None,
+    lse_factors=None,
     beta=0.5,
     student_temperature=1.0,
     teacher_temperature=1.0,
@@ -155,11 +159,14 @@ def compute(
     targets = None if targets is None else np.asarray(targets)
     valid = np.ones(row_count, bool) if targets is None else targets != ignore_index
     weights = np.ones(row_count) if token_weights is None else np.asarray(token_weights, np.float64)
-    z, derivative = head.logits(hidden[valid], dtype)
+    z, derivative = (values / dtype(temperature) for values in head.logits(hidden[valid], dtype))
     soft = hard = penalty = np.zeros(valid.sum(), dtype)
     gradient = np.zeros_like(z)
     if teacher is None:
         hard, penalty, gradient = _cross_entropy(z, targets[valid], dtype, label_smoothing, z_loss, class_weights)
+        if token_scaling:
+            scale = np.exp(z[np.arange(len(z)), targets[valid]] - log_sum_exp(z))
+            hard, penalty, gradient = scale * hard, scale * penalty, scale[:, None] * gradient
     else:
         teacher_z, _ = teacher.logits(teacher_hidden[valid], dtype)
         columns = min(z.shape[1], teacher_z.shape[1]) if truncate_to_common else z.shape[1]
@@ -173,8 +180,14 @@ def compute(
             a = dtype(hard_loss_weight)
             hard, penalty, hard_gradient = _cross_entropy(z, targets[valid], dtype, label_smoothing, z_loss, class_weights)
             hard, penalty, gradient = a * hard, a * penalty, gradient + a * hard_gradient
-    row_scale = (weights[valid] * loss_scale).astype(dtype)
-    grad_logits = gradient * derivative * row_scale[:, None]
+    grad_logits = gradient * weights[valid].astype(dtype)[:, None]
+    log_probability = z - (log_sum_exp(z) if len(z) else np.zeros(0))[:, None]
+    probability, entropy = np.exp(log_probability), -(np.exp(log_probability) * log_probability).sum(-1)
+    if entropy_factors is not None:
+        grad_logits -= entropy_factors[valid, None] * probability * (log_probability + entropy[:, None])
+    if lse_factors is not None:
+        grad_logits += lse_factors[valid, None] * probability
+    grad_logits = grad_logits * derivative * dtype(loss_scale)
     if grad_logits_type is not None:
         grad_logits = round_to(grad_logits, grad_logits_type)
 
@@ -188,8 +201,6 @@ def compute(
 
     token_loss = np.zeros(row_count)
     token_loss[valid] = soft + hard + penalty
-    lse = log_sum_exp(z) if len(z) else np.zeros(0)
-    log_probability = z - lse[:, None]
 
     def spread(values, fill=0):
         full = np.full(row_count, fill, np.asarray(values).dtype)
@@ -197,8 +208,10 @@ def compute(
         return full
 
     outputs = {
-        "lse": spread(lse),
-        "entropy": spread(-(np.exp(log_probability) * log_probability).sum(-1)),
+        "lse": spread(log_sum_exp(z) if len(z) else np.zeros(0)),
+        "entropy": spread(entropy),
+        "mean_logits": spread(z.mean(-1)),
+        "log_sum_sq_probs": spread(np.log((probability**2).sum(-1))),
         "argmax": spread(z.argmax(-1) if len(z) else np.zeros(0, int), -1),
     }
     if targets is not None:

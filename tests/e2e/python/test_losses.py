@@ -16,7 +16,7 @@ from loss_oracle import (
     stored,
 )
 
-OUTPUTS = ("token_loss", "lse", "target_log_probability", "entropy", "argmax")
+OUTPUTS = ("token_loss", "lse", "target_log_probability", "entropy", "argmax", "mean_logits", "log_sum_sq_probs")
 # Odd and prime, so that nothing is aligned and three shards are uneven.
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 37, 61, 509
 
@@ -91,6 +91,22 @@ CROSS_ENTROPY_OPTIONS = {
     "ignored_many": {"ignored": 0.7},
     "ignore_index_in_vocabulary": {"ignored": 0.3, "ignore_index": 7},
     "scales": {"loss_scale": 1 / 37, "grad_hidden_scale": 2.0},
+    "temperature": {"temperature": 0.7},
+    "token_scaling": {"token_scaling": True, "z_loss": 1e-3},
+    "all_mass_smoothed": {"label_smoothing": 1.0},
+    "class_weights_of_both_signs": {"class_weights": (-0.5, 2)},
+    "entropy_alone": {"token_weights": 0, "entropy_factors": True},
+    "lse_alone": {"token_weights": 0, "lse_factors": True},
+    "factors": {
+        "entropy_factors": True,
+        "lse_factors": True,
+        "token_weights": True,
+        "ignored": 0.3,
+        "temperature": 1.5,
+        "loss_scale": -0.5,
+        "token_scaling": True,
+        "label_smoothing": 0.1,
+    },
     "all_of_them": {
         "label_smoothing": 0.05,
         "z_loss": 1e-4,
@@ -118,8 +134,13 @@ def arguments(case, rng, valid, options):
     if ignored:
         targets[rng.random(len(targets)) < ignored] = options.get("ignore_index", -100)
     if options.get("class_weights"):
-        options["class_weights"] = rng.uniform(0, 2, valid).astype(np.float32)
-    if options.get("token_weights"):
+        low, high = (0, 2) if options["class_weights"] is True else options["class_weights"]
+        options["class_weights"] = rng.uniform(low, high, valid).astype(np.float32)
+    for name in [name for name in ("entropy_factors", "lse_factors") if name in options]:
+        options[name] = rng.standard_normal(len(targets)).astype(np.float32)
+    if options.get("token_weights") == 0:
+        options["token_weights"] = np.zeros(len(targets), np.float32)
+    elif options.get("token_weights"):
         # Zero and negative ones too.
         options["token_weights"] = (rng.integers(-2, 4, len(targets)) * 0.5).astype(np.float32)
     return targets, options

@@ -152,6 +152,8 @@ struct LossTerm {
   // The rest is as in Head::CrossEntropy(), Head::Jsd() and MicroBatchOptions, over the term's rows.
   absl::Span<const int32_t> targets{};
   absl::Span<const float> token_weights{};
+  absl::Span<const float> entropy_factors{};
+  absl::Span<const float> lse_factors{};
   double loss_scale = 1.0;
   int32_t ignore_index = -100;
   std::optional<Head> teacher{};  // JsdOptions only

@@ -154,9 +154,13 @@ enum class NonFinitePolicy : int32_t {
 
 // Cross entropy with PyTorch's joint definition of label smoothing and class weights, plus z_loss * lse^2.
 struct CrossEntropyOptions {
-  double label_smoothing = 0.0;             // [0, 1)
+  double label_smoothing = 0.0;             // [0, 1]
   double z_loss = 0.0;                      // >= 0
-  absl::Span<const float> class_weights{};  // [valid_vocab_size] or [vocab_size], finite, >= 0; empty: all 1. Copied by the call
+  absl::Span<const float> class_weights{};  // [valid_vocab_size] or [vocab_size], finite; empty: all 1. Copied by the call
+  // These two must be left as they are in JsdOptions::hard_loss. A server whose ServerInfo::features lack `temperature`,
+  // `token_scaling` or `entropy_factors` is older than this client, and ignores what it does not know.
+  double temperature = 1.0;    // > 0; divides the logits in the loss and in all per-token outputs
+  bool token_scaling = false;  // multiplies each row's loss and its gradient by the target's probability, as a constant
 };
 
 // beta * KL(P||M) + (1 - beta) * KL(Q||M), M = beta P + (1 - beta) Q, P teacher, Q student; beta 0 is KL(P||Q), 1 is KL(Q||P).
@@ -186,6 +190,8 @@ struct TokenOutputs {
   bool target_log_probability = false;  // natural log
   bool entropy = false;                 // nats
   bool argmax = false;                  // vocabulary id; -1 for ignored rows
+  bool mean_logits = false;             // mean of the logits over the valid vocabulary
+  bool log_sum_sq_probs = false;        // natural log of the sum of squared probabilities
 };
 
 // Everything about a micro-batch but its loss and its rows.
@@ -207,11 +213,16 @@ struct MicroBatchOptions {
   bool late_token_factors = false;
   OnMismatch on_mismatch = OnMismatch::kConflict;
   NonFinitePolicy non_finite_policy = NonFinitePolicy::kReport;
-  // These three and `expected_weight_version` are the single term's; Head::Multi() takes them from each LossTerm instead.
+  // These five and `expected_weight_version` are the single term's; Head::Multi() takes them from each LossTerm instead.
   int32_t ignore_index = -100;              // target of rows that take no part
   absl::Span<const float> token_weights{};  // [row_count], finite; empty: all 1. Copied by the call
-  double loss_scale = 1.0;                  // multiplies both gradients, not the reported sums. For a mean: 1 / number of tokens
-  double grad_hidden_scale = 1.0;           // multiplies grad_hidden alone
+  // The upstream gradients of each row's entropy and lse: the objective is loss_scale * sum of (token_weight * loss +
+  // entropy_factor * entropy + lse_factor * lse). [row_count], finite; empty: all 0. Cross entropy with gradients only. The
+  // reported sums are of the loss alone. Copied by the call.
+  absl::Span<const float> entropy_factors{};
+  absl::Span<const float> lse_factors{};
+  double loss_scale = 1.0;         // multiplies both gradients, not the reported sums. For a mean: 1 / number of tokens
+  double grad_hidden_scale = 1.0;  // multiplies grad_hidden alone
   // Whether the gradient of the rows comes back. Absent: yes, unless `forward_only`, which has none.
   std::optional<bool> return_grad_hidden{};
   std::optional<DataType> grad_hidden_data_type{};  // absent: the type of the rows
@@ -288,11 +299,13 @@ struct TermResult {
   int64_t weight_version = 0;
   int64_t teacher_weight_version = 0;  // 0 without a teacher
 
-  std::vector<float> token_loss;  // these five: [rows of the term], or empty if not asked for
+  std::vector<float> token_loss;  // these seven: [rows of the term], or empty if not asked for
   std::vector<float> lse;
   std::vector<float> target_log_probability;
   std::vector<float> entropy;
   std::vector<int32_t> argmax;
+  std::vector<float> mean_logits;
+  std::vector<float> log_sum_sq_probs;
 };
 
 // What a micro-batch yields beside its terms.
