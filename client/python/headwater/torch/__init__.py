@@ -7,7 +7,7 @@
     head.apply_optimizer_step(learning_rate=1e-3, expected_micro_batches=loss_fn.micro_batches)
 
 The head's gradient never exists on this side. Whatever reaches the loss in backward (a GradScaler's scale, a division by the number
-of accumulation steps, weights of several losses, a vector with reduction="none") reaches it too, as a factor of the commit.
+of accumulation steps, weights of several losses, a vector with reduction="none") reaches it too.
 
 CUDA tensors on the server's host are read, and their gradients written, where they lie (`Client.transports`); tensors in ordinary,
 page-locked or `empty_rows` memory are handed over without a copy of this package's.
@@ -18,7 +18,7 @@ finds back to them.
 
 from headwater._recovery import StateStore
 from headwater.torch._attach import ModuleHead, attach
-from headwater.torch._losses import CrossEntropyLoss, JSDLoss, cross_entropy, jsd
+from headwater.torch._losses import CrossEntropyLoss, JSDLoss, LossOutputs, cross_entropy, jsd
 from headwater.torch._micro_batches import MicroBatchSource
 from headwater.torch._rows import empty_rows
 from headwater.torch._trainer_state import TrainerState
@@ -27,6 +27,7 @@ from headwater.torch._training_loop import StepOutcome, TrainingLoop
 __all__ = [
     "CrossEntropyLoss",
     "JSDLoss",
+    "LossOutputs",
     "MicroBatchSource",
     "ModuleHead",
     "StateStore",

@@ -1,8 +1,11 @@
 """How a remote loss sits in autograd's graph.
 
-With gradients on, forward submits an EXPLICIT micro-batch: the server computes everything and holds its own gradient back. Backward
-commits it with the upstream gradient as factor (a number for a scalar loss, one for each token with reduction="none"), and
-multiplies grad_hidden by it in fp32. A graph that is dropped discards it.
+One call: with gradients on, forward submits an EXPLICIT micro-batch. The server computes everything, and holds the head's gradient
+back. Backward commits it with the upstream gradient as factor, and multiplies grad_hidden by it in fp32. A graph that is dropped
+discards it.
+
+Two calls, where the upstream gradient is no single number: forward computes the losses and outputs alone, and leaves nothing on the
+server. Backward sends the rows again, with a factor for each row and output, as an EAGER micro-batch.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,14 +66,19 @@ def in_checkpoint_recompute() -> bool:
 _warned: weakref.WeakKeyDictionary[Head, bool] = weakref.WeakKeyDictionary()
 
 
-def _note_form(head: Head, form: str, *, unasked: bool) -> None:
-    """Warns once for each head that a micro-batch had to be HELD for want of a slot.
+def found_no_slot(head: Head, form: str) -> bool:
+    """Whether a micro-batch had to be HELD for want of a slot.
 
     Where nothing is ever STAGED, no slot is missing: deterministic mode holds everything.
     """
     if form == "STAGED":
         _warned.setdefault(head, False)
-    elif form == "HELD" and unasked and _warned.get(head) is False:
+    return form == "HELD" and head in _warned
+
+
+def warn_of_held(head: Head) -> None:
+    """Warns, once for each head, that a loss had no slot."""
+    if not _warned[head]:
         _warned[head] = True
         warnings.warn(
             f"a loss of {head.name} found all {head.spec.staging_slots} staging slots taken by losses that wait for backward; "
@@ -90,76 +98,100 @@ def _frames_in_libraries() -> int:
 
 
 class Contribution:
-    """What one forward has left on the server, until it is decided."""
+    """A micro-batch of this process in the head's open step, from the draw of its id until it is added or dropped."""
 
     def __init__(self, head: Head, source: MicroBatchSource, timeout_s: float | None):
         self.head = head
         self._timeout_s = timeout_s  # of its commit
-        self.key = head._key(None)
-        self.micro_batch, self._ids = source.draw(head, self.key.step)
-        self.attempt = source.attempt(head, self.key.step, self.micro_batch)
-        self._source = source
-        self._commit: Callable[..., Any] | None = None
-        self._abandon: Callable[[], Any] | None = None
+        self._key = head._key(None)
+        self._micro_batch, ids = source.draw(head, self._key.step)
+        self._attempt = source.attempt(head, self._key.step, self._micro_batch)
+        self._staged: LossResult | None = None
+        self._discards: list[Callable[[], None]] = []  # what drops it on the server, if it may be there
+        self._drop = weakref.finalize(self, _drop, source, ids, self._micro_batch, self._discards)
+        self._drop.atexit = False
 
-    def staged(self, result: LossResult, *, late: bool) -> None:
+    def submit(self, run: Callable[..., LossResult]) -> LossResult:
+        """`run` of this micro-batch, with an attempt above the one that is staged."""
+        attempt = self._attempt if self._staged is None else self._staged.attempt + 1
+        try:
+            return run(step=self._key.step, micro_batch=self._micro_batch, attempt=attempt)
+        except BaseException as error:
+            # An answer with a reason is a refusal: it left nothing there.
+            if not (isinstance(error, HeadwaterError) and error.reason and error.code not in AMBIGUOUS_CODES):
+                self._may_be_there()
+            raise
+
+    def staged(self, result: LossResult) -> None:
         """It waits for its decision now; if nobody is left to decide, it is discarded."""
-        _note_form(self.head, result.form, unasked=not late)
-        self._commit = result.commit
-        discard = self.head._backend.abandon(self.key, self.micro_batch)
-        finalizer = weakref.finalize(self, _abandon, discard, self._source, self._ids, self.micro_batch)
-        finalizer.atexit = False
-        self._abandon = finalizer.detach
+        self._staged = result
+        self._may_be_there()
 
-    def failed(self, error: BaseException) -> None:
-        """The submission ended with `error`: its id is dropped, and what may be in the step is discarded."""
-        self._source.forget(self._ids, self.micro_batch)
-        # An answer with a reason is a refusal: nothing was left there.
-        if not (isinstance(error, HeadwaterError) and error.reason and error.code not in AMBIGUOUS_CODES):
-            self.head._backend.abandon(self.key, self.micro_batch)()
+    def _may_be_there(self) -> None:
+        self._discards[:] = [self.head._backend.abandon(self._key, self._micro_batch)]
 
     def commit(self, factor: float, token_factors: torch.Tensor | None = None) -> None:
-        """Adds it, times `factor` and, row by row, times `token_factors`."""
-        if self._commit is not None:
-            self._commit(factor, token_factors, timeout_s=self._timeout_s)
-            self._commit = None  # it keeps the LossResult alive, and so grad_hidden
-        if self._abandon is not None:
-            self._abandon()
+        """Adds what is staged, times `factor` and, row by row, times `token_factors`."""
+        assert self._staged is not None
+        self._staged.commit(factor, token_factors, timeout_s=self._timeout_s)
+        self.added()
+
+    def added(self) -> None:
+        """It is in the step."""
+        self._staged = None  # which keeps grad_hidden alive
+        self._drop.detach()
+
+    def drop(self) -> None:
+        """Forgets its id, and discards what may be in the step."""
+        self._drop()
 
 
-def _abandon(discard: Callable[[], None], source: MicroBatchSource, ids: set[int], micro_batch: int) -> None:
+def _drop(source: MicroBatchSource, ids: set[int], micro_batch: int, discards: list[Callable[[], None]]) -> None:
     source.forget(ids, micro_batch)
-    discard()
+    for discard in discards:
+        discard()
 
 
 class Outcome(abc.ABC):
     """What backward needs of a forward."""
 
-    def __init__(self, result: LossResult, *, contribution: Contribution | None, grad_hidden_scale: float, recomputed: bool):
-        self._grad_hidden = result.grad_hidden
-        self._contribution = contribution
-        self._grad_hidden_scale = grad_hidden_scale
-        self._recomputed = recomputed
+    def __init__(self) -> None:
         self._decided = False
 
     @abc.abstractmethod
-    def value(self, device: torch.device) -> torch.Tensor:
-        """The loss, float32."""
-
-    @abc.abstractmethod
-    def backward(self, upstream: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-        """Decides the contribution, and returns the gradient of the hidden states, of this shape."""
-
-    def _check_original(self) -> None:
-        if self._recomputed:
-            raise FailedPreconditionError(
-                "backward reached a headwater loss that activation checkpointing had recomputed; the original takes the gradient",
-                reason="INVALID_COMBINATION",
-            )
+    def backward(self, upstream: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """Adds the head's gradient, and returns that of the hidden states, (num_tokens, hidden_size)."""
 
     def _check_first(self, what: str, when: str) -> None:
-        if self._contribution is not None and self._decided:
+        if self._decided:
             raise MicroBatchConflictError(f"backward ran twice through {what}; {when}", reason="MICRO_BATCH_CONFLICT")
+
+
+class RecomputedOutcome(Outcome):
+    """A forward that activation checkpointing has made again: the first one takes the gradient."""
+
+    def backward(self, upstream: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        raise FailedPreconditionError(
+            "backward reached a headwater loss that activation checkpointing had recomputed; the original takes the gradient",
+            reason="INVALID_COMBINATION",
+        )
+
+
+_ADDED_BEFORE = "the first one has added its gradient to the head. Compute the loss again to add it again"
+
+
+class OneCallOutcome(Outcome):
+    """A loss whose gradients forward has computed, but for a factor."""
+
+    def __init__(self, result: LossResult, contribution: Contribution | None, grad_hidden_scale: float):
+        super().__init__()
+        self._grad_hidden = result.grad_hidden
+        self._contribution = contribution
+        self._grad_hidden_scale = grad_hidden_scale
+
+    def _check_first(self, what: str, when: str) -> None:
+        if self._contribution is not None:
+            super()._check_first(what, when)
 
     def _take_grad_hidden(self) -> torch.Tensor | None:
         """grad_hidden, which a loss that lives on does not keep where a second backward is refused."""
@@ -168,35 +200,26 @@ class Outcome(abc.ABC):
             self._grad_hidden = None
         return grad_hidden
 
-    def _scaled_grad_hidden(self, factor: float | torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+    def _scaled_grad_hidden(self, factor: float | torch.Tensor) -> torch.Tensor | None:
         """grad_hidden times a number or a column of numbers, multiplied in fp32."""
         grad_hidden = self._take_grad_hidden()
         if grad_hidden is None:
             return None
         if isinstance(factor, torch.Tensor):
             factor = factor.to(grad_hidden.device)
-        return (grad_hidden.float() * (factor * self._grad_hidden_scale)).to(grad_hidden.dtype).reshape(shape)
+        return (grad_hidden.float() * (factor * self._grad_hidden_scale)).to(grad_hidden.dtype)
 
 
-_ADDED_BEFORE = "the first one has added its gradient to the head. Compute the loss again to add it again"
+class ScalarOutcome(OneCallOutcome):
+    """A sum or a mean, the server's sum times `factor`; the upstream gradient may have been declared at forward."""
 
-
-class ScalarOutcome(Outcome):
-    """A sum or a mean, `loss_sum / divisor`, whose factor may have been declared at forward."""
-
-    def __init__(self, result: LossResult, divisor: float, *, declared_scale: float | None, **rest: Any):
-        super().__init__(result, **rest)
-        # No valid token: loss and gradients are 0, not 0 / 0.
-        self._factor = 1.0 / divisor if divisor else 0.0
-        self._loss = result.loss_sum / divisor if divisor else 0.0
+    def __init__(self, *rest: Any, factor: float, declared_scale: float | None):
+        super().__init__(*rest)
+        self._factor = factor
         self._declared_scale = declared_scale
 
-    def value(self, device: torch.device) -> torch.Tensor:
-        return torch.tensor(self._loss, dtype=torch.float32, device=device)
-
-    def backward(self, upstream: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-        self._check_original()
-        number = float(upstream)
+    def backward(self, upstream: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        number = float(upstream[0])
         if self._declared_scale is not None:
             self._check_declared(number)
             self._decided = True
@@ -205,7 +228,7 @@ class ScalarOutcome(Outcome):
             if grad_hidden is None:
                 return None
             # What is kept for another backward is not given away: autograd may add to it.
-            return (grad_hidden if self._grad_hidden is None else grad_hidden.clone()).reshape(shape)
+            return grad_hidden if self._grad_hidden is None else grad_hidden.clone()
         factor = number * self._factor
         if self._contribution is not None:
             self._check_first("one headwater loss", _ADDED_BEFORE)
@@ -215,7 +238,7 @@ class ScalarOutcome(Outcome):
                 )
             self._contribution.commit(factor)
         self._decided = True
-        return self._scaled_grad_hidden(factor, shape)
+        return self._scaled_grad_hidden(factor)
 
     def _check_declared(self, upstream: float) -> None:
         declared = self._declared_scale or 0.0
@@ -232,60 +255,195 @@ class ScalarOutcome(Outcome):
             )
 
 
-class TokenOutcome(Outcome):
-    """A loss for each token. The upstream gradient is a vector, known at backward only: the server holds the rows until then.
+class TokenOutcome(OneCallOutcome):
+    """A loss for each token, whose gradient forward has computed for an upstream gradient of 1 at each of them.
 
     Args:
-        losses: (num_tokens,) float32, token weights included.
-        shape: of the loss.
         ignored: (num_tokens,) bool, or None: tokens whose upstream gradient means nothing, whatever it is.
+        second_call: what brings an upstream gradient that is no single number; None: the server holds the rows, and takes a vector.
+        on_vector: called before `second_call` is.
     """
 
-    def __init__(self, result: LossResult, losses: torch.Tensor, shape: torch.Size, ignored: torch.Tensor | None, **rest: Any):
-        super().__init__(result, **rest)
-        self._losses: torch.Tensor | None = losses
-        self._shape = shape
+    def __init__(self, *rest: Any, ignored: torch.Tensor | None, second_call: SecondCall | None, on_vector: Callable[[], None]):
+        super().__init__(*rest)
+        self._ignored = ignored
+        self._second_call = second_call
+        self._on_vector = on_vector
+
+    def backward(self, upstream: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        if self._contribution is None:
+            factors = upstream[0].detach().reshape(-1).float()
+            if self._ignored is not None:
+                factors = factors.masked_fill(self._ignored.to(factors.device), 0.0)
+            return self._scaled_grad_hidden(factors.unsqueeze(-1))
+        self._check_first('one headwater loss with reduction="none"', _ADDED_BEFORE)
+        factors = _row_factors(upstream[0], self._ignored)
+        number = _single(factors, self._ignored)
+        if number is not None:
+            self._contribution.commit(number)
+            grad_hidden = self._scaled_grad_hidden(number)
+        elif self._second_call is None:
+            self._contribution.commit(1.0, factors)
+            grad_hidden = self._scaled_grad_hidden(factors.unsqueeze(-1))
+        else:
+            self._on_vector()
+            grad_hidden = self._second_call(factors, None, None)
+            self._grad_hidden = None
+        self._decided = True
+        self._second_call = None  # which keeps the rows alive
+        return grad_hidden
+
+
+class TwoCallOutcome(Outcome):
+    """A loss and outputs of which forward has left nothing on the server.
+
+    Args:
+        names: "loss", "entropy" or "lse", for each upstream gradient.
+        factor: of a scalar loss, the server's sum times it; None: there is a loss for each token.
+    """
+
+    def __init__(
+        self,
+        second_call: SecondCall,
+        names: tuple[str, ...],
+        factor: float | None,
+        ignored: torch.Tensor | None,
+    ):
+        super().__init__()
+        self._second_call: SecondCall | None = second_call
+        self._names = names
+        self._factor = factor
         self._ignored = ignored
 
-    def value(self, device: torch.device) -> torch.Tensor:
-        losses, self._losses = self._losses, None
-        assert losses is not None  # taken once, by the graph's node
-        return losses.reshape(self._shape).to(device)
+    def backward(self, upstream: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        self._check_first("one headwater loss", _ADDED_BEFORE)
+        call = self._second_call
+        assert call is not None  # dropped by the first backward alone
+        gradients = dict(zip(self._names, upstream, strict=True))
+        if self._factor is not None and "loss" in gradients:
+            gradients["loss"] = (gradients["loss"].float() * self._factor).expand(call.row_count)
+        vectors = {name: _row_factors(gradient, self._ignored) for name, gradient in gradients.items()}
+        loss = vectors.get("loss")
+        if loss is None:
+            loss = torch.zeros(call.row_count, device="cpu")
+        # What is 0 everywhere is left out: then the server does not compute for it.
+        entropy, lse = (
+            vector if vector is not None and bool(vector.any()) else None for vector in map(vectors.get, ("entropy", "lse"))
+        )
+        grad_hidden = call(loss, entropy, lse)
+        if call.contribution is not None:
+            self._decided, self._second_call = True, None
+        return grad_hidden
 
-    def backward(self, upstream: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-        self._check_original()
-        factors = upstream.detach().reshape(-1).float()
-        if self._ignored is not None:
-            factors = factors.masked_fill(self._ignored.to(factors.device), 0.0)
-        if self._contribution is not None:
-            self._check_first('one headwater loss with reduction="none"', _ADDED_BEFORE)
-            finite = torch.isfinite(factors)
-            if not bool(finite.all()):
-                row = int((~finite).nonzero()[0])
-                raise invalid_argument(
-                    "INVALID_FIELD",
-                    f"the upstream gradient of a headwater loss must be finite, got {float(factors[row])} for token {row}",
-                    field="token_factors",
-                    row=row,
+
+class SecondCall:
+    """Computes the gradients of a forward's loss and outputs, and adds the head's, by a call that brings the rows again.
+
+    Args:
+        contribution: the micro-batch; None: the head is frozen.
+        run: `run(rows, token_weights=..., **keywords)` is the same loss call as in forward.
+        rows: (num_tokens, hidden_size).
+        token_weights: (num_tokens,), or None for 1.
+        others: tensors that, like `rows`, must be as they were in forward.
+        heads: those whose weights must be as they were in forward.
+        keywords: of the call.
+    """
+
+    def __init__(
+        self,
+        contribution: Contribution | None,
+        run: Callable[..., LossResult],
+        rows: torch.Tensor,
+        token_weights: torch.Tensor | None,
+        others: Sequence[torch.Tensor],
+        heads: Sequence[Head],
+        keywords: dict[str, Any],
+    ):
+        self.contribution = contribution
+        self._run = run
+        self._rows = rows.detach()
+        self._token_weights = None if token_weights is None else token_weights.detach().float().cpu()
+        self._versions = [(tensor, tensor._version) for tensor in (self._rows, *others) if not tensor.is_inference()]
+        # A head's epoch and step name its weights, over restarts too, after which `weight_version` is another one.
+        self._heads = [(head, head.epoch, head.step) for head in heads]
+        self._keywords = keywords
+
+    @property
+    def row_count(self) -> int:
+        """Number of tokens."""
+        return self._rows.shape[0]
+
+    def _check_unchanged(self) -> None:
+        """Raises if rows or weights are not those that forward has seen."""
+        for head, epoch, step in self._heads:
+            if head._backend.current_epoch(head.name, epoch) != head.epoch or head.step != step:
+                raise FailedPreconditionError(
+                    f"the weights of {head.name} were changed between a headwater loss and its backward, which needs those of "
+                    "forward; run backward before the optimizer's step",
+                    reason="WEIGHT_VERSION_MISMATCH",
                 )
-            self._contribution.commit(1.0, factors.cpu())
-        self._decided = True
-        return self._scaled_grad_hidden(factors.unsqueeze(-1), shape)
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise FailedPreconditionError(
+                "the hidden states of a headwater loss were changed in place before its backward, which sends them again",
+                reason="INVALID_COMBINATION",
+            )
+
+    def __call__(self, loss: torch.Tensor, entropy: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor | None:
+        """grad_hidden for these upstream gradients, each (num_tokens,) float32 on the CPU; None stands for 0."""
+        self._check_unchanged()
+        weights = loss if self._token_weights is None else loss * self._token_weights
+        keywords = dict(self._keywords)
+        for name, factors in (("entropy_factors", entropy), ("lse_factors", lse)):
+            if factors is not None:
+                keywords[name] = factors
+        run = functools.partial(self._run, self._rows, token_weights=weights, **keywords)
+        if self.contribution is None:
+            return run().grad_hidden
+        grad_hidden = self.contribution.submit(run).grad_hidden
+        self.contribution.added()
+        return grad_hidden
+
+
+def _row_factors(upstream: torch.Tensor, ignored: torch.Tensor | None) -> torch.Tensor:
+    """(num_tokens,) finite float32 on the CPU, 0 for ignored tokens."""
+    factors = upstream.detach().reshape(-1).float().cpu()
+    if ignored is not None:
+        factors = factors.masked_fill(ignored.cpu(), 0.0)
+    finite = torch.isfinite(factors)
+    if not bool(finite.all()):
+        row = int((~finite).nonzero()[0])
+        raise invalid_argument(
+            "INVALID_FIELD",
+            f"the upstream gradient of a headwater loss must be finite, got {float(factors[row])} for token {row}",
+            field="token_factors",
+            row=row,
+        )
+    return factors
+
+
+def _single(factors: torch.Tensor, ignored: torch.Tensor | None) -> float | None:
+    """The number that all tokens have that take part; None if they have several."""
+    valid = factors if ignored is None else factors[~ignored.cpu()]
+    if valid.numel() == 0:
+        return 0.0
+    return float(valid[0]) if bool((valid == valid[0]).all()) else None
 
 
 class RemoteLoss(torch.autograd.Function):
-    """A loss that was computed elsewhere. `anchor` makes it require a gradient even where the hidden states do not."""
+    """Values that were computed elsewhere. `anchor` makes them require a gradient even where the hidden states do not."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor | None, outcome: Outcome) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor | None, outcome: Outcome, values: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         # Kept as an attribute, not by save_for_backward: hooks that pack saved tensors would make activation checkpointing run the
         # whole forward again just for this.
         ctx.outcome = outcome
         ctx.shape = hidden.shape
-        return outcome.value(hidden.device)
+        return values
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         # Not once_differentiable: that stays silent where `upstream` requires no gradient, and the second derivative would be lost.
         if torch.is_grad_enabled():
             raise invalid_argument(
@@ -293,5 +451,7 @@ class RemoteLoss(torch.autograd.Function):
                 "a headwater loss has no second derivative: leave create_graph=True out",
                 field="create_graph",
             )
-        grad_hidden = ctx.outcome.backward(upstream, ctx.shape)
-        return grad_hidden if ctx.needs_input_grad[0] else None, None, None
+        grad_hidden = ctx.outcome.backward(upstream)
+        if grad_hidden is None or not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        return grad_hidden.reshape(ctx.shape), None, None, None

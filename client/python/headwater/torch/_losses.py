@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from headwater import _arrays
-from headwater._errors import invalid_argument
+from headwater._errors import MicroBatchConflictError, invalid_argument
 from headwater._head import Head
-from headwater._terms import JOIN, DivergenceOptions, HardLossOptions, spread
-from headwater._types import LossResult, check_factor, check_number
-from headwater.torch._autograd import Contribution, Outcome, RemoteLoss, ScalarOutcome, TokenOutcome, in_checkpoint_recompute
+from headwater._requests import TOKEN_OUTPUTS, check_choice
+from headwater._terms import JOIN, DivergenceOptions, HardLossOptions, PlainCrossEntropyOptions, spread
+from headwater._types import LossResult, check_factor, check_integer, check_number
+from headwater.torch._autograd import (
+    Contribution,
+    Outcome,
+    RecomputedOutcome,
+    RemoteLoss,
+    ScalarOutcome,
+    SecondCall,
+    TokenOutcome,
+    TwoCallOutcome,
+    found_no_slot,
+    in_checkpoint_recompute,
+    warn_of_held,
+)
 from headwater.torch._micro_batches import MicroBatchSource, source_of
 from headwater.torch._rows import tensor_of
 
@@ -33,6 +47,29 @@ def _outside_graphs(function: F) -> F:
     return outside
 
 
+class LossOutputs(NamedTuple):
+    """What a loss with `outputs=` or `differentiable=` returns; fields that were not asked for are None.
+
+    Per-token fields have the shape (...) of the targets, and are float32 unless they say otherwise. Ignored tokens have 0.
+    """
+
+    loss: torch.Tensor  # as without outputs
+    token_loss: torch.Tensor | None = None  # nats, before token weights
+    lse: torch.Tensor | None = None  # log-sum-exp of the logits
+    target_log_probability: torch.Tensor | None = None  # without smoothing and weights
+    entropy: torch.Tensor | None = None  # nats
+    argmax: torch.Tensor | None = None  # int64 vocabulary id; -1 for ignored tokens
+    mean_logits: torch.Tensor | None = None  # mean of the logits over the valid vocabulary
+    log_sum_sq_probs: torch.Tensor | None = None  # ln of the sum of squared probabilities
+    soft_loss: torch.Tensor | None = None  # the divergence's part of `loss`, a scalar
+    hard_loss: torch.Tensor | None = None  # the cross entropy's part without z-loss, a scalar
+    z_loss: torch.Tensor | None = None  # the z-loss's part, a scalar
+
+
+_PARTS = ("soft_loss", "hard_loss", "z_loss")
+_DIFFERENTIABLE = ("loss", "entropy", "lse")
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Settings(HardLossOptions):
     """Arguments that both losses take."""
@@ -42,15 +79,20 @@ class _Settings(HardLossOptions):
     loss_scale: float | None = None
     grad_hidden_scale: float = 1.0
     num_items_in_batch: float | None = None
+    outputs: Sequence[str] = ()
     micro_batch_source: MicroBatchSource | None = None
     timeout_s: float | None = None
 
 
 @dataclasses.dataclass(eq=False)
-class _CrossEntropySettings(_Settings):
+class _CrossEntropySettings(_Settings, PlainCrossEntropyOptions):
     """Arguments of `CrossEntropyLoss`."""
 
     head: Head
+    _: dataclasses.KW_ONLY
+    z_loss_divisor: str = "weights"
+    shift: int = 0
+    differentiable: Sequence[str] = ("loss",)
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,18 +106,36 @@ class _JsdSettings(_Settings, DivergenceOptions):
     teacher_temperature: float | None = None
 
 
+@dataclasses.dataclass(slots=True)
+class _Call:
+    """One forward: what is computed, of which rows."""
+
+    hidden: torch.Tensor  # (..., hidden_size)
+    run: Callable[..., LossResult]  # `run(rows, token_weights=..., **keywords of a loss call)`
+    targets: torch.Tensor | None  # (num_tokens,)
+    token_weights: torch.Tensor | None  # (num_tokens,)
+    class_weights: torch.Tensor | None  # in the mean's divisor
+    ignored: torch.Tensor | None  # (num_tokens,) bool; None: no token is ignored
+    teacher: Head | None = None
+    teacher_hidden: torch.Tensor | None = None
+    comes_once: bool = False  # whether rows of another stream take part, which one call alone gets
+    rows: torch.Tensor = dataclasses.field(init=False)  # (num_tokens, hidden_size)
+
+    def __post_init__(self) -> None:
+        self.rows = self.hidden.reshape(-1, self.hidden.shape[-1])
+
+
 class _Loss(torch.nn.Module):
-    """What both losses share: reduction, scales, ids, and the way into autograd. Has no parameters."""
+    """What both losses share: reduction, scales, outputs, ids, and the way into autograd. Has no parameters."""
+
+    differentiable: tuple[str, ...] = ("loss",)
 
     def __init__(self, settings: _CrossEntropySettings | _JsdSettings):
         super().__init__()
         head, reduction = settings.head, settings.reduction
         if not isinstance(head, Head):
             raise invalid_argument("INVALID_FIELD", f"head must be a headwater.Head, got {type(head).__name__}", field="head")
-        if reduction not in ("mean", "sum", "none"):
-            raise invalid_argument(
-                "INVALID_FIELD", f'reduction must be "mean", "sum" or "none", got {reduction!r}', field="reduction"
-            )
+        check_choice(reduction, "reduction", ("mean", "sum", "none"))
         if reduction == "none" and settings.loss_scale is not None:
             raise invalid_argument(
                 "INVALID_COMBINATION",
@@ -91,8 +151,16 @@ class _Loss(torch.nn.Module):
         self.loss_scale = None if settings.loss_scale is None else check_factor(settings.loss_scale, "loss_scale")
         self.grad_hidden_scale = check_factor(settings.grad_hidden_scale, "grad_hidden_scale")
         self.num_items_in_batch = settings.num_items_in_batch
+        self.outputs = _names(settings.outputs, "outputs", (*TOKEN_OUTPUTS, *_PARTS))
+        if reduction == "none" and (parts := [name for name in self.outputs if name in _PARTS]):
+            raise invalid_argument(
+                "INVALID_COMBINATION",
+                f'outputs: {parts[0]} is a part of a sum or mean; with reduction="none" there are "token_loss" and "lse"',
+                field="outputs",
+            )
         self._source = settings.micro_batch_source
         self._timeout_s = settings.timeout_s
+        self._had_vector = False  # whether an upstream gradient was no single number: then the next one will be none, either
 
     @property
     def micro_batch_source(self) -> MicroBatchSource:
@@ -117,96 +185,193 @@ class _Loss(torch.nn.Module):
     def extra_repr(self) -> str:
         return f"{self.head!r}, reduction={self.reduction!r}, ignore_index={self.ignore_index}"
 
-    def _loss(
-        self,
-        hidden: torch.Tensor,
-        run: Callable[..., LossResult],
-        num_items_in_batch: float | None,
-        targets: torch.Tensor | None,
-        token_weights: torch.Tensor | None,
-        class_weights: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Runs `run(hidden, **keywords of a loss call)` in the mode that autograd asks for."""
-        head = self.head
+    def _loss(self, call: _Call, num_items_in_batch: float | None) -> torch.Tensor | LossOutputs:
+        """Makes the call in the mode that autograd asks for."""
+        items = self._items(call, num_items_in_batch)
+        contributes = torch.is_grad_enabled() and self.head.spec.trainable
+        wants_grad_hidden = torch.is_grad_enabled() and call.hidden.requires_grad
+        asked = [name for name in TOKEN_OUTPUTS if name in {*self.outputs, *self.differentiable}]
+        if self.reduction == "none":
+            asked = list(dict.fromkeys((*asked, "token_loss")))
+        run = functools.partial(call.run, call.rows, outputs=asked)
+        outcome: Outcome | None = None
+        if not (contributes or wants_grad_hidden):
+            result = run(token_weights=call.token_weights, backward=False)
+        elif in_checkpoint_recompute():
+            result = run(token_weights=call.token_weights, backward=False)
+            outcome = RecomputedOutcome()
+        else:
+            contribution = Contribution(self.head, self.micro_batch_source, self._timeout_s) if contributes else None
+            try:
+                result, outcome = self._with_gradients(call, run, items, contribution, wants_grad_hidden)
+            except BaseException:
+                if contribution is not None:
+                    contribution.drop()
+                raise
+        values = self._values(result, call, items)
+        if outcome is not None:
+            anchor = torch.zeros((), device="cpu", requires_grad=True) if contributes else None
+            tracked = tuple(values[name] for name in self.differentiable)
+            values.update(zip(self.differentiable, RemoteLoss.apply(call.hidden, anchor, outcome, tracked), strict=True))
+        if not self.outputs and self.differentiable == ("loss",):
+            return values["loss"]
+        return LossOutputs(**values)
+
+    def _items(self, call: _Call, num_items_in_batch: float | None) -> float | None:
+        """The mean's divisor if the caller has named it."""
         items = self.num_items_in_batch if num_items_in_batch is None else num_items_in_batch
-        if items is not None:
-            items = check_number(items, "num_items_in_batch", low=0)
-            if self.reduction != "mean":
-                raise invalid_argument(
-                    "INVALID_COMBINATION",
-                    f'num_items_in_batch divides a mean; reduction="{self.reduction}" has none',
-                    field="num_items_in_batch",
-                )
-        outputs: dict[str, Any] = {"outputs": ("token_loss",)} if self.reduction == "none" else {}
-
-        def finish(result: LossResult, **rest: Any) -> Outcome:
-            rest = {"contribution": None, "grad_hidden_scale": 1.0, "recomputed": False, **rest}
-            if self.reduction == "none":
-                losses = torch.from_numpy(np.array(result.token_loss))
-                if token_weights is not None:
-                    losses = losses * token_weights.detach().float().cpu()
-                ignored = None if targets is None else targets.detach() == self.ignore_index
-                return TokenOutcome(result, losses, hidden.shape[:-1], ignored, **rest)
-            divisor = 1.0 if self.reduction == "sum" else result.target_weight_sum if items is None else items
-            return ScalarOutcome(result, divisor, declared_scale=self.loss_scale, **rest)
-
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        if items == 0 and self._divisor(rows.shape[0], targets, None if token_weights is None else token_weights.abs(), None):
+        if items is None:
+            return None
+        items = check_number(items, "num_items_in_batch", low=0)
+        if self.reduction != "mean":
+            raise invalid_argument(
+                "INVALID_COMBINATION",
+                f'num_items_in_batch divides a mean; reduction="{self.reduction}" has none',
+                field="num_items_in_batch",
+            )
+        if items == 0 and _weight_sum(call, None if call.token_weights is None else call.token_weights.abs(), None):
             raise invalid_argument(
                 "INVALID_FIELD",
                 "num_items_in_batch is 0, which is right where no token takes part, and this micro-batch has tokens that do; pass "
                 "their number over all micro-batches of the step",
                 field="num_items_in_batch",
             )
-        contributes = torch.is_grad_enabled() and head.spec.trainable
-        wants_grad_hidden = torch.is_grad_enabled() and hidden.requires_grad
-        if not (contributes or wants_grad_hidden):
-            return finish(run(rows, backward=False, **outputs)).value(hidden.device)
+        return items
 
-        anchor = torch.zeros((), device="cpu", requires_grad=True) if contributes else None
-        if in_checkpoint_recompute():
-            return RemoteLoss.apply(hidden, anchor, finish(run(rows, backward=False, **outputs), recomputed=True))
+    def _takes_two_calls(self, call: _Call, contributes: bool) -> bool:
+        if self.differentiable != ("loss",):
+            return True
+        return (
+            self.reduction == "none"
+            and contributes
+            and not call.comes_once
+            and (self._had_vector or not self.head.spec.staging_slots)
+        )
 
-        contribution = Contribution(head, self.micro_batch_source, self._timeout_s) if contributes else None
-        keywords: dict[str, Any] = {"return_grad_hidden": wants_grad_hidden, **outputs}
-        if contribution is not None:
-            keywords.update(step=contribution.key.step, micro_batch=contribution.micro_batch, attempt=contribution.attempt)
+    def _with_gradients(
+        self,
+        call: _Call,
+        run: Callable[..., LossResult],
+        items: float | None,
+        contribution: Contribution | None,
+        wants_grad_hidden: bool,
+    ) -> tuple[LossResult, Outcome]:
+        """Computes what backward is to differentiate."""
+        if not self._takes_two_calls(call, contribution is not None):
+            try:
+                return self._in_one_call(call, run, items, contribution, wants_grad_hidden)
+            except MicroBatchConflictError:
+                # A process that is gone may have added it by a second call. So does this one, and adds nothing.
+                if self.reduction != "none" or call.comes_once:
+                    raise
+        result = run(token_weights=call.token_weights, backward=False)
+        return result, TwoCallOutcome(
+            self._second_call(call, contribution, wants_grad_hidden),
+            self.differentiable,
+            None if self.reduction == "none" else _inverse(self._divisor(result, items)),
+            call.ignored,
+        )
+
+    def _second_call(self, call: _Call, contribution: Contribution | None, wants_grad_hidden: bool) -> SecondCall:
+        keywords = {"return_grad_hidden": wants_grad_hidden, "grad_hidden_scale": self.grad_hidden_scale}
+        others = [] if call.teacher_hidden is None else [call.teacher_hidden]
+        heads = [self.head] if call.teacher is None else [self.head, call.teacher]
+        return SecondCall(contribution, call.run, call.rows, call.token_weights, others, heads, keywords)
+
+    def _in_one_call(
+        self,
+        call: _Call,
+        run: Callable[..., LossResult],
+        items: float | None,
+        contribution: Contribution | None,
+        wants_grad_hidden: bool,
+    ) -> tuple[LossResult, Outcome]:
+        """Computes gradients at forward."""
+        late = self.reduction == "none" and call.comes_once
+        keywords: dict[str, Any] = {"token_weights": call.token_weights, "return_grad_hidden": wants_grad_hidden}
         if self.loss_scale is not None:
             total = 1.0
             if self.reduction == "mean":
-                total = self._divisor(rows.shape[0], targets, token_weights, class_weights) if items is None else items
-            keywords.update(
-                loss_scale=self.loss_scale / total if total else 0.0, grad_hidden_scale=self.grad_hidden_scale, commit="eager"
-            )
+                total = _weight_sum(call, call.token_weights, call.class_weights) if items is None else items
+            keywords.update(loss_scale=self.loss_scale * _inverse(total), grad_hidden_scale=self.grad_hidden_scale, commit="eager")
         elif contribution is not None:
             # Where other losses have all slots until their backward, the server holds the rows instead of the gradient. To wait for
             # a slot would be to wait for this process's own backward.
-            keywords.update(commit="explicit", late_token_factors=self.reduction == "none", allow_held=head.spec.staging_slots > 0)
-        try:
-            result = run(rows, **keywords)
-            if contribution is not None and self.loss_scale is None:
-                contribution.staged(result, late=self.reduction == "none")
-        except BaseException as error:
-            if contribution is not None:
-                contribution.failed(error)
-            raise
-        outcome = finish(result, contribution=contribution, grad_hidden_scale=self.grad_hidden_scale)
-        return RemoteLoss.apply(hidden, anchor, outcome)
+            keywords.update(commit="explicit", late_token_factors=late, allow_held=self.head.spec.staging_slots > 0)
+        run = functools.partial(run, **keywords)
+        result = run() if contribution is None else contribution.submit(run)
+        if contribution is not None and self.loss_scale is not None:
+            contribution.added()
+        elif contribution is not None:
+            contribution.staged(result)
+            if not late and found_no_slot(self.head, result.form):
+                if self.reduction == "none":
+                    self._had_vector = True  # two calls need no slot
+                else:
+                    warn_of_held(self.head)
+        if self.reduction != "none":
+            factor = _inverse(self._divisor(result, items))
+            return result, ScalarOutcome(
+                result, contribution, self.grad_hidden_scale, factor=factor, declared_scale=self.loss_scale
+            )
+        has_second = contribution is not None and not late
+        second_call = self._second_call(call, contribution, wants_grad_hidden) if has_second else None
+        return result, TokenOutcome(
+            result,
+            contribution,
+            self.grad_hidden_scale,
+            ignored=call.ignored,
+            second_call=second_call,
+            on_vector=functools.partial(setattr, self, "_had_vector", True),
+        )
 
-    def _divisor(
-        self, row_count: int, targets: torch.Tensor | None, token_weights: torch.Tensor | None, class_weights: torch.Tensor | None
-    ) -> float:
-        """The mean's divisor from the arguments alone, in fp64: what the server answers as `target_weight_sum`."""
-        weights = torch.ones(row_count, dtype=torch.float64, device="cpu")  # whatever the default device is
-        if token_weights is not None:
-            weights = token_weights.detach().double().cpu()
-        if targets is not None:
-            ids = targets.detach().cpu().long()
-            valid = ids != self.ignore_index
-            weights = weights * valid
-            if class_weights is not None:
-                weights = weights * class_weights.detach().double().cpu()[ids.clamp(0, class_weights.numel() - 1)]
-        return float(weights.sum())
+    def _divisor(self, result: LossResult, items: float | None) -> float:
+        """Of a sum or a mean."""
+        return 1.0 if self.reduction == "sum" else result.target_weight_sum if items is None else items
+
+    def _values(self, result: LossResult, call: _Call, items: float | None) -> dict[str, torch.Tensor]:
+        """The loss and the outputs that were asked for, without a graph."""
+        shape, device = call.hidden.shape[:-1], call.hidden.device
+        values: dict[str, torch.Tensor] = {}
+        for name in TOKEN_OUTPUTS:
+            if name in self.outputs or name in self.differentiable:
+                values[name] = torch.from_numpy(np.array(getattr(result, name))).reshape(shape).to(device)
+        if "argmax" in values:
+            values["argmax"] = values["argmax"].long()
+        if self.reduction == "none":
+            losses = torch.from_numpy(np.array(result.token_loss))
+            if call.token_weights is not None:
+                losses = losses * call.token_weights.detach().float().cpu()
+            return {"loss": losses.reshape(shape).to(device), **values}
+        divisor = self._divisor(result, items)
+        for name in ("loss", *(name for name in _PARTS if name in self.outputs)):
+            value = getattr(result, f"{name}_sum") / divisor if divisor else 0.0
+            values[name] = torch.tensor(value, dtype=torch.float32, device=device)
+        return values
+
+
+def _inverse(divisor: float) -> float:
+    """No valid token: loss and gradients are 0, not 0 / 0."""
+    return 1.0 / divisor if divisor else 0.0
+
+
+def _names(names: Any, argument: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Names, each once, all of them known."""
+    names = (names,) if isinstance(names, str) else tuple(names)
+    return tuple(dict.fromkeys(check_choice(name, argument, known) for name in names))
+
+
+def _weight_sum(call: _Call, token_weights: torch.Tensor | None, class_weights: torch.Tensor | None) -> float:
+    """Sum over valid tokens from the arguments alone, in fp64: what the server answers as `target_weight_sum`."""
+    weights = torch.ones(call.rows.shape[0], dtype=torch.float64, device="cpu")  # whatever the default device is
+    if token_weights is not None:
+        weights = token_weights.detach().double().cpu()
+    if call.ignored is not None and call.targets is not None:
+        weights = weights * ~call.ignored.cpu()
+        if class_weights is not None:
+            ids = call.targets.detach().cpu().long()
+            weights = weights * class_weights.detach().double().cpu()[ids.clamp(0, class_weights.numel() - 1)]
+    return float(weights.sum())
 
 
 def _flat(values: Any, hidden: torch.Tensor, name: str) -> torch.Tensor | None:
@@ -223,6 +388,14 @@ def _flat(values: Any, hidden: torch.Tensor, name: str) -> torch.Tensor | None:
         )
     _arrays.check_shape(tuple(values.shape), tuple(hidden.shape[:-1]), name)
     return values.reshape(-1)
+
+
+def _shifted(values: Any, shift: int, fill: int, name: str) -> Any:
+    """(..., n), moved left by `shift` along its last dimension, and filled up."""
+    if values is None or shift == 0:
+        return values
+    values = tensor_of(values, name)
+    return torch.nn.functional.pad(values, (0, shift), value=fill)[..., shift:]
 
 
 def _teacher_rows(hidden: torch.Tensor, teacher_hidden: Any) -> torch.Tensor:
@@ -271,16 +444,30 @@ class CrossEntropyLoss(_Loss):
     a sum of losses, a GradScaler, a division by accumulation steps. torch.compile goes around it: a model that has it inside is
     compiled before and behind it.
 
+    Two calls replace one where the upstream gradient is no single number. Forward computes losses and outputs, and leaves nothing
+    on the server. Backward sends the rows again, with a factor for each token and output. That is a third more work, and takes no
+    slot, whatever the number of losses before one backward. The rows must stay as they are until backward, and the step open.
+    `differentiable` with "entropy" or "lse" always takes two calls. reduction="none" takes one as long as the upstream gradients of
+    its tokens are equal (`losses.sum()`, a mean). After the first backward with unequal ones this object takes two.
+
     Args:
         head: a `headwater.Head`. `head.step` is the step that contributions go to.
-        weight: (vocab_size,) class weights, >= 0, as torch.nn.CrossEntropyLoss has them.
+        weight: (vocab_size,) class weights, finite, as torch.nn.CrossEntropyLoss has them.
         reduction: "mean" divides by the sum of token weights x class weights of the targets of the valid tokens (their number,
             without weights); 0 valid tokens give 0. "sum". "none" gives a loss for each token, 0 for ignored ones, and backward
-            takes any upstream gradient (masks, advantages, sequence means): the server holds the rows until then, and computes the
-            head's gradient at backward, a third more work than "mean" and "sum".
+            takes any upstream gradient (masks, advantages, sequence means).
         ignore_index: target value of tokens that take no part.
-        label_smoothing: in [0, 1).
+        label_smoothing: in [0, 1].
         z_loss: >= 0, coefficient of lse^2.
+        z_loss_divisor: of a "mean" with class weights. "weights" divides the z-loss by what divides the rest; "tokens" divides it
+            by the number of valid tokens (the sum of their token weights), as Liger does.
+        temperature: > 0, divides the logits in the loss and in all outputs. May be set between calls: `loss_fn.temperature = 0.7`.
+        token_scaling: multiplies each token's loss by the probability of its target, as a constant (DFT).
+        shift: k >= 0 (True is 1): the row of position t predicts `targets[..., t + k]`. The last k positions of each sequence take
+            no part; token weights belong to the targets, and move with them. Losses and outputs stay aligned with `hidden`.
+        outputs: names of fields of `LossOutputs`, which forward then returns, from the same pass. They carry no gradient.
+        differentiable: among "loss", "entropy" and "lse": those that carry a gradient. The latter two are outputs then, and vectors
+            whatever `reduction` is; they take any upstream gradients.
         loss_scale: declares the upstream gradient up front: the contribution is added at forward (no staging slot, no second call),
             and backward with any other upstream gradient is an error. None: any upstream gradient.
         grad_hidden_scale: multiplies grad_hidden alone; world_size where the framework averages gradients of the trunk and the loss
@@ -294,39 +481,67 @@ class CrossEntropyLoss(_Loss):
     @spread(_CrossEntropySettings)
     def __init__(self, settings: _CrossEntropySettings):
         super().__init__(settings)
+        self.temperature = settings.temperature
+        self.token_scaling = settings.token_scaling
+        self.shift = check_integer(int(settings.shift) if isinstance(settings.shift, bool) else settings.shift, "shift")
+        self.differentiable = _names(settings.differentiable, "differentiable", _DIFFERENTIABLE)
+        self.z_loss_divisor = check_choice(settings.z_loss_divisor, "z_loss_divisor", ("weights", "tokens"))
+        if not self.differentiable:
+            raise invalid_argument(
+                "INVALID_FIELD", "differentiable names nothing: call the loss under no_grad", field="differentiable"
+            )
+        if self.loss_scale is not None and self.differentiable != ("loss",):
+            raise invalid_argument(
+                "INVALID_COMBINATION", "loss_scale declares the upstream gradient of a loss alone", field="loss_scale"
+            )
+        if self.z_loss_divisor == "tokens" and self.reduction != "mean":
+            raise invalid_argument(
+                "INVALID_COMBINATION",
+                f'z_loss_divisor divides a mean; reduction="{self.reduction}" has none',
+                field="z_loss_divisor",
+            )
 
     @_outside_graphs
     def forward(
         self, hidden: torch.Tensor, targets: Any, *, token_weights: Any = None, num_items_in_batch: float | None = None
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | LossOutputs:
         """The loss, float32 on `hidden`'s device: a scalar, or (...) with reduction="none", token weights included.
 
         Args:
             hidden: (..., hidden_size), float32, float16 or bfloat16, after the model's final norm.
-            targets: (...) vocabulary ids or `ignore_index`, aligned with `hidden` (nothing is shifted).
-            token_weights: (...) finite, any sign.
+            targets: (...) vocabulary ids or `ignore_index`, aligned with `hidden` but for `shift`.
+            token_weights: (...) finite, any sign; aligned with `targets`.
             num_items_in_batch: divisor of "mean" for this call.
+        Returns:
+            The loss, or `LossOutputs` with `outputs` or `differentiable`.
         """
         _check_hidden(hidden, "hidden")
-        flat_targets = _flat(targets, hidden, "targets")
-        flat_weights = _flat(token_weights, hidden, "token_weights")
-
-        def run(rows: torch.Tensor, **keywords: Any) -> LossResult:
-            return self.head.cross_entropy(
-                rows,
-                flat_targets,
-                token_weights=flat_weights,
-                **self._options(),
-                **keywords,
-            )
-
-        return self._loss(hidden, run, num_items_in_batch, flat_targets, flat_weights, self.weight)
+        flat_targets = _flat(_shifted(targets, self.shift, self.ignore_index, "targets"), hidden, "targets")
+        flat_weights = _flat(_shifted(token_weights, self.shift, 0, "token_weights"), hidden, "token_weights")
+        call = _Call(
+            hidden=hidden,
+            run=self.head.cross_entropy,
+            targets=flat_targets,
+            token_weights=flat_weights,
+            class_weights=self.weight,
+            ignored=None if flat_targets is None else flat_targets.detach() == self.ignore_index,
+        )
+        options = {**self._options(), "temperature": self.temperature, "token_scaling": self.token_scaling}
+        if self.z_loss_divisor == "tokens" and self.weight is not None:
+            tokens = _weight_sum(call, flat_weights, None)
+            ratio = _weight_sum(call, flat_weights, self.weight) * _inverse(tokens)
+            # The negative of all class weights makes the same mean, and has a divisor > 0.
+            options.update(z_loss=self.z_loss * abs(ratio), class_weights=self.weight if ratio >= 0 else -self.weight)
+            call.class_weights = options["class_weights"]
+        call.run = functools.partial(self.head.cross_entropy, targets=flat_targets, **options)
+        return self._loss(call, num_items_in_batch)
 
 
 class JSDLoss(_Loss):
     """Generalized Jensen-Shannon divergence to a teacher's remote head over the full vocabulary; see `Head.jsd` for the formula.
 
-    Gradients go to `hidden` and the student's head, never to the teacher. Everything else is as in `CrossEntropyLoss`.
+    Gradients go to `hidden` and the student's head, never to the teacher. Everything else is as in `CrossEntropyLoss`. The second
+    of two calls sends the teacher's rows again, too. Rows of another stream (`JOIN`) come once: the server holds them instead.
 
     Args:
         head: the student's head.
@@ -335,6 +550,8 @@ class JSDLoss(_Loss):
         temperature: > 0, of the student, and of the teacher unless `teacher_temperature` is given. No factor of its square.
         hard_loss_weight: in [0, 1], share of the cross entropy with `targets`.
         label_smoothing, z_loss, weight: options of that cross entropy.
+        outputs: names of fields of `LossOutputs`, which forward then returns. Per-token ones but the loss are the student's,
+            without temperature.
         truncate_to_common: allow vocabularies of different sizes.
     "mean" divides by the sum of token weights of the valid tokens (times class weights of the targets, if there are any).
     """
@@ -365,7 +582,7 @@ class JSDLoss(_Loss):
         total_rows: int | None = None,
         row_indices: Any = None,
         teacher_dtype: Any = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | LossOutputs:
         """The divergence, float32 on `hidden`'s device: a scalar, or (...) with reduction="none", token weights included.
 
         Args:
@@ -390,24 +607,33 @@ class JSDLoss(_Loss):
             "teacher_dtype": teacher_dtype,
         }
 
-        def run(rows: torch.Tensor, **keywords: Any) -> LossResult:
-            return self.head.jsd(
-                rows,
-                self.teacher,
-                teacher_hidden,
-                **join,
-                targets=flat_targets,
-                token_weights=flat_weights,
-                **self._divergence,
-                **self._options(),
-                **keywords,
-            )
-
-        return self._loss(hidden, run, num_items_in_batch, flat_targets, flat_weights, self.weight)
+        run = functools.partial(
+            self.head.jsd,
+            teacher=self.teacher,
+            teacher_hidden=teacher_hidden,
+            **join,
+            targets=flat_targets,
+            **self._divergence,
+            **self._options(),
+        )
+        call = _Call(
+            hidden=hidden,
+            run=run,
+            targets=flat_targets,
+            token_weights=flat_weights,
+            class_weights=self.weight,
+            ignored=None if flat_targets is None else flat_targets.detach() == self.ignore_index,
+            teacher=self.teacher,
+            teacher_hidden=None if teacher_hidden is JOIN else teacher_hidden,
+            comes_once=teacher_hidden is JOIN,
+        )
+        return self._loss(call, num_items_in_batch)
 
 
 @_outside_graphs
-def cross_entropy(head: Head, hidden: torch.Tensor, targets: Any, *, token_weights: Any = None, **options: Any) -> torch.Tensor:
+def cross_entropy(
+    head: Head, hidden: torch.Tensor, targets: Any, *, token_weights: Any = None, **options: Any
+) -> torch.Tensor | LossOutputs:
     """Functional form of `CrossEntropyLoss`: `options` are its arguments."""
     return CrossEntropyLoss(head, **options)(hidden, targets, token_weights=token_weights)
 
@@ -426,7 +652,7 @@ def jsd(
     row_indices: Any = None,
     teacher_dtype: Any = None,
     **options: Any,
-) -> torch.Tensor:
+) -> torch.Tensor | LossOutputs:
     """Functional form of `JSDLoss`: `options` are its arguments."""
     return JSDLoss(head, teacher, **options)(
         hidden,
