@@ -272,12 +272,16 @@ _closing: set[Any] = set()  # locks of threads that close what was forgotten
 class Connection:
     """A client of the library. Thread-safe."""
 
+    # For `__del__`, which may run when the names of this module, and of cffi's, are gone.
+    _getpid, _is_finalizing = staticmethod(os.getpid), staticmethod(sys.is_finalizing)
+
     def __init__(self, target: str, options: dict[str, Any]):
         """`options`: those of hw_client_connect()."""
         self.owner: object = None  # lives as long as this object, or until `close`
         self._closed = True
         self._pid = os.getpid()
         self._library, self._ffi = _library()
+        self._free = self._library.hw_client_free
         self._types = _Types(self._ffi)
         self._has_log = options.get("replay_bytes", 0) > 0
         self._reader: _Reader | None = None
@@ -440,7 +444,7 @@ class Connection:
     @property
     def is_own(self) -> bool:
         """Whether it was made by this process, and not by one that this one was forked from."""
-        return os.getpid() == self._pid
+        return self._getpid() == self._pid
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Cancels the calls that are under way, and closes the session as far as the server answers. Idempotent."""
@@ -457,21 +461,21 @@ class Connection:
             return
         if self._reader is not None:
             self._reader.stop()
-        library, handle, closed = self._library, self._handle, self._closed
+        library, handle, closed, free_handle = self._library, self._handle, self._closed, self._free
 
         def free() -> None:
             if not closed:
                 error = library.hw_client_close(handle, _nanoseconds(_CLOSE_TIMEOUT_S))
                 if error:
                     library.hw_client_error_free(error)
-            library.hw_client_free(handle)
+            free_handle(handle)
 
         def free_behind() -> None:
             free()
             _closing.discard(ended)
             ended.release()
 
-        if not closed and not sys.is_finalizing():
+        if not closed and not self._is_finalizing():
             ended = _thread.allocate_lock()
             ended.acquire()
             with contextlib.suppress(RuntimeError):  # forgotten without `close`, which may take a while; this may be anywhere
@@ -484,6 +488,8 @@ class Connection:
 class _Reader:
     """The thread that reads a client's completion queue. It knows the client only weakly, and ends with it."""
 
+    _write = staticmethod(os.eventfd_write)  # for Connection.__del__
+
     def __init__(self, connection: Connection):
         self._wake = os.eventfd(0)
         # A descriptor of its own: the client's may be closed, and its number be another's, while the thread looks at it.
@@ -493,7 +499,7 @@ class _Reader:
 
     def stop(self) -> None:
         """Ends the thread soon."""
-        os.eventfd_write(self._wake, 1)
+        self._write(self._wake, 1)
 
 
 def _read(reference: weakref.ref[Connection], queue: int, wake: int) -> None:

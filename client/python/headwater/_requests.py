@@ -275,7 +275,9 @@ def check_targets(targets: Any, row_count: int, ignore_index: int, valid_vocab_s
 
 def check_class_weights(spec: HeadSpec, class_weights: Any) -> np.ndarray | None:
     """Weights of any sign, one for each column of a head of this spec."""
-    return None if class_weights is None else _arrays.float_vector(class_weights, "class_weights", (spec.valid_size, spec.vocab_size))
+    return (
+        None if class_weights is None else _arrays.float_vector(class_weights, "class_weights", (spec.valid_size, spec.vocab_size))
+    )
 
 
 def check_cross_entropy(options: Any) -> CrossEntropyOptions:

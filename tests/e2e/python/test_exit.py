@@ -81,6 +81,13 @@ def test_a_thread_of_ones_own_waits_on_when_the_main_program_has_returned():
         assert server.count("SealStep") == 5
 
 
+def test_a_client_that_outlives_the_modules_ends_in_silence():
+    """As one does that a module of torch keeps alive: the names of its own module are gone then."""
+    with scripted_server() as server:
+        process = begin(server, "head.info_future().cancel()\nthreading.kept = client, headwater._core\ndel client, head\n")
+        assert finish(process, PROMPTLY_S) == ""
+
+
 @pytest.mark.parametrize("replay", (True, False))
 def test_a_connection_that_is_cut_is_no_server_that_is_away(replay):
     with scripted_server() as server:
