@@ -227,7 +227,7 @@ std::vector<BadValue> TermRows() {
             {{"header.commit_mode", Int(v1::COMMIT_MODE_EXPLICIT)}, {"header.late_token_factors", Int(1)}});
   }
   AddCrossEntropyRows(term + "cross_entropy", {}, &rows);
-  AddNumberRows(rpc, term + "cross_entropy.temperature", {0, -1, 1e-39, 1e39}, {}, &rows);
+  AddNumberRows(rpc, term + "cross_entropy.temperature", {0, -1, 1e-39, 1e46}, {}, &rows);
   return rows;
 }
 

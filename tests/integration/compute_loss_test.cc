@@ -201,6 +201,17 @@ TEST_P(ComputeLoss, ForwardAndACallWithFactorsAreTheReferencesTriple) {
   expected_gradient.insert(expected_gradient.end(), bias.begin(), bias.end());
   EXPECT_LE(RelativeError(Floats(server_.Gradient(head)), expected_gradient), kGradientTolerance);
 
+  // A frozen head takes the same call, without step and micro-batch.
+  spec.set_trainable(false);
+  spec.clear_optimizer();
+  const TestHead frozen = server_.MakeHead("frozen-triple", spec);
+  v1::MicroBatchHeader stateless = backward;
+  stateless.clear_micro_batch();
+  stateless.mutable_terms(0)->clear_expected_weight_version();
+  stateless.mutable_terms(0)->clear_head();
+  stateless.mutable_terms(0)->mutable_head()->set_head(frozen.name());
+  EXPECT_EQ(server_.Compute(stateless, Bytes(hidden)).grad_hidden, reply.grad_hidden);
+
   // Again: the same answer, once in the gradient. With another factor: a conflict.
   const std::string gradient = server_.Gradient(head);
   const LossReply replay = server_.Compute(backward, Bytes(hidden));
