@@ -91,13 +91,8 @@ def main() -> None:
     client = headwater.connect(arguments.server)
     teacher_weight = np.array(client.head(train.HEAD_NAME).weight())
     teacher = client.create_head("teacher", teacher_weight, trainable=False)
-    student = client.create_head(
-        "student",
-        heads.initial_weight(VOCAB_SIZE, STUDENT["hidden_size"], SEED),
-        optimizer=headwater.AdamW(
-            beta1=heads.BETAS[0], beta2=heads.BETAS[1], epsilon=heads.EPSILON, weight_decay=heads.WEIGHT_DECAY
-        ),
-    )
+    initial = heads.initial_weight(VOCAB_SIZE, STUDENT["hidden_size"], SEED)
+    student = client.create_head("student", initial, optimizer=heads.remote_rule())
     jsd = headwater.torch.JSDLoss(student, teacher, beta=BETA)
     cross_entropy = headwater.torch.CrossEntropyLoss(student)
     batches = Batches(arguments.folder, "train", train.SEQUENCES, seed=SEED)

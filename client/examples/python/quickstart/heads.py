@@ -1,10 +1,13 @@
 """The two heads that the quickstart compares. To the training loop they look the same."""
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    import headwater
 
 # One rule for both: AdamW as PyTorch defines it, clipped by the norm of body and head together.
 BETAS = (0.9, 0.95)
@@ -13,20 +16,11 @@ WEIGHT_DECAY = 0.01
 MAX_GRAD_NORM = 1.0
 
 
-class StepReply(NamedTuple):
-    """What the body needs to know of the head's optimizer step."""
+def remote_rule() -> "headwater.AdamW":
+    """The rule, as the server is told it."""
+    import headwater
 
-    clip_factor: float  # the body's gradients are multiplied by it
-
-
-class TrainingHead(Protocol):
-    """A head that belongs to a training loop."""
-
-    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy, differentiable if gradients are on."""
-
-    def optimizer_step(self, learning_rate: float, micro_batches: int, body_norm_squared: float) -> StepReply:
-        """Closes a step of so many micro-batches."""
+    return headwater.AdamW(beta1=BETAS[0], beta2=BETAS[1], epsilon=EPSILON, weight_decay=WEIGHT_DECAY)
 
 
 def initial_weight(vocab_size: int, hidden_size: int, seed: int) -> np.ndarray:
@@ -42,16 +36,18 @@ class OwnHead:
         self._optimizer = torch.optim.AdamW([self.weight], lr=0.0, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY)
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy, differentiable if gradients are on."""
         return F.cross_entropy(F.linear(hidden, self.weight), targets)
 
-    def optimizer_step(self, learning_rate: float, micro_batches: int, body_norm_squared: float) -> StepReply:
+    def optimizer_step(self, learning_rate: float, micro_batches: int, body_norm_squared: float) -> float:
+        """Closes a step of so many micro-batches; returns what the body's gradients are multiplied by."""
         norm = (body_norm_squared + self.weight.grad.double().square().sum().item()) ** 0.5
         clip_factor = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))
         self.weight.grad.mul_(clip_factor)
         self._optimizer.param_groups[0]["lr"] = learning_rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return StepReply(clip_factor)
+        return clip_factor
 
 
 class RemoteHead:
@@ -70,11 +66,11 @@ class RemoteHead:
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return self._loss(hidden.to(self._dtype), targets)
 
-    def optimizer_step(self, learning_rate: float, micro_batches: int, body_norm_squared: float) -> StepReply:
+    def optimizer_step(self, learning_rate: float, micro_batches: int, body_norm_squared: float) -> float:
         reply = self.head.apply_optimizer_step(
             learning_rate=learning_rate,
             expected_micro_batches=micro_batches,
             max_grad_norm=MAX_GRAD_NORM,
             other_grad_norm_squared=body_norm_squared,
         )
-        return StepReply(reply.clip_factor)
+        return reply.clip_factor

@@ -30,15 +30,9 @@ def create_head(server: str, data_type: str = "float32") -> None:
     import headwater
     from train import HEAD_NAME, SEED
 
-    optimizer = headwater.AdamW(beta1=heads.BETAS[0], beta2=heads.BETAS[1], epsilon=heads.EPSILON, weight_decay=heads.WEIGHT_DECAY)
+    weight = heads.initial_weight(data.VOCAB_SIZE, TEACHER["hidden_size"], SEED)
     with headwater.connect(server) as client:
-        client.create_head(
-            HEAD_NAME,
-            heads.initial_weight(data.VOCAB_SIZE, TEACHER["hidden_size"], SEED),
-            trainable=True,
-            optimizer=optimizer,
-            dtype=data_type,
-        )
+        client.create_head(HEAD_NAME, weight, trainable=True, optimizer=heads.remote_rule(), dtype=data_type)
 
 
 def main() -> int:
@@ -59,25 +53,14 @@ def main() -> int:
     create_head(arguments.server)
 
     body = folder / "body.pt"
-    common = ["--steps", STEPS, "--folder", folder]
+    common = ["--folder", folder, "--steps"]
     for name, options in {
         "own-1": ["--head", "own", "--threads", 1],
         "own-2": ["--head", "own", "--threads", 2],
         "remote": ["--head", "remote", "--threads", 1, "--server", arguments.server, "--save-body", body],
     }.items():
-        subprocess.run(child("train.py", *options, *common, "--results", folder / f"{name}.json"), check=True)
-    options = [
-        "--server",
-        arguments.server,
-        "--threads",
-        1,
-        "--teacher-body",
-        body,
-        "--folder",
-        folder,
-        "--steps",
-        DISTILLATION_STEPS,
-    ]
+        subprocess.run(child("train.py", *options, *common, STEPS, "--results", folder / f"{name}.json"), check=True)
+    options = ["--server", arguments.server, "--threads", 1, "--teacher-body", body, *common, DISTILLATION_STEPS]
     subprocess.run(child("distill.py", *options, "--results", folder / "distillation.json"), check=True)
     return report.write(folder, {name: json.loads((folder / f"{name}.json").read_text()) for name in report.RUNS})
 

@@ -26,7 +26,7 @@ HEAD_NAME = "language-model"
 SEED = 20
 
 
-def held_out_loss(body: Body, head: heads.TrainingHead, batches: Batches) -> float:
+def held_out_loss(body: Body, head: heads.OwnHead | heads.RemoteHead, batches: Batches) -> float:
     """Mean loss in nats a token over the first held-out batches."""
     with torch.no_grad():
         total = 0.0
@@ -55,7 +55,7 @@ def main() -> None:
     optimizer = training.BodyOptimizer(body)
     remote = arguments.head == "remote"
     # What a trainer holds before it has computed anything: libraries, data and body, but nothing of a head.
-    head: heads.TrainingHead
+    head: heads.OwnHead | heads.RemoteHead
     if remote:
         head = heads.RemoteHead(arguments.server, HEAD_NAME, getattr(torch, arguments.data_type))
         baseline = training.memory_bytes("VmRSS")
@@ -91,7 +91,7 @@ def main() -> None:
                 head.head.seal(expected_micro_batches=MICRO_BATCHES)
                 witness.judge(step)
             rate = training.learning_rate(step, arguments.steps, PEAK_LEARNING_RATE)
-            optimizer.step(rate, head.optimizer_step(rate, MICRO_BATCHES, optimizer.norm_squared()).clip_factor)
+            optimizer.step(rate, head.optimizer_step(rate, MICRO_BATCHES, optimizer.norm_squared()))
             losses.append(step_loss)
             bar.set_postfix(loss=f"{step_loss:.3f}", refresh=False)
             bar.update()
