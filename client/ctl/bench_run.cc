@@ -73,7 +73,7 @@ void CatchInterruptions() {
 
 bool BenchInterrupted() { return interrupted != 0; }
 
-absl::StatusOr<std::unique_ptr<BenchHead>> BenchHead::Make(client::Client client, client::HeadSpec* spec) {
+absl::StatusOr<std::string> MakeBenchHead(client::Client& client, client::HeadSpec* spec) {
   std::random_device device;
   const std::string name = absl::StrFormat("headwaterctl-bench-%08x%08x", device(), device());
   while (true) {
@@ -85,26 +85,16 @@ absl::StatusOr<std::unique_ptr<BenchHead>> BenchHead::Make(client::Client client
     }
     spec->vocab_size /= 2;
   }
-  std::unique_ptr<BenchHead> made(new BenchHead(client, name));
   HEADWATER_ASSIGN_OR_RETURN(client::Head head, client.CreateHead(name, *spec));
-  made->exists_ = true;
   const int64_t count = spec->vocab_size * spec->hidden_size;
   const std::vector<unsigned char> weight =
       RandomElements(spec->data_type, count, 1 / std::sqrt(static_cast<double>(spec->hidden_size)), 1);
   absl::StatusOr<client::HeadInfo> uploaded =
       head.UploadWeights(client::HeadTensor::kWeight, {weight.data(), spec->data_type, count});
-  if (!uploaded.ok()) return uploaded.status();
-  return made;
+  if (uploaded.ok()) return name;
+  client.DeleteHead(name, /*force=*/true).IgnoreError();
+  return uploaded.status();
 }
-
-absl::Status BenchHead::Delete() {
-  if (!exists_) return absl::OkStatus();
-  const absl::Status status = client_.DeleteHead(name_, /*force=*/true);
-  exists_ = !status.ok();
-  return status;
-}
-
-BenchHead::~BenchHead() { Delete().IgnoreError(); }
 
 absl::StatusOr<std::unique_ptr<BenchTrainer>> BenchTrainer::Make(client::Transport transport, const std::string& head,
                                                                  int64_t max_rows, int max_in_flight) {

@@ -17,25 +17,9 @@
 
 namespace headwater::ctl {
 
-// A head of its own on the server, with random weights. Deleted with the object, and by Delete().
-class BenchHead {
- public:
-  // Halves spec->vocab_size until the head fits the server's memory; `spec` is what was made.
-  static absl::StatusOr<std::unique_ptr<BenchHead>> Make(client::Client client, client::HeadSpec* spec);
-  BenchHead(const BenchHead&) = delete;
-  BenchHead& operator=(const BenchHead&) = delete;
-  ~BenchHead();
-
-  const std::string& name() const { return name_; }
-  absl::Status Delete();
-
- private:
-  BenchHead(client::Client client, std::string name) : client_(std::move(client)), name_(std::move(name)) {}
-
-  client::Client client_;
-  const std::string name_;
-  bool exists_ = false;
-};
+// Makes a head with random weights, to be deleted by the caller; its name. Halves spec->vocab_size until the head fits the server's
+// memory; `spec` is what was made. After an error there is no head.
+absl::StatusOr<std::string> MakeBenchHead(client::Client& client, client::HeadSpec* spec);
 
 // A trainer that has its rows where its path wants them.
 class BenchTrainer {

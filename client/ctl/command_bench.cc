@@ -202,7 +202,7 @@ absl::StatusOr<ExitCode> RunBench(client::Client& client, const std::vector<std:
   CatchInterruptions();
   const int64_t asked = plan.spec.vocab_size;
   output.Progress("making a head of random weights");
-  HEADWATER_ASSIGN_OR_RETURN(std::unique_ptr<BenchHead> head, BenchHead::Make(client, &plan.spec));
+  HEADWATER_ASSIGN_OR_RETURN(const std::string head, MakeBenchHead(client, &plan.spec));
   if (plan.spec.vocab_size != asked) {
     output.Progress(absl::StrCat("the server's memory has room for ", plan.spec.vocab_size, " of ", asked, " vocabulary rows"));
   }
@@ -213,9 +213,9 @@ absl::StatusOr<ExitCode> RunBench(client::Client& client, const std::vector<std:
   for (const client::DeviceInfo& device : info.devices) devices.push_back(device.model.empty() ? device.name : device.model);
   report.device = absl::StrJoin(devices, ", ");
   report.spec = plan.spec;
-  const absl::Status measured = MeasureAll(plan, head->name(), output, &report);
-  if (const absl::Status deleted = head->Delete(); !deleted.ok()) {
-    output.Progress(absl::StrCat("the head ", head->name(), " could not be deleted: ", deleted.message()));
+  const absl::Status measured = MeasureAll(plan, head, output, &report);
+  if (const absl::Status deleted = client.DeleteHead(head, /*force=*/true); !deleted.ok()) {
+    output.Progress(absl::StrCat("the head ", head, " could not be deleted: ", deleted.message()));
     if (measured.ok()) return deleted;
   }
   if (!measured.ok()) return measured;
