@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from conftest import running_server
 from test_torch_data_parallel import scaled_step
-from torch_model import Problem, check_gradients, relative
+from torch_model import Problem, check_gradients, numbers, relative, with_ignored
 
 import headwater
 import headwater.torch
@@ -31,6 +31,28 @@ def test_gradients_on_the_gpu_are_those_of_fp64(one_shard, make_head, rng):
     loss = headwater.torch.CrossEntropyLoss(head)(problem.inputs.cuda() @ trunk.T, problem.targets.cuda())
     loss.backward()
     assert loss.device.type == "cuda"
+    check_gradients(trunk.grad.cpu(), head, expected)
+
+
+def test_outputs_and_their_gradients_on_the_gpu_are_those_of_fp64(one_shard, make_head, rng):
+    problem, factors = Problem(rng), [numbers(rng, 16) for _ in range(3)]
+    targets = with_ignored(problem.targets)
+
+    def objective(hidden, logits):
+        log_p, valid = logits.log_softmax(-1), targets != -100
+        rows = F.cross_entropy(logits, targets, reduction="none"), -(log_p.exp() * log_p).sum(-1), logits.logsumexp(-1)
+        return sum((factor.double() * row * valid).sum() for factor, row in zip(factors, rows, strict=True))
+
+    expected, _ = problem.reference(objective)
+    head = problem.head(one_shard.client, make_head)
+    trunk = torch.nn.Parameter(problem.trunk.cuda())
+    torch.backends.cuda.matmul.allow_tf32 = False
+    loss_fn = headwater.torch.CrossEntropyLoss(
+        head, reduction="none", outputs=("argmax",), differentiable=("loss", "entropy", "lse")
+    )
+    out = loss_fn(problem.inputs.cuda() @ trunk.T, targets.cuda())
+    assert all(value.device.type == "cuda" for value in out if value is not None)
+    torch.autograd.backward((out.loss, out.entropy, out.lse), [factor.cuda() for factor in factors])
     check_gradients(trunk.grad.cpu(), head, expected)
 
 

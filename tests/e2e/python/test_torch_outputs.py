@@ -26,7 +26,7 @@ def problem(rng):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What is asked for of the server: one entry for each loss call, with what it adds."""
+    """The loss calls that are made, by the way in which they add."""
     made = []
     compute = headwater._remote.RemoteBackend.compute
 
@@ -128,7 +128,7 @@ def test_a_confident_rows_entropy_keeps_its_digits(one_shard, make_head, problem
     assert float(entropy.min()) < 1e-12
     with torch.no_grad():
         out = headwater.torch.CrossEntropyLoss(head, outputs=tuple(expected))(rows, torch.arange(4))
-    # What fp32 leaves of the logits' differences.
+    # The logits' differences have an error of fp32.
     bound = 1e-6 * max(1.0, float(logits.abs().max()))
     for name, values in expected.items():
         assert float((getattr(out, name).double() / values - 1).abs().max()) <= bound, name
@@ -244,7 +244,7 @@ def test_forwards_before_one_backward_take_no_slot(one_shard, make_head, problem
 
 
 def test_forwards_beyond_the_slots_take_any_factors(one_shard, make_head, problem, rng):
-    """Of an object that does not know yet: the first forward has the slot, the second is held, the third leaves nothing."""
+    """An object that has had no backward: its first forward has the slot, the second is held, the third leaves nothing."""
     targets, upstream = with_ignored(problem.targets), numbers(rng, 16)
     expected, _ = problem.reference(
         lambda hidden, logits: (F.cross_entropy(logits, targets, reduction="none") * upstream.double()).sum()
@@ -267,7 +267,7 @@ def test_a_preference_loss_with_a_reference_model(each_way, make_head, problem):
     frozen = Problem(np.random.default_rng(7))
 
     def preference(policy, reference):
-        """Of log-probabilities (2, 2) of the sequences: chosen and rejected."""
+        """The loss of the sequences' log-probabilities, (2, 2): chosen and rejected."""
         margins = (policy[0] - policy[1]) - (reference[0] - reference[1])
         return -F.logsigmoid(0.5 * margins).mean()
 
@@ -530,24 +530,26 @@ def test_token_scaling_is_ligers(one_shard, make_head, problem, rng):
         check_gradients(trunk.grad, head, expected)
 
 
-@pytest.mark.parametrize("lowest", (0.0, -3.0), ids=("positive", "negative"))
-def test_a_z_loss_has_a_divisor_of_its_own(one_shard, make_head, problem, lowest):
+@pytest.mark.parametrize("lowest, items", ((0.0, None), (-3.0, None), (0.0, 20)))
+def test_a_z_loss_has_a_divisor_of_its_own(one_shard, make_head, problem, lowest, items):
     targets, weight = with_ignored(problem.targets), torch.linspace(lowest, 1, VOCAB_SIZE)
     valid = targets != -100
 
     def objective(hidden, logits):
-        z_loss = 1e-2 * ((logits.logsumexp(-1) ** 2) * valid).sum() / valid.sum()
-        return F.cross_entropy(logits, targets, weight=weight.double(), label_smoothing=0.2) + z_loss
+        loss = F.cross_entropy(logits, targets, weight=weight.double(), label_smoothing=0.2, reduction="sum")
+        z_loss = 1e-2 * ((logits.logsumexp(-1) ** 2) * valid).sum()
+        return loss / (items or weight.double()[targets[valid]].sum()) + z_loss / (items or valid.sum())
 
     expected, value = problem.reference(objective)
     head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     loss_fn = headwater.torch.CrossEntropyLoss(
         head, weight=weight, label_smoothing=0.2, z_loss=1e-2, z_loss_divisor="tokens", outputs=("z_loss",)
     )
-    out = loss_fn(problem.inputs @ trunk.T, targets)
+    out = loss_fn(problem.inputs @ trunk.T, targets, num_items_in_batch=items)
     assert out.loss.item() == pytest.approx(value, rel=1e-5)
     logits = (problem.inputs @ problem.trunk.T).double() @ problem.weight.double().T + problem.bias.double()
-    assert out.z_loss.item() == pytest.approx(1e-2 * float((logits.logsumexp(-1)[valid] ** 2).mean()), rel=1e-5)
+    z_loss = 1e-2 * (logits.logsumexp(-1)[valid] ** 2).sum() / (items or valid.sum())
+    assert out.z_loss.item() == pytest.approx(float(z_loss), rel=1e-5)
     out.loss.backward()
     check_gradients(trunk.grad, head, expected)
 

@@ -107,9 +107,9 @@ class Contribution:
         self._micro_batch, ids = source.draw(head, self._key.step)
         self._attempt = source.attempt(head, self._key.step, self._micro_batch)
         self._staged: LossResult | None = None
-        self._discards: list[Callable[[], None]] = []  # what drops it on the server, if it may be there
-        self._drop = weakref.finalize(self, _drop, source, ids, self._micro_batch, self._discards)
-        self._drop.atexit = False
+        self._discards: list[Callable[[], None]] = []  # drop it on the server, if it may be there
+        self._finalizer = weakref.finalize(self, _drop, source, ids, self._micro_batch, self._discards)
+        self._finalizer.atexit = False
 
     def submit(self, run: Callable[..., LossResult]) -> LossResult:
         """`run` of this micro-batch, with an attempt above the one that is staged."""
@@ -139,11 +139,11 @@ class Contribution:
     def added(self) -> None:
         """It is in the step."""
         self._staged = None  # which keeps grad_hidden alive
-        self._drop.detach()
+        self._finalizer.detach()
 
     def drop(self) -> None:
         """Forgets its id, and discards what may be in the step."""
-        self._drop()
+        self._finalizer()
 
 
 def _drop(source: MicroBatchSource, ids: set[int], micro_batch: int, discards: list[Callable[[], None]]) -> None:
@@ -260,7 +260,7 @@ class TokenOutcome(OneCallOutcome):
 
     Args:
         ignored: (num_tokens,) bool, or None: tokens whose upstream gradient means nothing, whatever it is.
-        second_call: what brings an upstream gradient that is no single number; None: the server holds the rows, and takes a vector.
+        second_call: brings an upstream gradient that is no single number; None: the server holds the rows, and takes a vector.
         on_vector: called before `second_call` is.
     """
 
@@ -326,7 +326,7 @@ class TwoCallOutcome(Outcome):
         loss = vectors.get("loss")
         if loss is None:
             loss = torch.zeros(call.row_count, device="cpu")
-        # What is 0 everywhere is left out: then the server does not compute for it.
+        # A vector of zeros is left out, so that the server does not compute for it.
         entropy, lse = (
             vector if vector is not None and bool(vector.any()) else None for vector in map(vectors.get, ("entropy", "lse"))
         )

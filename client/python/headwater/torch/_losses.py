@@ -48,7 +48,7 @@ def _outside_graphs(function: F) -> F:
 
 
 class LossOutputs(NamedTuple):
-    """What a loss with `outputs=` or `differentiable=` returns; fields that were not asked for are None.
+    """The result of a loss with `outputs=` or `differentiable=`; fields that were not asked for are None.
 
     Per-token fields have the shape (...) of the targets, and are float32 unless they say otherwise. Ignored tokens have 0.
     """
@@ -126,7 +126,7 @@ class _Call:
 
 
 class _Loss(torch.nn.Module):
-    """What both losses share: reduction, scales, outputs, ids, and the way into autograd. Has no parameters."""
+    """The common part of both losses: reduction, scales, outputs, ids, and the way into autograd. Has no parameters."""
 
     differentiable: tuple[str, ...] = ("loss",)
 
@@ -160,7 +160,7 @@ class _Loss(torch.nn.Module):
             )
         self._source = settings.micro_batch_source
         self._timeout_s = settings.timeout_s
-        self._had_vector = False  # whether an upstream gradient was no single number: then the next one will be none, either
+        self._had_vector = False  # whether an upstream gradient was no single number; the next ones will not be, either
 
     @property
     def micro_batch_source(self) -> MicroBatchSource:
@@ -256,7 +256,7 @@ class _Loss(torch.nn.Module):
         contribution: Contribution | None,
         wants_grad_hidden: bool,
     ) -> tuple[LossResult, Outcome]:
-        """Computes what backward is to differentiate."""
+        """Computes losses and outputs, and how backward differentiates them."""
         if not self._takes_two_calls(call, contribution is not None):
             try:
                 return self._in_one_call(call, run, items, contribution, wants_grad_hidden)
@@ -326,7 +326,7 @@ class _Loss(torch.nn.Module):
         )
 
     def _divisor(self, result: LossResult, items: float | None) -> float:
-        """Of a sum or a mean."""
+        """The divisor of a sum or a mean."""
         return 1.0 if self.reduction == "sum" else result.target_weight_sum if items is None else items
 
     def _values(self, result: LossResult, call: _Call, items: float | None) -> dict[str, torch.Tensor]:
@@ -460,7 +460,7 @@ class CrossEntropyLoss(_Loss):
         label_smoothing: in [0, 1].
         z_loss: >= 0, coefficient of lse^2.
         z_loss_divisor: of a "mean" with class weights. "weights" divides the z-loss by what divides the rest; "tokens" divides it
-            by the number of valid tokens (the sum of their token weights), as Liger does.
+            by the number of valid tokens (the sum of their token weights), as Liger does. num_items_in_batch divides both.
         temperature: > 0, divides the logits in the loss and in all outputs. May be set between calls: `loss_fn.temperature = 0.7`.
         token_scaling: multiplies each token's loss by the probability of its target, as a constant (DFT).
         shift: k >= 0 (True is 1): the row of position t predicts `targets[..., t + k]`. The last k positions of each sequence take
@@ -527,7 +527,8 @@ class CrossEntropyLoss(_Loss):
             ignored=None if flat_targets is None else flat_targets.detach() == self.ignore_index,
         )
         options = {**self._options(), "temperature": self.temperature, "token_scaling": self.token_scaling}
-        if self.z_loss_divisor == "tokens" and self.weight is not None:
+        items = self.num_items_in_batch if num_items_in_batch is None else num_items_in_batch
+        if self.z_loss_divisor == "tokens" and self.weight is not None and items is None:
             tokens = _weight_sum(call, flat_weights, None)
             ratio = _weight_sum(call, flat_weights, self.weight) * _inverse(tokens)
             # The negative of all class weights makes the same mean, and has a divisor > 0.
