@@ -457,7 +457,8 @@ class Connection:
         self.owner = None
 
     def __del__(self) -> None:
-        if not self.is_own or not hasattr(self, "_handle"):
+        # At the interpreter's end modules are gone before objects: the process takes its connections with it.
+        if os is None or not self.is_own or not hasattr(self, "_handle"):
             return
         if self._reader is not None:
             self._reader.stop()

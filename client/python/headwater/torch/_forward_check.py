@@ -450,8 +450,10 @@ def _body(came: torch.Tensor, of_bodies: Mapping[str, torch.Tensor]) -> Body | N
 # ---- what the model does, as options ---------------------------------------------------------------------------------------
 
 
-def advice(forward: Forward, given: HeadOptions, hints: Sequence[_model_config.Asked]) -> dict[str, str] | None:
-    """Options with which the head is the model's, by name and as the caller would write them; None if none is found."""
+def fitting(
+    forward: Forward, given: HeadOptions, hints: Sequence[_model_config.Asked]
+) -> tuple[HeadOptions, dict[str, str]] | None:
+    """Options with which the head is the model's, and those that change, as the caller would write them; None if none is found."""
     caps = {given.softcap: repr(given.softcap), None: "None"}
     scales = {given.logit_scale: repr(given.logit_scale), 1.0: "1.0"}
     sizes = {given.valid_vocab_size: repr(given.valid_vocab_size), forward.columns: repr(forward.columns)}
@@ -476,5 +478,5 @@ def advice(forward: Forward, given: HeadOptions, hints: Sequence[_model_config.A
         changes.append((len(changed), options, changed))
     for _, options, changed in sorted(changes, key=lambda change: change[0]):
         if changed and forward.same(options):
-            return changed
+            return options, changed
     return None

@@ -34,6 +34,11 @@ def _refused(message: str, field: str, **metadata: object) -> HeadwaterError:
     return invalid_argument("INVALID_COMBINATION", message, field=field, **metadata)
 
 
+def hints_of(configs: Sequence[Any]) -> list[_model_config.Asked]:
+    """What the configurations of a model say of its logits. A model and the one inside it may have parts of them in common."""
+    return list({(hint.option, hint.shown): hint for config in configs for hint in _model_config.asked(config)}.values())
+
+
 def check_model(
     model: torch.nn.Module, layer: OutputLayer, options: HeadOptions, named: Mapping[str, Any], *, by_batch: bool
 ) -> Checked:
@@ -47,8 +52,7 @@ def check_model(
     """
     model = _forward_check.unwrapped(model)
     configs = _forward_check.configs(model, layer)
-    # A model and the one inside it may have parts of a configuration in common.
-    hints = list({(hint.option, hint.shown): hint for config in configs for hint in _model_config.asked(config)}.values())
+    hints = hints_of(configs)
     try:
         forward = _forward_check.run(model, layer)
     except CannotRun as error:
@@ -93,12 +97,12 @@ def _check_forward(
         "the model's logits are not those that the head would make of its layer's rows: in one small forward log-probabilities "
         f"differ by up to {gap:.3g}, {ratio:.3g} times what rounding explains"
     )
-    found = _forward_check.advice(forward, options, hints)
+    found = _forward_check.fitting(forward, options, hints)
     entries = ", ".join(f"{hint.where}={hint.value!r}" for hint in hints)
     said = f"; its config has {entries}" if entries else ""
     if found is not None:
-        wanted = ", ".join(f"{name}={text}" for name, text in found.items())
-        raise _refused(f"{what}. Pass {wanted}; {_ROWS}{said}", next(iter(found)), actual=f"{gap:.6g}")
+        wanted = ", ".join(f"{name}={text}" for name, text in found[1].items())
+        raise _refused(f"{what}. Pass {wanted}; {_ROWS}{said}", next(iter(found[1])), actual=f"{gap:.6g}")
     if buffers:
         said += f"; it adds {', '.join(buffers)}: put that into the layer's bias, or attach a layer that has it"
     if layer.module is None and layer.bias is None:

@@ -29,7 +29,7 @@ from headwater.torch._attach import ModuleHead
 from headwater.torch._micro_batches import MicroBatchSource
 
 # As torch.nn.utils.clip_grad_norm_ and the server have it.
-_CLIP_EPSILON = 1e-6
+CLIP_EPSILON = 1e-6
 # Name of the one checkpoint of a frozen head.
 _FROZEN_CHECKPOINT = "weights"
 
@@ -383,7 +383,7 @@ class TrainingLoop:
             if isinstance(grown, torch.Tensor):
                 grown.zero_()  # steps without overflow since the last one: a scale that is set leaves them as they are
             return outcome
-        clip_factor = 1.0 if self._max_grad_norm is None else min(1.0, self._max_grad_norm / (norm + _CLIP_EPSILON))
+        clip_factor = 1.0 if self._max_grad_norm is None else min(1.0, self._max_grad_norm / (norm + CLIP_EPSILON))
         self._meeting.has_moved = True
         if self.rank == 0:
             self._apply(rate, gradient_factor, norms)

@@ -1,0 +1,298 @@
+"""`setup_trainer`: what a Trainer has to do for a remote head, hooked into the Trainer that is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from headwater._errors import FailedPreconditionError, HeadwaterError, invalid_argument
+from headwater._types import SGD, AdamW
+from headwater.torch._joint_step import JointStep
+from headwater.torch._remote_head import HeadwaterConfig, RemoteHead
+from headwater.transformers._patch import attach_remote_head, patch_of
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+_INFINITY = float("inf")
+
+
+def _refused(option: str, message: str) -> HeadwaterError:
+    return invalid_argument("INVALID_COMBINATION", f"{option}: {message}", field=option)
+
+
+class HeadwaterCallback(transformers.TrainerCallback):
+    """Trains with a remote head: `Trainer(..., callbacks=[HeadwaterCallback(config)])` is `setup_trainer(trainer, config)`.
+
+    Args:
+        config: which head. None: the server of the environment, and a head of the model's name.
+
+    Attributes:
+        remote: the head and the layer, once the Trainer is made.
+        joint: what closes the head's steps; None outside of `train`.
+    """
+
+    def __init__(self, config: HeadwaterConfig | None = None):
+        self.config = config or HeadwaterConfig()
+        self.remote: RemoteHead | None = None
+        self.joint: JointStep | None = None
+        self._trainer: Any = None
+        self._undo: list[tuple[Any, str]] = []
+
+    def install(self, trainer: Any, remote: RemoteHead | None = None) -> RemoteHead:
+        """Hooks the Trainer, and patches its model.
+
+        Args:
+            remote: of a model that is patched already.
+        """
+        _refuse_unsupported(trainer)
+        if remote is None:
+            config = _with_folder(self.config, trainer.args)
+            existing = patch_of(trainer.model)
+            remote = (
+                existing.remote
+                if existing is not None
+                else attach_remote_head(
+                    trainer.model, config, optimizer=None if config.optimizer != "auto" else _optimizer_of(trainer)
+                )
+            )
+        self.remote, self._trainer = remote, trainer
+        if remote.served:
+            _refuse_for_served(trainer)
+        self._set("_save_checkpoint", self._save_checkpoint(trainer._save_checkpoint))
+        if hasattr(trainer, "_get_grad_norm"):
+            norm_of = trainer._get_grad_norm
+            self._set("_clip_grad_norm", lambda model: self._clip(trainer.args.max_grad_norm, lambda: norm_of(model)))
+            self._set(
+                "_get_grad_norm",
+                lambda model, grad_norm=None: (
+                    norm_of(model, grad_norm) if grad_norm is not None else self._clip(None, lambda: norm_of(model))
+                ),
+            )
+        else:
+            self._hook_accelerator(trainer.accelerator)
+        return remote
+
+    def _set(self, name: str, value: Any, target: Any = None) -> None:
+        target = self._trainer if target is None else target
+        setattr(target, name, value)
+        self._undo.append((target, name))
+
+    def _hook_accelerator(self, accelerator: Any) -> None:
+        """Before transformers 5, the Trainer asks accelerate alone."""
+        original = accelerator.clip_grad_norm_
+
+        def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+            kept = list(parameters)
+            return torch.tensor(self._clip(max_norm, lambda: original(kept, _INFINITY, norm_type)))
+
+        self._set("clip_grad_norm_", clip_grad_norm_, accelerator)
+
+    def undo(self) -> None:
+        """Takes the hooks off the Trainer; `detach_remote_head(model)` does so with the model's."""
+        self._stop()
+        for target, name in reversed(self._undo):
+            vars(target).pop(name, None)
+        self._undo = []
+        if self._trainer is not None:
+            self._trainer.remove_callback(self)
+
+    # ---- what the Trainer calls -------------------------------------------------------------------------------------
+
+    def _clip(self, max_norm: float | None, body_norm: Callable[[], Any]) -> float:
+        assert self.joint is not None
+        return self.joint.clip(max_norm, body_norm)
+
+    def _save_checkpoint(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            if self.joint is not None:
+                self.joint.save(self._trainer.state.global_step)
+            return save(*args, **kwargs)
+
+        return save_checkpoint
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.install(_calling_trainer(self))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        remote = self.remote
+        assert remote is not None
+        self._stop()
+        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            optimizer = inner
+        if remote.served:
+            _check_learning_rates(remote, optimizer)
+        accelerator = self._trainer.accelerator
+        self.joint = JointStep(
+            [remote],
+            optimizer,
+            parameters=[parameter for parameter in self._trainer.model.parameters() if parameter.requires_grad],
+            scaler=getattr(accelerator, "scaler", None),
+            gradient_factor=1.0 / accelerator.num_processes,
+        )
+        self.joint.begin(state.global_step)
+        if (patch := patch_of(self._trainer.model)) is not None:
+            patch.joint = self.joint
+        if remote.served and str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
+            self.joint.save(state.global_step)  # a server that cannot says so now
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.joint is not None:
+            self.joint.prepare()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.joint is not None:
+            self.joint.settle()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        remote = self.remote
+        if remote is not None and remote.served and remote.head.step != state.global_step:
+            raise FailedPreconditionError(
+                f"the Trainer is at step {state.global_step}, {remote.head.name} at step {remote.head.step}: something else closes "
+                "its steps, or the Trainer's optimizer does not step",
+                reason="STEP_MISMATCH",
+                metadata={"openStep": str(remote.head.step), "step": str(state.global_step)},
+            )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.joint is not None and self.remote is not None
+        best = state.best_model_checkpoint
+        if args.load_best_model_at_end and best is not None:
+            self.joint.restore(int(Path(best).name.rpartition("-")[2]))
+        self._stop()
+        self.remote.pull_weight()  # a model that was trained is one that can be used
+
+    def _stop(self) -> None:
+        if self.joint is not None:
+            self.joint.close()
+        self.joint = None
+        if self._trainer is not None and (patch := patch_of(self._trainer.model)) is not None:
+            patch.joint = None
+
+
+def setup_trainer(trainer: Any, config: HeadwaterConfig | None = None) -> HeadwaterCallback:
+    """Makes a Trainer train with a remote head: its loss, clipping, steps, checkpoints and what it saves.
+
+    Call it after the Trainer was made, before anything else of it. The head's step closes with the optimizer's, with the same
+    learning rate; gradients are clipped by the norm of body and head together. Each checkpoint of the Trainer's has one of the
+    head's on the server, and a whole model in it, with the trained weight.
+
+    Args:
+        trainer: a transformers.Trainer.
+        config: which head. None: the server of the environment, and a head of the model's name.
+    Returns:
+        The callback, which is one of the Trainer's now; its `undo` takes the hooks off.
+    Raises:
+        InvalidArgumentError: an option of the Trainer's that is not supported; the message begins with its name.
+            Also what `attach_remote_head` raises.
+    """
+    callback = HeadwaterCallback(config)
+    callback.install(trainer)
+    trainer.callback_handler.callbacks.insert(0, callback)
+    return callback
+
+
+def _calling_trainer(callback: HeadwaterCallback) -> Any:
+    """The Trainer that is being made, which tells its callbacks everything but itself."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        trainer = frame.f_locals.get("self")
+        handler = getattr(trainer, "callback_handler", None)
+        if isinstance(trainer, transformers.Trainer) and any(other is callback for other in handler.callbacks):
+            return trainer
+        frame = frame.f_back
+    raise FailedPreconditionError("HeadwaterCallback must be among the callbacks of a Trainer", reason="INVALID_COMBINATION")
+
+
+def _with_folder(config: HeadwaterConfig, args: Any) -> HeadwaterConfig:
+    """A local server writes its checkpoints beside the Trainer's."""
+    if config.checkpoint_dir is not None:
+        return config
+    return dataclasses.replace(config, checkpoint_dir=os.path.join(args.output_dir, "headwater"))
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------------
+
+
+def _refuse_unsupported(trainer: Any) -> None:
+    args = trainer.args
+    if not isinstance(trainer, transformers.Trainer):
+        raise _refused("trainer", f"expected a transformers.Trainer, got {type(trainer).__name__}")
+    if args.n_gpu > 1:
+        raise _refused("n_gpu", "DataParallel copies the model in each step; start one process for each GPU (torchrun)")
+    if trainer.label_smoother is not None:
+        raise _refused("label_smoothing_factor", "it needs logits; pass HeadwaterConfig(label_smoothing=...)")
+    if trainer.compute_loss_func is not None:
+        raise _refused("compute_loss_func", "it needs logits; the head computes the loss")
+    if trainer.preprocess_logits_for_metrics is not None:
+        raise _refused(
+            "preprocess_logits_for_metrics", "there are no logits: predictions are the most probable tokens already; leave it out"
+        )
+    if trainer.model_init is not None:
+        raise _refused("model_init", "the Trainer makes another model in train(); pass model=")
+    if getattr(args, "use_liger_kernel", False):
+        raise _refused("use_liger_kernel", "it replaces the forward that the head patches; leave it out")
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    for name in ("cp", "sp", "tp"):
+        if getattr(parallelism, f"{name}_size", 1) not in (None, 1):
+            raise _refused(f"parallelism_config.{name}_size", "rows of one sequence on several ranks are not supported")
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        raise _refused("deepspeed", "its engine steps inside of backward, where no head can be clipped with the body")
+    prompt = [
+        name for name, peft in getattr(trainer.model, "peft_config", {}).items() if getattr(peft, "is_prompt_learning", False)
+    ]
+    if prompt:
+        raise _refused("peft_config", f"{prompt[0]} puts virtual tokens before the labels, which is not supported")
+
+
+def _refuse_for_served(trainer: Any) -> None:
+    if getattr(trainer, "is_fsdp_enabled", False):
+        raise _refused("fsdp", "a head that the server trains is saved with the whole model, which FSDP shards")
+
+
+def _optimizer_of(trainer: Any) -> AdamW | SGD:
+    """The Trainer's optimizer, as the server has it."""
+    args, made = trainer.args, trainer.optimizer
+    if made is not None:
+        group = made.param_groups[0]
+        if type(made) is torch.optim.AdamW and not group.get("amsgrad"):
+            beta1, beta2 = group["betas"]
+            return AdamW(beta1=beta1, beta2=beta2, epsilon=group["eps"], weight_decay=group["weight_decay"])
+        if type(made) is torch.optim.SGD:
+            names = ("momentum", "dampening", "nesterov", "weight_decay")
+            return SGD(**{name: group[name] for name in names})
+        name = f"optimizers={type(made).__name__}"
+    elif trainer.optimizer_cls_and_kwargs is not None:
+        name = "optimizer_cls_and_kwargs"
+    else:
+        optim = str(getattr(args.optim, "value", args.optim))
+        if optim in _ADAMW:
+            return AdamW(beta1=args.adam_beta1, beta2=args.adam_beta2, epsilon=args.adam_epsilon, weight_decay=args.weight_decay)
+        if optim == "sgd":
+            return SGD(weight_decay=args.weight_decay)
+        name = f"optim={optim}"
+    weight = trainer.model.get_output_embeddings().weight
+    if not weight.requires_grad:
+        return AdamW()  # a frozen head has none
+    raise _refused(
+        "optim",
+        f'{name} is none that a head has: pass HeadwaterConfig(optimizer=headwater.AdamW(...)) or SGD, or optimizer="torch", with '
+        "which the Trainer's optimizer updates the head's weight, too",
+    )
+
+
+def _check_learning_rates(remote: RemoteHead, optimizer: torch.optim.Optimizer) -> None:
+    optimizer_of_head = remote.head.spec.optimizer
+    decay = getattr(optimizer_of_head, "weight_decay", 0.0)
+    if remote.head.spec.has_bias and decay and remote.config.optimizer == "auto":
+        raise _refused(
+            "weight_decay",
+            f"{remote.layer_name} has a bias, which the Trainer does not decay and a head's optimizer does: pass "
+            'HeadwaterConfig(optimizer="torch"), or one of headwater\'s with the decay that you want',
+        )
