@@ -69,6 +69,8 @@ class JointStep:
         self._loop: TrainingLoop | None = None
         self._seals: list[SealResult] | None = None  # of the step that is about to close
         self._step = 0  # its number
+        self._offset = 0  # a head's step, less the trainer's
+        self._is_prepared = False
         self._scale = 1.0
         self._max_grad_norm: float | None = None
         self._body_norm_squared = 0.0
@@ -105,7 +107,7 @@ class JointStep:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._seals = None
+        self._seals, self._is_prepared = None, False
 
     def _count_losses(self) -> int:
         return sum(remote.losses for remote in self._heads)
@@ -120,9 +122,10 @@ class JointStep:
         Raises:
             FailedPreconditionError: no loss was computed since the last step. `NON_FINITE_GRADIENT`, without a scaler.
         """
-        if self._seals is not None:
+        if self._is_prepared:
             return
         self._check_losses()
+        self._is_prepared = True
         if self._loop is None:
             return
         loop = self._loop
@@ -225,10 +228,11 @@ class JointStep:
         return found is not None and bool(found > 0)
 
     def _after_step(self) -> None:
-        if self._loop is None or self._seals is None or not self._hooks:
-            return
         if self._overflow_found():
             self.settle()
+            return
+        self._is_prepared = False
+        if self._loop is None or self._seals is None or not self._hooks:
             return
         loop = self._loop
         if loop.rank == 0:
@@ -240,6 +244,7 @@ class JointStep:
 
     def settle(self) -> None:
         """Discards the heads' gradients if they were sealed, and the optimizer has not stepped."""
+        self._is_prepared = False
         if self._seals is None or self._loop is None:
             return
         self._seals = None
@@ -251,18 +256,20 @@ class JointStep:
     def begin(self, step: int | None = None) -> None:
         """Brings the heads to where the trainer is, whose own state is loaded. Call it first, and whenever the training begins.
 
-        A head that the server trains is taken at this step, or restored from its checkpoint of it; at step 0 after an earlier
-        training in this process, it begins anew with the weight that it has. Where the optimizer owns the weight, the head is given
-        the model's.
+        A head that the server trains is taken at this step, or restored from its checkpoint of it. After an earlier training in
+        this process, it goes on from there, with its optimizer's state if the torch optimizer is the same one, too. Where the
+        optimizer owns the weight, the head is given the model's.
 
         Args:
             step: number of steps that the trainer has made. None: the heads stand where they should.
         Raises:
             StepMismatchError: a head is at another step, and has no checkpoint of this one.
         """
+        goes_on = step == 0 and all(remote.has_trained for remote in self._trained)
         for remote in self._trained:
-            if remote.served and step == 0 and remote._has_trained and remote.head.step:
+            if goes_on and remote.served and remote.optimizer is not self._optimizer:
                 remote.recreate()
+            remote.optimizer = self._optimizer
         if self._trained:
             heads: list[Head] = [remote.head for remote in self._trained]
             self._loop = TrainingLoop(
@@ -270,14 +277,15 @@ class JointStep:
             )
         if self._loop is not None and self._loop.rank == 0:
             for remote in self._trained:
-                self._bring(remote, step)
+                self._bring(remote, None if goes_on else step)
         self._barrier()
         if self._loop is not None and self._loop.rank:
             for remote in self._trained:
                 remote.head._adopt(remote.head.info())
         for remote in self._trained:
             remote.head._confirm()
-        self._seals = None
+        self._offset = 0 if self._loop is None or step is None else self._loop.open_step - step
+        self._seals, self._is_prepared = None, False
         self._losses = self._count_losses()
 
     def _barrier(self) -> None:
@@ -288,7 +296,7 @@ class JointStep:
         head = remote.head
         if not remote.served:
             head.take()
-            if remote._has_trained or not head.created:
+            if remote.has_trained or not head.created:
                 remote.push_weight()
             return
         info = head.info()
@@ -298,7 +306,7 @@ class JointStep:
             remote._layer_has = (head.epoch, head.step) if was_current else None
             return
         head._adopt(info)
-        if not self._restored(remote, step) or head.step != step:
+        if not self._restored(remote, step):
             head._check_step(step, head._timeout(None))  # says where it stands, and which checkpoints it has
 
     @staticmethod
@@ -323,10 +331,20 @@ class JointStep:
         for remote in self._trained:
             if not remote.served:
                 continue
-            if remote.head.step != step:
-                remote.head._check_step(step, remote.head._timeout(None))
+            self.check_step(step)
             if self._loop is not None and self._loop.rank == 0:
                 remote.head.save(remote.config.checkpoint_name.format(step=step), overwrite=True)
+
+    def check_step(self, step: int) -> None:
+        """Refuses to go on where a head that the server trains has not closed as many steps as the trainer."""
+        for remote in self._trained:
+            if remote.served and remote.head.step != step + self._offset:
+                raise FailedPreconditionError(
+                    f"the trainer is at step {step}, {remote.head.name} at {(remote.head.step or 0) - self._offset}: something "
+                    "else closes its steps, or the trainer steps another optimizer",
+                    reason="STEP_MISMATCH",
+                    metadata={"openStep": str(remote.head.step), "step": str(step)},
+                )
 
     def restore(self, step: int) -> None:
         """Gives the heads what a checkpoint of the framework's has: their own of the same step, or else the weight in the model."""

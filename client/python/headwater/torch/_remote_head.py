@@ -156,6 +156,8 @@ class RemoteHead:
         layer_name: its name among the modules of the model without what is wrapped around it, `lm_head`.
         head: what `attach` has made. Another one after `recreate`.
         losses: number of losses that were computed for training.
+        has_trained: whether one was since the head was attached.
+        optimizer: the torch optimizer with which it was trained last.
     """
 
     def __init__(self, model: torch.nn.Module, layer: torch.nn.Linear, config: HeadwaterConfig, options: dict[str, Any]):
@@ -166,6 +168,7 @@ class RemoteHead:
         self.config = config
         self._options = options
         self.losses = 0
+        self.optimizer: torch.optim.Optimizer | None = None
         self._required_gradients = {name: p.requires_grad for name, p in layer.named_parameters()}
         self.head = self._attach(config.if_exists)
 
@@ -177,7 +180,7 @@ class RemoteHead:
             warnings.filterwarnings("ignore", message="headwater.torch.attach: the rows that reach the layer")
             head = attach(module=self.layer, model=self.model, if_exists=if_exists, **self._options)
         self._loss_fn: CrossEntropyLoss | None = None
-        self._has_trained = False
+        self.has_trained = False
         if head.owner == "server":
             self.layer.requires_grad_(False)
         # Which of the head's weights the layer has; None: other ones.
@@ -206,7 +209,7 @@ class RemoteHead:
     def count_loss(self) -> None:
         """A loss of the head was computed for training; what closes steps asks for it."""
         self.losses += 1
-        self._has_trained = True
+        self.has_trained = True
 
     def recreate(self) -> None:
         """Makes the head anew of the weights that it has now, at its first step: another training begins."""

@@ -151,14 +151,8 @@ class HeadwaterCallback(transformers.TrainerCallback):
             self.joint.settle()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        remote = self.remote
-        if remote is not None and remote.served and remote.head.step != state.global_step:
-            raise FailedPreconditionError(
-                f"the Trainer is at step {state.global_step}, {remote.head.name} at step {remote.head.step}: something else closes "
-                "its steps, or the Trainer's optimizer does not step",
-                reason="STEP_MISMATCH",
-                metadata={"openStep": str(remote.head.step), "step": str(state.global_step)},
-            )
+        if self.joint is not None:
+            self.joint.check_step(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.joint is not None and self.remote is not None
