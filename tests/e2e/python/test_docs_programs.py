@@ -7,7 +7,6 @@ compiles. A fragment in either language has an entry in docs_contexts.py; one in
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,17 +15,10 @@ from pathlib import Path
 import pytest
 from certificates import make_authority, make_signed
 from conftest import running_server
+from docs_blocks import PRINTED_ADDRESS, ROOT, blocks_of, check_output, pages
 from docs_contexts import CONTEXTS
 
-ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", ROOT / "client/python/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```(python|cpp)\n(.*?)^```\n(?:(?:(?!```).)*?^```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
-PRINTED_ADDRESS = '"localhost:50051"'
-NUMBER = re.compile(r"-?\d+\.\d+")
-TABLES = {"coming-from.md", "faq.md"}  # guides that answer many questions and have no program
-TOLERANCE = 2e-3  # BLAS libraries add in different orders, and training amplifies that
-
-BLOCKS = [(page, *found) for page in PAGES for found in BLOCK.findall(page.read_text())]
+BLOCKS = [block for page in pages(of_frameworks=False) for block in blocks_of(page)]
 PROGRAMS = [block for block in BLOCKS if block[3] or "int main" in block[2]]
 FRAGMENTS = [block for block in BLOCKS if block not in PROGRAMS]
 
@@ -35,13 +27,6 @@ def name_of(block) -> str:
     """Page, language and first line."""
     page, language, text, _ = block
     return f"{page.relative_to(ROOT)}-{language}-{text.splitlines()[0][:40]}"
-
-
-def check_output(printed: str, shown: str) -> None:
-    """They are equal but for the last digits of numbers."""
-    assert NUMBER.sub("#", printed) == NUMBER.sub("#", shown)
-    expected = [float(number) for number in NUMBER.findall(shown)]
-    assert [float(number) for number in NUMBER.findall(printed)] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -56,7 +41,7 @@ def python(program: str) -> list[str]:
 
 
 def test_guides_have_programs():
-    guides = set((ROOT / "docs/guides").glob("*.md"))
+    guides = set((ROOT / "docs/guides").glob("*.md")) - set(pages(of_frameworks=True))
     assert guides and guides - {block[0] for block in PROGRAMS} <= {
         ROOT / "docs/guides/faq.md",
         ROOT / "docs/guides/coming-from.md",

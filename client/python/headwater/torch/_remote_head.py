@@ -198,11 +198,12 @@ class RemoteHead:
 
     @property
     def loss_fn(self) -> CrossEntropyLoss:
-        """The loss with the configuration's options: mean over the tokens."""
+        """The loss with the configuration's options: mean over the tokens. With `config.outputs` it returns `LossOutputs`."""
         if self._loss_fn is None:
             config = self.config
+            outputs: dict[str, Any] = {"outputs": tuple(LOGGED[name] for name in config.outputs)} if config.outputs else {}
             self._loss_fn = CrossEntropyLoss(
-                self.head, label_smoothing=config.label_smoothing, z_loss=config.z_loss, timeout_s=config.timeout_s
+                self.head, label_smoothing=config.label_smoothing, z_loss=config.z_loss, timeout_s=config.timeout_s, **outputs
             )
         return self._loss_fn
 

@@ -35,6 +35,8 @@ class HeadwaterCausalLMOutput(ModelOutput):
         loss: () float32, with whatever the model adds to it (a router's loss).
         logits: None.
         predicted_tokens: (batch, context) int64, the most probable token behind each position; without gradients only.
+        token_accuracy, entropy: () float32, mean over the tokens with a target; with gradients, if `HeadwaterConfig.outputs` has
+            them. Entropy in nats.
         aux_loss, hidden_states, attentions: as the model returns them.
     """
 
@@ -55,6 +57,7 @@ class Patch:
         remote: the head and the layer.
         owner: the outermost model of transformers around the layer, whose forward is patched.
         joint: what closes the head's steps, while a trainer trains.
+        sums: of what `config.outputs` names, over the tokens of training losses, and the tokens' count; until they are logged.
     """
 
     def __init__(self, remote: RemoteHead):
@@ -70,6 +73,7 @@ class Patch:
         self._rows: torch.Tensor | None = None
         self._is_capturing = False
         self._output: dict[str, torch.Tensor] = {}
+        self.sums: dict[str, Any] = {}
         self._is_shifted = self._loss_kind(models)
         self._forward = self._current_forward()
         self._signature = inspect.signature(type(self.owner).forward)
@@ -195,12 +199,27 @@ class Patch:
         if ignore_index != DEFAULT_IGNORE_INDEX:
             targets = targets.masked_fill(targets == ignore_index, DEFAULT_IGNORE_INDEX)
         items = None if num_items_in_batch is None else float(num_items_in_batch)
-        if torch.is_grad_enabled():
-            if self.joint is not None:
-                self.joint.settle()
-            self.remote.count_loss()
-            return self.remote.loss_fn(rows, targets, num_items_in_batch=items)
-        return self._evaluate(rows, targets, items)
+        if not torch.is_grad_enabled():
+            return self._evaluate(rows, targets, items)
+        if self.joint is not None:
+            self.joint.settle()
+        self.remote.count_loss()
+        result = self.remote.loss_fn(rows, targets, num_items_in_batch=items)
+        if not self.remote.config.outputs:
+            return result  # type: ignore[no-any-return]
+        self._log(result, targets)
+        return result.loss  # type: ignore[no-any-return]
+
+    def _log(self, result: Any, targets: torch.Tensor) -> None:
+        """Keeps the means over this batch's tokens, for the output, and their sums, for what logs them."""
+        valid = targets != DEFAULT_IGNORE_INDEX
+        count = valid.sum()
+        for name in self.remote.config.outputs:
+            values = result.argmax == targets if name == "token_accuracy" else result.entropy
+            total = values[valid].double().sum()
+            self._output[name] = (total / count.clamp(min=1)).float()
+            self.sums[name] = self.sums.get(name, 0.0) + total
+        self.sums["count"] = self.sums.get("count", 0.0) + count
 
     def _aligned(self, targets: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Targets of the last rows of each sequence, where `logits_to_keep` has left the others out."""
@@ -335,7 +354,8 @@ def _small_batch(model: torch.nn.Module, remote: RemoteHead) -> _SmallBatch | No
 
 def _compare(model: torch.nn.Module, remote: RemoteHead, stock: _SmallBatch) -> None:
     config = remote.config
-    if config.label_smoothing or config.z_loss:
+    is_cut = config.valid_vocab_size is not None and config.valid_vocab_size < remote.layer.out_features
+    if config.label_smoothing or config.z_loss or is_cut:
         return  # not the model's own loss
     try:
         with _forward_check.undisturbed(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import sys
 import types
@@ -53,13 +54,13 @@ class HeadwaterCallback(transformers.TrainerCallback):
         """
         _refuse_unsupported(trainer)
         if remote is None:
-            config = _with_folder(self.config, trainer.args)
+            config = config_for(trainer, self.config)
             existing = patch_of(trainer.model)
             remote = (
                 existing.remote
                 if existing is not None
                 else attach_remote_head(
-                    trainer.model, config, optimizer=None if config.optimizer != "auto" else _optimizer_of(trainer)
+                    trainer.model, config, optimizer=None if config.optimizer != "auto" else optimizer_of(trainer)
                 )
             )
         self.remote, self._trainer = remote, trainer
@@ -154,6 +155,17 @@ class HeadwaterCallback(transformers.TrainerCallback):
         if self.joint is not None:
             self.joint.check_step(state.global_step)
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        patch = patch_of(self._trainer.model)
+        if patch is None or not patch.sums or "loss" not in (logs or {}):
+            return
+        sums = {name: float(value) for name, value in patch.sums.items()}
+        patch.sums.clear()
+        # Of this rank's tokens.
+        means = {name: total / max(sums["count"], 1.0) for name, total in sums.items() if name != "count"}
+        logs.update(means)
+        state.log_history[-1].update(means)
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.joint is not None and self.remote is not None
         best = state.best_model_checkpoint
@@ -170,7 +182,15 @@ class HeadwaterCallback(transformers.TrainerCallback):
             patch.joint = None
 
 
-def setup_trainer(trainer: Any, config: HeadwaterConfig | None = None) -> HeadwaterCallback:
+def install(trainer: Any, remote: RemoteHead | None, config: HeadwaterConfig) -> HeadwaterCallback:
+    """Hooks a Trainer; see `HeadwaterCallback.install`."""
+    callback = HeadwaterCallback(config)
+    callback.install(trainer, remote)
+    trainer.callback_handler.callbacks.insert(0, callback)
+    return callback
+
+
+def setup_trainer(trainer: Any, config: HeadwaterConfig | None = None) -> Any:
     """Makes a Trainer train with a remote head: its loss, clipping, steps, checkpoints and what it saves.
 
     Call it after the Trainer was made, before anything else of it. The head's step closes with the optimizer's, with the same
@@ -178,18 +198,17 @@ def setup_trainer(trainer: Any, config: HeadwaterConfig | None = None) -> Headwa
     head's on the server, and a whole model in it, with the trained weight.
 
     Args:
-        trainer: a transformers.Trainer.
+        trainer: a transformers.Trainer; one of TRL's goes to `headwater.trl.setup_trainer`.
         config: which head. None: the server of the environment, and a head of the model's name.
     Returns:
-        The callback, which is one of the Trainer's now; its `undo` takes the hooks off.
+        The `HeadwaterCallback`, which is one of the Trainer's now; its `undo` takes the hooks off.
     Raises:
         InvalidArgumentError: an option of the Trainer's that is not supported; the message begins with its name.
             Also what `attach_remote_head` raises.
     """
-    callback = HeadwaterCallback(config)
-    callback.install(trainer)
-    trainer.callback_handler.callbacks.insert(0, callback)
-    return callback
+    if any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__):
+        return importlib.import_module("headwater.trl").setup_trainer(trainer, config)
+    return install(trainer, None, config or HeadwaterConfig())
 
 
 def _calling_trainer(callback: HeadwaterCallback) -> Any:
@@ -204,11 +223,11 @@ def _calling_trainer(callback: HeadwaterCallback) -> Any:
     raise FailedPreconditionError("HeadwaterCallback must be among the callbacks of a Trainer", reason="INVALID_COMBINATION")
 
 
-def _with_folder(config: HeadwaterConfig, args: Any) -> HeadwaterConfig:
-    """A local server writes its checkpoints beside the Trainer's."""
+def config_for(trainer: Any, config: HeadwaterConfig) -> HeadwaterConfig:
+    """The configuration, with which a local server writes its checkpoints beside the Trainer's."""
     if config.checkpoint_dir is not None:
         return config
-    return dataclasses.replace(config, checkpoint_dir=os.path.join(args.output_dir, "headwater"))
+    return dataclasses.replace(config, checkpoint_dir=os.path.join(trainer.args.output_dir, "headwater"))
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------------
@@ -222,7 +241,8 @@ def _refuse_unsupported(trainer: Any) -> None:
         raise _refused("n_gpu", "DataParallel copies the model in each step; start one process for each GPU (torchrun)")
     if trainer.label_smoother is not None:
         raise _refused("label_smoothing_factor", "it needs logits; pass HeadwaterConfig(label_smoothing=...)")
-    if trainer.compute_loss_func is not None:
+    # TRL has a word there, which only says that the loss is scaled.
+    if trainer.compute_loss_func is not None and not isinstance(trainer.compute_loss_func, str):
         raise _refused("compute_loss_func", "it needs logits; the head computes the loss")
     if trainer.preprocess_logits_for_metrics is not None:
         raise _refused(
@@ -250,7 +270,7 @@ def _refuse_for_served(trainer: Any) -> None:
         raise _refused("fsdp", "a head that the server trains is saved with the whole model, which FSDP shards")
 
 
-def _optimizer_of(trainer: Any) -> AdamW | SGD:
+def optimizer_of(trainer: Any) -> AdamW | SGD:
     """The Trainer's optimizer, as the server has it."""
     args, made = trainer.args, trainer.optimizer
     if made is not None:

@@ -1,0 +1,51 @@
+"""The programs of the frameworks' guides print what the page shows, and their fragments run."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# By path: the folder has a conftest of its own.
+_spec = importlib.util.spec_from_file_location("docs_blocks", Path(__file__).parents[1] / "e2e/python/docs_blocks.py")
+docs_blocks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(docs_blocks)
+
+BLOCKS = [block for page in docs_blocks.pages(of_frameworks=True) for block in docs_blocks.blocks_of(page)]
+
+# What the fragments of a page take for granted.
+CONTEXTS = {
+    "transformers.md": """
+import headwater, headwater.torch, headwater.transformers, torch, transformers
+from headwater.transformers import HeadwaterConfig
+def new():
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
+input_ids = labels = torch.arange(12).reshape(2, 6)
+model = new()
+headwater.transformers.attach_remote_head(model, HeadwaterConfig(server="localhost:50051", head="other"))
+""",
+}
+# Before the fragments that begin so.
+BETWEEN = {"remote = headwater.transformers.attach_remote_head": "model = new()\n"}
+
+
+def run(program: str, server, folder: Path) -> str:
+    program = program.replace(docs_blocks.PRINTED_ADDRESS, repr(server.address))
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block[3]], ids=lambda block: block[0].name)
+def test_guides_print_what_they_show(block, server, tmp_path):
+    docs_blocks.check_output(run(block[2], server, tmp_path), block[3])
+
+
+@pytest.mark.parametrize("page", sorted({block[0] for block in BLOCKS if not block[3]}), ids=lambda page: page.name)
+def test_fragments_of_guides_run(page, server, tmp_path):
+    fragments = [text for of, _, text, output in BLOCKS if of == page and not output]
+    between = [next((code for beginning, code in BETWEEN.items() if text.startswith(beginning)), "") for text in fragments]
+    parts = [part for pair in zip(between, fragments, strict=True) for part in pair]
+    run(CONTEXTS[page.name] + "".join(parts), server, tmp_path)
