@@ -76,6 +76,13 @@ def server():
         yield running
 
 
+@pytest.fixture
+def own_server():
+    """A headwaterd that the test may kill."""
+    with _e2e.running_server() as running:
+        yield running
+
+
 @pytest.fixture(scope="session")
 def remote_client(server):
     with headwater.connect(server.address) as client:

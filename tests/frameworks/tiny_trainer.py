@@ -77,7 +77,7 @@ class Curve:
 def curve_of(trainer: Trainer) -> Curve:
     logs = [log for log in trainer.state.log_history if "loss" in log]
     evaluation = trainer.evaluate()["eval_loss"]
-    return Curve(*([log[name] for log in logs] for name in ("loss", "grad_norm", "learning_rate")), evaluation)
+    return Curve(*([log.get(name, 0.0) for log in logs] for name in ("loss", "grad_norm", "learning_rate")), evaluation)
 
 
 def make_trainer(folder, model=None, config=None, trainer_class=Trainer, **options) -> Trainer:

@@ -296,8 +296,7 @@ class JointStep:
         head = remote.head
         if not remote.served:
             head.take()
-            if remote.has_trained or not head.created:
-                remote.push_weight()
+            remote.push_weight()  # the framework may have loaded a checkpoint since the head was attached
             return
         info = head.info()
         if step is None or (info.open_step == step and info.state in ("READY", "RESTORED")):
@@ -321,19 +320,21 @@ class JointStep:
         return True
 
     def save(self, step: int) -> None:
-        """Writes the checkpoints of the heads that the server trains, whose open step is this one.
+        """Writes the heads' checkpoints. Before the framework's own, so that each of those has its counterpart.
 
-        Before the framework's own, so that each of those has its counterpart.
+        A head whose weight the optimizer owns is saved where the server has a folder: a client that replays starts from there.
 
         Raises:
             FailedPreconditionError: a head is at another step; `STORAGE_NOT_CONFIGURED`: the server has no folder for checkpoints.
         """
+        self.check_step(step)
         for remote in self._trained:
-            if not remote.served:
-                continue
-            self.check_step(step)
-            if self._loop is not None and self._loop.rank == 0:
-                remote.head.save(remote.config.checkpoint_name.format(step=step), overwrite=True)
+            if self._loop is None or self._loop.rank == 0:
+                try:
+                    remote.head.save(remote.config.checkpoint_name.format(step=step), overwrite=True)
+                except HeadwaterError as error:
+                    if remote.served or error.reason != "STORAGE_NOT_CONFIGURED":
+                        raise
 
     def check_step(self, step: int) -> None:
         """Refuses to go on where a head that the server trains has not closed as many steps as the trainer."""

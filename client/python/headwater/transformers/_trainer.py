@@ -140,7 +140,7 @@ class HeadwaterCallback(transformers.TrainerCallback):
         self.joint.begin(state.global_step)
         if (patch := patch_of(self._trainer.model)) is not None:
             patch.joint = self.joint
-        if remote.served and str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
+        if remote.trained and str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
             self.joint.save(state.global_step)  # a server that cannot says so now
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
