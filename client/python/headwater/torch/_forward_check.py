@@ -61,6 +61,10 @@ class HeadOptions:
         logits = self.logit_scale * layer_output
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
+        return self.masked(logits)
+
+    def masked(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits, -inf for columns that are not valid."""
         if self.valid_vocab_size is not None and self.valid_vocab_size < logits.shape[1]:
             logits = logits.clone()
             logits[:, self.valid_vocab_size :] = -math.inf
@@ -99,6 +103,8 @@ class Forward:
     def difference(self, options: HeadOptions, *, of_body: bool = False) -> tuple[float, float]:
         """Largest difference of a log-probability, and the same by what rounding explains: above 1 is another model.
 
+        A model that masks no column itself is compared in the head's valid ones: the others are padding, as the caller has said.
+
         Args:
             of_body: the head gets the rows that the body returns, instead of those that reach the layer.
         """
@@ -107,7 +113,8 @@ class Forward:
         if self.bias is not None:
             output = output + self.bias
         width = max(output.shape[1], self.logits.shape[1])
-        expected, actual = (_padded(values, width) for values in (options.logits(output), self.logits))
+        theirs = options.masked(self.logits) if self.columns == output.shape[1] else self.logits
+        expected, actual = (_padded(values, width) for values in (options.logits(output), theirs))
         finite = expected[:, : options.valid_vocab_size or output.shape[1]]
         allowed = self.epsilon * finite.abs().amax(1, keepdim=True) + 1e-5
         ours, theirs = self._log_probabilities(expected), self._log_probabilities(actual)
