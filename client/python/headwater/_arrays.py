@@ -81,6 +81,10 @@ class BFloat16:
     def __len__(self) -> int:
         return len(self.bits)
 
+    def __getitem__(self, index: Any) -> BFloat16:
+        """A part, as numpy's indices name it; a view where numpy's is one."""
+        return BFloat16(self.bits[index])
+
     def __repr__(self) -> str:
         return f"BFloat16(shape={self.shape})"
 

@@ -1,12 +1,16 @@
-"""Rewriting safetensors files. Format: 8 bytes of header length, a JSON header, the tensors' bytes."""
+"""Reading, writing and rewriting safetensors files. Format: 8 bytes of header length, a JSON header, the tensors' bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
 
 from headwater import _arrays
 from headwater._arrays import HostArray
@@ -14,6 +18,8 @@ from headwater._errors import make_error
 
 _NAMES = {_arrays.FLOAT32: "F32", _arrays.BFLOAT16: "BF16", _arrays.FLOAT16: "F16"}
 _DATA_TYPES = {name: data_type for data_type, name in _NAMES.items()}
+# How elements are held in memory, by the file's names: bfloat16 as its bits.
+_ELEMENTS = {"F32": "<f4", "BF16": "<u2", "F16": "<f2", "I32": "<i4", "I64": "<i8"}
 
 # Longer headers are refused before memory is taken for them.
 MAX_HEADER_BYTES = 100 << 20
@@ -40,10 +46,7 @@ def rewrite(old: Path | None, tensors: dict[str, HostArray], new: BinaryIO) -> N
                 dtype, shape, nbytes = header[name]["dtype"], header[name]["shape"], end - begin
             entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + nbytes]}
             offset += nbytes
-        encoded = json.dumps(entries).encode()
-        encoded += b" " * (-len(encoded) % 8)
-        new.write(struct.pack("<Q", len(encoded)))
-        new.write(encoded)
+        _write_header(entries, new)
         for name in {**header, **tensors}:
             if name in tensors:
                 new.write(tensors[name].byte_view())
@@ -58,12 +61,95 @@ def rewrite(old: Path | None, tensors: dict[str, HostArray], new: BinaryIO) -> N
                 begin += len(piece)
 
 
+def _write_header(entries: Mapping[str, Any], file: BinaryIO) -> None:
+    encoded = json.dumps(entries).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    file.write(struct.pack("<Q", len(encoded)))
+    file.write(encoded)
+
+
+def write(file: BinaryIO, tensors: Mapping[str, tuple[str, list[np.ndarray]]], metadata: Mapping[str, str]) -> None:
+    """Writes a new file.
+
+    Args:
+        tensors: by name, the type as the file calls it ("BF16", "I64", ...) and C-contiguous pieces that are joined along the first
+            dimension.
+        metadata: what the header says beside the tensors.
+    """
+    entries: dict[str, Any] = {_METADATA: dict(metadata)}
+    offset = 0
+    for name, (dtype, pieces) in tensors.items():
+        shape = [sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:]]
+        nbytes = sum(piece.nbytes for piece in pieces)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    _write_header(entries, file)
+    for _, pieces in tensors.values():
+        for piece in pieces:
+            file.write(memoryview(piece.reshape(-1).view(np.uint8)))
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file's header says. Tensors are read when they are asked for."""
+
+    path: Path
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, Mapping[str, Any]]  # each with `dtype`, `shape` and `data_offsets`
+    start: int  # of the tensors' bytes in the file
+
+    def array(self, name: str) -> tuple[str, np.ndarray]:
+        """A tensor's type as the file calls it, and its elements: a read-only view of the file.
+
+        Raises:
+            DataLossError: `FILE_CORRUPT`: no such tensor, another type than this package reads, or bytes that are not there.
+        """
+        entry = self.tensors.get(name)
+        if entry is None:
+            raise _corrupt(self.path, f"it has no tensor {name}")
+        try:
+            dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
+            elements = np.dtype(_ELEMENTS[dtype])
+        except (KeyError, TypeError, ValueError):
+            raise _corrupt(self.path, f"its tensor {name} is {entry}") from None
+        # Python's integers do not overflow.
+        count = 1
+        for size in shape:
+            count *= size
+        if not 0 <= begin <= end <= self.path.stat().st_size - self.start or min(shape, default=0) < 0:
+            raise _corrupt(self.path, f"the bytes of {name} are not in it")
+        if end - begin != count * elements.itemsize:
+            raise _corrupt(self.path, f"{name} has {end - begin} bytes, which are not {shape} of {dtype}")
+        if count == 0:
+            return dtype, np.zeros(shape, elements)
+        return dtype, np.memmap(self.path, elements, "r", self.start + begin, shape)
+
+
+def contents_of(path: Path) -> Contents:
+    """A file's tensors and metadata.
+
+    Raises:
+        DataLossError: `FILE_CORRUPT`.
+    """
+    with path.open("rb") as file:
+        header, start = _read_header(file, path, path.stat().st_size)
+    metadata = header.pop(_METADATA, None) or {}
+    if not all(isinstance(entry, dict) for entry in (metadata, *header.values())):
+        raise _corrupt(path, "its header has entries that are not objects")
+    return Contents(path, metadata, header, start)
+
+
 def header_of(path: Path) -> dict[str, dict[str, Any]]:
     """A file's tensors by name, each with `dtype`, `shape` and `data_offsets`."""
     with path.open("rb") as file:
         header = _read_header(file, path, path.stat().st_size)[0]
     header.pop(_METADATA, None)
     return header
+
+
+def name_of(data_type: str) -> str:
+    """What a file calls a type of heads: "BF16" for "bfloat16"."""
+    return _NAMES[data_type]
 
 
 def data_type_of(name: str) -> str | None:
