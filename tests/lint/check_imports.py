@@ -15,6 +15,7 @@ APPLICATION_LOOPS = {
     f"{PACKAGE}._core": {"_end_futures"},  # at exit
     f"{PACKAGE}._recovery": {"follow", "patiently"},
     f"{PACKAGE}.torch._forward_check": {"run"},  # tries several modules of a model
+    f"{PACKAGE}.torch.teachers": {"serve_teacher", "_serve"},  # a server of its own: the next trainer, the next question
 }
 
 
