@@ -16,6 +16,35 @@ BLOCKS = [block for page in docs_blocks.pages(of_frameworks=True) for block in d
 
 # What the fragments of a page take for granted.
 CONTEXTS = {
+    "trl.md": """
+import threading
+import datasets, headwater, headwater.torch.teachers, headwater.trl, torch, transformers
+from headwater.trl import HeadwaterConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trl import DistillationConfig
+words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(61))]
+rules = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+rules.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=rules, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+def new():
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, eos_token_id=1, pad_token_id=0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
+model, student = new(), new()
+new().save_pretrained("teacher")
+input_ids = labels = torch.arange(12).reshape(2, 6)
+advantages = torch.ones(2, 5)
+head = headwater.torch.attach(headwater.connect("localhost:50051"), "own", model.lm_head, model=model)
+prompts = datasets.Dataset.from_list([{"prompt": f"w{number}"} for number in range(8)])
+settings = dict(per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to="none", save_strategy="no")
+# The page's teacher is another process; here it is a thread, and its socket lies in this folder.
+_serve, _joined, _ready = headwater.torch.teachers.serve_teacher, headwater.trl.JoinedTeacher, threading.Event()
+def serve_teacher(teacher, client, address, tokenizer_size):
+    def serve():
+        _serve(teacher, headwater.connect("localhost:50051"), "unix:teacher.sock", tokenizer_size=64, ready=_ready.set)
+    threading.Thread(target=serve, daemon=True).start()
+headwater.torch.teachers.serve_teacher = serve_teacher
+headwater.trl.JoinedTeacher = lambda address: _ready.wait(60) and _joined("unix:teacher.sock")
+""",
     "transformers.md": """
 import headwater, headwater.torch, headwater.transformers, torch, transformers
 from headwater.transformers import HeadwaterConfig

@@ -41,7 +41,33 @@ loss_fn = headwater.torch.CrossEntropyLoss(head)
 """
 )
 
+TEACHER = (
+    MODEL
+    + """
+VALID, teacher, student = 48, (body, model.lm_head), (body, model.lm_head)
+tokens = torch.arange(12).reshape(2, 6)
+teacher_head = headwater.torch.attach(client, "stored", model.lm_head, model=model, trainable=False)
+loss_fn = headwater.torch.JSDLoss(teacher_head, teacher_head)
+"""
+)
+
 CONTEXTS = {
+    # A teacher's rows.
+    "from headwater.teachers import": TEACHER,
+    "token_ids, rows = headwater.vllm.read": MODEL
+    + """
+import json, struct
+import headwater.vllm
+entries = {
+    "hidden_states": {"dtype": "F32", "shape": [2, 1, 16], "data_offsets": [0, 128]},
+    "token_ids": {"dtype": "I64", "shape": [2], "data_offsets": [128, 144]},
+}
+header = json.dumps(entries).encode()
+hidden_states_path = "request.safetensors"
+with open(hidden_states_path, "wb") as file:
+    file.write(struct.pack("<Q", len(header)) + header + torch.randn(2, 1, 16).numpy().tobytes() + struct.pack("<qq", 5, 6))
+norm = torch.nn.LayerNorm(16)
+""",
     # Python by arrays: README of the package, and docs/api.md.
     "import headwater": ARRAYS,
     'client = headwater.connect("localhost:50051")  ': ARRAYS,
