@@ -1,7 +1,10 @@
 """The Trainer with its head on a server: the curve, the weights and the files of the Trainer without."""
 
+import functools
 import shutil
+from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import peft
 import pytest
@@ -417,6 +420,46 @@ def test_unsupported_option_is_refused_by_name_before_training(config, options, 
     with pytest.raises(headwater.InvalidArgumentError, match=named):
         setup_trainer(trainer, config)
     assert config.head not in [info.name.rpartition("/")[2] for info in config.client.heads()]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "named"),
+    [
+        ("accelerator.state.parallelism_config", SimpleNamespace(cp_size=2), "cp_size"),
+        ("accelerator.state.parallelism_config", SimpleNamespace(cp_size=1, sp_size=2), "sp_size"),
+        ("accelerator.state.parallelism_config", SimpleNamespace(tp_size=2), "tp_size"),
+        ("is_deepspeed_enabled", True, "deepspeed"),
+        ("is_fsdp_enabled", True, "fsdp"),
+        ("args._n_gpu", 2, "n_gpu"),
+        ("args.use_liger_kernel", True, "use_liger_kernel"),
+    ],
+)
+def test_setting_that_a_machine_here_cannot_have_is_refused(config, monkeypatch, place, value, named):
+    trainer = make_trainer("unused")
+    *owners, name = place.split(".")
+    monkeypatch.setattr(functools.reduce(getattr, owners, trainer), name, value, raising=False)
+    with pytest.raises(headwater.InvalidArgumentError, match=named):
+        setup_trainer(trainer, config)
+
+
+def test_prompt_learning_is_refused(config):
+    model = peft.get_peft_model(tiny_model(), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    with pytest.raises(headwater.InvalidArgumentError, match="peft_config"):
+        make_trainer("unused", model, config)
+
+
+def test_lora_on_the_head_is_refused(config):
+    with pytest.raises(headwater.InvalidArgumentError, match="LoRA"):
+        model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM"))
+        make_trainer("unused", model, config)
+
+
+def test_processes_that_fork_after_the_connection_are_of_no_harm(config):
+    trainer = make_trainer("unused", config=config)
+    data = datasets.Dataset.from_dict({"number": list(range(8))}).map(lambda row: {"twice": 2 * row["number"]}, num_proc=2)
+    assert data["twice"][:] == list(range(0, 16, 2))
+    trainer.train()
+    assert trainer.state.global_step == STEPS
 
 
 def test_learning_rates_by_group_need_the_group_to_be_named(config):
