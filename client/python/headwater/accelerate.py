@@ -1,0 +1,212 @@
+"""accelerate: a model's last layer on a server, in a training loop of one's own.
+
+    model, optimizer, loader, scheduler = headwater.accelerate.prepare(
+        accelerator, model, optimizer, loader, scheduler, config=HeadwaterConfig(server="localhost:50051"))
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)         # no logits
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)     # by the norm of body and head together
+            optimizer.step()                                  # closes the head's step, too
+            scheduler.step()
+            optimizer.zero_grad()
+    accelerator.save_state(folder)                            # and a checkpoint of the head's
+
+Tested with accelerate 1.10 and 1.15.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headwater._errors import HeadwaterError, invalid_argument
+from headwater.torch._joint_step import JointStep
+from headwater.torch._optimizers import follow_optimizer, known_optimizer
+from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, attach_remote
+
+__all__ = ["HeadwaterConfig", "Prepared", "prepare", "prepared"]
+
+_ATTRIBUTE = "_headwater"
+# What accelerate calls ways to distribute, of those that a head which is trained was tried with.
+_DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU")
+
+
+def _refused(option: str, message: str) -> HeadwaterError:
+    return invalid_argument("INVALID_COMBINATION", f"{option}: {message}", field=option)
+
+
+class Prepared:
+    """What `prepare` has hooked into an Accelerator, and the way back.
+
+    Attributes:
+        remote: the head and the layer.
+        joint: what closes the head's steps.
+    """
+
+    def __init__(self, accelerator: Any, remote: RemoteHead, optimizer: Any, detach: Callable[[], Any]):
+        self.remote = remote
+        self._accelerator = accelerator
+        self._optimizer = optimizer  # accelerate's
+        self._clip_grad_norm, self._step, self._detach = accelerator.clip_grad_norm_, optimizer.step, detach
+        inner = optimizer
+        while isinstance(wrapped := getattr(inner, "optimizer", None), torch.optim.Optimizer):
+            inner = wrapped
+        self.joint = JointStep([remote], inner, scaler=accelerator.scaler, gradient_factor=1.0 / accelerator.num_processes)
+        self.joint.begin(None)
+        if remote.trained:
+            accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = self._clip, self._refuse_value
+        optimizer.step = self._close
+        self._save_hook = accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_for_checkpointing(self)
+        setattr(accelerator, _ATTRIBUTE, self)
+
+    def loss(
+        self, hidden: torch.Tensor, targets: torch.Tensor, *, token_weights: Any = None, num_items_in_batch: float | None = None
+    ) -> torch.Tensor:
+        """The head's cross entropy, for a network of one's own: as `headwater.torch.CrossEntropyLoss`, mean over the tokens.
+
+        Args:
+            hidden: (..., hidden_size), what the layer would be given.
+            targets: (...) ids of the vocabulary or -100, aligned with `hidden` (nothing is shifted).
+            token_weights: (...) finite.
+            num_items_in_batch: divisor instead of the sum of the weights of this batch's tokens.
+        """
+        if torch.is_grad_enabled():
+            self.remote.count_loss()
+        return self.remote.loss_fn(hidden, targets, token_weights=token_weights, num_items_in_batch=num_items_in_batch)
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        if norm_type != 2:
+            raise _refused("norm_type", f"body and head have a norm of 2 together, not {norm_type}")
+        if not self._accelerator.sync_gradients:
+            raise _refused("clip_grad_norm_", "the step's gradients are not complete: clip `if accelerator.sync_gradients`")
+        kept = list(parameters)
+        self.joint.prepare()  # before anything is unscaled
+        norm = self.joint.clip(max_norm, lambda: self._clip_grad_norm(kept, float("inf")))
+        return torch.tensor(norm, device=self._accelerator.device)
+
+    def _refuse_value(self, *_: Any, **__: Any) -> Any:
+        raise _refused("clip_grad_value_", "body and head are clipped by their norm together: use clip_grad_norm_")
+
+    def _close(self, closure: Any = None) -> Any:
+        if closure is not None:
+            raise _refused("closure", "compute the loss before the step")
+        if not self._accelerator.sync_gradients:
+            return self._step()
+        self.joint.prepare()
+        result = self._step()
+        self.joint.settle()
+        return result
+
+    # ---- checkpoints, as accelerate asks for them -------------------------------------------------------------------
+
+    def _save(self, models: list[torch.nn.Module], weights: list[Any], output_dir: Any) -> None:
+        if self.remote.head.step is not None:
+            self.joint.save(self.remote.head.step)
+        for state_dict in weights:
+            self.remote.update_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The head's step: its checkpoint on the server has that in its name."""
+        return {"head": self.remote.head.name, "step": self.remote.head.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Brings the head to the step of a state that accelerate has loaded.
+
+        Raises:
+            StepMismatchError: the server has no checkpoint of it.
+        """
+        if self.remote.trained:
+            self.remote._has_trained = False  # step 0 is this state's, not the beginning of another training
+            self.joint.begin(state_dict["step"])
+
+    def undo(self) -> None:
+        """Takes the hooks off; the model has the trained weight then, and computes its logits itself."""
+        self.joint.close()
+        for name in ("clip_grad_norm_", "clip_grad_value_", _ATTRIBUTE):
+            vars(self._accelerator).pop(name, None)
+        vars(self._optimizer).pop("step")
+        self._save_hook.remove()
+        self._accelerator._custom_objects.remove(self)
+        self._detach()
+
+
+def prepare(accelerator: Any, *objects: Any, config: HeadwaterConfig | None = None) -> tuple[Any, ...]:
+    """`accelerator.prepare(*objects)` with the last layer of the model among them on a server.
+
+    Losses of a model of transformers come from the head then; a network of one's own has `get_output_embeddings()`, which names the
+    layer, and takes its loss from `prepared(accelerator).loss`. The head's step closes with the optimizer's, with the same learning
+    rate; `accelerator.clip_grad_norm_` clips by the norm of body and head together; `save_state` and `load_state` have a checkpoint
+    of the head's on the server. A loss is the mean over a process's own tokens, as accelerate averages processes.
+
+    Args:
+        accelerator: an `accelerate.Accelerator`.
+        objects: as of `accelerator.prepare`: one model, one optimizer, and what else there is, in any order.
+        config: which head. None: the server of the environment, and a head of the model's name.
+    Returns:
+        What `accelerator.prepare` returns.
+    Raises:
+        InvalidArgumentError: several models or optimizers; DeepSpeed, FSDP and the like with a head that is trained; what
+            `headwater.torch.attach` refuses.
+    """
+    if hasattr(accelerator, _ATTRIBUTE):
+        raise _refused("accelerator", "it has a head already; `prepared(accelerator).undo()` takes it off")
+    model = _only(objects, torch.nn.Module, "model")
+    optimizer = _only(objects, torch.optim.Optimizer, "optimizer")
+    config = HeadwaterConfig() if config is None else config
+    remote, detach = _attach(model, config, optimizer)
+    try:
+        distributed = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+        if remote.trained and distributed not in _DISTRIBUTED:
+            raise _refused(
+                "distributed_type", f"{distributed} is not supported with a head that is trained; a frozen one goes with any"
+            )
+        made = accelerator.prepare(*objects)
+        Prepared(accelerator, remote, made[objects.index(optimizer)], detach)
+    except BaseException:
+        detach()
+        raise
+    return made  # type: ignore[no-any-return]
+
+
+def prepared(accelerator: Any) -> Prepared:
+    """What `prepare` has made of an Accelerator."""
+    if not hasattr(accelerator, _ATTRIBUTE):
+        raise _refused("accelerator", "headwater.accelerate.prepare has not seen it")
+    return getattr(accelerator, _ATTRIBUTE)  # type: ignore[no-any-return]
+
+
+def _only(objects: tuple[Any, ...], kind: type, what: str) -> Any:
+    found = [value for value in objects if isinstance(value, kind)]
+    if len(found) != 1:
+        raise _refused(what, f"expected one {what}, got {len(found)}")
+    return found[0]
+
+
+def _attach(
+    model: torch.nn.Module, config: HeadwaterConfig, optimizer: torch.optim.Optimizer
+) -> tuple[RemoteHead, Callable[[], Any]]:
+    """The head, and what takes it off the model again."""
+    known = known_optimizer(model, config)
+    transformers = sys.modules.get("transformers")  # a model of theirs has imported it
+    if transformers is not None and any(isinstance(module, transformers.PreTrainedModel) for module in model.modules()):
+        from headwater.transformers import attach_remote_head, detach_remote_head
+
+        remote = attach_remote_head(model, config, optimizer=known)
+        detach: Callable[[], Any] = functools.partial(detach_remote_head, model)
+    else:
+        remote = attach_remote(model, config, optimizer=known)
+        detach = remote.detach
+    try:
+        follow_optimizer(remote, optimizer)
+    except BaseException:
+        detach()
+        raise
+    return remote, detach
