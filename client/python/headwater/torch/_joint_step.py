@@ -137,6 +137,7 @@ class JointStep:
         for head in loop._trainer_owned:
             # Its gradient has the scaler's scale on it, as the body's has.
             head.pull_gradient(self._gradient_factor, **loop._timeout)
+        loop._barrier()  # rank 0 must not close the step before all have what they need of it
         if any(seal.non_finite_count or not math.isfinite(seal.gradient_norm_squared) for seal in self._seals):
             self._overflow()
 
