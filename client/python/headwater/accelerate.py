@@ -26,13 +26,13 @@ import torch
 
 from headwater._errors import HeadwaterError, invalid_argument
 from headwater.torch._joint_step import JointStep
-from headwater.torch._optimizers import follow_optimizer, known_optimizer
-from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, attach_remote
+from headwater.torch._optimizers import optimizer_like
+from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, _output_layer, attach_remote
 
 __all__ = ["HeadwaterConfig", "Prepared", "prepare", "prepared"]
 
 _ATTRIBUTE = "_headwater"
-# What accelerate calls ways to distribute, of those that a head which is trained was tried with.
+# What accelerate calls the ways to distribute that are supported.
 _DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
@@ -153,7 +153,7 @@ def prepare(accelerator: Any, *objects: Any, config: HeadwaterConfig | None = No
     Returns:
         What `accelerator.prepare` returns.
     Raises:
-        InvalidArgumentError: several models or optimizers; DeepSpeed, FSDP and the like with a head that is trained; what
+        InvalidArgumentError: several models or optimizers; DeepSpeed, FSDP and the like; what
             `headwater.torch.attach` refuses.
     """
     if hasattr(accelerator, _ATTRIBUTE):
@@ -164,10 +164,8 @@ def prepare(accelerator: Any, *objects: Any, config: HeadwaterConfig | None = No
     remote, detach = _attach(model, config, optimizer)
     try:
         distributed = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-        if remote.trained and distributed not in _DISTRIBUTED:
-            raise _refused(
-                "distributed_type", f"{distributed} is not supported with a head that is trained; a frozen one goes with any"
-            )
+        if distributed not in _DISTRIBUTED:
+            raise _refused("distributed_type", f"{distributed} is not supported: one process, or DistributedDataParallel")
         made = accelerator.prepare(*objects)
         Prepared(accelerator, remote, made[objects.index(optimizer)], detach)
     except BaseException:
@@ -194,19 +192,24 @@ def _attach(
     model: torch.nn.Module, config: HeadwaterConfig, optimizer: torch.optim.Optimizer
 ) -> tuple[RemoteHead, Callable[[], Any]]:
     """The head, and what takes it off the model again."""
-    known = known_optimizer(model, config)
+    wanted, refused = None, None
+    if config.optimizer == "auto":
+        try:
+            wanted = optimizer_like(optimizer, _output_layer(model).weight, config.param_group)
+        except HeadwaterError as error:
+            refused = error  # matters if the head is to have one
     transformers = sys.modules.get("transformers")  # a model of theirs has imported it
     if transformers is not None and any(isinstance(module, transformers.PreTrainedModel) for module in model.modules()):
         from headwater.transformers import attach_remote_head, detach_remote_head
 
-        remote = attach_remote_head(model, config, optimizer=known)
+        remote = attach_remote_head(model, config, optimizer=wanted)
         detach: Callable[[], Any] = functools.partial(detach_remote_head, model)
     else:
-        remote = attach_remote(model, config, optimizer=known)
+        remote = attach_remote(model, config, optimizer=wanted)
         detach = remote.detach
-    try:
-        follow_optimizer(remote, optimizer)
-    except BaseException:
+    if remote.served and refused is not None:
         detach()
-        raise
+        if remote.head.created:
+            remote.head.delete(force=True)
+        raise refused
     return remote, detach

@@ -26,7 +26,7 @@ from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, attach_rem
 
 __all__ = ["HeadwaterCallback", "HeadwaterConfig", "HeadwaterMixin", "RemoteHead"]
 
-# Strategies of the Trainer that were tried with a head that is trained. Others shard the body, or step inside of backward.
+# Strategies of the Trainer that are supported. Others shard the body, or step inside of backward.
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
 
@@ -99,15 +99,15 @@ class HeadwaterCallback:
             self._undo.append(lambda: vars(pl_module).pop("configure_gradient_clipping"))
 
     def _check(self, trainer: Any, pl_module: Any) -> None:
-        """Refuses what a head that is trained cannot follow."""
+        """Refuses what a head cannot follow."""
         assert self.remote is not None
+        strategy = type(trainer.strategy).__name__
+        if strategy not in _STRATEGIES:
+            raise _refused("strategy", f"{strategy} is not supported: one device, or DDP")
         if not self.remote.trained:
             return
         if not pl_module.automatic_optimization:
             raise _refused("automatic_optimization", "the module steps by itself: close the head with headwater.torch.TrainingLoop")
-        strategy = type(trainer.strategy).__name__
-        if strategy not in _STRATEGIES:
-            raise _refused("strategy", f"{strategy} is not supported with a head that is trained; a frozen one goes with any")
         if trainer.gradient_clip_algorithm not in (None, "norm"):
             raise _refused("gradient_clip_algorithm", "body and head are clipped by their norm together")
         clipping = type(pl_module).configure_gradient_clipping

@@ -6,7 +6,7 @@ import torch
 
 from headwater._errors import NotFoundError, invalid_argument
 from headwater._types import SGD, AdamW
-from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, _name_of, _rank
+from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, _barrier, _name_of, _rank
 
 
 def optimizer_like(optimizer: torch.optim.Optimizer, weight: torch.Tensor, group: int | None = None) -> AdamW | SGD:
@@ -62,6 +62,7 @@ def follow_optimizer(remote: RemoteHead, trainers: torch.optim.Optimizer) -> Non
             field="optimizer",
         )
     remote.pull_weight()
+    _barrier()
     if _rank() == 0:
         remote.head.delete(force=True)  # one of another optimizer cannot be replaced
     remote._options["optimizer"] = wanted
