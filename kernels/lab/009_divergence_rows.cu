@@ -3,7 +3,8 @@
 // and edges; then their times against the device's copy of as many bytes, and those of the passes for any GPU.
 // Run: 009_divergence_rows [check | once | shards]
 // Links: kernels/cuda/divergence_rows.cu kernels/cuda/divergence_params.cu kernels/cuda/divergence_shards.cu
-// Links: kernels/cuda/divergence.cu kernels/cuda/row_distribution.cu kernels/cuda/row_statistics.cu kernels/cuda/row_gradient.cu kernels/cuda/finish_rows.cu
+// Links: kernels/cuda/divergence.cu kernels/cuda/row_distribution.cu kernels/cuda/row_statistics.cu
+// Links: kernels/cuda/row_gradient.cu kernels/cuda/finish_rows.cu
 
 #include <cuda_fp16.h>
 

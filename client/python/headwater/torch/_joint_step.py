@@ -331,11 +331,14 @@ class JointStep:
         self.check_step(step)
         for remote in self._trained:
             if self._loop is None or self._loop.rank == 0:
-                try:
-                    remote.head.save(remote.config.checkpoint_name.format(step=step), overwrite=True)
-                except HeadwaterError as error:
-                    if remote.served or error.reason != "STORAGE_NOT_CONFIGURED":
-                        raise
+                self._save(remote, step)
+
+    def _save(self, remote: RemoteHead, step: int) -> None:
+        try:
+            remote.head.save(remote.config.checkpoint_name.format(step=step), overwrite=True)
+        except HeadwaterError as error:
+            if remote.served or error.reason != "STORAGE_NOT_CONFIGURED":
+                raise
 
     def check_step(self, step: int) -> None:
         """Refuses to go on where a head that the server trains has not closed as many steps as the trainer."""
