@@ -14,7 +14,7 @@ LIBC = {"libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1
 CXX = LIBC | {"libstdc++.so.6", "libgcc_s.so.1"}
 # The extras of each package, and what the wheel contains of ours beside Python.
 PACKAGES = {
-    "headwater": ({"server", "cuda13", "multi-gpu", "torch"}, ["headwater/libheadwater_client.so"]),
+    "headwater": ({"server", "cuda13", "multi-gpu", "grpc", "torch"}, ["headwater/libheadwater_client.so"]),
     "headwater_server": (set(), ["headwater_server/bin/headwaterctl", "headwater_server/bin/headwaterd"]),
     "headwater_cuda13": ({"multi-gpu"}, ["headwater_cuda13/libheadwater_cuda.so"]),
 }
