@@ -245,7 +245,13 @@ class RemoteHead:
     def _download(self, name: str, into: torch.Tensor) -> None:
         dtype = None if _arrays.data_type_name(into.dtype) == self.head.spec.data_type else _arrays.FLOAT32
         download = self.head.weight if name == "weight" else self.head.bias
-        into.copy_(_arrays.to_torch(_arrays.from_any(download(dtype=dtype, timeout_s=self.config.timeout_s), name)))
+        values = _arrays.to_torch(_arrays.from_any(download(dtype=dtype, timeout_s=self.config.timeout_s), name))
+        if hasattr(into, "device_mesh"):  # FSDP2 has sharded it: each rank takes its part
+            from torch.distributed.tensor import distribute_tensor
+
+            sharded = distribute_tensor(values.to(into.device), into.device_mesh, into.placements, src_data_rank=None)
+            into, values = into.to_local(), sharded.to_local()
+        into.copy_(values)
 
     def update_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str = "") -> None:
         """Puts the trained weight and bias into a state dict of the model, on the CPU, in the dtype that they have there."""

@@ -64,8 +64,7 @@ class HeadwaterCallback(transformers.TrainerCallback):
                 )
             )
         self.remote, self._trainer = remote, trainer
-        if remote.served:
-            _refuse_for_served(trainer)
+        _refuse_fsdp(trainer, remote)
         self._set("_save_checkpoint", self._save_checkpoint(trainer._save_checkpoint))
         if hasattr(trainer, "_get_grad_norm"):
             norm_of = trainer._get_grad_norm
@@ -112,8 +111,10 @@ class HeadwaterCallback(transformers.TrainerCallback):
 
     def _save_checkpoint(self, save: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            if self.joint is not None:
+            if self.joint is not None and self.remote is not None:
                 self.joint.save(self._trainer.state.global_step)
+                if self._trainer.is_fsdp_enabled:
+                    self.remote.pull_weight()  # FSDP's checkpoint does not go through save_pretrained
             return save(*args, **kwargs)
 
         return save_checkpoint
@@ -265,9 +266,15 @@ def _refuse_unsupported(trainer: Any) -> None:
         raise _refused("peft_config", f"{prompt[0]} puts virtual tokens before the labels, which is not supported")
 
 
-def _refuse_for_served(trainer: Any) -> None:
-    if getattr(trainer, "is_fsdp_enabled", False):
-        raise _refused("fsdp", "a head that the server trains is saved with the whole model, which FSDP shards")
+def _refuse_fsdp(trainer: Any, remote: RemoteHead) -> None:
+    if not (remote.trained and trainer.is_fsdp_enabled):
+        return
+    if not getattr(trainer.accelerator, "is_fsdp2", False):
+        raise _refused("fsdp_config", "version 1 is not supported with a head that is trained; version 2 is")
+    if not remote.served:
+        raise _refused("fsdp", 'it shards the weight that the Trainer\'s optimizer owns (tied, or optimizer="torch")')
+    if "FULL" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type):
+        raise _refused("fsdp_config", "state_dict_type must be FULL_STATE_DICT, so that a checkpoint has the head's weight")
 
 
 def optimizer_of(trainer: Any) -> AdamW | SGD:
