@@ -77,6 +77,7 @@ def test_a_teacher_in_another_process_joins_what_it_computes(remote_client, serv
         ours = remote(remote_client, tmp_path / "ours", language_model(0, 32), JoinedTeacher(address))
         ours.train()
         check_equal(ours, stock_run(tmp_path))
+        assert 0 < ours.evaluate(ours.train_dataset.select(range(4)))["eval_loss"] < 5
         teacher = JoinedTeacher(address)
         head = teacher.head(remote_client, ours.remote_head.head)
         assert (head.spec.hidden_size, head.spec.trainable) == (48, False)
@@ -181,6 +182,9 @@ def test_what_cannot_teach_is_refused_before_training(client, tmp_path):
     student, teacher = language_model(0, 32), language_model(1, 48)
     with pytest.raises(headwater.InvalidArgumentError, match="teacher_model is TRL's own"):
         RemoteDistillationTrainer(student, local(teacher), teacher_model=teacher, **arguments(tmp_path))
+    args = arguments(tmp_path, teacher_model_name_or_path="elsewhere")
+    with pytest.raises(headwater.InvalidArgumentError, match="teacher_model_name_or_path is TRL's own"):
+        RemoteDistillationTrainer(student, local(teacher), **args)
     with pytest.raises(headwater.InvalidArgumentError, match="one teacher or more"):
         remote(client, tmp_path, student, {})
 

@@ -64,7 +64,7 @@ class RemoteDistillationTrainer(DistillationTrainer):
         teacher_column: str = "teacher",
         **kwargs: Any,
     ):
-        for name in ("teacher_model", "teacher_model_init_kwargs"):
+        for name in ("teacher_model", "teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs"):
             if kwargs.get(name) is not None or getattr(args, name, None) is not None:
                 raise refused(f"{name} is TRL's own teacher: pass teacher= instead", name)
         super().__init__(model, None, args, **kwargs)
@@ -158,7 +158,8 @@ class RemoteDistillationTrainer(DistillationTrainer):
         # The teachers compute while the student does.
         answers = [one.ask(dataclasses.replace(question, asked=asked)) for one, asked in zip(self._teachers, masks, strict=True)]
         rows = self._student_rows(unwrapped_student, question)
-        self.remote_head.count_loss()
+        if torch.is_grad_enabled():
+            self.remote_head.count_loss()
         loss = rows.new_zeros((), dtype=torch.float32)
         for loss_fn, asked, answer in zip(self._losses, masks, answers, strict=True):
             loss = loss + self._divergence(loss_fn, rows, inputs["completion_ids"], asked, answer())

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from trl.trainer.utils import FusedCausalLMOutput
+
+try:
+    from trl.trainer.utils import FusedCausalLMOutput
+except ImportError as error:
+    raise ImportError(
+        f"headwater.trl needs TRL 1.16 or newer, which has a fused LM head; {importlib.metadata.version('trl')} is installed"
+    ) from error
 
 from headwater._errors import invalid_argument
 from headwater._head import Head
