@@ -312,7 +312,8 @@ def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer:
         "name": config.head or _name_of(model),
         "trainable": trainable,
         "dtype": config.dtype,
-        "staging_slots": config.staging_slots,
+        # Each rank has a loss that waits for its backward.
+        "staging_slots": config.staging_slots or (_world_size() if trainable and _world_size() > 1 else None),
         "timeout_s": config.timeout_s,
     }
     if not trainable:
@@ -338,10 +339,14 @@ def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer:
     return RemoteHead(model, layer.module, replace(config, if_exists="attach"), options)
 
 
-def _barrier() -> None:
+def _world_size() -> int:
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        distributed.barrier()
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _barrier() -> None:
+    if _world_size() > 1:
+        torch.distributed.barrier()
 
 
 def _output_layer(model: torch.nn.Module) -> torch.nn.Module:
