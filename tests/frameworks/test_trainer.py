@@ -29,6 +29,11 @@ LOSS_TOLERANCE = 1e-5  # absolute, of losses of size 5
 WEIGHT_TOLERANCE = 2e-4  # AdamW divides by the size of gradients that are nearly 0
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # Trainers make the folder that they are given, even where they write nothing
+
+
 @pytest.fixture
 def config(client, request):
     """A head of the test's own."""

@@ -329,11 +329,12 @@ class JointStep:
             FailedPreconditionError: a head is at another step; `STORAGE_NOT_CONFIGURED`: the server has no folder for checkpoints.
         """
         self.check_step(step)
-        for remote in self._trained:
-            if self._loop is None or self._loop.rank == 0:
+        if self._loop is not None and self._loop.rank == 0:
+            for remote in self._trained:
                 self._save(remote, step)
 
-    def _save(self, remote: RemoteHead, step: int) -> None:
+    @staticmethod
+    def _save(remote: RemoteHead, step: int) -> None:
         try:
             remote.head.save(remote.config.checkpoint_name.format(step=step), overwrite=True)
         except HeadwaterError as error:
