@@ -236,8 +236,8 @@ class ConfigReader {
     const json& table = KeyTable();
     for (const json* level : levels_.all()) {
       for (const auto& [key, value] : level->items()) {
-        const bool is_known =
-            std::any_of(table["keys"].begin(), table["keys"].end(), [&](const json& entry) { return entry["key"] == key; });
+        const bool is_known = std::any_of(table["keys"].begin(), table["keys"].end(),
+                                          [&key = key](const json& entry) { return entry["key"] == key; });
         if (is_known || (!value.is_number() && !value.is_string()) || !ContainsPartOf(table["suspect"], key) ||
             ContainsPartOf(table["harmless_parts"], key) || HasValue(table["harmless"], key)) {
           continue;

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 
+#include "absl/status/status.h"
 #include "google/protobuf/message.h"
 #include "headwater/v1/loss_service.pb.h"
 
