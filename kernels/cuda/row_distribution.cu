@@ -1,12 +1,12 @@
 // Statistics of rows of fp32 products with what entropy, log_sum_sq_probs and mean_logits need (PieceStats::rest and its kin).
 //
-// Mapping   as row_statistics.cu: one block a row, or four rows beside which a bias or class weights are read. Of four the
-//           differences are not better than fp32's, which is below what the products' own errors make of them.
+// Mapping   as row_statistics.cu: one block a row, or four rows beside which a bias or class weights are read.
 // Traffic   every product is read once, nothing of that size is written.
 // Numerics  A thread keeps its largest logit out of the sums, and adds the one that it displaces: sums that are small against the
 //           row's 1 keep their digits. They are relative to a logit near that maximum: fp32 over 16 elements, fp64 across those,
-//           threads and warps, in a fixed order. Differences of logits are rounded as they stand, so that equal logits have none.
-//           NaN is looked for where the sum of four logits has it.
+//           threads and warps, in a fixed order. An exponential is off by 2^-24 of its exponent relative to its thread's base, so
+//           that what is far below it counts little. Differences are rounded as they stand: equal logits have none. NaN is looked
+//           for where the sum of four logits has it.
 #include "kernels/cuda/device/row_block.cuh"
 #include "kernels/cuda/device/row_math.cuh"
 #include "kernels/cuda/row_passes.h"
@@ -58,8 +58,10 @@ struct Distribution {
   }
 
   // Relative to `to` >= base.
-  __device__ __forceinline__ void MoveTo(double to) {
-    const double shift = static_cast<double>(base) - to;
+  __device__ __forceinline__ void MoveTo(float to) {
+    // Without a best, nothing but NaN has been added.
+    if (best < 0) return;
+    const double shift = static_cast<double>(base) - static_cast<double>(to);
     const double factor = exp(shift);
     weighted = factor == 0 ? 0.0 : factor * (weighted + shift * rest);
     rest *= factor;
@@ -75,15 +77,7 @@ struct DistributionParams {
   RowStats* out;
 };
 
-// What the rounding of a - b to `difference` has lost.
-__device__ __forceinline__ float DifferenceError(float a, float b, float difference) {
-  const float of_a = __fadd_rn(difference, b);
-  const float of_b = __fsub_rn(of_a, difference);
-  return __fadd_rn(__fsub_rn(a, of_a), __fsub_rn(of_b, b));
-}
-
-// Adds the logits `z` of columns [j, j + 4). What is rare stands in one branch. kExact: with what the differences' rounding loses.
-template <bool kExact>
+// Adds the logits `z` of columns [j, j + 4). What is rare stands in one branch.
 __device__ __forceinline__ void AddVector(float (&z)[4], bool has_weights, const float (&weights)[4], int32_t j, int32_t columns,
                                           int32_t target, Distribution* stats) {
   float total = (z[0] + z[1]) + (z[2] + z[3]);
@@ -109,7 +103,7 @@ __device__ __forceinline__ void AddVector(float (&z)[4], bool has_weights, const
     const float others = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
     if (others > stats->limit) {
       stats->Flush();
-      if (stats->best >= 0) stats->MoveTo(static_cast<double>(others));
+      stats->MoveTo(others);
       stats->base = others;
       stats->limit = others + kBaseSlack;
     }
@@ -125,8 +119,7 @@ __device__ __forceinline__ void AddVector(float (&z)[4], bool has_weights, const
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float shifted = fmaxf(row_block::RoundedDifference(values[i], stats->base), -1e30f);
-    const float lost = kExact ? DifferenceError(values[i], stats->base, shifted) : 0.0f;
-    const float e = kExact ? row_math::ExpClamped(shifted, lost) : row_math::ExpClamped(shifted);
+    const float e = row_math::Exp2Approx(shifted * row_math::kLog2E);
     stats->step_rest += e;
     stats->step_weighted = fmaf(e, shifted, stats->step_weighted);
     stats->step_squares = fmaf(e, e, stats->step_squares);
@@ -205,9 +198,10 @@ __global__ void __launch_bounds__(kThreads, kHasSides ? 2 : 3) DistributionKerne
       const int32_t j = first + v * kStep;
       if (kVectors == 1 || j < columns) {
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) AddVector<kRows == 1>(z[v][r], has_weights, weights[v], j, columns, target[r], &stats[r]);
+        for (int r = 0; r < kRows; ++r) AddVector(z[v][r], has_weights, weights[v], j, columns, target[r], &stats[r]);
       }
     }
+    // The same sums however many rows a block has.
     if (count % row_block::kQuickVectors == 0) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) stats[r].Flush();
@@ -239,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, kHasSides ? 2 : 3) DistributionKerne
     // Smallest column of those with the maximum: the largest negative.
     const int32_t column = -BlockMax<kThreads>(-own_column, shared_column[r]);
     if (of_row.best >= 0) {
-      of_row.MoveTo(static_cast<double>(row_max));
+      of_row.MoveTo(row_max);
       if (own_column != column) {
         // This thread's largest logit is not the row's.
         const double shift = static_cast<double>(of_row.top) - static_cast<double>(row_max);

@@ -27,8 +27,6 @@ using row_block::SideArray;
 using row_block::ToLogits;
 using row_math::DivergenceForm;
 
-constexpr int kThreads = 512;
-
 // What a gradient is written with.
 struct MatrixTarget {
   uint2* data;
@@ -98,12 +96,16 @@ __device__ __forceinline__ void ClearPadding(int32_t j, int32_t columns, T (&gra
   }
 }
 
+template <typename T>
+constexpr int kGeneralThreads = sizeof(T) == 4 ? 256 : 512;
+
 // Any transform and class weights, told apart at run time: fp64 products, and fp32 ones where the entropy has a share.
 template <typename T, bool kWantDistance>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kGeneralThreads<T>, sizeof(T) == 4 ? 3 : 2)
     GeneralGradientKernel(const RowView<T> view, const int32_t* targets, const SideArray class_weights, bool want_classes,
                           const RowCoefficients* coefficients, const MatrixTarget matrix) {
-  constexpr int kVectors = 2;
+  constexpr int kThreads = kGeneralThreads<T>;
+  constexpr int kVectors = sizeof(T) == 4 ? 4 : 2;
   constexpr int32_t kStep = kThreads * kVector<T>;
   const int64_t row = blockIdx.x;
   const T* products = view.products + row * view.stride;
@@ -118,7 +120,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int32_t thread_first = static_cast<int32_t>(threadIdx.x) * kVector<T>;
   T next[kVectors][kVector<T>] = {};
   LoadVectors<T, kVectors>(products, thread_first, kStep, view.columns, next);
-  for (int32_t start = 0; start < matrix.columns; start += kStep * kVectors) {
+  int32_t step = 0;
+  for (int32_t start = 0; start < matrix.columns; start += kStep * kVectors, ++step) {
     const int32_t first = start + thread_first;
     T z[kVectors][kVector<T>];
 #pragma unroll
@@ -143,7 +146,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       ClearPadding(j, view.columns, gradient);
       packed[v] = row_block::PackMatrix(gradient, matrix.element);
     }
-    __syncthreads();  // everybody has read this step's products
+    // Enough, as QuickGradientKernel says.
+    if ((step & (step - 1)) == 0) __syncthreads();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int32_t j = first + v * kStep;
@@ -155,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <typename T, bool kWantDistance>
 cudaError_t RunGeneralGradient(const LogitsView& logits, const float* class_weights, bool want_classes, const ChunkRows& rows,
                                const RowCoefficients* coefficients, const MatrixTarget& matrix, cudaStream_t stream) {
-  GeneralGradientKernel<T, kWantDistance><<<static_cast<unsigned>(rows.row_count), kThreads, 0, stream>>>(
+  GeneralGradientKernel<T, kWantDistance><<<static_cast<unsigned>(rows.row_count), kGeneralThreads<T>, 0, stream>>>(
       MakeRowView<T>(logits), rows.targets, MakeSideArray<T>(class_weights, Element::kFloat32), want_classes, coefficients, matrix);
   return cudaGetLastError();
 }
