@@ -75,11 +75,6 @@ HEADWATER_ROW_MATH float ExpClamped(float x) {
   const float e = Exp2Approx(exponent);
   return fmaf(e, residual * 0.693147182464599609375f, e);
 }
-// e^{x + rest} with a `rest` below 2^-20, such as the rounding of x has left.
-HEADWATER_ROW_MATH float ExpClamped(float x, float rest) {
-  const float e = ExpClamped(x);
-  return fmaf(e, rest, e);
-}
 HEADWATER_ROW_MATH double ExpClamped(double x) { return exp(x); }
 
 // e^x.
