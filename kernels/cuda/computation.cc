@@ -4,7 +4,6 @@
 #include <optional>
 
 #include "kernels/cuda/conversions.h"
-#include "kernels/cuda/distribution_product.h"
 #include "kernels/cuda/e_product.h"
 #include "kernels/cuda/gradient_debt.h"
 #include "kernels/cuda/matrix_rows.h"
@@ -532,8 +531,7 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
   const ChunkRows rows = RowsOf(*work, slice);
   const int32_t shard_count = term.head->shard_count();
   const int32_t merged_shards = term.head->merged_shards();
-  const bool has_distribution = term.has_distribution && slice.count > kLargestSmallBatch;
-  if (!has_distribution) HEADWATER_RETURN_IF_ERROR(ComputeProducts(work, slice));
+  HEADWATER_RETURN_IF_ERROR(ComputeProducts(work, slice));
   const bool jsd = plan.jsd != nullptr;
   if (jsd) {
     // They may still be coming while the student's products run.
@@ -558,21 +556,9 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
   if (!matrix_is_there) {
     if (plan.wants_cross_entropy) {
       for (int32_t rank = 0; rank < shard_count; ++rank) {
-        RowStats* const stats = OwnPart(own.stats, rank, slice.count);
-        if (has_distribution) {
-          DistributionProductParams params;
-          params.hidden = Rows(work->hidden, slice.first, slice.count);
-          params.shard = term.head->shard_weights(rank);
-          params.targets = rows.targets;
-          params.transform = term.finish.transform;
-          params.scratch = own.tile_statistics;
-          if (work->backward) params.products = own.products[static_cast<size_t>(rank)];
-          params.product_stride = ProductStride(params.shard.columns);
-          HEADWATER_RETURN_IF_ERROR(Check(LaunchDistributionProduct(params, stats, stream_), "the rows' statistics"));
-          continue;
-        }
-        HEADWATER_RETURN_IF_ERROR(
-            Check(LaunchRowStats(StudentView(*work, rank), rows, term.cross_entropy, stats, stream_), "the rows' statistics"));
+        HEADWATER_RETURN_IF_ERROR(Check(
+            LaunchRowStats(StudentView(*work, rank), rows, term.cross_entropy, OwnPart(own.stats, rank, slice.count), stream_),
+            "the rows' statistics"));
       }
       HEADWATER_RETURN_IF_ERROR(Collect(own.stats, slice.count, stream_));
       HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, slice, [&](const Part& part, const Slice& of_part) {

@@ -1,10 +1,12 @@
+#include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 
 #include "kernels/cuda/device/row_factors.cuh"
-#include "kernels/cuda/device/sm90_launch.cuh"
 #include "kernels/cuda/device/sm90_product.cuh"
 #include "kernels/cuda/e_product.h"
 
@@ -64,6 +66,38 @@ struct EProductEpilogue {
     return rows;
   }
 
+  // acc += bias for 64 columns from `first` on, ahead of the exponentials, which leave no registers. At the vocabulary's edge each
+  // lane loads one pair of columns and hands it to the lanes that have them: sixteen guarded loads would spill.
+  template <bool kMasked>
+  static __device__ __forceinline__ void AddBias(float* accumulators, int first, const Params& params,
+                                                 const sm90::EpiloguePosition& position) {
+    const int32_t column = position.column + first + 2 * (position.lane % 4);
+    const __nv_bfloat16* source = params.bias + column;
+    uint32_t mine = 0;
+    if constexpr (kMasked) {
+      const int32_t own = position.column + first + 2 * position.lane;
+      const auto* bits = reinterpret_cast<const uint16_t*>(params.bias);
+      if (own < position.n) mine = __ldg(bits + own);
+      if (own + 1 < position.n) mine |= static_cast<uint32_t>(__ldg(bits + own + 1)) << 16;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float2 bias = {0.0f, 0.0f};
+      if constexpr (kMasked) {
+        const uint32_t both = __shfl_sync(0xffffffffu, mine, 4 * j + position.lane % 4);
+        bias.x = __uint_as_float(both << 16);
+        bias.y = __uint_as_float(both & 0xffff0000u);
+      } else {
+        bias = __bfloat1622float2(__ldg(reinterpret_cast<const __nv_bfloat162*>(source + 8 * j)));
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        accumulators[4 * j + 2 * half] += bias.x;
+        accumulators[4 * j + 2 * half + 1] += bias.y;
+      }
+    }
+  }
+
   // 64 columns from `first` on: exponentials into `packed`, sums into the running ones.
   template <bool kMasked>
   static __device__ __forceinline__ void Block(const float* accumulators, int first, const Rows& rows, const Params& params,
@@ -110,10 +144,10 @@ struct EProductEpilogue {
           static_cast<uint32_t>(rows.target[0] - first) < 64u || static_cast<uint32_t>(rows.target[1] - first) < 64u;
       uint32_t packed[16];
       if (__any_sync(0xffffffffu, holds_target || position.column + first + 64 > position.n)) {
-        if constexpr (kWithBias) sm90::AddBias<true>(accumulators + 32 * block, first, params.bias, position);
+        if constexpr (kWithBias) AddBias<true>(accumulators + 32 * block, first, params, position);
         Block<true>(accumulators + 32 * block, first, rows, params, position, packed, sum);
       } else {
-        if constexpr (kWithBias) sm90::AddBias<false>(accumulators + 32 * block, first, params.bias, position);
+        if constexpr (kWithBias) AddBias<false>(accumulators + 32 * block, first, params, position);
         Block<false>(accumulators + 32 * block, first, rows, params, position, packed, sum);
       }
       sm90::StoreBf16Block(position, block, packed);
@@ -188,13 +222,94 @@ __global__ void __launch_bounds__(128)
 
 // --- Launch ----------------------------------------------------------------------------------------------------------------------
 
+// Cluster rows a raster group: measured (kernels/lab/README.md).
+constexpr int32_t kRasterGroup = 8;
 constexpr double kLog2E = 1.4426950408889634;
+
+int64_t ColumnTiles(int64_t columns) { return (columns + sm90::kTileN - 1) / sm90::kTileN; }
+
+using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                                     const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                     CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's encoder, looked up once, so that nothing links libcuda. Any thread.
+cudaError_t FindEncoder(EncodeTensorMap* encode) {
+  static std::atomic<EncodeTensorMap> found{nullptr};
+  *encode = found.load(std::memory_order_acquire);
+  if (*encode != nullptr) return cudaSuccess;
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &result);
+#endif
+  if (error != cudaSuccess) return error;
+  if (result != cudaDriverEntryPointSuccess) return cudaErrorCallRequiresNewerDriver;
+  *encode = reinterpret_cast<EncodeTensorMap>(entry);
+  found.store(*encode, std::memory_order_release);
+  return cudaSuccess;
+}
+
+// A row-major bf16 matrix in swizzled boxes of 64 columns by `box_rows`. What lies beyond `columns` reads as 0 and is not written.
+cudaError_t MakeMap(EncodeTensorMap encode, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows,
+                    CUtensorMap* map) {
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride) * 2};
+  const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[2] = {1, 1};
+  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, strides, box, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Multiprocessors of the current device, or an error if the product does not run there. The kernel's shared memory is allowed for
+// once a device; that two threads may do it at the same time does no harm.
+template <class Epilogue>
+cudaError_t Prepare(int* multiprocessors) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];  // multiprocessors, or 0
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  *multiprocessors = device < kDevices ? known[device].load(std::memory_order_acquire) : 0;
+  if (*multiprocessors > 0) return cudaSuccess;
+  int major = 0, count = 0;
+  error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  if (major != 9) return cudaErrorNotSupported;
+  error =
+      cudaFuncSetAttribute(sm90::ProductKernel<Epilogue>, cudaFuncAttributeMaxDynamicSharedMemorySize, sm90::kProductSharedBytes);
+  if (error != cudaSuccess) return error;
+  *multiprocessors = count;
+  if (device < kDevices) known[device].store(count, std::memory_order_release);
+  return cudaSuccess;
+}
 
 template <bool kWithBias, bool kWithSoftcap>
 cudaError_t Launch(const EProductParams& params, cudaStream_t stream) {
   using Epilogue = EProductEpilogue<kWithBias, kWithSoftcap>;
   const ShardWeights& shard = params.shard;
   const Transform& transform = params.transform;
+  EncodeTensorMap encode = nullptr;
+  int multiprocessors = 0;
+  CUtensorMap hidden{}, weight{}, exponentials{};
+  cudaError_t error = FindEncoder(&encode);
+  if (error == cudaSuccess) error = Prepare<Epilogue>(&multiprocessors);
+  if (error == cudaSuccess) {
+    error = MakeMap(encode, params.hidden.data, params.hidden.rows, shard.width, params.hidden.stride, sm90::kBoxRowsA, &hidden);
+  }
+  if (error == cudaSuccess) {
+    error = MakeMap(encode, shard.weight, shard.columns, shard.width, shard.stride, sm90::kBoxRowsB, &weight);
+  }
+  if (error == cudaSuccess) {
+    error =
+        MakeMap(encode, params.exponentials, params.hidden.rows, shard.columns, params.e_stride, sm90::kBoxRowsC, &exponentials);
+  }
+  if (error != cudaSuccess) return error;
+
   typename Epilogue::Params epilogue{};
   epilogue.target_arguments = params.target_arguments;
   epilogue.targets = params.targets;
@@ -211,18 +326,33 @@ cudaError_t Launch(const EProductParams& params, cudaStream_t stream) {
     epilogue.offset_factor =
         transform.logit_scale == 0 ? kLog2E : static_cast<double>(epilogue.column_factor) / transform.logit_scale;
   }
-  const ConstMatrix out = {params.exponentials, params.hidden.rows, shard.columns, params.e_stride, Element::kBFloat16};
-  return sm90::LaunchProduct<Epilogue>(params.hidden, shard, out, epilogue, stream);
+  const sm90::ProductShape shape{static_cast<int32_t>(params.hidden.rows), static_cast<int32_t>(shard.columns),
+                                 static_cast<int32_t>(shard.width), kRasterGroup};
+  const int64_t cluster_rows = (params.hidden.rows + sm90::kTileM * sm90::kCluster - 1) / (sm90::kTileM * sm90::kCluster);
+  const int64_t clusters = std::min<int64_t>(multiprocessors / sm90::kCluster, cluster_rows * ColumnTiles(shard.columns));
+  sm90::ProductKernel<Epilogue>
+      <<<static_cast<unsigned>(clusters * sm90::kCluster), sm90::kProductThreads, sm90::kProductSharedBytes, stream>>>(
+          hidden, weight, exponentials, shape, epilogue);
+  return cudaGetLastError();
 }
+
+bool IsMultiple(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
 }  // namespace
 
-int64_t EProductPartialCount(int64_t row_count, int64_t columns) { return sm90::ColumnTiles(columns) * row_count; }
+int64_t EProductPartialCount(int64_t row_count, int64_t columns) { return ColumnTiles(columns) * row_count; }
 
 cudaError_t LaunchEProduct(const EProductParams& params, cudaStream_t stream) {
   const ShardWeights& shard = params.shard;
   if (params.hidden.rows == 0 || shard.columns == 0) return cudaSuccess;
-  if (params.exponentials == nullptr) return cudaErrorInvalidValue;
+  // What the copy engine and the kernel's 32-bit indices need.
+  constexpr int64_t kLargest = int64_t{1} << 30;
+  if (params.hidden.element != Element::kBFloat16 || shard.element != Element::kBFloat16 || !IsMultiple(params.hidden.data, 16) ||
+      !IsMultiple(shard.weight, 16) || !IsMultiple(params.exponentials, 16) || !IsMultiple(shard.bias, 4) ||
+      params.hidden.stride % 8 != 0 || shard.stride % 8 != 0 || params.e_stride % 8 != 0 || params.e_stride < shard.columns ||
+      params.hidden.rows > kLargest || shard.columns > kLargest || shard.width > kLargest || shard.width < 1) {
+    return cudaErrorInvalidValue;
+  }
   if (params.transform.softcap == 0) {
     return shard.bias == nullptr ? Launch<false, false>(params, stream) : Launch<true, false>(params, stream);
   }
@@ -232,7 +362,7 @@ cudaError_t LaunchEProduct(const EProductParams& params, cudaStream_t stream) {
 cudaError_t LaunchSumPartials(const float* partial_sums, int64_t row_count, int64_t columns, double* sums, cudaStream_t stream) {
   if (row_count == 0) return cudaSuccess;
   SumPartialsKernel<<<static_cast<unsigned>((row_count + 31) / 32), 32 * kSumRuns, 0, stream>>>(partial_sums, row_count,
-                                                                                                sm90::ColumnTiles(columns), sums);
+                                                                                                ColumnTiles(columns), sums);
   return cudaGetLastError();
 }
 

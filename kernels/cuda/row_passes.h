@@ -85,8 +85,7 @@ struct RowCoefficients {
   int32_t reserved = 0;
 };
 
-// out[i] = statistics of row i's columns in this shard, the target's left out as RowStats says; target_logit 0. See
-// distribution_product.h for those that come with the products.
+// out[i] = statistics of row i's columns in this shard, the target's left out as RowStats says; target_logit 0.
 // `targets` may be null: no row has one. Reads every logit once.
 cudaError_t LaunchRowStats(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options, RowStats* out,
                            cudaStream_t stream);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <variant>
 
-#include "kernels/cuda/distribution_product.h"
 #include "kernels/cuda/e_product.h"
 #include "kernels/cuda/finish.h"
 
@@ -100,11 +99,6 @@ void LayOutLogits(const TermRun& term, Form form, int64_t rows, int64_t least_te
     return rows * ProductStride(term.head->shard_weights(rank).columns) * product_bytes;
   };
   for (int32_t rank = 0; rank < shard_count; ++rank) buffers->products.push_back(workspace->TakeBytes(shard_bytes(rank)));
-  if (term.has_distribution) {
-    int64_t widest = 0;
-    for (int32_t rank = 0; rank < shard_count; ++rank) widest = std::max(widest, term.head->shard_weights(rank).columns);
-    buffers->tile_statistics = workspace->TakeBytes(DistributionScratchBytes(rows, widest));
-  }
   if (term.plan->jsd == nullptr) return;
   const int64_t teacher_bytes = rows * ProductStride(TeacherColumns(term)) * product_bytes;
   buffers->teacher_products = workspace->TakeBytes(std::max(teacher_bytes, least_teacher_bytes));
@@ -159,10 +153,6 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
   const bool plain =
       plan->jsd == nullptr && plan->cross_entropy.label_smoothing == 0 && !run.cross_entropy.want_rest && !plan->wants_argmax;
   if (hopper && narrow && plain && spec.data_type == DataType::kBFloat16) run.large_form = Form::kExponentials;
-  // Class weights have no place in the product's epilogue.
-  const bool weighs_classes = plan->cross_entropy.label_smoothing != 0 && plan->cross_entropy.class_weights != nullptr;
-  run.has_distribution = hopper && narrow && plan->jsd == nullptr && run.cross_entropy.want_rest && !weighs_classes &&
-                         spec.data_type == DataType::kBFloat16;
   run.finish.matrix_element = run.MatrixElement();
   if (TakesAllRows(term)) {
     const DataType element = static_cast<DataType>(run.MatrixElement());

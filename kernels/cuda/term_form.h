@@ -43,7 +43,6 @@ struct TermRun {
   // all rows.
   int64_t slice_rows = 0;
   bool exchanges_teacher = false;     // on a rank of a group whose teacher is cut at other columns than the student
-  bool has_distribution = false;      // more than kLargestSmallBatch rows have their statistics by distribution_product.h
   bool shard_passes = false;          // a divergence on a rank of a group, by the passes of divergence_shards.h
   CrossEntropyOptions cross_entropy;  // its class weights are device memory
   FinishOptions finish;
@@ -96,7 +95,6 @@ struct TermBuffers {
   void* panel = nullptr;             // kPanelBytes: converted weights
   std::vector<void*> products;       // by shard: [rows, ProductStride] of ProductElement(), or E; in slices a slice's rows
   std::vector<void*> matrices;       // by shard, only in slices: M [rows, ProductStride] of MatrixElement()
-  void* tile_statistics = nullptr;   // with has_distribution, of the widest shard's rows; in slices a slice's
   void* teacher_products = nullptr;  // [rows, stride of TeacherColumns()]; in slices a slice's rows, as in cut_teacher
   // By shard, only with several, or with exchanges_teacher: the teacher's logits of the student's columns.
   std::vector<void*> cut_teacher;

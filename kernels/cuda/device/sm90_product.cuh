@@ -24,8 +24,6 @@
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_SM90_PRODUCT_CUH_
 #define HEADWATER_KERNELS_CUDA_DEVICE_SM90_PRODUCT_CUH_
 
-#include <cuda_bf16.h>
-
 #include "kernels/cuda/device/sm90_ptx.cuh"
 #include "kernels/cuda/device/sm90_wgmma.cuh"
 
@@ -50,10 +48,10 @@ inline constexpr int kBarrierBytes = 2 * kStages * 8;
 inline constexpr int kProductSharedBytes = kStages * (kBytesA + kBytesB) + kConsumerWarps * kStagingBytes + kBarrierBytes + 1024;
 static_assert(kProductSharedBytes <= 232448, "a CTA has 227 KiB of shared memory");
 
-// Boxes of the tensor maps: 128 bytes (64 elements of 16 bits), swizzled, by so many rows.
+// Boxes of the tensor maps: 64 elements (128 bytes, swizzled) by so many rows.
 inline constexpr int kBoxRowsA = kTileM;
 inline constexpr int kBoxRowsB = kTileN / kCluster;
-inline constexpr int kBoxRowsC = 16;  // a result, stored by StoreBf16Block() or StoreFloatBlock()
+inline constexpr int kBoxRowsC = 16;  // a 16-bit result, stored by StoreBf16Block()
 
 struct ProductShape {
   int32_t m;
@@ -104,58 +102,6 @@ __device__ __forceinline__ void StoreBf16Block(const EpiloguePosition& position,
   if (position.lane == 0) {
     TensorStore(position.map_c, box, position.column + 64 * block, position.row, kEvictNormal);
     StoreCommit();
-  }
-}
-
-// The same for columns [32 block, 32 block + 32) as fp32, of which `accumulators` has sixteen.
-__device__ __forceinline__ void StoreFloatBlock(const EpiloguePosition& position, int block, const float* accumulators) {
-  const uint32_t box = TakeBox(position, block);
-  const int32_t row = position.lane / 4;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const uint32_t within = (((2 * j + position.lane % 4 / 2) ^ row) << 4) + 8 * (position.lane % 2);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      StorePair(box + (row + 8 * half) * 128 + within, accumulators[4 * j + 2 * half], accumulators[4 * j + 2 * half + 1]);
-    }
-  }
-  FenceProxyAsync();
-  __syncwarp();
-  if (position.lane == 0) {
-    TensorStore(position.map_c, box, position.column + 32 * block, position.row, kEvictNormal);
-    StoreCommit();
-  }
-}
-
-// accumulators += bias for 64 columns from `first` on, ahead of the exponentials, which leave no registers. At the vocabulary's
-// edge each lane loads one pair of columns and hands it to the lanes that have them: sixteen guarded loads would spill.
-template <bool kMasked>
-__device__ __forceinline__ void AddBias(float* accumulators, int first, const __nv_bfloat16* bias_of_columns,
-                                        const EpiloguePosition& position) {
-  const int32_t column = position.column + first + 2 * (position.lane % 4);
-  const __nv_bfloat16* source = bias_of_columns + column;
-  uint32_t mine = 0;
-  if constexpr (kMasked) {
-    const int32_t own = position.column + first + 2 * position.lane;
-    const auto* bits = reinterpret_cast<const uint16_t*>(bias_of_columns);
-    if (own < position.n) mine = __ldg(bits + own);
-    if (own + 1 < position.n) mine |= static_cast<uint32_t>(__ldg(bits + own + 1)) << 16;
-  }
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    float2 bias = {0.0f, 0.0f};
-    if constexpr (kMasked) {
-      const uint32_t both = __shfl_sync(0xffffffffu, mine, 4 * j + position.lane % 4);
-      bias.x = __uint_as_float(both << 16);
-      bias.y = __uint_as_float(both & 0xffff0000u);
-    } else {
-      bias = __bfloat1622float2(__ldg(reinterpret_cast<const __nv_bfloat162*>(source + 8 * j)));
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      accumulators[4 * j + 2 * half] += bias.x;
-      accumulators[4 * j + 2 * half + 1] += bias.y;
-    }
   }
 }
 

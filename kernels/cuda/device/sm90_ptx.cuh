@@ -221,11 +221,6 @@ __device__ __forceinline__ void StoreMatrix4(uint32_t row_address, uint32_t m0, 
                : "memory");
 }
 
-// Two floats, at a multiple of eight bytes.
-__device__ __forceinline__ void StorePair(uint32_t address, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
-}
-
 // --- Arithmetic ----------------------------------------------------------------------------------------------------------------
 
 // 2^x, relative error 2^-22.
