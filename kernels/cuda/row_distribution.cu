@@ -3,10 +3,10 @@
 // Mapping   as row_statistics.cu: one block a row, or four rows beside which a bias or class weights are read.
 // Traffic   every product is read once, nothing of that size is written.
 // Numerics  A thread keeps its largest logit out of the sums, and adds the one that it displaces: sums that are small against the
-//           row's 1 keep their digits. They are relative to a logit near that maximum: fp32 over 16 elements, fp64 across those,
-//           threads and warps, in a fixed order. An exponential is off by 2^-24 of its exponent relative to its thread's base, so
-//           that what is far below it counts little. Differences are rounded as they stand: equal logits have none. NaN is looked
-//           for where the sum of four logits has it.
+//           row's 1 keep their digits. They are relative to a power of two near that maximum: fp32 over 16 elements, fp64 across
+//           those, threads and warps, in a fixed order. An exponential is one multiply-add and one approximation, and off by 2^-24
+//           of its exponent, so that what is far below the maximum counts little. NaN is looked for where the sum of four logits
+//           has it.
 #include "kernels/cuda/device/row_block.cuh"
 #include "kernels/cuda/device/row_math.cuh"
 #include "kernels/cuda/row_passes.h"
@@ -33,20 +33,22 @@ constexpr int32_t kNoColumn = INT32_MAX;
 constexpr float kNothing = -2e38f;
 // Sums move to another base only where a logit exceeds it by more, so that they rarely do.
 constexpr float kBaseSlack = 4.0f;
+// Of a logit. Of what its float rounds to: only differences within a thread are off by that, and not those between threads.
+constexpr double kPerExponent = 1 / static_cast<double>(row_math::kLog2E);
 
 // What a thread has of a row: sums over all but its largest logit, but for `total` and `linear`.
 struct Distribution {
   float top = kNothing;
-  float base = 0;
+  float offset = 0;        // sums are relative to 2^offset, exponents are of 2
   float limit = kNothing;  // a higher logit is the next base
   int32_t best = -1;       // the first vector that has `top`
   // Of the vectors since Flush().
   float step_rest = 0, step_weighted = 0, step_squares = 0, step_total = 0, step_linear = 0;
-  double rest = 0;      // sum of e^{z - base}
-  double weighted = 0;  // times z - base
-  double squares = 0;
-  double total = 0;   // sum of z
-  double linear = 0;  // sum of class_weight z
+  double rest = 0;      // sum of e^z
+  double weighted = 0;  // sum of that times its exponent
+  double squares = 0;   // sum of e^{2 z}; 0 if it is not asked for
+  double total = 0;     // sum of z
+  double linear = 0;    // sum of class_weight z
 
   __device__ __forceinline__ void Flush() {
     rest += static_cast<double>(step_rest);
@@ -57,12 +59,12 @@ struct Distribution {
     step_rest = step_weighted = step_squares = step_total = step_linear = 0;
   }
 
-  // Relative to `to` >= base.
-  __device__ __forceinline__ void MoveTo(float to) {
+  // Relative to 2^to, `to` in the place of `offset`.
+  __device__ __forceinline__ void MoveTo(double to) {
     // Without a best, nothing but NaN has been added.
     if (best < 0) return;
-    const double shift = static_cast<double>(base) - static_cast<double>(to);
-    const double factor = exp(shift);
+    const double shift = static_cast<double>(offset) - to;
+    const double factor = exp(kPerExponent * shift);
     weighted = factor == 0 ? 0.0 : factor * (weighted + shift * rest);
     rest *= factor;
     squares *= factor * factor;
@@ -78,6 +80,7 @@ struct DistributionParams {
 };
 
 // Adds the logits `z` of columns [j, j + 4). What is rare stands in one branch.
+template <bool kWantSquares>
 __device__ __forceinline__ void AddVector(float (&z)[4], bool has_weights, const float (&weights)[4], int32_t j, int32_t columns,
                                           int32_t target, Distribution* stats) {
   float total = (z[0] + z[1]) + (z[2] + z[3]);
@@ -86,8 +89,10 @@ __device__ __forceinline__ void AddVector(float (&z)[4], bool has_weights, const
 #pragma unroll
     for (int i = 0; i < 4; ++i) linear = fmaf(weights[i], z[i], linear);
   }
-  const float largest = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
-  if (row_block::HasExceptions(j, columns, target) || largest > stats->limit || !(fabsf(total + linear) < INFINITY)) {
+  float high[2] = {fmaxf(z[0], z[1]), fmaxf(z[2], z[3])};
+  float low[2] = {fminf(z[0], z[1]), fminf(z[2], z[3])};
+  if (row_block::HasExceptions(j, columns, target) || fmaxf(high[0], high[1]) > stats->limit ||
+      !(fabsf(total + linear) < INFINITY)) {
     bool counts[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) counts[i] = j + i < columns && j + i != target;
@@ -100,29 +105,35 @@ __device__ __forceinline__ void AddVector(float (&z)[4], bool has_weights, const
       if (counts[i] && isnan(z[i])) stats->step_rest = z[i];  // and stays
       if (!counts[i] || !(z[i] > kNothing)) z[i] = kNothing;
     }
-    const float others = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      high[i] = fmaxf(z[2 * i], z[2 * i + 1]);
+      low[i] = fminf(z[2 * i], z[2 * i + 1]);
+    }
+    const float others = fmaxf(high[0], high[1]);
     if (others > stats->limit) {
+      const float offset = __fmul_rn(others, row_math::kLog2E);
       stats->Flush();
-      stats->MoveTo(others);
-      stats->base = others;
+      stats->MoveTo(static_cast<double>(offset));
+      stats->offset = offset;
       stats->limit = others + kBaseSlack;
     }
   }
-  const float high[2] = {fmaxf(z[0], z[1]), fmaxf(z[2], z[3])};
   const float vector_top = fmaxf(high[0], high[1]);
   // All but the largest, and what that displaces.
-  const float values[4] = {fminf(z[0], z[1]), fminf(z[2], z[3]), fminf(high[0], high[1]), fminf(stats->top, vector_top)};
+  const float values[4] = {low[0], low[1], fminf(high[0], high[1]), fminf(stats->top, vector_top)};
   if (vector_top > stats->top) {
     stats->top = vector_top;
     stats->best = j;
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float shifted = fmaxf(row_block::RoundedDifference(values[i], stats->base), -1e30f);
-    const float e = row_math::Exp2Approx(shifted * row_math::kLog2E);
+    // Equal logits have the same exponent.
+    const float exponent = fmaxf(row_math::ExponentOver(values[i], stats->offset), -1e30f);
+    const float e = row_math::Exp2Approx(exponent);
     stats->step_rest += e;
-    stats->step_weighted = fmaf(e, shifted, stats->step_weighted);
-    stats->step_squares = fmaf(e, e, stats->step_squares);
+    stats->step_weighted = fmaf(e, exponent, stats->step_weighted);
+    if constexpr (kWantSquares) stats->step_squares = fmaf(e, e, stats->step_squares);
   }
   stats->step_total += total;
   stats->step_linear += linear;
@@ -155,7 +166,7 @@ __device__ __forceinline__ void ToLogits(const RowView<float>& view, float (&z)[
 
 // kHasSides: a bias or class weights. kRows: of a block, not more than there are; the last block takes rows of the block before it
 // again, with the same results.
-template <bool kHasSides, int kRows>
+template <bool kHasSides, bool kWantSquares, int kRows>
 __global__ void __launch_bounds__(kThreads, kHasSides ? 2 : 3) DistributionKernel(const DistributionParams params) {
   constexpr int kVectors = row_block::kQuickVectors / kRows;  // of a row at a time
   const RowView<float>& view = params.view;
@@ -198,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, kHasSides ? 2 : 3) DistributionKerne
       const int32_t j = first + v * kStep;
       if (kVectors == 1 || j < columns) {
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) AddVector(z[v][r], has_weights, weights[v], j, columns, target[r], &stats[r]);
+        for (int r = 0; r < kRows; ++r) AddVector<kWantSquares>(z[v][r], has_weights, weights[v], j, columns, target[r], &stats[r]);
       }
     }
     // The same sums however many rows a block has.
@@ -233,14 +244,15 @@ __global__ void __launch_bounds__(kThreads, kHasSides ? 2 : 3) DistributionKerne
     // Smallest column of those with the maximum: the largest negative.
     const int32_t column = -BlockMax<kThreads>(-own_column, shared_column[r]);
     if (of_row.best >= 0) {
-      of_row.MoveTo(row_max);
+      of_row.MoveTo(static_cast<double>(row_max) / kPerExponent);
+      of_row.weighted *= kPerExponent;
       if (own_column != column) {
         // This thread's largest logit is not the row's.
         const double shift = static_cast<double>(of_row.top) - static_cast<double>(row_max);
         const double e = exp(shift);
         of_row.rest += e;
         of_row.weighted += e == 0 ? 0.0 : e * shift;
-        of_row.squares += e * e;
+        if constexpr (kWantSquares) of_row.squares += e * e;
       }
     }
     double sums[5] = {of_row.rest, of_row.weighted, of_row.squares, of_row.total, of_row.linear};
@@ -259,24 +271,30 @@ __global__ void __launch_bounds__(kThreads, kHasSides ? 2 : 3) DistributionKerne
   }
 }
 
+template <bool kWantSquares>
+cudaError_t RunDistribution(const DistributionParams& params, bool has_sides, cudaStream_t stream) {
+  constexpr int kRows = row_block::kQuickVectors;
+  const auto blocks = static_cast<unsigned>(params.row_count);
+  if (!has_sides) {
+    DistributionKernel<false, kWantSquares, 1><<<blocks, kThreads, 0, stream>>>(params);
+  } else if (params.row_count < row_block::kSharingRows) {
+    DistributionKernel<true, kWantSquares, 1><<<blocks, kThreads, 0, stream>>>(params);
+  } else {
+    DistributionKernel<true, kWantSquares, kRows><<<(blocks + kRows - 1) / kRows, kThreads, 0, stream>>>(params);
+  }
+  return cudaGetLastError();
+}
+
 }  // namespace
 
-cudaError_t LaunchRowDistribution(const LogitsView& logits, const ChunkRows& rows, const float* class_weights, RowStats* out,
-                                  cudaStream_t stream) {
+cudaError_t LaunchRowDistribution(const LogitsView& logits, const ChunkRows& rows, const float* class_weights, bool want_squares,
+                                  RowStats* out, cudaStream_t stream) {
   if (logits.element != Element::kFloat32) return cudaErrorInvalidValue;
   if (rows.row_count == 0) return cudaSuccess;
   const DistributionParams params = {MakeRowView<float>(logits), rows.targets,
                                      MakeSideArray<float>(class_weights, Element::kFloat32), rows.row_count, out};
-  constexpr int kRows = row_block::kQuickVectors;
-  const auto blocks = static_cast<unsigned>(rows.row_count);
-  if (logits.bias == nullptr && class_weights == nullptr) {
-    DistributionKernel<false, 1><<<blocks, kThreads, 0, stream>>>(params);
-  } else if (rows.row_count < row_block::kSharingRows) {
-    DistributionKernel<true, 1><<<blocks, kThreads, 0, stream>>>(params);
-  } else {
-    DistributionKernel<true, kRows><<<(blocks + kRows - 1) / kRows, kThreads, 0, stream>>>(params);
-  }
-  return cudaGetLastError();
+  const bool has_sides = logits.bias != nullptr || class_weights != nullptr;
+  return want_squares ? RunDistribution<true>(params, has_sides, stream) : RunDistribution<false>(params, has_sides, stream);
 }
 
 }  // namespace headwater::cuda

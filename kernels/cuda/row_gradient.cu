@@ -99,8 +99,9 @@ __device__ __forceinline__ void ClearPadding(int32_t j, int32_t columns, T (&gra
 template <typename T>
 constexpr int kGeneralThreads = sizeof(T) == 4 ? 256 : 512;
 
-// Any transform and class weights, told apart at run time: fp64 products, and fp32 ones where the entropy has a share.
-template <typename T, bool kWantDistance>
+// fp64 products, and fp32 ones where the entropy has a share. Any transform and class weights, told apart at run time; kPlain:
+// there is neither but a scale.
+template <typename T, bool kWantDistance, bool kPlain>
 __global__ void __launch_bounds__(kGeneralThreads<T>, sizeof(T) == 4 ? 3 : 2)
     GeneralGradientKernel(const RowView<T> view, const int32_t* targets, const SideArray class_weights, bool want_classes,
                           const RowCoefficients* coefficients, const MatrixTarget matrix) {
@@ -134,15 +135,22 @@ __global__ void __launch_bounds__(kGeneralThreads<T>, sizeof(T) == 4 ? 3 : 2)
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int32_t j = first + v * kStep;
-      T derivative[kVector<T>], gradient[kVector<T>];
-      row_block::ToGeneralLogits<true>(view, j, z[v], derivative);
-      if (want_classes) {
-        HardGradient<true, kWantDistance>(hard, class_weights, j, view.columns, z[v], gradient);
-      } else {
-        HardGradient<false, kWantDistance>(hard, class_weights, j, view.columns, z[v], gradient);
-      }
+      T gradient[kVector<T>];
+      if constexpr (kPlain) {
 #pragma unroll
-      for (int i = 0; i < kVector<T>; ++i) gradient[i] *= derivative[i];
+        for (int i = 0; i < kVector<T>; ++i) z[v][i] = row_block::RoundedProduct(z[v][i], view.logit_scale);
+        HardGradient<false, kWantDistance>(hard, class_weights, j, view.columns, z[v], gradient);
+      } else {
+        T derivative[kVector<T>];
+        row_block::ToGeneralLogits<true>(view, j, z[v], derivative);
+        if (want_classes) {
+          HardGradient<true, kWantDistance>(hard, class_weights, j, view.columns, z[v], gradient);
+        } else {
+          HardGradient<false, kWantDistance>(hard, class_weights, j, view.columns, z[v], gradient);
+        }
+#pragma unroll
+        for (int i = 0; i < kVector<T>; ++i) gradient[i] *= derivative[i];
+      }
       ClearPadding(j, view.columns, gradient);
       packed[v] = row_block::PackMatrix(gradient, matrix.element);
     }
@@ -156,10 +164,10 @@ __global__ void __launch_bounds__(kGeneralThreads<T>, sizeof(T) == 4 ? 3 : 2)
   }
 }
 
-template <typename T, bool kWantDistance>
+template <typename T, bool kWantDistance, bool kPlain = false>
 cudaError_t RunGeneralGradient(const LogitsView& logits, const float* class_weights, bool want_classes, const ChunkRows& rows,
                                const RowCoefficients* coefficients, const MatrixTarget& matrix, cudaStream_t stream) {
-  GeneralGradientKernel<T, kWantDistance><<<static_cast<unsigned>(rows.row_count), kGeneralThreads<T>, 0, stream>>>(
+  GeneralGradientKernel<T, kWantDistance, kPlain><<<static_cast<unsigned>(rows.row_count), kGeneralThreads<T>, 0, stream>>>(
       MakeRowView<T>(logits), rows.targets, MakeSideArray<T>(class_weights, Element::kFloat32), want_classes, coefficients, matrix);
   return cudaGetLastError();
 }
@@ -480,7 +488,9 @@ cudaError_t LaunchCrossEntropyGradient(const LogitsView& logits, const ChunkRows
                : RunGeneralGradient<double, false>(logits, class_weights, want_classes, rows, coefficients, matrix, stream);
   }
   if (options.want_distance) {
-    return RunGeneralGradient<float, true>(logits, class_weights, want_classes, rows, coefficients, matrix, stream);
+    return row_block::HasTransform(logits) || want_classes
+               ? RunGeneralGradient<float, true>(logits, class_weights, want_classes, rows, coefficients, matrix, stream)
+               : RunGeneralGradient<float, true, true>(logits, class_weights, want_classes, rows, coefficients, matrix, stream);
   }
   const RowView<float> view = MakeRowView<float>(logits);
   const SideArray side = MakeSideArray<float>(class_weights, Element::kFloat32);

@@ -43,8 +43,9 @@ inline MutableMatrix InPlaceMatrix(const LogitsView& logits, int64_t rows, Eleme
 
 // What does not depend on the row.
 struct CrossEntropyOptions {
-  CrossEntropyTerm term;   // class_weights: device memory [valid_vocab_size], or null
-  bool want_rest = false;  // entropy and its kin: `rest` and what stands beside it in PieceStats
+  CrossEntropyTerm term;      // class_weights: device memory [valid_vocab_size], or null
+  bool want_rest = false;     // entropy and its kin: `rest` and what stands beside it in PieceStats
+  bool want_squares = false;  // log_sum_sq_probs; want_rest then
   bool want_argmax = false;
   bool want_distance = false;  // the entropy has a share of the gradient; want_rest then
 };
@@ -90,9 +91,10 @@ struct RowCoefficients {
 cudaError_t LaunchRowStats(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options, RowStats* out,
                            cudaStream_t stream);
 
-// The same with CrossEntropyOptions::want_rest, of fp32 products. `class_weights` of this shard's columns, for `linear`.
-cudaError_t LaunchRowDistribution(const LogitsView& logits, const ChunkRows& rows, const float* class_weights, RowStats* out,
-                                  cudaStream_t stream);
+// The same with CrossEntropyOptions::want_rest, of fp32 products. `class_weights` of this shard's columns, for `linear`;
+// `squares` is 0 without `want_squares`.
+cudaError_t LaunchRowDistribution(const LogitsView& logits, const ChunkRows& rows, const float* class_weights, bool want_squares,
+                                  RowStats* out, cudaStream_t stream);
 
 // What FinishRows is told beside the statistics.
 struct FinishOptions {

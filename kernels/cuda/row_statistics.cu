@@ -613,7 +613,8 @@ cudaError_t LaunchRowStats(const LogitsView& logits, const ChunkRows& rows, cons
     return cudaGetLastError();
   }
   if (logits.element != Element::kFloat32) return cudaErrorInvalidValue;
-  if (options.want_rest) return LaunchRowDistribution(logits, rows, LinearWeights(logits, options), out, stream);
+  if (options.want_rest)
+    return LaunchRowDistribution(logits, rows, LinearWeights(logits, options), options.want_squares, out, stream);
   const RowView<float> view = MakeRowView<float>(logits);
   const StatsTargets side = MakeStatsTargets<float>(logits, rows, options);
   const bool want_linear = options.term.label_smoothing > 0;
