@@ -1,6 +1,7 @@
 // Statistics of rows of fp32 products with what entropy, log_sum_sq_probs and mean_logits need (PieceStats::rest and its kin).
 //
-// Mapping   as row_statistics.cu: one block a row, or four rows beside which a bias or class weights are read.
+// Mapping   as row_statistics.cu: one block a row, or four rows beside which a bias or class weights are read. Of four
+//           rows a thread has its fp64 sums in shared memory.
 // Traffic   every product is read once, nothing of that size is written.
 // Numerics  A thread keeps its largest logit out of the sums, and adds the one that it displaces: sums that are small against the
 //           row's 1 keep their digits. They are relative to a power of two near that maximum: fp32 over 16 elements, fp64 across
@@ -36,6 +37,15 @@ constexpr float kBaseSlack = 4.0f;
 // Of a logit. Of what its float rounds to: only differences within a thread are off by that, and not those between threads.
 constexpr double kPerExponent = 1 / static_cast<double>(row_math::kLog2E);
 
+// Sums over a thread's logits of a row, of which the largest is left out but in `total` and `linear`.
+struct Sums {
+  double rest;      // sum of e^z
+  double weighted;  // sum of that times its exponent
+  double squares;   // sum of e^{2 z}; 0 if it is not asked for
+  double total;     // sum of z
+  double linear;    // sum of class_weight z
+};
+
 // What a thread has of a row: sums over all but its largest logit, but for `total` and `linear`.
 struct Distribution {
   float top = kNothing;
@@ -44,18 +54,14 @@ struct Distribution {
   int32_t best = -1;       // the first vector that has `top`
   // Of the vectors since Flush().
   float step_rest = 0, step_weighted = 0, step_squares = 0, step_total = 0, step_linear = 0;
-  double rest = 0;      // sum of e^z
-  double weighted = 0;  // sum of that times its exponent
-  double squares = 0;   // sum of e^{2 z}; 0 if it is not asked for
-  double total = 0;     // sum of z
-  double linear = 0;    // sum of class_weight z
+  Sums* sums;
 
   __device__ __forceinline__ void Flush() {
-    rest += static_cast<double>(step_rest);
-    weighted += static_cast<double>(step_weighted);
-    squares += static_cast<double>(step_squares);
-    total += static_cast<double>(step_total);
-    linear += static_cast<double>(step_linear);
+    sums->rest += static_cast<double>(step_rest);
+    sums->weighted += static_cast<double>(step_weighted);
+    sums->squares += static_cast<double>(step_squares);
+    sums->total += static_cast<double>(step_total);
+    sums->linear += static_cast<double>(step_linear);
     step_rest = step_weighted = step_squares = step_total = step_linear = 0;
   }
 
@@ -65,9 +71,9 @@ struct Distribution {
     if (best < 0) return;
     const double shift = static_cast<double>(offset) - to;
     const double factor = exp(kPerExponent * shift);
-    weighted = factor == 0 ? 0.0 : factor * (weighted + shift * rest);
-    rest *= factor;
-    squares *= factor * factor;
+    sums->weighted = factor == 0 ? 0.0 : factor * (sums->weighted + shift * sums->rest);
+    sums->rest *= factor;
+    sums->squares *= factor * factor;
   }
 };
 
@@ -79,64 +85,77 @@ struct DistributionParams {
   RowStats* out;
 };
 
-// Adds the logits `z` of columns [j, j + 4). What is rare stands in one branch.
-template <bool kWantSquares>
-__device__ __forceinline__ void AddVector(float (&z)[4], bool has_weights, const float (&weights)[4], int32_t j, int32_t columns,
-                                          int32_t target, Distribution* stats) {
-  float total = (z[0] + z[1]) + (z[2] + z[3]);
-  float linear = 0;
-  if (has_weights) {
+// What is rare of a row's logits `z` of columns [j, j + 4): columns that do not count, and a higher base.
+__device__ __forceinline__ void SeeToRare(float (&z)[4], bool has_weights, const float (&weights)[4], int32_t j, int32_t columns,
+                                          int32_t target, float* total, float* linear, Distribution* stats) {
+  bool counts[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) linear = fmaf(weights[i], z[i], linear);
-  }
-  float high[2] = {fmaxf(z[0], z[1]), fmaxf(z[2], z[3])};
-  float low[2] = {fminf(z[0], z[1]), fminf(z[2], z[3])};
-  if (row_block::HasExceptions(j, columns, target) || fmaxf(high[0], high[1]) > stats->limit ||
-      !(fabsf(total + linear) < INFINITY)) {
-    bool counts[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) counts[i] = j + i < columns && j + i != target;
-    total = ((counts[0] ? z[0] : 0.0f) + (counts[1] ? z[1] : 0.0f)) + ((counts[2] ? z[2] : 0.0f) + (counts[3] ? z[3] : 0.0f));
-    linear = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // A weight of 0 wins over a logit that is not finite.
-      if (has_weights && counts[i] && weights[i] != 0.0f) linear = fmaf(weights[i], z[i], linear);
-      if (counts[i] && isnan(z[i])) stats->step_rest = z[i];  // and stays
-      if (!counts[i] || !(z[i] > kNothing)) z[i] = kNothing;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      high[i] = fmaxf(z[2 * i], z[2 * i + 1]);
-      low[i] = fminf(z[2 * i], z[2 * i + 1]);
-    }
-    const float others = fmaxf(high[0], high[1]);
-    if (others > stats->limit) {
-      const float offset = __fmul_rn(others, row_math::kLog2E);
-      stats->Flush();
-      stats->MoveTo(static_cast<double>(offset));
-      stats->offset = offset;
-      stats->limit = others + kBaseSlack;
-    }
-  }
-  const float vector_top = fmaxf(high[0], high[1]);
-  // All but the largest, and what that displaces.
-  const float values[4] = {low[0], low[1], fminf(high[0], high[1]), fminf(stats->top, vector_top)};
-  if (vector_top > stats->top) {
-    stats->top = vector_top;
-    stats->best = j;
-  }
+  for (int i = 0; i < 4; ++i) counts[i] = j + i < columns && j + i != target;
+  *total = ((counts[0] ? z[0] : 0.0f) + (counts[1] ? z[1] : 0.0f)) + ((counts[2] ? z[2] : 0.0f) + (counts[3] ? z[3] : 0.0f));
+  *linear = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    // Equal logits have the same exponent.
-    const float exponent = fmaxf(row_math::ExponentOver(values[i], stats->offset), -1e30f);
-    const float e = row_math::Exp2Approx(exponent);
-    stats->step_rest += e;
-    stats->step_weighted = fmaf(e, exponent, stats->step_weighted);
-    if constexpr (kWantSquares) stats->step_squares = fmaf(e, e, stats->step_squares);
+    // A weight of 0 wins over a logit that is not finite.
+    if (has_weights && counts[i] && weights[i] != 0.0f) *linear = fmaf(weights[i], z[i], *linear);
+    if (counts[i] && isnan(z[i])) stats->step_rest = z[i];  // and stays
+    if (!counts[i] || !(z[i] > kNothing)) z[i] = kNothing;
   }
-  stats->step_total += total;
-  stats->step_linear += linear;
+  const float others = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
+  if (others > stats->limit) {
+    const float offset = __fmul_rn(others, row_math::kLog2E);
+    stats->Flush();
+    stats->MoveTo(static_cast<double>(offset));
+    stats->offset = offset;
+    stats->limit = others + kBaseSlack;
+  }
+}
+
+// Adds the logits `z` of columns [j, j + 4). What is rare stands in one branch of all rows.
+template <bool kWantSquares, int kRows>
+__device__ __forceinline__ void AddVectors(float (&z)[kRows][4], bool has_weights, const float (&weights)[4], int32_t j,
+                                           int32_t columns, const int32_t (&target)[kRows], Distribution (&stats)[kRows]) {
+  float total[kRows], linear[kRows];
+  bool rare = false;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    total[r] = (z[r][0] + z[r][1]) + (z[r][2] + z[r][3]);
+    linear[r] = 0;
+    if (has_weights) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) linear[r] = fmaf(weights[i], z[r][i], linear[r]);
+    }
+    const float largest = fmaxf(fmaxf(z[r][0], z[r][1]), fmaxf(z[r][2], z[r][3]));
+    rare |=
+        row_block::HasExceptions(j, columns, target[r]) | (largest > stats[r].limit) | !(fabsf(total[r] + linear[r]) < INFINITY);
+  }
+  if (rare) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) SeeToRare(z[r], has_weights, weights, j, columns, target[r], &total[r], &linear[r], &stats[r]);
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    Distribution& of_row = stats[r];
+    const float high[2] = {fmaxf(z[r][0], z[r][1]), fmaxf(z[r][2], z[r][3])};
+    const float vector_top = fmaxf(high[0], high[1]);
+    // All but the largest, and what that displaces.
+    const float values[4] = {fminf(z[r][0], z[r][1]), fminf(z[r][2], z[r][3]), fminf(high[0], high[1]),
+                             fminf(of_row.top, vector_top)};
+    if (vector_top > of_row.top) {
+      of_row.top = vector_top;
+      of_row.best = j;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      // Equal logits have the same exponent.
+      const float exponent = fmaxf(row_math::ExponentOver(values[i], of_row.offset), -1e30f);
+      const float e = row_math::Exp2Approx(exponent);
+      of_row.step_rest += e;
+      of_row.step_weighted = fmaf(e, exponent, of_row.step_weighted);
+      if constexpr (kWantSquares) of_row.step_squares = fmaf(e, e, of_row.step_squares);
+    }
+    of_row.step_total += total[r];
+    of_row.step_linear += linear[r];
+  }
 }
 
 // Products to logits; any transform, told apart at run time.
@@ -176,6 +195,14 @@ __global__ void __launch_bounds__(kThreads, kHasSides ? 2 : 3) DistributionKerne
   const bool has_bias = kHasSides && view.bias.data != nullptr, has_weights = kHasSides && params.class_weights.data != nullptr;
   int32_t target[kRows];  // matches no column if the row has none or it lies elsewhere
   Distribution stats[kRows];
+  // Of four rows they would not fit into registers.
+  Sums own_sums[1];
+  __shared__ Sums thread_sums[kRows > 1 ? kRows * kThreads : 1];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    stats[r].sums = kRows > 1 ? &thread_sums[r * kThreads + threadIdx.x] : own_sums;
+    *stats[r].sums = {};
+  }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) target[r] = params.targets == nullptr ? -1 : params.targets[first_row + r] - view.vocab_start;
 
@@ -207,10 +234,7 @@ __global__ void __launch_bounds__(kThreads, kHasSides ? 2 : 3) DistributionKerne
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int32_t j = first + v * kStep;
-      if (kVectors == 1 || j < columns) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) AddVector<kWantSquares>(z[v][r], has_weights, weights[v], j, columns, target[r], &stats[r]);
-      }
+      if (kVectors == 1 || j < columns) AddVectors<kWantSquares>(z[v], has_weights, weights[v], j, columns, target, stats);
     }
     // The same sums however many rows a block has.
     if (count % row_block::kQuickVectors == 0) {
@@ -245,17 +269,17 @@ __global__ void __launch_bounds__(kThreads, kHasSides ? 2 : 3) DistributionKerne
     const int32_t column = -BlockMax<kThreads>(-own_column, shared_column[r]);
     if (of_row.best >= 0) {
       of_row.MoveTo(static_cast<double>(row_max) / kPerExponent);
-      of_row.weighted *= kPerExponent;
+      of_row.sums->weighted *= kPerExponent;
       if (own_column != column) {
         // This thread's largest logit is not the row's.
         const double shift = static_cast<double>(of_row.top) - static_cast<double>(row_max);
         const double e = exp(shift);
-        of_row.rest += e;
-        of_row.weighted += e == 0 ? 0.0 : e * shift;
-        if constexpr (kWantSquares) of_row.squares += e * e;
+        of_row.sums->rest += e;
+        of_row.sums->weighted += e == 0 ? 0.0 : e * shift;
+        if constexpr (kWantSquares) of_row.sums->squares += e * e;
       }
     }
-    double sums[5] = {of_row.rest, of_row.weighted, of_row.squares, of_row.total, of_row.linear};
+    double sums[5] = {of_row.sums->rest, of_row.sums->weighted, of_row.sums->squares, of_row.sums->total, of_row.sums->linear};
     BlockSum<kThreads>(sums, shared_sums[r]);
     if (threadIdx.x == 0) {
       RowStats result;
