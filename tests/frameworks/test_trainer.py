@@ -97,6 +97,41 @@ def test_options_of_the_trainer_keep_the_curve(config, options):
         assert curve.norms == pytest.approx(expected.norms, abs=1e-4)
 
 
+def test_accuracy_and_entropy_are_logged_over_the_tokens_since_the_last_log(config):
+    sums = torch.zeros(3, dtype=torch.float64)
+
+    class Own(Trainer):
+        """The stock Trainer, which adds up what its logits say."""
+
+        def compute_loss(self, model, inputs, **kwargs):
+            loss, output = super().compute_loss(model, inputs, **{**kwargs, "return_outputs": True})
+            valid = inputs["labels"][:, 1:] != -100
+            logits, targets = output.logits[:, :-1][valid].detach().double(), inputs["labels"][:, 1:][valid]
+            sums.add_(torch.stack([(logits.argmax(-1) == targets).sum(), entropies(logits).sum(), valid.sum()]))
+            return loss
+
+        def log(self, logs, *args, **kwargs):
+            if "loss" in logs:
+                expected.append((sums[:2] / sums[2]).tolist())
+                sums.zero_()
+            super().log(logs, *args, **kwargs)
+
+    expected = []
+    make_trainer("unused", trainer_class=Own, logging_steps=3).train()
+    trainer = make_trainer("unused", config=with_(config, outputs=("token_accuracy", "entropy")), logging_steps=3)
+    trainer.train()
+
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(logs) == len(expected) == STEPS // 3
+    assert [log["token_accuracy"] for log in logs] == pytest.approx([accuracy for accuracy, _ in expected], abs=1e-9)
+    assert [log["entropy"] for log in logs] == pytest.approx([entropy for _, entropy in expected], abs=LOSS_TOLERANCE)
+
+
+def entropies(logits):
+    log_probabilities = logits.log_softmax(-1)
+    return -(log_probabilities.exp() * log_probabilities).sum(-1)
+
+
 def lora(model, **options):
     torch.manual_seed(1)
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options))
