@@ -55,6 +55,24 @@ input_ids = labels = torch.arange(12).reshape(2, 6)
 model = new()
 headwater.transformers.attach_remote_head(model, HeadwaterConfig(server="localhost:50051", head="other"))
 """,
+    "lightning.md": """
+import torch, transformers
+from lightning.pytorch import LightningModule, Trainer
+from headwater.lightning import HeadwaterCallback, HeadwaterConfig
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
+        self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
+    def training_step(self, batch, index):
+        return self.model(**batch).loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+module = Module()
+ids = torch.arange(12).reshape(2, 6)
+loader = torch.utils.data.DataLoader([{"input_ids": ids, "labels": ids}] * 2, batch_size=None)
+quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+""",
 }
 # Before the fragments that begin so.
 BETWEEN = {"remote = headwater.transformers.attach_remote_head": "model = new()\n"}
