@@ -8,7 +8,7 @@ import datasets
 import pytest
 import torch
 from trl import DistillationConfig, DistillationTrainer
-from trl_runs import NUMBERS, SETTINGS, TOKENS, check_equal, language_model, sentence, tokenizer
+from trl_runs import NUMBERS, SETTINGS, TOKENS, check_equal, language_model, sentence, tokenizer, was_clipped
 
 import headwater
 from headwater.trl import HeadwaterConfig, JoinedTeacher, LocalTeacher, RemoteDistillationTrainer
@@ -43,6 +43,7 @@ def test_a_teacher_in_this_process_teaches_what_trl_alone_does(client, tmp_path,
     ours = remote(client, tmp_path / "ours", language_model(0, 32), local(language_model(1, 48)), **settings)
     ours.train()
     check_equal(ours, stock_run(tmp_path, **settings))
+    assert was_clipped(ours)
 
 
 TEACHER = """

