@@ -250,14 +250,10 @@ class HeadLosses(HeadReference):
         attempt: int | None,
         timeout_s: float | None,
     ) -> bool:
-        return self._backend.commit(
-            keys,
-            check_integer(micro_batch, "micro_batch"),
-            None if attempt is None else check_integer(attempt, "attempt"),
-            check_factor(factor),
-            _requests.check_token_factors(token_factors),
-            self._timeout(timeout_s),
-        )
+        micro_batch = check_integer(micro_batch, "micro_batch")
+        attempt = None if attempt is None else check_integer(attempt, "attempt")
+        factor, vector = check_factor(factor), _requests.check_token_factors(token_factors)
+        return self._backend.commit(keys, micro_batch, attempt, factor, vector, self._timeout(timeout_s))
 
     def _discard(self, keys: tuple[StepKey, ...], micro_batch: int, attempt: int | None, timeout_s: float | None) -> bool:
         micro_batch = check_integer(micro_batch, "micro_batch")

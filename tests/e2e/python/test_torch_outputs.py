@@ -31,7 +31,7 @@ def calls(monkeypatch):
     compute = headwater._remote.RemoteBackend.compute
 
     def count(self, request, timeout_s):
-        made.append("forward" if not request.backward else "explicit" if request.explicit else "eager")
+        made.append("forward" if not request.options.backward else "explicit" if request.options.explicit else "eager")
         return compute(self, request, timeout_s)
 
     monkeypatch.setattr(headwater._remote.RemoteBackend, "compute", count)
