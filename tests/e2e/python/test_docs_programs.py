@@ -45,6 +45,7 @@ def test_guides_have_programs():
     assert guides and guides - {block[0] for block in PROGRAMS} <= {
         ROOT / "docs/guides/faq.md",
         ROOT / "docs/guides/coming-from.md",
+        ROOT / "docs/guides/frameworks.md",
     }
 
 
