@@ -151,8 +151,6 @@ class Patch:
             labels = self._signature.bind_partial(model, *args, **kwargs).arguments.get("labels")
         if labels is None:
             return self._forward(model, *args, **kwargs)
-        if "use_cache" in self._signature.parameters:
-            kwargs.setdefault("use_cache", False)
         self._rows, self._output = None, {}
         self._is_capturing = True
         try:
