@@ -15,6 +15,7 @@ HEADWATER_TEST_CLASSES names the classes that are enumerated, separated by space
 import contextlib
 import copy
 import dataclasses
+import inspect
 import os
 import re
 import sys
@@ -22,7 +23,7 @@ import warnings
 
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 VOCABULARY = 97
@@ -141,33 +142,39 @@ OVERRIDES: dict[str, dict] = {
 }
 
 
-def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+def tiny_config(config_class: type[PretrainedConfig]) -> PretrainedConfig:
     """A configuration of the class whose sizes are tiny."""
     default = vars(config_class())
     values = {}
-    for field in dataclasses.fields(config_class):
-        value = default.get(field.name)
-        if not field.init or field.name.startswith("_"):
-            continue
-        if isinstance(value, PreTrainedConfig):
-            values[field.name] = tiny_config(type(value))
-        elif field.name in LOGITS and value in (None, 1.0, False):
-            values[field.name] = LOGITS[field.name]
+    for name, given in fields(config_class):
+        value = default.get(name)
+        if isinstance(value, PretrainedConfig):
+            values[name] = tiny_config(type(value))
+        elif name in LOGITS and value in (None, 1.0, False):
+            values[name] = LOGITS[name]
         elif value is None:
-            if field.name in NEEDED:
-                values[field.name] = NEEDED[field.name]
-        elif field.name == "rope_parameters":
+            if name in NEEDED:
+                values[name] = NEEDED[name]
+        elif name == "rope_parameters":
             small = shrink_rope(value)
             if small != value:
-                values[field.name] = small
-        elif field.default is not None:  # else the class derives it from the others
-            small = shrink(field.name, value)
+                values[name] = small
+        elif given is not None:  # else the class derives it from the others
+            small = shrink(name, value)
             if small != value:
-                values[field.name] = small
+                values[name] = small
     if "kv_lora_rank" in default:  # latent attention has no groups
         values["num_key_value_heads"] = HEADS
     values.update(OVERRIDES.get(config_class.model_type, {}))
     return config_class(**values)
+
+
+def fields(config_class: type[PretrainedConfig]) -> list[tuple[str, object]]:
+    """Names and defaults of what a configuration is made of: fields of a dataclass, arguments before transformers 5."""
+    if dataclasses.is_dataclass(config_class):
+        return [(field.name, field.default) for field in dataclasses.fields(config_class) if field.init and field.name[0] != "_"]
+    parameters = list(inspect.signature(config_class.__init__).parameters.values())[1:]
+    return [(parameter.name, parameter.default) for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
 
 def shrink(name: str, value):
