@@ -32,6 +32,8 @@ WEIGHT_TOLERANCE = 2e-4  # AdamW divides by the size of gradients that are nearl
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # Trainers make the folder that they are given, even where they write nothing
+    # transformers 4.56 leaves the precision of one Trainer there, for those that follow.
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
 
 
 @pytest.fixture
@@ -60,6 +62,7 @@ def test_curve_is_that_of_the_stock_trainer(config, stock, tied, optimizer):
     curve, model = train(tiny_model(tied), with_(config, optimizer=optimizer))
 
     expected, stock_model = stock[tied]
+    print(f"tied {tied}, optimizer {optimizer}: losses differ by at most {curve.gap(expected):.2e}")
     assert len(curve.losses) == STEPS
     assert curve.gap(expected) <= LOSS_TOLERANCE
     assert curve.norms == pytest.approx(expected.norms, abs=1e-4)
