@@ -3,6 +3,7 @@
 import contextlib
 import re
 
+import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
@@ -81,6 +82,7 @@ def check_loss(head, model) -> str:
     return f"wrong: loss {loss:.6f}, the model's {expected:.6f}, softcap={head.spec.softcap} logit_scale={head.spec.logit_scale}"
 
 
+@pytest.mark.long  # test_transformers_classes.py trains those for causal LMs in every run
 def test_attached_models_have_their_own_loss_or_are_refused(client):
     outcomes, alarms = tiny_models.Outcomes(), tiny_models.Outcomes()
     for cls in tiny_models.output_classes():
