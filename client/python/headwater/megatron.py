@@ -21,7 +21,8 @@ __all__ = ["Context", "output_processor"]
 
 
 class Context(FrozenLayer):
-    """Which head: what `output_processor_context` is. Keep one for all steps.
+    """Which head: what `output_processor_context` is. Keep one for all steps, on the ranks of the last pipeline stage alone: where
+    one is and computes no loss, the optimizer's step is stopped.
 
     Args:
         server, head: as of `headwater.transformers.HeadwaterConfig`.
