@@ -162,6 +162,14 @@ def test_a_state_is_saved_whole_and_loaded(config, tmp_path):
         assert not torch.equal(weight, tiny().lm_head.weight)
 
 
+def test_a_state_of_the_beginning_is_loaded_after_training(config, tmp_path):
+    with loop(tiny(), config) as (accelerator, train):
+        accelerator.save_state(tmp_path / "state")
+        expected = train(0, 2)
+        accelerator.load_state(tmp_path / "state")
+        close(expected, train(0, 2), 1e-7)
+
+
 def test_a_state_whose_head_is_gone_is_refused(tmp_path):
     with headwater.local.connect(checkpoint_dir=tmp_path / "checkpoints") as client:
         with loop(tiny(), HeadwaterConfig(client=client, head="head")) as (accelerator, train):

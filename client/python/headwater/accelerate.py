@@ -124,7 +124,7 @@ class Prepared:
             StepMismatchError: the server has no checkpoint of it.
         """
         if self.remote.trained:
-            self.remote._has_trained = False  # step 0 is this state's, not the beginning of another training
+            self.remote.has_trained = False  # step 0 is this state's, not the beginning of another training
             self.joint.begin(state_dict["step"])
 
     def undo(self) -> None:
