@@ -16,7 +16,7 @@ from headwater.torch import JSDLoss
 from headwater.torch._layer_rows import only_rows, rows_of
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead
 from headwater.torch.teachers import Answer, LocalTeacher, Question, Teacher
-from headwater.trl._fused_head import IGNORED, rows_with, targets_with
+from headwater.trl._fused_head import IGNORED, labelled
 from headwater.trl._setup import attach, base_model, refused, train_with
 
 _MULTIMODAL = (
@@ -180,7 +180,7 @@ class RemoteDistillationTrainer(DistillationTrainer):
         loss_fn: JSDLoss, rows: torch.Tensor, tokens: torch.Tensor, asked: torch.Tensor, answer: Answer
     ) -> torch.Tensor:
         asked, tokens = asked.to(rows.device), tokens.to(rows.device)
-        chosen, targets = rows_with(asked, rows), targets_with(asked, tokens)
+        chosen, targets = labelled(asked, rows, tokens)
         if answer.join_key is not None:
             return loss_fn(chosen, headwater.JOIN, targets, join_key=answer.join_key, total_rows=chosen.shape[0])
         teacher_rows = answer.rows
@@ -190,9 +190,10 @@ class RemoteDistillationTrainer(DistillationTrainer):
 
     def _entropy_sum(self, rows: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Of the student's distributions at the temperature, which TRL logs; a forward of the head alone."""
+        chosen, targets = labelled(mask, rows, tokens)
         result = self.remote_head.head.cross_entropy(
-            rows_with(mask, rows).detach(),
-            targets_with(mask, tokens),
+            chosen.detach(),
+            targets,
             temperature=self.temperature,
             outputs=("entropy",),
             backward=False,

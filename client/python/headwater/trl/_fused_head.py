@@ -114,7 +114,7 @@ def add_fused_lm_head(
         targets, rows = (labels[:, 1:], hidden[:, :-1]) if shift_labels is None else (shift_labels, hidden)  # type: ignore[index]
         targets = targets.to(hidden.device)
         mask = targets != IGNORED
-        rows, targets = rows_with(mask, rows), targets_with(mask, targets)
+        rows, targets = labelled(mask, rows, targets)
         if remote is not None and torch.is_grad_enabled():
             remote.count_loss()
         computed = loss_fn(rows, targets)
@@ -144,14 +144,12 @@ def _value(name: str, computed: Any, targets: torch.Tensor) -> torch.Tensor:
     return values == targets if name == "is_top1" else values
 
 
-def rows_with(mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """(num_rows, hidden_size): rows (..., hidden_size) where the mask (...) is set, or one row of zeros where it is nowhere.
+def labelled(mask: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows (num_rows, hidden_size) and targets (num_rows,) of (..., hidden_size) and (...) where the mask (...) is set.
 
-    A micro-batch without a label must contribute, too: every rank draws as many ids in a step, and backward must reach the body.
+    Where it is nowhere set: one row of zeros, and the ignored target. A micro-batch without a label must contribute, too: every
+    rank draws as many ids in a step, and backward must reach the body.
     """
-    return rows[mask] if bool(mask.any()) else rows.reshape(-1)[:0].sum().expand(1, rows.shape[-1])
-
-
-def targets_with(mask: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(num_rows,): targets (...) where the mask is set, or the ignored one for `rows_with`'s row of zeros."""
-    return targets[mask] if bool(mask.any()) else targets.new_full((1,), IGNORED)
+    if bool(mask.any()):
+        return rows[mask], targets[mask]
+    return rows.reshape(-1)[:0].sum().expand(1, rows.shape[-1]), targets.new_full((1,), IGNORED)
