@@ -523,6 +523,18 @@ def test_learning_rates_by_group_need_the_group_to_be_named(config):
     assert gap_of_weights(model, stock_model) <= WEIGHT_TOLERANCE
 
 
+def test_head_has_the_settings_of_its_layers_group(config):
+    def make(**options):
+        model = tiny_model()
+        groups = [{"params": model.model.parameters(), "weight_decay": 0.0}, {"params": model.lm_head.parameters(), **options}]
+        make_trainer("unused", model, config, optimizers=(torch.optim.AdamW(groups, lr=1e-2), None))
+
+    with pytest.raises(headwater.InvalidArgumentError, match="optimizers=AdamW"):
+        make(maximize=True)
+    make(weight_decay=0.3)
+    assert config.client.head(config.head).spec.optimizer.weight_decay == 0.3
+
+
 def test_loss_that_is_computed_elsewhere_is_noticed_at_the_first_step(config):
     class Own(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):

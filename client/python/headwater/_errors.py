@@ -308,3 +308,8 @@ def make_error(
 def invalid_argument(reason: str, message: str, **metadata: Any) -> InvalidArgumentError:
     """Makes the error of a check that failed before anything was sent."""
     return InvalidArgumentError(message, reason=reason, metadata={key: str(value) for key, value in metadata.items()})
+
+
+def option_refused(option: str, message: str) -> InvalidArgumentError:
+    """Makes the error of an option of a framework, by its name, that a remote head cannot follow."""
+    return invalid_argument("INVALID_COMBINATION", f"{option}: {message}", field=option)

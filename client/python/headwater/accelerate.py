@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from headwater._errors import HeadwaterError, invalid_argument
+from headwater._errors import HeadwaterError, option_refused
 from headwater.torch._joint_step import JointStep
 from headwater.torch._optimizers import optimizer_like
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, _output_layer, attach_remote
@@ -34,10 +34,6 @@ __all__ = ["HeadwaterConfig", "Prepared", "prepare", "prepared"]
 _ATTRIBUTE = "_headwater"
 # What accelerate calls the ways to distribute that are supported.
 _DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU")
-
-
-def _refused(option: str, message: str) -> HeadwaterError:
-    return invalid_argument("INVALID_COMBINATION", f"{option}: {message}", field=option)
 
 
 class Prepared:
@@ -84,20 +80,20 @@ class Prepared:
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         if norm_type != 2:
-            raise _refused("norm_type", f"body and head have a norm of 2 together, not {norm_type}")
+            raise option_refused("norm_type", f"body and head have a norm of 2 together, not {norm_type}")
         if not self._accelerator.sync_gradients:
-            raise _refused("clip_grad_norm_", "the step's gradients are not complete: clip `if accelerator.sync_gradients`")
+            raise option_refused("clip_grad_norm_", "the step's gradients are not complete: clip `if accelerator.sync_gradients`")
         kept = list(parameters)
         self.joint.prepare()  # before anything is unscaled
         norm = self.joint.clip(max_norm, lambda: self._clip_grad_norm(kept, float("inf")))
         return torch.tensor(norm, device=self._accelerator.device)
 
     def _refuse_value(self, *_: Any, **__: Any) -> Any:
-        raise _refused("clip_grad_value_", "body and head are clipped by their norm together: use clip_grad_norm_")
+        raise option_refused("clip_grad_value_", "body and head are clipped by their norm together: use clip_grad_norm_")
 
     def _close(self, closure: Any = None) -> Any:
         if closure is not None:
-            raise _refused("closure", "compute the loss before the step")
+            raise option_refused("closure", "compute the loss before the step")
         if not self._accelerator.sync_gradients:
             return self._step()
         self.joint.prepare()
@@ -157,7 +153,7 @@ def prepare(accelerator: Any, *objects: Any, config: HeadwaterConfig | None = No
             `headwater.torch.attach` refuses.
     """
     if hasattr(accelerator, _ATTRIBUTE):
-        raise _refused("accelerator", "it has a head already; `prepared(accelerator).undo()` takes it off")
+        raise option_refused("accelerator", "it has a head already; `prepared(accelerator).undo()` takes it off")
     model = _only(objects, torch.nn.Module, "model")
     optimizer = _only(objects, torch.optim.Optimizer, "optimizer")
     config = HeadwaterConfig() if config is None else config
@@ -165,7 +161,7 @@ def prepare(accelerator: Any, *objects: Any, config: HeadwaterConfig | None = No
     try:
         distributed = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         if distributed not in _DISTRIBUTED:
-            raise _refused("distributed_type", f"{distributed} is not supported: one process, or DistributedDataParallel")
+            raise option_refused("distributed_type", f"{distributed} is not supported: one process, or DistributedDataParallel")
         made = accelerator.prepare(*objects)
         Prepared(accelerator, remote, made[objects.index(optimizer)], detach)
     except BaseException:
@@ -177,14 +173,14 @@ def prepare(accelerator: Any, *objects: Any, config: HeadwaterConfig | None = No
 def prepared(accelerator: Any) -> Prepared:
     """What `prepare` has made of an Accelerator."""
     if not hasattr(accelerator, _ATTRIBUTE):
-        raise _refused("accelerator", "headwater.accelerate.prepare has not seen it")
+        raise option_refused("accelerator", "headwater.accelerate.prepare has not seen it")
     return getattr(accelerator, _ATTRIBUTE)  # type: ignore[no-any-return]
 
 
 def _only(objects: tuple[Any, ...], kind: type, what: str) -> Any:
     found = [value for value in objects if isinstance(value, kind)]
     if len(found) != 1:
-        raise _refused(what, f"expected one {what}, got {len(found)}")
+        raise option_refused(what, f"expected one {what}, got {len(found)}")
     return found[0]
 
 

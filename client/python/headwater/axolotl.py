@@ -15,7 +15,7 @@ from typing import Any
 import pydantic
 from axolotl.integrations.base import BasePlugin
 
-from headwater._errors import HeadwaterError, invalid_argument
+from headwater._errors import option_refused
 from headwater.transformers import HeadwaterConfig, setup_trainer
 
 __all__ = ["HeadwaterArgs", "HeadwaterPlugin"]
@@ -71,9 +71,9 @@ class HeadwaterPlugin(BasePlugin):  # type: ignore[misc]
         """Refuses what the head cannot do, before anything is loaded."""
         for option, why in _REFUSED.items():
             if cfg[option]:
-                raise _refused(option, f"{cfg[option]!r} is not supported: {why}")
+                raise option_refused(option, f"{cfg[option]!r} is not supported: {why}")
         if (cfg.context_parallel_size or 1) > 1:
-            raise _refused("context_parallel_size", "rows of one sequence on several ranks are not supported")
+            raise option_refused("context_parallel_size", "rows of one sequence on several ranks are not supported")
         config_of(cfg)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
@@ -86,8 +86,4 @@ def config_of(cfg: Any) -> HeadwaterConfig:
     try:
         return HeadwaterConfig(**entry)
     except TypeError as error:
-        raise _refused("headwater", str(error)) from None
-
-
-def _refused(option: str, message: str) -> HeadwaterError:
-    return invalid_argument("INVALID_COMBINATION", f"{option}: {message}", field=option)
+        raise option_refused("headwater", str(error)) from None

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from headwater._errors import HeadwaterError, invalid_argument
+from headwater._errors import option_refused
 from headwater._requests import DEFAULT_IGNORE_INDEX
 from headwater.torch._joint_step import JointStep
 from headwater.torch._optimizers import follow_optimizer, known_optimizer
@@ -28,10 +28,6 @@ __all__ = ["HeadwaterCallback", "HeadwaterConfig", "HeadwaterMixin", "RemoteHead
 
 # Strategies of the Trainer that are supported. Others shard the body, or step inside of backward.
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
-
-
-def _refused(option: str, message: str) -> HeadwaterError:
-    return invalid_argument("INVALID_COMBINATION", f"{option}: {message}", field=option)
 
 
 class HeadwaterCallback:
@@ -103,22 +99,24 @@ class HeadwaterCallback:
         assert self.remote is not None
         strategy = type(trainer.strategy).__name__
         if strategy not in _STRATEGIES:
-            raise _refused("strategy", f"{strategy} is not supported: one device, or DDP")
+            raise option_refused("strategy", f"{strategy} is not supported: one device, or DDP")
         if not self.remote.trained:
             return
         if not pl_module.automatic_optimization:
-            raise _refused("automatic_optimization", "the module steps by itself: close the head with headwater.torch.TrainingLoop")
+            raise option_refused(
+                "automatic_optimization", "the module steps by itself: close the head with headwater.torch.TrainingLoop"
+            )
         if trainer.gradient_clip_algorithm not in (None, "norm"):
-            raise _refused("gradient_clip_algorithm", "body and head are clipped by their norm together")
+            raise option_refused("gradient_clip_algorithm", "body and head are clipped by their norm together")
         clipping = type(pl_module).configure_gradient_clipping
         if not clipping.__module__.startswith(("lightning.pytorch.", "pytorch_lightning.")):
-            raise _refused("configure_gradient_clipping", f"{clipping.__qualname__} would clip the body without the head")
+            raise option_refused("configure_gradient_clipping", f"{clipping.__qualname__} would clip the body without the head")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         remote = self.remote
         assert remote is not None
         if len(trainer.optimizers) != 1:
-            raise _refused(
+            raise option_refused(
                 "configure_optimizers", f"the head's step closes with that of one optimizer, not {len(trainer.optimizers)}"
             )
         optimizer = trainer.optimizers[0]
@@ -158,7 +156,9 @@ class HeadwaterCallback:
 
     def _clip(self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: Any = None) -> None:
         if self.joint is None:  # a tuner leaves other callbacks out
-            raise _refused("lr_find, scale_batch_size", "they train the module and take it back to its beginning, but not the head")
+            raise option_refused(
+                "lr_find, scale_batch_size", "they train the module and take it back to its beginning, but not the head"
+            )
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.joint.clip(gradient_clip_val, lambda: torch.nn.utils.clip_grad_norm_(parameters, float("inf")))
 
@@ -191,7 +191,7 @@ def _model_of(pl_module: Any) -> tuple[str, torch.nn.Module]:
     outermost = [(name, module) for name, module in found if not any(name.startswith(f"{other}.") for other, _ in found)]
     if len(outermost) != 1:
         names = ", ".join(name for name, _ in outermost) or "none"
-        raise _refused(
+        raise option_refused(
             "get_output_embeddings",
             f"one model in {type(pl_module).__name__} must name its output layer by this method, and {names} do: define it on the "
             "module itself, which is a HeadwaterMixin then",
@@ -206,7 +206,7 @@ def _local_loss(
     config = module.headwater or HeadwaterConfig()
     for option in ("softcap", "logit_scale", "valid_vocab_size", "z_loss"):
         if getattr(config, option):
-            raise _refused(option, "outside of fit the layer computes the loss here, which does without it")
+            raise option_refused(option, "outside of fit the layer computes the loss here, which does without it")
     logits = module.get_output_embeddings()(hidden).float()
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, -2), targets.flatten(), reduction="none", label_smoothing=config.label_smoothing

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from headwater._errors import HeadwaterError, invalid_argument
+from headwater._errors import option_refused
 
 __all__ = ["main"]
 
@@ -58,16 +58,14 @@ def _refuse(every: list[Any]) -> None:
     for group in every:
         options.update(vars(group))
     if options["stage"] not in ("pt", "sft"):
-        raise _refused("stage", f"{options['stage']} is not supported: pt and sft are")
+        raise option_refused("stage", f"{options['stage']} is not supported: pt and sft are")
     for option, why in _REFUSED.items():
         if options.get(option):
-            raise _refused(option, f"{options[option]!r} is not supported: {why}")
+            raise option_refused(option, f"{options[option]!r} is not supported: {why}")
     if options["predict_with_generate"] and options["do_train"] and options["eval_strategy"] != "no":
-        raise _refused("predict_with_generate", "it generates between two steps, when the last layer of this process is stale")
-
-
-def _refused(option: str, message: str) -> HeadwaterError:
-    return invalid_argument("INVALID_COMBINATION", f"{option}: {message}", field=option)
+        raise option_refused(
+            "predict_with_generate", "it generates between two steps, when the last layer of this process is stale"
+        )
 
 
 if __name__ == "__main__":

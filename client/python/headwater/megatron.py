@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from headwater.torch._frozen_layer import FrozenLayer, refused
+from headwater._errors import option_refused
+from headwater.torch._frozen_layer import FrozenLayer
 from headwater.torch._remote_head import HeadwaterConfig
 
 __all__ = ["Context", "output_processor"]
@@ -44,11 +45,11 @@ def output_processor(
         InvalidArgumentError: no labels; tensor or sequence parallelism; MuP's scale of the logits.
     """
     if labels is None:
-        raise refused("labels", "without labels GPTModel returns logits: call it without output_processor")
+        raise option_refused("labels", "without labels GPTModel returns logits: call it without output_processor")
     if getattr(config, "tensor_model_parallel_size", 1) > 1 or getattr(config, "sequence_parallel", False):
-        raise refused("tensor_model_parallel_size", "the rows and the layer are spread over ranks, which is not supported")
+        raise option_refused("tensor_model_parallel_size", "the rows and the layer are spread over ranks, which is not supported")
     if getattr(config, "use_mup", False):
-        raise refused("use_mup", "it scales the logits")
+        raise option_refused("use_mup", "it scales the logits")
     weight = output_layer.weight if output_weight is None else output_weight
     rows = hidden_states.transpose(0, 1)  # (context, batch, hidden_size) in Megatron
     return context.loss(weight, getattr(output_layer, "bias", None), rows, labels, None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headwater._errors import HeadwaterError, invalid_argument
+from headwater._errors import option_refused
 
 if __name__ != "headwater.swift":
     # swift puts the folder of the file among those that modules are looked for in, where this package's hide PyTorch and others.
@@ -43,22 +43,18 @@ class SwiftCallback(HeadwaterCallback):
         kind = type(trainer)
         if (kind.__module__, kind.__name__) != ("swift.trainers.seq2seq_trainer", "Seq2SeqTrainer"):
             name = getattr(args, "rlhf_type", None) or getattr(args, "task_type", None) or kind.__name__
-            raise _refused("rlhf_type, task_type", f"{name} is not supported: `swift pt` and `swift sft` with causal_lm are")
+            raise option_refused("rlhf_type, task_type", f"{name} is not supported: `swift pt` and `swift sft` with causal_lm are")
         for option, why in _REFUSED.items():
             if getattr(args, option, None):
-                raise _refused(option, f"{getattr(args, option)!r} is not supported: {why}")
+                raise option_refused(option, f"{getattr(args, option)!r} is not supported: {why}")
         if trainer.template.sequence_parallel_size > 1:
-            raise _refused("sequence_parallel_size", "rows of one sequence on several ranks are not supported")
+            raise option_refused("sequence_parallel_size", "rows of one sequence on several ranks are not supported")
         binary = trainer.template.is_binary_loss_scale
         if not (trainer.template.loss_scale.is_binary_loss_scale if binary is None else binary):
-            raise _refused("loss_scale", f"it weights tokens, and {_OTHER_LOSS}")
+            raise option_refused("loss_scale", f"it weights tokens, and {_OTHER_LOSS}")
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.install(self._swifts)
-
-
-def _refused(option: str, message: str) -> HeadwaterError:
-    return invalid_argument("INVALID_COMBINATION", f"{option}: {message}", field=option)
 
 
 swift.callbacks.callbacks_map["headwater"] = SwiftCallback

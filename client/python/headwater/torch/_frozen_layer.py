@@ -9,21 +9,18 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from headwater._errors import FailedPreconditionError, HeadwaterError, invalid_argument
+from headwater._errors import FailedPreconditionError, option_refused
 from headwater._head import Head
 from headwater.torch._losses import CrossEntropyLoss
-from headwater.torch._remote_head import HeadwaterConfig, _barrier, _rank
-
-
-def refused(option: str, message: str) -> HeadwaterError:
-    return invalid_argument("INVALID_COMBINATION", f"{option}: {message}", field=option)
+from headwater.torch._micro_batches import distributed_place
+from headwater.torch._remote_head import HeadwaterConfig, _barrier
 
 
 def refuse_unknown(keywords: dict[str, Any], ignored: tuple[str, ...] = ()) -> None:
     """Refuses keywords of a call that are not None, but for those that say nothing of the loss."""
     unknown = [name for name, value in keywords.items() if value is not None and name not in ignored]
     if unknown:
-        raise refused(", ".join(unknown), "not supported by the loss of a remote head")
+        raise option_refused(", ".join(unknown), "not supported by the loss of a remote head")
 
 
 class FrozenLayer:
@@ -36,9 +33,11 @@ class FrozenLayer:
 
     def __init__(self, config: HeadwaterConfig, *, reduction: str = "sum"):
         if not config.head:
-            raise refused("head", "name the head")
+            raise option_refused("head", "name the head")
         if config.trainable is True:
-            raise refused("trainable", "the framework's optimizer does not close the steps of a head here: only a frozen one goes")
+            raise option_refused(
+                "trainable", "the framework's optimizer does not close the steps of a head here: only a frozen one goes"
+            )
         self.config = config
         self._reduction = reduction
         self._loss_fn: CrossEntropyLoss | None = None
@@ -83,7 +82,7 @@ class FrozenLayer:
 
     def _make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> CrossEntropyLoss:
         if weight.requires_grad:
-            raise refused(
+            raise option_refused(
                 "lm_head", "its weight is trained here, and the head's would stay behind: freeze it (requires_grad_(False))"
             )
         config = self.config
@@ -104,7 +103,7 @@ class FrozenLayer:
                 **given,
             )
 
-        made = head() if _rank() == 0 else None
+        made = head() if distributed_place()[0] == 0 else None
         _barrier()
         made = made or client.head(config.head)
         return CrossEntropyLoss(
@@ -125,5 +124,5 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if not hasattr(tensor, "device_mesh"):
         return tensor
     if not all(placement.is_replicate() for placement in tensor.placements):
-        raise refused("hidden", f"its rows are spread over ranks ({tensor.placements}): gather them first")
+        raise option_refused("hidden", f"its rows are spread over ranks ({tensor.placements}): gather them first")
     return tensor.to_local()

@@ -45,7 +45,7 @@ class MicroBatchSource:
 
     def __init__(self, rank: int | None = None, world_size: int | None = None):
         if rank is None or world_size is None:
-            default_rank, default_size = _distributed_place()
+            default_rank, default_size = distributed_place()
             rank = default_rank if rank is None else rank
             world_size = default_size if world_size is None else world_size
         self.world_size = check_integer(world_size, "world_size", low=1)
@@ -132,7 +132,8 @@ class MicroBatchSource:
             return 0 if drawn is None else drawn.count
 
 
-def _distributed_place() -> tuple[int, int]:
+def distributed_place() -> tuple[int, int]:
+    """Rank and world size of torch.distributed; (0, 1) without it."""
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():

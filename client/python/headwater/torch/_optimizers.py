@@ -6,17 +6,16 @@ import torch
 
 from headwater._errors import NotFoundError, invalid_argument
 from headwater._types import SGD, AdamW
-from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, _barrier, _name_of, _rank
+from headwater.torch._micro_batches import distributed_place
+from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, _barrier, _name_of
 
 
-def optimizer_like(optimizer: torch.optim.Optimizer, weight: torch.Tensor, group: int | None = None) -> AdamW | SGD:
-    """`optimizer`'s settings for a weight, as the server has them.
+def matching_optimizer(optimizer: torch.optim.Optimizer, weight: torch.Tensor, group: int | None = None) -> AdamW | SGD | None:
+    """`optimizer`'s settings for a weight, as the server has them; None for an optimizer that no head has.
 
     Args:
         weight: the layer's; its group of the optimizer's is taken, or the first one if it is in none.
         group: index of the group to take instead.
-    Raises:
-        InvalidArgumentError: an optimizer that no head has.
     """
     groups = optimizer.param_groups
     owners = [index for index, entry in enumerate(groups) if any(parameter is weight for parameter in entry["params"])]
@@ -27,12 +26,24 @@ def optimizer_like(optimizer: torch.optim.Optimizer, weight: torch.Tensor, group
         return AdamW(beta1=beta1, beta2=beta2, epsilon=settings["eps"], weight_decay=settings["weight_decay"])
     if kind is torch.optim.SGD and not settings.get("maximize"):
         return SGD(**{name: settings[name] for name in ("momentum", "dampening", "nesterov", "weight_decay")})
-    raise invalid_argument(
-        "INVALID_COMBINATION",
-        f"a head has AdamW or SGD, and the optimizer is {kind.__name__}: pass HeadwaterConfig(optimizer=headwater.AdamW(...)), or "
-        'optimizer="torch", with which it updates the weight of the head, too',
-        field="optimizer",
-    )
+    return None
+
+
+def optimizer_like(optimizer: torch.optim.Optimizer, weight: torch.Tensor, group: int | None = None) -> AdamW | SGD:
+    """`matching_optimizer`.
+
+    Raises:
+        InvalidArgumentError: an optimizer that no head has.
+    """
+    found = matching_optimizer(optimizer, weight, group)
+    if found is None:
+        raise invalid_argument(
+            "INVALID_COMBINATION",
+            f"a head has AdamW or SGD, and the optimizer is {type(optimizer).__name__}: pass HeadwaterConfig(optimizer="
+            'headwater.AdamW(...)), or optimizer="torch", with which it updates the weight of the head, too',
+            field="optimizer",
+        )
+    return found
 
 
 def known_optimizer(model: torch.nn.Module, config: HeadwaterConfig) -> AdamW | SGD | None:
@@ -63,7 +74,7 @@ def follow_optimizer(remote: RemoteHead, trainers: torch.optim.Optimizer) -> Non
         )
     remote.pull_weight()
     _barrier()
-    if _rank() == 0:
+    if distributed_place()[0] == 0:
         remote.head.delete(force=True)  # one of another optimizer cannot be replaced
     remote._options["optimizer"] = wanted
     remote.recreate()

@@ -24,6 +24,7 @@ from headwater._types import SGD, AdamW
 from headwater.torch import _forward_check, _model_checks, _model_config
 from headwater.torch._attach import ModuleHead, attach
 from headwater.torch._losses import CrossEntropyLoss
+from headwater.torch._micro_batches import distributed_place
 
 SERVER_VARIABLE, TOKEN_VARIABLE = "HEADWATER_SERVER", "HEADWATER_TOKEN_FILE"
 _LOCAL = "local"
@@ -215,10 +216,11 @@ class RemoteHead:
     def recreate(self) -> None:
         """Makes the head anew of the weights that it has now, at its first step: another training begins."""
         self.pull_weight()
-        if _rank() == 0:
+        rank, _ = distributed_place()
+        if rank == 0:
             self.head = self._attach("replace")
         _barrier()
-        if _rank():
+        if rank:
             self.head = self._attach("attach")
 
     # ---- the layer's weight -----------------------------------------------------------------------------------------
@@ -286,11 +288,6 @@ class RemoteHead:
             parameter.requires_grad_(self._required_gradients[name])
 
 
-def _rank() -> int:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-
-
 def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer: AdamW | SGD | None = None) -> RemoteHead:
     """Attaches the last layer of a model to a head, with the options that the model itself shows.
 
@@ -306,6 +303,7 @@ def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer:
     assert isinstance(layer.module, torch.nn.Linear)
     trainable = layer.weight.requires_grad if config.trainable == "auto" else bool(config.trainable)
     others = sharing(model, layer)
+    rank, world_size = distributed_place()
     options: dict[str, Any] = {
         **_head_options(model, layer, config),
         "client": config.connect(),
@@ -313,7 +311,7 @@ def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer:
         "trainable": trainable,
         "dtype": config.dtype,
         # Each rank has a loss that waits for its backward.
-        "staging_slots": config.staging_slots or (_world_size() if trainable and _world_size() > 1 else None),
+        "staging_slots": config.staging_slots or (world_size if trainable and world_size > 1 else None),
         "timeout_s": config.timeout_s,
     }
     if not trainable:
@@ -330,7 +328,7 @@ def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer:
     else:
         options["tied"] = False if config.tied is None else None
         options["optimizer"] = config.optimizer if config.optimizer != "auto" else optimizer or AdamW()
-    if _rank() == 0:
+    if rank == 0:
         remote = RemoteHead(model, layer.module, config, options)
         _barrier()
         return remote
@@ -339,13 +337,8 @@ def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer:
     return RemoteHead(model, layer.module, replace(config, if_exists="attach"), options)
 
 
-def _world_size() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
 def _barrier() -> None:
-    if _world_size() > 1:
+    if distributed_place()[1] > 1:
         torch.distributed.barrier()
 
 

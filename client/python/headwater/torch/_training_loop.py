@@ -26,7 +26,7 @@ from headwater._types import (
 )
 from headwater.torch import _gradients
 from headwater.torch._attach import ModuleHead
-from headwater.torch._micro_batches import MicroBatchSource
+from headwater.torch._micro_batches import MicroBatchSource, distributed_place
 
 # As torch.nn.utils.clip_grad_norm_ and the server have it.
 CLIP_EPSILON = 1e-6
@@ -146,7 +146,7 @@ class TrainingLoop:
             head._micro_batch_source = source
         self._sources = sources
         self.rank, self.world_size = sources[0].rank, sources[0].world_size
-        distributed = _distributed()
+        distributed = distributed_place()[1] > 1
         self._barrier = barrier if barrier is not None else torch.distributed.barrier if distributed else _alone
         if self.world_size > 1 and self._barrier is _alone:
             raise invalid_argument("MISSING_FIELD", f"{self.world_size} trainers need a barrier", field="barrier")
@@ -578,10 +578,6 @@ def _dropped(head: Head, timeout: dict[str, Any]) -> set[int]:
 
 def _alone() -> None:
     """The barrier of a single trainer."""
-
-
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def _check_owners(

@@ -14,18 +14,15 @@ from typing import Any
 import torch
 import transformers
 
-from headwater._errors import FailedPreconditionError, HeadwaterError, invalid_argument
+from headwater._errors import FailedPreconditionError, option_refused
 from headwater._types import SGD, AdamW
 from headwater.torch._joint_step import JointStep
-from headwater.torch._remote_head import HeadwaterConfig, RemoteHead
+from headwater.torch._optimizers import matching_optimizer
+from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, _output_layer
 from headwater.transformers._patch import attach_remote_head, patch_of
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 _INFINITY = float("inf")
-
-
-def _refused(option: str, message: str) -> HeadwaterError:
-    return invalid_argument("INVALID_COMBINATION", f"{option}: {message}", field=option)
 
 
 class HeadwaterCallback(transformers.TrainerCallback):
@@ -237,57 +234,53 @@ def config_for(trainer: Any, config: HeadwaterConfig) -> HeadwaterConfig:
 def _refuse_unsupported(trainer: Any) -> None:
     args = trainer.args
     if not isinstance(trainer, transformers.Trainer):
-        raise _refused("trainer", f"expected a transformers.Trainer, got {type(trainer).__name__}")
+        raise option_refused("trainer", f"expected a transformers.Trainer, got {type(trainer).__name__}")
     if args.n_gpu > 1:
-        raise _refused("n_gpu", "DataParallel copies the model in each step; start one process for each GPU (torchrun)")
+        raise option_refused("n_gpu", "DataParallel copies the model in each step; start one process for each GPU (torchrun)")
     if trainer.label_smoother is not None:
-        raise _refused("label_smoothing_factor", "it needs logits; pass HeadwaterConfig(label_smoothing=...)")
+        raise option_refused("label_smoothing_factor", "it needs logits; pass HeadwaterConfig(label_smoothing=...)")
     # TRL has a word there, which only says that the loss is scaled.
     if trainer.compute_loss_func is not None and not isinstance(trainer.compute_loss_func, str):
-        raise _refused("compute_loss_func", "it needs logits; the head computes the loss")
+        raise option_refused("compute_loss_func", "it needs logits; the head computes the loss")
     if trainer.preprocess_logits_for_metrics is not None:
-        raise _refused(
+        raise option_refused(
             "preprocess_logits_for_metrics", "there are no logits: predictions are the most probable tokens already; leave it out"
         )
     if trainer.model_init is not None:
-        raise _refused("model_init", "the Trainer makes another model in train(); pass model=")
+        raise option_refused("model_init", "the Trainer makes another model in train(); pass model=")
     if getattr(args, "use_liger_kernel", False):
-        raise _refused("use_liger_kernel", "it replaces the forward that the head patches; leave it out")
+        raise option_refused("use_liger_kernel", "it replaces the forward that the head patches; leave it out")
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("cp", "sp", "tp"):
         if getattr(parallelism, f"{name}_size", 1) not in (None, 1):
-            raise _refused(f"parallelism_config.{name}_size", "rows of one sequence on several ranks are not supported")
+            raise option_refused(f"parallelism_config.{name}_size", "rows of one sequence on several ranks are not supported")
     if getattr(trainer, "is_deepspeed_enabled", False):
-        raise _refused("deepspeed", "its engine steps inside of backward, where no head can be clipped with the body")
+        raise option_refused("deepspeed", "its engine steps inside of backward, where no head can be clipped with the body")
     prompt = [
         name for name, peft in getattr(trainer.model, "peft_config", {}).items() if getattr(peft, "is_prompt_learning", False)
     ]
     if prompt:
-        raise _refused("peft_config", f"{prompt[0]} puts virtual tokens before the labels, which is not supported")
+        raise option_refused("peft_config", f"{prompt[0]} puts virtual tokens before the labels, which is not supported")
 
 
 def _refuse_fsdp(trainer: Any, remote: RemoteHead) -> None:
     if not (remote.trained and trainer.is_fsdp_enabled):
         return
     if not getattr(trainer.accelerator, "is_fsdp2", False):
-        raise _refused("fsdp_config", "version 1 is not supported with a head that is trained; version 2 is")
+        raise option_refused("fsdp_config", "version 1 is not supported with a head that is trained; version 2 is")
     if not remote.served:
-        raise _refused("fsdp", 'it shards the weight that the Trainer\'s optimizer owns (tied, or optimizer="torch")')
+        raise option_refused("fsdp", 'it shards the weight that the Trainer\'s optimizer owns (tied, or optimizer="torch")')
     if "FULL" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type):
-        raise _refused("fsdp_config", "state_dict_type must be FULL_STATE_DICT, so that a checkpoint has the head's weight")
+        raise option_refused("fsdp_config", "state_dict_type must be FULL_STATE_DICT, so that a checkpoint has the head's weight")
 
 
 def optimizer_of(trainer: Any) -> AdamW | SGD:
     """The Trainer's optimizer, as the server has it."""
     args, made = trainer.args, trainer.optimizer
+    weight = _output_layer(trainer.model).weight
     if made is not None:
-        group = made.param_groups[0]
-        if type(made) is torch.optim.AdamW and not group.get("amsgrad"):
-            beta1, beta2 = group["betas"]
-            return AdamW(beta1=beta1, beta2=beta2, epsilon=group["eps"], weight_decay=group["weight_decay"])
-        if type(made) is torch.optim.SGD:
-            names = ("momentum", "dampening", "nesterov", "weight_decay")
-            return SGD(**{name: group[name] for name in names})
+        if (matching := matching_optimizer(made, weight)) is not None:
+            return matching
         name = f"optimizers={type(made).__name__}"
     elif trainer.optimizer_cls_and_kwargs is not None:
         name = "optimizer_cls_and_kwargs"
@@ -298,10 +291,9 @@ def optimizer_of(trainer: Any) -> AdamW | SGD:
         if optim == "sgd":
             return SGD(weight_decay=args.weight_decay)
         name = f"optim={optim}"
-    weight = trainer.model.get_output_embeddings().weight
     if not weight.requires_grad:
         return AdamW()  # a frozen head has none
-    raise _refused(
+    raise option_refused(
         "optim",
         f'{name} is none that a head has: pass HeadwaterConfig(optimizer=headwater.AdamW(...)) or SGD, or optimizer="torch", with '
         "which the Trainer's optimizer updates the head's weight, too",
@@ -312,7 +304,7 @@ def _check_learning_rates(remote: RemoteHead, optimizer: torch.optim.Optimizer) 
     optimizer_of_head = remote.head.spec.optimizer
     decay = getattr(optimizer_of_head, "weight_decay", 0.0)
     if remote.head.spec.has_bias and decay and remote.config.optimizer == "auto":
-        raise _refused(
+        raise option_refused(
             "weight_decay",
             f"{remote.layer_name} has a bias, which the Trainer does not decay and a head's optimizer does: pass "
             'HeadwaterConfig(optimizer="torch"), or one of headwater\'s with the decay that you want',
