@@ -6,7 +6,7 @@ import shutil
 import accelerate
 import pytest
 import torch
-import transformers
+from tiny_llama import ACCUMULATE, HIDDEN_SIZE, STEPS, VOCAB_SIZE, batches, tiny
 
 import headwater
 import headwater.accelerate
@@ -14,28 +14,6 @@ import headwater.local
 from headwater.accelerate import HeadwaterConfig
 
 ENVIRONMENTS = ("newest", "oldest")
-
-VOCAB_SIZE, HIDDEN_SIZE, STEPS, ACCUMULATE = 97, 32, 6, 2
-
-
-def tiny(tied=False):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "intermediate_size": 48}
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, tie_word_embeddings=tied)
-    )
-
-
-def batches(count=4, rows=2, context=10):
-    """Batches of one size whose labels have holes of different sizes, so that no mean is another's."""
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for index in range(count):
-        ids = torch.randint(VOCAB_SIZE, (rows, context), generator=generator)
-        labels = ids.clone()
-        labels[:, : index % 5] = -100
-        made.append({"input_ids": ids, "labels": labels})
-    return made
 
 
 @contextlib.contextmanager

@@ -5,38 +5,12 @@ import importlib
 
 import pytest
 import torch
-import transformers
+from tiny_llama import ACCUMULATE, HIDDEN_SIZE, STEPS, VOCAB_SIZE, batches, tiny
 
 import headwater
 from headwater.lightning import HeadwaterCallback, HeadwaterConfig, HeadwaterMixin
 
-VOCAB_SIZE, HIDDEN_SIZE, STEPS, ACCUMULATE = 97, 32, 6, 2
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-
-
-def tiny(tied=False):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        tie_word_embeddings=tied,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def batches(count=4, rows=2, context=10):
-    """Batches of one size whose labels have holes of different sizes, so that no mean is another's."""
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for index in range(count):
-        ids = torch.randint(VOCAB_SIZE, (rows, context), generator=generator)
-        labels = ids.clone()
-        labels[:, : index % 5] = -100
-        made.append({"input_ids": ids, "labels": labels})
-    return made
 
 
 @functools.cache
