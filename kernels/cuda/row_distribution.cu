@@ -158,31 +158,6 @@ __device__ __forceinline__ void AddVectors(float (&z)[kRows][4], bool has_weight
   }
 }
 
-// Products to logits; any transform, told apart at run time.
-template <int kVectors, int kRows>
-__device__ __forceinline__ void ToLogits(const RowView<float>& view, float (&z)[kVectors][kRows][4]) {
-  if (view.cap == 0.0f) return;
-  if (row_block::AllNear<true>(view, z)) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        float unused[4];
-        row_block::ToLogitsQuick<true, true>(view, z[v][r], unused);
-      }
-    }
-  } else {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        float unused[4];
-        row_block::ToLogitsQuick<true, false>(view, z[v][r], unused);
-      }
-    }
-  }
-}
-
 // kHasSides: a bias or class weights. kRows: of a block, not more than there are; the last block takes rows of the block before it
 // again, with the same results.
 template <bool kHasSides, bool kWantSquares, int kRows>
@@ -230,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, kHasSides ? 2 : 3) DistributionKerne
       for (int r = 0; r < kRows; ++r) row_block::ToArguments<kHasSides>(view, bias, next[v][r], z[v][r]);
     }
     load(first + kStep * kVectors);
-    ToLogits(view, z);
+    if (view.cap != 0.0f) row_block::ToLogitsQuick<true>(view, z);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int32_t j = first + v * kStep;
@@ -259,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, kHasSides ? 2 : 3) DistributionKerne
       LoadVector(products + r * view.stride + j, vector);
       if (has_bias) LoadSide(view.bias, j, columns, bias);
       row_block::ToArguments<kHasSides>(view, bias, vector, again[0][0]);
-      ToLogits(view, again);
+      if (view.cap != 0.0f) row_block::ToLogitsQuick<true>(view, again);
 #pragma unroll
       for (int i = 3; i >= 0; --i) {
         if (j + i < columns && j + i != target[r] && again[0][0][i] == row_max) own_column = j + i;

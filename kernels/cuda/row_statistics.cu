@@ -332,25 +332,7 @@ __global__ void __launch_bounds__(kQuickThreads, kHasBias || kClasses == Classes
       for (int r = 0; r < kRows; ++r) row_block::ToArguments<kHasBias>(view, bias[v], next[v][r], z[v][r]);
     }
     load(first + kQuickStep * kVectors);
-    if (row_block::AllNear<kHasCap>(view, z)) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          float unused[4];
-          row_block::ToLogitsQuick<kHasCap, true>(view, z[v][r], unused);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          float unused[4];
-          row_block::ToLogitsQuick<kHasCap, false>(view, z[v][r], unused);
-        }
-      }
-    }
+    row_block::ToLogitsQuick<kHasCap>(view, z);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int32_t j = first + v * kQuickStep;

@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/cuda/device/row_math.cuh"
 #include "kernels/cuda/row_passes.h"
@@ -324,6 +325,26 @@ __device__ __forceinline__ bool AllNear(const RowView<float>& view, const float 
     return __all_sync(__activemask(), row_math::IsNearSoftcap(__fmul_rn(largest, view.cap_exponent))) != 0;
   } else {
     return true;
+  }
+}
+
+// Several vectors of arguments to logits, in place, where nobody wants their derivatives.
+template <bool kHasCap, int kVectors, int kRows>
+__device__ __forceinline__ void ToLogitsQuick(const RowView<float>& view, float (&z)[kVectors][kRows][4]) {
+  const auto to_logits = [&](auto all_near) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float unused[4];
+        ToLogitsQuick<kHasCap, decltype(all_near)::value>(view, z[v][r], unused);
+      }
+    }
+  };
+  if (AllNear<kHasCap>(view, z)) {
+    to_logits(std::true_type());
+  } else {
+    to_logits(std::false_type());
   }
 }
 
