@@ -92,7 +92,7 @@ struct Plan {
   client::HeadSpec spec;
   int64_t rows = 0;
   std::vector<int64_t> sizes;        // ascending
-  std::vector<int64_t> concurrency;  // likewise
+  std::vector<int64_t> concurrency;  // ascending
   std::vector<Transport> transports;
   std::chrono::nanoseconds duration{0};
   int64_t max_micro_batches = 0;

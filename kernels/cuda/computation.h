@@ -101,8 +101,8 @@ class Computation {
     StagedHead* staged;  // null: nothing is staged
     bool backward;
     bool wants_grad_hidden;
-    bool has_entropy_factors;  // that any row has one; likewise the next
-    bool has_lse_factors;
+    bool has_entropy_factors;  // whether any row has one
+    bool has_lse_factors;      // whether any row has one
     TermBuffers own;
     ConstMatrix hidden;   // [rows, padded]
     ConstMatrix teacher;  // JSD

@@ -66,7 +66,7 @@ def run(command: list[str], folder: Path, server: str | None = None, fails: bool
     """Runs a program of the environment in a folder; returns what it has written."""
     environment = {name: value for name, value in os.environ.items() if name not in ("HEADWATER_SERVER", "HEADWATER_TOKEN_FILE")}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
-    environment |= {"DO_NOT_TRACK": "1", "AXOLOTL_DO_NOT_TRACK": "1"}  # nothing of a test is told to anyone
+    environment |= {"DO_NOT_TRACK": "1", "AXOLOTL_DO_NOT_TRACK": "1"}  # tests send no telemetry
     if server is not None:
         environment["HEADWATER_SERVER"] = server
     done = subprocess.run(

@@ -62,8 +62,8 @@ struct ProblemOptions {
   double ignored_share = 0.2;    // of the rows, about
   int32_t ignore_index = kDefaultIgnoreIndex;
   bool token_weights = false;    // non-uniform, with zero and negative ones
-  bool entropy_factors = false;  // of any sign, with zeros; likewise the next
-  bool lse_factors = false;
+  bool entropy_factors = false;  // of any sign, with zeros
+  bool lse_factors = false;      // of any sign, with zeros
   bool class_weights = false;
   bool negative_class_weights = false;  // every third one, with class_weights
   double temperature = 1;

@@ -52,7 +52,7 @@ absl::StatusOr<std::shared_ptr<internal::HeadHandle>> Create(const std::shared_p
   return MakeHandle(core, response.head(), response.created());
 }
 
-// What all pages of a listing have, under one deadline: a server that has always one more would keep the call for ever.
+// The items of all pages of a listing. One deadline bounds the pages together, however many the server reports.
 template <typename Page, typename Item, typename Message, typename Items>
 absl::StatusOr<std::vector<Item>> List(internal::Core& core, const char* path, Message request, const CallOptions& options,
                                        Items items_of) {

@@ -271,8 +271,8 @@ def _varint(number: int) -> bytes:
 def compute_header(request: ComputeRequest) -> bytes:
     """The header of a ComputeLoss call, serialized.
 
-    What calls with the same options have in common is serialized once: to make messages takes longer than all else that a call does
-    here. Serialized parts of a message that follow each other are one message for whoever reads them.
+    The part that calls with the same options share is serialized once, because making messages takes longer than everything else
+    here. Serialized parts of a message, one behind the other, parse as one message.
     """
     row_count, hidden_size = request.hidden.shape
     options = request.options

@@ -17,7 +17,7 @@ MAX_GRAD_NORM = 1.0
 
 
 def remote_rule() -> "headwater.AdamW":
-    """The rule, as the server is told it."""
+    """The optimizer of the remote head, with the constants of this file."""
     import headwater
 
     return headwater.AdamW(beta1=BETAS[0], beta2=BETAS[1], epsilon=EPSILON, weight_decay=WEIGHT_DECAY)

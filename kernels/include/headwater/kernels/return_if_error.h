@@ -1,5 +1,6 @@
 // HEADWATER_RETURN_IF_ERROR(expression): returns from the function if `expression`, a status, is an error.
-// HEADWATER_ASSIGN_OR_RETURN(declaration, expression): likewise of a StatusOr, whose value the declared variable gets otherwise.
+// HEADWATER_ASSIGN_OR_RETURN(declaration, expression): returns from the function if `expression`, a StatusOr, is an error.
+// Otherwise the declared variable gets its value.
 #ifndef HEADWATER_KERNELS_RETURN_IF_ERROR_H_
 #define HEADWATER_KERNELS_RETURN_IF_ERROR_H_
 
