@@ -16,7 +16,6 @@ are killed.
 
 import argparse
 import concurrent.futures
-import json
 import os
 import pathlib
 import random
@@ -28,6 +27,7 @@ import time
 
 import schemata
 from equivalent_mutants import EQUIVALENT
+from mutants import compile_commands
 
 TESTS = (
     "step_ledger_test",
@@ -62,7 +62,7 @@ class Build:
         self.sources = sorted((self.root / "server/heads").glob("*.cc"))
         if names:
             self.sources = [source for source in self.sources if source.name in names]
-        self.commands = {entry["file"]: entry for entry in json.loads((self.build / "compile_commands.json").read_text())}
+        self.commands = compile_commands(self.build)
         self.mutants = {}  # number -> (source, mutant)
 
     def make(self, jobs):

@@ -11,6 +11,7 @@ change no longer fits its source (then the table below wants a new line). The se
 
 import json
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
@@ -167,6 +168,15 @@ MUTANTS = [
 ROOT = pathlib.Path(__file__).resolve().parents[4]
 
 
+def compile_commands(build):
+    """The entry of compile_commands.json for each source, by its path; in a unity build that of the file that includes it."""
+    entries = {entry["file"]: entry for entry in json.loads((build / "compile_commands.json").read_text())}
+    for file, entry in list(entries.items()):
+        if "/Unity/unity_" in file:
+            entries.update(dict.fromkeys(re.findall(r'#include "(.+)"', pathlib.Path(file).read_text()), entry))
+    return entries
+
+
 def check_fit():
     failed = [(name, count) for name, file, old, _ in MUTANTS if (count := (ROOT / file).read_text().count(old)) != 1]
     for name, count in failed:
@@ -178,7 +188,7 @@ def main(build_dir, wanted):
     build = pathlib.Path(build_dir).resolve()
     out = build / "mutants"
     out.mkdir(exist_ok=True)
-    commands = {entry["file"]: entry for entry in json.loads((build / "compile_commands.json").read_text())}
+    commands = compile_commands(build)
     listing = subprocess.run(
         ["ninja", "-C", str(build), "-t", "commands", "server_history_test"],
         check=True,
@@ -207,9 +217,14 @@ def try_mutant(build, out, commands, link, name, file, old, new):
     copy = out / f"{name}.cc"
     copy.write_text(text.replace(old, new))
     entry = commands[str(source)]
+    # What else a unity build compiles with it stays with it, because the linker takes whole objects.
+    unit = copy
+    if entry["file"] != str(source):
+        unit = copy.with_suffix(".unity.cc")
+        unit.write_text(pathlib.Path(entry["file"]).read_text().replace(f'"{source}"', f'"{copy}"'))
     compile_words = shlex.split(entry["command"])
     compile_words[compile_words.index("-o") + 1] = str(copy.with_suffix(".o"))
-    compile_words[compile_words.index("-c") + 1] = str(copy)
+    compile_words[compile_words.index("-c") + 1] = str(unit)
     compile_words.append("-Wno-error")  # what the change left unused
     compiled = subprocess.run(compile_words, cwd=entry["directory"], capture_output=True, text=True)
     if compiled.returncode != 0:
