@@ -63,8 +63,8 @@ def test_two_ranks_have_the_curve_of_one(two_ranks, stock, kind):
     curve = Curve(**found)
     expected, stock_model = stock[kind]
     gap = curve.gap(expected)
-    # In bf16 what stock itself moves by when it is computed in it.
-    tolerance = 2 * expected.gap(stock["served"][0]) if kind == "bf16" else LOSS_TOLERANCE
+    # In bf16 a few times what stock itself moves by when it is computed in it.
+    tolerance = 3 * expected.gap(stock["served"][0]) if kind == "bf16" else LOSS_TOLERANCE
     print(f"{sharding}, {kind}: losses differ by at most {gap:.2e}, allowed {tolerance:.2e}")
     write_figures((f"{'nccl' if ON_GPU else 'gloo'}_two_ranks_{sharding}_{kind}_to_one_rank", gap, "loss", tolerance))
     assert gap <= tolerance
