@@ -1,7 +1,8 @@
 """Servers and clients for the tests against real frameworks, which tests/frameworks/run runs in environments of their own.
 
-A file is for the environment `newest` unless it says `ENVIRONMENTS = ("newest", "oldest")`: names of tests/frameworks/*.in. In
-others it is not even imported; in these what it imports must be there. Tests marked `long` run with --long alone.
+A file is for the environment `newest` unless it says `ENVIRONMENTS = ("newest", "oldest")`: names of tests/frameworks/*.in, or
+"gpu", what a machine has where HEADWATER_TEST_ENGINE is cuda (tests/gpu --only frameworks). In others it is not even imported; in
+these what it imports must be there. Tests marked `long` run with --long alone.
 """
 
 import ast
@@ -23,7 +24,7 @@ _spec.loader.exec_module(_e2e)
 
 
 # tests/frameworks/run calls the environment's folder NAME-HASH.
-ENVIRONMENT = Path(sys.prefix).name.rpartition("-")[0]
+ENVIRONMENT = "gpu" if _e2e.ENGINE == "cuda" else Path(sys.prefix).name.rpartition("-")[0]
 
 
 def environments(path):
@@ -46,6 +47,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: takes minutes; runs with --long alone")
+    config.addinivalue_line("markers", "gpu_group: where it runs on GPUs, it needs two")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -94,5 +96,5 @@ def client(tmp_path_factory):
     """A local server, one for each file, with folders for files to load and for checkpoints."""
     folder = tmp_path_factory.mktemp("local")
     (folder / "load").mkdir()
-    with headwater.local.connect(checkpoint_dir=folder / "checkpoints", load_root=folder / "load") as client:
+    with headwater.local.connect(checkpoint_dir=folder / "checkpoints", load_root=folder / "load", engine=_e2e.ENGINE) as client:
         yield client

@@ -1,6 +1,7 @@
-"""One of two ranks that train the tiny model over gloo: `rank_trainer.py ADDRESS FOLDER SHARDING KIND...`.
+"""One of two ranks that train the tiny model: `rank_trainer.py ADDRESS FOLDER SHARDING KIND...`.
 
-SHARDING is "ddp" or "fsdp2". Rank 0 writes SHARDING-KIND.json: the curve, or the error of a Trainer that is refused.
+Over gloo on CPUs, over NCCL on a GPU each (`tiny_trainer.ON_GPU`). SHARDING is "ddp" or "fsdp2".
+Rank 0 writes SHARDING-KIND.json: the curve, or the error of a Trainer that is refused.
 """
 
 import json
@@ -11,7 +12,7 @@ import peft
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from tiny_trainer import curve_of, make_trainer, tiny_model
+from tiny_trainer import ON_GPU, curve_of, make_trainer, tiny_model
 from torch.distributed.tensor import DTensor
 
 import headwater
@@ -33,7 +34,7 @@ def shard_on_cpus():
 
 
 def model_of(kind: str):
-    """The model of "served", "tied", "torch" (whose weight the Trainer's optimizer owns) or "lora"."""
+    """The model of "served", "bf16" (under autocast), "tied", "torch" (whose weight the Trainer's optimizer owns) or "lora"."""
     model = tiny_model(tied=kind == "tied")
     if kind != "lora":
         return model
@@ -43,7 +44,14 @@ def model_of(kind: str):
 
 def result(address: str, folder: Path, sharding: str, kind: str) -> dict:
     config = HeadwaterConfig(server=address, head=f"{sharding}-{kind}", optimizer="torch" if kind == "torch" else "auto")
-    options = {"per_device_train_batch_size": 1, "ddp_backend": "gloo", "save_strategy": "steps", "save_steps": 6}
+    options = {
+        "per_device_train_batch_size": 1,
+        "ddp_backend": "nccl" if ON_GPU else "gloo",
+        "save_strategy": "steps",
+        "save_steps": 6,
+    }
+    if kind == "bf16":
+        options["bf16"] = True
     if sharding == "fsdp2":
         options |= {"fsdp": "full_shard", "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
     try:
@@ -51,6 +59,8 @@ def result(address: str, folder: Path, sharding: str, kind: str) -> dict:
     except headwater.InvalidArgumentError as error:
         return {"refused": str(error)}
     trainer.train()
+    backend = torch.distributed.get_backend(torch.distributed.group.WORLD)
+    assert ("nccl" in backend) == (trainer.model.device.type == "cuda") == ON_GPU
     assert any(isinstance(parameter, DTensor) for parameter in trainer.model_wrapped.parameters()) == (sharding == "fsdp2")
     curve = curve_of(trainer)
     trainer.save_model(str(folder / "saved"))
@@ -60,7 +70,7 @@ def result(address: str, folder: Path, sharding: str, kind: str) -> dict:
 if __name__ == "__main__":
     address, folder, sharding, *kinds = sys.argv[1:]
     torch.set_num_threads(1)
-    if sharding == "fsdp2":
+    if sharding == "fsdp2" and not ON_GPU:
         shard_on_cpus()
     for kind in kinds:
         name = f"{sharding}-{kind}"

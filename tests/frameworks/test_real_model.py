@@ -6,12 +6,12 @@ import peft
 import pytest
 import torch
 import transformers
+from smollm2_model import load, texts
 from tiny_trainer import Curve, make_trainer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from headwater.transformers import HeadwaterConfig
 
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Relative to stock's loss with its head in fp64 over the same rows: stock's own fp32 loss is off by 1.5e-6 of it.
 EARLY_TOLERANCE = 1e-6  # before the first update and after it: gradients, clipping, learning rate and optimizer are right
 LOSS_TOLERANCE = 1e-5  # at every step
@@ -19,27 +19,7 @@ LOSS_TOLERANCE = 1e-5  # at every step
 
 @pytest.fixture(scope="module")
 def pretrained(smollm2):
-    transformers.logging.disable_progress_bar()
-    loaded = AutoModelForCausalLM.from_pretrained(smollm2, gguf_file=GGUF, dtype=torch.float32)
-    # What was loaded calls itself quantised, although its weights are float32.
-    config = copy.deepcopy(loaded.config)
-    config.quantization_config = None
-    model = AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(loaded.state_dict())
-    model.generation_config = loaded.generation_config
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    return model, AutoTokenizer.from_pretrained(smollm2, gguf_file=GGUF)
-
-
-def texts(tokenizer, length: int) -> list[dict[str, torch.Tensor]]:
-    """Sequences of this project's own pages."""
-    import pathlib
-
-    root = pathlib.Path(__file__).parents[2]
-    pages = [root / "docs" / name for name in ("concepts.md", "math.md", "operations.md")]
-    ids = tokenizer("\n".join(page.read_text() for page in pages))["input_ids"]
-    rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
-    return [{"input_ids": row, "labels": row.clone()} for row in rows]
+    return load(smollm2)
 
 
 def variant(model, kind: str):

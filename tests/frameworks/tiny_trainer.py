@@ -6,6 +6,7 @@ assert curve.losses == approx(stock.losses, abs=1e-5)
 """
 
 import copy
+import os
 import tempfile
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from headwater.transformers import setup_trainer
 
 VOCABULARY = 97
 STEPS = 12
+ON_GPU = os.environ.get("HEADWATER_TEST_ENGINE") == "cuda"  # the Trainers, and their servers
 
 
 def tiny_model(tied: bool = False, **options):
@@ -39,7 +41,7 @@ def examples(count: int = 64, length: int = 16, seed: int = 0) -> list[dict[str,
 
 
 def arguments(folder, **options) -> TrainingArguments:
-    """Accumulation 2, clipping that is active, a cosine schedule, float32 on the CPU."""
+    """Accumulation 2, clipping that is active, a cosine schedule, float32, on one device."""
     defaults = {
         "max_steps": STEPS,
         "per_device_train_batch_size": 2,
@@ -50,13 +52,15 @@ def arguments(folder, **options) -> TrainingArguments:
         "weight_decay": 0.1,
         "logging_steps": 1,
         "report_to": [],
-        "use_cpu": True,
+        "use_cpu": not ON_GPU,
         "save_strategy": "no",
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
         "seed": 3,
     }
-    return TrainingArguments(output_dir=str(folder), **{**defaults, **options})
+    made = TrainingArguments(output_dir=str(folder), **{**defaults, **options})
+    made._n_gpu = min(made.n_gpu, 1)  # not DataParallel, which a Trainer takes where it finds several GPUs
+    return made
 
 
 @dataclass

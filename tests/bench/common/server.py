@@ -6,13 +6,16 @@ import time
 
 
 @contextlib.contextmanager
-def running(build, folder):
-    """The address of a build's headwaterd, CPU engine and one thread, on a Unix socket in `folder`; it ends with the context."""
+def running(build, folder, *engine):
+    """The address of a build's headwaterd, on a Unix socket in `folder`; it ends with the context.
+
+    `engine` are its flags of the engine: without, the CPU engine and one thread.
+    """
     ready, log = folder / "ready", folder / "log"
     address = f"unix:{folder}/hw.sock"
     command = [build / "bin" / "headwaterd", f"--listen_addresses={address}", f"--port_file={ready}", "--metrics_address="]
     with log.open("wb") as output:
-        process = subprocess.Popen([*map(str, command), "--engine=cpu", "--threads=1"], stdout=output, stderr=output)
+        process = subprocess.Popen([*map(str, command), *(engine or ("--engine=cpu", "--threads=1"))], stdout=output, stderr=output)
     try:
         deadline = time.monotonic() + 60
         while not ready.exists():

@@ -10,24 +10,23 @@ import torch
 from headwater._errors import invalid_argument
 
 
+def in_type_of_product(hidden: torch.Tensor) -> torch.Tensor:
+    """The rows in the type in which the output layer's product would be computed: autocast's, where it is on."""
+    device = hidden.device.type
+    return hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
+
+
 @contextlib.contextmanager
 def rows_of(layer: torch.nn.Module, cast_to_fp32: bool) -> Iterator[list[torch.Tensor]]:
     """Lets a model run without its output layer's product, and keeps the layer's input instead.
 
     The layer answers with one column, which nobody reads: whatever the model does to its logits costs nothing. The rows have the
-    type that the product would have been computed in.
+    type of the product, or are float32.
     """
     came: list[torch.Tensor] = []
 
     def keep(hidden: torch.Tensor) -> torch.Tensor:
-        device = hidden.device.type
-        if cast_to_fp32:
-            rows = hidden.float()
-        elif torch.is_autocast_enabled(device):
-            rows = hidden.to(torch.get_autocast_dtype(device))
-        else:
-            rows = hidden
-        came.append(rows)
+        came.append(hidden.float() if cast_to_fp32 else in_type_of_product(hidden))
         return hidden.detach()[..., :1]
 
     before = vars(layer).get("forward")
