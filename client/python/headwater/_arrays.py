@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from headwater._errors import invalid_argument
+from headwater._errors import invalid_argument, must_be, wrong_shape, wrong_type
 
 FLOAT32 = "float32"
 BFLOAT16 = "bfloat16"
@@ -47,9 +47,7 @@ class BFloat16:
         refuse_mask(bits, "bits")
         bits = np.asarray(bits)
         if bits.dtype != np.uint16:
-            raise invalid_argument(
-                "DATA_TYPE_MISMATCH", f"BFloat16 takes the bits as uint16, got {bits.dtype}", expected="uint16", actual=bits.dtype
-            )
+            raise wrong_type("bits", "uint16", bits.dtype)
         self.bits = bits
 
     @classmethod
@@ -154,9 +152,7 @@ def dense_tensor(value: Any, field: str) -> Any:
         (value.device.type == "meta", "on the meta device", "load its values first"),
     ):
         if found:
-            raise invalid_argument(
-                "DATA_TYPE_MISMATCH", f"{field} must be a dense tensor with values, got one that is {kind}; {remedy}", field=field
-            )
+            raise wrong_type(field, "a dense tensor with values", f"one that is {kind}", remedy)
     value = value.detach()
     return value.resolve_neg() if value.is_neg() else value
 
@@ -201,12 +197,7 @@ def _from_torch(value: Any, field: str, device_rows: Callable[[Any, str], Any] |
 def refuse_mask(value: Any, field: str) -> None:
     """Raises InvalidArgumentError for an array of numpy.ma, whose mask a conversion would drop."""
     if isinstance(value, np.ma.MaskedArray):
-        raise invalid_argument(
-            "DATA_TYPE_MISMATCH",
-            f"{field} must be a plain array, got a masked one, whose mask would be dropped; pass .filled(value)",
-            field=field,
-            actual=type(value).__name__,
-        )
+        raise wrong_type(field, "a plain array", "a masked one, whose mask would be dropped", "pass .filled(value)")
 
 
 def _kind(array: np.ndarray, value: Any) -> Any:
@@ -216,13 +207,7 @@ def _kind(array: np.ndarray, value: Any) -> Any:
 
 def _bad_dtype(field: str, dtype: Any, *, layer: Any = None) -> Exception:
     remedy = "convert it first" if layer is None else f"pass its .weight ({field}=layer.weight)"
-    return invalid_argument(
-        "DATA_TYPE_MISMATCH",
-        f"{field} must be float32, float16 or bfloat16, got {dtype}; {remedy}",
-        field=field,
-        expected="float32, float16, bfloat16",
-        actual=dtype,
-    )
+    return wrong_type(field, "float32, float16 or bfloat16", dtype, remedy)
 
 
 def from_any(value: Any, field: str, *, bits_of: str | None = None, device_rows: Callable[[Any, str], Any] | None = None) -> Any:
@@ -291,9 +276,7 @@ def _check_kind(array: np.ndarray, value: Any, field: str, kinds: str, expected:
     """Elements of another kind would be converted: words, complex numbers, objects."""
     if array.dtype.kind not in kinds and not ("f" in kinds and array.dtype.name == "bfloat16"):
         kind = value.dtype if is_torch_tensor(value) else _kind(array, value)
-        raise invalid_argument(
-            "DATA_TYPE_MISMATCH", f"{field} must be {expected}, got {kind}", field=field, expected=expected, actual=kind
-        )
+        raise wrong_type(field, expected, kind)
 
 
 def int_vector(value: Any, field: str, row_count: int) -> tuple[np.ndarray, int, int]:
@@ -344,20 +327,16 @@ def rounded(values: np.ndarray, data_type: str) -> HostArray:
 
 
 def check_fits(array: HostArray, data_type: str, field: str) -> None:
-    """Raises InvalidArgumentError if a finite float32 weight is infinite as a head of this type stores it."""
+    """Raises InvalidArgumentError unless a head of this type stores such a weight: in its own type, or finite ones of float32."""
+    if array.data_type not in (data_type, FLOAT32):
+        raise wrong_type(field, f"{data_type}, as the head is, or float32", array.data_type)
     if array.data_type != FLOAT32 or data_type == FLOAT32 or array.data.size == 0:
         return
     extremes = np.array([array.data.min(), array.data.max()])
     bad = np.isfinite(extremes) & ~np.isfinite(to_float32(rounded(extremes, data_type)))
     if bad.any():
         value = float(extremes[int(np.argmax(bad))])
-        raise invalid_argument(
-            "INVALID_FIELD",
-            f"{field} must be finite in {data_type}, which the head stores, got {value!r}",
-            field=field,
-            expected=f"finite in {data_type}",
-            actual=value,
-        )
+        raise must_be(field, f"finite in {data_type}, which the head stores", value)
 
 
 # Elements that are compared at a time.
@@ -387,10 +366,4 @@ def _bad_element(field: str, array: np.ndarray, bad: np.ndarray, expected: str) 
 def check_shape(actual: tuple[int, ...], expected: tuple[int, ...], field: str) -> None:
     """Raises InvalidArgumentError unless the shapes are equal."""
     if tuple(actual) != tuple(expected):
-        raise invalid_argument(
-            "SHAPE_MISMATCH",
-            f"{field} must have shape {tuple(expected)}, got {tuple(actual)}",
-            field=field,
-            expected=tuple(expected),
-            actual=tuple(actual),
-        )
+        raise wrong_shape(field, tuple(expected), tuple(actual))

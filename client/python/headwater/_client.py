@@ -10,7 +10,7 @@ import uuid
 from typing import Any
 
 from headwater import _arrays
-from headwater._errors import HeadwaterError, invalid_argument, make_error
+from headwater._errors import HeadwaterError, invalid_argument, make_error, refused, wrong_shape
 from headwater._futures import as_future
 from headwater._head import Head
 from headwater._remote import RemoteBackend
@@ -196,20 +196,15 @@ class Client:
             bits_of = None if dtype is None else _arrays.data_type_name(dtype)
             weight_array = _arrays.from_any(weight, "weight", bits_of=bits_of)
             if weight_array.data.ndim != 2:
-                raise invalid_argument(
-                    "SHAPE_MISMATCH",
-                    f"weight must have shape (vocab_size, hidden_size), got {weight_array.shape}",
-                    field="weight",
-                    actual=weight_array.shape,
-                )
+                raise wrong_shape("weight", "(vocab_size, hidden_size)", weight_array.shape)
             vocab_size, hidden_size = weight_array.shape
             data_type = bits_of or weight_array.data_type
             has_bias = bias is not None
-            _check_upload(weight_array, data_type, "weight")
+            _arrays.check_fits(weight_array, data_type, "weight")
             if bias is not None:
                 bias_array = _arrays.from_any(bias, "bias", bits_of=bits_of)
                 _arrays.check_shape(bias_array.shape, (vocab_size,), "bias")
-                _check_upload(bias_array, data_type, "bias")
+                _arrays.check_fits(bias_array, data_type, "bias")
         spec = HeadSpec(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -393,30 +388,17 @@ class Client:
     health_future = as_future(health)
 
 
-def _check_upload(array: _arrays.HostArray, data_type: str, field: str) -> None:
-    if array.data_type not in (data_type, _arrays.FLOAT32):
-        raise invalid_argument(
-            "DATA_TYPE_MISMATCH",
-            f"{field} for a head of {data_type} must be {data_type} or float32, got {array.data_type}",
-            field=field,
-            expected=data_type,
-            actual=array.data_type,
-        )
-    _arrays.check_fits(array, data_type, field)
-
-
 def _check_expected_step(expected_step: int | None, spec: HeadSpec, if_exists: str) -> None:
     if expected_step is None:
         return
     check_integer(expected_step, "expected_step")
     if not spec.trainable:
-        raise invalid_argument("INVALID_COMBINATION", "a frozen head has no steps: leave expected_step out", field="expected_step")
+        raise refused("a frozen head has no steps: leave expected_step out", "expected_step")
     if if_exists != "attach" and expected_step != spec.initial_step:
-        raise invalid_argument(
-            "INVALID_COMBINATION",
+        raise refused(
             f"expected_step is {expected_step}, and a new head begins at initial_step {spec.initial_step}; pass "
             'if_exists="attach" to continue with a head that is there',
-            field="expected_step",
+            "expected_step",
         )
 
 
@@ -428,10 +410,9 @@ def _check_no_embedding(weight: Any) -> None:
     from headwater._torch_modules import embedding_of
 
     if embedding_of(weight) is not None:
-        raise invalid_argument(
-            "INVALID_COMBINATION",
+        raise refused(
             "weight is also the weight of a torch.nn.Embedding: the head would train one copy and this process another. Use "
             'headwater.torch.attach(client, name, lm_head, model=model, tied="trainer") or tied="server"; a loop of your own that '
             "joins both gradients passes weight.detach()",
-            field="weight",
+            "weight",
         )

@@ -310,6 +310,29 @@ def invalid_argument(reason: str, message: str, **metadata: Any) -> InvalidArgum
     return InvalidArgumentError(message, reason=reason, metadata={key: str(value) for key, value in metadata.items()})
 
 
+def must_be(field: str, expected: str, actual: Any, reason: str = "INVALID_FIELD") -> InvalidArgumentError:
+    """Makes the error of an argument that is not what it must be; of a type its name is shown."""
+    actual, shown = (actual.__name__,) * 2 if isinstance(actual, type) else (actual, repr(actual))
+    return invalid_argument(reason, f"{field} must be {expected}, got {shown}", field=field, expected=expected, actual=actual)
+
+
+def wrong_shape(field: str, expected: Any, actual: Any) -> InvalidArgumentError:
+    """Makes the error of an array of another shape."""
+    message = f"{field} must have shape {expected}, got {actual}"
+    return invalid_argument("SHAPE_MISMATCH", message, field=field, expected=expected, actual=actual)
+
+
+def wrong_type(field: str, expected: str, actual: Any, remedy: str = "") -> InvalidArgumentError:
+    """Makes the error of an array whose elements are of another type."""
+    message = f"{field} must be {expected}, got {actual}{remedy and '; '}{remedy}"
+    return invalid_argument("DATA_TYPE_MISMATCH", message, field=field, expected=expected, actual=actual)
+
+
+def refused(message: str, field: str, **metadata: Any) -> InvalidArgumentError:
+    """Makes the error of an argument that does not go with the others, or with what a head can do."""
+    return invalid_argument("INVALID_COMBINATION", message, field=field, **metadata)
+
+
 def option_refused(option: str, message: str) -> InvalidArgumentError:
     """Makes the error of an option of a framework, by its name, that a remote head cannot follow."""
-    return invalid_argument("INVALID_COMBINATION", f"{option}: {message}", field=option)
+    return refused(f"{option}: {message}", option)

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Protocol
 
 from headwater import _arrays, _safetensors
 from headwater._arrays import HostArray
-from headwater._errors import HeadwaterError, invalid_argument, make_error
+from headwater._errors import make_error, refused
 from headwater._types import HeadSpec
 
 DEFAULT_TENSOR = "lm_head.weight"
@@ -71,11 +71,11 @@ def export(head: Head, target: Any, tensor: str, dtype: Any, untie: bool, timeou
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(target, torch.nn.Module):
         if tensor or dtype is not None:
-            raise _refused("a module has its own tensors and dtype: leave tensor= and dtype= out", "target")
+            raise refused("a module has its own tensors and dtype: leave tensor= and dtype= out", "target")
         _into_module(head, target, is_tied, untie, download)
         return
     if not isinstance(target, (str, os.PathLike)):
-        raise _refused(f"target must be a path or a torch.nn.Module, got {type(target).__name__}", "target")
+        raise refused(f"target must be a path or a torch.nn.Module, got {type(target).__name__}", "target")
     data_type = None if dtype is None else _arrays.data_type_name(dtype)
     path = Path(target)
     if path.is_dir() or path.exists():
@@ -95,19 +95,15 @@ def export(head: Head, target: Any, tensor: str, dtype: Any, untie: bool, timeou
         )
 
 
-def _refused(message: str, field: str) -> HeadwaterError:
-    return invalid_argument("INVALID_COMBINATION", message, field=field)
-
-
 def _bias_of(weight_name: str) -> str:
     return weight_name.removesuffix("weight") + "bias"
 
 
 def _check_bias(head: Head, there: bool, where: str) -> None:
     if head.spec.has_bias and not there:
-        raise _refused(f"{head.name} has a bias, {where} has none: the model would compute other logits", "target")
+        raise refused(f"{head.name} has a bias, {where} has none: the model would compute other logits", "target")
     if there and not head.spec.has_bias:
-        raise _refused(f"{where} has a bias, {head.name} has none: the model would compute other logits", "target")
+        raise refused(f"{where} has a bias, {head.name} has none: the model would compute other logits", "target")
 
 
 _TIED = (
@@ -126,13 +122,13 @@ def _into_module(head: Head, module: Any, is_tied: bool, untie: bool, download: 
 
     holder = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else module
     if holder is None:
-        raise _refused(f"{type(module).__name__} has no output layer", "target")
+        raise refused(f"{type(module).__name__} has no output layer", "target")
     layer = output_layer(holder)
     _arrays.check_shape(tuple(layer.weight.shape), (head.spec.vocab_size, head.spec.hidden_size), "target's weight")
     _check_bias(head, layer.bias is not None, type(holder).__name__)
     if not is_tied and embedding_of(layer.weight) is not None:
         if not untie:
-            raise _refused(f"the weight of the model's output layer {_TIED}", "untie")
+            raise refused(f"the weight of the model's output layer {_TIED}", "untie")
         holder.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
         if getattr(module, "config", None) is not None:
             setattr(module.config, _TIE, False)
@@ -177,7 +173,7 @@ class _Files:
                 )
             self.entries.update((name, (file, entry)) for name, entry in _safetensors.header_of(file).items())
         if not self.entries:
-            raise _refused(f"{path} has no tensors", "target")
+            raise refused(f"{path} has no tensors", "target")
 
     def fitting(self, names: Iterable[str], shape: tuple[int, ...]) -> list[str]:
         """Tensors of this shape that have one of these names, under any prefix."""
@@ -232,7 +228,7 @@ def _into_files(
     # A configuration that says nothing stands for the model's own default: where no head was saved, there is none.
     ties = not tensor and (bool(says) or (says is None and files.config is not None and not heads))
     if ties and not is_tied and not untie:
-        raise _refused(f"the output layer of the model in {files.folder} {_TIED}", "untie")
+        raise refused(f"the output layer of the model in {files.folder} {_TIED}", "untie")
     if ties and untie:
         heads = heads or [DEFAULT_TENSOR]
     embeddings = files.fitting(_EMBEDDING_NAMES, shape) if ties and not untie else []
@@ -274,7 +270,7 @@ def _write(head: Head, files: _Files, writes: dict[str, str], data_type: str | N
         stored = head.spec.data_type if entry is None else _safetensors.data_type_of(entry["dtype"])
         kind = data_type or stored
         if kind is None:
-            raise _refused(f"{name} in {file} is {entry and entry['dtype']}, which is no type of a head; pass dtype=", "dtype")
+            raise refused(f"{name} in {file} is {entry and entry['dtype']}, which is no type of a head; pass dtype=", "dtype")
         if entry is not None:
             _arrays.check_shape(
                 tuple(entry["shape"]), (head.spec.vocab_size, head.spec.hidden_size)[: 1 + (which == "weight")], name

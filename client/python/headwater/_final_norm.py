@@ -12,7 +12,7 @@ import torch
 
 from headwater import _arrays, _safetensors
 from headwater._arrays import HostArray
-from headwater._errors import invalid_argument, make_error
+from headwater._errors import make_error, refused
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -40,11 +40,10 @@ def final_norm(model: Any) -> torch.nn.Module:
 
 
 def _not_found(model: torch.nn.Module) -> Exception:
-    return invalid_argument(
-        "INVALID_COMBINATION",
+    return refused(
         f"no norm of {type(model).__name__} was found between its last layer and its output layer: pass the module or function "
         "that makes the output layer's rows of the last layer's",
-        field="norm",
+        "norm",
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from headwater import _arrays, _requests
 from headwater._arrays import HostArray
-from headwater._errors import HeadwaterError, checkpoints_in, invalid_argument, make_error
+from headwater._errors import HeadwaterError, checkpoints_in, invalid_argument, make_error, refused, wrong_shape, wrong_type
 from headwater._export import export
 from headwater._futures import as_future
 from headwater._losses import HeadLosses
@@ -84,7 +84,7 @@ class Head(HeadLosses):
     def _key(self, step: int | None) -> StepKey:
         number = self.step if step is None else step
         if number is None:
-            raise invalid_argument("INVALID_COMBINATION", f"{self._name} is frozen: it has no steps", field="step")
+            raise refused(f"{self._name} is frozen: it has no steps", "step")
         return StepKey(self._name, self.epoch, check_integer(number, "step"))
 
     def _check_step(self, expected: int | None, timeout_s: float) -> None:
@@ -212,13 +212,7 @@ class Head(HeadLosses):
             raise invalid_argument("INVALID_FIELD", "rows must have at least one row", field="rows", actual=0)
         row_start = check_integer(row_start, "row_start", high=max(0, self._spec.vocab_size - row_count))
         if row_start + row_count > self._spec.vocab_size:
-            raise invalid_argument(
-                "SHAPE_MISMATCH",
-                f"rows must have at most {self._spec.vocab_size} rows, got {row_count}",
-                field="rows",
-                expected=self._spec.vocab_size,
-                actual=row_count,
-            )
+            raise wrong_shape("rows", f"(at most {self._spec.vocab_size}, {self._spec.hidden_size})", array.shape)
         return self._backend.add_gradient(
             self._key(step),
             _arrays.to_float32(array) if array.data_type != _arrays.FLOAT32 else array.data,
@@ -352,7 +346,7 @@ class Head(HeadLosses):
             float32 (vocab_size, hidden_size); with bias=True a pair of that and float32 (vocab_size,).
         """
         if bias and not self._spec.has_bias:
-            raise invalid_argument("INVALID_COMBINATION", f"{self._name} has no bias", field="bias")
+            raise refused(f"{self._name} has no bias", "bias")
         key, factor, timeout_s = self._key(step), check_factor(gradient_factor, "gradient_factor"), self._timeout(timeout_s)
         weight = self._backend.gradient(key, "weight", self._spec, factor, timeout_s)
         return (weight, self._backend.gradient(key, "bias", self._spec, factor, timeout_s)) if bias else weight
@@ -379,15 +373,13 @@ class Head(HeadLosses):
     def bias(self, *, dtype: Any = None, timeout_s: float | None = None) -> Any:
         """Downloads the bias, (vocab_size,), as `weight` does."""
         if not self._spec.has_bias:
-            raise invalid_argument("INVALID_COMBINATION", f"{self._name} has no bias", field="bias")
+            raise refused(f"{self._name} has no bias", "bias")
         return self._download("bias", dtype, timeout_s)
 
     def _download(self, tensor: str, dtype: Any, timeout_s: float | None) -> Any:
         wanted = self._spec.data_type if dtype is None else _arrays.data_type_name(dtype)
         if wanted not in (_arrays.FLOAT32, self._spec.data_type):
-            raise invalid_argument(
-                "DATA_TYPE_MISMATCH", f"dtype must be float32 or {self._spec.data_type}, got {wanted}", field="dtype"
-            )
+            raise wrong_type("dtype", f"float32 or {self._spec.data_type}", wanted)
         # Frozen weights are the same at any epoch.
         epoch = self.epoch if self._spec.trainable else b""
         data = self._backend.download(self._name, epoch, tensor, self._spec, wanted, self._timeout(timeout_s))
@@ -490,13 +482,9 @@ class Head(HeadLosses):
             if value is None:
                 continue
             if tensor == "bias" and not self._spec.has_bias:
-                raise invalid_argument("INVALID_COMBINATION", f"{self._name} has no bias", field="bias")
+                raise refused(f"{self._name} has no bias", "bias")
             array = _arrays.from_any(value, tensor, bits_of=self._spec.data_type)
             _arrays.check_shape(array.shape, shapes[tensor], tensor)
-            if array.data_type not in (self._spec.data_type, _arrays.FLOAT32):
-                raise invalid_argument(
-                    "DATA_TYPE_MISMATCH", f"{tensor} must be {self._spec.data_type} or float32, got {array.data_type}", field=tensor
-                )
             _arrays.check_fits(array, self._spec.data_type, tensor)
             arrays[tensor] = array
         if not arrays:

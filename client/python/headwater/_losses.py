@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec
 
 from headwater import _arrays, _requests, _terms
-from headwater._errors import FailedPreconditionError, invalid_argument
+from headwater._errors import FailedPreconditionError, invalid_argument, refused
 from headwater._futures import Future
 from headwater._requests import FACTORS, ComputeRequest, StepKey
 from headwater._terms import CrossEntropyCall, HeadReference, JsdCall, LossCall, MultiCall, Term, spread
@@ -183,24 +183,22 @@ class HeadLosses(HeadReference):
                 self._backend.warn_unconfirmed(sent.head)
         micro_batch = _requests.check_micro_batch(contributes, options.backward, call.micro_batch)
         if options.explicit and not contributes:
-            raise invalid_argument("INVALID_COMBINATION", 'commit="explicit" needs something to commit', field="commit")
+            raise refused('commit="explicit" needs something to commit', "commit")
         for name in FACTORS:
             if options.late_token_factors and any(getattr(term, name) is not None for term in checked):
-                raise invalid_argument(
-                    "INVALID_COMBINATION", f"{name} are for a call of their own: late_token_factors multiply the loss", field=name
-                )
+                raise refused(f"{name} are for a call of their own: late_token_factors multiply the loss", name)
         attempt = call.attempt
         if attempt is not None:
             attempt = check_integer(attempt, "attempt")
             if not contributes:
-                raise invalid_argument("INVALID_COMBINATION", "attempt must be left out: nothing is added", field="attempt")
+                raise refused("attempt must be left out: nothing is added", "attempt")
         data_type = rows.data_type
         if call.grad_hidden_dtype is not None:
             data_type = _arrays.data_type_name(call.grad_hidden_dtype, "grad_hidden_dtype")
         out = None
         if call.grad_hidden_out is not None:
             if not options.return_grad_hidden:
-                raise invalid_argument("INVALID_COMBINATION", "there is no grad_hidden to write", field="grad_hidden_out")
+                raise refused("there is no grad_hidden to write", "grad_hidden_out")
             out = _requests.check_grad_hidden_out(call.grad_hidden_out, rows.shape, data_type)
             _requests.check_apart(out, rows, hidden_name)
             for term in checked:

@@ -19,8 +19,9 @@ from headwater._errors import (
     NotFoundError,
     StepLostError,
     UnavailableError,
-    invalid_argument,
     is_restarting,
+    must_be,
+    refused,
 )
 from headwater._head import Head
 from headwater._types import check_integer, check_number
@@ -157,9 +158,7 @@ class Meeting:
         each_rank: bool = False,
     ):
         if not isinstance(checkpoint_name, str) or "{step}" not in checkpoint_name:
-            raise invalid_argument(
-                "INVALID_NAME", f"checkpoint_name must contain {{step}}, got {checkpoint_name!r}", field="checkpoint_name"
-            )
+            raise must_be("checkpoint_name", "a string with {step}", checkpoint_name, "INVALID_NAME")
         self._heads = heads
         self._state = state
         self._name = checkpoint_name
@@ -349,7 +348,7 @@ def train(
     """
     trained = [heads] if isinstance(heads, Head) else list(heads)
     if not trained or any(not head.spec.trainable for head in trained):
-        raise invalid_argument("INVALID_COMBINATION", "train needs trainable heads", field="heads")
+        raise refused("train needs trainable heads", "heads")
     every = check_integer(checkpoint_every, "checkpoint_every", low=1)
     meeting = Meeting(trained, state, checkpoint_name, timeout_s)
 

@@ -5,19 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
-from headwater._errors import invalid_argument
+from headwater._errors import invalid_argument, must_be, refused
 
 Result = TypeVar("Result")
-
-
-def _refuse(name: str, expected: str, number: float) -> NoReturn:
-    raise invalid_argument(
-        "INVALID_FIELD", f"{name} must be {expected}, got {number!r}", field=name, expected=expected, actual=number
-    )
 
 
 # How types of elements begin that are no real numbers: those of words and records by their byte order.
@@ -35,7 +29,7 @@ def _to_number(value: Any, name: str) -> float:
     if type(value) is float:  # most are
         return value
     if not _is_number(value) or not hasattr(value, "__float__"):
-        raise invalid_argument("INVALID_FIELD", f"{name} must be a number, got {type(value).__name__}", field=name)
+        raise must_be(name, "a number", type(value))
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # an array of several elements, an integer beyond fp64
@@ -62,7 +56,7 @@ def check_number(
     if not math.isfinite(number) or not inside or (nonzero and number == 0):
         left, right = "(" if low_open or low == -math.inf else "[", ")" if high_open or high == math.inf else "]"
         expected = "finite" if low == -math.inf and high == math.inf else f"in {left}{low:g}, {high:g}{right}"
-        _refuse(name, expected + (", not 0" if nonzero else ""), number)
+        raise must_be(name, expected + (", not 0" if nonzero else ""), number)
     return number
 
 
@@ -88,7 +82,7 @@ def _check_float32(value: Any, name: str, kind: str, holds: Callable[[float], bo
     # As server/service/field_check.cc has it: what rounds to a finite float32 may be beyond the largest one by half a unit.
     number = _to_number(value, name)
     if not -_FLOAT32_END < number < _FLOAT32_END or not holds(number):
-        _refuse(name, f"{kind} that is finite in float32", number)
+        raise must_be(name, f"{kind} that is finite in float32", number)
     return number
 
 
@@ -112,16 +106,13 @@ def check_integer(value: Any, name: str, *, low: int = 0, high: int = 2**63 - 1)
     if type(value) is int and low <= value <= high:  # most are
         return value
     if not _is_number(value) or not hasattr(value, "__index__"):
-        raise invalid_argument("INVALID_FIELD", f"{name} must be an integer, got {value!r}", field=name)
+        raise must_be(name, "an integer", value)
     try:
         number = value.__index__()
     except TypeError as error:  # an array
         raise invalid_argument("INVALID_FIELD", f"{name} must be one integer: {error}", field=name) from None
     if not low <= number <= high:
-        expected = f"in [{low}, {high}]"
-        raise invalid_argument(
-            "INVALID_FIELD", f"{name} must be {expected}, got {number}", field=name, expected=expected, actual=number
-        )
+        raise must_be(name, f"in [{low}, {high}]", number)
     return number
 
 
@@ -176,9 +167,9 @@ class SGD(_Optimizer):
         check_number(self.dampening, "dampening", low=0, high=1)
         check_not_negative(self.weight_decay, "weight_decay")
         if not isinstance(self.nesterov, (bool, np.bool_)):
-            raise invalid_argument("INVALID_FIELD", f"nesterov must be True or False, got {self.nesterov!r}", field="nesterov")
+            raise must_be("nesterov", "True or False", self.nesterov)
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
-            raise invalid_argument("INVALID_COMBINATION", "nesterov needs momentum > 0 and dampening == 0", field="nesterov")
+            raise refused("nesterov needs momentum > 0 and dampening == 0", "nesterov")
 
 
 @dataclass(frozen=True)
@@ -245,18 +236,13 @@ class HeadSpec:
             check_integer(self.staging_slots, "staging_slots")
         check_integer(self.initial_step, "initial_step")
         if self.parallelism not in PARALLELISMS:
-            raise invalid_argument(
-                "INVALID_FIELD",
-                f"parallelism must be one of {', '.join(PARALLELISMS)}; got {self.parallelism!r}",
-                field="parallelism",
-                actual=self.parallelism,
-            )
+            raise must_be("parallelism", f"one of {', '.join(PARALLELISMS)}", self.parallelism)
         if self.optimizer is not None and not isinstance(self.optimizer, (AdamW, SGD)):
-            raise invalid_argument("INVALID_FIELD", "optimizer must be headwater.AdamW, headwater.SGD or None", field="optimizer")
+            raise must_be("optimizer", "headwater.AdamW, headwater.SGD or None", self.optimizer)
         if self.optimizer is not None and not self.trainable:
-            raise invalid_argument("INVALID_COMBINATION", "a frozen head takes no optimizer", field="optimizer")
+            raise refused("a frozen head takes no optimizer", "optimizer")
         if self.staging_slots and not self.trainable:
-            raise invalid_argument("INVALID_COMBINATION", "a frozen head takes no staging slots", field="staging_slots")
+            raise refused("a frozen head takes no staging slots", "staging_slots")
 
     @property
     def valid_size(self) -> int:
@@ -432,7 +418,7 @@ class LossResult:
 
     def _decidable(self) -> Any:
         if self._decision is None:
-            raise invalid_argument("INVALID_COMBINATION", 'only a micro-batch with commit="explicit" is decided', field="commit")
+            raise refused('only a micro-batch with commit="explicit" is decided', "commit")
         return self._decision
 
 

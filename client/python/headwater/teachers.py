@@ -29,7 +29,7 @@ import numpy as np
 
 from headwater import _arrays, _safetensors
 from headwater._arrays import HostArray
-from headwater._errors import invalid_argument, make_error
+from headwater._errors import invalid_argument, make_error, must_be, refused, wrong_shape
 from headwater._head import Head
 from headwater._requests import check_bool
 from headwater._types import check_integer
@@ -67,7 +67,7 @@ class Writer:
         shard_bytes: int = _SHARD_BYTES,
     ):
         if not isinstance(model, str):
-            raise invalid_argument("INVALID_FIELD", f"model must be a string, got {type(model).__name__}", field="model")
+            raise must_be("model", "a string", type(model))
         self._folder = Path(folder)
         self._model = model
         self._tokenizer_size = check_integer(tokenizer_size, "tokenizer_size", low=1)
@@ -81,7 +81,7 @@ class Writer:
         self._sequences = 0
         self._folder.mkdir(parents=True, exist_ok=True)
         if (self._folder / _INDEX).exists() or any(self._folder.glob("rows-*.safetensors")):
-            raise invalid_argument("INVALID_COMBINATION", f"{self._folder} has stored rows; take another folder", field="folder")
+            raise refused(f"{self._folder} has stored rows; take another folder", "folder")
 
     def __enter__(self) -> Writer:
         return self
@@ -102,16 +102,10 @@ class Writer:
         array = _arrays.from_any(rows, "rows")
         if len(array.shape) != 2 or array.shape[0] == 0 or array.shape[1] != (self._hidden_size or array.shape[1]):
             width = "hidden_size" if self._hidden_size is None else self._hidden_size
-            raise invalid_argument(
-                "SHAPE_MISMATCH", f"rows must have shape (tokens, {width}), at least one, got {array.shape}", field="rows"
-            )
+            raise wrong_shape("rows", f"(at least one token, {width})", array.shape)
         ids, least, largest = _arrays.int_vector(token_ids, "token_ids", array.shape[0])
         if least < 0 or largest >= self._tokenizer_size:
-            raise invalid_argument(
-                "INVALID_FIELD",
-                f"token_ids must be in [0, {self._tokenizer_size}), got {least if least < 0 else largest}",
-                field="token_ids",
-            )
+            raise must_be("token_ids", f"in [0, {self._tokenizer_size})", least if least < 0 else largest)
         if self._data_type is None:
             self._data_type = array.data_type
         if array.data_type != self._data_type:
@@ -217,9 +211,7 @@ class Reader:
                 "MISSING_FIELD", f"the rows in {self._folder} have not passed the model's final norm: pass norm=", field="norm"
             )
         if norm is not None and self.final_norm:
-            raise invalid_argument(
-                "INVALID_COMBINATION", f"the rows in {self._folder} have passed the final norm: leave norm= out", field="norm"
-            )
+            raise refused(f"the rows in {self._folder} have passed the final norm: leave norm= out", "norm")
         self._norm = norm
 
     def __len__(self) -> int:

@@ -27,6 +27,7 @@ from headwater._errors import (
     HeadwaterError,
     MicroBatchConflictError,
     invalid_argument,
+    refused,
 )
 from headwater._head import Head
 from headwater._types import LossResult
@@ -244,12 +245,11 @@ class ScalarOutcome(OneCallOutcome):
         declared = self._declared_scale or 0.0
         self._check_first("one headwater loss with loss_scale=", "its contribution was added once, at forward")
         if not abs(upstream - declared) <= _SCALE_TOLERANCE * abs(declared):
-            raise invalid_argument(
-                "INVALID_COMBINATION",
+            raise refused(
                 f"loss_scale={declared:g} was declared as the upstream gradient, but {upstream:g} came; the head's gradient of "
                 "this step was made for the declared one: discard it (Head.discard_gradient), and leave loss_scale= out if the "
                 "scale varies",
-                field="loss_scale",
+                "loss_scale",
                 expected=declared,
                 actual=upstream,
             )
@@ -446,11 +446,7 @@ class RemoteLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         # Not once_differentiable: that stays silent where `upstream` requires no gradient, and the second derivative would be lost.
         if torch.is_grad_enabled():
-            raise invalid_argument(
-                "INVALID_COMBINATION",
-                "a headwater loss has no second derivative: leave create_graph=True out",
-                field="create_graph",
-            )
+            raise refused("a headwater loss has no second derivative: leave create_graph=True out", "create_graph")
         grad_hidden = ctx.outcome.backward(upstream)
         if grad_hidden is None or not ctx.needs_input_grad[0]:
             return None, None, None, None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from headwater._errors import FailedPreconditionError, HeadwaterError, NotFoundError, invalid_argument
+from headwater._errors import FailedPreconditionError, HeadwaterError, NotFoundError, invalid_argument, refused
 from headwater._head import Head
 from headwater._types import SealResult, check_max_grad_norm
 from headwater.torch import _gradients
@@ -85,9 +85,7 @@ class JointStep:
 
     def _check_groups(self) -> None:
         if isinstance(self._optimizer, torch.optim.LBFGS):
-            raise invalid_argument(
-                "INVALID_COMBINATION", "LBFGS computes several losses in a step: a head has one", field="optimizer"
-            )
+            raise refused("LBFGS computes several losses in a step: a head has one", "optimizer")
         groups = self._optimizer.param_groups
         for remote in self._trained:
             group = remote.config.param_group
@@ -96,10 +94,9 @@ class JointStep:
                     "INVALID_FIELD", f"param_group is {group}, but the optimizer has {len(groups)} groups", field="param_group"
                 )
             if group is None and remote.served and len({float(group["lr"]) for group in groups}) > 1:
-                raise invalid_argument(
-                    "INVALID_COMBINATION",
+                raise refused(
                     "the optimizer's groups have different learning rates: pass param_group= of the one whose rate the head has",
-                    field="param_group",
+                    "param_group",
                 )
 
     def close(self) -> None:
@@ -220,7 +217,7 @@ class JointStep:
         groups = self._optimizer.param_groups
         rates = {float(groups[remote.config.param_group or 0]["lr"]) for remote in self._trained if remote.served}
         if len(rates) > 1:
-            raise invalid_argument("INVALID_COMBINATION", "heads of one trainer have one param_group", field="param_group")
+            raise refused("heads of one trainer have one param_group", "param_group")
         return rates.pop() if rates else 0.0
 
     def _overflow_found(self) -> bool:
