@@ -9,10 +9,11 @@ import time
 import uuid
 from typing import Any
 
-from headwater import _arrays
+from headwater import _arrays, _wire
 from headwater._errors import HeadwaterError, invalid_argument, make_error, refused, wrong_shape
 from headwater._futures import as_future
 from headwater._head import Head
+from headwater._messages import head_info, head_spec_message
 from headwater._remote import RemoteBackend
 from headwater._requests import check_bool, check_choice
 from headwater._teacher import Teacher
@@ -222,11 +223,11 @@ class Client:
         _check_expected_step(expected_step, spec, if_exists)
         if trainable:
             _check_no_embedding(weight)
-        info, created = self._backend.create_head(name, spec, if_exists != "fail", timeout_s)
+        info, created = self._create(name, spec, if_exists != "fail", timeout_s)
         if if_exists == "replace" and not created:
             # Not `set_weight`, which leaves the number of the open step: a run with other weights begins at its first one.
-            self._backend.delete_head(name, info.epoch, True, timeout_s)
-            info, created = self._backend.create_head(name, spec, False, timeout_s)
+            self._backend.call("DeleteHead", timeout_s, name=name, epoch=info.epoch, force=True)
+            info, created = self._create(name, spec, False, timeout_s)
         self._backend.unconfirmed.pop(name, None)
         if not created and weight_array is not None:
             info = self._await_weights(info, timeout_s)
@@ -241,11 +242,17 @@ class Client:
             if created:
                 # A head without weights is of no use to the caller, who does not get a handle to it.
                 with contextlib.suppress(HeadwaterError):
-                    self._backend.delete_head(name, b"", True, timeout_s)
+                    self._backend.call("DeleteHead", timeout_s, name=name, force=True)
             raise
         if not created and weight_array is not None:
             self._compare_weights(head, info, {"weight": weight_array, "bias": bias_array}, expected_step, timeout_s)
         return head
+
+    def _create(self, name: str, spec: HeadSpec, attach: bool, timeout_s: float) -> tuple[HeadInfo, bool]:
+        """A head of this specification, and whether it is new."""
+        if_exists = _wire.IF_EXISTS_ATTACH_IF_SAME_SPEC if attach else _wire.IF_EXISTS_FAIL
+        reply = self._backend.call("CreateHead", timeout_s, name=name, spec=head_spec_message(spec), if_exists=if_exists)
+        return head_info(reply.head), reply.created
 
     def _compare_weights(
         self,
@@ -305,7 +312,7 @@ class Client:
                     {"head": info.name},
                 )
             time.sleep(_WEIGHTS_POLL_S)
-            info = self._backend.get_head(info.name, timeout_s)
+            info = head_info(self._backend.call("GetHead", timeout_s, name=info.name))
         return info
 
     def head(self, name: str, *, expected_step: int | None = None, timeout_s: float | None = None) -> Head:
@@ -318,13 +325,14 @@ class Client:
             StepMismatchError: it is at another step; `.checkpoints` are the steps that `Head.restore` can go to.
         """
         timeout_s = self._timeout(timeout_s)
-        head = Head(self._backend, self._backend.get_head(full_name(name, self._tenant), timeout_s))
+        head = Head(self._backend, head_info(self._backend.call("GetHead", timeout_s, name=full_name(name, self._tenant))))
         head._check_step(expected_step, timeout_s)
         return head
 
     def heads(self, *, timeout_s: float | None = None) -> list[HeadInfo]:
         """All heads of the tenant, by name."""
-        return self._backend.list_heads(f"tenants/{self._tenant}", self._timeout(timeout_s))
+        pages = self._backend.pages("ListHeads", self._timeout(timeout_s), parent=f"tenants/{self._tenant}")
+        return [head_info(head) for page in pages for head in page.heads]
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """Version, devices, limits and features."""

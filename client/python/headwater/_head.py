@@ -16,6 +16,7 @@ from headwater._errors import HeadwaterError, checkpoints_in, invalid_argument, 
 from headwater._export import export
 from headwater._futures import as_future
 from headwater._losses import HeadLosses
+from headwater._messages import checkpoint_info, expected_message, head_info, head_step, read, step_of, step_result
 from headwater._remote import RemoteBackend
 from headwater._requests import Expected, Progress, StepKey
 from headwater._types import (
@@ -87,6 +88,10 @@ class Head(HeadLosses):
             raise refused(f"{self._name} is frozen: it has no steps", "step")
         return StepKey(self._name, self.epoch, check_integer(number, "step"))
 
+    def _at_epoch(self) -> dict[str, Any]:
+        """The fields of a request that name the head as this object knows it."""
+        return {"name": self._name, "epoch": self.epoch}
+
     def _check_step(self, expected: int | None, timeout_s: float) -> None:
         """Raises StepMismatchError unless the head stands at this step; None: at any."""
         if expected is None:
@@ -99,7 +104,7 @@ class Head(HeadLosses):
         metadata = {"head": self._name, "openStep": str(key.step), "step": str(expected)}
         try:
             # No step that the server would wait for: it refuses the call, and names the head's checkpoints.
-            self._backend.gradient_norm_squared(StepKey(key.head, key.epoch, key.step + 2), 1.0, timeout_s)
+            self._call("GetGradientNorm", timeout_s, head=head_step(StepKey(key.head, key.epoch, key.step + 2)))
         except HeadwaterError as error:
             metadata["checkpoints"] = error.metadata.get("checkpoints", "")
         known = checkpoints_in(metadata)
@@ -227,7 +232,8 @@ class Head(HeadLosses):
 
     def step_state(self, *, timeout_s: float | None = None) -> StepStatus:
         """The open and the last closed step, with every micro-batch: how a client that lost an answer finds out."""
-        return self._backend.step_state(self._name, self.epoch, self._timeout(timeout_s))
+        reply = self._call("GetStep", timeout_s, head={"head": self._name, "head_epoch": self.epoch})
+        return StepStatus(step_of(reply.open), step_of(reply.last_closed) if reply.HasField("last_closed") else None)
 
     def seal(
         self,
@@ -248,7 +254,8 @@ class Head(HeadLosses):
         expected = _check_expected(expected_micro_batches)
         wait = _requests.check_bool(wait, "wait")
         key = self._key(step)
-        result = self._backend.seal(key, expected, wait, self._timeout(timeout_s))
+        reply = self._call("SealStep", timeout_s, head=head_step(key), expected=expected_message(expected), wait=wait)
+        result = step_result(SealResult, reply)
         self._last_seal = key, result.totals.micro_batch_count
         return result
 
@@ -315,7 +322,9 @@ class Head(HeadLosses):
                 "discard_gradient() closes the step unchanged",
                 field="expected_micro_batches",
             )
-        result = self._backend.apply(key, expected, self._timeout(timeout_s), **settings)
+        ids = None if expected is None else expected_message(expected)
+        reply = self._call("ApplyOptimizerStep", timeout_s, head=head_step(key), expected=ids, **settings)
+        result = step_result(ApplyResult, reply)
         self.step = result.open_step
         return result
 
@@ -325,7 +334,7 @@ class Head(HeadLosses):
 
     def discard_gradient(self, *, step: int | None = None, timeout_s: float | None = None) -> DiscardGradientResult:
         """Closes the step with the weights unchanged, and opens the next one. Idempotent."""
-        result = self._backend.discard_gradient(self._key(step), self._timeout(timeout_s))
+        result = read(DiscardGradientResult, self._call("DiscardGradient", timeout_s, head=head_step(self._key(step))))
         self.step = result.open_step
         return result
 
@@ -347,14 +356,19 @@ class Head(HeadLosses):
         """
         if bias and not self._spec.has_bias:
             raise refused(f"{self._name} has no bias", "bias")
-        key, factor, timeout_s = self._key(step), check_factor(gradient_factor, "gradient_factor"), self._timeout(timeout_s)
-        weight = self._backend.gradient(key, "weight", self._spec, factor, timeout_s)
-        return (weight, self._backend.gradient(key, "bias", self._spec, factor, timeout_s)) if bias else weight
+        fields = {"head": head_step(self._key(step)), "gradient_factor": check_factor(gradient_factor, "gradient_factor")}
+        remaining_s = self._timeout(timeout_s)
+        weight, *rest = (
+            self._backend.receive("DownloadGradient", tensor, self._spec, _arrays.FLOAT32, remaining_s, **fields)
+            for tensor in ("weight", "bias")[: 1 + bias]
+        )
+        return (weight, *rest) if bias else weight
 
     def gradient_norm(self, *, gradient_factor: float = 1.0, step: int | None = None, timeout_s: float | None = None) -> float:
         """L2 norm of what the open or sealed step has accumulated (weight and bias together), times |gradient_factor|."""
         factor = check_factor(gradient_factor, "gradient_factor")
-        return math.sqrt(self._backend.gradient_norm_squared(self._key(step), factor, self._timeout(timeout_s)))
+        reply = self._call("GetGradientNorm", timeout_s, head=head_step(self._key(step)), gradient_factor=factor)
+        return math.sqrt(reply.gradient_norm_squared)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -468,7 +482,8 @@ class Head(HeadLosses):
         for _ in range(_REPLACE_TRIES):
             for tensor, array in arrays.items():
                 part = f"{upload_id}-{tensor[0]}"
-                info = self._backend.upload(self._name, key.epoch, tensor, array, part, remaining_s, closes_step=key.step)
+                fields = {"name": self._name, "epoch": key.epoch, "upload_id": part, "closes_step": key.step}
+                info = self._backend.upload(tensor, array, remaining_s, **fields)
             if info.open_step != key.step:
                 break  # otherwise the server was started again in between, and has lost the first tensor
         self.step = info.open_step
@@ -492,8 +507,8 @@ class Head(HeadLosses):
         return arrays
 
     def _upload(self, tensor: str, array: HostArray, upload_id: str, on_progress: Progress | None, timeout_s: float) -> HeadInfo:
-        info = self._backend.upload(self._name, self.epoch, tensor, array, upload_id, timeout_s, on_progress=on_progress)
-        return self._adopt(info)
+        fields = {**self._at_epoch(), "upload_id": upload_id}
+        return self._adopt(self._backend.upload(tensor, array, timeout_s, on_progress=on_progress, **fields))
 
     def load(self, path: str, *, weight_tensor: str = "", bias_tensor: str = "", timeout_s: float | None = None) -> HeadInfo:
         """Reads weights from a safetensors file or a Hugging Face model folder under the server's load root. A new epoch follows.
@@ -508,16 +523,18 @@ class Head(HeadLosses):
             NotFoundError: `WEIGHTS_NOT_FOUND`: no such file or tensor, or none that can be chosen; the message lists what is there.
             FailedPreconditionError: `CHECKPOINT_SPEC_MISMATCH`: another shape, or a bias and the head has none (`bias=True`).
         """
-        info = self._backend.load(self._name, self.epoch, path, weight_tensor, bias_tensor, self._timeout(timeout_s))
+        tensors = {"weight_tensor": weight_tensor, "bias_tensor": bias_tensor}
+        info = self._call("LoadWeights", timeout_s, **self._at_epoch(), path=path, **tensors)
         self._confirm()
-        return self._adopt(info)
+        return self._adopt(head_info(info))
 
     # ---- checkpoints and life ---------------------------------------------------------------------------------------
 
     def save(self, checkpoint: str, *, overwrite: bool = False, timeout_s: float | None = None) -> SaveResult:
         """Writes weights, optimizer state and step, as they were when the open step began. Complete or not there at all."""
         checkpoint = _requests.check_checkpoint_name(checkpoint)
-        return self._backend.save(self._name, self.epoch, checkpoint, overwrite, self._timeout(timeout_s))
+        fields = {**self._at_epoch(), "checkpoint": checkpoint, "overwrite": overwrite}
+        return read(SaveResult, self._call("SaveCheckpoint", timeout_s, **fields))
 
     def checkpoints(self, *, timeout_s: float | None = None) -> list[CheckpointInfo]:
         """The checkpoints under this head's name, newest first; damaged ones last.
@@ -527,14 +544,15 @@ class Head(HeadLosses):
         Raises:
             FailedPreconditionError: `STORAGE_NOT_CONFIGURED`.
         """
-        return self._backend.list_checkpoints(self._name, self._timeout(timeout_s))
+        pages = self._backend.pages("ListCheckpoints", self._timeout(timeout_s), name=self._name)
+        return [checkpoint_info(checkpoint) for page in pages for checkpoint in page.checkpoints]
 
     def restore(self, checkpoint: str, *, timeout_s: float | None = None) -> HeadInfo:
         """Sets the head to a checkpoint: a new epoch, the checkpoint's step, nothing accumulated."""
         checkpoint = _requests.check_checkpoint_name(checkpoint)
-        info = self._backend.restore(self._name, self.epoch, checkpoint, self._timeout(timeout_s))
+        info = self._call("RestoreCheckpoint", timeout_s, **self._at_epoch(), checkpoint=checkpoint)
         self._confirm()
-        return self._adopt(info)
+        return self._adopt(head_info(info))
 
     def take(self, *, only_if_current: bool = False, expected_step: int | None = None, timeout_s: float | None = None) -> HeadInfo:
         """Takes the head over for a new run: a new epoch, an empty open step; weights, optimizer state and the step's number stay.
@@ -554,12 +572,12 @@ class Head(HeadLosses):
         epoch = self.epoch if _requests.check_bool(only_if_current, "only_if_current") else b""
         remaining_s = self._timeout(timeout_s)
         if expected_step is not None:
-            Head(self._backend, self._backend.get_head(self._name, remaining_s))._check_step(expected_step, remaining_s)
-        return self._adopt(self._backend.take_head(self._name, epoch, remaining_s))
+            Head(self._backend, self.info(timeout_s=remaining_s))._check_step(expected_step, remaining_s)
+        return self._adopt(head_info(self._call("TakeHead", remaining_s, name=self._name, epoch=epoch)))
 
     def info(self, *, timeout_s: float | None = None) -> HeadInfo:
         """The head as the server has it now. Does not change what this object believes: compare `epoch`."""
-        return self._backend.get_head(self._name, self._timeout(timeout_s))
+        return head_info(self._call("GetHead", timeout_s, name=self._name))
 
     def delete(self, *, force: bool = False, timeout_s: float | None = None) -> None:
         """Frees the head; checkpoints stay.
@@ -567,7 +585,7 @@ class Head(HeadLosses):
         Raises:
             FailedPreconditionError: `HEAD_IN_USE`: the open step is not empty, and `force` is not set.
         """
-        self._backend.delete_head(self._name, self.epoch, force, self._timeout(timeout_s))
+        self._call("DeleteHead", timeout_s, **self._at_epoch(), force=force)
 
     add_gradient_future = as_future(add_gradient, threads="gradient")
     commit_future = as_future(commit)

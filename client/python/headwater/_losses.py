@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec
 from headwater import _arrays, _requests, _terms
 from headwater._errors import FailedPreconditionError, invalid_argument, refused
 from headwater._futures import Future
+from headwater._messages import head_step, tensor_message
 from headwater._requests import FACTORS, ComputeRequest, StepKey
 from headwater._terms import CrossEntropyCall, HeadReference, JsdCall, LossCall, MultiCall, Term, spread
 from headwater._types import LossResult, check_factor, check_integer, check_number, result_of
@@ -166,6 +167,10 @@ class HeadLosses(HeadReference):
     def _timeout(self, timeout_s: float | None) -> float:
         return self._backend.timeout_s if timeout_s is None else check_number(timeout_s, "timeout_s", low=0, low_open=True)
 
+    def _call(self, method: str, timeout_s: float | None, **fields: Any) -> Any:
+        """Makes a call of an RPC, by its name, with these fields of its request, and returns the answer's message."""
+        return self._backend.call(method, self._timeout(timeout_s), **fields)
+
     def _prepare(self, call: LossCall) -> _Prepared:
         timeout_s = self._timeout(call.timeout_s)
         hidden_name = call.rows_field
@@ -251,12 +256,16 @@ class HeadLosses(HeadReference):
         micro_batch = check_integer(micro_batch, "micro_batch")
         attempt = None if attempt is None else check_integer(attempt, "attempt")
         factor, vector = check_factor(factor), _requests.check_token_factors(token_factors)
-        return self._backend.commit(keys, micro_batch, attempt, factor, vector, self._timeout(timeout_s))
+        fields = {"micro_batch": micro_batch, "attempt": attempt, "factor": factor}
+        if vector is not None:
+            fields["token_factors"] = tensor_message(vector)
+        return bool(self._call("CommitMicroBatch", timeout_s, heads=map(head_step, keys), **fields).replayed)
 
     def _discard(self, keys: tuple[StepKey, ...], micro_batch: int, attempt: int | None, timeout_s: float | None) -> bool:
         micro_batch = check_integer(micro_batch, "micro_batch")
         attempt = None if attempt is None else check_integer(attempt, "attempt")
-        return self._backend.discard(keys, micro_batch, attempt, self._timeout(timeout_s))
+        fields = {"micro_batch": micro_batch, "attempt": attempt}
+        return bool(self._call("DiscardMicroBatch", timeout_s, heads=map(head_step, keys), **fields).dropped)
 
 
 class _Decision:

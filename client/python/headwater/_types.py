@@ -278,7 +278,7 @@ class HeadInfo:
     epoch: bytes  # 16 bytes
     state: str  # "LOADING", "READY", "LOST", or "RESTORED": brought back by a restarted server, waits for `Head.take`
     weight_version: int
-    open_step: int | None  # None for a frozen head
+    open_step: int | None = None  # None for a frozen head
     shards: tuple[VocabShard, ...] = ()
     memory_plan: MemoryPlan | None = None
     create_time_s: float = 0.0  # seconds since 1970
