@@ -254,25 +254,7 @@ class FeatureNotBuiltError(UnimplementedError):
     """Part of the API that this build does not have; `metadata["feature"]` says which."""
 
 
-_CODE_CLASSES: dict[str, type[HeadwaterError]] = {
-    cls.code: cls
-    for cls in (
-        InvalidArgumentError,
-        NotFoundError,
-        AlreadyExistsError,
-        FailedPreconditionError,
-        AbortedError,
-        ResourceExhaustedError,
-        UnavailableError,
-        UnimplementedError,
-        DataLossError,
-        CancelledError,
-        DeadlineExceededError,
-        InternalError,
-        UnauthenticatedError,
-        PermissionDeniedError,
-    )
-}
+_CODE_CLASSES: dict[str, type[HeadwaterError]] = {cls.code: cls for cls in HeadwaterError.__subclasses__()}
 
 _REASON_CLASSES: dict[str, type[HeadwaterError]] = {
     "EPOCH_FENCED": EpochFencedError,

@@ -164,7 +164,7 @@ class Head(HeadLosses):
             FailedPreconditionError: `WEIGHT_VERSION_MISMATCH`: it was HELD, and its teacher's weights have changed.
             PermissionDeniedError: `NOT_SESSION_OWNER`: another client submitted it.
         """
-        return self._commit((self._key(step),), micro_batch, factor, token_factors, attempt, timeout_s)
+        return self._commit((self._key(step),), micro_batch, factor, token_factors, timeout_s, attempt)
 
     def discard(
         self, *, micro_batch: int, step: int | None = None, attempt: int | None = None, timeout_s: float | None = None
@@ -182,7 +182,7 @@ class Head(HeadLosses):
             MicroBatchConflictError: it was committed, and stays.
             PermissionDeniedError: `NOT_SESSION_OWNER`: another client submitted it.
         """
-        return self._discard((self._key(step),), micro_batch, attempt, timeout_s)
+        return self._discard((self._key(step),), micro_batch, timeout_s, attempt)
 
     def add_gradient(
         self,

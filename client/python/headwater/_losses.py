@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 from headwater import _arrays, _requests, _terms
 from headwater._errors import FailedPreconditionError, invalid_argument, refused
-from headwater._futures import Future
+from headwater._futures import Future, named_future
 from headwater._messages import head_step, tensor_message
 from headwater._requests import FACTORS, ComputeRequest, StepKey
 from headwater._terms import CrossEntropyCall, HeadReference, JsdCall, LossCall, MultiCall, Term, spread
@@ -43,10 +43,14 @@ def _as_loss_future(method: Callable[Concatenate[Any, P], LossResult]) -> Callab
             lambda answer: self._finish(prepared, answer),
         )
 
-    start.__name__ = method.__name__ + "_future"
-    start.__qualname__ = method.__qualname__ + "_future"
-    start.__doc__ = f"Starts `{method.__name__}` with these arguments and returns its `Future` at once."
-    return start
+    return named_future(method, start)
+
+
+class _Decision(NamedTuple):
+    """What `LossResult.commit` and `LossResult.discard` call."""
+
+    commit: Callable[[float, Any, float | None], bool]
+    discard: Callable[[float | None], bool]
 
 
 class HeadLosses(HeadReference):
@@ -178,7 +182,7 @@ class HeadLosses(HeadReference):
         terms: tuple[Term, ...] = tuple(call.terms) if hasattr(call.terms, "__iter__") else (call.terms,)
         if not terms:
             raise invalid_argument("MISSING_FIELD", "at least one term is required", field="terms")
-        rows = _requests.check_rows(hidden, hidden_name, self._spec.hidden_size, self._backend.row_memory)
+        rows = _requests.check_rows(hidden, hidden_name, self._spec.hidden_size, on_device=True)
         options = _requests.check_options(call)
         checked = tuple(_terms.check_term(self, term, rows, hidden_name, options.backward) for term in terms)
         _terms.check_one_step(checked)
@@ -236,7 +240,8 @@ class HeadLosses(HeadReference):
         fields = _requests.finish(prepared.compaction, request, answered, prepared.grad_hidden_out)
         decision = None
         if request.micro_batch is not None and request.options.explicit:
-            decision = _Decision(self, request.keys, request.micro_batch)
+            place = request.keys, request.micro_batch
+            decision = _Decision(functools.partial(self._commit, *place), functools.partial(self._discard, *place))
         fields["_decision"] = decision
         return result_of(LossResult, fields)
 
@@ -250,8 +255,8 @@ class HeadLosses(HeadReference):
         micro_batch: int,
         factor: float,
         token_factors: Any,
-        attempt: int | None,
         timeout_s: float | None,
+        attempt: int | None = None,
     ) -> bool:
         micro_batch = check_integer(micro_batch, "micro_batch")
         attempt = None if attempt is None else check_integer(attempt, "attempt")
@@ -261,25 +266,8 @@ class HeadLosses(HeadReference):
             fields["token_factors"] = tensor_message(vector)
         return bool(self._call("CommitMicroBatch", timeout_s, heads=map(head_step, keys), **fields).replayed)
 
-    def _discard(self, keys: tuple[StepKey, ...], micro_batch: int, attempt: int | None, timeout_s: float | None) -> bool:
+    def _discard(self, keys: tuple[StepKey, ...], micro_batch: int, timeout_s: float | None, attempt: int | None = None) -> bool:
         micro_batch = check_integer(micro_batch, "micro_batch")
         attempt = None if attempt is None else check_integer(attempt, "attempt")
         fields = {"micro_batch": micro_batch, "attempt": attempt}
         return bool(self._call("DiscardMicroBatch", timeout_s, heads=map(head_step, keys), **fields).dropped)
-
-
-class _Decision:
-    """What `LossResult.commit` and `LossResult.discard` decide."""
-
-    def __init__(self, head: HeadLosses, keys: tuple[StepKey, ...], micro_batch: int):
-        self._head = head
-        self._keys = keys
-        self._micro_batch = micro_batch
-
-    def commit(self, factor: float, token_factors: Any, timeout_s: float | None) -> bool:
-        """Adds it to all heads."""
-        return self._head._commit(self._keys, self._micro_batch, factor, token_factors, None, timeout_s)
-
-    def discard(self, timeout_s: float | None) -> bool:
-        """Drops it in all heads."""
-        return self._head._discard(self._keys, self._micro_batch, None, timeout_s)

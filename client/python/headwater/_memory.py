@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import sys
 import threading
@@ -90,7 +91,7 @@ def current_streams() -> Callable[[], Any]:
     """A context that makes this thread's CUDA stream current in a thread of the client's; without CUDA one that does nothing."""
     module = sys.modules.get("torch")
     if module is None or not module.cuda.is_available() or not module.cuda.is_initialized():
-        return _Nothing
+        return contextlib.nullcontext
     stream = module.cuda.current_stream()
     return lambda: _OnStream(module.cuda, stream)
 
@@ -113,11 +114,6 @@ class _OnStream:
 
     def __exit__(self, *_: object) -> None:
         self._cuda.set_stream(self._before)
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
 
 
 class Block(Protocol):
@@ -222,10 +218,6 @@ class RowMemory:
     def close(self) -> None:
         """Frees what is not in use."""
         self.host.close()
-
-    def device_rows(self, tensor: Any, data_type: str) -> Rows:
-        """The rows of a CUDA tensor: itself."""
-        return DeviceArray.over(tensor, data_type)
 
     def empty_answer(self, rows: Rows, data_type: str) -> Any:
         """Memory for a gradient of `rows`: an array, or a tensor where they stay on their device."""

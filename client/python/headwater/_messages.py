@@ -13,6 +13,7 @@ from headwater import _arrays, _wire
 from headwater._errors import invalid_argument
 from headwater._requests import (
     FACTORS,
+    TOKEN_OUTPUTS,
     ComputeRequest,
     CrossEntropyOptions,
     Expected,
@@ -47,15 +48,7 @@ Data = TypeVar("Data")
 _PLAIN_FIELDS = ("vocab_size", "hidden_size", "has_bias", "trainable", "staging_slots", "initial_step")
 
 _TENSORS = {"weight": _wire.HEAD_TENSOR_WEIGHT, "bias": _wire.HEAD_TENSOR_BIAS}
-_OUTPUTS = {
-    "token_loss": _wire.TOKEN_OUTPUT_LOSS,
-    "lse": _wire.TOKEN_OUTPUT_LSE,
-    "target_log_probability": _wire.TOKEN_OUTPUT_TARGET_LOG_PROBABILITY,
-    "entropy": _wire.TOKEN_OUTPUT_ENTROPY,
-    "argmax": _wire.TOKEN_OUTPUT_ARGMAX,
-    "mean_logits": _wire.TOKEN_OUTPUT_MEAN_LOGITS,
-    "log_sum_sq_probs": _wire.TOKEN_OUTPUT_LOG_SUM_SQ_PROBS,
-}
+_OUTPUTS = {name: getattr(_wire, f"TOKEN_OUTPUT_{name.removeprefix('token_').upper()}") for name in TOKEN_OUTPUTS}
 
 
 def seconds_of(message: Any) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 
 from headwater import _arrays
 from headwater._errors import invalid_argument, must_be, refused, wrong_shape, wrong_type
-from headwater._memory import DeviceArray, RowMemory, Rows, as_tensor, torch
+from headwater._memory import DeviceArray, Rows, as_tensor, torch
 from headwater._types import HeadSpec, check_integer, check_not_negative, check_number
 
 # Exactly 0 ... n-1, or exactly these ids.
@@ -187,13 +187,13 @@ def check_options(call: Any) -> SubmitOptions:
     )
 
 
-def check_rows(value: Any, field: str, hidden_size: int, memory: RowMemory | None = None) -> Any:
-    """Hidden states of shape (num_tokens, hidden_size); a CUDA tensor as `memory` wants it, else in host memory."""
+def check_rows(value: Any, field: str, hidden_size: int, *, on_device: bool = False) -> Any:
+    """Hidden states of shape (num_tokens, hidden_size); a CUDA tensor is brought to host memory unless it may stay `on_device`."""
     shape = tuple(value.shape) if hasattr(value, "shape") else _arrays.numbers(value, field).shape
     if len(shape) != 2 or shape[1] != hidden_size:
         _arrays.from_any(value, field)  # an element type that is wrong is said first
         raise wrong_shape(field, f"(num_tokens, {hidden_size})", shape)
-    return _arrays.from_any(value, field, device_rows=None if memory is None else memory.device_rows)
+    return _arrays.from_any(value, field, device_rows=DeviceArray.over if on_device else None)
 
 
 def check_grad_hidden_out(value: Any, shape: tuple[int, ...], data_type: str) -> Any:

@@ -348,7 +348,7 @@ def _teacher_rows(owner: HeadReference, term: JSD | JsdCall, row_count: int, hid
     for name in ("join_key", "total_rows", "row_indices", "teacher_dtype"):
         if getattr(term, name) is not None:
             raise refused(f"{name} belongs to teacher_hidden=headwater.JOIN; leave it out", name)
-    rows = _requests.check_rows(term.teacher_hidden, "teacher_hidden", teacher.spec.hidden_size, owner._backend.row_memory)
+    rows = _requests.check_rows(term.teacher_hidden, "teacher_hidden", teacher.spec.hidden_size, on_device=True)
     if rows.shape[0] != row_count:
         raise wrong_shape("teacher_hidden", (row_count, rows.shape[1]), rows.shape)
     return TeacherRows(teacher.name, teacher.epoch, rows)

@@ -326,19 +326,6 @@ class Timing:
     download_s: float = 0.0
 
 
-# The sums of a term, by name: fields of TermResult and LossResult alike.
-LOSS_SUMS = (
-    "loss_sum",
-    "soft_loss_sum",
-    "hard_loss_sum",
-    "z_loss_sum",
-    "valid_token_count",
-    "token_weight_sum",
-    "target_weight_sum",
-    "non_finite_row_count",
-)
-
-
 @dataclass(frozen=True)
 class TermResult:
     """What one loss term yields. Sums are over its valid rows, in nats, with token weights and without `loss_scale`."""
@@ -362,31 +349,18 @@ class TermResult:
     teacher_weight_version: int = 0
 
 
+# The sums of a term, by name: those that several terms have together.
+LOSS_SUMS = tuple(name for name in TermResult.__annotations__ if name.endswith(("_sum", "_count")))
+
+
 @dataclass(frozen=True)
-class LossResult:
-    """What a micro-batch yields. Sums are over valid rows, in nats, with token weights and without `loss_scale`.
+class LossResult(TermResult):
+    """What a micro-batch yields: the fields of its one term.
 
     Of several terms (`Head.multi`) the sums are added up, and per-token outputs and versions are in `terms` alone.
     """
 
-    loss_sum: float  # soft + hard + z-loss parts
-    soft_loss_sum: float  # the divergence's part; 0 for cross entropy
-    hard_loss_sum: float  # the cross entropy's part without z-loss
-    z_loss_sum: float
-    valid_token_count: int  # rows whose target is not ignored
-    token_weight_sum: float
-    target_weight_sum: float  # sum of token weight x class weight of the target: PyTorch's divisor of a mean
     grad_hidden: Any = None  # (num_tokens, hidden_size), in the kind and dtype of `hidden`; None if not computed
-    token_loss: Any = None  # (num_tokens,) float32, before token weight and scale; 0 for ignored rows
-    lse: Any = None  # (num_tokens,) float32
-    target_log_probability: Any = None  # (num_tokens,) float32
-    entropy: Any = None  # (num_tokens,) float32, nats
-    argmax: Any = None  # (num_tokens,) int32; -1 for ignored rows
-    mean_logits: Any = None  # (num_tokens,) float32: mean over the valid vocabulary
-    log_sum_sq_probs: Any = None  # (num_tokens,) float32: ln of the sum of squared probabilities
-    non_finite_row_count: int = 0
-    weight_version: int = 0
-    teacher_weight_version: int = 0
     state: str = "UNSPECIFIED"  # "COMMITTED", "STAGED", or "UNSPECIFIED" where nothing is added at all
     form: str = "UNSPECIFIED"  # "DIRECT", "STAGED", "HELD" or "UNSPECIFIED"
     replayed: bool = False  # nothing was added: the same micro-batch had been accepted before

@@ -14,7 +14,6 @@ import abc
 import functools
 import math
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from headwater._errors import (
     MicroBatchConflictError,
     invalid_argument,
     refused,
+    warn,
 )
 from headwater._head import Head
 from headwater._types import LossResult
@@ -81,21 +81,12 @@ def warn_of_held(head: Head) -> None:
     """Warns, once for each head, that a loss had no slot."""
     if not _warned[head]:
         _warned[head] = True
-        warnings.warn(
+        warn(
             f"a loss of {head.name} found all {head.spec.staging_slots} staging slots taken by losses that wait for backward; "
             "the server keeps its rows and computes the head's gradient again in backward, a third more work. "
             f"Create the head with staging_slots={head.spec.staging_slots + 1} or more, one for each loss before one backward",
             RuntimeWarning,
-            stacklevel=_frames_in_libraries(),
         )
-
-
-def _frames_in_libraries() -> int:
-    """The `stacklevel` by which the caller of this function's caller warns about the first line outside headwater and torch."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("headwater", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 class Contribution:
