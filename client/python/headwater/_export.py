@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from headwater import _arrays, _safetensors
 from headwater._arrays import HostArray
 from headwater._errors import make_error, refused
+from headwater._files import replace_file
 from headwater._types import HeadSpec
 
 DEFAULT_TENSOR = "lm_head.weight"
@@ -85,7 +85,7 @@ def export(head: Head, target: Any, tensor: str, dtype: Any, untie: bool, timeou
         arrays = {tensor or DEFAULT_TENSOR: download("weight", kind)}
         if head.spec.has_bias:
             arrays[_bias_of(tensor or DEFAULT_TENSOR)] = download("bias", kind)
-        _replace(path, lambda file: _safetensors.rewrite(None, arrays, file))
+        replace_file(path, lambda file: _safetensors.rewrite(None, arrays, file))
     else:
         raise make_error(
             "NOT_FOUND",
@@ -171,7 +171,7 @@ class _Files:
                     f"{file} is not there: expected {_SINGLE}, or {_INDEX} and its files, as save_pretrained writes them",
                     {"path": str(file)},
                 )
-            self.entries.update((name, (file, entry)) for name, entry in _safetensors.header_of(file).items())
+            self.entries.update((name, (file, entry)) for name, entry in _safetensors.contents_of(file).tensors.items())
         if not self.entries:
             raise refused(f"{path} has no tensors", "target")
 
@@ -252,7 +252,7 @@ def _into_files(
     _write(head, files, writes, data_type, download)
     if untie and files.config is not None:
         text = json.dumps(_untied(files.config), indent=2) + "\n"
-        _replace(files.folder / _CONFIG, lambda file: file.write(text.encode()))
+        replace_file(files.folder / _CONFIG, lambda file: file.write(text.encode()))
 
 
 def _untied(config: dict[str, Any]) -> dict[str, Any]:
@@ -279,25 +279,9 @@ def _write(head: Head, files: _Files, writes: dict[str, str], data_type: str | N
             downloaded[which, kind] = download(which, kind)
         by_file.setdefault(file, {})[name] = downloaded[which, kind]
     for file, arrays in by_file.items():
-        _replace(file, functools.partial(_safetensors.rewrite, file, arrays))
+        replace_file(file, functools.partial(_safetensors.rewrite, file, arrays))
     if files.index is not None:
         added = {name: file.name for file, arrays in by_file.items() for name in arrays if name not in files.entries}
         if added:
             index = {**files.index, "weight_map": {**files.index["weight_map"], **added}}
-            _replace(files.folder / _INDEX, lambda file: file.write((json.dumps(index, indent=2) + "\n").encode()))
-
-
-def _replace(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Writes a file beside `path`, and puts it in its place when it is complete and on the disk."""
-    unfinished = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        with unfinished.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, unfinished)
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+            replace_file(files.folder / _INDEX, lambda file: file.write((json.dumps(index, indent=2) + "\n").encode()))

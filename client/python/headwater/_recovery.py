@@ -23,6 +23,7 @@ from headwater._errors import (
     must_be,
     refused,
 )
+from headwater._files import replacing
 from headwater._head import Head
 from headwater._types import check_integer, check_number
 
@@ -100,20 +101,8 @@ class StateFiles:
         for left in self._directory.iterdir():  # by a process that was killed as it wrote: nobody else writes these
             if self._unfinished.fullmatch(left.name):
                 left.unlink(missing_ok=True)
-        unfinished = path.with_name(f".{os.getpid()}.{path.name}")  # with its end, which some writers look at
-        try:
+        with replacing(path) as unfinished:
             self._write(unfinished)
-            with unfinished.open("rb+") as file:
-                os.fsync(file.fileno())
-            unfinished.replace(path)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)  # a full disk needs the room
-            raise
-        directory = os.open(self._directory, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
         others = [old for old in self.steps() if old != step]
         for old in others[: max(len(others) - self._keep + 1, 0)] if self._keep else ():
             self._path(old).unlink(missing_ok=True)

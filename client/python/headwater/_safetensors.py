@@ -139,14 +139,6 @@ def contents_of(path: Path) -> Contents:
     return Contents(path, metadata, header, start)
 
 
-def header_of(path: Path) -> dict[str, dict[str, Any]]:
-    """A file's tensors by name, each with `dtype`, `shape` and `data_offsets`."""
-    with path.open("rb") as file:
-        header = _read_header(file, path, path.stat().st_size)[0]
-    header.pop(_METADATA, None)
-    return header
-
-
 def name_of(data_type: str) -> str:
     """What a file calls a type of heads: "BF16" for "bfloat16"."""
     return _NAMES[data_type]

@@ -30,6 +30,7 @@ import numpy as np
 from headwater import _arrays, _safetensors
 from headwater._arrays import HostArray
 from headwater._errors import invalid_argument, make_error, must_be, refused, wrong_shape
+from headwater._files import replace_file
 from headwater._head import Head
 from headwater._requests import check_bool
 from headwater._types import check_integer
@@ -128,7 +129,7 @@ class Writer:
         if not self._shards:
             raise invalid_argument("INVALID_FIELD", "no rows were added", field="rows")
         index = {"format": FORMAT, "shards": self._shards, "sequences": self._sequences}
-        self._replace(_INDEX, lambda file: file.write(json.dumps(index, indent=1).encode()))
+        replace_file(self._folder / _INDEX, lambda file: file.write(json.dumps(index, indent=1).encode()))
 
     def _write_shard(self) -> None:
         assert self._data_type is not None
@@ -146,18 +147,9 @@ class Writer:
             "final_norm": "applied" if self.final_norm else "not applied",
             "dtype": self._data_type,
         }
-        self._replace(name, lambda file: _safetensors.write(file, tensors, metadata))
+        replace_file(self._folder / name, lambda file: _safetensors.write(file, tensors, metadata))
         self._shards.append(name)
         self._rows, self._token_ids = [], []
-
-    def _replace(self, name: str, write: Callable[[Any], Any]) -> None:
-        """Writes a file of the folder, which is there when it is complete."""
-        partial = self._folder / f".{name}.partial"
-        with partial.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._folder / name)
 
 
 class Reader:
