@@ -61,20 +61,9 @@ class Prepared:
         accelerator.register_for_checkpointing(self)
         setattr(accelerator, _ATTRIBUTE, self)
 
-    def loss(
-        self, hidden: torch.Tensor, targets: torch.Tensor, *, token_weights: Any = None, num_items_in_batch: float | None = None
-    ) -> torch.Tensor:
-        """The head's cross entropy, for a network of one's own: as `headwater.torch.CrossEntropyLoss`, mean over the tokens.
-
-        Args:
-            hidden: (..., hidden_size), what the layer would be given.
-            targets: (...) ids of the vocabulary or -100, aligned with `hidden` (nothing is shifted).
-            token_weights: (...) finite.
-            num_items_in_batch: divisor instead of the sum of the weights of this batch's tokens.
-        """
-        if torch.is_grad_enabled():
-            self.remote.count_loss()
-        return self.remote.loss_fn(hidden, targets, token_weights=token_weights, num_items_in_batch=num_items_in_batch)
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+        """The head's cross entropy, for a network of one's own: `RemoteHead.loss` with the same arguments."""
+        return self.remote.loss(hidden, targets, **options)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 

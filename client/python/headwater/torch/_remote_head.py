@@ -209,6 +209,21 @@ class RemoteHead:
         self.losses += 1
         self.has_trained = True
 
+    def loss(
+        self, hidden: torch.Tensor, targets: torch.Tensor, *, token_weights: Any = None, num_items_in_batch: float | None = None
+    ) -> torch.Tensor:
+        """The head's cross entropy for a network of one's own, as of `headwater.torch.CrossEntropyLoss` with `reduction="mean"`.
+
+        Args:
+            hidden: (..., hidden_size), what the layer would be given.
+            targets: (...) ids of the vocabulary or -100, aligned with `hidden` (nothing is shifted).
+            token_weights: (...) finite.
+            num_items_in_batch: divisor instead of the sum of the weights of this batch's tokens.
+        """
+        if torch.is_grad_enabled():
+            self.count_loss()
+        return self.loss_fn(hidden, targets, token_weights=token_weights, num_items_in_batch=num_items_in_batch)
+
     def recreate(self) -> None:
         """Makes the head anew of the weights that it has now, at its first step: another training begins."""
         self.pull_weight()
