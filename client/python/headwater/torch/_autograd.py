@@ -16,6 +16,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -327,42 +328,29 @@ class TwoCallOutcome(Outcome):
         return grad_hidden
 
 
+@dataclass(eq=False)
 class SecondCall:
-    """Computes the gradients of a forward's loss and outputs, and adds the head's, by a call that brings the rows again.
+    """Computes the gradients of a forward's loss and outputs, and adds the head's, by a call that brings the rows again."""
 
-    Args:
-        contribution: the micro-batch; None: the head is frozen.
-        run: `run(rows, token_weights=..., **keywords)` is the same loss call as in forward.
-        rows: (num_tokens, hidden_size).
-        token_weights: (num_tokens,), or None for 1.
-        others: tensors that, like `rows`, must be as they were in forward.
-        heads: those whose weights must be as they were in forward.
-        keywords: of the call.
-    """
+    contribution: Contribution | None  # the micro-batch; None: the head is frozen
+    run: Callable[..., LossResult]  # `run(rows, token_weights=..., **keywords)` is the same loss call as in forward
+    rows: torch.Tensor  # (num_tokens, hidden_size)
+    token_weights: torch.Tensor | None  # (num_tokens,); None: 1
+    others: Sequence[torch.Tensor]  # that, like `rows`, must be as they were in forward
+    heads: Sequence[Head]  # whose weights must be as they were in forward
+    keywords: dict[str, Any]  # of the call
 
-    def __init__(
-        self,
-        contribution: Contribution | None,
-        run: Callable[..., LossResult],
-        rows: torch.Tensor,
-        token_weights: torch.Tensor | None,
-        others: Sequence[torch.Tensor],
-        heads: Sequence[Head],
-        keywords: dict[str, Any],
-    ):
-        self.contribution = contribution
-        self._run = run
-        self._rows = rows.detach()
-        self._token_weights = None if token_weights is None else token_weights.detach().float().cpu()
-        self._versions = [(tensor, tensor._version) for tensor in (self._rows, *others) if not tensor.is_inference()]
+    def __post_init__(self) -> None:
+        self.rows = self.rows.detach()
+        self.token_weights = None if self.token_weights is None else self.token_weights.detach().float().cpu()
+        self._versions = [(tensor, tensor._version) for tensor in (self.rows, *self.others) if not tensor.is_inference()]
         # A head's epoch and step name its weights, over restarts too, after which `weight_version` is another one.
-        self._heads = [(head, head.epoch, head.step) for head in heads]
-        self._keywords = keywords
+        self._heads = [(head, head.epoch, head.step) for head in self.heads]
 
     @property
     def row_count(self) -> int:
         """Number of tokens."""
-        return self._rows.shape[0]
+        return self.rows.shape[0]
 
     def _check_unchanged(self) -> None:
         """Raises if rows or weights are not those that forward has seen."""
@@ -382,12 +370,12 @@ class SecondCall:
     def __call__(self, loss: torch.Tensor, entropy: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor | None:
         """grad_hidden for these upstream gradients, each (num_tokens,) float32 on the CPU; None stands for 0."""
         self._check_unchanged()
-        weights = loss if self._token_weights is None else loss * self._token_weights
-        keywords = dict(self._keywords)
+        weights = loss if self.token_weights is None else loss * self.token_weights
+        keywords = dict(self.keywords)
         for name, factors in (("entropy_factors", entropy), ("lse_factors", lse)):
             if factors is not None:
                 keywords[name] = factors
-        run = functools.partial(self._run, self._rows, token_weights=weights, **keywords)
+        run = functools.partial(self.run, self.rows, token_weights=weights, **keywords)
         if self.contribution is None:
             return run().grad_hidden
         grad_hidden = self.contribution.submit(run).grad_hidden
