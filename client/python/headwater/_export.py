@@ -79,7 +79,7 @@ def export(head: Head, target: Any, tensor: str, dtype: Any, untie: bool, timeou
     data_type = None if dtype is None else _arrays.data_type_name(dtype)
     path = Path(target)
     if path.is_dir() or path.exists():
-        _into_files(head, _Files(path), is_tied, tensor, data_type, untie, download)
+        _into_files(head, ModelFiles(path), is_tied, tensor, data_type, untie, download)
     elif path.suffix == ".safetensors":
         kind = data_type or head.spec.data_type
         arrays = {tensor or DEFAULT_TENSOR: download("weight", kind)}
@@ -142,7 +142,7 @@ def _into_module(head: Head, module: Any, is_tied: bool, untie: bool, download: 
 # ---- files --------------------------------------------------------------------------------------------------------------
 
 
-class _Files:
+class ModelFiles:
     """The safetensors files of a model, or one of them.
 
     Attributes:
@@ -218,7 +218,7 @@ def _says_tied(config: dict[str, Any] | None) -> bool | None:
 
 
 def _into_files(
-    head: Head, files: _Files, is_tied: bool, tensor: str, data_type: str | None, untie: bool, download: _Download
+    head: Head, files: ModelFiles, is_tied: bool, tensor: str, data_type: str | None, untie: bool, download: _Download
 ) -> None:
     shape = (head.spec.vocab_size, head.spec.hidden_size)
     found = [DEFAULT_TENSOR] if DEFAULT_TENSOR in files.entries else files.fitting(_HEAD_NAMES, shape)
@@ -260,7 +260,7 @@ def _untied(config: dict[str, Any]) -> dict[str, Any]:
     return {**parts, _TIE: False}
 
 
-def _write(head: Head, files: _Files, writes: dict[str, str], data_type: str | None, download: _Download) -> None:
+def _write(head: Head, files: ModelFiles, writes: dict[str, str], data_type: str | None, download: _Download) -> None:
     """Writes tensors by name, file by file; each file is the old one or the new one, whatever happens."""
     by_file: dict[Path, dict[str, HostArray]] = {}
     downloaded: dict[tuple[str, str], HostArray] = {}
