@@ -10,13 +10,14 @@ import uuid
 from typing import Any
 
 from headwater import _arrays, _wire
-from headwater._errors import HeadwaterError, invalid_argument, make_error, refused, wrong_shape
+from headwater._errors import HeadwaterError, invalid_argument, make_error, must_be, refused, wrong_shape
 from headwater._futures import as_future
 from headwater._head import Head
 from headwater._messages import head_info, head_spec_message
 from headwater._remote import RemoteBackend
 from headwater._requests import check_bool, check_choice
 from headwater._teacher import Teacher
+from headwater._terms import Handle
 from headwater._types import SGD, AdamW, HeadInfo, HeadSpec, ServerInfo, check_integer, check_number
 
 # Bounds every call that does not bring its own `timeout_s`, in seconds.
@@ -25,6 +26,7 @@ DEFAULT_TIMEOUT_S = 120.0
 _ID = r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?"
 _FULL_NAME = re.compile(rf"tenants/{_ID}/heads/{_ID}")
 _SHORT_NAME = re.compile(_ID)
+_LETTERS = "lower-case letters, digits, '.', '_' and '-' (at most 64)"
 
 
 # How often a client looks whether the weights of a head that another one is creating have come, in seconds.
@@ -41,27 +43,17 @@ def full_name(name: str, tenant: str = "default") -> str:
         return f"tenants/{tenant}/heads/{name}"
     if isinstance(name, str) and _FULL_NAME.fullmatch(name):
         return name
-    raise invalid_argument(
-        "INVALID_NAME",
-        f"a head's name is lower-case letters, digits, '.', '_' and '-' (at most 64), or tenants/TENANT/heads/HEAD; got {name!r}",
-        field="name",
-        actual=name,
-    )
+    raise must_be("name", f"{_LETTERS}, or tenants/TENANT/heads/HEAD", name, "INVALID_NAME")
 
 
 def check_tenant(tenant: Any) -> str:
     """The name of a tenant."""
     if not isinstance(tenant, str) or not _SHORT_NAME.fullmatch(tenant):
-        raise invalid_argument(
-            "INVALID_NAME",
-            f"a tenant's name is lower-case letters, digits, '.', '_' and '-' (at most 64); got {tenant!r}",
-            field="tenant",
-            actual=tenant,
-        )
+        raise must_be("tenant", _LETTERS, tenant, "INVALID_NAME")
     return tenant
 
 
-class Client:
+class Client(Handle):
     """Heads by name. Made by `headwater.connect` or `headwater.local.connect`. Thread-safe; use one for a process.
 
     Every method `x(...)` has `x_future(...)`, which returns at once a future good for `.result()` and `await`.
@@ -72,6 +64,8 @@ class Client:
         DeadlineExceededError: it took longer than `timeout_s`.
     """
 
+    _WHY_NOT_PICKLED = "a headwater.Client belongs to its process and cannot be pickled: connect again in the other one"
+
     def __init__(self, backend: RemoteBackend, *, tenant: str = "default"):
         self._backend = backend
         self._tenant = check_tenant(tenant)
@@ -79,15 +73,6 @@ class Client:
 
     def __repr__(self) -> str:
         return f"<headwater.Client {self._backend.address}, tenant {self._tenant}{', closed' if self._closed else ''}>"
-
-    def __copy__(self) -> Client:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Client:
-        return self  # a connection is one, whatever refers to it
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a headwater.Client belongs to its process and cannot be pickled: connect again in the other one")
 
     def __enter__(self) -> Client:
         return self

@@ -55,6 +55,8 @@ class Head(HeadLosses):
             move it on. Of several trainers one closes the step; the others add 1 themselves, and wait for it if they are early.
     """
 
+    _WHY_NOT_PICKLED = "a headwater.Head belongs to its client and cannot be pickled: send its name, and ask client.head(name)"
+
     def __init__(self, backend: RemoteBackend, info: HeadInfo, *, created: bool = False):
         super().__init__(backend, info.name, info.spec, info.epoch, info.open_step)
         self._created = created
@@ -65,17 +67,6 @@ class Head(HeadLosses):
     def __repr__(self) -> str:
         kind = "trainable" if self._spec.trainable else "frozen"
         return f"<headwater.Head {self._name} [{self._spec.vocab_size}, {self._spec.hidden_size}] {self._spec.data_type} {kind}>"
-
-    def __copy__(self) -> Head:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Head:
-        return self  # a head is elsewhere: the copy of a module that has a loss means the same one
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a headwater.Head belongs to its client and cannot be pickled: send its name, and ask client.head(name) there"
-        )
 
     @property
     def created(self) -> bool:

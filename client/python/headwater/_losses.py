@@ -179,7 +179,8 @@ class HeadLosses(HeadReference):
         timeout_s = self._timeout(call.timeout_s)
         hidden_name = call.rows_field
         hidden = getattr(call, hidden_name)
-        terms: tuple[Term, ...] = tuple(call.terms) if hasattr(call.terms, "__iter__") else (call.terms,)
+        several = call.terms if isinstance(call, MultiCall) else (call,)
+        terms: tuple[Term, ...] = tuple(several) if hasattr(several, "__iter__") else (several,)
         if not terms:
             raise invalid_argument("MISSING_FIELD", "at least one term is required", field="terms")
         rows = _requests.check_rows(hidden, hidden_name, self._spec.hidden_size, on_device=True)

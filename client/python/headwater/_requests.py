@@ -285,12 +285,8 @@ _CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?
 def check_checkpoint_name(name: Any) -> str:
     """The name of a checkpoint."""
     if not isinstance(name, str) or not _CHECKPOINT_NAME.fullmatch(name):
-        raise invalid_argument(
-            "INVALID_NAME",
-            f"a checkpoint's name is at most 128 letters, digits, '.', '_' and '-', the ends letters or digits; got {name!r}",
-            field="checkpoint",
-            actual=name,
-        )
+        letters = "at most 128 letters, digits, '.', '_' and '-', the ends letters or digits"
+        raise must_be("checkpoint", letters, name, "INVALID_NAME")
     return name
 
 

@@ -23,7 +23,22 @@ Self = TypeVar("Self")
 Options = TypeVar("Options")
 
 
-class HeadReference:
+class Handle:
+    """Stands for something elsewhere, which a copy means too: that of a module that has a loss, say."""
+
+    _WHY_NOT_PICKLED: ClassVar[str]
+
+    def __copy__(self: Self) -> Self:
+        return self
+
+    def __deepcopy__(self: Self, memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(self._WHY_NOT_PICKLED)
+
+
+class HeadReference(Handle):
     """A head as terms name it: `headwater.Head` is one.
 
     Attributes:
@@ -176,11 +191,6 @@ class CrossEntropyCall(MicroBatchOptions, CrossEntropyTermOptions):
     hidden: Any
     targets: Any
 
-    @property
-    def terms(self) -> tuple[Term, ...]:
-        """What is computed."""
-        return (self,)
-
 
 @dataclass(eq=False)
 class JsdCall(MicroBatchOptions, JsdTermOptions):
@@ -193,11 +203,6 @@ class JsdCall(MicroBatchOptions, JsdTermOptions):
     targets: Any = None
 
     rows_field: ClassVar[str] = "student_hidden"
-
-    @property
-    def terms(self) -> tuple[Term, ...]:
-        """What is computed."""
-        return (self,)
 
 
 @dataclass(eq=False)
