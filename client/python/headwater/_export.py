@@ -267,7 +267,7 @@ def _write(head: Head, files: ModelFiles, writes: dict[str, str], data_type: str
     last = next(reversed(files.entries.values()))[0]  # where a new tensor goes
     for name, which in writes.items():
         file, entry = files.entries.get(name, (last, None))
-        stored = head.spec.data_type if entry is None else _safetensors.data_type_of(entry["dtype"])
+        stored = head.spec.data_type if entry is None else _safetensors.DATA_TYPES.get(entry["dtype"])
         kind = data_type or stored
         if kind is None:
             raise refused(f"{name} in {file} is {entry and entry['dtype']}, which is no type of a head; pass dtype=", "dtype")

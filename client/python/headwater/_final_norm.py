@@ -91,7 +91,7 @@ def _tensor(folder: Path, name: str) -> torch.Tensor:
     if path is None:
         raise make_error("NOT_FOUND", "WEIGHTS_NOT_FOUND", f"{folder} has no tensor {name}, the final norm's", {})
     dtype, values = _safetensors.contents_of(path).array(name)
-    data_type = _safetensors.data_type_of(dtype)
+    data_type = _safetensors.DATA_TYPES.get(dtype)
     if data_type is None:
         raise make_error("DATA_LOSS", "FILE_CORRUPT", f"{name} of {folder} is {dtype}", {"file": path.name})
     return _arrays.to_torch(HostArray(values, data_type, _arrays.to_numpy)).clone()

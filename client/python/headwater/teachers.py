@@ -136,7 +136,7 @@ class Writer:
         name = _SHARD.format(len(self._shards))
         lengths = np.array([piece.shape[0] for piece in self._rows], np.int64)
         tensors = {
-            "rows": (_safetensors.name_of(self._data_type), self._rows),
+            "rows": (_safetensors.NAMES[self._data_type], self._rows),
             "lengths": ("I64", [lengths]),
             "token_ids": ("I32", self._token_ids),
         }
@@ -274,7 +274,7 @@ class Reader:
         _, ids = shard.array("token_ids")
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
         width = self._shards[0].array("rows")[1].shape[1:]
-        sound = dtype == _safetensors.name_of(self.dtype) and rows.ndim == 2 and rows.shape[1:] == width
+        sound = dtype == _safetensors.NAMES[self.dtype] and rows.ndim == 2 and rows.shape[1:] == width
         if not sound or lengths.ndim != 1 or (lengths < 1).any() or not ids.shape == (offsets[-1],) == rows.shape[:1]:
             raise self._corrupt(shard.path.name, "has rows, lengths and token_ids that do not belong together")
         return offsets

@@ -70,7 +70,7 @@ def read(
             fcntl.flock(held, fcntl.LOCK_SH)
     contents = _safetensors.contents_of(path)
     (name, states), (_, token_ids) = contents.array(_HIDDEN_STATES), contents.array(_TOKEN_IDS)
-    data_type = _safetensors.data_type_of(name)
+    data_type = _safetensors.DATA_TYPES.get(name)
     if data_type is None or states.ndim != 3 or token_ids.shape != states.shape[:1] or token_ids.dtype.kind != "i":
         raise make_error(
             "DATA_LOSS",
