@@ -24,16 +24,11 @@ DATA_TYPE_NUMBERS = {FLOAT32: 1, BFLOAT16: 2, FLOAT16: 3}
 DATA_TYPE_NAMES = {number: name for name, number in DATA_TYPE_NUMBERS.items()}
 
 # How the elements lie in host memory; bfloat16 as its bits.
-_HOST_DTYPES = {FLOAT32: np.dtype("<f4"), BFLOAT16: np.dtype("<u2"), FLOAT16: np.dtype("<f2")}
+HOST_DTYPES = {FLOAT32: np.dtype("<f4"), BFLOAT16: np.dtype("<u2"), FLOAT16: np.dtype("<f2")}
 
 
 _INT32_LEAST, _INT32_LARGEST = -(2**31), 2**31 - 1
 _FEW = 16  # entries, that Python compares faster than numpy
-
-
-def host_dtype(data_type: str) -> np.dtype:
-    """numpy type in which elements of `data_type` are held; uint16 bits for bfloat16."""
-    return _HOST_DTYPES[data_type]
 
 
 class BFloat16:
@@ -183,15 +178,9 @@ def _from_torch(value: Any, field: str, device_rows: Callable[[Any, str], Any] |
     if device.type == "cuda" and device_rows is not None:
         return device_rows(value, names[value.dtype])
 
-    def like(array: HostArray) -> Any:
-        if array.data_type == BFLOAT16:
-            result = torch.from_numpy(array.data.view(np.int16)).view(torch.bfloat16)
-        else:
-            result = torch.from_numpy(array.data)
-        return result.to(device)
-
     data = _tensor_to_numpy(value.to("cpu"), field)
-    return HostArray(data.view(np.uint16) if value.dtype == torch.bfloat16 else data, names[value.dtype], like)
+    data = data.view(np.uint16) if value.dtype == torch.bfloat16 else data
+    return HostArray(data, names[value.dtype], like=lambda array: to_torch(array).to(device))
 
 
 def refuse_mask(value: Any, field: str) -> None:
@@ -233,7 +222,7 @@ def from_any(value: Any, field: str, *, bits_of: str | None = None, device_rows:
         )
     array = numbers(value, field)
     for name in (FLOAT32, FLOAT16):
-        if array.dtype == _HOST_DTYPES[name]:
+        if array.dtype == HOST_DTYPES[name]:
             return HostArray(np.ascontiguousarray(array), name, to_numpy)
     if array.dtype.name == "bfloat16":
         dtype = array.dtype
@@ -323,7 +312,7 @@ def rounded(values: np.ndarray, data_type: str) -> HostArray:
     if data_type == BFLOAT16:
         return HostArray(BFloat16.from_float32(values).bits, data_type, to_numpy)
     with np.errstate(over="ignore"):
-        return HostArray(values.astype(_HOST_DTYPES[data_type]), data_type, to_numpy)
+        return HostArray(values.astype(HOST_DTYPES[data_type]), data_type, to_numpy)
 
 
 def check_fits(array: HostArray, data_type: str, field: str) -> None:

@@ -370,7 +370,7 @@ class Client(Handle):
         """
         shape = (check_integer(rows, "rows", low=1), check_integer(hidden_size, "hidden_size", low=1))
         data_type = _arrays.data_type_name(dtype)
-        array = self._backend.row_memory.host.empty(shape, data_type, whole_block=True)
+        array = self._backend.row_memory.empty(shape, data_type, whole_block=True)
         return _arrays.to_numpy(_arrays.HostArray(array, data_type, _arrays.to_numpy))
 
     create_head_future = as_future(create_head)

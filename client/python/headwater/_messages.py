@@ -47,18 +47,14 @@ Data = TypeVar("Data")
 # Those of a HeadSpec that are the same in its message.
 _PLAIN_FIELDS = ("vocab_size", "hidden_size", "has_bias", "trainable", "staging_slots", "initial_step")
 
-_TENSORS = {"weight": _wire.HEAD_TENSOR_WEIGHT, "bias": _wire.HEAD_TENSOR_BIAS}
+# Weight and bias, with the wire's numbers.
+TENSORS = {"weight": _wire.HEAD_TENSOR_WEIGHT, "bias": _wire.HEAD_TENSOR_BIAS}
 _OUTPUTS = {name: getattr(_wire, f"TOKEN_OUTPUT_{name.removeprefix('token_').upper()}") for name in TOKEN_OUTPUTS}
 
 
 def seconds_of(message: Any) -> float:
     """Seconds of a Duration or Timestamp."""
     return message.seconds + message.nanos * 1e-9
-
-
-def tensor_number(tensor: str) -> int:
-    """The wire's number of "weight" or "bias"."""
-    return _TENSORS[tensor]
 
 
 def head_step(key: StepKey) -> Any:
@@ -152,22 +148,13 @@ def tensor_message(values: np.ndarray) -> Any:
     return message
 
 
-def _cross_entropy(options: CrossEntropyOptions) -> Any:
-    return _wire.CrossEntropyLoss(
-        label_smoothing=options.label_smoothing,
-        z_loss=options.z_loss,
-        temperature=None if options.temperature == 1 else options.temperature,
-        token_scaling=options.token_scaling,
-    )
-
-
 def _jensen_shannon(options: JsdOptions) -> Any:
     return _wire.JensenShannonLoss(
         beta=options.beta,
         student_temperature=options.student_temperature,
         teacher_temperature=options.teacher_temperature,
         hard_loss_weight=options.hard_loss_weight,
-        hard_loss=_cross_entropy(options.hard_loss) if options.hard_loss_weight > 0 else None,
+        hard_loss=_wire.CrossEntropyLoss(**options.hard_loss._asdict()) if options.hard_loss_weight > 0 else None,
         vocab_alignment=(_wire.VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON if options.truncate_to_common else _wire.VOCAB_ALIGNMENT_REFUSE),
     )
 
@@ -222,7 +209,7 @@ def _common_term(head: str, epoch: bytes, ignore_index: int, loss: CrossEntropyO
     return _wire.LossTerm(
         head=_wire.HeadStep(head=head, head_epoch=epoch),
         ignore_index=ignore_index,
-        cross_entropy=_cross_entropy(loss) if isinstance(loss, CrossEntropyOptions) else None,
+        cross_entropy=_wire.CrossEntropyLoss(**loss._asdict()) if isinstance(loss, CrossEntropyOptions) else None,
         jensen_shannon=_jensen_shannon(loss) if isinstance(loss, JsdOptions) else None,
     ).SerializeToString()
 

@@ -15,8 +15,9 @@ from headwater._arrays import HostArray
 from headwater._core import NO_TENSORS, Connection, Tensors
 from headwater._errors import HeadwaterError, make_error, warn
 from headwater._futures import Cancel, Done, Executors
-from headwater._memory import Block, DeviceArray, RowMemory, Rows, one_stream, ordinary_block
+from headwater._memory import Block, BlockPool, DeviceArray, Rows, one_stream, ordinary_block
 from headwater._messages import (
+    TENSORS,
     check_header,
     compute_header,
     head_info,
@@ -25,7 +26,6 @@ from headwater._messages import (
     seconds_of,
     summary_fields,
     teacher_header,
-    tensor_number,
 )
 from headwater._requests import ComputeRequest, JoinedRows, Progress, StepKey
 from headwater._types import Device, HeadInfo, HeadSpec, ServerInfo
@@ -42,7 +42,7 @@ class RemoteBackend:
         address: the server's.
         timeout_s: bound of every call that does not bring its own, in seconds.
         executors: the threads of futures.
-        row_memory: how rows are wanted, and where answers are put.
+        row_memory: where answers are put that stay on the host.
         unconfirmed: heads by name that keep weights of their own, with the warning for their first loss.
     """
 
@@ -56,10 +56,10 @@ class RemoteBackend:
         self._demanded = options["transport"]
         self._features: frozenset[str] | None = None  # of the server, once they were asked for
         self.connection = Connection(address, options)
-        self.row_memory = RowMemory(functools.partial(_allocate, self.connection))
+        self.row_memory = BlockPool(functools.partial(_allocate, self.connection))
         if self._demanded in ("shared_memory", "cuda_ipc"):
             try:
-                why = self._why_not(self._demanded, self._server(options["connect_timeout_ms"] * 1e-3), demanded=True)
+                why = self._why_not(self._demanded, self.call("GetServerInfo", options["connect_timeout_ms"] * 1e-3), demanded=True)
                 if why is not None:
                     raise make_error(
                         "FAILED_PRECONDITION",
@@ -107,11 +107,8 @@ class RemoteBackend:
 
     # ---- server -------------------------------------------------------------------------------------------------------
 
-    def _server(self, timeout_s: float) -> Any:
-        return self.call("GetServerInfo", timeout_s)
-
     def server_info(self, timeout_s: float) -> ServerInfo:
-        reply = self._server(timeout_s)
+        reply = self.call("GetServerInfo", timeout_s)
         return read(
             ServerInfo,
             reply,
@@ -124,7 +121,7 @@ class RemoteBackend:
     def require(self, features: list[str], timeout_s: float) -> None:
         """Raises FeatureNotBuiltError if the server lacks one of these."""
         if self._features is None:
-            self._features = frozenset(self._server(timeout_s).features)
+            self._features = frozenset(self.call("GetServerInfo", timeout_s).features)
         missing = [name for name in features if name not in self._features]
         if missing:
             raise make_error(
@@ -142,7 +139,7 @@ class RemoteBackend:
 
     def transports(self, timeout_s: float) -> dict[str, str | None]:
         """By path, why it is not available; None if it is."""
-        server = self._server(timeout_s)
+        server = self.call("GetServerInfo", timeout_s)
         return {path: self._why_not(path, server) for path in ("cuda_ipc", "shared_memory", "grpc")}
 
     def transport_note(self) -> str:
@@ -190,7 +187,7 @@ class RemoteBackend:
                 timeout_s,
                 Tensors(rows=_place(array), keep_alive=array),
                 on_progress=on_progress,
-                tensor=tensor_number(tensor),
+                tensor=TENSORS[tensor],
                 data_type=_arrays.DATA_TYPE_NUMBERS[array.data_type],
                 total_bytes=array.data.nbytes,
                 **fields,
@@ -198,12 +195,12 @@ class RemoteBackend:
         )
 
     def receive(self, method: str, tensor: str, spec: HeadSpec, data_type: str, timeout_s: float, /, **fields: Any) -> np.ndarray:
-        """ "weight" or "bias" of a head, or its gradient, by an RPC with these fields beside the tensor."""
+        """Brings "weight" or "bias" of a head, or the gradient of it, by an RPC with these fields beside the tensor."""
         shape = (spec.vocab_size, spec.hidden_size) if tensor == "weight" else (spec.vocab_size,)
-        data = np.empty(shape, _arrays.host_dtype(data_type))
+        data = np.empty(shape, _arrays.HOST_DTYPES[data_type])
         tensors = Tensors(result_rows=_place(HostArray(data, data_type, _arrays.to_numpy)), keep_alive=data)
         path, request, _ = _wire.rpc(method)
-        message = request(tensor=tensor_number(tensor), **fields).SerializeToString()
+        message = request(tensor=TENSORS[tensor], **fields).SerializeToString()
         self.connection.call(path, message, timeout_s, tensors)
         return data
 
@@ -234,7 +231,11 @@ class RemoteBackend:
         sent = [term.teacher.sent if term.teacher is not None else None for term in request.terms]
         grad_hidden = request.grad_hidden_out
         if grad_hidden is None and request.options.return_grad_hidden:
-            grad_hidden = self.row_memory.empty_answer(request.hidden, request.grad_hidden_data_type)
+            hidden, data_type = request.hidden, request.grad_hidden_data_type
+            if isinstance(hidden, DeviceArray):
+                grad_hidden = hidden.empty(data_type)
+            else:
+                grad_hidden = self.row_memory.empty(hidden.shape, data_type)
         answer: Rows | None = None
         if isinstance(grad_hidden, np.ndarray):
             answer = HostArray(grad_hidden, request.grad_hidden_data_type, _arrays.to_numpy)

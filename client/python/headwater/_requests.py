@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headwater import _arrays
+from headwater._arrays import HostArray
 from headwater._errors import invalid_argument, must_be, refused, wrong_shape, wrong_type
-from headwater._memory import DeviceArray, Rows, as_tensor, torch
-from headwater._types import HeadSpec, check_integer, check_not_negative, check_number
+from headwater._memory import DeviceArray, Rows, torch
+from headwater._types import check_integer, check_not_negative, check_number
 
 # Exactly 0 ... n-1, or exactly these ids.
 Expected = int | Sequence[int]
@@ -44,7 +45,7 @@ class CrossEntropyOptions(NamedTuple):
 
     label_smoothing: float
     z_loss: float
-    temperature: float
+    temperature: float | None  # None: 1, which older servers know, too
     token_scaling: bool
 
 
@@ -120,7 +121,7 @@ class TermRequest:
         has_factors = self.entropy_factors is not None or self.lse_factors is not None
         needed = {"entropy_factors": has_factors}
         if isinstance(loss, CrossEntropyOptions):
-            needed.update(temperature=loss.temperature != 1, token_scaling=loss.token_scaling)
+            needed.update(temperature=loss.temperature is not None, token_scaling=loss.token_scaling)
         return [name for name, is_needed in needed.items() if is_needed]
 
 
@@ -255,19 +256,13 @@ def check_targets(targets: Any, row_count: int, ignore_index: int, valid_vocab_s
     return array, may_ignore
 
 
-def check_class_weights(spec: HeadSpec, class_weights: Any) -> np.ndarray | None:
-    """Weights of any sign, one for each column of a head of this spec."""
-    return (
-        None if class_weights is None else _arrays.float_vector(class_weights, "class_weights", (spec.valid_size, spec.vocab_size))
-    )
-
-
 def check_cross_entropy(options: Any) -> CrossEntropyOptions:
     """Options of a cross entropy, or of the one within a divergence."""
+    temperature = check_temperature(getattr(options, "temperature", 1.0), "temperature")
     return CrossEntropyOptions(
         label_smoothing=check_number(options.label_smoothing, "label_smoothing", low=0, high=1),
         z_loss=check_not_negative(options.z_loss, "z_loss"),
-        temperature=check_temperature(getattr(options, "temperature", 1.0), "temperature"),
+        temperature=None if temperature == 1 else temperature,
         token_scaling=check_bool(getattr(options, "token_scaling", False), "token_scaling"),
     )
 
@@ -375,7 +370,10 @@ def copy_rows(out: Any, values: Any, data_type: str) -> None:
     if isinstance(out, np.ndarray) and isinstance(values, np.ndarray):
         np.copyto(out, values)
         return
-    source, target = (as_tensor(rows, data_type) if isinstance(rows, np.ndarray) else rows for rows in (values, out))
+    source, target = (
+        _arrays.to_torch(HostArray(rows, data_type, _arrays.to_numpy)) if isinstance(rows, np.ndarray) else rows
+        for rows in (values, out)
+    )
     target.copy_(source)
 
 

@@ -80,6 +80,8 @@ class _Join:
 
 # In the place of a teacher's hidden states: another stream brings them (`Client.teacher`).
 JOIN = _Join()
+# The options of a loss that belong to it.
+JOIN_OPTIONS = ("join_key", "total_rows", "row_indices", "teacher_dtype")
 
 
 # ---- options: each is declared once, and a loss takes those of the classes that it is made of ----------------------------
@@ -278,7 +280,7 @@ def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str,
     targets, may_ignore = None, False
     if not isinstance(term, (JSD, JsdCall)) or term.targets is not None:
         targets, may_ignore = _requests.check_targets(term.targets, count, ignore_index, head.spec.valid_size)
-    class_weights = _requests.check_class_weights(head.spec, term.class_weights)
+    class_weights = _vector(term.class_weights, "class_weights", head.spec.valid_size, head.spec.vocab_size)
     hard_loss = _requests.check_cross_entropy(term)
     vectors = {name: _vector(getattr(term, name, None), name, count) for name in ("token_weights", *FACTORS)}
     for name in FACTORS:
@@ -306,8 +308,8 @@ def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str,
     )
 
 
-def _vector(values: Any, name: str, count: int) -> np.ndarray | None:
-    return None if values is None else _arrays.float_vector(values, name, (count,))
+def _vector(values: Any, name: str, *lengths: int) -> np.ndarray | None:
+    return None if values is None else _arrays.float_vector(values, name, lengths)
 
 
 MAX_JOIN_KEY_BYTES = 256
@@ -334,13 +336,8 @@ def check_join(
                 expected=f"[0, {total_rows})",
             )
     elif row_count > total_rows:
-        raise invalid_argument(
-            "SHAPE_MISMATCH",
-            f"{row_field} has {row_count} rows, the joined set {total_rows}: without row_indices row i is row i of the set",
-            field="total_rows",
-            expected=f">= {row_count}",
-            actual=total_rows,
-        )
+        expected = f">= {row_count}, the rows of {row_field}: without row_indices row i is row i of the set"
+        raise must_be("total_rows", expected, total_rows, "SHAPE_MISMATCH")
     return _requests.JoinedRows(join_key, total_rows, indices, data_type)
 
 
@@ -350,7 +347,7 @@ def _teacher_rows(owner: HeadReference, term: JSD | JsdCall, row_count: int, hid
         data_type = hidden.data_type if term.teacher_dtype is None else _arrays.data_type_name(term.teacher_dtype, "teacher_dtype")
         joined = check_join(term.join_key, term.total_rows, term.row_indices, row_count, data_type, hidden_name)
         return TeacherRows(teacher.name, teacher.epoch, joined)
-    for name in ("join_key", "total_rows", "row_indices", "teacher_dtype"):
+    for name in JOIN_OPTIONS:
         if getattr(term, name) is not None:
             raise refused(f"{name} belongs to teacher_hidden=headwater.JOIN; leave it out", name)
     rows = _requests.check_rows(term.teacher_hidden, "teacher_hidden", teacher.spec.hidden_size, on_device=True)

@@ -14,7 +14,7 @@ from headwater import _arrays
 from headwater._errors import MicroBatchConflictError, invalid_argument, must_be, refused
 from headwater._head import Head
 from headwater._requests import TOKEN_OUTPUTS, check_choice
-from headwater._terms import JOIN, DivergenceOptions, HardLossOptions, PlainCrossEntropyOptions, spread
+from headwater._terms import JOIN, JOIN_OPTIONS, DivergenceOptions, HardLossOptions, PlainCrossEntropyOptions, spread
 from headwater._types import LossResult, check_factor, check_integer, check_number
 from headwater.torch._autograd import (
     Contribution,
@@ -578,18 +578,14 @@ class JSDLoss(_Loss):
             teacher_hidden = _teacher_rows(hidden, teacher_hidden)
         flat_targets = _flat(targets, hidden, "targets")
         flat_weights = _flat(token_weights, hidden, "token_weights")
-        join = {
-            "join_key": join_key,
-            "total_rows": total_rows,
-            "row_indices": _flat(row_indices, hidden, "row_indices"),
-            "teacher_dtype": teacher_dtype,
-        }
-
         run = functools.partial(
             self.head.jsd,
             teacher=self.teacher,
             teacher_hidden=teacher_hidden,
-            **join,
+            join_key=join_key,
+            total_rows=total_rows,
+            row_indices=_flat(row_indices, hidden, "row_indices"),
+            teacher_dtype=teacher_dtype,
             targets=flat_targets,
             **self._divergence,
             **self._options(),
@@ -625,20 +621,8 @@ def jsd(
     targets: Any = None,
     *,
     token_weights: Any = None,
-    join_key: str | None = None,
-    total_rows: int | None = None,
-    row_indices: Any = None,
-    teacher_dtype: Any = None,
     **options: Any,
 ) -> torch.Tensor | LossOutputs:
-    """Functional form of `JSDLoss`: `options` are its arguments."""
-    return JSDLoss(head, teacher, **options)(
-        hidden,
-        teacher_hidden,
-        targets,
-        token_weights=token_weights,
-        join_key=join_key,
-        total_rows=total_rows,
-        row_indices=row_indices,
-        teacher_dtype=teacher_dtype,
-    )
+    """Functional form of `JSDLoss`: `options` are its arguments, and those of its forward that belong to `JOIN`."""
+    join = {name: options.pop(name) for name in JOIN_OPTIONS if name in options}
+    return JSDLoss(head, teacher, **options)(hidden, teacher_hidden, targets, token_weights=token_weights, **join)
