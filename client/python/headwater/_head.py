@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import uuid
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -20,6 +18,7 @@ from headwater._messages import checkpoint_info, expected_message, head_info, he
 from headwater._remote import RemoteBackend
 from headwater._requests import Expected, Progress, StepKey
 from headwater._types import (
+    OPTIMIZER_SETTINGS,
     ApplyResult,
     CheckpointInfo,
     DiscardGradientResult,
@@ -288,24 +287,18 @@ class Head(HeadLosses):
             FailedPreconditionError: `NON_FINITE_GRADIENT`: nothing changed; call `discard_gradient`. Also what `seal` raises.
             StepConflictError: the step was closed otherwise.
         """
-        fraction = functools.partial(check_number, low=0, high=1, high_open=True)
-        optional: dict[str, tuple[float | None, Callable[[Any, str], float]]] = {
-            "weight_decay": (weight_decay, check_not_negative),
-            "beta1": (beta1, fraction),
-            "beta2": (beta2, fraction),
-            "epsilon": (epsilon, check_not_negative),
-            "momentum": (momentum, fraction),
-        }
+        given = {"weight_decay": weight_decay, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "momentum": momentum}
         settings = {
             "learning_rate": check_not_negative(learning_rate, "learning_rate"),
             "gradient_factor": check_factor(gradient_factor, "gradient_factor"),
             "max_grad_norm": check_max_grad_norm(max_grad_norm),
             "other_grad_norm_squared": check_number(other_grad_norm_squared, "other_grad_norm_squared", low=0),
-            **{name: None if value is None else check(value, name) for name, (value, check) in optional.items()},
+            **{name: OPTIMIZER_SETTINGS[name](value, name) for name, value in given.items() if value is not None},
         }
         expected = None if expected_micro_batches is None else _check_expected(expected_micro_batches)
         key = self._key(step)
-        if not _requests.check_bool(allow_empty, "allow_empty") and (expected in (0, []) or self._sealed_empty(key, expected)):
+        sealed_empty = expected is None and self._last_seal == (key, 0)
+        if not _requests.check_bool(allow_empty, "allow_empty") and (expected in (0, []) or sealed_empty):
             raise invalid_argument(
                 "MISSING_FIELD",
                 f"step {key.step} of {self._name} has no micro-batch: was backward forgotten, or the loss computed under no_grad? "
@@ -318,10 +311,6 @@ class Head(HeadLosses):
         result = step_result(ApplyResult, reply)
         self.step = result.open_step
         return result
-
-    def _sealed_empty(self, key: StepKey, expected: Expected | None) -> bool:
-        """Whether this object has sealed the step, and nothing was in it."""
-        return expected is None and self._last_seal == (key, 0)
 
     def discard_gradient(self, *, step: int | None = None, timeout_s: float | None = None) -> DiscardGradientResult:
         """Closes the step with the weights unchanged, and opens the next one. Idempotent."""

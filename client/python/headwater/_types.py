@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -116,6 +117,17 @@ def check_integer(value: Any, name: str, *, low: int = 0, high: int = 2**63 - 1)
     return number
 
 
+_check_fraction = functools.partial(check_number, low=0, high=1, high_open=True)
+# The settings of optimizers that each step may override, with their ranges.
+OPTIMIZER_SETTINGS: dict[str, Callable[[Any, str], float]] = {
+    "weight_decay": check_not_negative,
+    "beta1": _check_fraction,
+    "beta2": _check_fraction,
+    "epsilon": check_not_negative,
+    "momentum": _check_fraction,
+}
+
+
 class _Optimizer:
     """Names the option to use instead of one of PyTorch's."""
 
@@ -130,6 +142,11 @@ class _Optimizer:
         for name in settings.keys() & cls._PYTORCHS.keys():
             raise TypeError(f"headwater.{cls.__name__} takes no {name}=, which is PyTorch's name: pass {cls._PYTORCHS[name]}")
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, check in OPTIMIZER_SETTINGS.items():
+            if hasattr(self, name):
+                check(getattr(self, name), name)
 
 
 @dataclass(frozen=True)
@@ -146,12 +163,6 @@ class AdamW(_Optimizer):
     epsilon: float = 1e-8  # >= 0, finite in float32
     weight_decay: float = 0.01  # >= 0, finite in float32
 
-    def __post_init__(self) -> None:
-        check_number(self.beta1, "beta1", low=0, high=1, high_open=True)
-        check_number(self.beta2, "beta2", low=0, high=1, high_open=True)
-        check_not_negative(self.epsilon, "epsilon")
-        check_not_negative(self.weight_decay, "weight_decay")
-
 
 @dataclass(frozen=True)
 class SGD(_Optimizer):
@@ -163,9 +174,8 @@ class SGD(_Optimizer):
     weight_decay: float = 0.0  # >= 0, finite in float32
 
     def __post_init__(self) -> None:
-        check_number(self.momentum, "momentum", low=0, high=1, high_open=True)
+        super().__post_init__()
         check_number(self.dampening, "dampening", low=0, high=1)
-        check_not_negative(self.weight_decay, "weight_decay")
         if not isinstance(self.nesterov, (bool, np.bool_)):
             raise must_be("nesterov", "True or False", self.nesterov)
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
