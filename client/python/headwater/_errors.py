@@ -167,7 +167,18 @@ def checkpoints_in(metadata: Mapping[str, str]) -> dict[str, int]:
     return {name: int(step) for name, _, step in pairs if name and step.isdecimal()}
 
 
-class _OutdatedError(AbortedError):
+class _KnowsCheckpoints:
+    """An error whose answer may name the head's checkpoints."""
+
+    metadata: dict[str, str]
+
+    @property
+    def checkpoints(self) -> dict[str, int]:
+        """The head's checkpoints by name, newest first, with the step that each begins; empty where the answer does not tell."""
+        return checkpoints_in(self.metadata)
+
+
+class _OutdatedError(_KnowsCheckpoints, AbortedError):
     """What errors about a head that has moved on say of it; None where the answer does not tell."""
 
     def _integer(self, key: str) -> int | None:
@@ -186,11 +197,6 @@ class _OutdatedError(AbortedError):
             return bytes.fromhex(self.metadata["headEpoch"])
         except (KeyError, ValueError):
             return None
-
-    @property
-    def checkpoints(self) -> dict[str, int]:
-        """The head's checkpoints by name, newest first, with the step that each begins; empty where the answer does not tell."""
-        return checkpoints_in(self.metadata)
 
 
 class EpochFencedError(_OutdatedError):
@@ -237,13 +243,8 @@ class MicroBatchConflictError(AbortedError):
     """The micro-batch is known with other content, or was decided otherwise."""
 
 
-class StepMismatchError(FailedPreconditionError):
+class StepMismatchError(_KnowsCheckpoints, FailedPreconditionError):
     """The call names a step that is not the open one; `metadata["openStep"]` says which is."""
-
-    @property
-    def checkpoints(self) -> dict[str, int]:
-        """The head's checkpoints by name, newest first, with the step that each begins; empty where the answer does not tell."""
-        return checkpoints_in(self.metadata)
 
 
 class StagingFullError(ResourceExhaustedError):
