@@ -148,8 +148,7 @@ def _drop(source: MicroBatchSource, ids: set[int], micro_batch: int, discards: l
 class Outcome(abc.ABC):
     """What backward needs of a forward."""
 
-    def __init__(self) -> None:
-        self._decided = False
+    _decided = False
 
     @abc.abstractmethod
     def backward(self, upstream: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
@@ -177,7 +176,6 @@ class OneCallOutcome(Outcome):
     """A loss whose gradients forward has computed, but for a factor."""
 
     def __init__(self, result: LossResult, contribution: Contribution | None, grad_hidden_scale: float):
-        super().__init__()
         self._grad_hidden = result.grad_hidden
         self._contribution = contribution
         self._grad_hidden_scale = grad_hidden_scale
@@ -286,26 +284,14 @@ class TokenOutcome(OneCallOutcome):
         return grad_hidden
 
 
+@dataclass(eq=False)
 class TwoCallOutcome(Outcome):
-    """A loss and outputs of which forward has left nothing on the server.
+    """A loss and outputs of which forward has left nothing on the server."""
 
-    Args:
-        names: "loss", "entropy" or "lse", for each upstream gradient.
-        factor: of a scalar loss, the server's sum times it; None: there is a loss for each token.
-    """
-
-    def __init__(
-        self,
-        second_call: SecondCall,
-        names: tuple[str, ...],
-        factor: float | None,
-        ignored: torch.Tensor | None,
-    ):
-        super().__init__()
-        self._second_call: SecondCall | None = second_call
-        self._names = names
-        self._factor = factor
-        self._ignored = ignored
+    _second_call: SecondCall | None
+    _names: tuple[str, ...]  # "loss", "entropy" or "lse", for each upstream gradient
+    _factor: float | None  # of a scalar loss, the server's sum times it; None: there is a loss for each token
+    _ignored: torch.Tensor | None
 
     def backward(self, upstream: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
         self._check_first("one headwater loss", _ADDED_BEFORE)
