@@ -104,6 +104,11 @@ class HeadwaterConfig:
         if "{step}" not in self.checkpoint_name:
             raise refused(f"checkpoint_name must contain {{step}}, got {self.checkpoint_name!r}", "checkpoint_name")
 
+    @property
+    def logit_options(self) -> dict[str, Any]:
+        """softcap, logit_scale and valid_vocab_size, where they are given."""
+        return {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
+
     def connect(self) -> Client:
         """The client of the server: one for each server and process, which stays open."""
         if self.client is not None:
@@ -370,7 +375,7 @@ def _name_of(model: torch.nn.Module) -> str:
 
 def _head_options(model: torch.nn.Module, layer: OutputLayer, config: HeadwaterConfig) -> dict[str, Any]:
     """softcap, logit_scale and valid_vocab_size: those that are given, others as the model does it."""
-    given = {name: value for name in _OPTIONS if (value := getattr(config, name)) is not None}
+    given = config.logit_options
     inner = _forward_check.unwrapped(model)
     hints = _model_checks.hints_of(_forward_check.configs(inner, layer))
     made = _forward_check.HeadOptions(given.get("softcap"), given.get("logit_scale", 1.0), given.get("valid_vocab_size"))
