@@ -49,10 +49,7 @@ class Prepared:
         self._accelerator = accelerator
         self._optimizer = optimizer  # accelerate's
         self._clip_grad_norm, self._step, self._detach = accelerator.clip_grad_norm_, optimizer.step, detach
-        inner = optimizer
-        while isinstance(wrapped := getattr(inner, "optimizer", None), torch.optim.Optimizer):
-            inner = wrapped
-        self.joint = JointStep([remote], inner, scaler=accelerator.scaler, gradient_factor=1.0 / accelerator.num_processes)
+        self.joint = JointStep([remote], optimizer, scaler=accelerator.scaler, gradient_factor=1.0 / accelerator.num_processes)
         self.joint.begin(None)
         if remote.trained:
             accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = self._clip, self._refuse_value

@@ -35,7 +35,7 @@ class JointStep:
 
     Args:
         heads: of this trainer.
-        optimizer: the torch optimizer itself, which the framework may have wrapped.
+        optimizer: the torch optimizer, or what a framework has wrapped around it.
         parameters: of the body, whose gradients are clipped. None: those of the optimizer.
         scaler: the framework's torch.amp.GradScaler, or None.
         gradient_factor: multiplies the heads' gradients: 1 / world_size where the framework averages over ranks.
@@ -60,6 +60,8 @@ class JointStep:
         barrier: Callable[[], Any] | None = None,
     ):
         self._heads = list(heads)
+        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            optimizer = inner
         self._optimizer = optimizer
         self._scaler = scaler if scaler is not None and getattr(scaler, "is_enabled", lambda: True)() else None
         self._gradient_factor = gradient_factor
@@ -199,8 +201,7 @@ class JointStep:
     def _served_norms(self, factor: float) -> list[float]:
         if self._loop is None or self._seals is None:
             return []
-        pairs = zip(self._loop._heads, self._seals, strict=True)
-        return [seal.gradient_norm_squared * factor**2 for head, seal in pairs if head in self._loop._served]
+        return self._loop._served_norms(self._seals, factor)
 
     def _before_step(self) -> None:
         if not self._hooks:

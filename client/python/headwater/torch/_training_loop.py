@@ -404,12 +404,11 @@ class TrainingLoop:
     def _norms_squared(self, seals: list[SealResult], gradient_factor: float) -> list[float]:
         """Of the gradient of the body, with the weights that it owns, and of each served head."""
         body = _gradients.norm_squared(self._parameters) if self._body_norm_squared is None else self._body_norm_squared()
-        served = [
-            seal.gradient_norm_squared * gradient_factor**2
-            for head, seal in zip(self._heads, seals, strict=True)
-            if head in self._served
-        ]
-        return [body, *served]
+        return [body, *self._served_norms(seals, gradient_factor)]
+
+    def _served_norms(self, seals: list[SealResult], gradient_factor: float) -> list[float]:
+        pairs = zip(self._heads, seals, strict=True)
+        return [seal.gradient_norm_squared * gradient_factor**2 for head, seal in pairs if head in self._served]
 
     def _apply(self, rate: float, gradient_factor: float, norms: list[float]) -> None:
         for index, head in enumerate(self._served, start=1):
