@@ -16,8 +16,7 @@ from transformers import (
     PhiConfig,
     Qwen2Config,
 )
-from trl.trainer.utils import FusedCausalLMOutput
-from trl.trainer.utils import add_fused_lm_head as trl_add_fused_lm_head
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head as trl_add_fused_lm_head
 
 import headwater
 import headwater.torch

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from headwater._errors import invalid_argument
+from headwater._errors import invalid_argument, must_be, wrong_shape, wrong_type
 
 FLOAT32 = "float32"
 BFLOAT16 = "bfloat16"
@@ -24,16 +24,11 @@ DATA_TYPE_NUMBERS = {FLOAT32: 1, BFLOAT16: 2, FLOAT16: 3}
 DATA_TYPE_NAMES = {number: name for name, number in DATA_TYPE_NUMBERS.items()}
 
 # How the elements lie in host memory; bfloat16 as its bits.
-_HOST_DTYPES = {FLOAT32: np.dtype("<f4"), BFLOAT16: np.dtype("<u2"), FLOAT16: np.dtype("<f2")}
+HOST_DTYPES = {FLOAT32: np.dtype("<f4"), BFLOAT16: np.dtype("<u2"), FLOAT16: np.dtype("<f2")}
 
 
 _INT32_LEAST, _INT32_LARGEST = -(2**31), 2**31 - 1
 _FEW = 16  # entries, that Python compares faster than numpy
-
-
-def host_dtype(data_type: str) -> np.dtype:
-    """numpy type in which elements of `data_type` are held; uint16 bits for bfloat16."""
-    return _HOST_DTYPES[data_type]
 
 
 class BFloat16:
@@ -47,9 +42,7 @@ class BFloat16:
         refuse_mask(bits, "bits")
         bits = np.asarray(bits)
         if bits.dtype != np.uint16:
-            raise invalid_argument(
-                "DATA_TYPE_MISMATCH", f"BFloat16 takes the bits as uint16, got {bits.dtype}", expected="uint16", actual=bits.dtype
-            )
+            raise wrong_type("bits", "uint16", bits.dtype)
         self.bits = bits
 
     @classmethod
@@ -154,9 +147,7 @@ def dense_tensor(value: Any, field: str) -> Any:
         (value.device.type == "meta", "on the meta device", "load its values first"),
     ):
         if found:
-            raise invalid_argument(
-                "DATA_TYPE_MISMATCH", f"{field} must be a dense tensor with values, got one that is {kind}; {remedy}", field=field
-            )
+            raise wrong_type(field, "a dense tensor with values", f"one that is {kind}", remedy)
     value = value.detach()
     return value.resolve_neg() if value.is_neg() else value
 
@@ -187,26 +178,15 @@ def _from_torch(value: Any, field: str, device_rows: Callable[[Any, str], Any] |
     if device.type == "cuda" and device_rows is not None:
         return device_rows(value, names[value.dtype])
 
-    def like(array: HostArray) -> Any:
-        if array.data_type == BFLOAT16:
-            result = torch.from_numpy(array.data.view(np.int16)).view(torch.bfloat16)
-        else:
-            result = torch.from_numpy(array.data)
-        return result.to(device)
-
     data = _tensor_to_numpy(value.to("cpu"), field)
-    return HostArray(data.view(np.uint16) if value.dtype == torch.bfloat16 else data, names[value.dtype], like)
+    data = data.view(np.uint16) if value.dtype == torch.bfloat16 else data
+    return HostArray(data, names[value.dtype], like=lambda array: to_torch(array).to(device))
 
 
 def refuse_mask(value: Any, field: str) -> None:
     """Raises InvalidArgumentError for an array of numpy.ma, whose mask a conversion would drop."""
     if isinstance(value, np.ma.MaskedArray):
-        raise invalid_argument(
-            "DATA_TYPE_MISMATCH",
-            f"{field} must be a plain array, got a masked one, whose mask would be dropped; pass .filled(value)",
-            field=field,
-            actual=type(value).__name__,
-        )
+        raise wrong_type(field, "a plain array", "a masked one, whose mask would be dropped", "pass .filled(value)")
 
 
 def _kind(array: np.ndarray, value: Any) -> Any:
@@ -216,13 +196,7 @@ def _kind(array: np.ndarray, value: Any) -> Any:
 
 def _bad_dtype(field: str, dtype: Any, *, layer: Any = None) -> Exception:
     remedy = "convert it first" if layer is None else f"pass its .weight ({field}=layer.weight)"
-    return invalid_argument(
-        "DATA_TYPE_MISMATCH",
-        f"{field} must be float32, float16 or bfloat16, got {dtype}; {remedy}",
-        field=field,
-        expected="float32, float16, bfloat16",
-        actual=dtype,
-    )
+    return wrong_type(field, "float32, float16 or bfloat16", dtype, remedy)
 
 
 def from_any(value: Any, field: str, *, bits_of: str | None = None, device_rows: Callable[[Any, str], Any] | None = None) -> Any:
@@ -248,7 +222,7 @@ def from_any(value: Any, field: str, *, bits_of: str | None = None, device_rows:
         )
     array = numbers(value, field)
     for name in (FLOAT32, FLOAT16):
-        if array.dtype == _HOST_DTYPES[name]:
+        if array.dtype == HOST_DTYPES[name]:
             return HostArray(np.ascontiguousarray(array), name, to_numpy)
     if array.dtype.name == "bfloat16":
         dtype = array.dtype
@@ -291,9 +265,7 @@ def _check_kind(array: np.ndarray, value: Any, field: str, kinds: str, expected:
     """Elements of another kind would be converted: words, complex numbers, objects."""
     if array.dtype.kind not in kinds and not ("f" in kinds and array.dtype.name == "bfloat16"):
         kind = value.dtype if is_torch_tensor(value) else _kind(array, value)
-        raise invalid_argument(
-            "DATA_TYPE_MISMATCH", f"{field} must be {expected}, got {kind}", field=field, expected=expected, actual=kind
-        )
+        raise wrong_type(field, expected, kind)
 
 
 def int_vector(value: Any, field: str, row_count: int) -> tuple[np.ndarray, int, int]:
@@ -340,24 +312,20 @@ def rounded(values: np.ndarray, data_type: str) -> HostArray:
     if data_type == BFLOAT16:
         return HostArray(BFloat16.from_float32(values).bits, data_type, to_numpy)
     with np.errstate(over="ignore"):
-        return HostArray(values.astype(_HOST_DTYPES[data_type]), data_type, to_numpy)
+        return HostArray(values.astype(HOST_DTYPES[data_type]), data_type, to_numpy)
 
 
 def check_fits(array: HostArray, data_type: str, field: str) -> None:
-    """Raises InvalidArgumentError if a finite float32 weight is infinite as a head of this type stores it."""
+    """Raises InvalidArgumentError unless a head of this type stores such a weight: in its own type, or finite ones of float32."""
+    if array.data_type not in (data_type, FLOAT32):
+        raise wrong_type(field, f"{data_type}, as the head is, or float32", array.data_type)
     if array.data_type != FLOAT32 or data_type == FLOAT32 or array.data.size == 0:
         return
     extremes = np.array([array.data.min(), array.data.max()])
     bad = np.isfinite(extremes) & ~np.isfinite(to_float32(rounded(extremes, data_type)))
     if bad.any():
         value = float(extremes[int(np.argmax(bad))])
-        raise invalid_argument(
-            "INVALID_FIELD",
-            f"{field} must be finite in {data_type}, which the head stores, got {value!r}",
-            field=field,
-            expected=f"finite in {data_type}",
-            actual=value,
-        )
+        raise must_be(field, f"finite in {data_type}, which the head stores", value)
 
 
 # Elements that are compared at a time.
@@ -387,10 +355,4 @@ def _bad_element(field: str, array: np.ndarray, bad: np.ndarray, expected: str) 
 def check_shape(actual: tuple[int, ...], expected: tuple[int, ...], field: str) -> None:
     """Raises InvalidArgumentError unless the shapes are equal."""
     if tuple(actual) != tuple(expected):
-        raise invalid_argument(
-            "SHAPE_MISMATCH",
-            f"{field} must have shape {tuple(expected)}, got {tuple(actual)}",
-            field=field,
-            expected=tuple(expected),
-            actual=tuple(actual),
-        )
+        raise wrong_shape(field, tuple(expected), tuple(actual))

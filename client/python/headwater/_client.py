@@ -9,13 +9,15 @@ import time
 import uuid
 from typing import Any
 
-from headwater import _arrays
-from headwater._errors import HeadwaterError, invalid_argument, make_error
+from headwater import _arrays, _wire
+from headwater._errors import HeadwaterError, invalid_argument, make_error, must_be, refused, wrong_shape
 from headwater._futures import as_future
 from headwater._head import Head
+from headwater._messages import head_info, head_spec_message
 from headwater._remote import RemoteBackend
 from headwater._requests import check_bool, check_choice
 from headwater._teacher import Teacher
+from headwater._terms import Handle
 from headwater._types import SGD, AdamW, HeadInfo, HeadSpec, ServerInfo, check_integer, check_number
 
 # Bounds every call that does not bring its own `timeout_s`, in seconds.
@@ -24,6 +26,7 @@ DEFAULT_TIMEOUT_S = 120.0
 _ID = r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?"
 _FULL_NAME = re.compile(rf"tenants/{_ID}/heads/{_ID}")
 _SHORT_NAME = re.compile(_ID)
+_LETTERS = "lower-case letters, digits, '.', '_' and '-' (at most 64)"
 
 
 # How often a client looks whether the weights of a head that another one is creating have come, in seconds.
@@ -40,27 +43,17 @@ def full_name(name: str, tenant: str = "default") -> str:
         return f"tenants/{tenant}/heads/{name}"
     if isinstance(name, str) and _FULL_NAME.fullmatch(name):
         return name
-    raise invalid_argument(
-        "INVALID_NAME",
-        f"a head's name is lower-case letters, digits, '.', '_' and '-' (at most 64), or tenants/TENANT/heads/HEAD; got {name!r}",
-        field="name",
-        actual=name,
-    )
+    raise must_be("name", f"{_LETTERS}, or tenants/TENANT/heads/HEAD", name, "INVALID_NAME")
 
 
 def check_tenant(tenant: Any) -> str:
     """The name of a tenant."""
     if not isinstance(tenant, str) or not _SHORT_NAME.fullmatch(tenant):
-        raise invalid_argument(
-            "INVALID_NAME",
-            f"a tenant's name is lower-case letters, digits, '.', '_' and '-' (at most 64); got {tenant!r}",
-            field="tenant",
-            actual=tenant,
-        )
+        raise must_be("tenant", _LETTERS, tenant, "INVALID_NAME")
     return tenant
 
 
-class Client:
+class Client(Handle):
     """Heads by name. Made by `headwater.connect` or `headwater.local.connect`. Thread-safe; use one for a process.
 
     Every method `x(...)` has `x_future(...)`, which returns at once a future good for `.result()` and `await`.
@@ -71,6 +64,8 @@ class Client:
         DeadlineExceededError: it took longer than `timeout_s`.
     """
 
+    _WHY_NOT_PICKLED = "a headwater.Client belongs to its process and cannot be pickled: connect again in the other one"
+
     def __init__(self, backend: RemoteBackend, *, tenant: str = "default"):
         self._backend = backend
         self._tenant = check_tenant(tenant)
@@ -78,15 +73,6 @@ class Client:
 
     def __repr__(self) -> str:
         return f"<headwater.Client {self._backend.address}, tenant {self._tenant}{', closed' if self._closed else ''}>"
-
-    def __copy__(self) -> Client:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Client:
-        return self  # a connection is one, whatever refers to it
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a headwater.Client belongs to its process and cannot be pickled: connect again in the other one")
 
     def __enter__(self) -> Client:
         return self
@@ -196,20 +182,15 @@ class Client:
             bits_of = None if dtype is None else _arrays.data_type_name(dtype)
             weight_array = _arrays.from_any(weight, "weight", bits_of=bits_of)
             if weight_array.data.ndim != 2:
-                raise invalid_argument(
-                    "SHAPE_MISMATCH",
-                    f"weight must have shape (vocab_size, hidden_size), got {weight_array.shape}",
-                    field="weight",
-                    actual=weight_array.shape,
-                )
+                raise wrong_shape("weight", "(vocab_size, hidden_size)", weight_array.shape)
             vocab_size, hidden_size = weight_array.shape
             data_type = bits_of or weight_array.data_type
             has_bias = bias is not None
-            _check_upload(weight_array, data_type, "weight")
+            _arrays.check_fits(weight_array, data_type, "weight")
             if bias is not None:
                 bias_array = _arrays.from_any(bias, "bias", bits_of=bits_of)
                 _arrays.check_shape(bias_array.shape, (vocab_size,), "bias")
-                _check_upload(bias_array, data_type, "bias")
+                _arrays.check_fits(bias_array, data_type, "bias")
         spec = HeadSpec(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -227,11 +208,11 @@ class Client:
         _check_expected_step(expected_step, spec, if_exists)
         if trainable:
             _check_no_embedding(weight)
-        info, created = self._backend.create_head(name, spec, if_exists != "fail", timeout_s)
+        info, created = self._create(name, spec, if_exists != "fail", timeout_s)
         if if_exists == "replace" and not created:
             # Not `set_weight`, which leaves the number of the open step: a run with other weights begins at its first one.
-            self._backend.delete_head(name, info.epoch, True, timeout_s)
-            info, created = self._backend.create_head(name, spec, False, timeout_s)
+            self._backend.call("DeleteHead", timeout_s, name=name, epoch=info.epoch, force=True)
+            info, created = self._create(name, spec, False, timeout_s)
         self._backend.unconfirmed.pop(name, None)
         if not created and weight_array is not None:
             info = self._await_weights(info, timeout_s)
@@ -246,11 +227,17 @@ class Client:
             if created:
                 # A head without weights is of no use to the caller, who does not get a handle to it.
                 with contextlib.suppress(HeadwaterError):
-                    self._backend.delete_head(name, b"", True, timeout_s)
+                    self._backend.call("DeleteHead", timeout_s, name=name, force=True)
             raise
         if not created and weight_array is not None:
             self._compare_weights(head, info, {"weight": weight_array, "bias": bias_array}, expected_step, timeout_s)
         return head
+
+    def _create(self, name: str, spec: HeadSpec, attach: bool, timeout_s: float) -> tuple[HeadInfo, bool]:
+        """A head of this specification, and whether it is new."""
+        if_exists = _wire.IF_EXISTS_ATTACH_IF_SAME_SPEC if attach else _wire.IF_EXISTS_FAIL
+        reply = self._backend.call("CreateHead", timeout_s, name=name, spec=head_spec_message(spec), if_exists=if_exists)
+        return head_info(reply.head), reply.created
 
     def _compare_weights(
         self,
@@ -310,7 +297,7 @@ class Client:
                     {"head": info.name},
                 )
             time.sleep(_WEIGHTS_POLL_S)
-            info = self._backend.get_head(info.name, timeout_s)
+            info = head_info(self._backend.call("GetHead", timeout_s, name=info.name))
         return info
 
     def head(self, name: str, *, expected_step: int | None = None, timeout_s: float | None = None) -> Head:
@@ -323,13 +310,14 @@ class Client:
             StepMismatchError: it is at another step; `.checkpoints` are the steps that `Head.restore` can go to.
         """
         timeout_s = self._timeout(timeout_s)
-        head = Head(self._backend, self._backend.get_head(full_name(name, self._tenant), timeout_s))
+        head = Head(self._backend, head_info(self._backend.call("GetHead", timeout_s, name=full_name(name, self._tenant))))
         head._check_step(expected_step, timeout_s)
         return head
 
     def heads(self, *, timeout_s: float | None = None) -> list[HeadInfo]:
         """All heads of the tenant, by name."""
-        return self._backend.list_heads(f"tenants/{self._tenant}", self._timeout(timeout_s))
+        pages = self._backend.pages("ListHeads", self._timeout(timeout_s), parent=f"tenants/{self._tenant}")
+        return [head_info(head) for page in pages for head in page.heads]
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """Version, devices, limits and features."""
@@ -382,7 +370,7 @@ class Client:
         """
         shape = (check_integer(rows, "rows", low=1), check_integer(hidden_size, "hidden_size", low=1))
         data_type = _arrays.data_type_name(dtype)
-        array = self._backend.row_memory.host.empty(shape, data_type, whole_block=True)
+        array = self._backend.row_memory.empty(shape, data_type, whole_block=True)
         return _arrays.to_numpy(_arrays.HostArray(array, data_type, _arrays.to_numpy))
 
     create_head_future = as_future(create_head)
@@ -393,30 +381,17 @@ class Client:
     health_future = as_future(health)
 
 
-def _check_upload(array: _arrays.HostArray, data_type: str, field: str) -> None:
-    if array.data_type not in (data_type, _arrays.FLOAT32):
-        raise invalid_argument(
-            "DATA_TYPE_MISMATCH",
-            f"{field} for a head of {data_type} must be {data_type} or float32, got {array.data_type}",
-            field=field,
-            expected=data_type,
-            actual=array.data_type,
-        )
-    _arrays.check_fits(array, data_type, field)
-
-
 def _check_expected_step(expected_step: int | None, spec: HeadSpec, if_exists: str) -> None:
     if expected_step is None:
         return
     check_integer(expected_step, "expected_step")
     if not spec.trainable:
-        raise invalid_argument("INVALID_COMBINATION", "a frozen head has no steps: leave expected_step out", field="expected_step")
+        raise refused("a frozen head has no steps: leave expected_step out", "expected_step")
     if if_exists != "attach" and expected_step != spec.initial_step:
-        raise invalid_argument(
-            "INVALID_COMBINATION",
+        raise refused(
             f"expected_step is {expected_step}, and a new head begins at initial_step {spec.initial_step}; pass "
             'if_exists="attach" to continue with a head that is there',
-            field="expected_step",
+            "expected_step",
         )
 
 
@@ -428,10 +403,9 @@ def _check_no_embedding(weight: Any) -> None:
     from headwater._torch_modules import embedding_of
 
     if embedding_of(weight) is not None:
-        raise invalid_argument(
-            "INVALID_COMBINATION",
+        raise refused(
             "weight is also the weight of a torch.nn.Embedding: the head would train one copy and this process another. Use "
             'headwater.torch.attach(client, name, lm_head, model=model, tied="trainer") or tied="server"; a loop of your own that '
             "joins both gradients passes weight.detach()",
-            field="weight",
+            "weight",
         )

@@ -8,7 +8,7 @@ import uuid
 from typing import Any
 
 from headwater._client import DEFAULT_TIMEOUT_S, Client, check_tenant
-from headwater._errors import InvalidArgumentError, invalid_argument
+from headwater._errors import InvalidArgumentError, invalid_argument, must_be
 from headwater._remote import RemoteBackend
 from headwater._requests import check_bool, check_choice
 from headwater._types import DEFAULT_RETRIES, TLS, RetryPolicy, check_integer, check_number
@@ -95,7 +95,7 @@ def connect(
         )
     policy = RetryPolicy(max_attempts=1) if retries is None else retries
     if not isinstance(policy, RetryPolicy):
-        raise invalid_argument("INVALID_FIELD", f"retries must be a headwater.RetryPolicy or None, got {policy!r}", field="retries")
+        raise must_be("retries", "a headwater.RetryPolicy or None", policy)
     options: dict[str, Any] = {
         "client_name": f"python-{os.getpid()}-{uuid.uuid4().hex[:8]}",
         "connect_timeout_ms": _milliseconds(connect_timeout_s),
@@ -117,7 +117,7 @@ def connect(
         tls = TLS() if tls else None
     if tls is not None:
         if not isinstance(tls, TLS):
-            raise invalid_argument("INVALID_FIELD", f"tls must be a headwater.TLS, True or None, got {tls!r}", field="tls")
+            raise must_be("tls", "a headwater.TLS, True or None", tls)
         options["tls"] = 1
         files = {name: value for name, value in dataclasses.asdict(tls).items() if value is not None}
         options.update({name: _line(value, f"tls.{name}") for name, value in files.items()})

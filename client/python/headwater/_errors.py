@@ -167,7 +167,18 @@ def checkpoints_in(metadata: Mapping[str, str]) -> dict[str, int]:
     return {name: int(step) for name, _, step in pairs if name and step.isdecimal()}
 
 
-class _OutdatedError(AbortedError):
+class _KnowsCheckpoints:
+    """An error whose answer may name the head's checkpoints."""
+
+    metadata: dict[str, str]
+
+    @property
+    def checkpoints(self) -> dict[str, int]:
+        """The head's checkpoints by name, newest first, with the step that each begins; empty where the answer does not tell."""
+        return checkpoints_in(self.metadata)
+
+
+class _OutdatedError(_KnowsCheckpoints, AbortedError):
     """What errors about a head that has moved on say of it; None where the answer does not tell."""
 
     def _integer(self, key: str) -> int | None:
@@ -186,11 +197,6 @@ class _OutdatedError(AbortedError):
             return bytes.fromhex(self.metadata["headEpoch"])
         except (KeyError, ValueError):
             return None
-
-    @property
-    def checkpoints(self) -> dict[str, int]:
-        """The head's checkpoints by name, newest first, with the step that each begins; empty where the answer does not tell."""
-        return checkpoints_in(self.metadata)
 
 
 class EpochFencedError(_OutdatedError):
@@ -237,13 +243,8 @@ class MicroBatchConflictError(AbortedError):
     """The micro-batch is known with other content, or was decided otherwise."""
 
 
-class StepMismatchError(FailedPreconditionError):
+class StepMismatchError(_KnowsCheckpoints, FailedPreconditionError):
     """The call names a step that is not the open one; `metadata["openStep"]` says which is."""
-
-    @property
-    def checkpoints(self) -> dict[str, int]:
-        """The head's checkpoints by name, newest first, with the step that each begins; empty where the answer does not tell."""
-        return checkpoints_in(self.metadata)
 
 
 class StagingFullError(ResourceExhaustedError):
@@ -254,25 +255,7 @@ class FeatureNotBuiltError(UnimplementedError):
     """Part of the API that this build does not have; `metadata["feature"]` says which."""
 
 
-_CODE_CLASSES: dict[str, type[HeadwaterError]] = {
-    cls.code: cls
-    for cls in (
-        InvalidArgumentError,
-        NotFoundError,
-        AlreadyExistsError,
-        FailedPreconditionError,
-        AbortedError,
-        ResourceExhaustedError,
-        UnavailableError,
-        UnimplementedError,
-        DataLossError,
-        CancelledError,
-        DeadlineExceededError,
-        InternalError,
-        UnauthenticatedError,
-        PermissionDeniedError,
-    )
-}
+_CODE_CLASSES: dict[str, type[HeadwaterError]] = {cls.code: cls for cls in HeadwaterError.__subclasses__()}
 
 _REASON_CLASSES: dict[str, type[HeadwaterError]] = {
     "EPOCH_FENCED": EpochFencedError,
@@ -310,6 +293,29 @@ def invalid_argument(reason: str, message: str, **metadata: Any) -> InvalidArgum
     return InvalidArgumentError(message, reason=reason, metadata={key: str(value) for key, value in metadata.items()})
 
 
+def must_be(field: str, expected: str, actual: Any, reason: str = "INVALID_FIELD") -> InvalidArgumentError:
+    """Makes the error of an argument that is not what it must be; of a type its name is shown."""
+    actual, shown = (actual.__name__,) * 2 if isinstance(actual, type) else (actual, repr(actual))
+    return invalid_argument(reason, f"{field} must be {expected}, got {shown}", field=field, expected=expected, actual=actual)
+
+
+def wrong_shape(field: str, expected: Any, actual: Any) -> InvalidArgumentError:
+    """Makes the error of an array of another shape."""
+    message = f"{field} must have shape {expected}, got {actual}"
+    return invalid_argument("SHAPE_MISMATCH", message, field=field, expected=expected, actual=actual)
+
+
+def wrong_type(field: str, expected: str, actual: Any, remedy: str = "") -> InvalidArgumentError:
+    """Makes the error of an array whose elements are of another type."""
+    message = f"{field} must be {expected}, got {actual}{remedy and '; '}{remedy}"
+    return invalid_argument("DATA_TYPE_MISMATCH", message, field=field, expected=expected, actual=actual)
+
+
+def refused(message: str, field: str, **metadata: Any) -> InvalidArgumentError:
+    """Makes the error of an argument that does not go with the others, or with what a head can do."""
+    return invalid_argument("INVALID_COMBINATION", message, field=field, **metadata)
+
+
 def option_refused(option: str, message: str) -> InvalidArgumentError:
     """Makes the error of an option of a framework, by its name, that a remote head cannot follow."""
-    return invalid_argument("INVALID_COMBINATION", f"{option}: {message}", field=option)
+    return refused(f"{option}: {message}", option)

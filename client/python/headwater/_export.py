@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from headwater import _arrays, _safetensors
 from headwater._arrays import HostArray
-from headwater._errors import HeadwaterError, invalid_argument, make_error
+from headwater._errors import make_error, refused
+from headwater._files import replace_file
 from headwater._types import HeadSpec
 
 DEFAULT_TENSOR = "lm_head.weight"
@@ -71,21 +71,21 @@ def export(head: Head, target: Any, tensor: str, dtype: Any, untie: bool, timeou
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(target, torch.nn.Module):
         if tensor or dtype is not None:
-            raise _refused("a module has its own tensors and dtype: leave tensor= and dtype= out", "target")
+            raise refused("a module has its own tensors and dtype: leave tensor= and dtype= out", "target")
         _into_module(head, target, is_tied, untie, download)
         return
     if not isinstance(target, (str, os.PathLike)):
-        raise _refused(f"target must be a path or a torch.nn.Module, got {type(target).__name__}", "target")
+        raise refused(f"target must be a path or a torch.nn.Module, got {type(target).__name__}", "target")
     data_type = None if dtype is None else _arrays.data_type_name(dtype)
     path = Path(target)
     if path.is_dir() or path.exists():
-        _into_files(head, _Files(path), is_tied, tensor, data_type, untie, download)
+        _into_files(head, ModelFiles(path), is_tied, tensor, data_type, untie, download)
     elif path.suffix == ".safetensors":
         kind = data_type or head.spec.data_type
         arrays = {tensor or DEFAULT_TENSOR: download("weight", kind)}
         if head.spec.has_bias:
             arrays[_bias_of(tensor or DEFAULT_TENSOR)] = download("bias", kind)
-        _replace(path, lambda file: _safetensors.rewrite(None, arrays, file))
+        replace_file(path, lambda file: _safetensors.rewrite(None, arrays, file))
     else:
         raise make_error(
             "NOT_FOUND",
@@ -95,19 +95,15 @@ def export(head: Head, target: Any, tensor: str, dtype: Any, untie: bool, timeou
         )
 
 
-def _refused(message: str, field: str) -> HeadwaterError:
-    return invalid_argument("INVALID_COMBINATION", message, field=field)
-
-
 def _bias_of(weight_name: str) -> str:
     return weight_name.removesuffix("weight") + "bias"
 
 
 def _check_bias(head: Head, there: bool, where: str) -> None:
     if head.spec.has_bias and not there:
-        raise _refused(f"{head.name} has a bias, {where} has none: the model would compute other logits", "target")
+        raise refused(f"{head.name} has a bias, {where} has none: the model would compute other logits", "target")
     if there and not head.spec.has_bias:
-        raise _refused(f"{where} has a bias, {head.name} has none: the model would compute other logits", "target")
+        raise refused(f"{where} has a bias, {head.name} has none: the model would compute other logits", "target")
 
 
 _TIED = (
@@ -126,13 +122,13 @@ def _into_module(head: Head, module: Any, is_tied: bool, untie: bool, download: 
 
     holder = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else module
     if holder is None:
-        raise _refused(f"{type(module).__name__} has no output layer", "target")
+        raise refused(f"{type(module).__name__} has no output layer", "target")
     layer = output_layer(holder)
     _arrays.check_shape(tuple(layer.weight.shape), (head.spec.vocab_size, head.spec.hidden_size), "target's weight")
     _check_bias(head, layer.bias is not None, type(holder).__name__)
     if not is_tied and embedding_of(layer.weight) is not None:
         if not untie:
-            raise _refused(f"the weight of the model's output layer {_TIED}", "untie")
+            raise refused(f"the weight of the model's output layer {_TIED}", "untie")
         holder.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
         if getattr(module, "config", None) is not None:
             setattr(module.config, _TIE, False)
@@ -146,7 +142,7 @@ def _into_module(head: Head, module: Any, is_tied: bool, untie: bool, download: 
 # ---- files --------------------------------------------------------------------------------------------------------------
 
 
-class _Files:
+class ModelFiles:
     """The safetensors files of a model, or one of them.
 
     Attributes:
@@ -175,9 +171,9 @@ class _Files:
                     f"{file} is not there: expected {_SINGLE}, or {_INDEX} and its files, as save_pretrained writes them",
                     {"path": str(file)},
                 )
-            self.entries.update((name, (file, entry)) for name, entry in _safetensors.header_of(file).items())
+            self.entries.update((name, (file, entry)) for name, entry in _safetensors.contents_of(file).tensors.items())
         if not self.entries:
-            raise _refused(f"{path} has no tensors", "target")
+            raise refused(f"{path} has no tensors", "target")
 
     def fitting(self, names: Iterable[str], shape: tuple[int, ...]) -> list[str]:
         """Tensors of this shape that have one of these names, under any prefix."""
@@ -222,7 +218,7 @@ def _says_tied(config: dict[str, Any] | None) -> bool | None:
 
 
 def _into_files(
-    head: Head, files: _Files, is_tied: bool, tensor: str, data_type: str | None, untie: bool, download: _Download
+    head: Head, files: ModelFiles, is_tied: bool, tensor: str, data_type: str | None, untie: bool, download: _Download
 ) -> None:
     shape = (head.spec.vocab_size, head.spec.hidden_size)
     found = [DEFAULT_TENSOR] if DEFAULT_TENSOR in files.entries else files.fitting(_HEAD_NAMES, shape)
@@ -232,7 +228,7 @@ def _into_files(
     # A configuration that says nothing stands for the model's own default: where no head was saved, there is none.
     ties = not tensor and (bool(says) or (says is None and files.config is not None and not heads))
     if ties and not is_tied and not untie:
-        raise _refused(f"the output layer of the model in {files.folder} {_TIED}", "untie")
+        raise refused(f"the output layer of the model in {files.folder} {_TIED}", "untie")
     if ties and untie:
         heads = heads or [DEFAULT_TENSOR]
     embeddings = files.fitting(_EMBEDDING_NAMES, shape) if ties and not untie else []
@@ -256,7 +252,7 @@ def _into_files(
     _write(head, files, writes, data_type, download)
     if untie and files.config is not None:
         text = json.dumps(_untied(files.config), indent=2) + "\n"
-        _replace(files.folder / _CONFIG, lambda file: file.write(text.encode()))
+        replace_file(files.folder / _CONFIG, lambda file: file.write(text.encode()))
 
 
 def _untied(config: dict[str, Any]) -> dict[str, Any]:
@@ -264,17 +260,17 @@ def _untied(config: dict[str, Any]) -> dict[str, Any]:
     return {**parts, _TIE: False}
 
 
-def _write(head: Head, files: _Files, writes: dict[str, str], data_type: str | None, download: _Download) -> None:
+def _write(head: Head, files: ModelFiles, writes: dict[str, str], data_type: str | None, download: _Download) -> None:
     """Writes tensors by name, file by file; each file is the old one or the new one, whatever happens."""
     by_file: dict[Path, dict[str, HostArray]] = {}
     downloaded: dict[tuple[str, str], HostArray] = {}
     last = next(reversed(files.entries.values()))[0]  # where a new tensor goes
     for name, which in writes.items():
         file, entry = files.entries.get(name, (last, None))
-        stored = head.spec.data_type if entry is None else _safetensors.data_type_of(entry["dtype"])
+        stored = head.spec.data_type if entry is None else _safetensors.DATA_TYPES.get(entry["dtype"])
         kind = data_type or stored
         if kind is None:
-            raise _refused(f"{name} in {file} is {entry and entry['dtype']}, which is no type of a head; pass dtype=", "dtype")
+            raise refused(f"{name} in {file} is {entry and entry['dtype']}, which is no type of a head; pass dtype=", "dtype")
         if entry is not None:
             _arrays.check_shape(
                 tuple(entry["shape"]), (head.spec.vocab_size, head.spec.hidden_size)[: 1 + (which == "weight")], name
@@ -283,25 +279,9 @@ def _write(head: Head, files: _Files, writes: dict[str, str], data_type: str | N
             downloaded[which, kind] = download(which, kind)
         by_file.setdefault(file, {})[name] = downloaded[which, kind]
     for file, arrays in by_file.items():
-        _replace(file, functools.partial(_safetensors.rewrite, file, arrays))
+        replace_file(file, functools.partial(_safetensors.rewrite, file, arrays))
     if files.index is not None:
         added = {name: file.name for file, arrays in by_file.items() for name in arrays if name not in files.entries}
         if added:
             index = {**files.index, "weight_map": {**files.index["weight_map"], **added}}
-            _replace(files.folder / _INDEX, lambda file: file.write((json.dumps(index, indent=2) + "\n").encode()))
-
-
-def _replace(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Writes a file beside `path`, and puts it in its place when it is complete and on the disk."""
-    unfinished = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        with unfinished.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, unfinished)
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+            replace_file(files.folder / _INDEX, lambda file: file.write((json.dumps(index, indent=2) + "\n").encode()))

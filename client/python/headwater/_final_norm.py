@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,8 @@ import torch
 
 from headwater import _arrays, _safetensors
 from headwater._arrays import HostArray
-from headwater._errors import invalid_argument, make_error
-
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+from headwater._errors import make_error, refused
+from headwater._export import ModelFiles
 
 
 def final_norm(model: Any) -> torch.nn.Module:
@@ -40,11 +37,10 @@ def final_norm(model: Any) -> torch.nn.Module:
 
 
 def _not_found(model: torch.nn.Module) -> Exception:
-    return invalid_argument(
-        "INVALID_COMBINATION",
+    return refused(
         f"no norm of {type(model).__name__} was found between its last layer and its output layer: pass the module or function "
         "that makes the output layer's rows of the last layer's",
-        field="norm",
+        "norm",
     )
 
 
@@ -91,14 +87,11 @@ def _by_structure(model: Any) -> tuple[str, torch.nn.Module]:
 
 def _tensor(folder: Path, name: str) -> torch.Tensor:
     """A tensor of a folder's safetensors files."""
-    path = folder / _SINGLE
-    if (folder / _INDEX).exists():
-        parts = json.loads((folder / _INDEX).read_text())["weight_map"]
-        path = folder / os.path.basename(parts.get(name, ""))
-    if not path.is_file() or name not in (contents := _safetensors.contents_of(path)).tensors:
+    path = next((file for tensor, (file, _) in ModelFiles(folder).entries.items() if tensor == name), None)
+    if path is None:
         raise make_error("NOT_FOUND", "WEIGHTS_NOT_FOUND", f"{folder} has no tensor {name}, the final norm's", {})
-    dtype, values = contents.array(name)
-    data_type = _safetensors.data_type_of(dtype)
+    dtype, values = _safetensors.contents_of(path).array(name)
+    data_type = _safetensors.DATA_TYPES.get(dtype)
     if data_type is None:
         raise make_error("DATA_LOSS", "FILE_CORRUPT", f"{name} of {folder} is {dtype}", {"file": path.name})
     return _arrays.to_torch(HostArray(values, data_type, _arrays.to_numpy)).clone()

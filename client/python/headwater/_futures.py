@@ -24,13 +24,16 @@ Cancel = Callable[[], Any]
 
 # Threads that finish the loss calls of futures, whose answers nobody waits for in Python.
 LOSS_THREADS = 16
-CONTROL_THREADS = 4
-# A trainer's own gradients, without which no step is closed: they do not queue up behind calls for the step after it.
-GRADIENT_THREADS = 4
-# Streams of a teacher's rows, which the loss calls that join them wait for.
-STREAM_THREADS = 16
-# Calls that may wait for other calls (`Head.seal` with wait=True), so that those do not queue up behind them.
-WAITING_THREADS = 4
+_THREADS = {
+    "loss": LOSS_THREADS,
+    "control": 4,
+    # A trainer's own gradients, without which no step is closed: they do not queue up behind calls for the step after it.
+    "gradient": 4,
+    # Streams of a teacher's rows, which the loss calls that join them wait for.
+    "stream": 16,
+    # Calls that may wait for other calls (`Head.seal` with wait=True), so that those do not queue up behind them.
+    "waiting": 4,
+}
 
 
 def at_main_return(function: Callable[[], Any]) -> None:
@@ -138,19 +141,15 @@ class Executors:
     """The threads of one client, and its calls that have none."""
 
     def __init__(self) -> None:
-        self.loss = concurrent.futures.ThreadPoolExecutor(LOSS_THREADS, "headwater-loss")
-        self.control = concurrent.futures.ThreadPoolExecutor(CONTROL_THREADS, "headwater-control")
-        self.gradient = concurrent.futures.ThreadPoolExecutor(GRADIENT_THREADS, "headwater-gradient")
-        self.stream = concurrent.futures.ThreadPoolExecutor(STREAM_THREADS, "headwater-stream")
-        self.waiting = concurrent.futures.ThreadPoolExecutor(WAITING_THREADS, "headwater-waiting")
+        self._pools = {name: concurrent.futures.ThreadPoolExecutor(count, f"headwater-{name}") for name, count in _THREADS.items()}
         self._pid = os.getpid()
 
     def shutdown(self) -> None:
         """Lets running calls end and drops those that have not begun."""
         if os.getpid() != self._pid:
             return  # the threads are the parent's, and may have held a lock at the fork
-        for threads in (self.loss, self.control, self.gradient, self.stream, self.waiting):
-            threads.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def run(self, threads: str, work: Callable[[], R]) -> Future[R]:
         """That of `work`, which runs on one of these threads ("loss", "control", ...), with this thread's CUDA stream."""
@@ -158,7 +157,7 @@ class Executors:
             return Future.failed(ClientClosedError.of_parent())
         scope = CancelScope()
         try:
-            return Future(getattr(self, threads).submit(_scoped(scope, work, current_streams())), scope)
+            return Future(self._pools[threads].submit(_scoped(scope, work, current_streams())), scope)
         except RuntimeError:
             return Future.failed(ClientClosedError("the client is closed"))
 
@@ -186,7 +185,7 @@ class Executors:
                     inner.set_result(result)
 
             try:
-                self.loss.submit(end)
+                self._pools["loss"].submit(end)
             except RuntimeError:
                 end()  # the client is closed, and every call fails at once
 
@@ -197,6 +196,14 @@ class Executors:
         return Future(inner, scope)
 
 
+def named_future(method: Callable[..., Any], start: Callable[P, R]) -> Callable[P, R]:
+    """`start`, which is the variant of `method` that returns a `Future`, with a name and a docstring of its own."""
+    start.__name__ = method.__name__ + "_future"
+    start.__qualname__ = method.__qualname__ + "_future"
+    start.__doc__ = f"Starts `{method.__name__}` with these arguments and returns its `Future` at once."
+    return start
+
+
 def as_future(method: Callable[Concatenate[Any, P], R], *, threads: str = "control") -> Callable[Concatenate[Any, P], Future[R]]:
     """The variant of a blocking method that returns a `Future` at once. The object must have a `_backend` with `executors`."""
 
@@ -205,7 +212,4 @@ def as_future(method: Callable[Concatenate[Any, P], R], *, threads: str = "contr
         executors: Executors = self._backend.executors
         return executors.run(threads, lambda: method(self, *args, **kwargs))
 
-    start.__name__ = method.__name__ + "_future"
-    start.__qualname__ = method.__qualname__ + "_future"
-    start.__doc__ = f"Starts `{method.__name__}` with these arguments and returns its `Future` at once."
-    return start
+    return named_future(method, start)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import uuid
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import numpy as np
 
 from headwater import _arrays, _requests
 from headwater._arrays import HostArray
-from headwater._errors import HeadwaterError, checkpoints_in, invalid_argument, make_error
+from headwater._errors import HeadwaterError, checkpoints_in, invalid_argument, make_error, refused, wrong_shape, wrong_type
 from headwater._export import export
 from headwater._futures import as_future
 from headwater._losses import HeadLosses
+from headwater._messages import checkpoint_info, expected_message, head_info, head_step, read, step_of, step_result
 from headwater._remote import RemoteBackend
 from headwater._requests import Expected, Progress, StepKey
 from headwater._types import (
+    OPTIMIZER_SETTINGS,
     ApplyResult,
     CheckpointInfo,
     DiscardGradientResult,
@@ -54,6 +54,8 @@ class Head(HeadLosses):
             move it on. Of several trainers one closes the step; the others add 1 themselves, and wait for it if they are early.
     """
 
+    _WHY_NOT_PICKLED = "a headwater.Head belongs to its client and cannot be pickled: send its name, and ask client.head(name)"
+
     def __init__(self, backend: RemoteBackend, info: HeadInfo, *, created: bool = False):
         super().__init__(backend, info.name, info.spec, info.epoch, info.open_step)
         self._created = created
@@ -65,17 +67,6 @@ class Head(HeadLosses):
         kind = "trainable" if self._spec.trainable else "frozen"
         return f"<headwater.Head {self._name} [{self._spec.vocab_size}, {self._spec.hidden_size}] {self._spec.data_type} {kind}>"
 
-    def __copy__(self) -> Head:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Head:
-        return self  # a head is elsewhere: the copy of a module that has a loss means the same one
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a headwater.Head belongs to its client and cannot be pickled: send its name, and ask client.head(name) there"
-        )
-
     @property
     def created(self) -> bool:
         """Whether the call that made this object created the head; False if it was there before (`if_exists="attach"`)."""
@@ -84,8 +75,12 @@ class Head(HeadLosses):
     def _key(self, step: int | None) -> StepKey:
         number = self.step if step is None else step
         if number is None:
-            raise invalid_argument("INVALID_COMBINATION", f"{self._name} is frozen: it has no steps", field="step")
+            raise refused(f"{self._name} is frozen: it has no steps", "step")
         return StepKey(self._name, self.epoch, check_integer(number, "step"))
+
+    def _at_epoch(self) -> dict[str, Any]:
+        """The fields of a request that name the head as this object knows it."""
+        return {"name": self._name, "epoch": self.epoch}
 
     def _check_step(self, expected: int | None, timeout_s: float) -> None:
         """Raises StepMismatchError unless the head stands at this step; None: at any."""
@@ -99,7 +94,7 @@ class Head(HeadLosses):
         metadata = {"head": self._name, "openStep": str(key.step), "step": str(expected)}
         try:
             # No step that the server would wait for: it refuses the call, and names the head's checkpoints.
-            self._backend.gradient_norm_squared(StepKey(key.head, key.epoch, key.step + 2), 1.0, timeout_s)
+            self._call("GetGradientNorm", timeout_s, head=head_step(StepKey(key.head, key.epoch, key.step + 2)))
         except HeadwaterError as error:
             metadata["checkpoints"] = error.metadata.get("checkpoints", "")
         known = checkpoints_in(metadata)
@@ -159,7 +154,7 @@ class Head(HeadLosses):
             FailedPreconditionError: `WEIGHT_VERSION_MISMATCH`: it was HELD, and its teacher's weights have changed.
             PermissionDeniedError: `NOT_SESSION_OWNER`: another client submitted it.
         """
-        return self._commit((self._key(step),), micro_batch, factor, token_factors, attempt, timeout_s)
+        return self._commit((self._key(step),), micro_batch, factor, token_factors, timeout_s, attempt)
 
     def discard(
         self, *, micro_batch: int, step: int | None = None, attempt: int | None = None, timeout_s: float | None = None
@@ -177,7 +172,7 @@ class Head(HeadLosses):
             MicroBatchConflictError: it was committed, and stays.
             PermissionDeniedError: `NOT_SESSION_OWNER`: another client submitted it.
         """
-        return self._discard((self._key(step),), micro_batch, attempt, timeout_s)
+        return self._discard((self._key(step),), micro_batch, timeout_s, attempt)
 
     def add_gradient(
         self,
@@ -212,13 +207,7 @@ class Head(HeadLosses):
             raise invalid_argument("INVALID_FIELD", "rows must have at least one row", field="rows", actual=0)
         row_start = check_integer(row_start, "row_start", high=max(0, self._spec.vocab_size - row_count))
         if row_start + row_count > self._spec.vocab_size:
-            raise invalid_argument(
-                "SHAPE_MISMATCH",
-                f"rows must have at most {self._spec.vocab_size} rows, got {row_count}",
-                field="rows",
-                expected=self._spec.vocab_size,
-                actual=row_count,
-            )
+            raise wrong_shape("rows", f"(at most {self._spec.vocab_size}, {self._spec.hidden_size})", array.shape)
         return self._backend.add_gradient(
             self._key(step),
             _arrays.to_float32(array) if array.data_type != _arrays.FLOAT32 else array.data,
@@ -233,7 +222,8 @@ class Head(HeadLosses):
 
     def step_state(self, *, timeout_s: float | None = None) -> StepStatus:
         """The open and the last closed step, with every micro-batch: how a client that lost an answer finds out."""
-        return self._backend.step_state(self._name, self.epoch, self._timeout(timeout_s))
+        reply = self._call("GetStep", timeout_s, head={"head": self._name, "head_epoch": self.epoch})
+        return StepStatus(step_of(reply.open), step_of(reply.last_closed) if reply.HasField("last_closed") else None)
 
     def seal(
         self,
@@ -254,7 +244,8 @@ class Head(HeadLosses):
         expected = _check_expected(expected_micro_batches)
         wait = _requests.check_bool(wait, "wait")
         key = self._key(step)
-        result = self._backend.seal(key, expected, wait, self._timeout(timeout_s))
+        reply = self._call("SealStep", timeout_s, head=head_step(key), expected=expected_message(expected), wait=wait)
+        result = step_result(SealResult, reply)
         self._last_seal = key, result.totals.micro_batch_count
         return result
 
@@ -296,24 +287,18 @@ class Head(HeadLosses):
             FailedPreconditionError: `NON_FINITE_GRADIENT`: nothing changed; call `discard_gradient`. Also what `seal` raises.
             StepConflictError: the step was closed otherwise.
         """
-        fraction = functools.partial(check_number, low=0, high=1, high_open=True)
-        optional: dict[str, tuple[float | None, Callable[[Any, str], float]]] = {
-            "weight_decay": (weight_decay, check_not_negative),
-            "beta1": (beta1, fraction),
-            "beta2": (beta2, fraction),
-            "epsilon": (epsilon, check_not_negative),
-            "momentum": (momentum, fraction),
-        }
+        given = {"weight_decay": weight_decay, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "momentum": momentum}
         settings = {
             "learning_rate": check_not_negative(learning_rate, "learning_rate"),
             "gradient_factor": check_factor(gradient_factor, "gradient_factor"),
             "max_grad_norm": check_max_grad_norm(max_grad_norm),
             "other_grad_norm_squared": check_number(other_grad_norm_squared, "other_grad_norm_squared", low=0),
-            **{name: None if value is None else check(value, name) for name, (value, check) in optional.items()},
+            **{name: OPTIMIZER_SETTINGS[name](value, name) for name, value in given.items() if value is not None},
         }
         expected = None if expected_micro_batches is None else _check_expected(expected_micro_batches)
         key = self._key(step)
-        if not _requests.check_bool(allow_empty, "allow_empty") and (expected in (0, []) or self._sealed_empty(key, expected)):
+        sealed_empty = expected is None and self._last_seal == (key, 0)
+        if not _requests.check_bool(allow_empty, "allow_empty") and (expected in (0, []) or sealed_empty):
             raise invalid_argument(
                 "MISSING_FIELD",
                 f"step {key.step} of {self._name} has no micro-batch: was backward forgotten, or the loss computed under no_grad? "
@@ -321,17 +306,15 @@ class Head(HeadLosses):
                 "discard_gradient() closes the step unchanged",
                 field="expected_micro_batches",
             )
-        result = self._backend.apply(key, expected, self._timeout(timeout_s), **settings)
+        ids = None if expected is None else expected_message(expected)
+        reply = self._call("ApplyOptimizerStep", timeout_s, head=head_step(key), expected=ids, **settings)
+        result = step_result(ApplyResult, reply)
         self.step = result.open_step
         return result
 
-    def _sealed_empty(self, key: StepKey, expected: Expected | None) -> bool:
-        """Whether this object has sealed the step, and nothing was in it."""
-        return expected is None and self._last_seal == (key, 0)
-
     def discard_gradient(self, *, step: int | None = None, timeout_s: float | None = None) -> DiscardGradientResult:
         """Closes the step with the weights unchanged, and opens the next one. Idempotent."""
-        result = self._backend.discard_gradient(self._key(step), self._timeout(timeout_s))
+        result = read(DiscardGradientResult, self._call("DiscardGradient", timeout_s, head=head_step(self._key(step))))
         self.step = result.open_step
         return result
 
@@ -352,15 +335,20 @@ class Head(HeadLosses):
             float32 (vocab_size, hidden_size); with bias=True a pair of that and float32 (vocab_size,).
         """
         if bias and not self._spec.has_bias:
-            raise invalid_argument("INVALID_COMBINATION", f"{self._name} has no bias", field="bias")
-        key, factor, timeout_s = self._key(step), check_factor(gradient_factor, "gradient_factor"), self._timeout(timeout_s)
-        weight = self._backend.gradient(key, "weight", self._spec, factor, timeout_s)
-        return (weight, self._backend.gradient(key, "bias", self._spec, factor, timeout_s)) if bias else weight
+            raise refused(f"{self._name} has no bias", "bias")
+        fields = {"head": head_step(self._key(step)), "gradient_factor": check_factor(gradient_factor, "gradient_factor")}
+        remaining_s = self._timeout(timeout_s)
+        weight, *rest = (
+            self._backend.receive("DownloadGradient", tensor, self._spec, _arrays.FLOAT32, remaining_s, **fields)
+            for tensor in ("weight", "bias")[: 1 + bias]
+        )
+        return (weight, *rest) if bias else weight
 
     def gradient_norm(self, *, gradient_factor: float = 1.0, step: int | None = None, timeout_s: float | None = None) -> float:
         """L2 norm of what the open or sealed step has accumulated (weight and bias together), times |gradient_factor|."""
         factor = check_factor(gradient_factor, "gradient_factor")
-        return math.sqrt(self._backend.gradient_norm_squared(self._key(step), factor, self._timeout(timeout_s)))
+        reply = self._call("GetGradientNorm", timeout_s, head=head_step(self._key(step)), gradient_factor=factor)
+        return math.sqrt(reply.gradient_norm_squared)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -379,15 +367,13 @@ class Head(HeadLosses):
     def bias(self, *, dtype: Any = None, timeout_s: float | None = None) -> Any:
         """Downloads the bias, (vocab_size,), as `weight` does."""
         if not self._spec.has_bias:
-            raise invalid_argument("INVALID_COMBINATION", f"{self._name} has no bias", field="bias")
+            raise refused(f"{self._name} has no bias", "bias")
         return self._download("bias", dtype, timeout_s)
 
     def _download(self, tensor: str, dtype: Any, timeout_s: float | None) -> Any:
         wanted = self._spec.data_type if dtype is None else _arrays.data_type_name(dtype)
         if wanted not in (_arrays.FLOAT32, self._spec.data_type):
-            raise invalid_argument(
-                "DATA_TYPE_MISMATCH", f"dtype must be float32 or {self._spec.data_type}, got {wanted}", field="dtype"
-            )
+            raise wrong_type("dtype", f"float32 or {self._spec.data_type}", wanted)
         # Frozen weights are the same at any epoch.
         epoch = self.epoch if self._spec.trainable else b""
         data = self._backend.download(self._name, epoch, tensor, self._spec, wanted, self._timeout(timeout_s))
@@ -476,7 +462,8 @@ class Head(HeadLosses):
         for _ in range(_REPLACE_TRIES):
             for tensor, array in arrays.items():
                 part = f"{upload_id}-{tensor[0]}"
-                info = self._backend.upload(self._name, key.epoch, tensor, array, part, remaining_s, closes_step=key.step)
+                fields = {"name": self._name, "epoch": key.epoch, "upload_id": part, "closes_step": key.step}
+                info = self._backend.upload(tensor, array, remaining_s, **fields)
             if info.open_step != key.step:
                 break  # otherwise the server was started again in between, and has lost the first tensor
         self.step = info.open_step
@@ -490,13 +477,9 @@ class Head(HeadLosses):
             if value is None:
                 continue
             if tensor == "bias" and not self._spec.has_bias:
-                raise invalid_argument("INVALID_COMBINATION", f"{self._name} has no bias", field="bias")
+                raise refused(f"{self._name} has no bias", "bias")
             array = _arrays.from_any(value, tensor, bits_of=self._spec.data_type)
             _arrays.check_shape(array.shape, shapes[tensor], tensor)
-            if array.data_type not in (self._spec.data_type, _arrays.FLOAT32):
-                raise invalid_argument(
-                    "DATA_TYPE_MISMATCH", f"{tensor} must be {self._spec.data_type} or float32, got {array.data_type}", field=tensor
-                )
             _arrays.check_fits(array, self._spec.data_type, tensor)
             arrays[tensor] = array
         if not arrays:
@@ -504,8 +487,8 @@ class Head(HeadLosses):
         return arrays
 
     def _upload(self, tensor: str, array: HostArray, upload_id: str, on_progress: Progress | None, timeout_s: float) -> HeadInfo:
-        info = self._backend.upload(self._name, self.epoch, tensor, array, upload_id, timeout_s, on_progress=on_progress)
-        return self._adopt(info)
+        fields = {**self._at_epoch(), "upload_id": upload_id}
+        return self._adopt(self._backend.upload(tensor, array, timeout_s, on_progress=on_progress, **fields))
 
     def load(self, path: str, *, weight_tensor: str = "", bias_tensor: str = "", timeout_s: float | None = None) -> HeadInfo:
         """Reads weights from a safetensors file or a Hugging Face model folder under the server's load root. A new epoch follows.
@@ -520,16 +503,18 @@ class Head(HeadLosses):
             NotFoundError: `WEIGHTS_NOT_FOUND`: no such file or tensor, or none that can be chosen; the message lists what is there.
             FailedPreconditionError: `CHECKPOINT_SPEC_MISMATCH`: another shape, or a bias and the head has none (`bias=True`).
         """
-        info = self._backend.load(self._name, self.epoch, path, weight_tensor, bias_tensor, self._timeout(timeout_s))
+        tensors = {"weight_tensor": weight_tensor, "bias_tensor": bias_tensor}
+        info = self._call("LoadWeights", timeout_s, **self._at_epoch(), path=path, **tensors)
         self._confirm()
-        return self._adopt(info)
+        return self._adopt(head_info(info))
 
     # ---- checkpoints and life ---------------------------------------------------------------------------------------
 
     def save(self, checkpoint: str, *, overwrite: bool = False, timeout_s: float | None = None) -> SaveResult:
         """Writes weights, optimizer state and step, as they were when the open step began. Complete or not there at all."""
         checkpoint = _requests.check_checkpoint_name(checkpoint)
-        return self._backend.save(self._name, self.epoch, checkpoint, overwrite, self._timeout(timeout_s))
+        fields = {**self._at_epoch(), "checkpoint": checkpoint, "overwrite": overwrite}
+        return read(SaveResult, self._call("SaveCheckpoint", timeout_s, **fields))
 
     def checkpoints(self, *, timeout_s: float | None = None) -> list[CheckpointInfo]:
         """The checkpoints under this head's name, newest first; damaged ones last.
@@ -539,14 +524,15 @@ class Head(HeadLosses):
         Raises:
             FailedPreconditionError: `STORAGE_NOT_CONFIGURED`.
         """
-        return self._backend.list_checkpoints(self._name, self._timeout(timeout_s))
+        pages = self._backend.pages("ListCheckpoints", self._timeout(timeout_s), name=self._name)
+        return [checkpoint_info(checkpoint) for page in pages for checkpoint in page.checkpoints]
 
     def restore(self, checkpoint: str, *, timeout_s: float | None = None) -> HeadInfo:
         """Sets the head to a checkpoint: a new epoch, the checkpoint's step, nothing accumulated."""
         checkpoint = _requests.check_checkpoint_name(checkpoint)
-        info = self._backend.restore(self._name, self.epoch, checkpoint, self._timeout(timeout_s))
+        info = self._call("RestoreCheckpoint", timeout_s, **self._at_epoch(), checkpoint=checkpoint)
         self._confirm()
-        return self._adopt(info)
+        return self._adopt(head_info(info))
 
     def take(self, *, only_if_current: bool = False, expected_step: int | None = None, timeout_s: float | None = None) -> HeadInfo:
         """Takes the head over for a new run: a new epoch, an empty open step; weights, optimizer state and the step's number stay.
@@ -566,12 +552,12 @@ class Head(HeadLosses):
         epoch = self.epoch if _requests.check_bool(only_if_current, "only_if_current") else b""
         remaining_s = self._timeout(timeout_s)
         if expected_step is not None:
-            Head(self._backend, self._backend.get_head(self._name, remaining_s))._check_step(expected_step, remaining_s)
-        return self._adopt(self._backend.take_head(self._name, epoch, remaining_s))
+            Head(self._backend, self.info(timeout_s=remaining_s))._check_step(expected_step, remaining_s)
+        return self._adopt(head_info(self._call("TakeHead", remaining_s, name=self._name, epoch=epoch)))
 
     def info(self, *, timeout_s: float | None = None) -> HeadInfo:
         """The head as the server has it now. Does not change what this object believes: compare `epoch`."""
-        return self._backend.get_head(self._name, self._timeout(timeout_s))
+        return head_info(self._call("GetHead", timeout_s, name=self._name))
 
     def delete(self, *, force: bool = False, timeout_s: float | None = None) -> None:
         """Frees the head; checkpoints stay.
@@ -579,7 +565,7 @@ class Head(HeadLosses):
         Raises:
             FailedPreconditionError: `HEAD_IN_USE`: the open step is not empty, and `force` is not set.
         """
-        self._backend.delete_head(self._name, self.epoch, force, self._timeout(timeout_s))
+        self._call("DeleteHead", timeout_s, **self._at_epoch(), force=force)
 
     add_gradient_future = as_future(add_gradient, threads="gradient")
     commit_future = as_future(commit)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 from headwater import _arrays, _requests, _terms
-from headwater._errors import FailedPreconditionError, invalid_argument
-from headwater._futures import Future
+from headwater._errors import FailedPreconditionError, invalid_argument, refused
+from headwater._futures import Future, named_future
+from headwater._messages import head_step, tensor_message
 from headwater._requests import FACTORS, ComputeRequest, StepKey
 from headwater._terms import CrossEntropyCall, HeadReference, JsdCall, LossCall, MultiCall, Term, spread
 from headwater._types import LossResult, check_factor, check_integer, check_number, result_of
@@ -42,10 +43,14 @@ def _as_loss_future(method: Callable[Concatenate[Any, P], LossResult]) -> Callab
             lambda answer: self._finish(prepared, answer),
         )
 
-    start.__name__ = method.__name__ + "_future"
-    start.__qualname__ = method.__qualname__ + "_future"
-    start.__doc__ = f"Starts `{method.__name__}` with these arguments and returns its `Future` at once."
-    return start
+    return named_future(method, start)
+
+
+class _Decision(NamedTuple):
+    """What `LossResult.commit` and `LossResult.discard` call."""
+
+    commit: Callable[[float, Any, float | None], bool]
+    discard: Callable[[float | None], bool]
 
 
 class HeadLosses(HeadReference):
@@ -166,14 +171,19 @@ class HeadLosses(HeadReference):
     def _timeout(self, timeout_s: float | None) -> float:
         return self._backend.timeout_s if timeout_s is None else check_number(timeout_s, "timeout_s", low=0, low_open=True)
 
+    def _call(self, method: str, timeout_s: float | None, **fields: Any) -> Any:
+        """Makes a call of an RPC, by its name, with these fields of its request, and returns the answer's message."""
+        return self._backend.call(method, self._timeout(timeout_s), **fields)
+
     def _prepare(self, call: LossCall) -> _Prepared:
         timeout_s = self._timeout(call.timeout_s)
         hidden_name = call.rows_field
         hidden = getattr(call, hidden_name)
-        terms: tuple[Term, ...] = tuple(call.terms) if hasattr(call.terms, "__iter__") else (call.terms,)
+        several = call.terms if isinstance(call, MultiCall) else (call,)
+        terms: tuple[Term, ...] = tuple(several) if hasattr(several, "__iter__") else (several,)
         if not terms:
             raise invalid_argument("MISSING_FIELD", "at least one term is required", field="terms")
-        rows = _requests.check_rows(hidden, hidden_name, self._spec.hidden_size, self._backend.row_memory)
+        rows = _requests.check_rows(hidden, hidden_name, self._spec.hidden_size, on_device=True)
         options = _requests.check_options(call)
         checked = tuple(_terms.check_term(self, term, rows, hidden_name, options.backward) for term in terms)
         _terms.check_one_step(checked)
@@ -183,24 +193,22 @@ class HeadLosses(HeadReference):
                 self._backend.warn_unconfirmed(sent.head)
         micro_batch = _requests.check_micro_batch(contributes, options.backward, call.micro_batch)
         if options.explicit and not contributes:
-            raise invalid_argument("INVALID_COMBINATION", 'commit="explicit" needs something to commit', field="commit")
+            raise refused('commit="explicit" needs something to commit', "commit")
         for name in FACTORS:
             if options.late_token_factors and any(getattr(term, name) is not None for term in checked):
-                raise invalid_argument(
-                    "INVALID_COMBINATION", f"{name} are for a call of their own: late_token_factors multiply the loss", field=name
-                )
+                raise refused(f"{name} are for a call of their own: late_token_factors multiply the loss", name)
         attempt = call.attempt
         if attempt is not None:
             attempt = check_integer(attempt, "attempt")
             if not contributes:
-                raise invalid_argument("INVALID_COMBINATION", "attempt must be left out: nothing is added", field="attempt")
+                raise refused("attempt must be left out: nothing is added", "attempt")
         data_type = rows.data_type
         if call.grad_hidden_dtype is not None:
             data_type = _arrays.data_type_name(call.grad_hidden_dtype, "grad_hidden_dtype")
         out = None
         if call.grad_hidden_out is not None:
             if not options.return_grad_hidden:
-                raise invalid_argument("INVALID_COMBINATION", "there is no grad_hidden to write", field="grad_hidden_out")
+                raise refused("there is no grad_hidden to write", "grad_hidden_out")
             out = _requests.check_grad_hidden_out(call.grad_hidden_out, rows.shape, data_type)
             _requests.check_apart(out, rows, hidden_name)
             for term in checked:
@@ -233,7 +241,8 @@ class HeadLosses(HeadReference):
         fields = _requests.finish(prepared.compaction, request, answered, prepared.grad_hidden_out)
         decision = None
         if request.micro_batch is not None and request.options.explicit:
-            decision = _Decision(self, request.keys, request.micro_batch)
+            place = request.keys, request.micro_batch
+            decision = _Decision(functools.partial(self._commit, *place), functools.partial(self._discard, *place))
         fields["_decision"] = decision
         return result_of(LossResult, fields)
 
@@ -247,32 +256,19 @@ class HeadLosses(HeadReference):
         micro_batch: int,
         factor: float,
         token_factors: Any,
-        attempt: int | None,
         timeout_s: float | None,
+        attempt: int | None = None,
     ) -> bool:
         micro_batch = check_integer(micro_batch, "micro_batch")
         attempt = None if attempt is None else check_integer(attempt, "attempt")
         factor, vector = check_factor(factor), _requests.check_token_factors(token_factors)
-        return self._backend.commit(keys, micro_batch, attempt, factor, vector, self._timeout(timeout_s))
+        fields = {"micro_batch": micro_batch, "attempt": attempt, "factor": factor}
+        if vector is not None:
+            fields["token_factors"] = tensor_message(vector)
+        return bool(self._call("CommitMicroBatch", timeout_s, heads=map(head_step, keys), **fields).replayed)
 
-    def _discard(self, keys: tuple[StepKey, ...], micro_batch: int, attempt: int | None, timeout_s: float | None) -> bool:
+    def _discard(self, keys: tuple[StepKey, ...], micro_batch: int, timeout_s: float | None, attempt: int | None = None) -> bool:
         micro_batch = check_integer(micro_batch, "micro_batch")
         attempt = None if attempt is None else check_integer(attempt, "attempt")
-        return self._backend.discard(keys, micro_batch, attempt, self._timeout(timeout_s))
-
-
-class _Decision:
-    """What `LossResult.commit` and `LossResult.discard` decide."""
-
-    def __init__(self, head: HeadLosses, keys: tuple[StepKey, ...], micro_batch: int):
-        self._head = head
-        self._keys = keys
-        self._micro_batch = micro_batch
-
-    def commit(self, factor: float, token_factors: Any, timeout_s: float | None) -> bool:
-        """Adds it to all heads."""
-        return self._head._commit(self._keys, self._micro_batch, factor, token_factors, None, timeout_s)
-
-    def discard(self, timeout_s: float | None) -> bool:
-        """Drops it in all heads."""
-        return self._head._discard(self._keys, self._micro_batch, None, timeout_s)
+        fields = {"micro_batch": micro_batch, "attempt": attempt}
+        return bool(self._call("DiscardMicroBatch", timeout_s, heads=map(head_step, keys), **fields).dropped)

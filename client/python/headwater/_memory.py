@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,7 +54,7 @@ class DeviceArray:
 
     def empty(self, data_type: str) -> Any:
         """A tensor of this shape, on the same device."""
-        return torch().empty(self.shape, dtype=torch_dtype(data_type), device=self.tensor.device)
+        return torch().empty(self.shape, dtype=getattr(torch(), data_type), device=self.tensor.device)
 
 
 Rows = HostArray | DeviceArray
@@ -81,43 +82,29 @@ def torch() -> Any:
     return sys.modules["torch"]
 
 
-def torch_dtype(data_type: str) -> Any:
-    """torch's type of this name."""
-    return getattr(torch(), data_type)
-
-
 def current_streams() -> Callable[[], Any]:
     """A context that makes this thread's CUDA stream current in a thread of the client's; without CUDA one that does nothing."""
     module = sys.modules.get("torch")
     if module is None or not module.cuda.is_available() or not module.cuda.is_initialized():
-        return _Nothing
+        return contextlib.nullcontext
     stream = module.cuda.current_stream()
-    return lambda: _OnStream(module.cuda, stream)
+    return lambda: _on_stream(module.cuda, stream)
 
 
-class _OnStream:
+@contextlib.contextmanager
+def _on_stream(cuda: Any, stream: Any) -> Iterator[None]:
     """A stream and its device, current in this thread.
 
     The device stays so. PyTorch's own context would go back to the one before, in a new thread the first, and to make that current
     takes hundreds of megabytes of a GPU that this process may have no business with.
     """
-
-    def __init__(self, cuda: Any, stream: Any):
-        self._cuda = cuda
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        self._cuda.set_device(self._stream.device)
-        self._before = self._cuda.current_stream(self._stream.device)
-        self._cuda.set_stream(self._stream)
-
-    def __exit__(self, *_: object) -> None:
-        self._cuda.set_stream(self._before)
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
+    cuda.set_device(stream.device)
+    before = cuda.current_stream(stream.device)
+    cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        cuda.set_stream(before)
 
 
 class Block(Protocol):
@@ -163,7 +150,7 @@ class BlockPool:
 
         `whole_block`: also a small one has a block of its own.
         """
-        dtype = _arrays.host_dtype(data_type)
+        dtype = _arrays.HOST_DTYPES[data_type]
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _SMALLEST_BLOCK and not whole_block:
             return np.empty(shape, dtype)
@@ -211,29 +198,3 @@ class _ArrayBlock:
 def ordinary_block(nbytes: int) -> Block:
     """A block of ordinary memory."""
     return _ArrayBlock(np.empty(nbytes, np.uint8))
-
-
-class RowMemory:
-    """How rows are wanted, and where answers are put. CUDA tensors are taken as they are. Thread-safe."""
-
-    def __init__(self, allocate: Callable[[int], Block] = ordinary_block):
-        self.host = BlockPool(allocate)
-
-    def close(self) -> None:
-        """Frees what is not in use."""
-        self.host.close()
-
-    def device_rows(self, tensor: Any, data_type: str) -> Rows:
-        """The rows of a CUDA tensor: itself."""
-        return DeviceArray.over(tensor, data_type)
-
-    def empty_answer(self, rows: Rows, data_type: str) -> Any:
-        """Memory for a gradient of `rows`: an array, or a tensor where they stay on their device."""
-        return rows.empty(data_type) if isinstance(rows, DeviceArray) else self.host.empty(rows.shape, data_type)
-
-
-def as_tensor(array: np.ndarray, data_type: str) -> Any:
-    """A torch tensor over an array as `HostArray` has them; no copy."""
-    if data_type == _arrays.BFLOAT16:
-        return torch().from_numpy(array.view(np.int16)).view(torch().bfloat16)
-    return torch().from_numpy(array)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from headwater import _arrays, _wire
 from headwater._errors import invalid_argument
 from headwater._requests import (
     FACTORS,
+    TOKEN_OUTPUTS,
     ComputeRequest,
     CrossEntropyOptions,
     Expected,
@@ -41,16 +42,14 @@ from headwater._types import (
     result_of,
 )
 
-_TENSORS = {"weight": _wire.HEAD_TENSOR_WEIGHT, "bias": _wire.HEAD_TENSOR_BIAS}
-_OUTPUTS = {
-    "token_loss": _wire.TOKEN_OUTPUT_LOSS,
-    "lse": _wire.TOKEN_OUTPUT_LSE,
-    "target_log_probability": _wire.TOKEN_OUTPUT_TARGET_LOG_PROBABILITY,
-    "entropy": _wire.TOKEN_OUTPUT_ENTROPY,
-    "argmax": _wire.TOKEN_OUTPUT_ARGMAX,
-    "mean_logits": _wire.TOKEN_OUTPUT_MEAN_LOGITS,
-    "log_sum_sq_probs": _wire.TOKEN_OUTPUT_LOG_SUM_SQ_PROBS,
-}
+Data = TypeVar("Data")
+
+# Those of a HeadSpec that are the same in its message.
+_PLAIN_FIELDS = ("vocab_size", "hidden_size", "has_bias", "trainable", "staging_slots", "initial_step")
+
+# Weight and bias, with the wire's numbers.
+TENSORS = {"weight": _wire.HEAD_TENSOR_WEIGHT, "bias": _wire.HEAD_TENSOR_BIAS}
+_OUTPUTS = {name: getattr(_wire, f"TOKEN_OUTPUT_{name.removeprefix('token_').upper()}") for name in TOKEN_OUTPUTS}
 
 
 def seconds_of(message: Any) -> float:
@@ -58,98 +57,80 @@ def seconds_of(message: Any) -> float:
     return message.seconds + message.nanos * 1e-9
 
 
-def tensor_number(tensor: str) -> int:
-    """The wire's number of "weight" or "bias"."""
-    return _TENSORS[tensor]
-
-
 def head_step(key: StepKey) -> Any:
     """A HeadStep."""
     return _wire.HeadStep(head=key.head, head_epoch=key.epoch, step=key.step)
 
 
+@functools.cache
+def _fields(cls: type, message: type) -> list[Any]:
+    """The fields of a class of messages that a dataclass has, too."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    return [field for field in message.DESCRIPTOR.fields if field.name in names]  # type: ignore[attr-defined]
+
+
+def read(cls: type[Data], message: Any, **given: Any) -> Data:
+    """A dataclass of what is given, and of the message's fields of the same names; enums as words, unset ones by their default."""
+    for field in _fields(cls, type(message)):
+        name = field.name
+        if name not in given and (not field.has_presence or message.HasField(name)):
+            value = getattr(message, name)
+            given[name] = value if field.enum_type is None else _wire.value_name(field.enum_type.name, value)
+    return cls(**given)
+
+
 def head_spec_message(spec: HeadSpec) -> Any:
     """A HeadSpec; what is None stays unset."""
-    transform = _wire.LogitTransform(logit_scale=spec.logit_scale, softcap=spec.softcap, valid_vocab_size=spec.valid_vocab_size)
     optimizer = None
     if isinstance(spec.optimizer, AdamW):
-        settings = spec.optimizer
-        optimizer = _wire.OptimizerSpec(
-            adamw=_wire.AdamW(
-                beta1=settings.beta1, beta2=settings.beta2, epsilon=settings.epsilon, weight_decay=settings.weight_decay
-            )
-        )
-    elif isinstance(spec.optimizer, SGD):
-        sgd = spec.optimizer
-        optimizer = _wire.OptimizerSpec(
-            sgd=_wire.Sgd(momentum=sgd.momentum, dampening=sgd.dampening, nesterov=sgd.nesterov, weight_decay=sgd.weight_decay)
-        )
+        optimizer = _wire.OptimizerSpec(adamw=_wire.AdamW(**vars(spec.optimizer)))
+    elif spec.optimizer is not None:
+        optimizer = _wire.OptimizerSpec(sgd=_wire.Sgd(**vars(spec.optimizer)))
     return _wire.HeadSpec(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        data_type=_arrays.DATA_TYPE_NUMBERS[spec.data_type],
-        has_bias=spec.has_bias,
-        transform=transform,
-        trainable=spec.trainable,
         optimizer=optimizer,
-        staging_slots=spec.staging_slots,
-        initial_step=spec.initial_step,
+        data_type=_arrays.DATA_TYPE_NUMBERS[spec.data_type],
+        transform={name: getattr(spec, name) for name in ("logit_scale", "softcap", "valid_vocab_size")},
         parallelism=PARALLELISMS[spec.parallelism],
+        **{name: getattr(spec, name) for name in _PLAIN_FIELDS},
     )
 
 
 def head_spec(message: Any) -> HeadSpec:
     """A spec as the server filled it in."""
-    optimizer: AdamW | SGD | None = None
+    optimizers: dict[str, type[AdamW | SGD]] = {"adamw": AdamW, "sgd": SGD}
     which = message.optimizer.WhichOneof("optimizer")
-    if which == "adamw":
-        adamw = message.optimizer.adamw
-        optimizer = AdamW(adamw.beta1, adamw.beta2, adamw.epsilon, adamw.weight_decay)
-    elif which == "sgd":
-        sgd = message.optimizer.sgd
-        optimizer = SGD(sgd.momentum, sgd.dampening, sgd.nesterov, sgd.weight_decay)
-    transform = message.transform
-    return HeadSpec(
-        vocab_size=message.vocab_size,
-        hidden_size=message.hidden_size,
+    return read(
+        HeadSpec,
+        message,
         data_type=_arrays.DATA_TYPE_NAMES[message.data_type],
-        has_bias=message.has_bias,
-        logit_scale=transform.logit_scale if transform.HasField("logit_scale") else 1.0,
-        softcap=transform.softcap if transform.HasField("softcap") else None,
-        valid_vocab_size=transform.valid_vocab_size if transform.HasField("valid_vocab_size") else None,
-        trainable=message.trainable,
-        optimizer=optimizer,
-        staging_slots=message.staging_slots if message.HasField("staging_slots") else None,
-        initial_step=message.initial_step,
+        optimizer=which and read(optimizers[which], getattr(message.optimizer, which)),
         parallelism=next((name for name, number in PARALLELISMS.items() if number == message.parallelism), "vocabulary"),
+        **{field.name: value for field, value in message.transform.ListFields()},
     )
 
 
 def head_info(message: Any) -> HeadInfo:
     """A Head."""
     plan = message.memory_plan
-    return HeadInfo(
-        name=message.name,
+    return read(
+        HeadInfo,
+        message,
         spec=head_spec(message.spec),
-        epoch=message.epoch,
-        state=_wire.value_name("HeadState", message.state),
-        weight_version=message.weight_version,
-        open_step=message.open_step if message.HasField("open_step") else None,
-        shards=tuple(VocabShard(shard.vocab_start, shard.vocab_end, shard.device) for shard in message.shards),
-        memory_plan=MemoryPlan(
-            {item.purpose: item.total_bytes for item in plan.items}, plan.total_bytes, plan.available_bytes, plan.token_chunk_rows
-        ),
+        shards=tuple(read(VocabShard, shard) for shard in message.shards),
+        memory_plan=read(MemoryPlan, plan, items={item.purpose: item.total_bytes for item in plan.items}),
         create_time_s=seconds_of(message.create_time),
-        weight_checksum=message.weight_checksum,
-        restored_checkpoint=message.restored_checkpoint,
         recovers_epochs=tuple(message.recovers_epochs),
     )
 
 
 def checkpoint_info(message: Any) -> CheckpointInfo:
     """A Checkpoint."""
-    save_time_s = seconds_of(message.save_time) if message.HasField("save_time") else None
-    return CheckpointInfo(message.checkpoint, message.step, message.total_bytes, save_time_s, message.damaged)
+    return read(CheckpointInfo, message, save_time_s=seconds_of(message.save_time) if message.HasField("save_time") else None)
+
+
+def step_result(cls: type[Data], message: Any) -> Data:
+    """What has become of a step, with its totals."""
+    return read(cls, message, totals=read(StepTotals, message.totals))
 
 
 def _put(tensor: Any, values: np.ndarray) -> None:
@@ -160,13 +141,11 @@ def _put(tensor: Any, values: np.ndarray) -> None:
     tensor.data = values.astype("<f4" if is_float else "<i4", copy=False).tobytes()
 
 
-def _cross_entropy(options: CrossEntropyOptions) -> Any:
-    return _wire.CrossEntropyLoss(
-        label_smoothing=options.label_smoothing,
-        z_loss=options.z_loss,
-        temperature=None if options.temperature == 1 else options.temperature,
-        token_scaling=options.token_scaling,
-    )
+def tensor_message(values: np.ndarray) -> Any:
+    """A Tensor of a vector of float32 or int32."""
+    message = _wire.Tensor()
+    _put(message, values)
+    return message
 
 
 def _jensen_shannon(options: JsdOptions) -> Any:
@@ -175,7 +154,7 @@ def _jensen_shannon(options: JsdOptions) -> Any:
         student_temperature=options.student_temperature,
         teacher_temperature=options.teacher_temperature,
         hard_loss_weight=options.hard_loss_weight,
-        hard_loss=_cross_entropy(options.hard_loss) if options.hard_loss_weight > 0 else None,
+        hard_loss=_wire.CrossEntropyLoss(**options.hard_loss._asdict()) if options.hard_loss_weight > 0 else None,
         vocab_alignment=(_wire.VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON if options.truncate_to_common else _wire.VOCAB_ALIGNMENT_REFUSE),
     )
 
@@ -230,7 +209,7 @@ def _common_term(head: str, epoch: bytes, ignore_index: int, loss: CrossEntropyO
     return _wire.LossTerm(
         head=_wire.HeadStep(head=head, head_epoch=epoch),
         ignore_index=ignore_index,
-        cross_entropy=_cross_entropy(loss) if isinstance(loss, CrossEntropyOptions) else None,
+        cross_entropy=_wire.CrossEntropyLoss(**loss._asdict()) if isinstance(loss, CrossEntropyOptions) else None,
         jensen_shannon=_jensen_shannon(loss) if isinstance(loss, JsdOptions) else None,
     ).SerializeToString()
 
@@ -290,21 +269,6 @@ def compute_header(request: ComputeRequest) -> bytes:
     return b"".join(parts)
 
 
-def commit_message(
-    keys: Sequence[StepKey], micro_batch: int, attempt: int | None, factor: float, token_factors: np.ndarray | None
-) -> Any:
-    """A CommitMicroBatchRequest."""
-    message = _wire.CommitMicroBatchRequest(heads=map(head_step, keys), micro_batch=micro_batch, attempt=attempt, factor=factor)
-    if token_factors is not None:
-        _put(message.token_factors, token_factors)
-    return message
-
-
-def discard_message(keys: Sequence[StepKey], micro_batch: int, attempt: int | None) -> Any:
-    """A DiscardMicroBatchRequest."""
-    return _wire.DiscardMicroBatchRequest(heads=map(head_step, keys), micro_batch=micro_batch, attempt=attempt)
-
-
 # Bound of one message: a header with targets and weights for max_micro_batch_rows rows.
 _MAX_MESSAGE_BYTES = 16 << 20
 
@@ -358,30 +322,10 @@ def _term_result(term: Any, outputs: tuple[str, ...]) -> TermResult:
     return result_of(TermResult, values)
 
 
-def totals_of(message: Any) -> StepTotals:
-    """A StepTotals."""
-    return StepTotals(**{field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields})
-
-
 def step_of(message: Any) -> Step:
     """A Step."""
-    return Step(
-        step=message.step,
-        state=_wire.value_name("StepState", message.state),
-        micro_batches={
-            entry.micro_batch: MicroBatchState(
-                micro_batch=entry.micro_batch,
-                attempt=entry.attempt,
-                state=_wire.value_name("ContributionState", entry.state),
-                digest=entry.digest,
-                valid_token_count=entry.valid_token_count,
-                factor=entry.factor,
-                form=_wire.value_name("ContributionForm", entry.form),
-            )
-            for entry in message.micro_batches
-        },
-        totals=totals_of(message.totals),
-    )
+    micro_batches = {entry.micro_batch: read(MicroBatchState, entry) for entry in message.micro_batches}
+    return read(Step, message, micro_batches=micro_batches, totals=read(StepTotals, message.totals))
 
 
 def expected_message(expected: Expected) -> Any:

@@ -19,9 +19,11 @@ from headwater._errors import (
     NotFoundError,
     StepLostError,
     UnavailableError,
-    invalid_argument,
     is_restarting,
+    must_be,
+    refused,
 )
+from headwater._files import replacing
 from headwater._head import Head
 from headwater._types import check_integer, check_number
 
@@ -99,20 +101,8 @@ class StateFiles:
         for left in self._directory.iterdir():  # by a process that was killed as it wrote: nobody else writes these
             if self._unfinished.fullmatch(left.name):
                 left.unlink(missing_ok=True)
-        unfinished = path.with_name(f".{os.getpid()}.{path.name}")  # with its end, which some writers look at
-        try:
+        with replacing(path) as unfinished:
             self._write(unfinished)
-            with unfinished.open("rb+") as file:
-                os.fsync(file.fileno())
-            unfinished.replace(path)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)  # a full disk needs the room
-            raise
-        directory = os.open(self._directory, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
         others = [old for old in self.steps() if old != step]
         for old in others[: max(len(others) - self._keep + 1, 0)] if self._keep else ():
             self._path(old).unlink(missing_ok=True)
@@ -157,9 +147,7 @@ class Meeting:
         each_rank: bool = False,
     ):
         if not isinstance(checkpoint_name, str) or "{step}" not in checkpoint_name:
-            raise invalid_argument(
-                "INVALID_NAME", f"checkpoint_name must contain {{step}}, got {checkpoint_name!r}", field="checkpoint_name"
-            )
+            raise must_be("checkpoint_name", "a string with {step}", checkpoint_name, "INVALID_NAME")
         self._heads = heads
         self._state = state
         self._name = checkpoint_name
@@ -349,7 +337,7 @@ def train(
     """
     trained = [heads] if isinstance(heads, Head) else list(heads)
     if not trained or any(not head.spec.trainable for head in trained):
-        raise invalid_argument("INVALID_COMBINATION", "train needs trainable heads", field="heads")
+        raise refused("train needs trainable heads", "heads")
     every = check_integer(checkpoint_every, "checkpoint_every", low=1)
     meeting = Meeting(trained, state, checkpoint_name, timeout_s)
 

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headwater import _arrays
-from headwater._errors import invalid_argument
-from headwater._memory import DeviceArray, RowMemory, Rows, as_tensor, torch
-from headwater._types import HeadSpec, check_integer, check_not_negative, check_number
+from headwater._arrays import HostArray
+from headwater._errors import invalid_argument, must_be, refused, wrong_shape, wrong_type
+from headwater._memory import DeviceArray, Rows, torch
+from headwater._types import check_integer, check_not_negative, check_number
 
 # Exactly 0 ... n-1, or exactly these ids.
 Expected = int | Sequence[int]
@@ -44,7 +45,7 @@ class CrossEntropyOptions(NamedTuple):
 
     label_smoothing: float
     z_loss: float
-    temperature: float
+    temperature: float | None  # None: 1, which older servers know, too
     token_scaling: bool
 
 
@@ -120,7 +121,7 @@ class TermRequest:
         has_factors = self.entropy_factors is not None or self.lse_factors is not None
         needed = {"entropy_factors": has_factors}
         if isinstance(loss, CrossEntropyOptions):
-            needed.update(temperature=loss.temperature != 1, token_scaling=loss.token_scaling)
+            needed.update(temperature=loss.temperature is not None, token_scaling=loss.token_scaling)
         return [name for name, is_needed in needed.items() if is_needed]
 
 
@@ -161,9 +162,7 @@ def check_outputs(outputs: Any) -> tuple[str, ...]:
     names = tuple(outputs) if hasattr(outputs, "__iter__") and not isinstance(outputs, str) else (outputs,)
     for name in names:
         if not isinstance(name, str) or name not in TOKEN_OUTPUTS:
-            raise invalid_argument(
-                "INVALID_FIELD", f"outputs must be among {', '.join(TOKEN_OUTPUTS)}; got {name!r}", field="outputs", actual=name
-            )
+            raise must_be("outputs", f"among {', '.join(TOKEN_OUTPUTS)}", name)
     return tuple(dict.fromkeys(names))
 
 
@@ -172,13 +171,11 @@ def check_options(call: Any) -> SubmitOptions:
     backward = check_bool(call.backward, "backward")
     wants_grad = backward if call.return_grad_hidden is None else check_bool(call.return_grad_hidden, "return_grad_hidden")
     if wants_grad and not backward:
-        raise invalid_argument("INVALID_COMBINATION", "backward=False computes no grad_hidden", field="return_grad_hidden")
+        raise refused("backward=False computes no grad_hidden", "return_grad_hidden")
     explicit = check_choice(call.commit, "commit", ("eager", "explicit")) == "explicit"
     late_token_factors = check_bool(call.late_token_factors, "late_token_factors")
     if late_token_factors and not explicit:
-        raise invalid_argument(
-            "INVALID_COMBINATION", 'late_token_factors needs commit="explicit": they come with it', field="late_token_factors"
-        )
+        raise refused('late_token_factors needs commit="explicit": they come with it', "late_token_factors")
     return SubmitOptions(
         backward,
         wants_grad,
@@ -191,19 +188,13 @@ def check_options(call: Any) -> SubmitOptions:
     )
 
 
-def check_rows(value: Any, field: str, hidden_size: int, memory: RowMemory | None = None) -> Any:
-    """Hidden states of shape (num_tokens, hidden_size); a CUDA tensor as `memory` wants it, else in host memory."""
+def check_rows(value: Any, field: str, hidden_size: int, *, on_device: bool = False) -> Any:
+    """Hidden states of shape (num_tokens, hidden_size); a CUDA tensor is brought to host memory unless it may stay `on_device`."""
     shape = tuple(value.shape) if hasattr(value, "shape") else _arrays.numbers(value, field).shape
     if len(shape) != 2 or shape[1] != hidden_size:
         _arrays.from_any(value, field)  # an element type that is wrong is said first
-        raise invalid_argument(
-            "SHAPE_MISMATCH",
-            f"{field} must have shape (num_tokens, {hidden_size}), got {shape}",
-            field=field,
-            expected=f"(num_tokens, {hidden_size})",
-            actual=shape,
-        )
-    return _arrays.from_any(value, field, device_rows=None if memory is None else memory.device_rows)
+        raise wrong_shape(field, f"(num_tokens, {hidden_size})", shape)
+    return _arrays.from_any(value, field, device_rows=DeviceArray.over if on_device else None)
 
 
 def check_grad_hidden_out(value: Any, shape: tuple[int, ...], data_type: str) -> Any:
@@ -212,13 +203,7 @@ def check_grad_hidden_out(value: Any, shape: tuple[int, ...], data_type: str) ->
     rows = _arrays.from_any(value, field, device_rows=DeviceArray.over)
     _arrays.check_shape(rows.shape, shape, field)
     if rows.data_type != data_type:
-        raise invalid_argument(
-            "DATA_TYPE_MISMATCH",
-            f"{field} must be {data_type}, as grad_hidden is, got {rows.data_type}",
-            field=field,
-            expected=data_type,
-            actual=rows.data_type,
-        )
+        raise wrong_type(field, f"{data_type}, as grad_hidden is", rows.data_type)
     if isinstance(rows, DeviceArray):
         memory, own = rows.tensor, rows.tensor.data_ptr() == value.data_ptr() and not value.requires_grad
     else:
@@ -248,9 +233,7 @@ def check_apart(out: Any, rows: Rows, field: str) -> None:
     begin, end = begin_and_end(out)
     read_begin, read_end = begin_and_end(rows.tensor if isinstance(rows, DeviceArray) else rows.data)
     if max(begin, read_begin) < min(end, read_end):
-        raise invalid_argument(
-            "INVALID_COMBINATION", f"grad_hidden_out must not overlap {field}, which may be read again", field="grad_hidden_out"
-        )
+        raise refused(f"grad_hidden_out must not overlap {field}, which may be read again", "grad_hidden_out")
 
 
 def check_targets(targets: Any, row_count: int, ignore_index: int, valid_vocab_size: int) -> tuple[np.ndarray, bool]:
@@ -273,19 +256,13 @@ def check_targets(targets: Any, row_count: int, ignore_index: int, valid_vocab_s
     return array, may_ignore
 
 
-def check_class_weights(spec: HeadSpec, class_weights: Any) -> np.ndarray | None:
-    """Weights of any sign, one for each column of a head of this spec."""
-    return (
-        None if class_weights is None else _arrays.float_vector(class_weights, "class_weights", (spec.valid_size, spec.vocab_size))
-    )
-
-
 def check_cross_entropy(options: Any) -> CrossEntropyOptions:
     """Options of a cross entropy, or of the one within a divergence."""
+    temperature = check_temperature(getattr(options, "temperature", 1.0), "temperature")
     return CrossEntropyOptions(
         label_smoothing=check_number(options.label_smoothing, "label_smoothing", low=0, high=1),
         z_loss=check_not_negative(options.z_loss, "z_loss"),
-        temperature=check_temperature(getattr(options, "temperature", 1.0), "temperature"),
+        temperature=None if temperature == 1 else temperature,
         token_scaling=check_bool(getattr(options, "token_scaling", False), "token_scaling"),
     )
 
@@ -293,9 +270,7 @@ def check_cross_entropy(options: Any) -> CrossEntropyOptions:
 def check_choice(value: Any, name: str, choices: tuple[str, ...]) -> str:
     """One of a few words."""
     if value not in choices:
-        raise invalid_argument(
-            "INVALID_FIELD", f"{name} must be one of {', '.join(choices)}; got {value!r}", field=name, actual=value
-        )
+        raise must_be(name, f"one of {', '.join(choices)}", value)
     return str(value)
 
 
@@ -305,19 +280,15 @@ _CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?
 def check_checkpoint_name(name: Any) -> str:
     """The name of a checkpoint."""
     if not isinstance(name, str) or not _CHECKPOINT_NAME.fullmatch(name):
-        raise invalid_argument(
-            "INVALID_NAME",
-            f"a checkpoint's name is at most 128 letters, digits, '.', '_' and '-', the ends letters or digits; got {name!r}",
-            field="checkpoint",
-            actual=name,
-        )
+        letters = "at most 128 letters, digits, '.', '_' and '-', the ends letters or digits"
+        raise must_be("checkpoint", letters, name, "INVALID_NAME")
     return name
 
 
 def check_bool(value: Any, name: str) -> bool:
     """True or False, and nothing that merely behaves like it."""
     if not isinstance(value, (bool, np.bool_)):
-        raise invalid_argument("INVALID_FIELD", f"{name} must be True or False, got {value!r}", field=name, actual=value)
+        raise must_be(name, "True or False", value)
     return bool(value)
 
 
@@ -399,7 +370,10 @@ def copy_rows(out: Any, values: Any, data_type: str) -> None:
     if isinstance(out, np.ndarray) and isinstance(values, np.ndarray):
         np.copyto(out, values)
         return
-    source, target = (as_tensor(rows, data_type) if isinstance(rows, np.ndarray) else rows for rows in (values, out))
+    source, target = (
+        _arrays.to_torch(HostArray(rows, data_type, _arrays.to_numpy)) if isinstance(rows, np.ndarray) else rows
+        for rows in (values, out)
+    )
     target.copy_(source)
 
 
@@ -408,9 +382,7 @@ def check_micro_batch(contributes: bool, backward: bool, micro_batch: Any) -> in
     if not contributes:
         if micro_batch is not None:
             why = "backward=False" if not backward else "the head is frozen"
-            raise invalid_argument(
-                "INVALID_COMBINATION", f"micro_batch must be left out: nothing is added, because {why}", field="micro_batch"
-            )
+            raise refused(f"micro_batch must be left out: nothing is added, because {why}", "micro_batch")
         return None
     if micro_batch is None:
         raise invalid_argument(
@@ -425,13 +397,7 @@ def check_temperature(value: Any, name: str) -> float:
     with np.errstate(over="ignore", under="ignore"):
         reciprocal = np.float32(1 / number) if number > 1e-300 else np.float32(np.inf)
     if not 0 < reciprocal < np.inf:
-        raise invalid_argument(
-            "INVALID_FIELD",
-            f"{name} must have a reciprocal that is a float32 > 0, got {number!r}",
-            field=name,
-            expected="a number > 0 whose reciprocal is a float32 > 0",
-            actual=number,
-        )
+        raise must_be(name, "a number > 0 whose reciprocal is a float32 > 0", number)
     return number
 
 
@@ -441,11 +407,5 @@ def check_token_factors(value: Any) -> np.ndarray | None:
         return None
     shape = tuple(value.shape) if hasattr(value, "shape") else (len(value),) if hasattr(value, "__len__") else ()
     if len(shape) != 1:
-        raise invalid_argument(
-            "SHAPE_MISMATCH",
-            f"token_factors must have shape (num_tokens,), got {shape}",
-            field="token_factors",
-            expected="(num_tokens,)",
-            actual=shape,
-        )
+        raise wrong_shape("token_factors", "(num_tokens,)", shape)
     return _arrays.float_vector(value, "token_factors", shape)

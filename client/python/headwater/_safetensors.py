@@ -16,8 +16,9 @@ from headwater import _arrays
 from headwater._arrays import HostArray
 from headwater._errors import make_error
 
-_NAMES = {_arrays.FLOAT32: "F32", _arrays.BFLOAT16: "BF16", _arrays.FLOAT16: "F16"}
-_DATA_TYPES = {name: data_type for data_type, name in _NAMES.items()}
+# What files call the types of heads.
+NAMES = {_arrays.FLOAT32: "F32", _arrays.BFLOAT16: "BF16", _arrays.FLOAT16: "F16"}
+DATA_TYPES = {name: data_type for data_type, name in NAMES.items()}
 # How elements are held in memory, by the file's names: bfloat16 as its bits.
 _ELEMENTS = {"F32": "<f4", "BF16": "<u2", "F16": "<f2", "I32": "<i4", "I64": "<i8"}
 
@@ -36,18 +37,15 @@ def rewrite(old: Path | None, tensors: dict[str, HostArray], new: BinaryIO) -> N
             source = stack.enter_context(old.open("rb"))
             header, start = _read_header(source, old, old.stat().st_size)
         metadata = header.pop(_METADATA, None)
-        entries = {} if metadata is None else {_METADATA: metadata}
-        offset = 0
+        described = {}
         for name in {**header, **tensors}:
             if name in tensors:
-                dtype, shape, nbytes = _NAMES[tensors[name].data_type], list(tensors[name].shape), tensors[name].data.nbytes
+                described[name] = NAMES[tensors[name].data_type], list(tensors[name].shape), tensors[name].data.nbytes
             else:
                 begin, end = header[name]["data_offsets"]
-                dtype, shape, nbytes = header[name]["dtype"], header[name]["shape"], end - begin
-            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + nbytes]}
-            offset += nbytes
-        _write_header(entries, new)
-        for name in {**header, **tensors}:
+                described[name] = header[name]["dtype"], header[name]["shape"], end - begin
+        _write_header(described, metadata, new)
+        for name in described:
             if name in tensors:
                 new.write(tensors[name].byte_view())
                 continue
@@ -61,7 +59,13 @@ def rewrite(old: Path | None, tensors: dict[str, HostArray], new: BinaryIO) -> N
                 begin += len(piece)
 
 
-def _write_header(entries: Mapping[str, Any], file: BinaryIO) -> None:
+def _write_header(tensors: Mapping[str, tuple[str, list[int], int]], metadata: Any, file: BinaryIO) -> None:
+    """`tensors`: by name, in the order in which they follow, the type, the shape and the number of bytes."""
+    entries = {} if metadata is None else {_METADATA: metadata}
+    offset = 0
+    for name, (dtype, shape, nbytes) in tensors.items():
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
     encoded = json.dumps(entries).encode()
     encoded += b" " * (-len(encoded) % 8)
     file.write(struct.pack("<Q", len(encoded)))
@@ -76,14 +80,11 @@ def write(file: BinaryIO, tensors: Mapping[str, tuple[str, list[np.ndarray]]], m
             dimension.
         metadata: what the header says beside the tensors.
     """
-    entries: dict[str, Any] = {_METADATA: dict(metadata)}
-    offset = 0
-    for name, (dtype, pieces) in tensors.items():
-        shape = [sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:]]
-        nbytes = sum(piece.nbytes for piece in pieces)
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + nbytes]}
-        offset += nbytes
-    _write_header(entries, file)
+    described = {
+        name: (dtype, [sum(map(len, pieces)), *pieces[0].shape[1:]], sum(piece.nbytes for piece in pieces))
+        for name, (dtype, pieces) in tensors.items()
+    }
+    _write_header(described, dict(metadata), file)
     for _, pieces in tensors.values():
         for piece in pieces:
             file.write(memoryview(piece.reshape(-1).view(np.uint8)))
@@ -137,24 +138,6 @@ def contents_of(path: Path) -> Contents:
     if not all(isinstance(entry, dict) for entry in (metadata, *header.values())):
         raise _corrupt(path, "its header has entries that are not objects")
     return Contents(path, metadata, header, start)
-
-
-def header_of(path: Path) -> dict[str, dict[str, Any]]:
-    """A file's tensors by name, each with `dtype`, `shape` and `data_offsets`."""
-    with path.open("rb") as file:
-        header = _read_header(file, path, path.stat().st_size)[0]
-    header.pop(_METADATA, None)
-    return header
-
-
-def name_of(data_type: str) -> str:
-    """What a file calls a type of heads: "BF16" for "bfloat16"."""
-    return _NAMES[data_type]
-
-
-def data_type_of(name: str) -> str | None:
-    """The type of a head that a file calls so; None for any other."""
-    return _DATA_TYPES.get(name)
 
 
 def _corrupt(path: Path, why: str) -> Exception:

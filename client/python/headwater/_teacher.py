@@ -53,7 +53,7 @@ class Teacher:
             rows = rows.reshape(-1, rows.shape[-1])
         shape = getattr(rows, "shape", None)
         hidden_size = shape[1] if shape is not None and len(shape) == 2 else 0
-        sent = _requests.check_rows(rows, "rows", hidden_size, self._backend.row_memory)
+        sent = _requests.check_rows(rows, "rows", hidden_size, on_device=True)
         count = sent.shape[0]
         if count == 0:
             raise invalid_argument("INVALID_FIELD", "rows must have at least one row", field="rows", actual=0)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from headwater import _arrays, _requests
-from headwater._errors import FailedPreconditionError, invalid_argument
+from headwater._errors import FailedPreconditionError, invalid_argument, must_be, refused, wrong_shape
 from headwater._memory import Rows
 from headwater._remote import RemoteBackend
 from headwater._requests import DEFAULT_IGNORE_INDEX, FACTORS, JsdOptions, TeacherRows, TermRequest
@@ -23,7 +23,22 @@ Self = TypeVar("Self")
 Options = TypeVar("Options")
 
 
-class HeadReference:
+class Handle:
+    """Stands for something elsewhere, which a copy means too: that of a module that has a loss, say."""
+
+    _WHY_NOT_PICKLED: ClassVar[str]
+
+    def __copy__(self: Self) -> Self:
+        return self
+
+    def __deepcopy__(self: Self, memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(self._WHY_NOT_PICKLED)
+
+
+class HeadReference(Handle):
     """A head as terms name it: `headwater.Head` is one.
 
     Attributes:
@@ -65,6 +80,8 @@ class _Join:
 
 # In the place of a teacher's hidden states: another stream brings them (`Client.teacher`).
 JOIN = _Join()
+# The options of a loss that belong to it.
+JOIN_OPTIONS = ("join_key", "total_rows", "row_indices", "teacher_dtype")
 
 
 # ---- options: each is declared once, and a loss takes those of the classes that it is made of ----------------------------
@@ -176,11 +193,6 @@ class CrossEntropyCall(MicroBatchOptions, CrossEntropyTermOptions):
     hidden: Any
     targets: Any
 
-    @property
-    def terms(self) -> tuple[Term, ...]:
-        """What is computed."""
-        return (self,)
-
 
 @dataclass(eq=False)
 class JsdCall(MicroBatchOptions, JsdTermOptions):
@@ -193,11 +205,6 @@ class JsdCall(MicroBatchOptions, JsdTermOptions):
     targets: Any = None
 
     rows_field: ClassVar[str] = "student_hidden"
-
-    @property
-    def terms(self) -> tuple[Term, ...]:
-        """What is computed."""
-        return (self,)
 
 
 @dataclass(eq=False)
@@ -241,36 +248,26 @@ def _row_range(rows: Any, row_count: int) -> tuple[int, int]:
     try:
         start, stop = rows
     except (TypeError, ValueError):
-        raise invalid_argument(
-            "INVALID_FIELD", f"rows must be slice(start, stop) or (start, stop), got {rows!r}", field="rows"
-        ) from None
+        raise must_be("rows", "slice(start, stop) or (start, stop)", rows) from None
     start, stop = check_integer(start, "rows"), check_integer(stop, "rows")
     if not start < stop <= row_count:
-        raise invalid_argument(
-            "INVALID_FIELD",
-            f"rows must be a range that is not empty within [0, {row_count}), got [{start}, {stop})",
-            field="rows",
-            expected=f"[0, {row_count})",
-            actual=f"[{start}, {stop})",
-        )
+        raise must_be("rows", f"a range that is not empty within [0, {row_count})", (start, stop))
     return start, stop
 
 
 def check_head(value: Any, field: str, owner: HeadReference) -> HeadReference:
     """A head of the same client as `owner`."""
     if not isinstance(value, HeadReference):
-        raise invalid_argument("INVALID_FIELD", f"{field} must be a headwater.Head, got {type(value).__name__}", field=field)
+        raise must_be(field, "a headwater.Head", type(value))
     if value._backend is not owner._backend:
-        raise invalid_argument("INVALID_COMBINATION", f"{field} must be a head of the same client as {owner.name}", field=field)
+        raise refused(f"{field} must be a head of the same client as {owner.name}", field)
     return value
 
 
 def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str, backward: bool) -> TermRequest:
     """The term, checked against its heads and the micro-batch's rows."""
     if not isinstance(term, Term):
-        raise invalid_argument(
-            "INVALID_FIELD", f"a term must be headwater.CrossEntropy or headwater.JSD, got {type(term).__name__}", field="terms"
-        )
+        raise must_be("terms", "headwater.CrossEntropy or headwater.JSD", type(term))
     head, rows = owner, None
     if isinstance(term, (CrossEntropy, JSD)):
         rows = term.rows
@@ -283,14 +280,12 @@ def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str,
     targets, may_ignore = None, False
     if not isinstance(term, (JSD, JsdCall)) or term.targets is not None:
         targets, may_ignore = _requests.check_targets(term.targets, count, ignore_index, head.spec.valid_size)
-    class_weights = _requests.check_class_weights(head.spec, term.class_weights)
+    class_weights = _vector(term.class_weights, "class_weights", head.spec.valid_size, head.spec.vocab_size)
     hard_loss = _requests.check_cross_entropy(term)
     vectors = {name: _vector(getattr(term, name, None), name, count) for name in ("token_weights", *FACTORS)}
     for name in FACTORS:
         if vectors[name] is not None and not backward:
-            raise invalid_argument(
-                "INVALID_COMBINATION", f"{name} multiply gradients, and backward=False computes none: leave them out", field=name
-            )
+            raise refused(f"{name} multiply gradients, and backward=False computes none: leave them out", name)
     version = term.expected_weight_version
     step = None
     if head.spec.trainable and backward:
@@ -313,8 +308,8 @@ def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str,
     )
 
 
-def _vector(values: Any, name: str, count: int) -> np.ndarray | None:
-    return None if values is None else _arrays.float_vector(values, name, (count,))
+def _vector(values: Any, name: str, *lengths: int) -> np.ndarray | None:
+    return None if values is None else _arrays.float_vector(values, name, lengths)
 
 
 MAX_JOIN_KEY_BYTES = 256
@@ -325,12 +320,7 @@ def check_join(
 ) -> _requests.JoinedRows:
     """The place of `row_count` rows in a joined set."""
     if not isinstance(join_key, str) or not 1 <= len(join_key.encode()) <= MAX_JOIN_KEY_BYTES:
-        raise invalid_argument(
-            "INVALID_FIELD",
-            f"join_key must be a string of 1 to {MAX_JOIN_KEY_BYTES} bytes, got {join_key!r}",
-            field="join_key",
-            actual=join_key,
-        )
+        raise must_be("join_key", f"a string of 1 to {MAX_JOIN_KEY_BYTES} bytes", join_key)
     total_rows = check_integer(total_rows, "total_rows", low=1)
     indices = None
     if row_indices is not None:
@@ -346,13 +336,8 @@ def check_join(
                 expected=f"[0, {total_rows})",
             )
     elif row_count > total_rows:
-        raise invalid_argument(
-            "SHAPE_MISMATCH",
-            f"{row_field} has {row_count} rows, the joined set {total_rows}: without row_indices row i is row i of the set",
-            field="total_rows",
-            expected=f">= {row_count}",
-            actual=total_rows,
-        )
+        expected = f">= {row_count}, the rows of {row_field}: without row_indices row i is row i of the set"
+        raise must_be("total_rows", expected, total_rows, "SHAPE_MISMATCH")
     return _requests.JoinedRows(join_key, total_rows, indices, data_type)
 
 
@@ -362,20 +347,12 @@ def _teacher_rows(owner: HeadReference, term: JSD | JsdCall, row_count: int, hid
         data_type = hidden.data_type if term.teacher_dtype is None else _arrays.data_type_name(term.teacher_dtype, "teacher_dtype")
         joined = check_join(term.join_key, term.total_rows, term.row_indices, row_count, data_type, hidden_name)
         return TeacherRows(teacher.name, teacher.epoch, joined)
-    for name in ("join_key", "total_rows", "row_indices", "teacher_dtype"):
+    for name in JOIN_OPTIONS:
         if getattr(term, name) is not None:
-            raise invalid_argument(
-                "INVALID_COMBINATION", f"{name} belongs to teacher_hidden=headwater.JOIN; leave it out", field=name
-            )
-    rows = _requests.check_rows(term.teacher_hidden, "teacher_hidden", teacher.spec.hidden_size, owner._backend.row_memory)
+            raise refused(f"{name} belongs to teacher_hidden=headwater.JOIN; leave it out", name)
+    rows = _requests.check_rows(term.teacher_hidden, "teacher_hidden", teacher.spec.hidden_size, on_device=True)
     if rows.shape[0] != row_count:
-        raise invalid_argument(
-            "SHAPE_MISMATCH",
-            f"teacher_hidden has {rows.shape[0]} rows, {hidden_name} has {row_count}",
-            field="teacher_hidden",
-            expected=row_count,
-            actual=rows.shape[0],
-        )
+        raise wrong_shape("teacher_hidden", (row_count, rows.shape[1]), rows.shape)
     return TeacherRows(teacher.name, teacher.epoch, rows)
 
 
@@ -383,10 +360,8 @@ def _jsd_options(head: HeadReference, term: JSD | JsdCall, hard_loss: _requests.
     check_head(term.teacher, "teacher", head)
     hard_loss_weight = check_number(term.hard_loss_weight, "hard_loss_weight", low=0, high=1)
     if hard_loss_weight == 0 and (term.label_smoothing or term.z_loss or term.class_weights is not None):
-        raise invalid_argument(
-            "INVALID_COMBINATION",
-            "label_smoothing, z_loss and class_weights belong to the hard loss: set hard_loss_weight > 0",
-            field="hard_loss_weight",
+        raise refused(
+            "label_smoothing, z_loss and class_weights belong to the hard loss: set hard_loss_weight > 0", "hard_loss_weight"
         )
     if hard_loss_weight > 0 and term.targets is None:
         raise invalid_argument("MISSING_FIELD", "hard_loss_weight > 0 needs targets", field="targets")
@@ -424,10 +399,9 @@ def check_one_step(terms: tuple[TermRequest, ...]) -> None:
     steps: dict[str, int | None] = {}
     for term in terms:
         if steps.setdefault(term.head, term.step) != term.step:
-            raise invalid_argument(
-                "INVALID_COMBINATION",
+            raise refused(
                 f"the terms name steps {steps[term.head]} and {term.step} of {term.head}; a micro-batch belongs to one",
-                field="step",
+                "step",
                 expected=steps[term.head],
                 actual=term.step,
             )

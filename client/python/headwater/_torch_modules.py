@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headwater._errors import HeadwaterError, invalid_argument
+from headwater._errors import refused, wrong_shape
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Attributes by which adapters and quantisers can be told: peft's wrappers, torch.nn.utils.weight_norm, GPTQ, AWQ, bitsandbytes.
@@ -19,6 +20,9 @@ _QUANTISED_ATTRIBUTES = ("qweight", "qzeros", "weight_scale", "quant_state", "_p
 _REPARAMETRISED_ATTRIBUTES = ("weight_g", "weight_v", "weight_orig", "parametrizations")
 
 
+_refused = functools.partial(refused, field="module")
+
+
 @dataclass(frozen=True)
 class OutputLayer:
     """The tensors of a model's last layer."""
@@ -26,10 +30,6 @@ class OutputLayer:
     weight: torch.Tensor  # (vocab_size, hidden_size)
     bias: torch.Tensor | None  # (vocab_size,)
     module: torch.nn.Module | None  # None: the weight was given alone
-
-
-def _refused(message: str, field: str = "module", **metadata: object) -> HeadwaterError:
-    return invalid_argument("INVALID_COMBINATION", message, field=field, **metadata)
 
 
 def output_layer(module: torch.nn.Module | torch.Tensor) -> OutputLayer:
@@ -47,12 +47,7 @@ def output_layer(module: torch.nn.Module | torch.Tensor) -> OutputLayer:
         if tensor is not None:
             _check_tensor(name, tensor)
     if layer.weight.dim() != 2:
-        raise invalid_argument(
-            "SHAPE_MISMATCH",
-            f"the weight must have shape (vocab_size, hidden_size), got {tuple(layer.weight.shape)}",
-            field="module",
-            actual=tuple(layer.weight.shape),
-        )
+        raise wrong_shape("weight", "(vocab_size, hidden_size)", tuple(layer.weight.shape))
     return layer
 
 

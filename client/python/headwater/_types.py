@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
-from headwater._errors import invalid_argument
+from headwater._errors import invalid_argument, must_be, refused
 
 Result = TypeVar("Result")
-
-
-def _refuse(name: str, expected: str, number: float) -> NoReturn:
-    raise invalid_argument(
-        "INVALID_FIELD", f"{name} must be {expected}, got {number!r}", field=name, expected=expected, actual=number
-    )
 
 
 # How types of elements begin that are no real numbers: those of words and records by their byte order.
@@ -35,7 +30,7 @@ def _to_number(value: Any, name: str) -> float:
     if type(value) is float:  # most are
         return value
     if not _is_number(value) or not hasattr(value, "__float__"):
-        raise invalid_argument("INVALID_FIELD", f"{name} must be a number, got {type(value).__name__}", field=name)
+        raise must_be(name, "a number", type(value))
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # an array of several elements, an integer beyond fp64
@@ -62,7 +57,7 @@ def check_number(
     if not math.isfinite(number) or not inside or (nonzero and number == 0):
         left, right = "(" if low_open or low == -math.inf else "[", ")" if high_open or high == math.inf else "]"
         expected = "finite" if low == -math.inf and high == math.inf else f"in {left}{low:g}, {high:g}{right}"
-        _refuse(name, expected + (", not 0" if nonzero else ""), number)
+        raise must_be(name, expected + (", not 0" if nonzero else ""), number)
     return number
 
 
@@ -88,7 +83,7 @@ def _check_float32(value: Any, name: str, kind: str, holds: Callable[[float], bo
     # As server/service/field_check.cc has it: what rounds to a finite float32 may be beyond the largest one by half a unit.
     number = _to_number(value, name)
     if not -_FLOAT32_END < number < _FLOAT32_END or not holds(number):
-        _refuse(name, f"{kind} that is finite in float32", number)
+        raise must_be(name, f"{kind} that is finite in float32", number)
     return number
 
 
@@ -112,17 +107,25 @@ def check_integer(value: Any, name: str, *, low: int = 0, high: int = 2**63 - 1)
     if type(value) is int and low <= value <= high:  # most are
         return value
     if not _is_number(value) or not hasattr(value, "__index__"):
-        raise invalid_argument("INVALID_FIELD", f"{name} must be an integer, got {value!r}", field=name)
+        raise must_be(name, "an integer", value)
     try:
         number = value.__index__()
     except TypeError as error:  # an array
         raise invalid_argument("INVALID_FIELD", f"{name} must be one integer: {error}", field=name) from None
     if not low <= number <= high:
-        expected = f"in [{low}, {high}]"
-        raise invalid_argument(
-            "INVALID_FIELD", f"{name} must be {expected}, got {number}", field=name, expected=expected, actual=number
-        )
+        raise must_be(name, f"in [{low}, {high}]", number)
     return number
+
+
+_check_fraction = functools.partial(check_number, low=0, high=1, high_open=True)
+# The settings of optimizers that each step may override, with their ranges.
+OPTIMIZER_SETTINGS: dict[str, Callable[[Any, str], float]] = {
+    "weight_decay": check_not_negative,
+    "beta1": _check_fraction,
+    "beta2": _check_fraction,
+    "epsilon": check_not_negative,
+    "momentum": _check_fraction,
+}
 
 
 class _Optimizer:
@@ -140,6 +143,11 @@ class _Optimizer:
             raise TypeError(f"headwater.{cls.__name__} takes no {name}=, which is PyTorch's name: pass {cls._PYTORCHS[name]}")
         return super().__new__(cls)
 
+    def __post_init__(self) -> None:
+        for name, check in OPTIMIZER_SETTINGS.items():
+            if hasattr(self, name):
+                check(getattr(self, name), name)
+
 
 @dataclass(frozen=True)
 class AdamW(_Optimizer):
@@ -155,12 +163,6 @@ class AdamW(_Optimizer):
     epsilon: float = 1e-8  # >= 0, finite in float32
     weight_decay: float = 0.01  # >= 0, finite in float32
 
-    def __post_init__(self) -> None:
-        check_number(self.beta1, "beta1", low=0, high=1, high_open=True)
-        check_number(self.beta2, "beta2", low=0, high=1, high_open=True)
-        check_not_negative(self.epsilon, "epsilon")
-        check_not_negative(self.weight_decay, "weight_decay")
-
 
 @dataclass(frozen=True)
 class SGD(_Optimizer):
@@ -172,13 +174,12 @@ class SGD(_Optimizer):
     weight_decay: float = 0.0  # >= 0, finite in float32
 
     def __post_init__(self) -> None:
-        check_number(self.momentum, "momentum", low=0, high=1, high_open=True)
+        super().__post_init__()
         check_number(self.dampening, "dampening", low=0, high=1)
-        check_not_negative(self.weight_decay, "weight_decay")
         if not isinstance(self.nesterov, (bool, np.bool_)):
-            raise invalid_argument("INVALID_FIELD", f"nesterov must be True or False, got {self.nesterov!r}", field="nesterov")
+            raise must_be("nesterov", "True or False", self.nesterov)
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
-            raise invalid_argument("INVALID_COMBINATION", "nesterov needs momentum > 0 and dampening == 0", field="nesterov")
+            raise refused("nesterov needs momentum > 0 and dampening == 0", "nesterov")
 
 
 @dataclass(frozen=True)
@@ -245,18 +246,13 @@ class HeadSpec:
             check_integer(self.staging_slots, "staging_slots")
         check_integer(self.initial_step, "initial_step")
         if self.parallelism not in PARALLELISMS:
-            raise invalid_argument(
-                "INVALID_FIELD",
-                f"parallelism must be one of {', '.join(PARALLELISMS)}; got {self.parallelism!r}",
-                field="parallelism",
-                actual=self.parallelism,
-            )
+            raise must_be("parallelism", f"one of {', '.join(PARALLELISMS)}", self.parallelism)
         if self.optimizer is not None and not isinstance(self.optimizer, (AdamW, SGD)):
-            raise invalid_argument("INVALID_FIELD", "optimizer must be headwater.AdamW, headwater.SGD or None", field="optimizer")
+            raise must_be("optimizer", "headwater.AdamW, headwater.SGD or None", self.optimizer)
         if self.optimizer is not None and not self.trainable:
-            raise invalid_argument("INVALID_COMBINATION", "a frozen head takes no optimizer", field="optimizer")
+            raise refused("a frozen head takes no optimizer", "optimizer")
         if self.staging_slots and not self.trainable:
-            raise invalid_argument("INVALID_COMBINATION", "a frozen head takes no staging slots", field="staging_slots")
+            raise refused("a frozen head takes no staging slots", "staging_slots")
 
     @property
     def valid_size(self) -> int:
@@ -292,7 +288,7 @@ class HeadInfo:
     epoch: bytes  # 16 bytes
     state: str  # "LOADING", "READY", "LOST", or "RESTORED": brought back by a restarted server, waits for `Head.take`
     weight_version: int
-    open_step: int | None  # None for a frozen head
+    open_step: int | None = None  # None for a frozen head
     shards: tuple[VocabShard, ...] = ()
     memory_plan: MemoryPlan | None = None
     create_time_s: float = 0.0  # seconds since 1970
@@ -340,19 +336,6 @@ class Timing:
     download_s: float = 0.0
 
 
-# The sums of a term, by name: fields of TermResult and LossResult alike.
-LOSS_SUMS = (
-    "loss_sum",
-    "soft_loss_sum",
-    "hard_loss_sum",
-    "z_loss_sum",
-    "valid_token_count",
-    "token_weight_sum",
-    "target_weight_sum",
-    "non_finite_row_count",
-)
-
-
 @dataclass(frozen=True)
 class TermResult:
     """What one loss term yields. Sums are over its valid rows, in nats, with token weights and without `loss_scale`."""
@@ -376,31 +359,18 @@ class TermResult:
     teacher_weight_version: int = 0
 
 
+# The sums of a term, by name: those that several terms have together.
+LOSS_SUMS = tuple(name for name in TermResult.__annotations__ if name.endswith(("_sum", "_count")))
+
+
 @dataclass(frozen=True)
-class LossResult:
-    """What a micro-batch yields. Sums are over valid rows, in nats, with token weights and without `loss_scale`.
+class LossResult(TermResult):
+    """What a micro-batch yields: the fields of its one term.
 
     Of several terms (`Head.multi`) the sums are added up, and per-token outputs and versions are in `terms` alone.
     """
 
-    loss_sum: float  # soft + hard + z-loss parts
-    soft_loss_sum: float  # the divergence's part; 0 for cross entropy
-    hard_loss_sum: float  # the cross entropy's part without z-loss
-    z_loss_sum: float
-    valid_token_count: int  # rows whose target is not ignored
-    token_weight_sum: float
-    target_weight_sum: float  # sum of token weight x class weight of the target: PyTorch's divisor of a mean
     grad_hidden: Any = None  # (num_tokens, hidden_size), in the kind and dtype of `hidden`; None if not computed
-    token_loss: Any = None  # (num_tokens,) float32, before token weight and scale; 0 for ignored rows
-    lse: Any = None  # (num_tokens,) float32
-    target_log_probability: Any = None  # (num_tokens,) float32
-    entropy: Any = None  # (num_tokens,) float32, nats
-    argmax: Any = None  # (num_tokens,) int32; -1 for ignored rows
-    mean_logits: Any = None  # (num_tokens,) float32: mean over the valid vocabulary
-    log_sum_sq_probs: Any = None  # (num_tokens,) float32: ln of the sum of squared probabilities
-    non_finite_row_count: int = 0
-    weight_version: int = 0
-    teacher_weight_version: int = 0
     state: str = "UNSPECIFIED"  # "COMMITTED", "STAGED", or "UNSPECIFIED" where nothing is added at all
     form: str = "UNSPECIFIED"  # "DIRECT", "STAGED", "HELD" or "UNSPECIFIED"
     replayed: bool = False  # nothing was added: the same micro-batch had been accepted before
@@ -432,7 +402,7 @@ class LossResult:
 
     def _decidable(self) -> Any:
         if self._decision is None:
-            raise invalid_argument("INVALID_COMBINATION", 'only a micro-batch with commit="explicit" is decided', field="commit")
+            raise refused('only a micro-batch with commit="explicit" is decided', "commit")
         return self._decision
 
 

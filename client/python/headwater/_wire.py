@@ -12,6 +12,8 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 _PACKAGE = "headwater.v1"
+# The last message of an RPC that answers several.
+_RESULTS = {"UploadWeights": "Head", "ComputeLoss": "MicroBatchSummary"}
 
 
 def _read_files() -> Any:
@@ -29,6 +31,13 @@ _enums = {
     if file.package == _PACKAGE
     for enum in file.enum_type
 }
+_methods = {
+    method.name: (f"/{file.package}.{service.name}/{method.name}".encode(), method)
+    for file in _files
+    if file.package == _PACKAGE
+    for service in file.service
+    for method in service.method
+}
 _values = {value.name: value.number for enum in _enums.values() for value in enum.values}
 # Protobuf 4.22 has a function instead of the factory, and 5 no factory any more.
 _factory = None if hasattr(message_factory, "GetMessageClass") else message_factory.MessageFactory(_pool)
@@ -45,6 +54,17 @@ def __getattr__(name: str) -> Any:
         found = message_factory.GetMessageClass(descriptor) if _factory is None else _factory.GetPrototype(descriptor)
     globals()[name] = found  # looked up without this function from now on
     return found
+
+
+@functools.cache
+def rpc(name: str) -> tuple[bytes, Any, Any]:
+    """An RPC's path, and the classes of its request (the header, where rows follow) and of its answer."""
+    path, method = _methods[name]
+    request = _pool.FindMessageTypeByName(method.input_type.lstrip("."))
+    if method.client_streaming:
+        request = request.fields_by_name["header"].message_type
+    answer = _RESULTS.get(name) or method.output_type.rpartition(".")[2]
+    return path, __getattr__(request.name), __getattr__(answer)
 
 
 @functools.cache

@@ -49,10 +49,7 @@ class Prepared:
         self._accelerator = accelerator
         self._optimizer = optimizer  # accelerate's
         self._clip_grad_norm, self._step, self._detach = accelerator.clip_grad_norm_, optimizer.step, detach
-        inner = optimizer
-        while isinstance(wrapped := getattr(inner, "optimizer", None), torch.optim.Optimizer):
-            inner = wrapped
-        self.joint = JointStep([remote], inner, scaler=accelerator.scaler, gradient_factor=1.0 / accelerator.num_processes)
+        self.joint = JointStep([remote], optimizer, scaler=accelerator.scaler, gradient_factor=1.0 / accelerator.num_processes)
         self.joint.begin(None)
         if remote.trained:
             accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = self._clip, self._refuse_value
@@ -61,20 +58,9 @@ class Prepared:
         accelerator.register_for_checkpointing(self)
         setattr(accelerator, _ATTRIBUTE, self)
 
-    def loss(
-        self, hidden: torch.Tensor, targets: torch.Tensor, *, token_weights: Any = None, num_items_in_batch: float | None = None
-    ) -> torch.Tensor:
-        """The head's cross entropy, for a network of one's own: as `headwater.torch.CrossEntropyLoss`, mean over the tokens.
-
-        Args:
-            hidden: (..., hidden_size), what the layer would be given.
-            targets: (...) ids of the vocabulary or -100, aligned with `hidden` (nothing is shifted).
-            token_weights: (...) finite.
-            num_items_in_batch: divisor instead of the sum of the weights of this batch's tokens.
-        """
-        if torch.is_grad_enabled():
-            self.remote.count_loss()
-        return self.remote.loss_fn(hidden, targets, token_weights=token_weights, num_items_in_batch=num_items_in_batch)
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+        """The head's cross entropy, for a network of one's own: `RemoteHead.loss` with the same arguments."""
+        return self.remote.loss(hidden, targets, **options)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 

@@ -237,20 +237,9 @@ class HeadwaterMixin:
     def remote_loss(
         self, hidden: torch.Tensor, targets: torch.Tensor, *, token_weights: Any = None, num_items_in_batch: float | None = None
     ) -> torch.Tensor:
-        """The head's cross entropy, as `headwater.torch.CrossEntropyLoss` of `reduction="mean"` returns it: () float32.
-
-        Outside of `fit` the layer computes it here.
-
-        Args:
-            hidden: (..., hidden_size), what the layer would be given.
-            targets: (...) ids of the vocabulary or -100, aligned with `hidden` (nothing is shifted).
-            token_weights: (...) finite.
-            num_items_in_batch: divisor instead of the sum of the weights of this batch's tokens.
-        """
+        """The head's cross entropy, () float32: `RemoteHead.loss` with the same arguments; outside of `fit` by the layer here."""
         callback: HeadwaterCallback | None = getattr(self, "_headwater_callback", None)
         remote = None if callback is None else callback.remote
         if remote is None:
             return _local_loss(self, hidden, targets, token_weights, num_items_in_batch)
-        if torch.is_grad_enabled():
-            remote.count_loss()
-        return remote.loss_fn(hidden, targets, token_weights=token_weights, num_items_in_batch=num_items_in_batch)
+        return remote.loss(hidden, targets, token_weights=token_weights, num_items_in_batch=num_items_in_batch)

@@ -20,7 +20,7 @@ from typing import Any
 
 import headwater
 from headwater._client import DEFAULT_TIMEOUT_S, Client
-from headwater._errors import HeadwaterError, UnavailableError, invalid_argument, make_error
+from headwater._errors import HeadwaterError, UnavailableError, invalid_argument, make_error, must_be, wrong_shape
 from headwater._requests import check_bool
 from headwater._types import check_integer
 
@@ -88,16 +88,12 @@ def connect(
     }.items():
         check_integer(value, name)
     if token_chunk_rows:
-        raise invalid_argument(
-            "INVALID_FIELD", "token_chunk_rows must be 0: a server takes workspace_bytes", field="token_chunk_rows"
-        )
+        raise must_be("token_chunk_rows", "0 (a server takes workspace_bytes)", token_chunk_rows)
     check_integer(shards, "shards", low=1)
     if shard_weights is not None and len(shard_weights) != shards:
-        raise invalid_argument(
-            "SHAPE_MISMATCH", f"shard_weights has {len(shard_weights)} entries, expected {shards}", field="shard_weights"
-        )
+        raise wrong_shape("shard_weights", (shards,), (len(shard_weights),))
     if engine not in ("cpu", "cuda"):
-        raise invalid_argument("INVALID_FIELD", f'engine must be "cpu" or "cuda", got {engine!r}', field="engine")
+        raise must_be("engine", '"cpu" or "cuda"', engine)
     options = {
         "engine": engine,
         "device": device,

@@ -29,7 +29,8 @@ import numpy as np
 
 from headwater import _arrays, _safetensors
 from headwater._arrays import HostArray
-from headwater._errors import invalid_argument, make_error
+from headwater._errors import invalid_argument, make_error, must_be, refused, wrong_shape
+from headwater._files import replace_file
 from headwater._head import Head
 from headwater._requests import check_bool
 from headwater._types import check_integer
@@ -67,7 +68,7 @@ class Writer:
         shard_bytes: int = _SHARD_BYTES,
     ):
         if not isinstance(model, str):
-            raise invalid_argument("INVALID_FIELD", f"model must be a string, got {type(model).__name__}", field="model")
+            raise must_be("model", "a string", type(model))
         self._folder = Path(folder)
         self._model = model
         self._tokenizer_size = check_integer(tokenizer_size, "tokenizer_size", low=1)
@@ -81,7 +82,7 @@ class Writer:
         self._sequences = 0
         self._folder.mkdir(parents=True, exist_ok=True)
         if (self._folder / _INDEX).exists() or any(self._folder.glob("rows-*.safetensors")):
-            raise invalid_argument("INVALID_COMBINATION", f"{self._folder} has stored rows; take another folder", field="folder")
+            raise refused(f"{self._folder} has stored rows; take another folder", "folder")
 
     def __enter__(self) -> Writer:
         return self
@@ -102,16 +103,10 @@ class Writer:
         array = _arrays.from_any(rows, "rows")
         if len(array.shape) != 2 or array.shape[0] == 0 or array.shape[1] != (self._hidden_size or array.shape[1]):
             width = "hidden_size" if self._hidden_size is None else self._hidden_size
-            raise invalid_argument(
-                "SHAPE_MISMATCH", f"rows must have shape (tokens, {width}), at least one, got {array.shape}", field="rows"
-            )
+            raise wrong_shape("rows", f"(at least one token, {width})", array.shape)
         ids, least, largest = _arrays.int_vector(token_ids, "token_ids", array.shape[0])
         if least < 0 or largest >= self._tokenizer_size:
-            raise invalid_argument(
-                "INVALID_FIELD",
-                f"token_ids must be in [0, {self._tokenizer_size}), got {least if least < 0 else largest}",
-                field="token_ids",
-            )
+            raise must_be("token_ids", f"in [0, {self._tokenizer_size})", least if least < 0 else largest)
         if self._data_type is None:
             self._data_type = array.data_type
         if array.data_type != self._data_type:
@@ -134,14 +129,14 @@ class Writer:
         if not self._shards:
             raise invalid_argument("INVALID_FIELD", "no rows were added", field="rows")
         index = {"format": FORMAT, "shards": self._shards, "sequences": self._sequences}
-        self._replace(_INDEX, lambda file: file.write(json.dumps(index, indent=1).encode()))
+        replace_file(self._folder / _INDEX, lambda file: file.write(json.dumps(index, indent=1).encode()))
 
     def _write_shard(self) -> None:
         assert self._data_type is not None
         name = _SHARD.format(len(self._shards))
         lengths = np.array([piece.shape[0] for piece in self._rows], np.int64)
         tensors = {
-            "rows": (_safetensors.name_of(self._data_type), self._rows),
+            "rows": (_safetensors.NAMES[self._data_type], self._rows),
             "lengths": ("I64", [lengths]),
             "token_ids": ("I32", self._token_ids),
         }
@@ -152,18 +147,9 @@ class Writer:
             "final_norm": "applied" if self.final_norm else "not applied",
             "dtype": self._data_type,
         }
-        self._replace(name, lambda file: _safetensors.write(file, tensors, metadata))
+        replace_file(self._folder / name, lambda file: _safetensors.write(file, tensors, metadata))
         self._shards.append(name)
         self._rows, self._token_ids = [], []
-
-    def _replace(self, name: str, write: Callable[[Any], Any]) -> None:
-        """Writes a file of the folder, which is there when it is complete."""
-        partial = self._folder / f".{name}.partial"
-        with partial.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._folder / name)
 
 
 class Reader:
@@ -217,9 +203,7 @@ class Reader:
                 "MISSING_FIELD", f"the rows in {self._folder} have not passed the model's final norm: pass norm=", field="norm"
             )
         if norm is not None and self.final_norm:
-            raise invalid_argument(
-                "INVALID_COMBINATION", f"the rows in {self._folder} have passed the final norm: leave norm= out", field="norm"
-            )
+            raise refused(f"the rows in {self._folder} have passed the final norm: leave norm= out", "norm")
         self._norm = norm
 
     def __len__(self) -> int:
@@ -290,7 +274,7 @@ class Reader:
         _, ids = shard.array("token_ids")
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
         width = self._shards[0].array("rows")[1].shape[1:]
-        sound = dtype == _safetensors.name_of(self.dtype) and rows.ndim == 2 and rows.shape[1:] == width
+        sound = dtype == _safetensors.NAMES[self.dtype] and rows.ndim == 2 and rows.shape[1:] == width
         if not sound or lengths.ndim != 1 or (lengths < 1).any() or not ids.shape == (offsets[-1],) == rows.shape[:1]:
             raise self._corrupt(shard.path.name, "has rows, lengths and token_ids that do not belong together")
         return offsets

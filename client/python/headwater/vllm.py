@@ -28,7 +28,7 @@ import torch
 
 from headwater import _arrays, _safetensors
 from headwater._arrays import HostArray
-from headwater._errors import invalid_argument, make_error
+from headwater._errors import invalid_argument, make_error, refused
 from headwater._final_norm import final_norm
 from headwater.teachers import Writer
 
@@ -70,7 +70,7 @@ def read(
             fcntl.flock(held, fcntl.LOCK_SH)
     contents = _safetensors.contents_of(path)
     (name, states), (_, token_ids) = contents.array(_HIDDEN_STATES), contents.array(_TOKEN_IDS)
-    data_type = _safetensors.data_type_of(name)
+    data_type = _safetensors.DATA_TYPES.get(name)
     if data_type is None or states.ndim != 3 or token_ids.shape != states.shape[:1] or token_ids.dtype.kind != "i":
         raise make_error(
             "DATA_LOSS",
@@ -108,8 +108,6 @@ def store(
         norm, layer_ids, num_hidden_layers: as in `read`.
     """
     if not writer.final_norm:
-        raise invalid_argument(
-            "INVALID_COMBINATION", "the norm is applied here: make the Writer with final_norm=True", field="writer"
-        )
+        raise refused("the norm is applied here: make the Writer with final_norm=True", "writer")
     numbers = [writer.add(*read(path, norm=norm, layer_ids=layer_ids, num_hidden_layers=num_hidden_layers)) for path in paths]
     return len(numbers)

@@ -14,7 +14,6 @@ import headwater
 import headwater.torch
 from headwater import _wire
 from headwater._futures import Executors
-from headwater._memory import RowMemory
 from headwater._messages import head_spec_message
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
@@ -48,7 +47,6 @@ class Unreachable:
     def current_epoch(self, name, epoch):
         return epoch  # looked up on this side
 
-    row_memory = RowMemory()
     timeout_s = 10.0
     executors = Executors()
 

@@ -72,9 +72,9 @@ def test_a_future_has_its_callers_stream_and_makes_no_other_device_current(monke
     stream = types.SimpleNamespace(device=2, name="the caller's")
     cuda.set_stream(stream)
     executors = Executors()
-    executors.waiting = concurrent.futures.ThreadPoolExecutor(1)
+    executors._pools["waiting"] = concurrent.futures.ThreadPoolExecutor(1)
     assert executors.run("waiting", cuda.current_stream).result(60) is stream
-    assert executors.waiting.submit(lambda: cuda.current_stream(2)).result(60).name == "default"
+    assert executors._pools["waiting"].submit(lambda: cuda.current_stream(2)).result(60).name == "default"
     assert cuda.made_current == {2}
     executors.shutdown()
 

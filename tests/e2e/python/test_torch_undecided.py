@@ -76,13 +76,14 @@ def test_what_is_abandoned_while_the_server_stands_still_is_discarded_before_a_l
 def test_a_loss_bounds_its_commit_as_its_other_calls(one_shard, make_head, problem, monkeypatch):
     head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     backend, bounds = one_shard.client._backend, []
-    commit = backend.commit
+    call = backend.call
 
-    def noting(*request):
-        bounds.append(request[-1])
-        return commit(*request)
+    def noting(method, timeout_s, **fields):
+        if method == "CommitMicroBatch":
+            bounds.append(timeout_s)
+        return call(method, timeout_s, **fields)
 
-    monkeypatch.setattr(backend, "commit", noting)
+    monkeypatch.setattr(backend, "call", noting)
     for options in ({}, {"timeout_s": 77.0}):
         headwater.torch.CrossEntropyLoss(head, **options)(problem.inputs @ trunk.T, problem.targets).backward()
     assert bounds[0] > 77 >= bounds[1] > 70

@@ -10,6 +10,7 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
+import torch
 
 VOCAB_SIZE = 4096
 CONTEXT = 64  # tokens of one sequence
@@ -78,8 +79,8 @@ class Batches:
         self._order = np.random.default_rng(seed).permutation(len(self._rows))
         self._sequences = sequences
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Batch `index`: int64 inputs [sequences, CONTEXT] and int64 targets [sequences * CONTEXT]; starts over at the end."""
         picks = self._order[(index * self._sequences + np.arange(self._sequences)) % len(self._order)]
-        rows = self._rows[np.sort(picks)].astype(np.int64)
+        rows = torch.from_numpy(self._rows[np.sort(picks)].astype(np.int64))
         return rows[:, :-1], rows[:, 1:].reshape(-1)

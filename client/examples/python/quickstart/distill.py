@@ -55,7 +55,7 @@ class HeldOut:
 
     def __init__(self, folder: Path, teacher_body: Body) -> None:
         batches = Batches(folder, "held_out", train.SEQUENCES)
-        self._batches = [training.as_tensors(batches[index]) for index in range(train.HELD_OUT_BATCHES)]
+        self._batches = [batches[index] for index in range(train.HELD_OUT_BATCHES)]
         with torch.no_grad():
             self._teacher_hidden = [teacher_body(inputs) for inputs, _ in self._batches]
 
@@ -86,7 +86,7 @@ def main() -> None:
     teacher_body = Body(BodyConfig(VOCAB_SIZE, context=CONTEXT, **TEACHER), seed=0).eval()
     teacher_body.load_state_dict(torch.load(arguments.teacher_body))
     body = Body(BodyConfig(VOCAB_SIZE, context=CONTEXT, **STUDENT), seed=SEED)
-    optimizer = training.BodyOptimizer(body)
+    optimizer = heads.ClippedAdamW(body.parameters())
 
     client = headwater.connect(arguments.server)
     teacher_weight = np.array(client.head(train.HEAD_NAME).weight())
@@ -103,7 +103,7 @@ def main() -> None:
     started = time.monotonic()
     with training.progress(arguments.steps, "distillation") as bar:
         for step in range(arguments.steps):
-            inputs, _ = training.as_tensors(batches[step])
+            inputs, _ = batches[step]
             with torch.no_grad():
                 teacher_hidden = teacher_body(inputs)
             hidden = body(inputs)

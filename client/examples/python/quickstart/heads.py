@@ -1,5 +1,6 @@
 """The two heads that the quickstart compares. To the training loop they look the same."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,12 +29,32 @@ def initial_weight(vocab_size: int, hidden_size: int, seed: int) -> np.ndarray:
     return (0.02 * np.random.default_rng(seed).standard_normal((vocab_size, hidden_size))).astype(np.float32)
 
 
+class ClippedAdamW:
+    """PyTorch's AdamW, whose gradients are multiplied before a step."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=0.0, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY)
+
+    def norm_squared(self) -> float:
+        """Squared norm of all gradients."""
+        return sum(parameter.grad.double().square().sum().item() for parameter in self._parameters)
+
+    def step(self, rate: float, clip_factor: float) -> None:
+        """One step; the gradients are gone after it."""
+        for parameter in self._parameters:
+            parameter.grad.mul_(clip_factor)
+        self._optimizer.param_groups[0]["lr"] = rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+
 class OwnHead:
     """PyTorch's head, in this process: weights, logits, gradient and optimizer state are the trainer's."""
 
     def __init__(self, weight: np.ndarray) -> None:
         self.weight = torch.nn.Parameter(torch.from_numpy(weight))
-        self._optimizer = torch.optim.AdamW([self.weight], lr=0.0, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY)
+        self._optimizer = ClippedAdamW([self.weight])
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy, differentiable if gradients are on."""
@@ -41,12 +62,9 @@ class OwnHead:
 
     def optimizer_step(self, learning_rate: float, micro_batches: int, body_norm_squared: float) -> float:
         """Closes a step of so many micro-batches; returns what the body's gradients are multiplied by."""
-        norm = (body_norm_squared + self.weight.grad.double().square().sum().item()) ** 0.5
+        norm = (body_norm_squared + self._optimizer.norm_squared()) ** 0.5
         clip_factor = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))
-        self.weight.grad.mul_(clip_factor)
-        self._optimizer.param_groups[0]["lr"] = learning_rate
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step(learning_rate, clip_factor)
         return clip_factor
 
 

@@ -32,42 +32,23 @@ def as_bfloat16(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().float()
 
 
-class Block(nn.Module):
-    """Attention and a two-layer perceptron, each after a norm and added to its input."""
-
-    def __init__(self, config: BodyConfig) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.heads = config.attention_heads
-        self.attention_norm = nn.LayerNorm(size)
-        self.query_key_value = nn.Linear(size, 3 * size)
-        self.attention_out = nn.Linear(size, size)
-        self.mlp_norm = nn.LayerNorm(size)
-        self.mlp = nn.Sequential(nn.Linear(size, 4 * size), nn.GELU(), nn.Linear(4 * size, size))
-        future = torch.ones(config.context, config.context, dtype=torch.bool).triu(1)
-        self.register_buffer("future", future, persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, context, hidden_size], as the result
-        batch, context, size = x.shape
-        packed = self.query_key_value(self.attention_norm(x)).view(batch, context, 3, self.heads, size // self.heads)
-        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)  # [batch, heads, context, size / heads]
-        scores = query @ key.transpose(-1, -2) / math.sqrt(size // self.heads)
-        attention = scores.masked_fill(self.future[:context, :context], -math.inf).softmax(-1)
-        x = x + self.attention_out((attention @ value).transpose(1, 2).reshape(batch, context, size))
-        return x + self.mlp(self.mlp_norm(x))
-
-
 class Body(nn.Module):
     """Token ids [batch, context] to the hidden states that go to the head, [batch * context, hidden_size], after the final norm."""
 
     def __init__(self, config: BodyConfig, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
+        size = config.hidden_size
         self.config = config
-        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position_embedding = nn.Embedding(config.context, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.final_norm = nn.LayerNorm(config.hidden_size)
+        self.token_embedding = nn.Embedding(config.vocab_size, size)
+        self.position_embedding = nn.Embedding(config.context, size)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(size, config.attention_heads, 4 * size, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(config.layers)
+        )
+        future = torch.full((config.context, config.context), -math.inf).triu(1)
+        self.register_buffer("future", future, persistent=False)
+        self.final_norm = nn.LayerNorm(size)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if parameter.dim() == 2:
@@ -78,5 +59,5 @@ class Body(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = as_bfloat16(self.token_embedding(ids) + self.position_embedding.weight[: ids.shape[1]])
         for block in self.blocks:
-            x = as_bfloat16(block(x))
+            x = as_bfloat16(block(x, self.future[: ids.shape[1], : ids.shape[1]]))
         return as_bfloat16(self.final_norm(x)).view(-1, x.shape[-1])

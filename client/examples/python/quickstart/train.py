@@ -31,7 +31,7 @@ def held_out_loss(body: Body, head: heads.OwnHead | heads.RemoteHead, batches: B
     with torch.no_grad():
         total = 0.0
         for index in range(HELD_OUT_BATCHES):
-            inputs, targets = training.as_tensors(batches[index])
+            inputs, targets = batches[index]
             total += head.loss(body(inputs), targets).item()
     return total / HELD_OUT_BATCHES
 
@@ -52,7 +52,7 @@ def main() -> None:
     train_batches = Batches(arguments.folder, "train", SEQUENCES)
     held_out_batches = Batches(arguments.folder, "held_out", SEQUENCES)
     body = Body(BodyConfig(VOCAB_SIZE, context=CONTEXT, **TEACHER), seed=SEED)
-    optimizer = training.BodyOptimizer(body)
+    optimizer = heads.ClippedAdamW(body.parameters())
     remote = arguments.head == "remote"
     # What a trainer holds before it has computed anything: libraries, data and body, but nothing of a head.
     head: heads.OwnHead | heads.RemoteHead
@@ -77,7 +77,7 @@ def main() -> None:
             watched = witness is not None and step % PARITY_EVERY == 0
             step_loss = 0.0
             for micro_batch in range(MICRO_BATCHES):
-                inputs, targets = training.as_tensors(train_batches[step * MICRO_BATCHES + micro_batch])
+                inputs, targets = train_batches[step * MICRO_BATCHES + micro_batch]
                 hidden = body(inputs)
                 if watched:
                     hidden.retain_grad()

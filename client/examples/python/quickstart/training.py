@@ -1,4 +1,4 @@
-"""What training and distillation share: the body's optimizer, the learning rate, memory, results."""
+"""What training and distillation share: the learning rate, memory, results."""
 
 import json
 import math
@@ -6,11 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import tqdm
-
-import heads
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -20,28 +16,6 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
         return peak * (step + 1) / warm_up
     progress = (step - warm_up) / max(1, steps - warm_up)
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
-
-class BodyOptimizer:
-    """AdamW over the body, told by the head how far to clip."""
-
-    def __init__(self, body: torch.nn.Module) -> None:
-        self._parameters = list(body.parameters())
-        self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=0.0, betas=heads.BETAS, eps=heads.EPSILON, weight_decay=heads.WEIGHT_DECAY
-        )
-
-    def norm_squared(self) -> float:
-        """Squared norm of the body's gradient."""
-        return sum(parameter.grad.double().square().sum().item() for parameter in self._parameters)
-
-    def step(self, rate: float, clip_factor: float) -> None:
-        """One step; the gradients are gone after it."""
-        for parameter in self._parameters:
-            parameter.grad.mul_(clip_factor)
-        self._optimizer.param_groups[0]["lr"] = rate
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
 
 
 def memory_bytes(line: str) -> int:
@@ -56,11 +30,6 @@ def progress(steps: int, description: str) -> tqdm.tqdm:
     """A progress bar; on a terminal live, in a log a line every few seconds."""
     live = sys.stderr.isatty()
     return tqdm.tqdm(total=steps, desc=f"{description:<28}", unit="step", mininterval=0.1 if live else 10, dynamic_ncols=live)
-
-
-def as_tensors(batch: tuple[np.ndarray, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of a batch."""
-    return torch.from_numpy(batch[0]), torch.from_numpy(batch[1])
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:

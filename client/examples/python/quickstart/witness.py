@@ -7,8 +7,7 @@ head.
 """
 
 import multiprocessing
-from multiprocessing.connection import Connection
-from types import TracebackType
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
@@ -24,52 +23,37 @@ class Witness:
 
     def __init__(self, server: str, head_name: str) -> None:
         # Not forked: PyTorch's and gRPC's threads do not survive that.
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_watch, args=(theirs, server, head_name), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self._head = server, head_name
+        self._shown: list[tuple] = []
         self.verdicts: list[dict[str, float]] = []
 
     def __enter__(self) -> "Witness":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._connection.close()
-        self._process.join()
+    def __exit__(self, *_: object) -> None:
+        self._process.shutdown()
 
     def show(self, hidden: np.ndarray, targets: np.ndarray, loss: float, grad_hidden: np.ndarray, scale: float) -> None:
         """One micro-batch: what went to the server, `scale` times its mean loss, and the gradient of that that came back."""
-        self._connection.send((hidden, targets, loss, grad_hidden, scale))
+        self._shown.append((hidden, targets, loss, grad_hidden, scale))
 
     def judge(self, step: int) -> None:
         """Waits until the step, which is sealed and not applied, has been compared."""
-        self._connection.send(step)
-        self.verdicts.append(self._connection.recv())
+        self.verdicts.append({"step": step, **self._process.submit(_compare, *self._head, step, self._shown).result()})
+        self._shown = []
 
 
-def _watch(connection: Connection, server: str, head_name: str) -> None:
-    import headwater
-
-    head = headwater.connect(server).head(head_name)
-    shown: list[tuple] = []
-    while True:
-        try:
-            message = connection.recv()
-        except EOFError:
-            return
-        if isinstance(message, tuple):
-            shown.append(message)
-        else:
-            connection.send({"step": message, **_compare(head.weight(), head.gradient(step=message), shown)})
-            shown.clear()
-
-
-def _compare(weight: np.ndarray, grad_weight: np.ndarray, shown: list[tuple]) -> dict[str, float]:
+def _compare(server: str, head_name: str, step: int, shown: list[tuple]) -> dict[str, float]:
     """The largest relative differences of the step's losses, gradients of hidden states, and gradient of the weight."""
     import torch
     import torch.nn.functional as F
 
+    import headwater
+
+    with headwater.connect(server) as client:
+        head = client.head(head_name)
+        weight, grad_weight = head.weight(), head.gradient(step=step)
     own_weight = torch.from_numpy(np.array(weight)).requires_grad_()
     losses, grads_hidden = [], []
     for hidden, targets, loss, grad_hidden, scale in shown:

@@ -16,26 +16,16 @@ page-locked or `empty_rows` memory are handed over without a copy of this packag
 finds back to them.
 """
 
-from headwater._recovery import StateStore
-from headwater.torch._attach import ModuleHead, attach
-from headwater.torch._losses import CrossEntropyLoss, JSDLoss, LossOutputs, cross_entropy, jsd
-from headwater.torch._micro_batches import MicroBatchSource
-from headwater.torch._rows import empty_rows
-from headwater.torch._trainer_state import TrainerState
-from headwater.torch._training_loop import StepOutcome, TrainingLoop
-
-__all__ = [
-    "CrossEntropyLoss",
-    "JSDLoss",
-    "LossOutputs",
-    "MicroBatchSource",
-    "ModuleHead",
-    "StateStore",
-    "StepOutcome",
-    "TrainerState",
-    "TrainingLoop",
-    "attach",
-    "cross_entropy",
-    "empty_rows",
-    "jsd",
-]
+from headwater._recovery import StateStore as StateStore
+from headwater.torch._attach import ModuleHead as ModuleHead, attach as attach
+from headwater.torch._losses import (
+    CrossEntropyLoss as CrossEntropyLoss,
+    JSDLoss as JSDLoss,
+    LossOutputs as LossOutputs,
+    cross_entropy as cross_entropy,
+    jsd as jsd,
+)
+from headwater.torch._micro_batches import MicroBatchSource as MicroBatchSource
+from headwater.torch._rows import empty_rows as empty_rows
+from headwater.torch._trainer_state import TrainerState as TrainerState
+from headwater.torch._training_loop import StepOutcome as StepOutcome, TrainingLoop as TrainingLoop

@@ -11,7 +11,7 @@ import torch
 
 from headwater import _arrays
 from headwater._client import Client
-from headwater._errors import HeadwaterError, invalid_argument
+from headwater._errors import HeadwaterError, must_be, refused
 from headwater._head import Head
 from headwater._remote import RemoteBackend
 from headwater._torch_modules import OutputLayer, embedding_of, output_layer, sharing
@@ -125,12 +125,12 @@ class ModuleHead(Head):
 
     def _trainer_owned(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
         if self.owner != "trainer" or self.weight_parameter is None:
-            raise invalid_argument("INVALID_COMBINATION", f"{self.name} is not owned by the trainer's optimizer", field="owner")
+            raise refused(f"{self.name} is not owned by the trainer's optimizer", "owner")
         return self.weight_parameter, self.bias_parameter
 
     def _server_tied(self) -> torch.nn.Parameter:
         if self.tied != "server" or self.weight_parameter is None:
-            raise invalid_argument("INVALID_COMBINATION", f'{self.name} is not tied="server"', field="tied")
+            raise refused(f'{self.name} is not tied="server"', "tied")
         return self.weight_parameter
 
 
@@ -243,31 +243,23 @@ def attach(
     )
 
 
-def _refused(message: str, field: str) -> HeadwaterError:
-    return invalid_argument("INVALID_COMBINATION", message, field=field)
-
-
 def _owner(tied: Any, optimizer: Any, trainable: bool) -> str:
     """Who updates the weight; see `ModuleHead.owner`."""
     if tied not in (None, "trainer", "server"):
-        raise invalid_argument("INVALID_FIELD", f'tied must be None, False, "trainer" or "server", got {tied!r}', field="tied")
+        raise must_be("tied", 'None, False, "trainer" or "server"', tied)
     if isinstance(optimizer, str) and optimizer != "torch":
-        raise invalid_argument(
-            "INVALID_FIELD",
-            f'optimizer must be headwater.AdamW, headwater.SGD, "torch" or None, got {optimizer!r}',
-            field="optimizer",
-        )
+        raise must_be("optimizer", 'headwater.AdamW, headwater.SGD, "torch" or None', optimizer)
     if not trainable:
         if tied is not None or optimizer is not None:
-            raise _refused("a frozen head (trainable=False) takes neither tied= nor optimizer=", "trainable")
+            raise refused("a frozen head (trainable=False) takes neither tied= nor optimizer=", "trainable")
         return ""
     if tied == "trainer":
         if optimizer not in (None, "torch"):
-            raise _refused('tied="trainer" leaves the weight to PyTorch\'s optimizer: the head takes none', "optimizer")
+            raise refused('tied="trainer" leaves the weight to PyTorch\'s optimizer: the head takes none', "optimizer")
         return "trainer"
     if tied == "server":
         if not isinstance(optimizer, (AdamW, SGD)):
-            raise _refused('tied="server" needs the head\'s optimizer: headwater.AdamW(...) or headwater.SGD(...)', "optimizer")
+            raise refused('tied="server" needs the head\'s optimizer: headwater.AdamW(...) or headwater.SGD(...)', "optimizer")
         return "server"
     return "trainer" if optimizer == "torch" else "" if optimizer is None else "server"
 
@@ -275,7 +267,7 @@ def _owner(tied: Any, optimizer: Any, trainable: bool) -> str:
 def _check_sharing(model: torch.nn.Module | None, layer: OutputLayer, tied: Any, trainable: bool) -> None:
     if model is None:
         if tied is None and trainable and (embedding := embedding_of(layer.weight)) is not None:
-            raise _refused(
+            raise refused(
                 f"the head's weight is that of a torch.nn.Embedding({embedding.num_embeddings}, {embedding.embedding_dim}) of this "
                 f"process: two optimizers would each change half of it. Pass model=, and {_FLOWS}",
                 "tied",
@@ -292,14 +284,14 @@ def _check_sharing(model: torch.nn.Module | None, layer: OutputLayer, tied: Any,
         if others:
             why = f"the head's weight shares its memory with {names}"
             if not trainable:
-                raise _refused(f"{why}, which is trained: a frozen head would stay behind. Freeze it, or use {_FLOWS}", "tied")
-            raise _refused(f"{why}: two optimizers would each change half of it. Use {_FLOWS}", "tied")
+                raise refused(f"{why}, which is trained: a frozen head would stay behind. Freeze it, or use {_FLOWS}", "tied")
+            raise refused(f"{why}: two optimizers would each change half of it. Use {_FLOWS}", "tied")
         return
     if not others:
-        raise _refused(f'tied="{tied}", but nothing else in the model uses the head\'s weight', "tied")
+        raise refused(f'tied="{tied}", but nothing else in the model uses the head\'s weight', "tied")
     for other in others:
         if other.tensor is not layer.weight:
-            raise _refused(
+            raise refused(
                 f"{other.name} shares memory with the head's weight, but is another Parameter with a gradient of its own: "
                 "make both one Parameter (lm_head.weight = embedding.weight)",
                 "tied",
@@ -316,7 +308,7 @@ def _check_tied_config(model: torch.nn.Module, layer: OutputLayer) -> None:
     if owner is None or not getattr(owner, "_tied_weights_keys", True):
         return
     if _model_config.entry(owner.config, "tie_word_embeddings") is True:
-        raise _refused(
+        raise refused(
             "the model's config has tie_word_embeddings=True, but the head's weight is no Embedding's: save_pretrained may leave "
             "it out, and from_pretrained would tie it again. Tie it (lm_head.weight = embedding.weight) and pass tied=, or set "
             "config.tie_word_embeddings=False, or pass tied=False to leave it so",
@@ -332,4 +324,4 @@ def _check_kept(layer: OutputLayer, tied: str | None) -> None:
     """The layer's tensors can be trained here."""
     for name, tensor in (("weight", layer.weight), ("bias", layer.bias)):
         if tensor is not None and not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
-            raise _refused(f"the {name} must be a Parameter that requires a gradient, for this trainer goes on using it", "module")
+            raise refused(f"the {name} must be a Parameter that requires a gradient, for this trainer goes on using it", "module")

@@ -14,9 +14,9 @@ import abc
 import functools
 import math
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from headwater._errors import (
     HeadwaterError,
     MicroBatchConflictError,
     invalid_argument,
+    refused,
+    warn,
 )
 from headwater._head import Head
 from headwater._types import LossResult
@@ -80,21 +82,12 @@ def warn_of_held(head: Head) -> None:
     """Warns, once for each head, that a loss had no slot."""
     if not _warned[head]:
         _warned[head] = True
-        warnings.warn(
+        warn(
             f"a loss of {head.name} found all {head.spec.staging_slots} staging slots taken by losses that wait for backward; "
             "the server keeps its rows and computes the head's gradient again in backward, a third more work. "
             f"Create the head with staging_slots={head.spec.staging_slots + 1} or more, one for each loss before one backward",
             RuntimeWarning,
-            stacklevel=_frames_in_libraries(),
         )
-
-
-def _frames_in_libraries() -> int:
-    """The `stacklevel` by which the caller of this function's caller warns about the first line outside headwater and torch."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("headwater", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 class Contribution:
@@ -155,8 +148,7 @@ def _drop(source: MicroBatchSource, ids: set[int], micro_batch: int, discards: l
 class Outcome(abc.ABC):
     """What backward needs of a forward."""
 
-    def __init__(self) -> None:
-        self._decided = False
+    _decided = False
 
     @abc.abstractmethod
     def backward(self, upstream: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
@@ -184,7 +176,6 @@ class OneCallOutcome(Outcome):
     """A loss whose gradients forward has computed, but for a factor."""
 
     def __init__(self, result: LossResult, contribution: Contribution | None, grad_hidden_scale: float):
-        super().__init__()
         self._grad_hidden = result.grad_hidden
         self._contribution = contribution
         self._grad_hidden_scale = grad_hidden_scale
@@ -244,12 +235,11 @@ class ScalarOutcome(OneCallOutcome):
         declared = self._declared_scale or 0.0
         self._check_first("one headwater loss with loss_scale=", "its contribution was added once, at forward")
         if not abs(upstream - declared) <= _SCALE_TOLERANCE * abs(declared):
-            raise invalid_argument(
-                "INVALID_COMBINATION",
+            raise refused(
                 f"loss_scale={declared:g} was declared as the upstream gradient, but {upstream:g} came; the head's gradient of "
                 "this step was made for the declared one: discard it (Head.discard_gradient), and leave loss_scale= out if the "
                 "scale varies",
-                field="loss_scale",
+                "loss_scale",
                 expected=declared,
                 actual=upstream,
             )
@@ -294,26 +284,14 @@ class TokenOutcome(OneCallOutcome):
         return grad_hidden
 
 
+@dataclass(eq=False)
 class TwoCallOutcome(Outcome):
-    """A loss and outputs of which forward has left nothing on the server.
+    """A loss and outputs of which forward has left nothing on the server."""
 
-    Args:
-        names: "loss", "entropy" or "lse", for each upstream gradient.
-        factor: of a scalar loss, the server's sum times it; None: there is a loss for each token.
-    """
-
-    def __init__(
-        self,
-        second_call: SecondCall,
-        names: tuple[str, ...],
-        factor: float | None,
-        ignored: torch.Tensor | None,
-    ):
-        super().__init__()
-        self._second_call: SecondCall | None = second_call
-        self._names = names
-        self._factor = factor
-        self._ignored = ignored
+    _second_call: SecondCall | None
+    _names: tuple[str, ...]  # "loss", "entropy" or "lse", for each upstream gradient
+    _factor: float | None  # of a scalar loss, the server's sum times it; None: there is a loss for each token
+    _ignored: torch.Tensor | None
 
     def backward(self, upstream: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
         self._check_first("one headwater loss", _ADDED_BEFORE)
@@ -336,42 +314,29 @@ class TwoCallOutcome(Outcome):
         return grad_hidden
 
 
+@dataclass(eq=False)
 class SecondCall:
-    """Computes the gradients of a forward's loss and outputs, and adds the head's, by a call that brings the rows again.
+    """Computes the gradients of a forward's loss and outputs, and adds the head's, by a call that brings the rows again."""
 
-    Args:
-        contribution: the micro-batch; None: the head is frozen.
-        run: `run(rows, token_weights=..., **keywords)` is the same loss call as in forward.
-        rows: (num_tokens, hidden_size).
-        token_weights: (num_tokens,), or None for 1.
-        others: tensors that, like `rows`, must be as they were in forward.
-        heads: those whose weights must be as they were in forward.
-        keywords: of the call.
-    """
+    contribution: Contribution | None  # the micro-batch; None: the head is frozen
+    run: Callable[..., LossResult]  # `run(rows, token_weights=..., **keywords)` is the same loss call as in forward
+    rows: torch.Tensor  # (num_tokens, hidden_size)
+    token_weights: torch.Tensor | None  # (num_tokens,); None: 1
+    others: Sequence[torch.Tensor]  # that, like `rows`, must be as they were in forward
+    heads: Sequence[Head]  # whose weights must be as they were in forward
+    keywords: dict[str, Any]  # of the call
 
-    def __init__(
-        self,
-        contribution: Contribution | None,
-        run: Callable[..., LossResult],
-        rows: torch.Tensor,
-        token_weights: torch.Tensor | None,
-        others: Sequence[torch.Tensor],
-        heads: Sequence[Head],
-        keywords: dict[str, Any],
-    ):
-        self.contribution = contribution
-        self._run = run
-        self._rows = rows.detach()
-        self._token_weights = None if token_weights is None else token_weights.detach().float().cpu()
-        self._versions = [(tensor, tensor._version) for tensor in (self._rows, *others) if not tensor.is_inference()]
+    def __post_init__(self) -> None:
+        self.rows = self.rows.detach()
+        self.token_weights = None if self.token_weights is None else self.token_weights.detach().float().cpu()
+        self._versions = [(tensor, tensor._version) for tensor in (self.rows, *self.others) if not tensor.is_inference()]
         # A head's epoch and step name its weights, over restarts too, after which `weight_version` is another one.
-        self._heads = [(head, head.epoch, head.step) for head in heads]
-        self._keywords = keywords
+        self._heads = [(head, head.epoch, head.step) for head in self.heads]
 
     @property
     def row_count(self) -> int:
         """Number of tokens."""
-        return self._rows.shape[0]
+        return self.rows.shape[0]
 
     def _check_unchanged(self) -> None:
         """Raises if rows or weights are not those that forward has seen."""
@@ -391,12 +356,12 @@ class SecondCall:
     def __call__(self, loss: torch.Tensor, entropy: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor | None:
         """grad_hidden for these upstream gradients, each (num_tokens,) float32 on the CPU; None stands for 0."""
         self._check_unchanged()
-        weights = loss if self._token_weights is None else loss * self._token_weights
-        keywords = dict(self._keywords)
+        weights = loss if self.token_weights is None else loss * self.token_weights
+        keywords = dict(self.keywords)
         for name, factors in (("entropy_factors", entropy), ("lse_factors", lse)):
             if factors is not None:
                 keywords[name] = factors
-        run = functools.partial(self._run, self._rows, token_weights=weights, **keywords)
+        run = functools.partial(self.run, self.rows, token_weights=weights, **keywords)
         if self.contribution is None:
             return run().grad_hidden
         grad_hidden = self.contribution.submit(run).grad_hidden
@@ -446,11 +411,7 @@ class RemoteLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         # Not once_differentiable: that stays silent where `upstream` requires no gradient, and the second derivative would be lost.
         if torch.is_grad_enabled():
-            raise invalid_argument(
-                "INVALID_COMBINATION",
-                "a headwater loss has no second derivative: leave create_graph=True out",
-                field="create_graph",
-            )
+            raise refused("a headwater loss has no second derivative: leave create_graph=True out", "create_graph")
         grad_hidden = ctx.outcome.backward(upstream)
         if grad_hidden is None or not ctx.needs_input_grad[0]:
             return None, None, None, None

@@ -96,7 +96,7 @@ class Forward:
     @property
     def columns(self) -> int:
         """Columns to which the model gives probability."""
-        masked = self._log_probabilities(self.logits).amax(0) < _MASKED
+        masked = torch.log_softmax(self.logits, -1).amax(0) < _MASKED
         valid = int((~masked).sum())
         return valid if not bool(masked[:valid].any()) else self.logits.shape[1]
 
@@ -117,7 +117,7 @@ class Forward:
         expected, actual = (_padded(values, width) for values in (options.logits(output), theirs))
         finite = expected[:, : options.valid_vocab_size or output.shape[1]]
         allowed = self.epsilon * finite.abs().amax(1, keepdim=True) + 1e-5
-        ours, theirs = self._log_probabilities(expected), self._log_probabilities(actual)
+        ours, theirs = torch.log_softmax(expected, -1), torch.log_softmax(actual, -1)
         gap = torch.where((ours < _MASKED) & (theirs < _MASKED), torch.zeros_like(ours), (ours - theirs).abs())
         gap = torch.nan_to_num(gap, nan=math.inf, posinf=math.inf)
         return float(gap.max()), float((gap / allowed).max())
@@ -125,10 +125,6 @@ class Forward:
     def same(self, options: HeadOptions, *, of_body: bool = False) -> bool:
         """Whether a head with these options is the model's."""
         return self.difference(options, of_body=of_body)[1] <= 1
-
-    @staticmethod
-    def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
-        return torch.log_softmax(logits, -1)
 
     def fitted_scale(self) -> float | None:
         """The factor that explains the smaller rows best."""

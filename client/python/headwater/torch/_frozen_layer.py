@@ -87,9 +87,6 @@ class FrozenLayer:
             )
         config = self.config
         tensors = [None if tensor is None else _whole(tensor.detach()) for tensor in (weight, bias)]  # on all ranks: they gather
-        given = {
-            name: value for name in ("softcap", "logit_scale", "valid_vocab_size") if (value := getattr(config, name)) is not None
-        }
         client = config.connect()
 
         def head() -> Head:
@@ -100,7 +97,7 @@ class FrozenLayer:
                 if_exists=config.if_exists,
                 dtype=config.dtype,
                 timeout_s=config.timeout_s,
-                **given,
+                **config.logit_options,
             )
 
         made = head() if distributed_place()[0] == 0 else None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from headwater._errors import FailedPreconditionError, HeadwaterError, NotFoundError, invalid_argument
+from headwater._errors import FailedPreconditionError, HeadwaterError, NotFoundError, invalid_argument, refused
 from headwater._head import Head
 from headwater._types import SealResult, check_max_grad_norm
 from headwater.torch import _gradients
@@ -35,7 +35,7 @@ class JointStep:
 
     Args:
         heads: of this trainer.
-        optimizer: the torch optimizer itself, which the framework may have wrapped.
+        optimizer: the torch optimizer, or what a framework has wrapped around it.
         parameters: of the body, whose gradients are clipped. None: those of the optimizer.
         scaler: the framework's torch.amp.GradScaler, or None.
         gradient_factor: multiplies the heads' gradients: 1 / world_size where the framework averages over ranks.
@@ -60,6 +60,8 @@ class JointStep:
         barrier: Callable[[], Any] | None = None,
     ):
         self._heads = list(heads)
+        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            optimizer = inner
         self._optimizer = optimizer
         self._scaler = scaler if scaler is not None and getattr(scaler, "is_enabled", lambda: True)() else None
         self._gradient_factor = gradient_factor
@@ -85,9 +87,7 @@ class JointStep:
 
     def _check_groups(self) -> None:
         if isinstance(self._optimizer, torch.optim.LBFGS):
-            raise invalid_argument(
-                "INVALID_COMBINATION", "LBFGS computes several losses in a step: a head has one", field="optimizer"
-            )
+            raise refused("LBFGS computes several losses in a step: a head has one", "optimizer")
         groups = self._optimizer.param_groups
         for remote in self._trained:
             group = remote.config.param_group
@@ -96,10 +96,9 @@ class JointStep:
                     "INVALID_FIELD", f"param_group is {group}, but the optimizer has {len(groups)} groups", field="param_group"
                 )
             if group is None and remote.served and len({float(group["lr"]) for group in groups}) > 1:
-                raise invalid_argument(
-                    "INVALID_COMBINATION",
+                raise refused(
                     "the optimizer's groups have different learning rates: pass param_group= of the one whose rate the head has",
-                    field="param_group",
+                    "param_group",
                 )
 
     def close(self) -> None:
@@ -202,8 +201,7 @@ class JointStep:
     def _served_norms(self, factor: float) -> list[float]:
         if self._loop is None or self._seals is None:
             return []
-        pairs = zip(self._loop._heads, self._seals, strict=True)
-        return [seal.gradient_norm_squared * factor**2 for head, seal in pairs if head in self._loop._served]
+        return self._loop._served_norms(self._seals, factor)
 
     def _before_step(self) -> None:
         if not self._hooks:
@@ -220,7 +218,7 @@ class JointStep:
         groups = self._optimizer.param_groups
         rates = {float(groups[remote.config.param_group or 0]["lr"]) for remote in self._trained if remote.served}
         if len(rates) > 1:
-            raise invalid_argument("INVALID_COMBINATION", "heads of one trainer have one param_group", field="param_group")
+            raise refused("heads of one trainer have one param_group", "param_group")
         return rates.pop() if rates else 0.0
 
     def _overflow_found(self) -> bool:

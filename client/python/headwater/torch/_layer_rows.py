@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from headwater._errors import invalid_argument
+from headwater._errors import refused
 
 
 def in_type_of_product(hidden: torch.Tensor) -> torch.Tensor:
@@ -43,9 +43,5 @@ def rows_of(layer: torch.nn.Module, cast_to_fp32: bool) -> Iterator[list[torch.T
 def only_rows(came: list[torch.Tensor]) -> torch.Tensor:
     """Rows of the one call that a forward makes of its output layer, (batch, tokens, hidden_size)."""
     if len(came) != 1:
-        raise invalid_argument(
-            "INVALID_COMBINATION",
-            f"the model has called its output layer {len(came)} times in one forward, expected once",
-            field="model",
-        )
+        raise refused(f"the model has called its output layer {len(came)} times in one forward, expected once", "model")
     return came[0]

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from headwater import _arrays
-from headwater._errors import MicroBatchConflictError, invalid_argument
+from headwater._errors import MicroBatchConflictError, invalid_argument, must_be, refused
 from headwater._head import Head
 from headwater._requests import TOKEN_OUTPUTS, check_choice
-from headwater._terms import JOIN, DivergenceOptions, HardLossOptions, PlainCrossEntropyOptions, spread
+from headwater._terms import JOIN, JOIN_OPTIONS, DivergenceOptions, HardLossOptions, PlainCrossEntropyOptions, spread
 from headwater._types import LossResult, check_factor, check_integer, check_number
 from headwater.torch._autograd import (
     Contribution,
@@ -134,13 +134,11 @@ class _Loss(torch.nn.Module):
         super().__init__()
         head, reduction = settings.head, settings.reduction
         if not isinstance(head, Head):
-            raise invalid_argument("INVALID_FIELD", f"head must be a headwater.Head, got {type(head).__name__}", field="head")
+            raise must_be("head", "a headwater.Head", type(head))
         check_choice(reduction, "reduction", ("mean", "sum", "none"))
         if reduction == "none" and settings.loss_scale is not None:
-            raise invalid_argument(
-                "INVALID_COMBINATION",
-                'reduction="none" has an upstream gradient for each token, which no single loss_scale declares',
-                field="loss_scale",
+            raise refused(
+                'reduction="none" has an upstream gradient for each token, which no single loss_scale declares', "loss_scale"
             )
         self.head = head
         self.reduction = reduction
@@ -153,10 +151,8 @@ class _Loss(torch.nn.Module):
         self.num_items_in_batch = settings.num_items_in_batch
         self.outputs = _names(settings.outputs, "outputs", (*TOKEN_OUTPUTS, *_PARTS))
         if reduction == "none" and (parts := [name for name in self.outputs if name in _PARTS]):
-            raise invalid_argument(
-                "INVALID_COMBINATION",
-                f'outputs: {parts[0]} is a part of a sum or mean; with reduction="none" there are "token_loss" and "lse"',
-                field="outputs",
+            raise refused(
+                f'outputs: {parts[0]} is a part of a sum or mean; with reduction="none" there are "token_loss" and "lse"', "outputs"
             )
         self._source = settings.micro_batch_source
         self._timeout_s = settings.timeout_s
@@ -224,11 +220,7 @@ class _Loss(torch.nn.Module):
             return None
         items = check_number(items, "num_items_in_batch", low=0)
         if self.reduction != "mean":
-            raise invalid_argument(
-                "INVALID_COMBINATION",
-                f'num_items_in_batch divides a mean; reduction="{self.reduction}" has none',
-                field="num_items_in_batch",
-            )
+            raise refused(f'num_items_in_batch divides a mean; reduction="{self.reduction}" has none', "num_items_in_batch")
         if items == 0 and _weight_sum(call, None if call.token_weights is None else call.token_weights.abs(), None):
             raise invalid_argument(
                 "INVALID_FIELD",
@@ -381,11 +373,7 @@ def _flat(values: Any, hidden: torch.Tensor, name: str) -> torch.Tensor | None:
     values = tensor_of(values, name)
     _check_transforms(values, name)
     if values.requires_grad and torch.is_grad_enabled():
-        raise invalid_argument(
-            "INVALID_COMBINATION",
-            f'{name} requires a gradient, but gets none: detach it, or multiply the loss of reduction="none" by it',
-            field=name,
-        )
+        raise refused(f'{name} requires a gradient, but gets none: detach it, or multiply the loss of reduction="none" by it', name)
     _arrays.check_shape(tuple(values.shape), tuple(hidden.shape[:-1]), name)
     return values.reshape(-1)
 
@@ -404,11 +392,7 @@ def _teacher_rows(hidden: torch.Tensor, teacher_hidden: Any) -> torch.Tensor:
         teacher_hidden = _arrays.to_torch(_arrays.from_any(teacher_hidden, "teacher_hidden"))
     _check_hidden(teacher_hidden, "teacher_hidden")
     if teacher_hidden.requires_grad and torch.is_grad_enabled():
-        raise invalid_argument(
-            "INVALID_COMBINATION",
-            "teacher_hidden requires a gradient, but the teacher gets none: detach it",
-            field="teacher_hidden",
-        )
+        raise refused("teacher_hidden requires a gradient, but the teacher gets none: detach it", "teacher_hidden")
     _arrays.check_shape(tuple(teacher_hidden.shape[:-1]), tuple(hidden.shape[:-1]), "teacher_hidden (without its last dimension)")
     return teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
 
@@ -425,11 +409,10 @@ def _check_transforms(values: torch.Tensor, name: str) -> None:
     functorch = getattr(torch._C, "_functorch", None)
     wrapped = functorch is not None and (functorch.is_gradtrackingtensor(values) or functorch.is_batchedtensor(values))
     if wrapped or torch.autograd.forward_ad.unpack_dual(values).tangent is not None:
-        raise invalid_argument(
-            "INVALID_COMBINATION",
+        raise refused(
             f"{name} is under a transform of torch.func (grad, vmap, jvp, ...) or forward-mode AD, which losses of headwater.torch "
             "have none of: use loss.backward() or torch.autograd.grad",
-            field=name,
+            name,
         )
 
 
@@ -491,15 +474,9 @@ class CrossEntropyLoss(_Loss):
                 "INVALID_FIELD", "differentiable names nothing: call the loss under no_grad", field="differentiable"
             )
         if self.loss_scale is not None and self.differentiable != ("loss",):
-            raise invalid_argument(
-                "INVALID_COMBINATION", "loss_scale declares the upstream gradient of a loss alone", field="loss_scale"
-            )
+            raise refused("loss_scale declares the upstream gradient of a loss alone", "loss_scale")
         if self.z_loss_divisor == "tokens" and self.reduction != "mean":
-            raise invalid_argument(
-                "INVALID_COMBINATION",
-                f'z_loss_divisor divides a mean; reduction="{self.reduction}" has none',
-                field="z_loss_divisor",
-            )
+            raise refused(f'z_loss_divisor divides a mean; reduction="{self.reduction}" has none', "z_loss_divisor")
 
     @_outside_graphs
     def forward(
@@ -601,18 +578,14 @@ class JSDLoss(_Loss):
             teacher_hidden = _teacher_rows(hidden, teacher_hidden)
         flat_targets = _flat(targets, hidden, "targets")
         flat_weights = _flat(token_weights, hidden, "token_weights")
-        join = {
-            "join_key": join_key,
-            "total_rows": total_rows,
-            "row_indices": _flat(row_indices, hidden, "row_indices"),
-            "teacher_dtype": teacher_dtype,
-        }
-
         run = functools.partial(
             self.head.jsd,
             teacher=self.teacher,
             teacher_hidden=teacher_hidden,
-            **join,
+            join_key=join_key,
+            total_rows=total_rows,
+            row_indices=_flat(row_indices, hidden, "row_indices"),
+            teacher_dtype=teacher_dtype,
             targets=flat_targets,
             **self._divergence,
             **self._options(),
@@ -648,20 +621,8 @@ def jsd(
     targets: Any = None,
     *,
     token_weights: Any = None,
-    join_key: str | None = None,
-    total_rows: int | None = None,
-    row_indices: Any = None,
-    teacher_dtype: Any = None,
     **options: Any,
 ) -> torch.Tensor | LossOutputs:
-    """Functional form of `JSDLoss`: `options` are its arguments."""
-    return JSDLoss(head, teacher, **options)(
-        hidden,
-        teacher_hidden,
-        targets,
-        token_weights=token_weights,
-        join_key=join_key,
-        total_rows=total_rows,
-        row_indices=row_indices,
-        teacher_dtype=teacher_dtype,
-    )
+    """Functional form of `JSDLoss`: `options` are its arguments, and those of its forward that belong to `JOIN`."""
+    join = {name: options.pop(name) for name in JOIN_OPTIONS if name in options}
+    return JSDLoss(head, teacher, **options)(hidden, teacher_hidden, targets, token_weights=token_weights, **join)

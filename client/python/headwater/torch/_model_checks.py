@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from headwater._errors import HeadwaterError, invalid_argument
+from headwater._errors import must_be, refused
 from headwater._head import Head
 from headwater._requests import DEFAULT_IGNORE_INDEX
 from headwater._torch_modules import OutputLayer
@@ -28,10 +28,6 @@ class Checked:
     by: str  # "forward", "batch", "config" or "nothing"
     reason: str  # one sentence
     warning: str = ""  # what the caller should know; empty if there is nothing
-
-
-def _refused(message: str, field: str, **metadata: object) -> HeadwaterError:
-    return invalid_argument("INVALID_COMBINATION", message, field=field, **metadata)
 
 
 def hints_of(configs: Sequence[Any]) -> list[_model_config.Asked]:
@@ -102,13 +98,13 @@ def _check_forward(
     said = f"; its config has {entries}" if entries else ""
     if found is not None:
         wanted = ", ".join(f"{name}={text}" for name, text in found[1].items())
-        raise _refused(f"{what}. Pass {wanted}; {_ROWS}{said}", next(iter(found[1])), actual=f"{gap:.6g}")
+        raise refused(f"{what}. Pass {wanted}; {_ROWS}{said}", next(iter(found[1])), actual=f"{gap:.6g}")
     if buffers:
         said += f"; it adds {', '.join(buffers)}: put that into the layer's bias, or attach a layer that has it"
     if layer.module is None and layer.bias is None:
         said += "; if the layer has a bias, attach the layer and not its weight"
     columns = f", has {forward.logits.shape[1]} columns" if forward.logits.shape[1] != layer.weight.shape[0] else ""
-    raise _refused(
+    raise refused(
         f"{what}. No softcap=, logit_scale= or valid_vocab_size= that was tried makes them equal: the model does something else "
         f"behind the layer{columns}{said}",
         "model",
@@ -126,7 +122,7 @@ def _check_configuration(
             continue
         has = f"the model's config has {hint.where}={hint.value!r}"
         if not hint.option:
-            raise _refused(
+            raise refused(
                 f"{has}, which may change its logits in a way that is not known here: pass softcap= or logit_scale= as the model "
                 "does it (logit_scale=1.0 if it does nothing), or check=batch",
                 "logit_scale",
@@ -138,14 +134,14 @@ def _check_configuration(
             if hint.rows
             else f", or another {hint.option}= if the model does something else; {_ROWS}"
         )
-        raise _refused(
+        raise refused(
             f"{has}, which the layer alone does not do: pass {hint.option}={hint.shown}{before}",
             hint.option,
             key=hint.where,
             actual=hint.value,
         )
     for name in _model_config.logit_buffers(model):
-        raise _refused(
+        raise refused(
             f"the model adds {name} to its logits, which is not zero, and the layer alone does not: put it into the layer's bias",
             "model",
             key=name,
@@ -185,17 +181,13 @@ def loss_of_batch(model: torch.nn.Module | None, layer: OutputLayer, batch: Any)
         InvalidArgumentError: `INVALID_FIELD`: the batch is not one; `INVALID_COMBINATION`: the loss is not of the kind.
     """
     if not isinstance(batch, Mapping) or not isinstance(labels := batch.get("labels"), torch.Tensor):
-        raise invalid_argument(
-            "INVALID_FIELD",
-            f'check must be a mapping of the model\'s inputs with "labels", got {type(batch).__name__}',
-            field="check",
-        )
+        raise must_be("check", 'a mapping of the model\'s inputs with "labels"', type(batch))
     if model is None:
-        raise _refused("check= runs the model: pass model=, too", "check")
+        raise refused("check= runs the model: pass model=, too", "check")
     model = _forward_check.unwrapped(model)
     module = _forward_check.layer_in(model, layer)
     if module is None:
-        raise _refused("check= needs a model that calls the layer: no torch.nn.Linear of it has the layer's weight", "check")
+        raise refused("check= needs a model that calls the layer: no torch.nn.Linear of it has the layer's weight", "check")
     came: list[torch.Tensor] = []
     hook = module.register_forward_pre_hook(lambda _, arguments: came.append(arguments[0]))
     try:
@@ -208,10 +200,10 @@ def loss_of_batch(model: torch.nn.Module | None, layer: OutputLayer, batch: Any)
         loss = output[0] if isinstance(output, (tuple, list)) else output
     rows = next((rows for rows in came if tuple(rows.shape[:-1]) == tuple(labels.shape)), None)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise _refused("check= compares losses: the model returns none for the batch", "check")
+        raise refused("check= compares losses: the model returns none for the batch", "check")
     if rows is None:
         shapes = ", ".join(str(tuple(rows.shape)) for rows in came) or "none"
-        raise _refused(
+        raise refused(
             f"check= cannot compare: for labels of shape {tuple(labels.shape)} the rows that reach the layer are {shapes}", "check"
         )
     value = float(loss)
@@ -227,7 +219,7 @@ def loss_of_batch(model: torch.nn.Module | None, layer: OutputLayer, batch: Any)
                 if abs(plain - value) <= allowed
                 else "it may have further parts, of a router say: turn them off for the check"
             )
-            raise _refused(
+            raise refused(
                 f"the model's loss is not the shifted cross entropy of its logits: it is {value:.7g}, the latter {shifted:.7g}; "
                 f"{kind}",
                 "check",
@@ -258,7 +250,7 @@ def check_batch(batch: BatchLoss, head: Head | None, layer: OutputLayer, options
             count += int(valid.sum())
         loss = total / count if count else 0.0
     if not abs(loss - batch.loss) <= batch.allowed:
-        raise _refused(
+        raise refused(
             f"the model's loss of the batch is {batch.loss:.7g}, the head's {loss:.7g}; rounding explains {batch.allowed:.2g}. "
             "Options or weights of the head are not the model's",
             "check",

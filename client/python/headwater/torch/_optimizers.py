@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headwater._errors import NotFoundError, invalid_argument
+from headwater._errors import NotFoundError, refused
 from headwater._types import SGD, AdamW
 from headwater.torch._micro_batches import distributed_place
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, _barrier, _name_of
@@ -37,11 +37,10 @@ def optimizer_like(optimizer: torch.optim.Optimizer, weight: torch.Tensor, group
     """
     found = matching_optimizer(optimizer, weight, group)
     if found is None:
-        raise invalid_argument(
-            "INVALID_COMBINATION",
+        raise refused(
             f"a head has AdamW or SGD, and the optimizer is {type(optimizer).__name__}: pass HeadwaterConfig(optimizer="
             'headwater.AdamW(...)), or optimizer="torch", with which it updates the weight of the head, too',
-            field="optimizer",
+            "optimizer",
         )
     return found
 
@@ -66,11 +65,10 @@ def follow_optimizer(remote: RemoteHead, trainers: torch.optim.Optimizer) -> Non
     if spec.optimizer == wanted:
         return
     if remote.head.step != spec.initial_step:
-        raise invalid_argument(
-            "INVALID_COMBINATION",
+        raise refused(
             f"{remote.head.name} is at step {remote.head.step} and was trained by {spec.optimizer}, and the trainer's optimizer is "
             f"{wanted}: give that the same settings, or pass HeadwaterConfig(optimizer={spec.optimizer})",
-            field="optimizer",
+            "optimizer",
         )
     remote.pull_weight()
     _barrier()

@@ -18,7 +18,7 @@ import torch
 from headwater import _arrays
 from headwater._client import DEFAULT_TIMEOUT_S, Client
 from headwater._connect import connect
-from headwater._errors import FailedPreconditionError, HeadwaterError, invalid_argument
+from headwater._errors import FailedPreconditionError, invalid_argument, refused
 from headwater._torch_modules import OutputLayer, output_layer, sharing
 from headwater._types import SGD, AdamW
 from headwater.torch import _forward_check, _model_checks, _model_config
@@ -84,25 +84,30 @@ class HeadwaterConfig:
 
     def __post_init__(self) -> None:
         if self.trainable not in (True, False, "auto"):
-            raise _refused(f'trainable must be True, False or "auto", got {self.trainable!r}', "trainable")
+            raise refused(f'trainable must be True, False or "auto", got {self.trainable!r}', "trainable")
         if self.tied == "server":
-            raise _refused(
+            raise refused(
                 'tied="server" takes the embedding out of the framework\'s optimizer: use tied="trainer", or a loop of your own '
                 "with headwater.torch.TrainingLoop",
                 "tied",
             )
         if self.tied not in (None, "auto", "trainer"):
-            raise _refused(f'tied must be "auto", "trainer" or None, got {self.tied!r}', "tied")
+            raise refused(f'tied must be "auto", "trainer" or None, got {self.tied!r}', "tied")
         if not isinstance(self.optimizer, (AdamW, SGD)) and self.optimizer not in ("auto", "torch"):
-            raise _refused(
+            raise refused(
                 f'optimizer must be headwater.AdamW(...), headwater.SGD(...), "auto" or "torch", got {self.optimizer!r}',
                 "optimizer",
             )
         for output in self.outputs:
             if output not in LOGGED:
-                raise _refused(f"outputs may have {', '.join(LOGGED)}; got {output!r}", "outputs")
+                raise refused(f"outputs may have {', '.join(LOGGED)}; got {output!r}", "outputs")
         if "{step}" not in self.checkpoint_name:
-            raise _refused(f"checkpoint_name must contain {{step}}, got {self.checkpoint_name!r}", "checkpoint_name")
+            raise refused(f"checkpoint_name must contain {{step}}, got {self.checkpoint_name!r}", "checkpoint_name")
+
+    @property
+    def logit_options(self) -> dict[str, Any]:
+        """softcap, logit_scale and valid_vocab_size, where they are given."""
+        return {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
 
     def connect(self) -> Client:
         """The client of the server: one for each server and process, which stays open."""
@@ -139,10 +144,6 @@ def _close_clients() -> None:
     """Ends their sessions, which the server would otherwise wait for."""
     for client in _clients.values():
         client.close()
-
-
-def _refused(message: str, field: str) -> HeadwaterError:
-    return invalid_argument("INVALID_COMBINATION", message, field=field)
 
 
 class RemoteHead:
@@ -212,6 +213,21 @@ class RemoteHead:
         """A loss of the head was computed for training; what closes steps asks for it."""
         self.losses += 1
         self.has_trained = True
+
+    def loss(
+        self, hidden: torch.Tensor, targets: torch.Tensor, *, token_weights: Any = None, num_items_in_batch: float | None = None
+    ) -> torch.Tensor:
+        """The head's cross entropy for a network of one's own, as of `headwater.torch.CrossEntropyLoss` with `reduction="mean"`.
+
+        Args:
+            hidden: (..., hidden_size), what the layer would be given.
+            targets: (...) ids of the vocabulary or -100, aligned with `hidden` (nothing is shifted).
+            token_weights: (...) finite.
+            num_items_in_batch: divisor instead of the sum of the weights of this batch's tokens.
+        """
+        if torch.is_grad_enabled():
+            self.count_loss()
+        return self.loss_fn(hidden, targets, token_weights=token_weights, num_items_in_batch=num_items_in_batch)
 
     def recreate(self) -> None:
         """Makes the head anew of the weights that it has now, at its first step: another training begins."""
@@ -318,13 +334,13 @@ def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer:
         options["tied"] = False if config.tied is None else None
     elif others and config.tied is not None:
         if isinstance(config.optimizer, (AdamW, SGD)):
-            raise _refused(
+            raise refused(
                 f"the layer's weight is {others[0].name}, too, which the framework's optimizer updates: leave optimizer= out",
                 "optimizer",
             )
         options["tied"] = "trainer"
     elif config.tied == "trainer":
-        raise _refused('tied="trainer", but nothing else in the model uses the weight of its output layer', "tied")
+        raise refused('tied="trainer", but nothing else in the model uses the weight of its output layer', "tied")
     else:
         options["tied"] = False if config.tied is None else None
         options["optimizer"] = config.optimizer if config.optimizer != "auto" else optimizer or AdamW()
@@ -346,7 +362,7 @@ def _output_layer(model: torch.nn.Module) -> torch.nn.Module:
     inner = _forward_check.unwrapped(model)
     layer = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if not isinstance(layer, torch.nn.Module):
-        raise _refused(f"{type(inner).__name__} has no output layer that get_output_embeddings() names", "model")
+        raise refused(f"{type(inner).__name__} has no output layer that get_output_embeddings() names", "model")
     return layer
 
 
@@ -359,7 +375,7 @@ def _name_of(model: torch.nn.Module) -> str:
 
 def _head_options(model: torch.nn.Module, layer: OutputLayer, config: HeadwaterConfig) -> dict[str, Any]:
     """softcap, logit_scale and valid_vocab_size: those that are given, others as the model does it."""
-    given = {name: value for name in _OPTIONS if (value := getattr(config, name)) is not None}
+    given = config.logit_options
     inner = _forward_check.unwrapped(model)
     hints = _model_checks.hints_of(_forward_check.configs(inner, layer))
     made = _forward_check.HeadOptions(given.get("softcap"), given.get("logit_scale", 1.0), given.get("valid_vocab_size"))

@@ -10,12 +10,11 @@ import torch
 from headwater import _arrays
 from headwater._client import Client
 from headwater._errors import invalid_argument
-from headwater._memory import as_tensor
 
 
 def empty_rows(client: Client, rows: int, hidden_size: int, dtype: Any = torch.float32) -> torch.Tensor:
     """The CPU tensor (rows, hidden_size) over an array of `Client.empty_rows`, with any content."""
-    return as_tensor(_arrays.from_any(client.empty_rows(rows, hidden_size, dtype), "rows").data, _arrays.data_type_name(dtype))
+    return _arrays.to_torch(_arrays.from_any(client.empty_rows(rows, hidden_size, dtype), "rows"))
 
 
 def tensor_of(values: Any, name: str) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from headwater._errors import FailedPreconditionError, invalid_argument
+from headwater._errors import FailedPreconditionError, invalid_argument, must_be, refused
 from headwater._head import Head, _check_expected
 from headwater._recovery import Meeting, StateStore, follow, patiently
 from headwater._requests import Expected, check_bool
@@ -121,7 +121,7 @@ class TrainingLoop:
         self._heads = [head for head in given if head.spec.trainable]
         self._frozen = [head for head in given if not head.spec.trainable]
         if not self._heads:
-            raise invalid_argument("INVALID_COMBINATION", "a training loop needs a trainable head", field="heads")
+            raise refused("a training loop needs a trainable head", "heads")
         self._optimizer = optimizer
         held = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
         body = held if parameters is None else list(parameters)
@@ -151,17 +151,11 @@ class TrainingLoop:
         if self.world_size > 1 and self._barrier is _alone:
             raise invalid_argument("MISSING_FIELD", f"{self.world_size} trainers need a barrier", field="barrier")
         if shared_gradients not in (None, "reduced", "partial"):
-            raise invalid_argument(
-                "INVALID_FIELD",
-                f'shared_gradients must be "reduced" or "partial", got {shared_gradients!r}',
-                field="shared_gradients",
-            )
+            raise must_be("shared_gradients", '"reduced" or "partial"', shared_gradients)
         reduced = distributed if shared_gradients is None else shared_gradients == "reduced"
         if self._trainer_owned and self.world_size > 1 and shared_gradients == "partial":
-            raise invalid_argument(
-                "INVALID_COMBINATION",
-                "a weight that the trainers own is updated by each of them alike: reduce its gradient first",
-                field="shared_gradients",
+            raise refused(
+                "a weight that the trainers own is updated by each of them alike: reduce its gradient first", "shared_gradients"
             )
         # Ranks that add the gradient of a tied embedding, and how many contributions each makes of it.
         self._adding_ranks = range(1 if reduced else self.world_size)
@@ -410,12 +404,11 @@ class TrainingLoop:
     def _norms_squared(self, seals: list[SealResult], gradient_factor: float) -> list[float]:
         """Of the gradient of the body, with the weights that it owns, and of each served head."""
         body = _gradients.norm_squared(self._parameters) if self._body_norm_squared is None else self._body_norm_squared()
-        served = [
-            seal.gradient_norm_squared * gradient_factor**2
-            for head, seal in zip(self._heads, seals, strict=True)
-            if head in self._served
-        ]
-        return [body, *served]
+        return [body, *self._served_norms(seals, gradient_factor)]
+
+    def _served_norms(self, seals: list[SealResult], gradient_factor: float) -> list[float]:
+        pairs = zip(self._heads, seals, strict=True)
+        return [seal.gradient_norm_squared * gradient_factor**2 for head, seal in pairs if head in self._served]
 
     def _apply(self, rate: float, gradient_factor: float, norms: list[float]) -> None:
         for index, head in enumerate(self._served, start=1):
@@ -590,23 +583,19 @@ def _check_owners(
     """Every weight is updated by exactly one optimizer."""
     for head in served:
         if head.spec.optimizer is None:
-            raise invalid_argument(
-                "INVALID_COMBINATION",
+            raise refused(
                 f'{head.name} has no optimizer: create it with optimizer=headwater.AdamW(), or attach it with optimizer="torch"',
-                field="heads",
+                "heads",
             )
     for head in shared:
         if any(parameter is head.weight_parameter or parameter is head.bias_parameter for parameter in (*held, *body)):
-            raise invalid_argument(
-                "INVALID_COMBINATION",
-                f"the weight of {head.name} is updated by the head's optimizer: leave it out of the torch optimizer",
-                field="optimizer",
+            raise refused(
+                f"the weight of {head.name} is updated by the head's optimizer: leave it out of the torch optimizer", "optimizer"
             )
     for head in trainer_owned:
         for parameter in (head.weight_parameter, head.bias_parameter):
             if parameter is not None and not any(parameter is other for other in held):
-                raise invalid_argument(
-                    "INVALID_COMBINATION",
+                raise refused(
                     f"{head.name} is owned by the trainer: its weight and bias must be among the torch optimizer's parameters",
-                    field="optimizer",
+                    "optimizer",
                 )

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from headwater._client import Client
-from headwater._errors import FailedPreconditionError, invalid_argument
+from headwater._errors import FailedPreconditionError, invalid_argument, must_be, refused
 from headwater._head import Head
 from headwater.torch._attach import attach
 from headwater.torch._layer_rows import only_rows, rows_of
@@ -115,10 +115,8 @@ class JoinedTeacher:
 
     def ask(self, question: Question) -> Callable[[], Answer]:
         if question.inputs:
-            raise invalid_argument(
-                "INVALID_COMBINATION",
-                f"a teacher in another process takes token ids alone, not {', '.join(question.inputs)}: use LocalTeacher",
-                field="teacher",
+            raise refused(
+                f"a teacher in another process takes token ids alone, not {', '.join(question.inputs)}: use LocalTeacher", "teacher"
             )
         if not bool(question.asked.any()):
             return lambda: Answer()
@@ -199,7 +197,7 @@ def _address(address: str, authkey: bytes | None) -> Any:
         return address.removeprefix("unix:")
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise invalid_argument("INVALID_FIELD", f'address must be "unix:/path" or "host:port", got {address!r}', field="address")
+        raise must_be("address", '"unix:/path" or "host:port"', address)
     if authkey is None:
         raise invalid_argument(
             "MISSING_FIELD", f"a teacher at {address} can be reached from elsewhere: pass authkey=", field="authkey"

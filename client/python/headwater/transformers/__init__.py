@@ -11,19 +11,12 @@ Models are patched where they are, never copied, and by their structure, not by 
 Tested with transformers 4.56 and 5.24.
 """
 
-from headwater.torch._remote_head import HeadwaterConfig, RemoteHead
-from headwater.transformers._auto import AutoHeadwaterForCausalLM
-from headwater.transformers._patch import HeadwaterCausalLMOutput, attach_remote_head, detach_remote_head, local_lm_head
-from headwater.transformers._trainer import HeadwaterCallback, setup_trainer
-
-__all__ = [
-    "AutoHeadwaterForCausalLM",
-    "HeadwaterCallback",
-    "HeadwaterCausalLMOutput",
-    "HeadwaterConfig",
-    "RemoteHead",
-    "attach_remote_head",
-    "detach_remote_head",
-    "local_lm_head",
-    "setup_trainer",
-]
+from headwater.torch._remote_head import HeadwaterConfig as HeadwaterConfig, RemoteHead as RemoteHead
+from headwater.transformers._auto import AutoHeadwaterForCausalLM as AutoHeadwaterForCausalLM
+from headwater.transformers._patch import (
+    HeadwaterCausalLMOutput as HeadwaterCausalLMOutput,
+    attach_remote_head as attach_remote_head,
+    detach_remote_head as detach_remote_head,
+    local_lm_head as local_lm_head,
+)
+from headwater.transformers._trainer import HeadwaterCallback as HeadwaterCallback, setup_trainer as setup_trainer

@@ -123,10 +123,8 @@ class HeadwaterCallback(transformers.TrainerCallback):
         remote = self.remote
         assert remote is not None
         self._stop()
-        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-            optimizer = inner
         if remote.served:
-            _check_learning_rates(remote, optimizer)
+            _check_decay(remote)
         accelerator = self._trainer.accelerator
         self.joint = JointStep(
             [remote],
@@ -300,10 +298,9 @@ def optimizer_of(trainer: Any) -> AdamW | SGD:
     )
 
 
-def _check_learning_rates(remote: RemoteHead, optimizer: torch.optim.Optimizer) -> None:
-    optimizer_of_head = remote.head.spec.optimizer
-    decay = getattr(optimizer_of_head, "weight_decay", 0.0)
-    if remote.head.spec.has_bias and decay and remote.config.optimizer == "auto":
+def _check_decay(remote: RemoteHead) -> None:
+    spec = remote.head.spec
+    if spec.has_bias and spec.optimizer is not None and spec.optimizer.weight_decay and remote.config.optimizer == "auto":
         raise option_refused(
             "weight_decay",
             f"{remote.layer_name} has a bias, which the Trainer does not decay and a head's optimizer does: pass "

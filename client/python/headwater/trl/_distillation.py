@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 from trl import DistillationTrainer
 
 import headwater
-from headwater._errors import invalid_argument
+from headwater._errors import invalid_argument, refused
 from headwater.torch import JSDLoss
 from headwater.torch._layer_rows import only_rows, rows_of
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead
 from headwater.torch.teachers import Answer, LocalTeacher, Question, Teacher
 from headwater.trl._fused_head import IGNORED, labelled
-from headwater.trl._setup import attach, base_model, refused, train_with
+from headwater.trl._setup import attach, base_model, train_with
 
 _MULTIMODAL = (
     "pixel_values",

@@ -17,7 +17,7 @@ except ImportError as error:
         f"headwater.trl needs TRL 1.16 or newer, which has a fused LM head; {importlib.metadata.version('trl')} is installed"
     ) from error
 
-from headwater._errors import invalid_argument
+from headwater._errors import invalid_argument, must_be, refused
 from headwater._head import Head
 from headwater._requests import check_temperature
 from headwater.torch import CrossEntropyLoss
@@ -67,17 +67,15 @@ def add_fused_lm_head(
         InvalidArgumentError: an output that there is not.
     """
     if not isinstance(head, (Head, RemoteHead)):
-        raise invalid_argument("INVALID_FIELD", f"head must be a headwater.Head, got {type(head).__name__}", field="head")
+        raise must_be("head", "a headwater.Head", type(head))
     for name in (*outputs, *(differentiable or ())):
         if name not in _OUTPUTS:
             raise invalid_argument("INVALID_FIELD", f"outputs must be among {', '.join(_OUTPUTS)}; got {name!r}", field="outputs")
     computed_here = {"log_probs", *outputs}
     wanted = [name for name in _DIFFERENTIABLE if name in (computed_here if differentiable is None else differentiable)]
     if not wanted or not computed_here.issuperset(differentiable or ()):
-        raise invalid_argument(
-            "INVALID_COMBINATION",
-            f'differentiable must be among "log_probs" and "entropy", and in outputs; got {differentiable!r}',
-            field="differentiable",
+        raise refused(
+            f'differentiable must be among "log_probs" and "entropy", and in outputs; got {differentiable!r}', "differentiable"
         )
     asked = [name for name in _OUTPUTS if name in outputs and name != "log_probs"]
     remote = head if isinstance(head, RemoteHead) else None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 
-from headwater._errors import HeadwaterError, invalid_argument
+from headwater._errors import refused
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead
 from headwater.transformers import HeadwaterCallback, attach_remote_head, detach_remote_head
 from headwater.transformers._trainer import config_for, install, optimizer_of
@@ -43,11 +43,6 @@ def kind_of(trainer: Any) -> str:
         reason = _REASONS.get(cls.__name__, _READS_LOGITS)
         raise refused(f"{cls.__module__}.{cls.__qualname__} cannot train over a remote head: {reason}", "trainer")
     return cls.__name__
-
-
-def refused(message: str, field: str) -> HeadwaterError:
-    """What is raised before training for an option that cannot work."""
-    return invalid_argument("INVALID_COMBINATION", message, field=field)
 
 
 def check_options(trainer: Any, kind: str) -> None:
