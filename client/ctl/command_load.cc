@@ -145,7 +145,7 @@ absl::StatusOr<ExitCode> RunLoad(client::Client& client, const std::vector<std::
   output.Print(absl::StrCat(head.name, " is ", client::HeadStateName(head.state), ": [", head.spec.vocab_size, ", ",
                             head.spec.hidden_size, "] ", client::DataTypeName(head.spec.data_type), ", weight version ",
                             head.weight_version, ", ", FormatBytes(head.memory_plan.total_bytes), "\n"),
-               ToJson(head));
+               head);
   return kExitOk;
 }
 

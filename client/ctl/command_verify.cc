@@ -59,7 +59,7 @@ std::vector<Check> Compare(const client::HeadSpec& head, const ModelHead& model)
   add("valid_vocab_size", valid, model.valid_vocab_size, SameIf(valid == model.valid_vocab_size));
   add("hidden_size", head.hidden_size, model.hidden_size, SameIf(head.hidden_size == model.hidden_size));
   add("logit_scale", head.logit_scale, model.logit_scale, SameIf(AreClose(head.logit_scale, model.logit_scale)));
-  add("softcap", head.softcap.has_value() ? json(*head.softcap) : json(), model.softcap.has_value() ? json(*model.softcap) : json(),
+  add("softcap", head.softcap, model.softcap,
       SameIf(head.softcap.has_value() == model.softcap.has_value() &&
              (!head.softcap.has_value() || AreClose(*head.softcap, *model.softcap))));
   add("bias", head.has_bias, model.has_bias, SameIf(head.has_bias == model.has_bias));
