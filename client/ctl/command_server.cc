@@ -1,5 +1,4 @@
 // `health` and `info`: the server itself.
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"

@@ -5,7 +5,6 @@
 #include <map>
 
 #include "absl/strings/cord.h"
-#include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "client/ctl/table.h"
 #include "headwater/client/error.h"
