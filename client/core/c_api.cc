@@ -207,7 +207,7 @@ absl::StatusOr<Request> MakeRequest(Core& core, const hw_client_request& request
                           ? CheckLoss(static_cast<const v1::MicroBatchHeader&>(*message), request.teacher_count, &memory)
                           : CheckMemory(*message, method->shape, memory);
   if (!fits.ok()) return fits;
-  HEADWATER_ASSIGN_OR_RETURN(Request made, core.MakeRequest(request.method, std::move(message), std::move(memory), deadline));
+  Request made = core.MakeRequest(std::move(message), std::move(memory), deadline);
   made.patient = (request.flags & HW_CLIENT_DO_NOT_WAIT) == 0;
   made.is_owned = (request.flags & HW_CLIENT_OWNED) != 0;
   made.is_background = (request.flags & HW_CLIENT_BACKGROUND) != 0;

@@ -3,8 +3,6 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/support/byte_buffer.h>
 
-#include <optional>
-
 #include "client/core/core.h"
 #include "client/core/rows/tensor_exchanges.h"
 #include "client/core/rows/transfer/chunk_wire.h"

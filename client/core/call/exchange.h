@@ -9,10 +9,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/core/call/method_table.h"
 #include "client/core/link/channel.h"

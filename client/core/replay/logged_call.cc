@@ -51,7 +51,7 @@ absl::Status CallAgain(Core& core, const LoggedCall& call, const HeadUses& heads
   });
   // What the server has of an earlier one is gone.
   if (call.method->shape == Shape::kUpload) SetText(*message, "upload_id", RandomHexId());
-  return core.RunInner(*call.method, *message, call.memory, wait).status();
+  return core.RunInner(*message, call.memory, wait).status();
 }
 
 }  // namespace headwater::client::internal

@@ -13,7 +13,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "client/core/call/messages.h"
 #include "client/core/core.h"
 #include "client/core/link/error.h"
 #include "client/core/link/random_id.h"

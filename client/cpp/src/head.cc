@@ -237,8 +237,8 @@ Future<Result> Submit(const std::shared_ptr<HeadHandle>& caller, const RowsView&
   absl::Status status = AddTerms(*call, terms, caller, micro_batch, handle_of);
   if (status.ok()) status = PlaceRows(micro_batch, *call);
   if (!status.ok()) return internal::Failed<Result>(std::move(status));
-  return internal::Start<Result>(call->core, HEADWATER_LOSS "ComputeLoss", call->header, DeadlineOf(*call->core, options),
-                                 call->memory, [call, to_result](const Answer& answer) -> absl::StatusOr<Result> {
+  return internal::Start<Result>(call->core, call->header, options, call->memory,
+                                 [call, to_result](const Answer& answer) -> absl::StatusOr<Result> {
                                    HEADWATER_ASSIGN_OR_RETURN(MultiResult result, Read(*call, answer));
                                    return to_result(std::move(result));
                                  });
@@ -267,12 +267,12 @@ LossTerm MakeTerm(absl::Span<const int32_t> targets, const MicroBatchOptions& mi
 }
 
 template <typename Response, typename Result, typename Message, typename Convert>
-Future<Result> Decide(const ContributionKey& key, const char* path, Message message, const CallOptions& options, Convert convert) {
+Future<Result> Decide(const ContributionKey& key, Message message, const CallOptions& options, Convert convert) {
   message.mutable_heads()->Assign(key.heads.begin(), key.heads.end());
   message.set_micro_batch(key.micro_batch);
   message.set_attempt(key.attempt);
   return internal::Start<Result>(
-      key.core, path, std::move(message), DeadlineOf(*key.core, options), {},
+      key.core, std::move(message), options, {},
       [convert](const Answer& answer) -> absl::StatusOr<Result> { return convert(static_cast<const Response&>(*answer.message)); });
 }
 
@@ -281,13 +281,13 @@ Future<CommitResult> StartCommit(const ContributionKey& key, const CommitOptions
   request.set_factor(commit.factor);
   if (!commit.token_factors.empty()) *request.mutable_token_factors() = ToProto(commit.token_factors);
   return Decide<v1::CommitMicroBatchResponse, CommitResult>(
-      key, HEADWATER_LOSS "CommitMicroBatch", std::move(request), options,
+      key, std::move(request), options,
       [](const v1::CommitMicroBatchResponse& response) { return CommitResult{response.replayed()}; });
 }
 
 Future<DiscardResult> StartDiscard(const ContributionKey& key, const CallOptions& options) {
   return Decide<v1::DiscardMicroBatchResponse, DiscardResult>(
-      key, internal::kDiscardMicroBatch, v1::DiscardMicroBatchRequest(), options,
+      key, v1::DiscardMicroBatchRequest(), options,
       [](const v1::DiscardMicroBatchResponse& response) { return DiscardResult{response.dropped()}; });
 }
 

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
-#include "client/core/link/error.h"
 #include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
