@@ -135,17 +135,13 @@ absl::Status BenchTrainer::PlaceRows(int64_t max_rows, int max_in_flight) {
 
 client::Future<client::LossResult> BenchTrainer::Submit(int64_t rows, int slot) {
   const client::HeadSpec& spec = head_.spec();
-  client::RowsView hidden;
-  hidden.data_type = spec.data_type;
-  hidden.row_count = rows;
-  hidden.hidden_size = spec.hidden_size;
+  const client::Memory memory = device_rows_ != nullptr ? client::Memory::kCuda : client::Memory::kHost;
+  const client::RowsView hidden{rows_, spec.data_type, rows, spec.hidden_size, memory};
   client::MicroBatchOptions options;
   options.step = step_;
   options.micro_batch = next_id_++;
-  hidden.data = rows_;
-  hidden.memory = device_rows_ != nullptr ? client::Memory::kCuda : client::Memory::kHost;
   options.grad_hidden = {rows_ + (1 + slot) * max_rows_ * hidden.row_bytes(), static_cast<size_t>(rows * hidden.row_bytes())};
-  options.grad_hidden_memory = hidden.memory;
+  options.grad_hidden_memory = memory;
   return head_.CrossEntropy(hidden, absl::MakeConstSpan(targets_).first(static_cast<size_t>(rows)), {}, options);
 }
 

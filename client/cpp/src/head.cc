@@ -133,14 +133,12 @@ absl::Status CheckTeacherRows(const RowsView& hidden, const LossTerm& term, cons
                                absl::StrCat("[", rows.row_count, ", ", rows.hidden_size, "]"));
 }
 
-using HandleOf = std::shared_ptr<HeadHandle> (*)(const Head&);
-
 absl::Status AddTerms(LossCall& call, absl::Span<const LossTerm> terms, const std::shared_ptr<HeadHandle>& caller_handle,
-                      const MicroBatchOptions& options, HandleOf handle_of) {
+                      const MicroBatchOptions& options) {
   const HeadHandle& caller = *caller_handle;
   for (const LossTerm& term : terms) {
-    const std::shared_ptr<HeadHandle> head_handle = term.head.has_value() ? handle_of(*term.head) : caller_handle;
-    const std::shared_ptr<HeadHandle> teacher_handle = term.teacher.has_value() ? handle_of(*term.teacher) : nullptr;
+    const std::shared_ptr<HeadHandle> head_handle = term.head.has_value() ? HeadHandle::Of(*term.head) : caller_handle;
+    const std::shared_ptr<HeadHandle> teacher_handle = term.teacher.has_value() ? HeadHandle::Of(*term.teacher) : nullptr;
     const HeadHandle& head = *head_handle;
     const HeadHandle* const teacher = teacher_handle.get();
     if (head.core != caller.core) return OtherClientError("terms.head");
@@ -181,7 +179,7 @@ absl::Status PlaceRows(const MicroBatchOptions& options, LossCall& call) {
   memory.result.data_type = options.grad_hidden_data_type.value_or(memory.rows.data_type);
   memory.result.memory = given.empty() ? Memory::kHost : options.grad_hidden_memory;
   memory.result.data = given.data();
-  const int64_t expected = memory.result.row_count * memory.result.row_bytes();
+  const int64_t expected = memory.result.bytes();
   if (given.empty()) {
     HEADWATER_ASSIGN_OR_RETURN(call.grad_hidden,
                                internal::MakeBuffer(memory.result.data_type, {memory.rows.row_count, memory.rows.hidden_size}));
@@ -230,11 +228,11 @@ absl::StatusOr<MultiResult> Read(LossCall& call, const Answer& answer) {
 // Makes the call. `to_result` makes the caller's result of the answer's.
 template <typename Result, typename ToResult>
 Future<Result> Submit(const std::shared_ptr<HeadHandle>& caller, const RowsView& hidden, absl::Span<const LossTerm> terms,
-                      const MicroBatchOptions& micro_batch, const CallOptions& options, HandleOf handle_of, ToResult to_result) {
+                      const MicroBatchOptions& micro_batch, const CallOptions& options, ToResult to_result) {
   const auto call = std::make_shared<LossCall>(LossCall{caller->core});
   call->memory.cuda_stream = options.cuda_stream;
   Describe(hidden, micro_batch, *call);
-  absl::Status status = AddTerms(*call, terms, caller, micro_batch, handle_of);
+  absl::Status status = AddTerms(*call, terms, caller, micro_batch);
   if (status.ok()) status = PlaceRows(micro_batch, *call);
   if (!status.ok()) return internal::Failed<Result>(std::move(status));
   return internal::Start<Result>(call->core, call->header, options, call->memory,
@@ -246,8 +244,8 @@ Future<Result> Submit(const std::shared_ptr<HeadHandle>& caller, const RowsView&
 
 // A micro-batch of one term.
 Future<LossResult> SubmitOne(const std::shared_ptr<HeadHandle>& caller, const RowsView& hidden, const LossTerm& term,
-                             const MicroBatchOptions& micro_batch, const CallOptions& options, HandleOf handle_of) {
-  return Submit<LossResult>(caller, hidden, {&term, 1}, micro_batch, options, handle_of, [](MultiResult result) {
+                             const MicroBatchOptions& micro_batch, const CallOptions& options) {
+  return Submit<LossResult>(caller, hidden, {&term, 1}, micro_batch, options, [](MultiResult result) {
     TermResult first = std::move(result.terms[0]);
     return LossResult{std::move(first), static_cast<MicroBatchResult&&>(result)};
   });
@@ -308,7 +306,7 @@ Future<LossResult> Head::CrossEntropy(RowsView hidden, absl::Span<const int32_t>
                                       const MicroBatchOptions& micro_batch, const CallOptions& options) {
   LossTerm term = MakeTerm(targets, micro_batch);
   term.loss = loss;
-  return SubmitOne(handle_, hidden, term, micro_batch, options, [](const Head& head) { return head.handle_; });
+  return SubmitOne(handle_, hidden, term, micro_batch, options);
 }
 
 Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, RowsView teacher_hidden, absl::Span<const int32_t> targets,
@@ -317,7 +315,7 @@ Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, RowsView teac
   term.loss = loss;
   term.teacher = teacher;
   term.teacher_hidden = teacher_hidden;
-  return SubmitOne(handle_, hidden, term, micro_batch, options, [](const Head& head) { return head.handle_; });
+  return SubmitOne(handle_, hidden, term, micro_batch, options);
 }
 
 Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, const JoinedTeacherOptions& joined,
@@ -327,14 +325,12 @@ Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, const JoinedT
   term.loss = loss;
   term.teacher = teacher;
   term.joined_teacher = joined;
-  return SubmitOne(handle_, hidden, term, micro_batch, options, [](const Head& head) { return head.handle_; });
+  return SubmitOne(handle_, hidden, term, micro_batch, options);
 }
 
 Future<MultiResult> Head::Multi(RowsView hidden, absl::Span<const LossTerm> terms, const MicroBatchOptions& micro_batch,
                                 const CallOptions& options) {
-  return Submit<MultiResult>(
-      handle_, hidden, terms, micro_batch, options, [](const Head& head) { return head.handle_; },
-      [](MultiResult result) { return result; });
+  return Submit<MultiResult>(handle_, hidden, terms, micro_batch, options, [](MultiResult result) { return result; });
 }
 
 Future<CommitResult> Head::Commit(int64_t step, int64_t micro_batch, double factor, const CallOptions& options) {

@@ -64,10 +64,8 @@ absl::StatusOr<AddGradientResult> Head::AddGradient(int64_t step, int64_t micro_
   header.set_row_start(row_start);
   header.set_row_count(rows.row_count);
   header.set_factor(factor);
-  internal::CallMemory memory;
-  memory.rows = rows;
   HEADWATER_ASSIGN_OR_RETURN(auto response,
-                             CallOnStep<v1::AddGradientResponse>(*handle_, step, std::move(header), options, std::move(memory)));
+                             CallOnStep<v1::AddGradientResponse>(*handle_, step, std::move(header), options, {.rows = rows}));
   return AddGradientResult{response.replayed()};
 }
 
@@ -91,15 +89,15 @@ absl::StatusOr<ApplyResult> Head::Apply(int64_t step, const ApplyOptions& apply,
   if (apply.beta2.has_value()) request.set_beta2(*apply.beta2);
   if (apply.epsilon.has_value()) request.set_epsilon(*apply.epsilon);
   if (apply.momentum.has_value()) request.set_momentum(*apply.momentum);
-  auto response = CallOnStep<v1::ApplyOptimizerStepResponse>(*handle_, step, std::move(request), options);
-  if (!response.ok()) return response.status();
-  return ApplyResult{.open_step = response->open_step(),
-                     .weight_version = response->weight_version(),
-                     .global_grad_norm = response->global_grad_norm(),
-                     .gradient_norm_squared = response->gradient_norm_squared(),
-                     .clip_factor = response->clip_factor(),
-                     .totals = FromProto(response->totals()),
-                     .replayed = response->replayed()};
+  HEADWATER_ASSIGN_OR_RETURN(auto response,
+                             CallOnStep<v1::ApplyOptimizerStepResponse>(*handle_, step, std::move(request), options));
+  return ApplyResult{.open_step = response.open_step(),
+                     .weight_version = response.weight_version(),
+                     .global_grad_norm = response.global_grad_norm(),
+                     .gradient_norm_squared = response.gradient_norm_squared(),
+                     .clip_factor = response.clip_factor(),
+                     .totals = FromProto(response.totals()),
+                     .replayed = response.replayed()};
 }
 
 absl::StatusOr<DiscardGradientResult> Head::DiscardGradient(int64_t step, const CallOptions& options) {
@@ -111,9 +109,8 @@ absl::StatusOr<DiscardGradientResult> Head::DiscardGradient(int64_t step, const 
 absl::StatusOr<GradientNormResult> Head::GradientNorm(int64_t step, double gradient_factor, const CallOptions& options) {
   v1::GetGradientNormRequest request;
   request.set_gradient_factor(gradient_factor);
-  auto response = CallOnStep<v1::GetGradientNormResponse>(*handle_, step, std::move(request), options);
-  if (!response.ok()) return response.status();
-  return GradientNormResult{response->gradient_norm_squared(), response->non_finite_count()};
+  HEADWATER_ASSIGN_OR_RETURN(auto response, CallOnStep<v1::GetGradientNormResponse>(*handle_, step, std::move(request), options));
+  return GradientNormResult{response.gradient_norm_squared(), response.non_finite_count()};
 }
 
 absl::StatusOr<StepStates> Head::GetStep(const CallOptions& options) {

@@ -41,10 +41,8 @@ absl::StatusOr<TensorBuffer> Download(HeadHandle& handle, Message message, DataT
                                       const CallOptions& options) {
   absl::StatusOr<TensorBuffer> buffer = internal::MakeBuffer(data_type, internal::ShapeOf(handle.spec, tensor));
   if (!buffer.ok()) return buffer;
-  internal::CallMemory memory;
-  memory.result = internal::RowsOf(*buffer);
-  const auto header = Run<v1::DownloadTensorHeader>(*handle.core, std::move(message), options, std::move(memory));
-  if (!header.ok()) return header.status();
+  HEADWATER_RETURN_IF_ERROR(
+      Run<v1::DownloadTensorHeader>(*handle.core, std::move(message), options, {.result = internal::RowsOf(*buffer)}).status());
   return buffer;
 }
 
@@ -52,9 +50,7 @@ absl::StatusOr<TensorBuffer> Download(HeadHandle& handle, Message message, DataT
 
 absl::StatusOr<HeadInfo> Head::UploadWeights(HeadTensor tensor, TensorView values, const CallOptions& options) {
   HEADWATER_RETURN_IF_ERROR(internal::CheckElements("values", values));
-  internal::CallMemory memory;
-  memory.rows = internal::RowsOf(values);
-  return RunAndAdopt(*handle_, MakeHeader(*handle_, tensor, values), options, std::move(memory));
+  return RunAndAdopt(*handle_, MakeHeader(*handle_, tensor, values), options, {.rows = internal::RowsOf(values)});
 }
 
 absl::StatusOr<HeadInfo> Head::ReplaceWeights(int64_t step, TensorView weight, std::optional<TensorView> bias,
@@ -70,9 +66,7 @@ absl::StatusOr<HeadInfo> Head::ReplaceWeights(int64_t step, TensorView weight, s
   const auto send = [&](HeadTensor tensor, const TensorView& values) {
     v1::UploadWeightsHeader header = MakeHeader(*handle_, tensor, values);
     header.set_closes_step(step);
-    internal::CallMemory memory;
-    memory.rows = internal::RowsOf(values);
-    return Run<v1::Head>(*handle_->core, std::move(header), deadline, std::move(memory));
+    return Run<v1::Head>(*handle_->core, std::move(header), deadline, {.rows = internal::RowsOf(values)});
   };
   for (int round = 1;; ++round) {
     absl::StatusOr<v1::Head> head = send(HeadTensor::kWeight, weight);
