@@ -27,20 +27,6 @@ constexpr std::chrono::seconds kCloseTimeout{1};
 
 constexpr size_t kRowAlignment = 4096;
 
-// What the core fills in.
-void ClearFilled(google::protobuf::Message& message) {
-  if (auto* header = dynamic_cast<v1::MicroBatchHeader*>(&message)) {
-    header->clear_session_id();
-    header->clear_transfer_id();
-    header->clear_stripe_count();
-    header->clear_hidden_rows();
-    header->clear_grad_hidden_rows();
-    for (v1::LossTerm& term : *header->mutable_terms()) {
-      if (term.has_teacher_hidden()) term.mutable_teacher_hidden()->clear_rows();
-    }
-  }
-}
-
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<Core>> Core::Open(const std::string& target, const ClientOptions& options) {
@@ -80,7 +66,10 @@ Core::~Core() {
 
 Request Core::MakeRequest(std::unique_ptr<google::protobuf::Message> message, CallMemory memory, Deadline deadline) {
   const Method& method = MethodOf(*message);
-  ClearFilled(*message);
+  if (auto* header = dynamic_cast<v1::MicroBatchHeader*>(message.get())) {
+    header->clear_session_id();
+    ClearTransfer(*header);
+  }
   if (auto* upload = dynamic_cast<v1::UploadWeightsHeader*>(message.get())) Describe(memory.rows, upload);
   return Request{.method = &method, .message = std::move(message), .memory = std::move(memory), .deadline = deadline};
 }

@@ -207,14 +207,7 @@ bool Call::AwaitSeal() {
 
 void Call::FillIn() {
   // Calls of a recovery carry the epochs that it has found.
-  if (mode_ == CallMode::kNormal) {
-    SetEpochs(*message_, [this](const NamedHead& head) -> std::string {
-      if (head.epoch.empty()) return "";
-      const auto use =
-          std::find_if(heads_.begin(), heads_.end(), [&](const HeadUse& known) { return known.state->name == head.name; });
-      return use == heads_.end() ? "" : use->epoch;
-    });
-  }
+  if (mode_ == CallMode::kNormal) SetEpochs(*message_, heads_);
   if (method_.session != InSession::kNo) SetText(*message_, "session_id", session_id_);
   if (method_.record == Record::kSeal && is_repetition()) static_cast<v1::SealStepRequest&>(*message_).set_wait(true);
   const std::optional<int64_t> id = micro_batch();
@@ -361,7 +354,7 @@ void Call::Record(const Message& answer) {
   }
   if (method_.shape == Shape::kUpload) {
     entry.part = static_cast<const v1::UploadWeightsHeader&>(*message_).tensor();
-    if (!log.HasRoomFor(heads_, memory_.rows.row_count * memory_.rows.row_bytes())) return;
+    if (!log.HasRoomFor(heads_, memory_.rows.bytes())) return;
   }
   absl::StatusOr<std::shared_ptr<const LoggedCall>> call = CopyForLog(*core_, method_, *message_, memory_);
   if (!call.ok()) return log.Drop(heads_, Sentence(call.status()));  // a recovery would repeat the step without it
