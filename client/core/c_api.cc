@@ -4,14 +4,18 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "client/core/c_api_options.h"
+#include "absl/strings/str_split.h"
 #include "client/core/core.h"
 #include "client/core/link/error.h"
 #include "client/core/rows/tensor_exchanges.h"
@@ -76,6 +80,116 @@ absl::Status CheckStruct(const char* field, const Struct* value) {
                      absl::StrCat("at least ", known, " and zeros beyond"), absl::StrCat(value->struct_bytes));
 }
 
+// Sets a field; false if the text is no value of it.
+bool Parse(const std::string& value, std::string* field) {
+  *field = value;
+  return true;
+}
+
+bool Parse(const std::string& value, bool* field) {
+  *field = value == "1";
+  return *field || value == "0";
+}
+
+template <typename Number>
+bool Parse(const std::string& value, Number* field) {
+  return absl::SimpleAtoi(value, field);
+}
+
+bool Parse(const std::string& value, std::optional<int64_t>* field) { return absl::SimpleAtoi(value, &field->emplace()); }
+
+bool Parse(const std::string& value, std::chrono::milliseconds* field) {
+  int32_t number = 0;  // far from the overflow of any clock
+  const bool is_number = absl::SimpleAtoi(value, &number);
+  *field = std::chrono::milliseconds(number);
+  return is_number;
+}
+
+bool Parse(const std::string& value, Transport* field) {
+  for (const Transport transport : {Transport::kAuto, Transport::kGrpc, Transport::kSharedMemory, Transport::kCudaIpc}) {
+    *field = transport;
+    if (value == TransportName(transport)) return true;
+  }
+  return false;
+}
+
+using Setter = std::function<bool(const std::string& value, ClientOptions& options)>;
+
+template <typename Field>
+Setter Set(Field ClientOptions::*member) {
+  return [member](const std::string& value, ClientOptions& options) { return Parse(value, &(options.*member)); };
+}
+
+template <typename Field>
+Setter Set(Field RetryPolicy::*member) {
+  return [member](const std::string& value, ClientOptions& options) { return Parse(value, &(options.retry.*member)); };
+}
+
+Setter Set(std::string TlsOptions::*member) {
+  return [member](const std::string& value, ClientOptions& options) {
+    if (!options.tls.has_value()) options.tls.emplace();
+    *options.tls.*member = value;
+    return !value.empty();
+  };
+}
+
+// 0 contradicts what else is said of TLS.
+bool SetTls(const std::string& value, ClientOptions& options) {
+  bool wanted = false;
+  if (!Parse(value, &wanted) || (!wanted && options.tls.has_value())) return false;
+  if (wanted && !options.tls.has_value()) options.tls.emplace();
+  return true;
+}
+
+const std::map<std::string, Setter>& Setters() {
+  static const auto* const setters = new std::map<std::string, Setter>{
+      {"transport", Set(&ClientOptions::transport)},
+      {"stripes", Set(&ClientOptions::stripes)},
+      {"chunk_bytes", Set(&ClientOptions::chunk_bytes)},
+      {"max_message_bytes", Set(&ClientOptions::max_message_bytes)},
+      {"connect_timeout_ms", Set(&ClientOptions::connect_timeout)},
+      {"timeout_ms", Set(&ClientOptions::timeout)},
+      {"session_lease_ms", Set(&ClientOptions::session_lease)},
+      {"max_attempts", Set(&RetryPolicy::max_attempts)},
+      {"initial_backoff_ms", Set(&RetryPolicy::initial_backoff)},
+      {"max_backoff_ms", Set(&RetryPolicy::max_backoff)},
+      {"replay_bytes", Set(&ClientOptions::replay_bytes)},
+      {"replay_steps", Set(&ClientOptions::replay_steps)},
+      {"client_name", Set(&ClientOptions::client_name)},
+      {"tls", SetTls},
+      {"ca_certificate", Set(&TlsOptions::ca_certificate)},
+      {"client_certificate", Set(&TlsOptions::client_certificate)},
+      {"client_key", Set(&TlsOptions::client_key)},
+      {"server_name", Set(&TlsOptions::server_name)},
+      {"token", Set(&ClientOptions::token)},
+      {"traceparent", Set(&ClientOptions::traceparent)},
+      {"allow_plaintext_token", Set(&ClientOptions::allow_plaintext_token)},
+  };
+  return *setters;
+}
+
+absl::Status InvalidOption(const std::string& field, const std::string& message) {
+  return MakeLocalError(v1::ERROR_REASON_INVALID_FIELD, absl::StatusCode::kInvalidArgument, message, {{"field", field}});
+}
+
+// Lines `key=value`, as c_api.h lists them; empty lines are skipped. INVALID_ARGUMENT for an unknown key, and a value that is none.
+// Ranges are checked by Core::Open().
+absl::StatusOr<ClientOptions> ParseClientOptions(const std::string& text) {
+  ClientOptions options;
+  options.client_name = "headwater-c";
+  // Whoever is above says it in its own way.
+  options.on_notice = [](const std::string&) {};
+  for (const absl::string_view line : absl::StrSplit(text, '\n', absl::SkipWhitespace())) {
+    const std::pair<std::string, std::string> option = absl::StrSplit(absl::StripAsciiWhitespace(line), absl::MaxSplits('=', 1));
+    const auto setter = Setters().find(option.first);
+    if (setter == Setters().end()) return InvalidOption(option.first, absl::StrCat("there is no option ", option.first));
+    if (!setter->second(option.second, options)) {
+      return InvalidOption(option.first, absl::StrCat("option ", option.first, " cannot be ", option.second));
+    }
+  }
+  return options;
+}
+
 absl::StatusOr<Deadline> DeadlineOf(int64_t timeout_ns) {
   if (timeout_ns <= 0) {
     return InvalidView(v1::ERROR_REASON_INVALID_FIELD, "timeout_ns", "> 0", absl::StrCat(timeout_ns));
@@ -88,8 +202,7 @@ absl::StatusOr<RowsView> ToView(const char* field, const hw_client_rows& rows) {
     return InvalidView(v1::ERROR_REASON_INVALID_FIELD, absl::StrCat(field, ".struct_bytes"), absl::StrCat("0 or ", sizeof(rows)),
                        absl::StrCat(rows.struct_bytes));
   }
-  RowsView view;
-  if (rows.data == nullptr && rows.row_count == 0) return view;
+  if (rows.data == nullptr && rows.row_count == 0) return RowsView();
   if (rows.data_type < HW_CLIENT_FLOAT32 || rows.data_type > HW_CLIENT_FLOAT16) {
     return InvalidView(v1::ERROR_REASON_INVALID_FIELD, absl::StrCat(field, ".data_type"), "1, 2 or 3",
                        absl::StrCat(rows.data_type));
@@ -97,11 +210,8 @@ absl::StatusOr<RowsView> ToView(const char* field, const hw_client_rows& rows) {
   if (rows.memory != HW_CLIENT_HOST && rows.memory != HW_CLIENT_CUDA) {
     return InvalidView(v1::ERROR_REASON_INVALID_FIELD, absl::StrCat(field, ".memory"), "0 or 1", absl::StrCat(rows.memory));
   }
-  view.data = rows.data;
-  view.row_count = rows.row_count;
-  view.hidden_size = rows.hidden_size;
-  view.data_type = static_cast<DataType>(rows.data_type);
-  view.memory = static_cast<Memory>(rows.memory);
+  const RowsView view{rows.data, static_cast<DataType>(rows.data_type), rows.row_count, rows.hidden_size,
+                      static_cast<Memory>(rows.memory)};
   HEADWATER_RETURN_IF_ERROR(CheckRows(field, view));
   return view;
 }
@@ -207,7 +317,7 @@ absl::StatusOr<Request> MakeRequest(Core& core, const hw_client_request& request
                           ? CheckLoss(static_cast<const v1::MicroBatchHeader&>(*message), request.teacher_count, &memory)
                           : CheckMemory(*message, method->shape, memory);
   if (!fits.ok()) return fits;
-  HEADWATER_ASSIGN_OR_RETURN(Request made, core.MakeRequest(request.method, std::move(message), std::move(memory), deadline));
+  Request made = core.MakeRequest(std::move(message), std::move(memory), deadline);
   made.patient = (request.flags & HW_CLIENT_DO_NOT_WAIT) == 0;
   made.is_owned = (request.flags & HW_CLIENT_OWNED) != 0;
   made.is_background = (request.flags & HW_CLIENT_BACKGROUND) != 0;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
-#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "client/core/link/connect.h"
@@ -27,20 +26,6 @@ constexpr std::chrono::seconds kIdleRecoveryPause{1};
 constexpr std::chrono::seconds kCloseTimeout{1};
 
 constexpr size_t kRowAlignment = 4096;
-
-// What the core fills in.
-void ClearFilled(google::protobuf::Message& message) {
-  if (auto* header = dynamic_cast<v1::MicroBatchHeader*>(&message)) {
-    header->clear_session_id();
-    header->clear_transfer_id();
-    header->clear_stripe_count();
-    header->clear_hidden_rows();
-    header->clear_grad_hidden_rows();
-    for (v1::LossTerm& term : *header->mutable_terms()) {
-      if (term.has_teacher_hidden()) term.mutable_teacher_hidden()->clear_rows();
-    }
-  }
-}
 
 }  // namespace
 
@@ -79,13 +64,14 @@ Core::~Core() {
   abandoned_.Stop();
 }
 
-absl::StatusOr<Request> Core::MakeRequest(const std::string& path, std::unique_ptr<google::protobuf::Message> message,
-                                          CallMemory memory, Deadline deadline) {
-  const Method* const method = FindMethod(path, message.get());
-  if (method == nullptr) return absl::UnimplementedError(absl::StrCat("there is no method ", path));
-  ClearFilled(*message);
+Request Core::MakeRequest(std::unique_ptr<google::protobuf::Message> message, CallMemory memory, Deadline deadline) {
+  const Method& method = MethodOf(*message);
+  if (auto* header = dynamic_cast<v1::MicroBatchHeader*>(message.get())) {
+    header->clear_session_id();
+    ClearTransfer(*header);
+  }
   if (auto* upload = dynamic_cast<v1::UploadWeightsHeader*>(message.get())) Describe(memory.rows, upload);
-  return Request{.method = method, .message = std::move(message), .memory = std::move(memory), .deadline = deadline};
+  return Request{.method = &method, .message = std::move(message), .memory = std::move(memory), .deadline = deadline};
 }
 
 std::shared_ptr<Call> Core::NewCall(Request request, Call::Done done) {
@@ -100,9 +86,8 @@ absl::StatusOr<Answer> Core::Run(Request request) {
   return state->Take();
 }
 
-absl::StatusOr<Answer> Core::RunInner(const Method& method, const google::protobuf::Message& message, const CallMemory& memory,
-                                      const Wait& wait) {
-  Request request{.method = &method, .message = nullptr, .memory = memory, .deadline = wait.deadline};
+absl::StatusOr<Answer> Core::RunInner(const google::protobuf::Message& message, const CallMemory& memory, const Wait& wait) {
+  Request request{.method = &MethodOf(message), .message = nullptr, .memory = memory, .deadline = wait.deadline};
   HEADWATER_ASSIGN_OR_RETURN(request.message, CopyOf(message));
   request.is_background = wait.is_background;
   const auto state = std::make_shared<FutureState<Answer>>();
@@ -208,8 +193,8 @@ void Core::RecoverIdle(Deadline deadline) {
   if (!wait.Check().ok()) return;
   const HeadUses heads = replay_log_.Heads();
   // Who has the gate does it.
-  if (std::optional<ReplayLog::Gate> gate = replay_log_.TryClose(); gate.has_value() && !heads.empty()) {
-    const absl::Status recovered = Recover(*this, *std::move(gate), heads, absl::AbortedError("the session was lost"), wait);
+  if (ReplayLog::Gate gate = replay_log_.TryClose(); gate != nullptr && !heads.empty()) {
+    const absl::Status recovered = Recover(*this, std::move(gate), heads, absl::AbortedError("the session was lost"), wait);
     if (absl::IsUnavailable(recovered)) {
       return recoveries_.Run(this, kIdleRecoveryPause, [this, deadline] { RecoverIdle(deadline); });
     }

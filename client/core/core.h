@@ -20,7 +20,6 @@
 #include "client/core/call/completion_queue.h"
 #include "client/core/call/turns.h"
 #include "client/core/link/delayed_tasks.h"
-#include "client/core/link/error.h"
 #include "client/core/link/session.h"
 #include "client/core/link/wait.h"
 #include "client/core/replay/abandoned.h"
@@ -51,20 +50,17 @@ class Core : public std::enable_shared_from_this<Core> {
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
 
   // ---- calls ----
-  // UNIMPLEMENTED if the table has no such method; INVALID_ARGUMENT if memory and message contradict each other. What the core
-  // fills in of the message is ignored.
-  absl::StatusOr<Request> MakeRequest(const std::string& path, std::unique_ptr<google::protobuf::Message> message,
-                                      CallMemory memory, Deadline deadline);
+  // The call of the method whose request `message` is. What the core fills in of the message is ignored.
+  Request MakeRequest(std::unique_ptr<google::protobuf::Message> message, CallMemory memory, Deadline deadline);
   // A call, to be started and kept until its end.
   std::shared_ptr<Call> NewCall(Request request, Call::Done done);
   // Makes a call and waits for its end.
   absl::StatusOr<Answer> Run(Request request);
   // Likewise a call on behalf of a recovery, which is given up with `wait`. `message` is what it is; no memory.
-  absl::StatusOr<Answer> RunInner(const Method& method, const google::protobuf::Message& message, const CallMemory& memory,
-                                  const Wait& wait);
+  absl::StatusOr<Answer> RunInner(const google::protobuf::Message& message, const CallMemory& memory, const Wait& wait);
   template <typename Result>
-  absl::StatusOr<Result> Ask(const char* path, const google::protobuf::Message& message, const Wait& wait) {
-    absl::StatusOr<Answer> answer = RunInner(*FindMethod(path, &message), message, {}, wait);
+  absl::StatusOr<Result> Ask(const google::protobuf::Message& message, const Wait& wait) {
+    absl::StatusOr<Answer> answer = RunInner(message, {}, wait);
     if (!answer.ok()) return answer.status();
     return std::move(static_cast<Result&>(*answer->message));
   }

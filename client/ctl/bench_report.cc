@@ -88,29 +88,14 @@ std::string BenchText(const BenchReport& report) {
 }
 
 nlohmann::json BenchJson(const BenchReport& report) {
-  nlohmann::json rows = nlohmann::json::array();
-  for (const BenchRow& row : report.rows) {
-    rows.push_back({{"sweep", row.sweep},
-                    {"transport", row.transport},
-                    {"in_flight", row.in_flight},
-                    {"rows", row.rows},
-                    {"micro_batches", row.micro_batches},
-                    {"median_ms", row.median_ms},
-                    {"p90_ms", row.p90_ms},
-                    {"period_ms", row.period_ms},
-                    {"engine_ms", row.engine_ms},
-                    {"rows_per_second", row.rows_per_second}});
-  }
-  nlohmann::json gaps = nlohmann::json::array();
-  for (const BenchGap& gap : report.gaps) gaps.push_back({{"transport", gap.transport}, {"why", gap.why}});
   return {{"server", report.server},
           {"engine", report.engine},
           {"device", report.device},
           {"vocab_size", report.spec.vocab_size},
           {"hidden_size", report.spec.hidden_size},
           {"data_type", client::DataTypeName(report.spec.data_type)},
-          {"measurements", rows},
-          {"not_measured", gaps}};
+          {"measurements", report.rows},
+          {"not_measured", report.gaps}};
 }
 
 std::string BenchCsv(const BenchReport& report) {

@@ -25,12 +25,15 @@ struct BenchRow {
   double engine_ms = 0;  // median of what the server spent in the engine
   double rows_per_second = 0;
 };
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(BenchRow, sweep, transport, in_flight, rows, micro_batches, median_ms, p90_ms, period_ms,
+                                   engine_ms, rows_per_second)
 
 // A path that could not be measured.
 struct BenchGap {
   std::string transport;
   std::string why;  // one sentence
 };
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(BenchGap, transport, why)
 
 struct BenchReport {
   std::string server, engine, device;

@@ -115,53 +115,33 @@ absl::Status BenchTrainer::PlaceRows(int64_t max_rows, int max_in_flight) {
   for (int64_t i = 0; i < max_rows; ++i) {
     targets_.push_back(static_cast<int32_t>(random() % static_cast<uint64_t>(spec.vocab_size)));
   }
-  std::vector<unsigned char> hidden = RandomElements(spec.data_type, max_rows * spec.hidden_size, 1, 2);
-  const size_t bytes = hidden.size();
+  const std::vector<unsigned char> hidden = RandomElements(spec.data_type, max_rows * spec.hidden_size, 1, 2);
+  const int64_t parts = 1 + max_in_flight;
   if (transport_ == client::Transport::kCudaIpc) {
-    HEADWATER_ASSIGN_OR_RETURN(device_rows_, DeviceRows::Allocate(static_cast<int64_t>(bytes) * (1 + max_in_flight)));
-    return device_rows_->Fill(hidden.data(), static_cast<int64_t>(bytes));
+    HEADWATER_ASSIGN_OR_RETURN(device_rows_, DeviceRows::Allocate(static_cast<int64_t>(hidden.size()) * parts));
+    rows_ = static_cast<unsigned char*>(device_rows_->data());
+    return device_rows_->Fill(hidden.data(), static_cast<int64_t>(hidden.size()));
   }
   if (transport_ == client::Transport::kSharedMemory) {
-    for (int slot = -1; slot < max_in_flight; ++slot) {
-      HEADWATER_ASSIGN_OR_RETURN(client::RowsBuffer rows, client_.AllocateRows(max_rows, spec.hidden_size, spec.data_type));
-      if (slot >= 0) {
-        shared_grad_hidden_.push_back(std::move(rows));
-      } else {
-        shared_hidden_.emplace(std::move(rows));
-        std::memcpy(shared_hidden_->data(), hidden.data(), bytes);
-      }
-    }
-    return absl::OkStatus();
+    HEADWATER_ASSIGN_OR_RETURN(shared_rows_, client_.AllocateRows(max_rows * parts, spec.hidden_size, spec.data_type));
+    rows_ = static_cast<unsigned char*>(shared_rows_.data());
+  } else {
+    own_rows_.resize(hidden.size() * static_cast<size_t>(parts));
+    rows_ = own_rows_.data();
   }
-  own_hidden_ = std::move(hidden);
-  own_grad_hidden_.assign(static_cast<size_t>(max_in_flight), std::vector<unsigned char>(bytes));
+  std::memcpy(rows_, hidden.data(), hidden.size());
   return absl::OkStatus();
 }
 
 client::Future<client::LossResult> BenchTrainer::Submit(int64_t rows, int slot) {
   const client::HeadSpec& spec = head_.spec();
-  client::RowsView hidden;
-  hidden.data_type = spec.data_type;
-  hidden.row_count = rows;
-  hidden.hidden_size = spec.hidden_size;
+  const client::Memory memory = device_rows_ != nullptr ? client::Memory::kCuda : client::Memory::kHost;
+  const client::RowsView hidden{rows_, spec.data_type, rows, spec.hidden_size, memory};
   client::MicroBatchOptions options;
   options.step = step_;
   options.micro_batch = next_id_++;
-  const size_t index = static_cast<size_t>(slot);
-  const size_t bytes = static_cast<size_t>(rows * hidden.row_bytes());
-  if (device_rows_ != nullptr) {
-    auto* const data = static_cast<unsigned char*>(device_rows_->data());
-    hidden.data = data;
-    hidden.memory = client::Memory::kCuda;
-    options.grad_hidden = absl::MakeSpan(data + (1 + index) * static_cast<size_t>(max_rows_ * hidden.row_bytes()), bytes);
-    options.grad_hidden_memory = client::Memory::kCuda;
-  } else if (shared_hidden_.has_value()) {
-    hidden.data = shared_hidden_->data();
-    options.grad_hidden = shared_grad_hidden_[index].span().first(bytes);
-  } else {
-    hidden.data = own_hidden_.data();
-    options.grad_hidden = absl::MakeSpan(own_grad_hidden_[index].data(), bytes);
-  }
+  options.grad_hidden = {rows_ + (1 + slot) * max_rows_ * hidden.row_bytes(), static_cast<size_t>(rows * hidden.row_bytes())};
+  options.grad_hidden_memory = memory;
   return head_.CrossEntropy(hidden, absl::MakeConstSpan(targets_).first(static_cast<size_t>(rows)), {}, options);
 }
 

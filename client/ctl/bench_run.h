@@ -44,12 +44,10 @@ class BenchTrainer {
   client::Head head_;
   int64_t max_rows_ = 0;
   std::vector<int32_t> targets_;
-  // One of these, by the path: host memory, memory that is shared with the server, device memory.
-  std::vector<unsigned char> own_hidden_;
-  std::vector<std::vector<unsigned char>> own_grad_hidden_;
-  std::optional<client::RowsBuffer> shared_hidden_;
-  std::vector<client::RowsBuffer> shared_grad_hidden_;
-  std::unique_ptr<DeviceRows> device_rows_;  // hidden states, then the gradients
+  unsigned char* rows_ = nullptr;  // hidden states, then a gradient for each micro-batch in flight; in one of these, by the path:
+  std::vector<unsigned char> own_rows_;
+  client::RowsBuffer shared_rows_;
+  std::unique_ptr<DeviceRows> device_rows_;
   int64_t step_ = 0;
   int64_t next_id_ = 0;
 };

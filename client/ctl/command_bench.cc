@@ -101,7 +101,7 @@ struct Plan {
 absl::StatusOr<Plan> MakePlan(const client::ServerInfo& info) {
   Plan plan;
   const bool gpu = info.engine == "cuda";
-  const int64_t most_rows = info.limits.max_micro_batch_rows;
+  const int64_t most_rows = info.limits.at("max_micro_batch_rows");
   plan.rows = FlagGiven("rows") ? absl::GetFlag(FLAGS_rows) : std::min<int64_t>(gpu ? 8192 : 512, most_rows);
   if (plan.rows < 1 || plan.rows > most_rows) {
     return UsageError(absl::StrCat("--rows: the server takes 1 to ", most_rows, ", got ", plan.rows));
@@ -130,7 +130,7 @@ absl::StatusOr<Plan> MakePlan(const client::ServerInfo& info) {
   HEADWATER_ASSIGN_OR_RETURN(plan.spec, HeadSpecFromFlags(defaults, /*config_beside=*/"", Output(/*json=*/false)));
   plan.spec.trainable = true;
   plan.spec.staging_slots = 0;  // everything is added at once
-  plan.max_micro_batches = info.limits.max_step_micro_batches;
+  plan.max_micro_batches = info.limits.at("max_step_micro_batches");
   return plan;
 }
 

@@ -1,12 +1,9 @@
 // `export`: a head's weight and bias as a safetensors file.
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
-#include <optional>
 #include <string>
 #include <system_error>
 #include <vector>
@@ -14,7 +11,6 @@
 #include "absl/flags/declare.h"
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
 #include "client/ctl/command.h"
 #include "client/ctl/head_flags.h"
 #include "client/ctl/table.h"
@@ -48,29 +44,20 @@ absl::Status FileError(const std::string& path, const char* operation) {
   return absl::ErrnoToStatus(errno, absl::StrCat(path, ": ", operation));
 }
 
-absl::Status WriteAll(int file, const std::string& path, absl::string_view bytes) {
-  while (!bytes.empty()) {
-    const ssize_t written = write(file, bytes.data(), bytes.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) return FileError(path, "cannot be written");
-    bytes.remove_prefix(static_cast<size_t>(written));
-  }
-  return absl::OkStatus();
-}
-
 // `path` is complete, or as it was.
 absl::Status WriteSafetensors(const std::string& path, const std::vector<NamedTensor>& tensors) {
   const std::string temporary = absl::StrCat(path, ".tmp-", getpid());
-  const int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (file < 0) return FileError(temporary, "cannot be made");
-  absl::Status status = WriteAll(file, temporary, HeaderBytes(tensors));
+  std::FILE* const file = std::fopen(temporary.c_str(), "wxe");  // a new file
+  if (file == nullptr) return FileError(temporary, "cannot be made");
+  const std::string header = HeaderBytes(tensors);
+  bool written = std::fwrite(header.data(), 1, header.size(), file) == header.size();
   for (const NamedTensor& tensor : tensors) {
-    if (!status.ok()) break;
-    status =
-        WriteAll(file, temporary, {static_cast<const char*>(tensor.buffer->data()), static_cast<size_t>(tensor.buffer->bytes())});
+    const size_t bytes = static_cast<size_t>(tensor.buffer->bytes());
+    written = written && std::fwrite(tensor.buffer->data(), 1, bytes, file) == bytes;
   }
-  if (status.ok() && fsync(file) != 0) status = FileError(temporary, "cannot be written");
-  if (close(file) != 0 && status.ok()) status = FileError(temporary, "cannot be written");
+  written = written && std::fflush(file) == 0 && fsync(fileno(file)) == 0;
+  absl::Status status = written ? absl::OkStatus() : FileError(temporary, "cannot be written");
+  if (std::fclose(file) != 0 && status.ok()) status = FileError(temporary, "cannot be written");
   if (status.ok() && std::rename(temporary.c_str(), path.c_str()) != 0) status = FileError(path, "cannot be replaced");
   if (!status.ok()) unlink(temporary.c_str());
   return status;

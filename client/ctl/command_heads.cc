@@ -21,16 +21,14 @@ absl::StatusOr<ExitCode> RunHeads(client::Client& client, const std::vector<std:
   HEADWATER_ASSIGN_OR_RETURN(std::vector<client::HeadInfo> heads, client.ListHeads());
   Table table(
       {"NAME", "STATE", "CHECKPOINT", ">VOCAB", ">HIDDEN", "TYPE", "KIND", "OPTIMIZER", ">STEP", ">VERSION", ">MEMORY", ">SHARDS"});
-  nlohmann::json document = nlohmann::json::array();
   for (const client::HeadInfo& head : heads) {
     table.AddRow({head.name, client::HeadStateName(head.state), head.restored_checkpoint.empty() ? "-" : head.restored_checkpoint,
                   FormatCount(head.spec.vocab_size), FormatCount(head.spec.hidden_size), client::DataTypeName(head.spec.data_type),
                   head.spec.trainable ? "trainable" : "frozen", OptimizerName(head.spec.optimizer),
                   head.open_step.has_value() ? absl::StrCat(*head.open_step) : "-", absl::StrCat(head.weight_version),
                   FormatBytes(head.memory_plan.total_bytes), absl::StrCat(head.shards.size())});
-    document.push_back(ToJson(head));
   }
-  output.Print(heads.empty() ? absl::StrCat("tenant ", Tenant(), " has no heads\n") : table.ToString(), {{"heads", document}});
+  output.Print(heads.empty() ? absl::StrCat("tenant ", Tenant(), " has no heads\n") : table.ToString(), {{"heads", heads}});
   return kExitOk;
 }
 
@@ -39,7 +37,7 @@ absl::StatusOr<ExitCode> RunTake(client::Client& client, const std::vector<std::
   HEADWATER_ASSIGN_OR_RETURN(client::HeadInfo taken, head.Take());
   output.Print(absl::StrCat("took ", taken.name, ": step ", taken.open_step.value_or(0), " is open and empty, epoch ",
                             FormatHex(taken.epoch), "\n"),
-               ToJson(taken));
+               taken);
   return kExitOk;
 }
 
@@ -57,7 +55,7 @@ absl::StatusOr<ExitCode> RunCreate(client::Client& client, const std::vector<std
   output.Print(absl::StrCat("created ", info.name, ": [", info.spec.vocab_size, ", ", info.spec.hidden_size, "] ",
                             client::DataTypeName(info.spec.data_type), ", ", FormatBytes(info.memory_plan.total_bytes),
                             "; it has no weights yet\n"),
-               ToJson(info));
+               info);
   return kExitOk;
 }
 
@@ -170,7 +168,7 @@ absl::StatusOr<ExitCode> RunRestore(client::Client& client, const std::vector<st
       absl::StrCat("restored ", restored.name, " from ", arguments[1],
                    restored.open_step.has_value() ? absl::StrCat(": step ", *restored.open_step, " is open and empty") : "",
                    ", epoch ", FormatHex(restored.epoch), "\n"),
-      ToJson(restored));
+      restored);
   return kExitOk;
 }
 

@@ -37,10 +37,7 @@ struct LocalTensors {
 };
 
 absl::StatusOr<client::TensorBuffer> ReadTensor(const model_files::FileTensor& tensor, std::vector<int64_t> shape) {
-  client::DataType type = client::DataType::kFloat32;
-  if (tensor.data_type == DataType::kBFloat16) type = client::DataType::kBFloat16;
-  if (tensor.data_type == DataType::kFloat16) type = client::DataType::kFloat16;
-  client::TensorBuffer buffer(type, std::move(shape));
+  client::TensorBuffer buffer(static_cast<client::DataType>(tensor.data_type), std::move(shape));  // both are the wire's values
   HEADWATER_RETURN_IF_ERROR(tensor.file->ReadAt(tensor.offset_bytes, buffer.bytes(), buffer.data()));
   return buffer;
 }
@@ -145,7 +142,7 @@ absl::StatusOr<ExitCode> RunLoad(client::Client& client, const std::vector<std::
   output.Print(absl::StrCat(head.name, " is ", client::HeadStateName(head.state), ": [", head.spec.vocab_size, ", ",
                             head.spec.hidden_size, "] ", client::DataTypeName(head.spec.data_type), ", weight version ",
                             head.weight_version, ", ", FormatBytes(head.memory_plan.total_bytes), "\n"),
-               ToJson(head));
+               head);
   return kExitOk;
 }
 

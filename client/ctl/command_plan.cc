@@ -161,17 +161,13 @@ absl::StatusOr<ExitCode> RunPlan(client::Client& client, const std::vector<std::
                               is_whole ? "all rows of the vocabulary, and the optimizer's state of at most " : "at most ",
                               FormatCount(rows), is_whole ? ":\n" : " rows of the vocabulary:\n", PlanTable(rank_plan).ToString(),
                               "\nrows computed at once: ", rank_plan.token_chunk_rows, "\n", Verdict(fits)),
-                 {{"memory_plan", ToJson(plan)},
-                  {"ranks", ranks},
-                  {"rows_per_rank", rows},
-                  {"rank_plan", ToJson(rank_plan)},
-                  {"fits", fits}});
+                 {{"memory_plan", plan}, {"ranks", ranks}, {"rows_per_rank", rows}, {"rank_plan", rank_plan}, {"fits", fits}});
     return fits ? kExitOk : kExitFailed;
   }
   const std::vector<RankShare> shares = SharesOf(head, server);
   const bool fits = plan.total_bytes <= plan.available_bytes &&
                     std::all_of(shares.begin(), shares.end(), [](const RankShare& share) { return share.fits(); });
-  nlohmann::json document = {{"memory_plan", ToJson(plan)}, {"fits", fits}};
+  nlohmann::json document = {{"memory_plan", plan}, {"fits", fits}};
   if (!shares.empty()) document["rank_shares"] = SharesToJson(shares);
   output.Print(absl::StrCat(PlanTable(plan).ToString(), shares.empty() ? "" : absl::StrCat("\n", ShareTable(shares).ToString()),
                             "\nrows computed at once: ", plan.token_chunk_rows, "\n", Verdict(fits)),

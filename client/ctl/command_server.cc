@@ -1,5 +1,4 @@
 // `health` and `info`: the server itself.
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
@@ -42,8 +41,8 @@ std::string InfoText(const client::ServerInfo& info, const std::string& start_ti
                     device.model});
   }
   Table limits({"LIMIT", ">VALUE", ">"});
-  for (const auto& [name, value] : client::ListLimits(info.limits)) {
-    const bool bytes = std::string(name).find("_bytes") != std::string::npos;
+  for (const auto& [name, value] : info.limits) {
+    const bool bytes = name.find("_bytes") != std::string::npos;
     limits.AddRow({name, FormatCount(value), bytes ? FormatBytes(value) : ""});
   }
   return absl::StrCat(server.ToString(), "\n", devices.ToString(), "\n", limits.ToString());
@@ -52,15 +51,6 @@ std::string InfoText(const client::ServerInfo& info, const std::string& start_ti
 absl::StatusOr<ExitCode> RunInfo(client::Client& client, const std::vector<std::string>&, Output& output) {
   HEADWATER_ASSIGN_OR_RETURN(client::ServerInfo info, client.GetServerInfo());
   const std::string start_time = absl::FormatTime(absl::FromChrono(info.start_time), absl::UTCTimeZone());
-  nlohmann::json devices = nlohmann::json::array();
-  for (const client::DeviceInfo& device : info.devices) {
-    devices.push_back({{"name", device.name},
-                       {"model", device.model},
-                       {"memory_budget_bytes", device.memory_budget_bytes},
-                       {"memory_planned_bytes", device.memory_planned_bytes}});
-  }
-  nlohmann::json limits;
-  for (const auto& [name, value] : client::ListLimits(info.limits)) limits[name] = value;
   output.Print(InfoText(info, start_time), {{"version", info.version},
                                             {"incarnation", FormatHex(info.incarnation)},
                                             {"engine", info.engine},
@@ -69,8 +59,8 @@ absl::StatusOr<ExitCode> RunInfo(client::Client& client, const std::vector<std::
                                             {"descriptor_socket", info.descriptor_socket},
                                             {"named_regions", info.named_regions},
                                             {"deterministic", info.deterministic},
-                                            {"devices", devices},
-                                            {"limits", limits},
+                                            {"devices", info.devices},
+                                            {"limits", info.limits},
                                             {"features", info.features}});
   return kExitOk;
 }

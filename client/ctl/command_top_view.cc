@@ -156,8 +156,7 @@ nlohmann::json TopJson(const std::string& server, const MetricsPage& before, con
     figures["heads_error"] = ToJson(heads.status());
     return figures;
   }
-  figures["heads"] = json::array();
-  for (const client::HeadInfo& head : *heads) figures["heads"].push_back(ToJson(head));
+  figures["heads"] = *heads;
   return figures;
 }
 

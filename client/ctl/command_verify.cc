@@ -1,12 +1,8 @@
 // `verify`: whether a head computes what a model's own head would.
-#include <xxhash.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
-#include <memory>
-#include <optional>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -21,6 +17,7 @@
 #include "headwater/kernels/return_if_error.h"
 #include "server/model_files/file_source.h"
 #include "server/model_files/head_tensors.h"
+#include "server/model_files/xxh3.h"
 
 ABSL_DECLARE_FLAG(bool, allow_unchecked);
 
@@ -59,7 +56,7 @@ std::vector<Check> Compare(const client::HeadSpec& head, const ModelHead& model)
   add("valid_vocab_size", valid, model.valid_vocab_size, SameIf(valid == model.valid_vocab_size));
   add("hidden_size", head.hidden_size, model.hidden_size, SameIf(head.hidden_size == model.hidden_size));
   add("logit_scale", head.logit_scale, model.logit_scale, SameIf(AreClose(head.logit_scale, model.logit_scale)));
-  add("softcap", head.softcap.has_value() ? json(*head.softcap) : json(), model.softcap.has_value() ? json(*model.softcap) : json(),
+  add("softcap", head.softcap, model.softcap,
       SameIf(head.softcap.has_value() == model.softcap.has_value() &&
              (!head.softcap.has_value() || AreClose(*head.softcap, *model.softcap))));
   add("bias", head.has_bias, model.has_bias, SameIf(head.has_bias == model.has_bias));
@@ -79,19 +76,16 @@ std::vector<Check> Compare(const client::HeadSpec& head, const ModelHead& model)
 // XXH3-128 of a tensor's bytes, in the form of HeadInfo::weight_checksum.
 absl::StatusOr<std::string> ChecksumOf(const model_files::FileTensor& tensor) {
   constexpr int64_t kPieceBytes = int64_t{4} << 20;
-  const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(XXH3_createState(), &XXH3_freeState);
-  XXH3_128bits_reset(state.get());
+  model_files::Xxh3Hasher hasher;
   const int64_t total = tensor.rows * tensor.columns * ElementBytes(tensor.data_type);
   std::string piece;
   for (int64_t done = 0; done < total; done += kPieceBytes) {
-    piece.resize(static_cast<size_t>(std::min(kPieceBytes, total - done)));
-    const auto bytes = static_cast<int64_t>(piece.size());
+    const int64_t bytes = std::min(kPieceBytes, total - done);
+    piece.resize(static_cast<size_t>(bytes));
     HEADWATER_RETURN_IF_ERROR(tensor.file->ReadAt(tensor.offset_bytes + done, bytes, piece.data()));
-    XXH3_128bits_update(state.get(), piece.data(), piece.size());
+    hasher.Update(piece.data(), bytes);
   }
-  XXH128_canonical_t canonical;
-  XXH128_canonicalFromHash(&canonical, XXH3_128bits_digest(state.get()));
-  return std::string(reinterpret_cast<const char*>(canonical.digest), sizeof(canonical.digest));
+  return hasher.Digest();
 }
 
 // Compares the head's weight with that of a model's folder. The sentence says what was found, or why it cannot be seen.

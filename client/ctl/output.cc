@@ -5,7 +5,6 @@
 #include <map>
 
 #include "absl/strings/cord.h"
-#include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "client/ctl/table.h"
 #include "headwater/client/error.h"
@@ -52,22 +51,6 @@ std::string HintFor(const absl::Status& status, const std::string& reason) {
   return "";
 }
 
-nlohmann::json SpecToJson(const client::HeadSpec& spec) {
-  nlohmann::json document = {{"vocab_size", spec.vocab_size},
-                             {"hidden_size", spec.hidden_size},
-                             {"data_type", client::DataTypeName(spec.data_type)},
-                             {"has_bias", spec.has_bias},
-                             {"logit_scale", spec.logit_scale},
-                             {"softcap", nullptr},
-                             {"valid_vocab_size", spec.valid_vocab_size.value_or(spec.vocab_size)},
-                             {"trainable", spec.trainable},
-                             {"optimizer", OptimizerName(spec.optimizer)},
-                             {"staging_slots", spec.staging_slots.value_or(spec.trainable ? 1 : 0)},
-                             {"parallelism", client::ParallelismName(spec.parallelism)}};
-  if (spec.softcap.has_value()) document["softcap"] = *spec.softcap;
-  return document;
-}
-
 }  // namespace
 
 absl::Status WithHint(absl::Status status, const std::string& hint) {
@@ -79,36 +62,6 @@ const char* OptimizerName(const client::Optimizer& optimizer) {
   if (std::holds_alternative<client::AdamW>(optimizer)) return "adamw";
   if (std::holds_alternative<client::Sgd>(optimizer)) return "sgd";
   return "none";
-}
-
-nlohmann::json ToJson(const client::MemoryPlan& plan) {
-  nlohmann::json items = nlohmann::json::array();
-  for (const auto& item : plan.items) items.push_back({{"purpose", item.purpose}, {"bytes", item.bytes}});
-  return {{"items", items},
-          {"total_bytes", plan.total_bytes},
-          {"available_bytes", plan.available_bytes},
-          {"token_chunk_rows", plan.token_chunk_rows}};
-}
-
-nlohmann::json ToJson(const client::HeadInfo& head) {
-  nlohmann::json shards = nlohmann::json::array();
-  for (const auto& shard : head.shards) {
-    shards.push_back({{"vocab_start", shard.vocab_start}, {"vocab_end", shard.vocab_end}, {"device", shard.device}});
-  }
-  nlohmann::json document = {{"name", head.name},
-                             {"spec", SpecToJson(head.spec)},
-                             {"state", client::HeadStateName(head.state)},
-                             {"epoch", FormatHex(head.epoch)},
-                             {"weight_version", head.weight_version},
-                             {"weight_checksum", FormatHex(head.weight_checksum)},
-                             {"restored_checkpoint", nullptr},
-                             {"open_step", nullptr},
-                             {"shards", shards},
-                             {"memory_plan", ToJson(head.memory_plan)},
-                             {"create_time", absl::FormatTime(absl::FromChrono(head.create_time), absl::UTCTimeZone())}};
-  if (!head.restored_checkpoint.empty()) document["restored_checkpoint"] = head.restored_checkpoint;
-  if (head.open_step.has_value()) document["open_step"] = *head.open_step;
-  return document;
 }
 
 nlohmann::json ToJson(const absl::Status& error) {
@@ -150,3 +103,36 @@ void Output::PrintError(const absl::Status& status) const {
 }
 
 }  // namespace headwater::ctl
+
+namespace headwater::client {
+
+void to_json(nlohmann::json& document, const HeadSpec& spec) {
+  document = {{"vocab_size", spec.vocab_size},
+              {"hidden_size", spec.hidden_size},
+              {"data_type", DataTypeName(spec.data_type)},
+              {"has_bias", spec.has_bias},
+              {"logit_scale", spec.logit_scale},
+              {"softcap", spec.softcap},
+              {"valid_vocab_size", spec.valid_vocab_size.value_or(spec.vocab_size)},
+              {"trainable", spec.trainable},
+              {"optimizer", ctl::OptimizerName(spec.optimizer)},
+              {"staging_slots", spec.staging_slots.value_or(spec.trainable ? 1 : 0)},
+              {"parallelism", ParallelismName(spec.parallelism)}};
+}
+
+void to_json(nlohmann::json& document, const HeadInfo& head) {
+  document = {{"name", head.name},
+              {"spec", head.spec},
+              {"state", HeadStateName(head.state)},
+              {"epoch", ctl::FormatHex(head.epoch)},
+              {"weight_version", head.weight_version},
+              {"weight_checksum", ctl::FormatHex(head.weight_checksum)},
+              {"restored_checkpoint", nullptr},
+              {"open_step", head.open_step},
+              {"shards", head.shards},
+              {"memory_plan", head.memory_plan},
+              {"create_time", absl::FormatTime(absl::FromChrono(head.create_time), absl::UTCTimeZone())}};
+  if (!head.restored_checkpoint.empty()) document["restored_checkpoint"] = head.restored_checkpoint;
+}
+
+}  // namespace headwater::client

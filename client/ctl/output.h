@@ -3,11 +3,31 @@
 #define HEADWATER_CLIENT_CTL_OUTPUT_H_
 
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "headwater/client/types.h"
+
+// Absent values are null in JSON.
+template <typename Value>
+struct nlohmann::adl_serializer<std::optional<Value>> {
+  static void to_json(json& document, const std::optional<Value>& value) { document = value.has_value() ? json(*value) : json(); }
+};
+
+namespace headwater::client {
+
+// As JSON, by the fields' names.
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DeviceInfo, name, model, memory_budget_bytes, memory_planned_bytes)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(VocabShard, vocab_start, vocab_end, device)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(MemoryPlan::Item, purpose, bytes)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(MemoryPlan, items, total_bytes, available_bytes, token_chunk_rows)
+// Likewise, bytes in hexadecimal.
+void to_json(nlohmann::json& document, const HeadSpec& spec);
+void to_json(nlohmann::json& document, const HeadInfo& head);
+
+}  // namespace headwater::client
 
 namespace headwater::ctl {
 
@@ -36,9 +56,6 @@ class Output {
 // An error of a command that knows better what to do about it than its code and reason tell.
 absl::Status WithHint(absl::Status status, const std::string& hint);
 
-// A head as JSON: bytes in hexadecimal, sizes as numbers.
-nlohmann::json ToJson(const client::HeadInfo& head);
-nlohmann::json ToJson(const client::MemoryPlan& plan);
 // An error as JSON: code, reason, message, metadata and a hint what to do, which is empty if there is none.
 nlohmann::json ToJson(const absl::Status& error);
 // "adamw", "sgd", "none".

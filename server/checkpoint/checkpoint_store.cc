@@ -15,9 +15,9 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/planned_bytes.h"
 #include "server/checkpoint/manifest.h"
-#include "server/checkpoint/xxh3.h"
 #include "server/model_files/safetensors.h"
 #include "server/model_files/strict_json.h"
+#include "server/model_files/xxh3.h"
 #include "server/observability/logging.h"
 
 namespace headwater::checkpoint {
@@ -183,7 +183,7 @@ class HashedFile {
 
  private:
   std::unique_ptr<WritableFile> file_;
-  Xxh3Hasher hasher_;
+  model_files::Xxh3Hasher hasher_;
   int64_t bytes_ = 0;
 };
 
@@ -196,7 +196,7 @@ absl::Status WriteWholeFile(FileSystem& files, const std::string& path, const st
 }
 
 absl::StatusOr<std::string> HashFile(const ReadableFile& file) {
-  Xxh3Hasher hasher;
+  model_files::Xxh3Hasher hasher;
   const absl::StatusOr<PlannedBytes> buffer = AllocatePlanned(std::min(file.size(), kPieceBytes));
   if (!buffer.ok()) return buffer.status();
   for (int64_t offset = 0; offset < file.size(); offset += kPieceBytes) {

@@ -6,8 +6,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "headwater/kernels/error.h"
-#include "server/checkpoint/xxh3.h"
 #include "server/model_files/strict_json.h"
+#include "server/model_files/xxh3.h"
 
 namespace headwater::checkpoint {
 namespace {
@@ -191,7 +191,7 @@ std::string FormatManifest(const Manifest& manifest) {
                      {"numerics", manifest.info.numerics},
                      {"files", files}};
   const std::string text = body.dump();
-  Xxh3Hasher hasher;
+  model_files::Xxh3Hasher hasher;
   hasher.Update(text.data(), static_cast<int64_t>(text.size()));
   const json document = {{"checksum", hasher.HexDigest()}, {"manifest", body}};
   return document.dump(1) + "\n";
@@ -210,7 +210,7 @@ absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
   const json* body = FindMember(*document, "manifest", json::value_t::object);
   if (checksum == nullptr || body == nullptr) return CorruptError(absl::StrCat(kManifestTitle, " lacks `checksum` or `manifest`"));
   const std::string text = body->dump(-1, ' ', false, json::error_handler_t::replace);
-  Xxh3Hasher hasher;
+  model_files::Xxh3Hasher hasher;
   hasher.Update(text.data(), static_cast<int64_t>(text.size()));
   if (checksum->get<std::string>() != hasher.HexDigest())
     return CorruptError(absl::StrCat(kManifestTitle, " does not match its checksum"));

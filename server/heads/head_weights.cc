@@ -9,11 +9,11 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/planned_bytes.h"
 #include "server/checkpoint/checkpoint_store.h"
-#include "server/checkpoint/xxh3.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
 #include "server/heads/head_entry.h"
 #include "server/heads/numerics.h"
+#include "server/model_files/xxh3.h"
 #include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
@@ -158,7 +158,7 @@ absl::Status Head::WriteTensors(const std::vector<TensorUpdate>& updates, bool& 
 }
 
 absl::StatusOr<std::string> Head::ChecksumWeight() const {
-  checkpoint::Xxh3Hasher hasher;
+  model_files::Xxh3Hasher hasher;
   const int64_t element_bytes = ElementBytes(spec_.data_type);
   const int64_t total = engine_head_->ElementCount(HeadTensor::kWeight);
   const int64_t piece = kTensorPieceBytes / element_bytes;
@@ -263,7 +263,7 @@ absl::StatusOr<ReplaceReply> Head::Replace(const StepKey& key, const ShadowTenso
     return status;
   }
   if (absl::Status status = CheckTensorBytes(tensor.tensor, tensor.data_type, tensor.byte_count); !status.ok()) return status;
-  checkpoint::Xxh3Hasher hasher;
+  model_files::Xxh3Hasher hasher;
   hasher.Update(tensor.data.get(), tensor.byte_count);
   const std::string checksum = absl::StrCat(DataTypeName(tensor.data_type), ":", hasher.Digest());
 

@@ -8,7 +8,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
-#include "server/checkpoint/xxh3.h"
+#include "server/model_files/xxh3.h"
 #include "server/service/field_check.h"
 #include "server/service/retry_after.h"
 
@@ -79,7 +79,7 @@ absl::StatusOr<std::shared_ptr<const uint8_t>> UploadStore::Lease::Complete() {
   }
   const std::string& expected = upload_->request.checksum;
   if (expected.empty()) return bytes;
-  checkpoint::Xxh3Hasher hasher;
+  model_files::Xxh3Hasher hasher;
   hasher.Update(bytes.get(), upload_->request.total_bytes);
   const std::string actual = hasher.Digest();
   if (actual == expected) return bytes;

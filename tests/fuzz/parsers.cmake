@@ -17,7 +17,6 @@ set(parser_sources
   ${product}/server/checkpoint/file_system.cc
   ${product}/server/checkpoint/manifest.cc
   ${product}/server/checkpoint/weights_reader.cc
-  ${product}/server/checkpoint/xxh3.cc
   ${product}/server/heads/head_name.cc
   ${product}/server/model_files/file_source.cc
   ${product}/server/model_files/head_tensors.cc
@@ -25,6 +24,7 @@ set(parser_sources
   ${product}/server/model_files/readable_file.cc
   ${product}/server/model_files/safetensors.cc
   ${product}/server/model_files/strict_json.cc
+  ${product}/server/model_files/xxh3.cc
   ${product}/server/observability/line_writer.cc
   ${product}/server/observability/logging.cc
   ${product}/server/scheduler/repeated_task.cc

@@ -196,7 +196,7 @@ bool Call::AwaitSeal() {
   if (mode_ == CallMode::kNormal && !heads_.empty()) seal.mutable_head()->set_head_epoch(heads_[0].epoch);
   *seal.mutable_expected() = apply.expected();
   seal.set_wait(true);
-  RunInner(kSealStep, seal, [this](absl::StatusOr<Answer> answer) {
+  RunInner(seal, [this](absl::StatusOr<Answer> answer) {
     if (!answer.ok()) return Failed(answer.status());
     sealed_ = true;
     Leave();
@@ -207,14 +207,7 @@ bool Call::AwaitSeal() {
 
 void Call::FillIn() {
   // Calls of a recovery carry the epochs that it has found.
-  if (mode_ == CallMode::kNormal) {
-    SetEpochs(*message_, [this](const NamedHead& head) -> std::string {
-      if (head.epoch.empty()) return "";
-      const auto use =
-          std::find_if(heads_.begin(), heads_.end(), [&](const HeadUse& known) { return known.state->name == head.name; });
-      return use == heads_.end() ? "" : use->epoch;
-    });
-  }
+  if (mode_ == CallMode::kNormal) SetEpochs(*message_, heads_);
   if (method_.session != InSession::kNo) SetText(*message_, "session_id", session_id_);
   if (method_.record == Record::kSeal && is_repetition()) static_cast<v1::SealStepRequest&>(*message_).set_wait(true);
   const std::optional<int64_t> id = micro_batch();
@@ -255,9 +248,8 @@ void Call::BeginAfter(std::chrono::nanoseconds delay) {
   RunLocked(core_->timers(), delay, [this] { TryBegin(); });
 }
 
-void Call::RunInner(const char* path, const Message& message, Done go_on) {
-  Request request{
-      .method = FindMethod(path, &message), .message = std::unique_ptr<Message>(message.New()), .deadline = retry_.deadline()};
+void Call::RunInner(const Message& message, Done go_on) {
+  Request request{.method = &MethodOf(message), .message = std::unique_ptr<Message>(message.New()), .deadline = retry_.deadline()};
   request.message->CopyFrom(message);
   request.patient = is_patient_;
   request.is_background = is_background_;
@@ -362,7 +354,7 @@ void Call::Record(const Message& answer) {
   }
   if (method_.shape == Shape::kUpload) {
     entry.part = static_cast<const v1::UploadWeightsHeader&>(*message_).tensor();
-    if (!log.HasRoomFor(heads_, memory_.rows.row_count * memory_.rows.row_bytes())) return;
+    if (!log.HasRoomFor(heads_, memory_.rows.bytes())) return;
   }
   absl::StatusOr<std::shared_ptr<const LoggedCall>> call = CopyForLog(*core_, method_, *message_, memory_);
   if (!call.ok()) return log.Drop(heads_, Sentence(call.status()));  // a recovery would repeat the step without it
@@ -392,7 +384,7 @@ bool Call::TakeNews(const Message& answer) {
     return false;
   }
   // Asked afterwards: if the server was started again in between, the epoch is not followed, rather than wrongly.
-  RunInner(kGetServerInfo, v1::GetServerInfoRequest(), [this, head = *head, before](absl::StatusOr<Answer> info) {
+  RunInner(v1::GetServerInfoRequest(), [this, head = *head, before](absl::StatusOr<Answer> info) {
     if (!info.ok() && before == nullptr) return End(info.status());
     const std::string incarnation = info.ok() ? static_cast<const v1::ServerInfo&>(*info->message).incarnation() : "";
     core_->head_states().Introduce(head, incarnation, before);
@@ -405,12 +397,11 @@ void Call::RecoverFrom(const absl::Status& cause) {
   if (!Until().Check().ok()) return End(EndedInRecovery(Until()));
   if (IsRecovered(heads_)) return BeginAfter(kAtOnce);
   ReplayLog& log = core_->replay_log();
-  std::optional<ReplayLog::Gate> gate = log.TryClose();
-  if (!gate.has_value()) return Await([&log] { return log.recovering(); }, [this, cause] { RecoverFrom(cause); });
-  const auto closed = std::make_shared<ReplayLog::Gate>(*std::move(gate));
+  ReplayLog::Gate gate = log.TryClose();
+  if (gate == nullptr) return Await([&log] { return log.recovering(); }, [this, cause] { RecoverFrom(cause); });
   std::lock_guard<std::mutex> lock(mutex_);
-  RunLocked(core_->recoveries(), kAtOnce, [this, cause, closed] {
-    absl::Status recovered = Recover(*core_, std::move(*closed), heads_, cause, Until());
+  RunLocked(core_->recoveries(), kAtOnce, [this, cause, gate = std::move(gate)]() mutable {
+    absl::Status recovered = Recover(*core_, std::move(gate), heads_, cause, Until());
     recovered.ok() ? BeginAfter(kAtOnce) : End(std::move(recovered));
   });
 }

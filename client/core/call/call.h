@@ -90,7 +90,7 @@ class Call : public std::enable_shared_from_this<Call> {
   void End(absl::StatusOr<Answer> result);
 
   // Makes a call on behalf of this one; go_on(answer) runs at its end.
-  void RunInner(const char* path, const google::protobuf::Message& message, Done go_on);
+  void RunInner(const google::protobuf::Message& message, Done go_on);
 
   bool is_loss() const { return method_.record == Record::kLoss; }
   std::optional<int64_t> micro_batch() const;

@@ -3,8 +3,6 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/support/byte_buffer.h>
 
-#include <optional>
-
 #include "client/core/core.h"
 #include "client/core/rows/tensor_exchanges.h"
 #include "client/core/rows/transfer/chunk_wire.h"
@@ -64,7 +62,7 @@ class TeacherExchange : public RowsCall {
     request.method = "/headwater.v1.LossService/StreamTeacher";
     request.first_message = first_.SerializeAsString();
     request.answer_is_message = true;
-    if (rows_.row_count * rows_.row_bytes() > 0) {
+    if (rows_.bytes() > 0) {
       OutgoingRows& rows = request.rows.emplace_back();
       rows = {v1::CHUNK_ROLE_TEACHER_HIDDEN, 0, nullptr, rows_.row_count, rows_.row_bytes(), 0};
       HEADWATER_RETURN_IF_ERROR(BringToHost(rows_, cuda_stream_, &rows));
@@ -102,6 +100,16 @@ bool WantsGradHidden(const v1::MicroBatchHeader& header) {
 
 v1::DataType GradHiddenType(const v1::MicroBatchHeader& header) {
   return header.grad_hidden_data_type() == v1::DATA_TYPE_UNSPECIFIED ? header.data_type() : header.grad_hidden_data_type();
+}
+
+void ClearTransfer(v1::MicroBatchHeader& header) {
+  header.clear_transfer_id();
+  header.clear_stripe_count();
+  header.clear_hidden_rows();
+  header.clear_grad_hidden_rows();
+  for (v1::LossTerm& term : *header.mutable_terms()) {
+    if (term.has_teacher_hidden()) term.mutable_teacher_hidden()->clear_rows();
+  }
 }
 
 std::unique_ptr<Exchange> MakeExchange(Core& core, const Method& method, const google::protobuf::Message& request,

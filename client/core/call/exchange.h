@@ -9,10 +9,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/core/call/method_table.h"
 #include "client/core/link/channel.h"
@@ -70,6 +68,8 @@ absl::StatusOr<std::unique_ptr<google::protobuf::Message>> CopyOf(const google::
 // What a header asks for, and in which type.
 bool WantsGradHidden(const v1::MicroBatchHeader& header);
 v1::DataType GradHiddenType(const v1::MicroBatchHeader& header);
+// Takes out what an attempt fills in of how its rows travel.
+void ClearTransfer(v1::MicroBatchHeader& header);
 
 // Bytes that a result takes in memory of this side are RESOURCE_EXHAUSTED when the attempt starts, or comes to know of them.
 std::unique_ptr<Exchange> MakeExchange(Core& core, const Method& method, const google::protobuf::Message& request,

@@ -7,7 +7,6 @@
 #include <optional>
 #include <string>
 
-#include "absl/strings/string_view.h"
 #include "google/protobuf/message.h"
 
 namespace headwater::client::internal {

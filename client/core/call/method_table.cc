@@ -1,5 +1,8 @@
 #include "client/core/call/method_table.h"
 
+#include <algorithm>
+#include <vector>
+
 #include "client/core/call/messages.h"
 #include "google/protobuf/empty.pb.h"
 #include "headwater/v1/head_service.pb.h"
@@ -73,19 +76,19 @@ const std::vector<Row>& Rows() {
       {ValidatesOnly, Make<v1::CreateHeadRequest, v1::CreateHeadResponse>(HEADS "CreateHead", kSafe)},
       // Only the first answer says that the head is new, and wants its weights.
       {Always, With(kDescribed, Make<v1::CreateHeadRequest, v1::CreateHeadResponse>(HEADS "CreateHead", kIfNothingWasDone))},
-      {Always, With(kDescribed, Make<v1::GetHeadRequest, v1::Head>(kGetHead, kSafe))},
+      {Always, With(kDescribed, Make<v1::GetHeadRequest, v1::Head>(HEADS "GetHead", kSafe))},
       {Always, Make<v1::ListHeadsRequest, v1::ListHeadsResponse>(HEADS "ListHeads", kSafe)},
       {Always, With(kDeleted, Make<v1::DeleteHeadRequest, v1::DeleteHeadResponse>(HEADS "DeleteHead", kIfNothingWasDone))},
       // A repeat of a conditional one would find the epoch that the first one has made.
-      {HasEpoch, With(kReplaced, Make<v1::TakeHeadRequest, v1::Head>(kTakeHead, kIfNothingWasDone))},
-      {Always, With(kReplaced, Make<v1::TakeHeadRequest, v1::Head>(kTakeHead, kSafe))},
+      {HasEpoch, With(kReplaced, Make<v1::TakeHeadRequest, v1::Head>(HEADS "TakeHead", kIfNothingWasDone))},
+      {Always, With(kReplaced, Make<v1::TakeHeadRequest, v1::Head>(HEADS "TakeHead", kSafe))},
       {ClosesStep, As(Shape::kUpload, Following(Make<v1::UploadWeightsHeader, v1::Head>(HEADS "UploadWeights", kSafe), kClose))},
       {Always, As(Shape::kUpload, With(kReplaced, Make<v1::UploadWeightsHeader, v1::Head>(HEADS "UploadWeights", kUntilSent)))},
       {Always, With(kReplaced, Make<v1::LoadWeightsRequest, v1::Head>(HEADS "LoadWeights", kIfNothingWasDone))},
       {Always, As(Shape::kDownload,
                   Following(Make<v1::DownloadWeightsRequest, v1::DownloadTensorHeader>(HEADS "DownloadWeights", kSafe)))},
       {Always, Settling(Following(Make<v1::GetStepRequest, v1::GetStepResponse>(HEADS "GetStep", kSafe)))},
-      {Always, Following(Make<v1::SealStepRequest, v1::SealStepResponse>(kSealStep, kSafe), kSeal)},
+      {Always, Following(Make<v1::SealStepRequest, v1::SealStepResponse>(HEADS "SealStep", kSafe), kSeal)},
       {Always, Following(Make<v1::ApplyOptimizerStepRequest, v1::ApplyOptimizerStepResponse>(HEADS "ApplyOptimizerStep", kSafe),
                          kApply)},
       {Always,
@@ -104,8 +107,8 @@ const std::vector<Row>& Rows() {
       {Always, As(Shape::kTeacher, Make<v1::StreamTeacherHeader, v1::StreamTeacherResponse>(LOSS "StreamTeacher", kSafe))},
       {Always,
        Following(Make<v1::CommitMicroBatchRequest, v1::CommitMicroBatchResponse>(LOSS "CommitMicroBatch", kSafe), kCommit)},
-      {Always, Following(Make<v1::DiscardMicroBatchRequest, v1::DiscardMicroBatchResponse>(kDiscardMicroBatch, kSafe), kDiscard)},
-      {Always, Make<v1::GetServerInfoRequest, v1::ServerInfo>(kGetServerInfo, kSafe)},
+      {Always, Following(Make<v1::DiscardMicroBatchRequest, v1::DiscardMicroBatchResponse>(LOSS "DiscardMicroBatch", kSafe), kDiscard)},
+      {Always, Make<v1::GetServerInfoRequest, v1::ServerInfo>("/headwater.v1.SessionService/GetServerInfo", kSafe)},
       // Of grpc.health.v1, whose messages the core need not read.
       {Always,
        [] {
@@ -122,11 +125,18 @@ const std::vector<Row>& Rows() {
 
 }  // namespace
 
-const Method* FindMethod(const std::string& path, const Message* message) {
+const Method* FindMethod(const std::string& path) {
   for (const Row& row : Rows()) {
-    if (path == row.method.path && (message == nullptr || row.when(*message))) return &row.method;
+    if (path == row.method.path) return &row.method;
   }
   return nullptr;
+}
+
+const Method& MethodOf(const Message& request) {
+  const auto is_for = [&request](const Row& row) {
+    return row.method.request->GetDescriptor() == request.GetDescriptor() && row.when(request);
+  };
+  return std::find_if(Rows().begin(), Rows().end(), is_for)->method;
 }
 
 }  // namespace headwater::client::internal

@@ -60,15 +60,10 @@ struct Method {
   bool patient = true;
 };
 
-// The method of that path for such a message; null if there is none.
-const Method* FindMethod(const std::string& path, const google::protobuf::Message* message = nullptr);
-
-// Paths of methods that the core calls itself.
-inline constexpr char kGetHead[] = "/headwater.v1.HeadService/GetHead";
-inline constexpr char kTakeHead[] = "/headwater.v1.HeadService/TakeHead";
-inline constexpr char kSealStep[] = "/headwater.v1.HeadService/SealStep";
-inline constexpr char kGetServerInfo[] = "/headwater.v1.SessionService/GetServerInfo";
-inline constexpr char kDiscardMicroBatch[] = "/headwater.v1.LossService/DiscardMicroBatch";
+// A method of that path; null if there is none.
+const Method* FindMethod(const std::string& path);
+// The method whose request, or header, the message is.
+const Method& MethodOf(const google::protobuf::Message& request);
 
 }  // namespace headwater::client::internal
 

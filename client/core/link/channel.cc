@@ -3,8 +3,6 @@
 #include <grpc/grpc.h>
 #include <grpcpp/create_channel_posix.h>
 
-#include <utility>
-
 #include "client/core/link/security.h"
 #include "client/core/link/target.h"
 

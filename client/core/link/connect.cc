@@ -12,7 +12,6 @@
 #include "client/core/link/error.h"
 #include "client/core/link/security.h"
 #include "client/core/link/target.h"
-#include "headwater/client/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "headwater/v1/session_service.grpc.pb.h"
 

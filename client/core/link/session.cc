@@ -25,18 +25,11 @@ nanoseconds RenewalPause(nanoseconds lease) { return std::max(lease / 3, kShorte
 }  // namespace
 
 void Session::Close(Deadline deadline) {
-  std::shared_ptr<Opening> opening;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
-    if (renewal_ != nullptr) renewal_->TryCancel();
+    if (call_ != nullptr) call_->TryCancel();
     changed_.notify_all();
-    opening = opening_;
-  }
-  if (opening != nullptr) {
-    opening->context.TryCancel();  // without the lock: gRPC may call back at once
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return opening->over; });
   }
   if (thread_.joinable()) thread_.join();
   const std::string id = std::exchange(id_, "");
@@ -56,19 +49,18 @@ absl::StatusOr<std::string> Session::Id(const Wait& wait) {
     if (!id_.empty()) return id_;
     if (stopping_) return absl::FailedPreconditionError("the client is closed");
     HEADWATER_RETURN_IF_ERROR(wait.Check());
-    std::shared_ptr<Opening> opening = opening_;
-    const bool mine = opening == nullptr || opening->over;
+    const bool mine = !std::exchange(is_wanted_, true);
     if (mine) {
-      if (stub_ == nullptr) stub_ = v1::SessionService::NewStub(MakeChannel(target_, options_));
-      opening = opening_ = std::make_shared<Opening>();
-      lock.unlock();  // gRPC may call back at once
-      Open(opening.get(), wait.deadline);
-      lock.lock();
+      opening_deadline_ = std::max<Deadline>(wait.deadline, std::chrono::system_clock::now() + kOpenTimeout);
+      if (!thread_.joinable()) thread_ = std::thread([this] { Run(); });
+      changed_.notify_all();
     }
-    if (!changed_.wait_until(lock, wait.cancel, wait.deadline, [&] { return opening->over; })) return wait.Ended();
-    if (opening->status.ok()) return opening->response.session_id();
+    const int64_t before = opening_count_;
+    if (!changed_.wait_until(lock, wait.cancel, wait.deadline, [&] { return opening_count_ > before || stopping_; })) {
+      return wait.Ended();
+    }
     // Another one's opening may have been made for a deadline that was nearer.
-    if (mine || !absl::IsDeadlineExceeded(opening->status)) return opening->status;
+    if (!opening_status_.ok() && (mine || !absl::IsDeadlineExceeded(opening_status_))) return opening_status_;
   }
 }
 
@@ -77,73 +69,73 @@ std::string Session::OpenId() const {
   return id_;
 }
 
-void Session::Open(Opening* opening, Deadline deadline) {
-  opening->context.set_deadline(std::max<Deadline>(deadline, std::chrono::system_clock::now() + kOpenTimeout));
-  opening->request.set_client_name(options_.client_name);
-  *opening->request.mutable_lease() = ToProto(options_.session_lease);
-  stub_->async()->OpenSession(&opening->context, &opening->request, &opening->response,
-                              [this, opening](const grpc::Status& answer) noexcept { Opened(opening, answer); });
-}
-
-void Session::Opened(Opening* opening, const grpc::Status& answer) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  // A session that is not taken ends with its lease.
-  opening->status = TakeAnswer(*opening, answer);
-  opening->over = true;
-  changed_.notify_all();
-}
-
-absl::Status Session::TakeAnswer(const Opening& opening, const grpc::Status& answer) {
-  if (!answer.ok()) return FromGrpcStatus(answer, target_);
-  if (opening.response.session_id().empty()) return MakeAnswerError("a session without an id");
-  lease_ = FromProto(opening.response.lease());
-  // Before there is an id: one that nobody keeps alive would be used until its lease ends. The thread waits for the lock.
-  if (!thread_.joinable()) thread_ = std::thread([this] { KeepAlive(); });
-  id_ = opening.response.session_id();
-  return absl::OkStatus();
-}
-
 void Session::Forget(const std::string& id) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (id_ == id) id_.clear();
 }
 
-void Session::KeepAlive() {
+template <typename Request, typename Response>
+absl::Status Session::Call(std::unique_lock<std::mutex>& lock, Deadline deadline, const Request& request, Response* response,
+                           grpc::Status (v1::SessionService::Stub::*method)(grpc::ClientContext*, const Request&, Response*)) {
+  grpc::ClientContext context;
+  context.set_deadline(deadline);
+  call_ = &context;
+  lock.unlock();
+  if (stub_ == nullptr) stub_ = v1::SessionService::NewStub(MakeChannel(target_, options_));
+  const grpc::Status status = (*stub_.*method)(&context, request, response);
+  lock.lock();
+  call_ = nullptr;
+  return status.ok() ? absl::OkStatus() : FromGrpcStatus(status, target_);
+}
+
+void Session::Open(std::unique_lock<std::mutex>& lock) {
+  v1::OpenSessionRequest request;
+  request.set_client_name(options_.client_name);
+  *request.mutable_lease() = ToProto(options_.session_lease);
+  v1::OpenSessionResponse response;
+  opening_status_ = Call(lock, opening_deadline_, request, &response, &v1::SessionService::Stub::OpenSession);
+  if (opening_status_.ok() && response.session_id().empty()) opening_status_ = MakeAnswerError("a session without an id");
+  if (opening_status_.ok()) {
+    lease_ = FromProto(response.lease());
+    id_ = response.session_id();
+  }
+  is_wanted_ = false;
+  ++opening_count_;
+  changed_.notify_all();
+}
+
+nanoseconds Session::Renew(std::unique_lock<std::mutex>& lock, const std::string& id) {
+  v1::KeepAliveRequest request;
+  request.set_session_id(id);
+  v1::KeepAliveResponse response;
+  // A server that hangs is asked again before the lease ends.
+  const absl::Status status =
+      Call(lock, DeadlineIn(RenewalPause(lease_)), request, &response, &v1::SessionService::Stub::KeepAlive);
+  if (status.ok()) {
+    if (response.has_lease()) lease_ = FromProto(response.lease());
+    return RenewalPause(lease_);
+  }
+  if (ErrorReason(status) == "SESSION_NOT_FOUND") {
+    if (id_ == id) id_.clear();
+    lock.unlock();
+    on_lost_();
+    lock.lock();
+  }
+  return std::clamp(lease_ / 10, kShortestPause, kRetryPause);
+}
+
+void Session::Run() {
   std::unique_lock<std::mutex> lock(mutex_);
   nanoseconds pause{0};
   std::string id;  // of the session that `pause` is for
   while (!stopping_) {
     if (id_.empty()) {
-      changed_.wait(lock);
-      continue;
-    }
-    if (id != id_) {
+      is_wanted_ ? Open(lock) : changed_.wait(lock);
+    } else if (id != id_) {
       id = id_;
       pause = RenewalPause(lease_);
-    }
-    if (changed_.wait_for(lock, pause, [&] { return stopping_ || id_ != id; })) continue;
-    grpc::ClientContext context;
-    // A server that hangs is asked again before the lease ends.
-    context.set_deadline(std::chrono::system_clock::now() +
-                         std::chrono::duration_cast<std::chrono::system_clock::duration>(RenewalPause(lease_)));
-    v1::KeepAliveRequest request;
-    request.set_session_id(id);
-    v1::KeepAliveResponse response;
-    renewal_ = &context;
-    lock.unlock();
-    const grpc::Status status = stub_->KeepAlive(&context, request, &response);
-    lock.lock();
-    renewal_ = nullptr;
-    if (status.ok()) {
-      if (response.has_lease()) lease_ = FromProto(response.lease());
-      pause = RenewalPause(lease_);
-    } else if (ErrorReason(FromGrpcStatus(status, target_)) == "SESSION_NOT_FOUND") {
-      if (id_ == id) id_.clear();
-      lock.unlock();
-      on_lost_();
-      lock.lock();
-    } else {
-      pause = std::clamp(lease_ / 10, kShortestPause, kRetryPause);
+    } else if (!changed_.wait_for(lock, pause, [&] { return stopping_ || id_ != id; })) {
+      pause = Renew(lock, id);
     }
   }
 }

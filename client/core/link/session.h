@@ -45,20 +45,16 @@ class Session {
   void Forget(const std::string& id);
 
  private:
-  // An OpenSession. It belongs to this object, as gRPC's threads must never hold the last reference to a channel.
-  struct Opening {
-    grpc::ClientContext context;
-    v1::OpenSessionRequest request;
-    v1::OpenSessionResponse response;
-    bool over = false;  // these two guarded by mutex_
-    absl::Status status;
-  };
-
-  void Open(Opening* opening, Deadline deadline);
-  void Opened(Opening* opening, const grpc::Status& answer);
-  // What becomes of the session that the server has, or has not, opened. Under the lock.
-  absl::Status TakeAnswer(const Opening& opening, const grpc::Status& answer);
-  void KeepAlive();
+  // The session's thread: opens the session when it is wanted, and renews its lease.
+  void Run();
+  // These two, and Call(), with the lock, which they let go of while the server is asked.
+  void Open(std::unique_lock<std::mutex>& lock);
+  // How long to wait until the next renewal.
+  std::chrono::nanoseconds Renew(std::unique_lock<std::mutex>& lock, const std::string& id);
+  // Makes a blocking call, which Close() cancels.
+  template <typename Request, typename Response>
+  absl::Status Call(std::unique_lock<std::mutex>& lock, Deadline deadline, const Request& request, Response* response,
+                    grpc::Status (v1::SessionService::Stub::*method)(grpc::ClientContext*, const Request&, Response*));
 
   const std::string target_;
   const ClientOptions options_;
@@ -67,12 +63,15 @@ class Session {
   mutable std::mutex mutex_;
   std::condition_variable_any changed_;
   std::unique_ptr<v1::SessionService::Stub> stub_;  // made with the first opening
-  std::shared_ptr<Opening> opening_;                // the last one
+  bool is_wanted_ = false;                          // an opening is to be made, or under way
+  Deadline opening_deadline_{};
+  int64_t opening_count_ = 0;    // that have ended
+  absl::Status opening_status_;  // of the last one
   std::string id_;
   std::chrono::nanoseconds lease_{0};
-  grpc::ClientContext* renewal_ = nullptr;  // the KeepAlive that is under way
+  grpc::ClientContext* call_ = nullptr;  // the one that is under way
   bool stopping_ = false;
-  std::thread thread_;
+  std::thread thread_;  // runs from the first opening on
 };
 
 }  // namespace headwater::client::internal

@@ -65,7 +65,7 @@ void Abandoned::DiscardNext() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (stopping_) return;
-    Request request{.method = FindMethod(kDiscardMicroBatch),
+    Request request{.method = &MethodOf(left_.front()),
                     .message = std::make_unique<v1::DiscardMicroBatchRequest>(left_.front()),
                     .deadline = DeadlineIn(core_.options().timeout),
                     .is_background = true};

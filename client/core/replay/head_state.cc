@@ -109,6 +109,13 @@ void HeadState::TakeAttempts(const HeadState& other) {
   attempts_ = other.attempts_;
 }
 
+void SetEpochs(google::protobuf::Message& message, const HeadUses& heads) {
+  SetEpochs(message, [&heads](const NamedHead& head) -> std::string {
+    const auto use = std::find_if(heads.begin(), heads.end(), [&](const HeadUse& known) { return known.state->name == head.name; });
+    return head.epoch.empty() || use == heads.end() ? "" : use->epoch;
+  });
+}
+
 std::shared_ptr<HeadState> HeadStates::FindLocked(const std::string& name, const std::string& epoch) const {
   const auto named = states_.find(name);
   if (named == states_.end()) return nullptr;

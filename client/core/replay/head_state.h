@@ -106,6 +106,9 @@ struct HeadUse {
 
 using HeadUses = std::vector<HeadUse>;
 
+// Puts the epochs of `heads` in where a message names these heads with epochs.
+void SetEpochs(google::protobuf::Message& message, const HeadUses& heads);
+
 // All heads of a connection. Thread-safe.
 class HeadStates {
  public:

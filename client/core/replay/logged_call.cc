@@ -1,6 +1,5 @@
 #include "client/core/replay/logged_call.h"
 
-#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -20,7 +19,7 @@ absl::StatusOr<std::shared_ptr<const LoggedCall>> CopyForLog(Core& core, const M
   call->memory.rows = memory.rows;
   call->memory.teachers = memory.teachers;
   const auto take = [&](RowsView& view) -> absl::Status {
-    const int64_t bytes = view.row_count * view.row_bytes();
+    const int64_t bytes = view.bytes();
     if (bytes == 0 || view.data == nullptr) return absl::OkStatus();
     HEADWATER_ASSIGN_OR_RETURN(Bytes copy, Bytes::Allocate(bytes, "rows for the log"));
     if (view.memory == Memory::kHost) {
@@ -45,13 +44,10 @@ absl::StatusOr<std::shared_ptr<const LoggedCall>> CopyForLog(Core& core, const M
 
 absl::Status CallAgain(Core& core, const LoggedCall& call, const HeadUses& heads, const Wait& wait) {
   HEADWATER_ASSIGN_OR_RETURN(const auto message, CopyOf(*call.message));
-  SetEpochs(*message, [&heads](const NamedHead& head) -> std::string {
-    const auto use = std::find_if(heads.begin(), heads.end(), [&](const HeadUse& known) { return known.state->name == head.name; });
-    return head.epoch.empty() || use == heads.end() ? "" : use->epoch;
-  });
+  SetEpochs(*message, heads);
   // What the server has of an earlier one is gone.
   if (call.method->shape == Shape::kUpload) SetText(*message, "upload_id", RandomHexId());
-  return core.RunInner(*call.method, *message, call.memory, wait).status();
+  return core.RunInner(*message, call.memory, wait).status();
 }
 
 }  // namespace headwater::client::internal

@@ -56,7 +56,7 @@ class Recovery {
 
  private:
   absl::StatusOr<std::string> Incarnation() {
-    HEADWATER_ASSIGN_OR_RETURN(v1::ServerInfo info, core_.Ask<v1::ServerInfo>(kGetServerInfo, v1::GetServerInfoRequest(), wait_));
+    HEADWATER_ASSIGN_OR_RETURN(v1::ServerInfo info, core_.Ask<v1::ServerInfo>(v1::GetServerInfoRequest(), wait_));
     return info.incarnation();
   }
 
@@ -66,7 +66,7 @@ class Recovery {
   absl::StatusOr<v1::Head> Get(const std::string& name) {
     v1::GetHeadRequest request;
     request.set_name(name);
-    return core_.Ask<v1::Head>(kGetHead, request, wait_);
+    return core_.Ask<v1::Head>(request, wait_);
   }
 
   // How all heads came back. Those that did not, or are another run's by now, go from the log, and are not the call's to lose.
@@ -112,7 +112,7 @@ class Recovery {
         request.set_name(state.name);
         request.set_epoch(head.epoch());
         for (const std::string& epoch : state.lineage()) request.add_recovers_epochs(epoch);
-        absl::StatusOr<v1::Head> taken = core_.Ask<v1::Head>(kTakeHead, request, wait_);
+        absl::StatusOr<v1::Head> taken = core_.Ask<v1::Head>(request, wait_);
         // Another trainer was faster, or this one's answer was lost: the head is taken all the same, and tells by whose run.
         if (!taken.ok() && (absl::IsUnavailable(taken.status()) || ErrorReason(taken.status()) == "EPOCH_FENCED")) {
           taken = Get(state.name);

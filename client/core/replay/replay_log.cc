@@ -197,20 +197,19 @@ void ReplayLog::Forget(const HeadState& head) {
   Shorten();
 }
 
-std::optional<ReplayLog::Gate> ReplayLog::TryClose() {
+ReplayLog::Gate ReplayLog::TryClose() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (recovering_) return std::nullopt;
+  if (recovering_) return nullptr;
   recovering_ = true;
-  return Gate(this);
+  return Gate(this, [](ReplayLog* log) { log->Open(); });
 }
 
-ReplayLog::Gate::~Gate() {
-  if (log_ == nullptr) return;
+void ReplayLog::Open() {
   {
-    std::lock_guard<std::mutex> lock(log_->mutex_);
-    log_->recovering_ = false;
+    std::lock_guard<std::mutex> lock(mutex_);
+    recovering_ = false;
   }
-  log_->on_open_();
+  on_open_();
 }
 
 HeadUses ReplayLog::Heads() {

@@ -76,21 +76,10 @@ class ReplayLog {
   void Forget(const HeadState& head);
 
   // ---- for the recovery ----
-  // Keeps attempts and other recoveries out while it lives. Move-only.
-  class Gate {
-   public:
-    Gate(Gate&& other) noexcept : log_(std::exchange(other.log_, nullptr)) {}
-    Gate& operator=(Gate&&) = delete;
-    ~Gate();
-
-   private:
-    friend class ReplayLog;
-    explicit Gate(ReplayLog* log) : log_(log) {}
-
-    ReplayLog* log_;  // null after a move
-  };
-  // The gate, unless another recovery has it.
-  std::optional<Gate> TryClose();
+  // Keeps attempts and other recoveries out until its last copy goes.
+  using Gate = std::shared_ptr<ReplayLog>;
+  // The gate; null while another recovery has it.
+  Gate TryClose();
   // All heads of the log.
   HeadUses Heads();
   // `heads` and all that are connected with them by common calls.
@@ -101,6 +90,7 @@ class ReplayLog {
   std::vector<LogEntry> EntriesOf(const HeadUses& heads);
 
  private:
+  void Open();
   void BeginAfter(const HeadUses& heads);
   // Removes what the entry takes the place of; false: it adds nothing.
   bool MakeWayFor(const LogEntry& entry);

@@ -13,7 +13,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "client/core/call/messages.h"
 #include "client/core/core.h"
 #include "client/core/link/error.h"
 #include "client/core/link/random_id.h"
@@ -22,23 +21,21 @@
 namespace headwater::client::internal {
 namespace {
 
-int64_t SizeOf(const RowsView& rows) { return rows.row_count * rows.row_bytes(); }
-
 // XXH3-128, canonical (big-endian), 16 bytes.
 std::string Checksum(const RowsView& tensor) {
   XXH128_canonical_t canonical;
-  XXH128_canonicalFromHash(&canonical, XXH3_128bits(tensor.data, static_cast<size_t>(SizeOf(tensor))));
+  XXH128_canonicalFromHash(&canonical, XXH3_128bits(tensor.data, static_cast<size_t>(tensor.bytes())));
   return std::string(reinterpret_cast<const char*>(canonical.digest), sizeof(canonical.digest));
 }
 
 // Puts the next chunk of the rows, from `*offset` on, into a request; whether it is the last one.
 template <typename Message>
 bool PutChunk(const RowsView& rows, int64_t chunk_bytes, int64_t* offset, Message* request) {
-  const int64_t bytes = std::min(SizeOf(rows) - *offset, chunk_bytes);
+  const int64_t bytes = std::min(rows.bytes() - *offset, chunk_bytes);
   request->mutable_chunk()->set_offset_bytes(*offset);
   request->mutable_chunk()->set_data(static_cast<const unsigned char*>(rows.data) + *offset, static_cast<size_t>(bytes));
   *offset += bytes;
-  return *offset == SizeOf(rows);
+  return *offset == rows.bytes();
 }
 
 // What the attempts of a call share.
@@ -100,8 +97,8 @@ class UploadStream : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1
     bool start_chunks = false;
     if (response_.has_resume_offset_bytes() && !offset_known_) {
       const int64_t offset = response_.resume_offset_bytes();
-      if (offset < 0 || offset > SizeOf(tensor_)) {
-        return Fail(absl::StrCat("resume offset ", offset, " of ", SizeOf(tensor_), " bytes"));
+      if (offset < 0 || offset > tensor_.bytes()) {
+        return Fail(absl::StrCat("resume offset ", offset, " of ", tensor_.bytes(), " bytes"));
       }
       offset_known_ = true;
       std::lock_guard<std::mutex> lock(mutex_);
@@ -129,7 +126,7 @@ class UploadStream : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1
   // the write before.
   void WriteNext() {
     shared_.sent = *offset_;
-    if (*offset_ == SizeOf(tensor_)) {
+    if (*offset_ == tensor_.bytes()) {
       if (!half_closed_) StartWritesDone();
       half_closed_ = true;
       return;
@@ -174,12 +171,12 @@ class GradientStream : public grpc::ClientWriteReactor<v1::AddGradientRequest> {
   void Start(const google::protobuf::Message& header, grpc::ClientContext* context) {
     *request_.mutable_header() = static_cast<const v1::AddGradientHeader&>(header);
     shared_.core.heads().async()->AddGradient(context, &response_, this);
-    SizeOf(rows_) == 0 ? StartWriteLast(&request_, grpc::WriteOptions()) : StartWrite(&request_);
+    rows_.bytes() == 0 ? StartWriteLast(&request_, grpc::WriteOptions()) : StartWrite(&request_);
     StartCall();
   }
 
   void OnWriteDone(bool ok) noexcept override {
-    if (!ok || offset_ == SizeOf(rows_)) return;  // not ok: the server has answered, or the connection broke; OnDone tells
+    if (!ok || offset_ == rows_.bytes()) return;  // not ok: the server has answered, or the connection broke; OnDone tells
     const bool last = PutChunk(rows_, shared_.core.options().chunk_bytes, &offset_, &request_);
     last ? StartWriteLast(&request_, grpc::WriteOptions()) : StartWrite(&request_);
   }
@@ -316,16 +313,16 @@ absl::Status CheckRows(const std::string& field, const RowsView& rows) {
 
 void Describe(const RowsView& tensor, v1::UploadWeightsHeader* header) {
   if (header->upload_id().empty()) header->set_upload_id(RandomHexId());
-  header->set_total_bytes(SizeOf(tensor));
+  header->set_total_bytes(tensor.bytes());
   header->set_checksum(Checksum(tensor));
 }
 
 std::unique_ptr<Exchange> MakeUploadExchange(Core& core, const RowsView& tensor) {
-  return std::make_unique<StreamExchange<UploadStream, RowsView>>(core, tensor, SizeOf(tensor));
+  return std::make_unique<StreamExchange<UploadStream, RowsView>>(core, tensor, tensor.bytes());
 }
 
 std::unique_ptr<Exchange> MakeGradientExchange(Core& core, const RowsView& rows) {
-  return std::make_unique<StreamExchange<GradientStream, RowsView>>(core, rows, SizeOf(rows));
+  return std::make_unique<StreamExchange<GradientStream, RowsView>>(core, rows, rows.bytes());
 }
 
 std::unique_ptr<Exchange> MakeDownloadExchange(Core& core, const google::protobuf::Message& request, const RowsView& result) {

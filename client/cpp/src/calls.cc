@@ -26,22 +26,11 @@ absl::StatusOr<TensorBuffer> MakeBuffer(DataType data_type, const std::vector<in
   }
 }
 
-RowsView RowsOf(const TensorView& values) {
-  RowsView rows;
-  rows.data = values.data;
-  rows.data_type = values.data_type;
-  rows.row_count = values.element_count;
-  rows.hidden_size = 1;
-  return rows;
-}
+RowsView RowsOf(const TensorView& values) { return {values.data, values.data_type, values.element_count, 1}; }
 
 RowsView RowsOf(TensorBuffer& buffer) {
-  RowsView rows;
-  rows.data = buffer.data();
-  rows.data_type = buffer.data_type();
-  rows.row_count = buffer.shape()[0];
-  rows.hidden_size = buffer.shape().size() > 1 ? buffer.shape()[1] : 1;
-  return rows;
+  const std::vector<int64_t>& shape = buffer.shape();
+  return {buffer.data(), buffer.data_type(), shape[0], shape.size() > 1 ? shape[1] : 1};
 }
 
 absl::Status CheckElements(const std::string& field, const TensorView& values) {

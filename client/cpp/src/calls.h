@@ -17,9 +17,6 @@
 
 namespace headwater::client::internal {
 
-#define HEADWATER_HEADS "/headwater.v1.HeadService/"
-#define HEADWATER_LOSS "/headwater.v1.LossService/"
-
 Deadline DeadlineOf(const Core& core, const CallOptions& options);
 
 std::vector<int64_t> ShapeOf(const HeadSpec& spec, HeadTensor tensor);
@@ -31,27 +28,23 @@ RowsView RowsOf(TensorBuffer& buffer);
 // INVALID_ARGUMENT if reading the elements would leave the caller's memory.
 absl::Status CheckElements(const std::string& field, const TensorView& values);
 
-// Makes a call and waits for its answer, which is a `Result`.
+// Makes the call of the message's method and waits for its answer, which is a `Result`.
 template <typename Result, typename Message>
-absl::StatusOr<Result> Run(Core& core, const char* path, Message message, Deadline deadline, CallMemory memory = {}) {
-  absl::StatusOr<Request> request =
-      core.MakeRequest(path, std::make_unique<Message>(std::move(message)), std::move(memory), deadline);
-  if (!request.ok()) return request.status();
-  HEADWATER_ASSIGN_OR_RETURN(Answer answer, core.Run(*std::move(request)));
+absl::StatusOr<Result> Run(Core& core, Message message, Deadline deadline, CallMemory memory = {}) {
+  HEADWATER_ASSIGN_OR_RETURN(
+      Answer answer, core.Run(core.MakeRequest(std::make_unique<Message>(std::move(message)), std::move(memory), deadline)));
   return std::move(static_cast<Result&>(*answer.message));
+}
+template <typename Result, typename Message>
+absl::StatusOr<Result> Run(Core& core, Message message, const CallOptions& options, CallMemory memory = {}) {
+  return Run<Result>(core, std::move(message), DeadlineOf(core, options), std::move(memory));
 }
 
 // Starts a call whose result is convert(answer).
 template <typename Result, typename Message, typename Convert>
-Future<Result> Start(const std::shared_ptr<Core>& core, const char* path, Message message, Deadline deadline, CallMemory memory,
+Future<Result> Start(const std::shared_ptr<Core>& core, Message message, const CallOptions& options, CallMemory memory,
                      Convert convert) {
   auto state = std::make_shared<FutureState<Result>>();
-  absl::StatusOr<Request> request =
-      core->MakeRequest(path, std::make_unique<Message>(std::move(message)), std::move(memory), deadline);
-  if (!request.ok()) {
-    state->Set(request.status());
-    return Future<Result>(state);
-  }
   // `read` may hold the last reference to the core, which must not be dropped on one of its own threads: it goes before the result
   // is there.
   auto finish = [state, read = std::make_optional(std::move(convert))](absl::StatusOr<Answer> answer) mutable {
@@ -68,7 +61,9 @@ Future<Result> Start(const std::shared_ptr<Core>& core, const char* path, Messag
     read.reset();
     state->Set(std::move(result));
   };
-  const std::shared_ptr<Call> call = core->NewCall(*std::move(request), std::move(finish));
+  const std::shared_ptr<Call> call =
+      core->NewCall(core->MakeRequest(std::make_unique<Message>(std::move(message)), std::move(memory), DeadlineOf(*core, options)),
+                    std::move(finish));
   state->Keep(call, [raw = call.get()] { raw->Cancel(); });
   call->Start();
   return Future<Result>(state);

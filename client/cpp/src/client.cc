@@ -47,19 +47,17 @@ absl::StatusOr<std::shared_ptr<internal::HeadHandle>> MakeHandle(const std::shar
 
 absl::StatusOr<std::shared_ptr<internal::HeadHandle>> Create(const std::shared_ptr<internal::Core>& core,
                                                              const v1::CreateHeadRequest& request, const CallOptions& options) {
-  HEADWATER_ASSIGN_OR_RETURN(auto response,
-                             Run<v1::CreateHeadResponse>(*core, HEADWATER_HEADS "CreateHead", request, DeadlineOf(*core, options)));
+  HEADWATER_ASSIGN_OR_RETURN(auto response, Run<v1::CreateHeadResponse>(*core, request, options));
   return MakeHandle(core, response.head(), response.created());
 }
 
 // The items of all pages of a listing. One deadline bounds the pages together, however many the server reports.
 template <typename Page, typename Item, typename Message, typename Items>
-absl::StatusOr<std::vector<Item>> List(internal::Core& core, const char* path, Message request, const CallOptions& options,
-                                       Items items_of) {
+absl::StatusOr<std::vector<Item>> List(internal::Core& core, Message request, const CallOptions& options, Items items_of) {
   std::vector<Item> items;
   const internal::Deadline deadline = DeadlineOf(core, options);
   do {
-    HEADWATER_ASSIGN_OR_RETURN(auto page, Run<Page>(core, path, request, deadline));
+    HEADWATER_ASSIGN_OR_RETURN(auto page, Run<Page>(core, request, deadline));
     for (const auto& item : items_of(page)) items.push_back(internal::FromProto(item));
     request.set_page_token(page.next_page_token());
   } while (!request.page_token().empty());
@@ -90,15 +88,14 @@ absl::StatusOr<Head> Client::AttachHead(const std::string& name, const HeadSpec&
 absl::StatusOr<HeadInfo> Client::PlanHead(const std::string& name, const HeadSpec& spec, const CallOptions& options) {
   v1::CreateHeadRequest request = MakeCreateRequest(*core_, name, spec);
   request.set_validate_only(true);
-  HEADWATER_ASSIGN_OR_RETURN(
-      auto response, Run<v1::CreateHeadResponse>(*core_, HEADWATER_HEADS "CreateHead", request, DeadlineOf(*core_, options)));
+  HEADWATER_ASSIGN_OR_RETURN(auto response, Run<v1::CreateHeadResponse>(*core_, request, options));
   return internal::FromProto(response.head());
 }
 
 absl::StatusOr<Head> Client::OpenHead(const std::string& name, const CallOptions& options) {
   v1::GetHeadRequest request;
   request.set_name(FullHeadName(core_->options().tenant, name));
-  HEADWATER_ASSIGN_OR_RETURN(auto head, Run<v1::Head>(*core_, internal::kGetHead, request, DeadlineOf(*core_, options)));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, Run<v1::Head>(*core_, request, options));
   HEADWATER_ASSIGN_OR_RETURN(auto handle, MakeHandle(core_, head, /*created=*/false));
   return Head(std::move(handle));
 }
@@ -107,33 +104,27 @@ absl::StatusOr<std::vector<HeadInfo>> Client::ListHeads(const CallOptions& optio
   v1::ListHeadsRequest request;
   request.set_parent(absl::StrCat("tenants/", core_->options().tenant));
   return List<v1::ListHeadsResponse, HeadInfo>(
-      *core_, HEADWATER_HEADS "ListHeads", std::move(request), options,
-      [](const v1::ListHeadsResponse& page) -> auto& { return page.heads(); });
+      *core_, std::move(request), options, [](const v1::ListHeadsResponse& page) -> auto& { return page.heads(); });
 }
 
 absl::StatusOr<std::vector<CheckpointInfo>> Client::ListCheckpoints(const std::string& head, const CallOptions& options) {
   v1::ListCheckpointsRequest request;
   request.set_name(FullHeadName(core_->options().tenant, head));
   return List<v1::ListCheckpointsResponse, CheckpointInfo>(
-      *core_, HEADWATER_HEADS "ListCheckpoints", std::move(request), options,
-      [](const v1::ListCheckpointsResponse& page) -> auto& { return page.checkpoints(); });
+      *core_, std::move(request), options, [](const v1::ListCheckpointsResponse& page) -> auto& { return page.checkpoints(); });
 }
 
 absl::Status Client::DeleteHead(const std::string& name, bool force, const CallOptions& options) {
   v1::DeleteHeadRequest request;
   request.set_name(FullHeadName(core_->options().tenant, name));
   request.set_force(force);
-  return Run<v1::DeleteHeadResponse>(*core_, HEADWATER_HEADS "DeleteHead", request, DeadlineOf(*core_, options)).status();
+  return Run<v1::DeleteHeadResponse>(*core_, request, options).status();
 }
 
 absl::StatusOr<RowsBuffer> Client::AllocateRows(int64_t row_count, int64_t hidden_size, DataType data_type) {
-  RowsView view;
-  view.data = this;  // not null: the sizes are what is checked
-  view.data_type = data_type;
-  view.row_count = row_count;
-  view.hidden_size = hidden_size;
+  const RowsView view{this, data_type, row_count, hidden_size};  // not null: the sizes are what is checked
   HEADWATER_RETURN_IF_ERROR(internal::CheckRows("rows", view));
-  HEADWATER_ASSIGN_OR_RETURN(internal::RowMemory memory, core_->AllocateRows(row_count * view.row_bytes()));
+  HEADWATER_ASSIGN_OR_RETURN(internal::RowMemory memory, core_->AllocateRows(view.bytes()));
   return RowsBuffer(std::move(memory.owner), memory.data, data_type, row_count, hidden_size, memory.shared);
 }
 
@@ -142,8 +133,7 @@ TransportStats Client::stats() const { return core_->row_transport().stats(); }
 Teacher Client::OpenTeacher(const std::string& join_key, int64_t total_rows) { return Teacher(core_, join_key, total_rows); }
 
 absl::StatusOr<ServerInfo> Client::GetServerInfo(const CallOptions& options) {
-  HEADWATER_ASSIGN_OR_RETURN(
-      auto info, Run<v1::ServerInfo>(*core_, internal::kGetServerInfo, v1::GetServerInfoRequest(), DeadlineOf(*core_, options)));
+  HEADWATER_ASSIGN_OR_RETURN(auto info, Run<v1::ServerInfo>(*core_, v1::GetServerInfoRequest(), options));
   return internal::FromProto(info);
 }
 
@@ -151,7 +141,7 @@ absl::StatusOr<HealthStatus> Client::CheckHealth(const std::string& service, con
   google::protobuf::Empty request;  // message HealthCheckRequest { string service = 1; }
   const google::protobuf::Reflection& reflection = *google::protobuf::Empty::GetReflection();
   if (!service.empty()) reflection.MutableUnknownFields(&request)->AddLengthDelimited(1, service);
-  const auto response = Run<google::protobuf::Empty>(*core_, "/grpc.health.v1.Health/Check", request, DeadlineOf(*core_, options));
+  const auto response = Run<google::protobuf::Empty>(*core_, request, options);
   if (response.status().code() == absl::StatusCode::kNotFound) return HealthStatus::kServiceUnknown;
   if (!response.ok()) return response.status();
   // message HealthCheckResponse { ServingStatus status = 1; }

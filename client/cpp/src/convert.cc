@@ -14,54 +14,6 @@
 #include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client {
-namespace {
-
-// By their names on the wire.
-constexpr std::pair<const char*, int64_t ServerLimits::*> kLimits[] = {
-    {"max_message_bytes", &ServerLimits::max_message_bytes},
-    {"max_chunk_bytes", &ServerLimits::max_chunk_bytes},
-    {"max_micro_batch_rows", &ServerLimits::max_micro_batch_rows},
-    {"max_micro_batch_bytes", &ServerLimits::max_micro_batch_bytes},
-    {"max_vocab_size", &ServerLimits::max_vocab_size},
-    {"max_hidden_size", &ServerLimits::max_hidden_size},
-    {"max_heads", &ServerLimits::max_heads},
-    {"max_step_micro_batches", &ServerLimits::max_step_micro_batches},
-    {"max_staging_slots", &ServerLimits::max_staging_slots},
-    {"max_queue_depth", &ServerLimits::max_queue_depth},
-    {"max_in_flight_bytes", &ServerLimits::max_in_flight_bytes},
-    {"max_upload_bytes", &ServerLimits::max_upload_bytes},
-    {"max_sessions", &ServerLimits::max_sessions},
-    {"max_session_lease_s", &ServerLimits::max_session_lease_s},
-    {"max_held_bytes", &ServerLimits::max_held_bytes},
-    {"max_waiting_calls", &ServerLimits::max_waiting_calls},
-    {"max_step_wait_s", &ServerLimits::max_step_wait_s},
-    {"max_heads_per_tenant", &ServerLimits::max_heads_per_tenant},
-    {"max_tenant_memory_bytes", &ServerLimits::max_tenant_memory_bytes},
-    {"max_terms", &ServerLimits::max_terms},
-    {"max_stripes", &ServerLimits::max_stripes},
-    {"max_stripe_wait_s", &ServerLimits::max_stripe_wait_s},
-    {"max_session_regions", &ServerLimits::max_session_regions},
-    {"max_region_bytes", &ServerLimits::max_region_bytes},
-    {"max_join_bytes", &ServerLimits::max_join_bytes},
-    {"max_join_wait_s", &ServerLimits::max_join_wait_s},
-    {"max_connections", &ServerLimits::max_connections},
-    {"max_connection_streams", &ServerLimits::max_connection_streams},
-    {"max_metadata_bytes", &ServerLimits::max_metadata_bytes},
-    {"max_stream_time_s", &ServerLimits::max_stream_time_s},
-    {"max_handshake_time_s", &ServerLimits::max_handshake_time_s},
-    {"max_connection_idle_s", &ServerLimits::max_connection_idle_s},
-    {"min_ping_interval_s", &ServerLimits::min_ping_interval_s},
-    {"max_health_watches", &ServerLimits::max_health_watches},
-    {"ordered_window", &ServerLimits::ordered_window},
-};
-
-}  // namespace
-
-std::vector<std::pair<const char*, int64_t>> ListLimits(const ServerLimits& limits) {
-  std::vector<std::pair<const char*, int64_t>> list;
-  for (const auto& [name, value] : kLimits) list.emplace_back(name, limits.*value);
-  return list;
-}
 
 const char* ParallelismName(Parallelism parallelism) { return internal::NameOf(parallelism, {"unknown", "vocabulary", "rows"}); }
 
@@ -295,7 +247,11 @@ ServerInfo FromProto(const v1::ServerInfo& info) {
     result.devices.push_back(
         {device.name(), device.model(), device.memory_budget_bytes(), device.memory_planned_bytes(), device.uuid()});
   }
-  for (const auto& [name, value] : kLimits) result.limits.*value = GetInteger(info.limits(), name).value_or(0);
+  const google::protobuf::Descriptor& limits = *info.limits().GetDescriptor();
+  for (int i = 0; i < limits.field_count(); ++i) {
+    const std::string& name = limits.field(i)->name();
+    result.limits[name] = GetInteger(info.limits(), name.c_str()).value_or(0);
+  }
   result.features.assign(info.features().begin(), info.features().end());
   result.start_time = FromProto(info.start_time());
   result.descriptor_socket = info.descriptor_socket();

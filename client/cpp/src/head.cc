@@ -133,14 +133,12 @@ absl::Status CheckTeacherRows(const RowsView& hidden, const LossTerm& term, cons
                                absl::StrCat("[", rows.row_count, ", ", rows.hidden_size, "]"));
 }
 
-using HandleOf = std::shared_ptr<HeadHandle> (*)(const Head&);
-
 absl::Status AddTerms(LossCall& call, absl::Span<const LossTerm> terms, const std::shared_ptr<HeadHandle>& caller_handle,
-                      const MicroBatchOptions& options, HandleOf handle_of) {
+                      const MicroBatchOptions& options) {
   const HeadHandle& caller = *caller_handle;
   for (const LossTerm& term : terms) {
-    const std::shared_ptr<HeadHandle> head_handle = term.head.has_value() ? handle_of(*term.head) : caller_handle;
-    const std::shared_ptr<HeadHandle> teacher_handle = term.teacher.has_value() ? handle_of(*term.teacher) : nullptr;
+    const std::shared_ptr<HeadHandle> head_handle = term.head.has_value() ? HeadHandle::Of(*term.head) : caller_handle;
+    const std::shared_ptr<HeadHandle> teacher_handle = term.teacher.has_value() ? HeadHandle::Of(*term.teacher) : nullptr;
     const HeadHandle& head = *head_handle;
     const HeadHandle* const teacher = teacher_handle.get();
     if (head.core != caller.core) return OtherClientError("terms.head");
@@ -181,7 +179,7 @@ absl::Status PlaceRows(const MicroBatchOptions& options, LossCall& call) {
   memory.result.data_type = options.grad_hidden_data_type.value_or(memory.rows.data_type);
   memory.result.memory = given.empty() ? Memory::kHost : options.grad_hidden_memory;
   memory.result.data = given.data();
-  const int64_t expected = memory.result.row_count * memory.result.row_bytes();
+  const int64_t expected = memory.result.bytes();
   if (given.empty()) {
     HEADWATER_ASSIGN_OR_RETURN(call.grad_hidden,
                                internal::MakeBuffer(memory.result.data_type, {memory.rows.row_count, memory.rows.hidden_size}));
@@ -230,15 +228,15 @@ absl::StatusOr<MultiResult> Read(LossCall& call, const Answer& answer) {
 // Makes the call. `to_result` makes the caller's result of the answer's.
 template <typename Result, typename ToResult>
 Future<Result> Submit(const std::shared_ptr<HeadHandle>& caller, const RowsView& hidden, absl::Span<const LossTerm> terms,
-                      const MicroBatchOptions& micro_batch, const CallOptions& options, HandleOf handle_of, ToResult to_result) {
+                      const MicroBatchOptions& micro_batch, const CallOptions& options, ToResult to_result) {
   const auto call = std::make_shared<LossCall>(LossCall{caller->core});
   call->memory.cuda_stream = options.cuda_stream;
   Describe(hidden, micro_batch, *call);
-  absl::Status status = AddTerms(*call, terms, caller, micro_batch, handle_of);
+  absl::Status status = AddTerms(*call, terms, caller, micro_batch);
   if (status.ok()) status = PlaceRows(micro_batch, *call);
   if (!status.ok()) return internal::Failed<Result>(std::move(status));
-  return internal::Start<Result>(call->core, HEADWATER_LOSS "ComputeLoss", call->header, DeadlineOf(*call->core, options),
-                                 call->memory, [call, to_result](const Answer& answer) -> absl::StatusOr<Result> {
+  return internal::Start<Result>(call->core, call->header, options, call->memory,
+                                 [call, to_result](const Answer& answer) -> absl::StatusOr<Result> {
                                    HEADWATER_ASSIGN_OR_RETURN(MultiResult result, Read(*call, answer));
                                    return to_result(std::move(result));
                                  });
@@ -246,8 +244,8 @@ Future<Result> Submit(const std::shared_ptr<HeadHandle>& caller, const RowsView&
 
 // A micro-batch of one term.
 Future<LossResult> SubmitOne(const std::shared_ptr<HeadHandle>& caller, const RowsView& hidden, const LossTerm& term,
-                             const MicroBatchOptions& micro_batch, const CallOptions& options, HandleOf handle_of) {
-  return Submit<LossResult>(caller, hidden, {&term, 1}, micro_batch, options, handle_of, [](MultiResult result) {
+                             const MicroBatchOptions& micro_batch, const CallOptions& options) {
+  return Submit<LossResult>(caller, hidden, {&term, 1}, micro_batch, options, [](MultiResult result) {
     TermResult first = std::move(result.terms[0]);
     return LossResult{std::move(first), static_cast<MicroBatchResult&&>(result)};
   });
@@ -267,12 +265,12 @@ LossTerm MakeTerm(absl::Span<const int32_t> targets, const MicroBatchOptions& mi
 }
 
 template <typename Response, typename Result, typename Message, typename Convert>
-Future<Result> Decide(const ContributionKey& key, const char* path, Message message, const CallOptions& options, Convert convert) {
+Future<Result> Decide(const ContributionKey& key, Message message, const CallOptions& options, Convert convert) {
   message.mutable_heads()->Assign(key.heads.begin(), key.heads.end());
   message.set_micro_batch(key.micro_batch);
   message.set_attempt(key.attempt);
   return internal::Start<Result>(
-      key.core, path, std::move(message), DeadlineOf(*key.core, options), {},
+      key.core, std::move(message), options, {},
       [convert](const Answer& answer) -> absl::StatusOr<Result> { return convert(static_cast<const Response&>(*answer.message)); });
 }
 
@@ -281,13 +279,13 @@ Future<CommitResult> StartCommit(const ContributionKey& key, const CommitOptions
   request.set_factor(commit.factor);
   if (!commit.token_factors.empty()) *request.mutable_token_factors() = ToProto(commit.token_factors);
   return Decide<v1::CommitMicroBatchResponse, CommitResult>(
-      key, HEADWATER_LOSS "CommitMicroBatch", std::move(request), options,
+      key, std::move(request), options,
       [](const v1::CommitMicroBatchResponse& response) { return CommitResult{response.replayed()}; });
 }
 
 Future<DiscardResult> StartDiscard(const ContributionKey& key, const CallOptions& options) {
   return Decide<v1::DiscardMicroBatchResponse, DiscardResult>(
-      key, internal::kDiscardMicroBatch, v1::DiscardMicroBatchRequest(), options,
+      key, v1::DiscardMicroBatchRequest(), options,
       [](const v1::DiscardMicroBatchResponse& response) { return DiscardResult{response.dropped()}; });
 }
 
@@ -308,7 +306,7 @@ Future<LossResult> Head::CrossEntropy(RowsView hidden, absl::Span<const int32_t>
                                       const MicroBatchOptions& micro_batch, const CallOptions& options) {
   LossTerm term = MakeTerm(targets, micro_batch);
   term.loss = loss;
-  return SubmitOne(handle_, hidden, term, micro_batch, options, [](const Head& head) { return head.handle_; });
+  return SubmitOne(handle_, hidden, term, micro_batch, options);
 }
 
 Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, RowsView teacher_hidden, absl::Span<const int32_t> targets,
@@ -317,7 +315,7 @@ Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, RowsView teac
   term.loss = loss;
   term.teacher = teacher;
   term.teacher_hidden = teacher_hidden;
-  return SubmitOne(handle_, hidden, term, micro_batch, options, [](const Head& head) { return head.handle_; });
+  return SubmitOne(handle_, hidden, term, micro_batch, options);
 }
 
 Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, const JoinedTeacherOptions& joined,
@@ -327,14 +325,12 @@ Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, const JoinedT
   term.loss = loss;
   term.teacher = teacher;
   term.joined_teacher = joined;
-  return SubmitOne(handle_, hidden, term, micro_batch, options, [](const Head& head) { return head.handle_; });
+  return SubmitOne(handle_, hidden, term, micro_batch, options);
 }
 
 Future<MultiResult> Head::Multi(RowsView hidden, absl::Span<const LossTerm> terms, const MicroBatchOptions& micro_batch,
                                 const CallOptions& options) {
-  return Submit<MultiResult>(
-      handle_, hidden, terms, micro_batch, options, [](const Head& head) { return head.handle_; },
-      [](MultiResult result) { return result; });
+  return Submit<MultiResult>(handle_, hidden, terms, micro_batch, options, [](MultiResult result) { return result; });
 }
 
 Future<CommitResult> Head::Commit(int64_t step, int64_t micro_batch, double factor, const CallOptions& options) {

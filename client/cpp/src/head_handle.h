@@ -11,7 +11,7 @@
 
 #include "client/core/core.h"
 #include "client/cpp/src/convert.h"
-#include "headwater/client/types.h"
+#include "headwater/client/head.h"
 
 namespace headwater::client::internal {
 
@@ -24,6 +24,8 @@ class HeadHandle {
         spec(FromProto(head.spec())),
         created(was_created),
         epoch_(head.epoch()) {}
+
+  static const std::shared_ptr<HeadHandle>& Of(const Head& head) { return head.handle_; }
 
   const std::shared_ptr<Core> core;
   const std::string name;

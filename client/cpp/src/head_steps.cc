@@ -1,6 +1,4 @@
 // Steps and gradients.
-#include <memory>
-#include <string>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -22,10 +20,10 @@ namespace {
 
 // A call on one step.
 template <typename Response, typename Message>
-absl::StatusOr<Response> CallOnStep(const internal::HeadHandle& handle, std::optional<int64_t> step, const char* path,
-                                    Message message, const CallOptions& options, internal::CallMemory memory = {}) {
+absl::StatusOr<Response> CallOnStep(const internal::HeadHandle& handle, std::optional<int64_t> step, Message message,
+                                    const CallOptions& options, internal::CallMemory memory = {}) {
   *message.mutable_head() = handle.At(step);
-  return internal::Run<Response>(*handle.core, path, std::move(message), DeadlineOf(*handle.core, options), std::move(memory));
+  return internal::Run<Response>(*handle.core, std::move(message), options, std::move(memory));
 }
 
 bool IsEmpty(const ExpectedMicroBatches& expected) {
@@ -40,8 +38,7 @@ absl::StatusOr<SealResult> Head::Seal(int64_t step, const ExpectedMicroBatches& 
   v1::SealStepRequest request;
   *request.mutable_expected() = ToProto(expected);
   request.set_wait(seal.wait);
-  HEADWATER_ASSIGN_OR_RETURN(auto response,
-                             CallOnStep<v1::SealStepResponse>(*handle_, step, internal::kSealStep, std::move(request), options));
+  HEADWATER_ASSIGN_OR_RETURN(auto response, CallOnStep<v1::SealStepResponse>(*handle_, step, std::move(request), options));
   if (IsEmpty(expected)) handle_->SetEmptyStep(step);
   return SealResult{FromProto(response.totals()), response.gradient_norm_squared(), response.non_finite_count(),
                     response.replayed()};
@@ -67,10 +64,8 @@ absl::StatusOr<AddGradientResult> Head::AddGradient(int64_t step, int64_t micro_
   header.set_row_start(row_start);
   header.set_row_count(rows.row_count);
   header.set_factor(factor);
-  internal::CallMemory memory;
-  memory.rows = rows;
-  HEADWATER_ASSIGN_OR_RETURN(auto response, CallOnStep<v1::AddGradientResponse>(*handle_, step, HEADWATER_HEADS "AddGradient",
-                                                                                std::move(header), options, std::move(memory)));
+  HEADWATER_ASSIGN_OR_RETURN(auto response,
+                             CallOnStep<v1::AddGradientResponse>(*handle_, step, std::move(header), options, {.rows = rows}));
   return AddGradientResult{response.replayed()};
 }
 
@@ -94,37 +89,32 @@ absl::StatusOr<ApplyResult> Head::Apply(int64_t step, const ApplyOptions& apply,
   if (apply.beta2.has_value()) request.set_beta2(*apply.beta2);
   if (apply.epsilon.has_value()) request.set_epsilon(*apply.epsilon);
   if (apply.momentum.has_value()) request.set_momentum(*apply.momentum);
-  auto response =
-      CallOnStep<v1::ApplyOptimizerStepResponse>(*handle_, step, HEADWATER_HEADS "ApplyOptimizerStep", std::move(request), options);
-  if (!response.ok()) return response.status();
-  return ApplyResult{.open_step = response->open_step(),
-                     .weight_version = response->weight_version(),
-                     .global_grad_norm = response->global_grad_norm(),
-                     .gradient_norm_squared = response->gradient_norm_squared(),
-                     .clip_factor = response->clip_factor(),
-                     .totals = FromProto(response->totals()),
-                     .replayed = response->replayed()};
+  HEADWATER_ASSIGN_OR_RETURN(auto response,
+                             CallOnStep<v1::ApplyOptimizerStepResponse>(*handle_, step, std::move(request), options));
+  return ApplyResult{.open_step = response.open_step(),
+                     .weight_version = response.weight_version(),
+                     .global_grad_norm = response.global_grad_norm(),
+                     .gradient_norm_squared = response.gradient_norm_squared(),
+                     .clip_factor = response.clip_factor(),
+                     .totals = FromProto(response.totals()),
+                     .replayed = response.replayed()};
 }
 
 absl::StatusOr<DiscardGradientResult> Head::DiscardGradient(int64_t step, const CallOptions& options) {
   HEADWATER_ASSIGN_OR_RETURN(auto response,
-                             CallOnStep<v1::DiscardGradientResponse>(*handle_, step, HEADWATER_HEADS "DiscardGradient",
-                                                                     v1::DiscardGradientRequest(), options));
+                             CallOnStep<v1::DiscardGradientResponse>(*handle_, step, v1::DiscardGradientRequest(), options));
   return DiscardGradientResult{response.open_step(), response.replayed()};
 }
 
 absl::StatusOr<GradientNormResult> Head::GradientNorm(int64_t step, double gradient_factor, const CallOptions& options) {
   v1::GetGradientNormRequest request;
   request.set_gradient_factor(gradient_factor);
-  auto response =
-      CallOnStep<v1::GetGradientNormResponse>(*handle_, step, HEADWATER_HEADS "GetGradientNorm", std::move(request), options);
-  if (!response.ok()) return response.status();
-  return GradientNormResult{response->gradient_norm_squared(), response->non_finite_count()};
+  HEADWATER_ASSIGN_OR_RETURN(auto response, CallOnStep<v1::GetGradientNormResponse>(*handle_, step, std::move(request), options));
+  return GradientNormResult{response.gradient_norm_squared(), response.non_finite_count()};
 }
 
 absl::StatusOr<StepStates> Head::GetStep(const CallOptions& options) {
-  HEADWATER_ASSIGN_OR_RETURN(auto response, CallOnStep<v1::GetStepResponse>(*handle_, std::nullopt, HEADWATER_HEADS "GetStep",
-                                                                            v1::GetStepRequest(), options));
+  HEADWATER_ASSIGN_OR_RETURN(auto response, CallOnStep<v1::GetStepResponse>(*handle_, std::nullopt, v1::GetStepRequest(), options));
   StepStates states;
   states.open = FromProto(response.open());
   if (response.has_last_closed()) states.last_closed = FromProto(response.last_closed());

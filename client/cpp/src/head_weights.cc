@@ -30,23 +30,19 @@ v1::UploadWeightsHeader MakeHeader(const HeadHandle& handle, HeadTensor tensor, 
 
 // A call that gives the head another epoch, which the handle takes over.
 template <typename Message>
-absl::StatusOr<HeadInfo> RunAndAdopt(HeadHandle& handle, const char* path, Message message, const CallOptions& options,
+absl::StatusOr<HeadInfo> RunAndAdopt(HeadHandle& handle, Message message, const CallOptions& options,
                                      internal::CallMemory memory = {}) {
-  HEADWATER_ASSIGN_OR_RETURN(
-      auto head, Run<v1::Head>(*handle.core, path, std::move(message), DeadlineOf(*handle.core, options), std::move(memory)));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, Run<v1::Head>(*handle.core, std::move(message), options, std::move(memory)));
   return handle.Adopt(head);
 }
 
 template <typename Message>
-absl::StatusOr<TensorBuffer> Download(HeadHandle& handle, const char* path, Message message, DataType data_type, HeadTensor tensor,
+absl::StatusOr<TensorBuffer> Download(HeadHandle& handle, Message message, DataType data_type, HeadTensor tensor,
                                       const CallOptions& options) {
   absl::StatusOr<TensorBuffer> buffer = internal::MakeBuffer(data_type, internal::ShapeOf(handle.spec, tensor));
   if (!buffer.ok()) return buffer;
-  internal::CallMemory memory;
-  memory.result = internal::RowsOf(*buffer);
-  const auto header =
-      Run<v1::DownloadTensorHeader>(*handle.core, path, std::move(message), DeadlineOf(*handle.core, options), std::move(memory));
-  if (!header.ok()) return header.status();
+  HEADWATER_RETURN_IF_ERROR(
+      Run<v1::DownloadTensorHeader>(*handle.core, std::move(message), options, {.result = internal::RowsOf(*buffer)}).status());
   return buffer;
 }
 
@@ -54,9 +50,7 @@ absl::StatusOr<TensorBuffer> Download(HeadHandle& handle, const char* path, Mess
 
 absl::StatusOr<HeadInfo> Head::UploadWeights(HeadTensor tensor, TensorView values, const CallOptions& options) {
   HEADWATER_RETURN_IF_ERROR(internal::CheckElements("values", values));
-  internal::CallMemory memory;
-  memory.rows = internal::RowsOf(values);
-  return RunAndAdopt(*handle_, HEADWATER_HEADS "UploadWeights", MakeHeader(*handle_, tensor, values), options, std::move(memory));
+  return RunAndAdopt(*handle_, MakeHeader(*handle_, tensor, values), options, {.rows = internal::RowsOf(values)});
 }
 
 absl::StatusOr<HeadInfo> Head::ReplaceWeights(int64_t step, TensorView weight, std::optional<TensorView> bias,
@@ -72,9 +66,7 @@ absl::StatusOr<HeadInfo> Head::ReplaceWeights(int64_t step, TensorView weight, s
   const auto send = [&](HeadTensor tensor, const TensorView& values) {
     v1::UploadWeightsHeader header = MakeHeader(*handle_, tensor, values);
     header.set_closes_step(step);
-    internal::CallMemory memory;
-    memory.rows = internal::RowsOf(values);
-    return Run<v1::Head>(*handle_->core, HEADWATER_HEADS "UploadWeights", std::move(header), deadline, std::move(memory));
+    return Run<v1::Head>(*handle_->core, std::move(header), deadline, {.rows = internal::RowsOf(values)});
   };
   for (int round = 1;; ++round) {
     absl::StatusOr<v1::Head> head = send(HeadTensor::kWeight, weight);
@@ -97,7 +89,7 @@ absl::StatusOr<HeadInfo> Head::LoadWeights(const std::string& path, const std::s
   request.set_path(path);
   request.set_weight_tensor(weight_tensor);
   request.set_bias_tensor(bias_tensor);
-  return RunAndAdopt(*handle_, HEADWATER_HEADS "LoadWeights", std::move(request), options);
+  return RunAndAdopt(*handle_, std::move(request), options);
 }
 
 absl::StatusOr<TensorBuffer> Head::DownloadWeights(HeadTensor tensor, CallOptions options) {
@@ -110,7 +102,7 @@ absl::StatusOr<TensorBuffer> Head::DownloadWeights(HeadTensor tensor, DataType d
   request.set_tensor(static_cast<v1::HeadTensor>(tensor));
   request.set_data_type(ToProto(data_type));
   if (spec().trainable) request.set_epoch(epoch());  // frozen weights are the same at any epoch
-  return Download(*handle_, HEADWATER_HEADS "DownloadWeights", std::move(request), data_type, tensor, options);
+  return Download(*handle_, std::move(request), data_type, tensor, options);
 }
 
 absl::StatusOr<TensorBuffer> Head::Gradient(int64_t step, HeadTensor tensor, double gradient_factor, const CallOptions& options) {
@@ -118,7 +110,7 @@ absl::StatusOr<TensorBuffer> Head::Gradient(int64_t step, HeadTensor tensor, dou
   *request.mutable_head() = handle_->At(step);
   request.set_tensor(static_cast<v1::HeadTensor>(tensor));
   request.set_gradient_factor(gradient_factor);
-  return Download(*handle_, HEADWATER_HEADS "DownloadGradient", std::move(request), DataType::kFloat32, tensor, options);
+  return Download(*handle_, std::move(request), DataType::kFloat32, tensor, options);
 }
 
 absl::StatusOr<SaveResult> Head::Save(const std::string& checkpoint, bool overwrite, const CallOptions& options) {
@@ -127,9 +119,7 @@ absl::StatusOr<SaveResult> Head::Save(const std::string& checkpoint, bool overwr
   request.set_epoch(epoch());
   request.set_checkpoint(checkpoint);
   request.set_overwrite(overwrite);
-  HEADWATER_ASSIGN_OR_RETURN(auto response,
-                             Run<v1::SaveCheckpointResponse>(*handle_->core, HEADWATER_HEADS "SaveCheckpoint", std::move(request),
-                                                             DeadlineOf(*handle_->core, options)));
+  HEADWATER_ASSIGN_OR_RETURN(auto response, Run<v1::SaveCheckpointResponse>(*handle_->core, std::move(request), options));
   return SaveResult{response.checkpoint(), response.step(), response.total_bytes()};
 }
 
@@ -138,21 +128,20 @@ absl::StatusOr<HeadInfo> Head::Restore(const std::string& checkpoint, const Call
   request.set_name(name());
   request.set_epoch(epoch());
   request.set_checkpoint(checkpoint);
-  return RunAndAdopt(*handle_, HEADWATER_HEADS "RestoreCheckpoint", std::move(request), options);
+  return RunAndAdopt(*handle_, std::move(request), options);
 }
 
 absl::StatusOr<HeadInfo> Head::Take(bool only_if_current, const CallOptions& options) {
   v1::TakeHeadRequest request;
   request.set_name(name());
   if (only_if_current) request.set_epoch(epoch());
-  return RunAndAdopt(*handle_, internal::kTakeHead, std::move(request), options);
+  return RunAndAdopt(*handle_, std::move(request), options);
 }
 
 absl::StatusOr<HeadInfo> Head::Info(const CallOptions& options) const {
   v1::GetHeadRequest request;
   request.set_name(name());
-  HEADWATER_ASSIGN_OR_RETURN(
-      auto head, Run<v1::Head>(*handle_->core, internal::kGetHead, std::move(request), DeadlineOf(*handle_->core, options)));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, Run<v1::Head>(*handle_->core, std::move(request), options));
   return FromProto(head);
 }
 
@@ -161,9 +150,7 @@ absl::Status Head::Delete(bool force, const CallOptions& options) {
   request.set_name(name());
   request.set_epoch(epoch());
   request.set_force(force);
-  return Run<v1::DeleteHeadResponse>(*handle_->core, HEADWATER_HEADS "DeleteHead", std::move(request),
-                                     DeadlineOf(*handle_->core, options))
-      .status();
+  return Run<v1::DeleteHeadResponse>(*handle_->core, std::move(request), options).status();
 }
 
 }  // namespace headwater::client

@@ -88,13 +88,12 @@ class ClientCore : public testing::Test {
     }
   };
   template <typename Message>
-  std::unique_ptr<Started> Start(const std::string& path, const Message& message, bool is_background = false) {
-    absl::StatusOr<Request> request = core_->MakeRequest(path, std::make_unique<Message>(message), {}, DeadlineIn(seconds(20)));
-    EXPECT_TRUE(request.ok()) << request.status();
-    request->is_background = is_background;
+  std::unique_ptr<Started> Start(const Message& message, bool is_background = false) {
+    Request request = core_->MakeRequest(std::make_unique<Message>(message), {}, DeadlineIn(seconds(20)));
+    request.is_background = is_background;
     auto started = std::make_unique<Started>();
     started->state = std::make_shared<FutureState<Answer>>();
-    started->call = core_->NewCall(*std::move(request),
+    started->call = core_->NewCall(std::move(request),
                                    [state = started->state](absl::StatusOr<Answer> answer) { state->Set(std::move(answer)); });
     started->call->Start();
     return started;
@@ -105,12 +104,12 @@ class ClientCore : public testing::Test {
     header.set_compute_mode(v1::COMPUTE_MODE_FORWARD_BACKWARD);
     header.set_return_grad_hidden(false);
     *header.add_terms()->mutable_head() = Step();
-    return Start(kCompute, header);
+    return Start(header);
   }
   std::unique_ptr<Started> StartSeal() {
     v1::SealStepRequest seal;
     *seal.mutable_head() = Step();
-    return Start(kSealStep, seal);
+    return Start(seal);
   }
   v1::DiscardMicroBatchRequest Discard(int64_t micro_batch) {
     v1::DiscardMicroBatchRequest request;
@@ -189,7 +188,7 @@ TEST_F(ClientCore, ClosingCancelsWhatIsUnderWayAndEndsTheSession) {
   header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
   header.set_return_grad_hidden(false);
   *header.add_terms()->mutable_head() = Step();
-  const auto loss = Start(kCompute, header);
+  const auto loss = Start(header);
   while (under_way_ < 1) std::this_thread::sleep_for(milliseconds(1));
   EXPECT_EQ(server_.CallsOf("OpenSession").size(), 1U);
   core_->Close(DeadlineIn(seconds(5)));
@@ -207,8 +206,8 @@ TEST_F(ClientCore, OnlyCallsOfTheBackgroundStopWaitingForAnAbsentServer) {
   };
   v1::SealStepRequest seal;
   *seal.mutable_head() = Step();
-  const auto background = Start(kSealStep, seal, /*is_background=*/true);
-  const auto other = Start(kSealStep, seal);
+  const auto background = Start(seal, /*is_background=*/true);
+  const auto other = Start(seal);
   std::this_thread::sleep_for(milliseconds(50));
   EXPECT_FALSE(background->state->WaitFor(milliseconds(0)));
   core_->StopWaiting();

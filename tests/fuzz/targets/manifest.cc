@@ -5,8 +5,8 @@
 #include <string>
 #include <variant>
 
-#include "server/checkpoint/xxh3.h"
 #include "server/model_files/strict_json.h"
+#include "server/model_files/xxh3.h"
 #include "tests/fuzz/support/memory_file.h"
 #include "tests/fuzz/support/target.h"
 
@@ -18,7 +18,7 @@ std::string WithChecksum(const std::string& body) {
   const nlohmann::json value = nlohmann::json::parse(body, nullptr, /*allow_exceptions=*/false);
   if (!value.is_object()) return body;
   const std::string text = value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-  checkpoint::Xxh3Hasher hasher;
+  model_files::Xxh3Hasher hasher;
   hasher.Update(text.data(), static_cast<int64_t>(text.size()));
   return R"({"checksum": ")" + hasher.HexDigest() + R"(", "manifest": )" + body + "}";
 }

@@ -160,21 +160,20 @@ TEST(Messages, EpochsAreReplacedWhereverTheyStand) {
 
 TEST(MethodTable, WhatAMessageSaysDecidesWhetherItMayBeRepeated) {
   v1::UploadWeightsHeader upload;
-  const std::string path = "/headwater.v1.HeadService/UploadWeights";
-  EXPECT_EQ(FindMethod(path, &upload)->repeat, Repeat::kUntilSent);
-  EXPECT_FALSE(FindMethod(path, &upload)->follows);
+  EXPECT_EQ(MethodOf(upload).repeat, Repeat::kUntilSent);
+  EXPECT_FALSE(MethodOf(upload).follows);
   upload.set_closes_step(1);
-  EXPECT_EQ(FindMethod(path, &upload)->repeat, Repeat::kSafe);
-  EXPECT_TRUE(FindMethod(path, &upload)->follows);
+  EXPECT_EQ(MethodOf(upload).repeat, Repeat::kSafe);
+  EXPECT_TRUE(MethodOf(upload).follows);
   v1::TakeHeadRequest take;
-  EXPECT_EQ(FindMethod(kTakeHead, &take)->repeat, Repeat::kSafe);
+  EXPECT_EQ(MethodOf(take).repeat, Repeat::kSafe);
   take.set_epoch("e");
-  EXPECT_EQ(FindMethod(kTakeHead, &take)->repeat, Repeat::kIfNothingWasDone);
+  EXPECT_EQ(MethodOf(take).repeat, Repeat::kIfNothingWasDone);
   v1::CreateHeadRequest create;
   create.set_if_exists(v1::IF_EXISTS_ATTACH_IF_SAME_SPEC);
-  EXPECT_EQ(FindMethod("/headwater.v1.HeadService/CreateHead", &create)->repeat, Repeat::kIfNothingWasDone);
+  EXPECT_EQ(MethodOf(create).repeat, Repeat::kIfNothingWasDone);
   create.set_validate_only(true);
-  EXPECT_EQ(FindMethod("/headwater.v1.HeadService/CreateHead", &create)->repeat, Repeat::kSafe);
+  EXPECT_EQ(MethodOf(create).repeat, Repeat::kSafe);
   EXPECT_EQ(FindMethod("/headwater.v1.LossService/TransferRows"), nullptr);
 }
 

@@ -12,7 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "faulty_file_system.h"
 #include "head_test_util.h"
-#include "server/checkpoint/xxh3.h"
+#include "server/model_files/xxh3.h"
 #include "temporary_directory.h"
 
 namespace headwater::checkpoint {
@@ -108,7 +108,7 @@ class CheckpointStoreTest : public ::testing::Test {
     nlohmann::json document = nlohmann::json::parse(ReadFile(path));
     change(document["manifest"]);
     const std::string text = document["manifest"].dump();
-    Xxh3Hasher hasher;
+    model_files::Xxh3Hasher hasher;
     hasher.Update(text.data(), static_cast<int64_t>(text.size()));
     document["checksum"] = hasher.HexDigest();
     WriteFile(path, document.dump());
@@ -834,11 +834,11 @@ TEST_F(CheckpointStoreTest, ConcurrentSavesOfOneName) {
 
 TEST(Xxh3HasherTest, IsTheCanonicalForm) {
   // Reference values of xxHash's specification: XXH3-128 of nothing.
-  Xxh3Hasher hasher;
+  model_files::Xxh3Hasher hasher;
   EXPECT_EQ(hasher.HexDigest(), "99aa06d3014798d86001c324468d497f");
   const std::string text(100000, 'a');
   hasher.Update(text.data(), static_cast<int64_t>(text.size()));
-  Xxh3Hasher in_parts;
+  model_files::Xxh3Hasher in_parts;
   for (size_t i = 0; i < text.size(); i += 1000) in_parts.Update(text.data() + i, 1000);
   EXPECT_EQ(in_parts.Digest(), hasher.Digest());
   EXPECT_EQ(hasher.Digest().size(), 16u);

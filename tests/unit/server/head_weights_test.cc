@@ -5,8 +5,8 @@
 
 #include "head_test_util.h"
 #include "server/checkpoint/checkpoint_store.h"
-#include "server/checkpoint/xxh3.h"
 #include "server/heads/head.h"
+#include "server/model_files/xxh3.h"
 #include "temporary_directory.h"
 
 namespace headwater::heads {
@@ -27,7 +27,7 @@ using headwater::testing::TemporaryDirectory;
 const absl::Status kEngineError = MakeError(ErrorReason::kEngineFailed, "the device is gone");
 
 std::string Xxh3(const void* data, size_t bytes) {
-  checkpoint::Xxh3Hasher hasher;
+  model_files::Xxh3Hasher hasher;
   hasher.Update(data, static_cast<int64_t>(bytes));
   return hasher.Digest();
 }

@@ -3,13 +3,11 @@
 #define HEADWATER_CLIENT_CORE_ROWS_MEMORY_DEVICE_MEMORY_H_
 
 #include <cstdint>
-#include <functional>
 #include <list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 

@@ -2,7 +2,6 @@
 #ifndef HEADWATER_CLIENT_CORE_ROWS_MEMORY_SHARED_REGION_H_
 #define HEADWATER_CLIENT_CORE_ROWS_MEMORY_SHARED_REGION_H_
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <mutex>

@@ -9,12 +9,10 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"

@@ -19,7 +19,7 @@ constexpr Deadline kNever{};
 
 bool HasRows(const RowsView& rows) { return rows.row_count > 0 && rows.hidden_size > 0 && rows.data != nullptr; }
 
-int64_t BytesOf(const RowsView& rows) { return HasRows(rows) ? rows.row_count * rows.row_bytes() : 0; }
+int64_t BytesOf(const RowsView& rows) { return HasRows(rows) ? rows.bytes() : 0; }
 
 RowsMemory MemoryOf(const RowsView& rows) { return {const_cast<void*>(rows.data), BytesOf(rows), rows.memory == Memory::kCuda}; }
 
@@ -44,7 +44,7 @@ MicroBatchTransfer::MicroBatchTransfer(RowTransport& transport, const v1::MicroB
   result.hidden_size = header.hidden_size();
   result.data_type = static_cast<DataType>(GradHiddenType(header));
   if (result.data != nullptr) return;
-  own_ = Bytes::Allocate(result.row_count * result.row_bytes(), "gradients");
+  own_ = Bytes::Allocate(result.bytes(), "gradients");
   result.memory = Memory::kHost;
   if (own_.ok()) result.data = own_->data();
 }
@@ -150,11 +150,7 @@ absl::Status MicroBatchTransfer::SendPlaced() {
 absl::Status MicroBatchTransfer::SendRows() {
   // What an earlier try of this attempt by shared memory has left.
   if (!session_given_) header_.clear_session_id();
-  header_.clear_hidden_rows();
-  header_.clear_grad_hidden_rows();
-  for (v1::LossTerm& term : *header_.mutable_terms()) {
-    if (term.has_teacher_hidden()) term.mutable_teacher_hidden()->clear_rows();
-  }
+  ClearTransfer(header_);
   TransferRequest request;
   const auto add = [&](v1::ChunkRole role, int32_t term_index, const RowsView& view, int64_t first_row) -> absl::Status {
     if (!HasRows(view)) return absl::OkStatus();
@@ -179,9 +175,6 @@ absl::Status MicroBatchTransfer::SendRows() {
     request.transfer_id = RandomId();
     header_.set_transfer_id(request.transfer_id);
     header_.set_stripe_count(stripes());
-  } else {
-    header_.clear_transfer_id();
-    header_.clear_stripe_count();
   }
   SendRequest(std::move(request));
   return absl::OkStatus();

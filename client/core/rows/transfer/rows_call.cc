@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
-#include "client/core/link/error.h"
 #include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
@@ -130,7 +128,7 @@ absl::Status RowsCall::BringToHost(const RowsView& rows, void* cuda_stream, Outg
     outgoing->data = static_cast<const unsigned char*>(rows.data);
     return absl::OkStatus();
   }
-  const int64_t bytes = rows.row_count * rows.row_bytes();
+  const int64_t bytes = rows.bytes();
   auto known = std::find_if(copies_.begin(), copies_.end(),
                             [&](const auto& copy) { return copy.first == rows.data && copy.second.bytes >= bytes; });
   if (known == copies_.end()) {

@@ -8,7 +8,6 @@
 #include <memory>
 #include <mutex>
 #include <stop_token>
-#include <string>
 #include <utility>
 #include <vector>
 

@@ -1,7 +1,6 @@
 #include "client/core/rows/transfer/transfer_call.h"
 
 #include <algorithm>
-#include <exception>
 #include <utility>
 
 #include "absl/strings/str_cat.h"

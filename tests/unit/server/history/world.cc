@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "flowing_rows.h"
-#include "server/checkpoint/xxh3.h"
+#include "server/model_files/xxh3.h"
 
 namespace headwater::history {
 
@@ -101,7 +101,7 @@ Digest ToDigest(uint64_t content) {
 }
 
 std::string ChecksumOf(const std::vector<float>& values) {
-  checkpoint::Xxh3Hasher hasher;
+  model_files::Xxh3Hasher hasher;
   hasher.Update(values.data(), static_cast<int64_t>(values.size() * sizeof(float)));
   return hasher.Digest();
 }

@@ -42,6 +42,7 @@ struct RowsView {
   Memory memory = Memory::kHost;  // kCuda: see CallOptions::cuda_stream
 
   int64_t row_bytes() const { return hidden_size * ElementBytes(data_type); }
+  int64_t bytes() const { return row_count * row_bytes(); }
 
   // Rows of float32: values.size() / hidden_size of them. REQUIRES: hidden_size >= 1 divides values.size().
   static RowsView Float32(absl::Span<const float> values, int64_t hidden_size) {
@@ -58,12 +59,7 @@ struct RowsView {
 
  private:
   static RowsView Of(const void* data, DataType data_type, size_t element_count, int64_t hidden_size) {
-    RowsView view;
-    view.data = data;
-    view.data_type = data_type;
-    view.row_count = static_cast<int64_t>(element_count) / hidden_size;
-    view.hidden_size = hidden_size;
-    return view;
+    return {data, data_type, static_cast<int64_t>(element_count) / hidden_size, hidden_size};
   }
 };
 
@@ -143,14 +139,7 @@ class RowsBuffer {
   bool shared() const { return shared_; }
 
   // All rows, to be sent.
-  RowsView view() const {
-    RowsView view;
-    view.data = data_;
-    view.data_type = data_type_;
-    view.row_count = row_count_;
-    view.hidden_size = hidden_size_;
-    return view;
-  }
+  RowsView view() const { return {data_, data_type_, row_count_, hidden_size_}; }
   // All bytes, as MicroBatchOptions::grad_hidden takes them.
   absl::Span<unsigned char> span() { return {static_cast<unsigned char*>(data_), static_cast<size_t>(bytes())}; }
 

@@ -137,6 +137,7 @@ class Head {
 
  private:
   friend class Client;
+  friend class internal::HeadHandle;
   explicit Head(std::shared_ptr<internal::HeadHandle> handle);
 
   std::shared_ptr<internal::HeadHandle> handle_;

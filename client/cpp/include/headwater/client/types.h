@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -457,54 +458,15 @@ struct DeviceInfo {
   std::string uuid;  // 16 bytes; empty for devices that have none
 };
 
-// What the server accepts at most; each is a flag of headwaterd of the same name (durations without the `_s`).
-struct ServerLimits {
-  int64_t max_message_bytes = 0;
-  int64_t max_chunk_bytes = 0;
-  int64_t max_micro_batch_rows = 0;
-  int64_t max_micro_batch_bytes = 0;
-  int64_t max_vocab_size = 0;
-  int64_t max_hidden_size = 0;
-  int64_t max_heads = 0;
-  int64_t max_step_micro_batches = 0;
-  int64_t max_staging_slots = 0;
-  int64_t max_queue_depth = 0;
-  int64_t max_in_flight_bytes = 0;
-  int64_t max_upload_bytes = 0;
-  int64_t max_sessions = 0;
-  int64_t max_session_lease_s = 0;
-  int64_t max_held_bytes = 0;
-  int64_t max_waiting_calls = 0;
-  int64_t max_step_wait_s = 0;
-  int64_t max_heads_per_tenant = 0;
-  int64_t max_tenant_memory_bytes = 0;  // 0: none
-  int64_t max_terms = 0;
-  int64_t max_stripes = 0;  // 0: the server does not know stripes
-  int64_t max_stripe_wait_s = 0;
-  int64_t max_session_regions = 0;
-  int64_t max_region_bytes = 0;
-  int64_t max_join_bytes = 0;
-  int64_t max_join_wait_s = 0;
-  int64_t max_connections = 0;
-  int64_t max_connection_streams = 0;
-  int64_t max_metadata_bytes = 0;
-  int64_t max_stream_time_s = 0;
-  int64_t max_handshake_time_s = 0;
-  int64_t max_connection_idle_s = 0;
-  int64_t min_ping_interval_s = 0;
-  int64_t max_health_watches = 0;
-  int64_t ordered_window = 0;
-};
-// All of them by their names.
-std::vector<std::pair<const char*, int64_t>> ListLimits(const ServerLimits& limits);
-
 struct ServerInfo {
   std::string version;
   std::string incarnation;  // 16 bytes, new at every start of the process
   std::string engine;       // "cpu" or "cuda"
   std::string engine_note;  // why the engine is not a faster one; may be empty
   std::vector<DeviceInfo> devices;
-  ServerLimits limits;
+  // What the server accepts at most, by the names of v1.Limits (`max_micro_batch_rows`, ...): each is a flag of headwaterd of
+  // the same name, durations in seconds and without the flag's `_s`. 0 of max_tenant_memory_bytes: no bound.
+  std::map<std::string, int64_t> limits;
   std::vector<std::string> features;
   std::chrono::system_clock::time_point start_time;
   std::string descriptor_socket;  // path of the Unix socket that takes memory descriptors; empty: there is none

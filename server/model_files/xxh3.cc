@@ -1,11 +1,11 @@
-#include "server/checkpoint/xxh3.h"
+#include "server/model_files/xxh3.h"
 
 #define XXH_STATIC_LINKING_ONLY  // the state's size
 #include <xxhash.h>
 
 #include "absl/strings/escaping.h"
 
-namespace headwater::checkpoint {
+namespace headwater::model_files {
 
 Xxh3Hasher::Xxh3Hasher() : state_(std::make_unique<XXH3_state_t>()) { XXH3_128bits_reset(state_.get()); }
 
@@ -23,4 +23,4 @@ std::string Xxh3Hasher::Digest() const {
 
 std::string Xxh3Hasher::HexDigest() const { return absl::BytesToHexString(Digest()); }
 
-}  // namespace headwater::checkpoint
+}  // namespace headwater::model_files

@@ -1,6 +1,6 @@
 // XXH3-128 of a stream of bytes, in its canonical (big-endian) form: the checksum of weights and checkpoint files.
-#ifndef HEADWATER_SERVER_CHECKPOINT_XXH3_H_
-#define HEADWATER_SERVER_CHECKPOINT_XXH3_H_
+#ifndef HEADWATER_SERVER_MODEL_FILES_XXH3_H_
+#define HEADWATER_SERVER_MODEL_FILES_XXH3_H_
 
 #include <cstdint>
 #include <memory>
@@ -8,7 +8,7 @@
 
 struct XXH3_state_s;
 
-namespace headwater::checkpoint {
+namespace headwater::model_files {
 
 // Not thread-safe.
 class Xxh3Hasher {
@@ -28,6 +28,6 @@ class Xxh3Hasher {
   const std::unique_ptr<XXH3_state_s> state_;
 };
 
-}  // namespace headwater::checkpoint
+}  // namespace headwater::model_files
 
-#endif  // HEADWATER_SERVER_CHECKPOINT_XXH3_H_
+#endif  // HEADWATER_SERVER_MODEL_FILES_XXH3_H_
