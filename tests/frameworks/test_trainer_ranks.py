@@ -1,16 +1,12 @@
 """Two ranks (gloo, CPU) have the curve and the weights of one rank with batches of twice the size, or are refused by name."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from rank_trainer import model_of
 from tiny_trainer import Curve, gap_of_weights, train
 from transformers import AutoModelForCausalLM
+from two_ranks import run_ranks
 
 KINDS = ("served", "tied", "torch", "lora")
 LOSS_TOLERANCE = 1e-5
@@ -27,22 +23,7 @@ def stock():
 def two_ranks(server, tmp_path_factory, request):
     """How the ranks share the model, and the folder with what rank 0 wrote, by kind."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, Path(__file__).with_name("rank_trainer.py"), server.address, folder, request.param, *KINDS]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = []
-    for rank in range(2):
-        environment = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with (folder / f"rank-{rank}.log").open("w") as log:
-            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        statuses = [rank.wait(timeout=600) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert statuses == [0, 0], "".join((folder / f"rank-{rank}.log").read_text()[-3000:] for rank in range(2))
+    run_ranks(server.address, folder, request.param, KINDS)
     return request.param, folder
 
 
@@ -54,7 +35,7 @@ def test_two_ranks_have_the_curve_of_one(two_ranks, stock, kind):
         assert "fsdp: it shards the weight that the Trainer's optimizer owns" in found["refused"]
         return
 
-    curve = Curve(**found)
+    curve = Curve(**found["curve"])
     expected, stock_model = stock[kind]
     print(f"{sharding}, {kind}: losses differ by at most {curve.gap(expected):.2e}")
     assert curve.gap(expected) <= LOSS_TOLERANCE
