@@ -1,10 +1,11 @@
 """One of two ranks that train the tiny model: `rank_trainer.py ADDRESS FOLDER SHARDING KIND...`.
 
-Over gloo on CPUs, over NCCL on a GPU each (`tiny_trainer.ON_GPU`). SHARDING is "ddp" or "fsdp2".
-Rank 0 writes SHARDING-KIND.json: the curve, or the error of a Trainer that is refused.
+Over gloo on CPUs, over NCCL on a GPU each (`tiny_trainer.ON_GPU`). SHARDING is "ddp", "fsdp2", or "zero1" to "zero3" for DeepSpeed, of
+which several may stand with "+" between them. Rank 0 writes SHARDING-KIND.json: the curve, or the error of a Trainer that is refused.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import peft
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from tiny_trainer import ON_GPU, curve_of, make_trainer, tiny_model
+from tiny_trainer import ON_GPU, arguments, curve_of, make_trainer, tiny_model
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 import headwater
 from headwater.transformers import HeadwaterConfig
@@ -42,8 +44,22 @@ def model_of(kind: str):
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
 
+def zero_config(stage: int, kind: str) -> dict:
+    """What DeepSpeed is told. Under "fp16" the first scale is one that overflows."""
+    zero = {"stage": stage}
+    if kind != "ungathered":
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    # Its own Adam for CPUs is compiled where it runs; torch's does the same.
+    config = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
+    config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    if kind.startswith("fp16"):
+        config["fp16"] = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
+    return config
+
+
 def result(address: str, folder: Path, sharding: str, kind: str) -> dict:
-    config = HeadwaterConfig(server=address, head=f"{sharding}-{kind}", optimizer="torch" if kind == "torch" else "auto")
+    head = f"{sharding}-{'served' if kind == 'resumed' else kind}"  # goes on with the head that was served
+    config = HeadwaterConfig(server=address, head=head, optimizer="torch" if kind == "torch" else "auto")
     options = {
         "per_device_train_batch_size": 1,
         "ddp_backend": "nccl" if ON_GPU else "gloo",
@@ -54,28 +70,46 @@ def result(address: str, folder: Path, sharding: str, kind: str) -> dict:
         options["bf16"] = True
     if sharding == "fsdp2":
         options |= {"fsdp": "full_shard", "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+    if sharding.startswith("zero"):
+        options |= {"deepspeed": zero_config(int(sharding[-1]), kind), "fp16": kind.startswith("fp16")}
+    model = model_of(kind)
+    if kind == "partitioned":
+        if os.environ["RANK"] == "0":
+            model.save_pretrained(folder / "start")
+        kept = arguments(folder, **options)  # while it lives, models are loaded in parts
+        torch.distributed.barrier()
+        model = AutoModelForCausalLM.from_pretrained(folder / "start")
+        assert kept.deepspeed and model.lm_head.weight.numel() == 0
     try:
-        trainer = make_trainer(folder, model_of(kind), config, **options)
+        trainer = make_trainer(folder, model, None if kind == "fp16-stock" else config, **options)
     except headwater.InvalidArgumentError as error:
         return {"refused": str(error)}
-    trainer.train()
+    trainer.train(resume_from_checkpoint=str(folder.with_name(head) / "checkpoint-6") if kind == "resumed" else None)
     backend = torch.distributed.get_backend(torch.distributed.group.WORLD)
     assert ("nccl" in backend) == (trainer.model.device.type == "cuda") == ON_GPU
     assert any(isinstance(parameter, DTensor) for parameter in trainer.model_wrapped.parameters()) == (sharding == "fsdp2")
+    assert (trainer.deepspeed is not None) == sharding.startswith("zero")
     curve = curve_of(trainer)
     trainer.save_model(str(folder / "saved"))
-    return vars(curve)
+    skipped = trainer.deepspeed.skipped_steps if trainer.deepspeed is not None else 0
+    return {"curve": vars(curve), "skipped": skipped}
 
 
 if __name__ == "__main__":
-    address, folder, sharding, *kinds = sys.argv[1:]
+    address, folder, shardings, *kinds = sys.argv[1:]
     torch.set_num_threads(1)
-    if sharding == "fsdp2" and not ON_GPU:
+    if shardings == "fsdp2" and not ON_GPU:
         shard_on_cpus()
-    for kind in kinds:
-        name = f"{sharding}-{kind}"
-        found = result(address, Path(folder, name), sharding, kind)
-        if torch.distributed.get_rank() == 0:
-            Path(folder, f"{name}.json").write_text(json.dumps(found))
+    if shardings.startswith("zero"):
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled where it runs, for a minute
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # slow on CPUs, but torch's products are there
+    for sharding in shardings.split("+"):
+        for kind in kinds:
+            name = f"{sharding}-{kind}"
+            found = result(address, Path(folder, name), sharding, kind)
+            if torch.distributed.get_rank() == 0:
+                Path(folder, f"{name}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

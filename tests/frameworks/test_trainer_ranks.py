@@ -4,17 +4,13 @@ Over gloo on a CPU; under tests/gpu, which wants two GPUs for it, over NCCL.
 """
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from figure_rows import write_figures
 from rank_trainer import model_of
 from tiny_trainer import ON_GPU, Curve, gap_of_weights, train
 from transformers import AutoModelForCausalLM
+from two_ranks import run_ranks
 
 ENVIRONMENTS = ("newest", "gpu")
 pytestmark = pytest.mark.gpu_group
@@ -33,22 +29,7 @@ def stock():
 def two_ranks(server, tmp_path_factory, request):
     """How the ranks share the model, and the folder with what rank 0 wrote, by kind."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, Path(__file__).with_name("rank_trainer.py"), server.address, folder, request.param, *KINDS]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = []
-    for rank in range(2):
-        environment = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with (folder / f"rank-{rank}.log").open("w") as log:
-            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        statuses = [rank.wait(timeout=600) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert statuses == [0, 0], "".join((folder / f"rank-{rank}.log").read_text()[-3000:] for rank in range(2))
+    run_ranks(server.address, folder, request.param, KINDS)
     return request.param, folder
 
 
@@ -60,7 +41,7 @@ def test_two_ranks_have_the_curve_of_one(two_ranks, stock, kind):
         assert "fsdp: it shards the weight that the Trainer's optimizer owns" in found["refused"]
         return
 
-    curve = Curve(**found)
+    curve = Curve(**found["curve"])
     expected, stock_model = stock[kind]
     gap = curve.gap(expected)
     # In bf16 a few times what stock itself moves by when it is computed in it.

@@ -127,7 +127,7 @@ def gap_of_weights(model, other) -> float:
     """Largest difference of an element between two models of the same names."""
     first, second = model.state_dict(), other.state_dict()
     assert first.keys() == second.keys()
-    return max(float((first[name].float() - second[name].float()).abs().max()) for name in first)
+    return max(float((first[name].float().cpu() - second[name].float().cpu()).abs().max()) for name in first)
 
 
 def copy_of(model):

@@ -80,9 +80,12 @@ class JointStep:
         self.steps_applied = self.skipped = 0
         self.last_norm: float | None = None
         self._check_groups()
-        self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
-            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+        self._hooks = self._register_hooks()
+
+    def _register_hooks(self) -> list[Any]:
+        return [
+            self._optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            self._optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
 
     def _check_groups(self) -> None:
@@ -137,8 +140,11 @@ class JointStep:
             # Its gradient has the scaler's scale on it, as the body's has.
             head.pull_gradient(self._gradient_factor, **loop._timeout)
         loop._barrier()  # rank 0 must not close the step before all have what they need of it
-        if any(seal.non_finite_count or not math.isfinite(seal.gradient_norm_squared) for seal in self._seals):
+        if not self._seals_are_finite():
             self._overflow()
+
+    def _seals_are_finite(self) -> bool:
+        return not any(seal.non_finite_count or not math.isfinite(seal.gradient_norm_squared) for seal in self._seals or ())
 
     def _overflow(self) -> None:
         if self._scaler is None:

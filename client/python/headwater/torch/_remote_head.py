@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import os
 import re
 import threading
@@ -233,11 +234,12 @@ class RemoteHead:
         """Makes the head anew of the weights that it has now, at its first step: another training begins."""
         self.pull_weight()
         rank, _ = distributed_place()
-        if rank == 0:
-            self.head = self._attach("replace")
-        _barrier()
-        if rank:
-            self.head = self._attach("attach")
+        with _gathered(self.layer):
+            if rank == 0:
+                self.head = self._attach("replace")
+            _barrier()
+            if rank:
+                self.head = self._attach("attach")
 
     # ---- the layer's weight -----------------------------------------------------------------------------------------
 
@@ -247,15 +249,24 @@ class RemoteHead:
         return not self.served or self._layer_has == (self.head.epoch, self.head.step)
 
     def pull_weight(self) -> None:
-        """Gives the layer the head's weight and bias, if it has others."""
+        """Gives the layer the head's weight and bias, if it has others. Where ranks share the layer, all of them call it."""
         if self.is_current:
             return
-        for name, parameter in self.layer.named_parameters():
-            self._download(name, parameter.detach())
+        is_partitioned = _is_partitioned(self.layer)
+        with _gathered(self.layer, modifier_rank=0):  # which gives the others theirs
+            if not is_partitioned or distributed_place()[0] == 0:
+                for name, parameter in self.layer.named_parameters():
+                    self._download(name, parameter.detach())
         self._layer_has = self.head.epoch, self.head.step
 
     def push_weight(self) -> None:
         """Gives the head the layer's weight and bias: a checkpoint was loaded into the model."""
+        if _is_partitioned(self.layer):
+            raise FailedPreconditionError(
+                f"the server has no checkpoint of {self.head.name} that belongs to the trainer's, and ZeRO-3 has partitioned the "
+                "weight that the model has: start from the saved model",
+                reason="INVALID_COMBINATION",
+            )
         bias = self.layer.bias
         self.head.set_weight(self.layer.weight.detach(), None if bias is None else bias.detach(), timeout_s=self.config.timeout_s)
         self._layer_has = self.head.epoch, self.head.step
@@ -275,10 +286,10 @@ class RemoteHead:
         """Puts the trained weight and bias into a state dict of the model, on the CPU, in the dtype that they have there."""
         if self.is_current:
             return
-        for name, parameter in self.layer.named_parameters():
+        for name, _ in self.layer.named_parameters():
             key = f"{prefix}{self.layer_name}.{name}"
             if key in state_dict:
-                values = torch.empty(parameter.shape, dtype=state_dict[key].dtype, device="cpu")
+                values = torch.empty(state_dict[key].shape, dtype=state_dict[key].dtype, device="cpu")
                 self._download(name, values)
                 state_dict[key] = values
 
@@ -315,7 +326,11 @@ def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer:
         InvalidArgumentError: what `headwater.torch.attach` refuses; a model without an output layer.
     """
     found = _output_layer(model)
-    layer = output_layer(found)
+    with _gathered(found):
+        return _attach_layer(model, output_layer(found), config, optimizer)
+
+
+def _attach_layer(model: torch.nn.Module, layer: OutputLayer, config: HeadwaterConfig, optimizer: AdamW | SGD | None) -> RemoteHead:
     assert isinstance(layer.module, torch.nn.Linear)
     trainable = layer.weight.requires_grad if config.trainable == "auto" else bool(config.trainable)
     others = sharing(model, layer)
@@ -351,6 +366,23 @@ def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer:
     _barrier()
     # To the other ranks the head is there.
     return RemoteHead(model, layer.module, replace(config, if_exists="attach"), options)
+
+
+def _is_partitioned(layer: torch.nn.Module) -> bool:
+    """Whether each rank has a part of the weight, as DeepSpeed's ZeRO-3 does it."""
+    return any(hasattr(parameter, "ds_id") for parameter in layer.parameters())
+
+
+def _gathered(layer: torch.nn.Module, modifier_rank: int | None = None) -> contextlib.AbstractContextManager[Any]:
+    """While it lasts, every rank has the whole weight of a layer, also under ZeRO-3. All ranks enter and leave it.
+
+    Args:
+        modifier_rank: whose changes stay. None: there are none.
+    """
+    if not _is_partitioned(layer):
+        return contextlib.nullcontext()
+    zero = importlib.import_module("deepspeed").zero
+    return zero.GatheredParameters(list(layer.parameters()), modifier_rank=modifier_rank)  # type: ignore[no-any-return]
 
 
 def _barrier() -> None:

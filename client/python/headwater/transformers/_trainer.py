@@ -19,6 +19,7 @@ from headwater._types import SGD, AdamW
 from headwater.torch._joint_step import JointStep
 from headwater.torch._optimizers import matching_optimizer
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, _output_layer
+from headwater.torch._zero_step import ZeroStep
 from headwater.transformers._patch import attach_remote_head, patch_of
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -62,8 +63,11 @@ class HeadwaterCallback(transformers.TrainerCallback):
             )
         self.remote, self._trainer = remote, trainer
         _refuse_fsdp(trainer, remote)
+        _refuse_deepspeed(trainer, remote)
         self._set("_save_checkpoint", self._save_checkpoint(trainer._save_checkpoint))
-        if hasattr(trainer, "_get_grad_norm"):
+        if trainer.is_deepspeed_enabled:
+            pass  # its engine clips, by the norm that `ZeroStep` gives it, and tells the Trainer
+        elif hasattr(trainer, "_get_grad_norm"):
             norm_of = trainer._get_grad_norm
             self._set("_clip_grad_norm", lambda model: self._clip(trainer.args.max_grad_norm, lambda: norm_of(model)))
             self._set(
@@ -110,8 +114,8 @@ class HeadwaterCallback(transformers.TrainerCallback):
         def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
             if self.joint is not None and self.remote is not None:
                 self.joint.save(self._trainer.state.global_step)
-                if self._trainer.is_fsdp_enabled:
-                    self.remote.pull_weight()  # FSDP's checkpoint does not go through save_pretrained
+                if self._trainer.is_fsdp_enabled or self._trainer.is_deepspeed_enabled:
+                    self.remote.pull_weight()  # their checkpoints do not go through save_pretrained
             return save(*args, **kwargs)
 
         return save_checkpoint
@@ -126,13 +130,17 @@ class HeadwaterCallback(transformers.TrainerCallback):
         if remote.served:
             _check_decay(remote)
         accelerator = self._trainer.accelerator
-        self.joint = JointStep(
-            [remote],
-            optimizer,
-            parameters=[parameter for parameter in self._trainer.model.parameters() if parameter.requires_grad],
-            scaler=getattr(accelerator, "scaler", None),
-            gradient_factor=1.0 / accelerator.num_processes,
-        )
+        factor = 1.0 / accelerator.num_processes
+        if self._trainer.is_deepspeed_enabled:
+            self.joint = ZeroStep([remote], self._trainer.deepspeed.optimizer, gradient_factor=factor)
+        else:
+            self.joint = JointStep(
+                [remote],
+                optimizer,
+                parameters=[parameter for parameter in self._trainer.model.parameters() if parameter.requires_grad],
+                scaler=getattr(accelerator, "scaler", None),
+                gradient_factor=factor,
+            )
         self.joint.begin(state.global_step)
         if (patch := patch_of(self._trainer.model)) is not None:
             patch.joint = self.joint
@@ -140,7 +148,7 @@ class HeadwaterCallback(transformers.TrainerCallback):
             self.joint.save(state.global_step)  # a server that cannot says so now
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.joint is not None:
+        if self.joint is not None and not self._trainer.is_deepspeed_enabled:  # whose step is done by now
             self.joint.prepare()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -252,8 +260,8 @@ def _refuse_unsupported(trainer: Any) -> None:
     for name in ("cp", "sp", "tp"):
         if getattr(parallelism, f"{name}_size", 1) not in (None, 1):
             raise option_refused(f"parallelism_config.{name}_size", "rows of one sequence on several ranks are not supported")
-    if getattr(trainer, "is_deepspeed_enabled", False):
-        raise option_refused("deepspeed", "its engine steps inside of backward, where no head can be clipped with the body")
+    if trainer.is_deepspeed_enabled:
+        _refuse_deepspeed_options(trainer.accelerator.state.deepspeed_plugin)
     prompt = [
         name for name, peft in getattr(trainer.model, "peft_config", {}).items() if getattr(peft, "is_prompt_learning", False)
     ]
@@ -270,6 +278,40 @@ def _refuse_fsdp(trainer: Any, remote: RemoteHead) -> None:
         raise option_refused("fsdp", 'it shards the weight that the Trainer\'s optimizer owns (tied, or optimizer="torch")')
     if "FULL" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type):
         raise option_refused("fsdp_config", "state_dict_type must be FULL_STATE_DICT, so that a checkpoint has the head's weight")
+
+
+def _refuse_deepspeed_options(plugin: Any) -> None:
+    if plugin.zero_stage not in (1, 2, 3):
+        raise option_refused(
+            "deepspeed.zero_optimization.stage",
+            f"{plugin.zero_stage} is not supported: set 1, 2 or 3, or leave deepspeed out (DDP)",
+        )
+    options = plugin.deepspeed_config
+    if options.get("tensor_parallel", {}).get("autotp_size", 1) not in (None, 0, 1):
+        raise option_refused("deepspeed.tensor_parallel.autotp_size", "rows of one sequence on several ranks are not supported")
+    if options["zero_optimization"].get("zenflow"):
+        raise option_refused("deepspeed.zero_optimization.zenflow", "it steps a part of the body at other times: leave it out")
+
+
+def _refuse_deepspeed(trainer: Any, remote: RemoteHead) -> None:
+    if not (remote.trained and trainer.is_deepspeed_enabled):
+        return
+    if not remote.served:
+        raise option_refused(
+            "deepspeed", 'it partitions the weight that the Trainer\'s optimizer owns (tied, or optimizer="torch")'
+        )
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    kind = plugin.deepspeed_config.get("optimizer", {}).get("type", "AdamW")
+    if remote.config.optimizer == "auto" and kind != "AdamW":
+        raise option_refused(
+            "deepspeed.optimizer.type",
+            f"{kind} is none that a head has: use AdamW, or pass HeadwaterConfig(optimizer=headwater.AdamW(...))",
+        )
+    if plugin.zero_stage == 3 and not plugin.zero3_save_16bit_model:
+        raise option_refused(
+            "deepspeed.zero_optimization.stage3_gather_16bit_weights_on_model_save",
+            "set it to true, so that a saved model has the head's weight",
+        )
 
 
 def optimizer_of(trainer: Any) -> AdamW | SGD:

@@ -121,6 +121,8 @@ def attach(trainer: Any, model: torch.nn.Module, config: HeadwaterConfig | None)
 
 def train_with(trainer: Any, remote: RemoteHead) -> HeadwaterCallback:
     """Steps, clipping, logs and checkpoints are `headwater.transformers`'; completions are made with the trained weight."""
+    if trainer.is_deepspeed_enabled:
+        raise refused("deepspeed is not supported for a trainer of TRL: use DDP; transformers' own Trainer has ZeRO", "deepspeed")
     callback = install(trainer, remote, remote.config)
     if remote.served and hasattr(trainer, "_generate"):
         generate = trainer._generate

@@ -1,0 +1,33 @@
+"""Two processes of rank_trainer.py, one for each rank."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run_ranks(address: str, folder: Path, sharding: str, kinds: tuple[str, ...]) -> None:
+    """Trains the kinds one after another; what rank 0 writes is in the folder then, as rank_trainer.py says."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, Path(__file__).with_name("rank_trainer.py"), address, folder, sharding, *kinds]
+    place = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": "cpu",
+    }
+    ranks = []
+    for rank in range(2):
+        environment = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (folder / f"rank-{rank}.log").open("w") as log:
+            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        statuses = [rank.wait(timeout=600) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert statuses == [0, 0], "".join((folder / f"rank-{rank}.log").read_text()[-3000:] for rank in range(2))
