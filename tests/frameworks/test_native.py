@@ -1,9 +1,11 @@
 """The losses for torchtitan, NeMo Automodel and Megatron-Core, each where its framework calls it."""
 
 import types
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from nemo_automodel.components.loss.loss import build_loss_config
 from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
 from nemo_automodel.components.loss.utils import calculate_loss
@@ -111,13 +113,12 @@ def test_megatron(layer, rows, server):
         call_as_megatron(layer, hidden, None, context)
 
 
-def test_a_layer_that_is_trained_is_refused(layer, rows, server):
+def test_a_trained_layer_that_no_optimizer_holds_is_refused(layer, rows, server):
     layer.requires_grad_(True)
-    context = megatron.Context(server=server.address, head="trained")
-    with pytest.raises(headwater.InvalidArgumentError, match="freeze it"):
-        call_as_megatron(layer, *rows, context)
-    with pytest.raises(headwater.InvalidArgumentError, match="trainable"):
-        megatron.Context(server=server.address, head="trained", trainable=True)
+    with pytest.raises(headwater.InvalidArgumentError, match="optimizer"):
+        RemoteLinearCrossEntropy(server=server.address, head="trained")(*rows, layer.weight)
+    with pytest.raises(headwater.InvalidArgumentError, match="a frozen head would stay behind"):
+        RemoteLinearCrossEntropy(server=server.address, head="trained", trainable=False)(*rows, layer.weight)
 
 
 def test_a_loss_that_was_replaced_stops_the_step(layer, rows, server):
@@ -126,9 +127,47 @@ def test_a_loss_that_was_replaced_stops_the_step(layer, rows, server):
     optimizer = torch.optim.SGD([hidden], lr=0.1)
     hidden.square().sum().backward()
     before = hidden.detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    gradient, hidden.grad = hidden.grad, torch.zeros_like(hidden)
+    optimizer.step()  # as torch.distributed.checkpoint makes an optimizer's state
+    hidden.grad = gradient
+    with pytest.raises(headwater.FailedPreconditionError, match="no loss of replaced"):
+        optimizer.step()  # as a warm-up begins
+    optimizer.param_groups[0]["lr"] = 0.1
     with pytest.raises(headwater.FailedPreconditionError, match="no loss of replaced"):
         optimizer.step()
     assert torch.equal(hidden.detach(), before)
     loss_fn(hidden, labels, layer.weight).backward()
     optimizer.step()
     assert not torch.equal(hidden.detach(), before)
+
+
+def test_the_lines_of_the_guide(layer):
+    page = (Path(__file__).parents[2] / "docs/guides/frameworks.md").read_text()
+    blocks = [block.partition("\n")[2] for block in page.split("```")[1::2]]
+
+    def only(word):
+        (block,) = (block for block in blocks if word in block)
+        return block
+
+    config = types.SimpleNamespace()
+    exec(only("headwater.torchtitan"), {"config": config})
+    made = [config.loss.build(compile_config=None)]
+    assert isinstance(made[0], HeadwaterLoss)
+    recipe = yaml.safe_load(only("headwater.nemo"))["loss_fn"]
+    assert recipe.pop("_target_") == f"{RemoteLinearCrossEntropy.__module__}.{RemoteLinearCrossEntropy.__name__}"
+    made.append(build_loss_config(RemoteLinearCrossEntropy, **recipe).build())
+
+    class Model:
+        output_layer = layer.requires_grad_(True)
+
+        def __call__(self, *_, labels, output_processor, output_processor_context):
+            assert output_processor is megatron.output_processor
+            return output_processor_context
+
+    names = {"model": Model(), **dict.fromkeys(("ids", "positions", "mask", "labels"))}
+    exec(only("headwater.megatron"), names)
+    made.append(names["losses"])
+    assert made[2].config.trainable is True and not layer.weight.requires_grad
+    for loss in made:
+        loss.detach()

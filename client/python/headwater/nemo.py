@@ -1,29 +1,37 @@
-"""NeMo Automodel: the loss of a frozen output layer on a server, by the recipe's YAML file.
+"""NeMo Automodel: the loss of an output layer on a server, by the recipe's YAML file.
 
     loss_fn:
       _target_: headwater.nemo.RemoteLinearCrossEntropy
       server: localhost:50051
       head: student
 
-The layer must be frozen, as under PEFT; one that is trained is refused, because the recipe clips and steps without asking the loss.
-Tested with NeMo Automodel 0.7.
+A layer that requires a gradient is trained by the server, as the recipe's optimizer would train it: the head's step closes with
+the optimizer's, gradients are clipped by the norm of body and head together, and each checkpoint of the recipe's has one of the
+head's beside it. A frozen layer, as under PEFT, stays as it is. Tested with NeMo Automodel 0.7.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
+from nemo_automodel.components.training import utils as training_utils
 
-from headwater.torch._frozen_layer import FrozenLayer, refuse_unknown
+from headwater._errors import option_refused
+from headwater.torch._layer_head import LayerHead, refuse_unknown
+from headwater.torch._micro_batches import distributed_place
 from headwater.torch._remote_head import HeadwaterConfig
+from headwater.torch._trained_layer import TrainedLayer, train_with_holder
 
 __all__ = ["RemoteLinearCrossEntropy"]
 
 
 class RemoteLinearCrossEntropy(LinearCrossEntropy):  # type: ignore[misc]
     """Cross entropy of a head. A recipe gives a LinearCrossEntropy the last hidden states and the layer's weight, not logits.
+
+    `detach()` takes all hooks off, and gives the layer the trained weight.
 
     Args:
         server, head: as of `headwater.transformers.HeadwaterConfig`.
@@ -35,7 +43,8 @@ class RemoteLinearCrossEntropy(LinearCrossEntropy):  # type: ignore[misc]
 
     def __init__(self, server: str | None = None, head: str = "", **options: Any):
         super().__init__()
-        self._layer = FrozenLayer(HeadwaterConfig(server=server, head=head, **options))
+        self._layer = LayerHead(HeadwaterConfig(server=server, head=head, **options), _train)
+        self.detach = self._layer.detach
 
     @staticmethod
     def materialize_lm_weight(lm_weight: torch.Tensor, *, grad_reduce_group: Any = None) -> torch.Tensor:
@@ -63,3 +72,25 @@ class RemoteLinearCrossEntropy(LinearCrossEntropy):  # type: ignore[misc]
         """
         refuse_unknown(others)
         return self._layer.loss(lm_weight, None, hidden_states, labels, num_label_tokens, loss_weights)
+
+
+def _train(weight: torch.Tensor, bias: torch.Tensor | None, config: HeadwaterConfig) -> TrainedLayer:
+    # The recipe multiplies each rank's loss by their number, and FSDP averages the gradients over them.
+    trained = train_with_holder(weight, bias, config, gradient_factor=1.0 / distributed_place()[1])
+    trained.wrap_clipping(training_utils, "clip_grad_norm", _clip)
+    return trained
+
+
+def _clip(
+    trained: TrainedLayer,
+    clip_grad_norm: Callable[..., Any],
+    max_grad_norm: float | None,
+    model_parts: list[torch.nn.Module],
+    *,
+    norm_type: float = 2.0,
+    **kwargs: Any,
+) -> Any:
+    if norm_type != 2:
+        raise option_refused("norm_type", f"body and head have a norm of 2 together, not {norm_type}")
+    parameters = [parameter for part in model_parts for parameter in part.parameters()]
+    return trained.clip(parameters, max_grad_norm, lambda norm: clip_grad_norm(norm, model_parts, norm_type=norm_type, **kwargs))

@@ -1,27 +1,35 @@
-"""torchtitan: the loss of a frozen output layer on a server, chosen in the function that makes the Trainer's configuration.
+"""torchtitan: the loss of an output layer on a server, chosen in the function that makes the Trainer's configuration.
 
     config.loss = HeadwaterLoss.Config(server="localhost:50051", head="student")
 
-The layer must be frozen (`requires_grad_(False)`), as under adapters; one that is trained is refused, because torchtitan clips and
-steps without asking the loss. Tested with torchtitan 0.3.
+A layer that requires a gradient is trained by the server, as the Trainer's optimizer would train it: the head's step closes with
+the optimizer's, gradients are clipped by the norm of body and head together, and each checkpoint of torchtitan's has one of the
+head's beside it. A frozen layer stays as it is. Tested with torchtitan 0.3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+from torchtitan.distributed import utils as dist_utils
 
-from headwater.torch._frozen_layer import FrozenLayer, refuse_unknown
+from headwater._errors import option_refused
+from headwater.torch._layer_head import LayerHead, refuse_unknown
 from headwater.torch._remote_head import HeadwaterConfig
+from headwater.torch._trained_layer import TrainedLayer, train_with_holder
 
 __all__ = ["HeadwaterLoss"]
 
 
 class HeadwaterLoss(ChunkedLossWrapper):  # type: ignore[misc]
-    """Cross entropy of a head. torchtitan hands what is a ChunkedLossWrapper the layer, and has the model leave it out."""
+    """Cross entropy of a head. torchtitan hands what is a ChunkedLossWrapper the layer, and has the model leave it out.
+
+    `detach()` takes all hooks off, and gives the layer the trained weight.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):  # type: ignore[misc]
@@ -33,7 +41,8 @@ class HeadwaterLoss(ChunkedLossWrapper):  # type: ignore[misc]
 
     def __init__(self, config: Config, *, compile_config: Any = None):
         self.lm_head: torch.nn.Module | None = None
-        self._layer = FrozenLayer(HeadwaterConfig(server=config.server, head=config.head, **(config.options or {})))
+        self._layer = LayerHead(HeadwaterConfig(server=config.server, head=config.head, **(config.options or {})), _train)
+        self.detach = self._layer.detach
 
     def __call__(
         self, pred: torch.Tensor, labels: torch.Tensor, global_valid_tokens: torch.Tensor | None = None, **loss_inputs: Any
@@ -46,6 +55,30 @@ class HeadwaterLoss(ChunkedLossWrapper):  # type: ignore[misc]
             global_valid_tokens: () number of tokens of the step.
         """
         refuse_unknown(loss_inputs, ignored=("positions",))
+        if pred.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise option_refused("training.disable_cuda_graphs", "a CUDA graph cannot ask a server: set it to True")
         assert self.lm_head is not None, "torchtitan sets the layer before the first loss"
         bias = getattr(self.lm_head, "bias", None)
         return self._layer.loss(self.lm_head.weight, bias, pred, labels, global_valid_tokens), {}
+
+
+def _train(weight: torch.Tensor, bias: torch.Tensor | None, config: HeadwaterConfig) -> TrainedLayer:
+    # FSDP adds the ranks' gradients: each has divided by the tokens of all.
+    trained = train_with_holder(weight, bias, config, gradient_factor=1.0)
+    trained.wrap_clipping(dist_utils, "clip_grad_norm_", _clip)
+    return trained
+
+
+def _clip(
+    trained: TrainedLayer,
+    clip_grad_norm_: Callable[..., torch.Tensor],
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    kept = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if norm_type != 2:
+        raise option_refused("norm_type", f"body and head have a norm of 2 together, not {norm_type}")
+    return trained.clip(kept, max_norm, lambda norm: clip_grad_norm_(kept, norm, norm_type, *args, **kwargs))

@@ -16,6 +16,14 @@ from headwater.torch._remote_head import RemoteHead
 from headwater.torch._training_loop import CLIP_EPSILON, TrainingLoop
 
 
+def only_makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step makes an optimizer's state alone: torch.distributed.checkpoint makes it of zeros, at a rate of 0."""
+    if any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups):
+        return False
+    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None]
+    return not any(bool((grad.to_local() if hasattr(grad, "to_local") else grad).any()) for grad in gradients)
+
+
 class JointStep:
     """Closes the steps of heads when the optimizer of a framework steps; a body and its heads step together, or none of them.
 
@@ -211,6 +219,8 @@ class JointStep:
 
     def _before_step(self) -> None:
         if not self._hooks:
+            return
+        if not self._is_prepared and self._count_losses() == self._losses and only_makes_state(self._optimizer):
             return
         self.prepare()
         if self._loop is None or self._overflow_found():
