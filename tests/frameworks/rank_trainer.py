@@ -1,7 +1,8 @@
 """One of two ranks that train the tiny model: `rank_trainer.py ADDRESS FOLDER SHARDING KIND...`.
 
-Over gloo on CPUs, over NCCL on a GPU each (`tiny_trainer.ON_GPU`). SHARDING is "ddp", "fsdp2", or "zero1" to "zero3" for DeepSpeed, of
-which several may stand with "+" between them. Rank 0 writes SHARDING-KIND.json: the curve, or the error of a Trainer that is refused.
+Over gloo on CPUs, over NCCL on a GPU each (`tiny_trainer.ON_GPU`). SHARDING is "ddp", "fsdp2", or "zero1" to "zero3" for DeepSpeed,
+of which several may stand with "+" between them. Rank 0 writes SHARDING-KIND.json: the curve, or the error of a Trainer that is
+refused.
 """
 
 import json

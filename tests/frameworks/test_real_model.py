@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from headwater.transformers import HeadwaterConfig
 
-# Relative to stock's loss with its head in fp64 over the same rows: stock's own fp32 loss is off by 1.5e-6 of it.
-EARLY_TOLERANCE = 1e-6  # before the first update and after it: gradients, clipping, learning rate and optimizer are right
+# Absolute, of the loss that the Trainer logs, against stock with its head in fp64: in fp32, stock itself is up to 1.4e-5 from that.
+FIRST_TOLERANCE = 1e-6  # before the first update
 LOSS_TOLERANCE = 1e-5  # at every step
 
 
@@ -34,12 +34,11 @@ def variant(model, kind: str):
     return model
 
 
-def curve(model, data, steps, sequences, folder, config=None, trainer_class=transformers.Trainer):
+def curve(model, data, steps, sequences, folder, config=None):
     trainer = make_trainer(
         folder,
         model,
         config,
-        trainer_class,
         train_dataset=data[:-4],
         eval_dataset=data[-4:],
         max_steps=steps,
@@ -56,25 +55,21 @@ def curve(model, data, steps, sequences, folder, config=None, trainer_class=tran
     return found, trainer
 
 
-class Exact(transformers.Trainer):
-    """The stock Trainer. `exact` has each step's loss as it is where the head and its loss are computed in fp64."""
+def with_head_in_fp64(model):
+    """The stock model, whose last layer and cross entropy compute in fp64; their gradients are rounded to fp32."""
+    layer = model.get_output_embeddings()
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        layer, rows = model.get_output_embeddings(), []
-        hook = layer.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].detach()))
-        result = super().compute_loss(model, inputs, *args, **kwargs)
-        hook.remove()
-        if model.training:
-            with torch.no_grad():
-                logits = rows[0][:, :-1].double() @ layer.weight.double().T
-                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 1:].flatten())
-            vars(self).setdefault("micro_batches", []).append(loss.item())
-        return result
+    def forward(rows):
+        return torch.nn.functional.linear(rows.double(), layer.weight.double())
 
-    @property
-    def exact(self) -> list[float]:
-        # Two micro-batches of equal size in each step.
-        return [sum(pair) / 2 for pair in zip(self.micro_batches[::2], self.micro_batches[1::2], strict=True)]
+    def loss(logits, labels, vocab_size, num_items_in_batch=None, **_):
+        total = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return total / (labels[:, 1:].numel() if num_items_in_batch is None else num_items_in_batch)
+
+    layer.forward = forward
+    base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    base.loss_function = loss
+    return model
 
 
 def moved(model):
@@ -93,26 +88,26 @@ def gaps(losses, others) -> list[float]:
 def check(client, pretrained, kind, steps, length, sequences, folder):
     model, tokenizer = pretrained
     data = texts(tokenizer, length)
-    expected, stock = curve(variant(model, kind), data, steps, sequences, folder, trainer_class=Exact)
+    exact, reference = curve(with_head_in_fp64(variant(model, kind)), data, steps, sequences, folder)
+    stock, _ = curve(variant(model, kind), data, steps, sequences, folder)
     drift, _ = curve(moved(variant(model, kind)), data, steps, sequences, folder)
     config = HeadwaterConfig(client=client, head=f"smollm2-{kind}-{length}")
     found, trainer = curve(variant(model, kind), data, steps, sequences, folder, config)
 
-    to_exact = gaps(found.losses, stock.exact)
     for name, values in (
-        ("Headwater to stock with its head in fp64", to_exact),
-        ("stock to itself with its head in fp64", gaps(expected.losses, stock.exact)),
-        ("Headwater to stock", gaps(found.losses, expected.losses)),
-        ("stock to itself with weights off by 6e-8", gaps(drift.losses, expected.losses)),
+        ("Headwater to stock with its head in fp64", gaps(found.losses, exact.losses)),
+        ("stock to stock with its head in fp64", gaps(stock.losses, exact.losses)),
+        ("Headwater to stock", gaps(found.losses, stock.losses)),
+        ("stock with weights off by 6e-8 to stock", gaps(drift.losses, stock.losses)),
     ):
-        print(f"{kind}: {name}: largest {max(map(abs, values)):.2e} of {expected.losses[0]:.2f};", *(f"{v:+.1e}" for v in values))
+        print(f"{kind}: {name}: largest {max(map(abs, values)):.2e} of {stock.losses[0]:.2f};", *(f"{v:+.1e}" for v in values))
     assert len(found.losses) == steps
-    assert found.losses == pytest.approx(stock.exact, rel=LOSS_TOLERANCE)
-    assert found.losses[:2] == pytest.approx(stock.exact[:2], rel=EARLY_TOLERANCE)
-    assert found.evaluation == pytest.approx(expected.evaluation, rel=LOSS_TOLERANCE)
+    assert found.losses[0] == pytest.approx(exact.losses[0], rel=0, abs=FIRST_TOLERANCE)
+    assert found.losses == pytest.approx(exact.losses, rel=0, abs=LOSS_TOLERANCE)
+    assert found.evaluation == pytest.approx(exact.evaluation, rel=0, abs=LOSS_TOLERANCE)
     trainer.save_model(folder / kind)
     ids = data[-1]["input_ids"][None, :24]
-    expected_tokens = stock.model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
+    expected_tokens = reference.model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
     assert torch.equal(trainer.model.generate(input_ids=ids, max_new_tokens=8, do_sample=False), expected_tokens)
     if kind != "lora":
         loaded = AutoModelForCausalLM.from_pretrained(folder / kind)
