@@ -33,7 +33,7 @@ def shard_on_cpus():
 
 
 def model_of(kind: str):
-    """The model of "served", "tied", "torch" (whose weight the Trainer's optimizer owns) or "lora"."""
+    """The model of "served", "resumed", "tied", "torch" (whose weight the Trainer's optimizer owns) or "lora"."""
     model = tiny_model(tied=kind == "tied")
     if kind != "lora":
         return model
@@ -50,7 +50,8 @@ def result(address: str, folder: Path, sharding: str, kind: str) -> dict:
         trainer = make_trainer(folder, model_of(kind), config, **options)
     except headwater.InvalidArgumentError as error:
         return {"refused": str(error)}
-    trainer.train()
+    # What one rank has begun is continued.
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-6") if kind == "resumed" else None)
     assert any(isinstance(parameter, DTensor) for parameter in trainer.model_wrapped.parameters()) == (sharding == "fsdp2")
     curve = curve_of(trainer)
     trainer.save_model(str(folder / "saved"))

@@ -12,7 +12,10 @@ from rank_trainer import model_of
 from tiny_trainer import Curve, gap_of_weights, train
 from transformers import AutoModelForCausalLM
 
+from headwater.transformers import HeadwaterConfig
+
 KINDS = ("served", "tied", "torch", "lora")
+SAVES = {"save_strategy": "steps", "save_steps": 6}
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 2e-4
 
@@ -27,10 +30,16 @@ def stock():
 def two_ranks(server, tmp_path_factory, request):
     """How the ranks share the model, and the folder with what rank 0 wrote, by kind."""
     folder = tmp_path_factory.mktemp("ranks")
+    kinds = KINDS
+    if request.param == "ddp":
+        # The ranks continue what one rank has begun.
+        kinds += ("resumed",)
+        config = HeadwaterConfig(server=server.address, head="ddp-resumed")
+        train(model_of("resumed"), config, folder=folder / "ddp-resumed", **SAVES)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, Path(__file__).with_name("rank_trainer.py"), server.address, folder, request.param, *KINDS]
+    command = [sys.executable, Path(__file__).with_name("rank_trainer.py"), server.address, folder, request.param, *kinds]
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = []
     for rank in range(2):
@@ -62,3 +71,19 @@ def test_two_ranks_have_the_curve_of_one(two_ranks, stock, kind):
     if kind != "lora":
         loaded = AutoModelForCausalLM.from_pretrained(folder / f"{sharding}-{kind}" / "saved")
         assert gap_of_weights(loaded, stock_model) <= WEIGHT_TOLERANCE
+
+
+@pytest.mark.parametrize("two_ranks", ["ddp"], indirect=True)
+@pytest.mark.parametrize("direction", ["one to two", "two to one"])
+def test_run_resumes_with_another_number_of_ranks(two_ranks, server, stock, direction):
+    _, folder = two_ranks
+    expected, stock_model = stock["served"]
+    if direction == "one to two":
+        curve = Curve(**json.loads((folder / "ddp-resumed.json").read_text()))
+        model = AutoModelForCausalLM.from_pretrained(folder / "ddp-resumed" / "saved")
+    else:
+        config = HeadwaterConfig(server=server.address, head="ddp-served")
+        curve, model = train(model_of("served"), config, folder / "ddp-served" / "checkpoint-6", folder / "again")
+    print(f"{direction}: losses differ by at most {curve.gap(expected):.2e}")
+    assert curve.gap(expected) <= LOSS_TOLERANCE
+    assert gap_of_weights(model, stock_model) <= WEIGHT_TOLERANCE
