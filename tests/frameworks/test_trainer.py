@@ -181,21 +181,29 @@ def test_several_adapters_share_the_frozen_head(config):
     assert curve.gap(expected) <= LOSS_TOLERANCE
 
 
-def test_bf16_runs_the_trunk_under_autocast(config):
-    seen = []
+def test_bf16_has_the_products_types_of_the_stock_trainer(config):
+    seen = {"trunk": set(), "head": set()}
 
     def record(model):
-        layer = model.model.layers[0].mlp.down_proj
-        layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+        trunk = model.model.layers[0].mlp.down_proj
+        trunk.register_forward_hook(lambda module, inputs, output: seen["trunk"].add(output.dtype))
         return model
 
-    expected, _ = train(record(tiny_model()), bf16=True)
-    stock_types, seen[:] = set(seen), []
-    curve, _ = train(record(tiny_model()), config, bf16=True)
+    stock_model = record(tiny_model())
+    stock_model.lm_head.register_forward_hook(lambda module, inputs, output: seen["head"].add(output.dtype))
+    expected, _ = train(stock_model, bf16=True)
+    stock_seen = {name: set(types) for name, types in seen.items()}
 
-    assert stock_types == {torch.bfloat16}
-    assert torch.bfloat16 in seen[-4:] and set(seen) <= {torch.bfloat16, torch.float32}  # float32: attach's own small forward
-    assert curve.gap(expected) <= 0.05
+    trainer = make_trainer("unused", record(tiny_model()), config, bf16=True)
+    head = trainer.callback_handler.callbacks[0].remote.head
+    for types in seen.values():
+        types.clear()  # the forward that compares the model with the head has run
+    cross_entropy = head.cross_entropy
+    head.cross_entropy = lambda rows, *args, **kwargs: seen["head"].add(rows.dtype) or cross_entropy(rows, *args, **kwargs)
+    trainer.train()
+
+    assert seen == stock_seen == {"trunk": {torch.bfloat16}, "head": {torch.bfloat16}}
+    assert curve_of(trainer).gap(expected) <= 0.05
 
 
 def test_mixture_of_experts_adds_its_routers_loss(config):

@@ -10,6 +10,12 @@ import torch
 from headwater._errors import invalid_argument
 
 
+def as_multiplied(hidden: torch.Tensor) -> torch.Tensor:
+    """The input of a layer in the type that its product would be computed in: that of autocast, where it is enabled."""
+    device = hidden.device.type
+    return hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
+
+
 @contextlib.contextmanager
 def rows_of(layer: torch.nn.Module, cast_to_fp32: bool) -> Iterator[list[torch.Tensor]]:
     """Lets a model run without its output layer's product, and keeps the layer's input instead.
@@ -20,14 +26,7 @@ def rows_of(layer: torch.nn.Module, cast_to_fp32: bool) -> Iterator[list[torch.T
     came: list[torch.Tensor] = []
 
     def keep(hidden: torch.Tensor) -> torch.Tensor:
-        device = hidden.device.type
-        if cast_to_fp32:
-            rows = hidden.float()
-        elif torch.is_autocast_enabled(device):
-            rows = hidden.to(torch.get_autocast_dtype(device))
-        else:
-            rows = hidden
-        came.append(rows)
+        came.append(hidden.float() if cast_to_fp32 else as_multiplied(hidden))
         return hidden.detach()[..., :1]
 
     before = vars(layer).get("forward")

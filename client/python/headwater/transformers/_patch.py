@@ -20,6 +20,7 @@ from headwater._requests import DEFAULT_IGNORE_INDEX
 from headwater._types import SGD, AdamW
 from headwater.torch import _forward_check
 from headwater.torch._joint_step import JointStep
+from headwater.torch._layer_rows import as_multiplied
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, attach_remote
 
 _ATTRIBUTE = "_headwater_patch"
@@ -170,7 +171,7 @@ class Patch:
             return type(layer).forward(layer, hidden)  # type: ignore[no-any-return]
         if self._rows is not None:
             raise _refused(f"{type(self.owner).__name__} calls its output layer twice in one forward")
-        self._rows = hidden
+        self._rows = as_multiplied(hidden)
         return hidden[..., :1]
 
     def loss(
