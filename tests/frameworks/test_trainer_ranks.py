@@ -1,13 +1,9 @@
 """Two ranks (gloo, CPU) have the curve and the weights of one rank with batches of twice the size, or are refused by name."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from rank_runs import run_two_ranks
 from rank_trainer import model_of
 from tiny_trainer import Curve, gap_of_weights, train
 from transformers import AutoModelForCausalLM
@@ -36,22 +32,7 @@ def two_ranks(server, tmp_path_factory, request):
         kinds += ("resumed",)
         config = HeadwaterConfig(server=server.address, head="ddp-resumed")
         train(model_of("resumed"), config, folder=folder / "ddp-resumed", **SAVES)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, Path(__file__).with_name("rank_trainer.py"), server.address, folder, request.param, *kinds]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = []
-    for rank in range(2):
-        environment = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with (folder / f"rank-{rank}.log").open("w") as log:
-            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        statuses = [rank.wait(timeout=600) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert statuses == [0, 0], "".join((folder / f"rank-{rank}.log").read_text()[-3000:] for rank in range(2))
+    run_two_ranks("rank_trainer.py", folder, server.address, folder, request.param, *kinds)
     return request.param, folder
 
 
