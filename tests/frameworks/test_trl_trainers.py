@@ -104,6 +104,7 @@ def served(trainer, client, **config):
         ("sft", "tied", {}, {}),
         ("sft", "untied", {"peft_config": LORA}, {}),
         ("sft", "untied", {"loss_type": "dft", "optim": "sgd", "learning_rate": 0.1}, {}),
+        ("sft", "untied", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}, {}),
         ("dpo", "untied", {}, {}),
         ("dpo", "untied", {"use_weighting": True, "precompute_ref_log_probs": True}, {}),
         ("dpo", "untied", {"peft_config": LORA}, {}),
