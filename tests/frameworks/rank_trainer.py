@@ -37,7 +37,7 @@ def shard_on_cpus():
 
 
 def model_of(kind: str):
-    """The model of "served", "bf16" (under autocast), "tied", "torch" (whose weight the Trainer's optimizer owns) or "lora"."""
+    """The model of a kind: under "tied" with the embedding's weight in its last layer, under "lora" with its body's weights frozen."""
     model = tiny_model(tied=kind == "tied")
     if kind != "lora":
         return model
@@ -59,7 +59,7 @@ def zero_config(stage: int, kind: str) -> dict:
 
 
 def result(address: str, folder: Path, sharding: str, kind: str) -> dict:
-    head = f"{sharding}-{'served' if kind == 'resumed' else kind}"  # goes on with the head that was served
+    head = f"{sharding}-{'served' if kind == 'resumed' else kind}"
     config = HeadwaterConfig(server=address, head=head, optimizer="torch" if kind == "torch" else "auto")
     options = {
         "per_device_train_batch_size": 1,
@@ -67,7 +67,7 @@ def result(address: str, folder: Path, sharding: str, kind: str) -> dict:
         "save_strategy": "steps",
         "save_steps": 6,
     }
-    if kind == "bf16":
+    if kind.startswith("bf16"):
         options["bf16"] = True
     if sharding == "fsdp2":
         options |= {"fsdp": "full_shard", "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
@@ -82,10 +82,12 @@ def result(address: str, folder: Path, sharding: str, kind: str) -> dict:
         model = AutoModelForCausalLM.from_pretrained(folder / "start")
         assert kept.deepspeed and model.lm_head.weight.numel() == 0
     try:
-        trainer = make_trainer(folder, model, None if kind == "fp16-stock" else config, **options)
+        trainer = make_trainer(folder, model, None if kind.endswith("-stock") else config, **options)
     except headwater.InvalidArgumentError as error:
         return {"refused": str(error)}
-    trainer.train(resume_from_checkpoint=str(folder.with_name(head) / "checkpoint-6") if kind == "resumed" else None)
+    # "resumed" goes on with the head that was served, "continued" with what one rank has begun.
+    begun = {"resumed": folder.with_name(head), "continued": folder}.get(kind)
+    trainer.train(resume_from_checkpoint=begun and str(begun / "checkpoint-6"))
     backend = torch.distributed.get_backend(torch.distributed.group.WORLD)
     assert ("nccl" in backend) == (trainer.model.device.type == "cuda") == ON_GPU
     assert any(isinstance(parameter, DTensor) for parameter in trainer.model_wrapped.parameters()) == (sharding == "fsdp2")

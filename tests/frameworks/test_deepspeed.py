@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from rank_runs import run_two_ranks
 from rank_trainer import model_of
 from tiny_trainer import Curve, gap_of_weights, make_trainer, train
 from transformers import AutoModelForCausalLM
-from two_ranks import run_ranks
 
 import headwater
 from headwater.transformers import HeadwaterConfig, setup_trainer
@@ -32,10 +32,11 @@ def folder(server, tmp_path_factory):
     """What rank 0 of two wrote, by stage and kind."""
     folder = tmp_path_factory.mktemp("ranks")
     # One pair of processes for all: to start one takes longer than to train.
-    run_ranks(
-        server.address, folder, "+".join(STAGES[:2]), tuple(kind for kind in KINDS if kind not in ("partitioned", "ungathered"))
-    )
-    run_ranks(server.address, folder, "zero3", KINDS)
+    for stages in ("zero1+zero2", "zero3"):
+        kinds = (kind for kind in KINDS if stages == "zero3" or kind not in ("partitioned", "ungathered"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DS_ACCELERATOR", "cpu")
+            run_two_ranks("rank_trainer.py", folder, server.address, folder, stages, *kinds)
     return folder
 
 

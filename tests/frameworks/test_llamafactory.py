@@ -59,6 +59,7 @@ def recipe(folder, name, stage, **options):
 
 OURS = [sys.executable, "-m", "headwater.llamafactory", "train"]
 STOCK = [sys.executable, "-m", "llamafactory.cli", "train"]
+TWO_PROCESSES = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *OURS[1:]]
 
 
 @pytest.mark.parametrize("stage", ["pt", "sft"])
@@ -67,6 +68,16 @@ def test_a_recipe_trains_as_without(folder, server, stage):
     run([*STOCK, path], folder)
     path, ours = recipe(folder, f"ours-{stage}", stage)
     run([*OURS, path], folder, server.address)
+    assert_same_run(stock, ours)
+
+
+def test_two_processes_of_torchrun_train_as_one_without(folder, server):
+    path, stock = recipe(folder, "stock-two", "sft", average_tokens_across_devices=True)
+    run([*STOCK, path], folder)
+    path, ours = recipe(
+        folder, "ours-two", "sft", average_tokens_across_devices=True, per_device_train_batch_size=1, ddp_backend="gloo"
+    )
+    run([*TWO_PROCESSES, path], folder, server.address)
     assert_same_run(stock, ours)
 
 

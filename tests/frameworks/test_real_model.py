@@ -5,7 +5,6 @@ import copy
 import peft
 import pytest
 import torch
-import transformers
 from smollm2_model import load, texts
 from tiny_trainer import Curve, make_trainer
 from transformers import AutoModelForCausalLM

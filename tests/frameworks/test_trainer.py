@@ -2,14 +2,19 @@
 
 import functools
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import huggingface_hub
 import numpy as np
 import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load
 from tiny_trainer import STEPS, arguments, curve_of, examples, gap_of_weights, make_trainer, tiny_model, train
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -315,6 +320,57 @@ def test_saved_model_is_the_trained_one(config, tmp_path):
         assert torch.equal(loaded(ids).logits, logits), name
     half_way = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-6")
     assert not np.array_equal(half_way.lm_head.weight.detach().numpy(), trained)
+
+
+class Hub(transformers.TrainerCallback):
+    """What stands in for the Hub: `pushed` has the layer's weight in each folder that was uploaded, by its commit's message.
+
+    An upload that runs beside the training reads its folder when the next step has ended.
+    """
+
+    def __init__(self, monkeypatch):
+        self.pushed, self._step_ended, self._threads = {}, threading.Event(), ThreadPoolExecutor(1)
+        monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *_, **__: SimpleNamespace(repo_id="someone/tiny"))
+        monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda _, **given: self.upload_folder(**given))
+        # transformers 4.56 has imported them by name.
+        monkeypatch.setattr(transformers.trainer, "create_repo", huggingface_hub.HfApi().create_repo, raising=False)
+        monkeypatch.setattr(transformers.trainer, "upload_folder", self.upload_folder, raising=False)
+
+    def upload_folder(self, *, folder_path, commit_message, run_as_future=False, **_):
+        if not run_as_future:
+            return self._read(folder_path, commit_message)
+        self._step_ended.clear()
+        return self._threads.submit(lambda: self._step_ended.wait(60) and self._read(folder_path, commit_message))
+
+    def _read(self, folder, message):
+        # Read, not mapped: the next checkpoint is written over the file.
+        self.pushed[message] = load(Path(folder, "model.safetensors").read_bytes())["lm_head.weight"].numpy()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._step_ended.set()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._step_ended.set()
+
+
+def test_hub_is_pushed_the_trained_weight_beside_the_training(config, tmp_path, monkeypatch):
+    hub, trained = Hub(monkeypatch), {}
+
+    class Weights(transformers.TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            trained[state.global_step] = config.client.head(config.head).weight()
+
+    options = {"push_to_hub": True, "hub_strategy": "checkpoint", "save_strategy": "steps", "save_steps": 6}
+    trainer = make_trainer(tmp_path, config=config, callbacks=[hub, Weights()], **options)
+    trainer.train()
+    trainer.push_to_hub()
+
+    steps = {f"Training in progress, step {step}{what}": trained[step] for step in (6, 12) for what in ("", ", checkpoint")}
+    expected = {**steps, "End of training": trained[12]}
+    assert hub.pushed.keys() == expected.keys()
+    for message, weight in expected.items():
+        assert np.array_equal(hub.pushed[message], weight), message
+    assert not np.array_equal(trained[6], trained[12])
 
 
 @pytest.mark.parametrize("keeps_optimizer", [True, False])

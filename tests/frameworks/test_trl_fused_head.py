@@ -22,6 +22,8 @@ import headwater
 import headwater.torch
 from headwater.trl import add_fused_lm_head
 
+ENVIRONMENTS = ("newest", "oldest")
+
 VOCABULARY, HIDDEN = 97, 32
 NUMBERS = itertools.count()  # heads of one server have names of their own
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")

@@ -1,6 +1,7 @@
 """TRL's own trainers over a remote head: the logs and the weights of the same trainers without Headwater."""
 
 import functools
+import json
 
 import datasets
 import pytest
@@ -8,6 +9,7 @@ import torch
 import transformers
 import trl
 from peft import LoraConfig
+from rank_runs import run_two_ranks
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -20,11 +22,13 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
-from trl_runs import NUMBERS, SETTINGS, check_equal, language_model, sentence, tokenizer, was_clipped
+from trl_runs import NUMBERS, SETTINGS, STEPS, check_equal, language_model, sentence, tokenizer, was_clipped
 
 import headwater
 import headwater.transformers
 from headwater.trl import HeadwaterConfig, setup_trainer
+
+ENVIRONMENTS = ("newest", "oldest")
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
@@ -100,6 +104,7 @@ def served(trainer, client, **config):
         ("sft", "tied", {}, {}),
         ("sft", "untied", {"peft_config": LORA}, {}),
         ("sft", "untied", {"loss_type": "dft", "optim": "sgd", "learning_rate": 0.1}, {}),
+        ("sft", "untied", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}, {}),
         ("dpo", "untied", {}, {}),
         ("dpo", "untied", {"use_weighting": True, "precompute_ref_log_probs": True}, {}),
         ("dpo", "untied", {"peft_config": LORA}, {}),
@@ -120,6 +125,35 @@ def test_a_trainer_logs_and_learns_what_trl_alone_does(folders, tmp_path, client
     check_equal(ours, stock)
     assert was_clipped(stock) or "use_weighting" in settings  # whose gradients are tiny
     assert ours.model.state_dict().keys() == stock.model.state_dict().keys()
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+RANKED = ("sft", "dpo")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folders, server, tmp_path_factory):
+    """The folder with what two ranks have trained, by kind."""
+    folder = tmp_path_factory.mktemp("ranks")
+    run_two_ranks("rank_trl.py", folder, server.address, folder, folders["untied"], *RANKED)
+    return folder
+
+
+@pytest.mark.parametrize("kind", RANKED)
+def test_two_ranks_learn_what_one_does_by_trl_alone(folders, two_ranks, tmp_path, kind):
+    stock = made(kind, folders["untied"], tmp_path)
+    stock.train()
+    found, expected = json.loads((two_ranks / f"{kind}.json").read_text()), losses(stock)
+    trained = transformers.AutoModelForCausalLM.from_pretrained(two_ranks / kind)
+    assert len(found) == STEPS
+    gap = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+    print(f"two ranks, {kind}: losses differ by at most {gap:.2e}")
+    assert found == pytest.approx(expected, abs=1e-4)
+    for name, weight in trained.named_parameters():
+        assert torch.allclose(weight, stock.model.get_parameter(name), rtol=1e-4, atol=1e-4), name
 
 
 def test_completions_are_made_with_the_trained_weight(folders, tmp_path, client):

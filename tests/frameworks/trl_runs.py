@@ -79,6 +79,8 @@ def check_equal(ours, stock, but=()):
     """
     mine, theirs = _logs(ours), _logs(stock)
     assert len(mine) == len(theirs) > STEPS
+    gaps = [abs(got["loss"] - expected["loss"]) for got, expected in zip(mine, theirs, strict=True) if "loss" in expected]
+    print(f"losses differ by at most {max(gaps):.2e}")
     for step, (got, expected) in enumerate(zip(mine, theirs, strict=True)):
         assert got.keys() == expected.keys()
         for name in expected.keys() - set(but):

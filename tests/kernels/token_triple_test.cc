@@ -4,6 +4,7 @@
 // engine makes of logits, not its products.
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <limits>
 #include <random>
 #include <string>
@@ -139,11 +140,14 @@ std::vector<EngineOptions> Partitions() {
 
 void ExpectRelative(const char* what, const std::vector<float>& actual, const std::vector<double>& expected) {
   ASSERT_EQ(actual.size(), expected.size());
+  double largest = 0;
   for (size_t i = 0; i < actual.size(); ++i) {
     const double value = static_cast<double>(actual[i]);
-    EXPECT_LE(std::abs(value - expected[i]), kRelativeBound * std::max(std::abs(expected[i]), kSmallest))
-        << what << " of row " << i << ": " << value << ", expected " << expected[i];
+    const double error = std::abs(value - expected[i]) / std::max(std::abs(expected[i]), kSmallest);
+    EXPECT_LE(error, kRelativeBound) << what << " of row " << i << ": " << value << ", expected " << expected[i];
+    largest = std::max(largest, error);
   }
+  std::printf("%-16s relative error %.2e\n", what, largest);
 }
 
 // Rows cancel in a column of grad_bias, and columns of equal logits are rounded alike, which no other computation's error tells:

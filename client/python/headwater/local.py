@@ -12,8 +12,10 @@ import re
 import selectors
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -53,6 +55,9 @@ def connect(
     The program is `headwaterd` of the package headwater-server (`pip install "headwater[server]"`), else the one on PATH. The
     environment variable HEADWATERD names another. It opens no TCP port, logs nothing, and its flags have their defaults but for
     the options here; its limits (docs/operations.md) hold.
+
+    PyTorch's threads spin while they wait, on the server's cores. Before PyTorch is imported, a "cpu" server's `connect` sets
+    OMP_WAIT_POLICY=PASSIVE, with which they sleep; afterwards it warns if nothing in the environment says how long they spin.
 
     Args:
         shards: number of vocabulary shards, >= 1.
@@ -108,10 +113,38 @@ def connect(
         "restore_heads": "false",
         "load_root": _path(load_root),
     }
+    if engine == "cpu":
+        _wait_passively(threads)
     server = _running(_binary(), *(f"--{name}={value}" for name, value in options.items()))
     client = headwater.connect(server.address, timeout_s=timeout_s, tenant=tenant)
     client._backend.connection.owner = server  # which ends with its last client
     return client
+
+
+# Any of them says how long OpenMP's threads spin before they sleep.
+_SPIN_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+def _wait_passively(threads: int) -> None:
+    """Lets the waiting threads of PyTorch sleep: those that spin take the cores from the server's threads.
+
+    OpenMP reads the environment once, when PyTorch is imported.
+    """
+    if any(name in os.environ for name in _SPIN_VARIABLES):
+        return
+    torch = sys.modules.get("torch")
+    if torch is None:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        return
+    cores, own = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    if own > 1 and own + (threads or cores) > cores:
+        warnings.warn(
+            f"headwater.local: {own} threads of PyTorch and {threads or cores} of the server share {cores} cores. PyTorch's "
+            "spin while they wait, which slows a step down several times: set the environment variable OMP_WAIT_POLICY=PASSIVE "
+            "before the program starts, or call headwater.local.connect before torch is imported",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _path(path: str | os.PathLike[str] | None) -> str:

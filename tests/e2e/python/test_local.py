@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import types
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,38 @@ def train(client):
     out.append(head.weight().tobytes())
     head.delete()
     return out
+
+
+# ---- the cores that the server shares ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_says_how_to_wait(monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.setenv(name, "")  # so that the end of the test takes off what it sets
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("nothing_says_how_to_wait")
+def test_threads_of_a_torch_that_comes_later_wait_passively(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    with headwater.local.connect(threads=1):
+        assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+@pytest.mark.usefixtures("nothing_says_how_to_wait")
+@pytest.mark.parametrize(("threads_of_torch", "variable", "warns"), [(2, "", True), (2, "GOMP_SPINCOUNT", False), (1, "", False)])
+def test_threads_that_spin_on_the_servers_cores_are_warned_of(monkeypatch, threads_of_torch, variable, warns):
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(get_num_threads=lambda: threads_of_torch))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    if variable:
+        monkeypatch.setenv(variable, "0")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        headwater.local.connect(threads=1).close()
+    found = [str(warning.message) for warning in said if "OMP_WAIT_POLICY" in str(warning.message)]
+    assert len(found) == warns
+    assert "OMP_WAIT_POLICY" not in os.environ
 
 
 # ---- the server and its clients ------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 from headwater import _arrays
 from headwater._client import DEFAULT_TIMEOUT_S, Client
 from headwater._connect import connect
-from headwater._errors import FailedPreconditionError, invalid_argument, refused
+from headwater._errors import FailedPreconditionError, NotFoundError, invalid_argument, refused
 from headwater._torch_modules import OutputLayer, output_layer, sharing
 from headwater._types import SGD, AdamW
 from headwater.torch import _forward_check, _model_checks, _model_config
@@ -55,7 +55,8 @@ class HeadwaterConfig:
         label_smoothing, z_loss: of the loss, as in `CrossEntropyLoss`.
         outputs: logged beside the loss: "token_accuracy", "entropy".
         param_group: index of the torch optimizer's group whose learning rate the head has. None: all groups have the same one.
-        dtype, staging_slots: as in `Client.create_head`.
+        dtype: as in `Client.create_head`.
+        staging_slots: as in `Client.create_head`. None: one for each rank, or those that the head has already.
         timeout_s: bound of each call, in seconds. None: the client's.
         replay: follow a server that was started again, as in `connect`.
         client: an open client, instead of `server`.
@@ -335,14 +336,14 @@ def _attach_layer(model: torch.nn.Module, layer: OutputLayer, config: HeadwaterC
     trainable = layer.weight.requires_grad if config.trainable == "auto" else bool(config.trainable)
     others = sharing(model, layer)
     rank, world_size = distributed_place()
+    client, name = config.connect(), config.head or _name_of(model)
     options: dict[str, Any] = {
         **_head_options(model, layer, config),
-        "client": config.connect(),
-        "name": config.head or _name_of(model),
+        "client": client,
+        "name": name,
         "trainable": trainable,
         "dtype": config.dtype,
-        # Each rank has a loss that waits for its backward.
-        "staging_slots": config.staging_slots or (world_size if trainable and world_size > 1 else None),
+        "staging_slots": config.staging_slots or (_staging_slots(client, name, config, world_size) if trainable else None),
         "timeout_s": config.timeout_s,
     }
     if not trainable:
@@ -383,6 +384,14 @@ def _gathered(layer: torch.nn.Module, modifier_rank: int | None = None) -> conte
         return contextlib.nullcontext()
     zero = importlib.import_module("deepspeed").zero
     return zero.GatheredParameters(list(layer.parameters()), modifier_rank=modifier_rank)  # type: ignore[no-any-return]
+
+
+def _staging_slots(client: Client, name: str, config: HeadwaterConfig, world_size: int) -> int | None:
+    """One for each rank, whose loss waits for its backward. A head that another number of ranks has made keeps its own."""
+    if config.if_exists == "attach":
+        with contextlib.suppress(NotFoundError):
+            return client.head(name).spec.staging_slots
+    return world_size
 
 
 def _barrier() -> None:

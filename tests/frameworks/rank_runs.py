@@ -1,4 +1,4 @@
-"""Two processes of rank_trainer.py, one for each rank."""
+"""Runs a script of this folder on two ranks of this machine."""
 
 import os
 import socket
@@ -7,19 +7,13 @@ import sys
 from pathlib import Path
 
 
-def run_ranks(address: str, folder: Path, sharding: str, kinds: tuple[str, ...]) -> None:
-    """Trains the kinds one after another; what rank 0 writes is in the folder then, as rank_trainer.py says."""
+def run_two_ranks(script: str, folder: Path, *arguments: object) -> None:
+    """Runs `script ARGUMENT...` with the environment of torchrun's ranks; what rank R has written is folder/rank-R.log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, Path(__file__).with_name("rank_trainer.py"), address, folder, sharding, *kinds]
-    place = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "DS_ACCELERATOR": "cpu",
-    }
+    command = [sys.executable, Path(__file__).with_name(script), *map(str, arguments)]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = []
     for rank in range(2):
         environment = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
