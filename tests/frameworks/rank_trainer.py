@@ -37,7 +37,7 @@ def shard_on_cpus():
 
 
 def model_of(kind: str):
-    """The model of a kind: under "tied" with the embedding's weight in its last layer, under "lora" with its body's weights frozen."""
+    """The model of a kind: under "tied" its last layer has the embedding's weight, under "lora" its body is frozen."""
     model = tiny_model(tied=kind == "tied")
     if kind != "lora":
         return model
