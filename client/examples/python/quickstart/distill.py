@@ -86,13 +86,14 @@ def main() -> None:
     teacher_body = Body(BodyConfig(VOCAB_SIZE, context=CONTEXT, **TEACHER), seed=0).eval()
     teacher_body.load_state_dict(torch.load(arguments.teacher_body))
     body = Body(BodyConfig(VOCAB_SIZE, context=CONTEXT, **STUDENT), seed=SEED)
-    optimizer = heads.ClippedAdamW(body.parameters())
+    optimizer = heads.adamw(body.parameters())
 
     client = headwater.connect(arguments.server)
     teacher_weight = np.array(client.head(train.HEAD_NAME).weight())
     teacher = client.create_head("teacher", teacher_weight, trainable=False)
     initial = heads.initial_weight(VOCAB_SIZE, STUDENT["hidden_size"], SEED)
     student = client.create_head("student", initial, optimizer=heads.remote_rule())
+    loop = headwater.torch.TrainingLoop(student, optimizer, max_grad_norm=heads.MAX_GRAD_NORM)
     jsd = headwater.torch.JSDLoss(student, teacher, beta=BETA)
     cross_entropy = headwater.torch.CrossEntropyLoss(student)
     batches = Batches(arguments.folder, "train", train.SEQUENCES, seed=SEED)
@@ -112,14 +113,8 @@ def main() -> None:
             loss.backward()
             if step % COMPARE_EVERY == 0:
                 parity.append({"step": step, **compare(student, teacher_weight, hidden, teacher_hidden, loss.item())})
-            rate = training.learning_rate(step, arguments.steps, PEAK_LEARNING_RATE)
-            reply = student.apply_optimizer_step(
-                learning_rate=rate,
-                expected_micro_batches=1,
-                max_grad_norm=heads.MAX_GRAD_NORM,
-                other_grad_norm_squared=optimizer.norm_squared(),
-            )
-            optimizer.step(rate, reply.clip_factor)
+            optimizer.param_groups[0]["lr"] = training.learning_rate(step, arguments.steps, PEAK_LEARNING_RATE)
+            loop.step()
             divergences.append(loss.item())
             bar.set_postfix(divergence=f"{divergences[-1]:.3f}", refresh=False)
             bar.update()

@@ -52,16 +52,15 @@ def main() -> None:
     train_batches = Batches(arguments.folder, "train", SEQUENCES)
     held_out_batches = Batches(arguments.folder, "held_out", SEQUENCES)
     body = Body(BodyConfig(VOCAB_SIZE, context=CONTEXT, **TEACHER), seed=SEED)
-    optimizer = heads.ClippedAdamW(body.parameters())
     remote = arguments.head == "remote"
     # What a trainer holds before it has computed anything: libraries, data and body, but nothing of a head.
     head: heads.OwnHead | heads.RemoteHead
     if remote:
-        head = heads.RemoteHead(arguments.server, HEAD_NAME, getattr(torch, arguments.data_type))
+        head = heads.RemoteHead(arguments.server, HEAD_NAME, body, getattr(torch, arguments.data_type))
         baseline = training.memory_bytes("VmRSS")
     else:
         baseline = training.memory_bytes("VmRSS")
-        head = heads.OwnHead(heads.initial_weight(VOCAB_SIZE, TEACHER["hidden_size"], SEED))
+        head = heads.OwnHead(heads.initial_weight(VOCAB_SIZE, TEACHER["hidden_size"], SEED), body)
 
     losses: list[float] = []
     held_out: list[tuple[int, float]] = []
@@ -90,8 +89,7 @@ def main() -> None:
             if watched:
                 head.head.seal(expected_micro_batches=MICRO_BATCHES)
                 witness.judge(step)
-            rate = training.learning_rate(step, arguments.steps, PEAK_LEARNING_RATE)
-            optimizer.step(rate, head.optimizer_step(rate, MICRO_BATCHES, optimizer.norm_squared()))
+            head.step(training.learning_rate(step, arguments.steps, PEAK_LEARNING_RATE))
             losses.append(step_loss)
             bar.set_postfix(loss=f"{step_loss:.3f}", refresh=False)
             bar.update()
