@@ -13,7 +13,6 @@ from headwater import _arrays
 from headwater._client import Client
 from headwater._errors import HeadwaterError, must_be, refused
 from headwater._head import Head
-from headwater._remote import RemoteBackend
 from headwater._torch_modules import OutputLayer, embedding_of, output_layer, sharing
 from headwater._types import SGD, AdamW, HeadInfo, HeadSpec
 from headwater.torch import _forward_check, _model_checks, _model_config
@@ -43,24 +42,19 @@ class ModuleHead(Head):
 
     def __init__(
         self,
-        backend: RemoteBackend,
+        head: Head,
         info: HeadInfo,
+        layer: OutputLayer | None,
         *,
-        created: bool,
         owner: str,
         tied: str | None,
-        weight_parameter: torch.nn.Parameter | None,
-        bias_parameter: torch.nn.Parameter | None,
-        checked: str = "nothing",
-        checked_reason: str = "",
+        checked: _model_checks.Checked,
     ):
-        super().__init__(backend, info, created=created)
-        self.owner = owner
-        self.tied = tied
-        self.weight_parameter = weight_parameter
-        self.bias_parameter = bias_parameter
-        self.checked = checked
-        self.checked_reason = checked_reason
+        super().__init__(head._backend, info, created=head.created)
+        self.owner, self.tied = owner, tied
+        self.weight_parameter = None if layer is None else layer.weight
+        self.bias_parameter = None if layer is None else layer.bias
+        self.checked, self.checked_reason = checked.by, checked.reason
 
     def pull_gradient(self, gradient_factor: float = 1.0, *, timeout_s: float | None = None) -> None:
         """Adds what the sealed step has accumulated, times `gradient_factor`, to `.grad` of the trainer's own weight and bias.
@@ -115,7 +109,7 @@ class ModuleHead(Head):
 
     def pull_weight(self, *, timeout_s: float | None = None) -> None:
         """Downloads the weight into the tied parameter, and the bias beside it, in place. float32 ones get the master weights."""
-        pairs: list[tuple[torch.nn.Parameter, Callable[..., Any]]] = [(self._server_tied(), self.weight)]
+        pairs: list[tuple[torch.Tensor, Callable[..., Any]]] = [(self._server_tied(), self.weight)]
         if self.bias_parameter is not None:
             pairs.append((self.bias_parameter, self.bias))
         for parameter, download in pairs:
@@ -123,12 +117,12 @@ class ModuleHead(Head):
             with torch.no_grad():
                 parameter.copy_(_arrays.to_torch(_arrays.from_any(download(dtype=wanted, timeout_s=timeout_s), "weight")))
 
-    def _trainer_owned(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
+    def _trainer_owned(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.owner != "trainer" or self.weight_parameter is None:
             raise refused(f"{self.name} is not owned by the trainer's optimizer", "owner")
         return self.weight_parameter, self.bias_parameter
 
-    def _server_tied(self) -> torch.nn.Parameter:
+    def _server_tied(self) -> torch.Tensor:
         if self.tied != "server" or self.weight_parameter is None:
             raise refused(f'{self.name} is not tied="server"', "tied")
         return self.weight_parameter
@@ -230,17 +224,7 @@ def attach(
             with contextlib.suppress(HeadwaterError):
                 head.delete(force=True, timeout_s=timeout_s)
         raise
-    return ModuleHead(
-        head._backend,
-        info,
-        created=head.created,
-        owner=owner,
-        tied=tied,
-        weight_parameter=layer.weight if keeps else None,
-        bias_parameter=layer.bias if keeps else None,
-        checked=checked.by,
-        checked_reason=checked.reason,
-    )
+    return ModuleHead(head, info, layer if keeps else None, owner=owner, tied=tied, checked=checked)
 
 
 def _owner(tied: Any, optimizer: Any, trainable: bool) -> str:
