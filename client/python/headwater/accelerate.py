@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from headwater._errors import HeadwaterError, option_refused
-from headwater.torch._joint_step import JointStep
+from headwater.torch._joint_step import JointStep, Wrapped
 from headwater.torch._optimizers import optimizer_like
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, _output_layer, attach_remote
 
@@ -46,15 +46,13 @@ class Prepared:
 
     def __init__(self, accelerator: Any, remote: RemoteHead, optimizer: Any, detach: Callable[[], Any]):
         self.remote = remote
-        self._accelerator = accelerator
-        self._optimizer = optimizer  # accelerate's
-        self._clip_grad_norm, self._step, self._detach = accelerator.clip_grad_norm_, optimizer.step, detach
+        self._accelerator, self._detach = accelerator, detach
         self.joint = JointStep([remote], optimizer, scaler=accelerator.scaler, gradient_factor=1.0 / accelerator.num_processes)
         self.joint.begin(None)
+        self._hooks = [Wrapped(optimizer, "step", self._close), accelerator.register_save_state_pre_hook(self._save)]
         if remote.trained:
-            accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = self._clip, self._refuse_value
-        optimizer.step = self._close
-        self._save_hook = accelerator.register_save_state_pre_hook(self._save)
+            self._hooks.append(Wrapped(accelerator, "clip_grad_norm_", self._clip))
+            self._hooks.append(Wrapped(accelerator, "clip_grad_value_", self._refuse_value))
         accelerator.register_for_checkpointing(self)
         setattr(accelerator, _ATTRIBUTE, self)
 
@@ -64,26 +62,26 @@ class Prepared:
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+    def _clip(self, clip: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         if norm_type != 2:
             raise option_refused("norm_type", f"body and head have a norm of 2 together, not {norm_type}")
         if not self._accelerator.sync_gradients:
             raise option_refused("clip_grad_norm_", "the step's gradients are not complete: clip `if accelerator.sync_gradients`")
         kept = list(parameters)
         self.joint.prepare()  # before anything is unscaled
-        norm = self.joint.clip(max_norm, lambda: self._clip_grad_norm(kept, float("inf")))
+        norm = self.joint.clip(max_norm, lambda: clip(kept, float("inf")))
         return torch.tensor(norm, device=self._accelerator.device)
 
     def _refuse_value(self, *_: Any, **__: Any) -> Any:
         raise option_refused("clip_grad_value_", "body and head are clipped by their norm together: use clip_grad_norm_")
 
-    def _close(self, closure: Any = None) -> Any:
+    def _close(self, step: Callable[[], Any], closure: Any = None) -> Any:
         if closure is not None:
             raise option_refused("closure", "compute the loss before the step")
         if not self._accelerator.sync_gradients:
-            return self._step()
+            return step()
         self.joint.prepare()
-        result = self._step()
+        result = step()
         self.joint.settle()
         return result
 
@@ -112,10 +110,9 @@ class Prepared:
     def undo(self) -> None:
         """Takes the hooks off; the model has the trained weight then, and computes its logits itself."""
         self.joint.close()
-        for name in ("clip_grad_norm_", "clip_grad_value_", _ATTRIBUTE):
-            vars(self._accelerator).pop(name, None)
-        vars(self._optimizer).pop("step")
-        self._save_hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+        delattr(self._accelerator, _ATTRIBUTE)
         self._accelerator._custom_objects.remove(self)
         self._detach()
 

@@ -16,16 +16,15 @@ asks for Python 3.12 and a GPU, and is not among the tests.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from headwater._errors import option_refused
 from headwater._types import SGD, AdamW
-from headwater.torch._joint_step import JointStep
+from headwater.torch._joint_step import Wrapped, WrappedStep
 from headwater.torch._layer_head import LayerHead
 from headwater.torch._micro_batches import distributed_place
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead
@@ -88,93 +87,38 @@ def _check_trained(config: Any, *, shared: bool) -> None:
         raise option_refused("mtp_num_layers", "its layers compute logits with the weight that is here, which is not trained")
 
 
-class _Step:
-    """What `JointStep` asks of a torch optimizer, of a ChainedOptimizer: its groups, and hooks around its step."""
-
-    def __init__(self, optimizer: Any):
-        self._optimizer = optimizer
-        self.before: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self.after: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups  # type: ignore[no-any-return]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._optimizer.zero_grad(set_to_none)
-
-    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        return _registered(self.before, hook)
-
-    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        return _registered(self.after, hook)
-
-    def get_scale(self) -> float:
-        """Of the loss, as a GradScaler says it."""
-        return float(self._optimizer.get_loss_scale())
-
-
-def _registered(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
-
-
-class _MegatronStep(JointStep):
-    """Closes a head's steps with those of a ChainedOptimizer, which clips the body itself, by the norm that it is given.
-
-    Attributes:
-        overflowed: whether the head's gradient is not finite in the step that is about to close.
-    """
+class _MegatronStep(WrappedStep):
+    """Closes a head's steps with those of a ChainedOptimizer, which clips the body itself, by the norm that it is given."""
 
     def __init__(self, remote: RemoteHead, optimizer: Any):
-        self.overflowed = False
         self._megatron = optimizer
-        self._around = _Step(optimizer)
-        self._stock = {name: getattr(optimizer, name) for name in _STEP}
         scales = any(getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers)
-        super().__init__(
-            [remote],
-            self._around,  # type: ignore[arg-type]
-            parameters=[],
-            scaler=self._around if scales else None,
-            gradient_factor=1.0 / distributed_place()[1],
-        )
-        for name in _STEP:
-            setattr(optimizer, name, getattr(self, f"_chained_{name}"))
+        scaler = SimpleNamespace(get_scale=optimizer.get_loss_scale) if scales else None
+        super().__init__([remote], optimizer, parameters=[], scaler=scaler, gradient_factor=1.0 / distributed_place()[1])
 
-    def close(self) -> None:
-        super().close()
-        for name in _STEP:
-            vars(self._megatron).pop(name, None)
+    def _register_hooks(self) -> list[Any]:
+        around = (self._around_prepare, self._around_norm, self._around_update, self._around_step)
+        return [Wrapped(self._megatron, name, method) for name, method in zip(_STEP, around, strict=True)]
 
-    def _overflow(self) -> None:
-        if self._scaler is None:
-            raise self._not_finite()
-        self.overflowed = True
-
-    def _chained_prepare_grads(self) -> bool:
-        self.overflowed = False
+    def _around_prepare(self, prepare_grads: Callable[[], Any]) -> bool:
         self.prepare()
-        found = bool(self._stock["prepare_grads"]())
-        if self.overflowed and not found:
+        overflowed, found = not self._seals_are_finite(), bool(prepare_grads())
+        if overflowed and not found:
             for part in self._megatron.chained_optimizers:
                 part.grad_scaler.update(True)
-        return found or self.overflowed
+        return found or overflowed
 
-    def _chained_get_grad_norm(self) -> float:
-        return self.clip(self._megatron.config.clip_grad, self._stock["get_grad_norm"])
+    def _around_norm(self, get_grad_norm: Callable[[], Any]) -> float:
+        return self.clip(self._megatron.config.clip_grad, get_grad_norm)
 
-    def _chained_step_with_ready_grads(self) -> bool:
-        for hook in list(self._around.before.values()):
-            hook()
-        done = bool(self._stock["step_with_ready_grads"]())
-        for hook in list(self._around.after.values()):
-            hook()
+    def _around_update(self, step_with_ready_grads: Callable[[], Any]) -> bool:
+        self._before_step()
+        done = bool(step_with_ready_grads())
+        self._after_step()
         return done
 
-    def _chained_step(self) -> Any:
-        result = self._stock["step"]()
+    def _around_step(self, step: Callable[[], Any]) -> Any:
+        result = step()
         self.settle()  # of a step that Megatron has skipped
         return result
 

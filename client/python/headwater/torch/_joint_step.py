@@ -47,7 +47,6 @@ class JointStep:
         parameters: of the body, whose gradients are clipped. None: those of the optimizer.
         scaler: the framework's torch.amp.GradScaler, or None.
         gradient_factor: multiplies the heads' gradients: 1 / world_size where the framework averages over ranks.
-        rank, world_size, barrier: as of `TrainingLoop`.
 
     Attributes:
         steps_applied: number of steps that were applied.
@@ -63,9 +62,6 @@ class JointStep:
         parameters: Iterable[torch.Tensor] | None = None,
         scaler: Any = None,
         gradient_factor: float = 1.0,
-        rank: int | None = None,
-        world_size: int | None = None,
-        barrier: Callable[[], Any] | None = None,
     ):
         self._heads = list(heads)
         while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
@@ -74,7 +70,6 @@ class JointStep:
         self._scaler = scaler if scaler is not None and getattr(scaler, "is_enabled", lambda: True)() else None
         self._gradient_factor = gradient_factor
         self._trained = [remote for remote in self._heads if remote.trained]
-        self._place: dict[str, Any] = {"rank": rank, "world_size": world_size, "barrier": barrier}
         self._parameters = None if parameters is None else list(parameters)
         self._loop: TrainingLoop | None = None
         self._seals: list[SealResult] | None = None  # of the step that is about to close
@@ -287,25 +282,25 @@ class JointStep:
             remote.optimizer = self._optimizer
         if self._trained:
             heads: list[Head] = [remote.head for remote in self._trained]
-            self._loop = TrainingLoop(
-                heads, self._optimizer, parameters=self._body(), gradient_factor=self._gradient_factor, **self._place
-            )
-        if self._loop is not None and self._loop.rank == 0:
-            for remote in self._trained:
-                self._bring(remote, None if goes_on else step)
-        self._barrier()
-        if self._loop is not None and self._loop.rank:
-            for remote in self._trained:
-                remote.head._adopt(remote.head.info())
+            self._loop = TrainingLoop(heads, self._optimizer, parameters=self._body(), gradient_factor=self._gradient_factor)
+        self._bring_all(lambda remote: self._bring(remote, None if goes_on else step))
         for remote in self._trained:
             remote.head._confirm()
         self._offset = 0 if self._loop is None or step is None else self._loop.open_step - step
         self._seals, self._is_prepared = None, False
         self._losses = self._count_losses()
 
-    def _barrier(self) -> None:
-        if self._loop is not None:
-            self._loop._barrier()
+    def _bring_all(self, bring: Callable[[RemoteHead], Any]) -> None:
+        """Rank 0 brings each head to a step, and the other ranks adopt it."""
+        if self._loop is None:
+            return
+        if self._loop.rank == 0:
+            for remote in self._trained:
+                bring(remote)
+        self._loop._barrier()
+        if self._loop.rank:
+            for remote in self._trained:
+                remote.head._adopt(remote.head.info())
 
     def _bring(self, remote: RemoteHead, step: int | None) -> None:
         head = remote.head
@@ -368,12 +363,29 @@ class JointStep:
 
     def restore(self, step: int) -> None:
         """Gives the heads what a checkpoint of the framework's has: their own of the same step, or else the weight in the model."""
+        self._bring_all(lambda remote: (remote.served and self._restored(remote, step)) or remote.push_weight())
         for remote in self._trained:
-            head = remote.head
-            if self._loop is None or self._loop.rank == 0:
-                if not (remote.served and self._restored(remote, step)):
-                    remote.push_weight()
-            self._barrier()
-            if self._loop is not None and self._loop.rank:
-                head._adopt(head.info())
-            remote._layer_has = head.epoch, head.step
+            remote._layer_has = remote.head.epoch, remote.head.step
+
+
+class WrappedStep(JointStep):
+    """A `JointStep` for an engine that clips, steps and clears the gradients itself: methods of it are called from within ours.
+
+    An overflow of a head is found in the norm that the engine is given: it has no gradients to put it among.
+    """
+
+    def _overflow(self) -> None:
+        if self._scaler is None:
+            raise self._not_finite()
+
+
+class Wrapped:
+    """A method of one object that another one is called around, until `remove`."""
+
+    def __init__(self, target: Any, name: str, around: Callable[..., Any]):
+        original = getattr(target, name)
+        self._target, self._name = target, name
+        setattr(target, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+
+    def remove(self) -> None:
+        vars(self._target).pop(self._name, None)

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -302,12 +302,6 @@ class RemoteHead:
                 "the call in `with headwater.transformers.local_lm_head(model):`, which brings the weight",
                 reason="INVALID_COMBINATION",
             )
-
-    @contextlib.contextmanager
-    def local(self) -> Iterator[None]:
-        """The layer has the head's weight, and computes logits here until the next step."""
-        self.pull_weight()
-        yield
 
     def detach(self) -> None:
         """Gives the layer back to the model: with the weight that was trained, and trainable as before. The head stays."""

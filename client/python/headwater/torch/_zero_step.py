@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from headwater._errors import option_refused
-from headwater.torch._joint_step import JointStep
+from headwater.torch._joint_step import Wrapped, WrappedStep
 from headwater.torch._remote_head import RemoteHead
 
 # What computes the gradients' norm in a ZeRO optimizer of stages 1 and 2, and of stage 3.
 _NORMS = ("scaled_global_norm", "_get_norm_groups")
 
 
-class ZeroStep(JointStep):
-    """A `JointStep` for DeepSpeed, whose engine clips, steps and clears the gradients in one call.
+class ZeroStep(WrappedStep):
+    """Closes heads' steps with those of DeepSpeed's engine, which clips, steps and clears the gradients in one call.
 
     The ZeRO optimizer looks for an overflow, computes the norm over all ranks, clips by it and updates its part. The heads are
     sealed before, and updated where it computes the norm: it gets the norm of body and heads, and clips the body by that. A step
@@ -44,12 +45,12 @@ class ZeroStep(JointStep):
             )
         if getattr(zero, "torch_autocast_gradscaler", None) is not None:
             raise option_refused("deepspeed.torch_autocast", "its GradScaler steps each part alone: use bfloat16, or fp16.enabled")
-        scaler = _LossScale(zero) if zero.dtype == torch.float16 else None
+        scaler = SimpleNamespace(get_scale=lambda: zero.loss_scale) if zero.dtype == torch.float16 else None
         super().__init__(heads, zero.optimizer, parameters=[], scaler=scaler, gradient_factor=gradient_factor)
 
     def _register_hooks(self) -> list[Any]:
         # Not of the torch optimizer, which steps once for each group.
-        return [_Wrapped(self._zero, "step", self._around_step), _Wrapped(self._zero, self._norm, self._around_norm)]
+        return [Wrapped(self._zero, "step", self._around_step), Wrapped(self._zero, self._norm, self._around_norm)]
 
     def _around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.prepare()
@@ -79,30 +80,3 @@ class ZeroStep(JointStep):
         else:
             norm = math.inf
         return torch.as_tensor(norms[0]).new_tensor(norm * self._scale)
-
-    def _overflow(self) -> None:
-        if self._scaler is None:
-            raise self._not_finite()
-        # Under a loss scale the norm says so.
-
-
-class _LossScale:
-    """The loss scale of a ZeRO optimizer, as a GradScaler has it."""
-
-    def __init__(self, zero: Any):
-        self._zero = zero
-
-    def get_scale(self) -> float:
-        return float(self._zero.loss_scale)
-
-
-class _Wrapped:
-    """A method of one object that another one is called around, until `remove`."""
-
-    def __init__(self, target: Any, name: str, around: Callable[..., Any]):
-        original = getattr(target, name)
-        self._target, self._name = target, name
-        setattr(target, name, lambda *args, **kwargs: around(original, *args, **kwargs))
-
-    def remove(self) -> None:
-        vars(self._target).pop(self._name, None)

@@ -393,5 +393,5 @@ def local_lm_head(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     patch = patch_of(model)
     if patch is None:
         raise _refused(f"{type(model).__name__} has no remote head")
-    with patch.remote.local():
-        yield model
+    patch.remote.pull_weight()
+    yield model

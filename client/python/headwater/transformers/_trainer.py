@@ -16,7 +16,7 @@ import transformers
 
 from headwater._errors import FailedPreconditionError, option_refused
 from headwater._types import SGD, AdamW
-from headwater.torch._joint_step import JointStep
+from headwater.torch._joint_step import JointStep, Wrapped
 from headwater.torch._optimizers import matching_optimizer
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, _output_layer
 from headwater.torch._zero_step import ZeroStep
@@ -42,7 +42,7 @@ class HeadwaterCallback(transformers.TrainerCallback):
         self.remote: RemoteHead | None = None
         self.joint: JointStep | None = None
         self._trainer: Any = None
-        self._undo: list[tuple[Any, str]] = []
+        self._wrapped: list[Wrapped] = []
 
     def install(self, trainer: Any, remote: RemoteHead | None = None) -> RemoteHead:
         """Hooks the Trainer, and patches its model.
@@ -64,43 +64,27 @@ class HeadwaterCallback(transformers.TrainerCallback):
         self.remote, self._trainer = remote, trainer
         _refuse_fsdp(trainer, remote)
         _refuse_deepspeed(trainer, remote)
-        self._set("_save_checkpoint", self._save_checkpoint(trainer._save_checkpoint))
+        self.wrap(trainer, "_save_checkpoint", self._save_checkpoint)
         if trainer.is_deepspeed_enabled:
             pass  # its engine clips, by the norm that `ZeroStep` gives it, and tells the Trainer
         elif hasattr(trainer, "_get_grad_norm"):
             norm_of = trainer._get_grad_norm
-            self._set("_clip_grad_norm", lambda model: self._clip(trainer.args.max_grad_norm, lambda: norm_of(model)))
-            self._set(
-                "_get_grad_norm",
-                lambda model, grad_norm=None: (
-                    norm_of(model, grad_norm) if grad_norm is not None else self._clip(None, lambda: norm_of(model))
-                ),
-            )
-        else:
-            self._hook_accelerator(trainer.accelerator)
+            self.wrap(trainer, "_clip_grad_norm", lambda _, model: self._clip(trainer.args.max_grad_norm, lambda: norm_of(model)))
+            self.wrap(trainer, "_get_grad_norm", self._norm)
+        else:  # before transformers 5, the Trainer asks accelerate alone
+            self.wrap(trainer.accelerator, "clip_grad_norm_", self._clip_parameters)
         return remote
 
-    def _set(self, name: str, value: Any, target: Any = None) -> None:
-        target = self._trainer if target is None else target
-        setattr(target, name, value)
-        self._undo.append((target, name))
-
-    def _hook_accelerator(self, accelerator: Any) -> None:
-        """Before transformers 5, the Trainer asks accelerate alone."""
-        original = accelerator.clip_grad_norm_
-
-        def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-            kept = list(parameters)
-            return torch.tensor(self._clip(max_norm, lambda: original(kept, _INFINITY, norm_type)))
-
-        self._set("clip_grad_norm_", clip_grad_norm_, accelerator)
+    def wrap(self, target: Any, name: str, around: Callable[..., Any]) -> None:
+        """Has `around(method, *args)` called in the place of a method, until `undo`."""
+        self._wrapped.append(Wrapped(target, name, around))
 
     def undo(self) -> None:
         """Takes the hooks off the Trainer; `detach_remote_head(model)` does so with the model's."""
         self._stop()
-        for target, name in reversed(self._undo):
-            vars(target).pop(name, None)
-        self._undo = []
+        for wrapped in self._wrapped:
+            wrapped.remove()
+        self._wrapped = []
         if self._trainer is not None:
             self._trainer.remove_callback(self)
 
@@ -110,15 +94,19 @@ class HeadwaterCallback(transformers.TrainerCallback):
         assert self.joint is not None
         return self.joint.clip(max_norm, body_norm)
 
-    def _save_checkpoint(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            if self.joint is not None and self.remote is not None:
-                self.joint.save(self._trainer.state.global_step)
-                if self._trainer.is_fsdp_enabled or self._trainer.is_deepspeed_enabled:
-                    self.remote.pull_weight()  # their checkpoints do not go through save_pretrained
-            return save(*args, **kwargs)
+    def _norm(self, norm_of: Callable[..., Any], model: Any, grad_norm: Any = None) -> Any:
+        return norm_of(model, grad_norm) if grad_norm is not None else self._clip(None, lambda: norm_of(model))
 
-        return save_checkpoint
+    def _clip_parameters(self, clip: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+        kept = list(parameters)
+        return torch.tensor(self._clip(max_norm, lambda: clip(kept, _INFINITY, norm_type)))
+
+    def _save_checkpoint(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.joint is not None and self.remote is not None:
+            self.joint.save(self._trainer.state.global_step)
+            if self._trainer.is_fsdp_enabled or self._trainer.is_deepspeed_enabled:
+                self.remote.pull_weight()  # their checkpoints do not go through save_pretrained
+        return save(*args, **kwargs)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.install(_calling_trainer(self))

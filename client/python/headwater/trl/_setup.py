@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -125,14 +126,12 @@ def train_with(trainer: Any, remote: RemoteHead) -> HeadwaterCallback:
         raise refused("deepspeed is not supported for a trainer of TRL: use DDP; transformers' own Trainer has ZeRO", "deepspeed")
     callback = install(trainer, remote, remote.config)
     if remote.served and hasattr(trainer, "_generate"):
-        generate = trainer._generate
-
         # Everything that a round of completions does, sending the weights to vLLM included.
-        def with_weight(*args: Any, **kwargs: Any) -> Any:
-            with remote.local():
-                return generate(*args, **kwargs)
+        def with_weight(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            remote.pull_weight()
+            return generate(*args, **kwargs)
 
-        callback._set("_generate", with_weight)
+        callback.wrap(trainer, "_generate", with_weight)
     return callback
 
 
