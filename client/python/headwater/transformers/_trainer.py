@@ -44,23 +44,16 @@ class HeadwaterCallback(transformers.TrainerCallback):
         self._trainer: Any = None
         self._wrapped: list[Wrapped] = []
 
-    def install(self, trainer: Any, remote: RemoteHead | None = None) -> RemoteHead:
-        """Hooks the Trainer, and patches its model.
+    def install(self, trainer: Any, remote: RemoteHead | None = None) -> HeadwaterCallback:
+        """Hooks the Trainer, whose first callback this is then if it was none, and patches its model.
 
         Args:
             remote: of a model that is patched already.
         """
         _refuse_unsupported(trainer)
         if remote is None:
-            config = config_for(trainer, self.config)
-            existing = patch_of(trainer.model)
-            remote = (
-                existing.remote
-                if existing is not None
-                else attach_remote_head(
-                    trainer.model, config, optimizer=None if config.optimizer != "auto" else optimizer_of(trainer)
-                )
-            )
+            patch = patch_of(trainer.model)
+            remote = attach(trainer, trainer.model, self.config) if patch is None else patch.remote
         self.remote, self._trainer = remote, trainer
         _refuse_fsdp(trainer, remote)
         _refuse_deepspeed(trainer, remote)
@@ -73,7 +66,9 @@ class HeadwaterCallback(transformers.TrainerCallback):
             self.wrap(trainer, "_get_grad_norm", self._norm)
         else:  # before transformers 5, the Trainer asks accelerate alone
             self.wrap(trainer.accelerator, "clip_grad_norm_", self._clip_parameters)
-        return remote
+        if self not in trainer.callback_handler.callbacks:
+            trainer.callback_handler.callbacks.insert(0, self)
+        return self
 
     def wrap(self, target: Any, name: str, around: Callable[..., Any]) -> None:
         """Has `around(method, *args)` called in the place of a method, until `undo`."""
@@ -174,14 +169,6 @@ class HeadwaterCallback(transformers.TrainerCallback):
             patch.joint = None
 
 
-def install(trainer: Any, remote: RemoteHead | None, config: HeadwaterConfig) -> HeadwaterCallback:
-    """Hooks a Trainer; see `HeadwaterCallback.install`."""
-    callback = HeadwaterCallback(config)
-    callback.install(trainer, remote)
-    trainer.callback_handler.callbacks.insert(0, callback)
-    return callback
-
-
 def setup_trainer(trainer: Any, config: HeadwaterConfig | None = None) -> Any:
     """Makes a Trainer train with a remote head: its loss, clipping, steps, checkpoints and what it saves.
 
@@ -200,7 +187,7 @@ def setup_trainer(trainer: Any, config: HeadwaterConfig | None = None) -> Any:
     """
     if any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__):
         return importlib.import_module("headwater.trl").setup_trainer(trainer, config)
-    return install(trainer, None, config or HeadwaterConfig())
+    return HeadwaterCallback(config).install(trainer)
 
 
 def _calling_trainer(callback: HeadwaterCallback) -> Any:
@@ -215,11 +202,11 @@ def _calling_trainer(callback: HeadwaterCallback) -> Any:
     raise FailedPreconditionError("HeadwaterCallback must be among the callbacks of a Trainer", reason="INVALID_COMBINATION")
 
 
-def config_for(trainer: Any, config: HeadwaterConfig) -> HeadwaterConfig:
-    """The configuration, with which a local server writes its checkpoints beside the Trainer's."""
-    if config.checkpoint_dir is not None:
-        return config
-    return dataclasses.replace(config, checkpoint_dir=os.path.join(trainer.args.output_dir, "headwater"))
+def attach(trainer: Any, model: torch.nn.Module, config: HeadwaterConfig) -> RemoteHead:
+    """The head of a Trainer's model, with the Trainer's optimizer for "auto", and a local server's checkpoints beside its own."""
+    if config.checkpoint_dir is None:
+        config = dataclasses.replace(config, checkpoint_dir=os.path.join(trainer.args.output_dir, "headwater"))
+    return attach_remote_head(model, config, optimizer=optimizer_of(trainer) if config.optimizer == "auto" else None)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from headwater.torch import JSDLoss
 from headwater.torch._layer_rows import only_rows, rows_of
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead
 from headwater.torch.teachers import Answer, LocalTeacher, Question, Teacher
+from headwater.transformers._trainer import attach
 from headwater.trl._fused_head import IGNORED, labelled
-from headwater.trl._setup import attach, base_model, train_with
+from headwater.trl._setup import base_model, train_with
 
 _MULTIMODAL = (
     "pixel_values",

@@ -12,7 +12,7 @@ from accelerate.utils import is_peft_model
 from headwater._errors import refused
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead
 from headwater.transformers import HeadwaterCallback, attach_remote_head, detach_remote_head
-from headwater.transformers._trainer import config_for, install, optimizer_of
+from headwater.transformers._trainer import attach
 from headwater.trl._fused_head import add_fused_lm_head
 
 # Fields that each trainer's own loss reads, by the trainer's class.
@@ -92,7 +92,7 @@ def setup_trainer(trainer: Any, config: HeadwaterConfig | None = None) -> Headwa
     kind = kind_of(trainer)
     check_options(trainer, kind)
     model = base_model(trainer, trainer.model)
-    remote = attach(trainer, model, config)
+    remote = attach(trainer, model, config or HeadwaterConfig())
     try:
         check_trained(trainer, remote)
         callback = train_with(trainer, remote)
@@ -114,17 +114,11 @@ def setup_trainer(trainer: Any, config: HeadwaterConfig | None = None) -> Headwa
     return callback
 
 
-def attach(trainer: Any, model: torch.nn.Module, config: HeadwaterConfig | None) -> RemoteHead:
-    """The head of a trainer's model, with the trainer's optimizer where `config.optimizer` is "auto"."""
-    config = config_for(trainer, config or HeadwaterConfig())
-    return attach_remote_head(model, config, optimizer=optimizer_of(trainer) if config.optimizer == "auto" else None)
-
-
 def train_with(trainer: Any, remote: RemoteHead) -> HeadwaterCallback:
     """Steps, clipping, logs and checkpoints are `headwater.transformers`'; completions are made with the trained weight."""
     if trainer.is_deepspeed_enabled:
         raise refused("deepspeed is not supported for a trainer of TRL: use DDP; transformers' own Trainer has ZeRO", "deepspeed")
-    callback = install(trainer, remote, remote.config)
+    callback = HeadwaterCallback(remote.config).install(trainer, remote)
     if remote.served and hasattr(trainer, "_generate"):
         # Everything that a round of completions does, sending the weights to vLLM included.
         def with_weight(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
