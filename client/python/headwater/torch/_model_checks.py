@@ -227,9 +227,9 @@ def loss_of_batch(model: torch.nn.Module | None, layer: OutputLayer, batch: Any)
     return BatchLoss(rows[:, :-1].reshape(-1, rows.shape[-1]), labels[:, 1:].reshape(-1), value, allowed)
 
 
-def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    labels = labels.to(logits.device)
-    return float(torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=DEFAULT_IGNORE_INDEX))
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> float:
+    rows, targets = logits.flatten(0, -2), labels.to(logits.device).flatten()
+    return float(torch.nn.functional.cross_entropy(rows, targets, ignore_index=DEFAULT_IGNORE_INDEX, reduction=reduction))
 
 
 def check_batch(batch: BatchLoss, head: Head | None, layer: OutputLayer, options: HeadOptions, timeout_s: float | None) -> None:
@@ -242,13 +242,12 @@ def check_batch(batch: BatchLoss, head: Head | None, layer: OutputLayer, options
         result = head.cross_entropy(batch.rows, batch.targets, backward=False, timeout_s=timeout_s)
         loss = result.loss_sum / result.target_weight_sum if result.target_weight_sum else 0.0
     else:
-        total, count = 0.0, 0
+        total = 0.0
         for rows, targets in zip(batch.rows.split(_CHUNK_ROWS), batch.targets.split(_CHUNK_ROWS), strict=True):
-            valid = targets != DEFAULT_IGNORE_INDEX
-            chosen = _log_probabilities(rows, layer, options).gather(1, targets.clamp(min=0).to(rows.device)[:, None])[:, 0]
-            total -= float(chosen[valid.to(rows.device)].double().sum())
-            count += int(valid.sum())
-        loss = total / count if count else 0.0
+            output = _forward_check.products(rows.to(layer.weight.device), layer.weight)
+            logits = options.logits(output if layer.bias is None else output + layer.bias.detach().float())
+            total += _cross_entropy(logits, targets, reduction="sum")
+        loss = total / max(1, int((batch.targets != DEFAULT_IGNORE_INDEX).sum()))
     if not abs(loss - batch.loss) <= batch.allowed:
         raise refused(
             f"the model's loss of the batch is {batch.loss:.7g}, the head's {loss:.7g}; rounding explains {batch.allowed:.2g}. "
@@ -257,10 +256,3 @@ def check_batch(batch: BatchLoss, head: Head | None, layer: OutputLayer, options
             expected=batch.loss,
             actual=loss,
         )
-
-
-def _log_probabilities(rows: torch.Tensor, layer: OutputLayer, options: HeadOptions) -> torch.Tensor:
-    output = _forward_check.products(rows.to(layer.weight.device), layer.weight)
-    if layer.bias is not None:
-        output = output + layer.bias.detach().float()
-    return torch.log_softmax(options.logits(output), 1)
