@@ -17,16 +17,15 @@ Tested with accelerate 1.10 and 1.15.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from headwater._errors import HeadwaterError, option_refused
+from headwater._errors import option_refused
 from headwater.torch._joint_step import JointStep, Wrapped
-from headwater.torch._optimizers import optimizer_like
+from headwater.torch._optimizers import matching_optimizer, optimizer_like
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, _output_layer, attach_remote
 
 __all__ = ["HeadwaterConfig", "Prepared", "prepare", "prepared"]
@@ -44,9 +43,9 @@ class Prepared:
         joint: what closes the head's steps.
     """
 
-    def __init__(self, accelerator: Any, remote: RemoteHead, optimizer: Any, detach: Callable[[], Any]):
+    def __init__(self, accelerator: Any, remote: RemoteHead, optimizer: Any):
         self.remote = remote
-        self._accelerator, self._detach = accelerator, detach
+        self._accelerator = accelerator
         self.joint = JointStep([remote], optimizer, scaler=accelerator.scaler, gradient_factor=1.0 / accelerator.num_processes)
         self.joint.begin(None)
         self._hooks = [Wrapped(optimizer, "step", self._close), accelerator.register_save_state_pre_hook(self._save)]
@@ -114,7 +113,7 @@ class Prepared:
             hook.remove()
         delattr(self._accelerator, _ATTRIBUTE)
         self._accelerator._custom_objects.remove(self)
-        self._detach()
+        self.remote.detach()
 
 
 def prepare(accelerator: Any, *objects: Any, config: HeadwaterConfig | None = None) -> tuple[Any, ...]:
@@ -140,15 +139,15 @@ def prepare(accelerator: Any, *objects: Any, config: HeadwaterConfig | None = No
     model = _only(objects, torch.nn.Module, "model")
     optimizer = _only(objects, torch.optim.Optimizer, "optimizer")
     config = HeadwaterConfig() if config is None else config
-    remote, detach = _attach(model, config, optimizer)
+    remote = _attach(model, config, optimizer)
     try:
         distributed = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         if distributed not in _DISTRIBUTED:
             raise option_refused("distributed_type", f"{distributed} is not supported: one process, or DistributedDataParallel")
         made = accelerator.prepare(*objects)
-        Prepared(accelerator, remote, made[objects.index(optimizer)], detach)
+        Prepared(accelerator, remote, made[objects.index(optimizer)])
     except BaseException:
-        detach()
+        remote.detach()
         raise
     return made  # type: ignore[no-any-return]
 
@@ -167,28 +166,19 @@ def _only(objects: tuple[Any, ...], kind: type, what: str) -> Any:
     return found[0]
 
 
-def _attach(
-    model: torch.nn.Module, config: HeadwaterConfig, optimizer: torch.optim.Optimizer
-) -> tuple[RemoteHead, Callable[[], Any]]:
-    """The head, and what takes it off the model again."""
-    wanted, refused = None, None
-    if config.optimizer == "auto":
-        try:
-            wanted = optimizer_like(optimizer, _output_layer(model).weight, config.param_group)
-        except HeadwaterError as error:
-            refused = error  # matters if the head is to have one
+def _attach(model: torch.nn.Module, config: HeadwaterConfig, optimizer: torch.optim.Optimizer) -> RemoteHead:
+    weight, is_auto = _output_layer(model).weight, config.optimizer == "auto"
+    wanted = matching_optimizer(optimizer, weight, config.param_group) if is_auto else None
     transformers = sys.modules.get("transformers")  # a model of theirs has imported it
     if transformers is not None and any(isinstance(module, transformers.PreTrainedModel) for module in model.modules()):
-        from headwater.transformers import attach_remote_head, detach_remote_head
+        from headwater.transformers import attach_remote_head
 
         remote = attach_remote_head(model, config, optimizer=wanted)
-        detach: Callable[[], Any] = functools.partial(detach_remote_head, model)
     else:
         remote = attach_remote(model, config, optimizer=wanted)
-        detach = remote.detach
-    if remote.served and refused is not None:
-        detach()
+    if remote.served and is_auto and wanted is None:
+        remote.detach()
         if remote.head.created:
             remote.head.delete(force=True)
-        raise refused
-    return remote, detach
+        optimizer_like(optimizer, weight, config.param_group)  # refuses it
+    return remote

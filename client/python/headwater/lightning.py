@@ -79,12 +79,11 @@ class HeadwaterCallback:
         optimizer = known_optimizer(model, self.config)  # Lightning makes its own later
         if model is pl_module:
             self.remote = attach_remote(model, self.config, optimizer=optimizer)
-            self._undo.append(self.remote.detach)
         else:
-            from headwater.transformers import attach_remote_head, detach_remote_head
+            from headwater.transformers import attach_remote_head
 
             self.remote = attach_remote_head(model, self.config, optimizer=optimizer)
-            self._undo.append(lambda: detach_remote_head(model))
+        self._undo.append(self.remote.detach)
         try:
             self._check(trainer, pl_module)
         except BaseException:

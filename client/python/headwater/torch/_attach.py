@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,13 +109,15 @@ class ModuleHead(Head):
 
     def pull_weight(self, *, timeout_s: float | None = None) -> None:
         """Downloads the weight into the tied parameter, and the bias beside it, in place. float32 ones get the master weights."""
-        pairs: list[tuple[torch.Tensor, Callable[..., Any]]] = [(self._server_tied(), self.weight)]
-        if self.bias_parameter is not None:
-            pairs.append((self.bias_parameter, self.bias))
-        for parameter, download in pairs:
-            wanted = None if _arrays.data_type_name(parameter.dtype) == self.spec.data_type else _arrays.FLOAT32
-            with torch.no_grad():
-                parameter.copy_(_arrays.to_torch(_arrays.from_any(download(dtype=wanted, timeout_s=timeout_s), "weight")))
+        for name, parameter in (("weight", self._server_tied()), ("bias", self.bias_parameter)):
+            if parameter is not None:
+                parameter.detach().copy_(self._fetch(name, parameter.dtype, timeout_s))
+
+    def _fetch(self, name: str, dtype: torch.dtype, timeout_s: float | None) -> torch.Tensor:
+        """The "weight" or "bias", on the CPU, to be rounded to `dtype`."""
+        wanted = None if _arrays.data_type_name(dtype) == self.spec.data_type else _arrays.FLOAT32
+        values = (self.weight if name == "weight" else self.bias)(dtype=wanted, timeout_s=timeout_s)
+        return _arrays.to_torch(_arrays.from_any(values, name))
 
     def _trainer_owned(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.owner != "trainer" or self.weight_parameter is None:

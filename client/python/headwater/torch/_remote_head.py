@@ -9,14 +9,13 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headwater import _arrays
 from headwater._client import DEFAULT_TIMEOUT_S, Client
 from headwater._connect import connect
 from headwater._errors import FailedPreconditionError, NotFoundError, invalid_argument, refused
@@ -161,6 +160,7 @@ class RemoteHead:
         head: what `attach` has made. Another one after `recreate`.
         losses: number of losses that were computed for training.
         has_trained: whether one was since the head was attached.
+        unpatch: takes what was patched for the head off the model again.
         optimizer: the torch optimizer with which it was trained last.
     """
 
@@ -172,6 +172,7 @@ class RemoteHead:
         self.config = config
         self._options = options
         self.losses = 0
+        self.unpatch: Callable[[], Any] = _nothing
         self.optimizer: torch.optim.Optimizer | None = None
         self._required_gradients = {name: p.requires_grad for name, p in layer.named_parameters()}
         self.head = self._attach(config.if_exists)
@@ -273,9 +274,7 @@ class RemoteHead:
         self._layer_has = self.head.epoch, self.head.step
 
     def _download(self, name: str, into: torch.Tensor) -> None:
-        dtype = None if _arrays.data_type_name(into.dtype) == self.head.spec.data_type else _arrays.FLOAT32
-        download = self.head.weight if name == "weight" else self.head.bias
-        values = _arrays.to_torch(_arrays.from_any(download(dtype=dtype, timeout_s=self.config.timeout_s), name))
+        values = self.head._fetch(name, into.dtype, self.config.timeout_s)
         if hasattr(into, "device_mesh"):  # FSDP2 has sharded it: each rank takes its part
             from torch.distributed.tensor import distribute_tensor
 
@@ -308,6 +307,11 @@ class RemoteHead:
         self.pull_weight()
         for name, parameter in self.layer.named_parameters():
             parameter.requires_grad_(self._required_gradients[name])
+        self.unpatch()
+
+
+def _nothing() -> None:
+    """Of a model that is not patched."""
 
 
 def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer: AdamW | SGD | None = None) -> RemoteHead:

@@ -15,14 +15,15 @@ import torch
 import transformers
 from transformers.utils import ModelOutput
 
-from headwater._errors import HeadwaterError, invalid_argument
+from headwater._errors import HeadwaterError, refused
 from headwater._requests import DEFAULT_IGNORE_INDEX
 from headwater._types import SGD, AdamW
 from headwater.torch import _forward_check
 from headwater.torch._joint_step import JointStep
-from headwater.torch._layer_rows import in_type_of_product
+from headwater.torch._layer_rows import only_rows, rows_of
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, attach_remote
 
+_refused = functools.partial(refused, field="model")
 _ATTRIBUTE = "_headwater_patch"
 # Losses of transformers that are a head's, and whether labels are those of the next token.
 _SHIFTED = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
@@ -71,8 +72,7 @@ class Patch:
             raise _refused(f"{type(inner).__name__} is no model of transformers: use headwater.torch.attach in a loop of your own")
         self.owner = models[0]
         self._undo: list[tuple[torch.nn.Module, str, Any]] = []
-        self._rows: torch.Tensor | None = None
-        self._is_capturing = False
+        self._rows: list[torch.Tensor] = []  # that have reached the layer in a forward with labels, until the loss takes them
         self._output: dict[str, torch.Tensor] = {}
         self.sums: dict[str, Any] = {}
         self._is_shifted = self._loss_kind(models)
@@ -85,7 +85,7 @@ class Patch:
         memo[id(self)] = other
         for name, value in vars(self).items():
             # The copy is another model, which no trainer trains yet.
-            setattr(other, name, None if name in ("joint", "_rows") else copy.deepcopy(value, memo))
+            setattr(other, name, None if name == "joint" else copy.deepcopy(value, memo))
         return other
 
     # ---- what is patched --------------------------------------------------------------------------------------------
@@ -129,10 +129,9 @@ class Patch:
         for model in dict.fromkeys((inner, self.owner)):
             self._set(model, "save_pretrained", types.MethodType(_save_pretrained, model))
         self._set(self.owner, "resize_token_embeddings", self._refuse_resize)
+        self.remote.unpatch = self._unpatch
 
-    def undo(self) -> None:
-        """Takes everything off the model again, which has the trained weight then."""
-        self.remote.detach()
+    def _unpatch(self) -> None:
         for module, name, before in reversed(self._undo):
             if before is None:
                 vars(module).pop(name, None)
@@ -152,27 +151,13 @@ class Patch:
             labels = self._signature.bind_partial(model, *args, **kwargs).arguments.get("labels")
         if labels is None:
             return self._forward(model, *args, **kwargs)
-        self._rows, self._output = None, {}
-        self._is_capturing = True
-        try:
+        self._output = {}
+        with rows_of(self.remote.layer, False) as self._rows:
             output = self._forward(model, *args, **kwargs)
-        finally:
-            self._is_capturing = False
-            self._rows = None
         if isinstance(output, tuple):
             return output[:1]  # the loss, without what stands in for logits
         named = {name: getattr(output, name, None) for name in ("loss", "aux_loss", "hidden_states", "attentions")}
         return HeadwaterCausalLMOutput(**named, **self._output)
-
-    def capture(self, layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """What stands in for the layer: keeps its rows, and returns one column in place of logits."""
-        if not self._is_capturing:
-            self.remote.check_current("a forward without labels")
-            return type(layer).forward(layer, hidden)  # type: ignore[no-any-return]
-        if self._rows is not None:
-            raise _refused(f"{type(self.owner).__name__} calls its output layer twice in one forward")
-        self._rows = in_type_of_product(hidden)
-        return hidden[..., :1]
 
     def loss(
         self,
@@ -185,9 +170,8 @@ class Patch:
         **_: Any,
     ) -> torch.Tensor:
         """What stands in for `model.loss_function`: mean over the tokens, or their sum by `num_items_in_batch`."""
-        rows, self._rows = self._rows, None
-        if rows is None:
-            raise _refused(f"{type(self.owner).__name__} computes a loss, but has not called its output layer")
+        rows = only_rows(self._rows)
+        self._rows.clear()
         targets = labels if shift_labels is None else shift_labels
         assert targets is not None
         if shift_labels is None and self._is_shifted:
@@ -226,7 +210,7 @@ class Patch:
             return targets[:, -rows.shape[1] :]
         if targets.numel() == rows[..., 0].numel():
             return targets.reshape(rows.shape[:-1])
-        raise _refused(f"labels of shape {tuple(targets.shape)} do not belong to rows of shape {tuple(rows.shape)}", "labels")
+        raise _refused(f"labels of shape {tuple(targets.shape)} do not belong to rows of shape {tuple(rows.shape)}", field="labels")
 
     def _evaluate(self, rows: torch.Tensor, targets: torch.Tensor, items: float | None) -> torch.Tensor:
         """The loss without gradients, and the tokens that the model would say at every position."""
@@ -251,8 +235,8 @@ class Patch:
 
 
 def _layer_forward(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    patch: Patch = vars(layer)[_ATTRIBUTE]
-    return patch.capture(layer, hidden)
+    vars(layer)[_ATTRIBUTE].remote.check_current("a forward without labels")
+    return type(layer).forward(layer, hidden)  # type: ignore[no-any-return]
 
 
 def _save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -264,10 +248,6 @@ def _save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any)
         else:
             patch.remote.pull_weight()
     return type(model).save_pretrained(model, save_directory, *args, **kwargs)
-
-
-def _refused(message: str, field: str = "model") -> HeadwaterError:
-    return invalid_argument("INVALID_COMBINATION", message, field=field)
 
 
 def patch_of(model: torch.nn.Module) -> Patch | None:
@@ -301,38 +281,23 @@ def attach_remote_head(
     remote = attach_remote(model, config or HeadwaterConfig(), optimizer=optimizer)
     stock = _small_batch(inner, remote)
     try:
-        patch = Patch(remote)
-    except BaseException:
-        _forget(remote)
-        raise
-    try:
+        Patch(remote)
         if stock is not None:
-            _compare(inner, remote, stock)
+            _compare(inner, remote, *stock)
     except BaseException:
-        patch.undo()
-        _forget(remote)
+        remote.detach()
+        if remote.head.created:
+            with contextlib.suppress(HeadwaterError):
+                remote.head.delete(force=True)
         raise
     return remote
 
 
-def _forget(remote: RemoteHead) -> None:
-    remote.detach()
-    if remote.head.created:
-        with contextlib.suppress(HeadwaterError):
-            remote.head.delete(force=True)
+def _small_batch(model: torch.nn.Module, remote: RemoteHead) -> tuple[dict[str, torch.Tensor], float, float] | None:
+    """A batch, the model's own loss of it, and how far from that rounding may lead.
 
-
-@dataclass
-class _SmallBatch:
-    ids: torch.Tensor
-    labels: torch.Tensor
-    loss: float
-    tokens: torch.Tensor | None
-    allowed: float  # difference of the loss that rounding explains
-
-
-def _small_batch(model: torch.nn.Module, remote: RemoteHead) -> _SmallBatch | None:
-    """A batch and the model's own loss of it; None where the model does not run on ids alone, or the head has other weights."""
+    None where the model does not run on ids alone, or the head has other weights.
+    """
     if remote.trained and not remote.head.created:
         return None
     layer = remote.layer
@@ -341,24 +306,24 @@ def _small_batch(model: torch.nn.Module, remote: RemoteHead) -> _SmallBatch | No
     ids = _forward_check._token_ids(size, configs).to(layer.weight.device)
     labels = ids.clone()
     labels[0, :2] = DEFAULT_IGNORE_INDEX
+    batch = {"input_ids": ids, "labels": labels}
     try:
         with _forward_check.undisturbed(model):
-            output = model(input_ids=ids, labels=labels)
-        loss, logits = float(output.loss), output.logits.float()
+            output = model(**batch)
+        loss, epsilon = float(output.loss), _forward_check._epsilon(layer.weight, output.logits)
     except Exception:
         return None
-    allowed = max(_forward_check._epsilon(layer.weight, output.logits), 1e-5) * max(1.0, abs(loss))
-    return _SmallBatch(ids, labels, loss, logits.argmax(-1) if logits.shape[:2] == ids.shape else None, allowed)
+    return batch, loss, max(epsilon, 1e-5) * max(1.0, abs(loss))
 
 
-def _compare(model: torch.nn.Module, remote: RemoteHead, stock: _SmallBatch) -> None:
+def _compare(model: torch.nn.Module, remote: RemoteHead, batch: dict[str, torch.Tensor], stock: float, allowed: float) -> None:
     config = remote.config
     is_cut = config.valid_vocab_size is not None and config.valid_vocab_size < remote.layer.out_features
     if config.label_smoothing or config.z_loss or is_cut:
         return  # not the model's own loss
     try:
         with _forward_check.undisturbed(model):
-            loss = float(model(input_ids=stock.ids, labels=stock.labels).loss)
+            loss = float(model(**batch).loss)
     except HeadwaterError:
         raise
     except Exception as error:
@@ -367,9 +332,9 @@ def _compare(model: torch.nn.Module, remote: RemoteHead, stock: _SmallBatch) -> 
             f"{type(model).__name__} does something of its own between its output layer and its loss, which fails without logits: "
             f"{type(error).__name__}: {what}"
         ) from error
-    if not abs(loss - stock.loss) <= stock.allowed:
+    if not abs(loss - stock) <= allowed:
         raise _refused(
-            f"{type(model).__name__} computes another loss than the head: {stock.loss:.7g} for a small batch, the head {loss:.7g}"
+            f"{type(model).__name__} computes another loss than the head: {stock:.7g} for a small batch, the head {loss:.7g}"
         )
 
 
@@ -378,7 +343,7 @@ def detach_remote_head(model: torch.nn.Module) -> None:
     patch = patch_of(model)
     if patch is None:
         raise _refused(f"{type(model).__name__} has no remote head")
-    patch.undo()
+    patch.remote.detach()
 
 
 @contextlib.contextmanager
