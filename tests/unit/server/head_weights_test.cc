@@ -88,6 +88,28 @@ TEST_F(HeadWeightsTest, LoadingUntilEveryTensorIsThere) {
   EXPECT_REASON(head->ReadWeights(HeadTensor::kBias, 4, 1, &value, 2, NewEpoch()), kEpochFenced);
 }
 
+TEST_F(HeadWeightsTest, ElementsBesideATensorAreRefused) {
+  const std::shared_ptr<Head> head = MakeReadyHead(engine_, SmallSpec());
+  std::vector<float> values(15);
+  const auto read = [&](int64_t start, int64_t count) {
+    return head->ReadWeights(HeadTensor::kWeight, start, count, values.data(), std::nullopt);
+  };
+  for (const auto& [start, count] :
+       std::vector<std::pair<int64_t, int64_t>>{{-1, 1}, {0, -1}, {0, 16}, {15, 1}, {1, 15}, {16, 0}}) {
+    EXPECT_REASON(read(start, count), kChunkOutOfRange) << start << " " << count;
+  }
+  EXPECT_OK(read(0, 15));
+  EXPECT_OK(read(15, 0));
+}
+
+TEST_F(HeadWeightsTest, IsUnsavedSinceItsFirstChange) {
+  const std::shared_ptr<Head> head = MakeReadyHead(engine_, SmallSpec());
+  const std::optional<absl::Time> first = head->Describe().unsaved_since;
+  ASSERT_TRUE(first.has_value());
+  ASSERT_OK(Set(*head, HeadTensor::kWeight, weight_));
+  EXPECT_EQ(head->Describe().unsaved_since, first);
+}
+
 TEST_F(HeadWeightsTest, WhatSettingRefuses) {
   const std::shared_ptr<Head> head = MakeReadyHead(engine_, SmallSpec());
   const HeadInfo before = head->Describe();
