@@ -119,7 +119,7 @@ def test_an_upload_that_was_cut_goes_on_where_it_stopped(remote, make_head, rng)
 
     def cut(sent, total):
         seen.append(sent)
-        if sent >= total // 2:
+        if sent >= total // 8:  # early, so that it comes before the end on a busy machine, too
             raise Cut
 
     epoch = head.epoch
