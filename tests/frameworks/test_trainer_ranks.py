@@ -52,9 +52,10 @@ def test_two_ranks_have_the_curve_of_one(two_ranks, stock, kind):
 
     curve = Curve(**found["curve"])
     if kind == "bf16":
-        # As two ranks of stock have it, by no more than what computing in bf16 moves those. FSDP2 rounds the loss itself, by 2^-5.
+        # As two ranks of stock have it, by no more than twice what computing in bf16 moves those. FSDP2 rounds the loss itself,
+        # to steps of 2^-5.
         expected = Curve(**json.loads((folder / f"{sharding}-bf16-stock.json").read_text())["curve"])
-        tolerance = 2**-5 if sharding == "fsdp2" else expected.gap(stock["served"][0])
+        tolerance = 2**-5 if sharding == "fsdp2" else 2 * expected.gap(stock["served"][0])
     else:
         expected, stock_model = stock[kind]
         tolerance = LOSS_TOLERANCE

@@ -29,6 +29,8 @@ import headwater.transformers
 from headwater.trl import HeadwaterConfig, setup_trainer
 
 ENVIRONMENTS = ("newest", "oldest")
+# With another version of transformers alone, whose Trainer has tests of its own there.
+pytestmark = pytest.mark.long(environments=("oldest",))
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
