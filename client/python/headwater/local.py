@@ -140,7 +140,7 @@ def _wait_passively(threads: int) -> None:
     if own > 1 and own + (threads or cores) > cores:
         warnings.warn(
             f"headwater.local: {own} threads of PyTorch and {threads or cores} of the server share {cores} cores. PyTorch's "
-            "spin while they wait, which slows a step down several times: set the environment variable OMP_WAIT_POLICY=PASSIVE "
+            "spin while they wait, which may slow a step down: set the environment variable OMP_WAIT_POLICY=PASSIVE "
             "before the program starts, or call headwater.local.connect before torch is imported",
             RuntimeWarning,
             stacklevel=3,
