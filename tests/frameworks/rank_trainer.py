@@ -46,7 +46,7 @@ def model_of(kind: str):
 
 
 def zero_config(stage: int, kind: str) -> dict:
-    """What DeepSpeed is told. Under "fp16" the first scale is one that overflows."""
+    """DeepSpeed's configuration. Under "fp16" the first scale is one that overflows."""
     zero = {"stage": stage}
     if kind != "ungathered":
         zero["stage3_gather_16bit_weights_on_model_save"] = True

@@ -349,7 +349,7 @@ class ChainedOptimizer:
 
 
 class Scaler:
-    """As DynamicGradScaler, which is told of each step before it is made."""
+    """As DynamicGradScaler, to which each step is reported before it is made."""
 
     def __init__(self, scale):
         self.scale, self.told = torch.tensor([scale]), []
@@ -441,7 +441,7 @@ def test_megatron_skips_a_step_jointly(server):
     for old, new in zip(before, ours.model.parameters(), strict=True):
         assert torch.equal(old, new)
     del ours.optimizer
-    # An overflow of the head alone: the scaler is told, and the body does not move either.
+    # An overflow of the head alone is reported to the scaler, and the body does not move either.
     scaler = Scaler(256.0)
     ours = Gpt(context_of(server, "megatron-overflowed"), scaler)
     ours.run(0, 1)

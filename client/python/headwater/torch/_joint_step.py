@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -380,12 +381,21 @@ class WrappedStep(JointStep):
 
 
 class Wrapped:
-    """A method of one object that another one is called around, until `remove`."""
+    """A method of one object, or a function of a module, that another one is called around, until `remove`."""
 
     def __init__(self, target: Any, name: str, around: Callable[..., Any]):
         original = getattr(target, name)
         self._target, self._name = target, name
-        setattr(target, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+        self._own = vars(target).get(name)  # None: the method is its class's
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        setattr(target, name, wrapped)
 
     def remove(self) -> None:
-        vars(self._target).pop(self._name, None)
+        if self._own is None:
+            vars(self._target).pop(self._name, None)
+        else:
+            setattr(self._target, self._name, self._own)

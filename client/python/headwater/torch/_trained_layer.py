@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from headwater._errors import option_refused
 from headwater._torch_modules import live_modules
 from headwater._types import SGD, AdamW
-from headwater.torch._joint_step import JointStep
+from headwater.torch._joint_step import JointStep, Wrapped
 from headwater.torch._micro_batches import distributed_place
 from headwater.torch._optimizers import optimizer_like
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, attach_remote
@@ -98,9 +98,7 @@ class TrainedLayer:
 
     def wrap_clipping(self, module: ModuleType, name: str, clip: Callable[..., Any]) -> None:
         """Puts `clip(self, original, *args, **kwargs)` in the place of a framework's function, until `detach`."""
-        original = getattr(module, name)
-        setattr(module, name, functools.wraps(original)(functools.partial(clip, self, original)))
-        self._undo.append(lambda: setattr(module, name, original))
+        self._undo.append(Wrapped(module, name, functools.partial(clip, self)).remove)
 
     def clip(self, parameters: list[torch.Tensor], max_norm: float | None, clip_body: Callable[[Any], Any]) -> Any:
         """Clips the body and the head by their norm together, and returns that; parameters of another training without the head.
