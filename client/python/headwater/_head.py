@@ -60,8 +60,9 @@ class Head(HeadLosses):
         super().__init__(backend, info.name, info.spec, info.epoch, info.open_step)
         self._created = created
         self._last_seal: tuple[StepKey, int] | None = None  # what was sealed, and the number of its micro-batches
-        # Where headwater.torch keeps the ids that its loss functions have drawn.
+        # Where headwater.torch keeps the ids that its loss functions have drawn, and headwater.jax what programs have submitted.
         self._micro_batch_source: Any = None
+        self._submissions: Any = None
 
     def __repr__(self) -> str:
         kind = "trainable" if self._spec.trainable else "frozen"

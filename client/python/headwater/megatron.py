@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from headwater._errors import option_refused
+from headwater._micro_batches import distributed_place
 from headwater._types import SGD, AdamW
 from headwater.torch._joint_step import Wrapped, WrappedStep
 from headwater.torch._layer_head import LayerHead
-from headwater.torch._micro_batches import distributed_place
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead
 from headwater.torch._trained_layer import TrainedLayer, live, users_of
 

@@ -16,6 +16,7 @@ page-locked or `empty_rows` memory are handed over without a copy of this packag
 finds back to them.
 """
 
+from headwater._micro_batches import MicroBatchSource as MicroBatchSource
 from headwater._recovery import StateStore as StateStore
 from headwater.torch._attach import ModuleHead as ModuleHead, attach as attach
 from headwater.torch._losses import (
@@ -25,7 +26,6 @@ from headwater.torch._losses import (
     cross_entropy as cross_entropy,
     jsd as jsd,
 )
-from headwater.torch._micro_batches import MicroBatchSource as MicroBatchSource
 from headwater.torch._rows import empty_rows as empty_rows
 from headwater.torch._trainer_state import TrainerState as TrainerState
 from headwater.torch._training_loop import StepOutcome as StepOutcome, TrainingLoop as TrainingLoop

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from headwater import _arrays
+from headwater._contributions import Contribution, found_no_slot, warn_of_held
 from headwater._errors import MicroBatchConflictError, invalid_argument, must_be, refused
 from headwater._head import Head
+from headwater._micro_batches import MicroBatchSource, source_of
 from headwater._requests import TOKEN_OUTPUTS, check_choice
 from headwater._terms import JOIN, JOIN_OPTIONS, DivergenceOptions, HardLossOptions, PlainCrossEntropyOptions, spread
 from headwater._types import LossResult, check_factor, check_integer, check_number
 from headwater.torch._autograd import (
-    Contribution,
     Outcome,
     RecomputedOutcome,
     RemoteLoss,
@@ -25,11 +26,8 @@ from headwater.torch._autograd import (
     SecondCall,
     TokenOutcome,
     TwoCallOutcome,
-    found_no_slot,
     in_checkpoint_recompute,
-    warn_of_held,
 )
-from headwater.torch._micro_batches import MicroBatchSource, source_of
 from headwater.torch._rows import tensor_of
 
 F = TypeVar("F", bound=Callable[..., Any])

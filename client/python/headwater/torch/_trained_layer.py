@@ -14,10 +14,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from headwater._errors import option_refused
+from headwater._micro_batches import distributed_place
 from headwater._torch_modules import live_modules
 from headwater._types import SGD, AdamW
 from headwater.torch._joint_step import JointStep, Wrapped
-from headwater.torch._micro_batches import distributed_place
 from headwater.torch._optimizers import optimizer_like
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, attach_remote
 

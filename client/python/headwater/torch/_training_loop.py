@@ -13,6 +13,7 @@ import torch
 
 from headwater._errors import FailedPreconditionError, invalid_argument, must_be, refused
 from headwater._head import Head, _check_expected
+from headwater._micro_batches import MicroBatchSource, distributed_place
 from headwater._recovery import Meeting, StateStore, follow, patiently
 from headwater._requests import Expected, check_bool
 from headwater._types import (
@@ -26,7 +27,6 @@ from headwater._types import (
 )
 from headwater.torch import _gradients
 from headwater.torch._attach import ModuleHead
-from headwater.torch._micro_batches import MicroBatchSource, distributed_place
 
 # As torch.nn.utils.clip_grad_norm_ and the server have it.
 CLIP_EPSILON = 1e-6

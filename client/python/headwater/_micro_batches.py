@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headwater._errors import invalid_argument
+from headwater._errors import MicroBatchConflictError, invalid_argument
 from headwater._head import Head
 from headwater._remote import RemoteBackend
 from headwater._types import check_integer
@@ -25,7 +26,7 @@ class _Drawn:
     epoch: bytes
     step: int
     attempts: Mapping[int, int] = field(default_factory=dict)  # by id, with which it is submitted; absent: the client counts
-    count: int = 0  # with those that were dropped
+    counts: Counter[tuple[int, int]] = field(default_factory=Counter)  # by sequence, with those that were dropped
     ids: set[int] = field(default_factory=set)
 
 
@@ -57,16 +58,30 @@ class MicroBatchSource:
     def __deepcopy__(self, memo: object) -> MicroBatchSource:
         return self  # two that draw for one head would draw the same ids
 
-    def draw(self, head: Head, step: int) -> tuple[int, set[int]]:
-        """A new id of the step, the first of another step at `rank` again; and the set that it was put into, for `forget`."""
+    def draw(self, head: Head, step: int, first: int | None = None, stride: int | None = None) -> tuple[int, set[int]]:
+        """The next id of a sequence, which begins again with each step; and the set that it was put into, for `forget`.
+
+        Args:
+            first: the sequence is first, first + stride, ... None: the rank.
+            stride: 0 makes a sequence of one id. None: the world size.
+        Raises:
+            MicroBatchConflictError: the id was drawn in this step.
+        """
+        sequence = self.rank if first is None else first, self.world_size if stride is None else stride
         with self._lock:
             drawn = self._known(head)
             if drawn is None or drawn.step != step:
                 if drawn is not None:
                     self._drawn[head._backend][head.name].remove(drawn)
                 drawn = self._remember(head, _Drawn(head.epoch, step))
-            id_ = drawn.count * self.world_size + self.rank
-            drawn.count += 1
+            id_ = sequence[0] + drawn.counts[sequence] * sequence[1]
+            if id_ in drawn.ids:
+                raise MicroBatchConflictError(
+                    f"micro-batch {id_} of step {step} of {head.name} was submitted twice: each loss of a step needs its own id",
+                    reason="MICRO_BATCH_CONFLICT",
+                    metadata={"head": head.name, "microBatch": str(id_)},
+                )
+            drawn.counts[sequence] += 1
             drawn.ids.add(id_)
             return id_, drawn.ids
 
@@ -129,7 +144,7 @@ class MicroBatchSource:
         """How many ids were drawn here in the head's open step, those that were dropped among them."""
         with self._lock:
             drawn = self._in_open_step(head)
-            return 0 if drawn is None else drawn.count
+            return 0 if drawn is None else drawn.counts.total()
 
 
 def distributed_place() -> tuple[int, int]:
