@@ -1,0 +1,174 @@
+"""What a loss knows, while it is traced, of the program around it: its place there, and what cannot work."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax._src import core
+from jax.interpreters import batching, mlir
+
+from headwater._errors import refused
+from headwater._head import Head
+
+# Losses of one program have ids SITE_IDS apart, so that each has a range for its repetitions.
+SITE_IDS = 1 << 40
+
+_SHARD_MAP_CURE = (
+    "wrap the loss in jax.shard_map over all axes of the mesh, with the rows split over all of them, and add up what it returns "
+    "(jax.lax.psum); the rest of the program may stay outside"
+)
+
+
+class Place(NamedTuple):
+    """Where a loss stands in its program.
+
+    The ids of its executions n = 0, 1, ... in a step are site * SITE_IDS + n * devices + device.
+    """
+
+    site: int  # how many losses of the head the program has before it
+    devices: int  # number of devices that execute it; 0: `device` is the id itself
+    device: Any  # index of the device that executes it, an int32 scalar
+
+
+def _traces() -> list[Any]:
+    """The transformations that the caller is under, outermost first."""
+    traces: list[Any] = []
+    trace = core.trace_ctx.trace
+    while trace is not None:
+        traces.insert(0, trace)
+        trace = getattr(trace, "parent_trace", None)
+    return traces
+
+
+def is_eager() -> bool:
+    """Whether the caller's arrays have values now."""
+    return isinstance(core.trace_ctx.trace, core.EvalTrace)
+
+
+# By the outermost program that is being traced: the number of its losses so far, for each head.
+_sites: weakref.WeakKeyDictionary[Any, dict[Head, int]] = weakref.WeakKeyDictionary()
+
+
+def place_of(head: Head, micro_batch: Any) -> Place:
+    """The place of the loss that is being traced."""
+    if micro_batch is not None:
+        device = jnp.asarray(micro_batch)
+        if device.ndim or not jnp.issubdtype(device.dtype, jnp.integer):
+            raise refused(f"micro_batch must be one integer, got {device.dtype}{list(device.shape)}", "micro_batch")
+        return Place(0, 0, device)
+    axes = _mesh_axes()
+    device = jax.lax.axis_index(axes) if axes else jnp.int32(0)
+    return Place(_site(head), jax.lax.axis_size(axes) if axes else 1, device)
+
+
+def _site(head: Head) -> int:
+    program = next((trace for trace in _traces() if type(trace).__name__ == "DynamicJaxprTrace"), None)
+    if program is None:
+        return 0  # executed as it is written: the order of executions is the program's
+    sites = _sites.setdefault(program, {})
+    sites[head] = sites.get(head, -1) + 1
+    return sites[head]
+
+
+def _mesh_axes() -> tuple[str, ...]:
+    """Axes of the mesh over which a shard_map around the caller runs it device by device."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def varying_axes(value: Any) -> tuple[str, ...]:
+    """Axes of the mesh on whose devices a value differs, as far as shard_map knows."""
+    varying = jax.typeof(value).manual_axis_type.varying
+    return tuple(axis for axis in _mesh_axes() if axis in varying)
+
+
+def vary(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The value, which differs on devices along these axes."""
+    return jax.lax.pcast(value, axes, to="varying") if axes else value
+
+
+def check(head: Head, x: Any, train: bool | None) -> None:
+    """Raises InvalidArgumentError where the program would add nothing, or the wrong thing, to the head's gradient."""
+    traces = _traces()
+    names = [type(trace).__name__ for trace in traces]
+    if "ShardMapTrace" in names:
+        raise refused("a headwater loss inside jax.shard_map needs jax.jit around the shard_map", "shard_map")
+    mesh = jax.sharding.get_abstract_mesh()
+    same = [axis for axis in _mesh_axes() if axis not in varying_axes(x) and mesh.shape[axis] > 1]
+    if same:
+        raise refused(
+            f"x is the same on all devices along the mesh axis {same[0]!r}, as far as jax.shard_map knows, and each of them would "
+            "add it: split its rows over this axis too, as in in_specs=P(('data', 'model')), and leave check_vma at its default",
+            "x",
+        )
+    if not head.spec.trainable or train is False:
+        return
+    if _is_under_checkpoint():
+        raise refused(
+            "a headwater loss inside jax.checkpoint (jax.remat, nn.remat, nnx.remat) would be computed twice: put jax.checkpoint "
+            "around the body alone, and compute the loss of what it returns",
+            "checkpoint",
+        )
+    if train is None and names[-1] in ("JVPTrace", "LinearizeTrace") and not _is_differentiated(x):
+        raise refused(
+            f"{head.name} is trained, and x has no gradient here (a frozen body, or stop_gradient), so that no backward would add "
+            "the head's: pass train=True to add it at forward, for an upstream gradient of 1, or train=False to add nothing",
+            "train",
+        )
+
+
+def _is_differentiated(x: Any) -> bool:
+    return isinstance(x, core.Tracer) and type(x).__name__ in ("JVPTracer", "LinearizeTracer")
+
+
+def _is_under_checkpoint() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("ad_checkpoint.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _check_one_device(count: int) -> None:
+    if count > 1:
+        raise refused(
+            f"a headwater loss in a program over {count} devices, outside of jax.shard_map, would gather the whole batch on one of "
+            f"them: {_SHARD_MAP_CURE}",
+            "shard_map",
+        )
+
+
+def _lower(ctx: Any, rows: Any) -> list[Any]:
+    axes = ctx.module_context.axis_context
+    manual = getattr(axes, "manual_axes", frozenset())
+    mesh = getattr(axes, "mesh", None)
+    if mesh is not None:
+        count = 1
+        for axis in mesh.axis_names:
+            count *= 1 if axis in manual else mesh.shape[axis]
+        _check_one_device(count)
+    else:
+        _check_one_device(getattr(axes, "num_devices", 1))
+    return [rows]
+
+
+def _evaluate(rows: Any) -> Any:
+    _check_one_device(len(rows.sharding.device_set))
+    return rows
+
+
+_on_one_device = jax.extend.core.Primitive("headwater_on_one_device")
+_on_one_device.def_impl(_evaluate)
+_on_one_device.def_abstract_eval(lambda rows: rows)
+mlir.register_lowering(_on_one_device, _lower)
+batching.defvectorized(_on_one_device)
+
+
+def on_one_device(rows: jax.Array) -> jax.Array:
+    """The rows. A program that has those of several devices in one array is refused when it is compiled."""
+    return _on_one_device.bind(rows)

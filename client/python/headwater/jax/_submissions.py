@@ -1,0 +1,150 @@
+"""What programs have submitted to a head and not yet committed: the host's side of a loss inside `jit`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from headwater._contributions import Contribution, found_no_slot, warn_of_held
+from headwater._errors import MicroBatchConflictError, invalid_argument, warn
+from headwater._head import Head
+from headwater._micro_batches import MicroBatchSource
+from headwater._types import LossResult
+
+
+class Submissions:
+    """The micro-batches that programs of this process compute for one head. Thread-safe: devices call from threads of their own.
+
+    Tokens stand for a submission between the forward and the backward of a program; they are unique in the process.
+    """
+
+    def __init__(self, head: Head):
+        self._head = head
+        self._source = MicroBatchSource(rank=0, world_size=1)
+        self._lock = threading.Lock()
+        self._pending: dict[int, Contribution] = {}  # by token
+        self._last_token = -1
+        self._error: BaseException | None = None
+
+    def submit(self, run: Callable[..., LossResult], first: int, stride: int, per_token: bool, timeout_s: float | None) -> Any:
+        """Submits a micro-batch that `commit` adds; its result and its token.
+
+        Args:
+            run: the loss call, but for what says how it is submitted.
+            first, stride: of the ids of its place in the program, as of `MicroBatchSource.draw`.
+            per_token: whether a factor for each row will come.
+        """
+        contribution = Contribution(self._head, self._source, timeout_s, first=first, stride=stride)
+        try:
+            result = contribution.submit(functools.partial(run, commit="explicit", allow_held=True, late_token_factors=per_token))
+        except BaseException:
+            contribution.drop()
+            raise
+        contribution.staged(dataclasses.replace(result, grad_hidden=None))  # which the program has
+        if not per_token and found_no_slot(self._head, result.form):
+            warn_of_held(self._head)
+        with self._lock:
+            # Those of a step that was closed without `settle`.
+            for token in [token for token, pending in self._pending.items() if pending.step != contribution.step]:
+                self._pending.pop(token).drop()
+            self._last_token = (self._last_token + 1) % (1 << 31)
+            self._pending[self._last_token] = contribution
+            return result, self._last_token
+
+    def add(self, run: Callable[..., LossResult], first: int, stride: int, timeout_s: float | None) -> LossResult:
+        """Adds a micro-batch at once."""
+        contribution = Contribution(self._head, self._source, timeout_s, first=first, stride=stride)
+        try:
+            result = contribution.submit(functools.partial(run, commit="eager"))
+        except BaseException:
+            contribution.drop()
+            raise
+        contribution.added()
+        return result
+
+    def commit(self, token: int, factor: np.ndarray) -> None:
+        """Adds a submission times `factor`: () or (num_tokens,) float32."""
+        with self._lock:
+            contribution = self._pending.pop(token, None)
+        if contribution is None:
+            raise MicroBatchConflictError(
+                f"backward ran twice through one headwater loss of {self._head.name} (jax.jacrev, or a pullback that is called "
+                "twice), or after the step's end. Compute the loss again to add it again",
+                reason="MICRO_BATCH_CONFLICT",
+            )
+        finite = np.isfinite(factor)
+        if not finite.all():
+            contribution.drop()
+            raise invalid_argument(
+                "INVALID_FIELD",
+                f"the upstream gradient of a headwater loss must be finite, got {factor[~finite].flat[0]}",
+                field="factor",
+            )
+        if factor.ndim:
+            contribution.commit(1.0, factor)
+        else:
+            contribution.commit(float(factor))
+
+    def keep_error(self, error: BaseException) -> None:
+        """Keeps what a callback raises, of which JAX passes only the text on."""
+        with self._lock:
+            self._error = self._error or error
+
+    def raise_kept(self) -> None:
+        """Raises what a callback has raised, once."""
+        with self._lock:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def drop_pending(self) -> int:
+        """Discards what was not committed; how many."""
+        with self._lock:
+            pending, self._pending = self._pending, {}
+        for contribution in pending.values():
+            contribution.drop()
+        return len(pending)
+
+    def ids(self) -> list[int]:
+        """Ids of what this process has added in the open step, or submitted, ascending."""
+        return self._source.ids(self._head)
+
+
+def submissions_of(head: Head) -> Submissions:
+    """Those of a head."""
+    if head._submissions is None:
+        head._submissions = Submissions(head)
+    return head._submissions
+
+
+def settle(head: Head) -> list[int]:
+    """Waits until all programs have done what they do with the head's losses, and discards what they have not committed.
+
+    Returns:
+        Ids of this process's micro-batches in the open step, ascending: its part of `expected_micro_batches`.
+    Raises:
+        What a callback has raised since the last call, as it was raised.
+    """
+    submissions = submissions_of(head)
+    failure: Exception | None = None
+    try:
+        jax.effects_barrier()
+    except Exception as error:
+        failure = error
+    dropped = submissions.drop_pending()
+    submissions.raise_kept()
+    if failure is not None:
+        raise failure
+    if dropped:
+        warn(
+            f"{dropped} losses of {head.name} were computed for a gradient that was not taken, and are discarded: an unused "
+            "pullback, jax.linearize, or a loss in has_aux. For a loss that is only looked at, pass jax.lax.stop_gradient(x) and "
+            "train=False"
+        )
+    return submissions.ids()
