@@ -205,6 +205,7 @@ def _loss(
         arrays=tuple(flat),
         per_token=reduction == "none",
         train=train,
+        in_gradient=_program.is_in_gradient(),
         ignore_index=options["ignore_index"],
         timeout_s=timeout_s,
         site=place.site,

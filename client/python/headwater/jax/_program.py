@@ -10,7 +10,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 from jax._src import core
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from headwater._errors import refused
 from headwater._head import Head
@@ -48,6 +48,14 @@ def _traces() -> list[Any]:
 def is_eager() -> bool:
     """Whether the caller's arrays have values now."""
     return isinstance(core.trace_ctx.trace, core.EvalTrace)
+
+
+def is_in_gradient() -> bool:
+    """Whether the caller is inside a function that is differentiated, perhaps by something else than its own arrays."""
+    return any(type(trace).__name__ in _DIFFERENTIATING for trace in _traces())
+
+
+_DIFFERENTIATING = ("JVPTrace", "LinearizeTrace")
 
 
 # By the outermost program that is being traced: the number of its losses so far, for each head.
@@ -113,7 +121,7 @@ def check(head: Head, x: Any, train: bool | None) -> None:
             "around the body alone, and compute the loss of what it returns",
             "checkpoint",
         )
-    if train is None and names[-1] in ("JVPTrace", "LinearizeTrace") and not _is_differentiated(x):
+    if train is None and names[-1] in _DIFFERENTIATING and not _is_differentiated(x):
         raise refused(
             f"{head.name} is trained, and x has no gradient here (a frozen body, or stop_gradient), so that no backward would add "
             "the head's: pass train=True to add it at forward, for an upstream gradient of 1, or train=False to add nothing",
@@ -143,7 +151,7 @@ def _check_one_device(count: int) -> None:
         )
 
 
-def _lower(ctx: Any, rows: Any) -> list[Any]:
+def _lower(ctx: Any, value: Any) -> list[Any]:
     axes = ctx.module_context.axis_context
     manual = getattr(axes, "manual_axes", frozenset())
     mesh = getattr(axes, "mesh", None)
@@ -154,21 +162,26 @@ def _lower(ctx: Any, rows: Any) -> list[Any]:
         _check_one_device(count)
     else:
         _check_one_device(getattr(axes, "num_devices", 1))
-    return [rows]
+    return [value]
 
 
-def _evaluate(rows: Any) -> Any:
-    _check_one_device(len(rows.sharding.device_set))
-    return rows
+def _evaluate(value: Any) -> Any:
+    _check_one_device(len(value.sharding.device_set))
+    return value
+
+
+def _differentiate(*_: Any) -> Any:
+    raise refused("a headwater loss has no second derivative", "x")
 
 
 _on_one_device = jax.extend.core.Primitive("headwater_on_one_device")
 _on_one_device.def_impl(_evaluate)
-_on_one_device.def_abstract_eval(lambda rows: rows)
+_on_one_device.def_abstract_eval(lambda value: value)
 mlir.register_lowering(_on_one_device, _lower)
 batching.defvectorized(_on_one_device)
+ad.primitive_jvps[_on_one_device] = _differentiate
 
 
-def on_one_device(rows: jax.Array) -> jax.Array:
-    """The rows. A program that has those of several devices in one array is refused when it is compiled."""
-    return _on_one_device.bind(rows)
+def on_one_device(value: jax.Array) -> jax.Array:
+    """The value. Arrays over several devices are refused here when the program is compiled, derivatives when it is traced."""
+    return _on_one_device.bind(value)

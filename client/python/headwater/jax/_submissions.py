@@ -30,6 +30,7 @@ class Submissions:
         self._lock = threading.Lock()
         self._pending: dict[int, Contribution] = {}  # by token
         self._last_token = -1
+        self._without_gradient = 0  # losses that ran forward alone although a gradient was taken around them
         self._error: BaseException | None = None
 
     def submit(self, run: Callable[..., LossResult], first: int, stride: int, per_token: bool, timeout_s: float | None) -> Any:
@@ -103,13 +104,31 @@ class Submissions:
         if error is not None:
             raise error
 
-    def drop_pending(self) -> int:
-        """Discards what was not committed; how many."""
+    def note_without_gradient(self) -> None:
+        """Counts a loss that a gradient was taken around, but not by its rows."""
+        with self._lock:
+            self._without_gradient += 1
+
+    def close(self) -> list[str]:
+        """Discards what was not committed. What the user should know of the step."""
         with self._lock:
             pending, self._pending = self._pending, {}
+            without_gradient, self._without_gradient = self._without_gradient, 0
         for contribution in pending.values():
             contribution.drop()
-        return len(pending)
+        notes = []
+        if pending:
+            notes.append(
+                f"losses of {self._head.name} were computed for a gradient that was not taken, and are discarded ({len(pending)}): "
+                "an unused pullback, jax.linearize, or a loss in has_aux. For a loss that is only looked at, pass "
+                "jax.lax.stop_gradient(x) and train=False"
+            )
+        if without_gradient:
+            notes.append(
+                f"losses of {self._head.name} inside jax.grad added nothing to it, because their x had no gradient "
+                f"({without_gradient}): pass train=True to add it at forward, for an upstream gradient of 1, or train=False"
+            )
+        return notes
 
     def ids(self) -> list[int]:
         """Ids of what this process has added in the open step, or submitted, ascending."""
@@ -137,14 +156,10 @@ def settle(head: Head) -> list[int]:
         jax.effects_barrier()
     except Exception as error:
         failure = error
-    dropped = submissions.drop_pending()
+    notes = submissions.close()
     submissions.raise_kept()
     if failure is not None:
         raise failure
-    if dropped:
-        warn(
-            f"{dropped} losses of {head.name} were computed for a gradient that was not taken, and are discarded: an unused "
-            "pullback, jax.linearize, or a loss in has_aux. For a loss that is only looked at, pass jax.lax.stop_gradient(x) and "
-            "train=False"
-        )
+    for note in notes:
+        warn(note)
     return submissions.ids()

@@ -37,6 +37,7 @@ class Loss:
     arrays: tuple[str, ...]  # names of all arrays
     per_token: bool  # whether there is a loss for each token
     train: bool | None
+    in_gradient: bool  # whether a gradient is taken around it, perhaps by something else than its rows
     ignore_index: int
     timeout_s: float | None
     site: int  # of `Place`
@@ -62,6 +63,8 @@ def evaluate(loss: Loss, arrays: Arrays, with_gradient: bool) -> tuple[jax.Array
 
     def on_host(**given: np.ndarray) -> tuple[np.ndarray, ...]:
         result = loss.run(**given, backward=with_gradient, **_outputs(loss))
+        if loss.in_gradient and loss.train is None and loss.head.spec.trainable:
+            submissions_of(loss.head).note_without_gradient()
         values = loss.values(result, given.get("token_weights"))
         return (*values, result.grad_hidden) if with_gradient else values
 
@@ -121,9 +124,7 @@ def _leave(
     loss: Loss, on_host: Callable[..., tuple[np.ndarray, ...]], results: Any, operands: Arrays, *, is_pure: bool = False
 ) -> tuple[jax.Array, ...]:
     """Calls a function of the host with arrays by name; those that are None are left out."""
-    operands = {name: value for name, value in operands.items() if value is not None}
-    if loss.rows in operands:
-        operands[loss.rows] = _program.on_one_device(operands[loss.rows])
+    operands = {name: _program.on_one_device(value) for name, value in operands.items() if value is not None}
     if _program.is_eager():
         given = {name: np.asarray(value) for name, value in operands.items()}
         return tuple(jnp.asarray(value) for value in on_host(**given))
