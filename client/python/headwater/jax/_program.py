@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any, NamedTuple
 
@@ -50,12 +49,23 @@ def is_eager() -> bool:
     return isinstance(core.trace_ctx.trace, core.EvalTrace)
 
 
-def is_in_gradient() -> bool:
-    """Whether the caller is inside a function that is differentiated, perhaps by something else than its own arrays."""
-    return any(type(trace).__name__ in _DIFFERENTIATING for trace in _traces())
+def _traced_for(trace: Any) -> str:
+    """What a program is made of the function for: "jit", "scan", "checkpoint / remat", ...; empty: it is executed."""
+    frame = getattr(trace, "frame", None)
+    return frame.debug_info.traced_for if frame is not None else ""
 
 
 _DIFFERENTIATING = ("JVPTrace", "LinearizeTrace")
+
+
+def is_in_gradient() -> bool:
+    """Whether the caller is differentiated, perhaps by something else than its own arrays. Not known of a jitted function."""
+    for trace in reversed(_traces()):
+        if type(trace).__name__ in _DIFFERENTIATING:
+            return True
+        if _traced_for(trace) == "jit":
+            return False
+    return False
 
 
 # By the outermost program that is being traced: the number of its losses so far, for each head.
@@ -70,12 +80,13 @@ def place_of(head: Head, micro_batch: Any) -> Place:
             raise refused(f"micro_batch must be one integer, got {device.dtype}{list(device.shape)}", "micro_batch")
         return Place(0, 0, device)
     axes = _mesh_axes()
-    device = jax.lax.axis_index(axes) if axes else jnp.int32(0)
-    return Place(_site(head), jax.lax.axis_size(axes) if axes else 1, device)
+    if not axes:
+        return Place(_site(head), 1, jnp.int32(0))
+    return Place(_site(head), jax.lax.axis_size(axes), jax.lax.axis_index(axes))
 
 
 def _site(head: Head) -> int:
-    program = next((trace for trace in _traces() if type(trace).__name__ == "DynamicJaxprTrace"), None)
+    program = next((trace for trace in _traces() if _traced_for(trace)), None)
     if program is None:
         return 0  # executed as it is written: the order of executions is the program's
     sites = _sites.setdefault(program, {})
@@ -84,14 +95,14 @@ def _site(head: Head) -> int:
 
 
 def _mesh_axes() -> tuple[str, ...]:
-    """Axes of the mesh over which a shard_map around the caller runs it device by device."""
-    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    """Axes of the mesh along which a shard_map around the caller runs it on several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in mesh.manual_axes if mesh.shape[axis] > 1)
 
 
 def varying_axes(value: Any) -> tuple[str, ...]:
-    """Axes of the mesh on whose devices a value differs, as far as shard_map knows."""
-    varying = jax.typeof(value).manual_axis_type.varying
-    return tuple(axis for axis in _mesh_axes() if axis in varying)
+    """Axes of the mesh along which a value differs, as far as shard_map knows."""
+    return tuple(jax.typeof(value).manual_axis_type.varying)
 
 
 def vary(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -105,8 +116,7 @@ def check(head: Head, x: Any, train: bool | None) -> None:
     names = [type(trace).__name__ for trace in traces]
     if "ShardMapTrace" in names:
         raise refused("a headwater loss inside jax.shard_map needs jax.jit around the shard_map", "shard_map")
-    mesh = jax.sharding.get_abstract_mesh()
-    same = [axis for axis in _mesh_axes() if axis not in varying_axes(x) and mesh.shape[axis] > 1]
+    same = [axis for axis in _mesh_axes() if axis not in varying_axes(x)]
     if same:
         raise refused(
             f"x is the same on all devices along the mesh axis {same[0]!r}, as far as jax.shard_map knows, and each of them would "
@@ -115,7 +125,7 @@ def check(head: Head, x: Any, train: bool | None) -> None:
         )
     if not head.spec.trainable or train is False:
         return
-    if _is_under_checkpoint():
+    if any(_traced_for(trace).startswith("checkpoint") for trace in traces):
         raise refused(
             "a headwater loss inside jax.checkpoint (jax.remat, nn.remat, nnx.remat) would be computed twice: put jax.checkpoint "
             "around the body alone, and compute the loss of what it returns",
@@ -131,15 +141,6 @@ def check(head: Head, x: Any, train: bool | None) -> None:
 
 def _is_differentiated(x: Any) -> bool:
     return isinstance(x, core.Tracer) and type(x).__name__ in ("JVPTracer", "LinearizeTracer")
-
-
-def _is_under_checkpoint() -> bool:
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("ad_checkpoint.py"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _check_one_device(count: int) -> None:

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 
 from headwater._errors import refused
 from headwater._head import Head
 from headwater._types import LossResult
-from headwater.jax import _program
+from headwater.jax import _callbacks, _program
 from headwater.jax._program import SITE_IDS
 from headwater.jax._submissions import submissions_of
 
@@ -129,18 +128,16 @@ def _leave(
         given = {name: np.asarray(value) for name, value in operands.items()}
         return tuple(jnp.asarray(value) for value in on_host(**given))
 
-    def callback(**given: Any) -> tuple[np.ndarray, ...]:
+    def callback(**given: np.ndarray) -> tuple[np.ndarray, ...]:
         try:
-            return on_host(**{name: np.asarray(value) for name, value in given.items()})
+            return on_host(**given)
         except BaseException as error:
             submissions_of(loss.head).keep_error(error)
             raise
 
-    axes = tuple(dict.fromkeys(axis for value in operands.values() for axis in _program.varying_axes(value)))
-    if is_pure:
-        values = jax.pure_callback(callback, results, vmap_method="sequential", **operands)
-    else:
-        values = jax.experimental.io_callback(callback, results, **operands)
+    # What the rows differ along, their losses and gradients do; the commit's factor comes back as it went.
+    axes = _program.varying_axes(operands[loss.rows if loss.rows in operands else "factor"])
+    values = _callbacks.call(callback, results, operands, is_pure=is_pure)
     return tuple(_program.vary(value, axes) for value in values)
 
 

@@ -1,0 +1,85 @@
+"""Calls of the host inside a program, as `jax.experimental.io_callback` and `jax.pure_callback` make them, but with numpy's arrays.
+
+Those of JAX bring each operand to a device first, by a thread of XLA's pool. Where all threads wait in callbacks, as with four
+devices on two cores, none is left to do it, and the program stands still (jax #24255). The effect, and with it what transformations
+take a call for, is that of `io_callback`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import numpy as np
+from jax._src.callback import _callback_op_sharding, _IOEffect
+from jax.interpreters import batching, mlir
+
+
+def call(
+    function: Callable[..., Sequence[np.ndarray]],
+    results: Sequence[jax.ShapeDtypeStruct],
+    operands: dict[str, jax.Array],
+    *,
+    is_pure: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Calls `function(**operands)` when the program gets there: not ordered, one call a row under vmap.
+
+    Args:
+        function: gets read-only arrays over XLA's memory, good until it returns.
+        results: shapes and dtypes of what it returns.
+        is_pure: the call may be left out where nobody needs its results, and repeated.
+    """
+    names = tuple(operands)
+
+    def on_arrays(*arrays: Any) -> tuple[np.ndarray, ...]:
+        return tuple(function(**dict(zip(names, map(np.asarray, arrays), strict=True))))
+
+    types = tuple(jax.core.ShapedArray(result.shape, result.dtype) for result in results)
+    return tuple(_call.bind(*operands.values(), function=on_arrays, results=types, is_pure=is_pure))
+
+
+_call = jax.extend.core.Primitive("headwater_call")
+_call.multiple_results = True
+
+
+@_call.def_effectful_abstract_eval
+def _types(*operands: Any, function: Any, results: Any, is_pure: bool) -> tuple[Any, Any]:
+    del operands, function
+    return results, set() if is_pure else {_IOEffect}
+
+
+@_call.def_impl
+def _run(*operands: Any, **parameters: Any) -> Any:
+    return jax.jit(lambda *arrays: _call.bind(*arrays, **parameters))(*operands)
+
+
+def _batch(operands: Sequence[Any], axes: Sequence[int | None], **parameters: Any) -> tuple[Any, list[int]]:
+    def one_row(rows: list[Any]) -> Any:
+        rest = iter(rows)
+        row = (value if axis is None else next(rest) for value, axis in zip(operands, axes, strict=True))
+        return _call.bind(*row, **parameters)
+
+    batched = [jax.numpy.moveaxis(value, axis, 0) for value, axis in zip(operands, axes, strict=True) if axis is not None]
+    return jax.lax.map(one_row, batched), [0] * len(parameters["results"])
+
+
+def _lower(context: Any, *operands: Any, function: Any, results: Any, is_pure: bool) -> Any:
+    del results
+    outcome, _, _ = mlir.emit_python_callback(
+        context,
+        function,
+        None,
+        list(operands),
+        context.avals_in,
+        context.avals_out,
+        has_side_effect=not is_pure,
+        returns_token=False,
+        sharding=_callback_op_sharding(context.module_context.axis_context, None, context.avals_out),
+    )
+    return outcome
+
+
+batching.primitive_batchers[_call] = _batch
+mlir.register_lowering(_call, _lower, cacheable=False)
