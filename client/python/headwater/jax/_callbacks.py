@@ -1,8 +1,8 @@
 """Calls of the host inside a program, as `jax.experimental.io_callback` and `jax.pure_callback` make them, but with numpy's arrays.
 
 Those of JAX bring each operand to a device first, by a thread of XLA's pool. Where all threads wait in callbacks, as with four
-devices on two cores, none is left to do it, and the program stands still (jax #24255). The effect, and with it what transformations
-take a call for, is that of `io_callback`.
+devices on two cores, none is left to do it, and the program stands still (jax #24255). Transformations take a call for one of
+`io_callback`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,21 @@ from typing import Any
 import jax
 import jax.extend.core
 import numpy as np
-from jax._src.callback import _callback_op_sharding, _IOEffect
+from jax._src.callback import IOEffect, _callback_op_sharding
 from jax.interpreters import batching, mlir
+
+# What JAX's refusal of effects under jax.checkpoint is to be answered with.
+CHECKPOINT_CURE = "put jax.checkpoint around the body alone, and compute the headwater loss of what it returns"
+
+
+class _Effect(IOEffect):
+    """The effect of `io_callback`, which JAX quotes where it refuses one."""
+
+    def __repr__(self) -> str:
+        return CHECKPOINT_CURE
+
+
+EFFECT = _Effect()
 
 
 def call(
@@ -47,7 +60,7 @@ _call.multiple_results = True
 @_call.def_effectful_abstract_eval
 def _types(*operands: Any, function: Any, results: Any, is_pure: bool) -> tuple[Any, Any]:
     del operands, function
-    return results, set() if is_pure else {_IOEffect}
+    return results, set() if is_pure else {EFFECT}
 
 
 @_call.def_impl

@@ -13,6 +13,7 @@ from jax.interpreters import ad, batching, mlir
 
 from headwater._errors import refused
 from headwater._head import Head
+from headwater.jax._callbacks import CHECKPOINT_CURE
 
 # Losses of one program have ids SITE_IDS apart, so that each has a range for its repetitions.
 SITE_IDS = 1 << 40
@@ -127,8 +128,7 @@ def check(head: Head, x: Any, train: bool | None) -> None:
         return
     if any(_traced_for(trace).startswith("checkpoint") for trace in traces):
         raise refused(
-            "a headwater loss inside jax.checkpoint (jax.remat, nn.remat, nnx.remat) would be computed twice: put jax.checkpoint "
-            "around the body alone, and compute the loss of what it returns",
+            f"a headwater loss inside jax.checkpoint (jax.remat, nn.remat, nnx.remat) would be computed twice: {CHECKPOINT_CURE}",
             "checkpoint",
         )
     if train is None and names[-1] in _DIFFERENTIATING and not _is_differentiated(x):
