@@ -161,17 +161,6 @@ def linear_jsd_loss(
     return _loss(head, head.jsd, options, arrays, reduction, micro_batch, train, timeout_s)
 
 
-# Of the arrays of `Head`'s losses, as the functions here call them.
-_NAMES = {
-    "hidden": "x",
-    "student_hidden": "x",
-    "teacher_hidden": "teacher_x",
-    "targets": "labels",
-    "token_weights": "weight",
-    "class_weights": "class_weights",
-}
-
-
 def _loss(
     head: Head,
     method: Any,
@@ -233,7 +222,7 @@ def _check_arrays(head: Head, teacher: Head | None, rows: str, arrays: dict[str,
     """Shapes and types of elements, which are known when a program is traced; `Head`'s losses check values."""
     batch = arrays[rows].shape[:-1]
     for name, value in arrays.items():
-        argument = _NAMES[name]
+        argument = _traced.ARGUMENTS[name]
         if value is None:
             if name == "targets" and teacher is None:
                 raise invalid_argument("MISSING_FIELD", "labels is required", field=argument)

@@ -25,6 +25,16 @@ from headwater.jax._submissions import submissions_of
 
 Arrays = dict[str, jax.Array | None]  # by the argument's name in the loss call
 
+# These names, as the functions of headwater.jax have them.
+ARGUMENTS = {
+    "hidden": "x",
+    "student_hidden": "x",
+    "teacher_hidden": "teacher_x",
+    "targets": "labels",
+    "token_weights": "weight",
+    "class_weights": "class_weights",
+}
+
 
 @dataclass(frozen=True, eq=False)
 class Loss:
@@ -59,15 +69,16 @@ class Loss:
 
 def evaluate(loss: Loss, arrays: Arrays, with_gradient: bool) -> tuple[jax.Array, ...]:
     """Computes loss, divisor and, `with_gradient`, grad_hidden; adds nothing."""
+    lacks_gradient = loss.in_gradient and loss.train is None and loss.head.spec.trainable
 
     def on_host(**given: np.ndarray) -> tuple[np.ndarray, ...]:
         result = loss.run(**given, backward=with_gradient, **_outputs(loss))
-        if loss.in_gradient and loss.train is None and loss.head.spec.trainable:
+        if lacks_gradient:
             submissions_of(loss.head).note_without_gradient()
         values = loss.values(result, given.get("token_weights"))
         return (*values, result.grad_hidden) if with_gradient else values
 
-    return _leave(loss, on_host, _results(loss, arrays)[: 3 if with_gradient else 2], arrays, is_pure=True)
+    return _leave(loss, on_host, _results(loss, arrays)[: 3 if with_gradient else 2], arrays, is_pure=not lacks_gradient)
 
 
 def add(loss: Loss, arrays: Arrays, device: jax.Array) -> tuple[jax.Array, ...]:
@@ -155,7 +166,8 @@ def call(loss: Loss, arrays: Arrays, device: jax.Array) -> tuple[jax.Array, ...]
 def _forward(loss: Loss, arrays: Any, device: Any) -> tuple[Any, Any]:
     for name, array in arrays.items():
         if name != loss.rows and array is not None and array.perturbed:
-            raise refused(f"{name} gets no gradient: pass jax.lax.stop_gradient of it", name)
+            argument = ARGUMENTS[name]
+            raise refused(f"{argument} gets no gradient: pass jax.lax.stop_gradient({argument})", argument)
     values = {name: None if array is None else array.value for name, array in arrays.items()}
     token = None
     if not loss.head.spec.trainable:
