@@ -2,7 +2,7 @@
 """A loss in PyTorch's own process as transport_bench drives it, on the same GPU as the server and the engine.
 
 Reads lines `run COUNT`, computes loss and both gradients so many times, and answers each with `done`; says `ready` first, or
-`unavailable: why`. The losses are those of tests/bench/engine/peers.py.
+`unavailable: why`. Peers: torch_eager, liger_fp32; their losses are those of tests/bench/peers/peers.py.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "engine"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "peers"))
 import peers
 
 
@@ -32,13 +32,19 @@ def prepare(options):
 
     hidden, weight = normal(options.rows, options.hidden, 1), normal(options.vocab, options.hidden, options.hidden**-0.5)
     targets = torch.randint(options.vocab, (options.rows,), device="cuda", generator=generator)
-    loss = peers.cross_entropy_peers(hidden, weight, targets, options).get(options.peer)
-    if loss is None:
-        return None
+    if options.peer == "liger_fp32":
+        liger = peers.member("liger_kernel", "liger_kernel.transformers", "LigerFusedLinearCrossEntropyLoss")
+        if liger is None:
+            return None
+        liger = liger(reduction="sum", accum_dtype=torch.float32)
 
     def run():
         hidden.grad = weight.grad = None
-        loss().backward()
+        if options.peer == "liger_fp32":
+            loss = liger(weight, hidden, targets)
+        else:
+            loss = peers.eager_loss(hidden, weight, targets, None, None)
+        loss.backward()
 
     for _ in range(3):
         run()  # compiles
@@ -48,7 +54,7 @@ def prepare(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", required=True)
+    parser.add_argument("--peer", required=True, choices=("torch_eager", "liger_fp32"))
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--hidden", type=int, required=True)
     parser.add_argument("--vocab", type=int, required=True)
