@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the GPU's figures of docs/benchmarks/engine.csv, and writes their table into docs/benchmarks/engine.md.
+"""Draws the GPU's figures of docs/benchmarks/engine.csv, and writes their tables into docs/benchmarks/engine.md.
 
     tests/bench/engine/plot.py [--figures FILE.csv] [--plot FILE.svg] [--page FILE.md]
 
@@ -8,6 +8,7 @@ The plot needs matplotlib; --plot '' leaves it out.
 
 import argparse
 import pathlib
+import re
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
@@ -15,14 +16,18 @@ import figures
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 MARK = "<!-- gpu figures -->"
-PEERS = ("torch_eager", "torch_compile", "liger", "liger_fp32", "quack")
+PEERS_MARK = "<!-- peers -->"
+PEERS_PREFIX = figures.GPU_PREFIX + "peers_"
+PEER = re.compile(rf"{PEERS_PREFIX}(?P<case>.+_v\d+)_(?P<way>.+)_(?P<work>anew|first|bf16|fp32)_(?P<figure>ms|ratio|peak_mib)")
+ERROR = re.compile(rf"{PEERS_PREFIX}smollm2_.+_v\d+_(?P<way>.+)_(?:anew|bf16|fp32)_(?P<figure>loss|grad_hidden|grad_weight)_error")
+DRAWN = ("torch_compile", "torch_compile_addmm", "liger_sm90", "quack")
 
 
 def cases_of(values):
     """The engine's cases, in the file's order: those with a ratio that is no peer's."""
     suffix = "_ratio"
     names = [case[len(figures.GPU_PREFIX) : -len(suffix)] for case in values if case.endswith(suffix)]
-    return [name for name in names if not name.endswith((*PEERS, "_burst"))]
+    return [name for name in names if not name.endswith("_burst") and not name.startswith("peers_")]
 
 
 def table_of(rows):
@@ -32,10 +37,7 @@ def table_of(rows):
     def value(case, form="{:.3f}"):
         return form.format(float(values[case]["value"])) if case in values else ""
 
-    lines = [
-        "| case | ms | floor ms | ratio | required | spread | burst | MHz | W | " + " | ".join(PEERS) + " |",
-        "|---|---|---|---|---|---|---|---|---|" + "---|" * len(PEERS),
-    ]
+    lines = ["| case | ms | floor ms | ratio | required | spread | burst | MHz | W |", "|---|---|---|---|---|---|---|---|---|"]
     for name in cases_of(values):
         case = figures.GPU_PREFIX + name
         mark = " **missed**" if figures.is_missed(values[f"{case}_ratio"]) else ""
@@ -50,12 +52,41 @@ def table_of(rows):
             value(f"{case}_sm_mhz", "{:.0f}"),
             value(f"{case}_watts", "{:.0f}"),
         ]
-        for peer in PEERS:
-            ratio, peak = value(f"{case}_{peer}_ratio", "{:.2f}"), value(f"{case}_{peer}_peak_mib", "{:.0f}")
-            cells.append(f"{ratio} ({peak})" if ratio else "")
         lines.append("| " + " | ".join(cells) + " |")
     shown = {f"{figures.GPU_PREFIX}{name}_ratio" for name in cases_of(values)}
     return lines + summary_of([row for row in rows if row["required"] and row["case"] not in shown])
+
+
+def peers_table_of(rows):
+    """Times by what becomes of grad_weight, what is required of Headwater beside them, and errors on the real model's rows."""
+    cells, errors = {}, {}
+    for row in rows:
+        if match := PEER.fullmatch(row["case"]):
+            key = match["case"], match["way"]
+            cells.setdefault(key, {})[match["work"], match["figure"]] = float(row["value"])
+        elif match := ERROR.fullmatch(row["case"]):
+            errors.setdefault(match["way"], {})[match["figure"]] = float(row["value"])
+
+    def time(found, work):
+        if (work, "ms") not in found:
+            return ""
+        ratio = found.get((work, "ratio"))
+        return f"{found[work, 'ms']:.2f}" + (f" ({ratio:.3f})" if ratio else "")
+
+    lines = ["| case | way | made anew | added, bf16 | added, fp32 | peak MiB |", "|---|---|---|---|---|---|"]
+    for (case, way), found in cells.items():
+        if not any(figure == "ms" for _, figure in found):
+            continue
+        anew = time(found, "first" if way == "headwater" else "anew")
+        peak = found.get(("anew", "peak_mib"), found.get(("fp32", "peak_mib")))
+        memory = "" if peak is None else f"{peak:.0f}"
+        lines.append(f"| {case} | {way} | {anew} | {time(found, 'bf16')} | {time(found, 'fp32')} | {memory} |")
+    if errors:
+        lines += ["", "| SmolLM2-135M's rows, error against fp64 | grad_hidden | grad_weight | loss |", "|---|---|---|---|"]
+        for way, found in errors.items():
+            values = [f"{found[figure]:.2e}" if figure in found else "" for figure in ("grad_hidden", "grad_weight", "loss")]
+            lines.append(f"| {way} | {' | '.join(values)} |")
+    return lines
 
 
 def summary_of(rows):
@@ -78,13 +109,17 @@ def summary_of(rows):
     return lines
 
 
-def write_table(rows, page):
-    """Puts the table between the page's marks."""
-    figures.write_block(page, MARK, [figures.origin(rows), "", *table_of(rows)])
+def write_tables(rows, page):
+    """Puts the tables between the page's marks."""
+    engine = [row for row in rows if not row["case"].startswith(PEERS_PREFIX)]
+    others = [row for row in rows if row["case"].startswith(PEERS_PREFIX)]
+    figures.write_block(page, MARK, [figures.origin(engine), "", *table_of(engine)])
+    bounds = summary_of([row for row in others if row["required"]])
+    figures.write_block(page, PEERS_MARK, [figures.origin(others), "", *peers_table_of(others), *bounds])
 
 
 def draw(rows, plot):
-    """Bars of time over the floor: the engine's, with what is required, and the peers'."""
+    """Bars of time over the floor: the engine's, with what is required, and those of others that add into fp32."""
     import matplotlib
 
     matplotlib.use("svg" if str(plot).endswith(".svg") else "agg")
@@ -92,14 +127,12 @@ def draw(rows, plot):
 
     values = {row["case"]: row for row in rows}
     names = cases_of(values)
-    series = {"headwater": "ratio", **{peer: f"{peer}_ratio" for peer in PEERS}}
+    series = {"headwater": figures.GPU_PREFIX + "{}_ratio", **{way: f"{PEERS_PREFIX}{{}}_{way}_fp32_ratio" for way in DRAWN}}
     figure, axes = pyplot.subplots(figsize=(11, 0.6 * len(names) + 2))
     height = 0.8 / len(series)
-    for number, (label, suffix) in enumerate(series.items()):
+    for number, (label, form) in enumerate(series.items()):
         drawn = [
-            (index, float(values[f"{figures.GPU_PREFIX}{name}_{suffix}"]["value"]))
-            for index, name in enumerate(names)
-            if f"{figures.GPU_PREFIX}{name}_{suffix}" in values
+            (index, float(values[form.format(name)]["value"])) for index, name in enumerate(names) if form.format(name) in values
         ]
         if drawn:
             places = [index + (number - (len(series) - 1) / 2) * height for index, _ in drawn]
@@ -112,7 +145,7 @@ def draw(rows, plot):
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("time over the bare matrix products (one small micro-batch: over the bytes that must move); black: required")
-    axes.set_xlim(0, 4)
+    axes.set_xlim(0, 1.6)
     axes.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(plot, metadata={"Date": None} if str(plot).endswith(".svg") else None)
@@ -127,7 +160,7 @@ def main():
     rows = [row for row in figures.read(options.figures) if row["case"].startswith(figures.GPU_PREFIX)]
     if not rows:
         raise SystemExit(f"{options.figures} has no figures of a GPU")
-    write_table(rows, options.page)
+    write_tables(rows, options.page)
     if options.plot:
         draw(rows, options.plot)
 

@@ -5,7 +5,7 @@
     tests/bench/peers/trained.py --check                 # the recipe at its full size / REAL below; needs 12 GB, a minute or two
 
 The first form runs SmolLM2-135M (H 576, V 49152) over 4096 tokens of this project's documentation and keeps the hidden states that
-its last layer gets (bf16), the targets, and that layer's weight as the model's file has it (8 bits): 35 MB. It prints what REAL
+its last layer gets (bf16), the targets, and that layer's weight as the model's file has it (8 bits): 32 MB. It prints what REAL
 holds.
 
 A dithered gradient (tau) keeps a row's entries p >= q, and smaller ones with probability p / q; q = tau max(1 - p_y, 1/16), where
@@ -157,7 +157,7 @@ def write_rows(model, path):
     tensor = next(tensor for tensor in gguf.GGUFReader(model).tensors if tensor.name == "token_embd.weight")
     if tensor.tensor_type != gguf.GGMLQuantizationType.Q8_0:
         sys.exit(f"{model}: the weight's type is {tensor.tensor_type.name}, expected Q8_0")
-    numpy.savez(
+    numpy.savez_compressed(
         path,
         hidden_bf16=torch.cat(hidden).view(torch.int16).numpy(),
         targets=torch.cat(targets).int().numpy(),
