@@ -1,9 +1,8 @@
 #include "client/ctl/metrics_page.h"
 
 #include <netdb.h>
+#include <poll.h>
 #include <sys/socket.h>
-#include <sys/time.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -17,26 +16,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
+#include "client/core/link/socket.h"
 
 namespace headwater::ctl {
 namespace {
 
 constexpr size_t kMostBytes = 16 << 20;
-
-// Closes it at the end.
-class Socket {
- public:
-  explicit Socket(int fd) : fd_(fd) {}
-  ~Socket() {
-    if (fd_ >= 0) close(fd_);
-  }
-  Socket(const Socket&) = delete;
-  Socket& operator=(const Socket&) = delete;
-  int fd() const { return fd_; }
-
- private:
-  const int fd_;
-};
 
 absl::Status Unreachable(const std::string& address, const std::string& why) {
   return absl::UnavailableError(absl::StrCat("cannot get http://", address, "/metrics: ", why));
@@ -44,34 +29,20 @@ absl::Status Unreachable(const std::string& address, const std::string& why) {
 
 // Connects, sends `request`, and reads until the other side closes.
 absl::StatusOr<std::string> Exchange(const addrinfo& to, const std::string& request, absl::Time deadline) {
-  const Socket socket(::socket(to.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (socket.fd() < 0) return absl::UnavailableError(std::strerror(errno));
-  const char* late = "nobody answered in time";
-  // Of a system call, which waits no longer than is left: its result, or -1.
-  const auto run = [&](auto call) -> ssize_t {
-    for (;;) {
-      const absl::Duration left = deadline - absl::Now();
-      errno = EAGAIN;
-      if (left <= absl::ZeroDuration()) return -1;
-      const timeval longest = absl::ToTimeval(std::max(left, absl::Milliseconds(1)));
-      for (const int option : {SO_SNDTIMEO, SO_RCVTIMEO}) setsockopt(socket.fd(), SOL_SOCKET, option, &longest, sizeof(longest));
-      if (const ssize_t result = call(); result >= 0 || errno != EINTR) return result;
-    }
-  };
-  const auto failed = [&] { return absl::UnavailableError(errno == EAGAIN || errno == EINPROGRESS ? late : std::strerror(errno)); };
-  if (run([&] { return connect(socket.fd(), to.ai_addr, to.ai_addrlen); }) != 0) return failed();
-  late = "it took no request in time";
+  client::internal::Socket socket(to.ai_family, SOCK_STREAM, absl::ToChronoTime(deadline));
+  const auto failed = [](const char* late) { return absl::UnavailableError(errno == ETIMEDOUT ? late : std::strerror(errno)); };
+  if (socket.Connect(to.ai_addr, to.ai_addrlen) != 0) return failed("nobody answered in time");
   for (size_t sent = 0; sent < request.size();) {
-    const ssize_t count = run([&] { return send(socket.fd(), request.data() + sent, request.size() - sent, MSG_NOSIGNAL); });
-    if (count < 0) return failed();
+    const ssize_t count =
+        socket.Do(POLLOUT, [&] { return send(socket.fd(), request.data() + sent, request.size() - sent, MSG_NOSIGNAL); });
+    if (count < 0) return failed("it took no request in time");
     sent += static_cast<size_t>(count);
   }
-  late = "the answer was not complete in time";
   std::string answer;
   std::string buffer(1 << 16, '\0');
   while (answer.size() <= kMostBytes) {
-    const ssize_t count = run([&] { return recv(socket.fd(), buffer.data(), buffer.size(), 0); });
-    if (count < 0) return failed();
+    const ssize_t count = socket.Do(POLLIN, [&] { return recv(socket.fd(), buffer.data(), buffer.size(), 0); });
+    if (count < 0) return failed("the answer was not complete in time");
     if (count == 0) return answer;
     answer.append(buffer, 0, static_cast<size_t>(count));
   }

@@ -94,7 +94,7 @@ LAYERS = {
     "client": CLIENT | {"client_core", "grpc", "protobuf", "generated", "tls"},
     "client/core": CORE,
     "client/core/include": PLAIN | {"absl", "client_core_api"},
-    "client/ctl": CLIENT | {"model_files", "grpc"},
+    "client/ctl": CLIENT | {"client_core", "model_files", "grpc"},
     "client/cpp/include": PLAIN | {"absl", "client_core_api", "client_api"},
     "tests": TESTS,
     "tests/kernels": KERNELS | {"tests", "test_library", "kernels_reference", "beside", "cuda"},

@@ -475,7 +475,7 @@ TransferResult TransferWithLateStripe(int64_t sent_rows, milliseconds pace, std:
   std::vector<std::shared_ptr<DataConnection>> kept;
   std::vector<ConnectionLease> connections;
   for (int i = 0; i < 2; ++i) {
-    kept.push_back(Value(DataConnection::Open(peer, {}, deadline, [] { return false; })));
+    kept.push_back(Value(DataConnection::Open(peer, {}, deadline)));
     connections.emplace_back(kept.back());
   }
   DelayedTasks timers;
@@ -529,7 +529,7 @@ TEST(TransferCall, EndsWhereThereIsNoMemoryForAnAnswer) {
   const std::string peer = "ipv4:" + server.target();
   const auto deadline = std::chrono::system_clock::now() + std::chrono::minutes(5);
   // Kept here, as by the pool: gRPC's threads must not end it.
-  const std::shared_ptr<DataConnection> connection = Value(DataConnection::Open(peer, {}, deadline, [] { return false; }));
+  const std::shared_ptr<DataConnection> connection = Value(DataConnection::Open(peer, {}, deadline));
   std::vector<ConnectionLease> connections;
   connections.emplace_back(connection);
   DelayedTasks timers;

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -13,20 +12,18 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <functional>
-#include <stop_token>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "client/core/link/random_id.h"
+#include "client/core/link/socket.h"
 
 namespace headwater::client::internal {
 namespace {
 
-// How long a descriptor socket may take, and how soon one whose queue of connections is full is asked again.
+// How long a descriptor socket may take.
 constexpr std::chrono::seconds kSocketTimeout{10};
-constexpr int kFullQueueMs = 5;
 constexpr char kMagic[4] = {'H', 'W', 'M', 'D'};
 constexpr size_t kTokenBytes = 32;
 constexpr size_t kIncarnationBytes = 16;
@@ -34,57 +31,7 @@ constexpr size_t kAnswerBytes = 8 + kTokenBytes + kIncarnationBytes;
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers are copied as they are");
 
-// Closes at the end of its scope.
-struct Descriptor {
-  explicit Descriptor(int descriptor) : fd(descriptor) {}
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  ~Descriptor() {
-    if (fd >= 0) close(fd);
-  }
-  int Release() { return std::exchange(fd, -1); }
-  int fd;
-};
-
 absl::Status Failed(const std::string& what) { return absl::UnavailableError(absl::StrCat(what, ": ", std::strerror(errno))); }
-
-// The conversation with a descriptor socket, step by step, on a socket that does not block. A cancelled wait wakes it up.
-class Conversation {
- public:
-  explicit Conversation(const Wait& wait)
-      : wait_(wait),
-        end_(std::min<Deadline>(wait.deadline, std::chrono::system_clock::now() + kSocketTimeout)),
-        socket_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)),
-        wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-        on_cancel_(wait.cancel, [this] { eventfd_write(wake_.fd, 1); }) {}
-
-  int fd() const { return socket_.fd; }
-
-  // Repeats a system call until it does not ask for patience: its result, or -1 with errno (ETIMEDOUT if it has asked for too
-  // long). `events`: what to wait for; 0: nothing tells, it has to be asked again.
-  template <typename Call>
-  ssize_t Do(short events, Call&& call) {
-    if (socket_.fd < 0 || wake_.fd < 0) return -1;
-    for (;;) {
-      const ssize_t result = call();
-      if (result >= 0 || (errno != EAGAIN && errno != EINTR)) return result;
-      const auto left = std::chrono::ceil<std::chrono::milliseconds>(end_ - std::chrono::system_clock::now()).count();
-      if (wait_.cancel.stop_requested() || left <= 0) {
-        errno = ETIMEDOUT;
-        return -1;
-      }
-      pollfd ready[] = {{wake_.fd, POLLIN, 0}, {socket_.fd, events, 0}};
-      poll(ready, events == 0 ? 1 : 2, static_cast<int>(events == 0 ? std::min<int64_t>(left, kFullQueueMs) : left));
-    }
-  }
-
- private:
-  const Wait& wait_;
-  const Deadline end_;
-  const Descriptor socket_;
-  const Descriptor wake_;
-  const std::stop_callback<std::function<void()>> on_cancel_;  // goes first
-};
 
 }  // namespace
 
@@ -135,11 +82,9 @@ absl::StatusOr<std::string> PassDescriptor(const std::string& socket_path, int m
   const std::string reach = absl::StrCat("the server's descriptor socket ", socket_path, " cannot be reached from here");
   if (socket_path.size() >= sizeof(address.sun_path)) return absl::UnavailableError(absl::StrCat(reach, ": its path is too long"));
   std::memcpy(address.sun_path, socket_path.c_str(), socket_path.size() + 1);
-  Conversation server(wait);
-  // While the queue of a Unix socket is full connect() fails, and nothing tells when it is not.
-  if (server.Do(0, [&] { return connect(server.fd(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)); }) != 0) {
-    return Failed(reach);
-  }
+  const Deadline end = std::min<Deadline>(wait.deadline, std::chrono::system_clock::now() + kSocketTimeout);
+  Socket server(AF_UNIX, SOCK_SEQPACKET, {end, wait.cancel});
+  if (server.Connect(reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) return Failed(reach);
 
   std::array<char, 16> request{};
   const uint32_t version = 1;

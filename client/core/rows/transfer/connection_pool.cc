@@ -41,8 +41,7 @@ std::vector<ConnectionLease> ConnectionPool::TryAcquire(const std::string& peer,
   return Choose(count);
 }
 
-absl::StatusOr<std::vector<ConnectionLease>> ConnectionPool::Acquire(const std::string& peer, int count, Deadline deadline,
-                                                                     const std::function<bool()>& cancelled) {
+absl::StatusOr<std::vector<ConnectionLease>> ConnectionPool::Acquire(const std::string& peer, int count, const Wait& wait) {
   for (int round = 0; round < kMaxRounds; ++round) {
     int missing = 0;
     {
@@ -53,8 +52,7 @@ absl::StatusOr<std::vector<ConnectionLease>> ConnectionPool::Acquire(const std::
     }
     std::vector<std::shared_ptr<DataConnection>> fresh;
     for (; missing > 0; --missing) {
-      HEADWATER_ASSIGN_OR_RETURN(std::shared_ptr<DataConnection> connection,
-                                 DataConnection::Open(peer, options_, deadline, cancelled));
+      HEADWATER_ASSIGN_OR_RETURN(std::shared_ptr<DataConnection> connection, DataConnection::Open(peer, options_, wait));
       fresh.push_back(std::move(connection));
     }
     std::lock_guard<std::mutex> lock(mutex_);

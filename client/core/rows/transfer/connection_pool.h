@@ -2,7 +2,6 @@
 #ifndef HEADWATER_CLIENT_CORE_ROWS_TRANSFER_CONNECTION_POOL_H_
 #define HEADWATER_CLIENT_CORE_ROWS_TRANSFER_CONNECTION_POOL_H_
 
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -40,8 +39,7 @@ class ConnectionPool {
   // `count` different connections to `peer`, in [1, options.stripes], the least busy ones. Connections to other peers and broken
   // ones are given up. A call that finds no idle one opens another, up to the maximum. Blocks while they are made; errors are those
   // of DataConnection::Open().
-  absl::StatusOr<std::vector<ConnectionLease>> Acquire(const std::string& peer, int count, Deadline deadline,
-                                                       const std::function<bool()>& cancelled);
+  absl::StatusOr<std::vector<ConnectionLease>> Acquire(const std::string& peer, int count, const Wait& wait);
   // Likewise without blocking; empty if connections would have to be made.
   std::vector<ConnectionLease> TryAcquire(const std::string& peer, int count);
 

@@ -18,14 +18,11 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
-#include "client/core/link/error.h"
+#include "client/core/link/socket.h"
 #include "headwater/kernels/return_if_error.h"
 
 namespace headwater::client::internal {
 namespace {
-
-// How often a connection that is being made looks whether its caller still wants it.
-constexpr int kPollMs = 20;
 
 struct SocketAddress {
   sockaddr_storage storage{};
@@ -84,53 +81,6 @@ std::optional<SocketAddress> ParsePeer(absl::string_view peer) {
   return address;
 }
 
-absl::Status CannotConnect(const std::string& peer, int error) {
-  return absl::UnavailableError(absl::StrCat("the connection to ", peer, " failed: ", std::strerror(error)));
-}
-
-// A connected socket without delays, which does not block.
-absl::StatusOr<int> Connect(const std::string& peer, const SocketAddress& address, Deadline deadline,
-                            const std::function<bool()>& cancelled) {
-  const int socket_fd = socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (socket_fd < 0) return CannotConnect(peer, errno);
-  const auto fail = [socket_fd](absl::Status status) {
-    close(socket_fd);
-    return status;
-  };
-  if (address.storage.ss_family != AF_UNIX) {
-    const int on = 1;
-    setsockopt(socket_fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-  }
-  int result = connect(socket_fd, reinterpret_cast<const sockaddr*>(&address.storage), address.length);
-  // EAGAIN: a Unix socket whose queue of connections is full; it must be asked again.
-  while (result != 0) {
-    if (errno != EINPROGRESS && errno != EAGAIN && errno != EINTR) return fail(CannotConnect(peer, errno));
-    if (cancelled()) {
-      return fail(MakeLocalError(v1::ERROR_REASON_CANCELLED, absl::StatusCode::kCancelled, "the call was cancelled"));
-    }
-    if (std::chrono::system_clock::now() >= deadline) {
-      return fail(MakeLocalError(v1::ERROR_REASON_DEADLINE_EXCEEDED, absl::StatusCode::kDeadlineExceeded,
-                                 absl::StrCat("the deadline passed before ", peer, " could be connected to")));
-    }
-    if (errno == EAGAIN) {
-      poll(nullptr, 0, 1);
-      result = connect(socket_fd, reinterpret_cast<const sockaddr*>(&address.storage), address.length);
-      continue;
-    }
-    pollfd ready{socket_fd, POLLOUT, 0};
-    if (poll(&ready, 1, kPollMs) > 0) {
-      int error = 0;
-      socklen_t size = sizeof(error);
-      getsockopt(socket_fd, SOL_SOCKET, SO_ERROR, &error, &size);
-      if (error != 0) return fail(CannotConnect(peer, error));
-      result = 0;
-    } else {
-      errno = EINPROGRESS;
-    }
-  }
-  return socket_fd;
-}
-
 // The authority that the server sees: what the address names, without a scheme.
 std::string AuthorityOf(const std::string& peer) {
   if (!absl::StartsWith(peer, "ipv")) return "localhost";
@@ -140,21 +90,26 @@ std::string AuthorityOf(const std::string& peer) {
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<DataConnection>> DataConnection::Open(const std::string& peer, const ClientOptions& options,
-                                                                     Deadline deadline, const std::function<bool()>& cancelled) {
+                                                                     const Wait& wait) {
   const std::optional<SocketAddress> address = ParsePeer(peer);
   // gRPC speaks TLS only on sockets that it has made itself.
   if (!address.has_value() || options.tls.has_value()) {
     return std::shared_ptr<DataConnection>(new DataConnection(peer, MakeDataChannel(peer, options), -1));
   }
-  HEADWATER_ASSIGN_OR_RETURN(const int socket_fd, Connect(peer, *address, deadline, cancelled));
-  const int second_fd = fcntl(socket_fd, F_DUPFD_CLOEXEC, 0);
-  if (second_fd < 0) {
+  Socket socket(address->storage.ss_family, SOCK_STREAM, wait);
+  const int on = 1;
+  if (address->storage.ss_family != AF_UNIX) setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  Descriptor second(-1);
+  if (socket.Connect(reinterpret_cast<const sockaddr*>(&address->storage), address->length) == 0) {
+    second.fd = fcntl(socket.fd(), F_DUPFD_CLOEXEC, 0);
+  }
+  if (second.fd < 0) {
     const int error = errno;
-    close(socket_fd);
-    return CannotConnect(peer, error);
+    HEADWATER_RETURN_IF_ERROR(wait.Check());
+    return absl::UnavailableError(absl::StrCat("the connection to ", peer, " failed: ", std::strerror(error)));
   }
   return std::shared_ptr<DataConnection>(
-      new DataConnection(peer, MakeDataChannel(peer, AuthorityOf(peer), socket_fd, options), second_fd));
+      new DataConnection(peer, MakeDataChannel(peer, AuthorityOf(peer), socket.Release(), options), second.Release()));
 }
 
 DataConnection::~DataConnection() {

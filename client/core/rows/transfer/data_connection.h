@@ -6,12 +6,12 @@
 #include <grpcpp/grpcpp.h>
 
 #include <atomic>
-#include <functional>
 #include <memory>
 #include <string>
 
 #include "absl/status/statusor.h"
 #include "client/core/link/channel.h"
+#include "client/core/link/wait.h"
 
 namespace headwater::client::internal {
 
@@ -25,9 +25,9 @@ class DataConnection {
  public:
   // Connects to `peer`, as grpc::ClientContext::peer() names the server. An address that is not of the internet or Unix family, and
   // TLS, are left to an ordinary channel: what it was writing when the other side stood still is let go of by its keepalive.
-  // UNAVAILABLE if nobody answers there; DEADLINE_EXCEEDED, or CANCELLED as soon as `cancelled` says so.
+  // UNAVAILABLE if nobody answers there; DEADLINE_EXCEEDED or CANCELLED where the wait ends before.
   static absl::StatusOr<std::shared_ptr<DataConnection>> Open(const std::string& peer, const ClientOptions& options,
-                                                              Deadline deadline, const std::function<bool()>& cancelled);
+                                                              const Wait& wait);
   ~DataConnection();
   DataConnection(const DataConnection&) = delete;
   DataConnection& operator=(const DataConnection&) = delete;

@@ -66,8 +66,8 @@ absl::Status RowsCall::Connect(int64_t bytes_up, int64_t bytes_down) {
   }();
   if (!facts.ok()) return facts.status();
   facts_ = *std::move(facts);
-  absl::StatusOr<std::vector<ConnectionLease>> leases = transport_.connections().Acquire(
-      facts_.peer, StripesFor(bytes_up, bytes_down, facts_.max_stripes), deadline_, [this] { return cancelled(); });
+  absl::StatusOr<std::vector<ConnectionLease>> leases =
+      transport_.connections().Acquire(facts_.peer, StripesFor(bytes_up, bytes_down, facts_.max_stripes), Until());
   if (!leases.ok()) {
     if (absl::IsUnavailable(leases.status())) transport_.ForgetFacts();
     return leases.status();
