@@ -3,6 +3,8 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/support/byte_buffer.h>
 
+#include <algorithm>
+
 #include "client/core/core.h"
 #include "client/core/rows/tensor_exchanges.h"
 #include "client/core/rows/transfer/chunk_wire.h"
@@ -82,6 +84,12 @@ class TeacherExchange : public RowsCall {
 };
 
 }  // namespace
+
+bool CallMemory::on_device() const {
+  return rows.memory == Memory::kCuda || (result.data != nullptr && result.memory == Memory::kCuda) ||
+         std::any_of(teachers.begin(), teachers.end(),
+                     [](const RowsView& teacher) { return HasRows(teacher) && teacher.memory == Memory::kCuda; });
+}
 
 absl::StatusOr<std::unique_ptr<google::protobuf::Message>> CopyOf(const google::protobuf::Message& message) {
   std::unique_ptr<google::protobuf::Message> copy;

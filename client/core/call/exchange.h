@@ -22,12 +22,18 @@ namespace headwater::client::internal {
 
 class Core;
 
+// Whether the view has rows, and not only a shape or a place.
+inline bool HasRows(const RowsView& rows) { return rows.row_count > 0 && rows.hidden_size > 0 && rows.data != nullptr; }
+
 // The caller's memory, checked against overflow (CheckRows). It stays the caller's until the call has ended.
 struct CallMemory {
   RowsView rows{};                   // what is sent: hidden states, teacher rows, a tensor, rows of a gradient
   std::vector<RowsView> teachers{};  // of ComputeLoss: one for each term, or none at all
   RowsView result{};                 // where gradients or a downloaded tensor go; without data: into memory of the library's
-  void* cuda_stream = nullptr;       // with device memory
+  void* cuda_stream = nullptr;       // CUstream on whose work so far device memory depends; null: the legacy default stream
+
+  // Whether any of it is device memory.
+  bool on_device() const;
 };
 
 // What a call that succeeded has brought.

@@ -22,10 +22,9 @@ namespace headwater::e2e {
 namespace {
 
 using namespace headwater::client;
-using client::internal::CallRows;
+using client::internal::CallMemory;
 using client::internal::MakeChannel;
 using client::internal::MemoryPaths;
-using client::internal::PlacedRows;
 using client::internal::Placement;
 using client::internal::Wait;
 
@@ -93,8 +92,9 @@ TEST(ClientDeviceRows, NoCopyIsUnderWayIntoRowsThatCouldNotBePlaced) {
   const auto paths = MemoryPaths::Create(server.target(), MakeChannel(server.target(), {}), {}, {});
   const std::vector<float> values = RandomFloats(2, 1000 * kHiddenSize, 1.0F);
   const auto bytes = static_cast<int64_t>(values.size() * sizeof(float));
-  CallRows rows;
-  for (int i = 0; i < 3; ++i) rows.reads.push_back({DeviceFloats(values), bytes, true});
+  CallMemory rows;
+  rows.rows = FloatsAt(DeviceFloats(values), bytes, client::Memory::kCuda);
+  for (int i = 0; i < 2; ++i) rows.teachers.push_back(FloatsAt(DeviceFloats(values), bytes, client::Memory::kCuda));
   const auto place = [&] {
     return paths->Place(rows, "", Transport::kSharedMemory, Wait{std::chrono::system_clock::now() + std::chrono::minutes(1), {}});
   };
@@ -113,28 +113,28 @@ TEST(ClientDeviceRows, WhatACallLeavesUncopiedDoesNotComeOverTheRowsOfTheNextOne
   const auto paths = MemoryPaths::Create(server.target(), MakeChannel(server.target(), {}), {}, {});
   constexpr int64_t kFloats = 1000 * kHiddenSize;
   const auto place = [&](const float* data, void* stream) {
-    CallRows rows;
-    rows.reads.push_back({const_cast<float*>(data), kFloats * int64_t{sizeof(float)}, true});
-    rows.stream = stream;
+    CallMemory rows;
+    rows.rows = FloatsAt(data, kFloats * int64_t{sizeof(float)}, client::Memory::kCuda);
+    rows.cuda_stream = stream;
     return Value(paths->Place(rows, "", Transport::kCudaIpc, Wait{std::chrono::system_clock::now() + std::chrono::minutes(1), {}}));
   };
   int streams[2];  // whose addresses name them
   std::optional<Placement> given_up = place(DeviceFloats(std::vector<float>(kFloats, 0.5F)), &streams[0]);
-  const PlacedRows left = given_up->reads()[0];
+  const v1::SharedRows left = given_up->reads()[0].shared;
   given_up.reset();
   EXPECT_EQ(FakeCudaCopiesUnderWay(), 1);
 
   const std::vector<float> values = RandomFloats(3, kFloats, 1.0F);
   const Placement placement = place(DeviceFloats(values), &streams[1]);
-  const PlacedRows& placed = placement.reads()[0];
-  ASSERT_EQ(placed.region_id, left.region_id);
-  ASSERT_EQ(placed.offset_bytes, left.offset_bytes);
+  const v1::SharedRows& placed = placement.reads()[0].shared;
+  ASSERT_EQ(placed.region_id(), left.region_id());
+  ASSERT_EQ(placed.offset_bytes(), left.offset_bytes());
   FakeCudaRun(&streams[1]);
   FakeCudaRun(&streams[0]);
   EXPECT_EQ(FakeCudaCopiesUnderWay(), 0);
   const std::string handle =
-      server.WithState([&](ScriptedServer::State& state) { return state.device_regions.at(placed.region_id); });
-  const auto* const shared = static_cast<const char*>(FakeCudaOpen(handle.data())) + placed.offset_bytes;
+      server.WithState([&](ScriptedServer::State& state) { return state.device_regions.at(placed.region_id()); });
+  const auto* const shared = static_cast<const char*>(FakeCudaOpen(handle.data())) + placed.offset_bytes();
   EXPECT_TRUE(std::memcmp(shared, values.data(), values.size() * sizeof(float)) == 0);
 }
 

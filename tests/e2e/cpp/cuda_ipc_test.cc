@@ -34,7 +34,7 @@ namespace {
 
 using client::ErrorReason;
 using client::Transport;
-using client::internal::CallRows;
+using client::internal::CallMemory;
 using client::internal::CuContext;
 using client::internal::CudaDriver;
 using client::internal::CuDevicePointer;
@@ -145,14 +145,14 @@ class CudaIpc : public ::testing::Test {
     paths_ = MemoryPaths::Create(target, channel_, {}, {});
     loss_ = v1::LossService::NewStub(channel_);
   }
-  static CallRows DeviceRows(void* read, void* write, void* stream = nullptr) {
-    CallRows rows;
-    rows.reads.push_back({read, kBytes, true});
-    if (write != nullptr) rows.write = {write, kBytes, true};
-    rows.stream = stream;
+  static CallMemory DeviceRows(void* read, void* write, void* stream = nullptr) {
+    CallMemory rows;
+    rows.rows = FloatsAt(read, kBytes, client::Memory::kCuda);
+    if (write != nullptr) rows.result = FloatsAt(write, kBytes, client::Memory::kCuda);
+    rows.cuda_stream = stream;
     return rows;
   }
-  absl::StatusOr<Placement> Place(const CallRows& rows, Transport demand = Transport::kAuto) {
+  absl::StatusOr<Placement> Place(const CallMemory& rows, Transport demand = Transport::kAuto) {
     return paths_->Place(rows, "", demand, SoonEnough());
   }
   // The micro-batch again, with rows placed; it must be known to the server by its digest.
@@ -195,7 +195,7 @@ TEST_F(CudaIpc, RowsAreReadAndWrittenWhereTheyLie) {
     EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
     EXPECT_EQ(hidden.Read(kBytes), BytesOf(hidden_));
     const Placement again = Value(Place(DeviceRows(hidden.data(), grad.data())));
-    EXPECT_EQ(again.reads()[0].region_id, placement.reads()[0].region_id);  // registered once
+    EXPECT_EQ(again.reads()[0].shared.region_id(), placement.reads()[0].shared.region_id());  // registered once
   }
 }
 
@@ -203,8 +203,8 @@ TEST_F(CudaIpc, RowsMayBePartsOfOneAllocation) {
   DeviceBuffer both(*driver_, 0, 3 * kBytes);
   both.Write(hidden_.data(), kBytes, kBytes + 512);
   Placement placement = Value(Place(DeviceRows(both.data() + kBytes + 512, both.data() + 256)));
-  EXPECT_EQ(placement.reads()[0].region_id, placement.write()->region_id);
-  EXPECT_EQ(placement.reads()[0].offset_bytes, kBytes + 512);
+  EXPECT_EQ(placement.reads()[0].shared.region_id(), placement.write()->shared.region_id());
+  EXPECT_EQ(placement.reads()[0].shared.offset_bytes(), kBytes + 512);
   CallWith(&placement, "cuda_ipc");
   EXPECT_EQ(both.Read(kBytes, 256), by_grpc_.grad_hidden);
   const absl::Status beyond = Place(DeviceRows(both.data() + 2 * kBytes + 4, nullptr)).status();
@@ -279,8 +279,8 @@ TEST_F(CudaIpc, AnAllocationThatWasMadeAnewIsRegisteredAnew) {
     DeviceBuffer grad(*driver_, 0, kBytes);
     hidden.Write(hidden_.data(), kBytes);
     Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data())));
-    EXPECT_NE(placement.reads()[0].region_id, region);
-    region = placement.reads()[0].region_id;
+    EXPECT_NE(placement.reads()[0].shared.region_id(), region);
+    region = placement.reads()[0].shared.region_id();
     same_address = same_address || address == reinterpret_cast<uintptr_t>(hidden.data());
     address = reinterpret_cast<uintptr_t>(hidden.data());
     CallWith(&placement, "cuda_ipc");
@@ -293,11 +293,11 @@ TEST_F(CudaIpc, AbandonedMemoryIsTheCallersAlone) {
   DeviceBuffer hidden(*driver_, 0, kBytes);
   hidden.Write(hidden_.data(), kBytes);
   Placement placement = Value(Place(DeviceRows(hidden.data(), nullptr)));
-  const std::string region = placement.reads()[0].region_id;
+  const std::string region = placement.reads()[0].shared.region_id();
   placement.Abandon();
   DeviceBuffer grad(*driver_, 0, kBytes);
   Placement another = Value(Place(DeviceRows(hidden.data(), grad.data())));
-  EXPECT_NE(another.reads()[0].region_id, region);
+  EXPECT_NE(another.reads()[0].shared.region_id(), region);
   CallWith(&another, "cuda_ipc");
   EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
 }

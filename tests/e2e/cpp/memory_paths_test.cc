@@ -37,7 +37,7 @@ namespace {
 
 using client::ErrorReason;
 using client::Transport;
-using client::internal::CallRows;
+using client::internal::CallMemory;
 using client::internal::MakeChannel;
 using client::internal::MemoryPaths;
 using client::internal::MemoryPathsOptions;
@@ -77,13 +77,13 @@ class MemoryPathsTest : public ::testing::Test {
     Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
     return head;
   }
-  static CallRows HostRows(void* read, void* write) {
-    CallRows rows;
-    rows.reads.push_back({read, kBytes, false});
-    if (write != nullptr) rows.write = {write, kBytes, false};
+  static CallMemory HostRows(void* read, void* write) {
+    CallMemory rows;
+    rows.rows = FloatsAt(read, kBytes);
+    if (write != nullptr) rows.result = FloatsAt(write, kBytes);
     return rows;
   }
-  absl::StatusOr<Placement> Place(const CallRows& rows, Transport demand = Transport::kAuto) {
+  absl::StatusOr<Placement> Place(const CallMemory& rows, Transport demand = Transport::kAuto) {
     return paths_->Place(rows, "", demand, SoonEnough());
   }
 
@@ -104,15 +104,15 @@ TEST_F(MemoryPathsTest, RowsOfTheSharedRegionStayWhereTheyAre) {
   EXPECT_EQ(first.why_not_better(), "");
   EXPECT_EQ(first.session_id().size(), 32u);
   ASSERT_TRUE(first.write().has_value());
-  EXPECT_EQ(first.reads()[0].region_id, first.write()->region_id);
-  EXPECT_EQ(first.write()->offset_bytes - first.reads()[0].offset_bytes,
+  EXPECT_EQ(first.reads()[0].shared.region_id(), first.write()->shared.region_id());
+  EXPECT_EQ(first.write()->shared.offset_bytes() - first.reads()[0].shared.offset_bytes(),
             static_cast<char*>(grad.data()) - static_cast<char*>(hidden.data()));
   // A part of them, and without registering anything again.
-  CallRows part;
-  part.reads.push_back({static_cast<char*>(hidden.data()) + 64, 128, false});
+  CallMemory part;
+  part.rows = FloatsAt(static_cast<char*>(hidden.data()) + 64, 128);
   const Placement second = Value(Place(part));
-  EXPECT_EQ(second.reads()[0].region_id, first.reads()[0].region_id);
-  EXPECT_EQ(second.reads()[0].offset_bytes, first.reads()[0].offset_bytes + 64);
+  EXPECT_EQ(second.reads()[0].shared.region_id(), first.reads()[0].shared.region_id());
+  EXPECT_EQ(second.reads()[0].shared.offset_bytes(), first.reads()[0].shared.offset_bytes() + 64);
   EXPECT_FALSE(second.write().has_value());
 }
 
@@ -187,8 +187,8 @@ TEST_F(MemoryPathsTest, ATeachersRowsMayLieInARegionToo) {
   const PlacedReply by_grpc = Call(*loss_, header, BytesOf(hidden), BytesOf(teacher_hidden));
   ASSERT_TRUE(by_grpc.status.ok()) << by_grpc.status;
   std::vector<float> grad(hidden.size());
-  CallRows rows = HostRows(hidden.data(), grad.data());
-  rows.reads.push_back({teacher_hidden.data(), kBytes, false});
+  CallMemory rows = HostRows(hidden.data(), grad.data());
+  rows.teachers.push_back(FloatsAt(teacher_hidden.data(), kBytes));
   Placement placement = Value(Place(rows));
   SetPlacement(placement, &header);
   header.set_attempt(1);
@@ -205,8 +205,8 @@ TEST_F(MemoryPathsTest, RegionsAreRegisteredAgainAfterTheServersRestart) {
   std::vector<float> elsewhere(static_cast<size_t>(kRows * kHiddenSize));
   Placement placement = Value(Place(HostRows(rows.data(), elsewhere.data())));
   const std::string session = placement.session_id();
-  const std::string region = placement.reads()[0].region_id;
-  const int64_t offset = placement.reads()[0].offset_bytes;
+  const std::string region = placement.reads()[0].shared.region_id();
+  const int64_t offset = placement.reads()[0].shared.offset_bytes();
   server_->process().Signal(SIGKILL);
   server_->process().Wait();
   server_->Start();
@@ -218,8 +218,8 @@ TEST_F(MemoryPathsTest, RegionsAreRegisteredAgainAfterTheServersRestart) {
   }));
   ASSERT_TRUE(renewed.ok()) << renewed;
   EXPECT_NE(placement.session_id(), session);
-  EXPECT_NE(placement.reads()[0].region_id, region);
-  EXPECT_EQ(placement.reads()[0].offset_bytes, offset);
+  EXPECT_NE(placement.reads()[0].shared.region_id(), region);
+  EXPECT_EQ(placement.reads()[0].shared.offset_bytes(), offset);
   const client::Head head = MakeHead("h");
   v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, RandomTargets(3, kRows, kVocabSize));
   SetPlacement(placement, &header);
@@ -234,17 +234,17 @@ TEST_F(MemoryPathsTest, ARegionThatTheServerLostIsRegisteredAgain) {
   grpc::ClientContext context;
   v1::UnregisterSharedMemoryRequest request;
   request.set_session_id(placement.session_id());
-  request.set_region_id(placement.reads()[0].region_id);
+  request.set_region_id(placement.reads()[0].shared.region_id());
   v1::UnregisterSharedMemoryResponse response;
   ASSERT_TRUE(sessions_->UnregisterSharedMemory(&context, request, &response).ok());
   Placement another = Value(Place(HostRows(rows.data(), nullptr)));
-  EXPECT_EQ(another.reads()[0].region_id, request.region_id());  // it does not know yet
+  EXPECT_EQ(another.reads()[0].shared.region_id(), request.region_id());  // it does not know yet
   ASSERT_TRUE(placement.Renew("", SoonEnough()).ok());
   EXPECT_EQ(placement.session_id(), request.session_id());
-  EXPECT_NE(placement.reads()[0].region_id, request.region_id());
+  EXPECT_NE(placement.reads()[0].shared.region_id(), request.region_id());
   // Once, whoever finds out.
   ASSERT_TRUE(another.Renew(placement.session_id(), SoonEnough()).ok());
-  EXPECT_EQ(another.reads()[0].region_id, placement.reads()[0].region_id);
+  EXPECT_EQ(another.reads()[0].shared.region_id(), placement.reads()[0].shared.region_id());
 }
 
 TEST_F(MemoryPathsTest, ACallersOwnSessionGetsItsOwnRegistrations) {
@@ -257,8 +257,8 @@ TEST_F(MemoryPathsTest, ACallersOwnSessionGetsItsOwnRegistrations) {
   const Placement theirs =
       Value(paths_->Place(HostRows(rows.data(), nullptr), session.session_id(), Transport::kAuto, SoonEnough()));
   EXPECT_EQ(theirs.session_id(), session.session_id());
-  EXPECT_NE(theirs.reads()[0].region_id, own.reads()[0].region_id);
-  EXPECT_EQ(theirs.reads()[0].offset_bytes, own.reads()[0].offset_bytes);
+  EXPECT_NE(theirs.reads()[0].shared.region_id(), own.reads()[0].shared.region_id());
+  EXPECT_EQ(theirs.reads()[0].shared.offset_bytes(), own.reads()[0].shared.offset_bytes());
   const absl::StatusOr<Placement> nobodys =
       paths_->Place(HostRows(rows.data(), nullptr), std::string(32, 's'), Transport::kAuto, SoonEnough());
   EXPECT_EQ(ErrorReason(nobodys.status()), "SESSION_NOT_FOUND");
@@ -274,8 +274,8 @@ TEST_F(MemoryPathsTest, SlotsAreUsedAgainAndBounded) {
   std::string region;
   for (int i = 0; i < 200; ++i) {
     const Placement placement = Value(Place(HostRows(hidden.data(), hidden.data())));
-    if (i == 0) region = placement.reads()[0].region_id;
-    EXPECT_EQ(placement.reads()[0].region_id, region);
+    if (i == 0) region = placement.reads()[0].shared.region_id();
+    EXPECT_EQ(placement.reads()[0].shared.region_id(), region);
   }
   std::vector<SharedRowsBuffer> held;
   for (int i = 0; i < 8; ++i) held.push_back(Value(paths_->AllocateRows((int64_t{1} << 20) - 4096)));
@@ -296,10 +296,10 @@ TEST_F(MemoryPathsTest, WhatWasAbandonedIsNotUsedAgain) {
   std::string slot_region;
   {
     Placement placement = Value(Place(HostRows(hidden.data(), nullptr)));
-    slot_region = placement.reads()[0].region_id;
+    slot_region = placement.reads()[0].shared.region_id();
     placement.Abandon();
   }
-  EXPECT_NE(Value(Place(HostRows(hidden.data(), nullptr))).reads()[0].region_id, slot_region);
+  EXPECT_NE(Value(Place(HostRows(hidden.data(), nullptr))).reads()[0].shared.region_id(), slot_region);
   // Rows in place: the server has given the region back before the caller hears of it.
   const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
   Placement placement = Value(Place(HostRows(rows.data(), nullptr)));
@@ -307,7 +307,7 @@ TEST_F(MemoryPathsTest, WhatWasAbandonedIsNotUsedAgain) {
   grpc::ClientContext context;
   v1::UnregisterSharedMemoryRequest request;
   request.set_session_id(placement.session_id());
-  request.set_region_id(placement.reads()[0].region_id);
+  request.set_region_id(placement.reads()[0].shared.region_id());
   v1::UnregisterSharedMemoryResponse response;
   const grpc::Status gone = sessions_->UnregisterSharedMemory(&context, request, &response);
   EXPECT_EQ(ErrorReason(client::internal::FromGrpcStatus(gone, "")), "REGION_NOT_FOUND");
@@ -335,15 +335,15 @@ TEST_F(MemoryPathsTest, RegionsAreGivenBackAllAtOnce) {
   std::vector<float> first(static_cast<size_t>(kRows * kHiddenSize));
   EXPECT_TRUE(Place(HostRows(first.data(), nullptr)).ok());  // which tells that regions are named
   std::vector<SharedRowsBuffer> buffers;
-  CallRows rows;
+  CallMemory rows;
   for (int i = 0; i < kRegions; ++i) {
     constexpr int64_t kWholeRegion = int64_t{9} << 20;  // of the size that the next one is made in
     buffers.push_back(Value(paths_->AllocateRows(kWholeRegion << i)));
-    rows.reads.push_back({buffers.back().data(), kBytes, false});
+    (i == 0 ? rows.rows : rows.teachers.emplace_back()) = FloatsAt(buffers.back().data(), kBytes);
   }
   Placement placement = Value(Place(rows));
   std::set<std::string> regions;
-  for (const auto& placed : placement.reads()) regions.insert(placed.region_id);
+  for (const auto& placed : placement.reads()) regions.insert(placed.shared.region_id());
   ASSERT_EQ(regions.size(), size_t{kRegions});
   placement.Abandon();
   EXPECT_EQ(most, kRegions);
@@ -382,8 +382,8 @@ TEST_F(MemoryPathsTest, SaysWhyAPathIsNotThere) {
   EXPECT_EQ(none, Place(HostRows(hidden.data(), nullptr), Transport::kSharedMemory).status());
   const absl::Status host = Place(HostRows(hidden.data(), nullptr), Transport::kCudaIpc).status();
   EXPECT_THAT(std::string(host.message()), HasSubstr("host memory"));
-  CallRows device = HostRows(hidden.data(), nullptr);
-  device.reads[0].on_device = true;
+  CallMemory device = HostRows(hidden.data(), nullptr);
+  device.rows.memory = client::Memory::kCuda;
   const absl::Status no_device = Place(device, Transport::kCudaIpc).status();
   EXPECT_FALSE(no_device.ok());
   EXPECT_FALSE(paths_->ContextOf(hidden.data()).ok());

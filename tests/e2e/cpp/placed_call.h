@@ -29,19 +29,14 @@ struct PlacedReply {
   std::string grad_hidden;  // of chunks
 };
 
-inline void SetRows(const client::internal::PlacedRows& placed, v1::SharedRows* rows) {
-  rows->set_region_id(placed.region_id);
-  rows->set_offset_bytes(placed.offset_bytes);
-}
-
 // hidden, then term 0's teacher if it has one.
 inline void SetPlacement(const client::internal::Placement& placement, v1::MicroBatchHeader* header) {
   header->set_session_id(placement.session_id());
-  SetRows(placement.reads()[0], header->mutable_hidden_rows());
+  *header->mutable_hidden_rows() = placement.reads()[0].shared;
   if (placement.reads().size() > 1) {
-    SetRows(placement.reads()[1], header->mutable_terms(0)->mutable_teacher_hidden()->mutable_rows());
+    *header->mutable_terms(0)->mutable_teacher_hidden()->mutable_rows() = placement.reads()[1].shared;
   }
-  if (placement.write().has_value()) SetRows(*placement.write(), header->mutable_grad_hidden_rows());
+  if (placement.write().has_value()) *header->mutable_grad_hidden_rows() = placement.write()->shared;
 }
 
 // Sends the header, `hidden` and `teacher` as chunks if they are not empty, and reads to the end.

@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "headwater/client/tensor.h"
 
 namespace headwater::e2e {
 
@@ -26,6 +27,11 @@ inline std::vector<int32_t> RandomTargets(uint32_t seed, int64_t count, int64_t 
   std::vector<int32_t> targets(static_cast<size_t>(count));
   for (int32_t& target : targets) target = static_cast<int32_t>(generator() % static_cast<uint64_t>(vocab_size));
   return targets;
+}
+
+// Memory of so many bytes as rows.
+inline client::RowsView FloatsAt(const void* data, int64_t bytes, client::Memory memory = client::Memory::kHost) {
+  return {data, client::DataType::kFloat32, bytes / 4, 1, memory};
 }
 
 // The value, or a throw that fails the test with the status.

@@ -33,7 +33,7 @@ using client::Future;
 using client::Head;
 using client::LossResult;
 using client::Transport;
-using client::internal::CallRows;
+using client::internal::CallMemory;
 using client::internal::MakeChannel;
 using client::internal::MemoryPaths;
 using client::internal::Placement;
@@ -77,9 +77,9 @@ bool UnderWay(const std::future<T>& task) {
   return task.wait_for(seconds(0)) != std::future_status::ready;
 }
 
-CallRows Rows(void* data, int64_t bytes) {
-  CallRows rows;
-  rows.reads.push_back({data, bytes, false});
+CallMemory Rows(void* data, int64_t bytes) {
+  CallMemory rows;
+  rows.rows = FloatsAt(data, bytes);
   return rows;
 }
 
@@ -94,7 +94,7 @@ class PlacementCancel : public testing::Test {
     paths_ = MemoryPaths::Create(server_->target(), MakeChannel(server_->target(), {}), {}, {});
   }
 
-  absl::StatusOr<Placement> Place(const CallRows& rows, const Wait& wait) {
+  absl::StatusOr<Placement> Place(const CallMemory& rows, const Wait& wait) {
     return paths_->Place(rows, "", Transport::kAuto, wait);
   }
   // Regions that the server has open: it maps what was passed, and reads and writes what has a name through its descriptor.
@@ -135,7 +135,7 @@ TEST_P(PlacementGivenUp, EndsAtOnceAndSpoilsNothing) {
   } else if (step != Step::kAsking) {
     ASSERT_TRUE(Place(Rows(memory.data(), kFewBytes), Until(kNever)).ok());
   }
-  const CallRows rows = Rows(memory.data(), kManyBytes);
+  const CallMemory rows = Rows(memory.data(), kManyBytes);
   std::future<absl::Status> placed;
   {
     const Frozen frozen(*server_);
@@ -201,7 +201,7 @@ TEST_F(PlacementCancel, OneOfTwoThatWaitForTheSameRegionGoesAlone) {
       }
       const Placement other = Value(placed[1 - leaver].get());
       const Placement again = Value(Place(half(leaver), Until(kNever)));
-      EXPECT_EQ(again.reads()[0].region_id, other.reads()[0].region_id);
+      EXPECT_EQ(again.reads()[0].shared.region_id(), other.reads()[0].shared.region_id());
     }
   }
 }

@@ -47,9 +47,12 @@ std::shared_ptr<const Backing> PlacedTensor::backing() const {
   return device;
 }
 
-Placement::Placement(std::shared_ptr<MemoryPaths> paths, const CallRows& rows) : paths_(std::move(paths)) {
-  for (const RowsMemory& memory : rows.reads) reads_.emplace_back(memory);
-  if (rows.write.has_value()) write_.emplace(*rows.write);
+Placement::Placement(std::shared_ptr<MemoryPaths> paths, const CallMemory& memory) : paths_(std::move(paths)) {
+  reads_.emplace_back(memory.rows);
+  for (const RowsView& rows : memory.teachers) {
+    if (HasRows(rows)) reads_.emplace_back(rows);
+  }
+  if (memory.result.data != nullptr) write_.emplace(memory.result);
 }
 
 template <typename Visit>
@@ -61,25 +64,25 @@ absl::Status Placement::ForEach(Visit&& visit) {
 }
 
 absl::Status Placement::Register(PlacedTensor* tensor, const Wait& wait) {
-  const auto* const data = tensor->block != nullptr ? tensor->block->data() : static_cast<uint8_t*>(tensor->mine.data);
-  tensor->offset_bytes = data - tensor->backing()->data();
-  HEADWATER_ASSIGN_OR_RETURN(tensor->region_id, tensor->region != nullptr
-                                                    ? paths_->server_.Register(session_id_, *tensor->region, wait)
-                                                    : paths_->server_.Register(session_id_, *tensor->device, wait));
+  const auto* const data = tensor->block != nullptr ? tensor->block->data() : static_cast<const uint8_t*>(tensor->mine.data);
+  tensor->shared.set_offset_bytes(data - tensor->backing()->data());
+  HEADWATER_ASSIGN_OR_RETURN(*tensor->shared.mutable_region_id(),
+                             tensor->region != nullptr ? paths_->server_.Register(session_id_, *tensor->region, wait)
+                                                       : paths_->server_.Register(session_id_, *tensor->device, wait));
   return absl::OkStatus();
 }
 
 absl::Status Placement::PlaceInHostMemory(PlacedTensor* tensor, const Wait& wait) {
   bool named = false;
   HEADWATER_RETURN_IF_ERROR(paths_->server_.HostMemoryWorks(wait, &named));
-  if (!tensor->mine.on_device) {
-    auto found = std::static_pointer_cast<const SharedRegion>(paths_->host_.Find(tensor->mine.data, tensor->mine.bytes));
+  if (tensor->mine.memory == Memory::kHost) {
+    auto found = std::static_pointer_cast<const SharedRegion>(paths_->host_.Find(tensor->mine.data, tensor->mine.bytes()));
     if (found != nullptr && found->name().empty() != named) {
       tensor->region = std::move(found);
       return Register(tensor, wait);
     }
   }
-  auto block = paths_->host_.Allocate(tensor->mine.bytes);
+  auto block = paths_->host_.Allocate(tensor->mine.bytes());
   if (!block.ok()) return TransportUnavailable(absl::StrCat("no shared memory is left for the rows: ", Sentence(block.status())));
   tensor->block = *std::move(block);
   tensor->region = std::static_pointer_cast<const SharedRegion>(tensor->block->backing());
@@ -88,13 +91,13 @@ absl::Status Placement::PlaceInHostMemory(PlacedTensor* tensor, const Wait& wait
 
 absl::Status Placement::PlaceInDeviceMemory(PlacedTensor* tensor, const Wait& wait) {
   HEADWATER_RETURN_IF_ERROR(paths_->server_.DeviceMemoryWorks(wait));
-  const auto exported = paths_->device_.Export(tensor->mine.data, tensor->mine.bytes);
+  const auto exported = paths_->device_.Export(tensor->mine.data, tensor->mine.bytes());
   if (exported.ok()) {
     tensor->device = *exported;
     return Register(tensor, wait);
   }
   if (exported.status().code() == absl::StatusCode::kInvalidArgument) return exported.status();
-  auto block = paths_->device_.Allocate(tensor->context, tensor->mine.bytes);
+  auto block = paths_->device_.Allocate(tensor->context, tensor->mine.bytes());
   if (!block.ok()) {
     return TransportUnavailable(
         absl::StrCat(Sentence(exported.status()), ", and no memory is left to copy them to: ", Sentence(block.status())));
@@ -106,7 +109,7 @@ absl::Status Placement::PlaceInDeviceMemory(PlacedTensor* tensor, const Wait& wa
 }
 
 absl::Status Placement::Place(PlacedTensor* tensor, Transport demand, const Wait& wait) {
-  if (!tensor->mine.on_device) {
+  if (tensor->mine.memory == Memory::kHost) {
     if (demand != Transport::kCudaIpc) return PlaceInHostMemory(tensor, wait);
     return TransportUnavailable("rows lie in host memory, which cuda_ipc does not share");
   }
@@ -137,7 +140,7 @@ absl::Status Placement::CopyIn(CuStream stream) {
     }
     if (tensor.block == nullptr || is_write) return absl::OkStatus();
     if (tensor.context == nullptr) {
-      paths_->copies_.Copy(tensor.block->data(), tensor.mine.data, tensor.mine.bytes);
+      paths_->copies_.Copy(tensor.block->data(), tensor.mine.data, tensor.mine.bytes());
       return absl::OkStatus();
     }
     if (tensor.region != nullptr) {
@@ -148,7 +151,7 @@ absl::Status Placement::CopyIn(CuStream stream) {
       // that copy, and this stream waits for what the event stood for.
       return ordered;
     }
-    return tensor.context->CopyOn(stream, tensor.block->data(), tensor.mine.data, tensor.mine.bytes);
+    return tensor.context->CopyOn(stream, tensor.block->data(), tensor.mine.data, tensor.mine.bytes());
   });
   for (const auto& context : contexts) {
     if (status.ok()) status = context->Record(stream);
@@ -162,13 +165,14 @@ absl::Status Placement::CopyIn(CuStream stream) {
 
 absl::Status Placement::Finish() {
   if (!write_.has_value() || write_->block == nullptr) return absl::OkStatus();
-  PlacedTensor& tensor = *write_;
+  const PlacedTensor& tensor = *write_;
+  void* const to = const_cast<void*>(tensor.mine.data);
   if (tensor.context == nullptr) {
-    paths_->copies_.Copy(tensor.mine.data, tensor.block->data(), tensor.mine.bytes);
+    paths_->copies_.Copy(to, tensor.block->data(), tensor.mine.bytes());
     return absl::OkStatus();
   }
   if (tensor.region != nullptr) LockForDevice(*tensor.region, tensor.context);
-  absl::Status status = tensor.context->CopyAfterEvent(tensor.mine.data, tensor.block->data(), tensor.mine.bytes);
+  absl::Status status = tensor.context->CopyAfterEvent(to, tensor.block->data(), tensor.mine.bytes());
   return status.ok() ? tensor.context->AwaitCopies() : status;
 }
 
@@ -178,7 +182,7 @@ absl::Status Placement::Renew(const std::string& session_id, const Wait& wait) {
     HEADWATER_ASSIGN_OR_RETURN(auto session, server.SessionOr(session_id, wait));
     if (session == session_id_) {
       static_cast<void>(ForEach([&](PlacedTensor& tensor, bool) {
-        server.Lost(session_id_, *tensor.backing(), tensor.region_id);
+        server.Lost(session_id_, *tensor.backing(), tensor.shared.region_id());
         return absl::OkStatus();
       }));
     } else {
@@ -231,18 +235,16 @@ MemoryPaths::MemoryPaths(const std::string& target, std::shared_ptr<grpc::Channe
       device_(options.max_device_bytes,
               [this](Backings backings) { server_.Drop(backings, std::chrono::system_clock::now() + kAbandonTimeout); }) {}
 
-absl::StatusOr<Placement> MemoryPaths::Place(const CallRows& rows, const std::string& session_id, Transport demand,
+absl::StatusOr<Placement> MemoryPaths::Place(const CallMemory& memory, const std::string& session_id, Transport demand,
                                              const Wait& wait) {
-  Placement placement(shared_from_this(), rows);
-  const auto on_device = [](const RowsMemory& memory) { return memory.on_device; };
-  const bool any_on_device =
-      std::any_of(rows.reads.begin(), rows.reads.end(), on_device) || (rows.write.has_value() && rows.write->on_device);
+  Placement placement(shared_from_this(), memory);
+  const bool on_device = memory.on_device();
   const auto place = [&]() -> absl::Status {
     // Where there is no path no session is opened for it.
-    if (any_on_device || demand != Transport::kCudaIpc) {
+    if (on_device || demand != Transport::kCudaIpc) {
       bool named = false;
       absl::Status works = server_.HostMemoryWorks(wait, &named);
-      if (!works.ok() && any_on_device) works = server_.DeviceMemoryWorks(wait);
+      if (!works.ok() && on_device) works = server_.DeviceMemoryWorks(wait);
       if (!works.ok()) return works;
     }
     HEADWATER_ASSIGN_OR_RETURN(placement.session_id_, server_.SessionOr(session_id, wait));
@@ -256,7 +258,7 @@ absl::StatusOr<Placement> MemoryPaths::Place(const CallRows& rows, const std::st
     server_.Forget(placement.session_id_);
     status = place();
   }
-  if (status.ok()) status = placement.CopyIn(static_cast<CuStream>(rows.stream));
+  if (status.ok()) status = placement.CopyIn(static_cast<CuStream>(memory.cuda_stream));
   if (!status.ok()) return status;
   return placement;
 }

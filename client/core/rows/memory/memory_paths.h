@@ -1,9 +1,9 @@
 // MemoryPaths: how the rows of a call reach a server of the same host without the network.
 //
 //   std::shared_ptr<MemoryPaths> paths = MemoryPaths::Create(target, channel, client_options, {});
-//   auto placement = paths->Place(rows, "", Transport::kAuto, {deadline, cancel});  // or why not, in one sentence
+//   auto placement = paths->Place(memory, "", Transport::kAuto, {deadline, cancel});  // or why not, in one sentence
 //   header.set_session_id(placement->session_id());
-//   ... header.hidden_rows <- placement->reads()[0], header.grad_hidden_rows <- *placement->write(), and no chunks
+//   ... header.hidden_rows <- placement->reads()[0].shared, header.grad_hidden_rows <- placement->write()->shared, no chunks
 //   the server answered OK:            placement->Finish();          // grad_hidden is in the caller's memory now
 //   it answered another status:        nothing; the placement serves the next attempt, or goes
 //   it answered REGION_NOT_FOUND or SESSION_NOT_FOUND:  placement->Renew(session id, {deadline, cancel}), then the attempt again
@@ -29,7 +29,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "client/core/link/channel.h"
+#include "client/core/call/exchange.h"
 #include "client/core/link/wait.h"
 #include "client/core/rows/memory/arena.h"
 #include "client/core/rows/memory/copy_threads.h"
@@ -40,36 +40,16 @@
 
 namespace headwater::client::internal {
 
-// Memory of one tensor of a call.
-struct RowsMemory {
-  void* data = nullptr;  // not written if the rows are read
-  int64_t bytes = 0;     // >= 1
-  bool on_device = false;
-};
-
-// All tensors of a call. The memory stays the caller's, and stays as it is until the placement has gone.
-struct CallRows {
-  std::vector<RowsMemory> reads;    // hidden states first
-  std::optional<RowsMemory> write;  // grad_hidden
-  // CUstream on whose work so far device memory depends; null: the legacy default stream.
-  void* stream = nullptr;
-};
-
-// As v1::SharedRows.
-struct PlacedRows {
-  std::string region_id;
-  int64_t offset_bytes = 0;
-};
-
 class MemoryPaths;
 
 // One tensor of a placement.
-struct PlacedTensor : PlacedRows {
-  explicit PlacedTensor(const RowsMemory& memory) : mine(memory) {}
+struct PlacedTensor {
+  explicit PlacedTensor(const RowsView& rows) : mine(rows) {}
 
   std::shared_ptr<const Backing> backing() const;
 
-  RowsMemory mine;
+  RowsView mine;
+  v1::SharedRows shared;
   std::shared_ptr<const SharedRegion> region;  // one of the two
   std::shared_ptr<const DeviceBacking> device;
   std::shared_ptr<DeviceContext> context;  // of device memory, wherever it was placed
@@ -86,8 +66,8 @@ class Placement {
   Transport path() const { return reads_.front().device != nullptr ? Transport::kCudaIpc : Transport::kSharedMemory; }
   // The session in which the regions are registered: it goes into the header.
   const std::string& session_id() const { return session_id_; }
-  const std::vector<PlacedTensor>& reads() const { return reads_; }    // one for each of CallRows::reads
-  const std::optional<PlacedTensor>& write() const { return write_; }  // if CallRows::write
+  const std::vector<PlacedTensor>& reads() const { return reads_; }    // hidden states, then those teachers that have rows
+  const std::optional<PlacedTensor>& write() const { return write_; }  // if CallMemory::result has memory
   // Why rows were copied on the way, or why device memory took the host's path; one sentence without its full stop, or empty.
   const std::string& why_not_better() const { return why_not_better_; }
 
@@ -103,7 +83,7 @@ class Placement {
  private:
   friend class MemoryPaths;
 
-  Placement(std::shared_ptr<MemoryPaths> paths, const CallRows& rows);
+  Placement(std::shared_ptr<MemoryPaths> paths, const CallMemory& memory);
   // Calls visit(tensor, whether it is the write) until an error.
   template <typename Visit>
   absl::Status ForEach(Visit&& visit);
@@ -157,18 +137,18 @@ class MemoryPaths : public std::enable_shared_from_this<MemoryPaths> {
   MemoryPaths(const MemoryPaths&) = delete;
   MemoryPaths& operator=(const MemoryPaths&) = delete;
 
-  // Places the rows of a call. `session_id`: the session that the call must name because it owns the contribution; empty: one of
-  // this object's own, which is opened when it is first needed. (A call that must have no session, so that nobody owns its
-  // contribution, cannot be placed.) Copies rows that lie elsewhere, and records the stream's work so far. Blocks for copies and
-  // registrations, as long as `wait` says at most: a server that stands still delays no cancelled call. What it had begun to open
-  // or register then serves the next call.
+  // Places the rows of a call, whose hidden states are not empty; they stay as they are until the placement has gone. `session_id`:
+  // the session that the call must name because it owns the contribution; empty: one of this object's own, which is opened when it
+  // is first needed. (A call that must have no session, so that nobody owns its contribution, cannot be placed.) Copies rows that
+  // lie elsewhere, and records the stream's work so far. Blocks for copies and registrations, as long as `wait` says at most: a
+  // server that stands still delays no cancelled call. What it had begun to open or register then serves the next call.
   //
   // `demand`: the path that the call must take, kAuto for the best that works; never kGrpc.
   //
   // FAILED_PRECONDITION / TRANSPORT_UNAVAILABLE: the path does not work for these rows; the message says why in one sentence. What
   // does not depend on the rows is found out once a minute, so that asking again costs nothing. Other errors are those of
   // OpenSession and RegisterSharedMemory.
-  absl::StatusOr<Placement> Place(const CallRows& rows, const std::string& session_id, Transport demand, const Wait& wait);
+  absl::StatusOr<Placement> Place(const CallMemory& memory, const std::string& session_id, Transport demand, const Wait& wait);
 
   // Memory that Place() uses without a copy. Makes no call. RESOURCE_EXHAUSTED / MEMORY_BUDGET_EXCEEDED beyond max_shared_bytes;
   // FAILED_PRECONDITION / TRANSPORT_UNAVAILABLE where the system has no shared memory.

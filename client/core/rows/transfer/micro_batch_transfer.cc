@@ -17,18 +17,7 @@ constexpr int64_t kQuickBytes = 16 << 10;
 // Waits until then wait for nothing.
 constexpr Deadline kNever{};
 
-bool HasRows(const RowsView& rows) { return rows.row_count > 0 && rows.hidden_size > 0 && rows.data != nullptr; }
-
 int64_t BytesOf(const RowsView& rows) { return HasRows(rows) ? rows.bytes() : 0; }
-
-RowsMemory MemoryOf(const RowsView& rows) { return {const_cast<void*>(rows.data), BytesOf(rows), rows.memory == Memory::kCuda}; }
-
-v1::SharedRows ToProto(const PlacedRows& rows) {
-  v1::SharedRows result;
-  result.set_region_id(rows.region_id);
-  result.set_offset_bytes(rows.offset_bytes);
-  return result;
-}
 
 }  // namespace
 
@@ -59,19 +48,13 @@ int64_t MicroBatchTransfer::bytes_down() const { return BytesOf(memory_.result);
 
 bool MicroBatchTransfer::is_small() const { return bytes_up() + bytes_down() <= kQuickBytes; }
 
-bool MicroBatchTransfer::on_device() const {
-  return memory_.rows.memory == Memory::kCuda || (memory_.result.data != nullptr && memory_.result.memory == Memory::kCuda) ||
-         std::any_of(memory_.teachers.begin(), memory_.teachers.end(),
-                     [](const RowsView& rows) { return HasRows(rows) && rows.memory == Memory::kCuda; });
-}
-
 void MicroBatchTransfer::Start(const google::protobuf::Message& request, Deadline deadline, Done done) {
   if (!own_.ok()) return done(own_.status());
   header_ = static_cast<const v1::MicroBatchHeader&>(request);
   SetAttempt(deadline, std::move(done));
   session_given_ = !header_.session_id().empty();
   repeated_ = false;
-  const bool is_quick = !on_device() && (transport().options().transport == Transport::kGrpc || is_small());
+  const bool is_quick = !memory_.on_device() && (transport().options().transport == Transport::kGrpc || is_small());
   if (!is_quick || !Until().Check().ok() || !Place(kNever).ok() || !TryConnect(stream_bytes_up(), stream_bytes_down())) {
     return RunBeginning([this] { return Begin(); });
   }
@@ -107,14 +90,7 @@ absl::Status MicroBatchTransfer::Place(const Wait& wait) {
       status = placement_->Renew(header_.session_id(), wait);
     }
   } else {
-    CallRows rows;
-    rows.reads.push_back(MemoryOf(memory_.rows));
-    for (const RowsView& teacher : memory_.teachers) {
-      if (HasRows(teacher)) rows.reads.push_back(MemoryOf(teacher));
-    }
-    if (memory_.result.data != nullptr) rows.write = MemoryOf(memory_.result);
-    rows.stream = memory_.cuda_stream;
-    absl::StatusOr<Placement> placement = transport().memory().Place(rows, header_.session_id(), demanded, wait);
+    absl::StatusOr<Placement> placement = transport().memory().Place(memory_, header_.session_id(), demanded, wait);
     if (placement.ok()) {
       placement_.emplace(*std::move(placement));
       transport().SetWhyNotBetter(placement_->why_not_better());
@@ -136,13 +112,13 @@ absl::Status MicroBatchTransfer::SendAll() { return placement_.has_value() ? Sen
 
 absl::Status MicroBatchTransfer::SendPlaced() {
   header_.set_session_id(placement_->session_id());
-  *header_.mutable_hidden_rows() = ToProto(placement_->reads()[0]);
+  *header_.mutable_hidden_rows() = placement_->reads()[0].shared;
   size_t next = 1;
   for (size_t i = 0; i < memory_.teachers.size(); ++i) {
     if (!HasRows(memory_.teachers[i])) continue;
-    *header_.mutable_terms(static_cast<int>(i))->mutable_teacher_hidden()->mutable_rows() = ToProto(placement_->reads()[next++]);
+    *header_.mutable_terms(static_cast<int>(i))->mutable_teacher_hidden()->mutable_rows() = placement_->reads()[next++].shared;
   }
-  if (placement_->write().has_value()) *header_.mutable_grad_hidden_rows() = ToProto(*placement_->write());
+  if (placement_->write().has_value()) *header_.mutable_grad_hidden_rows() = placement_->write()->shared;
   SendRequest({});
   return absl::OkStatus();
 }
@@ -207,7 +183,7 @@ absl::Status MicroBatchTransfer::PrepareGradCopy(TransferRequest* request) {
 }
 
 bool MicroBatchTransfer::EndBlocks(const TransferResult& result) const {
-  return on_device() || (placement_.has_value() && !(result.status.ok() && is_small()));
+  return memory_.on_device() || (placement_.has_value() && !(result.status.ok() && is_small()));
 }
 
 void MicroBatchTransfer::Ended(TransferResult result) {
@@ -256,7 +232,7 @@ void MicroBatchTransfer::EndedPlaced(TransferResult result) {
 }
 
 void MicroBatchTransfer::Succeed(std::string summary, const char* path) {
-  transport().Count(path, on_device(), bytes_up() + bytes_down(), streams_);
+  transport().Count(path, memory_.on_device(), bytes_up() + bytes_down(), streams_);
   placement_.reset();
   Deliver(Answer{.bytes = std::move(summary), .data = *std::move(own_), .transport = path});
 }

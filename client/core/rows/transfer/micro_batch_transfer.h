@@ -44,7 +44,6 @@ class MicroBatchTransfer : public RowsCall {
   // The attempt has succeeded, by the path of that name.
   void Succeed(std::string summary, const char* path);
 
-  bool on_device() const;
   int64_t bytes_up() const;
   int64_t bytes_down() const;
   // What goes over the streams; over shared memory nothing does.
