@@ -11,8 +11,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "client/core/rows/memory/device_memory.h"
 #include "client/ctl/bench_report.h"
-#include "client/ctl/device_rows.h"
 #include "headwater/client/client.h"
 
 namespace headwater::ctl {
@@ -47,7 +47,7 @@ class BenchTrainer {
   unsigned char* rows_ = nullptr;  // hidden states, then a gradient for each micro-batch in flight; in one of these, by the path:
   std::vector<unsigned char> own_rows_;
   client::RowsBuffer shared_rows_;
-  std::unique_ptr<DeviceRows> device_rows_;
+  std::shared_ptr<const client::internal::DeviceBacking> device_rows_;
   int64_t step_ = 0;
   int64_t next_id_ = 0;
 };

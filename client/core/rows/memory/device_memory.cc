@@ -99,6 +99,23 @@ absl::Status DeviceContext::CopyAfterEvent(void* to, const void* from, int64_t b
 
 absl::Status DeviceContext::AwaitCopies() { return Synchronize(own_stream_); }
 
+absl::StatusOr<std::shared_ptr<const DeviceBacking>> DeviceBacking::Allocate(const std::shared_ptr<DeviceContext>& context,
+                                                                             int64_t bytes) {
+  const CudaDriver& driver = context->driver();
+  const CudaDriver::Scope scope(driver, context->context());
+  if (!scope.status().ok()) return scope.status();
+  CuDevicePointer base = 0;
+  if (driver.MemAlloc(&base, static_cast<size_t>(bytes)) != 0) {
+    return absl::ResourceExhaustedError(absl::StrCat("the GPU has no ", bytes, " bytes left"));
+  }
+  CuIpcHandle handle{};
+  if (absl::Status status = driver.Check(driver.IpcGetMemHandle(&handle, base), "cuIpcGetMemHandle"); !status.ok()) {
+    static_cast<void>(driver.MemFree(base));
+    return status;
+  }
+  return std::make_shared<DeviceBacking>(context, base, bytes, handle, /*owned=*/true);
+}
+
 DeviceBacking::~DeviceBacking() {
   if (!owned_) return;
   const CudaDriver& driver = context_->driver();
@@ -194,23 +211,7 @@ absl::StatusOr<std::shared_ptr<Arena::Block>> DeviceMemory::Allocate(const std::
     std::unique_ptr<Arena>& made = arenas_[context->context()];
     if (made == nullptr) {
       made = std::make_unique<Arena>(
-          max_bytes_, kFirstStagingBytes,
-          [context](int64_t size) -> absl::StatusOr<std::shared_ptr<const Backing>> {
-            const CudaDriver& driver = context->driver();
-            const CudaDriver::Scope scope(driver, context->context());
-            if (!scope.status().ok()) return scope.status();
-            CuDevicePointer base = 0;
-            if (driver.MemAlloc(&base, static_cast<size_t>(size)) != 0) {
-              return absl::ResourceExhaustedError(absl::StrCat("the GPU has no ", size, " bytes left"));
-            }
-            CuIpcHandle handle{};
-            if (absl::Status status = driver.Check(driver.IpcGetMemHandle(&handle, base), "cuIpcGetMemHandle"); !status.ok()) {
-              static_cast<void>(driver.MemFree(base));
-              return status;
-            }
-            return std::make_shared<DeviceBacking>(context, base, size, handle, /*owned=*/true);
-          },
-          drop_);
+          max_bytes_, kFirstStagingBytes, [context](int64_t size) { return DeviceBacking::Allocate(context, size); }, drop_);
     }
     arena = made.get();
   }

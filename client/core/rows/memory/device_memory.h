@@ -66,6 +66,9 @@ class DeviceBacking final : public Backing {
   // Of the caller: not freed here.
   DeviceBacking(std::shared_ptr<DeviceContext> context, CuDevicePointer base, int64_t bytes, const CuIpcHandle& handle, bool owned)
       : context_(std::move(context)), base_(base), bytes_(bytes), handle_(handle), owned_(owned) {}
+  // Memory of this client that can be exported. RESOURCE_EXHAUSTED if there is none left.
+  static absl::StatusOr<std::shared_ptr<const DeviceBacking>> Allocate(const std::shared_ptr<DeviceContext>& context,
+                                                                       int64_t bytes);
   ~DeviceBacking() override;
 
   uint8_t* data() const override { return reinterpret_cast<uint8_t*>(static_cast<uintptr_t>(base_)); }
