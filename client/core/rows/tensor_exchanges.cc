@@ -1,6 +1,7 @@
 #include "client/core/rows/tensor_exchanges.h"
 
 #define XXH_INLINE_ALL
+#include <grpcpp/generic/generic_stub.h>
 #include <xxhash.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -26,16 +28,6 @@ std::string Checksum(const RowsView& tensor) {
   XXH128_canonical_t canonical;
   XXH128_canonicalFromHash(&canonical, XXH3_128bits(tensor.data, static_cast<size_t>(tensor.bytes())));
   return std::string(reinterpret_cast<const char*>(canonical.digest), sizeof(canonical.digest));
-}
-
-// Puts the next chunk of the rows, from `*offset` on, into a request; whether it is the last one.
-template <typename Message>
-bool PutChunk(const RowsView& rows, int64_t chunk_bytes, int64_t* offset, Message* request) {
-  const int64_t bytes = std::min(rows.bytes() - *offset, chunk_bytes);
-  request->mutable_chunk()->set_offset_bytes(*offset);
-  request->mutable_chunk()->set_data(static_cast<const unsigned char*>(rows.data) + *offset, static_cast<size_t>(bytes));
-  *offset += bytes;
-  return *offset == rows.bytes();
 }
 
 // What the attempts of a call share.
@@ -68,22 +60,25 @@ class StreamExchange : public Exchange {
   std::unique_ptr<Stream> stream_;
 };
 
-// One stream of an upload: header up, offset down, bytes up, head down.
-class UploadStream : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1::UploadWeightsResponse> {
+// One stream of rows that go up: header and chunks up, the answer down. Those of an upload begin where the server says.
+template <typename Request, typename Response>
+class SendingStream : public grpc::ClientBidiReactor<Request, Response> {
  public:
-  UploadStream(Shared& shared, const RowsView& tensor, Exchange::Done done)
-      : shared_(shared), tensor_(tensor), done_(std::move(done)) {}
+  SendingStream(Shared& shared, const RowsView& rows, Exchange::Done done)
+      : shared_(shared), rows_(rows), done_(std::move(done)), stub_(shared.core.channel()) {
+    if (!kIsUpload) offset_ = 0;
+  }
 
   void Start(const google::protobuf::Message& header, grpc::ClientContext* context) {
-    *request_.mutable_header() = static_cast<const v1::UploadWeightsHeader&>(header);
-    shared_.core.heads().async()->UploadWeights(context, this);
-    StartRead(&response_);
-    StartWrite(&request_);
-    StartCall();
+    request_.mutable_header()->CopyFrom(header);
+    stub_.PrepareBidiStreamingCall(context, MethodOf(header).path, grpc::StubOptions(), this);
+    this->StartRead(&response_);
+    this->StartWrite(&request_);
+    this->StartCall();
   }
 
   void OnWriteDone(bool ok) noexcept override {
-    if (!ok) return;  // OnDone says why
+    if (!ok || half_closed_) return;  // not ok: the server has answered, or the connection broke; OnDone says why
     {
       std::lock_guard<std::mutex> lock(mutex_);
       header_written_ = true;
@@ -95,21 +90,9 @@ class UploadStream : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1
   void OnReadDone(bool ok) noexcept override {
     if (!ok) return;
     bool start_chunks = false;
-    if (response_.has_resume_offset_bytes() && !offset_known_) {
-      const int64_t offset = response_.resume_offset_bytes();
-      if (offset < 0 || offset > tensor_.bytes()) {
-        return Fail(absl::StrCat("resume offset ", offset, " of ", tensor_.bytes(), " bytes"));
-      }
-      offset_known_ = true;
-      std::lock_guard<std::mutex> lock(mutex_);
-      offset_ = offset;
-      start_chunks = header_written_;  // else OnWriteDone goes on
-    } else if (response_.has_head() && offset_known_ && head_ == nullptr) {
-      head_ = std::make_unique<v1::Head>(response_.head());
-    } else {
-      return Fail("an upload is answered by its offset, then by the head");
-    }
-    StartRead(&response_);
+    answer_error_ = Take(&start_chunks);
+    if (!answer_error_.ok()) return shared_.context.End();
+    this->StartRead(&response_);
     if (start_chunks) WriteNext();
   }
 
@@ -117,83 +100,63 @@ class UploadStream : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1
     const Exchange::Done done = std::move(done_);
     if (!answer_error_.ok()) return done(answer_error_);
     if (!status.ok()) return done(FromGrpcStatus(status, shared_.core.target()));
-    if (head_ == nullptr) return done(MakeAnswerError("the upload ended without the head"));
-    done(Answer{.message = std::move(head_)});
+    if (answer_ == nullptr) return done(MakeAnswerError("the rows are sent, and there is no answer"));
+    done(Answer{.message = std::move(answer_)});
   }
 
  private:
+  static constexpr bool kIsUpload = std::is_same_v<Request, v1::UploadWeightsRequest>;
+
+  absl::Status Take(bool* start_chunks) {
+    if constexpr (!kIsUpload) {
+      answer_ = std::make_unique<Response>(response_);
+    } else if (response_.has_resume_offset_bytes() && !offset_known_) {
+      const int64_t offset = response_.resume_offset_bytes();
+      if (offset < 0 || offset > rows_.bytes()) {
+        return MakeAnswerError(absl::StrCat("resume offset ", offset, " of ", rows_.bytes(), " bytes"));
+      }
+      offset_known_ = true;
+      std::lock_guard<std::mutex> lock(mutex_);
+      offset_ = offset;
+      *start_chunks = header_written_;  // else OnWriteDone goes on
+    } else if (response_.has_head() && offset_known_ && answer_ == nullptr) {
+      answer_ = std::make_unique<v1::Head>(response_.head());
+    } else {
+      return MakeAnswerError("an upload is answered by its offset, then by the head");
+    }
+    return absl::OkStatus();
+  }
+
   // Runs on one thread at a time: either the reaction that completed the pair (header written, offset known), or the reaction to
   // the write before.
   void WriteNext() {
+    const int64_t bytes = std::min(rows_.bytes() - *offset_, shared_.core.options().chunk_bytes);
     shared_.sent = *offset_;
-    if (*offset_ == tensor_.bytes()) {
-      if (!half_closed_) StartWritesDone();
-      half_closed_ = true;
-      return;
-    }
-    half_closed_ = PutChunk(tensor_, shared_.core.options().chunk_bytes, &*offset_, &request_);
-    if (half_closed_) {
-      shared_.sent = *offset_;
-      StartWriteLast(&request_, grpc::WriteOptions());
-    } else {
-      StartWrite(&request_);
-    }
-  }
-
-  void Fail(const std::string& message) {
-    answer_error_ = MakeAnswerError(message);
-    shared_.context.End();
+    half_closed_ = *offset_ + bytes == rows_.bytes();
+    if (bytes == 0) return this->StartWritesDone();
+    request_.mutable_chunk()->set_offset_bytes(*offset_);
+    request_.mutable_chunk()->set_data(static_cast<const unsigned char*>(rows_.data) + *offset_, static_cast<size_t>(bytes));
+    *offset_ += bytes;
+    if (half_closed_) shared_.sent = *offset_;
+    half_closed_ ? this->StartWriteLast(&request_, grpc::WriteOptions()) : this->StartWrite(&request_);
   }
 
   Shared& shared_;
-  const RowsView tensor_;
+  const RowsView rows_;
   Exchange::Done done_;
+  grpc::TemplatedGenericStub<Request, Response> stub_;
 
   std::mutex mutex_;  // the meeting of OnWriteDone and OnReadDone
   bool header_written_ = false;
   std::optional<int64_t> offset_;  // next byte to send; once set, the writer's alone
 
-  v1::UploadWeightsRequest request_;
+  Request request_;
   bool half_closed_ = false;
 
-  v1::UploadWeightsResponse response_;
+  Response response_;
   bool offset_known_ = false;
-  std::unique_ptr<v1::Head> head_;
+  std::unique_ptr<google::protobuf::Message> answer_;
   absl::Status answer_error_;
-};
-
-// One stream of a gradient: header and bytes up.
-class GradientStream : public grpc::ClientWriteReactor<v1::AddGradientRequest> {
- public:
-  GradientStream(Shared& shared, const RowsView& rows, Exchange::Done done)
-      : shared_(shared), rows_(rows), done_(std::move(done)) {}
-
-  void Start(const google::protobuf::Message& header, grpc::ClientContext* context) {
-    *request_.mutable_header() = static_cast<const v1::AddGradientHeader&>(header);
-    shared_.core.heads().async()->AddGradient(context, &response_, this);
-    rows_.bytes() == 0 ? StartWriteLast(&request_, grpc::WriteOptions()) : StartWrite(&request_);
-    StartCall();
-  }
-
-  void OnWriteDone(bool ok) noexcept override {
-    if (!ok || offset_ == rows_.bytes()) return;  // not ok: the server has answered, or the connection broke; OnDone tells
-    const bool last = PutChunk(rows_, shared_.core.options().chunk_bytes, &offset_, &request_);
-    last ? StartWriteLast(&request_, grpc::WriteOptions()) : StartWrite(&request_);
-  }
-
-  void OnDone(const grpc::Status& status) noexcept override {
-    const Exchange::Done done = std::move(done_);
-    if (!status.ok()) return done(FromGrpcStatus(status, shared_.core.target()));
-    done(Answer{.message = std::make_unique<v1::AddGradientResponse>(response_)});
-  }
-
- private:
-  Shared& shared_;
-  const RowsView rows_;
-  Exchange::Done done_;
-  v1::AddGradientRequest request_;
-  v1::AddGradientResponse response_;
-  int64_t offset_ = 0;
 };
 
 // What a download is to be like.
@@ -318,11 +281,13 @@ void Describe(const RowsView& tensor, v1::UploadWeightsHeader* header) {
 }
 
 std::unique_ptr<Exchange> MakeUploadExchange(Core& core, const RowsView& tensor) {
-  return std::make_unique<StreamExchange<UploadStream, RowsView>>(core, tensor, tensor.bytes());
+  return std::make_unique<StreamExchange<SendingStream<v1::UploadWeightsRequest, v1::UploadWeightsResponse>, RowsView>>(
+      core, tensor, tensor.bytes());
 }
 
 std::unique_ptr<Exchange> MakeGradientExchange(Core& core, const RowsView& rows) {
-  return std::make_unique<StreamExchange<GradientStream, RowsView>>(core, rows, rows.bytes());
+  return std::make_unique<StreamExchange<SendingStream<v1::AddGradientRequest, v1::AddGradientResponse>, RowsView>>(core, rows,
+                                                                                                                    rows.bytes());
 }
 
 std::unique_ptr<Exchange> MakeDownloadExchange(Core& core, const google::protobuf::Message& request, const RowsView& result) {
