@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/core/link/error.h"
 #include "client/core/link/notice.h"
 #include "client/core/rows/tensor_exchanges.h"
 #include "client/cpp/src/calls.h"
@@ -57,20 +58,14 @@ void AddOutputs(const TokenOutputs& outputs, v1::MicroBatchHeader& header) {
 void Describe(const RowsView& hidden, const MicroBatchOptions& options, LossCall& call) {
   call.memory.rows = hidden;
   v1::MicroBatchHeader& header = call.header;
-  if (options.micro_batch.has_value()) header.set_micro_batch(*options.micro_batch);
-  header.set_attempt(options.attempt);
+  WriteFields(options, header);
   header.set_compute_mode(options.forward_only ? v1::COMPUTE_MODE_FORWARD_ONLY : v1::COMPUTE_MODE_FORWARD_BACKWARD);
   header.set_row_count(hidden.row_count);
   header.set_hidden_size(hidden.hidden_size);
   header.set_data_type(ToProto(hidden.data_type));
   header.set_commit_mode(static_cast<v1::CommitMode>(options.commit));
-  header.set_allow_held(options.allow_held);
-  header.set_late_token_factors(options.late_token_factors);
-  header.set_on_mismatch(static_cast<v1::OnMismatch>(options.on_mismatch));
-  header.set_non_finite_policy(static_cast<v1::NonFinitePolicy>(options.non_finite_policy));
   AddOutputs(options.outputs, header);
   header.set_return_grad_hidden(options.return_grad_hidden.value_or(!options.forward_only));
-  if (options.grad_hidden_data_type.has_value()) header.set_grad_hidden_data_type(ToProto(*options.grad_hidden_data_type));
   if (options.grad_hidden_scale != 1.0) header.set_grad_hidden_scale(options.grad_hidden_scale);
 }
 
@@ -78,14 +73,10 @@ void Describe(const RowsView& hidden, const MicroBatchOptions& options, LossCall
 void AddTerm(LossCall& call, const LossTerm& term, const HeadHandle& head, const HeadHandle* teacher, std::optional<int64_t> step) {
   v1::LossTerm& proto = *call.header.add_terms();
   *proto.mutable_head() = head.At(step);
-  proto.set_row_start(term.row_start);
-  if (term.row_count.has_value()) proto.set_row_count(*term.row_count);
-  proto.set_ignore_index(term.ignore_index);
-  proto.set_loss_scale(term.loss_scale);
+  WriteFields(term, proto);
   if (!term.token_weights.empty()) *proto.mutable_token_weights() = ToProto(term.token_weights);
   if (!term.entropy_factors.empty()) *proto.mutable_entropy_factors() = ToProto(term.entropy_factors);
   if (!term.lse_factors.empty()) *proto.mutable_lse_factors() = ToProto(term.lse_factors);
-  if (term.expected_weight_version.has_value()) proto.set_expected_weight_version(*term.expected_weight_version);
   const auto* const jsd = std::get_if<JsdOptions>(&term.loss);
   // Required for cross entropy, also where there are no rows.
   if (!term.targets.empty() || jsd == nullptr) *proto.mutable_targets() = ToProto(term.targets);
@@ -264,29 +255,25 @@ LossTerm MakeTerm(absl::Span<const int32_t> targets, const MicroBatchOptions& mi
   return term;
 }
 
-template <typename Response, typename Result, typename Message, typename Convert>
-Future<Result> Decide(const ContributionKey& key, Message message, const CallOptions& options, Convert convert) {
+template <typename Response, typename Result, typename Message>
+Future<Result> Decide(const ContributionKey& key, Message message, const CallOptions& options) {
   message.mutable_heads()->Assign(key.heads.begin(), key.heads.end());
   message.set_micro_batch(key.micro_batch);
   message.set_attempt(key.attempt);
-  return internal::Start<Result>(
-      key.core, std::move(message), options, {},
-      [convert](const Answer& answer) -> absl::StatusOr<Result> { return convert(static_cast<const Response&>(*answer.message)); });
+  return internal::Start<Result>(key.core, std::move(message), options, {}, [](const Answer& answer) {
+    return internal::Read<Result>(static_cast<const Response&>(*answer.message));
+  });
 }
 
 Future<CommitResult> StartCommit(const ContributionKey& key, const CommitOptions& commit, const CallOptions& options) {
   v1::CommitMicroBatchRequest request;
   request.set_factor(commit.factor);
   if (!commit.token_factors.empty()) *request.mutable_token_factors() = ToProto(commit.token_factors);
-  return Decide<v1::CommitMicroBatchResponse, CommitResult>(
-      key, std::move(request), options,
-      [](const v1::CommitMicroBatchResponse& response) { return CommitResult{response.replayed()}; });
+  return Decide<v1::CommitMicroBatchResponse, CommitResult>(key, std::move(request), options);
 }
 
 Future<DiscardResult> StartDiscard(const ContributionKey& key, const CallOptions& options) {
-  return Decide<v1::DiscardMicroBatchResponse, DiscardResult>(
-      key, v1::DiscardMicroBatchRequest(), options,
-      [](const v1::DiscardMicroBatchResponse& response) { return DiscardResult{response.dropped()}; });
+  return Decide<v1::DiscardMicroBatchResponse, DiscardResult>(key, v1::DiscardMicroBatchRequest(), options);
 }
 
 ContributionKey KeyOf(const HeadHandle& head, int64_t step, int64_t micro_batch) {

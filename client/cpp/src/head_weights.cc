@@ -120,7 +120,7 @@ absl::StatusOr<SaveResult> Head::Save(const std::string& checkpoint, bool overwr
   request.set_checkpoint(checkpoint);
   request.set_overwrite(overwrite);
   HEADWATER_ASSIGN_OR_RETURN(auto response, Run<v1::SaveCheckpointResponse>(*handle_->core, std::move(request), options));
-  return SaveResult{response.checkpoint(), response.step(), response.total_bytes()};
+  return internal::Read<SaveResult>(response);
 }
 
 absl::StatusOr<HeadInfo> Head::Restore(const std::string& checkpoint, const CallOptions& options) {

@@ -22,7 +22,7 @@ Future<StreamedRows> Teacher::Stream(RowsView rows, absl::Span<const int32_t> ro
   header.set_tenant(absl::StrCat("tenants/", core_->options().tenant));
   const internal::CallMemory memory{.rows = rows, .teachers = {}, .result = {}, .cuda_stream = options.cuda_stream};
   return internal::Start<StreamedRows>(core_, std::move(header), options, memory, [](const internal::Answer& answer) {
-    return StreamedRows{static_cast<const v1::StreamTeacherResponse&>(*answer.message).row_count()};
+    return internal::Read<StreamedRows>(static_cast<const v1::StreamTeacherResponse&>(*answer.message));
   });
 }
 
