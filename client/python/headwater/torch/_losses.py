@@ -109,18 +109,23 @@ class _Call:
     """One forward: what is computed, of which rows."""
 
     hidden: torch.Tensor  # (..., hidden_size)
-    run: Callable[..., LossResult]  # `run(rows, token_weights=..., **keywords of a loss call)`
     targets: torch.Tensor | None  # (num_tokens,)
     token_weights: torch.Tensor | None  # (num_tokens,)
     class_weights: torch.Tensor | None  # in the mean's divisor
-    ignored: torch.Tensor | None  # (num_tokens,) bool; None: no token is ignored
+    ignore_index: int
     teacher: Head | None = None
     teacher_hidden: torch.Tensor | None = None
     comes_once: bool = False  # whether rows of another stream take part, which one call alone gets
+    run: Callable[..., LossResult] = dataclasses.field(init=False)  # `run(rows, token_weights=..., **keywords of a loss call)`
     rows: torch.Tensor = dataclasses.field(init=False)  # (num_tokens, hidden_size)
+    ignored: torch.Tensor | None = dataclasses.field(init=False)  # (num_tokens,) bool; None: no token is ignored
+    items: float | None = None  # the mean's divisor if the caller has named it
+    contribution: Contribution | None = None  # what it adds to the head's step
+    wants_grad_hidden: bool = False
 
     def __post_init__(self) -> None:
         self.rows = self.hidden.reshape(-1, self.hidden.shape[-1])
+        self.ignored = None if self.targets is None else self.targets.detach() == self.ignore_index
 
 
 class _Loss(torch.nn.Module):
@@ -176,33 +181,39 @@ class _Loss(torch.nn.Module):
             "timeout_s": self._timeout_s,
         }
 
+    def _call_of(self, hidden: torch.Tensor, targets: Any, token_weights: Any) -> _Call:
+        """What is computed of these rows, which `run` is still missing of."""
+        _check_hidden(hidden, "hidden")
+        flat_targets, flat_weights = _flat(targets, hidden, "targets"), _flat(token_weights, hidden, "token_weights")
+        return _Call(hidden, flat_targets, flat_weights, self.weight, self.ignore_index)
+
     def extra_repr(self) -> str:
         return f"{self.head!r}, reduction={self.reduction!r}, ignore_index={self.ignore_index}"
 
     def _loss(self, call: _Call, num_items_in_batch: float | None) -> torch.Tensor | LossOutputs:
         """Makes the call in the mode that autograd asks for."""
-        items = self._items(call, num_items_in_batch)
+        call.items = self._items(call, num_items_in_batch)
         contributes = torch.is_grad_enabled() and self.head.spec.trainable
-        wants_grad_hidden = torch.is_grad_enabled() and call.hidden.requires_grad
+        call.wants_grad_hidden = torch.is_grad_enabled() and call.hidden.requires_grad
         asked = [name for name in TOKEN_OUTPUTS if name in {*self.outputs, *self.differentiable}]
         if self.reduction == "none":
             asked = list(dict.fromkeys((*asked, "token_loss")))
         run = functools.partial(call.run, call.rows, outputs=asked)
         outcome: Outcome | None = None
-        if not (contributes or wants_grad_hidden):
+        if not (contributes or call.wants_grad_hidden):
             result = run(token_weights=call.token_weights, backward=False)
         elif in_checkpoint_recompute():
             result = run(token_weights=call.token_weights, backward=False)
             outcome = RecomputedOutcome()
         else:
-            contribution = Contribution(self.head, self.micro_batch_source, self._timeout_s) if contributes else None
+            call.contribution = Contribution(self.head, self.micro_batch_source, self._timeout_s) if contributes else None
             try:
-                result, outcome = self._with_gradients(call, run, items, contribution, wants_grad_hidden)
+                result, outcome = self._with_gradients(call, run)
             except BaseException:
-                if contribution is not None:
-                    contribution.drop()
+                if call.contribution is not None:
+                    call.contribution.drop()
                 raise
-        values = self._values(result, call, items)
+        values = self._values(result, call)
         if outcome is not None:
             anchor = torch.zeros((), device="cpu", requires_grad=True) if contributes else None
             tracked = tuple(values[name] for name in self.differentiable)
@@ -228,57 +239,44 @@ class _Loss(torch.nn.Module):
             )
         return items
 
-    def _takes_two_calls(self, call: _Call, contributes: bool) -> bool:
+    def _takes_two_calls(self, call: _Call) -> bool:
         if self.differentiable != ("loss",):
             return True
         return (
             self.reduction == "none"
-            and contributes
+            and call.contribution is not None
             and not call.comes_once
             and (self._had_vector or not self.head.spec.staging_slots)
         )
 
-    def _with_gradients(
-        self,
-        call: _Call,
-        run: Callable[..., LossResult],
-        items: float | None,
-        contribution: Contribution | None,
-        wants_grad_hidden: bool,
-    ) -> tuple[LossResult, Outcome]:
+    def _with_gradients(self, call: _Call, run: Callable[..., LossResult]) -> tuple[LossResult, Outcome]:
         """Computes losses and outputs, and how backward differentiates them."""
-        if not self._takes_two_calls(call, contribution is not None):
+        if not self._takes_two_calls(call):
             try:
-                return self._in_one_call(call, run, items, contribution, wants_grad_hidden)
+                return self._in_one_call(call, run)
             except MicroBatchConflictError:
                 # A process that is gone may have added it by a second call. So does this one, and adds nothing.
                 if self.reduction != "none" or call.comes_once:
                     raise
         result = run(token_weights=call.token_weights, backward=False)
         return result, TwoCallOutcome(
-            self._second_call(call, contribution, wants_grad_hidden),
+            self._second_call(call),
             self.differentiable,
-            None if self.reduction == "none" else _inverse(self._divisor(result, items)),
+            None if self.reduction == "none" else _inverse(self._divisor(result, call)),
             call.ignored,
         )
 
-    def _second_call(self, call: _Call, contribution: Contribution | None, wants_grad_hidden: bool) -> SecondCall:
-        keywords = {"return_grad_hidden": wants_grad_hidden, "grad_hidden_scale": self.grad_hidden_scale}
+    def _second_call(self, call: _Call) -> SecondCall:
+        keywords = {"return_grad_hidden": call.wants_grad_hidden, "grad_hidden_scale": self.grad_hidden_scale}
         others = [] if call.teacher_hidden is None else [call.teacher_hidden]
         heads = [self.head] if call.teacher is None else [self.head, call.teacher]
-        return SecondCall(contribution, call.run, call.rows, call.token_weights, others, heads, keywords)
+        return SecondCall(call.contribution, call.run, call.rows, call.token_weights, others, heads, keywords)
 
-    def _in_one_call(
-        self,
-        call: _Call,
-        run: Callable[..., LossResult],
-        items: float | None,
-        contribution: Contribution | None,
-        wants_grad_hidden: bool,
-    ) -> tuple[LossResult, Outcome]:
+    def _in_one_call(self, call: _Call, run: Callable[..., LossResult]) -> tuple[LossResult, Outcome]:
         """Computes gradients at forward."""
+        contribution, items = call.contribution, call.items
         late = self.reduction == "none" and call.comes_once
-        keywords: dict[str, Any] = {"token_weights": call.token_weights, "return_grad_hidden": wants_grad_hidden}
+        keywords: dict[str, Any] = {"token_weights": call.token_weights, "return_grad_hidden": call.wants_grad_hidden}
         if self.loss_scale is not None:
             total = 1.0
             if self.reduction == "mean":
@@ -300,12 +298,12 @@ class _Loss(torch.nn.Module):
                 else:
                     warn_of_held(self.head)
         if self.reduction != "none":
-            factor = _inverse(self._divisor(result, items))
+            factor = _inverse(self._divisor(result, call))
             return result, ScalarOutcome(
                 result, contribution, self.grad_hidden_scale, factor=factor, declared_scale=self.loss_scale
             )
         has_second = contribution is not None and not late
-        second_call = self._second_call(call, contribution, wants_grad_hidden) if has_second else None
+        second_call = self._second_call(call) if has_second else None
         return result, TokenOutcome(
             result,
             contribution,
@@ -315,11 +313,11 @@ class _Loss(torch.nn.Module):
             on_vector=functools.partial(setattr, self, "_had_vector", True),
         )
 
-    def _divisor(self, result: LossResult, items: float | None) -> float:
+    def _divisor(self, result: LossResult, call: _Call) -> float:
         """The divisor of a sum or a mean."""
-        return 1.0 if self.reduction == "sum" else result.target_weight_sum if items is None else items
+        return 1.0 if self.reduction == "sum" else result.target_weight_sum if call.items is None else call.items
 
-    def _values(self, result: LossResult, call: _Call, items: float | None) -> dict[str, torch.Tensor]:
+    def _values(self, result: LossResult, call: _Call) -> dict[str, torch.Tensor]:
         """The loss and the outputs that were asked for, without a graph."""
         shape, device = call.hidden.shape[:-1], call.hidden.device
         values: dict[str, torch.Tensor] = {}
@@ -333,7 +331,7 @@ class _Loss(torch.nn.Module):
             if call.token_weights is not None:
                 losses = losses * call.token_weights.detach().float().cpu()
             return {"loss": losses.reshape(shape).to(device), **values}
-        divisor = self._divisor(result, items)
+        divisor = self._divisor(result, call)
         for name in ("loss", *(name for name in _PARTS if name in self.outputs)):
             value = getattr(result, f"{name}_sum") / divisor if divisor else 0.0
             values[name] = torch.tensor(value, dtype=torch.float32, device=device)
@@ -490,26 +488,17 @@ class CrossEntropyLoss(_Loss):
         Returns:
             The loss, or `LossOutputs` with `outputs` or `differentiable`.
         """
-        _check_hidden(hidden, "hidden")
-        flat_targets = _flat(_shifted(targets, self.shift, self.ignore_index, "targets"), hidden, "targets")
-        flat_weights = _flat(_shifted(token_weights, self.shift, 0, "token_weights"), hidden, "token_weights")
-        call = _Call(
-            hidden=hidden,
-            run=self.head.cross_entropy,
-            targets=flat_targets,
-            token_weights=flat_weights,
-            class_weights=self.weight,
-            ignored=None if flat_targets is None else flat_targets.detach() == self.ignore_index,
-        )
+        shifted_weights = _shifted(token_weights, self.shift, 0, "token_weights")
+        call = self._call_of(hidden, _shifted(targets, self.shift, self.ignore_index, "targets"), shifted_weights)
         options = {**self._options(), "temperature": self.temperature, "token_scaling": self.token_scaling}
         items = self.num_items_in_batch if num_items_in_batch is None else num_items_in_batch
         if self.z_loss_divisor == "tokens" and self.weight is not None and items is None:
-            tokens = _weight_sum(call, flat_weights, None)
-            ratio = _weight_sum(call, flat_weights, self.weight) * _inverse(tokens)
+            tokens = _weight_sum(call, call.token_weights, None)
+            ratio = _weight_sum(call, call.token_weights, self.weight) * _inverse(tokens)
             # The negative of all class weights makes the same mean, and has a divisor > 0.
             options.update(z_loss=self.z_loss * abs(ratio), class_weights=self.weight if ratio >= 0 else -self.weight)
             call.class_weights = options["class_weights"]
-        call.run = functools.partial(self.head.cross_entropy, targets=flat_targets, **options)
+        call.run = functools.partial(self.head.cross_entropy, targets=call.targets, **options)
         return self._loss(call, num_items_in_batch)
 
 
@@ -571,12 +560,11 @@ class JSDLoss(_Loss):
             join_key, total_rows, row_indices, teacher_dtype: with JOIN, as in `Head.jsd`; row_indices is (...), one for each token.
                 Activation checkpointing would ask for the rows twice: keep the loss out of what is computed again.
         """
-        _check_hidden(hidden, "hidden")
+        call = self._call_of(hidden, targets, token_weights)
         if teacher_hidden is not JOIN:
-            teacher_hidden = _teacher_rows(hidden, teacher_hidden)
-        flat_targets = _flat(targets, hidden, "targets")
-        flat_weights = _flat(token_weights, hidden, "token_weights")
-        run = functools.partial(
+            teacher_hidden = call.teacher_hidden = _teacher_rows(hidden, teacher_hidden)
+        call.teacher, call.comes_once = self.teacher, teacher_hidden is JOIN
+        call.run = functools.partial(
             self.head.jsd,
             teacher=self.teacher,
             teacher_hidden=teacher_hidden,
@@ -584,20 +572,9 @@ class JSDLoss(_Loss):
             total_rows=total_rows,
             row_indices=_flat(row_indices, hidden, "row_indices"),
             teacher_dtype=teacher_dtype,
-            targets=flat_targets,
+            targets=call.targets,
             **self._divergence,
             **self._options(),
-        )
-        call = _Call(
-            hidden=hidden,
-            run=run,
-            targets=flat_targets,
-            token_weights=flat_weights,
-            class_weights=self.weight,
-            ignored=None if flat_targets is None else flat_targets.detach() == self.ignore_index,
-            teacher=self.teacher,
-            teacher_hidden=None if teacher_hidden is JOIN else teacher_hidden,
-            comes_once=teacher_hidden is JOIN,
         )
         return self._loss(call, num_items_in_batch)
 
