@@ -5,6 +5,7 @@ Callers switch on the class or on `HeadwaterError.reason` (catalogue: docs/error
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -55,43 +56,29 @@ class HeadwaterError(Exception):
 class InvalidArgumentError(HeadwaterError, ValueError):
     """The arguments are wrong whatever the state. Most are found before anything is sent."""
 
-    code = "INVALID_ARGUMENT"
-
 
 class NotFoundError(HeadwaterError, LookupError):
     """No such head, checkpoint, micro-batch or file."""
-
-    code = "NOT_FOUND"
 
 
 class AlreadyExistsError(HeadwaterError):
     """A head or checkpoint of that name exists."""
 
-    code = "ALREADY_EXISTS"
-
 
 class FailedPreconditionError(HeadwaterError):
     """The state must change first."""
-
-    code = "FAILED_PRECONDITION"
 
 
 class AbortedError(HeadwaterError):
     """What the caller believes about the head is out of date."""
 
-    code = "ABORTED"
-
 
 class ResourceExhaustedError(HeadwaterError):
     """Memory, a staging slot, a queue or a quota is used up."""
 
-    code = "RESOURCE_EXHAUSTED"
-
 
 class UnavailableError(HeadwaterError, ConnectionError):
     """The server is not there, is starting or is draining. The call may or may not have been carried out: see `Head.step_state`."""
-
-    code = "UNAVAILABLE"
 
 
 class ClientClosedError(UnavailableError):
@@ -113,43 +100,29 @@ class ClientClosedError(UnavailableError):
 class UnimplementedError(HeadwaterError, NotImplementedError):
     """The server does not have this part of the API."""
 
-    code = "UNIMPLEMENTED"
-
 
 class DataLossError(HeadwaterError):
     """A checksum does not match, or a file is damaged."""
-
-    code = "DATA_LOSS"
 
 
 class CancelledError(HeadwaterError):
     """The call was cancelled."""
 
-    code = "CANCELLED"
-
 
 class DeadlineExceededError(HeadwaterError, TimeoutError):
     """The call took longer than its `timeout_s`."""
-
-    code = "DEADLINE_EXCEEDED"
 
 
 class InternalError(HeadwaterError):
     """The engine failed, or the server has a defect."""
 
-    code = "INTERNAL"
-
 
 class UnauthenticatedError(HeadwaterError):
     """No token or certificate, or one that is not known."""
 
-    code = "UNAUTHENTICATED"
-
 
 class PermissionDeniedError(HeadwaterError, PermissionError):
     """The token does not allow this call."""
-
-    code = "PERMISSION_DENIED"
 
 
 class TransportUnavailableError(FailedPreconditionError):
@@ -255,7 +228,11 @@ class FeatureNotBuiltError(UnimplementedError):
     """Part of the API that this build does not have; `metadata["feature"]` says which."""
 
 
-_CODE_CLASSES: dict[str, type[HeadwaterError]] = {cls.code: cls for cls in HeadwaterError.__subclasses__()}
+# The codes' own classes, which are called as they are: NotFoundError is NOT_FOUND's.
+_CODE_CLASSES: dict[str, type[HeadwaterError]] = {}
+for _cls in HeadwaterError.__subclasses__():
+    _cls.code = re.sub(r"\B(?=[A-Z])", "_", _cls.__name__.removesuffix("Error")).upper()
+    _CODE_CLASSES[_cls.code] = _cls
 
 _REASON_CLASSES: dict[str, type[HeadwaterError]] = {
     "EPOCH_FENCED": EpochFencedError,
