@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 
 #include "absl/strings/str_cat.h"
 #include "client/core/link/connect.h"
@@ -24,8 +23,6 @@ constexpr std::chrono::seconds kIdleRecoveryTimeout{60};
 constexpr std::chrono::seconds kIdleRecoveryPause{1};
 // How long the end of a connection may wait for a server that does not answer. The lease ends by itself.
 constexpr std::chrono::seconds kCloseTimeout{1};
-
-constexpr size_t kRowAlignment = 4096;
 
 }  // namespace
 
@@ -100,23 +97,15 @@ absl::StatusOr<Answer> Core::RunInner(const google::protobuf::Message& message, 
 
 absl::StatusOr<RowMemory> Core::AllocateRows(int64_t bytes) {
   if (options_.transport != Transport::kGrpc && bytes > 0) {
-    absl::StatusOr<SharedRowsBuffer> buffer = row_transport_.memory().AllocateRows(bytes);
-    if (buffer.ok()) {
-      struct Owner {
-        std::shared_ptr<Core> core;  // goes last
-        SharedRowsBuffer buffer;
-      };
-      auto owner = std::make_shared<Owner>(Owner{shared_from_this(), *std::move(buffer)});
-      void* const data = owner->buffer.data();
-      return RowMemory{std::move(owner), data, true};
+    absl::StatusOr<RowMemory> memory = row_transport_.memory().AllocateRows(bytes);
+    if (memory.ok()) {
+      using Owner = std::pair<std::shared_ptr<Core>, std::shared_ptr<void>>;  // the core goes last
+      memory->owner = std::make_shared<Owner>(shared_from_this(), std::move(memory->owner));
     }
-    // Other memory is as scarce.
-    if (absl::IsResourceExhausted(buffer.status())) return buffer.status();
+    // Where there is no room, other memory is as scarce.
+    if (memory.ok() || absl::IsResourceExhausted(memory.status())) return memory;
   }
-  const size_t size = (static_cast<size_t>(bytes) + kRowAlignment) / kRowAlignment * kRowAlignment;
-  void* const data = std::aligned_alloc(kRowAlignment, size);
-  if (data == nullptr) return NoMemoryFor(bytes, "rows");
-  return RowMemory{std::shared_ptr<void>(data, [](void* memory) { std::free(memory); }), data, false};
+  return AllocateOrdinaryRows(bytes);
 }
 
 std::string Core::CurrentEpoch(const std::string& head, const std::string& epoch) const {

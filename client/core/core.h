@@ -31,13 +31,6 @@
 
 namespace headwater::client::internal {
 
-// Memory for rows that the library hands out.
-struct RowMemory {
-  std::shared_ptr<void> owner;  // keeps the memory, and the core
-  void* data = nullptr;         // aligned to 4096 bytes
-  bool shared = false;          // in a region that a server of the same host can map
-};
-
 // Kept by every call; its end waits for its threads, which therefore never hold the last reference. Thread-safe.
 class Core : public std::enable_shared_from_this<Core> {
  public:
@@ -65,7 +58,7 @@ class Core : public std::enable_shared_from_this<Core> {
     return std::move(static_cast<Result&>(*answer->message));
   }
 
-  // Shared if the system and the options allow it, ordinary otherwise. RESOURCE_EXHAUSTED.
+  // Shared if the system and the options allow it, which keeps this object; ordinary otherwise. RESOURCE_EXHAUSTED.
   absl::StatusOr<RowMemory> AllocateRows(int64_t bytes);
 
   // Cancels what is under way and, when that has ended, closes the sessions, both no longer than until `deadline`. Later calls:

@@ -476,7 +476,7 @@ TransferResult TransferWithLateStripe(int64_t sent_rows, milliseconds pace, std:
   std::vector<ConnectionLease> connections;
   for (int i = 0; i < 2; ++i) {
     kept.push_back(Value(DataConnection::Open(peer, {}, deadline)));
-    connections.emplace_back(kept.back());
+    connections.push_back(Lease(kept.back()));
   }
   DelayedTasks timers;
   DelayedTasks workers;
@@ -531,7 +531,7 @@ TEST(TransferCall, EndsWhereThereIsNoMemoryForAnAnswer) {
   // Kept here, as by the pool: gRPC's threads must not end it.
   const std::shared_ptr<DataConnection> connection = Value(DataConnection::Open(peer, {}, deadline));
   std::vector<ConnectionLease> connections;
-  connections.emplace_back(connection);
+  connections.push_back(Lease(connection));
   DelayedTasks timers;
   DelayedTasks workers;
   std::vector<unsigned char> grad(4);

@@ -42,7 +42,7 @@ using client::internal::MakeChannel;
 using client::internal::MemoryPaths;
 using client::internal::MemoryPathsOptions;
 using client::internal::Placement;
-using client::internal::SharedRowsBuffer;
+using client::internal::RowMemory;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -97,19 +97,18 @@ class MemoryPathsTest : public ::testing::Test {
 
 TEST_F(MemoryPathsTest, RowsOfTheSharedRegionStayWhereTheyAre) {
   Start();
-  const SharedRowsBuffer hidden = Value(paths_->AllocateRows(kBytes));
-  const SharedRowsBuffer grad = Value(paths_->AllocateRows(kBytes));
-  const Placement first = Value(Place(HostRows(hidden.data(), grad.data())));
+  const RowMemory hidden = Value(paths_->AllocateRows(kBytes));
+  const RowMemory grad = Value(paths_->AllocateRows(kBytes));
+  const Placement first = Value(Place(HostRows(hidden.data, grad.data)));
   EXPECT_EQ(first.path(), Transport::kSharedMemory);
   EXPECT_EQ(first.why_not_better(), "");
   EXPECT_EQ(first.session_id().size(), 32u);
   ASSERT_TRUE(first.write().has_value());
   EXPECT_EQ(first.reads()[0].shared.region_id(), first.write()->shared.region_id());
-  EXPECT_EQ(first.write()->shared.offset_bytes() - first.reads()[0].shared.offset_bytes(),
-            static_cast<char*>(grad.data()) - static_cast<char*>(hidden.data()));
+  EXPECT_EQ(first.write()->shared.offset_bytes() - first.reads()[0].shared.offset_bytes(), grad.data - hidden.data);
   // A part of them, and without registering anything again.
   CallMemory part;
-  part.rows = FloatsAt(static_cast<char*>(hidden.data()) + 64, 128);
+  part.rows = FloatsAt(hidden.data + 64, 128);
   const Placement second = Value(Place(part));
   EXPECT_EQ(second.reads()[0].shared.region_id(), first.reads()[0].shared.region_id());
   EXPECT_EQ(second.reads()[0].shared.offset_bytes(), first.reads()[0].shared.offset_bytes() + 64);
@@ -137,15 +136,15 @@ TEST_F(MemoryPathsTest, AMicroBatchIsTheSameWhicheverWayItsRowsTake) {
     EXPECT_EQ(std::memcmp(grad, by_grpc.grad_hidden.data(), kBytes), 0);
   };
   {  // in place
-    const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
-    const SharedRowsBuffer grad = Value(paths_->AllocateRows(kBytes));
-    std::memcpy(rows.data(), hidden.data(), kBytes);
-    Placement placement = Value(Place(HostRows(rows.data(), grad.data())));
+    const RowMemory rows = Value(paths_->AllocateRows(kBytes));
+    const RowMemory grad = Value(paths_->AllocateRows(kBytes));
+    std::memcpy(rows.data, hidden.data(), kBytes);
+    Placement placement = Value(Place(HostRows(rows.data, grad.data)));
     SetPlacement(placement, &header);
     header.set_attempt(++attempt);
     const PlacedReply reply = Call(*loss_, header);
     ASSERT_TRUE(placement.Finish().ok());
-    expect_the_same(reply, grad.data());
+    expect_the_same(reply, grad.data);
   }
   {  // through slots
     std::vector<float> rows = hidden;
@@ -160,9 +159,9 @@ TEST_F(MemoryPathsTest, AMicroBatchIsTheSameWhicheverWayItsRowsTake) {
     expect_the_same(reply, grad.data());
   }
   {  // the rows by the region, the gradient by gRPC
-    const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
-    std::memcpy(rows.data(), hidden.data(), kBytes);
-    const Placement placement = Value(Place(HostRows(rows.data(), nullptr)));
+    const RowMemory rows = Value(paths_->AllocateRows(kBytes));
+    std::memcpy(rows.data, hidden.data(), kBytes);
+    const Placement placement = Value(Place(HostRows(rows.data, nullptr)));
     header.clear_grad_hidden_rows();
     SetPlacement(placement, &header);
     header.set_attempt(++attempt);
@@ -201,9 +200,9 @@ TEST_F(MemoryPathsTest, ATeachersRowsMayLieInARegionToo) {
 
 TEST_F(MemoryPathsTest, RegionsAreRegisteredAgainAfterTheServersRestart) {
   Start();
-  const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
+  const RowMemory rows = Value(paths_->AllocateRows(kBytes));
   std::vector<float> elsewhere(static_cast<size_t>(kRows * kHiddenSize));
-  Placement placement = Value(Place(HostRows(rows.data(), elsewhere.data())));
+  Placement placement = Value(Place(HostRows(rows.data, elsewhere.data())));
   const std::string session = placement.session_id();
   const std::string region = placement.reads()[0].shared.region_id();
   const int64_t offset = placement.reads()[0].shared.offset_bytes();
@@ -224,20 +223,20 @@ TEST_F(MemoryPathsTest, RegionsAreRegisteredAgainAfterTheServersRestart) {
   v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, RandomTargets(3, kRows, kVocabSize));
   SetPlacement(placement, &header);
   EXPECT_TRUE(Call(*loss_, header).status.ok());
-  EXPECT_TRUE(Place(HostRows(rows.data(), nullptr)).ok());
+  EXPECT_TRUE(Place(HostRows(rows.data, nullptr)).ok());
 }
 
 TEST_F(MemoryPathsTest, ARegionThatTheServerLostIsRegisteredAgain) {
   Start();
-  const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
-  Placement placement = Value(Place(HostRows(rows.data(), nullptr)));
+  const RowMemory rows = Value(paths_->AllocateRows(kBytes));
+  Placement placement = Value(Place(HostRows(rows.data, nullptr)));
   grpc::ClientContext context;
   v1::UnregisterSharedMemoryRequest request;
   request.set_session_id(placement.session_id());
   request.set_region_id(placement.reads()[0].shared.region_id());
   v1::UnregisterSharedMemoryResponse response;
   ASSERT_TRUE(sessions_->UnregisterSharedMemory(&context, request, &response).ok());
-  Placement another = Value(Place(HostRows(rows.data(), nullptr)));
+  Placement another = Value(Place(HostRows(rows.data, nullptr)));
   EXPECT_EQ(another.reads()[0].shared.region_id(), request.region_id());  // it does not know yet
   ASSERT_TRUE(placement.Renew("", SoonEnough()).ok());
   EXPECT_EQ(placement.session_id(), request.session_id());
@@ -249,18 +248,17 @@ TEST_F(MemoryPathsTest, ARegionThatTheServerLostIsRegisteredAgain) {
 
 TEST_F(MemoryPathsTest, ACallersOwnSessionGetsItsOwnRegistrations) {
   Start();
-  const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
-  const Placement own = Value(Place(HostRows(rows.data(), nullptr)));
+  const RowMemory rows = Value(paths_->AllocateRows(kBytes));
+  const Placement own = Value(Place(HostRows(rows.data, nullptr)));
   v1::OpenSessionResponse session;
   grpc::ClientContext context;
   ASSERT_TRUE(sessions_->OpenSession(&context, {}, &session).ok());
-  const Placement theirs =
-      Value(paths_->Place(HostRows(rows.data(), nullptr), session.session_id(), Transport::kAuto, SoonEnough()));
+  const Placement theirs = Value(paths_->Place(HostRows(rows.data, nullptr), session.session_id(), Transport::kAuto, SoonEnough()));
   EXPECT_EQ(theirs.session_id(), session.session_id());
   EXPECT_NE(theirs.reads()[0].shared.region_id(), own.reads()[0].shared.region_id());
   EXPECT_EQ(theirs.reads()[0].shared.offset_bytes(), own.reads()[0].shared.offset_bytes());
   const absl::StatusOr<Placement> nobodys =
-      paths_->Place(HostRows(rows.data(), nullptr), std::string(32, 's'), Transport::kAuto, SoonEnough());
+      paths_->Place(HostRows(rows.data, nullptr), std::string(32, 's'), Transport::kAuto, SoonEnough());
   EXPECT_EQ(ErrorReason(nobodys.status()), "SESSION_NOT_FOUND");
 }
 
@@ -277,7 +275,7 @@ TEST_F(MemoryPathsTest, SlotsAreUsedAgainAndBounded) {
     if (i == 0) region = placement.reads()[0].shared.region_id();
     EXPECT_EQ(placement.reads()[0].shared.region_id(), region);
   }
-  std::vector<SharedRowsBuffer> held;
+  std::vector<RowMemory> held;
   for (int i = 0; i < 8; ++i) held.push_back(Value(paths_->AllocateRows((int64_t{1} << 20) - 4096)));
   const absl::Status full = paths_->AllocateRows(int64_t{1} << 20).status();
   EXPECT_EQ(ErrorReason(full), "MEMORY_BUDGET_EXCEEDED");
@@ -301,8 +299,8 @@ TEST_F(MemoryPathsTest, WhatWasAbandonedIsNotUsedAgain) {
   }
   EXPECT_NE(Value(Place(HostRows(hidden.data(), nullptr))).reads()[0].shared.region_id(), slot_region);
   // Rows in place: the server has given the region back before the caller hears of it.
-  const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
-  Placement placement = Value(Place(HostRows(rows.data(), nullptr)));
+  const RowMemory rows = Value(paths_->AllocateRows(kBytes));
+  Placement placement = Value(Place(HostRows(rows.data, nullptr)));
   placement.Abandon();
   grpc::ClientContext context;
   v1::UnregisterSharedMemoryRequest request;
@@ -311,7 +309,7 @@ TEST_F(MemoryPathsTest, WhatWasAbandonedIsNotUsedAgain) {
   v1::UnregisterSharedMemoryResponse response;
   const grpc::Status gone = sessions_->UnregisterSharedMemory(&context, request, &response);
   EXPECT_EQ(ErrorReason(client::internal::FromGrpcStatus(gone, "")), "REGION_NOT_FOUND");
-  EXPECT_TRUE(Place(HostRows(rows.data(), nullptr)).ok());  // and registers it again when it is needed
+  EXPECT_TRUE(Place(HostRows(rows.data, nullptr)).ok());  // and registers it again when it is needed
 }
 
 // A server that stands still delays a call that is given up by one time-out, and not by one for each of its tensors.
@@ -334,12 +332,12 @@ TEST_F(MemoryPathsTest, RegionsAreGivenBackAllAtOnce) {
   paths_ = MemoryPaths::Create(server.target(), channel_, {}, {});
   std::vector<float> first(static_cast<size_t>(kRows * kHiddenSize));
   EXPECT_TRUE(Place(HostRows(first.data(), nullptr)).ok());  // which tells that regions are named
-  std::vector<SharedRowsBuffer> buffers;
+  std::vector<RowMemory> buffers;
   CallMemory rows;
   for (int i = 0; i < kRegions; ++i) {
     constexpr int64_t kWholeRegion = int64_t{9} << 20;  // of the size that the next one is made in
     buffers.push_back(Value(paths_->AllocateRows(kWholeRegion << i)));
-    (i == 0 ? rows.rows : rows.teachers.emplace_back()) = FloatsAt(buffers.back().data(), kBytes);
+    (i == 0 ? rows.rows : rows.teachers.emplace_back()) = FloatsAt(buffers.back().data, kBytes);
   }
   Placement placement = Value(Place(rows));
   std::set<std::string> regions;
@@ -357,9 +355,9 @@ TEST_F(MemoryPathsTest, ClosingSendsNothingThatTheServerRefuses) {
   grpc::ClientContext opens;
   ASSERT_TRUE(sessions_->OpenSession(&opens, {}, &other).ok());
   {
-    const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
-    EXPECT_NE(Value(Place(HostRows(rows.data(), nullptr))).session_id(), other.session_id());
-    Value(paths_->Place(HostRows(rows.data(), nullptr), other.session_id(), Transport::kAuto, SoonEnough()));
+    const RowMemory rows = Value(paths_->AllocateRows(kBytes));
+    EXPECT_NE(Value(Place(HostRows(rows.data, nullptr))).session_id(), other.session_id());
+    Value(paths_->Place(HostRows(rows.data, nullptr), other.session_id(), Transport::kAuto, SoonEnough()));
   }
   paths_.reset();
   grpc::ClientContext closes;
@@ -394,8 +392,8 @@ TEST_F(MemoryPathsTest, SaysWhyAPathIsNotThere) {
   const absl::Status gone = Place(HostRows(hidden.data(), nullptr)).status();
   EXPECT_EQ(ErrorReason(gone), "TRANSPORT_UNAVAILABLE");
   EXPECT_THAT(std::string(gone.message()), HasSubstr("cannot be reached from here: No such file"));
-  const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));  // still memory
-  std::memset(rows.data(), 1, kBytes);
+  const RowMemory rows = Value(paths_->AllocateRows(kBytes));  // still memory
+  std::memset(rows.data, 1, kBytes);
 }
 
 TEST_F(MemoryPathsTest, ASocketOfAnotherServerIsNotedBeforeAnythingIsRegistered) {

@@ -37,7 +37,7 @@ using client::internal::CallMemory;
 using client::internal::MakeChannel;
 using client::internal::MemoryPaths;
 using client::internal::Placement;
-using client::internal::SharedRowsBuffer;
+using client::internal::RowMemory;
 using client::internal::Wait;
 using std::chrono::minutes;
 using std::chrono::seconds;
@@ -179,10 +179,8 @@ TEST_F(PlacementCancel, OneOfTwoThatWaitForTheSameRegionGoesAlone) {
       std::vector<char> memory(kFewBytes, 1);
       ASSERT_TRUE(Place(Rows(memory.data(), kFewBytes), Until(kNever)).ok());
       // In one region, which the server does not know yet.
-      const SharedRowsBuffer buffer = Value(paths_->AllocateRows(kManyBytes));
-      const auto half = [&buffer](size_t i) {
-        return Rows(static_cast<char*>(buffer.data()) + i * static_cast<size_t>(kManyBytes / 2), kManyBytes / 2);
-      };
+      const RowMemory buffer = Value(paths_->AllocateRows(kManyBytes));
+      const auto half = [&buffer](size_t i) { return Rows(buffer.data + i * static_cast<size_t>(kManyBytes / 2), kManyBytes / 2); };
       std::stop_source cancels[2];
       std::future<absl::StatusOr<Placement>> placed[2];
       {
@@ -210,11 +208,11 @@ TEST_F(PlacementCancel, OneOfTwoThatWaitForTheSameRegionGoesAlone) {
 // of them it was that asked.
 TEST_F(PlacementCancel, TwoThatShareARegionAreAbandonedTogether) {
   Start(/*by_name=*/false);
-  const SharedRowsBuffer first = Value(paths_->AllocateRows(kFewBytes));
-  const SharedRowsBuffer second = Value(paths_->AllocateRows(kFewBytes));
+  const RowMemory first = Value(paths_->AllocateRows(kFewBytes));
+  const RowMemory second = Value(paths_->AllocateRows(kFewBytes));
   std::vector<Placement> placements;
-  for (const SharedRowsBuffer* buffer : {&first, &second}) {
-    placements.push_back(Value(Place(Rows(buffer->data(), kFewBytes), Until(kNever))));
+  for (const RowMemory* buffer : {&first, &second}) {
+    placements.push_back(Value(Place(Rows(buffer->data, kFewBytes), Until(kNever))));
   }
   std::vector<std::future<void>> abandoned;
   {
@@ -231,7 +229,7 @@ TEST_F(PlacementCancel, TwoThatShareARegionAreAbandonedTogether) {
     }
   }
   for (std::future<void>& task : abandoned) EXPECT_TRUE(EndsSoon(task));
-  EXPECT_TRUE(Place(Rows(first.data(), kFewBytes), Until(kNever)).ok());
+  EXPECT_TRUE(Place(Rows(first.data, kFewBytes), Until(kNever)).ok());
 }
 
 // By the public interface, and many more calls than may wait at a time.

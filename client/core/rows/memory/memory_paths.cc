@@ -1,6 +1,7 @@
 #include "client/core/rows/memory/memory_paths.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <functional>
 #include <utility>
 
@@ -263,23 +264,32 @@ absl::StatusOr<Placement> MemoryPaths::Place(const CallMemory& memory, const std
   return placement;
 }
 
-absl::StatusOr<SharedRowsBuffer> MemoryPaths::AllocateRows(int64_t bytes) {
+absl::StatusOr<RowMemory> AllocateOrdinaryRows(int64_t bytes) {
+  const auto alignment = static_cast<size_t>(Arena::kAlignment);
+  const size_t size = (static_cast<size_t>(bytes) + alignment) / alignment * alignment;
+  auto* const data = static_cast<unsigned char*>(std::aligned_alloc(alignment, size));
+  if (data == nullptr) return NoMemoryFor(bytes, "rows");
+  return RowMemory{.owner = std::shared_ptr<void>(data, std::free), .data = data};
+}
+
+absl::StatusOr<RowMemory> MemoryPaths::AllocateRows(int64_t bytes) {
   auto block = host_.Allocate(bytes);
   if (!block.ok()) {
     if (block.status().code() != absl::StatusCode::kResourceExhausted) return TransportUnavailable(Sentence(block.status()));
     return MakeLocalError(v1::ERROR_REASON_MEMORY_BUDGET_EXCEEDED, absl::StatusCode::kResourceExhausted, Sentence(block.status()));
   }
-  SharedRowsBuffer buffer;
-  buffer.paths_ = shared_from_this();
-  buffer.block_ = *std::move(block);
-  return buffer;
+  unsigned char* const data = (*block)->data();
+  // The block goes first.
+  auto owner = std::make_shared<std::pair<std::shared_ptr<MemoryPaths>, std::shared_ptr<Arena::Block>>>(shared_from_this(),
+                                                                                                        *std::move(block));
+  return RowMemory{.owner = std::move(owner), .data = data, .shared = true};
 }
 
-absl::StatusOr<SharedRowsBuffer> MemoryPaths::AllocateStaging(const void* device_data, int64_t bytes) {
-  absl::StatusOr<SharedRowsBuffer> buffer = AllocateRows(bytes);
+absl::StatusOr<RowMemory> MemoryPaths::AllocateStaging(const void* device_data, int64_t bytes) {
+  absl::StatusOr<RowMemory> buffer = AllocateRows(bytes);
   if (!buffer.ok()) return buffer;
   if (const auto context = device_.ContextOf(device_data); context.ok()) {
-    buffer->page_locked_ = LockForDevice(static_cast<const SharedRegion&>(*buffer->block_->backing()), *context);
+    buffer->page_locked = LockForDevice(static_cast<const SharedRegion&>(*host_.Find(buffer->data, bytes)), *context);
   }
   return buffer;
 }

@@ -101,20 +101,16 @@ class Placement {
   std::string why_not_better_;
 };
 
-// Memory in a shared region, aligned to 4096 bytes, zero at first and whatever was left there when it is used again. It is given
-// back with the last copy of this.
-class SharedRowsBuffer {
- public:
-  void* data() const { return block_ == nullptr ? nullptr : block_->data(); }
-  // Whether copies between it and a GPU need no thread that waits. Only staging can be.
-  bool page_locked() const { return page_locked_; }
-
- private:
-  friend class MemoryPaths;
-  std::shared_ptr<MemoryPaths> paths_;
-  std::shared_ptr<Arena::Block> block_;  // goes first
-  bool page_locked_ = false;
+// Memory for rows that the library hands out. It is given back with the last copy of this.
+struct RowMemory {
+  std::shared_ptr<void> owner{};  // keeps the memory, and what that is a part of
+  unsigned char* data = nullptr;  // aligned to 4096 bytes
+  bool shared = false;            // in a region that a server of the same host can map
+  bool page_locked = false;       // copies between it and a GPU need no thread that waits; only staging can be
 };
+
+// Ordinary memory. RESOURCE_EXHAUSTED.
+absl::StatusOr<RowMemory> AllocateOrdinaryRows(int64_t bytes);
 
 struct MemoryPathsOptions {
   // Host memory of all shared regions, > 0.
@@ -150,13 +146,14 @@ class MemoryPaths : public std::enable_shared_from_this<MemoryPaths> {
   // OpenSession and RegisterSharedMemory.
   absl::StatusOr<Placement> Place(const CallMemory& memory, const std::string& session_id, Transport demand, const Wait& wait);
 
-  // Memory that Place() uses without a copy. Makes no call. RESOURCE_EXHAUSTED / MEMORY_BUDGET_EXCEEDED beyond max_shared_bytes;
-  // FAILED_PRECONDITION / TRANSPORT_UNAVAILABLE where the system has no shared memory.
-  absl::StatusOr<SharedRowsBuffer> AllocateRows(int64_t bytes);
+  // Memory that Place() uses without a copy, zero at first and whatever was left there when it is used again. Makes no call.
+  // RESOURCE_EXHAUSTED / MEMORY_BUDGET_EXCEEDED beyond max_shared_bytes; FAILED_PRECONDITION / TRANSPORT_UNAVAILABLE where the
+  // system has no shared memory.
+  absl::StatusOr<RowMemory> AllocateRows(int64_t bytes);
 
   // Host memory through which rows of device memory go by gRPC: page-locked for the device of `device_data` where that can be had,
   // and used again, because fresh and pageable memory costs several times the copy. Errors are AllocateRows()'s.
-  absl::StatusOr<SharedRowsBuffer> AllocateStaging(const void* device_data, int64_t bytes);
+  absl::StatusOr<RowMemory> AllocateStaging(const void* device_data, int64_t bytes);
   // The context of device memory, for copies of it. TRANSPORT_UNAVAILABLE without CUDA.
   absl::StatusOr<std::shared_ptr<DeviceContext>> ContextOf(const void* device_data);
 

@@ -30,7 +30,7 @@ std::vector<ConnectionLease> ConnectionPool::Choose(int count) {
   for (size_t i = 0; i < connections_.size(); ++i) by_calls.emplace_back(connections_[i]->calls.load(), i);
   std::sort(by_calls.begin(), by_calls.end());
   std::vector<ConnectionLease> leases;
-  for (int i = 0; i < count; ++i) leases.emplace_back(connections_[by_calls[static_cast<size_t>(i)].second]);
+  for (int i = 0; i < count; ++i) leases.push_back(Lease(connections_[by_calls[static_cast<size_t>(i)].second]));
   return leases;
 }
 

@@ -13,23 +13,12 @@
 
 namespace headwater::client::internal {
 
-// A connection that a call uses, counted as long as it does. Move-only.
-class ConnectionLease {
- public:
-  explicit ConnectionLease(std::shared_ptr<DataConnection> connection) : connection_(std::move(connection)) {
-    ++connection_->calls;
-  }
-  ConnectionLease(ConnectionLease&&) = default;
-  ConnectionLease& operator=(ConnectionLease&&) = delete;
-  ~ConnectionLease() {
-    if (connection_ != nullptr) --connection_->calls;
-  }
-
-  DataConnection* operator->() const { return connection_.get(); }
-
- private:
-  std::shared_ptr<DataConnection> connection_;
-};
+// A connection that a call uses, which counts the call until the last copy of this has gone.
+using ConnectionLease = std::shared_ptr<DataConnection>;
+inline ConnectionLease Lease(const std::shared_ptr<DataConnection>& connection) {
+  ++connection->calls;
+  return {connection.get(), [connection](DataConnection* used) { --used->calls; }};
+}
 
 // At most ClientOptions::stripes connections to one server at a time; they stay open. Thread-safe.
 class ConnectionPool {

@@ -172,11 +172,11 @@ absl::Status MicroBatchTransfer::PrepareGradCopy(TransferRequest* request) {
   HEADWATER_ASSIGN_OR_RETURN(grad_context_, transport().memory().ContextOf(memory_.result.data));
   // The stream may be used otherwise while the call is under way: what it gets later must not hold the gradient up.
   HEADWATER_RETURN_IF_ERROR(grad_context_->Record(static_cast<CuStream>(memory_.cuda_stream)));
-  request->grad_hidden = grad_copy_->data();
+  request->grad_hidden = grad_copy_->data;
   // Rows go on as they come, if that makes gRPC's threads wait for nothing.
-  if (grad_copy_->page_locked()) {
+  if (grad_copy_->page_locked) {
     request->on_grad_rows = [this, device = static_cast<const unsigned char*>(memory_.result.data)](int64_t first, int64_t count) {
-      return grad_context_->CopyAfterEvent(const_cast<unsigned char*>(device) + first, grad_copy_->data() + first, count);
+      return grad_context_->CopyAfterEvent(const_cast<unsigned char*>(device) + first, grad_copy_->data + first, count);
     };
   }
   return absl::OkStatus();
@@ -203,9 +203,9 @@ void MicroBatchTransfer::EndedByRows(TransferResult result) {
 }
 
 absl::Status MicroBatchTransfer::FinishGradCopy(bool answered) {
-  if (!grad_copy_->page_locked()) {
+  if (!grad_copy_->page_locked) {
     if (!answered) return absl::OkStatus();
-    absl::Status status = grad_context_->CopyAfterEvent(const_cast<void*>(memory_.result.data), grad_copy_->data(), bytes_down());
+    absl::Status status = grad_context_->CopyAfterEvent(const_cast<void*>(memory_.result.data), grad_copy_->data, bytes_down());
     if (!status.ok()) return status;
   }
   return grad_context_->AwaitCopies();

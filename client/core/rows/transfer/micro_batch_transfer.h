@@ -54,7 +54,7 @@ class MicroBatchTransfer : public RowsCall {
   CallMemory memory_;                    // `result` as large as the gradient; without data: none is wanted
   absl::StatusOr<Bytes> own_ = Bytes();  // the gradient's, where the caller gives no memory
   std::optional<Placement> placement_;
-  std::optional<HostCopy> grad_copy_;
+  std::optional<RowMemory> grad_copy_;
   std::shared_ptr<DeviceContext> grad_context_;
 
   v1::MicroBatchHeader header_;

@@ -102,21 +102,14 @@ void RowsCall::Send(TransferRequest request) {
   call->Start();
 }
 
-absl::StatusOr<RowsCall::HostCopy> RowsCall::Allocate(const void* device_data, int64_t bytes) {
-  HostCopy copy;
-  copy.bytes = bytes;
-  absl::StatusOr<SharedRowsBuffer> staging = transport_.memory().AllocateStaging(device_data, bytes);
-  if (staging.ok()) {
-    copy.staging = *std::move(staging);
-    return copy;
-  }
-  HEADWATER_ASSIGN_OR_RETURN(copy.ordinary, Bytes::Allocate(bytes, "rows"));
-  return copy;
+absl::StatusOr<RowMemory> RowsCall::Allocate(const void* device_data, int64_t bytes) {
+  absl::StatusOr<RowMemory> staging = transport_.memory().AllocateStaging(device_data, bytes);
+  return staging.ok() ? staging : AllocateOrdinaryRows(bytes);
 }
 
 void RowsCall::Deliver(absl::StatusOr<Answer> answer) {
   std::erase_if(copies_, [](auto& known) {
-    const std::unique_ptr<DeviceRead> arrival = std::move(known.second.arrival);
+    const std::unique_ptr<DeviceRead> arrival = std::move(known.arrival);
     return arrival != nullptr && !arrival->AwaitAll().ok();
   });
   const Done done = std::move(done_);
@@ -130,20 +123,21 @@ absl::Status RowsCall::BringToHost(const RowsView& rows, void* cuda_stream, Outg
   }
   const int64_t bytes = rows.bytes();
   auto known = std::find_if(copies_.begin(), copies_.end(),
-                            [&](const auto& copy) { return copy.first == rows.data && copy.second.bytes >= bytes; });
+                            [&](const HostCopy& copy) { return copy.device_data == rows.data && copy.bytes >= bytes; });
   if (known == copies_.end()) {
-    HEADWATER_ASSIGN_OR_RETURN(HostCopy copy, Allocate(rows.data, bytes));
+    HostCopy copy{rows.data, bytes, {}};
+    HEADWATER_ASSIGN_OR_RETURN(copy.memory, Allocate(rows.data, bytes));
     HEADWATER_ASSIGN_OR_RETURN(const auto context, transport_.memory().ContextOf(rows.data));
     const auto stream = static_cast<CuStream>(cuda_stream);
-    if (copy.page_locked()) {
-      HEADWATER_ASSIGN_OR_RETURN(copy.arrival, DeviceRead::Begin(context, stream, copy.data(), rows.data, bytes));
+    if (copy.memory.page_locked) {
+      HEADWATER_ASSIGN_OR_RETURN(copy.arrival, DeviceRead::Begin(context, stream, copy.memory.data, rows.data, bytes));
     } else {
-      HEADWATER_RETURN_IF_ERROR(context->CopyNow(stream, copy.data(), rows.data, bytes));
+      HEADWATER_RETURN_IF_ERROR(context->CopyNow(stream, copy.memory.data, rows.data, bytes));
     }
-    known = copies_.emplace(copies_.end(), rows.data, std::move(copy));
+    known = copies_.insert(copies_.end(), std::move(copy));
   }
-  outgoing->data = known->second.data();
-  outgoing->arrival = known->second.arrival.get();
+  outgoing->data = known->memory.data;
+  outgoing->arrival = known->arrival.get();
   return absl::OkStatus();
 }
 

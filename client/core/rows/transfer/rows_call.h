@@ -14,7 +14,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/core/call/exchange.h"
-#include "client/core/rows/bytes.h"
 #include "client/core/rows/memory/device_memory.h"
 #include "client/core/rows/transfer/row_transport.h"
 #include "client/core/rows/transfer/transfer_call.h"
@@ -63,25 +62,21 @@ class RowsCall : public Exchange {
   // all rows that begin at its address and are no more.
   // Blocks until the copy has begun, or for all of it if there is no page-locked memory.
   absl::Status BringToHost(const RowsView& rows, void* cuda_stream, OutgoingRows* outgoing);
-  // Host memory that stands for device memory.
-  struct HostCopy {
-    SharedRowsBuffer staging;
-    Bytes ordinary;                       // where there is no staging
-    std::unique_ptr<DeviceRead> arrival;  // null: not copied from a device, or there
-    int64_t bytes = 0;
-    unsigned char* data() const {
-      return ordinary.data() != nullptr ? ordinary.data() : static_cast<unsigned char*>(staging.data());
-    }
-    bool page_locked() const { return staging.page_locked(); }
-  };
-  // Memory of this side for rows of the device memory at `device_data`; RESOURCE_EXHAUSTED.
-  absl::StatusOr<HostCopy> Allocate(const void* device_data, int64_t bytes);
+  // Host memory that stands for device memory: staging, or ordinary memory where there is none. RESOURCE_EXHAUSTED.
+  absl::StatusOr<RowMemory> Allocate(const void* device_data, int64_t bytes);
 
  private:
+  struct HostCopy {
+    const void* device_data;
+    int64_t bytes;
+    RowMemory memory;
+    std::unique_ptr<DeviceRead> arrival{};  // null: the rows are there
+  };
+
   RowTransport& transport_;
   ServerFacts facts_;
   std::vector<ConnectionLease> leases_;
-  std::vector<std::pair<const void*, HostCopy>> copies_;
+  std::vector<HostCopy> copies_;
 
   Deadline deadline_;
   Done done_;
