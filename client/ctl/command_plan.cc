@@ -24,15 +24,19 @@ constexpr int32_t kMostRanks = 256;  // headwaterd's --gpus and --workers
 
 // What one rank of a server that has several would hold of a head.
 struct RankShare {
-  client::VocabShard shard;
+  std::string device;
+  int64_t vocab_start = 0;  // rows [vocab_start, vocab_end)
+  int64_t vocab_end = 0;
   int64_t tensor_bytes = 0;
   int64_t workspace_bytes = 0;
+  int64_t total_bytes = 0;      // of both
+  int64_t available_bytes = 0;  // of the budget, beside the other heads
   int64_t budget_bytes = 0;
-  int64_t available_bytes = 0;  // of it, beside the other heads
 
-  int64_t total_bytes() const { return tensor_bytes + workspace_bytes; }
-  bool fits() const { return total_bytes() <= available_bytes; }
+  bool fits() const { return total_bytes <= available_bytes; }
 };
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankShare, device, vocab_start, vocab_end, tensor_bytes, workspace_bytes, total_bytes,
+                                   available_bytes, budget_bytes)
 
 // `bytes` of what grows with the rows of a head, as far as `rows` of `all_rows` go.
 int64_t Share(int64_t bytes, int64_t rows, int64_t all_rows) {
@@ -58,15 +62,16 @@ std::vector<RankShare> SharesOf(const client::HeadInfo& head, const client::Serv
   // Other heads are split as this one would be.
   const int64_t planned_bytes = budget_bytes - head.memory_plan.available_bytes;
   for (size_t rank = 0; rank < ranks; ++rank) {
-    RankShare share;
-    share.shard = head.shards[rank];
-    const int64_t rows = share.shard.vocab_end - share.shard.vocab_start;
+    const client::VocabShard& shard = head.shards[rank];
+    RankShare share{shard.device, shard.vocab_start, shard.vocab_end};
+    const int64_t rows = share.vocab_end - share.vocab_start;
     for (const auto& item : head.memory_plan.items) {
       if (item.purpose == "workspace") continue;
       const bool split = head.spec.parallelism == client::Parallelism::kVocabulary || IsAlwaysSplit(item);
       share.tensor_bytes += split ? Share(item.bytes, rows, head.spec.vocab_size) : item.bytes / static_cast<int64_t>(ranks);
     }
     share.workspace_bytes = workspace_bytes / static_cast<int64_t>(ranks);
+    share.total_bytes = share.tensor_bytes + share.workspace_bytes;
     share.budget_bytes = server.devices[rank].memory_budget_bytes;
     share.available_bytes = std::max<int64_t>(0, share.budget_bytes - Share(planned_bytes, rows, head.spec.vocab_size));
     shares.push_back(std::move(share));
@@ -88,27 +93,11 @@ Table ShareTable(const std::vector<RankShare>& shares) {
   Table table({">RANK", "DEVICE", "ROWS", ">TENSORS", ">WORKSPACE", ">TOTAL", ">AVAILABLE", ">BUDGET", ""});
   for (size_t rank = 0; rank < shares.size(); ++rank) {
     const RankShare& share = shares[rank];
-    table.AddRow({absl::StrCat(rank), share.shard.device,
-                  absl::StrCat("[", share.shard.vocab_start, ", ", share.shard.vocab_end, ")"), FormatBytes(share.tensor_bytes),
-                  FormatBytes(share.workspace_bytes), FormatBytes(share.total_bytes()), FormatBytes(share.available_bytes),
-                  FormatBytes(share.budget_bytes), share.fits() ? "" : "too small"});
+    table.AddRow({absl::StrCat(rank), share.device, absl::StrCat("[", share.vocab_start, ", ", share.vocab_end, ")"),
+                  FormatBytes(share.tensor_bytes), FormatBytes(share.workspace_bytes), FormatBytes(share.total_bytes),
+                  FormatBytes(share.available_bytes), FormatBytes(share.budget_bytes), share.fits() ? "" : "too small"});
   }
   return table;
-}
-
-nlohmann::json SharesToJson(const std::vector<RankShare>& shares) {
-  nlohmann::json document = nlohmann::json::array();
-  for (const RankShare& share : shares) {
-    document.push_back({{"device", share.shard.device},
-                        {"vocab_start", share.shard.vocab_start},
-                        {"vocab_end", share.shard.vocab_end},
-                        {"tensor_bytes", share.tensor_bytes},
-                        {"workspace_bytes", share.workspace_bytes},
-                        {"total_bytes", share.total_bytes()},
-                        {"available_bytes", share.available_bytes},
-                        {"budget_bytes", share.budget_bytes}});
-  }
-  return document;
 }
 
 std::string Verdict(bool fits) { return fits ? "the head fits\n" : "the head does not fit\n"; }
@@ -168,7 +157,7 @@ absl::StatusOr<ExitCode> RunPlan(client::Client& client, const std::vector<std::
   const bool fits = plan.total_bytes <= plan.available_bytes &&
                     std::all_of(shares.begin(), shares.end(), [](const RankShare& share) { return share.fits(); });
   nlohmann::json document = {{"memory_plan", plan}, {"fits", fits}};
-  if (!shares.empty()) document["rank_shares"] = SharesToJson(shares);
+  if (!shares.empty()) document["rank_shares"] = shares;
   output.Print(absl::StrCat(PlanTable(plan).ToString(), shares.empty() ? "" : absl::StrCat("\n", ShareTable(shares).ToString()),
                             "\nrows computed at once: ", plan.token_chunk_rows, "\n", Verdict(fits)),
                document);

@@ -9,10 +9,9 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
-#include "absl/strings/string_view.h"
-#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "client/core/link/target.h"
 #include "client/ctl/arguments.h"
 #include "client/ctl/command.h"
 #include "client/ctl/command_top_view.h"
@@ -43,16 +42,9 @@ std::string MetricsAddress() {
   const std::string given = absl::GetFlag(FLAGS_metrics);
   if (!given.empty()) return given;
   const std::string server = ServerAddress();
-  if (absl::StartsWith(server, "unix:")) return absl::StrCat("127.0.0.1", kDefaultPort);
-  // gRPC also takes a scheme in front of the address, with slashes perhaps.
-  absl::string_view address = server;
-  for (const absl::string_view scheme : {"dns:", "ipv4:", "ipv6:"}) {
-    if (absl::ConsumePrefix(&address, scheme)) break;
-  }
-  if (const size_t slash = address.rfind('/'); slash != absl::string_view::npos) address.remove_prefix(slash + 1);
-  const size_t colon = address.rfind(':');
-  if (colon == absl::string_view::npos) return absl::StrCat("127.0.0.1", kDefaultPort);
-  return absl::StrCat(address.substr(0, colon), kDefaultPort);
+  if (client::internal::IsUnix(server)) return absl::StrCat("127.0.0.1", kDefaultPort);
+  const std::string host = client::internal::HostOf(server);
+  return absl::StrCat(absl::StrContains(host, ":") ? absl::StrCat("[", host, "]") : host, kDefaultPort);
 }
 
 // A page, and when it came.

@@ -2,10 +2,11 @@
 #ifndef HEADWATER_CLIENT_CTL_TABLE_H_
 #define HEADWATER_CLIENT_CTL_TABLE_H_
 
-#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
+
+#include "client/core/link/name_of.h"
 
 namespace headwater::ctl {
 
@@ -19,12 +20,7 @@ std::string FormatHex(const std::string& bytes);
 // `lines`: but for newlines.
 std::string Printable(const std::string& text, bool lines = false);
 
-// The name of an enumerator, which stands at its value's place; the first one for values that this program does not know.
-template <typename Enum, size_t kCount>
-const char* NameOf(Enum value, const char* const (&names)[kCount]) {
-  const auto place = static_cast<size_t>(value);
-  return names[place < kCount ? place : 0];
-}
+using client::internal::NameOf;
 
 // Columns of text, as wide as their widest cell, two spaces apart.
 class Table {
