@@ -82,13 +82,13 @@ class RecomputedOutcome(Outcome):
 _ADDED_BEFORE = "the first one has added its gradient to the head. Compute the loss again to add it again"
 
 
+@dataclass(eq=False)
 class OneCallOutcome(Outcome):
     """A loss whose gradients forward has computed, but for a factor."""
 
-    def __init__(self, result: LossResult, contribution: Contribution | None, grad_hidden_scale: float):
-        self._grad_hidden = result.grad_hidden
-        self._contribution = contribution
-        self._grad_hidden_scale = grad_hidden_scale
+    _grad_hidden: torch.Tensor | None
+    _contribution: Contribution | None
+    _grad_hidden_scale: float
 
     def _check_first(self, what: str, when: str) -> None:
         if self._contribution is not None:
@@ -111,13 +111,12 @@ class OneCallOutcome(Outcome):
         return (grad_hidden.float() * (factor * self._grad_hidden_scale)).to(grad_hidden.dtype)
 
 
+@dataclass(eq=False)
 class ScalarOutcome(OneCallOutcome):
-    """A sum or a mean, the server's sum times `factor`; the upstream gradient may have been declared at forward."""
+    """A sum or a mean; the upstream gradient may have been declared at forward."""
 
-    def __init__(self, *rest: Any, factor: float, declared_scale: float | None):
-        super().__init__(*rest)
-        self._factor = factor
-        self._declared_scale = declared_scale
+    _factor: float  # the loss is the server's sum times it
+    _declared_scale: float | None
 
     def backward(self, upstream: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
         number = float(upstream[0])
@@ -155,20 +154,13 @@ class ScalarOutcome(OneCallOutcome):
             )
 
 
+@dataclass(eq=False)
 class TokenOutcome(OneCallOutcome):
-    """A loss for each token, whose gradient forward has computed for an upstream gradient of 1 at each of them.
+    """A loss for each token, whose gradient forward has computed for an upstream gradient of 1 at each of them."""
 
-    Args:
-        ignored: (num_tokens,) bool, or None: tokens whose upstream gradient means nothing, whatever it is.
-        second_call: brings an upstream gradient that is no single number; None: the server holds the rows, and takes a vector.
-        on_vector: called before `second_call` is.
-    """
-
-    def __init__(self, *rest: Any, ignored: torch.Tensor | None, second_call: SecondCall | None, on_vector: Callable[[], None]):
-        super().__init__(*rest)
-        self._ignored = ignored
-        self._second_call = second_call
-        self._on_vector = on_vector
+    _ignored: torch.Tensor | None  # (num_tokens,) bool: tokens whose upstream gradient means nothing, whatever it is
+    _second_call: SecondCall | None  # brings a gradient that is no single number; None: the server holds the rows, takes a vector
+    _on_vector: Callable[[], None]  # called before the second call is made
 
     def backward(self, upstream: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
         if self._contribution is None:

@@ -107,13 +107,7 @@ class LayerHead:
             head: Head = self.trained.remote.head
         else:
             head = self._frozen(weight, bias)
-        return CrossEntropyLoss(
-            head,
-            reduction=self._reduction,
-            label_smoothing=config.label_smoothing,
-            z_loss=config.z_loss,
-            timeout_s=config.timeout_s,
-        )
+        return CrossEntropyLoss(head, reduction=self._reduction, **config.loss_options)
 
     def _frozen(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Head:
         if weight.requires_grad:

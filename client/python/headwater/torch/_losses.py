@@ -299,19 +299,11 @@ class _Loss(torch.nn.Module):
                     warn_of_held(self.head)
         if self.reduction != "none":
             factor = _inverse(self._divisor(result, call))
-            return result, ScalarOutcome(
-                result, contribution, self.grad_hidden_scale, factor=factor, declared_scale=self.loss_scale
-            )
+            return result, ScalarOutcome(result.grad_hidden, contribution, self.grad_hidden_scale, factor, self.loss_scale)
         has_second = contribution is not None and not late
         second_call = self._second_call(call) if has_second else None
-        return result, TokenOutcome(
-            result,
-            contribution,
-            self.grad_hidden_scale,
-            ignored=call.ignored,
-            second_call=second_call,
-            on_vector=functools.partial(setattr, self, "_had_vector", True),
-        )
+        on_vector = functools.partial(setattr, self, "_had_vector", True)
+        return result, TokenOutcome(result.grad_hidden, contribution, self.grad_hidden_scale, call.ignored, second_call, on_vector)
 
     def _divisor(self, result: LossResult, call: _Call) -> float:
         """The divisor of a sum or a mean."""

@@ -110,6 +110,11 @@ class HeadwaterConfig:
         """softcap, logit_scale and valid_vocab_size, where they are given."""
         return {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
 
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """Those of every loss of the head."""
+        return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "timeout_s": self.timeout_s}
+
     def connect(self) -> Client:
         """The client of the server: one for each server and process, which stays open."""
         if self.client is not None:
@@ -206,10 +211,8 @@ class RemoteHead:
         """The loss with the configuration's options: mean over the tokens. With `config.outputs` it returns `LossOutputs`."""
         if self._loss_fn is None:
             config = self.config
-            outputs: dict[str, Any] = {"outputs": tuple(LOGGED[name] for name in config.outputs)} if config.outputs else {}
-            self._loss_fn = CrossEntropyLoss(
-                self.head, label_smoothing=config.label_smoothing, z_loss=config.z_loss, timeout_s=config.timeout_s, **outputs
-            )
+            outputs = tuple(LOGGED[name] for name in config.outputs)
+            self._loss_fn = CrossEntropyLoss(self.head, outputs=outputs, **config.loss_options)
         return self._loss_fn
 
     def count_loss(self) -> None:

@@ -58,13 +58,18 @@ class Teacher(Protocol):
         """Begins to compute rows; the function waits for them."""
 
 
-def rows_asked(model: torch.nn.Module, question: Question) -> torch.Tensor:
-    """What reaches a model's output layer for the tokens before those that are asked for, (asked tokens, hidden_size)."""
-    with rows_of(model.get_output_embeddings(), False) as came:  # type: ignore[operator]
+def completion_rows(model: torch.nn.Module, layer: torch.nn.Module, question: Question) -> torch.Tensor:
+    """What reaches a model's output layer, (batch, completion tokens, hidden_size): each row predicts its token."""
+    with rows_of(layer, False) as came:
         model(input_ids=question.input_ids, attention_mask=question.attention_mask, use_cache=False, **question.inputs)
     rows = only_rows(came)[:, :-1]
-    asked = question.asked.to(rows.device)
-    return rows[:, rows.shape[1] - asked.shape[1] :][asked]
+    return rows[:, rows.shape[1] - question.asked.shape[1] :]
+
+
+def rows_asked(model: torch.nn.Module, question: Question) -> torch.Tensor:
+    """The rows of the tokens that are asked for, (asked tokens, hidden_size)."""
+    rows = completion_rows(model, model.get_output_embeddings(), question)  # type: ignore[operator]
+    return rows[question.asked.to(rows.device)]
 
 
 class LocalTeacher:

@@ -222,11 +222,9 @@ class Patch:
             rows.detach().reshape(-1, rows.shape[-1]),
             flat.masked_fill(~valid, 0),
             token_weights=valid.float(),
-            label_smoothing=config.label_smoothing,
-            z_loss=config.z_loss,
             outputs=("argmax",),
             backward=False,
-            timeout_s=config.timeout_s,
+            **config.loss_options,
         )
         tokens = torch.as_tensor(result.argmax, dtype=torch.int64).reshape(targets.shape)
         self._output["predicted_tokens"] = tokens.to(rows.device)
@@ -340,10 +338,14 @@ def _compare(model: torch.nn.Module, remote: RemoteHead, batch: dict[str, torch.
 
 def detach_remote_head(model: torch.nn.Module) -> None:
     """Undoes `attach_remote_head`: the model computes its own loss again, with the trained weight. The head stays on the server."""
+    _patched(model).remote.detach()
+
+
+def _patched(model: torch.nn.Module) -> Patch:
     patch = patch_of(model)
     if patch is None:
         raise _refused(f"{type(model).__name__} has no remote head")
-    patch.remote.detach()
+    return patch
 
 
 @contextlib.contextmanager
@@ -355,8 +357,5 @@ def local_lm_head(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
     The weight is downloaded where the server has trained it since the last time.
     """
-    patch = patch_of(model)
-    if patch is None:
-        raise _refused(f"{type(model).__name__} has no remote head")
-    patch.remote.pull_weight()
+    _patched(model).remote.pull_weight()
     yield model

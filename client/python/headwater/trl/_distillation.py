@@ -13,9 +13,8 @@ from trl import DistillationTrainer
 import headwater
 from headwater._errors import invalid_argument, refused
 from headwater.torch import JSDLoss
-from headwater.torch._layer_rows import only_rows, rows_of
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead
-from headwater.torch.teachers import Answer, LocalTeacher, Question, Teacher
+from headwater.torch.teachers import Answer, LocalTeacher, Question, Teacher, completion_rows
 from headwater.transformers._trainer import attach
 from headwater.trl._fused_head import IGNORED, labelled
 from headwater.trl._setup import base_model, train_with
@@ -158,7 +157,7 @@ class RemoteDistillationTrainer(DistillationTrainer):
             masks = [mask & (inputs["teacher_index"] == index)[:, None] for index in range(len(self._teachers))]
         # The teachers compute while the student does.
         answers = [one.ask(dataclasses.replace(question, asked=asked)) for one, asked in zip(self._teachers, masks, strict=True)]
-        rows = self._student_rows(unwrapped_student, question)
+        rows = completion_rows(unwrapped_student, self.remote_head.layer, question)
         if torch.is_grad_enabled():
             self.remote_head.count_loss()
         loss = rows.new_zeros((), dtype=torch.float32)
@@ -167,14 +166,6 @@ class RemoteDistillationTrainer(DistillationTrainer):
         count = mask.sum()
         loss = loss / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch.to(loss.device))
         return loss, self._entropy_sum(rows, inputs["completion_ids"], mask), count
-
-    def _student_rows(self, student: Any, question: Question) -> torch.Tensor:
-        """(batch, completion tokens, hidden_size): each row predicts its token."""
-        layer = self.remote_head.layer
-        with rows_of(layer, False) as came:
-            student(input_ids=question.input_ids, attention_mask=question.attention_mask, use_cache=False, **question.inputs)
-        rows = only_rows(came)[:, :-1]
-        return rows[:, rows.shape[1] - question.asked.shape[1] :]
 
     @staticmethod
     def _divergence(
