@@ -145,15 +145,9 @@ absl::StatusOr<HealthStatus> Client::CheckHealth(const std::string& service, con
   if (response.status().code() == absl::StatusCode::kNotFound) return HealthStatus::kServiceUnknown;
   if (!response.ok()) return response.status();
   // message HealthCheckResponse { ServingStatus status = 1; }
-  const google::protobuf::UnknownFieldSet& fields = reflection.GetUnknownFields(*response);
-  HealthStatus status = HealthStatus::kUnknown;
-  for (int i = 0; i < fields.field_count(); ++i) {
-    const google::protobuf::UnknownField& field = fields.field(i);
-    if (field.number() == 1 && field.type() == google::protobuf::UnknownField::TYPE_VARINT) {
-      status = static_cast<HealthStatus>(field.varint());
-    }
-  }
-  return status;
+  const std::string answer = response->SerializeAsString();
+  const bool has_status = answer.size() == 2 && answer[0] == 8;  // the field's tag
+  return has_status ? static_cast<HealthStatus>(answer[1]) : HealthStatus::kUnknown;
 }
 
 }  // namespace headwater::client

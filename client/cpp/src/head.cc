@@ -85,23 +85,22 @@ void AddTerm(LossCall& call, const LossTerm& term, const HeadHandle& head, const
   } else {
     *proto.mutable_jensen_shannon() = ToProto(*jsd);
   }
-  const bool has_version = jsd != nullptr && jsd->expected_teacher_weight_version.has_value();
+  const auto describe = [&](auto& source, DataType data_type) {
+    source.set_head(teacher->name);
+    source.set_head_epoch(teacher->epoch());
+    source.set_data_type(ToProto(data_type));
+    const bool has_version = jsd != nullptr && jsd->expected_teacher_weight_version.has_value();
+    if (has_version) source.set_expected_weight_version(*jsd->expected_teacher_weight_version);
+  };
   if (teacher != nullptr && term.joined_teacher.has_value()) {
     const JoinedTeacherOptions& joined = *term.joined_teacher;
-    v1::JoinedTeacher* source = proto.mutable_joined_teacher();
-    source->set_head(teacher->name);
-    source->set_head_epoch(teacher->epoch());
-    source->set_join_key(joined.join_key);
-    source->set_total_row_count(joined.total_rows);
-    if (!joined.row_indices.empty()) *source->mutable_row_indices() = ToProto(joined.row_indices);
-    source->set_data_type(ToProto(joined.data_type.value_or(call.memory.rows.data_type)));
-    if (has_version) source->set_expected_weight_version(*jsd->expected_teacher_weight_version);
+    v1::JoinedTeacher& source = *proto.mutable_joined_teacher();
+    describe(source, joined.data_type.value_or(call.memory.rows.data_type));
+    source.set_join_key(joined.join_key);
+    source.set_total_row_count(joined.total_rows);
+    if (!joined.row_indices.empty()) *source.mutable_row_indices() = ToProto(joined.row_indices);
   } else if (teacher != nullptr) {
-    v1::TeacherHidden* source = proto.mutable_teacher_hidden();
-    source->set_head(teacher->name);
-    source->set_head_epoch(teacher->epoch());
-    source->set_data_type(ToProto(term.teacher_hidden.data_type));
-    if (has_version) source->set_expected_weight_version(*jsd->expected_teacher_weight_version);
+    describe(*proto.mutable_teacher_hidden(), term.teacher_hidden.data_type);
   }
   call.memory.teachers.push_back(teacher == nullptr ? RowsView() : term.teacher_hidden);
 }
