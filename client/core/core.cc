@@ -4,7 +4,7 @@
 #include <chrono>
 
 #include "absl/strings/str_cat.h"
-#include "client/core/link/connect.h"
+#include "client/core/link/channel.h"
 #include "client/core/link/notice.h"
 #include "client/core/replay/recovery.h"
 #include "client/core/rows/tensor_exchanges.h"

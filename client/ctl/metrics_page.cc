@@ -15,6 +15,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "client/core/link/socket.h"
 
@@ -51,24 +52,18 @@ absl::StatusOr<std::string> Exchange(const addrinfo& to, const std::string& requ
 
 // Reads `{a="x",b="y"}` at the beginning of `*rest`, if there is one, and takes it away; false if it is malformed.
 bool TakeLabels(absl::string_view* rest, std::map<std::string, std::string>* labels) {
-  if (rest->empty() || rest->front() != '{') return true;
-  size_t at = 1;
-  const auto here = [&] { return at < rest->size() ? (*rest)[at] : '\0'; };
-  while (here() != '}') {
-    const size_t equals = rest->find("=\"", at);
+  if (!absl::ConsumePrefix(rest, "{")) return true;
+  while (!absl::ConsumePrefix(rest, "}")) {
+    const size_t equals = rest->find("=\"");
     if (equals == absl::string_view::npos) return false;
-    const std::string name(rest->substr(at, equals - at));
-    std::string value;
-    for (at = equals + 2; here() != '"'; ++at) {
-      if (at >= rest->size()) return false;
-      if (here() == '\\' && ++at >= rest->size()) return false;
-      value += here();
+    std::string& value = (*labels)[std::string(rest->substr(0, equals))];
+    for (rest->remove_prefix(equals + 2); !absl::ConsumePrefix(rest, "\""); rest->remove_prefix(1)) {
+      absl::ConsumePrefix(rest, "\\");
+      if (rest->empty()) return false;
+      value += rest->front();
     }
-    ++at;
-    (*labels)[name] = value;
-    if (here() == ',') ++at;
+    absl::ConsumePrefix(rest, ",");
   }
-  rest->remove_prefix(at + 1);
   return true;
 }
 

@@ -1,4 +1,4 @@
-// How this client makes gRPC channels.
+// How this client makes gRPC channels, and comes to a server by them.
 #ifndef HEADWATER_CLIENT_CORE_LINK_CHANNEL_H_
 #define HEADWATER_CLIENT_CORE_LINK_CHANNEL_H_
 
@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 
+#include "absl/status/statusor.h"
 #include "headwater/client/future.h"
 #include "headwater/client/options.h"
 
@@ -32,6 +33,9 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& target, const Clie
 std::shared_ptr<grpc::Channel> MakeDataChannel(const std::string& peer, const ClientOptions& options);
 std::shared_ptr<grpc::Channel> MakeDataChannel(const std::string& peer, const std::string& authority, int socket_fd,
                                                const ClientOptions& options);
+
+// A channel to a server: checks target and options, reads what the options name, and waits until the server is reached.
+absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target, ClientOptions* options);
 
 }  // namespace headwater::client::internal
 

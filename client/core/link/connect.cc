@@ -1,5 +1,3 @@
-#include "client/core/link/connect.h"
-
 #include <algorithm>
 #include <chrono>
 #include <optional>
