@@ -475,6 +475,15 @@ absl::Status CheckpointStore::RemoveCheckpoint(const std::string& head_directory
   return files_.RemoveTree(temporary);  // else it is removed at the next start
 }
 
+absl::StatusOr<bool> CheckpointStore::Remove(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) {
+  if (absl::Status status = CheckNames(tenant, head_id, checkpoint); !status.ok()) return status;
+  if (!files_.IsDirectory(Directory(tenant, head_id, checkpoint))) return false;
+  if (absl::Status status = RemoveCheckpoint(HeadDirectory(tenant, head_id), checkpoint); !status.ok()) return status;
+  observability::Log(observability::LogLevel::kInfo, "checkpoint_removed",
+                     {{"tenant", tenant}, {"head", head_id}, {"checkpoint", checkpoint}});
+  return true;
+}
+
 void CheckpointStore::Prune(const std::string& tenant, const std::string& head_id, const std::string& checkpoint, bool is_saved,
                             int64_t first_sequence) {
   using observability::Log;

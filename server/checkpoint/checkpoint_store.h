@@ -76,6 +76,8 @@ class CheckpointStore {
   // kCheckpointSpecMismatch. After it, only kEngineFailed or kInternal: part of `head` has been overwritten then.
   absl::StatusOr<CheckpointInfo> Load(const std::string& tenant, const std::string& head_id, const std::string& checkpoint,
                                       EngineHead& head) const;
+  // Removes a checkpoint, complete or damaged; false if there is none. kInvalidName.
+  absl::StatusOr<bool> Remove(const std::string& tenant, const std::string& head_id, const std::string& checkpoint);
   // What a trainer may restore, newest first: "step-20=20,step-10=10", names with the steps that they begin, as many as 512 bytes
   // hold. Empty if there is nothing, or it cannot be read.
   std::string Steps(const std::string& tenant, const std::string& head_id) const;
@@ -128,7 +130,7 @@ class CheckpointStore {
   // those that are there stay, as many as `keep_`, whether it is one of them or not.
   void Prune(const std::string& tenant, const std::string& head_id, const std::string& checkpoint, bool is_saved,
              int64_t first_sequence);
-  // Removes a complete checkpoint; after a crash it is whole or gone.
+  // Removes a checkpoint that is there; after a crash it is whole or gone.
   absl::Status RemoveCheckpoint(const std::string& head_directory, const std::string& checkpoint);
 
   // Numbers of one head's checkpoints, in this process.

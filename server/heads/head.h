@@ -435,6 +435,8 @@ class Head : public std::enable_shared_from_this<Head> {
                                    const WaitLimits& limits = AsLongAsItTakes());
   // The same for a head that was just created because the server has come back: a trainable one is RESTORED then.
   absl::Status ComeBack(checkpoint::CheckpointStore& store, const std::string& checkpoint_name);
+  // One of the head's checkpoints was removed: errors do not name it any more, and TrySaveIfChanged() does not count on it.
+  void CheckpointRemoved(const checkpoint::CheckpointStore& store);
 
   // True if there are uncommitted contributions, running calls (submissions, and whoever has a HeadUse) or a non-empty open step.
   bool InUse() const;

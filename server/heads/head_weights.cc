@@ -398,6 +398,13 @@ absl::StatusOr<Head::SavedCheckpoint> Head::SaveLocked(const std::optional<Epoch
   return SavedCheckpoint{info.step, *total_bytes};
 }
 
+void Head::CheckpointRemoved(const checkpoint::CheckpointStore& store) {
+  std::string checkpoints = store.Steps(name_.tenant, name_.head);
+  absl::MutexLock state_lock(&state_mutex_);
+  saved_.reset();
+  ledger_.SetCheckpoints(std::move(checkpoints));
+}
+
 absl::StatusOr<std::string> Head::CompareNumerics(const checkpoint::CheckpointStore& store,
                                                   const std::string& checkpoint_name) const {
   const absl::StatusOr<checkpoint::CheckpointInfo> info = store.Read(name_.tenant, name_.head, checkpoint_name);

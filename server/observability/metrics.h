@@ -47,6 +47,7 @@ namespace headwater::observability {
   X(SaveCheckpoint)              \
   X(ListCheckpoints)             \
   X(RestoreCheckpoint)           \
+  X(DeleteCheckpoint)            \
   X(GetServerInfo)               \
   X(OpenSession)                 \
   X(KeepAlive)                   \

@@ -36,6 +36,7 @@ constexpr AccessRow kRows[] = {
     {"/headwater.v1.HeadService/SaveCheckpoint", Permission::kAdmin},
     {"/headwater.v1.HeadService/ListCheckpoints", Permission::kAdmin},
     {"/headwater.v1.HeadService/RestoreCheckpoint", Permission::kAdmin},
+    {"/headwater.v1.HeadService/DeleteCheckpoint", Permission::kAdmin},
 
     // A session is its secret id: whoever has that may renew and close it.
     {"/headwater.v1.SessionService/GetServerInfo", Permission::kToken},

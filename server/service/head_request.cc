@@ -455,6 +455,13 @@ absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointReque
   return CheckpointRequest{std::move(head->name), head->epoch, request.checkpoint(), false};
 }
 
+absl::StatusOr<CheckpointRequest> DecodeDeleteCheckpoint(const v1::DeleteCheckpointRequest& request) {
+  auto name = DecodeHeadName(request.name(), "name");
+  if (!name.ok()) return name.status();
+  HEADWATER_RETURN_IF_ERROR(CheckCheckpointName(request.checkpoint()));
+  return CheckpointRequest{*std::move(name), std::nullopt, request.checkpoint(), false};
+}
+
 absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHeader& header) {
   auto head = DecodeHeadStep(header.has_head(), header.head(), "header.head", /*step_required=*/true);
   if (!head.ok()) return head.status();

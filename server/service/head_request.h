@@ -176,6 +176,7 @@ absl::StatusOr<StepRequest> DecodeGradientNorm(const v1::GetGradientNormRequest&
 absl::StatusOr<CheckpointRequest> DecodeSave(const v1::SaveCheckpointRequest& request);
 absl::StatusOr<ListCheckpointsRequest> DecodeListCheckpoints(const v1::ListCheckpointsRequest& request);
 absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointRequest& request);
+absl::StatusOr<CheckpointRequest> DecodeDeleteCheckpoint(const v1::DeleteCheckpointRequest& request);
 
 absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHeader& header);
 absl::StatusOr<OpenSessionRequest> DecodeOpenSession(const v1::OpenSessionRequest& request, const Limits& limits);

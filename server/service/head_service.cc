@@ -396,4 +396,20 @@ grpc::Status HeadServiceImpl::RestoreCheckpoint(grpc::ServerContext* context, co
   });
 }
 
+grpc::Status HeadServiceImpl::DeleteCheckpoint(grpc::ServerContext* context, const v1::DeleteCheckpointRequest* request,
+                                               v1::DeleteCheckpointResponse* response) {
+  return RunRpc(entrance_, *context, RpcMethod::kDeleteCheckpoint, [&](RpcScope& scope) -> absl::Status {
+    auto remove = DecodeDeleteCheckpoint(*request);
+    if (!remove.ok()) return remove.status();
+    scope.set_head(remove->name.ToString());
+    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(remove->name));
+    if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
+    auto removed = core_.checkpoints->Remove(remove->name.tenant, remove->name.head, remove->checkpoint);
+    if (!removed.ok()) return removed.status();
+    if (auto head = core_.registry.Find(remove->name); head.ok() && *removed) (*head)->CheckpointRemoved(*core_.checkpoints);
+    response->set_deleted(*removed);
+    return absl::OkStatus();
+  });
+}
+
 }  // namespace headwater::service

@@ -44,6 +44,8 @@ class HeadServiceImpl final : public v1::HeadService::Service {
                                v1::ListCheckpointsResponse* response) override;
   grpc::Status RestoreCheckpoint(grpc::ServerContext* context, const v1::RestoreCheckpointRequest* request,
                                  v1::Head* response) override;
+  grpc::Status DeleteCheckpoint(grpc::ServerContext* context, const v1::DeleteCheckpointRequest* request,
+                                v1::DeleteCheckpointResponse* response) override;
 
  private:
   const Entrance entrance_;

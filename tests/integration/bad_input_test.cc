@@ -222,6 +222,7 @@ std::unique_ptr<Message> BadInput::ValidRequest(const std::string& rpc, bool chu
     if (rpc == "LoadWeights") set("path", Text("w.safetensors"));
     if (rpc == "SaveCheckpoint") set("checkpoint", Text("new"));
     if (rpc == "RestoreCheckpoint") set("checkpoint", Text("there"));
+    if (rpc == "DeleteCheckpoint") set("checkpoint", Text("new"));
     if (rpc == "DownloadWeights") set("tensor", Int(v1::HEAD_TENSOR_WEIGHT));
     if (rpc == "DeleteHead") set("force", Int(1));
   }
@@ -301,6 +302,7 @@ grpc::Status BadInput::Send(const BadValue& row, const Message& request, bool ch
       {"SaveCheckpoint", [&] { return Unary(server_.heads(), &Heads::SaveCheckpoint, request); }},
       {"ListCheckpoints", [&] { return Unary(server_.heads(), &Heads::ListCheckpoints, request); }},
       {"RestoreCheckpoint", [&] { return Unary(server_.heads(), &Heads::RestoreCheckpoint, request); }},
+      {"DeleteCheckpoint", [&] { return Unary(server_.heads(), &Heads::DeleteCheckpoint, request); }},
       {"OpenSession", [&] { return Unary(server_.sessions(), &Sessions::OpenSession, request); }},
       {"KeepAlive", [&] { return Unary(server_.sessions(), &Sessions::KeepAlive, request); }},
       {"CloseSession", [&] { return Unary(server_.sessions(), &Sessions::CloseSession, request); }},
@@ -355,7 +357,7 @@ TEST_F(BadInput, TheValidRequestsAreAccepted) {
   // Otherwise a row could be refused for another reason than the one it is about.
   for (const char* rpc :
        {"ComputeLoss", "CommitMicroBatch", "CreateHead", "GetHead", "ListHeads", "GetStep", "GetGradientNorm", "DownloadGradient",
-        "DownloadWeights", "SaveCheckpoint", "ListCheckpoints", "AddGradient", "OpenSession"}) {
+        "DownloadWeights", "SaveCheckpoint", "ListCheckpoints", "DeleteCheckpoint", "AddGradient", "OpenSession"}) {
     const BadValue nothing = {rpc, "", "", {}, ""};
     EXPECT_EQ(ReasonOf(Send(nothing, *ValidRequest(rpc, false), false)), "OK") << rpc;
   }

@@ -245,10 +245,13 @@ std::vector<BadValue> OtherRows() {
       {"RestoreCheckpoint", "checkpoint", "empty", Text(""), "MISSING_FIELD"},
       {"RestoreCheckpoint", "checkpoint", "out of the directory", Text("a/b"), "INVALID_NAME"},
       {"RestoreCheckpoint", "checkpoint", "unknown", Text("nowhere"), "CHECKPOINT_NOT_FOUND", ""},
+      {"DeleteCheckpoint", "checkpoint", "empty", Text(""), "MISSING_FIELD"},
+      {"DeleteCheckpoint", "checkpoint", "out of the directory", Text("a/b"), "INVALID_NAME"},
   };
   for (const char* rpc : {"GetHead", "TakeHead", "DeleteHead", "SaveCheckpoint", "RestoreCheckpoint"})
     AddNameRows(rpc, "name", true, &rows);
   AddNameRows("ListCheckpoints", "name", false, &rows);
+  AddNameRows("DeleteCheckpoint", "name", false, &rows);
   AddEpochRows("DeleteHead", "epoch", false, &rows);
   AddEpochRows("TakeHead", "epoch", false, &rows);
   const std::string epoch(16, 'x');

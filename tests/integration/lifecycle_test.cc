@@ -163,6 +163,37 @@ TEST_P(Lifecycle, ListsCheckpointsNewestFirst) {
   EXPECT_TRUE(page.next_page_token().empty());
 }
 
+TEST_P(Lifecycle, DeletesOneCheckpoint) {
+  const auto remove = [&](const std::string& checkpoint, bool* deleted) {
+    grpc::ClientContext context;
+    v1::DeleteCheckpointRequest request;
+    request.set_name("tenants/default/heads/h");
+    request.set_checkpoint(checkpoint);
+    v1::DeleteCheckpointResponse response;
+    const grpc::Status status = server_->heads().DeleteCheckpoint(&context, request, &response);
+    *deleted = response.deleted();
+    return ReasonOf(status);
+  };
+  bool deleted = false;
+  EXPECT_EQ(remove("zero", &deleted), "STORAGE_NOT_CONFIGURED");
+  Restart(WithCheckpoints());
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  Save(head, "zero");
+  Require(server_->Apply(ApplyOf(head, 0, 0)), "ApplyOptimizerStep");
+  Save(head, "one");
+  std::filesystem::resize_file(root_ + "/default/h/zero/manifest.json", 10);  // a damaged one can be removed, too
+  for (const bool first : {true, false}) {
+    EXPECT_EQ(remove("zero", &deleted), "OK");
+    EXPECT_EQ(deleted, first);
+  }
+  EXPECT_FALSE(std::filesystem::exists(root_ + "/default/h/zero"));
+  EXPECT_TRUE(std::filesystem::exists(root_ + "/default/h/one"));
+  EXPECT_EQ(remove("one", &deleted), "OK");
+  EXPECT_TRUE(deleted);
+  Restart(WithCheckpoints());  // nothing is left that the head could come back from
+  EXPECT_THAT(Names(""), ::testing::IsEmpty());
+}
+
 TEST_P(Lifecycle, ARestartedServerPassesOverADamagedCheckpoint) {
   Restart(WithCheckpoints());
   const TestHead head = server_->MakeHead("h", SmallSpec());

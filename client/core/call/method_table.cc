@@ -102,6 +102,7 @@ const std::vector<Row>& Rows() {
       {Always, Following(Make<v1::SaveCheckpointRequest, v1::SaveCheckpointResponse>(HEADS "SaveCheckpoint", kIfNothingWasDone))},
       {Always, Make<v1::ListCheckpointsRequest, v1::ListCheckpointsResponse>(HEADS "ListCheckpoints", kSafe)},
       {Always, With(kReplaced, Make<v1::RestoreCheckpointRequest, v1::Head>(HEADS "RestoreCheckpoint", kIfNothingWasDone))},
+      {Always, Make<v1::DeleteCheckpointRequest, v1::DeleteCheckpointResponse>(HEADS "DeleteCheckpoint", kSafe)},
       {Always, As(Shape::kLoss, Following(Make<v1::MicroBatchHeader, v1::MicroBatchSummary>(LOSS "ComputeLoss", kSafe), kLoss))},
       // A stream whose answer was cut off had worked if its rows are there.
       {Always, As(Shape::kTeacher, Make<v1::StreamTeacherHeader, v1::StreamTeacherResponse>(LOSS "StreamTeacher", kSafe))},

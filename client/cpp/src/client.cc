@@ -114,6 +114,14 @@ absl::StatusOr<std::vector<CheckpointInfo>> Client::ListCheckpoints(const std::s
       *core_, std::move(request), options, [](const v1::ListCheckpointsResponse& page) -> auto& { return page.checkpoints(); });
 }
 
+absl::StatusOr<bool> Client::DeleteCheckpoint(const std::string& head, const std::string& checkpoint, const CallOptions& options) {
+  v1::DeleteCheckpointRequest request;
+  request.set_name(FullHeadName(core_->options().tenant, head));
+  request.set_checkpoint(checkpoint);
+  HEADWATER_ASSIGN_OR_RETURN(auto response, Run<v1::DeleteCheckpointResponse>(*core_, request, options));
+  return response.deleted();
+}
+
 absl::Status Client::DeleteHead(const std::string& name, bool force, const CallOptions& options) {
   v1::DeleteHeadRequest request;
   request.set_name(FullHeadName(core_->options().tenant, name));

@@ -528,6 +528,19 @@ class Head(HeadLosses):
         pages = self._backend.pages("ListCheckpoints", self._timeout(timeout_s), name=self._name)
         return [checkpoint_info(checkpoint) for page in pages for checkpoint in page.checkpoints]
 
+    def delete_checkpoint(self, checkpoint: str, *, timeout_s: float | None = None) -> bool:
+        """Removes one checkpoint of this head's name from the server's disk. Idempotent.
+
+        After a restart of the server the head comes back from the newest checkpoint that is left, and not at all without any.
+
+        Returns:
+            True if this call has removed it; False if there was none.
+        Raises:
+            FailedPreconditionError: `STORAGE_NOT_CONFIGURED`.
+        """
+        checkpoint = _requests.check_checkpoint_name(checkpoint)
+        return bool(self._call("DeleteCheckpoint", timeout_s, name=self._name, checkpoint=checkpoint).deleted)
+
     def restore(self, checkpoint: str, *, timeout_s: float | None = None) -> HeadInfo:
         """Sets the head to a checkpoint: a new epoch, the checkpoint's step, nothing accumulated."""
         checkpoint = _requests.check_checkpoint_name(checkpoint)
@@ -587,6 +600,7 @@ class Head(HeadLosses):
     save_future = as_future(save)
     restore_future = as_future(restore)
     checkpoints_future = as_future(checkpoints)
+    delete_checkpoint_future = as_future(delete_checkpoint)
     info_future = as_future(info)
     delete_future = as_future(delete)
 

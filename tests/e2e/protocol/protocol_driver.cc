@@ -242,6 +242,7 @@ class Driver {
         return adopt(head.ReplaceWeights(step, TensorView::Float32(weight), std::nullopt, options));
       }
       if (operation == "save") return head.Save(word, line.Has("overwrite"), options).status();
+      if (operation == "delete_checkpoint") return client.DeleteCheckpoint(line.Option("on", "h"), word, options).status();
       if (operation == "restore") return adopt(head.Restore(word, options));
       if (operation == "load") return adopt(head.LoadWeights(word, "", "", options));
       if (operation == "list") return client.ListHeads(options).status();

@@ -38,7 +38,7 @@ CODES = {
 # Calls that give a head another state, and with it another epoch.
 STATE_CHANGES = ("RestoreCheckpoint", "LoadWeights", "UploadWeights")
 # Calls that name no epoch, or a condition.
-UNFENCED = ("CreateHead", "GetHead", "TakeHead", "ListHeads")
+UNFENCED = ("CreateHead", "GetHead", "TakeHead", "ListHeads", "DeleteCheckpoint")
 
 
 def answer(word):
@@ -322,6 +322,9 @@ class ProtocolServer(ScriptedServer):
 
     def _SaveCheckpoint(self, request):
         return head_service_pb2.SaveCheckpointResponse(checkpoint=request.checkpoint)
+
+    def _DeleteCheckpoint(self, _):
+        return head_service_pb2.DeleteCheckpointResponse(deleted=True)
 
     def _GetStep(self, _):
         return head_service_pb2.GetStepResponse()

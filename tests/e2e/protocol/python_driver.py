@@ -145,7 +145,7 @@ class Driver:
             return head.replace_weight_future(weight, **timeout)
         if operation == "upload":
             return head.set_weight_future(weight, **timeout)
-        if operation in ("save", "restore", "load"):
+        if operation in ("save", "restore", "load", "delete_checkpoint"):
             overwrite = {"overwrite": "overwrite" in words} if operation == "save" else {}
             return getattr(head, f"{operation}_future")(words[0], **overwrite, **timeout)
         if operation == "list":

@@ -20,6 +20,7 @@ REPEATABLE = {
     "GetHead": "info",
     "TakeHead": "take",
     "SaveCheckpoint": "save one overwrite",
+    "DeleteCheckpoint": "delete_checkpoint one",
     "UploadWeights": "upload",
     "ListHeads": "list",
 }

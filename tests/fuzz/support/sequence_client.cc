@@ -235,6 +235,9 @@ void SequenceClient::RunCall(const Call& call) {
     case Call::kListCheckpoints:
       return Unary<HeadStub, v1::ListCheckpointsRequest, v1::ListCheckpointsResponse>(
           "list_checkpoints", heads, &HeadStub::ListCheckpoints, call.list_checkpoints());
+    case Call::kDeleteCheckpoint:
+      return Unary<HeadStub, v1::DeleteCheckpointRequest, v1::DeleteCheckpointResponse>(
+          "delete_checkpoint", heads, &HeadStub::DeleteCheckpoint, call.delete_checkpoint());
     case Call::kRestore:
       return Unary<HeadStub, v1::RestoreCheckpointRequest, v1::Head>("restore", heads, &HeadStub::RestoreCheckpoint, call.restore(),
                                                                      learn);

@@ -298,6 +298,8 @@ void CheckRequest(const Request& request) {
       return CheckDecoded(s::DecodeListCheckpoints(request.list_checkpoints()));
     case Request::kRestore:
       return CheckDecoded(s::DecodeRestore(request.restore()));
+    case Request::kDeleteCheckpoint:
+      return CheckDecoded(s::DecodeDeleteCheckpoint(request.delete_checkpoint()));
     case Request::kAddGradient:
       return CheckDecoded(s::DecodeAddGradientHeader(request.add_gradient()));
     case Request::kOpenSession:

@@ -614,6 +614,10 @@ TEST_F(HeadComebackTest, HeadsThatHaveChangedAreSaved) {
   EXPECT_OK(saved->Restore(saved->Describe().epoch, *store_, "x"));
   EXPECT_TRUE(saved->Describe().recovers_epochs.empty());
   EXPECT_EQ(names(later), (std::vector<std::string>{"a", "b"}));
+  // A head is saved anew if one of its checkpoints was deleted: it may have been the one that has it.
+  ASSERT_TRUE(*store_->Remove("default", "b", "drain"));
+  changed->CheckpointRemoved(*store_);
+  EXPECT_EQ(names(later), (std::vector<std::string>{"b"}));
 
   const std::vector<HeadRegistry::Comeback> comebacks = Restart();
   ASSERT_EQ(comebacks.size(), 3u);

@@ -84,6 +84,8 @@ class Client {
   // The checkpoints under a head's name, newest first; damaged ones last. The head need not exist. One deadline for all pages.
   // FAILED_PRECONDITION / STORAGE_NOT_CONFIGURED.
   absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& head, const CallOptions& options = {});
+  // Removes one of them from the server's disk; false if there is none. The head need not exist.
+  absl::StatusOr<bool> DeleteCheckpoint(const std::string& head, const std::string& checkpoint, const CallOptions& options = {});
   // Frees a head whatever its epoch; its checkpoints stay. `force`: even with undecided contributions or a non-empty open step
   // (FAILED_PRECONDITION / HEAD_IN_USE otherwise).
   absl::Status DeleteHead(const std::string& name, bool force = false, const CallOptions& options = {});
