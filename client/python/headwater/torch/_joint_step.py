@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from headwater._clipping import clip_factor, not_finite
 from headwater._errors import FailedPreconditionError, HeadwaterError, NotFoundError, invalid_argument, refused
 from headwater._head import Head
 from headwater._types import SealResult, check_max_grad_norm
 from headwater.torch import _gradients
 from headwater.torch._remote_head import RemoteHead
-from headwater.torch._training_loop import CLIP_EPSILON, TrainingLoop
+from headwater.torch._training_loop import TrainingLoop
 
 
 def only_makes_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -161,12 +162,7 @@ class JointStep:
         gradient.fill_(math.inf)
 
     def _not_finite(self) -> HeadwaterError:
-        step = self._trained[0].head.step
-        return FailedPreconditionError(
-            f"the gradient of step {step} is not finite; neither the body nor a head was updated",
-            reason="NON_FINITE_GRADIENT",
-            metadata={"step": str(step)},
-        )
+        return not_finite(self._trained[0].head.step, "")
 
     def _check_losses(self) -> None:
         if self._count_losses() == self._losses:
@@ -205,7 +201,7 @@ class JointStep:
             return norm
         self._max_grad_norm, self._body_norm_squared = check_max_grad_norm(max_norm), body**2
         if self._max_grad_norm is not None:
-            _gradients.multiply(self._body(), min(1.0, self._max_grad_norm / (norm + CLIP_EPSILON)))
+            _gradients.multiply(self._body(), clip_factor(norm, self._max_grad_norm))
         return norm
 
     def _served_norms(self, factor: float) -> list[float]:

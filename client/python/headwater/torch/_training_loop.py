@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from headwater._clipping import clip_factor, not_finite
 from headwater._errors import FailedPreconditionError, invalid_argument, must_be, refused
 from headwater._head import Head, _check_expected
 from headwater._micro_batches import MicroBatchSource, distributed_place
@@ -28,8 +29,6 @@ from headwater._types import (
 from headwater.torch import _gradients
 from headwater.torch._attach import ModuleHead
 
-# As torch.nn.utils.clip_grad_norm_ and the server have it.
-CLIP_EPSILON = 1e-6
 # Name of the one checkpoint of a frozen head.
 _FROZEN_CHECKPOINT = "weights"
 
@@ -366,27 +365,23 @@ class TrainingLoop:
         outcome = StepOutcome(step, finite, rate, norm, 1.0, tuple(seal.totals for seal in seals))
         if not finite:
             if self._scaler is None:
-                raise FailedPreconditionError(
-                    f"the gradient of step {step} is not finite; nothing has changed. skip() goes on without it",
-                    reason="NON_FINITE_GRADIENT",
-                    metadata={"step": str(step)},
-                )
+                raise not_finite(step, "; skip() closes the step")
             self._discard()
             self._set_scale(scale * self._scaler.get_backoff_factor())
             grown = getattr(self._scaler, "_growth_tracker", None)
             if isinstance(grown, torch.Tensor):
                 grown.zero_()  # steps without overflow since the last one: a scale that is set leaves them as they are
             return outcome
-        clip_factor = 1.0 if self._max_grad_norm is None else min(1.0, self._max_grad_norm / (norm + CLIP_EPSILON))
+        factor = clip_factor(norm, self._max_grad_norm)
         self._meeting.has_moved = True
         if self.rank == 0:
             self._apply(rate, gradient_factor, norms)
-        self._step_body(clip_factor)
+        self._step_body(factor)
         if self.rank == 0:
             for head in self._trainer_owned:
                 head.push_weight(**self._timeout)
         self._follow(step)
-        return dataclasses.replace(outcome, clip_factor=clip_factor)
+        return dataclasses.replace(outcome, clip_factor=factor)
 
     def _add_shared_gradient(self, head: ModuleHead, parts: int, ids: list[int], dropped: set[int]) -> None:
         """The trainer's own part of a tied weight's gradient; appends its ids to the expected ones."""
