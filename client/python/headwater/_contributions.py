@@ -52,6 +52,7 @@ class Contribution:
         """`first`, `stride`: of the sequence that its id is drawn from, as of `MicroBatchSource.draw`."""
         self.head = head
         self._timeout_s = timeout_s  # of its commit
+        self._source, self._sequence = source, (first, stride)
         self._key = head._key(None)
         self._micro_batch, ids = source.draw(head, self._key.step, first, stride)
         self._attempt = source.attempt(head, self._key.step, self._micro_batch)
@@ -94,6 +95,11 @@ class Contribution:
         """It is in the step."""
         self._staged = None  # which keeps grad_hidden alive
         self._finalizer.detach()
+
+    def give_back(self) -> None:
+        """Forgets its id, which the same call will draw again: what it has added meanwhile is not added twice."""
+        self._finalizer.detach()
+        self._source.give_back(self.head, self.step, self._micro_batch, *self._sequence)
 
     def drop(self) -> None:
         """Forgets its id, and discards what may be in the step."""

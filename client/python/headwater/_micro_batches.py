@@ -67,7 +67,7 @@ class MicroBatchSource:
         Raises:
             MicroBatchConflictError: the id was drawn in this step.
         """
-        sequence = self.rank if first is None else first, self.world_size if stride is None else stride
+        sequence = self._sequence(first, stride)
         with self._lock:
             drawn = self._known(head)
             if drawn is None or drawn.step != step:
@@ -84,6 +84,17 @@ class MicroBatchSource:
             drawn.counts[sequence] += 1
             drawn.ids.add(id_)
             return id_, drawn.ids
+
+    def give_back(self, head: Head, step: int, id_: int, first: int | None = None, stride: int | None = None) -> None:
+        """Makes the id that a sequence has drawn last its next one again, for a call that is to be repeated as it was."""
+        with self._lock:
+            drawn = self._known(head)
+            if drawn is not None and drawn.step == step and id_ in drawn.ids:
+                drawn.counts[self._sequence(first, stride)] -= 1
+                drawn.ids.discard(id_)
+
+    def _sequence(self, first: int | None, stride: int | None) -> tuple[int, int]:
+        return self.rank if first is None else first, self.world_size if stride is None else stride
 
     def _remember(self, head: Head, drawn: _Drawn) -> _Drawn:
         records = self._drawn.setdefault(head._backend, {}).setdefault(head.name, [])

@@ -16,3 +16,8 @@ from headwater.jax._losses import (
     linear_jsd_loss as linear_jsd_loss,
     linear_softmax_cross_entropy_loss as linear_softmax_cross_entropy_loss,
 )
+from headwater.jax._optimizer import (
+    StepResult as StepResult,
+    apply_optimizer_step as apply_optimizer_step,
+)
+from headwater.jax._split import value_and_grad as value_and_grad

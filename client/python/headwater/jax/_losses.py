@@ -90,13 +90,13 @@ def linear_softmax_cross_entropy_loss(
             the original.
     """
     _check_head(head, "head")
-    options = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": logsumexp_weight,
-        "temperature": temperature,
-        "token_scaling": token_scaling,
-    }
+    options = cross_entropy_options(
+        logsumexp_weight=logsumexp_weight,
+        label_smoothing=label_smoothing,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        token_scaling=token_scaling,
+    )
     arrays = {"hidden": x, "targets": labels, "token_weights": weight, "class_weights": class_weights}
     return _loss(head, head.cross_entropy, options, arrays, reduction, micro_batch, train, timeout_s)
 
@@ -140,8 +140,58 @@ def linear_jsd_loss(
     """
     _check_head(head, "head")
     _check_head(teacher, "teacher")
-    options = {
-        "teacher": teacher,
+    options = jsd_options(
+        beta=beta,
+        temperature=temperature,
+        teacher_temperature=teacher_temperature,
+        hard_loss_weight=hard_loss_weight,
+        logsumexp_weight=logsumexp_weight,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        truncate_to_common=truncate_to_common,
+    )
+    options["teacher"] = teacher
+    arrays = {
+        "student_hidden": x,
+        "teacher_hidden": teacher_x,
+        "targets": labels,
+        "token_weights": weight,
+        "class_weights": class_weights,
+    }
+    return _loss(head, head.jsd, options, arrays, reduction, micro_batch, train, timeout_s)
+
+
+def cross_entropy_options(
+    *,
+    logsumexp_weight: float = 0.0,
+    label_smoothing: float = 0.0,
+    temperature: float = 1.0,
+    ignore_index: int = DEFAULT_IGNORE_INDEX,
+    token_scaling: bool = False,
+) -> dict[str, Any]:
+    """Those of `Head.cross_entropy`."""
+    return {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": logsumexp_weight,
+        "temperature": temperature,
+        "token_scaling": token_scaling,
+    }
+
+
+def jsd_options(
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    teacher_temperature: float | None = None,
+    hard_loss_weight: float = 0.0,
+    logsumexp_weight: float = 0.0,
+    label_smoothing: float = 0.0,
+    ignore_index: int = DEFAULT_IGNORE_INDEX,
+    truncate_to_common: bool = False,
+) -> dict[str, Any]:
+    """Those of `Head.jsd`, but for the teacher."""
+    return {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
         "z_loss": logsumexp_weight,
@@ -151,14 +201,6 @@ def linear_jsd_loss(
         "hard_loss_weight": hard_loss_weight,
         "truncate_to_common": truncate_to_common,
     }
-    arrays = {
-        "student_hidden": x,
-        "teacher_hidden": teacher_x,
-        "targets": labels,
-        "token_weights": weight,
-        "class_weights": class_weights,
-    }
-    return _loss(head, head.jsd, options, arrays, reduction, micro_batch, train, timeout_s)
 
 
 def _loss(

@@ -58,6 +58,10 @@ class Submissions:
             self._pending[self._last_token] = contribution
             return result, self._last_token
 
+    def draw(self, first: int, stride: int, timeout_s: float | None) -> Contribution:
+        """A micro-batch that the caller submits, adds and gives back itself; its id is in `ids` from now on."""
+        return Contribution(self._head, self._source, timeout_s, first=first, stride=stride)
+
     def add(self, run: Callable[..., LossResult], first: int, stride: int, timeout_s: float | None) -> LossResult:
         """Adds a micro-batch at once."""
         contribution = Contribution(self._head, self._source, timeout_s, first=first, stride=stride)
