@@ -207,8 +207,8 @@ absl::StatusOr<RowsView> ToView(const char* field, const hw_client_rows& rows) {
     return InvalidView(v1::ERROR_REASON_INVALID_FIELD, absl::StrCat(field, ".data_type"), "1, 2 or 3",
                        absl::StrCat(rows.data_type));
   }
-  if (rows.memory != HW_CLIENT_HOST && rows.memory != HW_CLIENT_CUDA) {
-    return InvalidView(v1::ERROR_REASON_INVALID_FIELD, absl::StrCat(field, ".memory"), "0 or 1", absl::StrCat(rows.memory));
+  if (rows.memory < HW_CLIENT_HOST || rows.memory > HW_CLIENT_CUDA_PRIVATE) {
+    return InvalidView(v1::ERROR_REASON_INVALID_FIELD, absl::StrCat(field, ".memory"), "0, 1 or 2", absl::StrCat(rows.memory));
   }
   const RowsView view{rows.data, static_cast<DataType>(rows.data_type), rows.row_count, rows.hidden_size,
                       static_cast<Memory>(rows.memory)};

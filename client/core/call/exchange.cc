@@ -76,7 +76,7 @@ class TeacherExchange : public RowsCall {
     if (!result.status.ok()) return Deliver(std::move(result.status));
     Deliver(Answer{.bytes = std::move(result.answer)});
   }
-  bool EndBlocks(const TransferResult&) const override { return rows_.memory == Memory::kCuda; }
+  bool EndBlocks(const TransferResult&) const override { return rows_.on_device(); }
 
   const RowsView rows_;
   void* const cuda_stream_;
@@ -86,9 +86,9 @@ class TeacherExchange : public RowsCall {
 }  // namespace
 
 bool CallMemory::on_device() const {
-  return rows.memory == Memory::kCuda || (result.data != nullptr && result.memory == Memory::kCuda) ||
+  return rows.on_device() || (result.data != nullptr && result.on_device()) ||
          std::any_of(teachers.begin(), teachers.end(),
-                     [](const RowsView& teacher) { return HasRows(teacher) && teacher.memory == Memory::kCuda; });
+                     [](const RowsView& teacher) { return HasRows(teacher) && teacher.on_device(); });
 }
 
 absl::StatusOr<std::unique_ptr<google::protobuf::Message>> CopyOf(const google::protobuf::Message& message) {

@@ -33,7 +33,7 @@ ABI_VERSION = 2
 LIBRARY_NAME = "libheadwater_client.so"
 LIBRARY_VARIABLE = "HEADWATER_CLIENT_LIBRARY"
 
-HOST, CUDA = 0, 1
+HOST, CUDA, CUDA_PRIVATE = 0, 1, 2
 DO_NOT_WAIT, OWNED, _BACKGROUND = 1, 2, 4
 
 # A thread that waits for a call looks this often whether Python wants it for something else, such as Ctrl-C, in nanoseconds; and

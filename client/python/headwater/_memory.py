@@ -57,6 +57,43 @@ class DeviceArray:
         return torch().empty(self.shape, dtype=getattr(torch(), data_type), device=self.tensor.device)
 
 
+@dataclass(frozen=True)
+class Stream:
+    """A CUDA stream that another framework than PyTorch has made."""
+
+    device: int
+    cuda_stream: int  # its handle
+
+
+@dataclass(frozen=True)
+class DeviceAddress:
+    """Contiguous elements in device memory, as far as a tensor is asked for them."""
+
+    address: int
+    shape: tuple[int, ...]
+    itemsize: int
+
+    def data_ptr(self) -> int:
+        """Address of the first element."""
+        return self.address
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        return self.itemsize
+
+
+class PrivateRows(DeviceArray):
+    """Rows in the pool of another framework's allocator: no other process may open it. `tensor` is a DeviceAddress.
+
+    They are copied on the device into the client's own memory, and `grad_hidden_out` is from there; they are sent whole, as
+    nothing here gathers some of them, and a gradient needs memory of the caller's.
+    """
+
+
 Rows = HostArray | DeviceArray
 
 

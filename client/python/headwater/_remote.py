@@ -15,7 +15,7 @@ from headwater._arrays import HostArray
 from headwater._core import NO_TENSORS, Connection, Tensors
 from headwater._errors import HeadwaterError, make_error, warn
 from headwater._futures import Cancel, Done, Executors
-from headwater._memory import Block, BlockPool, DeviceArray, Rows, one_stream, ordinary_block
+from headwater._memory import Block, BlockPool, DeviceArray, PrivateRows, Rows, one_stream, ordinary_block
 from headwater._messages import (
     TENSORS,
     check_header,
@@ -166,8 +166,8 @@ class RemoteBackend:
         if server.engine != "cuda":
             return f"the server computes with the {server.engine} engine, which has no device memory"
         torch = sys.modules.get("torch")
-        if torch is None and not demanded:
-            return "torch is not imported here, so there are no CUDA tensors"
+        if torch is None and "jax" not in sys.modules and not demanded:
+            return "neither torch nor jax is imported here, so there are no CUDA tensors"
         if torch is not None and not torch.cuda.is_available():
             return "this process has no CUDA device"
         info = self.connection.info()
@@ -239,6 +239,8 @@ class RemoteBackend:
         answer: Rows | None = None
         if isinstance(grad_hidden, np.ndarray):
             answer = HostArray(grad_hidden, request.grad_hidden_data_type, _arrays.to_numpy)
+        elif isinstance(grad_hidden, PrivateRows):
+            answer = grad_hidden
         elif grad_hidden is not None:
             answer = DeviceArray.over(grad_hidden, request.grad_hidden_data_type)
         tensors = Tensors(
@@ -296,7 +298,8 @@ def _place(rows: Rows | None) -> _core.Rows | None:
     shape, data_type = rows.shape, _arrays.DATA_TYPE_NUMBERS[rows.data_type]
     columns = shape[1] if len(shape) == 2 else 1
     if isinstance(rows, DeviceArray):
-        return _core.Rows(rows.tensor.data_ptr(), shape[0], columns, data_type, _core.CUDA)
+        memory = _core.CUDA_PRIVATE if isinstance(rows, PrivateRows) else _core.CUDA
+        return _core.Rows(rows.tensor.data_ptr(), shape[0], columns, data_type, memory)
     return _core.Rows(rows.data, shape[0], columns, data_type)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from headwater import _arrays
 from headwater._arrays import HostArray
 from headwater._errors import invalid_argument, must_be, refused, wrong_shape, wrong_type
-from headwater._memory import DeviceArray, Rows, torch
+from headwater._memory import DeviceArray, PrivateRows, Rows, torch
 from headwater._types import check_integer, check_not_negative, check_number
 
 # Exactly 0 ... n-1, or exactly these ids.
@@ -194,16 +194,20 @@ def check_rows(value: Any, field: str, hidden_size: int, *, on_device: bool = Fa
     if len(shape) != 2 or shape[1] != hidden_size:
         _arrays.from_any(value, field)  # an element type that is wrong is said first
         raise wrong_shape(field, f"(num_tokens, {hidden_size})", shape)
+    if isinstance(value, PrivateRows):
+        return value
     return _arrays.from_any(value, field, device_rows=DeviceArray.over if on_device else None)
 
 
 def check_grad_hidden_out(value: Any, shape: tuple[int, ...], data_type: str) -> Any:
     """Memory that `grad_hidden` is written into: (an array or CUDA tensor, over the caller's own memory)."""
     field = "grad_hidden_out"
-    rows = _arrays.from_any(value, field, device_rows=DeviceArray.over)
+    rows = value if isinstance(value, PrivateRows) else _arrays.from_any(value, field, device_rows=DeviceArray.over)
     _arrays.check_shape(rows.shape, shape, field)
     if rows.data_type != data_type:
         raise wrong_type(field, f"{data_type}, as grad_hidden is", rows.data_type)
+    if isinstance(rows, PrivateRows):
+        return rows
     if isinstance(rows, DeviceArray):
         memory, own = rows.tensor, rows.tensor.data_ptr() == value.data_ptr() and not value.requires_grad
     else:
@@ -228,6 +232,8 @@ def check_apart(out: Any, rows: Rows, field: str) -> None:
     def begin_and_end(memory: Any) -> tuple[int, int]:
         if isinstance(memory, np.ndarray):
             return memory.ctypes.data, memory.ctypes.data + memory.nbytes
+        if isinstance(memory, PrivateRows):
+            memory = memory.tensor
         return memory.data_ptr(), memory.data_ptr() + memory.numel() * memory.element_size()
 
     begin, end = begin_and_end(out)
@@ -317,12 +323,13 @@ class Compaction:
 def compact(request: ComputeRequest) -> Compaction:
     """Leaves ignored rows out where that is worth it: they have no loss and no gradient.
 
-    Not where rows are shared by terms, nor where a factor for each row comes later: the server does it for itself then. Whether
-    rows may be held makes no difference: a repeat that finds a slot free is to bring the same ones as the call that found none.
+    Not where rows are shared by terms or private, nor where a factor for each row comes later: the server does it for itself then.
+    Whether rows may be held makes no difference: a repeat that finds a slot free is to bring the same ones as the call that found
+    none.
     """
     row_count = request.hidden.shape[0]
     term = request.terms[0]
-    shared = len(request.terms) > 1 or term.row_count != row_count
+    shared = len(request.terms) > 1 or term.row_count != row_count or isinstance(request.hidden, PrivateRows)
     # Rows of another stream are kept until they are used: all of them are asked for.
     shared |= term.teacher is not None and term.teacher.sent is None
     if shared or term.targets is None or not term.may_ignore or request.options.late_token_factors:

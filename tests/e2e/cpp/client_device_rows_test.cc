@@ -31,9 +31,9 @@ using client::internal::Wait;
 constexpr int64_t kHiddenSize = 4;
 
 // Memory of the fake device, for as long as the process lives.
-float* DeviceFloats(const std::vector<float>& values) {
+float* DeviceFloats(const std::vector<float>& values, bool exportable = false) {
   auto* const data = new std::vector<float>(values);
-  FakeCudaAddMemory(data->data(), data->size() * sizeof(float));
+  FakeCudaAddMemory(data->data(), data->size() * sizeof(float), exportable);
   return data->data();
 }
 
@@ -136,6 +136,39 @@ TEST(ClientDeviceRows, WhatACallLeavesUncopiedDoesNotComeOverTheRowsOfTheNextOne
       server.WithState([&](ScriptedServer::State& state) { return state.device_regions.at(placed.region_id()); });
   const auto* const shared = static_cast<const char*>(FakeCudaOpen(handle.data())) + placed.offset_bytes();
   EXPECT_TRUE(std::memcmp(shared, values.data(), values.size() * sizeof(float)) == 0);
+}
+
+TEST(ClientDeviceRows, PrivateMemoryIsCopiedAndNeverExported) {
+  ScriptedServer server;
+  server.WithState([](ScriptedServer::State& state) { state.features = {"cuda_ipc"}; });
+  const auto paths = MemoryPaths::Create(server.target(), MakeChannel(server.target(), {}), {}, {});
+  const std::vector<float> values = RandomFloats(4, 1000 * kHiddenSize, 1.0F);
+  const auto bytes = static_cast<int64_t>(values.size() * sizeof(float));
+  for (const client::Memory memory : {client::Memory::kCuda, client::Memory::kCudaPrivate}) {
+    float* const hidden = DeviceFloats(values, /*exportable=*/true);
+    float* const grad = DeviceFloats(values, /*exportable=*/true);
+    CallMemory rows;
+    rows.rows = FloatsAt(hidden, bytes, memory);
+    rows.result = FloatsAt(grad, bytes, memory);
+    Placement placement =
+        Value(paths->Place(rows, "", Transport::kAuto, Wait{std::chrono::system_clock::now() + std::chrono::minutes(1), {}}));
+    EXPECT_EQ(placement.path(), Transport::kCudaIpc);
+    EXPECT_EQ(placement.why_not_better(), "");
+    const auto shared = [&](const v1::SharedRows& placed) {
+      const std::string handle =
+          server.WithState([&](ScriptedServer::State& state) { return state.device_regions.at(placed.region_id()); });
+      return static_cast<float*>(const_cast<void*>(FakeCudaOpen(handle.data()))) + placed.offset_bytes() / sizeof(float);
+    };
+    FakeCudaRun(nullptr);  // the legacy default stream
+    float* const shared_hidden = shared(placement.reads()[0].shared);
+    float* const shared_grad = shared(placement.write()->shared);
+    EXPECT_EQ(shared_hidden == hidden, memory == client::Memory::kCuda);
+    EXPECT_EQ(shared_grad == grad, memory == client::Memory::kCuda);
+    EXPECT_TRUE(std::memcmp(shared_hidden, values.data(), values.size() * sizeof(float)) == 0);
+    shared_grad[0] = 7;  // as the server does
+    ASSERT_TRUE(placement.Finish().ok());
+    EXPECT_EQ(grad[0], 7);
+  }
 }
 
 }  // namespace

@@ -260,6 +260,20 @@ TEST_F(CudaIpc, MemoryOfAPoolIsCopiedOnTheDevice) {
   }
 }
 
+TEST_F(CudaIpc, PrivateMemoryIsCopiedOnTheDevice) {
+  DeviceBuffer hidden(*driver_, 0, kBytes);
+  DeviceBuffer grad(*driver_, 0, kBytes);
+  hidden.Write(hidden_.data(), kBytes);
+  CallMemory rows = DeviceRows(hidden.data(), grad.data());
+  const std::string exported = Value(Place(rows)).reads()[0].shared.region_id();
+  rows.rows.memory = rows.result.memory = client::Memory::kCudaPrivate;
+  Placement placement = Value(Place(rows, Transport::kCudaIpc));
+  EXPECT_NE(placement.reads()[0].shared.region_id(), exported);
+  EXPECT_EQ(placement.why_not_better(), "");
+  CallWith(&placement, "cuda_ipc");
+  EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
+}
+
 TEST_F(CudaIpc, SharedHostMemoryServesDeviceRowsToo) {
   DeviceBuffer hidden(*driver_, 0, kBytes);
   DeviceBuffer grad(*driver_, 0, kBytes);

@@ -18,6 +18,7 @@ constexpr int kContextAttribute = 1;
 constexpr int kMemoryTypeAttribute = 2;
 constexpr int kBufferIdAttribute = 7;
 constexpr int kDeviceOrdinalAttribute = 9;
+constexpr int kIsLegacyIpcCapableAttribute = 10;
 constexpr unsigned kDeviceMemoryType = 2;
 
 using DevicePointer = unsigned long long;  // NOLINT: the driver's own type
@@ -95,10 +96,11 @@ int RunUpTo(std::map<void*, size_t> Driver::*marks, void* handle) {
 
 extern "C" {
 
-void FakeCudaAddMemory(const void* data, size_t bytes) {
+void FakeCudaAddMemory(const void* data, size_t bytes, bool exportable) {
   Driver& driver = TheDriver();
   std::lock_guard<std::mutex> lock(driver.mutex);
   driver.memory[reinterpret_cast<uintptr_t>(data)] = bytes;
+  if (exportable) driver.allocated.insert(const_cast<void*>(data));
 }
 void FakeCudaFailCopyAfter(int count) {
   Driver& driver = TheDriver();
@@ -156,7 +158,10 @@ int cuPointerGetAttribute(void* data, int attribute, DevicePointer pointer) {
     case kBufferIdAttribute:
       *static_cast<uint64_t*>(data) = Find(pointer)->first;
       return 0;
-    default:  // whether it is managed, whether it can be exported
+    case kIsLegacyIpcCapableAttribute:
+      *static_cast<unsigned*>(data) = driver.allocated.count(reinterpret_cast<void*>(Find(pointer)->first));  // NOLINT
+      return 0;
+    default:  // whether it is managed
       *static_cast<unsigned*>(data) = 0;
       return 0;
   }

@@ -7,8 +7,8 @@
 
 extern "C" {
 
-// This memory is the device's from now on, and cannot be exported.
-void FakeCudaAddMemory(const void* data, size_t bytes);
+// This memory is the device's from now on.
+void FakeCudaAddMemory(const void* data, size_t bytes, bool exportable = false);
 // The copy after `count` more fails to be enqueued; negative: none does.
 void FakeCudaFailCopyAfter(int count);
 // Copies that were enqueued and that nobody has waited for.

@@ -92,18 +92,21 @@ absl::Status Placement::PlaceInHostMemory(PlacedTensor* tensor, const Wait& wait
 
 absl::Status Placement::PlaceInDeviceMemory(PlacedTensor* tensor, const Wait& wait) {
   HEADWATER_RETURN_IF_ERROR(paths_->server_.DeviceMemoryWorks(wait));
-  const auto exported = paths_->device_.Export(tensor->mine.data, tensor->mine.bytes());
-  if (exported.ok()) {
-    tensor->device = *exported;
-    return Register(tensor, wait);
+  std::string why_copied = "rows in private memory are copied on the device";
+  if (tensor->mine.memory != Memory::kCudaPrivate) {
+    const auto exported = paths_->device_.Export(tensor->mine.data, tensor->mine.bytes());
+    if (exported.ok()) {
+      tensor->device = *exported;
+      return Register(tensor, wait);
+    }
+    if (exported.status().code() == absl::StatusCode::kInvalidArgument) return exported.status();
+    why_copied = Sentence(exported.status());
   }
-  if (exported.status().code() == absl::StatusCode::kInvalidArgument) return exported.status();
   auto block = paths_->device_.Allocate(tensor->context, tensor->mine.bytes());
   if (!block.ok()) {
-    return TransportUnavailable(
-        absl::StrCat(Sentence(exported.status()), ", and no memory is left to copy them to: ", Sentence(block.status())));
+    return TransportUnavailable(absl::StrCat(why_copied, ", and no memory is left to copy them to: ", Sentence(block.status())));
   }
-  why_not_better_ = absl::StrCat(Sentence(exported.status()), ", so they are copied on the device");
+  if (tensor->mine.memory != Memory::kCudaPrivate) why_not_better_ = absl::StrCat(why_copied, ", so they are copied on the device");
   tensor->block = *std::move(block);
   tensor->device = std::static_pointer_cast<const DeviceBacking>(tensor->block->backing());
   return Register(tensor, wait);

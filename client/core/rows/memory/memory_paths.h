@@ -10,9 +10,9 @@
 //   the call ended without its answer (cancelled, deadline, broken connection):  placement->Abandon(), before the caller is told
 //
 // Paths. Rows in memory of AllocateRows() are used in place (shared_memory). Other host memory is copied, by several threads, into
-// slots of shared regions (shared_memory). Device memory is used in place (cuda_ipc); where its allocation cannot be exported, it
-// is copied on the device into memory that can (cuda_ipc, with why_not_better()); where device memory cannot be shared with the
-// server at all, through page-locked shared regions (shared_memory, with why_not_better()).
+// slots of shared regions (shared_memory). Device memory is used in place (cuda_ipc); where its allocation is private, it is copied
+// on the device into memory that can be exported (cuda_ipc), and likewise where it cannot be (with why_not_better()); where device
+// memory cannot be shared with the server at all, through page-locked shared regions (shared_memory, with why_not_better()).
 //
 // Regions are registered with the server when a call first needs them, once for each session that does. All of it is thread-safe
 // but for a single Placement. Placements and rows keep their MemoryPaths.

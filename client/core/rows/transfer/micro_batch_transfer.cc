@@ -143,7 +143,7 @@ absl::Status MicroBatchTransfer::SendRows() {
     request.grad_hidden = static_cast<unsigned char*>(const_cast<void*>(result.data));
     request.grad_row_count = result.row_count;
     request.grad_row_bytes = result.row_bytes();
-    if (result.memory == Memory::kCuda && bytes_down() > 0) {
+    if (result.on_device() && bytes_down() > 0) {
       HEADWATER_RETURN_IF_ERROR(PrepareGradCopy(&request));
     }
   }

@@ -125,6 +125,9 @@ HW_CLIENT_API void hw_client_memory_free(hw_client_memory* memory);
 
 #define HW_CLIENT_HOST 0 /* ordinary, page-locked or hw_client_allocate()'s memory */
 #define HW_CLIENT_CUDA 1 /* device memory of this process, of one allocation */
+/* Likewise, of an allocation that the server must not open, such as the pool of a framework's allocator: rows are copied on the
+ * device, into memory of the library's and back. */
+#define HW_CLIENT_CUDA_PRIVATE 2
 
 #define HW_CLIENT_FLOAT32 1
 #define HW_CLIENT_BFLOAT16 2
@@ -137,7 +140,7 @@ typedef struct hw_client_rows {
   int64_t row_count;
   int64_t hidden_size;
   int32_t data_type; /* HW_CLIENT_FLOAT32, ... */
-  int32_t memory;    /* HW_CLIENT_HOST or HW_CLIENT_CUDA */
+  int32_t memory;    /* HW_CLIENT_HOST, ... */
 } hw_client_rows;
 
 #define HW_CLIENT_DO_NOT_WAIT 1 /* an absent server is not waited for, whatever the options say */

@@ -31,6 +31,9 @@ const char* DataTypeName(DataType type);
 enum class Memory : int32_t {
   kHost = 0,  // ordinary or page-locked memory, or a RowsBuffer
   kCuda = 1,  // device memory of this process, of one allocation
+  // Likewise, of an allocation that the server must not open, such as the pool of a framework's allocator: rows are copied on the
+  // device, into memory of the client's and back.
+  kCudaPrivate = 2,
 };
 
 // Rows of hidden states, `[row_count, hidden_size]`. Owns nothing.
@@ -39,10 +42,11 @@ struct RowsView {
   DataType data_type = DataType::kFloat32;
   int64_t row_count = 0;          // >= 0
   int64_t hidden_size = 0;        // >= 1
-  Memory memory = Memory::kHost;  // kCuda: see CallOptions::cuda_stream
+  Memory memory = Memory::kHost;  // device memory: see CallOptions::cuda_stream
 
   int64_t row_bytes() const { return hidden_size * ElementBytes(data_type); }
   int64_t bytes() const { return row_count * row_bytes(); }
+  bool on_device() const { return memory != Memory::kHost; }
 
   // Rows of float32: values.size() / hidden_size of them. REQUIRES: hidden_size >= 1 divides values.size().
   static RowsView Float32(absl::Span<const float> values, int64_t hidden_size) {
