@@ -1,8 +1,9 @@
 """Servers and clients for the tests against real frameworks, which tests/frameworks/run runs in environments of their own.
 
 A file is for the environment `newest` unless it says `ENVIRONMENTS = ("newest", "oldest")`: names of tests/frameworks/*.in, or
-"gpu", what a machine has where HEADWATER_TEST_ENGINE is cuda (tests/gpu --only frameworks). In others it is not even imported; in
-these what it imports must be there. Tests marked `long` run with --long alone, with `long(environments=...)` in those.
+"gpu", what a machine has where HEADWATER_TEST_ENGINE is cuda (tests/gpu --only frameworks), and "jax_gpu" where JAX_PLATFORMS
+names cuda, too. In others it is not even imported; in these what it imports must be there. Tests marked `long` run with --long
+alone, with `long(environments=...)` in those.
 """
 
 import ast
@@ -12,8 +13,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
 import headwater
 import headwater.local
@@ -25,7 +24,15 @@ _spec.loader.exec_module(_e2e)
 
 
 # tests/frameworks/run calls the environment's folder NAME-HASH.
-ENVIRONMENT = "gpu" if _e2e.ENGINE == "cuda" else Path(sys.prefix).name.rpartition("-")[0]
+if _e2e.ENGINE != "cuda":
+    ENVIRONMENT = Path(sys.prefix).name.rpartition("-")[0]
+else:
+    ENVIRONMENT = "jax_gpu" if "cuda" in os.environ.get("JAX_PLATFORMS", "") else "gpu"
+# With JAX there is no PyTorch.
+HAS_TORCH = not ENVIRONMENT.startswith("jax")
+if HAS_TORCH:
+    import torch
+    import transformers
 
 
 def environments(path):
@@ -83,6 +90,8 @@ def no_compilation_of_others():
 
 @pytest.fixture(scope="session", autouse=True)
 def small_and_quiet():
+    if not HAS_TORCH:
+        return
     torch.set_num_threads(1)  # tiny models gain nothing from more, and wait for them where builds run beside the tests
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

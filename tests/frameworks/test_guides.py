@@ -12,7 +12,7 @@ _spec = importlib.util.spec_from_file_location("docs_blocks", Path(__file__).par
 docs_blocks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(docs_blocks)
 
-BLOCKS = [block for page in docs_blocks.pages(of_frameworks=True) for block in docs_blocks.blocks_of(page)]
+BLOCKS = [block for page in docs_blocks.pages("newest") for block in docs_blocks.blocks_of(page)]
 
 # What the fragments of a page take for granted.
 CONTEXTS = {

@@ -10,16 +10,23 @@ PRINTED_ADDRESS = '"localhost:50051"'
 _BLOCK = re.compile(r"^```(python|cpp)\n(.*?)^```\n(?:(?:(?!```).)*?^```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"-?\d+\.\d+")
 _TOLERANCE = 2e-3  # BLAS libraries add in different orders, and training amplifies that
-# Pages with programs that import one of these are run by tests/frameworks.
-_FRAMEWORK = re.compile(r"^\s*(?:from|import) (?:accelerate|lightning|peft|transformers|trl)\b", re.MULTILINE)
+# Pages with programs that import one of these are run by tests/frameworks, in the environment of that name.
+_FRAMEWORKS = {
+    name: re.compile(rf"^\s*(?:from|import) (?:{modules})\b", re.MULTILINE)
+    for name, modules in {"newest": "accelerate|lightning|peft|transformers|trl", "jax": "flax|jax|optax"}.items()
+}
 
 
-def pages(*, of_frameworks: bool) -> list[Path]:
-    """README and the pages below docs: those whose programs need a framework, or the others."""
+def environment_of(page: Path) -> str | None:
+    """The environment of tests/frameworks that the page's programs need, or None."""
+    programs = [text for _, _, text, output in blocks_of(page) if output]
+    return next((name for name, imports in _FRAMEWORKS.items() if any(map(imports.search, programs))), None)
+
+
+def pages(environment: str | None) -> list[Path]:
+    """README and the pages below docs whose programs need this environment of tests/frameworks; None: those that need none."""
     found = [ROOT / "README.md", ROOT / "client/python/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [
-        page for page in found if any(output and _FRAMEWORK.search(text) for _, _, text, output in blocks_of(page)) == of_frameworks
-    ]
+    return [page for page in found if environment_of(page) == environment]
 
 
 def blocks_of(page: Path) -> list[tuple[Path, str, str, str]]:

@@ -18,7 +18,7 @@ from conftest import running_server
 from docs_blocks import PRINTED_ADDRESS, ROOT, blocks_of, check_output, pages
 from docs_contexts import CONTEXTS
 
-BLOCKS = [block for page in pages(of_frameworks=False) for block in blocks_of(page)]
+BLOCKS = [block for page in pages(None) for block in blocks_of(page)]
 PROGRAMS = [block for block in BLOCKS if block[3] or "int main" in block[2]]
 FRAGMENTS = [block for block in BLOCKS if block not in PROGRAMS]
 
@@ -41,7 +41,7 @@ def python(program: str) -> list[str]:
 
 
 def test_guides_have_programs():
-    guides = set((ROOT / "docs/guides").glob("*.md")) - set(pages(of_frameworks=True))
+    guides = set((ROOT / "docs/guides").glob("*.md")) & set(pages(None))
     assert guides and guides - {block[0] for block in PROGRAMS} <= {
         ROOT / "docs/guides/faq.md",
         ROOT / "docs/guides/coming-from.md",
