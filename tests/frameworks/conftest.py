@@ -112,6 +112,13 @@ def own_server():
 
 
 @pytest.fixture(scope="session")
+def deterministic_server():
+    """A headwaterd whose gradients do not depend on the order of calls."""
+    with _e2e.running_server("--deterministic", "--shards=2") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def remote_client(server):
     with headwater.connect(server.address) as client:
         yield client
