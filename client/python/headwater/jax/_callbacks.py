@@ -31,58 +31,59 @@ EFFECT = _Effect()
 
 
 def call(
-    function: Callable[..., Sequence[np.ndarray]],
+    function: Callable[..., Sequence[Any]],
     results: Sequence[jax.ShapeDtypeStruct],
     operands: dict[str, jax.Array],
     *,
     is_pure: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Calls `function(**operands)` when the program gets there: not ordered, one call a row under vmap.
+    """Calls `function(memory, **operands)` when the program gets there: not ordered, one call a row under vmap.
 
     Args:
-        function: gets read-only arrays over XLA's memory, good until it returns.
+        function: gets read-only arrays over XLA's memory, good until it returns; `memory` has None for each result. On a GPU see
+            `_device`.
         results: shapes and dtypes of what it returns.
         is_pure: the call may be left out where nobody needs its results, and repeated.
     """
-    names = tuple(operands)
-
-    def on_arrays(*arrays: Any) -> tuple[np.ndarray, ...]:
-        return tuple(function(**dict(zip(names, map(np.asarray, arrays), strict=True))))
-
     types = tuple(jax.core.ShapedArray(result.shape, result.dtype) for result in results)
-    return tuple(_call.bind(*operands.values(), function=on_arrays, results=types, is_pure=is_pure))
+    return tuple(call_p.bind(*operands.values(), function=function, names=tuple(operands), results=types, is_pure=is_pure))
 
 
-_call = jax.extend.core.Primitive("headwater_call")
-_call.multiple_results = True
+call_p = jax.extend.core.Primitive("headwater_call")
+call_p.multiple_results = True
 
 
-@_call.def_effectful_abstract_eval
-def _types(*operands: Any, function: Any, results: Any, is_pure: bool) -> tuple[Any, Any]:
-    del operands, function
+@call_p.def_effectful_abstract_eval
+def _types(*operands: Any, results: Any, is_pure: bool, **_: Any) -> tuple[Any, Any]:
+    del operands
     return results, set() if is_pure else {EFFECT}
 
 
-@_call.def_impl
+@call_p.def_impl
 def _run(*operands: Any, **parameters: Any) -> Any:
-    return jax.jit(lambda *arrays: _call.bind(*arrays, **parameters))(*operands)
+    return jax.jit(lambda *arrays: call_p.bind(*arrays, **parameters))(*operands)
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[int | None], **parameters: Any) -> tuple[Any, list[int]]:
     def one_row(rows: list[Any]) -> Any:
         rest = iter(rows)
         row = (value if axis is None else next(rest) for value, axis in zip(operands, axes, strict=True))
-        return _call.bind(*row, **parameters)
+        return call_p.bind(*row, **parameters)
 
     batched = [jax.numpy.moveaxis(value, axis, 0) for value, axis in zip(operands, axes, strict=True) if axis is not None]
     return jax.lax.map(one_row, batched), [0] * len(parameters["results"])
 
 
-def _lower(context: Any, *operands: Any, function: Any, results: Any, is_pure: bool) -> Any:
-    del results
+def lower(context: Any, *operands: Any, function: Any, names: tuple[str, ...], results: Any, is_pure: bool) -> Any:
+    """Makes it one of JAX's own callbacks of Python."""
+    nowhere = (None,) * len(results)
+
+    def on_arrays(*arrays: Any) -> tuple[np.ndarray, ...]:
+        return tuple(function(nowhere, **dict(zip(names, map(np.asarray, arrays), strict=True))))
+
     outcome, _, _ = mlir.emit_python_callback(
         context,
-        function,
+        on_arrays,
         None,
         list(operands),
         context.avals_in,
@@ -94,5 +95,5 @@ def _lower(context: Any, *operands: Any, function: Any, results: Any, is_pure: b
     return outcome
 
 
-batching.primitive_batchers[_call] = _batch
-mlir.register_lowering(_call, _lower, cacheable=False)
+batching.primitive_batchers[call_p] = _batch
+mlir.register_lowering(call_p, lower, cacheable=False)

@@ -19,7 +19,7 @@ import numpy as np
 from headwater._errors import refused
 from headwater._head import Head
 from headwater._types import LossResult
-from headwater.jax import _callbacks, _program
+from headwater.jax import _callbacks, _device, _program
 from headwater.jax._program import SITE_IDS
 from headwater.jax._submissions import submissions_of
 
@@ -131,17 +131,21 @@ def _results(loss: Loss, arrays: Arrays) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def _leave(
-    loss: Loss, on_host: Callable[..., tuple[np.ndarray, ...]], results: Any, operands: Arrays, *, is_pure: bool = False
+    loss: Loss, on_host: Callable[..., tuple[Any, ...]], results: Any, operands: Arrays, *, is_pure: bool = False
 ) -> tuple[jax.Array, ...]:
     """Calls a function of the host with arrays by name; those that are None are left out."""
     operands = {name: _program.on_one_device(value) for name, value in operands.items() if value is not None}
-    if _program.is_eager():
-        given = {name: np.asarray(value) for name, value in operands.items()}
-        return tuple(jnp.asarray(value) for value in on_host(**given))
 
-    def callback(**given: np.ndarray) -> tuple[np.ndarray, ...]:
+    def run(memory: tuple[Any, ...], **given: Any) -> tuple[Any, ...]:
+        place = next((place for place in memory if place is not None), None)
+        return on_host(**given) if place is None else on_host(**given, grad_hidden_out=place)
+
+    if _program.is_eager():
+        return _device.call_now(run, results, operands)
+
+    def callback(memory: tuple[Any, ...], **given: Any) -> tuple[Any, ...]:
         try:
-            return on_host(**given)
+            return run(memory, **given)
         except BaseException as error:
             submissions_of(loss.head).keep_error(error)
             raise
