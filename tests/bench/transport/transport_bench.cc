@@ -17,6 +17,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -40,6 +41,7 @@ enum class Base {
   kFrozenEngine,  // likewise, without grad_weight
   kEager,         // an EAGER micro-batch over the same path
   kCpp,           // this process's client over the same path
+  kSameCpp,       // likewise, and of the same work: explicit and committed
   kGrpc,          // one client, all rows, gRPC
   kPeer,          // a loss in PyTorch's process on the same GPU
 };
@@ -52,7 +54,8 @@ struct Case {
   Base base = Base::kEngine;
   std::optional<double> at_most;
   Work work;
-  std::string peer;  // kPeer: which
+  std::string peer;     // kPeer: which
+  bool is_jax = false;  // kPython: headwater.jax; measured where it is named, as tests/bench/jax/run does
 };
 
 Work Path(Transport transport, Rows rows) {
@@ -90,6 +93,12 @@ std::vector<Case> AllCases() {
     work.replay = true;
     cases.push_back({std::string(name) + "_replay", Kind::kWork, Base::kCpp, {}, work, ""});
   }
+  for (const auto& [name, path, at_most] :
+       {std::tuple("cuda_ipc_jax", ipc, std::optional(1.05)), std::tuple("shared_memory_jax", copied, std::optional<double>())}) {
+    Work work = path;
+    work.is_explicit = true;
+    cases.push_back({name, Kind::kPython, Base::kSameCpp, at_most, work, "", /*is_jax=*/true});
+  }
   // 80 % of the rows a second are 1.25 times the time.
   cases.push_back({"grpc_many_clients", Kind::kManyClients, Base::kGrpc, 1.25, grpc, ""});
   cases.push_back({"grpc_against_torch_eager", Kind::kWork, Base::kPeer, 1.0, grpc, "torch_eager"});
@@ -108,6 +117,7 @@ const char* BaseName(Base base) {
     case Base::kEager:
       return "EAGER";
     case Base::kCpp:
+    case Base::kSameCpp:
       return "C++ client";
     case Base::kGrpc:
       return "one client";
@@ -143,7 +153,7 @@ class Bench {
     std::printf("%-28s %9s %9s %-10s %7s %6s %7s %7s %9s %5s %5s %3s\n", "case", "ms", "base ms", "base", "ratio", "limit",
                 "spread", "burst", "products", "MHz", "W", "C");
     for (const Case& bench_case : AllCases()) {
-      if (!IsWanted(bench_case.name)) continue;
+      if (!IsWanted(bench_case.name) || (bench_case.is_jax && settings_.cases.empty())) continue;
       try {
         RunCase(bench_case);
       } catch (const std::runtime_error& error) {
@@ -222,7 +232,7 @@ class Bench {
       arguments.push_back("--vocab=" + std::to_string(settings_.vocab_size));
     };
     if (bench_case.kind == Kind::kPython) {
-      arguments.push_back(settings_.scripts + "/python_client.py");
+      arguments.push_back(settings_.scripts + (bench_case.is_jax ? "/jax_client.py" : "/python_client.py"));
       shape();
       arguments.push_back("--address=" + server_.address());
       arguments.push_back(std::string("--transport=") + TransportFlag(bench_case.work.transport));
@@ -271,11 +281,12 @@ class Bench {
         return [worker](int count) { worker->Run(count); };
       case Base::kEager:
       case Base::kCpp:
+      case Base::kSameCpp:
       case Base::kGrpc:
         break;
     }
     Work work = bench_case.work;
-    work.is_explicit = work.held = work.replay = false;
+    if (bench_case.base != Base::kSameCpp) work.is_explicit = work.held = work.replay = false;
     return [this, work](int count) { remote_.Run(work, count); };
   }
 

@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""headwater.jax as transport_bench drives it: compiled value_and_grad of the loss, whose backward commits.
+
+Reads lines `submit STEP FIRST_ID COUNT` and answers each with `done`; says `ready` first, or `unavailable: why`. The step is the
+head's open one.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+import warnings
+
+import numpy as np
+
+# The server and the benchmark have their share of the GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def say(line):
+    """A line for the benchmark."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def prepare(options):
+    """A function that submits micro-batches `first` to `first + count - 1`."""
+    import jax
+    import jax.numpy as jnp
+
+    import headwater
+    import headwater.jax
+
+    if options.transport == "cuda_ipc" and jax.default_backend() != "gpu":
+        raise ImportError(f"JAX computes on {jax.default_backend()}")
+    warnings.simplefilter("error", headwater.HeadWarning)  # as where the handler cannot be used
+    client = headwater.connect(options.address, transport=options.transport)
+    head = client.head("student")
+    x = jax.random.normal(jax.random.key(2), (options.rows, options.hidden), jnp.bfloat16)
+    labels = jax.random.randint(jax.random.key(3), (options.rows,), 0, options.vocab)
+
+    def loss(x, labels, micro_batch):
+        return headwater.jax.linear_softmax_cross_entropy_loss(head, x, labels, micro_batch=micro_batch)
+
+    step = jax.jit(jax.value_and_grad(loss)).lower(x, labels, np.int32(0)).compile()
+
+    def submit(first, count):
+        for micro_batch in range(first, first + count):
+            value, grad = jax.block_until_ready(step(x, labels, np.int32(micro_batch)))
+            if not value > 0 or grad.shape != x.shape:
+                raise RuntimeError("the server computed nonsense")
+        sent = client._backend.connection.info()
+        taken = sent["host_transport"] or sent["cuda_transport"]
+        if taken != options.transport:
+            raise RuntimeError(f"the rows went over {taken}, not {options.transport}")
+
+    return submit
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--transport", required=True, choices=("shared_memory", "cuda_ipc"))
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--hidden", type=int, required=True)
+    parser.add_argument("--vocab", type=int, required=True)
+    options = parser.parse_args()
+    try:
+        submit = prepare(options)
+    except ImportError as error:
+        say(f"unavailable: {error}".replace("\n", " "))
+        return
+    say("ready")
+    for line in sys.stdin:
+        try:
+            submit(*map(int, line.split()[2:]))
+        except Exception as error:  # told to the benchmark, which ends
+            traceback.print_exc()
+            say(f"{type(error).__name__}: {error}".replace("\n", " "))
+            return
+        say("done")
+
+
+if __name__ == "__main__":
+    main()
