@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from headwater._futures import Future
 from headwater._head import Head
 from headwater._requests import check_bool, check_choice
 from headwater._types import LossResult
+from headwater.jax import _device
 from headwater.jax._losses import cross_entropy_options, jsd_options
 from headwater.jax._submissions import submissions_of
 
@@ -187,20 +189,32 @@ class _Split(NamedTuple):
         start = functools.partial(getattr(self.head, f"{method}_future"), **options)
         names = {"labels": "targets", "weight": "token_weights", "teacher_x": "teacher_hidden"}
         futures: list[Future[LossResult]] = []
+        rows: list[jax.Array] = []  # on GPUs; they must stay until the answers have come
+        gradients: list[jax.Array] = []  # likewise, which the answers are written into
         try:
             for shard in shards:
-                shard.data.copy_to_host_async()
+                if not _device.is_on_gpu(shard.data):
+                    shard.data.copy_to_host_async()
             for place, shard in enumerate(shards):
                 arrays = {
                     names[name]: _rows(array, shard.index, hidden.shape, name)
                     for name, array in zip(names, others, strict=True)
                     if array is not None
                 }
-                # A view: the array cannot be donated or freed before the answer has come.
-                arrays[hidden_name] = np.asarray(shard.data).reshape(-1, hidden.shape[-1])
+                if _device.is_on_gpu(shard.data):
+                    rows.append(shard.data.reshape(-1, hidden.shape[-1]))
+                    arrays[hidden_name] = _device.concrete(rows[-1])
+                    gradient, arrays["grad_hidden_out"] = _device.memory_for(rows[-1], shard.data.device)
+                    gradients.append(gradient)
+                else:
+                    # A view: the array cannot be donated or freed before the answer has come.
+                    arrays[hidden_name] = np.asarray(shard.data).reshape(-1, hidden.shape[-1])
                 call: Any = functools.partial(start, **arrays)
                 futures.append(drawn[place].submit(call) if drawn else call())
-            return [future.result() for future in futures]
+            results = [future.result() for future in futures]
+            if not gradients:
+                return results
+            return [dataclasses.replace(result, grad_hidden=array) for result, array in zip(results, gradients, strict=True)]
         except BaseException as error:
             for future in futures:  # an answer that comes later would add to a step that is closed
                 if not isinstance(error, Exception):
