@@ -17,8 +17,6 @@
 namespace headwater::ctl {
 namespace {
 
-using client::internal::CuContext;
-using client::internal::CudaDriver;
 using client::internal::DeviceBacking;
 using client::internal::DeviceContext;
 using std::chrono::nanoseconds;
@@ -59,15 +57,6 @@ std::vector<unsigned char> RandomElements(client::DataType type, int64_t count, 
     }
   }
   return elements;
-}
-
-// GPU 0, as the driver counts the visible ones.
-absl::StatusOr<std::shared_ptr<DeviceContext>> FirstGpu() {
-  HEADWATER_ASSIGN_OR_RETURN(const CudaDriver* const driver, CudaDriver::Get());
-  CuContext primary = nullptr;
-  // Kept to the program's end: it is the one that everybody uses.
-  HEADWATER_RETURN_IF_ERROR(driver->Check(driver->DevicePrimaryCtxRetain(&primary, 0), "cuDevicePrimaryCtxRetain"));
-  return DeviceContext::Make(*driver, primary);
 }
 
 double Quantile(std::vector<double> values, double share) {
@@ -131,7 +120,7 @@ absl::Status BenchTrainer::PlaceRows(int64_t max_rows, int max_in_flight) {
   const std::vector<unsigned char> hidden = RandomElements(spec.data_type, max_rows * spec.hidden_size, 1, 2);
   const int64_t parts = 1 + max_in_flight;
   if (transport_ == client::Transport::kCudaIpc) {
-    HEADWATER_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceContext> gpu, FirstGpu());
+    HEADWATER_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceContext> gpu, DeviceContext::OfFirstGpu());
     HEADWATER_ASSIGN_OR_RETURN(device_rows_, DeviceBacking::Allocate(gpu, static_cast<int64_t>(hidden.size()) * parts));
     rows_ = device_rows_->data();
     return gpu->CopyNow(nullptr, rows_, hidden.data(), static_cast<int64_t>(hidden.size()));

@@ -1,6 +1,6 @@
 """The same step again and again, compiled once: digests of the bits of what it computes.
 
-python jax_repeats.py ADDRESS DEVICES RUNS     # prints a list of {"value", "body", "head"}
+python jax_repeats.py ADDRESS DEVICES RUNS     # prints a list of {"value", "body", "head", "ids"}
 """
 
 import hashlib
@@ -35,8 +35,9 @@ def main() -> None:
             value, grads = jax.block_until_ready(step(side.params, *(side.batch(seed) for seed in range(3))))
             # Ordered by id: the last one is known when the step is sealed.
             handle = client.head(side.head.name)
-            handle.seal(expected_micro_batches=sorted(handle.step_state().open.micro_batches))
-            digests.append({"value": digest(value), "body": digest(grads), "head": digest(side.gradients())})
+            ids = sorted(handle.step_state().open.micro_batches)
+            handle.seal(expected_micro_batches=ids)
+            digests.append({"value": digest(value), "body": digest(grads), "head": digest(side.gradients()), "ids": ids})
             headwater.jax.apply_optimizer_step(side.head, learning_rate=0.0, grads=grads)
         for head in (side.head, side.teacher):  # the next run of this program calls its own the same
             client.head(head.name).delete(force=True)

@@ -184,8 +184,15 @@ def test_evaluation_and_a_frozen_head_add_nothing(client, head):
     gradient = jax.jit(jax.grad(lambda body: loss(frozen, body)))(BODY)
     expected = jax.grad(lambda body: plain(body, WEIGHTS, BIAS, reduction="sum"))(BODY)
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
-    assert loss(head) == pytest.approx(float(jax.jit(lambda: loss(head))()), rel=1e-6)
+    assert loss(head) == pytest.approx(float(jax.jit(lambda: loss(head, train=False))()), rel=1e-6)
     assert settle(head) == [] and not head.step_state().open.micro_batches
+
+
+def test_compiled_loss_without_a_gradient_is_told_of_unless_that_is_said(head):
+    frozen_body = jax.jit(lambda: loss(head, BODY))
+    jax.grad(lambda scale: scale * frozen_body())(1.0)  # inside of jit nothing tells that a gradient is taken
+    with pytest.warns(headwater.HeadWarning, match="ran forward alone and added nothing"):
+        assert settle(head) == []
 
 
 def test_error_of_a_callback_is_raised_by_the_next_call(head):

@@ -128,6 +128,8 @@ def test_no_program_is_wrong(place, outcomes):
 def test_gradient_has_the_same_bits_in_each_run_on_four_devices(deterministic_server, run):
     digests = json.loads(run("jax_repeats.py", (deterministic_server.address, 4, 20)))
     assert len(digests) == 20
+    # Each of the three losses is in a shard_map of its own.
+    assert digests[0]["ids"] == [(site << 40) + device for site in range(3) for device in range(4)]
     write_figures(("cpu_four_devices_grad_weight_different_runs", len({digest["head"] for digest in digests}) - 1, "of 20 runs", 0))
     assert len({digest["head"] for digest in digests}) == 1
 

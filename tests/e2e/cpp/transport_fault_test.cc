@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "client/ctl/device_rows.h"
+#include "client/core/rows/memory/device_memory.h"
 #include "headwater/client/client.h"
 #include "tests/e2e/cpp/await.h"
 #include "tests/e2e/cpp/server_process.h"
@@ -67,16 +67,17 @@ class TransportFault : public testing::TestWithParam<Transport> {
   void SetUp() override {
     if (GetParam() != Transport::kCudaIpc) return;
     if (Value(client_.GetServerInfo()).engine != "cuda") GTEST_SKIP() << "the server's engine has no device";
-    absl::StatusOr<std::unique_ptr<ctl::DeviceRows>> rows = ctl::DeviceRows::Allocate(2 * kManyBytes);
-    if (!rows.ok()) GTEST_SKIP() << rows.status();
-    device_rows_ = *std::move(rows);
+    const auto gpu = internal::DeviceContext::OfFirstGpu();
+    if (!gpu.ok()) GTEST_SKIP() << gpu.status();
+    gpu_ = *gpu;
+    device_rows_ = Value(internal::DeviceBacking::Allocate(gpu_, 2 * kManyBytes));
   }
 
   // The first rows of `values` where the path wants them; on the device they replace what was there.
   RowsView View(const std::vector<float>& values, int64_t row_count) {
     RowsView view = RowsView::Float32(absl::MakeConstSpan(values).first(static_cast<size_t>(row_count * kHiddenSize)), kHiddenSize);
     if (device_rows_ == nullptr) return view;
-    EXPECT_EQ(device_rows_->Fill(view.data, row_count * view.row_bytes()), absl::OkStatus());
+    EXPECT_EQ(gpu_->CopyNow(nullptr, device_rows_->data(), view.data, row_count * view.row_bytes()), absl::OkStatus());
     view.data = device_rows_->data();
     view.memory = Memory::kCuda;
     return view;
@@ -86,8 +87,8 @@ class TransportFault : public testing::TestWithParam<Transport> {
   // Submits to the student over the path. On the device every gradient goes to one place: only the accumulators are compared.
   Future<LossResult> Submit(const RowsView& rows, MicroBatchOptions options, const CallOptions& call = {}) {
     if (device_rows_ != nullptr) {
-      options.grad_hidden = absl::MakeSpan(static_cast<unsigned char*>(device_rows_->data()) + kManyBytes,
-                                           static_cast<size_t>(rows.row_count * rows.row_bytes()));
+      options.grad_hidden =
+          absl::MakeSpan(device_rows_->data() + kManyBytes, static_cast<size_t>(rows.row_count * rows.row_bytes()));
       options.grad_hidden_memory = Memory::kCuda;
     }
     return student_->CrossEntropy(rows, absl::MakeConstSpan(targets_).first(static_cast<size_t>(rows.row_count)), {}, options,
@@ -118,7 +119,9 @@ class TransportFault : public testing::TestWithParam<Transport> {
     EXPECT_EQ(Value(student_->GetStep()).open.totals.micro_batch_count, Value(witness_->GetStep()).open.totals.micro_batch_count);
   }
 
-  std::unique_ptr<ctl::DeviceRows> device_rows_;  // rows, then their gradient; goes last, as the client and the server have it open
+  std::shared_ptr<internal::DeviceContext> gpu_;
+  std::shared_ptr<const internal::DeviceBacking>
+      device_rows_;  // rows, then their gradient; goes last, as the client and the server have it open
   ServerProcess server_;
   Client client_;
   Client witness_client_;

@@ -54,6 +54,13 @@ absl::Status DeviceContext::Hold() {
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::shared_ptr<DeviceContext>> DeviceContext::OfFirstGpu() {
+  HEADWATER_ASSIGN_OR_RETURN(const CudaDriver* const driver, CudaDriver::Get());
+  CuContext primary = nullptr;
+  HEADWATER_RETURN_IF_ERROR(driver->Check(driver->DevicePrimaryCtxRetain(&primary, 0), "cuDevicePrimaryCtxRetain"));
+  return Make(*driver, primary);
+}
+
 DeviceContext::~DeviceContext() {
   {
     const CudaDriver::Scope scope(driver_, context_);

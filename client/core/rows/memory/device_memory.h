@@ -24,6 +24,8 @@ namespace headwater::client::internal {
 class DeviceContext {
  public:
   static absl::StatusOr<std::shared_ptr<DeviceContext>> Make(const CudaDriver& driver, CuContext context);
+  // The primary context of GPU 0, as the driver counts the visible ones, which is kept to the program's end.
+  static absl::StatusOr<std::shared_ptr<DeviceContext>> OfFirstGpu();
   ~DeviceContext();
   DeviceContext(const DeviceContext&) = delete;
   DeviceContext& operator=(const DeviceContext&) = delete;

@@ -236,13 +236,12 @@ def _loss(
         arrays=tuple(flat),
         per_token=reduction == "none",
         train=train,
-        in_gradient=_program.is_in_gradient(),
+        in_gradient=_program.may_be_in_gradient(),
         ignore_index=options["ignore_index"],
         timeout_s=timeout_s,
-        site=place.site,
         devices=place.devices,
     )
-    total, divisor = _traced.call(loss, flat, place.device)
+    total, divisor = _traced.call(loss, flat, (place.site, place.device))
     if reduction == "mean":
         return jnp.where(divisor == 0, 0.0, total / jnp.where(divisor == 0, 1.0, divisor))
     return total.reshape(batch) if reduction == "none" else total

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
+import collections
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 from jax._src import core
 from jax.interpreters import ad, batching, mlir
 
@@ -30,9 +31,9 @@ class Place(NamedTuple):
     The ids of its executions n = 0, 1, ... in a step are site * SITE_IDS + n * devices + device.
     """
 
-    site: int  # how many losses of the head the program has before it
+    site: jax.Array  # () int32: how many losses of the head the program has before it
+    device: jax.Array  # () integer: index of the device that executes it
     devices: int  # number of devices that execute it; 0: `device` is the id itself
-    device: Any  # index of the device that executes it, an int32 scalar
 
 
 def _traces() -> list[Any]:
@@ -59,18 +60,9 @@ def _traced_for(trace: Any) -> str:
 _DIFFERENTIATING = ("JVPTrace", "LinearizeTrace")
 
 
-def is_in_gradient() -> bool:
-    """Whether the caller is differentiated, perhaps by something else than its own arrays. Not known of a jitted function."""
-    for trace in reversed(_traces()):
-        if type(trace).__name__ in _DIFFERENTIATING:
-            return True
-        if _traced_for(trace) == "jit":
-            return False
-    return False
-
-
-# By the outermost program that is being traced: the number of its losses so far, for each head.
-_sites: weakref.WeakKeyDictionary[Any, dict[Head, int]] = weakref.WeakKeyDictionary()
+def may_be_in_gradient() -> bool:
+    """Whether the caller may be differentiated, perhaps by something else than its own arrays: a traced function does not know."""
+    return any(type(trace).__name__ in _DIFFERENTIATING or _traced_for(trace) for trace in _traces())
 
 
 def place_of(head: Head, micro_batch: Any) -> Place:
@@ -79,20 +71,10 @@ def place_of(head: Head, micro_batch: Any) -> Place:
         device = jnp.asarray(micro_batch)
         if device.ndim or not jnp.issubdtype(device.dtype, jnp.integer):
             raise refused(f"micro_batch must be one integer, got {device.dtype}{list(device.shape)}", "micro_batch")
-        return Place(0, 0, device)
+        return Place(jnp.int32(0), device, 0)
     axes = _mesh_axes()
-    if not axes:
-        return Place(_site(head), 1, jnp.int32(0))
-    return Place(_site(head), jax.lax.axis_size(axes), jax.lax.axis_index(axes))
-
-
-def _site(head: Head) -> int:
-    program = next((trace for trace in _traces() if _traced_for(trace)), None)
-    if program is None:
-        return 0  # executed as it is written: the order of executions is the program's
-    sites = _sites.setdefault(program, {})
-    sites[head] = sites.get(head, -1) + 1
-    return sites[head]
+    site = _site.bind(head=head)
+    return Place(site, jax.lax.axis_index(axes), jax.lax.axis_size(axes)) if axes else Place(site, jnp.int32(0), 1)
 
 
 def _mesh_axes() -> tuple[str, ...]:
@@ -150,6 +132,27 @@ def _check_one_device(count: int) -> None:
             f"them: {_SHARD_MAP_CURE}",
             "shard_map",
         )
+
+
+class _Sites(collections.Counter[Head]):
+    """The number of a program's losses so far, for each head."""
+
+
+def _lower_site(ctx: Any, *, head: Head) -> list[Any]:
+    # A program is lowered once, in the order in which it is written, whatever functions it is made of.
+    kept = ctx.module_context.keepalives
+    sites = next((value for value in kept if isinstance(value, _Sites)), None)
+    if sites is None:
+        ctx.module_context.add_keepalive(sites := _Sites())
+    sites[head] += 1
+    return [mlir.ir_constant(np.int32(sites[head] - 1))]
+
+
+# Outside of a program it is 0: the order of executions is that of the calls.
+_site = jax.extend.core.Primitive("headwater_site")
+_site.def_impl(lambda *, head: jnp.int32(0))
+_site.def_abstract_eval(lambda *, head: jax.core.ShapedArray((), jnp.int32))
+mlir.register_lowering(_site, _lower_site, cacheable=False)
 
 
 def _lower(ctx: Any, value: Any) -> list[Any]:

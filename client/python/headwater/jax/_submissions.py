@@ -30,7 +30,7 @@ class Submissions:
         self._lock = threading.Lock()
         self._pending: dict[int, Contribution] = {}  # by token
         self._last_token = -1
-        self._without_gradient = 0  # losses that ran forward alone although a gradient was taken around them
+        self._without_gradient = 0  # losses that ran forward alone although a gradient may have been taken around them
         self._error: BaseException | None = None
 
     def submit(self, run: Callable[..., LossResult], first: int, stride: int, per_token: bool, timeout_s: float | None) -> Any:
@@ -109,7 +109,7 @@ class Submissions:
             raise error
 
     def note_without_gradient(self) -> None:
-        """Counts a loss that a gradient was taken around, but not by its rows."""
+        """Counts a loss that ran forward alone, although a gradient may have been taken around it."""
         with self._lock:
             self._without_gradient += 1
 
@@ -129,8 +129,9 @@ class Submissions:
             )
         if without_gradient:
             notes.append(
-                f"losses of {self._head.name} inside jax.grad added nothing to it, because their x had no gradient "
-                f"({without_gradient}): pass train=True to add it at forward, for an upstream gradient of 1, or train=False"
+                f"losses of {self._head.name} ran forward alone and added nothing to it ({without_gradient}): their x had no "
+                "gradient, or none was taken. Pass train=True to add it at forward, for an upstream gradient of 1, or train=False "
+                "to a loss that is only looked at"
             )
         return notes
 

@@ -23,6 +23,7 @@ from headwater.jax import _callbacks, _device, _program
 from headwater.jax._program import SITE_IDS
 from headwater.jax._submissions import submissions_of
 
+Place = tuple[jax.Array, jax.Array]  # site and device of `_program.Place`
 Arrays = dict[str, jax.Array | None]  # by the argument's name in the loss call
 
 # These names, as the functions of headwater.jax have them.
@@ -46,10 +47,9 @@ class Loss:
     arrays: tuple[str, ...]  # names of all arrays
     per_token: bool  # whether there is a loss for each token
     train: bool | None
-    in_gradient: bool  # whether a gradient is taken around it, perhaps by something else than its rows
+    in_gradient: bool  # whether a gradient may be taken around it, perhaps by something else than its rows
     ignore_index: int
     timeout_s: float | None
-    site: int  # of `Place`
     devices: int  # of `Place`
 
     def values(self, result: LossResult, weights: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -59,9 +59,9 @@ class Loss:
             loss = np.asarray(result.token_loss) * (np.float32(1) if weights is None else weights)
         return np.asarray(loss, np.float32), np.asarray(result.target_weight_sum, np.float32)
 
-    def ids(self, device: Any) -> tuple[int, int]:
-        """First and stride of the ids of this place on a device."""
-        return self.site * SITE_IDS + int(device), self.devices
+    def ids(self, site: Any, device: Any) -> tuple[int, int]:
+        """First and stride of the ids of a place on a device."""
+        return int(site) * SITE_IDS + int(device), self.devices
 
 
 # ---- the calls that leave a program: arrays are their operands and results, and a function of the host makes each ----------------
@@ -81,26 +81,26 @@ def evaluate(loss: Loss, arrays: Arrays, with_gradient: bool) -> tuple[jax.Array
     return _leave(loss, on_host, _results(loss, arrays)[: 3 if with_gradient else 2], arrays, is_pure=not lacks_gradient)
 
 
-def add(loss: Loss, arrays: Arrays, device: jax.Array) -> tuple[jax.Array, ...]:
+def add(loss: Loss, arrays: Arrays, place: Place) -> tuple[jax.Array, ...]:
     """Computes loss and divisor, and adds the head's gradient for an upstream gradient of 1."""
 
-    def on_host(device: np.ndarray, **given: np.ndarray) -> tuple[np.ndarray, ...]:
+    def on_host(site: np.ndarray, device: np.ndarray, **given: np.ndarray) -> tuple[np.ndarray, ...]:
         run = functools.partial(loss.run, **given, return_grad_hidden=False, **_outputs(loss))
-        result = submissions_of(loss.head).add(run, *loss.ids(device), loss.timeout_s)
+        result = submissions_of(loss.head).add(run, *loss.ids(site, device), loss.timeout_s)
         return loss.values(result, given.get("token_weights"))
 
-    return _leave(loss, on_host, _results(loss, arrays)[:2], {**arrays, "device": device})
+    return _leave(loss, on_host, _results(loss, arrays)[:2], {**arrays, "site": place[0], "device": place[1]})
 
 
-def submit(loss: Loss, arrays: Arrays, device: jax.Array) -> tuple[jax.Array, ...]:
+def submit(loss: Loss, arrays: Arrays, place: Place) -> tuple[jax.Array, ...]:
     """Computes loss, divisor and grad_hidden, and submits the head's gradient; the last result is the token for `commit`."""
 
-    def on_host(device: np.ndarray, **given: np.ndarray) -> tuple[np.ndarray, ...]:
+    def on_host(site: np.ndarray, device: np.ndarray, **given: np.ndarray) -> tuple[np.ndarray, ...]:
         run = functools.partial(loss.run, **given, **_outputs(loss))
-        result, token = submissions_of(loss.head).submit(run, *loss.ids(device), loss.per_token, loss.timeout_s)
+        result, token = submissions_of(loss.head).submit(run, *loss.ids(site, device), loss.per_token, loss.timeout_s)
         return (*loss.values(result, given.get("token_weights")), result.grad_hidden, np.int32(token))
 
-    return _leave(loss, on_host, _results(loss, arrays), {**arrays, "device": device})
+    return _leave(loss, on_host, _results(loss, arrays), {**arrays, "site": place[0], "device": place[1]})
 
 
 def commit(loss: Loss, token: jax.Array, factor: jax.Array) -> jax.Array:
@@ -160,14 +160,14 @@ def _leave(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def call(loss: Loss, arrays: Arrays, device: jax.Array) -> tuple[jax.Array, ...]:
+def call(loss: Loss, arrays: Arrays, place: Place) -> tuple[jax.Array, ...]:
     """The loss, () or (num_tokens,) float32, and the divisor of a mean, which has no gradient."""
     if loss.train:
-        return add(loss, arrays, device)
+        return add(loss, arrays, place)
     return evaluate(loss, arrays, False)
 
 
-def _forward(loss: Loss, arrays: Any, device: Any) -> tuple[Any, Any]:
+def _forward(loss: Loss, arrays: Any, place: Any) -> tuple[Any, Any]:
     for name, array in arrays.items():
         if name != loss.rows and array is not None and array.perturbed:
             argument = ARGUMENTS[name]
@@ -183,7 +183,7 @@ def _forward(loss: Loss, arrays: Any, device: Any) -> tuple[Any, Any]:
             "train",
         )
     else:
-        total, divisor, grad_hidden, token = submit(loss, values, device.value)
+        total, divisor, grad_hidden, token = submit(loss, values, (place[0].value, place[1].value))
     return (total, divisor), (grad_hidden, token, values["targets"] if loss.per_token else None)
 
 
