@@ -45,6 +45,9 @@ class Host:
     def copy(self, to, source, nbytes):
         self._ffi.memmove(self._ffi.cast("void*", to), self._ffi.cast("void*", source), nbytes)
 
+    def write(self, to, array):
+        self.copy(to, array.ctypes.data, array.nbytes)
+
     def wait(self):
         pass
 

@@ -84,9 +84,9 @@ def two_losses(side):
     return Outcome(*step(side.params, side.batch(0), side.batch(1)), commits=2)
 
 
-@program("evaluation: no gradient")
+@program("evaluation, with `train=False`")
 def evaluation(side):
-    value = jax.jit(side.mean)(side.params, side.batch(1))
+    value = jax.jit(functools.partial(side.mean, train=False))(side.params, side.batch(1))
     return Outcome(value, grads_of(side))
 
 
@@ -381,6 +381,22 @@ def stopped(side):
 @program("`stop_gradient` before the loss, with `train=True`")
 def trained_behind_stop(side):
     return over_stopped_gradient(side, train=True)
+
+
+@program("`lax.scan` over hidden states, with `train=True`")
+def scanned_over_rows(side):
+    @jax.jit
+    def step(params, features, labels):
+        def loss(params):
+            def add(total, batch):
+                return total + side.cross_entropy(*batch, params.get("head"), train=True), None
+
+            rows = jax.lax.stop_gradient(body(params["body"], features))
+            return jax.lax.scan(add, 0.0, (rows, labels))[0]
+
+        return jax.value_and_grad(loss)(params)
+
+    return Outcome(*step(side.params, *side.batch(micro_batches=3)), commits=3)
 
 
 @program("a sharded batch without `shard_map` (GSPMD)")

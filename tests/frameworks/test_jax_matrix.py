@@ -25,7 +25,7 @@ OF_LARGEST = {"float32": 1e-5, "bfloat16": 2**-8}
 
 
 class Problem:
-    """Numbers of a case, and what plain JAX makes of them in float32."""
+    """Numbers of a case, and what plain JAX makes of them in float64."""
 
     def __init__(self, shape, dtype, bias):
         batch, sequence, self.vocab_size, self.hidden_size = shape
@@ -36,10 +36,11 @@ class Problem:
         self.labels = jax.random.randint(keys[3], (batch, sequence), 0, self.vocab_size)
 
     def reference(self):
-        """The value, and gradients of x, weight and bias: of the given numbers, in float32."""
-        inputs = [array.astype(jnp.float32) for array in (self.x, self.weight, self.bias) if array is not None]
-        value, gradients = jax.jit(jax.value_and_grad(self.plain_loss, argnums=tuple(range(len(inputs)))))(*inputs)
-        return [np.asarray(value), *map(np.asarray, gradients)]
+        """The value, and gradients of x, weight and bias: of the given numbers, in float64."""
+        with jax.enable_x64(True):
+            inputs = [array.astype(jnp.float64) for array in (self.x, self.weight, self.bias) if array is not None]
+            value, gradients = jax.jit(jax.value_and_grad(self.plain_loss, argnums=tuple(range(len(inputs)))))(*inputs)
+            return [np.asarray(value), *map(np.asarray, gradients)]
 
     def plain_loss(self, x, weight, bias=0.0):
         logits = jnp.matmul(x, weight, precision="highest") + bias
@@ -54,7 +55,7 @@ def problem(shape, dtype, bias):
 
 def errors_of(actual, expected) -> tuple[float, float]:
     """The least tolerance, relative and absolute, at which they are equal, and the error of the largest element; or NaN."""
-    actual = np.asarray(actual).astype(np.float32)
+    actual = np.asarray(actual).astype(np.float64)
     assert actual.shape == expected.shape
     error = np.abs(actual - expected)
     return float(np.max(error / (1 + np.abs(expected)))), float(np.max(error) / np.max(np.abs(expected)))

@@ -1,5 +1,6 @@
 #include "tests/e2e/cpp/fake_cuda_driver.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -226,6 +227,10 @@ int cuMemcpyAsync(DevicePointer to, DevicePointer from, size_t bytes, void* stre
   if (driver.copies_until_failure == 0) return kLaunchFailed;
   if (driver.copies_until_failure > 0) --driver.copies_until_failure;
   driver.Enqueue(stream, {reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes});  // NOLINT
+  return 0;
+}
+int cuMemsetD32Async(DevicePointer to, unsigned value, size_t count, void*) {
+  std::fill_n(reinterpret_cast<unsigned*>(to), count, value);
   return 0;
 }
 int cuMemHostRegister_v2(void*, size_t, unsigned) { return 0; }

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
+from jaxlib.mlir.dialects import stablehlo as hlo
 
 from headwater._arrays import DATA_TYPE_NUMBERS
 from headwater._errors import warn
@@ -37,6 +38,7 @@ _INTERNAL = 13
 _TARGET = "headwater_call"
 _CUDA = """
 int cuMemcpyAsync(uintptr_t to, uintptr_t from, size_t bytes, void* stream);
+int cuMemsetD32Async(uintptr_t to, unsigned int value, size_t count, void* stream);
 int cuStreamSynchronize(void* stream);
 """
 
@@ -206,8 +208,19 @@ class _Device:
         return _private_rows(buffer.address, buffer.shape, buffer.dtype, self._address) if _is_rows(buffer) else None
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
-        """Copies between XLA's memory and an array."""
+        """Begins to copy between XLA's memory and an array."""
         self._check(self._cuda.cuMemcpyAsync(to, source, nbytes, self._stream))
+
+    def write(self, to: int, array: np.ndarray) -> None:
+        """Writes an array to XLA's memory.
+
+        A number goes as a command of the stream. A copy would be waited for, while the server's process has the GPU.
+        """
+        if array.nbytes == 4:
+            self._check(self._cuda.cuMemsetD32Async(to, int(array.view(np.uint32)), 1, self._stream))
+        else:
+            self.copy(to, array.ctypes.data, array.nbytes)
+            self.wait()
 
     def wait(self) -> None:
         """Waits until everything is copied."""
@@ -228,15 +241,12 @@ def _run(function: _Function, operands: list[_Buffer], results: list[_Buffer], d
             device.copy(arrays[name].ctypes.data, operand.address, arrays[name].nbytes)
     device.wait()
     memory = tuple(map(device.rows, results))
-    kept = []
     for result, place, value in zip(results, memory, function.run(memory, **arrays), strict=True):
         if place is None or value is not place:
             array = np.asarray(value, result.dtype, order="C")
             if array.shape != result.shape:
                 raise ValueError(f"expected a result of the shape {result.shape}, got {array.shape}")
-            device.copy(result.address, array.ctypes.data, array.nbytes)
-            kept.append(array)
-    device.wait()
+            device.write(result.address, array)
 
 
 def lower(platform: str, context: Any, *operands: Any, **parameters: Any) -> Any:
@@ -248,7 +258,10 @@ def lower(platform: str, context: Any, *operands: Any, **parameters: Any) -> Any
     # XLA keeps these until an execution that has begun has ended, also where the program is forgotten before.
     context.module_context.add_host_callback(function)
     rule = jax.ffi.ffi_lowering(_TARGET, has_side_effect=not parameters["is_pure"])
-    return rule(context, *operands, function=np.int64(function.number))
+    # Of a call whose operand is a slice, or whose result goes into one, as in a scan, XLA makes a fusion beside the call, and runs
+    # both. Between barriers it sees no slices.
+    outcome = rule(context, *hlo.OptimizationBarrierOp(operands).results, function=np.int64(function.number))
+    return hlo.OptimizationBarrierOp(outcome).results
 
 
 for _platform in ("cuda", "rocm", "tpu"):

@@ -32,6 +32,7 @@ class Submissions:
         self._last_token = -1
         self._without_gradient = 0  # losses that ran forward alone although a gradient may have been taken around them
         self._error: BaseException | None = None
+        self._told: list[str] = []  # texts of errors since the last `settle`
 
     def submit(self, run: Callable[..., LossResult], first: int, stride: int, per_token: bool, timeout_s: float | None) -> Any:
         """Submits a micro-batch that `commit` adds; its result and its token.
@@ -100,6 +101,7 @@ class Submissions:
         """Keeps what a callback raises, of which JAX passes only the text on."""
         with self._lock:
             self._error = self._error or error
+            self._told.append(str(error))
 
     def raise_kept(self) -> None:
         """Raises what a callback has raised, once."""
@@ -107,6 +109,12 @@ class Submissions:
             error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def has_told(self, failure: Exception | None) -> bool:
+        """Whether what JAX raises is only a callback's error again. Forgets the errors of callbacks."""
+        with self._lock:
+            told, self._told = self._told, []
+        return any(text in str(failure) for text in told)
 
     def note_without_gradient(self) -> None:
         """Counts a loss that ran forward alone, although a gradient may have been taken around it."""
@@ -162,8 +170,9 @@ def settle(head: Head) -> list[int]:
     except Exception as error:
         failure = error
     notes = submissions.close()
+    is_known = submissions.has_told(failure)
     submissions.raise_kept()
-    if failure is not None:
+    if failure is not None and not is_known:
         raise failure
     for note in notes:
         warn(note)
