@@ -32,7 +32,7 @@ class Submissions:
         self._last_token = -1
         self._without_gradient = 0  # losses that ran forward alone although a gradient may have been taken around them
         self._error: BaseException | None = None
-        self._told: list[str] = []  # texts of errors since the last `settle`
+        self._told: list[str] = []  # texts of errors since the last wait that has come to its end
 
     def submit(self, run: Callable[..., LossResult], first: int, stride: int, per_token: bool, timeout_s: float | None) -> Any:
         """Submits a micro-batch that `commit` adds; its result and its token.
@@ -110,11 +110,15 @@ class Submissions:
         if error is not None:
             raise error
 
-    def has_told(self, failure: Exception | None) -> bool:
-        """Whether what JAX raises is only a callback's error again. Forgets the errors of callbacks."""
+    def has_told(self, failure: Exception) -> bool:
+        """Whether what JAX raises is only a callback's error again: on a GPU it comes with each wait until the next program."""
         with self._lock:
-            told, self._told = self._told, []
-        return any(text in str(failure) for text in told)
+            return any(text in str(failure) for text in self._told)
+
+    def forget_told(self) -> None:
+        """A wait has come to its end."""
+        with self._lock:
+            self._told.clear()
 
     def note_without_gradient(self) -> None:
         """Counts a loss that ran forward alone, although a gradient may have been taken around it."""
@@ -167,12 +171,12 @@ def settle(head: Head) -> list[int]:
     failure: Exception | None = None
     try:
         jax.effects_barrier()
+        submissions.forget_told()
     except Exception as error:
         failure = error
     notes = submissions.close()
-    is_known = submissions.has_told(failure)
     submissions.raise_kept()
-    if failure is not None and not is_known:
+    if failure is not None and not submissions.has_told(failure):
         raise failure
     for note in notes:
         warn(note)
