@@ -2,7 +2,7 @@
 """A loss in PyTorch's own process as transport_bench drives it, on the same GPU as the server and the engine.
 
 Reads lines `run COUNT`, computes loss and both gradients so many times, and answers each with `done`; says `ready` first, or
-`unavailable: why`. Peers: torch_eager, liger_fp32; their losses are those of tests/bench/peers/peers.py.
+`unavailable: why`. Peers: torch_eager, torch_compile, liger_fp32; their losses are those of tests/bench/peers/peers.py.
 """
 
 import argparse
@@ -32,6 +32,7 @@ def prepare(options):
 
     hidden, weight = normal(options.rows, options.hidden, 1), normal(options.vocab, options.hidden, options.hidden**-0.5)
     targets = torch.randint(options.vocab, (options.rows,), device="cuda", generator=generator)
+    torch_loss = torch.compile(peers.eager_loss) if options.peer == "torch_compile" else peers.eager_loss
     if options.peer == "liger_fp32":
         liger = peers.member("liger_kernel", "liger_kernel.transformers", "LigerFusedLinearCrossEntropyLoss")
         if liger is None:
@@ -43,7 +44,7 @@ def prepare(options):
         if options.peer == "liger_fp32":
             loss = liger(weight, hidden, targets)
         else:
-            loss = peers.eager_loss(hidden, weight, targets, None, None)
+            loss = torch_loss(hidden, weight, targets, None, None)
         loss.backward()
 
     for _ in range(3):
@@ -54,7 +55,7 @@ def prepare(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", required=True, choices=("torch_eager", "liger_fp32"))
+    parser.add_argument("--peer", required=True, choices=("torch_eager", "torch_compile", "liger_fp32"))
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--hidden", type=int, required=True)
     parser.add_argument("--vocab", type=int, required=True)
