@@ -16,7 +16,8 @@ FOLDER = Path(__file__).parent
 # One device takes as long again, and has only calls outside of programs for itself.
 @pytest.mark.parametrize(("devices", "column"), (pytest.param(1, "One device", marks=pytest.mark.long), (4, "Several")))
 def test_programs_are_as_the_guide_says(devices, column, own_server):
-    command = [sys.executable, FOLDER / "jax_on_device.py", FOLDER / "jax_programs.py", own_server.address, devices]
+    names = json.dumps(list(table()))
+    command = [sys.executable, FOLDER / "jax_on_device.py", FOLDER / "jax_programs.py", own_server.address, names, devices]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
