@@ -21,6 +21,9 @@ PEERS_PREFIX = figures.GPU_PREFIX + "peers_"
 PEER = re.compile(rf"{PEERS_PREFIX}(?P<case>.+_v\d+)_(?P<way>.+)_(?P<work>anew|first|bf16|fp32)_(?P<figure>ms|ratio|peak_mib)")
 ERROR = re.compile(rf"{PEERS_PREFIX}smollm2_.+_v\d+_(?P<way>.+)_(?:anew|bf16|fp32)_(?P<figure>loss|grad_hidden|grad_weight)_error")
 DRAWN = ("torch_compile", "torch_compile_addmm", "liger_sm90", "quack")
+# What the page's tables have of the ways and the cases; the file has all.
+SHOWN = ("headwater", "torch_eager", "torch_compile", "torch_compile_addmm", "liger_sm90_addmm", "liger_chunked", "quack", "cce")
+LEFT_OUT = ("trained_shuffled", "trained_n8192", "ce_n8192_h2048")
 
 
 def cases_of(values):
@@ -61,10 +64,13 @@ def peers_table_of(rows):
     """Times by what becomes of grad_weight, what is required of Headwater beside them, and errors on the real model's rows."""
     cells, errors = {}, {}
     for row in rows:
-        if match := PEER.fullmatch(row["case"]):
+        match = PEER.fullmatch(row["case"]) or ERROR.fullmatch(row["case"])
+        if match is None or match["way"] not in SHOWN:
+            continue
+        if match.re is PEER and not match["case"].startswith(LEFT_OUT):
             key = match["case"], match["way"]
             cells.setdefault(key, {})[match["work"], match["figure"]] = float(row["value"])
-        elif match := ERROR.fullmatch(row["case"]):
+        elif match.re is ERROR:
             errors.setdefault(match["way"], {})[match["figure"]] = float(row["value"])
 
     def time(found, work):
@@ -74,7 +80,8 @@ def peers_table_of(rows):
         return f"{found[work, 'ms']:.2f}" + (f" ({ratio:.3f})" if ratio else "")
 
     lines = ["| case | way | made anew | added, bf16 | added, fp32 | peak MiB |", "|---|---|---|---|---|---|"]
-    for (case, way), found in cells.items():
+    cases = list(dict.fromkeys(case for case, _ in cells))
+    for (case, way), found in sorted(cells.items(), key=lambda cell: (cases.index(cell[0][0]), SHOWN.index(cell[0][1]))):
         if not any(figure == "ms" for _, figure in found):
             continue
         anew = time(found, "first" if way == "headwater" else "anew")
@@ -83,7 +90,7 @@ def peers_table_of(rows):
         lines.append(f"| {case} | {way} | {anew} | {time(found, 'bf16')} | {time(found, 'fp32')} | {memory} |")
     if errors:
         lines += ["", "| SmolLM2-135M's rows, error against fp64 | grad_hidden | grad_weight | loss |", "|---|---|---|---|"]
-        for way, found in errors.items():
+        for way, found in sorted(errors.items(), key=lambda error: SHOWN.index(error[0])):
             values = [f"{found[figure]:.2e}" if figure in found else "" for figure in ("grad_hidden", "grad_weight", "loss")]
             lines.append(f"| {way} | {' | '.join(values)} |")
     return lines
