@@ -83,11 +83,14 @@ class Checkpointed:
         policy = v1.training.preservation_policies.LatestN(2)
         self.checkpointer = v1.training.Checkpointer(folder, preservation_policy=policy)
         self._background = background
+        self._written = None
 
     def save(self, step, params, head):
         items = {"state": params, "head": head}
         if self._background:
-            self.checkpointer.save_checkpointables_async(step, items)
+            if self._written is not None:
+                assert self._written.result()  # Orbax skips a save while it writes the one before
+            self._written = self.checkpointer.save_checkpointables_async(step, items)
         else:
             assert self.checkpointer.save_checkpointables(step, items)
 
