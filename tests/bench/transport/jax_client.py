@@ -5,26 +5,18 @@ Reads lines `submit STEP FIRST_ID COUNT` and answers each with `done`; says `rea
 head's open one.
 """
 
-import argparse
 import os
-import sys
-import traceback
 import warnings
 
 import numpy as np
+from client_loop import serve
 
 # The server and the benchmark have their share of the GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
-def say(line):
-    """A line for the benchmark."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 def prepare(options):
-    """A function that submits micro-batches `first` to `first + count - 1`."""
+    """A function that submits micro-batches `first` to `first + count - 1`, whatever the step's number."""
     import jax
     import jax.numpy as jnp
 
@@ -44,7 +36,7 @@ def prepare(options):
 
     step = jax.jit(jax.value_and_grad(loss)).lower(x, labels, np.int32(0)).compile()
 
-    def submit(first, count):
+    def submit(_, first, count):
         for micro_batch in range(first, first + count):
             value, grad = jax.block_until_ready(step(x, labels, np.int32(micro_batch)))
             if not value > 0 or grad.shape != x.shape:
@@ -57,29 +49,5 @@ def prepare(options):
     return submit
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--transport", required=True, choices=("shared_memory", "cuda_ipc"))
-    parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--hidden", type=int, required=True)
-    parser.add_argument("--vocab", type=int, required=True)
-    options = parser.parse_args()
-    try:
-        submit = prepare(options)
-    except ImportError as error:
-        say(f"unavailable: {error}".replace("\n", " "))
-        return
-    say("ready")
-    for line in sys.stdin:
-        try:
-            submit(*map(int, line.split()[2:]))
-        except Exception as error:  # told to the benchmark, which ends
-            traceback.print_exc()
-            say(f"{type(error).__name__}: {error}".replace("\n", " "))
-            return
-        say("done")
-
-
 if __name__ == "__main__":
-    main()
+    serve(__doc__, ("shared_memory", "cuda_ipc"), prepare, ImportError)

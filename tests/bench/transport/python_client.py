@@ -4,19 +4,10 @@
 Reads lines `submit STEP FIRST_ID COUNT` and answers each with `done`; says `ready` first, or `unavailable: why`.
 """
 
-import argparse
-import sys
-import traceback
-
 import numpy as np
+from client_loop import serve
 
 import headwater
-
-
-def say(line):
-    """A line for the benchmark."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def make_rows(client, options):
@@ -53,29 +44,5 @@ def prepare(options):
     return submit
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--transport", required=True, choices=("grpc", "shared_memory", "cuda_ipc"))
-    parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--hidden", type=int, required=True)
-    parser.add_argument("--vocab", type=int, required=True)
-    options = parser.parse_args()
-    try:
-        submit = prepare(options)
-    except (headwater.HeadwaterError, ImportError) as error:
-        say(f"unavailable: {error}".replace("\n", " "))
-        return
-    say("ready")
-    for line in sys.stdin:
-        try:
-            submit(*map(int, line.split()[1:]))
-        except Exception as error:  # told to the benchmark, which ends
-            traceback.print_exc()
-            say(f"{type(error).__name__}: {error}".replace("\n", " "))
-            return
-        say("done")
-
-
 if __name__ == "__main__":
-    main()
+    serve(__doc__, ("grpc", "shared_memory", "cuda_ipc"), prepare, (headwater.HeadwaterError, ImportError))
