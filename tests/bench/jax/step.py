@@ -30,7 +30,7 @@ def headwater_step(options, weights):
 
 
 def optax_step(options, weights):
-    """Likewise, with the gradient by the weights [hidden_size, vocab_size] here."""
+    """The same, with the gradient by the weights [hidden_size, vocab_size] here."""
 
     def loss(x, weights, labels):
         logits = jnp.matmul(x, weights, preferred_element_type=jnp.float32)

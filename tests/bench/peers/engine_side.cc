@@ -6,12 +6,15 @@
 // Reads a command a line from standard input, and answers each with a line: "ok", numbers after it, or "error", and why. Tensors
 // are raw files of FOLDER: hidden [rows, width], weight [vocab, width], teacher_hidden, teacher_weight (bf16), targets (int32).
 //
-//   load ROWS WIDTH VOCAB TEACHER_WIDTH MICRO_BATCHES   reads the files. TEACHER_WIDTH 0: cross entropy; else the divergence, beta
-//   1/2 products COUNT   milliseconds of the products of one micro-batch, COUNT times back to back add COUNT        likewise the
-//   first micro-batch, whose grad_weight is added to the accumulator step COUNT       likewise a micro-batch out of COUNT whole
-//   steps: the accumulator cleared, every micro-batch, nothing put off left gradients        the first micro-batch's grad_hidden
-//   (bf16) and grad_weight (fp32), into files of these names; the loss's sum watch            begins to observe the card seen clock
-//   in MHz, watts, degrees Celsius and NVML's throttle reasons since then free             gives back the memory of what was loaded
+// - load ROWS WIDTH VOCAB TEACHER_WIDTH MICRO_BATCHES: reads the files. TEACHER_WIDTH 0: cross entropy; else the divergence, beta
+//   1/2.
+// - products COUNT: milliseconds of the products of one micro-batch, COUNT times back to back.
+// - add COUNT: those of the first micro-batch, whose grad_weight is added to the accumulator.
+// - step COUNT: those of a micro-batch out of COUNT whole steps: the accumulator cleared, every micro-batch, nothing put off left.
+// - gradients: the first micro-batch's grad_hidden (bf16) and grad_weight (fp32), into files of these names; the loss's sum.
+// - watch: begins to observe the card.
+// - seen: clock in MHz, watts, degrees Celsius and NVML's throttle reasons since then.
+// - free: gives back the memory of what was loaded.
 #include <cuda_runtime_api.h>
 
 #include <chrono>
@@ -83,7 +86,7 @@ class Loaded {
     for (int64_t i = 0; i < count; ++i) {
       CheckStatus(head_->ZeroGradient(), "ZeroGradient");
       for (int64_t number = 0; number < shape_.micro_batches; ++number) ComputeMicroBatch(number);
-      float element = 0;  // whoever reads of the gradient gets all of it
+      float element = 0;  // all of the gradient, if one element is read
       CheckStatus(head_->ReadTensor(HeadTensor::kGradWeight, 0, 1, &element), "ReadTensor");
     }
     CheckCuda(cudaDeviceSynchronize(), "the engine's last products");

@@ -11,7 +11,7 @@
 //
 // Paths. Rows in memory of AllocateRows() are used in place (shared_memory). Other host memory is copied, by several threads, into
 // slots of shared regions (shared_memory). Device memory is used in place (cuda_ipc); where its allocation is private, it is copied
-// on the device into memory that can be exported (cuda_ipc), and likewise where it cannot be (with why_not_better()); where device
+// on the device into memory that can be exported (cuda_ipc), and so it is where it cannot be (with why_not_better()); where device
 // memory cannot be shared with the server at all, through page-locked shared regions (shared_memory, with why_not_better()).
 //
 // Regions are registered with the server when a call first needs them, once for each session that does. All of it is thread-safe

@@ -94,7 +94,7 @@ def value_and_grad(
 
     @jax.jit
     def forward(params: Any, batch: Any) -> Any:
-        # The vjp inside of jit: its pullback is the same for every call. That of vjp(jit(body)) would be compiled anew each time.
+        # The vjp inside of jit: its pullback is the same for every call. That of vjp(jit(body)) would be compiled each time.
         return jax.vjp(lambda params: body(params, batch), params, has_aux=has_aux)
 
     @jax.jit
@@ -190,7 +190,7 @@ class _Split(NamedTuple):
         names = {"labels": "targets", "weight": "token_weights", "teacher_x": "teacher_hidden"}
         futures: list[Future[LossResult]] = []
         rows: list[jax.Array] = []  # on GPUs; they must stay until the answers have come
-        gradients: list[jax.Array] = []  # likewise, which the answers are written into
+        gradients: list[jax.Array] = []  # one for each, which the answers are written into
         try:
             for shard in shards:
                 if not _device.is_on_gpu(shard.data):

@@ -125,7 +125,7 @@ HW_CLIENT_API void hw_client_memory_free(hw_client_memory* memory);
 
 #define HW_CLIENT_HOST 0 /* ordinary, page-locked or hw_client_allocate()'s memory */
 #define HW_CLIENT_CUDA 1 /* device memory of this process, of one allocation */
-/* Likewise, of an allocation that the server must not open, such as the pool of a framework's allocator: rows are copied on the
+/* The same, of an allocation that the server must not open, such as the pool of a framework's allocator: rows are copied on the
  * device, into memory of the library's and back. */
 #define HW_CLIENT_CUDA_PRIVATE 2
 

@@ -31,7 +31,7 @@ const char* DataTypeName(DataType type);
 enum class Memory : int32_t {
   kHost = 0,  // ordinary or page-locked memory, or a RowsBuffer
   kCuda = 1,  // device memory of this process, of one allocation
-  // Likewise, of an allocation that the server must not open, such as the pool of a framework's allocator: rows are copied on the
+  // The same, of an allocation that the server must not open, such as the pool of a framework's allocator: rows are copied on the
   // device, into memory of the client's and back.
   kCudaPrivate = 2,
 };
