@@ -1,6 +1,5 @@
 #include "client/core/replay/logged_call.h"
 
-#include <cstring>
 #include <utility>
 
 #include "client/core/call/messages.h"
@@ -18,16 +17,20 @@ absl::StatusOr<std::shared_ptr<const LoggedCall>> CopyForLog(Core& core, const M
   HEADWATER_ASSIGN_OR_RETURN(call->message, CopyOf(message));
   call->memory.rows = memory.rows;
   call->memory.teachers = memory.teachers;
+  MemoryPaths& paths = core.row_transport().memory();
   const auto take = [&](RowsView& view) -> absl::Status {
     const int64_t bytes = view.bytes();
     if (bytes == 0 || view.data == nullptr) return absl::OkStatus();
     HEADWATER_ASSIGN_OR_RETURN(Bytes copy, Bytes::Allocate(bytes, "rows for the log"));
     if (view.memory == Memory::kHost) {
-      std::memcpy(copy.data(), view.data, static_cast<size_t>(bytes));
+      paths.Copy(copy.data(), view.data, bytes);
     } else {
-      HEADWATER_ASSIGN_OR_RETURN(const auto context, core.row_transport().memory().ContextOf(view.data));
-      const auto stream = static_cast<CuStream>(memory.cuda_stream);
-      HEADWATER_RETURN_IF_ERROR(context->CopyNow(stream, copy.data(), view.data, bytes));
+      // By way of page-locked memory, which is used again: fresh and pageable memory costs several times the copy.
+      HEADWATER_ASSIGN_OR_RETURN(const auto context, paths.ContextOf(view.data));
+      const absl::StatusOr<RowMemory> staging = paths.AllocateStaging(view.data, bytes);
+      unsigned char* const to = staging.ok() ? staging->data : copy.data();
+      HEADWATER_RETURN_IF_ERROR(context->CopyNow(static_cast<CuStream>(memory.cuda_stream), to, view.data, bytes));
+      if (staging.ok()) paths.Copy(copy.data(), to, bytes);
     }
     view.memory = Memory::kHost;
     view.data = copy.data();

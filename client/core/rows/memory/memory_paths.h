@@ -157,6 +157,9 @@ class MemoryPaths : public std::enable_shared_from_this<MemoryPaths> {
   // The context of device memory, for copies of it. TRANSPORT_UNAVAILABLE without CUDA.
   absl::StatusOr<std::shared_ptr<DeviceContext>> ContextOf(const void* device_data);
 
+  // Host memory, like memcpy(), by this object's threads. Blocks.
+  void Copy(void* to, const void* from, int64_t bytes) { copies_.Copy(to, from, bytes); }
+
   // A session that the caller has found to be gone: its registrations are forgotten.
   void Forget(const std::string& session_id) { server_.Forget(session_id); }
 
