@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "server/group/rank_codec.h"
+#include "server/group/head_spec_codec.h"
 
 namespace headwater::service {
 namespace {
