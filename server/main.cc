@@ -50,6 +50,7 @@
 #include "server/service/engine_choice.h"
 #include "server/service/flags_document.h"
 #include "server/service/grpc_log.h"
+#include "server/service/limits.h"
 #include "server/service/listen_address.h"
 #include "server/service/server.h"
 #include "server/service/server_core.h"
@@ -164,57 +165,10 @@ ABSL_FLAG(
     "--drain_timeout, half of which is kept for that");
 ABSL_FLAG(std::string, load_root, "", "folder that LoadWeights may read from, which must be there; empty: LoadWeights is refused");
 static const headwater::service::FlagSection kLimitsFlags("Limits");
-#define HEADWATER_LIMIT_FLAG(name, help) ABSL_FLAG(int64_t, name, headwater::service::Limits{}.name, help)
-#define HEADWATER_BYTES_FLAG(name, help) ABSL_FLAG(headwater::BytesFlag, name, headwater::service::Limits{}.name, help)
-HEADWATER_BYTES_FLAG(max_message_bytes, "bytes of one gRPC message");
-HEADWATER_BYTES_FLAG(max_chunk_bytes, "bytes of data in one chunk");
-HEADWATER_LIMIT_FLAG(max_micro_batch_rows, "rows of a micro-batch");
-HEADWATER_BYTES_FLAG(max_micro_batch_bytes, "bytes of all rows of one micro-batch");
-HEADWATER_LIMIT_FLAG(max_vocab_size, "rows of a head");
-HEADWATER_LIMIT_FLAG(max_hidden_size, "columns of a head");
-HEADWATER_LIMIT_FLAG(max_heads, "heads of the server");
-HEADWATER_LIMIT_FLAG(max_step_micro_batches, "micro-batches of a step");
-HEADWATER_LIMIT_FLAG(max_staging_slots, "staging slots of a head");
-HEADWATER_LIMIT_FLAG(max_queue_depth, "micro-batches that wait for the engine");
-HEADWATER_BYTES_FLAG(max_in_flight_bytes, "tensor bytes of all ComputeLoss and AddGradient calls in progress");
-HEADWATER_BYTES_FLAG(max_upload_bytes, "host memory of all weight uploads that are not complete, in bytes");
-HEADWATER_LIMIT_FLAG(max_sessions, "sessions that are open");
-ABSL_FLAG(headwater::DurationFlag, max_session_lease, headwater::service::Limits{}.max_session_lease, "lease of a session");
-HEADWATER_BYTES_FLAG(
-    max_held_bytes, "host memory of the rows of all HELD contributions, with their targets and weights, in bytes; 0: none is held");
-HEADWATER_LIMIT_FLAG(max_waiting_calls,
-                     "calls that wait for the next step or for missing micro-batches, and as many that wait while their head is "
-                     "saved, loaded or made, but at most a quarter of --max_threads of these; each holds a thread");
-ABSL_FLAG(headwater::DurationFlag, max_step_wait, headwater::service::Limits{}.max_step_wait,
-          "how long such a call waits, whatever its deadline");
-HEADWATER_LIMIT_FLAG(max_heads_per_tenant, "heads of one tenant");
-HEADWATER_BYTES_FLAG(max_tenant_memory_bytes, "memory that the plans of one tenant's heads add up to, in bytes; 0: no limit");
-HEADWATER_LIMIT_FLAG(max_terms, "loss terms of a micro-batch");
-HEADWATER_LIMIT_FLAG(max_stripes, "streams that carry the rows of one micro-batch");
-ABSL_FLAG(headwater::DurationFlag, max_stripe_wait, headwater::service::Limits{}.max_stripe_wait,
-          "how long a stripe waits for its primary stream");
-HEADWATER_LIMIT_FLAG(max_session_regions, "shared memory regions of one session; 0: none may be registered");
-HEADWATER_BYTES_FLAG(max_region_bytes, "bytes of one shared memory region; 0: none may be registered");
-HEADWATER_BYTES_FLAG(max_join_bytes, "host memory of all teacher rows that wait to be joined, in bytes; 0: none is kept");
-HEADWATER_LIMIT_FLAG(ordered_window, "--deterministic: contributions of a step that may be there before lower ids are");
-ABSL_FLAG(headwater::DurationFlag, max_join_wait, headwater::service::Limits{}.max_join_wait,
-          "how long one side of a join waits for the other, and how long teacher rows stay that nobody asks for");
-HEADWATER_LIMIT_FLAG(max_connections,
-                     "connections to --listen_addresses, and as many to --admin_listen_addresses; one more is closed at once");
-HEADWATER_LIMIT_FLAG(max_connection_streams, "calls in progress on one connection; a client of gRPC waits with the next one");
-HEADWATER_BYTES_FLAG(
-    max_metadata_bytes,
-    "bytes of a call's metadata as HTTP/2 counts them: names, values, and 32 for each; at least 1024; more is RESOURCE_EXHAUSTED");
-HEADWATER_LIMIT_FLAG(max_health_watches,
-                     "calls of grpc.health.v1.Health/Watch in progress, which need no token; one more is RESOURCE_EXHAUSTED");
-ABSL_FLAG(headwater::DurationFlag, max_stream_time, headwater::service::Limits{}.max_stream_time,
-          "how long a streaming call may take from its begin to its end, whoever is slow; then it is DEADLINE_EXCEEDED");
-ABSL_FLAG(headwater::DurationFlag, max_handshake_time, headwater::service::Limits{}.max_handshake_time,
-          "how long a new connection may take until TLS and HTTP/2 are agreed on; then it is closed");
-ABSL_FLAG(headwater::DurationFlag, max_connection_idle, headwater::service::Limits{}.max_connection_idle,
-          "a connection without a call for so long is closed; clients of gRPC make a new one when they need it");
-ABSL_FLAG(headwater::DurationFlag, min_ping_interval, headwater::service::Limits{}.min_ping_interval,
-          "a connection whose client pings more often than this is closed at the third time; with --workers at most 30s");
+#define HEADWATER_LIMIT_FLAG(unit, name, default_value, minimum, maximum, help) \
+  ABSL_FLAG(headwater::service::unit##Limit::Flag, name, default_value, help);
+HEADWATER_LIMITS(HEADWATER_LIMIT_FLAG)
+#undef HEADWATER_LIMIT_FLAG
 ABSL_FLAG(
     int32_t, max_threads, headwater::service::ServerOptions{}.max_threads,
     "calls that hold a thread, at least 8: that many ComputeLoss, one more of which is answered QUEUE_FULL, and that many of all "
@@ -414,42 +368,9 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
   options.load_root = absl::GetFlag(FLAGS_load_root);
   options.idle_head_timeout = absl::GetFlag(FLAGS_idle_head_timeout);
   options.idle_head_checkpoint = absl::GetFlag(FLAGS_idle_head_checkpoint);
-  service::Limits& limits = options.limits;
-  limits.max_message_bytes = absl::GetFlag(FLAGS_max_message_bytes);
-  limits.max_chunk_bytes = absl::GetFlag(FLAGS_max_chunk_bytes);
-  limits.max_micro_batch_rows = absl::GetFlag(FLAGS_max_micro_batch_rows);
-  limits.max_micro_batch_bytes = absl::GetFlag(FLAGS_max_micro_batch_bytes);
-  limits.max_vocab_size = absl::GetFlag(FLAGS_max_vocab_size);
-  limits.max_hidden_size = absl::GetFlag(FLAGS_max_hidden_size);
-  limits.max_heads = absl::GetFlag(FLAGS_max_heads);
-  limits.max_step_micro_batches = absl::GetFlag(FLAGS_max_step_micro_batches);
-  limits.max_staging_slots = absl::GetFlag(FLAGS_max_staging_slots);
-  limits.max_queue_depth = absl::GetFlag(FLAGS_max_queue_depth);
-  limits.max_in_flight_bytes = absl::GetFlag(FLAGS_max_in_flight_bytes);
-  limits.max_upload_bytes = absl::GetFlag(FLAGS_max_upload_bytes);
-  limits.max_sessions = absl::GetFlag(FLAGS_max_sessions);
-  limits.max_session_lease = absl::GetFlag(FLAGS_max_session_lease);
-  limits.max_held_bytes = absl::GetFlag(FLAGS_max_held_bytes);
-  limits.max_waiting_calls = absl::GetFlag(FLAGS_max_waiting_calls);
-  limits.max_step_wait = absl::GetFlag(FLAGS_max_step_wait);
-  limits.max_heads_per_tenant = absl::GetFlag(FLAGS_max_heads_per_tenant);
-  limits.max_tenant_memory_bytes = absl::GetFlag(FLAGS_max_tenant_memory_bytes);
-  limits.max_terms = absl::GetFlag(FLAGS_max_terms);
-  limits.max_stripes = absl::GetFlag(FLAGS_max_stripes);
-  limits.max_stripe_wait = absl::GetFlag(FLAGS_max_stripe_wait);
-  limits.max_session_regions = absl::GetFlag(FLAGS_max_session_regions);
-  limits.max_region_bytes = absl::GetFlag(FLAGS_max_region_bytes);
-  limits.max_join_bytes = absl::GetFlag(FLAGS_max_join_bytes);
-  limits.max_join_wait = absl::GetFlag(FLAGS_max_join_wait);
-  limits.max_connections = absl::GetFlag(FLAGS_max_connections);
-  limits.max_connection_streams = absl::GetFlag(FLAGS_max_connection_streams);
-  limits.max_metadata_bytes = absl::GetFlag(FLAGS_max_metadata_bytes);
-  limits.max_health_watches = absl::GetFlag(FLAGS_max_health_watches);
-  limits.max_stream_time = absl::GetFlag(FLAGS_max_stream_time);
-  limits.max_handshake_time = absl::GetFlag(FLAGS_max_handshake_time);
-  limits.max_connection_idle = absl::GetFlag(FLAGS_max_connection_idle);
-  limits.min_ping_interval = absl::GetFlag(FLAGS_min_ping_interval);
-  limits.ordered_window = absl::GetFlag(FLAGS_ordered_window);
+#define HEADWATER_TAKE_LIMIT(unit, name, ...) options.limits.name = absl::GetFlag(FLAGS_##name);
+  HEADWATER_LIMITS(HEADWATER_TAKE_LIMIT)
+#undef HEADWATER_TAKE_LIMIT
   options.max_threads = absl::GetFlag(FLAGS_max_threads);
   options.max_pollers = absl::GetFlag(FLAGS_max_pollers);
   options.stream_idle_timeout = absl::GetFlag(FLAGS_stream_idle_timeout);

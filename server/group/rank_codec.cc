@@ -8,6 +8,15 @@
 
 #include "headwater/kernels/error.h"
 #include "proto/headwater/v1/error_metadata.h"
+#include "server/group/head_spec_codec.h"
+
+namespace headwater {
+
+HEADWATER_FIELDS(v1::RankCompute::CrossEntropy, CrossEntropySpec, label_smoothing, z_loss, temperature, token_scaling)
+HEADWATER_FIELDS(v1::RankCompute::Term, JsdSpec, beta, student_temperature, teacher_temperature, hard_loss_weight,
+                 truncate_to_common)
+
+}  // namespace headwater
 
 namespace headwater::group {
 namespace {
@@ -38,20 +47,14 @@ absl::Span<const T> DecodeSpan(const std::string& bytes, std::deque<std::vector<
 bool IsDataType(int type) { return type >= 1 && type <= 3; }
 
 void EncodeCrossEntropy(const CrossEntropySpec& spec, v1::RankCompute::CrossEntropy* out) {
-  out->set_label_smoothing(spec.label_smoothing);
-  out->set_z_loss(spec.z_loss);
+  WriteFields(spec, *out);
   EncodeSpan(spec.class_weights, out->mutable_class_weights());
-  out->set_temperature(spec.temperature);
-  out->set_token_scaling(spec.token_scaling);
 }
 
 CrossEntropySpec DecodeCrossEntropy(const v1::RankCompute::CrossEntropy& message, std::deque<std::vector<float>>* memory) {
   CrossEntropySpec spec;
-  spec.label_smoothing = message.label_smoothing();
-  spec.z_loss = message.z_loss();
+  ReadFields(message, spec);
   spec.class_weights = DecodeSpan<float>(message.class_weights(), memory);
-  spec.temperature = message.temperature();
-  spec.token_scaling = message.token_scaling();
   return spec;
 }
 
@@ -75,67 +78,6 @@ absl::Status DecodeStatus(const v1::RankStatus& status) {
   const bool known = status.reason() >= 0 && status.reason() <= static_cast<int32_t>(ErrorReason::kNotSessionOwner);
   return MakeError(known ? static_cast<ErrorReason>(status.reason()) : ErrorReason::kInternal, status.message(),
                    std::move(metadata));
-}
-
-void EncodeOptimizer(const OptimizerSpec& optimizer, v1::OptimizerSpec* out) {
-  if (const auto* adamw = std::get_if<AdamWSpec>(&optimizer)) {
-    v1::AdamW* const to = out->mutable_adamw();
-    to->set_beta1(adamw->beta1);
-    to->set_beta2(adamw->beta2);
-    to->set_epsilon(adamw->epsilon);
-    to->set_weight_decay(adamw->weight_decay);
-  } else if (const auto* sgd = std::get_if<SgdSpec>(&optimizer)) {
-    v1::Sgd* const to = out->mutable_sgd();
-    to->set_momentum(sgd->momentum);
-    to->set_dampening(sgd->dampening);
-    to->set_nesterov(sgd->nesterov);
-    to->set_weight_decay(sgd->weight_decay);
-  }
-}
-
-OptimizerSpec DecodeOptimizer(const v1::OptimizerSpec& optimizer) {
-  if (optimizer.has_adamw()) {
-    const v1::AdamW& from = optimizer.adamw();
-    return AdamWSpec{from.beta1(), from.beta2(), from.epsilon(), from.weight_decay()};
-  }
-  if (optimizer.has_sgd()) {
-    const v1::Sgd& from = optimizer.sgd();
-    return SgdSpec{from.momentum(), from.dampening(), from.nesterov(), from.weight_decay()};
-  }
-  return std::monostate();
-}
-
-void EncodeHeadSpec(const HeadSpec& spec, v1::HeadSpec* out) {
-  out->set_vocab_size(spec.vocab_size);
-  out->set_hidden_size(spec.hidden_size);
-  out->set_data_type(static_cast<v1::DataType>(spec.data_type));
-  out->set_has_bias(spec.has_bias);
-  v1::LogitTransform* const transform = out->mutable_transform();
-  transform->set_logit_scale(spec.transform.logit_scale);
-  if (spec.transform.softcap.has_value()) transform->set_softcap(*spec.transform.softcap);
-  transform->set_valid_vocab_size(spec.transform.valid_vocab_size);
-  out->set_trainable(spec.trainable);
-  if (!std::holds_alternative<std::monostate>(spec.optimizer)) EncodeOptimizer(spec.optimizer, out->mutable_optimizer());
-  out->set_staging_slots(spec.staging_slots);
-  out->set_initial_step(spec.initial_step);
-  out->set_parallelism(static_cast<v1::Parallelism>(spec.parallelism));
-}
-
-HeadSpec DecodeHeadSpec(const v1::HeadSpec& spec) {
-  HeadSpec result;
-  result.vocab_size = spec.vocab_size();
-  result.hidden_size = spec.hidden_size();
-  result.data_type = static_cast<DataType>(spec.data_type());
-  result.has_bias = spec.has_bias();
-  result.transform.logit_scale = spec.transform().logit_scale();
-  if (spec.transform().has_softcap()) result.transform.softcap = spec.transform().softcap();
-  result.transform.valid_vocab_size = spec.transform().valid_vocab_size();
-  result.trainable = spec.trainable();
-  result.optimizer = DecodeOptimizer(spec.optimizer());
-  result.staging_slots = spec.staging_slots();
-  result.initial_step = spec.initial_step();
-  result.parallelism = static_cast<Parallelism>(spec.parallelism());
-  return result;
 }
 
 void EncodeLossSums(const LossSums& sums, v1::RankLossSums* out) {
@@ -208,11 +150,7 @@ void EncodeCompute(const RankCall& call, v1::RankCompute* out) {
     if (const auto* jsd = std::get_if<JsdSpec>(&term.loss)) {
       to->set_jsd(true);
       to->set_teacher_head(call.heads[i].teacher);
-      to->set_beta(jsd->beta);
-      to->set_student_temperature(jsd->student_temperature);
-      to->set_teacher_temperature(jsd->teacher_temperature);
-      to->set_hard_loss_weight(jsd->hard_loss_weight);
-      to->set_truncate_to_common(jsd->truncate_to_common);
+      WriteFields(*jsd, *to);
       to->set_teacher_hidden_size(term.teacher_hidden.column_count);
       to->set_teacher_data_type(static_cast<v1::DataType>(term.teacher_hidden.data_type));
       EncodeCrossEntropy(jsd->hard_loss, to->mutable_cross_entropy());
@@ -276,11 +214,7 @@ absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(const v1::Ran
     term.loss_scale = from.loss_scale();
     if (from.jsd()) {
       JsdSpec jsd;
-      jsd.beta = from.beta();
-      jsd.student_temperature = from.student_temperature();
-      jsd.teacher_temperature = from.teacher_temperature();
-      jsd.hard_loss_weight = from.hard_loss_weight();
-      jsd.truncate_to_common = from.truncate_to_common();
+      ReadFields(from, jsd);
       jsd.hard_loss = DecodeCrossEntropy(from.cross_entropy(), &call->floats_);
       term.loss = jsd;
       if (from.teacher_hidden_size() < 0 || !IsDataType(from.teacher_data_type())) return Malformed("a teacher's rows");

@@ -22,11 +22,6 @@ inline constexpr int64_t kDataBytes = int64_t{1} << 19;
 void EncodeStatus(const absl::Status& status, v1::RankStatus* out);
 absl::Status DecodeStatus(const v1::RankStatus& status);
 
-void EncodeHeadSpec(const HeadSpec& spec, v1::HeadSpec* out);
-HeadSpec DecodeHeadSpec(const v1::HeadSpec& spec);
-void EncodeOptimizer(const OptimizerSpec& optimizer, v1::OptimizerSpec* out);
-OptimizerSpec DecodeOptimizer(const v1::OptimizerSpec& optimizer);
-
 void EncodeLossSums(const LossSums& sums, v1::RankLossSums* out);
 LossSums DecodeLossSums(const v1::RankLossSums& sums);
 

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
+#include "server/group/head_spec_codec.h"
 #include "server/group/rank_codec.h"
 #include "server/observability/monotonic_clock.h"
 

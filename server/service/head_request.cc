@@ -12,6 +12,7 @@
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
 #include "server/checkpoint/checkpoint_store.h"
+#include "server/group/head_spec_codec.h"
 #include "server/service/field_check.h"
 #include "server/transport/region_registry.h"
 
@@ -20,14 +21,13 @@ namespace {
 
 absl::Status DecodeTransform(const v1::LogitTransform& transform, const std::string& field, HeadSpec* spec) {
   LogitTransform& decoded = spec->transform;
-  if (transform.has_logit_scale()) decoded.logit_scale = transform.logit_scale();
+  decoded.valid_vocab_size = spec->vocab_size;
+  ReadFields(transform, decoded);
   HEADWATER_RETURN_IF_ERROR(
       CheckNumber(field + ".logit_scale", decoded.logit_scale, decoded.logit_scale != 0, "a finite number other than 0"));
-  if (transform.has_softcap()) {
-    HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".softcap", transform.softcap(), transform.softcap() > 0, "a finite number > 0"));
-    decoded.softcap = transform.softcap();
+  if (decoded.softcap.has_value()) {
+    HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".softcap", *decoded.softcap, *decoded.softcap > 0, "a finite number > 0"));
   }
-  decoded.valid_vocab_size = transform.has_valid_vocab_size() ? transform.valid_vocab_size() : spec->vocab_size;
   return CheckRange(field + ".valid_vocab_size", decoded.valid_vocab_size, 1, spec->vocab_size);
 }
 
@@ -39,12 +39,8 @@ absl::Status CheckFraction(const std::string& field, double value, bool one_allo
 absl::StatusOr<OptimizerSpec> DecodeOptimizer(const v1::OptimizerSpec& optimizer, const std::string& field) {
   switch (optimizer.optimizer_case()) {
     case v1::OptimizerSpec::kAdamw: {
-      const v1::AdamW& adamw = optimizer.adamw();
       AdamWSpec spec;
-      if (adamw.has_beta1()) spec.beta1 = adamw.beta1();
-      if (adamw.has_beta2()) spec.beta2 = adamw.beta2();
-      if (adamw.has_epsilon()) spec.epsilon = adamw.epsilon();
-      if (adamw.has_weight_decay()) spec.weight_decay = adamw.weight_decay();
+      ReadFields(optimizer.adamw(), spec);
       HEADWATER_RETURN_IF_ERROR(CheckFraction(field + ".adamw.beta1", spec.beta1, false));
       HEADWATER_RETURN_IF_ERROR(CheckFraction(field + ".adamw.beta2", spec.beta2, false));
       HEADWATER_RETURN_IF_ERROR(CheckNotNegative(field + ".adamw.epsilon", spec.epsilon));
@@ -52,8 +48,8 @@ absl::StatusOr<OptimizerSpec> DecodeOptimizer(const v1::OptimizerSpec& optimizer
       return OptimizerSpec(spec);
     }
     case v1::OptimizerSpec::kSgd: {
-      const v1::Sgd& sgd = optimizer.sgd();
-      const SgdSpec spec{sgd.momentum(), sgd.dampening(), sgd.nesterov(), sgd.weight_decay()};
+      SgdSpec spec;
+      ReadFields(optimizer.sgd(), spec);
       HEADWATER_RETURN_IF_ERROR(CheckFraction(field + ".sgd.momentum", spec.momentum, false));
       HEADWATER_RETURN_IF_ERROR(CheckFraction(field + ".sgd.dampening", spec.dampening, true));
       HEADWATER_RETURN_IF_ERROR(CheckNotNegative(field + ".sgd.weight_decay", spec.weight_decay));

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "server/checkpoint/weights_reader.h"
-#include "server/group/rank_codec.h"
+#include "server/group/head_spec_codec.h"
 #include "server/group/shard_plan.h"
 #include "server/observability/logging.h"
 #include "server/service/add_gradient_call.h"

@@ -1,5 +1,4 @@
-// Named limits of a server. Each is a flag of the same name and a field of headwater.v1.Limits (with `_s` behind it for a
-// duration), where units are given.
+// The limits of a server: one table, from which everything that lists them follows.
 #ifndef HEADWATER_SERVER_SERVICE_LIMITS_H_
 #define HEADWATER_SERVER_SERVICE_LIMITS_H_
 
@@ -7,46 +6,22 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "server/flags/flag_types.h"
 
 namespace headwater::service {
 
-struct Limits {
-  int64_t max_message_bytes = 16 << 20;
-  int64_t max_chunk_bytes = 4 << 20;
-  int64_t max_micro_batch_rows = 1 << 18;
-  int64_t max_micro_batch_bytes = int64_t{2} << 30;
-  int64_t max_vocab_size = 1 << 24;
-  int64_t max_hidden_size = 1 << 16;
-  int64_t max_heads = 64;
-  int64_t max_step_micro_batches = 1 << 16;
-  int64_t max_staging_slots = 64;
-  int64_t max_queue_depth = 64;
-  int64_t max_in_flight_bytes = int64_t{8} << 30;
-  int64_t max_upload_bytes = int64_t{8} << 30;
-  int64_t max_sessions = 4096;
-  absl::Duration max_session_lease = absl::Minutes(10);
-  int64_t max_held_bytes = int64_t{4} << 30;
-  int64_t max_waiting_calls = 64;
-  absl::Duration max_step_wait = absl::Minutes(5);
-  int64_t max_heads_per_tenant = 64;
-  int64_t max_tenant_memory_bytes = 0;
-  int64_t max_terms = 64;
-  int64_t max_stripes = 16;
-  absl::Duration max_stripe_wait = absl::Seconds(10);
-  int64_t max_session_regions = 64;
-  int64_t max_region_bytes = int64_t{64} << 30;
-  int64_t max_join_bytes = int64_t{4} << 30;
-  absl::Duration max_join_wait = absl::Minutes(1);
-  // Of what carries the calls: bounds for clients that nobody has asked yet who they are.
-  int64_t max_connections = 4096;
-  int64_t max_connection_streams = 256;
-  int64_t max_metadata_bytes = 8 << 10;
-  int64_t max_health_watches = 256;
-  absl::Duration max_stream_time = absl::Hours(1);
-  absl::Duration max_handshake_time = absl::Seconds(10);
-  absl::Duration max_connection_idle = absl::Minutes(10);
-  absl::Duration min_ping_interval = absl::Seconds(5);
-  int64_t ordered_window = 1024;
+// Units of a limit: the types of its value and of its flag.
+struct CountLimit {
+  using Value = int64_t;
+  using Flag = int64_t;
+};
+struct BytesLimit {
+  using Value = int64_t;
+  using Flag = BytesFlag;
+};
+struct TimeLimit {
+  using Value = absl::Duration;
+  using Flag = DurationFlag;
 };
 
 // Room in a message for everything that is not a chunk's data or a per-token output.
@@ -55,8 +30,76 @@ inline constexpr int64_t kMessageOverheadBytes = 64 << 10;
 // What gRPC itself puts into a call's metadata, with room for a short token.
 inline constexpr int64_t kLeastMetadataBytes = 1 << 10;
 
-// InvalidArgument if a limit is below its minimum (1, or 0 where that means none; kLeastMetadataBytes), or if two of them
-// contradict each other (a row must fit a chunk, a chunk and the per-token outputs of the largest micro-batch must fit a message).
+// Bounds of the table. Targets, sizes of messages and gRPC's arguments are of 32 bits; gRPC counts milliseconds in 31 bits.
+inline constexpr int64_t kNoMaximum = INT64_MAX;
+inline constexpr absl::Duration kLeastTime = absl::Nanoseconds(1);
+inline constexpr absl::Duration kMostTime = absl::Hours(1000);
+inline constexpr absl::Duration kLeastGrpcTime = absl::Milliseconds(1);
+inline constexpr absl::Duration kMostGrpcTime = absl::Hours(500);
+
+// X(unit, name, default, minimum, maximum, help): the limits in the order of their numbers in headwater.v1.Limits. A row makes the
+// field of Limits, the flag --name with its default and help, the check of its range, and the value in headwater.v1.Limits, there
+// with `_s` behind the name of a time. `help` is also the row of the flag in docs/operations.md.
+#define HEADWATER_LIMITS(X)                                                                                                        \
+  X(Bytes, max_message_bytes, 16 << 20, 1, INT32_MAX, "bytes of one gRPC message")                                                 \
+  X(Bytes, max_chunk_bytes, 4 << 20, 1, kNoMaximum, "bytes of data in one chunk")                                                  \
+  X(Count, max_micro_batch_rows, 1 << 18, 1, kNoMaximum, "rows of a micro-batch")                                                  \
+  X(Bytes, max_micro_batch_bytes, int64_t{2} << 30, 1, kNoMaximum, "bytes of all rows of one micro-batch")                         \
+  X(Count, max_vocab_size, 1 << 24, 1, INT32_MAX, "rows of a head")                                                                \
+  X(Count, max_hidden_size, 1 << 16, 1, kNoMaximum, "columns of a head")                                                           \
+  X(Count, max_heads, 64, 1, kNoMaximum, "heads of the server")                                                                    \
+  X(Count, max_step_micro_batches, 1 << 16, 1, kNoMaximum, "micro-batches of a step")                                              \
+  X(Count, max_staging_slots, 64, 0, INT32_MAX, "staging slots of a head")                                                         \
+  X(Count, max_queue_depth, 64, 1, kNoMaximum, "micro-batches that wait for the engine")                                           \
+  X(Bytes, max_in_flight_bytes, int64_t{8} << 30, 1, kNoMaximum,                                                                   \
+    "tensor bytes of all ComputeLoss and AddGradient calls in progress")                                                           \
+  X(Bytes, max_upload_bytes, int64_t{8} << 30, 1, kNoMaximum, "host memory of all weight uploads that are not complete, in bytes") \
+  X(Count, max_sessions, 4096, 1, kNoMaximum, "sessions that are open")                                                            \
+  X(Time, max_session_lease, absl::Minutes(10), kLeastTime, kMostTime, "lease of a session")                                       \
+  X(Bytes, max_held_bytes, int64_t{4} << 30, 0, kNoMaximum,                                                                        \
+    "host memory of the rows of all HELD contributions, with their targets and weights, in bytes; 0: none is held")                \
+  X(Count, max_waiting_calls, 64, 0, kNoMaximum,                                                                                   \
+    "calls that wait for the next step or for missing micro-batches, and as many that wait while their head is saved, loaded or "  \
+    "made, but at most a quarter of --max_threads of these; each holds a thread")                                                  \
+  X(Time, max_step_wait, absl::Minutes(5), kLeastTime, kMostTime, "how long such a call waits, whatever its deadline")             \
+  X(Count, max_heads_per_tenant, 64, 1, kNoMaximum, "heads of one tenant")                                                         \
+  X(Bytes, max_tenant_memory_bytes, 0, 0, kNoMaximum,                                                                              \
+    "memory that the plans of one tenant's heads add up to, in bytes; 0: no limit")                                                \
+  X(Count, max_terms, 64, 1, kNoMaximum, "loss terms of a micro-batch")                                                            \
+  X(Count, max_stripes, 16, 1, INT32_MAX, "streams that carry the rows of one micro-batch")                                        \
+  X(Time, max_stripe_wait, absl::Seconds(10), kLeastTime, kMostTime, "how long a stripe waits for its primary stream")             \
+  X(Count, max_session_regions, 64, 0, kNoMaximum, "shared memory regions of one session; 0: none may be registered")              \
+  X(Bytes, max_region_bytes, int64_t{64} << 30, 0, kNoMaximum, "bytes of one shared memory region; 0: none may be registered")     \
+  X(Bytes, max_join_bytes, int64_t{4} << 30, 0, kNoMaximum,                                                                        \
+    "host memory of all teacher rows that wait to be joined, in bytes; 0: none is kept")                                           \
+  X(Time, max_join_wait, absl::Minutes(1), kLeastTime, kMostTime,                                                                  \
+    "how long one side of a join waits for the other, and how long teacher rows stay that nobody asks for")                        \
+  X(Count, max_connections, 4096, 1, INT32_MAX,                                                                                    \
+    "connections to --listen_addresses, and as many to --admin_listen_addresses; one more is closed at once")                      \
+  X(Count, max_connection_streams, 256, 1, INT32_MAX,                                                                              \
+    "calls in progress on one connection; a client of gRPC waits with the next one")                                               \
+  X(Bytes, max_metadata_bytes, 8 << 10, kLeastMetadataBytes, INT32_MAX,                                                            \
+    "bytes of a call's metadata as HTTP/2 counts them: names, values, and 32 for each; at least 1024; more is RESOURCE_EXHAUSTED") \
+  X(Time, max_stream_time, absl::Hours(1), kLeastTime, kMostTime,                                                                  \
+    "how long a streaming call may take from its begin to its end, whoever is slow; then it is DEADLINE_EXCEEDED")                 \
+  X(Time, max_handshake_time, absl::Seconds(10), kLeastGrpcTime, kMostGrpcTime,                                                    \
+    "how long a new connection may take until TLS and HTTP/2 are agreed on; then it is closed")                                    \
+  X(Time, max_connection_idle, absl::Minutes(10), kLeastGrpcTime, kMostGrpcTime,                                                   \
+    "a connection without a call for so long is closed; clients of gRPC make a new one when they need it")                         \
+  X(Time, min_ping_interval, absl::Seconds(5), kLeastGrpcTime, kMostGrpcTime,                                                      \
+    "a connection whose client pings more often than this is closed at the third time; with --workers at most 30s")                \
+  X(Count, max_health_watches, 256, 1, kNoMaximum,                                                                                 \
+    "calls of grpc.health.v1.Health/Watch in progress, which need no token; one more is RESOURCE_EXHAUSTED")                       \
+  X(Count, ordered_window, 1024, 1, kNoMaximum, "--deterministic: contributions of a step that may be there before lower ids are")
+
+struct Limits {
+#define HEADWATER_LIMIT_FIELD(unit, name, default_value, ...) unit##Limit::Value name = default_value;
+  HEADWATER_LIMITS(HEADWATER_LIMIT_FIELD)
+#undef HEADWATER_LIMIT_FIELD
+};
+
+// InvalidArgument if a limit lies outside its range, or if two of them contradict each other (a row must fit a chunk, a chunk and
+// the per-token outputs of the largest micro-batch must fit a message).
 absl::Status ValidateLimits(const Limits& limits);
 
 }  // namespace headwater::service

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "server/group/rank_codec.h"
+#include "server/group/head_spec_codec.h"
 
 namespace headwater::service {
 namespace {
@@ -116,41 +116,15 @@ void EncodeStep(const heads::StepRecord& record, v1::Step* out) {
 }
 
 void EncodeLimits(const Limits& limits, v1::Limits* out) {
-  out->set_max_message_bytes(limits.max_message_bytes);
-  out->set_max_chunk_bytes(limits.max_chunk_bytes);
-  out->set_max_micro_batch_rows(limits.max_micro_batch_rows);
-  out->set_max_micro_batch_bytes(limits.max_micro_batch_bytes);
-  out->set_max_vocab_size(limits.max_vocab_size);
-  out->set_max_hidden_size(limits.max_hidden_size);
-  out->set_max_heads(limits.max_heads);
-  out->set_max_step_micro_batches(limits.max_step_micro_batches);
-  out->set_max_staging_slots(limits.max_staging_slots);
-  out->set_max_queue_depth(limits.max_queue_depth);
-  out->set_max_in_flight_bytes(limits.max_in_flight_bytes);
-  out->set_max_upload_bytes(limits.max_upload_bytes);
-  out->set_max_sessions(limits.max_sessions);
-  out->set_max_session_lease_s(WholeSeconds(limits.max_session_lease));
-  out->set_max_held_bytes(limits.max_held_bytes);
-  out->set_max_waiting_calls(limits.max_waiting_calls);
-  out->set_max_step_wait_s(WholeSeconds(limits.max_step_wait));
-  out->set_max_heads_per_tenant(limits.max_heads_per_tenant);
-  out->set_max_tenant_memory_bytes(limits.max_tenant_memory_bytes);
-  out->set_max_terms(limits.max_terms);
-  out->set_max_stripes(limits.max_stripes);
-  out->set_max_stripe_wait_s(WholeSeconds(limits.max_stripe_wait));
-  out->set_max_session_regions(limits.max_session_regions);
-  out->set_max_region_bytes(limits.max_region_bytes);
-  out->set_max_join_bytes(limits.max_join_bytes);
-  out->set_max_join_wait_s(WholeSeconds(limits.max_join_wait));
-  out->set_max_connections(limits.max_connections);
-  out->set_max_connection_streams(limits.max_connection_streams);
-  out->set_max_metadata_bytes(limits.max_metadata_bytes);
-  out->set_max_stream_time_s(WholeSeconds(limits.max_stream_time));
-  out->set_max_handshake_time_s(WholeSeconds(limits.max_handshake_time));
-  out->set_max_connection_idle_s(WholeSeconds(limits.max_connection_idle));
-  out->set_max_health_watches(limits.max_health_watches);
-  out->set_min_ping_interval_s(WholeSeconds(limits.min_ping_interval));
-  out->set_ordered_window(limits.ordered_window);
+#define HEADWATER_ENCODE_Count(name) out->set_##name(limits.name);
+#define HEADWATER_ENCODE_Bytes(name) out->set_##name(limits.name);
+#define HEADWATER_ENCODE_Time(name) out->set_##name##_s(WholeSeconds(limits.name));
+#define HEADWATER_ENCODE_LIMIT(unit, name, ...) HEADWATER_ENCODE_##unit(name)
+  HEADWATER_LIMITS(HEADWATER_ENCODE_LIMIT)
+#undef HEADWATER_ENCODE_LIMIT
+#undef HEADWATER_ENCODE_Count
+#undef HEADWATER_ENCODE_Bytes
+#undef HEADWATER_ENCODE_Time
 }
 
 }  // namespace headwater::service

@@ -167,37 +167,6 @@ TEST(Limits, OfAMessageAreGrpcs) {
   EXPECT_EQ(server.Snapshot(head), before);
 }
 
-TEST(Limits, ThatContradictEachOtherDoNotStart) {
-  const auto start = [](const service::Limits& limits) {
-    ServerSetup setup;
-    setup.options.limits = limits;
-    try {
-      WireServer server(setup);
-      return std::string("started");
-    } catch (const std::exception& error) {
-      return std::string(error.what());
-    }
-  };
-  service::Limits limits;
-  limits.max_heads = 0;
-  EXPECT_THAT(start(limits), HasSubstr("max_heads: expected at least 1, got 0"));
-  limits = {};
-  limits.max_chunk_bytes = limits.max_message_bytes;
-  EXPECT_THAT(start(limits), HasSubstr("max_message_bytes"));
-  limits = {};
-  limits.max_held_bytes = -1;
-  EXPECT_THAT(start(limits), HasSubstr("max_held_bytes: expected at least 0, got -1"));
-  limits = {};
-  limits.max_session_lease = absl::ZeroDuration();
-  EXPECT_THAT(start(limits), HasSubstr("max_session_lease: expected a duration > 0"));
-  limits = {};
-  limits.max_hidden_size = limits.max_chunk_bytes;
-  EXPECT_THAT(start(limits), HasSubstr("max_chunk_bytes"));
-  limits = {};
-  limits.max_message_bytes = int64_t{1} << 31;
-  EXPECT_THAT(start(limits), HasSubstr("max_message_bytes"));
-}
-
 TEST(Heads, OfTenTerabytesAreRefusedAtOnce) {
   WireServer server;
   v1::HeadSpec spec = SmallSpec(int64_t{1} << 24, 1 << 15);  // 2 TiB of fp32 weights, and as much for each of four more

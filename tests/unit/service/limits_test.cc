@@ -1,11 +1,11 @@
-// Limits: what a server may be started with.
+// The table of limits: the ranges that a server checks at its start, and what it reports to clients.
 #include "server/service/limits.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <climits>
 #include <cstdint>
+#include <map>
 #include <string>
 
 #include "headwater/v1/session_service.pb.h"
@@ -15,114 +15,79 @@ namespace headwater::service {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 
-std::string Refusal(const Limits& limits) { return std::string(ValidateLimits(limits).message()); }
+std::string Text(int64_t value) { return std::to_string(value); }
+std::string Text(absl::Duration value) { return absl::FormatDuration(value); }
 
-TEST(Limits, TheDefaultsFitEachOther) { EXPECT_TRUE(ValidateLimits(Limits{}).ok()) << Refusal(Limits{}); }
+int64_t Step(int64_t) { return 1; }
+absl::Duration Step(absl::Duration) { return absl::Nanoseconds(1); }
 
-TEST(Limits, AcceptsTheOutermostValuesAndNothingBeyond) {
-  struct Row {
-    const char* name;
-    int64_t Limits::*field;
-    int64_t least;
-    int64_t most;
-  };
-  const Row rows[] = {
-      {"max_stripes", &Limits::max_stripes, 1, INT32_MAX},
-      {"ordered_window", &Limits::ordered_window, 1, INT64_MAX},
-      {"max_session_regions", &Limits::max_session_regions, 0, INT64_MAX},
-      {"max_region_bytes", &Limits::max_region_bytes, 0, INT64_MAX},
-      {"max_join_bytes", &Limits::max_join_bytes, 0, INT64_MAX},
-      {"max_connections", &Limits::max_connections, 1, INT32_MAX},
-      {"max_connection_streams", &Limits::max_connection_streams, 1, INT32_MAX},
-      {"max_metadata_bytes", &Limits::max_metadata_bytes, kLeastMetadataBytes, INT32_MAX},
-      {"max_health_watches", &Limits::max_health_watches, 1, INT64_MAX},
-  };
-  for (const Row& row : rows) {
-    for (const int64_t value : {row.least, row.most}) {
-      Limits limits;
-      limits.*row.field = value;
-      EXPECT_TRUE(ValidateLimits(limits).ok()) << row.name << " " << value << ": " << Refusal(limits);
-    }
-    Limits below;
-    below.*row.field = row.least - 1;
-    EXPECT_THAT(Refusal(below), HasSubstr(std::string(row.name) + ": expected at least")) << row.name;
-    if (row.most == INT64_MAX) continue;
-    Limits above;
-    above.*row.field = row.most + 1;
-    EXPECT_THAT(Refusal(above), HasSubstr(std::string(row.name) + ": expected at most")) << row.name;
-  }
-}
-
-TEST(Limits, DurationsArePositiveAndBounded) {
-  const std::pair<const char*, absl::Duration Limits::*> rows[] = {{"max_stripe_wait", &Limits::max_stripe_wait},
-                                                                   {"max_join_wait", &Limits::max_join_wait},
-                                                                   {"max_stream_time", &Limits::max_stream_time}};
-  for (const auto& [name, field] : rows) {
-    Limits limits;
-    limits.*field = absl::Nanoseconds(1);
-    EXPECT_TRUE(ValidateLimits(limits).ok()) << name;
-    limits.*field = absl::Hours(1000);
-    EXPECT_TRUE(ValidateLimits(limits).ok()) << name;
-    for (const absl::Duration wrong : {absl::ZeroDuration(), absl::Hours(1000) + absl::Nanoseconds(1), absl::InfiniteDuration()}) {
-      limits.*field = wrong;
-      EXPECT_THAT(Refusal(limits), HasSubstr(std::string(name) + ": expected a duration > 0")) << name;
-    }
-  }
-}
-
-TEST(Limits, DurationsOfConnectionsAreWhatGrpcCanCount) {
-  const std::pair<const char*, absl::Duration Limits::*> rows[] = {{"max_handshake_time", &Limits::max_handshake_time},
-                                                                   {"max_connection_idle", &Limits::max_connection_idle},
-                                                                   {"min_ping_interval", &Limits::min_ping_interval}};
-  for (const auto& [name, field] : rows) {
-    Limits limits;
-    for (const absl::Duration right : {absl::Milliseconds(1), absl::Hours(500)}) {
-      limits.*field = right;
-      EXPECT_TRUE(ValidateLimits(limits).ok()) << name;
-    }
-    for (const absl::Duration wrong :
-         {absl::Microseconds(999), absl::Hours(500) + absl::Nanoseconds(1), absl::InfiniteDuration()}) {
-      limits.*field = wrong;
-      EXPECT_THAT(Refusal(limits), HasSubstr(std::string(name) + ": expected a duration from 1ms to 500h")) << name;
-    }
-  }
-}
-
-TEST(Limits, AreToldAsTheyAreWithSecondsRoundedUp) {
+template <typename Value>
+std::string Refusal(Value Limits::*field, Value value) {
   Limits limits;
-  limits.max_stripes = 3;
-  limits.max_stripe_wait = absl::Milliseconds(1500);
-  limits.max_session_regions = 5;
-  limits.max_region_bytes = 7;
-  limits.max_join_bytes = 11;
-  limits.ordered_window = 17;
-  limits.max_join_wait = absl::Seconds(13);
-  limits.max_connections = 17;
-  limits.max_connection_streams = 19;
-  limits.max_metadata_bytes = 23;
-  limits.max_stream_time = absl::Seconds(29);
-  limits.max_handshake_time = absl::Milliseconds(30500);
-  limits.max_connection_idle = absl::Seconds(37);
-  limits.min_ping_interval = absl::Milliseconds(1);
-  limits.max_health_watches = 41;
-  v1::Limits told;
-  EncodeLimits(limits, &told);
-  EXPECT_EQ(told.max_stripes(), 3);
-  EXPECT_EQ(told.max_stripe_wait_s(), 2);
-  EXPECT_EQ(told.max_session_regions(), 5);
-  EXPECT_EQ(told.max_region_bytes(), 7);
-  EXPECT_EQ(told.max_join_bytes(), 11);
-  EXPECT_EQ(told.ordered_window(), 17);
-  EXPECT_EQ(told.max_join_wait_s(), 13);
-  EXPECT_EQ(told.max_connections(), 17);
-  EXPECT_EQ(told.max_connection_streams(), 19);
-  EXPECT_EQ(told.max_metadata_bytes(), 23);
-  EXPECT_EQ(told.max_stream_time_s(), 29);
-  EXPECT_EQ(told.max_handshake_time_s(), 31);
-  EXPECT_EQ(told.max_connection_idle_s(), 37);
-  EXPECT_EQ(told.min_ping_interval_s(), 1);
-  EXPECT_EQ(told.max_health_watches(), 41);
+  limits.*field = value;
+  return std::string(ValidateLimits(limits).message());
+}
+
+template <typename Value>
+void ExpectRange(const std::string& name, Value Limits::*field, Value minimum, Value maximum) {
+  const std::string below = name + ": expected at least " + Text(minimum) + ", got ";
+  const std::string above = name + ": expected at most " + Text(maximum) + ", got ";
+  // A limit at an end of its range may contradict another one, which has a message of its own.
+  EXPECT_THAT(Refusal(field, minimum), Not(HasSubstr(below)));
+  EXPECT_THAT(Refusal(field, maximum), Not(HasSubstr(above)));
+  EXPECT_EQ(Refusal(field, minimum - Step(minimum)), below + Text(minimum - Step(minimum)));
+  if (Text(maximum) != Text(kNoMaximum)) {
+    EXPECT_EQ(Refusal(field, maximum + Step(maximum)), above + Text(maximum + Step(maximum)));
+  }
+}
+
+TEST(Limits, EachIsAcceptedAtTheEndsOfItsRangeAndRefusedBeyond) {
+  EXPECT_TRUE(ValidateLimits({}).ok());
+#define HEADWATER_EXPECT_RANGE(unit, name, default_value, minimum, maximum, help) \
+  ExpectRange<unit##Limit::Value>(#name, &Limits::name, minimum, maximum);
+  HEADWATER_LIMITS(HEADWATER_EXPECT_RANGE)
+#undef HEADWATER_EXPECT_RANGE
+}
+
+TEST(Limits, ContradictionsAreRefused) {
+  const Limits defaults;
+  EXPECT_THAT(Refusal(&Limits::max_chunk_bytes, defaults.max_message_bytes),
+              HasSubstr("max_message_bytes: expected at least max_c"));
+  EXPECT_THAT(Refusal(&Limits::max_hidden_size, defaults.max_chunk_bytes),
+              HasSubstr("max_chunk_bytes: expected room for one fp32"));
+  EXPECT_THAT(Refusal(&Limits::max_micro_batch_rows, defaults.max_message_bytes),
+              HasSubstr("max_message_bytes: expected room for"));
+}
+
+using Reported = std::map<std::string, int64_t>;
+
+// Both give a limit a value of its own, and add what a client is to see.
+void Fill(const std::string& name, int64_t* value, Reported* expected) {
+  *value = 100 + static_cast<int64_t>(expected->size());
+  (*expected)[name] = *value;
+}
+void Fill(const std::string& name, absl::Duration* value, Reported* expected) {
+  int64_t seconds = 0;
+  Fill(name + "_s", &seconds, expected);
+  *value = absl::Seconds(seconds) - absl::Milliseconds(500);  // reported rounded up
+}
+
+TEST(Limits, EachIsReportedUnderItsName) {
+  Limits limits;
+  Reported expected;
+#define HEADWATER_FILL(unit, name, ...) Fill(#name, &limits.name, &expected);
+  HEADWATER_LIMITS(HEADWATER_FILL)
+#undef HEADWATER_FILL
+  v1::Limits encoded;
+  EncodeLimits(limits, &encoded);
+  Reported reported;
+  for (int i = 0; i < v1::Limits::descriptor()->field_count(); ++i) {
+    const auto* field = v1::Limits::descriptor()->field(i);
+    reported[field->name()] = encoded.GetReflection()->GetInt64(encoded, field);
+  }
+  EXPECT_EQ(reported, expected);
 }
 
 }  // namespace
