@@ -143,6 +143,17 @@ struct Call {
   bool done = false;  // guarded by CudaEngine::calls_mutex_
 };
 
+// gradient_resolution is not built for GPUs.
+absl::Status CheckResolutions(const MicroBatch& micro_batch) {
+  for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
+    if (micro_batch.terms[i].gradient_resolution == 0) continue;
+    const std::string field = "terms[" + std::to_string(i) + "].gradient_resolution";
+    return MakeError(ErrorReason::kFeatureNotBuilt, field + " is not built for GPUs; it must be 0",
+                     {{"field", field}, {"feature", "gradient_resolution"}});
+  }
+  return absl::OkStatus();
+}
+
 class CudaEngine final : public LossEngine {
  public:
   explicit CudaEngine(std::shared_ptr<EngineCore> core) : core_(std::move(core)) {}
@@ -183,6 +194,7 @@ class CudaEngine final : public LossEngine {
       return own != nullptr && &own->core() == core_.get();
     }));
     HEADWATER_RETURN_IF_ERROR(CheckMicroBatch(micro_batch, /*has_device=*/true));
+    HEADWATER_RETURN_IF_ERROR(CheckResolutions(micro_batch));
     HEADWATER_RETURN_IF_ERROR(core_->health());
     if (core_->group() != nullptr) HEADWATER_RETURN_IF_ERROR(ParallelismOf(micro_batch).status());
     DeviceGroup* const group = static_cast<const CudaHead&>(*micro_batch.terms.front().head).group();

@@ -41,6 +41,13 @@ double SuiteGradWeightFactor();
 // largest |logit|. Defined by the program; 0 for products that round.
 double SuiteAccumulationError();
 
+// What the engine does with a gradient_resolution. Defined by the program.
+struct SuiteDither {
+  bool has_smoothing = true;    // false: kFeatureNotBuilt with label_smoothing
+  bool rounds_entries = false;  // of 16-bit heads: to the head's type, before they are dithered
+};
+SuiteDither SuiteDithering();
+
 }  // namespace headwater::testing
 
 #endif  // HEADWATER_TESTS_KERNELS_KERNEL_SUITE_H_
