@@ -118,6 +118,7 @@ class Computation {
     int32_t* targets;
     RowReport* reports;
     uint8_t* non_finite;
+    DitherSums* dither;  // of the only part; null: exact
   };
   // Results that are on their way to the host.
   struct Pending {
@@ -126,6 +127,7 @@ class Computation {
     const RowReport* reports;
     const uint8_t* non_finite;      // of hidden, by term row; null: none
     const uint8_t* non_finite_out;  // of grad_hidden, by chunk row; null: none
+    const DitherSums* dither;       // of the part; null: exact
   };
 
   // Rows of a chunk's grad_hidden on their way to the host.
@@ -192,6 +194,12 @@ class Computation {
   // `finish`: the stream that has the rows' losses then.
   absl::Status ComputeExponentials(Work* work, const Slice& slice, cudaStream_t finish);
   absl::Status RunOverflowed(Work* work, int64_t first);
+  // Null if the term has no resolution.
+  static DitherRow* DitherRowsOf(const Work& work, int64_t first) {
+    return work.term->plan->dithers ? work.own.dither_rows + first : nullptr;
+  }
+  // M of a slice's rows, if the term has a resolution.
+  absl::Status Dither(Work* work, const Slice& slice);
   absl::Status RunLogits(Work* work);
   // As far as M.
   absl::Status RunRows(Work* work, const Slice& slice);

@@ -188,10 +188,29 @@ __global__ void __launch_bounds__(32 * kSumRuns)
   sums[row] = sum;
 }
 
+// One thread a row.
+constexpr double kSmallestUnit = 7.888609052210118e-31;  // 2^-100; smaller resolutions are not applied
+__global__ void __launch_bounds__(128)
+    EResolutionsKernel(const double* sums, int32_t shard_count, int64_t row_count, double resolution, DitherRow* rows) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * 128 + threadIdx.x;
+  if (row >= row_count) return;
+  double sum = 0;
+  for (int32_t shard = 0; shard < shard_count; ++shard) sum += sums[shard * row_count + row];
+  const double bound = resolution * sum;
+  DitherRow out;
+  if (bound > kSmallestUnit && isfinite(bound)) {
+    int exponent = 0;
+    frexp(bound, &exponent);
+    out.unit = static_cast<float>(ldexp(1.0, exponent - 1));
+  }
+  rows[row] = out;
+}
+
 // One thread a row. Entropy and its kin and the argmax are not to be had from S, and are never asked for in this form.
 __global__ void __launch_bounds__(128)
     FinishERowsKernel(const double* sums, int32_t shard_count, const double* target_arguments, const ChunkRows rows,
-                      const FinishOptions options, RowReport* reports, float* row_factor, float* target_factor, int32_t* overflow) {
+                      const FinishOptions options, RowReport* reports, float* row_factor, float* target_factor, int32_t* overflow,
+                      DitherRow* dither) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * 128 + threadIdx.x;
   if (row >= rows.row_count) return;
   double sum = 0;
@@ -218,6 +237,10 @@ __global__ void __launch_bounds__(128)
   reports[row] = report;
   row_factor[row] = static_cast<float>(scale * gradient.probability_factor);
   target_factor[row] = static_cast<float>(scale * gradient.target * SoftcapDerivative(argument, softcap));
+  if (options.gradient_resolution == 0) return;
+  if (dither[row].unit == 0.0f) return;
+  dither[row].unit_in_g = static_cast<double>(dither[row].unit) * loss.inverse_sum;
+  dither[row].target_entry = sum * loss.inverse_sum * SoftcapDerivative(argument, softcap);
 }
 
 // --- Launch ----------------------------------------------------------------------------------------------------------------------
@@ -366,12 +389,20 @@ cudaError_t LaunchSumPartials(const float* partial_sums, int64_t row_count, int6
   return cudaGetLastError();
 }
 
+cudaError_t LaunchEResolutions(const double* sums, int32_t shard_count, int64_t row_count, double resolution, DitherRow* rows,
+                               cudaStream_t stream) {
+  if (row_count == 0) return cudaSuccess;
+  EResolutionsKernel<<<static_cast<unsigned>((row_count + 127) / 128), 128, 0, stream>>>(sums, shard_count, row_count, resolution,
+                                                                                         rows);
+  return cudaGetLastError();
+}
+
 cudaError_t LaunchFinishERows(const double* sums, int32_t shard_count, const double* target_arguments, const ChunkRows& rows,
                               const FinishOptions& options, RowReport* reports, float* row_factor, float* target_factor,
-                              int32_t* overflow, cudaStream_t stream) {
+                              int32_t* overflow, DitherRow* dither, cudaStream_t stream) {
   if (rows.row_count == 0) return cudaSuccess;
   FinishERowsKernel<<<static_cast<unsigned>((rows.row_count + 127) / 128), 128, 0, stream>>>(
-      sums, shard_count, target_arguments, rows, options, reports, row_factor, target_factor, overflow);
+      sums, shard_count, target_arguments, rows, options, reports, row_factor, target_factor, overflow, dither);
   return cudaGetLastError();
 }
 

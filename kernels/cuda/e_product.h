@@ -31,14 +31,20 @@ cudaError_t LaunchEProduct(const EProductParams& params, cudaStream_t stream);
 // sums[i] = S of one shard, the tiles in order (fp64).
 cudaError_t LaunchSumPartials(const float* partial_sums, int64_t row_count, int64_t columns, double* sums, cudaStream_t stream);
 
+// rows[i].unit = the row's resolution in units of E: the largest power of two <= resolution * S, of the sums [shard_count,
+// row_count]; 0 if there is none. The rest of rows[i] is LaunchFinishERows()'s.
+cudaError_t LaunchEResolutions(const double* sums, int32_t shard_count, int64_t row_count, double resolution, DitherRow* rows,
+                               cudaStream_t stream);
+
 // Rows whose largest logit is more than this above the target's cannot take the form: S tells.
 inline constexpr double kEFormLargestSum = 1.1420073898156842e26;  // e^60
 
 // sums [shard_count, row_count]. Writes reports, row_factor and target_factor; *overflow = 1 if a sum is over kEFormLargestSum or
-// not finite, or a target's logit is not finite (the chunk must then be computed by the R form), else left alone.
+// not finite, or a target's logit is not finite (the chunk must then be computed by the R form), else left alone. With a resolution
+// `dither` [row_count] is completed.
 cudaError_t LaunchFinishERows(const double* sums, int32_t shard_count, const double* target_arguments, const ChunkRows& rows,
                               const FinishOptions& options, RowReport* reports, float* row_factor, float* target_factor,
-                              int32_t* overflow, cudaStream_t stream);
+                              int32_t* overflow, DitherRow* dither, cudaStream_t stream);
 
 }  // namespace headwater::cuda
 

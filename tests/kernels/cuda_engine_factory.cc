@@ -43,4 +43,6 @@ double SuiteGradWeightFactor() { return 1.42 * kPlainFactor; }
 
 double SuiteAccumulationError() { return 1.5e-9; }
 
+SuiteDither SuiteDithering() { return {.has_smoothing = false, .rounds_entries = true}; }
+
 }  // namespace headwater::testing
