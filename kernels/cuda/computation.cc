@@ -458,8 +458,8 @@ absl::Status Computation::ComputeDitheredExponentials(const Work& work, const Sl
                                   "the rows' resolutions"));
   MutableMatrix block = MatrixOut(work, slice, 0);
   block.columns = first;
-  HEADWATER_RETURN_IF_ERROR(
-      Check(LaunchDither(block, params.shard.vocab_start, rows, keys, /*add=*/false, dither_sums, stream_), "dithering"));
+  HEADWATER_RETURN_IF_ERROR(Check(
+      LaunchDither(block, params.shard.vocab_start, params.targets, rows, keys, /*add=*/false, dither_sums, stream_), "dithering"));
   params.shard.columns = columns - first;
   params.shard.vocab_start += first;
   params.shard.weight = Advance(params.shard.weight, params.shard.element, first * params.shard.stride);
@@ -479,7 +479,9 @@ absl::Status Computation::Dither(Work* work, const Slice& slice) {
   const TermRun& term = *work->term;
   const TermBuffers& own = work->own;
   const int32_t shard_count = term.head->shard_count();
+  const int32_t* targets = own.targets + slice.first;
   if (term.plan->jsd != nullptr) {
+    targets = nullptr;
     for (int32_t rank = 0; rank < shard_count; ++rank) {
       HEADWATER_RETURN_IF_ERROR(
           Check(LaunchMagnitudes(MatrixOut(*work, slice, rank), own.magnitudes + rank * slice.count, stream_), "summing up M"));
@@ -496,10 +498,10 @@ absl::Status Computation::Dither(Work* work, const Slice& slice) {
         Check(LaunchDivergenceResolutions(of, slice.count, own.dither_rows + slice.first, stream_), "the rows' resolutions"));
   }
   for (int32_t rank = 0; rank < shard_count; ++rank) {
-    HEADWATER_RETURN_IF_ERROR(
-        Check(LaunchDither(MatrixOut(*work, slice, rank), term.head->shard_weights(rank).vocab_start, own.dither_rows + slice.first,
-                           own.dither_keys + slice.first, /*add=*/rank > 0, own.dither_sums + slice.first, stream_),
-              "dithering"));
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchDither(MatrixOut(*work, slice, rank), term.head->shard_weights(rank).vocab_start, targets,
+                                                 own.dither_rows + slice.first, own.dither_keys + slice.first, /*add=*/rank > 0,
+                                                 own.dither_sums + slice.first, stream_),
+                                    "dithering"));
   }
   return absl::OkStatus();
 }

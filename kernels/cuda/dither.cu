@@ -92,8 +92,9 @@ __global__ void __launch_bounds__(128)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) DitherKernel(T* matrix, int64_t stride, int32_t columns, uint32_t vocab_start,
-                                                         const DitherRow* rows, const DitherKey* keys, bool add, DitherSums* sums) {
+__global__ void __launch_bounds__(kThreads)
+    DitherKernel(T* matrix, int64_t stride, int32_t columns, uint32_t vocab_start, const int32_t* targets, const DitherRow* rows,
+                 const DitherKey* keys, bool add, DitherSums* sums) {
   const int64_t row = blockIdx.x;
   const DitherRow of_row = rows[row];
   if (!(of_row.unit > 0.0f)) {
@@ -101,6 +102,7 @@ __global__ void __launch_bounds__(kThreads) DitherKernel(T* matrix, int64_t stri
     return;
   }
   const DitherKey key = keys[row];
+  const uint32_t target = static_cast<uint32_t>(targets == nullptr ? -1 : targets[row]);
   const float inverse_unit = 1.0f / of_row.unit;
   auto* const vectors = reinterpret_cast<Vector<T>*>(matrix + row * stride);
   int32_t count = 0;
@@ -109,13 +111,14 @@ __global__ void __launch_bounds__(kThreads) DitherKernel(T* matrix, int64_t stri
     Vector<T> vector = vectors[j / kVector<T>];
 #pragma unroll
     for (int i = 0; i < kVector<T>; ++i) {
-      const bool inside = j + i < columns;
-      const float ratio = inside ? ToFloat(vector.values[i]) * inverse_unit : 0.0f;
+      const uint32_t column = vocab_start + static_cast<uint32_t>(j + i);
+      const bool is_entry = j + i < columns && column != target;
+      const float ratio = is_entry ? ToFloat(vector.values[i]) * inverse_unit : 0.0f;
       const float size = fabsf(ratio);
       const bool below = size < 1.0f;  // a NaN stays one
-      const bool survives = DitherSurvives(size, DitherDraw(key, vocab_start + static_cast<uint32_t>(j + i)));
+      const bool survives = DitherSurvives(size, DitherDraw(key, column));
       if (below) FromFloat(survives ? copysignf(of_row.unit, ratio) : 0.0f, &vector.values[i]);
-      count += below && inside ? 1 : 0;
+      count += below && is_entry ? 1 : 0;
       error += below ? size * (1.0f - size) : 0.0f;
       norm = fmaf(size, size, norm);
     }
@@ -177,11 +180,12 @@ cudaError_t LaunchDivergenceResolutions(const DivergenceResolution& of, int64_t 
   return cudaGetLastError();
 }
 
-cudaError_t LaunchDither(const MutableMatrix& matrix, int64_t vocab_start, const DitherRow* rows, const DitherKey* keys, bool add,
-                         DitherSums* sums, cudaStream_t stream) {
+cudaError_t LaunchDither(const MutableMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
+                         const DitherKey* keys, bool add, DitherSums* sums, cudaStream_t stream) {
   return WithElements(matrix, [&](auto* elements) {
     DitherKernel<<<static_cast<unsigned>(matrix.rows), kThreads, 0, stream>>>(
-        elements, matrix.stride, static_cast<int32_t>(matrix.columns), static_cast<uint32_t>(vocab_start), rows, keys, add, sums);
+        elements, matrix.stride, static_cast<int32_t>(matrix.columns), static_cast<uint32_t>(vocab_start), targets, rows, keys, add,
+        sums);
   });
 }
 

@@ -38,10 +38,11 @@ struct DivergenceResolution {
 cudaError_t LaunchDivergenceResolutions(const DivergenceResolution& of, int64_t row_count, DitherRow* rows, cudaStream_t stream);
 
 // Columns of M, [row_count, stride], hold the vocabulary from vocab_start on; row i begins at a multiple of 16 bytes. Columns from
-// matrix.columns to the next multiple of 8 become 0. sums[i], in units of the row's resolution, is written, or with `add` added to:
-// of several shards of a row.
-cudaError_t LaunchDither(const MutableMatrix& matrix, int64_t vocab_start, const DitherRow* rows, const DitherKey* keys, bool add,
-                         DitherSums* sums, cudaStream_t stream);
+// matrix.columns to the next multiple of 8 become 0. `targets`: columns of the vocabulary that are 0 in M and no entries of their
+// rows, a cross entropy's; null: none. sums[i], in units of the row's resolution, is written, or with `add` added to: of several
+// shards of a row.
+cudaError_t LaunchDither(const MutableMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
+                         const DitherKey* keys, bool add, DitherSums* sums, cudaStream_t stream);
 
 // *total = the rows' sums in units of G, the targets' entries included, in a fixed order.
 cudaError_t LaunchSumDither(const DitherSums* sums, const DitherRow* rows, int64_t row_count, DitherSums* total,

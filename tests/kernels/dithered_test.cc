@@ -243,6 +243,7 @@ TEST_P(Dithered16, MatchesFp64EntryByEntryAndRepeats) {
   const auto [type, rows] = GetParam();
   const DitherCase of = {"", [type = type](ProblemOptions& o) {
                            o.head_type = o.hidden_type = type;
+                           o.ignored_share = 0.1;
                            o.token_weights = true;
                            o.softcap = 12;
                            o.bias = true;
@@ -290,6 +291,7 @@ TEST(DitheredRows, OfALargeVocabularyMatchFp64EntryByEntry) {
   const DitherCase of = {"", [](ProblemOptions& o) {
                            o.head_type = o.hidden_type = DataType::kBFloat16;
                            o.vocab_size = 11001;
+                           o.ignored_share = 0;
                            o.bias = true;
                          }};
   Problem problem = MakeIdentityProblem(of, 272);
