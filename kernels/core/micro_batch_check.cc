@@ -144,6 +144,26 @@ absl::Status CheckJsd(const std::string& name, const LossTerm& term, const JsdSp
   return absl::OkStatus();
 }
 
+absl::Status CheckResolution(const std::string& name, const MicroBatch& micro_batch, const LossTerm& term) {
+  const std::string field = name + ".gradient_resolution";
+  if (term.gradient_resolution == 0) return absl::OkStatus();
+  if (!(term.gradient_resolution >= kSmallestGradientResolution && term.gradient_resolution <= 1)) {
+    return BadField(field, "0 or in [2^-24, 1]", NumberText(term.gradient_resolution));
+  }
+  if (!micro_batch.backward) return BadCombination(field, field + " is only used with backward");
+  if (!term.entropy_factors.empty() || !term.lse_factors.empty()) {
+    return BadCombination(field, field + " is not built for terms with entropy_factors or lse_factors");
+  }
+  if (const auto* jsd = std::get_if<JsdSpec>(&term.loss)) {
+    if (jsd->hard_loss_weight == 0) return absl::OkStatus();
+    return BadCombination(field, field + " is not built for a divergence with a hard loss");
+  }
+  if (std::get<CrossEntropySpec>(term.loss).label_smoothing > 0 && term.head->spec().transform.softcap.has_value()) {
+    return BadCombination(field, field + " is not built for label_smoothing behind a softcap");
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckTargets(const std::string& name, const LossTerm& term) {
   const int64_t valid_vocab_size = term.head->spec().transform.valid_vocab_size;
   for (size_t i = 0; i < term.targets.size(); ++i) {
@@ -173,6 +193,7 @@ absl::Status CheckTerm(const std::string& name, const MicroBatch& micro_batch, c
   if (!std::isfinite(term.loss_scale)) return BadField(name + ".loss_scale", "finite", NumberText(term.loss_scale));
   HEADWATER_RETURN_IF_ERROR(CheckRowValues(name + ".token_weights", term, term.token_weights));
   HEADWATER_RETURN_IF_ERROR(CheckFactors(name, micro_batch, term));
+  HEADWATER_RETURN_IF_ERROR(CheckResolution(name, micro_batch, term));
   const auto* jsd = std::get_if<JsdSpec>(&term.loss);
   if (jsd != nullptr) {
     HEADWATER_RETURN_IF_ERROR(CheckJsd(name, term, *jsd, has_device));

@@ -27,6 +27,7 @@ TermPlan MakeTermPlan(const LossTerm& term) {
   const auto is_not_zero = [](float factor) { return factor != 0; };
   plan.has_entropy_factors = std::any_of(term.entropy_factors.begin(), term.entropy_factors.end(), is_not_zero);
   plan.has_lse_factors = std::any_of(term.lse_factors.begin(), term.lse_factors.end(), is_not_zero);
+  plan.dithers = term.gradient_resolution > 0;
   plan.wants_weighted = term.entropy != nullptr || plan.has_entropy_factors;
   plan.wants_squares = term.log_sum_sq_probs != nullptr;
   plan.wants_total = term.mean_logits != nullptr;

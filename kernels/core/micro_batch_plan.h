@@ -49,6 +49,7 @@ struct TermPlan {
   bool wants_argmax = false;
   bool has_entropy_factors = false;  // of which at least one is not 0
   bool has_lse_factors = false;
+  bool dithers = false;              // LossTerm::gradient_resolution
   bool wants_cross_entropy = false;  // statistics of the student's row at all
   bool has_token_outputs = false;
   GradWeightMode grad_weight = GradWeightMode::kNone;

@@ -21,7 +21,10 @@ absl::Status ShardRun::RunNarrow(Work* work, bool* needs_wide) {
   FinishRows(work);
   RecordRows(work);
   if (!work->backward) return absl::OkStatus();
+  BeginDither(*work);
   ComputeNarrowGradient(work);
+  status = ReportDither(work);
+  if (!status.ok()) return status;
   AddGradHidden(work);
   return absl::OkStatus();
 }
@@ -110,14 +113,18 @@ void ShardRun::ComputeNarrowGradient(Work* work) {
       for (int64_t i = 0; i < work->row_count; ++i) {
         const RowState& state = states_[static_cast<size_t>(i)];
         float* row = work->gradient + i * work->stride + start;
-        GetRowKernels().gradient_float(row, count, cap, CoefficientsOf<float>(term, state.gradient),
+        GetRowKernels().gradient_float(row, count, cap, CoefficientsOf<float>(term, state),
                                        class_weights == nullptr ? nullptr : class_weights + global_start);
-        const int64_t column = work->rows[i].target - global_start;
-        if (column >= 0 && column < count) {
-          row[column] = static_cast<float>(scale * state.gradient.target * SoftcapDerivative(state.target_argument, cap));
-        }
       }
       ApplyRefinedGradient(*work, part, panel_index++);
+      for (int64_t i = 0; i < work->row_count; ++i) {
+        const RowState& state = states_[static_cast<size_t>(i)];
+        DitherColumns(*work, i, start, count, &dither_sums_[static_cast<size_t>(part)]);
+        const int64_t column = work->rows[i].target - global_start;
+        if (column < 0 || column >= count) continue;
+        work->gradient[i * work->stride + start + column] =
+            static_cast<float>(scale * state.gradient.target * SoftcapDerivative(state.target_argument, cap));
+      }
       if (target.grad_weight != nullptr) {
         AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count}, start, count, target);
       }

@@ -186,16 +186,17 @@ void ShardRun::ApplyRefinedGradient(const Work& work, int32_t part, int64_t pane
   const RefinedPart& refined = refined_[static_cast<size_t>(part)];
   if (refined.logits.empty()) return;
   const double cap = work.term.head->spec().transform.softcap.value_or(0);
-  const double scale = GradientScale(work.term);
   const size_t panel = static_cast<size_t>(panel_index);
   for (size_t entry = panel == 0 ? 0 : refined.panel_ends[panel - 1]; entry < refined.panel_ends[panel]; ++entry) {
     const RefinedLogit& logit = refined.logits[entry];
-    const RowGradient& gradient = states_[static_cast<size_t>(logit.row)].gradient;
+    const RowState& state = states_[static_cast<size_t>(logit.row)];
+    const RowGradient& gradient = WrittenOf(state);
     const double class_weight = work.term.cross_entropy.ClassWeight(work.shard.rows.start + logit.column);
     const double distance = gradient.max - TemperedLogit(work.term, logit.argument);
     const double g = std::exp(-distance) * (gradient.probability_factor + gradient.distance_factor * distance) -
                      gradient.class_factor * class_weight;
-    work.gradient[logit.row * work.stride + logit.column] = static_cast<float>(scale * g * SoftcapDerivative(logit.argument, cap));
+    work.gradient[logit.row * work.stride + logit.column] =
+        static_cast<float>(WrittenScale(work.term, state) * g * SoftcapDerivative(logit.argument, cap));
   }
 }
 

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "kernels/core/dither.h"
 #include "kernels/core/optimizer_scalars.h"
 #include "kernels/core/piece_stats.h"
 
@@ -32,6 +33,15 @@ struct GradientCoefficients {
   double inverse_temperature;
   double probability_factor;
   double distance_factor;
+  double class_factor;
+};
+
+// How a row's entries are dithered (core/dither.h), and what is made of them:
+// g_v = factor * dithered(scale * a_v) - class_factor * class_weight_v, where 1 is the row's resolution.
+struct DitherOptions {
+  DitherKey key;
+  double scale;
+  double factor;
   double class_factor;
 };
 
@@ -77,6 +87,11 @@ struct RowKernels {
   void (*gradient_double)(const double* a, int64_t count, double cap, const GradientCoefficients& coefficients,
                           const float* class_weights, float* gradient);
 
+  // The dithered gradient over the entries of columns [column, column + count) of the vocabulary, in place. Adds to *sums, in units
+  // of the resolution; class_weights of these columns, or null: all 1.
+  void (*dither)(float* a, int64_t count, int64_t column, const DitherOptions& options, const float* class_weights,
+                 DitherSums* sums);
+
   // Sums for the divergence of a row, over a piece of it that leaves out the student's most probable column b, whose terms are
   // subtracted from each other otherwise: with s_v = log(q_v / m_v) (beta = 1: log q_v - log p_v) and the reference s_b,
   // adds sum q (s - s_b) to mean (beta = 0: sum q - p), and the piece's divergence to loss.
@@ -95,6 +110,7 @@ struct RowKernels {
   void (*scale)(const float* in, int64_t count, float alpha, float* out);
   int64_t (*count_non_finite)(const float* in, int64_t count);
   double (*sum_of_squares)(const float* in, int64_t count);
+  double (*sum_of_magnitudes)(const float* in, int64_t count);
   // Updates parameters and state from the gradient and zeroes the gradient.
   void (*adamw)(const AdamWScalars& scalars, int64_t count, float* parameter, float* gradient, float* moment1, float* moment2);
   void (*sgd)(const SgdScalars& scalars, int64_t count, float* parameter, float* gradient, float* momentum_buffer);

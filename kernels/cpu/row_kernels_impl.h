@@ -299,6 +299,49 @@ void GradientFloat(float* a, int64_t count, double cap, const GradientCoefficien
   GradientOf<float>(a, count, cap, coefficients, class_weights, a);
 }
 
+template <bool kClasses, bool kWeights>
+void DitherLoop(float* a, int64_t count, int64_t column, const DitherOptions& options, const float* class_weights,
+                DitherSums* sums) {
+  const DitherKey key = options.key;
+  const float scale = static_cast<float>(options.scale);
+  const float factor = static_cast<float>(options.factor);
+  const float class_factor = static_cast<float>(options.class_factor);
+  for (int64_t start = 0; start < count; start += kBlock) {
+    const int64_t length = count - start < kBlock ? count - start : kBlock;
+    float* block = a + start;
+    const uint32_t first = static_cast<uint32_t>(column + start);
+    int32_t below_count = 0;
+    float error = 0, norm = 0;
+#pragma omp simd reduction(+ : below_count, error, norm)
+    for (int64_t i = 0; i < length; ++i) {
+      const float ratio = scale * block[i];
+      const float size = ratio < 0 ? -ratio : ratio;
+      const bool below = size < 1;  // a NaN stays one
+      const float unit = ratio < 0 ? -1.0f : 1.0f;
+      const float drawn = DitherSurvives(size, DitherDraw(key, first + static_cast<uint32_t>(i))) ? unit : 0.0f;
+      float g = factor * (below ? drawn : ratio);
+      if constexpr (kClasses) g -= class_factor * (kWeights ? class_weights[start + i] : 1.0f);
+      block[i] = g;
+      below_count += below ? 1 : 0;
+      error += below ? size * (1 - size) : 0.0f;
+      norm += size * size;
+    }
+    sums->entry_count += below_count;
+    sums->squared_error += static_cast<double>(error);
+    sums->squared_norm += static_cast<double>(norm);
+  }
+}
+
+void Dither(float* a, int64_t count, int64_t column, const DitherOptions& options, const float* class_weights, DitherSums* sums) {
+  if (options.class_factor == 0) {
+    DitherLoop<false, false>(a, count, column, options, class_weights, sums);
+  } else if (class_weights == nullptr) {
+    DitherLoop<true, false>(a, count, column, options, class_weights, sums);
+  } else {
+    DitherLoop<true, true>(a, count, column, options, class_weights, sums);
+  }
+}
+
 // log p, log q, p, q and the derivative of the student's softcap at one column.
 struct Pair {
   double log_p;
@@ -457,6 +500,13 @@ double SumOfSquares(const float* in, int64_t count) {
   return sum;
 }
 
+double SumOfMagnitudes(const float* in, int64_t count) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; ++i) sum += static_cast<double>(in[i] < 0 ? -in[i] : in[i]);
+  return sum;
+}
+
 HEADWATER_ROW_INLINE float Sqrt(float x) { return __builtin_sqrtf(x); }
 
 void AdamW(const AdamWScalars& scalars, int64_t count, float* parameter, float* gradient, float* moment1, float* moment2) {
@@ -524,6 +574,7 @@ const RowKernels kRowKernels = {
     CollectAtLeast,
     GradientFloat,
     GradientOf<double>,
+    Dither,
     DivergenceSums,
     DivergenceGradient,
     AddColumnSums,
@@ -531,6 +582,7 @@ const RowKernels kRowKernels = {
     Scale,
     CountNonFinite,
     SumOfSquares,
+    SumOfMagnitudes,
     AdamW,
     Sgd,
 };

@@ -151,6 +151,7 @@ void ShardRun::FinishRows(Work* work) {
     state.loss = FinishRow(merged_stats_[static_cast<size_t>(i)], row.target, term.cross_entropy);
     if (row.target < 0 || term.hard_weight == 0) continue;
     state.gradient = GradientOf(state.loss, {row.token_weight * term.hard_weight, row.entropy_factor, row.lse_factor});
+    if (term.dithers && work->backward) SetResolution(term, row, merged_stats_[static_cast<size_t>(i)], &state);
   }
 }
 
@@ -175,6 +176,7 @@ void ShardRun::RecordRows(Work* work) {
     const double largest =
         std::max(std::abs(gradient.probability_factor) + std::abs(gradient.distance_factor), std::abs(gradient.target));
     report.gradient_bound = std::abs(GradientScale(term)) * (largest + std::abs(row.token_weight) * term.soft_weight);
+    if (state.dither.active) report.gradient_bound = std::max(report.gradient_bound, std::abs(state.dither.options.factor));
     RecordRow(row, report, non_finite_hidden_[index] == 0, &term);
   }
 }
@@ -226,18 +228,19 @@ double ShardRun::GradientScale(const TermPlan& term) {
 }
 
 template <typename T>
-GradientCoefficients ShardRun::CoefficientsOf(const TermPlan& term, const RowGradient& gradient) {
+GradientCoefficients ShardRun::CoefficientsOf(const TermPlan& term, const RowState& state) {
+  const RowGradient& gradient = WrittenOf(state);
   const double inverse_temperature = term.cross_entropy.inverse_temperature;
   // The kernel subtracts the rounded maximum; what it is off by is in the factors.
   const double max = static_cast<double>(static_cast<T>(gradient.max / inverse_temperature));
   const double shift = max == gradient.max ? 0.0 : max * inverse_temperature - gradient.max;
-  const double scale = GradientScale(term) * std::exp(shift);
+  const double scale = WrittenScale(term, state) * std::exp(shift);
   return {max, inverse_temperature, scale * (gradient.probability_factor - gradient.distance_factor * shift),
-          scale * gradient.distance_factor, GradientScale(term) * gradient.class_factor};
+          scale * gradient.distance_factor, WrittenScale(term, state) * gradient.class_factor};
 }
 
-template GradientCoefficients ShardRun::CoefficientsOf<float>(const TermPlan&, const RowGradient&);
-template GradientCoefficients ShardRun::CoefficientsOf<double>(const TermPlan&, const RowGradient&);
+template GradientCoefficients ShardRun::CoefficientsOf<float>(const TermPlan&, const RowState&);
+template GradientCoefficients ShardRun::CoefficientsOf<double>(const TermPlan&, const RowState&);
 
 GradientTarget ShardRun::TargetOf(const Work& work) const {
   const HeadShard& shard = work.shard;

@@ -76,6 +76,14 @@ class ShardRun {
     float* gradient;  // [row_count, shard rows] fp32; narrow: first the logits
     int64_t stride;   // shard rows
   };
+  // How a row's gradient is dithered (dithered_gradient.cc).
+  struct RowDither {
+    bool active = false;      // the term has a resolution, and the row has something below it
+    RowGradient ratio;        // cross entropy: of its entries over the resolution
+    DitherOptions options;    // from what the gradient pass writes of the row to its gradient
+    double unit = 0;          // the resolution in units of G
+    double target_entry = 0;  // cross entropy: |G| at the target, without the softcap's derivative
+  };
   // Coefficients of a row after its statistics are known.
   struct RowState {
     RowLoss loss;
@@ -89,6 +97,7 @@ class ShardRun {
     double top_log_q = 0;
     double divergence = 0;
     double divergence_mean = 0;  // see RowKernels::divergence_sums
+    RowDither dither;
   };
 
   int32_t rank() const { return context_.rank; }
@@ -116,7 +125,12 @@ class ShardRun {
   static double GradientScale(const TermPlan& term);
   // For the row kernels, which take fp32 or fp64 logits.
   template <typename T>
-  static GradientCoefficients CoefficientsOf(const TermPlan& term, const RowGradient& gradient);
+  static GradientCoefficients CoefficientsOf(const TermPlan& term, const RowState& state);
+  // What the gradient pass writes of a row, and what stands before it: the gradient, or ratios that are dithered then.
+  static const RowGradient& WrittenOf(const RowState& state) { return state.dither.active ? state.dither.ratio : state.gradient; }
+  static double WrittenScale(const TermPlan& term, const RowState& state) {
+    return state.dither.active ? 1.0 : GradientScale(term);
+  }
 
   // narrow
   // Whether what an entropy or log_sum_sq_probs is made of is asked for.
@@ -140,8 +154,22 @@ class ShardRun {
   void ComputeWideStats(Work* work, const double* student, const double* teacher, int64_t teacher_stride, int64_t common);
   absl::Status FindTopColumns(Work* work, const double* student, const double* teacher, int64_t teacher_stride, int64_t common);
   absl::Status ComputeDivergence(Work* work, const double* student, const double* teacher, int64_t teacher_stride, int64_t common);
-  void ComputeWideGradient(Work* work, const double* student, const double* teacher, int64_t teacher_stride, int64_t common);
+  // Adds a row's divergence gradient times `factor` to columns [start, start + count).
+  void AddDivergenceGradient(const Work& work, int64_t row, const double* student, const double* teacher, int64_t start,
+                             int64_t count, double factor, float* gradient) const;
+  absl::Status ComputeWideGradient(Work* work, const double* student, const double* teacher, int64_t teacher_stride,
+                                   int64_t common);
   DivergenceOptions MakeDivergenceOptions(const TermPlan& term, const RowState& state) const;
+
+  // dithered (dithered_gradient.cc)
+  // A cross entropy's, out of the statistics of its other columns and the target's logit.
+  static void SetResolution(const TermPlan& term, const ChunkRow& row, const RowStats& stats, RowState* state);
+  // A divergence's, out of the magnitudes of its gradient, which `gradient` holds with factor 1.
+  absl::Status SetDivergenceResolutions(Work* work);
+  // Columns [start, start + count) of a row, as they were written, become its gradient.
+  void DitherColumns(const Work& work, int64_t row, int64_t start, int64_t count, DitherSums* sums) const;
+  void BeginDither(const Work& work) { dither_sums_.assign(static_cast<size_t>(work.parts.count()), DitherSums()); }
+  absl::Status ReportDither(Work* work);
 
   // both
   absl::Status MergeRowStats(const Work& work);
@@ -196,6 +224,7 @@ class ShardRun {
   std::vector<float> cutoffs_;  // see RefinementCutoff()
   std::vector<double> top_columns_;
   std::vector<double> sums_by_part_, sums_;  // what parts and shards add up
+  std::vector<DitherSums> dither_sums_;      // by part
   std::vector<uint8_t> non_finite_hidden_;
   std::vector<uint8_t> non_finite_grad_hidden_;
 };

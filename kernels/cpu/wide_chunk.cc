@@ -59,7 +59,8 @@ absl::Status ShardRun::RunWideRows(Work* work) {
   if (!status.ok()) return status;
   RecordRows(work);
   if (!work->backward) return absl::OkStatus();
-  ComputeWideGradient(work, student, teacher, teacher_stride, common);
+  status = ComputeWideGradient(work, student, teacher, teacher_stride, common);
+  if (!status.ok()) return status;
   AddGradHidden(work);
   return absl::OkStatus();
 }
@@ -287,56 +288,91 @@ absl::Status ShardRun::ComputeDivergence(Work* work, const double* student, cons
   return status;
 }
 
-void ShardRun::ComputeWideGradient(Work* work, const double* student, const double* teacher, int64_t teacher_stride,
-                                   int64_t common) {
+void ShardRun::AddDivergenceGradient(const Work& work, int64_t row, const double* student, const double* teacher, int64_t start,
+                                     int64_t count, double factor, float* gradient) const {
+  const TermPlan& term = work.term;
+  const RowState& state = states_[static_cast<size_t>(row)];
+  const DivergenceOptions options = MakeDivergenceOptions(term, state);
+  const int64_t top = state.top_column - (work.shard.rows.start + start);
+  const bool inside = state.top_column >= 0 && top >= 0 && top < count;
+  const RowRange pieces[2] = {{0, inside ? top : count}, {inside ? top + 1 : count, count}};
+  for (const RowRange& piece : pieces) {
+    if (piece.size() == 0) continue;
+    GetRowKernels().divergence_gradient(student + piece.start, teacher + piece.start, piece.size(), options, state.divergence_mean,
+                                        factor, gradient + piece.start);
+  }
+  if (!inside) return;
+  // The gradients over a row sum to 0: the top column's is what the others leave.
+  const double cap = term.head->spec().transform.softcap.value_or(0);
+  const double top_factor = term.jsd->beta == 0 ? 1 : std::exp(state.top_log_q) * (term.jsd->beta == 1 ? 1 : 1 - term.jsd->beta);
+  gradient[top] += static_cast<float>(-factor * top_factor * state.divergence_mean * SoftcapDerivative(student[top], cap));
+}
+
+absl::Status ShardRun::ComputeWideGradient(Work* work, const double* student, const double* teacher, int64_t teacher_stride,
+                                           int64_t common) {
   const HeadShard& shard = work->shard;
   const TermPlan& term = work->term;
   const double cap = term.head->spec().transform.softcap.value_or(0);
   const double scale = GradientScale(term);
   const GradientTarget target = TargetOf(*work);
+  const bool dithers_divergence = term.dithers && term.jsd != nullptr;
+  BeginDither(*work);
+  // Writes a part's columns [start, start + count) of a row; a divergence that is dithered afterwards without its factors.
+  const auto write = [&](int32_t part, int64_t i, int64_t start, int64_t count) {
+    const RowKernels& kernels = GetRowKernels();
+    const int64_t global_start = shard.rows.start + start;
+    const float* class_weights = term.cross_entropy.class_weights;
+    const RowState& state = states_[static_cast<size_t>(i)];
+    float* row = work->gradient + i * work->stride + start;
+    const double* a = student + i * work->stride + start;
+    if (term.hard_weight > 0) {
+      kernels.gradient_double(a, count, cap, CoefficientsOf<double>(term, state),
+                              class_weights == nullptr ? nullptr : class_weights + global_start, row);
+      DitherColumns(*work, i, start, count, &dither_sums_[static_cast<size_t>(part)]);
+      const int64_t column = work->rows[i].target - global_start;
+      if (column >= 0 && column < count) {
+        row[column] = static_cast<float>(scale * state.gradient.target * SoftcapDerivative(state.target_argument, cap));
+      }
+    } else {
+      std::memset(row, 0, static_cast<size_t>(count) * sizeof(float));
+    }
+    const int64_t soft_count = std::min(start + count, common) - start;
+    if (term.soft_weight == 0 || soft_count <= 0) return;
+    const double factor = scale * work->rows[i].token_weight * term.soft_weight / term.jsd->student_temperature;
+    AddDivergenceGradient(*work, i, a, teacher + i * teacher_stride + start, start, soft_count, dithers_divergence ? 1 : factor,
+                          row);
+  };
+  if (dithers_divergence) {
+    const size_t rows = static_cast<size_t>(work->row_count);
+    sums_by_part_.assign(rows * static_cast<size_t>(work->parts.count()), 0.0);
+    context_.pool.Run(work->parts.count(), [&](int32_t part) {
+      double* magnitudes = &sums_by_part_[static_cast<size_t>(part) * rows];
+      work->parts.ForEachPanel(part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
+        for (int64_t i = 0; i < work->row_count; ++i) {
+          write(part, i, start, count);
+          magnitudes[i] += GetRowKernels().sum_of_magnitudes(work->gradient + i * work->stride + start, count);
+        }
+      });
+    });
+    absl::Status status = SetDivergenceResolutions(work);
+    if (!status.ok()) return status;
+  }
   BeginGradWeight(work);
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
-    const RowKernels& kernels = GetRowKernels();
     work->parts.ForEachPanel(part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
-      const int64_t global_start = shard.rows.start + start;
-      const float* class_weights = term.cross_entropy.class_weights;
       for (int64_t i = 0; i < work->row_count; ++i) {
-        const RowState& state = states_[static_cast<size_t>(i)];
-        float* row = work->gradient + i * work->stride + start;
-        const double* a = student + i * work->stride + start;
-        if (term.hard_weight > 0) {
-          kernels.gradient_double(a, count, cap, CoefficientsOf<double>(term, state.gradient),
-                                  class_weights == nullptr ? nullptr : class_weights + global_start, row);
-          const int64_t column = work->rows[i].target - global_start;
-          if (column >= 0 && column < count) {
-            row[column] = static_cast<float>(scale * state.gradient.target * SoftcapDerivative(state.target_argument, cap));
-          }
+        if (dithers_divergence) {
+          DitherColumns(*work, i, start, count, &dither_sums_[static_cast<size_t>(part)]);
         } else {
-          std::memset(row, 0, static_cast<size_t>(count) * sizeof(float));
+          write(part, i, start, count);
         }
-        const int64_t soft_count = std::min(start + count, common) - start;
-        if (term.soft_weight == 0 || soft_count <= 0) continue;
-        const double factor = scale * work->rows[i].token_weight * term.soft_weight / term.jsd->student_temperature;
-        const DivergenceOptions options = MakeDivergenceOptions(term, state);
-        const int64_t top = state.top_column - global_start;
-        const bool inside = state.top_column >= 0 && top >= 0 && top < soft_count;
-        const RowRange pieces[2] = {{0, inside ? top : soft_count}, {inside ? top + 1 : soft_count, soft_count}};
-        for (const RowRange& piece : pieces) {
-          if (piece.size() == 0) continue;
-          kernels.divergence_gradient(a + piece.start, teacher + i * teacher_stride + start + piece.start, piece.size(), options,
-                                      state.divergence_mean, factor, row + piece.start);
-        }
-        if (!inside) continue;
-        // The gradients over a row sum to 0: the top column's is what the others leave.
-        const double top_factor =
-            term.jsd->beta == 0 ? 1 : std::exp(state.top_log_q) * (term.jsd->beta == 1 ? 1 : 1 - term.jsd->beta);
-        row[top] += static_cast<float>(-factor * top_factor * state.divergence_mean * SoftcapDerivative(a[top], cap));
       }
       if (target.grad_weight != nullptr) {
         AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count}, start, count, target);
       }
     });
   });
+  return ReportDither(work);
 }
 
 }  // namespace headwater::cpu

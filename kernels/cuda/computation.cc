@@ -4,7 +4,6 @@
 #include <optional>
 
 #include "kernels/cuda/conversions.h"
-#include "kernels/cuda/e_product.h"
 #include "kernels/cuda/gradient_debt.h"
 #include "kernels/cuda/matrix_rows.h"
 #include "kernels/cuda/profile_range.h"
@@ -131,6 +130,12 @@ absl::Status Computation::Drain() {
       if (pending.non_finite_out != nullptr && pending.non_finite_out[rows[i].chunk_row] != 0) {
         pending.term->plan->non_finite[static_cast<size_t>(rows[i].term_row)] = 1;
       }
+    }
+    if (pending.dither != nullptr) {
+      GradientDither& dither = pending.term->plan->sums.dither;
+      dither.entry_count += static_cast<int64_t>(pending.dither->entry_count);
+      dither.squared_error += pending.dither->squared_error;
+      dither.squared_norm += pending.dither->squared_norm;
     }
   }
   pending_.clear();
@@ -332,8 +337,16 @@ absl::Status Computation::RunWork(Work* work) {
   HEADWATER_RETURN_IF_ERROR(
       Check(cudaMemcpyAsync(work->non_finite, own.non_finite, static_cast<size_t>(work->rows), cudaMemcpyDeviceToHost, stream_),
             "the way back of flags"));
+  if (term.plan->dithers && work->backward) {
+    work->dither = host_.Take<DitherSums>(1);
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchSumDither(own.dither_sums, own.dither_rows, work->rows, own.dither_total, stream_),
+                                    "summing up what was dithered"));
+    HEADWATER_RETURN_IF_ERROR(
+        Check(cudaMemcpyAsync(work->dither, own.dither_total, sizeof(DitherSums), cudaMemcpyDeviceToHost, stream_),
+              "the way back of what was dithered"));
+  }
   for (const Part& part : work->parts) {
-    pending_.push_back({part.rows, part.term, work->reports + part.first, work->non_finite + part.first, nullptr});
+    pending_.push_back({part.rows, part.term, work->reports + part.first, work->non_finite + part.first, nullptr, work->dither});
   }
   return absl::OkStatus();
 }
@@ -405,20 +418,92 @@ absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice, cu
     params.exponentials = matrix.data;
     params.e_stride = matrix.stride;
     params.partial_sums = own.partial_sums;
-    HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
+    if (DithersEarly(*work)) {
+      HEADWATER_RETURN_IF_ERROR(ComputeDitheredExponentials(*work, slice, params, sums));
+    } else {
+      HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
+    }
     HEADWATER_RETURN_IF_ERROR(
         Check(LaunchSumPartials(own.partial_sums, slice.count, params.shard.columns, OwnPart(sums, rank, slice.count), stream_),
               "the rows' sums"));
   }
   if (finish != stream_) HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, finish));
   HEADWATER_RETURN_IF_ERROR(Collect(sums, slice.count, finish));
+  const bool dithers_early = DithersEarly(*work);
+  if (term.plan->dithers && !dithers_early) {
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchEResolutions(sums, merged_shards, slice.count, term.finish.gradient_resolution,
+                                                       DitherRowsOf(*work, slice.first), finish),
+                                    "the rows' resolutions"));
+  }
   // Several parts have one shard.
-  return ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
+  HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
     return Check(LaunchFinishERows(sums + (rows.first - slice.first), merged_shards, own.target_arguments + rows.first,
                                    RowsOf(*work, rows), part.term->finish, own.reports + rows.first, own.row_factor + rows.first,
-                                   own.target_factor + rows.first, own.overflow, finish),
+                                   own.target_factor + rows.first, own.overflow, DitherRowsOf(*work, rows.first), finish),
                  "the rows' losses");
-  });
+  }));
+  return dithers_early ? absl::OkStatus() : Dither(work, slice);
+}
+
+absl::Status Computation::ComputeDitheredExponentials(const Work& work, const Slice& slice, EProductParams params, double* sums) {
+  const TermBuffers& own = work.own;
+  DitherRow* const rows = own.dither_rows + slice.first;
+  const DitherKey* const keys = own.dither_keys + slice.first;
+  DitherSums* const dither_sums = own.dither_sums + slice.first;
+  const int64_t first = kFirstDitherColumns, columns = params.shard.columns;
+  params.shard.columns = first;
+  HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
+  HEADWATER_RETURN_IF_ERROR(Check(LaunchSumPartials(params.partial_sums, slice.count, first, sums, stream_), "the rows' sums"));
+  HEADWATER_RETURN_IF_ERROR(Check(LaunchEResolutions(sums, 1, slice.count, work.term->finish.gradient_resolution, rows, stream_),
+                                  "the rows' resolutions"));
+  MutableMatrix block = MatrixOut(work, slice, 0);
+  block.columns = first;
+  HEADWATER_RETURN_IF_ERROR(Check(
+      LaunchDither(block, params.shard.vocab_start, params.targets, rows, keys, /*add=*/false, dither_sums, stream_), "dithering"));
+  params.shard.columns = columns - first;
+  params.shard.vocab_start += first;
+  params.shard.weight = Advance(params.shard.weight, params.shard.element, first * params.shard.stride);
+  if (params.shard.bias != nullptr) params.shard.bias = Advance(params.shard.bias, params.shard.element, first);
+  params.exponentials = Advance(params.exponentials, Element::kBFloat16, first);
+  params.partial_sums += EProductPartialCount(slice.count, first);
+  params.dither_rows = rows;
+  params.dither_keys = keys;
+  params.dither_partials = own.dither_partials;
+  HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
+  return Check(LaunchSumDitherPartials(own.dither_partials, slice.count, params.shard.columns, dither_sums, stream_),
+               "summing up what was dithered");
+}
+
+absl::Status Computation::Dither(Work* work, const Slice& slice) {
+  if (!work->term->plan->dithers || !work->backward) return absl::OkStatus();
+  const TermRun& term = *work->term;
+  const TermBuffers& own = work->own;
+  const int32_t shard_count = term.head->shard_count();
+  const int32_t* targets = own.targets + slice.first;
+  if (term.plan->jsd != nullptr) {
+    targets = nullptr;
+    for (int32_t rank = 0; rank < shard_count; ++rank) {
+      HEADWATER_RETURN_IF_ERROR(
+          Check(LaunchMagnitudes(MatrixOut(*work, slice, rank), own.magnitudes + rank * slice.count, stream_), "summing up M"));
+    }
+    DivergenceResolution of;
+    of.magnitudes = own.magnitudes;
+    of.shard_count = shard_count;
+    of.resolution = term.finish.gradient_resolution;
+    of.factor = term.finish.loss_scale * term.finish.transform.logit_scale / term.divergence.student_temperature;
+    of.token_weights = own.token_weights + slice.first;
+    of.row_factor = own.row_factor + slice.first;
+    of.element = term.MatrixElement();
+    HEADWATER_RETURN_IF_ERROR(
+        Check(LaunchDivergenceResolutions(of, slice.count, own.dither_rows + slice.first, stream_), "the rows' resolutions"));
+  }
+  for (int32_t rank = 0; rank < shard_count; ++rank) {
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchDither(MatrixOut(*work, slice, rank), term.head->shard_weights(rank).vocab_start, targets,
+                                                 own.dither_rows + slice.first, own.dither_keys + slice.first, /*add=*/rank > 0,
+                                                 own.dither_sums + slice.first, stream_),
+                                    "dithering"));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Computation::RunOverflowed(Work* work, int64_t first) {
@@ -565,7 +650,7 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
         return Check(LaunchFinishRows(own.stats + (of_part.first - slice.first), merged_shards,
                                       own.target_arguments + of_part.first, RowsOf(*work, of_part), part.term->finish,
                                       own.reports + of_part.first, own.coefficients + of_part.first, own.row_factor + of_part.first,
-                                      own.target_factor + of_part.first, stream_),
+                                      own.target_factor + of_part.first, DitherRowsOf(*work, of_part.first), stream_),
                      "the rows' losses");
       }));
     }
@@ -583,7 +668,7 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
       }
     }
   }
-  return absl::OkStatus();
+  return Dither(work, slice);
 }
 
 absl::Status Computation::RunDivergence(Work* work, const Slice& slice) {

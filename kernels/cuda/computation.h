@@ -33,6 +33,7 @@
 #include "kernels/core/micro_batch_plan.h"
 #include "kernels/cuda/caller_memory.h"
 #include "kernels/cuda/device_group.h"
+#include "kernels/cuda/e_product.h"
 #include "kernels/cuda/engine_core.h"
 #include "kernels/cuda/host_stage.h"
 #include "kernels/cuda/row_slices.h"
@@ -118,6 +119,7 @@ class Computation {
     int32_t* targets;
     RowReport* reports;
     uint8_t* non_finite;
+    DitherSums* dither;  // of the only part; null: exact
   };
   // Results that are on their way to the host.
   struct Pending {
@@ -126,6 +128,7 @@ class Computation {
     const RowReport* reports;
     const uint8_t* non_finite;      // of hidden, by term row; null: none
     const uint8_t* non_finite_out;  // of grad_hidden, by chunk row; null: none
+    const DitherSums* dither;       // of the part; null: exact
   };
 
   // Rows of a chunk's grad_hidden on their way to the host.
@@ -192,6 +195,19 @@ class Computation {
   // `finish`: the stream that has the rows' losses then.
   absl::Status ComputeExponentials(Work* work, const Slice& slice, cudaStream_t finish);
   absl::Status RunOverflowed(Work* work, int64_t first);
+  // Null if the term has no resolution.
+  static DitherRow* DitherRowsOf(const Work& work, int64_t first) {
+    return work.term->plan->dithers ? work.own.dither_rows + first : nullptr;
+  }
+  // Whether E of a slice is dithered as it is computed, but for a first block of columns.
+  static bool DithersEarly(const Work& work) {
+    return work.term->plan->dithers && work.backward && work.term->head->shard_count() == 1 &&
+           work.term->head->shard_weights(0).columns > kFirstDitherColumns;
+  }
+  // The product of `params` in two parts, E of the second dithered as it is computed. sums: of the slice.
+  absl::Status ComputeDitheredExponentials(const Work& work, const Slice& slice, EProductParams params, double* sums);
+  // M of a slice's rows, if the term has a resolution.
+  absl::Status Dither(Work* work, const Slice& slice);
   absl::Status RunLogits(Work* work);
   // As far as M.
   absl::Status RunRows(Work* work, const Slice& slice);

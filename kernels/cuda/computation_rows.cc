@@ -182,8 +182,11 @@ absl::Status Computation::UploadRows(Work* work) {
   const int64_t count = work->rows;
   work->targets = host_.Take<int32_t>(count);
   float* token_weights = host_.Take<float>(count);
-  float* entropy_factors = host_.Take<float>(count);
-  float* lse_factors = host_.Take<float>(count);
+  // A row has factors or a resolution: what is put aside for the ones has room for the other.
+  const bool dithers = work->term->plan->dithers;
+  float* entropy_factors = dithers ? nullptr : host_.Take<float>(count);
+  float* lse_factors = dithers ? nullptr : host_.Take<float>(count);
+  DitherKey* dither_keys = dithers ? host_.Take<DitherKey>(count) : nullptr;
   int32_t* source_rows = host_.Take<int32_t>(count);
   int32_t* chunk_rows = host_.Take<int32_t>(count);
   int32_t* output_rows = host_.Take<int32_t>(count);
@@ -199,8 +202,12 @@ absl::Status Computation::UploadRows(Work* work) {
     for (const ChunkRow& row : part.rows->rows) {
       work->targets[i] = static_cast<int32_t>(row.target);
       token_weights[i] = static_cast<float>(row.token_weight);
-      entropy_factors[i] = static_cast<float>(row.entropy_factor);
-      lse_factors[i] = static_cast<float>(row.lse_factor);
+      if (dithers) {
+        dither_keys[i] = MakeDitherKey(part.term->plan->term->dither_seed, row.batch_row);
+      } else {
+        entropy_factors[i] = static_cast<float>(row.entropy_factor);
+        lse_factors[i] = static_cast<float>(row.lse_factor);
+      }
       source_rows[i] = static_cast<int32_t>(device_hidden ? row.batch_row : row.chunk_row);
       chunk_rows[i] = static_cast<int32_t>(row.chunk_row);
       output_rows[i] = static_cast<int32_t>(device_out ? row.batch_row : row.chunk_row);
@@ -212,6 +219,7 @@ absl::Status Computation::UploadRows(Work* work) {
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.token_weights, token_weights, count));
   if (work->has_entropy_factors) HEADWATER_RETURN_IF_ERROR(Upload(work->own.entropy_factors, entropy_factors, count));
   if (work->has_lse_factors) HEADWATER_RETURN_IF_ERROR(Upload(work->own.lse_factors, lse_factors, count));
+  if (dithers) HEADWATER_RETURN_IF_ERROR(Upload(work->own.dither_keys, dither_keys, count));
   if (gathers) HEADWATER_RETURN_IF_ERROR(Upload(work->own.source_rows, source_rows, count));
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.chunk_rows, chunk_rows, count));
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.output_rows, output_rows, count));

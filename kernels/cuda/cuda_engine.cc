@@ -143,6 +143,26 @@ struct Call {
   bool done = false;  // guarded by CudaEngine::calls_mutex_
 };
 
+// gradient_resolution is built for losses without smoothing, on one GPU.
+absl::Status CheckResolutions(const MicroBatch& micro_batch, bool in_group) {
+  for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
+    const LossTerm& term = micro_batch.terms[i];
+    if (term.gradient_resolution == 0) continue;
+    const auto* cross_entropy = std::get_if<CrossEntropySpec>(&term.loss);
+    const char* of = nullptr;
+    if (cross_entropy != nullptr && cross_entropy->label_smoothing > 0) {
+      of = "a cross entropy with label_smoothing";
+    } else if (in_group) {
+      of = "a head on several GPUs";
+    }
+    if (of == nullptr) continue;
+    const std::string field = "terms[" + std::to_string(i) + "].gradient_resolution";
+    return MakeError(ErrorReason::kFeatureNotBuilt, field + " of " + of + " is not built for GPUs; it must be 0",
+                     {{"field", field}, {"feature", "gradient_resolution"}});
+  }
+  return absl::OkStatus();
+}
+
 class CudaEngine final : public LossEngine {
  public:
   explicit CudaEngine(std::shared_ptr<EngineCore> core) : core_(std::move(core)) {}
@@ -186,6 +206,7 @@ class CudaEngine final : public LossEngine {
     HEADWATER_RETURN_IF_ERROR(core_->health());
     if (core_->group() != nullptr) HEADWATER_RETURN_IF_ERROR(ParallelismOf(micro_batch).status());
     DeviceGroup* const group = static_cast<const CudaHead&>(*micro_batch.terms.front().head).group();
+    HEADWATER_RETURN_IF_ERROR(CheckResolutions(micro_batch, group != nullptr));
     core_->MakeCurrent();
     PlacedMicroBatch placed;
     absl::Status ready = placed.Place(micro_batch, *core_);
@@ -242,8 +263,9 @@ class CudaEngine final : public LossEngine {
   bool IsSmall(const Call& call) const {
     return !core_->options().deterministic && call.micro_batch.flow == nullptr && call.terms.size() == 1 &&
            call.terms.front().large_form == Form::kExponentials && call.micro_batch.hidden.row_count <= kMaxJoinedRows &&
-           call.micro_batch.grad_weight != GradWeightMode::kStage && call.terms.front().head->merged_shards() == 1 &&
-           core_->options().token_chunk_rows == 0;
+           // A repeat must find the same form, and so the same draws.
+           !call.plan.terms.front().dithers && call.micro_batch.grad_weight != GradWeightMode::kStage &&
+           call.terms.front().head->merged_shards() == 1 && core_->options().token_chunk_rows == 0;
   }
 
   // Tells the other ranks that this one cannot compute what it was given.

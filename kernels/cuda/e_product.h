@@ -16,6 +16,11 @@ namespace headwater::cuda {
 // Floats of `partial_sums` for one shard.
 int64_t EProductPartialCount(int64_t row_count, int64_t columns);
 
+// With a resolution, E of a shard with more columns than these comes in two products: the sums of the first block of columns are a
+// lower bound of S, from which the resolutions of all columns are made; the others are dithered as they are computed, before they
+// are rounded. A whole number of column tiles, so that S has the bits of one product.
+inline constexpr int64_t kFirstDitherColumns = 32 * 320;
+
 struct EProductParams {
   ConstMatrix hidden;                        // [row_count, stride] bf16
   ShardWeights shard;                        // bf16
@@ -25,20 +30,35 @@ struct EProductParams {
   void* exponentials = nullptr;   // [row_count, e_stride] bf16 out
   int64_t e_stride = 0;           // a multiple of 8, >= columns; columns up to it are written as 0 or left: never read
   float* partial_sums = nullptr;  // [tiles, row_count] out
+  // Not null: entries below their row's resolution are dithered, and what that did goes to dither_partials, 3 planes like
+  // partial_sums.
+  const DitherRow* dither_rows = nullptr;
+  const DitherKey* dither_keys = nullptr;
+  float* dither_partials = nullptr;
 };
 cudaError_t LaunchEProduct(const EProductParams& params, cudaStream_t stream);
 
 // sums[i] = S of one shard, the tiles in order (fp64).
 cudaError_t LaunchSumPartials(const float* partial_sums, int64_t row_count, int64_t columns, double* sums, cudaStream_t stream);
 
+// rows[i].unit = the row's resolution in units of E: the largest power of two <= resolution * S, of the sums [shard_count,
+// row_count]; 0 if there is none. The rest of rows[i] is LaunchFinishERows()'s.
+cudaError_t LaunchEResolutions(const double* sums, int32_t shard_count, int64_t row_count, double resolution, DitherRow* rows,
+                               cudaStream_t stream);
+
+// Adds a product's dither_partials, of `columns` columns, to sums[i], as LaunchDither() does.
+cudaError_t LaunchSumDitherPartials(const float* partials, int64_t row_count, int64_t columns, DitherSums* sums,
+                                    cudaStream_t stream);
+
 // Rows whose largest logit is more than this above the target's cannot take the form: S tells.
 inline constexpr double kEFormLargestSum = 1.1420073898156842e26;  // e^60
 
 // sums [shard_count, row_count]. Writes reports, row_factor and target_factor; *overflow = 1 if a sum is over kEFormLargestSum or
-// not finite, or a target's logit is not finite (the chunk must then be computed by the R form), else left alone.
+// not finite, or a target's logit is not finite (the chunk must then be computed by the R form), else left alone. With a resolution
+// `dither` [row_count] is completed.
 cudaError_t LaunchFinishERows(const double* sums, int32_t shard_count, const double* target_arguments, const ChunkRows& rows,
                               const FinishOptions& options, RowReport* reports, float* row_factor, float* target_factor,
-                              int32_t* overflow, cudaStream_t stream);
+                              int32_t* overflow, DitherRow* dither, cudaStream_t stream);
 
 }  // namespace headwater::cuda
 

@@ -55,13 +55,30 @@ __device__ double HardBound(const RowCoefficients& row, const CrossEntropyTerm& 
   return ExponentialBound(row.probability_factor, row.distance_factor) + fabs(row.class_factor) * term.class_weight_bound;
 }
 
+// Scales M so that the row's resolution, the largest power of two <= tau sum_{v != y} e^{z_v - z_y} in units of e^{z_v - z_y}, is a
+// power of two in it too: one, or where M is fp16 what keeps M inside fp16's range. False for a row without a resolution.
+__device__ bool SetResolution(const RowStats& merged, const RowLoss& loss, double gradient_factor, const FinishOptions& options,
+                              RowCoefficients* row, float* row_factor, DitherRow* dither) {
+  const double distance = merged.others.max - merged.target_logit;
+  const double exponent = floor(log2(options.gradient_resolution) + distance / kLn2 + log2(merged.others.sum));
+  if (!isfinite(exponent) || row->probability_factor == 0 || gradient_factor == 0) return false;
+  const double largest = exp(distance - exponent * kLn2);  // of a column at the maximum, in units of the resolution
+  const double unit = options.matrix_element == Element::kFloat16 ? row_math::MatrixScale(largest) : 1;
+  row->scale = largest * unit / row->probability_factor;
+  *row_factor = static_cast<float>(gradient_factor / row->scale);
+  dither->unit = static_cast<float>(unit);
+  dither->unit_in_g = loss.inverse_sum / largest;
+  dither->target_entry = merged.others.sum * loss.inverse_sum;
+  return true;
+}
+
 // The larger; NaN if one is.
 __device__ double Largest(double a, double b) { return a > b || std::isnan(a) ? a : b; }
 
 __global__ void __launch_bounds__(kThreads)
     FinishRowsKernel(const RowStats* stats, int32_t shard_count, const double* target_arguments, const ChunkRows rows,
                      const FinishOptions options, RowReport* reports, RowCoefficients* coefficients, float* row_factor,
-                     float* target_factor) {
+                     float* target_factor, DitherRow* dither) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (row >= rows.row_count) return;
   RowStats merged;
@@ -109,6 +126,13 @@ __global__ void __launch_bounds__(kThreads)
           ? static_cast<float>(gradient_factor * options.hard_weight * gradient.target * SoftcapDerivative(target_argument, cap))
           : 0.0f;
   if (options.divergence_follows) return;
+  if (options.gradient_resolution > 0) {
+    dither[row] = DitherRow();
+    if (has_gradient && SetResolution(merged, loss, gradient_factor, options, &out, &row_factor[row], &dither[row])) {
+      dither[row].target_entry *= SoftcapDerivative(target_argument, cap);
+      return;
+    }
+  }
   FactorParts parts = SplitFactor(gradient_factor, HardBound(out, term), options.matrix_element);
   // One column has most of the row.
   if (out.class_factor == 0 && loss.lse - loss.max < kLn2) {
@@ -169,10 +193,10 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t LaunchFinishRows(const RowStats* stats, int32_t shard_count, const double* target_arguments, const ChunkRows& rows,
                              const FinishOptions& options, RowReport* reports, RowCoefficients* coefficients, float* row_factor,
-                             float* target_factor, cudaStream_t stream) {
+                             float* target_factor, DitherRow* dither, cudaStream_t stream) {
   if (rows.row_count == 0) return cudaSuccess;
   FinishRowsKernel<<<BlocksOf(rows.row_count), kThreads, 0, stream>>>(stats, shard_count, target_arguments, rows, options, reports,
-                                                                      coefficients, row_factor, target_factor);
+                                                                      coefficients, row_factor, target_factor, dither);
   return cudaGetLastError();
 }
 

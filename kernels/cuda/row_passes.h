@@ -19,6 +19,7 @@
 
 #include "kernels/core/row_loss.h"
 #include "kernels/core/row_report.h"
+#include "kernels/cuda/dither.h"
 #include "kernels/cuda/launch_types.h"
 
 namespace headwater::cuda {
@@ -105,13 +106,15 @@ struct FinishOptions {
   Element matrix_element = Element::kBFloat16;  // of M: fp16 gets a power-of-two scale
   // True where a divergence follows: `row_factor` and the scale are then left to FinishDivergence().
   bool divergence_follows = false;
+  double gradient_resolution = 0;  // 0: exact
 };
 
 // Merges `shard_count` statistics [shard_count, row_count] in order, takes the target's logit from target_arguments [row_count]
-// (the softcap's argument in fp64; see finish.h), and writes reports, coefficients, row_factor and target_factor [row_count].
+// (the softcap's argument in fp64; see finish.h), and writes reports, coefficients, row_factor and target_factor [row_count]; and
+// with a resolution `dither` [row_count], for which M gets a scale of its own.
 cudaError_t LaunchFinishRows(const RowStats* stats, int32_t shard_count, const double* target_arguments, const ChunkRows& rows,
                              const FinishOptions& options, RowReport* reports, RowCoefficients* coefficients, float* row_factor,
-                             float* target_factor, cudaStream_t stream);
+                             float* target_factor, DitherRow* dither, cudaStream_t stream);
 
 // Row i of M begins at matrix.data + i * matrix.stride elements, at a multiple of 16 bytes: either where the row's products begin
 // (InPlaceMatrix()), or in memory that holds no products of this launch. matrix.element is half of the products' size;

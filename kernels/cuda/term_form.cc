@@ -129,6 +129,7 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
   run.finish.cross_entropy = run.cross_entropy;
   run.finish.hard_weight = plan->hard_weight;
   run.finish.loss_scale = term.loss_scale;
+  run.finish.gradient_resolution = term.gradient_resolution;
   run.finish.transform = TransformOf(spec, plan->cross_entropy.inverse_temperature);
   run.finish.divergence_follows = plan->jsd != nullptr;
 
@@ -258,6 +259,13 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
   buffers.row_factor = workspace->Take<float>(rows);
   buffers.target_factor = workspace->Take<float>(rows);
   buffers.non_finite = workspace->Take<uint8_t>(rows);
+  if (!term.plan->dithers) return buffers;
+  buffers.dither_keys = workspace->Take<DitherKey>(rows);
+  buffers.dither_rows = workspace->Take<DitherRow>(rows);
+  buffers.dither_sums = workspace->Take<DitherSums>(rows);
+  buffers.dither_total = workspace->Take<DitherSums>(1);
+  if (form == Form::kExponentials) buffers.dither_partials = workspace->Take<float>(3 * largest_partials);
+  if (jsd) buffers.magnitudes = workspace->Take<double>(static_cast<int64_t>(shard_count) * rows);
   return buffers;
 }
 

@@ -80,7 +80,8 @@ struct TermBuffers {
   float* token_weights = nullptr;
   float* entropy_factors = nullptr;  // this and the next only if a row has some
   float* lse_factors = nullptr;
-  int32_t* source_rows = nullptr;  // where the hidden states of a row are
+  DitherKey* dither_keys = nullptr;  // with a resolution; a row has none of the factors then
+  int32_t* source_rows = nullptr;    // where the hidden states of a row are
   int32_t* teacher_rows = nullptr;
   int32_t* chunk_rows = nullptr;   // place in the chunk
   int32_t* output_rows = nullptr;  // place in grad_hidden
@@ -121,7 +122,12 @@ struct TermBuffers {
   RowReport* reports = nullptr;
   float* row_factor = nullptr;
   float* target_factor = nullptr;
-  uint8_t* non_finite = nullptr;  // of the hidden states
+  uint8_t* non_finite = nullptr;     // of the hidden states
+  DitherRow* dither_rows = nullptr;  // this and the next four with a resolution
+  DitherSums* dither_sums = nullptr;
+  float* dither_partials = nullptr;    // of exponentials that are dithered as they are computed
+  double* magnitudes = nullptr;        // of a divergence: [shards, rows]
+  DitherSums* dither_total = nullptr;  // one
 };
 
 // Takes it from `workspace`, in an order that is the same every time.

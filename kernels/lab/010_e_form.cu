@@ -194,10 +194,10 @@ class Shape {
     finish.cross_entropy.term.valid_vocab_size = vocab_;
     finish.loss_scale = options.loss_scale;
     finish.transform = transform;
-    LAB_CUDA(
-        headwater::cuda::LaunchFinishERows(sums.get(), options.shards, arguments.get(),
-                                           {rows_, device_targets_.get(), options.token_weights ? token_weights.get() : nullptr},
-                                           finish, reports.get(), row_factor.get(), target_factor.get(), overflow.get(), nullptr));
+    LAB_CUDA(headwater::cuda::LaunchFinishERows(
+        sums.get(), options.shards, arguments.get(),
+        {rows_, device_targets_.get(), options.token_weights ? token_weights.get() : nullptr}, finish, reports.get(),
+        row_factor.get(), target_factor.get(), overflow.get(), /*dither=*/nullptr, nullptr));
     LAB_CUDA(cudaDeviceSynchronize());
     results.arguments = arguments.ToHost();
     const std::vector<double> shard_sums = sums.ToHost();
@@ -352,7 +352,8 @@ void Time(int64_t rows, int64_t width, int64_t vocab) {
       {"finish rows",
        [&](cudaStream_t s) {
          LAB_CUDA(headwater::cuda::LaunchFinishERows(sums.get(), 1, arguments.get(), {rows, targets.get(), nullptr}, finish,
-                                                     reports.get(), row_factor.get(), target_factor.get(), overflow.get(), s));
+                                                     reports.get(), row_factor.get(), target_factor.get(), overflow.get(),
+                                                     /*dither=*/nullptr, s));
        },
        0, 100 * r},
       {"scaled rows, bf16",

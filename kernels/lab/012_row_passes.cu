@@ -187,7 +187,7 @@ class Chunk {
   void Finish(const std::vector<double>& target_arguments) {
     const DeviceArray<double> arguments(target_arguments);
     LAB_CUDA(LaunchFinishRows(stats_.get(), static_cast<int32_t>(views.size()), arguments.get(), rows, finish, reports.get(),
-                              coefficients_.get(), row_factor.get(), target_factor.get(), nullptr));
+                              coefficients_.get(), row_factor.get(), target_factor.get(), /*dither=*/nullptr, nullptr));
     LAB_CUDA(cudaDeviceSynchronize());
   }
   void Gradient() {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/reference/dithered_row.h"
+
 namespace headwater::reference {
 namespace {
 
@@ -87,6 +89,18 @@ void ComputeRow(const Term& term, int64_t row, absl::Span<const double> x, doubl
   result->argmax[i] = static_cast<int32_t>(std::max_element(logits.z.begin(), logits.z.end()) - logits.z.begin());
   result->max_abs_logit[i] = max_abs_logit;
   for (size_t v = 0; v < logits.z.size(); ++v) result->logits.at(row, static_cast<int64_t>(v)) = static_cast<double>(logits.z[v]);
+
+  if (term.gradient_resolution > 0 && token_weight != 0) {
+    std::vector<Real> slopes = logits.derivative;
+    for (Real& slope : slopes) slope /= term.head->transform.logit_scale;
+    const Resolution resolution = {term.gradient_resolution, term.dither_seed, term.row_start + row, term.dithered_type,
+                                   term.first_dithered_columns};
+    if (const auto* jsd = std::get_if<JsdOptions>(&term.loss)) {
+      DitherDivergence(slopes, *jsd, resolution, &loss, &sums.dither);
+    } else {
+      DitherCrossEntropy(u, slopes, target, resolution, &loss, &sums.dither);
+    }
+  }
 
   std::vector<Real> grad_product(logits.z.size());
   for (size_t v = 0; v < grad_product.size(); ++v) grad_product[v] = token_weight * loss.gradient[v];

@@ -164,6 +164,7 @@ RowLoss CrossEntropyRow(absl::Span<const Real> logits, int64_t target, const Cro
   row.hard *= scale;
   row.z_loss *= scale;
   for (Real& value : row.gradient) value *= scale / options.temperature;
+  row.probability_mass = (hard_mass + smooth_mass * class_weight_sum + 2 * options.z_loss * lse) * scale / options.temperature;
   return row;
 }
 

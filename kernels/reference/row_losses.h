@@ -72,6 +72,7 @@ struct RowLoss {
   Real hard = 0;               // cross entropy without z-loss, times a for JSD
   Real z_loss = 0;             // z-loss, times a for JSD
   std::vector<Real> gradient;  // [valid_vocab_size]: d(soft + hard + z_loss) / dz
+  Real probability_mass = 0;   // cross entropy: factor of a column's probability in its `gradient`, the target's aside
 };
 
 // (1 - e) c_y (lse - u_y) + e / V sum_v c_v (lse - u_v) + z_loss lse^2 of u = z / temperature, as

@@ -89,6 +89,9 @@ void EncodeLossSums(const LossSums& sums, v1::RankLossSums* out) {
   out->set_target_weight_sum(sums.target_weight_sum);
   out->set_valid_token_count(sums.valid_token_count);
   out->set_non_finite_row_count(sums.non_finite_row_count);
+  out->mutable_dither()->set_entry_count(sums.dither.entry_count);
+  out->mutable_dither()->set_squared_error(sums.dither.squared_error);
+  out->mutable_dither()->set_squared_norm(sums.dither.squared_norm);
 }
 
 LossSums DecodeLossSums(const v1::RankLossSums& sums) {
@@ -101,6 +104,7 @@ LossSums DecodeLossSums(const v1::RankLossSums& sums) {
   result.target_weight_sum = sums.target_weight_sum();
   result.valid_token_count = sums.valid_token_count();
   result.non_finite_row_count = sums.non_finite_row_count();
+  result.dither = {sums.dither().entry_count(), sums.dither().squared_error(), sums.dither().squared_norm()};
   return result;
 }
 
@@ -146,6 +150,8 @@ void EncodeCompute(const RankCall& call, v1::RankCompute* out) {
     EncodeSpan(term.token_weights, to->mutable_token_weights());
     EncodeSpan(term.entropy_factors, to->mutable_entropy_factors());
     EncodeSpan(term.lse_factors, to->mutable_lse_factors());
+    to->set_gradient_resolution(term.gradient_resolution);
+    to->set_dither_seed(term.dither_seed);
     to->set_loss_scale(term.loss_scale);
     if (const auto* jsd = std::get_if<JsdSpec>(&term.loss)) {
       to->set_jsd(true);
@@ -211,6 +217,8 @@ absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(const v1::Ran
     term.token_weights = DecodeSpan<float>(from.token_weights(), &call->floats_);
     term.entropy_factors = DecodeSpan<float>(from.entropy_factors(), &call->floats_);
     term.lse_factors = DecodeSpan<float>(from.lse_factors(), &call->floats_);
+    term.gradient_resolution = from.gradient_resolution();
+    term.dither_seed = from.dither_seed();
     term.loss_scale = from.loss_scale();
     if (from.jsd()) {
       JsdSpec jsd;

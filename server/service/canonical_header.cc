@@ -63,6 +63,10 @@ void WriteLaterOptions(const LossTermRequest& term, Writer* out) {
   };
   write_factors("entropy_factors", term.entropy_factors);
   write_factors("lse_factors", term.lse_factors);
+  if (term.gradient_resolution != 0) {
+    out->Text("gradient_resolution");
+    out->Real(term.gradient_resolution);
+  }
 }
 
 void WriteTerm(const LossTermRequest& term, Writer* out) {

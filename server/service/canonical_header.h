@@ -12,8 +12,8 @@
 //     cross entropy, teacher head name, epoch?, data_type, expected_weight_version?
 //   cross entropy: label_smoothing, z_loss, class_weights?
 //   and behind the term, each only where it is used, so that a call of 0.1 keeps its bytes: "temperature" and the temperature of a
-//   cross entropy if it is not 1; "token_scaling"; "entropy_factors" and its tensor; "lse_factors" and its tensor. No head's name
-//   begins like one of these.
+//   cross entropy if it is not 1; "token_scaling"; "entropy_factors" and its tensor; "lse_factors" and its tensor;
+//   "gradient_resolution" and its value if it is not 0. No head's name begins like one of these.
 //
 // A trainer's own gradient (AddGradient) has a header of its own; its rows are stream 0:
 //

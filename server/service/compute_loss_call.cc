@@ -806,6 +806,7 @@ void ComputeLossCall::FillSummary(v1::MicroBatchSummary* summary) {
     v1::LossTermResult* const term = summary->add_terms();
     EncodeLossSums(outcome.terms[i], term->mutable_sums());
     term->set_non_finite_row_count(outcome.terms[i].non_finite_row_count);
+    if (payload_->request.terms[i].gradient_resolution != 0) EncodeGradientDither(outcome.terms[i].dither, term->mutable_dither());
     term->set_weight_version(outcome.weight_versions[i]);
     term->set_teacher_weight_version(outcome.teacher_weight_versions[i]);
     const auto encode = [&](v1::TokenOutput output, const auto& values, v1::DataType type,

@@ -267,6 +267,12 @@ absl::StatusOr<LossTermRequest> DecodeTerm(const v1::LossTerm& term, const std::
   decoded.ignore_index = term.has_ignore_index() ? term.ignore_index() : kDefaultIgnoreIndex;
   decoded.loss_scale = term.has_loss_scale() ? term.loss_scale() : 1;
   HEADWATER_RETURN_IF_ERROR(CheckFactor(field + ".loss_scale", decoded.loss_scale));
+  decoded.gradient_resolution = term.gradient_resolution();
+  HEADWATER_RETURN_IF_ERROR(
+      CheckNumber(field + ".gradient_resolution", decoded.gradient_resolution,
+                  decoded.gradient_resolution == 0 ||
+                      (decoded.gradient_resolution >= kSmallestGradientResolution && decoded.gradient_resolution <= 1),
+                  "0 or a number in [2^-24, 1]"));
   auto version =
       DecodeWeightVersion(term.has_expected_weight_version(), term.expected_weight_version(), field + ".expected_weight_version");
   if (!version.ok()) return version.status();
@@ -330,6 +336,22 @@ absl::Status CheckFactorsAllowed(const MicroBatchRequest& request, const LossTer
   if (why == nullptr || (!term.entropy_factors.has_value() && !term.lse_factors.has_value())) return absl::OkStatus();
   return FieldError(ErrorReason::kInvalidCombination,
                     absl::StrCat(field, term.entropy_factors.has_value() ? ".entropy_factors" : ".lse_factors"), why, "factors");
+}
+
+// Combinations that dithering is not built for; those with the head's spec are for CheckHeads().
+absl::Status CheckResolutionAllowed(const MicroBatchRequest& request, const LossTermRequest& term, const std::string& field) {
+  if (term.gradient_resolution == 0) return absl::OkStatus();
+  const char* why = nullptr;
+  const auto* jsd = std::get_if<JensenShannonRequest>(&term.loss);
+  if (!request.backward) {
+    why = "0, because the call is FORWARD_ONLY";
+  } else if (term.entropy_factors.has_value() || term.lse_factors.has_value()) {
+    why = "0, because of the factors of entropy or lse";
+  } else if (jsd != nullptr && jsd->options.hard_loss_weight > 0) {
+    why = "0, because of the hard loss";
+  }
+  if (why == nullptr) return absl::OkStatus();
+  return FieldError(ErrorReason::kInvalidCombination, field + ".gradient_resolution", why, absl::StrCat(term.gradient_resolution));
 }
 
 // Options that only make sense for a micro-batch that is added to a step.
@@ -439,6 +461,7 @@ absl::Status DecodeTerms(const v1::MicroBatchHeader& header, const Limits& limit
     auto term = DecodeTerm(header.terms(i), field, decoded->row_count, decoded->session.has_value(), limits);
     if (!term.ok()) return term.status();
     HEADWATER_RETURN_IF_ERROR(CheckFactorsAllowed(*decoded, *term, field));
+    HEADWATER_RETURN_IF_ERROR(CheckResolutionAllowed(*decoded, *term, field));
     if (wants_log_probability && !term->targets.has_value()) {
       return FieldError(ErrorReason::kInvalidCombination, "header.outputs",
                         absl::StrCat("no TARGET_LOG_PROBABILITY, because terms[", i, "] has no targets"), "TARGET_LOG_PROBABILITY");

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <utility>
 #include <variant>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
 #include "server/service/field_check.h"
 
@@ -72,6 +74,19 @@ absl::Status CheckHeads(const MicroBatchRequest& request, const LossTermRequest&
     return FieldError(ErrorReason::kInvalidCombination, field + ".head.step", "nothing, because the head is frozen",
                       absl::StrCat(*term.head.step));
   }
+  if (term.gradient_resolution != 0) {
+    const auto* cross_entropy = std::get_if<CrossEntropyRequest>(&term.loss);
+    const char* why = nullptr;
+    if (!spec.trainable) {
+      why = "0, because the head is frozen: draws are made of a step";
+    } else if (cross_entropy != nullptr && cross_entropy->label_smoothing > 0 && spec.transform.softcap.has_value()) {
+      why = "0, because of label_smoothing behind the head's softcap";
+    }
+    if (why != nullptr) {
+      return FieldError(ErrorReason::kInvalidCombination, field + ".gradient_resolution", why,
+                        absl::StrCat(term.gradient_resolution));
+    }
+  }
   if (!term.teacher.has_value()) return absl::OkStatus();
   const int64_t student_vocab = spec.transform.valid_vocab_size;
   const int64_t teacher_vocab = submitted.teacher_head->spec().transform.valid_vocab_size;
@@ -96,6 +111,16 @@ absl::Status FitClassWeights(const HeadSpec& spec, const std::string& field, Los
   return absl::OkStatus();
 }
 
+// Of what names the term whoever computes it, and whenever. Changing it changes the bits of dithered gradients.
+uint64_t DitherSeed(const MicroBatchRequest& request, size_t index) {
+  const HeadStepRequest& head = request.terms[index].head;
+  const Digest digest = DigestBuilder().Finish(
+      absl::StrCat("headwater.dither.1 ", head.head.ToString(), " ", *head.step, " ", *request.micro_batch, " ", index));
+  uint64_t seed = 0;
+  std::memcpy(&seed, digest.data(), sizeof(seed));
+  return seed;
+}
+
 void FillEngineTerm(const LossTermRequest& term, LossTerm* engine_term) {
   engine_term->row_start = term.row_start;
   engine_term->row_count = term.row_count;
@@ -105,6 +130,7 @@ void FillEngineTerm(const LossTermRequest& term, LossTerm* engine_term) {
   if (term.entropy_factors.has_value()) engine_term->entropy_factors = *term.entropy_factors;
   if (term.lse_factors.has_value()) engine_term->lse_factors = *term.lse_factors;
   engine_term->loss_scale = term.loss_scale;
+  engine_term->gradient_resolution = term.gradient_resolution;
   if (const auto* cross_entropy = std::get_if<CrossEntropyRequest>(&term.loss)) {
     engine_term->loss = ToSpec(*cross_entropy);
     return;
@@ -131,6 +157,7 @@ absl::Status BuildTerms(const Caller& caller, const heads::HeadRegistry& registr
     HEADWATER_RETURN_IF_ERROR(CheckHeads(*request, term, *submitted, TermField(i)));
     HEADWATER_RETURN_IF_ERROR(FitClassWeights(spec, TermField(i), &term));
     FillEngineTerm(term, &submitted->term);
+    if (term.gradient_resolution != 0) submitted->term.dither_seed = DitherSeed(*request, i);
     submission->terms.push_back(*std::move(submitted));
   }
   if (any_trainable || !request->micro_batch.has_value()) return absl::OkStatus();

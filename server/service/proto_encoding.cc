@@ -36,6 +36,12 @@ void EncodeLossSums(const LossSums& sums, v1::LossSums* out) {
   out->set_target_weight_sum(sums.target_weight_sum);
 }
 
+void EncodeGradientDither(const GradientDither& dither, v1::GradientDither* out) {
+  out->set_entry_count(dither.entry_count);
+  out->set_squared_error(dither.squared_error);
+  out->set_squared_norm(dither.squared_norm);
+}
+
 void EncodePlan(const MemoryPlan& plan, int64_t available_bytes, v1::MemoryPlan* out) {
   std::vector<MemoryPlan::Item> items = plan.items;
   std::stable_sort(items.begin(), items.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });

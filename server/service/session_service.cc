@@ -21,11 +21,32 @@ using observability::RpcMethod;
 
 // What works, by stable names.
 std::vector<std::string> Features(const ServerCore& core) {
-  std::vector<std::string> features = {
-      "cross_entropy", "jensen_shannon", "teacher_hidden",   "explicit_commit", "staged",    "held",   "token_factors",
-      "several_terms", "attempts",       "replay",           "first_wins",      "wait",      "adamw",  "sgd",
-      "add_gradient",  "closes_step",    "resumable_upload", "download",        "take_head", "attach", "tenants",
-      "sessions",      "temperature",    "token_scaling",    "entropy_factors"};
+  std::vector<std::string> features = {"cross_entropy",
+                                       "jensen_shannon",
+                                       "teacher_hidden",
+                                       "explicit_commit",
+                                       "staged",
+                                       "held",
+                                       "token_factors",
+                                       "several_terms",
+                                       "attempts",
+                                       "replay",
+                                       "first_wins",
+                                       "wait",
+                                       "adamw",
+                                       "sgd",
+                                       "add_gradient",
+                                       "closes_step",
+                                       "resumable_upload",
+                                       "download",
+                                       "take_head",
+                                       "attach",
+                                       "tenants",
+                                       "sessions",
+                                       "temperature",
+                                       "token_scaling",
+                                       "entropy_factors",
+                                       "gradient_resolution"};
   if (core.checkpoints != nullptr) features.push_back("checkpoints");
   if (!core.options.load_root.empty()) features.push_back("load_weights");
   if (core.descriptors != nullptr || core.options.named_regions) features.push_back("shared_memory");

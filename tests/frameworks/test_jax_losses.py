@@ -97,6 +97,25 @@ def test_value_and_gradients_are_those_of_the_definition(head, options, reductio
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_a_gradient_resolution_changes_gradients_alone(client, head):
+    def step(**options):
+        value, gradient = jax.jit(jax.value_and_grad(lambda body: loss(head, body, **options)))(BODY)
+        settle(head)
+        found = value, gradient, head.gradient()
+        head.discard_gradient()
+        return found
+
+    exact, dithered = step(), step(gradient_resolution=2**-3)
+    assert dithered[0] == exact[0] == loss(head, gradient_resolution=2**-3)  # the last without a gradient
+    for actual, wanted in zip(dithered[1:], exact[1:], strict=True):
+        assert 1e-3 < np.linalg.norm(actual - wanted) / np.linalg.norm(wanted) < 0.5
+    with pytest.raises(headwater.InvalidArgumentError, match="gradient_resolution"):
+        step(gradient_resolution=1.5)
+    frozen = headwater.jax.create_head(client, "frozen_resolution", WEIGHTS, trainable=False)
+    with pytest.raises(headwater.InvalidArgumentError, match="gradient_resolution"):
+        loss(frozen, gradient_resolution=2**-3)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradient_of_16_bit_rows_has_their_dtype(head, dtype):
     x = jnp.asarray(BATCH @ BODY, dtype)

@@ -209,6 +209,15 @@ std::vector<BadValue> TermRows() {
   };
   AddTensorRows(rpc, term + "targets", v1::DATA_TYPE_FLOAT32, 4, {}, &rows);
   AddNumberRows(rpc, term + "loss_scale", kBeyondFloat32, {}, &rows);
+  AddNumberRows(rpc, term + "gradient_resolution", {-0.5, 1.5, 1e-9}, {}, &rows);
+  const auto no_resolution = [&](const char* what, const Prepare& prepare) {
+    rows.push_back({rpc, term + "gradient_resolution", what, Real(0.25), "INVALID_COMBINATION", kThePath, prepare});
+  };
+  no_resolution("in FORWARD_ONLY", ForwardOnly());
+  no_resolution("with a hard loss", HardJsd());
+  for (const char* const name : {"entropy_factors", "lse_factors"}) {
+    no_resolution("with factors", Tensor(term + name, v1::DATA_TYPE_FLOAT32, 3, Elements(std::vector<float>{1, 1, 1})));
+  }
   for (const std::string& name : {std::string("token_weights"), std::string("entropy_factors"), std::string("lse_factors")}) {
     const Prepare values = Tensor(term + name, v1::DATA_TYPE_FLOAT32, 3, Elements(std::vector<float>{1, 1, 1}));
     AddTensorRows(rpc, term + name, v1::DATA_TYPE_INT32, 2, values, &rows);

@@ -427,9 +427,10 @@ TEST_P(ComputeLoss, ServerInfoTellsWhatItIs) {
   EXPECT_GE(info.devices_size(), 1);
   EXPECT_GT(info.devices(0).memory_budget_bytes(), 0);
   const std::vector<std::string> features(info.features().begin(), info.features().end());
-  EXPECT_THAT(features, IsSupersetOf({"cross_entropy", "jensen_shannon", "explicit_commit", "staged", "sessions", "attempts",
-                                      "held", "token_factors", "several_terms", "add_gradient", "closes_step", "take_head", "wait",
-                                      "attach", "tenants", "temperature", "token_scaling", "entropy_factors"}));
+  EXPECT_THAT(features,
+              IsSupersetOf({"cross_entropy", "jensen_shannon", "explicit_commit", "staged", "sessions", "attempts", "held",
+                            "token_factors", "several_terms", "add_gradient", "closes_step", "take_head", "wait", "attach",
+                            "tenants", "temperature", "token_scaling", "entropy_factors", "gradient_resolution"}));
 }
 
 }  // namespace

@@ -29,6 +29,8 @@ class BadArguments : public ::testing::TestWithParam<bool> {
     ProblemOptions options;
     options.jsd = jsd;
     options.hard_loss_weight = jsd ? 0.5 : 0;
+    options.softcap = jsd ? 0 : 30;
+    options.label_smoothing = jsd ? 0 : 0.1;
     options.valid_vocab_size = 90;
     options.staging_slots = 1;
     options.class_weights = true;
@@ -208,6 +210,9 @@ TEST_P(BadArguments, Values) {
     class_weights[89] = static_cast<float>(value);
     ExpectRefused("class weight", kField, [&](PreparedMicroBatch& m) { CrossEntropy(m).class_weights = class_weights; });
   }
+  for (const double value : {-0.1, 1.1, 1e-9, kNan}) {
+    ExpectRefused("gradient_resolution", kField, [&](PreparedMicroBatch& m) { m.terms[0].gradient_resolution = value; });
+  }
   // The last one's reciprocal is no float32.
   for (const double value : {0.0, -1.0, kNan, kInfinity, 1e-39}) {
     ExpectRefused("temperature", kField, [&](PreparedMicroBatch& m) { CrossEntropy(m).temperature = value; });
@@ -251,6 +256,35 @@ TEST_P(BadArguments, FactorsOfEntropyAndLse) {
                 [this](PreparedMicroBatch& m) { CrossEntropy(m).temperature = 2; });
   ExpectRefused("token_scaling of a hard loss", ErrorReason::kInvalidCombination,
                 [this](PreparedMicroBatch& m) { CrossEntropy(m).token_scaling = true; });
+}
+
+TEST_P(BadArguments, GradientResolution) {
+  const std::vector<float> factors(13, 0.5f);
+  const auto set = [](PreparedMicroBatch& m) { m.terms[0].gradient_resolution = 0.01; };
+  constexpr ErrorReason kCombination = ErrorReason::kInvalidCombination;
+  if (GetParam()) {
+    ExpectRefused("gradient_resolution with a hard loss", kCombination, set);
+    return;
+  }
+  ExpectRefused("gradient_resolution with smoothing behind a softcap", kCombination, set);
+  const auto set_alone = [&](PreparedMicroBatch& m) {
+    set(m);
+    CrossEntropy(m).label_smoothing = 0;
+  };
+  ExpectRefused("gradient_resolution without backward", kCombination, [&](PreparedMicroBatch& m) {
+    set_alone(m);
+    m.micro_batch.backward = false;
+    m.micro_batch.grad_hidden = {};
+    m.micro_batch.grad_weight = GradWeightMode::kNone;
+  });
+  ExpectRefused("gradient_resolution with entropy_factors", kCombination, [&](PreparedMicroBatch& m) {
+    set_alone(m);
+    m.terms[0].entropy_factors = factors;
+  });
+  ExpectRefused("gradient_resolution with lse_factors", kCombination, [&](PreparedMicroBatch& m) {
+    set_alone(m);
+    m.terms[0].lse_factors = factors;
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(All, BadArguments, ::testing::Bool(),

@@ -33,7 +33,10 @@ bool SameSums(const LossSums& a, const LossSums& b) {
   // Doubles of equal bits; a NaN equals itself here.
   const double left[] = {a.loss_sum, a.soft_loss_sum, a.hard_loss_sum, a.z_loss_sum, a.token_weight_sum, a.target_weight_sum};
   const double right[] = {b.loss_sum, b.soft_loss_sum, b.hard_loss_sum, b.z_loss_sum, b.token_weight_sum, b.target_weight_sum};
-  return std::memcmp(left, right, sizeof(left)) == 0 && a.valid_token_count == b.valid_token_count &&
+  const double left_dither[] = {a.dither.squared_error, a.dither.squared_norm};
+  const double right_dither[] = {b.dither.squared_error, b.dither.squared_norm};
+  return std::memcmp(left, right, sizeof(left)) == 0 && std::memcmp(left_dither, right_dither, sizeof(left_dither)) == 0 &&
+         a.dither.entry_count == b.dither.entry_count && a.valid_token_count == b.valid_token_count &&
          a.non_finite_row_count == b.non_finite_row_count;
 }
 
@@ -121,6 +124,8 @@ PreparedMicroBatch::PreparedMicroBatch(const Problem& problem, const std::vector
     term.lse_factors = memory.lse_factors;
     term.loss_scale = in.loss_scale;
     term.loss = ToSpec(in.loss, &memory.class_weights);
+    term.gradient_resolution = in.gradient_resolution;
+    term.dither_seed = in.dither_seed;
     if (in.teacher >= 0) {
       term.teacher_head = heads[static_cast<size_t>(in.teacher)];
       memory.teacher_hidden = reference::Encode(in.teacher_type, in.teacher_hidden);

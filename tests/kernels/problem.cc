@@ -206,6 +206,8 @@ Problem MakeProblem(const ProblemOptions& options) {
   term.row_count = options.rows;
   term.ignore_index = options.ignore_index;
   term.loss_scale = options.loss_scale;
+  term.gradient_resolution = options.gradient_resolution;
+  term.dither_seed = options.seed;
   if (options.with_targets) term.targets = MakeTargets(random, options, problem);
   if (options.token_weights) {
     std::uniform_real_distribution<float> weight(0.2f, 3.0f);
@@ -294,6 +296,10 @@ Expected ComputeExpected(const Problem& problem) {
     term.lse_factors.assign(in.lse_factors.begin(), in.lse_factors.end());
     term.loss_scale = in.loss_scale;
     term.loss = in.loss;
+    term.gradient_resolution = in.gradient_resolution;
+    term.dither_seed = in.dither_seed;
+    term.dithered_type = in.dithered_type;
+    term.first_dithered_columns = in.first_dithered_columns;
     if (in.teacher >= 0) {
       term.teacher_head = &expected.heads[static_cast<size_t>(in.teacher)];
       term.teacher_hidden = reference::Matrix(in.row_count, term.teacher_head->weight.columns, in.teacher_hidden);

@@ -30,6 +30,10 @@ struct TestTerm {
   std::vector<float> lse_factors;
   double loss_scale = 1;
   std::variant<reference::CrossEntropyOptions, reference::JsdOptions> loss;
+  double gradient_resolution = 0;
+  uint64_t dither_seed = 0;
+  DataType dithered_type = DataType::kFloat32;  // what the engine rounds entries to before; see reference::Resolution
+  int64_t first_dithered_columns = 0;
   int teacher = -1;  // index into Problem::heads
   std::vector<double> teacher_hidden;
   DataType teacher_type = DataType::kFloat32;
@@ -80,6 +84,7 @@ struct ProblemOptions {
   bool with_targets = true;         // JSD without hard loss may go without
   int64_t teacher_hidden_size = 0;  // 0: hidden_size
   int64_t teacher_vocab_size = 0;   // 0: vocab_size; else truncate_to_common
+  double gradient_resolution = 0;
   int32_t staging_slots = 0;
   bool trainable = true;
   uint64_t seed = 1;

@@ -22,7 +22,8 @@ HEADWATER_FIELDS(v1::AdamW, AdamW, beta1, beta2, epsilon, weight_decay)
 HEADWATER_FIELDS(v1::Sgd, Sgd, momentum, dampening, nesterov, weight_decay)
 HEADWATER_FIELDS(v1::CrossEntropyLoss, CrossEntropyOptions, label_smoothing, z_loss, token_scaling)
 HEADWATER_FIELDS(v1::JensenShannonLoss, JsdOptions, beta, student_temperature, teacher_temperature, hard_loss_weight)
-HEADWATER_FIELDS(v1::LossTerm, LossTerm, row_start, row_count, ignore_index, loss_scale, expected_weight_version)
+HEADWATER_FIELDS(v1::LossTerm, LossTerm, row_start, row_count, ignore_index, gradient_resolution, loss_scale,
+                 expected_weight_version)
 HEADWATER_FIELDS(v1::MicroBatchHeader, MicroBatchOptions, micro_batch, attempt, allow_held, late_token_factors, on_mismatch,
                  non_finite_policy, grad_hidden_data_type)
 HEADWATER_FIELDS(v1::ApplyOptimizerStepRequest, ApplyOptions, learning_rate, gradient_factor, max_grad_norm,
@@ -53,7 +54,8 @@ HEADWATER_FIELDS(v1::DiscardMicroBatchResponse, DiscardResult, dropped)
 HEADWATER_FIELDS(v1::StreamTeacherResponse, StreamedRows, row_count)
 HEADWATER_FIELDS(v1::LossSums, TermResult, loss_sum, soft_loss_sum, hard_loss_sum, z_loss_sum, token_weight_sum, target_weight_sum,
                  valid_token_count)
-HEADWATER_FIELDS(v1::LossTermResult, TermResult, non_finite_row_count, weight_version, teacher_weight_version)
+HEADWATER_FIELDS(v1::GradientDither, GradientDither, entry_count, squared_error, squared_norm)
+HEADWATER_FIELDS(v1::LossTermResult, TermResult, non_finite_row_count, weight_version, teacher_weight_version, dither)
 HEADWATER_FIELDS(v1::Timing, Timing, queue, upload, engine, download)
 HEADWATER_FIELDS(v1::MicroBatchSummary, MicroBatchResult, state, form, replayed, payload_differs, digest, step, timing, transport)
 HEADWATER_FIELDS(v1::Device, DeviceInfo, name, model, memory_budget_bytes, memory_planned_bytes, uuid)

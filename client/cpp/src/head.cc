@@ -248,6 +248,7 @@ LossTerm MakeTerm(absl::Span<const int32_t> targets, const MicroBatchOptions& mi
   term.token_weights = micro_batch.token_weights;
   term.entropy_factors = micro_batch.entropy_factors;
   term.lse_factors = micro_batch.lse_factors;
+  term.gradient_resolution = micro_batch.gradient_resolution;
   term.loss_scale = micro_batch.loss_scale;
   term.ignore_index = micro_batch.ignore_index;
   term.expected_weight_version = micro_batch.expected_weight_version;

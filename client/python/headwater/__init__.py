@@ -51,6 +51,7 @@ from headwater._types import (
     CheckpointInfo as CheckpointInfo,
     Device as Device,
     DiscardGradientResult as DiscardGradientResult,
+    GradientDither as GradientDither,
     HeadInfo as HeadInfo,
     HeadSpec as HeadSpec,
     LossResult as LossResult,

@@ -89,6 +89,11 @@ class HeadLosses(HeadReference):
                 entropy and lse are not multiplied.
             entropy_factors, lse_factors: (num_tokens,) finite, any sign: the upstream gradients of each row's `entropy` and `lse`.
                 The reported sums are of the loss alone. None: 0.
+            gradient_resolution: 0, and gradients are exact; or in [2**-24, 1]: entries of a row's gradient of the logits below
+                this share of its missing probability become 0 or that size, at random and without bias. Losses and outputs stay
+                bitwise as they are; `dither` of the result has the expected error. Not for frozen heads, nor with factors, nor with
+                label_smoothing behind a softcap; on GPUs without label_smoothing, for heads on one GPU. docs/math.md,
+                "Gradient resolution", has the rule.
             commit: "eager" adds at once; "explicit" waits for `commit` or `discard`, and takes a staging slot. Where the slots are
                 this client's own, `StagingFullError` comes at once: nobody else frees them.
             allow_held: an explicit micro-batch (or one with non_finite="refuse") that finds no free slot is HELD instead: its rows
@@ -138,6 +143,8 @@ class HeadLosses(HeadReference):
             student_temperature, teacher_temperature: > 0; divide the logits. There is no factor of temperature squared.
             hard_loss_weight: in [0, 1], share of the cross entropy, which never sees a temperature.
             label_smoothing, z_loss, class_weights: options of the cross entropy; only with hard_loss_weight > 0.
+            gradient_resolution: as in `cross_entropy`, with half of the sum of a row's magnitudes for its missing probability; not
+                with hard_loss_weight > 0.
             truncate_to_common: vocabularies of different sizes are compared over the columns that both have; otherwise refused.
         Other arguments, return value and errors are those of `cross_entropy`.
         Raises:

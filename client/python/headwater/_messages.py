@@ -29,6 +29,7 @@ from headwater._types import (
     SGD,
     AdamW,
     CheckpointInfo,
+    GradientDither,
     HeadInfo,
     HeadSpec,
     MemoryPlan,
@@ -233,6 +234,7 @@ def _own_term(term: TermRequest, row_count: int) -> bytes:
         _put_teacher(message, term.teacher)
     if term.expected_weight_version is not None:
         message.expected_weight_version = term.expected_weight_version
+    message.gradient_resolution = term.gradient_resolution
     return message.SerializePartialToString()
 
 
@@ -319,6 +321,8 @@ def _term_result(term: Any, outputs: tuple[str, ...]) -> TermResult:
             values[name] = _token_output(getattr(term, name))
     for name in ("non_finite_row_count", "weight_version", "teacher_weight_version"):
         values[name] = getattr(term, name)
+    if term.HasField("dither"):
+        values["dither"] = read(GradientDither, term.dither)
     return result_of(TermResult, values)
 
 

@@ -113,13 +113,14 @@ class TermRequest:
     class_weights: np.ndarray | None  # (valid_vocab_size,) or (vocab_size,) float32
     teacher: TeacherRows | None  # its hidden: (row_count, hidden_size of the teacher)
     expected_weight_version: int | None = None
+    gradient_resolution: float = 0.0  # 0: the gradient is exact
 
     @property
     def features(self) -> list[str]:
         """Which of `ServerInfo.features` the term needs: an older server would ignore the fields that they stand for."""
         loss = self.loss
         has_factors = self.entropy_factors is not None or self.lse_factors is not None
-        needed = {"entropy_factors": has_factors}
+        needed = {"entropy_factors": has_factors, "gradient_resolution": self.gradient_resolution != 0}
         if isinstance(loss, CrossEntropyOptions):
             needed.update(temperature=loss.temperature is not None, token_scaling=loss.token_scaling)
         return [name for name, is_needed in needed.items() if is_needed]
@@ -396,6 +397,18 @@ def check_micro_batch(contributes: bool, backward: bool, micro_batch: Any) -> in
             "MISSING_FIELD", "micro_batch is required for gradients of a trainable head: k * world_size + rank", field="micro_batch"
         )
     return check_integer(micro_batch, "micro_batch")
+
+
+# The least that is not 0.
+SMALLEST_GRADIENT_RESOLUTION = 2.0**-24
+
+
+def check_gradient_resolution(value: Any) -> float:
+    """0, or a number in [2^-24, 1]."""
+    number = check_number(value, "gradient_resolution")
+    if number != 0 and not SMALLEST_GRADIENT_RESOLUTION <= number <= 1:
+        raise must_be("gradient_resolution", "0 or a number in [2**-24, 1]", number)
+    return number
 
 
 def check_temperature(value: Any, name: str) -> float:

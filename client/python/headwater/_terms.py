@@ -120,6 +120,7 @@ class TermOptions(HardLossOptions):
     token_weights: Any = None  # (rows of the term,) finite, any sign; None: 1
     loss_scale: float = 1.0
     class_weights: Any = None
+    gradient_resolution: float = 0.0
     step: int | None = None  # None: `step` of the term's head
     expected_weight_version: int | None = None
 
@@ -286,6 +287,9 @@ def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str,
     for name in FACTORS:
         if vectors[name] is not None and not backward:
             raise refused(f"{name} multiply gradients, and backward=False computes none: leave them out", name)
+    gradient_resolution = _requests.check_gradient_resolution(term.gradient_resolution)
+    if gradient_resolution != 0 and not backward:
+        raise refused("gradient_resolution is of gradients, and backward=False computes none: leave it out", "gradient_resolution")
     version = term.expected_weight_version
     step = None
     if head.spec.trainable and backward:
@@ -305,6 +309,7 @@ def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str,
         class_weights=class_weights,
         teacher=_teacher_rows(owner, term, count, hidden, hidden_name) if isinstance(term, (JSD, JsdCall)) else None,
         expected_weight_version=None if version is None else check_integer(version, "expected_weight_version"),
+        gradient_resolution=gradient_resolution,
     )
 
 

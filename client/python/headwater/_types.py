@@ -337,6 +337,20 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class GradientDither:
+    """What `gradient_resolution` did to a term's gradient G of the logits, before token weights, class weights and scales."""
+
+    entry_count: int  # entries below their row's resolution
+    squared_error: float  # expected squared distance of the dithered G from the exact one
+    squared_norm: float  # of the exact G
+
+    @property
+    def relative_error(self) -> float:
+        """The expected relative error of G, a root mean square; 0 where G is 0."""
+        return math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else 0.0
+
+
+@dataclass(frozen=True)
 class TermResult:
     """What one loss term yields. Sums are over its valid rows, in nats, with token weights and without `loss_scale`."""
 
@@ -357,6 +371,7 @@ class TermResult:
     log_sum_sq_probs: Any = None  # (rows of the term,) float32: ln of the sum of squared probabilities
     weight_version: int = 0
     teacher_weight_version: int = 0
+    dither: GradientDither | None = None  # with gradient_resolution; of several terms in `LossResult.terms` alone
 
 
 # The sums of a term, by name: those that several terms have together.

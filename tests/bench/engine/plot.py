@@ -18,7 +18,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 MARK = "<!-- gpu figures -->"
 PEERS_MARK = "<!-- peers -->"
 PEERS_PREFIX = figures.GPU_PREFIX + "peers_"
-PEER = re.compile(rf"{PEERS_PREFIX}(?P<case>.+_v\d+)_(?P<way>.+)_(?P<work>anew|first|bf16|fp32)_(?P<figure>ms|ratio|peak_mib)")
+PEER = re.compile(
+    rf"{PEERS_PREFIX}(?P<case>.+_v\d+)_(?P<way>.+)_(?P<work>anew|first|bf16|fp32|tau_2_\d+)_(?P<figure>ms|ratio|peak_mib)"
+)
 ERROR = re.compile(rf"{PEERS_PREFIX}smollm2_.+_v\d+_(?P<way>.+)_(?:anew|bf16|fp32)_(?P<figure>loss|grad_hidden|grad_weight)_error")
 DRAWN = ("torch_compile", "torch_compile_addmm", "liger_sm90", "quack")
 # What the page's tables have of the ways and the cases; the file has all.
@@ -88,6 +90,8 @@ def peers_table_of(rows):
         peak = found.get(("anew", "peak_mib"), found.get(("fp32", "peak_mib")))
         memory = "" if peak is None else f"{peak:.0f}"
         lines.append(f"| {case} | {way} | {anew} | {time(found, 'bf16')} | {time(found, 'fp32')} | {memory} |")
+        for work in (work for work, figure in found if figure == "ms" and work.startswith("tau")):
+            lines.append(f"| {case} | {way}, tau 2^-{work.rpartition('_')[2]} | | | {time(found, work)} | |")
     if errors:
         lines += ["", "| SmolLM2-135M's rows, error against fp64 | grad_hidden | grad_weight | loss |", "|---|---|---|---|"]
         for way, found in sorted(errors.items(), key=lambda error: SHOWN.index(error[0])):

@@ -123,6 +123,7 @@ class Loaded {
   }
 
   int64_t micro_batches() const { return shape_.micro_batches; }
+  void set_resolution(double tau) { resolution_ = tau; }
 
  private:
   Buffer Read(const std::string& name, int64_t bytes) const {
@@ -147,6 +148,8 @@ class Loaded {
     LossTerm term;
     term.head = head_.get();
     term.row_count = rows;
+    term.gradient_resolution = resolution_;
+    term.dither_seed = ++seed_;
     term.targets = absl::MakeConstSpan(targets_).subspan(static_cast<size_t>(start), static_cast<size_t>(rows));
     if (teacher_ != nullptr) {
       term.loss = JsdSpec();
@@ -175,6 +178,8 @@ class Loaded {
   testing::BlasContext& blas_;
   Buffer hidden_, weight_, teacher_hidden_, teacher_weight_, grad_hidden_, device_targets_;
   std::vector<int32_t> targets_;
+  double resolution_ = 0;
+  uint64_t seed_ = 0;  // each call draws anew
   std::unique_ptr<EngineHead> head_, teacher_;
   std::unique_ptr<Floor> floor_;
 };
@@ -208,6 +213,10 @@ class Side {
       answer << " " << card.sm_mhz << " " << card.watts << " " << card.celsius << " " << card.throttle_reasons;
     } else if (loaded_ == nullptr) {
       throw std::runtime_error("nothing is loaded");
+    } else if (command == "resolution") {
+      double tau = 0;
+      if (!(words >> tau)) throw std::runtime_error("not a resolution");
+      loaded_->set_resolution(tau);
     } else if (command == "gradients") {
       answer.precision(17);
       answer << " " << loaded_->WriteGradients();

@@ -49,6 +49,10 @@ class Side:
 
         return self._time(run, count) / len(parts)
 
+    def resolution(self, tau):
+        if not 0 <= tau <= 1:
+            raise ValueError(f"resolution {tau}; expected a number in [0, 1]")
+
     def gradients(self):
         self._problem.prepare("fp32")
         part = self._problem.parts[0]
@@ -79,7 +83,7 @@ def main():
     for line in sys.stdin:
         command, *words = line.split()
         try:
-            answer = getattr(side, command)(*map(int, words))
+            answer = getattr(side, command)(*map(float if command == "resolution" else int, words))
             print("ok", "" if answer is None else answer, flush=True)
         except Exception as error:
             print("error", type(error).__name__, error, flush=True)

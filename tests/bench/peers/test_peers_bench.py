@@ -14,7 +14,14 @@ import trained  # noqa: E402
 def test_ways_are_timed_against_the_products_in_the_same_work(smoke_run):
     values = smoke_run("peers")
     for case in ("ce_n64_h32_v512", "jsd_n64_hs32_ht16_v512", "trained_n64_h256_v512", "trained_jsd_n64_hs256_ht256_v512"):
-        for way in ("headwater_fp32", "headwater_first", "torch_compile_anew", "torch_eager_bf16", "torch_compile_addmm_fp32"):
+        for way in (
+            "headwater_fp32",
+            "headwater_first",
+            "headwater_tau_2_8",
+            "torch_compile_anew",
+            "torch_eager_bf16",
+            "torch_compile_addmm_fp32",
+        ):
             assert values[f"cpu_peers_{case}_{way}_ms"] > 0
             assert values[f"cpu_peers_{case}_{way}_ratio"] > 0
         assert values[f"cpu_peers_{case}_headwater_over_best_fp32"] > 0

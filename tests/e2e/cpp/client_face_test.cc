@@ -239,6 +239,9 @@ TEST_F(ClientFace, FactorsAndOptionsOfACrossEntropyArriveAndItsOutputsReturn) {
       tensor->add_shape(2);
       tensor->set_data(values.data(), sizeof(float) * values.size());
     }
+    term.mutable_dither()->set_entry_count(7);
+    term.mutable_dither()->set_squared_error(0.25);
+    term.mutable_dither()->set_squared_norm(4);
     stream->Write(response);
     return grpc::Status::OK;
   };
@@ -247,13 +250,18 @@ TEST_F(ClientFace, FactorsAndOptionsOfACrossEntropyArriveAndItsOutputsReturn) {
   MicroBatchOptions options = Options(0);
   options.entropy_factors = entropy_factors;
   options.lse_factors = lse_factors;
+  options.gradient_resolution = 0.125;
   options.outputs = {.mean_logits = true, .log_sum_sq_probs = true};
   const RowsView rows = RowsView::Float32(rows_, kHiddenSize);
   const LossResult result = Value(head_->CrossEntropy(rows, targets_, {.temperature = 0.5, .token_scaling = true}, options).Get());
   EXPECT_EQ(result.mean_logits, (std::vector<float>{0.5F, 1.5F}));
   EXPECT_EQ(result.log_sum_sq_probs, (std::vector<float>{-2.0F, -1.0F}));
+  EXPECT_EQ(result.dither.entry_count, 7);
+  EXPECT_EQ(result.dither.squared_error, 0.25);
+  EXPECT_EQ(result.dither.squared_norm, 4);
   ASSERT_EQ(header.terms_size(), 1);
   const v1::LossTerm& term = header.terms(0);
+  EXPECT_EQ(term.gradient_resolution(), 0.125);
   EXPECT_EQ(term.cross_entropy().temperature(), 0.5);
   EXPECT_TRUE(term.cross_entropy().token_scaling());
   EXPECT_EQ(term.entropy_factors().data(), std::string(reinterpret_cast<const char*>(entropy_factors.data()), 8));
@@ -267,6 +275,7 @@ TEST_F(ClientFace, FactorsAndOptionsOfACrossEntropyArriveAndItsOutputsReturn) {
   EXPECT_FALSE(header.terms(0).cross_entropy().has_temperature());
   EXPECT_FALSE(header.terms(0).has_entropy_factors());
   EXPECT_FALSE(header.terms(0).has_lse_factors());
+  EXPECT_EQ(header.terms(0).gradient_resolution(), 0);
 }
 
 TEST_F(ClientFace, InvalidOptionsFailToConnect) {

@@ -102,6 +102,12 @@ BAD_CROSS_ENTROPY = {
     "infinite_class_weight": ("INVALID_FIELD", {"class_weights": np.full(30, np.inf)}),
     "no_temperature": ("INVALID_FIELD", {"temperature": 0}),
     "token_scaling_in_words": ("INVALID_FIELD", {"token_scaling": "yes"}),
+    "resolution_above_1": ("INVALID_FIELD", {"gradient_resolution": 1.5}),
+    "resolution_below_the_least": ("INVALID_FIELD", {"gradient_resolution": 1e-9}),
+    "resolution_without_backward": (
+        "INVALID_COMBINATION",
+        {"backward": False, "micro_batch": None, "gradient_resolution": 0.125},
+    ),
     "nan_entropy_factors": ("INVALID_FIELD", {"entropy_factors": VECTOR * np.nan}),
     "short_lse_factors": ("SHAPE_MISMATCH", {"lse_factors": VECTOR[:3]}),
     "factors_without_backward": ("INVALID_COMBINATION", {"backward": False, "micro_batch": None, "lse_factors": VECTOR}),

@@ -156,6 +156,28 @@ def test_cross_entropy_option_matches_fp64(backend, make_head, rng, option):
     assert out.state == "COMMITTED" and out.form == "DIRECT" and not out.replayed
 
 
+@pytest.mark.parametrize("loss", ("cross_entropy", "jsd"))
+def test_a_gradient_resolution_changes_gradients_alone(backend, make_head, rng, loss):
+    case = Case(rng)
+    head, _ = make(case, rng, make_head, backend.client)
+
+    def compute_loss(micro_batch, **options):
+        if loss == "cross_entropy":
+            return head.cross_entropy(case.hidden, case.targets, micro_batch=micro_batch, outputs=("token_loss", "lse"), **options)
+        teacher = case.hidden[::-1].copy()
+        return head.jsd(case.hidden, head, teacher, micro_batch=micro_batch, outputs=("token_loss", "lse"), **options)
+
+    exact = compute_loss(0)
+    dithered = compute_loss(1, gradient_resolution=2.0**-4)
+    assert exact.dither is None and dithered.loss_sum == exact.loss_sum
+    np.testing.assert_array_equal(dithered.token_loss, exact.token_loss)
+    np.testing.assert_array_equal(dithered.lse, exact.lse)
+    assert 0 < dithered.dither.entry_count <= case.hidden.shape[0] * VOCAB_SIZE
+    difference = np.linalg.norm(dithered.grad_hidden - exact.grad_hidden) / np.linalg.norm(exact.grad_hidden)
+    # One draw of the gradient of the logits, times a weight whose rows are not alike.
+    assert dithered.dither.relative_error / 5 < difference < 5 * dithered.dither.relative_error
+
+
 @pytest.mark.parametrize("option", HEAD_OPTIONS)
 def test_head_option_matches_fp64(backend, make_head, rng, option):
     case = Case(rng)

@@ -530,6 +530,41 @@ def test_token_scaling_is_ligers(one_shard, make_head, problem, rng):
         check_gradients(trunk.grad, head, expected)
 
 
+def test_a_gradient_resolution_goes_with_every_gradient(one_shard, make_head, problem, monkeypatch):
+    """In one call and in two; losses are the exact ones."""
+    sent = []
+    compute = headwater._remote.RemoteBackend.compute
+
+    def count(self, request, timeout_s):
+        if request.options.backward:
+            sent.append(request.terms[0].gradient_resolution)
+        return compute(self, request, timeout_s)
+
+    monkeypatch.setattr(headwater._remote.RemoteBackend, "compute", count)
+    factors = torch.linspace(1, 2, 16)
+    values = {}
+    for resolution in (0.0, 2.0**-3):
+        head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+        for reduction in ("sum", "none"):
+            loss_fn = headwater.torch.CrossEntropyLoss(head, reduction=reduction, gradient_resolution=resolution)
+            losses = loss_fn(problem.inputs @ trunk.T, problem.targets)
+            (losses if reduction == "sum" else losses * factors).sum().backward()
+            values.setdefault(reduction, []).append(losses.detach())
+        values.setdefault("trunk", []).append(trunk.grad)
+        values.setdefault("weight", []).append(torch.as_tensor(head.gradient()))
+        assert sent == [resolution] * 3  # of the vector two: the first call could not know
+        sent.clear()
+    for name in ("sum", "none"):
+        assert torch.equal(*values[name])
+    for name in ("trunk", "weight"):
+        assert 1e-3 < relative(values[name][1], values[name][0].double()) < 0.5
+    with refused("INVALID_COMBINATION", headwater.InvalidArgumentError):
+        headwater.torch.CrossEntropyLoss(head, gradient_resolution=2.0**-3, differentiable=("loss", "lse"))
+    frozen = problem.head(one_shard.client, make_head, trainable=False, optimizer=None)
+    with refused("INVALID_COMBINATION", headwater.InvalidArgumentError):
+        headwater.torch.CrossEntropyLoss(frozen, gradient_resolution=2.0**-3)
+
+
 @pytest.mark.parametrize("lowest, items", ((0.0, None), (-3.0, None), (0.0, 20)))
 def test_a_z_loss_has_a_divisor_of_its_own(one_shard, make_head, problem, lowest, items):
     targets, weight = with_ignored(problem.targets), torch.linspace(lowest, 1, VOCAB_SIZE)

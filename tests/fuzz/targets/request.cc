@@ -78,6 +78,11 @@ void Check(const service::LossTermRequest& term, const service::MicroBatchReques
   if (term.entropy_factors.has_value() || term.lse_factors.has_value()) {
     FUZZ_CHECK(jsd == nullptr && micro_batch.backward && !micro_batch.late_token_factors);
   }
+  if (term.gradient_resolution != 0) {
+    FUZZ_CHECK(term.gradient_resolution >= kSmallestGradientResolution && term.gradient_resolution <= 1 && micro_batch.backward);
+    FUZZ_CHECK(!term.entropy_factors.has_value() && !term.lse_factors.has_value());
+    FUZZ_CHECK(jsd == nullptr || jsd->options.hard_loss_weight == 0);
+  }
   if (jsd == nullptr) {
     FUZZ_CHECK(term.targets.has_value());
     return Check(std::get<service::CrossEntropyRequest>(term.loss));

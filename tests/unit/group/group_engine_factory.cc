@@ -41,4 +41,6 @@ double SuiteGradWeightFactor() { return kPlainFactor; }
 
 double SuiteAccumulationError() { return 0; }
 
+SuiteDither SuiteDithering() { return {}; }
+
 }  // namespace headwater::testing

@@ -42,6 +42,14 @@ std::vector<ResultCase> MakeCases() {
       options.push_back(jsd);
     }
   }
+  for (const bool jsd : {false, true}) {
+    ProblemOptions dithered;
+    dithered.name = jsd ? "DitheredJsd" : "DitheredCrossEntropy";
+    dithered.jsd = jsd;
+    dithered.token_weights = true;
+    dithered.gradient_resolution = 0.125;
+    options.push_back(dithered);
+  }
   ProblemOptions all_ignored;
   all_ignored.name = "AllIgnored";
   all_ignored.ignored_share = 1;

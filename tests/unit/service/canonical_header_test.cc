@@ -153,6 +153,8 @@ TEST(CanonicalHeader, TellsEverythingElseApart) {
       [](auto* h) { h->mutable_terms(0)->mutable_cross_entropy()->set_token_scaling(true); },
       [](auto* h) { SetVector(h->mutable_terms(0)->mutable_entropy_factors(), v1::DATA_TYPE_FLOAT32, 4); },
       [](auto* h) { SetVector(h->mutable_terms(0)->mutable_lse_factors(), v1::DATA_TYPE_FLOAT32, 4); },
+      [](auto* h) { h->mutable_terms(0)->set_gradient_resolution(0.5); },
+      [](auto* h) { h->mutable_terms(0)->set_gradient_resolution(0.25); },
   };
   const std::vector<Change> jsd_changes = {
       [](auto* h) { h->mutable_terms(0)->mutable_jensen_shannon()->set_beta(0.1); },

@@ -13,7 +13,7 @@ from headwater import _arrays
 from headwater._client import Client
 from headwater._errors import invalid_argument, must_be, refused, wrong_shape, wrong_type
 from headwater._head import Head
-from headwater._requests import DEFAULT_IGNORE_INDEX, check_bool, check_choice
+from headwater._requests import DEFAULT_IGNORE_INDEX, check_bool, check_choice, check_gradient_resolution
 from headwater.jax import _program, _traced
 from headwater.jax._submissions import submissions_of
 
@@ -52,6 +52,7 @@ def linear_softmax_cross_entropy_loss(
     ignore_index: int = DEFAULT_IGNORE_INDEX,
     class_weights: jax.Array | None = None,
     token_scaling: bool = False,
+    gradient_resolution: float = 0.0,
     micro_batch: Any = None,
     train: bool | None = None,
     timeout_s: float | None = None,
@@ -75,6 +76,7 @@ def linear_softmax_cross_entropy_loss(
         class_weights: [vocab_size] finite: multiply a token's loss by its label's. "mean" divides by weight * class weight. No
             gradient.
         token_scaling: multiplies each token's loss by the probability of its label, as a constant.
+        gradient_resolution: as in `Head.cross_entropy`: small entries of the gradient are rounded at random. 0: exact.
         micro_batch: the id of this loss in the step, an integer >= 0, which may be traced. Unique among all trainers. None:
             site * 2^40 + n * devices + device, where the loss is the program's site-th of this head (0, 1, ...), executes for the
             n-th time in the step, and on the device-th of the devices of the shard_map around it: 0, 1, ... for one loss.
@@ -96,6 +98,7 @@ def linear_softmax_cross_entropy_loss(
         temperature=temperature,
         ignore_index=ignore_index,
         token_scaling=token_scaling,
+        gradient_resolution=gradient_resolution,
     )
     arrays = {"hidden": x, "targets": labels, "token_weights": weight, "class_weights": class_weights}
     return _loss(head, head.cross_entropy, options, arrays, reduction, micro_batch, train, timeout_s)
@@ -119,6 +122,7 @@ def linear_jsd_loss(
     ignore_index: int = DEFAULT_IGNORE_INDEX,
     class_weights: jax.Array | None = None,
     truncate_to_common: bool = False,
+    gradient_resolution: float = 0.0,
     micro_batch: Any = None,
     train: bool | None = None,
     timeout_s: float | None = None,
@@ -149,6 +153,7 @@ def linear_jsd_loss(
         label_smoothing=label_smoothing,
         ignore_index=ignore_index,
         truncate_to_common=truncate_to_common,
+        gradient_resolution=gradient_resolution,
     )
     options["teacher"] = teacher
     arrays = {
@@ -168,6 +173,7 @@ def cross_entropy_options(
     temperature: float = 1.0,
     ignore_index: int = DEFAULT_IGNORE_INDEX,
     token_scaling: bool = False,
+    gradient_resolution: float = 0.0,
 ) -> dict[str, Any]:
     """Those of `Head.cross_entropy`."""
     return {
@@ -176,6 +182,7 @@ def cross_entropy_options(
         "z_loss": logsumexp_weight,
         "temperature": temperature,
         "token_scaling": token_scaling,
+        "gradient_resolution": check_gradient_resolution(gradient_resolution),
     }
 
 
@@ -189,6 +196,7 @@ def jsd_options(
     label_smoothing: float = 0.0,
     ignore_index: int = DEFAULT_IGNORE_INDEX,
     truncate_to_common: bool = False,
+    gradient_resolution: float = 0.0,
 ) -> dict[str, Any]:
     """Those of `Head.jsd`, but for the teacher."""
     return {
@@ -200,6 +208,7 @@ def jsd_options(
         "teacher_temperature": temperature if teacher_temperature is None else teacher_temperature,
         "hard_loss_weight": hard_loss_weight,
         "truncate_to_common": truncate_to_common,
+        "gradient_resolution": check_gradient_resolution(gradient_resolution),
     }
 
 
@@ -222,6 +231,8 @@ def _loss(
             raise refused(f"{head.name} is frozen: there is nothing to train", "train")
         if micro_batch is not None:
             raise refused("micro_batch must be left out: nothing is added, because the head is frozen", "micro_batch")
+        if options["gradient_resolution"] != 0:
+            raise refused("gradient_resolution is for heads that are trained; this one is frozen", "gradient_resolution")
     arrays = {name: None if value is None else jnp.asarray(value) for name, value in arrays.items()}
     rows = next(iter(arrays))
     _check_arrays(head, options.get("teacher"), rows, arrays)

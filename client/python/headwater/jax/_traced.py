@@ -72,7 +72,8 @@ def evaluate(loss: Loss, arrays: Arrays, with_gradient: bool) -> tuple[jax.Array
     lacks_gradient = loss.in_gradient and loss.train is None and loss.head.spec.trainable
 
     def on_host(**given: np.ndarray) -> tuple[np.ndarray, ...]:
-        result = loss.run(**given, backward=with_gradient, **_outputs(loss))
+        exact = {} if with_gradient else {"gradient_resolution": 0.0}  # which is of a gradient alone
+        result = loss.run(**given, backward=with_gradient, **exact, **_outputs(loss))
         if lacks_gradient:
             submissions_of(loss.head).note_without_gradient()
         values = loss.values(result, given.get("token_weights"))

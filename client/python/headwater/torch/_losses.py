@@ -15,7 +15,7 @@ from headwater._contributions import Contribution, found_no_slot, warn_of_held
 from headwater._errors import MicroBatchConflictError, invalid_argument, must_be, refused
 from headwater._head import Head
 from headwater._micro_batches import MicroBatchSource, source_of
-from headwater._requests import TOKEN_OUTPUTS, check_choice
+from headwater._requests import TOKEN_OUTPUTS, check_choice, check_gradient_resolution
 from headwater._terms import JOIN, JOIN_OPTIONS, DivergenceOptions, HardLossOptions, PlainCrossEntropyOptions, spread
 from headwater._types import LossResult, check_factor, check_integer, check_number
 from headwater.torch._autograd import (
@@ -76,6 +76,7 @@ class _Settings(HardLossOptions):
     reduction: str = "mean"
     loss_scale: float | None = None
     grad_hidden_scale: float = 1.0
+    gradient_resolution: float = 0.0
     num_items_in_batch: float | None = None
     outputs: Sequence[str] = ()
     micro_batch_source: MicroBatchSource | None = None
@@ -151,6 +152,9 @@ class _Loss(torch.nn.Module):
         self.z_loss = settings.z_loss
         self.loss_scale = None if settings.loss_scale is None else check_factor(settings.loss_scale, "loss_scale")
         self.grad_hidden_scale = check_factor(settings.grad_hidden_scale, "grad_hidden_scale")
+        self.gradient_resolution = check_gradient_resolution(settings.gradient_resolution)
+        if self.gradient_resolution != 0 and not head.spec.trainable:
+            raise refused("gradient_resolution is for heads that are trained; this one is frozen", "gradient_resolution")
         self.num_items_in_batch = settings.num_items_in_batch
         self.outputs = _names(settings.outputs, "outputs", (*TOKEN_OUTPUTS, *_PARTS))
         if reduction == "none" and (parts := [name for name in self.outputs if name in _PARTS]):
@@ -267,7 +271,11 @@ class _Loss(torch.nn.Module):
         )
 
     def _second_call(self, call: _Call) -> SecondCall:
-        keywords = {"return_grad_hidden": call.wants_grad_hidden, "grad_hidden_scale": self.grad_hidden_scale}
+        keywords = {
+            "return_grad_hidden": call.wants_grad_hidden,
+            "grad_hidden_scale": self.grad_hidden_scale,
+            "gradient_resolution": self.gradient_resolution,
+        }
         others = [] if call.teacher_hidden is None else [call.teacher_hidden]
         heads = [self.head] if call.teacher is None else [self.head, call.teacher]
         return SecondCall(call.contribution, call.run, call.rows, call.token_weights, others, heads, keywords)
@@ -276,7 +284,11 @@ class _Loss(torch.nn.Module):
         """Computes gradients at forward."""
         contribution, items = call.contribution, call.items
         late = self.reduction == "none" and call.comes_once
-        keywords: dict[str, Any] = {"token_weights": call.token_weights, "return_grad_hidden": call.wants_grad_hidden}
+        keywords: dict[str, Any] = {
+            "token_weights": call.token_weights,
+            "return_grad_hidden": call.wants_grad_hidden,
+            "gradient_resolution": self.gradient_resolution,
+        }
         if self.loss_scale is not None:
             total = 1.0
             if self.reduction == "mean":
@@ -443,6 +455,7 @@ class CrossEntropyLoss(_Loss):
             and backward with any other upstream gradient is an error. None: any upstream gradient.
         grad_hidden_scale: multiplies grad_hidden alone; world_size where the framework averages gradients of the trunk and the loss
             is divided by the tokens of all ranks. docs/concepts.md has the table.
+        gradient_resolution: as in `Head.cross_entropy`: small entries of the gradient are rounded at random. 0: exact.
         num_items_in_batch: divisor of "mean" instead of this micro-batch's own, >= 0; also an argument of each call. 0 is for a
             step in which no token takes part: the loss is 0.
         micro_batch_source: where ids come from. None: one source for each head, with torch.distributed's rank and world size.
@@ -463,6 +476,8 @@ class CrossEntropyLoss(_Loss):
             )
         if self.loss_scale is not None and self.differentiable != ("loss",):
             raise refused("loss_scale declares the upstream gradient of a loss alone", "loss_scale")
+        if self.gradient_resolution != 0 and self.differentiable != ("loss",):
+            raise refused("gradient_resolution is of a loss's gradient alone", "gradient_resolution")
         if self.z_loss_divisor == "tokens" and self.reduction != "mean":
             raise refused(f'z_loss_divisor divides a mean; reduction="{self.reduction}" has none', "z_loss_divisor")
 

@@ -132,6 +132,14 @@ struct LossTerm {
   absl::Span<const float> lse_factors;
   double loss_scale = 1.0;  // of the three
   std::variant<CrossEntropySpec, JsdSpec> loss;
+  // tau: 0, and the gradient is exact, or in [kSmallestGradientResolution, 1]. With it a row's entries below its resolution q
+  // become 0 or q, without bias (docs/math.md, "Gradient resolution"); losses and outputs stay bitwise as they are. With backward
+  // only; without factors of entropy and lse, a hard loss beside a divergence, and smoothing behind a softcap
+  // (kInvalidCombination).
+  double gradient_resolution = 0;
+  // What the draws are hashed from, beside row and column. A caller makes it of what names the term for good (head, step,
+  // micro-batch, index of the term), so that repeats draw alike and other steps and terms do not.
+  uint64_t dither_seed = 0;
   EngineHead* teacher_head = nullptr;  // JSD only
   RowsView teacher_hidden;             // JSD only: [row_count, teacher_head's hidden_size]
 
@@ -177,6 +185,13 @@ struct MicroBatch {
   const char* label = nullptr;
 };
 
+// What dithering did to a term's gradient G of the logits, before token weights, class weights and scales.
+struct GradientDither {
+  int64_t entry_count = 0;   // entries below their row's resolution
+  double squared_error = 0;  // expected squared distance of the dithered G from the exact one
+  double squared_norm = 0;   // of the exact G
+};
+
 // Sums over a term's valid rows; nats, without loss_scale.
 struct LossSums {
   double loss_sum = 0;  // = soft + hard + z
@@ -187,6 +202,7 @@ struct LossSums {
   double target_weight_sum = 0;  // sum of token_weight * class_weight[target]
   int64_t valid_token_count = 0;
   int64_t non_finite_row_count = 0;
+  GradientDither dither;  // zeros without gradient_resolution
 };
 
 // A contribution beside the accumulators, in staging slots. Destroying it uncommitted frees the slots and changes nothing else;

@@ -28,6 +28,9 @@ const char* DataTypeName(DataType type);
 // Target value that takes no part, unless a term says otherwise. PyTorch's default.
 inline constexpr int32_t kDefaultIgnoreIndex = -100;
 
+// The least gradient_resolution that is not 0: what is below it is below fp32's rounding.
+inline constexpr double kSmallestGradientResolution = 0x1p-24;
+
 // z = softcap * tanh(logit_scale * (x . weight^T + bias) / softcap), or its argument without softcap; columns from
 // valid_vocab_size on are -inf after the softcap.
 struct LogitTransform {

@@ -155,6 +155,7 @@ struct LossTerm {
   absl::Span<const float> token_weights{};
   absl::Span<const float> entropy_factors{};
   absl::Span<const float> lse_factors{};
+  double gradient_resolution = 0.0;
   double loss_scale = 1.0;
   int32_t ignore_index = -100;
   std::optional<Head> teacher{};  // JsdOptions only

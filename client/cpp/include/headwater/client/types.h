@@ -214,7 +214,7 @@ struct MicroBatchOptions {
   bool late_token_factors = false;
   OnMismatch on_mismatch = OnMismatch::kConflict;
   NonFinitePolicy non_finite_policy = NonFinitePolicy::kReport;
-  // These five and `expected_weight_version` are the single term's; Head::Multi() takes them from each LossTerm instead.
+  // These six and `expected_weight_version` are the single term's; Head::Multi() takes them from each LossTerm instead.
   int32_t ignore_index = -100;              // target of rows that take no part
   absl::Span<const float> token_weights{};  // [row_count], finite; empty: all 1. Copied by the call
   // The upstream gradients of each row's entropy and lse: the objective is loss_scale * sum of (token_weight * loss +
@@ -222,6 +222,11 @@ struct MicroBatchOptions {
   // reported sums are of the loss alone. Copied by the call.
   absl::Span<const float> entropy_factors{};
   absl::Span<const float> lse_factors{};
+  // 0, and gradients are exact; or in [2^-24, 1]: entries of a row's gradient of the logits below this share of its missing
+  // probability become 0 or that size, at random and without bias; TermResult::dither has the expected error. For trainable heads,
+  // with gradients; without factors of entropy and lse, a hard loss, and smoothing behind a softcap. On GPUs
+  // without label_smoothing, for heads on one GPU. A server whose ServerInfo::features lack `gradient_resolution` ignores it.
+  double gradient_resolution = 0.0;
   double loss_scale = 1.0;         // multiplies both gradients, not the reported sums. For a mean: 1 / number of tokens
   double grad_hidden_scale = 1.0;  // multiplies grad_hidden alone
   // Whether the gradient of the rows comes back. Absent: yes, unless `forward_only`, which has none.
@@ -287,6 +292,14 @@ class Contribution {
   std::shared_ptr<const internal::ContributionKey> key_;
 };
 
+// What gradient_resolution did to a term's gradient G of the logits, before token weights, class weights and scales. The expected
+// relative error of G, a root mean square, is sqrt(squared_error / squared_norm).
+struct GradientDither {
+  int64_t entry_count = 0;   // entries below their row's resolution
+  double squared_error = 0;  // expected squared distance of the dithered G from the exact one
+  double squared_norm = 0;   // of the exact G
+};
+
 // What one loss term yields. Sums are over its rows whose target is not ignore_index, in nats, without loss_scale.
 struct TermResult {
   double loss_sum = 0;           // sum of token_weight * loss: equals the three parts together
@@ -299,6 +312,7 @@ struct TermResult {
   int64_t non_finite_row_count = 0;  // rows with a NaN or an infinity in loss or gradient
   int64_t weight_version = 0;
   int64_t teacher_weight_version = 0;  // 0 without a teacher
+  GradientDither dither;               // zeros without gradient_resolution
 
   std::vector<float> token_loss;  // these seven: [rows of the term], or empty if not asked for
   std::vector<float> lse;

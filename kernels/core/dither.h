@@ -1,0 +1,71 @@
+// Dithering of a gradient's small entries: the draw, and the decision. Included by files that are compiled for a particular
+// instruction set, so every function is inlined; the same lines run in CUDA kernels.
+//
+// A row has a resolution q, a power of two in units of its entries. An entry e with |e| < q becomes sign(e) q with probability
+// |e| / q, else 0; other entries stay. The result's expected value is e, its variance |e| (q - |e|).
+//
+// The draw is a hash of the term's seed, the row's number in the micro-batch and the column of the vocabulary, and of nothing else:
+// retries, chunks, shards and threads never change it. LossTerm::dither_seed says what the seed is made of.
+#ifndef HEADWATER_KERNELS_CORE_DITHER_H_
+#define HEADWATER_KERNELS_CORE_DITHER_H_
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define HEADWATER_DITHER_INLINE static __host__ __device__ __forceinline__
+#else
+#define HEADWATER_DITHER_INLINE static inline __attribute__((always_inline))
+#endif
+
+namespace headwater {
+
+// GradientDither of some entries; travels between shards as doubles.
+struct DitherSums {
+  double entry_count = 0;
+  double squared_error = 0;
+  double squared_norm = 0;
+};
+inline constexpr int kDitherSumsDoubles = 3;
+static_assert(sizeof(DitherSums) == kDitherSumsDoubles * sizeof(double), "DitherSums travels between shards as doubles");
+
+// What a row's draws are made of.
+struct DitherKey {
+  uint32_t low = 0;
+  uint32_t high = 0;
+};
+
+// SplitMix64's finalizer: every bit of the result depends on every bit of x.
+HEADWATER_DITHER_INLINE uint64_t MixBits(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+HEADWATER_DITHER_INLINE DitherKey MakeDitherKey(uint64_t seed, int64_t row) {
+  const uint64_t key = MixBits(MixBits(seed) + 0x9E3779B97F4A7C15u * static_cast<uint64_t>(row + 1));
+  return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)};
+}
+
+// 32 uniform bits of one entry.
+HEADWATER_DITHER_INLINE uint32_t DitherDraw(DitherKey key, uint32_t column) {
+  uint32_t x = (column * 0x9E3779B1u) ^ key.low;
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  x = (x ^ (x >> 15) ^ key.high) * 0x846CA68Bu;
+  return x ^ (x >> 16);
+}
+
+// Whether an entry of size `ratio` q, 0 <= ratio < 1, becomes q: draw < floor(2^32 ratio), which is a shift of the significand.
+HEADWATER_DITHER_INLINE bool DitherSurvives(float ratio, uint32_t draw) {
+#ifdef __CUDA_ARCH__
+  const uint32_t bits = __float_as_uint(ratio);
+#else
+  const uint32_t bits = __builtin_bit_cast(uint32_t, ratio);
+#endif
+  const uint32_t shift = 126u - (bits >> 23);
+  const uint32_t significand = (bits << 8) | 0x80000000u;
+  return shift < 32 && draw < significand >> (shift & 31u);
+}
+
+}  // namespace headwater
+
+#endif  // HEADWATER_KERNELS_CORE_DITHER_H_

@@ -1,0 +1,62 @@
+#include "kernels/reference/dithered_row.h"
+
+#include <cmath>
+#include <vector>
+
+#include "kernels/core/dither.h"
+#include "kernels/reference/storage.h"
+
+namespace headwater::reference {
+namespace {
+
+Real PowerOfTwoBelow(Real value) { return std::exp2(std::floor(std::log2(value))); }
+
+// An entry at resolution q.
+Real Dithered(Real entry, Real q, const Resolution& resolution, size_t column, GradientDither* sums) {
+  Real ratio = std::abs(entry) / q;
+  const bool rounds = resolution.first_columns == 0 || static_cast<int64_t>(column) < resolution.first_columns;
+  if (rounds && resolution.entry_type != DataType::kFloat32) ratio = RoundTo(resolution.entry_type, static_cast<double>(ratio));
+  sums->squared_norm += static_cast<double>(ratio * ratio * q * q);
+  if (ratio >= 1) return std::copysign(ratio * q, entry);
+  sums->entry_count += 1;
+  sums->squared_error += static_cast<double>(ratio * (1 - ratio) * q * q);
+  const Real draw = static_cast<Real>(DitherDraw(MakeDitherKey(resolution.seed, resolution.row), static_cast<uint32_t>(column)));
+  return draw < std::floor(std::ldexp(ratio, 32)) ? std::copysign(q, entry) : 0;
+}
+
+}  // namespace
+
+void DitherCrossEntropy(absl::Span<const Real> u, absl::Span<const Real> slopes, int64_t target, const Resolution& resolution,
+                        RowLoss* loss, GradientDither* sums) {
+  const size_t y = static_cast<size_t>(target);
+  Real sum = 0, first_sum = 0;
+  for (size_t v = 0; v < u.size(); ++v) {
+    if (v != y) sum += std::exp(u[v] - u[y]);
+    if (static_cast<int64_t>(v) + 1 == resolution.first_columns) first_sum = sum;
+  }
+  const Real q = PowerOfTwoBelow(resolution.tau * (resolution.first_columns == 0 ? sum : first_sum)) / (1 + sum);
+  for (size_t v = 0; v < u.size(); ++v) {
+    if (v == y) continue;
+    const Real entry = std::exp(u[v] - u[y]) / (1 + sum) * slopes[v];
+    loss->gradient[v] += loss->probability_mass * (Dithered(entry, q, resolution, v, sums) - entry) / slopes[v];
+  }
+  const Real missing = sum / (1 + sum) * slopes[y];
+  sums->squared_norm += static_cast<double>(missing * missing);
+}
+
+void DitherDivergence(absl::Span<const Real> slopes, const JsdOptions& options, const Resolution& resolution, RowLoss* loss,
+                      GradientDither* sums) {
+  const Real temperature = options.student_temperature;
+  std::vector<Real> entries;
+  Real magnitudes = 0;
+  for (size_t v = 0; v < loss->gradient.size(); ++v) {
+    entries.push_back(loss->gradient[v] * temperature * slopes[v]);
+    magnitudes += std::abs(entries.back());
+  }
+  const Real q = PowerOfTwoBelow(resolution.tau * magnitudes / 2);
+  for (size_t v = 0; v < entries.size(); ++v) {
+    loss->gradient[v] = Dithered(entries[v], q, resolution, v, sums) / (temperature * slopes[v]);
+  }
+}
+
+}  // namespace headwater::reference

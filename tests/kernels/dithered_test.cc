@@ -1,0 +1,370 @@
+// Gradients with a resolution: what is dithered, by which draws, and that nothing else changes.
+//
+// Where the hidden states are the identity, row i's logits are column i of the weight, and so is its gradient of the logits:
+// grad_weight shows every entry.
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <random>
+#include <string>
+#include <tuple>
+#include <variant>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "headwater/kernels/error.h"
+#include "tests/kernels/comparison.h"
+#include "tests/kernels/kernel_suite.h"
+
+namespace headwater::testing {
+namespace {
+
+constexpr int64_t kFewRows = 24;
+constexpr int64_t kDitheredColumns = 1100;
+constexpr double kTau = 0x1p-6;
+constexpr uint64_t kDitherSeed = 0x5EED;
+constexpr int64_t kMostOtherDraws = 4;  // see Dithered16
+
+struct DitherCase {
+  std::string name;
+  std::function<void(ProblemOptions&)> set;
+};
+
+std::vector<DitherCase> DitherCases() {
+  return {
+      {"Plain", [](ProblemOptions&) {}},
+      {"Flat", [](ProblemOptions& o) { o.logit_spread = 0.05; }},
+      {"Confident", [](ProblemOptions& o) { o.logit_spread = 20; }},
+      {"CommonOffset",
+       [](ProblemOptions& o) {
+         o.logit_spread = 0.5;
+         o.bias = true;
+       }},
+      {"Softcap", [](ProblemOptions& o) { o.softcap = 4; }},
+      {"Temperature", [](ProblemOptions& o) { o.temperature = 0.6; }},
+      {"Smoothing", [](ProblemOptions& o) { o.label_smoothing = 0.1; }},
+      {"Everything",
+       [](ProblemOptions& o) {
+         o.bias = true;
+         o.logit_scale = -0.8;
+         o.valid_vocab_size = 880;
+         o.token_weights = true;
+         o.class_weights = true;
+         o.label_smoothing = 0.2;
+         o.z_loss = 1e-3;
+         o.token_scaling = true;
+         o.loss_scale = 3;
+       }},
+      {"ForwardKl",
+       [](ProblemOptions& o) {
+         o.jsd = true;
+         o.beta = 0;
+       }},
+      {"Jsd",
+       [](ProblemOptions& o) {
+         o.jsd = true;
+         o.token_weights = true;
+         o.student_temperature = 1.5;
+         o.teacher_temperature = 0.7;
+         o.valid_vocab_size = 880;
+       }},
+      {"ReverseKlOfOtherVocabulary",
+       [](ProblemOptions& o) {
+         o.jsd = true;
+         o.beta = 1;
+         o.softcap = 6;
+         o.loss_scale = 0.25;
+         o.teacher_vocab_size = 700;
+       }},
+  };
+}
+
+// A problem with an identity for hidden states.
+Problem MakeIdentityProblem(const DitherCase& of, int64_t rows = kFewRows) {
+  ProblemOptions options;
+  options.rows = options.hidden_size = rows;
+  options.vocab_size = kDitheredColumns;
+  options.staging_slots = 1;
+  of.set(options);
+  Problem problem = MakeProblem(options);
+  std::vector<double> identity(static_cast<size_t>(rows * rows));
+  for (int64_t i = 0; i < rows; ++i) identity[static_cast<size_t>(i * (rows + 1))] = 1;
+  problem.hidden = identity;
+  TestTerm& term = problem.terms[0];
+  if (options.jsd) term.teacher_hidden = identity;
+  for (size_t head = 0; head < problem.heads.size(); ++head) {
+    std::mt19937_64 random(11 + head);
+    const std::vector<double> logits =
+        RandomValues(random, static_cast<int64_t>(problem.heads[head].weight.size()), options.logit_spread, DataType::kFloat32);
+    // Padding is NaN and stays so.
+    for (size_t i = 0; i < logits.size(); ++i) {
+      if (!std::isnan(problem.heads[head].weight[i])) problem.heads[head].weight[i] = logits[i];
+    }
+    if (of.name == "CommonOffset") {
+      for (double& bias : problem.heads[head].bias) bias += 300;
+    }
+  }
+  term.gradient_resolution = kTau;
+  term.dither_seed = kDitherSeed;
+  RoundToStorage(&problem);
+  return problem;
+}
+
+Problem WithoutResolution(Problem problem) {
+  for (TestTerm& term : problem.terms) term.gradient_resolution = 0;
+  return problem;
+}
+
+class Dithered : public ::testing::TestWithParam<DitherCase> {
+ protected:
+  Dithered() : problem_(MakeIdentityProblem(GetParam())) {}
+
+  // Whether the engine has a resolution for this loss. If not, it must say so.
+  bool IsBuilt() const {
+    const auto* cross_entropy = std::get_if<reference::CrossEntropyOptions>(&problem_.terms[0].loss);
+    if (SuiteDithering().has_smoothing || cross_entropy == nullptr || cross_entropy->label_smoothing == 0) return true;
+    LoadedHeads heads(problem_.heads, {});
+    const auto result = heads.TryCompute(problem_, {});
+    EXPECT_TRUE(HasReason(result.status(), ErrorReason::kFeatureNotBuilt)) << result.status();
+    EXPECT_NE(result.status().message().find("gradient_resolution"), std::string::npos) << result.status();
+    ExpectGradientZero(heads.ReadGradient(0));
+    return false;
+  }
+
+  const Problem problem_;
+};
+
+INSTANTIATE_TEST_SUITE_P(All, Dithered, ::testing::ValuesIn(DitherCases()), [](const auto& test) { return test.param.name; });
+
+// Entries of which an engine and the reference make different things. `tolerance` is relative.
+int64_t CountOtherEntries(const Problem& problem, const Outcome& outcome, const Expected& expected, double tolerance) {
+  const std::vector<float>& actual = outcome.gradients[0].weight;
+  const reference::Matrix& weight = expected.gradient(0).weight;
+  EXPECT_EQ(actual.size(), weight.data.size());
+  int64_t count = 0;
+  for (int64_t row = 0; row < problem.rows; ++row) {
+    double largest = 0;
+    for (int64_t v = 0; v < weight.rows; ++v) largest = std::max(largest, std::abs(weight.at(v, row)));
+    for (int64_t v = 0; v < problem.heads[0].spec.transform.valid_vocab_size; ++v) {
+      const double value = static_cast<double>(actual[static_cast<size_t>(v * problem.rows + row)]);
+      const double entry = weight.at(v, row);
+      if (!(std::abs(value - entry) <= tolerance * std::abs(entry) + 2e-6 * largest)) ++count;
+    }
+  }
+  return count;
+}
+
+void ExpectReportNear(const GradientDither& actual, const GradientDither& expected, double tolerance) {
+  EXPECT_NEAR(static_cast<double>(actual.entry_count), static_cast<double>(expected.entry_count),
+              tolerance * static_cast<double>(expected.entry_count));
+  EXPECT_NEAR(actual.squared_error, expected.squared_error, tolerance * expected.squared_error);
+  EXPECT_NEAR(actual.squared_norm, expected.squared_norm, tolerance * expected.squared_norm);
+}
+
+TEST_P(Dithered, MatchesFp64EntryByEntry) {
+  if (!IsBuilt()) return;
+  const Expected expected = ComputeExpected(problem_);
+  EXPECT_GT(expected.result.terms[0].sums.dither.entry_count, kFewRows * kDitheredColumns / 4);
+  for (const int32_t shards : {1, 3}) {
+    for (const int64_t chunk_rows : {0, 7}) {
+      EngineOptions engine;
+      engine.shard_count = shards;
+      engine.token_chunk_rows = chunk_rows;
+      engine.thread_count = 2 * shards;
+      const Outcome outcome = ExpectEngineMatches(problem_, engine);
+      EXPECT_EQ(CountOtherEntries(problem_, outcome, expected, 1e-5), 0) << shards << " shards, chunks of " << chunk_rows;
+      EXPECT_EQ(outcome.terms[0].sums.dither.entry_count, expected.result.terms[0].sums.dither.entry_count);
+      ExpectReportNear(outcome.terms[0].sums.dither, expected.result.terms[0].sums.dither, 1e-4);
+    }
+  }
+}
+
+TEST_P(Dithered, LossesAndOutputsAreBitwiseThoseOfTheExactGradient) {
+  if (!IsBuilt()) return;
+  Outcome exact = RunOnce(WithoutResolution(problem_));
+  Outcome dithered = RunOnce(problem_);
+  EXPECT_FALSE(dithered.gradients == exact.gradients);
+  EXPECT_EQ(exact.terms[0].sums.dither.entry_count, 0);
+  for (Outcome* outcome : {&exact, &dithered}) {
+    outcome->gradients.clear();
+    outcome->grad_hidden_bytes.clear();
+    outcome->terms[0].sums.dither = {};
+  }
+  EXPECT_TRUE(dithered.BitwiseEquals(exact));
+}
+
+// A repeat, a staged contribution that is committed, and a call that computes grad_weight alone.
+TEST_P(Dithered, RepeatsAndCommitsHaveTheSameBits) {
+  if (!IsBuilt()) return;
+  LoadedHeads heads(problem_.heads, {});
+  const Outcome first = heads.Compute(problem_);
+  heads.ZeroGradients();
+  EXPECT_TRUE(heads.Compute(problem_).BitwiseEquals(first));
+  heads.ZeroGradients();
+  Outcome staged;
+  auto contribution = heads.Stage(problem_, {}, &staged);
+  ASSERT_TRUE(contribution->Commit(1).ok());
+  if (SuiteKeepsStagedRows(kFewRows, kFewRows, 1)) {
+    EXPECT_TRUE(heads.ReadGradient(0) == first.gradients[0]);
+  }
+  EXPECT_EQ(staged.grad_hidden_bytes, first.grad_hidden_bytes);
+  heads.ZeroGradients();
+  ComputeOptions weight_alone;
+  weight_alone.grad_hidden = false;
+  EXPECT_TRUE(heads.Compute(problem_, weight_alone).gradients == first.gradients);
+}
+
+// The same entries become the same values whatever multiplies them afterwards.
+TEST_P(Dithered, FactorsComeAfterTheDraw) {
+  if (!IsBuilt()) return;
+  const Outcome first = RunOnce(problem_);
+  Problem scaled = problem_;
+  scaled.terms[0].loss_scale *= -4;
+  const Outcome other = RunOnce(scaled);
+  for (size_t i = 0; i < first.gradients[0].weight.size(); ++i) {
+    ASSERT_EQ(other.gradients[0].weight[i], -4 * first.gradients[0].weight[i]) << i;
+  }
+  EXPECT_EQ(other.terms[0].sums.dither.squared_error, first.terms[0].sums.dither.squared_error);
+}
+
+// In 16 bits, in the form of few rows and in that of many. An engine that rounds entries first may round one that lies between two
+// numbers as the reference does not: of several hundred thousand a handful then meets another draw.
+class Dithered16 : public ::testing::TestWithParam<std::tuple<DataType, int64_t>> {};
+
+INSTANTIATE_TEST_SUITE_P(All, Dithered16,
+                         ::testing::Combine(::testing::Values(DataType::kBFloat16, DataType::kFloat16),
+                                            ::testing::Values(kFewRows, int64_t{320})),
+                         [](const auto& test) {
+                           return std::string(DataTypeName(std::get<0>(test.param))) + "Rows" +
+                                  std::to_string(std::get<1>(test.param));
+                         });
+
+TEST_P(Dithered16, MatchesFp64EntryByEntryAndRepeats) {
+  const auto [type, rows] = GetParam();
+  const DitherCase of = {"", [type = type](ProblemOptions& o) {
+                           o.head_type = o.hidden_type = type;
+                           o.ignored_share = 0.1;
+                           o.token_weights = true;
+                           o.softcap = 12;
+                           o.bias = true;
+                         }};
+  Problem problem = MakeIdentityProblem(of, rows);
+  if (SuiteDithering().rounds_entries) problem.terms[0].dithered_type = type;
+  const Expected expected = ComputeExpected(problem);
+  ComputeOptions options;
+  options.token_outputs = false;  // which would take many rows out of their form
+  LoadedHeads heads(problem.heads, {});
+  const Outcome outcome = heads.Compute(problem, options);
+  EXPECT_LE(CountOtherEntries(problem, outcome, expected, 1.2e-2), kMostOtherDraws);
+  ExpectReportNear(outcome.terms[0].sums.dither, expected.result.terms[0].sums.dither, 1e-2);
+  heads.ZeroGradients();
+  EXPECT_TRUE(heads.Compute(problem, options).BitwiseEquals(outcome));
+
+  Outcome exact = heads.Compute(WithoutResolution(problem), options), dithered = outcome;
+  for (Outcome* of_either : {&exact, &dithered}) {
+    of_either->gradients.clear();
+    of_either->grad_hidden_bytes.clear();
+    of_either->terms[0].sums.dither = {};
+  }
+  EXPECT_TRUE(dithered.BitwiseEquals(exact));
+}
+
+double SquaredDifference(const std::vector<double>& a, const std::vector<double>& b, double factor) {
+  double sum = 0;
+  for (size_t i = 0; i < a.size(); ++i) sum += (a[i] * factor - b[i]) * (a[i] * factor - b[i]);
+  return sum;
+}
+
+std::vector<double> ToDoubles(const std::vector<float>& values) { return {values.begin(), values.end()}; }
+
+// Rows of norm 1.
+void NormalizeRows(int64_t columns, std::vector<double>* values) {
+  for (size_t start = 0; start < values->size(); start += static_cast<size_t>(columns)) {
+    double sum = 0;
+    for (size_t i = start; i < start + static_cast<size_t>(columns); ++i) sum += (*values)[i] * (*values)[i];
+    for (size_t i = start; i < start + static_cast<size_t>(columns); ++i) (*values)[i] /= std::sqrt(sum);
+  }
+}
+
+// Over so many columns that an engine may make the resolutions of the first of them.
+TEST(DitheredRows, OfALargeVocabularyMatchFp64EntryByEntry) {
+  const DitherCase of = {"", [](ProblemOptions& o) {
+                           o.head_type = o.hidden_type = DataType::kBFloat16;
+                           o.vocab_size = 11001;
+                           o.ignored_share = 0;
+                           o.bias = true;
+                         }};
+  Problem problem = MakeIdentityProblem(of, 272);
+  if (SuiteDithering().rounds_entries) problem.terms[0].dithered_type = DataType::kBFloat16;
+  problem.terms[0].first_dithered_columns = SuiteDithering().first_columns;
+  const Expected expected = ComputeExpected(problem);
+  ComputeOptions options;
+  options.token_outputs = false;
+  LoadedHeads heads(problem.heads, {});
+  const Outcome outcome = heads.Compute(problem, options);
+  EXPECT_LE(CountOtherEntries(problem, outcome, expected, 1.2e-2), kMostOtherDraws);
+  ExpectReportNear(outcome.terms[0].sums.dither, expected.result.terms[0].sums.dither, 1e-2);
+  heads.ZeroGradients();
+  EXPECT_TRUE(heads.Compute(problem, options).BitwiseEquals(outcome));
+  const LossSums exact = heads.Compute(WithoutResolution(problem), options).terms[0].sums;
+  EXPECT_EQ(outcome.terms[0].sums.loss_sum, exact.loss_sum);
+}
+
+// Over 64 seeds. With hidden states and weights of norm 1 both gradients have the squared error of the entries.
+class DitherError : public ::testing::TestWithParam<bool> {};
+
+INSTANTIATE_TEST_SUITE_P(All, DitherError, ::testing::Bool(), [](const auto& test) { return test.param ? "Jsd" : "CrossEntropy"; });
+
+TEST_P(DitherError, IsWhatIsReportedAndFallsWithTheNumberOfSeeds) {
+  constexpr int kSeeds = 64;
+  ProblemOptions options;
+  options.rows = 48;
+  options.vocab_size = 700;
+  options.hidden_size = 32;
+  options.ignored_share = 0;
+  options.logit_scale = 15;
+  options.jsd = GetParam();
+  Problem problem = MakeProblem(options);
+  for (TestHead& head : problem.heads) NormalizeRows(options.hidden_size, &head.weight);
+  NormalizeRows(options.hidden_size, &problem.hidden);
+  if (GetParam()) NormalizeRows(options.hidden_size, &problem.terms[0].teacher_hidden);
+  RoundToStorage(&problem);
+  LoadedHeads heads(problem.heads, {});
+  const Outcome exact = heads.Compute(problem);
+  const std::vector<double> exact_weight = ToDoubles(exact.gradients[0].weight);
+  problem.terms[0].gradient_resolution = kTau;
+  std::vector<double> hidden_sum(exact.grad_hidden.size()), weight_sum(exact_weight.size());
+  double hidden_error = 0, weight_error = 0, reported = 0;
+  for (int seed = 0; seed < kSeeds; ++seed) {
+    heads.ZeroGradients();
+    problem.terms[0].dither_seed = static_cast<uint64_t>(seed);
+    const Outcome outcome = heads.Compute(problem);
+    const std::vector<double> weight = ToDoubles(outcome.gradients[0].weight);
+    hidden_error += SquaredDifference(outcome.grad_hidden, exact.grad_hidden, 1);
+    weight_error += SquaredDifference(weight, exact_weight, 1);
+    for (size_t i = 0; i < weight.size(); ++i) weight_sum[i] += weight[i];
+    for (size_t i = 0; i < hidden_sum.size(); ++i) hidden_sum[i] += outcome.grad_hidden[i];
+    reported += outcome.terms[0].sums.dither.squared_error;
+  }
+  const double scale = options.logit_scale * options.logit_scale;
+  EXPECT_NEAR(weight_error / (scale * reported), 1, 0.1);
+  EXPECT_NEAR(hidden_error / (scale * reported), 1, 0.1);
+  // The mean's, which a bias would keep up.
+  EXPECT_NEAR(SquaredDifference(weight_sum, exact_weight, 1.0 / kSeeds) * kSeeds * kSeeds / (scale * reported), 1, 0.1);
+  EXPECT_NEAR(SquaredDifference(hidden_sum, exact.grad_hidden, 1.0 / kSeeds) * kSeeds * kSeeds / (scale * reported), 1, 0.1);
+}
+
+// Where a row has no resolution: nothing beside the target, a loss that is not finite, a divergence of equal sides.
+TEST(DitheredRows, WithoutAnythingBelowAreExact) {
+  Problem problem = MakeIdentityProblem({"OneColumn", [](ProblemOptions& o) {
+                                           o.valid_vocab_size = 1;
+                                           o.ignored_share = 0;
+                                         }});
+  EXPECT_TRUE(RunOnce(problem).BitwiseEquals(RunOnce(WithoutResolution(problem))));
+  problem = MakeIdentityProblem({"EqualSides", [](ProblemOptions& o) { o.jsd = true; }});
+  problem.heads[1].weight = problem.heads[0].weight;
+  EXPECT_TRUE(RunOnce(problem).BitwiseEquals(RunOnce(WithoutResolution(problem))));
+}
+
+}  // namespace
+}  // namespace headwater::testing
