@@ -34,7 +34,8 @@ void SetSeries(Form form, double beta, KernelParams* params) {
     inverse_factorial /= n;
     const double slope = form == Form::kForward ? kLn2 * inverse_factorial : form == Form::kReverse ? (n == 1 ? 1.0 : 0.0) : k[n];
     if (n <= kSlopeTerms) params->slope[n - 1] = static_cast<float>(form == Form::kReverse ? slope : slope * power);
-    params->excess[n - 1] = static_cast<float>(loss[n + 1] * power * kLn2);
+    const double unit = form == Form::kMixture ? 1 - beta : 1;  // q stands for that times q
+    params->excess[n - 1] = static_cast<float>(loss[n + 1] / unit * power * kLn2);
   }
 }
 
@@ -74,8 +75,6 @@ KernelParams MakeKernelParams(const LogitsView& student, const LogitsView& teach
     // About a column's share of a flat row: logarithms near 0 keep their digits.
     const int log_unit = static_cast<int>(std::log2(static_cast<double>(term.common_columns)));
     params.matrix_factor = std::ldexp(params.matrix_factor, -log_unit);
-    params.beta = static_cast<float>(term.beta);
-    params.rest = static_cast<float>(1 - term.beta);
     params.odds = static_cast<float>(term.beta / (1 - term.beta));
     params.log_rest = static_cast<float>(std::log2(1 - term.beta));
     params.log_beta = static_cast<float>(std::log2(term.beta));

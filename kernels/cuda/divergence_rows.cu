@@ -292,7 +292,7 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
           if (fabsf(d) < kNearLimit) {
             Math::Near(params, largest, d, s_top, t_top, apart);
           } else {
-            Math::Mixed(params, row_offsets, largest, d, s_top, t_top, apart);
+            Math::Mixed(params, row_offsets, s_top, t_top, apart);
           }
           top.slope = t_top;
           loss = Math::Loss(params, apart, false, 0.0f, 0.0f);
@@ -325,7 +325,7 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
               if (nearness == Nearness::kNear) {
                 Math::Near(params, log_q[i], d[i], student[vector][i], teacher[vector][i], terms);
               } else {
-                Math::Mixed(params, row_offsets, log_q[i], d[i], student[vector][i], teacher[vector][i], terms);
+                Math::Mixed(params, row_offsets, student[vector][i], teacher[vector][i], terms);
               }
             }
             return;
@@ -360,9 +360,8 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
           }
         }
       }
-      const float own_sums[4] = {loss + Math::Loss(params, terms, !looks, q_rest, p_rest),
-                                 (terms.mean + terms.distant) * params.inverse_rest_unit, q_rest,
-                                 kForm == Form::kForward ? 0.0f : top.slope};
+      const float own_sums[4] = {loss + Math::Loss(params, terms, !looks, q_rest, p_rest), terms.mean * params.inverse_rest_unit,
+                                 q_rest, kForm == Form::kForward ? 0.0f : top.slope};
       place.sums.Give(thread, own_sums);
       if constexpr (kHalf) {  // in M's units
         const float own_extremes[2] = {terms.largest, terms.q_largest};

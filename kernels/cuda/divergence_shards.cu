@@ -249,7 +249,7 @@ struct ThreadTerms {
           if (nearness == Nearness::kNear) {
             Math::Near(params, log_q[i], d[i], student[i], teacher[i], terms);
           } else {
-            Math::Mixed(params, offsets, log_q[i], d[i], student[i], teacher[i], terms);
+            Math::Mixed(params, offsets, student[i], teacher[i], terms);
           }
         }
         return;
@@ -323,8 +323,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   float loss = terms.loss, mean = terms.mean;
   if constexpr (kForm == Form::kMixture) {
     q = (terms.near_q + mine.far_q) * params.inverse_rest_unit;
-    mean = (terms.mean + terms.distant) * params.inverse_rest_unit;
-    loss = fmaf(terms.loss, params.inverse_rest_unit, (terms.teacher - terms.distant) * params.inverse_unit) -
+    mean = terms.mean * params.inverse_rest_unit;
+    loss = terms.loss * params.inverse_unit -
            fmaf(params.beta_log_beta, mine.far_p, params.rest_log_rest * (mine.far_q * params.inverse_rest_unit));
   }
   __shared__ float shared[8][kWarps];

@@ -84,9 +84,9 @@ struct KernelParams {
   float inverse_rest_unit, inverse_unit;
   float top_unit;  // kMixture: unit (1 - beta), else 1
   float beta_log_beta, rest_log_rest;
-  float beta, rest, odds;      // kMixture: beta, 1 - beta, beta / (1 - beta)
+  float odds;                  // kMixture: beta / (1 - beta)
   float slope[kSlopeTerms];    // L = d * sum slope_k d^k
-  float excess[kExcessTerms];  // loss = q d^2 sum excess_k d^k
+  float excess[kExcessTerms];  // loss = q d^2 sum excess_k d^k, with q as it stands in Terms
   int32_t row_count;
   int32_t columns;       // common ones
   int32_t zero_columns;  // up to here M has zeros
@@ -162,11 +162,10 @@ __device__ __forceinline__ float Polynomial(const float (&c)[kTerms], float x) {
 // What a thread adds up in phase 1. kMixture: q stands for unit (1 - beta) q and p for unit beta p. Sums of q L (kForward: of q -
 // p) and what they belong to leave out the column with q > 1/2.
 struct Terms {
-  float loss = 0.0f;     // in units of ln2; kMixture: of near and mixed columns
-  float teacher = 0.0f;  // kMixture: p log2(p / m), with p as it stands here; of distant columns
-  float mean = 0.0f;     // q L
-  float distant = 0.0f;  // kMixture: q L of distant columns, which are not in `mean`
-  float near_p = 0.0f;   // kMixture: of near and mixed columns, in q's units
+  // In units of ln2. kMixture: with q as it stands here, and of distant columns p log2(p / m) - q L.
+  float loss = 0.0f;
+  float mean = 0.0f;    // q L
+  float near_p = 0.0f;  // kMixture: of near and mixed columns, in q's units
   float near_q = 0.0f;
   float largest = 0.0f;  // of |q L| (kForward: |q - p|)
   float q_largest = 0.0f;
@@ -202,28 +201,29 @@ struct RowTerms {
       terms.near_q += q;
       terms.near_p = fmaf(q, Exp2(d), terms.near_p);
     }
-    Keep(params, q, slope, kForm == Form::kForward ? -q * slope : q, false, student, teacher, terms);
+    Keep(params, q, slope, kForm == Form::kForward ? -q * slope : q, student, teacher, terms);
   }
 
   // A column of a vector in which many are nearly near. Its share of the loss is a term by itself: a sum of far columns' terms is a
   // difference of entropies, off by 1e-7 of those, which is 1e-4 of the loss of a student that has nearly become its teacher.
-  static __device__ __forceinline__ void Mixed(const KernelParams& params, const RowOffsets& offsets, float log_q, float d,
-                                               float& student, float& teacher, Terms& terms) {
+  static __device__ __forceinline__ void Mixed(const KernelParams& params, const RowOffsets& offsets, float& student,
+                                               float& teacher, Terms& terms) {
+    const float log_q = fmaf(student, params.log2_scales[0], offsets.student);
     if constexpr (kForm != Form::kMixture) {
       Far<true>(params, offsets, log_q, student, teacher, terms);
     } else {
       // A q that vanishes is taken for the least one, and d for what makes p of that.
       const float q = Exp2(fmaxf(log_q, kLeastLog));
       const float log_p = fmaf(teacher, params.log2_scales[1], offsets.teacher) + params.log_rest_unit;
-      d = fminf(d, log_p - kLeastLog);
-      const float ratio = Exp2(d), slope = SlopeOf(ratio * params.odds);
+      const float d = fminf(Difference(params, offsets.difference, student, teacher), log_p - kLeastLog);
+      const float ratio = Exp2(d), weighed = ratio * params.odds, slope = SlopeOf(weighed);
       const float log_m = slope + params.log_rest;  // log2(m / q)
-      const float far = fmaf(params.beta * ratio, d - log_m, -params.rest * log_m);
+      const float far = fmaf(weighed, d - log_m, -log_m);
       terms.loss = fmaf(q, fabsf(d) < kLossLimit ? d * d * Polynomial(params.excess, d) : far, terms.loss);
       terms.near_q += q;
       terms.near_p = fmaf(q, ratio, terms.near_p);
       const float kept = log_q > kLeastLog ? q : 0.0f;
-      Keep(params, kept, slope, kept, false, student, teacher, terms);
+      Keep(params, kept, slope, kept, student, teacher, terms);
     }
   }
 
@@ -264,8 +264,8 @@ struct RowTerms {
       const float log_ratio = fminf(Difference(params, offsets.ratio, student, teacher), kLargestRatio);
       const float ratio = Exp2(log_ratio);
       const float slope = SlopeOf(ratio);
-      terms.teacher = fmaf(q * ratio, log_ratio - slope, terms.teacher);
-      Keep(params, q, slope, q, true, student, teacher, terms);
+      terms.loss = fmaf(q, fmaf(ratio, log_ratio - slope, -slope), terms.loss);
+      Keep(params, q, slope, q, student, teacher, terms);
     } else {
       const float p = Exp2(fmaf(teacher, params.log2_scales[1], offsets.teacher));
       float d = Difference(params, offsets.difference, student, teacher);
@@ -274,11 +274,11 @@ struct RowTerms {
         if (IsRuledOut(student)) d = p > 0.0f ? INFINITY : 0.0f;
         const float difference = q - p;
         terms.loss += Share<kSeriesLoss>(params, q, d, fmaf(difference, static_cast<float>(kLog2E), p * d));
-        Keep(params, q, 0.0f, difference, false, student, teacher, terms);
+        Keep(params, q, 0.0f, difference, student, teacher, terms);
       } else {
         if (IsRuledOut(teacher)) d = q > 0.0f ? -INFINITY : 0.0f;
         terms.loss += Share<kSeriesLoss>(params, q, d, fmaf(p - q, static_cast<float>(kLog2E), -q * d));
-        Keep(params, q, d, q, false, student, teacher, terms);
+        Keep(params, q, d, q, student, teacher, terms);
       }
     }
   }
@@ -296,14 +296,10 @@ struct RowTerms {
   }
 
   // `entry`: the factor of M that is kept.
-  static __device__ __forceinline__ void Keep(const KernelParams& params, float q, float slope, float entry, bool distant,
-                                              float& student, float& teacher, Terms& terms) {
+  static __device__ __forceinline__ void Keep(const KernelParams& params, float q, float slope, float entry, float& student,
+                                              float& teacher, Terms& terms) {
     const float weighted = kForm == Form::kForward ? entry : q * slope;
-    if (distant) {
-      terms.distant += weighted;
-    } else {
-      terms.mean += weighted;
-    }
+    terms.mean += weighted;
     if constexpr (kHalf) {
       terms.largest = fmaxf(terms.largest, fabsf(weighted));
       terms.q_largest = fmaxf(terms.q_largest, q);
@@ -322,11 +318,10 @@ struct RowTerms {
   // units.
   static __device__ __forceinline__ float Loss(const KernelParams& params, const Terms& terms, bool distant, float q, float p) {
     if constexpr (kForm != Form::kMixture) return terms.loss;
-    if (!distant) return terms.loss * params.inverse_rest_unit;
+    if (!distant) return terms.loss * params.inverse_unit;
     const float distant_q = fmaf(-params.inverse_rest_unit, terms.near_q, q);
     const float distant_p = fmaf(-params.inverse_rest_unit, terms.near_p, p);
-    return fmaf(terms.loss, params.inverse_rest_unit, (terms.teacher - terms.distant) * params.inverse_unit) -
-           fmaf(params.beta_log_beta, distant_p, params.rest_log_rest * distant_q);
+    return fmaf(terms.loss, params.inverse_unit, -fmaf(params.beta_log_beta, distant_p, params.rest_log_rest * distant_q));
   }
 };
 
