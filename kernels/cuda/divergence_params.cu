@@ -9,7 +9,8 @@ namespace {
 // generating function of a coin's cumulants: L = K / ln2, and a column's loss is q (beta x e^x - K (1 + y)), of order x^2. beta =
 // 1: q (e^x - 1 - x), L = d. beta = 0: q (x e^x + 1 - e^x), and p - q = q (e^x - 1) is in L's place.
 void SetSeries(Form form, double beta, KernelParams* params) {
-  constexpr int kOrder = kSeries + 2;
+  constexpr int kOrder = kExcessTerms + 2;
+  static_assert(kExcessTerms >= kSlopeTerms);
   double y[kOrder] = {}, k[kOrder] = {}, loss[kOrder] = {}, factorial = 1;
   for (int n = 1; n < kOrder; ++n) {
     factorial *= n;
@@ -29,11 +30,12 @@ void SetSeries(Form form, double beta, KernelParams* params) {
     }
   }
   double power = 1, inverse_factorial = 1;  // ln2^{n - 1}, 1 / n!
-  for (int n = 1; n <= kSeries; ++n, power *= kLn2) {
+  for (int n = 1; n <= kExcessTerms; ++n, power *= kLn2) {
     inverse_factorial /= n;
     const double slope = form == Form::kForward ? kLn2 * inverse_factorial : form == Form::kReverse ? (n == 1 ? 1.0 : 0.0) : k[n];
-    params->slope[n - 1] = static_cast<float>(form == Form::kReverse ? slope : slope * power);
-    params->excess[n - 1] = static_cast<float>(loss[n + 1] * power * kLn2);
+    if (n <= kSlopeTerms) params->slope[n - 1] = static_cast<float>(form == Form::kReverse ? slope : slope * power);
+    const double unit = form == Form::kMixture ? 1 - beta : 1;  // q stands for that times q
+    params->excess[n - 1] = static_cast<float>(loss[n + 1] / unit * power * kLn2);
   }
 }
 
@@ -73,6 +75,7 @@ KernelParams MakeKernelParams(const LogitsView& student, const LogitsView& teach
     // About a column's share of a flat row: logarithms near 0 keep their digits.
     const int log_unit = static_cast<int>(std::log2(static_cast<double>(term.common_columns)));
     params.matrix_factor = std::ldexp(params.matrix_factor, -log_unit);
+    params.odds = static_cast<float>(term.beta / (1 - term.beta));
     params.log_rest = static_cast<float>(std::log2(1 - term.beta));
     params.log_beta = static_cast<float>(std::log2(term.beta));
     params.log_unit = static_cast<float>(log_unit);

@@ -21,15 +21,16 @@
 // after every CTA has summed its slice of row n, so all of the row was in shared memory before.
 //
 // Digits. Columns that all have |d| < 1/2 (a nearly distilled student) take polynomials of d, where every term is of second order
-// by itself; logits are subtracted from each other before the log-sum-exps are. A column with q > 1/2 gets what the others leave:
-// there is at most one, and only in a thread whose exponentials are more than half of the row's. All sums that its entry needs
-// leave it out, so a confident student keeps its digits. L is kept relative to its least value log2(1 - beta), which cancels in M:
-// where the teacher has nothing it is then exactly 0, and a student that disagrees keeps its digits too.
+// by itself; logits are subtracted from each other before the log-sum-exps are. Where an eighth of a vector's lanes have no |d| >=
+// 1 the loss takes the polynomial column by column, and M the logarithm. A column with q > 1/2 gets what the others leave: there is
+// at most one, and only in a thread whose exponentials are more than half of the row's. All sums that its entry needs leave it out,
+// so a confident student keeps its digits. L is kept relative to its least value log2(1 - beta), which cancels in M: where the
+// teacher has nothing it is then exactly 0, and a student that disagrees keeps its digits too.
 //
 // Not finite. The exponentials' sums come out as NaN, and so do the row's loss and M. No loop's length depends on values.
 //
 // Traffic. 10 bytes a column: N4096 V128256 is 5.25 GB; a copy of as many bytes takes 1.24 ms on an H200, whatever its clock, this
-// pass 1.34, and 1.59 at the clock that is left beside products.
+// pass 1.34, and 1.59 at the clock that is left beside products. On an H100 it is 1.74 and 1.84.
 //
 // Work. 5 exponentials and logarithms a column (16 a clock) with 0 < beta < 1, not near: 2 in phase 0 and 3 in phase 1, since p is
 // q 2^d, and where q vanishes only the sum of p is missing, which phase 0 has. That is 3/5 of the clocks; 15 clusters of 8 leave 12
@@ -72,9 +73,9 @@ using cluster_row::LoadVector;
 using cluster_row::Maximum;
 using cluster_row::Ring;
 using cluster_row::StoreVector;
-using divergence_row::kAbsent;
 using divergence_row::kNearLimit;
 using divergence_row::MakeLogits;
+using divergence_row::Nearness;
 using divergence_row::Pack;
 using divergence_row::Place;
 using divergence_row::RowOffsets;
@@ -82,9 +83,6 @@ using divergence_row::RowTerms;
 using divergence_row::Terms;
 using divergence_row::Top;
 using sm90::Exp2;
-
-// Vectors of a warp that are looked at for nearness in vain before it looks no more.
-constexpr int kNearTries = 2;
 
 // Of a row's vectors, those whose exponentials are added up while the row before waits for its log-sum-exps.
 constexpr int kEarlyVectors = 2;
@@ -290,15 +288,14 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
           top.index = index_top;
           if constexpr (kTransformed) top.derivative = Math::Derivative(params, s_top);
           const float d = Math::Difference(params, row_offsets.difference, s_top, t_top);
-          const float p_top = Exp2(fmaf(t_top, params.log2_scales[1], row_offsets.teacher));
           Terms apart;
           if (fabsf(d) < kNearLimit) {
             Math::Near(params, largest, d, s_top, t_top, apart);
           } else {
-            Math::Far(params, row_offsets, largest, s_top, t_top, apart);
+            Math::Mixed(params, row_offsets, s_top, t_top, apart);
           }
           top.slope = t_top;
-          loss = Math::Loss(params, apart, !(fabsf(d) < kNearLimit), Exp2(largest) / params.top_unit, p_top);
+          loss = Math::Loss(params, apart, false, 0.0f, 0.0f);
           q_rest = p_rest = 0.0f;
           for_each_logit([&](float& s, float& t, int index) {
             if (index == top.index) {
@@ -310,7 +307,7 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
           });
         }
       }
-      int32_t tries = 0;  // vectors that were not near: a warp that has seen some does not look any more
+      bool looks = true;  // a warp that has seen a far vector does not look any more
       const auto far = [&](int vector) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -319,23 +316,21 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
         }
       };
       const auto near_or_far = [&](int vector) {
-        if (tries < kNearTries) {
-          float log_q[4], d[4], largest = 0.0f;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            log_q[i] = fmaf(student[vector][i], params.log2_scales[0], row_offsets.student);
-            d[i] = Math::Difference(params, row_offsets.difference, student[vector][i], teacher[vector][i]);
-            if (log_q[i] < kAbsent && (!kTransformed || Math::IsRuledOut(teacher[vector][i]))) d[i] = 0.0f;
-            largest = fmaxf(largest, fabsf(d[i]));
-          }
-          if (__all_sync(0xffffffffu, largest < kNearLimit)) {
+        if (looks) {
+          float log_q[4], d[4];
+          const Nearness nearness = Math::Look(params, row_offsets, student[vector], teacher[vector], log_q, d);
+          if (nearness != Nearness::kFar) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              Math::Near(params, log_q[i], d[i], student[vector][i], teacher[vector][i], terms);
+              if (nearness == Nearness::kNear) {
+                Math::Near(params, log_q[i], d[i], student[vector][i], teacher[vector][i], terms);
+              } else {
+                Math::Mixed(params, row_offsets, student[vector][i], teacher[vector][i], terms);
+              }
             }
             return;
           }
-          ++tries;
+          looks = false;
         }
         far(vector);
       };
@@ -351,10 +346,9 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
         }
         if (part == 0) {
           near_or_far(0);
-          near_or_far(1);
-          first = 2;
+          first = 1;
         }
-        if (tries == kNearTries) {
+        if (!looks) {
 #pragma unroll
           for (int vector = 0; vector < kSlotVectors; ++vector) {
             if (part * kSlotVectors + vector >= first) far(part * kSlotVectors + vector);
@@ -366,9 +360,8 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
           }
         }
       }
-      const float own_sums[4] = {loss + Math::Loss(params, terms, tries != 0, q_rest, p_rest),
-                                 (terms.mean + terms.distant) * params.inverse_rest_unit, q_rest,
-                                 kForm == Form::kForward ? 0.0f : top.slope};
+      const float own_sums[4] = {loss + Math::Loss(params, terms, !looks, q_rest, p_rest), terms.mean * params.inverse_rest_unit,
+                                 q_rest, kForm == Form::kForward ? 0.0f : top.slope};
       place.sums.Give(thread, own_sums);
       if constexpr (kHalf) {  // in M's units
         const float own_extremes[2] = {terms.largest, terms.q_largest};

@@ -49,9 +49,8 @@ constexpr DivergenceForm kMathForm = kForm == Form::kForward   ? DivergenceForm:
 
 using divergence_row::FactorParts;
 using divergence_row::FitHalf;
-using divergence_row::kAbsent;
-using divergence_row::kNearLimit;
 using divergence_row::MakeExact;
+using divergence_row::Nearness;
 using divergence_row::Pack;
 using divergence_row::PowerOfTwo;
 using divergence_row::RowOffsets;
@@ -236,36 +235,32 @@ template <Form kForm, bool kHalf>
 struct ThreadTerms {
   using Math = RowTerms<kForm, /*kTransformed=*/false, kHalf>;
   Terms terms;
-  float far_q = 0.0f, far_p = 0.0f;  // kMixture: of distant columns, near ones have terms.near_q; p in true units
-  int32_t tries = 0;
+  float far_q = 0.0f, far_p = 0.0f;  // kMixture: of distant columns, others have terms.near_q; p in true units
+  bool looks = true;                 // a warp that has seen a far vector does not look any more
 
   __device__ __forceinline__ void Add(const KernelParams& params, const RowOffsets& offsets, float (&student)[4],
                                       float (&teacher)[4]) {
-    float log_q[4];
+    if (looks) {
+      float log_q[4], d[4];
+      const Nearness nearness = Math::Look(params, offsets, student, teacher, log_q, d);
+      if (nearness != Nearness::kFar) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) log_q[i] = fmaf(student[i], params.log2_scales[0], offsets.student);
-    float d[4];
-    bool near = false;
-    if (tries < 2) {
-      float largest = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        d[i] = Math::Difference(params, offsets.difference, student[i], teacher[i]);
-        if (log_q[i] < kAbsent) d[i] = 0.0f;
-        largest = fmaxf(largest, fabsf(d[i]));
+        for (int i = 0; i < 4; ++i) {
+          if (nearness == Nearness::kNear) {
+            Math::Near(params, log_q[i], d[i], student[i], teacher[i], terms);
+          } else {
+            Math::Mixed(params, offsets, student[i], teacher[i], terms);
+          }
+        }
+        return;
       }
-      near = __all_sync(0xffffffffu, largest < kNearLimit);
-      tries += near ? 0 : 1;
-    }
-    if (near) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) Math::Near(params, log_q[i], d[i], student[i], teacher[i], terms);
-      return;
+      looks = false;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      const float log_q = fmaf(student[i], params.log2_scales[0], offsets.student);
       if constexpr (kForm == Form::kMixture) far_p += Exp2(fmaf(teacher[i], params.log2_scales[1], offsets.teacher));
-      Math::Far(params, offsets, log_q[i], student[i], teacher[i], terms);
+      Math::Far(params, offsets, log_q, student[i], teacher[i], terms);
       if constexpr (kForm == Form::kMixture) far_q += student[i];
     }
   }
@@ -328,8 +323,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   float loss = terms.loss, mean = terms.mean;
   if constexpr (kForm == Form::kMixture) {
     q = (terms.near_q + mine.far_q) * params.inverse_rest_unit;
-    mean = (terms.mean + terms.distant) * params.inverse_rest_unit;
-    loss = fmaf(terms.loss, params.inverse_rest_unit, (terms.teacher - terms.distant) * params.inverse_unit) -
+    mean = terms.mean * params.inverse_rest_unit;
+    loss = terms.loss * params.inverse_unit -
            fmaf(params.beta_log_beta, mine.far_p, params.rest_log_rest * (mine.far_q * params.inverse_rest_unit));
   }
   __shared__ float shared[8][kWarps];

@@ -23,7 +23,7 @@ using cluster_row::kInputs;
 
 enum class Form : int32_t { kForward, kMixture, kReverse };
 
-constexpr int kSeries = 6;
+constexpr int kSlopeTerms = 6, kExcessTerms = 8;
 constexpr double kLn2 = 0.693147180559945309417;
 constexpr double kLog2E = 1.44269504088896340736;
 // Stands for columns that are not there; no exponential is left of it, and differences of two of them are finite.
@@ -84,8 +84,9 @@ struct KernelParams {
   float inverse_rest_unit, inverse_unit;
   float top_unit;  // kMixture: unit (1 - beta), else 1
   float beta_log_beta, rest_log_rest;
-  float slope[kSeries];   // L = d * sum slope_k d^k
-  float excess[kSeries];  // loss = q d^2 sum excess_k d^k
+  float odds;                  // kMixture: beta / (1 - beta)
+  float slope[kSlopeTerms];    // L = d * sum slope_k d^k
+  float excess[kExcessTerms];  // loss = q d^2 sum excess_k d^k, with q as it stands in Terms
   int32_t row_count;
   int32_t columns;       // common ones
   int32_t zero_columns;  // up to here M has zeros
@@ -100,6 +101,9 @@ struct KernelParams {
 using sm90::Exp2;
 
 constexpr float kNearLimit = 0.5f;       // of |d|, for the series
+constexpr float kLossLimit = 1.0f;       // of |d|, for the loss's series, which has two terms more
+constexpr int kLossLanes = 4;            // of 32 whose columns are all within kLossLimit: the vector's loss takes the series
+constexpr float kLeastLog = -100.0f;     // log2 of the least q that a loss is taken of, as it stands in Terms
 constexpr float kLargestRatio = 126.0f;  // in log2
 constexpr float kSmallRatio = 0x1p-11f;  // the first term of the series is off by 2.4e-4 of it, the logarithm by 3.4e-4
 constexpr float kAbsent = -1e12f;        // log2 q below this: no column
@@ -146,22 +150,22 @@ __device__ __forceinline__ uint32_t Pack(float low, float high) {
   }
 }
 
-// sum c_k x^k, k < kSeries.
-__device__ __forceinline__ float Polynomial(const float (&c)[kSeries], float x) {
-  float y = c[kSeries - 1];
+// sum c_k x^k, k < kTerms.
+template <int kTerms>
+__device__ __forceinline__ float Polynomial(const float (&c)[kTerms], float x) {
+  float y = c[kTerms - 1];
 #pragma unroll
-  for (int k = kSeries - 2; k >= 0; --k) y = fmaf(x, y, c[k]);
+  for (int k = kTerms - 2; k >= 0; --k) y = fmaf(x, y, c[k]);
   return y;
 }
 
 // What a thread adds up in phase 1. kMixture: q stands for unit (1 - beta) q and p for unit beta p. Sums of q L (kForward: of q -
 // p) and what they belong to leave out the column with q > 1/2.
 struct Terms {
-  float loss = 0.0f;     // in units of ln2; kMixture: of near columns
-  float teacher = 0.0f;  // kMixture: p log2(p / m), with p as it stands here; of distant columns
-  float mean = 0.0f;     // q L
-  float distant = 0.0f;  // kMixture: q L of distant columns, which are not in `mean`
-  float near_p = 0.0f;   // kMixture: of near columns
+  // In units of ln2. kMixture: with q as it stands here, and of distant columns p log2(p / m) - q L.
+  float loss = 0.0f;
+  float mean = 0.0f;    // q L
+  float near_p = 0.0f;  // kMixture: of near and mixed columns, in q's units
   float near_q = 0.0f;
   float largest = 0.0f;  // of |q L| (kForward: |q - p|)
   float q_largest = 0.0f;
@@ -173,6 +177,9 @@ struct RowOffsets {
   float student, teacher;
   float difference, ratio;
 };
+
+// How a warp takes four columns of each of its lanes: all of them near, |d| < kNearLimit; many of them nearly so; or neither.
+enum class Nearness { kNear, kMixed, kFar };
 
 // The column that has more than half of q, in the one thread that has it.
 struct Top {
@@ -192,14 +199,63 @@ struct RowTerms {
     if constexpr (kForm == Form::kMixture) {
       slope -= params.log_rest;
       terms.near_q += q;
-      terms.near_p = fmaf(q, Exp2(d), terms.near_p);  // in q's units
+      terms.near_p = fmaf(q, Exp2(d), terms.near_p);
     }
-    Keep(params, q, slope, kForm == Form::kForward ? -q * slope : q, false, student, teacher, terms);
+    Keep(params, q, slope, kForm == Form::kForward ? -q * slope : q, student, teacher, terms);
+  }
+
+  // A column of a vector in which many are nearly near. Its share of the loss is a term by itself: a sum of far columns' terms is a
+  // difference of entropies, off by 1e-7 of those, which is 1e-4 of the loss of a student that has nearly become its teacher.
+  static __device__ __forceinline__ void Mixed(const KernelParams& params, const RowOffsets& offsets, float& student,
+                                               float& teacher, Terms& terms) {
+    const float log_q = fmaf(student, params.log2_scales[0], offsets.student);
+    if constexpr (kForm != Form::kMixture) {
+      Far<true>(params, offsets, log_q, student, teacher, terms);
+    } else {
+      // A q that vanishes is taken for the least one, and d for what makes p of that.
+      const float q = Exp2(fmaxf(log_q, kLeastLog));
+      const float log_p = fmaf(teacher, params.log2_scales[1], offsets.teacher) + params.log_rest_unit;
+      const float d = fminf(Difference(params, offsets.difference, student, teacher), log_p - kLeastLog);
+      const float ratio = Exp2(d), weighed = ratio * params.odds, slope = SlopeOf(weighed);
+      const float log_m = slope + params.log_rest;  // log2(m / q)
+      const float far = fmaf(weighed, d - log_m, -log_m);
+      terms.loss = fmaf(q, fabsf(d) < kLossLimit ? d * d * Polynomial(params.excess, d) : far, terms.loss);
+      terms.near_q += q;
+      terms.near_p = fmaf(q, ratio, terms.near_p);
+      const float kept = log_q > kLeastLog ? q : 0.0f;
+      Keep(params, kept, slope, kept, student, teacher, terms);
+    }
+  }
+
+  // Whole warps: four columns of each lane, with log2 q and d of each. Columns that are not there have d = 0.
+  static __device__ __forceinline__ Nearness Look(const KernelParams& params, const RowOffsets& offsets, const float (&student)[4],
+                                                  const float (&teacher)[4], float (&log_q)[4], float (&d)[4]) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      log_q[i] = fmaf(student[i], params.log2_scales[0], offsets.student);
+      d[i] = Difference(params, offsets.difference, student[i], teacher[i]);
+      if (log_q[i] < kAbsent && (!kTransformed || IsRuledOut(teacher[i]))) d[i] = 0.0f;
+      largest = fmaxf(largest, fabsf(d[i]));
+    }
+    if (__all_sync(0xffffffffu, largest < kNearLimit)) return Nearness::kNear;
+    return __popc(__ballot_sync(0xffffffffu, largest < kLossLimit)) >= kLossLanes ? Nearness::kMixed : Nearness::kFar;
+  }
+
+  // L of a ratio beta p / ((1 - beta) q).
+  static __device__ __forceinline__ float SlopeOf(float ratio) {
+    float slope;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(slope) : "f"(ratio + 1.0f));
+    // Where the teacher has next to nothing, 1 + ratio and its logarithm have no digits of the ratio left.
+    if (ratio < kSmallRatio) slope = ratio * static_cast<float>(kLog2E);
+    return slope;
   }
 
   // Transformed logits: the class is ruled out, or there is no such column.
   static __device__ __forceinline__ bool IsRuledOut(float logit) { return kTransformed && logit <= -kNoColumn; }
 
+  // `kSeriesLoss`: not for kMixture; the loss takes the series where |d| is within its limit.
+  template <bool kSeriesLoss = false>
   static __device__ __forceinline__ void Far(const KernelParams& params, const RowOffsets& offsets, float log_q, float& student,
                                              float& teacher, Terms& terms) {
     const float q = Exp2(log_q);
@@ -207,12 +263,9 @@ struct RowTerms {
       // Where p / q is not a number any more, q L is 0, as p log2(p / m) is.
       const float log_ratio = fminf(Difference(params, offsets.ratio, student, teacher), kLargestRatio);
       const float ratio = Exp2(log_ratio);
-      float slope;
-      asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(slope) : "f"(ratio + 1.0f));
-      // Where the teacher has next to nothing, 1 + ratio and its logarithm have no digits of the ratio left.
-      if (ratio < kSmallRatio) slope = ratio * static_cast<float>(kLog2E);
-      terms.teacher = fmaf(q * ratio, log_ratio - slope, terms.teacher);
-      Keep(params, q, slope, q, true, student, teacher, terms);
+      const float slope = SlopeOf(ratio);
+      terms.loss = fmaf(q, fmaf(ratio, log_ratio - slope, -slope), terms.loss);
+      Keep(params, q, slope, q, student, teacher, terms);
     } else {
       const float p = Exp2(fmaf(teacher, params.log2_scales[1], offsets.teacher));
       float d = Difference(params, offsets.difference, student, teacher);
@@ -220,14 +273,22 @@ struct RowTerms {
       if constexpr (kForm == Form::kForward) {
         if (IsRuledOut(student)) d = p > 0.0f ? INFINITY : 0.0f;
         const float difference = q - p;
-        terms.loss += fmaf(difference, static_cast<float>(kLog2E), p * d);
-        Keep(params, q, 0.0f, difference, false, student, teacher, terms);
+        terms.loss += Share<kSeriesLoss>(params, q, d, fmaf(difference, static_cast<float>(kLog2E), p * d));
+        Keep(params, q, 0.0f, difference, student, teacher, terms);
       } else {
         if (IsRuledOut(teacher)) d = q > 0.0f ? -INFINITY : 0.0f;
-        terms.loss += fmaf(p - q, static_cast<float>(kLog2E), -q * d);
-        Keep(params, q, d, q, false, student, teacher, terms);
+        terms.loss += Share<kSeriesLoss>(params, q, d, fmaf(p - q, static_cast<float>(kLog2E), -q * d));
+        Keep(params, q, d, q, student, teacher, terms);
       }
     }
+  }
+
+  template <bool kSeriesLoss>
+  static __device__ __forceinline__ float Share(const KernelParams& params, float q, float d, float far) {
+    if constexpr (kSeriesLoss) {
+      if (fabsf(d) < kLossLimit) return q * (d * d) * Polynomial(params.excess, d);
+    }
+    return far;
   }
 
   static __device__ __forceinline__ float Difference(const KernelParams& params, float offset, float student, float teacher) {
@@ -235,14 +296,10 @@ struct RowTerms {
   }
 
   // `entry`: the factor of M that is kept.
-  static __device__ __forceinline__ void Keep(const KernelParams& params, float q, float slope, float entry, bool distant,
-                                              float& student, float& teacher, Terms& terms) {
+  static __device__ __forceinline__ void Keep(const KernelParams& params, float q, float slope, float entry, float& student,
+                                              float& teacher, Terms& terms) {
     const float weighted = kForm == Form::kForward ? entry : q * slope;
-    if (distant) {
-      terms.distant += weighted;
-    } else {
-      terms.mean += weighted;
-    }
+    terms.mean += weighted;
     if constexpr (kHalf) {
       terms.largest = fmaxf(terms.largest, fabsf(weighted));
       terms.q_largest = fmaxf(terms.q_largest, q);
@@ -257,15 +314,14 @@ struct RowTerms {
     return fmaf(-share, share, 1.0f);
   }
 
-  // In units of ln2. `distant`: there are such columns; q and p: the probabilities that `terms` has, near and distant, in true
+  // In units of ln2. `distant`: there are such columns; q and p: the probabilities that `terms` has, distant and others, in true
   // units.
   static __device__ __forceinline__ float Loss(const KernelParams& params, const Terms& terms, bool distant, float q, float p) {
     if constexpr (kForm != Form::kMixture) return terms.loss;
-    if (!distant) return terms.loss * params.inverse_rest_unit;
+    if (!distant) return terms.loss * params.inverse_unit;
     const float distant_q = fmaf(-params.inverse_rest_unit, terms.near_q, q);
     const float distant_p = fmaf(-params.inverse_rest_unit, terms.near_p, p);
-    return fmaf(terms.loss, params.inverse_rest_unit, (terms.teacher - terms.distant) * params.inverse_unit) -
-           fmaf(params.beta_log_beta, distant_p, params.rest_log_rest * distant_q);
+    return fmaf(terms.loss, params.inverse_unit, -fmaf(params.beta_log_beta, distant_p, params.rest_log_rest * distant_q));
   }
 };
 

@@ -21,7 +21,9 @@ PEERS_PREFIX = figures.GPU_PREFIX + "peers_"
 PEER = re.compile(
     rf"{PEERS_PREFIX}(?P<case>.+_v\d+)_(?P<way>.+)_(?P<work>anew|first|bf16|fp32|tau_2_\d+)_(?P<figure>ms|ratio|peak_mib)"
 )
-ERROR = re.compile(rf"{PEERS_PREFIX}smollm2_.+_v\d+_(?P<way>.+)_(?:anew|bf16|fp32)_(?P<figure>loss|grad_hidden|grad_weight)_error")
+ERROR = re.compile(
+    rf"{PEERS_PREFIX}(?P<case>smollm2.*)_n\d+_h\d+_v\d+_(?P<way>.+)_(?:anew|bf16|fp32)_(?P<figure>loss|grad_hidden|grad_weight)_error"
+)
 DRAWN = ("torch_compile", "torch_compile_addmm", "liger_sm90", "quack")
 # What the page's tables have of the ways and the cases; the file has all.
 SHOWN = ("headwater", "torch_eager", "torch_compile", "torch_compile_addmm", "liger_sm90_addmm", "liger_chunked", "quack", "cce")
@@ -73,7 +75,7 @@ def peers_table_of(rows):
             key = match["case"], match["way"]
             cells.setdefault(key, {})[match["work"], match["figure"]] = float(row["value"])
         elif match.re is ERROR:
-            errors.setdefault(match["way"], {})[match["figure"]] = float(row["value"])
+            errors.setdefault((match["case"], match["way"]), {})[match["figure"]] = float(row["value"])
 
     def time(found, work):
         if (work, "ms") not in found:
@@ -93,10 +95,14 @@ def peers_table_of(rows):
         for work in (work for work, figure in found if figure == "ms" and work.startswith("tau")):
             lines.append(f"| {case} | {way}, tau 2^-{work.rpartition('_')[2]} | | | {time(found, work)} | |")
     if errors:
-        lines += ["", "| SmolLM2-135M's rows, error against fp64 | grad_hidden | grad_weight | loss |", "|---|---|---|---|"]
-        for way, found in sorted(errors.items(), key=lambda error: SHOWN.index(error[0])):
+        lines += [
+            "",
+            "| SmolLM2-135M's rows, error against fp64 | way | grad_hidden | grad_weight | loss |",
+            "|---|---|---|---|---|",
+        ]
+        for (case, way), found in sorted(errors.items(), key=lambda error: (error[0][0], SHOWN.index(error[0][1]))):
             values = [f"{found[figure]:.2e}" if figure in found else "" for figure in ("grad_hidden", "grad_weight", "loss")]
-            lines.append(f"| {way} | {' | '.join(values)} |")
+            lines.append(f"| {case} | {way} | {' | '.join(values)} |")
     return lines
 
 

@@ -6,8 +6,8 @@
 // Reads a command a line from standard input, and answers each with a line: "ok", numbers after it, or "error", and why. Tensors
 // are raw files of FOLDER: hidden [rows, width], weight [vocab, width], teacher_hidden, teacher_weight (bf16), targets (int32).
 //
-// - load ROWS WIDTH VOCAB TEACHER_WIDTH MICRO_BATCHES: reads the files. TEACHER_WIDTH 0: cross entropy; else the divergence, beta
-//   1/2.
+// - load ROWS WIDTH VOCAB TEACHER_WIDTH MICRO_BATCHES BETA_PERCENT: reads the files. TEACHER_WIDTH 0: cross entropy; else the
+//   divergence at this beta.
 // - products COUNT: milliseconds of the products of one micro-batch, COUNT times back to back.
 // - add COUNT: those of the first micro-batch, whose grad_weight is added to the accumulator.
 // - step COUNT: those of a micro-batch out of COUNT whole steps: the accumulator cleared, every micro-batch, nothing put off left.
@@ -51,7 +51,7 @@ using testing::CheckStatus;
 }
 
 struct Shape {
-  int64_t rows = 0, width = 0, vocab = 0, teacher_width = 0, micro_batches = 1;
+  int64_t rows = 0, width = 0, vocab = 0, teacher_width = 0, micro_batches = 1, beta_percent = 50;
   int64_t micro_batch_rows() const { return rows / micro_batches; }
 };
 
@@ -152,7 +152,9 @@ class Loaded {
     term.dither_seed = ++seed_;
     term.targets = absl::MakeConstSpan(targets_).subspan(static_cast<size_t>(start), static_cast<size_t>(rows));
     if (teacher_ != nullptr) {
-      term.loss = JsdSpec();
+      JsdSpec spec;
+      spec.beta = static_cast<double>(shape_.beta_percent) / 100;
+      term.loss = spec;
       term.teacher_head = teacher_.get();
       term.teacher_hidden = {teacher_hidden_.as<uint8_t>() + start * shape_.teacher_width * 2, rows, shape_.teacher_width,
                              DataType::kBFloat16, MemorySpace::kDevice};
@@ -201,7 +203,7 @@ class Side {
     if (command == "load") {
       loaded_.reset();
       Shape shape;
-      words >> shape.rows >> shape.width >> shape.vocab >> shape.teacher_width >> shape.micro_batches;
+      words >> shape.rows >> shape.width >> shape.vocab >> shape.teacher_width >> shape.micro_batches >> shape.beta_percent;
       if (!words || shape.micro_batches < 1 || shape.rows % shape.micro_batches != 0) throw std::runtime_error("not a shape");
       loaded_ = std::make_unique<Loaded>(*engine_, blas_, folder_, shape);
     } else if (command == "free") {

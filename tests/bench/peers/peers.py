@@ -7,6 +7,7 @@ Headwater does. A way by autograd adds into `main_grad` in a pass of its own, as
 
 import importlib
 import importlib.util
+import math
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +27,10 @@ class Part:
 class Problem:
     """The rows of a step, the weight, and where its gradient goes."""
 
-    def __init__(self, hidden, weight, targets, micro_batches=1, teacher=None):
+    def __init__(self, hidden, weight, targets, micro_batches=1, teacher=None, beta=0.5):
         self.weight = weight.requires_grad_()
         self.teacher_weight = None if teacher is None else teacher[1]
+        self.beta = beta
         count = len(hidden) // micro_batches
         self.parts = []
         for start in range(0, len(hidden), count):
@@ -60,8 +62,13 @@ class Problem:
         return self.weight.grad if self.main_grad is None else self.main_grad
 
 
-def derivative(logits, teacher_logits, targets):
-    """(sum of the losses, its derivative by the logits); the divergence is the generalized JSD at beta 1/2.
+def log_mixture(log_p, log_q, beta):
+    """log(beta p + (1 - beta) q), 0 < beta < 1."""
+    return torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+
+
+def derivative(logits, teacher_logits, targets, beta=0.5):
+    """(sum of the losses, its derivative by the logits); the divergence is the generalized JSD at `beta`, between 0 and 1.
 
     logits: [rows, vocab]; teacher_logits: the same, or None for the cross entropy; targets: int64 [rows]. In fp32, or fp64 for fp64
     logits; the derivative has the logits' type.
@@ -73,11 +80,11 @@ def derivative(logits, teacher_logits, targets):
         columns = torch.arange(logits.shape[1], device=logits.device)
         return losses, (log_q.exp() - (columns == targets[:, None]).to(precision)).to(logits.dtype)
     log_p = F.log_softmax(teacher_logits.to(precision), dim=-1)
-    log_m = torch.logaddexp(log_p, log_q) - 0.6931471805599453
+    log_m = log_mixture(log_p, log_q, beta)
     q, ratio = log_q.exp(), log_q - log_m
     reverse = (q * ratio).sum(-1, keepdim=True)
-    losses = 0.5 * (log_p.exp() * (log_p - log_m)).sum() + 0.5 * reverse.sum()
-    return losses, (0.5 * q * (ratio - reverse)).to(logits.dtype)
+    losses = beta * (log_p.exp() * (log_p - log_m)).sum() + (1 - beta) * reverse.sum()
+    return losses, ((1 - beta) * q * (ratio - reverse)).to(logits.dtype)
 
 
 def reference(problem, rows, ids, precision):
@@ -90,7 +97,7 @@ def reference(problem, rows, ids, precision):
         chunk = slice(start, start + block)
         hidden = part.hidden.detach()[chunk].to(precision)
         teacher_logits = None if teacher_weight is None else part.teacher_hidden[chunk].to(precision) @ teacher_weight.T
-        value, gradient = derivative(hidden @ weight.T, teacher_logits, part.targets[chunk])
+        value, gradient = derivative(hidden @ weight.T, teacher_logits, part.targets[chunk], problem.beta)
         loss += value.item()
         if start < rows:
             grad_hidden.append(gradient[: rows - start] @ weight)
@@ -98,7 +105,7 @@ def reference(problem, rows, ids, precision):
     return loss, torch.cat(grad_hidden), grad_weight
 
 
-def eager_loss(hidden, weight, targets, teacher_hidden, teacher_weight):
+def eager_loss(hidden, weight, targets, teacher_hidden, teacher_weight, beta=0.5):
     """The textbook's loss: logits in fp32, summed over the rows."""
     logits = F.linear(hidden, weight).float()
     if teacher_hidden is None:
@@ -106,10 +113,10 @@ def eager_loss(hidden, weight, targets, teacher_hidden, teacher_weight):
     log_q = F.log_softmax(logits, dim=-1)
     with torch.no_grad():
         log_p = F.log_softmax(F.linear(teacher_hidden, teacher_weight).float(), dim=-1)
-    log_m = torch.logaddexp(log_p, log_q) - 0.6931471805599453
+    log_m = log_mixture(log_p, log_q, beta)
     forward = F.kl_div(log_m, log_p, reduction="sum", log_target=True)
     reverse = F.kl_div(log_m, log_q, reduction="sum", log_target=True)
-    return 0.5 * forward + 0.5 * reverse
+    return beta * forward + (1 - beta) * reverse
 
 
 def member(package, module, name):
@@ -160,7 +167,7 @@ def by_row_pass(row_pass):
     def compute(problem, part, work, first):
         with torch.no_grad():
             teacher = None if part.teacher_hidden is None else part.teacher_hidden @ problem.teacher_weight.T
-            value, gradient = row_pass(part.hidden @ problem.weight.T, teacher, part.targets)
+            value, gradient = row_pass(part.hidden @ problem.weight.T, teacher, part.targets, problem.beta)
             del teacher
             part.hidden.grad = gradient @ problem.weight
             add_product(problem.main_grad, gradient.T, part.hidden, first)
@@ -245,12 +252,12 @@ def ways_of(problem, options):
     """name -> (works, computation of a micro-batch, or {configuration: such}, of which the fastest is meant)."""
 
     def eager(hidden, weight, part):
-        return eager_loss(hidden, weight, part.targets, part.teacher_hidden, problem.teacher_weight)
+        return eager_loss(hidden, weight, part.targets, part.teacher_hidden, problem.teacher_weight, problem.beta)
 
     compiled_loss = compiled(eager_loss, options)
 
     def by_compiler(hidden, weight, part):
-        return compiled_loss(hidden, weight, part.targets, part.teacher_hidden, problem.teacher_weight)
+        return compiled_loss(hidden, weight, part.targets, part.teacher_hidden, problem.teacher_weight, problem.beta)
 
     ways = {
         "torch_compile": (WORKS, by_autograd(by_compiler)),
@@ -263,7 +270,7 @@ def ways_of(problem, options):
     if problem.teacher_weight is not None:
         chunked = member("liger_kernel", "liger_kernel.chunked_loss", "LigerFusedLinearJSDLoss")
         if chunked is not None:
-            loss = chunked(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.5)
+            loss = chunked(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=problem.beta)
             ways["liger_chunked"] = (
                 lightest,
                 by_autograd(lambda h, w, part: loss(h, w, part.teacher_hidden, problem.teacher_weight, part.targets)),

@@ -22,7 +22,7 @@ class Side:
         self._folder = folder
         self._problem = None
 
-    def load(self, rows, width, vocab, teacher_width, micro_batches):
+    def load(self, rows, width, vocab, teacher_width, micro_batches, beta_percent):
         targets = torch.frombuffer(bytearray((self._folder / "targets").read_bytes()), dtype=torch.int32).long()
         teacher = None
         if teacher_width:
@@ -30,7 +30,7 @@ class Side:
         hidden, weight = (read(self._folder, name, width) for name in ("hidden", "weight"))
         if hidden.shape != (rows, width) or weight.shape != (vocab, width) or len(targets) != rows:
             raise ValueError("the files are not of this shape")
-        self._problem = peers.Problem(hidden, weight, targets, micro_batches, teacher)
+        self._problem = peers.Problem(hidden, weight, targets, micro_batches, teacher, beta_percent / 100)
         self._compute = peers.by_row_pass(peers.derivative)
         self._problem.prepare("fp32")
 
