@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/conversions.h"
-#include "kernels/cuda/gradient_debt.h"
+#include "kernels/cuda/deferred_grad_weight.h"
 #include "kernels/cuda/term_form.h"
 #include "kernels/cuda/weight_contribution.h"
 
@@ -79,8 +79,8 @@ absl::Status SearchShard(EngineCore& core, CudaHead& head, int32_t rank) {
 absl::Status SearchAlgorithms(EngineCore& core, CudaHead& head) {
   if (!core.options().timed_search || core.options().deterministic || head.spec().data_type == DataType::kFloat32)
     return absl::OkStatus();
-  // The whole workspace is used; what other heads are owed lies there.
-  HEADWATER_RETURN_IF_ERROR(core.debt().Settle());
+  // The whole workspace is used; rows of other heads may wait there.
+  HEADWATER_RETURN_IF_ERROR(core.deferred().Flush());
   for (int32_t rank = 0; rank < head.shard_count(); ++rank) HEADWATER_RETURN_IF_ERROR(SearchShard(core, head, rank));
   return core.Synchronize("the search for algorithms");
 }

@@ -4,7 +4,8 @@
 #include <optional>
 
 #include "kernels/cuda/conversions.h"
-#include "kernels/cuda/gradient_debt.h"
+#include "kernels/cuda/deferred_grad_weight.h"
+#include "kernels/cuda/e_product.h"
 #include "kernels/cuda/matrix_rows.h"
 #include "kernels/cuda/profile_range.h"
 
@@ -67,7 +68,7 @@ Computation::Computation(EngineCore& core, std::vector<Member> members, bool who
       whole_workspace_(whole_workspace),
       stream_(core.stream()),
       workspace_(core.workspace().As<void>(),
-                 core.workspace().bytes() - (whole_workspace ? 0 : GradientDebt::ShareOf(core.workspace().bytes()))),
+                 core.workspace().bytes() - (whole_workspace ? 0 : DeferredGradWeight::ShareOf(core.workspace().bytes()))),
       host_(core.bounce()),
       flow_(members_.size() == 1 ? members_.front().micro_batch->flow : nullptr) {}
 
@@ -314,6 +315,8 @@ absl::Status Computation::RunWork(Work* work) {
     own.row_factor = slot.Take<float>(work->rows);
     own.target_factor = slot.Take<float>(work->rows);
     own.alpha = slot.Take<float>(2);
+  } else if (Defers(*work)) {
+    HEADWATER_RETURN_IF_ERROR(ReserveOperands(work));
   }
   work->reports = host_.Take<RowReport>(work->rows);
   work->non_finite = host_.Take<uint8_t>(work->rows);
@@ -531,7 +534,7 @@ absl::Status Computation::RunOverflowed(Work* work, int64_t first) {
 
 absl::Status Computation::RunLogits(Work* work) {
   const TermRun& term = *work->term;
-  const int64_t slice_rows = work->own.matrices.empty() ? work->rows : term.slice_rows;
+  const int64_t slice_rows = term.IsSliced(term.FormOf(work->rows)) ? term.slice_rows : work->rows;
   const bool is_sliced = slice_rows < work->rows;
   // Rows that stay on the device do so all at once: one product is better than several.
   const bool leaves_early =
@@ -778,12 +781,12 @@ MutableMatrix Computation::MatrixOut(const Work& work, const Slice& slice, int32
   matrix.columns = shard.columns;
   matrix.element = term.MatrixElement();
   matrix.stride = ProductStride(shard.columns);
-  if (term.FormOf(work.rows) == Form::kExponentials && !work.overflowed) {
+  if (!work.own.matrices.empty()) {
+    matrix.data = Advance(work.own.matrices[static_cast<size_t>(rank)], matrix.element, slice.first * matrix.stride);
+  } else if (term.FormOf(work.rows) == Form::kExponentials && !work.overflowed) {
     // Those of all rows are kept.
     if (work.kept_matrix != nullptr) matrix.data = work.kept_matrix;
     matrix.data = Advance(matrix.data, matrix.element, slice.first * matrix.stride);
-  } else if (!work.own.matrices.empty()) {
-    matrix.data = Advance(work.own.matrices[static_cast<size_t>(rank)], matrix.element, slice.first * matrix.stride);
   } else {
     matrix.stride *= BytesOf(term.ProductElement(term.large_form)) / BytesOf(matrix.element);
   }

@@ -70,8 +70,8 @@ int64_t MostHostRows(int64_t term_count);
 // Made and run by the holder of the work lock.
 class Computation {
  public:
-  // Several members: any two of them CanJoin(). All that they point to must outlive this. `whole_workspace`: nothing is owed, and
-  // nothing is put off.
+  // Several members: any two of them CanJoin(). All that they point to must outlive this. `whole_workspace`: no rows wait for their
+  // product, and none are to.
   Computation(EngineCore& core, std::vector<Member> members, bool whole_workspace);
   ~Computation();
 
@@ -113,6 +113,7 @@ class Computation {
     int64_t placed;         // rows that are where the products read them
     void* kept_matrix;      // M's place in the slot, if rows are kept; else null
     bool overflowed;        // the exponential form is done again as rows
+    bool waits;             // its grad_weight product is deferred: `own` has the operands where they wait
     bool owes_grad_weight;  // that of all rows is still to be added
     bool results_leave;     // everything that the caller gets has been enqueued, but for rows on their way to pageable memory
     // Host copies (page-locked).
@@ -187,8 +188,10 @@ class Computation {
   // Calls visit(part, rows of the part that are in the slice) in order.
   absl::Status ForEachPart(const Work& work, const Slice& slice, absl::FunctionRef<absl::Status(const Part&, const Slice&)> visit);
   absl::Status MakeGroups(Work* work);
-  // Whether the term's grad_weight product is put off (gradient_debt.h).
-  bool PutsOff(const Work& work) const;
+  // Whether the work's grad_weight product is deferred (deferred_grad_weight.h).
+  bool Defers(const Work& work) const;
+  // Makes a place for the operands of such a product, and lets the work write them there.
+  absl::Status ReserveOperands(Work* work);
 
   // The forms: from hidden states to M, factors and reports.
   absl::Status RunExponentials(Work* work);

@@ -3,22 +3,45 @@
 
 #include "kernels/cuda/computation.h"
 #include "kernels/cuda/conversions.h"
-#include "kernels/cuda/gradient_debt.h"
+#include "kernels/cuda/deferred_grad_weight.h"
 #include "kernels/cuda/matrix_rows.h"
 #include "kernels/cuda/profile_range.h"
 #include "kernels/cuda/target_groups.h"
 
 namespace headwater::cuda {
-bool Computation::PutsOff(const Work& work) const {
-  // What is put off is added together with what comes later, and that depends on other calls.
-  if (core_.options().deterministic) return false;
-  return !whole_workspace_ && work.staged == nullptr && core_.debt().Takes(*work.term->head, work.term->MatrixElement(), work.rows);
+
+bool Computation::Defers(const Work& work) const {
+  // A deferred product has other calls' rows in it, which deterministic mode excludes.
+  if (core_.options().deterministic || whole_workspace_ || work.staged != nullptr || !work.backward ||
+      work.term->plan->grad_weight == GradWeightMode::kNone) {
+    return false;
+  }
+  const bool leaves = work.wants_grad_hidden && std::any_of(work.parts.begin(), work.parts.end(),
+                                                            [](const Part& part) { return part.member->gradient_leaves; });
+  const bool overlaps = leaves || group_ != nullptr || work.parts.size() > 1;
+  if (overlaps && work.rows > DeferredGradWeight::kMaxOverlappedRows) return false;
+  return core_.deferred().Takes(*work.term->head, work.term->MatrixElement(), work.rows);
+}
+
+absl::Status Computation::ReserveOperands(Work* work) {
+  absl::StatusOr<DeferredGradWeight::Operands> operands = core_.deferred().Reserve(work->term->head, work->rows);
+  if (!operands.ok()) return operands.status();
+  work->waits = true;
+  TermBuffers& own = work->own;
+  own.matrices = {operands->matrix};
+  // Only the targets' share reads the rows themselves.
+  if (work->term->plan->hard_weight > 0) own.hidden = operands->hidden;
+  own.scaled = operands->scaled;
+  own.row_factor = operands->row_factor;
+  own.target_factor = operands->target_factor;
+  own.targets = operands->targets;
+  return absl::OkStatus();
 }
 
 absl::Status Computation::MakeGroups(Work* work) {
   const TermRun& term = *work->term;
   const bool adds_targets = work->backward && term.plan->grad_weight != GradWeightMode::kNone && term.plan->hard_weight > 0;
-  if (!adds_targets || PutsOff(*work)) return absl::OkStatus();
+  if (!adds_targets || work->waits) return absl::OkStatus();
   int32_t* order = host_.Take<int32_t>(work->rows);
   int32_t* starts = host_.Take<int32_t>(work->rows + 1);
   const GroupCounts counts = GroupByTarget(work->targets, work->rows, order, starts);
@@ -179,9 +202,15 @@ absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
                                                   {scaled, slice.count, work->hidden.columns, stride, element}, own.alpha, stream_),
                                   "scaling hidden states"));
   if (element == Element::kFloat16) contribution.scaled_factor = own.alpha;
+  if (work->waits) {
+    // Once for all slices.
+    if (first + slice.count < work->rows) return absl::OkStatus();
+    HEADWATER_RETURN_IF_ERROR(Decide());
+    core_.deferred().Add(work->rows, term.plan->hard_weight > 0 ? work->targets : nullptr);
+    return absl::OkStatus();
+  }
   // Once for all slices, when the factors of all rows are there.
-  const bool puts_off = PutsOff(*work);
-  if ((puts_off || work->groups.group_count > 0) && term.plan->hard_weight > 0 && first + slice.count == work->rows) {
+  if (work->groups.group_count > 0 && term.plan->hard_weight > 0 && first + slice.count == work->rows) {
     contribution.has_targets = true;
     contribution.hidden = work->hidden;
     contribution.target_factor = own.target_factor;
@@ -193,21 +222,39 @@ absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
     return absl::OkStatus();
   }
   if (term.plan->grad_weight == GradWeightMode::kAccumulate) HEADWATER_RETURN_IF_ERROR(Decide());
-  if (puts_off) return core_.debt().Add(term.head, contribution, work->targets);
-  // What came earlier is added earlier.
-  HEADWATER_RETURN_IF_ERROR(core_.debt().SettleFor(*term.head));
+  bool overwrites = false;
+  if (work->staged == nullptr) {
+    // What came earlier is added earlier.
+    const absl::StatusOr<bool> counts_as_zero = core_.deferred().FlushBefore(term.head);
+    if (!counts_as_zero.ok()) return counts_as_zero.status();
+    overwrites = *counts_as_zero;
+    term.head->set_gradient_known(!overwrites);  // if it is left half-way
+  }
+  if (overwrites && contribution.has_targets) {
+    // The targets' rows are added behind the product, when the caller's hidden states may be gone. grad_hidden's product is not
+    // needed any more.
+    HEADWATER_RETURN_IF_ERROR(
+        Check(cudaMemcpyAsync(own.product, contribution.hidden.data, static_cast<size_t>(work->rows * stride * BytesOf(element)),
+                              cudaMemcpyDeviceToDevice, stream_),
+              "keeping hidden states"));
+    contribution.hidden.data = own.product;
+  }
   const WeightScratch scratch = {own.alpha + 1, own.bias_scratch};
   const auto target = [&](int32_t rank) {
     return work->staged == nullptr ? term.head->accumulator(rank) : term.head->staging_slot(rank, work->staged->slot.index());
   };
-  HEADWATER_RETURN_IF_ERROR(AddTargets(core_, *term.head, contribution, 1, target));
+  if (!overwrites) HEADWATER_RETURN_IF_ERROR(AddTargets(core_, *term.head, contribution, 1, target));
   if (work->results_leave) {
     HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(core_.results_event(), stream_), "recording an event"));
     products_go_on_ = true;
     // They read scaled rows.
     left_idle_ = RawHiddenOf(work->parts.front());
   }
-  return AddProducts(core_, *term.head, contribution, 1, scratch, target);
+  HEADWATER_RETURN_IF_ERROR(AddProducts(core_, *term.head, contribution, 1, scratch, overwrites, target));
+  if (!overwrites) return absl::OkStatus();
+  HEADWATER_RETURN_IF_ERROR(AddTargets(core_, *term.head, contribution, 1, target));
+  term.head->set_gradient_known(true);
+  return absl::OkStatus();
 }
 
 absl::Status Computation::AddOwedGradWeight(Work* work) {

@@ -123,8 +123,8 @@ std::vector<RowSlice> Computation::SlicesOf(const Work& work) const {
     const bool leaves = work.wants_grad_hidden && part.member->gradient_leaves;
     needs.leaves = leaves && group_ == nullptr;
     // What leaves does so while grad_weight is computed, if that is, and now. Whether rows are kept is each rank's own matter.
-    const bool weight_follows = work.term->plan->grad_weight != GradWeightMode::kNone &&
-                                (group_ != nullptr || work.staged == nullptr || !work.staged->keeps_rows);
+    const bool keeps_rows = work.waits || (work.staged != nullptr && work.staged->keeps_rows);
+    const bool weight_follows = work.term->plan->grad_weight != GradWeightMode::kNone && (group_ != nullptr || !keeps_rows);
     needs.ends_by_way = leaves && !weight_follows;
   }
   return SliceRows(work.rows, needs);
@@ -286,7 +286,9 @@ absl::Status Computation::PlaceRows(ConstMatrix source, int64_t first, bool cont
 absl::Status Computation::PlaceSlice(Work* work, const Slice& slice) {
   TermBuffers& own = work->own;
   const Element element = work->term->MatrixElement();
-  const bool keeps_rows = work->staged != nullptr && work->staged->keeps_rows;
+  // The rows are read once more when the caller's memory may be gone.
+  const bool keeps_rows =
+      (work->staged != nullptr && work->staged->keeps_rows) || (work->waits && work->term->plan->hard_weight > 0);
   const bool is_alone = work->parts.size() == 1;
   if (slice.count < work->rows) HEADWATER_RETURN_IF_ERROR(core_.Order(core_.upload_stream(), stream_));
   HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {

@@ -17,11 +17,11 @@
 #include "kernels/cuda/caller_memory.h"
 #include "kernels/cuda/computation.h"
 #include "kernels/cuda/cuda_head.h"
+#include "kernels/cuda/deferred_grad_weight.h"
 #include "kernels/cuda/device_group.h"
 #include "kernels/cuda/engine_core.h"
 #include "kernels/cuda/expected_rows.h"
 #include "kernels/cuda/foreign_memory.h"
-#include "kernels/cuda/gradient_debt.h"
 #include "kernels/cuda/head_plan.h"
 #include "kernels/cuda/row_digester.h"
 #include "kernels/cuda/staged_contribution.h"
@@ -367,7 +367,7 @@ class CudaEngine final : public LossEngine {
     }
     if (group.size() > 1) {
       const int64_t bytes = core_->workspace().bytes();
-      whole = JoinedBytes(members) > bytes - GradientDebt::ShareOf(bytes);
+      whole = JoinedBytes(members) > bytes - DeferredGradWeight::ShareOf(bytes);
     }
     absl::Status interruption;
     const absl::Status status = core_->RunAlone([&] { return Run(group, members, whole, &interruption); });
@@ -447,7 +447,7 @@ class CudaEngine final : public LossEngine {
 
   // For RunDecided() and Act().
   absl::Status Run(const std::vector<Call*>& group, const std::vector<Member>& members, bool whole, absl::Status* interruption) {
-    if (whole) HEADWATER_RETURN_IF_ERROR(core_->debt().Settle());
+    if (whole) HEADWATER_RETURN_IF_ERROR(core_->deferred().Flush());
     for (Call* call : group) HEADWATER_RETURN_IF_ERROR(ClearSlots(call->staged));
     Computation computation(*core_, members, whole);
     const absl::Status run = computation.Run();
@@ -457,7 +457,8 @@ class CudaEngine final : public LossEngine {
     return absl::OkStatus();
   }
 
-  // Plans the chunks, and finds out whether they need the whole workspace, and not only what the debt leaves.
+  // Plans the chunks, and finds out whether they need the whole workspace, and not only what rows that wait for their product
+  // leave.
   absl::Status CutIntoChunks(Call* call) const {
     ChunkLimits limits;
     HEADWATER_RETURN_IF_ERROR(FindLimits(call, &limits));
@@ -522,7 +523,7 @@ class CudaEngine final : public LossEngine {
     int64_t rows = 0;
     for (const Chunk& chunk : call->plan.chunks) rows = std::max(rows, static_cast<int64_t>(chunk.batch_rows.size()));
     const int64_t bytes = core_->workspace().bytes(), needed = ChunkBytes(call->terms, call->micro_batch, rows);
-    call->needs_whole_workspace = needed > bytes - GradientDebt::ShareOf(bytes);
+    call->needs_whole_workspace = needed > bytes - DeferredGradWeight::ShareOf(bytes);
     return needed;
   }
 

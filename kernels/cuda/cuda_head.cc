@@ -7,7 +7,7 @@
 
 #include "kernels/core/head_tensors.h"
 #include "kernels/core/optimizer_step.h"
-#include "kernels/cuda/gradient_debt.h"
+#include "kernels/cuda/deferred_grad_weight.h"
 #include "kernels/cuda/parameters.h"
 #include "kernels/cuda/workspace.h"
 
@@ -62,7 +62,7 @@ CudaHead::CudaHead(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadP
 CudaHead::~CudaHead() {
   {
     WorkLock lock(*core_);
-    core_->debt().Forget(*this);
+    core_->deferred().Discard(*this);
     // Work that nobody has waited for may still read and write it.
     static_cast<void>(core_->Synchronize("work of a head that goes away"));
     storage_.clear();
@@ -169,15 +169,15 @@ const DeviceMemory& CudaHead::staging_memory(int32_t rank, int32_t slot) const {
   return storage_[static_cast<size_t>(rank)].staging[static_cast<size_t>(slot)];
 }
 
-absl::Status CudaHead::SettleGradient(HeadTensor tensor) const {
-  return IsGradient(tensor) ? core_->debt().SettleFor(*this) : absl::OkStatus();
+absl::Status CudaHead::FlushGradient(HeadTensor tensor) const {
+  return IsGradient(tensor) ? core_->deferred().FlushFor(*this) : absl::OkStatus();
 }
 
 absl::Status CudaHead::ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
   HEADWATER_RETURN_IF_ERROR(CheckRange(tensor, element_start, element_count));
   WorkLock lock(*core_);
   HEADWATER_RETURN_IF_ERROR(core_->health());
-  HEADWATER_RETURN_IF_ERROR(SettleGradient(tensor));
+  HEADWATER_RETURN_IF_ERROR(FlushGradient(tensor));
   const DataType type = TensorDataType(tensor);
   TensorCopy copy(*core_);
   for (int32_t rank = 0; rank < shard_count(); ++rank) {
@@ -194,7 +194,7 @@ absl::Status CudaHead::WriteTensor(HeadTensor tensor, int64_t element_start, int
   WorkLock lock(*core_);
   TensorCopy copy(*core_);
   const auto write = [&] {
-    HEADWATER_RETURN_IF_ERROR(SettleGradient(tensor));
+    HEADWATER_RETURN_IF_ERROR(FlushGradient(tensor));
     if (is_replica()) return WriteReplica(&copy, tensor, element_start, element_count, in);
     for (int32_t rank = 0; rank < shard_count(); ++rank) {
       const Piece piece = PieceOf(RankOf(rank), tensor, element_start, element_count);
@@ -225,19 +225,38 @@ absl::Status CudaHead::WritePiece(TensorCopy* copy, HeadTensor tensor, int32_t r
   return copy->Write(from, ElementOf(type), PlaceOf(rank, tensor), piece.first, piece.count, has_follower ? &follower : nullptr);
 }
 
-absl::Status CudaHead::Clear(const DeviceMemory& memory) {
+absl::Status CudaHead::Clear(const DeviceMemory& memory) const {
   if (memory.bytes() == 0) return absl::OkStatus();
   return core_->Check(cudaMemsetAsync(memory.As<void>(), 0, static_cast<size_t>(memory.bytes()), core_->stream()),
                       "clearing a tensor");
 }
 
+absl::Status CudaHead::ClearUnwrittenRows(int32_t rank) {
+  const DeviceMemory& memory = storage_[static_cast<size_t>(rank)].grad_weight;
+  const int64_t first = shard_weights(rank).columns * PaddedWidth(spec().hidden_size) * int64_t{sizeof(float)};
+  if (memory.bytes() <= first) return absl::OkStatus();
+  return core_->Check(cudaMemsetAsync(memory.As<char>() + first, 0, static_cast<size_t>(memory.bytes() - first), core_->stream()),
+                      "clearing a tensor");
+}
+
+void CudaHead::NoteZeros(Zeros zeros) {
+  if (!core_->options().deterministic) zeros_ = zeros;
+}
+
+absl::Status CudaHead::WriteZeros() const {
+  if (std::exchange(zeros_, Zeros::kNone) != Zeros::kCounted) return absl::OkStatus();
+  for (const ShardStorage& storage : storage_) HEADWATER_RETURN_IF_ERROR(Clear(storage.grad_weight));
+  return absl::OkStatus();
+}
+
 absl::Status CudaHead::ZeroGradient() {
   WorkLock lock(*core_);
   return core_->RunDecidedByShard([this](int32_t rank) {
-    core_->debt().Forget(*this);
+    core_->deferred().Discard(*this);
     const ShardStorage& storage = storage_[static_cast<size_t>(rank)];
-    HEADWATER_RETURN_IF_ERROR(Clear(storage.grad_weight));
     HEADWATER_RETURN_IF_ERROR(Clear(storage.grad_bias));
+    HEADWATER_RETURN_IF_ERROR(core_->options().deterministic ? Clear(storage.grad_weight) : ClearUnwrittenRows(rank));
+    NoteZeros(Zeros::kCounted);
     gradient_known_ = true;
     return absl::OkStatus();
   });
@@ -250,7 +269,7 @@ absl::Status CudaHead::AddToGradient(HeadTensor tensor, int64_t element_start, i
   WorkLock lock(*core_);
   TensorCopy copy(*core_);
   return core_->RunDecidedByShard([&](int32_t rank) {
-    HEADWATER_RETURN_IF_ERROR(SettleGradient(tensor));
+    HEADWATER_RETURN_IF_ERROR(FlushGradient(tensor));
     const Piece piece = UpdatedPiece(rank, tensor, element_start, element_count);
     if (piece.count == 0) return absl::OkStatus();
     return copy.AddProduct(in + piece.offset, alpha, PlaceOf(rank, tensor), piece.first, piece.count);
@@ -273,7 +292,7 @@ absl::StatusOr<GradientStats> CudaHead::ComputeGradientStats() const {
   WorkLock lock(*core_);
   HEADWATER_RETURN_IF_ERROR(core_->health());
   HEADWATER_RETURN_IF_ERROR(core_->CheckWorkspace());
-  HEADWATER_RETURN_IF_ERROR(core_->debt().SettleFor(*this));
+  HEADWATER_RETURN_IF_ERROR(core_->deferred().FlushFor(*this));
   const cudaStream_t stream = core_->stream();
   const size_t result_count = 2 * storage_.size();
   Workspace workspace(core_->workspace().As<void>(), core_->workspace().bytes());
@@ -358,10 +377,12 @@ absl::Status CudaHead::ApplyOptimizer(const OptimizerStep& step) {
   HEADWATER_RETURN_IF_ERROR(CheckOptimizerStep(spec(), step));
   WorkLock lock(*core_);
   return core_->RunDecidedByShard([&](int32_t rank) {
-    HEADWATER_RETURN_IF_ERROR(core_->debt().SettleFor(*this));
+    HEADWATER_RETURN_IF_ERROR(core_->deferred().FlushFor(*this));
     HEADWATER_RETURN_IF_ERROR(UpdateParameters(step, rank, /*is_weight=*/true));
     if (spec().has_bias) HEADWATER_RETURN_IF_ERROR(UpdateParameters(step, rank, /*is_weight=*/false));
-    return is_replica() ? GatherWeights() : absl::OkStatus();
+    if (is_replica()) return GatherWeights();
+    NoteZeros(Zeros::kWritten);  // by the update
+    return absl::OkStatus();
   });
 }
 

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -82,7 +83,12 @@ class CudaHead final : public HeadBase {
   WeightTarget accumulator(int32_t rank) const;                          // null for a frozen head
   WeightTarget staging_slot(int32_t rank, int32_t slot) const;           // laid out as the accumulator
   const DeviceMemory& staging_memory(int32_t rank, int32_t slot) const;  // the whole slot
-  // False once adding what was put off was left half-way, until ZeroGradient(). For the holder of the work lock.
+  // The accumulator may count as 0 without having been read: a contribution may overwrite it. TakeZeros() tells, for a caller that
+  // does; WriteZeros() enqueues the zeros that memory lacks, for one that does not. For the holder of the work lock, as what
+  // follows. In deterministic mode the accumulator is always written and added to.
+  bool TakeZeros() { return std::exchange(zeros_, Zeros::kNone) != Zeros::kNone; }
+  absl::Status WriteZeros() const;
+  // False once adding deferred products was left half-way, until ZeroGradient().
   bool gradient_known() const { return gradient_known_; }
   void set_gradient_known(bool known) { gradient_known_ = known; }
 
@@ -105,18 +111,25 @@ class CudaHead final : public HeadBase {
   absl::Status ReduceTensor(const DeviceMemory& memory, int64_t row_stride);
   // Enqueues the exchange of the ranks' new weights.
   absl::Status GatherWeights();
-  // Adds what is put off (gradient_debt.h), where a call is about the accumulator.
-  absl::Status SettleGradient(HeadTensor tensor) const;
+  // Adds deferred products (deferred_grad_weight.h), where a call is about the accumulator.
+  absl::Status FlushGradient(HeadTensor tensor) const;
   // Enqueues the update of a shard's weight, or of its bias.
   absl::Status UpdateParameters(const OptimizerStep& step, int32_t rank, bool is_weight);
+  // What is known of grad_weight: nothing; that it is 0; that it counts as 0, whatever is in its memory.
+  enum class Zeros { kNone, kWritten, kCounted };
+  // Lets `zeros` be known, unless the mode is deterministic.
+  void NoteZeros(Zeros zeros);
+  // Enqueues zeros over rows of grad_weight that no product writes: those of no valid id.
+  absl::Status ClearUnwrittenRows(int32_t rank);
   // Enqueues bytes of 0 over whole tensors.
-  absl::Status Clear(const DeviceMemory& memory);
+  absl::Status Clear(const DeviceMemory& memory) const;
 
   const std::shared_ptr<EngineCore> core_;
   const int64_t own_bytes_;
   const int64_t chunk_bytes_;
   std::vector<ShardStorage> storage_;
   bool gradient_known_ = true;
+  mutable Zeros zeros_ = Zeros::kNone;
 };
 
 }  // namespace headwater::cuda

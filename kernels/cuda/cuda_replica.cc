@@ -4,8 +4,8 @@
 
 #include "kernels/core/head_tensors.h"
 #include "kernels/cuda/cuda_head.h"
+#include "kernels/cuda/deferred_grad_weight.h"
 #include "kernels/cuda/device_group.h"
-#include "kernels/cuda/gradient_debt.h"
 
 namespace headwater::cuda {
 
@@ -57,7 +57,7 @@ absl::Status CudaHead::ReduceGradient() {
   if (!is_replica() || !spec().trainable) return absl::OkStatus();
   WorkLock lock(*core_);
   return core_->RunDecidedByShard([this](int32_t index) {
-    HEADWATER_RETURN_IF_ERROR(core_->debt().SettleFor(*this));
+    HEADWATER_RETURN_IF_ERROR(core_->deferred().FlushFor(*this));
     const ShardStorage& replica = storage_[static_cast<size_t>(index)];
     HEADWATER_RETURN_IF_ERROR(ReduceTensor(replica.grad_weight, PaddedWidth(spec().hidden_size)));
     return ReduceTensor(replica.grad_bias, 1);

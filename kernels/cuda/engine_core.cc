@@ -8,8 +8,8 @@
 
 #include "headwater/kernels/error.h"
 #include "kernels/core/saturating.h"
+#include "kernels/cuda/deferred_grad_weight.h"
 #include "kernels/cuda/device_group.h"
-#include "kernels/cuda/gradient_debt.h"
 #include "kernels/cuda/row_digester.h"
 
 namespace headwater::cuda {
@@ -31,7 +31,9 @@ absl::Status ShardError(ErrorReason reason, int32_t rank, const char* what, cons
 }  // namespace
 
 EngineCore::EngineCore(EngineOptions options)
-    : options_(std::move(options)), debt_(std::make_unique<GradientDebt>(*this)), digester_(std::make_unique<RowDigester>(*this)) {}
+    : options_(std::move(options)),
+      deferred_(std::make_unique<DeferredGradWeight>(*this)),
+      digester_(std::make_unique<RowDigester>(*this)) {}
 
 absl::StatusOr<std::shared_ptr<EngineCore>> EngineCore::Create(EngineOptions options) {
   std::shared_ptr<EngineCore> core(new EngineCore(std::move(options)));
@@ -91,7 +93,7 @@ absl::Status EngineCore::Open() {
   zeros_ = *std::move(zeros);
   HEADWATER_RETURN_IF_ERROR(digester_->Open());
   if (options_.group.world_size == 1) return absl::OkStatus();
-  HEADWATER_RETURN_IF_ERROR(debt_->Prepare());
+  HEADWATER_RETURN_IF_ERROR(deferred_->Prepare());
   absl::StatusOr<std::unique_ptr<DeviceGroup>> group = DeviceGroup::Join(options_.group);
   if (!group.ok()) return group.status();
   group_ = *std::move(group);
@@ -286,8 +288,8 @@ absl::Status EngineCore::Admit(int64_t own_bytes, int64_t workspace_bytes, const
 }
 
 absl::Status EngineCore::ResizeWorkspace(int64_t bytes) {
-  HEADWATER_RETURN_IF_ERROR(debt_->Settle());
-  HEADWATER_RETURN_IF_ERROR(Synchronize("settling a debt"));
+  HEADWATER_RETURN_IF_ERROR(deferred_->Flush());
+  HEADWATER_RETURN_IF_ERROR(Synchronize("deferred products"));
   workspace_ = DeviceMemory();
   const int64_t before = std::exchange(workspace_bytes_, 0);
   if (bytes == 0) {

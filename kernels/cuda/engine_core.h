@@ -30,7 +30,7 @@
 namespace headwater::cuda {
 
 class DeviceGroup;
-class GradientDebt;
+class DeferredGradWeight;
 class RowDigester;
 
 class EngineCore {
@@ -71,7 +71,7 @@ class EngineCore {
   Products& products() { return *products_; }
   const DeviceMemory& workspace() const { return workspace_; }
   const PinnedMemory& bounce() const { return bounce_; }
-  GradientDebt& debt() { return *debt_; }  // at the end of the workspace
+  DeferredGradWeight& deferred() { return *deferred_; }  // at the end of the workspace
 
   // Waits for the streams, a group's too. Every error that ends here or in Check() is looked at: one that the device does not
   // recover from makes health() bad. kEngineFailed if the group is broken, whose work ends without results then.
@@ -167,7 +167,7 @@ class EngineCore {
   DeviceMemory workspace_;
   PinnedMemory bounce_;
   std::unique_ptr<Products> products_;
-  std::unique_ptr<GradientDebt> debt_;
+  std::unique_ptr<DeferredGradWeight> deferred_;
   std::unique_ptr<RowDigester> digester_;
   std::unique_ptr<DeviceGroup> group_;
 

@@ -13,6 +13,7 @@
 //   least     what 128 rows (or EngineOptions::token_chunk_rows) of the form that needs most do, so that every loss can be
 //   computed;
 //             on a rank with a teacher that is cut at other columns, of whose logits all may have to travel
+// Its last part also holds rows whose grad_weight product is deferred, as many as fit (DeferredGradWeight::ShareOf()).
 // A chunk takes fixed + rows * per_row bytes (ChunkCost), by the form (term_form.h) of its term:
 //   exponentials  2 bytes a logit
 //   rows          4 bytes a logit; a divergence has two logits a column, and three with several shards, or a teacher that is

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "headwater/kernels/error.h"
-#include "kernels/cuda/gradient_debt.h"
+#include "kernels/cuda/deferred_grad_weight.h"
 #include "kernels/cuda/parameters.h"
 
 namespace headwater::cuda {
@@ -38,20 +38,20 @@ absl::Status CudaStagedContribution::Commit(double factor) {
 absl::Status CudaStagedContribution::Add(const StagedHead& staged, float factor) {
   const CudaHead& head = *staged.head;
   // What came earlier is added earlier.
-  HEADWATER_RETURN_IF_ERROR(core_->debt().SettleFor(head));
+  HEADWATER_RETURN_IF_ERROR(core_->deferred().FlushFor(head));
   if (staged.keeps_rows) {
     int64_t largest_columns = 0;
     for (int32_t rank = 0; rank < head.shard_count(); ++rank) {
       largest_columns = std::max(largest_columns, head.shard_weights(rank).columns);
     }
     const int64_t bytes = core_->workspace().bytes();
-    Workspace workspace(core_->workspace().As<void>(), bytes - GradientDebt::ShareOf(bytes));
+    Workspace workspace(core_->workspace().As<void>(), bytes - DeferredGradWeight::ShareOf(bytes));
     WeightScratch scratch;
     scratch.factor = workspace.Take<float>(1);
     if (head.spec().has_bias) scratch.bias = workspace.TakeBytes(GradBiasScratchBytes(largest_columns));
     for (const WeightContribution& contribution : staged.kept) {
-      HEADWATER_RETURN_IF_ERROR(
-          AddWeightContribution(*core_, head, contribution, factor, scratch, [&](int32_t rank) { return head.accumulator(rank); }));
+      HEADWATER_RETURN_IF_ERROR(AddWeightContribution(*core_, head, contribution, factor, scratch, /*overwrites=*/false,
+                                                      [&](int32_t rank) { return head.accumulator(rank); }));
     }
     return absl::OkStatus();
   }

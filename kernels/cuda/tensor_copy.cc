@@ -5,7 +5,7 @@
 
 #include "headwater/kernels/error.h"
 #include "kernels/cuda/conversions.h"
-#include "kernels/cuda/gradient_debt.h"
+#include "kernels/cuda/deferred_grad_weight.h"
 #include "kernels/cuda/parameters.h"
 
 namespace headwater::cuda {
@@ -38,10 +38,10 @@ absl::Status TensorCopy::Open() {
   for (cudaEvent_t& event : free_) {
     HEADWATER_RETURN_IF_ERROR(Check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming)));
   }
-  // What is put off keeps its share at the end of the workspace. The rest is never too small for a block: every head's plan has
-  // kPanelBytes at least.
+  // Rows that wait for their product keep their share at the end of the workspace. The rest is never too small for a block: every
+  // head's plan has kPanelBytes at least.
   const int64_t workspace_bytes = core_.workspace().bytes();
-  const int64_t scratch_bytes = workspace_bytes - GradientDebt::ShareOf(workspace_bytes);
+  const int64_t scratch_bytes = workspace_bytes - DeferredGradWeight::ShareOf(workspace_bytes);
   block_elements_ = std::min({kMaxBlockElements, core_.bounce().bytes() / (kBuffers * kLargestElement),
                               scratch_bytes / (kLargestElement * kLargestSpread)});
   return absl::OkStatus();

@@ -35,7 +35,7 @@ absl::Status AddTargets(EngineCore& core, const CudaHead& head, const WeightCont
 }
 
 absl::Status AddProducts(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
-                         const WeightScratch& scratch, absl::FunctionRef<WeightTarget(int32_t rank)> target) {
+                         const WeightScratch& scratch, bool overwrites, absl::FunctionRef<WeightTarget(int32_t rank)> target) {
   const cudaStream_t stream = core.stream();
   const float* factor_device = contribution.scaled_factor;
   if (factor_device != nullptr && factor != 1) {
@@ -57,7 +57,7 @@ absl::Status AddProducts(EngineCore& core, const CudaHead& head, const WeightCon
     shape.a_stride = matrix.stride;
     shape.b_stride = contribution.scaled.stride;
     shape.out_stride = shard.stride;
-    shape.adds = true;
+    shape.adds = !overwrites;
     const int64_t at_once = ColumnsAtOnce(head, shard.columns);
     for (int64_t start = 0; start < shard.columns; start += at_once) {
       shape.vocab = std::min(at_once, shard.columns - start);
@@ -73,9 +73,11 @@ absl::Status AddProducts(EngineCore& core, const CudaHead& head, const WeightCon
 }
 
 absl::Status AddWeightContribution(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
-                                   const WeightScratch& scratch, absl::FunctionRef<WeightTarget(int32_t rank)> target) {
-  HEADWATER_RETURN_IF_ERROR(AddTargets(core, head, contribution, factor, target));
-  return AddProducts(core, head, contribution, factor, scratch, target);
+                                   const WeightScratch& scratch, bool overwrites,
+                                   absl::FunctionRef<WeightTarget(int32_t rank)> target) {
+  if (!overwrites) HEADWATER_RETURN_IF_ERROR(AddTargets(core, head, contribution, factor, target));
+  HEADWATER_RETURN_IF_ERROR(AddProducts(core, head, contribution, factor, scratch, overwrites, target));
+  return overwrites ? AddTargets(core, head, contribution, factor, target) : absl::OkStatus();
 }
 
 }  // namespace headwater::cuda

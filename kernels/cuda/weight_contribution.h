@@ -37,15 +37,17 @@ struct WeightScratch {
 // written that the ranks have added up meanwhile, and the micro-batch is answered while the device has the second half to do.
 int64_t ColumnsAtOnce(const CudaHead& head, int64_t columns);
 
-// Enqueues target(rank) += factor * contribution for every shard, in two parts that are always added in this order: the targets'
-// rows, for which `hidden` is read, and the products, for which it is not.
+// Enqueues target(rank) += factor * contribution for every shard, in two parts: the targets' rows, for which `hidden` is read, and
+// the products, for which it is not. The products come last, except where they overwrite the target, which counts as 0: adding two
+// numbers to 0 gives the same bits in either order, as long as the factor is a power of two.
 absl::Status AddTargets(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
                         absl::FunctionRef<WeightTarget(int32_t rank)> target);
 absl::Status AddProducts(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
-                         const WeightScratch& scratch, absl::FunctionRef<WeightTarget(int32_t rank)> target);
-// Both.
+                         const WeightScratch& scratch, bool overwrites, absl::FunctionRef<WeightTarget(int32_t rank)> target);
+// Both, in order.
 absl::Status AddWeightContribution(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
-                                   const WeightScratch& scratch, absl::FunctionRef<WeightTarget(int32_t rank)> target);
+                                   const WeightScratch& scratch, bool overwrites,
+                                   absl::FunctionRef<WeightTarget(int32_t rank)> target);
 
 }  // namespace headwater::cuda
 

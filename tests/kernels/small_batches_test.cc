@@ -98,8 +98,11 @@ class Unwatched {
  public:
   Unwatched(const std::vector<TestHead>& all_heads, const EngineOptions& options) : heads_(all_heads, options) {}
   LoadedHeads& heads() { return heads_; }
+  // As a training step asks for it whose hidden states need no gradient.
   void Compute(const Problem& problem) {
-    const PreparedMicroBatch prepared(problem, heads_.pointers(), ComputeOptions());
+    ComputeOptions options;
+    options.grad_hidden = options.token_outputs = false;
+    const PreparedMicroBatch prepared(problem, heads_.pointers(), options);
     const absl::StatusOr<MicroBatchResult> result = heads_.engine().Compute(prepared.micro_batch);
     ASSERT_TRUE(result.ok()) << result.status();
     prepared.ExpectGuardsAndInputsIntact();
@@ -110,42 +113,87 @@ class Unwatched {
 };
 
 TEST_P(SmallBatches, AreThereWhenTheAccumulatorIsReadInTheEnd) {
-  const Problem problem = MakeProblem(Options(GetParam(), 3));
-  // The second engine has done the same before: nothing is left over from one step to the next.
-  for (const int steps_before : {0, 1}) {
-    Unwatched unwatched(problem.heads, {});
-    for (int step = 0; step < steps_before; ++step) {
-      for (const auto& [start, count] : Slices()) unwatched.Compute(SliceRows(problem, start, count));
-      ASSERT_TRUE(unwatched.heads().head(0).ZeroGradient().ok());
-      ExpectGradientZero(unwatched.heads().ReadGradient(0));
+  const std::vector<std::pair<int64_t, int64_t>> large = {{0, 300}, {300, 1024}, {1324, 2048}, {3372, 28}};
+  for (const auto& slices : {Slices(), large}) {
+    ProblemOptions options = Options(GetParam(), 3);
+    options.rows = slices.back().first + slices.back().second;
+    // Rows of no valid id have no product.
+    options.valid_vocab_size = 90;
+    const Problem problem = MakeProblem(options);
+    // The second engine has done the same before: nothing is left over from one step to the next.
+    for (const int steps_before : {0, 1}) {
+      Unwatched unwatched(problem.heads, {});
+      for (int step = 0; step < steps_before; ++step) {
+        for (const auto& [start, count] : slices) unwatched.Compute(SliceRows(problem, start, count));
+        WriteTensorValues(unwatched.heads().head(0), HeadTensor::kGradWeight,
+                          std::vector<double>(problem.heads[0].weight.size(), 3.0));
+        ASSERT_TRUE(unwatched.heads().head(0).ZeroGradient().ok());
+      }
+      for (const auto& [start, count] : slices) unwatched.Compute(SliceRows(problem, start, count));
+      ExpectGradientOf(problem, unwatched.heads().ReadGradient(0), "after " + std::to_string(steps_before) + " steps");
     }
-    for (const auto& [start, count] : Slices()) unwatched.Compute(SliceRows(problem, start, count));
-    ExpectGradientOf(problem, unwatched.heads().ReadGradient(0), "after " + std::to_string(steps_before) + " steps");
   }
+}
+
+// Whether or not anybody has looked at the zeros in between.
+TEST_P(SmallBatches, StartFromZeroAfterAnUpdate) {
+  for (const int64_t rows : {20, 1500}) {
+    ProblemOptions options = Options(GetParam(), 10);
+    options.rows = rows;
+    Problem problem = MakeProblem(options);
+    problem.heads[0].spec.optimizer = SgdSpec{};
+    OptimizerStep step;
+    step.learning_rate = 0;
+    step.settings = SgdSpec{};
+    std::vector<Gradient> gradients;
+    for (const bool looks : {false, true}) {
+      Unwatched unwatched(problem.heads, {});
+      unwatched.Compute(problem);
+      ASSERT_TRUE(unwatched.heads().head(0).ApplyOptimizer(step).ok());
+      if (looks) ExpectGradientZero(unwatched.heads().ReadGradient(0));
+      unwatched.Compute(problem);
+      gradients.push_back(unwatched.heads().ReadGradient(0));
+      ExpectGradientOf(problem, gradients.back(), "after an update");
+    }
+    EXPECT_EQ(gradients[0].weight, gradients[1].weight);
+    EXPECT_EQ(gradients[0].bias, gradients[1].bias);
+  }
+}
+
+// A step without micro-batches.
+TEST_P(SmallBatches, LeaveNothingBehindThatIsZeroed) {
+  const Problem problem = MakeProblem(Options(GetParam(), 9));
+  Unwatched unwatched(problem.heads, {});
+  unwatched.Compute(problem);
+  ASSERT_TRUE(unwatched.heads().head(0).ZeroGradient().ok());
+  ExpectGradientZero(unwatched.heads().ReadGradient(0));
 }
 
 // More rows than can wait at once.
 TEST_P(SmallBatches, ManyMoreThanCanWait) {
   ProblemOptions options = Options(GetParam(), 4);
-  options.rows = 250;
   options.token_weights = false;
-  options.loss_scale = 1.0 / 32;
-  const Problem problem = MakeProblem(options);
-  constexpr int kRounds = 32;  // 8000 rows
-  Unwatched unwatched(problem.heads, {});
-  for (int round = 0; round < kRounds; ++round) unwatched.Compute(problem);
-  Problem sum = problem;
-  sum.terms[0].loss_scale = 1;
-  ExpectGradientOf(sum, unwatched.heads().ReadGradient(0), "32 times the same rows");
+  for (const int rounds : {16, 64}) {
+    options.rows = 16000 / rounds;
+    options.loss_scale = 1.0 / rounds;
+    const Problem problem = MakeProblem(options);
+    Unwatched unwatched(problem.heads, {});
+    for (int round = 0; round < rounds; ++round) unwatched.Compute(problem);
+    Problem sum = problem;
+    sum.terms[0].loss_scale = 1;
+    ExpectGradientOf(sum, unwatched.heads().ReadGradient(0), std::to_string(rounds) + " times the same rows");
+  }
 }
 
-TEST_P(SmallBatches, AreSeenByEverythingThatLooksAtTheAccumulator) {
-  ProblemOptions options = Options(GetParam(), 5);
+// `early_rows` wait when something looks at the accumulator.
+void ExpectSeenByEverything(DataType type, int64_t early_rows, int64_t late_rows) {
+  ProblemOptions options = Options(type, 5);
+  options.rows = early_rows + late_rows;
   options.staging_slots = 1;
   Problem problem = MakeProblem(options);
   problem.heads[0].spec.optimizer = SgdSpec{};
-  const Problem early = SliceRows(problem, 0, 9);
-  const Problem late = SliceRows(problem, 9, 11);
+  const Problem early = SliceRows(problem, 0, early_rows);
+  const Problem late = SliceRows(problem, early_rows, late_rows);
   const auto engine_after = [&](const Problem& rows) {
     auto unwatched = std::make_unique<Unwatched>(problem.heads, EngineOptions());
     unwatched->Compute(rows);
@@ -181,12 +229,17 @@ TEST_P(SmallBatches, AreSeenByEverythingThatLooksAtTheAccumulator) {
   EXPECT_TRUE(added->heads().ReadGradient(0) == expected);
   const auto committed = engine_after(early);
   ASSERT_TRUE(committed->heads().Stage(late)->Commit(1).ok());
-  ExpectGradientOf(SliceRows(problem, 0, 20), committed->heads().ReadGradient(0), "committed after small rows");
+  ExpectGradientOf(problem, committed->heads().ReadGradient(0), "committed after rows that waited");
 
   // A value that is written counts, and nothing that came before it.
   const auto written = engine_after(early);
   WriteTensorValues(written->heads().head(0), HeadTensor::kGradWeight, std::vector<double>(alone.weight.size(), 3.0));
   for (const float value : written->heads().ReadGradient(0).weight) ASSERT_EQ(value, 3.0f);
+}
+
+TEST_P(SmallBatches, AreSeenByEverythingThatLooksAtTheAccumulator) {
+  ExpectSeenByEverything(GetParam(), 9, 11);
+  ExpectSeenByEverything(GetParam(), 1024, 500);
 }
 
 // New weights do not change what was computed with the old ones.
