@@ -8,6 +8,7 @@
 
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
+#include "headwater/kernels/top_k.h"
 
 namespace headwater {
 namespace {
@@ -144,6 +145,21 @@ absl::Status CheckJsd(const std::string& name, const LossTerm& term, const JsdSp
   return absl::OkStatus();
 }
 
+absl::Status CheckTopK(const std::string& name, const LossTerm& term, const TopKSpec& spec) {
+  if (spec.k < 1 || spec.k > kMaxTopK) {
+    return BadField(name + ".top_k.k", "in [1, " + std::to_string(kMaxTopK) + "]", std::to_string(spec.k));
+  }
+  HEADWATER_RETURN_IF_ERROR(CheckTemperature(name + ".top_k.student_temperature", spec.student_temperature));
+  const int64_t entries = term.row_count * spec.k;
+  HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".top_k.ids", "entries", entries, static_cast<int64_t>(spec.ids.size())));
+  HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".top_k.log_probs", "entries", entries, static_cast<int64_t>(spec.log_probs.size())));
+  if (term.lse != nullptr || term.target_log_probability != nullptr || term.entropy != nullptr || term.argmax != nullptr ||
+      term.mean_logits != nullptr || term.log_sum_sq_probs != nullptr) {
+    return BadCombination(name + ".top_k", "a term with a top-k teacher has no per-token output but token_loss");
+  }
+  return CheckTopKRows(name + ".top_k", "", spec, term.head->spec().transform.valid_vocab_size);
+}
+
 absl::Status CheckTargets(const std::string& name, const LossTerm& term) {
   const int64_t valid_vocab_size = term.head->spec().transform.valid_vocab_size;
   for (size_t i = 0; i < term.targets.size(); ++i) {
@@ -177,13 +193,20 @@ absl::Status CheckTerm(const std::string& name, const MicroBatch& micro_batch, c
   if (jsd != nullptr) {
     HEADWATER_RETURN_IF_ERROR(CheckJsd(name, term, *jsd, has_device));
   } else {
-    HEADWATER_RETURN_IF_ERROR(CheckCrossEntropy(name + ".cross_entropy", std::get<CrossEntropySpec>(term.loss), term.head->spec()));
+    const auto* cross_entropy = std::get_if<CrossEntropySpec>(&term.loss);
+    if (cross_entropy != nullptr) {
+      HEADWATER_RETURN_IF_ERROR(CheckCrossEntropy(name + ".cross_entropy", *cross_entropy, term.head->spec()));
+    } else {
+      HEADWATER_RETURN_IF_ERROR(CheckTopK(name, term, std::get<TopKSpec>(term.loss)));
+    }
     if (term.teacher_head != nullptr || term.teacher_hidden.data != nullptr) {
-      return BadCombination(name + ".teacher_head", name + " is a cross entropy and takes no teacher");
+      const char* what =
+          cross_entropy != nullptr ? " is a cross entropy and takes no teacher" : " has a top-k teacher and takes no other";
+      return BadCombination(name + ".teacher_head", name + what);
     }
   }
   if (term.targets.empty()) {
-    const bool needed = jsd == nullptr || jsd->hard_loss_weight > 0;
+    const bool needed = jsd != nullptr ? jsd->hard_loss_weight > 0 : std::holds_alternative<CrossEntropySpec>(term.loss);
     return needed && term.row_count > 0 ? Missing(name + ".targets") : absl::OkStatus();
   }
   HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".targets", "entries", term.row_count, static_cast<int64_t>(term.targets.size())));

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "headwater/kernels/error.h"
@@ -183,6 +184,12 @@ class CudaEngine final : public LossEngine {
       return own != nullptr && &own->core() == core_.get();
     }));
     HEADWATER_RETURN_IF_ERROR(CheckMicroBatch(micro_batch, /*has_device=*/true));
+    for (const LossTerm& term : micro_batch.terms) {
+      if (!std::holds_alternative<TopKSpec>(term.loss)) continue;
+      return MakeError(ErrorReason::kFeatureNotBuilt,
+                       "the CUDA engine has no top-k teachers (top_k_teacher); the CPU engine has them",
+                       {{"feature", "top_k_teacher"}});
+    }
     HEADWATER_RETURN_IF_ERROR(core_->health());
     if (core_->group() != nullptr) HEADWATER_RETURN_IF_ERROR(ParallelismOf(micro_batch).status());
     DeviceGroup* const group = static_cast<const CudaHead&>(*micro_batch.terms.front().head).group();

@@ -29,7 +29,7 @@ struct TestTerm {
   std::vector<float> entropy_factors;
   std::vector<float> lse_factors;
   double loss_scale = 1;
-  std::variant<reference::CrossEntropyOptions, reference::JsdOptions> loss;
+  std::variant<reference::CrossEntropyOptions, reference::JsdOptions, reference::TopKOptions> loss;
   int teacher = -1;  // index into Problem::heads
   std::vector<double> teacher_hidden;
   DataType teacher_type = DataType::kFloat32;
@@ -80,6 +80,8 @@ struct ProblemOptions {
   bool with_targets = true;         // JSD without hard loss may go without
   int64_t teacher_hidden_size = 0;  // 0: hidden_size
   int64_t teacher_vocab_size = 0;   // 0: vocab_size; else truncate_to_common
+  int64_t top_k = 0;                // > 0: a top-k teacher of so many entries a row, with student_temperature
+  double teacher_noise = 1;         // of a top-k teacher: standard deviation of its logits' differences from the student's
   int32_t staging_slots = 0;
   bool trainable = true;
   uint64_t seed = 1;

@@ -123,7 +123,7 @@ struct LossTerm {
   EngineHead* head = nullptr;
   int64_t row_start = 0;
   int64_t row_count = 0;
-  absl::Span<const int32_t> targets;  // [row_count]; may be empty for JSD without hard loss: then no row is ignored
+  absl::Span<const int32_t> targets;  // [row_count]; may be empty for JSD without hard loss and top-k: no row is ignored
   int32_t ignore_index = kDefaultIgnoreIndex;
   absl::Span<const float> token_weights;  // [row_count], or empty: all 1
   // Factors of each row's entropy and lse in the objective, [row_count], or empty: all 0. Cross entropy with backward only. The
@@ -131,12 +131,12 @@ struct LossTerm {
   absl::Span<const float> entropy_factors;
   absl::Span<const float> lse_factors;
   double loss_scale = 1.0;  // of the three
-  std::variant<CrossEntropySpec, JsdSpec> loss;
+  std::variant<CrossEntropySpec, JsdSpec, TopKSpec> loss;
   EngineHead* teacher_head = nullptr;  // JSD only
   RowsView teacher_hidden;             // JSD only: [row_count, teacher_head's hidden_size]
 
   // Per-token outputs, [row_count] each, or null if not asked for. Ignored rows get 0, argmax -1;
-  // without targets, target_log_probability is 0.
+  // without targets, target_log_probability is 0. A top-k teacher's term has token_loss alone.
   float* token_loss = nullptr;
   float* lse = nullptr;
   float* target_log_probability = nullptr;
