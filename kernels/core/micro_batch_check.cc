@@ -270,6 +270,15 @@ absl::Status CheckMicroBatch(const MicroBatch& micro_batch, bool has_device) {
   return absl::OkStatus();
 }
 
+absl::Status RefuseTopK(const MicroBatch& micro_batch, const std::string& engine) {
+  for (const LossTerm& term : micro_batch.terms) {
+    if (!std::holds_alternative<TopKSpec>(term.loss)) continue;
+    return MakeError(ErrorReason::kFeatureNotBuilt, engine + " has no top-k teachers (top_k_teacher)",
+                     {{"feature", "top_k_teacher"}});
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Parallelism> ParallelismOf(const MicroBatch& micro_batch) {
   const Parallelism first = micro_batch.terms.front().head->spec().parallelism;
   for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
