@@ -23,11 +23,10 @@ absl::Status BadEntry(ErrorReason reason, const std::string& field, const std::s
 
 absl::Status CheckTopKRows(const std::string& field, const std::string& suffix, const TopKSpec& spec, int64_t valid_vocab_size) {
   const size_t k = static_cast<size_t>(spec.k);
-  // The row that last had an id, counted from 1.
-  std::vector<size_t> last_row(static_cast<size_t>(valid_vocab_size), 0);
+  // The row that last had an id, counted from 1: one access an entry instead of a row's sorting.
+  std::vector<uint32_t> last_row(static_cast<size_t>(valid_vocab_size), 0);
   for (size_t first = 0; first < spec.ids.size(); first += k) {
-    const size_t row = first / k;
-    const std::string of_row = " of row " + std::to_string(row);
+    const auto row = static_cast<uint32_t>(first / k);
     double sum = 0;
     for (size_t i = first; i < first + k; ++i) {
       const int32_t id = spec.ids[i];
@@ -37,22 +36,22 @@ absl::Status CheckTopKRows(const std::string& field, const std::string& suffix, 
                         "ids in [0, " + std::to_string(valid_vocab_size) + "), or -1 for an entry that is not used",
                         std::to_string(id) + " at index " + std::to_string(i));
       }
-      size_t& last = last_row[static_cast<size_t>(id)];
+      uint32_t& last = last_row[static_cast<size_t>(id)];
       if (last == row + 1) {
         return BadEntry(ErrorReason::kInvalidField, field + ".ids" + suffix, "each id at most once in a row",
                         std::to_string(id) + " twice, the second time at index " + std::to_string(i));
       }
       last = row + 1;
-      const double log_probability = spec.log_probs[i];
+      const float log_probability = spec.log_probs[i];
       if (!std::isfinite(log_probability) || log_probability > kExcess) {
         return BadEntry(ErrorReason::kInvalidField, field + ".log_probs" + suffix, "finite natural logarithms <= 0",
                         std::to_string(log_probability) + " at index " + std::to_string(i));
       }
-      sum += std::exp(log_probability);
+      sum += static_cast<double>(std::exp(log_probability));
     }
     if (sum > 1 + kExcess) {
       return BadEntry(ErrorReason::kInvalidField, field + ".log_probs" + suffix, "probabilities that add up to at most 1 in a row",
-                      std::to_string(sum) + of_row);
+                      std::to_string(sum) + " of row " + std::to_string(row));
     }
   }
   return absl::OkStatus();

@@ -271,6 +271,9 @@ absl::StatusOr<TopKRequest> DecodeTopK(const v1::LossTerm& term, const JsdSpec& 
   decoded.k = teacher.k();
   decoded.student_temperature = loss.student_temperature;
   HEADWATER_RETURN_IF_ERROR(CheckRange(teacher_field + ".k", decoded.k, 1, kMaxTopK));
+  const std::string shape = absl::StrCat("[", term_rows, ", ", decoded.k, "]");
+  if (!teacher.has_ids()) return MissingField(teacher_field + ".ids", "INT32 " + shape);
+  if (!teacher.has_log_probs()) return MissingField(teacher_field + ".log_probs", "FLOAT32 " + shape);
   TensorRule rule = {v1::DATA_TYPE_INT32, "INT32", term_rows};
   rule.columns = decoded.k;
   HEADWATER_RETURN_IF_ERROR(CheckVector(teacher.ids(), teacher_field + ".ids", rule));
