@@ -117,6 +117,20 @@ TEST(TopKTeacherRows, CommitAddsTheContributionTimesTheFactor) {
   }
 }
 
+TEST(TopKTeacherRows, StagedIn16BitsEqualsDirect) {
+  ProblemOptions options = WithType(Small(12), DataType::kBFloat16);
+  options.rows = 301;
+  options.vocab_size = 1201;
+  options.staging_slots = 1;
+  const Problem problem = MakeProblem(options);
+  LoadedHeads heads(problem.heads, {});
+  ASSERT_TRUE(heads.Stage(problem)->Commit(1).ok());
+  const Gradient staged = heads.ReadGradient(0);
+  const Gradient direct = ExpectEngineMatches(problem).gradients[0];
+  const reference::Matrix expected(1201, options.hidden_size, {direct.weight.begin(), direct.weight.end()});
+  ExpectTensorNear("grad_weight", std::vector<double>(staged.weight.begin(), staged.weight.end()), expected, nullptr);
+}
+
 TEST(TopKTeacherRows, BadRowsAreRefusedAndNothingChanges) {
   const Problem problem = MakeProblem(Small(4));
   LoadedHeads heads(problem.heads, {});
