@@ -8,6 +8,7 @@
 
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
+#include "headwater/kernels/top_k.h"
 
 namespace headwater {
 namespace {
@@ -154,6 +155,9 @@ absl::Status CheckResolution(const std::string& name, const MicroBatch& micro_ba
   if (!term.entropy_factors.empty() || !term.lse_factors.empty()) {
     return BadCombination(field, field + " is not built for terms with entropy_factors or lse_factors");
   }
+  if (std::holds_alternative<TopKSpec>(term.loss)) {
+    return BadCombination(field, field + " is not built for a top-k teacher");
+  }
   if (const auto* jsd = std::get_if<JsdSpec>(&term.loss)) {
     if (jsd->hard_loss_weight == 0) return absl::OkStatus();
     return BadCombination(field, field + " is not built for a divergence with a hard loss");
@@ -162,6 +166,21 @@ absl::Status CheckResolution(const std::string& name, const MicroBatch& micro_ba
     return BadCombination(field, field + " is not built for label_smoothing behind a softcap");
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckTopK(const std::string& name, const LossTerm& term, const TopKSpec& spec) {
+  if (spec.k < 1 || spec.k > kMaxTopK) {
+    return BadField(name + ".top_k.k", "in [1, " + std::to_string(kMaxTopK) + "]", std::to_string(spec.k));
+  }
+  HEADWATER_RETURN_IF_ERROR(CheckTemperature(name + ".top_k.student_temperature", spec.student_temperature));
+  const int64_t entries = term.row_count * spec.k;
+  HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".top_k.ids", "entries", entries, static_cast<int64_t>(spec.ids.size())));
+  HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".top_k.log_probs", "entries", entries, static_cast<int64_t>(spec.log_probs.size())));
+  if (term.lse != nullptr || term.target_log_probability != nullptr || term.entropy != nullptr || term.argmax != nullptr ||
+      term.mean_logits != nullptr || term.log_sum_sq_probs != nullptr) {
+    return BadCombination(name + ".top_k", "a term with a top-k teacher has no per-token output but token_loss");
+  }
+  return CheckTopKRows(name + ".top_k", "", spec, term.head->spec().transform.valid_vocab_size);
 }
 
 absl::Status CheckTargets(const std::string& name, const LossTerm& term) {
@@ -198,13 +217,20 @@ absl::Status CheckTerm(const std::string& name, const MicroBatch& micro_batch, c
   if (jsd != nullptr) {
     HEADWATER_RETURN_IF_ERROR(CheckJsd(name, term, *jsd, has_device));
   } else {
-    HEADWATER_RETURN_IF_ERROR(CheckCrossEntropy(name + ".cross_entropy", std::get<CrossEntropySpec>(term.loss), term.head->spec()));
+    const auto* cross_entropy = std::get_if<CrossEntropySpec>(&term.loss);
+    if (cross_entropy != nullptr) {
+      HEADWATER_RETURN_IF_ERROR(CheckCrossEntropy(name + ".cross_entropy", *cross_entropy, term.head->spec()));
+    } else {
+      HEADWATER_RETURN_IF_ERROR(CheckTopK(name, term, std::get<TopKSpec>(term.loss)));
+    }
     if (term.teacher_head != nullptr || term.teacher_hidden.data != nullptr) {
-      return BadCombination(name + ".teacher_head", name + " is a cross entropy and takes no teacher");
+      const char* what =
+          cross_entropy != nullptr ? " is a cross entropy and takes no teacher" : " has a top-k teacher and takes no other";
+      return BadCombination(name + ".teacher_head", name + what);
     }
   }
   if (term.targets.empty()) {
-    const bool needed = jsd == nullptr || jsd->hard_loss_weight > 0;
+    const bool needed = jsd != nullptr ? jsd->hard_loss_weight > 0 : std::holds_alternative<CrossEntropySpec>(term.loss);
     return needed && term.row_count > 0 ? Missing(name + ".targets") : absl::OkStatus();
   }
   HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".targets", "entries", term.row_count, static_cast<int64_t>(term.targets.size())));
@@ -264,6 +290,15 @@ absl::Status CheckMicroBatch(const MicroBatch& micro_batch, bool has_device) {
   if (micro_batch.terms.empty()) return Missing("terms");
   for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
     HEADWATER_RETURN_IF_ERROR(CheckTerm("terms[" + std::to_string(i) + "]", micro_batch, micro_batch.terms[i], has_device));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RefuseTopK(const MicroBatch& micro_batch, const std::string& engine) {
+  for (const LossTerm& term : micro_batch.terms) {
+    if (!std::holds_alternative<TopKSpec>(term.loss)) continue;
+    return MakeError(ErrorReason::kFeatureNotBuilt, engine + " has no top-k teachers (top_k_teacher)",
+                     {{"feature", "top_k_teacher"}});
   }
   return absl::OkStatus();
 }

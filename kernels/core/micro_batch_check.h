@@ -2,6 +2,8 @@
 #ifndef HEADWATER_KERNELS_CORE_MICRO_BATCH_CHECK_H_
 #define HEADWATER_KERNELS_CORE_MICRO_BATCH_CHECK_H_
 
+#include <string>
+
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -15,6 +17,9 @@ absl::Status CheckHeads(const MicroBatch& micro_batch, absl::FunctionRef<bool(co
 // Everything that could make an engine read or write out of bounds, and every option without a meaning. Reads each target and
 // weight once; changes nothing. `has_device`: whether tensors may lie in MemorySpace::kDevice.
 absl::Status CheckMicroBatch(const MicroBatch& micro_batch, bool has_device);
+
+// kFeatureNotBuilt if a term has a top-k teacher: for engines that have none; `engine` names it.
+absl::Status RefuseTopK(const MicroBatch& micro_batch, const std::string& engine);
 
 // In a group: kInvalidCombination unless all heads of a call, teachers too, have the same Parallelism. Which one. After
 // CheckMicroBatch().

@@ -20,10 +20,16 @@ TermPlan MakeTermPlan(const LossTerm& term) {
     plan.hard_weight = plan.jsd->hard_loss_weight;
     plan.soft_weight = 1 - plan.jsd->hard_loss_weight;
   }
-  const CrossEntropySpec& spec = plan.jsd != nullptr ? plan.jsd->hard_loss : std::get<CrossEntropySpec>(term.loss);
+  plan.top_k = std::get_if<TopKSpec>(&term.loss);
+  if (plan.top_k != nullptr) {
+    plan.hard_weight = 0;
+    plan.soft_weight = 1;
+  }
+  const CrossEntropySpec* cross_entropy = plan.jsd != nullptr ? &plan.jsd->hard_loss : std::get_if<CrossEntropySpec>(&term.loss);
   // Options of a hard loss that has no weight mean nothing.
-  plan.cross_entropy =
-      MakeCrossEntropyTerm(plan.hard_weight > 0 ? spec : CrossEntropySpec(), plan.head->spec().transform.valid_vocab_size);
+  plan.cross_entropy = MakeCrossEntropyTerm(plan.hard_weight > 0 ? *cross_entropy : CrossEntropySpec(),
+                                            plan.head->spec().transform.valid_vocab_size);
+  if (plan.top_k != nullptr) plan.cross_entropy.inverse_temperature = 1 / plan.top_k->student_temperature;
   const auto is_not_zero = [](float factor) { return factor != 0; };
   plan.has_entropy_factors = std::any_of(term.entropy_factors.begin(), term.entropy_factors.end(), is_not_zero);
   plan.has_lse_factors = std::any_of(term.lse_factors.begin(), term.lse_factors.end(), is_not_zero);

@@ -39,9 +39,10 @@ struct TermPlan {
   const LossTerm* term = nullptr;
   HeadBase* head = nullptr;
   HeadBase* teacher = nullptr;   // JSD
-  const JsdSpec* jsd = nullptr;  // null: cross entropy
-  double hard_weight = 1;        // a; 1 for cross entropy
-  double soft_weight = 0;        // 1 - a
+  const JsdSpec* jsd = nullptr;  // null: cross entropy, or a top-k teacher
+  const TopKSpec* top_k = nullptr;
+  double hard_weight = 1;  // a; 1 for cross entropy, 0 for a top-k teacher
+  double soft_weight = 0;  // 1 - a
   CrossEntropyTerm cross_entropy;
   bool wants_weighted = false;  // entropy, as an output or in the objective
   bool wants_squares = false;   // log_sum_sq_probs

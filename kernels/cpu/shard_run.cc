@@ -65,7 +65,7 @@ absl::Status ShardRun::RunChunk(const Chunk& chunk) {
     std::memset(grad_hidden_, 0, chunk.batch_rows.size() * static_cast<size_t>(first.hidden_size) * sizeof(float));
   }
   for (const TermChunk& part : chunk.terms) {
-    bool wide = plan_.terms[part.term].jsd != nullptr;
+    bool wide = plan_.terms[part.term].jsd != nullptr || plan_.terms[part.term].top_k != nullptr;
     if (!wide) {
       Work work = MakeWork(part, 0, static_cast<int64_t>(part.rows.size()), chunk.backward);
       absl::Status status = RunNarrow(&work, &wide);

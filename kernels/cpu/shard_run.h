@@ -4,7 +4,8 @@
 //   logits [n, panel] = x . W_panel^T, row statistics while the panel is in the cache; statistics merged over threads and shards;
 //   gradient over the logits, panel by panel, and with it grad_weight_panel += gradient^T . x while it is in the cache;
 //   then grad_hidden = gradient . W, split over threads by columns of hidden, and summed over shards.
-// The wide form (wide_chunk.cc) does the same with fp64 logits, for JSD and where fp32 logits are not exact enough.
+// The wide form (wide_chunk.cc) does the same with fp64 logits, for JSD, for top-k teachers (top_k_chunk.cc) and where fp32 logits
+// are not exact enough.
 //
 // Traffic, narrow, fp32: each chunk reads W twice and reads and writes grad_weight once: 4 * V * H * 4 bytes; the logits stay in
 // the shared cache or pass through it four times.
@@ -15,6 +16,7 @@
 #include <functional>
 #include <vector>
 
+#include "kernels/core/top_k.h"
 #include "kernels/cpu/blas.h"
 #include "kernels/cpu/micro_batch_plan.h"
 #include "kernels/cpu/row_kernels.h"
@@ -90,7 +92,7 @@ class ShardRun {
     RowGradient gradient;        // with all of the row's factors
     double target_argument = 0;  // the target's argument of the softcap, on the shard that owns it
     bool owns_target = false;
-    double student_lse = 0;  // JSD, with temperature, over the common columns
+    double student_lse = 0;  // JSD, with temperature, over the common columns; top-k, with temperature
     double teacher_lse = 0;
     int64_t top_column = -1;  // the student's most probable common column
     double top_log_p = 0;     // of that column
@@ -160,6 +162,9 @@ class ShardRun {
   absl::Status ComputeWideGradient(Work* work, const double* student, const double* teacher, int64_t teacher_stride,
                                    int64_t common);
   DivergenceOptions MakeDivergenceOptions(const TermPlan& term, const RowState& state) const;
+  // with a top-k teacher; all that follows the logits
+  absl::Status RunTopKRows(Work* work, const double* student);
+  void ComputeTopKGradient(Work* work, const double* student);
 
   // dithered (dithered_gradient.cc)
   // A cross entropy's, out of the statistics of its other columns and the target's logit.
@@ -225,6 +230,10 @@ class ShardRun {
   std::vector<double> top_columns_;
   std::vector<double> sums_by_part_, sums_;  // what parts and shards add up
   std::vector<DitherSums> dither_sums_;      // by part
+  // Of a top-k teacher: by row, where a row's entries begin in top_k_logits_, and the student's logits of all entries.
+  std::vector<TopKRow> top_k_rows_;
+  std::vector<size_t> top_k_starts_;
+  std::vector<double> top_k_logits_;
   std::vector<uint8_t> non_finite_hidden_;
   std::vector<uint8_t> non_finite_grad_hidden_;
 };

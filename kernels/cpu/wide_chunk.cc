@@ -41,6 +41,7 @@ absl::Status ShardRun::RunWideRows(Work* work) {
   GetRowKernels().float_to_double(work->hidden, work->row_count * shard.hidden_size, hidden);
   double* student = shard.Workspace<double>(shard.layout.student_logits);
   ComputeWideLogits(shard, work->parts, work->head_plan, term.head->spec().transform, hidden, work->row_count, student);
+  if (term.top_k != nullptr) return RunTopKRows(work, student);
   const double* teacher = nullptr;
   int64_t teacher_stride = 0;
   int64_t common = 0;  // columns of this shard that both vocabularies have

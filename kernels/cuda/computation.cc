@@ -616,6 +616,7 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
   TermRun& term = *work->term;
   TermBuffers& own = work->own;
   const TermPlan& plan = *term.plan;
+  if (plan.top_k != nullptr) return RunTopK(work, slice);
   const ChunkRows rows = RowsOf(*work, slice);
   const int32_t shard_count = term.head->shard_count();
   const int32_t merged_shards = term.head->merged_shards();

@@ -226,6 +226,8 @@ class Computation {
   absl::Status CopyColumns(const void* from, int64_t from_stride, int64_t first, void* to, int64_t to_stride, int64_t columns,
                            Element element, int64_t rows);
   absl::Status RunDivergence(Work* work, const Slice& slice);
+  // From hidden states to M, with a top-k teacher (computation_teacher.cc).
+  absl::Status RunTopK(Work* work, const Slice& slice);
   // As far as M, on a rank: by passes over the slice's rows in two parts, of which one has its pass while the other one's results
   // are collected from the ranks.
   absl::Status RunShardPasses(Work* work, const Slice& slice);

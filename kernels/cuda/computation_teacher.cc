@@ -1,10 +1,12 @@
-// The teacher's logits of a divergence, and where a student's shard finds those of its own columns.
+// The teacher of a divergence: its logits, or the entries of a top-k teacher; and where a student's shard finds those of its own
+// columns.
 #include <algorithm>
 #include <vector>
 
 #include "kernels/core/shard_layout.h"
 #include "kernels/cuda/computation.h"
 #include "kernels/cuda/matrix_rows.h"
+#include "kernels/cuda/top_k_rows.h"
 
 namespace headwater::cuda {
 namespace {
@@ -129,6 +131,63 @@ LogitsView Computation::TeacherView(const Work& work, int32_t rank) const {
   view.vocab_start = shard.vocab_start;
   if (teacher.has_bias) view.bias = Advance(work.own.teacher_bias, view.bias_element, shard.vocab_start);
   return view;
+}
+
+absl::Status Computation::RunTopK(Work* work, const Slice& slice) {
+  TermRun& term = *work->term;
+  TermBuffers& own = work->own;
+  const TopKSpec& teacher = *term.plan->top_k;
+  const int32_t shard_count = term.head->shard_count();
+  const int64_t first = slice.first * teacher.k;
+  const TopKRows top_k = {slice.count,
+                          teacher.k,
+                          kLeastRestMass,
+                          own.top_k_columns + first,
+                          own.top_k_log_probs + first,
+                          own.top_k_logits + first,
+                          own.top_k_gradient + first};
+  ChunkRows rows = RowsOf(*work, slice);
+  rows.targets = nullptr;
+
+  // The entries come beside the products, into memory that earlier work may still use.
+  HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, core_.upload_stream()));
+  HEADWATER_RETURN_IF_ERROR(ComputeProducts(work, slice));
+  std::vector<int64_t> term_rows(static_cast<size_t>(slice.count));
+  const auto first_row = work->parts.front().rows->rows.begin() + slice.first;  // terms with a teacher are not computed together
+  std::transform(first_row, first_row + slice.count, term_rows.begin(), [](const ChunkRow& row) { return row.term_row; });
+  const auto upload = [&](auto* to, const auto& from) {
+    return ForEachRun(term_rows, [&](int64_t index, int64_t row, int64_t count) {
+      return Check(
+          cudaMemcpyAsync(to + first + index * teacher.k, from.data() + row * teacher.k,
+                          static_cast<size_t>(count * teacher.k) * sizeof(*to), cudaMemcpyHostToDevice, core_.upload_stream()),
+          "the upload of a top-k teacher");
+    });
+  };
+  HEADWATER_RETURN_IF_ERROR(upload(own.top_k_columns, teacher.ids));
+  HEADWATER_RETURN_IF_ERROR(upload(own.top_k_log_probs, teacher.log_probs));
+  HEADWATER_RETURN_IF_ERROR(core_.Order(core_.upload_stream(), stream_));
+
+  for (int32_t rank = 0; rank < shard_count; ++rank) {
+    const LogitsView student = StudentView(*work, rank);
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchTakeTopK(student, top_k, stream_), "a top-k teacher's logits"));
+    HEADWATER_RETURN_IF_ERROR(Check(
+        LaunchRowStats(student, rows, term.cross_entropy, OwnPart(own.stats, rank, slice.count), stream_), "the rows' statistics"));
+  }
+  RowCoefficients* const coefficients = own.coefficients + slice.first;
+  HEADWATER_RETURN_IF_ERROR(
+      Check(LaunchFinishTopK(own.stats, shard_count, top_k, rows, term.finish, own.reports + slice.first, coefficients,
+                             own.row_factor + slice.first, own.target_factor + slice.first, stream_),
+            "the rows' divergences"));
+  if (!work->backward) return absl::OkStatus();
+  for (int32_t rank = 0; rank < shard_count; ++rank) {
+    const LogitsView student = StudentView(*work, rank);
+    if (student.columns == 0) continue;
+    const MutableMatrix matrix = MatrixOut(*work, slice, rank);
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchCrossEntropyGradient(student, rows, term.cross_entropy, coefficients, matrix, stream_),
+                                    "the gradient of the logits"));
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchPutTopK(top_k, student.vocab_start, matrix, stream_), "a top-k teacher's gradient"));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace headwater::cuda

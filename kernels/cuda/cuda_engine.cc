@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "headwater/kernels/error.h"
@@ -203,6 +204,7 @@ class CudaEngine final : public LossEngine {
       return own != nullptr && &own->core() == core_.get();
     }));
     HEADWATER_RETURN_IF_ERROR(CheckMicroBatch(micro_batch, /*has_device=*/true));
+    HEADWATER_RETURN_IF_ERROR(CheckTopK(micro_batch));
     HEADWATER_RETURN_IF_ERROR(core_->health());
     if (core_->group() != nullptr) HEADWATER_RETURN_IF_ERROR(ParallelismOf(micro_batch).status());
     DeviceGroup* const group = static_cast<const CudaHead&>(*micro_batch.terms.front().head).group();
@@ -259,6 +261,16 @@ class CudaEngine final : public LossEngine {
   }
 
  private:
+  // Where top-k teachers are built: on one GPU, for heads without a softcap (top_k_rows.h).
+  absl::Status CheckTopK(const MicroBatch& micro_batch) const {
+    if (core_->group() != nullptr) return RefuseTopK(micro_batch, "a group of GPUs");
+    for (const LossTerm& term : micro_batch.terms) {
+      if (!std::holds_alternative<TopKSpec>(term.loss) || !term.head->spec().transform.softcap.has_value()) continue;
+      return RefuseTopK(micro_batch, "the CUDA engine, for a head with a softcap,");
+    }
+    return absl::OkStatus();
+  }
+
   // Whether other calls' rows could be computed with this one's.
   bool IsSmall(const Call& call) const {
     return !core_->options().deterministic && call.micro_batch.flow == nullptr && call.terms.size() == 1 &&

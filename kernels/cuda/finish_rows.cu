@@ -1,9 +1,11 @@
 // Rows' losses out of their statistics, and what the gradient passes need of a row. One thread a row, all fp64: the shards'
 // statistics are merged in order by the lines that the CPU engine runs (kernels/core/row_loss.h).
+#include "kernels/cuda/device/elements.cuh"
 #include "kernels/cuda/device/exact_entries.cuh"
 #include "kernels/cuda/device/row_factors.cuh"
 #include "kernels/cuda/device/row_math.cuh"
 #include "kernels/cuda/row_passes.h"
+#include "kernels/cuda/top_k_rows.h"
 
 namespace headwater::cuda {
 namespace {
@@ -189,7 +191,85 @@ __global__ void __launch_bounds__(kThreads)
   row_factor[row] = parts.row_factor;
 }
 
+__device__ __forceinline__ double WarpLargest(double value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) value = Largest(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  return value;
+}
+
+// FinishTopK() of kernels/core/top_k.h, one warp a row.
+__global__ void __launch_bounds__(kThreads)
+    FinishTopKKernel(const RowStats* stats, int32_t shard_count, const TopKRows top_k, const ChunkRows rows,
+                     const FinishOptions options, RowReport* reports, RowCoefficients* coefficients, float* row_factor,
+                     float* target_factor) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+  if (row >= rows.row_count) return;
+  const int64_t first = row * top_k.k + threadIdx.x % 32, last = (row + 1) * top_k.k;
+  PieceStats others = {-kRowInfinity, 0, 0, 0};
+  for (int32_t shard = 0; shard < shard_count; ++shard) MergeStats(stats[shard * rows.row_count + row].others, &others);
+
+  double probability_sum = 0, largest = others.max;
+  for (int64_t entry = first; entry < last; entry += 32) {
+    if (top_k.columns[entry] < 0) continue;
+    probability_sum += exp(static_cast<double>(top_k.log_probs[entry]));
+    largest = Largest(largest, top_k.logits[entry]);
+  }
+  probability_sum = elements::WarpSum(probability_sum);
+  largest = WarpLargest(largest);
+  const double rest = 1 - probability_sum < top_k.least_rest_mass ? 0.0 : 1 - probability_sum;
+  const double mass = probability_sum + rest;
+
+  double sum = 0;
+  for (int64_t entry = first; entry < last; entry += 32) {
+    if (top_k.columns[entry] >= 0) sum += exp(top_k.logits[entry] - largest);
+  }
+  const double others_sum = others.max == -kRowInfinity ? others.sum : others.sum * exp(others.max - largest);
+  sum = elements::WarpSum(sum) + others_sum;
+  const double lse = largest + log(sum);
+  const double rest_factor = others.sum == 0 ? 0.0 : (mass * (others_sum / sum) - rest) / others.sum;
+
+  double loss = 0, bound = fabs(rest_factor);
+  for (int64_t entry = first; entry < last; entry += 32) {
+    if (top_k.columns[entry] < 0) continue;
+    const double log_p = top_k.log_probs[entry], log_q = top_k.logits[entry] - lse;
+    loss += Weighted(exp(log_p), log_p - log_q);
+    bound = Largest(bound, fabs(mass * exp(log_q) - exp(log_p)));
+  }
+  loss = elements::WarpSum(loss);
+  bound = WarpLargest(bound);
+  if (rest > 0) loss += rest * (log(rest) - (LogSumExp(others) - lse));
+
+  const double gradient_factor = GradientFactor(rows, options, row);
+  const FactorParts parts = SplitFactor(gradient_factor, bound, options.matrix_element);
+  for (int64_t entry = first; entry < last; entry += 32) {
+    if (top_k.columns[entry] < 0) continue;
+    const double slope = mass * exp(top_k.logits[entry] - lse) - exp(static_cast<double>(top_k.log_probs[entry]));
+    top_k.gradient[entry] = parts.scale == 0 ? 0.0f : static_cast<float>(parts.scale * slope);
+  }
+  if (threadIdx.x % 32 != 0) return;
+  RowReport report;
+  report.soft = loss;
+  report.gradient_bound = gradient_factor == 0 ? 0.0 : fabs(gradient_factor) * bound;
+  reports[row] = report;
+  RowCoefficients out;
+  out.max = others.max == -kRowInfinity ? 0.0 : others.max;
+  out.probability_factor = rest_factor;
+  out.scale = parts.scale;
+  coefficients[row] = out;
+  row_factor[row] = parts.row_factor;
+  target_factor[row] = 0;
+}
+
 }  // namespace
+
+cudaError_t LaunchFinishTopK(const RowStats* stats, int32_t shard_count, const TopKRows& top_k, const ChunkRows& rows,
+                             const FinishOptions& options, RowReport* reports, RowCoefficients* coefficients, float* row_factor,
+                             float* target_factor, cudaStream_t stream) {
+  if (rows.row_count == 0) return cudaSuccess;
+  FinishTopKKernel<<<BlocksOf(32 * rows.row_count), kThreads, 0, stream>>>(stats, shard_count, top_k, rows, options, reports,
+                                                                           coefficients, row_factor, target_factor);
+  return cudaGetLastError();
+}
 
 cudaError_t LaunchFinishRows(const RowStats* stats, int32_t shard_count, const double* target_arguments, const ChunkRows& rows,
                              const FinishOptions& options, RowReport* reports, RowCoefficients* coefficients, float* row_factor,

@@ -152,8 +152,8 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
                      is_plain(spec) && is_plain(run.teacher->spec()) && HasDigitsInOnePass(run.divergence.beta) &&
                      IsOrdinaryScale(spec.transform.logit_scale, run.divergence.student_temperature) &&
                      IsOrdinaryScale(run.teacher->spec().transform.logit_scale, run.divergence.teacher_temperature);
-  const bool plain =
-      plan->jsd == nullptr && plan->cross_entropy.label_smoothing == 0 && !run.cross_entropy.want_rest && !plan->wants_argmax;
+  const bool plain = plan->jsd == nullptr && plan->top_k == nullptr && plan->cross_entropy.label_smoothing == 0 &&
+                     !run.cross_entropy.want_rest && !plan->wants_argmax;
   if (hopper && narrow && plain && spec.data_type == DataType::kBFloat16) run.large_form = Form::kExponentials;
   run.finish.matrix_element = run.MatrixElement();
   if (TakesAllRows(term)) {
@@ -249,6 +249,13 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
   buffers.scaled = late.TakeBytes(rows * padded * element_bytes);
   buffers.alpha = workspace->Take<float>(2);
   if (term.head->spec().has_bias) buffers.bias_scratch = workspace->TakeBytes(GradBiasScratchBytes(largest_columns));
+  if (term.plan->top_k != nullptr) {
+    const int64_t entries = rows * term.plan->top_k->k;
+    buffers.top_k_columns = workspace->Take<int32_t>(entries);
+    buffers.top_k_log_probs = workspace->Take<float>(entries);
+    buffers.top_k_logits = workspace->Take<double>(entries);
+    buffers.top_k_gradient = workspace->Take<float>(entries);
+  }
   buffers.target_arguments = workspace->Take<double>(rows);
   buffers.partial_sums = workspace->Take<float>(largest_partials);
   buffers.sums = workspace->Take<double>(merged_shards * rows);

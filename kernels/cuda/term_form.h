@@ -106,6 +106,12 @@ struct TermBuffers {
   float* alpha = nullptr;            // [2]: factor of the grad_weight product, and that with the caller's factor
   void* bias_scratch = nullptr;
 
+  // Only with a top-k teacher: [rows, k] each.
+  int32_t* top_k_columns = nullptr;
+  float* top_k_log_probs = nullptr;
+  double* top_k_logits = nullptr;
+  float* top_k_gradient = nullptr;
+
   double* target_arguments = nullptr;
   float* partial_sums = nullptr;
   double* sums = nullptr;  // [merged shards, rows]

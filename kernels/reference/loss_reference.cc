@@ -58,6 +58,9 @@ void ComputeRow(const Term& term, int64_t row, absl::Span<const double> x, doubl
     temperature = options->temperature;
     max_abs_logit = std::max(max_abs_logit, max_abs_logit / temperature);
     if (!options->class_weights.empty()) class_weight = options->class_weights[static_cast<size_t>(target)];
+  } else if (const auto* top_k = std::get_if<TopKOptions>(&term.loss)) {
+    loss = TopKRow(logits.z, row, *top_k);
+    max_abs_logit = std::max(max_abs_logit, max_abs_logit / top_k->student_temperature);
   } else {
     const JsdOptions& jsd = std::get<JsdOptions>(term.loss);
     const RowLogits teacher =

@@ -46,13 +46,13 @@ struct Term {
   const Head* head = nullptr;
   int64_t row_start = 0;
   int64_t row_count = 0;
-  std::vector<int32_t> targets;  // [row_count], or empty for JSD
+  std::vector<int32_t> targets;  // [row_count], or empty for JSD and top-k
   int32_t ignore_index = kDefaultIgnoreIndex;
   std::vector<double> token_weights;    // [row_count], or empty: all 1
   std::vector<double> entropy_factors;  // [row_count], or empty: all 0; cross entropy only, as the next
   std::vector<double> lse_factors;
   double loss_scale = 1;
-  std::variant<CrossEntropyOptions, JsdOptions> loss;
+  std::variant<CrossEntropyOptions, JsdOptions, TopKOptions> loss;
   double gradient_resolution = 0;  // 0: exact
   uint64_t dither_seed = 0;
   DataType dithered_type = DataType::kFloat32;  // Resolution::entry_type

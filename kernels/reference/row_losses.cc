@@ -206,4 +206,33 @@ RowLoss JsdRow(absl::Span<const Real> student_z, absl::Span<const Real> teacher_
   return row;
 }
 
+RowLoss TopKRow(absl::Span<const Real> student_z, int64_t row, const TopKOptions& options) {
+  const std::vector<Real> log_q = LogProbabilities(student_z, student_z.size(), options.student_temperature);
+  std::vector<bool> named(log_q.size(), false);
+  RowLoss result;
+  Real mass = 0;
+  for (int64_t i = row * options.k; i < (row + 1) * options.k; ++i) {
+    const int32_t id = options.ids[static_cast<size_t>(i)];
+    if (id < 0) continue;
+    const Real log_p = options.log_probs[static_cast<size_t>(i)];
+    named[static_cast<size_t>(id)] = true;
+    mass += std::exp(log_p);
+    result.soft += std::exp(log_p) * (log_p - log_q[static_cast<size_t>(id)]);
+  }
+  const Real rest = 1 - mass < 1e-6L ? 0 : 1 - mass;
+  Real student_rest = 0;
+  for (size_t v = 0; v < log_q.size(); ++v) student_rest += named[v] ? 0 : std::exp(log_q[v]);
+  if (rest > 0) result.soft += rest * (std::log(rest) - std::log(student_rest));
+  for (size_t v = 0; v < log_q.size(); ++v) {
+    const Real q = std::exp(log_q[v]);
+    result.gradient.push_back((mass + rest) * q - (named[v] || rest == 0 ? 0 : rest * q / student_rest));
+  }
+  for (int64_t i = row * options.k; i < (row + 1) * options.k; ++i) {
+    const int32_t id = options.ids[static_cast<size_t>(i)];
+    if (id >= 0) result.gradient[static_cast<size_t>(id)] -= std::exp(static_cast<Real>(options.log_probs[static_cast<size_t>(i)]));
+  }
+  for (Real& value : result.gradient) value /= options.student_temperature;
+  return result;
+}
+
 }  // namespace headwater::reference

@@ -66,9 +66,17 @@ struct JsdOptions {
   bool truncate_to_common = false;
 };
 
+// A teacher of k columns a row, and of a mass on all others together.
+struct TopKOptions {
+  int64_t k = 0;
+  std::vector<int32_t> ids;      // [rows, k]; -1: not used
+  std::vector<float> log_probs;  // [rows, k]
+  double student_temperature = 1;
+};
+
 // A row's loss in nats and its derivative with respect to z.
 struct RowLoss {
-  Real soft = 0;               // (1 - a) * JSD
+  Real soft = 0;               // (1 - a) * JSD, or the divergence from a top-k teacher
   Real hard = 0;               // cross entropy without z-loss, times a for JSD
   Real z_loss = 0;             // z-loss, times a for JSD
   std::vector<Real> gradient;  // [valid_vocab_size]: d(soft + hard + z_loss) / dz
@@ -82,6 +90,9 @@ RowLoss CrossEntropyRow(absl::Span<const Real> z, int64_t target, const CrossEnt
 // (1 - a) JSD(teacher, student) + a CE. `target` is looked at only if a > 0. The divergence is over the first
 // min(student_z.size(), teacher_z.size()) columns.
 RowLoss JsdRow(absl::Span<const Real> student_z, absl::Span<const Real> teacher_z, int64_t target, const JsdOptions& options);
+
+// The divergence of row `row` from a top-k teacher, as TopKSpec defines it.
+RowLoss TopKRow(absl::Span<const Real> student_z, int64_t row, const TopKOptions& options);
 
 }  // namespace headwater::reference
 

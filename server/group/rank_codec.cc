@@ -160,6 +160,11 @@ void EncodeCompute(const RankCall& call, v1::RankCompute* out) {
       to->set_teacher_hidden_size(term.teacher_hidden.column_count);
       to->set_teacher_data_type(static_cast<v1::DataType>(term.teacher_hidden.data_type));
       EncodeCrossEntropy(jsd->hard_loss, to->mutable_cross_entropy());
+    } else if (const auto* top_k = std::get_if<TopKSpec>(&term.loss)) {
+      to->set_top_k(top_k->k);
+      EncodeSpan(top_k->ids, to->mutable_top_k_ids());
+      EncodeSpan(top_k->log_probs, to->mutable_top_k_log_probs());
+      to->set_student_temperature(top_k->student_temperature);
     } else {
       EncodeCrossEntropy(std::get<CrossEntropySpec>(term.loss), to->mutable_cross_entropy());
     }
@@ -232,7 +237,12 @@ absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(const v1::Ran
       teacher.data_type = static_cast<DataType>(from.teacher_data_type());
       teacher.data = call->AddStream(term.row_start, term.row_count, teacher.column_count * ElementBytes(teacher.data_type));
     } else {
-      term.loss = DecodeCrossEntropy(from.cross_entropy(), &call->floats_);
+      if (from.top_k() != 0) {
+        term.loss = TopKSpec{from.top_k(), DecodeSpan<int32_t>(from.top_k_ids(), &call->targets_),
+                             DecodeSpan<float>(from.top_k_log_probs(), &call->floats_), from.student_temperature()};
+      } else {
+        term.loss = DecodeCrossEntropy(from.cross_entropy(), &call->floats_);
+      }
       call->streams_.emplace_back();
     }
     const auto wanted = [&](WantedOutput output) { return (from.outputs() & output) != 0; };

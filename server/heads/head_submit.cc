@@ -90,7 +90,8 @@ absl::Status Head::CheckTerm(const Submission& submission, size_t index) {
   const bool is_target = submission.backward && term.head->spec_.trainable;
   const bool is_jsd = std::holds_alternative<JsdSpec>(term.term.loss);
   if (is_jsd && term.teacher_head == nullptr) return MissingField(TermField(index, "teacher"), "for JSD");
-  if (!is_jsd && term.teacher_head != nullptr) return InvalidCombination(TermField(index, "teacher"), "for cross entropy");
+  if (!is_jsd && term.teacher_head != nullptr)
+    return InvalidCombination(TermField(index, "teacher"), "for cross entropy and top-k teachers");
   if (is_target && !term.head_epoch.has_value()) {
     return MissingField(TermField(index, "head.head_epoch"), "for a backward call against a trainable head");
   }

@@ -85,6 +85,14 @@ void WriteTerm(const LossTermRequest& term, Writer* out) {
     WriteCrossEntropy(*cross_entropy, out);
     return;
   }
+  if (const auto* top_k = std::get_if<TopKRequest>(&term.loss)) {
+    out->Integer(2);
+    out->Integer(top_k->k);
+    out->Bytes(top_k->ids.data(), top_k->ids.size() * sizeof(int32_t));
+    out->Bytes(top_k->log_probs.data(), top_k->log_probs.size() * sizeof(float));
+    out->Real(top_k->student_temperature);
+    return;
+  }
   const JensenShannonRequest& jsd = std::get<JensenShannonRequest>(term.loss);
   out->Integer(1);
   out->Real(jsd.options.beta);

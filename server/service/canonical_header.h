@@ -9,7 +9,8 @@
 //   grad_hidden_data_type, grad_hidden_scale, number of terms, then for each term:
 //     head name, epoch?, step?, row_start, row_count, targets?, ignore_index, token_weights?, loss_scale, expected_weight_version?,
 //     0 and the cross entropy, or 1 and beta, student_temperature, teacher_temperature, hard_loss_weight, truncate_to_common, the
-//     cross entropy, teacher head name, epoch?, data_type, expected_weight_version?
+//     cross entropy, teacher head name, epoch?, data_type, expected_weight_version?, or 2 and a top-k teacher's k, ids, log_probs
+//     and student_temperature
 //   cross entropy: label_smoothing, z_loss, class_weights?
 //   and behind the term, each only where it is used, so that a call of 0.1 keeps its bytes: "temperature" and the temperature of a
 //   cross entropy if it is not 1; "token_scaling"; "entropy_factors" and its tensor; "lse_factors" and its tensor;

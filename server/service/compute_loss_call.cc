@@ -115,8 +115,9 @@ struct ComputeLossCall::Payload {
         if (values->has_value()) bytes += term.row_count * int64_t{sizeof(float)};
       }
       const auto* const divergence = std::get_if<JensenShannonRequest>(&term.loss);
-      const CrossEntropyRequest& hard = divergence != nullptr ? divergence->hard_loss : std::get<CrossEntropyRequest>(term.loss);
-      if (hard.class_weights.has_value()) bytes += static_cast<int64_t>(hard.class_weights->size() * sizeof(float));
+      const auto* const hard = divergence != nullptr ? &divergence->hard_loss : std::get_if<CrossEntropyRequest>(&term.loss);
+      if (hard != nullptr && hard->class_weights) bytes += static_cast<int64_t>(hard->class_weights->size() * sizeof(float));
+      if (const auto* const top_k = std::get_if<TopKRequest>(&term.loss)) bytes += top_k->bytes();
       if (term.teacher.has_value() && term.teacher->joined.has_value()) {
         bytes += static_cast<int64_t>(term.teacher->joined->row_indices.size() * sizeof(int32_t));
       }

@@ -18,11 +18,18 @@ namespace {
 struct TensorRule {
   v1::DataType data_type;
   const char* data_type_name;
-  int64_t size;  // of the only dimension; -1: any size >= 0 up to size_max
+  int64_t size;  // of the first dimension; -1: any size >= 0 up to size_max
   int64_t size_max = std::numeric_limits<int64_t>::max();
+  int64_t columns = 0;  // > 0: there is a second dimension, of this size; `size` is >= 0 then
 };
 
-// Checks type, shape and length of a one-dimensional tensor of 4-byte elements.
+std::string ShapeText(const v1::Tensor& tensor) {
+  std::string shape = "[";
+  for (int i = 0; i < tensor.shape_size() && i < 8; ++i) absl::StrAppend(&shape, i == 0 ? "" : ", ", tensor.shape(i));
+  return shape + (tensor.shape_size() > 8 ? ", ...]" : "]");
+}
+
+// Checks type, shape and length of a tensor of 4-byte elements.
 absl::Status CheckVector(const v1::Tensor& tensor, const std::string& field, const TensorRule& rule) {
   const std::string type_field = field + ".data_type";
   if (tensor.data_type() == v1::DATA_TYPE_UNSPECIFIED) return MissingField(type_field, rule.data_type_name);
@@ -31,17 +38,17 @@ absl::Status CheckVector(const v1::Tensor& tensor, const std::string& field, con
                       v1::DataType_IsValid(tensor.data_type()) ? v1::DataType_Name(tensor.data_type())
                                                                : absl::StrCat(static_cast<int>(tensor.data_type())));
   }
-  const bool one_dimension = tensor.shape_size() == 1;
-  if (!one_dimension || tensor.shape(0) < 0 || (rule.size >= 0 && tensor.shape(0) != rule.size) ||
-      tensor.shape(0) > rule.size_max) {
-    std::string shape = "[";
-    for (int i = 0; i < tensor.shape_size() && i < 8; ++i) absl::StrAppend(&shape, i == 0 ? "" : ", ", tensor.shape(i));
-    return FieldError(ErrorReason::kShapeMismatch, field + ".shape",
-                      rule.size >= 0 ? absl::StrCat("[", rule.size, "]") : absl::StrCat("one dimension of at most ", rule.size_max),
-                      shape + (tensor.shape_size() > 8 ? ", ...]" : "]"));
+  const bool is_matrix = rule.columns > 0;
+  if (tensor.shape_size() != (is_matrix ? 2 : 1) || tensor.shape(0) < 0 || (rule.size >= 0 && tensor.shape(0) != rule.size) ||
+      tensor.shape(0) > rule.size_max || (is_matrix && tensor.shape(1) != rule.columns)) {
+    std::string expected = absl::StrCat("one dimension of at most ", rule.size_max);
+    if (rule.size >= 0)
+      expected = is_matrix ? absl::StrCat("[", rule.size, ", ", rule.columns, "]") : absl::StrCat("[", rule.size, "]");
+    return FieldError(ErrorReason::kShapeMismatch, field + ".shape", expected, ShapeText(tensor));
   }
-  if (tensor.data().size() / 4 != static_cast<uint64_t>(tensor.shape(0)) || tensor.data().size() % 4 != 0) {
-    return FieldError(ErrorReason::kDataLengthMismatch, field + ".data", absl::StrCat(tensor.shape(0), " elements of 4 bytes"),
+  const int64_t elements = tensor.shape(0) * (is_matrix ? rule.columns : 1);
+  if (tensor.data().size() / 4 != static_cast<uint64_t>(elements) || tensor.data().size() % 4 != 0) {
+    return FieldError(ErrorReason::kDataLengthMismatch, field + ".data", absl::StrCat(elements, " elements of 4 bytes"),
                       absl::StrCat(tensor.data().size(), " bytes"));
   }
   return absl::OkStatus();
@@ -233,9 +240,7 @@ absl::StatusOr<TeacherRequest> DecodeTeacher(const v1::LossTerm& term, const std
     case v1::LossTerm::kCachedTeacher:
       if (term.cached_teacher().cache_key().empty()) return MissingField(field + ".cached_teacher.cache_key", "a name");
       return FeatureNotBuilt(field + ".cached_teacher", "cached_teacher");
-    case v1::LossTerm::kTopKTeacher:
-      HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".top_k_teacher.k", term.top_k_teacher().k(), 1));
-      return FeatureNotBuilt(field + ".top_k_teacher", "top_k_teacher");
+    case v1::LossTerm::kTopKTeacher:  // DecodeTopK()'s
     case v1::LossTerm::TEACHER_SOURCE_NOT_SET:
       return MissingField(field + ".teacher_hidden", "a teacher, because the loss is jensen_shannon");
   }
@@ -247,6 +252,37 @@ absl::StatusOr<TeacherRequest> DecodeTeacher(const v1::LossTerm& term, const std
   if (!rows.ok()) return rows.status();
   teacher->rows = *std::move(rows);
   return teacher;
+}
+
+// The top-k teacher of a divergence, which has no other option then than its student_temperature.
+absl::StatusOr<TopKRequest> DecodeTopK(const v1::LossTerm& term, const JsdSpec& loss, const std::string& field, int64_t term_rows) {
+  const auto refuse = [&](const char* option, const char* expected, const std::string& actual) {
+    return FieldError(ErrorReason::kInvalidCombination, absl::StrCat(field, ".jensen_shannon.", option),
+                      absl::StrCat(expected, ", because the teacher is a top_k_teacher"), actual);
+  };
+  if (loss.beta != 0) return refuse("beta", "0", absl::StrCat(loss.beta));
+  if (loss.teacher_temperature != 1) return refuse("teacher_temperature", "nothing", absl::StrCat(loss.teacher_temperature));
+  if (loss.hard_loss_weight != 0) return refuse("hard_loss_weight", "0", absl::StrCat(loss.hard_loss_weight));
+  if (loss.truncate_to_common) return refuse("vocab_alignment", "nothing", "TRUNCATE_TO_COMMON");
+
+  const v1::TopKTeacher& teacher = term.top_k_teacher();
+  const std::string teacher_field = field + ".top_k_teacher";
+  TopKRequest decoded;
+  decoded.k = teacher.k();
+  decoded.student_temperature = loss.student_temperature;
+  HEADWATER_RETURN_IF_ERROR(CheckRange(teacher_field + ".k", decoded.k, 1, kMaxTopK));
+  const std::string shape = absl::StrCat("[", term_rows, ", ", decoded.k, "]");
+  if (!teacher.has_ids()) return MissingField(teacher_field + ".ids", "INT32 " + shape);
+  if (!teacher.has_log_probs()) return MissingField(teacher_field + ".log_probs", "FLOAT32 " + shape);
+  TensorRule rule = {v1::DATA_TYPE_INT32, "INT32", term_rows};
+  rule.columns = decoded.k;
+  HEADWATER_RETURN_IF_ERROR(CheckVector(teacher.ids(), teacher_field + ".ids", rule));
+  decoded.ids = CopyElements<int32_t>(teacher.ids());
+  rule.data_type = v1::DATA_TYPE_FLOAT32;
+  rule.data_type_name = "FLOAT32";
+  HEADWATER_RETURN_IF_ERROR(CheckVector(teacher.log_probs(), teacher_field + ".log_probs", rule));
+  decoded.log_probs = CopyElements<float>(teacher.log_probs());
+  return decoded;
 }
 
 absl::StatusOr<LossTermRequest> DecodeTerm(const v1::LossTerm& term, const std::string& field, int64_t micro_batch_rows,
@@ -293,6 +329,13 @@ absl::StatusOr<LossTermRequest> DecodeTerm(const v1::LossTerm& term, const std::
     case v1::LossTerm::kJensenShannon: {
       auto loss = DecodeJensenShannon(term.jensen_shannon(), field + ".jensen_shannon", limits);
       if (!loss.ok()) return loss.status();
+      if (term.has_top_k_teacher()) {
+        auto top_k = DecodeTopK(term, loss->options, field, decoded.row_count);
+        if (!top_k.ok()) return top_k.status();
+        decoded.loss = *std::move(top_k);
+        targets_required = false;
+        break;
+      }
       targets_required = loss->options.hard_loss_weight > 0;
       decoded.loss = *std::move(loss);
       auto teacher = DecodeTeacher(term, field, decoded.row_count, has_session);
@@ -349,6 +392,8 @@ absl::Status CheckResolutionAllowed(const MicroBatchRequest& request, const Loss
     why = "0, because of the factors of entropy or lse";
   } else if (jsd != nullptr && jsd->options.hard_loss_weight > 0) {
     why = "0, because of the hard loss";
+  } else if (std::holds_alternative<TopKRequest>(term.loss)) {
+    why = "0, because of the top_k_teacher";
   }
   if (why == nullptr) return absl::OkStatus();
   return FieldError(ErrorReason::kInvalidCombination, field + ".gradient_resolution", why, absl::StrCat(term.gradient_resolution));
@@ -462,6 +507,10 @@ absl::Status DecodeTerms(const v1::MicroBatchHeader& header, const Limits& limit
     if (!term.ok()) return term.status();
     HEADWATER_RETURN_IF_ERROR(CheckFactorsAllowed(*decoded, *term, field));
     HEADWATER_RETURN_IF_ERROR(CheckResolutionAllowed(*decoded, *term, field));
+    if (std::holds_alternative<TopKRequest>(term->loss) && (decoded->outputs & ~TokenOutputBit(v1::TOKEN_OUTPUT_LOSS)) != 0) {
+      return FieldError(ErrorReason::kInvalidCombination, "header.outputs",
+                        absl::StrCat("no output but LOSS, because terms[", i, "] has a top_k_teacher"), "others");
+    }
     if (wants_log_probability && !term->targets.has_value()) {
       return FieldError(ErrorReason::kInvalidCombination, "header.outputs",
                         absl::StrCat("no TARGET_LOG_PROBABILITY, because terms[", i, "] has no targets"), "TARGET_LOG_PROBABILITY");

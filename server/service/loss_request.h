@@ -49,6 +49,15 @@ struct JensenShannonRequest {
   CrossEntropyRequest hard_loss;
 };
 
+// A top-k teacher's rows, owned. Decoded from JensenShannonLoss, whose other options it does not take.
+struct TopKRequest {
+  int32_t k = 0;
+  std::vector<int32_t> ids;      // [rows of the term, k]
+  std::vector<float> log_probs;  // [rows of the term, k]
+  double student_temperature = 1;
+  int64_t bytes() const { return static_cast<int64_t>(ids.size() * (sizeof(int32_t) + sizeof(float))); }
+};
+
 // Rows in a region of the call's session.
 struct SharedRowsRequest {
   std::string region_id;
@@ -83,8 +92,8 @@ struct LossTermRequest {
   std::optional<std::vector<float>> lse_factors;
   double gradient_resolution = 0;  // 0, or with `backward`, without factors and without a hard loss only
   double loss_scale = 1;
-  std::variant<CrossEntropyRequest, JensenShannonRequest> loss;
-  std::optional<TeacherRequest> teacher;  // there if and only if the loss is JSD
+  std::variant<CrossEntropyRequest, JensenShannonRequest, TopKRequest> loss;
+  std::optional<TeacherRequest> teacher;  // there if and only if the loss is JensenShannonRequest
   std::optional<int64_t> expected_weight_version;
 };
 

@@ -11,12 +11,13 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/top_k.h"
 #include "server/service/field_check.h"
 
 namespace headwater::service {
 namespace {
 
-// How the cross entropy's options are nested in the term.
+// How the cross entropy's options are nested in the term; null where it has none.
 struct CrossEntropyOf {
   CrossEntropyRequest* options;
   const char* field;
@@ -24,7 +25,8 @@ struct CrossEntropyOf {
 
 CrossEntropyOf FindCrossEntropy(LossTermRequest* term) {
   if (auto* cross_entropy = std::get_if<CrossEntropyRequest>(&term->loss)) return {cross_entropy, ".cross_entropy"};
-  return {&std::get<JensenShannonRequest>(term->loss).hard_loss, ".jensen_shannon.hard_loss"};
+  auto* jsd = std::get_if<JensenShannonRequest>(&term->loss);
+  return {jsd != nullptr ? &jsd->hard_loss : nullptr, ".jensen_shannon.hard_loss"};
 }
 
 CrossEntropySpec ToSpec(const CrossEntropyRequest& request) {
@@ -32,6 +34,8 @@ CrossEntropySpec ToSpec(const CrossEntropyRequest& request) {
   if (request.class_weights.has_value()) spec.class_weights = *request.class_weights;
   return spec;
 }
+
+TopKSpec ToSpec(const TopKRequest& request) { return {request.k, request.ids, request.log_probs, request.student_temperature}; }
 
 absl::StatusOr<heads::SubmittedTerm> FindHeads(const Caller& caller, const heads::HeadRegistry& registry,
                                                const LossTermRequest& term) {
@@ -100,7 +104,7 @@ absl::Status CheckHeads(const MicroBatchRequest& request, const LossTermRequest&
 
 absl::Status FitClassWeights(const HeadSpec& spec, const std::string& field, LossTermRequest* term) {
   const CrossEntropyOf cross_entropy = FindCrossEntropy(term);
-  if (!cross_entropy.options->class_weights.has_value()) return absl::OkStatus();
+  if (cross_entropy.options == nullptr || !cross_entropy.options->class_weights.has_value()) return absl::OkStatus();
   std::vector<float>& weights = *cross_entropy.options->class_weights;
   const int64_t size = static_cast<int64_t>(weights.size());
   if (size != spec.transform.valid_vocab_size && size != spec.vocab_size) {
@@ -133,6 +137,10 @@ void FillEngineTerm(const LossTermRequest& term, LossTerm* engine_term) {
   engine_term->gradient_resolution = term.gradient_resolution;
   if (const auto* cross_entropy = std::get_if<CrossEntropyRequest>(&term.loss)) {
     engine_term->loss = ToSpec(*cross_entropy);
+    return;
+  }
+  if (const auto* top_k = std::get_if<TopKRequest>(&term.loss)) {
+    engine_term->loss = ToSpec(*top_k);
     return;
   }
   const JensenShannonRequest& jsd = std::get<JensenShannonRequest>(term.loss);
@@ -191,10 +199,14 @@ absl::Status CheckTargets(const MicroBatchRequest& request, const heads::Submiss
   const bool log_probability = (request.outputs & TokenOutputBit(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY)) != 0;
   for (size_t i = 0; i < request.terms.size(); ++i) {
     const LossTermRequest& term = request.terms[i];
+    const int64_t valid_vocab_size = submission.terms[i].head->spec().transform.valid_vocab_size;
+    if (const auto* top_k = std::get_if<TopKRequest>(&term.loss)) {
+      HEADWATER_RETURN_IF_ERROR(CheckTopKRows(TermField(i) + ".top_k_teacher", ".data", ToSpec(*top_k), valid_vocab_size));
+      continue;  // of the targets, only `ignore_index` matters
+    }
     if (!term.targets.has_value()) continue;
     const auto* jsd = std::get_if<JensenShannonRequest>(&term.loss);
     if (jsd != nullptr && jsd->options.hard_loss_weight == 0 && !log_probability) continue;  // only `ignore_index` matters
-    const int64_t valid_vocab_size = submission.terms[i].head->spec().transform.valid_vocab_size;
     for (size_t row = 0; row < term.targets->size(); ++row) {
       const int32_t target = (*term.targets)[row];
       if (target == term.ignore_index || (target >= 0 && target < valid_vocab_size)) continue;

@@ -29,7 +29,7 @@ bool MustBeHeld(const heads::Submission& submission);
 // A use of each head of terms that BuildTerms() has made.
 std::vector<heads::HeadUse> UseHeads(const heads::Submission& submission);
 
-// kTargetOutOfVocab. For terms that BuildTerms() has made.
+// kTargetOutOfVocab, and what CheckTopKRows() refuses. For terms that BuildTerms() has made.
 absl::Status CheckTargets(const MicroBatchRequest& request, const heads::Submission& submission);
 
 }  // namespace headwater::service

@@ -48,6 +48,8 @@ std::vector<std::string> Features(const ServerCore& core) {
                                        "entropy_factors",
                                        "gradient_resolution"};
   if (core.checkpoints != nullptr) features.push_back("checkpoints");
+  // Not built for several GPUs.
+  if (core.engine->name() != "cuda" || core.engine->devices().size() == 1) features.push_back("top_k_teacher");
   if (!core.options.load_root.empty()) features.push_back("load_weights");
   if (core.descriptors != nullptr || core.options.named_regions) features.push_back("shared_memory");
   // Several GPUs take their rows from host memory.

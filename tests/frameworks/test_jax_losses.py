@@ -263,6 +263,10 @@ REFUSED = {
     "train": ("train=True", lambda head: jax.grad(lambda body: loss(head, jax.lax.stop_gradient(body)))(BODY)),
     "no_train": ("stop_gradient", lambda head: jax.grad(lambda body: loss(head, body, train=False))(BODY)),
     "weight": ("weight gets no", lambda head: jax.grad(lambda b, w: loss(head, b, weight=w), (0, 1))(BODY, TOKEN_WEIGHTS)),
+    "top_k_teacher": (
+        "TopKTeacher",
+        lambda head: headwater.jax.linear_jsd_loss(head, headwater.TopKTeacher(LABELS, LABELS), BODY, BODY),
+    ),
     "second": ("second derivative", lambda head: jax.hessian(lambda body: loss(head, body))(BODY)),
 }
 

@@ -61,6 +61,17 @@ Prepare JoinedTeacher() {
               Tensor("header.terms.joined_teacher.row_indices", v1::DATA_TYPE_INT32, 3, Elements(std::vector<int32_t>{0, 4, 8})));
 }
 
+// Three rows of a top-k teacher with two entries each, one of which is not used.
+Prepare TopK() {
+  const auto tensor = [](const char* name, v1::DataType type, const std::string& data) {
+    const std::string path = std::string("header.terms.top_k_teacher.") + name;
+    return Prepare{{path + ".data_type", Int(type)}, {path + ".shape", Ints({3, 2})}, {path + ".data", Text(data)}};
+  };
+  return Join(Join({{"header.terms.jensen_shannon.beta", Real(0)}, {"header.terms.top_k_teacher.k", Int(2)}},
+                   tensor("ids", v1::DATA_TYPE_INT32, Elements(std::vector<int32_t>{0, 1, 2, 3, -1, 1}))),
+              tensor("log_probs", v1::DATA_TYPE_FLOAT32, Elements(std::vector<float>{-1, -1, -1, -2, 0, -3})));
+}
+
 // An id that is well-formed; the session is looked up when the header is.
 Prepare AnySession() { return {{"header.session_id", Text(std::string(32, 's'))}}; }
 
@@ -245,6 +256,7 @@ std::vector<BadValue> JsdRows() {
   const std::string jsd = "header.terms.jensen_shannon.";
   const std::string teacher = "header.terms.teacher_hidden.";
   const std::string joined = "header.terms.joined_teacher.";
+  const std::string top_k = "header.terms.top_k_teacher.";
   std::vector<BadValue> rows = {
       {rpc, jsd + "hard_loss", "without a weight", Make(), "INVALID_COMBINATION", kThePath, Jsd()},
       {rpc, jsd + "hard_loss.temperature", "of a hard loss", Real(1), "INVALID_COMBINATION", kThePath, HardJsd()},
@@ -300,16 +312,35 @@ std::vector<BadValue> JsdRows() {
        "MISSING_FIELD",
        kThePath,
        {{"header.terms.jensen_shannon", Make()}}},
-      {rpc,
-       "header.terms.top_k_teacher",
-       "given",
-       Make(),
-       "FEATURE_NOT_BUILT",
-       kThePath,
-       {{"header.terms.jensen_shannon", Make()}, {"header.terms.top_k_teacher.k", Int(4)}}},
-      {rpc, "header.terms.top_k_teacher.k", "zero", Int(0), "INVALID_FIELD", kThePath, {{"header.terms.jensen_shannon", Make()}}},
+      {rpc, "header.terms.top_k_teacher", "of a cross entropy", Make(), "INVALID_COMBINATION", "header.terms[0].teacher_source"},
+      {rpc, top_k + "k", "zero", Int(0), "INVALID_FIELD", kThePath, TopK()},
+      {rpc, top_k + "ids", "unset", Clear(), "MISSING_FIELD", kThePath, TopK()},
+      {rpc, top_k + "log_probs", "unset", Clear(), "MISSING_FIELD", kThePath, TopK()},
+      {rpc, top_k + "k", "too many", Int(1025), "INVALID_FIELD", kThePath, TopK()},
+      {rpc, top_k + "ids.data", "beyond the vocabulary", Text(Elements(std::vector<int32_t>{0, 1, 2, 99, -1, 1})),
+       "TARGET_OUT_OF_VOCAB", kThePath, TopK()},
+      {rpc, top_k + "ids.data", "below -1", Text(Elements(std::vector<int32_t>{0, 1, 2, -2, -1, 1})), "TARGET_OUT_OF_VOCAB",
+       kThePath, TopK()},
+      {rpc, top_k + "ids.data", "an id twice", Text(Elements(std::vector<int32_t>{0, 1, 2, 2, -1, 1})), "INVALID_FIELD", kThePath,
+       TopK()},
+      {rpc, top_k + "log_probs.data", "above 0", Text(Elements(std::vector<float>{-1, -1, -1, 0.5F, -1, -1})), "INVALID_FIELD",
+       kThePath, TopK()},
+      {rpc, top_k + "log_probs.data", "not finite",
+       Text(Elements(std::vector<float>{-1, -1, -std::numeric_limits<float>::infinity(), -1, -1, -1})), "INVALID_FIELD", kThePath,
+       TopK()},
+      {rpc, top_k + "log_probs.data", "more than all mass", Text(Elements(std::vector<float>{-0.5F, -0.5F, -1, -1, -1, -1})),
+       "INVALID_FIELD", kThePath, TopK()},
+      {rpc, jsd + "beta", "unset, with a top-k teacher", Clear(), "INVALID_COMBINATION", kThePath, TopK()},
+      {rpc, jsd + "beta", "1, with a top-k teacher", Real(1), "INVALID_COMBINATION", kThePath, TopK()},
+      {rpc, jsd + "teacher_temperature", "with a top-k teacher", Real(2), "INVALID_COMBINATION", kThePath, TopK()},
+      {rpc, jsd + "hard_loss_weight", "with a top-k teacher", Real(0.5), "INVALID_COMBINATION", kThePath, TopK()},
+      {rpc, jsd + "vocab_alignment", "with a top-k teacher", Int(v1::VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON), "INVALID_COMBINATION",
+       kThePath, TopK()},
+      {rpc, "header.outputs", "LSE, with a top-k teacher", Ints({v1::TOKEN_OUTPUT_LSE}), "INVALID_COMBINATION", kThePath, TopK()},
   };
   AddTensorRows(rpc, joined + "row_indices", v1::DATA_TYPE_FLOAT32, 2, JoinedTeacher(), &rows);
+  AddTensorRows(rpc, top_k + "ids", v1::DATA_TYPE_FLOAT32, 2, TopK(), &rows);
+  AddTensorRows(rpc, top_k + "log_probs", v1::DATA_TYPE_INT32, 2, TopK(), &rows);
   AddNumberRows(rpc, jsd + "beta", {-0.01, 1.01}, Jsd(), &rows);
   AddNumberRows(rpc, jsd + "student_temperature", {0, -1, 1e-300, 1e300}, Jsd(), &rows);
   AddNumberRows(rpc, jsd + "teacher_temperature", {0, -1, 1e-300, 1e300}, Jsd(), &rows);

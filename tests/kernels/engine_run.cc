@@ -44,9 +44,11 @@ CrossEntropySpec ToSpec(const reference::CrossEntropyOptions& options, const std
   return {options.label_smoothing, options.z_loss, class_weights, options.temperature, options.token_scaling};
 }
 
-// The engine's loss options; class weights live in `class_weights`.
-std::variant<CrossEntropySpec, JsdSpec> ToSpec(const std::variant<reference::CrossEntropyOptions, reference::JsdOptions>& loss,
-                                               std::vector<float>* class_weights) {
+// The engine's loss options; class weights live in `class_weights`, a top-k teacher's rows where they are.
+decltype(LossTerm::loss) ToSpec(const decltype(TestTerm::loss)& loss, std::vector<float>* class_weights) {
+  if (const auto* top_k = std::get_if<reference::TopKOptions>(&loss)) {
+    return TopKSpec{static_cast<int32_t>(top_k->k), top_k->ids, top_k->log_probs, top_k->student_temperature};
+  }
   const auto* cross_entropy = std::get_if<reference::CrossEntropyOptions>(&loss);
   const auto* jsd = std::get_if<reference::JsdOptions>(&loss);
   const std::vector<double>& weights = (cross_entropy != nullptr ? *cross_entropy : jsd->hard_loss).class_weights;
@@ -132,12 +134,15 @@ PreparedMicroBatch::PreparedMicroBatch(const Problem& problem, const std::vector
       term.teacher_hidden = {memory.teacher_hidden.data(), in.row_count, term.teacher_head->spec().hidden_size, in.teacher_type};
     }
     if (options.token_outputs) {
-      for (GuardedBuffer* output : {&memory.token_loss, &memory.lse, &memory.target_log_probability, &memory.entropy,
-                                    &memory.mean_logits, &memory.log_sum_sq_probs}) {
+      memory.token_loss = GuardedBuffer(in.row_count * static_cast<int64_t>(sizeof(float)), kFloatPoison);
+      term.token_loss = reinterpret_cast<float*>(memory.token_loss.data());
+    }
+    if (options.token_outputs && !std::holds_alternative<reference::TopKOptions>(in.loss)) {
+      for (GuardedBuffer* output :
+           {&memory.lse, &memory.target_log_probability, &memory.entropy, &memory.mean_logits, &memory.log_sum_sq_probs}) {
         *output = GuardedBuffer(in.row_count * static_cast<int64_t>(sizeof(float)), kFloatPoison);
       }
       memory.argmax = GuardedBuffer(in.row_count * static_cast<int64_t>(sizeof(int32_t)), kIntegerPoison);
-      term.token_loss = reinterpret_cast<float*>(memory.token_loss.data());
       term.lse = reinterpret_cast<float*>(memory.lse.data());
       term.target_log_probability = reinterpret_cast<float*>(memory.target_log_probability.data());
       term.entropy = reinterpret_cast<float*>(memory.entropy.data());
@@ -162,6 +167,7 @@ void PreparedMicroBatch::Collect(const MicroBatchResult& result, Outcome* outcom
     term.sums = result.terms[i];
     if (!asked) continue;
     term.token_loss = CopyOut<float>(memory.token_loss);
+    if (terms[i].lse == nullptr) continue;
     term.lse = CopyOut<float>(memory.lse);
     term.target_log_probability = CopyOut<float>(memory.target_log_probability);
     term.entropy = CopyOut<float>(memory.entropy);

@@ -261,6 +261,9 @@ TEST(ManyRowsTest, MoreThanHaveLogitsAtOnce) {
   cases.back().bias = true;
   cases.back().hard_loss_weight = 0.3;
   cases.back().teacher_hidden_size = 20;
+  cases.push_back({});
+  cases.back().name = "TopKTeacher";
+  cases.back().top_k = 12;
   for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
     for (ProblemOptions options : cases) {
       options = WithType(options, type);

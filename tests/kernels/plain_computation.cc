@@ -128,12 +128,40 @@ float Jsd(const Row& student, const Row& teacher, const reference::JsdOptions& o
   return beta == 1 ? student_part : beta * Kl(log_p, log_m) + own_share * student_part;
 }
 
+float TopK(const Row& z, size_t row, const reference::TopKOptions& options, Row* gradient) {
+  const float temperature = static_cast<float>(options.student_temperature);
+  const Row log_q = LogSoftmax(z, z.size(), options.student_temperature);
+  Row p(z.size(), 0.0f);
+  std::vector<bool> named(z.size(), false);
+  float loss = 0;
+  float mass = 0;
+  for (size_t i = row * static_cast<size_t>(options.k); i < (row + 1) * static_cast<size_t>(options.k); ++i) {
+    if (options.ids[i] < 0) continue;
+    const size_t v = static_cast<size_t>(options.ids[i]);
+    named[v] = true;
+    p[v] = std::exp(options.log_probs[i]);
+    mass += p[v];
+    loss += p[v] * (options.log_probs[i] - log_q[v]);
+  }
+  const float rest = 1 - mass < 1e-6f ? 0 : 1 - mass;
+  float student_rest = 0;
+  for (size_t v = 0; v < z.size(); ++v) student_rest += named[v] ? 0 : std::exp(log_q[v]);
+  if (rest > 0) loss += rest * (std::log(rest) - std::log(student_rest));
+  gradient->resize(z.size());
+  for (size_t v = 0; v < z.size(); ++v) {
+    const float q = std::exp(log_q[v]);
+    (*gradient)[v] = ((mass + rest) * q - (named[v] ? p[v] : rest == 0 ? 0 : rest * q / student_rest)) / temperature;
+  }
+  return loss;
+}
+
 // A row's loss and its derivative with respect to z.
 float RowLoss(const Problem& problem, const TestTerm& term, size_t row, const Row& z, Row* gradient) {
   const size_t target = term.targets.empty() ? 0 : static_cast<size_t>(term.targets[row]);
   if (const auto* options = std::get_if<reference::CrossEntropyOptions>(&term.loss)) {
     return CrossEntropy(z, target, *options, gradient);
   }
+  if (const auto* top_k = std::get_if<reference::TopKOptions>(&term.loss)) return TopK(z, row, *top_k, gradient);
   const auto& options = std::get<reference::JsdOptions>(term.loss);
   const TestHead& teacher = problem.heads[static_cast<size_t>(term.teacher)];
   const double* x = &term.teacher_hidden[row * static_cast<size_t>(teacher.spec.hidden_size)];

@@ -74,6 +74,43 @@ reference::CrossEntropyOptions MakeCrossEntropy(std::mt19937_64& random, const P
   return loss;
 }
 
+// A teacher near the student, known by its most likely columns in any order. Some rows have no other mass, some not all entries,
+// and one has none.
+reference::TopKOptions MakeTopK(std::mt19937_64& random, const ProblemOptions& options, const Problem& problem) {
+  const TestHead& head = problem.heads.front();
+  const size_t valid = static_cast<size_t>(head.spec.transform.valid_vocab_size);
+  std::normal_distribution<double> noise(0, options.teacher_noise);
+  reference::TopKOptions teacher = {options.top_k, {}, {}, options.student_temperature};
+  for (int64_t row = 0; row < options.rows; ++row) {
+    std::vector<std::pair<double, int32_t>> logits;
+    double sum = 0;
+    for (size_t v = 0; v < valid; ++v) {
+      double product = head.bias.empty() ? 0 : head.bias[v];
+      for (int64_t h = 0; h < options.hidden_size; ++h) {
+        product += problem.hidden[static_cast<size_t>(row * options.hidden_size + h)] *
+                   head.weight[v * static_cast<size_t>(options.hidden_size) + static_cast<size_t>(h)];
+      }
+      const double a = options.logit_scale * product;
+      const double z = options.softcap > 0 ? options.softcap * std::tanh(a / options.softcap) : a;
+      logits.emplace_back(z / options.student_temperature + noise(random), static_cast<int32_t>(v));
+      sum += std::exp(logits.back().first);
+    }
+    std::sort(logits.rbegin(), logits.rend());
+    const size_t used = row == 5 ? 0 : static_cast<size_t>(row % 4 == 2 ? options.top_k / 2 : options.top_k);
+    if (row % 4 == 1) {
+      sum = 0;
+      for (size_t i = 0; i < used; ++i) sum += std::exp(logits[i].first);
+    }
+    std::shuffle(logits.begin(), logits.begin() + static_cast<std::ptrdiff_t>(used), random);
+    for (size_t i = 0; i < static_cast<size_t>(options.top_k); ++i) {
+      teacher.ids.push_back(i < used ? logits[i].second : -1);
+      teacher.log_probs.push_back(i < used ? static_cast<float>(logits[i].first - std::log(sum))
+                                           : std::numeric_limits<float>::quiet_NaN());
+    }
+  }
+  return teacher;
+}
+
 }  // namespace
 
 std::vector<ProblemOptions> CrossEntropyOptionCases() {
@@ -234,6 +271,8 @@ Problem MakeProblem(const ProblemOptions& options) {
                                       options.hard_loss_weight,
                                       std::move(cross_entropy),
                                       options.teacher_vocab_size != 0};
+  } else if (options.top_k > 0) {
+    term.loss = MakeTopK(random, options, problem);
   } else {
     term.loss = std::move(cross_entropy);
   }
@@ -261,6 +300,10 @@ Problem SliceRows(const Problem& problem, int64_t row_start, int64_t row_count) 
   slice(term.token_weights, 1);
   slice(term.entropy_factors, 1);
   slice(term.lse_factors, 1);
+  if (auto* top_k = std::get_if<reference::TopKOptions>(&term.loss)) {
+    slice(top_k->ids, top_k->k);
+    slice(top_k->log_probs, top_k->k);
+  }
   if (term.teacher >= 0) slice(term.teacher_hidden, problem.heads[static_cast<size_t>(term.teacher)].spec.hidden_size);
   return part;
 }

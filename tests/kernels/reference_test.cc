@@ -153,6 +153,30 @@ TEST(LossReference, JsdGradientsAreFiniteDifferences) {
   }
 }
 
+TEST(LossReference, TopKGradientsAreDifferences) {
+  for (const int64_t k : {1, 3, 7}) {
+    for (const double temperature : {1.0, 1.6}) {
+      ProblemOptions options = Small();
+      options.name = "top-k " + std::to_string(k) + ", temperature " + std::to_string(temperature);
+      options.top_k = k;
+      options.student_temperature = temperature;
+      options.softcap = 3;
+      ExpectGradientsAreDifferences(options);
+    }
+  }
+}
+
+// The divergence of the distributions whose other columns are one: P = (1/2, 1/8, rest 3/8), Q = (1/4, 1/4, rest 1/2).
+TEST(LossReference, TopKIsTheDivergenceWithOneBucketForTheRest) {
+  const std::vector<Real> z = {0, 0, 0, 0};
+  const reference::TopKOptions teacher = {3, {2, -1, 0}, {std::log(0.5f), 0, std::log(0.125f)}};
+  const reference::RowLoss row = reference::TopKRow(z, 0, teacher);
+  const double expected = 0.5 * std::log(2.0) + 0.125 * std::log(0.5) + 0.375 * std::log(0.75);
+  EXPECT_LE(std::abs(static_cast<double>(row.soft) - expected), 1e-7);
+  const double gradient[] = {0.125, 0.0625, -0.25, 0.0625};
+  for (size_t v = 0; v < 4; ++v) EXPECT_LE(std::abs(static_cast<double>(row.gradient[v]) - gradient[v]), 1e-7) << v;
+}
+
 // Two classes with logits (d, 0): the loss is log1p(e^-d), the gradient -+1 / (1 + e^d), however confident the row.
 TEST(LossReference, ConfidentRowsAreExact) {
   for (const double d : {0.5, 5.0, 20.7, 40.0, 600.0}) {

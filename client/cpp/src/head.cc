@@ -102,6 +102,17 @@ void AddTerm(LossCall& call, const LossTerm& term, const HeadHandle& head, const
   } else if (teacher != nullptr) {
     describe(*proto.mutable_teacher_hidden(), term.teacher_hidden.data_type);
   }
+  if (term.top_k_teacher.has_value()) {
+    const TopKTeacher& top_k = *term.top_k_teacher;
+    v1::TopKTeacher& source = *proto.mutable_top_k_teacher();
+    source.set_k(top_k.k);
+    *source.mutable_ids() = ToProto(top_k.ids);
+    *source.mutable_log_probs() = ToProto(top_k.log_probs);
+    for (v1::Tensor* const tensor : {source.mutable_ids(), source.mutable_log_probs()}) {
+      tensor->set_shape(0, tensor->shape(0) / std::max(top_k.k, 1));
+      tensor->add_shape(top_k.k);
+    }
+  }
   call.memory.teachers.push_back(teacher == nullptr ? RowsView() : term.teacher_hidden);
 }
 
@@ -137,6 +148,10 @@ absl::Status AddTerms(LossCall& call, absl::Span<const LossTerm> terms, const st
       return internal::MakeLocalError(v1::ERROR_REASON_INVALID_COMBINATION, absl::StatusCode::kInvalidArgument,
                                       "terms.joined_teacher: expected with a teacher's head, and without teacher_hidden",
                                       {{"field", "terms.joined_teacher"}});
+    }
+    if (term.top_k_teacher.has_value() && (teacher != nullptr || term.joined_teacher.has_value())) {
+      return internal::MakeLocalError(v1::ERROR_REASON_INVALID_COMBINATION, absl::StatusCode::kInvalidArgument,
+                                      "terms.top_k_teacher: expected without another teacher", {{"field", "terms.top_k_teacher"}});
     }
     if (teacher != nullptr && !term.joined_teacher.has_value()) {
       HEADWATER_RETURN_IF_ERROR(CheckTeacherRows(call.memory.rows, term, *teacher));
@@ -312,6 +327,14 @@ Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, const JoinedT
   term.loss = loss;
   term.teacher = teacher;
   term.joined_teacher = joined;
+  return SubmitOne(handle_, hidden, term, micro_batch, options);
+}
+
+Future<LossResult> Head::Jsd(RowsView hidden, const TopKTeacher& teacher, absl::Span<const int32_t> targets, const JsdOptions& loss,
+                             const MicroBatchOptions& micro_batch, const CallOptions& options) {
+  LossTerm term = MakeTerm(targets, micro_batch);
+  term.loss = loss;
+  term.top_k_teacher = teacher;
   return SubmitOne(handle_, hidden, term, micro_batch, options);
 }
 

@@ -42,7 +42,7 @@ from headwater._futures import Future as Future
 from headwater._head import Head as Head
 from headwater._recovery import StateFiles as StateFiles, StateStore as StateStore, train as train
 from headwater._teacher import Teacher as Teacher
-from headwater._terms import JOIN as JOIN, JSD as JSD, CrossEntropy as CrossEntropy
+from headwater._terms import JOIN as JOIN, JSD as JSD, CrossEntropy as CrossEntropy, TopKTeacher as TopKTeacher
 from headwater._types import (
     SGD as SGD,
     TLS as TLS,

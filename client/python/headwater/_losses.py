@@ -130,9 +130,11 @@ class HeadLosses(HeadReference):
 
         Args:
             student_hidden: (num_tokens, hidden_size), as `hidden` of `cross_entropy`.
-            teacher: the head that the teacher's hidden states go through; usually a frozen one. It gets no gradient.
+            teacher: the head that the teacher's hidden states go through; usually a frozen one. It gets no gradient. Or a
+                `headwater.TopKTeacher`, which takes beta=0 (there is no other) and student_temperature, and no other option of the
+                divergence or the cross entropy; `outputs` may have "token_loss" then.
             teacher_hidden: (num_tokens, hidden_size of the teacher's head), or `headwater.JOIN`: another stream brings these rows,
-                of this process or another (`Client.teacher`), before this call or while it waits.
+                of this process or another (`Client.teacher`), before this call or while it waits. None with a TopKTeacher.
             join_key: with JOIN, the set's name: 1 to 256 bytes, of the tenant of the teacher's head alone.
             total_rows: with JOIN, the number of rows of the set, >= 1.
             row_indices: with JOIN, (num_tokens,) integers in [0, total_rows): which row of the set belongs to which token. None:
@@ -204,6 +206,8 @@ class HeadLosses(HeadReference):
         for name in FACTORS:
             if options.late_token_factors and any(getattr(term, name) is not None for term in checked):
                 raise refused(f"{name} are for a call of their own: late_token_factors multiply the loss", name)
+        if set(options.outputs) - {"token_loss"} and any(term.top_k is not None for term in checked):
+            raise refused('outputs may have "token_loss" alone with a TopKTeacher', "outputs")
         attempt = call.attempt
         if attempt is not None:
             attempt = check_integer(attempt, "attempt")

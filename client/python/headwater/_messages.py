@@ -135,10 +135,10 @@ def step_result(cls: type[Data], message: Any) -> Data:
 
 
 def _put(tensor: Any, values: np.ndarray) -> None:
-    """A vector of float32 or int32, into a Tensor."""
+    """An array of float32 or int32, into a Tensor."""
     is_float = values.dtype.kind == "f"
     tensor.data_type = _wire.DATA_TYPE_FLOAT32 if is_float else _wire.DATA_TYPE_INT32
-    tensor.shape.append(len(values))
+    tensor.shape.extend(values.shape)
     tensor.data = values.astype("<f4" if is_float else "<i4", copy=False).tobytes()
 
 
@@ -232,6 +232,10 @@ def _own_term(term: TermRequest, row_count: int) -> bytes:
         _put(hard_loss.class_weights, term.class_weights)
     if term.teacher is not None:
         _put_teacher(message, term.teacher)
+    if term.top_k is not None:
+        message.top_k_teacher.k = term.top_k.ids.shape[1]
+        _put(message.top_k_teacher.ids, term.top_k.ids)
+        _put(message.top_k_teacher.log_probs, term.top_k.log_probs)
     if term.expected_weight_version is not None:
         message.expected_weight_version = term.expected_weight_version
     message.gradient_resolution = term.gradient_resolution
@@ -284,7 +288,8 @@ def check_header(message: bytes) -> bytes:
     if len(message) >= _MAX_MESSAGE_BYTES:
         raise invalid_argument(
             "LIMIT_EXCEEDED",
-            f"targets and weights take {len(message)} bytes, a message has at most {_MAX_MESSAGE_BYTES}; use smaller micro-batches",
+            f"targets, weights and top-k teachers take {len(message)} bytes, a message has at most {_MAX_MESSAGE_BYTES}; "
+            "use smaller micro-batches",
             limit="max_message_bytes",
             maximum=_MAX_MESSAGE_BYTES,
             actual=len(message),

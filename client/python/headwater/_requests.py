@@ -84,6 +84,18 @@ class TeacherRows:
         return None if isinstance(self.hidden, JoinedRows) else self.hidden
 
 
+@dataclass(slots=True)
+class TopKRows:
+    """What a top-k teacher says of each row."""
+
+    ids: np.ndarray  # (rows of the term, k) int32; -1: not used
+    log_probs: np.ndarray  # (rows of the term, k) float32
+
+    def rows(self, kept: np.ndarray) -> TopKRows:
+        """Some of the rows, by their indices."""
+        return TopKRows(self.ids[kept], self.log_probs[kept])
+
+
 @dataclass(frozen=True, slots=True)
 class StepKey:
     """A head, at an epoch, and a step of it."""
@@ -114,13 +126,18 @@ class TermRequest:
     teacher: TeacherRows | None  # its hidden: (row_count, hidden_size of the teacher)
     expected_weight_version: int | None = None
     gradient_resolution: float = 0.0  # 0: the gradient is exact
+    top_k: TopKRows | None = None  # the teacher, instead of `teacher`
 
     @property
     def features(self) -> list[str]:
         """Which of `ServerInfo.features` the term needs: an older server would ignore the fields that they stand for."""
         loss = self.loss
         has_factors = self.entropy_factors is not None or self.lse_factors is not None
-        needed = {"entropy_factors": has_factors, "gradient_resolution": self.gradient_resolution != 0}
+        needed = {
+            "entropy_factors": has_factors,
+            "gradient_resolution": self.gradient_resolution != 0,
+            "top_k_teacher": self.top_k is not None,
+        }
         if isinstance(loss, CrossEntropyOptions):
             needed.update(temperature=loss.temperature is not None, token_scaling=loss.token_scaling)
         return [name for name, is_needed in needed.items() if is_needed]
@@ -263,6 +280,35 @@ def check_targets(targets: Any, row_count: int, ignore_index: int, valid_vocab_s
     return array, may_ignore
 
 
+MAX_TOP_K = 1024
+
+
+def check_top_k(ids: Any, log_probs: Any, row_count: int, valid_vocab_size: int) -> TopKRows:
+    """A top-k teacher's rows. That ids differ and probabilities add up to at most 1 is the server's to check."""
+    shape = tuple(ids.shape) if hasattr(ids, "shape") else _arrays.numbers(ids, "ids").shape
+    if len(shape) != 2 or not 1 <= shape[1] <= MAX_TOP_K or shape[0] != row_count:
+        raise wrong_shape("ids", f"({row_count}, k) with k from 1 to {MAX_TOP_K}", shape)
+    array, least, largest = _arrays.int_vector(_arrays.numbers(ids, "ids").reshape(-1), "ids", row_count * shape[1])
+    if least < -1 or largest >= valid_vocab_size:
+        index = int(((array < -1) | (array >= valid_vocab_size)).argmax())
+        row, column = divmod(index, shape[1])
+        raise invalid_argument(
+            "TARGET_OUT_OF_VOCAB",
+            f"ids[{row}, {column}] is {array[index]}; expected an id in [0, {valid_vocab_size}), or -1 where none is used",
+            field="ids",
+            row=row,
+            actual=array[index],
+            expected=f"[0, {valid_vocab_size})",
+        )
+    values = _arrays.numbers(log_probs, "log_probs")
+    _arrays.check_shape(values.shape, shape, "log_probs")
+    flat = values.reshape(-1)
+    if least < 0:
+        flat = np.where(array < 0, 0, flat)  # of entries that are not used: anything
+    vector = _arrays.float_vector(flat, "log_probs", (flat.shape[0],))
+    return TopKRows(array.reshape(shape), vector.reshape(shape))
+
+
 def check_cross_entropy(options: Any) -> CrossEntropyOptions:
     """Options of a cross entropy, or of the one within a divergence."""
     temperature = check_temperature(getattr(options, "temperature", 1.0), "temperature")
@@ -349,6 +395,7 @@ def compact(request: ComputeRequest) -> Compaction:
         row_count=len(kept),
         targets=term.targets[kept],
         teacher=teacher,
+        top_k=None if term.top_k is None else term.top_k.rows(kept),
         **{name: values[kept] for name, values in vectors.items() if values is not None},
     )
     sent = dataclasses.replace(request, hidden=request.hidden.rows(kept), terms=(smaller,), grad_hidden_out=None)

@@ -84,6 +84,24 @@ JOIN = _Join()
 JOIN_OPTIONS = ("join_key", "total_rows", "row_indices", "teacher_dtype")
 
 
+@dataclass(eq=False)
+class TopKTeacher:
+    """A teacher that is known by k vocabulary ids of each token: `teacher` of `Head.jsd`, without `teacher_hidden` and with beta=0.
+
+    All other ids together have the mass 1 - sum(exp(log_probs)); below 1e-6 it counts as 0. The loss is the forward KL divergence
+    of what is given, with one bucket for the other ids. The k likeliest ids give a biased gradient: nothing says how the teacher
+    divides the rest. Ids that were drawn from the teacher, each with its share of the draws, give an unbiased one.
+
+    Attributes:
+        ids: (num_tokens, k) integers in [0, vocab_size), each at most once in a row, in any order; -1: not used. k from 1 to 1024.
+        log_probs: (num_tokens, k) natural logarithms, finite and <= 0 where the id is used; a row's probabilities add up to at
+            most 1 (0.1 % more for rounding).
+    """
+
+    ids: Any
+    log_probs: Any
+
+
 # ---- options: each is declared once, and a loss takes those of the classes that it is made of ----------------------------
 
 
@@ -158,8 +176,8 @@ class CrossEntropy(CrossEntropyTermOptions):
 class JSD(JsdTermOptions):
     """A divergence to a teacher over some rows of a micro-batch: a term of `Head.multi`. Arguments are those of `Head.jsd`."""
 
-    teacher: HeadReference
-    teacher_hidden: Any  # (rows of the term, hidden_size of the teacher's head), or headwater.JOIN
+    teacher: HeadReference | TopKTeacher
+    teacher_hidden: Any = None  # (rows of the term, hidden_size of the teacher's head), or headwater.JOIN
     head: HeadReference | None = None  # as in CrossEntropy
     rows: Any = None  # as in CrossEntropy
     targets: Any = None  # (rows of the term,)
@@ -200,8 +218,8 @@ class JsdCall(MicroBatchOptions, JsdTermOptions):
     """Arguments of `Head.jsd`, which is one term."""
 
     student_hidden: Any
-    teacher: HeadReference
-    teacher_hidden: Any
+    teacher: HeadReference | TopKTeacher
+    teacher_hidden: Any = None
     _: KW_ONLY
     targets: Any = None
 
@@ -290,6 +308,12 @@ def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str,
     gradient_resolution = _requests.check_gradient_resolution(term.gradient_resolution)
     if gradient_resolution != 0 and not backward:
         raise refused("gradient_resolution is of gradients, and backward=False computes none: leave it out", "gradient_resolution")
+    top_k, teacher = None, None
+    if isinstance(term, (JSD, JsdCall)):
+        if isinstance(term.teacher, TopKTeacher):
+            top_k = _top_k_rows(term, term.teacher, count, head.spec.valid_size)
+        else:
+            teacher = _teacher_rows(owner, term, count, hidden, hidden_name)
     version = term.expected_weight_version
     step = None
     if head.spec.trainable and backward:
@@ -307,7 +331,8 @@ def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str,
         loss_scale=check_factor(term.loss_scale, "loss_scale"),
         loss=_jsd_options(head, term, hard_loss) if isinstance(term, (JSD, JsdCall)) else hard_loss,
         class_weights=class_weights,
-        teacher=_teacher_rows(owner, term, count, hidden, hidden_name) if isinstance(term, (JSD, JsdCall)) else None,
+        teacher=teacher,
+        top_k=top_k,
         expected_weight_version=None if version is None else check_integer(version, "expected_weight_version"),
         gradient_resolution=gradient_resolution,
     )
@@ -348,6 +373,8 @@ def check_join(
 
 def _teacher_rows(owner: HeadReference, term: JSD | JsdCall, row_count: int, hidden: Rows, hidden_name: str) -> TeacherRows:
     teacher = check_head(term.teacher, "teacher", owner)
+    if term.teacher_hidden is None:
+        raise invalid_argument("MISSING_FIELD", "teacher_hidden is required with a teacher's head", field="teacher_hidden")
     if isinstance(term.teacher_hidden, _Join):
         data_type = hidden.data_type if term.teacher_dtype is None else _arrays.data_type_name(term.teacher_dtype, "teacher_dtype")
         joined = check_join(term.join_key, term.total_rows, term.row_indices, row_count, data_type, hidden_name)
@@ -361,8 +388,18 @@ def _teacher_rows(owner: HeadReference, term: JSD | JsdCall, row_count: int, hid
     return TeacherRows(teacher.name, teacher.epoch, rows)
 
 
+def _top_k_rows(term: JSD | JsdCall, teacher: TopKTeacher, row_count: int, valid_size: int) -> _requests.TopKRows:
+    for name, only in (("beta", 0), ("teacher_temperature", 1), ("hard_loss_weight", 0), ("truncate_to_common", False)):
+        if getattr(term, name) != only:
+            raise refused(f"{name} must be {only} with a TopKTeacher, got {getattr(term, name)}", name)
+    for name in ("teacher_hidden", *JOIN_OPTIONS):
+        if getattr(term, name) is not None:
+            raise refused(f"{name} must be left out: a TopKTeacher has no hidden states", name)
+    return _requests.check_top_k(teacher.ids, teacher.log_probs, row_count, valid_size)
+
+
 def _jsd_options(head: HeadReference, term: JSD | JsdCall, hard_loss: _requests.CrossEntropyOptions) -> JsdOptions:
-    check_head(term.teacher, "teacher", head)
+    teacher = None if isinstance(term.teacher, TopKTeacher) else check_head(term.teacher, "teacher", head)
     hard_loss_weight = check_number(term.hard_loss_weight, "hard_loss_weight", low=0, high=1)
     if hard_loss_weight == 0 and (term.label_smoothing or term.z_loss or term.class_weights is not None):
         raise refused(
@@ -371,7 +408,8 @@ def _jsd_options(head: HeadReference, term: JSD | JsdCall, hard_loss: _requests.
     if hard_loss_weight > 0 and term.targets is None:
         raise invalid_argument("MISSING_FIELD", "hard_loss_weight > 0 needs targets", field="targets")
     truncate_to_common = _requests.check_bool(term.truncate_to_common, "truncate_to_common")
-    student_size, teacher_size = head.spec.valid_size, term.teacher.spec.valid_size
+    student_size = head.spec.valid_size
+    teacher_size = student_size if teacher is None else teacher.spec.valid_size
     if not truncate_to_common and student_size != teacher_size:
         raise invalid_argument(
             "VOCAB_SIZE_MISMATCH",

@@ -69,7 +69,15 @@ struct BenchCase {
   int64_t micro_batch_rows = 0;  // in micro-batches of so many rows, each by its own caller; 0: in one
   bool memory_bound = false;     // against the bytes that must move instead of the products
   Calls calls = {};
+  int64_t top_k = 0;  // entries of a top-k teacher, instead of the teacher that the floor's products are of
 };
+
+// Forward KL to a top-k teacher, against the four products of a divergence to a whole one.
+constexpr BenchCase TopK(const char* name, int64_t rows, double at_most, int64_t top_k) {
+  BenchCase bench_case = {name, rows, 4096, at_most, 4096};
+  bench_case.top_k = top_k;
+  return bench_case;
+}
 
 // A case of 8192 rows that makes such calls.
 constexpr BenchCase Factored(const char* name, double at_most, const Calls& calls) {
@@ -86,6 +94,7 @@ constexpr BenchCase kCases[] = {
     {"ce_options_n8192_h4096_v128256", 8192, 4096, 1.12, 0, true},
     {"jsd_n4096_hs4096_ht4096_v128256", 4096, 4096, 1.10, 4096},
     {"jsd_n8192_hs2048_ht4096_v128256", 8192, 2048, 1.12, 4096},
+    TopK("top_k64_n4096_h4096_v128256", 4096, 0.85, 64),
     {"ce_half_ignored_n8192_h4096_v128256", 8192, 4096, 0.56, 0, false, 0.5},
     {"ce_16x256_h4096_v128256", 4096, 4096, 1.12, 0, false, 0, 256},
     {"ce_n1_h4096_v128256", 1, 4096, 1.5, 0, false, 0, 0, true},
@@ -249,7 +258,12 @@ class Runner {
     for (const size_t row : order) targets_[row] = kDefaultIgnoreIndex;
     if (case_.teacher_width > 0) {
       teacher_hidden_ = Normal(case_.rows, case_.teacher_width, 22);
-      teacher_ = &workplace.Teacher(case_.teacher_width);
+      if (case_.top_k == 0) teacher_ = &workplace.Teacher(case_.teacher_width);
+    }
+    for (int64_t i = 0; i < case_.rows * case_.top_k; ++i) {
+      // Different ones in a row, anywhere in the vocabulary.
+      top_k_ids_.push_back(static_cast<int32_t>((i / case_.top_k * 7919 + i % case_.top_k * 1999) % kVocab));
+      top_k_log_probs_.push_back(static_cast<float>(std::log(0.9 / static_cast<double>(case_.top_k))));
     }
     if (case_.all_options) {
       for (int64_t v = 0; v < kVocab; ++v) class_weights_.push_back(0.5f + 0.25f * static_cast<float>(v % 5));
@@ -346,7 +360,11 @@ class Runner {
     term.row_count = count;
     term.targets = absl::MakeConstSpan(targets_).subspan(first, static_cast<size_t>(count));
     term.loss_scale = 0.37 / static_cast<double>(case_.rows);
-    if (teacher_ != nullptr) {
+    if (case_.top_k > 0) {
+      const size_t entry = first * static_cast<size_t>(case_.top_k), entries = static_cast<size_t>(count * case_.top_k);
+      term.loss = TopKSpec{static_cast<int32_t>(case_.top_k), absl::MakeConstSpan(top_k_ids_).subspan(entry, entries),
+                           absl::MakeConstSpan(top_k_log_probs_).subspan(entry, entries)};
+    } else if (teacher_ != nullptr) {
       term.loss = JsdSpec();
       term.teacher_head = teacher_;
       term.teacher_hidden = {teacher_hidden_.as<uint8_t>() + start * case_.teacher_width * 2, count, case_.teacher_width,
@@ -415,7 +433,8 @@ class Runner {
   std::vector<int32_t> targets_;
   std::vector<float> class_weights_, token_loss_, lse_, target_log_probability_, entropy_, mean_logits_, log_sum_sq_probs_;
   std::vector<float> token_weights_, entropy_factors_, lse_factors_;
-  std::vector<int32_t> argmax_;
+  std::vector<int32_t> argmax_, top_k_ids_;
+  std::vector<float> top_k_log_probs_;
   EngineHead& head_;
   EngineHead* teacher_ = nullptr;
   double floor_flop_ = 0;

@@ -227,6 +227,41 @@ TEST_F(ClientFace, SeveralTermsUploadTheRowsOnce) {
   EXPECT_EQ(ErrorReason(head_->Multi(RowsView::Float32(rows_, kHiddenSize), terms, options).Get().status()), "INVALID_COMBINATION");
 }
 
+TEST_F(ClientFace, TopKTeacherArrives) {
+  v1::MicroBatchHeader header;
+  server_.compute_loss = [&header](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    header = ReadAll(stream);
+    Answer(stream, header);
+    return grpc::Status::OK;
+  };
+  Connect(Quick(1));
+  const std::vector<int32_t> ids = {4, 1, 7, -1, 0, 2};
+  const std::vector<float> log_probs = {-1, -2, -3, 0, -1, -2};
+  const RowsView rows = RowsView::Float32(rows_, kHiddenSize);
+  Value(
+      head_->Jsd(rows, {.k = 3, .ids = ids, .log_probs = log_probs}, {}, {.beta = 0, .student_temperature = 2}, Options(0)).Get());
+  ASSERT_EQ(header.terms_size(), 1);
+  const v1::LossTerm& term = header.terms(0);
+  EXPECT_TRUE(term.jensen_shannon().has_beta());
+  EXPECT_EQ(term.jensen_shannon().beta(), 0);
+  EXPECT_EQ(term.jensen_shannon().student_temperature(), 2);
+  EXPECT_FALSE(term.has_targets());
+  const v1::TopKTeacher& teacher = term.top_k_teacher();
+  EXPECT_EQ(teacher.k(), 3);
+  EXPECT_EQ(teacher.ids().data(), std::string(reinterpret_cast<const char*>(ids.data()), 24));
+  EXPECT_EQ(teacher.log_probs().data(), std::string(reinterpret_cast<const char*>(log_probs.data()), 24));
+  for (const v1::Tensor* const tensor : {&teacher.ids(), &teacher.log_probs()}) {
+    ASSERT_EQ(tensor->shape_size(), 2);
+    EXPECT_EQ(tensor->shape(0), 2);
+    EXPECT_EQ(tensor->shape(1), 3);
+  }
+  LossTerm two_teachers;
+  two_teachers.loss = JsdOptions{.beta = 0};
+  two_teachers.teacher = *head_;
+  two_teachers.top_k_teacher = TopKTeacher{.k = 3, .ids = ids, .log_probs = log_probs};
+  EXPECT_EQ(ErrorReason(head_->Multi(rows, {&two_teachers, 1}, Options(1)).Get().status()), "INVALID_COMBINATION");
+}
+
 TEST_F(ClientFace, FactorsAndOptionsOfACrossEntropyArriveAndItsOutputsReturn) {
   v1::MicroBatchHeader header;
   server_.compute_loss = [&header](grpc::ServerContext*, ScriptedServer::LossStream* stream) {

@@ -54,6 +54,10 @@ loss_fn = headwater.torch.JSDLoss(teacher_head, teacher_head)
 CONTEXTS = {
     # A teacher's rows.
     "from headwater.teachers import": TEACHER,
+    "loss_fn = headwater.torch.JSDLoss(head, beta=0": TEACHER
+    + """
+head, ids, log_probs = teacher_head, tokens[..., None], torch.zeros(2, 6, 1)
+""",
     "token_ids, rows = headwater.vllm.read": MODEL
     + """
 import json, struct

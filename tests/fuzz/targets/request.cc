@@ -83,6 +83,14 @@ void Check(const service::LossTermRequest& term, const service::MicroBatchReques
     FUZZ_CHECK(!term.entropy_factors.has_value() && !term.lse_factors.has_value());
     FUZZ_CHECK(jsd == nullptr || jsd->options.hard_loss_weight == 0);
   }
+  if (const auto* const top_k = std::get_if<service::TopKRequest>(&term.loss)) {
+    FUZZ_CHECK(top_k->k >= 1 && top_k->k <= kMaxTopK && top_k->student_temperature > 0);
+    FUZZ_CHECK(top_k->ids.size() == rows * static_cast<size_t>(top_k->k) && top_k->log_probs.size() == top_k->ids.size());
+    FUZZ_CHECK((micro_batch.outputs & ~service::TokenOutputBit(v1::TOKEN_OUTPUT_LOSS)) == 0);
+    FUZZ_CHECK(term.gradient_resolution == 0);
+    FUZZ_CHECK(!term.entropy_factors.has_value() && !term.lse_factors.has_value());
+    return;
+  }
   if (jsd == nullptr) {
     FUZZ_CHECK(term.targets.has_value());
     return Check(std::get<service::CrossEntropyRequest>(term.loss));

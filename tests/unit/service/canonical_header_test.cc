@@ -47,6 +47,22 @@ v1::MicroBatchHeader Jsd() {
   return header;
 }
 
+// With two entries a row.
+v1::MicroBatchHeader TopK() {
+  v1::MicroBatchHeader header = CrossEntropy();
+  v1::LossTerm* const term = header.mutable_terms(0);
+  term->mutable_jensen_shannon()->set_beta(0);
+  v1::TopKTeacher* const teacher = term->mutable_top_k_teacher();
+  teacher->set_k(2);
+  SetVector(teacher->mutable_ids(), v1::DATA_TYPE_INT32, 8);
+  SetVector(teacher->mutable_log_probs(), v1::DATA_TYPE_FLOAT32, 8);
+  for (v1::Tensor* const tensor : {teacher->mutable_ids(), teacher->mutable_log_probs()}) {
+    tensor->set_shape(0, 4);
+    tensor->add_shape(2);
+  }
+  return header;
+}
+
 std::string Canonical(const v1::MicroBatchHeader& header) {
   const auto request = DecodeMicroBatchHeader(header, Limits{});
   EXPECT_TRUE(request.ok()) << request.status();
@@ -169,8 +185,14 @@ TEST(CanonicalHeader, TellsEverythingElseApart) {
       [](auto* h) { h->mutable_terms(0)->mutable_teacher_hidden()->set_expected_weight_version(1); },
       [](auto* h) { h->mutable_terms(0)->clear_targets(), h->mutable_terms(0)->mutable_jensen_shannon()->set_hard_loss_weight(0); },
   };
-  std::set<std::string> seen = {Canonical(CrossEntropy()), Canonical(Jsd())};
-  size_t expected = 2;
+  const std::vector<Change> top_k_changes = {
+      [](auto* h) { h->mutable_terms(0)->mutable_jensen_shannon()->set_student_temperature(2); },
+      [](auto* h) { h->mutable_terms(0)->mutable_top_k_teacher()->mutable_ids()->mutable_data()->at(5) = 1; },
+      [](auto* h) { h->mutable_terms(0)->mutable_top_k_teacher()->mutable_log_probs()->mutable_data()->at(5) = 1; },
+      [](auto* h) { h->mutable_terms(0)->clear_targets(); },
+  };
+  std::set<std::string> seen = {Canonical(CrossEntropy()), Canonical(Jsd()), Canonical(TopK())};
+  size_t expected = 3;
   const auto try_all = [&](const v1::MicroBatchHeader& base, const std::vector<Change>& some) {
     for (const Change& change : some) {
       v1::MicroBatchHeader header = base;
@@ -183,6 +205,7 @@ TEST(CanonicalHeader, TellsEverythingElseApart) {
   try_all(CrossEntropy(), cross_entropy_changes);
   try_all(Jsd(), changes);
   try_all(Jsd(), jsd_changes);
+  try_all(TopK(), top_k_changes);
 }
 
 TEST(CanonicalHeader, OfAGradientTellsEverythingApart) {

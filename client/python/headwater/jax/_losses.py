@@ -14,6 +14,7 @@ from headwater._client import Client
 from headwater._errors import invalid_argument, must_be, refused, wrong_shape, wrong_type
 from headwater._head import Head
 from headwater._requests import DEFAULT_IGNORE_INDEX, check_bool, check_choice, check_gradient_resolution
+from headwater._terms import TopKTeacher
 from headwater.jax import _program, _traced
 from headwater.jax._submissions import submissions_of
 
@@ -91,7 +92,7 @@ def linear_softmax_cross_entropy_loss(
             `train`. An error inside `jit` comes as JAX's own with the text; the next call of headwater.jax for the head raises
             the original.
     """
-    _check_head(head, "head")
+    check_head(head, "head")
     options = cross_entropy_options(
         logsumexp_weight=logsumexp_weight,
         label_smoothing=label_smoothing,
@@ -142,8 +143,8 @@ def linear_jsd_loss(
             class_weights belong to.
         truncate_to_common: compare the columns that both vocabularies have.
     """
-    _check_head(head, "head")
-    _check_head(teacher, "teacher")
+    check_head(head, "head")
+    check_head(teacher, "teacher")
     options = jsd_options(
         beta=beta,
         temperature=temperature,
@@ -265,7 +266,10 @@ def _flat(name: str, value: jax.Array | None) -> jax.Array | None:
     return value.reshape(-1, value.shape[-1]) if name.endswith("hidden") else value.reshape(-1)
 
 
-def _check_head(value: Any, name: str) -> None:
+def check_head(value: Any, name: str) -> None:
+    """A head, and no teacher of another kind."""
+    if isinstance(value, TopKTeacher):
+        raise refused("headwater.jax has no headwater.TopKTeacher: `Head.jsd` takes it", name)
     if not isinstance(value, Head):
         raise must_be(name, "a headwater.Head", type(value))
 

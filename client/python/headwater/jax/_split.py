@@ -19,7 +19,7 @@ from headwater._head import Head
 from headwater._requests import check_bool, check_choice
 from headwater._types import LossResult
 from headwater.jax import _device
-from headwater.jax._losses import cross_entropy_options, jsd_options
+from headwater.jax._losses import check_head, cross_entropy_options, jsd_options
 from headwater.jax._submissions import submissions_of
 
 _Key = tuple[tuple[int, int], ...]  # where a shard's rows lie in the global array: begin and end of each dimension
@@ -81,6 +81,8 @@ def value_and_grad(
         InvalidArgumentError: options, shapes, types; rows that several processes have; rows of a process alone, in a program of
             several.
     """
+    if teacher is not None:
+        check_head(teacher, "teacher")
     make_options = cross_entropy_options if teacher is None else jsd_options
     split = _Split(
         head=head,

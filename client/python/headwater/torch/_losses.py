@@ -16,7 +16,7 @@ from headwater._errors import MicroBatchConflictError, invalid_argument, must_be
 from headwater._head import Head
 from headwater._micro_batches import MicroBatchSource, source_of
 from headwater._requests import TOKEN_OUTPUTS, check_choice, check_gradient_resolution
-from headwater._terms import JOIN, JOIN_OPTIONS, DivergenceOptions, HardLossOptions, PlainCrossEntropyOptions, spread
+from headwater._terms import JOIN, JOIN_OPTIONS, DivergenceOptions, HardLossOptions, PlainCrossEntropyOptions, TopKTeacher, spread
 from headwater._types import LossResult, check_factor, check_integer, check_number
 from headwater.torch._autograd import (
     Outcome,
@@ -99,7 +99,7 @@ class _JsdSettings(_Settings, DivergenceOptions):
     """Arguments of `JSDLoss`."""
 
     head: Head
-    teacher: Head
+    teacher: Head | None = None
     _: dataclasses.KW_ONLY
     temperature: float = 1.0
     teacher_temperature: float | None = None
@@ -397,6 +397,17 @@ def _teacher_rows(hidden: torch.Tensor, teacher_hidden: Any) -> torch.Tensor:
     return teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
 
 
+def _top_k(hidden: torch.Tensor, teacher: TopKTeacher) -> TopKTeacher:
+    """(num_tokens, k) each, beside hidden (..., hidden_size); copies, which a second call sends again."""
+
+    def flat(values: Any, name: str) -> np.ndarray:
+        array = np.array(_arrays.numbers(values, name))
+        _arrays.check_shape(array.shape[:-1], tuple(hidden.shape[:-1]), f"{name} (without its last dimension)")
+        return array.reshape(-1, array.shape[-1])
+
+    return TopKTeacher(flat(teacher.ids, "ids"), flat(teacher.log_probs, "log_probs"))
+
+
 def _check_hidden(hidden: Any, name: str) -> None:
     if not isinstance(hidden, torch.Tensor) or hidden.dim() < 1:
         raise invalid_argument("INVALID_FIELD", f"{name} must be a torch tensor of shape (..., hidden_size)", field=name)
@@ -517,7 +528,7 @@ class JSDLoss(_Loss):
 
     Args:
         head: the student's head.
-        teacher: the teacher's head, of the same client.
+        teacher: the teacher's head, of the same client. None where each call brings a `headwater.TopKTeacher`: with beta=0.
         beta: in [0, 1]; 0 is KL(teacher || student), 1 is KL(student || teacher).
         temperature: > 0, of the student, and of the teacher unless `teacher_temperature` is given. No factor of its square.
         hard_loss_weight: in [0, 1], share of the cross entropy with `targets`.
@@ -560,7 +571,8 @@ class JSDLoss(_Loss):
         Args:
             hidden: (..., hidden_size) of the student.
             teacher_hidden: (..., hidden_size of the teacher), a tensor without gradient or an array (numpy.memmap, ml_dtypes, ...);
-                or `headwater.JOIN`: another stream brings them.
+                or `headwater.JOIN`: another stream brings them. Without a teacher's head a `headwater.TopKTeacher`, with ids and
+                log_probs of (..., k).
             targets: (...) for the hard loss, and for `ignore_index`.
             token_weights: (...) finite, any sign.
             num_items_in_batch: divisor of "mean" for this call.
@@ -568,19 +580,26 @@ class JSDLoss(_Loss):
                 Activation checkpointing would ask for the rows twice: keep the loss out of what is computed again.
         """
         call = self._call_of(hidden, targets, token_weights)
-        if teacher_hidden is not JOIN:
+        teacher: Head | TopKTeacher | None = self.teacher
+        divergence = self._divergence
+        if isinstance(teacher_hidden, TopKTeacher):
+            if teacher is not None:
+                raise refused("teacher must be None: a TopKTeacher needs no head", "teacher")
+            teacher, teacher_hidden = _top_k(hidden, teacher_hidden), None
+            divergence = {**divergence, "teacher_temperature": 1.0}  # `temperature` is the student's alone
+        elif teacher_hidden is not JOIN:
             teacher_hidden = call.teacher_hidden = _teacher_rows(hidden, teacher_hidden)
         call.teacher, call.comes_once = self.teacher, teacher_hidden is JOIN
         call.run = functools.partial(
             self.head.jsd,
-            teacher=self.teacher,
+            teacher=teacher,
             teacher_hidden=teacher_hidden,
             join_key=join_key,
             total_rows=total_rows,
             row_indices=_flat(row_indices, hidden, "row_indices"),
             teacher_dtype=teacher_dtype,
             targets=call.targets,
-            **self._divergence,
+            **divergence,
             **self._options(),
         )
         return self._loss(call, num_items_in_batch)
@@ -598,7 +617,7 @@ def cross_entropy(
 def jsd(
     head: Head,
     hidden: torch.Tensor,
-    teacher: Head,
+    teacher: Head | None,
     teacher_hidden: Any,
     targets: Any = None,
     *,

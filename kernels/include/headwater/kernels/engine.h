@@ -123,7 +123,7 @@ struct LossTerm {
   EngineHead* head = nullptr;
   int64_t row_start = 0;
   int64_t row_count = 0;
-  absl::Span<const int32_t> targets;  // [row_count]; may be empty for JSD without hard loss: then no row is ignored
+  absl::Span<const int32_t> targets;  // [row_count]; may be empty for JSD without hard loss and top-k: no row is ignored
   int32_t ignore_index = kDefaultIgnoreIndex;
   absl::Span<const float> token_weights;  // [row_count], or empty: all 1
   // Factors of each row's entropy and lse in the objective, [row_count], or empty: all 0. Cross entropy with backward only. The
@@ -131,10 +131,10 @@ struct LossTerm {
   absl::Span<const float> entropy_factors;
   absl::Span<const float> lse_factors;
   double loss_scale = 1.0;  // of the three
-  std::variant<CrossEntropySpec, JsdSpec> loss;
+  std::variant<CrossEntropySpec, JsdSpec, TopKSpec> loss;
   // tau: 0, and the gradient is exact, or in [kSmallestGradientResolution, 1]. With it a row's entries below its resolution q
   // become 0 or q, without bias (docs/math.md, "Gradient resolution"); losses and outputs stay bitwise as they are. With backward
-  // only; without factors of entropy and lse, a hard loss beside a divergence, and smoothing behind a softcap
+  // only; without factors of entropy and lse, a hard loss beside a divergence, a top-k teacher, and smoothing behind a softcap
   // (kInvalidCombination).
   double gradient_resolution = 0;
   // What the draws are hashed from, beside row and column. A caller makes it of what names the term for good (head, step,
@@ -144,7 +144,7 @@ struct LossTerm {
   RowsView teacher_hidden;             // JSD only: [row_count, teacher_head's hidden_size]
 
   // Per-token outputs, [row_count] each, or null if not asked for. Ignored rows get 0, argmax -1;
-  // without targets, target_log_probability is 0.
+  // without targets, target_log_probability is 0. A top-k teacher's term has token_loss alone.
   float* token_loss = nullptr;
   float* lse = nullptr;
   float* target_log_probability = nullptr;

@@ -106,6 +106,21 @@ struct JsdSpec {
   bool truncate_to_common = false;   // renormalize over the common prefix of unequal vocabularies
 };
 
+// Entries of a row that a top-k teacher may have.
+inline constexpr int32_t kMaxTopK = 1024;
+// A rest mass below it is the rounding of float32 log-probabilities, and counts as 0.
+inline constexpr double kLeastRestMass = 1e-6;
+
+// KL(P||Q), coarsened: a teacher P that is known by k columns of each row, and by the mass r = 1 - sum p_k that all other columns
+// have together. A row's loss is sum_k p_k (log p_k - log q_k) + r (log r - log(1 - sum_k q_k)), Q of the logits u = z /
+// temperature.
+struct TopKSpec {
+  int32_t k = 0;                      // [1, kMaxTopK]
+  absl::Span<const int32_t> ids;      // [row_count, k], distinct within a row; -1: an entry that is not used. Host memory
+  absl::Span<const float> log_probs;  // [row_count, k], finite where used; sum p_k <= 1 + 1e-3
+  double student_temperature = 1.0;   // > 0, and its reciprocal a float32 > 0
+};
+
 // A tensor of a head that can be read or written.
 enum class HeadTensor : int32_t {
   kWeight = 1,         // [vocab_size, hidden_size], storage type

@@ -65,6 +65,10 @@ class Head {
   Future<LossResult> Jsd(RowsView hidden, const Head& teacher, const JoinedTeacherOptions& joined,
                          absl::Span<const int32_t> targets, const JsdOptions& loss, const MicroBatchOptions& micro_batch,
                          const CallOptions& options = {});
+  // Forward KL divergence from a teacher that is known by some ids of each row; `loss.beta` must be 0. `targets` may be empty;
+  // given, they mark ignored rows.
+  Future<LossResult> Jsd(RowsView hidden, const TopKTeacher& teacher, absl::Span<const int32_t> targets, const JsdOptions& loss,
+                         const MicroBatchOptions& micro_batch, const CallOptions& options = {});
   // Several losses over one set of rows, which is sent once: several heads (Medusa, multi-token prediction), several teachers. All
   // terms are committed together or none; `grad_hidden` is their sum, taken in fp32. This head is the one of terms that name none;
   // each trainable head has one step, that of `micro_batch` unless its terms say otherwise. All heads must come from one Client.
@@ -161,6 +165,7 @@ struct LossTerm {
   std::optional<Head> teacher{};  // JsdOptions only
   RowsView teacher_hidden{};
   std::optional<JoinedTeacherOptions> joined_teacher{};  // instead of `teacher_hidden`: another process sends the teacher's rows
+  std::optional<TopKTeacher> top_k_teacher{};            // instead of `teacher`
   std::optional<int64_t> expected_weight_version{};
 };
 

@@ -184,6 +184,15 @@ struct JoinedTeacherOptions {
   std::optional<DataType> data_type{};  // of the teacher's rows. Absent: the type of the micro-batch's rows
 };
 
+// A teacher that is known by k vocabulary ids of each row with their log-probabilities, and by the mass that all other ids have
+// together. With JsdOptions::beta 0, and no other option of it but student_temperature; of the per-token outputs, `loss` alone. A
+// server whose ServerInfo::features lack `top_k_teacher` refuses it.
+struct TopKTeacher {
+  int32_t k = 0;                        // [1, 1024]
+  absl::Span<const int32_t> ids{};      // [rows of the term, k], each at most once in a row; -1: not used. Copied by the call
+  absl::Span<const float> log_probs{};  // [rows of the term, k], natural logarithms <= 0. Copied by the call
+};
+
 // Per-token outputs, each [row_count].
 struct TokenOutputs {
   bool loss = false;                    // nats, before token weight and loss scale

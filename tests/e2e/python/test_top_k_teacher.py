@@ -1,0 +1,174 @@
+"""Teachers that are known by some ids of each token, through the whole stack, against fp64."""
+
+import numpy as np
+import pytest
+from expectations import refused
+
+import headwater
+
+NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE, K = 29, 19, 211, 9
+
+
+class Case:
+    """A student, and a teacher near it: some rows name all of its mass, some leave entries unused."""
+
+    def __init__(self, rng):
+        self.weight = (rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)) * 3 / np.sqrt(HIDDEN_SIZE)).astype(np.float32)
+        self.hidden = rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
+        logits = self.hidden.astype(np.float64) @ self.weight.T + rng.standard_normal((NUM_TOKENS, VOCAB_SIZE))
+        self.log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        self.ids = rng.permuted(np.argsort(-self.log_p)[:, :K], axis=1)
+        log_probs = np.take_along_axis(self.log_p, self.ids, 1)
+        log_probs[1::4] -= np.log(np.exp(log_probs[1::4]).sum(-1, keepdims=True))
+        self.log_probs = log_probs.astype(np.float32)
+        self.ids[2::4, :3] = -1
+        self.log_probs[2::4, :3] = np.nan
+
+    @property
+    def teacher(self):
+        return headwater.TopKTeacher(self.ids, self.log_probs)
+
+    def expected(self, temperature=1.0, weights=None):
+        """(num_tokens,) losses, grad_hidden and grad_weight of their weighted sum."""
+        z = self.hidden.astype(np.float64) @ self.weight.astype(np.float64).T / temperature
+        q = np.exp(z - z.max(-1, keepdims=True))
+        q /= q.sum(-1, keepdims=True)
+        p = np.zeros_like(q)
+        used = self.ids >= 0
+        rows = np.nonzero(used)[0]
+        p[rows, self.ids[used]] = np.exp(self.log_probs[used].astype(np.float64))
+        named = np.zeros(q.shape, bool)
+        named[rows, self.ids[used]] = True
+        rest = 1 - p.sum(-1)
+        rest[rest < 1e-6] = 0
+        others = np.where(named, 0, q).sum(-1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            losses = np.where(named, p * np.log(p / q), 0).sum(-1) + np.where(rest > 0, rest * np.log(rest / others), 0)
+        gradient = (p.sum(-1) + rest)[:, None] * q - p - np.where(named, 0, q / others[:, None]) * rest[:, None]
+        gradient *= (np.ones(NUM_TOKENS) if weights is None else weights)[:, None] / temperature
+        return losses, gradient @ self.weight, gradient.T @ self.hidden
+
+
+def check(actual, expected):
+    assert np.linalg.norm(np.asarray(actual, np.float64) - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("temperature", (1.0, 1.7))
+def test_loss_and_gradients_match_fp64(backend, make_head, rng, temperature):
+    case = Case(rng)
+    head = make_head(backend.client, case.weight)
+    targets = rng.integers(0, VOCAB_SIZE, NUM_TOKENS)
+    targets[::3] = -100
+    weights = rng.uniform(0.2, 3, NUM_TOKENS).astype(np.float32)
+    out = head.jsd(
+        case.hidden,
+        case.teacher,
+        beta=0,
+        student_temperature=temperature,
+        targets=targets,
+        token_weights=weights,
+        micro_batch=0,
+        outputs=("token_loss",),
+    )
+    weights[::3] = 0
+    losses, grad_hidden, grad_weight = case.expected(temperature, weights)
+    losses[::3] = 0
+    np.testing.assert_allclose(out.token_loss, losses, rtol=0, atol=2e-6)
+    assert abs(out.loss_sum - (weights * losses).sum()) <= 1e-6 * (weights * losses).sum()
+    assert out.soft_loss_sum == out.loss_sum
+    check(out.grad_hidden, grad_hidden)
+    check(head.gradient(), grad_weight)
+
+
+def test_all_ids_are_the_forward_divergence(one_shard, make_head, rng):
+    case = Case(rng)
+    head = make_head(one_shard.client, case.weight, trainable=False)
+    teacher_weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+    teacher = make_head(one_shard.client, teacher_weight, trainable=False)
+    z = case.hidden.astype(np.float64) @ teacher_weight.T
+    log_p = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    all_ids = np.broadcast_to(np.arange(VOCAB_SIZE), log_p.shape)
+    out = head.jsd(case.hidden, headwater.TopKTeacher(all_ids, log_p), beta=0)
+    full = head.jsd(case.hidden, teacher, case.hidden, beta=0)
+    assert abs(out.loss_sum - full.loss_sum) <= 1e-6 * full.loss_sum
+    check(out.grad_hidden, full.grad_hidden)
+
+
+@pytest.mark.parametrize("staging_slots", (0, 1))  # the rows are held, or their gradient
+def test_a_commit_multiplies_the_contribution(each_way, make_head, rng, staging_slots):
+    case = Case(rng)
+    head = make_head(each_way.client, case.weight, staging_slots=staging_slots)
+    late = staging_slots == 0
+    out = head.jsd(case.hidden, case.teacher, beta=0, micro_batch=0, commit="explicit", late_token_factors=late, allow_held=late)
+    assert out.form == ("HELD" if late else "STAGED")
+    factors = rng.uniform(-1, 2, NUM_TOKENS).astype(np.float32) if late else None
+    out.commit(factor=0.5, token_factors=factors)
+    check(head.gradient(), case.expected(weights=0.5 * (np.ones(NUM_TOKENS) if factors is None else factors))[2])
+
+
+def test_a_repeat_is_replayed_and_another_teacher_conflicts(one_shard, make_head, rng):
+    case = Case(rng)
+    head = make_head(one_shard.client, case.weight)
+    first = head.jsd(case.hidden, case.teacher, beta=0, micro_batch=0, attempt=0)
+    again = head.jsd(case.hidden, case.teacher, beta=0, micro_batch=0, attempt=1)
+    assert again.replayed and again.loss_sum == first.loss_sum
+    case.log_probs[0, 0] -= 1
+    with pytest.raises(headwater.MicroBatchConflictError):
+        head.jsd(case.hidden, case.teacher, beta=0, micro_batch=0, attempt=2)
+
+
+def test_options_without_a_meaning_are_refused(one_shard, make_head, rng):
+    case = Case(rng)
+    head = make_head(one_shard.client, case.weight, trainable=False)
+
+    def expect(reason, field, teacher=case.teacher, **options):
+        with refused(reason) as error:
+            head.jsd(case.hidden, teacher, **{"beta": 0, **options})
+        assert error.value.metadata["field"] == field
+
+    for name, value in (
+        ("beta", 0.5),
+        ("teacher_temperature", 2.0),
+        ("hard_loss_weight", 0.5),
+        ("truncate_to_common", True),
+        ("teacher_hidden", case.hidden),
+        ("join_key", "key"),
+        ("outputs", ("lse",)),
+    ):
+        expect("INVALID_COMBINATION", name, **{name: value})
+    ids, log_probs = case.ids, case.log_probs
+    for field, reason, teacher in (
+        ("ids", "SHAPE_MISMATCH", headwater.TopKTeacher(ids[1:], log_probs[1:])),
+        ("ids", "SHAPE_MISMATCH", headwater.TopKTeacher(ids[:, :0], log_probs[:, :0])),
+        ("log_probs", "SHAPE_MISMATCH", headwater.TopKTeacher(ids, log_probs[:, 1:])),
+        ("ids", "DATA_TYPE_MISMATCH", headwater.TopKTeacher(ids.astype(float), log_probs)),
+        ("ids", "TARGET_OUT_OF_VOCAB", headwater.TopKTeacher(np.where(ids < 0, VOCAB_SIZE, ids), log_probs)),
+        ("log_probs", "INVALID_FIELD", headwater.TopKTeacher(np.abs(ids), log_probs)),  # NaN of entries that are used now
+        (
+            "header.terms[0].top_k_teacher.ids.data",
+            "INVALID_FIELD",
+            headwater.TopKTeacher(np.zeros_like(ids), np.full_like(log_probs, -9)),
+        ),
+        ("header.terms[0].top_k_teacher.log_probs.data", "INVALID_FIELD", headwater.TopKTeacher(ids, np.full_like(log_probs, -1))),
+    ):
+        expect(reason, field, teacher)
+
+
+def test_a_torch_loss_is_the_mean_over_valid_tokens(one_shard, make_head, rng):
+    torch = pytest.importorskip("torch")
+    import headwater.torch
+
+    case = Case(rng)
+    head = make_head(one_shard.client, case.weight)
+    loss_fn = headwater.torch.JSDLoss(head, beta=0, temperature=1.3)
+    hidden = torch.tensor(case.hidden, requires_grad=True)
+    teacher = headwater.TopKTeacher(torch.from_numpy(case.ids), torch.from_numpy(case.log_probs))
+    loss = loss_fn(hidden, teacher)
+    (2 * loss).backward()
+    losses, grad_hidden, grad_weight = case.expected(1.3, np.full(NUM_TOKENS, 2 / NUM_TOKENS))
+    assert abs(loss.item() - losses.mean()) <= 1e-6 * losses.mean()
+    check(hidden.grad.numpy(), grad_hidden)
+    check(head.gradient(), grad_weight)
+    with torch.no_grad():
+        each = headwater.torch.jsd(head, torch.tensor(case.hidden), None, teacher, beta=0, temperature=1.3, reduction="none")
+    np.testing.assert_allclose(each.numpy(), losses, rtol=0, atol=2e-6)

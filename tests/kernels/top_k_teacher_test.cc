@@ -1,0 +1,180 @@
+// Top-k teachers: entries x types x transforms x shards against fp64, the modes of a contribution, and what is refused.
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "headwater/kernels/error.h"
+#include "tests/kernels/comparison.h"
+
+namespace headwater::testing {
+namespace {
+
+ProblemOptions Small(int64_t k) {
+  ProblemOptions options;
+  options.rows = 23;
+  options.top_k = k;
+  return options;
+}
+
+class TopKTeacher : public ::testing::TestWithParam<DataType> {};
+
+TEST_P(TopKTeacher, MatchesFp64) {
+  for (const int64_t k : {1, 2, 16, 101}) {  // the last one is the whole vocabulary
+    for (const int32_t shards : {1, 3}) {
+      SCOPED_TRACE("k " + std::to_string(k) + ", shards " + std::to_string(shards));
+      EngineOptions engine_options;
+      engine_options.shard_count = shards;
+      ExpectEngineMatches(MakeProblem(WithType(Small(k), GetParam())), engine_options);
+    }
+  }
+}
+
+TEST_P(TopKTeacher, MatchesFp64WithEveryOption) {
+  for (const double student_temperature : {1.0, 0.6, 2.5}) {
+    for (const double softcap : {0.0, 6.0}) {
+      SCOPED_TRACE("temperature " + std::to_string(student_temperature) + ", softcap " + std::to_string(softcap));
+      ProblemOptions options = WithType(Small(8), GetParam());
+      options.student_temperature = student_temperature;
+      options.softcap = softcap;
+      options.logit_scale = -0.8;
+      options.bias = true;
+      options.valid_vocab_size = 90;
+      options.token_weights = true;
+      options.loss_scale = 0.3;
+      options.grad_hidden_scale = 2;
+      const Problem problem = MakeProblem(options);
+      LoadedHeads heads(problem.heads, {});
+      if (softcap == 0 || heads.engine().name() == "cpu") {
+        ExpectEngineMatches(problem);
+        continue;
+      }
+      // The CUDA engine sets columns aside by a logit of -inf, which a softcap has not.
+      const auto result = heads.TryCompute(problem, {});
+      ASSERT_FALSE(result.ok());
+      EXPECT_TRUE(HasReason(result.status(), ErrorReason::kFeatureNotBuilt)) << result.status();
+    }
+  }
+}
+
+TEST_P(TopKTeacher, MatchesFp64WithoutTargets) {
+  ProblemOptions options = WithType(Small(8), GetParam());
+  options.with_targets = false;
+  ExpectEngineMatches(MakeProblem(options));
+}
+
+INSTANTIATE_TEST_SUITE_P(All, TopKTeacher, ::testing::Values(DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16),
+                         [](const auto& test) { return DataTypeName(test.param); });
+
+// A gradient of small differences.
+TEST(TopKTeacherRows, NearlyDistilledStudentMatchesFp64) {
+  ProblemOptions options = Small(20);
+  options.logit_spread = 8;
+  options.teacher_noise = 0.01;
+  ExpectEngineMatches(MakeProblem(options));
+}
+
+TEST(TopKTeacherRows, ForwardOnlyMatchesFp64) {
+  ComputeOptions options;
+  options.backward = options.grad_hidden = false;
+  options.grad_weight = GradWeightMode::kNone;
+  ExpectEngineMatches(MakeProblem(Small(8)), {}, options);
+}
+
+// One entry of probability 1 is a cross entropy's target.
+TEST(TopKTeacherRows, OneCertainEntryIsACrossEntropy) {
+  ProblemOptions options;
+  options.logit_spread = 12;
+  Problem problem = MakeProblem(options);
+  const Expected expected = ComputeExpected(problem);
+  reference::TopKOptions teacher = {1, problem.terms[0].targets, std::vector<float>(problem.terms[0].targets.size(), 0.0f)};
+  for (int32_t& id : teacher.ids) id = std::max(id, -1);  // of ignored rows
+  problem.terms[0].loss = teacher;
+  const Outcome outcome = RunOnce(problem);
+  const LossSums& sums = expected.result.terms[0].sums;
+  EXPECT_LE(std::abs(outcome.terms[0].sums.loss_sum - sums.loss_sum), kLossSumBound * sums.loss_sum);
+  ExpectGradientNear(outcome.gradients[0], expected.gradient(0));
+}
+
+TEST(TopKTeacherRows, CommitAddsTheContributionTimesTheFactor) {
+  for (const int32_t shards : {1, 3}) {
+    ProblemOptions options = Small(8);
+    options.staging_slots = 1;
+    const Problem problem = MakeProblem(options);
+    EngineOptions engine_options;
+    engine_options.shard_count = shards;
+    LoadedHeads heads(problem.heads, engine_options);
+    const std::unique_ptr<StagedContribution> staged = heads.Stage(problem);
+    ExpectGradientZero(heads.ReadGradient(0));
+    ASSERT_TRUE(staged->Commit(-0.5).ok());
+    const Expected expected = ComputeExpected(problem);
+    ExpectGradientNear(heads.ReadGradient(0), Combine(expected.gradient(0), -0.5, expected.gradient(0), 0));
+  }
+}
+
+TEST(TopKTeacherRows, StagedIn16BitsEqualsDirect) {
+  ProblemOptions options = WithType(Small(12), DataType::kBFloat16);
+  options.rows = 301;
+  options.vocab_size = 1201;
+  options.staging_slots = 1;
+  const Problem problem = MakeProblem(options);
+  LoadedHeads heads(problem.heads, {});
+  ASSERT_TRUE(heads.Stage(problem)->Commit(1).ok());
+  const Gradient staged = heads.ReadGradient(0);
+  const Gradient direct = ExpectEngineMatches(problem).gradients[0];
+  const reference::Matrix expected(1201, options.hidden_size, {direct.weight.begin(), direct.weight.end()});
+  ExpectTensorNear("grad_weight", std::vector<double>(staged.weight.begin(), staged.weight.end()), expected, nullptr);
+}
+
+TEST(TopKTeacherRows, BadRowsAreRefusedAndNothingChanges) {
+  const Problem problem = MakeProblem(Small(4));
+  LoadedHeads heads(problem.heads, {});
+  const auto expect_refused = [&](const std::string& what, ErrorReason reason, const std::function<void(TestTerm&)>& change) {
+    SCOPED_TRACE(what);
+    Problem bad = problem;
+    change(bad.terms[0]);
+    const auto result = heads.TryCompute(bad, {});
+    ASSERT_FALSE(result.ok());
+    EXPECT_TRUE(HasReason(result.status(), reason)) << result.status();
+    ExpectGradientZero(heads.ReadGradient(0));
+  };
+  const auto teacher = [](TestTerm& term) -> reference::TopKOptions& { return std::get<reference::TopKOptions>(term.loss); };
+  for (const int32_t id : {101, -2, std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min()}) {
+    expect_refused("id " + std::to_string(id), ErrorReason::kTargetOutOfVocab, [&](TestTerm& term) { teacher(term).ids[7] = id; });
+  }
+  expect_refused("an id twice", ErrorReason::kInvalidField, [&](TestTerm& term) { teacher(term).ids[1] = teacher(term).ids[3]; });
+  for (const float value : {0.01f, std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+                            -std::numeric_limits<float>::infinity()}) {
+    expect_refused("log-probability " + std::to_string(value), ErrorReason::kInvalidField,
+                   [&](TestTerm& term) { teacher(term).log_probs[2] = value; });
+  }
+  expect_refused("more than all mass", ErrorReason::kInvalidField, [&](TestTerm& term) {
+    for (size_t i = 0; i < 4; ++i) teacher(term).log_probs[i] = -1.3f;
+  });
+  expect_refused("one entry too few", ErrorReason::kShapeMismatch, [&](TestTerm& term) { teacher(term).ids.pop_back(); });
+  expect_refused("one log-probability too many", ErrorReason::kShapeMismatch,
+                 [&](TestTerm& term) { teacher(term).log_probs.push_back(-1); });
+  for (const int64_t k : {0, -1, 1025}) {
+    expect_refused("k " + std::to_string(k), ErrorReason::kInvalidField, [&](TestTerm& term) { teacher(term).k = k; });
+  }
+  expect_refused("temperature", ErrorReason::kInvalidField, [&](TestTerm& term) { teacher(term).student_temperature = 0; });
+}
+
+TEST(TopKTeacherRows, OtherTokenOutputsAreRefused) {
+  const Problem problem = MakeProblem(Small(4));
+  LoadedHeads heads(problem.heads, {});
+  PreparedMicroBatch prepared(problem, heads.pointers(), {});
+  std::vector<float> lse(23);
+  prepared.terms[0].lse = lse.data();
+  const auto result = heads.engine().Compute(prepared.micro_batch);
+  ASSERT_FALSE(result.ok());
+  EXPECT_TRUE(HasReason(result.status(), ErrorReason::kInvalidCombination)) << result.status();
+}
+
+}  // namespace
+}  // namespace headwater::testing
