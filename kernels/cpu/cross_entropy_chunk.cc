@@ -45,17 +45,22 @@ void ShardRun::ComputeNarrowLogits(Work* work) {
     const RowKernels& kernels = GetRowKernels();
     float* panel = shard.Workspace<float>(shard.layout.panels + part * work->head_plan.panel_bytes);
     RowStats* stats = part_stats_.data() + part * rows;
-    float bias_panel[512];
-    double exact_panel[512];
+    float bias_panel[kMaxPanelRows];
+    double exact_panel[kMaxPanelRows];
     float* panel_max = panel_max_.data() + part * panels_per_part_ * rows;  // a shard of padding has no panels
     work->parts.ForEachPanel(part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
-      const float* weight = shard.weight.As<float>() + start * shard.hidden_size;
-      if (shard.data_type != DataType::kFloat32) {
-        ToFloat(shard.weight.As<uint16_t>() + start * shard.hidden_size, shard.data_type, count * shard.hidden_size, panel);
-        weight = panel;
+      const Matrix<float> logits = {work->gradient + start, work->stride};
+      if (work->is_bfloat16) {
+        MultiplyTransposed(rows, count, shard.hidden_size, {reinterpret_cast<const uint16_t*>(work->hidden), shard.hidden_size},
+                           {shard.weight.As<uint16_t>() + start * shard.hidden_size, shard.hidden_size}, logits);
+      } else {
+        const float* weight = shard.weight.As<float>() + start * shard.hidden_size;
+        if (shard.data_type != DataType::kFloat32) {
+          ToFloat(shard.weight.As<uint16_t>() + start * shard.hidden_size, shard.data_type, count * shard.hidden_size, panel);
+          weight = panel;
+        }
+        MultiplyTransposed(rows, count, shard.hidden_size, {work->hidden, shard.hidden_size}, {weight, shard.hidden_size}, logits);
       }
-      MultiplyTransposed(rows, count, shard.hidden_size, {work->hidden, shard.hidden_size}, {weight, shard.hidden_size},
-                         {work->gradient + start, work->stride});
       if (shard.has_bias) {
         ToFloat(ElementAt(shard.bias.As<char>(), shard.data_type, start), shard.data_type, count, bias_panel);
       }
@@ -125,8 +130,9 @@ void ShardRun::ComputeNarrowGradient(Work* work) {
         work->gradient[i * work->stride + start + column] =
             static_cast<float>(scale * state.gradient.target * SoftcapDerivative(state.target_argument, cap));
       }
+      RoundGradient(*work, start, count);
       if (target.grad_weight != nullptr) {
-        AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count}, start, count, target);
+        AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count, work->is_bfloat16}, start, count, target);
       }
     });
   });

@@ -21,7 +21,7 @@ int64_t Aligned(int64_t bytes) { return SaturatingAdd(bytes, kAlignment - 1) / k
 int64_t Product(int64_t a, int64_t b, int64_t c) { return SaturatingMultiply(SaturatingMultiply(a, b), c); }
 
 int64_t PanelRows(int64_t hidden_size, int64_t element_bytes) {
-  return std::clamp<int64_t>(kPanelCacheBytes / (hidden_size * element_bytes) / 16 * 16, 16, 512);
+  return std::clamp<int64_t>(kPanelCacheBytes / (hidden_size * element_bytes) / 16 * 16, 16, kMaxPanelRows);
 }
 
 WorkspaceLayout LayOut(const HeadPlan& plan, const HeadSpec& spec, int64_t shard_rows, int32_t threads, int32_t shard_count) {

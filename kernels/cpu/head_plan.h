@@ -21,6 +21,7 @@ inline constexpr int64_t kDefaultWorkspaceBytes = int64_t{48} << 20;
 inline constexpr int64_t kMinNarrowRows = 16;
 inline constexpr int64_t kMinWideRows = 4;
 inline constexpr int64_t kMaxRows = 4096;
+inline constexpr int64_t kMaxPanelRows = 512;
 // Logits that a thread may take again in fp64, on average over a chunk's rows (logit_refinement.cc).
 inline constexpr int64_t kRefinedLogitsPerRow = 128;
 

@@ -200,7 +200,7 @@ void ShardRun::ApplyRefinedGradient(const Work& work, int32_t part, int64_t pane
   }
 }
 
-// The argument of the softcap of one logit, in fp64. `converted` has room for a weight row.
+// The argument of the softcap of one logit, in fp64. `converted` has room for two rows.
 double ShardRun::LogitArgument(const Work& work, int64_t row, int64_t column, float* converted) const {
   const HeadShard& shard = work.shard;
   const float* weight = shard.weight.As<float>() + column * shard.hidden_size;
@@ -210,7 +210,13 @@ double ShardRun::LogitArgument(const Work& work, int64_t row, int64_t column, fl
   }
   float bias = 0;
   if (shard.has_bias) ToFloat(ElementAt(shard.bias.As<char>(), shard.data_type, column), shard.data_type, 1, &bias);
-  const double dot = GetRowKernels().dot(work.hidden + row * shard.hidden_size, weight, shard.hidden_size);
+  const float* hidden = work.hidden + row * shard.hidden_size;
+  if (work.is_bfloat16) {
+    ToFloat(ElementAt(work.hidden, DataType::kBFloat16, row * shard.hidden_size), DataType::kBFloat16, shard.hidden_size,
+            converted + shard.hidden_size);
+    hidden = converted + shard.hidden_size;
+  }
+  const double dot = GetRowKernels().dot(hidden, weight, shard.hidden_size);
   return work.term.head->spec().transform.logit_scale * (dot + static_cast<double>(bias));
 }
 

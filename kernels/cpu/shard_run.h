@@ -15,6 +15,7 @@
 #include <functional>
 #include <vector>
 
+#include "kernels/cpu/bfloat16_products.h"
 #include "kernels/cpu/blas.h"
 #include "kernels/cpu/micro_batch_plan.h"
 #include "kernels/cpu/row_kernels.h"
@@ -29,6 +30,11 @@ struct GradientTarget {
   float alpha;         // factor of what is added
   bool overwrite;      // the target holds nothing yet
 };
+
+// A bf16 matrix that lies in the memory of an fp32 one: each row begins where the fp32 row does.
+inline Matrix<const uint16_t> AsBfloat16(const float* data, int64_t stride) {
+  return {reinterpret_cast<const uint16_t*>(data), 2 * stride};
+}
 
 // Columns [0, valid_rows) of a shard in parts, one for each thread.
 class ShardParts {
@@ -72,9 +78,11 @@ class ShardRun {
     const HeadShard& shard;
     const HeadPlan& head_plan;
     ShardParts parts;
-    float* hidden;    // [row_count, hidden_size] fp32
-    float* gradient;  // [row_count, shard rows] fp32; narrow: first the logits
+    float* hidden;    // [row_count, hidden_size] fp32, or bf16 if is_bfloat16
+    float* gradient;  // [row_count, shard rows] fp32; narrow: first the logits. If is_bfloat16, RoundGradient() leaves bf16 there
     int64_t stride;   // shard rows
+    // Whether the products take bf16 operands: hidden states and weights are bf16, and oneDNN multiplies them.
+    bool is_bfloat16;
   };
   // How a row's gradient is dithered (dithered_gradient.cc).
   struct RowDither {
@@ -105,6 +113,8 @@ class ShardRun {
   // Memory for a gradient of the logits and for hidden rows: the slot of a contribution that keeps them, else the workspace.
   void PlaceBuffers(Work* work, int64_t gradient_offset);
   void GatherHidden(Work* work);
+  // If is_bfloat16: the gradient's columns [start, start + count), a panel, as bf16 at the beginning of each row's own place.
+  static void RoundGradient(const Work& work, int64_t start, int64_t count);
 
   absl::Status RunChunk(const Chunk& chunk);
   // Narrow form. *needs_wide is set, and nothing written, if its logits are not exact enough.
