@@ -9,6 +9,7 @@
 // Prints CSV rows `case,value,unit` to standard output (turns: first a line that names the libraries of the engine's products), and
 // what was measured in words to standard error.
 #include <cblas.h>
+#include <malloc.h>
 #include <time.h>
 
 #include <chrono>
@@ -195,12 +196,15 @@ void MeasureCommit(const Settings& settings) {
 }
 
 void MeasureMemory(const Settings& settings) {
+  // glibc's default, fixed: freeing a large temporary would raise it, and what the process holds would follow from its history.
+  mallopt(M_TRIM_THRESHOLD, 128 << 10);
   // What must be there in any case: rows and weight in their type, gradients of rows (same type) and weight (fp32).
   const int64_t row_elements = settings.rows * settings.hidden_size;
   const int64_t weight_elements = settings.vocab_size * settings.hidden_size;
   const int64_t element_bytes = ElementBytes(settings.type);
   const int64_t tensors = 2 * row_elements * element_bytes + weight_elements * (element_bytes + 4);
-  // Before the baseline: oneDNN's code, as PyTorch's is; and rows, since making them takes temporary memory that is not the engine's.
+  // Before the baseline: oneDNN's code, as PyTorch's is; and rows, since making them takes temporary memory that is not the
+  // engine's.
   cpu::GetBfloat16Library();
   Rows rows(settings, settings.type);
   std::ofstream("/proc/self/clear_refs") << "5";  // VmHWM starts again from what is resident now
