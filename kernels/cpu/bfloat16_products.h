@@ -1,7 +1,7 @@
 // Matrix products of bf16 operands into fp32 by oneDNN, row-major, on the calling thread.
 //
 // The library is opened at run time, so that an engine without it still runs. One function of it is called, dnnl_gemm_bf16bf16f32:
-// every version exports it, though its headers do not declare it (docs/adr/0028-bfloat16-products.md). It is used only after it has
+// every version exports it, though its headers do not declare it (docs/adr/0029-bfloat16-products.md). It is used only after it has
 // computed a few known products right. Operands are read exactly, sums are fp32 and round to nearest; denormal numbers count as 0.
 // Results of one call do not depend on alignment or leading dimensions.
 #ifndef HEADWATER_KERNELS_CPU_BFLOAT16_PRODUCTS_H_
