@@ -33,6 +33,22 @@ bool ShardRun::TakesExactStats(const TermPlan& term) {
   return term.cross_entropy.inverse_temperature != 1 || (WantsSpread(term) && term.head->spec().transform.softcap.has_value());
 }
 
+void ShardRun::MultiplyConverted(const Work& work, int64_t start, int64_t count, float* converted, Matrix<float> logits) {
+  const HeadShard& shard = work.shard;
+  const int64_t hidden_size = shard.hidden_size;
+  const Matrix<const float> hidden = {work.hidden, hidden_size};
+  if (shard.data_type == DataType::kFloat32) {
+    MultiplyTransposed(work.row_count, count, hidden_size, hidden, {shard.weight.As<float>() + start * hidden_size, hidden_size},
+                       logits);
+    return;
+  }
+  for (int64_t done = 0; done < count; done += work.head_plan.converted_rows) {
+    const int64_t rows = std::min(work.head_plan.converted_rows, count - done);
+    ToFloat(shard.weight.As<uint16_t>() + (start + done) * hidden_size, shard.data_type, rows * hidden_size, converted);
+    MultiplyTransposed(work.row_count, rows, hidden_size, hidden, {converted, hidden_size}, {logits.data + done, logits.stride});
+  }
+}
+
 void ShardRun::ComputeNarrowLogits(Work* work) {
   const HeadShard& shard = work->shard;
   const TermPlan& term = work->term;
@@ -43,7 +59,7 @@ void ShardRun::ComputeNarrowLogits(Work* work) {
   panel_max_.assign(static_cast<size_t>(rows * work->parts.count() * panels_per_part_), 0.0f);
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
     const RowKernels& kernels = GetRowKernels();
-    float* panel = shard.Workspace<float>(shard.layout.panels + part * work->head_plan.panel_bytes);
+    float* converted = shard.Workspace<float>(shard.layout.converted + part * work->head_plan.converted_bytes);
     RowStats* stats = part_stats_.data() + part * rows;
     float bias_panel[kMaxPanelRows];
     double exact_panel[kMaxPanelRows];
@@ -54,12 +70,7 @@ void ShardRun::ComputeNarrowLogits(Work* work) {
         MultiplyTransposed(rows, count, shard.hidden_size, {reinterpret_cast<const uint16_t*>(work->hidden), shard.hidden_size},
                            {shard.weight.As<uint16_t>() + start * shard.hidden_size, shard.hidden_size}, logits);
       } else {
-        const float* weight = shard.weight.As<float>() + start * shard.hidden_size;
-        if (shard.data_type != DataType::kFloat32) {
-          ToFloat(shard.weight.As<uint16_t>() + start * shard.hidden_size, shard.data_type, count * shard.hidden_size, panel);
-          weight = panel;
-        }
-        MultiplyTransposed(rows, count, shard.hidden_size, {work->hidden, shard.hidden_size}, {weight, shard.hidden_size}, logits);
+        MultiplyConverted(*work, start, count, converted, logits);
       }
       if (shard.has_bias) {
         ToFloat(ElementAt(shard.bias.As<char>(), shard.data_type, start), shard.data_type, count, bias_panel);
@@ -89,7 +100,7 @@ void ShardRun::ComputeTargetLogits(Work* work) {
   const int32_t threads = context_.pool.thread_count();
   context_.pool.Run(threads, [&](int32_t part) {
     const RowRange range = SplitEvenly({0, work->row_count}, part, threads, 1);
-    float* converted = shard.Workspace<float>(shard.layout.panels + part * work->head_plan.panel_bytes);
+    float* converted = shard.Workspace<float>(shard.layout.converted + part * work->head_plan.converted_bytes);
     for (int64_t i = range.start; i < range.end; ++i) {
       const int64_t target = work->rows[i].target;
       if (target < shard.rows.start || target >= shard.rows.end) continue;

@@ -25,7 +25,7 @@ constexpr double kLastBits = 1e-14;  // of fp64
 // Below it an entropy is 0 for every purpose.
 constexpr double kSmallestRest = 1e-16;
 
-// Logits that a part may take again.
+// Logits of a shard that may be taken again.
 size_t RefinedCapacity(size_t rows, int64_t shard_rows) {
   return rows * static_cast<size_t>(std::min(kRefinedLogitsPerRow, shard_rows));
 }
@@ -65,6 +65,7 @@ absl::Status ShardRun::RefineLogits(Work* work, bool* overflow) {
   }
   if (!any) return absl::OkStatus();
 
+  refined_count_ = 0;
   context_.pool.Run(work->parts.count(), [&](int32_t part) { RefinePart(*work, part); });
   // By row; the last one's `sum` counts parts with too many logits.
   std::vector<RowRefinement>& merged = refinements_;
@@ -139,7 +140,7 @@ void ShardRun::RefinePart(const Work& work, int32_t part) {
   refined.rows.assign(rows + 1, RowRefinement());
   std::vector<int32_t>& found = refined.found;
   found.resize(static_cast<size_t>(work.head_plan.panel_rows));
-  float* converted = shard.Workspace<float>(shard.layout.panels + part * work.head_plan.panel_bytes);
+  float* converted = shard.Workspace<float>(shard.layout.converted + part * work.head_plan.converted_bytes);
   const float* panel_max = panel_max_.data() + static_cast<size_t>(part * panels_per_part_) * rows;
   work.parts.ForEachPanel(part, work.head_plan.panel_rows, [&](int64_t start, int64_t count) {
     for (size_t i = 0; i < rows; ++i) {
@@ -150,7 +151,7 @@ void ShardRun::RefinePart(const Work& work, int32_t part) {
       if (cap > 0)
         argument_cutoff = argument_cutoff <= -cap ? -kInfinity : cap * std::atanh(std::min(argument_cutoff / cap, 1 - 1e-7));
       const int64_t hits = GetRowKernels().collect_at_least(a, count, static_cast<float>(argument_cutoff), count, found.data());
-      if (refined.logits.size() + static_cast<size_t>(hits) > capacity) {
+      if (refined_count_.fetch_add(static_cast<size_t>(hits)) + static_cast<size_t>(hits) > capacity) {
         refined.rows.back().sum = 1;
         return;
       }

@@ -131,7 +131,7 @@ void ShardRun::GatherHidden(Work* work) {
   const int64_t columns = hidden.column_count;
   context_.pool.Run(context_.pool.thread_count(), [&](int32_t part) {
     const RowRange range = SplitEvenly({0, work->row_count}, part, context_.pool.thread_count(), 1);
-    float* converted = work->shard.Workspace<float>(work->shard.layout.panels + part * work->head_plan.panel_bytes);
+    float* converted = work->shard.Workspace<float>(work->shard.layout.converted + part * work->head_plan.converted_bytes);
     for (int64_t i = range.start; i < range.end; ++i) {
       const void* in = ElementAt(hidden.data, hidden.data_type, work->rows[i].batch_row * columns);
       float* row = work->is_bfloat16 ? converted : work->hidden + i * columns;
@@ -333,15 +333,15 @@ void ShardRun::AddGradHidden(Work* work) {
       Multiply(row_range.size(), column_range.size(), shard.valid_rows, {gradient, work->stride},
                {shard.weight.As<float>() + column_range.start, columns}, 1, {out, columns});
     } else {
-      float* panel = shard.Workspace<float>(shard.layout.panels + part * work->head_plan.panel_bytes);
-      for (int64_t start = 0; start < shard.valid_rows; start += work->head_plan.panel_rows) {
-        const int64_t count = std::min(work->head_plan.panel_rows, shard.valid_rows - start);
+      float* converted = shard.Workspace<float>(shard.layout.converted + part * work->head_plan.converted_bytes);
+      for (int64_t start = 0; start < shard.valid_rows; start += work->head_plan.converted_rows) {
+        const int64_t count = std::min(work->head_plan.converted_rows, shard.valid_rows - start);
         for (int64_t v = 0; v < count; ++v) {
           ToFloat(shard.weight.As<uint16_t>() + (start + v) * columns + column_range.start, shard.data_type, column_range.size(),
-                  panel + v * column_range.size());
+                  converted + v * column_range.size());
         }
-        Multiply(row_range.size(), column_range.size(), count, {gradient + start, work->stride}, {panel, column_range.size()}, 1,
-                 {out, columns});
+        Multiply(row_range.size(), column_range.size(), count, {gradient + start, work->stride}, {converted, column_range.size()},
+                 1, {out, columns});
       }
     }
     if (!contiguous) {

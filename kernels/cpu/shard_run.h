@@ -11,6 +11,7 @@
 #ifndef HEADWATER_KERNELS_CPU_SHARD_RUN_H_
 #define HEADWATER_KERNELS_CPU_SHARD_RUN_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -154,6 +155,8 @@ class ShardRun {
   double LogitArgument(const Work& work, int64_t row, int64_t column, float* converted) const;
   void RefinePart(const Work& work, int32_t part);
   void ApplyRefinedGradient(const Work& work, int32_t part, int64_t panel_index);
+  // The fp32 products of rows and columns [start, start + count), converted where the head is not fp32.
+  static void MultiplyConverted(const Work& work, int64_t start, int64_t count, float* converted, Matrix<float> logits);
   void ComputeNarrowLogits(Work* work);
   void ComputeTargetLogits(Work* work);
   void ComputeNarrowGradient(Work* work);
@@ -220,7 +223,8 @@ class ShardRun {
     std::vector<int32_t> found;        // columns of a panel; scratch
     std::vector<RowRefinement> rows;   // one a row, and one whose `sum` is not 0 if there were too many logits
   };
-  std::vector<RefinedPart> refined_;  // by part
+  std::vector<RefinedPart> refined_;       // by part
+  std::atomic<size_t> refined_count_ = 0;  // over all parts: more than the capacity in any order of the threads, or in none
   std::vector<RowRefinement> refinements_, gathered_refinements_;
 
   // By row of the work in progress.

@@ -68,7 +68,7 @@ absl::Status ShardRun::RunWideRows(Work* work) {
 void ShardRun::ComputeWideLogits(const HeadShard& shard, const ShardParts& parts, const HeadPlan& plan,
                                  const LogitTransform& transform, const double* hidden, int64_t row_count, double* logits) {
   context_.pool.Run(parts.count(), [&](int32_t part) {
-    double* panel = shard.Workspace<double>(shard.layout.panels + part * plan.panel_bytes);
+    double* panel = shard.Workspace<double>(shard.layout.converted + part * plan.converted_bytes);
     float bias_panel[kMaxPanelRows];
     parts.ForEachPanel(part, plan.wide_panel_rows, [&](int64_t start, int64_t count) {
       const int64_t stride = shard.rows.size();
