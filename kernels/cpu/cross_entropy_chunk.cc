@@ -9,6 +9,12 @@
 #include "kernels/cpu/shard_run.h"
 
 namespace headwater::cpu {
+namespace {
+
+constexpr int64_t kLineFloats = 16;  // of a cache line
+
+}  // namespace
+
 absl::Status ShardRun::RunNarrow(Work* work, bool* needs_wide) {
   PlaceBuffers(work, work->shard.layout.logits);
   GatherHidden(work);
@@ -122,26 +128,27 @@ void ShardRun::ComputeNarrowGradient(Work* work) {
   const GradientTarget target = TargetOf(*work);
   BeginGradWeight(work);
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
-    int64_t panel_index = 0;
+    size_t refined_count = 0;
     work->parts.ForEachPanel(part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
       const int64_t global_start = shard.rows.start + start;
       const float* class_weights = term.cross_entropy.class_weights;
+      // All of a row's columns at once, while they are in the nearest cache; the next row's are on their way there.
       for (int64_t i = 0; i < work->row_count; ++i) {
         const RowState& state = states_[static_cast<size_t>(i)];
         float* row = work->gradient + i * work->stride + start;
+        for (int64_t column = 0; i + 1 < work->row_count && column < count; column += kLineFloats) {
+          __builtin_prefetch(row + work->stride + column, 1);
+        }
         GetRowKernels().gradient_float(row, count, cap, CoefficientsOf<float>(term, state),
                                        class_weights == nullptr ? nullptr : class_weights + global_start);
-      }
-      ApplyRefinedGradient(*work, part, panel_index++);
-      for (int64_t i = 0; i < work->row_count; ++i) {
-        const RowState& state = states_[static_cast<size_t>(i)];
+        ApplyRefinedGradient(*work, part, i, start + count, &refined_count);
         DitherColumns(*work, i, start, count, &dither_sums_[static_cast<size_t>(part)]);
         const int64_t column = work->rows[i].target - global_start;
-        if (column < 0 || column >= count) continue;
-        work->gradient[i * work->stride + start + column] =
-            static_cast<float>(scale * state.gradient.target * SoftcapDerivative(state.target_argument, cap));
+        if (column >= 0 && column < count) {
+          row[column] = static_cast<float>(scale * state.gradient.target * SoftcapDerivative(state.target_argument, cap));
+        }
+        RoundGradient(*work, i, start, count);
       }
-      RoundGradient(*work, start, count);
       if (target.grad_weight != nullptr) {
         AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count, work->is_bfloat16}, start, count, target);
       }

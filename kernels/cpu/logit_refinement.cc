@@ -52,10 +52,7 @@ double ShardRun::RefinementCutoff(const Work& work, const RowStats& stats) const
 absl::Status ShardRun::RefineLogits(Work* work, bool* overflow) {
   const size_t rows = static_cast<size_t>(work->row_count);
   refined_.resize(std::max(refined_.size(), static_cast<size_t>(work->parts.count())));
-  for (RefinedPart& part : refined_) {
-    part.logits.clear();
-    part.panel_ends.clear();
-  }
+  for (RefinedPart& part : refined_) part.logits.clear();
   cutoffs_.resize(rows);
   bool any = false;  // the same on every shard, because the merged statistics are
   for (size_t i = 0; i < rows; ++i) {
@@ -179,18 +176,15 @@ void ShardRun::RefinePart(const Work& work, int32_t part) {
       }
     }
     panel_max += rows;
-    refined.panel_ends.push_back(refined.logits.size());
   });
 }
 
-void ShardRun::ApplyRefinedGradient(const Work& work, int32_t part, int64_t panel_index) {
-  const RefinedPart& refined = refined_[static_cast<size_t>(part)];
-  if (refined.logits.empty()) return;
+void ShardRun::ApplyRefinedGradient(const Work& work, int32_t part, int64_t row, int64_t end, size_t* next) const {
+  const std::vector<RefinedLogit>& logits = refined_[static_cast<size_t>(part)].logits;
   const double cap = work.term.head->spec().transform.softcap.value_or(0);
-  const size_t panel = static_cast<size_t>(panel_index);
-  for (size_t entry = panel == 0 ? 0 : refined.panel_ends[panel - 1]; entry < refined.panel_ends[panel]; ++entry) {
-    const RefinedLogit& logit = refined.logits[entry];
-    const RowState& state = states_[static_cast<size_t>(logit.row)];
+  const RowState& state = states_[static_cast<size_t>(row)];
+  for (; *next < logits.size() && logits[*next].row == row && logits[*next].column < end; ++*next) {
+    const RefinedLogit& logit = logits[*next];
     const RowGradient& gradient = WrittenOf(state);
     const double class_weight = work.term.cross_entropy.ClassWeight(work.shard.rows.start + logit.column);
     const double distance = gradient.max - TemperedLogit(work.term, logit.argument);

@@ -143,14 +143,12 @@ void ShardRun::GatherHidden(Work* work) {
   });
 }
 
-void ShardRun::RoundGradient(const Work& work, int64_t start, int64_t count) {
+void ShardRun::RoundGradient(const Work& work, int64_t row, int64_t start, int64_t count) {
   if (!work.is_bfloat16) return;
-  float row[kMaxPanelRows];
-  for (int64_t i = 0; i < work.row_count; ++i) {
-    float* place = work.gradient + i * work.stride + start;
-    std::memcpy(row, place, static_cast<size_t>(count) * sizeof(float));
-    FromFloat(row, count, DataType::kBFloat16, place);
-  }
+  float* place = work.gradient + row * work.stride + start;
+  float copy[kMaxPanelRows];
+  std::memcpy(copy, place, static_cast<size_t>(count) * sizeof(float));
+  FromFloat(copy, count, DataType::kBFloat16, place);
 }
 
 absl::Status ShardRun::MergeRowStats(const Work& work) {

@@ -114,8 +114,8 @@ class ShardRun {
   // Memory for a gradient of the logits and for hidden rows: the slot of a contribution that keeps them, else the workspace.
   void PlaceBuffers(Work* work, int64_t gradient_offset);
   void GatherHidden(Work* work);
-  // If is_bfloat16: the gradient's columns [start, start + count), a panel, as bf16 at the beginning of each row's own place.
-  static void RoundGradient(const Work& work, int64_t start, int64_t count);
+  // If is_bfloat16: a row's columns [start, start + count), a panel, as bf16 at the beginning of their own place.
+  static void RoundGradient(const Work& work, int64_t row, int64_t start, int64_t count);
 
   absl::Status RunChunk(const Chunk& chunk);
   // Narrow form. *needs_wide is set, and nothing written, if its logits are not exact enough.
@@ -154,7 +154,8 @@ class ShardRun {
   double RefinementCutoff(const Work& work, const RowStats& stats) const;
   double LogitArgument(const Work& work, int64_t row, int64_t column, float* converted) const;
   void RefinePart(const Work& work, int32_t part);
-  void ApplyRefinedGradient(const Work& work, int32_t part, int64_t panel_index);
+  // Of the part's logits from `*next` on, which it moves, those of the row before column `end`.
+  void ApplyRefinedGradient(const Work& work, int32_t part, int64_t row, int64_t end, size_t* next) const;
   // The fp32 products of rows and columns [start, start + count), converted where the head is not fp32.
   static void MultiplyConverted(const Work& work, int64_t start, int64_t count, float* converted, Matrix<float> logits);
   void ComputeNarrowLogits(Work* work);
@@ -219,7 +220,6 @@ class ShardRun {
   };
   struct RefinedPart {
     std::vector<RefinedLogit> logits;  // by panel, then row, then column
-    std::vector<size_t> panel_ends;    // entries up to the end of each panel
     std::vector<int32_t> found;        // columns of a panel; scratch
     std::vector<RowRefinement> rows;   // one a row, and one whose `sum` is not 0 if there were too many logits
   };

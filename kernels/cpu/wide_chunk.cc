@@ -366,8 +366,8 @@ absl::Status ShardRun::ComputeWideGradient(Work* work, const double* student, co
         } else {
           write(part, i, start, count);
         }
+        RoundGradient(*work, i, start, count);
       }
-      RoundGradient(*work, start, count);
       if (target.grad_weight != nullptr) {
         AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count, work->is_bfloat16}, start, count, target);
       }
