@@ -71,8 +71,9 @@ class CpuStagedContribution final : public StagedContribution {
       // Panel by panel, so that a panel of the accumulator is read once; the order in which an element's chunks are added is
       // theirs.
       context.pool.Run(parts.count(), [&](int32_t part) {
+        const int64_t part_start = parts.part(part).start;
         parts.ForEachPanel(part, plan.panel_rows, [&](int64_t start, int64_t count) {
-          for (const KeptRows& rows : staged.kept[index]) AddGradWeightPanel(shard, rows, start, count, target);
+          for (const KeptRows& rows : staged.kept[index]) AddGradWeightPanel(shard, rows, part_start, start, count, target);
         });
       });
       return;

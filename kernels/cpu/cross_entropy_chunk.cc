@@ -19,7 +19,6 @@ absl::Status ShardRun::RunNarrow(Work* work, bool* needs_wide) {
   PlaceBuffers(work, work->shard.layout.logits);
   GatherHidden(work);
   ComputeNarrowLogits(work);
-  ComputeTargetLogits(work);
   absl::Status status = MergeRowStats(*work);
   if (!status.ok()) return status;
   status = RefineLogits(work, needs_wide);
@@ -67,6 +66,7 @@ void ShardRun::ComputeNarrowLogits(Work* work) {
     const RowKernels& kernels = GetRowKernels();
     float* converted = shard.Workspace<float>(shard.layout.converted + part * work->head_plan.converted_bytes);
     RowStats* stats = part_stats_.data() + part * rows;
+    ComputeTargetLogits(*work, part, converted);
     float bias_panel[kMaxPanelRows];
     double exact_panel[kMaxPanelRows];
     float* panel_max = panel_max_.data() + part * panels_per_part_ * rows;  // a shard of padding has no panels
@@ -99,25 +99,22 @@ void ShardRun::ComputeNarrowLogits(Work* work) {
       panel_max += rows;
     });
   });
+  for (size_t i = 0; i < static_cast<size_t>(rows); ++i) {
+    // Of the first part's statistics: which part is the same to the sum over all.
+    if (states_[i].owns_target) part_stats_[i].target_logit = TemperedLogit(term, states_[i].target_argument);
+  }
 }
 
-void ShardRun::ComputeTargetLogits(Work* work) {
-  const HeadShard& shard = work->shard;
-  const int32_t threads = context_.pool.thread_count();
-  context_.pool.Run(threads, [&](int32_t part) {
-    const RowRange range = SplitEvenly({0, work->row_count}, part, threads, 1);
-    float* converted = shard.Workspace<float>(shard.layout.converted + part * work->head_plan.converted_bytes);
-    for (int64_t i = range.start; i < range.end; ++i) {
-      const int64_t target = work->rows[i].target;
-      if (target < shard.rows.start || target >= shard.rows.end) continue;
-      const double a = LogitArgument(*work, i, target - shard.rows.start, converted);
-      RowState& state = states_[static_cast<size_t>(i)];
-      state.owns_target = true;
-      state.target_argument = a;
-      // Of the first part's statistics: which part is the same to the sum over all.
-      part_stats_[static_cast<size_t>(i)].target_logit = TemperedLogit(work->term, a);
-    }
-  });
+void ShardRun::ComputeTargetLogits(const Work& work, int32_t part, float* converted) {
+  const HeadShard& shard = work.shard;
+  const RowRange range = SplitEvenly({0, work.row_count}, part, work.parts.count(), 1);
+  for (int64_t i = range.start; i < range.end; ++i) {
+    const int64_t target = work.rows[i].target;
+    if (target < shard.rows.start || target >= shard.rows.end) continue;
+    RowState& state = states_[static_cast<size_t>(i)];
+    state.owns_target = true;
+    state.target_argument = LogitArgument(work, i, target - shard.rows.start, converted);
+  }
 }
 
 void ShardRun::ComputeNarrowGradient(Work* work) {
@@ -128,6 +125,7 @@ void ShardRun::ComputeNarrowGradient(Work* work) {
   const GradientTarget target = TargetOf(*work);
   BeginGradWeight(work);
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
+    const int64_t part_start = work->parts.part(part).start;
     size_t refined_count = 0;
     work->parts.ForEachPanel(part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
       const int64_t global_start = shard.rows.start + start;
@@ -147,10 +145,11 @@ void ShardRun::ComputeNarrowGradient(Work* work) {
         if (column >= 0 && column < count) {
           row[column] = static_cast<float>(scale * state.gradient.target * SoftcapDerivative(state.target_argument, cap));
         }
-        RoundGradient(*work, i, start, count);
+        RoundGradient(*work, i, part_start, start, count);
       }
       if (target.grad_weight != nullptr) {
-        AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count, work->is_bfloat16}, start, count, target);
+        AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count, work->is_bfloat16}, part_start, start, count,
+                           target);
       }
     });
   });

@@ -35,12 +35,13 @@ ShardParts::ShardParts(const HeadShard& shard, const ThreadPool& pool)
 
 RowRange ShardParts::part(int32_t index) const { return SplitEvenly(columns_, index, count_, kColumnGrain); }
 
-void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t start, int64_t count, const GradientTarget& target) {
+void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t part_start, int64_t start, int64_t count,
+                        const GradientTarget& target) {
   const float beta = target.overwrite ? 0.0f : 1.0f;
   const Matrix<float> grad_weight = {target.grad_weight + start * shard.hidden_size, shard.hidden_size};
+  const Matrix<const uint16_t> rounded = AsBfloat16(rows.gradient, shard.rows.size(), part_start, start);
   if (rows.is_bfloat16) {
-    MultiplyFirstTransposed(count, shard.hidden_size, rows.row_count, target.alpha,
-                            AsBfloat16(rows.gradient + start, shard.rows.size()),
+    MultiplyFirstTransposed(count, shard.hidden_size, rows.row_count, target.alpha, rounded,
                             {reinterpret_cast<const uint16_t*>(rows.hidden), shard.hidden_size}, beta, grad_weight);
   } else {
     MultiplyFirstTransposed(count, shard.hidden_size, rows.row_count, target.alpha, {rows.gradient + start, shard.rows.size()},
@@ -51,7 +52,7 @@ void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t st
   if (rows.is_bfloat16) {
     float row[kMaxPanelRows];
     for (int64_t i = 0; i < rows.row_count; ++i) {
-      ToFloat(rows.gradient + i * shard.rows.size() + start, DataType::kBFloat16, count, row);
+      ToFloat(rounded.data + i * rounded.stride, DataType::kBFloat16, count, row);
       GetRowKernels().add_scaled(row, count, target.alpha, target.grad_bias + start);
     }
     return;
@@ -143,12 +144,12 @@ void ShardRun::GatherHidden(Work* work) {
   });
 }
 
-void ShardRun::RoundGradient(const Work& work, int64_t row, int64_t start, int64_t count) {
+void ShardRun::RoundGradient(const Work& work, int64_t row, int64_t part_start, int64_t start, int64_t count) {
   if (!work.is_bfloat16) return;
-  float* place = work.gradient + row * work.stride + start;
+  float* part = work.gradient + row * work.stride + part_start;
   float copy[kMaxPanelRows];
-  std::memcpy(copy, place, static_cast<size_t>(count) * sizeof(float));
-  FromFloat(copy, count, DataType::kBFloat16, place);
+  std::memcpy(copy, part + (start - part_start), static_cast<size_t>(count) * sizeof(float));
+  FromFloat(copy, count, DataType::kBFloat16, ElementAt(part, DataType::kBFloat16, start - part_start));
 }
 
 absl::Status ShardRun::MergeRowStats(const Work& work) {
@@ -322,10 +323,10 @@ void ShardRun::AddGradHidden(Work* work) {
     if (work->is_bfloat16) {
       const uint16_t* weight = shard.weight.As<uint16_t>() + column_range.start;
       for (int32_t weight_part = 0; weight_part < work->parts.count(); ++weight_part) {
-        work->parts.ForEachPanel(weight_part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
-          Multiply(row_range.size(), column_range.size(), count, AsBfloat16(gradient + start, work->stride),
-                   {weight + start * columns, columns}, 1, {out, columns});
-        });
+        const RowRange range = work->parts.part(weight_part);
+        if (range.size() == 0) continue;  // a shard of padding
+        Multiply(row_range.size(), column_range.size(), range.size(), AsBfloat16(gradient, work->stride, range.start, range.start),
+                 {weight + range.start * columns, columns}, 1, {out, columns});
       }
     } else if (shard.data_type == DataType::kFloat32) {
       Multiply(row_range.size(), column_range.size(), shard.valid_rows, {gradient, work->stride},

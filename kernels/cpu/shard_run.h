@@ -32,9 +32,10 @@ struct GradientTarget {
   bool overwrite;      // the target holds nothing yet
 };
 
-// A bf16 matrix that lies in the memory of an fp32 one: each row begins where the fp32 row does.
-inline Matrix<const uint16_t> AsBfloat16(const float* data, int64_t stride) {
-  return {reinterpret_cast<const uint16_t*>(data), 2 * stride};
+// Columns from `column` on of a bf16 gradient in the memory of an fp32 one: those of a part that begins at column `part_start` lie
+// side by side, from where the part's fp32 columns begin.
+inline Matrix<const uint16_t> AsBfloat16(const float* gradient, int64_t stride, int64_t part_start, int64_t column) {
+  return {reinterpret_cast<const uint16_t*>(gradient + part_start) + (column - part_start), 2 * stride};
 }
 
 // Columns [0, valid_rows) of a shard in parts, one for each thread.
@@ -59,9 +60,10 @@ class ShardParts {
   int32_t count_;
 };
 
-// Adds gradient^T . hidden to columns [start, start + count) of a target; the only place that does, so that a contribution that is
-// committed later has the bits of a direct one.
-void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t start, int64_t count, const GradientTarget& target);
+// Adds gradient^T . hidden to columns [start, start + count) of a target, of the part that begins at column `part_start`; the only
+// place that does, so that a contribution that is committed later has the bits of a direct one.
+void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t part_start, int64_t start, int64_t count,
+                        const GradientTarget& target);
 
 class ShardRun {
  public:
@@ -114,8 +116,9 @@ class ShardRun {
   // Memory for a gradient of the logits and for hidden rows: the slot of a contribution that keeps them, else the workspace.
   void PlaceBuffers(Work* work, int64_t gradient_offset);
   void GatherHidden(Work* work);
-  // If is_bfloat16: a row's columns [start, start + count), a panel, as bf16 at the beginning of their own place.
-  static void RoundGradient(const Work& work, int64_t row, int64_t start, int64_t count);
+  // If is_bfloat16: a row's columns [start, start + count), a panel, as bf16 where AsBfloat16() looks for them. The part's panels
+  // follow each other: what they write over has been rounded before.
+  static void RoundGradient(const Work& work, int64_t row, int64_t part_start, int64_t start, int64_t count);
 
   absl::Status RunChunk(const Chunk& chunk);
   // Narrow form. *needs_wide is set, and nothing written, if its logits are not exact enough.
@@ -159,7 +162,8 @@ class ShardRun {
   // The fp32 products of rows and columns [start, start + count), converted where the head is not fp32.
   static void MultiplyConverted(const Work& work, int64_t start, int64_t count, float* converted, Matrix<float> logits);
   void ComputeNarrowLogits(Work* work);
-  void ComputeTargetLogits(Work* work);
+  // A part's share of the rows: the argument of the target's softcap, on the shard that owns the target.
+  void ComputeTargetLogits(const Work& work, int32_t part, float* converted);
   void ComputeNarrowGradient(Work* work);
   // wide
   void ComputeWideLogits(const HeadShard& shard, const ShardParts& parts, const HeadPlan& plan, const LogitTransform& transform,

@@ -359,6 +359,7 @@ absl::Status ShardRun::ComputeWideGradient(Work* work, const double* student, co
   }
   BeginGradWeight(work);
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
+    const int64_t part_start = work->parts.part(part).start;
     work->parts.ForEachPanel(part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
       for (int64_t i = 0; i < work->row_count; ++i) {
         if (dithers_divergence) {
@@ -366,10 +367,11 @@ absl::Status ShardRun::ComputeWideGradient(Work* work, const double* student, co
         } else {
           write(part, i, start, count);
         }
-        RoundGradient(*work, i, start, count);
+        RoundGradient(*work, i, part_start, start, count);
       }
       if (target.grad_weight != nullptr) {
-        AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count, work->is_bfloat16}, start, count, target);
+        AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count, work->is_bfloat16}, part_start, start, count,
+                           target);
       }
     });
   });
