@@ -32,6 +32,8 @@ SingleThreadedBlas::~SingleThreadedBlas() {
   if (g_former_threads != 1) openblas_set_num_threads(g_former_threads);
 }
 
+std::string BlasKernels() { return openblas_get_corename(); }
+
 void MultiplyTransposed(int64_t m, int64_t n, int64_t k, Matrix<const float> a, Matrix<const float> b, Matrix<float> c) {
   if (m == 0 || n == 0) return;
   cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, Int(m), Int(n), Int(k), 1, a.data, Stride(a.stride), b.data,

@@ -7,6 +7,7 @@
 #define HEADWATER_KERNELS_CPU_BLAS_H_
 
 #include <cstdint>
+#include <string>
 
 namespace headwater::cpu {
 
@@ -18,6 +19,9 @@ class SingleThreadedBlas {
   SingleThreadedBlas(const SingleThreadedBlas&) = delete;
   SingleThreadedBlas& operator=(const SingleThreadedBlas&) = delete;
 };
+
+// The processor whose kernels OpenBLAS runs, by its name for it: "Cooperlake".
+std::string BlasKernels();
 
 // A matrix: element (i, j) is data[i * stride + j].
 template <typename T>

@@ -1,5 +1,5 @@
-// CpuEngine: heads in host memory, products by OpenBLAS, row work on the engine's own threads. See head_plan.h for memory,
-// shard_run.h for the computation, core/row_loss.h and row_kernels.h for the numerics.
+// CpuEngine: heads in host memory, products by OpenBLAS and oneDNN, row work on the engine's own threads. See head_plan.h for
+// memory, shard_run.h for the computation, core/row_loss.h and row_kernels.h for the numerics.
 #include <algorithm>
 #include <cstring>
 #include <fstream>
@@ -11,8 +11,10 @@
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/machine_limits.h"
+#include "headwater/kernels/product_rate.h"
 #include "kernels/core/engine_options_check.h"
 #include "kernels/core/micro_batch_check.h"
+#include "kernels/cpu/bfloat16_products.h"
 #include "kernels/cpu/blas.h"
 #include "kernels/cpu/cpu_head.h"
 #include "kernels/cpu/micro_batch_plan.h"
@@ -69,8 +71,9 @@ class CpuStagedContribution final : public StagedContribution {
       // Panel by panel, so that a panel of the accumulator is read once; the order in which an element's chunks are added is
       // theirs.
       context.pool.Run(parts.count(), [&](int32_t part) {
+        const int64_t part_start = parts.part(part).start;
         parts.ForEachPanel(part, plan.panel_rows, [&](int64_t start, int64_t count) {
-          for (const KeptRows& rows : staged.kept[index]) AddGradWeightPanel(shard, rows, start, count, target);
+          for (const KeptRows& rows : staged.kept[index]) AddGradWeightPanel(shard, rows, part_start, start, count, target);
         });
       });
       return;
@@ -228,6 +231,10 @@ absl::StatusOr<std::unique_ptr<LossEngine>> CreateCpuEngine(const EngineOptions&
   if (filled.memory_budget_bytes == 0) filled.memory_budget_bytes = MemoryLimitBytes() / 5 * 4;
   if (filled.workspace_bytes == 0) filled.workspace_bytes = cpu::kDefaultWorkspaceBytes;
   if (filled.thread_count == 0) filled.thread_count = std::min(ComputeThreads(), kMaxThreads);
+  if (filled.bfloat16_products == Bfloat16Products::kOneDnn && !cpu::GetBfloat16Library().is_usable) {
+    return MakeError(ErrorReason::kFeatureNotBuilt, "bfloat16_products: " + cpu::GetBfloat16Library().why_not);
+  }
+  filled.bfloat16_products = ChooseBfloat16Products(options);
   return std::unique_ptr<LossEngine>(std::make_unique<cpu::CpuEngine>(std::make_shared<cpu::EngineCore>(filled)));
 }
 

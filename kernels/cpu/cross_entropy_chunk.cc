@@ -9,11 +9,16 @@
 #include "kernels/cpu/shard_run.h"
 
 namespace headwater::cpu {
+namespace {
+
+constexpr int64_t kLineFloats = 16;  // of a cache line
+
+}  // namespace
+
 absl::Status ShardRun::RunNarrow(Work* work, bool* needs_wide) {
   PlaceBuffers(work, work->shard.layout.logits);
   GatherHidden(work);
   ComputeNarrowLogits(work);
-  ComputeTargetLogits(work);
   absl::Status status = MergeRowStats(*work);
   if (!status.ok()) return status;
   status = RefineLogits(work, needs_wide);
@@ -33,6 +38,22 @@ bool ShardRun::TakesExactStats(const TermPlan& term) {
   return term.cross_entropy.inverse_temperature != 1 || (WantsSpread(term) && term.head->spec().transform.softcap.has_value());
 }
 
+void ShardRun::MultiplyConverted(const Work& work, int64_t start, int64_t count, float* converted, Matrix<float> logits) {
+  const HeadShard& shard = work.shard;
+  const int64_t hidden_size = shard.hidden_size;
+  const Matrix<const float> hidden = {work.hidden, hidden_size};
+  if (shard.data_type == DataType::kFloat32) {
+    MultiplyTransposed(work.row_count, count, hidden_size, hidden, {shard.weight.As<float>() + start * hidden_size, hidden_size},
+                       logits);
+    return;
+  }
+  for (int64_t done = 0; done < count; done += work.head_plan.converted_rows) {
+    const int64_t rows = std::min(work.head_plan.converted_rows, count - done);
+    ToFloat(shard.weight.As<uint16_t>() + (start + done) * hidden_size, shard.data_type, rows * hidden_size, converted);
+    MultiplyTransposed(work.row_count, rows, hidden_size, hidden, {converted, hidden_size}, {logits.data + done, logits.stride});
+  }
+}
+
 void ShardRun::ComputeNarrowLogits(Work* work) {
   const HeadShard& shard = work->shard;
   const TermPlan& term = work->term;
@@ -43,19 +64,20 @@ void ShardRun::ComputeNarrowLogits(Work* work) {
   panel_max_.assign(static_cast<size_t>(rows * work->parts.count() * panels_per_part_), 0.0f);
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
     const RowKernels& kernels = GetRowKernels();
-    float* panel = shard.Workspace<float>(shard.layout.panels + part * work->head_plan.panel_bytes);
+    float* converted = shard.Workspace<float>(shard.layout.converted + part * work->head_plan.converted_bytes);
     RowStats* stats = part_stats_.data() + part * rows;
-    float bias_panel[512];
-    double exact_panel[512];
+    ComputeTargetLogits(*work, part, converted);
+    float bias_panel[kMaxPanelRows];
+    double exact_panel[kMaxPanelRows];
     float* panel_max = panel_max_.data() + part * panels_per_part_ * rows;  // a shard of padding has no panels
     work->parts.ForEachPanel(part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
-      const float* weight = shard.weight.As<float>() + start * shard.hidden_size;
-      if (shard.data_type != DataType::kFloat32) {
-        ToFloat(shard.weight.As<uint16_t>() + start * shard.hidden_size, shard.data_type, count * shard.hidden_size, panel);
-        weight = panel;
+      const Matrix<float> logits = {work->gradient + start, work->stride};
+      if (work->is_bfloat16) {
+        MultiplyTransposed(rows, count, shard.hidden_size, {reinterpret_cast<const uint16_t*>(work->hidden), shard.hidden_size},
+                           {shard.weight.As<uint16_t>() + start * shard.hidden_size, shard.hidden_size}, logits);
+      } else {
+        MultiplyConverted(*work, start, count, converted, logits);
       }
-      MultiplyTransposed(rows, count, shard.hidden_size, {work->hidden, shard.hidden_size}, {weight, shard.hidden_size},
-                         {work->gradient + start, work->stride});
       if (shard.has_bias) {
         ToFloat(ElementAt(shard.bias.As<char>(), shard.data_type, start), shard.data_type, count, bias_panel);
       }
@@ -77,25 +99,22 @@ void ShardRun::ComputeNarrowLogits(Work* work) {
       panel_max += rows;
     });
   });
+  for (size_t i = 0; i < static_cast<size_t>(rows); ++i) {
+    // Of the first part's statistics: which part is the same to the sum over all.
+    if (states_[i].owns_target) part_stats_[i].target_logit = TemperedLogit(term, states_[i].target_argument);
+  }
 }
 
-void ShardRun::ComputeTargetLogits(Work* work) {
-  const HeadShard& shard = work->shard;
-  const int32_t threads = context_.pool.thread_count();
-  context_.pool.Run(threads, [&](int32_t part) {
-    const RowRange range = SplitEvenly({0, work->row_count}, part, threads, 1);
-    float* converted = shard.Workspace<float>(shard.layout.panels + part * work->head_plan.panel_bytes);
-    for (int64_t i = range.start; i < range.end; ++i) {
-      const int64_t target = work->rows[i].target;
-      if (target < shard.rows.start || target >= shard.rows.end) continue;
-      const double a = LogitArgument(*work, i, target - shard.rows.start, converted);
-      RowState& state = states_[static_cast<size_t>(i)];
-      state.owns_target = true;
-      state.target_argument = a;
-      // Of the first part's statistics: which part is the same to the sum over all.
-      part_stats_[static_cast<size_t>(i)].target_logit = TemperedLogit(work->term, a);
-    }
-  });
+void ShardRun::ComputeTargetLogits(const Work& work, int32_t part, float* converted) {
+  const HeadShard& shard = work.shard;
+  const RowRange range = SplitEvenly({0, work.row_count}, part, work.parts.count(), 1);
+  for (int64_t i = range.start; i < range.end; ++i) {
+    const int64_t target = work.rows[i].target;
+    if (target < shard.rows.start || target >= shard.rows.end) continue;
+    RowState& state = states_[static_cast<size_t>(i)];
+    state.owns_target = true;
+    state.target_argument = LogitArgument(work, i, target - shard.rows.start, converted);
+  }
 }
 
 void ShardRun::ComputeNarrowGradient(Work* work) {
@@ -106,27 +125,31 @@ void ShardRun::ComputeNarrowGradient(Work* work) {
   const GradientTarget target = TargetOf(*work);
   BeginGradWeight(work);
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
-    int64_t panel_index = 0;
+    const int64_t part_start = work->parts.part(part).start;
+    size_t refined_count = 0;
     work->parts.ForEachPanel(part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
       const int64_t global_start = shard.rows.start + start;
       const float* class_weights = term.cross_entropy.class_weights;
+      // All of a row's columns at once, while they are in the nearest cache; the next row's are on their way there.
       for (int64_t i = 0; i < work->row_count; ++i) {
         const RowState& state = states_[static_cast<size_t>(i)];
         float* row = work->gradient + i * work->stride + start;
+        for (int64_t column = 0; i + 1 < work->row_count && column < count; column += kLineFloats) {
+          __builtin_prefetch(row + work->stride + column, 1);
+        }
         GetRowKernels().gradient_float(row, count, cap, CoefficientsOf<float>(term, state),
                                        class_weights == nullptr ? nullptr : class_weights + global_start);
-      }
-      ApplyRefinedGradient(*work, part, panel_index++);
-      for (int64_t i = 0; i < work->row_count; ++i) {
-        const RowState& state = states_[static_cast<size_t>(i)];
+        ApplyRefinedGradient(*work, part, i, start + count, &refined_count);
         DitherColumns(*work, i, start, count, &dither_sums_[static_cast<size_t>(part)]);
         const int64_t column = work->rows[i].target - global_start;
-        if (column < 0 || column >= count) continue;
-        work->gradient[i * work->stride + start + column] =
-            static_cast<float>(scale * state.gradient.target * SoftcapDerivative(state.target_argument, cap));
+        if (column >= 0 && column < count) {
+          row[column] = static_cast<float>(scale * state.gradient.target * SoftcapDerivative(state.target_argument, cap));
+        }
+        RoundGradient(*work, i, part_start, start, count);
       }
       if (target.grad_weight != nullptr) {
-        AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count}, start, count, target);
+        AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count, work->is_bfloat16}, part_start, start, count,
+                           target);
       }
     });
   });

@@ -9,8 +9,10 @@
 namespace headwater::cpu {
 namespace {
 
-// Bytes of a converted panel that stay in a core's cache beside the logits they make.
+// Bytes of a weight panel in fp32 that stay in a core's cache beside the logits they make.
 constexpr int64_t kPanelCacheBytes = int64_t{2} << 20;
+// Bytes of all threads' converted weight rows: with many threads each converts fewer rows at once, which leaves memory to logits.
+constexpr int64_t kConvertedBytes = int64_t{8} << 20;
 constexpr int64_t kAlignment = 64;
 // Row state outside of the mapped workspace: for each row, statistics of each thread and of each shard, and the row's own entry.
 constexpr int64_t kStatisticsBytesPerRow = 240;
@@ -20,8 +22,8 @@ int64_t Aligned(int64_t bytes) { return SaturatingAdd(bytes, kAlignment - 1) / k
 
 int64_t Product(int64_t a, int64_t b, int64_t c) { return SaturatingMultiply(SaturatingMultiply(a, b), c); }
 
-int64_t PanelRows(int64_t hidden_size, int64_t element_bytes) {
-  return std::clamp<int64_t>(kPanelCacheBytes / (hidden_size * element_bytes) / 16 * 16, 16, 512);
+int64_t PanelRows(int64_t bytes, int64_t hidden_size, int64_t element_bytes) {
+  return std::clamp<int64_t>(bytes / (hidden_size * element_bytes) / 16 * 16, 16, kMaxPanelRows);
 }
 
 WorkspaceLayout LayOut(const HeadPlan& plan, const HeadSpec& spec, int64_t shard_rows, int32_t threads, int32_t shard_count) {
@@ -36,7 +38,7 @@ WorkspaceLayout LayOut(const HeadPlan& plan, const HeadSpec& spec, int64_t shard
   layout.hidden = place(SaturatingMultiply(plan.narrow_rows, row_bytes));
   layout.grad_hidden = place(SaturatingMultiply(plan.narrow_rows, row_bytes));
   layout.grad_hidden_term = place(SaturatingMultiply(plan.narrow_rows, row_bytes));
-  layout.panels = place(SaturatingMultiply(threads, plan.panel_bytes));
+  layout.converted = place(SaturatingMultiply(threads, plan.converted_bytes));
   layout.logits = place(Product(plan.narrow_rows, shard_rows, 4));
   const int64_t narrow_end = next;
   next = layout.logits;
@@ -47,9 +49,9 @@ WorkspaceLayout LayOut(const HeadPlan& plan, const HeadSpec& spec, int64_t shard
   layout.teacher_hidden = place(Product(plan.wide_rows, spec.hidden_size, 8));
   layout.exchange = place(shard_count > 1 ? SaturatingMultiply(spec.vocab_size, 8) : 0);
   layout.mapped_bytes = std::max(next, narrow_end);
-  // For each row: its statistics by thread and shard, and each thread's panel maxima and refined logits.
+  // For each row: its statistics by thread and shard, and the panels' maxima and refined logits.
   const int64_t panel_maxima_bytes = SaturatingMultiply(shard_rows / plan.panel_rows + threads + 1, 4);
-  const int64_t refined_bytes = Product(threads, std::min(kRefinedLogitsPerRow, shard_rows), kRefinedLogitBytes);
+  const int64_t refined_bytes = SaturatingMultiply(std::min(kRefinedLogitsPerRow, shard_rows), kRefinedLogitBytes);
   const int64_t row_state = SaturatingAdd(SaturatingAdd(panel_maxima_bytes, refined_bytes),
                                           SaturatingMultiply(threads + shard_count + 2, kStatisticsBytesPerRow));
   layout.total_bytes = SaturatingAdd(layout.mapped_bytes, SaturatingMultiply(plan.narrow_rows, row_state));
@@ -103,9 +105,12 @@ HeadPlan PlanHeadOnCpu(const HeadSpec& spec, const EngineOptions& options, int32
   if (is_group && spec.parallelism == Parallelism::kRows) return PlanReplicaOnCpu(spec, options, threads_per_shard);
   HeadPlan plan;
   plan.shards = SplitVocab(spec.vocab_size, options.shard_count, options.shard_weights);
-  plan.panel_rows = PanelRows(spec.hidden_size, 4);
-  plan.wide_panel_rows = PanelRows(spec.hidden_size, 8);
-  plan.panel_bytes = std::max(Product(plan.panel_rows, spec.hidden_size, 4), Product(plan.wide_panel_rows, spec.hidden_size, 8));
+  const int64_t converted_bytes = std::min(kPanelCacheBytes, kConvertedBytes / threads_per_shard);
+  plan.panel_rows = PanelRows(kPanelCacheBytes, spec.hidden_size, 4);
+  plan.converted_rows = PanelRows(converted_bytes, spec.hidden_size, 4);
+  plan.wide_panel_rows = PanelRows(converted_bytes, spec.hidden_size, 8);
+  plan.converted_bytes =
+      std::max(Product(plan.converted_rows, spec.hidden_size, 4), Product(plan.wide_panel_rows, spec.hidden_size, 8));
   if (options.token_chunk_rows > 0) {
     plan.narrow_rows = plan.wide_rows = options.token_chunk_rows;
   } else {

@@ -21,15 +21,16 @@ inline constexpr int64_t kDefaultWorkspaceBytes = int64_t{48} << 20;
 inline constexpr int64_t kMinNarrowRows = 16;
 inline constexpr int64_t kMinWideRows = 4;
 inline constexpr int64_t kMaxRows = 4096;
-// Logits that a thread may take again in fp64, on average over a chunk's rows (logit_refinement.cc).
-inline constexpr int64_t kRefinedLogitsPerRow = 128;
+inline constexpr int64_t kMaxPanelRows = 512;
+// Logits of a shard that may be taken again in fp64, on average over a chunk's rows (logit_refinement.cc).
+inline constexpr int64_t kRefinedLogitsPerRow = 256;
 
 // Byte offsets into one shard's workspace.
 struct WorkspaceLayout {
   int64_t hidden = 0;            // [narrow_rows, hidden_size] fp32
   int64_t grad_hidden = 0;       // [narrow_rows, hidden_size] fp32, summed over terms
   int64_t grad_hidden_term = 0;  // [narrow_rows, hidden_size] fp32, of a term whose rows are not contiguous
-  int64_t panels = 0;            // thread t's at t * panel_bytes: converted weight rows
+  int64_t converted = 0;         // thread t's at t * converted_bytes: converted weight rows
   int64_t logits = 0;            // narrow: [narrow_rows, shard rows] fp32; overlaps all that follow
   int64_t student_logits = 0;    // wide: [wide_rows, shard rows] fp64
   int64_t teacher_logits = 0;    // wide: [wide_rows, shard rows] fp64
@@ -50,8 +51,9 @@ struct HeadPlan {
   int64_t narrow_rows = 0;
   int64_t wide_rows = 0;
   int64_t panel_rows = 0;       // weight rows a thread works on at once
-  int64_t wide_panel_rows = 0;  // the same, converted to fp64
-  int64_t panel_bytes = 0;
+  int64_t converted_rows = 0;   // those of them that are converted to fp32 at once
+  int64_t wide_panel_rows = 0;  // weight rows that a thread works on at once in the wide form, in fp64
+  int64_t converted_bytes = 0;
   std::vector<WorkspaceLayout> layouts;  // by shard
 };
 

@@ -25,7 +25,7 @@ constexpr double kLastBits = 1e-14;  // of fp64
 // Below it an entropy is 0 for every purpose.
 constexpr double kSmallestRest = 1e-16;
 
-// Logits that a part may take again.
+// Logits of a shard that may be taken again.
 size_t RefinedCapacity(size_t rows, int64_t shard_rows) {
   return rows * static_cast<size_t>(std::min(kRefinedLogitsPerRow, shard_rows));
 }
@@ -52,10 +52,7 @@ double ShardRun::RefinementCutoff(const Work& work, const RowStats& stats) const
 absl::Status ShardRun::RefineLogits(Work* work, bool* overflow) {
   const size_t rows = static_cast<size_t>(work->row_count);
   refined_.resize(std::max(refined_.size(), static_cast<size_t>(work->parts.count())));
-  for (RefinedPart& part : refined_) {
-    part.logits.clear();
-    part.panel_ends.clear();
-  }
+  for (RefinedPart& part : refined_) part.logits.clear();
   cutoffs_.resize(rows);
   bool any = false;  // the same on every shard, because the merged statistics are
   for (size_t i = 0; i < rows; ++i) {
@@ -65,6 +62,7 @@ absl::Status ShardRun::RefineLogits(Work* work, bool* overflow) {
   }
   if (!any) return absl::OkStatus();
 
+  refined_count_ = 0;
   context_.pool.Run(work->parts.count(), [&](int32_t part) { RefinePart(*work, part); });
   // By row; the last one's `sum` counts parts with too many logits.
   std::vector<RowRefinement>& merged = refinements_;
@@ -139,7 +137,7 @@ void ShardRun::RefinePart(const Work& work, int32_t part) {
   refined.rows.assign(rows + 1, RowRefinement());
   std::vector<int32_t>& found = refined.found;
   found.resize(static_cast<size_t>(work.head_plan.panel_rows));
-  float* converted = shard.Workspace<float>(shard.layout.panels + part * work.head_plan.panel_bytes);
+  float* converted = shard.Workspace<float>(shard.layout.converted + part * work.head_plan.converted_bytes);
   const float* panel_max = panel_max_.data() + static_cast<size_t>(part * panels_per_part_) * rows;
   work.parts.ForEachPanel(part, work.head_plan.panel_rows, [&](int64_t start, int64_t count) {
     for (size_t i = 0; i < rows; ++i) {
@@ -150,7 +148,7 @@ void ShardRun::RefinePart(const Work& work, int32_t part) {
       if (cap > 0)
         argument_cutoff = argument_cutoff <= -cap ? -kInfinity : cap * std::atanh(std::min(argument_cutoff / cap, 1 - 1e-7));
       const int64_t hits = GetRowKernels().collect_at_least(a, count, static_cast<float>(argument_cutoff), count, found.data());
-      if (refined.logits.size() + static_cast<size_t>(hits) > capacity) {
+      if (refined_count_.fetch_add(static_cast<size_t>(hits)) + static_cast<size_t>(hits) > capacity) {
         refined.rows.back().sum = 1;
         return;
       }
@@ -178,18 +176,15 @@ void ShardRun::RefinePart(const Work& work, int32_t part) {
       }
     }
     panel_max += rows;
-    refined.panel_ends.push_back(refined.logits.size());
   });
 }
 
-void ShardRun::ApplyRefinedGradient(const Work& work, int32_t part, int64_t panel_index) {
-  const RefinedPart& refined = refined_[static_cast<size_t>(part)];
-  if (refined.logits.empty()) return;
+void ShardRun::ApplyRefinedGradient(const Work& work, int32_t part, int64_t row, int64_t end, size_t* next) const {
+  const std::vector<RefinedLogit>& logits = refined_[static_cast<size_t>(part)].logits;
   const double cap = work.term.head->spec().transform.softcap.value_or(0);
-  const size_t panel = static_cast<size_t>(panel_index);
-  for (size_t entry = panel == 0 ? 0 : refined.panel_ends[panel - 1]; entry < refined.panel_ends[panel]; ++entry) {
-    const RefinedLogit& logit = refined.logits[entry];
-    const RowState& state = states_[static_cast<size_t>(logit.row)];
+  const RowState& state = states_[static_cast<size_t>(row)];
+  for (; *next < logits.size() && logits[*next].row == row && logits[*next].column < end; ++*next) {
+    const RefinedLogit& logit = logits[*next];
     const RowGradient& gradient = WrittenOf(state);
     const double class_weight = work.term.cross_entropy.ClassWeight(work.shard.rows.start + logit.column);
     const double distance = gradient.max - TemperedLogit(work.term, logit.argument);
@@ -200,7 +195,7 @@ void ShardRun::ApplyRefinedGradient(const Work& work, int32_t part, int64_t pane
   }
 }
 
-// The argument of the softcap of one logit, in fp64. `converted` has room for a weight row.
+// The argument of the softcap of one logit, in fp64. `converted` has room for two rows.
 double ShardRun::LogitArgument(const Work& work, int64_t row, int64_t column, float* converted) const {
   const HeadShard& shard = work.shard;
   const float* weight = shard.weight.As<float>() + column * shard.hidden_size;
@@ -210,7 +205,13 @@ double ShardRun::LogitArgument(const Work& work, int64_t row, int64_t column, fl
   }
   float bias = 0;
   if (shard.has_bias) ToFloat(ElementAt(shard.bias.As<char>(), shard.data_type, column), shard.data_type, 1, &bias);
-  const double dot = GetRowKernels().dot(work.hidden + row * shard.hidden_size, weight, shard.hidden_size);
+  const float* hidden = work.hidden + row * shard.hidden_size;
+  if (work.is_bfloat16) {
+    ToFloat(ElementAt(work.hidden, DataType::kBFloat16, row * shard.hidden_size), DataType::kBFloat16, shard.hidden_size,
+            converted + shard.hidden_size);
+    hidden = converted + shard.hidden_size;
+  }
+  const double dot = GetRowKernels().dot(hidden, weight, shard.hidden_size);
   return work.term.head->spec().transform.logit_scale * (dot + static_cast<double>(bias));
 }
 

@@ -17,6 +17,7 @@ struct KeptRows {
   const float* gradient;  // [row_count, shard rows]; columns from the shard's valid rows on are not set
   const float* hidden;    // [row_count, hidden_size]
   int64_t row_count;
+  bool is_bfloat16;  // both hold bf16, as ShardRun::Work says
 };
 
 // What a contribution holds for one head until it is decided.

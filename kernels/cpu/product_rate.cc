@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "headwater/kernels/machine_limits.h"
+#include "kernels/cpu/bfloat16_products.h"
 #include "kernels/cpu/blas.h"
 
 namespace headwater {
@@ -18,10 +19,12 @@ constexpr int64_t kColumns = 512;
 constexpr int64_t kDepth = 512;
 constexpr int kRounds = 4;  // the first one warms up
 
+template <typename T>
 struct Operands {
-  std::vector<float> a = std::vector<float>(kRows * kDepth, 0.5F);
-  std::vector<float> b = std::vector<float>(kColumns * kDepth, 0.25F);
-  std::vector<float> c = std::vector<float>(kRows * kColumns);
+  explicit Operands(T half) : a(kRows * kDepth, half), b(kColumns * kDepth, half), c(kRows * kColumns) {}
+  std::vector<T> a;
+  std::vector<T> b;
+  std::vector<float> c;
   double rate = 0;  // of the last product
 };
 
@@ -32,30 +35,55 @@ double ThreadSeconds() {
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-}  // namespace
-
-double MeasureCpuProductRate(int32_t thread_count) {
-  const cpu::SingleThreadedBlas single_threaded;
-  const size_t threads = static_cast<size_t>(std::max(thread_count, 1));
-  std::vector<Operands> operands(threads);
+template <typename T>
+double Measure(size_t threads, T half) {
+  std::vector<Operands<T>> operands(threads, Operands<T>(half));
   double best = 0;
   for (int round = 0; round < kRounds; ++round) {
     std::vector<std::thread> workers;
-    for (Operands& own : operands) {
+    for (Operands<T>& own : operands) {
       workers.emplace_back([&own] {
         const double start = ThreadSeconds();
-        cpu::MultiplyTransposed(kRows, kColumns, kDepth, cpu::Matrix<const float>{own.a.data(), kDepth},
-                                cpu::Matrix<const float>{own.b.data(), kDepth}, cpu::Matrix<float>{own.c.data(), kColumns});
+        cpu::MultiplyTransposed(kRows, kColumns, kDepth, cpu::Matrix<const T>{own.a.data(), kDepth},
+                                cpu::Matrix<const T>{own.b.data(), kDepth}, cpu::Matrix<float>{own.c.data(), kColumns});
         own.rate = 2.0 * kRows * kColumns * kDepth / std::max(ThreadSeconds() - start, 1e-9);
       });
     }
     for (std::thread& worker : workers) worker.join();
     double rate = 0;
-    for (const Operands& own : operands) rate += own.rate;
+    for (const Operands<T>& own : operands) rate += own.rate;
     best = std::max(best, rate);
   }
   // More threads than processors compute no more.
   return best * std::min(1.0, ProcessorLimit() / static_cast<double>(threads));
+}
+
+}  // namespace
+
+double MeasureCpuProductRate(int32_t thread_count, Bfloat16Products products) {
+  const size_t threads = static_cast<size_t>(std::max(thread_count, 1));
+  if (products == Bfloat16Products::kOneDnn) {
+    constexpr uint16_t kHalf = 0x3F00;
+    return cpu::GetBfloat16Library().is_usable ? Measure<uint16_t>(threads, kHalf) : 0;
+  }
+  const cpu::SingleThreadedBlas single_threaded;
+  return Measure<float>(threads, 0.5F);
+}
+
+Bfloat16Products ChooseBfloat16Products(const EngineOptions& options) {
+  if (options.bfloat16_products != Bfloat16Products::kAuto) return options.bfloat16_products;
+  if (!cpu::GetBfloat16Library().is_usable) return Bfloat16Products::kOpenBlas;
+  if (options.deterministic) return Bfloat16Products::kOneDnn;
+  static const bool is_faster =
+      MeasureCpuProductRate(1, Bfloat16Products::kOneDnn) > MeasureCpuProductRate(1, Bfloat16Products::kOpenBlas);
+  return is_faster ? Bfloat16Products::kOneDnn : Bfloat16Products::kOpenBlas;
+}
+
+std::string DescribeCpuProducts(Bfloat16Products chosen) {
+  const cpu::Bfloat16Library& library = cpu::GetBfloat16Library();
+  const std::string fp32 = "fp32 products by OpenBLAS (" + cpu::BlasKernels() + "), bf16 products by ";
+  if (chosen == Bfloat16Products::kOneDnn) return fp32 + library.name;
+  return fp32 + "OpenBLAS: " + (library.is_usable ? library.name + " is not faster" : library.why_not);
 }
 
 }  // namespace headwater

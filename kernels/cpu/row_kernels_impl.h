@@ -111,12 +111,19 @@ PieceStats BlockStats(const T* a, int64_t count, const StatsOptions& options) {
   const T cap = static_cast<T>(options.cap);
   const T inverse_temperature = static_cast<T>(options.inverse_temperature);
   const T low = -static_cast<T>(__builtin_inf());
-  T z[kBlock];
+  T computed[kBlock];
+  const T* z = a;
   T max = low;
+  if (kCapped || inverse_temperature != T(1)) {
 #pragma omp simd reduction(max : max)
-  for (int64_t i = 0; i < count; ++i) {
-    z[i] = Logit<kCapped>(a[i], cap, inverse_temperature);
-    max = z[i] > max ? z[i] : max;
+    for (int64_t i = 0; i < count; ++i) {
+      computed[i] = Logit<kCapped>(a[i], cap, inverse_temperature);
+      max = computed[i] > max ? computed[i] : max;
+    }
+    z = computed;
+  } else {
+#pragma omp simd reduction(max : max)
+    for (int64_t i = 0; i < count; ++i) max = z[i] > max ? z[i] : max;
   }
   // Clang begins a reduction with the lowest finite number, which stands then if there is nothing above -inf.
   if (max == -static_cast<T>(sizeof(T) == sizeof(float) ? __FLT_MAX__ : __DBL_MAX__)) {

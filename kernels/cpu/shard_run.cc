@@ -35,12 +35,28 @@ ShardParts::ShardParts(const HeadShard& shard, const ThreadPool& pool)
 
 RowRange ShardParts::part(int32_t index) const { return SplitEvenly(columns_, index, count_, kColumnGrain); }
 
-void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t start, int64_t count, const GradientTarget& target) {
-  MultiplyFirstTransposed(count, shard.hidden_size, rows.row_count, target.alpha, {rows.gradient + start, shard.rows.size()},
-                          {rows.hidden, shard.hidden_size}, target.overwrite ? 0.0f : 1.0f,
-                          {target.grad_weight + start * shard.hidden_size, shard.hidden_size});
+void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t part_start, int64_t start, int64_t count,
+                        const GradientTarget& target) {
+  const float beta = target.overwrite ? 0.0f : 1.0f;
+  const Matrix<float> grad_weight = {target.grad_weight + start * shard.hidden_size, shard.hidden_size};
+  const Matrix<const uint16_t> rounded = AsBfloat16(rows.gradient, shard.rows.size(), part_start, start);
+  if (rows.is_bfloat16) {
+    MultiplyFirstTransposed(count, shard.hidden_size, rows.row_count, target.alpha, rounded,
+                            {reinterpret_cast<const uint16_t*>(rows.hidden), shard.hidden_size}, beta, grad_weight);
+  } else {
+    MultiplyFirstTransposed(count, shard.hidden_size, rows.row_count, target.alpha, {rows.gradient + start, shard.rows.size()},
+                            {rows.hidden, shard.hidden_size}, beta, grad_weight);
+  }
   if (target.grad_bias == nullptr) return;
   if (target.overwrite) std::memset(target.grad_bias + start, 0, static_cast<size_t>(count) * sizeof(float));
+  if (rows.is_bfloat16) {
+    float row[kMaxPanelRows];
+    for (int64_t i = 0; i < rows.row_count; ++i) {
+      ToFloat(rounded.data + i * rounded.stride, DataType::kBFloat16, count, row);
+      GetRowKernels().add_scaled(row, count, target.alpha, target.grad_bias + start);
+    }
+    return;
+  }
   GetRowKernels().add_column_sums(rows.gradient + start, rows.row_count, shard.rows.size(), count, target.alpha,
                                   target.grad_bias + start);
 }
@@ -94,7 +110,9 @@ ShardRun::Work ShardRun::MakeWork(const TermChunk& chunk, int64_t start, int64_t
               ShardParts(shard, context_.pool),
               nullptr,
               nullptr,
-              shard.rows.size()};
+              shard.rows.size(),
+              HeadOf(term).core().options.bfloat16_products == Bfloat16Products::kOneDnn &&
+                  shard.data_type == DataType::kBFloat16 && plan_.micro_batch->hidden.data_type == DataType::kBFloat16};
 }
 
 void ShardRun::PlaceBuffers(Work* work, int64_t gradient_offset) {
@@ -114,12 +132,24 @@ void ShardRun::GatherHidden(Work* work) {
   const int64_t columns = hidden.column_count;
   context_.pool.Run(context_.pool.thread_count(), [&](int32_t part) {
     const RowRange range = SplitEvenly({0, work->row_count}, part, context_.pool.thread_count(), 1);
+    float* converted = work->shard.Workspace<float>(work->shard.layout.converted + part * work->head_plan.converted_bytes);
     for (int64_t i = range.start; i < range.end; ++i) {
-      float* row = work->hidden + i * columns;
-      ToFloat(ElementAt(hidden.data, hidden.data_type, work->rows[i].batch_row * columns), hidden.data_type, columns, row);
+      const void* in = ElementAt(hidden.data, hidden.data_type, work->rows[i].batch_row * columns);
+      float* row = work->is_bfloat16 ? converted : work->hidden + i * columns;
+      ToFloat(in, hidden.data_type, columns, row);
+      if (work->is_bfloat16)
+        std::memcpy(ElementAt(work->hidden, DataType::kBFloat16, i * columns), in, static_cast<size_t>(columns) * 2);
       non_finite_hidden_[static_cast<size_t>(i)] = GetRowKernels().count_non_finite(row, columns) > 0;
     }
   });
+}
+
+void ShardRun::RoundGradient(const Work& work, int64_t row, int64_t part_start, int64_t start, int64_t count) {
+  if (!work.is_bfloat16) return;
+  float* part = work.gradient + row * work.stride + part_start;
+  float copy[kMaxPanelRows];
+  std::memcpy(copy, part + (start - part_start), static_cast<size_t>(count) * sizeof(float));
+  FromFloat(copy, count, DataType::kBFloat16, ElementAt(part, DataType::kBFloat16, start - part_start));
 }
 
 absl::Status ShardRun::MergeRowStats(const Work& work) {
@@ -261,7 +291,7 @@ void ShardRun::BeginGradWeight(Work* work) {
   StagedHead& staged = *work->staged;
   const size_t index = static_cast<size_t>(rank());
   if (staged.keeps_rows) {
-    staged.kept[index].push_back({work->gradient, work->hidden, work->row_count});
+    staged.kept[index].push_back({work->gradient, work->hidden, work->row_count, work->is_bfloat16});
     staged.used_elements[index] += work->row_count * (work->shard.hidden_size + work->stride);
   } else {
     staged.has_product[index] = 1;
@@ -290,19 +320,27 @@ void ShardRun::AddGradHidden(Work* work) {
     }
     float* out = target + row_range.start * columns + column_range.start;
     const float* gradient = work->gradient + row_range.start * work->stride;
-    if (shard.data_type == DataType::kFloat32) {
+    if (work->is_bfloat16) {
+      const uint16_t* weight = shard.weight.As<uint16_t>() + column_range.start;
+      for (int32_t weight_part = 0; weight_part < work->parts.count(); ++weight_part) {
+        const RowRange range = work->parts.part(weight_part);
+        if (range.size() == 0) continue;  // a shard of padding
+        Multiply(row_range.size(), column_range.size(), range.size(), AsBfloat16(gradient, work->stride, range.start, range.start),
+                 {weight + range.start * columns, columns}, 1, {out, columns});
+      }
+    } else if (shard.data_type == DataType::kFloat32) {
       Multiply(row_range.size(), column_range.size(), shard.valid_rows, {gradient, work->stride},
                {shard.weight.As<float>() + column_range.start, columns}, 1, {out, columns});
     } else {
-      float* panel = shard.Workspace<float>(shard.layout.panels + part * work->head_plan.panel_bytes);
-      for (int64_t start = 0; start < shard.valid_rows; start += work->head_plan.panel_rows) {
-        const int64_t count = std::min(work->head_plan.panel_rows, shard.valid_rows - start);
+      float* converted = shard.Workspace<float>(shard.layout.converted + part * work->head_plan.converted_bytes);
+      for (int64_t start = 0; start < shard.valid_rows; start += work->head_plan.converted_rows) {
+        const int64_t count = std::min(work->head_plan.converted_rows, shard.valid_rows - start);
         for (int64_t v = 0; v < count; ++v) {
           ToFloat(shard.weight.As<uint16_t>() + (start + v) * columns + column_range.start, shard.data_type, column_range.size(),
-                  panel + v * column_range.size());
+                  converted + v * column_range.size());
         }
-        Multiply(row_range.size(), column_range.size(), count, {gradient + start, work->stride}, {panel, column_range.size()}, 1,
-                 {out, columns});
+        Multiply(row_range.size(), column_range.size(), count, {gradient + start, work->stride}, {converted, column_range.size()},
+                 1, {out, columns});
       }
     }
     if (!contiguous) {

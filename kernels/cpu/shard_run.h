@@ -12,11 +12,13 @@
 #ifndef HEADWATER_KERNELS_CPU_SHARD_RUN_H_
 #define HEADWATER_KERNELS_CPU_SHARD_RUN_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <vector>
 
 #include "kernels/core/top_k.h"
+#include "kernels/cpu/bfloat16_products.h"
 #include "kernels/cpu/blas.h"
 #include "kernels/cpu/micro_batch_plan.h"
 #include "kernels/cpu/row_kernels.h"
@@ -31,6 +33,12 @@ struct GradientTarget {
   float alpha;         // factor of what is added
   bool overwrite;      // the target holds nothing yet
 };
+
+// Columns from `column` on of a bf16 gradient in the memory of an fp32 one: those of a part that begins at column `part_start` lie
+// side by side, from where the part's fp32 columns begin.
+inline Matrix<const uint16_t> AsBfloat16(const float* gradient, int64_t stride, int64_t part_start, int64_t column) {
+  return {reinterpret_cast<const uint16_t*>(gradient + part_start) + (column - part_start), 2 * stride};
+}
 
 // Columns [0, valid_rows) of a shard in parts, one for each thread.
 class ShardParts {
@@ -54,9 +62,10 @@ class ShardParts {
   int32_t count_;
 };
 
-// Adds gradient^T . hidden to columns [start, start + count) of a target; the only place that does, so that a contribution that is
-// committed later has the bits of a direct one.
-void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t start, int64_t count, const GradientTarget& target);
+// Adds gradient^T . hidden to columns [start, start + count) of a target, of the part that begins at column `part_start`; the only
+// place that does, so that a contribution that is committed later has the bits of a direct one.
+void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t part_start, int64_t start, int64_t count,
+                        const GradientTarget& target);
 
 class ShardRun {
  public:
@@ -74,9 +83,11 @@ class ShardRun {
     const HeadShard& shard;
     const HeadPlan& head_plan;
     ShardParts parts;
-    float* hidden;    // [row_count, hidden_size] fp32
-    float* gradient;  // [row_count, shard rows] fp32; narrow: first the logits
+    float* hidden;    // [row_count, hidden_size] fp32, or bf16 if is_bfloat16
+    float* gradient;  // [row_count, shard rows] fp32; narrow: first the logits. If is_bfloat16, RoundGradient() leaves bf16 there
     int64_t stride;   // shard rows
+    // Whether the products take bf16 operands: hidden states and weights are bf16, and oneDNN multiplies them.
+    bool is_bfloat16;
   };
   // How a row's gradient is dithered (dithered_gradient.cc).
   struct RowDither {
@@ -107,6 +118,9 @@ class ShardRun {
   // Memory for a gradient of the logits and for hidden rows: the slot of a contribution that keeps them, else the workspace.
   void PlaceBuffers(Work* work, int64_t gradient_offset);
   void GatherHidden(Work* work);
+  // If is_bfloat16: a row's columns [start, start + count), a panel, as bf16 where AsBfloat16() looks for them. The part's panels
+  // follow each other: what they write over has been rounded before.
+  static void RoundGradient(const Work& work, int64_t row, int64_t part_start, int64_t start, int64_t count);
 
   absl::Status RunChunk(const Chunk& chunk);
   // Narrow form. *needs_wide is set, and nothing written, if its logits are not exact enough.
@@ -145,9 +159,13 @@ class ShardRun {
   double RefinementCutoff(const Work& work, const RowStats& stats) const;
   double LogitArgument(const Work& work, int64_t row, int64_t column, float* converted) const;
   void RefinePart(const Work& work, int32_t part);
-  void ApplyRefinedGradient(const Work& work, int32_t part, int64_t panel_index);
+  // Of the part's logits from `*next` on, which it moves, those of the row before column `end`.
+  void ApplyRefinedGradient(const Work& work, int32_t part, int64_t row, int64_t end, size_t* next) const;
+  // The fp32 products of rows and columns [start, start + count), converted where the head is not fp32.
+  static void MultiplyConverted(const Work& work, int64_t start, int64_t count, float* converted, Matrix<float> logits);
   void ComputeNarrowLogits(Work* work);
-  void ComputeTargetLogits(Work* work);
+  // A part's share of the rows: the argument of the target's softcap, on the shard that owns the target.
+  void ComputeTargetLogits(const Work& work, int32_t part, float* converted);
   void ComputeNarrowGradient(Work* work);
   // wide
   void ComputeWideLogits(const HeadShard& shard, const ShardParts& parts, const HeadPlan& plan, const LogitTransform& transform,
@@ -211,11 +229,11 @@ class ShardRun {
   };
   struct RefinedPart {
     std::vector<RefinedLogit> logits;  // by panel, then row, then column
-    std::vector<size_t> panel_ends;    // entries up to the end of each panel
     std::vector<int32_t> found;        // columns of a panel; scratch
     std::vector<RowRefinement> rows;   // one a row, and one whose `sum` is not 0 if there were too many logits
   };
-  std::vector<RefinedPart> refined_;  // by part
+  std::vector<RefinedPart> refined_;       // by part
+  std::atomic<size_t> refined_count_ = 0;  // over all parts: more than the capacity in any order of the threads, or in none
   std::vector<RowRefinement> refinements_, gathered_refinements_;
 
   // By row of the work in progress.

@@ -13,7 +13,8 @@
 
 namespace headwater::cpu {
 
-// The caller of Run() is one of the threads. One Run() at a time. Waiting threads sleep.
+// The caller of Run() is one of the threads. One Run() at a time. A thread that waits looks again for some tens of microseconds,
+// which is less than a sleeping one takes to wake up, and sleeps then.
 class ThreadPool {
  public:
   // `thread_count` >= 1, the caller included.
@@ -33,13 +34,17 @@ class ThreadPool {
   void WorkerMain(int32_t index);
 
   std::atomic<int64_t> runs_{0};
+  // The number of Run() in the upper bits, its part count in the lower kPartBits: one word, so that a thread without a part need
+  // not look at what the next Run() writes.
+  static constexpr int kPartBits = 16;
+  std::atomic<uint64_t> job_{0};
+  std::atomic<int32_t> running_{0};  // parts that have not ended, the caller's not counted
+  const absl::FunctionRef<void(int32_t)>* work_ = nullptr;
+  // For threads that sleep.
   std::mutex mutex_;
   std::condition_variable started_;
   std::condition_variable finished_;
-  uint64_t generation_ = 0;
-  const absl::FunctionRef<void(int32_t)>* work_ = nullptr;
-  int32_t part_count_ = 0;
-  int32_t running_ = 0;
+  int32_t sleeping_ = 0;
   bool stopping_ = false;
   std::vector<std::thread> workers_;
 };

@@ -38,7 +38,7 @@ absl::Status ShardRun::RunWideRows(Work* work) {
   PlaceBuffers(work, shard.layout.wide_gradient);
   GatherHidden(work);
   double* hidden = shard.Workspace<double>(shard.layout.wide_hidden);
-  GetRowKernels().float_to_double(work->hidden, work->row_count * shard.hidden_size, hidden);
+  ToDouble(work->hidden, work->is_bfloat16 ? DataType::kBFloat16 : DataType::kFloat32, work->row_count * shard.hidden_size, hidden);
   double* student = shard.Workspace<double>(shard.layout.student_logits);
   ComputeWideLogits(shard, work->parts, work->head_plan, term.head->spec().transform, hidden, work->row_count, student);
   if (term.top_k != nullptr) return RunTopKRows(work, student);
@@ -69,8 +69,8 @@ absl::Status ShardRun::RunWideRows(Work* work) {
 void ShardRun::ComputeWideLogits(const HeadShard& shard, const ShardParts& parts, const HeadPlan& plan,
                                  const LogitTransform& transform, const double* hidden, int64_t row_count, double* logits) {
   context_.pool.Run(parts.count(), [&](int32_t part) {
-    double* panel = shard.Workspace<double>(shard.layout.panels + part * plan.panel_bytes);
-    float bias_panel[512];
+    double* panel = shard.Workspace<double>(shard.layout.converted + part * plan.converted_bytes);
+    float bias_panel[kMaxPanelRows];
     parts.ForEachPanel(part, plan.wide_panel_rows, [&](int64_t start, int64_t count) {
       const int64_t stride = shard.rows.size();
       ToDouble(ElementAt(shard.weight.As<char>(), shard.data_type, start * shard.hidden_size), shard.data_type,
@@ -360,6 +360,7 @@ absl::Status ShardRun::ComputeWideGradient(Work* work, const double* student, co
   }
   BeginGradWeight(work);
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
+    const int64_t part_start = work->parts.part(part).start;
     work->parts.ForEachPanel(part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
       for (int64_t i = 0; i < work->row_count; ++i) {
         if (dithers_divergence) {
@@ -367,9 +368,11 @@ absl::Status ShardRun::ComputeWideGradient(Work* work, const double* student, co
         } else {
           write(part, i, start, count);
         }
+        RoundGradient(*work, i, part_start, start, count);
       }
       if (target.grad_weight != nullptr) {
-        AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count}, start, count, target);
+        AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count, work->is_bfloat16}, part_start, start, count,
+                           target);
       }
     });
   });

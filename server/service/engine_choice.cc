@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/product_rate.h"
 
 namespace headwater::service {
 namespace {
@@ -39,6 +40,7 @@ absl::StatusOr<ChosenEngine> ChooseEngine(const std::string& choice, const Engin
   }
   auto engine = CreateCpuEngine(options);
   if (!engine.ok()) return engine.status();
+  note += "; " + DescribeCpuProducts((*engine)->options().bfloat16_products);
   return ChosenEngine{*std::move(engine), note};
 }
 

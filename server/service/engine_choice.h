@@ -13,7 +13,7 @@ namespace headwater::service {
 
 struct ChosenEngine {
   std::unique_ptr<LossEngine> engine;
-  std::string note;  // one sentence: why it is not a faster one; empty if it is
+  std::string note;  // why it is not a faster one, and what its products run on; empty if it is
 };
 
 // InvalidArgument for an --engine that is none of "auto", "cpu" and "cuda".

@@ -298,7 +298,11 @@ void ServerCore::FindProductRate() {
   if (options.metrics_address.empty() || engine->name() != "cpu" || options.group != nullptr) return;
   const double rate = MeasureCpuProductRate(engine->options().thread_count);
   metrics.SetProductRate(rate);
-  Log(LogLevel::kInfo, "product_rate", {{"tflops", rate / kTera}});
+  const double bf16_rate = MeasureCpuProductRate(engine->options().thread_count, engine->options().bfloat16_products);
+  Log(LogLevel::kInfo, "product_rate",
+      {{"tflops", rate / kTera},
+       {"bf16_tflops", bf16_rate / kTera},
+       {"products", DescribeCpuProducts(engine->options().bfloat16_products)}});
 }
 
 void ServerCore::RestoreHeads(const std::function<bool()>& cancelled) {

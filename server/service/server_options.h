@@ -58,7 +58,7 @@ struct ServerOptions {
   // are answered STEP_LOST: the process should Drain(), begin anew, and bring the heads back once the workers have joined again.
   std::shared_ptr<group::GroupAssembly> group;
   std::string worker_token;  // with a token file: the name of the token that workers join with; empty: none may
-  std::string engine_note;   // why the engine is not a faster one
+  std::string engine_note;   // why the engine is not a faster one, and what its products run on
   // Called once, on any thread, when the engine's device is lost: health is NOT_SERVING then, and calls are answered ENGINE_FAILED.
   // Heads cannot be had back: the process should Drain() and end. Must not call the server.
   std::function<void(const absl::Status&)> on_engine_lost;

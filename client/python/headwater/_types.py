@@ -319,7 +319,7 @@ class ServerInfo:
     devices: tuple[Device, ...] = ()
     limits: dict[str, int] = field(default_factory=dict)
     features: tuple[str, ...] = ()
-    engine_note: str = ""  # why the engine is not a faster one
+    engine_note: str = ""  # why the engine is not a faster one, and on the CPU the libraries of its products
     start_time_s: float = 0.0  # seconds since 1970
     descriptor_socket: str = ""  # path of the Unix socket through which memory is shared; empty: there is none
     named_regions: bool = False  # whether memory may be shared by a name under /dev/shm

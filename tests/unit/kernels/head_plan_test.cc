@@ -44,6 +44,13 @@ TEST(HeadPlan, WorkspaceStaysWithinItsBudget) {
   }
 }
 
+// What each thread needs for itself must not cut the rows: every chunk reads the weight and adds to its gradient.
+TEST(HeadPlan, ManyThreadsLeaveTheDefaultToTheLogits) {
+  for (const int32_t threads : {1, 2, 8, 16}) {
+    EXPECT_GE(PlanHeadOnCpu(Spec(32000, 1024), EngineOptions(), threads).narrow_rows, 256) << threads << " threads";
+  }
+}
+
 // A head whose rows do not fit the budget still gets the fewest rows that work.
 TEST(HeadPlan, HugeVocabulariesKeepTheFloor) {
   EngineOptions options;
@@ -64,8 +71,8 @@ TEST(HeadPlan, RegionsDoNotOverlap) {
     const int64_t ends[][2] = {
         {layout.hidden + plan.narrow_rows * 77 * 4, layout.grad_hidden},
         {layout.grad_hidden + plan.narrow_rows * 77 * 4, layout.grad_hidden_term},
-        {layout.grad_hidden_term + plan.narrow_rows * 77 * 4, layout.panels},
-        {layout.panels + 3 * plan.panel_bytes, layout.logits},
+        {layout.grad_hidden_term + plan.narrow_rows * 77 * 4, layout.converted},
+        {layout.converted + 3 * plan.converted_bytes, layout.logits},
         {layout.logits + plan.narrow_rows * rows * 4, layout.mapped_bytes},
         {layout.student_logits + plan.wide_rows * rows * 8, layout.teacher_logits},
         {layout.teacher_logits + plan.wide_rows * rows * 8, layout.wide_gradient},
@@ -77,7 +84,7 @@ TEST(HeadPlan, RegionsDoNotOverlap) {
     for (const auto& [end, next] : ends) EXPECT_LE(end, next);
     EXPECT_EQ(layout.student_logits, layout.logits);
     EXPECT_GE(layout.total_bytes, layout.mapped_bytes);
-    for (const int64_t offset : {layout.grad_hidden, layout.panels, layout.logits, layout.teacher_logits, layout.exchange}) {
+    for (const int64_t offset : {layout.grad_hidden, layout.converted, layout.logits, layout.teacher_logits, layout.exchange}) {
       EXPECT_EQ(offset % 64, 0);
     }
   }

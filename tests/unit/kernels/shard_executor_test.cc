@@ -13,14 +13,18 @@
 namespace headwater::cpu {
 namespace {
 
+// With pauses between the runs and in some parts, so that threads that still look for work and sleeping ones take turns.
 TEST(ThreadPool, EveryPartRunsOnceOnItsOwnThread) {
   ThreadPool pool(4);
   EXPECT_EQ(pool.thread_count(), 4);
   std::vector<std::thread::id> first(4);
-  for (int round = 0; round < 200; ++round) {
+  const auto pause = [] { std::this_thread::sleep_for(std::chrono::milliseconds(1)); };
+  for (int round = 0; round < 2000; ++round) {
+    if (round % 100 == 99) pause();
     const int32_t part_count = round % 4 + 1;
     std::vector<int> calls(4, 0);
     pool.Run(part_count, [&](int32_t part) {
+      if (round % 50 == 7 * part) pause();
       calls[static_cast<size_t>(part)] += 1;
       std::thread::id& id = first[static_cast<size_t>(part)];
       if (id == std::thread::id()) id = std::this_thread::get_id();

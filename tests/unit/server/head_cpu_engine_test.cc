@@ -6,8 +6,10 @@
 #include <thread>
 
 #include "head_test_util.h"
+#include "headwater/kernels/product_rate.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/heads/head.h"
+#include "server/heads/numerics.h"
 #include "temporary_directory.h"
 
 namespace headwater::heads {
@@ -247,6 +249,24 @@ TEST_P(HeadCpuEngineTest, MasterWeightsKeepWhatStorageRounds) {
   uint16_t stored;
   ASSERT_OK(head->ReadWeights(HeadTensor::kWeight, 0, 1, &stored, std::nullopt));
   EXPECT_EQ(stored, 0x3f80);  // 1.0
+}
+
+// One library rounds what the other does not.
+TEST(HeadCpuEngineNumerics, NameOneDnnForTheHeadsThatItMultiplies) {
+  for (const Bfloat16Products products : {Bfloat16Products::kOpenBlas, Bfloat16Products::kOneDnn}) {
+    const bool is_onednn = products == Bfloat16Products::kOneDnn;
+    if (is_onednn && MeasureCpuProductRate(1, products) == 0) continue;
+    EngineOptions options;
+    options.bfloat16_products = products;
+    const std::unique_ptr<LossEngine> engine = *CreateCpuEngine(options);
+    for (const DataType data_type : {DataType::kFloat32, DataType::kBFloat16}) {
+      HeadSpec spec = Spec();
+      spec.data_type = data_type;
+      const std::string numerics = DescribeNumerics(*engine, **engine->CreateHead(spec));
+      EXPECT_EQ(numerics.find("; bf16_products=onednn") != std::string::npos, is_onednn && data_type == DataType::kBFloat16)
+          << numerics;
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Shards, HeadCpuEngineTest, ::testing::Values(1, 3),

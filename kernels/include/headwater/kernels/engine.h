@@ -300,6 +300,10 @@ struct EngineGroup {
   bool shared_views = false;    // all ranks are threads of one process and get views of the same host memory
 };
 
+// The library that multiplies bf16 rows by bf16 weights on the CPU engine. OpenBLAS multiplies in fp32, after a conversion. oneDNN
+// takes bf16 operands, which rounds the gradient of the logits to bf16 (docs/math.md, "Precision").
+enum class Bfloat16Products { kAuto, kOpenBlas, kOneDnn };
+
 // How an engine is set up; from flags. Ranks of a group have the same values of what decides how work is cut: shard_count,
 // shard_weights, workspace_bytes, token_chunk_rows, thread_count and deterministic.
 struct EngineOptions {
@@ -318,6 +322,10 @@ struct EngineOptions {
   // own micro-batch, rows are cut the same way wherever tensors lie, and algorithms are not searched by time. What an engine does
   // not do anyway it need not look at.
   bool deterministic = false;
+
+  // CPU only. kAuto: oneDNN where the processor has instructions for bf16 and the library is there and is the faster one, which is
+  // not asked in deterministic mode; options() of an engine has the choice.
+  Bfloat16Products bfloat16_products = Bfloat16Products::kAuto;
 
   // CUDA only; other engines do not look at what follows.
   int32_t device_index = 0;          // of the GPU, as CUDA counts the visible ones

@@ -1,16 +1,27 @@
-// What this machine's processors can do, for measuring utilisation against it.
+// What this machine's processors can do, for choosing between libraries and for measuring utilisation against it.
 #ifndef HEADWATER_KERNELS_PRODUCT_RATE_H_
 #define HEADWATER_KERNELS_PRODUCT_RATE_H_
 
 #include <cstdint>
+#include <string>
+
+#include "headwater/kernels/engine.h"
 
 namespace headwater {
 
-// Floating point operations a second (a multiply-add is two) that `thread_count` (>= 1) threads reach together with bare fp32
-// matrix products by the BLAS of the CPU engine: the best of a few rounds of a few milliseconds each. Each thread counts its own
-// processor time, so that the rate is the machine's also while other processes take the processors; it is at most that of
-// ProcessorLimit(). Starts and joins threads of its own.
-double MeasureCpuProductRate(int32_t thread_count);
+// Floating point operations a second (a multiply-add is two) that `thread_count` (>= 1) threads reach together with bare matrix
+// products of the CPU engine: the best of a few rounds of a few milliseconds each. kOpenBlas: in fp32; kOneDnn: of bf16 operands,
+// 0 where oneDNN cannot be used. Each thread counts its own processor time, so that the rate is the machine's also while other
+// processes take the processors; it is at most that of ProcessorLimit(). Starts and joins threads of its own.
+double MeasureCpuProductRate(int32_t thread_count, Bfloat16Products products = Bfloat16Products::kOpenBlas);
+
+// The library for products of bf16 rows with bf16 weights that the CPU engine uses if `options` ask for it: never kAuto, which
+// means oneDNN where it can be used and, unless the options are deterministic, is the faster one; the first call measures that.
+Bfloat16Products ChooseBfloat16Products(const EngineOptions& options);
+
+// One clause for people: "fp32 products by OpenBLAS (Cooperlake), bf16 products by oneDNN 2.6.3 (avx512_bf16)"; or why not by
+// oneDNN. `chosen` is ChooseBfloat16Products()'.
+std::string DescribeCpuProducts(Bfloat16Products chosen);
 
 }  // namespace headwater
 

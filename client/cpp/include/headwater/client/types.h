@@ -485,7 +485,7 @@ struct ServerInfo {
   std::string version;
   std::string incarnation;  // 16 bytes, new at every start of the process
   std::string engine;       // "cpu" or "cuda"
-  std::string engine_note;  // why the engine is not a faster one; may be empty
+  std::string engine_note;  // why the engine is not a faster one, and the libraries of its products; may be empty
   std::vector<DeviceInfo> devices;
   // What the server accepts at most, by the names of v1.Limits (`max_micro_batch_rows`, ...): each is a flag of headwaterd of
   // the same name, durations in seconds and without the flag's `_s`. 0 of max_tenant_memory_bytes: no bound.

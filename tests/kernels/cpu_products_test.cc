@@ -1,0 +1,120 @@
+// Products of bf16 operands on the CPU engine: both libraries against fp64, and what oneDNN's must keep to.
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "headwater/kernels/error.h"
+#include "headwater/kernels/product_rate.h"
+#include "kernels/cpu/bfloat16_products.h"
+#include "kernels/reference/storage.h"
+#include "tests/kernels/comparison.h"
+#include "tests/kernels/kernel_suite.h"
+
+namespace headwater::testing {
+namespace {
+
+EngineOptions With(Bfloat16Products products) {
+  EngineOptions options;
+  options.bfloat16_products = products;
+  return options;
+}
+
+bool HasOneDnn() { return cpu::GetBfloat16Library().is_usable; }
+
+// A panel that is not full, several chunks, parts of a row's columns, a bias, kept rows.
+ProblemOptions Shape() {
+  ProblemOptions options = WithType({}, DataType::kBFloat16);
+  options.rows = 37;
+  options.vocab_size = 1400;
+  options.hidden_size = 48;
+  options.bias = true;
+  options.token_weights = true;
+  options.staging_slots = 1;
+  return options;
+}
+
+TEST(CpuProducts, MatchFp64FromEitherLibrary) {
+  ProblemOptions jsd = Shape();
+  jsd.jsd = true;
+  jsd.hard_loss_weight = 0.3;
+  ProblemOptions confident = Shape();  // more logits to take again than the narrow form has room for
+  confident.logit_spread = 30;
+  for (const Bfloat16Products products : {Bfloat16Products::kOpenBlas, Bfloat16Products::kOneDnn}) {
+    if (products == Bfloat16Products::kOneDnn && !HasOneDnn()) continue;
+    SCOPED_TRACE(DescribeCpuProducts(products));
+    for (const ProblemOptions& problem_options : {Shape(), jsd, confident}) {
+      EngineOptions options = With(products);
+      ExpectEngineMatches(MakeProblem(problem_options), options);
+      options.shard_count = 2;
+      options.token_chunk_rows = 16;
+      ExpectEngineMatches(MakeProblem(problem_options), options);
+    }
+  }
+}
+
+// Each library leaves a gradient of its own: fp32 entries are not those that are rounded to bf16.
+TEST(CpuProducts, TheOptionDecides) {
+  const Problem problem = MakeProblem(Shape());
+  const Outcome by_openblas = RunOnce(problem, With(Bfloat16Products::kOpenBlas));
+  const auto engine = SuiteEngineFactory()(With(Bfloat16Products::kOneDnn));
+  if (!HasOneDnn()) {
+    EXPECT_TRUE(HasReason(engine.status(), ErrorReason::kFeatureNotBuilt)) << engine.status();
+    EXPECT_TRUE(RunOnce(problem).BitwiseEquals(by_openblas));
+    GTEST_SKIP() << cpu::GetBfloat16Library().why_not;
+  }
+  EXPECT_EQ((*engine)->options().bfloat16_products, Bfloat16Products::kOneDnn);
+  const Outcome by_onednn = RunOnce(problem, With(Bfloat16Products::kOneDnn));
+  EXPECT_FALSE(by_onednn.BitwiseEquals(by_openblas));
+  EXPECT_TRUE(RunOnce(problem, With(Bfloat16Products::kOneDnn)).BitwiseEquals(by_onednn));
+  EngineOptions deterministic;
+  deterministic.deterministic = true;  // takes no look at the clock
+  EXPECT_TRUE(RunOnce(problem, deterministic).BitwiseEquals(by_onednn));
+}
+
+// The rows of a sum are those of its operands, wherever they lie and whatever lies between them, and on any thread.
+TEST(CpuProducts, BitsDoNotDependOnStridesAlignmentOrThread) {
+  if (!HasOneDnn()) GTEST_SKIP() << cpu::GetBfloat16Library().why_not;
+  constexpr int64_t kM = 37;
+  constexpr int64_t kN = 61;
+  constexpr int64_t kK = 530;
+  std::mt19937_64 random(1);
+  const std::vector<uint8_t> values_a =
+      reference::Encode(DataType::kBFloat16, RandomValues(random, kM * kK, 1, DataType::kBFloat16));
+  const std::vector<uint8_t> values_b =
+      reference::Encode(DataType::kBFloat16, RandomValues(random, kN * kK, 1, DataType::kBFloat16));
+  const auto product = [&](int64_t padding, int64_t offset) {
+    const int64_t stride = kK + padding;
+    std::vector<uint16_t> a(static_cast<size_t>(offset + kM * stride));
+    std::vector<uint16_t> b(static_cast<size_t>(offset + kN * stride));
+    for (int64_t i = 0; i < kM; ++i)
+      std::memcpy(&a[static_cast<size_t>(offset + i * stride)], &values_a[static_cast<size_t>(2 * i * kK)], 2 * kK);
+    for (int64_t j = 0; j < kN; ++j)
+      std::memcpy(&b[static_cast<size_t>(offset + j * stride)], &values_b[static_cast<size_t>(2 * j * kK)], 2 * kK);
+    std::vector<float> c(static_cast<size_t>(offset + kM * (kN + padding)));
+    cpu::MultiplyTransposed(kM, kN, kK, {a.data() + offset, stride}, {b.data() + offset, stride},
+                            {c.data() + offset, kN + padding});
+    std::vector<float> packed;
+    for (int64_t i = 0; i < kM; ++i) {
+      const auto row = c.begin() + offset + i * (kN + padding);
+      packed.insert(packed.end(), row, row + kN);
+    }
+    return packed;
+  };
+  const std::vector<float> expected = product(0, 0);
+  for (const int64_t padding : {1, 14, 494}) {
+    for (const int64_t offset : {1, 8}) EXPECT_EQ(product(padding, offset), expected) << padding << " " << offset;
+  }
+  std::vector<float> on_another_thread;
+  std::thread([&] { on_another_thread = product(0, 0); }).join();
+  EXPECT_EQ(on_another_thread, expected);
+}
+
+TEST(CpuProducts, TheirRateIsKnownWhereTheyAre) {
+  EXPECT_GT(MeasureCpuProductRate(1, Bfloat16Products::kOpenBlas), 1e8);
+  EXPECT_EQ(MeasureCpuProductRate(1, Bfloat16Products::kOneDnn) > 1e8, HasOneDnn());
+}
+
+}  // namespace
+}  // namespace headwater::testing
