@@ -12,16 +12,7 @@ from pathlib import Path
 MAX_WORDS = 25
 # Pages that have longer sentences, each with its longest one: a number may fall, and none is added.
 LONGER = {
-    "docs/benchmarks/client.md": 36,
-    "docs/benchmarks/end-to-end.md": 64,
     "docs/benchmarks/engine.md": 38,
-    "docs/benchmarks/first-users.md": 33,
-    "docs/benchmarks/frameworks.md": 54,
-    "docs/benchmarks/jax.md": 72,
-    "docs/benchmarks/many-gpus.md": 99,
-    "docs/benchmarks/transport.md": 90,
-    "docs/benchmarks/trust.md": 78,
-    "docs/math.md": 46,
 }
 LEFT_OUT = ("docs/metrics.md", "kernels/lab/README.md")
 START = re.compile(r"(Of|What|Who|Whoever|Likewise|The same(?= (of|for|holds|is|are|goes|with|in|as|applies|to|on)\b))\b")
