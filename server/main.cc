@@ -111,7 +111,7 @@ ABSL_FLAG(
 ABSL_FLAG(
     bool, deterministic, false,
     "add contributions in ascending id, each by a computation of its own, so that the bits of a step's gradient do not depend on "
-    "the order in which they came, on retries, restarts or the number of trainers (docs/concepts.md, \"Deterministic mode\"); "
+    "the order in which they came, on retries, restarts or the number of trainers (docs/guarantees.md, \"Deterministic mode\"); "
     "micro-batches take 4/3 of the engine's time; switches --timed_search off");
 ABSL_FLAG(int32_t, shards, 1, "vocabulary shards of each head, at least 1");
 ABSL_FLAG(
@@ -132,8 +132,7 @@ static const headwater::service::FlagSection kSeveralFlags("Several processes as
 ABSL_FLAG(
     int32_t, workers, 0,
     "ranks of other processes that join this one (--join) and hold a shard of each head: a process on the CPU is one, one with "
-    "--engine=cuda as many as its --gpus; the server is SERVING once all of them are there; 0: none (docs/operations.md, "
-    "\"Several processes\")");
+    "--engine=cuda as many as its --gpus; the server is SERVING once all of them are there; 0: none (docs/groups.md)");
 ABSL_FLAG(std::string, worker_token, "",
           "name of the token in --token_file that workers join with; it needs the permission admin; empty: none may, if there is a "
           "--token_file");
@@ -220,7 +219,7 @@ ABSL_FLAG(int64_t, max_trace_files, headwater::service::ServerOptions{}.max_trac
           "files that stay in --trace_dir, at least 1; the oldest go");
 ABSL_FLAG(std::string, log_format, "text", "text (key=value) or json; one line for each event, on stderr");
 ABSL_FLAG(bool, print_metrics_doc, false, "print docs/metrics.md and exit");
-ABSL_FLAG(bool, print_flags_doc, false, "print the table of flags in docs/operations.md and exit");
+ABSL_FLAG(bool, print_flags_doc, false, "print the table of flags in docs/flags.md and exit");
 
 namespace headwater {
 namespace {

@@ -1,4 +1,4 @@
-// The flags of a program by section: its --help, and the tables in docs/operations.md.
+// The flags of a program by section: its --help, and the tables in docs/flags.md.
 #ifndef HEADWATER_SERVER_SERVICE_FLAGS_DOCUMENT_H_
 #define HEADWATER_SERVER_SERVICE_FLAGS_DOCUMENT_H_
 

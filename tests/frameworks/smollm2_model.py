@@ -25,7 +25,7 @@ def load(folder):
 def texts(tokenizer, length: int) -> list[dict[str, torch.Tensor]]:
     """Sequences of this project's own pages."""
     root = Path(__file__).parents[2]
-    pages = [root / "docs" / name for name in ("concepts.md", "math.md", "operations.md")]
-    ids = tokenizer("\n".join(page.read_text() for page in pages))["input_ids"]
+    names = ("alerts", "concepts", "groups", "guarantees", "math", "operations")
+    ids = tokenizer("\n".join((root / "docs" / f"{name}.md").read_text() for name in names))["input_ids"]
     rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     return [{"input_ids": row, "labels": row.clone()} for row in rows]

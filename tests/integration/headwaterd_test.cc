@@ -383,8 +383,8 @@ TEST_F(Headwaterd, PrintsTheDocumentsThatAreCheckedIn) {
   ASSERT_EQ(Run({"--print_metrics_doc"}), 0);
   EXPECT_EQ(Out(), ReadFile(HEADWATER_DOCS "/metrics.md")) << "run headwaterd --print_metrics_doc > docs/metrics.md";
   ASSERT_EQ(Run({"--print_flags_doc"}), 0);
-  EXPECT_THAT(ReadFile(HEADWATER_DOCS "/operations.md"), HasSubstr("compares -->\n" + Out() + "<!-- end of flags -->"))
-      << "put what headwaterd --print_flags_doc prints into docs/operations.md";
+  EXPECT_THAT(ReadFile(HEADWATER_DOCS "/flags.md"), HasSubstr("compares -->\n" + Out() + "<!-- end of flags -->"))
+      << "put what headwaterd --print_flags_doc prints into docs/flags.md";
   EXPECT_THAT(Out(), HasSubstr("| `--max_queue_depth` | `64` |"));
 }
 

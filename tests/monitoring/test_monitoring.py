@@ -101,8 +101,8 @@ def test_panels_do_not_overlap():
 @pytest.mark.parametrize("alert", alert_names())
 def test_each_alert_has_its_paragraph_and_its_test(alert):
     rule = RULES.read_text().split(f"- alert: {alert}\n")[1].split("- alert: ")[0]
-    assert f"runbook_url: docs/operations.md#{alert.lower()}\n" in rule
-    paragraph = (ROOT / "docs" / "operations.md").read_text().split(f"\n#### {alert}\n")
+    assert f"runbook_url: docs/alerts.md#{alert.lower()}\n" in rule
+    paragraph = (ROOT / "docs" / "alerts.md").read_text().split(f"\n## {alert}\n")
     assert len(paragraph) == 2 and len(paragraph[1].split("\n#")[0].split()) > 20
     assert alert in RULE_TESTS.read_text().split("exp_samples:", 1)[1]
 

@@ -144,7 +144,7 @@ class Client(Handle):
             initial_step: number of the first open step.
             parallelism: how a group of ranks shares the head's work; to a server that is alone both are the same. "vocabulary":
                 each holds a shard, and all compute each micro-batch. "rows": each holds all weights, and a micro-batch is computed
-                by one of them, several at once by several. docs/operations.md says which to take when.
+                by one of them, several at once by several. docs/groups.md says which to take when.
             if_exists: what a head of that name means.
                 "fail": an error.
                 "attach": the head is returned as it is, if its specification is the same (`initial_step` does not matter), and
