@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "kernels/cuda/conversions.h"
+#include "kernels/cuda/e_product.h"
 #include "kernels/cuda/gradient_debt.h"
 #include "kernels/cuda/matrix_rows.h"
 #include "kernels/cuda/profile_range.h"
@@ -418,19 +419,14 @@ absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice, cu
     params.exponentials = matrix.data;
     params.e_stride = matrix.stride;
     params.partial_sums = own.partial_sums;
-    if (DithersEarly(*work)) {
-      HEADWATER_RETURN_IF_ERROR(ComputeDitheredExponentials(*work, slice, params, sums));
-    } else {
-      HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
-    }
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
     HEADWATER_RETURN_IF_ERROR(
         Check(LaunchSumPartials(own.partial_sums, slice.count, params.shard.columns, OwnPart(sums, rank, slice.count), stream_),
               "the rows' sums"));
   }
   if (finish != stream_) HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, finish));
   HEADWATER_RETURN_IF_ERROR(Collect(sums, slice.count, finish));
-  const bool dithers_early = DithersEarly(*work);
-  if (term.plan->dithers && !dithers_early) {
+  if (term.plan->dithers) {
     HEADWATER_RETURN_IF_ERROR(Check(LaunchEResolutions(sums, merged_shards, slice.count, term.finish.gradient_resolution,
                                                        DitherRowsOf(*work, slice.first), finish),
                                     "the rows' resolutions"));
@@ -442,36 +438,7 @@ absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice, cu
                                    own.target_factor + rows.first, own.overflow, DitherRowsOf(*work, rows.first), finish),
                  "the rows' losses");
   }));
-  return dithers_early ? absl::OkStatus() : Dither(work, slice);
-}
-
-absl::Status Computation::ComputeDitheredExponentials(const Work& work, const Slice& slice, EProductParams params, double* sums) {
-  const TermBuffers& own = work.own;
-  DitherRow* const rows = own.dither_rows + slice.first;
-  const DitherKey* const keys = own.dither_keys + slice.first;
-  DitherSums* const dither_sums = own.dither_sums + slice.first;
-  const int64_t first = kFirstDitherColumns, columns = params.shard.columns;
-  params.shard.columns = first;
-  HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
-  HEADWATER_RETURN_IF_ERROR(Check(LaunchSumPartials(params.partial_sums, slice.count, first, sums, stream_), "the rows' sums"));
-  HEADWATER_RETURN_IF_ERROR(Check(LaunchEResolutions(sums, 1, slice.count, work.term->finish.gradient_resolution, rows, stream_),
-                                  "the rows' resolutions"));
-  MutableMatrix block = MatrixOut(work, slice, 0);
-  block.columns = first;
-  HEADWATER_RETURN_IF_ERROR(Check(
-      LaunchDither(block, params.shard.vocab_start, params.targets, rows, keys, /*add=*/false, dither_sums, stream_), "dithering"));
-  params.shard.columns = columns - first;
-  params.shard.vocab_start += first;
-  params.shard.weight = Advance(params.shard.weight, params.shard.element, first * params.shard.stride);
-  if (params.shard.bias != nullptr) params.shard.bias = Advance(params.shard.bias, params.shard.element, first);
-  params.exponentials = Advance(params.exponentials, Element::kBFloat16, first);
-  params.partial_sums += EProductPartialCount(slice.count, first);
-  params.dither_rows = rows;
-  params.dither_keys = keys;
-  params.dither_partials = own.dither_partials;
-  HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
-  return Check(LaunchSumDitherPartials(own.dither_partials, slice.count, params.shard.columns, dither_sums, stream_),
-               "summing up what was dithered");
+  return Dither(work, slice);
 }
 
 absl::Status Computation::Dither(Work* work, const Slice& slice) {

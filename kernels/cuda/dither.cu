@@ -135,7 +135,6 @@ __global__ void __launch_bounds__(kThreads)
     SumDitherKernel(const DitherSums* sums, const DitherRow* rows, int64_t row_count, DitherSums* total) {
   double own[kSums] = {0, 0, 0};
   for (int64_t row = threadIdx.x; row < row_count; row += kThreads) {
-    if (rows[row].unit == 0.0f) continue;  // its sums mean nothing
     const double unit = rows[row].unit_in_g, target = rows[row].target_entry;
     own[0] += sums[row].entry_count;
     own[1] += unit * unit * sums[row].squared_error;

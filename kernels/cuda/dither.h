@@ -1,8 +1,6 @@
 // Dithering of M, the gradient matrix of rows (row_passes.h): entries below their row's resolution become 0 or the resolution
 // (kernels/core/dither.h), in place, once M is written.
 //
-// Exponentials of many columns are dithered as they are computed instead, but for a first block (e_product.h).
-//
 // M's own rounding comes before, so that the expected value is the exact mode's M. A cross entropy's rows are finished
 // (LaunchFinishERows(), LaunchFinishRows()) with a scale in which the resolution is a power of two. A divergence's M has factors of
 // its own: there the resolution is rounded to M's type, and the probabilities are taken from that.
