@@ -35,7 +35,8 @@ struct DivergenceResolution {
 };
 cudaError_t LaunchDivergenceResolutions(const DivergenceResolution& of, int64_t row_count, DitherRow* rows, cudaStream_t stream);
 
-// Columns of M, [row_count, stride], hold the vocabulary from vocab_start on; row i begins at a multiple of 16 bytes. Columns from
+// Columns of M, [row_count, stride], hold the vocabulary from vocab_start on, an even one, since two columns share a hash; row i
+// begins at a multiple of 16 bytes. Columns from
 // matrix.columns to the next multiple of 8 become 0. `targets`: columns of the vocabulary that are 0 in M and no entries of their
 // rows, a cross entropy's; null: none. sums[i], in units of the row's resolution, is written, or with `add` added to: of several
 // shards of a row.

@@ -19,8 +19,10 @@ Real Dithered(Real entry, Real q, const Resolution& resolution, size_t column, G
   if (ratio >= 1) return std::copysign(ratio * q, entry);
   sums->entry_count += 1;
   sums->squared_error += static_cast<double>(ratio * (1 - ratio) * q * q);
-  const Real draw = static_cast<Real>(DitherDraw(MakeDitherKey(resolution.seed, resolution.row), static_cast<uint32_t>(column)));
-  return draw < std::floor(std::ldexp(ratio, 32)) ? std::copysign(q, entry) : 0;
+  const DitherKey key = MakeDitherKey(resolution.seed, resolution.row);
+  const Real draw = static_cast<Real>(DitherDraw(key, static_cast<uint32_t>(column)));
+  const Real tail = static_cast<Real>(DitherTail(key, static_cast<uint32_t>(column)));
+  return std::ldexp(draw, 31) + tail < std::floor(std::ldexp(ratio, 47)) ? std::copysign(q, entry) : 0;
 }
 
 }  // namespace
