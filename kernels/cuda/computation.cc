@@ -445,29 +445,30 @@ absl::Status Computation::Dither(Work* work, const Slice& slice) {
   if (!work->term->plan->dithers || !work->backward) return absl::OkStatus();
   const TermRun& term = *work->term;
   const TermBuffers& own = work->own;
+  DitherRow* const rows = own.dither_rows + slice.first;
+  const DitherKey* const keys = own.dither_keys + slice.first;
+  DitherSums* const sums = own.dither_sums + slice.first;
   const int32_t shard_count = term.head->shard_count();
-  const int32_t* targets = own.targets + slice.first;
   if (term.plan->jsd != nullptr) {
-    targets = nullptr;
+    DivergenceMatrix matrix;
+    matrix.shard_count = shard_count;
+    matrix.element = term.MatrixElement();
+    matrix.row_count = slice.count;
     for (int32_t rank = 0; rank < shard_count; ++rank) {
-      HEADWATER_RETURN_IF_ERROR(
-          Check(LaunchMagnitudes(MatrixOut(*work, slice, rank), own.magnitudes + rank * slice.count, stream_), "summing up M"));
+      const MutableMatrix of_shard = MatrixOut(*work, slice, rank);
+      matrix.shards[rank] = {of_shard.data, of_shard.stride, static_cast<int32_t>(of_shard.columns),
+                             static_cast<uint32_t>(term.head->shard_weights(rank).vocab_start)};
     }
     DivergenceResolution of;
-    of.magnitudes = own.magnitudes;
-    of.shard_count = shard_count;
     of.resolution = term.finish.gradient_resolution;
     of.factor = term.finish.loss_scale * term.finish.transform.logit_scale / term.divergence.student_temperature;
     of.token_weights = own.token_weights + slice.first;
     of.row_factor = own.row_factor + slice.first;
-    of.element = term.MatrixElement();
-    HEADWATER_RETURN_IF_ERROR(
-        Check(LaunchDivergenceResolutions(of, slice.count, own.dither_rows + slice.first, stream_), "the rows' resolutions"));
+    return Check(LaunchDitherDivergence(matrix, of, keys, rows, sums, stream_), "dithering");
   }
   for (int32_t rank = 0; rank < shard_count; ++rank) {
-    HEADWATER_RETURN_IF_ERROR(Check(LaunchDither(MatrixOut(*work, slice, rank), term.head->shard_weights(rank).vocab_start, targets,
-                                                 own.dither_rows + slice.first, own.dither_keys + slice.first, /*add=*/rank > 0,
-                                                 own.dither_sums + slice.first, stream_),
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchDither(MatrixOut(*work, slice, rank), term.head->shard_weights(rank).vocab_start,
+                                                 own.targets + slice.first, rows, keys, /*add=*/rank > 0, sums, stream_),
                                     "dithering"));
   }
   return absl::OkStatus();

@@ -264,7 +264,6 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
   buffers.dither_rows = workspace->Take<DitherRow>(rows);
   buffers.dither_sums = workspace->Take<DitherSums>(rows);
   buffers.dither_total = workspace->Take<DitherSums>(1);
-  if (jsd) buffers.magnitudes = workspace->Take<double>(static_cast<int64_t>(shard_count) * rows);
   return buffers;
 }
 

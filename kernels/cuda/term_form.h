@@ -123,9 +123,8 @@ struct TermBuffers {
   float* row_factor = nullptr;
   float* target_factor = nullptr;
   uint8_t* non_finite = nullptr;     // of the hidden states
-  DitherRow* dither_rows = nullptr;  // this and the next three with a resolution
+  DitherRow* dither_rows = nullptr;  // this and the next two with a resolution
   DitherSums* dither_sums = nullptr;
-  double* magnitudes = nullptr;        // of a divergence: [shards, rows]
   DitherSums* dither_total = nullptr;  // one
 };
 
