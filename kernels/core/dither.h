@@ -5,7 +5,8 @@
 // |e| / q, else 0; other entries stay. The result's expected value is e, its variance |e| (q - |e|).
 //
 // The draw is a hash of the term's seed, the row's number in the micro-batch and the column of the vocabulary, and of nothing else:
-// retries, chunks, shards and threads never change it. LossTerm::dither_seed says what the seed is made of.
+// retries, chunks, shards and threads never change it. LossTerm::dither_seed says what the seed is made of. It has 16 bits, which
+// decide all but one of 65536 entries, and a tail.
 #ifndef HEADWATER_KERNELS_CORE_DITHER_H_
 #define HEADWATER_KERNELS_CORE_DITHER_H_
 
@@ -46,24 +47,34 @@ HEADWATER_DITHER_INLINE DitherKey MakeDitherKey(uint64_t seed, int64_t row) {
   return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)};
 }
 
-// 32 uniform bits of one entry.
-HEADWATER_DITHER_INLINE uint32_t DitherDraw(DitherKey key, uint32_t column) {
-  uint32_t x = (column * 0x9E3779B1u) ^ key.low;
+// 32 uniform bits, number `index` of a row's.
+HEADWATER_DITHER_INLINE uint32_t DitherBits(DitherKey key, uint32_t index) {
+  uint32_t x = (index * 0x9E3779B1u) ^ key.low;
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
   x = (x ^ (x >> 15) ^ key.high) * 0x846CA68Bu;
   return x ^ (x >> 16);
 }
 
-// Whether an entry of size `ratio` q, 0 <= ratio < 1, becomes q: draw < floor(2^32 ratio), which is a shift of the significand.
-HEADWATER_DITHER_INLINE bool DitherSurvives(float ratio, uint32_t draw) {
+// 16 uniform bits of one entry, half of what a pair of columns shares.
+HEADWATER_DITHER_INLINE uint32_t DitherDraw(DitherKey key, uint32_t column) {
+  return DitherBits(key, column >> 1) >> (column % 2 * 16) & 0xFFFFu;
+}
+
+// 31 more bits, which decide where the draw does not.
+HEADWATER_DITHER_INLINE int32_t DitherTail(DitherKey key, uint32_t column) {
+  return static_cast<int32_t>(DitherBits({key.high, key.low}, column) >> 1);
+}
+
+// Whether an entry of size `ratio` q, 0 <= ratio < 1, becomes q: the 47 bits of draw and tail, as a fraction, are below the ratio.
+HEADWATER_DITHER_INLINE bool DitherSurvives(float ratio, DitherKey key, uint32_t column) {
+  const float scaled = ratio * 65536.0f;
+  const int32_t whole = static_cast<int32_t>(scaled);
+  const int32_t draw = static_cast<int32_t>(DitherDraw(key, column));
 #ifdef __CUDA_ARCH__
-  const uint32_t bits = __float_as_uint(ratio);
-#else
-  const uint32_t bits = __builtin_bit_cast(uint32_t, ratio);
+  if (draw != whole) return draw < whole;  // elsewhere loops over columns stay free of branches
 #endif
-  const uint32_t shift = 126u - (bits >> 23);
-  const uint32_t significand = (bits << 8) | 0x80000000u;
-  return shift < 32 && draw < significand >> (shift & 31u);
+  const int32_t rest = static_cast<int32_t>((scaled - static_cast<float>(whole)) * 0x1p31f);
+  return (draw < whole) | ((draw == whole) & (DitherTail(key, column) < rest));
 }
 
 }  // namespace headwater

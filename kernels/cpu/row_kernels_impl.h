@@ -325,7 +325,7 @@ void DitherLoop(float* a, int64_t count, int64_t column, const DitherOptions& op
       const float size = ratio < 0 ? -ratio : ratio;
       const bool below = size < 1;  // a NaN stays one
       const float unit = ratio < 0 ? -1.0f : 1.0f;
-      const float drawn = DitherSurvives(size, DitherDraw(key, first + static_cast<uint32_t>(i))) ? unit : 0.0f;
+      const float drawn = DitherSurvives(below ? size : 0.0f, key, first + static_cast<uint32_t>(i)) ? unit : 0.0f;
       float g = factor * (below ? drawn : ratio);
       if constexpr (kClasses) g -= class_factor * (kWeights ? class_weights[start + i] : 1.0f);
       block[i] = g;

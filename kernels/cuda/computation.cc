@@ -421,19 +421,14 @@ absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice, cu
     params.exponentials = matrix.data;
     params.e_stride = matrix.stride;
     params.partial_sums = own.partial_sums;
-    if (DithersEarly(*work)) {
-      HEADWATER_RETURN_IF_ERROR(ComputeDitheredExponentials(*work, slice, params, sums));
-    } else {
-      HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
-    }
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
     HEADWATER_RETURN_IF_ERROR(
         Check(LaunchSumPartials(own.partial_sums, slice.count, params.shard.columns, OwnPart(sums, rank, slice.count), stream_),
               "the rows' sums"));
   }
   if (finish != stream_) HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, finish));
   HEADWATER_RETURN_IF_ERROR(Collect(sums, slice.count, finish));
-  const bool dithers_early = DithersEarly(*work);
-  if (term.plan->dithers && !dithers_early) {
+  if (term.plan->dithers) {
     HEADWATER_RETURN_IF_ERROR(Check(LaunchEResolutions(sums, merged_shards, slice.count, term.finish.gradient_resolution,
                                                        DitherRowsOf(*work, slice.first), finish),
                                     "the rows' resolutions"));
@@ -445,65 +440,37 @@ absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice, cu
                                    own.target_factor + rows.first, own.overflow, DitherRowsOf(*work, rows.first), finish),
                  "the rows' losses");
   }));
-  return dithers_early ? absl::OkStatus() : Dither(work, slice);
-}
-
-absl::Status Computation::ComputeDitheredExponentials(const Work& work, const Slice& slice, EProductParams params, double* sums) {
-  const TermBuffers& own = work.own;
-  DitherRow* const rows = own.dither_rows + slice.first;
-  const DitherKey* const keys = own.dither_keys + slice.first;
-  DitherSums* const dither_sums = own.dither_sums + slice.first;
-  const int64_t first = kFirstDitherColumns, columns = params.shard.columns;
-  params.shard.columns = first;
-  HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
-  HEADWATER_RETURN_IF_ERROR(Check(LaunchSumPartials(params.partial_sums, slice.count, first, sums, stream_), "the rows' sums"));
-  HEADWATER_RETURN_IF_ERROR(Check(LaunchEResolutions(sums, 1, slice.count, work.term->finish.gradient_resolution, rows, stream_),
-                                  "the rows' resolutions"));
-  MutableMatrix block = MatrixOut(work, slice, 0);
-  block.columns = first;
-  HEADWATER_RETURN_IF_ERROR(Check(
-      LaunchDither(block, params.shard.vocab_start, params.targets, rows, keys, /*add=*/false, dither_sums, stream_), "dithering"));
-  params.shard.columns = columns - first;
-  params.shard.vocab_start += first;
-  params.shard.weight = Advance(params.shard.weight, params.shard.element, first * params.shard.stride);
-  if (params.shard.bias != nullptr) params.shard.bias = Advance(params.shard.bias, params.shard.element, first);
-  params.exponentials = Advance(params.exponentials, Element::kBFloat16, first);
-  params.partial_sums += EProductPartialCount(slice.count, first);
-  params.dither_rows = rows;
-  params.dither_keys = keys;
-  params.dither_partials = own.dither_partials;
-  HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
-  return Check(LaunchSumDitherPartials(own.dither_partials, slice.count, params.shard.columns, dither_sums, stream_),
-               "summing up what was dithered");
+  return Dither(work, slice);
 }
 
 absl::Status Computation::Dither(Work* work, const Slice& slice) {
   if (!work->term->plan->dithers || !work->backward) return absl::OkStatus();
   const TermRun& term = *work->term;
   const TermBuffers& own = work->own;
+  DitherRow* const rows = own.dither_rows + slice.first;
+  const DitherKey* const keys = own.dither_keys + slice.first;
+  DitherSums* const sums = own.dither_sums + slice.first;
   const int32_t shard_count = term.head->shard_count();
-  const int32_t* targets = own.targets + slice.first;
   if (term.plan->jsd != nullptr) {
-    targets = nullptr;
+    DivergenceMatrix matrix;
+    matrix.shard_count = shard_count;
+    matrix.element = term.MatrixElement();
+    matrix.row_count = slice.count;
     for (int32_t rank = 0; rank < shard_count; ++rank) {
-      HEADWATER_RETURN_IF_ERROR(
-          Check(LaunchMagnitudes(MatrixOut(*work, slice, rank), own.magnitudes + rank * slice.count, stream_), "summing up M"));
+      const MutableMatrix of_shard = MatrixOut(*work, slice, rank);
+      matrix.shards[rank] = {of_shard.data, of_shard.stride, static_cast<int32_t>(of_shard.columns),
+                             static_cast<uint32_t>(term.head->shard_weights(rank).vocab_start)};
     }
     DivergenceResolution of;
-    of.magnitudes = own.magnitudes;
-    of.shard_count = shard_count;
     of.resolution = term.finish.gradient_resolution;
     of.factor = term.finish.loss_scale * term.finish.transform.logit_scale / term.divergence.student_temperature;
     of.token_weights = own.token_weights + slice.first;
     of.row_factor = own.row_factor + slice.first;
-    of.element = term.MatrixElement();
-    HEADWATER_RETURN_IF_ERROR(
-        Check(LaunchDivergenceResolutions(of, slice.count, own.dither_rows + slice.first, stream_), "the rows' resolutions"));
+    return Check(LaunchDitherDivergence(matrix, of, keys, rows, sums, stream_), "dithering");
   }
   for (int32_t rank = 0; rank < shard_count; ++rank) {
-    HEADWATER_RETURN_IF_ERROR(Check(LaunchDither(MatrixOut(*work, slice, rank), term.head->shard_weights(rank).vocab_start, targets,
-                                                 own.dither_rows + slice.first, own.dither_keys + slice.first, /*add=*/rank > 0,
-                                                 own.dither_sums + slice.first, stream_),
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchDither(MatrixOut(*work, slice, rank), term.head->shard_weights(rank).vocab_start,
+                                                 own.targets + slice.first, rows, keys, /*add=*/rank > 0, sums, stream_),
                                     "dithering"));
   }
   return absl::OkStatus();

@@ -33,7 +33,6 @@
 #include "kernels/core/micro_batch_plan.h"
 #include "kernels/cuda/caller_memory.h"
 #include "kernels/cuda/device_group.h"
-#include "kernels/cuda/e_product.h"
 #include "kernels/cuda/engine_core.h"
 #include "kernels/cuda/host_stage.h"
 #include "kernels/cuda/row_slices.h"
@@ -202,13 +201,6 @@ class Computation {
   static DitherRow* DitherRowsOf(const Work& work, int64_t first) {
     return work.term->plan->dithers ? work.own.dither_rows + first : nullptr;
   }
-  // Whether E of a slice is dithered as it is computed, but for a first block of columns.
-  static bool DithersEarly(const Work& work) {
-    return work.term->plan->dithers && work.backward && work.term->head->shard_count() == 1 &&
-           work.term->head->shard_weights(0).columns > kFirstDitherColumns;
-  }
-  // The product of `params` in two parts, E of the second dithered as it is computed. sums: of the slice.
-  absl::Status ComputeDitheredExponentials(const Work& work, const Slice& slice, EProductParams params, double* sums);
   // M of a slice's rows, if the term has a resolution.
   absl::Status Dither(Work* work, const Slice& slice);
   absl::Status RunLogits(Work* work);

@@ -144,7 +144,7 @@ struct Call {
   bool done = false;  // guarded by CudaEngine::calls_mutex_
 };
 
-// gradient_resolution is built for losses without smoothing, on one GPU.
+// gradient_resolution is built for losses without smoothing, on one GPU; of a divergence for so many shards there.
 absl::Status CheckResolutions(const MicroBatch& micro_batch, bool in_group) {
   for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
     const LossTerm& term = micro_batch.terms[i];
@@ -155,6 +155,8 @@ absl::Status CheckResolutions(const MicroBatch& micro_batch, bool in_group) {
       of = "a cross entropy with label_smoothing";
     } else if (in_group) {
       of = "a head on several GPUs";
+    } else if (cross_entropy == nullptr && static_cast<const CudaHead&>(*term.head).shard_count() > DivergenceMatrix::kMostShards) {
+      of = "a divergence of more than 64 shards";
     }
     if (of == nullptr) continue;
     const std::string field = "terms[" + std::to_string(i) + "].gradient_resolution";

@@ -1,8 +1,6 @@
 // Dithering of M, the gradient matrix of rows (row_passes.h): entries below their row's resolution become 0 or the resolution
 // (kernels/core/dither.h), in place, once M is written.
 //
-// Exponentials of many columns are dithered as they are computed instead, but for a first block (e_product.h).
-//
 // M's own rounding comes before, so that the expected value is the exact mode's M. A cross entropy's rows are finished
 // (LaunchFinishERows(), LaunchFinishRows()) with a scale in which the resolution is a power of two. A divergence's M has factors of
 // its own: there the resolution is rounded to M's type, and the probabilities are taken from that.
@@ -21,28 +19,38 @@ struct DitherRow {
   float unit = 0;           // in M's units and of M's type; 0: the row stays as it is
 };
 
-// sums[i] = sum of row i's |M|. Rows as in LaunchDither().
-cudaError_t LaunchMagnitudes(const MutableMatrix& matrix, double* sums, cudaStream_t stream);
+// Columns of M, [row_count, stride], hold the vocabulary from vocab_start on, best an even one; row i begins at a multiple of 16
+// bytes. Columns from matrix.columns to the next multiple of 8 become 0. `targets`: columns of the vocabulary that are 0 in M and
+// no entries of their rows, a cross entropy's; null: none. sums[i], in units of the row's resolution, is written, or with `add`
+// added to: of several shards of a row.
+cudaError_t LaunchDither(const MutableMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
+                         const DitherKey* keys, bool add, DitherSums* sums, cudaStream_t stream);
 
-// A divergence's resolutions: the largest power of two <= resolution * sum |G| / 2, where G = M * row_factor / factor, out of the
-// magnitudes of all shards, [shard_count, row_count].
+// A divergence's resolutions: the largest power of two <= resolution * sum |G| / 2, where G = M * row_factor / factor.
 struct DivergenceResolution {
-  const double* magnitudes = nullptr;
-  int32_t shard_count = 1;
   double resolution = 0;
   double factor = 1;                     // of every row: loss_scale, logit_scale and 1 / temperature
   const float* token_weights = nullptr;  // [row_count]
   const float* row_factor = nullptr;     // [row_count]
-  Element element = Element::kBFloat16;  // of M
 };
-cudaError_t LaunchDivergenceResolutions(const DivergenceResolution& of, int64_t row_count, DitherRow* rows, cudaStream_t stream);
+// M of a divergence over the shards of its vocabulary.
+struct DivergenceMatrix {
+  static constexpr int32_t kMostShards = 64;
+  struct Shard {
+    void* data = nullptr;  // [row_count, stride]; see LaunchDither()
+    int64_t stride = 0;
+    int32_t columns = 0;
+    uint32_t vocab_start = 0;
+  };
+  Shard shards[kMostShards];
+  int32_t shard_count = 0;
+  Element element = Element::kBFloat16;
+  int64_t row_count = 0;
+};
 
-// Columns of M, [row_count, stride], hold the vocabulary from vocab_start on; row i begins at a multiple of 16 bytes. Columns from
-// matrix.columns to the next multiple of 8 become 0. `targets`: columns of the vocabulary that are 0 in M and no entries of their
-// rows, a cross entropy's; null: none. sums[i], in units of the row's resolution, is written, or with `add` added to: of several
-// shards of a row.
-cudaError_t LaunchDither(const MutableMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
-                         const DitherKey* keys, bool add, DitherSums* sums, cudaStream_t stream);
+// Writes rows[i], and does what LaunchDither() does to all shards.
+cudaError_t LaunchDitherDivergence(const DivergenceMatrix& matrix, const DivergenceResolution& of, const DitherKey* keys,
+                                   DitherRow* rows, DitherSums* sums, cudaStream_t stream);
 
 // *total = the rows' sums in units of G, the targets' entries included, in a fixed order.
 cudaError_t LaunchSumDither(const DitherSums* sums, const DitherRow* rows, int64_t row_count, DitherSums* total,

@@ -27,10 +27,7 @@ namespace {
 //           remainder, which the row's sum gets back as a factor; E keeps it, a relative error of up to 2^-24 |c log2 e|. What is
 //           left of an exponential's relative error is 2^-22 of EX2, 2^-24 |z - c| of the fused multiply-add's rounding and
 //           2^-25 |z - c| of the factor's; with a softcap also 2^-22 * softcap, tanh's absolute error.
-//
-// With a resolution (kWithDither) an entry below it becomes 0 or the resolution: a hash of two multiplications, a shift and a
-// comparison, and three sums.
-template <bool kWithBias, bool kWithSoftcap, bool kWithDither>
+template <bool kWithBias, bool kWithSoftcap>
 struct EProductEpilogue {
   struct Params {
     const double* target_arguments;  // [m]
@@ -42,51 +39,12 @@ struct EProductEpilogue {
     float column_factor;             // u -> log2 units; with a softcap u -> 2 log2(e) * logit_scale / softcap
     float softcap_log2;              // softcap log2(e); not read without kWithSoftcap
     int32_t vocab_start;
-    // With kWithDither.
-    const DitherRow* dither_rows;  // [m]
-    const DitherKey* dither_keys;  // [m]
-    float* dither_partials;        // [3, column tiles, m] out
   };
   struct Rows {
     float offset[2];      // log2 units
     float correction[2];  // relative error of the row's exponentials that is due to the offset's rounding
     int32_t target[2];    // column within the tile; anything else if it is not there
   };
-
-  // A thread's two rows, loaded when their products are done: registers are short before.
-  struct Dither {
-    float unit[2];
-    DitherKey key[2];
-    int32_t count[2];
-    float error[2], norm[2];
-  };
-
-  static __device__ __forceinline__ Dither LoadDither(const Params& params, const sm90::EpiloguePosition& position) {
-    Dither dither;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t row = position.row + position.lane / 4 + 8 * half;
-      const bool valid = row < position.m;
-      const float unit = valid ? params.dither_rows[row].unit : 0.0f;
-      // A row without a resolution keeps what is above 2^-100 of the target's exponential.
-      dither.unit[half] = unit == 0.0f ? 0x1p-100f : unit;
-      dither.key[half] = valid ? params.dither_keys[row] : DitherKey();
-      dither.count[half] = 0;
-      dither.error[half] = dither.norm[half] = 0.0f;
-    }
-    return dither;
-  }
-
-  // An entry of E in column `column` of the whole vocabulary.
-  static __device__ __forceinline__ float Dithered(float entry, int half, uint32_t column, Dither& dither) {
-    const float unit = dither.unit[half];
-    const float ratio = entry * __uint_as_float(0x7f000000u - __float_as_uint(unit));  // a power of two's reciprocal
-    dither.norm[half] = fmaf(ratio, ratio, dither.norm[half]);
-    if (!(ratio < 1.0f)) return entry;  // a NaN stays one
-    dither.error[half] = fmaf(ratio, 1.0f - ratio, dither.error[half]);
-    ++dither.count[half];
-    return DitherSurvives(ratio, DitherDraw(dither.key[half], column)) ? unit : 0.0f;
-  }
 
   static __device__ __forceinline__ Rows LoadRows(const Params& params, const sm90::EpiloguePosition& position) {
     Rows rows;
@@ -143,8 +101,7 @@ struct EProductEpilogue {
   // 64 columns from `first` on: exponentials into `packed`, sums into the running ones.
   template <bool kMasked>
   static __device__ __forceinline__ void Block(const float* accumulators, int first, const Rows& rows, const Params& params,
-                                               const sm90::EpiloguePosition& position, uint32_t (&packed)[16], float (&sum)[2],
-                                               Dither& dither) {
+                                               const sm90::EpiloguePosition& position, uint32_t (&packed)[16], float (&sum)[2]) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int32_t pair = first + 8 * j + 2 * (position.lane % 4);
@@ -166,17 +123,11 @@ struct EProductEpilogue {
             exponent = fmaf(u, params.column_factor, -rows.offset[half]);
           }
           float exponential = sm90::Exp2(exponent);
-          bool absent = false;
           if constexpr (kMasked) {
-            absent = pair + i == rows.target[half] || position.column + pair + i >= position.n;
-            if (absent) exponential = 0.0f;
+            if (pair + i == rows.target[half] || position.column + pair + i >= position.n) exponential = 0.0f;
           }
           sum[half] += exponential;
           value[i] = kWithSoftcap ? exponential * derivative : exponential;
-          if constexpr (kWithDither) {
-            const int32_t column = params.vocab_start + position.column + pair + i;
-            if (!absent) value[i] = Dithered(value[i], half, static_cast<uint32_t>(column), dither);
-          }
         }
         packed[2 * j + half] = sm90::PackBf16(value[0], value[1]);
       }
@@ -186,8 +137,6 @@ struct EProductEpilogue {
   static __device__ __forceinline__ void Run(float (&accumulators)[sm90::kAccumulators], const Rows& rows, const Params& params,
                                              const sm90::EpiloguePosition& position) {
     float sum[2] = {0.0f, 0.0f};
-    Dither dither;
-    if constexpr (kWithDither) dither = LoadDither(params, position);
 #pragma unroll
     for (int block = 0; block < sm90::kAccumulators / 32; ++block) {
       const int first = 64 * block;
@@ -196,10 +145,10 @@ struct EProductEpilogue {
       uint32_t packed[16];
       if (__any_sync(0xffffffffu, holds_target || position.column + first + 64 > position.n)) {
         if constexpr (kWithBias) AddBias<true>(accumulators + 32 * block, first, params, position);
-        Block<true>(accumulators + 32 * block, first, rows, params, position, packed, sum, dither);
+        Block<true>(accumulators + 32 * block, first, rows, params, position, packed, sum);
       } else {
         if constexpr (kWithBias) AddBias<false>(accumulators + 32 * block, first, params, position);
-        Block<false>(accumulators + 32 * block, first, rows, params, position, packed, sum, dither);
+        Block<false>(accumulators + 32 * block, first, rows, params, position, packed, sum);
       }
       sm90::StoreBf16Block(position, block, packed);
     }
@@ -211,25 +160,6 @@ struct EProductEpilogue {
       if (position.lane % 4 == 0 && row < position.m) {
         params.partial_sums[static_cast<int64_t>(position.column_tile) * position.m + row] =
             fmaf(sum[half], rows.correction[half], sum[half]);
-      }
-    }
-    if constexpr (kWithDither) StoreDither(dither, params, position);
-  }
-
-  static __device__ __forceinline__ void StoreDither(const Dither& dither, const Params& params,
-                                                     const sm90::EpiloguePosition& position) {
-    const int64_t tiles = (position.n + sm90::kTileN - 1) / sm90::kTileN;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float values[3] = {static_cast<float>(dither.count[half]), dither.error[half], dither.norm[half]};
-      const int32_t row = position.row + position.lane / 4 + 8 * half;
-#pragma unroll
-      for (int plane = 0; plane < 3; ++plane) {
-        values[plane] += __shfl_xor_sync(0xffffffffu, values[plane], 1);
-        values[plane] += __shfl_xor_sync(0xffffffffu, values[plane], 2);
-        if (position.lane % 4 == 0 && row < position.m) {
-          params.dither_partials[(plane * tiles + position.column_tile) * position.m + row] = values[plane];
-        }
       }
     }
   }
@@ -256,32 +186,6 @@ __global__ void __launch_bounds__(32 * kSumRuns)
   if (run != 0 || row >= row_count) return;
   for (int i = 1; i < kSumRuns; ++i) sum += runs[i][lane];
   sums[row] = sum;
-}
-
-// sums[i] += the partials of row i, [3, tiles, row_count]; as SumPartialsKernel.
-__global__ void __launch_bounds__(32 * kSumRuns)
-    SumDitherPartialsKernel(const float* partials, int64_t row_count, int64_t tiles, DitherSums* sums) {
-  __shared__ double runs[kSumRuns][3][32];
-  const int lane = static_cast<int>(threadIdx.x) % 32, run = static_cast<int>(threadIdx.x) / 32;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * 32 + lane;
-  double sum[3] = {0, 0, 0};
-  if (row < row_count) {
-    const int64_t end = tiles * (run + 1) / kSumRuns;
-    for (int plane = 0; plane < 3; ++plane) {
-#pragma unroll 8
-      for (int64_t tile = tiles * run / kSumRuns; tile < end; ++tile) {
-        sum[plane] += static_cast<double>(__ldg(partials + (plane * tiles + tile) * row_count + row));
-      }
-    }
-  }
-  for (int plane = 0; plane < 3; ++plane) runs[run][plane][lane] = sum[plane];
-  __syncthreads();
-  if (run != 0 || row >= row_count) return;
-  for (int i = 1; i < kSumRuns; ++i) {
-    for (int plane = 0; plane < 3; ++plane) sum[plane] += runs[i][plane][lane];
-  }
-  const DitherSums before = sums[row];
-  sums[row] = {before.entry_count + sum[0], before.squared_error + sum[1], before.squared_norm + sum[2]};
 }
 
 // One thread a row.
@@ -345,7 +249,6 @@ __global__ void __launch_bounds__(128)
 constexpr int32_t kRasterGroup = 8;
 constexpr double kLog2E = 1.4426950408889634;
 
-static_assert(kFirstDitherColumns % sm90::kTileN == 0, "the block's sums must be those of whole tiles");
 int64_t ColumnTiles(int64_t columns) { return (columns + sm90::kTileN - 1) / sm90::kTileN; }
 
 using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
@@ -408,9 +311,9 @@ cudaError_t Prepare(int* multiprocessors) {
   return cudaSuccess;
 }
 
-template <bool kWithBias, bool kWithSoftcap, bool kWithDither>
+template <bool kWithBias, bool kWithSoftcap>
 cudaError_t Launch(const EProductParams& params, cudaStream_t stream) {
-  using Epilogue = EProductEpilogue<kWithBias, kWithSoftcap, kWithDither>;
+  using Epilogue = EProductEpilogue<kWithBias, kWithSoftcap>;
   const ShardWeights& shard = params.shard;
   const Transform& transform = params.transform;
   EncodeTensorMap encode = nullptr;
@@ -437,9 +340,6 @@ cudaError_t Launch(const EProductParams& params, cudaStream_t stream) {
   epilogue.partial_sums = params.partial_sums;
   epilogue.softcap = transform.softcap;
   epilogue.vocab_start = static_cast<int32_t>(shard.vocab_start);
-  epilogue.dither_rows = params.dither_rows;
-  epilogue.dither_keys = params.dither_keys;
-  epilogue.dither_partials = params.dither_partials;
   if (kWithSoftcap) {
     epilogue.column_factor = static_cast<float>(2 * kLog2E * transform.logit_scale / transform.softcap);
     epilogue.softcap_log2 = static_cast<float>(transform.softcap * kLog2E);
@@ -459,16 +359,6 @@ cudaError_t Launch(const EProductParams& params, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <bool kWithDither>
-cudaError_t LaunchForm(const EProductParams& params, cudaStream_t stream) {
-  if (params.transform.softcap == 0) {
-    return params.shard.bias == nullptr ? Launch<false, false, kWithDither>(params, stream)
-                                        : Launch<true, false, kWithDither>(params, stream);
-  }
-  return params.shard.bias == nullptr ? Launch<false, true, kWithDither>(params, stream)
-                                      : Launch<true, true, kWithDither>(params, stream);
-}
-
 bool IsMultiple(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
 }  // namespace
@@ -486,15 +376,10 @@ cudaError_t LaunchEProduct(const EProductParams& params, cudaStream_t stream) {
       params.hidden.rows > kLargest || shard.columns > kLargest || shard.width > kLargest || shard.width < 1) {
     return cudaErrorInvalidValue;
   }
-  return params.dither_rows == nullptr ? LaunchForm<false>(params, stream) : LaunchForm<true>(params, stream);
-}
-
-cudaError_t LaunchSumDitherPartials(const float* partials, int64_t row_count, int64_t columns, DitherSums* sums,
-                                    cudaStream_t stream) {
-  if (row_count == 0) return cudaSuccess;
-  SumDitherPartialsKernel<<<static_cast<unsigned>((row_count + 31) / 32), 32 * kSumRuns, 0, stream>>>(partials, row_count,
-                                                                                                      ColumnTiles(columns), sums);
-  return cudaGetLastError();
+  if (params.transform.softcap == 0) {
+    return shard.bias == nullptr ? Launch<false, false>(params, stream) : Launch<true, false>(params, stream);
+  }
+  return shard.bias == nullptr ? Launch<false, true>(params, stream) : Launch<true, true>(params, stream);
 }
 
 cudaError_t LaunchSumPartials(const float* partial_sums, int64_t row_count, int64_t columns, double* sums, cudaStream_t stream) {

@@ -16,11 +16,6 @@ namespace headwater::cuda {
 // Floats of `partial_sums` for one shard.
 int64_t EProductPartialCount(int64_t row_count, int64_t columns);
 
-// With a resolution, E of a shard with more columns than these comes in two products: the sums of the first block of columns are a
-// lower bound of S, from which the resolutions of all columns are made; the others are dithered as they are computed, before they
-// are rounded. A whole number of column tiles, so that S has the bits of one product.
-inline constexpr int64_t kFirstDitherColumns = 32 * 320;
-
 struct EProductParams {
   ConstMatrix hidden;                        // [row_count, stride] bf16
   ShardWeights shard;                        // bf16
@@ -30,11 +25,6 @@ struct EProductParams {
   void* exponentials = nullptr;   // [row_count, e_stride] bf16 out
   int64_t e_stride = 0;           // a multiple of 8, >= columns; columns up to it are written as 0 or left: never read
   float* partial_sums = nullptr;  // [tiles, row_count] out
-  // Not null: entries below their row's resolution are dithered, and what that did goes to dither_partials, 3 planes like
-  // partial_sums.
-  const DitherRow* dither_rows = nullptr;
-  const DitherKey* dither_keys = nullptr;
-  float* dither_partials = nullptr;
 };
 cudaError_t LaunchEProduct(const EProductParams& params, cudaStream_t stream);
 
@@ -45,10 +35,6 @@ cudaError_t LaunchSumPartials(const float* partial_sums, int64_t row_count, int6
 // row_count]; 0 if there is none. The rest of rows[i] is LaunchFinishERows()'s.
 cudaError_t LaunchEResolutions(const double* sums, int32_t shard_count, int64_t row_count, double resolution, DitherRow* rows,
                                cudaStream_t stream);
-
-// Adds a product's dither_partials, of `columns` columns, to sums[i], as LaunchDither() does.
-cudaError_t LaunchSumDitherPartials(const float* partials, int64_t row_count, int64_t columns, DitherSums* sums,
-                                    cudaStream_t stream);
 
 // Rows whose largest logit is more than this above the target's cannot take the form: S tells.
 inline constexpr double kEFormLargestSum = 1.1420073898156842e26;  // e^60

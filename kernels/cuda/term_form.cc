@@ -271,8 +271,6 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
   buffers.dither_rows = workspace->Take<DitherRow>(rows);
   buffers.dither_sums = workspace->Take<DitherSums>(rows);
   buffers.dither_total = workspace->Take<DitherSums>(1);
-  if (form == Form::kExponentials) buffers.dither_partials = workspace->Take<float>(3 * largest_partials);
-  if (jsd) buffers.magnitudes = workspace->Take<double>(static_cast<int64_t>(shard_count) * rows);
   return buffers;
 }
 

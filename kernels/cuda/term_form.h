@@ -129,10 +129,8 @@ struct TermBuffers {
   float* row_factor = nullptr;
   float* target_factor = nullptr;
   uint8_t* non_finite = nullptr;     // of the hidden states
-  DitherRow* dither_rows = nullptr;  // this and the next four with a resolution
+  DitherRow* dither_rows = nullptr;  // this and the next two with a resolution
   DitherSums* dither_sums = nullptr;
-  float* dither_partials = nullptr;    // of exponentials that are dithered as they are computed
-  double* magnitudes = nullptr;        // of a divergence: [shards, rows]
   DitherSums* dither_total = nullptr;  // one
 };
 

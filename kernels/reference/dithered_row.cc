@@ -14,14 +14,15 @@ Real PowerOfTwoBelow(Real value) { return std::exp2(std::floor(std::log2(value))
 // An entry at resolution q.
 Real Dithered(Real entry, Real q, const Resolution& resolution, size_t column, GradientDither* sums) {
   Real ratio = std::abs(entry) / q;
-  const bool rounds = resolution.first_columns == 0 || static_cast<int64_t>(column) < resolution.first_columns;
-  if (rounds && resolution.entry_type != DataType::kFloat32) ratio = RoundTo(resolution.entry_type, static_cast<double>(ratio));
+  if (resolution.entry_type != DataType::kFloat32) ratio = RoundTo(resolution.entry_type, static_cast<double>(ratio));
   sums->squared_norm += static_cast<double>(ratio * ratio * q * q);
   if (ratio >= 1) return std::copysign(ratio * q, entry);
   sums->entry_count += 1;
   sums->squared_error += static_cast<double>(ratio * (1 - ratio) * q * q);
-  const Real draw = static_cast<Real>(DitherDraw(MakeDitherKey(resolution.seed, resolution.row), static_cast<uint32_t>(column)));
-  return draw < std::floor(std::ldexp(ratio, 32)) ? std::copysign(q, entry) : 0;
+  const DitherKey key = MakeDitherKey(resolution.seed, resolution.row);
+  const Real draw = static_cast<Real>(DitherDraw(key, static_cast<uint32_t>(column)));
+  const Real tail = static_cast<Real>(DitherTail(key, static_cast<uint32_t>(column)));
+  return std::ldexp(draw, 31) + tail < std::floor(std::ldexp(ratio, 47)) ? std::copysign(q, entry) : 0;
 }
 
 }  // namespace
@@ -29,12 +30,11 @@ Real Dithered(Real entry, Real q, const Resolution& resolution, size_t column, G
 void DitherCrossEntropy(absl::Span<const Real> u, absl::Span<const Real> slopes, int64_t target, const Resolution& resolution,
                         RowLoss* loss, GradientDither* sums) {
   const size_t y = static_cast<size_t>(target);
-  Real sum = 0, first_sum = 0;
+  Real sum = 0;
   for (size_t v = 0; v < u.size(); ++v) {
     if (v != y) sum += std::exp(u[v] - u[y]);
-    if (static_cast<int64_t>(v) + 1 == resolution.first_columns) first_sum = sum;
   }
-  const Real q = PowerOfTwoBelow(resolution.tau * (resolution.first_columns == 0 ? sum : first_sum)) / (1 + sum);
+  const Real q = PowerOfTwoBelow(resolution.tau * sum) / (1 + sum);
   for (size_t v = 0; v < u.size(); ++v) {
     if (v == y) continue;
     const Real entry = std::exp(u[v] - u[y]) / (1 + sum) * slopes[v];

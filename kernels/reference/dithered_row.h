@@ -15,8 +15,6 @@ struct Resolution {
   uint64_t seed = 0;
   int64_t row = 0;                           // in the micro-batch
   DataType entry_type = DataType::kFloat32;  // what entries are rounded to before, in units of the resolution; fp32: they are not
-  // Not 0: of a cross entropy these first columns alone make the resolution, and only they are rounded before.
-  int64_t first_columns = 0;
 };
 
 // Changes `loss->gradient`, a cross entropy's of the logits u, and adds to *sums. `slopes`: derivatives of the softcap.

@@ -56,7 +56,6 @@ struct Term {
   double gradient_resolution = 0;  // 0: exact
   uint64_t dither_seed = 0;
   DataType dithered_type = DataType::kFloat32;  // Resolution::entry_type
-  int64_t first_dithered_columns = 0;           // Resolution::first_columns
   const Head* teacher_head = nullptr;
   Matrix teacher_hidden;  // [row_count, teacher's hidden_size]
 };

@@ -43,9 +43,6 @@ double SuiteGradWeightFactor() { return 1.42 * kPlainFactor; }
 
 double SuiteAccumulationError() { return 1.5e-9; }
 
-// On Hopper exponentials come in two products, whose first has 10240 columns (kernels/cuda/e_product.h).
-SuiteDither SuiteDithering() {
-  return {.has_smoothing = false, .rounds_entries = true, .first_columns = kPortableKernels ? 0 : 10240};
-}
+SuiteDither SuiteDithering() { return {.has_smoothing = false, .rounds_entries = true, .most_divergence_shards = 64}; }
 
 }  // namespace headwater::testing

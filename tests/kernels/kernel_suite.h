@@ -43,11 +43,9 @@ double SuiteAccumulationError();
 
 // What the engine does with a gradient_resolution. Defined by the program.
 struct SuiteDither {
-  bool has_smoothing = true;    // false: kFeatureNotBuilt with label_smoothing
-  bool rounds_entries = false;  // of 16-bit heads: to the head's type, before they are dithered
-  // Not 0: of a bf16 cross entropy of many rows over more columns than these, they alone make the resolution, and only they are
-  // rounded before.
-  int64_t first_columns = 0;
+  bool has_smoothing = true;                   // false: kFeatureNotBuilt with label_smoothing
+  bool rounds_entries = false;                 // of 16-bit heads: to the head's type, before they are dithered
+  int32_t most_divergence_shards = INT32_MAX;  // kFeatureNotBuilt with more
 };
 SuiteDither SuiteDithering();
 

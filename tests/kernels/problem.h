@@ -33,7 +33,6 @@ struct TestTerm {
   double gradient_resolution = 0;
   uint64_t dither_seed = 0;
   DataType dithered_type = DataType::kFloat32;  // what the engine rounds entries to before; see reference::Resolution
-  int64_t first_dithered_columns = 0;
   int teacher = -1;  // index into Problem::heads
   std::vector<double> teacher_hidden;
   DataType teacher_type = DataType::kFloat32;

@@ -17,11 +17,16 @@ constexpr uint64_t kSeed = 7;
 // Normal deviates: one in 1e9 is beyond it.
 constexpr double kSixSigma = 6;
 
+// The 47 bits of a draw and its tail but for the last 15.
+uint32_t Bits(DitherKey key, uint32_t column) {
+  return DitherDraw(key, column) << 16 | static_cast<uint32_t>(DitherTail(key, column)) >> 15;
+}
+
 std::vector<uint32_t> Draws(uint64_t seed) {
   std::vector<uint32_t> draws;
   for (int64_t row = 0; row < kRows; ++row) {
     const DitherKey key = MakeDitherKey(seed, row);
-    for (int64_t column = 0; column < kColumns; ++column) draws.push_back(DitherDraw(key, static_cast<uint32_t>(column)));
+    for (int64_t column = 0; column < kColumns; ++column) draws.push_back(Bits(key, static_cast<uint32_t>(column)));
   }
   return draws;
 }
@@ -38,12 +43,20 @@ double ChiSquareDeviation(const std::vector<int64_t>& counts) {
 }
 
 // Other implementations of the hash must give these.
-TEST(DitherDraw, HasThePinnedValues) {
-  EXPECT_EQ(DitherDraw(MakeDitherKey(0, 0), 0), 0x2F69A059u);
-  EXPECT_EQ(DitherDraw(MakeDitherKey(1, 0), 0), 0x32422B6Eu);
-  EXPECT_EQ(DitherDraw(MakeDitherKey(0, 1), 0), 0x27AAF2D7u);
-  EXPECT_EQ(DitherDraw(MakeDitherKey(0, 0), 1), 0xE0BF45E8u);
-  EXPECT_EQ(DitherDraw(MakeDitherKey(0x0123456789ABCDEFu, 4095), 128255), 0x67743F7Au);
+TEST(DitherBits, HaveThePinnedValues) {
+  EXPECT_EQ(DitherBits(MakeDitherKey(0, 0), 0), 0x2F69A059u);
+  EXPECT_EQ(DitherBits(MakeDitherKey(1, 0), 0), 0x32422B6Eu);
+  EXPECT_EQ(DitherBits(MakeDitherKey(0, 1), 0), 0x27AAF2D7u);
+  EXPECT_EQ(DitherBits(MakeDitherKey(0, 0), 1), 0xE0BF45E8u);
+  EXPECT_EQ(DitherBits(MakeDitherKey(0x0123456789ABCDEFu, 4095), 128255), 0x67743F7Au);
+}
+
+TEST(DitherDraw, IsHalfOfWhatAPairOfColumnsShares) {
+  const DitherKey key = MakeDitherKey(0, 0);
+  EXPECT_EQ(DitherDraw(key, 0), 0xA059u);
+  EXPECT_EQ(DitherDraw(key, 1), 0x2F69u);
+  EXPECT_EQ(DitherDraw(key, 2), 0x45E8u);
+  EXPECT_EQ(DitherDraw(key, 3), 0xE0BFu);
 }
 
 TEST(DitherDraw, IsUniformInEveryByte) {
@@ -91,15 +104,30 @@ TEST(DitherDraw, NeighboursAreIndependent) {
   expect_independent("seeds that differ in one bit", next_bit, 0, 0);
 }
 
-TEST(DitherSurvives, ComparesTheDrawWithTheRatioTimesTwoToThe32) {
-  for (const float ratio : {0x1p-149f, 0x1p-33f, 0x1p-32f, 0x1.8p-32f, 0x1.8p-31f, 1e-6f, 0.1f, 0.5f, 0.75f, 0x1.fffffep-1f}) {
-    const auto bound = static_cast<uint64_t>(std::floor(std::ldexp(static_cast<double>(ratio), 32)));
-    for (const uint64_t draw : {uint64_t{0}, bound - 1, bound, bound + 1, uint64_t{0xFFFFFFFF}}) {
-      if (draw > 0xFFFFFFFFu) continue;
-      EXPECT_EQ(DitherSurvives(ratio, static_cast<uint32_t>(draw)), draw < bound) << ratio << " " << draw;
+// Of entries that the first half does not decide.
+TEST(DitherDraw, AndTailAreIndependent) {
+  const std::vector<uint32_t> draws = Draws(kSeed);
+  std::vector<int64_t> counts(256);
+  for (const uint32_t draw : draws) ++counts[(draw >> 28) * 16 + (draw >> 12 & 15u)];
+  EXPECT_LT(std::abs(ChiSquareDeviation(counts)), kSixSigma);
+}
+
+TEST(DitherSurvives, ComparesDrawAndTailWithTheRatio) {
+  for (int64_t row = 0; row < 64; ++row) {
+    const DitherKey key = MakeDitherKey(kSeed, row);
+    for (uint32_t column = 0; column < 64; ++column) {
+      const int64_t bits = int64_t{DitherDraw(key, column)} << 31 | DitherTail(key, column);
+      // Ratios on both sides of the bits, of 24 bits as a ratio has, and far away ones.
+      const auto fraction = static_cast<float>(std::ldexp(static_cast<double>(bits), -47));
+      for (const float ratio : {fraction, std::nextafter(fraction, 0.0f), std::nextafter(fraction, 1.0f), 0x1p-149f, 0x1p-47f,
+                                0x1.fep-17f, 0.1f, 0.5f, 0x1.fffffep-1f}) {
+        if (ratio >= 1) continue;
+        const auto bound = static_cast<int64_t>(std::floor(std::ldexp(static_cast<double>(ratio), 47)));
+        EXPECT_EQ(DitherSurvives(ratio, key, column), bits < bound) << ratio << " " << bits;
+      }
     }
   }
-  EXPECT_FALSE(DitherSurvives(0.0f, 0));
+  EXPECT_FALSE(DitherSurvives(0.0f, MakeDitherKey(0, 0), 0));
 }
 
 }  // namespace
