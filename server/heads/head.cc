@@ -144,21 +144,13 @@ absl::Time Head::last_use() const { return absl::FromUnixNanos(last_use_nanos_.l
 absl::Status Head::AwaitStep(const StepKey& key, const WaitLimits& limits) {
   absl::MutexLock state_lock(&state_mutex_);
   while (!retired_ && state_ == HeadState::kReady && key.epoch == epoch_ && key.step > 0 && key.step - 1 == ledger_.open().step) {
-    const Waited waited = WaitForChange(limits);
-    if (waited == Waited::kCancelled) {
+    const scheduler::Waited waited = WaitForChange(limits);
+    if (waited == scheduler::Waited::kCancelled) {
       return MakeError(ErrorReason::kCancelled, absl::StrCat("the call was cancelled while it waited for step ", key.step));
     }
-    if (waited == Waited::kTooLong) break;
+    if (waited == scheduler::Waited::kTooLong) break;
   }
   return absl::OkStatus();
-}
-
-Head::Waited Head::WaitForChange(const WaitLimits& limits) const {
-  if (limits.cancelled != nullptr && limits.cancelled()) return Waited::kCancelled;
-  const absl::Duration left = limits.deadline - observability::MonotonicNow();
-  if (left <= absl::ZeroDuration()) return Waited::kTooLong;
-  changed_.WaitWithTimeout(&state_mutex_, std::min(left, kPollInterval));
-  return Waited::kAWhile;
 }
 
 // ---- what is undecided -----------------------------------------------------------------------------------------------

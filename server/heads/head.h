@@ -49,11 +49,16 @@
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/engine.h"
 #include "server/heads/epoch.h"
+#include "server/heads/head_info.h"
 #include "server/heads/head_name.h"
 #include "server/heads/ordered_window.h"
 #include "server/heads/pending_contribution.h"
 #include "server/heads/session_registry.h"
+#include "server/heads/step_calls.h"
 #include "server/heads/step_ledger.h"
+#include "server/heads/submission.h"
+#include "server/heads/tensor_update.h"
+#include "server/scheduler/wait_limits.h"
 
 namespace headwater::checkpoint {
 class CheckpointStore;
@@ -64,221 +69,15 @@ class BusyClock;
 
 namespace headwater::heads {
 
-// The values are those of headwater.v1.HeadState.
-enum class HeadState : int32_t { kLoading = 1, kReady = 2, kLost = 3, kRestored = 4 };
+// Every call that may wait takes limits.
+using scheduler::AsLongAsItTakes;
+using scheduler::WaitLimits;
 
-// A snapshot for GetHead.
-struct HeadInfo {
-  HeadName name;
-  HeadSpec spec;
-  Epoch epoch;
-  std::vector<Epoch> recovers_epochs;  // what the Take() that made the epoch was given; empty if another call made it
-  HeadState state;
-  int64_t weight_version;
-  std::optional<int64_t> open_step;  // trainable heads
-  int64_t waiting_count = 0;         // contributions that are committed and wait for their turn (deterministic mode)
-  std::vector<VocabShard> shards;
-  MemoryPlan plan;
-  absl::Time create_time;
-  std::string weight_checksum;      // XXH3-128 (canonical) of the stored weight when it was set from outside: 16 bytes, or empty
-  std::string restored_checkpoint;  // that a RESTORED head came back from
-  // MonotonicNow() of the oldest change of a trainable head's weights that its newest checkpoint does not have.
-  std::optional<absl::Time> unsaved_since;
-  std::string restore_note;  // what there is to know about the checkpoint that was restored last; empty: nothing
-};
-
-// The step that a call is about.
-struct StepKey {
-  Epoch epoch;
-  int64_t step = 0;
-};
-
-// Places for calls that wait, of which there are so many. Thread-safe.
-class WaitPlaces {
- public:
-  virtual ~WaitPlaces() = default;
-  // The caller has one until GiveBack(), or is told why it gets none.
-  virtual absl::Status Take() = 0;
-  virtual void GiveBack() = 0;
-};
-
-// One of those places, from Take() on. `places` null: none is needed.
-class WaitPlace {
- public:
-  explicit WaitPlace(WaitPlaces* places) : places_(places) {}
-  WaitPlace(const WaitPlace&) = delete;
-  WaitPlace& operator=(const WaitPlace&) = delete;
-  ~WaitPlace() {
-    if (taken_) places_->GiveBack();
-  }
-  // May be called again.
-  absl::Status Take() {
-    if (places_ == nullptr || taken_) return absl::OkStatus();
-    absl::Status status = places_->Take();
-    taken_ = status.ok();
-    return status;
-  }
-
- private:
-  WaitPlaces* const places_;
-  bool taken_ = false;
-};
-
-// How long a call may wait for its turn.
-struct WaitLimits {
-  absl::Time deadline = absl::InfinitePast();  // of observability::MonotonicNow(); past: do not wait
-  std::function<bool()> cancelled;             // polled every few milliseconds; may be null
-  WaitPlaces* places = nullptr;                // where a call is while it waits for files; null: it needs no place
-};
-
-inline WaitLimits AsLongAsItTakes() { return {absl::InfiniteFuture(), nullptr}; }
-
-// One loss term of a submission, with owned data; the head pointers are resolved names.
-struct SubmittedTerm {
-  std::shared_ptr<Head> head;
-  std::optional<Epoch> head_epoch;  // required for a trainable head in a backward call
-  std::optional<int64_t> step;      // likewise
-  std::optional<int64_t> expected_weight_version;
-  std::shared_ptr<Head> teacher_head;  // JSD
-  std::optional<Epoch> teacher_head_epoch;
-  std::optional<int64_t> expected_teacher_weight_version;
-  LossTerm term;  // spans and pointers into memory that the caller keeps until Submit() returns;
-                  // `head`, `teacher_head` and their pointers are filled in by Submit()
-};
-
-// Rows of a submission that may still be on their way. Implemented by whoever takes them from the client; outlives Submit().
-class IncomingRows {
- public:
-  virtual ~IncomingRows() = default;
-  // As RowFlow::AwaitRows(). kCancelled with `stalled` set in the source when rows stay away for too long to hold the engine for.
-  // By the thread that computes, as Finish() is.
-  virtual absl::Status AwaitRows(int64_t row_end) = 0;
-  // True once AwaitRows() has given up because the rows stalled: the submission is not refused, it comes again when it is complete.
-  virtual bool stalled() const = 0;
-  // The digest of canonical header and rows, once all rows are there; asked for in a backward call, once. `rows`: what the engine
-  // has summed up, if it was asked to (`engine_digests`), else null.
-  virtual absl::StatusOr<Digest> Finish(const DigestBuilder* rows) = 0;
-  // As RowFlow::GradHiddenReady().
-  virtual void GradHiddenReady(int64_t row_end) = 0;
-};
-
-// A micro-batch: header decoded; all rows there, or on their way.
-struct Submission {
-  std::vector<SubmittedTerm> terms;
-  std::optional<int64_t> micro_batch;  // absent: nothing is added (forward only, frozen head)
-  int64_t attempt = 0;
-  std::string label;  // MicroBatch::label: the call's request id
-  bool backward = false;
-  bool explicit_commit = false;
-  bool first_wins = false;  // on_mismatch
-  bool refuse_non_finite = false;
-  bool late_token_factors = false;   // held even if slots are free; needs `hold` and explicit_commit
-  std::optional<SessionId> session;  // owns the contribution while it is undecided; the caller holds a SessionRegistry::Use
-  // Called, at most once, when the contribution is to be held as rows: keeps alive all that the terms and `hidden` point to, until
-  // the returned pointer is dropped; or says why that cannot be (kStagingFull). Null: a micro-batch that finds no slot is refused.
-  // In deterministic mode every contribution is held.
-  std::function<absl::StatusOr<std::shared_ptr<const void>>()> hold;
-  // The same for one that others wait for, in deterministic mode: it must find room, or nobody would get on. Null: `hold`.
-  std::function<absl::StatusOr<std::shared_ptr<const void>>()> hold_first;
-  RowsView hidden;
-  MutableRowsView grad_hidden;  // data null: not wanted
-  double grad_hidden_scale = 1;
-  Digest digest{};  // of canonical header and rows; not looked at with `incoming`
-  // Not null: the rows are read as they come, and the digest follows at the end. Only a micro-batch that the step does not know yet
-  // is computed so; for any other Submit() changes nothing and answers `needs_all_rows`, as it does when the rows stall.
-  IncomingRows* incoming = nullptr;
-  bool engine_digests = false;         // MicroBatch::digest_rows; only with `incoming`
-  const DeviceEvent* after = nullptr;  // MicroBatch::after; outlives Submit()
-  // A contribution that is left undecided holds on to it until it is decided or dropped. May be null.
-  std::shared_ptr<const void> until_decided;
-};
-
-// What became of it.
-struct SubmissionOutcome {
-  std::vector<LossSums> terms;
-  std::vector<int64_t> weight_versions;          // one for each term
-  std::vector<int64_t> teacher_weight_versions;  // 0 without teacher
-  ContributionState state = ContributionState::kNone;
-  ContributionForm form = ContributionForm::kNone;
-  bool replayed = false;
-  bool payload_differs = false;
-  std::optional<int64_t> step;
-  Digest digest{};  // that the micro-batch is known by
-  // Nothing was done: submit it again, without `incoming`, when all rows are there. Rows of grad_hidden that GradHiddenReady() has
-  // told of are those of the repeat too if both saw the same versions of all weights, which are filled in.
-  bool needs_all_rows = false;
-};
-
-// One trainable head of a micro-batch that is to be decided.
-struct DecisionTarget {
-  std::shared_ptr<Head> head;
-  StepKey key;
-};
-
-// A trainer's own part of the weight's gradient: rows [row_start, row_start + row_count) of it.
-struct GradientPart {
-  int64_t row_start = 0;
-  int64_t row_count = 0;
-  const float* data = nullptr;  // [row_count, hidden_size]; the caller's
-  double factor = 1;            // finite in fp32
-};
-
-// One tensor of the trainer's new weights.
-struct ShadowTensor {
-  HeadTensor tensor = HeadTensor::kWeight;  // kWeight or kBias
-  DataType data_type = DataType::kFloat32;  // the storage type or fp32
-  std::shared_ptr<const void> data;         // the whole tensor; kept until the step closes
-  int64_t byte_count = 0;
-};
-
-struct ReplaceReply {
-  bool closed = false;    // the head has all of its new tensors, and the step is REPLACED
-  bool replayed = false;  // by an equal call before this one
-  HeadInfo head;          // as the call leaves it
-};
-
-// Arguments of ApplyOptimizerStep; compared member by member to tell a replay from a conflict.
-struct ApplyArguments {
-  double learning_rate = 0;                                             // finite, >= 0
-  double gradient_factor = 1;                                           // finite
-  std::optional<double> max_grad_norm;                                  // > 0; absent: no clipping
-  double other_grad_norm_squared = 0;                                   // finite, >= 0
-  std::optional<double> weight_decay, beta1, beta2, epsilon, momentum;  // overrides
-  bool operator==(const ApplyArguments&) const = default;
-};
-
-struct ApplyReply {
-  int64_t open_step = 0;
-  int64_t weight_version = 0;
-  double global_grad_norm = 0;
-  double gradient_norm_squared = 0;
-  double clip_factor = 1;
-  StepTotals totals;
-  bool replayed = false;
-};
-
-struct SealReply {
-  StepTotals totals;
-  GradientStats stats;
-  bool replayed = false;
-};
-
+// What a head is created with beside its specification.
 struct HeadLimits {
   int64_t max_step_micro_batches = 1 << 20;  // records of one step, tombstones included
   bool deterministic = false;                // contributions are added in ascending id
   int64_t ordered_window = 1024;             // that may be there before their predecessors; >= 1
-};
-
-// Brings elements [element_start, element_start + element_count) of a tensor; called in ascending order, without gaps, and perhaps
-// from the beginning again.
-using TensorSource = std::function<absl::Status(int64_t element_start, int64_t element_count, void* out)>;
-
-// One tensor that SetTensors() sets.
-struct TensorUpdate {
-  HeadTensor tensor = HeadTensor::kWeight;  // kWeight or kBias
-  DataType data_type = DataType::kFloat32;  // of what `source` brings: the storage type or fp32
-  TensorSource source;
-  bool in_memory = false;  // `source` cannot fail: nobody need read it through before
 };
 
 class HeadUse;
@@ -498,14 +297,16 @@ class Head : public std::enable_shared_from_this<Head> {
     return !file_runs_ && entries_ == 0 && due_entries_ == 0;
   }
   // WaitForChange() in a place of the limits'. Not OK when it is to wait no longer.
-  absl::Status WaitForFiles(const WaitLimits& limits, WaitPlace& place) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  absl::Status WaitForFiles(const WaitLimits& limits, scheduler::WaitPlace& place) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // With the compute lock, before anything is changed: kDeadlineExceeded, kCancelled.
   static absl::Status CheckInTime(const WaitLimits& limits);
   void CountUse(int64_t change) ABSL_LOCKS_EXCLUDED(state_mutex_);
 
-  // One turn of a loop that waits for this head to change: it looks again after a while, unless its limits end it.
-  enum class Waited { kAWhile, kCancelled, kTooLong };
-  Waited WaitForChange(const WaitLimits& limits) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  // One turn of a loop that waits for this head to change.
+  scheduler::Waited WaitForChange(const WaitLimits& limits) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) {
+    return scheduler::WaitForChange(changed_, state_mutex_, limits);
+  }
 
   // Turns what another head has dropped into tombstones.
   void SettleDropped() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
@@ -691,12 +492,6 @@ class HeadUse {
 
   std::shared_ptr<Head> head_;  // null: of none
 };
-
-// How often a waiting call asks whether it has been cancelled.
-inline constexpr absl::Duration kPollInterval = absl::Milliseconds(10);
-
-// The largest piece in which tensors are read from a source or a checkpoint.
-inline constexpr int64_t kTensorPieceBytes = int64_t{8} << 20;
 
 }  // namespace headwater::heads
 

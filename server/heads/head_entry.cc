@@ -22,9 +22,9 @@ absl::Status EndedError(const WaitLimits& limits, const std::string& when) {
 
 }  // namespace
 
-absl::Status Head::WaitForFiles(const WaitLimits& limits, WaitPlace& place) const {
+absl::Status Head::WaitForFiles(const WaitLimits& limits, scheduler::WaitPlace& place) const {
   if (absl::Status status = place.Take(); !status.ok()) return status;
-  if (WaitForChange(limits) == Waited::kAWhile) return absl::OkStatus();
+  if (WaitForChange(limits) == scheduler::Waited::kAWhile) return absl::OkStatus();
   return EndedError(limits, absl::StrCat("while ", name_.ToString(), " was being saved or set"));
 }
 
@@ -34,7 +34,7 @@ absl::Status Head::CheckInTime(const WaitLimits& limits) {
 }
 
 absl::Status Head::EnterCall(const WaitLimits& limits) const {
-  WaitPlace place(limits.places);
+  scheduler::WaitPlace place(limits.places);
   absl::MutexLock state_lock(&state_mutex_);
   if (file_calls_ > 0) {
     const int64_t turn = file_turn_;
@@ -60,7 +60,7 @@ void Head::LeaveCall() const {
 }
 
 absl::Status Head::EnterFiles(const WaitLimits& limits) {
-  WaitPlace place(limits.places);
+  scheduler::WaitPlace place(limits.places);
   absl::MutexLock state_lock(&state_mutex_);
   ++file_calls_;
   absl::Cleanup give_up = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS {

@@ -69,12 +69,12 @@ absl::Status Head::AwaitTurn(const StepKey& key, int64_t micro_batch, const Wait
   if (window_ == nullptr) return absl::OkStatus();
   absl::MutexLock state_lock(&state_mutex_);
   while (!IsItsTurn(key, micro_batch)) {
-    const Waited waited = WaitForChange(limits);
-    if (waited == Waited::kCancelled) {
+    const scheduler::Waited waited = WaitForChange(limits);
+    if (waited == scheduler::Waited::kCancelled) {
       return MakeError(ErrorReason::kCancelled,
                        absl::StrCat("the call was cancelled while micro-batch ", micro_batch, " waited for its turn"));
     }
-    if (waited == Waited::kTooLong) break;
+    if (waited == scheduler::Waited::kTooLong) break;
   }
   return absl::OkStatus();
 }

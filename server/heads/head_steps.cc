@@ -66,11 +66,11 @@ absl::Status Head::AwaitMicroBatches(const StepKey& key, const ExpectedMicroBatc
         HasReason(complete, ErrorReason::kMicroBatchMissing) || HasReason(complete, ErrorReason::kMicroBatchUncommitted);
     // To a sealed step, by another expectation perhaps, nothing can come any more.
     if (!lacks_some || ledger_.open().state != StepState::kOpen) return absl::OkStatus();
-    const Waited waited = WaitForChange(limits);
-    if (waited == Waited::kCancelled) {
+    const scheduler::Waited waited = WaitForChange(limits);
+    if (waited == scheduler::Waited::kCancelled) {
       return MakeError(ErrorReason::kCancelled, absl::StrCat("the call was cancelled while step ", key.step, " was incomplete"));
     }
-    if (waited == Waited::kTooLong) return absl::OkStatus();
+    if (waited == scheduler::Waited::kTooLong) return absl::OkStatus();
   }
 }
 

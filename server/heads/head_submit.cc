@@ -306,9 +306,9 @@ absl::Status Head::AwaitFiles(const Submission& submission, const WaitLimits& li
   for (Head* head : HeadsOf(submission)) {
     absl::MutexLock state_lock(&head->state_mutex_);
     while (head->IsTakenByFiles()) {
-      const Waited waited = head->WaitForChange(limits);
-      if (waited == Waited::kCancelled) return Cancelled();
-      if (waited == Waited::kTooLong) {
+      const scheduler::Waited waited = head->WaitForChange(limits);
+      if (waited == scheduler::Waited::kCancelled) return Cancelled();
+      if (waited == scheduler::Waited::kTooLong) {
         return MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("the deadline passed while ", head->name_.ToString(),
                                                                       " was being saved or set; nothing was added"));
       }

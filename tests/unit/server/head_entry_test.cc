@@ -37,7 +37,7 @@ using observability::MonotonicNow;
 
 const Payload kRow = {{1, 2, 3}, {2}};
 
-class Places : public WaitPlaces {
+class Places : public scheduler::WaitPlaces {
  public:
   explicit Places(int most) : most_(most) {}
   absl::Status Take() override {
