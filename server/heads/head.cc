@@ -7,7 +7,6 @@
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
-#include "server/heads/head_entry.h"
 #include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
@@ -27,6 +26,7 @@ Head::Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits,
       create_time_(absl::Now()),
       engine_(engine),
       last_use_nanos_(absl::ToUnixNanos(create_time_)),
+      gate_(name),
       engine_head_(std::move(engine_head)),
       ledger_(spec.initial_step),
       window_(limits.deterministic && spec.trainable ? std::make_unique<OrderedWindow>(limits.ordered_window) : nullptr),
@@ -77,10 +77,7 @@ absl::Status Head::LostError() const {
 
 absl::Status Head::Check(const Epoch* epoch, Need need, bool for_step) const {
   SettleDropped();
-  if (retired_) {
-    return MakeError(ErrorReason::kHeadNotFound, absl::StrCat("there is no head ", name_.ToString(), "; it has been deleted"),
-                     {{"head", name_.ToString()}});
-  }
+  if (retired_) return HeadDeleted(name_);
   if (for_step && !spec_.trainable) {
     return MakeError(ErrorReason::kHeadNotTrainable, absl::StrCat(name_.ToString(), " is frozen: it has no steps"),
                      {{"head", name_.ToString()}});
@@ -111,6 +108,12 @@ absl::Status Head::CheckOpenStep(const StepKey& key) const {
 absl::Status Head::CheckEpoch(const Epoch& epoch) const { return LockAndCheck(&epoch, Need::kAnyState, false); }
 
 absl::Status Head::CheckThere() const { return LockAndCheck(nullptr, Need::kAnyState, false); }
+
+std::vector<HeadGate*> Head::GatesOf(const std::set<Head*, std::less<>>& heads) {
+  std::vector<HeadGate*> gates;
+  for (Head* head : heads) gates.push_back(&head->gate_);
+  return gates;
+}
 
 HeadInfo Head::Describe() const {
   absl::MutexLock state_lock(&state_mutex_);
@@ -223,7 +226,7 @@ void Head::StartAfresh(int64_t step) {
 
 absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch, std::vector<Epoch> recovers_epochs,
                                     const WaitLimits& limits) {
-  const Entry entry(*this, limits);
+  const HeadGate::Entry entry(gate_, limits);
   if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
@@ -262,11 +265,16 @@ void Head::CountUse(int64_t change) {
   use_count_ += change;
 }
 
+void Head::MarkRetired() {
+  retired_ = true;
+  gate_.Close();
+  changed_.SignalAll();
+}
+
 void Head::Retire() {
   {
     absl::MutexLock state_lock(&state_mutex_);
-    retired_ = true;
-    changed_.SignalAll();
+    MarkRetired();
   }
   // Whoever computes now finishes first; whoever waits finds the head retired.
   absl::MutexLock compute_lock(&compute_mutex_);
@@ -289,8 +297,7 @@ absl::Status Head::TryRetire(const std::optional<Epoch>& epoch, bool force) {
                       {"runningCalls", absl::StrCat(running_calls)},
                       {"committed", absl::StrCat(totals.micro_batch_count)}});
   }
-  retired_ = true;
-  changed_.SignalAll();
+  MarkRetired();
   return absl::OkStatus();
 }
 

@@ -7,7 +7,7 @@
 // errors carry reasons (error.h).
 //
 // Calls that save the head, or set it from files, hold it for as long as the disk takes. What waits for those waits apart, in turns
-// and as its WaitLimits allow (head_entry.h): methods that take limits answer kDeadlineExceeded, kCancelled, or what
+// and as its WaitLimits allow (head_gate.h): methods that take limits answer kDeadlineExceeded, kCancelled, or what
 // WaitLimits::places says, and have changed nothing then (in deterministic mode Seal() and Apply() may have sealed the step).
 // Behind a computation they wait whatever their limits are, and look at them before they change anything.
 //
@@ -38,6 +38,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -49,6 +50,7 @@
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/engine.h"
 #include "server/heads/epoch.h"
+#include "server/heads/head_gate.h"
 #include "server/heads/head_info.h"
 #include "server/heads/head_name.h"
 #include "server/heads/ordered_window.h"
@@ -263,10 +265,6 @@ class Head : public std::enable_shared_from_this<Head> {
   // Hold the compute locks, or the state locks, of some heads, taken in ascending address so that nobody waits in a circle.
   class ComputeLocks;
   class StateLocks;
-  // Calls on their way into heads, before they wait for the compute locks: those that take as long as files do, for which
-  // AwaitFiles() waits, and all others but submissions. head_entry.h.
-  class FileCall;
-  class Entry;
 
   Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits, LossEngine& engine,
        std::unique_ptr<EngineHead> engine_head);
@@ -283,24 +281,9 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::Status EpochError(const Epoch& epoch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   absl::Status LostError() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   bool InUseLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // Whether AwaitFiles() waits for this head.
-  bool IsTakenByFiles() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) { return file_calls_ > 0 && !retired_; }
-
-  // FileCall's and Entry's; head_entry.cc. Who has been let in leaves.
-  absl::Status EnterCall(const WaitLimits& limits) const ABSL_LOCKS_EXCLUDED(state_mutex_);
-  void LeaveCall() const ABSL_LOCKS_EXCLUDED(state_mutex_);
-  absl::Status EnterFiles(const WaitLimits& limits) ABSL_LOCKS_EXCLUDED(state_mutex_);
-  // Does not wait: false if it would have to.
-  bool TryEnterFiles() ABSL_LOCKS_EXCLUDED(state_mutex_);
-  void LeaveFiles() ABSL_LOCKS_EXCLUDED(state_mutex_);
-  bool MayFilesBegin() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) {
-    return !file_runs_ && entries_ == 0 && due_entries_ == 0;
-  }
-  // WaitForChange() in a place of the limits'. Not OK when it is to wait no longer.
-  absl::Status WaitForFiles(const WaitLimits& limits, scheduler::WaitPlace& place) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // With the compute lock, before anything is changed: kDeadlineExceeded, kCancelled.
-  static absl::Status CheckInTime(const WaitLimits& limits);
+  // The gates of some heads, in ascending address.
+  static std::vector<HeadGate*> GatesOf(const std::set<Head*, std::less<>>& heads);
+  void MarkRetired() ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   void CountUse(int64_t change) ABSL_LOCKS_EXCLUDED(state_mutex_);
 
   // One turn of a loop that waits for this head to change.
@@ -425,6 +408,8 @@ class Head : public std::enable_shared_from_this<Head> {
   // and nothing that is pending is committed.
   mutable absl::Mutex compute_mutex_ ABSL_ACQUIRED_BEFORE(state_mutex_);
   mutable absl::Mutex state_mutex_;
+  // Passed before the compute lock is waited for.
+  mutable HeadGate gate_;
   mutable absl::CondVar changed_;  // with state_mutex_: the ledger, the epoch or the state has changed
 
   // The pointer is fixed; calls other than spec(), plan(), shards() and the sizes need compute_mutex_.
@@ -463,14 +448,6 @@ class Head : public std::enable_shared_from_this<Head> {
   std::map<int64_t, int64_t> superseding_ ABSL_GUARDED_BY(state_mutex_);  // micro-batch: attempt that waits to abort lower ones
   int64_t running_calls_ ABSL_GUARDED_BY(state_mutex_) = 0;               // submissions that wait or compute
   int64_t use_count_ ABSL_GUARDED_BY(state_mutex_) = 0;                   // HeadUse objects
-  // The turns of head_entry.h. File calls: how many there are, whether one of them has its turn, how many have had theirs. Others:
-  // how many are in, how many wait, and how many of these come before the next file call.
-  int64_t file_calls_ ABSL_GUARDED_BY(state_mutex_) = 0;
-  bool file_runs_ ABSL_GUARDED_BY(state_mutex_) = false;
-  int64_t file_turn_ ABSL_GUARDED_BY(state_mutex_) = 0;
-  mutable int64_t entries_ ABSL_GUARDED_BY(state_mutex_) = 0;
-  mutable int64_t waiting_entries_ ABSL_GUARDED_BY(state_mutex_) = 0;
-  mutable int64_t due_entries_ ABSL_GUARDED_BY(state_mutex_) = 0;
 };
 
 // A call's use of a head that it has found, for as long as it may come to work on it: the head is in use meanwhile, and if it is

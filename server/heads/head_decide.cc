@@ -12,7 +12,6 @@
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
-#include "server/heads/head_entry.h"
 #include "server/observability/busy_clock.h"
 
 namespace headwater::heads {
@@ -225,7 +224,7 @@ absl::StatusOr<bool> Head::Commit(const std::vector<DecisionTarget>& targets, in
     }
     std::optional<observability::BusyClock::Work> work;  // begins when the locks are had
     {
-      const Entry entry(heads, limits);
+      const HeadGate::Entry entry(GatesOf(heads), limits);
       if (!entry.status().ok()) return entry.status();
       const ComputeLocks locks(heads);
       if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
@@ -327,7 +326,7 @@ absl::StatusOr<bool> Head::Discard(const std::vector<DecisionTarget>& targets, i
   bool dropped = false;
   {
     const std::set<Head*, std::less<>> heads = HeadsOf(targets);
-    const Entry entry(heads, limits);
+    const HeadGate::Entry entry(GatesOf(heads), limits);
     if (!entry.status().ok()) return entry.status();
     const ComputeLocks locks(heads);
     if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
@@ -419,7 +418,7 @@ absl::StatusOr<bool> Head::AddGradient(const StepKey& key, int64_t micro_batch, 
 absl::StatusOr<std::optional<bool>> Head::AddOwnPart(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
                                                      const GradientPart& part, const std::function<bool()>& cancelled,
                                                      const WaitLimits& limits) {
-  const Entry entry(*this, limits);
+  const HeadGate::Entry entry(gate_, limits);
   if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;

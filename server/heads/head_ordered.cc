@@ -10,7 +10,6 @@
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
-#include "server/heads/head_entry.h"
 
 namespace headwater::heads {
 namespace {
@@ -142,7 +141,7 @@ absl::Status Head::AddInOrder(const WaitLimits& limits) ABSL_NO_THREAD_SAFETY_AN
       teachers.push_back(teacher.lock());
       if (teachers.back() != nullptr) heads.insert(teachers.back().get());
     }
-    const Entry entry(heads, limits);
+    const HeadGate::Entry entry(GatesOf(heads), limits);
     if (!entry.status().ok()) return entry.status();
     const ComputeLocks locks(std::move(heads));
     {

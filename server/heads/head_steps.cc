@@ -7,7 +7,6 @@
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
-#include "server/heads/head_entry.h"
 
 namespace headwater::heads {
 namespace {
@@ -80,7 +79,7 @@ absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatc
   std::optional<bool> sealed_first;
   while (true) {
     {
-      const Entry entry(*this, limits);
+      const HeadGate::Entry entry(gate_, limits);
       if (!entry.status().ok()) return entry.status();
       absl::MutexLock compute_lock(&compute_mutex_);
       if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
@@ -159,7 +158,7 @@ absl::StatusOr<ApplyReply> Head::Apply(const StepKey& key, const std::optional<E
 
 absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
                                                          const ApplyArguments& arguments, const WaitLimits& limits) {
-  const Entry entry(*this, limits);
+  const HeadGate::Entry entry(gate_, limits);
   if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
@@ -243,7 +242,7 @@ absl::Status Head::CloseStep(int64_t step, StepState how) {
 }
 
 absl::StatusOr<std::pair<int64_t, bool>> Head::DiscardGradient(const StepKey& key, const WaitLimits& limits) {
-  const Entry entry(*this, limits);
+  const HeadGate::Entry entry(gate_, limits);
   if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
@@ -268,7 +267,7 @@ absl::StatusOr<std::pair<int64_t, bool>> Head::DiscardGradient(const StepKey& ke
 }
 
 absl::StatusOr<GradientStats> Head::GradientNorm(const StepKey& key, const WaitLimits& limits) const {
-  const Entry entry(*this, limits);
+  const HeadGate::Entry entry(gate_, limits);
   if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
@@ -278,7 +277,7 @@ absl::StatusOr<GradientStats> Head::GradientNorm(const StepKey& key, const WaitL
 
 absl::Status Head::ReadGradient(const StepKey& key, HeadTensor tensor, int64_t element_start, int64_t element_count, float* out,
                                 const WaitLimits& limits) const {
-  const Entry entry(*this, limits);
+  const HeadGate::Entry entry(gate_, limits);
   if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;

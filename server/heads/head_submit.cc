@@ -11,7 +11,6 @@
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
-#include "server/heads/head_entry.h"
 
 namespace headwater::heads {
 namespace {
@@ -174,7 +173,7 @@ absl::Status Head::Announce(const Submission& submission, const WaitLimits& limi
   const int64_t micro_batch = *submission.micro_batch;
   // Before the mark: nobody computes on a head that files have, and a call that is given up here supersedes nothing.
   const std::set<Head*, std::less<>> heads(targets.begin(), targets.end());
-  const Entry entry(heads, limits);
+  const HeadGate::Entry entry(GatesOf(heads), limits);
   if (!entry.status().ok()) return entry.status();
   // A lower attempt that is being computed gives up as soon as it may.
   for (Head* target : targets) {
@@ -292,11 +291,7 @@ class Head::SubmissionRun::Flow : public RowFlow {
 };
 
 bool Head::IsBehindFiles(const Submission& submission) {
-  const auto is_taken = [](const std::shared_ptr<Head>& head) {
-    if (head == nullptr) return false;
-    absl::MutexLock state_lock(&head->state_mutex_);
-    return head->IsTakenByFiles();
-  };
+  const auto is_taken = [](const std::shared_ptr<Head>& head) { return head != nullptr && head->gate_.IsTakenByFiles(); };
   return std::any_of(submission.terms.begin(), submission.terms.end(),
                      [&](const SubmittedTerm& term) { return is_taken(term.head) || is_taken(term.teacher_head); });
 }
@@ -304,14 +299,11 @@ bool Head::IsBehindFiles(const Submission& submission) {
 absl::Status Head::AwaitFiles(const Submission& submission, const WaitLimits& limits) {
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
   for (Head* head : HeadsOf(submission)) {
-    absl::MutexLock state_lock(&head->state_mutex_);
-    while (head->IsTakenByFiles()) {
-      const scheduler::Waited waited = head->WaitForChange(limits);
-      if (waited == scheduler::Waited::kCancelled) return Cancelled();
-      if (waited == scheduler::Waited::kTooLong) {
-        return MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("the deadline passed while ", head->name_.ToString(),
-                                                                      " was being saved or set; nothing was added"));
-      }
+    const scheduler::Waited waited = head->gate_.AwaitFiles(limits);
+    if (waited == scheduler::Waited::kCancelled) return Cancelled();
+    if (waited == scheduler::Waited::kTooLong) {
+      return MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("the deadline passed while ", head->name_.ToString(),
+                                                                    " was being saved or set; nothing was added"));
     }
   }
   return absl::OkStatus();

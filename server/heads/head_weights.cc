@@ -11,7 +11,6 @@
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
-#include "server/heads/head_entry.h"
 #include "server/heads/numerics.h"
 #include "server/model_files/xxh3.h"
 #include "server/observability/monotonic_clock.h"
@@ -177,7 +176,7 @@ absl::StatusOr<HeadInfo> Head::SetTensors(const Epoch& epoch, const std::vector<
   if (absl::Status status = CheckUpdates(updates); !status.ok()) return status;
   if (absl::Status status = LockAndCheck(&epoch, Need::kAnyState, false); !status.ok()) return status;
   if (absl::Status status = ReadThrough(updates); !status.ok()) return status;
-  const FileCall file_call(*this, limits);
+  const HeadGate::FileCall file_call(gate_, limits);
   if (!file_call.status().ok()) return file_call.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
@@ -267,7 +266,7 @@ absl::StatusOr<ReplaceReply> Head::Replace(const StepKey& key, const ShadowTenso
   hasher.Update(tensor.data.get(), tensor.byte_count);
   const std::string checksum = absl::StrCat(DataTypeName(tensor.data_type), ":", hasher.Digest());
 
-  const Entry entered(*this, limits);
+  const HeadGate::Entry entered(gate_, limits);
   if (!entered.status().ok()) return entered.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
@@ -312,7 +311,7 @@ bool Head::DropShadow(const void* data) ABSL_NO_THREAD_SAFETY_ANALYSIS {
 
 absl::Status Head::ReadWeights(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out,
                                std::optional<int64_t> version, const std::optional<Epoch>& epoch, const WaitLimits& limits) const {
-  const Entry entry(*this, limits);
+  const HeadGate::Entry entry(gate_, limits);
   if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
@@ -343,7 +342,7 @@ absl::Status Head::ReadWeights(HeadTensor tensor, int64_t element_start, int64_t
 
 absl::StatusOr<Head::SavedCheckpoint> Head::Save(const std::optional<Epoch>& epoch, checkpoint::CheckpointStore& store,
                                                  const std::string& checkpoint_name, bool overwrite, const WaitLimits& limits) {
-  const FileCall file_call(*this, limits);
+  const HeadGate::FileCall file_call(gate_, limits);
   if (!file_call.status().ok()) return file_call.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
@@ -364,8 +363,8 @@ std::optional<absl::StatusOr<bool>> Head::TrySaveIfChanged(checkpoint::Checkpoin
   if (epoch.has_value() && observability::MonotonicNow() >= deadline) {
     saved = MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("no time is left to save ", name_.ToString()));
   } else if (epoch.has_value()) {
-    if (!TryEnterFiles()) return std::nullopt;
-    const absl::Cleanup leave = [this] { LeaveFiles(); };
+    const HeadGate::FileCall file_call(gate_);
+    if (!file_call.status().ok()) return std::nullopt;
     const absl::Status status = SaveLocked(epoch, store, checkpoint_name, /*overwrite=*/true).status();
     saved = status.ok() ? absl::StatusOr<bool>(true) : status;
   }
@@ -461,7 +460,7 @@ absl::Status Head::LoadCheckpoint(checkpoint::CheckpointStore& store, const std:
 
 absl::StatusOr<HeadInfo> Head::Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
                                        const WaitLimits& limits) {
-  const FileCall file_call(*this, limits);
+  const HeadGate::FileCall file_call(gate_, limits);
   if (!file_call.status().ok()) return file_call.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;

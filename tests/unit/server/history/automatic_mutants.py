@@ -40,6 +40,7 @@ TESTS = (
     "head_weights_test",
     "head_details_test",
     "head_entry_test",
+    "head_gate_test",
     "head_ordered_test",
 )
 HISTORY_TEST = "server_history_test"
