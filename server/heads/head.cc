@@ -28,8 +28,10 @@ Head::Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits,
       last_use_nanos_(absl::ToUnixNanos(create_time_)),
       gate_(name),
       engine_head_(std::move(engine_head)),
+      tensors_(name_, spec_, engine_, *engine_head_),
       ledger_(spec.initial_step),
       window_(limits.deterministic && spec.trainable ? std::make_unique<OrderedWindow>(limits.ordered_window) : nullptr),
+      weights_(spec.has_bias),
       epoch_(NewEpoch()) {}
 
 Head::~Head() {
@@ -86,7 +88,7 @@ absl::Status Head::Check(const Epoch* epoch, Need need, bool for_step) const {
   if (epoch != nullptr && *epoch != epoch_) return EpochError(*epoch);
   if (need != Need::kAnyState && state_ == HeadState::kLost) return LostError();
   if (need == Need::kReady && state_ == HeadState::kLoading) {
-    const char* missing = has_weight_ ? "bias" : "weight";
+    const char* missing = weights_.has_weight() ? "bias" : "weight";
     return MakeError(ErrorReason::kWeightsNotLoaded, absl::StrCat(name_.ToString(), " has no ", missing, " yet"),
                      {{"head", name_.ToString()}, {"missing", missing}});
   }
@@ -130,11 +132,11 @@ HeadInfo Head::DescribeLocked() const {
   info.epoch = epoch_;
   info.recovers_epochs = recovers_epochs_;
   info.state = state_;
-  info.weight_version = weight_version_;
+  info.weight_version = weights_.version();
   if (spec_.trainable) info.open_step = ledger_.open().step;
   if (window_ != nullptr) info.waiting_count = window_->waiting_count();
-  if (spec_.trainable) info.unsaved_since = unsaved_since_;
-  info.weight_checksum = weight_checksum_;
+  if (spec_.trainable) info.unsaved_since = weights_.unsaved_since();
+  info.weight_checksum = weights_.checksum();
   info.restore_note = restore_note_;
   if (state_ == HeadState::kRestored) info.restored_checkpoint = restored_checkpoint_;
   return info;
@@ -193,26 +195,17 @@ absl::Status Head::AfterChange(const absl::Status& status) {
 void Head::MarkLost(const absl::Status& cause) {
   absl::MutexLock state_lock(&state_mutex_);
   DropAllPending();
-  shadow_.clear();
+  weights_.Forget();
   state_ = HeadState::kLost;
-  has_weight_ = false;
-  has_bias_ = false;
-  weight_checksum_.clear();
   ledger_.Reset(ledger_.open().step);
   last_apply_.reset();
-  last_replace_.clear();
   lost_cause_ = std::string(cause.message());
   changed_.SignalAll();
 }
 
-int64_t Head::NextWeightVersion() {
-  if (!unsaved_since_.has_value()) unsaved_since_ = observability::MonotonicNow();
-  return ++weight_version_;
-}
-
 void Head::StartAfresh(int64_t step) {
   DropAllPending();
-  shadow_.clear();
+  weights_.EndStep();
   epoch_ = NewEpoch();
   recovers_epochs_.clear();
   state_ = HeadState::kReady;
@@ -220,7 +213,6 @@ void Head::StartAfresh(int64_t step) {
   restored_checkpoint_.clear();
   ledger_.Reset(step);
   last_apply_.reset();
-  last_replace_.clear();
   changed_.SignalAll();
 }
 
@@ -239,7 +231,7 @@ absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch, std::vect
   absl::MutexLock state_lock(&state_mutex_);
   StartAfresh(ledger_.open().step);
   recovers_epochs_ = std::move(recovers_epochs);
-  if (!HasAllTensors()) state_ = HeadState::kLoading;
+  if (!weights_.HasAllTensors()) state_ = HeadState::kLoading;
   return DescribeLocked();
 }
 
@@ -280,7 +272,7 @@ void Head::Retire() {
   absl::MutexLock compute_lock(&compute_mutex_);
   absl::MutexLock state_lock(&state_mutex_);
   DropAllPending();
-  shadow_.clear();
+  weights_.EndStep();
 }
 
 absl::Status Head::TryRetire(const std::optional<Epoch>& epoch, bool force) {

@@ -60,6 +60,8 @@
 #include "server/heads/step_ledger.h"
 #include "server/heads/submission.h"
 #include "server/heads/tensor_update.h"
+#include "server/heads/weight_record.h"
+#include "server/heads/weight_tensors.h"
 #include "server/scheduler/wait_limits.h"
 
 namespace headwater::checkpoint {
@@ -275,8 +277,6 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::Status LockAndCheck(const Epoch* epoch, Need need, bool for_step) const ABSL_LOCKS_EXCLUDED(state_mutex_);
   // The same for a call on the gradient of the open or sealed step.
   absl::Status CheckOpenStep(const StepKey& key) const ABSL_LOCKS_EXCLUDED(state_mutex_);
-  // kChunkOutOfRange; kInvalidField if the head does not have the tensor.
-  absl::Status CheckElements(HeadTensor tensor, int64_t element_start, int64_t element_count) const;
   HeadInfo DescribeLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   absl::Status EpochError(const Epoch& epoch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   absl::Status LostError() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
@@ -299,8 +299,6 @@ class Head : public std::enable_shared_from_this<Head> {
   void DropPending(int64_t micro_batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // Closes the step, with everything that belonged to it alone.
   absl::Status CloseStep(int64_t step, StepState how) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // The weights have changed: counts that, and keeps the time of the first change that is not saved.
-  int64_t NextWeightVersion() ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // Waits while micro-batches that Seal() needs are missing or undecided. OK when there is nothing to wait for, and at the
   // deadline.
   absl::Status AwaitMicroBatches(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& limits) const
@@ -370,14 +368,6 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::Status AfterChange(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   void MarkLost(const absl::Status& cause) ABSL_SHARED_LOCKS_REQUIRED(compute_mutex_);
   absl::Status CheckApply(const ApplyArguments& arguments) const;
-  absl::Status CheckUpdates(const std::vector<TensorUpdate>& updates) const;
-  // kDataLengthMismatch unless `byte_count` is the whole tensor's.
-  absl::Status CheckTensorBytes(HeadTensor tensor, DataType data_type, int64_t byte_count) const;
-  // Reads the sources of what is not in memory to their ends.
-  absl::Status ReadThrough(const std::vector<TensorUpdate>& updates) const;
-  // `changed` becomes true with the first change, `source_failed` if the error is a source's. The gradient is 0 afterwards.
-  absl::Status WriteTensors(const std::vector<TensorUpdate>& updates, bool& changed, bool& source_failed)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   // Swaps the shadow in; the sealed step is to be closed then.
   absl::Status WriteShadow() ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   // Save(), with the lock held.
@@ -387,11 +377,6 @@ class Head : public std::enable_shared_from_this<Head> {
   // Weights, optimizer state and step from a checkpoint. With `comes_back` a trainable head is RESTORED then, else READY.
   absl::Status LoadCheckpoint(checkpoint::CheckpointStore& store, const std::string& checkpoint_name, bool comes_back)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
-  // A sentence if a checkpoint comes from where sums are made in another order, else nothing; in deterministic mode that is an
-  // error (kCheckpointSpecMismatch).
-  absl::StatusOr<std::string> CompareNumerics(const checkpoint::CheckpointStore& store, const std::string& checkpoint_name) const;
-  absl::StatusOr<std::string> ChecksumWeight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
-  bool HasAllTensors() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) { return has_weight_ && (has_bias_ || !spec_.has_bias); }
 
   const HeadName name_;
   const HeadSpec spec_;
@@ -414,37 +399,20 @@ class Head : public std::enable_shared_from_this<Head> {
 
   // The pointer is fixed; calls other than spec(), plan(), shards() and the sizes need compute_mutex_.
   const std::unique_ptr<EngineHead> engine_head_;
+  WeightTensors tensors_;
   // By micro-batch; STAGED in the ledger. Mutable, like the ledger, for SettleDropped().
   mutable std::map<int64_t, std::shared_ptr<PendingContribution>> pending_ ABSL_GUARDED_BY(state_mutex_);
-  // Tensors that are to close the sealed step, with their checksums.
-  struct ShadowEntry {
-    ShadowTensor tensor;
-    std::string checksum;
-  };
-  std::map<HeadTensor, ShadowEntry> shadow_ ABSL_GUARDED_BY(state_mutex_);
-
   mutable StepLedger ledger_ ABSL_GUARDED_BY(state_mutex_);
   const std::unique_ptr<OrderedWindow> window_ ABSL_PT_GUARDED_BY(state_mutex_);  // null: not in deterministic mode
+  WeightRecord weights_ ABSL_GUARDED_BY(state_mutex_);
   Epoch epoch_ ABSL_GUARDED_BY(state_mutex_);
   std::vector<Epoch> recovers_epochs_ ABSL_GUARDED_BY(state_mutex_);  // belong to epoch_
   HeadState state_ ABSL_GUARDED_BY(state_mutex_) = HeadState::kLoading;
   std::string lost_cause_ ABSL_GUARDED_BY(state_mutex_);
   std::string restored_checkpoint_ ABSL_GUARDED_BY(state_mutex_);
   std::string restore_note_ ABSL_GUARDED_BY(state_mutex_);
-  bool has_weight_ ABSL_GUARDED_BY(state_mutex_) = false;
-  bool has_bias_ ABSL_GUARDED_BY(state_mutex_) = false;
   bool retired_ ABSL_GUARDED_BY(state_mutex_) = false;
-  int64_t weight_version_ ABSL_GUARDED_BY(state_mutex_) = 0;
-  int64_t update_count_ ABSL_GUARDED_BY(state_mutex_) = 0;
-  std::string weight_checksum_ ABSL_GUARDED_BY(state_mutex_);
-  // It has been saved, or has come back from a checkpoint, or goes on with the run of one that it was restored from: what is saved
-  // next is of the same run.
-  bool has_run_ ABSL_GUARDED_BY(compute_mutex_) = false;
-  // Version of the weights and open step in the newest checkpoint; nothing if that is of another time.
-  std::optional<std::pair<int64_t, int64_t>> saved_ ABSL_GUARDED_BY(state_mutex_);
-  std::optional<absl::Time> unsaved_since_ ABSL_GUARDED_BY(state_mutex_);  // HeadInfo's
   std::optional<AppliedStep> last_apply_ ABSL_GUARDED_BY(state_mutex_);
-  std::map<HeadTensor, std::string> last_replace_ ABSL_GUARDED_BY(state_mutex_);  // checksums that closed the last closed step
   std::map<int64_t, int64_t> superseding_ ABSL_GUARDED_BY(state_mutex_);  // micro-batch: attempt that waits to abort lower ones
   int64_t running_calls_ ABSL_GUARDED_BY(state_mutex_) = 0;               // submissions that wait or compute
   int64_t use_count_ ABSL_GUARDED_BY(state_mutex_) = 0;                   // HeadUse objects

@@ -284,14 +284,14 @@ absl::Status Head::CheckHeldTeacher(Head* teacher, int64_t weight_version) {
   if (absl::Status status = teacher->Check(nullptr, Need::kReady, false); !status.ok()) {
     return MakeError(GetErrorReason(status), absl::StrCat(kNeedsTeacher, std::string(status.message())), GetErrorMetadata(status));
   }
-  if (teacher->weight_version_ == weight_version) return absl::OkStatus();
+  if (teacher->weights_.version() == weight_version) return absl::OkStatus();
   return MakeError(ErrorReason::kWeightVersionMismatch,
                    absl::StrCat("the micro-batch is held, and was computed with version ", weight_version, " of the weights of ",
-                                teacher->name_.ToString(), ", they are of version ", teacher->weight_version_,
+                                teacher->name_.ToString(), ", they are of version ", teacher->weights_.version(),
                                 " now; discard it and submit it again"),
                    {{"head", teacher->name_.ToString()},
                     {"expected", absl::StrCat(weight_version)},
-                    {"actual", absl::StrCat(teacher->weight_version_)}});
+                    {"actual", absl::StrCat(teacher->weights_.version())}});
 }
 
 absl::StatusOr<bool> Head::Commit(const StepKey& key, int64_t micro_batch, int64_t attempt, double factor) {

@@ -197,7 +197,7 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
     if (HasWaiting()) return std::optional<ApplyReply>();
     if (absl::Status status = ledger_.CheckClose(key.step, StepState::kApplied); !status.ok()) return status;
     reply.totals = ledger_.open().Totals();
-    step.update_count = update_count_ + 1;
+    step.update_count = weights_.update_count() + 1;
   }
 
   absl::StatusOr<GradientStats> stats = engine_head_->ComputeGradientStats();
@@ -223,10 +223,10 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
 
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = CloseStep(key.step, StepState::kApplied); !status.ok()) return status;
-  update_count_ = step.update_count;
+  weights_.SetUpdateCount(step.update_count);
   reply.open_step = ledger_.open().step;
-  reply.weight_version = NextWeightVersion();
-  weight_checksum_.clear();
+  reply.weight_version = weights_.NextVersion();
+  weights_.SetChecksum("");
   last_apply_ = AppliedStep{arguments, expected, reply};
   return reply;
 }
@@ -234,9 +234,8 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
 absl::Status Head::CloseStep(int64_t step, StepState how) {
   if (absl::Status status = ledger_.Close(step, how); !status.ok()) return status;
   DropAllPending();
-  shadow_.clear();
+  weights_.EndStep();
   last_apply_.reset();
-  last_replace_.clear();
   changed_.SignalAll();
   return absl::OkStatus();
 }
@@ -282,15 +281,7 @@ absl::Status Head::ReadGradient(const StepKey& key, HeadTensor tensor, int64_t e
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   if (absl::Status status = CheckOpenStep(key); !status.ok()) return status;
-  if (tensor == HeadTensor::kWeight) tensor = HeadTensor::kGradWeight;
-  if (tensor == HeadTensor::kBias) tensor = HeadTensor::kGradBias;
-  if (tensor != HeadTensor::kGradWeight && tensor != HeadTensor::kGradBias) {
-    return MakeError(ErrorReason::kInvalidField,
-                     absl::StrCat("tensor must be the gradient of weight or bias, it is ", HeadTensorName(tensor)),
-                     {{"field", "tensor"}, {"expected", "grad_weight or grad_bias"}, {"actual", HeadTensorName(tensor)}});
-  }
-  if (absl::Status status = CheckElements(tensor, element_start, element_count); !status.ok()) return status;
-  return engine_head_->ReadTensor(tensor, element_start, element_count, out);
+  return tensors_.ReadGradient(tensor, element_start, element_count, out);
 }
 
 }  // namespace headwater::heads

@@ -118,7 +118,7 @@ absl::Status Head::CheckAsStudent(const SubmittedTerm& term, bool is_target, con
     return status;
   }
   absl::Status version =
-      CheckVersion(term.expected_weight_version, weight_version_, name_.ToString(), "head.expected_weight_version");
+      CheckVersion(term.expected_weight_version, weights_.version(), name_.ToString(), "head.expected_weight_version");
   if (!version.ok()) return version;
   if (!is_target) return absl::OkStatus();
   const int64_t micro_batch = *submission.micro_batch;
@@ -138,7 +138,8 @@ absl::Status Head::CheckAsTeacher(const SubmittedTerm& term) const {
   absl::MutexLock state_lock(&state_mutex_);
   const Epoch* epoch = term.teacher_head_epoch.has_value() ? &*term.teacher_head_epoch : nullptr;
   if (absl::Status status = Check(epoch, Need::kReady, false); !status.ok()) return status;
-  return CheckVersion(term.expected_teacher_weight_version, weight_version_, name_.ToString(), "teacher.expected_weight_version");
+  return CheckVersion(term.expected_teacher_weight_version, weights_.version(), name_.ToString(),
+                      "teacher.expected_weight_version");
 }
 
 absl::Status Head::CheckSubmission(const Submission& submission) {
@@ -391,8 +392,8 @@ void Head::SubmissionRun::BuildTerms() ABSL_NO_THREAD_SAFETY_ANALYSIS {
     LossTerm& term = terms_.emplace_back(submitted.term);
     term.head = submitted.head->engine_head_.get();
     term.teacher_head = submitted.teacher_head != nullptr ? submitted.teacher_head->engine_head_.get() : nullptr;
-    outcome_.weight_versions.push_back(submitted.head->weight_version_);
-    outcome_.teacher_weight_versions.push_back(submitted.teacher_head != nullptr ? submitted.teacher_head->weight_version_ : 0);
+    outcome_.weight_versions.push_back(submitted.head->weights_.version());
+    outcome_.teacher_weight_versions.push_back(submitted.teacher_head != nullptr ? submitted.teacher_head->weights_.version() : 0);
   }
 }
 
@@ -617,7 +618,7 @@ absl::StatusOr<HeldRows> Head::SubmissionRun::KeepRows() ABSL_NO_THREAD_SAFETY_A
     if (submitted.teacher_head == nullptr || !teachers.insert(submitted.teacher_head.get()).second) continue;
     held.teachers.push_back(submitted.teacher_head);
     held.teacher_heads.push_back(term.teacher_head);
-    held.teacher_weight_versions.push_back(submitted.teacher_head->weight_version_);
+    held.teacher_weight_versions.push_back(submitted.teacher_head->weights_.version());
   }
   return held;
 }

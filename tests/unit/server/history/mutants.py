@@ -93,7 +93,7 @@ MUTANTS = [
     (
         "commits_held_rows_with_a_teacher_that_changed",
         "server/heads/head_decide.cc",
-        "if (teacher->weight_version_ == weight_version) return absl::OkStatus();",
+        "if (teacher->weights_.version() == weight_version) return absl::OkStatus();",
         "if (weight_version >= 0) return absl::OkStatus();",
     ),
     (
@@ -120,10 +120,10 @@ MUTANTS = [
     (
         "swaps_half_of_the_weights_in",
         "server/heads/head_weights.cc",
-        "if (shadow_.size() < (spec_.has_bias ? 2U : 1U)) return ReplaceReply{.head = DescribeLocked()};",
-        "",
+        "if (!weights_.AddShadow(tensor, checksum)) return ReplaceReply{.head = DescribeLocked()};",
+        "weights_.AddShadow(tensor, checksum);",
     ),
-    ("forgets_the_updates_of_a_checkpoint", "server/heads/head_weights.cc", "update_count_ = info->update_count;", ""),
+    ("forgets_the_updates_of_a_checkpoint", "server/heads/head_weights.cc", "weights_.SetUpdateCount(info->update_count);", ""),
     ("changes_the_epoch_while_loading", "server/heads/head_weights.cc", "if (was_loading) epoch_ = epoch_before;", ""),
     ("replays_an_update_with_other_arguments", "server/heads/head_steps.cc", "last_apply_->arguments == arguments &&", ""),
     (
