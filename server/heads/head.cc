@@ -29,14 +29,13 @@ Head::Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits,
       gate_(name),
       engine_head_(std::move(engine_head)),
       tensors_(name_, spec_, engine_, *engine_head_),
-      ledger_(spec.initial_step),
-      window_(limits.deterministic && spec.trainable ? std::make_unique<OrderedWindow>(limits.ordered_window) : nullptr),
+      steps_(name_, spec_, limits_),
       weights_(spec.has_bias),
       epoch_(NewEpoch()) {}
 
 Head::~Head() {
   absl::MutexLock state_lock(&state_mutex_);
-  DropAllPending();
+  steps_.DropAll();
 }
 
 // ---- what every call begins with -------------------------------------------------------------------------------------
@@ -44,8 +43,8 @@ Head::~Head() {
 absl::Status Head::EpochError(const Epoch& epoch) const {
   ErrorMetadata metadata = {{"expected", EpochToHex(epoch_)}, {"actual", EpochToHex(epoch)}, {"headEpoch", EpochToHex(epoch_)}};
   if (spec_.trainable) {
-    metadata["openStep"] = absl::StrCat(ledger_.open().step);
-    metadata["checkpoints"] = ledger_.checkpoints();
+    metadata["openStep"] = absl::StrCat(steps_.open().step);
+    metadata["checkpoints"] = steps_.ledger().checkpoints();
   }
   return MakeError(
       ErrorReason::kEpochFenced,
@@ -56,10 +55,10 @@ absl::Status Head::EpochError(const Epoch& epoch) const {
 }
 
 absl::Status Head::LostError() const {
-  const std::string& checkpoints = ledger_.checkpoints();
+  const std::string& checkpoints = steps_.ledger().checkpoints();
   ErrorMetadata metadata = {{"head", name_.ToString()},
                             {"headEpoch", EpochToHex(epoch_)},
-                            {"openStep", absl::StrCat(ledger_.open().step)},
+                            {"openStep", absl::StrCat(steps_.open().step)},
                             {"checkpoints", checkpoints}};
   if (state_ == HeadState::kLost) {
     return MakeError(ErrorReason::kStepLost,
@@ -67,18 +66,18 @@ absl::Status Head::LostError() const {
                                   "); restore a checkpoint or set its weights again"),
                      std::move(metadata));
   }
-  metadata["restoredStep"] = absl::StrCat(ledger_.open().step);
+  metadata["restoredStep"] = absl::StrCat(steps_.open().step);
   metadata["checkpoint"] = restored_checkpoint_;
   return MakeError(
       ErrorReason::kStepLost,
-      absl::StrCat("the server has been started again: ", name_.ToString(), " came back at step ", ledger_.open().step,
+      absl::StrCat("the server has been started again: ", name_.ToString(), " came back at step ", steps_.open().step,
                    " from checkpoint ", restored_checkpoint_,
                    "; take the head to go on from there, or restore one of its checkpoints, with their steps ", checkpoints),
       std::move(metadata));
 }
 
 absl::Status Head::Check(const Epoch* epoch, Need need, bool for_step) const {
-  SettleDropped();
+  steps_.Settle();
   if (retired_) return HeadDeleted(name_);
   if (for_step && !spec_.trainable) {
     return MakeError(ErrorReason::kHeadNotTrainable, absl::StrCat(name_.ToString(), " is frozen: it has no steps"),
@@ -103,8 +102,8 @@ absl::Status Head::LockAndCheck(const Epoch* epoch, Need need, bool for_step) co
 absl::Status Head::CheckOpenStep(const StepKey& key) const {
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-  if (absl::Status status = ledger_.CheckStep(key.step); !status.ok()) return status;
-  return CheckNothingWaits();
+  if (absl::Status status = steps_.ledger().CheckStep(key.step); !status.ok()) return status;
+  return steps_.CheckNothingWaits();
 }
 
 absl::Status Head::CheckEpoch(const Epoch& epoch) const { return LockAndCheck(&epoch, Need::kAnyState, false); }
@@ -133,8 +132,8 @@ HeadInfo Head::DescribeLocked() const {
   info.recovers_epochs = recovers_epochs_;
   info.state = state_;
   info.weight_version = weights_.version();
-  if (spec_.trainable) info.open_step = ledger_.open().step;
-  if (window_ != nullptr) info.waiting_count = window_->waiting_count();
+  if (spec_.trainable) info.open_step = steps_.open().step;
+  info.waiting_count = steps_.waiting_count();
   if (spec_.trainable) info.unsaved_since = weights_.unsaved_since();
   info.weight_checksum = weights_.checksum();
   info.restore_note = restore_note_;
@@ -148,7 +147,7 @@ absl::Time Head::last_use() const { return absl::FromUnixNanos(last_use_nanos_.l
 
 absl::Status Head::AwaitStep(const StepKey& key, const WaitLimits& limits) {
   absl::MutexLock state_lock(&state_mutex_);
-  while (!retired_ && state_ == HeadState::kReady && key.epoch == epoch_ && key.step > 0 && key.step - 1 == ledger_.open().step) {
+  while (!retired_ && state_ == HeadState::kReady && key.epoch == epoch_ && key.step > 0 && key.step - 1 == steps_.open().step) {
     const scheduler::Waited waited = WaitForChange(limits);
     if (waited == scheduler::Waited::kCancelled) {
       return MakeError(ErrorReason::kCancelled, absl::StrCat("the call was cancelled while it waited for step ", key.step));
@@ -156,33 +155,6 @@ absl::Status Head::AwaitStep(const StepKey& key, const WaitLimits& limits) {
     if (waited == scheduler::Waited::kTooLong) break;
   }
   return absl::OkStatus();
-}
-
-// ---- what is undecided -----------------------------------------------------------------------------------------------
-
-void Head::SettleDropped() const {
-  for (auto entry = pending_.begin(); entry != pending_.end();) {
-    if (!entry->second->dropped()) {
-      ++entry;
-      continue;
-    }
-    // Cannot fail: what is pending is staged in the open step.
-    ledger_.Discard(ledger_.open().step, entry->first, entry->second->attempt(), limits_.max_step_micro_batches).IgnoreError();
-    entry = pending_.erase(entry);
-  }
-}
-
-void Head::DropAllPending() {
-  for (const auto& [id, pending] : pending_) pending->Drop();
-  pending_.clear();
-  if (window_ != nullptr) window_->Clear();
-}
-
-void Head::DropPending(int64_t micro_batch) {
-  const auto found = pending_.find(micro_batch);
-  if (found == pending_.end()) return;
-  found->second->Drop();
-  pending_.erase(found);
 }
 
 // ---- loss of the head, its taking over, and its end ------------------------------------------------------------------
@@ -194,25 +166,21 @@ absl::Status Head::AfterChange(const absl::Status& status) {
 
 void Head::MarkLost(const absl::Status& cause) {
   absl::MutexLock state_lock(&state_mutex_);
-  DropAllPending();
+  steps_.Reset(steps_.open().step);
   weights_.Forget();
   state_ = HeadState::kLost;
-  ledger_.Reset(ledger_.open().step);
-  last_apply_.reset();
   lost_cause_ = std::string(cause.message());
   changed_.SignalAll();
 }
 
 void Head::StartAfresh(int64_t step) {
-  DropAllPending();
+  steps_.Reset(step);
   weights_.EndStep();
   epoch_ = NewEpoch();
   recovers_epochs_.clear();
   state_ = HeadState::kReady;
   lost_cause_.clear();
   restored_checkpoint_.clear();
-  ledger_.Reset(step);
-  last_apply_.reset();
   changed_.SignalAll();
 }
 
@@ -229,17 +197,15 @@ absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch, std::vect
   }
   if (absl::Status status = AfterChange(engine_head_->ZeroGradient()); !status.ok()) return status;
   absl::MutexLock state_lock(&state_mutex_);
-  StartAfresh(ledger_.open().step);
+  StartAfresh(steps_.open().step);
   recovers_epochs_ = std::move(recovers_epochs);
   if (!weights_.HasAllTensors()) state_ = HeadState::kLoading;
   return DescribeLocked();
 }
 
 bool Head::InUseLocked() const {
-  SettleDropped();
-  const StepRecord& open = ledger_.open();
-  if (running_calls_ > 0 || use_count_ > 0 || open.state == StepState::kSealed || open.HasUndecided()) return true;
-  return open.Totals().micro_batch_count > 0;
+  steps_.Settle();
+  return running_calls_ > 0 || use_count_ > 0 || steps_.HasContributions();
 }
 
 bool Head::InUse() const {
@@ -271,7 +237,7 @@ void Head::Retire() {
   // Whoever computes now finishes first; whoever waits finds the head retired.
   absl::MutexLock compute_lock(&compute_mutex_);
   absl::MutexLock state_lock(&state_mutex_);
-  DropAllPending();
+  steps_.DropAll();
   weights_.EndStep();
 }
 
@@ -279,13 +245,13 @@ absl::Status Head::TryRetire(const std::optional<Epoch>& epoch, bool force) {
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = Check(epoch.has_value() ? &*epoch : nullptr, Need::kAnyState, false); !status.ok()) return status;
   if (!force && InUseLocked()) {
-    const StepTotals totals = ledger_.open().Totals();
+    const StepTotals totals = steps_.open().Totals();
     const int64_t running_calls = std::max(running_calls_, use_count_);  // who submits for a client has a use of it as well
     return MakeError(ErrorReason::kHeadInUse,
                      absl::StrCat(name_.ToString(), " is in use: ", running_calls, " running calls, ", totals.micro_batch_count,
-                                  " committed micro-batches in step ", ledger_.open().step, "; force deletes it nevertheless"),
+                                  " committed micro-batches in step ", steps_.open().step, "; force deletes it nevertheless"),
                      {{"head", name_.ToString()},
-                      {"openStep", absl::StrCat(ledger_.open().step)},
+                      {"openStep", absl::StrCat(steps_.open().step)},
                       {"runningCalls", absl::StrCat(running_calls)},
                       {"committed", absl::StrCat(totals.micro_batch_count)}});
   }

@@ -1,4 +1,7 @@
-// Head: one LM head's transactions. Ties the ledger (what is in the step) to the engine (the numbers).
+// Head: one LM head's transactions. Ties the open step to the engine's numbers.
+//
+// Head itself has name, specification, epoch and state, and takes the locks. Its parts have files of their own: StepTransactions
+// (ledger, pending contributions, order), WeightTensors and WeightRecord (tensors, versions, checkpoints), HeadGate (who may enter).
 //
 // Thread-safe. Two locks: `compute_mutex_` is for engine work and everything that changes the head, `state_mutex_` is held for
 // moments only. So Describe(), GetSteps(), CheckSubmission() and a duplicate's kMicroBatchInProgress are answered at once while
@@ -35,7 +38,6 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -53,11 +55,11 @@
 #include "server/heads/head_gate.h"
 #include "server/heads/head_info.h"
 #include "server/heads/head_name.h"
-#include "server/heads/ordered_window.h"
 #include "server/heads/pending_contribution.h"
 #include "server/heads/session_registry.h"
 #include "server/heads/step_calls.h"
 #include "server/heads/step_ledger.h"
+#include "server/heads/step_transactions.h"
 #include "server/heads/submission.h"
 #include "server/heads/tensor_update.h"
 #include "server/heads/weight_record.h"
@@ -76,13 +78,6 @@ namespace headwater::heads {
 // Every call that may wait takes limits.
 using scheduler::AsLongAsItTakes;
 using scheduler::WaitLimits;
-
-// What a head is created with beside its specification.
-struct HeadLimits {
-  int64_t max_step_micro_batches = 1 << 20;  // records of one step, tombstones included
-  bool deterministic = false;                // contributions are added in ascending id
-  int64_t ordered_window = 1024;             // that may be there before their predecessors; >= 1
-};
 
 class HeadUse;
 
@@ -255,12 +250,6 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::Status TryRetire(const std::optional<Epoch>& epoch, bool force);
 
  private:
-  // What a finished Apply() was asked and answered.
-  struct AppliedStep {
-    ApplyArguments arguments;
-    std::optional<ExpectedMicroBatches> expected;
-    ApplyReply reply;
-  };
   // What a call needs the head to be.
   enum class Need { kAnyState, kNotLost, kReady };
   friend class HeadUse;
@@ -273,9 +262,9 @@ class Head : public std::enable_shared_from_this<Head> {
 
   // The checks that every call begins with. `epoch` null: not checked.
   absl::Status Check(const Epoch* epoch, Need need, bool for_step) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // The same with the lock taken for a moment.
+  // Check(), with the lock taken for a moment.
   absl::Status LockAndCheck(const Epoch* epoch, Need need, bool for_step) const ABSL_LOCKS_EXCLUDED(state_mutex_);
-  // The same for a call on the gradient of the open or sealed step.
+  // Check() for a call on the gradient of the open or sealed step.
   absl::Status CheckOpenStep(const StepKey& key) const ABSL_LOCKS_EXCLUDED(state_mutex_);
   HeadInfo DescribeLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   absl::Status EpochError(const Epoch& epoch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
@@ -291,19 +280,13 @@ class Head : public std::enable_shared_from_this<Head> {
     return scheduler::WaitForChange(changed_, state_mutex_, limits);
   }
 
-  // Turns what another head has dropped into tombstones.
-  void SettleDropped() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // Drops everything that is undecided or waits: its step is closed, or lost. The ledger is the caller's to change.
-  void DropAllPending() ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // Drops what is undecided of one micro-batch, if anything is; the ledger knows already.
-  void DropPending(int64_t micro_batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // Closes the step, with everything that belonged to it alone.
   absl::Status CloseStep(int64_t step, StepState how) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // Waits while micro-batches that Seal() needs are missing or undecided. OK when there is nothing to wait for, and at the
   // deadline.
   absl::Status AwaitMicroBatches(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& limits) const
       ABSL_LOCKS_EXCLUDED(state_mutex_);
-  // Begins anew at the ledger's open step or another one: new epoch, nothing known, READY.
+  // Restarts at a step: new epoch, nothing known, READY.
   void StartAfresh(int64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
 
   // The heads whose accumulators a submission adds to, each once, in the order of the terms.
@@ -325,10 +308,8 @@ class Head : public std::enable_shared_from_this<Head> {
   // Whether Discard() would be refused.
   static absl::Status CheckDiscard(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
                                    const std::optional<SessionId>& session);
-  // Carries a commit out, with the compute locks of all heads concerned held.
-  static absl::Status AddPending(const PendingContribution& pending, const CommitArguments& arguments, LossEngine& engine);
-  static absl::Status AddHeld(HeldRows held, const CommitArguments& arguments, LossEngine& engine);
-  // A commit of what FindPending() has found: adds it, or puts it in its place in the order. Likewise.
+  // A commit of what FindPending() has found: adds it, or puts it in its place in the order. Needs the compute locks of all heads
+  // concerned.
   static absl::Status CarryOut(const std::vector<DecisionTarget>& targets, int64_t micro_batch, PendingContribution& pending,
                                const CommitArguments& arguments, const CommitFactor& factor);
   // AddGradient() once its arguments are known to be right, but for what follows in the order. Null if contributions wait that are
@@ -336,21 +317,9 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::StatusOr<std::optional<bool>> AddOwnPart(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
                                                  const GradientPart& part, const std::function<bool()>& cancelled,
                                                  const WaitLimits& limits);
-  // Whether an engine will take what is held times these: kShapeMismatch, kInvalidField.
-  static absl::Status CheckArguments(const CommitArguments& arguments, const HeldRows& held);
-
-  // Deterministic mode; head_ordered.cc. A new micro-batch may come: kOrderPassed, kOrderedWindowFull.
-  absl::Status CheckOrder(int64_t micro_batch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  absl::Status WindowFull(int64_t micro_batch, const std::string& why) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // Higher ones need not wait for a micro-batch that its trainer has discarded.
-  void CloseGap(int64_t micro_batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  // Deterministic mode; head_ordered.cc. Contributions are added in ascending id.
+  bool in_order() const { return limits_.deterministic && spec_.trainable; }
   bool IsItsTurn(const StepKey& key, int64_t micro_batch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  bool HasWaiting() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) { return window_ != nullptr && window_->waiting_count() > 0; }
-  // kStepNotSealed while the accumulator lacks what has been committed.
-  absl::Status CheckNothingWaits() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // This head's part of a contribution that is held.
-  std::shared_ptr<const WaitingAddition> MakeWaiting(int64_t micro_batch, const HeldRows& held,
-                                                     const CommitArguments& arguments) const;
   // Puts a contribution in its place in all of these heads. With their state locks held.
   static void WaitInOrder(const std::vector<Head*>& heads, int64_t micro_batch, const HeldRows& held,
                           const CommitArguments& arguments);
@@ -358,7 +327,7 @@ class Head : public std::enable_shared_from_this<Head> {
   // Adds those whose turn has come, one after the other; with no lock held. An engine failure, or a teacher that is no longer what
   // it was, makes the head LOST; any other error leaves what waits as it is.
   absl::Status AddInOrder(const WaitLimits& limits) ABSL_LOCKS_EXCLUDED(compute_mutex_, state_mutex_);
-  // The same for several heads, but for those that files have; only what made one LOST is an error.
+  // AddInOrder() for several heads, but for those that file calls have; only what made one LOST is an error.
   static absl::Status AddInOrder(const std::vector<Head*>& heads);
   // Null if contributions wait that the sealed step is to have first.
   absl::StatusOr<std::optional<ApplyReply>> TryApply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
@@ -386,11 +355,11 @@ class Head : public std::enable_shared_from_this<Head> {
   std::atomic<int64_t> last_use_nanos_;
 
   // Engine work and everything that changes the head. Taken before state_mutex_; of several heads by ComputeLocks. State is written
-  // only with both held, so a holder of this one alone may rely on what it has read: but for `retired_`, `superseding_`, the
-  // counts of calls, and SettleDropped() and DropSession(), which only concern what nobody can decide any more. Those who share it
-  // change only what each of them looks at anew under state_mutex_: the ledger's records and `pending_` of their own micro-batches,
-  // and, when the engine fails one of them, whether the head is LOST. Weights, versions, epoch and step stay as they are meanwhile,
-  // and nothing that is pending is committed.
+  // only with both held, so a holder of this one alone may rely on what it has read: but for `retired_`, the attempts that wait,
+  // the counts of calls, and what Settle() and DropSession() drop, which only concern what nobody can decide any more. Those who
+  // share it change only what each of them looks at anew under state_mutex_: the records and pending contributions of their own
+  // micro-batches, and, when the engine fails one of them, whether the head is LOST. Weights, versions, epoch and step stay as they
+  // are meanwhile, and nothing that is pending is committed.
   mutable absl::Mutex compute_mutex_ ABSL_ACQUIRED_BEFORE(state_mutex_);
   mutable absl::Mutex state_mutex_;
   // Passed before the compute lock is waited for.
@@ -399,11 +368,8 @@ class Head : public std::enable_shared_from_this<Head> {
 
   // The pointer is fixed; calls other than spec(), plan(), shards() and the sizes need compute_mutex_.
   const std::unique_ptr<EngineHead> engine_head_;
-  WeightTensors tensors_;
-  // By micro-batch; STAGED in the ledger. Mutable, like the ledger, for SettleDropped().
-  mutable std::map<int64_t, std::shared_ptr<PendingContribution>> pending_ ABSL_GUARDED_BY(state_mutex_);
-  mutable StepLedger ledger_ ABSL_GUARDED_BY(state_mutex_);
-  const std::unique_ptr<OrderedWindow> window_ ABSL_PT_GUARDED_BY(state_mutex_);  // null: not in deterministic mode
+  WeightTensors tensors_;  // but for its checks, needs compute_mutex_
+  mutable StepTransactions steps_ ABSL_GUARDED_BY(state_mutex_);  // mutable for Settle()
   WeightRecord weights_ ABSL_GUARDED_BY(state_mutex_);
   Epoch epoch_ ABSL_GUARDED_BY(state_mutex_);
   std::vector<Epoch> recovers_epochs_ ABSL_GUARDED_BY(state_mutex_);  // belong to epoch_
@@ -412,10 +378,8 @@ class Head : public std::enable_shared_from_this<Head> {
   std::string restored_checkpoint_ ABSL_GUARDED_BY(state_mutex_);
   std::string restore_note_ ABSL_GUARDED_BY(state_mutex_);
   bool retired_ ABSL_GUARDED_BY(state_mutex_) = false;
-  std::optional<AppliedStep> last_apply_ ABSL_GUARDED_BY(state_mutex_);
-  std::map<int64_t, int64_t> superseding_ ABSL_GUARDED_BY(state_mutex_);  // micro-batch: attempt that waits to abort lower ones
-  int64_t running_calls_ ABSL_GUARDED_BY(state_mutex_) = 0;               // submissions that wait or compute
-  int64_t use_count_ ABSL_GUARDED_BY(state_mutex_) = 0;                   // HeadUse objects
+  int64_t running_calls_ ABSL_GUARDED_BY(state_mutex_) = 0;  // submissions that wait or compute
+  int64_t use_count_ ABSL_GUARDED_BY(state_mutex_) = 0;      // HeadUse objects
 };
 
 // A call's use of a head that it has found, for as long as it may come to work on it: the head is in use meanwhile, and if it is

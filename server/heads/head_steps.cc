@@ -47,24 +47,24 @@ OptimizerSpec WithOverrides(OptimizerSpec optimizer, const ApplyArguments& argum
 absl::StatusOr<std::pair<StepRecord, std::optional<StepRecord>>> Head::GetSteps(const Epoch& epoch) const {
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = Check(&epoch, Need::kNotLost, true); !status.ok()) return status;
-  return std::make_pair(ledger_.open(), ledger_.last_closed());
+  return std::make_pair(steps_.open(), steps_.ledger().last_closed());
 }
 
 bool Head::TakesMicroBatches(const StepKey& key) const {
   absl::MutexLock state_lock(&state_mutex_);
-  return !retired_ && state_ == HeadState::kReady && key.epoch == epoch_ && key.step == ledger_.open().step &&
-         ledger_.open().state == StepState::kOpen;
+  return !retired_ && state_ == HeadState::kReady && key.epoch == epoch_ && key.step == steps_.open().step &&
+         steps_.open().state == StepState::kOpen;
 }
 
 absl::Status Head::AwaitMicroBatches(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& limits) const {
   absl::MutexLock state_lock(&state_mutex_);
   while (true) {
     if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-    const absl::Status complete = ledger_.CheckSeal(key.step, expected);
+    const absl::Status complete = steps_.ledger().CheckSeal(key.step, expected);
     const bool lacks_some =
         HasReason(complete, ErrorReason::kMicroBatchMissing) || HasReason(complete, ErrorReason::kMicroBatchUncommitted);
     // To a sealed step, by another expectation perhaps, nothing can come any more.
-    if (!lacks_some || ledger_.open().state != StepState::kOpen) return absl::OkStatus();
+    if (!lacks_some || steps_.open().state != StepState::kOpen) return absl::OkStatus();
     const scheduler::Waited waited = WaitForChange(limits);
     if (waited == scheduler::Waited::kCancelled) {
       return MakeError(ErrorReason::kCancelled, absl::StrCat("the call was cancelled while step ", key.step, " was incomplete"));
@@ -88,12 +88,12 @@ absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatc
       {
         absl::MutexLock state_lock(&state_mutex_);
         if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-        absl::StatusOr<bool> sealed_now = ledger_.Seal(key.step, expected);
+        absl::StatusOr<bool> sealed_now = steps_.ledger().Seal(key.step, expected);
         if (!sealed_now.ok()) return sealed_now.status();
         if (!sealed_first.has_value()) sealed_first = *sealed_now;
         reply.replayed = !*sealed_first;
-        reply.totals = ledger_.open().Totals();
-        waits = HasWaiting();
+        reply.totals = steps_.open().Totals();
+        waits = steps_.waiting_count() > 0;
         changed_.SignalAll();
       }
       // If this, or what follows, fails the step is sealed nevertheless, and the same call again tells the rest.
@@ -168,35 +168,35 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
     absl::MutexLock state_lock(&state_mutex_);
     if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
     if (absl::Status status = CheckApply(arguments); !status.ok()) return status;
-    const std::optional<StepRecord>& last_closed = ledger_.last_closed();
+    const std::optional<StepRecord>& last_closed = steps_.ledger().last_closed();
     if (last_closed.has_value() && last_closed->step == key.step) {
-      const bool same = last_closed->state == StepState::kApplied && last_apply_.has_value() &&
-                        last_apply_->arguments == arguments &&
-                        (!expected.has_value() || !last_apply_->expected.has_value() || *expected == *last_apply_->expected);
+      const std::optional<AppliedStep>& applied = steps_.last_apply();
+      const bool same = last_closed->state == StepState::kApplied && applied.has_value() && applied->arguments == arguments &&
+                        (!expected.has_value() || !applied->expected.has_value() || *expected == *applied->expected);
       if (same) {
-        reply = last_apply_->reply;
+        reply = applied->reply;
         reply.replayed = true;
         return reply;
       }
       return MakeError(ErrorReason::kStepConflict,
                        absl::StrCat("step ", key.step, " was closed by ",
                                     last_closed->state == StepState::kApplied ? "an update with other arguments" : "another call",
-                                    "; the open step is ", ledger_.open().step),
-                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(ledger_.open().step)}});
+                                    "; the open step is ", steps_.open().step),
+                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(steps_.open().step)}});
     }
     if (expected.has_value()) {
-      if (absl::StatusOr<bool> sealed = ledger_.Seal(key.step, *expected); !sealed.ok()) return sealed.status();
-    } else if (absl::Status status = ledger_.CheckStep(key.step); !status.ok()) {
+      if (absl::StatusOr<bool> sealed = steps_.ledger().Seal(key.step, *expected); !sealed.ok()) return sealed.status();
+    } else if (absl::Status status = steps_.ledger().CheckStep(key.step); !status.ok()) {
       return status;
-    } else if (ledger_.open().state == StepState::kOpen) {
+    } else if (steps_.open().state == StepState::kOpen) {
       return MakeError(
           ErrorReason::kMissingField,
           absl::StrCat("expected must say which micro-batches step ", key.step, " consists of, because it is still open"),
           {{"field", "expected"}, {"expected", "a count or ids"}, {"actual", "nothing"}, {"step", absl::StrCat(key.step)}});
     }
-    if (HasWaiting()) return std::optional<ApplyReply>();
-    if (absl::Status status = ledger_.CheckClose(key.step, StepState::kApplied); !status.ok()) return status;
-    reply.totals = ledger_.open().Totals();
+    if (steps_.waiting_count() > 0) return std::optional<ApplyReply>();
+    if (absl::Status status = steps_.ledger().CheckClose(key.step, StepState::kApplied); !status.ok()) return status;
+    reply.totals = steps_.open().Totals();
     step.update_count = weights_.update_count() + 1;
   }
 
@@ -224,18 +224,16 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = CloseStep(key.step, StepState::kApplied); !status.ok()) return status;
   weights_.SetUpdateCount(step.update_count);
-  reply.open_step = ledger_.open().step;
+  reply.open_step = steps_.open().step;
   reply.weight_version = weights_.NextVersion();
   weights_.SetChecksum("");
-  last_apply_ = AppliedStep{arguments, expected, reply};
+  steps_.SetLastApply({arguments, expected, reply});
   return reply;
 }
 
 absl::Status Head::CloseStep(int64_t step, StepState how) {
-  if (absl::Status status = ledger_.Close(step, how); !status.ok()) return status;
-  DropAllPending();
+  if (absl::Status status = steps_.Close(step, how); !status.ok()) return status;
   weights_.EndStep();
-  last_apply_.reset();
   changed_.SignalAll();
   return absl::OkStatus();
 }
@@ -248,21 +246,21 @@ absl::StatusOr<std::pair<int64_t, bool>> Head::DiscardGradient(const StepKey& ke
   {
     absl::MutexLock state_lock(&state_mutex_);
     if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-    const std::optional<StepRecord>& last_closed = ledger_.last_closed();
+    const std::optional<StepRecord>& last_closed = steps_.ledger().last_closed();
     if (last_closed.has_value() && last_closed->step == key.step) {
-      if (last_closed->state == StepState::kDiscarded) return std::make_pair(ledger_.open().step, true);
+      if (last_closed->state == StepState::kDiscarded) return std::make_pair(steps_.open().step, true);
       return MakeError(ErrorReason::kStepConflict,
                        absl::StrCat("step ", key.step, " was closed by ",
                                     last_closed->state == StepState::kReplaced ? "new weights" : "an update", "; the open step is ",
-                                    ledger_.open().step),
-                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(ledger_.open().step)}});
+                                    steps_.open().step),
+                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(steps_.open().step)}});
     }
-    if (absl::Status status = ledger_.CheckClose(key.step, StepState::kDiscarded); !status.ok()) return status;
+    if (absl::Status status = steps_.ledger().CheckClose(key.step, StepState::kDiscarded); !status.ok()) return status;
   }
   if (absl::Status status = AfterChange(engine_head_->ZeroGradient()); !status.ok()) return status;
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = CloseStep(key.step, StepState::kDiscarded); !status.ok()) return status;
-  return std::make_pair(ledger_.open().step, false);
+  return std::make_pair(steps_.open().step, false);
 }
 
 absl::StatusOr<GradientStats> Head::GradientNorm(const StepKey& key, const WaitLimits& limits) const {

@@ -79,7 +79,7 @@ absl::StatusOr<HeadInfo> Head::SetTensors(const Epoch& epoch, const std::vector<
   for (const TensorUpdate& update : updates) weights_.MarkSet(update.tensor);
   const Epoch epoch_before = epoch_;
   std::vector<Epoch> recovered_before = std::move(recovers_epochs_);
-  StartAfresh(ledger_.open().step);
+  StartAfresh(steps_.open().step);
   if (was_loading) epoch_ = epoch_before;
   if (was_loading) recovers_epochs_ = std::move(recovered_before);
   if (!weights_.HasAllTensors()) state_ = HeadState::kLoading;
@@ -132,7 +132,7 @@ absl::StatusOr<ReplaceReply> Head::Replace(const StepKey& key, const ShadowTenso
   {
     absl::MutexLock state_lock(&state_mutex_);
     if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-    const std::optional<StepRecord>& last_closed = ledger_.last_closed();
+    const std::optional<StepRecord>& last_closed = steps_.ledger().last_closed();
     if (last_closed.has_value() && last_closed->step == key.step) {
       if (weights_.WasReplacedBy(tensor.tensor, checksum)) {
         return ReplaceReply{.closed = true, .replayed = true, .head = DescribeLocked()};
@@ -140,10 +140,10 @@ absl::StatusOr<ReplaceReply> Head::Replace(const StepKey& key, const ShadowTenso
       return MakeError(ErrorReason::kStepConflict,
                        absl::StrCat("step ", key.step, " was closed by ",
                                     last_closed->state == StepState::kReplaced ? "other weights" : "another call",
-                                    "; the open step is ", ledger_.open().step),
-                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(ledger_.open().step)}});
+                                    "; the open step is ", steps_.open().step),
+                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(steps_.open().step)}});
     }
-    if (absl::Status status = ledger_.CheckClose(key.step, StepState::kReplaced); !status.ok()) return status;
+    if (absl::Status status = steps_.ledger().CheckClose(key.step, StepState::kReplaced); !status.ok()) return status;
     if (!weights_.AddShadow(tensor, checksum)) return ReplaceReply{.head = DescribeLocked()};
     for (const auto& [name, entry] : weights_.shadows()) checksums[name] = entry.checksum;
   }
@@ -206,7 +206,7 @@ std::optional<absl::StatusOr<bool>> Head::TrySaveIfChanged(checkpoint::Checkpoin
   std::optional<Epoch> epoch;
   {
     absl::MutexLock state_lock(&state_mutex_);
-    if (!retired_ && state_ == HeadState::kReady && !weights_.IsSaved(ledger_.open().step)) epoch = epoch_;
+    if (!retired_ && state_ == HeadState::kReady && !weights_.IsSaved(steps_.open().step)) epoch = epoch_;
   }
   absl::StatusOr<bool> saved = false;
   if (epoch.has_value() && observability::MonotonicNow() >= deadline) {
@@ -229,7 +229,7 @@ absl::StatusOr<Head::SavedCheckpoint> Head::SaveLocked(const std::optional<Epoch
       return MakeError(ErrorReason::kMissingField, "epoch is required for a trainable head", {{"field", "epoch"}});
     }
     if (absl::Status status = Check(epoch.has_value() ? &*epoch : nullptr, Need::kReady, false); !status.ok()) return status;
-    info.step = ledger_.open().step;
+    info.step = steps_.open().step;
     info.update_count = weights_.update_count();
   }
   info.name = checkpoint_name;
@@ -238,7 +238,7 @@ absl::StatusOr<Head::SavedCheckpoint> Head::SaveLocked(const std::optional<Epoch
   std::string checkpoints = store.Steps(name_.tenant, name_.head);
   absl::MutexLock state_lock(&state_mutex_);
   weights_.MarkSaved(info.step);
-  ledger_.SetCheckpoints(std::move(checkpoints));
+  steps_.ledger().SetCheckpoints(std::move(checkpoints));
   return SavedCheckpoint{info.step, *total_bytes};
 }
 
@@ -246,7 +246,7 @@ void Head::CheckpointRemoved(const checkpoint::CheckpointStore& store) {
   std::string checkpoints = store.Steps(name_.tenant, name_.head);
   absl::MutexLock state_lock(&state_mutex_);
   weights_.ForgetSaved();
-  ledger_.SetCheckpoints(std::move(checkpoints));
+  steps_.ledger().SetCheckpoints(std::move(checkpoints));
 }
 
 absl::Status Head::LoadCheckpoint(checkpoint::CheckpointStore& store, const std::string& checkpoint_name, bool comes_back) {
@@ -265,7 +265,7 @@ absl::Status Head::LoadCheckpoint(checkpoint::CheckpointStore& store, const std:
   tensors_.ContinueRun(store, *info, comes_back);
   absl::MutexLock state_lock(&state_mutex_);
   StartAfresh(info->step);
-  ledger_.SetCheckpoints(std::move(checkpoints));
+  steps_.ledger().SetCheckpoints(std::move(checkpoints));
   restore_note_ = *std::move(note);
   if (comes_back && spec_.trainable) {
     state_ = HeadState::kRestored;

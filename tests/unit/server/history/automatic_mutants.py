@@ -41,6 +41,7 @@ TESTS = (
     "head_details_test",
     "head_entry_test",
     "head_gate_test",
+    "step_transactions_test",
     "weight_record_test",
     "head_ordered_test",
 )

@@ -11,11 +11,6 @@ EQUIVALENT = [
     ("head_weights.cc", r"^left out: absl :: SleepFor", "it asks again without a pause"),
     ("head.cc", r"^> -> >= in .*key \. step > 0", "the step before step 0 is never open"),
     ("head.cc", r"^left out: (lost_cause_|restored_checkpoint_) \. clear", "told in the one state alone that sets it anew"),
-    (
-        "head.cc",
-        r"^left out: last_apply_ \. reset",
-        "the ledger has no closed step then, and without one nobody asks for it",
-    ),
     ("head_registry.cc", r"^left out: return 0$", "the plan is asked for, and no limit looks at it"),
     ("head_registry.cc", r"^> -> >= in limits_ \. max_tenant_memory_bytes > 0", "without a limit nothing is planned for"),
 ]

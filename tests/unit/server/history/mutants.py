@@ -53,7 +53,7 @@ MUTANTS = [
         "record.state == ContributionState::kCommitted && !is_expected",
         "record.state == ContributionState::kStaged && !is_expected",
     ),
-    ("keeps_what_a_higher_attempt_dropped", "server/heads/head_submit.cc", "if (*dropped) head.DropPending(micro_batch);", ""),
+    ("keeps_what_a_higher_attempt_dropped", "server/heads/step_transactions.cc", "if (*dropped) Drop(micro_batch);", ""),
     (
         "computes_what_is_known_while_its_rows_come",
         "server/heads/step_ledger.cc",
@@ -87,8 +87,8 @@ MUTANTS = [
     (
         "forgets_what_the_other_head_of_a_lost_one_has",
         "server/heads/head_submit.cc",
-        "in those.\n    target->ledger_.FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();",
-        "in those.\n    if (status.ok()) target->ledger_.FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();",
+        "in those.\n    target->steps_.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();",
+        "in those.\n    if (status.ok()) target->steps_.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();",
     ),
     (
         "commits_held_rows_with_a_teacher_that_changed",
@@ -105,16 +105,16 @@ MUTANTS = [
     (
         "asks_for_the_owner_of_a_lower_attempt",
         "server/heads/head_decide.cc",
-        "if (attempt > entry->second->attempt()) continue;",
+        "if (attempt > pending->attempt()) continue;",
         "",
     ),
-    ("forgets_the_factor_of_held_rows", "server/heads/head_decide.cc", "term.loss_scale *= arguments.factor;", ""),
-    ("takes_token_factors_of_other_rows", "server/heads/head_decide.cc", "static_cast<size_t>(term.row_start) + i", "i"),
+    ("forgets_the_factor_of_held_rows", "server/heads/commit_arguments.cc", "term.loss_scale *= arguments.factor;", ""),
+    ("takes_token_factors_of_other_rows", "server/heads/commit_arguments.cc", "static_cast<size_t>(term.row_start) + i", "i"),
     (
         "keeps_the_epoch_for_a_new_life",
         "server/heads/head.cc",
         "  epoch_ = NewEpoch();",
-        "  if (ledger_.open().step < 0) epoch_ = NewEpoch();",
+        "  if (steps_.open().step < 0) epoch_ = NewEpoch();",
     ),
     ("deletes_a_head_in_use", "server/heads/head.cc", "if (!force && InUseLocked())", "if (!force && running_calls_ > 0)"),
     (
@@ -125,7 +125,7 @@ MUTANTS = [
     ),
     ("forgets_the_updates_of_a_checkpoint", "server/heads/head_weights.cc", "weights_.SetUpdateCount(info->update_count);", ""),
     ("changes_the_epoch_while_loading", "server/heads/head_weights.cc", "if (was_loading) epoch_ = epoch_before;", ""),
-    ("replays_an_update_with_other_arguments", "server/heads/head_steps.cc", "last_apply_->arguments == arguments &&", ""),
+    ("replays_an_update_with_other_arguments", "server/heads/head_steps.cc", "applied->arguments == arguments &&", ""),
     (
         "brings_back_deleted_heads",
         "server/heads/head_registry.cc",
