@@ -1,7 +1,8 @@
 // Head: one LM head's transactions. Ties the open step to the engine's numbers.
 //
 // Head itself has name, specification, epoch and state, and takes the locks. Its parts have files of their own: StepTransactions
-// (ledger, pending contributions, order), WeightTensors and WeightRecord (tensors, versions, checkpoints), HeadGate (who may enter).
+// (ledger, pending contributions, order), WeightTensors and WeightRecord (tensors, versions, checkpoints), HeadGate (who may
+// enter).
 //
 // Thread-safe. Two locks: `compute_mutex_` is for engine work and everything that changes the head, `state_mutex_` is held for
 // moments only. So Describe(), GetSteps(), CheckSubmission() and a duplicate's kMicroBatchInProgress are answered at once while
@@ -336,7 +337,6 @@ class Head : public std::enable_shared_from_this<Head> {
   // After an engine call that changes the head: an engine failure makes the head LOST. Returns `status`.
   absl::Status AfterChange(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   void MarkLost(const absl::Status& cause) ABSL_SHARED_LOCKS_REQUIRED(compute_mutex_);
-  absl::Status CheckApply(const ApplyArguments& arguments) const;
   // Swaps the shadow in; the sealed step is to be closed then.
   absl::Status WriteShadow() ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   // Save(), with the lock held.
@@ -368,7 +368,7 @@ class Head : public std::enable_shared_from_this<Head> {
 
   // The pointer is fixed; calls other than spec(), plan(), shards() and the sizes need compute_mutex_.
   const std::unique_ptr<EngineHead> engine_head_;
-  WeightTensors tensors_;  // but for its checks, needs compute_mutex_
+  WeightTensors tensors_;                                         // but for its checks, needs compute_mutex_
   mutable StepTransactions steps_ ABSL_GUARDED_BY(state_mutex_);  // mutable for Settle()
   WeightRecord weights_ ABSL_GUARDED_BY(state_mutex_);
   Epoch epoch_ ABSL_GUARDED_BY(state_mutex_);

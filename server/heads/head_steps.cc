@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "server/heads/apply_arguments.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
 
@@ -13,34 +14,6 @@ namespace {
 
 // PyTorch's clip_grad_norm_ adds this to the norm.
 constexpr double kClipEpsilon = 1e-6;
-
-absl::Status RangeError(const char* field, const char* expected, double actual) {
-  return MakeError(ErrorReason::kInvalidField, absl::StrCat(field, " must be ", expected, ", it is ", actual),
-                   {{"field", field}, {"expected", expected}, {"actual", absl::StrCat(actual)}});
-}
-
-absl::Status OverrideError(const char* field, const char* owner) {
-  return MakeError(ErrorReason::kInvalidCombination,
-                   absl::StrCat(field, " overrides a setting of ", owner, ", which the head has not"),
-                   {{"field", field}, {"expected", absl::StrCat("nothing, or a head with ", owner)}, {"actual", "an override"}});
-}
-
-bool IsNonNegative(double value) { return std::isfinite(value) && value >= 0; }
-bool IsDecayRate(double value) { return value >= 0 && value < 1; }
-
-// The optimizer's settings with a step's overrides.
-OptimizerSpec WithOverrides(OptimizerSpec optimizer, const ApplyArguments& arguments) {
-  if (AdamWSpec* adamw = std::get_if<AdamWSpec>(&optimizer)) {
-    adamw->beta1 = arguments.beta1.value_or(adamw->beta1);
-    adamw->beta2 = arguments.beta2.value_or(adamw->beta2);
-    adamw->epsilon = arguments.epsilon.value_or(adamw->epsilon);
-    adamw->weight_decay = arguments.weight_decay.value_or(adamw->weight_decay);
-  } else if (SgdSpec* sgd = std::get_if<SgdSpec>(&optimizer)) {
-    sgd->momentum = arguments.momentum.value_or(sgd->momentum);
-    sgd->weight_decay = arguments.weight_decay.value_or(sgd->weight_decay);
-  }
-  return optimizer;
-}
 
 }  // namespace
 
@@ -108,44 +81,6 @@ absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatc
   }
 }
 
-absl::Status Head::CheckApply(const ApplyArguments& arguments) const {
-  const auto& optimizer = spec_.optimizer;
-  if (std::holds_alternative<std::monostate>(optimizer)) {
-    return MakeError(ErrorReason::kOptimizerNotConfigured, absl::StrCat(name_.ToString(), " was created without an optimizer"),
-                     {{"head", name_.ToString()}});
-  }
-  if (!std::holds_alternative<AdamWSpec>(optimizer)) {
-    if (arguments.beta1.has_value()) return OverrideError("beta1", "AdamW");
-    if (arguments.beta2.has_value()) return OverrideError("beta2", "AdamW");
-    if (arguments.epsilon.has_value()) return OverrideError("epsilon", "AdamW");
-  }
-  if (arguments.momentum.has_value()) {
-    const SgdSpec* sgd = std::get_if<SgdSpec>(&optimizer);
-    if (sgd == nullptr || sgd->momentum == 0) return OverrideError("momentum", "SGD with momentum");
-    if (!IsDecayRate(*arguments.momentum)) return RangeError("momentum", "in [0, 1)", *arguments.momentum);
-    if (sgd->nesterov && *arguments.momentum == 0) return OverrideError("momentum", "SGD without Nesterov's momentum, if it is 0");
-  }
-  if (!IsNonNegative(arguments.learning_rate)) {
-    return RangeError("learning_rate", "finite and at least 0", arguments.learning_rate);
-  }
-  if (!std::isfinite(arguments.gradient_factor)) return RangeError("gradient_factor", "finite", arguments.gradient_factor);
-  if (arguments.max_grad_norm.has_value() && !(*arguments.max_grad_norm > 0)) {
-    return RangeError("max_grad_norm", "greater than 0", *arguments.max_grad_norm);
-  }
-  if (!IsNonNegative(arguments.other_grad_norm_squared)) {
-    return RangeError("other_grad_norm_squared", "finite and at least 0", arguments.other_grad_norm_squared);
-  }
-  if (arguments.weight_decay.has_value() && !IsNonNegative(*arguments.weight_decay)) {
-    return RangeError("weight_decay", "finite and at least 0", *arguments.weight_decay);
-  }
-  if (arguments.beta1.has_value() && !IsDecayRate(*arguments.beta1)) return RangeError("beta1", "in [0, 1)", *arguments.beta1);
-  if (arguments.beta2.has_value() && !IsDecayRate(*arguments.beta2)) return RangeError("beta2", "in [0, 1)", *arguments.beta2);
-  if (arguments.epsilon.has_value() && !IsNonNegative(*arguments.epsilon)) {
-    return RangeError("epsilon", "finite and at least 0", *arguments.epsilon);
-  }
-  return absl::OkStatus();
-}
-
 absl::StatusOr<ApplyReply> Head::Apply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
                                        const ApplyArguments& arguments, const WaitLimits& limits) {
   while (true) {
@@ -167,7 +102,7 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
   {
     absl::MutexLock state_lock(&state_mutex_);
     if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-    if (absl::Status status = CheckApply(arguments); !status.ok()) return status;
+    if (absl::Status status = CheckApply(name_, spec_, arguments); !status.ok()) return status;
     const std::optional<StepRecord>& last_closed = steps_.ledger().last_closed();
     if (last_closed.has_value() && last_closed->step == key.step) {
       const std::optional<AppliedStep>& applied = steps_.last_apply();
