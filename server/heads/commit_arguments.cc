@@ -13,7 +13,7 @@
 namespace headwater::heads {
 namespace {
 
-// What the digest of token factors begins with; math.md, "Digest".
+// The beginning of the digest of token factors; math.md, "Digest".
 constexpr char kTokenFactorsHeader[] = "headwater.token_factors.1";
 
 // The rows of one term with factors of their own.

@@ -1,4 +1,4 @@
-// What a commit multiplies its contribution by: checked, digested, and carried out by the engine.
+// The factors of a commit: checked, digested, and carried out by the engine.
 #ifndef HEADWATER_SERVER_HEADS_COMMIT_ARGUMENTS_H_
 #define HEADWATER_SERVER_HEADS_COMMIT_ARGUMENTS_H_
 

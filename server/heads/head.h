@@ -4,31 +4,30 @@
 // (ledger, pending contributions, order), WeightTensors and WeightRecord (tensors, versions, checkpoints), HeadGate (who may
 // enter).
 //
-// Thread-safe. Two locks: `compute_mutex_` is for engine work and everything that changes the head, `state_mutex_` is held for
-// moments only. So Describe(), GetSteps(), CheckSubmission() and a duplicate's kMicroBatchInProgress are answered at once while
-// another call computes; all other methods wait for it, but for one kind: submissions that stage nothing share the compute locks of
-// their heads, so that several small ones reach the engine together and the next large one is at its door. Nothing here knows gRPC;
-// errors carry reasons (error.h).
+// Thread-safe, with two locks: `compute_mutex_` is held for engine work and for every change of the head, `state_mutex_` for
+// moments only. So Describe(), GetSteps(), CheckSubmission() and a duplicate's kMicroBatchInProgress are answered while another
+// call computes; all other methods wait for it. Submissions that stage nothing share the compute locks of their heads: several
+// small ones reach the engine together, and the next large one is ready. Nothing here knows gRPC; errors carry reasons (error.h).
 //
-// Calls that save the head, or set it from files, hold it for as long as the disk takes. What waits for those waits apart, in turns
-// and as its WaitLimits allow (head_gate.h): methods that take limits answer kDeadlineExceeded, kCancelled, or what
-// WaitLimits::places says, and have changed nothing then (in deterministic mode Seal() and Apply() may have sealed the step).
-// Behind a computation they wait whatever their limits are, and look at them before they change anything.
+// Calls that save the head, or set it from files, hold it for as long as the disk takes. Other calls wait for them at the gate, in
+// turns and as their WaitLimits allow (head_gate.h). A method that takes limits may answer kDeadlineExceeded, kCancelled, or the
+// error of WaitLimits::places, and has changed nothing then (in deterministic mode Seal() and Apply() may have sealed the step).
+// Behind a computation a call waits whatever its limits are, and checks them before it changes anything.
 //
 // Every call answers, in this order: kHeadNotFound after Retire(); kHeadNotTrainable where a step is named and the head is frozen;
 // kStepLost while the head is RESTORED and the call names an epoch or a step; kEpochFenced; kStepLost while the head is LOST;
 // kWeightsNotLoaded while it is LOADING.
 //
 // A head is LOST when the engine failed (kEngineFailed, kInternal) while its accumulator, weights or optimizer state were being
-// changed: what they hold is unknown. Everything undecided is dropped then, and every call but SetTensor(s) and Restore is refused
-// until one of those gives the head a new epoch. An engine that fails before it changes anything (a staged or forward-only
-// computation, one whose rows were still being awaited, a read, kShardNotReady) leaves the head as it was. What others compute
-// beside the one that failed ends with kStepLost. A head is RESTORED when the server has brought it back from a
-// checkpoint: Take(), Restore() and SetTensor(s) with the current epoch make it READY.
+// changed: their values are unknown. Everything undecided is dropped, and every call but SetTensor(s) and Restore is refused until
+// one of those gives the head a new epoch. An engine that fails before it changes anything (a staged or forward-only computation,
+// one whose rows were still awaited, a read, kShardNotReady) leaves the head as it was. Computations beside the one that failed end
+// with kStepLost. A head is RESTORED when the server has brought it back from a checkpoint: Take(), Restore() and SetTensor(s) with
+// the current epoch make it READY.
 //
 // In deterministic mode (HeadLimits::deterministic) contributions are added in ascending id, each by a computation of its own over
-// rows that were kept, always of the same kind: so a step's gradient is bitwise the same whatever the order in which they came,
-// were repeated or decided. What is committed before its turn waits in an OrderedWindow; that is no other state than COMMITTED, and
+// held rows, always of the same kind. A step's gradient is then bitwise equal whatever the order in which contributions came, were
+// repeated or decided. A contribution that is committed before its turn waits in an OrderedWindow; its state is COMMITTED, and
 // nobody can take it back. Calls on a head do not share its compute lock in this mode.
 //
 // An undecided contribution may belong to several heads (a micro-batch with several terms). It is dropped in all of them as soon as
@@ -135,7 +134,7 @@ class Head : public std::enable_shared_from_this<Head> {
   // True if something was dropped. An attempt higher than the one that is there needs no session.
   static absl::StatusOr<bool> Discard(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
                                       const std::optional<SessionId>& session, const WaitLimits& limits = AsLongAsItTakes());
-  // The same for a micro-batch of this head alone, that no session owns.
+  // Commit() and Discard() for a micro-batch of this head alone that no session owns.
   absl::StatusOr<bool> Commit(const StepKey& key, int64_t micro_batch, int64_t attempt, double factor);
   absl::StatusOr<bool> Discard(const StepKey& key, int64_t micro_batch, int64_t attempt);
   // Refuses what AddGradient() would refuse whatever the bytes are, for before they arrive.
@@ -199,8 +198,8 @@ class Head : public std::enable_shared_from_this<Head> {
   // theirs). kEpochFenced for a stale epoch; kDataTypeMismatch, kDataLengthMismatch, kInvalidField.
   absl::StatusOr<HeadInfo> SetTensor(const Epoch& epoch, HeadTensor tensor, DataType data_type, const void* data,
                                      int64_t byte_count, const WaitLimits& limits = AsLongAsItTakes());
-  // The same for one or two tensors in one change, read from sources in pieces of at most kTensorPieceBytes. Those that are not in
-  // memory are read through once before anything is written, without holding up other calls: if one fails then, its error comes
+  // SetTensor() for one or two tensors in one change, read from sources in pieces of at most kTensorPieceBytes. Those that are not
+  // in memory are read through once before anything is written, without holding up other calls: if one fails then, its error comes
   // back, and the head is as before. One that fails after that has changed meanwhile: a head that was LOADING still is, without the
   // tensors of this call, and is told the source's error; any other is LOST (kEngineFailed).
   absl::StatusOr<HeadInfo> SetTensors(const Epoch& epoch, const std::vector<TensorUpdate>& updates,
@@ -221,7 +220,7 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::StatusOr<SavedCheckpoint> Save(const std::optional<Epoch>& epoch, checkpoint::CheckpointStore& store,
                                        const std::string& checkpoint_name, bool overwrite,
                                        const WaitLimits& limits = AsLongAsItTakes());
-  // The same, replacing an older one of that name, for a READY head that has changed since it was last saved; true if it was.
+  // Save(), replacing a checkpoint of that name, for a READY head that has changed since its last save; true if it was saved.
   // kDeadlineExceeded if it has, after `deadline`. Does not wait for calls that compute, or that come before it: nothing if there
   // are any.
   std::optional<absl::StatusOr<bool>> TrySaveIfChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
@@ -232,7 +231,7 @@ class Head : public std::enable_shared_from_this<Head> {
   // with the checkpoint's run (CheckpointStore::Continue()).
   absl::StatusOr<HeadInfo> Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
                                    const WaitLimits& limits = AsLongAsItTakes());
-  // The same for a head that was just created because the server has come back: a trainable one is RESTORED then.
+  // Restore() for a head that was just created because the server restarted: a trainable one is RESTORED then.
   absl::Status ComeBack(checkpoint::CheckpointStore& store, const std::string& checkpoint_name);
   // One of the head's checkpoints was removed: errors do not name it any more, and TrySaveIfChanged() does not count on it.
   void CheckpointRemoved(const checkpoint::CheckpointStore& store);
@@ -251,7 +250,7 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::Status TryRetire(const std::optional<Epoch>& epoch, bool force);
 
  private:
-  // What a call needs the head to be.
+  // The state that a call needs.
   enum class Need { kAnyState, kNotLost, kReady };
   friend class HeadUse;
   // Hold the compute locks, or the state locks, of some heads, taken in ascending address so that nobody waits in a circle.

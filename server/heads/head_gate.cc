@@ -15,8 +15,8 @@ using scheduler::WaitLimits;
 
 namespace {
 
-// The end of a call by its limits. A deadline ends a call's client, too: it is the first cause. What the call did on its way here,
-// such as sealing a step whose contributions are still to be added in order, stays.
+// The end of a call by its limits. A deadline ends a call's client, too: it is the first cause. Changes on the way here
+// stay, such as sealing a step whose contributions are still to be added in order.
 absl::Status EndedError(const WaitLimits& limits, const std::string& when) {
   const bool is_late = observability::MonotonicNow() >= limits.deadline;
   return MakeError(

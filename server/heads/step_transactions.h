@@ -25,7 +25,7 @@
 
 namespace headwater::heads {
 
-// What a head is created with beside its specification.
+// Limits of a head's steps, fixed when it is created.
 struct HeadLimits {
   int64_t max_step_micro_batches = 1 << 20;  // records of one step, tombstones included
   bool deterministic = false;                // contributions are added in ascending id
@@ -57,7 +57,7 @@ class StepTransactions {
   void Reset(int64_t step);
   // Drops everything that is undecided or waits: its step is closed, or lost. The ledger is the caller's to change.
   void DropAll();
-  // Of the last closed step, if it was applied.
+  // The Apply() that closed the last step; empty if another call closed it.
   const std::optional<AppliedStep>& last_apply() const { return last_apply_; }
   void SetLastApply(AppliedStep applied) { last_apply_ = std::move(applied); }
 
@@ -77,7 +77,7 @@ class StepTransactions {
   std::optional<int64_t> HigherWaiting(int64_t micro_batch, int64_t attempt) const;
 
   // ---- decisions -----------------------------------------------------------------------------------------------------
-  // Those that wait for their decision, by micro-batch: STAGED in the ledger.
+  // Contributions that wait for their decision, by micro-batch: STAGED in the ledger.
   const std::map<int64_t, std::shared_ptr<PendingContribution>>& pending() const { return pending_; }
   // Null if there is none.
   std::shared_ptr<PendingContribution> FindPending(int64_t micro_batch) const;
@@ -89,9 +89,9 @@ class StepTransactions {
   absl::Status CheckDiscard(int64_t step, int64_t micro_batch, int64_t attempt) const;
   // StepLedger::Discard(), with what it drops. Higher micro-batches need not wait for this one in order.
   absl::StatusOr<bool> Discard(int64_t step, int64_t micro_batch, int64_t attempt);
-  // Turns what another head, or the end of a session, has dropped into tombstones.
+  // Turns contributions that another head, or the end of a session, has dropped into tombstones.
   void Settle();
-  // Drops what a session has left undecided, but for what is being committed. Returns how many contributions.
+  // Drops a session's undecided contributions, but for one that is being committed. Returns how many.
   int64_t DropSession(const SessionId& session);
 
   // ---- order, in deterministic mode ----------------------------------------------------------------------------------
