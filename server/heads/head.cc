@@ -7,7 +7,6 @@
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
-#include "server/heads/head_entry.h"
 #include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
@@ -27,14 +26,16 @@ Head::Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits,
       create_time_(absl::Now()),
       engine_(engine),
       last_use_nanos_(absl::ToUnixNanos(create_time_)),
+      gate_(name),
       engine_head_(std::move(engine_head)),
-      ledger_(spec.initial_step),
-      window_(limits.deterministic && spec.trainable ? std::make_unique<OrderedWindow>(limits.ordered_window) : nullptr),
+      tensors_(name_, spec_, engine_, *engine_head_),
+      steps_(name_, spec_, limits_),
+      weights_(spec.has_bias),
       epoch_(NewEpoch()) {}
 
 Head::~Head() {
   absl::MutexLock state_lock(&state_mutex_);
-  DropAllPending();
+  steps_.DropAll();
 }
 
 // ---- what every call begins with -------------------------------------------------------------------------------------
@@ -42,8 +43,8 @@ Head::~Head() {
 absl::Status Head::EpochError(const Epoch& epoch) const {
   ErrorMetadata metadata = {{"expected", EpochToHex(epoch_)}, {"actual", EpochToHex(epoch)}, {"headEpoch", EpochToHex(epoch_)}};
   if (spec_.trainable) {
-    metadata["openStep"] = absl::StrCat(ledger_.open().step);
-    metadata["checkpoints"] = ledger_.checkpoints();
+    metadata["openStep"] = absl::StrCat(steps_.open().step);
+    metadata["checkpoints"] = steps_.ledger().checkpoints();
   }
   return MakeError(
       ErrorReason::kEpochFenced,
@@ -54,10 +55,10 @@ absl::Status Head::EpochError(const Epoch& epoch) const {
 }
 
 absl::Status Head::LostError() const {
-  const std::string& checkpoints = ledger_.checkpoints();
+  const std::string& checkpoints = steps_.ledger().checkpoints();
   ErrorMetadata metadata = {{"head", name_.ToString()},
                             {"headEpoch", EpochToHex(epoch_)},
-                            {"openStep", absl::StrCat(ledger_.open().step)},
+                            {"openStep", absl::StrCat(steps_.open().step)},
                             {"checkpoints", checkpoints}};
   if (state_ == HeadState::kLost) {
     return MakeError(ErrorReason::kStepLost,
@@ -65,22 +66,19 @@ absl::Status Head::LostError() const {
                                   "); restore a checkpoint or set its weights again"),
                      std::move(metadata));
   }
-  metadata["restoredStep"] = absl::StrCat(ledger_.open().step);
+  metadata["restoredStep"] = absl::StrCat(steps_.open().step);
   metadata["checkpoint"] = restored_checkpoint_;
   return MakeError(
       ErrorReason::kStepLost,
-      absl::StrCat("the server has been started again: ", name_.ToString(), " came back at step ", ledger_.open().step,
+      absl::StrCat("the server has been started again: ", name_.ToString(), " came back at step ", steps_.open().step,
                    " from checkpoint ", restored_checkpoint_,
                    "; take the head to go on from there, or restore one of its checkpoints, with their steps ", checkpoints),
       std::move(metadata));
 }
 
 absl::Status Head::Check(const Epoch* epoch, Need need, bool for_step) const {
-  SettleDropped();
-  if (retired_) {
-    return MakeError(ErrorReason::kHeadNotFound, absl::StrCat("there is no head ", name_.ToString(), "; it has been deleted"),
-                     {{"head", name_.ToString()}});
-  }
+  steps_.Settle();
+  if (retired_) return HeadDeleted(name_);
   if (for_step && !spec_.trainable) {
     return MakeError(ErrorReason::kHeadNotTrainable, absl::StrCat(name_.ToString(), " is frozen: it has no steps"),
                      {{"head", name_.ToString()}});
@@ -89,7 +87,7 @@ absl::Status Head::Check(const Epoch* epoch, Need need, bool for_step) const {
   if (epoch != nullptr && *epoch != epoch_) return EpochError(*epoch);
   if (need != Need::kAnyState && state_ == HeadState::kLost) return LostError();
   if (need == Need::kReady && state_ == HeadState::kLoading) {
-    const char* missing = has_weight_ ? "bias" : "weight";
+    const char* missing = weights_.has_weight() ? "bias" : "weight";
     return MakeError(ErrorReason::kWeightsNotLoaded, absl::StrCat(name_.ToString(), " has no ", missing, " yet"),
                      {{"head", name_.ToString()}, {"missing", missing}});
   }
@@ -104,13 +102,19 @@ absl::Status Head::LockAndCheck(const Epoch* epoch, Need need, bool for_step) co
 absl::Status Head::CheckOpenStep(const StepKey& key) const {
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-  if (absl::Status status = ledger_.CheckStep(key.step); !status.ok()) return status;
-  return CheckNothingWaits();
+  if (absl::Status status = steps_.ledger().CheckStep(key.step); !status.ok()) return status;
+  return steps_.CheckNothingWaits();
 }
 
 absl::Status Head::CheckEpoch(const Epoch& epoch) const { return LockAndCheck(&epoch, Need::kAnyState, false); }
 
 absl::Status Head::CheckThere() const { return LockAndCheck(nullptr, Need::kAnyState, false); }
+
+std::vector<HeadGate*> Head::GatesOf(const std::set<Head*, std::less<>>& heads) {
+  std::vector<HeadGate*> gates;
+  for (Head* head : heads) gates.push_back(&head->gate_);
+  return gates;
+}
 
 HeadInfo Head::Describe() const {
   absl::MutexLock state_lock(&state_mutex_);
@@ -127,11 +131,11 @@ HeadInfo Head::DescribeLocked() const {
   info.epoch = epoch_;
   info.recovers_epochs = recovers_epochs_;
   info.state = state_;
-  info.weight_version = weight_version_;
-  if (spec_.trainable) info.open_step = ledger_.open().step;
-  if (window_ != nullptr) info.waiting_count = window_->waiting_count();
-  if (spec_.trainable) info.unsaved_since = unsaved_since_;
-  info.weight_checksum = weight_checksum_;
+  info.weight_version = weights_.version();
+  if (spec_.trainable) info.open_step = steps_.open().step;
+  info.waiting_count = steps_.waiting_count();
+  if (spec_.trainable) info.unsaved_since = weights_.unsaved_since();
+  info.weight_checksum = weights_.checksum();
   info.restore_note = restore_note_;
   if (state_ == HeadState::kRestored) info.restored_checkpoint = restored_checkpoint_;
   return info;
@@ -143,49 +147,14 @@ absl::Time Head::last_use() const { return absl::FromUnixNanos(last_use_nanos_.l
 
 absl::Status Head::AwaitStep(const StepKey& key, const WaitLimits& limits) {
   absl::MutexLock state_lock(&state_mutex_);
-  while (!retired_ && state_ == HeadState::kReady && key.epoch == epoch_ && key.step > 0 && key.step - 1 == ledger_.open().step) {
-    const Waited waited = WaitForChange(limits);
-    if (waited == Waited::kCancelled) {
+  while (!retired_ && state_ == HeadState::kReady && key.epoch == epoch_ && key.step > 0 && key.step - 1 == steps_.open().step) {
+    const scheduler::Waited waited = WaitForChange(limits);
+    if (waited == scheduler::Waited::kCancelled) {
       return MakeError(ErrorReason::kCancelled, absl::StrCat("the call was cancelled while it waited for step ", key.step));
     }
-    if (waited == Waited::kTooLong) break;
+    if (waited == scheduler::Waited::kTooLong) break;
   }
   return absl::OkStatus();
-}
-
-Head::Waited Head::WaitForChange(const WaitLimits& limits) const {
-  if (limits.cancelled != nullptr && limits.cancelled()) return Waited::kCancelled;
-  const absl::Duration left = limits.deadline - observability::MonotonicNow();
-  if (left <= absl::ZeroDuration()) return Waited::kTooLong;
-  changed_.WaitWithTimeout(&state_mutex_, std::min(left, kPollInterval));
-  return Waited::kAWhile;
-}
-
-// ---- what is undecided -----------------------------------------------------------------------------------------------
-
-void Head::SettleDropped() const {
-  for (auto entry = pending_.begin(); entry != pending_.end();) {
-    if (!entry->second->dropped()) {
-      ++entry;
-      continue;
-    }
-    // Cannot fail: what is pending is staged in the open step.
-    ledger_.Discard(ledger_.open().step, entry->first, entry->second->attempt(), limits_.max_step_micro_batches).IgnoreError();
-    entry = pending_.erase(entry);
-  }
-}
-
-void Head::DropAllPending() {
-  for (const auto& [id, pending] : pending_) pending->Drop();
-  pending_.clear();
-  if (window_ != nullptr) window_->Clear();
-}
-
-void Head::DropPending(int64_t micro_batch) {
-  const auto found = pending_.find(micro_batch);
-  if (found == pending_.end()) return;
-  found->second->Drop();
-  pending_.erase(found);
 }
 
 // ---- loss of the head, its taking over, and its end ------------------------------------------------------------------
@@ -197,41 +166,27 @@ absl::Status Head::AfterChange(const absl::Status& status) {
 
 void Head::MarkLost(const absl::Status& cause) {
   absl::MutexLock state_lock(&state_mutex_);
-  DropAllPending();
-  shadow_.clear();
+  steps_.Reset(steps_.open().step);
+  weights_.Forget();
   state_ = HeadState::kLost;
-  has_weight_ = false;
-  has_bias_ = false;
-  weight_checksum_.clear();
-  ledger_.Reset(ledger_.open().step);
-  last_apply_.reset();
-  last_replace_.clear();
   lost_cause_ = std::string(cause.message());
   changed_.SignalAll();
 }
 
-int64_t Head::NextWeightVersion() {
-  if (!unsaved_since_.has_value()) unsaved_since_ = observability::MonotonicNow();
-  return ++weight_version_;
-}
-
 void Head::StartAfresh(int64_t step) {
-  DropAllPending();
-  shadow_.clear();
+  steps_.Reset(step);
+  weights_.EndStep();
   epoch_ = NewEpoch();
   recovers_epochs_.clear();
   state_ = HeadState::kReady;
   lost_cause_.clear();
   restored_checkpoint_.clear();
-  ledger_.Reset(step);
-  last_apply_.reset();
-  last_replace_.clear();
   changed_.SignalAll();
 }
 
 absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch, std::vector<Epoch> recovers_epochs,
                                     const WaitLimits& limits) {
-  const Entry entry(*this, limits);
+  const HeadGate::Entry entry(gate_, limits);
   if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
@@ -242,17 +197,15 @@ absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch, std::vect
   }
   if (absl::Status status = AfterChange(engine_head_->ZeroGradient()); !status.ok()) return status;
   absl::MutexLock state_lock(&state_mutex_);
-  StartAfresh(ledger_.open().step);
+  StartAfresh(steps_.open().step);
   recovers_epochs_ = std::move(recovers_epochs);
-  if (!HasAllTensors()) state_ = HeadState::kLoading;
+  if (!weights_.HasAllTensors()) state_ = HeadState::kLoading;
   return DescribeLocked();
 }
 
 bool Head::InUseLocked() const {
-  SettleDropped();
-  const StepRecord& open = ledger_.open();
-  if (running_calls_ > 0 || use_count_ > 0 || open.state == StepState::kSealed || open.HasUndecided()) return true;
-  return open.Totals().micro_batch_count > 0;
+  steps_.Settle();
+  return running_calls_ > 0 || use_count_ > 0 || steps_.HasContributions();
 }
 
 bool Head::InUse() const {
@@ -270,35 +223,39 @@ void Head::CountUse(int64_t change) {
   use_count_ += change;
 }
 
+void Head::MarkRetired() {
+  retired_ = true;
+  gate_.Close();
+  changed_.SignalAll();
+}
+
 void Head::Retire() {
   {
     absl::MutexLock state_lock(&state_mutex_);
-    retired_ = true;
-    changed_.SignalAll();
+    MarkRetired();
   }
   // Whoever computes now finishes first; whoever waits finds the head retired.
   absl::MutexLock compute_lock(&compute_mutex_);
   absl::MutexLock state_lock(&state_mutex_);
-  DropAllPending();
-  shadow_.clear();
+  steps_.DropAll();
+  weights_.EndStep();
 }
 
 absl::Status Head::TryRetire(const std::optional<Epoch>& epoch, bool force) {
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = Check(epoch.has_value() ? &*epoch : nullptr, Need::kAnyState, false); !status.ok()) return status;
   if (!force && InUseLocked()) {
-    const StepTotals totals = ledger_.open().Totals();
+    const StepTotals totals = steps_.open().Totals();
     const int64_t running_calls = std::max(running_calls_, use_count_);  // who submits for a client has a use of it as well
     return MakeError(ErrorReason::kHeadInUse,
                      absl::StrCat(name_.ToString(), " is in use: ", running_calls, " running calls, ", totals.micro_batch_count,
-                                  " committed micro-batches in step ", ledger_.open().step, "; force deletes it nevertheless"),
+                                  " committed micro-batches in step ", steps_.open().step, "; force deletes it nevertheless"),
                      {{"head", name_.ToString()},
-                      {"openStep", absl::StrCat(ledger_.open().step)},
+                      {"openStep", absl::StrCat(steps_.open().step)},
                       {"runningCalls", absl::StrCat(running_calls)},
                       {"committed", absl::StrCat(totals.micro_batch_count)}});
   }
-  retired_ = true;
-  changed_.SignalAll();
+  MarkRetired();
   return absl::OkStatus();
 }
 

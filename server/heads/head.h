@@ -1,30 +1,33 @@
-// Head: one LM head's transactions. Ties the ledger (what is in the step) to the engine (the numbers).
+// Head: one LM head's transactions. Ties the open step to the engine's numbers.
 //
-// Thread-safe. Two locks: `compute_mutex_` is for engine work and everything that changes the head, `state_mutex_` is held for
-// moments only. So Describe(), GetSteps(), CheckSubmission() and a duplicate's kMicroBatchInProgress are answered at once while
-// another call computes; all other methods wait for it, but for one kind: submissions that stage nothing share the compute locks of
-// their heads, so that several small ones reach the engine together and the next large one is at its door. Nothing here knows gRPC;
-// errors carry reasons (error.h).
+// Head itself has name, specification, epoch and state, and takes the locks. Its parts have files of their own: StepTransactions
+// (ledger, pending contributions, order), WeightTensors and WeightRecord (tensors, versions, checkpoints), HeadGate (who may
+// enter).
 //
-// Calls that save the head, or set it from files, hold it for as long as the disk takes. What waits for those waits apart, in turns
-// and as its WaitLimits allow (head_entry.h): methods that take limits answer kDeadlineExceeded, kCancelled, or what
-// WaitLimits::places says, and have changed nothing then (in deterministic mode Seal() and Apply() may have sealed the step).
-// Behind a computation they wait whatever their limits are, and look at them before they change anything.
+// Thread-safe, with two locks: `compute_mutex_` is held for engine work and for every change of the head, `state_mutex_` for
+// moments only. So Describe(), GetSteps(), CheckSubmission() and a duplicate's kMicroBatchInProgress are answered while another
+// call computes; all other methods wait for it. Submissions that stage nothing share the compute locks of their heads: several
+// small ones reach the engine together, and the next large one is ready. Nothing here knows gRPC; errors carry reasons (error.h).
+//
+// Calls that save the head, or set it from files, hold it for as long as the disk takes. Other calls wait for them at the gate, in
+// turns and as their WaitLimits allow (head_gate.h). A method that takes limits may answer kDeadlineExceeded, kCancelled, or the
+// error of WaitLimits::places, and has changed nothing then (in deterministic mode Seal() and Apply() may have sealed the step).
+// Behind a computation a call waits whatever its limits are, and checks them before it changes anything.
 //
 // Every call answers, in this order: kHeadNotFound after Retire(); kHeadNotTrainable where a step is named and the head is frozen;
 // kStepLost while the head is RESTORED and the call names an epoch or a step; kEpochFenced; kStepLost while the head is LOST;
 // kWeightsNotLoaded while it is LOADING.
 //
 // A head is LOST when the engine failed (kEngineFailed, kInternal) while its accumulator, weights or optimizer state were being
-// changed: what they hold is unknown. Everything undecided is dropped then, and every call but SetTensor(s) and Restore is refused
-// until one of those gives the head a new epoch. An engine that fails before it changes anything (a staged or forward-only
-// computation, one whose rows were still being awaited, a read, kShardNotReady) leaves the head as it was. What others compute
-// beside the one that failed ends with kStepLost. A head is RESTORED when the server has brought it back from a
-// checkpoint: Take(), Restore() and SetTensor(s) with the current epoch make it READY.
+// changed: their values are unknown. Everything undecided is dropped, and every call but SetTensor(s) and Restore is refused until
+// one of those gives the head a new epoch. An engine that fails before it changes anything (a staged or forward-only computation,
+// one whose rows were still awaited, a read, kShardNotReady) leaves the head as it was. Computations beside the one that failed end
+// with kStepLost. A head is RESTORED when the server has brought it back from a checkpoint: Take(), Restore() and SetTensor(s) with
+// the current epoch make it READY.
 //
 // In deterministic mode (HeadLimits::deterministic) contributions are added in ascending id, each by a computation of its own over
-// rows that were kept, always of the same kind: so a step's gradient is bitwise the same whatever the order in which they came,
-// were repeated or decided. What is committed before its turn waits in an OrderedWindow; that is no other state than COMMITTED, and
+// held rows, always of the same kind. A step's gradient is then bitwise equal whatever the order in which contributions came, were
+// repeated or decided. A contribution that is committed before its turn waits in an OrderedWindow; its state is COMMITTED, and
 // nobody can take it back. Calls on a head do not share its compute lock in this mode.
 //
 // An undecided contribution may belong to several heads (a micro-batch with several terms). It is dropped in all of them as soon as
@@ -35,9 +38,9 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -49,11 +52,19 @@
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/engine.h"
 #include "server/heads/epoch.h"
+#include "server/heads/head_gate.h"
+#include "server/heads/head_info.h"
 #include "server/heads/head_name.h"
-#include "server/heads/ordered_window.h"
 #include "server/heads/pending_contribution.h"
 #include "server/heads/session_registry.h"
+#include "server/heads/step_calls.h"
 #include "server/heads/step_ledger.h"
+#include "server/heads/step_transactions.h"
+#include "server/heads/submission.h"
+#include "server/heads/tensor_update.h"
+#include "server/heads/weight_record.h"
+#include "server/heads/weight_tensors.h"
+#include "server/scheduler/wait_limits.h"
 
 namespace headwater::checkpoint {
 class CheckpointStore;
@@ -64,222 +75,9 @@ class BusyClock;
 
 namespace headwater::heads {
 
-// The values are those of headwater.v1.HeadState.
-enum class HeadState : int32_t { kLoading = 1, kReady = 2, kLost = 3, kRestored = 4 };
-
-// A snapshot for GetHead.
-struct HeadInfo {
-  HeadName name;
-  HeadSpec spec;
-  Epoch epoch;
-  std::vector<Epoch> recovers_epochs;  // what the Take() that made the epoch was given; empty if another call made it
-  HeadState state;
-  int64_t weight_version;
-  std::optional<int64_t> open_step;  // trainable heads
-  int64_t waiting_count = 0;         // contributions that are committed and wait for their turn (deterministic mode)
-  std::vector<VocabShard> shards;
-  MemoryPlan plan;
-  absl::Time create_time;
-  std::string weight_checksum;      // XXH3-128 (canonical) of the stored weight when it was set from outside: 16 bytes, or empty
-  std::string restored_checkpoint;  // that a RESTORED head came back from
-  // MonotonicNow() of the oldest change of a trainable head's weights that its newest checkpoint does not have.
-  std::optional<absl::Time> unsaved_since;
-  std::string restore_note;  // what there is to know about the checkpoint that was restored last; empty: nothing
-};
-
-// The step that a call is about.
-struct StepKey {
-  Epoch epoch;
-  int64_t step = 0;
-};
-
-// Places for calls that wait, of which there are so many. Thread-safe.
-class WaitPlaces {
- public:
-  virtual ~WaitPlaces() = default;
-  // The caller has one until GiveBack(), or is told why it gets none.
-  virtual absl::Status Take() = 0;
-  virtual void GiveBack() = 0;
-};
-
-// One of those places, from Take() on. `places` null: none is needed.
-class WaitPlace {
- public:
-  explicit WaitPlace(WaitPlaces* places) : places_(places) {}
-  WaitPlace(const WaitPlace&) = delete;
-  WaitPlace& operator=(const WaitPlace&) = delete;
-  ~WaitPlace() {
-    if (taken_) places_->GiveBack();
-  }
-  // May be called again.
-  absl::Status Take() {
-    if (places_ == nullptr || taken_) return absl::OkStatus();
-    absl::Status status = places_->Take();
-    taken_ = status.ok();
-    return status;
-  }
-
- private:
-  WaitPlaces* const places_;
-  bool taken_ = false;
-};
-
-// How long a call may wait for its turn.
-struct WaitLimits {
-  absl::Time deadline = absl::InfinitePast();  // of observability::MonotonicNow(); past: do not wait
-  std::function<bool()> cancelled;             // polled every few milliseconds; may be null
-  WaitPlaces* places = nullptr;                // where a call is while it waits for files; null: it needs no place
-};
-
-inline WaitLimits AsLongAsItTakes() { return {absl::InfiniteFuture(), nullptr}; }
-
-// One loss term of a submission, with owned data; the head pointers are resolved names.
-struct SubmittedTerm {
-  std::shared_ptr<Head> head;
-  std::optional<Epoch> head_epoch;  // required for a trainable head in a backward call
-  std::optional<int64_t> step;      // likewise
-  std::optional<int64_t> expected_weight_version;
-  std::shared_ptr<Head> teacher_head;  // JSD
-  std::optional<Epoch> teacher_head_epoch;
-  std::optional<int64_t> expected_teacher_weight_version;
-  LossTerm term;  // spans and pointers into memory that the caller keeps until Submit() returns;
-                  // `head`, `teacher_head` and their pointers are filled in by Submit()
-};
-
-// Rows of a submission that may still be on their way. Implemented by whoever takes them from the client; outlives Submit().
-class IncomingRows {
- public:
-  virtual ~IncomingRows() = default;
-  // As RowFlow::AwaitRows(). kCancelled with `stalled` set in the source when rows stay away for too long to hold the engine for.
-  // By the thread that computes, as Finish() is.
-  virtual absl::Status AwaitRows(int64_t row_end) = 0;
-  // True once AwaitRows() has given up because the rows stalled: the submission is not refused, it comes again when it is complete.
-  virtual bool stalled() const = 0;
-  // The digest of canonical header and rows, once all rows are there; asked for in a backward call, once. `rows`: what the engine
-  // has summed up, if it was asked to (`engine_digests`), else null.
-  virtual absl::StatusOr<Digest> Finish(const DigestBuilder* rows) = 0;
-  // As RowFlow::GradHiddenReady().
-  virtual void GradHiddenReady(int64_t row_end) = 0;
-};
-
-// A micro-batch: header decoded; all rows there, or on their way.
-struct Submission {
-  std::vector<SubmittedTerm> terms;
-  std::optional<int64_t> micro_batch;  // absent: nothing is added (forward only, frozen head)
-  int64_t attempt = 0;
-  std::string label;  // MicroBatch::label: the call's request id
-  bool backward = false;
-  bool explicit_commit = false;
-  bool first_wins = false;  // on_mismatch
-  bool refuse_non_finite = false;
-  bool late_token_factors = false;   // held even if slots are free; needs `hold` and explicit_commit
-  std::optional<SessionId> session;  // owns the contribution while it is undecided; the caller holds a SessionRegistry::Use
-  // Called, at most once, when the contribution is to be held as rows: keeps alive all that the terms and `hidden` point to, until
-  // the returned pointer is dropped; or says why that cannot be (kStagingFull). Null: a micro-batch that finds no slot is refused.
-  // In deterministic mode every contribution is held.
-  std::function<absl::StatusOr<std::shared_ptr<const void>>()> hold;
-  // The same for one that others wait for, in deterministic mode: it must find room, or nobody would get on. Null: `hold`.
-  std::function<absl::StatusOr<std::shared_ptr<const void>>()> hold_first;
-  RowsView hidden;
-  MutableRowsView grad_hidden;  // data null: not wanted
-  double grad_hidden_scale = 1;
-  Digest digest{};  // of canonical header and rows; not looked at with `incoming`
-  // Not null: the rows are read as they come, and the digest follows at the end. Only a micro-batch that the step does not know yet
-  // is computed so; for any other Submit() changes nothing and answers `needs_all_rows`, as it does when the rows stall.
-  IncomingRows* incoming = nullptr;
-  bool engine_digests = false;         // MicroBatch::digest_rows; only with `incoming`
-  const DeviceEvent* after = nullptr;  // MicroBatch::after; outlives Submit()
-  // A contribution that is left undecided holds on to it until it is decided or dropped. May be null.
-  std::shared_ptr<const void> until_decided;
-};
-
-// What became of it.
-struct SubmissionOutcome {
-  std::vector<LossSums> terms;
-  std::vector<int64_t> weight_versions;          // one for each term
-  std::vector<int64_t> teacher_weight_versions;  // 0 without teacher
-  ContributionState state = ContributionState::kNone;
-  ContributionForm form = ContributionForm::kNone;
-  bool replayed = false;
-  bool payload_differs = false;
-  std::optional<int64_t> step;
-  Digest digest{};  // that the micro-batch is known by
-  // Nothing was done: submit it again, without `incoming`, when all rows are there. Rows of grad_hidden that GradHiddenReady() has
-  // told of are those of the repeat too if both saw the same versions of all weights, which are filled in.
-  bool needs_all_rows = false;
-};
-
-// One trainable head of a micro-batch that is to be decided.
-struct DecisionTarget {
-  std::shared_ptr<Head> head;
-  StepKey key;
-};
-
-// A trainer's own part of the weight's gradient: rows [row_start, row_start + row_count) of it.
-struct GradientPart {
-  int64_t row_start = 0;
-  int64_t row_count = 0;
-  const float* data = nullptr;  // [row_count, hidden_size]; the caller's
-  double factor = 1;            // finite in fp32
-};
-
-// One tensor of the trainer's new weights.
-struct ShadowTensor {
-  HeadTensor tensor = HeadTensor::kWeight;  // kWeight or kBias
-  DataType data_type = DataType::kFloat32;  // the storage type or fp32
-  std::shared_ptr<const void> data;         // the whole tensor; kept until the step closes
-  int64_t byte_count = 0;
-};
-
-struct ReplaceReply {
-  bool closed = false;    // the head has all of its new tensors, and the step is REPLACED
-  bool replayed = false;  // by an equal call before this one
-  HeadInfo head;          // as the call leaves it
-};
-
-// Arguments of ApplyOptimizerStep; compared member by member to tell a replay from a conflict.
-struct ApplyArguments {
-  double learning_rate = 0;                                             // finite, >= 0
-  double gradient_factor = 1;                                           // finite
-  std::optional<double> max_grad_norm;                                  // > 0; absent: no clipping
-  double other_grad_norm_squared = 0;                                   // finite, >= 0
-  std::optional<double> weight_decay, beta1, beta2, epsilon, momentum;  // overrides
-  bool operator==(const ApplyArguments&) const = default;
-};
-
-struct ApplyReply {
-  int64_t open_step = 0;
-  int64_t weight_version = 0;
-  double global_grad_norm = 0;
-  double gradient_norm_squared = 0;
-  double clip_factor = 1;
-  StepTotals totals;
-  bool replayed = false;
-};
-
-struct SealReply {
-  StepTotals totals;
-  GradientStats stats;
-  bool replayed = false;
-};
-
-struct HeadLimits {
-  int64_t max_step_micro_batches = 1 << 20;  // records of one step, tombstones included
-  bool deterministic = false;                // contributions are added in ascending id
-  int64_t ordered_window = 1024;             // that may be there before their predecessors; >= 1
-};
-
-// Brings elements [element_start, element_start + element_count) of a tensor; called in ascending order, without gaps, and perhaps
-// from the beginning again.
-using TensorSource = std::function<absl::Status(int64_t element_start, int64_t element_count, void* out)>;
-
-// One tensor that SetTensors() sets.
-struct TensorUpdate {
-  HeadTensor tensor = HeadTensor::kWeight;  // kWeight or kBias
-  DataType data_type = DataType::kFloat32;  // of what `source` brings: the storage type or fp32
-  TensorSource source;
-  bool in_memory = false;  // `source` cannot fail: nobody need read it through before
-};
+// Every call that may wait takes limits.
+using scheduler::AsLongAsItTakes;
+using scheduler::WaitLimits;
 
 class HeadUse;
 
@@ -336,7 +134,7 @@ class Head : public std::enable_shared_from_this<Head> {
   // True if something was dropped. An attempt higher than the one that is there needs no session.
   static absl::StatusOr<bool> Discard(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
                                       const std::optional<SessionId>& session, const WaitLimits& limits = AsLongAsItTakes());
-  // The same for a micro-batch of this head alone, that no session owns.
+  // Commit() and Discard() for a micro-batch of this head alone that no session owns.
   absl::StatusOr<bool> Commit(const StepKey& key, int64_t micro_batch, int64_t attempt, double factor);
   absl::StatusOr<bool> Discard(const StepKey& key, int64_t micro_batch, int64_t attempt);
   // Refuses what AddGradient() would refuse whatever the bytes are, for before they arrive.
@@ -400,8 +198,8 @@ class Head : public std::enable_shared_from_this<Head> {
   // theirs). kEpochFenced for a stale epoch; kDataTypeMismatch, kDataLengthMismatch, kInvalidField.
   absl::StatusOr<HeadInfo> SetTensor(const Epoch& epoch, HeadTensor tensor, DataType data_type, const void* data,
                                      int64_t byte_count, const WaitLimits& limits = AsLongAsItTakes());
-  // The same for one or two tensors in one change, read from sources in pieces of at most kTensorPieceBytes. Those that are not in
-  // memory are read through once before anything is written, without holding up other calls: if one fails then, its error comes
+  // SetTensor() for one or two tensors in one change, read from sources in pieces of at most kTensorPieceBytes. Those that are not
+  // in memory are read through once before anything is written, without holding up other calls: if one fails then, its error comes
   // back, and the head is as before. One that fails after that has changed meanwhile: a head that was LOADING still is, without the
   // tensors of this call, and is told the source's error; any other is LOST (kEngineFailed).
   absl::StatusOr<HeadInfo> SetTensors(const Epoch& epoch, const std::vector<TensorUpdate>& updates,
@@ -422,7 +220,7 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::StatusOr<SavedCheckpoint> Save(const std::optional<Epoch>& epoch, checkpoint::CheckpointStore& store,
                                        const std::string& checkpoint_name, bool overwrite,
                                        const WaitLimits& limits = AsLongAsItTakes());
-  // The same, replacing an older one of that name, for a READY head that has changed since it was last saved; true if it was.
+  // Save(), replacing a checkpoint of that name, for a READY head that has changed since its last save; true if it was saved.
   // kDeadlineExceeded if it has, after `deadline`. Does not wait for calls that compute, or that come before it: nothing if there
   // are any.
   std::optional<absl::StatusOr<bool>> TrySaveIfChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
@@ -433,7 +231,7 @@ class Head : public std::enable_shared_from_this<Head> {
   // with the checkpoint's run (CheckpointStore::Continue()).
   absl::StatusOr<HeadInfo> Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
                                    const WaitLimits& limits = AsLongAsItTakes());
-  // The same for a head that was just created because the server has come back: a trainable one is RESTORED then.
+  // Restore() for a head that was just created because the server restarted: a trainable one is RESTORED then.
   absl::Status ComeBack(checkpoint::CheckpointStore& store, const std::string& checkpoint_name);
   // One of the head's checkpoints was removed: errors do not name it any more, and TrySaveIfChanged() does not count on it.
   void CheckpointRemoved(const checkpoint::CheckpointStore& store);
@@ -452,76 +250,43 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::Status TryRetire(const std::optional<Epoch>& epoch, bool force);
 
  private:
-  // What a finished Apply() was asked and answered.
-  struct AppliedStep {
-    ApplyArguments arguments;
-    std::optional<ExpectedMicroBatches> expected;
-    ApplyReply reply;
-  };
-  // What a call needs the head to be.
+  // The state that a call needs.
   enum class Need { kAnyState, kNotLost, kReady };
   friend class HeadUse;
   // Hold the compute locks, or the state locks, of some heads, taken in ascending address so that nobody waits in a circle.
   class ComputeLocks;
   class StateLocks;
-  // Calls on their way into heads, before they wait for the compute locks: those that take as long as files do, for which
-  // AwaitFiles() waits, and all others but submissions. head_entry.h.
-  class FileCall;
-  class Entry;
 
   Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits, LossEngine& engine,
        std::unique_ptr<EngineHead> engine_head);
 
   // The checks that every call begins with. `epoch` null: not checked.
   absl::Status Check(const Epoch* epoch, Need need, bool for_step) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // The same with the lock taken for a moment.
+  // Check(), with the lock taken for a moment.
   absl::Status LockAndCheck(const Epoch* epoch, Need need, bool for_step) const ABSL_LOCKS_EXCLUDED(state_mutex_);
-  // The same for a call on the gradient of the open or sealed step.
+  // Check() for a call on the gradient of the open or sealed step.
   absl::Status CheckOpenStep(const StepKey& key) const ABSL_LOCKS_EXCLUDED(state_mutex_);
-  // kChunkOutOfRange; kInvalidField if the head does not have the tensor.
-  absl::Status CheckElements(HeadTensor tensor, int64_t element_start, int64_t element_count) const;
   HeadInfo DescribeLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   absl::Status EpochError(const Epoch& epoch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   absl::Status LostError() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   bool InUseLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // Whether AwaitFiles() waits for this head.
-  bool IsTakenByFiles() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) { return file_calls_ > 0 && !retired_; }
-
-  // FileCall's and Entry's; head_entry.cc. Who has been let in leaves.
-  absl::Status EnterCall(const WaitLimits& limits) const ABSL_LOCKS_EXCLUDED(state_mutex_);
-  void LeaveCall() const ABSL_LOCKS_EXCLUDED(state_mutex_);
-  absl::Status EnterFiles(const WaitLimits& limits) ABSL_LOCKS_EXCLUDED(state_mutex_);
-  // Does not wait: false if it would have to.
-  bool TryEnterFiles() ABSL_LOCKS_EXCLUDED(state_mutex_);
-  void LeaveFiles() ABSL_LOCKS_EXCLUDED(state_mutex_);
-  bool MayFilesBegin() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) {
-    return !file_runs_ && entries_ == 0 && due_entries_ == 0;
-  }
-  // WaitForChange() in a place of the limits'. Not OK when it is to wait no longer.
-  absl::Status WaitForFiles(const WaitLimits& limits, WaitPlace& place) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // With the compute lock, before anything is changed: kDeadlineExceeded, kCancelled.
-  static absl::Status CheckInTime(const WaitLimits& limits);
+  // The gates of some heads, in ascending address.
+  static std::vector<HeadGate*> GatesOf(const std::set<Head*, std::less<>>& heads);
+  void MarkRetired() ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   void CountUse(int64_t change) ABSL_LOCKS_EXCLUDED(state_mutex_);
 
-  // One turn of a loop that waits for this head to change: it looks again after a while, unless its limits end it.
-  enum class Waited { kAWhile, kCancelled, kTooLong };
-  Waited WaitForChange(const WaitLimits& limits) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  // One turn of a loop that waits for this head to change.
+  scheduler::Waited WaitForChange(const WaitLimits& limits) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) {
+    return scheduler::WaitForChange(changed_, state_mutex_, limits);
+  }
 
-  // Turns what another head has dropped into tombstones.
-  void SettleDropped() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // Drops everything that is undecided or waits: its step is closed, or lost. The ledger is the caller's to change.
-  void DropAllPending() ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // Drops what is undecided of one micro-batch, if anything is; the ledger knows already.
-  void DropPending(int64_t micro_batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // Closes the step, with everything that belonged to it alone.
   absl::Status CloseStep(int64_t step, StepState how) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // The weights have changed: counts that, and keeps the time of the first change that is not saved.
-  int64_t NextWeightVersion() ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // Waits while micro-batches that Seal() needs are missing or undecided. OK when there is nothing to wait for, and at the
   // deadline.
   absl::Status AwaitMicroBatches(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& limits) const
       ABSL_LOCKS_EXCLUDED(state_mutex_);
-  // Begins anew at the ledger's open step or another one: new epoch, nothing known, READY.
+  // Restarts at a step: new epoch, nothing known, READY.
   void StartAfresh(int64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
 
   // The heads whose accumulators a submission adds to, each once, in the order of the terms.
@@ -543,10 +308,8 @@ class Head : public std::enable_shared_from_this<Head> {
   // Whether Discard() would be refused.
   static absl::Status CheckDiscard(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
                                    const std::optional<SessionId>& session);
-  // Carries a commit out, with the compute locks of all heads concerned held.
-  static absl::Status AddPending(const PendingContribution& pending, const CommitArguments& arguments, LossEngine& engine);
-  static absl::Status AddHeld(HeldRows held, const CommitArguments& arguments, LossEngine& engine);
-  // A commit of what FindPending() has found: adds it, or puts it in its place in the order. Likewise.
+  // A commit of what FindPending() has found: adds it, or puts it in its place in the order. Needs the compute locks of all heads
+  // concerned.
   static absl::Status CarryOut(const std::vector<DecisionTarget>& targets, int64_t micro_batch, PendingContribution& pending,
                                const CommitArguments& arguments, const CommitFactor& factor);
   // AddGradient() once its arguments are known to be right, but for what follows in the order. Null if contributions wait that are
@@ -554,21 +317,9 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::StatusOr<std::optional<bool>> AddOwnPart(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
                                                  const GradientPart& part, const std::function<bool()>& cancelled,
                                                  const WaitLimits& limits);
-  // Whether an engine will take what is held times these: kShapeMismatch, kInvalidField.
-  static absl::Status CheckArguments(const CommitArguments& arguments, const HeldRows& held);
-
-  // Deterministic mode; head_ordered.cc. A new micro-batch may come: kOrderPassed, kOrderedWindowFull.
-  absl::Status CheckOrder(int64_t micro_batch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  absl::Status WindowFull(int64_t micro_batch, const std::string& why) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // Higher ones need not wait for a micro-batch that its trainer has discarded.
-  void CloseGap(int64_t micro_batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  // Deterministic mode; head_ordered.cc. Contributions are added in ascending id.
+  bool in_order() const { return limits_.deterministic && spec_.trainable; }
   bool IsItsTurn(const StepKey& key, int64_t micro_batch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  bool HasWaiting() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) { return window_ != nullptr && window_->waiting_count() > 0; }
-  // kStepNotSealed while the accumulator lacks what has been committed.
-  absl::Status CheckNothingWaits() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // This head's part of a contribution that is held.
-  std::shared_ptr<const WaitingAddition> MakeWaiting(int64_t micro_batch, const HeldRows& held,
-                                                     const CommitArguments& arguments) const;
   // Puts a contribution in its place in all of these heads. With their state locks held.
   static void WaitInOrder(const std::vector<Head*>& heads, int64_t micro_batch, const HeldRows& held,
                           const CommitArguments& arguments);
@@ -576,7 +327,7 @@ class Head : public std::enable_shared_from_this<Head> {
   // Adds those whose turn has come, one after the other; with no lock held. An engine failure, or a teacher that is no longer what
   // it was, makes the head LOST; any other error leaves what waits as it is.
   absl::Status AddInOrder(const WaitLimits& limits) ABSL_LOCKS_EXCLUDED(compute_mutex_, state_mutex_);
-  // The same for several heads, but for those that files have; only what made one LOST is an error.
+  // AddInOrder() for several heads, but for those that file calls have; only what made one LOST is an error.
   static absl::Status AddInOrder(const std::vector<Head*>& heads);
   // Null if contributions wait that the sealed step is to have first.
   absl::StatusOr<std::optional<ApplyReply>> TryApply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
@@ -585,15 +336,6 @@ class Head : public std::enable_shared_from_this<Head> {
   // After an engine call that changes the head: an engine failure makes the head LOST. Returns `status`.
   absl::Status AfterChange(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   void MarkLost(const absl::Status& cause) ABSL_SHARED_LOCKS_REQUIRED(compute_mutex_);
-  absl::Status CheckApply(const ApplyArguments& arguments) const;
-  absl::Status CheckUpdates(const std::vector<TensorUpdate>& updates) const;
-  // kDataLengthMismatch unless `byte_count` is the whole tensor's.
-  absl::Status CheckTensorBytes(HeadTensor tensor, DataType data_type, int64_t byte_count) const;
-  // Reads the sources of what is not in memory to their ends.
-  absl::Status ReadThrough(const std::vector<TensorUpdate>& updates) const;
-  // `changed` becomes true with the first change, `source_failed` if the error is a source's. The gradient is 0 afterwards.
-  absl::Status WriteTensors(const std::vector<TensorUpdate>& updates, bool& changed, bool& source_failed)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   // Swaps the shadow in; the sealed step is to be closed then.
   absl::Status WriteShadow() ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   // Save(), with the lock held.
@@ -603,11 +345,6 @@ class Head : public std::enable_shared_from_this<Head> {
   // Weights, optimizer state and step from a checkpoint. With `comes_back` a trainable head is RESTORED then, else READY.
   absl::Status LoadCheckpoint(checkpoint::CheckpointStore& store, const std::string& checkpoint_name, bool comes_back)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
-  // A sentence if a checkpoint comes from where sums are made in another order, else nothing; in deterministic mode that is an
-  // error (kCheckpointSpecMismatch).
-  absl::StatusOr<std::string> CompareNumerics(const checkpoint::CheckpointStore& store, const std::string& checkpoint_name) const;
-  absl::StatusOr<std::string> ChecksumWeight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
-  bool HasAllTensors() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) { return has_weight_ && (has_bias_ || !spec_.has_bias); }
 
   const HeadName name_;
   const HeadSpec spec_;
@@ -617,59 +354,31 @@ class Head : public std::enable_shared_from_this<Head> {
   std::atomic<int64_t> last_use_nanos_;
 
   // Engine work and everything that changes the head. Taken before state_mutex_; of several heads by ComputeLocks. State is written
-  // only with both held, so a holder of this one alone may rely on what it has read: but for `retired_`, `superseding_`, the
-  // counts of calls, and SettleDropped() and DropSession(), which only concern what nobody can decide any more. Those who share it
-  // change only what each of them looks at anew under state_mutex_: the ledger's records and `pending_` of their own micro-batches,
-  // and, when the engine fails one of them, whether the head is LOST. Weights, versions, epoch and step stay as they are meanwhile,
-  // and nothing that is pending is committed.
+  // only with both held, so a holder of this one alone may rely on what it has read: but for `retired_`, the attempts that wait,
+  // the counts of calls, and what Settle() and DropSession() drop, which only concern what nobody can decide any more. Those who
+  // share it change only what each of them looks at anew under state_mutex_: the records and pending contributions of their own
+  // micro-batches, and, when the engine fails one of them, whether the head is LOST. Weights, versions, epoch and step stay as they
+  // are meanwhile, and nothing that is pending is committed.
   mutable absl::Mutex compute_mutex_ ABSL_ACQUIRED_BEFORE(state_mutex_);
   mutable absl::Mutex state_mutex_;
+  // Passed before the compute lock is waited for.
+  mutable HeadGate gate_;
   mutable absl::CondVar changed_;  // with state_mutex_: the ledger, the epoch or the state has changed
 
   // The pointer is fixed; calls other than spec(), plan(), shards() and the sizes need compute_mutex_.
   const std::unique_ptr<EngineHead> engine_head_;
-  // By micro-batch; STAGED in the ledger. Mutable, like the ledger, for SettleDropped().
-  mutable std::map<int64_t, std::shared_ptr<PendingContribution>> pending_ ABSL_GUARDED_BY(state_mutex_);
-  // Tensors that are to close the sealed step, with their checksums.
-  struct ShadowEntry {
-    ShadowTensor tensor;
-    std::string checksum;
-  };
-  std::map<HeadTensor, ShadowEntry> shadow_ ABSL_GUARDED_BY(state_mutex_);
-
-  mutable StepLedger ledger_ ABSL_GUARDED_BY(state_mutex_);
-  const std::unique_ptr<OrderedWindow> window_ ABSL_PT_GUARDED_BY(state_mutex_);  // null: not in deterministic mode
+  WeightTensors tensors_;                                         // but for its checks, needs compute_mutex_
+  mutable StepTransactions steps_ ABSL_GUARDED_BY(state_mutex_);  // mutable for Settle()
+  WeightRecord weights_ ABSL_GUARDED_BY(state_mutex_);
   Epoch epoch_ ABSL_GUARDED_BY(state_mutex_);
   std::vector<Epoch> recovers_epochs_ ABSL_GUARDED_BY(state_mutex_);  // belong to epoch_
   HeadState state_ ABSL_GUARDED_BY(state_mutex_) = HeadState::kLoading;
   std::string lost_cause_ ABSL_GUARDED_BY(state_mutex_);
   std::string restored_checkpoint_ ABSL_GUARDED_BY(state_mutex_);
   std::string restore_note_ ABSL_GUARDED_BY(state_mutex_);
-  bool has_weight_ ABSL_GUARDED_BY(state_mutex_) = false;
-  bool has_bias_ ABSL_GUARDED_BY(state_mutex_) = false;
   bool retired_ ABSL_GUARDED_BY(state_mutex_) = false;
-  int64_t weight_version_ ABSL_GUARDED_BY(state_mutex_) = 0;
-  int64_t update_count_ ABSL_GUARDED_BY(state_mutex_) = 0;
-  std::string weight_checksum_ ABSL_GUARDED_BY(state_mutex_);
-  // It has been saved, or has come back from a checkpoint, or goes on with the run of one that it was restored from: what is saved
-  // next is of the same run.
-  bool has_run_ ABSL_GUARDED_BY(compute_mutex_) = false;
-  // Version of the weights and open step in the newest checkpoint; nothing if that is of another time.
-  std::optional<std::pair<int64_t, int64_t>> saved_ ABSL_GUARDED_BY(state_mutex_);
-  std::optional<absl::Time> unsaved_since_ ABSL_GUARDED_BY(state_mutex_);  // HeadInfo's
-  std::optional<AppliedStep> last_apply_ ABSL_GUARDED_BY(state_mutex_);
-  std::map<HeadTensor, std::string> last_replace_ ABSL_GUARDED_BY(state_mutex_);  // checksums that closed the last closed step
-  std::map<int64_t, int64_t> superseding_ ABSL_GUARDED_BY(state_mutex_);  // micro-batch: attempt that waits to abort lower ones
-  int64_t running_calls_ ABSL_GUARDED_BY(state_mutex_) = 0;               // submissions that wait or compute
-  int64_t use_count_ ABSL_GUARDED_BY(state_mutex_) = 0;                   // HeadUse objects
-  // The turns of head_entry.h. File calls: how many there are, whether one of them has its turn, how many have had theirs. Others:
-  // how many are in, how many wait, and how many of these come before the next file call.
-  int64_t file_calls_ ABSL_GUARDED_BY(state_mutex_) = 0;
-  bool file_runs_ ABSL_GUARDED_BY(state_mutex_) = false;
-  int64_t file_turn_ ABSL_GUARDED_BY(state_mutex_) = 0;
-  mutable int64_t entries_ ABSL_GUARDED_BY(state_mutex_) = 0;
-  mutable int64_t waiting_entries_ ABSL_GUARDED_BY(state_mutex_) = 0;
-  mutable int64_t due_entries_ ABSL_GUARDED_BY(state_mutex_) = 0;
+  int64_t running_calls_ ABSL_GUARDED_BY(state_mutex_) = 0;  // submissions that wait or compute
+  int64_t use_count_ ABSL_GUARDED_BY(state_mutex_) = 0;      // HeadUse objects
 };
 
 // A call's use of a head that it has found, for as long as it may come to work on it: the head is in use meanwhile, and if it is
@@ -691,12 +400,6 @@ class HeadUse {
 
   std::shared_ptr<Head> head_;  // null: of none
 };
-
-// How often a waiting call asks whether it has been cancelled.
-inline constexpr absl::Duration kPollInterval = absl::Milliseconds(10);
-
-// The largest piece in which tensors are read from a source or a checkpoint.
-inline constexpr int64_t kTensorPieceBytes = int64_t{8} << 20;
 
 }  // namespace headwater::heads
 

@@ -134,7 +134,7 @@ absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name,
   const std::string full_name = name.ToString();
   const absl::StatusOr<int64_t> planned_bytes = PlannedBytes(spec);
   {
-    WaitPlace place(limits.places);
+    scheduler::WaitPlace place(limits.places);
     absl::MutexLock lock(&mutex_);
     for (auto found = heads_.find(full_name); found != heads_.end(); found = heads_.find(full_name)) {
       const Entry& entry = found->second;
@@ -154,7 +154,7 @@ absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name,
                          absl::StrCat(is_late ? "the deadline passed" : "the call was cancelled", " while ", full_name,
                                       " was being created or deleted; nothing was made"));
       }
-      settled_.WaitWithTimeout(&mutex_, std::min(left, kPollInterval));
+      settled_.WaitWithTimeout(&mutex_, std::min(left, scheduler::kWaitInterval));
     }
     if (absl::Status status = Reserve(name, planned_bytes); !status.ok()) return status;
   }
@@ -308,7 +308,7 @@ std::vector<std::pair<HeadName, absl::Status>> HeadRegistry::SaveChanged(checkpo
     });
     if (left.empty()) return outcomes;
     if (observability::MonotonicNow() >= deadline) break;
-    absl::SleepFor(kPollInterval);
+    absl::SleepFor(scheduler::kWaitInterval);
   }
   for (const std::shared_ptr<Head>& head : left) {
     outcomes.emplace_back(head->name(), MakeError(ErrorReason::kDeadlineExceeded,

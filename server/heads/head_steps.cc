@@ -5,9 +5,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "server/heads/apply_arguments.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
-#include "server/heads/head_entry.h"
 
 namespace headwater::heads {
 namespace {
@@ -15,62 +15,34 @@ namespace {
 // PyTorch's clip_grad_norm_ adds this to the norm.
 constexpr double kClipEpsilon = 1e-6;
 
-absl::Status RangeError(const char* field, const char* expected, double actual) {
-  return MakeError(ErrorReason::kInvalidField, absl::StrCat(field, " must be ", expected, ", it is ", actual),
-                   {{"field", field}, {"expected", expected}, {"actual", absl::StrCat(actual)}});
-}
-
-absl::Status OverrideError(const char* field, const char* owner) {
-  return MakeError(ErrorReason::kInvalidCombination,
-                   absl::StrCat(field, " overrides a setting of ", owner, ", which the head has not"),
-                   {{"field", field}, {"expected", absl::StrCat("nothing, or a head with ", owner)}, {"actual", "an override"}});
-}
-
-bool IsNonNegative(double value) { return std::isfinite(value) && value >= 0; }
-bool IsDecayRate(double value) { return value >= 0 && value < 1; }
-
-// The optimizer's settings with a step's overrides.
-OptimizerSpec WithOverrides(OptimizerSpec optimizer, const ApplyArguments& arguments) {
-  if (AdamWSpec* adamw = std::get_if<AdamWSpec>(&optimizer)) {
-    adamw->beta1 = arguments.beta1.value_or(adamw->beta1);
-    adamw->beta2 = arguments.beta2.value_or(adamw->beta2);
-    adamw->epsilon = arguments.epsilon.value_or(adamw->epsilon);
-    adamw->weight_decay = arguments.weight_decay.value_or(adamw->weight_decay);
-  } else if (SgdSpec* sgd = std::get_if<SgdSpec>(&optimizer)) {
-    sgd->momentum = arguments.momentum.value_or(sgd->momentum);
-    sgd->weight_decay = arguments.weight_decay.value_or(sgd->weight_decay);
-  }
-  return optimizer;
-}
-
 }  // namespace
 
 absl::StatusOr<std::pair<StepRecord, std::optional<StepRecord>>> Head::GetSteps(const Epoch& epoch) const {
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = Check(&epoch, Need::kNotLost, true); !status.ok()) return status;
-  return std::make_pair(ledger_.open(), ledger_.last_closed());
+  return std::make_pair(steps_.open(), steps_.ledger().last_closed());
 }
 
 bool Head::TakesMicroBatches(const StepKey& key) const {
   absl::MutexLock state_lock(&state_mutex_);
-  return !retired_ && state_ == HeadState::kReady && key.epoch == epoch_ && key.step == ledger_.open().step &&
-         ledger_.open().state == StepState::kOpen;
+  return !retired_ && state_ == HeadState::kReady && key.epoch == epoch_ && key.step == steps_.open().step &&
+         steps_.open().state == StepState::kOpen;
 }
 
 absl::Status Head::AwaitMicroBatches(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& limits) const {
   absl::MutexLock state_lock(&state_mutex_);
   while (true) {
     if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-    const absl::Status complete = ledger_.CheckSeal(key.step, expected);
+    const absl::Status complete = steps_.ledger().CheckSeal(key.step, expected);
     const bool lacks_some =
         HasReason(complete, ErrorReason::kMicroBatchMissing) || HasReason(complete, ErrorReason::kMicroBatchUncommitted);
     // To a sealed step, by another expectation perhaps, nothing can come any more.
-    if (!lacks_some || ledger_.open().state != StepState::kOpen) return absl::OkStatus();
-    const Waited waited = WaitForChange(limits);
-    if (waited == Waited::kCancelled) {
+    if (!lacks_some || steps_.open().state != StepState::kOpen) return absl::OkStatus();
+    const scheduler::Waited waited = WaitForChange(limits);
+    if (waited == scheduler::Waited::kCancelled) {
       return MakeError(ErrorReason::kCancelled, absl::StrCat("the call was cancelled while step ", key.step, " was incomplete"));
     }
-    if (waited == Waited::kTooLong) return absl::OkStatus();
+    if (waited == scheduler::Waited::kTooLong) return absl::OkStatus();
   }
 }
 
@@ -80,7 +52,7 @@ absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatc
   std::optional<bool> sealed_first;
   while (true) {
     {
-      const Entry entry(*this, limits);
+      const HeadGate::Entry entry(gate_, limits);
       if (!entry.status().ok()) return entry.status();
       absl::MutexLock compute_lock(&compute_mutex_);
       if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
@@ -89,12 +61,12 @@ absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatc
       {
         absl::MutexLock state_lock(&state_mutex_);
         if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-        absl::StatusOr<bool> sealed_now = ledger_.Seal(key.step, expected);
+        absl::StatusOr<bool> sealed_now = steps_.ledger().Seal(key.step, expected);
         if (!sealed_now.ok()) return sealed_now.status();
         if (!sealed_first.has_value()) sealed_first = *sealed_now;
         reply.replayed = !*sealed_first;
-        reply.totals = ledger_.open().Totals();
-        waits = HasWaiting();
+        reply.totals = steps_.open().Totals();
+        waits = steps_.waiting_count() > 0;
         changed_.SignalAll();
       }
       // If this, or what follows, fails the step is sealed nevertheless, and the same call again tells the rest.
@@ -109,44 +81,6 @@ absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatc
   }
 }
 
-absl::Status Head::CheckApply(const ApplyArguments& arguments) const {
-  const auto& optimizer = spec_.optimizer;
-  if (std::holds_alternative<std::monostate>(optimizer)) {
-    return MakeError(ErrorReason::kOptimizerNotConfigured, absl::StrCat(name_.ToString(), " was created without an optimizer"),
-                     {{"head", name_.ToString()}});
-  }
-  if (!std::holds_alternative<AdamWSpec>(optimizer)) {
-    if (arguments.beta1.has_value()) return OverrideError("beta1", "AdamW");
-    if (arguments.beta2.has_value()) return OverrideError("beta2", "AdamW");
-    if (arguments.epsilon.has_value()) return OverrideError("epsilon", "AdamW");
-  }
-  if (arguments.momentum.has_value()) {
-    const SgdSpec* sgd = std::get_if<SgdSpec>(&optimizer);
-    if (sgd == nullptr || sgd->momentum == 0) return OverrideError("momentum", "SGD with momentum");
-    if (!IsDecayRate(*arguments.momentum)) return RangeError("momentum", "in [0, 1)", *arguments.momentum);
-    if (sgd->nesterov && *arguments.momentum == 0) return OverrideError("momentum", "SGD without Nesterov's momentum, if it is 0");
-  }
-  if (!IsNonNegative(arguments.learning_rate)) {
-    return RangeError("learning_rate", "finite and at least 0", arguments.learning_rate);
-  }
-  if (!std::isfinite(arguments.gradient_factor)) return RangeError("gradient_factor", "finite", arguments.gradient_factor);
-  if (arguments.max_grad_norm.has_value() && !(*arguments.max_grad_norm > 0)) {
-    return RangeError("max_grad_norm", "greater than 0", *arguments.max_grad_norm);
-  }
-  if (!IsNonNegative(arguments.other_grad_norm_squared)) {
-    return RangeError("other_grad_norm_squared", "finite and at least 0", arguments.other_grad_norm_squared);
-  }
-  if (arguments.weight_decay.has_value() && !IsNonNegative(*arguments.weight_decay)) {
-    return RangeError("weight_decay", "finite and at least 0", *arguments.weight_decay);
-  }
-  if (arguments.beta1.has_value() && !IsDecayRate(*arguments.beta1)) return RangeError("beta1", "in [0, 1)", *arguments.beta1);
-  if (arguments.beta2.has_value() && !IsDecayRate(*arguments.beta2)) return RangeError("beta2", "in [0, 1)", *arguments.beta2);
-  if (arguments.epsilon.has_value() && !IsNonNegative(*arguments.epsilon)) {
-    return RangeError("epsilon", "finite and at least 0", *arguments.epsilon);
-  }
-  return absl::OkStatus();
-}
-
 absl::StatusOr<ApplyReply> Head::Apply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
                                        const ApplyArguments& arguments, const WaitLimits& limits) {
   while (true) {
@@ -159,7 +93,7 @@ absl::StatusOr<ApplyReply> Head::Apply(const StepKey& key, const std::optional<E
 
 absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
                                                          const ApplyArguments& arguments, const WaitLimits& limits) {
-  const Entry entry(*this, limits);
+  const HeadGate::Entry entry(gate_, limits);
   if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
@@ -168,37 +102,37 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
   {
     absl::MutexLock state_lock(&state_mutex_);
     if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-    if (absl::Status status = CheckApply(arguments); !status.ok()) return status;
-    const std::optional<StepRecord>& last_closed = ledger_.last_closed();
+    if (absl::Status status = CheckApply(name_, spec_, arguments); !status.ok()) return status;
+    const std::optional<StepRecord>& last_closed = steps_.ledger().last_closed();
     if (last_closed.has_value() && last_closed->step == key.step) {
-      const bool same = last_closed->state == StepState::kApplied && last_apply_.has_value() &&
-                        last_apply_->arguments == arguments &&
-                        (!expected.has_value() || !last_apply_->expected.has_value() || *expected == *last_apply_->expected);
+      const std::optional<AppliedStep>& applied = steps_.last_apply();
+      const bool same = last_closed->state == StepState::kApplied && applied.has_value() && applied->arguments == arguments &&
+                        (!expected.has_value() || !applied->expected.has_value() || *expected == *applied->expected);
       if (same) {
-        reply = last_apply_->reply;
+        reply = applied->reply;
         reply.replayed = true;
         return reply;
       }
       return MakeError(ErrorReason::kStepConflict,
                        absl::StrCat("step ", key.step, " was closed by ",
                                     last_closed->state == StepState::kApplied ? "an update with other arguments" : "another call",
-                                    "; the open step is ", ledger_.open().step),
-                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(ledger_.open().step)}});
+                                    "; the open step is ", steps_.open().step),
+                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(steps_.open().step)}});
     }
     if (expected.has_value()) {
-      if (absl::StatusOr<bool> sealed = ledger_.Seal(key.step, *expected); !sealed.ok()) return sealed.status();
-    } else if (absl::Status status = ledger_.CheckStep(key.step); !status.ok()) {
+      if (absl::StatusOr<bool> sealed = steps_.ledger().Seal(key.step, *expected); !sealed.ok()) return sealed.status();
+    } else if (absl::Status status = steps_.ledger().CheckStep(key.step); !status.ok()) {
       return status;
-    } else if (ledger_.open().state == StepState::kOpen) {
+    } else if (steps_.open().state == StepState::kOpen) {
       return MakeError(
           ErrorReason::kMissingField,
           absl::StrCat("expected must say which micro-batches step ", key.step, " consists of, because it is still open"),
           {{"field", "expected"}, {"expected", "a count or ids"}, {"actual", "nothing"}, {"step", absl::StrCat(key.step)}});
     }
-    if (HasWaiting()) return std::optional<ApplyReply>();
-    if (absl::Status status = ledger_.CheckClose(key.step, StepState::kApplied); !status.ok()) return status;
-    reply.totals = ledger_.open().Totals();
-    step.update_count = update_count_ + 1;
+    if (steps_.waiting_count() > 0) return std::optional<ApplyReply>();
+    if (absl::Status status = steps_.ledger().CheckClose(key.step, StepState::kApplied); !status.ok()) return status;
+    reply.totals = steps_.open().Totals();
+    step.update_count = weights_.update_count() + 1;
   }
 
   absl::StatusOr<GradientStats> stats = engine_head_->ComputeGradientStats();
@@ -224,51 +158,48 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
 
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = CloseStep(key.step, StepState::kApplied); !status.ok()) return status;
-  update_count_ = step.update_count;
-  reply.open_step = ledger_.open().step;
-  reply.weight_version = NextWeightVersion();
-  weight_checksum_.clear();
-  last_apply_ = AppliedStep{arguments, expected, reply};
+  weights_.SetUpdateCount(step.update_count);
+  reply.open_step = steps_.open().step;
+  reply.weight_version = weights_.NextVersion();
+  weights_.SetChecksum("");
+  steps_.SetLastApply({arguments, expected, reply});
   return reply;
 }
 
 absl::Status Head::CloseStep(int64_t step, StepState how) {
-  if (absl::Status status = ledger_.Close(step, how); !status.ok()) return status;
-  DropAllPending();
-  shadow_.clear();
-  last_apply_.reset();
-  last_replace_.clear();
+  if (absl::Status status = steps_.Close(step, how); !status.ok()) return status;
+  weights_.EndStep();
   changed_.SignalAll();
   return absl::OkStatus();
 }
 
 absl::StatusOr<std::pair<int64_t, bool>> Head::DiscardGradient(const StepKey& key, const WaitLimits& limits) {
-  const Entry entry(*this, limits);
+  const HeadGate::Entry entry(gate_, limits);
   if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   {
     absl::MutexLock state_lock(&state_mutex_);
     if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-    const std::optional<StepRecord>& last_closed = ledger_.last_closed();
+    const std::optional<StepRecord>& last_closed = steps_.ledger().last_closed();
     if (last_closed.has_value() && last_closed->step == key.step) {
-      if (last_closed->state == StepState::kDiscarded) return std::make_pair(ledger_.open().step, true);
+      if (last_closed->state == StepState::kDiscarded) return std::make_pair(steps_.open().step, true);
       return MakeError(ErrorReason::kStepConflict,
                        absl::StrCat("step ", key.step, " was closed by ",
                                     last_closed->state == StepState::kReplaced ? "new weights" : "an update", "; the open step is ",
-                                    ledger_.open().step),
-                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(ledger_.open().step)}});
+                                    steps_.open().step),
+                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(steps_.open().step)}});
     }
-    if (absl::Status status = ledger_.CheckClose(key.step, StepState::kDiscarded); !status.ok()) return status;
+    if (absl::Status status = steps_.ledger().CheckClose(key.step, StepState::kDiscarded); !status.ok()) return status;
   }
   if (absl::Status status = AfterChange(engine_head_->ZeroGradient()); !status.ok()) return status;
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = CloseStep(key.step, StepState::kDiscarded); !status.ok()) return status;
-  return std::make_pair(ledger_.open().step, false);
+  return std::make_pair(steps_.open().step, false);
 }
 
 absl::StatusOr<GradientStats> Head::GradientNorm(const StepKey& key, const WaitLimits& limits) const {
-  const Entry entry(*this, limits);
+  const HeadGate::Entry entry(gate_, limits);
   if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
@@ -278,20 +209,12 @@ absl::StatusOr<GradientStats> Head::GradientNorm(const StepKey& key, const WaitL
 
 absl::Status Head::ReadGradient(const StepKey& key, HeadTensor tensor, int64_t element_start, int64_t element_count, float* out,
                                 const WaitLimits& limits) const {
-  const Entry entry(*this, limits);
+  const HeadGate::Entry entry(gate_, limits);
   if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   if (absl::Status status = CheckOpenStep(key); !status.ok()) return status;
-  if (tensor == HeadTensor::kWeight) tensor = HeadTensor::kGradWeight;
-  if (tensor == HeadTensor::kBias) tensor = HeadTensor::kGradBias;
-  if (tensor != HeadTensor::kGradWeight && tensor != HeadTensor::kGradBias) {
-    return MakeError(ErrorReason::kInvalidField,
-                     absl::StrCat("tensor must be the gradient of weight or bias, it is ", HeadTensorName(tensor)),
-                     {{"field", "tensor"}, {"expected", "grad_weight or grad_bias"}, {"actual", HeadTensorName(tensor)}});
-  }
-  if (absl::Status status = CheckElements(tensor, element_start, element_count); !status.ok()) return status;
-  return engine_head_->ReadTensor(tensor, element_start, element_count, out);
+  return tensors_.ReadGradient(tensor, element_start, element_count, out);
 }
 
 }  // namespace headwater::heads

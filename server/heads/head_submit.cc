@@ -11,7 +11,6 @@
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
-#include "server/heads/head_entry.h"
 
 namespace headwater::heads {
 namespace {
@@ -120,15 +119,14 @@ absl::Status Head::CheckAsStudent(const SubmittedTerm& term, bool is_target, con
     return status;
   }
   absl::Status version =
-      CheckVersion(term.expected_weight_version, weight_version_, name_.ToString(), "head.expected_weight_version");
+      CheckVersion(term.expected_weight_version, weights_.version(), name_.ToString(), "head.expected_weight_version");
   if (!version.ok()) return version;
   if (!is_target) return absl::OkStatus();
   const int64_t micro_batch = *submission.micro_batch;
-  absl::Status begin = ledger_.CheckBegin(*term.step, micro_batch, submission.attempt, limits_.max_step_micro_batches);
+  absl::Status begin = steps_.CheckBegin(*term.step, micro_batch, submission.attempt);
   if (!begin.ok()) return begin;
-  if (absl::Status status = CheckOrder(micro_batch); !status.ok()) return status;
   const bool needs_slot = NeedsSlot(submission) && submission.hold == nullptr;
-  if (spec_.staging_slots == 0 && needs_slot && !ledger_.open().micro_batches.contains(micro_batch)) {
+  if (spec_.staging_slots == 0 && needs_slot && !steps_.open().micro_batches.contains(micro_batch)) {
     return MakeError(ErrorReason::kStagingFull,
                      absl::StrCat(name_.ToString(), " was created without staging slots, which EXPLICIT commits and REFUSE need"),
                      {{"head", name_.ToString()}, {"stagingSlots", "0"}});
@@ -140,7 +138,8 @@ absl::Status Head::CheckAsTeacher(const SubmittedTerm& term) const {
   absl::MutexLock state_lock(&state_mutex_);
   const Epoch* epoch = term.teacher_head_epoch.has_value() ? &*term.teacher_head_epoch : nullptr;
   if (absl::Status status = Check(epoch, Need::kReady, false); !status.ok()) return status;
-  return CheckVersion(term.expected_teacher_weight_version, weight_version_, name_.ToString(), "teacher.expected_weight_version");
+  return CheckVersion(term.expected_teacher_weight_version, weights_.version(), name_.ToString(),
+                      "teacher.expected_weight_version");
 }
 
 absl::Status Head::CheckSubmission(const Submission& submission) {
@@ -175,20 +174,17 @@ absl::Status Head::Announce(const Submission& submission, const WaitLimits& limi
   const int64_t micro_batch = *submission.micro_batch;
   // Before the mark: nobody computes on a head that files have, and a call that is given up here supersedes nothing.
   const std::set<Head*, std::less<>> heads(targets.begin(), targets.end());
-  const Entry entry(heads, limits);
+  const HeadGate::Entry entry(GatesOf(heads), limits);
   if (!entry.status().ok()) return entry.status();
   // A lower attempt that is being computed gives up as soon as it may.
   for (Head* target : targets) {
     absl::MutexLock state_lock(&target->state_mutex_);
-    int64_t& waiting = target->superseding_[micro_batch];
-    waiting = std::max(waiting, submission.attempt);
+    target->steps_.MarkWaiting(micro_batch, submission.attempt);
   }
   const ComputeLocks locks(heads);
   for (Head* target : targets) {
     absl::MutexLock state_lock(&target->state_mutex_);
-    // A still higher attempt that waits too keeps its mark.
-    const auto waiting = target->superseding_.find(micro_batch);
-    if (waiting != target->superseding_.end() && waiting->second == submission.attempt) target->superseding_.erase(waiting);
+    target->steps_.UnmarkWaiting(micro_batch, submission.attempt);
   }
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
@@ -196,10 +192,8 @@ absl::Status Head::Announce(const Submission& submission, const WaitLimits& limi
     Head& head = *term.head;
     if (!head.spec_.trainable) continue;
     absl::MutexLock state_lock(&head.state_mutex_);
-    absl::StatusOr<bool> dropped =
-        head.ledger_.Supersede(*term.step, micro_batch, submission.attempt, head.limits_.max_step_micro_batches);
-    if (!dropped.ok()) return dropped.status();
-    if (*dropped) head.DropPending(micro_batch);
+    absl::Status status = head.steps_.Supersede(*term.step, micro_batch, submission.attempt);
+    if (!status.ok()) return status;
     head.changed_.SignalAll();
   }
   return absl::OkStatus();
@@ -242,7 +236,7 @@ class Head::SubmissionRun {
   absl::Status Hold();
   // EAGER, in deterministic mode: commits it, to be added when its turn comes.
   absl::Status TakeItsPlace();
-  bool in_order() const { return !targets_.empty() && targets_.front()->window_ != nullptr; }
+  bool in_order() const { return !targets_.empty() && targets_.front()->in_order(); }
   // Not OK once the submission should give up: it was cancelled, a higher attempt waits, or another run has lost a head.
   absl::Status CheckWanted() const;
   // kStepLost if one of the targets has been lost since Begin(). With the state locks of all of them.
@@ -293,11 +287,7 @@ class Head::SubmissionRun::Flow : public RowFlow {
 };
 
 bool Head::IsBehindFiles(const Submission& submission) {
-  const auto is_taken = [](const std::shared_ptr<Head>& head) {
-    if (head == nullptr) return false;
-    absl::MutexLock state_lock(&head->state_mutex_);
-    return head->IsTakenByFiles();
-  };
+  const auto is_taken = [](const std::shared_ptr<Head>& head) { return head != nullptr && head->gate_.IsTakenByFiles(); };
   return std::any_of(submission.terms.begin(), submission.terms.end(),
                      [&](const SubmittedTerm& term) { return is_taken(term.head) || is_taken(term.teacher_head); });
 }
@@ -305,14 +295,11 @@ bool Head::IsBehindFiles(const Submission& submission) {
 absl::Status Head::AwaitFiles(const Submission& submission, const WaitLimits& limits) {
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
   for (Head* head : HeadsOf(submission)) {
-    absl::MutexLock state_lock(&head->state_mutex_);
-    while (head->IsTakenByFiles()) {
-      const Waited waited = head->WaitForChange(limits);
-      if (waited == Waited::kCancelled) return Cancelled();
-      if (waited == Waited::kTooLong) {
-        return MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("the deadline passed while ", head->name_.ToString(),
-                                                                      " was being saved or set; nothing was added"));
-      }
+    const scheduler::Waited waited = head->gate_.AwaitFiles(limits);
+    if (waited == scheduler::Waited::kCancelled) return Cancelled();
+    if (waited == scheduler::Waited::kTooLong) {
+      return MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("the deadline passed while ", head->name_.ToString(),
+                                                                    " was being saved or set; nothing was added"));
     }
   }
   return absl::OkStatus();
@@ -400,8 +387,8 @@ void Head::SubmissionRun::BuildTerms() ABSL_NO_THREAD_SAFETY_ANALYSIS {
     LossTerm& term = terms_.emplace_back(submitted.term);
     term.head = submitted.head->engine_head_.get();
     term.teacher_head = submitted.teacher_head != nullptr ? submitted.teacher_head->engine_head_.get() : nullptr;
-    outcome_.weight_versions.push_back(submitted.head->weight_version_);
-    outcome_.teacher_weight_versions.push_back(submitted.teacher_head != nullptr ? submitted.teacher_head->weight_version_ : 0);
+    outcome_.weight_versions.push_back(submitted.head->weights_.version());
+    outcome_.teacher_weight_versions.push_back(submitted.teacher_head != nullptr ? submitted.teacher_head->weights_.version() : 0);
   }
 }
 
@@ -411,14 +398,14 @@ absl::Status Head::SubmissionRun::CheckWanted() const {
   for (Head* target : targets_) {
     absl::MutexLock state_lock(&target->state_mutex_);
     if (target->state_ == HeadState::kLost) return target->LostError();
-    const auto waiting = target->superseding_.find(id());
-    if (waiting == target->superseding_.end() || waiting->second <= submission_.attempt) continue;
+    const std::optional<int64_t> waiting = target->steps_.HigherWaiting(id(), submission_.attempt);
+    if (!waiting.has_value()) continue;
     return MakeError(ErrorReason::kAttemptSuperseded,
-                     absl::StrCat("attempt ", waiting->second, " of micro-batch ", id(), " has come while attempt ",
-                                  submission_.attempt, " was computed"),
+                     absl::StrCat("attempt ", *waiting, " of micro-batch ", id(), " has come while attempt ", submission_.attempt,
+                                  " was computed"),
                      {{"microBatch", absl::StrCat(id())},
                       {"attempt", absl::StrCat(submission_.attempt)},
-                      {"knownAttempt", absl::StrCat(waiting->second)}});
+                      {"knownAttempt", absl::StrCat(*waiting)}});
   }
   return absl::OkStatus();
 }
@@ -431,12 +418,11 @@ absl::Status Head::SubmissionRun::CheckNotLost() const ABSL_NO_THREAD_SAFETY_ANA
 }
 
 absl::StatusOr<BeginDecision> Head::SubmissionRun::BeginIn(Head* target) {
-  const int64_t step = target->ledger_.open().step;
-  const int64_t maximum = target->limits_.max_step_micro_batches;
+  const int64_t step = target->steps_.open().step;
   if (submission_.incoming == nullptr) {
-    return target->ledger_.Begin(step, id(), submission_.attempt, submission_.digest, submission_.first_wins, maximum);
+    return target->steps_.Begin(step, id(), submission_.attempt, submission_.digest, submission_.first_wins);
   }
-  const absl::StatusOr<bool> begun = target->ledger_.BeginProvisionally(step, id(), submission_.attempt, maximum);
+  const absl::StatusOr<bool> begun = target->steps_.BeginProvisionally(step, id(), submission_.attempt);
   if (!begun.ok()) return begun.status();
   return *begun ? BeginDecision::kCompute : BeginDecision::kReplay;
 }
@@ -450,8 +436,8 @@ absl::Status Head::SubmissionRun::Begin() ABSL_NO_THREAD_SAFETY_ANALYSIS {
   absl::Status status = CheckNotLost();
   for (Head* target : targets_) {
     if (!status.ok()) break;
-    if (!outcome_.step.has_value()) outcome_.step = target->ledger_.open().step;
-    const std::optional<MicroBatchRecord> before = target->ledger_.Find(id());
+    if (!outcome_.step.has_value()) outcome_.step = target->steps_.open().step;
+    const std::optional<MicroBatchRecord> before = target->steps_.ledger().Find(id());
     const absl::StatusOr<BeginDecision> decision = BeginIn(target);
     status = decision.status();
     if (!status.ok()) break;
@@ -461,7 +447,7 @@ absl::Status Head::SubmissionRun::Begin() ABSL_NO_THREAD_SAFETY_ANALYSIS {
       continue;
     }
     if (known_by.empty()) {
-      const MicroBatchRecord& record = target->ledger_.open().micro_batches.at(id());
+      const MicroBatchRecord& record = target->steps_.open().micro_batches.at(id());
       outcome_.state = record.state;
       outcome_.form = record.form;
     }
@@ -481,11 +467,10 @@ absl::Status Head::SubmissionRun::Begin() ABSL_NO_THREAD_SAFETY_ANALYSIS {
   adds_ = status.ok() && !outcome_.needs_all_rows && !begun.empty();
   for (const auto& [target, before] : begun) {
     if (!adds_) {  // one head takes it and another does not, or its rows have to be there first: nothing has happened
-      target->ledger_.TakeBack(id(), before);
+      target->steps_.ledger().TakeBack(id(), before);
       continue;
     }
-    target->DropPending(id());  // of a lower attempt, which this one supersedes
-    if (target->window_ != nullptr) target->window_->Reopen(id());
+    target->steps_.DropLowerAttempt(id());
   }
   outcome_.replayed = status.ok() && !known_by.empty() && !outcome_.needs_all_rows && !outcome_.payload_differs;
   return status;
@@ -517,7 +502,7 @@ Head* Head::SubmissionRun::FirstWithoutSlot() const ABSL_NO_THREAD_SAFETY_ANALYS
 
 int64_t Head::SubmissionRun::PendingOf(Head& target, bool own, bool is_held) const {
   absl::MutexLock state_lock(&target.state_mutex_);
-  return std::count_if(target.pending_.begin(), target.pending_.end(), [&](const auto& entry) {
+  return std::count_if(target.steps_.pending().begin(), target.steps_.pending().end(), [&](const auto& entry) {
     const PendingContribution& pending = *entry.second;
     const bool is_own = submission_.session.has_value() && pending.session() == submission_.session;
     return is_own == own && pending.is_held() == is_held && !pending.dropped();
@@ -565,7 +550,7 @@ absl::Status Head::SubmissionRun::Decide(const DigestBuilder* rows) ABSL_NO_THRE
   const StateLocks state_locks(targets_);
   if (absl::Status status = CheckNotLost(); !status.ok()) return status;
   for (Head* target : targets_) {
-    if (absl::Status status = target->ledger_.SetDigest(id(), outcome_.digest); !status.ok()) return status;
+    if (absl::Status status = target->steps_.ledger().SetDigest(id(), outcome_.digest); !status.ok()) return status;
   }
   return absl::OkStatus();
 }
@@ -605,7 +590,7 @@ absl::StatusOr<HeldRows> Head::SubmissionRun::KeepRows() ABSL_NO_THREAD_SAFETY_A
   bool is_first = false;
   for (Head* target : targets_) {
     absl::MutexLock state_lock(&target->state_mutex_);
-    is_first = is_first || (target->window_ != nullptr && target->window_->IsFront(id()));
+    is_first = is_first || target->steps_.IsFront(id());
   }
   const auto& hold = is_first && submission_.hold_first != nullptr ? submission_.hold_first : submission_.hold;
   absl::StatusOr<std::shared_ptr<const void>> storage = hold();
@@ -626,7 +611,7 @@ absl::StatusOr<HeldRows> Head::SubmissionRun::KeepRows() ABSL_NO_THREAD_SAFETY_A
     if (submitted.teacher_head == nullptr || !teachers.insert(submitted.teacher_head.get()).second) continue;
     held.teachers.push_back(submitted.teacher_head);
     held.teacher_heads.push_back(term.teacher_head);
-    held.teacher_weight_versions.push_back(submitted.teacher_head->weight_version_);
+    held.teacher_weight_versions.push_back(submitted.teacher_head->weights_.version());
   }
   return held;
 }
@@ -645,7 +630,7 @@ absl::Status Head::SubmissionRun::TakeItsPlace() ABSL_NO_THREAD_SAFETY_ANALYSIS 
   WaitInOrder(targets_, id(), *held, CommitArguments());
   for (Head* target : targets_) {
     // Cannot fail: it has been in progress since Begin(), and in this mode nobody else has computed, and lost the head, meanwhile.
-    target->ledger_.FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
+    target->steps_.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
     target->changed_.SignalAll();
   }
   return absl::OkStatus();
@@ -656,7 +641,7 @@ absl::Status Head::SubmissionRun::Abort(const absl::Status& status) {
   for (Head* target : targets_) {
     absl::MutexLock state_lock(&target->state_mutex_);
     // If the head was lost since Begin() it is forgotten already.
-    if (target->state_ != HeadState::kLost) target->ledger_.Abort(id()).IgnoreError();
+    if (target->state_ != HeadState::kLost) target->steps_.ledger().Abort(id()).IgnoreError();
     target->changed_.SignalAll();
   }
   return status;
@@ -676,9 +661,7 @@ absl::Status Head::SubmissionRun::FinishPending(const std::shared_ptr<PendingCon
     status = CheckNotLost();
     if (status.ok()) {
       for (Head* target : targets_) {
-        target->pending_[id()] = pending;
-        target->ledger_.FinishStaged(id(), form_, CountsOf(target))
-            .IgnoreError();  // cannot fail: it has been in progress since Begin()
+        target->steps_.FinishPending(id(), pending, form_, CountsOf(target));  // it has been in progress since Begin()
         target->changed_.SignalAll();
       }
     }
@@ -691,7 +674,7 @@ absl::Status Head::SubmissionRun::FinishCommitted() ABSL_NO_THREAD_SAFETY_ANALYS
   const absl::Status status = CheckNotLost();
   for (Head* target : targets_) {
     // Also in the heads that are left when one is lost: it is in their accumulators. Cannot fail in those.
-    target->ledger_.FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
+    target->steps_.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
     target->changed_.SignalAll();
   }
   return status;

@@ -10,6 +10,7 @@
 #include "headwater/v1/head_service.pb.h"
 #include "server/heads/head.h"
 #include "server/heads/session_registry.h"
+#include "server/scheduler/wait_limits.h"
 #include "server/service/access.h"
 #include "server/service/head_request.h"
 #include "server/service/server_core.h"
@@ -22,7 +23,7 @@ class AddGradientCall {
  public:
   // `limits` bounds the wait for the step; `limits.cancelled` is asked until the rows are added.
   // `client` is the identity that the budget knows.
-  AddGradientCall(ServerCore& core, Caller caller, std::string client, heads::WaitLimits limits)
+  AddGradientCall(ServerCore& core, Caller caller, std::string client, scheduler::WaitLimits limits)
       : core_(core), caller_(std::move(caller)), client_(std::move(client)), limits_(std::move(limits)) {}
 
   // Takes the header, which is checked against the head before any byte is accepted and may have to wait for its step, or a chunk.
@@ -41,7 +42,7 @@ class AddGradientCall {
   ServerCore& core_;
   const Caller caller_;
   const std::string client_;
-  const heads::WaitLimits limits_;
+  const scheduler::WaitLimits limits_;
   GradientRequest request_;
   heads::SessionRegistry::Use session_use_;
   std::string head_name_;

@@ -190,7 +190,8 @@ class ComputeLossCall::Incoming final : public heads::IncomingRows {
   transport::GradGate gate_;
 };
 
-ComputeLossCall::ComputeLossCall(ServerCore& core, Caller caller, std::string client, heads::WaitLimits limits, Identity identity)
+ComputeLossCall::ComputeLossCall(ServerCore& core, Caller caller, std::string client, scheduler::WaitLimits limits,
+                                 Identity identity)
     : core_(core),
       caller_(std::move(caller)),
       client_(std::move(client)),
@@ -732,7 +733,7 @@ absl::Status ComputeLossCall::AwaitFiles() {
   if (!heads::Head::IsBehindFiles(submission_)) return absl::OkStatus();
   place_.Release();  // nobody lets it begin first
   const RowExchange& exchange = transfer_->exchange();
-  heads::WaitLimits limits = limits_;
+  scheduler::WaitLimits limits = limits_;
   limits.cancelled = [&] { return !exchange.status().ok() || (limits_.cancelled != nullptr && limits_.cancelled()); };
   const absl::Status status = heads::Head::AwaitFiles(submission_, limits);
   return !status.ok() && !exchange.status().ok() ? exchange.status() : status;

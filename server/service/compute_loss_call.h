@@ -28,6 +28,7 @@
 #include "server/heads/session_registry.h"
 #include "server/observability/call_trace.h"
 #include "server/observability/metrics.h"
+#include "server/scheduler/wait_limits.h"
 #include "server/service/access.h"
 #include "server/service/loss_request.h"
 #include "server/service/micro_batch_account.h"
@@ -47,7 +48,7 @@ class ComputeLossCall {
     std::string request_id;
     std::shared_ptr<observability::CallTrace> trace;  // null: the call is not traced
   };
-  ComputeLossCall(ServerCore& core, Caller caller, std::string client, heads::WaitLimits limits, Identity identity);
+  ComputeLossCall(ServerCore& core, Caller caller, std::string client, scheduler::WaitLimits limits, Identity identity);
   // Counts what became of the micro-batch.
   ~ComputeLossCall();
   ComputeLossCall(const ComputeLossCall&) = delete;
@@ -122,7 +123,7 @@ class ComputeLossCall {
   ServerCore& core_;
   const Caller caller_;
   std::string client_;
-  const heads::WaitLimits limits_;
+  const scheduler::WaitLimits limits_;
   const Identity identity_;
 
   heads::SessionRegistry::Use session_use_;

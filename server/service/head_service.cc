@@ -64,7 +64,7 @@ absl::StatusOr<heads::HeadUse> UseHeadAtStep(ServerCore& core, RpcScope& scope, 
 }
 
 // What bounds the waits of a call that needs its head for itself.
-heads::WaitLimits LimitsOf(ServerCore& core, RpcScope& scope) { return core.waiting.BehindFiles(scope.wait_limits()); }
+scheduler::WaitLimits LimitsOf(ServerCore& core, RpcScope& scope) { return core.waiting.BehindFiles(scope.wait_limits()); }
 
 absl::Status SendDownload(ServerCore& core, grpc::ServerContext& context, RpcScope& scope,
                           const absl::StatusOr<TensorStream>& stream, grpc::ServerWriter<v1::DownloadTensorResponse>& responses) {
@@ -199,7 +199,7 @@ grpc::Status HeadServiceImpl::LoadWeights(grpc::ServerContext* context, const v1
            }});
     }
     // A file is read through before the head is had: many calls would read at once.
-    heads::WaitPlace loading(&core_.waiting.loads());
+    scheduler::WaitPlace loading(&core_.waiting.loads());
     HEADWATER_RETURN_IF_ERROR(loading.Take());
     auto loaded = (*head)->SetTensors(load->epoch, updates, LimitsOf(core_, scope));
     if (!loaded.ok()) return loaded.status();

@@ -21,6 +21,7 @@
 #include "server/heads/head.h"
 #include "server/observability/call_trace.h"
 #include "server/observability/metrics.h"
+#include "server/scheduler/wait_limits.h"
 #include "server/service/access.h"
 #include "server/service/call_label.h"
 #include "server/service/server_core.h"
@@ -72,7 +73,7 @@ class RpcScope {
   // Of observability::MonotonicNow(): a wall clock that is set does not move it.
   absl::Time deadline() const { return deadline_; }
   // What bounds a wait of this call: its deadline, its client, and the engine's device.
-  heads::WaitLimits wait_limits() {
+  scheduler::WaitLimits wait_limits() {
     return {deadline(), [this] { return Cancelled() || !core_.lost().ok(); }};
   }
   // True once the client has cancelled, gone away, or its deadline has passed. From any thread.

@@ -172,7 +172,7 @@ grpc::Status SessionServiceImpl::UnregisterSharedMemory(grpc::ServerContext* con
     if (!decoded.ok()) return decoded.status();
     auto use = core_.UseSession(decoded->session);
     if (!use.ok()) return use.status();
-    const heads::WaitLimits limits = scope.wait_limits();
+    const scheduler::WaitLimits limits = scope.wait_limits();
     return core_.regions.Remove(decoded->session, decoded->region_id, limits.deadline, limits.cancelled);
   });
 }

@@ -31,7 +31,7 @@ absl::Status Describe(const heads::Head& head, bool bias, int64_t offset_bytes, 
 }  // namespace
 
 absl::StatusOr<TensorStream> OpenWeights(std::shared_ptr<heads::Head> head, const DownloadWeightsRequest& request,
-                                         const heads::WaitLimits& limits) {
+                                         const scheduler::WaitLimits& limits) {
   const HeadSpec& spec = head->spec();
   TensorStream stream;
   stream.data_type = request.data_type.value_or(spec.data_type);
@@ -60,7 +60,7 @@ absl::StatusOr<TensorStream> OpenWeights(std::shared_ptr<heads::Head> head, cons
 }
 
 absl::StatusOr<TensorStream> OpenGradient(std::shared_ptr<heads::Head> head, const DownloadGradientRequest& request,
-                                          const heads::WaitLimits& limits) {
+                                          const scheduler::WaitLimits& limits) {
   TensorStream stream;
   HEADWATER_RETURN_IF_ERROR(head->CheckEpoch(request.key.epoch));
   HEADWATER_RETURN_IF_ERROR(Describe(*head, request.tensor == HeadTensor::kGradBias, request.offset_bytes, &stream));

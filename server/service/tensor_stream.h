@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "headwater/v1/head_service.pb.h"
 #include "server/heads/head.h"
+#include "server/scheduler/wait_limits.h"
 #include "server/service/head_request.h"
 
 namespace headwater::service {
@@ -29,9 +30,9 @@ struct TensorStream {
 // Fail if the head does not have the tensor in that type, or the offset is not one of an element (kInvalidField, kDataTypeMismatch,
 // kInvalidCombination), and as Head's methods do. The streams keep the head alive; `limits` are those of each of their reads.
 absl::StatusOr<TensorStream> OpenWeights(std::shared_ptr<heads::Head> head, const DownloadWeightsRequest& request,
-                                         const heads::WaitLimits& limits);
+                                         const scheduler::WaitLimits& limits);
 absl::StatusOr<TensorStream> OpenGradient(std::shared_ptr<heads::Head> head, const DownloadGradientRequest& request,
-                                          const heads::WaitLimits& limits);
+                                          const scheduler::WaitLimits& limits);
 
 // Sends the header, then chunks in order of at most `max_chunk_bytes`. `send` returns false when the client is gone: kCancelled.
 absl::Status SendTensor(const TensorStream& stream, int64_t max_chunk_bytes,

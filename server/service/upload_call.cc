@@ -78,7 +78,7 @@ absl::Status UploadCall::OnChunk(const v1::ByteChunk& chunk) {
 }
 
 absl::StatusOr<heads::HeadInfo> UploadCall::UseTensor(std::shared_ptr<const uint8_t> bytes) {
-  const heads::WaitLimits limits = core_.waiting.BehindFiles(limits_);
+  const scheduler::WaitLimits limits = core_.waiting.BehindFiles(limits_);
   if (!request_.closes_step.has_value()) {
     return head_->SetTensor(request_.epoch, request_.tensor, request_.data_type, bytes.get(), request_.total_bytes, limits);
   }

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "headwater/v1/head_service.pb.h"
 #include "server/heads/head.h"
+#include "server/scheduler/wait_limits.h"
 #include "server/service/access.h"
 #include "server/service/head_request.h"
 #include "server/service/server_core.h"
@@ -21,7 +22,7 @@ namespace headwater::service {
 class UploadCall {
  public:
   // `limits` bounds the wait of one with `closes_step`, and that for the head.
-  UploadCall(ServerCore& core, Caller caller, heads::WaitLimits limits)
+  UploadCall(ServerCore& core, Caller caller, scheduler::WaitLimits limits)
       : core_(core), caller_(std::move(caller)), limits_(std::move(limits)) {}
 
   // Takes the header, which fills `response` with the offset to go on from, or a chunk, which leaves it empty.
@@ -42,7 +43,7 @@ class UploadCall {
 
   ServerCore& core_;
   const Caller caller_;
-  const heads::WaitLimits limits_;
+  const scheduler::WaitLimits limits_;
   UploadRequest request_;
   std::string head_name_;
   heads::HeadUse head_;

@@ -52,13 +52,13 @@ WaitingRoom::WaitingRoom(int64_t max_calls, absl::Duration max_wait, int64_t max
       behind_files_(BehindFilesPlaces(max_calls, max_threads)),
       loads_("reading weights from files holds a thread", Quarter(max_threads), "max_threads", kQuarter) {}
 
-heads::WaitLimits WaitingRoom::BehindFiles(heads::WaitLimits call) {
+scheduler::WaitLimits WaitingRoom::BehindFiles(scheduler::WaitLimits call) {
   call.places = &behind_files_;
   return call;
 }
 
 template <typename Wait>
-absl::Status WaitingRoom::Run(const heads::WaitLimits& call, Wait&& wait) {
+absl::Status WaitingRoom::Run(const scheduler::WaitLimits& call, Wait&& wait) {
   if (closed_.load()) return SentAway();
   struct Place {
     std::atomic<int64_t>& waiting;
@@ -71,32 +71,33 @@ absl::Status WaitingRoom::Run(const heads::WaitLimits& call, Wait&& wait) {
                                   " calls that wait for a step (max_waiting_calls), and that many do; try again"),
                      {{"limit", "max_waiting_calls"}, {"maximum", absl::StrCat(max_calls_)}, {kRetryAfterMsKey, "500"}});
   }
-  const heads::WaitLimits limits = {std::min(call.deadline, observability::MonotonicNow() + max_wait_),
-                                    [this, &call] { return closed_.load() || (call.cancelled != nullptr && call.cancelled()); }};
+  const scheduler::WaitLimits limits = {std::min(call.deadline, observability::MonotonicNow() + max_wait_), [this, &call] {
+                                          return closed_.load() || (call.cancelled != nullptr && call.cancelled());
+                                        }};
   const absl::Status status = wait(limits);
   if (HasReason(status, ErrorReason::kCancelled) && closed_.load()) return SentAway();
   if (observability::MonotonicNow() < call.deadline) return status;
   return MakeError(ErrorReason::kDeadlineExceeded, "the call's deadline passed while it waited for its step; nothing was changed");
 }
 
-absl::Status WaitingRoom::AwaitStep(heads::Head& head, const heads::StepKey& key, const heads::WaitLimits& call) {
+absl::Status WaitingRoom::AwaitStep(heads::Head& head, const heads::StepKey& key, const scheduler::WaitLimits& call) {
   const std::optional<int64_t> open_step = head.Describe().open_step;
   if (!open_step.has_value() || *open_step != key.step - 1) return absl::OkStatus();
-  return Run(call, [&](const heads::WaitLimits& limits) { return head.AwaitStep(key, limits); });
+  return Run(call, [&](const scheduler::WaitLimits& limits) { return head.AwaitStep(key, limits); });
 }
 
 absl::Status WaitingRoom::AwaitTurn(const heads::Head& head, const heads::StepKey& key, int64_t micro_batch,
-                                    const heads::WaitLimits& call) {
+                                    const scheduler::WaitLimits& call) {
   if (head.HasItsTurn(key, micro_batch)) return absl::OkStatus();
-  return Run(call, [&](const heads::WaitLimits& limits) { return head.AwaitTurn(key, micro_batch, limits); });
+  return Run(call, [&](const scheduler::WaitLimits& limits) { return head.AwaitTurn(key, micro_batch, limits); });
 }
 
 absl::StatusOr<heads::SealReply> WaitingRoom::Seal(heads::Head& head, const heads::StepKey& key,
-                                                   const heads::ExpectedMicroBatches& expected, const heads::WaitLimits& call) {
-  const heads::WaitLimits behind_files = BehindFiles(call);
+                                                   const heads::ExpectedMicroBatches& expected, const scheduler::WaitLimits& call) {
+  const scheduler::WaitLimits behind_files = BehindFiles(call);
   absl::StatusOr<heads::SealReply> reply = head.Seal(key, expected, {}, behind_files);
   if (reply.ok() || !MayStillCome(head, key, reply.status())) return reply;
-  const absl::Status waited = Run(call, [&](const heads::WaitLimits& limits) {
+  const absl::Status waited = Run(call, [&](const scheduler::WaitLimits& limits) {
     const absl::Time end = std::min(limits.deadline, transport::WaitEnd(observability::MonotonicNow(), call.deadline));
     reply = head.Seal(key, expected, {end, limits.cancelled}, behind_files);
     return reply.status();

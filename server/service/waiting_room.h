@@ -13,11 +13,12 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/heads/head.h"
+#include "server/scheduler/wait_limits.h"
 
 namespace headwater::service {
 
 // A bounded number of calls that keep a thread. Thread-safe.
-class CallPlaces final : public heads::WaitPlaces {
+class CallPlaces final : public scheduler::WaitPlaces {
  public:
   // `what` the calls do, `limit` that bounds them to `most`, and how that is said.
   CallPlaces(std::string what, int64_t most, std::string limit, std::string bound)
@@ -46,21 +47,22 @@ class WaitingRoom {
   // Waits until the step is open if it is the head's open step + 1. `call` bounds the wait further. kQueueFull (with
   // `retryAfterMs`), kDraining, kCancelled, kDeadlineExceeded. OK as well when `max_wait` has passed, or when there is nothing to
   // wait for: the call itself then answers what there is to say about the step.
-  absl::Status AwaitStep(heads::Head& head, const heads::StepKey& key, const heads::WaitLimits& call);
+  absl::Status AwaitStep(heads::Head& head, const heads::StepKey& key, const scheduler::WaitLimits& call);
 
   // Waits until nothing is missing before the micro-batch, in deterministic mode (Head::AwaitTurn()). Likewise.
-  absl::Status AwaitTurn(const heads::Head& head, const heads::StepKey& key, int64_t micro_batch, const heads::WaitLimits& call);
+  absl::Status AwaitTurn(const heads::Head& head, const heads::StepKey& key, int64_t micro_batch,
+                         const scheduler::WaitLimits& call);
 
   // Limits of a call on a head that may be being saved, set, created or deleted: those of `call`, and a place here while it waits
   // for that. However long it takes: it goes on when the server drains, as the call does that it waits for.
-  heads::WaitLimits BehindFiles(heads::WaitLimits call);
+  scheduler::WaitLimits BehindFiles(scheduler::WaitLimits call);
   // Places for calls that read weights from files.
   CallPlaces& loads() { return loads_; }
 
   // Head::Seal() that waits for micro-batches that are missing or undecided, as long as the step takes some. Errors as above and
   // Seal()'s; when `max_wait` has passed, or shortly before the call's deadline (answer_time.h), what is still missing.
   absl::StatusOr<heads::SealReply> Seal(heads::Head& head, const heads::StepKey& key, const heads::ExpectedMicroBatches& expected,
-                                        const heads::WaitLimits& call);
+                                        const scheduler::WaitLimits& call);
 
   // Sends away those that wait, and all that come later (kDraining).
   void Close() { closed_.store(true); }
@@ -69,7 +71,7 @@ class WaitingRoom {
  private:
   // Runs `wait(limits)` as one that waits, and returns its status unless the call's own deadline has passed or the server drains.
   template <typename Wait>
-  absl::Status Run(const heads::WaitLimits& call, Wait&& wait);
+  absl::Status Run(const scheduler::WaitLimits& call, Wait&& wait);
 
   const int64_t max_calls_;
   const absl::Duration max_wait_;

@@ -1,6 +1,4 @@
 // Head: calls that wait for those that take as long as files do, and what they may not keep waiting.
-#include "server/heads/head_entry.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,6 +16,7 @@
 #include "memory_file_system.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/heads/head.h"
+#include "server/heads/head_gate.h"
 #include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
@@ -37,7 +36,7 @@ using observability::MonotonicNow;
 
 const Payload kRow = {{1, 2, 3}, {2}};
 
-class Places : public WaitPlaces {
+class Places : public scheduler::WaitPlaces {
  public:
   explicit Places(int most) : most_(most) {}
   absl::Status Take() override {

@@ -7,15 +7,10 @@ EQUIVALENT = [
     ("*", r"^left out: .*changed_ \. SignalAll \(", "who waits looks again by itself every few milliseconds"),
     ("*", r"^left out: .* \. reserve \(", "capacity alone"),
     ("*", r"^<= -> < in left <= absl :: ZeroDuration", "it waits for no time, and finds the deadline passed"),
-    ("head_weights.cc", r"^< -> <= in start < total$", "one piece more, which has no elements"),
+    ("weight_tensors.cc", r"^< -> <= in start < total$", "one piece more, which has no elements"),
     ("head_weights.cc", r"^left out: absl :: SleepFor", "it asks again without a pause"),
     ("head.cc", r"^> -> >= in .*key \. step > 0", "the step before step 0 is never open"),
     ("head.cc", r"^left out: (lost_cause_|restored_checkpoint_) \. clear", "told in the one state alone that sets it anew"),
-    (
-        "head.cc",
-        r"^left out: last_(apply|replace)_ \. (reset|clear)",
-        "the ledger has no closed step then, and without one nobody asks for them",
-    ),
     ("head_registry.cc", r"^left out: return 0$", "the plan is asked for, and no limit looks at it"),
     ("head_registry.cc", r"^> -> >= in limits_ \. max_tenant_memory_bytes > 0", "without a limit nothing is planned for"),
 ]

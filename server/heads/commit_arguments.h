@@ -1,0 +1,27 @@
+// The factors of a commit: checked, digested, and carried out by the engine.
+#ifndef HEADWATER_SERVER_HEADS_COMMIT_ARGUMENTS_H_
+#define HEADWATER_SERVER_HEADS_COMMIT_ARGUMENTS_H_
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "headwater/kernels/engine.h"
+#include "server/heads/pending_contribution.h"
+#include "server/heads/step_ledger.h"
+
+namespace headwater::heads {
+
+// The arguments as the ledger keeps them. kInvalidField unless token factors are finite.
+absl::StatusOr<CommitFactor> ToCommitFactor(const CommitArguments& arguments);
+
+// Whether an engine will take held rows times these: kShapeMismatch, kInvalidField, kInvalidCombination.
+absl::Status CheckCommit(const CommitArguments& arguments, const HeldRows& held);
+
+// Computes held rows once more and adds them to the accumulators. Needs the compute locks of all heads concerned.
+absl::Status AddHeld(HeldRows held, const CommitArguments& arguments, LossEngine& engine);
+
+// Adds a contribution that is staged or held, after CheckCommit(). Needs the compute locks of all heads concerned.
+absl::Status AddPending(const PendingContribution& pending, const CommitArguments& arguments, LossEngine& engine);
+
+}  // namespace headwater::heads
+
+#endif  // HEADWATER_SERVER_HEADS_COMMIT_ARGUMENTS_H_

@@ -1,0 +1,163 @@
+// StepTransactions: the ledger, what is pending and the order agree with each other.
+#include "server/heads/step_transactions.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <optional>
+#include <set>
+
+#include "head_test_util.h"
+
+namespace headwater::heads {
+namespace {
+
+using headwater::testing::SmallSpec;
+
+constexpr Digest kDigest = {1};
+
+class StepTransactionsTest : public ::testing::Test {
+ protected:
+  static HeadLimits InOrder(int64_t window) {
+    HeadLimits limits;
+    limits.deterministic = true;
+    limits.ordered_window = window;
+    return limits;
+  }
+  // Begins and leaves undecided.
+  static std::shared_ptr<PendingContribution> Stage(StepTransactions& steps, int64_t micro_batch, int64_t attempt = 0,
+                                                    const std::optional<SessionId>& session = std::nullopt) {
+    EXPECT_OK(steps.Begin(steps.open().step, micro_batch, attempt, kDigest, /*first_wins=*/false));
+    steps.DropLowerAttempt(micro_batch);
+    auto pending = std::make_shared<PendingContribution>(std::set<const Head*>(), attempt, session, HeldRows(), nullptr);
+    steps.FinishPending(micro_batch, pending, ContributionForm::kHeld, ContributionCounts());
+    return pending;
+  }
+  static void Commit(StepTransactions& steps, int64_t micro_batch) {
+    Stage(steps, micro_batch);
+    steps.FinishCommit(micro_batch, CommitFactor());
+  }
+  ContributionState StateOf(int64_t micro_batch) const {
+    const std::optional<MicroBatchRecord> record = steps_.ledger().Find(micro_batch);
+    return record.has_value() ? record->state : ContributionState::kNone;
+  }
+
+  const HeadName name_{"default", "student"};
+  StepTransactions steps_{name_, SmallSpec(), HeadLimits()};
+};
+
+TEST_F(StepTransactionsTest, AHigherAttemptDropsALowerOne) {
+  const auto lower = Stage(steps_, 3, 0);
+  const auto higher = Stage(steps_, 3, 1);
+  EXPECT_TRUE(lower->dropped());
+  EXPECT_FALSE(higher->dropped());
+  EXPECT_EQ(steps_.FindPending(3), higher);
+  EXPECT_OK(steps_.Supersede(0, 3, 2));
+  EXPECT_TRUE(higher->dropped());
+  EXPECT_EQ(steps_.FindPending(3), nullptr);
+  EXPECT_REASON(steps_.CheckBegin(0, 3, 1), kAttemptSuperseded);
+}
+
+TEST_F(StepTransactionsTest, TheHighestAttemptThatWaitsKeepsItsMark) {
+  steps_.MarkWaiting(3, 5);
+  steps_.MarkWaiting(3, 4);
+  EXPECT_EQ(steps_.HigherWaiting(3, 4), 5);
+  EXPECT_EQ(steps_.HigherWaiting(3, 5), std::nullopt);
+  EXPECT_EQ(steps_.HigherWaiting(4, 0), std::nullopt);
+  steps_.UnmarkWaiting(3, 4);
+  EXPECT_EQ(steps_.HigherWaiting(3, 0), 5);
+  steps_.UnmarkWaiting(3, 5);
+  EXPECT_EQ(steps_.HigherWaiting(3, 0), std::nullopt);
+}
+
+TEST_F(StepTransactionsTest, WhatAnotherHeadDropsBecomesATombstone) {
+  const auto dropped = Stage(steps_, 1), kept = Stage(steps_, 2);
+  dropped->Drop();
+  EXPECT_EQ(StateOf(1), ContributionState::kStaged);
+  steps_.Settle();
+  EXPECT_EQ(StateOf(1), ContributionState::kDiscarded);
+  EXPECT_EQ(StateOf(2), ContributionState::kStaged);
+  EXPECT_EQ(steps_.pending().size(), 1u);
+}
+
+TEST_F(StepTransactionsTest, TheEndOfASessionDropsItsContributionsAlone) {
+  const SessionId session{1}, other{2};
+  Stage(steps_, 1, 0, session);
+  Stage(steps_, 2, 0, other);
+  Stage(steps_, 3);
+  Stage(steps_, 4, 0, session)->BeginCommit();
+  EXPECT_EQ(steps_.DropSession(session), 1);
+  EXPECT_EQ(StateOf(1), ContributionState::kDiscarded);
+  EXPECT_EQ(steps_.pending().size(), 3u);
+}
+
+TEST_F(StepTransactionsTest, TheEndOfAStepDropsWhatIsPending) {
+  const auto closed = Stage(steps_, 1);
+  steps_.SetLastApply(AppliedStep());
+  EXPECT_TRUE(steps_.HasContributions());
+  EXPECT_OK(steps_.Close(0, StepState::kDiscarded));
+  EXPECT_TRUE(closed->dropped());
+  EXPECT_FALSE(steps_.HasContributions());
+  EXPECT_FALSE(steps_.last_apply().has_value());
+  EXPECT_EQ(steps_.open().step, 1);
+  const auto reset = Stage(steps_, 1);
+  steps_.Reset(7);
+  EXPECT_TRUE(reset->dropped());
+  EXPECT_TRUE(steps_.pending().empty());
+  EXPECT_EQ(steps_.open().step, 7);
+}
+
+TEST_F(StepTransactionsTest, AStepHasContributionsFromItsFirstToItsEnd) {
+  EXPECT_FALSE(steps_.HasContributions());
+  Stage(steps_, 0);
+  EXPECT_TRUE(steps_.HasContributions());
+  steps_.FinishCommit(0, CommitFactor());
+  EXPECT_TRUE(steps_.HasContributions());
+  StepTransactions sealed(name_, SmallSpec(), HeadLimits());
+  EXPECT_OK(sealed.ledger().Seal(0, int64_t{0}));
+  EXPECT_TRUE(sealed.HasContributions());
+}
+
+TEST_F(StepTransactionsTest, WithoutOrderNothingWaits) {
+  EXPECT_FALSE(steps_.in_order());
+  Commit(steps_, 5);
+  steps_.MarkAdded(5);
+  EXPECT_EQ(steps_.waiting_count(), 0);
+  EXPECT_OK(steps_.CheckNothingWaits());
+  EXPECT_OK(steps_.CheckBegin(0, 3, 0));
+  EXPECT_FALSE(steps_.IsFront(0));
+  HeadSpec frozen = SmallSpec();
+  frozen.trainable = false;
+  EXPECT_FALSE(StepTransactions(name_, frozen, InOrder(1)).in_order());
+}
+
+TEST_F(StepTransactionsTest, ADiscardedIdLeavesNoGapInTheOrder) {
+  StepTransactions steps(name_, SmallSpec(), InOrder(1));
+  EXPECT_TRUE(steps.in_order());
+  EXPECT_TRUE(steps.IsDue(0));
+  EXPECT_FALSE(steps.IsDue(1));
+  Stage(steps, 0);
+  EXPECT_REASON(steps.CheckBegin(0, 2, 0), kOrderedWindowFull);
+  EXPECT_OK(steps.CheckBegin(0, 0, 1));  // takes its place
+  EXPECT_OK(steps.Discard(0, 0, 0));
+  EXPECT_TRUE(steps.IsDue(1));
+  EXPECT_TRUE(steps.IsFront(1));
+  Stage(steps, 0, 1);
+  EXPECT_FALSE(steps.IsFront(1));
+  steps.FinishCommit(0, CommitFactor());
+  EXPECT_TRUE(steps.IsDue(0));
+  steps.MarkAdded(0);
+  EXPECT_TRUE(steps.IsFront(1));
+}
+
+TEST_F(StepTransactionsTest, AnIdThatHasBeenPassedIsRefused) {
+  StepTransactions steps(name_, SmallSpec(), InOrder(8));
+  EXPECT_OK(steps.Discard(0, 0, 0));
+  Commit(steps, 1);
+  steps.MarkAdded(1);
+  EXPECT_REASON(steps.CheckBegin(0, 0, 1), kOrderPassed);
+  EXPECT_TRUE(steps.IsDue(0));
+}
+
+}  // namespace
+}  // namespace headwater::heads
