@@ -190,13 +190,12 @@ class ComputeLossCall::Incoming final : public heads::IncomingRows {
   transport::GradGate gate_;
 };
 
-ComputeLossCall::ComputeLossCall(ServerCore& core, Caller caller, std::string client, scheduler::WaitLimits limits,
-                                 Identity identity)
+ComputeLossCall::ComputeLossCall(ServerCore& core, Caller caller, std::string client, scheduler::WaitLimits limits, Identity who)
     : core_(core),
       caller_(std::move(caller)),
       client_(std::move(client)),
       limits_(std::move(limits)),
-      identity_(std::move(identity)),
+      identity_(std::move(who)),
       payload_(std::make_shared<Payload>()) {}
 
 ComputeLossCall::~ComputeLossCall() {
