@@ -80,7 +80,7 @@ void ShardRun::ComputeTopKGradient(Work* work, const double* student) {
         const TopKRow& teacher = top_k_rows_[index];
         float* row = work->gradient + i * work->stride + start;
         const double* a = student + i * work->stride + start;
-        GetRowKernels().gradient_double(a, count, cap, CoefficientsOf<double>(term, state), nullptr, row);
+        GetRowKernels().gradient_double(a, count, cap, CoefficientsOf<double>(term, state.gradient), nullptr, row);
         const double factor = GradientScale(term) * work->rows[i].token_weight;
         for (size_t e = 0; e < teacher.entries.size(); ++e) {
           const int64_t column = teacher.entries[e].column - shard.rows.start - start;
