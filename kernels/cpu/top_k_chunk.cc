@@ -73,6 +73,7 @@ void ShardRun::ComputeTopKGradient(Work* work, const double* student) {
   const GradientTarget target = TargetOf(*work);
   BeginGradWeight(work);
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
+    const int64_t part_start = work->parts.part(part).start;
     work->parts.ForEachPanel(part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
       for (int64_t i = 0; i < work->row_count; ++i) {
         const size_t index = static_cast<size_t>(i);
@@ -80,7 +81,7 @@ void ShardRun::ComputeTopKGradient(Work* work, const double* student) {
         const TopKRow& teacher = top_k_rows_[index];
         float* row = work->gradient + i * work->stride + start;
         const double* a = student + i * work->stride + start;
-        GetRowKernels().gradient_double(a, count, cap, CoefficientsOf<double>(term, state.gradient), nullptr, row);
+        GetRowKernels().gradient_double(a, count, cap, CoefficientsOf<double>(term, state), nullptr, row);
         const double factor = GradientScale(term) * work->rows[i].token_weight;
         for (size_t e = 0; e < teacher.entries.size(); ++e) {
           const int64_t column = teacher.entries[e].column - shard.rows.start - start;
@@ -89,9 +90,11 @@ void ShardRun::ComputeTopKGradient(Work* work, const double* student) {
           row[column] = static_cast<float>(factor * (teacher.mass * probability - teacher.entries[e].probability) *
                                            SoftcapDerivative(a[column], cap));
         }
+        RoundGradient(*work, i, part_start, start, count);
       }
       if (target.grad_weight != nullptr) {
-        AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count}, start, count, target);
+        AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count, work->is_bfloat16}, part_start, start, count,
+                           target);
       }
     });
   });
