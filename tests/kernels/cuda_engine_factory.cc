@@ -43,6 +43,6 @@ double SuiteGradWeightFactor() { return 1.42 * kPlainFactor; }
 
 double SuiteAccumulationError() { return 1.5e-9; }
 
-SuiteDither SuiteDithering() { return {.has_smoothing = false, .rounds_entries = true}; }
+SuiteDither SuiteDithering() { return {.has_smoothing = false, .rounds_entries = true, .most_divergence_shards = 64}; }
 
 }  // namespace headwater::testing

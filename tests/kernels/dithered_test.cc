@@ -342,5 +342,19 @@ TEST(DitheredRows, WithoutAnythingBelowAreExact) {
   EXPECT_TRUE(RunOnce(problem).BitwiseEquals(RunOnce(WithoutResolution(problem))));
 }
 
+TEST(DitheredRows, OfADivergenceOverManyShardsAreMadeOrRefused) {
+  const Problem problem = MakeIdentityProblem({"Jsd", [](ProblemOptions& o) { o.jsd = true; }});
+  EngineOptions engine;
+  engine.shard_count = 65;
+  LoadedHeads heads(problem.heads, engine);
+  const auto result = heads.TryCompute(problem, {});
+  if (SuiteDithering().most_divergence_shards >= engine.shard_count) {
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_GT(result->terms[0].dither.entry_count, kFewRows * kDitheredColumns / 4);
+  } else {
+    EXPECT_TRUE(HasReason(result.status(), ErrorReason::kFeatureNotBuilt)) << result.status();
+  }
+}
+
 }  // namespace
 }  // namespace headwater::testing

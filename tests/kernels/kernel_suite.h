@@ -43,8 +43,9 @@ double SuiteAccumulationError();
 
 // What the engine does with a gradient_resolution. Defined by the program.
 struct SuiteDither {
-  bool has_smoothing = true;    // false: kFeatureNotBuilt with label_smoothing
-  bool rounds_entries = false;  // of 16-bit heads: to the head's type, before they are dithered
+  bool has_smoothing = true;                   // false: kFeatureNotBuilt with label_smoothing
+  bool rounds_entries = false;                 // of 16-bit heads: to the head's type, before they are dithered
+  int32_t most_divergence_shards = INT32_MAX;  // kFeatureNotBuilt with more
 };
 SuiteDither SuiteDithering();
 
