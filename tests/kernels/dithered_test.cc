@@ -350,7 +350,7 @@ TEST(DitheredRows, OfADivergenceOverManyShardsAreMadeOrRefused) {
   const auto result = heads.TryCompute(problem, {});
   if (SuiteDithering().most_divergence_shards >= engine.shard_count) {
     ASSERT_TRUE(result.ok()) << result.status();
-    EXPECT_GT(result->terms[0].sums.dither.entry_count, kFewRows * kDitheredColumns / 4);
+    EXPECT_GT(result->terms[0].dither.entry_count, kFewRows * kDitheredColumns / 4);
   } else {
     EXPECT_TRUE(HasReason(result.status(), ErrorReason::kFeatureNotBuilt)) << result.status();
   }
