@@ -313,7 +313,6 @@ class Lists {
   }
   void PoisonResult() { grad_hidden_.Poison(); }
   double gathered_bytes() const { return static_cast<double>(count_) * static_cast<double>(head_.width) * 2; }
-  const DeviceArray<__nv_bfloat16>& hidden() const { return hidden_; }
 
  private:
   static void Raise(double value, double* worst) {
