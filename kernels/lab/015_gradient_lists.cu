@@ -18,7 +18,8 @@
 #include <unordered_set>
 
 #include "blas.cuh"
-#include "gradient_lists.cuh"
+#include "e_form_rest.cuh"
+#include "frequent_columns.cuh"
 
 namespace {
 
@@ -204,10 +205,8 @@ class Lists {
     LAB_CUDA(cudaMemcpy(pool_values_.get(), values.data(), pool_values_.bytes(), cudaMemcpyHostToDevice));
   }
 
-  void Sort(cudaStream_t stream) {
-    SortBy(sort_space_.get(), &sort_bytes_, 0, stream);
-    SortBy(sort_space_.get(), &sort_bytes_, 1, stream);
-  }
+  void SortByColumn(cudaStream_t stream) { SortBy(sort_space_.get(), &sort_bytes_, 0, stream); }
+  void SortByRow(cudaStream_t stream) { SortBy(sort_space_.get(), &sort_bytes_, 1, stream); }
   void Plan(cudaStream_t stream) {
     LAB_CUDA(cudaMemsetAsync(counts_.get(), 0, sizeof(PlanCounts), stream));
     const int64_t threads = std::max({capacity_, head_.vocab, rows_ + 1});
@@ -216,10 +215,10 @@ class Lists {
   }
   // slices_at_once: 0 is all of the width.
   template <int kLanes, int kWarps>
-  void GradHidden(cudaStream_t stream, int slices_at_once = 1) {
+  void GradHidden(cudaStream_t stream, int slices_at_once = 1, const float* dense_sums = nullptr) {
     const auto slices = static_cast<int32_t>(head_.width / (8 * kLanes));
     headwater::lab::GradHiddenKernel<kLanes, kWarps><<<static_cast<int>(rows_) * slices, 32 * kWarps, 0, stream>>>(
-        list_, row_first_.get(), head_.weight.get(), grad_hidden_.get(), slices_at_once == 0 ? slices : slices_at_once);
+        list_, row_first_.get(), head_.weight.get(), grad_hidden_.get(), dense_sums, slices_at_once == 0 ? slices : slices_at_once);
     LAB_CUDA(cudaGetLastError());
   }
   template <int kVectors>
@@ -240,7 +239,8 @@ class Lists {
     LAB_CUDA(cudaGetLastError());
   }
   void All(cudaStream_t stream) {
-    Sort(stream);
+    SortByColumn(stream);
+    SortByRow(stream);
     Plan(stream);
     GradHidden<16, 4>(stream);
     GradWeight<1>(stream);
@@ -259,7 +259,7 @@ class Lists {
         static_cast<long long>(capacity_), counts.heavy, counts.light, counts.split, counts.partials);
   }
   // Relative errors of grad_hidden over every row_step-th row and of what was added to grad_weight over sampled columns.
-  void CheckValues(const std::string& name, int64_t row_step, int64_t column_step) {
+  void CheckValues(const std::string& name, int64_t row_step, int64_t column_step, double weight_bound = 2e-6) {
     const std::vector<__nv_bfloat16> grad_hidden = grad_hidden_.ToHost(), hidden = hidden_.ToHost();
     const int64_t width = head_.width;
     double worst_row = 0, worst_column = 0;
@@ -306,7 +306,7 @@ class Lists {
       Raise(std::sqrt(difference / norm), &worst_column);
     }
     std::printf("%zu columns touched, the most frequent by %zu rows\n", touched, columns[order[0]].size());
-    Check(name + "grad_weight, worst column", worst_column, 2e-6);
+    Check(name + "grad_weight, worst column", worst_column, weight_bound);
   }
   std::pair<unsigned long long, unsigned long long> Bits() const {
     return {BitsOf(grad_hidden_.get(), grad_hidden_.bytes()), BitsOf(head_.grad_weight.get(), head_.grad_weight.bytes())};
@@ -315,6 +315,7 @@ class Lists {
   double gathered_bytes() const { return static_cast<double>(count_) * static_cast<double>(head_.width) * 2; }
 
  private:
+  friend class FrequentColumns;
   static void Raise(double value, double* worst) {
     if (!(value <= *worst)) *worst = value;
   }
@@ -349,6 +350,91 @@ class Lists {
   PlanView plan_{};
 };
 
+// The same with a product for the frequent columns.
+class FrequentColumns {
+ public:
+  FrequentColumns(headwater::lab::BlasContext& blas, Lists& lists, int64_t slots, int32_t threshold)
+      : lists_(lists),
+        blocks_(static_cast<int>((lists.head_.vocab + 255) / 256)),
+        frequent_(lists.head_.vocab),
+        block_counts_(blocks_),
+        slot_of_(lists.head_.vocab),
+        column_of_(slots),
+        matrix_(lists.rows_ * slots),
+        weight_(slots * lists.head_.width),
+        scaled_(lists.rows_ * lists.head_.width),
+        hidden_sums_(lists.rows_ * lists.head_.width),
+        weight_sums_(slots * lists.head_.width),
+        hidden_product_(BlasProduct::GradHidden(blas, lists.rows_, lists.head_.width, slots, matrix_.get(), weight_.get(),
+                                                hidden_sums_.get(), CUDA_R_32F)),
+        weight_product_(BlasProduct::GradWeight(blas, lists.rows_, lists.head_.width, slots, matrix_.get(), scaled_.get(),
+                                                weight_sums_.get(), 0.0f)),
+        view_{static_cast<int32_t>(slots),
+              threshold,
+              frequent_.get(),
+              block_counts_.get(),
+              slot_of_.get(),
+              column_of_.get(),
+              matrix_.get(),
+              weight_.get()} {
+    hidden_product_.TakeFirst();
+    weight_product_.TakeFirst();
+  }
+  // Between the two sorts.
+  void Prepare(cudaStream_t stream) {
+    LAB_CUDA(cudaMemsetAsync(column_of_.get(), 0xff, column_of_.bytes(), stream));
+    LAB_CUDA(cudaMemsetAsync(matrix_.get(), 0, matrix_.bytes(), stream));
+    headwater::lab::CountFrequentKernel<<<blocks_, 256, 0, stream>>>(lists_.list_, view_);
+    headwater::lab::AssignSlotsKernel<<<blocks_, 256, 0, stream>>>(lists_.list_, view_);
+    headwater::lab::SpreadKernel<<<static_cast<int>((lists_.capacity_ + 255) / 256), 256, 0, stream>>>(lists_.list_, view_,
+                                                                                                       lists_.column_values_.get());
+    headwater::lab::GatherWeightKernel<<<view_.slots, 256, 0, stream>>>(view_, lists_.head_.weight.get(), lists_.list_.width);
+    LAB_CUDA(cudaGetLastError());
+  }
+  void GradHidden(cudaStream_t stream) {
+    hidden_product_.Enqueue(stream);
+    lists_.GradHidden<16, 4>(stream, 1, hidden_sums_.get());
+  }
+  void GradWeight(cudaStream_t stream) {
+    const int64_t vectors = lists_.rows_ * lists_.head_.width / 8;
+    headwater::sm90::ScaleRowsKernel<<<static_cast<int>((vectors + 255) / 256), 256, 0, stream>>>(
+        lists_.hidden_.get(), lists_.factor_.get(), vectors, lists_.list_.width / 8, scaled_.get());
+    weight_product_.Enqueue(stream);
+    lists_.GradWeight<1>(stream);
+    lists_.GradWeightSplit(stream);
+    headwater::lab::AddFrequentKernel<<<view_.slots, 256, 0, stream>>>(view_, weight_sums_.get(), lists_.list_.width,
+                                                                       lists_.head_.grad_weight.get());
+    LAB_CUDA(cudaGetLastError());
+  }
+  void All(cudaStream_t stream) {
+    lists_.SortByColumn(stream);
+    Prepare(stream);
+    lists_.SortByRow(stream);
+    lists_.Plan(stream);
+    GradHidden(stream);
+    GradWeight(stream);
+  }
+  void PrintShape() const {
+    int64_t used = 0, zeros = 0;
+    for (const int32_t column : column_of_.ToHost()) used += column >= 0 ? 1 : 0;
+    const std::vector<float> values = lists_.column_values_.ToHost();
+    for (int64_t i = 0; i < lists_.count_; ++i) zeros += values[i] == 0.0f ? 1 : 0;
+    std::printf("%lld of %d slots used by columns of more than %d entries, which have %lld entries, %.2f of all\n",
+                static_cast<long long>(used), view_.slots, view_.threshold, static_cast<long long>(zeros),
+                static_cast<double>(zeros) / static_cast<double>(lists_.count_));
+  }
+
+ private:
+  Lists& lists_;
+  const int blocks_;
+  DeviceArray<uint32_t> frequent_;
+  DeviceArray<int32_t> block_counts_, slot_of_, column_of_;
+  DeviceArray<__nv_bfloat16> matrix_, weight_, scaled_;
+  DeviceArray<float> hidden_sums_, weight_sums_;
+  BlasProduct hidden_product_, weight_product_;
+  headwater::lab::FrequentView view_;
+};
+
 // All units' results, and that neither the pool's order nor the variant of a kernel that splits no sum changes a bit of them.
 void CheckLists(const std::string& name, Head& head, Lists& lists, int64_t row_step, int64_t column_step) {
   const auto run = [&] {
@@ -369,6 +455,24 @@ void CheckLists(const std::string& name, Head& head, Lists& lists, int64_t row_s
   lists.GradWeight<2>(nullptr);
   lists.GradWeightSplit(nullptr);
   Check(name + "grad_weight in wider slices", lists.Bits().second != first.second, 0);
+}
+
+// Frequent columns by a product: its scaled hidden states are rounded.
+void CheckFrequent(headwater::lab::BlasContext& blas, const std::string& name, Head& head, Lists& lists, int64_t slots,
+                   int64_t row_step, int64_t column_step) {
+  FrequentColumns frequent(blas, lists, slots, 32);
+  const auto run = [&] {
+    head.Reset();
+    lists.PoisonResult();
+    frequent.All(nullptr);
+    LAB_CUDA(cudaDeviceSynchronize());
+    return lists.Bits();
+  };
+  const auto first = run();
+  frequent.PrintShape();
+  lists.CheckValues(name, row_step, column_step, 2.2e-3);
+  lists.FillPool(3);
+  Check(name + "another order of the pool", run() != first, 0);
 }
 
 // Median milliseconds of `pass` after `before`, which is not counted.
@@ -393,7 +497,7 @@ double MedianOf(const Before& before, const Pass& pass) {
   return headwater::lab::Median(times);
 }
 
-void TimeLists(Lists& lists, const BlasProduct& logits, bool variants) {
+void TimeLists(headwater::lab::BlasContext& blas, Lists& lists, const BlasProduct& logits, bool variants) {
   lists.All(nullptr);
   LAB_CUDA(cudaDeviceSynchronize());
   lists.PrintShape();
@@ -405,7 +509,10 @@ void TimeLists(Lists& lists, const BlasProduct& logits, bool variants) {
     std::fflush(stdout);
   };
   const double bytes = lists.gathered_bytes();
-  time("sorts", 0, [&] { lists.Sort(nullptr); });
+  time("sorts", 0, [&] {
+    lists.SortByColumn(nullptr);
+    lists.SortByRow(nullptr);
+  });
   time("plan", 0, [&] { lists.Plan(nullptr); });
   time("grad_hidden, slices of 128, 4 warps", bytes, [&] { lists.GradHidden<16, 4>(nullptr); });
   if (variants) {
@@ -421,6 +528,16 @@ void TimeLists(Lists& lists, const BlasProduct& logits, bool variants) {
   time("grad_weight, slices of 512", bytes, [&] { lists.GradWeight<2>(nullptr); });
   time("grad_weight, split columns", 0, [&] { lists.GradWeightSplit(nullptr); });
   time("all", 2 * bytes, [&] { lists.All(nullptr); });
+  for (const int64_t slots : {1024, 2048}) {
+    FrequentColumns frequent(blas, lists, slots, 32);
+    frequent.All(nullptr);
+    LAB_CUDA(cudaDeviceSynchronize());
+    frequent.PrintShape();
+    time("frequent columns' matrix and rows of W", 0, [&] { frequent.Prepare(nullptr); });
+    time("grad_hidden with a product for frequent columns", 0, [&] { frequent.GradHidden(nullptr); });
+    time("grad_weight with a product for frequent columns", 0, [&] { frequent.GradWeight(nullptr); });
+    time("all with products for frequent columns", 0, [&] { frequent.All(nullptr); });
+  }
 }
 
 }  // namespace
@@ -428,19 +545,21 @@ void TimeLists(Lists& lists, const BlasProduct& logits, bool variants) {
 int main(int argc, char** argv) {
   headwater::lab::PrintDevice("015_gradient_lists");
   const std::string mode = argc > 1 ? argv[1] : "";
+  headwater::lab::BlasContext blas;
   {
     Head head(1000, 512);
     Lists few(head, 37, 30), many(head, 700, 60);
     CheckLists("N37 H512 V1000: ", head, few, 1, 1);
     CheckLists("N700 H512 V1000: ", head, many, 1, 1);
+    CheckFrequent(blas, "N700 H512 V1000, 64 slots: ", head, many, 64, 1, 1);
   }
   Head head(128256, 4096);
   if (mode != "time") {
     Lists lists(head, 4096, 100);
     CheckLists("N4096 H4096 V128256: ", head, lists, 256, 997);
+    CheckFrequent(blas, "N4096 H4096 V128256, 1024 slots: ", head, lists, 1024, 256, 997);
   }
   if (mode != "check") {
-    headwater::lab::BlasContext blas;
     DeviceArray<__nv_bfloat16> product(int64_t{4096} * 128256), hidden(int64_t{4096} * 4096);
     headwater::lab::FillNormal(hidden, 3, 1.0f);
     BlasProduct logits = BlasProduct::Logits(blas, 4096, 4096, 128256, hidden.get(), head.weight.get(), product.get(), CUDA_R_16BF);
@@ -458,11 +577,11 @@ int main(int argc, char** argv) {
     head.Reset();
     for (const double mean : {100.0, 30.0, 270.0}) {
       Lists lists(head, 4096, mean);
-      TimeLists(lists, logits, mean == 100.0);
+      TimeLists(blas, lists, logits, mean == 100.0);
     }
     std::printf("\n# four micro-batches' at once\n");
     Lists lists(head, 16384, 100);
-    TimeLists(lists, logits, false);
+    TimeLists(blas, lists, logits, false);
   }
   return headwater::lab::AnyCheckFailed() ? 1 : 0;
 }

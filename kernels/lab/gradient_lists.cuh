@@ -149,11 +149,12 @@ __device__ __forceinline__ void AddEight(float (&sums)[8], const uint4& data, fl
 }
 
 // kLanes lanes take an entry's eight columns each: a slice is 8 kLanes columns, and a block's parts of a row's entries are
-// 32 / kLanes a warp. `together` slices of a row run side by side, before the next row's.
+// 32 / kLanes a warp. dense_sums [rows, width]: what the sums begin with, or null. `together` slices of a row run side by side,
+// before the next row's.
 template <int kLanes, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps)
     GradHiddenKernel(const ListView list, const int32_t* row_first, const __nv_bfloat16* weight, __nv_bfloat16* grad_hidden,
-                     int32_t together) {
+                     const float* dense_sums, int32_t together) {
   constexpr int kPerWarp = 32 / kLanes, kParts = kWarps * kPerWarp, kColumns = 8 * kLanes, kUnroll = 8;
   static_assert(kLanes % kUnroll == 0, "a warp's 32 entries are a whole number of rounds");
   __shared__ float shared[kParts * kColumns];
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(32 * kWarps)
         const int32_t entry = (step + i) * kPerWarp + lane / kLanes;
         const uint32_t column = __shfl_sync(0xffffffffu, key, entry) >> list.row_bits;
         factors[i] = __shfl_sync(0xffffffffu, value, entry);
-        data[i] = entry < mine ? LoadEight(base + static_cast<int64_t>(column) * list.width) : uint4{};
+        data[i] = entry < mine && factors[i] != 0.0f ? LoadEight(base + static_cast<int64_t>(column) * list.width) : uint4{};
       }
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) AddEight(sums, data[i], factors[i]);
@@ -189,14 +190,19 @@ __global__ void __launch_bounds__(32 * kWarps)
   __syncthreads();
   const float factor = __ldg(list.factor + row);
   for (int32_t pair = static_cast<int32_t>(threadIdx.x); pair < kColumns / 2; pair += 32 * kWarps) {
+    const int64_t at = static_cast<int64_t>(row) * list.width + slice * kColumns + 2 * pair;
     float x = 0.0f, y = 0.0f;
+    if (dense_sums != nullptr) {
+      const float2 sum = __ldcs(reinterpret_cast<const float2*>(dense_sums + at));
+      x = sum.x;
+      y = sum.y;
+    }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const float2 sum = reinterpret_cast<const float2*>(shared + part * kColumns)[pair];
       x += sum.x;
       y += sum.y;
     }
-    const int64_t at = static_cast<int64_t>(row) * list.width + slice * kColumns + 2 * pair;
     *reinterpret_cast<__nv_bfloat162*>(grad_hidden + at) = __floats2bfloat162_rn(factor * x, factor * y);
   }
 }
@@ -281,7 +287,9 @@ __global__ void __launch_bounds__(128)
           factors[i] = __shfl_sync(0xffffffffu, weight, step + i);
 #pragma unroll
           for (int vector = 0; vector < kVectors; ++vector) {
-            data[i][vector] = step + i < mine ? LoadEight(base + static_cast<int64_t>(row) * list.width + 256 * vector) : uint4{};
+            data[i][vector] = step + i < mine && factors[i] != 0.0f
+                                  ? LoadEight(base + static_cast<int64_t>(row) * list.width + 256 * vector)
+                                  : uint4{};
           }
         }
 #pragma unroll
