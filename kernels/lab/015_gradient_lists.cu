@@ -33,6 +33,7 @@ using headwater::lab::ListView;
 using headwater::lab::PlanCounts;
 using headwater::lab::PlanView;
 using headwater::lab::SplitColumn;
+using headwater::lab::Update;
 
 struct Entry {
   int32_t column;
@@ -221,17 +222,10 @@ class Lists {
         list_, row_first_.get(), head_.weight.get(), grad_hidden_.get(), dense_sums, slices_at_once == 0 ? slices : slices_at_once);
     LAB_CUDA(cudaGetLastError());
   }
-  template <int kVectors>
+  template <int kVectors, Update kUpdate, int kBlocks>
   void GradWeight(cudaStream_t stream) {
-    static const int blocks = [] {
-      int a_multiprocessor = 0, multiprocessors = 0;
-      LAB_CUDA(
-          cudaOccupancyMaxActiveBlocksPerMultiprocessor(&a_multiprocessor, headwater::lab::GradWeightKernel<kVectors>, 128, 0));
-      LAB_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
-      return a_multiprocessor * multiprocessors;
-    }();
-    headwater::lab::GradWeightKernel<kVectors>
-        <<<blocks, 128, 0, stream>>>(list_, plan_, hidden_.get(), head_.grad_weight.get(), partial_.get());
+    headwater::lab::GradWeightKernel<kVectors, kUpdate, kBlocks>
+        <<<132 * kBlocks, 128, 0, stream>>>(list_, plan_, hidden_.get(), head_.grad_weight.get(), partial_.get());
     LAB_CUDA(cudaGetLastError());
   }
   void GradWeightSplit(cudaStream_t stream) {
@@ -242,8 +236,8 @@ class Lists {
     SortByColumn(stream);
     SortByRow(stream);
     Plan(stream);
-    GradHidden<16, 4>(stream);
-    GradWeight<1>(stream);
+    GradHidden<32, 4>(stream);
+    GradWeight<1, Update::kReduce, 8>(stream);
     GradWeightSplit(stream);
   }
 
@@ -393,14 +387,14 @@ class FrequentColumns {
   }
   void GradHidden(cudaStream_t stream) {
     hidden_product_.Enqueue(stream);
-    lists_.GradHidden<16, 4>(stream, 1, hidden_sums_.get());
+    lists_.GradHidden<32, 4>(stream, 1, hidden_sums_.get());
   }
   void GradWeight(cudaStream_t stream) {
     const int64_t vectors = lists_.rows_ * lists_.head_.width / 8;
     headwater::sm90::ScaleRowsKernel<<<static_cast<int>((vectors + 255) / 256), 256, 0, stream>>>(
         lists_.hidden_.get(), lists_.factor_.get(), vectors, lists_.list_.width / 8, scaled_.get());
     weight_product_.Enqueue(stream);
-    lists_.GradWeight<1>(stream);
+    lists_.GradWeight<1, Update::kReduce, 8>(stream);
     lists_.GradWeightSplit(stream);
     headwater::lab::AddFrequentKernel<<<view_.slots, 256, 0, stream>>>(view_, weight_sums_.get(), lists_.list_.width,
                                                                        lists_.head_.grad_weight.get());
@@ -452,9 +446,9 @@ void CheckLists(const std::string& name, Head& head, Lists& lists, int64_t row_s
   Check(name + "another order of the pool, words of bits that differ",
         (first.first != second.first) + (first.second != second.second), 0);
   head.Reset();
-  lists.GradWeight<2>(nullptr);
+  lists.GradWeight<2, Update::kReadWrite, 4>(nullptr);
   lists.GradWeightSplit(nullptr);
-  Check(name + "grad_weight in wider slices", lists.Bits().second != first.second, 0);
+  Check(name + "grad_weight in wider slices, read and written", lists.Bits().second != first.second, 0);
 }
 
 // Frequent columns by a product: its scaled hidden states are rounded.
@@ -514,18 +508,23 @@ void TimeLists(headwater::lab::BlasContext& blas, Lists& lists, const BlasProduc
     lists.SortByRow(nullptr);
   });
   time("plan", 0, [&] { lists.Plan(nullptr); });
-  time("grad_hidden, slices of 128, 4 warps", bytes, [&] { lists.GradHidden<16, 4>(nullptr); });
+  time("grad_hidden, slices of 256", bytes, [&] { lists.GradHidden<32, 4>(nullptr); });
   if (variants) {
-    time("grad_hidden, slices of 64, 4 warps", bytes, [&] { lists.GradHidden<8, 4>(nullptr); });
-    time("grad_hidden, slices of 256, 4 warps", bytes, [&] { lists.GradHidden<32, 4>(nullptr); });
-    time("grad_hidden, slices of 256, 2 side by side", bytes, [&] { lists.GradHidden<32, 4>(nullptr, 2); });
+    time("grad_hidden, slices of 64", bytes, [&] { lists.GradHidden<8, 4>(nullptr); });
+    time("grad_hidden, slices of 128", bytes, [&] { lists.GradHidden<16, 4>(nullptr); });
     time("grad_hidden, slices of 256, all of the width", bytes, [&] { lists.GradHidden<32, 4>(nullptr, 0); });
-    time("grad_hidden, slices of 128, 2 warps", bytes, [&] { lists.GradHidden<16, 2>(nullptr); });
-    time("grad_hidden, slices of 256, 2 warps", bytes, [&] { lists.GradHidden<32, 2>(nullptr); });
-    time("grad_hidden, slices of 256, 1 warp", bytes, [&] { lists.GradHidden<32, 1>(nullptr); });
+    time("grad_hidden, slices of 256, 8 warps", bytes, [&] { lists.GradHidden<32, 8>(nullptr); });
   }
-  time("grad_weight, slices of 256", bytes, [&] { lists.GradWeight<1>(nullptr); });
-  time("grad_weight, slices of 512", bytes, [&] { lists.GradWeight<2>(nullptr); });
+  time("grad_weight, slices of 256, added by L2, 8 blocks", bytes, [&] { lists.GradWeight<1, Update::kReduce, 8>(nullptr); });
+  time("grad_weight, slices of 512, added by L2, 5 blocks", bytes, [&] { lists.GradWeight<2, Update::kReduce, 5>(nullptr); });
+  time("grad_weight, slices of 256, prefetched, 6 blocks", bytes, [&] { lists.GradWeight<1, Update::kPrefetch, 6>(nullptr); });
+  if (variants) {
+    time("grad_weight, slices of 512, prefetched, 4 blocks", bytes, [&] { lists.GradWeight<2, Update::kPrefetch, 4>(nullptr); });
+    time("grad_weight, slices of 256, read and written, 6 blocks", bytes,
+         [&] { lists.GradWeight<1, Update::kReadWrite, 6>(nullptr); });
+    time("grad_weight, slices of 512, read and written, 4 blocks", bytes,
+         [&] { lists.GradWeight<2, Update::kReadWrite, 4>(nullptr); });
+  }
   time("grad_weight, split columns", 0, [&] { lists.GradWeightSplit(nullptr); });
   time("all", 2 * bytes, [&] { lists.All(nullptr); });
   for (const int64_t slots : {1024, 2048}) {

@@ -222,55 +222,83 @@ __device__ __forceinline__ void ExchangeInPairs(float (&sums)[8], int32_t lane) 
   }
 }
 
-// Persistent. A unit is a chunk and a slice of 256 kVectors columns.
-template <int kVectors>
-__global__ void __launch_bounds__(128)
+// How a sum comes into grad_weight: read and written by the warp, the same after a prefetch into L2 two units before, or added by
+// L2. A column has one writer in any case.
+enum class Update { kReadWrite, kPrefetch, kReduce };
+
+__device__ __forceinline__ void ReduceAdd(float* to, const float* sums) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(sums[0]), "f"(sums[1]), "f"(sums[2]),
+               "f"(sums[3])
+               : "memory");
+}
+
+// Persistent, kBlocks blocks a multiprocessor. A unit is a chunk and a slice of 256 kVectors columns.
+template <int kVectors, Update kUpdate, int kBlocks>
+__global__ void __launch_bounds__(128, kBlocks)
     GradWeightKernel(const ListView list, const PlanView plan, const __nv_bfloat16* hidden, float* grad_weight, float* partial) {
-  constexpr int kUnroll = 4;
+  constexpr int kUnroll = 4, kSlice = 256 * kVectors;
+  struct Unit {
+    Chunk chunk;
+    int32_t slice;
+  };
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   const auto warps = static_cast<int32_t>(gridDim.x * blockDim.x / 32);
-  const auto heavy = static_cast<int32_t>(plan.counts->heavy), light = static_cast<int32_t>(plan.counts->light);
-  const int32_t chunks = heavy + light, units = chunks * (list.width / (256 * kVectors));
+  const auto heavy = static_cast<int32_t>(plan.counts->heavy), chunks = heavy + static_cast<int32_t>(plan.counts->light);
+  if (chunks == 0) return;
   const uint32_t row_mask = (1u << list.row_bits) - 1;
-  const auto chunk_of = [&](int32_t unit) {
-    const int32_t number = unit % chunks, place = number < heavy ? number : plan.max_chunks - 1 - (number - heavy);
-    const int4 words = __ldg(reinterpret_cast<const int4*>(plan.chunks + place));
-    return Chunk{words.x, words.y, words.z, words.w};
+  int32_t number = static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x) / 32, slice = 0;
+  const auto take = [&] {
+    while (number >= chunks) {
+      number -= chunks;
+      slice += kSlice;
+    }
+    Unit unit{{}, slice};
+    if (slice < list.width) {
+      const int32_t place = number < heavy ? number : plan.max_chunks - 1 - (number - heavy);
+      const int4 words = __ldg(reinterpret_cast<const int4*>(plan.chunks + place));
+      unit.chunk = Chunk{words.x, words.y, words.z, words.w};
+    }
+    number += warps;
+    return unit;
+  };
+  const auto row_of = [&](const Unit& unit) {
+    return (unit.chunk.partial < 0 ? grad_weight + static_cast<int64_t>(unit.chunk.column) * list.width
+                                   : partial + static_cast<int64_t>(unit.chunk.partial) * list.width) +
+           unit.slice;
   };
   // Two units ahead the chunk is on its way, one unit ahead its first entries.
-  int32_t unit = static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x) / 32;
-  Chunk chunk{}, next{};
+  Unit unit = take(), next = take();
   uint32_t key = 0;
   float weight = 0.0f;
-  if (unit < units) {
-    chunk = chunk_of(unit);
-    if (unit + warps < units) next = chunk_of(unit + warps);
-    if (lane < chunk.count) {
-      key = __ldg(list.column_keys + chunk.first + lane);
-      weight = __ldg(plan.weights + chunk.first + lane);
-    }
+  if (lane < unit.chunk.count) {
+    key = __ldg(list.column_keys + unit.chunk.first + lane);
+    weight = __ldg(plan.weights + unit.chunk.first + lane);
   }
-  for (; unit < units; unit += warps) {
-    const int32_t slice = unit / chunks * (256 * kVectors);
-    Chunk after{};
-    if (unit + 2 * warps < units) after = chunk_of(unit + 2 * warps);
+  while (unit.slice < list.width) {
+    const Unit after = take();
     uint32_t next_key = 0;
     float next_weight = 0.0f;
-    if (lane < next.count) {
-      next_key = __ldg(list.column_keys + next.first + lane);
-      next_weight = __ldg(plan.weights + next.first + lane);
+    if (lane < next.chunk.count) {
+      next_key = __ldg(list.column_keys + next.chunk.first + lane);
+      next_weight = __ldg(plan.weights + next.chunk.first + lane);
     }
+    if constexpr (kUpdate == Update::kPrefetch) {
+      if (next.chunk.count > 0 && next.chunk.partial < 0 && lane < kSlice / 32) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row_of(next) + lane * 32));
+      }
+    }
+    const Chunk chunk = unit.chunk;
     const bool whole = chunk.partial < 0;
-    float* const to = (whole ? grad_weight + static_cast<int64_t>(chunk.column) * list.width
-                             : partial + static_cast<int64_t>(chunk.partial) * list.width) +
-                      slice + lane / 2 * 16 + lane % 2 * 4;
+    float* const to = row_of(unit) + lane / 2 * 16 + lane % 2 * 4;
     float4 before[2 * kVectors];
+    if constexpr (kUpdate != Update::kReduce) {
 #pragma unroll
-    for (int i = 0; i < 2 * kVectors; ++i) {
-      before[i] = whole ? __ldcs(reinterpret_cast<const float4*>(to + i / 2 * 256 + i % 2 * 8)) : float4{};
+      for (int i = 0; i < 2 * kVectors; ++i) {
+        before[i] = whole ? __ldcs(reinterpret_cast<const float4*>(to + i / 2 * 256 + i % 2 * 8)) : float4{};
+      }
     }
     float sums[kVectors][8] = {};
-    const __nv_bfloat16* const base = hidden + slice + lane * 8;
+    const __nv_bfloat16* const base = hidden + unit.slice + lane * 8;
     for (int32_t begin = 0; begin < chunk.count; begin += 32) {
       if (begin > 0) {
         const bool there = begin + lane < chunk.count;
@@ -287,13 +315,12 @@ __global__ void __launch_bounds__(128)
           factors[i] = __shfl_sync(0xffffffffu, weight, step + i);
 #pragma unroll
           for (int vector = 0; vector < kVectors; ++vector) {
-            data[i][vector] = step + i < mine && factors[i] != 0.0f
-                                  ? LoadEight(base + static_cast<int64_t>(row) * list.width + 256 * vector)
-                                  : uint4{};
+            if (factors[i] != 0.0f) data[i][vector] = LoadEight(base + static_cast<int64_t>(row) * list.width + 256 * vector);
           }
         }
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
+          if (factors[i] == 0.0f) continue;
 #pragma unroll
           for (int vector = 0; vector < kVectors; ++vector) AddEight(sums[vector], data[i][vector], factors[i]);
         }
@@ -304,13 +331,21 @@ __global__ void __launch_bounds__(128)
       ExchangeInPairs(sums[vector], lane);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float4 old = before[2 * vector + half];
         const float* const sum = sums[vector] + 4 * half;
-        __stcs(reinterpret_cast<float4*>(to + 256 * vector + 8 * half),
-               make_float4(old.x + sum[0], old.y + sum[1], old.z + sum[2], old.w + sum[3]));
+        float* const out = to + 256 * vector + 8 * half;
+        if constexpr (kUpdate == Update::kReduce) {
+          if (whole) {
+            ReduceAdd(out, sum);
+          } else {
+            *reinterpret_cast<float4*>(out) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+          }
+        } else {
+          const float4 old = before[2 * vector + half];
+          __stcs(reinterpret_cast<float4*>(out), make_float4(old.x + sum[0], old.y + sum[1], old.z + sum[2], old.w + sum[3]));
+        }
       }
     }
-    chunk = next;
+    unit = next;
     next = after;
     key = next_key;
     weight = next_weight;

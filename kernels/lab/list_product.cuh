@@ -3,12 +3,18 @@
 //
 //   e_ij = exp(logit_scale * acc - c_i), 0 at the target; partial_sum as EProductEpilogue has it
 //   e_ij < unit_i: an entry of unit_i with probability e_ij / unit_i, else none; e_ij >= unit_i: an entry of bf16(e_ij)
-// unit_i is a power of two. The draw is a hash of the row's key and the column.
+// unit_i is a power of two.
 //
+// Draws     kStraight, kRolled: a hash of the row's key and the column for every element.
+//           kSystematic: one a group of 16 columns of a row, {8 j + 2 g, 8 j + 2 g + 1} of each 64 columns, g < 4, which a lane has
+//           in its accumulators. The ratios e_ij / unit_i of a group are added up from the draw on, in (0, 1); an entry survives
+//           where the sum reaches 1, which is taken off then. Every entry's probability is its ratio, as before; entries of one
+//           group exclude each other. That takes one multiply-add an element instead of a hash.
 // Pool      Entries of a warp's 16 rows of a tile meet in its staging memory (4 bytes each) and take one atomic addition to the
 //           pool's counter; entries beyond the staging memory take one each. Their order in the pool is not repeatable, their
 //           set is. Entries beyond the pool's capacity are counted only: the micro-batch is computed densely then.
-// kRolled   Dithering is a loop over exponentials in staging memory instead of straight code over registers.
+// Code      kStraight is straight code over registers. kRolled loops over exponentials in staging memory. kSystematic does so for
+//           those 16 accumulators of a warp among which a sum reaches 1.
 
 #ifndef HEADWATER_KERNELS_LAB_LIST_PRODUCT_CUH_
 #define HEADWATER_KERNELS_LAB_LIST_PRODUCT_CUH_
@@ -31,7 +37,7 @@ __host__ __device__ __forceinline__ uint32_t Draw(DrawKey key, uint32_t column) 
   return x ^ (x >> 16);
 }
 
-enum class Dithering { kNone, kStraight, kRolled };
+enum class Dithering { kNone, kStraight, kRolled, kSystematic };
 
 template <Dithering kDithering>
 struct ListProductEpilogue {
@@ -52,8 +58,8 @@ struct ListProductEpilogue {
     float offset_log2[2];
     int32_t target[2];
   };
-  // The staging memory of a warp: a counter, entries, and from its middle on exponentials (kRolled).
-  static constexpr uint32_t kRoom = (kDithering == Dithering::kRolled ? kStagingBytes / 2 : kStagingBytes) / 4 - 1;
+  // The staging memory of a warp: a counter, entries, and but for kStraight exponentials from its middle on.
+  static constexpr uint32_t kRoom = (kDithering == Dithering::kStraight ? kStagingBytes : kStagingBytes / 2) / 4 - 1;
 
   struct Dither {
     float unit[2];
@@ -89,7 +95,12 @@ struct ListProductEpilogue {
     const uint32_t draw = Draw(dither.key[half], static_cast<uint32_t>(position.column + column));
     const bool large = !(ratio < 1.0f);
     if (!(large || (shift < 32 && draw < ((bits << 8) | 0x80000000u) >> shift))) return;
-    const uint32_t value = PackBf16(large ? exponential : dither.unit[half], 0.0f) & 0xffffu;
+    Append(large ? exponential : dither.unit[half], half, column, params, position);
+  }
+
+  static __device__ __forceinline__ void Append(float entry, int half, int32_t column, const Params& params,
+                                                const EpiloguePosition& position) {
+    const uint32_t value = PackBf16(entry, 0.0f) & 0xffffu;
     const uint32_t packed = static_cast<uint32_t>(position.lane / 4 + 8 * half) << 25 | static_cast<uint32_t>(column) << 16 | value;
     uint32_t place;
     asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(place) : "r"(position.staging) : "memory");
@@ -115,6 +126,57 @@ struct ListProductEpilogue {
       }
       sum[half] += exponential;
       accumulators[k] = exponential;
+    }
+  }
+
+  // A group's draw; `block` is the number of its 64 columns.
+  static __device__ __forceinline__ float GroupDraw(DrawKey key, int32_t block, int32_t group) {
+    return static_cast<float>(Draw(key, static_cast<uint32_t>(4 * block + group)) >> 8) * 0x1p-24f;
+  }
+
+  // Entries of 64 columns by groups.
+  static __device__ __forceinline__ void GroupEntries(const float* exponentials, int first, const Dither& dither,
+                                                      const Params& params, const EpiloguePosition& position) {
+    const int32_t begin = first + 2 * (position.lane % 4);
+    const uint32_t mine = position.staging + kStagingBytes / 2 + 4 * static_cast<uint32_t>(position.lane);
+    float sum[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] = GroupDraw(dither.key[half], (position.column + first) / 64, position.lane % 4);
+    }
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      float after[2] = {sum[0], sum[1]};
+#pragma unroll
+      for (int k = 0; k < 16; ++k) {
+        after[k / 2 % 2] = fmaf(exponentials[16 * part + k], dither.inverse[k / 2 % 2], after[k / 2 % 2]);
+      }
+      // A NaN does not stay below.
+      if (__any_sync(0xffffffffu, !(after[0] < 1.0f && after[1] < 1.0f))) {
+#pragma unroll
+        for (int k = 0; k < 16; ++k) {
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(mine + 128 * k), "f"(exponentials[16 * part + k]) : "memory");
+        }
+#pragma unroll 1
+        for (int j = 0; j < 4; ++j) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int half = k / 2;
+            float exponential;
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(exponential) : "r"(mine + 512 * j + 128 * k) : "memory");
+            const bool large = !(exponential < dither.unit[half]);
+            const float reached = fmaf(exponential, dither.inverse[half], sum[half]);
+            const bool survives = large || reached >= 1.0f;
+            if (!large) sum[half] = survives ? reached - 1.0f : reached;
+            if (survives) {
+              Append(large ? exponential : dither.unit[half], half, begin + (4 * part + j) * 8 + k % 2, params, position);
+            }
+          }
+        }
+      } else {
+        sum[0] = after[0];
+        sum[1] = after[1];
+      }
     }
   }
 
@@ -174,7 +236,11 @@ struct ListProductEpilogue {
       } else {
         Exponentials<false>(accumulators + 32 * block, first, rows, params, position, sum);
       }
-      if constexpr (kDithering != Dithering::kNone) Entries(accumulators + 32 * block, first, dither, params, position);
+      if constexpr (kDithering == Dithering::kSystematic) {
+        GroupEntries(accumulators + 32 * block, first, dither, params, position);
+      } else if constexpr (kDithering != Dithering::kNone) {
+        Entries(accumulators + 32 * block, first, dither, params, position);
+      }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
