@@ -1,7 +1,7 @@
-// 015: both gradients of cross entropy from a list of the dithered gradient's entries (gradient_lists.cuh), without E.
+// 016: both gradients of cross entropy from a list of the dithered gradient's entries (gradient_lists.cuh), without E.
 // Checks against fp64 on the CPU: small lists whole, full size on sampled rows and columns; the bits of two runs from pools in
 // different orders are compared. Times after a product of the logits, as in a micro-batch, so that caches and clock are its own.
-// Run: 015_gradient_lists [check | time]
+// Run: 016_gradient_lists [check | time]
 //
 // Gate (issue 33, 4 b): 100 entries a row at N4096 H4096 V128256 into both gradients within 2.5 ms, the order by column included.
 // Predicted for an H100 (2.9 TB/s from memory as copies have it, 5.5 from L2), 410 thousand entries in 60 thousand columns:
@@ -542,7 +542,7 @@ void TimeLists(headwater::lab::BlasContext& blas, Lists& lists, const BlasProduc
 }  // namespace
 
 int main(int argc, char** argv) {
-  headwater::lab::PrintDevice("015_gradient_lists");
+  headwater::lab::PrintDevice("016_gradient_lists");
   const std::string mode = argc > 1 ? argv[1] : "";
   headwater::lab::BlasContext blas;
   {

@@ -1,5 +1,5 @@
-// 016: product 1 whose epilogue dithers and appends to a pool instead of writing E (list_product.cuh), against the E form's.
-// Checks entry by entry against fp64 exponentials with the same draws. Run: 016_list_product [check]
+// 017: product 1 whose epilogue dithers and appends to a pool instead of writing E (list_product.cuh), against the E form's.
+// Checks entry by entry against fp64 exponentials with the same draws. Run: 017_list_product [check]
 //
 // The dense form with a hash an element in straight code, in the product's epilogue, takes about 1.5 times the clocks of the E
 // form's. Predicted, N4096 H4096 V128256, flat rows of 100 to 200 entries: 25 instructions an element more, 8000 issue slots of a
@@ -213,7 +213,7 @@ void TimeAll() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  headwater::lab::PrintDevice("016_list_product");
+  headwater::lab::PrintDevice("017_list_product");
   CheckAll();
   if (argc < 2 || std::string(argv[1]) != "check") TimeAll();
   return headwater::lab::AnyCheckFailed() ? 1 : 0;
