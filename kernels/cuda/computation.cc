@@ -373,6 +373,8 @@ absl::Status Computation::RunExponentials(Work* work) {
   const cudaStream_t finish = group_ != nullptr && work->wants_grad_hidden ? group_->merge_stream() : stream_;
   const bool sums_early = SumsShares(*work);
   const std::vector<Slice> slices = SlicesOf(*work);
+  TakeLists(work, slices);
+  uint32_t* const entries = host_.Take<uint32_t>(1);
   for (size_t i = 0; i < slices.size(); ++i) {
     const Slice& slice = slices[i];
     const bool is_last = i + 1 == slices.size();
@@ -380,10 +382,16 @@ absl::Status Computation::RunExponentials(Work* work) {
     HEADWATER_RETURN_IF_ERROR(PlaceSlice(work, slice));
     HEADWATER_RETURN_IF_ERROR(ComputeExponentials(work, slice, finish));
     // Without grad_hidden nobody needs to know before the last slice, and the device goes on without a pause.
-    if (!work->wants_grad_hidden && !is_last) continue;
+    const EntryList* const list = ListOf(*work, slice);
+    if (!work->wants_grad_hidden && !is_last && list == nullptr) continue;
     HEADWATER_RETURN_IF_ERROR(
         Check(cudaMemcpyAsync(overflow, own.overflow, sizeof(int32_t), cudaMemcpyDeviceToHost, finish), "the way back of a flag"));
+    if (list != nullptr) {
+      HEADWATER_RETURN_IF_ERROR(Check(cudaMemcpyAsync(entries, list->pool.count, sizeof(uint32_t), cudaMemcpyDeviceToHost, finish),
+                                      "the way back of a count"));
+    }
     HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(core_.flag_event(), finish), "recording an event"));
+    if (list != nullptr) HEADWATER_RETURN_IF_ERROR(Check(LaunchSortEntries(*list, stream_), "sorting entries"));
     // The device has this to do while the host looks at the flag and brings the next slice.
     if (work->wants_grad_hidden && work->term->head->shard_weights(0).columns > 0) {
       HEADWATER_RETURN_IF_ERROR(MultiplyByWeight(work, slice, 0));
@@ -396,6 +404,7 @@ absl::Status Computation::RunExponentials(Work* work) {
     if (!is_last && flow_ == nullptr) HEADWATER_RETURN_IF_ERROR(UploadSlice(work, slices[i + 1]));
     HEADWATER_RETURN_IF_ERROR(core_.AwaitEvent(core_.flag_event(), "the exponentials' product"));
     if (*overflow != 0) return RunOverflowed(work, work->wants_grad_hidden ? slice.first : 0);
+    if (list != nullptr) HEADWATER_RETURN_IF_ERROR(SettleList(work, slice, *entries));
     if (!sums_early) HEADWATER_RETURN_IF_ERROR(ComputeGradHidden(work, slice, /*product_is_there=*/true));
     HEADWATER_RETURN_IF_ERROR(DeliverGradHidden(work, slice));
   }
@@ -468,6 +477,7 @@ absl::Status Computation::Dither(Work* work, const Slice& slice) {
     of.row_factor = own.row_factor + slice.first;
     return Check(LaunchDitherDivergence(matrix, of, keys, rows, sums, stream_), "dithering");
   }
+  if (const EntryList* const list = ListOf(*work, slice); list != nullptr) return ListEntries(*work, slice, *list);
   for (int32_t rank = 0; rank < shard_count; ++rank) {
     HEADWATER_RETURN_IF_ERROR(Check(LaunchDither(MatrixOut(*work, slice, rank), term.head->shard_weights(rank).vocab_start,
                                                  own.targets + slice.first, rows, keys, /*add=*/rank > 0, sums, stream_),
@@ -485,6 +495,7 @@ absl::Status Computation::RunOverflowed(Work* work, int64_t first) {
     HEADWATER_RETURN_IF_ERROR(UploadSlice(work, rest));
     HEADWATER_RETURN_IF_ERROR(PlaceSlice(work, rest));
   }
+  HEADWATER_RETURN_IF_ERROR(DropLists(work, first));
   if (first > 0) HEADWATER_RETURN_IF_ERROR(AddGradWeight(work, {0, first}));
   work->overflowed = true;
   const int64_t slice_rows = std::max<int64_t>(work->rows / 2, 1);

@@ -4,6 +4,8 @@
 // Order within a chunk and term: logits (or exponentials), row work, grad_hidden, grad_weight; all on the core's stream. The host
 // waits in between only for the exponential form's overflow flag, and that while the grad_hidden product runs.
 //
+// With a coarse enough resolution exponentials become lists of entries, and the gradients are taken from these (gradient_list.h).
+//
 // Large parts of other rows whose logits would not fit go slice by slice likewise, as far as M, or as grad_hidden if that leaves
 // for the host.
 //
@@ -34,6 +36,7 @@
 #include "kernels/cuda/caller_memory.h"
 #include "kernels/cuda/device_group.h"
 #include "kernels/cuda/engine_core.h"
+#include "kernels/cuda/gradient_list.h"
 #include "kernels/cuda/host_stage.h"
 #include "kernels/cuda/row_slices.h"
 #include "kernels/cuda/staged_contribution.h"
@@ -107,14 +110,15 @@ class Computation {
     ConstMatrix hidden;   // [rows, padded]
     ConstMatrix teacher;  // JSD
     int64_t rows;
-    TargetGroups groups;    // order null until they are made
-    int64_t uploaded;       // rows that have been enqueued to come from the host
-    int64_t placed;         // rows that are where the products read them
-    void* kept_matrix;      // M's place in the slot, if rows are kept; else null
-    bool overflowed;        // the exponential form is done again as rows
-    bool waits;             // its grad_weight product is deferred: `own` has the operands where they wait
-    bool owes_grad_weight;  // that of all rows is still to be added
-    bool results_leave;     // everything that the caller gets has been enqueued, but for rows on their way to pageable memory
+    TargetGroups groups;            // order null until they are made
+    int64_t uploaded;               // rows that have been enqueued to come from the host
+    int64_t placed;                 // rows that are where the products read them
+    void* kept_matrix;              // M's place in the slot, if rows are kept; else null
+    bool overflowed;                // the exponential form is done again as rows
+    std::vector<ListedRows> lists;  // by slice: the gradients are taken from these, not from M; empty: from M
+    bool waits;                     // its grad_weight product is deferred: `own` has the operands where they wait
+    bool owes_grad_weight;          // that of all rows is still to be added
+    bool results_leave;  // everything that the caller gets has been enqueued, but for rows on their way to pageable memory
     // Host copies (page-locked).
     int32_t* targets;
     RowReport* reports;
@@ -197,6 +201,18 @@ class Computation {
   // `finish`: the stream that has the rows' losses then.
   absl::Status ComputeExponentials(Work* work, const Slice& slice, cudaStream_t finish);
   absl::Status RunOverflowed(Work* work, int64_t first);
+  // The entries of M as lists (computation_lists.cc). Whether they can be, and are likely to be few.
+  bool MayList(const Work& work) const;
+  // Memory for those of all slices, if there is room for it.
+  void TakeLists(Work* work, const std::vector<Slice>& slices);
+  // A slice's list, or null.
+  static const EntryList* ListOf(const Work& work, const Slice& slice);
+  absl::Status ListEntries(const Work& work, const Slice& slice, const EntryList& list);
+  // Once `entries` have turned out to be in a slice's list: goes on without lists if it had no room for them. Behind the last
+  // slice the lists take M's place.
+  absl::Status SettleList(Work* work, const Slice& slice, uint32_t entries);
+  // Makes M of the rows below `end`, whose lists are not used any more.
+  absl::Status DropLists(Work* work, int64_t end);
   // Null if the term has no resolution.
   static DitherRow* DitherRowsOf(const Work& work, int64_t first) {
     return work.term->plan->dithers ? work.own.dither_rows + first : nullptr;

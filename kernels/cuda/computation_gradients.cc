@@ -13,7 +13,7 @@ namespace headwater::cuda {
 bool Computation::Defers(const Work& work) const {
   // A deferred product has other calls' rows in it, which deterministic mode excludes.
   if (core_.options().deterministic || whole_workspace_ || work.staged != nullptr || !work.backward ||
-      work.term->plan->grad_weight == GradWeightMode::kNone) {
+      work.term->plan->grad_weight == GradWeightMode::kNone || MayList(work)) {
     return false;
   }
   const bool leaves = work.wants_grad_hidden && std::any_of(work.parts.begin(), work.parts.end(),
@@ -54,6 +54,9 @@ absl::Status Computation::MakeGroups(Work* work) {
 absl::Status Computation::MultiplyByWeight(Work* work, const Slice& slice, int32_t rank) {
   const TermRun& term = *work->term;
   const ShardWeights shard = term.head->shard_weights(rank);
+  if (const EntryList* const list = ListOf(*work, slice); list != nullptr) {
+    return Check(LaunchEntriesTimesWeight(*list, shard, ProductOut(*work, slice), stream_), "the list's grad_hidden");
+  }
   const ConstMatrix matrix = MatrixOf(*work, slice, rank);
   ProductShape shape;
   shape.kind = ProductKind::kGradHidden;
@@ -181,6 +184,7 @@ absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
   const int64_t stride = PaddedWidth(term.head->spec().hidden_size);
   WeightContribution contribution;
   for (int32_t rank = 0; rank < term.head->shard_count(); ++rank) contribution.matrices.push_back(MatrixOf(*work, slice, rank));
+  contribution.lists = work->lists;
   if (work->kept_matrix != nullptr && work->overflowed) {
     ConstMatrix& matrix = contribution.matrices.front();
     // The slot has room for exponentials: 16-bit rows without gaps.

@@ -130,6 +130,18 @@ __device__ __forceinline__ void DitherInPlace(T* row, int32_t columns, uint32_t 
   }
 }
 
+// *sums = what the block has met of its row, or with `add` += it. A target in these columns is no entry.
+__device__ __forceinline__ void StoreSums(const EntrySums& own, int32_t columns, uint32_t vocab_start, const int32_t* target,
+                                          bool add, DitherSums* sums) {
+  double total[kSums] = {static_cast<double>(own.large), static_cast<double>(own.error), static_cast<double>(own.norm)};
+  SumOverBlock<kThreads>(total);
+  if (threadIdx.x != 0) return;
+  const bool has_target = target != nullptr && static_cast<uint32_t>(*target) - vocab_start < static_cast<uint32_t>(columns);
+  const double entries = columns - (has_target ? 1 : 0);
+  const DitherSums before = add ? *sums : DitherSums();
+  *sums = {before.entry_count + entries - total[0], before.squared_error + total[1], before.squared_norm + total[2]};
+}
+
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     DitherKernel(T* matrix, int64_t stride, int32_t columns, uint32_t vocab_start, const int32_t* targets, const DitherRow* rows,
@@ -142,13 +154,87 @@ __global__ void __launch_bounds__(kThreads)
   }
   EntrySums own;
   DitherInPlace<kThreads>(matrix + row * stride, columns, vocab_start, keys[row], unit, &own);
-  double total[kSums] = {static_cast<double>(own.large), static_cast<double>(own.error), static_cast<double>(own.norm)};
-  SumOverBlock<kThreads>(total);
-  if (threadIdx.x != 0) return;
-  const bool has_target = targets != nullptr && static_cast<uint32_t>(targets[row]) - vocab_start < static_cast<uint32_t>(columns);
-  const double entries = columns - (has_target ? 1 : 0);
-  const DitherSums before = add ? sums[row] : DitherSums();
-  sums[row] = {before.entry_count + entries - total[0], before.squared_error + total[1], before.squared_norm + total[2]};
+  StoreSums(own, columns, vocab_start, targets == nullptr ? nullptr : targets + row, add, sums + row);
+}
+
+// A block's entries on their way to a pool: they take one addition to its count. What finds no room here takes one each.
+class RowEntries {
+ public:
+  static constexpr uint32_t kRoom = 1024;
+  struct Shared {
+    uint32_t columns[kRoom];
+    float values[kRoom];
+    uint32_t count;
+    uint32_t base;
+  };
+  __device__ RowEntries(const EntryPool& pool, Shared* shared) : pool_(pool), shared_(shared) {
+    if (threadIdx.x == 0) shared_->count = 0;
+    __syncthreads();
+  }
+  __device__ __forceinline__ void Append(int32_t column, float value) {
+    const uint32_t place = atomicAdd(&shared_->count, 1u);
+    if (place < kRoom) {
+      shared_->columns[place] = static_cast<uint32_t>(column);
+      shared_->values[place] = value;
+    } else {
+      Write(atomicAdd(pool_.count, 1u), static_cast<uint32_t>(column), value);
+    }
+  }
+  __device__ void Flush() {
+    __syncthreads();
+    const uint32_t count = min(shared_->count, kRoom);
+    if (threadIdx.x == 0) shared_->base = atomicAdd(pool_.count, count);
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) Write(shared_->base + i, shared_->columns[i], shared_->values[i]);
+  }
+
+ private:
+  __device__ __forceinline__ void Write(uint32_t place, uint32_t column, float value) {
+    if (place >= pool_.capacity) return;
+    pool_.keys[place] = column << pool_.row_bits | blockIdx.x;
+    pool_.values[place] = value;
+  }
+  const EntryPool& pool_;
+  Shared* const shared_;
+};
+
+// As DitherKernel, but that entries go to a pool.
+__global__ void __launch_bounds__(kThreads)
+    ListKernel(const __nv_bfloat16* matrix, int64_t stride, int32_t columns, uint32_t vocab_start, const int32_t* targets,
+               const DitherRow* rows, const DitherKey* keys, const EntryPool pool, DitherSums* sums) {
+  constexpr int32_t kEight = kVector<__nv_bfloat16>;
+  __shared__ RowEntries::Shared shared;
+  const int64_t row = blockIdx.x;
+  const float unit = rows[row].unit;
+  const bool dithers = unit > 0.0f;
+  const float inverse_unit = dithers ? 1.0f / unit : 0.0f;
+  const DitherKey key = keys[row];
+  RowEntries entries(pool, &shared);
+  EntrySums own;
+  const auto* const vectors = reinterpret_cast<const Vector<__nv_bfloat16>*>(matrix + row * stride);
+  for (int32_t j = static_cast<int32_t>(threadIdx.x) * kEight; j < columns; j += kThreads * kEight) {
+    Vector<__nv_bfloat16> vector = vectors[j / kEight];
+    if (j + kEight > columns) {
+#pragma unroll
+      for (int i = 0; i < kEight; ++i) {
+        if (j + i >= columns) FromFloat(0.0f, &vector.values[i]);
+      }
+    }
+    if (dithers) vector = Dithered(vector, vocab_start + static_cast<uint32_t>(j), key, unit, inverse_unit, &own);
+    const uint4 words = reinterpret_cast<const uint4&>(vector);
+    if (((words.x | words.y | words.z | words.w) & 0x7fff7fffu) == 0) continue;
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      const float value = ToFloat(vector.values[i]);
+      if (value != 0.0f) entries.Append(j + i, value);
+    }
+  }
+  entries.Flush();
+  if (dithers) {
+    StoreSums(own, columns, vocab_start, targets + row, /*add=*/false, sums + row);
+  } else if (threadIdx.x == 0) {
+    sums[row] = DitherSums();
+  }
 }
 
 template <typename T>
@@ -234,6 +320,15 @@ cudaError_t LaunchDither(const MutableMatrix& matrix, int64_t vocab_start, const
         static_cast<decltype(zero)*>(matrix.data), matrix.stride, static_cast<int32_t>(matrix.columns),
         static_cast<uint32_t>(vocab_start), targets, rows, keys, add, sums);
   });
+}
+
+cudaError_t LaunchListDithered(const ConstMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
+                               const DitherKey* keys, const EntryPool& pool, DitherSums* sums, cudaStream_t stream) {
+  if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
+  ListKernel<<<static_cast<unsigned>(matrix.rows), kThreads, 0, stream>>>(
+      static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, static_cast<int32_t>(matrix.columns),
+      static_cast<uint32_t>(vocab_start), targets, rows, keys, pool, sums);
+  return cudaGetLastError();
 }
 
 cudaError_t LaunchDitherDivergence(const DivergenceMatrix& matrix, const DivergenceResolution& of, const DitherKey* keys,

@@ -8,6 +8,7 @@
 #define HEADWATER_KERNELS_CUDA_DITHER_H_
 
 #include "kernels/core/dither.h"
+#include "kernels/cuda/gradient_list.h"
 #include "kernels/cuda/launch_types.h"
 
 namespace headwater::cuda {
@@ -51,6 +52,11 @@ struct DivergenceMatrix {
 // Writes rows[i], and does what LaunchDither() does to all shards.
 cudaError_t LaunchDitherDivergence(const DivergenceMatrix& matrix, const DivergenceResolution& of, const DitherKey* keys,
                                    DitherRow* rows, DitherSums* sums, cudaStream_t stream);
+
+// Appends to `pool` what LaunchDither() would leave that is not 0, and leaves the matrix alone: E in bf16 of a head's only shard.
+// Sums have the same bits.
+cudaError_t LaunchListDithered(const ConstMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
+                               const DitherKey* keys, const EntryPool& pool, DitherSums* sums, cudaStream_t stream);
 
 // *total = the rows' sums in units of G, the targets' entries included, in a fixed order.
 cudaError_t LaunchSumDither(const DitherSums* sums, const DitherRow* rows, int64_t row_count, DitherSums* total,

@@ -37,6 +37,17 @@ absl::Status AddTargets(EngineCore& core, const CudaHead& head, const WeightCont
 absl::Status AddProducts(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
                          const WeightScratch& scratch, bool overwrites, absl::FunctionRef<WeightTarget(int32_t rank)> target) {
   const cudaStream_t stream = core.stream();
+  if (overwrites && !contribution.lists.empty()) {
+    const ShardWeights shard = head.shard_weights(0);
+    const size_t bytes = static_cast<size_t>(shard.columns * shard.stride) * sizeof(float);
+    HEADWATER_RETURN_IF_ERROR(core.Check(cudaMemsetAsync(target(0).weight, 0, bytes, stream), "clearing grad_weight"));
+  }
+  for (const ListedRows& listed : contribution.lists) {
+    const ConstMatrix scaled = Rows(contribution.scaled, listed.rows.first, listed.rows.count);
+    HEADWATER_RETURN_IF_ERROR(
+        core.Check(LaunchAddEntriesTimesRows(listed.list, scaled, factor, target(0).weight, stream), "the list's grad_weight"));
+  }
+  if (!contribution.lists.empty()) return absl::OkStatus();
   const float* factor_device = contribution.scaled_factor;
   if (factor_device != nullptr && factor != 1) {
     HEADWATER_RETURN_IF_ERROR(core.Check(cudaMemsetAsync(scratch.factor, 0, sizeof(float), stream), "clearing a factor"));

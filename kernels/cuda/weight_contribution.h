@@ -11,12 +11,21 @@
 #include "kernels/cuda/cuda_head.h"
 #include "kernels/cuda/engine_core.h"
 #include "kernels/cuda/finish.h"
+#include "kernels/cuda/gradient_list.h"
+#include "kernels/cuda/row_slices.h"
 
 namespace headwater::cuda {
+
+// Rows of a contribution whose entries are a list.
+struct ListedRows {
+  RowSlice rows;
+  EntryList list;
+};
 
 // M, the factors beside it (row_passes.h) and the rows they belong to. Device memory of somebody else's.
 struct WeightContribution {
   std::vector<ConstMatrix> matrices;     // M by shard
+  std::vector<ListedRows> lists;         // of all rows, instead of M of the only shard, without a bias; empty: M
   ConstMatrix hidden;                    // [rows, padded]
   ConstMatrix scaled;                    // row_factor . hidden
   const float* scaled_factor = nullptr;  // what `scaled` is still to be multiplied by; null: 1
