@@ -33,7 +33,7 @@ struct TestTerm {
   double gradient_resolution = 0;
   uint64_t dither_seed = 0;
   DataType dithered_type = DataType::kFloat32;  // what the engine rounds entries to before; see reference::Resolution
-  int teacher = -1;  // index into Problem::heads
+  int teacher = -1;                             // index into Problem::heads
   std::vector<double> teacher_hidden;
   DataType teacher_type = DataType::kFloat32;
 };
@@ -84,8 +84,8 @@ struct ProblemOptions {
   int64_t teacher_hidden_size = 0;  // 0: hidden_size
   int64_t teacher_vocab_size = 0;   // 0: vocab_size; else truncate_to_common
   double gradient_resolution = 0;
-  int64_t top_k = 0;                // > 0: a top-k teacher of so many entries a row, with student_temperature
-  double teacher_noise = 1;         // of a top-k teacher: standard deviation of its logits' differences from the student's
+  int64_t top_k = 0;         // > 0: a top-k teacher of so many entries a row, with student_temperature
+  double teacher_noise = 1;  // of a top-k teacher: standard deviation of its logits' differences from the student's
   int32_t staging_slots = 0;
   bool trainable = true;
   uint64_t seed = 1;

@@ -1,7 +1,7 @@
 // Model: what a server must answer and hold, said as simply as possible: maps and vectors, one event after the other.
 //
-// It knows the rules of docs/guarantees.md and of the headers in server/heads, and shares no code with them: epochs and sessions are
-// numbers, a contribution is a list of what it adds, a checkpoint is a copy of the head.
+// It knows the rules of docs/guarantees.md and of the headers in server/heads, and shares no code with them: epochs and sessions
+// are numbers, a contribution is a list of what it adds, a checkpoint is a copy of the head.
 #ifndef HEADWATER_TESTS_UNIT_SERVER_HISTORY_MODEL_H_
 #define HEADWATER_TESTS_UNIT_SERVER_HISTORY_MODEL_H_
 
