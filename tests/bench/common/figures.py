@@ -57,8 +57,10 @@ def is_missed(figure):
 
 def origin(rows):
     """Where figures come from, in a line."""
-    machines = sorted({(row["machine"], row["commit"]) for row in rows})
-    return " ".join(f"Machine: {machine}. Commit: {commit}." for machine, commit in machines)
+    commits = {}
+    for row in rows:
+        commits.setdefault(row["machine"], {})[row["commit"]] = None
+    return " ".join(f"Machine: {machine}. Commit: {', '.join(sorted(own))}." for machine, own in sorted(commits.items()))
 
 
 def write_block(page, mark, lines):
