@@ -18,7 +18,6 @@ LONGER = {
     "docs/adr/0031-limits-table.md": 31,
     "docs/adr/0032-deferred-grad-weight.md": 49,
     "docs/adr/0033-one-sequencer.md": 43,
-    "docs/benchmarks/engine.md": 48,
     "docs/guides/distil.md": 26,
     "docs/math.md": 50,
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the GPU's figures of docs/benchmarks/engine.csv, and writes their tables into docs/benchmarks/engine.md.
+"""Writes the tables of docs/benchmarks/engine.md from engine.csv, draws the GPU's figures, and prints those that miss their bound.
 
     tests/bench/engine/plot.py [--figures FILE.csv] [--plot FILE.svg] [--page FILE.md]
 
@@ -17,17 +17,49 @@ import figures
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 MARK = "<!-- gpu figures -->"
 PEERS_MARK = "<!-- peers -->"
+TAU_MARK = "<!-- gradient resolution -->"
+ERRORS_MARK = "<!-- errors -->"
+CPU_MARK = "<!-- figures -->"
 PEERS_PREFIX = figures.GPU_PREFIX + "peers_"
-PEER = re.compile(
-    rf"{PEERS_PREFIX}(?P<case>.+_v\d+)_(?P<way>.+)_(?P<work>anew|first|bf16|fp32|tau_2_\d+)_(?P<figure>ms|ratio|peak_mib)"
-)
+PEER = re.compile(rf"{PEERS_PREFIX}(?P<case>.+_v\d+)_(?P<way>.+)_(?P<work>anew|first|bf16|fp32)_(?P<figure>ms|ratio|peak_mib)")
+TAU = re.compile(rf"{PEERS_PREFIX}(?P<case>.+_v\d+)_headwater_(?P<work>fp32|tau_2_\d+)_(?P<figure>ratio|over_exact)")
 ERROR = re.compile(
     rf"{PEERS_PREFIX}(?P<case>smollm2.*)_n\d+_h\d+_v\d+_(?P<way>.+)_(?:anew|bf16|fp32)_(?P<figure>loss|grad_hidden|grad_weight)_error"
 )
 DRAWN = ("torch_compile", "torch_compile_addmm", "liger_sm90", "quack")
 # What the page's tables have of the ways and the cases; the file has all.
-SHOWN = ("headwater", "torch_eager", "torch_compile", "torch_compile_addmm", "liger_sm90_addmm", "liger_chunked", "quack", "cce")
+SHOWN = (
+    *("headwater", "torch_eager", "torch_compile", "torch_compile_addmm"),
+    *("liger_sm90", "liger_sm90_addmm", "liger_chunked", "quack", "cce"),
+)
 LEFT_OUT = ("trained_shuffled", "trained_n8192", "ce_n8192_h2048")
+WORKS = {"added, fp32": ("fp32",), "added, bf16": ("bf16",), "not accumulated": ("first", "anew")}
+RESOLUTIONS = (12, 10, 8)
+EXACTNESS = {"exactness_ce": "cross entropy", "exactness_jsd": "divergence", "memory": "memory in use"}
+CPU = {
+    "cpu_cross_entropy_float32_ratio": "fp32, to the products in fp32",
+    "cpu_cross_entropy_bfloat16_ratio": "bf16, to the products in fp32",
+    "cpu_cross_entropy_bfloat16_of_onednn_products": "bf16, to oneDNN's products in bf16",
+    "cpu_cross_entropy_float32_of_torch_added": "fp32, to PyTorch that adds in fp32",
+    "cpu_cross_entropy_bfloat16_of_torch_added": "bf16, to PyTorch that adds in fp32",
+    "cpu_explicit_over_eager": "a contribution staged and committed, to one added in place",
+    "cpu_direct_over_engine": "`Head::Submit()`, to the engine's bare call",
+    "cpu_cross_entropy_float32_peak_of_eager": "peak memory in fp32, to eager PyTorch's",
+    "cpu_cross_entropy_bfloat16_peak_of_eager": "peak memory in bf16, to eager PyTorch's",
+}
+
+
+def cell(row, form="{:.3f}"):
+    """A figure as the tables show it; empty without one."""
+    if row is None:
+        return ""
+    return form.format(float(row["value"])) + (" **missed**" if figures.is_missed(row) else "")
+
+
+def table(*lines):
+    """Markdown of rows of cells, the header first."""
+    header, *body = (f"| {' | '.join(cells)} |" for cells in lines)
+    return [header, "|---" * len(lines[0]) + "|", *body]
 
 
 def cases_of(values):
@@ -37,102 +69,105 @@ def cases_of(values):
     return [name for name in names if not name.endswith("_burst") and not name.startswith("peers_")]
 
 
-def table_of(rows):
-    """The engine's cases, and every other figure that something is required of, in Markdown."""
+def engine_tables(rows):
+    """The engine's cases; then exactness and memory, a line per quantity with the figure that is nearest to its bound."""
     values = {row["case"]: row for row in rows}
-
-    def value(case, form="{:.3f}"):
-        return form.format(float(values[case]["value"])) if case in values else ""
-
-    lines = ["| case | ms | floor ms | ratio | required | spread | burst | MHz | W |", "|---|---|---|---|---|---|---|---|---|"]
+    lines = [("case", "ms", "floor ms", "ratio", "required", "spread", "burst", "MHz", "W")]
+    forms = {"burst_ratio": "{:.3f}", "sm_mhz": "{:.0f}", "watts": "{:.0f}"}
     for name in cases_of(values):
         case = figures.GPU_PREFIX + name
-        mark = " **missed**" if figures.is_missed(values[f"{case}_ratio"]) else ""
-        cells = [
-            name,
-            value(f"{case}_ms"),
-            value(f"{case}_floor_ms"),
-            value(f"{case}_ratio") + mark,
-            values[f"{case}_ratio"]["required"],
-            value(f"{case}_spread"),
-            value(f"{case}_burst_ratio"),
-            value(f"{case}_sm_mhz", "{:.0f}"),
-            value(f"{case}_watts", "{:.0f}"),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    shown = {f"{figures.GPU_PREFIX}{name}_ratio" for name in cases_of(values)}
-    return lines + summary_of([row for row in rows if row["required"] and row["case"] not in shown])
-
-
-def peers_table_of(rows):
-    """Times by what becomes of grad_weight, what is required of Headwater beside them, and errors on the real model's rows."""
-    cells, errors = {}, {}
-    for row in rows:
-        match = PEER.fullmatch(row["case"]) or ERROR.fullmatch(row["case"])
-        if match is None or match["way"] not in SHOWN:
-            continue
-        if match.re is PEER and not match["case"].startswith(LEFT_OUT):
-            key = match["case"], match["way"]
-            cells.setdefault(key, {})[match["work"], match["figure"]] = float(row["value"])
-        elif match.re is ERROR:
-            errors.setdefault((match["case"], match["way"]), {})[match["figure"]] = float(row["value"])
-
-    def time(found, work):
-        if (work, "ms") not in found:
-            return ""
-        ratio = found.get((work, "ratio"))
-        return f"{found[work, 'ms']:.2f}" + (f" ({ratio:.3f})" if ratio else "")
-
-    lines = ["| case | way | made anew | added, bf16 | added, fp32 | peak MiB |", "|---|---|---|---|---|---|"]
-    cases = list(dict.fromkeys(case for case, _ in cells))
-    for (case, way), found in sorted(cells.items(), key=lambda cell: (cases.index(cell[0][0]), SHOWN.index(cell[0][1]))):
-        if not any(figure == "ms" for _, figure in found):
-            continue
-        anew = time(found, "first" if way == "headwater" else "anew")
-        peak = found.get(("anew", "peak_mib"), found.get(("fp32", "peak_mib")))
-        memory = "" if peak is None else f"{peak:.0f}"
-        lines.append(f"| {case} | {way} | {anew} | {time(found, 'bf16')} | {time(found, 'fp32')} | {memory} |")
-        for work in (work for work, figure in found if figure == "ms" and work.startswith("tau")):
-            lines.append(f"| {case} | {way}, tau 2^-{work.rpartition('_')[2]} | | | {time(found, work)} | |")
-    if errors:
-        lines += [
-            "",
-            "| SmolLM2-135M's rows, error against fp64 | way | grad_hidden | grad_weight | loss |",
-            "|---|---|---|---|---|",
-        ]
-        for (case, way), found in sorted(errors.items(), key=lambda error: (error[0][0], SHOWN.index(error[0][1]))):
-            values = [f"{found[figure]:.2e}" if figure in found else "" for figure in ("grad_hidden", "grad_weight", "loss")]
-            lines.append(f"| {case} | {way} | {' | '.join(values)} |")
-    return lines
-
-
-def summary_of(rows):
-    """Groups of many figures: how near the worst comes to what is required, and every one that misses it."""
+        times = [cell(values.get(f"{case}_{figure}")) for figure in ("ms", "floor_ms", "ratio")]
+        others = [cell(values.get(f"{case}_{figure}"), forms.get(figure, "{:.3f}")) for figure in ("spread", *forms)]
+        lines.append((name, *times, values[f"{case}_ratio"]["required"], *others))
     groups = {}
     for row in rows:
-        words = row["case"].split("_")
-        kind = "_".join(words[: 3 if words[1] == "exactness" else 2])
-        quantity = "_".join(words[-2:])
-        groups.setdefault((kind, quantity), []).append(row)
-    if not groups:
-        return []
-    lines = ["", "| figures | number | worst | at most | case |", "|---|---|---|---|---|"]
-    for (kind, quantity), group in groups.items():
+        for kind, words in EXACTNESS.items():
+            if row["required"] and row["case"].startswith(f"{figures.GPU_PREFIX}{kind}_"):
+                quantity = next(name for name in ("grad_hidden", "grad_weight", "loss", "of_plan") if name in row["case"])
+                groups.setdefault(f"{words}: {quantity.replace('of_plan', 'of the plan')}", []).append(row)
+    bounds = [("quantity", "figures", "worst", "at most")]
+    for name, group in groups.items():
         worst = max(group, key=lambda row: float(row["value"]) / float(row["required"]))
-        for row in [worst, *(row for row in group if figures.is_missed(row) and row is not worst)]:
-            mark = " **missed**" if figures.is_missed(row) else ""
-            value = f"{float(row['value']):.4g} {row['unit']}{mark}"
-            lines.append(f"| {kind}: {quantity} | {len(group)} | {value} | {row['required']} | {row['case']} |")
-    return lines
+        bounds.append((name, str(len(group)), f"{cell(worst, '{:.2g}')} {worst['unit']}", f"{float(worst['required']):.3g}"))
+    return [*table(*lines), "", *table(*bounds)]
+
+
+def matched(rows, pattern):
+    """{(case, way): {(work, figure): row}} of the rows whose names a pattern matches; the page's cases and ways alone."""
+    found = {}
+    for row in rows:
+        match = pattern.fullmatch(row["case"])
+        names = match.groupdict() if match else {}
+        way = names.get("way", "headwater")
+        if match and way in SHOWN and not names["case"].startswith(LEFT_OUT):
+            found.setdefault((names["case"], way), {})[names.get("work"), names["figure"]] = row
+    return found
+
+
+def peers_tables(rows):
+    """A table for each work, and one of peak memory: a line per case, a column per way."""
+    found = matched(rows, PEER)
+    cases = list(dict.fromkeys(case for case, way in found if way != "headwater"))
+    wanted = {name: [(work, "ratio") for work in works] for name, works in WORKS.items()}
+    wanted["peak MiB"] = [("anew", "peak_mib"), ("fp32", "peak_mib")]
+    lines = []
+    for name, keys in wanted.items():
+
+        def value(case, way, keys=keys):
+            return next((found[case, way][key] for key in keys if key in found.get((case, way), {})), None)
+
+        ways = [way for way in SHOWN if any(value(case, way) for case in cases)]
+        form = "{:.0f}" if name == "peak MiB" else "{:.3f}"
+        body = [(case, *(cell(value(case, way), form) for way in ways)) for case in cases if any(value(case, way) for way in ways)]
+        lines += ["", *table((name, *ways), *body)]
+    return lines[1:]
+
+
+def tau_table(rows):
+    """Times with a gradient resolution over the products, and over the exact gradient's time in the run."""
+    lines = [("case", "exact", *(f"2^-{tau}" for tau in RESOLUTIONS), *(f"2^-{tau}, to exact" for tau in RESOLUTIONS))]
+    for (case, _), found in matched(rows, TAU).items():
+        keys = [("fp32", "ratio"), *((f"tau_2_{tau}", figure) for figure in ("ratio", "over_exact") for tau in RESOLUTIONS)]
+        if keys[1] in found:
+            if found[keys[0]]["commit"] != found[keys[1]]["commit"]:
+                del found[keys[0]]
+            lines.append((case, *(cell(found.get(key)) for key in keys)))
+    return table(*lines)
+
+
+def errors_table(rows):
+    """Errors against fp64 on a real model's rows."""
+    lines = [("SmolLM2-135M's rows, error against fp64", "way", "grad_hidden", "grad_weight", "loss")]
+    found = sorted(matched(rows, ERROR).items(), key=lambda entry: (entry[0][0], SHOWN.index(entry[0][1])))
+    for (case, way), errors in found:
+        lines.append(
+            (case, way, *(cell(errors.get((None, figure)), "{:.2e}") for figure in ("grad_hidden", "grad_weight", "loss")))
+        )
+    return table(*lines)
+
+
+def cpu_table(rows):
+    """The CPU engine's ratios."""
+    values = {row["case"]: row for row in rows}
+    return table(
+        ("figure", "ratio", "at most"), *((words, cell(values[case]), values[case]["required"]) for case, words in CPU.items())
+    )
 
 
 def write_tables(rows, page):
-    """Puts the tables between the page's marks."""
-    engine = [row for row in rows if not row["case"].startswith(PEERS_PREFIX)]
-    others = [row for row in rows if row["case"].startswith(PEERS_PREFIX)]
-    figures.write_block(page, MARK, [figures.origin(engine), "", *table_of(engine)])
-    bounds = summary_of([row for row in others if row["required"]])
-    figures.write_block(page, PEERS_MARK, [figures.origin(others), "", *peers_table_of(others), *bounds])
+    """Puts the tables between the page's marks, each behind the machines and commits of its figures."""
+    gpu = [row for row in rows if row["case"].startswith(figures.GPU_PREFIX)]
+    engine = [row for row in gpu if not row["case"].startswith(PEERS_PREFIX)]
+    of = {
+        MARK: (engine_tables, engine),
+        PEERS_MARK: (peers_tables, [row for row in gpu if PEER.fullmatch(row["case"])]),
+        TAU_MARK: (tau_table, [row for row in gpu if "_headwater_tau_" in row["case"]]),
+        ERRORS_MARK: (errors_table, [row for row in gpu if ERROR.fullmatch(row["case"])]),
+        CPU_MARK: (cpu_table, [row for row in rows if row["case"] in CPU]),
+    }
+    for mark, (lines_of, own) in of.items():
+        lines = lines_of(gpu if mark == TAU_MARK else own)
+        figures.write_block(page, mark, [figures.origin(own), "", *lines])
 
 
 def draw(rows, plot):
@@ -174,12 +209,15 @@ def main():
     parser.add_argument("--plot", default=str(ROOT / "docs/benchmarks/engine.svg"))
     parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs/benchmarks/engine.md")
     options = parser.parse_args()
-    rows = [row for row in figures.read(options.figures) if row["case"].startswith(figures.GPU_PREFIX)]
-    if not rows:
+    rows = figures.read(options.figures)
+    if not any(row["case"].startswith(figures.GPU_PREFIX) for row in rows):
         raise SystemExit(f"{options.figures} has no figures of a GPU")
     write_tables(rows, options.page)
+    for row in rows:
+        if figures.is_missed(row):
+            print(f"missed: {row['case']} is {row['value']}, required at most {row['required']}")
     if options.plot:
-        draw(rows, options.plot)
+        draw([row for row in rows if row["case"].startswith(figures.GPU_PREFIX)], options.plot)
 
 
 if __name__ == "__main__":
