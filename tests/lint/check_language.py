@@ -10,17 +10,6 @@ import sys
 from pathlib import Path
 
 MAX_WORDS = 25
-# Pages that have longer sentences, each with its longest one: a number may fall, and none is added.
-LONGER = {
-    "docs/adr/0028-gradient-resolution.md": 48,
-    "docs/adr/0029-bfloat16-products.md": 40,
-    "docs/adr/0030-top-k-teachers.md": 53,
-    "docs/adr/0031-limits-table.md": 31,
-    "docs/adr/0032-deferred-grad-weight.md": 49,
-    "docs/adr/0033-one-sequencer.md": 43,
-    "docs/guides/distil.md": 26,
-    "docs/math.md": 50,
-}
 LEFT_OUT = ("docs/metrics.md", "kernels/lab/README.md")
 START = re.compile(r"(Of|What|Who|Whoever|Likewise|The same(?= (of|for|holds|is|are|goes|with|in|as|applies|to|on)\b))\b")
 WORDS = {
@@ -95,12 +84,11 @@ def length(sentence: str) -> int:
 def check_page(root: Path, page: Path) -> list[str]:
     """The errors of one page."""
     name = page.relative_to(root).as_posix()
-    longest = LONGER.get(name, MAX_WORDS)
     errors = []
     for line, sentence in sentences(page.read_text(encoding="utf-8")):
         plain = sentence.lstrip("*_(\"'[ ")
-        if length(plain) > longest:
-            errors.append(f"{name}:{line}: a sentence of {length(plain)} words, at most {longest} are wanted: {plain[:60]}...")
+        if length(plain) > MAX_WORDS:
+            errors.append(f"{name}:{line}: a sentence of {length(plain)} words, at most {MAX_WORDS} are wanted: {plain[:60]}...")
         start = START.match(plain)
         if start and not plain.rstrip("*_)").endswith("?"):
             errors.append(f"{name}:{line}: a sentence begins with {start.group(1)!r}: {plain[:60]}")

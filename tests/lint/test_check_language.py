@@ -1,7 +1,5 @@
 """Sentences that begin wrongly, words with a plain synonym and sentences that are too long are found, and code is not read."""
 
-from pathlib import Path
-
 import pytest
 
 import check_language
@@ -62,18 +60,3 @@ def test_bad_pages_do_not(errors, text, line):
     found = errors(text)
     assert len(found) == 1
     assert found[0].startswith(f"page.md:{line}: ")
-
-
-def test_a_page_of_the_table_has_its_own_bound(errors, monkeypatch):
-    words = len(LONG.split())
-    monkeypatch.setitem(check_language.LONGER, "page.md", words)
-    assert errors(LONG) == []
-    monkeypatch.setitem(check_language.LONGER, "page.md", words - 1)
-    assert len(errors(LONG)) == 1
-
-
-def test_the_table_names_pages_with_longer_sentences():
-    root = Path(check_language.__file__).parents[2]
-    for name, longest in check_language.LONGER.items():
-        found = max(check_language.length(text) for _, text in check_language.sentences((root / name).read_text()))
-        assert check_language.MAX_WORDS < found <= longest
