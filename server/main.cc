@@ -81,7 +81,7 @@ ABSL_FLAG(std::string, descriptor_socket_mode, "0600", "permissions of that sock
 ABSL_FLAG(bool, descriptor_socket_any_user, false,
           "take descriptors also from processes of other users than the server's own and root");
 ABSL_FLAG(bool, named_regions, false,
-          "let clients register files under /dev/shm whose names begin with headwater-; whoever may call the server can then read "
+          "let clients register files under /dev/shm whose names begin with headwater-; every client of the server can then read "
           "and write every such file that the server's user can; slower than descriptors");
 static const headwater::service::FlagSection kAccessFlags("Access");
 ABSL_FLAG(std::vector<std::string>, admin_listen_addresses, {},
@@ -90,10 +90,11 @@ ABSL_FLAG(std::vector<std::string>, admin_listen_addresses, {},
 ABSL_FLAG(std::string, tls_certificate, "",
           "file with the certificate chain, in PEM, of all host:port addresses but --metrics_address; read again when it changes; "
           "empty: no TLS");
-ABSL_FLAG(std::string, tls_key, "", "file with the key of --tls_certificate, in PEM, without a passphrase; likewise");
+ABSL_FLAG(std::string, tls_key, "",
+          "file with the key of --tls_certificate, in PEM, without a passphrase; read again when it changes");
 ABSL_FLAG(std::string, tls_client_ca, "",
           "file with certificates of authorities, in PEM: clients must show a certificate that one of them has signed (mTLS); "
-          "likewise; empty: none is asked for");
+          "read again when it changes; empty: none is asked for");
 ABSL_FLAG(std::string, token_file, "",
           "file with the tokens that calls must come with, and what each allows (docs/security.md); read again when it changes; "
           "empty: every call is allowed");
@@ -199,7 +200,7 @@ ABSL_FLAG(
 ABSL_FLAG(
     headwater::DurationFlag, device_lost_grace, absl::Seconds(5),
     "how long calls in progress may take to be answered once the engine's device is lost, from 0 to 1h; then the process ends, "
-    "with status 75, or begins anew, with --workers or --join");
+    "with status 75, or restarts in place, with --workers or --join");
 ABSL_FLAG(int32_t, parent_pid, 0,
           "process that has started this one: when it ends, however that happens, this one drains as after SIGTERM; 0: none");
 ABSL_FLAG(

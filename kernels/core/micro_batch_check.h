@@ -21,6 +21,10 @@ absl::Status CheckMicroBatch(const MicroBatch& micro_batch, bool has_device);
 // kFeatureNotBuilt if a term has a top-k teacher: for engines that have none; `engine` names it.
 absl::Status RefuseTopK(const MicroBatch& micro_batch, const std::string& engine);
 
+// kFeatureNotBuilt if a term has a gradient_resolution that no group of GPUs has: with label_smoothing, or for a head whose
+// vocabulary they share. After CheckMicroBatch().
+absl::Status RefuseResolution(const MicroBatch& micro_batch);
+
 // In a group: kInvalidCombination unless all heads of a call, teachers too, have the same Parallelism. Which one. After
 // CheckMicroBatch().
 absl::StatusOr<Parallelism> ParallelismOf(const MicroBatch& micro_batch);

@@ -343,7 +343,10 @@ absl::StatusOr<MicroBatchResult> GroupEngine::Compute(const MicroBatch& micro_ba
   }));
   // All that could be refused is refused here: the ranks never meet over a call that one of them does not take.
   HEADWATER_RETURN_IF_ERROR(CheckMicroBatch(micro_batch, /*has_device=*/false));
-  if (name_ != "cpu") HEADWATER_RETURN_IF_ERROR(RefuseTopK(micro_batch, "a group of GPUs"));
+  if (name_ != "cpu") {
+    HEADWATER_RETURN_IF_ERROR(RefuseTopK(micro_batch, "a group of GPUs"));
+    HEADWATER_RETURN_IF_ERROR(RefuseResolution(micro_batch));
+  }
   std::vector<TermHeads> heads;
   for (const LossTerm& term : micro_batch.terms) {
     const bool jsd = std::holds_alternative<JsdSpec>(term.loss);

@@ -19,7 +19,8 @@ absl::Status CheckCommit(const CommitArguments& arguments, const HeldRows& held)
 // Computes held rows once more and adds them to the accumulators. Needs the compute locks of all heads concerned.
 absl::Status AddHeld(HeldRows held, const CommitArguments& arguments, LossEngine& engine);
 
-// Adds a contribution that is staged or held, after CheckCommit(). Needs the compute locks of all heads concerned.
+// Adds a contribution that is staged, or one that is held if CheckCommit() takes the arguments. Needs the compute locks of all
+// heads concerned.
 absl::Status AddPending(const PendingContribution& pending, const CommitArguments& arguments, LossEngine& engine);
 
 }  // namespace headwater::heads

@@ -7,7 +7,6 @@
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
-#include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
 

@@ -50,7 +50,7 @@ struct ReplaceReply {
   HeadInfo head;          // as the call leaves it
 };
 
-// Arguments of ApplyOptimizerStep; compared member by member to tell a replay from a conflict.
+// Arguments of ApplyOptimizerStep; compared member by member to distinguish a replay from a conflict.
 struct ApplyArguments {
   double learning_rate = 0;                                             // finite, >= 0
   double gradient_factor = 1;                                           // finite

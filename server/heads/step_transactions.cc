@@ -36,6 +36,7 @@ absl::Status StepTransactions::Close(int64_t step, StepState how) {
 void StepTransactions::Reset(int64_t step) {
   DropAll();
   ledger_.Reset(step);
+  last_apply_.reset();
 }
 
 void StepTransactions::DropAll() {

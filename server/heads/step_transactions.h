@@ -95,7 +95,7 @@ class StepTransactions {
   int64_t DropSession(const SessionId& session);
 
   // ---- order, in deterministic mode ----------------------------------------------------------------------------------
-  // Contributions are added in ascending id. All below is for such a head, but for what says that it is not.
+  // Contributions are added in ascending id. Methods without "without order" in their comment need in_order().
   bool in_order() const { return window_ != nullptr; }
   int64_t waiting_count() const { return window_ == nullptr ? 0 : window_->waiting_count(); }  // 0 without order
   // kOrderedWindowFull; `why` ends the sentence.

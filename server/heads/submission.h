@@ -27,7 +27,7 @@ struct SubmittedTerm {
   std::optional<Epoch> head_epoch;  // required for a trainable head in a backward call
   std::optional<int64_t> step;      // required where head_epoch is
   std::optional<int64_t> expected_weight_version;
-  std::shared_ptr<Head> teacher_head;  // JSD
+  std::shared_ptr<Head> teacher_head;  // JSD with a teacher's head
   std::optional<Epoch> teacher_head_epoch;
   std::optional<int64_t> expected_teacher_weight_version;
   LossTerm term;  // spans and pointers into memory that the caller keeps until Submit() returns;
@@ -94,7 +94,7 @@ struct SubmissionOutcome {
   std::optional<int64_t> step;
   Digest digest{};  // that the micro-batch is known by
   // Nothing was done: submit it again, without `incoming`, when all rows are there. Rows of grad_hidden that GradHiddenReady() has
-  // told of are those of the repeat too if both saw the same versions of all weights, which are filled in.
+  // reported are those of the repeat too if both saw the same versions of all weights, which are filled in.
   bool needs_all_rows = false;
 };
 

@@ -42,7 +42,7 @@ class WeightRecord {
   // Whether the newest checkpoint has this version of the weights, and `step` open.
   bool IsSaved(int64_t step) const { return saved_ == std::make_pair(version_, step); }
   void MarkSaved(int64_t step);
-  // The newest checkpoint is of another time.
+  // No checkpoint has the current weights.
   void ForgetSaved() { saved_.reset(); }
   // HeadInfo::unsaved_since.
   const std::optional<absl::Time>& unsaved_since() const { return unsaved_since_; }
@@ -58,7 +58,7 @@ class WeightRecord {
   bool AddShadow(const ShadowTensor& tensor, std::string checksum);
   // Drops the one at `data`; false if there is none.
   bool DropShadow(const void* data);
-  // The step has been closed, or dropped: by other means, unless MarkReplaced() follows.
+  // Drops the shadows and the record of a replacement: the step has ended. MarkReplaced() follows if shadows closed it.
   void EndStep();
   // The last closed step was closed by tensors with these checksums.
   void MarkReplaced(std::map<HeadTensor, std::string> checksums) { replaced_ = std::move(checksums); }

@@ -155,7 +155,7 @@ constexpr Description kDescriptions[kFamilyCount] = {
      "Time in which at least one micro-batch, or the commit of one, was in the engine."},
     {"headwater_rank_seconds_total", "counter", "`rank` (from 0 on), `activity` (compute, wait, communicate)",
      "Time that each rank of a group of processes was in calls of the engine: computing; waiting for other ranks to come to a "
-     "collective, for rows and for a decision; moving and adding what ranks tell each other. Workers tell theirs twice a second. "
+     "collective, for rows and for a decision; moving and adding exchanged sums. Workers report theirs twice a second. "
      "Served with --workers only."},
     {"headwater_product_flops_total", "counter", "none",
      "Floating point operations of the matrix products that the micro-batches needed at least: for each term 2 x rows x vocabulary "

@@ -73,7 +73,7 @@ inline constexpr absl::Duration kMostGrpcTime = absl::Hours(500);
   X(Bytes, max_join_bytes, int64_t{4} << 30, 0, kNoMaximum,                                                                        \
     "host memory of all teacher rows that wait to be joined, in bytes; 0: none is kept")                                           \
   X(Time, max_join_wait, absl::Minutes(1), kLeastTime, kMostTime,                                                                  \
-    "how long one side of a join waits for the other, and how long teacher rows stay that nobody asks for")                        \
+    "how long one side of a join waits for the other, and how long teacher rows without a request stay")                           \
   X(Count, max_connections, 4096, 1, INT32_MAX,                                                                                    \
     "connections to --listen_addresses, and as many to --admin_listen_addresses; one more is closed at once")                      \
   X(Count, max_connection_streams, 256, 1, INT32_MAX,                                                                              \
@@ -81,7 +81,7 @@ inline constexpr absl::Duration kMostGrpcTime = absl::Hours(500);
   X(Bytes, max_metadata_bytes, 8 << 10, kLeastMetadataBytes, INT32_MAX,                                                            \
     "bytes of a call's metadata as HTTP/2 counts them: names, values, and 32 for each; at least 1024; more is RESOURCE_EXHAUSTED") \
   X(Time, max_stream_time, absl::Hours(1), kLeastTime, kMostTime,                                                                  \
-    "how long a streaming call may take from its begin to its end, whoever is slow; then it is DEADLINE_EXCEEDED")                 \
+    "how long a streaming call may take in all, whichever side is slow; then it is DEADLINE_EXCEEDED")                             \
   X(Time, max_handshake_time, absl::Seconds(10), kLeastGrpcTime, kMostGrpcTime,                                                    \
     "how long a new connection may take until TLS and HTTP/2 are agreed on; then it is closed")                                    \
   X(Time, max_connection_idle, absl::Minutes(10), kLeastGrpcTime, kMostGrpcTime,                                                   \

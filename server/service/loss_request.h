@@ -90,7 +90,7 @@ struct LossTermRequest {
   std::optional<std::vector<float>> token_weights;
   std::optional<std::vector<float>> entropy_factors;  // this and lse_factors with cross entropy and `backward` only
   std::optional<std::vector<float>> lse_factors;
-  double gradient_resolution = 0;  // 0, or with `backward`, without factors and without a hard loss only
+  double gradient_resolution = 0;  // 0, or with `backward`, without factors, a hard loss and a top-k teacher only
   double loss_scale = 1;
   std::variant<CrossEntropyRequest, JensenShannonRequest, TopKRequest> loss;
   std::optional<TeacherRequest> teacher;  // there if and only if the loss is JensenShannonRequest

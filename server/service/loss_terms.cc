@@ -115,7 +115,8 @@ absl::Status FitClassWeights(const HeadSpec& spec, const std::string& field, Los
   return absl::OkStatus();
 }
 
-// Of what names the term whoever computes it, and whenever. Changing it changes the bits of dithered gradients.
+// The seed of a term's draws: a digest of its head, step, micro-batch and index. A repeat draws alike. Changing it changes the bits
+// of dithered gradients.
 uint64_t DitherSeed(const MicroBatchRequest& request, size_t index) {
   const HeadStepRequest& head = request.terms[index].head;
   const Digest digest = DigestBuilder().Finish(
@@ -196,7 +197,7 @@ std::vector<heads::HeadUse> UseHeads(const heads::Submission& submission) {
 }
 
 absl::Status CheckTargets(const MicroBatchRequest& request, const heads::Submission& submission) {
-  const bool log_probability = (request.outputs & TokenOutputBit(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY)) != 0;
+  const bool has_logit_outputs = (request.outputs & ~TokenOutputBit(v1::TOKEN_OUTPUT_LOSS)) != 0;
   for (size_t i = 0; i < request.terms.size(); ++i) {
     const LossTermRequest& term = request.terms[i];
     const int64_t valid_vocab_size = submission.terms[i].head->spec().transform.valid_vocab_size;
@@ -206,7 +207,7 @@ absl::Status CheckTargets(const MicroBatchRequest& request, const heads::Submiss
     }
     if (!term.targets.has_value()) continue;
     const auto* jsd = std::get_if<JensenShannonRequest>(&term.loss);
-    if (jsd != nullptr && jsd->options.hard_loss_weight == 0 && !log_probability) continue;  // only `ignore_index` matters
+    if (jsd != nullptr && jsd->options.hard_loss_weight == 0 && !has_logit_outputs) continue;  // only `ignore_index` matters
     for (size_t row = 0; row < term.targets->size(); ++row) {
       const int32_t target = (*term.targets)[row];
       if (target == term.ignore_index || (target >= 0 && target < valid_vocab_size)) continue;

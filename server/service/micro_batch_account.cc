@@ -66,9 +66,9 @@ void CountMicroBatch(observability::Metrics& metrics, const heads::Submission& s
   metrics.CountTransport(path);
   if (what == MicroBatchOutcome::kCommitted) metrics.CountCommit();
   for (size_t i = 0; i < outcome.terms.size(); ++i) {
-    const bool jsd = !std::holds_alternative<CrossEntropySpec>(submission.terms[i].term.loss);
+    const bool is_divergence = !std::holds_alternative<CrossEntropySpec>(submission.terms[i].term.loss);
     const LossSums& sums = outcome.terms[i];
-    metrics.CountTokens(jsd ? observability::LossKind::kJensenShannon : observability::LossKind::kCrossEntropy,
+    metrics.CountTokens(is_divergence ? observability::LossKind::kJensenShannon : observability::LossKind::kCrossEntropy,
                         sums.valid_token_count);
     metrics.CountNonFiniteRows(sums.non_finite_row_count);
   }

@@ -298,11 +298,11 @@ void ServerCore::FindProductRate() {
   if (options.metrics_address.empty() || engine->name() != "cpu" || options.group != nullptr) return;
   const double rate = MeasureCpuProductRate(engine->options().thread_count);
   metrics.SetProductRate(rate);
-  const double bf16_rate = MeasureCpuProductRate(engine->options().thread_count, engine->options().bfloat16_products);
+  const Bfloat16Products products = engine->options().bfloat16_products;
+  const double bf16_rate =
+      products == Bfloat16Products::kOneDnn ? MeasureCpuProductRate(engine->options().thread_count, products) : rate;
   Log(LogLevel::kInfo, "product_rate",
-      {{"tflops", rate / kTera},
-       {"bf16_tflops", bf16_rate / kTera},
-       {"products", DescribeCpuProducts(engine->options().bfloat16_products)}});
+      {{"tflops", rate / kTera}, {"bf16_tflops", bf16_rate / kTera}, {"products", DescribeCpuProducts(products)}});
 }
 
 void ServerCore::RestoreHeads(const std::function<bool()>& cancelled) {

@@ -28,9 +28,15 @@ absl::StatusOr<std::shared_ptr<const LoggedCall>> CopyForLog(Core& core, const M
       // By way of page-locked memory, which is used again: fresh and pageable memory costs several times the copy.
       HEADWATER_ASSIGN_OR_RETURN(const auto context, paths.ContextOf(view.data));
       const absl::StatusOr<RowMemory> staging = paths.AllocateStaging(view.data, bytes);
-      unsigned char* const to = staging.ok() ? staging->data : copy.data();
-      HEADWATER_RETURN_IF_ERROR(context->CopyNow(static_cast<CuStream>(memory.cuda_stream), to, view.data, bytes));
-      if (staging.ok()) paths.Copy(copy.data(), to, bytes);
+      const bool is_staged = staging.ok() && staging->page_locked;
+      unsigned char* const to = is_staged ? staging->data : copy.data();
+      const CuStream stream = static_cast<CuStream>(memory.cuda_stream);
+      if (absl::Status copied = context->CopyNow(stream, to, view.data, bytes); !copied.ok()) {
+        // What it copies to is free for others from now on: no copy may be under way.
+        static_cast<void>(context->Synchronize(stream));
+        return copied;
+      }
+      if (is_staged) paths.Copy(copy.data(), to, bytes);
     }
     view.memory = Memory::kHost;
     view.data = copy.data();

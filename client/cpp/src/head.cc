@@ -134,6 +134,19 @@ absl::Status CheckTeacherRows(const RowsView& hidden, const LossTerm& term, cons
                                absl::StrCat("[", rows.row_count, ", ", rows.hidden_size, "]"));
 }
 
+absl::Status CheckTopKAlone(const LossTerm& term) {
+  const auto* const jsd = std::get_if<JsdOptions>(&term.loss);
+  const char* other = nullptr;
+  if (term.teacher.has_value()) other = "teacher";
+  if (term.joined_teacher.has_value()) other = "joined_teacher";
+  if (term.teacher_hidden.data != nullptr) other = "teacher_hidden";
+  if (jsd != nullptr && jsd->expected_teacher_weight_version.has_value()) other = "expected_teacher_weight_version";
+  if (other == nullptr) return absl::OkStatus();
+  return internal::MakeLocalError(v1::ERROR_REASON_INVALID_COMBINATION, absl::StatusCode::kInvalidArgument,
+                                  absl::StrCat("terms.top_k_teacher: expected without ", other),
+                                  {{"field", "terms.top_k_teacher"}});
+}
+
 absl::Status AddTerms(LossCall& call, absl::Span<const LossTerm> terms, const std::shared_ptr<HeadHandle>& caller_handle,
                       const MicroBatchOptions& options) {
   const HeadHandle& caller = *caller_handle;
@@ -149,10 +162,7 @@ absl::Status AddTerms(LossCall& call, absl::Span<const LossTerm> terms, const st
                                       "terms.joined_teacher: expected with a teacher's head, and without teacher_hidden",
                                       {{"field", "terms.joined_teacher"}});
     }
-    if (term.top_k_teacher.has_value() && (teacher != nullptr || term.joined_teacher.has_value())) {
-      return internal::MakeLocalError(v1::ERROR_REASON_INVALID_COMBINATION, absl::StatusCode::kInvalidArgument,
-                                      "terms.top_k_teacher: expected without another teacher", {{"field", "terms.top_k_teacher"}});
-    }
+    if (term.top_k_teacher.has_value()) HEADWATER_RETURN_IF_ERROR(CheckTopKAlone(term));
     if (teacher != nullptr && !term.joined_teacher.has_value()) {
       HEADWATER_RETURN_IF_ERROR(CheckTeacherRows(call.memory.rows, term, *teacher));
     }

@@ -338,7 +338,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class GradientDither:
-    """What `gradient_resolution` did to a term's gradient G of the logits, before token weights, class weights and scales."""
+    """The error that `gradient_resolution` adds to a term's gradient G of the logits, before token and class weights and scales."""
 
     entry_count: int  # entries below their row's resolution
     squared_error: float  # expected squared distance of the dithered G from the exact one

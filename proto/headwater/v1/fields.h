@@ -13,7 +13,7 @@
 #define HEADWATER_EXPAND_4(...) HEADWATER_SCAN(HEADWATER_SCAN(HEADWATER_SCAN(HEADWATER_SCAN(__VA_ARGS__))))
 #define HEADWATER_SCAN(...) __VA_ARGS__
 
-// What a message leaves unset keeps the struct's default; what is absent in the struct stays unset.
+// A field that the message leaves unset keeps the struct's default. An absent optional stays unset in the message.
 #define HEADWATER_READ_FIELD(name)                                            \
   if constexpr (requires { message.has_##name(); }) {                         \
     if (message.has_##name()) internal::SetField(message.name(), value.name); \
@@ -27,7 +27,7 @@
     message.set_##name(static_cast<decltype(message.name())>(value.name));                              \
   }
 // ReadFields() and WriteFields() of two types, in the struct's namespace, where internal::SetField(from, to) converts a field that
-// is read. Only what is called need exist: fields that are read may be ones that cannot be written.
+// is read. Only the called direction must compile: a pair may be read-only.
 #define HEADWATER_FIELDS(MessageType, Struct, ...)                         \
   template <std::same_as<MessageType> Message>                             \
   void ReadFields(const Message& message, Struct& value) {                 \

@@ -59,6 +59,7 @@ def test_loss_and_gradients_match_fp64(backend, make_head, rng, temperature):
     head = make_head(backend.client, case.weight)
     targets = rng.integers(0, VOCAB_SIZE, NUM_TOKENS)
     targets[::3] = -100
+    targets[1::3] = VOCAB_SIZE  # only ignore_index matters
     weights = rng.uniform(0.2, 3, NUM_TOKENS).astype(np.float32)
     out = head.jsd(
         case.hidden,
@@ -172,3 +173,5 @@ def test_a_torch_loss_is_the_mean_over_valid_tokens(one_shard, make_head, rng):
     with torch.no_grad():
         each = headwater.torch.jsd(head, torch.tensor(case.hidden), None, teacher, beta=0, temperature=1.3, reduction="none")
     np.testing.assert_allclose(each.numpy(), losses, rtol=0, atol=2e-6)
+    with refused("INVALID_COMBINATION"):
+        headwater.torch.JSDLoss(head, beta=0, teacher_temperature=2.0)(hidden, teacher)

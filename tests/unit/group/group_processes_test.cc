@@ -176,6 +176,34 @@ TEST(GroupProcesses, TheRanksOfAProcessAreNeighboursWhoeverComesFirst) {
   EXPECT_TRUE(outcome.BitwiseEquals(ComputeOnce(**local, problem)));
 }
 
+// Ranks on CPUs, which would take it.
+TEST(GroupProcesses, AResolutionThatGpusDoNotHaveReachesNoRank) {
+  group::AssemblyOptions options = SixRanks();
+  options.make_engine = CreateCpuEngine;
+  Processes processes(options);
+  for (int32_t index = 0; index < 4; ++index) processes.Join("a", index, 4, CreateCpuEngine);
+  ASSERT_TRUE(processes.Form().ok());
+  for (const Parallelism parallelism : {Parallelism::kVocabulary, Parallelism::kRows}) {
+    for (const double label_smoothing : {0.0, 0.1}) {
+      ProblemOptions of;
+      of.label_smoothing = label_smoothing;
+      Problem problem = MakeProblem(of);
+      problem.heads[0].spec.parallelism = parallelism;
+      problem.terms[0].gradient_resolution = 0x1p-6;
+      auto head = processes.engine().CreateHead(problem.heads[0].spec);
+      ASSERT_TRUE(head.ok()) << head.status();
+      WriteTensorValues(**head, HeadTensor::kWeight, problem.heads[0].weight);
+      PreparedMicroBatch prepared(problem, {head->get()}, ComputeOptions());
+      const absl::Status status = processes.engine().Compute(prepared.micro_batch).status();
+      if (parallelism == Parallelism::kRows && label_smoothing == 0) {
+        EXPECT_TRUE(status.ok()) << status;
+      } else {
+        EXPECT_TRUE(HasReason(status, ErrorReason::kFeatureNotBuilt)) << status;
+      }
+    }
+  }
+}
+
 // Rows that come two at a time, and may end early.
 class SlowFlow final : public RowFlow {
  public:

@@ -101,7 +101,9 @@ TEST_F(StepTransactionsTest, TheEndOfAStepDropsWhatIsPending) {
   EXPECT_FALSE(steps_.last_apply().has_value());
   EXPECT_EQ(steps_.open().step, 1);
   const auto reset = Stage(steps_, 1);
+  steps_.SetLastApply(AppliedStep());
   steps_.Reset(7);
+  EXPECT_FALSE(steps_.last_apply().has_value());
   EXPECT_TRUE(reset->dropped());
   EXPECT_TRUE(steps_.pending().empty());
   EXPECT_EQ(steps_.open().step, 7);

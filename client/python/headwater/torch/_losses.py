@@ -544,6 +544,7 @@ class JSDLoss(_Loss):
         super().__init__(settings)
         self.teacher = settings.teacher
         temperature = settings.temperature
+        self._teacher_temperature = settings.teacher_temperature
         self._divergence = {
             "beta": settings.beta,
             "student_temperature": temperature,
@@ -586,7 +587,8 @@ class JSDLoss(_Loss):
             if teacher is not None:
                 raise refused("teacher must be None: a TopKTeacher needs no head", "teacher")
             teacher, teacher_hidden = _top_k(hidden, teacher_hidden), None
-            divergence = {**divergence, "teacher_temperature": 1.0}  # `temperature` is the student's alone
+            if self._teacher_temperature is None:  # `temperature` is the student's alone
+                divergence = {**divergence, "teacher_temperature": 1.0}
         elif teacher_hidden is not JOIN:
             teacher_hidden = call.teacher_hidden = _teacher_rows(hidden, teacher_hidden)
         call.teacher, call.comes_once = self.teacher, teacher_hidden is JOIN

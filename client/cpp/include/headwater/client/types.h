@@ -185,8 +185,9 @@ struct JoinedTeacherOptions {
 };
 
 // A teacher that is known by k vocabulary ids of each row with their log-probabilities, and by the mass that all other ids have
-// together. With JsdOptions::beta 0, and no other option of it but student_temperature; of the per-token outputs, `loss` alone. A
-// server whose ServerInfo::features lack `top_k_teacher` refuses it.
+// together. With JsdOptions::beta 0, and no other option of it but student_temperature; of the per-token outputs, `loss` alone. On
+// GPUs: for heads without a softcap on one GPU (FEATURE_NOT_BUILT otherwise). A server whose ServerInfo::features lack
+// `top_k_teacher` refuses it.
 struct TopKTeacher {
   int32_t k = 0;                        // [1, 1024]
   absl::Span<const int32_t> ids{};      // [rows of the term, k], each at most once in a row; -1: not used. Copied by the call
@@ -233,8 +234,9 @@ struct MicroBatchOptions {
   absl::Span<const float> lse_factors{};
   // 0, and gradients are exact; or in [2^-24, 1]: entries of a row's gradient of the logits below this share of its missing
   // probability become 0 or that size, at random and without bias; TermResult::dither has the expected error. For trainable heads,
-  // with gradients; without factors of entropy and lse, a hard loss, and smoothing behind a softcap. On GPUs
-  // without label_smoothing, for heads on one GPU. A server whose ServerInfo::features lack `gradient_resolution` ignores it.
+  // with gradients; without factors of entropy and lse, a hard loss, a top-k teacher, and smoothing behind a softcap. On GPUs
+  // without label_smoothing, for heads on one GPU; of a divergence, for at most 64 shards. A server whose ServerInfo::features
+  // lack `gradient_resolution` ignores it.
   double gradient_resolution = 0.0;
   double loss_scale = 1.0;         // multiplies both gradients, not the reported sums. For a mean: 1 / number of tokens
   double grad_hidden_scale = 1.0;  // multiplies grad_hidden alone
@@ -301,8 +303,8 @@ class Contribution {
   std::shared_ptr<const internal::ContributionKey> key_;
 };
 
-// What gradient_resolution did to a term's gradient G of the logits, before token weights, class weights and scales. The expected
-// relative error of G, a root mean square, is sqrt(squared_error / squared_norm).
+// The error that gradient_resolution adds to a term's gradient G of the logits, before token weights, class weights and scales. The
+// expected relative error of G, a root mean square, is sqrt(squared_error / squared_norm).
 struct GradientDither {
   int64_t entry_count = 0;   // entries below their row's resolution
   double squared_error = 0;  // expected squared distance of the dithered G from the exact one
