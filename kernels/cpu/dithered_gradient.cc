@@ -5,9 +5,12 @@
 // entry and the smoothing's share are exact.
 // Divergence. With M = d(divergence)/d(logit's argument), of the tempered logit and without any factor, q is the largest power of
 // two <= tau sum_v |M_v| / 2. The pass writes M first, for that sum.
+// Products of bf16. The gradient is rounded to bf16 after dithering, and a row's surviving entries all in the same way. So q moves
+// by at most 2^-9 of its value, before probabilities are taken from it, to where a surviving entry is a bf16 number.
 #include <cmath>
 #include <cstdlib>
 
+#include "kernels/cpu/convert.h"
 #include "kernels/cpu/shard_run.h"
 
 namespace headwater::cpu {
@@ -17,20 +20,33 @@ constexpr double kLn2 = 0.693147180559945309417;
 // Smaller resolutions are not applied: their reciprocals come near fp32's range.
 constexpr double kSmallestUnit = 0x1p-100;
 
+// Factor of a resolution that makes its surviving entries, `entry` before, bf16 numbers; 1 for entries out of bf16's range.
+double ToBfloat16Number(double entry) {
+  const float single = static_cast<float>(entry);
+  uint16_t rounded = 0;
+  FromFloat(&single, 1, DataType::kBFloat16, &rounded);
+  double number = 0;
+  ToDouble(&rounded, DataType::kBFloat16, 1, &number);
+  const double factor = number / entry;
+  return std::isfinite(factor) && factor > 0 ? factor : 1;
+}
+
 }  // namespace
 
-void ShardRun::SetResolution(const TermPlan& term, const ChunkRow& row, const RowStats& stats, RowState* state) {
+void ShardRun::SetResolution(const Work& work, const ChunkRow& row, const RowStats& stats, RowState* state) {
+  const TermPlan& term = work.term;
   const double distance = stats.others.max - stats.target_logit;
   const double exponent = std::floor(std::log2(term.term->gradient_resolution) + distance / kLn2 + std::log2(stats.others.sum));
   RowDither& dither = state->dither;
   dither.active = std::isfinite(exponent);
   if (!dither.active) return;
-  const double largest_ratio = std::exp(distance - exponent * kLn2);  // of a column at the maximum
+  double largest_ratio = std::exp(distance - exponent * kLn2);  // of a column at the maximum
+  const double largest_entry = GradientScale(term) * state->gradient.probability_factor;
+  if (work.is_bfloat16) largest_ratio /= ToBfloat16Number(largest_entry / largest_ratio);
   dither.ratio = RowGradient();
   dither.ratio.max = state->gradient.max;
   dither.ratio.probability_factor = largest_ratio;
-  dither.options = {MakeDitherKey(term.term->dither_seed, row.batch_row), 1,
-                    GradientScale(term) * state->gradient.probability_factor / largest_ratio,
+  dither.options = {MakeDitherKey(term.term->dither_seed, row.batch_row), 1, largest_entry / largest_ratio,
                     GradientScale(term) * state->gradient.class_factor};
   dither.unit = state->loss.inverse_sum / largest_ratio;
   dither.target_entry = stats.others.sum * state->loss.inverse_sum;
@@ -50,6 +66,7 @@ absl::Status ShardRun::SetDivergenceResolutions(Work* work) {
     dither.active = bound > kSmallestUnit && std::isfinite(bound);
     dither.unit = dither.active ? std::exp2(std::floor(std::log2(bound))) : 1;
     const double factor = GradientScale(term) * row.token_weight * term.soft_weight / term.jsd->student_temperature;
+    if (dither.active && work->is_bfloat16) dither.unit *= ToBfloat16Number(factor * dither.unit);
     dither.options = {MakeDitherKey(term.term->dither_seed, row.batch_row), 1 / dither.unit, factor * dither.unit, 0};
   }
   return absl::OkStatus();

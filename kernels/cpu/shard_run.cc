@@ -181,7 +181,7 @@ void ShardRun::FinishRows(Work* work) {
     state.loss = FinishRow(merged_stats_[static_cast<size_t>(i)], row.target, term.cross_entropy);
     if (row.target < 0 || term.hard_weight == 0) continue;
     state.gradient = GradientOf(state.loss, {row.token_weight * term.hard_weight, row.entropy_factor, row.lse_factor});
-    if (term.dithers && work->backward) SetResolution(term, row, merged_stats_[static_cast<size_t>(i)], &state);
+    if (term.dithers && work->backward) SetResolution(*work, row, merged_stats_[static_cast<size_t>(i)], &state);
   }
 }
 

@@ -73,7 +73,7 @@ class ShardRun {
   absl::Status Run();
 
  private:
-  // What a term's rows work with.
+  // A term's rows and their buffers.
   struct Work {
     TermPlan& term;
     StagedHead* staged;  // the term's contribution, or null
@@ -137,12 +137,12 @@ class ShardRun {
                                  double best_before);
   // The logit of the loss, in fp64, out of the argument of the softcap.
   static double TemperedLogit(const TermPlan& term, double argument);
-  // What stands before a term's gradient of the logits: loss_scale, and the derivatives of temperature and scale.
+  // Common factor of a term's gradient of the logits: loss_scale, and the derivatives of temperature and scale.
   static double GradientScale(const TermPlan& term);
   // For the row kernels, which take fp32 or fp64 logits.
   template <typename T>
   static GradientCoefficients CoefficientsOf(const TermPlan& term, const RowState& state);
-  // What the gradient pass writes of a row, and what stands before it: the gradient, or ratios that are dithered then.
+  // Coefficients and factor of a row in the gradient pass: of its gradient, or of ratios that are dithered afterwards.
   static const RowGradient& WrittenOf(const RowState& state) { return state.dither.active ? state.dither.ratio : state.gradient; }
   static double WrittenScale(const TermPlan& term, const RowState& state) {
     return state.dither.active ? 1.0 : GradientScale(term);
@@ -159,7 +159,7 @@ class ShardRun {
   double RefinementCutoff(const Work& work, const RowStats& stats) const;
   double LogitArgument(const Work& work, int64_t row, int64_t column, float* converted) const;
   void RefinePart(const Work& work, int32_t part);
-  // Of the part's logits from `*next` on, which it moves, those of the row before column `end`.
+  // Applies the row's refined logits before column `end`: those of the part from `*next` on, which moves.
   void ApplyRefinedGradient(const Work& work, int32_t part, int64_t row, int64_t end, size_t* next) const;
   // The fp32 products of rows and columns [start, start + count), converted where the head is not fp32.
   static void MultiplyConverted(const Work& work, int64_t start, int64_t count, float* converted, Matrix<float> logits);
@@ -186,7 +186,7 @@ class ShardRun {
 
   // dithered (dithered_gradient.cc)
   // A cross entropy's, out of the statistics of its other columns and the target's logit.
-  static void SetResolution(const TermPlan& term, const ChunkRow& row, const RowStats& stats, RowState* state);
+  static void SetResolution(const Work& work, const ChunkRow& row, const RowStats& stats, RowState* state);
   // A divergence's, out of the magnitudes of its gradient, which `gradient` holds with factor 1.
   absl::Status SetDivergenceResolutions(Work* work);
   // Columns [start, start + count) of a row, as they were written, become its gradient.
@@ -204,7 +204,7 @@ class ShardRun {
   void AddGradHidden(Work* work);
   absl::Status WriteGradHidden(const Chunk& chunk);
 
-  // What the columns of a row that were taken again have changed.
+  // Changes of a row's statistics by the columns that were taken again.
   struct RowRefinement {
     double sum = 0;  // this and the next two: differences of the statistics' sums
     double weighted = 0;
@@ -248,7 +248,7 @@ class ShardRun {
   std::vector<double> top_columns_;
   std::vector<double> sums_by_part_, sums_;  // what parts and shards add up
   std::vector<DitherSums> dither_sums_;      // by part
-  // Of a top-k teacher: by row, where a row's entries begin in top_k_logits_, and the student's logits of all entries.
+  // A top-k teacher's rows, the first place of each row's entries in top_k_logits_, and the student's logits of all entries.
   std::vector<TopKRow> top_k_rows_;
   std::vector<size_t> top_k_starts_;
   std::vector<double> top_k_logits_;

@@ -11,6 +11,13 @@ namespace {
 
 Real PowerOfTwoBelow(Real value) { return std::exp2(std::floor(std::log2(value))); }
 
+// q, moved to where q times `factor` and the row's factor is a number of the resolution's type.
+Real Representable(Real q, Real factor, const Resolution& resolution) {
+  const Real all = factor * resolution.factor;
+  if (resolution.unit_type == DataType::kFloat32 || all == 0) return q;
+  return RoundTo(resolution.unit_type, static_cast<double>(q * all)) / all;
+}
+
 // An entry at resolution q.
 Real Dithered(Real entry, Real q, const Resolution& resolution, size_t column, GradientDither* sums) {
   Real ratio = std::abs(entry) / q;
@@ -34,7 +41,7 @@ void DitherCrossEntropy(absl::Span<const Real> u, absl::Span<const Real> slopes,
   for (size_t v = 0; v < u.size(); ++v) {
     if (v != y) sum += std::exp(u[v] - u[y]);
   }
-  const Real q = PowerOfTwoBelow(resolution.tau * sum) / (1 + sum);
+  const Real q = Representable(PowerOfTwoBelow(resolution.tau * sum) / (1 + sum), loss->probability_mass, resolution);
   for (size_t v = 0; v < u.size(); ++v) {
     if (v == y) continue;
     const Real entry = std::exp(u[v] - u[y]) / (1 + sum) * slopes[v];
@@ -53,7 +60,7 @@ void DitherDivergence(absl::Span<const Real> slopes, const JsdOptions& options, 
     entries.push_back(loss->gradient[v] * temperature * slopes[v]);
     magnitudes += std::abs(entries.back());
   }
-  const Real q = PowerOfTwoBelow(resolution.tau * magnitudes / 2);
+  const Real q = Representable(PowerOfTwoBelow(resolution.tau * magnitudes / 2), 1 / temperature, resolution);
   for (size_t v = 0; v < entries.size(); ++v) {
     loss->gradient[v] = Dithered(entries[v], q, resolution, v, sums) / (temperature * slopes[v]);
   }

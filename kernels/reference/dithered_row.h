@@ -15,13 +15,15 @@ struct Resolution {
   uint64_t seed = 0;
   int64_t row = 0;                           // in the micro-batch
   DataType entry_type = DataType::kFloat32;  // what entries are rounded to before, in units of the resolution; fp32: they are not
+  DataType unit_type = DataType::kFloat32;   // what the resolution times all factors is rounded to; fp32: it is not
+  double factor = 1;                         // of the row: token weight, loss scale and logit scale
 };
 
 // Changes `loss->gradient`, a cross entropy's of the logits u, and adds to *sums. `slopes`: derivatives of the softcap.
 void DitherCrossEntropy(absl::Span<const Real> u, absl::Span<const Real> slopes, int64_t target, const Resolution& resolution,
                         RowLoss* loss, GradientDither* sums);
 
-// Changes `loss->gradient`, a divergence's, likewise.
+// Changes `loss->gradient`, a divergence's, and adds to *sums. `slopes`: derivatives of the student's softcap.
 void DitherDivergence(absl::Span<const Real> slopes, const JsdOptions& options, const Resolution& resolution, RowLoss* loss,
                       GradientDither* sums);
 

@@ -96,7 +96,9 @@ void ComputeRow(const Term& term, int64_t row, absl::Span<const double> x, doubl
   if (term.gradient_resolution > 0 && token_weight != 0) {
     std::vector<Real> slopes = logits.derivative;
     for (Real& slope : slopes) slope /= term.head->transform.logit_scale;
-    const Resolution resolution = {term.gradient_resolution, term.dither_seed, term.row_start + row, term.dithered_type};
+    const double factor = token_weight * term.loss_scale * term.head->transform.logit_scale;
+    const Resolution resolution = {term.gradient_resolution, term.dither_seed,      term.row_start + row,
+                                   term.dithered_type,       term.dither_unit_type, factor};
     if (const auto* jsd = std::get_if<JsdOptions>(&term.loss)) {
       DitherDivergence(slopes, *jsd, resolution, &loss, &sums.dither);
     } else {

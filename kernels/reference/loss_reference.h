@@ -55,7 +55,8 @@ struct Term {
   std::variant<CrossEntropyOptions, JsdOptions, TopKOptions> loss;
   double gradient_resolution = 0;  // 0: exact
   uint64_t dither_seed = 0;
-  DataType dithered_type = DataType::kFloat32;  // Resolution::entry_type
+  DataType dithered_type = DataType::kFloat32;     // Resolution::entry_type
+  DataType dither_unit_type = DataType::kFloat32;  // Resolution::unit_type
   const Head* teacher_head = nullptr;
   Matrix teacher_hidden;  // [row_count, teacher's hidden_size]
 };

@@ -1,4 +1,5 @@
 // The suite's engine: CpuEngine.
+#include "headwater/kernels/product_rate.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/kernel_suite.h"
 
@@ -17,6 +18,6 @@ double SuiteGradWeightFactor() { return kPlainFactor; }
 
 double SuiteAccumulationError() { return 0; }
 
-SuiteDither SuiteDithering() { return {}; }
+SuiteDither SuiteDithering() { return {.rounds_units = ChooseBfloat16Products({}) == Bfloat16Products::kOneDnn}; }
 
 }  // namespace headwater::testing

@@ -250,6 +250,7 @@ TEST_P(Dithered16, MatchesFp64EntryByEntryAndRepeats) {
                          }};
   Problem problem = MakeIdentityProblem(of, rows);
   if (SuiteDithering().rounds_entries) problem.terms[0].dithered_type = type;
+  if (SuiteDithering().rounds_units && type == DataType::kBFloat16) problem.terms[0].dither_unit_type = type;
   const Expected expected = ComputeExpected(problem);
   ComputeOptions options;
   options.token_outputs = false;  // which would take many rows out of their form
@@ -311,6 +312,7 @@ TEST_P(DitheredList, MatchesFp64EntryByEntryRepeatsAndCommits) {
   TestTerm& term = problem.terms[0];
   term.gradient_resolution = GetParam().resolution;
   if (SuiteDithering().rounds_entries) term.dithered_type = DataType::kBFloat16;
+  if (SuiteDithering().rounds_units) term.dither_unit_type = DataType::kBFloat16;
   const Expected expected = ComputeExpected(problem);
   ComputeOptions options;
   options.token_outputs = false;

@@ -45,6 +45,7 @@ double SuiteAccumulationError();
 struct SuiteDither {
   bool has_smoothing = true;                   // false: kFeatureNotBuilt with label_smoothing
   bool rounds_entries = false;                 // of 16-bit heads: to the head's type, before they are dithered
+  bool rounds_units = false;                   // of bf16 heads: a resolution times all factors, to bf16
   int32_t most_divergence_shards = INT32_MAX;  // kFeatureNotBuilt with more
 };
 SuiteDither SuiteDithering();

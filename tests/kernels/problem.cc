@@ -342,6 +342,7 @@ Expected ComputeExpected(const Problem& problem) {
     term.gradient_resolution = in.gradient_resolution;
     term.dither_seed = in.dither_seed;
     term.dithered_type = in.dithered_type;
+    term.dither_unit_type = in.dither_unit_type;
     if (in.teacher >= 0) {
       term.teacher_head = &expected.heads[static_cast<size_t>(in.teacher)];
       term.teacher_hidden = reference::Matrix(in.row_count, term.teacher_head->weight.columns, in.teacher_hidden);

@@ -3,6 +3,7 @@
 // HEADWATER_GROUP_ROWS all heads are replicas (Parallelism::kRows).
 #include <cstdlib>
 
+#include "headwater/kernels/product_rate.h"
 #include "server/group/group_engine.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/kernel_suite.h"
@@ -41,6 +42,10 @@ double SuiteGradWeightFactor() { return kPlainFactor; }
 
 double SuiteAccumulationError() { return 0; }
 
-SuiteDither SuiteDithering() { return {}; }
+SuiteDither SuiteDithering() {
+  EngineOptions rank;
+  rank.group.world_size = 2;
+  return {.rounds_units = ChooseBfloat16Products(rank) == Bfloat16Products::kOneDnn};
+}
 
 }  // namespace headwater::testing
