@@ -29,7 +29,7 @@ struct DitherSums {
 inline constexpr int kDitherSumsDoubles = 3;
 static_assert(sizeof(DitherSums) == kDitherSumsDoubles * sizeof(double), "DitherSums travels between shards as doubles");
 
-// What a row's draws are made of.
+// Seed of a row's draws.
 struct DitherKey {
   uint32_t low = 0;
   uint32_t high = 0;

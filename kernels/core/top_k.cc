@@ -11,7 +11,7 @@
 namespace headwater {
 namespace {
 
-// What the teacher's own rounding may add to a probability, and to a row's sum.
+// Largest excess of a log-probability over 0, and of a row's sum over 1: the teacher's rounding.
 constexpr double kExcess = 1e-3;
 
 absl::Status BadEntry(ErrorReason reason, const std::string& field, const std::string& expected, const std::string& actual) {
@@ -44,7 +44,7 @@ absl::Status CheckTopKRows(const std::string& field, const std::string& suffix, 
       last = row + 1;
       const float log_probability = spec.log_probs[i];
       if (!std::isfinite(log_probability) || log_probability > kExcess) {
-        return BadEntry(ErrorReason::kInvalidField, field + ".log_probs" + suffix, "finite natural logarithms <= 0",
+        return BadEntry(ErrorReason::kInvalidField, field + ".log_probs" + suffix, "finite natural logarithms of at most 0.001",
                         std::to_string(log_probability) + " at index " + std::to_string(i));
       }
       sum += static_cast<double>(std::exp(log_probability));

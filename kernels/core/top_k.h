@@ -23,7 +23,7 @@ struct TopKEntry {
   double probability = 0;
 };
 
-// What the teacher says of a row.
+// A teacher's row.
 struct TopKRow {
   std::vector<TopKEntry> entries;  // by column
   double rest = 0;                 // r

@@ -42,7 +42,7 @@ bool HasInstructions() {
 #endif
 }
 
-// Whether the system tells of a flag of the processor.
+// Whether /proc/cpuinfo lists a processor flag.
 bool HasProcessorFlag(const std::string& flag) {
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {

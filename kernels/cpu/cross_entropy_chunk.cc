@@ -100,7 +100,7 @@ void ShardRun::ComputeNarrowLogits(Work* work) {
     });
   });
   for (size_t i = 0; i < static_cast<size_t>(rows); ++i) {
-    // Of the first part's statistics: which part is the same to the sum over all.
+    // Goes into the first part's statistics; the sum over parts is equal for any part.
     if (states_[i].owns_target) part_stats_[i].target_logit = TemperedLogit(term, states_[i].target_argument);
   }
 }

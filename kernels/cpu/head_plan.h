@@ -27,10 +27,10 @@ inline constexpr int64_t kRefinedLogitsPerRow = 256;
 
 // Byte offsets into one shard's workspace.
 struct WorkspaceLayout {
-  int64_t hidden = 0;            // [narrow_rows, hidden_size] fp32
+  int64_t hidden = 0;            // [narrow_rows, hidden_size] fp32, or bf16 where the products take bf16
   int64_t grad_hidden = 0;       // [narrow_rows, hidden_size] fp32, summed over terms
   int64_t grad_hidden_term = 0;  // [narrow_rows, hidden_size] fp32, of a term whose rows are not contiguous
-  int64_t converted = 0;         // thread t's at t * converted_bytes: converted weight rows
+  int64_t converted = 0;         // thread t's at t * converted_bytes: converted weight rows, or one converted hidden row
   int64_t logits = 0;            // narrow: [narrow_rows, shard rows] fp32; overlaps all that follow
   int64_t student_logits = 0;    // wide: [wide_rows, shard rows] fp64
   int64_t teacher_logits = 0;    // wide: [wide_rows, shard rows] fp64

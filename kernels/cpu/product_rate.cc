@@ -28,7 +28,7 @@ struct Operands {
   double rate = 0;  // of the last product
 };
 
-// What this thread has had of processors.
+// Processor time of this thread.
 double ThreadSeconds() {
   timespec time = {};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
@@ -73,16 +73,17 @@ double MeasureCpuProductRate(int32_t thread_count, Bfloat16Products products) {
 Bfloat16Products ChooseBfloat16Products(const EngineOptions& options) {
   if (options.bfloat16_products != Bfloat16Products::kAuto) return options.bfloat16_products;
   if (!cpu::GetBfloat16Library().is_usable) return Bfloat16Products::kOpenBlas;
-  if (options.deterministic) return Bfloat16Products::kOneDnn;
+  if (options.deterministic || options.group.world_size > 1) return Bfloat16Products::kOneDnn;
   static const bool is_faster =
       MeasureCpuProductRate(1, Bfloat16Products::kOneDnn) > MeasureCpuProductRate(1, Bfloat16Products::kOpenBlas);
   return is_faster ? Bfloat16Products::kOneDnn : Bfloat16Products::kOpenBlas;
 }
 
-std::string DescribeCpuProducts(Bfloat16Products chosen) {
+std::string DescribeCpuProducts(Bfloat16Products chosen, Bfloat16Products asked) {
   const cpu::Bfloat16Library& library = cpu::GetBfloat16Library();
   const std::string fp32 = "fp32 products by OpenBLAS (" + cpu::BlasKernels() + "), bf16 products by ";
   if (chosen == Bfloat16Products::kOneDnn) return fp32 + library.name;
+  if (asked == Bfloat16Products::kOpenBlas) return fp32 + "OpenBLAS, as asked";
   return fp32 + "OpenBLAS: " + (library.is_usable ? library.name + " is not faster" : library.why_not);
 }
 

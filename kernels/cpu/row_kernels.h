@@ -45,7 +45,7 @@ struct DitherOptions {
   double class_factor;
 };
 
-// What the divergence of two rows needs: log q = student z * student_inverse_temperature - student_lse, log p likewise.
+// Options of a divergence of two rows: log q = student z * student_inverse_temperature - student_lse, and log p of the teacher.
 struct DivergenceOptions {
   double beta = 0.5;
   double student_cap = 0;

@@ -404,7 +404,7 @@ absl::Status Computation::RunExponentials(Work* work) {
     if (!is_last && flow_ == nullptr) HEADWATER_RETURN_IF_ERROR(UploadSlice(work, slices[i + 1]));
     HEADWATER_RETURN_IF_ERROR(core_.AwaitEvent(core_.flag_event(), "the exponentials' product"));
     if (*overflow != 0) return RunOverflowed(work, work->wants_grad_hidden ? slice.first : 0);
-    if (list != nullptr) HEADWATER_RETURN_IF_ERROR(SettleList(work, slice, *entries));
+    if (list != nullptr) HEADWATER_RETURN_IF_ERROR(FinishList(work, slice, *entries));
     if (!sums_early) HEADWATER_RETURN_IF_ERROR(ComputeGradHidden(work, slice, /*product_is_there=*/true));
     HEADWATER_RETURN_IF_ERROR(DeliverGradHidden(work, slice));
   }

@@ -208,9 +208,9 @@ class Computation {
   // A slice's list, or null.
   static const EntryList* ListOf(const Work& work, const Slice& slice);
   absl::Status ListEntries(const Work& work, const Slice& slice, const EntryList& list);
-  // Once `entries` have turned out to be in a slice's list: goes on without lists if it had no room for them. Behind the last
+  // Called when a slice's number of entries is known: falls back to products if its list has no room for them. Behind the last
   // slice the lists take M's place.
-  absl::Status SettleList(Work* work, const Slice& slice, uint32_t entries);
+  absl::Status FinishList(Work* work, const Slice& slice, uint32_t entries);
   // Makes M of the rows below `end`, whose lists are not used any more.
   absl::Status DropLists(Work* work, int64_t end);
   // Null if the term has no resolution.

@@ -228,7 +228,7 @@ absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
   if (term.plan->grad_weight == GradWeightMode::kAccumulate) HEADWATER_RETURN_IF_ERROR(Decide());
   bool overwrites = false;
   if (work->staged == nullptr) {
-    // What came earlier is added earlier.
+    // Earlier rows are added first.
     const absl::StatusOr<bool> counts_as_zero = core_.deferred().FlushBefore(term.head);
     if (!counts_as_zero.ok()) return counts_as_zero.status();
     overwrites = *counts_as_zero;

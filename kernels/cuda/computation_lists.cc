@@ -1,4 +1,4 @@
-// What a computation does with the entries of a dithered gradient matrix as lists (gradient_list.h) instead of products.
+// The gradients of a computation from lists of a dithered matrix's entries (gradient_list.h) instead of products.
 //
 // Only exponentials of one shard are listed, slice by slice. E stays as the product wrote it until all slices are there: a list
 // without room for its slice's entries means products for all rows, of E that is dithered in place, which has the same entries.
@@ -58,7 +58,7 @@ absl::Status Computation::ListEntries(const Work& work, const Slice& slice, cons
                "listing entries");
 }
 
-absl::Status Computation::SettleList(Work* work, const Slice& slice, uint32_t entries) {
+absl::Status Computation::FinishList(Work* work, const Slice& slice, uint32_t entries) {
   if (entries > ListOf(*work, slice)->pool.capacity) {
     HEADWATER_RETURN_IF_ERROR(DropLists(work, slice.first + slice.count));
     return work->wants_grad_hidden ? MultiplyByWeight(work, slice, 0) : absl::OkStatus();

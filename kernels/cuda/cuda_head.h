@@ -83,9 +83,10 @@ class CudaHead final : public HeadBase {
   WeightTarget accumulator(int32_t rank) const;                          // null for a frozen head
   WeightTarget staging_slot(int32_t rank, int32_t slot) const;           // laid out as the accumulator
   const DeviceMemory& staging_memory(int32_t rank, int32_t slot) const;  // the whole slot
-  // The accumulator may count as 0 without having been read: a contribution may overwrite it. TakeZeros() tells, for a caller that
-  // does; WriteZeros() enqueues the zeros that memory lacks, for one that does not. For the holder of the work lock, as what
-  // follows. In deterministic mode the accumulator is always written and added to.
+  // The accumulator may count as 0 without having been read: a contribution may overwrite it. TakeZeros() returns
+  // whether a contribution may overwrite the accumulator. WriteZeros() enqueues the zeros that memory lacks, for a contribution
+  // that adds. For the holder of the work lock, as what follows. In deterministic mode the accumulator is always written and added
+  // to.
   bool TakeZeros() { return std::exchange(zeros_, Zeros::kNone) != Zeros::kNone; }
   absl::Status WriteZeros() const;
   // False once adding deferred products was left half-way, until ZeroGradient().
@@ -115,9 +116,9 @@ class CudaHead final : public HeadBase {
   absl::Status FlushGradient(HeadTensor tensor) const;
   // Enqueues the update of a shard's weight, or of its bias.
   absl::Status UpdateParameters(const OptimizerStep& step, int32_t rank, bool is_weight);
-  // What is known of grad_weight: nothing; that it is 0; that it counts as 0, whatever is in its memory.
+  // State of grad_weight: any value; 0 in memory; counted as 0, whatever is in memory.
   enum class Zeros { kNone, kWritten, kCounted };
-  // Lets `zeros` be known, unless the mode is deterministic.
+  // Sets the state, unless the mode is deterministic.
   void NoteZeros(Zeros zeros);
   // Enqueues zeros over rows of grad_weight that no product writes: those of no valid id.
   absl::Status ClearUnwrittenRows(int32_t rank);

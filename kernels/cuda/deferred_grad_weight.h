@@ -61,13 +61,14 @@ class DeferredGradWeight {
   // Brings `head`'s accumulator to what all calls up to now make of it: flushes its rows, or writes its zeros
   // (CudaHead::WriteZeros()). kEngineFailed if the head's gradient is not known (CudaHead::gradient_known()).
   absl::Status FlushFor(const CudaHead& head);
-  // The same for a contribution that follows. Returns whether the contribution overwrites the accumulator, which counts as 0.
+  // Flushes `head`'s rows before another contribution. Returns whether the contribution overwrites the accumulator, which counts as
+  // 0.
   absl::StatusOr<bool> FlushBefore(CudaHead* head);
   // Drops the rows of `head`: its accumulator is set to 0, or goes away.
   void Discard(const CudaHead& head);
 
-  // Bytes at the end of a workspace of `workspace_bytes` in which rows may wait. Work that needs them flushes first. Of 4 GiB it
-  // holds 8192 rows at a vocabulary of 128256, and the rest a chunk of 4096 rows.
+  // Bytes at the end of a workspace of `workspace_bytes` in which rows may wait. Work that needs them flushes first. A 4 GiB
+  // workspace holds 8192 such rows at a vocabulary of 128256, and a chunk of 4096 rows beside them.
   static constexpr int64_t ShareOf(int64_t workspace_bytes) { return workspace_bytes / 5 * 3; }
 
  private:

@@ -1,8 +1,8 @@
 // Mapping   one block a row; a thread takes 16 bytes of M at a time. A divergence's row is summed up first, for its resolution, and
 //           read again: with one block of 1024 threads on a multiprocessor all rows that are under way stay in L2.
 // Traffic   M is read and written once: N4096 V128256 in 16 bits 2.1 GB.
-// Work      about 21 instructions an element in bf16 (device/dither_chunk.cuh).
-// Numerics  counts and sums are fp32 in a thread, fp64 over threads.
+// Work      about 20 instructions an element in bf16 (device/dither_chunk.cuh).
+// Numerics  a thread counts in int32 and sums in fp32; over threads both are fp64.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -77,7 +77,7 @@ __device__ DitherRow MakeRow(const DivergenceResolution& of, int64_t row, Elemen
   return out;
 }
 
-// What a thread has met of a row.
+// A thread's sums over a row.
 struct EntrySums {
   int32_t large = 0;  // entries that are not below the resolution
   float error = 0.0f;
@@ -116,21 +116,22 @@ __device__ __forceinline__ Vector<T> Dithered(Vector<T> vector, uint32_t column,
 template <int kBlock, typename T>
 __device__ __forceinline__ void DitherInPlace(T* row, int32_t columns, uint32_t vocab_start, DitherKey key, float unit,
                                               EntrySums* sums) {
+  constexpr int32_t kCount = kVector<T>;
   const float inverse_unit = 1.0f / unit;
   auto* const vectors = reinterpret_cast<Vector<T>*>(row);
-  for (int32_t j = static_cast<int32_t>(threadIdx.x) * kVector<T>; j < columns; j += kBlock * kVector<T>) {
-    Vector<T> vector = vectors[j / kVector<T>];
-    if (j + kVector < T >> columns) {
+  for (int32_t j = static_cast<int32_t>(threadIdx.x) * kCount; j < columns; j += kBlock * kCount) {
+    Vector<T> vector = vectors[j / kCount];
+    if (j + kCount > columns) {
 #pragma unroll
-      for (int i = 0; i < kVector<T>; ++i) {
+      for (int i = 0; i < kCount; ++i) {
         if (j + i >= columns) FromFloat(0.0f, &vector.values[i]);
       }
     }
-    vectors[j / kVector<T>] = Dithered(vector, vocab_start + static_cast<uint32_t>(j), key, unit, inverse_unit, sums);
+    vectors[j / kCount] = Dithered(vector, vocab_start + static_cast<uint32_t>(j), key, unit, inverse_unit, sums);
   }
 }
 
-// *sums = what the block has met of its row, or with `add` += it. A target in these columns is no entry.
+// Stores the block's sums over its row in *sums, or with `add` adds them. A target in these columns is no entry.
 __device__ __forceinline__ void StoreSums(const EntrySums& own, int32_t columns, uint32_t vocab_start, const int32_t* target,
                                           bool add, DitherSums* sums) {
   double total[kSums] = {static_cast<double>(own.large), static_cast<double>(own.error), static_cast<double>(own.norm)};
@@ -157,7 +158,8 @@ __global__ void __launch_bounds__(kThreads)
   StoreSums(own, columns, vocab_start, targets == nullptr ? nullptr : targets + row, add, sums + row);
 }
 
-// A block's entries on their way to a pool: they take one addition to its count. What finds no room here takes one each.
+// A block's entries on their way to a pool: they take one addition to its count. An entry without room takes one addition
+// of its own.
 class RowEntries {
  public:
   static constexpr uint32_t kRoom = 1024;

@@ -165,7 +165,7 @@ __device__ __forceinline__ void ExchangeInPairs(float (&sums)[8], int32_t lane) 
   }
 }
 
-// By the L2 cache where it can. Nobody else writes there meanwhile.
+// Adds in the L2 cache where the GPU can. Each element has one writer.
 __device__ __forceinline__ void AddFour(float* to, const float* sums) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(sums[0]), "f"(sums[1]), "f"(sums[2]),

@@ -89,7 +89,7 @@ cudaError_t LaunchEntriesTimesWeight(const EntryList& list, const ShardWeights& 
 // Moves what grad_weight needs of the list to `space`, for as long as a contribution is kept: at most MovedEntryBytes().
 cudaError_t LaunchMoveEntries(Workspace* space, EntryList* list, cudaStream_t stream);
 int64_t MovedEntryBytes(const EntryList& list);
-// Of `partials`, for a grad_weight of `stride`.
+// Bytes of `partials` for rows of `stride` elements.
 int64_t PartialBytes(const EntryList& list, int64_t stride);
 // grad_weight [columns, scaled.stride] += factor * M^T scaled. scaled: [rows, stride] bf16.
 cudaError_t LaunchAddEntriesTimesRows(const EntryList& list, const ConstMatrix& scaled, float factor, float* grad_weight,

@@ -160,8 +160,8 @@ struct Hash {
   }
 };
 
-// What products share an algorithm for: rows in the same bucket, whatever the strides are (M stands with gaps or without). A
-// grad_weight product has one algorithm, by the time in which it adds: the first of a step, which overwrites, has the same bits.
+// Key of a product's algorithm: rows in the same bucket, whatever the strides are (M stands with gaps or without). A grad_weight
+// product has one algorithm, by the time in which it adds: the first of a step, which overwrites, has the same bits.
 ProductShape BucketOf(ProductShape shape) {
   if (shape.kind == ProductKind::kGradWeight) shape.adds = true;
   shape.a_stride = shape.b_stride = shape.out_stride = 0;

@@ -40,7 +40,7 @@ absl::StatusOr<ChosenEngine> ChooseEngine(const std::string& choice, const Engin
   }
   auto engine = CreateCpuEngine(options);
   if (!engine.ok()) return engine.status();
-  note += "; " + DescribeCpuProducts((*engine)->options().bfloat16_products);
+  note += "; " + DescribeCpuProducts((*engine)->options().bfloat16_products, options.bfloat16_products);
   return ChosenEngine{*std::move(engine), note};
 }
 

@@ -46,7 +46,7 @@ TEST(CpuProducts, MatchFp64FromEitherLibrary) {
   confident.logit_spread = 30;
   for (const Bfloat16Products products : {Bfloat16Products::kOpenBlas, Bfloat16Products::kOneDnn}) {
     if (products == Bfloat16Products::kOneDnn && !HasOneDnn()) continue;
-    SCOPED_TRACE(DescribeCpuProducts(products));
+    SCOPED_TRACE(DescribeCpuProducts(products, products));
     for (const ProblemOptions& problem_options : {Shape(), jsd, confident}) {
       EngineOptions options = With(products);
       ExpectEngineMatches(MakeProblem(problem_options), options);

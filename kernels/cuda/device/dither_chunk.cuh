@@ -1,7 +1,7 @@
 // Dithering (kernels/core/dither.h) of eight bf16 entries at once, in 20 instructions an entry and without a branch on any.
 //
-// A pair of columns shares a hash, 16 bits of which are an entry's draw. What those do not decide, one entry of 65536, takes the
-// rule's own words for all eight.
+// A pair of columns shares a hash, 16 bits of which are an entry's draw. They leave one entry of 65536 undecided: all eight of its
+// chunk then go through DitherSurvives().
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_DITHER_CHUNK_CUH_
 #define HEADWATER_KERNELS_CUDA_DEVICE_DITHER_CHUNK_CUH_
 
@@ -13,7 +13,7 @@
 
 namespace headwater::cuda {
 
-// Of the entries that a thread has met.
+// A thread's sums over its entries.
 struct ChunkSums {
   __nv_bfloat162 large;  // how many were not below the resolution: exact up to 256 in each half
   float error;           // sum of r (1 - r) of those below, r = |entry| / resolution

@@ -152,10 +152,12 @@ TEST_P(GroupResults, HaveTheBitsOfOneEngineWithAsManyShards) {
   options.thread_count = options.shard_count;
   for (const bool deterministic : {false, true}) {
     options.deterministic = deterministic;
-    const auto one = CreateCpuEngine(options);
-    ASSERT_TRUE(one.ok()) << one.status();
     const auto threads = group::CreateLocalCpuGroup(options);
     ASSERT_TRUE(threads.ok()) << threads.status();
+    EngineOptions of_one = options;
+    of_one.bfloat16_products = (*threads)->options().bfloat16_products;
+    const auto one = CreateCpuEngine(of_one);
+    ASSERT_TRUE(one.ok()) << one.status();
     EngineOptions of_each = options;
     of_each.thread_count = 1;
     std::unique_ptr<LossEngine> links;

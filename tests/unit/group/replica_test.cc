@@ -11,6 +11,7 @@
 #include "gtest/gtest.h"
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/product_rate.h"
 #include "server/group/group_engine.h"
 #include "server/group/rank_loads.h"
 #include "tests/kernels/comparison.h"
@@ -26,6 +27,9 @@ EngineOptions Alone() {
   EngineOptions options;
   options.thread_count = 1;
   options.token_chunk_rows = 16;
+  EngineOptions rank;
+  rank.group.world_size = 2;
+  options.bfloat16_products = ChooseBfloat16Products(rank);
   return options;
 }
 

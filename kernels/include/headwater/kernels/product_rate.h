@@ -1,4 +1,4 @@
-// What this machine's processors can do, for choosing between libraries and for measuring utilisation against it.
+// Speed of this machine's processors, for the choice between libraries and for utilisation.
 #ifndef HEADWATER_KERNELS_PRODUCT_RATE_H_
 #define HEADWATER_KERNELS_PRODUCT_RATE_H_
 
@@ -16,12 +16,13 @@ namespace headwater {
 double MeasureCpuProductRate(int32_t thread_count, Bfloat16Products products = Bfloat16Products::kOpenBlas);
 
 // The library for products of bf16 rows with bf16 weights that the CPU engine uses if `options` ask for it: never kAuto, which
-// means oneDNN where it can be used and, unless the options are deterministic, is the faster one; the first call measures that.
+// means oneDNN where it can be used and is the faster one. The first call measures that. Deterministic engines and ranks of a group
+// take oneDNN without a measurement, whose result may differ from process to process.
 Bfloat16Products ChooseBfloat16Products(const EngineOptions& options);
 
 // One clause for people: "fp32 products by OpenBLAS (Cooperlake), bf16 products by oneDNN 2.6.3 (avx512_bf16)"; or why not by
-// oneDNN. `chosen` is ChooseBfloat16Products()'.
-std::string DescribeCpuProducts(Bfloat16Products chosen);
+// oneDNN. `asked` is EngineOptions::bfloat16_products, and `chosen` what ChooseBfloat16Products() makes of it.
+std::string DescribeCpuProducts(Bfloat16Products chosen, Bfloat16Products asked = Bfloat16Products::kAuto);
 
 }  // namespace headwater
 
