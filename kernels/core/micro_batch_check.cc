@@ -168,11 +168,6 @@ absl::Status CheckResolution(const std::string& name, const MicroBatch& micro_ba
   return absl::OkStatus();
 }
 
-bool HasLogitOutputs(const LossTerm& term) {
-  return term.lse != nullptr || term.target_log_probability != nullptr || term.entropy != nullptr || term.argmax != nullptr ||
-         term.mean_logits != nullptr || term.log_sum_sq_probs != nullptr;
-}
-
 absl::Status CheckTopK(const std::string& name, const LossTerm& term, const TopKSpec& spec) {
   if (spec.k < 1 || spec.k > kMaxTopK) {
     return BadField(name + ".top_k.k", "in [1, " + std::to_string(kMaxTopK) + "]", std::to_string(spec.k));
@@ -181,17 +176,11 @@ absl::Status CheckTopK(const std::string& name, const LossTerm& term, const TopK
   const int64_t entries = term.row_count * spec.k;
   HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".top_k.ids", "entries", entries, static_cast<int64_t>(spec.ids.size())));
   HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".top_k.log_probs", "entries", entries, static_cast<int64_t>(spec.log_probs.size())));
-  if (HasLogitOutputs(term)) {
+  if (term.lse != nullptr || term.target_log_probability != nullptr || term.entropy != nullptr || term.argmax != nullptr ||
+      term.mean_logits != nullptr || term.log_sum_sq_probs != nullptr) {
     return BadCombination(name + ".top_k", "a term with a top-k teacher has no per-token output but token_loss");
   }
   return CheckTopKRows(name + ".top_k", "", spec, term.head->spec().transform.valid_vocab_size);
-}
-
-// Whether more is asked of a row's target than whether it is ignored. The outputs of the logits take its column apart.
-bool ReadsTargets(const LossTerm& term) {
-  const auto* jsd = std::get_if<JsdSpec>(&term.loss);
-  return std::holds_alternative<CrossEntropySpec>(term.loss) || (jsd != nullptr && jsd->hard_loss_weight > 0) ||
-         HasLogitOutputs(term);
 }
 
 absl::Status CheckTargets(const std::string& name, const LossTerm& term) {
@@ -245,7 +234,7 @@ absl::Status CheckTerm(const std::string& name, const MicroBatch& micro_batch, c
     return needed && term.row_count > 0 ? Missing(name + ".targets") : absl::OkStatus();
   }
   HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".targets", "entries", term.row_count, static_cast<int64_t>(term.targets.size())));
-  return ReadsTargets(term) ? CheckTargets(name, term) : absl::OkStatus();
+  return CheckTargets(name, term);
 }
 
 absl::Status CheckModes(const MicroBatch& micro_batch) {

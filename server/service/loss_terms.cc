@@ -197,17 +197,13 @@ std::vector<heads::HeadUse> UseHeads(const heads::Submission& submission) {
 }
 
 absl::Status CheckTargets(const MicroBatchRequest& request, const heads::Submission& submission) {
-  const bool has_logit_outputs = (request.outputs & ~TokenOutputBit(v1::TOKEN_OUTPUT_LOSS)) != 0;
   for (size_t i = 0; i < request.terms.size(); ++i) {
     const LossTermRequest& term = request.terms[i];
     const int64_t valid_vocab_size = submission.terms[i].head->spec().transform.valid_vocab_size;
     if (const auto* top_k = std::get_if<TopKRequest>(&term.loss)) {
       HEADWATER_RETURN_IF_ERROR(CheckTopKRows(TermField(i) + ".top_k_teacher", ".data", ToSpec(*top_k), valid_vocab_size));
-      continue;  // of the targets, only `ignore_index` matters
     }
     if (!term.targets.has_value()) continue;
-    const auto* jsd = std::get_if<JensenShannonRequest>(&term.loss);
-    if (jsd != nullptr && jsd->options.hard_loss_weight == 0 && !has_logit_outputs) continue;  // only `ignore_index` matters
     for (size_t row = 0; row < term.targets->size(); ++row) {
       const int32_t target = (*term.targets)[row];
       if (target == term.ignore_index || (target >= 0 && target < valid_vocab_size)) continue;

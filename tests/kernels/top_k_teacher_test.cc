@@ -165,34 +165,6 @@ TEST(TopKTeacherRows, BadRowsAreRefusedAndNothingChanges) {
   expect_refused("temperature", ErrorReason::kInvalidField, [&](TestTerm& term) { teacher(term).student_temperature = 0; });
 }
 
-// A divergence too, unless an output of the logits takes the target's column apart.
-TEST(TopKTeacherRows, OnlyIgnoredTargetsMatter) {
-  for (const int64_t k : {4, 0}) {
-    for (const bool token_outputs : {false, true}) {
-      SCOPED_TRACE("k " + std::to_string(k) + ", outputs " + std::to_string(token_outputs));
-      ProblemOptions options = Small(k);
-      options.jsd = k == 0;
-      Problem problem = MakeProblem(options);
-      LoadedHeads heads(problem.heads, {});
-      ComputeOptions compute;
-      compute.token_outputs = token_outputs;
-      const Outcome inside = heads.Compute(problem, compute);
-      heads.ZeroGradients();
-      for (int32_t& target : problem.terms[0].targets) {
-        if (target != problem.terms[0].ignore_index) target = std::numeric_limits<int32_t>::max();
-      }
-      Outcome outside;
-      const auto result = heads.TryCompute(problem, compute, &outside);
-      if (k == 0 && token_outputs) {
-        EXPECT_TRUE(HasReason(result.status(), ErrorReason::kTargetOutOfVocab)) << result.status();
-        continue;
-      }
-      ASSERT_TRUE(result.ok()) << result.status();
-      EXPECT_TRUE(outside.BitwiseEquals(inside));
-    }
-  }
-}
-
 TEST(TopKTeacherRows, OtherTokenOutputsAreRefused) {
   const Problem problem = MakeProblem(Small(4));
   LoadedHeads heads(problem.heads, {});

@@ -260,11 +260,11 @@ def check_apart(out: Any, rows: Rows, field: str) -> None:
         raise refused(f"grad_hidden_out must not overlap {field}, which may be read again", "grad_hidden_out")
 
 
-def check_targets(targets: Any, row_count: int, ignore_index: int, valid_vocab_size: int | None) -> tuple[np.ndarray, bool]:
-    """int32 targets, each in [0, valid_vocab_size), if that is given, or `ignore_index`; and whether there may be one of these."""
+def check_targets(targets: Any, row_count: int, ignore_index: int, valid_vocab_size: int) -> tuple[np.ndarray, bool]:
+    """int32 targets, each in [0, valid_vocab_size) or `ignore_index`; and whether there may be one of the latter."""
     array, least, largest = _arrays.int_vector(targets, "targets", row_count)
     may_ignore = least <= ignore_index <= largest
-    if valid_vocab_size is None or (least >= 0 and largest < valid_vocab_size):
+    if least >= 0 and largest < valid_vocab_size:
         return array, may_ignore
     bad = ((array < 0) | (array >= valid_vocab_size)) & (array != ignore_index)
     if bad.any():

@@ -298,10 +298,7 @@ def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str,
     ignore_index = check_integer(term.ignore_index, "ignore_index", low=-(2**31), high=2**31 - 1)
     targets, may_ignore = None, False
     if not isinstance(term, (JSD, JsdCall)) or term.targets is not None:
-        # Without a hard loss only `ignore_index` matters; what else the outputs need, the server checks.
-        is_soft = isinstance(term, (JSD, JsdCall)) and term.hard_loss_weight == 0
-        valid_size = None if is_soft else head.spec.valid_size
-        targets, may_ignore = _requests.check_targets(term.targets, count, ignore_index, valid_size)
+        targets, may_ignore = _requests.check_targets(term.targets, count, ignore_index, head.spec.valid_size)
     class_weights = _vector(term.class_weights, "class_weights", head.spec.valid_size, head.spec.vocab_size)
     hard_loss = _requests.check_cross_entropy(term)
     vectors = {name: _vector(getattr(term, name, None), name, count) for name in ("token_weights", *FACTORS)}
