@@ -305,7 +305,7 @@ struct EngineGroup {
 enum class Bfloat16Products { kAuto, kOpenBlas, kOneDnn };
 
 // How an engine is set up; from flags. Ranks of a group have the same values of what decides how work is cut: shard_count,
-// shard_weights, workspace_bytes, token_chunk_rows, thread_count and deterministic.
+// shard_weights, workspace_bytes, token_chunk_rows, thread_count and deterministic; and of bfloat16_products.
 struct EngineOptions {
   EngineGroup group;
   int32_t shard_count = 1;             // >= 1; a head with fewer rows gets as many shards as it has rows. A group's: its world size
@@ -323,8 +323,8 @@ struct EngineOptions {
   // not do anyway it need not look at.
   bool deterministic = false;
 
-  // CPU only. kAuto: oneDNN where the processor has instructions for bf16 and the library is there and is the faster one, which is
-  // not asked in deterministic mode; options() of an engine has the choice.
+  // CPU only. kAuto: oneDNN where the processor has instructions for bf16 and the library is there and is the faster one. Its speed
+  // is not measured in deterministic mode, nor by ranks of a group. options() of an engine has the choice.
   Bfloat16Products bfloat16_products = Bfloat16Products::kAuto;
 
   // CUDA only; other engines do not look at what follows.
