@@ -33,9 +33,8 @@ absl::Status ValidateLimits(const Limits& limits) {
                                                    limits.max_hidden_size, ", got ", limits.max_chunk_bytes));
   }
   if (limits.max_chunk_bytes > limits.max_message_bytes - kMessageOverheadBytes) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "max_message_bytes: expected at least max_chunk_bytes + 64 KiB = ", limits.max_chunk_bytes + kMessageOverheadBytes,
-        ", got ", limits.max_message_bytes));
+    return absl::InvalidArgumentError(absl::StrCat("max_message_bytes: expected at least 64 KiB more than max_chunk_bytes ",
+                                                   limits.max_chunk_bytes, ", got ", limits.max_message_bytes));
   }
   if (limits.max_micro_batch_rows > (limits.max_message_bytes - kMessageOverheadBytes) / kTokenOutputBytes) {
     return absl::InvalidArgumentError(
