@@ -54,7 +54,7 @@ TEST(Limits, EachIsAcceptedAtTheEndsOfItsRangeAndRefusedBeyond) {
 TEST(Limits, ContradictionsAreRefused) {
   const Limits defaults;
   EXPECT_THAT(Refusal(&Limits::max_chunk_bytes, defaults.max_message_bytes),
-              HasSubstr("max_message_bytes: expected at least max_c"));
+              HasSubstr("max_message_bytes: expected at least 64 KiB more"));
   EXPECT_THAT(Refusal(&Limits::max_hidden_size, defaults.max_chunk_bytes),
               HasSubstr("max_chunk_bytes: expected room for one fp32"));
   EXPECT_THAT(Refusal(&Limits::max_micro_batch_rows, defaults.max_message_bytes),
