@@ -303,17 +303,13 @@ absl::Status RefuseTopK(const MicroBatch& micro_batch, const std::string& engine
   return absl::OkStatus();
 }
 
-absl::Status RefuseResolution(const MicroBatch& micro_batch) {
+absl::Status RefuseResolution(const MicroBatch& micro_batch, absl::FunctionRef<const char*(const LossTerm&)> refused) {
   for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
     const LossTerm& term = micro_batch.terms[i];
     if (term.gradient_resolution == 0) continue;
     const auto* cross_entropy = std::get_if<CrossEntropySpec>(&term.loss);
-    const char* of = nullptr;
-    if (cross_entropy != nullptr && cross_entropy->label_smoothing > 0) {
-      of = "a cross entropy with label_smoothing";
-    } else if (term.head->spec().parallelism == Parallelism::kVocabulary) {
-      of = "a head on several GPUs";
-    }
+    const bool smooths = cross_entropy != nullptr && cross_entropy->label_smoothing > 0;
+    const char* const of = smooths ? "a cross entropy with label_smoothing" : refused(term);
     if (of == nullptr) continue;
     const std::string field = "terms[" + std::to_string(i) + "].gradient_resolution";
     return MakeError(ErrorReason::kFeatureNotBuilt, field + " of " + of + " is not built for GPUs; it must be 0",

@@ -21,9 +21,9 @@ absl::Status CheckMicroBatch(const MicroBatch& micro_batch, bool has_device);
 // kFeatureNotBuilt if a term has a top-k teacher: for engines that have none; `engine` names it.
 absl::Status RefuseTopK(const MicroBatch& micro_batch, const std::string& engine);
 
-// kFeatureNotBuilt if a term has a gradient_resolution that no group of GPUs has: with label_smoothing, or for a head whose
-// vocabulary they share. After CheckMicroBatch().
-absl::Status RefuseResolution(const MicroBatch& micro_batch);
+// kFeatureNotBuilt if a term has a gradient_resolution that GPUs do not have: with label_smoothing, or where `refused` names the
+// term's kind; null: it is taken. After CheckMicroBatch().
+absl::Status RefuseResolution(const MicroBatch& micro_batch, absl::FunctionRef<const char*(const LossTerm&)> refused);
 
 // In a group: kInvalidCombination unless all heads of a call, teachers too, have the same Parallelism. Which one. After
 // CheckMicroBatch().

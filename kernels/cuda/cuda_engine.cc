@@ -144,28 +144,6 @@ struct Call {
   bool done = false;  // guarded by CudaEngine::calls_mutex_
 };
 
-// gradient_resolution is built for losses without smoothing, on one GPU; of a divergence for so many shards there.
-absl::Status CheckResolutions(const MicroBatch& micro_batch, bool in_group) {
-  for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
-    const LossTerm& term = micro_batch.terms[i];
-    if (term.gradient_resolution == 0) continue;
-    const auto* cross_entropy = std::get_if<CrossEntropySpec>(&term.loss);
-    const char* of = nullptr;
-    if (cross_entropy != nullptr && cross_entropy->label_smoothing > 0) {
-      of = "a cross entropy with label_smoothing";
-    } else if (in_group) {
-      of = "a head on several GPUs";
-    } else if (cross_entropy == nullptr && static_cast<const CudaHead&>(*term.head).shard_count() > DivergenceMatrix::kMostShards) {
-      of = "a divergence of more than 64 shards";
-    }
-    if (of == nullptr) continue;
-    const std::string field = "terms[" + std::to_string(i) + "].gradient_resolution";
-    return MakeError(ErrorReason::kFeatureNotBuilt, field + " of " + of + " is not built for GPUs; it must be 0",
-                     {{"field", field}, {"feature", "gradient_resolution"}});
-  }
-  return absl::OkStatus();
-}
-
 class CudaEngine final : public LossEngine {
  public:
   explicit CudaEngine(std::shared_ptr<EngineCore> core) : core_(std::move(core)) {}
@@ -210,7 +188,11 @@ class CudaEngine final : public LossEngine {
     HEADWATER_RETURN_IF_ERROR(core_->health());
     if (core_->group() != nullptr) HEADWATER_RETURN_IF_ERROR(ParallelismOf(micro_batch).status());
     DeviceGroup* const group = static_cast<const CudaHead&>(*micro_batch.terms.front().head).group();
-    HEADWATER_RETURN_IF_ERROR(CheckResolutions(micro_batch, group != nullptr));
+    HEADWATER_RETURN_IF_ERROR(RefuseResolution(micro_batch, [group](const LossTerm& term) -> const char* {
+      if (group != nullptr) return "a head on several GPUs";
+      const bool many_shards = static_cast<const CudaHead&>(*term.head).shard_count() > DivergenceMatrix::kMostShards;
+      return many_shards && std::holds_alternative<JsdSpec>(term.loss) ? "a divergence of more than 64 shards" : nullptr;
+    }));
     core_->MakeCurrent();
     PlacedMicroBatch placed;
     absl::Status ready = placed.Place(micro_batch, *core_);

@@ -345,7 +345,9 @@ absl::StatusOr<MicroBatchResult> GroupEngine::Compute(const MicroBatch& micro_ba
   HEADWATER_RETURN_IF_ERROR(CheckMicroBatch(micro_batch, /*has_device=*/false));
   if (name_ != "cpu") {
     HEADWATER_RETURN_IF_ERROR(RefuseTopK(micro_batch, "a group of GPUs"));
-    HEADWATER_RETURN_IF_ERROR(RefuseResolution(micro_batch));
+    HEADWATER_RETURN_IF_ERROR(RefuseResolution(micro_batch, [](const LossTerm& term) {
+      return term.head->spec().parallelism == Parallelism::kVocabulary ? "a head on several GPUs" : nullptr;
+    }));
   }
   std::vector<TermHeads> heads;
   for (const LossTerm& term : micro_batch.terms) {

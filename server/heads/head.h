@@ -356,7 +356,7 @@ class Head : public std::enable_shared_from_this<Head> {
   // Engine work and everything that changes the head. Taken before state_mutex_; of several heads by ComputeLocks. State is written
   // only with both held, so a holder of this one alone may rely on what it has read: but for `retired_`, the attempts that wait,
   // the counts of calls, and what Settle() and DropSession() drop, which only concern contributions that can no longer be decided.
-  // Those who share it change only what each of them looks at anew under state_mutex_: the records and pending contributions of
+  // Calls that share it change only what each reads again under state_mutex_: the records and pending contributions of
   // their own micro-batches, and, when the engine fails one of them, whether the head is LOST. Weights, versions, epoch and step
   // stay as they are meanwhile, and nothing that is pending is committed.
   mutable absl::Mutex compute_mutex_ ABSL_ACQUIRED_BEFORE(state_mutex_);

@@ -301,8 +301,7 @@ void ServerCore::FindProductRate() {
   const Bfloat16Products products = engine->options().bfloat16_products;
   const double bf16_rate =
       products == Bfloat16Products::kOneDnn ? MeasureCpuProductRate(engine->options().thread_count, products) : rate;
-  Log(LogLevel::kInfo, "product_rate",
-      {{"tflops", rate / kTera}, {"bf16_tflops", bf16_rate / kTera}, {"products", DescribeCpuProducts(products)}});
+  Log(LogLevel::kInfo, "product_rate", {{"tflops", rate / kTera}, {"bf16_tflops", bf16_rate / kTera}});
 }
 
 void ServerCore::RestoreHeads(const std::function<bool()>& cancelled) {
