@@ -7,7 +7,7 @@
 By default prints the CSV row `case,value,unit` of its peak memory in fp32 beyond hidden states, weights and their gradients.
 
 With --turns reads the name of a case a line, runs it, and answers with a line of seconds: by the clock, and of processor time.
-`float32` and `bfloat16` write the weight's gradient and add it to nothing; `added` behind the type adds it to an fp32 tensor, as the engine does;
+`float32` and `bfloat16` make a gradient of its own; `added` behind the type adds it to an fp32 tensor, as the engine does;
 `exact` besides converts the logits to fp32, as trainers do.
 """
 
