@@ -3,7 +3,8 @@ length.
 
 A file name is a code span that begins with a top-level folder of the project (`docs/math.md`, `deploy/quickstart`). Only the
 first word of a span is looked at, and none that holds a wildcard or an ellipsis. A span of several words, or a line of a code
-block, that begins with a file of the project is a command, perhaps after variables: the file must be executable.
+block, that begins with a file of the project is a command, perhaps after variables: the file must be executable. A row of a table that
+names one source file and functions (`Head::Commit()`) says that they are in it.
 """
 
 import os
@@ -16,6 +17,8 @@ README_LINES = 150
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 CODE = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+SOURCES = {".h", ".cc", ".cu", ".cuh", ".py", ".proto"}
+FUNCTION = re.compile(r"(?:\w+::)*(~?\w+)\(\)")
 HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
 
 
@@ -59,6 +62,18 @@ def commands(text: str) -> list[tuple[int, str]]:
     return found
 
 
+def missing_functions(root: Path, row: str) -> list[str]:
+    """The functions of a table's row that are not in the source file that it names; none if it names no file, or several."""
+    spans = CODE.findall(row)
+    paths = {path for span in spans if (path := named_path(span)) and Path(path).suffix in SOURCES and (root / path).exists()}
+    if len(paths) != 1:
+        return []
+    path = paths.pop()
+    text = (root / path).read_text(encoding="utf-8")
+    functions = [match for span in spans if (match := FUNCTION.fullmatch(span))]
+    return [f"{path} has no {match.group()}" for match in functions if not re.search(rf"\b{re.escape(match.group(1))}\(", text)]
+
+
 def check_command(root: Path, command: str) -> str | None:
     """What is wrong with a command, if it begins with a file of the project."""
     words = command.split()
@@ -99,6 +114,9 @@ def check_page(root: Path, page: Path) -> list[str]:
         error = check_command(root, command)
         if error:
             errors.append(f"{name}:{line}: {error}")
+    for line, row in enumerate(prose.splitlines(), start=1):
+        if row.startswith("|"):
+            errors += [f"{name}:{line}: {error}" for error in missing_functions(root, row)]
     if name == "README.md" and text.count("\n") > README_LINES:
         errors.append(f"{name}: {text.count(chr(10))} lines, at most {README_LINES} are wanted")
     return errors

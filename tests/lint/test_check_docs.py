@@ -58,6 +58,14 @@ def test_bad_pages_do_not(root, text):
     assert len(errors(root, text)) == 1
 
 
+def test_functions_of_a_row_are_in_its_file(root):
+    (root / "tests" / "code.cc").write_text("void Head::Commit() {}\n")
+    assert errors(root, "| `tests/code.cc` | `Head::Commit()` |\n| `tests/code.cc` | |\n| `Other()` |") == []
+    assert errors(root, "| `tests/code.cc` | `Head::Seal()`, `Commit()` |") == [
+        "docs/index.md:1: tests/code.cc has no Head::Seal()"
+    ]
+
+
 def test_an_overlong_readme_is_an_error(root):
     assert errors(root, "line\n" * check_docs.README_LINES, "README.md") == []
     assert len(errors(root, "line\n" * (check_docs.README_LINES + 1), "README.md")) == 1
