@@ -1,0 +1,97 @@
+"""The points of the study: which way, model and sizes, by part. What is compared with each other is in one part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+WAYS = {
+    "eager": "PyTorch: logits, and transformers' loss in fp32",
+    "compile": "the same loss and its product, compiled",
+    "trl": "TRL's loss in chunks of rows and columns",
+    "liger": "Liger's fused loss, its other kernels off",
+    "cce": "Cut Cross Entropy",
+    "headwater": "headwaterd on the trainer's GPU; the server has the head's optimizer",
+    "headwater_local": "headwater.local: a server as the trainer's child, on its GPU",
+    "headwater_trainer": "headwaterd on the trainer's GPU; the trainer's optimizer has the weight: no logits, nothing else moved",
+    "headwater_dithered": "as headwater, with gradient_resolution 2**-12",
+    "headwater_second": "headwaterd on a second GPU",
+    "liger_rope": "Liger's rotary embedding alone, eager's loss",
+    "liger_swiglu": "Liger's SwiGLU alone, eager's loss",
+    "liger_rms": "Liger's RMSNorm alone, eager's loss",
+    "liger_all": "all four of Liger's kernels",
+    "liger_body_headwater": "Liger's body, the head of headwater",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: a process of its own. Sizes are those of one micro-batch; a step has `accumulation` of them."""
+
+    part: str
+    way: str
+    model: str = "1b"
+    batch: int = 1
+    context: int = 2048
+    accumulation: int = 1
+    checkpointing: bool = False
+    vocab: int = 128256
+    cap_gib: int = 0  # of the trainer and the server together; 0: the card's
+    offload: bool = False  # parameters, gradients and optimizer state of the body on the CPU (FSDP2)
+    body: bool = True  # without: rows of random numbers, so that the head's part is all there is
+
+    @property
+    def name(self) -> str:
+        """Its case, without the way's measures."""
+        words = [self.part, self.model, f"b{self.batch}", f"t{self.context}"]
+        words += [f"a{self.accumulation}"] if self.accumulation > 1 else []
+        words += [f"v{self.vocab}"] if self.vocab != 128256 else []
+        words += ["checkpointed"] if self.checkpointing else []
+        return "_".join([*words, self.way])
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.batch * self.context
+
+
+COMPARED = ("eager", "compile", "trl", "liger", "cce", "headwater")
+CONTEXTS = {"contexts": (4096, 8192, 16384, 32768), "long": (65536, 131072)}
+
+
+def all_points() -> list[Point]:
+    """The matrix."""
+    points = [Point("batches", way, batch=batch) for batch in (1, 4, 8, 16) for way in (*COMPARED, "headwater_local")]
+    for part, contexts in CONTEXTS.items():
+        points += [Point(part, way, context=context, checkpointing=True) for context in contexts for way in COMPARED]
+    points += [
+        Point("cap24", way, context=context, checkpointing=True, cap_gib=24)
+        for context in (16384, 65536)
+        for way in ("eager", "trl", "liger", "headwater")
+    ]
+    liger = ("eager", "liger_rope", "liger_swiglu", "liger_rms", "liger", "liger_all", "headwater", "liger_body_headwater")
+    points += [Point("liger", way, batch=4) for way in liger]
+    points += [
+        Point("accumulation", way, batch=2, accumulation=count) for count in (1, 8, 32) for way in ("eager", "liger", "headwater")
+    ]
+    points += [Point("ablation", way, batch=4) for way in ("eager", "headwater_trainer", "headwater", "headwater_dithered")]
+    points += [
+        Point("vocabularies", way, batch=4, vocab=vocab) for vocab in (32000, 50304, 256000) for way in ("eager", "headwater")
+    ]
+    points += [Point("3b", way, model="3b", batch=4, checkpointing=True) for way in ("eager", "liger", "cce", "headwater")]
+    points += [Point("offload", way, batch=4, checkpointing=True, offload=True) for way in ("eager", "liger", "headwater")]
+    points += [
+        Point("loss", way, batch=8, vocab=vocab, body=False) for vocab in (50304, 128256) for way in ("eager", "liger", "headwater")
+    ]
+    points += [Point("second_gpu", way, batch=batch) for batch in (1, 8) for way in ("eager", "headwater", "headwater_second")]
+    return points
+
+
+def smoke_points() -> list[Point]:
+    """A few tiny ones, of each kind that a CPU can run."""
+    tiny = Point("batches", "eager", model="tiny", batch=2, context=32, vocab=512)
+    ways = ("eager", "headwater", "headwater_local")
+    return [
+        *(replace(tiny, way=way) for way in ways),
+        replace(tiny, part="accumulation", way="headwater_trainer", accumulation=4, checkpointing=True),
+        *(replace(tiny, part="loss", way=way, body=False) for way in ("eager", "headwater")),
+    ]
