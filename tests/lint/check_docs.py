@@ -3,8 +3,8 @@ length.
 
 A file name is a code span that begins with a top-level folder of the project (`docs/math.md`, `deploy/quickstart`). Only the
 first word of a span is looked at, and none that holds a wildcard or an ellipsis. A span of several words, or a line of a code
-block, that begins with a file of the project is a command, perhaps after variables: the file must be executable. A row of a table that
-names one source file and functions (`Head::Commit()`) says that they are in it.
+block, that begins with a file of the project is a command, perhaps after variables: the file must be executable. A row of a table
+that names one source file and functions (`Head::Commit()`) says that they are in it.
 """
 
 import os
