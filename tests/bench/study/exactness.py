@@ -17,8 +17,7 @@ import platform
 import sys
 import tempfile
 
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "common"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
 import figures
 import server
 
