@@ -46,7 +46,7 @@ class Cursor {
     }
     return false;
   }
-  // A tag that this parser goes on with: of a field number above 0, in at most five bytes and 32 bits.
+  // Reads a tag with a field number above 0, in at most five bytes and 32 bits; other tags are left to protobuf's parser.
   bool ReadTag(uint32_t* tag) {
     uint64_t value = 0;
     const int64_t before = left_;
