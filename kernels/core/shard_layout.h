@@ -19,7 +19,7 @@ struct RowRange {
 // row as long as there are rows; with fewer rows than shards the last shards are empty. The result has `shard_count` entries.
 std::vector<RowRange> SplitVocab(int64_t vocab_size, int32_t shard_count, const std::vector<int64_t>& weights);
 
-// What a shard has of some columns before those that another one has, and behind them.
+// The columns of one shard that lie before or behind another shard's.
 struct SurplusColumns {
   RowRange before, behind;
   int64_t size() const { return before.size() + behind.size(); }

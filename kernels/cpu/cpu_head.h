@@ -16,7 +16,7 @@
 
 namespace headwater::cpu {
 
-// What the heads of an engine share: executors, the lock that gives them to one call at a time, and the sum of the plans.
+// State that the heads of an engine share: executors, the sum of the plans, and the lock that gives both to one call.
 struct EngineCore {
   EngineCore(EngineOptions filled_options)
       : options(std::move(filled_options)),
@@ -32,7 +32,8 @@ struct EngineCore {
   int64_t planned_bytes = 0;  // guarded by plan_mutex
 };
 
-// The part of a head that one executor owns: its shard, or all rows, of a replica. fp32 tensors are null where the head has none.
+// The part of a head that one executor owns: its shard, or all rows of a replica. Tensors in fp32 are null where the head has none.
+// fp32 tensors are null where the head has none.
 struct HeadShard {
   RowRange rows;       // of the head
   int64_t valid_rows;  // rows of the shard below valid_vocab_size: a prefix
@@ -94,7 +95,7 @@ class CpuHead final : public HeadBase {
 
   CpuHead(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan);
   absl::Status Allocate();
-  // What is held here by the executor of that rank in EngineCore::executors.
+  // The part of the head that this rank's executor in EngineCore::executors holds.
   const HeadShard& Held(int32_t rank) const { return shard(is_replica() ? 0 : rank); }
   // The rows of what is held that this rank updates, counted from its first one.
   RowRange UpdatedRows(int32_t rank) const;

@@ -20,7 +20,7 @@ struct KeptRows {
   bool is_bfloat16;  // both hold bf16, as ShardRun::Work says
 };
 
-// What a contribution holds for one head until it is decided.
+// An undecided contribution's data for one head.
 struct StagedHead {
   StagingSlot slot;
   CpuHead* head = nullptr;

@@ -1,4 +1,4 @@
-// What a micro-batch must yield: every sum, per-token output and gradient, in fp64, from the definitions.
+// The reference results of a micro-batch: every sum, per-token output and gradient, in fp64, from the definitions.
 //
 // Shapes and meanings are those of LossTerm and MicroBatch in engine.h. Inputs are the exact values of what an engine is given: for
 // bf16 and fp16 the rounded ones (storage.h). Nothing is checked: inputs must be valid.

@@ -15,7 +15,7 @@ import code_comments
 
 MAX_WORDS = 25
 LEFT_OUT = ("docs/metrics.md", "kernels/lab/README.md")
-DONE = ("proto",)
+DONE = ("kernels/comm/*.h", "kernels/core", "kernels/cpu", "kernels/reference", "proto")
 SOURCES = {".h", ".cc", ".cu", ".cuh", ".py", ".proto"}
 START = re.compile(r"(Of|What|Who|Whoever|Likewise|The same(?= (of|for|holds|is|are|goes|with|in|as|applies|to|on)\b))\b")
 WORDS = {
@@ -38,7 +38,7 @@ CODE_WORDS = {
 PRINTED = re.compile(r"<!-- flags:.*?<!-- end of flags -->", re.DOTALL)
 FENCE = re.compile(r"^[ \t]*(```|~~~).*?^[ \t]*\1\s*$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
-END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_\[]*([A-Z0-9`]|gRPC))")
+END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_\[]*([A-Z0-9`]|[a-z]+[A-Z0-9_(]))")
 ABBREVIATION = re.compile(r"\b(e\.g|i\.e|etc|vs|cf|approx|no)\.$|\b[A-Z]\.$")
 
 
@@ -139,7 +139,9 @@ def main() -> int:
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2]
     pages = [page for page in sorted(root.rglob("*.md")) if not {"build", ".git", ".venv"} & set(page.relative_to(root).parts)]
     pages = [page for page in pages if page.relative_to(root).as_posix() not in LEFT_OUT]
-    sources = [path for folder in DONE for path in sorted((root / folder).rglob("*")) if path.suffix in SOURCES]
+    sources = [
+        path for done in DONE for path in sorted(root.glob(done if "*" in done else f"{done}/**/*")) if path.suffix in SOURCES
+    ]
     errors = [error for page in pages for error in check_page(root, page)]
     errors += [error for source in sources for error in check_source(root, source)]
     for error in errors:

@@ -1,8 +1,8 @@
 """The comments of C++, CUDA and protobuf sources and the comments and docstrings of Python sources, as paragraphs.
 
-A paragraph is a list of lines, each with its number. A blank line, an item of a list, an entry `name: text` of a docstring's section and
-a line that only says `Args:` end one. Indented text after a blank line is code or a drawing and no paragraph; neither are commands to tools
-such as `NOLINT` and licence lines.
+A paragraph is a list of lines, each with its number. It ends before a blank line, an item of a list, an entry `name: text` of a
+section such as `Args:`, and a line with columns. Indented text after a blank line is code or a drawing and no paragraph; neither
+are lines with columns, commands to tools such as `NOLINT`, and licence lines.
 """
 
 import re
@@ -17,12 +17,15 @@ CPP = re.compile(
 )
 PYTHON = re.compile(
     r'''\#(?P<line>[^\n]*)|[rRfFbBuU]{0,2}(?:"""(?P<block>(?:\\.|[^\\])*?)"""|\'\'\'(?:\\.|[^\\])*?\'\'\''''
-    r'''|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')''',
+    r"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')""",
     re.DOTALL,
 )
-COMMAND = re.compile(r"NOLINT|clang-format o|SPDX|Copyright|IWYU|!|noqa|type: ignore|ruff: |fmt: |pragma|ty: |mypy: |-\*-|#|----|====|\W*$")
+COMMAND = re.compile(
+    r"NOLINT|clang-format o|SPDX|Copyright|IWYU|!|noqa|type: ignore|ruff: |fmt: |pragma|ty: |mypy: |-\*-|#|----|====|\W*$"
+)
 ITEM = re.compile(r"([-*+]|\d+\.) +")
 ENTRY = re.compile(r"(?!Errors: )[\w.*`]+(, [\w.*`]+)*( \([^)]*\))?: ")
+COLUMNS = re.compile(r"\S {2,}\S")  # a row of a table or drawing
 SECTION = re.compile(r"\w+( \w+)?:$")
 SECTION_ENDS_CODE = re.compile(r"[(\[{,=\\]$|\breturn$")
 
@@ -47,7 +50,7 @@ def blocks(text: str, name: str) -> list[list[Line]]:
             last_line, last_column = number, column
         elif match["block"] is not None and (not python or (alone and not SECTION_ENDS_CODE.search(text[:line_start].rstrip()))):
             cut = " " * column
-            lines = match["block"].split("\n")
+            lines = match["block"].split("\n") if python else re.sub(r"\n *\* ?", "\n ", match["block"]).split("\n")
             found.append([(number + i, " " + (line.removeprefix(cut) if i else line)) for i, line in enumerate(lines)])
     return found
 
@@ -60,7 +63,7 @@ def paragraphs(block: list[Line]) -> list[Paragraph]:
     for number, line in block:
         stripped = line.strip()
         indent = len(line) - len(line.lstrip())
-        if not stripped or COMMAND.match(stripped):
+        if not stripped or COMMAND.match(stripped) or COLUMNS.search(stripped):
             open_paragraph = False
             continue
         if SECTION.match(stripped) and not open_paragraph:
