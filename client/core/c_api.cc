@@ -172,12 +172,12 @@ absl::Status InvalidOption(const std::string& field, const std::string& message)
   return MakeLocalError(v1::ERROR_REASON_INVALID_FIELD, absl::StatusCode::kInvalidArgument, message, {{"field", field}});
 }
 
-// Lines `key=value`, as c_api.h lists them; empty lines are skipped. INVALID_ARGUMENT for an unknown key, and a value that is none.
+// Lines `key=value`, as c_api.h lists them; empty lines are skipped. INVALID_ARGUMENT for an unknown key or an invalid value.
 // Ranges are checked by Core::Open().
 absl::StatusOr<ClientOptions> ParseClientOptions(const std::string& text) {
   ClientOptions options;
   options.client_name = "headwater-c";
-  // Whoever is above says it in its own way.
+  // The caller prints notices itself.
   options.on_notice = [](const std::string&) {};
   for (const absl::string_view line : absl::StrSplit(text, '\n', absl::SkipWhitespace())) {
     const std::pair<std::string, std::string> option = absl::StrSplit(absl::StripAsciiWhitespace(line), absl::MaxSplits('=', 1));
@@ -263,7 +263,7 @@ absl::Status CheckHost(const char* field, const RowsView& rows) {
   return InvalidView(v1::ERROR_REASON_INVALID_FIELD, absl::StrCat(field, ".memory"), "host memory", "device memory");
 }
 
-// What is sent, or comes, by another method than ComputeLoss.
+// Checks the rows and result memory of methods other than ComputeLoss.
 absl::Status CheckMemory(const google::protobuf::Message& message, Shape shape, const CallMemory& memory) {
   const int64_t rows = memory.rows.row_count;
   if (shape == Shape::kDownload) return CheckHost("result_rows", memory.result);

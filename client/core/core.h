@@ -43,13 +43,13 @@ class Core : public std::enable_shared_from_this<Core> {
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
 
   // ---- calls ----
-  // The call of the method whose request `message` is. What the core fills in of the message is ignored.
+  // The call of the method whose request `message` is. The fields that the core fills in are ignored.
   Request MakeRequest(std::unique_ptr<google::protobuf::Message> message, CallMemory memory, Deadline deadline);
   // A call, to be started and kept until its end.
   std::shared_ptr<Call> NewCall(Request request, Call::Done done);
   // Makes a call and waits for its end.
   absl::StatusOr<Answer> Run(Request request);
-  // Likewise a call on behalf of a recovery, which is given up with `wait`. `message` is what it is; no memory.
+  // Makes a call for a recovery, which ends with `wait`. `message` is sent as it is; no memory.
   absl::StatusOr<Answer> RunInner(const google::protobuf::Message& message, const CallMemory& memory, const Wait& wait);
   template <typename Result>
   absl::StatusOr<Result> Ask(const google::protobuf::Message& message, const Wait& wait) {
@@ -94,7 +94,7 @@ class Core : public std::enable_shared_from_this<Core> {
   RowTransport& row_transport() { return row_transport_; }
   // Back-off of calls; its tasks are short.
   DelayedTasks& timers() { return timers_; }
-  // Recoveries on behalf of calls, and of nobody. It has nothing to do while another one has the gate.
+  // Recoveries on behalf of calls, or without a call. They do nothing while another one has the gate.
   DelayedTasks& recoveries() { return recoveries_; }
   // Calls that wait for something else than time, until their deadlines. Hurried when it comes; its tasks are short.
   DelayedTasks& waiting() { return waiting_; }

@@ -38,7 +38,7 @@ absl::StatusOr<int> RunPython(const std::string& script, const std::string& file
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-// What the engine takes for such a micro-batch alone: with several in flight the server's own time has the wait for the others.
+// The engine's time for such a micro-batch alone. With several in flight, the server's own time includes waiting for the others.
 double EngineMsAlone(const BenchReport& report, const BenchRow& row) {
   const auto alone = std::find_if(report.rows.begin(), report.rows.end(), [&](const BenchRow& other) {
     return other.in_flight == 1 && other.transport == row.transport && other.rows == row.rows;

@@ -1,4 +1,4 @@
-// What `bench` has measured, as tables, JSON, CSV and a plot.
+// The results of `bench`, as tables, JSON, CSV and a plot.
 #ifndef HEADWATER_CLIENT_CTL_BENCH_REPORT_H_
 #define HEADWATER_CLIENT_CTL_BENCH_REPORT_H_
 

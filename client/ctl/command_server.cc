@@ -35,7 +35,7 @@ std::string InfoText(const client::ServerInfo& info, const std::string& start_ti
 
   Table devices({"DEVICE", ">BUDGET", ">PLANNED", "MODEL"});
   for (const client::DeviceInfo& device : info.devices) {
-    // Of several devices the server does not know which has how much of a plan.
+    // With several devices the server does not know how much of a plan each has.
     const bool known = info.devices.size() == 1 || device.memory_planned_bytes > 0;
     devices.AddRow({device.name, FormatBytes(device.memory_budget_bytes), known ? FormatBytes(device.memory_planned_bytes) : "-",
                     device.model});

@@ -96,7 +96,7 @@ absl::StatusOr<ExitCode> RunTop(client::Client& client, const std::vector<std::s
     absl::SleepFor(interval);
     auto after = LookNow(address);
     if (!after.ok()) {
-      // Somebody who watches sees it come back; a script is told.
+      // A person at a terminal sees the server come back; a script gets the error.
       if (!terminal) return after.status();
       Show(absl::StrCat(Printable(std::string(after.status().message())), "\n"), terminal);
       continue;
@@ -111,7 +111,7 @@ absl::StatusOr<ExitCode> RunTop(client::Client& client, const std::vector<std::s
       Show(TopText(figures, heads), terminal);
     }
     before = std::move(after);
-  } while (!once && OutputError() == 0);  // nobody sees looks that cannot be printed
+  } while (!once && OutputError() == 0);  // stop when the output cannot be printed
   return kExitOk;
 }
 

@@ -91,8 +91,8 @@ absl::StatusOr<std::string> FetchMetrics(const std::string& address, absl::Durat
     return Unreachable(address, gai_strerror(error));
   }
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> addresses(list, freeaddrinfo);
-  // HTTP 1.0: the answer is not cut into chunks, and ends with the connection.
-  // A zone is this host's own name for a link, which the other side is not told.
+  // HTTP 1.0: the answer is not cut into chunks, and ends with the connection. A zone is this host's own name for a link, and is
+  // not sent to the other side.
   const size_t zone = host.find('%');
   const std::string told =
       zone == std::string::npos ? address : absl::StrCat("[", host.substr(0, zone), "]", address.substr(colon));

@@ -16,7 +16,7 @@ constexpr char kHintPayload[] = "headwaterctl/hint";
 
 int lost_output_error = 0;
 
-// What to do about an error that operators meet. Reasons that are not here explain themselves.
+// The remedy for an error that operators meet. Reasons that are not here explain themselves.
 std::string HintFor(const absl::Status& status, const std::string& reason) {
   if (const auto own = status.GetPayload(kHintPayload); own.has_value()) return std::string(*own);
   static const std::map<std::string, std::string> hints = {

@@ -14,8 +14,19 @@ from pathlib import Path
 import code_comments
 
 MAX_WORDS = 25
-LEFT_OUT = ("docs/metrics.md", "kernels/lab/README.md")
-DONE = ("kernels/comm/*.h", "kernels/core", "kernels/cpu", "kernels/reference", "proto")
+LEFT_OUT = (
+    *("docs/metrics.md", "kernels/lab/README.md"),
+    *(f"client/ctl/{name}" for name in ("arguments.h", "head_flags.cc", "head_flags.h", "main.cc")),  # to be replaced
+)
+DONE = (
+    "client/c*/**/*",
+    "client/examples/**/*",
+    "kernels/comm/*.h",
+    "kernels/core/*",
+    "kernels/cpu/*",
+    "kernels/reference/*",
+    "proto/**/*",
+)
 SOURCES = {".h", ".cc", ".cu", ".cuh", ".py", ".proto"}
 START = re.compile(r"(Of|What|Who|Whoever|Likewise|The same(?= (of|for|holds|is|are|goes|with|in|as|applies|to|on)\b))\b")
 WORDS = {
@@ -139,9 +150,8 @@ def main() -> int:
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2]
     pages = [page for page in sorted(root.rglob("*.md")) if not {"build", ".git", ".venv"} & set(page.relative_to(root).parts)]
     pages = [page for page in pages if page.relative_to(root).as_posix() not in LEFT_OUT]
-    sources = [
-        path for done in DONE for path in sorted(root.glob(done if "*" in done else f"{done}/**/*")) if path.suffix in SOURCES
-    ]
+    sources = [path for done in DONE for path in sorted(root.glob(done)) if path.suffix in SOURCES]
+    sources = [path for path in sources if path.relative_to(root).as_posix() not in LEFT_OUT]
     errors = [error for page in pages for error in check_page(root, page)]
     errors += [error for source in sources for error in check_source(root, source)]
     for error in errors:

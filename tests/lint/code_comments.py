@@ -72,7 +72,7 @@ def paragraphs(block: list[Line]) -> list[Paragraph]:
         in_section = section_indent >= 0 and indent == section_indent
         if indent < section_indent:
             section_indent = -1
-        if in_section or ITEM.match(stripped) or (not open_paragraph and indent < 4):
+        if in_section or ITEM.match(stripped) or (not open_paragraph and indent < 3):
             found.append([(number, line)])
             open_paragraph = True
         elif open_paragraph:

@@ -15,7 +15,7 @@ namespace {
 
 using google::protobuf::Message;
 
-// How often a call opens a session anew: more means that the server forgets them as fast.
+// How often a call reopens a lost session; more losses mean that the server forgets sessions as fast as they are opened.
 constexpr int kMaxSessionLosses = 3;
 constexpr std::chrono::nanoseconds kAtOnce{0};
 
@@ -232,7 +232,7 @@ void Call::FillIn() {
 void Call::Await(const std::function<bool()>& is_blocked, std::function<void()> go_on) {
   std::lock_guard<std::mutex> lock(mutex_);
   RunLocked(core_->waiting(), retry_.deadline() - std::chrono::system_clock::now(), std::move(go_on));
-  // What is waited for may have come before the task was there to be hurried.
+  // The awaited event may have come before the task existed.
   if (!is_blocked()) core_->waiting().Hurry(this);
 }
 
@@ -285,7 +285,7 @@ void Call::Answered(absl::StatusOr<Answer> answer) {
 
 void Call::Failed(absl::Status status) {
   Leave();
-  // Nobody here has: a server that shuts down cuts off calls that reach it in that moment.
+  // This client has not cancelled the call: a server that shuts down cuts off calls that reach it in that moment.
   if (absl::IsCancelled(status) && !cancelled()) {
     status = absl::UnavailableError(absl::StrCat("the connection to ", core_->target(), " failed: ", Sentence(status)));
   }
@@ -337,8 +337,8 @@ void Call::Record(const Message& answer) {
   if (!log.enabled() || method_.record == Record::kNone) return;
   if (is_loss() && !micro_batch().has_value()) return;
   if (is_loss() && GetBool(answer, "payload_differs").value_or(false)) return;  // another one's contribution is what counts
-  // The rows of a joined teacher are gone with the server, and their sender does not know: a repetition would find none,
-  // or those of another micro-batch that has the same key.
+  // The rows of a joined teacher are lost with the server, and their sender does not know. A repetition would find no rows, or
+  // those of another micro-batch with the same key.
   if (HasJoinedTeacher(*message_)) {
     return log.Drop(heads_, "it has micro-batches whose teacher's rows came from another stream (a join)");
   }
@@ -367,7 +367,7 @@ bool Call::TakeNews(const Message& answer) {
   const std::string name = head != nullptr ? head->name() : GetText(*message_, "name").value_or("");
   HeadStates& states = core_->head_states();
   const bool replaced = method_.news == HeadNews::kReplaced;
-  std::shared_ptr<HeadState> before;  // which goes on at another epoch
+  std::shared_ptr<HeadState> before;  // which continues at another epoch
   if (method_.news != HeadNews::kDescribed) {
     for (const std::shared_ptr<HeadState>& state : states.AllOf(name)) {
       core_->replay_log().Forget(*state);

@@ -36,7 +36,7 @@ struct CallMemory {
   bool on_device() const;
 };
 
-// What a call that succeeded has brought.
+// The result of a call that succeeded.
 struct Answer {
   // The method's answer, in one of the two forms where an exchange ends, and parsed at the call's end.
   std::string bytes{};
@@ -60,7 +60,7 @@ class Exchange {
   virtual void Start(const google::protobuf::Message& request, Deadline deadline, Done done) = 0;
   // Ends the attempt that is under way, and every later one.
   virtual void Cancel() = 0;
-  // Of bytes that go up.
+  // Bytes sent so far.
   virtual int64_t sent_bytes() const { return 0; }
   virtual int64_t total_bytes() const { return 0; }
 
@@ -71,7 +71,7 @@ class Exchange {
 // A copy; RESOURCE_EXHAUSTED.
 absl::StatusOr<std::unique_ptr<google::protobuf::Message>> CopyOf(const google::protobuf::Message& message);
 
-// What a header asks for, and in which type.
+// Whether a header asks for grad_hidden, and the type of grad_hidden.
 bool WantsGradHidden(const v1::MicroBatchHeader& header);
 v1::DataType GradHiddenType(const v1::MicroBatchHeader& header);
 // Takes out what an attempt fills in of how its rows travel.
@@ -92,13 +92,13 @@ class AttemptContext {
     if (cancelled_) context_->TryCancel();
     return context_.get();
   }
-  // Of this attempt, and of every later one.
+  // Cancels this attempt and every later one.
   void Cancel() {
     std::lock_guard<std::mutex> lock(mutex_);
     cancelled_ = true;
     if (context_ != nullptr) context_->TryCancel();
   }
-  // Of this attempt alone.
+  // Cancels this attempt alone.
   void End() { context_->TryCancel(); }
 
  private:

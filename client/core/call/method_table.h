@@ -1,5 +1,4 @@
-// What the core must know of each method that it calls: all that follows (attempts, repetitions, epochs, log, recovery) follows
-// from this table.
+// The properties of each method that the core calls; attempts, repetitions, epochs, log and recovery follow from this table.
 #ifndef HEADWATER_CLIENT_CORE_CALL_METHOD_TABLE_H_
 #define HEADWATER_CLIENT_CORE_CALL_METHOD_TABLE_H_
 
@@ -20,7 +19,7 @@ enum class Shape {
   kDownload,  // bytes down
 };
 
-// What an answered call leaves in the replay log.
+// The replay log's entry for an answered call.
 enum class Record {
   kNone,
   kLoss,      // a micro-batch with its rows
@@ -32,7 +31,7 @@ enum class Record {
   kClose,     // closes the step, with other weights perhaps: an upload is repeated under another id
 };
 
-// What the answer means for heads.
+// The meaning of an answer for heads.
 enum class HeadNews {
   kNoNews,
   kDescribed,  // the answer is, or has, a head at an epoch that this client may not know

@@ -13,7 +13,7 @@
 
 namespace headwater::client::internal {
 
-// What a second execution of a call would do.
+// The effect of executing a call a second time.
 enum class Repeat {
   kSafe,              // the same as one: reads, and calls that the server knows again
   kUntilSent,         // safe until the last byte is on its way
@@ -23,10 +23,9 @@ enum class Repeat {
 // The repetitions of one call. Not thread-safe.
 class RetryState {
  public:
-  // `awaits_server`: one that is away (it cannot be reached, cuts the call off, says DRAINING or STARTING, or that it
-  // begins anew) is waited for until
-  // shortly before the deadline, at most a second at a time, by a back-off of its own: the policy's attempts and waits are whole
-  // for what the server answers when it is back.
+  // `awaits_server`: wait for an absent server until shortly before the deadline, at most a second at a time, by a separate
+  // back-off. A server is absent if it cannot be reached, cuts the call off, says DRAINING or STARTING, or announces its restart.
+  // The policy's attempts and waits are spent only on answers of the server.
   RetryState(const RetryPolicy& policy, Deadline deadline, Repeat repeat, bool awaits_server = false)
       : policy_(policy),
         deadline_(deadline),

@@ -1,4 +1,4 @@
-// What a client says aloud.
+// Notices of a client to its user.
 #ifndef HEADWATER_CLIENT_CORE_LINK_NOTICE_H_
 #define HEADWATER_CLIENT_CORE_LINK_NOTICE_H_
 

@@ -24,7 +24,7 @@ std::string TlsFailureOf(const std::string& target, const TlsOptions& tls);
 
 // Channels with the same files share one, which reads them again when they change.
 std::shared_ptr<grpc::ChannelCredentials> MakeCredentials(const ClientOptions& options);
-// What TLS needs beside them; nothing without TLS.
+// Adds the channel arguments of TLS; nothing without TLS.
 void AddTlsArguments(const ClientOptions& options, grpc::ChannelArguments* arguments);
 // Add token and trace to every call; none without them.
 std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> MakeInterceptors(const ClientOptions& options);

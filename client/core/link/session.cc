@@ -12,7 +12,7 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-// How long a server may take to open a session, at least: whoever gave up before finds it open afterwards.
+// The least time that a server may take to open a session; a caller that gave up before finds it open afterwards.
 constexpr std::chrono::seconds kOpenTimeout{30};
 // However short a lease is granted.
 constexpr nanoseconds kShortestPause = std::chrono::milliseconds(10);

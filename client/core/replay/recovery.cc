@@ -49,7 +49,7 @@ class Recovery {
       HEADWATER_RETURN_IF_ERROR(wait_.Check());
       HEADWATER_RETURN_IF_ERROR(RepeatEntry(entry));
     }
-    // Only now: a head whose step is not whole keeps its stale epoch, and every call on it is told so.
+    // Epochs are adopted only here: a head whose step is not whole keeps its stale epoch, and every call on it fails.
     for (const HeadUse& use : heads_) use.state->AdoptRecovered(fresh_.at(use.state->name), incarnation_);
     return absl::OkStatus();
   }
@@ -113,7 +113,8 @@ class Recovery {
         request.set_epoch(head.epoch());
         for (const std::string& epoch : state.lineage()) request.add_recovers_epochs(epoch);
         absl::StatusOr<v1::Head> taken = core_.Ask<v1::Head>(request, wait_);
-        // Another trainer was faster, or this one's answer was lost: the head is taken all the same, and tells by whose run.
+        // Another trainer was faster, or this one's answer was lost: the head is taken all the same, and its lineage shows by whose
+        // run.
         if (!taken.ok() && (absl::IsUnavailable(taken.status()) || ErrorReason(taken.status()) == "EPOCH_FENCED")) {
           taken = Get(state.name);
           if (taken.ok()) {
@@ -133,8 +134,8 @@ class Recovery {
     return absl::OkStatus();
   }
 
-  // Whether a head that came back is this run's to go on with: nobody has taken it yet, or a trainer that went on from an epoch
-  // under which this client has worked as well. What was sent for another run's head is never repeated, whatever comes.
+  // Whether a head that came back belongs to this run. No trainer may have taken it yet, except one that continued from an epoch
+  // under which this client has worked as well. Contributions to another run's head are never repeated.
   absl::Status CheckRun(HeadState& state, const v1::Head& head) {
     if (!state.is_overtaken()) {
       if (head.state() == v1::HEAD_STATE_RESTORED) return absl::OkStatus();
@@ -250,7 +251,7 @@ absl::Status Recover(Core& core, ReplayLog::Gate gate, const HeadUses& heads, co
     // gRPC's clock may be a little ahead of this one.
     if (absl::IsDeadlineExceeded(status) || !wait.Check().ok()) return EndedInRecovery(wait);
     if (absl::IsCancelled(status)) return status;
-    // The server went again: from the beginning. What was repeated already adds nothing a second time.
+    // The server restarted again: start from the beginning. Repeated contributions add nothing a second time.
     if (!absl::IsUnavailable(status) && !MayRecover(log, status)) break;
   }
   // It stayed away: no reason to give the step up, which the next call finds as this one has.

@@ -30,7 +30,7 @@ std::string Checksum(const RowsView& tensor) {
   return std::string(reinterpret_cast<const char*>(canonical.digest), sizeof(canonical.digest));
 }
 
-// What the attempts of a call share.
+// State that the attempts of a call share.
 struct Shared {
   Core& core;
   AttemptContext context{};
@@ -118,7 +118,7 @@ class SendingStream : public grpc::ClientBidiReactor<Request, Response> {
       offset_known_ = true;
       std::lock_guard<std::mutex> lock(mutex_);
       offset_ = offset;
-      *start_chunks = header_written_;  // else OnWriteDone goes on
+      *start_chunks = header_written_;  // else OnWriteDone continues
     } else if (response_.has_head() && offset_known_ && answer_ == nullptr) {
       answer_ = std::make_unique<v1::Head>(response_.head());
     } else {
@@ -159,7 +159,7 @@ class SendingStream : public grpc::ClientBidiReactor<Request, Response> {
   absl::Status answer_error_;
 };
 
-// What a download is to be like.
+// The expected properties of a download.
 struct DownloadTarget {
   void* memory;  // null: the library's
   std::vector<int64_t> shape;

@@ -23,7 +23,7 @@ using internal::ToProto;
 
 namespace internal {
 
-// What a decision about a micro-batch names.
+// The names in a decision about a micro-batch.
 struct ContributionKey {
   std::shared_ptr<Core> core;
   std::vector<v1::HeadStep> heads;  // the trainable ones

@@ -1,4 +1,4 @@
-// What copies of a Head share.
+// The state that copies of a Head share.
 #ifndef HEADWATER_CLIENT_SRC_HEAD_HANDLE_H_
 #define HEADWATER_CLIENT_SRC_HEAD_HANDLE_H_
 

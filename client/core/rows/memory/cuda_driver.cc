@@ -11,7 +11,7 @@
 namespace headwater::client::internal {
 namespace {
 
-// Of CUpointer_attribute and CUmemorytype.
+// Values of CUpointer_attribute and CUmemorytype.
 constexpr int kContextAttribute = 1;
 constexpr int kMemoryTypeAttribute = 2;
 constexpr int kBufferIdAttribute = 7;

@@ -1,5 +1,5 @@
-// CudaDriver: what the client needs of NVIDIA's driver, by dlopen() of libcuda.so.1, with prototypes of its own: the client is
-// built without CUDA, and runs without it.
+// CudaDriver: NVIDIA's driver, loaded by dlopen() of libcuda.so.1 and declared here. The client is built without CUDA, and runs
+// without it.
 #ifndef HEADWATER_CLIENT_CORE_ROWS_MEMORY_CUDA_DRIVER_H_
 #define HEADWATER_CLIENT_CORE_ROWS_MEMORY_CUDA_DRIVER_H_
 
@@ -62,7 +62,7 @@ class CudaDriver {
   // OK, or INTERNAL with `what` and the driver's name of the error.
   absl::Status Check(CuResult result, const char* what) const;
 
-  // What an address of device memory belongs to.
+  // The allocation that an address of device memory belongs to.
   struct Allocation {
     CuDevicePointer base = 0;
     int64_t bytes = 0;

@@ -17,7 +17,7 @@
 
 namespace headwater::client::internal {
 
-// What calls need to know of the server process that answers now.
+// Facts about the server process that answers now, as calls need them.
 struct ServerFacts {
   std::string peer;             // its address, as grpc::ClientContext::peer()
   int max_stripes = 1;          // streams of a micro-batch
@@ -40,7 +40,7 @@ class RowTransport {
   // For what ends one: it never waits behind calls that a server which stands still keeps from beginning.
   DelayedTasks& endings() { return endings_; }
 
-  // What is known without asking.
+  // The facts known without asking.
   std::optional<ServerFacts> facts() const;
   // Asks the server. Blocks; the caller may cancel `context`.
   absl::StatusOr<ServerFacts> AskForFacts(grpc::ClientContext& context);

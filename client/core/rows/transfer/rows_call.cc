@@ -38,8 +38,8 @@ void RowsCall::SetAttempt(Deadline deadline, Done done) {
 }
 
 void RowsCall::RunBeginning(std::function<absl::Status()> begin) {
-  // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the attempt
-  // cannot end.
+  // Under the lock, so that Cancel() either is seen here or finds the task, which takes the lock first. The attempt cannot end
+  // before the lock is released.
   std::lock_guard<std::mutex> lock(mutex_);
   DelayedTasks& workers = cancelled() ? transport_.endings() : transport_.beginnings();
   workers.Run(this, [this, begin = std::move(begin)] {

@@ -17,7 +17,7 @@ CONTEXT = 64  # tokens of one sequence
 TEXT_BYTES = 2_000_000
 HELD_OUT_EVERY = 10  # of ten files one is held out
 
-# What can become a token: a word with the space before it, a digit, a run of signs, a run of white space.
+# The pieces that can become tokens: a word with the space before it, a digit, a run of signs, a run of white space.
 PIECE = re.compile(r" ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s+")
 
 
