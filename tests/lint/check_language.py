@@ -19,8 +19,7 @@ LEFT_OUT = (
     *(f"client/ctl/{name}" for name in ("arguments.h", "head_flags.cc", "head_flags.h", "main.cc")),  # to be replaced
 )
 DONE = (
-    "client/c*/**/*",
-    "client/examples/**/*",
+    "client/**/*",
     "kernels/comm/*.h",
     "kernels/core/*",
     "kernels/cpu/*",
@@ -44,12 +43,12 @@ CODE_WORDS = {
     re.compile(r"\banew\b", re.IGNORECASE): "again",
     re.compile(r"\bbut for\b", re.IGNORECASE): "except",
     re.compile(r"\bin vain\b", re.IGNORECASE): "name the result",
-    re.compile(r"\bnone (is|are) (there|here)\b|\bthat (is|are) none\b", re.IGNORECASE): "without a, absent",
+    re.compile(r"\bnone (is|are) (there|here)\b|\bthat (is|are) none\b"): "without a, absent",
 }
 PRINTED = re.compile(r"<!-- flags:.*?<!-- end of flags -->", re.DOTALL)
 FENCE = re.compile(r"^[ \t]*(```|~~~).*?^[ \t]*\1\s*$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
-END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_\[]*([A-Z0-9`]|[a-z]+[A-Z0-9_(]))")
+END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_\[]*([A-Z0-9`]|[a-z]+[A-Z0-9_(/\[]|[a-z]+\.[a-z])|\"[a-z_]+\")")
 ABBREVIATION = re.compile(r"\b(e\.g|i\.e|etc|vs|cf|approx|no)\.$|\b[A-Z]\.$")
 
 

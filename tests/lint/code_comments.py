@@ -26,7 +26,7 @@ COMMAND = re.compile(
 ITEM = re.compile(r"([-*+]|\d+\.) +")
 ENTRY = re.compile(r"(?!Errors: )[\w.*`]+(, [\w.*`]+)*( \([^)]*\))?: ")
 COLUMNS = re.compile(r"\S {2,}\S")  # a row of a table or drawing
-SECTION = re.compile(r"\w+( \w+)?:$")
+SECTION = re.compile(r"[A-Z]\w+:$")
 SECTION_ENDS_CODE = re.compile(r"[(\[{,=\\]$|\breturn$")
 
 
@@ -58,25 +58,27 @@ def blocks(text: str, name: str) -> list[list[Line]]:
 def paragraphs(block: list[Line]) -> list[Paragraph]:
     """The paragraphs of a comment."""
     found: list[Paragraph] = []
-    open_paragraph = False
+    is_open = hangs = False
     section_indent = -1
+    last = ""
     for number, line in block:
         stripped = line.strip()
-        indent = len(line) - len(line.lstrip())
-        if not stripped or COMMAND.match(stripped) or COLUMNS.search(stripped):
-            open_paragraph = False
-            continue
-        if SECTION.match(stripped) and not open_paragraph:
-            section_indent = indent + 4
-            continue
-        in_section = section_indent >= 0 and indent == section_indent
-        if indent < section_indent:
-            section_indent = -1
-        if in_section or ITEM.match(stripped) or (not open_paragraph and indent < 3):
+        indent, last_indent = len(line) - len(line.lstrip()), len(last) - len(last.lstrip())
+        is_entry = indent == section_indent and (not is_open or ENTRY.match(stripped) is not None)
+        if SECTION.match(stripped):
+            is_open, section_indent = False, indent + 4
+        elif not stripped or COMMAND.match(stripped) or COLUMNS.search(stripped):
+            is_open = False
+        elif is_open and not hangs and last.endswith(":") and indent >= last_indent + 2:
+            is_open = False  # code or a drawing
+        elif is_entry or ITEM.match(stripped) or (not is_open and indent < 3):
             found.append([(number, line)])
-            open_paragraph = True
-        elif open_paragraph:
+            is_open, hangs = True, is_entry or ITEM.match(stripped) is not None
+        elif is_open:
             found[-1].append((number, line))
+        if stripped and indent < section_indent and not SECTION.match(stripped):
+            section_indent = -1
+        last = line
     return found
 
 

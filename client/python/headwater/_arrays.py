@@ -190,7 +190,7 @@ def refuse_mask(value: Any, field: str) -> None:
 
 
 def _kind(array: np.ndarray, value: Any) -> Any:
-    """What came, for messages: the element type, or the type of a value that numpy sees no array in."""
+    """The element type of an array for messages, or the type of a value that numpy sees no array in."""
     return type(value).__name__ if array.dtype == object and array.ndim == 0 else array.dtype
 
 

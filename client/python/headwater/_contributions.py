@@ -78,7 +78,7 @@ class Contribution:
             raise
 
     def staged(self, result: LossResult) -> None:
-        """It waits for its decision now; if nobody is left to decide, it is discarded."""
+        """It waits for its decision now, and is discarded if no object is left to decide it."""
         self._staged = result
         self._may_be_there()
 

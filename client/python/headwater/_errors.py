@@ -70,7 +70,7 @@ class FailedPreconditionError(HeadwaterError):
 
 
 class AbortedError(HeadwaterError):
-    """What the caller believes about the head is out of date."""
+    """The caller's knowledge of the head is out of date."""
 
 
 class ResourceExhaustedError(HeadwaterError):
@@ -135,7 +135,7 @@ def is_restarting(error: HeadwaterError) -> bool:
 
 
 def checkpoints_in(metadata: Mapping[str, str]) -> dict[str, int]:
-    """What `checkpoints` says: "step-20=20,step-10=10"."""
+    """The checkpoints that `checkpoints` names: "step-20=20,step-10=10"."""
     pairs = (pair.rpartition("=") for pair in metadata.get("checkpoints", "").split(","))
     return {name: int(step) for name, _, step in pairs if name and step.isdecimal()}
 
@@ -147,12 +147,12 @@ class _KnowsCheckpoints:
 
     @property
     def checkpoints(self) -> dict[str, int]:
-        """The head's checkpoints by name, newest first, with the step that each begins; empty where the answer does not tell."""
+        """The head's checkpoints by name, newest first, with the step that each begins; empty where the answer has none."""
         return checkpoints_in(self.metadata)
 
 
 class _OutdatedError(_KnowsCheckpoints, AbortedError):
-    """What errors about a head that has moved on say of it; None where the answer does not tell."""
+    """Facts in errors about a head that has moved on; None where the answer lacks them."""
 
     def _integer(self, key: str) -> int | None:
         value = self.metadata.get(key, "")
@@ -176,7 +176,7 @@ class EpochFencedError(_OutdatedError):
     """The head was restored, re-created or taken over since this `Head` was made. Get a new one with `Client.head`.
 
     Attributes:
-        open_step, head_epoch: the head's open step and epoch now; None where the answer does not tell.
+        open_step, head_epoch: the head's open step and epoch now; None where the answer lacks them.
     """
 
 
@@ -184,12 +184,12 @@ class StepLostError(_OutdatedError):
     """The open step's contributions are gone: the server came back from a checkpoint, or its engine failed.
 
     Attributes:
-        restored_step: the step that the head is at now. If it is the trainer's, `Head.take` and submitting the step again goes on;
-            if it is older, the trainer goes back to its own checkpoint of that name first.
+        restored_step: the step that the head is at now. If it is the trainer's, continue with `Head.take` and submit the step
+            again. If it is older, the trainer goes back to its own checkpoint of that name first.
         checkpoint: the checkpoint that the head came back from; empty if the engine failed: then restore one.
         checkpoints: the head's checkpoints by name, newest first, with the step that each begins.
         trainer_step: the step that this client's call was for. None where it named none, or without `connect(replay=True)`.
-        open_step, head_epoch: the head's open step and epoch now. None where the answer does not tell.
+        open_step, head_epoch: the head's open step and epoch now. None where the answer lacks them.
     """
 
     @property

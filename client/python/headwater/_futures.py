@@ -17,12 +17,13 @@ from headwater._memory import current_streams
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# What returns or raises the outcome of a call, and may block; what is called with that at the call's end; what cancels the call.
+# Three functions: one returns or raises the outcome of a call, and may block; one receives it at the call's end; one cancels the
+# call.
 Outcome = Callable[[], Any]
 Done = Callable[[Outcome], Any]
 Cancel = Callable[[], Any]
 
-# Threads that finish the loss calls of futures, whose answers nobody waits for in Python.
+# Threads that finish the loss calls of futures whose answers no Python code waits for.
 LOSS_THREADS = 16
 _THREADS = {
     "loss": LOSS_THREADS,

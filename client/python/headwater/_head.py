@@ -44,14 +44,14 @@ class Head(HeadLosses):
     side and in any order: wait for the micro-batches of a step before closing it.
 
     A head that was restored, re-created or taken over by another process answers `EpochFencedError` from then on; this object never
-    follows on its own. What this object does itself (take, set_weight, load, restore) it knows, and with `connect(replay=True)` it
-    follows a server that was started again.
+    follows on its own. It does follow its own changes (take, set_weight, load, restore), and with `connect(replay=True)` a
+    restarted server.
 
     A call for the step after the open one waits until that is open, at most as long as its `timeout_s`.
 
     Attributes:
         step: the step that calls work on unless they say otherwise. `apply_optimizer_step`, `discard_gradient` and `replace_weight`
-            move it on. Of several trainers one closes the step; the others add 1 themselves, and wait for it if they are early.
+            move it on. One of several trainers closes the step; the others add 1 themselves, and wait for it if they are early.
     """
 
     _WHY_NOT_PICKLED = "a headwater.Head belongs to its client and cannot be pickled: send its name, and ask client.head(name)"
@@ -162,7 +162,7 @@ class Head(HeadLosses):
     ) -> bool:
         """Drops an uncommitted micro-batch; its id cannot be used again in this step, unless with a higher `attempt`. Idempotent.
 
-        To submit it anew, pass the next attempt to the loss (1 if it was never retried; `LossResult.attempt` + 1), or another id.
+        To submit it again, pass the next attempt to the loss (1 if it was never retried; `LossResult.attempt` + 1), or another id.
 
         Args:
             attempt: the highest attempt that is dropped. None: the one that this client has submitted. A higher one than is there
@@ -356,7 +356,7 @@ class Head(HeadLosses):
     def weight(self, *, dtype: Any = None, timeout_s: float | None = None) -> Any:
         """Downloads the weight, (vocab_size, hidden_size).
 
-        Of a trainable head only as this object's epoch has it: raises EpochFencedError if another run has taken the head over, and
+        A trainable head must be at this object's epoch. Otherwise raises EpochFencedError if another run has taken the head over,
         StepLostError if the server has restored an older checkpoint.
 
         Args:
@@ -392,16 +392,16 @@ class Head(HeadLosses):
         copied for that.
 
         Args:
-            target: a folder of safetensors files that save_pretrained has written; a .safetensors file, which is made if it is not
-                there; or a torch.nn.Linear, or a model with get_output_embeddings(), whose parameters are overwritten in place.
+            target: a folder of safetensors files that save_pretrained has written, or a .safetensors file, which is made if it is
+                missing. A torch.nn.Linear, or a model with get_output_embeddings(), has its parameters overwritten in place.
             tensor: name of the weight's tensor in a file. Empty: `lm_head.weight`, else the only tensor of the head's shape that
                 has a name of an output layer (`embed_out.weight`, `output.weight`, ...). A name that is not there is added to a
                 model that was saved without its head. The bias is beside it.
             dtype: of the tensors in a file. None: that which they have; in a new file that of the head. "float32" has the master
                 weights.
-            untie: for a model whose config says that its input embedding is its head (`tie_word_embeddings`), and a head that was
-                not attached with tied=: gives the model an output layer of its own, and says so in the config. Otherwise such a
-                model is refused. A head that was attached with tied= is written into the embedding.
+            untie: gives the model an output layer of its own, and sets that in the config. It is for a model whose config says that
+                its input embedding is its head (`tie_word_embeddings`), and a head that was not attached with tied=. Otherwise such
+                a model is refused. A head that was attached with tied= is written into the embedding.
         Raises:
             InvalidArgumentError: `INVALID_COMBINATION`: a tied model, see `untie`; a bias on one side only. `SHAPE_MISMATCH`.
             NotFoundError: `WEIGHTS_NOT_FOUND`: no file, or no tensor or several that can be the head; the message lists them.
@@ -421,8 +421,8 @@ class Head(HeadLosses):
     ) -> HeadInfo:
         """Replaces weight and, if given, bias. The head gets a new epoch, and what the open step has accumulated is dropped.
 
-        An upload that was cut goes on where it stopped if it is called again with the same `upload_id` and the same arrays. Nothing
-        is visible before a tensor's last byte.
+        An interrupted upload continues where it stopped if it is called again with the same `upload_id` and the same arrays.
+        Nothing is visible before a tensor's last byte.
 
         Args:
             weight: (vocab_size, hidden_size) in the head's dtype or float32, or None to leave it; uint16 are bits of bfloat16.
@@ -496,8 +496,8 @@ class Head(HeadLosses):
 
         Args:
             path: relative to the load root.
-            weight_tensor: empty: `lm_head.weight`, else the one tensor of the head's shape with another head's name, else the
-                embedding if the model's config.json says that it is tied.
+            weight_tensor: empty: the first match of `lm_head.weight`, the one tensor of the head's shape with another head's name,
+                and the embedding of a tied model (config.json).
             bias_tensor: empty: the weight's own (`lm_head.bias`), else the one tensor with the name of a head's bias.
 
         Raises:
@@ -551,8 +551,8 @@ class Head(HeadLosses):
     def take(self, *, only_if_current: bool = False, expected_step: int | None = None, timeout_s: float | None = None) -> HeadInfo:
         """Takes the head over for a new run: a new epoch, an empty open step; weights, optimizer state and the step's number stay.
 
-        Every other client's calls are `EpochFencedError` from then on. It is also how to go on with a head that a restarted server
-        has brought back (`StepLostError`, state "RESTORED").
+        Every other client's calls are `EpochFencedError` from then on. It also continues with a head that a restarted server has
+        brought back (`StepLostError`, state "RESTORED").
 
         Args:
             only_if_current: only if no other client has taken it since this object was made: of several that try, one succeeds.

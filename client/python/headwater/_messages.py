@@ -130,7 +130,7 @@ def checkpoint_info(message: Any) -> CheckpointInfo:
 
 
 def step_result(cls: type[Data], message: Any) -> Data:
-    """What has become of a step, with its totals."""
+    """The outcome of a step, with its totals."""
     return read(cls, message, totals=read(StepTotals, message.totals))
 
 

@@ -265,7 +265,7 @@ class RemoteBackend:
         return int(answer.FromString(reply.message).row_count)
 
     def abandon(self, key: StepKey, micro_batch: int) -> Callable[[], None]:
-        """What hands a micro-batch over that nobody can decide any more, for the core to discard; good in a finalizer."""
+        """A function that hands an undecided micro-batch over to the core, which discards it; safe in a finalizer."""
         message = _wire.DiscardMicroBatchRequest(heads=[head_step(key)], micro_batch=micro_batch).SerializeToString()
         connection = self.connection
         return lambda: connection.abandon(message)

@@ -371,8 +371,7 @@ def compact(request: ComputeRequest) -> Compaction:
     """Leaves ignored rows out where that is worth it: they have no loss and no gradient.
 
     Not where rows are shared by terms or private, nor where a factor for each row comes later: the server does it for itself then.
-    Whether rows may be held makes no difference: a repeat that finds a slot free is to bring the same ones as the call that found
-    none.
+    Whether rows may be held makes no difference: a repeat that finds a free slot must send the rows of the first call.
     """
     row_count = request.hidden.shape[0]
     term = request.terms[0]

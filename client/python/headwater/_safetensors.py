@@ -16,7 +16,7 @@ from headwater import _arrays
 from headwater._arrays import HostArray
 from headwater._errors import make_error
 
-# What files call the types of heads.
+# The names of the heads' types in files.
 NAMES = {_arrays.FLOAT32: "F32", _arrays.BFLOAT16: "BF16", _arrays.FLOAT16: "F16"}
 DATA_TYPES = {name: data_type for data_type, name in NAMES.items()}
 # How elements are held in memory, by the file's names: bfloat16 as its bits.
@@ -92,7 +92,7 @@ def write(file: BinaryIO, tensors: Mapping[str, tuple[str, list[np.ndarray]]], m
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file's header says. Tensors are read when they are asked for."""
+    """The content of a file's header. Tensors are read when they are asked for."""
 
     path: Path
     metadata: Mapping[str, str]

@@ -59,7 +59,7 @@ class HeadReference(Handle):
 
     @property
     def spec(self) -> HeadSpec:
-        """What the head is; fixed for its life."""
+        """The head's specification, fixed for its life."""
         return self._spec
 
     @property
@@ -430,7 +430,8 @@ def _jsd_options(head: HeadReference, term: JSD | JsdCall, hard_loss: _requests.
 
 
 def explained(error: FailedPreconditionError) -> FailedPreconditionError:
-    """The error of a call that joins a set; if the set's rows are of another type than it says, with the argument that says it."""
+    """The error of a call that joins a set. If the set's rows are of another type than the call says, it names the argument for the
+    type."""
     if error.reason != "JOIN_INCOMPLETE" or error.metadata.get("field") != "data_type":
         return error
     message = f"{error.message}; teacher_dtype= of the loss names the type of the teacher's rows, without it the student's is meant"

@@ -56,7 +56,7 @@ _REFUSED = {
 
 
 class HeadwaterArgs(pydantic.BaseModel):
-    """What the plugin adds to the YAML file."""
+    """The plugin's keys in the YAML file."""
 
     headwater: dict[str, Any] | None = None
 

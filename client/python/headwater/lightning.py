@@ -201,7 +201,7 @@ def _model_of(pl_module: Any) -> tuple[str, torch.nn.Module]:
 def _local_loss(
     module: Any, hidden: torch.Tensor, targets: torch.Tensor, token_weights: Any, divisor: float | None
 ) -> torch.Tensor:
-    """What the head computes, by the layer that is here."""
+    """The head's result, computed by the local layer."""
     config = module.headwater or HeadwaterConfig()
     for option in ("softcap", "logit_scale", "valid_vocab_size", "z_loss"):
         if getattr(config, option):
@@ -218,7 +218,7 @@ def _local_loss(
 
 
 class HeadwaterMixin:
-    """Of a LightningModule with a network of its own, whose last layer a head stands in for.
+    """The base of a LightningModule with a network of its own, whose last layer a head replaces.
 
     `class Module(HeadwaterMixin, LightningModule)` defines `get_output_embeddings()`, which returns the layer, and takes its loss
     from `remote_loss`. It brings its `HeadwaterCallback`; in a Trainer's list there is none.

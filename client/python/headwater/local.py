@@ -53,11 +53,11 @@ def connect(
     """Starts a server for this process, or joins the one that runs with the same options, and connects to it.
 
     The program is `headwaterd` of the package headwater-server (`pip install "headwater[server]"`), else the one on PATH. The
-    environment variable HEADWATERD names another. It opens no TCP port, logs nothing, and its flags have their defaults but for
-    the options here; its limits (docs/flags.md) hold.
+    environment variable HEADWATERD names another. It opens no TCP port, logs nothing, and its flags have their defaults except the
+    options here; its limits (docs/flags.md) hold.
 
     PyTorch's threads spin while they wait, on the server's cores. Before PyTorch is imported, a "cpu" server's `connect` sets
-    OMP_WAIT_POLICY=PASSIVE, with which they sleep; afterwards it warns if nothing in the environment says how long they spin.
+    OMP_WAIT_POLICY=PASSIVE, with which they sleep. Afterwards it warns if nothing in the environment says how long they spin.
 
     Args:
         shards: number of vocabulary shards, >= 1.

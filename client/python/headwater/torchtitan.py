@@ -2,9 +2,9 @@
 
     config.loss = HeadwaterLoss.Config(server="localhost:50051", head="student")
 
-A layer that requires a gradient is trained by the server, as the Trainer's optimizer would train it: the head's step closes with
-the optimizer's, gradients are clipped by the norm of body and head together, and each checkpoint of torchtitan's has one of the
-head's beside it. A frozen layer stays as it is. Tested with torchtitan 0.3.
+The server trains a layer that requires a gradient, as the Trainer's optimizer would. The head's step closes with the optimizer's,
+and gradients are clipped by the norm of body and head together. Each checkpoint of torchtitan has one of the head's beside it. A
+frozen layer stays as it is. Tested with torchtitan 0.3.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def value_and_grad(
     `jit`. Errors are those of `Head.cross_entropy` and `Head.jsd`, as they were raised.
 
     Every call is a micro-batch of the head's open step; call `f` several times to accumulate. Ids are n * shards + shard, for the
-    n-th call of the step and the global number of a shard, so they are the same in every run. A call that fails gives its ids back:
-    call `f` again with the same arguments, which adds what is missing, or close the step by `Head.discard_gradient`.
+    n-th call of the step and the global number of a shard. They are the same in every run. A call that fails gives its ids back.
+    Call `f` again with the same arguments, which adds what is missing, or close the step by `Head.discard_gradient`.
 
     `f(params, batch, labels=None, *, weight=None, teacher_x=None)`:
         params: pytree that the gradient is taken by.

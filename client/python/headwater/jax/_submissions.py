@@ -1,4 +1,4 @@
-"""What programs have submitted to a head and not yet committed: the host's side of a loss inside `jit`."""
+"""Micro-batches that programs have submitted to a head and not yet committed: the host's side of a loss inside `jit`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Submissions:
         """Submits a micro-batch that `commit` adds; its result and its token.
 
         Args:
-            run: the loss call, but for what says how it is submitted.
+            run: the loss call, without the arguments that say how it is submitted.
             first, stride: of the ids of its place in the program, as of `MicroBatchSource.draw`.
             per_token: whether a factor for each row will come.
         """
@@ -126,7 +126,7 @@ class Submissions:
             self._without_gradient += 1
 
     def close(self) -> list[str]:
-        """Discards what was not committed. What the user should know of the step."""
+        """Discards what was not committed. Returns warnings about the step for the user."""
         with self._lock:
             pending, self._pending = self._pending, {}
             without_gradient, self._without_gradient = self._without_gradient, 0
@@ -165,7 +165,7 @@ def settle(head: Head) -> list[int]:
     Returns:
         Ids of this process's micro-batches in the open step, ascending: its part of `expected_micro_batches`.
     Raises:
-        What a callback has raised since the last call, as it was raised.
+        The original error that a callback has raised since the last call.
     """
     submissions = submissions_of(head)
     failure: Exception | None = None

@@ -120,7 +120,7 @@ def _outputs(loss: Loss) -> dict[str, Any]:
 
 
 def _results(loss: Loss, arrays: Arrays) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of `submit`: loss, divisor, grad_hidden, token."""
+    """The results of `submit`: loss, divisor, grad_hidden, token."""
     rows = arrays[loss.rows]
     number = jax.ShapeDtypeStruct((), jnp.float32)
     return (
@@ -134,7 +134,7 @@ def _results(loss: Loss, arrays: Arrays) -> tuple[jax.ShapeDtypeStruct, ...]:
 def _leave(
     loss: Loss, on_host: Callable[..., tuple[Any, ...]], results: Any, operands: Arrays, *, is_pure: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Calls a function of the host with arrays by name; those that are None are left out."""
+    """Calls a function of the host with arrays by name; None arrays are left out."""
     operands = {name: _program.on_one_device(value) for name, value in operands.items() if value is not None}
 
     def run(memory: tuple[Any, ...], **given: Any) -> tuple[Any, ...]:
@@ -151,7 +151,7 @@ def _leave(
             submissions_of(loss.head).keep_error(error)
             raise
 
-    # What the rows differ along, their losses and gradients do; the commit's factor comes back as it went.
+    # Losses and gradients differ along the rows' axes; the commit's factor has the axes with which it came.
     axes = _program.varying_axes(operands[loss.rows if loss.rows in operands else "factor"])
     values = _callbacks.call(callback, results, operands, is_pure=is_pure)
     return tuple(_program.vary(value, axes) for value in values)

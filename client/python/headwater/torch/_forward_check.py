@@ -50,7 +50,7 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What a head makes of weight, rows and bias."""
+    """The options by which a head makes logits of weight, rows and bias."""
 
     softcap: float | None
     logit_scale: float
@@ -73,19 +73,19 @@ class HeadOptions:
 
 @dataclass(frozen=True)
 class Body:
-    """What reaches the layer of what the model's body returns."""
+    """The path from the output of the model's body to the layer."""
 
     name: str  # `model`
     factor: float | None  # rows of the layer = factor * rows of the body; None: something else
 
     def explained_by(self, factor: float | None) -> bool:
-        """Whether the factor is this one, but for rounding."""
+        """Whether the factor is this one, up to rounding."""
         return factor is not None and self.factor is not None and math.isclose(factor, self.factor, rel_tol=1e-2)
 
 
 @dataclass(frozen=True)
 class Forward:
-    """What one forward has shown: rows that were put into the layer, and what the model has made of them."""
+    """The observations of one forward: rows that entered the layer, and the model's logits of them."""
 
     products: torch.Tensor  # (rows, vocab_size) float32: rows times weight, without bias
     bias: torch.Tensor | None  # (vocab_size,) float32
@@ -315,7 +315,7 @@ def _probe(like: torch.Tensor, layer: OutputLayer) -> tuple[torch.Tensor, torch.
 
 
 def _bodies(owners: Sequence[torch.nn.Module], module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """What may be called the model's body, by name: modules whose output a trainer would take for the layer's input."""
+    """Candidates for the model's body, by name: modules whose output a trainer would take for the layer's input."""
     found: dict[str, torch.nn.Module] = {}
     for owner in owners:
         for get in (lambda o: o.get_decoder(), lambda o: o.base_model, lambda o: o.model, lambda o: o.transformer):

@@ -38,8 +38,8 @@ class JointStep:
             joint.settle()
 
     `clip` seals the heads, so that their gradients are complete. The optimizer's pre hook applies the heads' optimizers with the
-    learning rate of its group: if the server cannot, the exception comes before the body has moved. Its post hook sends the
-    weights that the optimizer owns. A GradScaler that skips the step calls neither: `settle` discards the heads' gradients then.
+    learning rate of its group. If the server cannot, the exception comes before the body has moved. Its post hook sends the weights
+    that the optimizer owns. A GradScaler that skips the step calls neither: `settle` discards the heads' gradients then.
 
     Heads that are frozen have no steps: that their loss is called is all that is looked at.
 
@@ -264,7 +264,7 @@ class JointStep:
         """Brings the heads to where the trainer is, whose own state is loaded. Call it first, and whenever the training begins.
 
         A head that the server trains is taken at this step, or restored from its checkpoint of it. After an earlier training in
-        this process, it goes on from there, with its optimizer's state if the torch optimizer is the same one, too. Where the
+        this process, it continues from there, with its optimizer's state if the torch optimizer is the same one. Where the
         optimizer owns the weight, the head is given the model's.
 
         Args:
@@ -348,7 +348,7 @@ class JointStep:
                 raise
 
     def check_step(self, step: int) -> None:
-        """Refuses to go on where a head that the server trains has not closed as many steps as the trainer."""
+        """Raises an error where a head that the server trains has not closed as many steps as the trainer."""
         for remote in self._trained:
             if remote.served and remote.head.step != step + self._offset:
                 raise FailedPreconditionError(

@@ -186,7 +186,7 @@ class _Loss(torch.nn.Module):
         }
 
     def _call_of(self, hidden: torch.Tensor, targets: Any, token_weights: Any) -> _Call:
-        """What is computed of these rows, which `run` is still missing of."""
+        """The computation of these rows, still without its `run`."""
         _check_hidden(hidden, "hidden")
         flat_targets, flat_weights = _flat(targets, hidden, "targets"), _flat(token_weights, hidden, "token_weights")
         return _Call(hidden, flat_targets, flat_weights, self.weight, self.ignore_index)
@@ -441,20 +441,20 @@ class CrossEntropyLoss(_Loss):
     Two calls replace one where the upstream gradient is no single number. Forward computes losses and outputs, and leaves nothing
     on the server. Backward sends the rows again, with a factor for each token and output. That is a third more work, and takes no
     slot, whatever the number of losses before one backward. The rows must stay as they are until backward, and the step open.
-    `differentiable` with "entropy" or "lse" always takes two calls. reduction="none" takes one as long as the upstream gradients of
-    its tokens are equal (`losses.sum()`, a mean). After the first backward with unequal ones this object takes two.
+    `differentiable` with "entropy" or "lse" always takes two calls. With reduction="none" it takes one as long as the upstream
+    gradients of its tokens are equal (`losses.sum()`, a mean). After the first backward with unequal ones this object takes two.
 
     Args:
         head: a `headwater.Head`. `head.step` is the step that contributions go to.
         weight: (vocab_size,) class weights, finite, as torch.nn.CrossEntropyLoss has them.
-        reduction: "mean" divides by the sum of token weights x class weights of the targets of the valid tokens (their number,
-            without weights); 0 valid tokens give 0. "sum". "none" gives a loss for each token, 0 for ignored ones, and backward
-            takes any upstream gradient (masks, advantages, sequence means).
+        reduction: "mean" divides by the sum of token weights x class weights of the targets of the valid tokens (without weights,
+            their number). 0 valid tokens give 0. "sum". "none" gives a loss for each token, 0 for ignored ones, and backward takes
+            any upstream gradient (masks, advantages, sequence means).
         ignore_index: target value of tokens that take no part.
         label_smoothing: in [0, 1].
         z_loss: >= 0, coefficient of lse^2.
-        z_loss_divisor: of a "mean" with class weights. "weights" divides the z-loss by what divides the rest; "tokens" divides it
-            by the number of valid tokens (the sum of their token weights), as Liger does. num_items_in_batch divides both.
+        z_loss_divisor: of a "mean" with class weights. "weights" divides the z-loss like the rest; "tokens" divides it by the
+            number of valid tokens (the sum of their token weights), as Liger does. num_items_in_batch divides both.
         temperature: > 0, divides the logits in the loss and in all outputs. May be set between calls: `loss_fn.temperature = 0.7`.
         token_scaling: multiplies each token's loss by the probability of its target, as a constant (DFT).
         shift: k >= 0 (True is 1): the row of position t predicts `targets[..., t + k]`. The last k positions of each sequence take
@@ -462,7 +462,7 @@ class CrossEntropyLoss(_Loss):
         outputs: names of fields of `LossOutputs`, which forward then returns, from the same pass. They carry no gradient.
         differentiable: among "loss", "entropy" and "lse": those that carry a gradient. The latter two are outputs then, and vectors
             whatever `reduction` is; they take any upstream gradients.
-        loss_scale: declares the upstream gradient up front: the contribution is added at forward (no staging slot, no second call),
+        loss_scale: declares the upstream gradient up front. The contribution is added at forward (no staging slot, no second call),
             and backward with any other upstream gradient is an error. None: any upstream gradient.
         grad_hidden_scale: multiplies grad_hidden alone; world_size where the framework averages gradients of the trunk and the loss
             is divided by the tokens of all ranks. docs/concepts.md has the table.
@@ -500,7 +500,7 @@ class CrossEntropyLoss(_Loss):
 
         Args:
             hidden: (..., hidden_size), float32, float16 or bfloat16, after the model's final norm.
-            targets: (...) vocabulary ids or `ignore_index`, aligned with `hidden` but for `shift`.
+            targets: (...) vocabulary ids or `ignore_index`, aligned with `hidden` except for `shift`.
             token_weights: (...) finite, any sign; aligned with `targets`.
             num_items_in_batch: divisor of "mean" for this call.
         Returns:

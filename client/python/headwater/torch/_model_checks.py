@@ -23,7 +23,7 @@ _CHUNK_ROWS = 256
 
 @dataclass(frozen=True)
 class Checked:
-    """What a model was compared by."""
+    """The means of comparison for a model."""
 
     by: str  # "forward", "batch", "config" or "nothing"
     reason: str  # one sentence
@@ -31,7 +31,7 @@ class Checked:
 
 
 def hints_of(configs: Sequence[Any]) -> list[_model_config.Asked]:
-    """What the configurations of a model say of its logits. A model and the one inside it may have parts of them in common."""
+    """The hints about its logits in a model's configurations. A model and the one inside it may have parts of them in common."""
     return list({(hint.option, hint.shown): hint for config in configs for hint in _model_config.asked(config)}.values())
 
 

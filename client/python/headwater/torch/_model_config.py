@@ -1,4 +1,4 @@
-"""What a model's configuration says of its logits, by the table that headwaterctl has, too: model_config_keys.json."""
+"""Hints about a model's logits in its configuration, by the table that headwaterctl has, too: model_config_keys.json."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from headwater.torch._losses import CrossEntropyLoss
 SERVER_VARIABLE, TOKEN_VARIABLE = "HEADWATER_SERVER", "HEADWATER_TOKEN_FILE"
 _LOCAL = "local"
 _OPTIONS = ("softcap", "logit_scale", "valid_vocab_size")
-# What is logged beside the loss, by the output of a loss that it is made of.
+# The figures logged besides the loss, with the output of a loss behind each.
 LOGGED = {"token_accuracy": "argmax", "entropy": "entropy"}
 
 
@@ -236,7 +236,7 @@ class RemoteHead:
         return self.loss_fn(hidden, targets, token_weights=token_weights, num_items_in_batch=num_items_in_batch)
 
     def recreate(self) -> None:
-        """Makes the head anew of the weights that it has now, at its first step: another training begins."""
+        """Creates the head again with its present weights, at its first step: another training begins."""
         self.pull_weight()
         rank, _ = distributed_place()
         with _gathered(self.layer):
@@ -314,7 +314,7 @@ class RemoteHead:
 
 
 def _nothing() -> None:
-    """Of a model that is not patched."""
+    """The removal for a model that is not patched."""
 
 
 def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer: AdamW | SGD | None = None) -> RemoteHead:
@@ -435,7 +435,7 @@ def _head_options(model: torch.nn.Module, layer: OutputLayer, config: HeadwaterC
 
 
 def _said(hints: list[_model_config.Asked]) -> dict[str, Any]:
-    """What a config says of the logits, as options for the rows that reach the layer."""
+    """A config's hints about the logits, as options for the rows that reach the layer."""
     return {
         hint.option: 1.0 if hint.rows else hint.wanted for hint in hints if hint.option and (hint.rows or hint.wanted is not None)
     }

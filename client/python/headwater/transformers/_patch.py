@@ -31,7 +31,7 @@ _SHIFTED = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 
 @dataclass
 class HeadwaterCausalLMOutput(ModelOutput):
-    """What a patched model returns for a batch with labels.
+    """The output of a patched model for a batch with labels.
 
     Attributes:
         loss: () float32, with whatever the model adds to it (a router's loss).
@@ -53,12 +53,12 @@ class HeadwaterCausalLMOutput(ModelOutput):
 
 
 class Patch:
-    """What was changed of one model, and the way back.
+    """The changes to one model, and their removal.
 
     Attributes:
         remote: the head and the layer.
         owner: the outermost model of transformers around the layer, whose forward is patched.
-        joint: what closes the head's steps, while a trainer trains.
+        joint: the joint step that closes the head's steps, while a trainer trains.
         sums: of what `config.outputs` names, over the tokens of training losses, and the tokens' count; until they are logged.
     """
 
@@ -104,7 +104,7 @@ class Patch:
         own = vars(self.owner).get("forward")
         if own is None:
             return type(self.owner).forward
-        # Something else has patched the instance, a hook of accelerate's say: it goes on around the model.
+        # Another hook, of accelerate for example, has patched the instance: it stays around the model.
         return lambda _, *args, **kwargs: own(*args, **kwargs)
 
     def _set(self, module: torch.nn.Module, name: str, value: Any) -> None:
@@ -169,7 +169,7 @@ class Patch:
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """What stands in for `model.loss_function`: mean over the tokens, or their sum by `num_items_in_batch`."""
+        """The replacement of `model.loss_function`: mean over the tokens, or their sum by `num_items_in_batch`."""
         rows = only_rows(self._rows)
         self._rows.clear()
         targets = labels if shift_labels is None else shift_labels
@@ -249,7 +249,7 @@ def _save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any)
 
 
 def patch_of(model: torch.nn.Module) -> Patch | None:
-    """What `attach_remote_head` has made of a model, whatever is wrapped around it; None if it has not."""
+    """The patch that `attach_remote_head` has made of a model, under any wrapper; None without one."""
     return next((patch for module in model.modules() if (patch := vars(module).get(_ATTRIBUTE)) is not None), None)
 
 
@@ -258,9 +258,9 @@ def attach_remote_head(
 ) -> RemoteHead:
     """Patches a model, so that its forward with labels has its loss from a remote head; before accelerate prepares it.
 
-    The model's own forward runs, whatever it does. The rows that reach its last layer go to the head, and the loss that comes back
-    stands in the place of the one that the model would compute of logits: `HeadwaterCausalLMOutput`. Without labels the model is
-    as it was. One small batch is compared before and after, where the model runs on token ids.
+    The model's own forward runs, whatever it does. The rows that reach its last layer go to the head, whose loss replaces the one
+    that the model would compute of logits: `HeadwaterCausalLMOutput`. Without labels the model is as it was. One small batch is
+    compared before and after, where the model runs on token ids.
 
     A loop of one's own closes the head's steps: `headwater.torch.TrainingLoop(remote.head, ...)`, or the calls of `Head`.
 

@@ -59,7 +59,7 @@ class HeadwaterCallback(transformers.TrainerCallback):
         _refuse_deepspeed(trainer, remote)
         self.wrap(trainer, "_save_checkpoint", self._save_checkpoint)
         if trainer.is_deepspeed_enabled:
-            pass  # its engine clips, by the norm that `ZeroStep` gives it, and tells the Trainer
+            pass  # its engine clips, by the norm that `ZeroStep` gives it, and reports it to the Trainer
         elif hasattr(trainer, "_get_grad_norm"):
             norm_of = trainer._get_grad_norm
             self.wrap(trainer, "_clip_grad_norm", lambda _, model: self._clip(trainer.args.max_grad_norm, lambda: norm_of(model)))
@@ -148,7 +148,7 @@ class HeadwaterCallback(transformers.TrainerCallback):
             return
         sums = {name: float(value) for name, value in patch.sums.items()}
         patch.sums.clear()
-        # Of this rank's tokens.
+        # Means over this rank's tokens.
         means = {name: total / max(sums["count"], 1.0) for name, total in sums.items() if name != "count"}
         logs.update(means)
         state.log_history[-1].update(means)
@@ -191,7 +191,7 @@ def setup_trainer(trainer: Any, config: HeadwaterConfig | None = None) -> Any:
 
 
 def _calling_trainer(callback: HeadwaterCallback) -> Any:
-    """The Trainer that is being made, which tells its callbacks everything but itself."""
+    """The Trainer under construction, which passes its callbacks everything but itself."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         trainer = frame.f_locals.get("self")

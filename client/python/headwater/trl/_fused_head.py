@@ -25,7 +25,7 @@ from headwater.torch._layer_rows import only_rows, rows_of
 from headwater.torch._remote_head import RemoteHead
 
 IGNORED = -100
-# What a call may ask for, in TRL's names, by the names of `CrossEntropyLoss`. "log_probs" is the loss itself.
+# The outputs of a call by TRL's names, with the names of `CrossEntropyLoss`. "log_probs" is the loss itself.
 _OUTPUTS = {
     "log_probs": None,
     "entropy": "entropy",
@@ -47,9 +47,9 @@ def add_fused_lm_head(
 ) -> Callable[[], None]:
     """Gives a model TRL's fused LM head, over a remote one: `model(..., labels=labels, fused_lm_head=True)`.
 
-    The arguments are TRL's, and so are the fields of the `trl.trainer.utils.FusedCausalLMOutput`: a loss, and (batch, tokens - 1)
-    values of each token, 0 where the label is -100. Only rows with a label are sent. Without `fused_lm_head=True` the forward is
-    the one that the model had, with its own layer.
+    The arguments are TRL's, and so are the fields of the `trl.trainer.utils.FusedCausalLMOutput`. They are a loss, and (batch,
+    tokens - 1) values of each token, 0 where the label is -100. Only rows with a label are sent. Without `fused_lm_head=True` the
+    forward is the one that the model had, with its own layer.
 
     TRL's trainers add TRL's own head in their constructor: call this after it, or let `setup_trainer` do so.
 
