@@ -122,7 +122,7 @@ std::vector<RowSlice> Computation::SlicesOf(const Work& work) const {
     // A rank's slices are narrow, and each has its sum over the ranks: it has no more of them than it must.
     const bool leaves = work.wants_grad_hidden && part.member->gradient_leaves;
     needs.leaves = leaves && group_ == nullptr;
-    // What leaves does so while grad_weight is computed, if that is, and now. Whether rows are kept is each rank's own matter.
+    // Results leave while grad_weight is computed, if it is computed now. Each rank decides for itself whether rows are kept.
     const bool keeps_rows = work.waits || (work.staged != nullptr && work.staged->keeps_rows);
     const bool weight_follows = work.term->plan->grad_weight != GradWeightMode::kNone && (group_ != nullptr || !keeps_rows);
     needs.ends_by_way = leaves && !weight_follows;
@@ -250,7 +250,7 @@ absl::Status Computation::UploadSlice(Work* work, const Slice& slice) {
   // A work's whole rows need no stream of their own: nothing runs beside them.
   const bool is_sliced = slice.count < work->rows;
   const cudaStream_t stream = is_sliced ? core_.upload_stream() : stream_;
-  // They come into memory that the chunk before may still use. The call before has told what it does not.
+  // The rows go into memory that the chunk before may still use. The previous call has said which memory it does not use.
   if (is_sliced && work->uploaded == 0) {
     const Part& part = work->parts.front();
     const bool is_first = part.chunk == &part.member->plan->chunks.front();
@@ -366,7 +366,7 @@ absl::Status Computation::PlaceTeacherRows(Work* work, const Slice& slice) {
     first = 0;
   }
   const bool in_place = MayReadInPlace(teacher, (*part.member->teacher_places)[part.rows->term]);
-  // What is not finite in the teacher's rows shows in the loss: no row of theirs can be ignored by the products.
+  // Values of the teacher's rows that are not finite show in the loss: the products ignore none of these rows.
   const int64_t padded = PaddedWidth(teacher.column_count);
   void* out = own.teacher_hidden == nullptr ? nullptr : Advance(own.teacher_hidden, element, slice.first * padded);
   ConstMatrix placed;

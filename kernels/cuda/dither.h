@@ -1,9 +1,9 @@
-// Dithering of M, the gradient matrix of rows (row_passes.h): entries below their row's resolution become 0 or the resolution
-// (kernels/core/dither.h), in place, once M is written.
+// Dithering of M, the gradient matrix of rows (row_passes.h), in place, once M is written. Entries below their row's resolution
+// become 0 or the resolution (kernels/core/dither.h).
 //
-// M's own rounding comes before, so that the expected value is the exact mode's M. A cross entropy's rows are finished
+// M is rounded before, so that the expected value is the exact mode's matrix. A cross entropy's rows are finished
 // (LaunchFinishERows(), LaunchFinishRows()) with a scale in which the resolution is a power of two. A divergence's M has factors of
-// its own: there the resolution is rounded to M's type, and the probabilities are taken from that.
+// its own. There the resolution is rounded to M's type, and the probabilities are taken from that.
 #ifndef HEADWATER_KERNELS_CUDA_DITHER_H_
 #define HEADWATER_KERNELS_CUDA_DITHER_H_
 

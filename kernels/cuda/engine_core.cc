@@ -229,7 +229,7 @@ absl::Status EngineCore::TryAct(absl::FunctionRef<absl::Status()> act) {
     work_goes_on_ = true;
     return status;
   }
-  // What this rank has not enqueued the others would wait for.
+  // The others would wait for work that this rank has not enqueued.
   if (!status.ok() && group_ != nullptr) group_->Abort(status);
   const absl::Status finished = Synchronize("work on the device");
   if (status.ok()) status = finished;
@@ -313,7 +313,7 @@ absl::Status EngineCore::ResizeWorkspace(int64_t bytes) {
     return absl::OkStatus();
   };
   const absl::Status status = allocate(bytes);
-  // Others have the device's memory: the heads that are there go on with what they had.
+  // Other programs have the device's memory: existing heads continue with the former workspace.
   if (!status.ok() && before > 0) HEADWATER_RETURN_IF_ERROR(allocate(before));
   return status;
 }

@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(32 * kGatherWarps)
 }
 
 // A lane's eight sums are eight neighbouring columns. Exchanged between the lanes of a pair they become two groups of four whose
-// stores fill whole sectors: of the pair's sixteen columns an even lane gets 0-3 and 8-11, an odd one 4-7 and 12-15.
+// stores fill whole sectors. An even lane gets columns 0-3 and 8-11 of the pair's sixteen, an odd one 4-7 and 12-15.
 __device__ __forceinline__ void ExchangeInPairs(float (&sums)[8], int32_t lane) {
   const bool odd = lane % 2 != 0;
 #pragma unroll

@@ -23,6 +23,7 @@ DONE = (
     "kernels/comm/*.h",
     "kernels/core/*",
     "kernels/cpu/*",
+    "kernels/cuda/**/*",
     "kernels/reference/*",
     "proto/**/*",
 )

@@ -1,5 +1,6 @@
-// What a row of the divergence's pass on Hopper needs once, and not once a column: the service warps' part of the kernel in
-// divergence_rows.cu, which has the formulas and the phases, and the shared memory through which compute warps give and get it.
+// The service warps' part of the kernel in divergence_rows.cu, which has the formulas and the phases. It is the work that a row of
+// the divergence's pass on Hopper needs once, and not once a column. It also has the shared memory through which compute warps give
+// and get that work's data.
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_DIVERGENCE_SERVICE_CUH_
 #define HEADWATER_KERNELS_CUDA_DEVICE_DIVERGENCE_SERVICE_CUH_
 
@@ -36,7 +37,7 @@ __device__ __forceinline__ float Quotient(float a, float b) {
   return fmaf(fmaf(-b, quotient, a), reciprocal, quotient);
 }
 
-// A CTA's shared memory, and what of its cluster's rows the CTA has.
+// A CTA's shared memory, and its part of its cluster's rows.
 //
 // `logs` says, when a row's exponential sums are known:
 //   what is added to log2 of an exponential to get log2 q and log2 p, and to a difference of logits to get d and log2(p / q), as
@@ -44,11 +45,11 @@ __device__ __forceinline__ float Quotient(float a, float b) {
 //   what turns a thread's exponential sums into its q and p, and the offsets of the next row's exponentials (log2), student's and
 //   teacher's;
 //   the offsets of the row after that, twice.
-// The first message comes before any row and has offsets only. A factor below 0 says that the sums are no good: every thread gives
-// its largest logits, and then its exponentials' sums once more with the offsets that come in the second line in between.
+// The first message comes before any row and has offsets only. A factor below 0 says that the sums are useless. Every thread then
+// gives its largest logits, and later its exponentials' sums again with the offsets that come in the second line in between.
 //
-// `rows` says, when its sums over phase 1 are known: M's factor, mean, the entry of the column with q > 1/2, and whether every
-// thread is to give its largest entry, after which it is said once more with the factor that follows from that.
+// `rows` says, when its sums over phase 1 are known: M's factor, mean, the entry of the column with q > 1/2. It also says whether
+// threads give their largest entries. In that case it comes again with the factor that follows from those entries.
 struct Place {
   Ring ring;
   Message logs, rows;
@@ -243,7 +244,7 @@ __device__ __forceinline__ void ServeSums(const KernelParams& params, const Plac
   }
 }
 
-// What service warp number `service` does: one has nothing to do, but registers are given back by four warps together.
+// The work of service warp number `service`. One has nothing to do, but registers are given back by four warps together.
 template <Form kForm, bool kTransformed, bool kHalf>
 __device__ __forceinline__ void ServeRows(const KernelParams& params, const Place& place, int32_t service) {
   if (service == 0) FillSlots(params, place);

@@ -1,4 +1,4 @@
-// What the caller's factors make of a row's gradient, for every form.
+// The effect of the caller's factors on a row's gradient, for every form.
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_ROW_FACTORS_CUH_
 #define HEADWATER_KERNELS_CUDA_DEVICE_ROW_FACTORS_CUH_
 
