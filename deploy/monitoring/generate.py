@@ -48,7 +48,7 @@ def mean(metric: str) -> str:
     return f"{rate(metric + '_sum')} / ({rate(metric + '_count')} > 0)"
 
 
-# Rows of panels: (title, unit, what it tells, [(expression, legend)], type of panel). {{x}} in a legend is the series' label.
+# Rows of panels: (title, unit, meaning, [(expression, legend)], type of panel). {{x}} in a legend is the series' label.
 ROWS = [
     (
         "Is it well?",

@@ -1,4 +1,4 @@
-"""What the command lines of other frameworks take: a folder with a tiny model and its tokenizer, texts, and their run."""
+"""The inputs of other frameworks' command lines: a folder with a tiny model and its tokenizer, texts, and their run."""
 
 import json
 import os

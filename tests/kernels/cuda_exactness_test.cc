@@ -35,7 +35,7 @@ const ProblemShape kNarrow = {"n4500_h72_v20001", 4500, 72, 20001};
 
 // No power of two, so that a scale that is rounded shows.
 constexpr double kLossScale = 0.37;
-// What 16-bit gradients must have in any form that the engine computes them in.
+// The required error of 16-bit gradients in any form of the engine.
 constexpr double kAnyForm = 2.6e-3;
 constexpr int64_t kWorkspaceBytes = int64_t{2} << 30;
 
@@ -99,7 +99,7 @@ void ExpectFigure(const std::string& name, double value, const std::string& unit
   EXPECT_LE(value, at_most) << name;
 }
 
-// What is required of every gradient; figures below it are required of whole tensors only: a row of grad_weight that is no row's
+// The required error of every gradient. Lower figures are required of whole tensors only. A row of grad_weight that is no row's
 // target has the error of M's rounding, however exact the others are.
 constexpr double kRequiredError = 2.6e-3;
 

@@ -1,6 +1,6 @@
-// CudaEngine as the ranks of a group, one GPU each: the same results as alone, for every option, however rows and shards are cut;
-// the same bits again; and what becomes of the group when a rank fails. Skipped where there are fewer GPUs than ranks, unless they
-// share one (cuda_group.h).
+// CudaEngine as the ranks of a group, one GPU each: the results of a single engine, for every option, however rows and shards are
+// cut. Repetitions have the same bits. Failures of a rank end the group as specified. Skipped where there are fewer GPUs than
+// ranks, unless they share one (cuda_group.h).
 #include "tests/kernels/cuda_group.h"
 
 #include <algorithm>
@@ -58,8 +58,8 @@ std::vector<ProblemOptions> DivergenceCases() {
   return cases;
 }
 
-// Divergences that a rank of Hopper GPUs computes by passes of its own (kernels/cuda/divergence_shards.h): flat and confident rows,
-// some of which disagree, columns that one side does not have, ranks without a column, and rows enough to go in two parts.
+// Divergences that a rank of Hopper GPUs computes by passes of its own (kernels/cuda/divergence_shards.h). They have flat and
+// confident rows, some of which disagree, columns that one side lacks, ranks without a column, and rows enough for two parts.
 std::vector<ProblemOptions> ShardPassCases() {
   std::vector<ProblemOptions> cases;
   for (const double beta : {0.0, 0.1, 0.5, 1.0}) {
@@ -156,8 +156,8 @@ TEST_P(CudaGroupTest, DivergencesWithoutTokenOutputsMatchTheReference) {
   }
 }
 
-// Student and teacher are cut at other columns then, and the ranks exchange the teacher's logits: a vocabulary that has a few
-// columns more or less, one of which most ranks have nothing in common with the student's, one with fewer classes than ranks.
+// Student and teacher are cut at other columns then, and the ranks exchange the teacher's logits. The vocabularies have a few
+// columns more or less, nothing in common with the student's on most ranks, and fewer classes than ranks.
 TEST_P(CudaGroupTest, DivergencesBetweenOtherVocabulariesMatchTheReference) {
   const std::unique_ptr<CudaGroup> group = Make();
   ComputeOptions plain;
@@ -273,8 +273,8 @@ void ExpectAgreesWithOneGpu(CudaGroup& group, bool jsd, int64_t rows, int64_t vo
   EXPECT_LE(difference(together.gradients[0].weight, alone.gradients[0].weight), jsd ? 5e-3 : 1e-4);
 }
 
-// Rows in slices that come and leave beside the products; few columns, and so many that their gradient is two products; more rows
-// at once than one GPU takes.
+// Rows come and leave in slices beside the products. There are few columns, so many that their gradient is two products, and more
+// rows at once than one GPU takes.
 TEST_P(CudaGroupTest, ManyRowsAgreeWithOneGpu) {
   const std::unique_ptr<CudaGroup> group = Make();
   for (const bool jsd : {false, true}) {

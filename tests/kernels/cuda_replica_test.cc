@@ -44,7 +44,7 @@ std::vector<Problem> ProblemsByRank(ProblemOptions options, int32_t count, const
   return problems;
 }
 
-// What a rank has of a tensor, in its place; 0 elsewhere. Into `bytes`, if that has a tensor of other ranks already.
+// A rank's part of a tensor, in its place; 0 elsewhere. Into `bytes`, if that has a tensor of other ranks already.
 void ReadBytes(const EngineHead& head, HeadTensor tensor, std::vector<char>* bytes) {
   const int64_t count = head.ElementCount(tensor);
   bytes->resize(static_cast<size_t>(count * ElementBytes(head.TensorDataType(tensor))));
@@ -234,7 +234,7 @@ TEST_P(CudaReplicaTest, UpdateTheWeightsTogether) {
   }
 }
 
-// What is written of a gradient stands for the sum, whatever the ranks had; ranges begin and end within rows and shards.
+// A written gradient replaces the sum, whatever the ranks had; ranges begin and end within rows and shards.
 TEST_P(CudaReplicaTest, TakeAGradientFromOutside) {
   ProblemOptions options;
   options.hidden_size = 21;

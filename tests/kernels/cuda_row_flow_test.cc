@@ -1,5 +1,5 @@
-// Rows that come and gradients that leave while a GPU computes, in page-locked memory, in device memory of any GPU, and in that of
-// another process.
+// Rows that come and gradients that leave while a GPU computes. They are in page-locked memory, in device memory of any GPU, and in
+// that of another process.
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -150,7 +150,7 @@ class FlowEngine {
     CheckStatus(head_->ReadTensor(HeadTensor::kGradWeight, 0, kVocab * kWidth, gradient.data()), "ReadTensor");
     return gradient;
   }
-  // What all of it must yield: everything in the engine's own memory at once.
+  // The expected result: everything in the engine's own memory at once.
   Result Reference() {
     const Buffer hidden(BufferKind::kDevice, kBytes);
     const Buffer grad_hidden(BufferKind::kDevice, kBytes);
@@ -236,7 +236,7 @@ class ArrivingRows final : public RowFlow {
   std::optional<Digest> digest_;
 };
 
-// What becomes of the gradients.
+// The use of the gradients.
 enum class Use { kAdded, kCommitted, kNothingEveryOther };
 
 // Six micro-batches; `waits`: the device is idle before the next one.
@@ -534,7 +534,7 @@ void WriteAll(int fd, const void* data, size_t bytes) {
   if (write(fd, data, bytes) != static_cast<ssize_t>(bytes)) throw std::runtime_error("the other process is gone");
 }
 
-// Fails the test, rather than waiting for ever.
+// Fails the test rather than waiting forever.
 void ReadAll(int fd, void* data, size_t bytes) {
   auto* next = static_cast<char*>(data);
   while (bytes > 0) {
@@ -679,7 +679,7 @@ TEST(OtherProcess, ItsMemoryIsReadAndWrittenInPlace) {
   EXPECT_TRUE(engine.engine().health().ok());
 }
 
-// A region whose process has died is given back, its handle refused, and everything else goes on.
+// A region whose process has died is given back, its handle refused, and everything else continues.
 TEST(OtherProcess, MayDie) {
   FlowEngine engine;
   const Result expected = engine.Reference();

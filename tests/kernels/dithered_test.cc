@@ -1,7 +1,7 @@
-// Gradients with a resolution: what is dithered, by which draws, and that nothing else changes.
+// Gradients with a resolution: the dithered entries, their draws, and everything else unchanged.
 //
-// Where the hidden states are the identity, row i's logits are column i of the weight, and so is its gradient of the logits:
-// grad_weight shows every entry.
+// Where the hidden states are the identity, row i's logits are column i of the weight, and so is its gradient of the logits. The
+// tensor grad_weight then shows every entry.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -227,8 +227,8 @@ TEST_P(Dithered, FactorsComeAfterTheDraw) {
   EXPECT_EQ(other.terms[0].sums.dither.squared_error, first.terms[0].sums.dither.squared_error);
 }
 
-// In 16 bits, in the form of few rows and in that of many. An engine that rounds entries first may round one that lies between two
-// numbers as the reference does not: of several hundred thousand a handful then meets another draw.
+// In 16 bits, in the form of few rows and in that of many. An engine that rounds entries first may round one between two numbers
+// otherwise than the reference does. A handful of several hundred thousand then meets another draw.
 class Dithered16 : public ::testing::TestWithParam<std::tuple<DataType, int64_t>> {};
 
 INSTANTIATE_TEST_SUITE_P(All, Dithered16,

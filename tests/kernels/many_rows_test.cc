@@ -1,5 +1,5 @@
-// Micro-batches of hundreds of rows in 16 bits, for which an engine may have other kernels than for a few: every option, cut in
-// every way, and the data that breaks naive implementations.
+// Micro-batches of hundreds of rows in 16 bits, for which an engine may have other kernels than for a few. They take every option,
+// are cut in every way, and have the data that breaks naive implementations.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -77,7 +77,7 @@ TEST_P(ManyRowsOption, OutputsWithoutAGradientMatchFp64) {
 INSTANTIATE_TEST_SUITE_P(All, ManyRowsOption, ::testing::ValuesIn(CrossEntropyOptionCases()),
                          [](const auto& test) { return test.param.name; });
 
-// What follows asks for no token outputs either, in bf16: the form that large training steps take.
+// The following tests ask for no token outputs either, in bf16: the form that large training steps take.
 ComputeOptions TrainingStep() {
   ComputeOptions options;
   options.token_outputs = false;

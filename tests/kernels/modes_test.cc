@@ -1,4 +1,4 @@
-// What is computed and what is not: forward only, frozen heads, single gradients; calls on different heads at once.
+// Modes of computation: forward only, frozen heads, single gradients; calls on different heads at once.
 #include <thread>
 #include <vector>
 

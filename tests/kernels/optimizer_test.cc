@@ -171,7 +171,7 @@ TEST_P(Optimizer, ResettingTheStateStartsOver) {
   EXPECT_EQ(update(), first);
 }
 
-// State that was read and written back (a checkpoint) goes on with the same bits.
+// State that was read and written back (a checkpoint) continues with the same bits.
 TEST_P(Optimizer, StateSurvivesReadingAndWriting) {
   LoadedHeads original(problem_.heads, {});
   LoadedHeads restored(problem_.heads, {});

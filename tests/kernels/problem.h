@@ -50,7 +50,7 @@ struct Problem {
   double grad_hidden_scale = 1;
 };
 
-// What MakeProblem() draws. One term over all rows.
+// The properties of a problem that MakeProblem() draws. One term over all rows.
 struct ProblemOptions {
   std::string name;  // of the test case
   int64_t rows = 13;
@@ -110,7 +110,7 @@ Problem SliceRows(const Problem& problem, int64_t row_start, int64_t row_count);
 // The problem with values rounded to the types of heads and rows, after a test has set them.
 void RoundToStorage(Problem* problem);
 
-// What the problem must yield.
+// The expected results of the problem.
 struct Expected {
   Expected() = default;
   Expected(Expected&&) = default;  // keeps the heads where they are; a copy's keys would point to the original's heads

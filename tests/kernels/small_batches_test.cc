@@ -1,5 +1,4 @@
-// Many small micro-batches in 16 bits: an engine may put their products off and add them together, but never so that anybody sees
-// it.
+// Many small micro-batches in 16 bits. An engine may defer their products and add them together, but never visibly.
 #include <cmath>
 #include <cstdint>
 #include <memory>
@@ -93,7 +92,7 @@ TEST_P(SmallBatches, OfTwoHeadsInTurnEqualOneBatchEach) {
   }
 }
 
-// One head, and nobody looks before the end: LoadedHeads::Compute() reads the accumulators after every call.
+// One head whose accumulators are only read at the end, whereas LoadedHeads::Compute() reads them after every call.
 class Unwatched {
  public:
   Unwatched(const std::vector<TestHead>& all_heads, const EngineOptions& options) : heads_(all_heads, options) {}
@@ -135,7 +134,7 @@ TEST_P(SmallBatches, AreThereWhenTheAccumulatorIsReadInTheEnd) {
   }
 }
 
-// Whether or not anybody has looked at the zeros in between.
+// Whether or not the zeros were read in between.
 TEST_P(SmallBatches, StartFromZeroAfterAnUpdate) {
   for (const int64_t rows : {20, 1500}) {
     ProblemOptions options = Options(GetParam(), 10);

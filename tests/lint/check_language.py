@@ -20,12 +20,18 @@ LEFT_OUT = (
 )
 DONE = (
     "client/**/*",
+    "deploy/**/*",
     "kernels/comm/*.h",
     "kernels/core/*",
     "kernels/cpu/*",
     "kernels/cuda/**/*",
     "kernels/reference/*",
     "proto/**/*",
+    "tests/bench/**/*",
+    "tests/frameworks/*",
+    "tests/kernels/**/*",
+    "tests/unit/client/*",
+    "tests/unit/kernels/*",
 )
 SOURCES = {".h", ".cc", ".cu", ".cuh", ".py", ".proto"}
 START = re.compile(r"(Of|What|Who|Whoever|Likewise|The same(?= (of|for|holds|is|are|goes|with|in|as|applies|to|on)\b))\b")

@@ -106,7 +106,7 @@ TEST_F(Arenas, GrowAndAreBounded) {
   EXPECT_EQ(arena->Allocate(-1).status().code(), absl::StatusCode::kResourceExhausted);
   blocks.pop_back();
   EXPECT_TRUE(arena->Allocate(kMegabyte).ok());
-  // What is empty makes room for what fits nowhere.
+  // Empty memory makes room for blocks that fit nowhere.
   blocks.clear();
   EXPECT_TRUE(arena->Allocate(15 * kMegabyte).ok());
   EXPECT_GT(dropped_, 0);

@@ -1,4 +1,4 @@
-// Threads for what may block, where the system gives none: a task that its caller was told of as refused never runs.
+// Threads for blocking work, where the system gives none: a task that was refused never runs.
 #include <gtest/gtest.h>
 
 #include <condition_variable>
@@ -33,7 +33,7 @@ class ThreadSource {
   int left_;
 };
 
-// What has run, in order.
+// The tasks that have run, in order.
 class Log {
  public:
   void Add(int value) {

@@ -217,7 +217,7 @@ TEST(CudaHeadPlan, RanksHaveRoomForMoreRows) {
   }
 }
 
-// By rows a rank plans what an engine that is alone does, but for masters and optimizer state.
+// By rows a rank plans like a single engine, except for masters and optimizer state.
 TEST(CudaHeadPlan, ReplicasHaveAllButTheStateOfOtherShards) {
   for (const DataType type : {DataType::kBFloat16, DataType::kFloat32}) {
     HeadSpec spec = Spec(1001, 77, type);

@@ -64,7 +64,7 @@ TYPED_TEST(RowMathTest, ExponentialsOfWhatIsNotFinite) {
   EXPECT_EQ(Exp(T(0)), 1);
   EXPECT_TRUE(std::isnan(Exp(static_cast<T>(kRowNan))));
   EXPECT_TRUE(std::isnan(ExpBoth(static_cast<T>(kRowNan)).expm1));
-  // What is multiplied with an exponential is finite.
+  // The factor of an exponential is finite.
   EXPECT_EQ(ClampExponent(static_cast<T>(-kInfinity)) * ExpClamped(ClampExponent(static_cast<T>(-kInfinity))), 0);
 }
 

@@ -83,7 +83,7 @@ TEST(ShardExecutors, AFailureEndsAllShardsOfTheCall) {
   }
 }
 
-// Nobody begins before everybody is ready.
+// No shard begins before all are ready.
 TEST(ShardExecutors, AllPrepareBeforeOneActs) {
   for (const int32_t shard_count : {1, 3, 7}) {
     ShardExecutors executors(shard_count, shard_count);

@@ -142,7 +142,7 @@ TEST(TcpMeeting, WhoDoesNotKnowTheSecretIsRefusedAndTheRankIsAwaitedStill) {
   EXPECT_TRUE(second.ok()) << second.status();
 }
 
-// Whoever answers learns nothing that it could show to another rank.
+// The answering side learns nothing that it could show to another rank.
 TEST(TcpMeeting, TheSecretIsNotTold) {
   int32_t port = 0;
   const auto listener = ListenAtAnyPort("127.0.0.1", &port);
@@ -215,7 +215,7 @@ TEST(TcpCommunicator, ARankThatHangsIsNoticedBesideABusyOne) {
 
   std::atomic<bool> noticed = false;
   std::thread trickle([&] {
-    // The same call as the other's, which never ends but always goes on.
+    // Equal to the other's call, which never ends but always makes progress.
     char header[kHeaderBytes];
     ASSERT_TRUE(ReceiveAll(busy, header, sizeof(header), Patient()).ok());
     ASSERT_TRUE(SendAll(busy, header, sizeof(header), Patient()).ok());
