@@ -25,6 +25,7 @@ DONE = (
     "kernels/core/*",
     "kernels/cpu/*",
     "kernels/cuda/**/*",
+    "kernels/include/headwater/kernels/[dlmpr]*",
     "kernels/reference/*",
     "proto/**/*",
     "tests/bench/**/*",

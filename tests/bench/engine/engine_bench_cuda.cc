@@ -48,7 +48,7 @@ constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 constexpr double kBytesPerSecond = 4.2e12;
 
 // The calls of a case for a micro-batch. One that trains is compared with the bare products. A loss with separate calls for forward
-// and backward (docs/adr/0027) is compared with the same calls of a plain cross entropy, as held contributions make them.
+// and backward (docs/adr/0027) is compared with those calls of a plain cross entropy, made like held contributions.
 struct Calls {
   bool trains = true;
   bool forward = false;        // outputs, no gradient
