@@ -122,7 +122,7 @@ TEST(AddToGradient, IsFp32ForStorageOf16Bits) {
 }
 
 // It is beside what micro-batches add, and what is not finite stays to be counted.
-TEST(AddToGradient, AddsToWhatMicroBatchesAdded) {
+TEST(AddToGradient, AddsToTheMicroBatchesSum) {
   const Problem problem = MakeProblem(ProblemOptions());
   LoadedHeads heads(problem.heads, {});
   heads.Compute(problem);

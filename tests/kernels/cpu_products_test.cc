@@ -155,7 +155,7 @@ TEST(CpuProducts, BitsDoNotDependOnStridesAlignmentOrThread) {
   EXPECT_EQ(on_another_thread, expected);
 }
 
-TEST(CpuProducts, TheirRateIsKnownWhereTheyAre) {
+TEST(CpuProducts, HaveARateWhereTheyAreSupported) {
   EXPECT_GT(MeasureCpuProductRate(1, Bfloat16Products::kOpenBlas), 1e8);
   EXPECT_EQ(MeasureCpuProductRate(1, Bfloat16Products::kOneDnn) > 1e8, HasOneDnn());
 }

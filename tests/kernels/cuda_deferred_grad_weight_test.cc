@@ -182,7 +182,7 @@ class EndingFlow final : public RowFlow {
   void GradHiddenReady(int64_t) override {}
 };
 
-TEST(DeferredGradWeight, HasNothingOfCallsThatWereEnded) {
+TEST(DeferredGradWeight, DropsEndedCalls) {
   Trainee trainee;
   EndingFlow flow;
   for (const bool is_first : {true, false}) {

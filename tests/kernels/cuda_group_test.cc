@@ -323,7 +323,7 @@ TEST_P(CudaGroupTest, RepeatsBitwise) {
   }
 }
 
-TEST_P(CudaGroupTest, CommitsWhatIsStaged) {
+TEST_P(CudaGroupTest, CommitsStagedContributions) {
   const std::unique_ptr<CudaGroup> group = Make();
   ProblemOptions options;
   options.bias = true;
@@ -353,7 +353,7 @@ TEST_P(CudaGroupTest, CommitsWhatIsStaged) {
 }
 
 // Only the first rank has rows of grad_hidden, and sees that they do not fit their type.
-TEST_P(CudaGroupTest, AllRanksRefuseWhatOneOfThemSees) {
+TEST_P(CudaGroupTest, AllRanksShareTheRefusalOfOne) {
   ProblemOptions options;
   options.staging_slots = 1;
   const Problem clean = MakeProblem(WithType(options, DataType::kFloat16));
@@ -440,7 +440,7 @@ class CountedFlow final : public RowFlow {
   int64_t ready_ = 0;
 };
 
-TEST_P(CudaGroupTest, AFlowThatEndsAddsNothingAndTheGroupGoesOn) {
+TEST_P(CudaGroupTest, EndedFlowAddsNothingAndTheGroupContinues) {
   const std::unique_ptr<CudaGroup> group = Make();
   ProblemOptions options;
   options.rows = 4500;
@@ -474,7 +474,7 @@ TEST_P(CudaGroupTest, AFlowThatEndsAddsNothingAndTheGroupGoesOn) {
   EXPECT_EQ(std::memcmp(flowed.data(), whole.gradients[0].weight.data(), flowed.size() * sizeof(float)), 0);
 }
 
-TEST_P(CudaGroupTest, ARankThatCannotBeginChangesNothing) {
+TEST_P(CudaGroupTest, UnreadyRankChangesNothing) {
   EngineOptions engine_options = PlainOptions();
   const int32_t last = GetParam().world_size() - 1;
   bool fails = true;
@@ -499,7 +499,7 @@ TEST_P(CudaGroupTest, ARankThatCannotBeginChangesNothing) {
 }
 
 // A rank that fails while the others are in the middle of it: they must not wait for it on the device.
-TEST_P(CudaGroupTest, ARankThatFailsBreaksTheGroupSoon) {
+TEST_P(CudaGroupTest, FailedRankBreaksTheGroupSoon) {
   const Problem problem = MakeProblem(ProblemOptions());
   const int32_t last = GetParam().world_size() - 1;
   bool fails = false;
@@ -533,7 +533,7 @@ TEST_P(CudaGroupTest, ARankThatFailsBreaksTheGroupSoon) {
 INSTANTIATE_TEST_SUITE_P(Ranks, CudaGroupTest, ::testing::ValuesIn(GroupCases()), [](const auto& test) { return test.param.name; });
 
 // 71 GiB of weights, gradient and AdamW's state: more than one engine is allowed here, and no more than two are together.
-TEST(CudaGroupMemory, AHeadThatOneGpuRefusesRunsOnTwo) {
+TEST(CudaGroupMemory, HeadTooLargeForOneGpuRunsOnTwo) {
   const std::string reason = ReasonForNoGroup(2);
   if (!reason.empty()) GTEST_SKIP() << reason;
   HeadSpec spec;

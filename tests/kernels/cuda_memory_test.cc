@@ -155,7 +155,7 @@ class ZeroRows {
 
 class DeviceMemory : public ::testing::TestWithParam<MemoryCase> {};
 
-TEST_P(DeviceMemory, IsWhatThePlanSays) {
+TEST_P(DeviceMemory, MatchesThePlan) {
   const MemoryCase& param = GetParam();
   const std::string name = "cuda_memory_" + param.Name();
   EngineOptions options;
@@ -249,7 +249,7 @@ TEST(DeviceMemoryOfHeads, IsGivenBack) {
 }
 
 // A head whose workspace has no room beside others is refused, and the existing heads continue as before.
-TEST(DeviceMemoryOfHeads, OneThatDoesNotFitTakesNothingFromTheOthers) {
+TEST(DeviceMemoryOfHeads, HeadThatDoesNotFitTakesNothingFromOthers) {
   EngineOptions options;
   options.timed_search = false;
   absl::StatusOr<std::unique_ptr<LossEngine>> engine = CreateCudaEngine(options);

@@ -393,7 +393,7 @@ TEST_P(CudaReplicaTest, LiveBesideHeadsByVocabularyButNotInOneCall) {
   EXPECT_LE(RelativeDifference(GradientOf(whole, ranks(), HeadTensor::kGradWeight), alone.ReadGradient(0).weight), 1e-4);
 }
 
-TEST_P(CudaReplicaTest, ARankThatCannotBeginKeepsNobodyElseFromIt) {
+TEST_P(CudaReplicaTest, UnreadyRankDoesNotStopOthers) {
   const int32_t last = ranks() - 1;
   bool fails = false;
   EngineOptions engine_options = PlainOptions();
@@ -421,7 +421,7 @@ TEST_P(CudaReplicaTest, ARankThatCannotBeginKeepsNobodyElseFromIt) {
 }
 
 // A failure in a rank's own call costs all of them, who have taken no part in it.
-TEST_P(CudaReplicaTest, ARankThatFailsBreaksTheGroup) {
+TEST_P(CudaReplicaTest, FailedRankBreaksTheGroup) {
   const int32_t last = ranks() - 1;
   bool fails = false;
   EngineOptions engine_options = PlainOptions();
@@ -448,7 +448,7 @@ TEST_P(CudaReplicaTest, ARankThatFailsBreaksTheGroup) {
   });
 }
 
-TEST_P(CudaReplicaTest, TakeWhatThePlanSays) {
+TEST_P(CudaReplicaTest, MatchThePlan) {
   HeadSpec spec;
   spec.vocab_size = spec.transform.valid_vocab_size = 64001;
   spec.hidden_size = 1020;

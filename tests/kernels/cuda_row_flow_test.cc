@@ -282,7 +282,7 @@ class CudaRowFlow : public ::testing::TestWithParam<bool> {
 
 // Deterministic mode cuts rows alike wherever they lie: with each of these workspaces tensors on the host take the room of some
 // hundred rows' exponentials.
-TEST(CudaRowFlowPlaces, InDeterministicModeBitsDoNotDependOnThem) {
+TEST(CudaRowFlowPlaces, DoNotAffectDeterministicBits) {
   for (int64_t mebibytes = 24; mebibytes <= 120; mebibytes += 8) {
     SCOPED_TRACE(std::to_string(mebibytes) + " MiB beyond the products' own");
     EngineOptions options;
@@ -306,7 +306,7 @@ TEST(CudaRowFlowPlaces, InDeterministicModeBitsDoNotDependOnThem) {
 }
 
 // ... and whatever other heads there are, whose plans may make the workspace larger.
-TEST(CudaRowFlowPlaces, InDeterministicModeBitsDoNotDependOnOtherHeads) {
+TEST(CudaRowFlowPlaces, OtherHeadsDoNotAffectDeterministicBits) {
   EngineOptions options;
   options.deterministic = true;
   FlowEngine engine(options, (64 + 24) << 20);
@@ -329,7 +329,7 @@ TEST(CudaRowFlowPlaces, InDeterministicModeBitsDoNotDependOnOtherHeads) {
 }
 
 // grad_weight's products may still run when Compute() returns: they need nothing of the caller's.
-TEST_P(CudaRowFlow, TensorsAreTheCallersAgainWithTheResult) {
+TEST_P(CudaRowFlow, TensorsAreReleasedWithTheResult) {
   FlowEngine engine = MakeEngine();
   const Result expected = engine.Reference();
   cudaStream_t stream = nullptr;
@@ -358,7 +358,7 @@ TEST_P(CudaRowFlow, TensorsAreTheCallersAgainWithTheResult) {
   CheckCuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
 }
 
-TEST_P(CudaRowFlow, MicroBatchesThatFollowAtOnceHaveTheBitsOfThoseThatWait) {
+TEST_P(CudaRowFlow, BackToBackMicroBatchesHaveTheBitsOfAwaitedOnes) {
   // In one chunk, and in several, each of more than one slice.
   for (const int64_t chunk_rows : {0, 2400}) {
     FlowEngine engine = MakeEngine(chunk_rows);
@@ -481,7 +481,7 @@ TEST_P(CudaRowFlow, RowsOfAnyDevice) {
   CheckCuda(cudaSetDevice(0), "cudaSetDevice");
 }
 
-TEST_P(CudaRowFlow, MemoryMustBeWhatItIsSaidToBe) {
+TEST_P(CudaRowFlow, MismatchedMemorySpacesAreRefused) {
   FlowEngine engine = MakeEngine();
   const Buffer on_device(BufferKind::kDevice, kBytes);
   const Buffer pinned(BufferKind::kPinned, kBytes);
@@ -680,7 +680,7 @@ TEST(OtherProcess, ItsMemoryIsReadAndWrittenInPlace) {
 }
 
 // A region whose process has died is given back, its handle refused, and everything else continues.
-TEST(OtherProcess, MayDie) {
+TEST(OtherProcess, DeathIsSurvived) {
   FlowEngine engine;
   const Result expected = engine.Reference();
   Handles handles;

@@ -346,7 +346,7 @@ class DitherError : public ::testing::TestWithParam<bool> {};
 
 INSTANTIATE_TEST_SUITE_P(All, DitherError, ::testing::Bool(), [](const auto& test) { return test.param ? "Jsd" : "CrossEntropy"; });
 
-TEST_P(DitherError, IsWhatIsReportedAndFallsWithTheNumberOfSeeds) {
+TEST_P(DitherError, MatchesTheReportAndFallsWithTheNumberOfSeeds) {
   constexpr int kSeeds = 64;
   ProblemOptions options;
   options.rows = 48;

@@ -347,7 +347,7 @@ TEST(Engine, SelfTestPasses) {
   }
 }
 
-TEST(Engine, SaysWhatItIs) {
+TEST(Engine, DescribesItself) {
   EngineOptions options;
   options.shard_count = 2;
   const std::unique_ptr<LossEngine> engine = MakeEngine(options);

@@ -169,7 +169,7 @@ TEST(Hostile, ClassesRuledOutByTheirBias) {
 
 // Classes ruled out where only a divergence's loss is asked for, which engines may compute in one pass. They are ruled out on one
 // side alone, too, and by the least number of bf16, as attention masks have it.
-TEST(Hostile, ClassesThatOneSideRulesOut) {
+TEST(Hostile, ClassesRuledOutByOneSide) {
   ComputeOptions compute_options;
   compute_options.token_outputs = false;
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {

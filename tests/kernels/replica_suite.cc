@@ -121,7 +121,7 @@ OptimizerStep ReplicaStep(int64_t update_count) {
 }
 
 // Really at the same time: each waits for the others. And each has the bits of one engine.
-TEST_P(Replicas, ComputeAsManyMicroBatchesAtOnceWithTheBitsOfOneEngine) {
+TEST_P(Replicas, ComputeConcurrentMicroBatchesWithTheBitsOfOneEngine) {
   for (const bool jsd : {false, true}) {
     SCOPED_TRACE(jsd ? "JSD" : "cross entropy");
     const std::vector<Problem> problems = MakeReplicaProblems(count(), jsd);

@@ -310,7 +310,7 @@ TEST_P(RowFlowTest, HasTheResultsOfAllRowsAtOnce) {
   EXPECT_TRUE(flowing.BitwiseEquals(plain));
 }
 
-TEST_P(RowFlowTest, WaitsForRowsThatAnotherThreadBrings) {
+TEST_P(RowFlowTest, WaitsForRowsFromAnotherThread) {
   LoadedHeads heads(problem().heads, Case().engine);
   LoadedHeads plain_heads(problem().heads, Case().engine);
   Outcome plain, flowing;
@@ -389,7 +389,7 @@ TEST_P(RowFlowTest, AddsNothingIfTheCallerEndsIt) {
 
 // Work deferred before an aborted call is added with later work.
 using OwedRowFlowTest = RowFlowTest;
-TEST_P(OwedRowFlowTest, LeavesWhatIsOwedAlone) {
+TEST_P(OwedRowFlowTest, LeavesDeferredWorkAlone) {
   LoadedHeads heads(problem().heads, Case().engine);
   LoadedHeads undisturbed(problem().heads, Case().engine);
   ComputeOptions options = Options();
@@ -555,7 +555,7 @@ TEST(RowFlow, LargeLogits) {
   }
 }
 
-TEST(RowFlow, RefusesWhatMeansNothing) {
+TEST(RowFlow, RefusesMeaninglessCombinations) {
   const Problem problem = MakeProblem(ProblemOptions());
   LoadedHeads heads(problem.heads, {});
   {

@@ -111,7 +111,7 @@ class Unwatched {
   LoadedHeads heads_;
 };
 
-TEST_P(SmallBatches, AreThereWhenTheAccumulatorIsReadInTheEnd) {
+TEST_P(SmallBatches, AreInTheFinalAccumulator) {
   const std::vector<std::pair<int64_t, int64_t>> large = {{0, 300}, {300, 1024}, {1324, 2048}, {3372, 28}};
   for (const auto& slices : {Slices(), large}) {
     ProblemOptions options = Options(GetParam(), 3);
@@ -160,7 +160,7 @@ TEST_P(SmallBatches, StartFromZeroAfterAnUpdate) {
 }
 
 // A step without micro-batches.
-TEST_P(SmallBatches, LeaveNothingBehindThatIsZeroed) {
+TEST_P(SmallBatches, LeaveNothingInAClearedAccumulator) {
   const Problem problem = MakeProblem(Options(GetParam(), 9));
   Unwatched unwatched(problem.heads, {});
   unwatched.Compute(problem);
@@ -236,13 +236,13 @@ void ExpectSeenByEverything(DataType type, int64_t early_rows, int64_t late_rows
   for (const float value : written->heads().ReadGradient(0).weight) ASSERT_EQ(value, 3.0f);
 }
 
-TEST_P(SmallBatches, AreSeenByEverythingThatLooksAtTheAccumulator) {
+TEST_P(SmallBatches, AreVisibleToEveryReaderOfTheAccumulator) {
   ExpectSeenByEverything(GetParam(), 9, 11);
   ExpectSeenByEverything(GetParam(), 1024, 500);
 }
 
 // New weights do not change what was computed with the old ones.
-TEST_P(SmallBatches, KeepTheWeightsThatTheyWereComputedWith) {
+TEST_P(SmallBatches, KeepTheirWeights) {
   const Problem problem = MakeProblem(Options(GetParam(), 6));
   Unwatched unwatched(problem.heads, {});
   unwatched.Compute(SliceRows(problem, 0, 30));
@@ -251,7 +251,7 @@ TEST_P(SmallBatches, KeepTheWeightsThatTheyWereComputedWith) {
 }
 
 // A head that goes takes along what waited for it.
-TEST_P(SmallBatches, OfAHeadThatGoesDisturbNobody) {
+TEST_P(SmallBatches, OfADestroyedHeadDisturbNoOthers) {
   const Problem problem = MakeProblem(Options(GetParam(), 7));
   Problem other = MakeProblem(Options(GetParam(), 8));
   const Problem other_alone = other;

@@ -78,7 +78,7 @@ TEST_P(Staging, CommitAddsTheContributionTimesTheFactor) {
 }
 
 // A staged answer is that of a direct one, and where the rows are kept, so is the committed accumulator, bit for bit.
-TEST_P(Staging, AFactorOfOneGivesTheDirectBits) {
+TEST_P(Staging, FactorOfOneGivesTheDirectBits) {
   LoadedHeads direct(problem_.heads, engine_options_);
   direct.Compute(before_);
   const Outcome direct_outcome = direct.Compute(problem_);

@@ -54,7 +54,7 @@ class Log {
   std::vector<int> values_;
 };
 
-TEST(DelayedTasks, ATaskThatNoThreadCanTakeIsRefusedAndNeverRuns) {
+TEST(DelayedTasks, TaskWithoutAThreadIsRefusedAndNeverRuns) {
   ThreadSource threads(0);
   Log log;
   {
@@ -68,7 +68,7 @@ TEST(DelayedTasks, ATaskThatNoThreadCanTakeIsRefusedAndNeverRuns) {
   EXPECT_EQ(log.Await(1), std::vector<int>{2});
 }
 
-TEST(DelayedTasks, ThreadsThatThereAreTakeWhatNoNewOneCan) {
+TEST(DelayedTasks, ExistingThreadsTakeTasksIfNoNewOneStarts) {
   ThreadSource threads(1);
   Log log;
   std::mutex held;

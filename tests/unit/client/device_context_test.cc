@@ -100,7 +100,7 @@ class DeviceContextTest : public testing::Test {
   CudaDriver driver_;
 };
 
-TEST_F(DeviceContextTest, APrimaryContextOutlivesThoseWhoLetGoOfItFirst) {
+TEST_F(DeviceContextTest, PrimaryContextOutlivesEarlierReleases) {
   CuContext context = nullptr;
   ASSERT_EQ(driver_.DevicePrimaryCtxRetain(&context, kDevice), 0);
   auto made = DeviceContext::Make(driver_, context);
@@ -114,7 +114,7 @@ TEST_F(DeviceContextTest, APrimaryContextOutlivesThoseWhoLetGoOfItFirst) {
   EXPECT_FALSE(device_.Alive(context));  // nothing is held forever
 }
 
-TEST_F(DeviceContextTest, AProgramsOwnContextIsLeftAlone) {
+TEST_F(DeviceContextTest, ProgramsOwnContextIsLeftAlone) {
   device_.own_alive = true;
   for (const int references : {0, 1}) {
     device_.primary_references = references;
@@ -191,7 +191,7 @@ class DeviceReadTest : public DeviceContextTest {
   std::vector<char> to_ = std::vector<char>(from_.size());
 };
 
-TEST_F(DeviceReadTest, WaitsForThePiecesThatAreNeeded) {
+TEST_F(DeviceReadTest, WaitsForTheNeededPieces) {
   const auto read = Begin();
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_EQ(copies_.enqueued.size(), 3u);
@@ -204,14 +204,14 @@ TEST_F(DeviceReadTest, WaitsForThePiecesThatAreNeeded) {
   EXPECT_EQ(to_, from_);
 }
 
-TEST_F(DeviceReadTest, LetsGoOfTheMemoryOnlyWhenAllIsThere) {
+TEST_F(DeviceReadTest, ReleasesTheMemoryWhenAllHasArrived) {
   auto read = Begin();
   ASSERT_TRUE(read.ok()) << read.status();
   read->reset();
   EXPECT_EQ(copies_.done, 3u);
 }
 
-TEST_F(DeviceReadTest, SaysWhatFailed) {
+TEST_F(DeviceReadTest, ReportsTheFailedCall) {
   copies_.fails_at = 2;
   const auto read = Begin();
   ASSERT_TRUE(read.ok()) << read.status();
