@@ -133,7 +133,7 @@ Setter Set(std::string TlsOptions::*member) {
   };
 }
 
-// 0 contradicts what else is said of TLS.
+// `tls=0` contradicts any other option of TLS.
 bool SetTls(const std::string& value, ClientOptions& options) {
   bool wanted = false;
   if (!Parse(value, &wanted) || (!wanted && options.tls.has_value())) return false;
@@ -216,7 +216,7 @@ absl::StatusOr<RowsView> ToView(const char* field, const hw_client_rows& rows) {
   return view;
 }
 
-// Rows of what shape a view must be; what has no rows may have any.
+// Checks the shape of a view; a view without rows may have any.
 absl::Status CheckShape(const char* field, const RowsView& view, int64_t row_count, std::optional<int64_t> hidden_size,
                         v1::DataType data_type) {
   const auto mismatch = [field](v1::ErrorReason reason, const char* member, int64_t expected, int64_t actual) {
@@ -238,7 +238,7 @@ int64_t RowsOf(const v1::LossTerm& term, const v1::MicroBatchHeader& header) {
   return term.has_row_count() ? term.row_count() : header.row_count() - term.row_start();
 }
 
-// The caller's side of a micro-batch fits what its header says.
+// Checks that the caller's side of a micro-batch fits its header.
 absl::Status CheckLoss(const v1::MicroBatchHeader& header, int64_t teacher_count, CallMemory* memory) {
   HEADWATER_RETURN_IF_ERROR(CheckShape("rows", memory->rows, header.row_count(), header.hidden_size(), header.data_type()));
   memory->rows.hidden_size = header.hidden_size();

@@ -61,7 +61,7 @@ class Core : public std::enable_shared_from_this<Core> {
   // Shared if the system and the options allow it, which keeps this object; ordinary otherwise. RESOURCE_EXHAUSTED.
   absl::StatusOr<RowMemory> AllocateRows(int64_t bytes);
 
-  // Cancels what is under way and, when that has ended, closes the sessions, both no longer than until `deadline`. Later calls:
+  // Cancels running calls and, when they have ended, closes the sessions, both at most until `deadline`. Later calls:
   // FAILED_PRECONDITION.
   void Close(Deadline deadline);
 
@@ -104,7 +104,7 @@ class Core : public std::enable_shared_from_this<Core> {
 
   std::shared_ptr<Core> borrowed() { return {std::shared_ptr<void>(), this}; }
   void AddNotice(std::string sentence);
-  // The session is gone. If the server was started again, others may wait for what this client had submitted.
+  // The session is gone. If the server restarted, others may wait for this client's submissions.
   void RecoverIdle(Deadline deadline);
 
   CompletionQueue completions_;

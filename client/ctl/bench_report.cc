@@ -56,7 +56,7 @@ Table TableOf(const BenchReport& report, const std::string& sweep, std::vector<s
     std::vector<std::string> cells = {row.transport};
     if (by_size) cells.push_back(FormatCount(row.rows));
     if (by_concurrency) cells.push_back(absl::StrCat(row.in_flight));
-    // With several in flight a micro-batch waits for others: what counts is how often a result comes.
+    // With several in flight a micro-batch waits for others: the interval between results counts.
     const double ms = by_concurrency ? row.period_ms : row.median_ms;
     const double engine_ms = EngineMsAlone(report, row);
     cells.insert(cells.end(), {Milliseconds(ms), Milliseconds(row.p90_ms), Milliseconds(engine_ms),

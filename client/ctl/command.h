@@ -33,7 +33,7 @@ struct Command {
 
 Command HealthCommand();
 Command InfoCommand();
-// Those of the server's heads.
+// The commands for the server's heads.
 std::vector<Command> HeadCommands();
 Command LoadCommand();
 Command VerifyCommand();

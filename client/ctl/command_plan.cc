@@ -1,4 +1,4 @@
-// `plan`: what a head would take, over all ranks of a server and on each of them.
+// `plan`: the memory of a head, over all ranks of a server and on each of them.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -38,7 +38,7 @@ struct RankShare {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankShare, device, vocab_start, vocab_end, tensor_bytes, workspace_bytes, total_bytes,
                                    available_bytes, budget_bytes)
 
-// `bytes` of what grows with the rows of a head, as far as `rows` of `all_rows` go.
+// The part of `bytes`, which grow with the rows of a head, for `rows` of `all_rows`.
 int64_t Share(int64_t bytes, int64_t rows, int64_t all_rows) {
   return bytes / all_rows * rows + bytes % all_rows * rows / all_rows;  // no product overflows
 }

@@ -26,7 +26,7 @@ namespace {
 
 using nlohmann::json;
 
-// Configs round what they mean: 1 / 13.
+// Configs round their values: 1 / 13.
 constexpr double kTolerance = 1e-6;
 
 enum class Finding { kSame, kDiffers, kRounded, kWider, kNotChecked, kNoted };
@@ -88,7 +88,7 @@ absl::StatusOr<std::string> ChecksumOf(const model_files::FileTensor& tensor) {
   return hasher.Digest();
 }
 
-// Compares the head's weight with that of a model's folder. The sentence says what was found, or why it cannot be seen.
+// Compares the head's weight with that of a model's folder. The sentence describes the finding, or why it cannot be seen.
 struct WeightCheck {
   Finding verdict = Finding::kNoted;
   std::string sentence;

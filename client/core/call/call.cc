@@ -19,7 +19,7 @@ using google::protobuf::Message;
 constexpr int kMaxSessionLosses = 3;
 constexpr std::chrono::nanoseconds kAtOnce{0};
 
-// Whether the server may have taken, or still take, what failed for this client.
+// Whether the server may have executed, or may still execute, the call that failed for this client.
 bool MayHaveBeenDone(const absl::Status& status) {
   return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) || absl::IsCancelled(status);
 }
@@ -32,7 +32,7 @@ const v1::Head* HeadIn(const Message& answer) {
   return dynamic_cast<const v1::Head*>(&answer);
 }
 
-// Parses what an exchange has brought, where that is bytes.
+// Parses the bytes that an exchange has brought, if there are any.
 absl::Status Read(const Method& method, Answer* answer) {
   if (answer->message != nullptr) return absl::OkStatus();
   return WithMemoryFor(static_cast<int64_t>(answer->bytes.size()), "an answer", [&]() -> absl::Status {
@@ -42,7 +42,7 @@ absl::Status Read(const Method& method, Answer* answer) {
     }
     auto* const summary = dynamic_cast<v1::MicroBatchSummary*>(answer->message.get());
     if (summary == nullptr || !summary->transport().empty()) return absl::OkStatus();
-    // The server does not say the path. `transport` is the last field: what follows an encoded message is part of it.
+    // The server does not say the path. `transport` is the last field: bytes behind an encoded message belong to it.
     v1::MicroBatchSummary path;
     path.set_transport(answer->transport);
     answer->bytes += path.SerializeAsString();
@@ -80,7 +80,7 @@ Call::Call(std::shared_ptr<Core> core, Request request, CallMode mode, Done done
              /*awaits_server=*/core_->options().replay_bytes > 0 && request.patient && method_.patient),
       exchange_(MakeExchange(*core_, method_, *message_, memory_)) {
   opens_session_ = method_.session == InSession::kExplicit || method_.session == InSession::kOwned;
-  // A decision is about what was submitted before it.
+  // A decision is about the submissions before it.
   const bool decides = method_.record == Record::kCommit || method_.record == Record::kDiscard;
   if (decides && named_attempt_ == 0 && micro_batch().has_value()) {
     for (const HeadUse& use : heads_) {
@@ -304,7 +304,7 @@ void Call::Failed(absl::Status status) {
     return RecoverFrom(status);
   }
   if (cancelled()) return End(status);
-  // A repeat may be fenced by what the first one did.
+  // A repeat may be fenced by the effect of the first call.
   const bool all_sent = method_.repeat == Repeat::kUntilSent && exchange_->sent_bytes() == exchange_->total_bytes();
   if (all_sent && reason.empty()) return End(status);
   std::chrono::nanoseconds delay = kAtOnce;
@@ -336,7 +336,7 @@ void Call::Record(const Message& answer) {
   }
   if (!log.enabled() || method_.record == Record::kNone) return;
   if (is_loss() && !micro_batch().has_value()) return;
-  if (is_loss() && GetBool(answer, "payload_differs").value_or(false)) return;  // another one's contribution is what counts
+  if (is_loss() && GetBool(answer, "payload_differs").value_or(false)) return;  // another trainer's contribution counts
   // The rows of a joined teacher are lost with the server, and their sender does not know. A repetition would find no rows, or
   // those of another micro-batch with the same key.
   if (HasJoinedTeacher(*message_)) {

@@ -56,7 +56,7 @@ class Call : public std::enable_shared_from_this<Call> {
 
  private:
   // ---- before an attempt ----
-  // All that must be so before an attempt can be made; what is not is waited for, and then this runs again.
+  // Begins an attempt if everything is ready; otherwise it waits, and then runs again.
   void TryBegin();
   bool AwaitTurn();
   bool AwaitSettlement();
@@ -79,7 +79,7 @@ class Call : public std::enable_shared_from_this<Call> {
   // ---- after it ----
   void Answered(absl::StatusOr<Answer> answer);
   void Failed(absl::Status status);
-  // Puts what has succeeded into the log.
+  // Puts a call that succeeded into the log.
   void Record(const google::protobuf::Message& answer);
   // Applies the answer's news about heads; true: the call continues.
   bool TakeNews(const google::protobuf::Message& answer);
@@ -116,7 +116,7 @@ class Call : public std::enable_shared_from_this<Call> {
   Done done_;
   HeadUses heads_;
   const int64_t named_attempt_;
-  // These by one thread at a time: the attempt's end, then the one that begins the next attempt.
+  // One thread at a time uses these: the attempt's end, then the one that begins the next attempt.
   RetryState retry_;
   std::string session_id_;
   bool has_turn_ = false;

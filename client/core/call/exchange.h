@@ -27,7 +27,7 @@ inline bool HasRows(const RowsView& rows) { return rows.row_count > 0 && rows.hi
 
 // The caller's memory, checked against overflow (CheckRows). It stays the caller's until the call has ended.
 struct CallMemory {
-  RowsView rows{};                   // what is sent: hidden states, teacher rows, a tensor, rows of a gradient
+  RowsView rows{};                   // rows to send: hidden states, teacher rows, a tensor, rows of a gradient
   std::vector<RowsView> teachers{};  // of ComputeLoss: one for each term, or none at all
   RowsView result{};                 // where gradients or a downloaded tensor go; without data: into memory of the library's
   void* cuda_stream = nullptr;       // CUstream on whose work so far device memory depends; null: the legacy default stream
@@ -74,7 +74,7 @@ absl::StatusOr<std::unique_ptr<google::protobuf::Message>> CopyOf(const google::
 // Whether a header asks for grad_hidden, and the type of grad_hidden.
 bool WantsGradHidden(const v1::MicroBatchHeader& header);
 v1::DataType GradHiddenType(const v1::MicroBatchHeader& header);
-// Takes out what an attempt fills in of how its rows travel.
+// Clears the fields that an attempt fills in for the path of its rows.
 void ClearTransfer(v1::MicroBatchHeader& header);
 
 // Bytes that a result takes in memory of this side are RESOURCE_EXHAUSTED when the attempt starts, or comes to know of them.

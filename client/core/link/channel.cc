@@ -13,7 +13,7 @@ namespace {
 // Window of a connection that carries rows, equal to the server's.
 constexpr int kWindowBytes = 4 << 20;
 // A connection whose other side does not answer is given up after this, twice: its machine is gone, or the way there is. gRPC would
-// keep what it was writing, and every call on it, for as long as the system resends: a quarter of an hour.
+// keep pending writes, and every call on the connection, for as long as the system resends: a quarter of an hour.
 constexpr int kKeepaliveMs = 20000;
 
 // The arguments of all channels of this client to `target`.

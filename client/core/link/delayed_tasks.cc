@@ -83,7 +83,7 @@ void DelayedTasks::Loop() {
       tasks_.erase(next);
       lock.unlock();
       run();
-      run = nullptr;  // what it held may come back to this object when it goes
+      run = nullptr;  // the objects that it held may call this object when they go
       lock.lock();
       continue;
     }

@@ -1,4 +1,4 @@
-// How connections are secured, in one place: TLS, and the token that every call carries; and what else every call carries.
+// The security of connections, in one place: TLS, and the metadata that every call carries, such as the token.
 #ifndef HEADWATER_CLIENT_CORE_LINK_SECURITY_H_
 #define HEADWATER_CLIENT_CORE_LINK_SECURITY_H_
 

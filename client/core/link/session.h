@@ -1,4 +1,4 @@
-// Session: what this client leaves undecided belongs to it.
+// Session: the server-side lease that owns this client's undecided contributions.
 #ifndef HEADWATER_CLIENT_CORE_LINK_SESSION_H_
 #define HEADWATER_CLIENT_CORE_LINK_SESSION_H_
 

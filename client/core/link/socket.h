@@ -30,7 +30,7 @@ struct Descriptor {
 // Used by one thread. Where the system gives no socket every call fails with the system's errno.
 class Socket {
  public:
-  // A socket that does not block. A cancelled wait wakes up what waits.
+  // A socket that does not block. Cancelling the wait wakes its waiters.
   Socket(int family, int type, Wait wait);
 
   int fd() const { return socket_.fd; }

@@ -29,7 +29,8 @@ struct Wait {
 };
 
 // The context of one blocking call that changes nothing on the server, or that may be made again: a cancelled wait cancels the
-// call. (Where the server makes something, the call must continue without its waiters, because its answer says what has been made.)
+// call. (Where the server makes something, the call must continue without its waiters, because its answer describes the new
+// object.)
 class WaitingContext {
  public:
   explicit WaitingContext(const Wait& wait) : on_cancel_(wait.cancel, [this] { context_.TryCancel(); }) {

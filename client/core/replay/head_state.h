@@ -18,7 +18,7 @@
 
 namespace headwater::client::internal {
 
-// A head under one epoch and those that recoveries have led to, and what was done in them. Thread-safe.
+// A head under one epoch and the epochs after it by recoveries, with the work done in them. Thread-safe.
 class HeadState {
  public:
   // The state of a head that the server has described. `incarnation`: the server process that described it; empty: unknown, so that
@@ -64,12 +64,12 @@ class HeadState {
   // The newest one of a micro-batch; 0 if none is known.
   int64_t AttemptOf(int64_t step, int64_t micro_batch) const;
   // The one that a submission begins with whose caller names `named`. The caller does not know of this client's repetitions: an
-  // attempt that they have begun with is the one that they have come to. One that the caller itself has gone beyond stays what it
-  // is, for the server to refuse.
+  // attempt that they have begun with is the one that they have come to. An attempt that the caller itself has exceeded stays, and
+  // the server refuses it.
   int64_t FirstAttempt(int64_t step, int64_t micro_batch, int64_t named) const;
   // `attempt` is submitted, or the next that may be; a lower one than is known changes nothing.
   void NoteAttempt(int64_t step, int64_t micro_batch, int64_t attempt, int64_t named);
-  // Those of `other`, whose last closed step this epoch goes on to answer for.
+  // Takes over the attempts of `other`, whose last closed step this epoch still answers for.
   void TakeAttempts(const HeadState& other);
 
  private:
@@ -112,7 +112,7 @@ void SetEpochs(google::protobuf::Message& message, const HeadUses& heads);
 // All heads of a connection. Thread-safe.
 class HeadStates {
  public:
-  // That of an epoch; made if there is none.
+  // Finds the state of an epoch, and makes it if there is none.
   std::shared_ptr<HeadState> Find(const std::string& name, const std::string& epoch);
   // Finds a state without making one; null if there is none.
   std::shared_ptr<HeadState> FindKnown(const std::string& name, const std::string& epoch) const;

@@ -42,7 +42,7 @@ class Recovery {
     for (HeadUse& use : heads_) {
       HEADWATER_RETURN_IF_ERROR(Take(use));
     }
-    // These calls follow a restart, too: epochs of a later process must not be taken for this one's.
+    // Calls of a recovery follow a restart, too: epochs of a later process must not be taken for this one's.
     HEADWATER_ASSIGN_OR_RETURN(const std::string taken_from, Incarnation());
     if (taken_from != incarnation_) return absl::UnavailableError("the server was started again while its heads were taken");
     for (const LogEntry& entry : log_.EntriesOf(heads_)) {
@@ -69,7 +69,7 @@ class Recovery {
     return core_.Ask<v1::Head>(request, wait_);
   }
 
-  // How all heads came back. Those that did not, or are another run's by now, go from the log, and are not the call's to lose.
+  // How all heads came back. Heads that did not come back, or are another run's by now, leave the log, and do not fail the call.
   absl::Status LookAtAll() {
     for (auto use = heads_.begin(); use != heads_.end();) {
       HeadState& state = *use->state;

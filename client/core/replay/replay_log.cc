@@ -93,7 +93,7 @@ bool ReplayLog::MakeWayFor(const LogEntry& entry) {
     has_rows |= other.record == Record::kLoss;
     return is_same(other) || (entry.record == Record::kDiscard && other.micro_batch >= 0 && other.attempt <= entry.attempt);
   });
-  // A decision about what another client has submitted is that one's to repeat.
+  // A decision about another client's submission is repeated by that client.
   return entry.record != Record::kCommit || has_rows;
 }
 

@@ -1,4 +1,4 @@
-// ReplayLog: what the open steps consist of, and how earlier ones were closed, as far as this client did it.
+// ReplayLog: the calls of the open steps, and those that closed earlier ones, as far as this client made them.
 #ifndef HEADWATER_CLIENT_CORE_REPLAY_REPLAY_LOG_H_
 #define HEADWATER_CLIENT_CORE_REPLAY_REPLAY_LOG_H_
 
@@ -67,7 +67,7 @@ class ReplayLog {
   void Add(LogEntry entry);
   // Whether weights that close the step of `heads` are worth a copy. If not, the log begins after that step.
   bool HasRoomFor(const HeadUses& heads, int64_t bytes);
-  // `step` is the head's open step or an earlier one: what is older is closed. Before the entry of the call that closed it.
+  // `step` is the head's open step or an earlier one: steps before it are closed. Before the entry of the call that closed it.
   void StepIsOpen(const std::shared_ptr<HeadState>& head, int64_t step);
   // A part of these steps' work is missing here: the log begins after them.
   void Drop(const HeadUses& heads, const std::string& why);
@@ -92,11 +92,11 @@ class ReplayLog {
  private:
   void Open();
   void BeginAfter(const HeadUses& heads);
-  // Removes what the entry takes the place of; false: it adds nothing.
+  // Removes the entries that the new entry replaces; false: it adds nothing.
   bool MakeWayFor(const LogEntry& entry);
   void Place(LogEntry entry);
   void EraseIf(const std::function<bool(const LogEntry&)>& goes);
-  // Drops what is before the first logged step of each of its heads.
+  // Drops entries before the first logged step of each of their heads.
   void Shorten();
 
   const int64_t max_bytes_;

@@ -37,7 +37,7 @@ struct Shared {
   std::atomic<int64_t> sent = 0;  // bytes that are on their way
 };
 
-// Each attempt is a `Stream(shared, what it carries, done)`, which is started with its request.
+// Each attempt is a `Stream(shared, carried, done)`, which is started with its request.
 template <typename Stream, typename Carried>
 class StreamExchange : public Exchange {
  public:
@@ -60,7 +60,7 @@ class StreamExchange : public Exchange {
   std::unique_ptr<Stream> stream_;
 };
 
-// One stream of rows that go up: header and chunks up, the answer down. Those of an upload begin where the server says.
+// One stream of rows that go up: header and chunks up, the answer down. Chunks of an upload begin where the server says.
 template <typename Request, typename Response>
 class SendingStream : public grpc::ClientBidiReactor<Request, Response> {
  public:

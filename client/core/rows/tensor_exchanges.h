@@ -17,8 +17,8 @@ absl::Status CheckRows(const std::string& field, const RowsView& rows);
 // The error of a caller's view or option.
 absl::Status InvalidView(v1::ErrorReason reason, const std::string& field, const std::string& expected, const std::string& actual);
 
-// Fills in what an upload's header says of its bytes: an id, so that no client takes up another's upload, their number and
-// checksum.
+// Fills in the description of an upload's bytes: their number and checksum, and an id, so that no client continues another's
+// upload.
 void Describe(const RowsView& tensor, v1::UploadWeightsHeader* header);
 
 // After UNAVAILABLE the next attempt continues where this one was cut.

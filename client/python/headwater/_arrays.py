@@ -206,7 +206,7 @@ def from_any(value: Any, field: str, *, bits_of: str | None = None, device_rows:
         value: numpy, ml_dtypes, torch or `BFloat16`.
         field: name of the argument, for messages.
         bits_of: "bfloat16" says that uint16 elements are bits of that type.
-        device_rows: what is made of a CUDA tensor, given its element type, instead. None: it is brought to the host.
+        device_rows: the replacement for a CUDA tensor, given its element type. None: it is brought to the host.
     Raises:
         InvalidArgumentError: another element type.
     """
@@ -250,7 +250,7 @@ def data_type_name(dtype: Any, field: str = "dtype") -> str:
 
 
 def numbers(value: Any, field: str) -> np.ndarray:
-    """The array of what may be nested sequences, or a torch tensor."""
+    """The array of possibly nested sequences, or of a torch tensor."""
     if is_torch_tensor(value):
         value = dense_tensor(value, field).to("cpu")
         return _tensor_to_numpy(value.float() if value.dtype.is_floating_point else value, field)

@@ -95,7 +95,7 @@ class Client(Handle):
         self._backend.timeout_s = check_number(timeout_s, "timeout_s", low=0, low_open=True)
 
     def close(self) -> None:
-        """Closes the connection, and the session with it: what is undecided then is discarded.
+        """Closes the connection, and the session with it: undecided micro-batches are then discarded.
 
         Heads stay on the server. One of `headwater.local` ends with its last client. Idempotent.
         """
@@ -248,7 +248,7 @@ class Client(Handle):
     ) -> None:
         """Refuses an attached head with other weights than the caller's, or notes that it keeps its own.
 
-        Weights are compared as they are stored, by a download, which costs what the upload would have cost. A head that the
+        Weights are compared as they are stored, by a download, which costs as much as the upload would have. A head that the
         server's optimizer has moved has other weights in any case.
         """
         spec = info.spec

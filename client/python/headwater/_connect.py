@@ -1,4 +1,4 @@
-"""`connect`: checks what a client is made of, and makes it."""
+"""Checks the options of a client, and makes it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def connect(
             `EpochFencedError`. Whatever `retries` says, such calls are repeated while the server is away (it cannot be reached, or
             says DRAINING or STARTING). Repetitions are at most 1 s apart unless the server asks for more, and end about a second
             before the end of `timeout_s`. `health` is not repeated.
-        replay_bytes: bound of what is kept, >= 0. The oldest closed steps go first. An open step with more, or with a joined
+        replay_bytes: bound of the replay log, >= 0. The oldest closed steps go first. An open step with more, or with a joined
             teacher's micro-batches (`JOIN`), is not kept, which is warned of once.
         replay_steps: closed steps that are kept, >= 0; 0: only the open one. None: as many as `replay_bytes` have room for. Fewer
             than there are between two checkpoints are of use only now and then.

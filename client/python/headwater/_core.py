@@ -66,7 +66,7 @@ class Tensors(NamedTuple):
     teachers: list[Rows | None] | None = None
     result_rows: Rows | None = None
     cuda_stream: int = 0
-    keep_alive: Any = None  # what all of that belongs to
+    keep_alive: Any = None  # the objects that own that memory
 
 
 NO_TENSORS = Tensors()
@@ -267,7 +267,7 @@ class _Types:
 _pending: dict[int, tuple[Call, Callable[[Call], Any]]] = {}
 _tags = itertools.count(1)
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-_closing: set[Any] = set()  # locks of threads that close what was forgotten
+_closing: set[Any] = set()  # locks of threads that close forgotten clients
 
 
 class Connection:
@@ -432,7 +432,7 @@ class Connection:
             self._library.hw_client_abandon(self._handle, message, len(message))
 
     def warn_notices(self) -> None:
-        """Warns of what the replay log cannot keep, where there is one."""
+        """Warns of steps that the replay log cannot keep, where there is one."""
         if self._has_log:
             while notice := self._text(self._library.hw_client_notice):
                 warn(notice, RuntimeWarning)
@@ -529,7 +529,7 @@ class _Process:
 
     @classmethod
     def after_fork(cls) -> None:
-        """In the child: what was under way is the parent's."""
+        """In the child: running calls are the parent's."""
         if cls.has_connected:
             cls.has_connected, cls.is_forked = False, True
             _library.cache_clear()

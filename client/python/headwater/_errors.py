@@ -17,7 +17,7 @@ _INSTEAD_OF_A_FORK = "use the spawn or forkserver start method, or connect only 
 
 
 class HeadWarning(UserWarning):
-    """A call works, but may not do what the caller means: an attached head keeps weights of its own, for example."""
+    """A call works, but may not do as the caller means: an attached head keeps weights of its own, for example."""
 
 
 def warn(message: str, category: type[Warning] = HeadWarning) -> None:
@@ -86,12 +86,12 @@ class ClientClosedError(UnavailableError):
 
     @classmethod
     def of_parent(cls) -> ClientClosedError:
-        """That of a client whose threads have stayed behind in a fork."""
+        """The error of a client whose threads have stayed behind in a fork."""
         return cls(f"this client was made by the process that this one was forked from: {_INSTEAD_OF_A_FORK}")
 
     @classmethod
     def of_fork(cls) -> ClientClosedError:
-        """That of a connection which a fork cannot make, because the library's threads and locks are those of its parent."""
+        """The error of a connection which a fork cannot make, because the library's threads and locks are those of its parent."""
         return cls(
             f"this process was forked from one that had connected, which the client library does not survive: {_INSTEAD_OF_A_FORK}"
         )
@@ -130,7 +130,7 @@ class TransportUnavailableError(FailedPreconditionError):
 
 
 def is_restarting(error: HeadwaterError) -> bool:
-    """Whether the server has lost a rank or its device with what its heads held, and restarts."""
+    """Whether the server has lost a rank or its device, with the content of its heads, and restarts."""
     return "serverRestarts" in error.metadata
 
 
@@ -289,7 +289,7 @@ def wrong_type(field: str, expected: str, actual: Any, remedy: str = "") -> Inva
 
 
 def refused(message: str, field: str, **metadata: Any) -> InvalidArgumentError:
-    """Makes the error of an argument that does not go with the others, or with what a head can do."""
+    """Makes the error of an argument that does not go with the others, or with the abilities of a head."""
     return invalid_argument("INVALID_COMBINATION", message, field=field, **metadata)
 
 

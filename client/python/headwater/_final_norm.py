@@ -1,4 +1,4 @@
-"""The final norm of a transformers model, found by what reaches its output layer, or by where it stands."""
+"""The final norm of a transformers model, found by the inputs of its output layer, or by its place."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ class Head(HeadLosses):
     def __init__(self, backend: RemoteBackend, info: HeadInfo, *, created: bool = False):
         super().__init__(backend, info.name, info.spec, info.epoch, info.open_step)
         self._created = created
-        self._last_seal: tuple[StepKey, int] | None = None  # what was sealed, and the number of its micro-batches
-        # Where headwater.torch keeps the ids that its loss functions have drawn, and headwater.jax what programs have submitted.
+        self._last_seal: tuple[StepKey, int] | None = None  # the last sealed step, and the number of its micro-batches
+        # The ids that headwater.torch's loss functions have drawn, and the submissions of headwater.jax's programs.
         self._micro_batch_source: Any = None
         self._submissions: Any = None
 
@@ -166,7 +166,7 @@ class Head(HeadLosses):
 
         Args:
             attempt: the highest attempt that is dropped. None: the one that this client has submitted. A higher one than is there
-                drops what another client has left, too.
+                drops another client's leftover, too.
         Returns:
             True if a contribution was dropped.
         Raises:
@@ -285,7 +285,7 @@ class Head(HeadLosses):
             ApplyResult; multiply the trainer's own gradients by its `clip_factor`.
         Raises:
             InvalidArgumentError: `MISSING_FIELD`: the step is empty, and `allow_empty` is not set; nothing changed.
-            FailedPreconditionError: `NON_FINITE_GRADIENT`: nothing changed; call `discard_gradient`. Also what `seal` raises.
+            FailedPreconditionError: `NON_FINITE_GRADIENT`: nothing changed; call `discard_gradient`. Also the errors of `seal`.
             StepConflictError: the step was closed otherwise.
         """
         given = {"weight_decay": weight_decay, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "momentum": momentum}
@@ -330,7 +330,7 @@ class Head(HeadLosses):
     def gradient(
         self, *, bias: bool = False, gradient_factor: float = 1.0, step: int | None = None, timeout_s: float | None = None
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """Downloads what the open or sealed step has accumulated, times `gradient_factor`.
+        """Downloads the accumulated gradient of the open or sealed step, times `gradient_factor`.
 
         Returns:
             float32 (vocab_size, hidden_size); with bias=True a pair of that and float32 (vocab_size,).
@@ -346,7 +346,7 @@ class Head(HeadLosses):
         return (weight, *rest) if bias else weight
 
     def gradient_norm(self, *, gradient_factor: float = 1.0, step: int | None = None, timeout_s: float | None = None) -> float:
-        """L2 norm of what the open or sealed step has accumulated (weight and bias together), times |gradient_factor|."""
+        """L2 norm of the accumulated gradient of the open or sealed step (weight and bias together), times |gradient_factor|."""
         factor = check_factor(gradient_factor, "gradient_factor")
         reply = self._call("GetGradientNorm", timeout_s, head=head_step(self._key(step)), gradient_factor=factor)
         return math.sqrt(reply.gradient_norm_squared)
@@ -405,8 +405,7 @@ class Head(HeadLosses):
         Raises:
             InvalidArgumentError: `INVALID_COMBINATION`: a tied model, see `untie`; a bias on one side only. `SHAPE_MISMATCH`.
             NotFoundError: `WEIGHTS_NOT_FOUND`: no file, or no tensor or several that can be the head; the message lists them.
-            DataLossError: `FILE_CORRUPT`.
-        Also what `weight` raises.
+            DataLossError: `FILE_CORRUPT`. Also the errors of `weight`.
         """
         export(self, target, tensor, dtype, _requests.check_bool(untie, "untie"), timeout_s)
 
@@ -419,7 +418,7 @@ class Head(HeadLosses):
         on_progress: Progress | None = None,
         timeout_s: float | None = None,
     ) -> HeadInfo:
-        """Replaces weight and, if given, bias. The head gets a new epoch, and what the open step has accumulated is dropped.
+        """Replaces weight and, if given, bias. The head gets a new epoch, and the open step's accumulated gradient is dropped.
 
         An interrupted upload continues where it stopped if it is called again with the same `upload_id` and the same arrays.
         Nothing is visible before a tensor's last byte.
@@ -471,7 +470,7 @@ class Head(HeadLosses):
         return info
 
     def _check_weights(self, weight: Any, bias: Any) -> dict[str, HostArray]:
-        """Those of weight and bias that are not None, of the head's shapes and a dtype that it takes."""
+        """The given ones of weight and bias, of the head's shapes and a dtype that it takes."""
         shapes = {"weight": (self._spec.vocab_size, self._spec.hidden_size), "bias": (self._spec.vocab_size,)}
         arrays = {}
         for tensor, value in (("weight", weight), ("bias", bias)):
@@ -501,7 +500,7 @@ class Head(HeadLosses):
             bias_tensor: empty: the weight's own (`lm_head.bias`), else the one tensor with the name of a head's bias.
 
         Raises:
-            NotFoundError: `WEIGHTS_NOT_FOUND`: no such file or tensor, or none that can be chosen; the message lists what is there.
+            NotFoundError: `WEIGHTS_NOT_FOUND`: no such file or tensor, or none that can be chosen; the message lists the tensors.
             FailedPreconditionError: `CHECKPOINT_SPEC_MISMATCH`: another shape, or a bias and the head has none (`bias=True`).
         """
         tensors = {"weight_tensor": weight_tensor, "bias_tensor": bias_tensor}
@@ -520,7 +519,7 @@ class Head(HeadLosses):
     def checkpoints(self, *, timeout_s: float | None = None) -> list[CheckpointInfo]:
         """The checkpoints under this head's name, newest first; damaged ones last.
 
-        Those of a former head of this name are among them.
+        Checkpoints of a former head of this name are among them.
 
         Raises:
             FailedPreconditionError: `STORAGE_NOT_CONFIGURED`.
@@ -570,7 +569,7 @@ class Head(HeadLosses):
         return self._adopt(head_info(self._call("TakeHead", remaining_s, name=self._name, epoch=epoch)))
 
     def info(self, *, timeout_s: float | None = None) -> HeadInfo:
-        """The head as the server has it now. Does not change what this object believes: compare `epoch`."""
+        """The head as the server has it now. Does not change this object's epoch: compare `epoch`."""
         return head_info(self._call("GetHead", timeout_s, name=self._name))
 
     def delete(self, *, force: bool = False, timeout_s: float | None = None) -> None:

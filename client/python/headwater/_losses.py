@@ -171,7 +171,7 @@ class HeadLosses(HeadReference):
             outputs: computed for every term.
         Other arguments are those of `cross_entropy`.
         Returns:
-            LossResult; what each term yields is in `.terms`, `grad_hidden` is the sum. `.commit()` and `.discard()` decide an
+            LossResult; the results of the terms are in `.terms`, `grad_hidden` is the sum. `.commit()` and `.discard()` decide an
             explicit one in all its heads.
         Raises:
             InvalidArgumentError: also `INVALID_COMBINATION` for terms that name different steps of one head.

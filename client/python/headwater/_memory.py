@@ -30,11 +30,11 @@ class DeviceArray:
 
     tensor: Any
     data_type: str
-    stream: Any  # the CUDA stream that was current: what it had to do then comes before any use
+    stream: Any  # the CUDA stream that was current: its work precedes any use
 
     @classmethod
     def over(cls, tensor: Any, data_type: str) -> DeviceArray:
-        """The rows of a CUDA tensor as they are after what its device's current stream has to do."""
+        """The rows of a CUDA tensor as they are after the work of its device's current stream."""
         tensor = tensor.detach().contiguous()
         return cls(tensor, data_type, torch().cuda.current_stream(tensor.device))
 
@@ -98,7 +98,7 @@ Rows = HostArray | DeviceArray
 
 
 def one_stream(arrays: Iterable[DeviceArray]) -> int:
-    """Handle of a stream that comes after what all these arrays wait for; 0 without arrays.
+    """Handle of a stream that follows the work of all these arrays' streams; 0 without arrays.
 
     Where arrays lie on several devices the handle must be right on each of them. It is then 0, each device's own legacy stream,
     which follows the device's other work. It does not follow streams that PyTorch makes; for those this function waits.
@@ -195,7 +195,7 @@ class BlockPool:
         return np.asarray(owner)[:nbytes].view(dtype).reshape(shape)
 
     def close(self) -> None:
-        """Frees what is not in use; the rest is freed as it comes back, by the next pool that is asked, or with the process."""
+        """Frees unused memory; the rest is freed as it comes back, by the next pool that is asked, or with the process."""
         with self._lock:
             self._closed = True
         self._take_back()

@@ -45,7 +45,7 @@ from headwater._types import (
 
 Data = TypeVar("Data")
 
-# Those of a HeadSpec that are the same in its message.
+# Fields of a HeadSpec that are equal in its message.
 _PLAIN_FIELDS = ("vocab_size", "hidden_size", "has_bias", "trainable", "staging_slots", "initial_step")
 
 # Weight and bias, with the wire's numbers.
@@ -71,7 +71,8 @@ def _fields(cls: type, message: type) -> list[Any]:
 
 
 def read(cls: type[Data], message: Any, **given: Any) -> Data:
-    """A dataclass of what is given, and of the message's fields of the same names; enums as words, unset ones by their default."""
+    """A dataclass of the given values, and of the message's fields of the same names; enums as words, unset ones by their
+    default."""
     for field in _fields(cls, type(message)):
         name = field.name
         if name not in given and (not field.has_presence or message.HasField(name)):
@@ -81,7 +82,7 @@ def read(cls: type[Data], message: Any, **given: Any) -> Data:
 
 
 def head_spec_message(spec: HeadSpec) -> Any:
-    """A HeadSpec; what is None stays unset."""
+    """A HeadSpec; None values stay unset."""
     optimizer = None
     if isinstance(spec.optimizer, AdamW):
         optimizer = _wire.OptimizerSpec(adamw=_wire.AdamW(**vars(spec.optimizer)))

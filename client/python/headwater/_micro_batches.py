@@ -13,7 +13,7 @@ from headwater._head import Head
 from headwater._remote import RemoteBackend
 from headwater._types import check_integer
 
-# Epochs of a head under which a source remembers what it has drawn: a `Head` that another one has fenced off may still be used.
+# Epochs of a head under which a source remembers its draws: a `Head` that another one has fenced off may still be used.
 _REMEMBERED_EPOCHS = 4
 
 
@@ -21,8 +21,8 @@ _REMEMBERED_EPOCHS = 4
 class _Drawn:
     """The ids drawn in one step of a head."""
 
-    # Another one after `take`, `restore` or new weights, which empty the step. That which follows a restart that
-    # `connect(replay=True)` has followed counts as the same: what the step had was put back.
+    # Another one after `take`, `restore` or new weights, which empty the step. An epoch after a restart that `connect(replay=True)`
+    # has followed counts as the same, because the step's contributions were put back.
     epoch: bytes
     step: int
     attempts: Mapping[int, int] = field(default_factory=dict)  # by id, with which it is submitted; absent: the client counts
@@ -113,7 +113,7 @@ class MicroBatchSource:
         return drawn if drawn is not None and drawn.step == head.step else None
 
     def begin_again(self, step: int | None = None, attempts: Mapping[int, int] | None = None, *, head: Head | None = None) -> None:
-        """Forgets what was drawn for a head: the next id of its step is its first.
+        """Forgets the draws for a head: the next id of its step is its first.
 
         For a trainer that repeats a step, after it has taken the head or in the place of a process that is gone.
 

@@ -69,8 +69,8 @@ class StateFiles:
         load: called with the path of a file to read.
         suffix: of the files' names.
         keep: number of files that stay, >= 2: the newest may be of a step that the server has not saved yet. Older ones go when a
-            new one is complete. None: all. At least what the server keeps (`--keep_checkpoints`), so that each of its checkpoints
-            has a counterpart.
+            new one is complete. None: all. At least as many as the server keeps (`--keep_checkpoints`), so that each of its
+            checkpoints has a counterpart.
     """
 
     every_rank = False
@@ -154,7 +154,7 @@ class Meeting:
         self._each_rank = each_rank
         self._timeout: dict[str, Any] = {"timeout_s": timeout_s}
         self.has_moved = False
-        self._checkpoints: dict[str, str] = {}  # by head: what the server has said that there is
+        self._checkpoints: dict[str, str] = {}  # by head: the server's list of its checkpoints
         self._newest: int | None = None  # later states are of a course that was left, by going back to a given step
 
     def name(self, step: int) -> str:
@@ -218,7 +218,7 @@ class Meeting:
         raise self.nothing_in_common([step], step)
 
     def nothing_in_common(self, steps: Sequence[int | None], wanted: int | None) -> HeadwaterError:
-        """The error that says what each side has."""
+        """The error that lists the steps of each side."""
         own = "unknown" if self._state is None else self._state.steps()
         gone_on = ", and it has gone on since the run began" if self.has_moved and not own else ""
         heads = [
@@ -247,7 +247,8 @@ class Meeting:
 def follow(
     resume: Callable[[], int], advance: Callable[[int], Any], position: Callable[[], int], steps: int, patience_s: float
 ) -> None:
-    """Calls `advance(step)` until step `steps` is open, and goes back to what `resume` returns when the server was lost."""
+    """Calls `advance(step)` until step `steps` is open, and goes back to the step that `resume` returns when the server was
+    lost."""
     check_integer(steps, "steps")
     check_number(patience_s, "patience_s", low=0)
     step = patiently(resume, patience_s)

@@ -284,7 +284,7 @@ MAX_TOP_K = 1024
 
 
 def check_top_k(ids: Any, log_probs: Any, row_count: int, valid_vocab_size: int) -> TopKRows:
-    """A top-k teacher's rows. That ids differ and probabilities add up to at most 1 is the server's to check."""
+    """A top-k teacher's rows. The server checks that ids differ and probabilities add up to at most 1."""
     shape = tuple(ids.shape) if hasattr(ids, "shape") else _arrays.numbers(ids, "ids").shape
     if len(shape) != 2 or not 1 <= shape[1] <= MAX_TOP_K or shape[0] != row_count:
         raise wrong_shape("ids", f"({row_count}, k) with k from 1 to {MAX_TOP_K}", shape)

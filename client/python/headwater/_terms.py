@@ -1,4 +1,4 @@
-"""Loss terms: what is computed over which rows, against which head. `Head.multi` takes several; the other losses are one each."""
+"""Loss terms: the computation, its rows, and its head. `Head.multi` takes several; the other losses are one each."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TopKTeacher:
     """A teacher that is known by k vocabulary ids of each token: `teacher` of `Head.jsd`, without `teacher_hidden` and with beta=0.
 
     All other ids together have the mass 1 - sum(exp(log_probs)); below 1e-6 it counts as 0. The loss is the forward KL divergence
-    of what is given, with one bucket for the other ids. The k likeliest ids give a biased gradient: nothing says how the teacher
+    of the given ids, with one bucket for the other ids. The k likeliest ids give a biased gradient: nothing says how the teacher
     divides the rest. Ids that were drawn from the teacher, each with its share of the draws, give an unbiased one.
 
     Attributes:

@@ -80,7 +80,7 @@ _FLOAT32_END = (2 - 2.0**-24) * 2.0**127
 
 
 def _check_float32(value: Any, name: str, kind: str, holds: Callable[[float], bool]) -> float:
-    # As server/service/field_check.cc has it: what rounds to a finite float32 may be beyond the largest one by half a unit.
+    # As server/service/field_check.cc has it: a value that rounds to a finite float32 may be beyond the largest one by half a unit.
     number = _to_number(value, name)
     if not -_FLOAT32_END < number < _FLOAT32_END or not holds(number):
         raise must_be(name, f"{kind} that is finite in float32", number)
@@ -206,7 +206,7 @@ class TLS:
     ca_certificate: str | None = None
     """File with the authorities that may have signed the server's certificate; None: those of the system."""
     client_certificate: str | None = None
-    """File with what this client shows to a server that asks for it (mTLS): the chain."""
+    """File with the certificate chain for a server that asks for it (mTLS)."""
     client_key: str | None = None
     """File with its key; both or neither."""
     server_name: str | None = None
@@ -422,7 +422,7 @@ class LossResult(TermResult):
 
 
 def result_of(cls: type[Result], values: dict[str, Any]) -> Result:
-    """A frozen dataclass of these values and defaults: what its constructor makes, in a fraction of the time."""
+    """A frozen dataclass of these values and defaults, as its constructor makes it, in a fraction of the time."""
     result = object.__new__(cls)
     vars(result).update(values)
     return result

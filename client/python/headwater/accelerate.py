@@ -132,8 +132,8 @@ def prepare(accelerator: Any, *objects: Any, config: HeadwaterConfig | None = No
     Returns:
         The result of `accelerator.prepare`.
     Raises:
-        InvalidArgumentError: several models or optimizers; DeepSpeed, FSDP and the like; what
-            `headwater.torch.attach` refuses.
+        InvalidArgumentError: several models or optimizers; DeepSpeed, FSDP and the like; models that `headwater.torch.attach`
+            refuses.
     """
     if hasattr(accelerator, _ATTRIBUTE):
         raise option_refused("accelerator", "it has a head already; `prepared(accelerator).undo()` takes it off")

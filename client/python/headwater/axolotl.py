@@ -68,7 +68,7 @@ class HeadwaterPlugin(BasePlugin):  # type: ignore[misc]
         return "headwater.axolotl.HeadwaterArgs"
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Refuses what the head cannot do, before anything is loaded."""
+        """Refuses options that the head does not support, before anything is loaded."""
         for option, why in _REFUSED.items():
             if cfg[option]:
                 raise option_refused(option, f"{cfg[option]!r} is not supported: {why}")

@@ -44,7 +44,7 @@ class HeadwaterCallback:
 
     Attributes:
         remote: the head and the layer, in `fit`; otherwise None.
-        joint: what closes the head's steps, from the beginning of the training on; otherwise None.
+        joint: the joint step that closes the head's steps, from the beginning of the training on; otherwise None.
     """
 
     # By these a Trainer finds the state of a callback, which this one has none of: it is on the server.
@@ -94,7 +94,7 @@ class HeadwaterCallback:
             self._undo.append(lambda: vars(pl_module).pop("configure_gradient_clipping"))
 
     def _check(self, trainer: Any, pl_module: Any) -> None:
-        """Refuses what a head cannot follow."""
+        """Refuses settings that a head cannot follow."""
         assert self.remote is not None
         strategy = type(trainer.strategy).__name__
         if strategy not in _STRATEGIES:

@@ -30,7 +30,7 @@ __all__ = ["connect"]
 
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
-_QUOTED_BYTES = 2000  # of what a server that does not start has said
+_QUOTED_BYTES = 2000  # of the output of a server that does not start
 
 
 def connect(
@@ -74,7 +74,7 @@ def connect(
         device: index of the GPU, as CUDA counts the visible ones. "cuda" only.
         timed_search: try the matrix products out when a head is created; False: those that the library proposes, the same ones at
             every start. "cuda" only.
-        algorithm_cache: file that keeps what was found, from start to start; "auto": headwater/cublaslt.json in $XDG_CACHE_HOME,
+        algorithm_cache: file that keeps found algorithms from start to start; "auto": headwater/cublaslt.json in $XDG_CACHE_HOME,
             else in ~/.cache; None: none is kept. "cuda" only.
     Returns:
         A Client. The server ends, and its heads with it, when the last client of its options is closed or forgotten, and when this

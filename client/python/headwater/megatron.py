@@ -37,8 +37,8 @@ _STEP = ("prepare_grads", "get_grad_norm", "step_with_ready_grads", "step")
 
 
 class Context(LayerHead):
-    """Which head: what `output_processor_context` is. Keep one for all steps, on the ranks of the last pipeline stage alone. A
-    context without a computed loss stops the optimizer's step.
+    """Which head: the `output_processor_context`. Keep one for all steps, on the ranks of the last pipeline stage alone. A context
+    without a computed loss stops the optimizer's step.
 
     `detach()` takes all hooks off, and gives the layer the trained weight.
 
@@ -76,7 +76,7 @@ def output_processor(
 
 
 def _check_trained(config: Any, *, shared: bool) -> None:
-    """Refuses what a head that the server trains cannot follow."""
+    """Refuses settings that a head that the server trains cannot follow."""
     if shared:
         raise option_refused("share_embeddings_and_output_weights", "the server trains a weight of its own: untie it")
     if getattr(config, "pipeline_model_parallel_size", 1) > 1:

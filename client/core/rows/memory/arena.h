@@ -41,8 +41,8 @@ class Arena {
   using Drop = std::function<void(Backings backings)>;
 
   // `make` makes a backing of at least so many bytes. `drop` is called with backings before they go, without a lock held. At most
-  // `max_bytes` of backings at any time. The first has `first_bytes`, later ones as much as there is already, or what the block
-  // needs.
+  // `max_bytes` of backings at any time. The first has `first_bytes`, later ones as much as there is already, or the size of the
+  // block.
   Arena(int64_t max_bytes, int64_t first_bytes, Make make, Drop drop);
   // Drops the backings without blocks; the others go with their last block, without `drop`.
   ~Arena();
@@ -51,7 +51,7 @@ class Arena {
 
   // Bytes [offset, offset + bytes) of a backing, given back when it goes.
   class Block;
-  // RESOURCE_EXHAUSTED without a reason if there is no room, or what `make` says.
+  // RESOURCE_EXHAUSTED without a reason if there is no room, or the error of `make`.
   absl::StatusOr<std::shared_ptr<Block>> Allocate(int64_t bytes);
 
   // The backing in whose blocks [data, data + bytes) lies, or null.

@@ -69,7 +69,7 @@ class CudaDriver {
     uint64_t buffer_id = 0;  // never the same for two allocations
     CuContext context = nullptr;
     bool exportable = false;  // by cuIpcGetMemHandle()
-    const char* kind = "";    // why not, if it is not: what it is
+    const char* kind = "";    // if it cannot be exported: the kind of memory
   };
   // INVALID_ARGUMENT if the address is no device memory.
   absl::StatusOr<Allocation> Describe(const void* address) const;

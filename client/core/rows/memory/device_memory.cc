@@ -251,7 +251,7 @@ absl::StatusOr<std::unique_ptr<DeviceRead>> DeviceRead::Begin(std::shared_ptr<De
   };
   absl::Status status = begin();
   if (status.ok()) return read;
-  // No event may stand behind what has been enqueued.
+  // Enqueued work may lack an event behind it.
   static_cast<void>(read->context_->Synchronize(stream));
   return status;
 }

@@ -41,7 +41,7 @@ class DeviceContext {
   absl::Status Synchronize(CuStream stream);
   // CopyOn(), and waits for it.
   absl::Status CopyNow(CuStream stream, void* to, const void* from, int64_t bytes);
-  // Copies after what the event stands for, on a stream of its own. Does not wait for it, if the host's memory is page-locked.
+  // Copies after the event's work, on a stream of its own. Does not wait for it, if the host's memory is page-locked.
   absl::Status CopyAfterEvent(void* to, const void* from, int64_t bytes);
   // Waits for all that CopyAfterEvent() has begun.
   absl::Status AwaitCopies();

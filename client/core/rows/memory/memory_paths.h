@@ -91,7 +91,7 @@ class Placement {
   absl::Status PlaceInHostMemory(PlacedTensor* tensor, const Wait& wait);
   absl::Status PlaceInDeviceMemory(PlacedTensor* tensor, const Wait& wait);
   absl::Status Register(PlacedTensor* tensor, const Wait& wait);
-  // The rows' way into what was placed.
+  // The rows' way into their placed memory.
   absl::Status CopyIn(CuStream stream);
 
   std::shared_ptr<MemoryPaths> paths_;
@@ -103,7 +103,7 @@ class Placement {
 
 // Memory for rows that the library hands out. It is given back with the last copy of this.
 struct RowMemory {
-  std::shared_ptr<void> owner{};  // keeps the memory, and what that is a part of
+  std::shared_ptr<void> owner{};  // keeps the memory, and the object that it is a part of
   unsigned char* data = nullptr;  // aligned to 4096 bytes
   bool shared = false;            // in a region that a server of the same host can map
   bool page_locked = false;       // copies between it and a GPU need no thread that waits; only staging can be

@@ -108,7 +108,7 @@ class ServerRegions {
   void Over(Farewell* farewell, const grpc::Status& answer);
 
   absl::StatusOr<std::shared_ptr<const v1::ServerInfo>> Info(const Wait& wait, bool again);
-  // OK, or what is known, or problem(info): a sentence, empty if there is none.
+  // OK, or the known obstacle, or problem(info): a sentence, empty if there is none.
   template <typename Problem>
   absl::Status Works(std::optional<Finding>* known, const Wait& wait, Problem problem);
   absl::StatusOr<std::string> Token(const SharedRegion& region, const Wait& wait);

@@ -43,9 +43,9 @@ class SharedRegion final : public Backing {
   mutable std::function<void()> unlock_;
 };
 
-// Passes a memfd to the server's descriptor socket, by the protocol of docs/api.md; the token. An error says in one sentence what
-// failed. `incarnation`: of the server that is meant (GetServerInfo). Blocks as long as `wait` says, and for 10 s at most. A server
-// drops a memfd whose sender has gone.
+// Passes a memfd to the server's descriptor socket, by the protocol of docs/api.md; the token. An error names the failed operation
+// in one sentence. `incarnation`: of the server that is meant (GetServerInfo). Blocks as long as `wait` says, and for 10 s at most.
+// A server drops a memfd whose sender has gone.
 absl::StatusOr<std::string> PassDescriptor(const std::string& socket_path, int memfd, int64_t bytes, const std::string& incarnation,
                                            const Wait& wait);
 

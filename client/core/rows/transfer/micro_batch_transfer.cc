@@ -170,7 +170,7 @@ absl::Status MicroBatchTransfer::PrepareGradCopy(TransferRequest* request) {
     HEADWATER_ASSIGN_OR_RETURN(grad_copy_, Allocate(memory_.result.data, bytes_down()));
   }
   HEADWATER_ASSIGN_OR_RETURN(grad_context_, transport().memory().ContextOf(memory_.result.data));
-  // The stream may be used otherwise while the call is under way: what it gets later must not hold the gradient up.
+  // The stream may be used otherwise while the call is under way: later work of the stream must not hold the gradient up.
   HEADWATER_RETURN_IF_ERROR(grad_context_->Record(static_cast<CuStream>(memory_.cuda_stream)));
   request->grad_hidden = grad_copy_->data;
   // Rows are passed on as they come, if that makes gRPC's threads wait for nothing.
@@ -191,7 +191,7 @@ void MicroBatchTransfer::Ended(TransferResult result) {
 }
 
 void MicroBatchTransfer::EndedByRows(TransferResult result) {
-  // Also of an attempt that failed: what it has begun to copy is the caller's memory.
+  // A failed attempt waits, too: the copy that it has begun writes the caller's memory.
   absl::Status copied = grad_context_ != nullptr ? FinishGradCopy(result.status.ok()) : absl::OkStatus();
   if (result.no_stripes && !repeated_ && !cancelled()) {
     repeated_ = true;

@@ -1,4 +1,4 @@
-// RowTransport: what the calls of one connection share that carry rows.
+// RowTransport: the state that calls with rows share on one connection.
 #ifndef HEADWATER_CLIENT_CORE_ROWS_TRANSFER_ROW_TRANSPORT_H_
 #define HEADWATER_CLIENT_CORE_ROWS_TRANSFER_ROW_TRANSPORT_H_
 
@@ -27,7 +27,7 @@ struct ServerFacts {
 // Thread-safe. The calls that use it keep it alive until they have ended.
 class RowTransport {
  public:
-  // `channel` leads to `target`; what is learned of the server is asked over it.
+  // `channel` leads to `target`; facts about the server are asked over it.
   RowTransport(std::string target, const ClientOptions& options, std::shared_ptr<grpc::Channel> channel);
 
   const std::string& target() const { return target_; }
@@ -35,9 +35,9 @@ class RowTransport {
   ConnectionPool& connections() { return connections_; }
   MemoryPaths& memory() { return *memory_; }
   DelayedTasks& timers() { return timers_; }
-  // For what begins a call, and may wait for the server: connecting, placing rows.
+  // Threads for the beginnings of calls, which may wait for the server: connecting, placing rows.
   DelayedTasks& beginnings() { return beginnings_; }
-  // For what ends one: it never waits behind calls that a server which stands still keeps from beginning.
+  // Threads for the ends of calls, which never wait behind beginnings that a hanging server holds up.
   DelayedTasks& endings() { return endings_; }
 
   // The facts known without asking.

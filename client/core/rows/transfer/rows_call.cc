@@ -20,7 +20,7 @@ int StripesFor(int64_t bytes_up, int64_t bytes_down, int max_stripes) {
 }
 
 void RowsCall::Cancel() {
-  cancel_.request_stop();  // wakes up what waits for the server
+  cancel_.request_stop();  // wakes up waits for the server
   std::shared_ptr<TransferCall> call;
   std::function<void()> waiting;
   {

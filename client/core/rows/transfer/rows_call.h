@@ -40,7 +40,7 @@ class RowsCall : public Exchange {
 
   // An attempt begins, which ends with `done`.
   void SetAttempt(Deadline deadline, Done done);
-  // Runs what begins the attempt on a thread that may block; at once if the call is cancelled. An error ends the attempt.
+  // Runs the attempt's beginning on a thread that may block; at once if the call is cancelled. An error ends the attempt.
   void RunBeginning(std::function<absl::Status()> begin);
 
   // Gets connections for so many bytes each way. The first is false if it would have to block.

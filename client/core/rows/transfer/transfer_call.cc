@@ -82,7 +82,7 @@ class TransferCall::Stream : public grpc::ClientBidiReactor<grpc::ByteBuffer, gr
       StartWritesDone();
       return;
     }
-    // For a fraction of a millisecond at most: what is copied from a device has begun to come.
+    // For a fraction of a millisecond at most: copies from a device have begun to come.
     if (absl::Status status = chunk->Await(); !status.ok()) return call_.Fail(std::move(status));
     call_.Refer();
     const grpc::Slice slices[] = {grpc::Slice(v1::ChunkMessagePrefix(v1::ChunkField::kOfRequest, chunk->header)),

@@ -81,9 +81,9 @@ class TransferCall : public std::enable_shared_from_this<TransferCall> {
   void CancelStreams();
   // Runs task(*this) then, unless the call has gone.
   void After(std::chrono::nanoseconds grace, std::function<void(TransferCall& call)> task);
-  // Cancels what is left when no gradient's row has come for a while.
+  // Cancels the remaining streams when no gradient's row has come for a while.
   void CutWhenRowsStop();
-  // Cancels what is left.
+  // Cancels the remaining streams.
   void Cut();
   // Breaks the connections if the call has not ended by then.
   void BreakAfter(std::chrono::nanoseconds grace);

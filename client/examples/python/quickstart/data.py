@@ -57,7 +57,7 @@ class Tokenizer:
 
 
 def prepare(folder: Path) -> dict[str, int]:
-    """Writes train.npy and held_out.npy, int32 [sequences, CONTEXT + 1], to `folder`; returns what is in them."""
+    """Writes train.npy and held_out.npy, int32 [sequences, CONTEXT + 1], to `folder`; returns the counts of both."""
     training_text, held_out_text = read_text()
     tokenizer = Tokenizer(training_text)
     sizes = {"text_bytes": len(training_text.encode()) + len(held_out_text.encode()), "vocab_size": VOCAB_SIZE}

@@ -1,7 +1,7 @@
 """Calls of the host by programs on a CUDA GPU: an FFI handler on the device's stream, in place of JAX's callbacks.
 
-Those bring operands to the host and results back. Here rows stay on the device. The function gets the addresses of its inputs and
-outputs, as PrivateRows, so that no other process opens XLA's memory. The Python package cffi makes the handler from the
+JAX's callbacks bring operands to the host and results back. Here rows stay on the device. The function gets the addresses of its
+inputs and outputs, as PrivateRows, so that no other process opens XLA's memory. The Python package cffi makes the handler from the
 declarations that jaxlib installs (xla/ffi/api/c_api.h), whose layouts are those of the XLA that calls it. The handler has no trait,
 so that XLA captures no call in a command buffer.
 
@@ -141,7 +141,7 @@ class _Function:
         _functions[self.number] = self
 
     def __call__(self) -> None:
-        """XLA keeps what can be called, and calls it by its number alone."""
+        """XLA keeps the callables, and calls them by their number alone."""
 
 
 _numbers = itertools.count()
@@ -232,7 +232,7 @@ class _Device:
 
 
 def _run(function: _Function, operands: list[_Buffer], results: list[_Buffer], device: _Device) -> None:
-    """Brings operands to the function, and what it returns into the results."""
+    """Brings operands to the function, and its results into the result buffers."""
     arrays: dict[str, Any] = {}
     for name, operand in zip(function.operands, operands, strict=True):
         arrays[name] = device.rows(operand)

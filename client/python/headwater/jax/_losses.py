@@ -177,7 +177,7 @@ def cross_entropy_options(
     token_scaling: bool = False,
     gradient_resolution: float = 0.0,
 ) -> dict[str, Any]:
-    """Those of `Head.cross_entropy`."""
+    """The options of `Head.cross_entropy`."""
     return {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,

@@ -1,8 +1,8 @@
 """How a remote loss sits in a JAX program.
 
 The forward of a gradient submits an EXPLICIT micro-batch. The server computes everything, and holds the head's gradient back.
-Backward commits it with the upstream gradient as factor. The commit returns the factor, and grad_hidden is multiplied by what it
-returns: no gradient exists before its commit, whatever order XLA chooses.
+Backward commits it with the upstream gradient as factor. The commit returns the factor, and grad_hidden is multiplied by that
+result: no gradient exists before its commit, whatever order XLA chooses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headwater.jax._submissions import submissions_of
 Place = tuple[jax.Array, jax.Array]  # site and device of `_program.Place`
 Arrays = dict[str, jax.Array | None]  # by the argument's name in the loss call
 
-# These names, as the functions of headwater.jax have them.
+# The options' names in the functions of headwater.jax.
 ARGUMENTS = {
     "hidden": "x",
     "student_hidden": "x",
@@ -105,7 +105,7 @@ def submit(loss: Loss, arrays: Arrays, place: Place) -> tuple[jax.Array, ...]:
 
 
 def commit(loss: Loss, token: jax.Array, factor: jax.Array) -> jax.Array:
-    """Adds what was submitted, times `factor`, () or (num_tokens,) float32, and returns the factor."""
+    """Adds the submission, times `factor`, () or (num_tokens,) float32, and returns the factor."""
 
     def on_host(token: np.ndarray, factor: np.ndarray) -> tuple[np.ndarray]:
         submissions_of(loss.head).commit(int(token), factor)

@@ -93,7 +93,7 @@ class _Saved:
                 folder.unfinished = None  # Orbax has finished the last save, or has failed to
         self.remove_orphans()
         # A name without a number at its end is no series, of which the server would keep some. It is never used again: a folder
-        # that was moved or copied still names what was saved with it.
+        # that was moved or copied still names the checkpoint that was saved with it.
         name = f"orbax-{head.step or 0}-{uuid.uuid4().hex}h"
         new = _Folder(final, unfinished, is_written=False)
         with self._lock:
@@ -147,7 +147,7 @@ jax.monitoring.register_event_duration_secs_listener(_on_event)
 
 
 def _save(head: Head, unfinished: Any) -> _Write:
-    """Saves the head now, as that of an unfinished folder; returns what writes the file into it."""
+    """Saves the head now, for an unfinished folder; returns the function that writes the file into it."""
     if not isinstance(head, Head):
         raise must_be("head", "a headwater.Head", type(head))
     if jax.process_index():

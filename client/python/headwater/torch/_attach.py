@@ -30,8 +30,8 @@ class ModuleHead(Head):
     `TrainingLoop` calls the methods below at the end of a step; loops of one's own call them between `seal` and the next step.
 
     Attributes:
-        owner: who updates the weight: "server" (the head's optimizer), "trainer" (PyTorch's), or "" for a head that is not trained
-            or only accumulates.
+        owner: the side that updates the weight: "server" (the head's optimizer), "trainer" (PyTorch's), or "" for a head that is
+            not trained or only accumulates.
         tied: None, "trainer" or "server".
         weight_parameter, bias_parameter: the layer's tensors where this process still needs them (owner "trainer", or tied).
             Otherwise None, and the layer may be deleted.
@@ -57,7 +57,7 @@ class ModuleHead(Head):
         self.checked, self.checked_reason = checked.by, checked.reason
 
     def pull_gradient(self, gradient_factor: float = 1.0, *, timeout_s: float | None = None) -> None:
-        """Adds what the sealed step has accumulated, times `gradient_factor`, to `.grad` of the trainer's own weight and bias.
+        """Adds the sealed step's accumulated gradient, times `gradient_factor`, to `.grad` of the trainer's own weight and bias.
 
         Added in fp32 and rounded to the parameter's dtype once.
         """
@@ -185,7 +185,7 @@ def attach(
     Raises:
         InvalidArgumentError (a ValueError): (a ValueError) LoRA on the head, a quantised or reparametrised layer; a weight that is
             shared without `tied`, or `tied` for one that is not. Also a model whose logits or loss are not the head's, with the
-            option to pass. A head that this call has created is deleted then. Further what `Client.create_head` raises.
+            option to pass. A head that this call has created is deleted then. Also the errors of `Client.create_head`.
     """
     layer = output_layer(module)
     tied, untied = (None, True) if tied is False else (tied, False)
@@ -194,7 +194,7 @@ def attach(
     if model is not None and trainable and tied is None and not untied:
         _check_tied_config(model, layer)
     wanted = {option: options[option] for option in ("softcap", "logit_scale", "valid_vocab_size") if option in options}
-    spec = HeadSpec(*layer.weight.shape, **wanted)  # refuses what is no number
+    spec = HeadSpec(*layer.weight.shape, **wanted)  # refuses values that are no numbers
     made = _forward_check.HeadOptions(spec.softcap, spec.logit_scale, spec.valid_vocab_size)
     checked = _model_checks.Checked("nothing", "no model= was given")
     if model is not None:
@@ -207,7 +207,7 @@ def attach(
         _check_kept(layer, tied)
     head = client.create_head(
         name,
-        layer.weight.detach(),  # what else uses it was looked for
+        layer.weight.detach(),  # other uses of it were looked for
         layer.bias,
         trainable=trainable,
         optimizer=None if isinstance(optimizer, str) else optimizer,

@@ -45,7 +45,7 @@ class JointStep:
 
     Args:
         heads: of this trainer.
-        optimizer: the torch optimizer, or what a framework has wrapped around it.
+        optimizer: the torch optimizer, or a framework's wrapper around it.
         parameters: of the body, whose gradients are clipped. None: those of the optimizer.
         scaler: the framework's torch.amp.GradScaler, or None.
         gradient_factor: multiplies the heads' gradients: 1 / world_size where the framework averages over ranks.
@@ -144,7 +144,7 @@ class JointStep:
         for head in loop._trainer_owned:
             # Its gradient has the scaler's scale on it, as the body's has.
             head.pull_gradient(self._gradient_factor, **loop._timeout)
-        loop._barrier()  # rank 0 must not close the step before all have what they need of it
+        loop._barrier()  # rank 0 must not close the step before all have their parts of it
         if not self._seals_are_finite():
             self._overflow()
 
@@ -359,7 +359,7 @@ class JointStep:
                 )
 
     def restore(self, step: int) -> None:
-        """Gives the heads what a checkpoint of the framework's has: their own of the same step, or else the weight in the model."""
+        """Gives the heads the state of the framework's checkpoint: their own of the same step, or else the weight in the model."""
         self._bring_all(lambda remote: (remote.served and self._restored(remote, step)) or remote.push_weight())
         for remote in self._trained:
             remote._layer_has = remote.head.epoch, remote.head.step

@@ -40,7 +40,7 @@ class LayerHead:
         reduction: "sum", or "none" for a loss of each token.
 
     Attributes:
-        trained: what trains the head; None before the first loss, and for a frozen one.
+        trained: the trained layer of the head; None before the first loss, and for a frozen one.
     """
 
     def __init__(self, config: HeadwaterConfig, train: Trainer, *, reduction: str = "sum"):

@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _outside_graphs(function: F) -> F:
-    """`function`, which torch.compile leaves as it is: it asks a server, and keeps count of what it has asked for."""
+    """`function`, which torch.compile leaves as it is: it asks a server, and counts its calls."""
     try:
         disable = getattr(getattr(torch, "compiler", None), "disable", None)
         if disable is None:
@@ -107,7 +107,7 @@ class _JsdSettings(_Settings, DivergenceOptions):
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """One forward: what is computed, of which rows."""
+    """One forward: the computation and its rows."""
 
     hidden: torch.Tensor  # (..., hidden_size)
     targets: torch.Tensor | None  # (num_tokens,)
@@ -121,7 +121,7 @@ class _Call:
     rows: torch.Tensor = dataclasses.field(init=False)  # (num_tokens, hidden_size)
     ignored: torch.Tensor | None = dataclasses.field(init=False)  # (num_tokens,) bool; None: no token is ignored
     items: float | None = None  # the mean's divisor if the caller has named it
-    contribution: Contribution | None = None  # what it adds to the head's step
+    contribution: Contribution | None = None  # its contribution to the head's step
     wants_grad_hidden: bool = False
 
     def __post_init__(self) -> None:
@@ -354,7 +354,7 @@ def _names(names: Any, argument: str, known: tuple[str, ...]) -> tuple[str, ...]
 
 
 def _weight_sum(call: _Call, token_weights: torch.Tensor | None, class_weights: torch.Tensor | None) -> float:
-    """Sum over valid tokens from the arguments alone, in fp64: what the server answers as `target_weight_sum`."""
+    """Sum over valid tokens from the arguments alone, in fp64, equal to the server's `target_weight_sum`."""
     weights = torch.ones(call.rows.shape[0], dtype=torch.float64, device="cpu")  # whatever the default device is
     if token_weights is not None:
         weights = token_weights.detach().double().cpu()
@@ -387,7 +387,7 @@ def _shifted(values: Any, shift: int, fill: int, name: str) -> Any:
 
 
 def _teacher_rows(hidden: torch.Tensor, teacher_hidden: Any) -> torch.Tensor:
-    """(num_tokens, hidden_size of the teacher), beside hidden (..., hidden_size); of what `Head.jsd` takes, too."""
+    """(num_tokens, hidden_size of the teacher), beside hidden (..., hidden_size); also of the other inputs of `Head.jsd`."""
     if not isinstance(teacher_hidden, torch.Tensor):
         teacher_hidden = _arrays.to_torch(_arrays.from_any(teacher_hidden, "teacher_hidden"))
     _check_hidden(teacher_hidden, "teacher_hidden")
@@ -416,7 +416,7 @@ def _check_hidden(hidden: Any, name: str) -> None:
 
 
 def _check_transforms(values: torch.Tensor, name: str) -> None:
-    """The tensor holds values, which a server can be sent, and not what torch.func or forward-mode AD put in their place."""
+    """The tensor holds values, which can be sent to a server, and not the replacements of torch.func or forward-mode AD."""
     functorch = getattr(torch._C, "_functorch", None)
     wrapped = functorch is not None and (functorch.is_gradtrackingtensor(values) or functorch.is_batchedtensor(values))
     if wrapped or torch.autograd.forward_ad.unpack_dual(values).tangent is not None:
@@ -578,7 +578,7 @@ class JSDLoss(_Loss):
             token_weights: (...) finite, any sign.
             num_items_in_batch: divisor of "mean" for this call.
             join_key, total_rows, row_indices, teacher_dtype: with JOIN, as in `Head.jsd`; row_indices is (...), one for each token.
-                Activation checkpointing would ask for the rows twice: keep the loss out of what is computed again.
+                Activation checkpointing would ask for the rows twice: keep the loss out of the recomputed part.
         """
         call = self._call_of(hidden, targets, token_weights)
         teacher: Head | TopKTeacher | None = self.teacher

@@ -1,4 +1,4 @@
-"""The optimizer of a head that does what one of PyTorch's does."""
+"""The optimizer of a head that corresponds to one of PyTorch's."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ class HeadwaterConfig:
         if_exists: "attach" to a head of this name, "replace" it, or "fail".
         checkpoint_name: of the head's checkpoints, with {step}.
         checkpoint_dir: where a "local" server writes them. None: a Trainer's output folder has them.
-        softcap, logit_scale, valid_vocab_size: as in `Client.create_head`. None: what one small forward of the model shows.
+        softcap, logit_scale, valid_vocab_size: as in `Client.create_head`. None: the values that one small forward of the model
+            shows.
         label_smoothing, z_loss: of the loss, as in `CrossEntropyLoss`.
         outputs: logged beside the loss: "token_accuracy", "entropy".
         param_group: index of the torch optimizer's group whose learning rate the head has. None: all groups have the same one.
@@ -112,7 +113,7 @@ class HeadwaterConfig:
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        """Those of every loss of the head."""
+        """The options of every loss of the head."""
         return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "timeout_s": self.timeout_s}
 
     def connect(self) -> Client:
@@ -165,7 +166,7 @@ class RemoteHead:
         head: what `attach` has made. Another one after `recreate`.
         losses: number of losses that were computed for training.
         has_trained: whether one was since the head was attached.
-        unpatch: takes what was patched for the head off the model again.
+        unpatch: removes the head's patches from the model.
         optimizer: the torch optimizer with which it was trained last.
     """
 
@@ -216,7 +217,7 @@ class RemoteHead:
         return self._loss_fn
 
     def count_loss(self) -> None:
-        """A loss of the head was computed for training; what closes steps asks for it."""
+        """A loss of the head was computed for training; the joint step asks for it."""
         self.losses += 1
         self.has_trained = True
 
@@ -226,7 +227,7 @@ class RemoteHead:
         """The head's cross entropy for a network of one's own, as of `headwater.torch.CrossEntropyLoss` with `reduction="mean"`.
 
         Args:
-            hidden: (..., hidden_size), what the layer would be given.
+            hidden: (..., hidden_size), the inputs of the layer.
             targets: (...) ids of the vocabulary or -100, aligned with `hidden` (nothing is shifted).
             token_weights: (...) finite.
             num_items_in_batch: divisor instead of the sum of the weights of this batch's tokens.
@@ -325,7 +326,7 @@ def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer:
         config: which head, and how.
         optimizer: what `config.optimizer="auto"` means. None: `headwater.AdamW()`.
     Raises:
-        InvalidArgumentError: what `headwater.torch.attach` refuses; a model without an output layer.
+        InvalidArgumentError: models that `headwater.torch.attach` refuses; a model without an output layer.
     """
     found = _output_layer(model)
     with _gathered(found):
@@ -424,13 +425,13 @@ def _head_options(model: torch.nn.Module, layer: OutputLayer, config: HeadwaterC
     try:
         forward = _forward_check.run(inner, layer)
     except _forward_check.CannotRun:
-        # Where nothing can be seen, the config is believed; `attach` warns of it, and refuses what it does not know.
+        # Where nothing can be seen, the config is believed; `attach` warns of it, and refuses unknown options.
         return {**_said(hints), **given}
     if forward.same(made):
         return given
     found = _forward_check.fitting(forward, made, hints)
     if found is None:
-        return given  # `attach` says what is wrong
+        return given  # `attach` reports the error
     return {**{name: value for name in _OPTIONS if (value := getattr(found[0], name)) != getattr(made, name)}, **given}
 
 

@@ -38,7 +38,7 @@ class TrainedLayer:
 
     Attributes:
         remote: the head and the layer.
-        joint: what closes the head's steps.
+        joint: the joint step that closes the head's steps.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class TrainedLayer:
 
 
 class _Model(torch.nn.Module):
-    """A layer, and what else uses its weight: all that is known of a model here."""
+    """A layer, and the other users of its weight: all that is known of a model here."""
 
     def __init__(self, layer: torch.nn.Linear, users: list[torch.nn.Module]):
         super().__init__()
@@ -180,7 +180,7 @@ def train_with_holder(
     """A head that is trained like the layer's weight in its torch optimizer, which continues without it.
 
     Raises:
-        InvalidArgumentError: no optimizer has the weight, or several; ranks that do not have it; what `attach` refuses.
+        InvalidArgumentError: no optimizer has the weight, or several; ranks that do not have it; models that `attach` refuses.
     """
     users = users_of(weight)
     weight, bias = _sharded(weight, bias)

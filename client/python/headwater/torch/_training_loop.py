@@ -1,4 +1,4 @@
-"""`TrainingLoop`: what stands between backward and the next step, for one trainer or many, in a few lines."""
+"""The work between backward and the next step, for one trainer or many, in a few lines."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ class TrainingLoop:
         max_grad_norm: >= 0; clips by the global norm. None, 0, inf: no clipping.
         gradient_factor: multiplies the heads' gradients; 1 / world_size where each rank's loss is a mean of its own and the
             framework averages. docs/concepts.md has the table.
-        state: where the trainer's own state is kept: a `TrainerState`, or what has its methods. None: the trainer keeps it itself.
+        state: the store of the trainer's own state: a `TrainerState`, or an object with its methods. None: the trainer keeps it
+            itself.
         checkpoint_every: number of steps between checkpoints; the beginning is saved as well. None: only by `save_checkpoint`.
         checkpoint_name: of the head's checkpoints, with {step}.
         rank, world_size: of this trainer among those that submit. None: those of torch.distributed, 0 and 1 without it.
@@ -188,7 +189,7 @@ class TrainingLoop:
 
         Args:
             train_step: called with the step: submits its micro-batches and calls `backward`. The step is closed afterwards.
-            learning_rate: as in `step`, or what gives it for a step.
+            learning_rate: as in `step`, or a function that gives it for a step.
             on_step: called with the outcome of each step.
             patience_s: how long the server may be away, in seconds, each time.
         Raises:
@@ -333,7 +334,7 @@ class TrainingLoop:
         asks = listed and self.world_size > 1
         if asks:
             for head in self._shared:
-                head.step_state(**self._timeout)  # answered when what was abandoned here is discarded
+                head.step_state(**self._timeout)  # answered when micro-batches abandoned here are discarded
             self._barrier()
         for head, parts in zip(self._shared, self._parts, strict=True):
             self._add_shared_gradient(
@@ -359,7 +360,7 @@ class TrainingLoop:
         norms = self._norms_squared(seals, gradient_factor)
         total = math.fsum(norms) if all(map(math.isfinite, norms)) else math.nan
         finite = math.isfinite(total) and not any(seal.non_finite_count for seal in seals)
-        # Rank 0 must not close the step before all have what they need of it.
+        # Rank 0 must not close the step before all have their parts of it.
         self._barrier()
         norm = math.sqrt(total) if finite else math.nan
         outcome = StepOutcome(step, finite, rate, norm, 1.0, tuple(seal.totals for seal in seals))
@@ -424,12 +425,12 @@ class TrainingLoop:
             self._scaler.update()
             self._unscaled = False
         elif self._optimizer is not None:
-            # Not the scaler's: backward has left none of them, and it would unscale what `pull_gradient` has brought.
+            # The scaler's step is not used: backward has left no gradients for it, and it would unscale those of `pull_gradient`.
             self._optimizer.step()
         self._forget_gradients()
 
     def _set_scale(self, scale: float) -> None:
-        """Gives the scaler this scale; what it has unscaled is forgotten."""
+        """Gives the scaler this scale; its unscaled state is forgotten."""
         self._scaler.update(scale)
         self._unscaled = False
 
@@ -481,7 +482,7 @@ class TrainingLoop:
 
         In a new run nothing is brought back, and heads that the trainer owns get the weight of their layers. If the server or this
         trainer was restarted, heads at another step than the trainer are set back to the checkpoint of the trainer's step. Every
-        head is taken: calls of an earlier process are fenced off from then on, and what the open step had accumulated is dropped.
+        head is taken: calls of an earlier process are fenced off from then on, and the open step's contributions are dropped.
         Without `state`, the trainer loads its own state of the step that is returned. Where each rank has its own state, a step
         counts as common if the heads' checkpoint of it exists, because that is written last.
 
@@ -543,7 +544,7 @@ class TrainingLoop:
     def _attempts(self, head: Head) -> dict[int, int]:
         """The attempts with which a restarted process submits micro-batches of the open step again.
 
-        One that was committed is repeated as it was, and adds nothing; what an earlier process left undecided is superseded.
+        One that was committed is repeated as it was, and adds nothing; undecided ones of an earlier process are superseded.
         """
         known = head.step_state(**self._timeout).open.micro_batches.values()
         return {entry.micro_batch: entry.attempt + (entry.state != "COMMITTED") for entry in known}

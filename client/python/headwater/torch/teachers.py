@@ -108,7 +108,7 @@ class JoinedTeacher:
 
     Args:
         address: of the teacher's process: "unix:/path", or "host:port" with `authkey`.
-        authkey: the secret of both sides; what is sent is authenticated by it at the beginning, not encrypted.
+        authkey: the secret of both sides; it authenticates the connection at the beginning, and does not encrypt it.
     """
 
     def __init__(self, address: str, *, authkey: bytes | None = None):

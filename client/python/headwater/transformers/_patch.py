@@ -59,7 +59,8 @@ class Patch:
         remote: the head and the layer.
         owner: the outermost model of transformers around the layer, whose forward is patched.
         joint: the joint step that closes the head's steps, while a trainer trains.
-        sums: of what `config.outputs` names, over the tokens of training losses, and the tokens' count; until they are logged.
+        sums: of the outputs that `config.outputs` names, over the tokens of training losses, and the tokens' count; until they are
+            logged.
     """
 
     def __init__(self, remote: RemoteHead):
@@ -155,7 +156,7 @@ class Patch:
         with rows_of(self.remote.layer, False) as self._rows:
             output = self._forward(model, *args, **kwargs)
         if isinstance(output, tuple):
-            return output[:1]  # the loss, without what stands in for logits
+            return output[:1]  # the loss, without the placeholder for logits
         named = {name: getattr(output, name, None) for name in ("loss", "aux_loss", "hidden_states", "attentions")}
         return HeadwaterCausalLMOutput(**named, **self._output)
 
@@ -194,7 +195,7 @@ class Patch:
         return result.loss  # type: ignore[no-any-return]
 
     def _log(self, result: Any, targets: torch.Tensor) -> None:
-        """Keeps the means over this batch's tokens, for the output, and their sums, for what logs them."""
+        """Keeps the means over this batch's tokens, for the output, and their sums, for the log."""
         valid = targets != DEFAULT_IGNORE_INDEX
         count = valid.sum()
         for name in self.remote.config.outputs:
@@ -271,7 +272,7 @@ def attach_remote_head(
     Returns:
         The head and the layer; `remote.head` is what `headwater.torch.attach` returns.
     Raises:
-        InvalidArgumentError: the model's loss is not that of a head, or what `headwater.torch.attach` refuses.
+        InvalidArgumentError: the model's loss is not that of a head, or `headwater.torch.attach` refuses the model.
     """
     if patch_of(model) is not None:
         raise _refused(f"{type(model).__name__} has a remote head already: detach_remote_head(model) takes it off")

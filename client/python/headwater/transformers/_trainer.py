@@ -1,4 +1,4 @@
-"""`setup_trainer`: what a Trainer has to do for a remote head, hooked into the Trainer that is there."""
+"""The work of a Trainer for a remote head, hooked into the existing Trainer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HeadwaterCallback(transformers.TrainerCallback):
 
     Attributes:
         remote: the head and the layer, once the Trainer is made.
-        joint: what closes the head's steps; None outside of `train`.
+        joint: the joint step that closes the head's steps; None outside of `train`.
     """
 
     def __init__(self, config: HeadwaterConfig | None = None):
@@ -182,8 +182,8 @@ def setup_trainer(trainer: Any, config: HeadwaterConfig | None = None) -> Any:
     Returns:
         The `HeadwaterCallback`, which is one of the Trainer's now; its `undo` takes the hooks off.
     Raises:
-        InvalidArgumentError: an option of the Trainer's that is not supported; the message begins with its name.
-            Also what `attach_remote_head` raises.
+        InvalidArgumentError: an option of the Trainer's that is not supported; the message begins with its name. Also the errors of
+            `attach_remote_head`.
     """
     if any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__):
         return importlib.import_module("headwater.trl").setup_trainer(trainer, config)

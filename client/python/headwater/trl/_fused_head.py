@@ -56,7 +56,7 @@ def add_fused_lm_head(
     Args:
         model: a causal language model of transformers: of a PeftModel, `get_base_model()`.
         temperature: > 0, divides the logits, in every field.
-        cast_lm_head_to_fp32: send the rows in float32, outside autocast. The head computes in float32 of what it is sent.
+        cast_lm_head_to_fp32: send the rows in float32, outside autocast. The head computes in float32 of the rows that it gets.
         outputs: fields among "log_probs", "entropy", "log_sum_sq_probs", "mean_logits" and "is_top1"; others are None.
         head: made of the model's output layer, by `headwater.torch.attach` or `headwater.transformers.attach_remote_head`.
         differentiable: those of "log_probs" and "entropy" that carry a gradient. None: all of them that are in `outputs`, as in

@@ -104,9 +104,9 @@ HW_CLIENT_API void hw_client_free(hw_client* client);
  *  handle. */
 HW_CLIENT_API int64_t hw_client_info(hw_client* client, char* text, int64_t size);
 
-/* Takes the oldest notice for people that was not taken yet: what the replay log cannot keep, and why. Writes at most `size` bytes,
- * the final 0 included; returns its length without it, 0 if there is none, -1 for a null handle. A client keeps 16 at most. Cheap
- * if there is none; one that does not fit into `size` is not taken. */
+/*  Takes the oldest notice for people that was not taken yet: what the replay log cannot keep, and why. Writes at most `size`
+ *  bytes, the final 0 included; returns its length without it, 0 if there is none, -1 for a null handle. A client keeps 16 at most.
+ *  Cheap if there is none; one that does not fit into `size` is not taken. */
 HW_CLIENT_API int64_t hw_client_notice(hw_client* client, char* text, int64_t size);
 
 /* ---- memory ---- */

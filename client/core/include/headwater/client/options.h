@@ -1,4 +1,4 @@
-// How a connection behaves, and what is known of its paths.
+// The options of a connection, and the facts about its paths.
 #ifndef HEADWATER_CLIENT_OPTIONS_H_
 #define HEADWATER_CLIENT_OPTIONS_H_
 
@@ -76,8 +76,8 @@ struct ClientOptions {
   std::chrono::milliseconds session_lease{std::chrono::seconds(30)};
   // Shown in the server's logs; at most 128 bytes.
   std::string client_name = "headwater-cpp";
-  // Room for what is kept for replay, >= 0; 0: no replay. The oldest closed steps go first; an open step that takes more is not
-  // kept: STEP_LOST is final then. Rows are copied when their micro-batch has succeeded.
+  // Room of the replay log, >= 0; 0: no replay. The oldest closed steps go first; an open step that takes more is not kept:
+  // STEP_LOST is final then. Rows are copied when their micro-batch has succeeded.
   int64_t replay_bytes = 0;
   // Closed steps that are kept beside the open one, >= 0; absent: as many as there is room for.
   std::optional<int64_t> replay_steps{};

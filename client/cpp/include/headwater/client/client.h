@@ -94,7 +94,7 @@ class Client {
   // Memory for rows in a region that a server of the same host can map; ordinary memory where the system has none. Makes no call.
   // INVALID_ARGUMENT for sizes that are negative or overflow; RESOURCE_EXHAUSTED if there is no memory.
   absl::StatusOr<RowsBuffer> AllocateRows(int64_t row_count, int64_t hidden_size, DataType data_type);
-  // Which paths the rows take, and what went over them so far.
+  // The paths of the rows, and their traffic so far.
   TransportStats stats() const;
 
   // For a teacher's process: sends rows for micro-batches that name the same key (JoinedTeacherOptions). Calls nothing yet.

@@ -44,7 +44,7 @@ class Head {
   const HeadSpec& spec() const;
   // 16 bytes.
   std::string epoch() const;
-  // Whether the call that gave this handle made the head; false for one that it found. Info() reports what that lacks: the state
+  // Whether the call that gave this handle made the head; false for one that it found. Info() reports its missing parts: the state
   // is kLoading until weights are there.
   bool created() const;
 

@@ -106,7 +106,7 @@ struct MemoryPlan {
   };
   std::vector<Item> items;
   int64_t total_bytes = 0;
-  int64_t available_bytes = 0;   // what the server's memory budget still has room for, this head not counted
+  int64_t available_bytes = 0;   // free memory of the server's budget, without this head
   int64_t token_chunk_rows = 0;  // rows computed at once
 };
 
@@ -159,7 +159,7 @@ struct CrossEntropyOptions {
   double z_loss = 0.0;                      // >= 0
   absl::Span<const float> class_weights{};  // [valid_vocab_size] or [vocab_size], finite; empty: all 1. Copied by the call
   // These two must be left as they are in JsdOptions::hard_loss. A server whose ServerInfo::features lack `temperature`,
-  // `token_scaling` or `entropy_factors` is older than this client, and ignores what it does not know.
+  // `token_scaling` or `entropy_factors` is older than this client, and ignores these fields.
   double temperature = 1.0;    // > 0; divides the logits in the loss and in all per-token outputs
   bool token_scaling = false;  // multiplies each row's loss and its gradient by the target's probability, as a constant
 };
