@@ -55,7 +55,7 @@ HEADWATER_DITHER_INLINE uint32_t DitherBits(DitherKey key, uint32_t index) {
   return x ^ (x >> 16);
 }
 
-// 16 uniform bits of one entry, half of what a pair of columns shares.
+// 16 uniform bits of one entry, half of the bits that a pair of columns shares.
 HEADWATER_DITHER_INLINE uint32_t DitherDraw(DitherKey key, uint32_t column) {
   return DitherBits(key, column >> 1) >> (column % 2 * 16) & 0xFFFFu;
 }

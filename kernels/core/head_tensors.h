@@ -1,4 +1,4 @@
-// Which tensors a head has, and what they take.
+// The tensors of a head, and their memory.
 #ifndef HEADWATER_KERNELS_CORE_HEAD_TENSORS_H_
 #define HEADWATER_KERNELS_CORE_HEAD_TENSORS_H_
 

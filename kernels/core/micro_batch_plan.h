@@ -34,7 +34,7 @@ struct ChunkRow {
   bool has_gradient() const { return token_weight != 0 || entropy_factor != 0 || lse_factor != 0; }
 };
 
-// A term with what does not depend on the row.
+// A term with the constants that do not depend on the row.
 struct TermPlan {
   const LossTerm* term = nullptr;
   HeadBase* head = nullptr;
@@ -116,7 +116,7 @@ void PlanChunks(const ChunkLimits& limits, MicroBatchPlan* plan);
 // Takes the staging slots; kStagingFull, with no slot taken, if one is missing.
 absl::Status TakeSlots(MicroBatchPlan* plan);
 
-// Counts the valid rows of every term, and sets the per-token outputs to what ignored rows and rows of weight 0 keep.
+// Counts the valid rows of every term, and sets the per-token outputs to the values that ignored rows and rows of weight 0 keep.
 void BeginOutputs(MicroBatchPlan* plan);
 
 // Calls visit(first row, row count) for the rows that no chunk gives a gradient, in order.
@@ -131,7 +131,7 @@ bool HasGradient(const MicroBatchPlan& plan);
 // NaN nor an infinity.
 inline void RecordRow(const ChunkRow& row, const RowReport& report, bool finite_hidden, TermPlan* plan) {
   const LossTerm& out = *plan->term;
-  // A weight of 0 wins over what is not finite.
+  // A weight of 0 wins over values that are not finite.
   const double soft = plan->soft_weight > 0 ? plan->soft_weight * report.soft : 0.0;
   const double hard = plan->hard_weight > 0 ? plan->hard_weight * report.hard : 0.0;
   const double z_loss = plan->hard_weight > 0 ? plan->hard_weight * report.z_loss : 0.0;

@@ -1,6 +1,6 @@
-// One row's loss out of its statistics, in fp64: cross entropy with all its options, the per-token outputs, and what the gradient
-// needs. The same lines run in the CPU engine and in CUDA kernels (C++17; functions are __host__ __device__ under nvcc). All logits
-// are divided by the temperature before they come here.
+// One row's loss out of its statistics, in fp64: cross entropy with all its options, the per-token outputs, and the gradient's
+// coefficients. The same lines run in the CPU engine and in CUDA kernels (C++17; functions are __host__ __device__ under nvcc). All
+// logits are divided by the temperature before they come here.
 //
 // The target's column is kept out of every sum. Let m be the maximum, S = sum_{v != y} e^{z_v - m} over the other columns, and d =
 // m - z_y. The loss of the target is log1p(S e^d), its missing probability S e^d / (1 + S e^d), for d > 0 in the mirrored form.
@@ -37,7 +37,7 @@ struct RowStats {
 inline constexpr int64_t kRowStatsDoubles = sizeof(RowStats) / sizeof(double);
 static_assert(kRowStatsDoubles == kPieceStatsDoubles + 3, "RowStats travels between shards as doubles");
 
-// A term's cross entropy, with what does not depend on the row.
+// A term's cross entropy, with the constants that do not depend on the row.
 struct CrossEntropyTerm {
   double label_smoothing = 0;
   double z_loss = 0;

@@ -27,7 +27,7 @@ struct EngineCore {
   const EngineOptions options;  // with defaults filled in
   std::mutex work_mutex;        // held while executors run
   ShardExecutors executors;
-  ShardExecutors replica_executors;  // for what is computed with replicas: on this rank of a group alone
+  ShardExecutors replica_executors;  // for work on replicas, on this rank of a group alone
   mutable std::mutex plan_mutex;
   int64_t planned_bytes = 0;  // guarded by plan_mutex
 };
@@ -97,7 +97,7 @@ class CpuHead final : public HeadBase {
   absl::Status Allocate();
   // The part of the head that this rank's executor in EngineCore::executors holds.
   const HeadShard& Held(int32_t rank) const { return shard(is_replica() ? 0 : rank); }
-  // The rows of what is held that this rank updates, counted from its first one.
+  // The held rows that this rank updates, counted from its first one.
   RowRange UpdatedRows(int32_t rank) const;
   // The part of a range of elements that is held here.
   Piece HeldPiece(int32_t rank, HeadTensor tensor, int64_t element_start, int64_t element_count) const;

@@ -7,7 +7,7 @@
 // the gradient by their own value. For logits of ordinary size they are a handful a row. Where they are too many (large logits
 // close together, as under a large common offset) the caller takes the wide form. The largest logits are replaced too when the
 // argmax is asked for, so that rounding does not decide it. For an entropy, where the target is not the largest, columns count by
-// their share of what the largest one leaves.
+// their share of the remainder beside the largest one.
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -1,4 +1,4 @@
-// A micro-batch's plan with what the CPU engine keeps beside it: where contributions are held until they are decided.
+// A micro-batch's plan with the CPU engine's additions: the places where contributions are held until they are decided.
 #ifndef HEADWATER_KERNELS_CPU_MICRO_BATCH_PLAN_H_
 #define HEADWATER_KERNELS_CPU_MICRO_BATCH_PLAN_H_
 

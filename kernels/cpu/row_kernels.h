@@ -1,4 +1,4 @@
-// Row kernels: what the CPU engine does to logits, gradients and parameters besides matrix products.
+// Row kernels: the CPU engine's work on logits, gradients and parameters besides matrix products.
 //
 // One source (row_kernels_impl.h) is compiled for several instruction sets and picked at run time; see row_kernels.cc. Every
 // kernel works on a contiguous piece of a row (or of a tensor) and is single-threaded; callers split work over threads by fixed
@@ -36,8 +36,8 @@ struct GradientCoefficients {
   double class_factor;
 };
 
-// How a row's entries are dithered (core/dither.h), and what is made of them:
-// g_v = factor * dithered(scale * a_v) - class_factor * class_weight_v, where 1 is the row's resolution.
+// The dithering of a row's entries (core/dither.h). The result is g_v = factor * dithered(scale * a_v) - class_factor *
+// class_weight_v, where 1 is the row's resolution.
 struct DitherOptions {
   DitherKey key;
   double scale;

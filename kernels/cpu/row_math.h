@@ -100,7 +100,7 @@ HEADWATER_ROW_INLINE ExpPair<T> ExpBoth(T x) {
 // ln(1 + x) for x in [-1, 2^52]; -inf at -1.
 HEADWATER_ROW_INLINE double Log1p(double x) {
   const double u = 1.0 + x;
-  const double lost = (x - (u - 1.0)) / u;  // what rounding 1 + x took away, to first order
+  const double lost = (x - (u - 1.0)) / u;  // the rounding error of 1 + x, to first order
   // u = 2^k m, m in [sqrt(1/2), sqrt(2)); ln m = 2 atanh((m - 1) / (m + 1)).
   const int64_t bits = __builtin_bit_cast(int64_t, u);
   const int64_t offset = 0x3FE6A09E667F3BCDLL;

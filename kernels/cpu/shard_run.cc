@@ -261,7 +261,7 @@ template <typename T>
 GradientCoefficients ShardRun::CoefficientsOf(const TermPlan& term, const RowState& state) {
   const RowGradient& gradient = WrittenOf(state);
   const double inverse_temperature = term.cross_entropy.inverse_temperature;
-  // The kernel subtracts the rounded maximum; what it is off by is in the factors.
+  // The kernel subtracts the rounded maximum; the rounding error is in the factors.
   const double max = static_cast<double>(static_cast<T>(gradient.max / inverse_temperature));
   const double shift = max == gradient.max ? 0.0 : max * inverse_temperature - gradient.max;
   const double scale = WrittenScale(term, state) * std::exp(shift);

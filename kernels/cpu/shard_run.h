@@ -33,7 +33,7 @@ namespace headwater::cpu {
 struct GradientTarget {
   float* grad_weight;  // [rows, hidden_size]
   float* grad_bias;    // [rows], or null
-  float alpha;         // factor of what is added
+  float alpha;         // factor of the added product
   bool overwrite;      // the target holds nothing yet
 };
 
@@ -96,7 +96,7 @@ class ShardRun {
   struct RowDither {
     bool active = false;      // the term has a resolution, and the row has something below it
     RowGradient ratio;        // cross entropy: of its entries over the resolution
-    DitherOptions options;    // from what the gradient pass writes of the row to its gradient
+    DitherOptions options;    // from the gradient pass's result for the row to the row's gradient
     double unit = 0;          // the resolution in units of G
     double target_entry = 0;  // cross entropy: |G| at the target, without the softcap's derivative
   };
@@ -122,7 +122,7 @@ class ShardRun {
   void PlaceBuffers(Work* work, int64_t gradient_offset);
   void GatherHidden(Work* work);
   // If is_bfloat16: a row's columns [start, start + count), a panel, as bf16 where AsBfloat16() looks for them. The part's panels
-  // follow each other: what they write over has been rounded before.
+  // follow each other: the columns that they overwrite have been rounded before.
   static void RoundGradient(const Work& work, int64_t row, int64_t part_start, int64_t start, int64_t count);
 
   absl::Status RunChunk(const Chunk& chunk);
@@ -212,7 +212,7 @@ class ShardRun {
     double sum = 0;  // this and the next two: differences of the statistics' sums
     double weighted = 0;
     double squares = 0;
-    // The largest of what those at the maximum are above it now.
+    // The largest excess over the maximum among the columns that were at it.
     double top = -kRowInfinity;
     // The largest logit, and its column.
     double best = -kRowInfinity;
@@ -249,7 +249,7 @@ class ShardRun {
   std::vector<PieceStats> student_parts_, teacher_parts_, student_stats_, teacher_stats_;
   std::vector<float> cutoffs_;  // see RefinementCutoff()
   std::vector<double> top_columns_;
-  std::vector<double> sums_by_part_, sums_;  // what parts and shards add up
+  std::vector<double> sums_by_part_, sums_;  // sums over parts and shards
   std::vector<DitherSums> dither_sums_;      // by part
   // A top-k teacher's rows, the first place of each row's entries in top_k_logits_, and the student's logits of all entries.
   std::vector<TopKRow> top_k_rows_;

@@ -1,4 +1,4 @@
-// A few threads that work on parts with fixed numbers, so that what a part computes never depends on timing.
+// A few threads that work on parts with fixed numbers, so that a part's result never depends on timing.
 #ifndef HEADWATER_KERNELS_CPU_THREAD_POOL_H_
 #define HEADWATER_KERNELS_CPU_THREAD_POOL_H_
 

@@ -303,7 +303,7 @@ void ShardRun::AddDivergenceGradient(const Work& work, int64_t row, const double
                                         factor, gradient + piece.start);
   }
   if (!inside) return;
-  // The gradients over a row sum to 0: the top column's is what the others leave.
+  // The gradients over a row sum to 0: the top column's is the remainder of the others.
   const double cap = term.head->spec().transform.softcap.value_or(0);
   const double top_factor = term.jsd->beta == 0 ? 1 : std::exp(state.top_log_q) * (term.jsd->beta == 1 ? 1 : 1 - term.jsd->beta);
   gradient[top] += static_cast<float>(-factor * top_factor * state.divergence_mean * SoftcapDerivative(student[top], cap));

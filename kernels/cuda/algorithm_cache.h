@@ -1,4 +1,4 @@
-// A file that keeps what a timed search found, so that the next start need not search again.
+// A file that keeps the results of a timed search, so that the next start need not search again.
 //
 // The file is JSON: {"format": "headwater-algorithms-1", "algorithms": {KEY: [8 words in hexadecimal], ...}}. Keys are whatever the
 // caller makes of everything that an algorithm depends on (device, library version, shape); words are opaque. The reader of an
@@ -35,8 +35,8 @@ class AlgorithmCache {
 
   std::optional<AlgorithmWords> Find(const std::string& key) const;
 
-  // Remembers `words` (replacing what `key` had) and writes the file: what it holds by now, with this object's own entries over it.
-  // The entry counts for Find() even if the file cannot be written; kUnavailable then, which callers may ignore.
+  // Stores `words` under `key`, replacing older ones, and writes the file: its present entries, with this object's own entries over
+  // them. The entry counts for Find() even if the file cannot be written; kUnavailable then, which callers may ignore.
   absl::Status Put(const std::string& key, const AlgorithmWords& words);
 
  private:

@@ -17,8 +17,8 @@ namespace headwater::cuda {
 // times and get a copy, because the link may have a tenth of the memory's rate.
 enum class Place { kPageable, kPageLocked, kOwnDevice, kForeignDevice, kOtherDevice };
 
-// Where a tensor is. kInvalidField, with `field` in the metadata, if the memory is not what `memory` says. A kernel that reads host
-// memory as the device's own would cost the whole engine. The engine's device is current.
+// Where a tensor is. kInvalidField, with `field` in the metadata, if the memory is of another kind than `memory` says. A kernel
+// that reads host memory as the device's own would cost the whole engine. The engine's device is current.
 absl::StatusOr<Place> PlaceOf(const void* data, MemorySpace memory, const EngineCore& core, const std::string& field);
 
 // Copies rows of device memory to host memory, on a stream of its own, and waits for it. The engine's device is current.

@@ -488,7 +488,7 @@ absl::Status Computation::Dither(Work* work, const Slice& slice) {
 
 absl::Status Computation::RunOverflowed(Work* work, int64_t first) {
   // Some row's exponentials do not fit their offset: from `first` on fp32 logits, as many rows at once as the exponentials' memory
-  // holds. It is all of it: what earlier rows have there is added first. On a rank their sum may still be under way.
+  // holds. It is all of it: earlier rows' products there are added first. On a rank their sum may still be under way.
   if (group_ != nullptr) HEADWATER_RETURN_IF_ERROR(core_.Order(gradient_stream(), stream_));
   const Slice rest = {work->placed, work->rows - work->placed};
   if (rest.count > 0) {

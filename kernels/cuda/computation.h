@@ -228,7 +228,7 @@ class Computation {
   absl::Status ComputeProducts(Work* work, const Slice& slice);
   // With the student's columns in place (computation_teacher.cc).
   absl::Status ComputeTeacherProducts(Work* work, const Slice& slice);
-  // On a rank whose teacher's shard is not its student's columns: the ranks hand out what they have of each other's.
+  // On a rank whose teacher's shard is not its student's columns: the ranks hand out their parts of each other's columns.
   absl::Status ExchangeTeacherColumns(Work* work, const Slice& slice);
   // Enqueues a copy of columns [first, first + columns) of logits. Strides in elements.
   absl::Status CopyColumns(const void* from, int64_t from_stride, int64_t first, void* to, int64_t to_stride, int64_t columns,
@@ -271,7 +271,7 @@ class Computation {
   T* OwnPart(T* statistics, int32_t index, int64_t count) const {
     return statistics + (group_ == nullptr ? index : group_->rank()) * count;
   }
-  // Enqueues a delivery behind what the download stream waits for, or keeps it for SendPostponed().
+  // Enqueues a delivery behind the download stream's present work, or keeps it for SendPostponed().
   absl::Status SendGradHidden(const Delivery& delivery);
   absl::Status SendPostponed();
   absl::Status Send(const Delivery& delivery);
@@ -290,7 +290,7 @@ class Computation {
   static absl::Status ForEachRun(absl::Span<const int64_t> rows, absl::FunctionRef<absl::Status(int64_t, int64_t, int64_t)> visit);
   // Whether results are this engine's to write.
   bool has_results() const { return group_ == nullptr || group_->is_first(); }
-  // Where what is written of grad_hidden is enqueued.
+  // The stream on which writes of grad_hidden are enqueued.
   cudaStream_t gradient_stream() const { return group_ == nullptr ? stream_ : group_->sum_stream(); }
   static bool IsOnlyTerm(const Work& work) { return work.parts.front().chunk->terms.size() == 1; }
   // Whether the product of grad_hidden is added up over ranks where it was written.
@@ -307,7 +307,7 @@ class Computation {
     return Check(cudaMemcpyAsync(device, host, static_cast<size_t>(count) * sizeof(T), cudaMemcpyHostToDevice, stream_),
                  "an upload of row data");
   }
-  // Waits for the device and takes what has come back.
+  // Waits for the device and takes the results.
   absl::Status Drain();
   absl::Status Check(cudaError_t error, const char* what) { return core_.Check(error, what); }
 
@@ -324,7 +324,7 @@ class Computation {
   bool drained_ = true;
   // Behind the core's results_event() the last chunk has only products that add to an accumulator or a slot.
   bool products_go_on_ = false;
-  absl::Span<const std::byte> left_idle_;  // what they do not use
+  absl::Span<const std::byte> left_idle_;  // the memory that they do not use
 
   RowFlow* const flow_;   // of the only member, or null
   int64_t awaited_ = -1;  // rows that the flow has been asked for; -1: never

@@ -68,7 +68,7 @@ absl::Status Computation::FinishList(Work* work, const Slice& slice, uint32_t en
   Workspace space(matrix.data, matrix.rows * matrix.stride * BytesOf(matrix.element));
   int64_t partial_bytes = 0;
   for (ListedRows& listed : work->lists) {
-    // In a slot only what lies there stays.
+    // In a slot only the memory that lies there stays.
     if (work->kept_matrix != nullptr) {
       HEADWATER_RETURN_IF_ERROR(Check(LaunchMoveEntries(&space, &listed.list, stream_), "keeping a list"));
     }

@@ -73,7 +73,7 @@ absl::Status Computation::DigestOnDevice(const void* rows, int64_t count, int64_
                                          const int32_t* numbers) {
   HEADWATER_RETURN_IF_ERROR(
       Check(LaunchDigestRows(rows, count, row_bytes, stream_index, numbers, 0, device_sum_, stream_), "summing rows up"));
-  // Each time, so that the last one's is there long before what is enqueued behind it is done.
+  // Each time, so that the last one's is there long before the work behind it is done.
   HEADWATER_RETURN_IF_ERROR(
       Check(cudaMemcpyAsync(host_sum_, device_sum_, kSumBytes, cudaMemcpyDeviceToHost, stream_), "the way back of a sum"));
   return Check(cudaEventRecord(core_.sum_event(), stream_), "recording an event");
@@ -182,7 +182,7 @@ absl::Status Computation::UploadRows(Work* work) {
   const int64_t count = work->rows;
   work->targets = host_.Take<int32_t>(count);
   float* token_weights = host_.Take<float>(count);
-  // A row has factors or a resolution: what is put aside for the ones has room for the other.
+  // A row has factors or a resolution: the room for one also holds the other.
   const bool dithers = work->term->plan->dithers;
   float* entropy_factors = dithers ? nullptr : host_.Take<float>(count);
   float* lse_factors = dithers ? nullptr : host_.Take<float>(count);

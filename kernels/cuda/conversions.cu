@@ -47,7 +47,7 @@ __device__ __forceinline__ Out Convert(In x) {
   }
 }
 
-// Widening keeps NaN and infinities what they are.
+// Widening keeps NaN and infinities.
 template <class T>
 __device__ __forceinline__ bool IsNonFinite(T x) {
   return (__float_as_uint(ToFloat(x)) & 0x7F800000u) == 0x7F800000u;

@@ -453,8 +453,7 @@ class CudaEngine final : public LossEngine {
     return absl::OkStatus();
   }
 
-  // Plans the chunks, and finds out whether they need the whole workspace, and not only what rows that wait for their product
-  // leave.
+  // Plans the chunks, and finds out whether they need the whole workspace, including the part of rows that wait for their product.
   absl::Status CutIntoChunks(Call* call) const {
     ChunkLimits limits;
     HEADWATER_RETURN_IF_ERROR(FindLimits(call, &limits));

@@ -83,10 +83,9 @@ class CudaHead final : public HeadBase {
   WeightTarget accumulator(int32_t rank) const;                          // null for a frozen head
   WeightTarget staging_slot(int32_t rank, int32_t slot) const;           // laid out as the accumulator
   const DeviceMemory& staging_memory(int32_t rank, int32_t slot) const;  // the whole slot
-  // The accumulator may count as 0 without having been read: a contribution may overwrite it. TakeZeros() returns
-  // whether a contribution may overwrite the accumulator. WriteZeros() enqueues the zeros that memory lacks, for a contribution
-  // that adds. For the holder of the work lock, as what follows. In deterministic mode the accumulator is always written and added
-  // to.
+  // The accumulator may count as 0 without having been read: a contribution may overwrite it. TakeZeros() returns whether a
+  // contribution may overwrite the accumulator. WriteZeros() enqueues the zeros that memory lacks, for a contribution that adds.
+  // For the holder of the work lock, like the next methods. In deterministic mode the accumulator is always written and added to.
   bool TakeZeros() { return std::exchange(zeros_, Zeros::kNone) != Zeros::kNone; }
   absl::Status WriteZeros() const;
   // False once adding deferred products was left half-way, until ZeroGradient().

@@ -32,7 +32,7 @@ class DeferredGradWeight {
   // the host, its sum over ranks, or the return of callers that were computed together.
   static constexpr int64_t kMaxOverlappedRows = 256;
 
-  // Where the operands of a micro-batch wait: what WeightContribution calls by these names.
+  // The place where the operands of a micro-batch wait: WeightContribution has these names, too.
   struct Operands {
     void* matrix = nullptr;  // [rows, ProductStride()] bf16
     void* hidden = nullptr;  // [rows, padded] bf16, as the next
@@ -58,8 +58,8 @@ class DeferredGradWeight {
   void Add(int64_t rows, const int32_t* host_targets);
   // Enqueues the product; nothing waits any more.
   absl::Status Flush();
-  // Brings `head`'s accumulator to what all calls up to now make of it: flushes its rows, or writes its zeros
-  // (CudaHead::WriteZeros()). kEngineFailed if the head's gradient is not known (CudaHead::gradient_known()).
+  // Brings `head`'s accumulator up to date with all calls: flushes its rows, or writes its zeros (CudaHead::WriteZeros()).
+  // kEngineFailed if the head's gradient is not known (CudaHead::gradient_known()).
   absl::Status FlushFor(const CudaHead& head);
   // Flushes `head`'s rows before another contribution. Returns whether the contribution overwrites the accumulator, which counts as
   // 0.
@@ -82,8 +82,8 @@ class DeferredGradWeight {
   };
   static Layout LayOut(const CudaHead& head, int64_t capacity, Workspace* workspace);
   static int64_t BytesFor(const CudaHead& head, int64_t capacity);
-  // Rows that the share of the workspace holds: kMaxRows, or what halving it leaves. Fixed while the workspace is: memory decides
-  // when heads are loaded.
+  // Rows that the share of the workspace holds: kMaxRows, or its half, quarter, ... if need be. Fixed while the workspace is:
+  // memory decides when heads are loaded.
   int64_t Capacity(const CudaHead& head) const;
   Operands OperandsOf(int64_t row) const;
 

@@ -60,7 +60,7 @@ class DeviceGroup {
   DeviceCommunicator& merges() { return *merges_; }
   DeviceCommunicator& sums() { return *sums_; }
   DeviceCommunicator& bulk() { return *bulk_; }
-  // For what comes back from the other ranks while a product runs.
+  // The stream for results of other ranks that come while a product runs.
   cudaStream_t merge_stream() const { return merge_stream_; }
   cudaStream_t sum_stream() const { return sum_stream_; }
 

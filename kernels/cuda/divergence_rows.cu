@@ -116,7 +116,7 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
   const int32_t begin = place.begin + warp * kSlotColumns, length = place.length - warp * kSlotColumns;
   const auto part_length = [&](int part) { return length - part * place.part_columns; };
   const auto slot_address = [&](uint32_t slot) { return ring.Slot(slot) + warp * kWarpBytes + 16 * lane; };
-  uint32_t slot = 0, phase = 0;  // of what goes into registers next
+  uint32_t slot = 0, phase = 0;  // of the rows that go into registers next
   uint32_t logs_parity = 0, rows_parity = 0;
   float student[kVectors][4], teacher[kVectors][4];
 
@@ -142,7 +142,7 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
       StoreVector(address + i * kVectorBytes, s);
       StoreVector(address + i * kVectorBytes + kInputBytes, t);
     }
-    sm90::FenceProxyAsync();  // what is stored must not overtake the copy into this slot that comes later
+    sm90::FenceProxyAsync();  // stored data must not be overtaken by the copy into this slot that comes later
   };
   // Phase 0: this thread's exponentials of so many vectors.
   const auto add_exponentials = [&](auto count, uint32_t address, float offset_a, float offset_b, float(&own)[2]) {
@@ -533,7 +533,7 @@ int ResidentClusters(Form form, bool transformed, bool half, const Layout& layou
                        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
                        cudaOccupancyMaxActiveClusters(&clusters, kernel, &shape.config) == cudaSuccess;
     if (!asked) {
-      // That such a size is refused is an answer; anything else may be another one next time.
+      // A refusal of such a size is an answer; any other error may differ the next time.
       const cudaError_t error = cudaGetLastError();
       if (error != cudaErrorInvalidValue && error != cudaErrorInvalidConfiguration && error != cudaErrorInvalidClusterSize)
         return 0;

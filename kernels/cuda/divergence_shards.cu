@@ -134,7 +134,7 @@ __device__ __forceinline__ float OverBlock(float value, float (&shared)[kWarps])
 
 __device__ __forceinline__ bool IsSum(float sum) { return sum > 1e-20f && sum < 1e36f; }
 
-// sum 2^offset with the sum in [1, 2); 0 and what is not finite stay.
+// sum 2^offset with the sum in [1, 2); 0 and values that are not finite stay.
 __device__ __forceinline__ void Normalise(float& offset, float& sum) {
   if (!(sum > 0.0f && sum < INFINITY)) {
     if (sum == 0.0f) offset = kNoOffset;

@@ -139,7 +139,7 @@ absl::Status EngineCore::SynchronizeAll(std::initializer_list<cudaStream_t> stre
 
 absl::Status EngineCore::Synchronize(const char* what) {
   const DeviceGroup::Wait wait(group_.get());
-  // All of them, whatever the first one says: what they copy belongs to callers.
+  // All of them, whatever the first one says: their copies use callers' memory.
   absl::Status first = SynchronizeAll({upload_stream_, stream_, download_stream_}, what);
   if (group_ != nullptr) first.Update(SynchronizeAll({group_->merge_stream(), group_->sum_stream()}, what));
   work_goes_on_ = false;
@@ -172,7 +172,7 @@ absl::Status EngineCore::AwaitEvent(cudaEvent_t event, const char* what) {
 }
 
 absl::Status EngineCore::Order(cudaStream_t earlier, cudaStream_t later) {
-  // A wait is for what the event was recorded for when the wait was enqueued: one event serves all.
+  // A wait is for the event's record at the time when the wait was enqueued: one event serves all.
   HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(order_event_, earlier), "recording an event"));
   return Check(cudaStreamWaitEvent(later, order_event_, 0), "ordering streams");
 }

@@ -35,8 +35,8 @@ class RowDigester;
 
 class EngineCore {
  public:
-  // Page-locked memory through which tensors that are not page-locked are copied, and what a call uploads and downloads beside
-  // them.
+  // Page-locked memory through which tensors that are not page-locked are copied, and for the data that a call uploads and
+  // downloads beside them.
   static constexpr int64_t kBounceBytes = int64_t{32} << 20;
 
   // `options` with the defaults filled in that need no device; fills in the others. kFeatureNotBuilt without a usable GPU.
@@ -80,7 +80,7 @@ class EngineCore {
   // sums of gradients.
   absl::Status AwaitEvent(cudaEvent_t event, const char* what);
   absl::Status SynchronizeTransfers(const char* what);
-  // `status`; if it is an error, once what its call has enqueued has ended: the next call uses the same memory. For work outside
+  // `status`; if it is an error, once the call's enqueued work has ended: the next call uses the same memory. For work outside
   // RunDecided() and the like, which do so themselves.
   absl::Status EndIfFailed(absl::Status status);
   // kMemoryBudgetExceeded if there is no workspace.
@@ -88,8 +88,8 @@ class EngineCore {
 
   // Work that is decided once for all shards. `prepare` does all that may fail on a shard and changes nothing; if it fails anywhere
   // the call fails as kShardNotReady (metadata: shard). Then `act` runs for all shards, and is waited for; it fails as
-  // kEngineFailed, and what it changes is lost then. In a group `prepare` and `act` are about the shard
-  // that is here, all ranks decide together, and a failure of `act` breaks the group.
+  // kEngineFailed, and its partial changes are lost then. In a group `prepare` and `act` are about the shard that is here, all
+  // ranks decide together, and a failure of `act` breaks the group.
   absl::Status RunDecided(absl::FunctionRef<absl::Status(int32_t rank)> prepare, absl::FunctionRef<absl::Status()> act);
   // RunDecided() with `act` for each local shard, counted from 0, in order.
   absl::Status RunDecidedByShard(absl::FunctionRef<absl::Status(int32_t index)> act);
@@ -99,7 +99,7 @@ class EngineCore {
   // RunDecided()'s two halves, for work whose ranks exchange more than whether they are ready. The first runs on this rank alone.
   absl::Status Prepare(absl::FunctionRef<absl::Status(int32_t rank)> prepare);
   absl::Status Act(absl::FunctionRef<absl::Status()> act);
-  // Within `act`: what is on stream() then is not waited for when it succeeds. It may only be about the engine's own memory;
+  // Within `act`: the present work on stream() is not waited for when it succeeds. It may only be about the engine's own memory;
   // whatever comes later is behind it on the stream. An error of the device shows then, or in health(). `idle`: a part of the
   // workspace that this work has no use for since results_event().
   void LetWorkGoOn(absl::Span<const std::byte> idle = {}) {
@@ -160,7 +160,7 @@ class EngineCore {
   cudaEvent_t sum_event_ = nullptr;
   cudaEvent_t results_event_ = nullptr;
   bool act_goes_on_ = false;
-  absl::Span<const std::byte> idle_;               // while an Act() runs: what the one before has left idle
+  absl::Span<const std::byte> idle_;               // while an Act() runs: the memory that the one before has left idle
   absl::Span<const std::byte> next_idle_;          // for the next one
   mutable std::atomic<bool> work_goes_on_{false};  // since the last Act(): it has not been waited for
   DeviceMemory zeros_;

@@ -1,4 +1,4 @@
-// Rows' losses out of their statistics, and what the gradient passes need of a row. One thread a row, all fp64: the shards'
+// Rows' losses out of their statistics, and the gradient passes' coefficients of a row. One thread a row, all fp64: the shards'
 // statistics are merged in order by the lines that the CPU engine runs (kernels/core/row_loss.h).
 #include "kernels/cuda/device/elements.cuh"
 #include "kernels/cuda/device/exact_entries.cuh"
@@ -23,14 +23,14 @@ unsigned BlocksOf(int64_t row_count) { return static_cast<unsigned>((row_count +
 // column has most in another way.
 struct FactorParts {
   double scale;      // RowCoefficients::scale
-  float row_factor;  // what is left of the gradient factor: a power of two, but after MakeExact()
+  float row_factor;  // the rest of the gradient factor: a power of two, except after MakeExact()
 };
 
 __device__ FactorParts SplitFactor(double gradient_factor, double bound, Element matrix_element) {
   if (gradient_factor == 0) return {0, 0.0f};
   int exponent = 0;
   double scale = frexp(gradient_factor, &exponent);
-  // The power of two must be a normal number of fp32, with room for the fp16 scale; what is beyond goes into M.
+  // The power of two must be a normal number of fp32, with room for the fp16 scale; the excess goes into M.
   const int kept = exponent < -kLargestExponent ? -kLargestExponent : exponent > kLargestExponent ? kLargestExponent : exponent;
   scale = ldexp(scale, exponent - kept);
   const double fp16_scale = matrix_element == Element::kFloat16 ? row_math::MatrixScale(bound * fabs(scale)) : 1;

@@ -27,7 +27,7 @@ class ForeignEvent final : public DeviceEvent {
   ~ForeignEvent() override {
     core_->MakeCurrent();
     if (event_ != nullptr) static_cast<void>(cudaEventDestroy(event_));
-    // Returns at once; what the stream still waits for keeps it in being.
+    // Returns at once; pending work of the stream keeps it in being.
     if (stream_ != nullptr) static_cast<void>(cudaStreamDestroy(stream_));
     static_cast<void>(cudaGetLastError());
   }
@@ -41,7 +41,7 @@ class ForeignEvent final : public DeviceEvent {
 
   absl::Status Await() const {
     core_->MakeCurrent();
-    // A copy of what the event stands for now: the other process may record it again, for later work, at any time.
+    // A copy of the event's present work: the other process may record it again, for later work, at any time.
     cudaEvent_t now = nullptr;
     HEADWATER_RETURN_IF_ERROR(core_->Check(cudaEventCreateWithFlags(&now, cudaEventDisableTiming), "making an event"));
     absl::Status status = core_->Check(cudaStreamWaitEvent(stream_, event_, 0), "waiting for another process's event");

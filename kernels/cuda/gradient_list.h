@@ -81,11 +81,11 @@ EntryList LayOutEntryList(int64_t rows, int64_t columns, Workspace* workspace);
 
 // Empties the pool.
 cudaError_t LaunchClearEntries(const EntryList& list, cudaStream_t stream);
-// Both orders, and what the sums below need of them.
+// Both orders, and the tables for the sums below.
 cudaError_t LaunchSortEntries(const EntryList& list, cudaStream_t stream);
 // out [rows, shard.stride] = M W, fp32. The shard is bf16.
 cudaError_t LaunchEntriesTimesWeight(const EntryList& list, const ShardWeights& shard, float* out, cudaStream_t stream);
-// Moves what grad_weight needs of the list to `space`, for as long as a contribution is kept: at most MovedEntryBytes().
+// Moves the list's data for grad_weight to `space`, for as long as a contribution is kept: at most MovedEntryBytes().
 cudaError_t LaunchMoveEntries(Workspace* space, EntryList* list, cudaStream_t stream);
 int64_t MovedEntryBytes(const EntryList& list);
 // Bytes of `partials` for rows of `stride` elements.

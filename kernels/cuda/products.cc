@@ -568,7 +568,7 @@ class LtProducts final : public Products {
   void* const workspace_;
   float* const constants_;  // 0, 1
   cublasLtHandle_t handle_ = nullptr;
-  std::string machine_;  // what an algorithm depends on beside the shape
+  std::string machine_;  // the machine's properties that an algorithm depends on beside the shape
   AlgorithmCache cache_;
   // By the shape with its bucket's rows: the searched algorithm, or none for a bucket that was run before any search.
   std::unordered_map<ProductShape, std::optional<cublasLtMatmulAlgo_t>, Hash> buckets_;

@@ -1,4 +1,4 @@
-// Statistics of rows of fp32 products with what entropy, log_sum_sq_probs and mean_logits need (PieceStats::rest and its kin).
+// Statistics of rows of fp32 products for entropy, log_sum_sq_probs and mean_logits (PieceStats::rest and its kin).
 //
 // Mapping   as row_statistics.cu: one block a row, or four rows beside which a bias or class weights are read. Of four
 //           rows a thread has its fp64 sums in shared memory.
@@ -138,7 +138,7 @@ __device__ __forceinline__ void AddVectors(float (&z)[kRows][4], bool has_weight
     Distribution& of_row = stats[r];
     const float high[2] = {fmaxf(z[r][0], z[r][1]), fmaxf(z[r][2], z[r][3])};
     const float vector_top = fmaxf(high[0], high[1]);
-    // All but the largest, and what that displaces.
+    // All values except the largest, and the smaller one of that and the row's former largest.
     const float values[4] = {fminf(z[r][0], z[r][1]), fminf(z[r][2], z[r][3]), fminf(high[0], high[1]),
                              fminf(of_row.top, vector_top)};
     if (vector_top > of_row.top) {

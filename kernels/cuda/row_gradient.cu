@@ -60,7 +60,7 @@ __device__ __forceinline__ void HardGradient(const HardRow<T>& row, const SideAr
 #pragma unroll
   for (int i = 0; i < kVector<T>; ++i) {
     if constexpr (kWantDistance) {
-      // 0 at the maximum, to the bit: next to it stands what may be far smaller than a rounding error of the logit.
+      // 0 at the maximum, to the bit: the neighbouring term may be far smaller than a rounding error of the logit.
       const T shifted = row_math::ClampExponent(row_block::RoundedDifference(z[i], row.max));
       gradient[i] = row_math::ExpClamped(shifted) * (row.probability_factor - row.distance_factor * shifted);
     } else {
@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(kDivergenceThreads, 2) DivergenceGradientKerne
   const int32_t common = of_row.soft_factor == 0 ? 0 : params.sides.columns;
   const T soft_factor = static_cast<T>(of_row.scale * of_row.soft_factor);
   const T mean = static_cast<T>(of_row.divergence_mean);
-  // The gradients over a row sum to 0: the top column's is what the others leave.
+  // The gradients over a row sum to 0: the top column's is the remainder of the others.
   const T top_gradient = static_cast<T>(-of_row.scale * of_row.soft_factor * of_row.divergence_mean *
                                         (kForm == DivergenceForm::kForward ? 1.0 : exp(of_row.top_log_q)));
 

@@ -46,7 +46,7 @@ inline MutableMatrix InPlaceMatrix(const LogitsView& logits, int64_t rows, Eleme
 // Options that do not depend on the row.
 struct CrossEntropyOptions {
   CrossEntropyTerm term;      // class_weights: device memory [valid_vocab_size], or null
-  bool want_rest = false;     // entropy and its kin: `rest` and what stands beside it in PieceStats
+  bool want_rest = false;     // entropy and its kin: `rest` and the fields beside it in PieceStats
   bool want_squares = false;  // log_sum_sq_probs; want_rest then
   bool want_argmax = false;
   bool want_distance = false;  // the entropy has a share of the gradient; want_rest then
@@ -75,8 +75,8 @@ struct RowCoefficients {
   double class_factor = 0;
   double student_lse = 0;  // tempered, over the common columns
   double teacher_lse = 0;
-  // The student's most probable common column b, whose divergence gradient is what the others' leave: log q_b, and
-  // d_b = log p_b - log q_b. Everything that is averaged over q is taken relative to its value there.
+  // The student's most probable common column b, whose divergence gradient is the remainder of the others': log q_b, and d_b = log
+  // p_b - log q_b. Everything that is averaged over q is taken relative to its value there.
   double top_log_q = 0;
   double top_difference = 0;
   double divergence_mean = 0;  // DivergenceSums::mean of all shards
@@ -167,7 +167,8 @@ struct DivergenceSums {
 // logits are re-cut to the student's shards before), products of one element. out_* [row_count].
 cudaError_t LaunchSoftStats(const LogitsView& student, const LogitsView& teacher, int64_t row_count, const DivergenceTerm& term,
                             SoftStats* out_student, SoftStats* out_teacher, cudaStream_t stream);
-// Merges [shard_count, row_count] of each into coefficients[i].student_lse and teacher_lse; sets what LaunchFinishRows did not.
+// Merges [shard_count, row_count] of each into coefficients[i].student_lse and teacher_lse; sets the fields that LaunchFinishRows
+// did not.
 cudaError_t LaunchFinishSoftStats(const SoftStats* student, const SoftStats* teacher, int32_t shard_count, int64_t row_count,
                                   RowCoefficients* coefficients, cudaStream_t stream);
 cudaError_t LaunchDivergenceSums(const LogitsView& student, const LogitsView& teacher, int64_t row_count,

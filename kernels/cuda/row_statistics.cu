@@ -1,4 +1,4 @@
-// Statistics of rows of products: what the losses need of a row before its gradient.
+// Statistics of rows of products, from which the losses are computed before the gradient.
 //
 // Mapping   one block a row, or four rows with fp32 products beside which a bias or class weights are read; a thread takes 16 bytes
 //           at a time, several loads in flight, and loads the next while it computes.

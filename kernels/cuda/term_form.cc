@@ -38,7 +38,7 @@ bool TakesAllRows(const LossTerm& term) {
   return true;
 }
 
-// Whether a tensor is what a product reads, as it lies.
+// Whether a product can read a tensor as it lies.
 bool IsOperand(const RowsView& view, DataType type) {
   return view.memory == MemorySpace::kDevice && view.data_type == type && PaddedWidth(view.column_count) == view.column_count &&
          reinterpret_cast<uintptr_t>(view.data) % 16 == 0;

@@ -1,4 +1,4 @@
-// In which form a term is computed, and what memory its rows take in the workspace.
+// The form in which a term is computed, and its rows' memory in the workspace.
 //
 //   kExponentials  bf16 cross entropy on Hopper: own product, exponentials instead of logits; 2 bytes a logit
 //   kRows          16-bit operands of one type: fp32 products and row passes; 4 bytes a logit, 8 with a teacher
@@ -116,7 +116,7 @@ struct TermBuffers {
   float* partial_sums = nullptr;
   double* sums = nullptr;  // [merged shards, rows]
   int32_t* overflow = nullptr;
-  RowStats* stats = nullptr;  // [merged shards, rows], as what follows for a divergence
+  RowStats* stats = nullptr;  // [merged shards, rows], like the next for a divergence
   SoftStats* soft_student = nullptr;
   SoftStats* soft_teacher = nullptr;
   DivergenceSums* divergence_sums = nullptr;

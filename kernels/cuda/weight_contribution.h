@@ -28,9 +28,9 @@ struct WeightContribution {
   std::vector<ListedRows> lists;         // of all rows, instead of M of the only shard, without a bias; empty: M
   ConstMatrix hidden;                    // [rows, padded]
   ConstMatrix scaled;                    // row_factor . hidden
-  const float* scaled_factor = nullptr;  // what `scaled` is still to be multiplied by; null: 1
+  const float* scaled_factor = nullptr;  // a factor by which `scaled` is still to be multiplied; null: 1
   const float* row_factor = nullptr;     // [rows]
-  bool has_targets = false;              // what follows is used
+  bool has_targets = false;              // the next fields are used
   const float* target_factor = nullptr;
   const int32_t* targets = nullptr;
   TargetGroups groups;

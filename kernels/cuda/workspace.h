@@ -30,7 +30,7 @@ class Workspace {
   int64_t used() const { return used_; }
   int64_t free_bytes() const { return bytes_ - used_; }
   bool fits() const { return used_ <= bytes_; }
-  // Gives back what was taken since used() was `mark`.
+  // Gives back the blocks taken since used() was `mark`.
   void Rewind(int64_t mark) { used_ = mark; }
 
  private:

@@ -16,7 +16,7 @@ namespace headwater::reference {
 
 using Real = long double;
 
-// Logits of a row over the valid vocabulary, with what the chain rule needs to get back to x . weight^T + bias.
+// Logits of a row over the valid vocabulary, with the derivatives of the chain rule back to x . weight^T + bias.
 struct RowLogits {
   std::vector<Real> z;           // [valid_vocab_size]
   std::vector<Real> derivative;  // [valid_vocab_size]: dz / d(x . weight^T + bias)

@@ -23,7 +23,7 @@ BlasContext::~BlasContext() { cublasLtDestroy(handle_); }
 
 BlasProduct::BlasProduct(BlasContext& context, const BlasShape& shape, const void* a, const void* b, void* out)
     : context_(context), shape_(shape), left_(b), right_(a), out_(out) {
-  // A row-major matrix is the library's transpose of it, so out^T = b' a' is what it computes: out^T [m, n], over k.
+  // A row-major matrix is the library's transpose of it, so the library computes out^T = b' a': out^T [m, n], over k.
   const bool is_logits = shape.kind == BlasKind::kLogits;
   const bool is_grad_weight = shape.kind == BlasKind::kGradWeight;
   const int64_t m = is_logits ? shape.vocab : shape.width;

@@ -1,4 +1,4 @@
-// Products of bf16 operands on the CPU engine: both libraries against fp64, and what oneDNN's must keep to.
+// Products of bf16 operands on the CPU engine: both libraries against fp64, and the requirements of oneDNN's.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

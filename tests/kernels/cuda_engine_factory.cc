@@ -1,4 +1,4 @@
-// The suite's engine: CudaEngine. HEADWATER_SUITE_PORTABLE_KERNELS: only what every supported GPU runs.
+// The suite's engine: CudaEngine. HEADWATER_SUITE_PORTABLE_KERNELS: only the kernels that every supported GPU runs.
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/cuda_test_environment.h"
 #include "tests/kernels/kernel_suite.h"

@@ -92,7 +92,7 @@ std::vector<ProblemOptions> ShardPassCases() {
   return cases;
 }
 
-// Many rows, so that Hopper computes exponentials; without what they do not have.
+// Many rows, so that Hopper computes exponentials; without options that exponentials do not have.
 std::vector<ProblemOptions> ExponentialCases() {
   std::vector<ProblemOptions> cases;
   for (ProblemOptions options : CrossEntropyOptionCases()) {
@@ -170,7 +170,7 @@ TEST_P(CudaGroupTest, DivergencesBetweenOtherVocabulariesMatchTheReference) {
         ExpectMatches(*group, WithType(options, type));
       }
     }
-    // Where a row has two or three columns in common, what single entries of M round to decides, and its bounds are of more.
+    // Where a row has two or three columns in common, the rounding of single entries of M decides; the bounds are for more columns.
     if (teacher_vocab_size < 10) continue;
     for (ProblemOptions options : ShardPassCases()) {
       options.teacher_vocab_size = teacher_vocab_size;
@@ -391,7 +391,7 @@ TEST_P(CudaGroupTest, UpdatesLikeOneGpu) {
   const std::unique_ptr<CudaGroup> group = Make();
   GroupHeads heads(*group, problem.heads);
   LoadedHeads alone(problem.heads, PlainOptions());
-  // The same accumulator on both sides: what AdamW does is exact then.
+  // The same accumulator on both sides: AdamW's work is exact then.
   std::vector<float> gradient(static_cast<size_t>(alone.head(0).ElementCount(HeadTensor::kGradWeight)));
   for (size_t i = 0; i < gradient.size(); ++i) gradient[i] = static_cast<float>(std::sin(static_cast<double>(i)));
   const int64_t count = static_cast<int64_t>(gradient.size());

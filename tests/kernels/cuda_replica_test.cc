@@ -357,7 +357,7 @@ TEST_P(CudaReplicaTest, SmallMicroBatchesAtOnceOnEachRank) {
   EXPECT_LE(RelativeDifference(GradientOf(heads, ranks(), HeadTensor::kGradWeight), alone.ReadGradient(0).weight), 1e-4);
 }
 
-// Both kinds side by side: a rank's own calls between those of all, and what is put off for one kind when the other comes.
+// Both kinds side by side: a rank's own calls between those of all, and work deferred for one kind when the other comes.
 TEST_P(CudaReplicaTest, LiveBesideHeadsByVocabularyButNotInOneCall) {
   ProblemOptions options;
   options.rows = 60;

@@ -589,7 +589,7 @@ class Child {
     ReadAll(from_, &handles, sizeof(handles));
     return handles;
   }
-  // The digest of what it finds in its grad_hidden; then it ends.
+  // The digest of its grad_hidden; then it ends.
   Digest ReadDigest() {
     const char go = 1;
     WriteAll(to_, &go, 1);

@@ -40,7 +40,7 @@ TEST_P(ManyRowsOption, MatchesFp64OnUnevenShardsInChunks) {
   ExpectEngineMatches(MakeProblem(ManyRows(GetParam())), engine_options);
 }
 
-// Only what a training step asks for: no entropy and no argmax.
+// Only the outputs of a training step: no entropy and no argmax.
 TEST_P(ManyRowsOption, MatchesFp64WithoutTokenOutputs) {
   ComputeOptions options;
   options.token_outputs = false;
@@ -118,7 +118,7 @@ TEST(ManyRowsTest, LogitsUpTo600) {
   ExpectEngineMatches(problem, {}, TrainingStep());
 }
 
-// Rows whose target has nearly all the probability: their loss and gradient are what the other columns have.
+// Rows whose target has nearly all the probability: their loss and gradient come from the other columns.
 TEST(ManyRowsTest, ConfidentRows) {
   ProblemOptions options = Plain();
   options.bias = false;

@@ -32,8 +32,8 @@ struct TestTerm {
   std::variant<reference::CrossEntropyOptions, reference::JsdOptions, reference::TopKOptions> loss;
   double gradient_resolution = 0;
   uint64_t dither_seed = 0;
-  DataType dithered_type = DataType::kFloat32;     // what the engine rounds entries to before; see reference::Resolution
-  DataType dither_unit_type = DataType::kFloat32;  // what the engine rounds a resolution times all factors to
+  DataType dithered_type = DataType::kFloat32;     // type to which the engine rounds entries before; see reference::Resolution
+  DataType dither_unit_type = DataType::kFloat32;  // type to which the engine rounds a resolution times all factors
   int teacher = -1;                                // index into Problem::heads
   std::vector<double> teacher_hidden;
   DataType teacher_type = DataType::kFloat32;

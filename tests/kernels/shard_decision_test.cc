@@ -86,7 +86,7 @@ class Bench {
 
 struct Operation {
   const char* name;
-  // Called twice if the first is refused; the contribution is what a test has staged before.
+  // Called twice if the first is refused; a test has staged the contribution before.
   std::function<absl::Status(Bench&, StagedContribution*)> run;
 };
 

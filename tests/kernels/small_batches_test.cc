@@ -219,7 +219,7 @@ void ExpectSeenByEverything(DataType type, int64_t early_rows, int64_t late_rows
             ReadTensorValues(watched->heads().head(0), HeadTensor::kMasterWeight));
   EXPECT_NE(ReadTensorValues(updated->heads().head(0), HeadTensor::kMasterWeight), problem.heads[0].weight);
 
-  // A caller's own part, and a contribution that is committed: after what came before.
+  // A caller's own part, and a contribution that is committed, come after earlier work.
   const std::vector<float> in(alone.weight.size(), 0.125f);
   Gradient expected = alone;
   for (float& value : expected.weight) value += 0.25f;
@@ -241,7 +241,7 @@ TEST_P(SmallBatches, AreVisibleToEveryReaderOfTheAccumulator) {
   ExpectSeenByEverything(GetParam(), 1024, 500);
 }
 
-// New weights do not change what was computed with the old ones.
+// New weights do not change results computed with the old ones.
 TEST_P(SmallBatches, KeepTheirWeights) {
   const Problem problem = MakeProblem(Options(GetParam(), 6));
   Unwatched unwatched(problem.heads, {});
@@ -250,7 +250,7 @@ TEST_P(SmallBatches, KeepTheirWeights) {
   ExpectGradientOf(SliceRows(problem, 0, 30), unwatched.heads().ReadGradient(0), "after new weights");
 }
 
-// A head that goes takes along what waited for it.
+// A destroyed head drops its deferred work.
 TEST_P(SmallBatches, OfADestroyedHeadDisturbNoOthers) {
   const Problem problem = MakeProblem(Options(GetParam(), 7));
   Problem other = MakeProblem(Options(GetParam(), 8));

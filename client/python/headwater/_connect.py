@@ -1,4 +1,4 @@
-"""Checks the options of a client, and makes it."""
+"""`connect`: checks the options of a client, and makes it."""
 
 from __future__ import annotations
 

@@ -136,15 +136,15 @@ __device__ __forceinline__ void MergeTogether(Merges&... merges) {
 // A service warp takes its CTA's values and sends them to the cluster's CTAs by asynchronous stores that count on a barrier there.
 // Then it merges what arrives. The result travels back in a Message.
 //
-// One buffer is enough for what threads give: they give again only after the message that follows from it. Between CTAs two buffers
-// are enough. A service warp sends number k + 2 only when it has collected k + 1. By then every CTA has sent k + 1, and has loaded
-// k before that.
+// One buffer is enough for the threads' values: they give again only after the message that follows from it. Between CTAs two
+// buffers are enough. A service warp sends number k + 2 only when it has collected k + 1. By then every CTA has sent k + 1, and has
+// loaded k before that.
 
 // Exchanges kCount values (2 or 4) a thread, at `base` in shared memory (kBytes, at a multiple of 16).
 template <int kCount>
 struct Exchange {
   static_assert(kCount == 2 || kCount == 4);
-  static constexpr int kArrived = 8;    // offset of the barriers of what comes from the cluster, after that of what threads give
+  static constexpr int kArrived = 8;    // offset of the barriers of the cluster's values, after that of the threads' values
   static constexpr int kArrivals = 32;  // and of these values
   static constexpr int kGiven = kArrivals + 2 * kCount * 4 * kMaxCluster;
   static constexpr int kBytes = kGiven + 32 * kMaxWarps * kCount * 4;
@@ -323,7 +323,7 @@ struct SliceSource {
   int32_t part_columns;
   int32_t columns;  // of the slice, rounded up to whole 16 bytes, which the strides have
   int32_t parts;    // of a row, 1 or 2
-  int32_t row;      // what comes next
+  int32_t row;      // the next one
   int32_t part;
 
   __device__ __forceinline__ bool More() const { return row < row_count; }

@@ -22,7 +22,7 @@ using cluster_row::Exchange;
 using cluster_row::Message;
 using cluster_row::Ring;
 
-// log2 of a positive number, NaN of what is not finite: of the exponent and, with 2^-22 of error, of a rest within [0.7, 1.42).
+// log2 of a positive number, NaN of one that is not finite: of the exponent and, with 2^-22 of error, of a rest within [0.7, 1.42).
 __device__ __forceinline__ float Log2OfSum(float value) {
   const uint32_t bits = __float_as_uint(value);
   const int32_t exponent = static_cast<int32_t>(bits - 0x3f3504f3u) >> 23;
@@ -136,8 +136,8 @@ __device__ __forceinline__ void ServeLogs(const KernelParams& params, const Plac
     const int side = lane / 16;
     return params.inputs[side][params.strides[side] * row + min(lane % 16, params.columns - 1)];
   };
-  // log2 of what the row's exponential sums are relative to. Whole numbers, so that they cancel exactly; above the sampled columns,
-  // so that a largest logit 2^80 above them still fits.
+  // log2 of the base of the row's exponential sums. Whole numbers, so that they cancel exactly; above the sampled columns, so that
+  // a largest logit 2^80 above them still fits.
   const auto offsets_of = [&](float sample) {
     if constexpr (kTransformed) sample = LogitOf(params.sides[lane / 16], sample, min(lane % 16, params.columns - 1));
     cluster_row::HalfWarpMerge<cluster_row::Maximum> sampled{sample * params.log2_scales[lane / 16]};
@@ -178,7 +178,7 @@ __device__ __forceinline__ void ServeLogs(const KernelParams& params, const Plac
   }
 }
 
-// All rows' losses, and what M takes of their sums.
+// All rows' losses, and M's coefficients from their sums.
 template <Form kForm, bool kHalf>
 __device__ __forceinline__ void ServeSums(const KernelParams& params, const Place& place) {
   const auto lane = static_cast<int32_t>(cluster_row::Lane());

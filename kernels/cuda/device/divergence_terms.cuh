@@ -159,8 +159,8 @@ __device__ __forceinline__ float Polynomial(const float (&c)[kTerms], float x) {
   return y;
 }
 
-// A thread's sums in phase 1. kMixture: q stands for unit (1 - beta) q and p for unit beta p. Sums of q L (kForward: of q - p) and
-// what they belong to leave out the column with q > 1/2.
+// A thread's sums in phase 1. kMixture: q stands for unit (1 - beta) q and p for unit beta p. Sums of q L (kForward: of q - p), and
+// the sums beside them, leave out the column with q > 1/2.
 struct Terms {
   // In units of ln2. kMixture: with q as it stands here, and of distant columns p log2(p / m) - q L.
   float loss = 0.0f;
@@ -212,7 +212,7 @@ struct RowTerms {
     if constexpr (kForm != Form::kMixture) {
       Far<true>(params, offsets, log_q, student, teacher, terms);
     } else {
-      // A q that vanishes is taken for the least one, and d for what makes p of that.
+      // A q that vanishes is taken for the least one, and d for the value that gives p from that q.
       const float q = Exp2(fmaxf(log_q, kLeastLog));
       const float log_p = fmaf(teacher, params.log2_scales[1], offsets.teacher) + params.log_rest_unit;
       const float d = fminf(Difference(params, offsets.difference, student, teacher), log_p - kLeastLog);

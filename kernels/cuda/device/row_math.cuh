@@ -61,7 +61,7 @@ HEADWATER_ROW_MATH double DivideApprox(double a, double b) { return a / b; }
 
 // --- Exponentials ----------------------------------------------------------------------------------------------------------------
 
-// `x`, not below where e^x is 0: what is multiplied with e^x, or subtracted from itself, is then finite.
+// `x`, not below where e^x is 0: a number multiplied by e^x, or subtracted from itself, is then finite.
 HEADWATER_ROW_MATH float ClampExponent(float x) { return x < -150.0f ? -150.0f : x; }
 HEADWATER_ROW_MATH double ClampExponent(double x) { return x < -800.0 ? -800.0 : x; }
 

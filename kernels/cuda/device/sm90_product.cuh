@@ -45,7 +45,7 @@ inline constexpr int kBytesA = kTileM * kDepth * 2;
 inline constexpr int kBytesB = kTileN * kDepth * 2;
 inline constexpr int kChunkBytes = 64 * kDepth * 2;  // 64 rows of an operand in one stage
 inline constexpr int kBarrierBytes = 2 * kStages * 8;
-// 1024 more than what is used: the base is aligned to the swizzle's period by hand.
+// 1024 more than used: the base is aligned to the swizzle's period by hand.
 inline constexpr int kProductSharedBytes = kStages * (kBytesA + kBytesB) + kConsumerWarps * kStagingBytes + kBarrierBytes + 1024;
 static_assert(kProductSharedBytes <= 232448, "a CTA has 227 KiB of shared memory");
 
@@ -72,9 +72,9 @@ struct EpiloguePosition {
   int32_t n;
 };
 
-// Which of a warp's two boxes takes a tile's block number `block`, once the copy engine has read what was stored from there last.
-// In turn, so that one is filled while the other is read. Before a tile's first block both boxes must have been read. A tile of an
-// odd number of blocks ends with the box that the next one begins with.
+// Which of a warp's two boxes takes a tile's block number `block`, once the copy engine has read the former content. In turn, so
+// that one is filled while the other is read. Before a tile's first block both boxes must have been read. A tile of an odd number
+// of blocks ends with the box that the next one begins with.
 __device__ __forceinline__ uint32_t TakeBox(const EpiloguePosition& position, int block) {
   if (position.lane == 0) {
     if (block == 0) {

@@ -64,7 +64,7 @@ __device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
-// As BarrierWait(), and also sees what other CTAs of the cluster wrote before they arrived.
+// As BarrierWait(), and also sees writes of the cluster's other CTAs before they arrived.
 __device__ __forceinline__ void BarrierWaitCluster(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -79,7 +79,7 @@ __device__ __forceinline__ void BarrierWaitCluster(uint32_t barrier, uint32_t pa
       : "memory");
 }
 
-// True in one lane of a whole warp; the compiler then knows that what it issues is issued once.
+// True in one lane of a whole warp; the compiler then knows that its instructions are issued once.
 __device__ __forceinline__ bool Elect() {
   uint32_t elected;
   asm volatile(

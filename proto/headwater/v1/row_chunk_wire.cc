@@ -24,7 +24,7 @@ class Cursor {
 
   // Bytes before the end, or before the limit that was set.
   int64_t left() const { return left_; }
-  // Lowers left() to `bytes` (<= left()); what was beyond is given back by Unlimit().
+  // Lowers left() to `bytes` (<= left()); Unlimit() restores the rest.
   int64_t Limit(int64_t bytes) { return std::exchange(left_, bytes) - bytes; }
   void Unlimit(int64_t bytes) { left_ += bytes; }
 
@@ -90,7 +90,7 @@ class Cursor {
         length = 4;
         break;
       default:
-        return false;  // groups, and what is no wire type
+        return false;  // groups and unknown wire types
     }
     if (length > left_) return false;
     Skip(length);

@@ -1,4 +1,4 @@
-// Parts of the client core that need no server: whose turn it is, attempts, heads in messages, what the log keeps of a subject.
+// Parts of the client core that need no server: turns, attempts, heads in messages, the log's entries for a subject.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -56,13 +56,13 @@ TEST(CompletionQueue, IsReadableWhileItIsNotEmpty) {
 TEST(HeadState, AttemptsRiseAcrossCallsExceptInTheCallersSeries) {
   HeadState head("h", "e");
   EXPECT_EQ(head.FirstAttempt(0, 5, 0), 0);
-  head.NoteAttempt(0, 5, 1, 0);  // what an ambiguous end has left
+  head.NoteAttempt(0, 5, 1, 0);  // as an ambiguous end leaves it
   EXPECT_EQ(head.FirstAttempt(0, 5, 0), 1);
   EXPECT_EQ(head.AttemptOf(0, 5), 1);
   head.NoteAttempt(0, 5, 4, 4);
   head.NoteAttempt(0, 5, 6, 4);
   EXPECT_EQ(head.FirstAttempt(0, 5, 0), 6);
-  EXPECT_EQ(head.FirstAttempt(0, 5, 5), 6);  // what the caller knows of has led there
+  EXPECT_EQ(head.FirstAttempt(0, 5, 5), 6);  // the attempts that the caller knows of have led there
   EXPECT_EQ(head.FirstAttempt(0, 5, 2), 2);  // for the server to refuse
   EXPECT_EQ(head.FirstAttempt(0, 5, 9), 9);
   head.NoteAttempt(0, 5, 3, 0);

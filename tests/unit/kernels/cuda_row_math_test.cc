@@ -1,5 +1,5 @@
 // The CUDA row passes' elementary functions, as the host computes them, against long double. The host has exact functions where the
-// device has approximations (their errors are in row_math.cuh); what is checked here is everything around them.
+// device has approximations (their errors are in row_math.cuh); this checks everything around them.
 #include <gtest/gtest.h>
 
 #include <algorithm>

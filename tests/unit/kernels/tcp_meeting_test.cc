@@ -93,7 +93,7 @@ TEST(TcpHandshake, AProofIsGoodForOneConnectionOnly) {
   EXPECT_FALSE(IsTrue(kOtherSecret, 1, challenge, claim, verdict));
   EXPECT_FALSE(IsTrue(kSecret, 1, challenge, other, verdict));
   EXPECT_FALSE(IsTrue(kSecret, 1, challenge, claim, Verdict()));
-  EXPECT_FALSE(IsTrue(kSecret, 1, challenge, claim, {1, claim.proof}));  // given back what it has said itself
+  EXPECT_FALSE(IsTrue(kSecret, 1, challenge, claim, {1, claim.proof}));  // it gets its own proof back
   EXPECT_FALSE(IsTrue(kSecret, 1, challenge, claim, {0, verdict.proof}));
 
   Challenge strange = challenge;

@@ -1,4 +1,4 @@
-"""The work between backward and the next step, for one trainer or many, in a few lines."""
+"""`TrainingLoop`: the work between backward and the next step, for one trainer or many, in a few lines."""
 
 from __future__ import annotations
 

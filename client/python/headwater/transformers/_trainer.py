@@ -1,4 +1,4 @@
-"""The work of a Trainer for a remote head, hooked into the existing Trainer."""
+"""`setup_trainer`: the work of a Trainer for a remote head, hooked into the existing Trainer."""
 
 from __future__ import annotations
 

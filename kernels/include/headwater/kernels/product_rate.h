@@ -21,7 +21,7 @@ double MeasureCpuProductRate(int32_t thread_count, Bfloat16Products products = B
 Bfloat16Products ChooseBfloat16Products(const EngineOptions& options);
 
 // One clause for people: "fp32 products by OpenBLAS (Cooperlake), bf16 products by oneDNN 2.6.3 (avx512_bf16)"; or why not by
-// oneDNN. `asked` is EngineOptions::bfloat16_products, and `chosen` what ChooseBfloat16Products() makes of it.
+// oneDNN. `asked` is EngineOptions::bfloat16_products, and `chosen` the choice of ChooseBfloat16Products() for it.
 std::string DescribeCpuProducts(Bfloat16Products chosen, Bfloat16Products asked = Bfloat16Products::kAuto);
 
 }  // namespace headwater
