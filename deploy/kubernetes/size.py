@@ -86,7 +86,7 @@ def size(
         # Memory of a worker (--engine cpu): its shard, and the rows of one micro-batch at a time; all that are in flight are a
         # bound.
         "worker_memory_bytes": round_up(budget + in_flight + PROCESS_BYTES[engine], GIB),
-        # Those that are kept, the one that is being written, `drain`, and what is kept beside the training's.
+        # The kept checkpoints, the one that is being written, `drain`, and the checkpoints beside the training's.
         "volume_bytes": round_up((keep + 2 + extra_checkpoints) * sum(saved) * 1.1, GIB),
         "drain_timeout_s": drain,
         "grace_s": drain + GRACE_BEYOND_DRAIN_S,

@@ -763,7 +763,7 @@ MutableMatrix Computation::MatrixOut(const Work& work, const Slice& slice, int32
   if (!work.own.matrices.empty()) {
     matrix.data = Advance(work.own.matrices[static_cast<size_t>(rank)], matrix.element, slice.first * matrix.stride);
   } else if (term.FormOf(work.rows) == Form::kExponentials && !work.overflowed) {
-    // Those of all rows are kept.
+    // The operands of all rows are kept.
     if (work.kept_matrix != nullptr) matrix.data = work.kept_matrix;
     matrix.data = Advance(matrix.data, matrix.element, slice.first * matrix.stride);
   } else {

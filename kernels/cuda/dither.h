@@ -53,8 +53,8 @@ struct DivergenceMatrix {
 cudaError_t LaunchDitherDivergence(const DivergenceMatrix& matrix, const DivergenceResolution& of, const DitherKey* keys,
                                    DitherRow* rows, DitherSums* sums, cudaStream_t stream);
 
-// Appends to `pool` the entries that LaunchDither() would leave and that are not 0, and leaves the matrix alone: E in bf16 of a
-// head's only shard. Sums have the same bits.
+// Appends to `pool` the entries that LaunchDither() would leave and that are not 0, and leaves the matrix alone. The matrix is E in
+// bf16 of a head's only shard. Sums have the same bits.
 cudaError_t LaunchListDithered(const ConstMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
                                const DitherKey* keys, const EntryPool& pool, DitherSums* sums, cudaStream_t stream);
 

@@ -44,6 +44,7 @@ WORDS = {
     re.compile(r"\bg(et|ets|ot|etting) on\b", re.IGNORECASE): "make progress",
     re.compile(r"\blikewise\b", re.IGNORECASE): "name the thing again",
 }
+CODE_START = re.compile(r"(what|who|whoever|That (of|the)|Those)\b")
 CODE_WORDS = {
     re.compile(r"\b(no|some|any)body\b", re.IGNORECASE): "name the actor",
     re.compile(r"\b(go|goes|went|gone|going) on\b(?! (the|a|to)\b)", re.IGNORECASE): "continue",
@@ -124,7 +125,7 @@ def problems(sentence: str, code: bool = False) -> list[str]:
     plain = sentence.lstrip("*_(\"'[ ")
     if length(plain) > MAX_WORDS and not (code and plain.startswith("Errors: ")):  # a list of names
         found.append(f"a sentence of {length(plain)} words, at most {MAX_WORDS} are wanted: {plain[:60]}...")
-    start = START.match(plain)
+    start = START.match(plain) or (CODE_START.match(plain) if code else None)
     if start and not plain.rstrip("*_)").endswith("?"):
         found.append(f"a sentence begins with {start.group(1)!r}: {plain[:60]}")
     for pattern, instead in [*WORDS.items(), *(CODE_WORDS.items() if code else ())]:

@@ -200,7 +200,7 @@ def _bad_dtype(field: str, dtype: Any, *, layer: Any = None) -> Exception:
 
 
 def from_any(value: Any, field: str, *, bits_of: str | None = None, device_rows: Callable[[Any, str], Any] | None = None) -> Any:
-    """A `HostArray` of a floating-point array; copies only what is not contiguous or lies elsewhere.
+    """A `HostArray` of a floating-point array; copies only an array that is not contiguous or lies elsewhere.
 
     Args:
         value: numpy, ml_dtypes, torch or `BFloat16`.

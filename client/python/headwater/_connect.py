@@ -50,10 +50,10 @@ def connect(
             renewed by a daemon thread on a connection of its own, and closed with the client.
         session_lease: seconds, > 0 and at most 2147483; the server may shorten it.
         retries: how often calls that can be repeated without harm are tried: 5 times by default, after 0.1 s and more. None: once.
-        replay: follow a restarted server: keep what was sent, and how steps were closed. A head may come back at this client's
-            step, or at an older one that is still kept. Then take it, send everything since again in the same order, and continue.
-            If it comes back at one that is not, calls are `StepLostError`, whose `restored_step` and `checkpoint` say where to go
-            back to. One trainer of a run takes the head, and the others join it; if another run has taken it since, calls are
+        replay: follow a restarted server: keep sent calls, and how steps were closed. A head may come back at this client's step,
+            or at an older one that is still kept. Then take it, send everything since again in the same order, and continue. If it
+            comes back at one that is not, calls are `StepLostError`, whose `restored_step` and `checkpoint` say where to go back
+            to. One trainer of a run takes the head, and the others join it; if another run has taken it since, calls are
             `EpochFencedError`. Whatever `retries` says, such calls are repeated while the server is away (it cannot be reached, or
             says DRAINING or STARTING). Repetitions are at most 1 s apart unless the server asks for more, and end about a second
             before the end of `timeout_s`. `health` is not repeated.

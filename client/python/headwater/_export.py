@@ -147,7 +147,7 @@ class ModelFiles:
 
     Attributes:
         folder: where they lie.
-        config: what config.json says; None without one, or for one file.
+        config: content of config.json; None without one, or for one file.
         index: content of the index; None without one.
         entries: by tensor, its file and its entry in that file's header.
     """

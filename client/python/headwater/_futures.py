@@ -163,7 +163,7 @@ class Executors:
             return Future.failed(ClientClosedError("the client is closed"))
 
     def begin(self, start: Callable[[Done], Cancel], finish: Callable[[Outcome], R]) -> Future[R]:
-        """That of a call which no thread waits for.
+        """The future of a call that no thread waits for.
 
         Args:
             start: starts it and returns the function that cancels it.

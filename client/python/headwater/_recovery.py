@@ -61,7 +61,7 @@ class StateStore(Protocol):
 class StateFiles:
     """Files `step-{step}{suffix}` in a directory. Each is complete or not there, and on the disk when `save` returns.
 
-    One process at a time saves files of one suffix: what another one has left unfinished is removed.
+    One process at a time saves files of one suffix: unfinished files of another one are removed.
 
     Args:
         directory: made if it is not there. All ranks that load from it must see it.

@@ -127,7 +127,7 @@ def prepare(accelerator: Any, *objects: Any, config: HeadwaterConfig | None = No
 
     Args:
         accelerator: an `accelerate.Accelerator`.
-        objects: as of `accelerator.prepare`: one model, one optimizer, and what else there is, in any order.
+        objects: as of `accelerator.prepare`: one model, one optimizer, and any other objects, in any order.
         config: which head. None: the server of the environment, and a head of the model's name.
     Returns:
         The result of `accelerator.prepare`.

@@ -31,7 +31,7 @@ _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class HeadwaterCallback:
-    """Trains with a remote head: its loss, joint clipping, steps, checkpoints, and the trained weight in what Lightning saves.
+    """Trains with a remote head: its loss, joint clipping, steps, checkpoints, and the trained weight in Lightning's saved files.
 
     In `fit` the model that has the output layer is attached; it is the module itself (`HeadwaterMixin`), or the one model of
     transformers in it. Afterwards the layer is the module's again, with the trained weight.

@@ -22,7 +22,8 @@ using cluster_row::Exchange;
 using cluster_row::Message;
 using cluster_row::Ring;
 
-// log2 of a positive number, NaN of one that is not finite: of the exponent and, with 2^-22 of error, of a rest within [0.7, 1.42).
+// log2 of a positive number, NaN of one that is not finite. It is that of the exponent and, with 2^-22 of error, of a rest within
+// [0.7, 1.42).
 __device__ __forceinline__ float Log2OfSum(float value) {
   const uint32_t bits = __float_as_uint(value);
   const int32_t exponent = static_cast<int32_t>(bits - 0x3f3504f3u) >> 23;

@@ -195,9 +195,9 @@ __device__ __forceinline__ void ToLogits(const RowView<T>& view, int32_t j, T (&
 
 // --- The cross entropy's fp32 rows -----------------------------------------------------------------------------------------------
 //
-// A block has one row, or several where a bias or class weights are read. Those come out of the L2 cache, at 2 to 8 bytes a column.
-// They would cost more than the products if every row read them again. A thread holds kQuickVectors vectors at a time: of one row,
-// or of as many rows.
+// A block has one row, or several where a bias or class weights are read. Bias and class weights come out of the L2 cache, at 2 to
+// 8 bytes a column. They would cost more than the products if every row read them again. A thread holds kQuickVectors vectors at a
+// time: of one row, or of as many rows.
 
 inline constexpr int kQuickVectors = 4;
 

@@ -181,7 +181,7 @@ def attach(
         options: those of `Client.create_head`: softcap, logit_scale, valid_vocab_size, dtype, staging_slots, expected_step,
             timeout_s, ...
     Returns:
-        The head. `created` says whether it is new, `checked` what the model was compared by.
+        The head. `created` says whether it is new, `checked` how the model was compared.
     Raises:
         InvalidArgumentError (a ValueError): (a ValueError) LoRA on the head, a quantised or reparametrised layer; a weight that is
             shared without `tied`, or `tied` for one that is not. Also a model whose logits or loss are not the head's, with the

@@ -163,7 +163,7 @@ class RemoteHead:
         model: as given to `attach_remote`.
         layer: the torch.nn.Linear.
         layer_name: its name among the modules of the model without what is wrapped around it, `lm_head`.
-        head: what `attach` has made. Another one after `recreate`.
+        head: the result of `attach`. Another one after `recreate`.
         losses: number of losses that were computed for training.
         has_trained: whether one was since the head was attached.
         unpatch: removes the head's patches from the model.
@@ -324,7 +324,7 @@ def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer:
     Args:
         model: a model with get_output_embeddings(), or one that is wrapped around it (PEFT, DistributedDataParallel).
         config: which head, and how.
-        optimizer: what `config.optimizer="auto"` means. None: `headwater.AdamW()`.
+        optimizer: the optimizer for `config.optimizer="auto"`. None: `headwater.AdamW()`.
     Raises:
         InvalidArgumentError: models that `headwater.torch.attach` refuses; a model without an output layer.
     """

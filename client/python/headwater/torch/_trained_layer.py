@@ -32,7 +32,7 @@ class TrainedLayer:
         bias: (vocab_size,) or None.
         config: which head.
         users: the modules that have the weight: the layer, and an embedding that it is tied to.
-        joint_of: makes what closes the head's steps.
+        joint_of: makes the joint step that closes the head's steps.
         optimizers: the torch optimizers that train the body, whose state is saved.
         like: settings of the optimizer of the head, if the configuration names none.
 

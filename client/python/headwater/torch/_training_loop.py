@@ -64,8 +64,8 @@ class TrainingLoop:
     checkpoint when the server was lost, if there is a `state` that can.
 
     `step` counts the micro-batches that the loss functions of the heads have drawn, seals them, and clips by the norm of body and
-    heads together. Then it applies the heads' optimizers and the body's, and saves what is due. Weights that this trainer owns or
-    shares with a head (`attach`) are moved both ways.
+    heads together. Then it applies the heads' optimizers and the body's, and saves due checkpoints. Weights that this trainer owns
+    or shares with a head (`attach`) are moved both ways.
 
     Several trainers: each makes a loop with its rank, and all call the same methods. The body's gradients must have been reduced
     (DDP) before `step`. Rank 0 alone closes steps and writes checkpoints; the others follow after a barrier.

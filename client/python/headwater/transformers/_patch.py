@@ -268,9 +268,9 @@ def attach_remote_head(
     Args:
         model: of transformers, or wrapped (PEFT).
         config: which head. None: the server of the environment, and a head of the model's name.
-        optimizer: what `config.optimizer="auto"` means. None: `headwater.AdamW()`.
+        optimizer: the optimizer for `config.optimizer="auto"`. None: `headwater.AdamW()`.
     Returns:
-        The head and the layer; `remote.head` is what `headwater.torch.attach` returns.
+        The head and the layer; `remote.head` is the result of `headwater.torch.attach`.
     Raises:
         InvalidArgumentError: the model's loss is not that of a head, or `headwater.torch.attach` refuses the model.
     """

@@ -170,7 +170,7 @@ class HeadwaterCallback(transformers.TrainerCallback):
 
 
 def setup_trainer(trainer: Any, config: HeadwaterConfig | None = None) -> Any:
-    """Makes a Trainer train with a remote head: its loss, clipping, steps, checkpoints and what it saves.
+    """Makes a Trainer train with a remote head: its loss, clipping, steps, checkpoints and saved files.
 
     Call it after the Trainer was made, before anything else of it. The head's step closes with the optimizer's, with the same
     learning rate; gradients are clipped by the norm of body and head together. Each checkpoint of the Trainer's has one of the
