@@ -83,7 +83,7 @@ absl::StatusOr<std::string> MakeBenchHead(client::Client& client, client::HeadSp
     if (plan.memory_plan.total_bytes <= plan.memory_plan.available_bytes) break;
     if (spec->vocab_size / 2 < kSmallestVocab) {
       return absl::ResourceExhaustedError(absl::StrCat("the server's memory has no room for a head of ", spec->vocab_size, " x ",
-                                                       spec->hidden_size, ": `headwaterctl plan` tells what it would take"));
+                                                       spec->hidden_size, ": `headwaterctl plan` prints its memory"));
     }
     spec->vocab_size /= 2;
   }

@@ -235,8 +235,8 @@ Command BenchCommand() {
       .summary = "measures the engine, and what each path of the rows adds to it from here",
       .help =
           "Makes a head of random weights on the server at ADDRESS (or --server), submits micro-batches to it over gRPC, over\n"
-          "host memory shared with the server, and from a GPU's memory in place, and deletes it again. A path that cannot be\n"
-          "taken is told, with the reason. Three tables: the paths, several micro-batches in flight, and smaller ones. OVER\n"
+          "host memory shared with the server, and from a GPU's memory in place, and deletes it again. It names each path that\n"
+          "cannot be taken, with the reason. Three tables: the paths, several micro-batches in flight, and smaller ones. OVER\n"
           "ENGINE is the time over what the server's engine alone took for it. Other work on the server is slowed down, and\n"
           "slows this down. Takes about 2 s for each path and number, by --duration; Ctrl-C ends it early and cleans up.\n"
           "\n"

@@ -176,7 +176,7 @@ Command PlanCommand() {
               "The server plans the head that the flags describe, or the model's config of --config. Exits with 1 if it does not\n"
               "fit the memory that is available now, or is refused. If the server has several ranks (--gpus, --workers), each has "
               "a line: the rows that it would\n"
-              "hold, what they and the workspace take (an even share of all ranks' workspaces), and what is available there.\n"
+              "hold, the memory of these and of the workspace (an even share of all ranks' workspaces), and the available memory.\n"
               "\n"
               "With --ranks a server of one rank plans what each of so many ranks like itself would hold, against one budget.\n"
               "\n"

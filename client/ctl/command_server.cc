@@ -70,7 +70,7 @@ absl::StatusOr<ExitCode> RunInfo(client::Client& client, const std::vector<std::
 Command HealthCommand() {
   return {.name = "health",
           .synopsis = "[SERVICE]",
-          .summary = "tells whether the server is ready for work",
+          .summary = "prints whether the server is ready for work",
           .help =
               "Prints SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN; exits with 0 only if it is SERVING. SERVICE is a full\n"
               "service name such as headwater.v1.LossService; without it the server as a whole is asked.\n",

@@ -32,7 +32,7 @@ absl::Status Unreachable(const std::string& address, const std::string& why) {
 absl::StatusOr<std::string> Exchange(const addrinfo& to, const std::string& request, absl::Time deadline) {
   client::internal::Socket socket(to.ai_family, SOCK_STREAM, absl::ToChronoTime(deadline));
   const auto failed = [](const char* late) { return absl::UnavailableError(errno == ETIMEDOUT ? late : std::strerror(errno)); };
-  if (socket.Connect(to.ai_addr, to.ai_addrlen) != 0) return failed("nobody answered in time");
+  if (socket.Connect(to.ai_addr, to.ai_addrlen) != 0) return failed("no answer came in time");
   for (size_t sent = 0; sent < request.size();) {
     const ssize_t count =
         socket.Do(POLLOUT, [&] { return send(socket.fd(), request.data() + sent, request.size() - sent, MSG_NOSIGNAL); });

@@ -85,7 +85,7 @@ def nvidia_version(file: Path) -> str:
     if "nccl" in file.name:
         number = ctypes.c_int()
         if library.ncclGetVersion(ctypes.byref(number)):
-            sys.exit(f"make_root: {file} does not tell its version")
+            sys.exit(f"make_root: {file} does not state its version")
         version = number.value
     else:
         library.cublasLtGetVersion.restype = ctypes.c_size_t

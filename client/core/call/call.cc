@@ -135,8 +135,7 @@ bool Call::AwaitTurn() {
 bool Call::AwaitSettlement() {
   const auto is_blocked = [this] { return !core_->abandoned().IsSettled(settlement_); };
   if (settlement_ < 0 || !is_blocked()) return false;
-  constexpr char kLate[] =
-      "the call's time ended while it waited for contributions that nobody can commit any more to be discarded";
+  constexpr char kLate[] = "the call's time ended while it waited until abandoned contributions were discarded";
   return TryLater(is_blocked, Until().Check().ok()
                                   ? absl::OkStatus()
                                   : MakeLocalError(v1::ERROR_REASON_DEADLINE_EXCEEDED, absl::StatusCode::kDeadlineExceeded, kLate));

@@ -114,7 +114,7 @@ absl::Status AwaitServer(const std::shared_ptr<grpc::Channel>& channel, const st
   }
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin);
   return absl::UnavailableError(absl::StrCat("no headwater server answers at ", target, " within ", waited.count(), " ms: ",
-                                             reason.empty() ? "a connection was made or is being made, and nobody speaks" : reason,
+                                             reason.empty() ? "a connection was made or is being made, without an answer" : reason,
                                              TlsHint(target, reason, options)));
 }
 

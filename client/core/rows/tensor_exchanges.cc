@@ -234,7 +234,7 @@ class DownloadStream : public grpc::ClientReadReactor<v1::DownloadTensorResponse
     const int64_t left = header_->total_bytes() - received_;
     if (!response_.has_chunk() || chunk.offset_bytes() != received_ || static_cast<int64_t>(chunk.data().size()) > left) {
       return MakeAnswerError(absl::StrCat("a chunk of ", chunk.data().size(), " bytes at ", chunk.offset_bytes(),
-                                          ", expected it to go on at ", received_, " of ", header_->total_bytes()));
+                                          ", expected it to continue at ", received_, " of ", header_->total_bytes()));
     }
     if (!chunk.data().empty()) std::memcpy(memory_ + received_, chunk.data().data(), chunk.data().size());
     received_ += static_cast<int64_t>(chunk.data().size());

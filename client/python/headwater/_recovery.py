@@ -278,7 +278,7 @@ def follow(
             # Not every connection of a client comes back at the same moment.
             time.sleep(min(_RETRY_S * 2.0 ** min(failures - 1, 10), _MAX_RETRY_S))
             lost, step = step, patiently(resume, patience_s)
-            _logger.warning("step %d was lost, going on from step %d: %s", lost, step, error)
+            _logger.warning("step %d was lost, continuing from step %d: %s", lost, step, error)
 
 
 def _is_recoverable(error: HeadwaterError) -> bool:

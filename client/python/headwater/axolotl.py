@@ -50,7 +50,7 @@ _REFUSED = {
         _OTHER_HEAD,
     ),
     **dict.fromkeys(("do_causal_lm_eval", "generate_samples"), _GENERATES),
-    **dict.fromkeys(("relora", "lisa_step_interval"), "it begins the optimizer anew between two steps"),
+    **dict.fromkeys(("relora", "lisa_step_interval"), "it restarts the optimizer between two steps"),
     "qat": "it quantises the last layer",
 }
 

@@ -310,4 +310,4 @@ def _check_kept(layer: OutputLayer, tied: str | None) -> None:
     """The layer's tensors can be trained here."""
     for name, tensor in (("weight", layer.weight), ("bias", layer.bias)):
         if tensor is not None and not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
-            raise refused(f"the {name} must be a Parameter that requires a gradient, for this trainer goes on using it", "module")
+            raise refused(f"the {name} must be a Parameter that requires a gradient, for this trainer still uses it", "module")
