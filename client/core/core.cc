@@ -16,7 +16,7 @@ namespace {
 
 // Micro-batches that are under way at once.
 constexpr int kMaxLosses = 16;
-// Notices that are kept for who asks for them.
+// Notices that are kept until they are asked for.
 constexpr size_t kMaxNotices = 16;
 // Bound of a recovery that no call waits for, and the time between its tries.
 constexpr std::chrono::seconds kIdleRecoveryTimeout{60};

@@ -1,4 +1,4 @@
-// Core: one connection that speaks messages. It knows no typed API: typed faces build requests and read answers.
+// Core: one connection that speaks messages. It knows no typed API: typed libraries build requests and read answers.
 #ifndef HEADWATER_CLIENT_CORE_CORE_H_
 #define HEADWATER_CLIENT_CORE_CORE_H_
 
@@ -96,7 +96,7 @@ class Core : public std::enable_shared_from_this<Core> {
   DelayedTasks& timers() { return timers_; }
   // Recoveries on behalf of calls, or without a call. They do nothing while another one has the gate.
   DelayedTasks& recoveries() { return recoveries_; }
-  // Calls that wait for something else than time, until their deadlines. Hurried when it comes; its tasks are short.
+  // Calls that wait for an event, until their deadlines. Hurried when it comes; its tasks are short.
   DelayedTasks& waiting() { return waiting_; }
 
  private:

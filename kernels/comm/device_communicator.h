@@ -1,8 +1,8 @@
 // Collectives of a group's GPUs: work on streams, between the ranks of a group that each have one GPU (NCCL).
 //
 // All ranks make the same calls of one communicator in the same order with equal counts. A call enqueues and returns; results are
-// there when the stream has come so far. Sums have an order that depends on the group's size and the machine's links alone.
-// Nothing here waits for other ranks on the host but joining and leaving, and those no longer than kMeetingSeconds.
+// there when the stream has come so far. Sums have an order that depends on the group's size and the machine's links alone. Only
+// joining and leaving wait for other ranks on the host, at most for kMeetingSeconds.
 #ifndef HEADWATER_KERNELS_COMM_DEVICE_COMMUNICATOR_H_
 #define HEADWATER_KERNELS_COMM_DEVICE_COMMUNICATOR_H_
 

@@ -30,7 +30,7 @@ using EngineModuleVersionFunction = const char*();
 // A new engine, or null with the reason in `*status`.
 inline constexpr char kCudaCreateEngineSymbol[] = "headwater_cuda_create_engine";
 using EngineModuleCreateFunction = LossEngine*(const EngineOptions* options, absl::Status* status);
-// Sets `*id` to a new EngineGroup::device_group_id, or `*status`, which was OK, to why there is none.
+// Sets `*id` to a new EngineGroup::device_group_id, or `*status`, which was OK, to the reason why it cannot be made.
 inline constexpr char kCudaMakeGroupIdSymbol[] = "headwater_cuda_make_group_id";
 using EngineModuleMakeGroupIdFunction = void(std::string* id, absl::Status* status);
 

@@ -45,7 +45,7 @@ struct CrossEntropyTerm {
   bool token_scaling = false;
   const float* class_weights = nullptr;  // [valid_vocab_size] or null; device memory where a kernel reads it
   double class_weight_sum = 0;           // over the valid vocabulary
-  double class_weight_bound = 0;         // that of their absolute values
+  double class_weight_bound = 0;         // sum of their absolute values
   int64_t valid_vocab_size = 0;
 
   HEADWATER_HOST_DEVICE double ClassWeight(int64_t column) const {

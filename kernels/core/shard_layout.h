@@ -25,8 +25,8 @@ struct SurplusColumns {
   int64_t size() const { return before.size() + behind.size(); }
 };
 
-// By shard: which of the first `common` columns a shard of `shards` has and the same one of `others`, another head's, has not. None
-// anywhere: the two heads are cut alike as far as there.
+// By shard: which of the first `common` columns a shard of `shards` has, and the same shard of another head, in `others`, lacks.
+// None anywhere: the two heads are cut alike up to that column.
 std::vector<SurplusColumns> SurplusOf(const std::vector<RowRange>& shards, const std::vector<RowRange>& others, int64_t common);
 
 // Part `index` of `count` nearly equal parts of `range` whose inner boundaries are multiples of `grain` from its start.

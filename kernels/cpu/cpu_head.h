@@ -33,7 +33,6 @@ struct EngineCore {
 };
 
 // The part of a head that one executor owns: its shard, or all rows of a replica. Tensors in fp32 are null where the head has none.
-// fp32 tensors are null where the head has none.
 struct HeadShard {
   RowRange rows;       // of the head
   int64_t valid_rows;  // rows of the shard below valid_vocab_size: a prefix

@@ -54,8 +54,7 @@ struct Member {
   std::vector<TermRun>* terms = nullptr;  // of `plan`
   // An entry for each head that is staged.
   const std::vector<std::unique_ptr<StagedHead>>* staged = nullptr;
-  // Properties that decide how rows are cut. In a group they are true on all ranks if they are on any. In a group the same on all
-  // ranks: true if it is so on any.
+  // Properties that decide how rows are cut. In a group they are true on all ranks if they are on any.
   bool rows_come = false;        // hidden states from the host
   bool gradient_leaves = false;  // grad_hidden for the host
   bool awaits_all_rows = false;  // before anything else

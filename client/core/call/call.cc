@@ -149,7 +149,7 @@ bool Call::AwaitSession() {
   session_id_ = core_->session().OpenId();
   if (!session_id_.empty() || !opens_session_ || core_->options().session_lease.count() == 0) return false;
   if (!may_block) {
-    // To wait for a session would hold up the caller, or everybody's timers.
+    // Waiting for a session here would hold up the caller, or all timers.
     std::lock_guard<std::mutex> lock(mutex_);
     RunLocked(cancelled() ? core_->row_transport().endings() : core_->row_transport().beginnings(), kAtOnce, [this] {
       may_block_ = true;
@@ -406,7 +406,7 @@ void Call::RecoverFrom(const absl::Status& cause) {
 }
 
 void Call::End(absl::StatusOr<Answer> result) {
-  // The last attempt may still be computing: who decides, or sends the rows again, supersedes it.
+  // The last attempt may still be computing: a decision, or a repetition with the rows, supersedes it.
   if (!result.ok() && is_loss() && mode_ == CallMode::kNormal && attempt_count_ > 0 && MayHaveBeenDone(result.status())) {
     if (const std::optional<int64_t> id = micro_batch(); id.has_value()) {
       for (const HeadUse& use : heads_) {

@@ -66,7 +66,7 @@ class Call : public std::enable_shared_from_this<Call> {
   // the call itself.
   bool AwaitSeal();
   void FillIn();
-  // TryBegin() again when it is not blocked any more; ends the call if it is too late for that. True.
+  // TryBegin() again when it is not blocked any more; ends the call if it is too late for that. Returns true.
   bool TryLater(const std::function<bool()>& is_blocked, absl::Status late);
   // Runs go_on() when it is hurried, at the deadline, or when the call is cancelled; at once if is_blocked() is false by now.
   void Await(const std::function<bool()>& is_blocked, std::function<void()> go_on);
@@ -120,7 +120,7 @@ class Call : public std::enable_shared_from_this<Call> {
   RetryState retry_;
   std::string session_id_;
   bool has_turn_ = false;
-  bool may_block_ = false;  // this thread
+  bool may_block_ = false;  // whether this thread may block
   bool opens_session_ = false;
   bool entered_ = false;
   bool sealed_ = false;

@@ -15,9 +15,9 @@ namespace headwater::client::internal {
 
 // The effect of executing a call a second time.
 enum class Repeat {
-  kSafe,              // the same as one: reads, and calls that the server knows again
+  kSafe,              // none: reads, and calls that the server recognises
   kUntilSent,         // safe until the last byte is on its way
-  kIfNothingWasDone,  // something else: repeated only if the answer says that nothing was done
+  kIfNothingWasDone,  // another effect: repeated only if the answer says that nothing was done
 };
 
 // The repetitions of one call. Not thread-safe.
@@ -53,7 +53,7 @@ class RetryState {
   const Repeat repeat_;
   const bool awaits_server_;
   int away_count_ = 0;
-  int failures_ = 0;          // but those of a server that is waited for
+  int failures_ = 0;          // without those of an absent server that is waited for
   bool answer_lost_ = false;  // an attempt may still be running on the server
   std::chrono::nanoseconds backoff_, away_backoff_;
 };

@@ -7,7 +7,7 @@ namespace headwater::client::internal {
 
 DelayedTasks::DelayedTasks(int max_threads, MakeThread make_thread)
     : max_threads_(static_cast<size_t>(max_threads)), make_thread_(std::move(make_thread)) {
-  threads_.reserve(max_threads_);  // no thread that was made finds no place
+  threads_.reserve(max_threads_);  // every thread that was made has a place
 }
 
 DelayedTasks::~DelayedTasks() {

@@ -42,7 +42,7 @@ class DelayedTasks {
 
   // Drops the waiting tasks of `owner`.
   void Forget(const void* owner);
-  // A task that waits for `owner`, which does not run any more; empty if there is none.
+  // Takes out a waiting task of `owner`, which then never runs; empty if there is none.
   std::function<void()> Withdraw(const void* owner);
 
  private:

@@ -61,11 +61,11 @@ class HeadState {
   bool is_overtaken() const { return is_overtaken_; }
 
   // ---- attempts under which micro-batches were submitted ----
-  // The newest one of a micro-batch; 0 if none is known.
+  // The newest attempt of a micro-batch; 0 if none is known.
   int64_t AttemptOf(int64_t step, int64_t micro_batch) const;
-  // The one that a submission begins with whose caller names `named`. The caller does not know of this client's repetitions: an
-  // attempt that they have begun with is the one that they have come to. An attempt that the caller itself has exceeded stays, and
-  // the server refuses it.
+  // The attempt at which a submission begins if its caller names `named`. The caller does not know of this client's repetitions: an
+  // attempt from which they began stands for their latest one. An attempt that the caller itself has exceeded stays, and the server
+  // refuses it.
   int64_t FirstAttempt(int64_t step, int64_t micro_batch, int64_t named) const;
   // `attempt` is submitted, or the next that may be; a lower one than is known changes nothing.
   void NoteAttempt(int64_t step, int64_t micro_batch, int64_t attempt, int64_t named);
@@ -75,7 +75,7 @@ class HeadState {
  private:
   struct Attempts {
     int64_t highest = 0;
-    int64_t begun = 0;  // the one that `highest` was come to from by repetitions alone
+    int64_t begun = 0;  // the attempt from which repetitions alone have led to `highest`
   };
 
   template <typename Value>

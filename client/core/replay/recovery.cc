@@ -99,7 +99,7 @@ class Recovery {
     HeadState& state = *use.state;
     v1::Head& head = fresh_.at(state.name);
     if (!IsOlder(state)) {
-      head.set_epoch(state.epoch());  // its taker has fenced this client since, and rightly
+      head.set_epoch(state.epoch());  // its taker has rightly fenced this client since
     } else if (!state.trainable) {
       const std::string before = state.weight_checksum();
       if (!before.empty() && !head.weight_checksum().empty() && before != head.weight_checksum()) {

@@ -131,7 +131,7 @@ void ReplayLog::Place(LogEntry entry) {
     if (MustPrecede(entry, *it)) {
       place = it;
     } else if (with_steps == 1 && MustPrecede(*it, entry)) {
-      break;  // and so must all of this head that is before it
+      break;  // so must the head's earlier entries
     }
   }
   for (auto it = place; it != entries_.end();) {

@@ -73,7 +73,7 @@ absl::StatusOr<CudaDriver::Allocation> CudaDriver::Describe(const void* address)
   Allocation allocation;
   // Memory of a pool, and mapped memory, belongs to no context; work on it may use any context of its device.
   if (PointerGetAttribute(&allocation.context, kContextAttribute, pointer) != 0 || allocation.context == nullptr) {
-    static_cast<void>(DevicePrimaryCtxRetain(&allocation.context, device));  // kept: it is the one that everybody uses
+    static_cast<void>(DevicePrimaryCtxRetain(&allocation.context, device));  // kept: nearly all programs use the primary one
   }
   unsigned managed = 0;
   unsigned capable = 0;

@@ -51,7 +51,7 @@ class RowTransport {
 
   // A micro-batch has succeeded. `path`: "grpc", ...; `stripes` only counts for that one.
   void Count(const std::string& path, bool on_device, int64_t bytes, int stripes);
-  // Why rows did not take a better path, or empty. The first sentence is said aloud.
+  // Why rows did not take a better path, or empty. The first sentence becomes a notice.
   void SetWhyNotBetter(const std::string& sentence);
   TransportStats stats() const;
 

@@ -315,7 +315,7 @@ TransferResult TransferCall::MakeResult() {
                         ? absl::UnavailableError(absl::StrCat("a stripe of the call to ", request_.target, " did not end"))
                         : FromGrpcStatus(*stripe_, request_.target);
   } else if (!cancelled_ && !cut_ && primary.error_code() == grpc::StatusCode::CANCELLED && !result.answered) {
-    // A server that shuts down does that to calls that reach it in that moment.
+    // A server that shuts down ends calls in this way that reach it in that moment.
     result.status = absl::UnavailableError(absl::StrCat(request_.target, " cut the call off: ", primary.error_message()));
   } else if (!primary.ok()) {
     result.status = FromGrpcStatus(primary, request_.target);
