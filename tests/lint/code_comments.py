@@ -1,8 +1,8 @@
 """The comments of C++, CUDA and protobuf sources and the comments and docstrings of Python sources, as paragraphs.
 
 A paragraph is a list of lines, each with its number. It ends before a blank line, an item of a list, an entry `name: text` of a
-section such as `Args:`, and a line with columns. Indented text after a blank line is code or a drawing and no paragraph; neither
-are lines with columns, commands to tools such as `NOLINT`, and licence lines.
+section such as `Args:`, and a line with columns. Indented text after a blank line is code or a drawing and no paragraph. Lines with
+columns, commands to tools such as `NOLINT`, and licence lines are none either.
 """
 
 import re
