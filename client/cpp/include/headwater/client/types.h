@@ -159,7 +159,7 @@ struct CrossEntropyOptions {
   double z_loss = 0.0;                      // >= 0
   absl::Span<const float> class_weights{};  // [valid_vocab_size] or [vocab_size], finite; empty: all 1. Copied by the call
   // These two must be left as they are in JsdOptions::hard_loss. A server whose ServerInfo::features lack `temperature`,
-  // `token_scaling` or `entropy_factors` is older than this client, and ignores these fields.
+  // `token_scaling` or `entropy_factors` is older than this client, and ignores what it does not know.
   double temperature = 1.0;    // > 0; divides the logits in the loss and in all per-token outputs
   bool token_scaling = false;  // multiplies each row's loss and its gradient by the target's probability, as a constant
 };
