@@ -127,7 +127,6 @@ int32_t AlignmentOf(const void* data, int64_t stride, Element element) {
   return static_cast<int32_t>(bits & (~bits + 1));
 }
 
-// The key of a plan.
 struct PlanKey {
   ProductShape shape;
   bool alpha_on_device = false;

@@ -81,7 +81,6 @@ class DeviceEngine {
   std::unique_ptr<EngineHead> head_, teacher_;
 };
 
-// A trainable or frozen bf16 head of a shape.
 HeadSpec BFloat16Head(const ProblemShape& shape, bool trainable);
 // Sets a head's weight from bf16 values in device memory.
 void WriteWeight(EngineHead& head, const Buffer& weight);

@@ -278,7 +278,6 @@ double SquaredDifference(const std::vector<double>& a, const std::vector<double>
 
 std::vector<double> ToDoubles(const std::vector<float>& values) { return {values.begin(), values.end()}; }
 
-// Rows of norm 1.
 void NormalizeRows(int64_t columns, std::vector<double>* values) {
   for (size_t start = 0; start < values->size(); start += static_cast<size_t>(columns)) {
     double sum = 0;

@@ -26,7 +26,6 @@ bool MayHaveBeenDone(const absl::Status& status) {
 
 bool IsCut(const absl::Status& status) { return absl::IsUnavailable(status) && ErrorReason(status).empty(); }
 
-// The head that an answer is or has.
 const v1::Head* HeadIn(const Message& answer) {
   if (const auto* created = dynamic_cast<const v1::CreateHeadResponse*>(&answer)) return &created->head();
   return dynamic_cast<const v1::Head*>(&answer);

@@ -116,7 +116,6 @@ class HeadStates {
   std::shared_ptr<HeadState> Find(const std::string& name, const std::string& epoch);
   // Finds a state without making one; null if there is none.
   std::shared_ptr<HeadState> FindKnown(const std::string& name, const std::string& epoch) const;
-  // All of a name.
   std::vector<std::shared_ptr<HeadState>> AllOf(const std::string& name) const;
   // The server has described the head. `before`: the state that was the head's until this client has given it another one; null:
   // the head is only looked at.

@@ -23,7 +23,6 @@ std::string Describe(const absl::Status& status) {
   return absl::StrCat(reason.empty() ? absl::StatusCodeToString(status.code()) : reason, ": ", Sentence(status));
 }
 
-// One recovery.
 class Recovery {
  public:
   // `heads`: all that are to be brought back; `own`: those of the call that is waiting.

@@ -59,7 +59,6 @@ def seconds_of(message: Any) -> float:
 
 
 def head_step(key: StepKey) -> Any:
-    """A HeadStep."""
     return _wire.HeadStep(head=key.head, head_epoch=key.epoch, step=key.step)
 
 
@@ -112,7 +111,6 @@ def head_spec(message: Any) -> HeadSpec:
 
 
 def head_info(message: Any) -> HeadInfo:
-    """A Head."""
     plan = message.memory_plan
     return read(
         HeadInfo,
@@ -126,7 +124,6 @@ def head_info(message: Any) -> HeadInfo:
 
 
 def checkpoint_info(message: Any) -> CheckpointInfo:
-    """A Checkpoint."""
     return read(CheckpointInfo, message, save_time_s=seconds_of(message.save_time) if message.HasField("save_time") else None)
 
 
@@ -333,7 +330,6 @@ def _term_result(term: Any, outputs: tuple[str, ...]) -> TermResult:
 
 
 def step_of(message: Any) -> Step:
-    """A Step."""
     micro_batches = {entry.micro_batch: read(MicroBatchState, entry) for entry in message.micro_batches}
     return read(Step, message, micro_batches=micro_batches, totals=read(StepTotals, message.totals))
 

@@ -42,7 +42,6 @@ namespace headwater::client::internal {
 
 class MemoryPaths;
 
-// One tensor of a placement.
 struct PlacedTensor {
   explicit PlacedTensor(const RowsView& rows) : mine(rows) {}
 

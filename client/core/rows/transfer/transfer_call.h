@@ -72,7 +72,6 @@ class TransferCall : public std::enable_shared_from_this<TransferCall> {
  private:
   class Stream;
 
-  // By the streams.
   absl::Status TakeResponse(int stream, const grpc::ByteBuffer& message);
   void StreamEnded(int stream, const grpc::Status& status);
   void Fail(absl::Status status);
