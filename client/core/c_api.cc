@@ -133,7 +133,7 @@ Setter Set(std::string TlsOptions::*member) {
   };
 }
 
-// 0 contradicts what else is said of TLS.
+// `tls=0` contradicts any other option of TLS.
 bool SetTls(const std::string& value, ClientOptions& options) {
   bool wanted = false;
   if (!Parse(value, &wanted) || (!wanted && options.tls.has_value())) return false;
@@ -172,12 +172,12 @@ absl::Status InvalidOption(const std::string& field, const std::string& message)
   return MakeLocalError(v1::ERROR_REASON_INVALID_FIELD, absl::StatusCode::kInvalidArgument, message, {{"field", field}});
 }
 
-// Lines `key=value`, as c_api.h lists them; empty lines are skipped. INVALID_ARGUMENT for an unknown key, and a value that is none.
+// Lines `key=value`, as c_api.h lists them; empty lines are skipped. INVALID_ARGUMENT for an unknown key or an invalid value.
 // Ranges are checked by Core::Open().
 absl::StatusOr<ClientOptions> ParseClientOptions(const std::string& text) {
   ClientOptions options;
   options.client_name = "headwater-c";
-  // Whoever is above says it in its own way.
+  // The caller prints notices itself.
   options.on_notice = [](const std::string&) {};
   for (const absl::string_view line : absl::StrSplit(text, '\n', absl::SkipWhitespace())) {
     const std::pair<std::string, std::string> option = absl::StrSplit(absl::StripAsciiWhitespace(line), absl::MaxSplits('=', 1));
@@ -216,7 +216,7 @@ absl::StatusOr<RowsView> ToView(const char* field, const hw_client_rows& rows) {
   return view;
 }
 
-// Rows of what shape a view must be; what has no rows may have any.
+// Checks the shape of a view; a view without rows may have any.
 absl::Status CheckShape(const char* field, const RowsView& view, int64_t row_count, std::optional<int64_t> hidden_size,
                         v1::DataType data_type) {
   const auto mismatch = [field](v1::ErrorReason reason, const char* member, int64_t expected, int64_t actual) {
@@ -238,7 +238,7 @@ int64_t RowsOf(const v1::LossTerm& term, const v1::MicroBatchHeader& header) {
   return term.has_row_count() ? term.row_count() : header.row_count() - term.row_start();
 }
 
-// The caller's side of a micro-batch fits what its header says.
+// Checks that the caller's side of a micro-batch fits its header.
 absl::Status CheckLoss(const v1::MicroBatchHeader& header, int64_t teacher_count, CallMemory* memory) {
   HEADWATER_RETURN_IF_ERROR(CheckShape("rows", memory->rows, header.row_count(), header.hidden_size(), header.data_type()));
   memory->rows.hidden_size = header.hidden_size();
@@ -263,7 +263,7 @@ absl::Status CheckHost(const char* field, const RowsView& rows) {
   return InvalidView(v1::ERROR_REASON_INVALID_FIELD, absl::StrCat(field, ".memory"), "host memory", "device memory");
 }
 
-// What is sent, or comes, by another method than ComputeLoss.
+// Checks the rows and result memory of methods other than ComputeLoss.
 absl::Status CheckMemory(const google::protobuf::Message& message, Shape shape, const CallMemory& memory) {
   const int64_t rows = memory.rows.row_count;
   if (shape == Shape::kDownload) return CheckHost("result_rows", memory.result);

@@ -16,7 +16,7 @@ namespace {
 
 // Micro-batches that are under way at once.
 constexpr int kMaxLosses = 16;
-// Notices that are kept for who asks for them.
+// Notices that are kept until they are asked for.
 constexpr size_t kMaxNotices = 16;
 // Bound of a recovery that no call waits for, and the time between its tries.
 constexpr std::chrono::seconds kIdleRecoveryTimeout{60};
@@ -30,7 +30,7 @@ absl::StatusOr<std::shared_ptr<Core>> Core::Open(const std::string& target, cons
   ClientOptions prepared = options;
   HEADWATER_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel, Connect(target, &prepared));
   std::shared_ptr<Core> core(new Core(target, prepared, std::move(channel)));
-  // A session that is lost tells that the server was started again, also where no call would.
+  // A lost session reveals a restart of the server, also where no call would.
   if (core->replay_log().enabled()) core->session().Id(DeadlineIn(prepared.connect_timeout)).IgnoreError();
   return core;
 }
@@ -181,14 +181,14 @@ void Core::RecoverIdle(Deadline deadline) {
   const Wait wait(deadline, closing_.get_token());
   if (!wait.Check().ok()) return;
   const HeadUses heads = replay_log_.Heads();
-  // Who has the gate does it.
+  // The holder of the gate does it.
   if (ReplayLog::Gate gate = replay_log_.TryClose(); gate != nullptr && !heads.empty()) {
     const absl::Status recovered = Recover(*this, std::move(gate), heads, absl::AbortedError("the session was lost"), wait);
     if (absl::IsUnavailable(recovered)) {
       return recoveries_.Run(this, kIdleRecoveryPause, [this, deadline] { RecoverIdle(deadline); });
     }
   }
-  session_.Id(wait).IgnoreError();  // which is watched in turn; the next call meets the same failure, and tells it
+  session_.Id(wait).IgnoreError();  // which is watched in turn; the next call meets the same failure, and reports it
 }
 
 }  // namespace headwater::client::internal

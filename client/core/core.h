@@ -1,4 +1,4 @@
-// Core: one connection that speaks messages. It knows no typed API: typed faces build requests and read answers.
+// Core: one connection that speaks messages. It knows no typed API: typed libraries build requests and read answers.
 #ifndef HEADWATER_CLIENT_CORE_CORE_H_
 #define HEADWATER_CLIENT_CORE_CORE_H_
 
@@ -43,13 +43,13 @@ class Core : public std::enable_shared_from_this<Core> {
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
 
   // ---- calls ----
-  // The call of the method whose request `message` is. What the core fills in of the message is ignored.
+  // The call of the method whose request `message` is. The fields that the core fills in are ignored.
   Request MakeRequest(std::unique_ptr<google::protobuf::Message> message, CallMemory memory, Deadline deadline);
   // A call, to be started and kept until its end.
   std::shared_ptr<Call> NewCall(Request request, Call::Done done);
   // Makes a call and waits for its end.
   absl::StatusOr<Answer> Run(Request request);
-  // Likewise a call on behalf of a recovery, which is given up with `wait`. `message` is what it is; no memory.
+  // Makes a call for a recovery, which ends with `wait`. `message` is sent as it is; no memory.
   absl::StatusOr<Answer> RunInner(const google::protobuf::Message& message, const CallMemory& memory, const Wait& wait);
   template <typename Result>
   absl::StatusOr<Result> Ask(const google::protobuf::Message& message, const Wait& wait) {
@@ -61,7 +61,7 @@ class Core : public std::enable_shared_from_this<Core> {
   // Shared if the system and the options allow it, which keeps this object; ordinary otherwise. RESOURCE_EXHAUSTED.
   absl::StatusOr<RowMemory> AllocateRows(int64_t bytes);
 
-  // Cancels what is under way and, when that has ended, closes the sessions, both no longer than until `deadline`. Later calls:
+  // Cancels running calls and, when they have ended, closes the sessions, both at most until `deadline`. Later calls:
   // FAILED_PRECONDITION.
   void Close(Deadline deadline);
 
@@ -94,9 +94,9 @@ class Core : public std::enable_shared_from_this<Core> {
   RowTransport& row_transport() { return row_transport_; }
   // Back-off of calls; its tasks are short.
   DelayedTasks& timers() { return timers_; }
-  // Recoveries on behalf of calls, and of nobody. It has nothing to do while another one has the gate.
+  // Recoveries on behalf of calls, or without a call. They do nothing while another one has the gate.
   DelayedTasks& recoveries() { return recoveries_; }
-  // Calls that wait for something else than time, until their deadlines. Hurried when it comes; its tasks are short.
+  // Calls that wait for an event, until their deadlines. Hurried when it comes; its tasks are short.
   DelayedTasks& waiting() { return waiting_; }
 
  private:
@@ -104,7 +104,7 @@ class Core : public std::enable_shared_from_this<Core> {
 
   std::shared_ptr<Core> borrowed() { return {std::shared_ptr<void>(), this}; }
   void AddNotice(std::string sentence);
-  // The session is gone. If the server was started again, others may wait for what this client had submitted.
+  // The session is gone. If the server restarted, others may wait for this client's submissions.
   void RecoverIdle(Deadline deadline);
 
   CompletionQueue completions_;

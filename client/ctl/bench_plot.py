@@ -1,4 +1,4 @@
-"""Draws what `headwaterctl bench` has measured: its CSV on standard input, the PNG file as the argument. Part of the program."""
+"""Draws the results of `headwaterctl bench`: its CSV on standard input, the PNG file as the argument. Part of the program."""
 
 import csv
 import sys

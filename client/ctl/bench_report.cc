@@ -38,7 +38,7 @@ absl::StatusOr<int> RunPython(const std::string& script, const std::string& file
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-// What the engine takes for such a micro-batch alone: with several in flight the server's own time has the wait for the others.
+// The engine's time for such a micro-batch alone. With several in flight, the server's own time includes waiting for the others.
 double EngineMsAlone(const BenchReport& report, const BenchRow& row) {
   const auto alone = std::find_if(report.rows.begin(), report.rows.end(), [&](const BenchRow& other) {
     return other.in_flight == 1 && other.transport == row.transport && other.rows == row.rows;
@@ -56,7 +56,7 @@ Table TableOf(const BenchReport& report, const std::string& sweep, std::vector<s
     std::vector<std::string> cells = {row.transport};
     if (by_size) cells.push_back(FormatCount(row.rows));
     if (by_concurrency) cells.push_back(absl::StrCat(row.in_flight));
-    // With several in flight a micro-batch waits for others: what counts is how often a result comes.
+    // With several in flight a micro-batch waits for others: the interval between results counts.
     const double ms = by_concurrency ? row.period_ms : row.median_ms;
     const double engine_ms = EngineMsAlone(report, row);
     cells.insert(cells.end(), {Milliseconds(ms), Milliseconds(row.p90_ms), Milliseconds(engine_ms),

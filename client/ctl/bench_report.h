@@ -1,4 +1,4 @@
-// What `bench` has measured, as tables, JSON, CSV and a plot.
+// The results of `bench`, as tables, JSON, CSV and a plot.
 #ifndef HEADWATER_CLIENT_CTL_BENCH_REPORT_H_
 #define HEADWATER_CLIENT_CTL_BENCH_REPORT_H_
 
@@ -22,7 +22,7 @@ struct BenchRow {
   double median_ms = 0;  // of one micro-batch, from the call to its result
   double p90_ms = 0;
   double period_ms = 0;  // from one result to the next, on average
-  double engine_ms = 0;  // median of what the server spent in the engine
+  double engine_ms = 0;  // median of the server's time in the engine
   double rows_per_second = 0;
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(BenchRow, sweep, transport, in_flight, rows, micro_batches, median_ms, p90_ms, period_ms,

@@ -41,7 +41,7 @@ std::vector<unsigned char> RandomElements(client::DataType type, int64_t count, 
     std::memcpy(&pattern, &value, sizeof(pattern));
     uint16_t half = static_cast<uint16_t>((pattern + 0x8000) >> 16);
     if (type == client::DataType::kFloat16) {
-      // Sign, exponent of bias 15 instead of 127, ten digits; what is too small becomes 0.
+      // Sign, exponent of bias 15 instead of 127, ten digits; values that are too small become 0.
       const int exponent = static_cast<int>((pattern >> 23) & 0xff) - 127 + 15;
       const uint32_t sign = (pattern >> 16) & 0x8000;
       half = static_cast<uint16_t>(
@@ -83,7 +83,7 @@ absl::StatusOr<std::string> MakeBenchHead(client::Client& client, client::HeadSp
     if (plan.memory_plan.total_bytes <= plan.memory_plan.available_bytes) break;
     if (spec->vocab_size / 2 < kSmallestVocab) {
       return absl::ResourceExhaustedError(absl::StrCat("the server's memory has no room for a head of ", spec->vocab_size, " x ",
-                                                       spec->hidden_size, ": `headwaterctl plan` tells what it would take"));
+                                                       spec->hidden_size, ": `headwaterctl plan` prints its memory"));
     }
     spec->vocab_size /= 2;
   }

@@ -18,7 +18,7 @@
 namespace headwater::ctl {
 
 // Makes a head with random weights, to be deleted by the caller; its name. Halves spec->vocab_size until the head fits the server's
-// memory; `spec` is what was made. After an error there is no head.
+// memory; `spec` is that of the head made. After an error there is no head.
 absl::StatusOr<std::string> MakeBenchHead(client::Client& client, client::HeadSpec* spec);
 
 // A trainer that has its rows where its path wants them.

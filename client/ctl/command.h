@@ -1,4 +1,4 @@
-// What a subcommand of headwaterctl is.
+// A subcommand of headwaterctl.
 #ifndef HEADWATER_CLIENT_CTL_COMMAND_H_
 #define HEADWATER_CLIENT_CTL_COMMAND_H_
 
@@ -19,7 +19,7 @@ enum ExitCode {
   kExitUsage = 2,   // the command line is wrong; nothing was sent
 };
 
-// A subcommand. `run` gets the positional arguments behind the command's name, as many as `synopsis` says, prints its result to
+// A subcommand. `run` gets the positional arguments behind the command's name, as many as `synopsis` says. It prints its result to
 // `output` and returns an exit code, or the error that ended it.
 struct Command {
   std::string name;
@@ -33,7 +33,7 @@ struct Command {
 
 Command HealthCommand();
 Command InfoCommand();
-// Those of the server's heads.
+// The commands for the server's heads.
 std::vector<Command> HeadCommands();
 Command LoadCommand();
 Command VerifyCommand();

@@ -1,4 +1,4 @@
-// `bench`: what the server's engine takes, and what each path of the rows adds to it, as seen from here.
+// `bench`: the time of the server's engine, and the additional time of each path of the rows, as measured from here.
 #include <unistd.h>
 
 #include <algorithm>
@@ -43,7 +43,7 @@ using client::Transport;
 
 constexpr int64_t kMaxInFlight = 64;
 
-// Whether a file can be written there, so that minutes of measuring are not for nothing. Leaves what is there as it is.
+// Whether a file can be written there, so that minutes of measuring are not for nothing. Leaves existing files as they are.
 absl::Status CheckWritable(const char* flag, const std::string& path) {
   if (path.empty()) return absl::OkStatus();
   std::error_code error;
@@ -113,7 +113,7 @@ absl::StatusOr<Plan> MakePlan(const client::ServerInfo& info) {
     }
   }
   std::vector<std::string> concurrency = absl::GetFlag(FLAGS_concurrency);
-  // The sweeps have what is measured anyway, at its place.
+  // The sweeps contain the plan's own sizes, in order.
   sizes.push_back(absl::StrCat(plan.rows));
   concurrency.push_back("1");
   HEADWATER_ASSIGN_OR_RETURN(plan.sizes, Numbers("sizes", sizes, most_rows));
@@ -136,7 +136,7 @@ absl::StatusOr<Plan> MakePlan(const client::ServerInfo& info) {
 
 // Everything there is to measure over one path.
 absl::Status MeasurePath(BenchTrainer& trainer, const Plan& plan, Output& output, BenchReport* report) {
-  std::optional<BenchRow> first;  // what all sweeps have in common
+  std::optional<BenchRow> first;  // the common row of all sweeps
   const auto measure = [&](const char* sweep, int64_t rows, int64_t in_flight) -> absl::Status {
     if (!first.has_value() || rows != plan.rows || in_flight != 1) {
       HEADWATER_ASSIGN_OR_RETURN(BenchRow row,
@@ -235,8 +235,8 @@ Command BenchCommand() {
       .summary = "measures the engine, and what each path of the rows adds to it from here",
       .help =
           "Makes a head of random weights on the server at ADDRESS (or --server), submits micro-batches to it over gRPC, over\n"
-          "host memory shared with the server, and from a GPU's memory in place, and deletes it again. A path that cannot be\n"
-          "taken is told, with the reason. Three tables: the paths, several micro-batches in flight, and smaller ones. OVER\n"
+          "host memory shared with the server, and from a GPU's memory in place, and deletes it again. It names each path that\n"
+          "cannot be taken, with the reason. Three tables: the paths, several micro-batches in flight, and smaller ones. OVER\n"
           "ENGINE is the time over what the server's engine alone took for it. Other work on the server is slowed down, and\n"
           "slows this down. Takes about 2 s for each path and number, by --duration; Ctrl-C ends it early and cleans up.\n"
           "\n"

@@ -30,7 +30,7 @@ namespace {
 
 using client::HeadTensor;
 
-// What is uploaded with --from_file.
+// The tensors that --from_file uploads.
 struct LocalTensors {
   client::TensorBuffer weight;               // [vocab_size, hidden_size]
   std::optional<client::TensorBuffer> bias;  // [vocab_size]
@@ -42,8 +42,8 @@ absl::StatusOr<client::TensorBuffer> ReadTensor(const model_files::FileTensor& t
   return buffer;
 }
 
-// The tensors for the head of this name, or for the new one that the flags describe (with --create): of its shape, and with a bias
-// if it has one.
+// The tensors for the head of this name, or for the new one that the flags describe (with --create). They have the head's shape,
+// and a bias if the head has one.
 absl::StatusOr<LocalTensors> ReadLocalTensors(client::Client& client, const std::string& name, const std::string& path) {
   model_files::HeadTensorQuery query;
   query.weight_tensor = absl::GetFlag(FLAGS_tensor);

@@ -1,4 +1,4 @@
-// `plan`: what a head would take, over all ranks of a server and on each of them.
+// `plan`: the memory of a head, over all ranks of a server and on each of them.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -18,11 +18,11 @@ ABSL_FLAG(int32_t, ranks, 0,
 namespace headwater::ctl {
 namespace {
 
-// What a rank's exchange of gradients takes for each rank on the CPU: kReduceScatterBytes of its engine. GPUs exchange in place.
+// Bytes of a rank's gradient exchange for each rank on the CPU: kReduceScatterBytes of its engine. GPUs exchange in place.
 constexpr int64_t kExchangeBytes = int64_t{1} << 20;
 constexpr int32_t kMostRanks = 256;  // headwaterd's --gpus and --workers
 
-// What one rank of a server that has several would hold of a head.
+// The part of a head that one rank of a server with several ranks would hold.
 struct RankShare {
   std::string device;
   int64_t vocab_start = 0;  // rows [vocab_start, vocab_end)
@@ -38,17 +38,18 @@ struct RankShare {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankShare, device, vocab_start, vocab_end, tensor_bytes, workspace_bytes, total_bytes,
                                    available_bytes, budget_bytes)
 
-// `bytes` of what grows with the rows of a head, as far as `rows` of `all_rows` go.
+// The part of `bytes`, which grow with the rows of a head, for `rows` of `all_rows`.
 int64_t Share(int64_t bytes, int64_t rows, int64_t all_rows) {
   return bytes / all_rows * rows + bytes % all_rows * rows / all_rows;  // no product overflows
 }
 
-// What each rank holds its shard's rows of, whatever the head's parallelism; of the rest a head by rows is whole on every rank.
+// Whether each rank holds its shard's rows of the item, whatever the head's parallelism. A head by rows is whole on every rank in
+// all other items.
 bool IsAlwaysSplit(const client::MemoryPlan::Item& item) {
   return item.purpose == "master_weight" || item.purpose == "optimizer_state";
 }
 
-// Of a server whose devices are its ranks; empty for one of one rank.
+// The shares on a server whose devices are its ranks; empty for a server with one rank.
 std::vector<RankShare> SharesOf(const client::HeadInfo& head, const client::ServerInfo& server) {
   std::vector<RankShare> shares;
   const size_t ranks = server.devices.size();
@@ -175,7 +176,7 @@ Command PlanCommand() {
               "The server plans the head that the flags describe, or the model's config of --config. Exits with 1 if it does not\n"
               "fit the memory that is available now, or is refused. If the server has several ranks (--gpus, --workers), each has "
               "a line: the rows that it would\n"
-              "hold, what they and the workspace take (an even share of all ranks' workspaces), and what is available there.\n"
+              "hold, the memory of these and of the workspace (an even share of all ranks' workspaces), and the available memory.\n"
               "\n"
               "With --ranks a server of one rank plans what each of so many ranks like itself would hold, against one budget.\n"
               "\n"

@@ -35,7 +35,7 @@ std::string InfoText(const client::ServerInfo& info, const std::string& start_ti
 
   Table devices({"DEVICE", ">BUDGET", ">PLANNED", "MODEL"});
   for (const client::DeviceInfo& device : info.devices) {
-    // Of several devices the server does not know which has how much of a plan.
+    // With several devices the server does not know how much of a plan each has.
     const bool known = info.devices.size() == 1 || device.memory_planned_bytes > 0;
     devices.AddRow({device.name, FormatBytes(device.memory_budget_bytes), known ? FormatBytes(device.memory_planned_bytes) : "-",
                     device.model});
@@ -70,7 +70,7 @@ absl::StatusOr<ExitCode> RunInfo(client::Client& client, const std::vector<std::
 Command HealthCommand() {
   return {.name = "health",
           .synopsis = "[SERVICE]",
-          .summary = "tells whether the server is ready for work",
+          .summary = "prints whether the server is ready for work",
           .help =
               "Prints SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN; exits with 0 only if it is SERVING. SERVICE is a full\n"
               "service name such as headwater.v1.LossService; without it the server as a whole is asked.\n",

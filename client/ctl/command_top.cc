@@ -1,4 +1,4 @@
-// `top`: what a server is doing, again and again.
+// `top`: the activity of a server, refreshed repeatedly.
 #include <unistd.h>
 
 #include <cstdlib>
@@ -33,7 +33,7 @@ namespace {
 constexpr char kDefaultPort[] = ":9464";
 constexpr char kWhereMetricsAre[] = "does headwaterd serve metrics there (--metrics_address)? --metrics says where to look";
 constexpr absl::Duration kShortestInterval = absl::Milliseconds(100);
-// ANSI: to the top left, erase to the end of the line, erase what is below.
+// ANSI: to the top left, erase to the end of the line, erase the rest below.
 constexpr char kHome[] = "\x1b[H";
 constexpr char kEraseLine[] = "\x1b[K\n";
 constexpr char kEraseBelow[] = "\x1b[J";
@@ -73,7 +73,7 @@ bool IsTerminal() {
   return isatty(STDOUT_FILENO) == 1 && kind != nullptr && std::string(kind) != "dumb";
 }
 
-// On a terminal over what was there, else below it.
+// On a terminal over the former text, else below it.
 void Show(const std::string& text, bool terminal) {
   if (terminal) {
     PrintRaw(absl::StrCat(kHome, absl::StrReplaceAll(Printable(text, /*lines=*/true), {{"\n", kEraseLine}}), kEraseBelow));
@@ -96,7 +96,7 @@ absl::StatusOr<ExitCode> RunTop(client::Client& client, const std::vector<std::s
     absl::SleepFor(interval);
     auto after = LookNow(address);
     if (!after.ok()) {
-      // Somebody who watches sees it come back; a script is told.
+      // A person at a terminal sees the server come back; a script gets the error.
       if (!terminal) return after.status();
       Show(absl::StrCat(Printable(std::string(after.status().message())), "\n"), terminal);
       continue;
@@ -111,7 +111,7 @@ absl::StatusOr<ExitCode> RunTop(client::Client& client, const std::vector<std::s
       Show(TopText(figures, heads), terminal);
     }
     before = std::move(after);
-  } while (!once && OutputError() == 0);  // nobody sees looks that cannot be printed
+  } while (!once && OutputError() == 0);  // stop when the output cannot be printed
   return kExitOk;
 }
 

@@ -1,4 +1,4 @@
-// What `headwaterctl top` shows: figures from two pages of metrics, as JSON and as text.
+// The view of `headwaterctl top`: figures from two pages of metrics, as JSON and as text.
 #ifndef HEADWATER_CLIENT_CTL_COMMAND_TOP_VIEW_H_
 #define HEADWATER_CLIENT_CTL_COMMAND_TOP_VIEW_H_
 

@@ -26,7 +26,7 @@ namespace {
 
 using nlohmann::json;
 
-// Configs round what they mean: 1 / 13.
+// Configs round their values: 1 / 13.
 constexpr double kTolerance = 1e-6;
 
 enum class Finding { kSame, kDiffers, kRounded, kWider, kNotChecked, kNoted };
@@ -88,7 +88,7 @@ absl::StatusOr<std::string> ChecksumOf(const model_files::FileTensor& tensor) {
   return hasher.Digest();
 }
 
-// Compares the head's weight with that of a model's folder. The sentence says what was found, or why it cannot be seen.
+// Compares the head's weight with that of a model's folder. The sentence describes the finding, or why it cannot be seen.
 struct WeightCheck {
   Finding verdict = Finding::kNoted;
   std::string sentence;
@@ -169,7 +169,7 @@ Command VerifyCommand() {
       .summary = "compares a head's sizes and transform with a model's config",
       .help =
           "CONFIG is a model's config.json, or its folder, on this machine, as Hugging Face's transformers has it. A softcap or\n"
-          "a factor of the logits that a head lacks is no error anywhere else: it trains a model that nobody meant. Ends with\n"
+          "a factor of the logits that a head lacks is no error anywhere else: it trains another model. Ends with\n"
           "1 if a property differs, or if the config has a key that may change the logits and that this program does not know\n"
           "(`not checked`; --allow_unchecked leaves it out). `rounded`: the head stores fewer digits than the model, or others.\n"
           "`wider`: it stores more. `-`: said, not compared. With a folder the weights are compared, too, if the head stores them "

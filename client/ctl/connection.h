@@ -9,7 +9,7 @@
 
 namespace headwater::ctl {
 
-// --server, or what took its place.
+// --server, or its replacement.
 std::string ServerAddress();
 // A command's own argument instead of --server.
 void SetServerAddress(const std::string& address);

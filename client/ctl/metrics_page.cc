@@ -32,7 +32,7 @@ absl::Status Unreachable(const std::string& address, const std::string& why) {
 absl::StatusOr<std::string> Exchange(const addrinfo& to, const std::string& request, absl::Time deadline) {
   client::internal::Socket socket(to.ai_family, SOCK_STREAM, absl::ToChronoTime(deadline));
   const auto failed = [](const char* late) { return absl::UnavailableError(errno == ETIMEDOUT ? late : std::strerror(errno)); };
-  if (socket.Connect(to.ai_addr, to.ai_addrlen) != 0) return failed("nobody answered in time");
+  if (socket.Connect(to.ai_addr, to.ai_addrlen) != 0) return failed("no answer came in time");
   for (size_t sent = 0; sent < request.size();) {
     const ssize_t count =
         socket.Do(POLLOUT, [&] { return send(socket.fd(), request.data() + sent, request.size() - sent, MSG_NOSIGNAL); });
@@ -91,8 +91,8 @@ absl::StatusOr<std::string> FetchMetrics(const std::string& address, absl::Durat
     return Unreachable(address, gai_strerror(error));
   }
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> addresses(list, freeaddrinfo);
-  // HTTP 1.0: the answer is not cut into chunks, and ends with the connection.
-  // A zone is this host's own name for a link, which the other side is not told.
+  // HTTP 1.0: the answer is not cut into chunks, and ends with the connection. A zone is this host's own name for a link, and is
+  // not sent to the other side.
   const size_t zone = host.find('%');
   const std::string told =
       zone == std::string::npos ? address : absl::StrCat("[", host.substr(0, zone), "]", address.substr(colon));

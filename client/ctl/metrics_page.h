@@ -26,7 +26,7 @@ class MetricsPage {
     double value = 0;
   };
 
-  // InvalidArgument, naming the line, for what is no such page. Comments are passed over.
+  // InvalidArgument, naming the line, for text that is no such page. Comments are passed over.
   static absl::StatusOr<MetricsPage> Parse(absl::string_view text);
 
   // The sum of the samples with this name whose labels include `labels`; empty if there is none.

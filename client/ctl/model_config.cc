@@ -145,7 +145,7 @@ class ConfigReader {
     return (!entry.contains("only") || HasType(entry["only"])) &&
            (!entry.contains("unless") || levels_.Find(entry["unless"]) == nullptr);
   }
-  // What `by_type` has for the innermost model type that it knows.
+  // The entry of `by_type` for the innermost model type that it knows.
   const json* ByType(const json& entry, const char* by_type) const {
     if (!entry.contains(by_type)) return nullptr;
     for (const std::string& type : types_) {

@@ -24,7 +24,7 @@ struct ModelHead {
   int64_t vocab_size = 0;                     // rows of the weight
   int64_t valid_vocab_size = 0;               // columns that get a probability
   int64_t hidden_size = 0;                    // of the rows that reach the head
-  std::optional<client::DataType> data_type;  // the weights'; absent: not told, or one that heads do not have
+  std::optional<client::DataType> data_type;  // the weights'; absent: not stated, or one that heads do not have
   double logit_scale = 1.0;
   std::optional<double> softcap;  // absent: none
   bool has_bias = false;
@@ -32,9 +32,9 @@ struct ModelHead {
   std::vector<UnclearKey> unclear;
 };
 
-// `path`: a config.json, or the folder of a model. With the folder its safetensors files, or their index, tell whether there is a
-// bias. NOT_FOUND if there is no such file; DATA_LOSS if it is not a JSON object; INVALID_ARGUMENT, with the key, if it does not
-// describe a language model, or a value is not as expected.
+// `path`: a config.json, or the folder of a model. In a folder, the safetensors files or their index show whether there is a bias.
+// NOT_FOUND if there is no such file; DATA_LOSS if it is not a JSON object. INVALID_ARGUMENT, with the key, if it does not describe
+// a language model, or a value is not as expected.
 absl::StatusOr<ModelHead> ReadModelHead(const std::string& path);
 
 // "logit_temper, mup_base": the names of unclear keys.

@@ -16,7 +16,7 @@ constexpr char kHintPayload[] = "headwaterctl/hint";
 
 int lost_output_error = 0;
 
-// What to do about an error that operators meet. Reasons that are not here explain themselves.
+// The remedy for an error that operators meet. Reasons that are not here explain themselves.
 std::string HintFor(const absl::Status& status, const std::string& reason) {
   if (const auto own = status.GetPayload(kHintPayload); own.has_value()) return std::string(*own);
   static const std::map<std::string, std::string> hints = {
@@ -36,7 +36,7 @@ std::string HintFor(const absl::Status& status, const std::string& reason) {
        "see `headwaterctl plan`; fewer --staging_slots, a 2-byte --data_type or another optimizer take less"},
       {"EPOCH_FENCED", "another run changed the head meanwhile; run the command again"},
       {"STEP_LOST",
-       "the server was started again and the head came back from a checkpoint: `headwaterctl take` goes on from there"},
+       "the server was started again and the head came back from a checkpoint: `headwaterctl take` continues from there"},
       {"HEAD_NOT_TRAINABLE", "a frozen head has no steps and no owner"},
       {"QUOTA_EXCEEDED", "`headwaterctl heads` lists the tenant's heads, `headwaterctl info` the limits"},
       {"DRAINING", "the server is shutting down; try again when it is back"},

@@ -23,7 +23,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DeviceInfo, name, model, memory_budget_bytes,
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(VocabShard, vocab_start, vocab_end, device)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(MemoryPlan::Item, purpose, bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(MemoryPlan, items, total_bytes, available_bytes, token_chunk_rows)
-// Likewise, bytes in hexadecimal.
+// Bytes become hexadecimal.
 void to_json(nlohmann::json& document, const HeadSpec& spec);
 void to_json(nlohmann::json& document, const HeadInfo& head);
 
@@ -31,9 +31,9 @@ void to_json(nlohmann::json& document, const HeadInfo& head);
 
 namespace headwater::ctl {
 
-// Prints to stdout at once, as it is. What could not be printed is not told here: OutputError() has it.
+// Prints to stdout at once, as it is. Failures are reported by OutputError(), not here.
 void PrintRaw(absl::string_view text);
-// The errno of the first output that was lost, since the disk is full or nobody reads any more; 0 if all of it was taken.
+// The errno of the first output that was lost, because the disk is full or the reader has gone; 0 if nothing was lost.
 int OutputError();
 
 // Prints to stdout; errors also to stderr.
@@ -53,7 +53,7 @@ class Output {
   const bool json_;
 };
 
-// An error of a command that knows better what to do about it than its code and reason tell.
+// An error with a remedy that is more precise than its code and reason suggest.
 absl::Status WithHint(absl::Status status, const std::string& hint);
 
 // An error as JSON: code, reason, message, metadata and a hint what to do, which is empty if there is none.

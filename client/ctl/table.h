@@ -17,7 +17,7 @@ std::string FormatCount(int64_t count);
 // Bytes as hexadecimal digits.
 std::string FormatHex(const std::string& bytes);
 // Text from elsewhere as it may be shown on a terminal: control characters, those of ASCII and U+0080 to U+009F, become "\\x1b".
-// `lines`: but for newlines.
+// `lines`: newlines stay.
 std::string Printable(const std::string& text, bool lines = false);
 
 using client::internal::NameOf;

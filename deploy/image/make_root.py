@@ -25,7 +25,7 @@ ROOT_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 DRIVER_LIBRARIES = re.compile(r"lib(cuda|nvidia-.*)\.so.*")
 # The engine's module opens it by this name when several GPUs are to work together; nothing is linked with it.
 NCCL = "libnccl.so.2"
-# Of NVIDIA's files that did not come as packages of the distribution: the name that its own packages have.
+# Package names for NVIDIA's files that did not come as packages of the distribution: those of NVIDIA's own packages.
 NVIDIA_PACKAGES = (("cublasLt", "libcublaslt"), ("nccl", "libnccl2"))
 
 
@@ -38,7 +38,7 @@ def run(*command: str | Path) -> str:
 
 
 def needed_libraries(objects: list[Path]) -> dict[str, Path]:
-    """What the loader would open for the objects, by the name it looks for; with the loader itself."""
+    """The files that the loader would open for the objects, by the name it looks for; with the loader itself."""
     found: dict[str, Path] = {}
     for file in objects:
         for line in run("ldd", file).splitlines():
@@ -80,12 +80,12 @@ def find_nccl(wanted: str, module: Path, libraries: dict[str, Path]) -> Path | N
 
 
 def nvidia_version(file: Path) -> str:
-    """Of a library that did not come as a package: it says so itself, whatever its file is called."""
+    """The version of a library that did not come as a package, as the library itself gives it, whatever its file is called."""
     library = ctypes.CDLL(str(file))
     if "nccl" in file.name:
         number = ctypes.c_int()
         if library.ncclGetVersion(ctypes.byref(number)):
-            sys.exit(f"make_root: {file} does not tell its version")
+            sys.exit(f"make_root: {file} does not state its version")
         version = number.value
     else:
         library.cublasLtGetVersion.restype = ctypes.c_size_t
@@ -140,7 +140,8 @@ def copy_programs(build: Path, variant: str, root: Path) -> list[Path]:
 
 
 def copy_system_files(root: Path, state: Path, packages: list[make_sbom.Package]) -> None:
-    """What a process expects of a system: users, host names, authorities; and what scanners and licences ask for."""
+    """The files that a process expects of a system: users, host names, authorities. Also those that scanners and licences ask
+    for."""
     write(
         root / "etc/passwd",
         f"root:x:0:0:root:/root:/sbin/nologin\nheadwater:x:{USER}:{USER}:headwater:/var/lib/headwater:/sbin/nologin\n",
@@ -165,7 +166,7 @@ def copy_system_files(root: Path, state: Path, packages: list[make_sbom.Package]
 
 
 def settle(folder: Path, epoch: int) -> None:
-    """The same times and modes whoever builds."""
+    """Sets equal times and modes on any machine."""
     for path in [*sorted(folder.rglob("*"), reverse=True), folder]:
         if not path.is_symlink():
             executable = path.is_dir() or path.stat().st_mode & 0o100
@@ -212,7 +213,7 @@ def main() -> None:
         shutil.copyfile(path, target)
         target.chmod(0o755)
         contents.setdefault(owner_of[path], []).append("/" + str(target.relative_to(root)))
-    # Libraries are where the loader looks without being told.
+    # Libraries are where the loader looks by default.
     for file in objects:
         run("strip", "--strip-unneeded", file)
         run("patchelf", "--remove-rpath", file)

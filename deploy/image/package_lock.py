@@ -2,8 +2,8 @@
 
     package_lock.py
 
-says whether an image of this machine's packages would pass, as far as it is known before anything is compiled: there are versions
-for its distribution, and what is installed of the locked packages has them. Ends with one sentence if not.
+says whether an image of this machine's packages would pass, as far as it is known before anything is compiled. It passes if there
+are versions for its distribution, and the installed ones of the locked packages have them. Ends with one sentence if not.
 """
 
 import json
@@ -16,7 +16,8 @@ import make_sbom
 
 LOCK_FILE = Path(__file__).with_name("packages.lock")
 OS_RELEASE = Path("/etc/os-release")
-# Their versions are told by the files that are found for --variant cuda, which need not come with packages of these names.
+# The versions of these packages come from the files that are found for --variant cuda, which need not come with packages of these
+# names.
 NVIDIA = ("libcublaslt", "libnccl2")
 REMEDY = (
     "take any by --lock none, or lock what a machine of this distribution has: run deploy/image/build --prebuilt BUILD --lock "
@@ -46,7 +47,7 @@ def check(have: dict[str, str], system: str) -> None:
 
 
 def check_or_update(packages: Iterable[make_sbom.Package], system: str, mode: str) -> None:
-    """What --lock asks for: "check", "update" or "none"."""
+    """The mode of --lock: "check", "update" or "none"."""
     have = {package.name: package.version for package in packages}
     if mode == "update":
         locked = read()

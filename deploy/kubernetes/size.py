@@ -5,7 +5,7 @@
     deploy/kubernetes/size.py --engine cpu head.json [head.json ...]
 
 Name a plan once for each head of its kind. Plans with --ranks are for a server of several GPUs (--engine cuda, an overlay with
-components/gpus) or of several processes (--engine cpu, overlays/multi-node); budgets are of one of them. With --sidecar the patch
+components/gpus) or of several processes (--engine cpu, overlays/multi-node). Budgets are of one of them. With --sidecar the patch
 is for components/sidecar, with or without a component that gives it a GPU. The rules are in docs/deployment.md, "Sizing".
 """
 
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 GIB = 1 << 30
-# What is not rows or heads: code, threads, buffers of gRPC; with CUDA also the driver's part on the host.
+# Memory besides rows and heads: code, threads, buffers of gRPC; with CUDA also the driver's part on the host.
 PROCESS_BYTES = {"cpu": GIB, "cuda": 2 * GIB}
 # With several GPUs: the driver's part for each but the first, and what NCCL shares between them in /dev/shm.
 FURTHER_GPU_BYTES = GIB
@@ -27,7 +27,7 @@ FURTHER_SERIES = 2
 SHORTEST_DRAIN_S = 60
 # Between --drain_timeout and the kubelet's SIGKILL.
 GRACE_BEYOND_DRAIN_S = 30
-# Of a server of its own, and of a worker.
+# The container of a separate server, and of a worker.
 CONTAINER = "/spec/template/spec/containers/0"
 
 
@@ -83,9 +83,10 @@ def size(
         "max_held_bytes": held_rows,
         "max_join_bytes": joined,
         "host_memory_bytes": round_up(host, GIB),
-        # Of a worker (--engine cpu): its shard, and the rows of one micro-batch at a time; all that are in flight are a bound.
+        # Memory of a worker (--engine cpu): its shard, and the rows of one micro-batch at a time; all that are in flight are a
+        # bound.
         "worker_memory_bytes": round_up(budget + in_flight + PROCESS_BYTES[engine], GIB),
-        # Those that are kept, the one that is being written, `drain`, and what is kept beside the training's.
+        # The kept checkpoints, the one that is being written, `drain`, and the checkpoints beside the training's.
         "volume_bytes": round_up((keep + 2 + extra_checkpoints) * sum(saved) * 1.1, GIB),
         "drain_timeout_s": drain,
         "grace_s": drain + GRACE_BEYOND_DRAIN_S,
@@ -111,7 +112,7 @@ def flags_of(sizes: dict[str, int], keep: int) -> list[str]:
 
 
 def sidecar_patch(sizes: dict[str, int], keep: int) -> str:
-    """The same as patch(), for Pods and Jobs with a sidecar. Its volume is the pod's owner's to give."""
+    """Like patch(), for Pods and Jobs with a sidecar. Its volume is the pod's owner's to give."""
     lines = ["patches:"]
     for kind, spec in (("Pod", "/spec"), ("Job", "/spec/template/spec")):
         container = f"{spec}/initContainers/0"

@@ -48,7 +48,7 @@ def mean(metric: str) -> str:
     return f"{rate(metric + '_sum')} / ({rate(metric + '_count')} > 0)"
 
 
-# Rows of panels: (title, unit, what it tells, [(expression, legend)], type of panel). {{x}} in a legend is the series' label.
+# Rows of panels: (title, unit, meaning, [(expression, legend)], type of panel). {{x}} in a legend is the series' label.
 ROWS = [
     (
         "Is it well?",
@@ -80,7 +80,7 @@ ROWS = [
             (
                 "Calls refused",
                 "ops",
-                "Failed calls a second by the reason that was sent; docs/errors.md tells what each means.",
+                "Failed calls a second by the reason that was sent; docs/errors.md explains each.",
                 [(total(rate("headwater_refusals_total"), "reason") + " > 0", "{{reason}}")],
                 "timeseries",
             ),
@@ -196,7 +196,7 @@ ROWS = [
             (
                 "Waiting",
                 "short",
-                "What waits, and what the queue has room for.",
+                "Waiting work, and the queue's room.",
                 [
                     (gauge("headwater_queue_depth"), "micro-batches for the engine"),
                     (gauge("headwater_max_queue_depth"), "most that may"),
@@ -270,7 +270,7 @@ ROWS = [
             (
                 "Device memory by purpose",
                 "bytes",
-                "What the heads' plans take, and what they may take together.",
+                "Memory of the heads' plans, and its limit.",
                 [
                     (gauge("headwater_memory_planned_bytes"), "{{purpose}}"),
                     (gauge("headwater_memory_budget_bytes"), "budget"),
@@ -280,7 +280,7 @@ ROWS = [
             (
                 "Host memory",
                 "bytes",
-                "What the process has, and what of it rows, uploads and held contributions take.",
+                "Memory of the process, and the parts of rows, uploads and held contributions.",
                 [
                     (gauge("process_resident_memory_bytes"), "resident"),
                     (gauge("headwater_row_memory_bytes"), "rows, {{state}}"),
@@ -309,7 +309,7 @@ ROWS = [
             (
                 "Heads that came and went",
                 "short",
-                "Since the server's start: heads brought back, checkpoints passed over, heads deleted because nobody used them.",
+                "Since the server's start: heads brought back, checkpoints passed over, heads deleted because they were unused.",
                 [
                     (gauge("headwater_restored_heads_total"), "restored"),
                     (gauge("headwater_skipped_checkpoints_total"), "checkpoints skipped"),

@@ -9,7 +9,8 @@
 
 namespace headwater::comm {
 
-// Of one rank, whose collectives come one after the other; times() from any thread, in the middle of one too.
+// The clock of one rank, whose collectives come one after the other. times() may be called from any thread, during a collective
+// too.
 class CollectiveClock {
  public:
   // A collective: it waits until EveryRankIsHere(), and communicates from then on.

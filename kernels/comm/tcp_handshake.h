@@ -4,8 +4,8 @@
 //   caller -> called   Claim       who it is, a random number of its own, and the proof that it knows the secret
 //   called -> caller   Verdict     whether it is taken, and the proof that the other one knows the secret too
 //
-// A proof is an HMAC-SHA256 under the secret of who proves it to whom and of both numbers: it tells nothing of the secret, and is
-// good for no other connection. The messages are plain memory: all ranks are of one build.
+// A proof is the HMAC-SHA256, keyed by the secret, of both sides' roles and of both numbers. It reveals nothing about the secret,
+// and is valid for no other connection.
 #ifndef HEADWATER_KERNELS_COMM_TCP_HANDSHAKE_H_
 #define HEADWATER_KERNELS_COMM_TCP_HANDSHAKE_H_
 
@@ -44,7 +44,7 @@ absl::StatusOr<Challenge> MakeChallenge();
 // kEngineFailed also if that is no rank's challenge.
 absl::StatusOr<Claim> MakeClaim(const std::string& secret, int32_t caller, int32_t called, const Challenge& challenge);
 bool IsTrue(const std::string& secret, int32_t called, const Challenge& challenge, const Claim& claim);
-// Of a claim that is true.
+// The verdict on a valid claim.
 Verdict MakeVerdict(const std::string& secret, int32_t called, const Challenge& challenge, const Claim& claim);
 bool IsTrue(const std::string& secret, int32_t called, const Challenge& challenge, const Claim& claim, const Verdict& verdict);
 

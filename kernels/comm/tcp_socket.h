@@ -53,8 +53,8 @@ absl::Status SocketError(const std::string& what, int error_number);
 
 // Listens at an IP address, as headwater::ListenTcp() does, and a port of the system's choice, which goes to *port.
 absl::StatusOr<Socket> ListenAtAnyPort(const std::string& host, int32_t* port);
-// Tries again as long as nobody listens there. `address` is host:port, an IPv6 host in brackets; without a host, ":port", it is
-// one of this machine's loopback addresses.
+// Connects to `address`, and tries again until a process listens there. `address` is host:port, an IPv6 host in brackets; without a
+// host, ":port", it is one of this machine's loopback addresses.
 absl::StatusOr<Socket> ConnectTcp(const std::string& address, const Patience& patience);
 // The next connection, if one is there; else a socket that is not open.
 absl::StatusOr<Socket> AcceptTcp(const Socket& listener);

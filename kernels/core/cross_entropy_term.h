@@ -1,4 +1,4 @@
-// A term's cross entropy as row_loss.h computes it, out of what a caller asks for.
+// A term's cross entropy as row_loss.h computes it, out of the caller's options.
 #ifndef HEADWATER_KERNELS_CORE_CROSS_ENTROPY_TERM_H_
 #define HEADWATER_KERNELS_CORE_CROSS_ENTROPY_TERM_H_
 

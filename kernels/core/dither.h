@@ -4,8 +4,8 @@
 // A row has a resolution q, a power of two in units of its entries. An entry e with |e| < q becomes sign(e) q with probability
 // |e| / q, else 0; other entries stay. The result's expected value is e, its variance |e| (q - |e|).
 //
-// The draw is a hash of the term's seed, the row's number in the micro-batch and the column of the vocabulary, and of nothing else:
-// retries, chunks, shards and threads never change it. LossTerm::dither_seed says what the seed is made of. It has 16 bits, which
+// The draw is a hash of the term's seed, the row's number in the micro-batch and the column of the vocabulary alone. Retries,
+// chunks, shards and threads therefore never change it. LossTerm::dither_seed says how the seed is made. It has 16 bits, which
 // decide all but one of 65536 entries, and a tail.
 #ifndef HEADWATER_KERNELS_CORE_DITHER_H_
 #define HEADWATER_KERNELS_CORE_DITHER_H_
@@ -55,7 +55,7 @@ HEADWATER_DITHER_INLINE uint32_t DitherBits(DitherKey key, uint32_t index) {
   return x ^ (x >> 16);
 }
 
-// 16 uniform bits of one entry, half of what a pair of columns shares.
+// 16 uniform bits of one entry, half of the bits that a pair of columns shares.
 HEADWATER_DITHER_INLINE uint32_t DitherDraw(DitherKey key, uint32_t column) {
   return DitherBits(key, column >> 1) >> (column % 2 * 16) & 0xFFFFu;
 }
@@ -65,7 +65,8 @@ HEADWATER_DITHER_INLINE int32_t DitherTail(DitherKey key, uint32_t column) {
   return static_cast<int32_t>(DitherBits({key.high, key.low}, column) >> 1);
 }
 
-// Whether an entry of size `ratio` q, 0 <= ratio < 1, becomes q: the 47 bits of draw and tail, as a fraction, are below the ratio.
+// Whether an entry of size `ratio` q, 0 <= ratio < 1, becomes q. It does if the 47 bits of draw and tail, as a fraction, are below
+// the ratio.
 HEADWATER_DITHER_INLINE bool DitherSurvives(float ratio, DitherKey key, uint32_t column) {
   const float scaled = ratio * 65536.0f;
   const int32_t whole = static_cast<int32_t>(scaled);

@@ -1,4 +1,4 @@
-// What engines without a device do about memory and digests: LossEngine's own bodies.
+// LossEngine's default bodies for memory and digests, as engines without a device use them.
 #include <cstring>
 #include <memory>
 #include <string>

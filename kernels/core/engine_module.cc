@@ -21,7 +21,7 @@ absl::Status NotBuilt(const std::string& why) {
   return MakeError(ErrorReason::kFeatureNotBuilt, "the CUDA engine cannot be had: " + why, {{"feature", "cuda_engine"}});
 }
 
-// The folder of this program, without a slash at its end; empty if that cannot be told.
+// The folder of this program, without a slash at its end; empty if it cannot be found.
 std::string OwnFolder() {
   char resolved[PATH_MAX];
   if (realpath("/proc/self/exe", resolved) == nullptr) return "";

@@ -1,7 +1,8 @@
-// The boundary between a program and the module library that holds the CUDA engine (libheadwater_cuda.so): three C symbols, and
-// a version that must be the same on both sides, because C++ objects cross it.
+// The boundary between a program and the module library that holds the CUDA engine (libheadwater_cuda.so). It consists of three C
+// symbols, and of a version that must be the same on both sides, because C++ objects cross it.
 //
-// The module is loaded with RTLD_NOW | RTLD_LOCAL and never unloaded. Why it is no ordinary library: docs/adr/0010-cuda-module.md.
+// The module is loaded with RTLD_NOW | RTLD_LOCAL and never unloaded. docs/adr/0010-cuda-module.md says why it is no ordinary
+// library.
 #ifndef HEADWATER_KERNELS_CORE_ENGINE_MODULE_H_
 #define HEADWATER_KERNELS_CORE_ENGINE_MODULE_H_
 
@@ -15,8 +16,8 @@ namespace headwater {
 // Rises when engine.h, types.h or a symbol below changes in a way that code compiled against the former text would misread.
 inline constexpr int kEngineInterfaceNumber = 6;
 
-// What both sides must have been compiled with: version, interface number, sizes of what crosses the boundary, and the ABIs of
-// compiler, standard library and Abseil.
+// The build of a side: version, interface number, sizes of the types that cross the boundary, ABIs of compiler, standard library
+// and Abseil.
 const std::string& EngineModuleVersion();
 
 inline constexpr char kCudaModuleFile[] = "libheadwater_cuda.so";
@@ -29,7 +30,7 @@ using EngineModuleVersionFunction = const char*();
 // A new engine, or null with the reason in `*status`.
 inline constexpr char kCudaCreateEngineSymbol[] = "headwater_cuda_create_engine";
 using EngineModuleCreateFunction = LossEngine*(const EngineOptions* options, absl::Status* status);
-// Sets `*id` to a new EngineGroup::device_group_id, or `*status`, which was OK, to why there is none.
+// Sets `*id` to a new EngineGroup::device_group_id, or `*status`, which was OK, to the reason why it cannot be made.
 inline constexpr char kCudaMakeGroupIdSymbol[] = "headwater_cuda_make_group_id";
 using EngineModuleMakeGroupIdFunction = void(std::string* id, absl::Status* status);
 

@@ -1,5 +1,5 @@
-// What every engine's head does alike: it knows its tensors and ranges, how they lie over shards, and which staging slots are
-// taken. Where the memory is, and what is done with it, is the engine's.
+// The common base of every engine's head: tensors and ranges, their layout over shards, and the staging slots in use. The engine
+// owns the memory and computes on it.
 #ifndef HEADWATER_KERNELS_CORE_HEAD_BASE_H_
 #define HEADWATER_KERNELS_CORE_HEAD_BASE_H_
 
@@ -79,7 +79,7 @@ class StagingSlot {
   StagingSlot() = default;  // none
   // Takes a slot of `head` if one is free.
   explicit StagingSlot(HeadBase* head) : head_(head), index_(head->TakeStagingSlot()) {}
-  // The same of slots [first, end).
+  // Slots [first, end).
   StagingSlot(HeadBase* head, int32_t first, int32_t end) : head_(head), index_(head->TakeStagingSlot(first, end)) {}
   StagingSlot(StagingSlot&& other) noexcept : head_(std::exchange(other.head_, nullptr)), index_(std::exchange(other.index_, -1)) {}
   StagingSlot& operator=(StagingSlot&& other) noexcept {

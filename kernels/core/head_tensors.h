@@ -1,4 +1,4 @@
-// Which tensors a head has, and what they take.
+// The tensors of a head, and their memory.
 #ifndef HEADWATER_KERNELS_CORE_HEAD_TENSORS_H_
 #define HEADWATER_KERNELS_CORE_HEAD_TENSORS_H_
 
@@ -18,8 +18,8 @@ bool HasSeparateMaster(const HeadSpec& spec);
 int64_t OptimizerStateTensors(const OptimizerSpec& optimizer);
 // True if a head of this kind has the tensor; a master that is not separate is the stored tensor itself.
 bool HasTensor(const HeadSpec& spec, HeadTensor tensor);
-// True if a replica (Parallelism::kRows in a group) has all elements of the tensor: the stored ones, a master that is not separate,
-// and the accumulator. Of the others it has its rank's shard.
+// True if a replica (Parallelism::kRows in a group) has all elements of the tensor: stored tensors, a master that is not separate,
+// and the accumulator. A replica has its rank's shard of other tensors.
 bool IsWholeInReplica(const HeadSpec& spec, HeadTensor tensor);
 
 // Appends an item and adds it to the total.
@@ -27,7 +27,7 @@ void AddPlanItem(const char* purpose, int64_t bytes, MemoryPlan* plan);
 // Appends the items of all tensors, weight to staging, in an engine that stores `row_stride` elements (hidden_size or more) for
 // each row of a weight. Saturates.
 void AddTensorItems(const HeadSpec& spec, int64_t row_stride, MemoryPlan* plan);
-// The same for an engine that holds all rows, but masters and optimizer state of `state_rows` rows only.
+// Like AddTensorItems(), for an engine that holds all rows, but masters and optimizer state of `state_rows` rows only.
 void AddReplicaItems(const HeadSpec& spec, int64_t row_stride, int64_t state_rows, MemoryPlan* plan);
 
 }  // namespace headwater

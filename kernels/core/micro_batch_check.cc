@@ -248,7 +248,7 @@ absl::Status CheckModes(const MicroBatch& micro_batch) {
     return BadCombination("refuse_non_finite", "refuse_non_finite needs a staged contribution: a direct one cannot be taken back");
   }
   if (micro_batch.digest_rows && micro_batch.flow == nullptr) {
-    return BadCombination("digest_rows", "digest_rows needs a flow: nobody else is told the rows' sum");
+    return BadCombination("digest_rows", "digest_rows needs a flow, which alone gets the rows' sum");
   }
   return absl::OkStatus();
 }

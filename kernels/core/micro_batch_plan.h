@@ -34,7 +34,7 @@ struct ChunkRow {
   bool has_gradient() const { return token_weight != 0 || entropy_factor != 0 || lse_factor != 0; }
 };
 
-// A term with what does not depend on the row.
+// A term with the constants that do not depend on the row.
 struct TermPlan {
   const LossTerm* term = nullptr;
   HeadBase* head = nullptr;
@@ -98,25 +98,25 @@ struct MicroBatchPlan {
 struct ChunkLimits {
   int64_t max_rows = 1;
   int64_t grain = 1;   // chunks of less than max_rows have a multiple of it, the last one aside
-  bool exact = false;  // all chunks but the last have max_rows; else they are as even as the grain allows, since the last one would
-                       // be small otherwise and starve the products
+  bool exact = false;  // all chunks but the last have max_rows; else they are as even as the grain allows, since a small last chunk
+                       // would starve the products
 };
 
-// The rows that a micro-batch's digest is about, in the order of its streams: hidden, then each term's teacher_hidden (without data
-// where the term has none).
+// The rows that a micro-batch's digest covers, in the order of its streams: hidden, then each term's teacher_hidden. A term without
+// a teacher has a view without data.
 std::vector<RowsView> StreamsOf(const MicroBatch& micro_batch);
 
 // A plan with its terms only. `micro_batch` passed CheckMicroBatch() and outlives the plan; its heads are HeadBases.
 MicroBatchPlan PlanTerms(const MicroBatch& micro_batch);
 
-// Adds the chunks: rows that are not ignored and have a gradient; then, in chunks of their own, the other rows whose outputs are
-// asked for.
+// Adds the chunks: rows that are not ignored and have a gradient. Other rows whose outputs are asked for come then, in chunks of
+// their own.
 void PlanChunks(const ChunkLimits& limits, MicroBatchPlan* plan);
 
 // Takes the staging slots; kStagingFull, with no slot taken, if one is missing.
 absl::Status TakeSlots(MicroBatchPlan* plan);
 
-// Counts the valid rows of every term, and sets the per-token outputs to what ignored rows and rows of weight 0 keep.
+// Counts the valid rows of every term, and sets the per-token outputs to the values that ignored rows and rows of weight 0 keep.
 void BeginOutputs(MicroBatchPlan* plan);
 
 // Calls visit(first row, row count) for the rows that no chunk gives a gradient, in order.
@@ -131,7 +131,7 @@ bool HasGradient(const MicroBatchPlan& plan);
 // NaN nor an infinity.
 inline void RecordRow(const ChunkRow& row, const RowReport& report, bool finite_hidden, TermPlan* plan) {
   const LossTerm& out = *plan->term;
-  // A weight of 0 wins over what is not finite.
+  // A weight of 0 wins over values that are not finite.
   const double soft = plan->soft_weight > 0 ? plan->soft_weight * report.soft : 0.0;
   const double hard = plan->hard_weight > 0 ? plan->hard_weight * report.hard : 0.0;
   const double z_loss = plan->hard_weight > 0 ? plan->hard_weight * report.z_loss : 0.0;
@@ -159,8 +159,8 @@ inline void RecordRow(const ChunkRow& row, const RowReport& report, bool finite_
   if (!finite) plan->non_finite[static_cast<size_t>(row.term_row)] = 1;
 }
 
-// Appends every term's sums to `sums`, which has room for them: nothing may fail once accumulators have changed. kNonFiniteValues
-// if the micro-batch refuses what was found.
+// Appends every term's sums to `sums`, which has room for them: nothing may fail once accumulators have changed. Returns
+// kNonFiniteValues if the micro-batch refuses non-finite values and has some.
 absl::Status FinishTerms(MicroBatchPlan* plan, std::vector<LossSums>* sums);
 
 }  // namespace headwater

@@ -1,4 +1,4 @@
-// What every engine does with an OptimizerStep before it touches a parameter.
+// The checks and scalars of an OptimizerStep that all engines share.
 #ifndef HEADWATER_KERNELS_CORE_OPTIMIZER_STEP_H_
 #define HEADWATER_KERNELS_CORE_OPTIMIZER_STEP_H_
 

@@ -5,10 +5,10 @@
 
 namespace headwater {
 
-// Over a piece of a row: m = max z (NaN skipped, -inf if empty); sum = sum e^{z - m} (NaN if any z is);
-// weighted = sum e^{z - m} (z - m); linear = sum class_weight z; total = sum z. `rest` and `squares` leave out one column at the
-// maximum, whose 1 would swallow what the others have: sum = 1 + rest, sum e^{2 (z - m)} = 1 + squares. What is not asked for has
-// no meaning, from `weighted` on. With a temperature, z is the logit divided by it.
+// Statistics of a piece of a row. m = max z (NaN skipped, -inf if empty); `sum` = sum e^{z - m} (NaN if any z is NaN). `weighted` =
+// sum e^{z - m} (z - m); `linear` = sum class_weight z; `total` = sum z. `rest` and `squares` leave out one column at the maximum,
+// whose 1 would swallow the others: sum = 1 + rest, sum e^{2 (z - m)} = 1 + squares. Fields from `weighted` on have no meaning
+// unless they are asked for. With a temperature, z is the logit divided by it.
 struct PieceStats {
   double max;
   double sum;

@@ -1,11 +1,11 @@
-// One row's loss out of its statistics, in fp64: cross entropy with all its options, the per-token outputs, and what the gradient
-// needs. The same lines run in the CPU engine and in CUDA kernels (C++17; functions are __host__ __device__ under nvcc). All logits
-// are divided by the temperature before they come here.
+// One row's loss out of its statistics, in fp64: cross entropy with all its options, the per-token outputs, and the gradient's
+// coefficients. The same lines run in the CPU engine and in CUDA kernels (C++17; functions are __host__ __device__ under nvcc). All
+// logits are divided by the temperature before they come here.
 //
-// The target's column is kept out of every sum. With m the maximum and S = sum_{v != y} e^{z_v - m} over the other columns and
-// d = m - z_y, the loss of the target is log1p(S e^d), its missing probability S e^d / (1 + S e^d), for d > 0 in the mirrored form;
-// neither ever subtracts nearly equal numbers, however confident the row is. Entropy and log_sum_sq_probs are about all columns,
-// and leave the largest one's 1 out of their sums in the same way.
+// The target's column is kept out of every sum. Let m be the maximum, S = sum_{v != y} e^{z_v - m} over the other columns, and d =
+// m - z_y. The loss of the target is log1p(S e^d), its missing probability S e^d / (1 + S e^d), for d > 0 in the mirrored form.
+// Neither subtracts nearly equal numbers, however confident the row is. Entropy and log_sum_sq_probs are about all columns, and
+// leave the largest one's 1 out of their sums in the same way.
 #ifndef HEADWATER_KERNELS_CORE_ROW_LOSS_H_
 #define HEADWATER_KERNELS_CORE_ROW_LOSS_H_
 
@@ -37,7 +37,7 @@ struct RowStats {
 inline constexpr int64_t kRowStatsDoubles = sizeof(RowStats) / sizeof(double);
 static_assert(kRowStatsDoubles == kPieceStatsDoubles + 3, "RowStats travels between shards as doubles");
 
-// A term's cross entropy, with what does not depend on the row.
+// A term's cross entropy, with the constants that do not depend on the row.
 struct CrossEntropyTerm {
   double label_smoothing = 0;
   double z_loss = 0;
@@ -45,7 +45,7 @@ struct CrossEntropyTerm {
   bool token_scaling = false;
   const float* class_weights = nullptr;  // [valid_vocab_size] or null; device memory where a kernel reads it
   double class_weight_sum = 0;           // over the valid vocabulary
-  double class_weight_bound = 0;         // that of their absolute values
+  double class_weight_bound = 0;         // sum of their absolute values
   int64_t valid_vocab_size = 0;
 
   HEADWATER_HOST_DEVICE double ClassWeight(int64_t column) const {
@@ -76,7 +76,7 @@ struct RowLoss {
   double target_entropy_gradient = 0;  // dH/dz_target
 };
 
-// What a row's loss, entropy and lse are multiplied by in the objective, beside loss_scale.
+// Factors of a row's loss, entropy and lse in the objective, besides loss_scale.
 struct RowFactors {
   double loss = 1;
   double entropy = 0;
@@ -98,8 +98,8 @@ HEADWATER_HOST_DEVICE inline double Weighted(double factor, double value) {
   return factor == 0 && !std::isnan(value) ? 0.0 : factor * value;
 }
 
-// Adds the statistics of other columns. The exponentials of the piece with the smaller maximum are taken relative to the larger
-// one, and its own maximum is one of the rest then. NaN in a sum stays.
+// Adds the statistics of other columns. The exponentials of the piece with the smaller maximum are rescaled to the larger maximum;
+// its own maximum then counts among the rest. NaN in a sum stays.
 HEADWATER_HOST_DEVICE inline void MergeStats(const PieceStats& next, PieceStats* stats) {
   const bool replaces = stats->max < next.max;
   const PieceStats& top = replaces ? next : *stats;

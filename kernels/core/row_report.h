@@ -1,4 +1,4 @@
-// What an engine finds out about one row of a term. Plain, for CUDA kernels too; the host adds the reports up in row order.
+// An engine's results for one row of a term. Plain, for CUDA kernels too; the host adds the reports up in row order.
 #ifndef HEADWATER_KERNELS_CORE_ROW_REPORT_H_
 #define HEADWATER_KERNELS_CORE_ROW_REPORT_H_
 

@@ -19,14 +19,14 @@ struct RowRange {
 // row as long as there are rows; with fewer rows than shards the last shards are empty. The result has `shard_count` entries.
 std::vector<RowRange> SplitVocab(int64_t vocab_size, int32_t shard_count, const std::vector<int64_t>& weights);
 
-// What a shard has of some columns before those that another one has, and behind them.
+// The columns of one shard that lie before or behind another shard's.
 struct SurplusColumns {
   RowRange before, behind;
   int64_t size() const { return before.size() + behind.size(); }
 };
 
-// By shard: which of the first `common` columns a shard of `shards` has and the same one of `others`, another head's, has not. None
-// anywhere: the two heads are cut alike as far as there.
+// By shard: which of the first `common` columns a shard of `shards` has, and the same shard of another head, in `others`, lacks.
+// None anywhere: the two heads are cut alike up to that column.
 std::vector<SurplusColumns> SurplusOf(const std::vector<RowRange>& shards, const std::vector<RowRange>& others, int64_t common);
 
 // Part `index` of `count` nearly equal parts of `range` whose inner boundaries are multiples of `grain` from its start.

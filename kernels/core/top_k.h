@@ -2,8 +2,10 @@
 //
 // The columns that the teacher names stay out of the sum of exponentials, as a cross entropy's target does. With m and S the
 // maximum and the sum over the others, M = sum_k p_k + r, and q_rest = S e^{m - lse}:
-//   loss = sum_k p_k (log p_k - log q_k) + r (log r - log q_rest)
-//   d(loss)/du_k = M q_k - p_k for a named column;  e^{u_v - m} (M q_rest - r) / S for another one.
+//
+//     loss = sum_k p_k (log p_k - log q_k) + r (log r - log q_rest)
+//     d(loss)/du_k = M q_k - p_k for a named column; e^{u_v - m} (M q_rest - r) / S for another one
+//
 // M is 1 unless the teacher's probabilities add up to a little more or less: their rounding, or kLeastRestMass.
 #ifndef HEADWATER_KERNELS_CORE_TOP_K_H_
 #define HEADWATER_KERNELS_CORE_TOP_K_H_

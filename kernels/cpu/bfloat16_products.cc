@@ -98,7 +98,7 @@ Library Open() {
     description.why_not = "the processor has no avx512_bf16";
     return library;
   }
-  void* handle = RTLD_DEFAULT;  // what is linked into the process comes first
+  void* handle = RTLD_DEFAULT;  // libraries that are linked into the process come first
   library.gemm = Find<Gemm>(handle, kFunction);
   for (const char* file : {"libdnnl.so.3", "libdnnl.so.2"}) {
     if (library.gemm != nullptr) break;

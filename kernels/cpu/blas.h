@@ -1,8 +1,8 @@
 // Matrix products by OpenBLAS, row-major, single-threaded.
 //
-// The engine splits products over its own threads by fixed ranges and calls BLAS once a range: results then do not depend on
-// BLAS's scheduling, shards can run at the same time (OpenBLAS takes one multi-threaded product at a time), and a thread goes
-// through its panels while they are in its cache. Results of one call do not depend on alignment or leading dimensions.
+// The engine splits products over its own threads by fixed ranges and calls BLAS once a range. Results then do not depend on BLAS's
+// scheduling, and a thread's panels stay in its cache. Shards can also run at the same time, whereas OpenBLAS runs one
+// multi-threaded product at a time. Results of one call do not depend on alignment or leading dimensions.
 #ifndef HEADWATER_KERNELS_CPU_BLAS_H_
 #define HEADWATER_KERNELS_CPU_BLAS_H_
 

@@ -282,7 +282,7 @@ absl::Status CpuHead::ApplyOptimizer(const OptimizerStep& step) {
       const RowRange range = SplitEvenly({0, rows.size() * columns}, part, parts, kPartGrain);
       if (range.size() == 0) continue;
       const auto memory = [&](HeadTensor weight, HeadTensor bias) { return PlaceOf(shard, is_weight ? weight : bias).memory; };
-      // What is held is of all rows, or begins with the first one that this rank updates.
+      // The memory holds all rows, or begins with the first one that this rank updates.
       const int64_t first = rows.start * columns + range.start;
       const auto state_at = [&](const MappedMemory* tensor) {
         return tensor->bytes() == 0 ? nullptr : tensor->As<float>() + range.start;

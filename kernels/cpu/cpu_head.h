@@ -16,7 +16,7 @@
 
 namespace headwater::cpu {
 
-// What the heads of an engine share: executors, the lock that gives them to one call at a time, and the sum of the plans.
+// State that the heads of an engine share: executors, the sum of the plans, and the lock that gives both to one call.
 struct EngineCore {
   EngineCore(EngineOptions filled_options)
       : options(std::move(filled_options)),
@@ -27,12 +27,12 @@ struct EngineCore {
   const EngineOptions options;  // with defaults filled in
   std::mutex work_mutex;        // held while executors run
   ShardExecutors executors;
-  ShardExecutors replica_executors;  // for what is computed with replicas: on this rank of a group alone
+  ShardExecutors replica_executors;  // for work on replicas, on this rank of a group alone
   mutable std::mutex plan_mutex;
   int64_t planned_bytes = 0;  // guarded by plan_mutex
 };
 
-// The part of a head that one executor owns: its shard, or all rows, of a replica. fp32 tensors are null where the head has none.
+// The part of a head that one executor owns: its shard, or all rows of a replica. Tensors in fp32 are null where the head has none.
 struct HeadShard {
   RowRange rows;       // of the head
   int64_t valid_rows;  // rows of the shard below valid_vocab_size: a prefix
@@ -94,9 +94,9 @@ class CpuHead final : public HeadBase {
 
   CpuHead(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan);
   absl::Status Allocate();
-  // What is held here by the executor of that rank in EngineCore::executors.
+  // The part of the head that this rank's executor in EngineCore::executors holds.
   const HeadShard& Held(int32_t rank) const { return shard(is_replica() ? 0 : rank); }
-  // The rows of what is held that this rank updates, counted from its first one.
+  // The held rows that this rank updates, counted from its first one.
   RowRange UpdatedRows(int32_t rank) const;
   // The part of a range of elements that is held here.
   Piece HeldPiece(int32_t rank, HeadTensor tensor, int64_t element_start, int64_t element_count) const;

@@ -1,4 +1,4 @@
-// What a head does otherwise where each rank of a group has all of it (Parallelism::kRows).
+// The methods of a head whose weights every rank of a group holds in full (Parallelism::kRows).
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -60,7 +60,7 @@ absl::Status CpuHead::ReduceGradient() {
                                          float* const gradient = memory->As<float>();
                                          absl::Status status = context.communicator.ReduceScatterSum(gradient, bounds);
                                          if (!status.ok()) return status;
-                                         // What was handed over.
+                                         // The other ranks have taken these parts.
                                          const size_t own = static_cast<size_t>(context.rank);
                                          std::fill(gradient, gradient + bounds[own], 0.0F);
                                          std::fill(gradient + bounds[own + 1], gradient + bounds.back(), 0.0F);

@@ -1,7 +1,7 @@
 // The narrow form: cross entropy of a chunk with fp32 logits.
 //
-// Numerics. The target's logit comes from a dot in fp64, and its column takes no part in any sum; the columns that matter most
-// beside it are taken again in fp64 too (logit_refinement.cc). A chunk with too many of those takes the wide form.
+// Numerics. The target's logit comes from a dot in fp64, and its column takes no part in any sum. The columns that matter most
+// beside it are also recomputed in fp64 (logit_refinement.cc). A chunk with too many of those takes the wide form.
 #include <algorithm>
 #include <cmath>
 

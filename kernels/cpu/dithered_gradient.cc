@@ -1,4 +1,4 @@
-// A gradient with a resolution (docs/math.md): which power of two a row's small entries become, and what that changes.
+// A gradient with a resolution (docs/math.md): the power of two that replaces a row's small entries, and the error of that.
 //
 // Cross entropy. In units of E_v = e^{z_v - z_target} the resolution is the largest power of two q <= tau sum_v E_v over the other
 // columns. The gradient pass writes E_v / q, softcap's derivative included; dithering and the row's factors follow. The target's

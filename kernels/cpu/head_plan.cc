@@ -58,7 +58,8 @@ WorkspaceLayout LayOut(const HeadPlan& plan, const HeadSpec& spec, int64_t shard
   return layout;
 }
 
-// Of all shards, which share the budget; or of the largest one, if each is on an engine of its own, so that all cut rows alike.
+// Bytes of all shards' workspaces, which share the budget. In a group, whose engines have one shard each, those of the largest
+// shard, so that all ranks cut rows alike.
 int64_t WorkspaceBytes(HeadPlan* plan, const HeadSpec& spec, int32_t threads, bool is_group) {
   int64_t total = 0;
   plan->layouts.clear();
@@ -82,7 +83,7 @@ void LargestRows(int64_t low, int64_t budget, int64_t* rows, HeadPlan* plan, con
   *rows = fits;
 }
 
-// As an engine that is alone would plan it, but for the shards, and what belongs to them.
+// The plan of a single engine, except for the shards and their tensors.
 HeadPlan PlanReplicaOnCpu(const HeadSpec& spec, const EngineOptions& options, int32_t threads) {
   EngineOptions alone = options;
   alone.group = EngineGroup();

@@ -1,11 +1,11 @@
-// What a head takes on the CPU: sizes of its tensors by shard, and the layout of its workspace.
+// The memory plan of a head on the CPU: sizes of its tensors by shard, and the layout of its workspace.
 //
 // Every head has a workspace of its own, mapped when it is created and touched only where it is used. Two forms share it:
 //   narrow  fp32 logits, for cross entropy with logits of ordinary size: 4 bytes a logit;
 //   wide    fp64 logits of student and teacher and an fp32 gradient, for JSD and for logits that fp32 products do not resolve:
 //           20 bytes a logit. A teacher's logits are computed in the teacher head's workspace.
-// Rows at once follow from EngineOptions::workspace_bytes (default kDefaultWorkspaceBytes), with a floor so that no head is too
-// large to be computed, and a ceiling, because the products gain nothing from more.
+// The number of rows at once follows from EngineOptions::workspace_bytes (default kDefaultWorkspaceBytes). A floor keeps every head
+// computable; a ceiling applies because the products gain nothing from more rows.
 #ifndef HEADWATER_KERNELS_CPU_HEAD_PLAN_H_
 #define HEADWATER_KERNELS_CPU_HEAD_PLAN_H_
 

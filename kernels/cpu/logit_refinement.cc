@@ -2,12 +2,12 @@
 //
 // An fp32 product leaves an error of about kRelativeError of a logit's size z, and with it the same relative error of e^z. It
 // enters loss and gradient with the column's share of the probability that is not the target's. Errors of different columns are
-// independent, so columns with shares below t add at most sqrt(t) * error; with t = (kAllowedError / error)^2 that is
-// kAllowedError, and no more than 1 / t columns of a row can have larger shares. Those are replaced: in the sums by their
-// difference, in the gradient by their own value. For logits of ordinary size they are a handful a row; where they are too many
+// independent, so columns with shares below t add at most sqrt(t) * error. With t = (kAllowedError / error)^2 that is
+// kAllowedError, and at most 1 / t columns of a row can have larger shares. Their terms are replaced: in the sums by their
+// difference, in the gradient by their own value. For logits of ordinary size they are a handful a row. Where they are too many
 // (large logits close together, as under a large common offset) the caller takes the wide form. The largest logits are replaced too
 // when the argmax is asked for, so that rounding does not decide it. For an entropy, where the target is not the largest, columns
-// count by their share of what the largest one leaves.
+// count by their share of the remainder beside the largest one.
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -1,4 +1,4 @@
-// A micro-batch's plan with what the CPU engine keeps beside it: where contributions are held until they are decided.
+// A micro-batch's plan with the CPU engine's additions: the places where contributions are held until they are decided.
 #ifndef HEADWATER_KERNELS_CPU_MICRO_BATCH_PLAN_H_
 #define HEADWATER_KERNELS_CPU_MICRO_BATCH_PLAN_H_
 
@@ -20,7 +20,7 @@ struct KeptRows {
   bool is_bfloat16;  // both hold bf16, as ShardRun::Work says
 };
 
-// What a contribution holds for one head until it is decided.
+// An undecided contribution's data for one head.
 struct StagedHead {
   StagingSlot slot;
   CpuHead* head = nullptr;

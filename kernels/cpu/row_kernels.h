@@ -1,4 +1,4 @@
-// Row kernels: what the CPU engine does to logits, gradients and parameters besides matrix products.
+// Row kernels: the CPU engine's work on logits, gradients and parameters besides matrix products.
 //
 // One source (row_kernels_impl.h) is compiled for several instruction sets and picked at run time; see row_kernels.cc. Every
 // kernel works on a contiguous piece of a row (or of a tensor) and is single-threaded; callers split work over threads by fixed
@@ -36,8 +36,8 @@ struct GradientCoefficients {
   double class_factor;
 };
 
-// How a row's entries are dithered (core/dither.h), and what is made of them:
-// g_v = factor * dithered(scale * a_v) - class_factor * class_weight_v, where 1 is the row's resolution.
+// The dithering of a row's entries (core/dither.h). The result is g_v = factor * dithered(scale * a_v) - class_factor *
+// class_weight_v, where 1 is the row's resolution.
 struct DitherOptions {
   DitherKey key;
   double scale;
@@ -92,13 +92,13 @@ struct RowKernels {
   void (*dither)(float* a, int64_t count, int64_t column, const DitherOptions& options, const float* class_weights,
                  DitherSums* sums);
 
-  // Sums for the divergence of a row, over a piece of it that leaves out the student's most probable column b, whose terms are
-  // subtracted from each other otherwise: with s_v = log(q_v / m_v) (beta = 1: log q_v - log p_v) and the reference s_b,
-  // adds sum q (s - s_b) to mean (beta = 0: sum q - p), and the piece's divergence to loss.
+  // Sums for the divergence of a row, over a piece of it without the student's most probable column b, whose terms would cancel
+  // each other. The terms are s_v = log(q_v / m_v), for beta = 1 log q_v - log p_v, with the reference s_b. The kernel adds sum q
+  // (s - s_b) to mean, for beta = 0 sum q - p. Adds the piece's divergence to loss.
   void (*divergence_sums)(const double* student, const double* teacher, int64_t count, const DivergenceOptions& options,
                           double* loss, double* mean);
-  // gradient += factor * d(divergence)/d(student z * inverse temperature) * dz/da, for columns other than b:
-  // (1 - beta) q (s - s_b - mean), without the (1 - beta) for beta = 1; q - p for beta = 0.
+  // gradient += factor * d(divergence)/d(student z * inverse temperature) * dz/da, for columns other than b. The divergence's
+  // derivative is (1 - beta) q (s - s_b - mean), without the (1 - beta) for beta = 1; for beta = 0 it is q - p.
   void (*divergence_gradient)(const double* student, const double* teacher, int64_t count, const DivergenceOptions& options,
                               double mean, double factor, float* gradient);
 

@@ -147,7 +147,7 @@ PieceStats BlockStats(const T* a, int64_t count, const StatsOptions& options) {
       const T shifted = z[i] - offset;
       T e = Exp(shifted);
       if constexpr (sizeof(T) == sizeof(float)) {
-        // What the subtraction has lost: it is a relative error of e.
+        // The rounding error of the subtraction, which is a relative error of e.
         const T back = shifted - z[i];
         const T lost = (z[i] - (shifted - back)) - (offset + back);
         e = e == T(0) ? T(0) : e + e * lost;
@@ -368,8 +368,9 @@ HEADWATER_ROW_INLINE Pair LogPair(double student, double teacher, const Divergen
   return {log_p, log_q, Exp(log_p), Exp(log_q), s.derivative};
 }
 
-// With d = log p - log q and m = beta p + (1 - beta) q: log(q / m) = -log1p(beta expm1(d)) and log(p / m) = d + log(q / m); for
-// d > 0 the mirror image, log(p / m) = -log1p((1 - beta) expm1(-d)), which does not overflow.
+// The logarithms of p / m and q / m, with d = log p - log q and m = beta p + (1 - beta) q. They are log(q / m) = -log1p(beta
+// expm1(d)) and log(p / m) = d + log(q / m). log(q / m) = -log1p(beta expm1(d)) and log(p / m) = d + log(q / m). For d > 0 the
+// mirror image, log(p / m) = -log1p((1 - beta) expm1(-d)), does not overflow.
 struct MixtureLogs {
   double log_p_over_m;
   double log_q_over_m;

@@ -1,11 +1,11 @@
 // Elementary functions for row kernels, written so that the compiler vectorises the loops that call them.
 //
-// This file is included by row_kernels_impl.h only, inside a namespace of its own for each instruction set. It must not use
-// inline functions of the standard library: a copy of one compiled for AVX-512 could be the one the linker keeps for everybody.
+// This file is included by row_kernels_impl.h only, inside a namespace of its own for each instruction set. It must not use inline
+// functions of the standard library: the linker could keep a copy compiled for AVX-512 for the whole program.
 //
-// Numerics. x = k ln 2 + r with |r| <= ln 2 / 2 and k the nearest integer, ln 2 split in two parts (Cody and Waite); a Taylor
-// polynomial in r of a degree whose remainder is below half a unit in the last place. Relative errors: about 1 ulp. NaN stays NaN:
-// every comparison that picks a constant is false for NaN. Arguments below the smallest normal result give 0.
+// Numerics. Let k be the integer nearest to x / ln 2, and x = k ln 2 + r. The constant ln 2 is split in two parts (Cody and Waite).
+// The result is a Taylor polynomial in r of a degree whose remainder is below half a unit in the last place. Relative errors: about
+// 1 ulp. NaN stays NaN: every comparison that picks a constant is false for NaN. Arguments below the smallest normal result give 0.
 #ifndef HEADWATER_ROW_INLINE
 #define HEADWATER_ROW_INLINE static inline __attribute__((always_inline))
 #endif
@@ -100,7 +100,7 @@ HEADWATER_ROW_INLINE ExpPair<T> ExpBoth(T x) {
 // ln(1 + x) for x in [-1, 2^52]; -inf at -1.
 HEADWATER_ROW_INLINE double Log1p(double x) {
   const double u = 1.0 + x;
-  const double lost = (x - (u - 1.0)) / u;  // what rounding 1 + x took away, to first order
+  const double lost = (x - (u - 1.0)) / u;  // the rounding error of 1 + x, to first order
   // u = 2^k m, m in [sqrt(1/2), sqrt(2)); ln m = 2 atanh((m - 1) / (m + 1)).
   const int64_t bits = __builtin_bit_cast(int64_t, u);
   const int64_t offset = 0x3FE6A09E667F3BCDLL;

@@ -130,7 +130,7 @@ absl::Status ShardExecutors::Finish(const std::vector<absl::Status>& statuses) {
     std::lock_guard<std::mutex> lock(health_mutex_);
     if (health_.ok()) health_ = *failed;
   } else {
-    MakeCommunicators();  // the old ones are aborted for good; nobody waits in them any more
+    MakeCommunicators();  // the old ones are aborted for good; no rank waits in them any more
   }
   return *failed;
 }

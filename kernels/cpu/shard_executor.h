@@ -16,7 +16,7 @@
 
 namespace headwater::cpu {
 
-// What the code of one shard runs with.
+// The resources that one shard's code runs with.
 struct ShardContext {
   int32_t rank;
   Communicator& communicator;
@@ -35,8 +35,8 @@ class ShardExecutors {
   // Splits `thread_count` threads over `shard_count` executors; each gets at least one. With a `group` there is one executor, for
   // the group's rank, with all threads.
   ShardExecutors(int32_t shard_count, int32_t thread_count, Probe probe = nullptr, std::shared_ptr<Communicator> group = nullptr);
-  // One executor for a head that is whole on a rank of a group: with the threads of the group's executor, `of_rank`, which must not
-  // run at the same time. Its probe is called with that one's rank.
+  // One executor for a head that is whole on a rank of a group. It uses the threads of the group's executor, `of_rank`, which must
+  // not run at the same time. Its probe is called with that executor's rank.
   explicit ShardExecutors(const ShardExecutors& of_rank);
 
   // Shards of a head, held here or not.
@@ -51,15 +51,15 @@ class ShardExecutors {
   // kEngineFailed from the moment on when work has failed on a rank of a group. Any thread.
   absl::Status health() const;
 
-  // Runs `work`, which changes nothing that outlives it, on every shard. A rank that fails aborts the communicator, so
-  // that no other waits for it, and the call fails with the first such rank's error as kEngineFailed. The ranks then get a new
-  // communicator, and later calls are not affected; but a group has only one, and is lost.
+  // Runs `work`, which changes nothing that outlives it, on every shard. A rank that fails aborts the communicator, so that no
+  // other waits for it. The call then fails with the first such rank's error as kEngineFailed. The ranks then get a new
+  // communicator, and later calls are not affected. A group has only one communicator, and is lost.
   absl::Status Run(Work work);
 
   // Runs work that is decided once for all shards. `prepare` does all that may fail and changes nothing; it must not use the
-  // communicator, where the others would wait for one that has failed. Then the ranks learn from each other whether all are ready:
-  // if not, none runs `act`, and the call fails as kShardNotReady with the first such rank's error. `act` fails like `work` of
-  // Run(), and what it changes is lost then.
+  // communicator, where the others would wait for one that has failed. Then the ranks exchange whether all are ready. If one is
+  // not, none runs `act`, and the call fails as kShardNotReady with the first such rank's error. `act` fails like `work` of Run();
+  // its partial changes are then lost.
   absl::Status RunDecided(Work prepare, Work act);
 
  private:

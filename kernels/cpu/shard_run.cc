@@ -261,7 +261,7 @@ template <typename T>
 GradientCoefficients ShardRun::CoefficientsOf(const TermPlan& term, const RowState& state) {
   const RowGradient& gradient = WrittenOf(state);
   const double inverse_temperature = term.cross_entropy.inverse_temperature;
-  // The kernel subtracts the rounded maximum; what it is off by is in the factors.
+  // The kernel subtracts the rounded maximum; the rounding error is in the factors.
   const double max = static_cast<double>(static_cast<T>(gradient.max / inverse_temperature));
   const double shift = max == gradient.max ? 0.0 : max * inverse_temperature - gradient.max;
   const double scale = WrittenScale(term, state) * std::exp(shift);
@@ -360,7 +360,7 @@ absl::Status ShardRun::WriteGradHidden(const Chunk& chunk) {
   if (!status.ok() || rank() != 0) return status;
   non_finite_grad_hidden_.assign(static_cast<size_t>(rows), 0);
   const float scale = static_cast<float>(plan_.micro_batch->grad_hidden_scale);
-  // What rounds to infinity in the output's type.
+  // Values from here on round to infinity in the output's type.
   const float limit = out.data_type == DataType::kFloat16 ? 65520.0f : std::numeric_limits<float>::infinity();
   context_.pool.Run(context_.pool.thread_count(), [&](int32_t part) {
     const RowRange range = SplitEvenly({0, rows}, part, context_.pool.thread_count(), 1);

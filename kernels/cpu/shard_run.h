@@ -1,13 +1,16 @@
 // One shard's part of a micro-batch: the program that every executor runs, in step with the others.
 //
 // A chunk of n rows on one thread's columns of one shard, narrow form (cross_entropy_chunk.cc):
-//   logits [n, panel] = x . W_panel^T, row statistics while the panel is in the cache; statistics merged over threads and shards;
-//   gradient over the logits, panel by panel, and with it grad_weight_panel += gradient^T . x while it is in the cache;
-//   then grad_hidden = gradient . W, split over threads by columns of hidden, and summed over shards.
+//
+//     logits [n, panel] = x . W_panel^T, and row statistics while the panel is in the cache
+//     statistics merged over threads and shards
+//     gradient over the logits, panel by panel, and grad_weight_panel += gradient^T . x while the panel is in the cache
+//     grad_hidden = gradient . W, split over threads by columns of hidden, and summed over shards
+//
 // The wide form (wide_chunk.cc) does the same with fp64 logits, for JSD, for top-k teachers (top_k_chunk.cc) and where fp32 logits
 // are not exact enough.
 //
-// Traffic, narrow, fp32: each chunk reads W twice and reads and writes grad_weight once: 4 * V * H * 4 bytes; the logits stay in
+// Traffic, narrow, fp32: each chunk reads W twice and reads and writes grad_weight once: 4 * V * H * 4 bytes. The logits stay in
 // the shared cache or pass through it four times.
 #ifndef HEADWATER_KERNELS_CPU_SHARD_RUN_H_
 #define HEADWATER_KERNELS_CPU_SHARD_RUN_H_
@@ -30,12 +33,12 @@ namespace headwater::cpu {
 struct GradientTarget {
   float* grad_weight;  // [rows, hidden_size]
   float* grad_bias;    // [rows], or null
-  float alpha;         // factor of what is added
+  float alpha;         // factor of the added product
   bool overwrite;      // the target holds nothing yet
 };
 
-// Columns from `column` on of a bf16 gradient in the memory of an fp32 one: those of a part that begins at column `part_start` lie
-// side by side, from where the part's fp32 columns begin.
+// Columns from `column` on of a bf16 gradient in the memory of an fp32 one. The bf16 columns of a part that begins at column
+// `part_start` are contiguous, from the place of the part's first fp32 column.
 inline Matrix<const uint16_t> AsBfloat16(const float* gradient, int64_t stride, int64_t part_start, int64_t column) {
   return {reinterpret_cast<const uint16_t*>(gradient + part_start) + (column - part_start), 2 * stride};
 }
@@ -62,8 +65,8 @@ class ShardParts {
   int32_t count_;
 };
 
-// Adds gradient^T . hidden to columns [start, start + count) of a target, of the part that begins at column `part_start`; the only
-// place that does, so that a contribution that is committed later has the bits of a direct one.
+// Adds gradient^T . hidden to columns [start, start + count) of a target, of the part that begins at column `part_start`. It is the
+// only place that does, so a contribution that is committed later has the bits of a direct one.
 void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t part_start, int64_t start, int64_t count,
                         const GradientTarget& target);
 
@@ -93,7 +96,7 @@ class ShardRun {
   struct RowDither {
     bool active = false;      // the term has a resolution, and the row has something below it
     RowGradient ratio;        // cross entropy: of its entries over the resolution
-    DitherOptions options;    // from what the gradient pass writes of the row to its gradient
+    DitherOptions options;    // from the gradient pass's result for the row to the row's gradient
     double unit = 0;          // the resolution in units of G
     double target_entry = 0;  // cross entropy: |G| at the target, without the softcap's derivative
   };
@@ -119,7 +122,7 @@ class ShardRun {
   void PlaceBuffers(Work* work, int64_t gradient_offset);
   void GatherHidden(Work* work);
   // If is_bfloat16: a row's columns [start, start + count), a panel, as bf16 where AsBfloat16() looks for them. The part's panels
-  // follow each other: what they write over has been rounded before.
+  // follow each other: the columns that they overwrite have been rounded before.
   static void RoundGradient(const Work& work, int64_t row, int64_t part_start, int64_t start, int64_t count);
 
   absl::Status RunChunk(const Chunk& chunk);
@@ -151,8 +154,8 @@ class ShardRun {
   // narrow
   // Whether what an entropy or log_sum_sq_probs is made of is asked for.
   static bool WantsSpread(const TermPlan& term) { return term.wants_weighted || term.wants_squares; }
-  // Whether the statistics are taken in fp64, from the products' fp32 logits: the rounding of a temperature's multiple of a logit
-  // would be one of the loss, and the smallest exponentials of an entropy must be as exact as the largest, behind a softcap too.
+  // Whether the statistics are taken in fp64, from the products' fp32 logits. With a temperature, rounding a multiple of a logit
+  // would be an error of the loss. The smallest exponentials of an entropy must be as exact as the largest, behind a softcap too.
   static bool TakesExactStats(const TermPlan& term);
   // Replaces the logits that matter most by fp64 dots (logit_refinement.cc). *overflow is set if there are too many.
   absl::Status RefineLogits(Work* work, bool* overflow);
@@ -209,7 +212,7 @@ class ShardRun {
     double sum = 0;  // this and the next two: differences of the statistics' sums
     double weighted = 0;
     double squares = 0;
-    // The largest of what those at the maximum are above it now.
+    // The largest excess over the maximum among the columns that were at it.
     double top = -kRowInfinity;
     // The largest logit, and its column.
     double best = -kRowInfinity;
@@ -246,7 +249,7 @@ class ShardRun {
   std::vector<PieceStats> student_parts_, teacher_parts_, student_stats_, teacher_stats_;
   std::vector<float> cutoffs_;  // see RefinementCutoff()
   std::vector<double> top_columns_;
-  std::vector<double> sums_by_part_, sums_;  // what parts and shards add up
+  std::vector<double> sums_by_part_, sums_;  // sums over parts and shards
   std::vector<DitherSums> dither_sums_;      // by part
   // A top-k teacher's rows, the first place of each row's entries in top_k_logits_, and the student's logits of all entries.
   std::vector<TopKRow> top_k_rows_;

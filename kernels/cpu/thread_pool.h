@@ -1,4 +1,4 @@
-// A few threads that work on parts with fixed numbers, so that what a part computes never depends on timing.
+// A few threads that work on parts with fixed numbers, so that a part's result never depends on timing.
 #ifndef HEADWATER_KERNELS_CPU_THREAD_POOL_H_
 #define HEADWATER_KERNELS_CPU_THREAD_POOL_H_
 
@@ -34,8 +34,8 @@ class ThreadPool {
   void WorkerMain(int32_t index);
 
   std::atomic<int64_t> runs_{0};
-  // The number of Run() in the upper bits, its part count in the lower kPartBits: one word, so that a thread without a part need
-  // not look at what the next Run() writes.
+  // The number of Run() in the upper bits, its part count in the lower kPartBits. They share one word so that a thread without a
+  // part need not read the next Run()'s fields.
   static constexpr int kPartBits = 16;
   std::atomic<uint64_t> job_{0};
   std::atomic<int32_t> running_{0};  // parts that have not ended, the caller's not counted

@@ -1,9 +1,9 @@
 // The wide form: fp64 logits of a chunk, for JSD and for logits that fp32 products do not resolve.
 //
-// JSD. With p, q the teacher's and the student's probabilities over the common columns, d = log p - log q and
-// m = beta p + (1 - beta) q: r = log(q / m), D = sum q r, and d(JSD)/d(student logit / temperature) = (1 - beta) q (r - D);
-// beta = 0: q - p = -q expm1(d); beta = 1: q (-d - KL). All in log space and fp64, so that a nearly distilled student and rows
-// where both probabilities underflow fp32 keep their digits. A hard loss shares the student's logits.
+// JSD. The teacher's and the student's probabilities over the common columns are p and q; d = log p - log q, m = beta p +
+// (1 - beta) q. With r = log(q / m) and D = sum q r, d(JSD)/d(student logit / temperature) = (1 - beta) q (r - D). For beta = 0
+// it is q - p = -q expm1(d), for beta = 1 q (-d - KL). All is computed in log space and fp64, so that a nearly distilled student
+// and rows where both probabilities underflow fp32 keep their digits. A hard loss shares the student's logits.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -303,7 +303,7 @@ void ShardRun::AddDivergenceGradient(const Work& work, int64_t row, const double
                                         factor, gradient + piece.start);
   }
   if (!inside) return;
-  // The gradients over a row sum to 0: the top column's is what the others leave.
+  // The gradients over a row sum to 0: the top column's is the remainder of the others.
   const double cap = term.head->spec().transform.softcap.value_or(0);
   const double top_factor = term.jsd->beta == 0 ? 1 : std::exp(state.top_log_q) * (term.jsd->beta == 1 ? 1 : 1 - term.jsd->beta);
   gradient[top] += static_cast<float>(-factor * top_factor * state.divergence_mean * SoftcapDerivative(student[top], cap));

@@ -122,7 +122,7 @@ std::optional<AlgorithmWords> AlgorithmCache::Find(const std::string& key) const
 
 absl::Status AlgorithmCache::Put(const std::string& key, const AlgorithmWords& words) {
   entries_[key] = words;
-  // What another process has added meanwhile is kept, and known here from now on.
+  // Entries that another process has added meanwhile are kept, and known here from now on.
   entries_.merge(ReadEntries(path_));
   if (entries_.size() > kMaxEntries) entries_ = {{key, words}};
   return path_.empty() ? absl::OkStatus() : ReplaceFile(path_, Serialize(entries_));

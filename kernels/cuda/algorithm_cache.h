@@ -1,12 +1,12 @@
-// A file that keeps what a timed search found, so that the next start need not search again.
+// A file that keeps the results of a timed search, so that the next start need not search again.
 //
 // The file is JSON: {"format": "headwater-algorithms-1", "algorithms": {KEY: [8 words in hexadecimal], ...}}. Keys are whatever the
-// caller makes of everything that an algorithm depends on (device, library version, shape); words are opaque. Whoever reads an
-// entry checks whether it can be used: the file may come from elsewhere.
+// caller makes of everything that an algorithm depends on (device, library version, shape); words are opaque. The reader of an
+// entry checks whether it can be used, because the file may come from elsewhere.
 //
-// The file is an aid, never a condition: one that is missing, cannot be read, or holds something else counts as empty, and is
-// replaced by the next Put(). Several processes may share it: it is replaced as a whole, and of two that write at the same moment
-// one loses its entry, which costs a search later. One thread at a time on an object.
+// The file is an aid, never a condition. A file that is missing, cannot be read, or holds something else counts as empty, and the
+// next Put() replaces it. Several processes may share it. It is replaced as a whole, and one of two simultaneous writers loses its
+// entry, which costs a search later. One thread at a time on an object.
 #ifndef HEADWATER_KERNELS_CUDA_ALGORITHM_CACHE_H_
 #define HEADWATER_KERNELS_CUDA_ALGORITHM_CACHE_H_
 
@@ -26,7 +26,7 @@ using AlgorithmWords = std::array<uint64_t, 8>;
 
 class AlgorithmCache {
  public:
-  // Beyond these a file counts as foreign, and the cache begins anew.
+  // Above these limits a file counts as foreign, and the cache starts empty.
   static constexpr size_t kMaxEntries = 8192;
   static constexpr size_t kMaxFileBytes = size_t{8} << 20;
 
@@ -35,8 +35,8 @@ class AlgorithmCache {
 
   std::optional<AlgorithmWords> Find(const std::string& key) const;
 
-  // Remembers `words` (replacing what `key` had) and writes the file: what it holds by now, with this object's own entries over it.
-  // The entry counts for Find() even if the file cannot be written; kUnavailable then, which callers may ignore.
+  // Stores `words` under `key`, replacing older ones, and writes the file: its present entries, with this object's own entries over
+  // them. The entry counts for Find() even if the file cannot be written; kUnavailable then, which callers may ignore.
   absl::Status Put(const std::string& key, const AlgorithmWords& words);
 
  private:

@@ -10,7 +10,7 @@
 namespace headwater::cuda {
 namespace {
 
-// About what trained weights and normed hidden states look like; power, and so the ranking, depends on the values.
+// About the size of trained weights and normed hidden states; power, and so the ranking, depends on the values.
 constexpr float kWeightScale = 0.02f;
 constexpr float kHiddenScale = 1.0f;
 

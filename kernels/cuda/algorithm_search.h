@@ -8,9 +8,9 @@
 
 namespace headwater::cuda {
 
-// Times algorithms for a new head of 16-bit weights on operands of its own sizes: its weights and accumulator, which hold nothing
-// yet and hold nothing afterwards, and the workspace. For the holder of the work lock; blocks, seconds for the largest heads where
-// no cache file knows them. Heads of fp32 take what the library proposes.
+// Times algorithms for a new head of 16-bit weights on operands of its own sizes. The operands are the workspace and the head's
+// weights and accumulator, which hold nothing before and nothing afterwards. For the holder of the work lock; blocks, for seconds
+// with the largest heads if no cache file has them. Heads of fp32 take the library's proposals.
 absl::Status SearchAlgorithms(EngineCore& core, CudaHead& head);
 
 }  // namespace headwater::cuda

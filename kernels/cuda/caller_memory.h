@@ -13,12 +13,12 @@
 
 namespace headwater::cuda {
 
-// kForeignDevice: another process's, of a GPU that may be another one. Kernels read and write it; products, which read an operand
-// several times over, get a copy, because the way may be a link with a tenth of the memory's rate.
+// kForeignDevice: another process's, of a GPU that may be another one. Kernels read and write it. Products read an operand several
+// times and get a copy, because the link may have a tenth of the memory's rate.
 enum class Place { kPageable, kPageLocked, kOwnDevice, kForeignDevice, kOtherDevice };
 
-// Where a tensor is. kInvalidField, with `field` in the metadata, if that is not what `memory` says: a kernel that reads host
-// memory as the device's own would cost the whole engine. The engine's device is current.
+// Where a tensor is. kInvalidField, with `field` in the metadata, if the memory is of another kind than `memory` says. A kernel
+// that reads host memory as the device's own would cost the whole engine. The engine's device is current.
 absl::StatusOr<Place> PlaceOf(const void* data, MemorySpace memory, const EngineCore& core, const std::string& field);
 
 // Copies rows of device memory to host memory, on a stream of its own, and waits for it. The engine's device is current.

@@ -18,7 +18,7 @@ constexpr int64_t kHostBytesPerRow = 12 * 4 + sizeof(RowReport) + 2;
 // Rows from which on a pass over half of them takes longer than the ranks need to meet.
 constexpr int64_t kLeastRowsInParts = 1024;
 
-// Of a term's rows, or of a chunk's.
+// Host memory for so many rows of a term or a chunk.
 int64_t HostBytes(int64_t rows) { return rows * kHostBytesPerRow + 16 * Workspace::kAlignment; }
 
 }  // namespace
@@ -73,13 +73,13 @@ Computation::Computation(EngineCore& core, std::vector<Member> members, bool who
       flow_(members_.size() == 1 ? members_.front().micro_batch->flow : nullptr) {}
 
 Computation::~Computation() {
-  // What was enqueued reads and writes callers' memory, and tells the flow.
+  // Enqueued work reads and writes callers' memory, and calls the flow.
   if (!drained_) static_cast<void>(core_.Synchronize("a micro-batch"));
 }
 
 absl::Status Computation::Run() {
   const ProfileRange range("micro_batch");
-  // Of small ones that are computed together the first one's name stands for all.
+  // If several small micro-batches are computed together, the first one's name stands for all.
   std::optional<ProfileRange> named;
   if (const char* const label = members_.front().micro_batch->label; label != nullptr) named.emplace(label);
   drained_ = false;
@@ -299,7 +299,7 @@ absl::Status Computation::RunWork(Work* work) {
   work->own = LayOutTerm(term, work->rows, &workspace_);
   TermBuffers& own = work->own;
   if (work->staged != nullptr && work->staged->keeps_rows) {
-    // What the grad_weight products will read goes to the slot straight away.
+    // The operands of the grad_weight products go to the slot straight away.
     Workspace& slot = work->staged->space;
     const Form form = term.FormOf(work->rows);
     const int64_t padded = PaddedWidth(term.head->spec().hidden_size);
@@ -369,7 +369,7 @@ absl::Status Computation::RunExponentials(Work* work) {
   HEADWATER_RETURN_IF_ERROR(
       Check(cudaMemsetAsync(own.sums, 0, static_cast<size_t>(sum_count) * sizeof(double), stream_), "clearing sums"));
   int32_t* overflow = host_.Take<int32_t>(1);
-  // The other ranks' sums come, and the losses are told, while the grad_hidden product runs.
+  // The other ranks' sums arrive, and the losses are computed, while the grad_hidden product runs.
   const cudaStream_t finish = group_ != nullptr && work->wants_grad_hidden ? group_->merge_stream() : stream_;
   const bool sums_early = SumsShares(*work);
   const std::vector<Slice> slices = SlicesOf(*work);
@@ -381,7 +381,7 @@ absl::Status Computation::RunExponentials(Work* work) {
     HEADWATER_RETURN_IF_ERROR(UploadSlice(work, slice));
     HEADWATER_RETURN_IF_ERROR(PlaceSlice(work, slice));
     HEADWATER_RETURN_IF_ERROR(ComputeExponentials(work, slice, finish));
-    // Without grad_hidden nobody needs to know before the last slice, and the device goes on without a pause.
+    // Without grad_hidden the flag is not needed before the last slice, and the device continues without a pause.
     const EntryList* const list = ListOf(*work, slice);
     if (!work->wants_grad_hidden && !is_last && list == nullptr) continue;
     HEADWATER_RETURN_IF_ERROR(
@@ -397,8 +397,8 @@ absl::Status Computation::RunExponentials(Work* work) {
       HEADWATER_RETURN_IF_ERROR(MultiplyByWeight(work, slice, 0));
     }
     if (finish != stream_) HEADWATER_RETURN_IF_ERROR(core_.Order(finish, stream_));
-    // The sum over ranks must have its multiprocessors before the product of grad_weight takes all, and takes the host a while to
-    // enqueue: it is not left until the flag is there. If that is set the rows are summed up once more.
+    // The sum over ranks must get its multiprocessors before the product of grad_weight takes all, and enqueueing it takes the host
+    // a while. It is therefore enqueued before the flag is there. If the flag is set, the rows are summed up once more.
     if (sums_early) HEADWATER_RETURN_IF_ERROR(ComputeGradHidden(work, slice, /*product_is_there=*/true));
     if (is_last) HEADWATER_RETURN_IF_ERROR(MakeGroups(work));
     if (!is_last && flow_ == nullptr) HEADWATER_RETURN_IF_ERROR(UploadSlice(work, slices[i + 1]));
@@ -488,7 +488,7 @@ absl::Status Computation::Dither(Work* work, const Slice& slice) {
 
 absl::Status Computation::RunOverflowed(Work* work, int64_t first) {
   // Some row's exponentials do not fit their offset: from `first` on fp32 logits, as many rows at once as the exponentials' memory
-  // holds. It is all of it: what earlier rows have there is added first. On a rank their sum may still be under way.
+  // holds. It is all of it: earlier rows' products there are added first. On a rank their sum may still be under way.
   if (group_ != nullptr) HEADWATER_RETURN_IF_ERROR(core_.Order(gradient_stream(), stream_));
   const Slice rest = {work->placed, work->rows - work->placed};
   if (rest.count > 0) {
@@ -735,8 +735,8 @@ absl::Status Computation::RunShardPasses(Work* work, const Slice& slice) {
                                        own.row_factor + part.first, own.target_factor + part.first, merges),
                  "the rows' divergences");
   };
-  // A step is a pass over a part; pass by pass, in each part by part. Before a step stream_ waits for the merge that the step
-  // needs, and only then is the merge of the step before enqueued, so that this one runs beside it.
+  // A step is a pass over a part; the passes follow each other, and each goes part by part. Before a step, stream_ waits for the
+  // merge that the step needs. Only then is the previous step's merge enqueued, so that it runs beside this step.
   const size_t merged_steps = 2 * count, steps = (work->backward ? 3 : 2) * count;
   for (size_t step = 0; step <= steps; ++step) {
     if (step >= count) HEADWATER_RETURN_IF_ERROR(core_.Order(merges, stream_));
@@ -763,7 +763,7 @@ MutableMatrix Computation::MatrixOut(const Work& work, const Slice& slice, int32
   if (!work.own.matrices.empty()) {
     matrix.data = Advance(work.own.matrices[static_cast<size_t>(rank)], matrix.element, slice.first * matrix.stride);
   } else if (term.FormOf(work.rows) == Form::kExponentials && !work.overflowed) {
-    // Those of all rows are kept.
+    // The operands of all rows are kept.
     if (work.kept_matrix != nullptr) matrix.data = work.kept_matrix;
     matrix.data = Advance(matrix.data, matrix.element, slice.first * matrix.stride);
   } else {

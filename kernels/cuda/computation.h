@@ -1,4 +1,4 @@
-// One micro-batch on the device, or several small ones together: places their rows, runs the forms' products and passes chunk by
+// One micro-batch on the device, or several small ones together. It places their rows, runs the forms' products and passes chunk by
 // chunk, and brings the results back.
 //
 // Order within a chunk and term: logits (or exponentials), row work, grad_hidden, grad_weight; all on the core's stream. The host
@@ -6,19 +6,19 @@
 //
 // With a coarse enough resolution exponentials become lists of entries, and the gradients are taken from these (gradient_list.h).
 //
-// Large parts of other rows whose logits would not fit go slice by slice likewise, as far as M, or as grad_hidden if that leaves
-// for the host.
+// Large parts of other rows whose logits would not fit also go slice by slice. They go as far as M, or as grad_hidden if that
+// leaves for the host.
 //
-// In a group of GPUs each rank does this with its own shard, all in the same order: how rows are cut is agreed on before. The ranks
-// meet for the targets' logits, for a teacher's logits that are cut at other columns than the student's, for the rows' statistics,
-// and where grad_hidden is added up on rank 0, which alone has what leaves:
-// in the exponential form the statistics travel beside the grad_hidden product, in a divergence those of half of the rows beside
-// the other half's pass, and in any form grad_hidden does beside the first half of the product of grad_weight. Their errors are the
-// same on all ranks, or break the group. With heads that the rank has all of nobody is met.
+// In a group of GPUs each rank does this with its own shard, all in the same order. The ranks agree before on how rows are cut. The
+// ranks meet for the targets' logits, for a teacher's logits that are cut at other columns than the student's, and for the rows'
+// statistics. They also meet where grad_hidden is added up on rank 0, which alone has the results that leave. In the exponential
+// form the statistics travel beside the grad_hidden product. In a divergence those of half of the rows travel beside the other
+// half's pass. In any form grad_hidden travels beside the first half of the product of grad_weight. Their errors are the same on
+// all ranks, or break the group. With heads that the rank has in full, ranks do not meet.
 //
-// Large parts in the exponential form go slice by slice as far as grad_hidden: while one slice is computed, the next one's rows
-// come in, and the gradient of the one before leaves, on streams of their own. Their grad_weight is one product over all slices. So
-// with a flow the host waits for later rows while the device has earlier ones, and nothing is added before all are there.
+// Large parts in the exponential form go slice by slice as far as grad_hidden. While one slice is computed, the next one's rows
+// come in, and the previous gradient leaves, on streams of their own. Their grad_weight is one product over all slices. So with a
+// flow the host waits for later rows while the device has earlier ones, and nothing is added before all are there.
 #ifndef HEADWATER_KERNELS_CUDA_COMPUTATION_H_
 #define HEADWATER_KERNELS_CUDA_COMPUTATION_H_
 
@@ -44,7 +44,7 @@
 
 namespace headwater::cuda {
 
-// A micro-batch of a computation. What lies on another device counts as host memory in it: it is copied likewise.
+// A micro-batch of a computation. Memory on another device counts as host memory here: it is copied in and out.
 struct Member {
   const MicroBatch* micro_batch = nullptr;
   Place hidden_place = Place::kPageable;
@@ -54,19 +54,18 @@ struct Member {
   std::vector<TermRun>* terms = nullptr;  // of `plan`
   // An entry for each head that is staged.
   const std::vector<std::unique_ptr<StagedHead>>* staged = nullptr;
-  // What decides how rows are cut. In a group the same on all ranks: true if it is so on any.
+  // Properties that decide how rows are cut. In a group they are true on all ranks if they are on any.
   bool rows_come = false;        // hidden states from the host
   bool gradient_leaves = false;  // grad_hidden for the host
   bool awaits_all_rows = false;  // before anything else
 };
 
-// Whether micro-batches can be computed together: each has one chunk with one term, all in the exponential form with one head on
-// one shard, and the same gradients are asked for; nothing is staged.
+// Whether micro-batches can be computed together. Each must have one chunk with one term, all in the exponential form with one head
+// on one shard. The same gradients are asked for, and nothing is staged.
 bool CanJoin(const Member& a, const Member& b);
 // Workspace that members take together.
 int64_t JoinedBytes(const std::vector<Member>& members);
-// Rows that a chunk of so many terms may have at most, by the page-locked memory for what travels beside the rows; 0 if there is
-// not even room for one.
+// The most rows of a chunk of so many terms that the page-locked memory beside the rows allows; 0 if not even one fits.
 int64_t MostHostRows(int64_t term_count);
 
 // Made and run by the holder of the work lock.
@@ -77,10 +76,10 @@ class Computation {
   Computation(EngineCore& core, std::vector<Member> members, bool whole_workspace);
   ~Computation();
 
-  // Enqueues everything and waits for all that the caller gets: sums and per-token outputs are then in the plan's terms and the
-  // caller's memory, none of which is read or written any more. The last chunk's grad_weight products may go on
-  // (EngineCore::LetWorkGoOn()), so that the device has work until the next call comes. What is still running after an error ends
-  // before this goes.
+  // Enqueues everything and waits for the caller's results. Sums and per-token outputs are then in the plan's terms and the
+  // caller's memory, none of which is read or written any more. The last chunk's grad_weight products may still run
+  // (EngineCore::LetWorkGoOn()), so that the device has work until the next call comes. After an error, running work ends before
+  // this returns.
   absl::Status Run();
   // Whether Run() failed with the flow's error: nothing was added then.
   bool interrupted() const { return interrupted_; }
@@ -118,7 +117,7 @@ class Computation {
     std::vector<ListedRows> lists;  // by slice: the gradients are taken from these, not from M; empty: from M
     bool waits;                     // its grad_weight product is deferred: `own` has the operands where they wait
     bool owes_grad_weight;          // that of all rows is still to be added
-    bool results_leave;  // everything that the caller gets has been enqueued, but for rows on their way to pageable memory
+    bool results_leave;             // all results of the caller have been enqueued, except rows on their way to pageable memory
     // Host copies (page-locked).
     int32_t* targets;
     RowReport* reports;
@@ -142,7 +141,7 @@ class Computation {
     const void* out;  // of the chunk
     Slice slice;
   };
-  // What the flow is told when they are there.
+  // The note for a flow when its rows are ready.
   struct ReadyNote {
     RowFlow* flow;
     int64_t row_end;
@@ -152,8 +151,8 @@ class Computation {
   absl::Status UploadClassWeights(const Member& member);
   absl::Status RunChunks(const Member& member);
   absl::Status RunTogether();
-  // What the terms of a chunk share: before their work, and after it (`first_pending`: of the chunk). CloseChunk() leaves what is
-  // postponed.
+  // The work that the terms of a chunk share, before their own work, and after it (`first_pending`: of the chunk). CloseChunk()
+  // leaves postponed work.
   absl::Status OpenChunk(const Member& member, const Chunk& chunk, ChunkBuffers* buffers);
   absl::Status CloseChunk(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, size_t first_pending,
                           size_t count);
@@ -163,10 +162,10 @@ class Computation {
   absl::Status AwaitRows(int64_t row_end);
   // To be called before anything is added to an accumulator.
   absl::Status Decide();
-  // What the flow has answered, on all ranks of a group: if one was refused, all were.
+  // The flow's answer, on all ranks of a group: if one rank's flow refused, all did.
   absl::Status Answered(absl::Status answer);
-  // The rows' sum for the digest: what lies on the device is summed there, rows that the products read from a copy with that copy,
-  // and what is left by this thread at last.
+  // The rows' sum for the digest. Rows on the device are summed there. Rows that the products read from a copy are summed with that
+  // copy, and the rest by this thread at last.
   absl::Status BeginDigest();
   bool SumsCopy(const Part& part) const;
   absl::Status DigestOnDevice(const void* rows, int64_t count, int64_t row_bytes, int32_t stream_index, const int32_t* numbers);
@@ -228,7 +227,7 @@ class Computation {
   absl::Status ComputeProducts(Work* work, const Slice& slice);
   // With the student's columns in place (computation_teacher.cc).
   absl::Status ComputeTeacherProducts(Work* work, const Slice& slice);
-  // On a rank whose teacher's shard is not its student's columns: the ranks hand out what they have of each other's.
+  // On a rank whose teacher's shard is not its student's columns: the ranks hand out their parts of each other's columns.
   absl::Status ExchangeTeacherColumns(Work* work, const Slice& slice);
   // Enqueues a copy of columns [first, first + columns) of logits. Strides in elements.
   absl::Status CopyColumns(const void* from, int64_t from_stride, int64_t first, void* to, int64_t to_stride, int64_t columns,
@@ -236,7 +235,7 @@ class Computation {
   absl::Status RunDivergence(Work* work, const Slice& slice);
   // From hidden states to M, with a top-k teacher (computation_teacher.cc).
   absl::Status RunTopK(Work* work, const Slice& slice);
-  // As far as M, on a rank: by passes over the slice's rows in two parts, of which one has its pass while the other one's results
+  // Runs a slice as far as M, on a rank, by passes over its rows in two parts. One part has its pass while the other part's results
   // are collected from the ranks.
   absl::Status RunShardPasses(Work* work, const Slice& slice);
 
@@ -253,7 +252,8 @@ class Computation {
   // `factors`: of these rows, if they are shares that the ranks have added up.
   absl::Status WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, const Slice& slice,
                                const ShareFactors& factors);
-  // In a group rank 0 alone sees which rows of grad_hidden are not finite: tells the others, through the host. Once, at the end.
+  // In a group only rank 0 sees which rows of grad_hidden are not finite, and sends them to the others, through the host. Once, at
+  // the end.
   absl::Status TellNonFinite();
   // Adds up rows of a chunk's sum on rank 0 of a group.
   absl::Status SumOverRanks(const Chunk& chunk, const ChunkBuffers& buffers, int64_t width, const Slice& slice);
@@ -270,7 +270,7 @@ class Computation {
   T* OwnPart(T* statistics, int32_t index, int64_t count) const {
     return statistics + (group_ == nullptr ? index : group_->rank()) * count;
   }
-  // Enqueues a delivery behind what the download stream waits for, or keeps it for SendPostponed().
+  // Enqueues a delivery behind the download stream's present work, or keeps it for SendPostponed().
   absl::Status SendGradHidden(const Delivery& delivery);
   absl::Status SendPostponed();
   absl::Status Send(const Delivery& delivery);
@@ -289,7 +289,7 @@ class Computation {
   static absl::Status ForEachRun(absl::Span<const int64_t> rows, absl::FunctionRef<absl::Status(int64_t, int64_t, int64_t)> visit);
   // Whether results are this engine's to write.
   bool has_results() const { return group_ == nullptr || group_->is_first(); }
-  // Where what is written of grad_hidden is enqueued.
+  // The stream on which writes of grad_hidden are enqueued.
   cudaStream_t gradient_stream() const { return group_ == nullptr ? stream_ : group_->sum_stream(); }
   static bool IsOnlyTerm(const Work& work) { return work.parts.front().chunk->terms.size() == 1; }
   // Whether the product of grad_hidden is added up over ranks where it was written.
@@ -306,7 +306,7 @@ class Computation {
     return Check(cudaMemcpyAsync(device, host, static_cast<size_t>(count) * sizeof(T), cudaMemcpyHostToDevice, stream_),
                  "an upload of row data");
   }
-  // Waits for the device and takes what has come back.
+  // Waits for the device and takes the results.
   absl::Status Drain();
   absl::Status Check(cudaError_t error, const char* what) { return core_.Check(error, what); }
 
@@ -319,11 +319,11 @@ class Computation {
   HostStage host_;
   std::vector<Pending> pending_;
   std::vector<Delivery> postponed_;
-  std::deque<ReadyNote> notes_;  // where they are until the driver has told
+  std::deque<ReadyNote> notes_;  // where they are until the driver has called back
   bool drained_ = true;
-  // Of the last chunk nothing is behind the core's results_event() but products that add to an accumulator or a slot.
+  // Behind the core's results_event() the last chunk has only products that add to an accumulator or a slot.
   bool products_go_on_ = false;
-  absl::Span<const std::byte> left_idle_;  // what they do not use
+  absl::Span<const std::byte> left_idle_;  // the memory that they do not use
 
   RowFlow* const flow_;   // of the only member, or null
   int64_t awaited_ = -1;  // rows that the flow has been asked for; -1: never

@@ -159,7 +159,7 @@ absl::Status Computation::DeliverGradHidden(Work* work, const Slice& slice) {
   // Where other terms of the chunk add to these rows, the chunk's end sees to them.
   if (!work->wants_grad_hidden || !IsOnlyTerm(*work)) return absl::OkStatus();
   HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
-    // What several shards of this device have added to the sum has its factors.
+    // A sum that several shards of this device have added to has its factors.
     ShareFactors factors;
     if (SumsShares(*work)) factors = {work->own.row_factor + rows.first, work->own.target_factor + rows.first};
     return WriteGradHidden(*part.member, *part.chunk, part.shared, {rows.first - part.first, rows.count}, factors);
@@ -337,7 +337,7 @@ absl::Status Computation::Send(const Delivery& delivery) {
 
 void Computation::TellFlow(void* note) {
   const auto* ready = static_cast<const ReadyNote*>(note);
-  // A group that is broken leaves sums half-way, and the device goes on behind them.
+  // A broken group leaves sums half-way, and the device continues behind them.
   if (ready->group != nullptr && !ready->group->status().ok()) return;
   ready->flow->GradHiddenReady(ready->row_end);
 }

@@ -1,9 +1,9 @@
 // The gradients of a computation from lists of a dithered matrix's entries (gradient_list.h) instead of products.
 //
-// Only exponentials of one shard are listed, slice by slice. E stays as the product wrote it until all slices are there: a list
-// without room for its slice's entries means products for all rows, of E that is dithered in place, which has the same entries.
-// Lists lie beside the chunk's memory, where the workspace has room left; their order by column and their scratch memory go where E
-// was, which no plan counts twice.
+// Only exponentials of one shard are listed, slice by slice. E stays as the product wrote it until all slices are there. If a list
+// has no room for its slice's entries, all rows take products. E is then dithered in place, and has the same entries. Lists lie
+// beside the chunk's memory, where the workspace has room left. Their order by column and their scratch memory go where E was, so
+// that no plan counts them twice.
 #include <algorithm>
 #include <utility>
 
@@ -68,7 +68,7 @@ absl::Status Computation::FinishList(Work* work, const Slice& slice, uint32_t en
   Workspace space(matrix.data, matrix.rows * matrix.stride * BytesOf(matrix.element));
   int64_t partial_bytes = 0;
   for (ListedRows& listed : work->lists) {
-    // In a slot only what lies there stays.
+    // In a slot only the memory that lies there stays.
     if (work->kept_matrix != nullptr) {
       HEADWATER_RETURN_IF_ERROR(Check(LaunchMoveEntries(&space, &listed.list, stream_), "keeping a list"));
     }

@@ -73,7 +73,7 @@ absl::Status Computation::DigestOnDevice(const void* rows, int64_t count, int64_
                                          const int32_t* numbers) {
   HEADWATER_RETURN_IF_ERROR(
       Check(LaunchDigestRows(rows, count, row_bytes, stream_index, numbers, 0, device_sum_, stream_), "summing rows up"));
-  // Each time, so that the last one's is there long before what is enqueued behind it is done.
+  // Each time, so that the last one's is there long before the work behind it is done.
   HEADWATER_RETURN_IF_ERROR(
       Check(cudaMemcpyAsync(host_sum_, device_sum_, kSumBytes, cudaMemcpyDeviceToHost, stream_), "the way back of a sum"));
   return Check(cudaEventRecord(core_.sum_event(), stream_), "recording an event");
@@ -122,7 +122,7 @@ std::vector<RowSlice> Computation::SlicesOf(const Work& work) const {
     // A rank's slices are narrow, and each has its sum over the ranks: it has no more of them than it must.
     const bool leaves = work.wants_grad_hidden && part.member->gradient_leaves;
     needs.leaves = leaves && group_ == nullptr;
-    // What leaves does so while grad_weight is computed, if that is, and now. Whether rows are kept is each rank's own matter.
+    // Results leave while grad_weight is computed, if it is computed now. Each rank decides for itself whether rows are kept.
     const bool keeps_rows = work.waits || (work.staged != nullptr && work.staged->keeps_rows);
     const bool weight_follows = work.term->plan->grad_weight != GradWeightMode::kNone && (group_ != nullptr || !keeps_rows);
     needs.ends_by_way = leaves && !weight_follows;
@@ -182,7 +182,7 @@ absl::Status Computation::UploadRows(Work* work) {
   const int64_t count = work->rows;
   work->targets = host_.Take<int32_t>(count);
   float* token_weights = host_.Take<float>(count);
-  // A row has factors or a resolution: what is put aside for the ones has room for the other.
+  // A row has factors or a resolution: the room for one also holds the other.
   const bool dithers = work->term->plan->dithers;
   float* entropy_factors = dithers ? nullptr : host_.Take<float>(count);
   float* lse_factors = dithers ? nullptr : host_.Take<float>(count);
@@ -250,7 +250,7 @@ absl::Status Computation::UploadSlice(Work* work, const Slice& slice) {
   // A work's whole rows need no stream of their own: nothing runs beside them.
   const bool is_sliced = slice.count < work->rows;
   const cudaStream_t stream = is_sliced ? core_.upload_stream() : stream_;
-  // They come into memory that the chunk before may still use. The call before has told what it does not.
+  // The rows go into memory that the chunk before may still use. The previous call has said which memory it does not use.
   if (is_sliced && work->uploaded == 0) {
     const Part& part = work->parts.front();
     const bool is_first = part.chunk == &part.member->plan->chunks.front();
@@ -366,7 +366,7 @@ absl::Status Computation::PlaceTeacherRows(Work* work, const Slice& slice) {
     first = 0;
   }
   const bool in_place = MayReadInPlace(teacher, (*part.member->teacher_places)[part.rows->term]);
-  // What is not finite in the teacher's rows shows in the loss: no row of theirs can be ignored by the products.
+  // Values of the teacher's rows that are not finite show in the loss: the products ignore none of these rows.
   const int64_t padded = PaddedWidth(teacher.column_count);
   void* out = own.teacher_hidden == nullptr ? nullptr : Advance(own.teacher_hidden, element, slice.first * padded);
   ConstMatrix placed;

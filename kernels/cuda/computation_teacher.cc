@@ -73,7 +73,8 @@ absl::Status Computation::ExchangeTeacherColumns(Work* work, const Slice& slice)
   const std::vector<SurplusColumns> surplus = TeacherSurplus(term);
   const size_t me = static_cast<size_t>(group_->rank());
 
-  // Each rank hands out what it has and its student's shard has not: [rows, columns before its shard], [rows, columns behind it].
+  // Each rank hands out the columns that it has and its student's shard lacks: [rows, columns before its shard], [rows, columns
+  // behind it].
   std::vector<int64_t> bounds = {0};
   for (const SurplusColumns& of : surplus) bounds.push_back(bounds.back() + slice.count * of.size() * BytesOf(element));
   const auto handed_out = [&](size_t rank, bool behind) {

@@ -47,7 +47,7 @@ __device__ __forceinline__ Out Convert(In x) {
   }
 }
 
-// Widening keeps NaN and infinities what they are.
+// Widening keeps NaN and infinities.
 template <class T>
 __device__ __forceinline__ bool IsNonFinite(T x) {
   return (__float_as_uint(ToFloat(x)) & 0x7F800000u) == 0x7F800000u;
@@ -219,7 +219,7 @@ cudaError_t WithType(Element element, const Run& run) {
 template <class In, class Out>
 cudaError_t GatherRows(const ConstMatrix& in, const int32_t* index, const MutableMatrix& out, uint8_t* non_finite,
                        cudaStream_t stream) {
-  // Of a matrix with a single row the stride counts too where rows are picked.
+  // If rows are picked, the stride counts for a matrix with a single row, too.
   const bool vector = RowsAreAligned(in.data, index != nullptr ? 2 : out.rows, in.stride, in.element) &&
                       RowsAreAligned(out.data, out.rows, out.stride, out.element) && out.stride % kPack == 0;
   const unsigned blocks = Blocks(out.rows);

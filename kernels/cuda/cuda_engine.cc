@@ -47,7 +47,7 @@ int64_t KeptBytes(const TermRun& term, int64_t rows) {
   return workspace.used();
 }
 
-// A micro-batch and where its tensors are. What lies on another device counts as host memory in it.
+// A micro-batch and where its tensors are. Memory on another device counts as host memory here.
 struct PlacedMicroBatch {
   PlacedMicroBatch() = default;
   PlacedMicroBatch(const PlacedMicroBatch&) = delete;  // micro_batch may point into terms
@@ -85,7 +85,7 @@ absl::Status PlacedMicroBatch::Place(const MicroBatch& of_caller, const EngineCo
   return absl::OkStatus();
 }
 
-// What ranks of a group tell each other about a micro-batch before they compute it: each value by its place.
+// The values that ranks of a group exchange about a micro-batch before they compute it, each by its place.
 enum CutValue : size_t { kRowsInPlace, kRows, kSliceRows, kRowsCome, kGradientLeaves, kAwaitsAllRows, kCheck, kCutValues };
 
 // A number that is another one for almost any other call; exact as a double.
@@ -264,7 +264,7 @@ class CudaEngine final : public LossEngine {
            call.terms.front().head->merged_shards() == 1 && core_->options().token_chunk_rows == 0;
   }
 
-  // Tells the other ranks that this one cannot compute what it was given.
+  // Informs the other ranks that this one cannot compute the call.
   absl::Status Refuse(const absl::Status& reason, DeviceGroup& group) {
     WorkLock lock(*core_);
     const absl::StatusOr<Exchanged> told = group.Exchange(false, std::vector<double>(kCutValues));
@@ -288,7 +288,7 @@ class CudaEngine final : public LossEngine {
       std::vector<Call*> group;
       {
         WorkLock work(*core_);
-        // Nobody else gives the device anything to do meanwhile, so it comes to an end.
+        // No other thread gives the device work meanwhile, so the wait ends.
         expected_rows_.Await([this] { return core_->is_busy(); });
         group = TakeGroup();
         RunGroup(group);
@@ -388,8 +388,8 @@ class CudaEngine final : public LossEngine {
     return status.ok() ? interruption : status;
   }
 
-  // Exchanges what decides how a call's rows are cut, and makes it the same on all ranks: the fewest rows that any of them has room
-  // for, in slices only if all have chosen the same ones. `ready`: whether this rank can compute it at all.
+  // Exchanges the limits by which a call's rows are cut, and makes them equal on all ranks: the fewest rows that fit on any. Rows
+  // go in slices only if all ranks have chosen the same ones. `ready`: whether this rank can compute it at all.
   absl::Status AgreeOnLimits(const absl::Status& ready, ChunkLimits* limits, Call* call) const {
     const MicroBatch& micro_batch = call->micro_batch;
     const int64_t slice_rows = SliceRowsOf(call->terms);
@@ -453,8 +453,7 @@ class CudaEngine final : public LossEngine {
     return absl::OkStatus();
   }
 
-  // Plans the chunks, and finds out whether they need the whole workspace, and not only what rows that wait for their product
-  // leave.
+  // Plans the chunks, and finds out whether they need the whole workspace, including the part of rows that wait for their product.
   absl::Status CutIntoChunks(Call* call) const {
     ChunkLimits limits;
     HEADWATER_RETURN_IF_ERROR(FindLimits(call, &limits));
@@ -464,8 +463,8 @@ class CudaEngine final : public LossEngine {
     return needed <= bytes ? absl::OkStatus() : WorkspaceTooSmall(bytes, needed);
   }
 
-  // The part of the workspace by which rows are cut: all of it. In deterministic mode what the call's own heads have planned, since
-  // the workspace is as large as the largest head's, and other heads come and go.
+  // The part of the workspace by which rows are cut: all of it. In deterministic mode it is the part that the call's own heads have
+  // planned. The largest of all heads sizes the workspace, and other heads come and go.
   int64_t BytesForChunks(const Call& call) const {
     const int64_t bytes = core_->workspace().bytes();
     if (!core_->options().deterministic) return bytes;

@@ -1,5 +1,5 @@
-// CudaEngine: heads in the memory of one NVIDIA GPU. engine_core.h tells how work is run, term_form.h in which forms, computation.h
-// in what order, weight_contribution.h how gradients are added.
+// CudaEngine: heads in the memory of one NVIDIA GPU. engine_core.h describes how work is run, term_form.h its forms, computation.h
+// its order, weight_contribution.h how gradients are added.
 #ifndef HEADWATER_KERNELS_CUDA_CUDA_ENGINE_H_
 #define HEADWATER_KERNELS_CUDA_CUDA_ENGINE_H_
 

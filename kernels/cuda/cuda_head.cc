@@ -63,7 +63,7 @@ CudaHead::~CudaHead() {
   {
     WorkLock lock(*core_);
     core_->deferred().Discard(*this);
-    // Work that nobody has waited for may still read and write it.
+    // Work that has not been waited for may still read and write it.
     static_cast<void>(core_->Synchronize("work of a head that goes away"));
     storage_.clear();
   }

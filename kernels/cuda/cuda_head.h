@@ -1,7 +1,7 @@
 // A head in the memory of the device: split into shards; in a group one shard of it, or all rows (Parallelism::kRows: a replica,
 // cuda_replica.cc). Its calls take the engine's work lock, and leave nothing running.
 //
-// Rows of weight-shaped tensors are PaddedWidth(hidden_size) elements apart; the padding is 0 and stays 0, so that whole tensors
+// Rows of weight-shaped tensors are PaddedWidth(hidden_size) elements apart. The padding is 0 and stays 0, so that whole tensors
 // can be worked on as flat arrays.
 #ifndef HEADWATER_KERNELS_CUDA_CUDA_HEAD_H_
 #define HEADWATER_KERNELS_CUDA_CUDA_HEAD_H_
@@ -32,8 +32,8 @@ struct WeightTarget {
   float* bias = nullptr;    // [shard rows], or null
 };
 
-// What one shard holds, or a replica: of all rows, but masters and optimizer state of its rank's shard. Memory is empty where the
-// head has no such tensor.
+// The tensors of one shard, or of a replica: all rows, but masters and optimizer state of its rank's shard. Memory is empty where
+// the head has no such tensor.
 struct ShardStorage {
   RowRange rows;
   RowRange updated;            // those of masters and state, which this rank updates, counted from the first of `rows`
@@ -78,15 +78,14 @@ class CudaHead final : public HeadBase {
   int32_t shard_count() const { return static_cast<int32_t>(storage_.size()); }
   // Shards whose rows' statistics are merged: those of the other ranks included.
   int32_t merged_shards() const { return is_replica() ? 1 : static_cast<int32_t>(shard_rows().size()); }
-  // What products read: the shard's rows below valid_vocab_size.
+  // The operand of products: the shard's rows below valid_vocab_size.
   ShardWeights shard_weights(int32_t rank) const;
   WeightTarget accumulator(int32_t rank) const;                          // null for a frozen head
   WeightTarget staging_slot(int32_t rank, int32_t slot) const;           // laid out as the accumulator
   const DeviceMemory& staging_memory(int32_t rank, int32_t slot) const;  // the whole slot
-  // The accumulator may count as 0 without having been read: a contribution may overwrite it. TakeZeros() returns
-  // whether a contribution may overwrite the accumulator. WriteZeros() enqueues the zeros that memory lacks, for a contribution
-  // that adds. For the holder of the work lock, as what follows. In deterministic mode the accumulator is always written and added
-  // to.
+  // The accumulator may count as 0 without having been read: a contribution may overwrite it. TakeZeros() returns whether a
+  // contribution may overwrite the accumulator. WriteZeros() enqueues the zeros that memory lacks, for a contribution that adds.
+  // For the holder of the work lock, like the next methods. In deterministic mode the accumulator is always written and added to.
   bool TakeZeros() { return std::exchange(zeros_, Zeros::kNone) != Zeros::kNone; }
   absl::Status WriteZeros() const;
   // False once adding deferred products was left half-way, until ZeroGradient().

@@ -1,4 +1,4 @@
-// What a head does otherwise where each rank of a group has all of it (Parallelism::kRows).
+// The methods of a head whose weights every rank of a group holds in full (Parallelism::kRows).
 #include <cstdint>
 #include <vector>
 
@@ -45,7 +45,7 @@ absl::Status CudaHead::ReduceTensor(const DeviceMemory& memory, int64_t row_stri
   const std::vector<int64_t> bounds = ShardBounds(row_stride);
   float* const gradient = memory.As<float>();
   HEADWATER_RETURN_IF_ERROR(core_->group()->bulk().ReduceScatterSum(gradient, bounds, core_->stream()));
-  // What was handed over.
+  // The other ranks have taken these parts.
   const size_t own = static_cast<size_t>(RankOf(0));
   TensorPlace place;
   place.data = memory.As<char>();

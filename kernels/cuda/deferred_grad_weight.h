@@ -3,8 +3,8 @@
 // A grad_weight product reads and writes the whole accumulator, however few rows it has: 4.2 GB at 128256 x 4096. On an H100, 4096
 // rows take 10.8 ms in products of 1024 rows, and 6.6 ms in products of 8192. So the operands of micro-batches wait as rows of one
 // matrix, in order. The passes that compute the operands write them where they wait. One product adds all of them when the next
-// micro-batch has no room, when a call is about the accumulator, or when the workspace is needed whole. The moment depends on the
-// calls alone, never on time: the accumulator's bits follow from the sequence of calls.
+// micro-batch has no room, a call is about the accumulator, or the whole workspace is needed. The moment depends on the calls
+// alone, never on time: the accumulator's bits follow from the sequence of calls.
 //
 // The rows of one head wait at a time, at the end of the workspace. For the holder of the work lock.
 #ifndef HEADWATER_KERNELS_CUDA_DEFERRED_GRAD_WEIGHT_H_
@@ -28,11 +28,11 @@ class DeferredGradWeight {
   // Rows that one product has at most, and that a micro-batch has at most whose product is deferred.
   static constexpr int64_t kMaxRows = 8192;
   static constexpr int64_t kMaxMicroBatchRows = 2048;
-  // The second limit where a product of more rows overlaps other work, and is not deferred: the way of grad_hidden to the host, its
-  // sum over ranks, or the return of callers that were computed together.
+  // The second limit where a product of more rows overlaps other work, and is not deferred. Such work is the copy of grad_hidden to
+  // the host, its sum over ranks, or the return of callers that were computed together.
   static constexpr int64_t kMaxOverlappedRows = 256;
 
-  // Where the operands of a micro-batch wait: what WeightContribution calls by these names.
+  // The place where the operands of a micro-batch wait: WeightContribution has these names, too.
   struct Operands {
     void* matrix = nullptr;  // [rows, ProductStride()] bf16
     void* hidden = nullptr;  // [rows, padded] bf16, as the next
@@ -44,11 +44,11 @@ class DeferredGradWeight {
 
   explicit DeferredGradWeight(EngineCore& core) : core_(core) {}
 
-  // Takes the page-locked memory that is needed, so that no work in a group takes it: that may wait for all GPUs of the process,
-  // whose ranks wait for each other.
+  // Allocates the page-locked memory in advance, so that no work in a group allocates it. Such an allocation may wait for all GPUs
+  // of the process, whose ranks wait for each other.
   absl::Status Prepare();
-  // Whether operands of this kind can wait: bf16 on one shard (fp16 operands of different micro-batches have different scales), few
-  // rows, and a workspace whose share holds twice as many.
+  // Whether operands of this kind can wait: bf16 on one shard, few rows, and a workspace whose share holds twice as many. Operands
+  // in fp16 have different scales in different micro-batches.
   bool Takes(const CudaHead& head, Element element, int64_t rows) const;
   // A place for `rows` rows of `head`, for which Takes() is true. Flushes first the rows of another head, or that leave no room.
   // Until Add() the rows do not wait: the next Reserve() gives the same place away.
@@ -58,8 +58,8 @@ class DeferredGradWeight {
   void Add(int64_t rows, const int32_t* host_targets);
   // Enqueues the product; nothing waits any more.
   absl::Status Flush();
-  // Brings `head`'s accumulator to what all calls up to now make of it: flushes its rows, or writes its zeros
-  // (CudaHead::WriteZeros()). kEngineFailed if the head's gradient is not known (CudaHead::gradient_known()).
+  // Brings `head`'s accumulator up to date with all calls: flushes its rows, or writes its zeros (CudaHead::WriteZeros()).
+  // kEngineFailed if the head's gradient is not known (CudaHead::gradient_known()).
   absl::Status FlushFor(const CudaHead& head);
   // Flushes `head`'s rows before another contribution. Returns whether the contribution overwrites the accumulator, which counts as
   // 0.
@@ -82,8 +82,8 @@ class DeferredGradWeight {
   };
   static Layout LayOut(const CudaHead& head, int64_t capacity, Workspace* workspace);
   static int64_t BytesFor(const CudaHead& head, int64_t capacity);
-  // Rows that the share of the workspace holds: kMaxRows, or what halving it leaves. Fixed while the workspace is: memory decides
-  // when heads are loaded.
+  // Rows that the share of the workspace holds: kMaxRows, or its half, quarter, ... if need be. Fixed while the workspace is:
+  // memory decides when heads are loaded.
   int64_t Capacity(const CudaHead& head) const;
   Operands OperandsOf(int64_t row) const;
 

@@ -44,7 +44,7 @@ absl::Status DeviceGroup::Open(const EngineGroup& group) {
     return absl::OkStatus();
   };
   HEADWATER_RETURN_IF_ERROR(join(group.device_group_id, kMergeBlocks, &merges_));
-  // Rank 0 names the others, and the host's communicator tells the other ranks, a byte in each number.
+  // Rank 0 names the others, and the host's communicator passes the name to the other ranks, a byte in each number.
   const auto join_another = [&](int32_t most_blocks, std::unique_ptr<DeviceCommunicator>* joined) {
     std::string id(group.device_group_id.size(), '\0');
     if (is_first()) {

@@ -1,13 +1,13 @@
-// A rank's side of a group of GPUs (EngineOptions::group): where it meets the others, on the host and on the device, and how it
-// gets away from them when one of them is lost.
+// A rank's side of a group of GPUs (EngineOptions::group). It communicates with the other ranks, on host and device, and escapes
+// when a rank is lost.
 //
-// Three communicators on the device. Most micro-batches take two, because their work must not wait for each other's: merges are
-// small and in the way of the products; the sum of grad_hidden is large and goes on beside them, on few thread blocks. What is
-// large and has nothing beside it takes as many blocks as the links can feed: gigabytes at a step of a replicated head, and a
+// Three communicators on the device. Most micro-batches take two, because their work must not wait for each other's. Merges are
+// small and in the way of the products; the sum of grad_hidden is large and runs beside them, on few thread blocks. Large work
+// without other work beside it takes as many blocks as the links can feed. That is gigabytes at a step of a replicated head, and a
 // teacher's logits where they are cut at other columns than the student's.
 //
-// A collective that another rank never comes to would run for ever. A thread of the group's looks at the communicators and at the
-// host's every few milliseconds, and aborts all of them when any has failed: what waits then returns, and status() says why.
+// A collective that another rank never joins would run forever. A thread of the group looks at the communicators and at the host's
+// every few milliseconds, and aborts all of them when any has failed. Waiting calls then return, and status() has the reason.
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_GROUP_H_
 #define HEADWATER_KERNELS_CUDA_DEVICE_GROUP_H_
 
@@ -31,9 +31,9 @@
 
 namespace headwater::cuda {
 
-// What the ranks bring to an exchange.
+// The ranks' contributions to an exchange.
 struct Exchanged {
-  int32_t first_failed = -1;                // the first rank that cannot go on; -1: none
+  int32_t first_failed = -1;                // the first rank that cannot continue; -1: none
   std::vector<std::vector<double>> values;  // by rank
 };
 
@@ -51,16 +51,16 @@ class DeviceGroup {
   // Rank 0 has the results.
   bool is_first() const { return rank_ == 0; }
 
-  // Host: every rank says whether it can go on, and a few numbers, as many as the others. An error only if the group is broken.
+  // Host: every rank says whether it can continue, and a few numbers, as many as the others. An error only if the group is broken.
   absl::StatusOr<Exchanged> Exchange(bool can_go_on, absl::Span<const double> values = {});
-  // The same for a decision: `own` if it is an error, kShardNotReady with the first such rank if another has one.
+  // Exchanges a decision: `own` if it is an error, kShardNotReady with the first failed rank if another has one.
   absl::Status Agree(const absl::Status& own);
 
   // Device. Work of `merges` and `bulk` is enqueued where its results are needed; work of `sums` on sum_stream().
   DeviceCommunicator& merges() { return *merges_; }
   DeviceCommunicator& sums() { return *sums_; }
   DeviceCommunicator& bulk() { return *bulk_; }
-  // For what comes back from the other ranks while a product runs.
+  // The stream for results of other ranks that come while a product runs.
   cudaStream_t merge_stream() const { return merge_stream_; }
   cudaStream_t sum_stream() const { return sum_stream_; }
 
@@ -84,7 +84,7 @@ class DeviceGroup {
    private:
     DeviceGroup* const group_;
   };
-  // A micro-batch takes seconds at most, and whoever drives the group gives up earlier.
+  // A micro-batch takes seconds at most, and the group's leader gives up earlier.
   static constexpr int64_t kStuckSeconds = 60;
 
  private:

@@ -46,7 +46,7 @@ class OwnedMemory {
     std::swap(bytes_, other.bytes_);
     return *this;
   }
-  // What freeing says is of no use here: an error of earlier work shows in the next call that is checked.
+  // The result of freeing is useless here: an error of earlier work shows in the next call that is checked.
   ~OwnedMemory() { static_cast<void>(Kind::Free(data_)); }
 
   static absl::StatusOr<OwnedMemory> Allocate(int64_t bytes) {

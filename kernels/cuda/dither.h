@@ -1,9 +1,9 @@
-// Dithering of M, the gradient matrix of rows (row_passes.h): entries below their row's resolution become 0 or the resolution
-// (kernels/core/dither.h), in place, once M is written.
+// Dithering of M, the gradient matrix of rows (row_passes.h), in place, once M is written. Entries below their row's resolution
+// become 0 or the resolution (kernels/core/dither.h).
 //
-// M's own rounding comes before, so that the expected value is the exact mode's M. A cross entropy's rows are finished
+// M is rounded before, so that the expected value is the exact mode's matrix. A cross entropy's rows are finished
 // (LaunchFinishERows(), LaunchFinishRows()) with a scale in which the resolution is a power of two. A divergence's M has factors of
-// its own: there the resolution is rounded to M's type, and the probabilities are taken from that.
+// its own. There the resolution is rounded to M's type, and the probabilities are taken from that.
 #ifndef HEADWATER_KERNELS_CUDA_DITHER_H_
 #define HEADWATER_KERNELS_CUDA_DITHER_H_
 
@@ -49,12 +49,12 @@ struct DivergenceMatrix {
   int64_t row_count = 0;
 };
 
-// Writes rows[i], and does what LaunchDither() does to all shards.
+// Writes rows[i], and dithers all shards as LaunchDither() does.
 cudaError_t LaunchDitherDivergence(const DivergenceMatrix& matrix, const DivergenceResolution& of, const DitherKey* keys,
                                    DitherRow* rows, DitherSums* sums, cudaStream_t stream);
 
-// Appends to `pool` what LaunchDither() would leave that is not 0, and leaves the matrix alone: E in bf16 of a head's only shard.
-// Sums have the same bits.
+// Appends to `pool` the entries that LaunchDither() would leave and that are not 0, and leaves the matrix alone. The matrix is E in
+// bf16 of a head's only shard. Sums have the same bits.
 cudaError_t LaunchListDithered(const ConstMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
                                const DitherKey* keys, const EntryPool& pool, DitherSums* sums, cudaStream_t stream);
 

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const T largest = BlockMax<kThreads>(bound, shared_max[0]);
   result.bound = static_cast<double>(largest);
   result.q_max = static_cast<double>(BlockMax<kThreads>(q_max, shared_max[1]));
-  // Of several columns with the same summand, one whose summand is positive, with the largest q.
+  // Among columns with the same summand, one whose summand is positive, with the largest q.
   const T positive = BlockMax<kThreads>(bound == largest && bound_q > T(0) ? bound_q : T(0), shared_max[2]);
   const T negative = BlockMax<kThreads>(bound == largest && bound_q < T(0) ? -bound_q : T(0), shared_max[3]);
   result.bound_q = static_cast<double>(positive > T(0) ? positive : -negative);

@@ -5,9 +5,9 @@
 namespace headwater::cuda::divergence_row {
 namespace {
 
-// Coefficients of the near columns' polynomials, in powers of d = x / ln2. With y = beta (e^x - 1) and K = log1p(y), which is the
-// generating function of a coin's cumulants: L = K / ln2, and a column's loss is q (beta x e^x - K (1 + y)), of order x^2. beta =
-// 1: q (e^x - 1 - x), L = d. beta = 0: q (x e^x + 1 - e^x), and p - q = q (e^x - 1) is in L's place.
+// Coefficients of the near columns' polynomials, in powers of d = x / ln2. Let y = beta (e^x - 1) and K = log1p(y), the generating
+// function of a coin's cumulants. Then L = K / ln2, and a column's loss is q (beta x e^x - K (1 + y)), of order x^2. For beta = 1
+// it is q (e^x - 1 - x), with L = d. For beta = 0 it is q (x e^x + 1 - e^x), with p - q = q (e^x - 1) in L's place.
 void SetSeries(Form form, double beta, KernelParams* params) {
   constexpr int kOrder = kExcessTerms + 2;
   static_assert(kExcessTerms >= kSlopeTerms);

@@ -1,4 +1,4 @@
-// What the divergence's row kernels of sm_90a are told of a term: its constants, out of the views of both sides' logits.
+// The constants of a term for the divergence's row kernels of sm_90a, out of the views of both sides' logits.
 #ifndef HEADWATER_KERNELS_CUDA_DIVERGENCE_PARAMS_H_
 #define HEADWATER_KERNELS_CUDA_DIVERGENCE_PARAMS_H_
 

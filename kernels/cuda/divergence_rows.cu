@@ -1,42 +1,43 @@
 // The divergence's row pass on Hopper: each product through memory once, losses and M from it.
 //
-// P teacher, Q student, over the common columns, in units of log2: d = log2 p - log2 q, L = log2(m / q), m = beta p + (1 - beta) q.
+// P is the teacher, Q the student, over the common columns. In units of log2, d = log2 p - log2 q, L = log2(m / q), m = beta p +
+// (1 - beta) q.
 //
 //   0 < beta < 1  loss = ln2 sum (beta p (d - L) - (1 - beta) q L), each column's share >= 0;  M = q (mean L - L), mean = sum q L
 //   beta = 1      loss = ln2 sum (-q d + (p - q) / ln2), likewise;                             M = q (mean d - d)
 //   beta = 0      loss = ln2 sum (p d + (q - p) / ln2), likewise;                              M = q - p
 //
-// row_factor has what is left: loss_scale, token weight, logit_scale, soft_weight, 1 - beta, 1 / temperature and ln2.
+// The other factors are in row_factor: loss_scale, token weight, logit_scale, soft_weight, 1 - beta, 1 / temperature and ln2.
 //
 // Phases. 0: a row's exponential sums, from shared memory, against offsets guessed from 16 of its columns. 1: the row's terms,
-// which stay in registers: 32 columns of both sides a thread. 2: M. The order is 1 of row n, the rest of 0 of row n + 1, the
-// beginning of 0 of row n + 2, 2 of row n: each row's two exchanges over the cluster go on under other work. A row's first half
-// goes into registers with phase 2 of the row before it, the second with its own phase 1, and each slot is filled again when it has
-// been read. What a row needs once is the service warps' (device/divergence_service.cuh).
+// which stay in registers: 32 columns of both sides a thread. 2: the gradient's matrix. The order is 1 of row n, the rest of 0 of
+// n + 1, the first part of 0 of n + 2, 2 of n. Each row's two exchanges over the cluster run under other work. A row's first half
+// goes into registers with phase 2 of the row before it, the second with its own phase 1. Each slot is filled again when it has
+// been read. The service warps do the work that a row needs once (device/divergence_service.cuh).
 //
-// Factor. M has all of row_factor but its power of two, so that a row's share of grad_weight is rounded once; or, in a row of which
-// one column has most, so much that its largest entries are nearly exact (device/exact_entries.cuh).
+// Factor. M has all of row_factor except its power of two, so that a row's share of grad_weight is rounded once. In a row of which
+// one column has most, M has so much that its largest entries are nearly exact (device/exact_entries.cuh).
 //
-// In place, or apart. M of row n may be written over the student's products of row n when the second exchange has come; it comes
+// In place, or apart. M of row n may be written over the student's products of row n when the second exchange has come. That comes
 // after every CTA has summed its slice of row n, so all of the row was in shared memory before.
 //
 // Digits. Columns that all have |d| < 1/2 (a nearly distilled student) take polynomials of d, where every term is of second order
-// by itself; logits are subtracted from each other before the log-sum-exps are. Where an eighth of a vector's lanes have no |d| >=
-// 1 the loss takes the polynomial column by column, and M the logarithm. A column with q > 1/2 gets what the others leave: there is
-// at most one, and only in a thread whose exponentials are more than half of the row's. All sums that its entry needs leave it out,
-// so a confident student keeps its digits. L is kept relative to its least value log2(1 - beta), which cancels in M: where the
-// teacher has nothing it is then exactly 0, and a student that disagrees keeps its digits too.
+// by itself. Logits are subtracted from each other before the log-sum-exps are. Where an eighth of a vector's lanes have no |d| >=
+// 1 the loss takes the polynomial column by column, and M the logarithm. A column with q > 1/2 gets the remainder of the others.
+// There is at most one, and only in a thread whose exponentials are more than half of the row's. All sums that its entry needs
+// leave it out, so a confident student keeps its digits. L is kept relative to its least value log2(1 - beta), which cancels in the
+// matrix. Where the teacher has nothing it is then exactly 0, and a student that disagrees keeps its digits too.
 //
 // Not finite. The exponentials' sums come out as NaN, and so do the row's loss and M. No loop's length depends on values.
 //
-// Traffic. 10 bytes a column: N4096 V128256 is 5.25 GB; a copy of as many bytes takes 1.24 ms on an H200, whatever its clock, this
-// pass 1.34, and 1.59 at the clock that is left beside products. On an H100 it is 1.74 and 1.84.
+// Traffic. 10 bytes a column: N4096 V128256 is 5.25 GB. A copy of as many bytes takes 1.24 ms on an H200, whatever its clock. This
+// pass takes 1.34, and 1.59 at the clock that is left beside products. On an H100 it is 1.74 and 1.84.
 //
-// Work. 5 exponentials and logarithms a column (16 a clock) with 0 < beta < 1, not near: 2 in phase 0 and 3 in phase 1, since p is
-// q 2^d, and where q vanishes only the sum of p is missing, which phase 0 has. That is 3/5 of the clocks; 15 clusters of 8 leave 12
-// of 132 multiprocessors idle. Of 65536 registers 20 warps get 96 each; the compute warps take 16 more from the service warps.
-// There is none to spare: one that is spilled into the loop is read back from beyond the small L1 that is left.
-// kernels/lab/README.md, 009, has what was tried.
+// Work. 5 exponentials and logarithms a column (16 a clock) with 0 < beta < 1, not near: 2 in phase 0 and 3 in phase 1. Since p is
+// q 2^d, only the sum of p is missing where q vanishes, and phase 0 has that. That is 3/5 of the clocks; 15 clusters of 8 leave 12
+// of 132 multiprocessors idle. 20 warps get 96 each of the 65536 registers; the compute warps take 16 more from the service warps.
+// There is none to spare: one that is spilled into the loop is read back from beyond the small L1 that is left. The trials are in
+// kernels/lab/README.md, 009.
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -84,7 +85,7 @@ using divergence_row::Terms;
 using divergence_row::Top;
 using sm90::Exp2;
 
-// Of a row's vectors, those whose exponentials are added up while the row before waits for its log-sum-exps.
+// The number of a row's vectors whose exponentials are added up while the row before waits for its log-sum-exps.
 constexpr int kEarlyVectors = 2;
 
 // A thread's, of the 96 that each has at first.
@@ -115,7 +116,7 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
   const int32_t begin = place.begin + warp * kSlotColumns, length = place.length - warp * kSlotColumns;
   const auto part_length = [&](int part) { return length - part * place.part_columns; };
   const auto slot_address = [&](uint32_t slot) { return ring.Slot(slot) + warp * kWarpBytes + 16 * lane; };
-  uint32_t slot = 0, phase = 0;  // of what goes into registers next
+  uint32_t slot = 0, phase = 0;  // of the rows that go into registers next
   uint32_t logs_parity = 0, rows_parity = 0;
   float student[kVectors][4], teacher[kVectors][4];
 
@@ -129,7 +130,7 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
     sm90::BarrierWait(ring.Full(of_slot), of_phase);
     return slot_address(of_slot);
   };
-  // A slice's last part is filled up, so that nobody has to look at columns' numbers again.
+  // A slice's last part is filled up, so that later code need not look at columns' numbers again.
   const auto fill_up = [&](int part, uint32_t address) {
     if (!kTransformed && __builtin_expect(part_length(part) >= kSlotColumns, 1)) return;
     const int32_t first = part * place.part_columns + 4 * static_cast<int32_t>(cluster_row::Lane());
@@ -141,7 +142,7 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
       StoreVector(address + i * kVectorBytes, s);
       StoreVector(address + i * kVectorBytes + kInputBytes, t);
     }
-    sm90::FenceProxyAsync();  // what is stored must not overtake the copy into this slot that comes later
+    sm90::FenceProxyAsync();  // stored data must not be overtaken by the copy into this slot that comes later
   };
   // Phase 0: this thread's exponentials of so many vectors.
   const auto add_exponentials = [&](auto count, uint32_t address, float offset_a, float offset_b, float(&own)[2]) {
@@ -272,8 +273,8 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
       // With the log-sum-exp's rounding, as the columns' q have it: means over q are divided by the sum of just these q.
       float q_rest = own[0] * factors.x, p_rest = own[1] * factors.y;
       if (__builtin_expect(q_rest > 0.5f, 0)) {
-        // The column that has more than half of q can be here. It is taken out of what follows: its share of the loss goes its
-        // own way, near or far, and what it leaves of q is added up without it.
+        // The column that has more than half of q can be here. It is taken out of the following sums. Its share of the loss is
+        // taken apart, near or far, and the rest of q is added up without it.
         float s_top = params.no_column[0], t_top = params.no_column[1], largest = -INFINITY;
         int32_t index_top = -1;
         for_each_logit([&](float s, float t, int index) {
@@ -532,7 +533,7 @@ int ResidentClusters(Form form, bool transformed, bool half, const Layout& layou
                        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
                        cudaOccupancyMaxActiveClusters(&clusters, kernel, &shape.config) == cudaSuccess;
     if (!asked) {
-      // That such a size is refused is an answer; anything else may be another one next time.
+      // A refusal of such a size is an answer; any other error may differ the next time.
       const cudaError_t error = cudaGetLastError();
       if (error != cudaErrorInvalidValue && error != cudaErrorInvalidConfiguration && error != cudaErrorInvalidClusterSize)
         return 0;

@@ -4,8 +4,8 @@
 //           computes. Loops are the same for all threads of a block: columns behind the last, and the top column where it is dealt
 //           with apart, stand as columns of which no exponential is left.
 // Traffic   both sides' products once in each pass; the gradient's pass writes 2 bytes a column.
-// Near, far As in divergence_rows.cu: four columns of each lane that are all near take series, and a warp that has seen two that
-//           were not does not look any more. Sums and gradient see the same columns in the same order, so they decide alike.
+// As in divergence_rows.cu: four columns of each lane that are all near take series. A warp that has seen two that were not does
+//           not look any more. Sums and gradient see the same columns in the same order, so they decide alike.
 // Top       The column with more than half of q is known before the sums: nobody has to look for it, and its own share of the loss
 //           is taken once, in fp64. Sums leave it out, so a confident student keeps its digits.
 // Numerics  fp32 over a thread's columns and over the block, in a fixed order; fp64 over the ranks, in their order.
@@ -134,7 +134,7 @@ __device__ __forceinline__ float OverBlock(float value, float (&shared)[kWarps])
 
 __device__ __forceinline__ bool IsSum(float sum) { return sum > 1e-20f && sum < 1e36f; }
 
-// sum 2^offset with the sum in [1, 2); 0 and what is not finite stay.
+// sum 2^offset with the sum in [1, 2); 0 and values that are not finite stay.
 __device__ __forceinline__ void Normalise(float& offset, float& sum) {
   if (!(sum > 0.0f && sum < INFINITY)) {
     if (sum == 0.0f) offset = kNoOffset;
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, 3) ShardSidesKernel(const __grid_con
   out[row] = result;
 }
 
-// A thread's columns out of products into terms, as RowTerms keeps them: `student` becomes q (kForward: q - p), `teacher` L
+// Turns a thread's columns of products into terms, as RowTerms keeps them. `student` becomes q (kForward: q - p), `teacher` L
 // (kForward: q), both in M's units.
 template <Form kForm, bool kHalf>
 struct ThreadTerms {
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
   if (has_top) {
     result.bound = OverBlock<Largest>(bound, shared[5]);
-    // Of several such columns, one whose summand is positive, with the largest q.
+    // Among several such columns, one whose summand is positive, with the largest q.
     const float own = bound == result.bound ? bound_q : 0.0f;
     const float positive = OverBlock<Largest>(fmaxf(own, 0.0f), shared[6]);
     const float negative = OverBlock<Largest>(fmaxf(-own, 0.0f), shared[7]);

@@ -1,5 +1,5 @@
-// The divergence's row passes where a row's columns lie on several ranks, on Hopper: fp32 products of 16-bit operands, no bias, no
-// softcap, no hard loss. Formulas and digits are those of the pass over a whole row (divergence_rows.cu).
+// The divergence's row passes where a row's columns lie on several ranks, on Hopper. They take fp32 products of 16-bit operands, no
+// bias, no softcap, no hard loss. Formulas and digits are those of the pass over a whole row (divergence_rows.cu).
 //
 //   on each rank, sides: both sides' exponentials are added up, and its most probable column of the student is found
 //   the ranks' sides are collected, and finished alike on each, so that all know the log-sum-exps and the row's top column
@@ -7,8 +7,8 @@
 //   the ranks' sums are collected, and finished alike
 //   on each rank, gradient: M of its columns
 //
-// Every pass reads both products once: 26 bytes a column in all. A pass that keeps what the next one needs would write as much as
-// that one reads again.
+// Every pass reads both products once: 26 bytes a column in all. Keeping data for the next pass would write as many bytes as that
+// pass reads again.
 #ifndef HEADWATER_KERNELS_CUDA_DIVERGENCE_SHARDS_H_
 #define HEADWATER_KERNELS_CUDA_DIVERGENCE_SHARDS_H_
 
@@ -16,7 +16,7 @@
 
 namespace headwater::cuda {
 
-// What a rank has of a row's two sides (0: student, 1: teacher). Sums of 2^x over its columns, x = log2(e) z / T, are sum 2^offset.
+// A rank's part of a row's two sides (0: student, 1: teacher). Sums of 2^x over its columns, x = log2(e) z / T, are sum 2^offset.
 struct ShardSides {
   float offset[2];  // whole; lower than any other where there are no columns
   float sum[2];     // in [1, 2); 0 without columns, NaN if a product is not finite
@@ -26,7 +26,7 @@ struct ShardSides {
   int32_t reserved;
 };
 
-// What a rank's columns add to a row's sums, the row's top column excepted (ShardRow). In the units of divergence_terms.cuh.
+// A rank's contribution to a row's sums, without the row's top column (ShardRow). In the units of divergence_terms.cuh.
 struct ShardSums {
   float loss;     // in units of ln2
   float mean;     // of q L; beta 0: of q - p
@@ -38,7 +38,7 @@ struct ShardSums {
   float reserved;
 };
 
-// What all ranks know of a row.
+// The values of a row that all ranks have.
 struct ShardRow {
   // After the sides (RowOffsets).
   float student_offset, teacher_offset, difference, ratio;

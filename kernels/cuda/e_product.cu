@@ -13,20 +13,19 @@
 namespace headwater::cuda {
 namespace {
 
-// What the softmax needs of a tile of logits, without the logits ever leaving registers.
+// The softmax's exponentials and sums of a tile of logits, which never leave the registers.
 //
 // With u = acc + bias: z = logit_scale * u, or softcap * tanh(logit_scale * u / softcap). Exponentials are taken in base 2 of
 // z log2(e) - c log2(e).
 //
-// Cost      per element one FFMA, one EX2, one FADD and half a conversion; comparisons with the target only in the few 16 x 64
-// blocks
-//           that hold a target or the vocabulary's edge. Two shuffles a row and tile: a row lies in one quad.
-// Numerics  The factor that turns u (or tanh) into base-2 units is rounded to fp32 (relative 2^-25 at most), and the offset is
-// taken
-//           with that rounded factor: so its error is that of z - c, not of z. The offset itself is split into an fp32 number and a
-//           remainder, which the row's sum gets back as a factor; E keeps it, a relative error of up to 2^-24 |c log2 e|. What is
-//           left of an exponential's relative error is 2^-22 of EX2, 2^-24 |z - c| of the fused multiply-add's rounding and
-//           2^-25 |z - c| of the factor's; with a softcap also 2^-22 * softcap, tanh's absolute error.
+// Cost. Per element one FFMA, one EX2, one FADD and half a conversion. Only the few 16 x 64 blocks that hold a target or the
+// vocabulary's edge compare with the target. A row and tile takes two shuffles, because a row lies in one quad.
+//
+// Numerics. The factor that turns u (or tanh) into base-2 units is rounded to fp32 (relative 2^-25 at most). The offset is taken
+// with that rounded factor, so its error is that of z - c, not of z. The offset itself is split into an fp32 number and a
+// remainder, which the row's sum gets back as a factor. E keeps the remainder, a relative error of up to 2^-24 |c log2 e|. The rest
+// of an exponential's relative error is 2^-22 of EX2, 2^-24 |z - c| of the fused multiply-add and 2^-25 |z - c| of the factor. With
+// a softcap 2^-22 * softcap is added, tanh's absolute error.
 template <bool kWithBias, bool kWithSoftcap>
 struct EProductEpilogue {
   struct Params {
@@ -274,7 +273,7 @@ cudaError_t FindEncoder(EncodeTensorMap* encode) {
   return cudaSuccess;
 }
 
-// A row-major bf16 matrix in swizzled boxes of 64 columns by `box_rows`. What lies beyond `columns` reads as 0 and is not written.
+// A row-major bf16 matrix in swizzled boxes of 64 columns by `box_rows`. Elements beyond `columns` read as 0 and are not written.
 cudaError_t MakeMap(EncodeTensorMap encode, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows,
                     CUtensorMap* map) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
@@ -368,7 +367,7 @@ int64_t EProductPartialCount(int64_t row_count, int64_t columns) { return Column
 cudaError_t LaunchEProduct(const EProductParams& params, cudaStream_t stream) {
   const ShardWeights& shard = params.shard;
   if (params.hidden.rows == 0 || shard.columns == 0) return cudaSuccess;
-  // What the copy engine and the kernel's 32-bit indices need.
+  // The limit of the copy engine and of the kernel's 32-bit indices.
   constexpr int64_t kLargest = int64_t{1} << 30;
   if (params.hidden.element != Element::kBFloat16 || shard.element != Element::kBFloat16 || !IsMultiple(params.hidden.data, 16) ||
       !IsMultiple(shard.weight, 16) || !IsMultiple(params.exponentials, 16) || !IsMultiple(shard.bias, 4) ||

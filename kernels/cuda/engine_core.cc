@@ -139,7 +139,7 @@ absl::Status EngineCore::SynchronizeAll(std::initializer_list<cudaStream_t> stre
 
 absl::Status EngineCore::Synchronize(const char* what) {
   const DeviceGroup::Wait wait(group_.get());
-  // All of them, whatever the first one says: what they copy belongs to callers.
+  // All of them, whatever the first one says: their copies use callers' memory.
   absl::Status first = SynchronizeAll({upload_stream_, stream_, download_stream_}, what);
   if (group_ != nullptr) first.Update(SynchronizeAll({group_->merge_stream(), group_->sum_stream()}, what));
   work_goes_on_ = false;
@@ -172,7 +172,7 @@ absl::Status EngineCore::AwaitEvent(cudaEvent_t event, const char* what) {
 }
 
 absl::Status EngineCore::Order(cudaStream_t earlier, cudaStream_t later) {
-  // A wait is for what the event was recorded for when the wait was enqueued: one event serves all.
+  // A wait is for the event's record at the time when the wait was enqueued: one event serves all.
   HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(order_event_, earlier), "recording an event"));
   return Check(cudaStreamWaitEvent(later, order_event_, 0), "ordering streams");
 }
@@ -229,7 +229,7 @@ absl::Status EngineCore::TryAct(absl::FunctionRef<absl::Status()> act) {
     work_goes_on_ = true;
     return status;
   }
-  // What this rank has not enqueued the others would wait for.
+  // The others would wait for work that this rank has not enqueued.
   if (!status.ok() && group_ != nullptr) group_->Abort(status);
   const absl::Status finished = Synchronize("work on the device");
   if (status.ok()) status = finished;
@@ -313,7 +313,7 @@ absl::Status EngineCore::ResizeWorkspace(int64_t bytes) {
     return absl::OkStatus();
   };
   const absl::Status status = allocate(bytes);
-  // Others have the device's memory: the heads that are there go on with what they had.
+  // Other programs have the device's memory: existing heads continue with the former workspace.
   if (!status.ok() && before > 0) HEADWATER_RETURN_IF_ERROR(allocate(before));
   return status;
 }

@@ -1,9 +1,9 @@
-// What the heads of a CudaEngine share: the device, its stream, the workspace, the products, and the rule by which work that
-// changes a head is decided once for all its shards.
+// The parts that the heads of a CudaEngine share: the device, its stream, the workspace, the products, and the rule for decided
+// work. By that rule work that changes a head is decided once for all its shards.
 //
-// All shards of an engine stand on one device and run in lockstep on one stream: a phase of every shard, then the merge, then the
-// next phase. The work mutex gives device, workspace and bounce buffer to one call at a time. A rank of a group has one shard, and
-// merges with those of the other ranks (device_group.h).
+// All shards of an engine are on one device and run in lockstep on one stream. A phase of every shard comes first, then the merge,
+// then the next phase. The work mutex gives device, workspace and bounce buffer to one call at a time. A rank of a group has one
+// shard, and merges with those of the other ranks (device_group.h).
 #ifndef HEADWATER_KERNELS_CUDA_ENGINE_CORE_H_
 #define HEADWATER_KERNELS_CUDA_ENGINE_CORE_H_
 
@@ -35,8 +35,8 @@ class RowDigester;
 
 class EngineCore {
  public:
-  // Page-locked memory through which tensors that are not page-locked are copied, and what a call uploads and downloads beside
-  // them.
+  // Page-locked memory through which tensors that are not page-locked are copied, and for the data that a call uploads and
+  // downloads beside them.
   static constexpr int64_t kBounceBytes = int64_t{32} << 20;
 
   // `options` with the defaults filled in that need no device; fills in the others. kFeatureNotBuilt without a usable GPU.
@@ -61,7 +61,7 @@ class EngineCore {
   cudaStream_t stream() const { return stream_; }
   cudaStream_t upload_stream() const { return upload_stream_; }
   cudaStream_t download_stream() const { return download_stream_; }
-  // What `later` is given from now on begins when what `earlier` was given up to now is done.
+  // Later work of `later` begins when the present work of `earlier` is done.
   absl::Status Order(cudaStream_t earlier, cudaStream_t later);
   // Events that the host waits for, each for a purpose.
   cudaEvent_t flag_event() const { return flag_event_; }
@@ -76,10 +76,11 @@ class EngineCore {
   // Waits for the streams, a group's too. Every error that ends here or in Check() is looked at: one that the device does not
   // recover from makes health() bad. kEngineFailed if the group is broken, whose work ends without results then.
   absl::Status Synchronize(const char* what);
-  // The same for an event, and for the streams by which rows come and go, a group's sums of gradients among them.
+  // AwaitEvent() waits for an event. SynchronizeTransfers() waits for the streams by which rows come and go, among them a group's
+  // sums of gradients.
   absl::Status AwaitEvent(cudaEvent_t event, const char* what);
   absl::Status SynchronizeTransfers(const char* what);
-  // `status`; if it is an error, once what its call has enqueued has ended: the next call uses the same memory. For work outside
+  // `status`; if it is an error, once the call's enqueued work has ended: the next call uses the same memory. For work outside
   // RunDecided() and the like, which do so themselves.
   absl::Status EndIfFailed(absl::Status status);
   // kMemoryBudgetExceeded if there is no workspace.
@@ -87,33 +88,33 @@ class EngineCore {
 
   // Work that is decided once for all shards. `prepare` does all that may fail on a shard and changes nothing; if it fails anywhere
   // the call fails as kShardNotReady (metadata: shard). Then `act` runs for all shards, and is waited for; it fails as
-  // kEngineFailed, and what it changes is lost then. In a group `prepare` and `act` are about the shard
-  // that is here, all ranks decide together, and a failure of `act` breaks the group.
+  // kEngineFailed, and its partial changes are lost then. In a group `prepare` and `act` are about the shard that is here, all
+  // ranks decide together, and a failure of `act` breaks the group.
   absl::Status RunDecided(absl::FunctionRef<absl::Status(int32_t rank)> prepare, absl::FunctionRef<absl::Status()> act);
-  // The same with `act` by shard that is here, counted from 0, in order.
+  // RunDecided() with `act` for each local shard, counted from 0, in order.
   absl::Status RunDecidedByShard(absl::FunctionRef<absl::Status(int32_t index)> act);
-  // RunDecided() of what the other ranks of a group take no part in, and are not asked about: replicas' calls. Of an engine that is
-  // alone it is all work.
+  // RunDecided() for work without the other ranks of a group, which are not asked: replicas' calls. A single engine uses it for all
+  // work.
   absl::Status RunAlone(absl::FunctionRef<absl::Status()> act);
-  // RunDecided()'s two halves, for work whose ranks tell each other more than that they are ready: the first on this rank alone.
+  // RunDecided()'s two halves, for work whose ranks exchange more than whether they are ready. The first runs on this rank alone.
   absl::Status Prepare(absl::FunctionRef<absl::Status(int32_t rank)> prepare);
   absl::Status Act(absl::FunctionRef<absl::Status()> act);
-  // Within `act`: what is on stream() then is not waited for when it succeeds. It may only be about the engine's own memory;
+  // Within `act`: the present work on stream() is not waited for when it succeeds. It may only be about the engine's own memory;
   // whatever comes later is behind it on the stream. An error of the device shows then, or in health(). `idle`: a part of the
   // workspace that this work has no use for since results_event().
   void LetWorkGoOn(absl::Span<const std::byte> idle = {}) {
     act_goes_on_ = true;
     next_idle_ = idle;
   }
-  // Within `act`, before it enqueues anything about `memory`, a part of the workspace: `later` writes it from now on, as soon as
-  // what was enqueued before `act` has no use for it.
+  // Within `act`, before it enqueues anything about `memory`, a part of the workspace. From now on `later` writes it, once the work
+  // enqueued before `act` has no use for it.
   absl::Status OrderForWriting(absl::Span<const std::byte> memory, cudaStream_t later);
 
   // --- Any thread ---------------------------------------------------------------------------------------------------------------
   absl::Status health() const;
   // Whether stream() has something to do. With the engine's device current.
   bool is_busy() const { return cudaStreamQuery(stream_) == cudaErrorNotReady; }
-  // What Synchronize() does with an error.
+  // Synchronize()'s treatment of an error.
   absl::Status Check(cudaError_t error, const char* what) const;
   // Makes the engine's device this thread's; a WorkLock has done it. Without it a call would be about the first one, and take
   // memory there.
@@ -125,7 +126,7 @@ class EngineCore {
   bool IsForeign(const void* data) const;
 
   // Admits a head whose own tensors take `own_bytes` and that needs `workspace_bytes` of the shared workspace, cuBLASLt's part
-  // (Products::kWorkspaceBytes) included; makes the workspace larger if need be. kMemoryBudgetExceeded (`plan_text` is part of the
+  // (Products::kWorkspaceBytes) included. Enlarges the workspace if need be. kMemoryBudgetExceeded (`plan_text` is part of the
   // message) if the budget does not have it.
   absl::Status Admit(int64_t own_bytes, int64_t workspace_bytes, const std::string& plan_text);
   // Takes an admission back; the workspace goes with the last head.
@@ -159,9 +160,9 @@ class EngineCore {
   cudaEvent_t sum_event_ = nullptr;
   cudaEvent_t results_event_ = nullptr;
   bool act_goes_on_ = false;
-  absl::Span<const std::byte> idle_;               // while an Act() runs: what the one before has left idle
+  absl::Span<const std::byte> idle_;               // while an Act() runs: the memory that the one before has left idle
   absl::Span<const std::byte> next_idle_;          // for the next one
-  mutable std::atomic<bool> work_goes_on_{false};  // since the last Act(): nobody has waited for it
+  mutable std::atomic<bool> work_goes_on_{false};  // since the last Act(): it has not been waited for
   DeviceMemory zeros_;
   DeviceMemory products_workspace_;
   DeviceMemory workspace_;

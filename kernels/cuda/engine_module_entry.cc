@@ -29,7 +29,7 @@ HEADWATER_MODULE_EXPORT void headwater_cuda_make_group_id(std::string* id, absl:
 
 }  // extern "C"
 
-// What is exported is what is looked for.
+// The exported symbols have the types that the program looks for.
 static_assert(std::is_same_v<decltype(headwater_cuda_module_version), headwater::EngineModuleVersionFunction>);
 static_assert(std::is_same_v<decltype(headwater_cuda_create_engine), headwater::EngineModuleCreateFunction>);
 static_assert(std::is_same_v<decltype(headwater_cuda_make_group_id), headwater::EngineModuleMakeGroupIdFunction>);

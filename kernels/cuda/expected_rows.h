@@ -1,9 +1,9 @@
 // For how long the first of several small calls waits for the others with which it can be computed (CudaEngine).
 //
 // Callers that were computed together have their results at the same time, and come again one after the other. The first one must
-// not take the device alone: its rows would be a chunk of their own, for which the weights are read once more, and those of the
-// others a second one. While the device still has the products of grad_weight before it nothing is lost by waiting, so as many rows
-// are waited for as were there the last time.
+// not take the device alone. Its rows would be a chunk of their own, for which the weights are read once more, and those of the
+// others a second one. While the device is still busy with products of grad_weight, waiting costs nothing. The engine then waits
+// for as many rows as there were the last time.
 #ifndef HEADWATER_KERNELS_CUDA_EXPECTED_ROWS_H_
 #define HEADWATER_KERNELS_CUDA_EXPECTED_ROWS_H_
 
@@ -29,8 +29,8 @@ class ExpectedRows {
 
   // A call with so many rows waits from now on.
   void Come(int64_t rows);
-  // So many calls with so many rows together wait no more: they are expected again, and with them whoever still waits. After a call
-  // that was alone nobody is.
+  // So many calls with so many rows together wait no more; they are expected again, with all that still wait. After a single call,
+  // none are expected.
   void Go(int64_t calls, int64_t rows);
   // Returns when as many rows wait as are expected, or when `is_busy` says that the device is not. For one thread at a time.
   void Await(absl::FunctionRef<bool()> is_busy);

@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(32 * kRowsPerBlock)
 
 // --- Scaled rows -----------------------------------------------------------------------------------------------------------------
 
-// *largest = max |hidden_ij * row_factor_i| over what is finite: bits of non-negative floats compare as they do, and a maximum is
-// the same in any order. *largest is 0 at launch.
+// *largest = max |hidden_ij * row_factor_i| over the finite values. The bits of non-negative floats compare as their values do, and
+// a maximum is the same in any order. *largest is 0 at launch.
 template <class X>
 __global__ void __launch_bounds__(32 * kRowsPerBlock)
     LargestKernel(const Rows<X> hidden, const float* row_factor, int64_t row_count, int64_t width, float* largest) {
@@ -180,7 +180,7 @@ struct FinishedRow {
   Rows<float> product;
   const float* row_factor;
   const float* target_factor;  // null: no target's part
-  const int32_t* targets;      // null likewise
+  const int32_t* targets;      // null: no target's part
   Weights<W> weights;
 
   const float* p;
@@ -298,8 +298,9 @@ __global__ void __launch_bounds__(32 * kRowsPerBlock)
   for (int64_t j = first + Lane(); j < width; j += 32) out[j] += source.ValueAt(j);
 }
 
-// out[map[i], :] = scale * source row i, rounded once. Rows of `out` begin anywhere: those at a multiple of 16 bytes are stored by
-// vectors, the others element by element, neighbouring lanes side by side, which the bus to host memory wants. One warp a row.
+// out[map[i], :] = scale * source row i, rounded once. Rows of `out` begin anywhere. Rows at a multiple of 16 bytes are stored by
+// vectors. The others are stored element by element, neighbouring lanes side by side, as the bus to host memory requires. One warp
+// a row.
 template <class Source, class Out>
 __global__ void __launch_bounds__(32 * kRowsPerBlock)
     WriteRowsKernel(Source source, int64_t row_count, int64_t width, Out* out, int64_t out_stride, const int32_t* map, float scale,
@@ -413,7 +414,7 @@ __global__ void __launch_bounds__(kSmallGroupThreads) SmallGroupsKernel(const Ta
   if (j == 0 && params.grad_bias != nullptr) params.grad_bias[row] += params.factor * static_cast<float>(bias);
 }
 
-// Groups of many members, up to all rows: block (x, y) takes the columns [256 y, 256 y + 256) of the large groups among x, x +
+// Groups of many members, up to all rows. Block (x, y) takes the columns [256 y, 256 y + 256) of the large groups among x, x +
 // gridDim.x, ... Each warp adds up a run of members; the runs are added in order.
 template <class X>
 __global__ void __launch_bounds__(32 * kSlices) LargeGroupsKernel(const TargetRowsParams<X> params) {
@@ -532,7 +533,7 @@ cudaError_t WithStored(Element element, const Function& function) {
   return cudaErrorInvalidValue;
 }
 
-// The same for hidden states, which may be fp64.
+// Calls a function for hidden states, which may be fp64.
 template <class Function>
 cudaError_t WithHidden(Element element, const Function& function) {
   return element == Element::kFloat64 ? function(TypeOf<double>()) : WithStored(element, function);

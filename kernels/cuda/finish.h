@@ -1,4 +1,4 @@
-// What stands round the products of every form: the target's logit, factors applied to rows, the target's share of both gradients.
+// The steps around the products of every form: the target's logit, factors applied to rows, the target's share of both gradients.
 // M, row_factor and target_factor: row_passes.h.
 #ifndef HEADWATER_KERNELS_CUDA_FINISH_H_
 #define HEADWATER_KERNELS_CUDA_FINISH_H_
@@ -7,15 +7,15 @@
 
 namespace headwater::cuda {
 
-// arguments[i] = logit_scale * (hidden_i . w_y + bias_y) for the rows whose target lies in this shard; other rows are left alone
-// (the caller sets them to 0 before the first shard). By an fp32 dot with 8 partial sums a lane (fp64 if hidden is kFloat32)
-// outside the tensor cores, whose accumulation truncates: that bias would be the relative loss error of a confident row.
+// arguments[i] = logit_scale * (`hidden_i . w_y` + bias_y) for the rows whose target lies in this shard. Other rows are left alone
+// (the caller sets them to 0 before the first shard). Computed by an fp32 dot with 8 partial sums a lane (fp64 if hidden is
+// kFloat32) outside the tensor cores, whose accumulation truncates. That bias would be the relative loss error of a confident row.
 cudaError_t LaunchTargetArguments(const ConstMatrix& hidden, const ShardWeights& shard, const int32_t* targets, double logit_scale,
                                   double* arguments, cudaStream_t stream);
 
-// scaled [rows, stride] = hidden_i * row_factor_i * 2^-exponent in `scaled`'s element, with `exponent` chosen for the whole chunk
-// so that nothing overflows fp16 (0 for other elements), and *alpha = 2^exponent: the factor of the grad_weight product, on the
-// device. Padding stays 0.
+// scaled [rows, stride] = hidden_i * row_factor_i * 2^-exponent in `scaled`'s element. `exponent` is chosen for the whole chunk so
+// that nothing overflows fp16 (0 for other elements). The factor of the grad_weight product is *alpha = 2^exponent, on the device.
+// Padding stays 0.
 cudaError_t LaunchScaleRows(const ConstMatrix& hidden, const float* row_factor, const MutableMatrix& scaled, float* alpha,
                             cudaStream_t stream);
 
@@ -37,13 +37,13 @@ struct GradHiddenTarget {
 cudaError_t LaunchFinishGradHidden(const ConstMatrix& product, const float* row_factor, const float* target_factor,
                                    const int32_t* targets, const ShardWeights& shard, const GradHiddenTarget& target,
                                    cudaStream_t stream);
-// The same value where ranks add it up, with nearly all rows left as they are: product_i becomes the rank's share of value_i /
-// LateFactor_i, which is row_factor_i unless that would lose digits, and 1 then. Rows whose target lies in another shard are not
-// touched.
+// Like LaunchFinishGradHidden() for a product that ranks add up, with nearly all rows unchanged. product_i becomes the rank's share
+// of value_i / LateFactor_i; the late factor is row_factor_i, or 1 if row_factor_i would lose digits. Rows whose target lies in
+// another shard are not touched.
 cudaError_t LaunchFinishShare(const MutableMatrix& product, const float* row_factor, const float* target_factor,
                               const int32_t* targets, const ShardWeights& shard, cudaStream_t stream);
 
-// [rows]. Of a sum of such shares both are there, of other sums none.
+// [rows]. Sums of such shares have both, other sums none.
 struct ShareFactors {
   const float* row_factor = nullptr;
   const float* target_factor = nullptr;
@@ -58,9 +58,9 @@ struct TargetGroups {
   const int32_t* starts = nullptr;  // [group_count + 1]
   int32_t group_count = 0;
 };
-// grad_weight[y - vocab_start, :] += factor * sum over the group of target_factor_i * hidden_i, and grad_bias likewise with 1 (if
-// not null). Only groups whose target lies in this shard. One block a vocabulary row: no atomics. grad_weight rows have
-// shard.stride elements.
+// grad_weight[y - vocab_start, :] += factor * sum over the group of target_factor_i * hidden_i. grad_bias (if not null) gets the
+// sum of target_factor_i alone. Only groups whose target lies in this shard. One block a vocabulary row: no atomics. grad_weight
+// rows have shard.stride elements.
 cudaError_t LaunchAddTargetRows(const ConstMatrix& hidden, const float* target_factor, const int32_t* targets,
                                 const TargetGroups& groups, const ShardWeights& shard, float factor, float* grad_weight,
                                 float* grad_bias, cudaStream_t stream);

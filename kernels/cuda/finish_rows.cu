@@ -1,4 +1,4 @@
-// Rows' losses out of their statistics, and what the gradient passes need of a row. One thread a row, all fp64: the shards'
+// Rows' losses out of their statistics, and the gradient passes' coefficients of a row. One thread a row, all fp64: the shards'
 // statistics are merged in order by the lines that the CPU engine runs (kernels/core/row_loss.h).
 #include "kernels/cuda/device/elements.cuh"
 #include "kernels/cuda/device/exact_entries.cuh"
@@ -18,19 +18,19 @@ constexpr int kLargestExponent = 20;  // fp16's scale may be up to 2^100 in eith
 
 unsigned BlocksOf(int64_t row_count) { return static_cast<unsigned>((row_count + kThreads - 1) / kThreads); }
 
-// The gradient factor in two parts: a power of two, exact in every type, that the hidden states are multiplied by, and the rest,
-// which is rounded together with M. So a row's share of grad_weight has one rounding to 16 bits, not two. MakeExact() divides
-// rows of which one column has most in another way.
+// The gradient factor in two parts. A power of two, exact in every type, goes to the hidden states; the rest is rounded together
+// with the matrix. So a row's share of grad_weight has one rounding to 16 bits, not two. MakeExact() divides rows of which one
+// column has most in another way.
 struct FactorParts {
   double scale;      // RowCoefficients::scale
-  float row_factor;  // what is left of the gradient factor: a power of two, but after MakeExact()
+  float row_factor;  // the rest of the gradient factor: a power of two, except after MakeExact()
 };
 
 __device__ FactorParts SplitFactor(double gradient_factor, double bound, Element matrix_element) {
   if (gradient_factor == 0) return {0, 0.0f};
   int exponent = 0;
   double scale = frexp(gradient_factor, &exponent);
-  // The power of two must be a normal number of fp32, with room for the fp16 scale; what is beyond goes into M.
+  // The power of two must be a normal number of fp32, with room for the fp16 scale; the excess goes into M.
   const int kept = exponent < -kLargestExponent ? -kLargestExponent : exponent > kLargestExponent ? kLargestExponent : exponent;
   scale = ldexp(scale, exponent - kept);
   const double fp16_scale = matrix_element == Element::kFloat16 ? row_math::MatrixScale(bound * fabs(scale)) : 1;
@@ -48,17 +48,18 @@ __device__ void MakeExact(double first, double second, double gradient_factor, E
   parts->row_factor = static_cast<float>(gradient_factor / parts->scale);
 }
 
-// Of |e^{z - max} (probability + distance * (max - z))|: x e^-x is at most 1/e.
+// Bound of |e^{z - max} (probability + distance * (max - z))|: x e^-x is at most 1/e.
 __device__ double ExponentialBound(double probability, double distance) { return fabs(probability) + 0.3679 * fabs(distance); }
 
-// Of the hard loss's entries of M before scaling. No class weight is larger than the sum of all, and the smoothing's share of
-// probability_factor has that sum too.
+// Bound of the hard loss's entries of M before scaling. No class weight exceeds the sum of all, and the smoothing's share of
+// probability_factor contains that sum.
 __device__ double HardBound(const RowCoefficients& row, const CrossEntropyTerm& term) {
   return ExponentialBound(row.probability_factor, row.distance_factor) + fabs(row.class_factor) * term.class_weight_bound;
 }
 
-// Scales M so that the row's resolution, the largest power of two <= tau sum_{v != y} e^{z_v - z_y} in units of e^{z_v - z_y}, is a
-// power of two in it too: one, or where M is fp16 what keeps M inside fp16's range. False for a row without a resolution.
+// Scales M so that the row's resolution is a power of two in M too. It is one, or where M is fp16 the power that keeps M inside
+// fp16's range. The resolution is the largest power of two <= tau sum_{v != y} e^{z_v - z_y} in units of e^{z_v - z_y}. False for a
+// row without a resolution.
 __device__ bool SetResolution(const RowStats& merged, const RowLoss& loss, double gradient_factor, const FinishOptions& options,
                               RowCoefficients* row, float* row_factor, DitherRow* dither) {
   const double distance = merged.others.max - merged.target_logit;

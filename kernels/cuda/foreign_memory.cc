@@ -27,7 +27,7 @@ class ForeignEvent final : public DeviceEvent {
   ~ForeignEvent() override {
     core_->MakeCurrent();
     if (event_ != nullptr) static_cast<void>(cudaEventDestroy(event_));
-    // Returns at once; what the stream still waits for keeps it in being.
+    // Returns at once; pending work of the stream keeps it in being.
     if (stream_ != nullptr) static_cast<void>(cudaStreamDestroy(stream_));
     static_cast<void>(cudaGetLastError());
   }
@@ -41,7 +41,7 @@ class ForeignEvent final : public DeviceEvent {
 
   absl::Status Await() const {
     core_->MakeCurrent();
-    // A copy of what the event stands for now: the other process may record it again, for later work, at any time.
+    // A copy of the event's present work: the other process may record it again, for later work, at any time.
     cudaEvent_t now = nullptr;
     HEADWATER_RETURN_IF_ERROR(core_->Check(cudaEventCreateWithFlags(&now, cudaEventDisableTiming), "making an event"));
     absl::Status status = core_->Check(cudaStreamWaitEvent(stream_, event_, 0), "waiting for another process's event");
@@ -75,7 +75,7 @@ class ForeignRegion final : public DeviceRegion {
  public:
   ForeignRegion(std::shared_ptr<EngineCore> core, void* data, int64_t bytes)
       : core_(core), memory_(std::move(core), data, bytes, &cudaIpcCloseMemHandle) {
-    // The handle does not tell which GPU's memory it is; where there is one only, it is that one's.
+    // The handle does not name the GPU of the memory; with a single GPU it is that one.
     int devices = 0;
     if (cudaGetDeviceCount(&devices) != cudaSuccess) static_cast<void>(cudaGetLastError());
     is_noted_ = devices != 1;
@@ -106,7 +106,7 @@ absl::Status CannotOpen(EngineCore& core, cudaError_t error, const char* field, 
       {{"field", field}, {"cudaError", cudaGetErrorName(error)}});
 }
 
-// Bytes from `data` to the end of its allocation; 0 if the driver does not tell.
+// Bytes from `data` to the end of its allocation; 0 if the driver does not say.
 int64_t BytesBehind(const void* data) {
   using AddressRange = int (*)(unsigned long long* base, size_t* bytes, unsigned long long pointer);  // cuMemGetAddressRange_v2
   void* entry = nullptr;

@@ -19,9 +19,9 @@ absl::StatusOr<std::unique_ptr<DeviceRegion>> OpenForeignMemory(std::shared_ptr<
                                                                 int64_t bytes);
 absl::StatusOr<std::unique_ptr<DeviceEvent>> OpenForeignEvent(std::shared_ptr<EngineCore> core, const DeviceHandle& handle);
 
-// Waits on the host, and so before the device is taken, until the work is done that `event` stood for when this was called: if the
-// other process hangs, nobody else waits with it. kInvalidField for an event that is not of this engine; kDeadlineExceeded if the
-// work does not end within half a minute. Null: nothing to wait for.
+// Waits on the host, before the device is taken, until the event's work at the time of this call is done. If the other process
+// hangs, no other caller waits with it. kInvalidField for an event that is not of this engine; kDeadlineExceeded if the work does
+// not end within half a minute. Null: nothing to wait for.
 absl::Status AwaitEvent(const EngineCore& core, const DeviceEvent* event);
 
 }  // namespace headwater::cuda

@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(32 * kGatherWarps)
 }
 
 // A lane's eight sums are eight neighbouring columns. Exchanged between the lanes of a pair they become two groups of four whose
-// stores fill whole sectors: of the pair's sixteen columns an even lane gets 0-3 and 8-11, an odd one 4-7 and 12-15.
+// stores fill whole sectors. An even lane gets columns 0-3 and 8-11 of the pair's sixteen, an odd one 4-7 and 12-15.
 __device__ __forceinline__ void ExchangeInPairs(float (&sums)[8], int32_t lane) {
   const bool odd = lane % 2 != 0;
 #pragma unroll
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(kWeightThreads)
   }
 }
 
-// The pool by whole keys, and what comes out of that by row.
+// The pool by whole keys, and the result of that by row.
 cudaError_t SortByColumn(const EntryList& list, void* space, size_t* bytes, cudaStream_t stream) {
   return cub::DeviceRadixSort::SortPairs(space, *bytes, list.pool.keys, list.column_keys, list.pool.values, list.column_values,
                                          static_cast<int>(list.pool.capacity), 0, KeyBits(list), stream);
@@ -345,7 +345,7 @@ EntryList LayOutEntryList(int64_t rows, int64_t columns, Workspace* workspace) {
   list.chunks = workspace->Take<EntryChunk>(list.max_chunks);
   list.splits = workspace->Take<SplitColumn>(list.max_partials);
   size_t by_row = 0;
-  // Only sizes: what cannot be asked now fails when it is sorted.
+  // Only sizes: an error here comes again when the list is sorted.
   static_cast<void>(SortByColumn(list, nullptr, &list.sort_bytes, nullptr));
   static_cast<void>(SortByRow(list, nullptr, &by_row, nullptr));
   list.sort_bytes = std::max(list.sort_bytes, by_row);

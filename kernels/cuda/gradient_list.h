@@ -1,16 +1,15 @@
 // A dithered gradient matrix of exponentials as the list of its non-zero entries, and both gradients from that list.
 //
 // The pass that dithers E appends entries to a pool (LaunchListDithered(), dither.h) and leaves E alone. An entry is a key, column
-// << row_bits | row, and a value in E's units. Two sorts put the pool's entries in the order of columns and of rows: the order of
-// the appends, which no two runs share, is gone then, and every sum below has one writer and one order.
+// << row_bits | row, and a value in E's units. Two sorts put the pool's entries in the order of columns and of rows. The order of
+// the appends differs between runs, but is gone then, and every sum below has one writer and one order.
 //   M W                     a block a row and 256 of the width: a gather of W's rows
 //   grad_weight += M^T x    a warp a chunk of a column's entries and 256 of the width: a gather of x's rows. A column of more than
 //                           one chunk has their sums in scratch memory, and then the sum of these
-// All work on 256 of the width runs before that on the next ones, so that the part of W or x that is gathered stays in the L2
-// cache.
+// All work on 256 columns of the width precedes that on the next ones. The gathered part of W or x thus stays in the L2 cache.
 //
-// More entries than the pool has room for are counted and not stored. The caller reads the count, and dithers E in place instead:
-// the entries are the same, but sums are those of a product then.
+// More entries than the pool has room for are counted and not stored. The caller reads the count, and dithers E in place instead.
+// The entries are the same, but sums are those of a product then.
 #ifndef HEADWATER_KERNELS_CUDA_GRADIENT_LIST_H_
 #define HEADWATER_KERNELS_CUDA_GRADIENT_LIST_H_
 
@@ -82,11 +81,11 @@ EntryList LayOutEntryList(int64_t rows, int64_t columns, Workspace* workspace);
 
 // Empties the pool.
 cudaError_t LaunchClearEntries(const EntryList& list, cudaStream_t stream);
-// Both orders, and what the sums below need of them.
+// Both orders, and the tables for the sums below.
 cudaError_t LaunchSortEntries(const EntryList& list, cudaStream_t stream);
 // out [rows, shard.stride] = M W, fp32. The shard is bf16.
 cudaError_t LaunchEntriesTimesWeight(const EntryList& list, const ShardWeights& shard, float* out, cudaStream_t stream);
-// Moves what grad_weight needs of the list to `space`, for as long as a contribution is kept: at most MovedEntryBytes().
+// Moves the list's data for grad_weight to `space`, for as long as a contribution is kept: at most MovedEntryBytes().
 cudaError_t LaunchMoveEntries(Workspace* space, EntryList* list, cudaStream_t stream);
 int64_t MovedEntryBytes(const EntryList& list);
 // Bytes of `partials` for rows of `stride` elements.

@@ -11,7 +11,7 @@ namespace {
 // PaddedWidth() of launch_types.h, which needs CUDA's headers.
 int64_t Padded(int64_t elements) { return SaturatingAdd(elements, 7) / 8 * 8; }
 
-// Adds up what a row takes: `count` elements of `bytes`.
+// Adds up the memory of a row: `count` elements of `bytes`.
 class Sum {
  public:
   void Add(int64_t count, int64_t bytes) { total_ = SaturatingAdd(total_, SaturatingMultiply(count, bytes)); }
@@ -49,7 +49,7 @@ ChunkCost CostOf(const HeadSpec& spec, const Split& split, int64_t logit_bytes, 
     row.Add(width, 4);
     row.Add(padded, matrix_bytes + (wide ? 8 : 0));
   }
-  // Statistics of each shard; what is uploaded, reported and kept of a row.
+  // Statistics of each shard, and the uploads, reports and kept values of a row.
   row.Add(split.merged_shards, 192);
   row.Add(1, 288);
 

@@ -1,8 +1,8 @@
-// What a head takes on the device. Arithmetic only: nothing of CUDA is needed to plan.
+// The memory plan of a head on the device. Arithmetic only: nothing of CUDA is needed to plan.
 //
-// A rank of a group plans its own shard; the workspace and the rows of a chunk are what the widest shard of the head needs, so that
-// all ranks have the same. Of a head by rows (Parallelism::kRows) it plans what an engine that is alone does, but for masters and
-// optimizer state, which are its shard's.
+// A rank of a group plans its own shard. The workspace and the rows of a chunk follow from the widest shard of the head, so that
+// all ranks have the same. For a head by rows (Parallelism::kRows) it plans like a single engine, except for masters and optimizer
+// state, which are its shard's.
 //
 // Tensors of a head are its own. The workspace is the engine's, shared by its heads (their work is serialised) and as large as the
 // largest that one of them plans:
@@ -35,8 +35,8 @@ namespace headwater::cuda {
 // Rows at once where memory allows more: the products gain nothing from larger ones.
 inline constexpr int64_t kMaxExponentialRows = 8192;
 inline constexpr int64_t kMaxRows = 4096;
-// The same on a rank of a group: of a part of the columns products do gain from more rows, and a row is small. The ranks meet a few
-// times in a chunk, and the accumulator is read and written once.
+// The limit on a rank of a group. With a part of the columns, products do gain from more rows, and a row is small. The ranks meet a
+// few times in a chunk, and the accumulator is read and written once.
 inline constexpr int64_t kMaxRankExponentialRows = 32768;
 inline constexpr int64_t kMaxRankRows = 8192;
 // Rows of a chunk whose logits are computed slice by slice (term_form.h).
@@ -61,15 +61,15 @@ struct ChunkCost {
   int64_t per_row = 0;
   int64_t Bytes(int64_t rows) const;  // saturates
 };
-// Of a chunk with one term whose logits take `logit_bytes` (2, 4 or 8) each. A teacher is taken to be of the head's own size: the
-// plan of a larger one is larger.
+// The cost of a chunk with one term whose logits take `logit_bytes` (2, 4 or 8) each. A teacher is taken to be of the head's own
+// size: the plan of a larger one is larger.
 ChunkCost CostOfChunk(const HeadSpec& spec, int32_t shard_count, int64_t logit_bytes, bool divergence);
 
-// Of one rank's share of such a chunk, in a group of `world_size`, whose shard has `columns` of the vocabulary.
+// The cost of one rank's share of such a chunk, in a group of `world_size`, whose shard has `columns` of the vocabulary.
 ChunkCost CostOfRankChunk(const HeadSpec& spec, int32_t world_size, int64_t columns, int64_t logit_bytes, bool divergence);
 
-// `options` with all defaults filled in; `spec` valid. Saturates. token_chunk_rows is what a cross entropy with any options has
-// logits of at once; its chunks may have more rows, and so on Hopper may one with few options.
+// `options` with all defaults filled in; `spec` valid. Saturates. token_chunk_rows is the number of rows whose logits a cross
+// entropy with any options has at once. Its chunks may have more rows, and so may those of one with few options on Hopper.
 HeadPlan PlanHeadOnCuda(const HeadSpec& spec, const EngineOptions& options);
 
 }  // namespace headwater::cuda

@@ -1,5 +1,5 @@
-// Page-locked memory for what goes up to the device and comes back beside the tensors: taken piece by piece, given back all at once
-// when the streams have been waited for.
+// Page-locked memory for the data that goes up to the device and comes back beside the tensors. It is taken piece by piece, and
+// given back all at once when the streams have been waited for.
 #ifndef HEADWATER_KERNELS_CUDA_HOST_STAGE_H_
 #define HEADWATER_KERNELS_CUDA_HOST_STAGE_H_
 
@@ -19,7 +19,7 @@ class HostStage {
   T* Take(int64_t count) {
     return space_.Take<T>(count);
   }
-  // What has been taken so far stays taken.
+  // Pieces taken so far stay taken.
   void Keep() { kept_ = space_.used(); }
   void Reset() { space_.Rewind(kept_); }
 

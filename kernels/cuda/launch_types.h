@@ -1,10 +1,10 @@
-// What kernel launches are told: plain types that the host code (C++20) and the .cu files (C++17) share.
+// The arguments of kernel launches: plain types that the host code (C++20) and the .cu files (C++17) share.
 //
 // Every launch function enqueues on `stream`, allocates nothing, synchronises nothing, and returns cudaGetLastError(). Pointers are
 // device memory unless a name says otherwise. Sums have a fixed order: same inputs, same bits.
 //
-// Layout of matrices. Row-major; `stride` counts elements from row to row. Tensors of a head have rows of PaddedWidth(hidden_size)
-// elements, whose padding is 0; hidden states in the workspace likewise. So every row begins at a multiple of 16 bytes.
+// Layout of matrices. Row-major; `stride` counts elements from row to row. Tensors of a head, and hidden states in the workspace,
+// have rows of PaddedWidth(hidden_size) elements, whose padding is 0. So every row begins at a multiple of 16 bytes.
 #ifndef HEADWATER_KERNELS_CUDA_LAUNCH_TYPES_H_
 #define HEADWATER_KERNELS_CUDA_LAUNCH_TYPES_H_
 

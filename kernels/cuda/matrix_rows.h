@@ -16,7 +16,6 @@ inline void* Advance(void* data, Element element, int64_t elements) {
   return static_cast<char*>(data) + elements * BytesOf(element);
 }
 
-// Rows [first, first + count) of a matrix.
 inline ConstMatrix Rows(ConstMatrix matrix, int64_t first, int64_t count) {
   matrix.data = Advance(matrix.data, matrix.element, first * matrix.stride);
   matrix.rows = count;

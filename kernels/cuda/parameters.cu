@@ -191,7 +191,7 @@ struct Addition {
 // --- Kernels
 // ----------------------------------------------------------------------------------------------------------------------
 
-// op.Apply() for all elements, W at a time, what is left over one at a time.
+// op.Apply() for all elements, W at a time, and the remainder one at a time.
 template <int W, class Op>
 __global__ void __launch_bounds__(kThreads) ForEachKernel(const Op op, int64_t count) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads * W;
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kThreads) GradientStatsKernel(const float* gra
     for (int i = 0; i < kBatch; ++i) add(batch[i]);
   }
   for (; group < whole_groups; group += kStride) add(load(group));
-  if (group == whole_groups) {  // exactly one thread comes here with what is left over
+  if (group == whole_groups) {  // exactly one thread comes here with the remainder
     Floats<kWidth> rest = {};
     for (int64_t i = whole_groups * kWidth; i < count; ++i) rest.v[i - whole_groups * kWidth] = gradient[i];
     add(rest);

@@ -1,4 +1,4 @@
-// What is done to a head's parameters and accumulators, element by element, on flat arrays (padding included: it is 0 and stays 0).
+// Operations on a head's parameters and accumulators, element by element, on flat arrays (padding included: it is 0 and stays 0).
 #ifndef HEADWATER_KERNELS_CUDA_PARAMETERS_H_
 #define HEADWATER_KERNELS_CUDA_PARAMETERS_H_
 
@@ -21,9 +21,9 @@ struct ParameterArrays {
   int64_t count = 0;
 };
 
-// One read and one write of each array. The formulas of kernels/cpu/row_kernels_impl.h, of which the compiler fuses what the CPU's
-// instruction set allows; here every rounding is spelled out, so that all GPUs agree bit for bit, aligned arrays (16 bytes;
-// `stored` 8) or not, which are only slower. cudaErrorInvalidValue for a `stored` that is not of 16 bits.
+// One read and one write of each array. The formulas are those of kernels/cpu/row_kernels_impl.h, where the compiler fuses
+// operations as the CPU's instruction set allows. Here every rounding is spelled out, so that all GPUs agree bit for bit. Arrays
+// that are not aligned (16 bytes; `stored` 8) are only slower. cudaErrorInvalidValue for a `stored` that is not of 16 bits.
 cudaError_t LaunchAdamW(const AdamWScalars& scalars, const ParameterArrays& arrays, cudaStream_t stream);
 cudaError_t LaunchSgd(const SgdScalars& scalars, const ParameterArrays& arrays, cudaStream_t stream);
 

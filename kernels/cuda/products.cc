@@ -25,36 +25,37 @@ namespace {
 constexpr int64_t kConstantsBytes = 256;
 constexpr size_t kUsableWorkspaceBytes = static_cast<size_t>(Products::kWorkspaceBytes - kConstantsBytes);
 
-// No algorithm needs more alignment than a vector load or a TMA descriptor does. Telling the library of no more makes the choice
+// No algorithm needs more alignment than a vector load or a TMA descriptor does. Reporting no more to the library makes the choice
 // depend on the shape alone where pointers are aligned as tensors are.
 constexpr int64_t kFullAlignment = 16;
 
-// Plans are kept for this many exact shapes; then all are made anew, from the same algorithms.
+// Plans are kept for this many exact shapes; then all are made again, from the same algorithms.
 constexpr size_t kMaxPlans = 8192;
 
 // Algorithms asked for, and of these, timed.
 constexpr int kAskedAlgorithms = 32;
 constexpr size_t kTimedAlgorithms = 16;
 constexpr size_t kFinalists = 3;
-// A GPU under a power limit runs faster for the first tenth of a second, so a search begins with load, and the finalists take
-// turns.
+// A GPU under a power limit runs faster for the first tenth of a second. A search therefore begins with load, and the finalists
+// take turns.
 constexpr double kWarmUpMs = 100;
 constexpr double kFirstTimingMs = 10;
 constexpr double kFinalTimingMs = 25;
-// Of a product that takes longer than kLongMs: a turn so long that the clock settles at what the power limit leaves to this
+// A product that takes longer than kLongMs gets a turn so long that the clock settles where the power limit leaves it for this
 // algorithm. In short turns all run at the same clock, and one that needs less power does not show it.
 constexpr double kLongMs = 2;
 constexpr double kLongFinalTimingMs = 200;
 constexpr int kFinalRounds = 2;
 
 // Terms of a sum are split over blocks only where the number of terms is a multiple of this. With split sums, cuBLASLt 12 and 13
-// are reported to leave out what is beyond the last whole step of the main loop (github.com/facebookexperimental/triton, pull
-// request 2767); steps are 128 terms at most.
+// are reported to omit the terms beyond the main loop's last whole step (github.com/facebookexperimental/triton, pull request
+// 2767). Steps are 128 terms at most.
 constexpr int64_t kSplitMultiple = 128;
 
 absl::Status BlasStatus(cublasStatus_t status, const char* what) {
   if (status == CUBLAS_STATUS_SUCCESS) return absl::OkStatus();
-  // A CUDA error says more, and is what tells a lost device from a product that cannot be had. It must not show in the next call.
+  // A CUDA error says more, and distinguishes a lost device from a product that is not available. It must not show in the next
+  // call.
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return CudaStatus(error, what);
   return MakeError(ErrorReason::kEngineFailed, absl::StrCat(what, " failed: ", cublasLtGetStatusName(status)));
@@ -126,7 +127,6 @@ int32_t AlignmentOf(const void* data, int64_t stride, Element element) {
   return static_cast<int32_t>(bits & (~bits + 1));
 }
 
-// What a plan is made for.
 struct PlanKey {
   ProductShape shape;
   bool alpha_on_device = false;
@@ -205,7 +205,7 @@ T Capability(const cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoCapAttribu
              : unknown;
 }
 
-// In-place reduction adds to the output in an order that counters keep; the other schemes keep the parts apart and add them up in a
+// In-place reduction adds to the output in an order that counters keep. The other schemes keep the parts apart and add them up in a
 // kernel of their own. By the library's manual ("Results Reproducibility") everything else repeats bit for bit on one stream with a
 // workspace of the caller's.
 uint32_t AllowedReductions(const ProductShape& shape) {
@@ -471,7 +471,7 @@ class LtProducts final : public Products {
       plan->algorithm = *searched;
       return absl::OkStatus();
     }
-    // Proposals are asked for as if alpha were on the host, so that it does not matter where it is, unless none of them can do it.
+    // Proposals are requested as if alpha were on the host, so that its place does not matter, unless none of them supports that.
     PlanKey host_key = key;
     host_key.alpha_on_device = false;
     Plan host_plan;
@@ -514,7 +514,7 @@ class LtProducts final : public Products {
     for (int i = 0; i < repeats && !refused; ++i) {
       refused = Enqueue(plan, algorithm, shape, operands, 1.0, nullptr, stream) != CUBLAS_STATUS_SUCCESS;
     }
-    // What a refusal leaves behind must not show in the next call; an error that stays comes back from the events.
+    // The error that a refusal leaves must not show in the next call; a lasting error comes back from the events.
     if (refused) static_cast<void>(cudaGetLastError());
     float ms = 0;
     HEADWATER_RETURN_IF_ERROR(CudaStatus(watch.Stop(stream, &ms), kWhat));
@@ -567,7 +567,7 @@ class LtProducts final : public Products {
   void* const workspace_;
   float* const constants_;  // 0, 1
   cublasLtHandle_t handle_ = nullptr;
-  std::string machine_;  // what an algorithm depends on beside the shape
+  std::string machine_;  // the machine's properties that an algorithm depends on beside the shape
   AlgorithmCache cache_;
   // By the shape with its bucket's rows: the searched algorithm, or none for a bucket that was run before any search.
   std::unordered_map<ProductShape, std::optional<cublasLtMatmulAlgo_t>, Hash> buckets_;

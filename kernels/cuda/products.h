@@ -22,8 +22,8 @@ enum class ProductKind : int32_t {
   kGradWeight,  // out [v, h] = a [n, v]^T . b [n, h]
 };
 
-// What an algorithm is chosen for. Two products with equal shapes run the same algorithm for the life of the object, as long as
-// their operands begin at multiples of 16 bytes.
+// The properties by which an algorithm is chosen. Products with equal shapes run the same algorithm for the life of the object, as
+// long as their operands begin at multiples of 16 bytes.
 struct ProductShape {
   ProductKind kind = ProductKind::kLogits;
   Element element = Element::kBFloat16;     // of a and b
@@ -46,8 +46,9 @@ class Products {
   // Products of fewer operations (2 * rows * vocab * width) are not worth a search: about 40 us on a Hopper GPU.
   static constexpr double kMinSearchedFlops = 2e10;
 
-  // `workspace` [kWorkspaceBytes], aligned to 256, is the caller's, and nobody else's while the object lives. `cache_path`: file
-  // that keeps searched algorithms, or empty. The file is an aid: if it cannot be read or written, algorithms are searched again.
+  // `workspace` [kWorkspaceBytes], aligned to 256, is the caller's, and has no other user while the object lives. `cache_path`:
+  // file that keeps searched algorithms, or empty. The file is an aid: if it cannot be read or written, algorithms are searched
+  // again.
   static absl::StatusOr<std::unique_ptr<Products>> Create(void* workspace, const std::string& cache_path);
   virtual ~Products() = default;
 
@@ -56,9 +57,10 @@ class Products {
   virtual absl::Status Run(const ProductShape& shape, const void* a, const void* b, void* out, double alpha,
                            const float* alpha_device, cudaStream_t stream) = 0;
 
-  // Times the algorithms for shape.rows on these operands (out is overwritten) and remembers the best for its bucket, here and in
-  // the cache file; one that the file has already is taken untimed. Does nothing if the bucket has one already or has been run
-  // (what runs is never changed), or if the product is too small for it to matter. Blocks; about half a second. kEngineFailed.
+  // Times the algorithms for shape.rows on these operands (out is overwritten). It remembers the best for its bucket, here and in
+  // the cache file; an algorithm that the file has already is taken untimed. Does nothing if the bucket has an algorithm already or
+  // has been run (a running one is never changed). Nor does it search for a product that is too small to matter. Blocks; about half
+  // a second. kEngineFailed.
   virtual absl::Status Search(const ProductShape& shape, const void* a, const void* b, void* out, cudaStream_t stream) = 0;
 };
 

@@ -1,4 +1,4 @@
-// Sums rows up for digests, beside what the engine computes: on the device where rows lie there, else on the caller's thread.
+// Sums rows up for digests, beside the engine's computation: on the device where rows lie there, else on the caller's thread.
 #ifndef HEADWATER_KERNELS_CUDA_ROW_DIGESTER_H_
 #define HEADWATER_KERNELS_CUDA_ROW_DIGESTER_H_
 
@@ -25,7 +25,7 @@ class RowDigester {
   RowDigester(const RowDigester&) = delete;
   RowDigester& operator=(const RowDigester&) = delete;
   ~RowDigester();
-  // Takes what it needs: a stream, some bytes of both memories.
+  // Takes its resources: a stream, some bytes of both memories.
   absl::Status Open();
 
   // Adds rows [first, first + count) of `rows`, which is stream `stream_index` of the digest and lies at `place`.

@@ -1,4 +1,4 @@
-// Statistics of rows of fp32 products with what entropy, log_sum_sq_probs and mean_logits need (PieceStats::rest and its kin).
+// Statistics of rows of fp32 products for entropy, log_sum_sq_probs and mean_logits (PieceStats::rest and its kin).
 //
 // Mapping   as row_statistics.cu: one block a row, or four rows beside which a bias or class weights are read. Of four
 //           rows a thread has its fp64 sums in shared memory.
@@ -29,12 +29,13 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int32_t kStep = kThreads * kVector<float>;
 constexpr int32_t kNoColumn = INT32_MAX;
-// In the place of columns that do not count, and of logits that are lower: finite, so that nothing that is made of it is NaN, and
-// e^ of it is 0.
+// The value for columns that do not count, and for lower logits. It is finite, so that nothing computed from it is NaN, and e^ of
+// it is 0.
 constexpr float kNothing = -2e38f;
 // Sums move to another base only where a logit exceeds it by more, so that they rarely do.
 constexpr float kBaseSlack = 4.0f;
-// Of a logit. Of what its float rounds to: only differences within a thread are off by that, and not those between threads.
+// Logit units per base-2 exponent. It is the inverse of log2 e as rounded to float: only differences within a thread are off by
+// that, and not those between threads.
 constexpr double kPerExponent = 1 / static_cast<double>(row_math::kLog2E);
 
 // Sums over a thread's logits of a row, of which the largest is left out but in `total` and `linear`.
@@ -46,13 +47,13 @@ struct Sums {
   double linear;    // sum of class_weight z
 };
 
-// What a thread has of a row: sums over all but its largest logit, but for `total` and `linear`.
+// A thread's part of a row: sums over all but its largest logit, except `total` and `linear`.
 struct Distribution {
   float top = kNothing;
   float offset = 0;        // sums are relative to 2^offset, exponents are of 2
   float limit = kNothing;  // a higher logit is the next base
   int32_t best = -1;       // the first vector that has `top`
-  // Of the vectors since Flush().
+  // Sums over the vectors since Flush().
   float step_rest = 0, step_weighted = 0, step_squares = 0, step_total = 0, step_linear = 0;
   Sums* sums;
 
@@ -85,7 +86,7 @@ struct DistributionParams {
   RowStats* out;
 };
 
-// What is rare of a row's logits `z` of columns [j, j + 4): columns that do not count, and a higher base.
+// The rare cases of a row's logits `z` of columns [j, j + 4): columns that do not count, and a higher base.
 __device__ __forceinline__ void SeeToRare(float (&z)[4], bool has_weights, const float (&weights)[4], int32_t j, int32_t columns,
                                           int32_t target, float* total, float* linear, Distribution* stats) {
   bool counts[4];
@@ -110,7 +111,7 @@ __device__ __forceinline__ void SeeToRare(float (&z)[4], bool has_weights, const
   }
 }
 
-// Adds the logits `z` of columns [j, j + 4). What is rare stands in one branch of all rows.
+// Adds the logits `z` of columns [j, j + 4). The rare cases are in one branch of all rows.
 template <bool kWantSquares, int kRows>
 __device__ __forceinline__ void AddVectors(float (&z)[kRows][4], bool has_weights, const float (&weights)[4], int32_t j,
                                            int32_t columns, const int32_t (&target)[kRows], Distribution (&stats)[kRows]) {
@@ -137,7 +138,7 @@ __device__ __forceinline__ void AddVectors(float (&z)[kRows][4], bool has_weight
     Distribution& of_row = stats[r];
     const float high[2] = {fmaxf(z[r][0], z[r][1]), fmaxf(z[r][2], z[r][3])};
     const float vector_top = fmaxf(high[0], high[1]);
-    // All but the largest, and what that displaces.
+    // All values except the largest, and the smaller one of that and the row's former largest.
     const float values[4] = {fminf(z[r][0], z[r][1]), fminf(z[r][2], z[r][3]), fminf(high[0], high[1]),
                              fminf(of_row.top, vector_top)};
     if (vector_top > of_row.top) {
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, kHasSides ? 2 : 3) DistributionKerne
   const bool has_bias = kHasSides && view.bias.data != nullptr, has_weights = kHasSides && params.class_weights.data != nullptr;
   int32_t target[kRows];  // matches no column if the row has none or it lies elsewhere
   Distribution stats[kRows];
-  // Of four rows they would not fit into registers.
+  // The sums of four rows would not fit into registers.
   Sums own_sums[1];
   __shared__ Sums thread_sums[kRows > 1 ? kRows * kThreads : 1];
 #pragma unroll

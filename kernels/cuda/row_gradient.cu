@@ -27,7 +27,7 @@ using row_block::SideArray;
 using row_block::ToLogits;
 using row_math::DivergenceForm;
 
-// What a gradient is written with.
+// The destination of a gradient.
 struct MatrixTarget {
   uint2* data;
   int64_t stride;  // of data
@@ -60,7 +60,7 @@ __device__ __forceinline__ void HardGradient(const HardRow<T>& row, const SideAr
 #pragma unroll
   for (int i = 0; i < kVector<T>; ++i) {
     if constexpr (kWantDistance) {
-      // 0 at the maximum, to the bit: next to it stands what may be far smaller than a rounding error of the logit.
+      // 0 at the maximum, to the bit: the neighbouring term may be far smaller than a rounding error of the logit.
       const T shifted = row_math::ClampExponent(row_block::RoundedDifference(z[i], row.max));
       gradient[i] = row_math::ExpClamped(shifted) * (row.probability_factor - row.distance_factor * shifted);
     } else {
@@ -99,8 +99,8 @@ __device__ __forceinline__ void ClearPadding(int32_t j, int32_t columns, T (&gra
 template <typename T>
 constexpr int kGeneralThreads = sizeof(T) == 4 ? 256 : 512;
 
-// fp64 products, and fp32 ones where the entropy has a share. Any transform and class weights, told apart at run time; kPlain:
-// there is neither but a scale.
+// fp64 products, and fp32 ones where the entropy has a share. Any transform and class weights, distinguished at run time; kPlain:
+// there is neither, only a scale.
 template <typename T, bool kWantDistance, bool kPlain>
 __global__ void __launch_bounds__(kGeneralThreads<T>, sizeof(T) == 4 ? 3 : 2)
     GeneralGradientKernel(const RowView<T> view, const int32_t* targets, const SideArray class_weights, bool want_classes,
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kQuickThreads<kRows>, kHasBias || kClasses == 
       for (int r = 0; r < kRows; ++r) packed[v][r] = row_block::PackMatrix(gradient[v][r], matrix.element);
     }
     // This step's bytes lie under the products of step floor(step / 2), of step 0 itself. With barriers in steps 0, 1, 2, 4, 8, ...
-    // everybody has read those before anybody writes.
+    // all threads have read those before any thread writes.
     if ((step & (step - 1)) == 0) __syncthreads();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(kDivergenceThreads, 2) DivergenceGradientKerne
   const int32_t common = of_row.soft_factor == 0 ? 0 : params.sides.columns;
   const T soft_factor = static_cast<T>(of_row.scale * of_row.soft_factor);
   const T mean = static_cast<T>(of_row.divergence_mean);
-  // The gradients over a row sum to 0: the top column's is what the others leave.
+  // The gradients over a row sum to 0: the top column's is the remainder of the others.
   const T top_gradient = static_cast<T>(-of_row.scale * of_row.soft_factor * of_row.divergence_mean *
                                         (kForm == DivergenceForm::kForward ? 1.0 : exp(of_row.top_log_q)));
 

@@ -1,17 +1,18 @@
 // Row work on logits that lie in memory: the R form (fp32 logits of 16-bit operands) and the wide form (fp64 logits). Any GPU from
 // sm_80 on, any number of shards.
 //
-// A chunk goes through: products -> statistics, one per shard -> FinishRows (merges the shards, one thread a row, in fp64, by
-// kernels/core/row_loss.h) -> for a divergence its sums, one per shard, and FinishDivergence -> the gradient, in place or apart.
+// A chunk goes through products, statistics (one per shard), and FinishRows, which merges the shards, one thread a row, in fp64, by
+// kernels/core/row_loss.h. A divergence then has its sums, one per shard, and FinishDivergence. The gradient comes last, in place
+// or apart.
 //
 // The gradient's matrix M and the two factors that stand beside it, for every form (the E form's too):
 //   grad_hidden_i  = row_factor_i * (M W)_i + target_factor_i * w_{y_i}
 //   grad_weight   += M^T (row_factor . x) + sum_i target_factor_i * e_{y_i} x_i^T        (grad_bias likewise, x = 1)
 // M_{i, y_i} = 0 wherever the row has a target and its loss a cross entropy: the target's share never enters a 16-bit matrix.
-// d(loss)/d(logit argument) of row i is row_factor_i * M_i, with everything in it: loss_scale, token weight, logit_scale.
-// In the forms of this file either row_factor_i is a power of two and the rest of that product is in M_i, or M_i's largest entry is
-// one: a row's share of grad_weight is rounded to 16 bits once, as M or as row_factor . x. Where M is fp16 the power of two also
-// keeps it well inside fp16's range.
+// d(loss)/d(logit argument) of row i is row_factor_i * M_i, with everything in it: loss_scale, token weight, logit_scale. In the
+// forms of this file row_factor_i is a power of two and M_i has the product's rest, or M_i's largest entry is one. A row's share of
+// grad_weight is then rounded to 16 bits once, as M or as row_factor . x. Where M is fp16 the power of two also keeps it well
+// inside fp16's range.
 #ifndef HEADWATER_KERNELS_CUDA_ROW_PASSES_H_
 #define HEADWATER_KERNELS_CUDA_ROW_PASSES_H_
 
@@ -42,10 +43,10 @@ inline MutableMatrix InPlaceMatrix(const LogitsView& logits, int64_t rows, Eleme
   return {const_cast<void*>(logits.products), rows, logits.columns, stride, element};
 }
 
-// What does not depend on the row.
+// Options that do not depend on the row.
 struct CrossEntropyOptions {
   CrossEntropyTerm term;      // class_weights: device memory [valid_vocab_size], or null
-  bool want_rest = false;     // entropy and its kin: `rest` and what stands beside it in PieceStats
+  bool want_rest = false;     // entropy and its kin: `rest` and the fields beside it in PieceStats
   bool want_squares = false;  // log_sum_sq_probs; want_rest then
   bool want_argmax = false;
   bool want_distance = false;  // the entropy has a share of the gradient; want_rest then
@@ -56,7 +57,7 @@ struct ChunkRows {
   int64_t row_count = 0;
   const int32_t* targets = nullptr;      // [row_count] column of the vocabulary, or -1
   const float* token_weights = nullptr;  // [row_count], or null: all 1
-  // Of the row's entropy and log-sum-exp in the objective: [row_count], or null: all 0.
+  // Factors of the row's entropy and log-sum-exp in the objective: [row_count], or null: all 0.
   const float* entropy_factors = nullptr;
   const float* lse_factors = nullptr;
 };
@@ -64,18 +65,18 @@ struct ChunkRows {
 // One row's results; copied to the host, which adds them up in row order.
 using headwater::RowReport;
 
-// What the gradient pass needs of a row.
+// A row's values for the gradient pass.
 struct RowCoefficients {
   double max = 0;  // of the other columns: the offset of the exponentials
-  // Of the hard loss, with hard_weight: d/dz_v = e^{z_v - max} (probability_factor + distance_factor * (max - z_v)) - class_factor
-  // * class_weight_v. In rows with factors of entropy or log-sum-exp the token weight is in here.
+  // The hard loss's gradient, with hard_weight, and the token weight in rows with factors of entropy or log-sum-exp:
+  //     d/dz_v = e^{z_v - max} (probability_factor + distance_factor * (max - z_v)) - class_factor * class_weight_v
   double probability_factor = 0;
   double distance_factor = 0;
   double class_factor = 0;
   double student_lse = 0;  // tempered, over the common columns
   double teacher_lse = 0;
-  // The student's most probable common column b, whose divergence gradient is what the others' leave: log q_b, and
-  // d_b = log p_b - log q_b. Everything that is averaged over q is taken relative to its value there.
+  // The student's most probable common column b, whose divergence gradient is the remainder of the others': log q_b, and d_b = log
+  // p_b - log q_b. Everything that is averaged over q is taken relative to its value there.
   double top_log_q = 0;
   double top_difference = 0;
   double divergence_mean = 0;  // DivergenceSums::mean of all shards
@@ -92,12 +93,12 @@ struct RowCoefficients {
 cudaError_t LaunchRowStats(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options, RowStats* out,
                            cudaStream_t stream);
 
-// The same with CrossEntropyOptions::want_rest, of fp32 products. `class_weights` of this shard's columns, for `linear`;
+// Row statistics with CrossEntropyOptions::want_rest, of fp32 products. `class_weights` of this shard's columns, for `linear`;
 // `squares` is 0 without `want_squares`.
 cudaError_t LaunchRowDistribution(const LogitsView& logits, const ChunkRows& rows, const float* class_weights, bool want_squares,
                                   RowStats* out, cudaStream_t stream);
 
-// What FinishRows is told beside the statistics.
+// The arguments of FinishRows besides the statistics.
 struct FinishOptions {
   CrossEntropyOptions cross_entropy;
   double hard_weight = 1;  // 0: only outputs (lse, entropy, argmax, target_log_probability) come from the cross entropy
@@ -109,16 +110,16 @@ struct FinishOptions {
   double gradient_resolution = 0;  // 0: exact
 };
 
-// Merges `shard_count` statistics [shard_count, row_count] in order, takes the target's logit from target_arguments [row_count]
-// (the softcap's argument in fp64; see finish.h), and writes reports, coefficients, row_factor and target_factor [row_count]; and
+// Merges `shard_count` statistics [shard_count, row_count] in order. It takes the target's logit from target_arguments [row_count]
+// (the softcap's argument in fp64; see finish.h). It writes reports, coefficients, row_factor and target_factor [row_count], and
 // with a resolution `dither` [row_count], for which M gets a scale of its own.
 cudaError_t LaunchFinishRows(const RowStats* stats, int32_t shard_count, const double* target_arguments, const ChunkRows& rows,
                              const FinishOptions& options, RowReport* reports, RowCoefficients* coefficients, float* row_factor,
                              float* target_factor, DitherRow* dither, cudaStream_t stream);
 
-// Row i of M begins at matrix.data + i * matrix.stride elements, at a multiple of 16 bytes: either where the row's products begin
-// (InPlaceMatrix()), or in memory that holds no products of this launch. matrix.element is half of the products' size;
-// matrix.rows and matrix.columns are not looked at. Columns from `columns` to RoundUp(columns, 8) become 0.
+// Row i of M begins at matrix.data + i * matrix.stride elements, at a multiple of 16 bytes. It lies where the row's products begin
+// (InPlaceMatrix()), or in memory that holds no products of this launch. matrix.element is half of the products' size; matrix.rows
+// and matrix.columns are not looked at. Columns from `columns` to RoundUp(columns, 8) become 0.
 cudaError_t LaunchCrossEntropyGradient(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options,
                                        const RowCoefficients* coefficients, const MutableMatrix& matrix, cudaStream_t stream);
 
@@ -132,15 +133,15 @@ struct DivergenceTerm {
   int64_t common_columns = 0;  // of the whole vocabulary that both have
 };
 
-// Whether the row passes of sm_90a can compute a side of it, its `logit_scale` over its temperature: they tell columns that there
-// are not by finite logits (kNoColumn), which must neither come near real ones nor be infinite when they are multiplied with that.
+// Whether the row passes of sm_90a can compute a side with its `logit_scale` over its temperature. They mark absent columns by
+// finite logits (kNoColumn), which must neither come near real ones nor become infinite when they are multiplied by that ratio.
 inline bool IsOrdinaryScale(double logit_scale, double temperature) {
   const double scale = std::abs(logit_scale) / temperature;
   return scale >= 1e-6 && scale <= 1e6;
 }
 
-// Whether the row passes of sm_90a have the loss's digits. Towards the reverse divergence they subtract more and more of what they
-// have added: at 0.9 the loss is right to 1e-6, at 0.999 to 1e-4.
+// Whether the row passes of sm_90a have the loss's digits. Towards the reverse divergence they subtract more and more of their
+// sums: at 0.9 the loss is right to 1e-6, at 0.999 to 1e-4.
 inline bool HasDigitsInOnePass(double beta) { return beta <= 0.9 || beta >= 1; }
 
 // Tempered statistics of one row and side: max of z / T, sum of e^{z / T - max} over the shard's common columns.
@@ -162,11 +163,12 @@ struct DivergenceSums {
   double bound_q = 0;  // q of the column that has `bound`; negative where the summand is
 };
 
-// Both sides' statistics in one pass over both logits; `student` and `teacher` describe the same shard's columns (the teacher's
+// Both sides' statistics in one pass over both logits. `student` and `teacher` describe the same shard's columns (the teacher's
 // logits are re-cut to the student's shards before), products of one element. out_* [row_count].
 cudaError_t LaunchSoftStats(const LogitsView& student, const LogitsView& teacher, int64_t row_count, const DivergenceTerm& term,
                             SoftStats* out_student, SoftStats* out_teacher, cudaStream_t stream);
-// Merges [shard_count, row_count] of each into coefficients[i].student_lse and teacher_lse; sets what LaunchFinishRows did not.
+// Merges [shard_count, row_count] of each into coefficients[i].student_lse and teacher_lse; sets the fields that LaunchFinishRows
+// did not.
 cudaError_t LaunchFinishSoftStats(const SoftStats* student, const SoftStats* teacher, int32_t shard_count, int64_t row_count,
                                   RowCoefficients* coefficients, cudaStream_t stream);
 cudaError_t LaunchDivergenceSums(const LogitsView& student, const LogitsView& teacher, int64_t row_count,
@@ -186,11 +188,11 @@ cudaError_t LaunchDivergenceGradient(const LogitsView& student, const LogitsView
 
 // --- Divergence on Hopper, one shard, one read -----------------------------------------------------------------------------------
 
-// True if LaunchDivergenceRows() takes this case: sm_90, fp32 products of one shard, a row of both fits a cluster's shared memory,
-// no hard loss, strides multiples of 4 elements.
+// True if LaunchDivergenceRows() takes this case: sm_90, fp32 products of one shard, no hard loss, strides multiples of 4 elements.
+// A row of both sides must fit a cluster's shared memory.
 bool DivergenceRowsFit(const LogitsView& student, const LogitsView& teacher, const DivergenceTerm& term, Element matrix_element);
-// Everything from LaunchSoftStats to LaunchDivergenceGradient in one pass that reads each product once. M in place of
-// the student's products or apart, likewise. `want_gradient` false: reports only.
+// Everything from LaunchSoftStats to LaunchDivergenceGradient in one pass that reads each product once. M is written in place of
+// the student's products or apart. `want_gradient` false: reports only.
 cudaError_t LaunchDivergenceRows(const LogitsView& student, const LogitsView& teacher, const ChunkRows& rows,
                                  const DivergenceTerm& term, double loss_scale, const MutableMatrix& matrix, bool want_gradient,
                                  RowReport* reports, float* row_factor, float* target_factor, cudaStream_t stream);

@@ -20,13 +20,13 @@ struct SliceNeeds {
 };
 
 // Slices of `rows` (>= 1) rows in order, without gaps; one if nothing is needed. All but the last have a multiple of
-// kFirstSliceRows rows, so that cutting adds no tile to a product; none has fewer than that, if there is more than one. The last
-// one has less than twice that if it ends by the gradient's way, and less than twice kSliceRows if rows come in and leave: whoever
-// waits for the answer has it when the last gradient is there, though the device goes on.
+// kFirstSliceRows rows, so that cutting adds no tile to a product. If there are several slices, each has at least that many rows.
+// The last one has less than twice that if the gradient's way ends it, and less than twice kSliceRows if rows come in and leave.
+// The caller has its answer when the last gradient is there, though the device still works.
 std::vector<RowSlice> SliceRows(int64_t rows, const SliceNeeds& needs);
 
-// What must be there before anything runs, and what is left to leave at the end: on one H200 with H = 4096 and V = 128256 it is
-// computed in 3.3 ms, and 8 MiB leave in 1 ms over gRPC. Half of it would fill half of the device.
+// The part that must be there before anything runs, and that is left to leave at the end. On one H200 with H = 4096 and V = 128256
+// it is computed in 3.3 ms, and 8 MiB leave in 1 ms over gRPC. Half of it would fill half of the device.
 inline constexpr int64_t kFirstSliceRows = 1024;
 // From here on the products lose nothing by being cut.
 inline constexpr int64_t kSliceRows = 2048;

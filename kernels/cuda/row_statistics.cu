@@ -1,4 +1,4 @@
-// Statistics of rows of products: what the losses need of a row before its gradient.
+// Statistics of rows of products, from which the losses are computed before the gradient.
 //
 // Mapping   one block a row, or four rows with fp32 products beside which a bias or class weights are read; a thread takes 16 bytes
 //           at a time, several loads in flight, and loads the next while it computes.
@@ -47,7 +47,7 @@ struct StatsTargets {
   SideArray class_weights;  // of this shard's columns; data null: all 1
 };
 
-// What a thread has of a row: sums relative to its running maximum. kWantRest: those of entropy and its kin too; else `sum` alone.
+// A thread's part of a row: sums relative to its running maximum. kWantRest: those of entropy and its kin too; else `sum` alone.
 // The first column that has that maximum is left out of them until another one has it.
 struct RowSums {
   double sum = 0;  // of all columns; with kWantRest of those but the maximum's
@@ -209,7 +209,7 @@ constexpr float kNoExponent = -3e38f;
 // an exponent of that size.
 constexpr float kExponentSlack = 24.0f;
 
-// What a thread has of a row. Exponentials are relative to 2^k.
+// A thread's part of a row. Exponentials are relative to 2^k.
 struct QuickStats {
   float max = kLowest<float>;
   float k = kNoExponent;
@@ -234,7 +234,7 @@ __device__ __forceinline__ void MoveTo(float k, QuickStats* stats) {
   stats->k = k;
 }
 
-// Adds the logits `z` of columns [j, j + 4) of kRows rows; `weights` are their class weights. What is rare stands in one branch.
+// Adds the logits `z` of columns [j, j + 4) of kRows rows; `weights` are their class weights. The rare cases are in one branch.
 template <Classes kClasses, int kRows>
 __device__ __forceinline__ void AddVectors(float (&z)[kRows][4], const float (&weights)[4], int32_t j, int32_t columns,
                                            const int32_t (&target)[kRows], QuickStats (&stats)[kRows]) {
@@ -413,7 +413,7 @@ cudaError_t RunQuickStats(const RowView<float>& view, const StatsTargets& side, 
   return RunQuickStats<kHasBias, kHasCap, Classes::kWeighted>(view, side, row_count, out, stream);
 }
 
-// Of this shard's columns; null: all 1, or not asked for.
+// The weights of this shard's columns; null: all 1, or not asked for.
 const float* LinearWeights(const LogitsView& logits, const CrossEntropyOptions& options) {
   if (options.term.label_smoothing == 0 || options.term.class_weights == nullptr) return nullptr;
   return options.term.class_weights + logits.vocab_start;

@@ -20,11 +20,11 @@ absl::Status CudaStagedContribution::Commit(double factor) {
     const auto add_all = [&] {
       committed_ = true;  // or left half-way: not to be added again
       for (const auto& staged : heads_) HEADWATER_RETURN_IF_ERROR(Add(*staged, alpha));
-      // Nothing is left of the caller's. What gets the slot next is behind this on the stream.
+      // The caller's memory is not used any more. The next user of the slot is behind this on the stream.
       if (is_alone) core_->LetWorkGoOn();
       return absl::OkStatus();
     };
-    // What is kept as rows is added by way of the workspace.
+    // A contribution that is kept as rows is added by way of the workspace.
     const absl::Status ready = core_->CheckWorkspace();
     if (is_alone) HEADWATER_RETURN_IF_ERROR(ready);
     status = is_alone ? core_->RunAlone(add_all) : core_->RunDecided([&ready](int32_t) { return ready; }, add_all);
@@ -37,7 +37,7 @@ absl::Status CudaStagedContribution::Commit(double factor) {
 
 absl::Status CudaStagedContribution::Add(const StagedHead& staged, float factor) {
   const CudaHead& head = *staged.head;
-  // What came earlier is added earlier.
+  // Earlier contributions are added earlier.
   HEADWATER_RETURN_IF_ERROR(core_->deferred().FlushFor(head));
   if (staged.keeps_rows) {
     int64_t largest_columns = 0;

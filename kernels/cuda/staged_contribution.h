@@ -14,8 +14,7 @@
 
 namespace headwater::cuda {
 
-// What a contribution holds for one head until it is decided: in its slot either the chunks' operands, or the sum of their
-// products.
+// An undecided contribution's data for one head: in its slot either the chunks' operands, or the sum of their products.
 struct StagedHead {
   CudaHead* head = nullptr;
   StagingSlot slot;

@@ -10,7 +10,7 @@
 namespace headwater::cuda {
 
 // kEngineFailed with CUDA's name for the error; kMemoryBudgetExceeded for cudaErrorMemoryAllocation. OK for cudaSuccess. `what`:
-// what was tried, as the subject of a sentence ("the copy of the hidden states").
+// the attempted operation, as the subject of a sentence ("the copy of the hidden states").
 absl::Status CudaStatus(cudaError_t error, const char* what);
 
 }  // namespace headwater::cuda

@@ -2,7 +2,7 @@
 // holder of the work lock.
 //
 // Everything passes through the engine's page-locked memory, block by block: while one block is on the bus the host copies the
-// next. Values that change their type, or are added to what is there, lie in the workspace in between.
+// next. Values that change their type, or are added to existing ones, lie in the workspace in between.
 #ifndef HEADWATER_KERNELS_CUDA_TENSOR_COPY_H_
 #define HEADWATER_KERNELS_CUDA_TENSOR_COPY_H_
 
@@ -42,7 +42,7 @@ class TensorCopy {
   // out [count] of `out_element`: the tensor's own type, or fp32.
   absl::Status Read(const TensorPlace& from, int64_t first, int64_t count, Element out_element, void* out);
   // in [count] of `in_element`, rounded to nearest even if the tensor's type is narrower. `follower`, if not null, is a tensor of
-  // the same shape that gets the same values, converted from what was stored.
+  // the same shape that gets the same values, converted from the stored ones.
   absl::Status Write(const void* in, Element in_element, const TensorPlace& to, int64_t first, int64_t count,
                      const TensorPlace* follower);
   // y = fp32(y + fp32(factor * in)), of an fp32 tensor.

@@ -9,7 +9,8 @@
 namespace headwater::cuda {
 namespace {
 
-// Of logits over a temperature: z / T = (softcap / T) * tanh((a / T) / (softcap / T)). No kernel knows of it.
+// The transform of logits over a temperature: z / T = (softcap / T) * tanh((a / T) / (softcap / T)). No kernel sees the
+// temperature.
 Transform TransformOf(const HeadSpec& spec, double inverse_temperature) {
   return {spec.transform.logit_scale * inverse_temperature, spec.transform.softcap.value_or(0) * inverse_temperature};
 }
@@ -37,7 +38,7 @@ bool TakesAllRows(const LossTerm& term) {
   return true;
 }
 
-// Whether a tensor is what a product reads, as it lies.
+// Whether a product can read a tensor as it lies.
 bool IsOperand(const RowsView& view, DataType type) {
   return view.memory == MemorySpace::kDevice && view.data_type == type && PaddedWidth(view.column_count) == view.column_count &&
          reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
@@ -74,7 +75,8 @@ int64_t MostRows(const TermRun& term) {
   return kMaxRows;
 }
 
-// The most rows that fit in place: in steps of what one GPU takes at once, so that no small chunk is left, below that of 128.
+// The most rows that fit in place. They come in steps of one GPU's full load, so that no small chunk is left, and below that in
+// steps of 128.
 int64_t RowsThatFit(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t bytes) {
   int64_t rows = kMaxRankExponentialRows;
   for (const TermRun& term : terms) rows = std::min(rows, MostRows(term));
@@ -202,7 +204,7 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
     largest_partials = std::max(largest_partials, form == Form::kExponentials ? EProductPartialCount(rows, columns) : 0);
     if (term.IsSliced(form)) buffers.matrices.push_back(workspace->TakeBytes(rows * ProductStride(columns) * element_bytes));
   }
-  // The product M W and the scaled hidden states come when the teacher's logits are no longer needed; nor are the student's, where
+  // The product M W and the scaled hidden states come when the teacher's logits are no longer needed. Nor are the student's, where
   // M has a place of its own.
   const int64_t finish_bytes =
       RoundUp(rows * padded * 4, Workspace::kAlignment) + RoundUp(rows * padded * element_bytes, Workspace::kAlignment);

@@ -1,4 +1,4 @@
-// In which form a term is computed, and what memory its rows take in the workspace.
+// The form in which a term is computed, and its rows' memory in the workspace.
 //
 //   kExponentials  bf16 cross entropy on Hopper: own product, exponentials instead of logits; 2 bytes a logit
 //   kRows          16-bit operands of one type: fp32 products and row passes; 4 bytes a logit, 8 with a teacher
@@ -36,8 +36,8 @@ struct TermRun {
   // The products read the caller's own memory: on the device, of the right type and stride, and no row is left out.
   bool hidden_in_place = false;
   bool teacher_in_place = false;
-  // Deterministic mode: memory is laid out as if all tensors came from and went to the host, so that rows are cut alike wherever
-  // they lie.
+  // Deterministic mode: memory is laid out as if all tensors came from and went to the host. Rows are then cut alike wherever they
+  // lie.
   bool as_on_host = false;
   // kRows: rows whose logits exist at once, while M of the whole chunk has a place of its own. 0: M is written over the logits of
   // all rows.
@@ -55,9 +55,9 @@ struct TermRun {
   bool IsSliced(Form form) const { return form == Form::kRows && slice_rows > 0; }
   // Bytes from one entry of a row of M to the row's next, gaps between rows included.
   int64_t MatrixPitch(Form form) const { return form == Form::kExponentials || IsSliced(form) ? 2 : BytesOf(ProductElement(form)); }
-  // Of hidden states and M: the head's 16-bit type, or fp32 in the wide form.
+  // The element of hidden states and M: the head's 16-bit type, or fp32 in the wide form.
   Element MatrixElement() const;
-  // Of the logits' products.
+  // The element of the logits' products.
   Element ProductElement(Form form) const { return form == Form::kWide ? Element::kFloat64 : Element::kFloat32; }
 };
 
@@ -70,10 +70,10 @@ constexpr int64_t ProductStride(int64_t columns) { return RoundUp(columns, 8); }
 
 // The teacher's columns that the engine has logits of: all, or in a group its shard's.
 int64_t TeacherColumns(const TermRun& term);
-// In a group, by rank: what its shard of the teacher has of the columns of both heads, and its shard of the student has not.
+// In a group, by rank: the columns of both heads that its shard of the teacher has, and its shard of the student has not.
 std::vector<SurplusColumns> TeacherSurplus(const TermRun& term);
 
-// What one term needs for `rows` rows of a chunk. All device memory.
+// The memory of one term for `rows` rows of a chunk. All device memory.
 struct TermBuffers {
   // Uploaded: [rows] each.
   int32_t* targets = nullptr;
@@ -116,7 +116,7 @@ struct TermBuffers {
   float* partial_sums = nullptr;
   double* sums = nullptr;  // [merged shards, rows]
   int32_t* overflow = nullptr;
-  RowStats* stats = nullptr;  // [merged shards, rows], as what follows for a divergence
+  RowStats* stats = nullptr;  // [merged shards, rows], like the next for a divergence
   SoftStats* soft_student = nullptr;
   SoftStats* soft_teacher = nullptr;
   DivergenceSums* divergence_sums = nullptr;
@@ -137,7 +137,7 @@ struct TermBuffers {
 // Takes it from `workspace`, in an order that is the same every time.
 TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace);
 
-// What the terms of a chunk share.
+// The memory that the terms of a chunk share.
 struct ChunkBuffers {
   void* raw_hidden = nullptr;  // [rows, width] as it came from the host
   void* out = nullptr;         // [rows, width] of grad_hidden's type, on its way to the host
@@ -151,12 +151,12 @@ ChunkBuffers LayOutChunk(const std::vector<TermRun>& terms, const MicroBatch& mi
 // Bytes of a chunk of `rows` rows, class weights included.
 int64_t ChunkBytes(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t rows);
 // The most rows a chunk may have so that it fits `bytes`, in steps of 128 above 128; 0 if not even one does. Sets the terms'
-// slice_rows: where one chunk cannot take all rows in place, slices are chosen if they make fewer chunks, since every chunk reads
-// and writes the whole accumulator.
+// slice_rows. Where one chunk cannot take all rows in place, slices are chosen if they make fewer chunks. Every chunk reads and
+// writes the whole accumulator.
 int64_t FitChunks(const MicroBatch& micro_batch, int64_t bytes, std::vector<TermRun>* terms);
 // The same without slices.
 int64_t FitChunksInPlace(const MicroBatch& micro_batch, int64_t bytes, std::vector<TermRun>* terms);
-// What FitChunks() chose; 0: no slices.
+// FitChunks()'s choice; 0: no slices.
 int64_t SliceRowsOf(const std::vector<TermRun>& terms);
 
 }  // namespace headwater::cuda

@@ -1,8 +1,8 @@
 // Top-k teachers on products that lie in memory, R and wide form. The mathematics: kernels/core/top_k.h.
 //
-// The columns that a teacher names are taken out of the products, which have a logit of -inf there then, so that the statistics and
-// the gradient pass of a row without target see the other columns alone. M's named columns are written last: M has all of the
-// gradient, and target_factor is 0, as for a divergence. A softcap has no logit of -inf: such heads are refused.
+// The columns that a teacher names are taken out of the products, where they then have a logit of -inf. The statistics and the
+// gradient pass of a row without target see the other columns alone. M's named columns are written last: M has all of the gradient,
+// and target_factor is 0, as for a divergence. A softcap has no logit of -inf: such heads are refused.
 #ifndef HEADWATER_KERNELS_CUDA_TOP_K_ROWS_H_
 #define HEADWATER_KERNELS_CUDA_TOP_K_ROWS_H_
 

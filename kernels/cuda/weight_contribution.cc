@@ -8,7 +8,7 @@
 namespace headwater::cuda {
 namespace {
 
-// Of fewer columns the product takes less time than what would run in between.
+// A product of fewer columns takes less time than the work between its parts.
 constexpr int64_t kLeastColumnsInParts = 2048;
 // Rows of grad_weight, and columns of M, then begin where vector loads may.
 constexpr int64_t kPartGrain = 8;

@@ -22,15 +22,15 @@ struct ListedRows {
   EntryList list;
 };
 
-// M, the factors beside it (row_passes.h) and the rows they belong to. Device memory of somebody else's.
+// M, the factors beside it (row_passes.h) and the rows they belong to. The device memory is the caller's.
 struct WeightContribution {
   std::vector<ConstMatrix> matrices;     // M by shard
   std::vector<ListedRows> lists;         // of all rows, instead of M of the only shard, without a bias; empty: M
   ConstMatrix hidden;                    // [rows, padded]
   ConstMatrix scaled;                    // row_factor . hidden
-  const float* scaled_factor = nullptr;  // what `scaled` is still to be multiplied by; null: 1
+  const float* scaled_factor = nullptr;  // a factor by which `scaled` is still to be multiplied; null: 1
   const float* row_factor = nullptr;     // [rows]
-  bool has_targets = false;              // what follows is used
+  bool has_targets = false;              // the next fields are used
   const float* target_factor = nullptr;
   const int32_t* targets = nullptr;
   TargetGroups groups;
@@ -42,13 +42,13 @@ struct WeightScratch {
 };
 
 // Columns of a shard whose grad_weight is one product: all of them; on a rank of a group half. A product keeps the multiprocessors
-// that it gets until it ends, from other streams whatever their priority. Where the first half ends the rows of grad_hidden are
-// written that the ranks have added up meanwhile, and the micro-batch is answered while the device has the second half to do.
+// that it gets until it ends, from other streams whatever their priority. Where the first half ends, the rows of grad_hidden that
+// the ranks have added up meanwhile are written. The micro-batch is answered while the device still has the second half to do.
 int64_t ColumnsAtOnce(const CudaHead& head, int64_t columns);
 
-// Enqueues target(rank) += factor * contribution for every shard, in two parts: the targets' rows, for which `hidden` is read, and
-// the products, for which it is not. The products come last, except where they overwrite the target, which counts as 0: adding two
-// numbers to 0 gives the same bits in either order, as long as the factor is a power of two.
+// Enqueues target(rank) += factor * contribution for every shard, in two parts. The targets' rows read `hidden`; the products do
+// not. The products come last, except where they overwrite the target, which counts as 0. Adding two numbers to 0 gives the same
+// bits in either order, as long as the factor is a power of two.
 absl::Status AddTargets(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
                         absl::FunctionRef<WeightTarget(int32_t rank)> target);
 absl::Status AddProducts(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,

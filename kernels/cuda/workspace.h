@@ -16,7 +16,7 @@ class Workspace {
   Workspace() = default;
   Workspace(void* base, int64_t bytes) : base_(static_cast<char*>(base)), bytes_(bytes) {}
 
-  // Room for `count` elements; null when only counting, or when the block is used up (fits() tells).
+  // Room for `count` elements; null when only counting, or when the block is used up (see fits()).
   template <typename T>
   T* Take(int64_t count) {
     return static_cast<T*>(TakeBytes(count * static_cast<int64_t>(sizeof(T))));
@@ -30,7 +30,7 @@ class Workspace {
   int64_t used() const { return used_; }
   int64_t free_bytes() const { return bytes_ - used_; }
   bool fits() const { return used_ <= bytes_; }
-  // Gives back what was taken since used() was `mark`.
+  // Gives back the blocks taken since used() was `mark`.
   void Rewind(int64_t mark) { used_ = mark; }
 
  private:

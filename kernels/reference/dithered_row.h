@@ -14,8 +14,9 @@ struct Resolution {
   double tau = 0;
   uint64_t seed = 0;
   int64_t row = 0;                           // in the micro-batch
-  DataType entry_type = DataType::kFloat32;  // what entries are rounded to before, in units of the resolution; fp32: they are not
-  DataType unit_type = DataType::kFloat32;   // what the resolution times all factors is rounded to; fp32: it is not
+  DataType entry_type = DataType::kFloat32;  // type of the rounding before, in units of the resolution; fp32: entries are not
+                                             // rounded
+  DataType unit_type = DataType::kFloat32;   // type to which the resolution times all factors is rounded; fp32: it is not
   double factor = 1;                         // of the row: token weight, loss scale and logit scale
 };
 

@@ -1,7 +1,7 @@
-// What a micro-batch must yield: every sum, per-token output and gradient, in fp64, from the definitions.
+// The reference results of a micro-batch: every sum, per-token output and gradient, in fp64, from the definitions.
 //
-// Shapes and meanings are those of LossTerm and MicroBatch in engine.h. Inputs are the exact values of what an engine is given: for
-// bf16 and fp16 the rounded ones (storage.h). Nothing is checked: inputs must be valid.
+// Shapes and meanings are those of LossTerm and MicroBatch in engine.h. Inputs are the exact values of an engine's inputs: for bf16
+// and fp16 the rounded ones (storage.h). Nothing is checked: inputs must be valid.
 #ifndef HEADWATER_KERNELS_REFERENCE_LOSS_REFERENCE_H_
 #define HEADWATER_KERNELS_REFERENCE_LOSS_REFERENCE_H_
 

@@ -34,7 +34,7 @@ Real KlDivergence(absl::Span<const Real> log_a, absl::Span<const Real> log_b) {
   return sum;
 }
 
-// Of all columns but the first largest one, with d = the largest logit less the column's.
+// Sums over all columns but the first largest one, with d = the largest logit less the column's.
 struct Spread {
   size_t top = 0;
   Real rest = 0;      // sum e^-d

@@ -1,8 +1,8 @@
 // The losses of one row and their derivatives, from the definitions, in 80-bit arithmetic.
 //
-// Everything is a plain loop over the vocabulary. long double's range (up to e^11356) makes the textbook formulas safe for logits
-// up to +-5000 without any shift by a maximum, and its 64-bit mantissa leaves more digits than fp64 has after every cancellation
-// that these formulas contain.
+// Everything is a plain loop over the vocabulary. The range of long double (up to e^11356) makes the textbook formulas safe for
+// logits up to +-5000 without any shift. Its 64-bit mantissa leaves more digits than fp64 has after every cancellation in these
+// formulas.
 #ifndef HEADWATER_KERNELS_REFERENCE_ROW_LOSSES_H_
 #define HEADWATER_KERNELS_REFERENCE_ROW_LOSSES_H_
 
@@ -16,7 +16,7 @@ namespace headwater::reference {
 
 using Real = long double;
 
-// Logits of a row over the valid vocabulary, with what the chain rule needs to get back to x . weight^T + bias.
+// Logits of a row over the valid vocabulary, with the derivatives of the chain rule back to x . weight^T + bias.
 struct RowLogits {
   std::vector<Real> z;           // [valid_vocab_size]
   std::vector<Real> derivative;  // [valid_vocab_size]: dz / d(x . weight^T + bias)
@@ -56,7 +56,7 @@ struct CrossEntropyOptions {
 };
 
 // Options of the Jensen-Shannon divergence. With hard_loss_weight > 0 the hard part is the cross entropy over the student's whole
-// valid vocabulary, also where truncate_to_common restricts the divergence to the columns that both sides have.
+// valid vocabulary. It ignores truncate_to_common, which restricts the divergence to the common columns.
 struct JsdOptions {
   double beta = 0.5;
   double student_temperature = 1;

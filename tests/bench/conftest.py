@@ -1,4 +1,4 @@
-"""What the tests of benchmarks share: each runs the `run` beside it, tiny, on the CPU."""
+"""The common parts of the benchmarks' tests: each runs the `run` beside it, tiny, on the CPU."""
 
 import csv
 import os

@@ -1,6 +1,6 @@
 """Checks objects against the strict API schemas of the two newest Kubernetes versions that kubernetes-validate carries.
 
-Standard input is a JSON list of [where, object]; standard output a JSON object: the versions, errors, and kinds that have no
+Standard input is a JSON list of [where, object]. Standard output is a JSON object: the versions, errors, and kinds that have no
 schema (those of custom resources). PYTHONPATH has kubernetes-validate.
 """
 

@@ -33,7 +33,7 @@ def why_not_rendered() -> str:
 
 @functools.cache
 def render(folder: Path) -> str:
-    """What `kubectl kustomize` makes of the folder; fails with what it says."""
+    """The objects that `kubectl kustomize` makes of the folder; fails with its message."""
     done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, f"{folder.name}: {done.stderr}"
     return done.stdout
@@ -89,7 +89,7 @@ def flags(container: dict[str, Any]) -> dict[str, str]:
 
 
 def seconds(duration: str) -> float:
-    """Of a flag such as 2m or 120s."""
+    """The seconds of a flag such as 2m or 120s."""
     units = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
     return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)(ms|s|m|h)", duration))
 
@@ -124,7 +124,7 @@ def container_violations(container: dict[str, Any]) -> list[str]:
 
 
 def violations(spec: dict[str, Any]) -> list[str]:
-    """What the pod does that a platform's reviewers would refuse; empty if nothing."""
+    """Properties of the pod that a platform's reviewers would refuse; empty if there are none."""
     context = spec.get("securityContext", {})
     wrong = [f"has {name}" for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
     if context.get("runAsNonRoot") is not True or not context.get("runAsUser"):

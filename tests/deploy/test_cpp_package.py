@@ -18,7 +18,7 @@ VERSION = re.search(r"project\(headwater VERSION ([0-9.]+)", (REPOSITORY / "CMak
 
 
 def run(*command: object, **environment: str) -> str:
-    """What the command prints; fails with all of it."""
+    """The output of the command; fails with all of it."""
     done = subprocess.run(
         [str(word) for word in command],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The files of the image: complete, nothing else, the same every time, and told in full by the SBOM."""
+"""The files of the image: complete, nothing else, equal in every build, and listed in full by the SBOM."""
 
 import hashlib
 import json
@@ -190,7 +190,8 @@ def shown(package: str) -> str:
 
 
 class Base:
-    """What deploy/image/compile sees of the image that it compiles in. Nothing is installed or compiled: that is only noted."""
+    """The view that deploy/image/compile has of the image in which it compiles. Nothing is installed or compiled: that is only
+    noted."""
 
     def __init__(self, folder: Path, release: str, lock: dict):
         self.folder = folder
@@ -205,7 +206,7 @@ class Base:
             path.chmod(0o755)
 
     def compile(self, *arguments: str) -> tuple[subprocess.CompletedProcess, list[str]]:
-        """What it says, and what it called."""
+        """Its output, and the commands that it called."""
         (self.folder / "calls").write_text("")
         command = [str(self.folder / "deploy/image/compile"), *arguments]
         environment = {**os.environ, "PATH": f"{self.folder}/tools:{os.environ['PATH']}"}
@@ -221,7 +222,7 @@ def test_nothing_is_compiled_in_a_base_whose_versions_are_not_locked(tmp_path):
     done, calls = base.compile("cpu", "auto", "check")
     assert done.returncode == 1 and calls == ["install-deps"]
     assert "no versions for ubuntu-24.04, only for debian-12" in done.stderr
-    # What it names as remedies are options of the script that the user has called, and work.
+    # The remedies that it names are options of the script that the user has called, and work.
     assert "--lock none" in done.stderr and "--prebuilt BUILD --lock update" in done.stderr
     done, calls = base.compile("cpu", "auto", "none")
     assert (done.returncode, calls) == (0, COMPILED), done.stderr

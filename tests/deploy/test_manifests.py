@@ -32,7 +32,7 @@ CUSTOM = {
     "monitoring.coreos.com/v1/ServiceMonitor",
 }
 CTL = "/usr/local/bin/headwaterctl"
-# What size.py goes by if it is not told otherwise: keep, extra checkpoints, bytes a second, bytes in flight, held and joined.
+# The defaults of size.py: keep, extra checkpoints, bytes a second, bytes in flight, held and joined.
 RULES = (3, 6, 200e6, 4 << 30, 1 << 30, 1 << 30)
 START_TIMEOUT_S = 60
 
@@ -231,7 +231,7 @@ def test_a_service_denies_by_default_and_selects_its_own_pods(folder):
 
 
 def test_trainers_are_told_a_name_that_other_namespaces_know():
-    # Whoever is in the server's own namespace may not call it.
+    # Pods in the server's own namespace may not call it.
     documents = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays/service-tls")
     by_kind = {document["kind"]: document for document in documents}
     stateful_set, service = by_kind["StatefulSet"], by_kind["Service"]
@@ -297,7 +297,7 @@ def test_trainers_get_a_certificate_in_their_own_namespace_and_mount_it():
     assert certificate["spec"]["secretName"] == secrets["headwater-tls"]["secretName"]
     (container,) = spec["containers"]
     assert secrets.keys() == {mount["name"] for mount in container["volumeMounts"] if mount["readOnly"]}
-    # Whoever is not root reads it by its group.
+    # A process that is not root reads it by its group.
     assert spec["securityContext"]["fsGroup"] and {secret["defaultMode"] for secret in secrets.values()} == {0o440}
     # The files that the page passes to the client are there: those that cert-manager makes, and the token.
     folders = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
@@ -322,7 +322,7 @@ def test_prometheus_finds_the_service():
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= {port["name"] for port in service["spec"]["ports"]}
     assert monitor["metadata"]["namespace"] == service["metadata"]["namespace"]
-    # Whoever may label a Service elsewhere must not get scraped, and alarm, in the servers' name.
+    # A user who may label a Service elsewhere must not get scraped, and alarm, in the servers' name.
     assert "namespaceSelector" not in monitor["spec"]
     assert {"PrometheusRule", "ConfigMap"} <= by_kind.keys()
 
@@ -423,7 +423,7 @@ class Place:
 
 
 def make_certificates(folder: Path) -> None:
-    """What cert-manager puts into the secret: ca.crt, tls.crt, tls.key; and ca.key, for others of the same authority."""
+    """The files that cert-manager puts into the secret: ca.crt, tls.crt, tls.key; and ca.key, for others of the same authority."""
     (folder / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
     new = ["openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     for command in (
@@ -435,7 +435,7 @@ def make_certificates(folder: Path) -> None:
 
 
 def make_client_certificate(authority: Path, folder: Path) -> None:
-    """What cert-manager puts into the secret of a client of the server whose secret is in `authority`."""
+    """The files that cert-manager puts into the secret of a client of the server whose secret is in `authority`."""
     shutil.copy(authority / "ca.crt", folder)
     request = "openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=worker -keyout tls.key -out tls.csr"
     sign = f"openssl x509 -req -days 1 -in tls.csr -CA {authority}/ca.crt -CAkey {authority}/ca.key -CAcreateserial -out tls.crt"
@@ -468,7 +468,7 @@ def test_a_server_with_these_flags_answers_these_probes_and_drains(name, tmp_pat
             assert place.ask(f"--server={place.tcp()}", "--connect_timeout=1s", "health").returncode != 0
             certificate = f"--ca_certificate={folder}/tls/ca.crt"
             assert place.ask(f"--server={place.tcp()}", certificate, "--connect_timeout=1s", "health").returncode != 0
-            # A probe has no token, and whoever has none gets no further.
+            # A probe has no token, and gets no further without one.
             assert "UNAUTHENTICATED" in place.ask(f"--server=unix:{folder}/run/headwater.sock", "info").stderr
         assert (folder / "state/checkpoints").is_dir()
     finally:
@@ -488,7 +488,7 @@ def test_a_leaderworkerset_has_the_pods_of_the_statefulsets():
     workers = stateful["headwater-worker"]["replicas"]
     assert spec["size"] == 1 + workers
     assert manifests.flags(manifests.server(stateful["headwater"]["template"]["spec"]))["workers"] == str(workers)
-    # But for the name of the volume's claim, and of the leader.
+    # Except for the name of the volume's claim, and of the leader.
     state = spec["leaderTemplate"]["spec"]["volumes"].pop()
     assert state == {"name": "state", "persistentVolumeClaim": {"claimName": "headwater-state"}}
     assert spec["leaderTemplate"] == stateful["headwater"]["template"]
@@ -614,7 +614,7 @@ def cpu_server(tmp_path: Path, memory_budget_bytes: int):
 
 
 def planned(address: str, *shape: str) -> dict:
-    """What `headwaterctl --json plan` prints."""
+    """The output of `headwaterctl --json plan`."""
     command = [program("headwaterctl"), f"--server={address}", "--connect_timeout=60s", "--json", "plan", *shape]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
@@ -654,7 +654,7 @@ def test_the_statefulset_has_the_figures_that_its_head_needs(tmp_path):
         plan, halves = planned(address, *shape), planned(address, *shape, "--ranks=2")
     size = sizing()
     sizes = size.size([plan], "cpu", *RULES)
-    # What the tests do without a server goes by this plan.
+    # The tests without a server use this plan.
     assert size.size([documented_plan()], "cpu", *RULES) == sizes
     # Each of two ranks has half of the head, and a workspace of its own; what is saved is the same.
     of_two = size.size([halves], "cpu", *RULES)
@@ -680,7 +680,7 @@ def test_the_statefulset_has_the_figures_that_its_head_needs(tmp_path):
 
 
 def documented_plan() -> dict:
-    """What `headwaterctl --json plan` prints of the head of docs/deployment.md, as far as sizes depend on it."""
+    """The output of `headwaterctl --json plan` for the head of docs/deployment.md, as far as sizes depend on it."""
     elements = 128256 * 4096
     # docs/operations.md, "Memory"; with one staging slot.
     taken = {"weight": 2, "grad_weight": 4, "master_weight": 4, "optimizer_state": 8, "staging": 4}
@@ -700,7 +700,7 @@ def test_the_figures_of_the_page_are_those_of_the_rules_and_of_the_manifests():
     claim = stateful_set["spec"]["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"]
     assert manifests.quantity(claim) == sizes["volume_bytes"]
     keep = int(manifests.flags(manifests.server(stateful_set["spec"]["template"]["spec"]))["keep_checkpoints"])
-    # What the page has operators save is a series each, which end with a number, and has room.
+    # The checkpoints that the page saves are a series each, which end with a number, and have room.
     names = re.findall(r"headwaterctl save HEAD ([\w.-]+)", page)
     assert len(names) == len({re.sub(r"\d+$", "", name) for name in names}) == size.FURTHER_SERIES
     assert all(name[-1].isdigit() for name in names)
@@ -725,7 +725,7 @@ def test_checkpoints_beside_the_trainings_have_room_on_the_volume(tmp_path):
     assert refused.returncode == 1 and "--extra_checkpoints must be at least 0" in refused.stderr
 
 
-# What components/sidecar has for rows.
+# The room of components/sidecar for rows.
 SIDECAR = ("--max_in_flight_bytes=1073741824", "--max_held_bytes=268435456", "--max_join_bytes=268435456")
 
 
@@ -772,7 +772,7 @@ def test_a_sidecar_is_sized_by_a_patch_of_its_pod(overlay, tmp_path):
 
 
 def plan_of(ranks: int, weight: int, workspace: int) -> dict:
-    """What `headwaterctl --json plan --ranks` prints of a head with so many bytes, as far as sizes depend on it."""
+    """The output of `headwaterctl --json plan --ranks` for a head with so many bytes, as far as sizes depend on it."""
 
     def items(share: int) -> dict:
         return {"items": [{"purpose": "weight", "bytes": share}, {"purpose": "workspace", "bytes": workspace}]}

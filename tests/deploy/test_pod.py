@@ -1,7 +1,7 @@
 """The pod of tests/deploy/pod: its manifest is the product's, and the stand-in for the kubelet leads it as a kubelet would.
 
-No container runs here, and no time passes: what each container does when is written down, and the event loop's clock jumps to what
-comes next. tests/deploy/pod/run plays the real pod.
+No container runs here, and no time passes. The acts of each container are written down with their times, and the event loop's clock
+jumps to the next one. tests/deploy/pod/run plays the real pod.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ PRODUCT = manifests.ROOT / "deploy/kubernetes/overlays/sidecar-pod"
 PLAYED = manifests.ROOT / "tests/deploy/pod"
 rendered = pytest.mark.skipif(bool(manifests.why_not_rendered()), reason=manifests.why_not_rendered())
 FOREVER_S = 1e9
-# No story takes longer, in the loop's own time: one that does is told for ever.
+# No story takes longer, in the loop's own time: a longer one never ends.
 STORY_S = 1e4
 
 
@@ -201,7 +201,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 @dataclasses.dataclass
 class Run:
-    """What a container does when it is started once; seconds since then."""
+    """The acts of a container in one run; seconds since its start."""
 
     ends_s: float = FOREVER_S
     status: int = 0
@@ -211,7 +211,7 @@ class Run:
 
 
 class Stage:
-    """A pod_life.Runtime whose containers do what is written down for them, and what was told and done, with times."""
+    """A pod_life.Runtime whose containers follow a script, with the events and acts and their times."""
 
     def __init__(self, **runs: list[Run]):
         self._runs = {name: list(each) for name, each in runs.items()}

@@ -1,7 +1,7 @@
 """deploy/quickstart starts and ends its server, whatever the checkout's path and however the one before it ended.
 
-The server is the real one. Building and training are left out: a cmake that only counts stands on the PATH, and the example is
-a few lines that the test writes.
+The server is the real one. Building and training are left out. A cmake that only counts is on the PATH, and the example is a few
+lines that the test writes.
 """
 
 import os
@@ -29,7 +29,7 @@ arguments = parser.parse_args()
 while not (arguments.folder / "go on").exists():
     time.sleep(0.02)
 """
-# Makes the head that the real one makes, and saves it as whoever was told to "talk to it" may.
+# Makes the head that the real one makes, and saves it as the reader of "talk to it" may.
 SAVING = """
 import argparse, headwater, numpy
 parser = argparse.ArgumentParser()
@@ -41,7 +41,7 @@ head.save("mine", overwrite=True)
 
 
 class Checkout:
-    """What quickstart uses of a checkout, at a path with a space in it that is reached through a link."""
+    """The parts of a checkout that quickstart uses, at a path with a space in it that is reached through a link."""
 
     def __init__(self, folder: Path, example: str):
         real = folder / "real checkout"
@@ -89,7 +89,7 @@ class Checkout:
         return process.returncode, text
 
     def start_until_running(self) -> subprocess.Popen:
-        """The example has begun, and goes on until `go_on`."""
+        """The example has begun, and continues until `go_on`."""
         process = self.start()
         wait_until(lambda: (self.output / "running").exists() or process.poll() is not None)
         assert process.poll() is None, process.stdout.read()
@@ -130,7 +130,7 @@ def make_checkout(tmp_path):
         return made[-1]
 
     yield make
-    # What a test that fails leaves behind.
+    # The remains of a test that fails.
     for checkout in made:
         for process in checkout.started:
             if process.poll() is None:
@@ -209,7 +209,7 @@ def test_the_build_shows_its_progress_and_fails_with_its_output(make_checkout, t
     checkout = make_checkout("")
     status, text = checkout.run()
     assert status == 0 and "  [1/2]\n" in text, text
-    assert "docs/guides/torch.md" in text  # what to do next
+    assert "docs/guides/torch.md" in text  # the next step
     log = checkout.output / "build.log"
     assert f"tail -f '{log}'" in text and "[2/2] Linking" in log.read_text()
     (tmp_path / "tools/cmake").write_text("#!/bin/sh\necho '[1/2] broken'\nexit 1\n")

@@ -1,4 +1,4 @@
-"""What the scripts of deploy/ do on machines that are not the one they were written on."""
+"""The scripts of deploy/ on machines other than the one they were written on."""
 
 import os
 import re
@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def in_library(code: str, *arguments: str, **environment: str) -> str:
-    """What shell code prints that has sourced deploy/lib.sh."""
+    """The output of shell code that has sourced deploy/lib.sh."""
     command = ["bash", "-c", f'set -euo pipefail; cd "$0"; . deploy/lib.sh; {code}', str(REPOSITORY), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr
@@ -113,7 +113,7 @@ def install_deps(
     write_program(folder / "tools/apt-get", f'#!/bin/sh\n{{ echo "$@"; env; {apt_get}; }} >>"{folder}/apt-get"\n')
     write_program(folder / "tools/dpkg-query", "#!/bin/sh\nexit 1\n")
     environment = {"PATH": f"{folder}/tools:/usr/bin:/bin", "TMPDIR": str(folder), "HEADWATER_PYTHON": "/bin/true", **environment}
-    # The user nobody, if this is root.
+    # An unprivileged user, if this is root.
     user = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
     return subprocess.run([str(script), *options], capture_output=True, text=True, env=environment, **user)
 
@@ -204,7 +204,7 @@ def test_a_build_of_another_path_is_told(tmp_path):
 
 
 def make_build(folder: Path, *more: str) -> None:
-    """What deploy/bundle takes for a build."""
+    """A folder that deploy/bundle takes for a build."""
     (folder / "python/headwater").mkdir(parents=True)
     (folder / "bin").mkdir()
     for name in ("headwaterd", "headwaterctl"):

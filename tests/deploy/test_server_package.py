@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "server/python/headwater_server"
 
 @pytest.fixture
 def site(tmp_path) -> Path:
-    """A folder with the package, whose headwaterd tells what it is run with."""
+    """A folder with the package, whose headwaterd prints its arguments."""
     shutil.copytree(PACKAGE, tmp_path / "headwater_server", ignore=shutil.ignore_patterns("__pycache__", "bin"))
     program = tmp_path / "headwater_server/bin/headwaterd"
     program.parent.mkdir()

@@ -1,9 +1,9 @@
 """Servers and clients for the tests against real frameworks, which tests/frameworks/run runs in environments of their own.
 
-A file is for the environment `newest` unless it says `ENVIRONMENTS = ("newest", "oldest")`: names of tests/frameworks/*.in, or
-"gpu", what a machine has where HEADWATER_TEST_ENGINE is cuda (tests/gpu --only frameworks), and "jax_gpu" where JAX_PLATFORMS
-names cuda, too. In others it is not even imported; in these what it imports must be there. Tests marked `long` run with --long
-alone, with `long(environments=...)` in those.
+A file is for the environment `newest` unless it says `ENVIRONMENTS = ("newest", "oldest")`. Names are those of
+tests/frameworks/*.in, "gpu" on a machine where HEADWATER_TEST_ENGINE is cuda (tests/gpu --only frameworks), and "jax_gpu" where
+JAX_PLATFORMS also names cuda. In other environments a file is not even imported; in its own, its imports must be there. Tests
+marked `long` run with --long alone, with `long(environments=...)` in those.
 """
 
 import ast

@@ -45,7 +45,7 @@ TOLERANCE = 1e-5
 
 @dataclasses.dataclass
 class Outcome:
-    """What a program comes to: values, and the gradients of its one step or the parameters after its steps."""
+    """The result of a program: values, and the gradients of its one step or the parameters after its steps."""
 
     values: object
     grads: object = None
@@ -467,7 +467,7 @@ def outcome(name: str, client, mesh=None) -> str:
 def main() -> None:
     address, names, *place = sys.argv[1:]
     mesh = mesh_of(*place)
-    # Of its own, so that the heads of several places have the same names.
+    # The tenant is the program's own, so that the heads of several places have the same names.
     with headwater.connect(address, tenant=f"programs-{jax.process_count()}-{jax.device_count()}") as client:
         for name in json.loads(names):
             print(json.dumps([name, outcome(name, client, mesh)]), flush=True)

@@ -164,11 +164,11 @@ class Remote(Side):
         return step(parameters, *batch)
 
     def commits(self) -> int:
-        """What the server has in the open step."""
+        """The server's commits in the open step."""
         return self.client.head(self.head.name).step_state().open.totals.micro_batch_count
 
     def gradients(self):
-        """Of the head's weight (HIDDEN_SIZE, VOCAB_SIZE) and bias, so far."""
+        """The gradients so far of the head's weight (HIDDEN_SIZE, VOCAB_SIZE) and bias."""
         weight, bias = self.client.head(self.head.name).gradient(bias=True)
         return {"w": weight.T, "b": bias}
 

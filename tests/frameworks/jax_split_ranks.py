@@ -42,7 +42,7 @@ def batch_of(step, number):
 
 
 def run_ranks(address, folder, processes, devices):
-    """What each process of the program has printed; `folder` is for Orbax."""
+    """The printed results of each process of the program; `folder` is for Orbax."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         coordinator = f"127.0.0.1:{listening.getsockname()[1]}"
     started = [
@@ -119,7 +119,7 @@ def main(address, folder, coordinator, rank, processes, devices):
         params = jax.tree.map(lambda leaf, grad: leaf - LEARNING_RATE * grad, params, closed.grads)
     seen_events = list(events)
 
-    # The last shard alone is not finite: all processes are told, and close the step.
+    # Only the last shard is not finite: all processes learn it, and close the step.
     inputs, labels, _ = batch_of(0, 1)
     inputs[-1] = np.nan
     _, grads = loss_and_grads(params, on_mesh(inputs, rows), labels)

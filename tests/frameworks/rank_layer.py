@@ -62,7 +62,7 @@ def plain():
 
 
 def sharded(address, rank):
-    """Those of two ranks with one, and the weight that the model saves then."""
+    """The losses of two ranks with one, and the weight that the model saves then."""
     model, losses = Model(), []
     for unit in (model.embeddings, model.layer, [model.norm, model.lm_head], model):
         fully_shard(unit)

@@ -85,7 +85,7 @@ def result(address: str, folder: Path, sharding: str, kind: str) -> dict:
         trainer = make_trainer(folder, model, None if kind.endswith("-stock") else config, **options)
     except headwater.InvalidArgumentError as error:
         return {"refused": str(error)}
-    # "resumed" goes on with the head that was served, "continued" with what one rank has begun.
+    # "resumed" continues with the head that was served, "continued" with the work that one rank has begun.
     begun = {"resumed": folder.with_name(head), "continued": folder}.get(kind)
     trainer.train(resume_from_checkpoint=begun and str(begun / "checkpoint-6"))
     backend = torch.distributed.get_backend(torch.distributed.group.WORLD)

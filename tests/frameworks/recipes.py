@@ -1,4 +1,4 @@
-"""What the command lines of other frameworks take: a folder with a tiny model and its tokenizer, texts, and their run."""
+"""The inputs of other frameworks' command lines: a folder with a tiny model and its tokenizer, texts, and their run."""
 
 import json
 import os
@@ -77,14 +77,14 @@ def run(command: list[str], folder: Path, server: str | None = None, fails: bool
 
 
 def losses(folder: Path) -> list[float]:
-    """Those that a Trainer has logged, of the newest run in a folder."""
+    """The losses that a Trainer has logged, of the newest run in a folder."""
     states = sorted(folder.rglob("trainer_state.json"), key=lambda path: path.stat().st_mtime)
     assert states, f"no trainer_state.json under {folder}"
     return [entry["loss"] for entry in json.loads(states[-1].read_text())["log_history"] if "loss" in entry]
 
 
 def head_weight(folder: Path) -> torch.Tensor:
-    """That of the model that a run has saved."""
+    """The head's weight in the model that a run has saved."""
     import safetensors.torch
 
     return safetensors.torch.load_file(folder / "model.safetensors")["lm_head.weight"]

@@ -12,7 +12,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def load(folder):
     """The model in float32 (tied, 49152 tokens), and its tokenizer."""
     loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
-    # What was loaded calls itself quantised, although its weights are float32.
+    # The loaded model calls itself quantised, although its weights are float32.
     config = copy.deepcopy(loaded.config)
     config.quantization_config = None
     model = AutoModelForCausalLM.from_config(config)

@@ -61,7 +61,7 @@ def close(first, second, tolerance=1e-5):
 
 @pytest.fixture
 def config(client):
-    """Of a head that is this test's."""
+    """The configuration of a head that only this test has."""
     return HeadwaterConfig(client=client, head=f"head-{len(client.heads())}")
 
 

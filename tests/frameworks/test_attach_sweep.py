@@ -101,7 +101,7 @@ def test_attached_models_have_their_own_loss_or_are_refused(client):
             except headwater.InvalidArgumentError as error:
                 outcomes.add(name, f"refused: {error}")
                 continue
-            # What float32 passes, bfloat16 passes too.
+            # A class that passes in float32 also passes in bfloat16.
             try:
                 bf16, _ = attach_as_told(client, "sweep-bf16", model.to(torch.bfloat16), **options)
                 heads.callback(bf16.delete, force=True)

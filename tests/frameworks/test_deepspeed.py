@@ -29,7 +29,7 @@ def stock():
 
 @pytest.fixture(scope="module")
 def folder(server, tmp_path_factory):
-    """What rank 0 of two wrote, by stage and kind."""
+    """The files that rank 0 of two wrote, by stage and kind."""
     folder = tmp_path_factory.mktemp("ranks")
     # One pair of processes for all: to start one takes longer than to train.
     for stages in ("zero1+zero2", "zero3"):

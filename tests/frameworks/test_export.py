@@ -48,7 +48,7 @@ def train(model, head, ids, optimizer=None):
 
 
 def logits_of(model, head, ids):
-    """What was trained: the head applied to what the body makes of the ids."""
+    """The trained logits: the head applied to the body's output for the ids."""
     with torch.no_grad():
         hidden = model.base_model(ids).last_hidden_state
         logits = hidden.float() @ torch.from_numpy(head.weight(dtype="float32")).T

@@ -14,7 +14,7 @@ _spec.loader.exec_module(docs_blocks)
 
 BLOCKS = [block for page in docs_blocks.pages("newest") for block in docs_blocks.blocks_of(page)]
 
-# What the fragments of a page take for granted.
+# The definitions that the fragments of a page rely on.
 CONTEXTS = {
     "trl.md": """
 import threading

@@ -83,7 +83,7 @@ def test_control_flow_calls_once_for_each_execution():
     assert (float(carried), doubled.tolist(), float(chosen), len(calls)) == (7.0, [0.0, 2.0, 4.0], 1.0, 6)
     assert float(program(jnp.float32(1), True)[2]) == 2.0 and len(calls) == 13
     assert jax.vmap(call, in_axes=0)(jnp.arange(4.0)).tolist() == [0.0, 2.0, 4.0, 6.0] and len(calls) == 17
-    jax.block_until_ready(jax.jit(lambda x: (call(x), x)[1])(jnp.float32(1)))  # nobody needs its result
+    jax.block_until_ready(jax.jit(lambda x: (call(x), x)[1])(jnp.float32(1)))  # its result is unused
     jax.effects_barrier()
     assert len(calls) == 18
     jax.block_until_ready(jax.jit(lambda x: (_callbacks.call(count, [NUMBER], {"x": x}, is_pure=True), x)[1])(jnp.float32(1)))

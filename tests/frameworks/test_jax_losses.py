@@ -209,7 +209,7 @@ def test_evaluation_and_a_frozen_head_add_nothing(client, head):
 
 def test_compiled_loss_without_a_gradient_is_told_of_unless_that_is_said(head):
     frozen_body = jax.jit(lambda: loss(head, BODY))
-    jax.grad(lambda scale: scale * frozen_body())(1.0)  # inside of jit nothing tells that a gradient is taken
+    jax.grad(lambda scale: scale * frozen_body())(1.0)  # inside of jit the gradient is not visible
     with pytest.warns(headwater.HeadWarning, match="ran forward alone and added nothing"):
         assert settle(head) == []
 

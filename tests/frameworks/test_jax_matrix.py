@@ -20,7 +20,8 @@ LARGE = pytest.param((4, 2048, 50304, 1024), marks=() if IS_GPU else pytest.mark
 SMALL = pytest.param((1, 4, 32, 16), id="small")
 # Both relative and absolute, of each element.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-3}
-# Of the largest element: the mean's gradients are small. Rounded to bfloat16, one may be off by half of the first.
+# Tolerances relative to the largest element, because the mean's gradients are small. Rounded to bfloat16, one may be off by half of
+# the first.
 OF_LARGEST = {"float32": 1e-5, "bfloat16": 2**-8}
 
 

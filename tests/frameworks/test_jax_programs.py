@@ -37,7 +37,7 @@ REORDERING = (
 
 
 def table() -> dict[str, dict[str, str]]:
-    """What the guide says of each program, by column."""
+    """The guide's words on each program, by column."""
     section = GUIDE.read_text().split("\n## Which programs work?\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")]
     columns = rows[0][1:]
@@ -74,7 +74,7 @@ def run(tmp_path_factory):
 
 
 def two_processes() -> tuple[tuple[object, ...], ...]:
-    """What `mesh_of` is given in each of them."""
+    """The arguments of `mesh_of` in each of them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return tuple((2, rank, f"127.0.0.1:{free.getsockname()[1]}") for rank in range(2))

@@ -31,7 +31,7 @@ docs_blocks = loaded("docs_blocks", ROOT / "tests/e2e/python/docs_blocks.py")
 
 
 def run(*command: object, folder: Path | None = None) -> str:
-    """What a program prints."""
+    """The output of a program."""
     done = subprocess.run([sys.executable, *map(str, command)], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -80,7 +80,7 @@ def test_example_lowers_its_loss(name, server):
 
 
 GUIDE = [block for page in docs_blocks.pages("jax") for block in docs_blocks.blocks_of(page)]
-# What the fragments take for granted.
+# The definitions that the fragments rely on.
 CONTEXT = """
 import functools
 import jax, jax.numpy as jnp, numpy as np

@@ -72,7 +72,7 @@ def test_overflow_on_one_side_skips_the_step_on_both(client, request, kind, fuse
     assert loop.scaler.get_scale() == 512.0
     assert (loop.joint.steps_applied, loop.joint.skipped, loop.remote.head.step) == (1, 1, 2)
 
-    # What follows is what follows in a loop that never had the step.
+    # The following steps equal those of a loop that never had the step.
     other = Loop(client, f"{name}-other", kind=kind, fused=fused)
     other.step(0)
     other.scaler.update(512.0)

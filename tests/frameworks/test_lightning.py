@@ -106,7 +106,7 @@ def package(request):
 
 @pytest.fixture
 def config(client):
-    """Of a head that is this test's."""
+    """The configuration of a head that only this test has."""
     return HeadwaterConfig(client=client, head=f"head-{len(client.heads())}")
 
 

@@ -49,7 +49,7 @@ def precision(trainer, name):
     """The Trainer in bf16 or fp16; it was made with what `arguments_for` says."""
     accelerator = trainer.accelerator
     if name == "fp16" and not ON_GPU:
-        # What accelerate sets for fp16, which it refuses on a CPU.
+        # Settings that accelerate makes for fp16, which it refuses on a CPU.
         state = accelerator.state
         accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu"), True
         before, state._mixed_precision = state._mixed_precision, "fp16"
@@ -67,7 +67,7 @@ def arguments_for(name):
 
 
 class Watch(transformers.TrainerCallback):
-    """What each step did: whether the body and the last layer have moved, and whether its scale overflowed."""
+    """Records each step: whether the body and the last layer have moved, and whether its scale overflowed."""
 
     def __init__(self, trainer):
         self._trainer = trainer

@@ -54,7 +54,7 @@ def test_torchtitan(layer, rows, server):
     stock = CrossEntropyLoss.Config().build()
     expected = with_gradient(stock(layer(hidden), labels, tokens)[0], hidden)
     loss_fn = HeadwaterLoss.Config(server=server.address, head="torchtitan").build(compile_config=None)
-    assert isinstance(loss_fn, ChunkedLossWrapper)  # what the Trainer asks, before it hands over the layer
+    assert isinstance(loss_fn, ChunkedLossWrapper)  # the Trainer's check before it hands over the layer
     loss_fn.set_lm_head(layer)
     loss, metrics = loss_fn(hidden, labels, tokens, positions=torch.arange(8))
     assert metrics == {}

@@ -86,7 +86,7 @@ def test_two_ranks_train_as_one(server, tmp_path):
 
 
 class Decoder(torch.nn.Module):
-    """What of torchtitan's Decoder matters to a loss: its parts' names, and that it can leave out the layer."""
+    """The parts of torchtitan's Decoder that matter to a loss: its parts' names, and that it can leave out the layer."""
 
     _skip_lm_head = False
 
@@ -173,7 +173,7 @@ def test_torchtitan_trains_as_without(server, kind):
     finally:
         ours.loss_fn.detach()
     equal_parameters(stock.model_parts[0], ours.model_parts[0])
-    # The functions are torchtitan's again, and other trainings go on.
+    # The functions are torchtitan's again, and other trainings continue.
     close(stock.losses, Titan(Decoder(kind == "tied"), CrossEntropyLoss.Config()).run(STEPS).losses)
 
 
@@ -191,7 +191,7 @@ def test_torchtitan_resumes_from_its_checkpoint(server, tmp_path):
     again.loss_fn.detach()
     close(stock.losses[4:], again.losses)
     equal_parameters(stock.model_parts[0], again.model_parts[0])
-    # What was saved is whole: without a head it goes on from the trained weight.
+    # The saved state is whole: without a head it continues from the trained weight.
     plain = Titan(Decoder(), CrossEntropyLoss.Config(), tmp_path)
     plain.checkpointer.load(8)
     plain.train_step(iter(batches(9)[16:]))

@@ -199,7 +199,7 @@ def load_metadata(path):
 
 
 def vllm_file(path, model, ids, layers):
-    """What ExampleHiddenStatesConnector writes of a request."""
+    """The file that ExampleHiddenStatesConnector writes for a request."""
     states = []
     hooks = [layer.register_forward_hook(lambda _, __, output: states.append(output)) for layer in model.model.layers]
     with torch.no_grad():

@@ -323,7 +323,7 @@ def test_saved_model_is_the_trained_one(config, tmp_path):
 
 
 class Hub(transformers.TrainerCallback):
-    """What stands in for the Hub: `pushed` has the layer's weight in each folder that was uploaded, by its commit's message.
+    """A stand-in for the Hub: `pushed` has the layer's weight in each folder that was uploaded, by its commit's message.
 
     An upload that runs beside the training reads its folder when the next step has ended.
     """

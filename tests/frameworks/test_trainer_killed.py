@@ -1,4 +1,4 @@
-"""A Trainer or its server is killed in mid-step, and the run goes on: the curve is that of a run that was left alone."""
+"""A Trainer or its server is killed in mid-step, and the run continues with the curve of an undisturbed run."""
 
 import subprocess
 import sys

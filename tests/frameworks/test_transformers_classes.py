@@ -12,11 +12,11 @@ from headwater.transformers import HeadwaterConfig, attach_remote_head, detach_r
 
 ENVIRONMENTS = ("newest", "oldest")
 
-# Of the 185 classes that transformers 5.24 has, and of the 129 that 4.56 has, more of which compute a loss of their own.
+# The least number of equal classes, out of 185 of transformers 5.24 and 129 of 4.56, more of which compute a loss of their own.
 AT_LEAST_EQUAL = 145 if int(transformers.__version__.partition(".")[0]) >= 5 else 85
 LOSS_TOLERANCE = 1e-5  # relative
 GRADIENT_TOLERANCE = 1e-4  # relative to the largest element of the parameter's gradient
-# Gradients that are 0 but for rounding, of routers whose weights add up to 1, are below it; relative to the model's largest.
+# An upper bound of gradients that are 0 up to rounding, of routers whose weights add up to 1, relative to the model's largest.
 ROUNDING = 1e-5
 
 

@@ -92,7 +92,7 @@ def test_a_teacher_in_another_process_joins_what_it_computes(remote_client, serv
 
 
 def completions(trainer, seed=5):
-    """What `_compute_loss` gets, with an ignored token and a whole row of padding."""
+    """The inputs of `_compute_loss`, with an ignored token and a whole row of padding."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, TOKENS, (4, 9), generator=generator)
     mask = torch.ones(4, 5, dtype=torch.long)

@@ -83,7 +83,7 @@ def served(client, model, name, **options):
 
 
 def gradients(model, layer):
-    """Of every parameter but the output layer's."""
+    """The gradients of every parameter except the output layer's."""
     own = {id(parameter) for parameter in layer.parameters()}
     return {name: parameter.grad for name, parameter in model.named_parameters() if id(parameter) not in own}
 

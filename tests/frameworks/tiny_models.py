@@ -90,7 +90,7 @@ NEEDED = {
     "deepstack_layer_map": [[0, 0]],
 }
 
-# What is done to logits, by the field that says it: as checkpoints have it, where the default does nothing.
+# The transforms of logits by config field, as checkpoints have it, where the default does nothing.
 LOGITS = {
     "final_logit_softcapping": 30.0,
     "logits_scaling": 8.0,
@@ -100,7 +100,7 @@ LOGITS = {
     "softcap": 30.0,
 }
 
-# What the rules above do not get right, by model_type.
+# Exceptions to the rules above, by model_type.
 OVERRIDES: dict[str, dict] = {
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "bamba": {"attn_layer_indices": [1]},

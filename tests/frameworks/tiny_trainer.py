@@ -65,7 +65,7 @@ def arguments(folder, **options) -> TrainingArguments:
 
 @dataclass
 class Curve:
-    """What a Trainer has logged."""
+    """The figures that a Trainer has logged."""
 
     losses: list[float]
     norms: list[float]

@@ -1,4 +1,4 @@
-"""What the tests of TRL's trainers share: a tokenizer, tiny models, and what makes two runs equal."""
+"""The common parts of the tests of TRL's trainers: a tokenizer, tiny models, and the settings that make two runs equal."""
 
 import functools
 import itertools

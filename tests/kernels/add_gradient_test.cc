@@ -121,8 +121,8 @@ TEST(AddToGradient, IsFp32ForStorageOf16Bits) {
   ExpectSameBits(ReadFloats(*own.head, HeadTensor::kGradBias), expected, "grad_bias");
 }
 
-// It is beside what micro-batches add, and what is not finite stays to be counted.
-TEST(AddToGradient, AddsToWhatMicroBatchesAdded) {
+// It is added beside the micro-batches' parts, and values that are not finite stay to be counted.
+TEST(AddToGradient, AddsToTheMicroBatchesSum) {
   const Problem problem = MakeProblem(ProblemOptions());
   LoadedHeads heads(problem.heads, {});
   heads.Compute(problem);

@@ -160,7 +160,7 @@ TEST_P(BadArguments, MemorySpaces) {
     }
   };
   expect_refused("unknown memory", static_cast<MemorySpace>(7));
-  if (heads_->engine().name() != "cpu") return;  // what follows is about an engine without a device
+  if (heads_->engine().name() != "cpu") return;  // the rest is about an engine without a device
   expect_refused("device memory", MemorySpace::kDevice);
   PreparedMicroBatch prepared(problem_, heads_->pointers(), {});
   prepared.micro_batch.hidden.memory = MemorySpace::kDevice;

@@ -23,7 +23,7 @@ BlasContext::~BlasContext() { cublasLtDestroy(handle_); }
 
 BlasProduct::BlasProduct(BlasContext& context, const BlasShape& shape, const void* a, const void* b, void* out)
     : context_(context), shape_(shape), left_(b), right_(a), out_(out) {
-  // A row-major matrix is the library's transpose of it, so out^T = b' a' is what it computes: out^T [m, n], over k.
+  // A row-major matrix is the library's transpose of it, so the library computes out^T = b' a': out^T [m, n], over k.
   const bool is_logits = shape.kind == BlasKind::kLogits;
   const bool is_grad_weight = shape.kind == BlasKind::kGradWeight;
   const int64_t m = is_logits ? shape.vocab : shape.width;
@@ -115,7 +115,7 @@ void BlasProduct::Search(cudaStream_t stream) {
   const auto repeats = [](double total_ms, double one_ms) { return std::clamp(static_cast<int>(total_ms / one_ms), 2, 2000); };
   Milliseconds(stream, 1);
   Milliseconds(stream, repeats(kWarmUpMs, Milliseconds(stream, 2)));
-  // A single call tells which are worth a longer look.
+  // A single call shows which are worth a longer look.
   std::vector<std::pair<double, int>> ranked;
   for (int i = 0; i < proposal_count_; ++i) {
     algorithm_ = proposals_[static_cast<size_t>(i)].algo;
@@ -131,8 +131,8 @@ void BlasProduct::Search(cudaStream_t stream) {
   }
   std::sort(ranked.begin(), ranked.end());
   ranked.resize(std::min(ranked.size(), kFinalists));
-  // In turns, each so long that the clock settles at what the power limit leaves to this algorithm: one turn of 120 ms took others
-  // from process to process, and the products of a divergence 2.7 % more or less time.
+  // In turns, each so long that the clock settles where the power limit leaves it for this algorithm. A turn of 120 ms chose others
+  // from process to process, and a divergence's products took 2.7 % more or less time.
   const double typical_ms = ranked[0].first;
   for (auto& [ms, index] : ranked) ms = 0;
   for (int round = 0; round < kFinalRounds; ++round) {

@@ -1,5 +1,5 @@
-// The matrix products of a loss head, bare, by cuBLASLt: what the engine's time is compared with, and what the fp64 reference on
-// the GPU is made of. Shares no code with the engine's own use of the library.
+// The matrix products of a loss head, bare, by cuBLASLt. They are the comparison for the engine's time, and the parts of the fp64
+// reference on the GPU. Shares no code with the engine's own use of the library.
 #ifndef HEADWATER_TESTS_KERNELS_BLAS_PRODUCT_H_
 #define HEADWATER_TESTS_KERNELS_BLAS_PRODUCT_H_
 
@@ -22,7 +22,7 @@ enum class BlasKind {
   kGradWeight,  // out [vocab, width] = a [rows, vocab]^T . b [rows, width]
 };
 
-// Of the operands / of the result. 16-bit operands accumulate in fp32, fp64 ones in fp64.
+// Types of the operands / of the result. 16-bit operands accumulate in fp32, fp64 ones in fp64.
 enum class BlasTypes { kBFloat16ToBFloat16, kBFloat16ToFloat32, kFloat64 };
 
 struct BlasShape {

@@ -79,7 +79,7 @@ void ExpectArgmaxMatches(const std::vector<int32_t>& actual, const reference::Te
   ASSERT_EQ(actual.size(), expected.argmax.size());
   for (size_t i = 0; i < actual.size(); ++i) {
     if (actual[i] == expected.argmax[i]) continue;
-    // Another column is right only where fp32 cannot tell the two logits apart.
+    // Another column is right only where fp32 cannot distinguish the two logits.
     ASSERT_TRUE(expected.argmax[i] >= 0 && actual[i] >= 0 && actual[i] < expected.logits.columns)
         << "argmax of token " << i << " is " << actual[i] << ", expected " << expected.argmax[i];
     const int64_t row = static_cast<int64_t>(i);

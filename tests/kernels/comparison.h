@@ -27,7 +27,7 @@ void ExpectTensorNear(const std::string& what, absl::Span<const double> actual, 
 // Compares everything that the outcome has. Its gradients, if any, are those of a single computation on a zero accumulator.
 void ExpectOutcomeMatches(const Problem& problem, const Expected& expected, const Outcome& outcome);
 
-// Computes the problem on a fresh engine under test and compares with the reference; with a mode other than kAccumulate, the
+// Computes the problem on a fresh engine under test and compares with the reference. With a mode other than kAccumulate, the
 // accumulators must have stayed 0. Returns the outcome.
 Outcome ExpectEngineMatches(const Problem& problem, const EngineOptions& engine_options = {}, const ComputeOptions& options = {});
 

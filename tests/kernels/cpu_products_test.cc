@@ -1,4 +1,4 @@
-// Products of bf16 operands on the CPU engine: both libraries against fp64, and what oneDNN's must keep to.
+// Products of bf16 operands on the CPU engine: both libraries against fp64, and the requirements of oneDNN's.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -155,7 +155,7 @@ TEST(CpuProducts, BitsDoNotDependOnStridesAlignmentOrThread) {
   EXPECT_EQ(on_another_thread, expected);
 }
 
-TEST(CpuProducts, TheirRateIsKnownWhereTheyAre) {
+TEST(CpuProducts, HaveARateWhereTheyAreSupported) {
   EXPECT_GT(MeasureCpuProductRate(1, Bfloat16Products::kOpenBlas), 1e8);
   EXPECT_EQ(MeasureCpuProductRate(1, Bfloat16Products::kOneDnn) > 1e8, HasOneDnn());
 }

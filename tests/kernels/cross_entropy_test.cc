@@ -46,8 +46,8 @@ TEST(CrossEntropy, MixesStorageTypes) {
   }
 }
 
-// Adding a constant to every logit of a row (here through the bias) changes neither loss nor gradient, and each row of the gradient
-// of the logits sums to 0, which grad_bias shows.
+// Adding a constant to every logit of a row (here through the bias) changes neither loss nor gradient. Each row of the gradient of
+// the logits sums to 0, which grad_bias shows.
 TEST(CrossEntropy, ConstantsInTheLogitsDoNotMatter) {
   ProblemOptions options;
   options.bias = true;

@@ -1,6 +1,5 @@
-// grad_weight products of micro-batches in device memory that wait for each other: the bits of one call with all rows, whatever
-// ends the wait, and nothing of a call that was ended. On a Hopper GPU, whose product of exponentials computes a row alike in any
-// call.
+// Deferred grad_weight products of micro-batches in device memory. They have the bits of one call with all rows, whatever ends the
+// wait, and nothing of a call that was ended. On a Hopper GPU, whose product of exponentials computes a row alike in any call.
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -90,7 +89,7 @@ class Trainee {
 std::vector<float> GradientOf(const RowRanges& calls, bool zeroed_first = false, const EngineOptions& options = {}) {
   Trainee trainee(options);
   if (zeroed_first) {
-    // What the accumulator held counts no more, though it may lie there still.
+    // The accumulator's former content does not count any more, though it may still lie there.
     const std::vector<float> other(static_cast<size_t>(kShape.vocab * kShape.width), 3.0f);
     CheckStatus(trainee.head().WriteTensor(HeadTensor::kGradWeight, 0, static_cast<int64_t>(other.size()), other.data()),
                 "WriteTensor");
@@ -183,7 +182,7 @@ class EndingFlow final : public RowFlow {
   void GradHiddenReady(int64_t) override {}
 };
 
-TEST(DeferredGradWeight, HasNothingOfCallsThatWereEnded) {
+TEST(DeferredGradWeight, DropsEndedCalls) {
   Trainee trainee;
   EndingFlow flow;
   for (const bool is_first : {true, false}) {

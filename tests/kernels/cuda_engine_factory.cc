@@ -1,4 +1,4 @@
-// The suite's engine: CudaEngine. HEADWATER_SUITE_PORTABLE_KERNELS: only what every supported GPU runs.
+// The suite's engine: CudaEngine. HEADWATER_SUITE_PORTABLE_KERNELS: only the kernels that every supported GPU runs.
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/cuda_test_environment.h"
 #include "tests/kernels/kernel_suite.h"
@@ -37,8 +37,8 @@ bool SuiteKeepsStagedRows(int64_t rows, int64_t hidden_size, int32_t shard_count
   return shard_count == 1 && rows <= hidden_size;
 }
 
-// The exponential form rounds twice: as E, and as the hidden states that the factor 1 / (1 + S) has multiplied; so do the others in
-// rows of which one column has most.
+// The exponential form rounds twice: as E, and as the hidden states multiplied by the factor 1 / (1 + S). The others do so in rows
+// of which one column has most.
 double SuiteGradWeightFactor() { return 1.42 * kPlainFactor; }
 
 double SuiteAccumulationError() { return 1.5e-9; }

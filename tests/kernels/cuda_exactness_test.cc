@@ -29,13 +29,12 @@ const ProblemShape kSmall = {"n512_h1024_v32000", 512, 1024, 32000};
 const ProblemShape kLarge = {"n256_h4096_v128256", 256, 4096, 128256};
 // Its logits come slice by slice, except in the form of exponentials.
 const ProblemShape kManyRows = {"n4500_h1024_v8000", 4500, 1024, 8000};
-// So narrow that a tile's main loop is over before its neighbour's results have left: the exponentials' product is limited by what
-// it writes.
+// So narrow that a tile's main loop is over before its neighbour's results have left: writing limits the exponentials' product.
 const ProblemShape kNarrow = {"n4500_h72_v20001", 4500, 72, 20001};
 
 // No power of two, so that a scale that is rounded shows.
 constexpr double kLossScale = 0.37;
-// What 16-bit gradients must have in any form that the engine computes them in.
+// The required error of 16-bit gradients in any form of the engine.
 constexpr double kAnyForm = 2.6e-3;
 constexpr int64_t kWorkspaceBytes = int64_t{2} << 30;
 
@@ -92,14 +91,14 @@ BlasContext& Blas() {
   return context;
 }
 
-// Keeps a figure, and fails the test if it is over what is required. NaN fails.
+// Keeps a figure, and fails the test if it exceeds its bound. NaN fails.
 void ExpectFigure(const std::string& name, double value, const std::string& unit, double at_most) {
   RunFigures().Add({name, value, unit, at_most});
   std::printf("%-76s %10.3e  (at most %.1e)\n", name.c_str(), value, at_most);
   EXPECT_LE(value, at_most) << name;
 }
 
-// What is required of every gradient; figures below it are required of whole tensors only: a row of grad_weight that is no row's
+// The required error of every gradient. Lower figures are required of whole tensors only. A row of grad_weight that is no row's
 // target has the error of M's rounding, however exact the others are.
 constexpr double kRequiredError = 2.6e-3;
 
@@ -124,7 +123,7 @@ void ExpectLossFigure(const std::string& name, const DeviceOutcome& outcome, con
                1e-6 * mean_loss + 1.5e-9 * static_cast<double>(width) * expected.MeanLargestLogit());
 }
 
-// "n512_h1024_v32000_flat_3shards": what a case is, with the parts that are not the ordinary ones.
+// "n512_h1024_v32000_flat_3shards": the name of a case, with the parts that are not the ordinary ones.
 std::string NameOf(const ProblemShape& shape, const char* regime, int32_t shard_count, bool portable_kernels) {
   std::ostringstream name;
   name << shape.name << "_" << regime;
@@ -214,7 +213,7 @@ TEST(DeviceReferenceTest, IsTheReference) {
       const auto [term, grad_hidden, grad_weight] = reference_of(problem, options);
       DeviceReference device = device_of(problem.hidden, problem.weight);
       const RowResults rows = device.Divergence(device_of(problem.teacher_hidden, problem.teacher_weight), beta, kLossScale);
-      // Where both sides nearly agree, fp64's own cancellation is what is left.
+      // Where both sides nearly agree, only fp64's own cancellation remains.
       ExpectSame("loss", rows.loss, term.token_loss, 1e-9);
       ExpectSame("grad_hidden", device.ReadGradHidden(), grad_hidden, 1e-9);
       ExpectSame("grad_weight", device.ReadGradWeight(), grad_weight, 1e-9);

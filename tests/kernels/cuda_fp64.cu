@@ -131,9 +131,9 @@ __global__ void __launch_bounds__(kThreads) DivergenceKernel(const double* stude
   const double* zp = teacher + row * vocab;
   const double lse_q = RowLse(zq, vocab);
   const double lse_p = RowLse(zp, vocab);
-  // ln q - ln m and ln p - ln m; m is q for beta 0 and p for beta 1, as the two divergences at the ends are defined. The former is
-  // relative to its value where p is 0: gradients of rows whose sides share no columns are what is left of it, and a constant times
-  // a sum of q that is not quite 1 would be more.
+  // The logarithms ln q - ln m and ln p - ln m. By the definition of the two divergences at the ends, m is q for beta 0 and p for
+  // beta 1. The former is relative to its value where p is 0. Rows whose sides share no columns have gradients of its remainder
+  // alone. A constant times a sum of q that is not quite 1 would exceed them.
   const double constant = beta == 0 || beta == 1 ? 0 : -log1p(-beta);
   const auto log_ratios = [&](int64_t j, double* of_q, double* of_p) {
     const double log_q = zq[j] - lse_q;

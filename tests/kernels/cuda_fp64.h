@@ -14,8 +14,8 @@ namespace headwater::testing {
 int FillNormal(uint16_t* out, int64_t count, uint64_t seed, double deviation);
 // out[i] = bf16(in[i] + deviation * normal value).
 int AddNormal(const uint16_t* in, uint16_t* out, int64_t count, uint64_t seed, double deviation);
-// weight[columns[i]] = bf16(logits[i] * hidden[i] / |hidden[i]|^2): row i's logit of column columns[i] becomes logits[i], but for
-// the rounding. `columns` must differ from each other.
+// weight[columns[i]] = bf16(logits[i] * hidden[i] / |hidden[i]|^2): row i's logit of column columns[i] becomes logits[i], up to
+// rounding. `columns` must differ from each other.
 int SetLogits(const uint16_t* hidden, const int32_t* columns, const double* logits, int64_t rows, int64_t width, uint16_t* weight);
 // out[i] = in[i].
 int Widen(const uint16_t* in, double* out, int64_t count);
@@ -49,8 +49,8 @@ struct DifferenceSums {
 int AddDifference(const uint16_t* actual, const double* expected, int64_t rows, int64_t columns, const DifferenceSums& sums);
 int AddDifference(const float* actual, const double* expected, int64_t rows, int64_t columns, const DifferenceSums& sums);
 
-// What the engine's gradient products get, for the floor of its time. Cross entropy: out = bf16(exp(z - z_y)), 0 at the target y,
-// and scaled_hidden = bf16(scale * hidden / (1 + sum of the row)).
+// The operands of the engine's gradient products, for the floor of its time. Cross entropy: out = bf16(exp(z - z_y)), 0 at the
+// target y, and scaled_hidden = bf16(scale * hidden / (1 + sum of the row)).
 int ExponentialOperand(const uint16_t* logits, int64_t rows, int64_t vocab, const int32_t* targets, uint16_t* out,
                        const uint16_t* hidden, int64_t width, double scale, uint16_t* scaled_hidden);
 // Divergence, beta 1/2: out = bf16(q (r - D) / 2), the derivative by the student's logits.

@@ -82,7 +82,7 @@ void CudaGroup::Run(const std::function<void(int32_t rank)>& work) {
         work(static_cast<int32_t>(rank));
       } catch (...) {
         caught = std::current_exception();
-        // Nobody waits for this rank any longer.
+        // No rank waits for this one any longer.
         communicators_[rank]->Abort(MakeError(ErrorReason::kEngineFailed, "rank " + std::to_string(rank) + " of the test failed"));
       }
       const std::lock_guard<std::mutex> lock(mutex);

@@ -1,6 +1,6 @@
-// CudaEngine as the ranks of a group, one GPU each: the same results as alone, for every option, however rows and shards are cut;
-// the same bits again; and what becomes of the group when a rank fails. Skipped where there are fewer GPUs than ranks, unless they
-// share one (cuda_group.h).
+// CudaEngine as the ranks of a group, one GPU each: the results of a single engine, for every option, however rows and shards are
+// cut. Repetitions have the same bits. Failures of a rank end the group as specified. Skipped where there are fewer GPUs than
+// ranks, unless they share one (cuda_group.h).
 #include "tests/kernels/cuda_group.h"
 
 #include <algorithm>
@@ -58,8 +58,8 @@ std::vector<ProblemOptions> DivergenceCases() {
   return cases;
 }
 
-// Divergences that a rank of Hopper GPUs computes by passes of its own (kernels/cuda/divergence_shards.h): flat and confident rows,
-// some of which disagree, columns that one side does not have, ranks without a column, and rows enough to go in two parts.
+// Divergences that a rank of Hopper GPUs computes by passes of its own (kernels/cuda/divergence_shards.h). They have flat and
+// confident rows, some of which disagree, columns that one side lacks, ranks without a column, and rows enough for two parts.
 std::vector<ProblemOptions> ShardPassCases() {
   std::vector<ProblemOptions> cases;
   for (const double beta : {0.0, 0.1, 0.5, 1.0}) {
@@ -92,7 +92,7 @@ std::vector<ProblemOptions> ShardPassCases() {
   return cases;
 }
 
-// Many rows, so that Hopper computes exponentials; without what they do not have.
+// Many rows, so that Hopper computes exponentials; without options that exponentials do not have.
 std::vector<ProblemOptions> ExponentialCases() {
   std::vector<ProblemOptions> cases;
   for (ProblemOptions options : CrossEntropyOptionCases()) {
@@ -156,8 +156,8 @@ TEST_P(CudaGroupTest, DivergencesWithoutTokenOutputsMatchTheReference) {
   }
 }
 
-// Student and teacher are cut at other columns then, and the ranks exchange the teacher's logits: a vocabulary that has a few
-// columns more or less, one of which most ranks have nothing in common with the student's, one with fewer classes than ranks.
+// Student and teacher are cut at other columns then, and the ranks exchange the teacher's logits. The vocabularies have a few
+// columns more or less, nothing in common with the student's on most ranks, and fewer classes than ranks.
 TEST_P(CudaGroupTest, DivergencesBetweenOtherVocabulariesMatchTheReference) {
   const std::unique_ptr<CudaGroup> group = Make();
   ComputeOptions plain;
@@ -170,7 +170,7 @@ TEST_P(CudaGroupTest, DivergencesBetweenOtherVocabulariesMatchTheReference) {
         ExpectMatches(*group, WithType(options, type));
       }
     }
-    // Where a row has two or three columns in common, what single entries of M round to decides, and its bounds are of more.
+    // Where a row has two or three columns in common, the rounding of single entries of M decides; the bounds are for more columns.
     if (teacher_vocab_size < 10) continue;
     for (ProblemOptions options : ShardPassCases()) {
       options.teacher_vocab_size = teacher_vocab_size;
@@ -273,8 +273,8 @@ void ExpectAgreesWithOneGpu(CudaGroup& group, bool jsd, int64_t rows, int64_t vo
   EXPECT_LE(difference(together.gradients[0].weight, alone.gradients[0].weight), jsd ? 5e-3 : 1e-4);
 }
 
-// Rows in slices that come and leave beside the products; few columns, and so many that their gradient is two products; more rows
-// at once than one GPU takes.
+// Rows come and leave in slices beside the products. There are few columns, so many that their gradient is two products, and more
+// rows at once than one GPU takes.
 TEST_P(CudaGroupTest, ManyRowsAgreeWithOneGpu) {
   const std::unique_ptr<CudaGroup> group = Make();
   for (const bool jsd : {false, true}) {
@@ -323,7 +323,7 @@ TEST_P(CudaGroupTest, RepeatsBitwise) {
   }
 }
 
-TEST_P(CudaGroupTest, CommitsWhatIsStaged) {
+TEST_P(CudaGroupTest, CommitsStagedContributions) {
   const std::unique_ptr<CudaGroup> group = Make();
   ProblemOptions options;
   options.bias = true;
@@ -353,7 +353,7 @@ TEST_P(CudaGroupTest, CommitsWhatIsStaged) {
 }
 
 // Only the first rank has rows of grad_hidden, and sees that they do not fit their type.
-TEST_P(CudaGroupTest, AllRanksRefuseWhatOneOfThemSees) {
+TEST_P(CudaGroupTest, AllRanksShareTheRefusalOfOne) {
   ProblemOptions options;
   options.staging_slots = 1;
   const Problem clean = MakeProblem(WithType(options, DataType::kFloat16));
@@ -391,7 +391,7 @@ TEST_P(CudaGroupTest, UpdatesLikeOneGpu) {
   const std::unique_ptr<CudaGroup> group = Make();
   GroupHeads heads(*group, problem.heads);
   LoadedHeads alone(problem.heads, PlainOptions());
-  // The same accumulator on both sides: what AdamW does is exact then.
+  // The same accumulator on both sides: AdamW's work is exact then.
   std::vector<float> gradient(static_cast<size_t>(alone.head(0).ElementCount(HeadTensor::kGradWeight)));
   for (size_t i = 0; i < gradient.size(); ++i) gradient[i] = static_cast<float>(std::sin(static_cast<double>(i)));
   const int64_t count = static_cast<int64_t>(gradient.size());
@@ -440,7 +440,7 @@ class CountedFlow final : public RowFlow {
   int64_t ready_ = 0;
 };
 
-TEST_P(CudaGroupTest, AFlowThatEndsAddsNothingAndTheGroupGoesOn) {
+TEST_P(CudaGroupTest, EndedFlowAddsNothingAndTheGroupContinues) {
   const std::unique_ptr<CudaGroup> group = Make();
   ProblemOptions options;
   options.rows = 4500;
@@ -474,7 +474,7 @@ TEST_P(CudaGroupTest, AFlowThatEndsAddsNothingAndTheGroupGoesOn) {
   EXPECT_EQ(std::memcmp(flowed.data(), whole.gradients[0].weight.data(), flowed.size() * sizeof(float)), 0);
 }
 
-TEST_P(CudaGroupTest, ARankThatCannotBeginChangesNothing) {
+TEST_P(CudaGroupTest, UnreadyRankChangesNothing) {
   EngineOptions engine_options = PlainOptions();
   const int32_t last = GetParam().world_size() - 1;
   bool fails = true;
@@ -499,7 +499,7 @@ TEST_P(CudaGroupTest, ARankThatCannotBeginChangesNothing) {
 }
 
 // A rank that fails while the others are in the middle of it: they must not wait for it on the device.
-TEST_P(CudaGroupTest, ARankThatFailsBreaksTheGroupSoon) {
+TEST_P(CudaGroupTest, FailedRankBreaksTheGroupSoon) {
   const Problem problem = MakeProblem(ProblemOptions());
   const int32_t last = GetParam().world_size() - 1;
   bool fails = false;
@@ -533,7 +533,7 @@ TEST_P(CudaGroupTest, ARankThatFailsBreaksTheGroupSoon) {
 INSTANTIATE_TEST_SUITE_P(Ranks, CudaGroupTest, ::testing::ValuesIn(GroupCases()), [](const auto& test) { return test.param.name; });
 
 // 71 GiB of weights, gradient and AdamW's state: more than one engine is allowed here, and no more than two are together.
-TEST(CudaGroupMemory, AHeadThatOneGpuRefusesRunsOnTwo) {
+TEST(CudaGroupMemory, HeadTooLargeForOneGpuRunsOnTwo) {
   const std::string reason = ReasonForNoGroup(2);
   if (!reason.empty()) GTEST_SKIP() << reason;
   HeadSpec spec;

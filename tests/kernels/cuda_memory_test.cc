@@ -1,5 +1,5 @@
-// Device memory: what heads and micro-batches take is what the plan says, whatever the number of rows, and nothing is allocated
-// while a micro-batch is computed.
+// Device memory. Heads and micro-batches take as much as the plan says, whatever the number of rows, and nothing is allocated while
+// a micro-batch is computed.
 //
 // Used memory is that of the whole device, so nothing else may run there. The baseline is an engine without heads.
 #include <cuda_runtime_api.h>
@@ -155,7 +155,7 @@ class ZeroRows {
 
 class DeviceMemory : public ::testing::TestWithParam<MemoryCase> {};
 
-TEST_P(DeviceMemory, IsWhatThePlanSays) {
+TEST_P(DeviceMemory, MatchesThePlan) {
   const MemoryCase& param = GetParam();
   const std::string name = "cuda_memory_" + param.Name();
   EngineOptions options;
@@ -248,8 +248,8 @@ TEST(DeviceMemoryOfHeads, IsGivenBack) {
   EXPECT_LE(with_head, planned + planned / 50 + kGranularityBytes);
 }
 
-// A head whose workspace others leave no room for is refused, and those that are there go on as before.
-TEST(DeviceMemoryOfHeads, OneThatDoesNotFitTakesNothingFromTheOthers) {
+// A head whose workspace has no room beside others is refused, and the existing heads continue as before.
+TEST(DeviceMemoryOfHeads, HeadThatDoesNotFitTakesNothingFromOthers) {
   EngineOptions options;
   options.timed_search = false;
   absl::StatusOr<std::unique_ptr<LossEngine>> engine = CreateCudaEngine(options);

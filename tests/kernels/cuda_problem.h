@@ -19,8 +19,8 @@ struct ProblemShape {
   int64_t vocab = 0;
 };
 
-// What the logits are like. Those that name a probability or a loss have a column of its own for each row, at which the weight is a
-// multiple of that row's hidden state.
+// The kind of logits. Kinds that name a probability or a loss have one column for each row, where the weight is a multiple of that
+// row's hidden state.
 enum class Regime {
   kFlat,         // standard deviation 1
   kRealistic,    // about 2 nats: ln(p / (1 - p)) of the targets from -6 to 3
@@ -44,7 +44,7 @@ struct DeviceProblem {
 DeviceProblem MakeCrossEntropyProblem(const ProblemShape& shape, Regime regime);
 DeviceProblem MakeDivergenceProblem(const ProblemShape& shape, Regime regime);
 
-// What an engine answers. grad_hidden and grad_weight are on the device.
+// An engine's results. grad_hidden and grad_weight are on the device.
 struct DeviceOutcome {
   LossSums sums;
   std::vector<float> token_loss, lse, target_log_probability, entropy;  // empty if not asked for
@@ -81,7 +81,6 @@ class DeviceEngine {
   std::unique_ptr<EngineHead> head_, teacher_;
 };
 
-// A trainable or frozen bf16 head of a shape.
 HeadSpec BFloat16Head(const ProblemShape& shape, bool trainable);
 // Sets a head's weight from bf16 values in device memory.
 void WriteWeight(EngineHead& head, const Buffer& weight);

@@ -1,4 +1,4 @@
-// The fp64 reference of one loss term on the GPU, for shapes at which loss_reference.h takes minutes: cross entropy without
+// The fp64 reference of one loss term on the GPU, for shapes at which loss_reference.h takes minutes. It has cross entropy without
 // options, and the divergence at temperature 1. A test holds it against loss_reference.h.
 #ifndef HEADWATER_TESTS_KERNELS_CUDA_REFERENCE_H_
 #define HEADWATER_TESTS_KERNELS_CUDA_REFERENCE_H_
@@ -32,10 +32,10 @@ class DeviceReference {
 
   // Loss and gradients of loss_scale * sum of the rows' cross entropies. targets [rows] in device memory, all valid.
   RowResults CrossEntropy(const int32_t* targets, double loss_scale);
-  // The same of the divergence from the teacher over as many rows and columns.
+  // The results of the divergence from the teacher over as many rows and columns.
   RowResults Divergence(const DeviceReference& teacher, double beta, double loss_scale);
 
-  // Of the last call's gradients: the error of what an engine computed, in device memory.
+  // Errors of an engine's gradients, in device memory, against those of the last call.
   TensorErrors GradHiddenErrors(const uint16_t* actual) const;  // bf16 [rows, width]
   TensorErrors GradWeightErrors(const float* actual) const;     // [vocab, width]
   // The last call's gradients themselves.

@@ -44,7 +44,7 @@ std::vector<Problem> ProblemsByRank(ProblemOptions options, int32_t count, const
   return problems;
 }
 
-// What a rank has of a tensor, in its place; 0 elsewhere. Into `bytes`, if that has a tensor of other ranks already.
+// A rank's part of a tensor, in its place; 0 elsewhere. Into `bytes`, if that has a tensor of other ranks already.
 void ReadBytes(const EngineHead& head, HeadTensor tensor, std::vector<char>* bytes) {
   const int64_t count = head.ElementCount(tensor);
   bytes->resize(static_cast<size_t>(count * ElementBytes(head.TensorDataType(tensor))));
@@ -234,7 +234,7 @@ TEST_P(CudaReplicaTest, UpdateTheWeightsTogether) {
   }
 }
 
-// What is written of a gradient stands for the sum, whatever the ranks had; ranges begin and end within rows and shards.
+// A written gradient replaces the sum, whatever the ranks had; ranges begin and end within rows and shards.
 TEST_P(CudaReplicaTest, TakeAGradientFromOutside) {
   ProblemOptions options;
   options.hidden_size = 21;
@@ -357,7 +357,7 @@ TEST_P(CudaReplicaTest, SmallMicroBatchesAtOnceOnEachRank) {
   EXPECT_LE(RelativeDifference(GradientOf(heads, ranks(), HeadTensor::kGradWeight), alone.ReadGradient(0).weight), 1e-4);
 }
 
-// Both kinds side by side: a rank's own calls between those of all, and what is put off for one kind when the other comes.
+// Both kinds side by side: a rank's own calls between those of all, and work deferred for one kind when the other comes.
 TEST_P(CudaReplicaTest, LiveBesideHeadsByVocabularyButNotInOneCall) {
   ProblemOptions options;
   options.rows = 60;
@@ -393,7 +393,7 @@ TEST_P(CudaReplicaTest, LiveBesideHeadsByVocabularyButNotInOneCall) {
   EXPECT_LE(RelativeDifference(GradientOf(whole, ranks(), HeadTensor::kGradWeight), alone.ReadGradient(0).weight), 1e-4);
 }
 
-TEST_P(CudaReplicaTest, ARankThatCannotBeginKeepsNobodyElseFromIt) {
+TEST_P(CudaReplicaTest, UnreadyRankDoesNotStopOthers) {
   const int32_t last = ranks() - 1;
   bool fails = false;
   EngineOptions engine_options = PlainOptions();
@@ -421,7 +421,7 @@ TEST_P(CudaReplicaTest, ARankThatCannotBeginKeepsNobodyElseFromIt) {
 }
 
 // A failure in a rank's own call costs all of them, who have taken no part in it.
-TEST_P(CudaReplicaTest, ARankThatFailsBreaksTheGroup) {
+TEST_P(CudaReplicaTest, FailedRankBreaksTheGroup) {
   const int32_t last = ranks() - 1;
   bool fails = false;
   EngineOptions engine_options = PlainOptions();
@@ -448,7 +448,7 @@ TEST_P(CudaReplicaTest, ARankThatFailsBreaksTheGroup) {
   });
 }
 
-TEST_P(CudaReplicaTest, TakeWhatThePlanSays) {
+TEST_P(CudaReplicaTest, MatchThePlan) {
   HeadSpec spec;
   spec.vocab_size = spec.transform.valid_vocab_size = 64001;
   spec.hidden_size = 1020;

@@ -1,5 +1,5 @@
-// Rows that come and gradients that leave while a GPU computes, in page-locked memory, in device memory of any GPU, and in that of
-// another process.
+// Rows that come and gradients that leave while a GPU computes. They are in page-locked memory, in device memory of any GPU, and in
+// that of another process.
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -150,7 +150,7 @@ class FlowEngine {
     CheckStatus(head_->ReadTensor(HeadTensor::kGradWeight, 0, kVocab * kWidth, gradient.data()), "ReadTensor");
     return gradient;
   }
-  // What all of it must yield: everything in the engine's own memory at once.
+  // The expected result: everything in the engine's own memory at once.
   Result Reference() {
     const Buffer hidden(BufferKind::kDevice, kBytes);
     const Buffer grad_hidden(BufferKind::kDevice, kBytes);
@@ -236,7 +236,7 @@ class ArrivingRows final : public RowFlow {
   std::optional<Digest> digest_;
 };
 
-// What becomes of the gradients.
+// The use of the gradients.
 enum class Use { kAdded, kCommitted, kNothingEveryOther };
 
 // Six micro-batches; `waits`: the device is idle before the next one.
@@ -282,7 +282,7 @@ class CudaRowFlow : public ::testing::TestWithParam<bool> {
 
 // Deterministic mode cuts rows alike wherever they lie: with each of these workspaces tensors on the host take the room of some
 // hundred rows' exponentials.
-TEST(CudaRowFlowPlaces, InDeterministicModeBitsDoNotDependOnThem) {
+TEST(CudaRowFlowPlaces, DoNotAffectDeterministicBits) {
   for (int64_t mebibytes = 24; mebibytes <= 120; mebibytes += 8) {
     SCOPED_TRACE(std::to_string(mebibytes) + " MiB beyond the products' own");
     EngineOptions options;
@@ -306,7 +306,7 @@ TEST(CudaRowFlowPlaces, InDeterministicModeBitsDoNotDependOnThem) {
 }
 
 // ... and whatever other heads there are, whose plans may make the workspace larger.
-TEST(CudaRowFlowPlaces, InDeterministicModeBitsDoNotDependOnOtherHeads) {
+TEST(CudaRowFlowPlaces, OtherHeadsDoNotAffectDeterministicBits) {
   EngineOptions options;
   options.deterministic = true;
   FlowEngine engine(options, (64 + 24) << 20);
@@ -329,7 +329,7 @@ TEST(CudaRowFlowPlaces, InDeterministicModeBitsDoNotDependOnOtherHeads) {
 }
 
 // grad_weight's products may still run when Compute() returns: they need nothing of the caller's.
-TEST_P(CudaRowFlow, TensorsAreTheCallersAgainWithTheResult) {
+TEST_P(CudaRowFlow, TensorsAreReleasedWithTheResult) {
   FlowEngine engine = MakeEngine();
   const Result expected = engine.Reference();
   cudaStream_t stream = nullptr;
@@ -358,7 +358,7 @@ TEST_P(CudaRowFlow, TensorsAreTheCallersAgainWithTheResult) {
   CheckCuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
 }
 
-TEST_P(CudaRowFlow, MicroBatchesThatFollowAtOnceHaveTheBitsOfThoseThatWait) {
+TEST_P(CudaRowFlow, BackToBackMicroBatchesHaveTheBitsOfAwaitedOnes) {
   // In one chunk, and in several, each of more than one slice.
   for (const int64_t chunk_rows : {0, 2400}) {
     FlowEngine engine = MakeEngine(chunk_rows);
@@ -481,7 +481,7 @@ TEST_P(CudaRowFlow, RowsOfAnyDevice) {
   CheckCuda(cudaSetDevice(0), "cudaSetDevice");
 }
 
-TEST_P(CudaRowFlow, MemoryMustBeWhatItIsSaidToBe) {
+TEST_P(CudaRowFlow, MismatchedMemorySpacesAreRefused) {
   FlowEngine engine = MakeEngine();
   const Buffer on_device(BufferKind::kDevice, kBytes);
   const Buffer pinned(BufferKind::kPinned, kBytes);
@@ -534,7 +534,7 @@ void WriteAll(int fd, const void* data, size_t bytes) {
   if (write(fd, data, bytes) != static_cast<ssize_t>(bytes)) throw std::runtime_error("the other process is gone");
 }
 
-// Fails the test, rather than waiting for ever.
+// Fails the test rather than waiting forever.
 void ReadAll(int fd, void* data, size_t bytes) {
   auto* next = static_cast<char*>(data);
   while (bytes > 0) {
@@ -589,7 +589,7 @@ class Child {
     ReadAll(from_, &handles, sizeof(handles));
     return handles;
   }
-  // The digest of what it finds in its grad_hidden; then it ends.
+  // The digest of its grad_hidden; then it ends.
   Digest ReadDigest() {
     const char go = 1;
     WriteAll(to_, &go, 1);
@@ -679,8 +679,8 @@ TEST(OtherProcess, ItsMemoryIsReadAndWrittenInPlace) {
   EXPECT_TRUE(engine.engine().health().ok());
 }
 
-// A region whose process has died is given back, its handle refused, and everything else goes on.
-TEST(OtherProcess, MayDie) {
+// A region whose process has died is given back, its handle refused, and everything else continues.
+TEST(OtherProcess, DeathIsSurvived) {
   FlowEngine engine;
   const Result expected = engine.Reference();
   Handles handles;

@@ -28,7 +28,7 @@ std::string ReasonForNoGpu() {
   options.workspace_bytes = int64_t{256} << 20;
   const absl::StatusOr<std::unique_ptr<LossEngine>> engine = CreateCudaEngine(options);
   if (engine.ok() || !HasReason(engine.status(), ErrorReason::kFeatureNotBuilt)) return "";
-  // A module that cannot be loaded beside a GPU that works is what these tests are there to find.
+  // These tests are there to find a module that cannot be loaded beside a GPU that works.
   if (DeviceCount() > 0 && GpuCapability() >= 80) return "";
   return engine.status().ToString();
 }

@@ -1,4 +1,4 @@
-// What the programs share that run on a GPU: whether one is there, memory on it, engines.
+// The common parts of programs that run on a GPU: whether there is one, memory on it, engines.
 #ifndef HEADWATER_TESTS_KERNELS_CUDA_SUPPORT_H_
 #define HEADWATER_TESTS_KERNELS_CUDA_SUPPORT_H_
 
@@ -14,8 +14,8 @@ namespace headwater::testing {
 // Throws std::runtime_error with CUDA's words unless `status` (a cudaError_t) is cudaSuccess.
 void CheckCuda(int status, const char* what);
 
-// Why there is no CUDA engine on this machine, or an empty string. Only a machine without a usable GPU has a reason to give: where
-// CUDA sees one, an engine that does not come up is a failure, and the string stays empty.
+// Why there is no CUDA engine on this machine, or an empty string. Only a machine without a usable GPU has a reason. Where CUDA
+// sees one, an engine that does not start is a failure, and the string stays empty.
 std::string ReasonForNoGpu();
 
 // Name of the GPU and version of the driver: "NVIDIA H200, driver API 13.0".

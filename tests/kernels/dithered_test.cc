@@ -1,7 +1,7 @@
-// Gradients with a resolution: what is dithered, by which draws, and that nothing else changes.
+// Gradients with a resolution: the dithered entries, their draws, and everything else unchanged.
 //
-// Where the hidden states are the identity, row i's logits are column i of the weight, and so is its gradient of the logits:
-// grad_weight shows every entry.
+// Where the hidden states are the identity, row i's logits are column i of the weight, and so is its gradient of the logits. The
+// tensor grad_weight then shows every entry.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -227,8 +227,8 @@ TEST_P(Dithered, FactorsComeAfterTheDraw) {
   EXPECT_EQ(other.terms[0].sums.dither.squared_error, first.terms[0].sums.dither.squared_error);
 }
 
-// In 16 bits, in the form of few rows and in that of many. An engine that rounds entries first may round one that lies between two
-// numbers as the reference does not: of several hundred thousand a handful then meets another draw.
+// In 16 bits, in the form of few rows and in that of many. An engine that rounds entries first may round one between two numbers
+// otherwise than the reference does. A handful of several hundred thousand then meets another draw.
 class Dithered16 : public ::testing::TestWithParam<std::tuple<DataType, int64_t>> {};
 
 INSTANTIATE_TEST_SUITE_P(All, Dithered16,
@@ -278,7 +278,6 @@ double SquaredDifference(const std::vector<double>& a, const std::vector<double>
 
 std::vector<double> ToDoubles(const std::vector<float>& values) { return {values.begin(), values.end()}; }
 
-// Rows of norm 1.
 void NormalizeRows(int64_t columns, std::vector<double>* values) {
   for (size_t start = 0; start < values->size(); start += static_cast<size_t>(columns)) {
     double sum = 0;
@@ -346,7 +345,7 @@ class DitherError : public ::testing::TestWithParam<bool> {};
 
 INSTANTIATE_TEST_SUITE_P(All, DitherError, ::testing::Bool(), [](const auto& test) { return test.param ? "Jsd" : "CrossEntropy"; });
 
-TEST_P(DitherError, IsWhatIsReportedAndFallsWithTheNumberOfSeeds) {
+TEST_P(DitherError, MatchesTheReportAndFallsWithTheNumberOfSeeds) {
   constexpr int kSeeds = 64;
   ProblemOptions options;
   options.rows = 48;

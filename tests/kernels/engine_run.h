@@ -79,7 +79,6 @@ class PreparedMicroBatch {
   void ExpectOutputsUntouched() const;
 
  private:
-  // Memory of a term.
   struct TermMemory {
     std::vector<int32_t> targets;
     std::vector<float> token_weights, entropy_factors, lse_factors;

@@ -1,7 +1,7 @@
 // The project's error measure.
 //
-// Error = norm of the difference / norm of the fp64 reference, of the whole tensor and of the worst row and column, whose
-// denominators have a floor at 1e-3 of the largest row's (column's) norm.
+// Error = norm of the difference / norm of the fp64 reference, of the whole tensor and of the worst row and column. The
+// denominators of rows (columns) have a floor at 1e-3 of the largest row's (column's) norm.
 #ifndef HEADWATER_TESTS_KERNELS_ERROR_MEASURE_H_
 #define HEADWATER_TESTS_KERNELS_ERROR_MEASURE_H_
 

@@ -8,7 +8,7 @@
 
 namespace headwater::testing {
 
-// A figure and what is required of it.
+// A figure and its bound.
 struct Figure {
   std::string name;  // the file's key: no commas, no line ends
   double value = 0;
@@ -18,7 +18,7 @@ struct Figure {
 
 class FigureFile {
  public:
-  // `path` empty: nothing is kept. `machine` and `commit` are what stands in every line; commas become semicolons.
+  // `path` empty: nothing is kept. `machine` and `commit` stand in every line; commas become semicolons.
   FigureFile(std::string path, std::string machine, std::string commit);
   // The file that HEADWATER_FIGURES names, of the commit that HEADWATER_FIGURES_COMMIT names.
   static FigureFile FromEnvironment(const std::string& machine);
@@ -27,7 +27,7 @@ class FigureFile {
   const std::vector<Figure>& figures() const { return figures_; }
 
   // Writes the figures into the file: a line of the same case is replaced where it stands, others stay, new ones come last. The
-  // file is replaced as a whole. Returns what went wrong, or nothing.
+  // file is replaced as a whole. Returns the error, or nothing.
   std::string Write() const;
 
  private:

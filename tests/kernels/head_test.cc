@@ -36,7 +36,7 @@ int64_t PlannedBytes(const MemoryPlan& plan, const std::string& purpose) {
   return bytes;
 }
 
-// At least what is needed, at most that and some padding.
+// At least the needed bytes, at most those and some padding.
 void ExpectPlanned(const MemoryPlan& plan, const std::string& purpose, int64_t needed_bytes) {
   EXPECT_GE(PlannedBytes(plan, purpose), needed_bytes) << purpose;
   EXPECT_LE(PlannedBytes(plan, purpose), needed_bytes == 0 ? 0 : needed_bytes + needed_bytes / 8 + 65536) << purpose;
@@ -114,7 +114,7 @@ TEST(MemoryPlan, ChunkRowsFollowTheOptions) {
 
 TEST(Admission, BudgetIsKept) {
   const HeadSpec spec = Spec(1000, 500);
-  // Heads may share memory that the first one brings: what the second adds is what a further one would.
+  // Heads may share memory that the first one brings: the second adds as much as a further one would.
   int64_t one_head = 0;
   int64_t two_heads = 0;
   {
@@ -347,7 +347,7 @@ TEST(Engine, SelfTestPasses) {
   }
 }
 
-TEST(Engine, SaysWhatItIs) {
+TEST(Engine, DescribesItself) {
   EngineOptions options;
   options.shard_count = 2;
   const std::unique_ptr<LossEngine> engine = MakeEngine(options);

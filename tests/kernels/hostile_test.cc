@@ -152,7 +152,7 @@ TEST(Hostile, ClassesRuledOutByTheirBias) {
       outcome.terms[0].mean_logits.assign(means.begin(), means.end());
       SCOPED_TRACE(std::string(jsd ? "JSD " : "cross entropy ") + std::to_string(beta));
       ExpectOutcomeMatches(problem, strict, outcome);
-      // And with an infinity the very same comes out, but for that mean.
+      // With an infinity the result is the same, except for that mean.
       for (const size_t v : {5u, 6u, 77u}) {
         for (TestHead& head : problem.heads) head.bias[v] = -kInfinity;
       }
@@ -167,9 +167,9 @@ TEST(Hostile, ClassesRuledOutByTheirBias) {
   }
 }
 
-// The same where a divergence's loss is all that is asked for, which engines may compute in one pass; on one side alone, too, and
-// by the least number of bf16, as attention masks have it.
-TEST(Hostile, ClassesThatOneSideRulesOut) {
+// Classes ruled out where only a divergence's loss is asked for, which engines may compute in one pass. They are ruled out on one
+// side alone, too, and by the least number of bf16, as attention masks have it.
+TEST(Hostile, ClassesRuledOutByOneSide) {
   ComputeOptions compute_options;
   compute_options.token_outputs = false;
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {

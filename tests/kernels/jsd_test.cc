@@ -182,9 +182,9 @@ TEST_P(JsdBeta, SurvivesLogProbabilitiesBelowMinus120) {
     ProblemOptions options = Small(GetParam());
     options.logit_spread = logit_spread;
     Problem problem = MakeProblem(options);
-    // Both sides share a weight. Rows 0 to 2 are equal, so that both sides agree on one column and all others are below -120 on
-    // both; rows 3 and 4 differ. The rest is scaled down to ordinary logits: where all rows are saturated the gradient itself is
-    // 1e-11, less than fp64 resolves.
+    // Both sides share a weight. Rows 0 to 2 are equal: both sides agree on one column and all others are below -120 on both. Rows
+    // 3 and 4 differ. The rest is scaled down to ordinary logits. Where all rows are saturated the gradient itself is 1e-11, less
+    // than fp64 resolves.
     const int64_t teacher_size = problem.heads[1].spec.hidden_size;
     std::vector<double>& teacher_hidden = problem.terms[0].teacher_hidden;
     std::copy_n(problem.hidden.begin(), 3 * teacher_size, teacher_hidden.begin());

@@ -28,20 +28,20 @@ struct SuiteWorkspaces {
 };
 SuiteWorkspaces SuiteWorkspaceSizes();
 
-// Whether a staging slot of an fp32 head keeps so many rows and computes their product at the commit, which then has the bits of a
-// direct contribution. Defined by the program.
+// Whether a staging slot of an fp32 head keeps so many rows and computes their product at the commit. The commit then has the bits
+// of a direct contribution. Defined by the program.
 bool SuiteKeepsStagedRows(int64_t rows, int64_t hidden_size, int32_t shard_count);
 
 // How many times the plain computation's error grad_weight may have. Defined by the program: kPlainFactor, or more for engines that
 // round the hidden states again, multiplied by a factor of the row.
 double SuiteGradWeightFactor();
 
-// Relative error that the engine's products of 16-bit operands may have for each element of the hidden size beside rounding: tensor
-// cores truncate where they add, and all sums move the same way. A loss may be off by this times hidden_size times its row's
+// Relative error that the engine's products of 16-bit operands may have for each element of the hidden size besides rounding.
+// Tensor cores truncate where they add, and all sums move the same way. A loss may be off by this times hidden_size times its row's
 // largest |logit|. Defined by the program; 0 for products that round.
 double SuiteAccumulationError();
 
-// What the engine does with a gradient_resolution. Defined by the program.
+// The engine's treatment of a gradient_resolution. Defined by the program.
 struct SuiteDither {
   bool has_smoothing = true;                   // false: kFeatureNotBuilt with label_smoothing
   bool rounds_entries = false;                 // of 16-bit heads: to the head's type, before they are dithered

@@ -1,5 +1,5 @@
-// Micro-batches of hundreds of rows in 16 bits, for which an engine may have other kernels than for a few: every option, cut in
-// every way, and the data that breaks naive implementations.
+// Micro-batches of hundreds of rows in 16 bits, for which an engine may have other kernels than for a few. They take every option,
+// are cut in every way, and have the data that breaks naive implementations.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -40,7 +40,7 @@ TEST_P(ManyRowsOption, MatchesFp64OnUnevenShardsInChunks) {
   ExpectEngineMatches(MakeProblem(ManyRows(GetParam())), engine_options);
 }
 
-// Only what a training step asks for: no entropy and no argmax.
+// Only the outputs of a training step: no entropy and no argmax.
 TEST_P(ManyRowsOption, MatchesFp64WithoutTokenOutputs) {
   ComputeOptions options;
   options.token_outputs = false;
@@ -77,7 +77,7 @@ TEST_P(ManyRowsOption, OutputsWithoutAGradientMatchFp64) {
 INSTANTIATE_TEST_SUITE_P(All, ManyRowsOption, ::testing::ValuesIn(CrossEntropyOptionCases()),
                          [](const auto& test) { return test.param.name; });
 
-// What follows asks for no token outputs either, in bf16: the form that large training steps take.
+// The following tests ask for no token outputs either, in bf16: the form that large training steps take.
 ComputeOptions TrainingStep() {
   ComputeOptions options;
   options.token_outputs = false;
@@ -118,7 +118,7 @@ TEST(ManyRowsTest, LogitsUpTo600) {
   ExpectEngineMatches(problem, {}, TrainingStep());
 }
 
-// Rows whose target has nearly all the probability: their loss and gradient are what the other columns have.
+// Rows whose target has nearly all the probability: their loss and gradient come from the other columns.
 TEST(ManyRowsTest, ConfidentRows) {
   ProblemOptions options = Plain();
   options.bias = false;

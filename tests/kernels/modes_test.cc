@@ -1,4 +1,4 @@
-// What is computed and what is not: forward only, frozen heads, single gradients; calls on different heads at once.
+// Modes of computation: forward only, frozen heads, single gradients; calls on different heads at once.
 #include <thread>
 #include <vector>
 
@@ -60,7 +60,7 @@ TEST_P(Mode, FrozenHead) {
 
 INSTANTIATE_TEST_SUITE_P(All, Mode, ::testing::Bool(), [](const auto& test) { return test.param ? "Jsd" : "CrossEntropy"; });
 
-// Calls on different heads may overlap: each gets what it gets alone, bit for bit.
+// Calls on different heads may overlap: each gets the result that it gets alone, bit for bit.
 TEST(Concurrency, DifferentHeadsOverlap) {
   constexpr int kThreads = 3;
   constexpr int kRounds = 8;

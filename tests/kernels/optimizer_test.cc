@@ -171,7 +171,7 @@ TEST_P(Optimizer, ResettingTheStateStartsOver) {
   EXPECT_EQ(update(), first);
 }
 
-// State that was read and written back (a checkpoint) goes on with the same bits.
+// State that was read and written back (a checkpoint) continues with the same bits.
 TEST_P(Optimizer, StateSurvivesReadingAndWriting) {
   LoadedHeads original(problem_.heads, {});
   LoadedHeads restored(problem_.heads, {});
@@ -195,7 +195,7 @@ TEST_P(Optimizer, StateSurvivesReadingAndWriting) {
 
 INSTANTIATE_TEST_SUITE_P(All, Optimizer, ::testing::ValuesIn(OptimizerCases()), [](const auto& test) { return test.param.name; });
 
-// A step's overrides count, not what the head was created with.
+// A step's overrides count, not the settings of the head's creation.
 TEST(OptimizerOverrides, AreUsed) {
   Problem problem = MakeProblem(ProblemOptions());
   problem.heads[0].spec.optimizer = AdamWSpec{0.9, 0.999, 1e-8, 0.01};

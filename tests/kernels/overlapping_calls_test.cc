@@ -1,4 +1,4 @@
-// Calls of several threads on one head: an engine may compute them together, but each has its own result, and the accumulator the
+// Calls of several threads on one head. An engine may compute them together, but each has its own result, and the accumulator the
 // sum of all.
 #include <cstdint>
 #include <latch>
@@ -31,7 +31,7 @@ ProblemOptions Options(DataType type) {
   return options;
 }
 
-// Of uneven sizes, together all rows.
+// Parts of uneven sizes, together all rows.
 std::vector<Problem> Parts(const Problem& problem) {
   std::vector<Problem> parts;
   int64_t start = 0;

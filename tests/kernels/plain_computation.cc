@@ -82,7 +82,6 @@ float CrossEntropy(const Row& logits, size_t target, const reference::CrossEntro
   return scale * loss;
 }
 
-// Adds the factors' share to a row's gradient.
 void AddFactors(const Row& logits, double temperature, float entropy_factor, float lse_factor, Row* gradient) {
   const Row u = Tempered(logits, temperature);
   const float lse = LogSumExp(u);

@@ -1,8 +1,8 @@
-// The plain computation with fp32 logits: what a careful implementation without any trick gets, for the tolerances of bf16 and
+// The plain computation with fp32 logits: the result of a careful implementation without any trick, for the tolerances of bf16 and
 // fp16.
 //
-// Logits, softmax and losses in fp32; the gradient of the logits rounded once to the head's storage type; products accumulated in
-// fp32; grad_hidden rounded to its type, grad_weight kept in fp32.
+// Logits, softmax and losses are in fp32, and the gradient of the logits is rounded once to the head's storage type. Products
+// accumulate in fp32; grad_hidden is rounded to its type, grad_weight kept in fp32.
 #ifndef HEADWATER_TESTS_KERNELS_PLAIN_COMPUTATION_H_
 #define HEADWATER_TESTS_KERNELS_PLAIN_COMPUTATION_H_
 

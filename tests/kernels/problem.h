@@ -32,8 +32,8 @@ struct TestTerm {
   std::variant<reference::CrossEntropyOptions, reference::JsdOptions, reference::TopKOptions> loss;
   double gradient_resolution = 0;
   uint64_t dither_seed = 0;
-  DataType dithered_type = DataType::kFloat32;     // what the engine rounds entries to before; see reference::Resolution
-  DataType dither_unit_type = DataType::kFloat32;  // what the engine rounds a resolution times all factors to
+  DataType dithered_type = DataType::kFloat32;     // type to which the engine rounds entries before; see reference::Resolution
+  DataType dither_unit_type = DataType::kFloat32;  // type to which the engine rounds a resolution times all factors
   int teacher = -1;                                // index into Problem::heads
   std::vector<double> teacher_hidden;
   DataType teacher_type = DataType::kFloat32;
@@ -50,7 +50,7 @@ struct Problem {
   double grad_hidden_scale = 1;
 };
 
-// What MakeProblem() draws. One term over all rows.
+// The properties of a problem that MakeProblem() draws. One term over all rows.
 struct ProblemOptions {
   std::string name;  // of the test case
   int64_t rows = 13;
@@ -110,7 +110,7 @@ Problem SliceRows(const Problem& problem, int64_t row_start, int64_t row_count);
 // The problem with values rounded to the types of heads and rows, after a test has set them.
 void RoundToStorage(Problem* problem);
 
-// What the problem must yield.
+// The expected results of the problem.
 struct Expected {
   Expected() = default;
   Expected(Expected&&) = default;  // keeps the heads where they are; a copy's keys would point to the original's heads

@@ -1,4 +1,4 @@
-// Random combinations of options, shapes, types and partitions against fp64: what nobody thought of. Seeded: a failure names its
+// Random combinations of options, shapes, types and partitions against fp64, for unforeseen cases. Seeded: a failure names its
 // case.
 #include <cstdlib>
 #include <random>

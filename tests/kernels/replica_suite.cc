@@ -121,7 +121,7 @@ OptimizerStep ReplicaStep(int64_t update_count) {
 }
 
 // Really at the same time: each waits for the others. And each has the bits of one engine.
-TEST_P(Replicas, ComputeAsManyMicroBatchesAtOnceWithTheBitsOfOneEngine) {
+TEST_P(Replicas, ComputeConcurrentMicroBatchesWithTheBitsOfOneEngine) {
   for (const bool jsd : {false, true}) {
     SCOPED_TRACE(jsd ? "JSD" : "cross entropy");
     const std::vector<Problem> problems = MakeReplicaProblems(count(), jsd);
@@ -162,7 +162,7 @@ TEST_P(Replicas, StageOnEveryRankAndCommitThere) {
   }
   EXPECT_EQ(heads.head().FreeStagingSlots(), 0);
   {
-    // No slot is left, which is told before the flow is asked for anything.
+    // No slot is left, which is reported before the flow is asked for anything.
     PreparedMicroBatch prepared(problems[0], heads.pointers, stage);
     MeetingFlow flow(nullptr, absl::InternalError("asked"));
     prepared.micro_batch.flow = &flow;
@@ -222,7 +222,7 @@ TEST_P(Replicas, DigestTheRowsAsOneEngine) {
   EXPECT_EQ(digest_of(*Group(), Parallelism::kRows), digest_of(*One(), Parallelism::kVocabulary));
 }
 
-// Several steps of AdamW: what the accumulators hold goes into one update, and all ranks go on with the same weights.
+// Several steps of AdamW: the accumulators' sum goes into one update, and all ranks continue with the same weights.
 TEST_P(Replicas, UpdateTheWeightsTogether) {
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
     SCOPED_TRACE(DataTypeName(type));

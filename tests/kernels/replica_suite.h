@@ -1,5 +1,5 @@
-// Heads that every rank of a group has all of (Parallelism::kRows), behind the engine that a group is: one engine's results,
-// whichever rank computes them; several micro-batches at once; one gradient, one optimizer step, and weights that stay the same
+// Heads whose weights every rank of a group has in full (Parallelism::kRows), behind the group's engine. Any rank computes one
+// engine's results, and several micro-batches are computed at once. There is one gradient, one optimizer step, and the same weights
 // everywhere.
 //
 // The tests are in replica_suite.cc. A program that links it says which groups they are of:
@@ -30,7 +30,7 @@ namespace headwater::testing {
 struct ReplicaCase {
   std::string name;
   std::vector<int64_t> weights;  // of the ranks' shards, as in those that follow
-  // Of groups that a head's state goes over to.
+  // State for groups that take a head over.
   std::vector<int64_t> other_weights, last_weights;
   std::function<std::unique_ptr<LossEngine>(const std::vector<int64_t>& weights)> make_group;
   // An engine that is alone, and must have the same bits.

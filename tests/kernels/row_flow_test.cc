@@ -1,5 +1,5 @@
-// Rows that come while their micro-batch is computed, and a gradient that leaves meanwhile: the same results as with all rows
-// there, nothing added if the caller ends it.
+// Rows that come while their micro-batch is computed, and a gradient that leaves meanwhile. Results equal those with all rows
+// there, and nothing is added if the caller ends the computation.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -56,7 +56,7 @@ class LateTensor {
   int64_t here_ = 0;
 };
 
-// Lets a prepared micro-batch's rows come as they are awaited, and looks at everything that the engine tells.
+// Lets a prepared micro-batch's rows come as they are awaited, and checks the engine's calls.
 class TestFlow final : public RowFlow {
  public:
   explicit TestFlow(PreparedMicroBatch* prepared) : micro_batch_(prepared->micro_batch), thread_(std::this_thread::get_id()) {
@@ -310,7 +310,7 @@ TEST_P(RowFlowTest, HasTheResultsOfAllRowsAtOnce) {
   EXPECT_TRUE(flowing.BitwiseEquals(plain));
 }
 
-TEST_P(RowFlowTest, WaitsForRowsThatAnotherThreadBrings) {
+TEST_P(RowFlowTest, WaitsForRowsFromAnotherThread) {
   LoadedHeads heads(problem().heads, Case().engine);
   LoadedHeads plain_heads(problem().heads, Case().engine);
   Outcome plain, flowing;
@@ -333,12 +333,12 @@ TEST_P(RowFlowTest, WaitsForRowsThatAnotherThreadBrings) {
   EXPECT_TRUE(flowing.BitwiseEquals(plain));
 }
 
-// At every call of the flow: the accumulators and the slots are as before, the caller's own error comes back, and the next
-// computation is what it would have been.
+// A caller's error at any call of the flow comes back. The accumulators and the slots are as before, and the next computation is
+// unaffected.
 TEST_P(RowFlowTest, AddsNothingIfTheCallerEndsIt) {
   LoadedHeads heads(problem().heads, Case().engine);
   LoadedHeads undisturbed(problem().heads, Case().engine);
-  // What the accumulators hold before; on some engines it is still owed to them.
+  // The accumulators' former content; some engines still owe it to them.
   ComputeOptions before_options;
   before_options.grad_hidden = false;
   before_options.grad_weight = problem().heads[0].spec.trainable ? GradWeightMode::kAccumulate : GradWeightMode::kNone;
@@ -387,9 +387,9 @@ TEST_P(RowFlowTest, AddsNothingIfTheCallerEndsIt) {
   EXPECT_TRUE(after.BitwiseEquals(expected));
 }
 
-// What was put off before an aborted call is added with what comes after it.
+// Work deferred before an aborted call is added with later work.
 using OwedRowFlowTest = RowFlowTest;
-TEST_P(OwedRowFlowTest, LeavesWhatIsOwedAlone) {
+TEST_P(OwedRowFlowTest, LeavesDeferredWorkAlone) {
   LoadedHeads heads(problem().heads, Case().engine);
   LoadedHeads undisturbed(problem().heads, Case().engine);
   ComputeOptions options = Options();
@@ -555,7 +555,7 @@ TEST(RowFlow, LargeLogits) {
   }
 }
 
-TEST(RowFlow, RefusesWhatMeansNothing) {
+TEST(RowFlow, RefusesMeaninglessCombinations) {
   const Problem problem = MakeProblem(ProblemOptions());
   LoadedHeads heads(problem.heads, {});
   {
@@ -578,7 +578,7 @@ TEST(RowFlow, RefusesWhatMeansNothing) {
   EXPECT_TRUE(HasReason(heads.engine().DigestRows({prepared.micro_batch.hidden}, &event, &builder), ErrorReason::kInvalidField));
 }
 
-// Memory that the engine gave, or was told of, holds rows like any other.
+// Memory that the engine gave, or that was registered, holds rows like any other.
 TEST(RowFlow, ComputesFromHostMemoryOfTheEngine) {
   ProblemOptions options = WithType(ProblemOptions(), DataType::kBFloat16);
   options.rows = 300;
@@ -610,7 +610,7 @@ TEST(RowFlow, ComputesFromHostMemoryOfTheEngine) {
   std::fill(own.begin(), own.end(), static_cast<uint8_t>(1));  // still the caller's
 }
 
-// A handle that means nothing here is refused, and the engine goes on.
+// A handle that means nothing here is refused, and the engine continues.
 TEST(RowFlow, RefusesForeignHandles) {
   const Problem problem = MakeProblem(ProblemOptions());
   LoadedHeads heads(problem.heads, {});

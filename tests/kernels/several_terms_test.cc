@@ -56,7 +56,7 @@ TEST(SeveralTerms, OverlappingRangesAreSummed) {
   }
 }
 
-// What travels beside the rows grows with the terms, and has a bound of its own: fewer rows are computed at once then.
+// The data beside the rows grows with the terms, and has a bound of its own. Fewer rows are computed at once then.
 TEST(SeveralTerms, AsManyAsThereMayBeOverManyRows) {
   ProblemOptions options;
   options.rows = 8192;

@@ -1,5 +1,5 @@
-// Work that changes a head is decided once for all its shards: one that is not ready stops it with nothing changed, one that fails
-// afterwards is an engine failure. Failures come from EngineOptions::shard_probe.
+// Work that changes a head is decided once for all its shards. A shard that is not ready stops it with nothing changed; a shard
+// that fails afterwards is an engine failure. Failures come from EngineOptions::shard_probe.
 #include <atomic>
 #include <functional>
 #include <map>
@@ -86,7 +86,7 @@ class Bench {
 
 struct Operation {
   const char* name;
-  // Called twice if the first is refused; the contribution is what a test has staged before.
+  // Called twice if the first is refused; a test has staged the contribution before.
   std::function<absl::Status(Bench&, StagedContribution*)> run;
 };
 
@@ -160,7 +160,7 @@ TEST_P(ShardDecision, AFailureAfterwardsIsTheEnginesAndStaysWithItsHead) {
     bench.fault.armed = false;
     ASSERT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
 
-    // The others go on as if nothing had been; and so does the head itself, once it has been restored.
+    // The others continue undisturbed, and so does the head itself, once it has been restored.
     EXPECT_EQ(ReadState(bench.bystander()), bystander);
     EXPECT_TRUE(bench.heads().TryCompute(bench.other(), ComputeOptions()).ok());
     staged.reset();

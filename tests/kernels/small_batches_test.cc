@@ -1,5 +1,4 @@
-// Many small micro-batches in 16 bits: an engine may put their products off and add them together, but never so that anybody sees
-// it.
+// Many small micro-batches in 16 bits. An engine may defer their products and add them together, but never visibly.
 #include <cmath>
 #include <cstdint>
 #include <memory>
@@ -93,7 +92,7 @@ TEST_P(SmallBatches, OfTwoHeadsInTurnEqualOneBatchEach) {
   }
 }
 
-// One head, and nobody looks before the end: LoadedHeads::Compute() reads the accumulators after every call.
+// One head whose accumulators are only read at the end, whereas LoadedHeads::Compute() reads them after every call.
 class Unwatched {
  public:
   Unwatched(const std::vector<TestHead>& all_heads, const EngineOptions& options) : heads_(all_heads, options) {}
@@ -112,7 +111,7 @@ class Unwatched {
   LoadedHeads heads_;
 };
 
-TEST_P(SmallBatches, AreThereWhenTheAccumulatorIsReadInTheEnd) {
+TEST_P(SmallBatches, AreInTheFinalAccumulator) {
   const std::vector<std::pair<int64_t, int64_t>> large = {{0, 300}, {300, 1024}, {1324, 2048}, {3372, 28}};
   for (const auto& slices : {Slices(), large}) {
     ProblemOptions options = Options(GetParam(), 3);
@@ -135,7 +134,7 @@ TEST_P(SmallBatches, AreThereWhenTheAccumulatorIsReadInTheEnd) {
   }
 }
 
-// Whether or not anybody has looked at the zeros in between.
+// Whether or not the zeros were read in between.
 TEST_P(SmallBatches, StartFromZeroAfterAnUpdate) {
   for (const int64_t rows : {20, 1500}) {
     ProblemOptions options = Options(GetParam(), 10);
@@ -161,7 +160,7 @@ TEST_P(SmallBatches, StartFromZeroAfterAnUpdate) {
 }
 
 // A step without micro-batches.
-TEST_P(SmallBatches, LeaveNothingBehindThatIsZeroed) {
+TEST_P(SmallBatches, LeaveNothingInAClearedAccumulator) {
   const Problem problem = MakeProblem(Options(GetParam(), 9));
   Unwatched unwatched(problem.heads, {});
   unwatched.Compute(problem);
@@ -220,7 +219,7 @@ void ExpectSeenByEverything(DataType type, int64_t early_rows, int64_t late_rows
             ReadTensorValues(watched->heads().head(0), HeadTensor::kMasterWeight));
   EXPECT_NE(ReadTensorValues(updated->heads().head(0), HeadTensor::kMasterWeight), problem.heads[0].weight);
 
-  // A caller's own part, and a contribution that is committed: after what came before.
+  // A caller's own part, and a contribution that is committed, come after earlier work.
   const std::vector<float> in(alone.weight.size(), 0.125f);
   Gradient expected = alone;
   for (float& value : expected.weight) value += 0.25f;
@@ -237,13 +236,13 @@ void ExpectSeenByEverything(DataType type, int64_t early_rows, int64_t late_rows
   for (const float value : written->heads().ReadGradient(0).weight) ASSERT_EQ(value, 3.0f);
 }
 
-TEST_P(SmallBatches, AreSeenByEverythingThatLooksAtTheAccumulator) {
+TEST_P(SmallBatches, AreVisibleToEveryReaderOfTheAccumulator) {
   ExpectSeenByEverything(GetParam(), 9, 11);
   ExpectSeenByEverything(GetParam(), 1024, 500);
 }
 
-// New weights do not change what was computed with the old ones.
-TEST_P(SmallBatches, KeepTheWeightsThatTheyWereComputedWith) {
+// New weights do not change results computed with the old ones.
+TEST_P(SmallBatches, KeepTheirWeights) {
   const Problem problem = MakeProblem(Options(GetParam(), 6));
   Unwatched unwatched(problem.heads, {});
   unwatched.Compute(SliceRows(problem, 0, 30));
@@ -251,8 +250,8 @@ TEST_P(SmallBatches, KeepTheWeightsThatTheyWereComputedWith) {
   ExpectGradientOf(SliceRows(problem, 0, 30), unwatched.heads().ReadGradient(0), "after new weights");
 }
 
-// A head that goes takes along what waited for it.
-TEST_P(SmallBatches, OfAHeadThatGoesDisturbNobody) {
+// A destroyed head drops its deferred work.
+TEST_P(SmallBatches, OfADestroyedHeadDisturbNoOthers) {
   const Problem problem = MakeProblem(Options(GetParam(), 7));
   Problem other = MakeProblem(Options(GetParam(), 8));
   const Problem other_alone = other;

@@ -12,7 +12,7 @@
 namespace headwater::testing {
 namespace {
 
-// Few rows: what a slot keeps is the rows and the gradient of the logits. Many rows: the finished product.
+// Few rows: a slot keeps the rows and the gradient of the logits. Many rows: the finished product.
 ProblemOptions FewRows() {
   ProblemOptions options;
   options.name = "FewRows";
@@ -52,7 +52,7 @@ class Staging : public ::testing::TestWithParam<std::tuple<ProblemOptions, int32
 
   const ProblemOptions options_;
   const Problem problem_;
-  Problem before_;  // other rows for the same heads: what the accumulator holds before
+  Problem before_;  // other rows for the same heads: the accumulator's former content
   EngineOptions engine_options_;
 };
 
@@ -78,7 +78,7 @@ TEST_P(Staging, CommitAddsTheContributionTimesTheFactor) {
 }
 
 // A staged answer is that of a direct one, and where the rows are kept, so is the committed accumulator, bit for bit.
-TEST_P(Staging, AFactorOfOneGivesTheDirectBits) {
+TEST_P(Staging, FactorOfOneGivesTheDirectBits) {
   LoadedHeads direct(problem_.heads, engine_options_);
   direct.Compute(before_);
   const Outcome direct_outcome = direct.Compute(problem_);

@@ -1,7 +1,7 @@
 // The differentiable triple (loss, entropy, lse) and the per-token outputs beside it, where a careless form loses every digit.
 //
-// The hidden states are the identity, so that row i's logits are column i of the weight, exactly: what is measured is what an
-// engine makes of logits, not its products.
+// The hidden states are the identity, so that row i's logits are column i of the weight, exactly. The tests thus measure the
+// engine's work on logits, not its products.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -150,8 +150,8 @@ void ExpectRelative(const char* what, const std::vector<float>& actual, const st
   std::printf("%-16s relative error %.2e\n", what, largest);
 }
 
-// Rows cancel in a column of grad_bias, and columns of equal logits are rounded alike, which no other computation's error tells:
-// each entry against the magnitudes of what it is the sum of. Row i's gradient is column i of grad_weight.
+// Rows cancel in a column of grad_bias, and columns of equal logits are rounded alike, which no other computation's error shows. So
+// each entry is compared with the magnitudes of its summands. Row i's gradient is column i of grad_weight.
 void ExpectGradientsMatch(const Problem& problem, const EngineOptions& options) {
   // The gradient of the hidden states would be sums over columns that cancel.
   ComputeOptions compute;
@@ -206,7 +206,7 @@ TEST_P(TokenTriple, OutputsAreExactDownToTheSmallest) {
   });
 }
 
-// What the factors of one kind alone make of it is that kind's own gradient, and all of them together are the sum.
+// With factors of one kind alone the gradient is that kind's own, and with all of them together it is the sum.
 TEST_P(TokenTriple, EachFactorHasItsOwnGradient) {
   ForEachForm([](Problem problem, const EngineOptions& options) {
     TestTerm& term = problem.terms[0];

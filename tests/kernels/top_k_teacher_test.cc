@@ -1,4 +1,4 @@
-// Top-k teachers: entries x types x transforms x shards against fp64, the modes of a contribution, and what is refused.
+// Top-k teachers: entries x types x transforms x shards against fp64, the modes of a contribution, and the refusals.
 #include <algorithm>
 #include <cmath>
 #include <functional>

@@ -1,10 +1,10 @@
 """Checks the Markdown pages: links and anchors resolve, files that the text names exist, commands can be run, the README keeps its
 length.
 
-A file name is a code span that begins with a top-level folder of the project (`docs/math.md`, `deploy/quickstart`). Only the
-first word of a span is looked at, and none that holds a wildcard or an ellipsis. A span of several words, or a line of a code
-block, that begins with a file of the project is a command, perhaps after variables: the file must be executable. A row of a table
-that names one source file and functions (`Head::Commit()`) says that they are in it.
+A file name is a code span that begins with a top-level folder of the project (`docs/math.md`, `deploy/quickstart`). Only the first
+word of a span is looked at, and none that holds a wildcard or an ellipsis. A span of several words, or a line of a code block, is a
+command if it begins with a file of the project, perhaps after variables. The file must be executable. A row of a
+table that names one source file and functions (`Head::Commit()`) says that they are in it.
 """
 
 import os
@@ -75,7 +75,7 @@ def missing_functions(root: Path, row: str) -> list[str]:
 
 
 def check_command(root: Path, command: str) -> str | None:
-    """What is wrong with a command, if it begins with a file of the project."""
+    """The fault of a command, if it begins with a file of the project."""
     words = command.split()
     while words and re.match(r"[A-Za-z_]\w*=", words[0]):
         words.pop(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = "headwater"
 # Where the package is, relative to the root.
 FOLDER = f"client/python/{PACKAGE}"
-# Loops that wait or go on after an error by design: those of an application. Retries, replay and reconnecting are the core's.
+# Loops that wait or continue after an error by design: those of an application. Retries, replay and reconnecting are the core's.
 APPLICATION_LOOPS = {
     f"{PACKAGE}._client": {"_await_weights"},  # another client's upload
     f"{PACKAGE}._core": {"_end_futures"},  # at exit
@@ -62,7 +62,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 class _Loops(ast.NodeVisitor):
-    """Finds loops that sleep, or go on after one of the package's errors."""
+    """Finds loops that sleep, or continue after one of the package's errors."""
 
     def __init__(self, errors: set[str]):
         self.found: list[tuple[int, str]] = []  # line, and name of the outermost function

@@ -1,4 +1,4 @@
-"""A script that cannot be run by its name is found, and so is a file that can and is none; and a duration by the wall clock."""
+"""A script that cannot be run by its name is found. So are an executable that is no script, and a duration by the wall clock."""
 
 import pytest
 

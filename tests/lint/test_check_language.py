@@ -1,4 +1,4 @@
-"""Sentences that begin wrongly, words with a plain synonym and sentences that are too long are found, and code is not read."""
+"""Sentences that begin wrongly, words with a plain synonym and sentences that are too long are found, in pages and in comments."""
 
 import pytest
 
@@ -8,8 +8,9 @@ import check_language
 @pytest.fixture
 def errors(tmp_path):
     def check(text, name="page.md"):
-        (tmp_path / name).write_text(text)
-        return check_language.check_page(tmp_path, tmp_path / name)
+        path = tmp_path / name
+        path.write_text(text)
+        return check_language.check_page(tmp_path, path) if path.suffix == ".md" else check_language.check_source(tmp_path, path)
 
     return check
 
@@ -60,3 +61,48 @@ def test_bad_pages_do_not(errors, text, line):
     found = errors(text)
     assert len(found) == 1
     assert found[0].startswith(f"page.md:{line}: ")
+
+
+CPP = [
+    "// Returns rows.\nint x = 1;  // a number\n",
+    'const char* text = "// Of a string nobody reads a word.";\n',
+    "// Reads a row:\n//     Of whom = nobody\n",
+    "// a   Of a table\n// b   nobody reads a word\n",
+    "// NOLINTNEXTLINE(tells)\n",
+    "int x = 1'000;  // rows\nint y = 1'000;  // columns\n",
+    "// Errors: " + "A, " * check_language.MAX_WORDS + "B.\n",
+    "// - The server computes.\n" * check_language.MAX_WORDS,
+    "// The first.\n\n// " + "row " * (check_language.MAX_WORDS - 1) + "\n\n// row\n",
+]
+PYTHON = [
+    'text = """Of a string nobody reads a word."""\n',
+    'call(\n    """What is told to whoever asks."""\n)\n',
+    '"""Reads rows.\n\n    program OF what  # nobody\n\nEnds.\n"""\n',
+    'def f(x):\n    """Reads rows.\n\n    Args:\n' + "        x: the rows.\n" * check_language.MAX_WORDS + '    """\n',
+]
+
+
+@pytest.mark.parametrize(("text", "name"), [*((text, "a.cc") for text in CPP), *((text, "a.py") for text in PYTHON)])
+def test_good_comments_pass(errors, text, name):
+    assert errors(text, name) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "line"),
+    [
+        ("// Of two heads one stops.\n", "a.cc", 1),
+        ("int x = 1;  // the head that nobody has\n", "a.cu", 1),
+        ("int x = 1;  // rows\n            // of whoever asks\n", "a.h", 1),
+        ("/* Stops.\n * What is left stops, too. */\n", "a.h", 2),
+        ("// Goes on.\n\n// Stops.\n// Goes on.\n", "a.proto", 1),
+        ("// " + LONG + "\n", "a.cuh", 1),
+        ("x = 1  # what the caller is told\n", "a.py", 1),
+        ('"""Stops.\n\nWhat is left stops, too.\n"""\n', "a.py", 3),
+        ('def f(x):\n    """Stops.\n\n    Args:\n        x: rows.\n        y: for ever.\n    """\n', "a.py", 6),
+        ('class A:\n    x: int = 1\n    """Of two heads one."""\n', "a.py", 3),
+    ],
+)
+def test_bad_comments_do_not(errors, text, name, line):
+    found = errors(text, name)
+    assert found
+    assert found[0].startswith(f"{name}:{line}: ")

@@ -1,4 +1,4 @@
-"""What a newcomer's first commands leave in a clone is neither offered for a commit nor copied into an image."""
+"""The files of a newcomer's first commands in a clone are neither offered for a commit nor copied into an image."""
 
 import re
 import subprocess

@@ -67,13 +67,13 @@ class PrometheusEnded(Exception):
 
 
 class Prometheus:
-    """A Prometheus of our own. Its port is drawn beforehand, since it cannot tell which one it was given."""
+    """A Prometheus of our own. Its port is drawn beforehand, since it cannot report which one it was given."""
 
     def __init__(self, directory: Path, metrics_port: int):
         self.config = directory / "prometheus.yml"
         self.config.write_text(configuration(metrics_port))
         self._log = (directory / "prometheus.log").open("w+b")
-        for _ in range(5):  # somebody else may have taken the port meanwhile
+        for _ in range(5):  # another program may have taken the port meanwhile
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 self.port = probe.getsockname()[1]
@@ -154,7 +154,7 @@ class Server:
 
 
 class Training(threading.Thread):
-    """Trains until told to stop, by gRPC and by shared memory in turns.
+    """Trains until it is stopped, by gRPC and by shared memory in turns.
 
     A step has eager and explicit micro-batches, a repeat, a discard, a distillation and an optimizer step.
     """
@@ -220,7 +220,7 @@ def monitored_training(binary: str):
         yield server, prometheus, training
 
 
-# Of each panel: title, unit's name, factor, expressions with their legends.
+# Each panel: title, unit's name, factor, expressions with their legends.
 PLOTS = [
     (
         "Tokens a second",

@@ -44,7 +44,7 @@ def server(tmp_path):
 
 
 def lines(server: Server) -> list[dict]:
-    """What is in the log so far; the last line may be on its way."""
+    """The lines in the log so far; the last line may be on its way."""
     return [json.loads(line) for line in server.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
@@ -149,7 +149,7 @@ def test_no_contents_of_tensors(server):
     everything = server.log.read_text() + server.scrape()
     assert "48879.1" not in everything  # the digits before the point alone may be part of a time or an id
     assert np.float32(needle).tobytes() not in everything.encode()
-    assert not any((server.directory / "traces").iterdir())  # nobody has asked for any
+    assert not any((server.directory / "traces").iterdir())  # no call has asked for any
 
 
 def value(server: Server, series: str) -> float:
@@ -170,7 +170,7 @@ def test_an_orderly_close_is_no_refusal(transport, session):
             if session:
                 head.cross_entropy(hidden, targets, micro_batch=1, commit="explicit").commit(1.0)
         assert value(server, "headwater_commits_total") == 1 + session
-        time.sleep(0.2)  # nobody waits for what a close may send besides
+        time.sleep(0.2)  # no test waits for the rest that a close may send
         assert value(server, "headwater_refusals_total") == 0
         assert value(server, "headwater_regions") == 0
         assert lines(server) == []

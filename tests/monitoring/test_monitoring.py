@@ -17,7 +17,8 @@ from monitored_run import ROOT, RULES, SCRAPE_INTERVAL_S, await_condition, find_
 MONITORING = ROOT / "deploy" / "monitoring"
 RULE_TESTS = Path(__file__).resolve().parent / "headwater.rules.test.yaml"
 METRIC = re.compile(r"(?<![\w:.])(?:headwater|process)_[a-z0-9_]+")
-# What this server does not serve: that of groups (tests/integration/group_join_test.cc has it), and of TLS (test_logs.py).
+# Metrics that this server does not serve: those of groups (tests/integration/group_join_test.cc has them), and of TLS
+# (test_logs.py).
 OF_OTHERS = {"headwater_rank_seconds_total", "headwater_tls_certificate_expiry_timestamp_seconds"}
 RECORDED = re.compile(r"headwater:[a-z0-9_:]+")
 
@@ -125,10 +126,10 @@ def test_a_real_prometheus_sees_a_real_run(tmp_path):
         assert promtool("check", "metrics", text=server.scrape()).strip() == ""
 
         await_condition(lambda: training.steps >= 4 or training.error, "four steps")
-        # Those that succeed: one that comes later than the short interval allows, on a busy machine, is none.
+        # The scrapes that succeed: one that comes later than the short interval allows, on a busy machine, is none.
         await_condition(lambda: prometheus.query('sum(sum_over_time(up{job="headwater"}[1h])) >= 12'), "scrapes")
         assert training.error is None
-        # What a rate needs: two scrapes after the first event.
+        # A rate needs two scrapes after the first event.
         for phase in ("upload", "queue", "compute", "download", "commit"):
             await_condition(lambda phase=phase: prometheus.query(f"rate(headwater_{phase}_seconds_count[20s]) > 0"), phase)
 
@@ -138,7 +139,7 @@ def test_a_real_prometheus_sees_a_real_run(tmp_path):
         # Nothing is served that the document does not know.
         assert {name for name in scraped if name.startswith(("headwater_", "process_"))} <= documented()
 
-        # Every panel shows something, but for what only refusals, groups or TLS have.
+        # Every panel shows something, except those that only refusals, groups or TLS fill.
         for name, expression in expressions().items():
             result = prometheus.query(expression)
             assert result or name.startswith(("Calls refused", "Ranks of a group", "Certificates")), f"{name}: {expression}"

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # whatever the working
 from monitored_run import Server, Training, await_condition
 
 BUILD = os.environ.get("HEADWATER_BUILD_DIR", "")
-# What a step of Training has, and two of them.
+# The outcomes of a step of Training, and of two.
 OUTCOMES = ("committed", "staged", "replayed", "discarded")
 TRANSPORTS = ("grpc", "shared_memory")
 PHASES = {"upload", "queue", "compute", "download", "commit"}
@@ -138,11 +138,11 @@ def test_figures_are_differences_of_pages(server):
         seen = json.loads(top(server, "--once", "--json", "--interval=500ms", f"--metrics={address}").stdout)
     assert seen["version"] == 'a"b,c}d'
     assert seen["tokens_per_s"] == pytest.approx(4000 / seen["seconds"])
-    # A counter that fell began again.
+    # A counter that fell has restarted.
     assert seen["refusals_per_s"] == pytest.approx({"QUEUE_FULL": 8 / seen["seconds"]})
     assert seen["phase_seconds"] == {"compute": pytest.approx(0.025)}
     assert seen["product_flops_per_busy_s"] == pytest.approx(4e9)
-    assert seen["floor_utilization"] is None  # nobody has said what the machine can do
+    assert seen["floor_utilization"] is None  # the machine's rate is unknown
     assert seen["memory"]["planned_by_purpose"] == {"weight": 3e9}
 
 
@@ -279,7 +279,7 @@ def test_the_metrics_are_looked_for_on_the_servers_host(scheme, metrics):
         try:
             await_condition(port_file.exists, "the server listens")
             address = port_file.read_text().strip()
-            # Whoever listens there is not this server.
+            # The process that listens there is not this server.
             done = subprocess.run(
                 [f"{BUILD}/bin/headwaterctl", f"--server={scheme}{address}", "top", "--once", "--interval=100ms"],
                 capture_output=True,

@@ -1,11 +1,11 @@
 // Lets ThreadSanitizer see Abseil's locks where Abseil comes as shared libraries that are not instrumented.
 //
-// The sanitizer sees pthread's locks by itself; absl::Mutex is made of atomics and futexes inside the library, so everything that
+// The sanitizer sees pthread's locks by itself. But absl::Mutex is made of atomics and futexes inside the library. Everything that
 // it guards would be reported as a race, in our code and between ours and gRPC's. The definitions below take the library's place in
-// a program that they are linked into (the dynamic linker prefers the program's own symbols, also for calls out of libgrpc): each
-// tells the sanitizer and calls the library's function of the same name. Between pre_lock and post_lock (and the unlock pair) the
-// sanitizer ignores memory accesses, which is right for absl::Conditions: the library evaluates them in whatever thread holds the
-// lock. Only for builds with -fsanitize=thread; with static Abseil the whole file would clash and must be left out.
+// a program that they are linked into. The dynamic linker prefers the program's own symbols, also for calls out of libgrpc. Each
+// informs the sanitizer and calls the library's function of the same name. Between pre_lock and post_lock (and the unlock pair) the
+// sanitizer ignores memory accesses. That is right for absl::Conditions, because the library evaluates them in any thread that
+// holds the lock. Only for builds with -fsanitize=thread; with static Abseil the whole file would clash and must be left out.
 #include <dlfcn.h>
 #include <sanitizer/tsan_interface.h>
 
@@ -19,7 +19,7 @@
 
 namespace {
 
-// The library's function; `name` is mangled but for Abseil's inline namespace.
+// The library's function; `name` is mangled except for Abseil's inline namespace.
 template <typename Function>
 Function* Real(const char* name) {
   std::string symbol = "_ZN4absl";
@@ -39,7 +39,7 @@ Function* Real(const char* name) {
 constexpr unsigned kWrite = 0;
 constexpr unsigned kRead = __tsan_mutex_read_lock;
 
-// The library's waits call one another through these definitions: only the outermost one tells the sanitizer.
+// The library's waits call one another through these definitions: only the outermost one informs the sanitizer.
 thread_local bool inside_library = false;
 
 template <typename Work>

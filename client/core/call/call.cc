@@ -15,24 +15,23 @@ namespace {
 
 using google::protobuf::Message;
 
-// How often a call opens a session anew: more means that the server forgets them as fast.
+// How often a call reopens a lost session; more losses mean that the server forgets sessions as fast as they are opened.
 constexpr int kMaxSessionLosses = 3;
 constexpr std::chrono::nanoseconds kAtOnce{0};
 
-// Whether the server may have taken, or still take, what failed for this client.
+// Whether the server may have executed, or may still execute, the call that failed for this client.
 bool MayHaveBeenDone(const absl::Status& status) {
   return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) || absl::IsCancelled(status);
 }
 
 bool IsCut(const absl::Status& status) { return absl::IsUnavailable(status) && ErrorReason(status).empty(); }
 
-// The head that an answer is or has.
 const v1::Head* HeadIn(const Message& answer) {
   if (const auto* created = dynamic_cast<const v1::CreateHeadResponse*>(&answer)) return &created->head();
   return dynamic_cast<const v1::Head*>(&answer);
 }
 
-// Parses what an exchange has brought, where that is bytes.
+// Parses the bytes that an exchange has brought, if there are any.
 absl::Status Read(const Method& method, Answer* answer) {
   if (answer->message != nullptr) return absl::OkStatus();
   return WithMemoryFor(static_cast<int64_t>(answer->bytes.size()), "an answer", [&]() -> absl::Status {
@@ -42,7 +41,7 @@ absl::Status Read(const Method& method, Answer* answer) {
     }
     auto* const summary = dynamic_cast<v1::MicroBatchSummary*>(answer->message.get());
     if (summary == nullptr || !summary->transport().empty()) return absl::OkStatus();
-    // The server does not say the path. `transport` is the last field: what follows an encoded message is part of it.
+    // The server does not say the path. `transport` is the last field: bytes behind an encoded message belong to it.
     v1::MicroBatchSummary path;
     path.set_transport(answer->transport);
     answer->bytes += path.SerializeAsString();
@@ -80,7 +79,7 @@ Call::Call(std::shared_ptr<Core> core, Request request, CallMode mode, Done done
              /*awaits_server=*/core_->options().replay_bytes > 0 && request.patient && method_.patient),
       exchange_(MakeExchange(*core_, method_, *message_, memory_)) {
   opens_session_ = method_.session == InSession::kExplicit || method_.session == InSession::kOwned;
-  // A decision is about what was submitted before it.
+  // A decision is about the submissions before it.
   const bool decides = method_.record == Record::kCommit || method_.record == Record::kDiscard;
   if (decides && named_attempt_ == 0 && micro_batch().has_value()) {
     for (const HeadUse& use : heads_) {
@@ -135,8 +134,7 @@ bool Call::AwaitTurn() {
 bool Call::AwaitSettlement() {
   const auto is_blocked = [this] { return !core_->abandoned().IsSettled(settlement_); };
   if (settlement_ < 0 || !is_blocked()) return false;
-  constexpr char kLate[] =
-      "the call's time ended while it waited for contributions that nobody can commit any more to be discarded";
+  constexpr char kLate[] = "the call's time ended while it waited until abandoned contributions were discarded";
   return TryLater(is_blocked, Until().Check().ok()
                                   ? absl::OkStatus()
                                   : MakeLocalError(v1::ERROR_REASON_DEADLINE_EXCEEDED, absl::StatusCode::kDeadlineExceeded, kLate));
@@ -150,7 +148,7 @@ bool Call::AwaitSession() {
   session_id_ = core_->session().OpenId();
   if (!session_id_.empty() || !opens_session_ || core_->options().session_lease.count() == 0) return false;
   if (!may_block) {
-    // To wait for a session would hold up the caller, or everybody's timers.
+    // Waiting for a session here would hold up the caller, or all timers.
     std::lock_guard<std::mutex> lock(mutex_);
     RunLocked(cancelled() ? core_->row_transport().endings() : core_->row_transport().beginnings(), kAtOnce, [this] {
       may_block_ = true;
@@ -232,7 +230,7 @@ void Call::FillIn() {
 void Call::Await(const std::function<bool()>& is_blocked, std::function<void()> go_on) {
   std::lock_guard<std::mutex> lock(mutex_);
   RunLocked(core_->waiting(), retry_.deadline() - std::chrono::system_clock::now(), std::move(go_on));
-  // What is waited for may have come before the task was there to be hurried.
+  // The awaited event may have come before the task existed.
   if (!is_blocked()) core_->waiting().Hurry(this);
 }
 
@@ -285,7 +283,7 @@ void Call::Answered(absl::StatusOr<Answer> answer) {
 
 void Call::Failed(absl::Status status) {
   Leave();
-  // Nobody here has: a server that shuts down cuts off calls that reach it in that moment.
+  // This client has not cancelled the call: a server that shuts down cuts off calls that reach it in that moment.
   if (absl::IsCancelled(status) && !cancelled()) {
     status = absl::UnavailableError(absl::StrCat("the connection to ", core_->target(), " failed: ", Sentence(status)));
   }
@@ -304,7 +302,7 @@ void Call::Failed(absl::Status status) {
     return RecoverFrom(status);
   }
   if (cancelled()) return End(status);
-  // A repeat may be fenced by what the first one did.
+  // A repeat may be fenced by the effect of the first call.
   const bool all_sent = method_.repeat == Repeat::kUntilSent && exchange_->sent_bytes() == exchange_->total_bytes();
   if (all_sent && reason.empty()) return End(status);
   std::chrono::nanoseconds delay = kAtOnce;
@@ -336,9 +334,9 @@ void Call::Record(const Message& answer) {
   }
   if (!log.enabled() || method_.record == Record::kNone) return;
   if (is_loss() && !micro_batch().has_value()) return;
-  if (is_loss() && GetBool(answer, "payload_differs").value_or(false)) return;  // another one's contribution is what counts
-  // The rows of a joined teacher are gone with the server, and their sender does not know: a repetition would find none,
-  // or those of another micro-batch that has the same key.
+  if (is_loss() && GetBool(answer, "payload_differs").value_or(false)) return;  // another trainer's contribution counts
+  // The rows of a joined teacher are lost with the server, and their sender does not know. A repetition would find no rows, or
+  // those of another micro-batch with the same key.
   if (HasJoinedTeacher(*message_)) {
     return log.Drop(heads_, "it has micro-batches whose teacher's rows came from another stream (a join)");
   }
@@ -367,7 +365,7 @@ bool Call::TakeNews(const Message& answer) {
   const std::string name = head != nullptr ? head->name() : GetText(*message_, "name").value_or("");
   HeadStates& states = core_->head_states();
   const bool replaced = method_.news == HeadNews::kReplaced;
-  std::shared_ptr<HeadState> before;  // which goes on at another epoch
+  std::shared_ptr<HeadState> before;  // which continues at another epoch
   if (method_.news != HeadNews::kDescribed) {
     for (const std::shared_ptr<HeadState>& state : states.AllOf(name)) {
       core_->replay_log().Forget(*state);
@@ -407,7 +405,7 @@ void Call::RecoverFrom(const absl::Status& cause) {
 }
 
 void Call::End(absl::StatusOr<Answer> result) {
-  // The last attempt may still be computing: who decides, or sends the rows again, supersedes it.
+  // The last attempt may still be computing: a decision, or a repetition with the rows, supersedes it.
   if (!result.ok() && is_loss() && mode_ == CallMode::kNormal && attempt_count_ > 0 && MayHaveBeenDone(result.status())) {
     if (const std::optional<int64_t> id = micro_batch(); id.has_value()) {
       for (const HeadUse& use : heads_) {

@@ -20,7 +20,7 @@ namespace headwater::client::internal {
 
 class Core;
 
-// What is to be called.
+// A call to make.
 struct Request {
   const Method* method = nullptr;
   std::unique_ptr<google::protobuf::Message> message{};  // of the method's type
@@ -31,12 +31,12 @@ struct Request {
   bool is_background = false;  // Core::StopWaiting() reaches it
 };
 
-// Whether a call is the caller's, or made on behalf of a recovery or of another call: such a one is not logged, waits neither for
+// Whether a call is the caller's, or made for a recovery or for another call. An inner call is not logged, waits neither for
 // recoveries nor for its turn, and recovers nothing itself.
 enum class CallMode { kNormal, kInner };
 
-// Attempt after attempt until one succeeds or fails for good. Whoever has started it keeps it until `done` is called; the side of
-// gRPC and of the timers holds no reference, because the last one to a core must never be dropped there.
+// A call: attempt after attempt until one succeeds or fails for good. The starter of a call keeps it until `done` is called. gRPC
+// and the timers hold no reference to it, because they must never drop the last reference to a core.
 class Call : public std::enable_shared_from_this<Call> {
  public:
   // Called once, by any thread, after the last access to the caller's memory and to the call itself.
@@ -56,21 +56,22 @@ class Call : public std::enable_shared_from_this<Call> {
 
  private:
   // ---- before an attempt ----
-  // All that must be so before an attempt can be made; what is not is waited for, and then this runs again.
+  // Begins an attempt if everything is ready; otherwise it waits, and then runs again.
   void TryBegin();
   bool AwaitTurn();
   bool AwaitSettlement();
   bool AwaitSession();
   bool AwaitRecovery();
-  // Before the step is applied again: other trainers repeat their part at the same time. False: it goes on from there.
+  // Waits before the step is applied again, because other trainers repeat their part at the same time. Returns false if it resumes
+  // the call itself.
   bool AwaitSeal();
   void FillIn();
-  // TryBegin() again when it is not blocked any more; ends the call if it is too late for that. True.
+  // TryBegin() again when it is not blocked any more; ends the call if it is too late for that. Returns true.
   bool TryLater(const std::function<bool()>& is_blocked, absl::Status late);
   // Runs go_on() when it is hurried, at the deadline, or when the call is cancelled; at once if is_blocked() is false by now.
   void Await(const std::function<bool()>& is_blocked, std::function<void()> go_on);
-  // Runs the task after `delay`, at once if the call is cancelled. With the lock, so that Cancel() either is seen here or finds the
-  // task, which takes the lock first: until it is released the call cannot end.
+  // Runs the task after `delay`, at once if the call is cancelled. Takes place with the lock, so that Cancel() either is seen here
+  // or finds the task, which takes the lock first. The call cannot end before the lock is released.
   void RunLocked(DelayedTasks& threads, std::chrono::nanoseconds delay, std::function<void()> task);
   // TryBegin() on the timers' thread, after `delay` or when the call is cancelled.
   void BeginAfter(std::chrono::nanoseconds delay);
@@ -78,12 +79,12 @@ class Call : public std::enable_shared_from_this<Call> {
   // ---- after it ----
   void Answered(absl::StatusOr<Answer> answer);
   void Failed(absl::Status status);
-  // Puts what has succeeded into the log.
+  // Puts a call that succeeded into the log.
   void Record(const google::protobuf::Message& answer);
-  // What the answer says of heads; true: it goes on from here.
+  // Applies the answer's news about heads; true: the call continues.
   bool TakeNews(const google::protobuf::Message& answer);
-  // Recovers the step that an attempt with `cause` has lost, unless another call has done so, or does: then it waits for that one's
-  // end, and takes over if nothing came of it.
+  // Recovers the step that an attempt with `cause` has lost, unless another call has done so or is doing so. In that case it waits
+  // for the other recovery, and takes over if that failed.
   void RecoverFrom(const absl::Status& cause);
   void Leave();
   // Calls `done`: the last access to this object.
@@ -115,11 +116,11 @@ class Call : public std::enable_shared_from_this<Call> {
   Done done_;
   HeadUses heads_;
   const int64_t named_attempt_;
-  // These by one thread at a time: the attempt's end, then the one that begins the next attempt.
+  // One thread at a time uses these: the attempt's end, then the one that begins the next attempt.
   RetryState retry_;
   std::string session_id_;
   bool has_turn_ = false;
-  bool may_block_ = false;  // this thread
+  bool may_block_ = false;  // whether this thread may block
   bool opens_session_ = false;
   bool entered_ = false;
   bool sealed_ = false;

@@ -45,7 +45,7 @@ class UnaryExchange : public Exchange {
   Done done_;
 };
 
-// One stream of teacher rows for a join. By gRPC: what limits a teacher is its own computing.
+// One stream of teacher rows for a join. It goes by gRPC: a teacher is limited by its own computing.
 class TeacherExchange : public RowsCall {
  public:
   TeacherExchange(Core& core, const CallMemory& memory)

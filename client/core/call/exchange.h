@@ -27,7 +27,7 @@ inline bool HasRows(const RowsView& rows) { return rows.row_count > 0 && rows.hi
 
 // The caller's memory, checked against overflow (CheckRows). It stays the caller's until the call has ended.
 struct CallMemory {
-  RowsView rows{};                   // what is sent: hidden states, teacher rows, a tensor, rows of a gradient
+  RowsView rows{};                   // rows to send: hidden states, teacher rows, a tensor, rows of a gradient
   std::vector<RowsView> teachers{};  // of ComputeLoss: one for each term, or none at all
   RowsView result{};                 // where gradients or a downloaded tensor go; without data: into memory of the library's
   void* cuda_stream = nullptr;       // CUstream on whose work so far device memory depends; null: the legacy default stream
@@ -36,7 +36,7 @@ struct CallMemory {
   bool on_device() const;
 };
 
-// What a call that succeeded has brought.
+// The result of a call that succeeded.
 struct Answer {
   // The method's answer, in one of the two forms where an exchange ends, and parsed at the call's end.
   std::string bytes{};
@@ -60,7 +60,7 @@ class Exchange {
   virtual void Start(const google::protobuf::Message& request, Deadline deadline, Done done) = 0;
   // Ends the attempt that is under way, and every later one.
   virtual void Cancel() = 0;
-  // Of bytes that go up.
+  // Bytes sent so far.
   virtual int64_t sent_bytes() const { return 0; }
   virtual int64_t total_bytes() const { return 0; }
 
@@ -71,10 +71,10 @@ class Exchange {
 // A copy; RESOURCE_EXHAUSTED.
 absl::StatusOr<std::unique_ptr<google::protobuf::Message>> CopyOf(const google::protobuf::Message& message);
 
-// What a header asks for, and in which type.
+// Whether a header asks for grad_hidden, and the type of grad_hidden.
 bool WantsGradHidden(const v1::MicroBatchHeader& header);
 v1::DataType GradHiddenType(const v1::MicroBatchHeader& header);
-// Takes out what an attempt fills in of how its rows travel.
+// Clears the fields that an attempt fills in for the path of its rows.
 void ClearTransfer(v1::MicroBatchHeader& header);
 
 // Bytes that a result takes in memory of this side are RESOURCE_EXHAUSTED when the attempt starts, or comes to know of them.
@@ -92,13 +92,13 @@ class AttemptContext {
     if (cancelled_) context_->TryCancel();
     return context_.get();
   }
-  // Of this attempt, and of every later one.
+  // Cancels this attempt and every later one.
   void Cancel() {
     std::lock_guard<std::mutex> lock(mutex_);
     cancelled_ = true;
     if (context_ != nullptr) context_->TryCancel();
   }
-  // Of this attempt alone.
+  // Cancels this attempt alone.
   void End() { context_->TryCancel(); }
 
  private:

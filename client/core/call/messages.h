@@ -1,4 +1,4 @@
-// What the core reads in and writes into messages, whatever their types: heads with their epochs and steps, and single fields.
+// Generic access to messages of any type: heads with their epochs and steps, and single fields.
 #ifndef HEADWATER_CLIENT_CORE_CALL_MESSAGES_H_
 #define HEADWATER_CLIENT_CORE_CALL_MESSAGES_H_
 

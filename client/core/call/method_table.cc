@@ -110,7 +110,7 @@ const std::vector<Row>& Rows() {
        Following(Make<v1::CommitMicroBatchRequest, v1::CommitMicroBatchResponse>(LOSS "CommitMicroBatch", kSafe), kCommit)},
       {Always, Following(Make<v1::DiscardMicroBatchRequest, v1::DiscardMicroBatchResponse>(LOSS "DiscardMicroBatch", kSafe), kDiscard)},
       {Always, Make<v1::GetServerInfoRequest, v1::ServerInfo>("/headwater.v1.SessionService/GetServerInfo", kSafe)},
-      // Of grpc.health.v1, whose messages the core need not read.
+      // Methods of grpc.health.v1, whose messages the core need not read.
       {Always,
        [] {
          Method method = Make<google::protobuf::Empty, google::protobuf::Empty>("/grpc.health.v1.Health/Check", kSafe);

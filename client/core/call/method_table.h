@@ -1,5 +1,4 @@
-// What the core must know of each method that it calls: all that follows (attempts, repetitions, epochs, log, recovery) follows
-// from this table.
+// The properties of each method that the core calls; attempts, repetitions, epochs, log and recovery follow from this table.
 #ifndef HEADWATER_CLIENT_CORE_CALL_METHOD_TABLE_H_
 #define HEADWATER_CLIENT_CORE_CALL_METHOD_TABLE_H_
 
@@ -20,7 +19,7 @@ enum class Shape {
   kDownload,  // bytes down
 };
 
-// What an answered call leaves in the replay log.
+// The replay log's entry for an answered call.
 enum class Record {
   kNone,
   kLoss,      // a micro-batch with its rows
@@ -28,11 +27,11 @@ enum class Record {
   kCommit,    // a decision about a micro-batch that is in the log
   kDiscard,   // takes the micro-batch out of it
   kSeal,      // repeated with `wait`: other trainers repeat their part at the same time
-  kApply,     // closes the step; repeated after such a seal where it says what it expects
+  kApply,     // closes the step; repeated after such a seal if it names the expected micro-batches
   kClose,     // closes the step, with other weights perhaps: an upload is repeated under another id
 };
 
-// What the answer means for heads.
+// The meaning of an answer for heads.
 enum class HeadNews {
   kNoNews,
   kDescribed,  // the answer is, or has, a head at an epoch that this client may not know
@@ -49,12 +48,12 @@ struct Method {
   const google::protobuf::Message* request;  // default instances; of a streaming method the header's and the last answer's
   const google::protobuf::Message* answer;
   Repeat repeat;
-  // Works on heads at epochs or steps: it waits for recoveries, and recovers what it finds lost.
+  // Works on heads at epochs or steps: it waits for recoveries, and recovers steps that it finds lost.
   bool follows = false;
   Record record = Record::kNone;
   HeadNews news = HeadNews::kNoNews;
   InSession session = InSession::kNo;
-  // Waits until what was abandoned on its heads before is discarded.
+  // Waits until earlier abandoned micro-batches of its heads are discarded.
   bool settles = false;
   // An absent server is waited for, if the options say so.
   bool patient = true;

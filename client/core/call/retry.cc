@@ -9,8 +9,8 @@
 namespace headwater::client::internal {
 namespace {
 
-// A server that is waited for is looked for at least this often, as gRPC does, and no more once this is all that is left: the
-// caller is to learn that nobody answers, and not that its time is up.
+// The longest pause between attempts to reach an absent server, as in gRPC. Attempts stop when only this time is left, so that the
+// error says that no server answers and not that time is up.
 constexpr std::chrono::seconds kLongestAwayBackoff{1};
 constexpr std::chrono::milliseconds kShortestAwayAttempt{100};
 
@@ -20,10 +20,10 @@ double Jitter() {
   return std::uniform_real_distribution<double>(0.5, 1.0)(generator);
 }
 
-// It has lost a rank or its device with what its heads held, and begins anew.
+// Whether the server has lost a rank or its device, with the content of its heads, and restarts.
 bool IsRestarting(const absl::Status& status) { return ErrorMetadata(status).contains("serverRestarts"); }
 
-// Nobody is there who could say what is wrong, or soon will not be. SHARD_NOT_READY is an answer.
+// Whether no server answers, or soon none will. SHARD_NOT_READY is an answer.
 bool IsAway(const absl::Status& status) {
   if (absl::IsCancelled(status) || IsRestarting(status)) return true;
   const std::string reason = ErrorReason(status);
@@ -37,15 +37,15 @@ bool RetryState::MayRepeat(const absl::Status& status) const {
   if (IsRestarting(status)) return awaits_server_ && repeat_ != Repeat::kIfNothingWasDone;
   // The server's own UNAVAILABLE says that nothing was done; the connection's says nothing.
   if (absl::IsUnavailable(status)) return repeat_ != Repeat::kIfNothingWasDone || !reason.empty();
-  // Who has cancelled a call does not ask. A server that shuts down cuts off calls that reach it in that moment: like a connection.
+  // A cancelled caller does not ask. The server cut the call off while shutting down, as if the connection had broken.
   if (absl::IsCancelled(status)) return repeat_ != Repeat::kIfNothingWasDone;
   if (absl::IsResourceExhausted(status)) {
-    // A slot that this client's own session has is not awaited: nobody else frees it. The server says which it is.
+    // A slot of this client's own session is not awaited, because only this client frees it. The server says which it is.
     if (reason == "STAGING_FULL") return RetryDelay(status).has_value();
     return reason == "QUEUE_FULL" || reason == "IN_FLIGHT_BYTES_EXCEEDED" || reason == "ORDERED_WINDOW_FULL";
   }
-  // What only this attempt lacked: connections of one micro-batch broke or did not meet, memory is registered anew. If it was added
-  // all the same, the repeat is answered as a replay.
+  // Only this attempt failed: connections of one micro-batch broke or did not meet, or memory must be registered again. If the
+  // server added the micro-batch nevertheless, it answers the repeat as a replay.
   if (reason == "STRIPE_LOST" || reason == "TRANSFER_NOT_FOUND" || reason == "REGION_NOT_FOUND") return true;
   // Held up by this very call's earlier attempt, whose answer was lost: it ends by itself.
   return reason == "MICRO_BATCH_IN_PROGRESS" && answer_lost_ && repeat_ != Repeat::kIfNothingWasDone;

@@ -13,20 +13,19 @@
 
 namespace headwater::client::internal {
 
-// What a second execution of a call would do.
+// The effect of executing a call a second time.
 enum class Repeat {
-  kSafe,              // the same as one: reads, and calls that the server knows again
+  kSafe,              // none: reads, and calls that the server recognises
   kUntilSent,         // safe until the last byte is on its way
-  kIfNothingWasDone,  // something else: repeated only if the answer says that nothing was done
+  kIfNothingWasDone,  // another effect: repeated only if the answer says that nothing was done
 };
 
 // The repetitions of one call. Not thread-safe.
 class RetryState {
  public:
-  // `awaits_server`: one that is away (it cannot be reached, cuts the call off, says DRAINING or STARTING, or that it
-  // begins anew) is waited for until
-  // shortly before the deadline, at most a second at a time, by a back-off of its own: the policy's attempts and waits are whole
-  // for what the server answers when it is back.
+  // `awaits_server`: wait for an absent server until shortly before the deadline, at most a second at a time, by a separate
+  // back-off. A server is absent if it cannot be reached, cuts the call off, says DRAINING or STARTING, or announces its restart.
+  // The policy's attempts and waits are spent only on answers of the server.
   RetryState(const RetryPolicy& policy, Deadline deadline, Repeat repeat, bool awaits_server = false)
       : policy_(policy),
         deadline_(deadline),
@@ -54,7 +53,7 @@ class RetryState {
   const Repeat repeat_;
   const bool awaits_server_;
   int away_count_ = 0;
-  int failures_ = 0;          // but those of a server that is waited for
+  int failures_ = 0;          // without those of an absent server that is waited for
   bool answer_lost_ = false;  // an attempt may still be running on the server
   std::chrono::nanoseconds backoff_, away_backoff_;
 };

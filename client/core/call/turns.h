@@ -44,7 +44,7 @@ class Turns {
 
   mutable std::mutex mutex_;
   int free_;
-  std::deque<const void*> queue_;  // the first free_ of them may go on
+  std::deque<const void*> queue_;  // the first free_ of them may continue
 };
 
 }  // namespace headwater::client::internal

@@ -10,13 +10,13 @@ namespace headwater::client::internal {
 
 namespace {
 
-// Of a connection that carries rows; the server's is the same.
+// Window of a connection that carries rows, equal to the server's.
 constexpr int kWindowBytes = 4 << 20;
 // A connection whose other side does not answer is given up after this, twice: its machine is gone, or the way there is. gRPC would
-// keep what it was writing, and every call on it, for as long as the system resends: a quarter of an hour.
+// keep pending writes, and every call on the connection, for as long as the system resends: a quarter of an hour.
 constexpr int kKeepaliveMs = 20000;
 
-// What all channels of this client to `target` are made with.
+// The arguments of all channels of this client to `target`.
 grpc::ChannelArguments CommonArguments(const std::string& target, const ClientOptions& options) {
   // gRPC would shut itself down with the last connection, and that waits for a poller that may sleep for ten seconds.
   [[maybe_unused]] static const bool kept_initialized = (grpc_init(), true);
@@ -34,7 +34,7 @@ grpc::ChannelArguments CommonArguments(const std::string& target, const ClientOp
   return arguments;
 }
 
-// What carries rows beside that.
+// The additional arguments of channels that carry rows.
 grpc::ChannelArguments DataArguments(const std::string& peer, const ClientOptions& options) {
   grpc::ChannelArguments arguments = CommonArguments(peer, options);
   // Frames and a window in which a chunk fits, from the first message on. gRPC would find larger ones by probing, for a fifth more
@@ -45,7 +45,7 @@ grpc::ChannelArguments DataArguments(const std::string& peer, const ClientOption
   return arguments;
 }
 
-// What has a socket of its own, made by gRPC.
+// Makes a channel with a socket of its own, opened by gRPC.
 std::shared_ptr<grpc::Channel> Create(const std::string& target, const ClientOptions& options, grpc::ChannelArguments arguments) {
   // Channels with equal arguments share one socket otherwise, and one socket is one core's worth of bandwidth.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);

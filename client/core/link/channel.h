@@ -34,7 +34,8 @@ std::shared_ptr<grpc::Channel> MakeDataChannel(const std::string& peer, const Cl
 std::shared_ptr<grpc::Channel> MakeDataChannel(const std::string& peer, const std::string& authority, int socket_fd,
                                                const ClientOptions& options);
 
-// A channel to a server: checks target and options, reads what the options name, and waits until the server is reached.
+// A channel to a server. It checks target and options, reads the files that the options name, and waits until the server is
+// reached.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target, ClientOptions* options);
 
 }  // namespace headwater::client::internal

@@ -22,10 +22,10 @@ constexpr int64_t kMinMessageBytes = 128 << 10;
 constexpr int64_t kMaxMessageBytes = int64_t{1} << 30;
 constexpr int kMaxStripes = 64;
 constexpr size_t kMostNameBytes = 128;
-// What a Duration of protobuf's holds.
+// The longest time that protobuf's Duration holds.
 constexpr std::chrono::milliseconds kLongestLease = std::chrono::seconds(315'576'000'000);
 
-// Of connect_timeout, what is waited where waiting rarely helps.
+// The wait is this part of connect_timeout where waiting rarely helps.
 constexpr int kLastingFailureShare = 4;
 constexpr std::chrono::milliseconds kOneMillisecond{1};
 
@@ -70,7 +70,7 @@ bool IsOfTls(const std::string& reason) {
   return absl::StrContains(reason, "handshake") || absl::StrContains(reason, "verification check");
 }
 
-// What TLS may have to do with it that `target` is not reached.
+// How TLS may be the reason that `target` is not reached.
 std::string TlsHint(const std::string& target, const std::string& reason, const ClientOptions& options) {
   const bool was_connected = reason.empty() || IsOfTls(reason) || absl::StrContains(reason, "Socket closed");
   if (IsUnix(target) || !was_connected) return "";
@@ -114,7 +114,7 @@ absl::Status AwaitServer(const std::shared_ptr<grpc::Channel>& channel, const st
   }
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin);
   return absl::UnavailableError(absl::StrCat("no headwater server answers at ", target, " within ", waited.count(), " ms: ",
-                                             reason.empty() ? "a connection was made or is being made, and nobody speaks" : reason,
+                                             reason.empty() ? "a connection was made or is being made, without an answer" : reason,
                                              TlsHint(target, reason, options)));
 }
 

@@ -7,7 +7,7 @@ namespace headwater::client::internal {
 
 DelayedTasks::DelayedTasks(int max_threads, MakeThread make_thread)
     : max_threads_(static_cast<size_t>(max_threads)), make_thread_(std::move(make_thread)) {
-  threads_.reserve(max_threads_);  // no thread that was made finds no place
+  threads_.reserve(max_threads_);  // every thread that was made has a place
 }
 
 DelayedTasks::~DelayedTasks() {
@@ -83,7 +83,7 @@ void DelayedTasks::Loop() {
       tasks_.erase(next);
       lock.unlock();
       run();
-      run = nullptr;  // what it held may come back to this object when it goes
+      run = nullptr;  // the objects that it held may call this object when they go
       lock.lock();
       continue;
     }

@@ -28,21 +28,21 @@ class DelayedTasks {
   DelayedTasks& operator=(const DelayedTasks&) = delete;
 
   // Runs `task` on a thread of this object after `delay`; among those that are due, the one that was due first. `owner` names it
-  // for Hurry(). A task may destroy its owner, but not this object. If the system gives no thread, those that there are take the
-  // task; if there are none, this throws what the system says, and the task never runs.
+  // for Hurry(). A task may destroy its owner, but not this object. If the system gives no thread, the existing threads take the
+  // task. If there are none, this throws the system's error, and the task never runs.
   void Run(const void* owner, std::chrono::nanoseconds delay, std::function<void()> task);
   // Runs `task` at once.
   void Run(const void* owner, std::function<void()> task) { Run(owner, std::chrono::nanoseconds(0), std::move(task)); }
 
-  // What waits for `owner` is due now.
+  // Makes the waiting tasks of `owner` due now.
   void Hurry(const void* owner);
 
   // All that waits is due now.
   void HurryAll();
 
-  // What waits for `owner` never runs.
+  // Drops the waiting tasks of `owner`.
   void Forget(const void* owner);
-  // A task that waits for `owner`, which does not run any more; empty if there is none.
+  // Takes out a waiting task of `owner`, which then never runs; empty if there is none.
   std::function<void()> Withdraw(const void* owner);
 
  private:

@@ -19,7 +19,7 @@ inline google::protobuf::Duration ToProto(std::chrono::milliseconds duration) {
   return result;
 }
 
-// In [0, kLongestTimeout]: what a server says may be more nanoseconds than fit.
+// In [0, kLongestTimeout], because a server may name more nanoseconds than fit.
 inline std::chrono::nanoseconds FromProto(const google::protobuf::Duration& duration) {
   const std::chrono::seconds longest = kLongestTimeout;
   const std::chrono::nanoseconds result =

@@ -1,4 +1,4 @@
-// What a client says aloud.
+// Notices of a client to its user.
 #ifndef HEADWATER_CLIENT_CORE_LINK_NOTICE_H_
 #define HEADWATER_CLIENT_CORE_LINK_NOTICE_H_
 
@@ -9,7 +9,7 @@
 
 namespace headwater::client::internal {
 
-// Hands a sentence about what works but is slow to ClientOptions::on_notice, or prints it to the standard error output.
+// Hands a notice to ClientOptions::on_notice, or prints it to the standard error output.
 inline void GiveNotice(const ClientOptions& options, const std::string& sentence) {
   if (options.on_notice) return options.on_notice(sentence);
   std::fprintf(stderr, "headwater: %s\n", sentence.c_str());

@@ -27,7 +27,7 @@ namespace {
 // How often gRPC looks at the files, in seconds; its least.
 constexpr unsigned int kRefreshSeconds = 1;
 constexpr size_t kMostTokenBytes = 4096;
-// Of a handshake that is made to find out why gRPC's fails.
+// Time for a handshake that finds out why gRPC's fails.
 constexpr int kProbeSeconds = 2;  // OpenSSL counts whole seconds of the clock: at least one
 constexpr int kProbeNapMs = 20;
 

@@ -1,4 +1,4 @@
-// How connections are secured, in one place: TLS, and the token that every call carries; and what else every call carries.
+// The security of connections, in one place: TLS, and the metadata that every call carries, such as the token.
 #ifndef HEADWATER_CLIENT_CORE_LINK_SECURITY_H_
 #define HEADWATER_CLIENT_CORE_LINK_SECURITY_H_
 
@@ -24,7 +24,7 @@ std::string TlsFailureOf(const std::string& target, const TlsOptions& tls);
 
 // Channels with the same files share one, which reads them again when they change.
 std::shared_ptr<grpc::ChannelCredentials> MakeCredentials(const ClientOptions& options);
-// What TLS needs beside them; nothing without TLS.
+// Adds the channel arguments of TLS; nothing without TLS.
 void AddTlsArguments(const ClientOptions& options, grpc::ChannelArguments* arguments);
 // Add token and trace to every call; none without them.
 std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> MakeInterceptors(const ClientOptions& options);

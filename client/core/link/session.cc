@@ -12,9 +12,9 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-// How long a server may take to open a session, at least: whoever gave up before finds it open afterwards.
+// The least time that a server may take to open a session; a caller that gave up before finds it open afterwards.
 constexpr std::chrono::seconds kOpenTimeout{30};
-// However short a lease is granted.
+// The least pause between renewals, however short the lease.
 constexpr nanoseconds kShortestPause = std::chrono::milliseconds(10);
 // How soon a renewal that failed is tried again, if the lease is not much shorter.
 constexpr nanoseconds kRetryPause = std::chrono::seconds(1);

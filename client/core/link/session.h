@@ -1,4 +1,4 @@
-// Session: what this client leaves undecided belongs to it.
+// Session: the server-side lease that owns this client's undecided contributions.
 #ifndef HEADWATER_CLIENT_CORE_LINK_SESSION_H_
 #define HEADWATER_CLIENT_CORE_LINK_SESSION_H_
 
@@ -34,8 +34,8 @@ class Session {
   // Ends the session on the server, if that answers by then; its lease ends by itself. No other is opened. Idempotent.
   void Close(Deadline deadline);
 
-  // The id of the session, which is opened if there is none. Empty if the options want no session. Blocks. The opening goes on when
-  // those who wait for it give up, and serves the next one who asks.
+  // The id of the session, which is opened if there is none. Empty if the options want no session. Blocks. The opening continues
+  // when its waiters give up, and serves the next caller.
   absl::StatusOr<std::string> Id(const Wait& wait);
 
   // The id of the session that is open; empty if none is.
@@ -47,7 +47,7 @@ class Session {
  private:
   // The session's thread: opens the session when it is wanted, and renews its lease.
   void Run();
-  // These two, and Call(), with the lock, which they let go of while the server is asked.
+  // Both, and Call(), run with the lock, and release it while the server is asked.
   void Open(std::unique_lock<std::mutex>& lock);
   // How long to wait until the next renewal.
   std::chrono::nanoseconds Renew(std::unique_lock<std::mutex>& lock, const std::string& id);

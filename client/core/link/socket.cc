@@ -24,7 +24,7 @@ Socket::Socket(int family, int type, Wait wait)
       on_cancel_(wait_.cancel, [this] { eventfd_write(wake_.fd, 1); }) {}
 
 ssize_t Socket::Connect(const sockaddr* address, socklen_t length) {
-  // While the queue of a Unix socket is full connect() fails, and nothing tells when it is not.
+  // While the queue of a Unix socket is full connect() fails, and no event reports that it has room.
   return Do(address->sa_family == AF_UNIX ? 0 : POLLOUT, [&] { return connect(socket_.fd, address, length); });
 }
 

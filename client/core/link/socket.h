@@ -30,7 +30,7 @@ struct Descriptor {
 // Used by one thread. Where the system gives no socket every call fails with the system's errno.
 class Socket {
  public:
-  // A socket that does not block. A cancelled wait wakes up what waits.
+  // A socket that does not block. Cancelling the wait wakes its waiters.
   Socket(int family, int type, Wait wait);
 
   int fd() const { return socket_.fd; }
@@ -40,7 +40,7 @@ class Socket {
   // Connects: 0, or -1 with errno as Do() sets it.
   ssize_t Connect(const sockaddr* address, socklen_t length);
   // Repeats a system call until it asks for no more patience: its result, or -1 with errno (ETIMEDOUT where the wait has ended).
-  // `events`: what poll() waits for; 0: nothing tells when to ask again.
+  // `events`: the events for poll(); 0: no event reports when to try again.
   template <typename Call>
   ssize_t Do(short events, const Call& call) {
     errno = error_;

@@ -18,7 +18,7 @@ namespace {
 
 constexpr char kUnix[] = "unix:";
 constexpr char kUnixAbstract[] = "unix-abstract:";
-// What a sockaddr_un holds, beside the zero byte at a path's end or before an abstract name.
+// The longest path that a sockaddr_un holds, beside the zero byte at a path's end or before an abstract name.
 constexpr size_t kMostPathBytes = sizeof(sockaddr_un{}.sun_path) - 1;
 
 absl::Status InvalidTarget(const std::string& target, const std::string& expected) {

@@ -1,4 +1,4 @@
-// The forms of what a client connects to: host:port, with or without one of gRPC's schemes, and Unix sockets.
+// The addresses that a client connects to: host:port, with or without one of gRPC's schemes, and Unix sockets.
 #ifndef HEADWATER_CLIENT_CORE_LINK_TARGET_H_
 #define HEADWATER_CLIENT_CORE_LINK_TARGET_H_
 

@@ -15,12 +15,12 @@ namespace headwater::client::internal {
 
 // Until `deadline`, and no longer than until `cancel` is requested.
 struct Wait {
-  // Implicit, for steps that nobody cancels.
+  // Implicit, for steps that cannot be cancelled.
   Wait(Deadline until, std::stop_token cancelled_by = {}) : deadline(until), cancel(std::move(cancelled_by)) {}
 
   // Whether a step may begin: CANCELLED, DEADLINE_EXCEEDED.
   absl::Status Check() const;
-  // What a wait that has ended without its object has ended with: CANCELLED or DEADLINE_EXCEEDED.
+  // The error of a wait that ended without its object: CANCELLED or DEADLINE_EXCEEDED.
   absl::Status Ended() const;
 
   Deadline deadline;
@@ -29,8 +29,8 @@ struct Wait {
 };
 
 // The context of one blocking call that changes nothing on the server, or that may be made again: a cancelled wait cancels the
-// call. (Where the server makes something, the call must go on without those who waited for it: its answer says what has been
-// made.)
+// call. (Where the server makes something, the call must continue without its waiters, because its answer describes the new
+// object.)
 class WaitingContext {
  public:
   explicit WaitingContext(const Wait& wait) : on_cancel_(wait.cancel, [this] { context_.TryCancel(); }) {

@@ -12,7 +12,7 @@
 namespace headwater::client::internal {
 namespace {
 
-// Whether the contribution may still be there: otherwise its step is closed or its head is gone, and it with them.
+// Whether the contribution may still exist: otherwise its step is closed or its head is deleted.
 bool MayBeThere(const absl::Status& status) {
   return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) || absl::IsCancelled(status) ||
          absl::IsResourceExhausted(status);

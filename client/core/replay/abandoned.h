@@ -1,4 +1,4 @@
-// Abandoned: micro-batches that nobody can decide any more.
+// Abandoned: micro-batches that no call can decide any more.
 #ifndef HEADWATER_CLIENT_CORE_REPLAY_ABANDONED_H_
 #define HEADWATER_CLIENT_CORE_REPLAY_ABANDONED_H_
 
@@ -17,8 +17,8 @@ namespace headwater::client::internal {
 class Call;
 class Core;
 
-// Discards them one after the other, in passes: one goes on until nothing is left, or until one cannot be discarded because the
-// server is away; then the next pass comes with whoever waits for it. Thread-safe.
+// Discards them one after the other, in passes. A pass ends when nothing is left, or when a discard fails because the server is
+// away; the next waiter then starts the next pass. Thread-safe.
 class Abandoned {
  public:
   explicit Abandoned(Core& core) : core_(core) {}

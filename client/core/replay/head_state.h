@@ -1,4 +1,4 @@
-// What the client knows of the heads that its calls name.
+// The client's state of the heads that its calls name.
 #ifndef HEADWATER_CLIENT_CORE_REPLAY_HEAD_STATE_H_
 #define HEADWATER_CLIENT_CORE_REPLAY_HEAD_STATE_H_
 
@@ -18,20 +18,20 @@
 
 namespace headwater::client::internal {
 
-// A head under one epoch and those that recoveries have led to, and what was done in them. Thread-safe.
+// A head under one epoch and the epochs after it by recoveries, with the work done in them. Thread-safe.
 class HeadState {
  public:
-  // Of a head that the server has described. `incarnation`: the server process that said so; empty: not known, so that no lost step
-  // of it is recovered.
+  // The state of a head that the server has described. `incarnation`: the server process that described it; empty: unknown, so that
+  // no lost step of it is recovered.
   HeadState(const v1::Head& head, std::string incarnation);
-  // Of an epoch that nobody has introduced: nothing of it is in the log.
+  // The state of an epoch that the server has not described: the log has nothing of it.
   HeadState(std::string head, const std::string& epoch);
 
   const std::string name;
   const bool trainable;
 
-  // The newest epoch; lineage() ends with it: those under which this client has worked on the head, as far as recoveries have led
-  // from one to the next, as many as TakeHeadRequest.recovers_epochs takes.
+  // The newest epoch, which is the last of lineage(). The lineage holds the epochs under which this client has worked on the head,
+  // linked by recoveries, at most as many as TakeHeadRequest.recovers_epochs takes.
   std::string epoch() const { return Get(epoch_); }
   std::vector<std::string> lineage() const { return Get(lineage_); }
   bool HasEpoch(const std::string& epoch) const {
@@ -42,7 +42,7 @@ class HeadState {
 
   std::string incarnation() const { return Get(incarnation_); }
   std::string weight_checksum() const { return Get(weight_checksum_); }
-  // What this client has sent for this step and later ones is in the replay log.
+  // The first step from which the replay log holds everything that this client has sent.
   int64_t first_logged_step() const { return Get(first_logged_step_); }
   void RaiseFirstLoggedStep(int64_t step);
   // The open step is this one or a later one.
@@ -50,32 +50,32 @@ class HeadState {
   // A call on `step` has succeeded: no earlier step is open.
   void SawStep(int64_t step);
 
-  // The epoch goes on with an empty step; what was done before has left the log.
+  // The epoch continues with an empty step; earlier work has left the log.
   void Begin(const v1::Head& head, std::string incarnation);
   // The head has another epoch, of the caller's making: calls that still name this one are fenced.
   void End();
   // The head was taken at some step, and has been brought back to where it was.
   void AdoptRecovered(const v1::Head& head, std::string incarnation);
-  // A recovery has found that another run has the head: no later one goes on with it.
+  // A recovery has found that another run has the head; no later recovery continues with it.
   void SetOvertaken() { is_overtaken_ = true; }
   bool is_overtaken() const { return is_overtaken_; }
 
   // ---- attempts under which micro-batches were submitted ----
-  // The newest one of a micro-batch; 0 if none is known.
+  // The newest attempt of a micro-batch; 0 if none is known.
   int64_t AttemptOf(int64_t step, int64_t micro_batch) const;
-  // The one that a submission begins with whose caller names `named`. The caller does not know of this client's repetitions: an
-  // attempt that they have begun with is the one that they have come to. One that the caller itself has gone beyond stays what it
-  // is, for the server to refuse.
+  // The attempt at which a submission begins if its caller names `named`. The caller does not know of this client's repetitions: an
+  // attempt from which they began stands for their latest one. An attempt that the caller itself has exceeded stays, and the server
+  // refuses it.
   int64_t FirstAttempt(int64_t step, int64_t micro_batch, int64_t named) const;
   // `attempt` is submitted, or the next that may be; a lower one than is known changes nothing.
   void NoteAttempt(int64_t step, int64_t micro_batch, int64_t attempt, int64_t named);
-  // Those of `other`, whose last closed step this epoch goes on to answer for.
+  // Takes over the attempts of `other`, whose last closed step this epoch still answers for.
   void TakeAttempts(const HeadState& other);
 
  private:
   struct Attempts {
     int64_t highest = 0;
-    int64_t begun = 0;  // the one that `highest` was come to from by repetitions alone
+    int64_t begun = 0;  // the attempt from which repetitions alone have led to `highest`
   };
 
   template <typename Value>
@@ -112,11 +112,10 @@ void SetEpochs(google::protobuf::Message& message, const HeadUses& heads);
 // All heads of a connection. Thread-safe.
 class HeadStates {
  public:
-  // That of an epoch; made if there is none.
+  // Finds the state of an epoch, and makes it if there is none.
   std::shared_ptr<HeadState> Find(const std::string& name, const std::string& epoch);
-  // Likewise, but never made: null.
+  // Finds a state without making one; null if there is none.
   std::shared_ptr<HeadState> FindKnown(const std::string& name, const std::string& epoch) const;
-  // All of a name.
   std::vector<std::shared_ptr<HeadState>> AllOf(const std::string& name) const;
   // The server has described the head. `before`: the state that was the head's until this client has given it another one; null:
   // the head is only looked at.
@@ -128,7 +127,7 @@ class HeadStates {
   std::shared_ptr<HeadState> FindLocked(const std::string& name, const std::string& epoch) const;
 
   mutable std::mutex mutex_;
-  // By name, oldest first; those of epochs that nobody uses go.
+  // By name, oldest first; states of unused epochs are removed.
   std::map<std::string, std::vector<std::shared_ptr<HeadState>>> states_;
 };
 

@@ -32,7 +32,7 @@ absl::StatusOr<std::shared_ptr<const LoggedCall>> CopyForLog(Core& core, const M
       unsigned char* const to = is_staged ? staging->data : copy.data();
       const CuStream stream = static_cast<CuStream>(memory.cuda_stream);
       if (absl::Status copied = context->CopyNow(stream, to, view.data, bytes); !copied.ok()) {
-        // What it copies to is free for others from now on: no copy may be under way.
+        // The destination is free for others from now on: no copy may be under way.
         static_cast<void>(context->Synchronize(stream));
         return copied;
       }
@@ -54,7 +54,7 @@ absl::StatusOr<std::shared_ptr<const LoggedCall>> CopyForLog(Core& core, const M
 absl::Status CallAgain(Core& core, const LoggedCall& call, const HeadUses& heads, const Wait& wait) {
   HEADWATER_ASSIGN_OR_RETURN(const auto message, CopyOf(*call.message));
   SetEpochs(*message, heads);
-  // What the server has of an earlier one is gone.
+  // The server has lost the content of an earlier upload.
   if (call.method->shape == Shape::kUpload) SetText(*message, "upload_id", RandomHexId());
   return core.RunInner(*message, call.memory, wait).status();
 }

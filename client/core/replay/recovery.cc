@@ -23,7 +23,6 @@ std::string Describe(const absl::Status& status) {
   return absl::StrCat(reason.empty() ? absl::StatusCodeToString(status.code()) : reason, ": ", Sentence(status));
 }
 
-// One recovery.
 class Recovery {
  public:
   // `heads`: all that are to be brought back; `own`: those of the call that is waiting.
@@ -42,14 +41,14 @@ class Recovery {
     for (HeadUse& use : heads_) {
       HEADWATER_RETURN_IF_ERROR(Take(use));
     }
-    // These calls follow a restart, too: epochs of a later process must not be taken for this one's.
+    // Calls of a recovery follow a restart, too: epochs of a later process must not be taken for this one's.
     HEADWATER_ASSIGN_OR_RETURN(const std::string taken_from, Incarnation());
     if (taken_from != incarnation_) return absl::UnavailableError("the server was started again while its heads were taken");
     for (const LogEntry& entry : log_.EntriesOf(heads_)) {
       HEADWATER_RETURN_IF_ERROR(wait_.Check());
       HEADWATER_RETURN_IF_ERROR(RepeatEntry(entry));
     }
-    // Only now: a head whose step is not whole keeps its stale epoch, and every call on it is told so.
+    // Epochs are adopted only here: a head whose step is not whole keeps its stale epoch, and every call on it fails.
     for (const HeadUse& use : heads_) use.state->AdoptRecovered(fresh_.at(use.state->name), incarnation_);
     return absl::OkStatus();
   }
@@ -69,7 +68,7 @@ class Recovery {
     return core_.Ask<v1::Head>(request, wait_);
   }
 
-  // How all heads came back. Those that did not, or are another run's by now, go from the log, and are not the call's to lose.
+  // How all heads came back. Heads that did not come back, or are another run's by now, leave the log, and do not fail the call.
   absl::Status LookAtAll() {
     for (auto use = heads_.begin(); use != heads_.end();) {
       HeadState& state = *use->state;
@@ -99,7 +98,7 @@ class Recovery {
     HeadState& state = *use.state;
     v1::Head& head = fresh_.at(state.name);
     if (!IsOlder(state)) {
-      head.set_epoch(state.epoch());  // its taker has fenced this client since, and rightly
+      head.set_epoch(state.epoch());  // its taker has rightly fenced this client since
     } else if (!state.trainable) {
       const std::string before = state.weight_checksum();
       if (!before.empty() && !head.weight_checksum().empty() && before != head.weight_checksum()) {
@@ -113,7 +112,8 @@ class Recovery {
         request.set_epoch(head.epoch());
         for (const std::string& epoch : state.lineage()) request.add_recovers_epochs(epoch);
         absl::StatusOr<v1::Head> taken = core_.Ask<v1::Head>(request, wait_);
-        // Another trainer was faster, or this one's answer was lost: the head is taken all the same, and tells by whose run.
+        // Another trainer was faster, or this one's answer was lost: the head is taken all the same, and its lineage shows by whose
+        // run.
         if (!taken.ok() && (absl::IsUnavailable(taken.status()) || ErrorReason(taken.status()) == "EPOCH_FENCED")) {
           taken = Get(state.name);
           if (taken.ok()) {
@@ -133,8 +133,8 @@ class Recovery {
     return absl::OkStatus();
   }
 
-  // Whether a head that came back is this run's to go on with: nobody has taken it yet, or a trainer that went on from an epoch
-  // under which this client has worked as well. What was sent for another run's head is never repeated, whatever comes.
+  // Whether a head that came back belongs to this run. No trainer may have taken it yet, except one that continued from an epoch
+  // under which this client has worked as well. Contributions to another run's head are never repeated.
   absl::Status CheckRun(HeadState& state, const v1::Head& head) {
     if (!state.is_overtaken()) {
       if (head.state() == v1::HEAD_STATE_RESTORED) return absl::OkStatus();
@@ -250,7 +250,7 @@ absl::Status Recover(Core& core, ReplayLog::Gate gate, const HeadUses& heads, co
     // gRPC's clock may be a little ahead of this one.
     if (absl::IsDeadlineExceeded(status) || !wait.Check().ok()) return EndedInRecovery(wait);
     if (absl::IsCancelled(status)) return status;
-    // The server went again: from the beginning. What was repeated already adds nothing a second time.
+    // The server restarted again: start from the beginning. Repeated contributions add nothing a second time.
     if (!absl::IsUnavailable(status) && !MayRecover(log, status)) break;
   }
   // It stayed away: no reason to give the step up, which the next call finds as this one has.

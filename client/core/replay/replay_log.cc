@@ -29,8 +29,8 @@ bool IsClosed(const LogEntry& entry) {
                      [](const HeadUse& use) { return !use.step.has_value() || *use.step < use.state->known_open_step(); });
 }
 
-// Whether `first` can only be repeated before `second`: steps of a head follow each other, and what a step consists of comes before
-// what seals and closes it.
+// Whether `first` can only be repeated before `second`. Steps of a head follow each other, and contributions precede the calls that
+// seal and close their step.
 bool MustPrecede(const LogEntry& first, const LogEntry& second) {
   for (const HeadUse& use : first.heads) {
     for (const HeadUse& other : second.heads) {
@@ -93,7 +93,7 @@ bool ReplayLog::MakeWayFor(const LogEntry& entry) {
     has_rows |= other.record == Record::kLoss;
     return is_same(other) || (entry.record == Record::kDiscard && other.micro_batch >= 0 && other.attempt <= entry.attempt);
   });
-  // A decision about what another client has submitted is that one's to repeat.
+  // A decision about another client's submission is repeated by that client.
   return entry.record != Record::kCommit || has_rows;
 }
 
@@ -107,7 +107,7 @@ void ReplayLog::Add(LogEntry entry) {
   Place(std::move(entry));
   while (bytes_ > max_bytes_) {
     auto dropped = std::find_if(entries_.begin(), entries_.end(), IsClosed);
-    // Half a step is of no use: if the open ones are too large, what is here goes, and the room is for the steps to come.
+    // Half a step is useless: if the open steps are too large, all entries go, and the room is for the steps to come.
     const bool all = dropped == entries_.end();
     if (all && !has_told_.exchange(true)) {
       on_dropped_(absl::StrCat("it has more than replay_bytes=", max_bytes_, " bytes of micro-batches"));
@@ -120,8 +120,8 @@ void ReplayLog::Add(LogEntry entry) {
   }
 }
 
-// Answers come in an order in which their calls cannot be repeated: that of a seal that waits for a micro-batch before that
-// micro-batch's own, whose gradient takes its time.
+// Answers may come in an order in which their calls cannot be repeated. A seal that waits for a micro-batch can be answered before
+// that micro-batch, whose gradient takes longer.
 void ReplayLog::Place(LogEntry entry) {
   const auto with_steps =
       std::count_if(entry.heads.begin(), entry.heads.end(), [](const HeadUse& use) { return use.step.has_value(); });
@@ -131,7 +131,7 @@ void ReplayLog::Place(LogEntry entry) {
     if (MustPrecede(entry, *it)) {
       place = it;
     } else if (with_steps == 1 && MustPrecede(*it, entry)) {
-      break;  // and so must all of this head that is before it
+      break;  // so must the head's earlier entries
     }
   }
   for (auto it = place; it != entries_.end();) {
@@ -154,7 +154,7 @@ bool ReplayLog::HasRoomFor(const HeadUses& heads, int64_t bytes) {
 }
 
 void ReplayLog::Shorten() {
-  // A call on several heads stays until it may go on each of them.
+  // A call on several heads stays until each of them lets it leave.
   EraseIf([](const LogEntry& entry) {
     return std::all_of(entry.heads.begin(), entry.heads.end(),
                        [](const HeadUse& use) { return !use.step.has_value() || *use.step < use.state->first_logged_step(); });

@@ -1,4 +1,4 @@
-// ReplayLog: what the open steps consist of, and how earlier ones were closed, as far as this client did it.
+// ReplayLog: the calls of the open steps, and those that closed earlier ones, as far as this client made them.
 #ifndef HEADWATER_CLIENT_CORE_REPLAY_REPLAY_LOG_H_
 #define HEADWATER_CLIENT_CORE_REPLAY_REPLAY_LOG_H_
 
@@ -23,10 +23,10 @@
 
 namespace headwater::client::internal {
 
-// What a call ends with whose `wait` has ended during a recovery, be it its own or another call's: CANCELLED or DEADLINE_EXCEEDED.
+// The status of a call whose `wait` ended during a recovery, its own or another call's: CANCELLED or DEADLINE_EXCEEDED.
 absl::Status EndedInRecovery(const Wait& wait);
 
-// One call that succeeded. Of each record there is one entry at most about a micro-batch, or about a step and a part of it.
+// One call that succeeded. Each record has at most one entry for a micro-batch, or for a step and a part of it.
 struct LogEntry {
   Record record = Record::kLoss;
   HeadUses heads{};                // all that it names; those with a step are trainable
@@ -42,13 +42,13 @@ struct LogEntry {
 
 // Thread-safe. Disabled (max_bytes 0) it keeps nothing and lets every attempt pass.
 //
-// Attempts on heads enter and leave, so that a recovery works on a log to which nothing is added, and no call slips in between the
-// take-over of a head and the repetition of its step.
+// Attempts on heads enter and leave, so that nothing is added to the log during a recovery. No call slips in between the take-over
+// of a head and the repetition of its step.
 class ReplayLog {
  public:
   // Keeps `max_steps` closed steps of each head, or as many as there is room for. HeadState::first_logged_step() says how far back
-  // it reaches. `on_open` runs after each recovery: for those who wait for its end without blocking. `on_dropped` is told, once,
-  // why an open step is not kept.
+  // it reaches. `on_open` runs after each recovery, for calls that wait for its end without blocking. `on_dropped` gets, once, the
+  // reason why an open step is not kept.
   ReplayLog(
       int64_t max_bytes, std::optional<int64_t> max_steps, std::function<void()> on_open,
       std::function<void(const std::string& why)> on_dropped = [](const std::string&) {})
@@ -62,17 +62,17 @@ class ReplayLog {
   // The attempt has ended, and is in the log if it succeeded.
   void Leave(const HeadUses& heads);
 
-  // A call on open steps, or one that closed them, has succeeded. What does not fit any more is dropped: the oldest closed steps,
-  // or everything, if the open ones alone are too large. A discard takes the micro-batch out, up to its attempt.
+  // A call on open steps, or one that closed them, has succeeded. Entries that do not fit are dropped: the oldest closed steps, or
+  // everything, if the open steps alone are too large. A discard takes the micro-batch out, up to its attempt.
   void Add(LogEntry entry);
   // Whether weights that close the step of `heads` are worth a copy. If not, the log begins after that step.
   bool HasRoomFor(const HeadUses& heads, int64_t bytes);
-  // `step` is the head's open step or an earlier one: what is older is closed. Before the entry of the call that closed it.
+  // `step` is the head's open step or an earlier one: steps before it are closed. Before the entry of the call that closed it.
   void StepIsOpen(const std::shared_ptr<HeadState>& head, int64_t step);
-  // Of what was done on these steps something is not here: the log begins after them.
+  // A part of these steps' work is missing here: the log begins after them.
   void Drop(const HeadUses& heads, const std::string& why);
-  // The head has a new epoch and an empty step, and perhaps other weights, or is gone. The steps of other heads whose calls name it
-  // cannot be repeated as they were, no matter whether it was trained or a teacher: the log begins after them.
+  // The head has a new epoch and an empty step, and perhaps other weights, or is gone. Calls of other heads that name it, as
+  // trained head or as teacher, cannot be repeated as they were. The log begins after their steps.
   void Forget(const HeadState& head);
 
   // ---- for the recovery ----
@@ -92,11 +92,11 @@ class ReplayLog {
  private:
   void Open();
   void BeginAfter(const HeadUses& heads);
-  // Removes what the entry takes the place of; false: it adds nothing.
+  // Removes the entries that the new entry replaces; false: it adds nothing.
   bool MakeWayFor(const LogEntry& entry);
   void Place(LogEntry entry);
   void EraseIf(const std::function<bool(const LogEntry&)>& goes);
-  // Drops what is before the first logged step of each of its heads.
+  // Drops entries before the first logged step of each of their heads.
   void Shorten();
 
   const int64_t max_bytes_;

@@ -30,14 +30,14 @@ std::string Checksum(const RowsView& tensor) {
   return std::string(reinterpret_cast<const char*>(canonical.digest), sizeof(canonical.digest));
 }
 
-// What the attempts of a call share.
+// State that the attempts of a call share.
 struct Shared {
   Core& core;
   AttemptContext context{};
   std::atomic<int64_t> sent = 0;  // bytes that are on their way
 };
 
-// Each attempt is a `Stream(shared, what it carries, done)`, which is started with its request.
+// Each attempt is a `Stream(shared, carried, done)`, which is started with its request.
 template <typename Stream, typename Carried>
 class StreamExchange : public Exchange {
  public:
@@ -60,7 +60,7 @@ class StreamExchange : public Exchange {
   std::unique_ptr<Stream> stream_;
 };
 
-// One stream of rows that go up: header and chunks up, the answer down. Those of an upload begin where the server says.
+// One stream of rows that go up: header and chunks up, the answer down. Chunks of an upload begin where the server says.
 template <typename Request, typename Response>
 class SendingStream : public grpc::ClientBidiReactor<Request, Response> {
  public:
@@ -118,7 +118,7 @@ class SendingStream : public grpc::ClientBidiReactor<Request, Response> {
       offset_known_ = true;
       std::lock_guard<std::mutex> lock(mutex_);
       offset_ = offset;
-      *start_chunks = header_written_;  // else OnWriteDone goes on
+      *start_chunks = header_written_;  // else OnWriteDone continues
     } else if (response_.has_head() && offset_known_ && answer_ == nullptr) {
       answer_ = std::make_unique<v1::Head>(response_.head());
     } else {
@@ -159,7 +159,7 @@ class SendingStream : public grpc::ClientBidiReactor<Request, Response> {
   absl::Status answer_error_;
 };
 
-// What a download is to be like.
+// The expected properties of a download.
 struct DownloadTarget {
   void* memory;  // null: the library's
   std::vector<int64_t> shape;
@@ -234,7 +234,7 @@ class DownloadStream : public grpc::ClientReadReactor<v1::DownloadTensorResponse
     const int64_t left = header_->total_bytes() - received_;
     if (!response_.has_chunk() || chunk.offset_bytes() != received_ || static_cast<int64_t>(chunk.data().size()) > left) {
       return MakeAnswerError(absl::StrCat("a chunk of ", chunk.data().size(), " bytes at ", chunk.offset_bytes(),
-                                          ", expected it to go on at ", received_, " of ", header_->total_bytes()));
+                                          ", expected it to continue at ", received_, " of ", header_->total_bytes()));
     }
     if (!chunk.data().empty()) std::memcpy(memory_ + received_, chunk.data().data(), chunk.data().size());
     received_ += static_cast<int64_t>(chunk.data().size());

@@ -22,7 +22,7 @@ Deadline DeadlineOf(const Core& core, const CallOptions& options);
 std::vector<int64_t> ShapeOf(const HeadSpec& spec, HeadTensor tensor);
 // RESOURCE_EXHAUSTED.
 absl::StatusOr<TensorBuffer> MakeBuffer(DataType data_type, const std::vector<int64_t>& shape);
-// Of which rows a call sends, or gets, a whole tensor.
+// A whole tensor as the rows that a call sends or receives.
 RowsView RowsOf(const TensorView& values);
 RowsView RowsOf(TensorBuffer& buffer);
 // INVALID_ARGUMENT if reading the elements would leave the caller's memory.
@@ -45,8 +45,8 @@ template <typename Result, typename Message, typename Convert>
 Future<Result> Start(const std::shared_ptr<Core>& core, Message message, const CallOptions& options, CallMemory memory,
                      Convert convert) {
   auto state = std::make_shared<FutureState<Result>>();
-  // `read` may hold the last reference to the core, which must not be dropped on one of its own threads: it goes before the result
-  // is there.
+  // `read` may hold the last reference to the core, which must not be dropped on one of the core's own threads. It is released
+  // before the result is there.
   auto finish = [state, read = std::make_optional(std::move(convert))](absl::StatusOr<Answer> answer) mutable {
     absl::StatusOr<Result> result;
     if (!answer.ok()) {

@@ -130,7 +130,7 @@ absl::Status Client::DeleteHead(const std::string& name, bool force, const CallO
 }
 
 absl::StatusOr<RowsBuffer> Client::AllocateRows(int64_t row_count, int64_t hidden_size, DataType data_type) {
-  const RowsView view{this, data_type, row_count, hidden_size};  // not null: the sizes are what is checked
+  const RowsView view{this, data_type, row_count, hidden_size};  // not null: only the sizes are checked
   HEADWATER_RETURN_IF_ERROR(internal::CheckRows("rows", view));
   HEADWATER_ASSIGN_OR_RETURN(internal::RowMemory memory, core_->AllocateRows(view.bytes()));
   return RowsBuffer(std::move(memory.owner), memory.data, data_type, row_count, hidden_size, memory.shared);

@@ -15,7 +15,7 @@
 
 namespace headwater::client {
 
-// What goes into requests.
+// Fields of requests.
 HEADWATER_FIELDS(v1::HeadSpec, HeadSpec, vocab_size, hidden_size, data_type, has_bias, trainable, staging_slots, initial_step)
 HEADWATER_FIELDS(v1::LogitTransform, HeadSpec, logit_scale, softcap, valid_vocab_size)
 HEADWATER_FIELDS(v1::AdamW, AdamW, beta1, beta2, epsilon, weight_decay)
@@ -29,7 +29,7 @@ HEADWATER_FIELDS(v1::MicroBatchHeader, MicroBatchOptions, micro_batch, attempt, 
 HEADWATER_FIELDS(v1::ApplyOptimizerStepRequest, ApplyOptions, learning_rate, gradient_factor, max_grad_norm,
                  other_grad_norm_squared, weight_decay, beta1, beta2, epsilon, momentum)
 
-// What answers bring.
+// Fields of answers.
 inline void ReadFields(const v1::MemoryItem& message, MemoryPlan::Item& value) {
   value = {message.purpose(), message.total_bytes()};
 }

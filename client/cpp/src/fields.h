@@ -13,8 +13,8 @@
 
 namespace headwater::client::internal {
 
-// A field of a message becomes one of a struct: a number, an enumerator, bytes, a time, a message whose fields are named here, or
-// a repeated one of these.
+// Converts a field of a message to one of a struct. It is a number, an enumerator, bytes, a time, a message with fields named here,
+// or repeated.
 template <typename From, typename To>
 void SetField(const From& from, To& to) {
   if constexpr (requires { ReadFields(from, to); }) {

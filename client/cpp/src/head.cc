@@ -23,7 +23,7 @@ using internal::ToProto;
 
 namespace internal {
 
-// What a decision about a micro-batch names.
+// The names in a decision about a micro-batch.
 struct ContributionKey {
   std::shared_ptr<Core> core;
   std::vector<v1::HeadStep> heads;  // the trainable ones
@@ -54,7 +54,7 @@ void AddOutputs(const TokenOutputs& outputs, v1::MicroBatchHeader& header) {
   if (outputs.log_sum_sq_probs) header.add_outputs(v1::TOKEN_OUTPUT_LOG_SUM_SQ_PROBS);
 }
 
-// Fills in everything but the terms. The views' types and sizes go in as they are: the server is the one that knows what fits.
+// Fills in everything but the terms. The views' types and sizes go in unchanged: the server checks them.
 void Describe(const RowsView& hidden, const MicroBatchOptions& options, LossCall& call) {
   call.memory.rows = hidden;
   v1::MicroBatchHeader& header = call.header;
@@ -177,7 +177,7 @@ absl::Status AddTerms(LossCall& call, absl::Span<const LossTerm> terms, const st
   return absl::OkStatus();
 }
 
-// Checks what would make this side read or write out of bounds, and says where the gradient goes.
+// Checks values that would make this side read or write out of bounds, and sets the gradient's destination.
 absl::Status PlaceRows(const MicroBatchOptions& options, LossCall& call) {
   internal::CallMemory& memory = call.memory;
   HEADWATER_RETURN_IF_ERROR(internal::CheckRows("hidden", memory.rows));

@@ -1,4 +1,4 @@
-// What copies of a Head share.
+// The state that copies of a Head share.
 #ifndef HEADWATER_CLIENT_SRC_HEAD_HANDLE_H_
 #define HEADWATER_CLIENT_SRC_HEAD_HANDLE_H_
 
@@ -32,7 +32,7 @@ class HeadHandle {
   const HeadSpec spec;
   const bool created;
 
-  // That of the last call of this handle that gave the head one, or the one that recoveries have led to.
+  // The epoch given by the last call of this handle, or the one that recoveries have led to.
   std::string epoch() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return core->CurrentEpoch(name, epoch_);

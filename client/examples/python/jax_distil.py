@@ -35,7 +35,7 @@ def main() -> None:
         @jax.jit
         def step(body, state, teacher_x):
             def loss_fn(body):
-                # The student's body reads what the teacher's last layer reads; a model would read the tokens.
+                # The student's body reads the inputs of the teacher's last layer; a model would read the tokens.
                 x = jnp.tanh(teacher_x @ body)
                 return headwater.jax.linear_jsd_loss(student, teacher, x, teacher_x, beta=0.5, reduction="mean")
 

@@ -26,7 +26,7 @@ def body(parameters: jax.Array, features: jax.Array) -> jax.Array:
 
 
 def train(rank: int, coordinator: str, address: str) -> None:
-    """What each process runs: the same program."""
+    """The program of each process."""
     jax.distributed.initialize(coordinator, PROCESSES, rank)
     mesh = Mesh(np.asarray(jax.devices()), ("data",))
 

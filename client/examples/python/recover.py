@@ -1,4 +1,4 @@
-"""Trains a head under a body of its own in numpy, and goes on where it was stopped.
+"""Trains a head under a body of its own in numpy, and continues where it was stopped.
 
 python recover.py DIRECTORY unix:/run/headwater/headwater.sock [STEPS]     # a server
 python recover.py DIRECTORY local [STEPS]                                  # a server of its own

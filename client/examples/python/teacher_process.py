@@ -3,8 +3,9 @@
 python teacher_process.py unix:/run/headwater/headwater.sock       # a server; the teacher is a second process
 python teacher_process.py                                          # a server of its own; the teacher is a thread
 
-The two agree on nothing but the data's order and the keys. Neither waits for the other: whoever comes first is kept on the server,
-for as long as its max_join_wait. A teacher that is far ahead is slowed down by max_join_bytes; this one waits for the step instead.
+The two agree on nothing but the data's order and the keys. Neither waits for the other: the server keeps rows or micro-batches that
+come first, for as long as its max_join_wait. A teacher that is far ahead is slowed down by max_join_bytes; this one waits for the
+step instead.
 """
 
 import multiprocessing
@@ -27,7 +28,7 @@ def features(micro_batch: int) -> torch.Tensor:
 
 
 def key(step: int, micro_batch: int) -> str:
-    """What both sides call a micro-batch."""
+    """The name of a micro-batch on both sides."""
     return f"example/step-{step}/micro-batch-{micro_batch}"
 
 
@@ -45,7 +46,7 @@ def teach(client: headwater.Client) -> None:
 
 
 def teacher_process(address: str) -> None:
-    """What the second process runs."""
+    """The program of the second process."""
     with headwater.connect(address) as client:
         teach(client)
 

@@ -1,4 +1,4 @@
-"""Trains a small language model whose output layer is tied to its embedding, and goes on where it was stopped.
+"""Trains a small language model whose output layer is tied to its embedding, and continues where it was stopped.
 
 python train.py DIRECTORY unix:/run/headwater/headwater.sock [STEPS]     # a server
 python train.py DIRECTORY local [STEPS]                                  # a server of its own

@@ -190,7 +190,7 @@ def refuse_mask(value: Any, field: str) -> None:
 
 
 def _kind(array: np.ndarray, value: Any) -> Any:
-    """What came, for messages: the element type, or the type of a value that numpy sees no array in."""
+    """The element type of an array for messages, or the type of a value that numpy sees no array in."""
     return type(value).__name__ if array.dtype == object and array.ndim == 0 else array.dtype
 
 
@@ -200,13 +200,13 @@ def _bad_dtype(field: str, dtype: Any, *, layer: Any = None) -> Exception:
 
 
 def from_any(value: Any, field: str, *, bits_of: str | None = None, device_rows: Callable[[Any, str], Any] | None = None) -> Any:
-    """A `HostArray` of a floating-point array; copies only what is not contiguous or lies elsewhere.
+    """A `HostArray` of a floating-point array; copies only an array that is not contiguous or lies elsewhere.
 
     Args:
         value: numpy, ml_dtypes, torch or `BFloat16`.
         field: name of the argument, for messages.
         bits_of: "bfloat16" says that uint16 elements are bits of that type.
-        device_rows: what is made of a CUDA tensor, given its element type, instead. None: it is brought to the host.
+        device_rows: the replacement for a CUDA tensor, given its element type. None: it is brought to the host.
     Raises:
         InvalidArgumentError: another element type.
     """
@@ -250,7 +250,7 @@ def data_type_name(dtype: Any, field: str = "dtype") -> str:
 
 
 def numbers(value: Any, field: str) -> np.ndarray:
-    """The array of what may be nested sequences, or a torch tensor."""
+    """The array of possibly nested sequences, or of a torch tensor."""
     if is_torch_tensor(value):
         value = dense_tensor(value, field).to("cpu")
         return _tensor_to_numpy(value.float() if value.dtype.is_floating_point else value, field)

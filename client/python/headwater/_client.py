@@ -95,7 +95,7 @@ class Client(Handle):
         self._backend.timeout_s = check_number(timeout_s, "timeout_s", low=0, low_open=True)
 
     def close(self) -> None:
-        """Closes the connection, and the session with it: what is undecided then is discarded.
+        """Closes the connection, and the session with it: undecided micro-batches are then discarded.
 
         Heads stay on the server. One of `headwater.local` ends with its last client. Idempotent.
         """
@@ -132,7 +132,7 @@ class Client(Handle):
             name: `student`, short for `tenants/default/heads/student`.
             weight: (vocab_size, hidden_size), float32, float16 or bfloat16 (numpy, ml_dtypes, torch, `headwater.BFloat16`; uint16
                 bits with dtype="bfloat16"). A pair (vocab_size, hidden_size) makes a head without weights, to be filled by
-                `Head.load` or `Head.restore`; then `dtype` is required, and `bias=True` asks for a bias.
+                `Head.load` or `Head.restore`. Then `dtype` is required, and `bias=True` asks for a bias.
             bias: (vocab_size,), or None.
             trainable: whether gradients are accumulated; a frozen head serves as teacher.
             softcap: > 0, or None.
@@ -145,16 +145,15 @@ class Client(Handle):
             parallelism: how a group of ranks shares the head's work; to a server that is alone both are the same. "vocabulary":
                 each holds a shard, and all compute each micro-batch. "rows": each holds all weights, and a micro-batch is computed
                 by one of them, several at once by several. docs/groups.md says which to take when.
-            if_exists: what a head of that name means.
-                "fail": an error.
-                "attach": the head is returned as it is, if its specification is the same (`initial_step` does not matter), and
-                `weight` is not uploaded. If its creator is still uploading the weights, this call waits for them. So all ranks, and
-                a trainer that was started again, can make the same call. A frozen head is refused if its weights are not the given
-                ones, and so is one at its first step whose optimizer is the server's. A head that has trained since warns with
-                `headwater.HeadWarning` at its first loss. No warning comes if `expected_step`, `TrainingLoop.resume`,
-                `headwater.train` or `Head.restore` has said by then where the run continues.
-                "replace": the head is deleted, whatever its open step holds, and created anew with the given weights at
-                `initial_step`. Only if its specification is the same. Its checkpoints stay. One process of a run makes this call.
+            if_exists: the effect of a head of that name. "fail": an error. "attach": the head is returned as it is, if its
+                specification is the same (`initial_step` does not matter), and `weight` is not uploaded. If its creator is still
+                uploading the weights, this call waits for them. All ranks, and a restarted trainer, can therefore make the same
+                call. A frozen head is refused if its weights are not the given ones. A head at its first step whose optimizer is
+                the server's is refused for the same reason. A head that has trained since warns with `headwater.HeadWarning` at its
+                first loss. No warning comes if `expected_step`, `TrainingLoop.resume`, `headwater.train` or `Head.restore` has said
+                by then where the run continues. "replace": the head is deleted, whatever its open step holds, and created again
+                with the given weights at `initial_step`. Only if its specification is the same. Its checkpoints stay. One process
+                of a run makes this call.
             expected_step: the open step that the head must stand at: the step that the trainer continues from. None: any.
         Returns:
             The head, ready for use; `Head.created` says whether this call made it.
@@ -249,7 +248,7 @@ class Client(Handle):
     ) -> None:
         """Refuses an attached head with other weights than the caller's, or notes that it keeps its own.
 
-        Weights are compared as they are stored, by a download, which costs what the upload would have cost. A head that the
+        Weights are compared as they are stored, by a download, which costs as much as the upload would have. A head that the
         server's optimizer has moved has other weights in any case.
         """
         spec = info.spec
@@ -335,13 +334,13 @@ class Client(Handle):
             total_rows: rows of the set, >= 1; the trainers name the same number.
             tenant: that of the teacher's head. None: the client's.
             owned: rows that are not used yet go away with this client's session, and so with this process. False: they stay until
-                they are used, or nobody has asked for them for the server's max_join_wait.
+                they are used, or until no micro-batch has asked for them for the server's max_join_wait.
         """
         tenant = self._tenant if tenant is None else check_tenant(tenant)
         return Teacher(self._backend, join_key, total_rows=total_rows, tenant=tenant, owned=owned)
 
     def transports(self, *, timeout_s: float | None = None) -> dict[str, str | None]:
-        """What tensors can take to the server, by name: None if it is available, else one sentence why not.
+        """The transports between tensors and the server, by name: None if it is available, else one sentence why not.
 
         "cuda_ipc": CUDA tensors are read and written in place. "shared_memory": rows lie in memory of both processes. "grpc": over
         up to `stripes` connections.
@@ -357,8 +356,8 @@ class Client(Handle):
         """An array for hidden states or `grad_hidden_out`, with any content, which calls need not copy.
 
         It lies in memory that is shared with the server where that is possible (`transports`), else in ordinary memory. The memory
-        lives as long as the array or a view of it, longer than the client if need be, and is used again after that: make an array
-        for the trainer's life, or one for each call.
+        lives as long as the array or a view of it, also after the client, and is then reused. Make one array for the trainer's
+        life, or one for each call.
 
         Args:
             rows: >= 1.

@@ -8,7 +8,7 @@ CLIP_EPSILON = 1e-6
 
 
 def clip_factor(norm: float, max_grad_norm: float | None) -> float:
-    """What multiplies all gradients, in (0, 1]; `max_grad_norm` as `check_max_grad_norm` returns it."""
+    """The factor of all gradients, in (0, 1]; `max_grad_norm` as `check_max_grad_norm` returns it."""
     return 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + CLIP_EPSILON))
 
 

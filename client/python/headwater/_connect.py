@@ -1,4 +1,4 @@
-"""`connect`: checks what a client is made of, and makes it."""
+"""`connect`: checks the options of a client, and makes it."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ def connect(
         timeout_s: bound of every call that does not bring its own, in seconds; retries and replays included. Not of connecting.
         connect_timeout_s: how long this function waits for the server to answer at all, in seconds.
         tenant: whose heads short names mean.
-        session: own what this client leaves undecided: if the process dies, its explicit micro-batches are discarded when the lease
-            ends, and their staging slots are free again; other clients cannot decide them. The session is opened by the first
-            explicit micro-batch, renewed by a daemon thread on a connection of its own, and closed with the client.
+        session: own this client's undecided micro-batches. If the process dies, they are discarded when the lease ends, and their
+            staging slots are free again. Other clients cannot decide them. The session is opened by the first explicit micro-batch,
+            renewed by a daemon thread on a connection of its own, and closed with the client.
         session_lease: seconds, > 0 and at most 2147483; the server may shorten it.
         retries: how often calls that can be repeated without harm are tried: 5 times by default, after 0.1 s and more. None: once.
-        replay: follow a server that was started again: keep what was sent, and how steps were closed; when a head comes back at
-            the step that this client works on, or at an older one that is still kept, take it, send everything since again in the
-            same order, and go on. If it comes back at one that is not, calls are `StepLostError`, whose `restored_step` and
-            `checkpoint` say where to go back to. Of several trainers of a run one takes the head, and the others join it; if
-            another run has taken it since, calls are `EpochFencedError`. Whatever `retries` says, such calls are repeated while
-            the server is away (it cannot be reached, or says DRAINING or STARTING), at most 1 s apart unless it asks for more,
-            until about a second before the end of their `timeout_s`; `health` is not.
-        replay_bytes: bound of what is kept, >= 0. The oldest closed steps go first. An open step with more, or with a joined
+        replay: follow a restarted server: keep sent calls, and how steps were closed. A head may come back at this client's step,
+            or at an older one that is still kept. Then take it, send everything since again in the same order, and continue. If it
+            comes back at one that is not, calls are `StepLostError`, whose `restored_step` and `checkpoint` say where to go back
+            to. One trainer of a run takes the head, and the others join it; if another run has taken it since, calls are
+            `EpochFencedError`. Whatever `retries` says, such calls are repeated while the server is away (it cannot be reached, or
+            says DRAINING or STARTING). Repetitions are at most 1 s apart unless the server asks for more, and end about a second
+            before the end of `timeout_s`. `health` is not repeated.
+        replay_bytes: bound of the replay log, >= 0. The oldest closed steps go first. An open step with more, or with a joined
             teacher's micro-batches (`JOIN`), is not kept, which is warned of once.
         replay_steps: closed steps that are kept, >= 0; 0: only the open one. None: as many as `replay_bytes` have room for. Fewer
             than there are between two checkpoints are of use only now and then.
-        transport: what micro-batches take. "auto": the best that works: CUDA tensors are read and written in place ("cuda_ipc"),
-            rows in host memory lie in memory that is shared with the server ("shared_memory"), or go over several connections
+        transport: the path of micro-batches. "auto": the best that works. CUDA tensors are read and written in place ("cuda_ipc").
+            Rows in host memory lie in memory that is shared with the server ("shared_memory"), or go over several connections
             ("grpc"). One of these names demands it. `LossResult.transport` says which it was, `Client.transports` and
             `Client.transport_note` why no better one.
         stripes: connections that one micro-batch is spread over at most, in [1, 64]; fewer where the server allows fewer or the
@@ -70,7 +70,7 @@ def connect(
         tls: encrypt, and check that the server is who it should be: a `headwater.TLS`, or True for the authorities of the system.
             Not for a Unix socket.
         token: sent with every call, for a server that asks for one. Not in plain text but to loopback addresses and Unix sockets.
-        allow_plaintext_token: send it nevertheless, in a network that nobody else can listen on.
+        allow_plaintext_token: send it nevertheless, over a network that only the two sides can read.
         traceparent: sent with every call: the caller's span, as W3C Trace Context says it (00-TRACE_ID-SPAN_ID-FLAGS). The server's
             log names it, and a server with --trace_dir writes traces if its flags say that the trace is recorded.
     Returns:

@@ -1,4 +1,4 @@
-"""Micro-batches whose gradient a framework's backward commits: what every framework's loss does with them."""
+"""Micro-batches whose gradient a framework's backward commits: the common part of every framework's loss."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Contribution:
             raise
 
     def staged(self, result: LossResult) -> None:
-        """It waits for its decision now; if nobody is left to decide, it is discarded."""
+        """It waits for its decision now, and is discarded if no object is left to decide it."""
         self._staged = result
         self._may_be_there()
 
@@ -86,7 +86,7 @@ class Contribution:
         self._discards[:] = [self.head._backend.abandon(self._key, self._micro_batch)]
 
     def commit(self, factor: float, token_factors: Any = None) -> None:
-        """Adds what is staged, times `factor` and, row by row, times `token_factors`, as `Head.commit` takes them."""
+        """Adds the staged contribution, times `factor` and, row by row, times `token_factors`, as `Head.commit` takes them."""
         assert self._staged is not None
         self._staged.commit(factor, token_factors, timeout_s=self._timeout_s)
         self.added()
@@ -97,12 +97,12 @@ class Contribution:
         self._finalizer.detach()
 
     def give_back(self) -> None:
-        """Forgets its id, which the same call will draw again: what it has added meanwhile is not added twice."""
+        """Forgets its id, which the same call will draw again; a contribution added meanwhile is not added twice."""
         self._finalizer.detach()
         self._source.give_back(self.head, self.step, self._micro_batch, *self._sequence)
 
     def drop(self) -> None:
-        """Forgets its id, and discards what may be in the step."""
+        """Forgets its id, and discards its contribution to the step, if any."""
         self._finalizer()
 
 

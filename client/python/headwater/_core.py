@@ -1,8 +1,8 @@
 """The client core by its C ABI (headwater/client/c_api.h), through cffi: translates, decides nothing. Calls release the GIL.
 
 No thread of the library enters Python. A blocking call waits in C; one thread of this module reads the ends of the others from the
-client's completion queue. Handles live as long as their objects here, so nothing is locked: `close` ends a client's calls and
-session, and its handle is freed when nobody refers to it.
+client's completion queue. Handles live as long as their objects here, so nothing is locked. `close` ends a client's calls and
+session, and its handle is freed with the last reference to it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ LIBRARY_VARIABLE = "HEADWATER_CLIENT_LIBRARY"
 HOST, CUDA, CUDA_PRIVATE = 0, 1, 2
 DO_NOT_WAIT, OWNED, _BACKGROUND = 1, 2, 4
 
-# A thread that waits for a call looks this often whether Python wants it for something else, such as Ctrl-C, in nanoseconds; and
-# this often how far an upload has come.
+# How often, in nanoseconds, a waiting thread looks whether Python needs it for something else, such as Ctrl-C, and how far an
+# upload has come.
 _WAIT_SLICE_NS = 250_000_000
 _PROGRESS_SLICE_NS = 2_000_000
 # Bounds of closing one client, and all that are left open when the interpreter exits, in seconds.
@@ -60,20 +60,20 @@ class Rows(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What a call reads and writes beside its message."""
+    """The tensors that a call reads and writes besides its message."""
 
     rows: Rows | None = None
     teachers: list[Rows | None] | None = None
     result_rows: Rows | None = None
     cuda_stream: int = 0
-    keep_alive: Any = None  # what all of that belongs to
+    keep_alive: Any = None  # the objects that own that memory
 
 
 NO_TENSORS = Tensors()
 
 
 class Answer(NamedTuple):
-    """What a call has answered."""
+    """The answer of a call."""
 
     message: bytes
     attempt: int  # of the micro-batch that it is about; 0 elsewhere
@@ -108,7 +108,7 @@ def _loaded_again(path: str) -> Any:
 
 
 def _declarations(header: str) -> str:
-    """What cffi reads of a C header: without directives but for numbers, and without what is for C++ and the linker."""
+    """The declarations of a C header for cffi: without directives except numbers, and without the parts for C++ and the linker."""
     header = re.sub(r"#ifdef __cplusplus.*?#endif", "", header, flags=re.DOTALL)
     numbers = re.sub(r"^#(?!define \w+ \d+\b).*$", "", header, flags=re.MULTILINE)
     return re.sub(r"\bHW_CLIENT_API\b|__attribute__\(\(.*?\)\)\)?", "", numbers)
@@ -179,7 +179,7 @@ class Memory:
 
 
 class Call:
-    """A call that is under way, then its result. What it reads and writes stays alive with it."""
+    """A call that is under way, then its result. Its inputs and outputs stay alive with it."""
 
     def __init__(self, connection: Connection, keep_alive: Any):
         self._connection = connection
@@ -262,11 +262,12 @@ class _Types:
         self.request_bytes, self.rows_bytes = ffi.sizeof("hw_client_request"), ffi.sizeof("hw_client_rows")
 
 
-# Calls whose ends the completion queues tell, by tag, and what is to be done then. They live here: the program may forget them.
+# Calls whose ends the completion queues report, by tag, with the function to call then. They live here: the program may forget
+# them.
 _pending: dict[int, tuple[Call, Callable[[Call], Any]]] = {}
 _tags = itertools.count(1)
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-_closing: set[Any] = set()  # locks of threads that close what was forgotten
+_closing: set[Any] = set()  # locks of threads that close forgotten clients
 
 
 class Connection:
@@ -395,13 +396,13 @@ class Connection:
         return bool(count == _MAX_COMPLETIONS)
 
     def info(self) -> dict[str, str]:
-        """What is known of the paths."""
+        """The facts about the paths."""
         self.check_open()
         lines = (line.partition("=") for line in self._text(self._library.hw_client_info).splitlines())
         return {key: value for key, separator, value in lines if separator}
 
     def _text(self, function: Any) -> str:
-        """What a function of the client writes."""
+        """The text that a function of the client writes."""
         size = 1 << 12
         while True:
             text = self._ffi.new("char[]", size)
@@ -431,7 +432,7 @@ class Connection:
             self._library.hw_client_abandon(self._handle, message, len(message))
 
     def warn_notices(self) -> None:
-        """Warns of what the replay log cannot keep, where there is one."""
+        """Warns of steps that the replay log cannot keep, where there is one."""
         if self._has_log:
             while notice := self._text(self._library.hw_client_notice):
                 warn(notice, RuntimeWarning)
@@ -521,14 +522,14 @@ def _read(reference: weakref.ref[Connection], queue: int, wake: int) -> None:
 
 
 class _Process:
-    """What became of the library in this process."""
+    """The state of the library in this process."""
 
     has_connected = False
     is_forked = False  # from one that had connected
 
     @classmethod
     def after_fork(cls) -> None:
-        """In the child: what was under way is the parent's."""
+        """In the child: running calls are the parent's."""
         if cls.has_connected:
             cls.has_connected, cls.is_forked = False, True
             _library.cache_clear()
@@ -556,7 +557,7 @@ at_main_return(_end_futures)
 
 @atexit.register
 def _close_connections() -> None:
-    """Clients that nobody has closed end with the process, which is no failure that a lease should have to find out."""
+    """Clients that were not closed end with the process, so that no lease has to find that out."""
     deadline = time.monotonic() + _EXIT_TIMEOUT_S
     for connection in list(_connections):
         connection.close(max(deadline - time.monotonic(), 0.001))

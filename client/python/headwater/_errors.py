@@ -17,7 +17,7 @@ _INSTEAD_OF_A_FORK = "use the spawn or forkserver start method, or connect only 
 
 
 class HeadWarning(UserWarning):
-    """A call works, but may not do what the caller means: an attached head keeps weights of its own, for example."""
+    """A call works, but may not do as the caller means: an attached head keeps weights of its own, for example."""
 
 
 def warn(message: str, category: type[Warning] = HeadWarning) -> None:
@@ -70,7 +70,7 @@ class FailedPreconditionError(HeadwaterError):
 
 
 class AbortedError(HeadwaterError):
-    """What the caller believes about the head is out of date."""
+    """The caller's knowledge of the head is out of date."""
 
 
 class ResourceExhaustedError(HeadwaterError):
@@ -86,12 +86,12 @@ class ClientClosedError(UnavailableError):
 
     @classmethod
     def of_parent(cls) -> ClientClosedError:
-        """That of a client whose threads have stayed behind in a fork."""
+        """The error of a client whose threads have stayed behind in a fork."""
         return cls(f"this client was made by the process that this one was forked from: {_INSTEAD_OF_A_FORK}")
 
     @classmethod
     def of_fork(cls) -> ClientClosedError:
-        """That of a connection which a fork cannot make, because the library's threads and locks are those of its parent."""
+        """The error of a connection which a fork cannot make, because the library's threads and locks are those of its parent."""
         return cls(
             f"this process was forked from one that had connected, which the client library does not survive: {_INSTEAD_OF_A_FORK}"
         )
@@ -130,12 +130,12 @@ class TransportUnavailableError(FailedPreconditionError):
 
 
 def is_restarting(error: HeadwaterError) -> bool:
-    """Whether the server has lost a rank or its device with what its heads held, and restarts."""
+    """Whether the server has lost a rank or its device, with the content of its heads, and restarts."""
     return "serverRestarts" in error.metadata
 
 
 def checkpoints_in(metadata: Mapping[str, str]) -> dict[str, int]:
-    """What `checkpoints` says: "step-20=20,step-10=10"."""
+    """The checkpoints that `checkpoints` names: "step-20=20,step-10=10"."""
     pairs = (pair.rpartition("=") for pair in metadata.get("checkpoints", "").split(","))
     return {name: int(step) for name, _, step in pairs if name and step.isdecimal()}
 
@@ -147,12 +147,12 @@ class _KnowsCheckpoints:
 
     @property
     def checkpoints(self) -> dict[str, int]:
-        """The head's checkpoints by name, newest first, with the step that each begins; empty where the answer does not tell."""
+        """The head's checkpoints by name, newest first, with the step that each begins; empty where the answer has none."""
         return checkpoints_in(self.metadata)
 
 
 class _OutdatedError(_KnowsCheckpoints, AbortedError):
-    """What errors about a head that has moved on say of it; None where the answer does not tell."""
+    """Facts in errors about a head that has moved on; None where the answer lacks them."""
 
     def _integer(self, key: str) -> int | None:
         value = self.metadata.get(key, "")
@@ -176,7 +176,7 @@ class EpochFencedError(_OutdatedError):
     """The head was restored, re-created or taken over since this `Head` was made. Get a new one with `Client.head`.
 
     Attributes:
-        open_step, head_epoch: the head's open step and epoch now; None where the answer does not tell.
+        open_step, head_epoch: the head's open step and epoch now; None where the answer lacks them.
     """
 
 
@@ -184,12 +184,12 @@ class StepLostError(_OutdatedError):
     """The open step's contributions are gone: the server came back from a checkpoint, or its engine failed.
 
     Attributes:
-        restored_step: the step that the head is at now. If it is the trainer's, `Head.take` and submitting the step again goes on;
-            if it is older, the trainer goes back to its own checkpoint of that name first.
+        restored_step: the step that the head is at now. If it is the trainer's, continue with `Head.take` and submit the step
+            again. If it is older, the trainer goes back to its own checkpoint of that name first.
         checkpoint: the checkpoint that the head came back from; empty if the engine failed: then restore one.
         checkpoints: the head's checkpoints by name, newest first, with the step that each begins.
         trainer_step: the step that this client's call was for. None where it named none, or without `connect(replay=True)`.
-        open_step, head_epoch: the head's open step and epoch now. None where the answer does not tell.
+        open_step, head_epoch: the head's open step and epoch now. None where the answer lacks them.
     """
 
     @property
@@ -289,7 +289,7 @@ def wrong_type(field: str, expected: str, actual: Any, remedy: str = "") -> Inva
 
 
 def refused(message: str, field: str, **metadata: Any) -> InvalidArgumentError:
-    """Makes the error of an argument that does not go with the others, or with what a head can do."""
+    """Makes the error of an argument that does not go with the others, or with the abilities of a head."""
     return invalid_argument("INVALID_COMBINATION", message, field=field, **metadata)
 
 

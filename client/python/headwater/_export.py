@@ -42,7 +42,7 @@ _TIE = "tie_word_embeddings"
 
 
 class Head(Protocol):
-    """What is written of a `headwater.Head`."""
+    """The parts of a `headwater.Head` that are written."""
 
     @property
     def name(self) -> str: ...
@@ -147,8 +147,8 @@ class ModelFiles:
 
     Attributes:
         folder: where they lie.
-        config: what config.json says; None without one, or for one file.
-        index: what the index says; None without one.
+        config: content of config.json; None without one, or for one file.
+        index: content of the index; None without one.
         entries: by tensor, its file and its entry in that file's header.
     """
 
@@ -210,7 +210,7 @@ def _weight_map(index: dict[str, Any], folder: Path) -> dict[str, str]:
 
 
 def _says_tied(config: dict[str, Any] | None) -> bool | None:
-    """What the configuration says; None if it does not."""
+    """Whether the configuration says that the head is tied; None if it does not say."""
     if config is None:
         return None
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]

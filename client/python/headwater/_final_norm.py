@@ -1,4 +1,4 @@
-"""The final norm of a transformers model, found by what reaches its output layer, or by where it stands."""
+"""The final norm of a transformers model, found by the inputs of its output layer, or by its place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def final_norm(model: Any) -> torch.nn.Module:
     """The norm between a model's last layer and its output layer: a copy, frozen and on the CPU.
 
     Args:
-        model: a transformers model, or a folder that save_pretrained has written. Of a folder, the norm's weights alone are read.
+        model: a transformers model, or a folder that save_pretrained has written. In a folder, only the norm's weights are read.
     Raises:
         InvalidArgumentError: no such norm was found.
         NotFoundError: `WEIGHTS_NOT_FOUND`: the folder has no weights of it.

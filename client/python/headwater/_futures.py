@@ -17,12 +17,13 @@ from headwater._memory import current_streams
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# What returns or raises the outcome of a call, and may block; what is called with that at the call's end; what cancels the call.
+# Three functions: one returns or raises the outcome of a call, and may block; one receives it at the call's end; one cancels the
+# call.
 Outcome = Callable[[], Any]
 Done = Callable[[Outcome], Any]
 Cancel = Callable[[], Any]
 
-# Threads that finish the loss calls of futures, whose answers nobody waits for in Python.
+# Threads that finish the loss calls of futures whose answers no Python code waits for.
 LOSS_THREADS = 16
 _THREADS = {
     "loss": LOSS_THREADS,
@@ -46,7 +47,7 @@ def at_main_return(function: Callable[[], Any]) -> None:
 
 
 class CancelScope:
-    """Where a running call puts what stops it."""
+    """The place where a running call registers the function that stops it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,7 +55,7 @@ class CancelScope:
         self._cancelled = threading.Event()
 
     def attach(self, cancel: Callable[[], Any]) -> None:
-        """Names what stops the call; stops it at once if the future was cancelled before."""
+        """Registers the function that stops the call; stops it at once if the future was cancelled before."""
         with self._lock:
             self._cancel = cancel
         if self._cancelled.is_set():
@@ -94,7 +95,7 @@ def _scoped(scope: CancelScope, work: Callable[[], R], streams: Callable[[], Any
 class Future(Generic[R]):
     """The outcome of a call that runs in the background.
 
-    `future.result()` blocks; `await future` does not block the event loop. Both raise what the blocking call would raise.
+    `future.result()` blocks; `await future` does not block the event loop. Both raise the errors of the blocking call.
     """
 
     def __init__(self, inner: concurrent.futures.Future[R], scope: CancelScope):
@@ -103,7 +104,7 @@ class Future(Generic[R]):
 
     @classmethod
     def failed(cls, error: Exception) -> Future[R]:
-        """That of a call which could not begin."""
+        """The future of a call that could not begin."""
         inner: concurrent.futures.Future[R] = concurrent.futures.Future()
         inner.set_exception(error)
         return cls(inner, CancelScope())
@@ -152,7 +153,7 @@ class Executors:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def run(self, threads: str, work: Callable[[], R]) -> Future[R]:
-        """That of `work`, which runs on one of these threads ("loss", "control", ...), with this thread's CUDA stream."""
+        """The future of `work`, which runs on one of these threads ("loss", "control", ...), with this thread's CUDA stream."""
         if os.getpid() != self._pid:
             return Future.failed(ClientClosedError.of_parent())
         scope = CancelScope()
@@ -162,10 +163,10 @@ class Executors:
             return Future.failed(ClientClosedError("the client is closed"))
 
     def begin(self, start: Callable[[Done], Cancel], finish: Callable[[Outcome], R]) -> Future[R]:
-        """That of a call which no thread waits for.
+        """The future of a call that no thread waits for.
 
         Args:
-            start: starts it and returns what cancels it.
+            start: starts it and returns the function that cancels it.
             finish: makes the result of the outcome that `start`'s argument gets; runs on a thread, and may block.
         """
         if os.getpid() != self._pid:

@@ -44,14 +44,14 @@ class Head(HeadLosses):
     side and in any order: wait for the micro-batches of a step before closing it.
 
     A head that was restored, re-created or taken over by another process answers `EpochFencedError` from then on; this object never
-    follows on its own. What this object does itself (take, set_weight, load, restore) it knows, and with `connect(replay=True)` it
-    follows a server that was started again.
+    follows on its own. It does follow its own changes (take, set_weight, load, restore), and with `connect(replay=True)` a
+    restarted server.
 
     A call for the step after the open one waits until that is open, at most as long as its `timeout_s`.
 
     Attributes:
         step: the step that calls work on unless they say otherwise. `apply_optimizer_step`, `discard_gradient` and `replace_weight`
-            move it on. Of several trainers one closes the step; the others add 1 themselves, and wait for it if they are early.
+            move it on. One of several trainers closes the step; the others add 1 themselves, and wait for it if they are early.
     """
 
     _WHY_NOT_PICKLED = "a headwater.Head belongs to its client and cannot be pickled: send its name, and ask client.head(name)"
@@ -59,8 +59,8 @@ class Head(HeadLosses):
     def __init__(self, backend: RemoteBackend, info: HeadInfo, *, created: bool = False):
         super().__init__(backend, info.name, info.spec, info.epoch, info.open_step)
         self._created = created
-        self._last_seal: tuple[StepKey, int] | None = None  # what was sealed, and the number of its micro-batches
-        # Where headwater.torch keeps the ids that its loss functions have drawn, and headwater.jax what programs have submitted.
+        self._last_seal: tuple[StepKey, int] | None = None  # the last sealed step, and the number of its micro-batches
+        # The ids that headwater.torch's loss functions have drawn, and the submissions of headwater.jax's programs.
         self._micro_batch_source: Any = None
         self._submissions: Any = None
 
@@ -162,11 +162,11 @@ class Head(HeadLosses):
     ) -> bool:
         """Drops an uncommitted micro-batch; its id cannot be used again in this step, unless with a higher `attempt`. Idempotent.
 
-        To submit it anew, pass the next attempt to the loss (1 if it was never retried; `LossResult.attempt` + 1), or another id.
+        To submit it again, pass the next attempt to the loss (1 if it was never retried; `LossResult.attempt` + 1), or another id.
 
         Args:
             attempt: the highest attempt that is dropped. None: the one that this client has submitted. A higher one than is there
-                drops what another client has left, too.
+                drops another client's leftover, too.
         Returns:
             True if a contribution was dropped.
         Raises:
@@ -285,7 +285,7 @@ class Head(HeadLosses):
             ApplyResult; multiply the trainer's own gradients by its `clip_factor`.
         Raises:
             InvalidArgumentError: `MISSING_FIELD`: the step is empty, and `allow_empty` is not set; nothing changed.
-            FailedPreconditionError: `NON_FINITE_GRADIENT`: nothing changed; call `discard_gradient`. Also what `seal` raises.
+            FailedPreconditionError: `NON_FINITE_GRADIENT`: nothing changed; call `discard_gradient`. Also the errors of `seal`.
             StepConflictError: the step was closed otherwise.
         """
         given = {"weight_decay": weight_decay, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "momentum": momentum}
@@ -330,7 +330,7 @@ class Head(HeadLosses):
     def gradient(
         self, *, bias: bool = False, gradient_factor: float = 1.0, step: int | None = None, timeout_s: float | None = None
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """Downloads what the open or sealed step has accumulated, times `gradient_factor`.
+        """Downloads the accumulated gradient of the open or sealed step, times `gradient_factor`.
 
         Returns:
             float32 (vocab_size, hidden_size); with bias=True a pair of that and float32 (vocab_size,).
@@ -346,7 +346,7 @@ class Head(HeadLosses):
         return (weight, *rest) if bias else weight
 
     def gradient_norm(self, *, gradient_factor: float = 1.0, step: int | None = None, timeout_s: float | None = None) -> float:
-        """L2 norm of what the open or sealed step has accumulated (weight and bias together), times |gradient_factor|."""
+        """L2 norm of the accumulated gradient of the open or sealed step (weight and bias together), times |gradient_factor|."""
         factor = check_factor(gradient_factor, "gradient_factor")
         reply = self._call("GetGradientNorm", timeout_s, head=head_step(self._key(step)), gradient_factor=factor)
         return math.sqrt(reply.gradient_norm_squared)
@@ -356,7 +356,7 @@ class Head(HeadLosses):
     def weight(self, *, dtype: Any = None, timeout_s: float | None = None) -> Any:
         """Downloads the weight, (vocab_size, hidden_size).
 
-        Of a trainable head only as this object's epoch has it: raises EpochFencedError if another run has taken the head over, and
+        A trainable head must be at this object's epoch. Otherwise raises EpochFencedError if another run has taken the head over,
         StepLostError if the server has restored an older checkpoint.
 
         Args:
@@ -392,21 +392,20 @@ class Head(HeadLosses):
         copied for that.
 
         Args:
-            target: a folder of safetensors files that save_pretrained has written; a .safetensors file, which is made if it is not
-                there; or a torch.nn.Linear, or a model with get_output_embeddings(), whose parameters are overwritten in place.
+            target: a folder of safetensors files that save_pretrained has written, or a .safetensors file, which is made if it is
+                missing. A torch.nn.Linear, or a model with get_output_embeddings(), has its parameters overwritten in place.
             tensor: name of the weight's tensor in a file. Empty: `lm_head.weight`, else the only tensor of the head's shape that
                 has a name of an output layer (`embed_out.weight`, `output.weight`, ...). A name that is not there is added to a
                 model that was saved without its head. The bias is beside it.
             dtype: of the tensors in a file. None: that which they have; in a new file that of the head. "float32" has the master
                 weights.
-            untie: for a model whose config says that its input embedding is its head (`tie_word_embeddings`), and a head that was
-                not attached with tied=: gives the model an output layer of its own, and says so in the config. Otherwise such a
-                model is refused. A head that was attached with tied= is written into the embedding.
+            untie: gives the model an output layer of its own, and sets that in the config. It is for a model whose config says that
+                its input embedding is its head (`tie_word_embeddings`), and a head that was not attached with tied=. Otherwise such
+                a model is refused. A head that was attached with tied= is written into the embedding.
         Raises:
             InvalidArgumentError: `INVALID_COMBINATION`: a tied model, see `untie`; a bias on one side only. `SHAPE_MISMATCH`.
             NotFoundError: `WEIGHTS_NOT_FOUND`: no file, or no tensor or several that can be the head; the message lists them.
-            DataLossError: `FILE_CORRUPT`.
-        Also what `weight` raises.
+            DataLossError: `FILE_CORRUPT`. Also the errors of `weight`.
         """
         export(self, target, tensor, dtype, _requests.check_bool(untie, "untie"), timeout_s)
 
@@ -419,10 +418,10 @@ class Head(HeadLosses):
         on_progress: Progress | None = None,
         timeout_s: float | None = None,
     ) -> HeadInfo:
-        """Replaces weight and, if given, bias. The head gets a new epoch, and what the open step has accumulated is dropped.
+        """Replaces weight and, if given, bias. The head gets a new epoch, and the open step's accumulated gradient is dropped.
 
-        An upload that was cut goes on where it stopped if it is called again with the same `upload_id` and the same arrays. Nothing
-        is visible before a tensor's last byte.
+        An interrupted upload continues where it stopped if it is called again with the same `upload_id` and the same arrays.
+        Nothing is visible before a tensor's last byte.
 
         Args:
             weight: (vocab_size, hidden_size) in the head's dtype or float32, or None to leave it; uint16 are bits of bfloat16.
@@ -471,7 +470,7 @@ class Head(HeadLosses):
         return info
 
     def _check_weights(self, weight: Any, bias: Any) -> dict[str, HostArray]:
-        """Those of weight and bias that are not None, of the head's shapes and a dtype that it takes."""
+        """The given ones of weight and bias, of the head's shapes and a dtype that it takes."""
         shapes = {"weight": (self._spec.vocab_size, self._spec.hidden_size), "bias": (self._spec.vocab_size,)}
         arrays = {}
         for tensor, value in (("weight", weight), ("bias", bias)):
@@ -496,12 +495,12 @@ class Head(HeadLosses):
 
         Args:
             path: relative to the load root.
-            weight_tensor: empty: `lm_head.weight`, else the one tensor of the head's shape with another head's name, else the
-                embedding if the model's config.json says that it is tied.
+            weight_tensor: empty: the first match of `lm_head.weight`, the one tensor of the head's shape with another head's name,
+                and the embedding of a tied model (config.json).
             bias_tensor: empty: the weight's own (`lm_head.bias`), else the one tensor with the name of a head's bias.
 
         Raises:
-            NotFoundError: `WEIGHTS_NOT_FOUND`: no such file or tensor, or none that can be chosen; the message lists what is there.
+            NotFoundError: `WEIGHTS_NOT_FOUND`: no such file or tensor, or none that can be chosen; the message lists the tensors.
             FailedPreconditionError: `CHECKPOINT_SPEC_MISMATCH`: another shape, or a bias and the head has none (`bias=True`).
         """
         tensors = {"weight_tensor": weight_tensor, "bias_tensor": bias_tensor}
@@ -520,7 +519,7 @@ class Head(HeadLosses):
     def checkpoints(self, *, timeout_s: float | None = None) -> list[CheckpointInfo]:
         """The checkpoints under this head's name, newest first; damaged ones last.
 
-        Those of a former head of this name are among them.
+        Checkpoints of a former head of this name are among them.
 
         Raises:
             FailedPreconditionError: `STORAGE_NOT_CONFIGURED`.
@@ -551,8 +550,8 @@ class Head(HeadLosses):
     def take(self, *, only_if_current: bool = False, expected_step: int | None = None, timeout_s: float | None = None) -> HeadInfo:
         """Takes the head over for a new run: a new epoch, an empty open step; weights, optimizer state and the step's number stay.
 
-        Every other client's calls are `EpochFencedError` from then on. It is also how to go on with a head that a restarted server
-        has brought back (`StepLostError`, state "RESTORED").
+        Every other client's calls are `EpochFencedError` from then on. It also continues with a head that a restarted server has
+        brought back (`StepLostError`, state "RESTORED").
 
         Args:
             only_if_current: only if no other client has taken it since this object was made: of several that try, one succeeds.
@@ -570,7 +569,7 @@ class Head(HeadLosses):
         return self._adopt(head_info(self._call("TakeHead", remaining_s, name=self._name, epoch=epoch)))
 
     def info(self, *, timeout_s: float | None = None) -> HeadInfo:
-        """The head as the server has it now. Does not change what this object believes: compare `epoch`."""
+        """The head as the server has it now. Does not change this object's epoch: compare `epoch`."""
         return head_info(self._call("GetHead", timeout_s, name=self._name))
 
     def delete(self, *, force: bool = False, timeout_s: float | None = None) -> None:

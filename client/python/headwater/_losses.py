@@ -47,14 +47,14 @@ def _as_loss_future(method: Callable[Concatenate[Any, P], LossResult]) -> Callab
 
 
 class _Decision(NamedTuple):
-    """What `LossResult.commit` and `LossResult.discard` call."""
+    """The functions behind `LossResult.commit` and `LossResult.discard`."""
 
     commit: Callable[[float, Any, float | None], bool]
     discard: Callable[[float | None], bool]
 
 
 class HeadLosses(HeadReference):
-    """What of `Head` computes losses, and decides explicit micro-batches."""
+    """The part of `Head` that computes losses, and decides explicit micro-batches."""
 
     @spread(CrossEntropyCall)
     def cross_entropy(self, call: CrossEntropyCall) -> LossResult:
@@ -76,10 +76,10 @@ class HeadLosses(HeadReference):
             loss_scale: finite in float32; multiplies both gradients, not the reported sums. 1 / (number of tokens of the step)
                 makes a mean.
             token_weights: (num_tokens,) finite, any sign. None: 1.
-            attempt: rises when a micro-batch is to be submitted anew although it was discarded, or although a process that is gone
-                has left it undecided; the same one again goes on with what this client's retries have made of it. None: the client
-                counts, one more for each of its retries; not for a discard, which is final unless the caller says otherwise: pass 1
-                after one's own (of attempt n, n + 1), or take another id.
+            attempt: rises when a micro-batch is to be submitted again after a discard, or after a process that has left it
+                undecided. A repeated attempt continues with the result of this client's retries. None: the client counts its own
+                retries. It does not count a discard, which is final unless the caller says otherwise. Pass 1 (after a discard of
+                attempt n, n + 1), or take another id.
             label_smoothing: in [0, 1], spread evenly over the valid vocabulary.
             z_loss: >= 0, coefficient of lse^2 (nats^2).
             class_weights: (valid_vocab_size,) or (vocab_size,), finite. They scale a row's loss, not its z-loss; see
@@ -89,13 +89,13 @@ class HeadLosses(HeadReference):
                 entropy and lse are not multiplied.
             entropy_factors, lse_factors: (num_tokens,) finite, any sign: the upstream gradients of each row's `entropy` and `lse`.
                 The reported sums are of the loss alone. None: 0.
-            gradient_resolution: 0, and gradients are exact; or in [2**-24, 1]: entries of a row's gradient of the logits below
+            gradient_resolution: a share in [2**-24, 1], or 0 for exact gradients. Entries of a row's gradient of the logits below
                 this share of its missing probability become 0 or that size, at random and without bias. Losses and outputs stay
                 bitwise as they are; `dither` of the result has the expected error. Not for frozen heads, nor with factors, nor with
-                label_smoothing behind a softcap; on GPUs without label_smoothing, for heads on one GPU. docs/math.md,
-                "Gradient resolution", has the rule.
+                label_smoothing behind a softcap; on GPUs without label_smoothing, for heads on one GPU. docs/math.md, "Gradient
+                resolution", has the rule.
             commit: "eager" adds at once; "explicit" waits for `commit` or `discard`, and takes a staging slot. Where the slots are
-                this client's own, `StagingFullError` comes at once: nobody else frees them.
+                this client's own, `StagingFullError` comes at once, because only this client frees them.
             allow_held: an explicit micro-batch (or one with non_finite="refuse") that finds no free slot is HELD instead: its rows
                 are kept, and computed again at commit. Rows that are ignored may be left out: see late_token_factors.
             late_token_factors: a factor for each row will come with `commit(token_factors=...)`: it is HELD in any case.
@@ -104,8 +104,8 @@ class HeadLosses(HeadReference):
             return_grad_hidden: None: as `backward` says. False if the hidden states are not trained.
             grad_hidden_scale: finite in float32; multiplies `grad_hidden` alone; world_size under data parallelism that averages.
             grad_hidden_dtype: None: that of `hidden`.
-            grad_hidden_out: contiguous array or tensor of shape (num_tokens, hidden_size) and grad_hidden's dtype, which it is
-                written into, apart from all rows that are sent; `LossResult.grad_hidden` is this object then. After an error its
+            grad_hidden_out: contiguous array or tensor of shape (num_tokens, hidden_size) and grad_hidden's dtype that receives the
+                gradient. It must not overlap rows that are sent; `LossResult.grad_hidden` is this object then. After an error its
                 content means nothing. None: memory of the client's, which is used again once `grad_hidden` is gone.
             on_mismatch: a repeat of `micro_batch` with other content is a "conflict", or "first_wins" computes and adds nothing.
             non_finite: "report" counts NaN and infinities; "refuse" fails and adds nothing.
@@ -131,10 +131,11 @@ class HeadLosses(HeadReference):
         Args:
             student_hidden: (num_tokens, hidden_size), as `hidden` of `cross_entropy`.
             teacher: the head that the teacher's hidden states go through; usually a frozen one. It gets no gradient. Or a
-                `headwater.TopKTeacher`, which takes beta=0 (there is no other) and student_temperature, and no other option of the
-                divergence or the cross entropy; `outputs` may have "token_loss" then.
-            teacher_hidden: (num_tokens, hidden_size of the teacher's head), or `headwater.JOIN`: another stream brings these rows,
-                of this process or another (`Client.teacher`), before this call or while it waits. None with a TopKTeacher.
+                `headwater.TopKTeacher`, which requires beta=0, and takes student_temperature but no other option of the divergence
+                or the cross entropy. `outputs` may have "token_loss" then.
+            teacher_hidden: (num_tokens, hidden_size of the teacher's head), or `headwater.JOIN`. With JOIN another stream brings
+                these rows, of this process or another (`Client.teacher`), before this call or while it waits. None with a
+                TopKTeacher.
             join_key: with JOIN, the set's name: 1 to 256 bytes, of the tenant of the teacher's head alone.
             total_rows: with JOIN, the number of rows of the set, >= 1.
             row_indices: with JOIN, (num_tokens,) integers in [0, total_rows): which row of the set belongs to which token. None:
@@ -161,7 +162,7 @@ class HeadLosses(HeadReference):
         """Computes several loss terms over one set of rows: heads that look at the same rows, teachers for different rows.
 
         The rows are sent once. All terms are added to the steps of their heads together, or none is; `grad_hidden` is the sum of
-        what the terms yield, taken in float32. The same as a call for each term, but for the rounding of that sum.
+        the terms' gradients, taken in float32. The result equals a call for each term, except for the rounding of that sum.
 
         Args:
             hidden: (num_tokens, hidden_size), as of `cross_entropy`.
@@ -170,7 +171,7 @@ class HeadLosses(HeadReference):
             outputs: computed for every term.
         Other arguments are those of `cross_entropy`.
         Returns:
-            LossResult; what each term yields is in `.terms`, `grad_hidden` is the sum. `.commit()` and `.discard()` decide an
+            LossResult; the results of the terms are in `.terms`, `grad_hidden` is the sum. `.commit()` and `.discard()` decide an
             explicit one in all its heads.
         Raises:
             InvalidArgumentError: also `INVALID_COMBINATION` for terms that name different steps of one head.

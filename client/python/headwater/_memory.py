@@ -30,11 +30,11 @@ class DeviceArray:
 
     tensor: Any
     data_type: str
-    stream: Any  # the CUDA stream that was current: what it had to do then comes before any use
+    stream: Any  # the CUDA stream that was current: its work precedes any use
 
     @classmethod
     def over(cls, tensor: Any, data_type: str) -> DeviceArray:
-        """The rows of a CUDA tensor as they are after what its device's current stream has to do."""
+        """The rows of a CUDA tensor as they are after the work of its device's current stream."""
         tensor = tensor.detach().contiguous()
         return cls(tensor, data_type, torch().cuda.current_stream(tensor.device))
 
@@ -89,8 +89,8 @@ class DeviceAddress:
 class PrivateRows(DeviceArray):
     """Rows in the pool of another framework's allocator: no other process may open it. `tensor` is a DeviceAddress.
 
-    They are copied on the device into the client's own memory, and `grad_hidden_out` is from there; they are sent whole, as
-    nothing here gathers some of them, and a gradient needs memory of the caller's.
+    They are copied on the device into the client's own memory, which is also where `grad_hidden_out` comes from. Rows are sent
+    whole, because nothing here gathers some of them, and a gradient needs memory of the caller.
     """
 
 
@@ -98,10 +98,10 @@ Rows = HostArray | DeviceArray
 
 
 def one_stream(arrays: Iterable[DeviceArray]) -> int:
-    """Handle of a stream that comes after what all these arrays wait for; 0 without arrays.
+    """Handle of a stream that follows the work of all these arrays' streams; 0 without arrays.
 
-    Where they lie on several devices it must be right on each of them: 0, each device's own legacy stream, which comes after its
-    other work but not after that of streams that PyTorch makes; for those this waits.
+    Where arrays lie on several devices the handle must be right on each of them. It is then 0, each device's own legacy stream,
+    which follows the device's other work. It does not follow streams that PyTorch makes; for those this function waits.
     """
     streams = list(dict.fromkeys(array.stream for array in arrays))
     if len({stream.device for stream in streams}) > 1:
@@ -132,8 +132,8 @@ def current_streams() -> Callable[[], Any]:
 def _on_stream(cuda: Any, stream: Any) -> Iterator[None]:
     """A stream and its device, current in this thread.
 
-    The device stays so. PyTorch's own context would go back to the one before, in a new thread the first, and to make that current
-    takes hundreds of megabytes of a GPU that this process may have no business with.
+    The device stays so. PyTorch's own context would restore the former device, which in a new thread is the first. Making that
+    device current takes hundreds of megabytes of a GPU that this process may not use.
     """
     cuda.set_device(stream.device)
     before = cuda.current_stream(stream.device)
@@ -155,7 +155,7 @@ class Block(Protocol):
 
 
 class _Owner:
-    """What the arrays in a block refer to: when all are gone, the block is free again."""
+    """The owner of a block's arrays: when all are gone, the block is free again."""
 
     def __init__(self, block: Block, returned: collections.deque[Block]):
         self.__array_interface__ = {
@@ -195,7 +195,7 @@ class BlockPool:
         return np.asarray(owner)[:nbytes].view(dtype).reshape(shape)
 
     def close(self) -> None:
-        """Frees what is not in use; the rest is freed as it comes back, by the next pool that is asked, or with the process."""
+        """Frees unused memory; the rest is freed as it comes back, by the next pool that is asked, or with the process."""
         with self._lock:
             self._closed = True
         self._take_back()

@@ -45,7 +45,7 @@ from headwater._types import (
 
 Data = TypeVar("Data")
 
-# Those of a HeadSpec that are the same in its message.
+# Fields of a HeadSpec that are equal in its message.
 _PLAIN_FIELDS = ("vocab_size", "hidden_size", "has_bias", "trainable", "staging_slots", "initial_step")
 
 # Weight and bias, with the wire's numbers.
@@ -59,7 +59,6 @@ def seconds_of(message: Any) -> float:
 
 
 def head_step(key: StepKey) -> Any:
-    """A HeadStep."""
     return _wire.HeadStep(head=key.head, head_epoch=key.epoch, step=key.step)
 
 
@@ -71,7 +70,8 @@ def _fields(cls: type, message: type) -> list[Any]:
 
 
 def read(cls: type[Data], message: Any, **given: Any) -> Data:
-    """A dataclass of what is given, and of the message's fields of the same names; enums as words, unset ones by their default."""
+    """A dataclass of the given values, and of the message's fields of the same names; enums as words, unset ones by their
+    default."""
     for field in _fields(cls, type(message)):
         name = field.name
         if name not in given and (not field.has_presence or message.HasField(name)):
@@ -81,7 +81,7 @@ def read(cls: type[Data], message: Any, **given: Any) -> Data:
 
 
 def head_spec_message(spec: HeadSpec) -> Any:
-    """A HeadSpec; what is None stays unset."""
+    """A HeadSpec; None values stay unset."""
     optimizer = None
     if isinstance(spec.optimizer, AdamW):
         optimizer = _wire.OptimizerSpec(adamw=_wire.AdamW(**vars(spec.optimizer)))
@@ -111,7 +111,6 @@ def head_spec(message: Any) -> HeadSpec:
 
 
 def head_info(message: Any) -> HeadInfo:
-    """A Head."""
     plan = message.memory_plan
     return read(
         HeadInfo,
@@ -125,12 +124,11 @@ def head_info(message: Any) -> HeadInfo:
 
 
 def checkpoint_info(message: Any) -> CheckpointInfo:
-    """A Checkpoint."""
     return read(CheckpointInfo, message, save_time_s=seconds_of(message.save_time) if message.HasField("save_time") else None)
 
 
 def step_result(cls: type[Data], message: Any) -> Data:
-    """What has become of a step, with its totals."""
+    """The outcome of a step, with its totals."""
     return read(cls, message, totals=read(StepTotals, message.totals))
 
 
@@ -332,7 +330,6 @@ def _term_result(term: Any, outputs: tuple[str, ...]) -> TermResult:
 
 
 def step_of(message: Any) -> Step:
-    """A Step."""
     micro_batches = {entry.micro_batch: read(MicroBatchState, entry) for entry in message.micro_batches}
     return read(Step, message, micro_batches=micro_batches, totals=read(StepTotals, message.totals))
 

@@ -13,16 +13,16 @@ from headwater._head import Head
 from headwater._remote import RemoteBackend
 from headwater._types import check_integer
 
-# Epochs of a head under which a source remembers what it has drawn: a `Head` that another one has fenced off may still be used.
+# Epochs of a head under which a source remembers its draws: a `Head` that another one has fenced off may still be used.
 _REMEMBERED_EPOCHS = 4
 
 
 @dataclass(eq=False)
 class _Drawn:
-    """What was drawn in one step of a head."""
+    """The ids drawn in one step of a head."""
 
-    # Another one after `take`, `restore` or new weights, which empty the step. That which follows a restart that
-    # `connect(replay=True)` has followed counts as the same: what the step had was put back.
+    # Another one after `take`, `restore` or new weights, which empty the step. An epoch after a restart that `connect(replay=True)`
+    # has followed counts as the same, because the step's contributions were put back.
     epoch: bytes
     step: int
     attempts: Mapping[int, int] = field(default_factory=dict)  # by id, with which it is submitted; absent: the client counts
@@ -33,15 +33,15 @@ class _Drawn:
 class MicroBatchSource:
     """Draws the ids k * world_size + rank, k = 0, 1, ... within each step of each head.
 
-    They begin again when the head is taken, restored or given weights from outside, which empties the step.
+    Ids start again when the head is taken, restored or given weights from outside, which empties the step.
 
-    Loss functions of one `Head` share one source unless told otherwise. Thread-safe.
+    Loss functions of one `Head` share one source by default. Thread-safe.
 
     Args:
         rank: of this trainer among those that submit to the head. None: that of torch.distributed, 0 without it.
         world_size: number of trainers that submit. None: that of torch.distributed, 1 without it. Trainers that do not submit (all
-            but one rank of a tensor-parallel group, the earlier stages of a pipeline) need no id, but then ids have gaps: pass the
-            list of ids, not their number, as `expected_micro_batches`.
+            but one rank of a tensor-parallel group, the earlier stages of a pipeline) need no id. Ids then have gaps: pass the list
+            of ids, not their number, as `expected_micro_batches`.
     """
 
     def __init__(self, rank: int | None = None, world_size: int | None = None):
@@ -59,7 +59,7 @@ class MicroBatchSource:
         return self  # two that draw for one head would draw the same ids
 
     def draw(self, head: Head, step: int, first: int | None = None, stride: int | None = None) -> tuple[int, set[int]]:
-        """The next id of a sequence, which begins again with each step; and the set that it was put into, for `forget`.
+        """The next id of a sequence, which starts again with each step, and the set that it was put into, for `forget`.
 
         Args:
             first: the sequence is first, first + stride, ... None: the rank.
@@ -103,7 +103,7 @@ class MicroBatchSource:
         return drawn
 
     def _known(self, head: Head) -> _Drawn | None:
-        """What was drawn last under the head's epoch."""
+        """The last draw under the head's epoch."""
         records = self._drawn.get(head._backend, {}).get(head.name, ())
         epoch = head.epoch
         return next((drawn for drawn in records if head._backend.current_epoch(head.name, drawn.epoch) == epoch), None)
@@ -113,14 +113,14 @@ class MicroBatchSource:
         return drawn if drawn is not None and drawn.step == head.step else None
 
     def begin_again(self, step: int | None = None, attempts: Mapping[int, int] | None = None, *, head: Head | None = None) -> None:
-        """Forgets what was drawn for a head: the next id of its step is its first.
+        """Forgets the draws for a head: the next id of its step is its first.
 
-        For a trainer that does a step anew, after it has taken the head or in the place of a process that is gone.
+        For a trainer that repeats a step, after it has taken the head or in the place of a process that is gone.
 
         Args:
             step: that `attempts` belong to; without them it says nothing.
-            attempts: the attempt with which an id of `step` is submitted, where the process that is gone has submitted it before to
-                `head`, which must be named then: in each head an id has had attempts of its own.
+            attempts: the attempt with which an id of `step` is submitted, where the process that is gone has submitted it before.
+                `head` must be named then, because an id has its own attempts in each head.
             head: None: all that have drawn here.
         """
         if attempts and (head is None or step is None):

@@ -1,4 +1,4 @@
-"""Where trainer and heads meet again after either was started anew: the newest step that both have, and the loop around it."""
+"""Recovery of trainer and heads after either was restarted: the newest step that both have, and the loop around it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StateStore(Protocol):
 class StateFiles:
     """Files `step-{step}{suffix}` in a directory. Each is complete or not there, and on the disk when `save` returns.
 
-    One process at a time saves files of one suffix: what another one has left unfinished is removed.
+    One process at a time saves files of one suffix: unfinished files of another one are removed.
 
     Args:
         directory: made if it is not there. All ranks that load from it must see it.
@@ -69,8 +69,8 @@ class StateFiles:
         load: called with the path of a file to read.
         suffix: of the files' names.
         keep: number of files that stay, >= 2: the newest may be of a step that the server has not saved yet. Older ones go when a
-            new one is complete. None: all. At least what the server keeps (`--keep_checkpoints`), so that each of its checkpoints
-            has a counterpart.
+            new one is complete. None: all. At least as many as the server keeps (`--keep_checkpoints`), so that each of its
+            checkpoints has a counterpart.
     """
 
     every_rank = False
@@ -98,7 +98,7 @@ class StateFiles:
         """Writes the state in which `step` begins."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._path(check_integer(step, "step"))
-        for left in self._directory.iterdir():  # by a process that was killed as it wrote: nobody else writes these
+        for left in self._directory.iterdir():  # by a process that was killed as it wrote: no other process writes these
             if self._unfinished.fullmatch(left.name):
                 left.unlink(missing_ok=True)
         with replacing(path) as unfinished:
@@ -154,7 +154,7 @@ class Meeting:
         self._each_rank = each_rank
         self._timeout: dict[str, Any] = {"timeout_s": timeout_s}
         self.has_moved = False
-        self._checkpoints: dict[str, str] = {}  # by head: what the server has said that there is
+        self._checkpoints: dict[str, str] = {}  # by head: the server's list of its checkpoints
         self._newest: int | None = None  # later states are of a course that was left, by going back to a given step
 
     def name(self, step: int) -> str:
@@ -181,9 +181,9 @@ class Meeting:
 
     def _bring_to(self, head: Head, step: int, *, is_asked_for: bool) -> bool:
         """Takes the head at the beginning of a step; False if it has no whole checkpoint of it."""
-        info = head.info(**self._timeout)  # as it is now: a step that was tried before, in vain, may have moved it
-        # Ranks that died while they saved their parts have left those of some. The head's checkpoint is written when all parts are,
-        # so it is asked for even if the head is there; not at the beginning of a run, where a rank may do without its part.
+        info = head.info(**self._timeout)  # as it is now: an earlier attempt that failed may have moved it
+        # Ranks that died while they saved have left only some parts. The head's checkpoint is written when all parts are, so it is
+        # required even if the head exists. At the beginning of a run a rank may lack its part, so it is not required there.
         at_the_beginning = step == head.spec.initial_step
         as_it_is = not self._each_rank or is_asked_for or at_the_beginning or info.restored_checkpoint == self.name(step)
         if as_it_is and info.open_step == step and info.state in ("READY", "RESTORED"):
@@ -204,8 +204,8 @@ class Meeting:
         """Brings the trainer's state back. Whether this is the beginning of a run, with nothing to load.
 
         Raises:
-            FailedPreconditionError: `STEP_MISMATCH`: the trainer has no state of that step. Nor is it the beginning of a run if the
-                trainer has gone on from there.
+            FailedPreconditionError: `STEP_MISMATCH`: the trainer has no state of that step. The first step is no beginning of a run
+                if the trainer has already trained from it.
         """
         if self._state is None:
             return step == self._heads[0].spec.initial_step
@@ -218,7 +218,7 @@ class Meeting:
         raise self.nothing_in_common([step], step)
 
     def nothing_in_common(self, steps: Sequence[int | None], wanted: int | None) -> HeadwaterError:
-        """The error that says what each side has."""
+        """The error that lists the steps of each side."""
         own = "unknown" if self._state is None else self._state.steps()
         gone_on = ", and it has gone on since the run began" if self.has_moved and not own else ""
         heads = [
@@ -247,7 +247,8 @@ class Meeting:
 def follow(
     resume: Callable[[], int], advance: Callable[[int], Any], position: Callable[[], int], steps: int, patience_s: float
 ) -> None:
-    """Calls `advance(step)` until step `steps` is open, and goes back to what `resume` returns when the server was lost."""
+    """Calls `advance(step)` until step `steps` is open, and goes back to the step that `resume` returns when the server was
+    lost."""
     check_integer(steps, "steps")
     check_number(patience_s, "patience_s", low=0)
     step = patiently(resume, patience_s)
@@ -277,18 +278,18 @@ def follow(
             # Not every connection of a client comes back at the same moment.
             time.sleep(min(_RETRY_S * 2.0 ** min(failures - 1, 10), _MAX_RETRY_S))
             lost, step = step, patiently(resume, patience_s)
-            _logger.warning("step %d was lost, going on from step %d: %s", lost, step, error)
+            _logger.warning("step %d was lost, continuing from step %d: %s", lost, step, error)
 
 
 def _is_recoverable(error: HeadwaterError) -> bool:
-    """Whether a training run goes on after it: the server has gone, and has come back or will."""
+    """Whether a training run survives the error: the server was away, and has come back or will."""
     if isinstance(error, ClientClosedError):
         return False
     return isinstance(error, (StepLostError, UnavailableError, DeadlineExceededError)) or is_restarting(error)
 
 
 def patiently(call: Callable[[], R], patience_s: float) -> R:
-    """What a call returns once the server is there to answer it."""
+    """The result of a call, repeated until the server answers."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -315,10 +316,10 @@ def train(
         state = headwater.StateFiles("checkpoints", save=model.save, load=model.load)
         headwater.train(head, train_step, 1000, state=state, checkpoint_every=100)
 
-    It begins at the newest step of which both the heads and the trainer have a checkpoint, in a new run at the head's first step,
-    and saves both under one name when it is due: the trainer's state first, so that a head's checkpoint is there only if the state
-    that belongs to it is. When the server was started again and the steps since cannot be replayed (`connect(replay=True)` does),
-    all go back to such a step. So `train_step` must do the same for the same step whenever it is called.
+    It begins at the newest step that both the heads and the trainer have saved, or in a new run at the head's first step. It saves
+    both under one name when it is due, the trainer's state first: a head's checkpoint then always has a matching state. When the
+    server was started again and the steps since cannot be replayed (`connect(replay=True)` does), all go back to such a step. So
+    `train_step` must do the same for the same step whenever it is called.
 
     `headwater.torch.TrainingLoop.run` is this for torch, with optimizers, clipping, GradScaler and tied weights.
 

@@ -36,7 +36,7 @@ _HEALTH_NAMES = {b"\x08\x01": "SERVING", b"\x08\x02": "NOT_SERVING"}
 
 
 class RemoteBackend:
-    """One connection to one server, and what the client, its heads and its teachers share. Thread-safe.
+    """One connection to one server, and the state that the client, its heads and its teachers share. Thread-safe.
 
     Attributes:
         address: the server's.
@@ -180,7 +180,7 @@ class RemoteBackend:
     def upload(
         self, tensor: str, array: HostArray, timeout_s: float, *, on_progress: Progress | None = None, **fields: Any
     ) -> HeadInfo:
-        """Sends "weight" or "bias", with these fields of the header beside those that say what it is."""
+        """Sends "weight" or "bias", with these fields of the header beside those that describe the tensor."""
         return head_info(
             self.call(
                 "UploadWeights",
@@ -217,7 +217,7 @@ class RemoteBackend:
         return _loss_fields(request, grad_hidden, self.connection.call(_wire.rpc("ComputeLoss")[0], header, timeout_s, tensors))
 
     def start(self, request: ComputeRequest, timeout_s: float, done: Done) -> Cancel:
-        """Begins `compute`; `done` gets what returns its result, or raises."""
+        """Begins `compute`; `done` gets a function that returns its result, or raises."""
         header, tensors, grad_hidden = self._loss(request)
 
         def on_end(call: _core.Call) -> None:
@@ -265,7 +265,7 @@ class RemoteBackend:
         return int(answer.FromString(reply.message).row_count)
 
     def abandon(self, key: StepKey, micro_batch: int) -> Callable[[], None]:
-        """What hands a micro-batch over that nobody can decide any more, for the core to discard; good in a finalizer."""
+        """A function that hands an undecided micro-batch over to the core, which discards it; safe in a finalizer."""
         message = _wire.DiscardMicroBatchRequest(heads=[head_step(key)], micro_batch=micro_batch).SerializeToString()
         connection = self.connection
         return lambda: connection.abandon(message)

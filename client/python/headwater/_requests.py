@@ -284,7 +284,7 @@ MAX_TOP_K = 1024
 
 
 def check_top_k(ids: Any, log_probs: Any, row_count: int, valid_vocab_size: int) -> TopKRows:
-    """A top-k teacher's rows. That ids differ and probabilities add up to at most 1 is the server's to check."""
+    """A top-k teacher's rows. The server checks that ids differ and probabilities add up to at most 1."""
     shape = tuple(ids.shape) if hasattr(ids, "shape") else _arrays.numbers(ids, "ids").shape
     if len(shape) != 2 or not 1 <= shape[1] <= MAX_TOP_K or shape[0] != row_count:
         raise wrong_shape("ids", f"({row_count}, k) with k from 1 to {MAX_TOP_K}", shape)
@@ -371,8 +371,7 @@ def compact(request: ComputeRequest) -> Compaction:
     """Leaves ignored rows out where that is worth it: they have no loss and no gradient.
 
     Not where rows are shared by terms or private, nor where a factor for each row comes later: the server does it for itself then.
-    Whether rows may be held makes no difference: a repeat that finds a slot free is to bring the same ones as the call that found
-    none.
+    Whether rows may be held makes no difference: a repeat that finds a free slot must send the rows of the first call.
     """
     row_count = request.hidden.shape[0]
     term = request.terms[0]

@@ -16,7 +16,7 @@ from headwater import _arrays
 from headwater._arrays import HostArray
 from headwater._errors import make_error
 
-# What files call the types of heads.
+# The names of the heads' types in files.
 NAMES = {_arrays.FLOAT32: "F32", _arrays.BFLOAT16: "BF16", _arrays.FLOAT16: "F16"}
 DATA_TYPES = {name: data_type for data_type, name in NAMES.items()}
 # How elements are held in memory, by the file's names: bfloat16 as its bits.
@@ -30,7 +30,7 @@ _METADATA = "__metadata__"
 
 
 def rewrite(old: Path | None, tensors: dict[str, HostArray], new: BinaryIO) -> None:
-    """Writes what the file `old` has, its other tensors and its metadata, with these tensors in it. `old` stays; None: nothing."""
+    """Writes the other tensors and the metadata of the file `old`, with these tensors in it. `old` stays; None: nothing."""
     with contextlib.ExitStack() as stack:
         header: dict[str, Any] = {}
         if old is not None:
@@ -78,7 +78,7 @@ def write(file: BinaryIO, tensors: Mapping[str, tuple[str, list[np.ndarray]]], m
     Args:
         tensors: by name, the type as the file calls it ("BF16", "I64", ...) and C-contiguous pieces that are joined along the first
             dimension.
-        metadata: what the header says beside the tensors.
+        metadata: fields of the header beside the tensors.
     """
     described = {
         name: (dtype, [sum(map(len, pieces)), *pieces[0].shape[1:]], sum(piece.nbytes for piece in pieces))
@@ -92,7 +92,7 @@ def write(file: BinaryIO, tensors: Mapping[str, tuple[str, list[np.ndarray]]], m
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file's header says. Tensors are read when they are asked for."""
+    """The content of a file's header. Tensors are read when they are asked for."""
 
     path: Path
     metadata: Mapping[str, str]

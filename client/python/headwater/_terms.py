@@ -1,4 +1,4 @@
-"""Loss terms: what is computed over which rows, against which head. `Head.multi` takes several; the other losses are one each."""
+"""Loss terms: the computation, its rows, and its head. `Head.multi` takes several; the other losses are one each."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class HeadReference(Handle):
 
     @property
     def spec(self) -> HeadSpec:
-        """What the head is; fixed for its life."""
+        """The head's specification, fixed for its life."""
         return self._spec
 
     @property
@@ -89,7 +89,7 @@ class TopKTeacher:
     """A teacher that is known by k vocabulary ids of each token: `teacher` of `Head.jsd`, without `teacher_hidden` and with beta=0.
 
     All other ids together have the mass 1 - sum(exp(log_probs)); below 1e-6 it counts as 0. The loss is the forward KL divergence
-    of what is given, with one bucket for the other ids. The k likeliest ids give a biased gradient: nothing says how the teacher
+    of the given ids, with one bucket for the other ids. The k likeliest ids give a biased gradient: nothing says how the teacher
     divides the rest. Ids that were drawn from the teacher, each with its share of the draws, give an unbiased one.
 
     Attributes:
@@ -430,7 +430,8 @@ def _jsd_options(head: HeadReference, term: JSD | JsdCall, hard_loss: _requests.
 
 
 def explained(error: FailedPreconditionError) -> FailedPreconditionError:
-    """The error of a call that joins a set; if the set's rows are of another type than it says, with the argument that says it."""
+    """The error of a call that joins a set. If the set's rows are of another type than the call says, it names the argument for the
+    type."""
     if error.reason != "JOIN_INCOMPLETE" or error.metadata.get("field") != "data_type":
         return error
     message = f"{error.message}; teacher_dtype= of the loss names the type of the teacher's rows, without it the student's is meant"

@@ -1,4 +1,4 @@
-"""What of a PyTorch model can be served by a head, and what cannot: found before anything is sent."""
+"""Checks which parts of a PyTorch model a head can serve, before anything is sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from headwater._errors import refused, wrong_shape
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Attributes by which adapters and quantisers can be told: peft's wrappers, torch.nn.utils.weight_norm, GPTQ, AWQ, bitsandbytes.
+# Attributes that identify adapters and quantisers: peft's wrappers, torch.nn.utils.weight_norm, GPTQ, AWQ, bitsandbytes.
 _LORA_ATTRIBUTES = ("lora_A", "lora_B", "lora_embedding_A", "lora_magnitude_vector")
 _ADAPTER_ATTRIBUTES = ("base_layer", "active_adapters", "original_module", "adapter_layer_names")
 _QUANTISED_ATTRIBUTES = ("qweight", "qzeros", "weight_scale", "quant_state", "_packed_params")
@@ -35,7 +35,7 @@ class OutputLayer:
 def output_layer(module: torch.nn.Module | torch.Tensor) -> OutputLayer:
     """Weight and bias of an nn.Linear, or a weight alone.
 
-    Of a layer that peft trains whole (`modules_to_save`) it is the active copy, which the model uses.
+    For a layer that peft trains whole (`modules_to_save`) it is the active copy, which the model uses.
 
     Raises:
         InvalidArgumentError: something else: LoRA, quantised, reparametrised, sharded, on meta, or of another shape or dtype.
@@ -169,7 +169,7 @@ class Sharing:
 
 
 def sharing(model: torch.nn.Module, layer: OutputLayer) -> list[Sharing]:
-    """Every parameter and buffer of the model that shares memory with the layer's weight, but for the layer's own."""
+    """Every parameter and buffer of the model that shares memory with the layer's weight, except the layer's own."""
     return [other for owner, other in _tensors(model) if owner is not layer.module and overlap(other.tensor, layer.weight)]
 
 

@@ -1,4 +1,4 @@
-"""What goes in and comes out, as plain frozen data. Shapes in parentheses; nats are natural-log units."""
+"""Arguments and results, as plain frozen data. Shapes in parentheses; nats are natural-log units."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _FLOAT32_END = (2 - 2.0**-24) * 2.0**127
 
 
 def _check_float32(value: Any, name: str, kind: str, holds: Callable[[float], bool]) -> float:
-    # As server/service/field_check.cc has it: what rounds to a finite float32 may be beyond the largest one by half a unit.
+    # As server/service/field_check.cc has it: a value that rounds to a finite float32 may be beyond the largest one by half a unit.
     number = _to_number(value, name)
     if not -_FLOAT32_END < number < _FLOAT32_END or not holds(number):
         raise must_be(name, f"{kind} that is finite in float32", number)
@@ -206,7 +206,7 @@ class TLS:
     ca_certificate: str | None = None
     """File with the authorities that may have signed the server's certificate; None: those of the system."""
     client_certificate: str | None = None
-    """File with what this client shows to a server that asks for it (mTLS): the chain."""
+    """File with the certificate chain for a server that asks for it (mTLS)."""
     client_key: str | None = None
     """File with its key; both or neither."""
     server_name: str | None = None
@@ -219,7 +219,7 @@ PARALLELISMS = {"vocabulary": 1, "rows": 2}
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """What a head is; fixed for its life."""
+    """The specification of a head, fixed for its life."""
 
     vocab_size: int  # rows of `weight`
     hidden_size: int  # columns of `weight`
@@ -271,7 +271,7 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a head takes, by purpose, in bytes."""
+    """The memory of a head, by purpose, in bytes."""
 
     items: dict[str, int]
     total_bytes: int
@@ -294,7 +294,7 @@ class HeadInfo:
     create_time_s: float = 0.0  # seconds since 1970
     weight_checksum: bytes = b""  # XXH3-128 of the weights last set from outside; empty after an optimizer step
     restored_checkpoint: str = ""  # that a RESTORED head came back from
-    # Those under which the trainer had worked that has taken the head, and gone on, after a restart; empty after any other call.
+    # The earlier epochs of the trainer that has taken the head to continue after a restart; empty after any other call.
     recovers_epochs: tuple[bytes, ...] = ()
 
 
@@ -311,7 +311,7 @@ class Device:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What the server is and can do."""
+    """Description of the server and its features."""
 
     version: str
     incarnation: bytes  # new at every start
@@ -352,7 +352,7 @@ class GradientDither:
 
 @dataclass(frozen=True)
 class TermResult:
-    """What one loss term yields. Sums are over its valid rows, in nats, with token weights and without `loss_scale`."""
+    """The result of one loss term. Sums are over its valid rows, in nats, with token weights and without `loss_scale`."""
 
     loss_sum: float  # soft + hard + z-loss parts
     soft_loss_sum: float  # the divergence's part; 0 for cross entropy
@@ -380,9 +380,9 @@ LOSS_SUMS = tuple(name for name in TermResult.__annotations__ if name.endswith((
 
 @dataclass(frozen=True)
 class LossResult(TermResult):
-    """What a micro-batch yields: the fields of its one term.
+    """The result of a micro-batch: the fields of its one term.
 
-    Of several terms (`Head.multi`) the sums are added up, and per-token outputs and versions are in `terms` alone.
+    With several terms (`Head.multi`) the sums are added up, and per-token outputs and versions are in `terms` alone.
     """
 
     grad_hidden: Any = None  # (num_tokens, hidden_size), in the kind and dtype of `hidden`; None if not computed
@@ -422,7 +422,7 @@ class LossResult(TermResult):
 
 
 def result_of(cls: type[Result], values: dict[str, Any]) -> Result:
-    """A frozen dataclass of these values and defaults: what its constructor makes, in a fraction of the time."""
+    """A frozen dataclass of these values and defaults, as its constructor makes it, in a fraction of the time."""
     result = object.__new__(cls)
     vars(result).update(values)
     return result
@@ -448,7 +448,7 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class MicroBatchState:
-    """What a step knows of one micro-batch."""
+    """The state of one micro-batch within a step."""
 
     micro_batch: int
     attempt: int

@@ -17,7 +17,7 @@ _RESULTS = {"UploadWeights": "Head", "ComputeLoss": "MicroBatchSummary"}
 
 
 def _read_files() -> Any:
-    """The FileDescriptorSet that the build has put beside this module, with what it imports."""
+    """The FileDescriptorSet that the build has put beside this module, with its imports."""
     return descriptor_pb2.FileDescriptorSet.FromString(Path(__file__).with_name("messages.binpb").read_bytes())
 
 

@@ -31,16 +31,16 @@ from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, _output_la
 __all__ = ["HeadwaterConfig", "Prepared", "prepare", "prepared"]
 
 _ATTRIBUTE = "_headwater"
-# What accelerate calls the ways to distribute that are supported.
+# The supported ways to distribute, by accelerate's names.
 _DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
 class Prepared:
-    """What `prepare` has hooked into an Accelerator, and the way back.
+    """The hooks of `prepare` in an Accelerator, and their removal.
 
     Attributes:
         remote: the head and the layer.
-        joint: what closes the head's steps.
+        joint: the joint step that closes the head's steps.
     """
 
     def __init__(self, accelerator: Any, remote: RemoteHead, optimizer: Any):
@@ -119,20 +119,21 @@ class Prepared:
 def prepare(accelerator: Any, *objects: Any, config: HeadwaterConfig | None = None) -> tuple[Any, ...]:
     """`accelerator.prepare(*objects)` with the last layer of the model among them on a server.
 
-    Losses of a model of transformers come from the head then; a network of one's own has `get_output_embeddings()`, which names the
+    Losses of a model of transformers come from the head then. A network of one's own has `get_output_embeddings()`, which names the
     layer, and takes its loss from `prepared(accelerator).loss`. The head's step closes with the optimizer's, with the same learning
-    rate; `accelerator.clip_grad_norm_` clips by the norm of body and head together; `save_state` and `load_state` have a checkpoint
-    of the head's on the server. A loss is the mean over a process's own tokens, as accelerate averages processes.
+    rate; `accelerator.clip_grad_norm_` clips by the norm of body and head together. `save_state` and `load_state` also save and
+    restore a checkpoint of the head on the server. A loss is the mean over a process's own tokens, as accelerate averages
+    processes.
 
     Args:
         accelerator: an `accelerate.Accelerator`.
-        objects: as of `accelerator.prepare`: one model, one optimizer, and what else there is, in any order.
+        objects: as of `accelerator.prepare`: one model, one optimizer, and any other objects, in any order.
         config: which head. None: the server of the environment, and a head of the model's name.
     Returns:
-        What `accelerator.prepare` returns.
+        The result of `accelerator.prepare`.
     Raises:
-        InvalidArgumentError: several models or optimizers; DeepSpeed, FSDP and the like; what
-            `headwater.torch.attach` refuses.
+        InvalidArgumentError: several models or optimizers; DeepSpeed, FSDP and the like; models that `headwater.torch.attach`
+            refuses.
     """
     if hasattr(accelerator, _ATTRIBUTE):
         raise option_refused("accelerator", "it has a head already; `prepared(accelerator).undo()` takes it off")
@@ -153,7 +154,7 @@ def prepare(accelerator: Any, *objects: Any, config: HeadwaterConfig | None = No
 
 
 def prepared(accelerator: Any) -> Prepared:
-    """What `prepare` has made of an Accelerator."""
+    """The result of `prepare` for an Accelerator."""
     if not hasattr(accelerator, _ATTRIBUTE):
         raise option_refused("accelerator", "headwater.accelerate.prepare has not seen it")
     return getattr(accelerator, _ATTRIBUTE)  # type: ignore[no-any-return]

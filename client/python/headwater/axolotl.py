@@ -50,13 +50,13 @@ _REFUSED = {
         _OTHER_HEAD,
     ),
     **dict.fromkeys(("do_causal_lm_eval", "generate_samples"), _GENERATES),
-    **dict.fromkeys(("relora", "lisa_step_interval"), "it begins the optimizer anew between two steps"),
+    **dict.fromkeys(("relora", "lisa_step_interval"), "it restarts the optimizer between two steps"),
     "qat": "it quantises the last layer",
 }
 
 
 class HeadwaterArgs(pydantic.BaseModel):
-    """What the plugin adds to the YAML file."""
+    """The plugin's keys in the YAML file."""
 
     headwater: dict[str, Any] | None = None
 
@@ -68,7 +68,7 @@ class HeadwaterPlugin(BasePlugin):  # type: ignore[misc]
         return "headwater.axolotl.HeadwaterArgs"
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Refuses what the head cannot do, before anything is loaded."""
+        """Refuses options that the head does not support, before anything is loaded."""
         for option, why in _REFUSED.items():
             if cfg[option]:
                 raise option_refused(option, f"{cfg[option]!r} is not supported: {why}")

@@ -31,7 +31,7 @@ _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class HeadwaterCallback:
-    """Trains with a remote head: its loss, joint clipping, steps, checkpoints, and the trained weight in what Lightning saves.
+    """Trains with a remote head: its loss, joint clipping, steps, checkpoints, and the trained weight in Lightning's saved files.
 
     In `fit` the model that has the output layer is attached; it is the module itself (`HeadwaterMixin`), or the one model of
     transformers in it. Afterwards the layer is the module's again, with the trained weight.
@@ -44,7 +44,7 @@ class HeadwaterCallback:
 
     Attributes:
         remote: the head and the layer, in `fit`; otherwise None.
-        joint: what closes the head's steps, from the beginning of the training on; otherwise None.
+        joint: the joint step that closes the head's steps, from the beginning of the training on; otherwise None.
     """
 
     # By these a Trainer finds the state of a callback, which this one has none of: it is on the server.
@@ -94,7 +94,7 @@ class HeadwaterCallback:
             self._undo.append(lambda: vars(pl_module).pop("configure_gradient_clipping"))
 
     def _check(self, trainer: Any, pl_module: Any) -> None:
-        """Refuses what a head cannot follow."""
+        """Refuses settings that a head cannot follow."""
         assert self.remote is not None
         strategy = type(trainer.strategy).__name__
         if strategy not in _STRATEGIES:
@@ -201,7 +201,7 @@ def _model_of(pl_module: Any) -> tuple[str, torch.nn.Module]:
 def _local_loss(
     module: Any, hidden: torch.Tensor, targets: torch.Tensor, token_weights: Any, divisor: float | None
 ) -> torch.Tensor:
-    """What the head computes, by the layer that is here."""
+    """The head's result, computed by the local layer."""
     config = module.headwater or HeadwaterConfig()
     for option in ("softcap", "logit_scale", "valid_vocab_size", "z_loss"):
         if getattr(config, option):
@@ -218,7 +218,7 @@ def _local_loss(
 
 
 class HeadwaterMixin:
-    """Of a LightningModule with a network of its own, whose last layer a head stands in for.
+    """The base of a LightningModule with a network of its own, whose last layer a head replaces.
 
     `class Module(HeadwaterMixin, LightningModule)` defines `get_output_embeddings()`, which returns the layer, and takes its loss
     from `remote_loss`. It brings its `HeadwaterCallback`; in a Trainer's list there is none.

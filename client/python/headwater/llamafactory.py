@@ -32,7 +32,7 @@ _REFUSED = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command: `train` and what `llamafactory-cli train` takes.
+    """The command: `train` and the arguments of `llamafactory-cli train`.
 
     Raises:
         InvalidArgumentError: an option or a stage that is not supported, before anything is loaded.

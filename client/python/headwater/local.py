@@ -30,7 +30,7 @@ __all__ = ["connect"]
 
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
-_QUOTED_BYTES = 2000  # of what a server that does not start has said
+_QUOTED_BYTES = 2000  # of the output of a server that does not start
 
 
 def connect(
@@ -53,11 +53,11 @@ def connect(
     """Starts a server for this process, or joins the one that runs with the same options, and connects to it.
 
     The program is `headwaterd` of the package headwater-server (`pip install "headwater[server]"`), else the one on PATH. The
-    environment variable HEADWATERD names another. It opens no TCP port, logs nothing, and its flags have their defaults but for
-    the options here; its limits (docs/flags.md) hold.
+    environment variable HEADWATERD names another. It opens no TCP port, logs nothing, and its flags have their defaults except the
+    options here; its limits (docs/flags.md) hold.
 
     PyTorch's threads spin while they wait, on the server's cores. Before PyTorch is imported, a "cpu" server's `connect` sets
-    OMP_WAIT_POLICY=PASSIVE, with which they sleep; afterwards it warns if nothing in the environment says how long they spin.
+    OMP_WAIT_POLICY=PASSIVE, with which they sleep. Afterwards it warns if nothing in the environment says how long they spin.
 
     Args:
         shards: number of vocabulary shards, >= 1.
@@ -74,7 +74,7 @@ def connect(
         device: index of the GPU, as CUDA counts the visible ones. "cuda" only.
         timed_search: try the matrix products out when a head is created; False: those that the library proposes, the same ones at
             every start. "cuda" only.
-        algorithm_cache: file that keeps what was found, from start to start; "auto": headwater/cublaslt.json in $XDG_CACHE_HOME,
+        algorithm_cache: file that keeps found algorithms from start to start; "auto": headwater/cublaslt.json in $XDG_CACHE_HOME,
             else in ~/.cache; None: none is kept. "cuda" only.
     Returns:
         A Client. The server ends, and its heads with it, when the last client of its options is closed or forgotten, and when this

@@ -5,12 +5,12 @@
 
 `losses` are those of the tokens, (batch, context), as `GPTModel` returns them.
 
-The layer must be frozen before DistributedDataParallel and the optimizer are made: `model.output_layer.requires_grad_(False)`.
-With `Context(trainable=True)` the server trains it, as Megatron's optimizer would: the head's step closes with the optimizer's, or
-is skipped with it; gradients are clipped by the norm of body and head together; each checkpoint has one of the head's beside it.
+The layer must be frozen before DistributedDataParallel and the optimizer are made: `model.output_layer.requires_grad_(False)`. With
+`Context(trainable=True)` the server trains it, as Megatron's optimizer would. The head's step closes with the optimizer's, or is
+skipped with it; gradients are clipped by the norm of body and head together. Each checkpoint has one of the head's beside it.
 
 Tensor parallelism is refused, and for a trained head pipeline parallelism, too. Written against the interface that Megatron-Core
-0.19 publishes, `GPTModel.forward(output_processor=)` and `ChainedOptimizer`, and tested by calls of that form: Megatron-Core itself
+0.19 publishes, `GPTModel.forward(output_processor=)` and `ChainedOptimizer`, and tested by calls of that form. Megatron-Core itself
 asks for Python 3.12 and a GPU, and is not among the tests.
 """
 
@@ -32,13 +32,13 @@ from headwater.torch._trained_layer import TrainedLayer, live, users_of
 
 __all__ = ["Context", "output_processor"]
 
-# What a ChainedOptimizer does in a step, and how it says what it has done.
+# The methods of a ChainedOptimizer's step, in order.
 _STEP = ("prepare_grads", "get_grad_norm", "step_with_ready_grads", "step")
 
 
 class Context(LayerHead):
-    """Which head: what `output_processor_context` is. Keep one for all steps, on the ranks of the last pipeline stage alone: where
-    one is and computes no loss, the optimizer's step is stopped.
+    """Which head: the `output_processor_context`. Keep one for all steps, on the ranks of the last pipeline stage alone. A context
+    without a computed loss stops the optimizer's step.
 
     `detach()` takes all hooks off, and gives the layer the trained weight.
 
@@ -54,7 +54,7 @@ class Context(LayerHead):
 def output_processor(
     *, hidden_states: torch.Tensor, output_layer: Any, output_weight: Any, labels: Any, context: Context, config: Any, **_: Any
 ) -> torch.Tensor:
-    """What `GPTModel.forward` calls in place of its output layer and loss.
+    """Computes the loss in place of `GPTModel.forward`'s output layer and loss.
 
     Returns:
         (batch, context) float32, the loss of each token; 0 where the label is -100.
@@ -76,7 +76,7 @@ def output_processor(
 
 
 def _check_trained(config: Any, *, shared: bool) -> None:
-    """Refuses what a head that the server trains cannot follow."""
+    """Refuses settings that a head that the server trains cannot follow."""
     if shared:
         raise option_refused("share_embeddings_and_output_weights", "the server trains a weight of its own: untie it")
     if getattr(config, "pipeline_model_parallel_size", 1) > 1:
@@ -157,7 +157,7 @@ def _optimizer() -> Any:
 
 
 def _like(config: Any) -> AdamW | SGD:
-    """What Megatron's optimizer of this OptimizerConfig does to a weight."""
+    """The optimizer that updates a weight as Megatron's optimizer of this OptimizerConfig does."""
     if config.optimizer == "adam" and config.decoupled_weight_decay:
         return AdamW(beta1=config.adam_beta1, beta2=config.adam_beta2, epsilon=config.adam_eps, weight_decay=config.weight_decay)
     if config.optimizer == "sgd":

@@ -5,9 +5,9 @@
       server: localhost:50051
       head: student
 
-A layer that requires a gradient is trained by the server, as the recipe's optimizer would train it: the head's step closes with
-the optimizer's, gradients are clipped by the norm of body and head together, and each checkpoint of the recipe's has one of the
-head's beside it. A frozen layer, as under PEFT, stays as it is. Tested with NeMo Automodel 0.7.
+The server trains a layer that requires a gradient, as the recipe's optimizer would. The head's step closes with the optimizer's,
+and gradients are clipped by the norm of body and head together. Each checkpoint of the recipe has one of the head's beside it. A
+frozen layer, as under PEFT, stays as it is. Tested with NeMo Automodel 0.7.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Writer:
         return self._sequences - 1
 
     def close(self) -> None:
-        """Writes what is left, and index.json, which makes the folder complete. Idempotent."""
+        """Writes the remaining rows, and index.json, which makes the folder complete. Idempotent."""
         if (self._folder / _INDEX).exists():
             return
         if self._rows:

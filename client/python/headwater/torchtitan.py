@@ -2,9 +2,9 @@
 
     config.loss = HeadwaterLoss.Config(server="localhost:50051", head="student")
 
-A layer that requires a gradient is trained by the server, as the Trainer's optimizer would train it: the head's step closes with
-the optimizer's, gradients are clipped by the norm of body and head together, and each checkpoint of torchtitan's has one of the
-head's beside it. A frozen layer stays as it is. Tested with torchtitan 0.3.
+The server trains a layer that requires a gradient, as the Trainer's optimizer would. The head's step closes with the optimizer's,
+and gradients are clipped by the norm of body and head together. Each checkpoint of torchtitan has one of the head's beside it. A
+frozen layer stays as it is. Tested with torchtitan 0.3.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["HeadwaterLoss"]
 
 
 class HeadwaterLoss(ChunkedLossWrapper):  # type: ignore[misc]
-    """Cross entropy of a head. torchtitan hands what is a ChunkedLossWrapper the layer, and has the model leave it out.
+    """Cross entropy of a head. torchtitan hands the layer to a ChunkedLossWrapper, and has the model leave it out.
 
     `detach()` takes all hooks off, and gives the layer the trained weight.
     """
@@ -50,7 +50,7 @@ class HeadwaterLoss(ChunkedLossWrapper):  # type: ignore[misc]
         """The sum of the tokens' losses, divided by the tokens of all ranks, and no metrics.
 
         Args:
-            pred: (batch, context, hidden_size), what the layer would be given.
+            pred: (batch, context, hidden_size), the inputs of the layer.
             labels: (batch, context) ids or -100, of the next token already.
             global_valid_tokens: () number of tokens of the step.
         """

@@ -6,14 +6,14 @@ vLLM (0.17 and newer) writes the hidden states of chosen layers of each request 
     kv_transfer_config={"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
                         "kv_connector_extra_config": {"shared_storage_path": "/dev/shm/rows"}},
 and each request's `kv_transfer_params["hidden_states_path"]` names a file. The rows of the last layer in it have not passed the
-model's final norm, and nothing in the file says so: a loss over them is another loss. `read` and `store` apply the norm.
+model's final norm, and nothing in the file says so. A loss over them is another loss. `read` and `store` apply the norm.
 
     norm = headwater.vllm.final_norm("/models/Qwen3-8B")
     token_ids, rows = headwater.vllm.read(path, norm=norm, layer_ids=[36], num_hidden_layers=36)
     client.teacher("step-0", total_rows=len(rows)).stream(rows)
 
-Written against vLLM's published format (its documentation, and the source of the connector), and tested with files of that format;
-vLLM itself is not part of the tests.
+Written against vLLM's published format (its documentation, and the source of the connector), and tested with files of that format.
+The tests do not run vLLM itself.
 """
 
 from __future__ import annotations

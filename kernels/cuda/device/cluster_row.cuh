@@ -10,8 +10,8 @@
 //           follows from that. A compute warp stores its lanes' sums and goes on with other work: it takes part in no shuffle, no
 //           exchange and no arithmetic of a row, chains of latency that all warps of a multiprocessor would wait out together.
 //
-// Why a refilled slot cannot be read too late. A warp arrives at a slot's barrier after its reads, and shared memory takes both in
-// that order, whether or not the values have come by then; the copy is only issued when the arrival has been seen. So reads take no
+// Why a refilled slot cannot be read too late. A warp arrives at a slot's barrier after its reads. Shared memory takes both in that
+// order, whether or not the values have come by then. The copy is only issued when the arrival has been seen. So reads take no
 // proxy fence here, as with any consumer of a ring that the copy engine fills. Writes to a slot do (FenceProxyAsync() by each
 // writing lane before the arrival): otherwise they could reach shared memory after the copy's.
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_CLUSTER_ROW_CUH_
@@ -41,8 +41,8 @@ constexpr int kSlotBytes = kInputs * kInputBytes;
 constexpr int kSlots = 3;
 constexpr int kSliceAlignment = 64;  // columns a warp: whole lines of both fp32 and 16-bit rows
 
-// This thread's number in its warp, looked at anew each time: addresses that are made of it are not kept in registers over a loop,
-// where there are none to spare.
+// This thread's number in its warp, read again each time. Addresses that are made of it are then not kept in registers over a loop,
+// where registers are short.
 __device__ __forceinline__ uint32_t Lane() {
   uint32_t lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -78,7 +78,7 @@ struct Sum {
   static constexpr float kNothing = 0.0f;
   static __device__ __forceinline__ float Merge(float a, float b) { return a + b; }
 };
-// The larger; the other one of a NaN. Of no values: 0 (Largest) or the lowest number (Maximum).
+// The larger of two values; of a NaN and a number, the number. Without values: 0 (Largest) or the lowest number (Maximum).
 struct Largest {
   static constexpr float kNothing = 0.0f;
   static __device__ __forceinline__ float Merge(float a, float b) { return fmaxf(a, b); }
@@ -88,9 +88,9 @@ struct Maximum {
   static __device__ __forceinline__ float Merge(float a, float b) { return fmaxf(a, b); }
 };
 
-// kCount values (2 or 4) that a warp's lanes reduce in five steps, each of them a shuffle whose answer is waited for: several of
-// these go side by side (MergeTogether). Then lanes [32 / kCount * i, 32 / kCount * (i + 1)) have value i over the warp
-// in values[0], all of them the same bits, because the operations commute.
+// Merges kCount values (2 or 4) of a warp's lanes in five steps. Each step is a shuffle whose answer is waited for, so several
+// merges run side by side (MergeTogether). Afterwards lanes [32 / kCount * i, 32 / kCount * (i + 1)) have value i over the warp in
+// values[0]. All lanes have the same bits, because the operations commute.
 template <class Operation, int kCount>
 struct WarpMerge {
   float values[kCount];
@@ -132,19 +132,19 @@ __device__ __forceinline__ void MergeTogether(Merges&... merges) {
 
 // --- Sums over the cluster
 //
-// A few floats of every computing thread of a cluster, merged for all of its CTAs, always in the same order. Compute warps Give();
-// a service warp takes what its CTA's threads gave, sends it to the cluster's CTAs by asynchronous stores that count on a barrier
-// there, and merges what comes. What follows from it travels back in a Message.
+// A few floats of every computing thread of a cluster, merged for all of its CTAs, always in the same order. Compute warps Give().
+// A service warp takes its CTA's values and sends them to the cluster's CTAs by asynchronous stores that count on a barrier there.
+// Then it merges what arrives. The result travels back in a Message.
 //
-// One buffer is enough for what threads give: they give again only after the message that follows from it. Two are, between CTAs:
-// a service warp sends number k + 2 only when it has collected k + 1, that is when every one has sent k + 1, and each did so after
-// it had loaded k.
+// One buffer is enough for the threads' values: they give again only after the message that follows from it. Between CTAs two
+// buffers are enough. A service warp sends number k + 2 only when it has collected k + 1. By then every CTA has sent k + 1, and has
+// loaded k before that.
 
-// Of kCount values (2 or 4) a thread, at `base` in shared memory (kBytes, at a multiple of 16).
+// Exchanges kCount values (2 or 4) a thread, at `base` in shared memory (kBytes, at a multiple of 16).
 template <int kCount>
 struct Exchange {
   static_assert(kCount == 2 || kCount == 4);
-  static constexpr int kArrived = 8;    // offset of the barriers of what comes from the cluster, after that of what threads give
+  static constexpr int kArrived = 8;    // offset of the barriers of the cluster's values, after that of the threads' values
   static constexpr int kArrivals = 32;  // and of these values
   static constexpr int kGiven = kArrivals + 2 * kCount * 4 * kMaxCluster;
   static constexpr int kBytes = kGiven + 32 * kMaxWarps * kCount * 4;
@@ -172,7 +172,8 @@ struct Exchange {
     if (thread % 32 == 0) sm90::BarrierArrive(base);
   }
 
-  // By one service warp of each CTA, all of these. What its CTA's `warps` compute warps gave, one share a lane, still to be merged.
+  // These methods are called by one service warp of each CTA. Take(): the values of its CTA's `warps` compute warps, one share a
+  // lane, still to be merged.
   template <class Operation>
   __device__ __forceinline__ void Take(WarpMerge<Operation, kCount>& merge, int warps) const {
 #pragma unroll
@@ -322,7 +323,7 @@ struct SliceSource {
   int32_t part_columns;
   int32_t columns;  // of the slice, rounded up to whole 16 bytes, which the strides have
   int32_t parts;    // of a row, 1 or 2
-  int32_t row;      // what comes next
+  int32_t row;      // the next one
   int32_t part;
 
   __device__ __forceinline__ bool More() const { return row < row_count; }

@@ -1,5 +1,6 @@
-// What a row of the divergence's pass on Hopper needs once, and not once a column: the service warps' part of the kernel in
-// divergence_rows.cu, which has the formulas and the phases, and the shared memory through which compute warps give and get it.
+// The service warps' part of the kernel in divergence_rows.cu, which has the formulas and the phases. It is the work that a row of
+// the divergence's pass on Hopper needs once, and not once a column. It also has the shared memory through which compute warps give
+// and get that work's data.
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_DIVERGENCE_SERVICE_CUH_
 #define HEADWATER_KERNELS_CUDA_DEVICE_DIVERGENCE_SERVICE_CUH_
 
@@ -21,7 +22,8 @@ using cluster_row::Exchange;
 using cluster_row::Message;
 using cluster_row::Ring;
 
-// log2 of a positive number, NaN of what is not finite: of the exponent and, with 2^-22 of error, of a rest within [0.7, 1.42).
+// log2 of a positive number, NaN of one that is not finite. It is that of the exponent and, with 2^-22 of error, of a rest within
+// [0.7, 1.42).
 __device__ __forceinline__ float Log2OfSum(float value) {
   const uint32_t bits = __float_as_uint(value);
   const int32_t exponent = static_cast<int32_t>(bits - 0x3f3504f3u) >> 23;
@@ -36,7 +38,7 @@ __device__ __forceinline__ float Quotient(float a, float b) {
   return fmaf(fmaf(-b, quotient, a), reciprocal, quotient);
 }
 
-// A CTA's shared memory, and what of its cluster's rows the CTA has.
+// A CTA's shared memory, and its part of its cluster's rows.
 //
 // `logs` says, when a row's exponential sums are known:
 //   what is added to log2 of an exponential to get log2 q and log2 p, and to a difference of logits to get d and log2(p / q), as
@@ -44,11 +46,11 @@ __device__ __forceinline__ float Quotient(float a, float b) {
 //   what turns a thread's exponential sums into its q and p, and the offsets of the next row's exponentials (log2), student's and
 //   teacher's;
 //   the offsets of the row after that, twice.
-// The first message comes before any row and has offsets only. A factor below 0 says that the sums are no good: every thread gives
-// its largest logits, and then its exponentials' sums once more with the offsets that come in the second line in between.
+// The first message comes before any row and has offsets only. A factor below 0 says that the sums are useless. Every thread then
+// gives its largest logits, and later its exponentials' sums again with the offsets that come in the second line in between.
 //
-// `rows` says, when its sums over phase 1 are known: M's factor, mean, the entry of the column with q > 1/2, and whether every
-// thread is to give its largest entry, after which it is said once more with the factor that follows from that.
+// `rows` says, when its sums over phase 1 are known: M's factor, mean, the entry of the column with q > 1/2. It also says whether
+// threads give their largest entries. In that case it comes again with the factor that follows from those entries.
 struct Place {
   Ring ring;
   Message logs, rows;
@@ -135,8 +137,8 @@ __device__ __forceinline__ void ServeLogs(const KernelParams& params, const Plac
     const int side = lane / 16;
     return params.inputs[side][params.strides[side] * row + min(lane % 16, params.columns - 1)];
   };
-  // log2 of what the row's exponential sums are relative to. Whole numbers, so that they cancel exactly; above the sampled columns,
-  // so that a largest logit 2^80 above them still fits.
+  // log2 of the base of the row's exponential sums. Whole numbers, so that they cancel exactly; above the sampled columns, so that
+  // a largest logit 2^80 above them still fits.
   const auto offsets_of = [&](float sample) {
     if constexpr (kTransformed) sample = LogitOf(params.sides[lane / 16], sample, min(lane % 16, params.columns - 1));
     cluster_row::HalfWarpMerge<cluster_row::Maximum> sampled{sample * params.log2_scales[lane / 16]};
@@ -177,7 +179,7 @@ __device__ __forceinline__ void ServeLogs(const KernelParams& params, const Plac
   }
 }
 
-// All rows' losses, and what M takes of their sums.
+// All rows' losses, and M's coefficients from their sums.
 template <Form kForm, bool kHalf>
 __device__ __forceinline__ void ServeSums(const KernelParams& params, const Place& place) {
   const auto lane = static_cast<int32_t>(cluster_row::Lane());
@@ -243,7 +245,7 @@ __device__ __forceinline__ void ServeSums(const KernelParams& params, const Plac
   }
 }
 
-// What service warp number `service` does: one has nothing to do, but registers are given back by four warps together.
+// The work of service warp number `service`. One has nothing to do, but registers are given back by four warps together.
 template <Form kForm, bool kTransformed, bool kHalf>
 __device__ __forceinline__ void ServeRows(const KernelParams& params, const Place& place, int32_t service) {
   if (service == 0) FillSlots(params, place);

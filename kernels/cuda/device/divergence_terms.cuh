@@ -1,5 +1,5 @@
-// One row's arithmetic of the divergence's row pass on Hopper (divergence_rows.cu, which has the formulas): logits out of products,
-// what a column adds to the row's sums, and how the row's factor is divided between M and the hidden states.
+// One row's arithmetic of the divergence's row pass on Hopper (divergence_rows.cu, which has the formulas). It makes logits out of
+// products, adds a column to the row's sums, and divides the row's factor between M and the hidden states.
 //
 // The functions are there where the architecture is sm_90a; the types everywhere, for the host that fills them in.
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_DIVERGENCE_TERMS_CUH_
@@ -29,8 +29,8 @@ constexpr double kLog2E = 1.44269504088896340736;
 // Stands for columns that are not there; no exponential is left of it, and differences of two of them are finite.
 constexpr float kNoColumn = 1e20f;
 
-// A row's factor in two parts: a power of two, which the hidden states are multiplied by, and the rest, which M has, so that a
-// row's share of grad_weight is rounded to 16 bits once.
+// A row's factor in two parts: a power of two, by which the hidden states are multiplied, and the rest, which M has. A row's share
+// of grad_weight is then rounded to 16 bits once.
 struct FactorParts {
   float rest;
   int32_t exponent;  // of the power of two
@@ -121,7 +121,7 @@ __device__ __forceinline__ float LogitOf(const SideTransform& side, float produc
 }
 
 // The first `count` of four products become logits, the rest `no_column`: there the copy engine left whatever lies between rows. A
-// class that its bias rules out, by -inf or the type's least number, is like a column that is not there: 0 times it is 0.
+// class that its bias rules out, by -inf or the type's least number, counts as an absent column: 0 times it is 0.
 template <bool kTransformed>
 __device__ __forceinline__ void MakeLogits(const SideTransform& side, int32_t column, int32_t count, float no_column,
                                            float4& values) {
@@ -159,8 +159,8 @@ __device__ __forceinline__ float Polynomial(const float (&c)[kTerms], float x) {
   return y;
 }
 
-// What a thread adds up in phase 1. kMixture: q stands for unit (1 - beta) q and p for unit beta p. Sums of q L (kForward: of q -
-// p) and what they belong to leave out the column with q > 1/2.
+// A thread's sums in phase 1. kMixture: q stands for unit (1 - beta) q and p for unit beta p. Sums of q L (kForward: of q - p), and
+// the sums beside them, leave out the column with q > 1/2.
 struct Terms {
   // In units of ln2. kMixture: with q as it stands here, and of distant columns p log2(p / m) - q L.
   float loss = 0.0f;
@@ -171,8 +171,8 @@ struct Terms {
   float q_largest = 0.0f;
 };
 
-// What a row's log-sum-exps give: what is added to log2 of an exponential to get log2 q and log2 p as they stand in Terms, and to
-// the difference of the two logits to get d and log2(p / q) as they stand there.
+// Offsets from a row's log-sum-exps. `student` and `teacher` are added to log2 of an exponential to get log2 q and log2 p in the
+// units of Terms. `difference` and `ratio` are added to the difference of the two logits to get d and log2(p / q).
 struct RowOffsets {
   float student, teacher;
   float difference, ratio;
@@ -204,15 +204,15 @@ struct RowTerms {
     Keep(params, q, slope, kForm == Form::kForward ? -q * slope : q, student, teacher, terms);
   }
 
-  // A column of a vector in which many are nearly near. Its share of the loss is a term by itself: a sum of far columns' terms is a
-  // difference of entropies, off by 1e-7 of those, which is 1e-4 of the loss of a student that has nearly become its teacher.
+  // A column of a vector in which many are nearly near. Its share of the loss is a separate term. A sum of far columns' terms is a
+  // difference of entropies, off by 1e-7 of those. For a student that has nearly become its teacher that is 1e-4 of the loss.
   static __device__ __forceinline__ void Mixed(const KernelParams& params, const RowOffsets& offsets, float& student,
                                                float& teacher, Terms& terms) {
     const float log_q = fmaf(student, params.log2_scales[0], offsets.student);
     if constexpr (kForm != Form::kMixture) {
       Far<true>(params, offsets, log_q, student, teacher, terms);
     } else {
-      // A q that vanishes is taken for the least one, and d for what makes p of that.
+      // A q that vanishes is taken for the least one, and d for the value that gives p from that q.
       const float q = Exp2(fmaxf(log_q, kLeastLog));
       const float log_p = fmaf(teacher, params.log2_scales[1], offsets.teacher) + params.log_rest_unit;
       const float d = fminf(Difference(params, offsets.difference, student, teacher), log_p - kLeastLog);
@@ -329,8 +329,8 @@ __device__ __forceinline__ float PowerOfTwo(int32_t exponent) {
   return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
 }
 
-// Scales an M of fp16 whose largest entry is `most`: into [2^12, 2^13), as row_math::MatrixScale() does, from the exponent's bits;
-// not at all if that is 0 or not finite.
+// Scales an M of fp16 whose largest entry is `most` into [2^12, 2^13), as row_math::MatrixScale() does, from the exponent's bits.
+// An M whose `most` is 0 or not finite stays.
 __device__ __forceinline__ void FitHalf(float most, FactorParts& factor) {
   if (most > 0.0f && most < INFINITY) {
     const int32_t exponent = static_cast<int32_t>(__float_as_uint(most) >> 23) - 127;
@@ -340,8 +340,8 @@ __device__ __forceinline__ void FitHalf(float most, FactorParts& factor) {
   }
 }
 
-// Scales M so that the row's entries of these sizes are nearly exact in it, by a whole warp; returns what the factor outside M is
-// multiplied by.
+// Scales M so that the row's entries of these sizes are nearly exact in it, by a whole warp. Returns the factor by which the factor
+// outside M is multiplied.
 template <bool kHalf>
 __device__ __forceinline__ float MakeExact(float first, float second, FactorParts& factor) {
   if (!(first > 1e-30f) || exact_entries::AreNearlyExact(first, second, kHalf)) return 1.0f;

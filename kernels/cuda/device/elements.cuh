@@ -9,7 +9,7 @@
 
 namespace headwater::cuda::elements {
 
-// Exact, but for an fp64 element read as float.
+// Exact, except for an fp64 element read as float.
 template <class Value, class Stored>
 __device__ __forceinline__ Value ValueOf(Stored stored) {
   if constexpr (sizeof(Stored) == 2) {

@@ -1,8 +1,8 @@
-// A scale for a row of M whose few large entries carry its gradient: their rounding to 16 bits does not average out as that of
-// many does, so M is scaled until they round to nearly themselves, and the factor beside M takes the rest.
+// A scale for a row of M whose few large entries carry its gradient. The rounding of few entries to 16 bits does not average out,
+// so M is scaled until they round to nearly themselves. The factor beside M takes the rest.
 //
-// The best of kTries scales in (1/2, 1] for two entries. It leaves about a tenth of the error that an arbitrary scale does; the
-// first try makes the first entry a power of two, so that one entry, or two of the same size, become exact.
+// The best of kTries scales in (1/2, 1] for two entries. It leaves about a tenth of the error of an arbitrary scale. The first try
+// makes the first entry a power of two, so that one entry, or two of the same size, become exact.
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_EXACT_ENTRIES_CUH_
 #define HEADWATER_KERNELS_CUDA_DEVICE_EXACT_ENTRIES_CUH_
 
@@ -21,8 +21,8 @@ __device__ __forceinline__ float RoundingError(float value, bool half) {
   return fabsf(digits - rintf(digits)) / digits;
 }
 
-// Whether both entries may stay as they are: a factor beside M that is no power of two has the hidden states rounded once more,
-// which costs 1.66e-3 in bf16, an eighth of that in fp16.
+// Whether both entries may stay as they are. A factor beside M that is no power of two makes the hidden states round once more.
+// That costs 1.66e-3 in bf16, an eighth of that in fp16.
 __device__ __forceinline__ bool AreNearlyExact(float first, float second, bool half) {
   const float limit = half ? 2e-4f : 1.6e-3f;
   return !(RoundingError(first, half) > limit || RoundingError(second, half) > limit);
@@ -34,7 +34,7 @@ __device__ __forceinline__ float ScaleOf(int attempt, float first) {
   return __uint_as_float(__float_as_uint(first) & 0x7f800000u) / first;
 }
 
-// Of a try: its error, with the number of the try in the low bits, so that the least key is the best try.
+// The key of a try: its error, with the try's number in the low bits, so that the least key is the best try.
 __device__ __forceinline__ uint32_t KeyOf(int attempt, float first, float second, bool half) {
   const float scale = ScaleOf(attempt, first);
   const float of_first = RoundingError(first * scale, half), of_second = RoundingError(second * scale, half) * (second / first);

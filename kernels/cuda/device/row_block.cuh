@@ -1,5 +1,5 @@
-// What the row passes' kernels share: a block's view of a row, loads of 16 bytes a thread, transformed logits, fixed-order
-// reductions over a block.
+// Parts that the row passes' kernels share: a block's view of a row, loads of 16 bytes a thread, transformed logits, fixed-order
+// reductions.
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_ROW_BLOCK_CUH_
 #define HEADWATER_KERNELS_CUDA_DEVICE_ROW_BLOCK_CUH_
 
@@ -195,9 +195,9 @@ __device__ __forceinline__ void ToLogits(const RowView<T>& view, int32_t j, T (&
 
 // --- The cross entropy's fp32 rows -----------------------------------------------------------------------------------------------
 //
-// A block has one row, or several where a bias or class weights are read: those come out of the L2 cache, at 2 to 8 bytes a column,
-// and would cost more than the products if every row read them again. A thread holds kQuickVectors vectors at a time: of one row,
-// or of as many rows.
+// A block has one row, or several where a bias or class weights are read. Bias and class weights come out of the L2 cache, at 2 to
+// 8 bytes a column. They would cost more than the products if every row read them again. A thread holds kQuickVectors vectors at a
+// time: of one row, or of as many rows.
 
 inline constexpr int kQuickVectors = 4;
 
@@ -207,8 +207,8 @@ enum class Classes : int32_t { kNone, kEqual, kWeighted };
 // Fewer rows fill the GPU better one at a time.
 inline constexpr int64_t kSharingRows = 1024;
 
-// Vectors first, first + kStep, ... of rows of `stride` from `products`. Those behind the last column, or of rows behind the last,
-// load the last one again: a load that is always made needs no copy of what was there before. `columns` > 0.
+// Vectors first, first + kStep, ... of rows of `stride` from `products`. Vectors behind the last column, or of rows behind the
+// last, load the last one again. An unconditional load needs no copy of the former registers. `columns` > 0.
 template <int kVectors, int kRows, int32_t kStep>
 __device__ __forceinline__ void LoadQuick(const float* products, int64_t stride, int rows, int32_t first, int32_t columns,
                                           float (&to)[kVectors][kRows][4]) {
@@ -321,14 +321,14 @@ __device__ __forceinline__ bool AllNear(const RowView<float>& view, const float 
         for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fabsf(arguments[v][r][i]));
       }
     }
-    // Whoever of the warp is here.
+    // The lanes of the warp that are active at this point.
     return __all_sync(__activemask(), row_math::IsNearSoftcap(__fmul_rn(largest, view.cap_exponent))) != 0;
   } else {
     return true;
   }
 }
 
-// Several vectors of arguments to logits, in place, where nobody wants their derivatives.
+// Turns several vectors of arguments into logits, in place, without their derivatives.
 template <bool kHasCap, int kVectors, int kRows>
 __device__ __forceinline__ void ToLogitsQuick(const RowView<float>& view, float (&z)[kVectors][kRows][4]) {
   const auto to_logits = [&](auto all_near) {
@@ -397,7 +397,7 @@ DivergenceSides<T> MakeDivergenceSides(const LogitsView& student, const LogitsVi
           static_cast<T>(1 / term.teacher_temperature), CommonColumns(student, teacher, term)};
 }
 
-// What the columns of one row share.
+// The values that the columns of one row share.
 template <typename T>
 struct SoftRow {
   row_math::Split<T> student_lse;

@@ -1,4 +1,4 @@
-// What the caller's factors make of a row's gradient, for every form.
+// The effect of the caller's factors on a row's gradient, for every form.
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_ROW_FACTORS_CUH_
 #define HEADWATER_KERNELS_CUDA_DEVICE_ROW_FACTORS_CUH_
 
@@ -13,7 +13,7 @@ __device__ __forceinline__ double FactorOf(const float* factors, int64_t row, do
   return factors == nullptr ? absent : static_cast<double>(factors[row]);
 }
 
-// loss_scale * token weight * logit_scale: what stands before everything in a row's gradient.
+// The factor of everything in a row's gradient: loss_scale * token weight * logit_scale.
 __device__ __forceinline__ double GradientFactor(const ChunkRows& rows, const FinishOptions& options, int64_t row) {
   return options.loss_scale * FactorOf(rows.token_weights, row, 1) * options.transform.logit_scale;
 }

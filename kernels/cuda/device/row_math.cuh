@@ -1,7 +1,7 @@
 // Elementary functions of the row passes, for fp32 and fp64 logits, on both sides: kernels call them, and host tests check them.
 //
-// fp32. Exponentials and logarithms stand on the processor's approximations (ex2, lg2, rcp: relative errors of 2^-22.5, 2^-22 and
-// 2^-23), with arguments reduced so that little else is lost: with 2^-24 for a unit, 2 units for Exp and Expm1, 5 for the
+// fp32. Exponentials and logarithms use the processor's approximations (ex2, lg2, rcp: relative errors of 2^-22.5, 2^-22 and
+// 2^-23). Arguments are reduced so that little else is lost. With 2^-24 for a unit, errors are 2 units for Exp and Expm1, 5 for the
 // logarithms of the mixture, 6 for the softcap (tests/unit/kernels/cuda_row_math_test.cc). Exp is good to 3e-7 of the term at any
 // argument.
 //
@@ -61,7 +61,7 @@ HEADWATER_ROW_MATH double DivideApprox(double a, double b) { return a / b; }
 
 // --- Exponentials ----------------------------------------------------------------------------------------------------------------
 
-// `x`, not below where e^x is 0: what is multiplied with e^x, or subtracted from itself, is then finite.
+// `x`, not below where e^x is 0: a number multiplied by e^x, or subtracted from itself, is then finite.
 HEADWATER_ROW_MATH float ClampExponent(float x) { return x < -150.0f ? -150.0f : x; }
 HEADWATER_ROW_MATH double ClampExponent(double x) { return x < -800.0 ? -800.0 : x; }
 
@@ -112,8 +112,8 @@ struct CappedLogit {
   T derivative;  // dz/da
 };
 
-// By e = e^{-2|a|/cap}: cap - 2 cap e / (1 + e) for large arguments, which is rounded once where the logit is near the cap; a
-// series for small ones. dz/da = 4e / (1 + e)^2 cancels nowhere.
+// The softcap by e = e^{-2|a|/cap}. For large arguments it is cap - 2 cap e / (1 + e), which is rounded once where the logit is
+// near the cap. For small ones it is a series. dz/da = 4e / (1 + e)^2 cancels nowhere.
 HEADWATER_ROW_MATH CappedLogit<float> Softcap(float a, float cap, float inverse_cap) {
   const float u = fabsf(a * inverse_cap);
   const float e = Exp(-2.0f * u);
@@ -139,9 +139,9 @@ HEADWATER_ROW_MATH CappedLogit<double> Softcap(double a, double cap, double) {
 
 // --- The cross entropy's fp32 passes ---------------------------------------------------------------------------------------------
 //
-// Theirs are sums and 16-bit results, so what counts is few instructions: an exponential is one multiply-add and one approximation,
-// relative to 2^k with a whole k near the maximum instead of to the maximum itself. A multiply-add rounds once, to 2^-24 of the
-// exponent, and log2 e rounded to fp32 shifts a logit z by 1.3e-8 |z|, which is below the rounding of z.
+// The results of these passes are sums and 16-bit numbers, so few instructions matter. An exponential is one multiply-add and one
+// approximation, relative to 2^k with a whole k near the maximum instead of to the maximum itself. A multiply-add rounds once, to
+// 2^-24 of the exponent. The fp32 value of log2 e shifts a logit z by 1.3e-8 |z|, which is below the rounding of z.
 
 inline constexpr float kLog2E = 1.44269502162933349609f;
 inline constexpr double kLn2 = 0.693147180559945309417;
@@ -163,7 +163,7 @@ struct QuickCappedLogit {
   float quarter_derivative;  // dz/da / 4
 };
 
-// What SoftcapQuick() takes instead of a: a times this.
+// SoftcapQuick()'s argument for a is a times this.
 HEADWATER_ROW_MATH double SoftcapExponent(double cap) { return 2 / (kLn2 * cap); }
 
 // Whether an argument is near: |u| < 1/2, u = a / cap, exponent = 2 log2(e) u.
@@ -182,9 +182,9 @@ HEADWATER_ROW_MATH QuickCappedLogit SoftcapNear(float a, float exponent, float h
   return {near, fmaf(-half, half, 0.25f)};
 }
 
-// Softcap() of any argument: z is good to 5e-7 of itself, the derivative to 5e-7 of itself at arguments within the cap and to
-// another 2e-7 for each cap beyond. Where they are not near, by r = 1 / (1 + e^{2|u|}): tanh |u| = 1 - 2r, and the derivative is
-// 4r(1 - r), which cancels nowhere. A near argument has the bits of SoftcapNear().
+// Softcap() of any argument. The value z is good to 5e-7 of itself. The derivative is as good at arguments within the cap, and
+// loses another 2e-7 for each cap beyond. Where arguments are not near, r = 1 / (1 + e^{2|u|}) gives tanh |u| = 1 - 2r and the
+// derivative 4r(1 - r), which cancels nowhere. A near argument has the bits of SoftcapNear().
 HEADWATER_ROW_MATH QuickCappedLogit SoftcapQuick(float a, float exponent, float cap, float half_inverse_cap) {
   const QuickCappedLogit near = SoftcapNear(a, exponent, half_inverse_cap);
   const float r = DivideApprox(1.0f, 1.0f + Exp2Approx(fabsf(exponent)));
@@ -205,7 +205,7 @@ enum class DivergenceForm : int32_t {
   kMixture,  // in between
 };
 
-// A number in two parts whose sum is exact to twice T's digits (fp32), so that it can be subtracted from a T that is near it.
+// A number in two parts whose sum is exact to twice T's digits (fp32). It can be subtracted from a T that is near it.
 template <typename T>
 struct Split {
   T high;
@@ -214,7 +214,7 @@ struct Split {
 template <typename T>
 HEADWATER_ROW_MATH Split<T> MakeSplit(double value) {
   const T high = static_cast<T>(value);
-  // Of an infinity nothing is left over.
+  // An infinity has no rest.
   const double rest = fabs(value) < kRowInfinity ? value - static_cast<double>(high) : 0.0;
   return {high, static_cast<T>(rest)};
 }
@@ -223,8 +223,8 @@ HEADWATER_ROW_MATH T Minus(T x, const Split<T>& y) {
   return (x - y.high) - y.low;
 }
 
-// log q and d at one column, from the tempered logits: the logits are subtracted from each other before the log-sum-exps are, so
-// that a student near its teacher keeps its digits.
+// The logarithms log q and d at one column, from the tempered logits. The logits are subtracted from each other before the
+// log-sum-exps are, so that a student near its teacher keeps its digits.
 template <typename T>
 struct ColumnLogs {
   T log_p;
@@ -253,7 +253,7 @@ struct MixtureLogs {
   T log_p_over_m;
   T log_q_over_m;
 };
-// The mirror image is taken only where beta (e^d - 1) > 1: below, log(q/m) is small against d where beta is, and would be a
+// The mirror image is taken only where beta (e^d - 1) > 1. Below that, log(q/m) is small against d if beta is small, and would be a
 // difference of nearly equal numbers.
 template <typename T>
 HEADWATER_ROW_MATH MixtureLogs<T> LogsOverMixture(T d, T beta, T one_minus_beta) {
@@ -301,8 +301,8 @@ HEADWATER_ROW_MATH T ProbabilityDifference(const ColumnLogs<T>& logs) {
 }
 
 // Where the student's most probable column has almost none of the teacher's mass, log(q/m) is close to -log(1 - beta) in all
-// columns that count, and their differences are lost. Such a row takes the slope log(q/m) + log(1 - beta) = -log1p(kappa e^d),
-// kappa = beta / (1 - beta), whose small values keep their digits; elsewhere log(q/m) itself is the small number.
+// columns that count. Their differences are lost. Such a row takes the slope log(q/m) + log(1 - beta) = -log1p(kappa e^d), kappa =
+// beta / (1 - beta), whose small values keep their digits. Elsewhere log(q/m) itself is the small number.
 template <typename T>
 struct SlopeShift {
   bool on = false;
@@ -311,7 +311,7 @@ struct SlopeShift {
 // The rows that take it: d at the student's most probable column is below this.
 constexpr double kShiftedBelow = -2;
 
-// What a form takes the place of log q - log m with: its gradient is q (slope - mean of slopes).
+// A form's replacement for log q - log m: the gradient is q (slope - mean of slopes).
 template <typename T, DivergenceForm kForm>
 HEADWATER_ROW_MATH T Slope(T d, T beta, T one_minus_beta, const SlopeShift<T>& shift) {
   if (kForm == DivergenceForm::kReverse) return -d;

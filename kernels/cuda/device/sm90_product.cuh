@@ -19,8 +19,9 @@
 //   struct Rows                        what a thread needs about its two rows, loaded before the main loop to hide the latency
 //   static Rows LoadRows(params, position)
 //   static void Run(accumulators, rows, params, position)
-// See EpiloguePosition for what it is told. It may use kStagingBytes of shared memory per warp and map_c. A thread's accumulators:
-// rows r = lane / 4 and r + 8 of its warp's 16; element 4 j + 2 h + i is row r + 8 h, column 8 j + 2 (lane % 4) + i of the tile.
+// EpiloguePosition describes its arguments. It may use kStagingBytes of shared memory per warp and map_c. A thread's accumulators
+// belong to rows r = lane / 4 and r + 8 of its warp's 16. Element 4 j + 2 h + i is row r + 8 h, column 8 j + 2 (lane % 4) + i of
+// the tile.
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_SM90_PRODUCT_CUH_
 #define HEADWATER_KERNELS_CUDA_DEVICE_SM90_PRODUCT_CUH_
 
@@ -44,7 +45,7 @@ inline constexpr int kBytesA = kTileM * kDepth * 2;
 inline constexpr int kBytesB = kTileN * kDepth * 2;
 inline constexpr int kChunkBytes = 64 * kDepth * 2;  // 64 rows of an operand in one stage
 inline constexpr int kBarrierBytes = 2 * kStages * 8;
-// 1024 more than what is used: the base is aligned to the swizzle's period by hand.
+// 1024 more than used: the base is aligned to the swizzle's period by hand.
 inline constexpr int kProductSharedBytes = kStages * (kBytesA + kBytesB) + kConsumerWarps * kStagingBytes + kBarrierBytes + 1024;
 static_assert(kProductSharedBytes <= 232448, "a CTA has 227 KiB of shared memory");
 
@@ -71,8 +72,8 @@ struct EpiloguePosition {
   int32_t n;
 };
 
-// Which of a warp's two boxes takes a tile's block number `block`, once the copy engine has read what was stored from there last.
-// In turn, so that one is filled while the other is read. Before a tile's first block both must have been: a tile of an odd number
+// Which of a warp's two boxes takes a tile's block number `block`, once the copy engine has read the former content. In turn, so
+// that one is filled while the other is read. Before a tile's first block both boxes must have been read. A tile of an odd number
 // of blocks ends with the box that the next one begins with.
 __device__ __forceinline__ uint32_t TakeBox(const EpiloguePosition& position, int block) {
   if (position.lane == 0) {
@@ -86,11 +87,11 @@ __device__ __forceinline__ uint32_t TakeBox(const EpiloguePosition& position, in
   return position.staging + (block % 2) * (kStagingBytes / 2);
 }
 
-// Stores columns [64 block, 64 block + 64) of this warp's 16 rows as bf16; packed[2 j + h] holds columns 8 j + 2 (lane % 4) + {0,
-// 1} of row lane / 4 + 8 h.
+// Stores columns [64 block, 64 block + 64) of this warp's 16 rows as bf16. Word packed[2 j + h] holds columns 8 j + 2 (lane % 4) +
+// {0, 1} of row lane / 4 + 8 h.
 __device__ __forceinline__ void StoreBf16Block(const EpiloguePosition& position, int block, const uint32_t (&packed)[16]) {
   const uint32_t box = TakeBox(position, block);
-  // Lane l stores row l % 8 of matrix l / 8: matrices 0 and 2 hold rows 0-7, 1 and 3 rows 8-15; 2 and 3 the next eight columns.
+  // Lane l stores row l % 8 of matrix l / 8. Matrices 0 and 2 hold rows 0-7, 1 and 3 rows 8-15; 2 and 3 the next eight columns.
   const int32_t row = position.lane % 8 + 8 * (position.lane / 8 % 2);
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {

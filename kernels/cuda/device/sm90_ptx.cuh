@@ -1,7 +1,7 @@
 // Thin wrappers round the Hopper instructions that CUDA C++ has no name for: transaction barriers, the bulk tensor copy engine
 // (TMA), clusters, warpgroup matrix products. One function, one instruction; the protocol between them is the caller's.
 //
-// Most of them exist for sm_90a only: kernels that call them have their body inside #if defined(__CUDA_ARCH_FEAT_SM90_ALL), so that
+// Most of them exist for sm_90a only. Kernels that call them have their body inside #if defined(__CUDA_ARCH_FEAT_SM90_ALL), so that
 // the same file compiles for other architectures too. Addresses of shared memory are 32-bit, as SharedAddress() gives them.
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_SM90_PTX_CUH_
 #define HEADWATER_KERNELS_CUDA_DEVICE_SM90_PTX_CUH_
@@ -39,7 +39,7 @@ __device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // Arrives at the barrier at the same offset in CTA `cta_rank` of the cluster (the own one is allowed). Says "I have read", and does
-// not publish writes: with .release.cluster the compiler puts a full memory fence before it, a quarter of a product's time.
+// not publish writes. With .release.cluster the compiler puts a full memory fence before it, a quarter of a product's time.
 __device__ __forceinline__ void BarrierArriveCluster(uint32_t barrier, uint32_t cta_rank) {
   asm volatile(
       "{\n"
@@ -64,7 +64,7 @@ __device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
-// As BarrierWait(), and also sees what other CTAs of the cluster wrote before they arrived.
+// As BarrierWait(), and also sees writes of the cluster's other CTAs before they arrived.
 __device__ __forceinline__ void BarrierWaitCluster(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -79,7 +79,7 @@ __device__ __forceinline__ void BarrierWaitCluster(uint32_t barrier, uint32_t pa
       : "memory");
 }
 
-// True in one lane of a whole warp; the compiler then knows that what it issues is issued once.
+// True in one lane of a whole warp; the compiler then knows that its instructions are issued once.
 __device__ __forceinline__ bool Elect() {
   uint32_t elected;
   asm volatile(
@@ -195,9 +195,9 @@ __device__ __forceinline__ void AccumulatorFence(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Descriptor of an operand tile with the 128- or 64-byte swizzle, at a 1024-byte aligned base: groups of eight rows of that many
-// bytes follow each other; `leading_bytes` is the stride between 64-element chunks of an MN-major operand (a K-major one does not
-// use it).
+// Descriptor of an operand tile with the 128- or 64-byte swizzle, at a 1024-byte aligned base. Groups of eight rows of that many
+// bytes follow each other. `leading_bytes` is the stride between 64-element chunks of an MN-major operand; a K-major one does not
+// use it.
 template <int kSwizzleBytes>
 __device__ __forceinline__ uint64_t WgmmaDescriptor(uint32_t shared_address, uint32_t leading_bytes) {
   static_assert(kSwizzleBytes == 128 || kSwizzleBytes == 64, "other swizzles have other layouts");

@@ -11,9 +11,9 @@
 
 namespace headwater::v1 {
 
-// Puts `metadata` in the place of what is in `out`, the field of a message that is on no arena. Throws std::bad_alloc, and leaves
-// `out` as it was: protobuf's map does not survive it where memory ends in it, its destructor reads what is not there. So it is
-// filled apart, and left alone then.
+// Replaces the content of `out`, the field of a message that is on no arena, by `metadata`. Throws std::bad_alloc and then leaves
+// `out` unchanged. A separate map is filled first: after an allocation failure within a protobuf map, its destructor reads
+// uninitialized memory.
 inline void SetErrorMetadata(const std::map<std::string, std::string>& metadata,
                              google::protobuf::Map<std::string, std::string>* out) {
   auto filled = std::make_unique<google::protobuf::Map<std::string, std::string>>();

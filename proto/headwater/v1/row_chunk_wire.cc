@@ -24,7 +24,7 @@ class Cursor {
 
   // Bytes before the end, or before the limit that was set.
   int64_t left() const { return left_; }
-  // Lowers left() to `bytes` (<= left()); what was beyond is given back by Unlimit().
+  // Lowers left() to `bytes` (<= left()); Unlimit() restores the rest.
   int64_t Limit(int64_t bytes) { return std::exchange(left_, bytes) - bytes; }
   void Unlimit(int64_t bytes) { left_ += bytes; }
 
@@ -46,7 +46,7 @@ class Cursor {
     }
     return false;
   }
-  // A tag that this parser goes on with: of a field number above 0, in at most five bytes and 32 bits.
+  // Reads a tag with a field number above 0, in at most five bytes and 32 bits; other tags are left to protobuf's parser.
   bool ReadTag(uint32_t* tag) {
     uint64_t value = 0;
     const int64_t before = left_;
@@ -90,7 +90,7 @@ class Cursor {
         length = 4;
         break;
       default:
-        return false;  // groups, and what is no wire type
+        return false;  // groups and unknown wire types
     }
     if (length > left_) return false;
     Skip(length);

@@ -1,5 +1,5 @@
-// Messages that carry rows, read and written by hand: a received chunk is looked at in the slices that it came in, a sent one is a
-// short prefix before the rows where they lie.
+// Hand-written reader and writer of messages that carry rows. A received chunk is read in the slices that it came in; a sent chunk
+// is a short prefix before the rows in place.
 #ifndef HEADWATER_PROTO_HEADWATER_V1_ROW_CHUNK_WIRE_H_
 #define HEADWATER_PROTO_HEADWATER_V1_ROW_CHUNK_WIRE_H_
 
@@ -28,9 +28,8 @@ enum class ChunkField : uint32_t { kOfResponse = 1, kOfRequest = 2 };
 
 // Reads a ComputeLossRequest, TransferRowsRequest or StreamTeacherRequest, or a ComputeLossResponse or TransferRowsResponse, from
 // the bytes of `slices` one behind the other. True if it is a chunk, exactly as protobuf's own parser would read it; `chunk` points
-// into the slices then. False for everything else, whether it is a message (a header or a summary, none at all, one with groups)
-// or not: that is for protobuf's parser to tell. If the message is its header or summary and nothing else, `other` gets the bytes
-// of that.
+// into the slices then. False for everything else, valid message (a header, a summary, an empty message, one with groups) or not;
+// protobuf's parser then decides. If the message is its header or summary and nothing else, `other` gets the bytes of that.
 bool ReadChunkMessage(absl::Span<const ByteSpan> slices, ChunkField field, ChunkView* chunk,
                       std::vector<ByteSpan>* other = nullptr);
 

@@ -1,4 +1,4 @@
-"""That the benchmark of calls measures every client, of one build and of two."""
+"""The benchmark of calls measures every client, of one build and of two."""
 
 import os
 

@@ -1,7 +1,7 @@
 // Times under a power limit: the card at full load, blocks of the floor and of the candidate in turn, ratios of neighbours.
 //
-// The first 60 to 100 ms after idle run up to 15 % faster than the steady state, so a time without its regime says nothing: the
-// sustained ratio is the median over blocks of candidate / mean of the floor's blocks before and after it; the burst figure is the
+// The first 60 to 100 ms after idle run up to 15 % faster than the steady state, so a time without its regime says nothing. The
+// sustained ratio is the median over blocks of candidate / mean of the floor's blocks before and after it. The burst figure is the
 // first 60 ms after two seconds of idleness.
 #ifndef HEADWATER_TESTS_BENCH_COMMON_ALTERNATING_BLOCKS_H_
 #define HEADWATER_TESTS_BENCH_COMMON_ALTERNATING_BLOCKS_H_

@@ -31,7 +31,7 @@ class CardMonitor {
 
   // Forgets what was sampled.
   void Begin();
-  // What was sampled since Begin().
+  // The samples since Begin().
   CardState End() const;
 
  private:

@@ -1,5 +1,5 @@
-// The floor of a micro-batch's time on a GPU: the bare matrix products of forward and backward, on the engine's own operand values,
-// each by the algorithm of cuBLASLt that is fastest here, grad_weight added in fp32.
+// The floor of a micro-batch's time on a GPU: the bare matrix products of forward and backward, on the engine's own operand values.
+// Each runs by the algorithm of cuBLASLt that is fastest here; grad_weight is added in fp32.
 #ifndef HEADWATER_TESTS_BENCH_COMMON_CUDA_FLOOR_H_
 #define HEADWATER_TESTS_BENCH_COMMON_CUDA_FLOOR_H_
 
@@ -29,8 +29,8 @@ struct FloorInputs {
 
 class Floor {
  public:
-  // Allocates the products' results, makes the operand of the gradient products (exponentials with the factors of the rows in
-  // hidden for the cross entropy, the derivative of the logits for the divergence), and searches the algorithms.
+  // Allocates the products' results, makes the operand of the gradient products, and searches the algorithms. The operand is
+  // exponentials with the factors of the rows in hidden for the cross entropy, and the derivative of the logits for the divergence.
   Floor(testing::BlasContext& context, const FloorInputs& inputs);
 
   // Three products, or four with a teacher's.

@@ -18,7 +18,6 @@ class Flag {
   const std::string& name() const { return name_; }    // with its dashes
   const std::string& value() const { return value_; }  // empty without `=`
 
-  // The value, if it is a number in [low, high].
   double Number(double low, double high) const;
   // Whether it is --seconds, --warmup, --rounds or --idle, of which `blocks` has the value then.
   bool SetsBlocks(BlockOptions* blocks) const;

@@ -1,4 +1,4 @@
-// What many times of one thing come to.
+// Statistics of repeated times.
 #ifndef HEADWATER_TESTS_BENCH_COMMON_STATISTICS_H_
 #define HEADWATER_TESTS_BENCH_COMMON_STATISTICS_H_
 

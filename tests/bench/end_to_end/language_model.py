@@ -178,7 +178,7 @@ def tokenize(text: bytes, vocab: int) -> torch.Tensor:
 
 
 class Batches:
-    """Sequences of a text, one after the other, from the beginning again at its end."""
+    """Sequences of a text, one after the other, starting over at its end."""
 
     def __init__(self, tokens: torch.Tensor, context: int, device: str):
         count = (len(tokens) - 1) // context

@@ -1,4 +1,4 @@
-"""That the end-to-end benchmark runs: tiny, on the CPU, every way that needs no GPU."""
+"""The end-to-end benchmark runs: tiny, on the CPU, every way that needs no GPU."""
 
 import json
 

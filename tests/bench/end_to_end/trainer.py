@@ -61,7 +61,7 @@ class InProcessHead:
         optimizer.zero_grad(set_to_none=True)
 
     def forget(self):
-        """What a step has left that was broken off."""
+        """Drops the remains of a step that was broken off."""
         self.weight.grad = None
 
     def close(self):
@@ -128,7 +128,7 @@ class RemoteHead:
         future.result()
 
     def forget(self):
-        """What a step has left that was broken off."""
+        """Drops the remains of a step that was broken off."""
         self._head.discard_gradient()
 
     def close(self):

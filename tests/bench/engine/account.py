@@ -3,10 +3,10 @@
 
     tests/bench/engine/account.py BUNDLE [--cases NAME,...] [--algorithms FILE.json] [--output FILE.md]
 
-Runs engine_bench_cuda of a bundle (deploy/bundle) under Nsight Compute (ncu), which must be on the PATH or in /usr/local/cuda/bin,
-and prints a table in Markdown for each case. ncu runs every kernel by itself, without the load of its neighbours: clocks are a
-burst's, and times are up to a tenth below those of sustained work (docs/benchmarks/engine.md). Bytes are what the counters of the
-memory controllers say, so what the L2 cache keeps is not in them.
+Runs engine_bench_cuda of a bundle (deploy/bundle) under Nsight Compute (ncu), and prints a table in Markdown for each case. The
+command ncu must be on the PATH or in /usr/local/cuda/bin. It runs every kernel by itself, without the load of its neighbours.
+Clocks are a burst's, and times are up to a tenth below those of sustained work (docs/benchmarks/engine.md). Bytes are what the
+counters of the memory controllers say, so what the L2 cache keeps is not in them.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-// What the benchmark programs of the engine share: a micro-batch of cross entropy at one shape, and interleaved timing.
+// The common parts of the engine's benchmark programs: a micro-batch of cross entropy at one shape, and interleaved timing.
 #ifndef HEADWATER_TESTS_BENCH_ENGINE_BENCH_SUPPORT_H_
 #define HEADWATER_TESTS_BENCH_ENGINE_BENCH_SUPPORT_H_
 
@@ -77,7 +77,7 @@ struct Candidate {
 };
 
 // Times the candidates in turn, `rounds` times after one that warms up (first touch of buffers, clock), every other round in
-// reverse: what comes before a candidate, and a drift of the clock, then hit all of them alike.
+// reverse. The preceding candidate and a drift of the clock then affect all of them alike.
 void TimeInterleaved(int rounds, std::vector<Candidate>* candidates);
 // Prints the rows `name_seconds`, its median, and `name_spread`.
 void PrintTimes(const Candidate& candidate);

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Measures eager PyTorch's linear + cross entropy, forward and backward: what the CPU engine is compared with.
+"""Measures eager PyTorch's linear + cross entropy, forward and backward, for comparison with the CPU engine.
 
     logits = hidden @ weight.T
     F.cross_entropy(logits, targets, reduction="sum").backward()
 
 By default prints the CSV row `case,value,unit` of its peak memory in fp32 beyond hidden states, weights and their gradients.
 
-With --turns reads the name of a case a line, runs it, and answers with a line of seconds: by the clock, and of processor time.
-`float32` and `bfloat16` make a gradient of its own; `added` behind the type adds it to an fp32 tensor, as the engine does;
-`exact` besides converts the logits to fp32, as trainers do.
+With --turns reads the name of a case a line, runs it, and answers with a line of seconds: wall-clock time, and processor time.
+`float32` and `bfloat16` make a new gradient. `added` behind the type adds it to an fp32 tensor, as the engine does; `exact` besides
+converts the logits to fp32, as trainers do.
 """
 
 import argparse

@@ -6,8 +6,8 @@
 //   time engine_bench_cpu --measure=commit   a contribution that is staged and committed against one that is added in place
 //   engine_bench_cpu --measure=memory --type=float32    peak memory of one computation beyond what any implementation must hold
 //
-// Prints CSV rows `case,value,unit` to standard output (turns: first a line that names the libraries of the engine's products), and
-// what was measured in words to standard error.
+// Prints CSV rows `case,value,unit` to standard output (turns: first a line that names the libraries of the engine's products).
+// Prints the measurements in words to standard error.
 #include <cblas.h>
 #include <malloc.h>
 #include <time.h>
@@ -77,7 +77,7 @@ class Products {
   std::vector<float> logits_, grad_hidden_, grad_weight_;
 };
 
-// The same of bf16 operands, into fp32: each core its columns of the vocabulary, or of grad_hidden.
+// The products of bf16 operands, into fp32: each core has its columns of the vocabulary, or of grad_hidden.
 class OneDnnProducts {
  public:
   OneDnnProducts(const Settings& settings, int thread_count)
@@ -198,7 +198,7 @@ void MeasureCommit(const Settings& settings) {
 void MeasureMemory(const Settings& settings) {
   // glibc's default, fixed: freeing a large temporary would raise it, and what the process holds would follow from its history.
   mallopt(M_TRIM_THRESHOLD, 128 << 10);
-  // What must be there in any case: rows and weight in their type, gradients of rows (same type) and weight (fp32).
+  // The memory of any way: rows and weight in their type, gradients of rows (same type) and weight (fp32).
   const int64_t row_elements = settings.rows * settings.hidden_size;
   const int64_t weight_elements = settings.vocab_size * settings.hidden_size;
   const int64_t element_bytes = ElementBytes(settings.type);

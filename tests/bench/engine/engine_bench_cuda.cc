@@ -1,5 +1,5 @@
 // The CUDA engine's time against the bare matrix products (cuda_floor.h), in one process and run, by the protocol of
-// alternating_blocks.h; bf16, rows and grad_hidden in device memory, grad_weight added in fp32.
+// alternating_blocks.h. Types are bf16, rows and grad_hidden are in device memory, and grad_weight is added in fp32.
 //
 //   engine_bench_cuda [--cases=NAME,...] [--seconds=1] [--warmup=2] [--rounds=2] [--idle=2] [--workspace-mib=4096]
 //                     [--algorithms=FILE] [--output=FILE.csv] [--commit=NAME] [--list]
@@ -44,12 +44,11 @@ using testing::CheckStatus;
 
 constexpr int64_t kVocab = 128256;
 constexpr double kNoLimit = std::numeric_limits<double>::infinity();
-// What a copy on the device reaches on an H200, read and written together.
+// The rate of a copy on the device of an H200, read and written together.
 constexpr double kBytesPerSecond = 4.2e12;
 
-// Calls that a case makes of a micro-batch: one that trains, against the bare products; or those of a loss whose forward and
-// backward are calls of their own (docs/adr/0027), against the same calls of a plain cross entropy, as a held contribution makes
-// them.
+// The calls of a case for a micro-batch. One that trains is compared with the bare products. A loss with separate calls for forward
+// and backward (docs/adr/0027) is compared with those calls of a plain cross entropy, made like held contributions.
 struct Calls {
   bool trains = true;
   bool forward = false;        // outputs, no gradient

@@ -1,10 +1,10 @@
-// Several GPUs against one of them, in one process and run, by the protocol of alternating_blocks.h: the time of a micro-batch on
-// an engine that is alone, and on a group that holds the same head in shards. bf16, grad_weight added in fp32. Each rank is driven
-// by a thread of its own. In cases rows_* each rank has all of the head (Parallelism::kRows) and computes micro-batches of its own,
-// back to back; what is timed is a whole step: so many micro-batches over all ranks, the gradient's sum, its norm, AdamW.
+// Several GPUs against one of them, in one process and run, by the protocol of alternating_blocks.h. It times a micro-batch on a
+// single engine, and on a group that holds the same head in shards. bf16, grad_weight added in fp32. Each rank is driven by a
+// thread of its own. In cases rows_* each rank has all of the head (Parallelism::kRows) and computes micro-batches of its own, back
+// to back. Such a case times a whole step: so many micro-batches over all ranks, the gradient's sum, its norm, AdamW.
 //
 // Cards of one host differ by several per cent under the same power limit, and a group goes by its slowest. So all of them compute
-// alone at the same time, which also keeps all of them as warm as the group does; one GPU's time is the mean of theirs.
+// alone at the same time, which also keeps them as warm as the group does. One GPU's time is the mean of theirs.
 //
 //   group_bench_cuda [--gpus=2] [--cases=NAME,...] [--memory=device|pinned] [--seconds=1] [--warmup=2] [--rounds=2] [--idle=0]
 //                    [--workspace-mib=4096] [--algorithms=FILE] [--output=FILE.csv] [--commit=NAME] [--list]

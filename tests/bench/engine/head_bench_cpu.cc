@@ -1,7 +1,7 @@
-// What a head's bookkeeping costs on the CPU engine: Head::Submit() of an eager micro-batch, which is added in place, against
-// LossEngine::Compute() of the same rows. Cross entropy, forward and backward with grad_weight; interleaved in one process.
+// The cost of a head's bookkeeping on the CPU engine. Head::Submit() of an eager micro-batch, which is added in place, is timed
+// against LossEngine::Compute() of the same rows. Cross entropy, forward and backward with grad_weight; interleaved in one process.
 //
-// Prints CSV rows `case,value,unit` to standard output, and what was measured in words to standard error.
+// Prints CSV rows `case,value,unit` to standard output, and the measurements in words to standard error.
 #include <cstdio>
 #include <cstring>
 #include <memory>

@@ -27,7 +27,7 @@ ERROR = re.compile(
     rf"{PEERS_PREFIX}(?P<case>smollm2.*)_n\d+_h\d+_v\d+_(?P<way>.+)_(?:anew|bf16|fp32)_(?P<figure>loss|grad_hidden|grad_weight)_error"
 )
 DRAWN = ("torch_compile", "torch_compile_addmm", "liger_sm90", "quack")
-# What the page's tables have of the ways and the cases; the file has all.
+# The ways and cases in the page's tables; the file has all.
 SHOWN = (
     *("headwater", "torch_eager", "torch_compile", "torch_compile_addmm"),
     *("liger_sm90", "liger_sm90_addmm", "liger_chunked", "quack", "cce"),

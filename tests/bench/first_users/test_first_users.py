@@ -1,4 +1,4 @@
-"""That the benchmark of first users' programs runs."""
+"""The benchmark of first users' programs runs."""
 
 import pytest
 

@@ -47,7 +47,7 @@ UPLOAD_WEIGHTS = call_headers(b"/headwater.v1.HeadService/UploadWeights")
 
 
 class Attack:
-    """What the attackers share: until when, and what is counted."""
+    """The attackers' common state: the end of the attack, and the counts."""
 
     def __init__(self, port, seconds, options):
         self.port = port
@@ -71,7 +71,7 @@ class Attack:
         return reader, writer
 
     async def discard(self, reader):
-        """Reads until the server ends the connection; what the server says is nobody's concern."""
+        """Reads until the server ends the connection, and ignores the answers."""
         try:
             while await reader.read(1 << 16):
                 pass
@@ -138,8 +138,8 @@ async def connections(attack):
 
 
 async def garbage(attack):
-    """`rate` bytes a second: frames of a kind that nobody knows, which a server reads and skips, calls whose messages are noise,
-    and bytes that are no HTTP/2 at all on new connections."""
+    """`rate` bytes a second of garbage: frames of an unknown kind, calls whose messages are noise, and bytes that are no HTTP/2 on
+    new connections. A server reads and skips the frames."""
     rate = float(attack.options.get("rate", 100e6))
     noise = os.urandom(1 << 20)
     unknown = frame(UNKNOWN, 0, 0, noise[:16000])

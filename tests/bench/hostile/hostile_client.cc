@@ -1,10 +1,9 @@
-// The well-behaved client of the benchmark: one training step after the other over gRPC, told on stdin for how long.
+// The well-behaved client of the benchmark: one training step after the other over gRPC, for times given on stdin.
 //
 //   hostile_client TARGET ROWS HIDDEN VOCAB
 //
-// Prints `ready`. Then each line `SECONDS` makes it submit micro-batches, one at a time, for so long, and answer with a line
-// `COUNT FAILED MEDIAN_MS P90_MS`: the latencies of those that succeeded, repetitions by the client included. Ends at the end of
-// stdin.
+// Prints `ready`. Each line `SECONDS` then makes it submit micro-batches, one at a time, for so long. It answers with a line `COUNT
+// FAILED MEDIAN_MS P90_MS`: the latencies of those that succeeded, repetitions by the client included. Ends at the end of stdin.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>

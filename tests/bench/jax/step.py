@@ -47,7 +47,7 @@ def optax_step(options, weights):
 
 
 def used_mib():
-    """Of the GPU, by all processes; 0 without one."""
+    """The GPU memory that all processes use; 0 without a GPU."""
     if jax.default_backend() != "gpu":
         return 0.0
     command = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")

@@ -1,4 +1,4 @@
-"""That JAX's benchmark runs: tiny, on the CPU; the remote loss is optax's."""
+"""JAX's benchmark runs: tiny, on the CPU; the remote loss is optax's."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""That the Medusa benchmark runs: tiny, on the CPU; with the heads on a server the losses are those of PyTorch's."""
+"""The Medusa benchmark runs: tiny, on the CPU; with the heads on a server the losses are those of PyTorch's."""
 
 import pytest
 

@@ -27,7 +27,7 @@ TINY = language_model.Shape(hidden=32, layers=2, heads=4, kv_heads=2, feed_forwa
 
 
 class Residual(nn.Module):
-    """What stands before a head's output layer: hidden states plus a layer of them, at first nothing."""
+    """The block before a head's output layer: hidden states plus a layer of them, at first nothing."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -62,7 +62,7 @@ class NoHeads:
         return rows.mean(dtype=torch.float32)  # which keeps nothing for backward
 
     def step(self):
-        """What goes beside the step of the trainer's optimizer."""
+        """The work beside the step of the trainer's optimizer."""
 
     def close(self):
         """Frees what others hold for it."""

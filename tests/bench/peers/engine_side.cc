@@ -1,5 +1,5 @@
-// The CUDA engine, and the bare products of cuda_floor.h, for a benchmark in another process (run, beside this file) that times
-// them in turn with what others compute of the same rows on the same GPU.
+// The CUDA engine, and the bare products of cuda_floor.h, for a benchmark in another process (run, beside this file). That process
+// times them in turn with others' computations of the same rows on the same GPU.
 //
 //   engine_side_cuda FOLDER [--workspace-mib=4096] [--algorithms=FILE]
 //
@@ -181,7 +181,7 @@ class Loaded {
   Buffer hidden_, weight_, teacher_hidden_, teacher_weight_, grad_hidden_, device_targets_;
   std::vector<int32_t> targets_;
   double resolution_ = 0;
-  uint64_t seed_ = 0;  // each call draws anew
+  uint64_t seed_ = 0;  // each call has other draws
   std::unique_ptr<EngineHead> head_, teacher_;
   std::unique_ptr<Floor> floor_;
 };

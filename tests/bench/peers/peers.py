@@ -1,4 +1,4 @@
-"""What others make of a micro-batch: ways to loss, grad_hidden and grad_weight, and the forms in which they leave grad_weight.
+"""Other implementations of a micro-batch: ways to loss, grad_hidden and grad_weight, and the forms in which they leave grad_weight.
 
 Works: `anew` writes a bf16 gradient and adds nothing; `bf16` adds into a bf16 `.grad`; `fp32` adds into an fp32 `main_grad`, as
 Headwater does. A way by autograd adds into `main_grad` in a pass of its own, as training frameworks do. A way whose name ends with
@@ -45,7 +45,7 @@ class Problem:
             part.hidden.grad = None
 
     def prepare(self, work):
-        """Gradients as a step that goes on finds them: of zeros."""
+        """Gradients of zeros, as an accumulating step finds them."""
         self.forget()
         if work == "fp32":
             self.main_grad = torch.zeros(self.weight.shape, device=self.weight.device)
@@ -53,7 +53,7 @@ class Problem:
             self.weight.grad = torch.zeros_like(self.weight)
 
     def new_bytes(self, work):
-        """Of the gradients that a step makes: those of the rows, and of the weight where nothing is added to."""
+        """Bytes of the gradients that a step makes: those of the rows, and of the weight where nothing is added to."""
         made = [part.hidden.grad for part in self.parts] + ([self.weight.grad] if work == "anew" else [])
         return sum(tensor.numel() * tensor.element_size() for tensor in made)
 
@@ -120,7 +120,7 @@ def eager_loss(hidden, weight, targets, teacher_hidden, teacher_weight, beta=0.5
 
 
 def member(package, module, name):
-    """What a module of a package calls `name`, or None, saying why."""
+    """A member of a package's module by its name, or None, saying why."""
     if importlib.util.find_spec(package) is None:
         print(f"{package} is not installed", flush=True)
         return None
@@ -265,7 +265,7 @@ def ways_of(problem, options):
     }
     if not options.compile:
         ways["torch_eager"] = (WORKS, by_autograd(eager))
-    # What is far behind is taken in the lightest work only.
+    # Slow ways are measured in the lightest work only.
     lightest = ("anew",) if len(problem.parts) == 1 else ()
     if problem.teacher_weight is not None:
         chunked = member("liger_kernel", "liger_kernel.chunked_loss", "LigerFusedLinearJSDLoss")

@@ -1,4 +1,4 @@
-"""That the peers' benchmark runs, tiny, on the CPU; that its reference is what autograd computes; and the rows that it makes."""
+"""The peers' benchmark runs, tiny, on the CPU; its reference equals autograd's result; trained rows are as the recipe says."""
 
 import pathlib
 import sys

@@ -4,12 +4,12 @@
     tests/bench/peers/trained.py MODEL.gguf ROWS.npz     # needs transformers and gguf; takes a minute on a CPU
     tests/bench/peers/trained.py --check                 # the recipe at its full size / REAL below; needs 12 GB, a minute or two
 
-The first form runs SmolLM2-135M (H 576, V 49152) over 4096 tokens of this project's documentation and keeps the hidden states that
-its last layer gets (bf16), the targets, and that layer's weight as the model's file has it (8 bits): 32 MB. It prints what REAL
-holds.
+The first form runs SmolLM2-135M (H 576, V 49152) over 4096 tokens of this project's documentation. It keeps the last layer's inputs
+(bf16), the targets, and that layer's weight as the model's file has it (8 bits): 32 MB. It prints the content of REAL.
 
-A dithered gradient (tau) keeps a row's entries p >= q, and smaller ones with probability p / q; q = tau max(1 - p_y, 1/16), where
-p_y is the target's probability. *Entries* is the mean number that is kept. *Rest* is the share of 1 - p_y in the smaller ones.
+A dithered gradient (tau) keeps a row's entries p >= q, and smaller ones with probability p / q. The threshold is q = tau max(1 -
+p_y, 1/16), where p_y is the target's probability. *Entries* is the mean number that is kept. *Rest* is the share of 1 - p_y in the
+smaller ones.
 """
 
 import argparse
@@ -25,7 +25,7 @@ TAUS = {f"2^-{bits}": 2.0**-bits for bits in (6, 8, 10, 12, 14)}
 PREFIXES = (0.25, 0.5)  # of the ids, in the tokenizer's order
 CONTEXT = 1024
 
-# Of SmolLM2's rows, as the first form printed them: (tau, quantity) -> number.
+# Figures of SmolLM2's rows, as the first form printed them: (tau, quantity) -> number.
 REAL = {
     ("2^-6", "entries"): 35.85,
     ("2^-6", "rest"): 0.4592,
@@ -52,7 +52,7 @@ REAL = {
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What logits are made of; nats. Fitted to REAL at V 128256."""
+    """The recipe of logits, in nats. Fitted to REAL at V 128256."""
 
     slope: float = 1.157  # log-frequency of id j: -slope log(j + first), and noise of each id's own
     first: float = 103.0

@@ -1,4 +1,4 @@
-"""The points of the study: which way, model and sizes, by part. What is compared with each other is in one part."""
+"""The points of the study: which way, model and sizes, by part. Points that are compared are in one part."""
 
 from __future__ import annotations
 

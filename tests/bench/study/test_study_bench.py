@@ -1,4 +1,4 @@
-"""That the study runs: tiny, on the CPU; every way has PyTorch's loss, and the matrix keeps its size."""
+"""The study runs, tiny, on the CPU; every way has PyTorch's loss, and the matrix keeps its size."""
 
 import os
 import pathlib

@@ -117,7 +117,7 @@ class InProcess:
         optimizer.zero_grad(set_to_none=True)
 
     def planned_bytes(self) -> int:
-        """What a server plans for its heads."""
+        """Memory that a server plans for its heads."""
         return 0
 
     def close(self) -> None:
@@ -285,7 +285,7 @@ def measure(point: Point, options: argparse.Namespace) -> dict[str, Any]:
     if on_gpu:
         torch.cuda.set_device(0)
     if point.cap_gib and on_gpu:
-        # What the server and both contexts take comes off the trainer's part.
+        # Memory of the server and of both contexts comes off the trainer's part.
         free, total = torch.cuda.mem_get_info()
         rest = point.cap_gib * 2**30 - (total - free) - options.server_mib * 2**20
         torch.cuda.set_per_process_memory_fraction(max(rest, 1) / total)

@@ -1,4 +1,5 @@
-"""What the clients of the benchmark in Python share: their arguments, and the lines of their conversation with transport_bench."""
+"""The common parts of the benchmark's clients in Python: their arguments, and the lines of their conversation with
+transport_bench."""
 
 import argparse
 import sys
@@ -33,7 +34,7 @@ def serve(description, transports, prepare, unavailable):
     for line in sys.stdin:
         try:
             submit(*map(int, line.split()[1:]))
-        except Exception as error:  # told to the benchmark, which ends
+        except Exception as error:  # reported to the benchmark, which ends
             traceback.print_exc()
             say(f"{type(error).__name__}: {error}".replace("\n", " "))
             return

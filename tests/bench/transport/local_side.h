@@ -1,4 +1,4 @@
-// What is measured in the benchmark's own process, beside the server: the engine called directly, and the bare products.
+// The measurements in the benchmark's own process, beside the server: the engine called directly, and the bare products.
 #ifndef HEADWATER_TESTS_BENCH_TRANSPORT_LOCAL_SIDE_H_
 #define HEADWATER_TESTS_BENCH_TRANSPORT_LOCAL_SIDE_H_
 
@@ -35,7 +35,7 @@ class LocalSide {
   // Copies bytes out of device memory.
   virtual void CopyOut(void* to, const void* from, int64_t bytes) = 0;
 
-  // What the last RunEngine() found, for comparison.
+  // The result of the last RunEngine(), for comparison.
   virtual double loss_sum() const = 0;
   // bf16 [rows, hidden_size].
   virtual std::vector<uint16_t> grad_hidden() = 0;

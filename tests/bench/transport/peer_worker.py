@@ -60,7 +60,7 @@ def main():
     parser.add_argument("--hidden", type=int, required=True)
     parser.add_argument("--vocab", type=int, required=True)
     options = parser.parse_args()
-    # What libraries print is not for the benchmark.
+    # The output of libraries is not for the benchmark.
     with contextlib.redirect_stdout(sys.stderr):
         try:
             run = prepare(options)

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 MARK = "<!-- figures -->"
 PREFIX = figures.GPU_PREFIX + "transport_"
 RATIO = "_ratio"
-# What the project aims at, beyond what it requires.
+# The project's aims, beyond its requirements.
 AIMS = {
     "grpc": 1.08,
     "grpc_two_in_flight": 1.01,

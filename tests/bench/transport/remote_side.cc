@@ -45,7 +45,7 @@ BenchServer::BenchServer(const TransportSettings& settings, const std::string& f
     : folder_(folder) {
   const std::string port_file = folder + "/port";
   const std::string program = settings.headwaterd.empty() ? OwnFolder() + "/headwaterd" : settings.headwaterd;
-  // The defaults, but for places of files and the number of micro-batches in the one step that a case is.
+  // The defaults, except for places of files and the number of micro-batches in a case's one step.
   const std::vector<std::string> arguments = {program,
                                               "--listen_addresses=127.0.0.1:0",
                                               "--port_file=" + port_file,

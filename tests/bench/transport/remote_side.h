@@ -1,4 +1,4 @@
-// What is measured of the server: headwaterd in its own process, and this process as its trainer.
+// The measurements of the server: headwaterd in its own process, and this process as its trainer.
 #ifndef HEADWATER_TESTS_BENCH_TRANSPORT_REMOTE_SIDE_H_
 #define HEADWATER_TESTS_BENCH_TRANSPORT_REMOTE_SIDE_H_
 
@@ -77,20 +77,20 @@ class RemoteSide {
   // Empties the open step: a case begins with it.
   void NewStep();
 
-  // Lets go of all connections, of which one may be in a bad way; they are made anew when they are needed.
+  // Drops all connections, of which one may be broken; they are made again when they are needed.
   void Reconnect();
 
-  // Compares one micro-batch, gradient included, with what the engine found in this process: the relative error of the loss, and
-  // that of grad_hidden (the norm of the difference over the norm).
+  // Compares one micro-batch, gradient included, with the engine's result in this process. It gives the relative error of the loss,
+  // and that of grad_hidden (the norm of the difference over the norm).
   struct Difference {
     double loss = 0;
     double grad_hidden = 0;
   };
   Difference Compare(const Work& work, LocalSide& local);
 
-  // Of the open step of `student`.
+  // The open step of `student`.
   int64_t step() const { return step_; }
-  // Ids of micro-batches that nobody else uses in this step, `count` of them: for a trainer in another process.
+  // `count` ids of micro-batches that are unused in this step, for a trainer in another process.
   int64_t ReserveIds(int64_t count);
 
  private:

@@ -1,4 +1,4 @@
-// What the transport benchmark measures, from its command line, and the tensors that all sides of it share.
+// The settings of the transport benchmark, from its command line, and the tensors that all sides of it share.
 #ifndef HEADWATER_TESTS_BENCH_TRANSPORT_SETTINGS_H_
 #define HEADWATER_TESTS_BENCH_TRANSPORT_SETTINGS_H_
 

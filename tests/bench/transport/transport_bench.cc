@@ -1,13 +1,13 @@
-// What a remote step costs beside a local one: headwaterd in one process, its trainers in this one and in Python's, and, in
-// alternating blocks with them, the engine called directly in this process, on the same GPU (alternating_blocks.h). bf16, cross
+// The cost of a remote step beside a local one. headwaterd runs in one process, its trainers in this one and in Python's. In
+// alternating blocks with them, this process calls the engine directly, on the same GPU (alternating_blocks.h). bf16, cross
 // entropy, forward and backward.
 //
 //   transport_bench [--engine=cuda] [--rows=8192 --hidden=4096 --vocab=128256] [--clients=64] [--cases=PART,...] [--list]
 //                   [--seconds=1 --warmup=2 --rounds=2 --idle=2] [--headwaterd=PATH] [--python=PROGRAM --scripts=FOLDER]
 //                   [--algorithms=FILE] [--output=FILE.csv --commit=NAME] [--smoke]
 //
-// Writes a table to standard output, and the figures into the file (figure_file.h). Ends with 1 if a figure misses what is required
-// (not with --smoke), or a case could not be measured that this engine has.
+// Writes a table to standard output, and the figures into the file (figure_file.h). Ends with 1 if a figure misses its requirement
+// (not with --smoke), or a case of this engine could not be measured.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -34,14 +34,14 @@ namespace {
 
 using client::Transport;
 
-// What a case's time is divided by.
+// The divisor of a case's time.
 enum class Base {
   kProducts,      // the bare products
   kEngine,        // the engine, called directly
-  kFrozenEngine,  // likewise, without grad_weight
+  kFrozenEngine,  // the engine, without grad_weight
   kEager,         // an EAGER micro-batch over the same path
   kCpp,           // this process's client over the same path
-  kSameCpp,       // likewise, and of the same work: explicit and committed
+  kSameCpp,       // this process's client, of the same work: explicit and committed
   kGrpc,          // one client, all rows, gRPC
   kPeer,          // a loss in PyTorch's process on the same GPU
 };

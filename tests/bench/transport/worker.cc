@@ -27,7 +27,7 @@ constexpr auto kLongestGoodbye = std::chrono::seconds(5);
 }  // namespace
 
 Worker::Worker(const std::vector<std::string>& arguments) {
-  signal(SIGPIPE, SIG_IGN);  // a worker that has ended is told by its output
+  signal(SIGPIPE, SIG_IGN);  // the end of a worker shows in its output
   int to_worker[2] = {-1, -1};
   int from_worker[2] = {-1, -1};
   if (pipe2(to_worker, O_CLOEXEC) != 0 || pipe2(from_worker, O_CLOEXEC) != 0) Fail("pipe2");

@@ -1,8 +1,8 @@
-"""Checks what play.py has left of the sidecar's pod, and has told, against the manifest and against a trainer without a server.
+"""Checks the output of play.py for the sidecar's pod against the manifest and against a trainer without a server.
 
     check_run.py MANIFEST LOCAL FOLDER [--killed_in_step=STEP]
 
-LOCAL is the trainer's output with a local server; FOLDER that of play.py, beside which FOLDER.events has what it told.
+LOCAL is the trainer's output with a local server; FOLDER that of play.py, beside which FOLDER.events has its events.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def moment(text: str) -> datetime.datetime:
 
 
 class Told:
-    """What play.py has told, in its order."""
+    """The events that play.py has reported, in order."""
 
     def __init__(self, events: list[dict[str, Any]]):
         self._events = events

@@ -2,14 +2,14 @@
 
     play.py MANIFEST FOLDER
 
-Podman reads the manifest and makes the containers of it: images, arguments, environment, users, capabilities, limits, mounts.
-This starts them in the kubelet's order, asks the probes by their commands in the containers, restarts sidecars and ends them
-after the rest (pod_life.py), and puts memory under memory volumes, as large as their limits. Container ports are left out on the
-host's network.
+Podman reads the manifest and makes the containers of it: images, arguments, environment, users, capabilities, limits, mounts. This
+program starts them in the kubelet's order, and asks the probes by their commands in the containers. It restarts sidecars and ends
+them after the rest (pod_life.py), and puts memory under memory volumes, as large as their limits. Container ports are left out on
+the host's network.
 
-What happens is told on stdout, one line of JSON each. When the pod has ended, FOLDER has each container's output (NAME.out,
-NAME.err) and what podman has made of it (NAME.json), and nothing is left of the pod. SIGTERM and SIGINT delete the pod, as a
-person would. The exit status is 0 if the pod has succeeded, 1 if it has failed, 2 if it cannot be played (a sentence on stderr).
+Events are printed on stdout, one line of JSON each. When the pod has ended, FOLDER has each container's output (NAME.out, NAME.err)
+and podman's description of it (NAME.json). The pod is then removed. SIGTERM and SIGINT delete the pod, as a person would. The exit
+status is 0 if the pod has succeeded, 1 if it has failed, 2 if it cannot be played (a sentence on stderr).
 
 Needs root, podman and PyYAML. Podman is configured by its environment (CONTAINERS_CONF, CONTAINERS_STORAGE_CONF).
 """
@@ -86,7 +86,7 @@ class Podman:
         return json.loads((await run("podman", "container", "inspect", self._name(name)))[1])[0]
 
     async def keep_output(self, name: str, folder: Path) -> None:
-        """Writes what the container has told and what it was."""
+        """Writes the container's output and its description."""
         _, out, errors = await run("podman", "logs", self._name(name))
         (folder / f"{name}.out").write_text(out)
         (folder / f"{name}.err").write_text(errors)

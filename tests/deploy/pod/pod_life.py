@@ -1,11 +1,11 @@
 """The life of a pod with native sidecars, as a kubelet leads it. Knows no podman: a `Runtime` starts, asks and ends the containers.
 
 - Sidecars start one after the other, each when the startup probe of the one before it has passed. Then the containers start.
-- A sidecar that ends, or whose startup or liveness probe fails, is started anew: at once, then after 10 s, 20 s, at most 300 s.
-- When all containers have ended, or the pod is deleted, the pod ends: SIGTERM to the containers that still run, then to the
-  sidecars in reverse order, each when the one before it has ended; SIGKILL when the pod's grace period is over, but never less
-  than 2 s after SIGTERM. Nothing is started or asked any more then.
-- What becomes of the pod is what has become of its containers; sidecars count for nothing.
+- A sidecar that ends, or whose startup or liveness probe fails, is restarted: at once, then after 10 s, 20 s, at most 300 s.
+- When all containers have ended, or the pod is deleted, the pod ends. SIGTERM goes to the containers that still run, then to the
+  sidecars in reverse order, each when the one before it has ended. SIGKILL follows when the pod's grace period is over, but never
+  less than 2 s after SIGTERM. Nothing is started or asked any more then.
+- The pod's result is that of its containers; sidecars count for nothing.
 
 As Kubernetes' page "Sidecar Containers" describes it, and as its kubelet does it (computePodActions, terminationOrdering).
 """
@@ -18,13 +18,13 @@ from pod_manifest import Pod, Probe, Sidecar
 
 # A container's time between SIGTERM and SIGKILL even if nothing is left of the grace period.
 LEAST_GRACE_S = 2.0
-# The wait before a sidecar is started anew: none at first, then this, doubling; none again after it has lived twice the most.
+# The wait before a sidecar is restarted: none at first, then this, doubling; none again after it has lived twice the most.
 FIRST_BACKOFF_S = 10.0
 MOST_BACKOFF_S = 300.0
 
 
 class Runtime(Protocol):
-    """What runs the containers, by name."""
+    """The runtime of the containers, by name."""
 
     async def start(self, name: str) -> None:
         """Starts a container that does not run."""
@@ -44,7 +44,7 @@ Record = Callable[..., None]
 
 
 class Backoff:
-    """How long a sidecar that has ended must wait to be started anew."""
+    """The wait before the restart of a sidecar that has ended."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
@@ -102,7 +102,7 @@ class PodLife:
         return asyncio.get_running_loop().time()
 
     async def _until(self, *others: Awaitable[Any]) -> None:
-        """Waits until one of them is done or the pod must end. Tasks go on; what is not a task is given up."""
+        """Waits until one of them is done or the pod must end. Tasks continue; other awaitables are given up."""
         tasks = {asyncio.ensure_future(other) for other in (*others, self._ending.wait())}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -153,14 +153,14 @@ class PodLife:
                 await self._until(asyncio.sleep(wait_s))
 
     async def _ask_probes(self, sidecar: Sidecar, started: asyncio.Event) -> None:
-        """Returns when a probe has failed after which the sidecar must be started anew."""
+        """Returns when a probe has failed after which the sidecar must be restarted."""
         if sidecar.startup is not None:
             async for passed in self._verdicts(sidecar.name, "startup", sidecar.startup):
                 if not passed:
                     return
                 break
         started.set()
-        # Nothing selects the pod by its readiness; it is told.
+        # Nothing selects the pod by its readiness, which is only reported.
         readiness = self._tasks.create_task(self._follow(sidecar.name, "readiness", sidecar.readiness))
         try:
             await self._follow(sidecar.name, "liveness", sidecar.liveness, until_failed=True)

@@ -1,8 +1,8 @@
 """A pod's manifest, divided: what a stand-in for the kubelet does itself, and what podman reads. The rest is refused.
 
 Podman 4.3 knows no native sidecars (init containers with `restartPolicy: Always`), no startup and readiness probes, no grace
-period, no memory volumes, and takes no container ports on the host's network. It passes over in silence what it does not know, so
-a manifest may have only what one of the two does.
+period, no memory volumes. It takes no container ports on the host's network. It passes over in silence what it does not know, so a
+manifest may have only what one of the two does.
 """
 
 import copy
@@ -39,7 +39,7 @@ _CONTAINER_FIELDS = {
 }
 _PROBES = {"startupProbe", "readinessProbe", "livenessProbe"}
 _SIDECAR_FIELDS = _CONTAINER_FIELDS | _PROBES | {"restartPolicy"}
-# Of what a container has, those parts that podman reads.
+# The parts of a container that podman reads.
 _ENV_FIELDS = {"name", "value"}
 _MOUNT_FIELDS = {"mountPath", "name", "readOnly"}
 _RESOURCES = {"cpu", "memory"}
@@ -76,7 +76,7 @@ class Sidecar:
 
 @dataclass(frozen=True)
 class Pod:
-    """What of a pod its life depends on."""
+    """The parts of a pod that its life depends on."""
 
     name: str
     sidecars: tuple[Sidecar, ...]  # in the order in which they start

@@ -24,7 +24,7 @@ STEPS, MICRO_BATCHES, ROWS = 50, 2, 96
 VOCAB_SIZE, HIDDEN_SIZE, EMBEDDING_SIZE = 512, 64, 32
 LEARNING_RATE, BODY_LEARNING_RATE = 3e-3, 0.5
 STEPS_PER_CHECKPOINT = 10
-# Calls are tried for as long as a container takes to be started anew on a machine that is busy, within their timeout.
+# Calls are tried for as long as a container takes to restart on a machine that is busy, within their timeout.
 RETRIES = headwater.RetryPolicy(max_attempts=1000, max_backoff=0.5)
 
 

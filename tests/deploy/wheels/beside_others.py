@@ -32,6 +32,6 @@ with headwater.connect(address) as client:
     assert health() == b"\x08\x01"
     loss.backward()
     assert hidden.grad is not None and torch.isfinite(hidden.grad).all()
-# Both end their threads in a process that goes on.
+# Both end their threads in a process that continues.
 assert health() == b"\x08\x01" and torch.ones(3).sum() == 3
 print("beside others, headwater imported", order)

@@ -2,12 +2,12 @@
 // between threads of one process. So a machine with one GPU runs the tests of groups. Not for timing: every rank copies all of a
 // result.
 //
-// What NCCL leaves to chance is checked here: that all ranks make the same calls in the same order.
+// It checks a rule that NCCL leaves to chance: all ranks make the same calls in the same order.
 //
-// Like NCCL's, calls of a communicator do not block, and are finished by whoever asks about them: a rank's call has three stages.
-// When all ranks have made it, the rank computes its result from all ranks' inputs, apart from them; when all have done so, it
-// writes the result, which may be over an input. Between the stages each rank's stream waits for the events of all others. Whatever
-// is waited for has been enqueued before, so that streams that share a queue of the device do not block each other for ever.
+// Like NCCL's, calls of a communicator do not block, and are finished by the caller who asks about them. A rank's call has three
+// stages. When all ranks have made it, the rank computes its result from all ranks' inputs, apart from them. When all have done so,
+// it writes the result, which may be over an input. Between the stages each rank's stream waits for the events of all others.
+// Awaited work has been enqueued before, so that streams that share a queue of the device do not block each other forever.
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
@@ -40,7 +40,7 @@ struct Call {
   }
 };
 
-// What all ranks do together: one call, or those between ncclGroupStart() and ncclGroupEnd().
+// A joint operation of all ranks: one call, or those between ncclGroupStart() and ncclGroupEnd().
 struct Meeting {
   std::vector<std::vector<Call>> calls;  // by rank; empty until it has come
   std::vector<cudaEvent_t> ready, computed;

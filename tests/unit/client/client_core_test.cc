@@ -1,4 +1,4 @@
-// Parts of the client core that need no server: whose turn it is, attempts, heads in messages, what the log keeps of a subject.
+// Parts of the client core that need no server: turns, attempts, heads in messages, the log's entries for a subject.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -20,7 +20,7 @@ namespace {
 using testing::ElementsAre;
 using testing::IsEmpty;
 
-TEST(Turns, ComeInTheOrderOfTheCallsAndAreGivenOn) {
+TEST(Turns, FollowTheOrderOfTheCallsAndArePassedOn) {
   const char calls[5] = {};
   Turns turns(2);
   EXPECT_TRUE(turns.TryTake(&calls[0]));
@@ -53,16 +53,16 @@ TEST(CompletionQueue, IsReadableWhileItIsNotEmpty) {
   EXPECT_EQ(queue.Take(tags, 2), 0);
 }
 
-TEST(HeadState, AnAttemptRisesAcrossCallsAndTheCallersOwnSeriesStands) {
+TEST(HeadState, AttemptsRiseAcrossCallsExceptInTheCallersSeries) {
   HeadState head("h", "e");
   EXPECT_EQ(head.FirstAttempt(0, 5, 0), 0);
-  head.NoteAttempt(0, 5, 1, 0);  // what an ambiguous end has left
+  head.NoteAttempt(0, 5, 1, 0);  // as an ambiguous end leaves it
   EXPECT_EQ(head.FirstAttempt(0, 5, 0), 1);
   EXPECT_EQ(head.AttemptOf(0, 5), 1);
   head.NoteAttempt(0, 5, 4, 4);
   head.NoteAttempt(0, 5, 6, 4);
   EXPECT_EQ(head.FirstAttempt(0, 5, 0), 6);
-  EXPECT_EQ(head.FirstAttempt(0, 5, 5), 6);  // what the caller knows of has led there
+  EXPECT_EQ(head.FirstAttempt(0, 5, 5), 6);  // the attempts that the caller knows of have led there
   EXPECT_EQ(head.FirstAttempt(0, 5, 2), 2);  // for the server to refuse
   EXPECT_EQ(head.FirstAttempt(0, 5, 9), 9);
   head.NoteAttempt(0, 5, 3, 0);
@@ -73,7 +73,7 @@ TEST(HeadState, AnAttemptRisesAcrossCallsAndTheCallersOwnSeriesStands) {
   EXPECT_EQ(head.AttemptOf(0, 5), 0);
 }
 
-TEST(HeadStates, AHeadIsFoundByEachEpochThatRecoveriesHaveLedFrom) {
+TEST(HeadStates, HeadsAreFoundByTheEpochsBeforeRecoveries) {
   HeadStates heads;
   v1::Head head;
   head.set_name("h");
@@ -94,7 +94,7 @@ TEST(HeadStates, AHeadIsFoundByEachEpochThatRecoveriesHaveLedFrom) {
   EXPECT_EQ(heads.FindKnown("g", "e0"), nullptr);
 }
 
-TEST(HeadStates, EpochsThatNobodyUsesGo) {
+TEST(HeadStates, UnusedEpochsAreRemoved) {
   HeadStates heads;
   v1::Head head;
   head.set_name("h");
@@ -127,7 +127,7 @@ v1::MicroBatchHeader TwoTerms() {
   return header;
 }
 
-TEST(Messages, HeadsAreFoundWhereverTheyAreNamed) {
+TEST(Messages, HeadsAreFoundInEveryField) {
   HeadStates heads;
   const HeadUses uses = heads.UsesOf(TwoTerms());
   std::vector<std::string> named;
@@ -149,7 +149,7 @@ TEST(Messages, HeadsAreFoundWhereverTheyAreNamed) {
   EXPECT_THAT(heads.UsesOf(create), IsEmpty());
 }
 
-TEST(Messages, EpochsAreReplacedWhereverTheyStand) {
+TEST(Messages, EpochsAreReplacedInEveryField) {
   v1::MicroBatchHeader header = TwoTerms();
   SetEpochs(header, [](const NamedHead& head) { return head.name == "t" ? std::string("new") : std::string(); });
   EXPECT_EQ(header.terms(0).head().head_epoch(), "s0");
@@ -158,7 +158,7 @@ TEST(Messages, EpochsAreReplacedWhereverTheyStand) {
   EXPECT_EQ(header.terms(1).joined_teacher().head_epoch(), "j0");
 }
 
-TEST(MethodTable, WhatAMessageSaysDecidesWhetherItMayBeRepeated) {
+TEST(MethodTable, FieldsDecideWhetherAMessageMayBeRepeated) {
   v1::UploadWeightsHeader upload;
   EXPECT_EQ(MethodOf(upload).repeat, Repeat::kUntilSent);
   EXPECT_FALSE(MethodOf(upload).follows);
@@ -216,7 +216,7 @@ class ReplayLogOfAStep : public testing::Test {
   std::vector<std::string> told_;
 };
 
-TEST_F(ReplayLogOfAStep, OfEachSubjectThereIsOneEntry) {
+TEST_F(ReplayLogOfAStep, EachSubjectHasOneEntry) {
   Add(Record::kLoss, 0);
   Add(Record::kLoss, 0, 1, /*again=*/true);  // the first one counts
   EXPECT_THAT(Entries(), ElementsAre("l0.0"));
@@ -229,7 +229,7 @@ TEST_F(ReplayLogOfAStep, OfEachSubjectThereIsOneEntry) {
   EXPECT_THAT(Entries(), ElementsAre("l0.2", "c0.2", "s-1.0"));
 }
 
-TEST_F(ReplayLogOfAStep, ADiscardTakesOutWhatIsUpToItsAttempt) {
+TEST_F(ReplayLogOfAStep, DiscardRemovesAttemptsUpToItsOwn) {
   Add(Record::kLoss, 0, 1);
   Add(Record::kCommit, 0, 1);
   Add(Record::kLoss, 1, 0);
@@ -239,12 +239,12 @@ TEST_F(ReplayLogOfAStep, ADiscardTakesOutWhatIsUpToItsAttempt) {
   EXPECT_THAT(Entries(), ElementsAre("l1.0", "d0.1"));
 }
 
-TEST_F(ReplayLogOfAStep, ACommitOfWhatAnotherHasSubmittedIsNotKept) {
+TEST_F(ReplayLogOfAStep, CommitOfAnothersMicroBatchIsNotKept) {
   Add(Record::kCommit, 0);
   EXPECT_THAT(Entries(), IsEmpty());
 }
 
-TEST_F(ReplayLogOfAStep, AnOpenStepThatIsTooLargeIsDroppedAndToldOnce) {
+TEST_F(ReplayLogOfAStep, OpenStepThatIsTooLargeIsDroppedAndReportedOnce) {
   Add(Record::kLoss, 0, 0, false, 600);
   EXPECT_THAT(told_, IsEmpty());
   Add(Record::kLoss, 1, 0, false, 600);

@@ -55,7 +55,7 @@ class Arenas : public ::testing::Test {
   int dropped_ = 0;
 };
 
-TEST_F(Arenas, UseTheirMemoryAgain) {
+TEST_F(Arenas, ReuseTheirMemory) {
   const auto arena = Make(64 * kMegabyte, 2 * kMegabyte);
   for (int i = 0; i < 1000; ++i) {
     auto first = arena->Allocate(100 + i);
@@ -106,14 +106,14 @@ TEST_F(Arenas, GrowAndAreBounded) {
   EXPECT_EQ(arena->Allocate(-1).status().code(), absl::StatusCode::kResourceExhausted);
   blocks.pop_back();
   EXPECT_TRUE(arena->Allocate(kMegabyte).ok());
-  // What is empty makes room for what fits nowhere.
+  // Empty memory makes room for blocks that fit nowhere.
   blocks.clear();
   EXPECT_TRUE(arena->Allocate(15 * kMegabyte).ok());
   EXPECT_GT(dropped_, 0);
   EXPECT_LE(arena->backing_bytes(), 16 * kMegabyte);
 }
 
-TEST_F(Arenas, FindWhatLiesInThem) {
+TEST_F(Arenas, FindTheirBlocksByAddress) {
   const auto arena = Make(16 * kMegabyte, 2 * kMegabyte);
   const auto block = *arena->Allocate(kMegabyte);
   EXPECT_EQ(arena->Find(block->data(), kMegabyte), block->backing());
@@ -140,7 +140,7 @@ TEST_F(Arenas, RetiredMemoryIsNotUsedAgain) {
   second->backing();
 }
 
-TEST_F(Arenas, GoBeforeTheirBlocks) {
+TEST_F(Arenas, MayEndBeforeTheirBlocks) {
   auto arena = Make(16 * kMegabyte, 2 * kMegabyte);
   auto block = *arena->Allocate(kPage);
   arena.reset();
@@ -207,7 +207,7 @@ TEST(SharedRegion, IsSealedAndAllocated) {
   EXPECT_EQ((*region)->name(), "");
 }
 
-TEST(SharedRegion, OfANameGoesWithItsObject) {
+TEST(SharedRegion, NamedFileIsRemovedWithItsObject) {
   auto region = SharedRegion::Make(kMegabyte, true);
   ASSERT_TRUE(region.ok()) << region.status();
   const std::string path = "/dev/shm/" + (*region)->name();
@@ -219,7 +219,7 @@ TEST(SharedRegion, OfANameGoesWithItsObject) {
   EXPECT_NE(stat(path.c_str(), &status), 0);
 }
 
-TEST(SharedRegion, RunsWhatUndoesPageLockingBeforeItGoes) {
+TEST(SharedRegion, UndoesPageLockingBeforeItIsUnmapped) {
   auto region = *SharedRegion::Make(kMegabyte, false);
   const uint8_t* const data = region->data();
   bool mapped_at_end = false;
@@ -235,7 +235,7 @@ TEST(SharedRegion, RunsWhatUndoesPageLockingBeforeItGoes) {
   EXPECT_TRUE(mapped_at_end);
 }
 
-TEST(SharedRegion, ThatCannotBePageLockedIsNotTriedAgain) {
+TEST(SharedRegion, FailedPageLockingIsNotRetried) {
   const auto region = *SharedRegion::Make(kMegabyte, false);
   int tries = 0;
   const auto lock = [&]() -> std::function<void()> {
@@ -249,7 +249,7 @@ TEST(SharedRegion, ThatCannotBePageLockedIsNotTriedAgain) {
 
 Wait Soon() { return std::chrono::system_clock::now() + std::chrono::seconds(30); }
 
-TEST(SharedRegion, SaysWhatIsWrongWithTheSocket) {
+TEST(SharedRegion, ReportsSocketErrors) {
   const auto region = *SharedRegion::Make(kMegabyte, false);
   const absl::Status none = PassDescriptor("/tmp/headwater-no-such-socket", region->fd(), region->bytes(), "", Soon()).status();
   EXPECT_THAT(std::string(none.message()), ::testing::HasSubstr("cannot be reached from here: No such file"));
@@ -282,7 +282,7 @@ TEST(CopyThreads, CopyEverythingOnce) {
   EXPECT_EQ(from, to);
 }
 
-TEST(CudaDriver, SaysWhyThereIsNone) {
+TEST(CudaDriver, ReportsWhyItIsMissing) {
   const auto driver = CudaDriver::Get();
   if (driver.ok()) GTEST_SKIP() << "this machine has a GPU";
   EXPECT_THAT(std::string(driver.status().message()), ::testing::StartsWith("NVIDIA's driver"));

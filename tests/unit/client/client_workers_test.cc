@@ -1,4 +1,4 @@
-// Threads for what may block, where the system gives none: a task that its caller was told of as refused never runs.
+// Threads for blocking work, where the system gives none: a task that was refused never runs.
 #include <gtest/gtest.h>
 
 #include <condition_variable>
@@ -33,7 +33,7 @@ class ThreadSource {
   int left_;
 };
 
-// What has run, in order.
+// The tasks that have run, in order.
 class Log {
  public:
   void Add(int value) {
@@ -54,7 +54,7 @@ class Log {
   std::vector<int> values_;
 };
 
-TEST(DelayedTasks, ATaskThatNoThreadCanTakeIsRefusedAndNeverRuns) {
+TEST(DelayedTasks, TaskWithoutAThreadIsRefusedAndNeverRuns) {
   ThreadSource threads(0);
   Log log;
   {
@@ -68,7 +68,7 @@ TEST(DelayedTasks, ATaskThatNoThreadCanTakeIsRefusedAndNeverRuns) {
   EXPECT_EQ(log.Await(1), std::vector<int>{2});
 }
 
-TEST(DelayedTasks, ThreadsThatThereAreTakeWhatNoNewOneCan) {
+TEST(DelayedTasks, ExistingThreadsTakeTasksIfNoNewOneStarts) {
   ThreadSource threads(1);
   Log log;
   std::mutex held;

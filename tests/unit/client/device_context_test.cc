@@ -1,5 +1,5 @@
-// What the client holds of a CUDA context, and how it reads device memory, on a driver that only counts: whoever has handed out
-// device memory may let go of the context before the client goes, as a program does that frees its rows first.
+// The client's hold on a CUDA context, and its reads of device memory, on a driver that only counts. The owner of device memory may
+// release the context before the client ends, as a program does that frees its rows first.
 #include <gtest/gtest.h>
 
 #include <cstddef>
@@ -18,8 +18,8 @@ namespace {
 
 constexpr CuDevice kDevice = 3;
 
-// One device with its primary context and one that a program has made. As in the driver, what belongs to a context goes with it,
-// and whoever uses a thing that has gone makes a mistake.
+// One device with its primary context and one that a program has made. As in the driver, a context's objects end with it, and any
+// use of them afterwards is an error.
 struct FakeDevice {
   int primary_references = 0;
   int made_contexts = 0;  // of the primary one
@@ -100,7 +100,7 @@ class DeviceContextTest : public testing::Test {
   CudaDriver driver_;
 };
 
-TEST_F(DeviceContextTest, APrimaryContextOutlivesThoseWhoLetGoOfItFirst) {
+TEST_F(DeviceContextTest, PrimaryContextOutlivesEarlierReleases) {
   CuContext context = nullptr;
   ASSERT_EQ(driver_.DevicePrimaryCtxRetain(&context, kDevice), 0);
   auto made = DeviceContext::Make(driver_, context);
@@ -111,10 +111,10 @@ TEST_F(DeviceContextTest, APrimaryContextOutlivesThoseWhoLetGoOfItFirst) {
   made->reset();
   EXPECT_EQ(device_.mistakes, 0);
   EXPECT_TRUE(device_.alive.empty());
-  EXPECT_FALSE(device_.Alive(context));  // nothing is held for ever
+  EXPECT_FALSE(device_.Alive(context));  // nothing is held forever
 }
 
-TEST_F(DeviceContextTest, AProgramsOwnContextIsLeftAlone) {
+TEST_F(DeviceContextTest, ProgramsOwnContextIsLeftAlone) {
   device_.own_alive = true;
   for (const int references : {0, 1}) {
     device_.primary_references = references;
@@ -130,7 +130,7 @@ TEST_F(DeviceContextTest, AProgramsOwnContextIsLeftAlone) {
   EXPECT_TRUE(device_.alive.empty());
 }
 
-// Copies as the driver makes them: none before somebody waits for the event behind it.
+// Copies as the driver makes them: none before a thread waits for the event behind it.
 struct Copies {
   struct Copy {
     CuDevicePointer to;
@@ -191,7 +191,7 @@ class DeviceReadTest : public DeviceContextTest {
   std::vector<char> to_ = std::vector<char>(from_.size());
 };
 
-TEST_F(DeviceReadTest, WaitsForThePiecesThatAreNeeded) {
+TEST_F(DeviceReadTest, WaitsForTheNeededPieces) {
   const auto read = Begin();
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_EQ(copies_.enqueued.size(), 3u);
@@ -204,14 +204,14 @@ TEST_F(DeviceReadTest, WaitsForThePiecesThatAreNeeded) {
   EXPECT_EQ(to_, from_);
 }
 
-TEST_F(DeviceReadTest, LetsGoOfTheMemoryOnlyWhenAllIsThere) {
+TEST_F(DeviceReadTest, ReleasesTheMemoryWhenAllHasArrived) {
   auto read = Begin();
   ASSERT_TRUE(read.ok()) << read.status();
   read->reset();
   EXPECT_EQ(copies_.done, 3u);
 }
 
-TEST_F(DeviceReadTest, SaysWhatFailed) {
+TEST_F(DeviceReadTest, ReportsTheFailedCall) {
   copies_.fails_at = 2;
   const auto read = Begin();
   ASSERT_TRUE(read.ok()) << read.status();

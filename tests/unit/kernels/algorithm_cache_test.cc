@@ -78,7 +78,7 @@ TEST_F(AlgorithmCacheTest, TwoProcessesShareAFile) {
   ASSERT_TRUE(one.Put("both", kFirst).ok());
   ASSERT_TRUE(one.Put("one", kFirst).ok());
   ASSERT_TRUE(other.Put("other", kSecond).ok());
-  // Its own word counts, not what the other wrote before.
+  // Its own word counts, not the other's earlier one.
   ASSERT_TRUE(other.Put("both", kSecond).ok());
   const AlgorithmCache cache(path_);
   EXPECT_THAT(cache.Find("one"), Optional(Eq(kFirst)));

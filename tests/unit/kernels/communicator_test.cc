@@ -171,10 +171,10 @@ TEST_P(Communicators, ManyCallsInARow) {
   });
 }
 
-// Who is early waits, who is late does not, and what passes between calls is neither.
+// Early ranks wait and late ones do not; time between calls is neither waiting nor communicating.
 TEST_P(Communicators, TellHowLongTheyWaitedAndCommunicated) {
   const auto [kind, world_size] = GetParam();
-  if (world_size == 1) {  // who is alone waits for nobody
+  if (world_size == 1) {  // a single rank waits for none
     RunRanks(Kind::kInProcess, 1, [](Communicator& communicator) {
       ASSERT_TRUE(communicator.Barrier().ok());
       EXPECT_EQ(communicator.times().waiting.count(), 0);

@@ -116,7 +116,7 @@ TEST(CudaHeadPlan, TheLeastOfARankHasRoomForOtherTeachers) {
   for (const int64_t rows : {int64_t{0}, int64_t{1000}}) {
     options.token_chunk_rows = rows;
     const HeadPlan plan = PlanHeadOnCuda(Spec(300000, 512), options);
-    // fp64 logits of a shard of the student, and of the teacher as computed and as cut; and of what the ranks hand each other.
+    // fp64 logits of a shard of the student, and of the teacher as computed and as cut; and of the ranks' exchange.
     const int64_t row_bytes = (3 * 300000 / 8 + 300000) * 8;
     EXPECT_GE(plan.workspace_bytes - kLibraryBytes, kPanelBytes + (rows == 0 ? kRowGrain : rows) * row_bytes);
   }
@@ -217,7 +217,7 @@ TEST(CudaHeadPlan, RanksHaveRoomForMoreRows) {
   }
 }
 
-// By rows a rank plans what an engine that is alone does, but for masters and optimizer state.
+// By rows a rank plans like a single engine, except for masters and optimizer state.
 TEST(CudaHeadPlan, ReplicasHaveAllButTheStateOfOtherShards) {
   for (const DataType type : {DataType::kBFloat16, DataType::kFloat32}) {
     HeadSpec spec = Spec(1001, 77, type);

@@ -1,5 +1,5 @@
 // The CUDA row passes' elementary functions, as the host computes them, against long double. The host has exact functions where the
-// device has approximations (their errors are in row_math.cuh); what is checked here is everything around them.
+// device has approximations (their errors are in row_math.cuh); this checks everything around them.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -64,7 +64,7 @@ TYPED_TEST(RowMathTest, ExponentialsOfWhatIsNotFinite) {
   EXPECT_EQ(Exp(T(0)), 1);
   EXPECT_TRUE(std::isnan(Exp(static_cast<T>(kRowNan))));
   EXPECT_TRUE(std::isnan(ExpBoth(static_cast<T>(kRowNan)).expm1));
-  // What is multiplied with an exponential is finite.
+  // The factor of an exponential is finite.
   EXPECT_EQ(ClampExponent(static_cast<T>(-kInfinity)) * ExpClamped(ClampExponent(static_cast<T>(-kInfinity))), 0);
 }
 

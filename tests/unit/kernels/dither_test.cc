@@ -17,7 +17,7 @@ constexpr uint64_t kSeed = 7;
 // Normal deviates: one in 1e9 is beyond it.
 constexpr double kSixSigma = 6;
 
-// The 47 bits of a draw and its tail but for the last 15.
+// The 47 bits of a draw and its tail, without the last 15.
 uint32_t Bits(DitherKey key, uint32_t column) {
   return DitherDraw(key, column) << 16 | static_cast<uint32_t>(DitherTail(key, column)) >> 15;
 }
@@ -104,7 +104,7 @@ TEST(DitherDraw, NeighboursAreIndependent) {
   expect_independent("seeds that differ in one bit", next_bit, 0, 0);
 }
 
-// Of entries that the first half does not decide.
+// Entries that the first half does not decide.
 TEST(DitherDraw, AndTailAreIndependent) {
   const std::vector<uint32_t> draws = Draws(kSeed);
   std::vector<int64_t> counts(256);

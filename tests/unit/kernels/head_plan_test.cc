@@ -44,7 +44,7 @@ TEST(HeadPlan, WorkspaceStaysWithinItsBudget) {
   }
 }
 
-// What each thread needs for itself must not cut the rows: every chunk reads the weight and adds to its gradient.
+// Each thread's own memory must not cut the rows: every chunk reads the weight and adds to its gradient.
 TEST(HeadPlan, ManyThreadsLeaveTheDefaultToTheLogits) {
   for (const int32_t threads : {1, 2, 8, 16}) {
     EXPECT_GE(PlanHeadOnCpu(Spec(32000, 1024), EngineOptions(), threads).narrow_rows, 256) << threads << " threads";

@@ -1,4 +1,4 @@
-// What a container gives this process, from control groups of the test's own; and what its processors reach while others use them.
+// A container's limits for this process, from control groups of the test's own, and its processors' rate while others use them.
 #include "headwater/kernels/machine_limits.h"
 
 #include <sched.h>
@@ -112,7 +112,7 @@ TEST_F(MachineLimits, MemoryIsThatOfTheSmallestGroup) {
   EXPECT_GE(ComputeThreads(none), 1);
 }
 
-// What a server measures as it starts on a busy machine is to be the machine's for all its life.
+// The rate that a server measures as it starts on a busy machine is the machine's for all the server's life.
 TEST(ProductRate, OtherProcessesDoNotLowerIt) {
   const int32_t threads = ComputeThreads();
   std::atomic<bool> is_over{false};

@@ -32,7 +32,7 @@ TEST(RowSlices, TheFirstRowsAreComputedWhileTheOthersCome) {
   EXPECT_EQ(Counts(4095, kComesIn), Rows({1024, 3071}));
   EXPECT_EQ(Counts(2048, kComesIn), Rows({1024, 1024}));
   EXPECT_EQ(Counts(2047, kComesIn), Rows({2047}));
-  // Of many rows not all but the first are waited for.
+  // If there are many rows, only the first are waited for.
   EXPECT_EQ(Counts(12287, kComesIn), Rows({1024, 2048, 9215}));
   EXPECT_EQ(Counts(12288, kComesIn), Rows({1024, 2048, 8192, 1024}));
   EXPECT_EQ(Counts(32768, kComesIn), Rows({1024, 2048, 8192, 8192, 8192, 5120}));

@@ -68,7 +68,7 @@ TEST(ShardExecutors, ShardsRunAtTheSameTime) {
   for (int round = 0; round < 50; ++round) ExpectSumOfRanks(executors);
 }
 
-// A shard that fails must not leave the others waiting, nor spoil what comes later.
+// A shard that fails must not leave the others waiting, nor spoil later calls.
 TEST(ShardExecutors, AFailureEndsAllShardsOfTheCall) {
   ShardExecutors executors(3, 3);
   for (const ErrorReason reason : {ErrorReason::kEngineFailed, ErrorReason::kInternal}) {
@@ -83,7 +83,7 @@ TEST(ShardExecutors, AFailureEndsAllShardsOfTheCall) {
   }
 }
 
-// Nobody begins before everybody is ready.
+// No shard begins before all are ready.
 TEST(ShardExecutors, AllPrepareBeforeOneActs) {
   for (const int32_t shard_count : {1, 3, 7}) {
     ShardExecutors executors(shard_count, shard_count);

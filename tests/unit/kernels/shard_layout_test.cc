@@ -39,7 +39,7 @@ TEST(SplitVocab, FollowsTheWeights) {
 }
 
 TEST(SurplusOf, IsWhatTheOtherHeadsShardLacks) {
-  // Of [0, 10): shards [0, 3), [3, 4), [4, 12) beside [0, 5), [5, 9), [9, 10).
+  // Columns of [0, 10): shards [0, 3), [3, 4), [4, 12) beside [0, 5), [5, 9), [9, 10).
   const std::vector<SurplusColumns> surplus = SurplusOf({{0, 3}, {3, 4}, {4, 12}}, {{0, 5}, {5, 9}, {9, 10}}, 10);
   ASSERT_EQ(surplus.size(), 3u);
   EXPECT_EQ(surplus[0].size(), 0);

@@ -93,7 +93,7 @@ TEST(TcpHandshake, AProofIsGoodForOneConnectionOnly) {
   EXPECT_FALSE(IsTrue(kOtherSecret, 1, challenge, claim, verdict));
   EXPECT_FALSE(IsTrue(kSecret, 1, challenge, other, verdict));
   EXPECT_FALSE(IsTrue(kSecret, 1, challenge, claim, Verdict()));
-  EXPECT_FALSE(IsTrue(kSecret, 1, challenge, claim, {1, claim.proof}));  // given back what it has said itself
+  EXPECT_FALSE(IsTrue(kSecret, 1, challenge, claim, {1, claim.proof}));  // it gets its own proof back
   EXPECT_FALSE(IsTrue(kSecret, 1, challenge, claim, {0, verdict.proof}));
 
   Challenge strange = challenge;
@@ -142,7 +142,7 @@ TEST(TcpMeeting, WhoDoesNotKnowTheSecretIsRefusedAndTheRankIsAwaitedStill) {
   EXPECT_TRUE(second.ok()) << second.status();
 }
 
-// Whoever answers learns nothing that it could show to another rank.
+// The answering side learns nothing that it could show to another rank.
 TEST(TcpMeeting, TheSecretIsNotTold) {
   int32_t port = 0;
   const auto listener = ListenAtAnyPort("127.0.0.1", &port);
@@ -215,7 +215,7 @@ TEST(TcpCommunicator, ARankThatHangsIsNoticedBesideABusyOne) {
 
   std::atomic<bool> noticed = false;
   std::thread trickle([&] {
-    // The same call as the other's, which never ends but always goes on.
+    // Equal to the other's call, which never ends but always makes progress.
     char header[kHeaderBytes];
     ASSERT_TRUE(ReceiveAll(busy, header, sizeof(header), Patient()).ok());
     ASSERT_TRUE(SendAll(busy, header, sizeof(header), Patient()).ok());

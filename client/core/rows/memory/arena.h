@@ -40,9 +40,9 @@ class Arena {
   using Make = std::function<absl::StatusOr<std::shared_ptr<const Backing>>(int64_t bytes)>;
   using Drop = std::function<void(Backings backings)>;
 
-  // `make` makes a backing of at least so many bytes; `drop` is told of those that go, before they do, without a lock held.
-  // At most `max_bytes` of backings at any time. The first has `first_bytes`, later ones as much as there is already, or what the
-  // block needs.
+  // `make` makes a backing of at least so many bytes. `drop` is called with backings before they go, without a lock held. At most
+  // `max_bytes` of backings at any time. The first has `first_bytes`, later ones as much as there is already, or the size of the
+  // block.
   Arena(int64_t max_bytes, int64_t first_bytes, Make make, Drop drop);
   // Drops the backings without blocks; the others go with their last block, without `drop`.
   ~Arena();
@@ -51,12 +51,12 @@ class Arena {
 
   // Bytes [offset, offset + bytes) of a backing, given back when it goes.
   class Block;
-  // RESOURCE_EXHAUSTED without a reason if there is no room, or what `make` says.
+  // RESOURCE_EXHAUSTED without a reason if there is no room, or the error of `make`.
   absl::StatusOr<std::shared_ptr<Block>> Allocate(int64_t bytes);
 
   // The backing in whose blocks [data, data + bytes) lies, or null.
   std::shared_ptr<const Backing> Find(const void* data, int64_t bytes) const;
-  // No block is made in this backing any more; it goes with its last one. For memory that somebody else may still write to.
+  // No block is made in this backing any more; it goes with its last one. For memory that another process may still write to.
   void Retire(const Backing& backing);
 
   int64_t backing_bytes() const;

@@ -11,7 +11,7 @@
 namespace headwater::client::internal {
 namespace {
 
-// Of CUpointer_attribute and CUmemorytype.
+// Values of CUpointer_attribute and CUmemorytype.
 constexpr int kContextAttribute = 1;
 constexpr int kMemoryTypeAttribute = 2;
 constexpr int kBufferIdAttribute = 7;
@@ -71,9 +71,9 @@ absl::StatusOr<CudaDriver::Allocation> CudaDriver::Describe(const void* address)
     return absl::InvalidArgumentError("rows that are said to lie in device memory do not");
   }
   Allocation allocation;
-  // Memory of a pool, and memory that was mapped, belongs to no context; what works on it may use any of its device.
+  // Memory of a pool, and mapped memory, belongs to no context; work on it may use any context of its device.
   if (PointerGetAttribute(&allocation.context, kContextAttribute, pointer) != 0 || allocation.context == nullptr) {
-    static_cast<void>(DevicePrimaryCtxRetain(&allocation.context, device));  // kept: it is the one that everybody uses
+    static_cast<void>(DevicePrimaryCtxRetain(&allocation.context, device));  // kept: nearly all programs use the primary one
   }
   unsigned managed = 0;
   unsigned capable = 0;

@@ -1,5 +1,5 @@
-// CudaDriver: what the client needs of NVIDIA's driver, by dlopen() of libcuda.so.1, with prototypes of its own: the client is
-// built without CUDA, and runs without it.
+// CudaDriver: NVIDIA's driver, loaded by dlopen() of libcuda.so.1 and declared here. The client is built without CUDA, and runs
+// without it.
 #ifndef HEADWATER_CLIENT_CORE_ROWS_MEMORY_CUDA_DRIVER_H_
 #define HEADWATER_CLIENT_CORE_ROWS_MEMORY_CUDA_DRIVER_H_
 
@@ -62,14 +62,14 @@ class CudaDriver {
   // OK, or INTERNAL with `what` and the driver's name of the error.
   absl::Status Check(CuResult result, const char* what) const;
 
-  // What an address of device memory belongs to.
+  // The allocation that an address of device memory belongs to.
   struct Allocation {
     CuDevicePointer base = 0;
     int64_t bytes = 0;
     uint64_t buffer_id = 0;  // never the same for two allocations
     CuContext context = nullptr;
     bool exportable = false;  // by cuIpcGetMemHandle()
-    const char* kind = "";    // why not, if it is not: what it is
+    const char* kind = "";    // if it cannot be exported: the kind of memory
   };
   // INVALID_ARGUMENT if the address is no device memory.
   absl::StatusOr<Allocation> Describe(const void* address) const;

@@ -11,7 +11,7 @@
 namespace headwater::client::internal {
 namespace {
 
-// Of CUevent_flags, CUstream_flags.
+// Values of CUevent_flags and CUstream_flags.
 constexpr unsigned kInterprocess = 4;
 constexpr unsigned kNonBlockingStream = 1;
 
@@ -163,7 +163,7 @@ absl::StatusOr<std::shared_ptr<const DeviceBacking>> DeviceMemory::Export(const 
   if (bytes > allocation.bytes || offset > static_cast<CuDevicePointer>(allocation.bytes - bytes)) {
     return absl::InvalidArgumentError("rows that are said to lie in device memory reach beyond their allocation");
   }
-  std::vector<std::shared_ptr<const Backing>> dropped;  // told without the lock
+  std::vector<std::shared_ptr<const Backing>> dropped;  // passed to drop without the lock
   std::shared_ptr<const DeviceBacking> found;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -251,7 +251,7 @@ absl::StatusOr<std::unique_ptr<DeviceRead>> DeviceRead::Begin(std::shared_ptr<De
   };
   absl::Status status = begin();
   if (status.ok()) return read;
-  // No event may stand behind what has been enqueued.
+  // Enqueued work may lack an event behind it.
   static_cast<void>(read->context_->Synchronize(stream));
   return status;
 }

@@ -18,9 +18,8 @@
 
 namespace headwater::client::internal {
 
-// One CUDA context of this process, as far as rows are concerned. Thread-safe. The primary context of a device, which is the one
-// that nearly everybody uses, lives as long as this object at least, though all others let go of it; another one must be kept by
-// those who made it.
+// One CUDA context of this process, as used for rows. Thread-safe. The primary context of a device, which nearly all programs use,
+// lives at least as long as this object. The owner of another context must keep it.
 class DeviceContext {
  public:
   static absl::StatusOr<std::shared_ptr<DeviceContext>> Make(const CudaDriver& driver, CuContext context);
@@ -32,7 +31,7 @@ class DeviceContext {
 
   const CudaDriver& driver() const { return driver_; }
   CuContext context() const { return context_; }
-  // Of the interprocess event that Record() records.
+  // The handle of the interprocess event that Record() records.
   const CuIpcHandle& event_handle() const { return event_handle_; }
 
   // The event stands for the work so far of `stream`, and for all that it stood for before: calls of several streams share it.
@@ -42,7 +41,7 @@ class DeviceContext {
   absl::Status Synchronize(CuStream stream);
   // CopyOn(), and waits for it.
   absl::Status CopyNow(CuStream stream, void* to, const void* from, int64_t bytes);
-  // Copies after what the event stands for, on a stream of its own. Does not wait for it, if the host's memory is page-locked.
+  // Copies after the event's work, on a stream of its own. Does not wait for it, if the host's memory is page-locked.
   absl::Status CopyAfterEvent(void* to, const void* from, int64_t bytes);
   // Waits for all that CopyAfterEvent() has begun.
   absl::Status AwaitCopies();
@@ -65,7 +64,7 @@ class DeviceContext {
 // A whole allocation, of the caller or of this client.
 class DeviceBacking final : public Backing {
  public:
-  // Of the caller: not freed here.
+  // The caller's memory, which is not freed here.
   DeviceBacking(std::shared_ptr<DeviceContext> context, CuDevicePointer base, int64_t bytes, const CuIpcHandle& handle, bool owned)
       : context_(std::move(context)), base_(base), bytes_(bytes), handle_(handle), owned_(owned) {}
   // Memory of this client that can be exported. RESOURCE_EXHAUSTED if there is none left.
@@ -89,17 +88,17 @@ class DeviceBacking final : public Backing {
 // Thread-safe.
 class DeviceMemory {
  public:
-  // `drop` is told of the backings that go; see Arena. At most `max_bytes` (for each context) are allocated for rows that cannot
-  // be exported where they lie.
+  // `drop` is called with backings before they go; see Arena. At most `max_bytes` (for each context) are allocated for rows that
+  // cannot be exported where they lie.
   DeviceMemory(int64_t max_bytes, Arena::Drop drop);
   // Drops all backings.
   ~DeviceMemory();
 
   // The driver's context that the memory at `data` belongs to. An error says why there is none.
   absl::StatusOr<std::shared_ptr<DeviceContext>> ContextOf(const void* data);
-  // The allocation in which [data, data + bytes) lies. FAILED_PRECONDITION, in one sentence, if it cannot be exported. The same
-  // object as long as the allocation lives and is asked for now and then; one that was freed and made again at its address is
-  // another.
+  // The allocation in which [data, data + bytes) lies. FAILED_PRECONDITION, in one sentence, if it cannot be exported. Repeated
+  // calls return one object as long as the allocation lives and is asked for now and then. A new allocation at the same address
+  // gets another object.
   absl::StatusOr<std::shared_ptr<const DeviceBacking>> Export(const void* data, int64_t bytes);
   // Memory that can be exported. RESOURCE_EXHAUSTED if there is none left.
   absl::StatusOr<std::shared_ptr<Arena::Block>> Allocate(const std::shared_ptr<DeviceContext>& context, int64_t bytes);
@@ -121,15 +120,15 @@ class DeviceMemory {
   std::list<Known> known_;  // the caller's allocations, the last used first
 };
 
-// A copy of device memory to page-locked host memory that is under way, piece by piece in order, so that the first bytes can be
-// sent while the others come. Thread-safe.
+// A copy of device memory to page-locked host memory in progress, piece by piece in order. The first bytes can be sent while the
+// others come. Thread-safe.
 class DeviceRead {
  public:
   // Bytes of a piece: 80 us over PCIe 5, and as much as several streams take at once to begin with.
   static constexpr int64_t kPieceBytes = int64_t{4} << 20;
 
-  // Begins to copy `bytes` (>= 1) after the work so far of `stream`, on the stream, and waits for the first piece: what is left
-  // then waits for nothing but the copy itself. `to` must be page-locked. Both memories must stay until this object has gone.
+  // Begins to copy `bytes` (>= 1) on `stream`, after its work so far, and waits for the first piece. The other pieces then wait
+  // only for the copy itself. `to` must be page-locked. Both memories must stay until this object has gone.
   static absl::StatusOr<std::unique_ptr<DeviceRead>> Begin(std::shared_ptr<DeviceContext> context, CuStream stream, void* to,
                                                            const void* from, int64_t bytes);
   // Waits for the whole copy.

@@ -151,8 +151,8 @@ absl::Status Placement::CopyIn(CuStream stream) {
       LockForDevice(*tensor.region, tensor.context);
       through_host = true;
     } else if (absl::Status ordered = tensor.context->Record(stream); !ordered.ok()) {
-      // A call that ended early left the block while its own copy into it may still wait, on another stream: the event stands for
-      // that copy, and this stream waits for what the event stood for.
+      // A call that ended early left the block while its own copy into it may still wait, on another stream. The event stands for
+      // that copy, and this stream waits for the event's former work.
       return ordered;
     }
     return tensor.context->CopyOn(stream, tensor.block->data(), tensor.mine.data, tensor.mine.bytes());
@@ -162,7 +162,7 @@ absl::Status Placement::CopyIn(CuStream stream) {
     if (status.ok() && through_host) status = context->Synchronize(stream);
   }
   if (status.ok()) return status;
-  // What was placed is free for others from now on: no copy may be under way.
+  // The placed memory is free for others from now on: no copy may be under way.
   for (const auto& context : contexts) static_cast<void>(context->Synchronize(stream));
   return status;
 }
@@ -207,7 +207,7 @@ void Placement::Abandon() {
   const Deadline deadline = std::chrono::system_clock::now() + kAbandonTimeout;
   std::vector<std::shared_ptr<const Backing>> callers;
   static_cast<void>(ForEach([&](PlacedTensor& tensor, bool) {
-    // What was copied may be written to as long as the server likes, if nobody uses it again; the caller's own memory may not.
+    // The server may write to copies as long as it likes, if they are not used again. It must not write to the caller's own memory.
     if (tensor.block == nullptr) {
       callers.push_back(tensor.backing());
     } else if (tensor.region != nullptr) {

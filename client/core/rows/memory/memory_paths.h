@@ -1,4 +1,4 @@
-// MemoryPaths: how the rows of a call reach a server of the same host without the network.
+// MemoryPaths: the paths by which the rows of a call reach a server of the same host without the network.
 //
 //   std::shared_ptr<MemoryPaths> paths = MemoryPaths::Create(target, channel, client_options, {});
 //   auto placement = paths->Place(memory, "", Transport::kAuto, {deadline, cancel});  // or why not, in one sentence
@@ -7,15 +7,15 @@
 //   the server answered OK:            placement->Finish();          // grad_hidden is in the caller's memory now
 //   it answered another status:        nothing; the placement serves the next attempt, or goes
 //   it answered REGION_NOT_FOUND or SESSION_NOT_FOUND:  placement->Renew(session id, {deadline, cancel}), then the attempt again
-//   the call ended without its answer (cancelled, deadline, broken connection):  placement->Abandon(), before the caller is told
+//   the call ended without its answer (cancelled, deadline, broken connection):  placement->Abandon(), then the caller's result
 //
 // Paths. Rows in memory of AllocateRows() are used in place (shared_memory). Other host memory is copied, by several threads, into
-// slots of shared regions (shared_memory). Device memory is used in place (cuda_ipc); where its allocation is private, it is copied
-// on the device into memory that can be exported (cuda_ipc), and so it is where it cannot be (with why_not_better()); where device
-// memory cannot be shared with the server at all, through page-locked shared regions (shared_memory, with why_not_better()).
+// slots of shared regions (shared_memory). Device memory is used in place (cuda_ipc). Where its allocation is private or cannot be
+// exported, it is copied on the device into memory that can be (cuda_ipc). The second case sets why_not_better(). Where device
+// memory cannot be shared with the server at all, it goes through page-locked shared regions (shared_memory, why_not_better()).
 //
-// Regions are registered with the server when a call first needs them, once for each session that does. All of it is thread-safe
-// but for a single Placement. Placements and rows keep their MemoryPaths.
+// Regions are registered with the server when a call first needs them, once for each session that does. Everything is thread-safe
+// except a single Placement. Placements and rows keep their MemoryPaths.
 #ifndef HEADWATER_CLIENT_CORE_ROWS_MEMORY_MEMORY_PATHS_H_
 #define HEADWATER_CLIENT_CORE_ROWS_MEMORY_MEMORY_PATHS_H_
 
@@ -42,7 +42,6 @@ namespace headwater::client::internal {
 
 class MemoryPaths;
 
-// One tensor of a placement.
 struct PlacedTensor {
   explicit PlacedTensor(const RowsView& rows) : mine(rows) {}
 
@@ -76,8 +75,8 @@ class Placement {
   // The server has forgotten the regions or the session: registers again, for `session_id` (empty: an own session). The rows stay
   // where they are. Blocks.
   absl::Status Renew(const std::string& session_id, const Wait& wait);
-  // The call ended without the server's answer, so that the server may still read and write. Returns when it does no more, or after
-  // 10 s without an answer to that; slots that it may still write to are never used again.
+  // The call ended without the server's answer, so that the server may still read and write. Returns when the server uses nothing
+  // any more, or after 10 s without its answer. Slots that it may still write to are never used again.
   void Abandon();
 
  private:
@@ -91,7 +90,7 @@ class Placement {
   absl::Status PlaceInHostMemory(PlacedTensor* tensor, const Wait& wait);
   absl::Status PlaceInDeviceMemory(PlacedTensor* tensor, const Wait& wait);
   absl::Status Register(PlacedTensor* tensor, const Wait& wait);
-  // The rows' way into what was placed.
+  // The rows' way into their placed memory.
   absl::Status CopyIn(CuStream stream);
 
   std::shared_ptr<MemoryPaths> paths_;
@@ -103,7 +102,7 @@ class Placement {
 
 // Memory for rows that the library hands out. It is given back with the last copy of this.
 struct RowMemory {
-  std::shared_ptr<void> owner{};  // keeps the memory, and what that is a part of
+  std::shared_ptr<void> owner{};  // keeps the memory, and the object that it is a part of
   unsigned char* data = nullptr;  // aligned to 4096 bytes
   bool shared = false;            // in a region that a server of the same host can map
   bool page_locked = false;       // copies between it and a GPU need no thread that waits; only staging can be
@@ -134,16 +133,16 @@ class MemoryPaths : public std::enable_shared_from_this<MemoryPaths> {
   MemoryPaths& operator=(const MemoryPaths&) = delete;
 
   // Places the rows of a call, whose hidden states are not empty; they stay as they are until the placement has gone. `session_id`:
-  // the session that the call must name because it owns the contribution; empty: one of this object's own, which is opened when it
-  // is first needed. (A call that must have no session, so that nobody owns its contribution, cannot be placed.) Copies rows that
-  // lie elsewhere, and records the stream's work so far. Blocks for copies and registrations, as long as `wait` says at most: a
-  // server that stands still delays no cancelled call. What it had begun to open or register then serves the next call.
+  // the session that the call must name because it owns the contribution. Empty: a session of this object, which is opened when it
+  // is first needed. (A call without a session, whose contribution has no owner, cannot be placed.) Copies rows that lie elsewhere,
+  // and records the stream's work so far. Blocks for copies and registrations, at most for `wait`: a server that hangs delays no
+  // cancelled call. Openings and registrations in progress then serve the next call.
   //
   // `demand`: the path that the call must take, kAuto for the best that works; never kGrpc.
   //
-  // FAILED_PRECONDITION / TRANSPORT_UNAVAILABLE: the path does not work for these rows; the message says why in one sentence. What
-  // does not depend on the rows is found out once a minute, so that asking again costs nothing. Other errors are those of
-  // OpenSession and RegisterSharedMemory.
+  // FAILED_PRECONDITION / TRANSPORT_UNAVAILABLE: the path does not work for these rows; the message says why in one sentence.
+  // Properties that do not depend on the rows are found out once a minute, so that asking again costs nothing. Other errors are
+  // those of OpenSession and RegisterSharedMemory.
   absl::StatusOr<Placement> Place(const CallMemory& memory, const std::string& session_id, Transport demand, const Wait& wait);
 
   // Memory that Place() uses without a copy, zero at first and whatever was left there when it is used again. Makes no call.
@@ -151,8 +150,8 @@ class MemoryPaths : public std::enable_shared_from_this<MemoryPaths> {
   // system has no shared memory.
   absl::StatusOr<RowMemory> AllocateRows(int64_t bytes);
 
-  // Host memory through which rows of device memory go by gRPC: page-locked for the device of `device_data` where that can be had,
-  // and used again, because fresh and pageable memory costs several times the copy. Errors are AllocateRows()'s.
+  // Host memory through which rows of device memory go by gRPC. It is page-locked for the device of `device_data` where possible,
+  // and reused, because fresh and pageable memory costs several times the copy. Errors are AllocateRows()'s.
   absl::StatusOr<RowMemory> AllocateStaging(const void* device_data, int64_t bytes);
   // The context of device memory, for copies of it. TRANSPORT_UNAVAILABLE without CUDA.
   absl::StatusOr<std::shared_ptr<DeviceContext>> ContextOf(const void* device_data);
@@ -169,7 +168,7 @@ class MemoryPaths : public std::enable_shared_from_this<MemoryPaths> {
   MemoryPaths(const std::string& target, std::shared_ptr<grpc::Channel> channel, const ClientOptions& client_options,
               const MemoryPathsOptions& options);
 
-  ServerRegions server_;  // first: the others tell it of what they drop
+  ServerRegions server_;  // first: the others report their drops to it
   CopyThreads copies_;
   Arena host_;
   DeviceMemory device_;

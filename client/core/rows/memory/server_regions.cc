@@ -16,7 +16,7 @@ using SteadyClock = std::chrono::steady_clock;
 // How long a path that did not work is not tried again.
 constexpr std::chrono::seconds kFindingLife{60};
 constexpr std::chrono::seconds kDropTimeout{10};
-// How long a server may take to register memory, at least: whoever gave up before finds it registered afterwards.
+// The least time that a server may take to register memory; a caller that gave up before finds it registered afterwards.
 constexpr std::chrono::seconds kRegisterTimeout{30};
 
 // Regions need a session, whatever the options say of contributions.
@@ -27,8 +27,7 @@ ClientOptions WithSession(ClientOptions options) {
 
 Deadline DropDeadline() { return std::chrono::system_clock::now() + kDropTimeout; }
 
-// The answer of a server that cannot be reached, or of a session that is no more; everything else says that this memory cannot be
-// used there.
+// Whether the server cannot be reached or the session has ended. Any other error means that this memory cannot be used there.
 bool IsOfTheCall(const absl::Status& status) {
   return status.code() == absl::StatusCode::kUnavailable || status.code() == absl::StatusCode::kCancelled ||
          status.code() == absl::StatusCode::kDeadlineExceeded || ErrorReason(status) == "SESSION_NOT_FOUND";
@@ -44,7 +43,7 @@ ServerRegions::ServerRegions(const std::string& target, std::shared_ptr<grpc::Ch
 
 ServerRegions::~ServerRegions() {
   CloseSession();
-  for (Farewell& farewell : farewells_) farewell.context.TryCancel();  // nobody adds or removes any more
+  for (Farewell& farewell : farewells_) farewell.context.TryCancel();  // no thread adds or removes any more
   std::unique_lock<std::mutex> lock(farewells_mutex_);
   farewell_over_.wait(lock, [&] {
     return std::all_of(farewells_.begin(), farewells_.end(), [](const Farewell& farewell) { return farewell.over; });
@@ -296,7 +295,7 @@ bool ServerRegions::Drop(Backings backings, std::optional<Deadline> until) {
   return changed_.wait_until(lock, *until, nobody_drops) && answers.unused;
 }
 
-// What is answered changes nothing but `answers`: a region that could not be given back goes with its session.
+// Gives regions back. An answer changes nothing but `answers`: a region that could not be given back ends with its session.
 void ServerRegions::GiveBack(const std::vector<Region>& regions, Deadline deadline, Answers* answers) noexcept {
   for (const Region& region : regions) {
     Farewell* farewell = nullptr;

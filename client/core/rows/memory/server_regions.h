@@ -27,12 +27,11 @@
 
 namespace headwater::client::internal {
 
-// Thread-safe. What blocks ends with its Wait, CANCELLED or DEADLINE_EXCEEDED, whether the server answers or not, and spoils
-// nothing for others: a registration that the server may already be making goes on by itself, and serves the next call that needs
-// it.
+// Thread-safe. A blocking call ends with its Wait, CANCELLED or DEADLINE_EXCEEDED, whether the server answers or not. A
+// registration that the server may already be making continues by itself, and serves the next call that needs it.
 class ServerRegions {
  public:
-  // Cancels what nobody waits for, and waits for its end.
+  // Cancels calls without waiters, and waits for their end.
   ~ServerRegions();
   ServerRegions(const ServerRegions&) = delete;
   ServerRegions& operator=(const ServerRegions&) = delete;
@@ -48,9 +47,9 @@ class ServerRegions {
   // OK if host memory can be passed to this server, as far as is known; TRANSPORT_UNAVAILABLE says why not. `named` gets whether it
   // is passed by name.
   absl::Status HostMemoryWorks(const Wait& wait, bool* named);
-  // The same for device memory.
+  // Whether the server can use device memory.
   absl::Status DeviceMemoryWorks(const Wait& wait);
-  // What HostMemoryWorks() found out last; makes no call.
+  // The last result of HostMemoryWorks(); makes no call.
   bool PassesByName() const;
 
   // The region of a backing in a session, registered if it is not. TRANSPORT_UNAVAILABLE: the server cannot use it, or has no room
@@ -59,9 +58,9 @@ class ServerRegions {
   absl::StatusOr<std::string> Register(const std::string& session_id, const DeviceBacking& backing, const Wait& wait);
 
   // Gives the backings' regions back in all sessions, all at once. `until`: waits until the server uses them no more, also those
-  // that another call gives back at this time (false: it may still use one); otherwise the answers are not waited for.
+  // that another call gives back now (false: it may still use one). Otherwise the answers are not awaited.
   bool Drop(Backings backings, std::optional<Deadline> until);
-  // The server does not know `region_id`, or another region of the same call: the backing is registered again when it is needed, if
+  // The server does not know `region_id`, or another region of the same call. The backing is registered again when it is needed, if
   // that has not been done since.
   void Lost(const std::string& session_id, const Backing& backing, const std::string& region_id);
   // The session has ended: its registrations are made again when they are needed.
@@ -75,7 +74,7 @@ class ServerRegions {
     std::chrono::steady_clock::time_point end;
   };
 
-  // What a Drop() waits for. Guarded by farewells_mutex_.
+  // The answers that a Drop() waits for. Guarded by farewells_mutex_.
   struct Answers {
     int missing = 0;
     bool unused = true;  // as far as has been answered
@@ -87,7 +86,7 @@ class ServerRegions {
     grpc::ClientContext context;
     v1::UnregisterSharedMemoryRequest request;
     v1::UnregisterSharedMemoryResponse response;
-    Answers* answers = nullptr;  // null: nobody waits for it
+    Answers* answers = nullptr;  // null: without a waiter
     bool over = false;           // guarded by farewells_mutex_
   };
 
@@ -109,7 +108,7 @@ class ServerRegions {
   void Over(Farewell* farewell, const grpc::Status& answer);
 
   absl::StatusOr<std::shared_ptr<const v1::ServerInfo>> Info(const Wait& wait, bool again);
-  // OK, or what is known, or problem(info): a sentence, empty if there is none.
+  // OK, or the known obstacle, or problem(info): a sentence, empty if there is none.
   template <typename Problem>
   absl::Status Works(std::optional<Finding>* known, const Wait& wait, Problem problem);
   absl::StatusOr<std::string> Token(const SharedRegion& region, const Wait& wait);

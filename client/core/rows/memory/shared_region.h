@@ -15,8 +15,8 @@ namespace headwater::client::internal {
 
 class SharedRegion final : public Backing {
  public:
-  // Zeroed, allocated in full. `named`: a file under /dev/shm, `headwater-` and random digits, which goes with this object (and
-  // stays if the process is killed); else a memfd, sealed against shrinking, growing and further seals.
+  // Zeroed, allocated in full. `named`: a file under /dev/shm, `headwater-` and random digits, which is removed with this object
+  // (and stays if the process is killed). Otherwise a memfd, sealed against shrinking, growing and further seals.
   static absl::StatusOr<std::shared_ptr<const SharedRegion>> Make(int64_t bytes, bool named);
   ~SharedRegion() override;
 
@@ -26,8 +26,8 @@ class SharedRegion final : public Backing {
   // Under /dev/shm; empty for a memfd.
   const std::string& name() const { return name_; }
 
-  // Calls `lock`, which page-locks the region for CUDA and returns what undoes that, or null if it cannot: the first time only.
-  // Whether the region is page-locked. What undoes it is called with the region still mapped, before it goes.
+  // Calls `lock` the first time only. It page-locks the region for CUDA and returns the function that undoes that, or null if it
+  // cannot. Whether the region is page-locked. That function is called before the region is unmapped.
   bool LockOnce(const std::function<std::function<void()>()>& lock) const;
 
  private:
@@ -43,9 +43,9 @@ class SharedRegion final : public Backing {
   mutable std::function<void()> unlock_;
 };
 
-// Passes a memfd to the server's descriptor socket, by the protocol of docs/api.md; the token. An error says in one sentence what
-// failed. `incarnation`: of the server that is meant (GetServerInfo). Blocks as long as `wait` says, and for 10 s at most. A server
-// that gets the memfd of somebody who has gone forgets it.
+// Passes a memfd to the server's descriptor socket, by the protocol of docs/api.md; the token. An error names the failed operation
+// in one sentence. `incarnation`: of the server that is meant (GetServerInfo). Blocks as long as `wait` says, and for 10 s at most.
+// A server drops a memfd whose sender has gone.
 absl::StatusOr<std::string> PassDescriptor(const std::string& socket_path, int memfd, int64_t bytes, const std::string& incarnation,
                                            const Wait& wait);
 

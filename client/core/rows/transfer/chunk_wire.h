@@ -19,7 +19,7 @@ namespace headwater::client::internal {
 // A response message (ComputeLossResponse or TransferRowsResponse): a chunk, or the summary, or neither. Move-only.
 struct DecodedResponse {
   bool has_chunk = false;
-  v1::ChunkView chunk{};                 // its data lies in what this holds
+  v1::ChunkView chunk{};                 // its data lies in this object's memory
   std::optional<std::string> summary{};  // serialized MicroBatchSummary
 
   std::vector<grpc::Slice> slices{};                       // the message

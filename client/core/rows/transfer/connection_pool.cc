@@ -57,7 +57,7 @@ absl::StatusOr<std::vector<ConnectionLease>> ConnectionPool::Acquire(const std::
     }
     std::lock_guard<std::mutex> lock(mutex_);
     DropUnusable(peer);
-    // Another call may have made some meanwhile: what is too much goes again.
+    // Another call may have made some meanwhile; surplus connections are closed.
     for (auto& connection : fresh) {
       if (Missing(count) > 0) connections_.push_back(std::move(connection));
     }

@@ -29,7 +29,7 @@ class ConnectionPool {
   // ones are given up. A call that finds no idle one opens another, up to the maximum. Blocks while they are made; errors are those
   // of DataConnection::Open().
   absl::StatusOr<std::vector<ConnectionLease>> Acquire(const std::string& peer, int count, const Wait& wait);
-  // Likewise without blocking; empty if connections would have to be made.
+  // Takes existing connections without blocking; empty if connections would have to be made.
   std::vector<ConnectionLease> TryAcquire(const std::string& peer, int count);
 
  private:

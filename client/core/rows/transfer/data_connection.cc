@@ -81,7 +81,7 @@ std::optional<SocketAddress> ParsePeer(absl::string_view peer) {
   return address;
 }
 
-// The authority that the server sees: what the address names, without a scheme.
+// The authority that the server sees: the name in the address, without a scheme.
 std::string AuthorityOf(const std::string& peer) {
   if (!absl::StartsWith(peer, "ipv")) return "localhost";
   return Unescape(peer.substr(sizeof("ipv4:") - 1));

@@ -15,17 +15,17 @@
 
 namespace headwater::client::internal {
 
-// Why not an ordinary channel. All connections of a micro-batch must lead to the same server process, whatever the name resolves
-// to: this goes to the address at which that process has answered. And gRPC delays the end of a connection until what it is writing
-// has been written: if the other side stands still, slices of the caller's memory would stay in use for as long; shutting the
-// socket down ends the write at once.
+// A connection for rows, instead of an ordinary channel. All connections of a micro-batch must lead to the same server process,
+// whatever the name resolves to. This one leads to the address at which that process has answered. gRPC also delays the end of a
+// connection until its pending data has been written. If the other side hangs, slices of the caller's memory would stay in use for
+// as long. Shutting the socket down ends the write at once.
 //
-// It is never made anew: one that broke is replaced by another. Thread-safe.
+// A connection that broke is never reopened, but replaced by another. Thread-safe.
 class DataConnection {
  public:
-  // Connects to `peer`, as grpc::ClientContext::peer() names the server. An address that is not of the internet or Unix family, and
-  // TLS, are left to an ordinary channel: what it was writing when the other side stood still is let go of by its keepalive.
-  // UNAVAILABLE if nobody answers there; DEADLINE_EXCEEDED or CANCELLED where the wait ends before.
+  // Connects to `peer`, as grpc::ClientContext::peer() names the server. TLS, and addresses outside the internet and Unix families,
+  // use an ordinary channel. If the other side hangs, the channel's keepalive ends a pending write. UNAVAILABLE if no server
+  // answers there; DEADLINE_EXCEEDED or CANCELLED where the wait ends before.
   static absl::StatusOr<std::shared_ptr<DataConnection>> Open(const std::string& peer, const ClientOptions& options,
                                                               const Wait& wait);
   ~DataConnection();
@@ -39,7 +39,7 @@ class DataConnection {
   bool usable() const;
   // A call on it failed as they do when it is gone: no further calls.
   void Retire() { retired_ = true; }
-  // Ends it, and every call on it, at once; gRPC lets go of what it was writing.
+  // Ends the connection, and every call on it, at once; gRPC releases pending data.
   void Break();
 
   // Calls that use it: for the choice of the least busy one.

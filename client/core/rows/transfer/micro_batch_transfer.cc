@@ -100,7 +100,7 @@ absl::Status MicroBatchTransfer::Place(const Wait& wait) {
   if (status.ok()) return status;
   placement_.reset();
   const std::string reason = ErrorReason(status);
-  // What has ended the wait says nothing of the path, and ends the attempt on any.
+  // The end of the wait says nothing about the path, and ends the attempt on any.
   if (absl::Status ended = wait.Check(); !ended.ok() && reason != "TRANSPORT_UNAVAILABLE") return ended;
   // A session that is gone is replaced by those who opened it.
   if (demanded != Transport::kAuto || reason == "SESSION_NOT_FOUND") return status;
@@ -124,7 +124,7 @@ absl::Status MicroBatchTransfer::SendPlaced() {
 }
 
 absl::Status MicroBatchTransfer::SendRows() {
-  // What an earlier try of this attempt by shared memory has left.
+  // Left by an earlier try of this attempt by shared memory.
   if (!session_given_) header_.clear_session_id();
   ClearTransfer(header_);
   TransferRequest request;
@@ -170,10 +170,10 @@ absl::Status MicroBatchTransfer::PrepareGradCopy(TransferRequest* request) {
     HEADWATER_ASSIGN_OR_RETURN(grad_copy_, Allocate(memory_.result.data, bytes_down()));
   }
   HEADWATER_ASSIGN_OR_RETURN(grad_context_, transport().memory().ContextOf(memory_.result.data));
-  // The stream may be used otherwise while the call is under way: what it gets later must not hold the gradient up.
+  // The stream may be used otherwise while the call is under way: later work of the stream must not hold the gradient up.
   HEADWATER_RETURN_IF_ERROR(grad_context_->Record(static_cast<CuStream>(memory_.cuda_stream)));
   request->grad_hidden = grad_copy_->data;
-  // Rows go on as they come, if that makes gRPC's threads wait for nothing.
+  // Rows are passed on as they come, if that makes gRPC's threads wait for nothing.
   if (grad_copy_->page_locked) {
     request->on_grad_rows = [this, device = static_cast<const unsigned char*>(memory_.result.data)](int64_t first, int64_t count) {
       return grad_context_->CopyAfterEvent(const_cast<unsigned char*>(device) + first, grad_copy_->data + first, count);
@@ -191,7 +191,7 @@ void MicroBatchTransfer::Ended(TransferResult result) {
 }
 
 void MicroBatchTransfer::EndedByRows(TransferResult result) {
-  // Also of an attempt that failed: what it has begun to copy is the caller's memory.
+  // A failed attempt waits, too: the copy that it has begun writes the caller's memory.
   absl::Status copied = grad_context_ != nullptr ? FinishGradCopy(result.status.ok()) : absl::OkStatus();
   if (result.no_stripes && !repeated_ && !cancelled()) {
     repeated_ = true;

@@ -11,8 +11,8 @@
 
 namespace headwater::client::internal {
 
-// What the path itself makes necessary is repeated within an attempt: a region that the server has forgotten is registered again, a
-// server that refuses stripes gets one stream.
+// One attempt of a micro-batch. It repairs its path by itself: a region that the server has forgotten is registered again, a server
+// that refuses stripes gets one stream.
 class MicroBatchTransfer : public RowsCall {
  public:
   // `memory.teachers`: one for each term of the header, or fewer; without memory: the term has no such rows.
@@ -37,7 +37,7 @@ class MicroBatchTransfer : public RowsCall {
   bool EndBlocks(const TransferResult& result) const override;
   void EndedPlaced(TransferResult result);
   void EndedByRows(TransferResult result);
-  // Where gradients for device memory arrive, and how they go on.
+  // Prepares the memory where gradients for device memory arrive, and their copy.
   absl::Status PrepareGradCopy(TransferRequest* request);
   // The gradient's way from the host to the device ends, for an answer or for nothing.
   absl::Status FinishGradCopy(bool answered);
@@ -46,7 +46,7 @@ class MicroBatchTransfer : public RowsCall {
 
   int64_t bytes_up() const;
   int64_t bytes_down() const;
-  // What goes over the streams; over shared memory nothing does.
+  // Bytes that go over the streams; over shared memory none do.
   int64_t stream_bytes_up() const { return placement_.has_value() ? 0 : bytes_up(); }
   int64_t stream_bytes_down() const { return placement_.has_value() ? 0 : bytes_down(); }
   bool is_small() const;

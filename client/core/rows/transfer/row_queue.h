@@ -22,12 +22,12 @@ struct OutgoingRows {
   int64_t row_count = 0;  // >= 1
   int64_t row_bytes = 0;  // >= 1
   int64_t first_row = 0;  // of the micro-batch
-  // What brings them to `data`; null: they are there.
+  // The copy that brings them to `data`; null: they are there.
   const DeviceRead* arrival = nullptr;
 };
 
-// Hands out chunks to whichever stream can send next, the first rows of the micro-batch first, whatever tensor they are of: the
-// server starts to compute when it has them.
+// Hands out chunks to any stream that can send next. The first rows of the micro-batch come first, of every tensor: the server
+// starts to compute when it has them.
 class RowQueue {
  public:
   explicit RowQueue(std::vector<OutgoingRows> sources) : sources_(std::move(sources)), next_(sources_.size(), 0) {}

@@ -1,4 +1,4 @@
-// RowTransport: what the calls of one connection share that carry rows.
+// RowTransport: the state that calls with rows share on one connection.
 #ifndef HEADWATER_CLIENT_CORE_ROWS_TRANSFER_ROW_TRANSPORT_H_
 #define HEADWATER_CLIENT_CORE_ROWS_TRANSFER_ROW_TRANSPORT_H_
 
@@ -17,7 +17,7 @@
 
 namespace headwater::client::internal {
 
-// What calls need to know of the server process that answers now.
+// Facts about the server process that answers now, as calls need them.
 struct ServerFacts {
   std::string peer;             // its address, as grpc::ClientContext::peer()
   int max_stripes = 1;          // streams of a micro-batch
@@ -27,7 +27,7 @@ struct ServerFacts {
 // Thread-safe. The calls that use it keep it alive until they have ended.
 class RowTransport {
  public:
-  // `channel` leads to `target`; what is learned of the server is asked over it.
+  // `channel` leads to `target`; facts about the server are asked over it.
   RowTransport(std::string target, const ClientOptions& options, std::shared_ptr<grpc::Channel> channel);
 
   const std::string& target() const { return target_; }
@@ -35,12 +35,12 @@ class RowTransport {
   ConnectionPool& connections() { return connections_; }
   MemoryPaths& memory() { return *memory_; }
   DelayedTasks& timers() { return timers_; }
-  // For what begins a call, and may wait for the server: connecting, placing rows.
+  // Threads for the beginnings of calls, which may wait for the server: connecting, placing rows.
   DelayedTasks& beginnings() { return beginnings_; }
-  // For what ends one: it never waits behind calls that a server which stands still keeps from beginning.
+  // Threads for the ends of calls, which never wait behind beginnings that a hanging server holds up.
   DelayedTasks& endings() { return endings_; }
 
-  // What is known without asking.
+  // The facts known without asking.
   std::optional<ServerFacts> facts() const;
   // Asks the server. Blocks; the caller may cancel `context`.
   absl::StatusOr<ServerFacts> AskForFacts(grpc::ClientContext& context);
@@ -51,7 +51,7 @@ class RowTransport {
 
   // A micro-batch has succeeded. `path`: "grpc", ...; `stripes` only counts for that one.
   void Count(const std::string& path, bool on_device, int64_t bytes, int stripes);
-  // Why rows did not take a better path, or empty. The first sentence is said aloud.
+  // Why rows did not take a better path, or empty. The first sentence becomes a notice.
   void SetWhyNotBetter(const std::string& sentence);
   TransportStats stats() const;
 

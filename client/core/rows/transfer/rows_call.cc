@@ -20,7 +20,7 @@ int StripesFor(int64_t bytes_up, int64_t bytes_down, int max_stripes) {
 }
 
 void RowsCall::Cancel() {
-  cancel_.request_stop();  // wakes up what waits for the server
+  cancel_.request_stop();  // wakes up waits for the server
   std::shared_ptr<TransferCall> call;
   std::function<void()> waiting;
   {
@@ -38,8 +38,8 @@ void RowsCall::SetAttempt(Deadline deadline, Done done) {
 }
 
 void RowsCall::RunBeginning(std::function<absl::Status()> begin) {
-  // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the attempt
-  // cannot end.
+  // Under the lock, so that Cancel() either is seen here or finds the task, which takes the lock first. The attempt cannot end
+  // before the lock is released.
   std::lock_guard<std::mutex> lock(mutex_);
   DelayedTasks& workers = cancelled() ? transport_.endings() : transport_.beginnings();
   workers.Run(this, [this, begin = std::move(begin)] {

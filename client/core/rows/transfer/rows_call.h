@@ -40,7 +40,7 @@ class RowsCall : public Exchange {
 
   // An attempt begins, which ends with `done`.
   void SetAttempt(Deadline deadline, Done done);
-  // Runs what begins the attempt on a thread that may block; at once if the call is cancelled. An error ends the attempt.
+  // Runs the attempt's beginning on a thread that may block; at once if the call is cancelled. An error ends the attempt.
   void RunBeginning(std::function<absl::Status()> begin);
 
   // Gets connections for so many bytes each way. The first is false if it would have to block.
@@ -54,13 +54,13 @@ class RowsCall : public Exchange {
   virtual void Ended(TransferResult result) = 0;
   // Whether the end of the attempt copies rows, waits for copies, or calls the server.
   virtual bool EndBlocks(const TransferResult& result) const = 0;
-  // The attempt ends. Waits for copies that still read the caller's memory, of rows that were not sent any more, and keeps those
-  // that succeed for the next attempt.
+  // The attempt ends. Waits for copies that still read the caller's memory, of rows that are no longer sent, and keeps successful
+  // copies for the next attempt.
   void Deliver(absl::StatusOr<Answer> answer);
 
-  // Rows in host memory, `data` and `arrival` of OutgoingRows: the view itself, or a copy of device memory, which is made once for
-  // all rows that begin at its address and are no more.
-  // Blocks until the copy has begun, or for all of it if there is no page-locked memory.
+  // Rows in host memory, `data` and `arrival` of OutgoingRows: the view itself, or a copy of device memory. The copy is made once
+  // for all rows that begin at its address and are no more. Blocks until the copy has begun, or for all of it if there is no
+  // page-locked memory.
   absl::Status BringToHost(const RowsView& rows, void* cuda_stream, OutgoingRows* outgoing);
   // Host memory that stands for device memory: staging, or ordinary memory where there is none. RESOURCE_EXHAUSTED.
   absl::StatusOr<RowMemory> Allocate(const void* device_data, int64_t bytes);

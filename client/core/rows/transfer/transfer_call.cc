@@ -15,11 +15,11 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A cancelled stream ends, and gRPC lets go of what it had to send, within microseconds; but where the other side stands still both
-// wait for the end of a write that is under way.
+// A cancelled stream ends, and gRPC releases its pending data, within microseconds. If the other side hangs, both wait for the end
+// of a pending write.
 constexpr milliseconds kReleaseGrace{1000};
-// When a stripe has failed, the primary stream's own end is waited for, because it says why: briefly where the stripe's connection
-// broke, so that the server may know nothing of it; longer where the server itself ended the stripe.
+// When a stripe has failed, the primary stream's own end is awaited, because it says why. The wait is short where the stripe's
+// connection broke, since the server may not know of it, and longer where the server ended the stripe.
 constexpr milliseconds kCutStripeGrace{50};
 constexpr milliseconds kRefusedStripeGrace{2000};
 // When the micro-batch is answered, its other streams end by themselves. Rows may still be on their way on slower connections: so
@@ -74,7 +74,7 @@ class TransferCall::Stream : public grpc::ClientBidiReactor<grpc::ByteBuffer, gr
  private:
   void Written(bool ok) {
     request_.Clear();
-    // Not ok: the server answered before it had read everything, or the connection broke. OnDone tells which.
+    // Not ok: the server answered before it had read everything, or the connection broke. OnDone finds out which.
     if (!ok || half_closed_) return;
     const std::optional<RowQueue::Chunk> chunk = call_.queue_.Next(call_.request_.chunk_bytes);
     if (!chunk.has_value()) {
@@ -82,7 +82,7 @@ class TransferCall::Stream : public grpc::ClientBidiReactor<grpc::ByteBuffer, gr
       StartWritesDone();
       return;
     }
-    // For a fraction of a millisecond at most: what is copied from a device has begun to come.
+    // For a fraction of a millisecond at most: copies from a device have begun to come.
     if (absl::Status status = chunk->Await(); !status.ok()) return call_.Fail(std::move(status));
     call_.Refer();
     const grpc::Slice slices[] = {grpc::Slice(v1::ChunkMessagePrefix(v1::ChunkField::kOfRequest, chunk->header)),
@@ -273,7 +273,7 @@ void TransferCall::Release(bool by_stream) {
   if (by_stream) {
     Finish();
   } else {
-    // gRPC lets go of slices deep inside its own work, where nothing else may be done.
+    // gRPC releases slices deep inside its own work, where nothing else may be done.
     workers_.Run(this, [this] { Finish(); });
   }
 }
@@ -283,8 +283,8 @@ void TransferCall::Finish() {
   const Done done = std::move(done_);
   timers_.Forget(this);
   TransferResult result = MakeResult();
-  // Before the caller is told: its next call must find the connections idle, and if it lets go of everything this thread, which may
-  // be gRPC's, must not be the one that holds the last channel, whose end waits for gRPC's threads.
+  // Before the result is delivered: the caller's next call must find the connections idle. If the caller drops everything, this
+  // thread, which may be gRPC's, must not hold the last channel, whose end waits for gRPC's threads.
   std::vector<std::unique_ptr<Stream>> streams;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -315,7 +315,7 @@ TransferResult TransferCall::MakeResult() {
                         ? absl::UnavailableError(absl::StrCat("a stripe of the call to ", request_.target, " did not end"))
                         : FromGrpcStatus(*stripe_, request_.target);
   } else if (!cancelled_ && !cut_ && primary.error_code() == grpc::StatusCode::CANCELLED && !result.answered) {
-    // A server that shuts down does that to calls that reach it in that moment.
+    // A server that shuts down ends calls in this way that reach it in that moment.
     result.status = absl::UnavailableError(absl::StrCat(request_.target, " cut the call off: ", primary.error_message()));
   } else if (!primary.ok()) {
     result.status = FromGrpcStatus(primary, request_.target);

@@ -20,7 +20,7 @@
 
 namespace headwater::client::internal {
 
-// What goes over the wire.
+// The data of one transfer.
 struct TransferRequest {
   std::string method;         // "/headwater.v1.LossService/ComputeLoss", ...
   std::string first_message;  // serialized, with the header
@@ -31,8 +31,8 @@ struct TransferRequest {
   unsigned char* grad_hidden = nullptr;  // where the gradient's rows go; null: none are expected
   int64_t grad_row_count = 0;
   int64_t grad_row_bytes = 0;
-  // Told of bytes [first, first + count) of grad_hidden that are there; may be empty. Called by gRPC's threads, by several at once,
-  // and never after the result. An error fails the call.
+  // Called with bytes [first, first + count) of grad_hidden that have arrived; may be empty. Called by gRPC's threads, by several
+  // at once, and never after the result. An error fails the call.
   std::function<absl::Status(int64_t first, int64_t count)> on_grad_rows;
   std::string target;  // the server's name in errors
   Deadline deadline;
@@ -47,12 +47,12 @@ struct TransferResult {
   bool no_stripes = false;
 };
 
-// One attempt. Stream 0 is the primary one; the others are TransferRows. Rows go on whichever stream has room; payload slices refer
-// to the caller's memory. Gradients are copied once, from gRPC's memory to their destination, from whichever stream brings them;
-// each row exactly once.
+// One attempt. Stream 0 is the primary one; the others are TransferRows. Rows are sent on any stream that has room. Payload slices
+// refer to the caller's memory. Gradients are copied once, from gRPC's memory to their destination, by any stream. Each row comes
+// exactly once.
 //
-// The result comes after the last access to the caller's memory, also where the call is cancelled or cut: when all streams have
-// ended and gRPC refers to none of the slices. If that is not so kReleaseGrace after they were cancelled, or after the deadline,
+// The result comes after the last access to the caller's memory, also where the call is cancelled or cut. All streams have then
+// ended, and gRPC refers to none of the slices. If that is not so kReleaseGrace after they were cancelled, or after the deadline,
 // the connections are broken.
 class TransferCall : public std::enable_shared_from_this<TransferCall> {
  public:
@@ -72,18 +72,17 @@ class TransferCall : public std::enable_shared_from_this<TransferCall> {
  private:
   class Stream;
 
-  // By the streams.
   absl::Status TakeResponse(int stream, const grpc::ByteBuffer& message);
   void StreamEnded(int stream, const grpc::Status& status);
   void Fail(absl::Status status);
 
-  // Outside the lock. Of a stream that has ended, or not begun, this is right too.
+  // Outside the lock. It may be called for a stream that has ended or not begun, too.
   void CancelStreams();
   // Runs task(*this) then, unless the call has gone.
   void After(std::chrono::nanoseconds grace, std::function<void(TransferCall& call)> task);
-  // Cancels what is left when no gradient's row has come for a while.
+  // Cancels the remaining streams when no gradient's row has come for a while.
   void CutWhenRowsStop();
-  // Cancels what is left.
+  // Cancels the remaining streams.
   void Cut();
   // Breaks the connections if the call has not ended by then.
   void BreakAfter(std::chrono::nanoseconds grace);

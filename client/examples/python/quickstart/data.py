@@ -17,7 +17,7 @@ CONTEXT = 64  # tokens of one sequence
 TEXT_BYTES = 2_000_000
 HELD_OUT_EVERY = 10  # of ten files one is held out
 
-# What can become a token: a word with the space before it, a digit, a run of signs, a run of white space.
+# The pieces that can become tokens: a word with the space before it, a digit, a run of signs, a run of white space.
 PIECE = re.compile(r" ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s+")
 
 
@@ -57,7 +57,7 @@ class Tokenizer:
 
 
 def prepare(folder: Path) -> dict[str, int]:
-    """Writes train.npy and held_out.npy, int32 [sequences, CONTEXT + 1], to `folder`; returns what is in them."""
+    """Writes train.npy and held_out.npy, int32 [sequences, CONTEXT + 1], to `folder`; returns the counts of both."""
     training_text, held_out_text = read_text()
     tokenizer = Tokenizer(training_text)
     sizes = {"text_bytes": len(training_text.encode()) + len(held_out_text.encode()), "vocab_size": VOCAB_SIZE}

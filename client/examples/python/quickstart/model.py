@@ -23,11 +23,11 @@ STUDENT = {"hidden_size": 48, "layers": 1, "attention_heads": 2}
 
 
 def as_bfloat16(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to bfloat16, the gradient on its way back too: what mixed-precision training does to the stream between blocks.
+    """Rounded to bfloat16, the gradient on its way back too, as mixed-precision training rounds the stream between blocks.
 
-    That matters here because the same run on another number of threads then differs as such runs do: sums that come out one bit of
-    fp32 apart now and then fall on two sides of a rounding boundary. All in fp32, two runs differ by little more than the last bit
-    of the loss, and there is nothing to compare a difference with.
+    Rounding matters because the same run on another number of threads then differs as real runs do. Sums that differ by one bit of
+    fp32 now and then fall on two sides of a rounding boundary. All in fp32, two runs differ by little more than the last bit of the
+    loss, too little to compare with.
     """
     return x.bfloat16().float()
 

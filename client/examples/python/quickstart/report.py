@@ -48,7 +48,7 @@ def largest(verdicts: list[dict[str, float]], key: str) -> float:
 
 
 def training_bytes(run: dict[str, Any]) -> int:
-    """The trainer's peak memory beyond its libraries, data and body: what training with that head took."""
+    """The trainer's peak memory beyond its libraries, data and body: the cost of training with that head."""
     return run["peak_bytes"] - run["baseline_bytes"]
 
 

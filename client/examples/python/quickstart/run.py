@@ -1,6 +1,6 @@
 """The quickstart's main job against a running server: train with both heads, distil, compare, report.
 
-Each training run is a child process, because its peak memory is part of what is shown. Exits with 1 if a bound is missed.
+Each training run is a child process, because its peak memory is part of the report. Exits with 1 if a bound is missed.
 """
 
 import argparse

@@ -53,7 +53,7 @@ def main() -> None:
     held_out_batches = Batches(arguments.folder, "held_out", SEQUENCES)
     body = Body(BodyConfig(VOCAB_SIZE, context=CONTEXT, **TEACHER), seed=SEED)
     remote = arguments.head == "remote"
-    # What a trainer holds before it has computed anything: libraries, data and body, but nothing of a head.
+    # The state of a trainer before it has computed anything: libraries, data and body, but nothing of a head.
     head: heads.OwnHead | heads.RemoteHead
     if remote:
         head = heads.RemoteHead(arguments.server, HEAD_NAME, body, getattr(torch, arguments.data_type))

@@ -1,4 +1,4 @@
-"""What training and distillation share: the learning rate, memory, results."""
+"""The parts that training and distillation share: the learning rate, memory, results."""
 
 import json
 import math

@@ -35,7 +35,8 @@ class Witness:
         self._process.shutdown()
 
     def show(self, hidden: np.ndarray, targets: np.ndarray, loss: float, grad_hidden: np.ndarray, scale: float) -> None:
-        """One micro-batch: what went to the server, `scale` times its mean loss, and the gradient of that that came back."""
+        """One micro-batch: the tensors sent to the server, `scale` times its mean loss, and the gradient of that which came
+        back."""
         self._shown.append((hidden, targets, loss, grad_hidden, scale))
 
     def judge(self, step: int) -> None:

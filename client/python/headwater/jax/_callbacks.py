@@ -1,7 +1,7 @@
 """Calls of the host inside a program, as `jax.experimental.io_callback` and `jax.pure_callback` make them, but with numpy's arrays.
 
-Those of JAX bring each operand to a device first, by a thread of XLA's pool. Where all threads wait in callbacks, as with four
-devices on two cores, none is left to do it, and the program stands still (jax #24255). Transformations take a call for one of
+The callbacks of JAX bring each operand to a device first, by a thread of XLA's pool. Where all threads wait in callbacks, as with
+four devices on two cores, none is left to do it, and the program hangs (jax #24255). Transformations take a call for one of
 `io_callback`.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from jax._src.callback import IOEffect, _callback_op_sharding
 from jax.interpreters import batching, mlir
 
-# What JAX's refusal of effects under jax.checkpoint is to be answered with.
+# The remedy for JAX's refusal of effects under jax.checkpoint.
 CHECKPOINT_CURE = "put jax.checkpoint around the body alone, and compute the headwater loss of what it returns"
 
 
@@ -42,8 +42,8 @@ def call(
     Args:
         function: gets read-only arrays over XLA's memory, good until it returns; `memory` has None for each result. On a GPU see
             `_device`.
-        results: shapes and dtypes of what it returns.
-        is_pure: the call may be left out where nobody needs its results, and repeated.
+        results: shapes and dtypes of its results.
+        is_pure: the call may be left out where its results are unused, and repeated.
     """
     types = tuple(jax.core.ShapedArray(result.shape, result.dtype) for result in results)
     return tuple(call_p.bind(*operands.values(), function=function, names=tuple(operands), results=types, is_pure=is_pure))

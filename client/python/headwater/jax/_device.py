@@ -1,13 +1,13 @@
 """Calls of the host by programs on a CUDA GPU: an FFI handler on the device's stream, in place of JAX's callbacks.
 
-Those bring operands to the host and results back. Here rows stay on the device: the function gets the addresses of what it reads
-and writes, as PrivateRows, so that no other process opens XLA's memory. cffi makes the handler, which is Python's, from the
-declarations that jaxlib installs (xla/ffi/api/c_api.h); their layouts are those of the XLA that calls it. The handler has no trait,
+JAX's callbacks bring operands to the host and results back. Here rows stay on the device. The function gets the addresses of its
+inputs and outputs, as PrivateRows, so that no other process opens XLA's memory. The Python package cffi makes the handler from the
+declarations that jaxlib installs (xla/ffi/api/c_api.h), whose layouts are those of the XLA that calls it. The handler has no trait,
 so that XLA captures no call in a command buffer.
 
 Operands and results of two dimensions and float32, bfloat16 or float16 are rows. An operand of rows is a PrivateRows, good until
 the function returns; everything else is a numpy array. `memory` has a PrivateRows for each result of rows, where the function may
-write it; the function returns an array for each result, or that PrivateRows once it is written.
+write it. The function returns an array for each result, or that PrivateRows once it is written.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def memory_for(rows: Any, device: Any) -> tuple[jax.Array, PrivateRows]:
 
 
 def concrete(value: jax.Array) -> Any:
-    """What `Head`'s losses take of an array that has its values, on one device: rows on a GPU where they are, or a numpy array."""
+    """An array's values on one device as an argument for `Head`'s losses: rows on a GPU where they are, or a numpy array."""
     if not (_is_rows(value) and is_on_gpu(value)):
         return np.asarray(value)
     value.block_until_ready()  # so that any stream may read it
@@ -99,7 +99,7 @@ _handlers: list[Any] = []  # XLA calls them as long as the process lives
 
 @functools.cache
 def _declarations() -> tuple[cffi.FFI, Any]:
-    """What jaxlib says of XLA's FFI, with functions of CUDA's driver; and the constants in it."""
+    """The declarations of XLA's FFI from jaxlib, with functions of CUDA's driver, and the constants in it."""
     text = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     text = re.sub(r"//[^\n]*|/\*.*?\*/|#ifdef __cplusplus.*?#endif", "", text, flags=re.DOTALL)
     text = re.sub(r"^#(?!define \w+ \d+$)(?:.*\\\n)*.*$", "", text, flags=re.MULTILINE)
@@ -132,7 +132,7 @@ def _private_rows(address: int, shape: tuple[int, ...], dtype: np.dtype, stream:
 
 
 class _Function:
-    """What a program calls, and the types of what it takes and gives. The program keeps it alive."""
+    """A function that a program calls, with the types of its arguments and results. The program keeps it alive."""
 
     def __init__(self, run: Callable[..., Sequence[Any]], operands: dict[str, np.dtype], results: Sequence[np.dtype]):
         self.run, self.operands, self.results = run, operands, results
@@ -141,7 +141,7 @@ class _Function:
         _functions[self.number] = self
 
     def __call__(self) -> None:
-        """XLA keeps what can be called, and calls it by its number alone."""
+        """XLA keeps the callables, and calls them by their number alone."""
 
 
 _numbers = itertools.count()
@@ -232,7 +232,7 @@ class _Device:
 
 
 def _run(function: _Function, operands: list[_Buffer], results: list[_Buffer], device: _Device) -> None:
-    """Brings operands to the function, and what it returns into the results."""
+    """Brings operands to the function, and its results into the result buffers."""
     arrays: dict[str, Any] = {}
     for name, operand in zip(function.operands, operands, strict=True):
         arrays[name] = device.rows(operand)
@@ -258,8 +258,8 @@ def lower(platform: str, context: Any, *operands: Any, **parameters: Any) -> Any
     # XLA keeps these until an execution that has begun has ended, also where the program is forgotten before.
     context.module_context.add_host_callback(function)
     rule = jax.ffi.ffi_lowering(_TARGET, has_side_effect=not parameters["is_pure"])
-    # Of a call whose operand is a slice, or whose result goes into one, as in a scan, XLA makes a fusion beside the call, and runs
-    # both. Between barriers it sees no slices.
+    # A call's operand can be a slice, or its result can go into one, as in a scan. XLA then makes a fusion beside the call, and
+    # runs both. Between barriers it sees no slices.
     outcome = rule(context, *hlo.OptimizationBarrierOp(operands).results, function=np.int64(function.number))
     return hlo.OptimizationBarrierOp(outcome).results
 

@@ -68,8 +68,9 @@ def linear_softmax_cross_entropy_loss(
         x: [..., hidden_size], float32, float16 or bfloat16: hidden states, after the model's final norm.
         labels: [...] integers, each in [0, vocab_size) or `ignore_index`; aligned with x, already shifted.
         weight: [...] finite, any sign: multiplies each token's loss; a mask of 0 and 1, for example. No gradient.
-        reduction: "sum"; "mean", sum(weight * loss) / sum(weight) over the labels that are not ignored, 0 where there are none;
-            "none", [...] losses times weight, 0 for ignored labels, which take any upstream gradient, at a third more work.
+        reduction: "sum"; "mean", sum(weight * loss) / sum(weight) over the labels that are not ignored, 0 where all are ignored; or
+            "none". With "none" the result is [...] losses times weight, 0 for ignored labels, and takes any upstream gradient, at a
+            third more work.
         logsumexp_weight: >= 0, coefficient of logsumexp(logits)^2 (z-loss).
         label_smoothing: in [0, 1].
         temperature: > 0, divides the logits.
@@ -78,19 +79,19 @@ def linear_softmax_cross_entropy_loss(
             gradient.
         token_scaling: multiplies each token's loss by the probability of its label, as a constant.
         gradient_resolution: as in `Head.cross_entropy`: small entries of the gradient are rounded at random. 0: exact.
-        micro_batch: the id of this loss in the step, an integer >= 0, which may be traced. Unique among all trainers. None:
-            site * 2^40 + n * devices + device, where the loss is the program's site-th of this head (0, 1, ...), executes for the
-            n-th time in the step, and on the device-th of the devices of the shard_map around it: 0, 1, ... for one loss.
+        micro_batch: the id of this loss in the step, an integer >= 0, which may be traced. Unique among all trainers. None: site *
+            2^40 + n * devices + device. The loss is the program's site-th of this head (0, 1, ...), and executes for the n-th time
+            in the step. `device` is the index of its device in the shard_map around it. For one loss the ids are 0, 1, ...
         train: None adds the head's gradient where x has a gradient. True adds it also where x has none (a frozen body,
             stop_gradient): at forward, for an upstream gradient of 1. False never adds it, and x must have no gradient.
         timeout_s: bound of each call to the server, in seconds. None: the client's.
     Returns:
         float32: a scalar, or [...] with reduction="none".
     Raises:
-        InvalidArgumentError: shape, dtype or range; and programs that would add nothing or the wrong thing, when they are traced or
-            compiled: jax.checkpoint around the loss, a batch of several devices outside of jax.shard_map, a frozen body without
-            `train`. An error inside `jit` comes as JAX's own with the text; the next call of headwater.jax for the head raises
-            the original.
+        InvalidArgumentError: shape, dtype or range. Also programs that would add nothing or the wrong thing, when they are traced
+            or compiled. Examples are jax.checkpoint around the loss, a batch of several devices outside of jax.shard_map, a frozen
+            body without `train`. An error inside `jit` comes as JAX's own with the text; the next call of headwater.jax for the
+            head raises the original.
     """
     check_head(head, "head")
     options = cross_entropy_options(
@@ -176,7 +177,7 @@ def cross_entropy_options(
     token_scaling: bool = False,
     gradient_resolution: float = 0.0,
 ) -> dict[str, Any]:
-    """Those of `Head.cross_entropy`."""
+    """The options of `Head.cross_entropy`."""
     return {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
@@ -199,7 +200,7 @@ def jsd_options(
     truncate_to_common: bool = False,
     gradient_resolution: float = 0.0,
 ) -> dict[str, Any]:
-    """Those of `Head.jsd`, but for the teacher."""
+    """The options of `Head.jsd`, except the teacher."""
     return {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,

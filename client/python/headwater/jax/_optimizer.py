@@ -49,9 +49,9 @@ def apply_optimizer_step(
         updates, state = optimizer.update(step.grads, state, params)     # optax, without a clip of its own
         params = optax.apply_updates(params, updates)
 
-    Call it on the host, outside of `jit`, on every process. It waits for `grads`, and with them for all losses whose gradients
-    they are. Losses that were computed under a gradient that nobody took are discarded, with a warning. When all processes have
-    come as far, the first one closes the step; `head.step` follows on all of them.
+    Call it on the host, outside of `jit`, on every process. It waits for `grads`, and with them for all losses whose gradients they
+    are. Losses whose gradient was computed but never used are discarded, with a warning. When all processes have come as far, the
+    first one closes the step; `head.step` follows on all of them.
 
     The head's gradient is the sum over the micro-batches of the step. Where the body's is their mean, as with `optax.MultiSteps`
     around the body's transformation, call it after each k-th micro-batch (`MultiSteps.has_updated`) with gradient_factor=1 / k.
@@ -73,8 +73,7 @@ def apply_optimizer_step(
         FailedPreconditionError: `NON_FINITE_GRADIENT`: a gradient of the body or the head is not finite. Body and head are as they
             were, on all processes; `head.discard_gradient()` on each of them closes the step. `MICRO_BATCH_UNEXPECTED`: a call of a
             function of `value_and_grad` has failed, and was not repeated.
-        InvalidArgumentError: `MISSING_FIELD`: the step has no micro-batch.
-        What a loss has raised inside of `jit`, as it was raised.
+        InvalidArgumentError: `MISSING_FIELD`: the step has no micro-batch. The original error of a loss inside of `jit`.
     """
     if not head.spec.trainable:
         raise refused(f"{head.name} is frozen: it has no steps", "head")

@@ -1,4 +1,4 @@
-"""What a loss knows, while it is traced, of the program around it: its place there, and what cannot work."""
+"""A traced loss's view of the program around it: its place there, and combinations that cannot work."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def is_eager() -> bool:
 
 
 def _traced_for(trace: Any) -> str:
-    """What a program is made of the function for: "jit", "scan", "checkpoint / remat", ...; empty: it is executed."""
+    """The transformation that a program is traced for: "jit", "scan", "checkpoint / remat", ...; empty: it is executed."""
     frame = getattr(trace, "frame", None)
     return frame.debug_info.traced_for if frame is not None else ""
 

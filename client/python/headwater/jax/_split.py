@@ -53,8 +53,8 @@ def value_and_grad(
     `jit`. Errors are those of `Head.cross_entropy` and `Head.jsd`, as they were raised.
 
     Every call is a micro-batch of the head's open step; call `f` several times to accumulate. Ids are n * shards + shard, for the
-    n-th call of the step and the global number of a shard, so they are the same in every run. A call that fails gives its ids back:
-    call `f` again with the same arguments, which adds what is missing, or close the step by `Head.discard_gradient`.
+    n-th call of the step and the global number of a shard. They are the same in every run. A call that fails gives its ids back.
+    Call `f` again with the same arguments, which adds the missing micro-batches, or close the step by `Head.discard_gradient`.
 
     `f(params, batch, labels=None, *, weight=None, teacher_x=None)`:
         params: pytree that the gradient is taken by.
@@ -96,7 +96,8 @@ def value_and_grad(
 
     @jax.jit
     def forward(params: Any, batch: Any) -> Any:
-        # The vjp inside of jit: its pullback is the same for every call. That of vjp(jit(body)) would be compiled each time.
+        # The vjp inside of jit: its pullback is the same for every call. The pullback of vjp(jit(body)) would be compiled each
+        # time.
         return jax.vjp(lambda params: body(params, batch), params, has_aux=has_aux)
 
     @jax.jit
@@ -135,7 +136,7 @@ class _Split(NamedTuple):
     def __call__(
         self, hidden: Any, labels: Any, weight: Any, teacher_x: Any, backward: Callable[[jax.Array], Any]
     ) -> tuple[jax.Array, Any]:
-        """The loss, a float32 scalar, and what `backward` makes of its gradient by the hidden states."""
+        """The loss, a float32 scalar, and the result of `backward` for its gradient by the hidden states."""
         self._check(hidden, labels, weight, teacher_x)
         shards, count = _shards(hidden)
         scale = self._mean_factor(hidden, labels, weight) if self.is_mean else 1.0
@@ -297,7 +298,7 @@ def _gradient(hidden: jax.Array, shards: Sequence[_Shard], results: Sequence[Los
 
 
 def _add_up(hidden: jax.Array, losses: list[float]) -> jax.Array:
-    """The sum of what all processes have, a scalar on all devices of the hidden states."""
+    """The sum over all processes, a scalar on all devices of the hidden states."""
     if jax.process_count() == 1:
         return jnp.float32(np.sum(losses))
     devices = sorted(hidden.sharding.device_set, key=lambda device: device.id)

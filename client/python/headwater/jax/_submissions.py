@@ -1,4 +1,4 @@
-"""What programs have submitted to a head and not yet committed: the host's side of a loss inside `jit`."""
+"""Micro-batches that programs have submitted to a head and not yet committed: the host's side of a loss inside `jit`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Submissions:
         """Submits a micro-batch that `commit` adds; its result and its token.
 
         Args:
-            run: the loss call, but for what says how it is submitted.
+            run: the loss call, without the arguments that say how it is submitted.
             first, stride: of the ids of its place in the program, as of `MicroBatchSource.draw`.
             per_token: whether a factor for each row will come.
         """
@@ -52,7 +52,7 @@ class Submissions:
         if not per_token and found_no_slot(self._head, result.form):
             warn_of_held(self._head)
         with self._lock:
-            # Those of a step that was closed without `settle`.
+            # Submissions of a step that was closed without `settle`.
             for token in [token for token, pending in self._pending.items() if pending.step != contribution.step]:
                 self._pending.pop(token).drop()
             self._last_token = (self._last_token + 1) % (1 << 31)
@@ -98,20 +98,20 @@ class Submissions:
             contribution.commit(float(factor))
 
     def keep_error(self, error: BaseException) -> None:
-        """Keeps what a callback raises, of which JAX passes only the text on."""
+        """Keeps the error of a callback, of which JAX passes only the text on."""
         with self._lock:
             self._error = self._error or error
             self._told.append(str(error))
 
     def raise_kept(self) -> None:
-        """Raises what a callback has raised, once."""
+        """Raises the error of a callback, once."""
         with self._lock:
             error, self._error = self._error, None
         if error is not None:
             raise error
 
     def has_told(self, failure: Exception) -> bool:
-        """Whether what JAX raises is only a callback's error again: on a GPU it comes with each wait until the next program."""
+        """Whether an error from JAX only repeats a callback's error: on a GPU it comes with each wait until the next program."""
         with self._lock:
             return any(text in str(failure) for text in self._told)
 
@@ -126,7 +126,7 @@ class Submissions:
             self._without_gradient += 1
 
     def close(self) -> list[str]:
-        """Discards what was not committed. What the user should know of the step."""
+        """Discards uncommitted submissions. Returns warnings about the step for the user."""
         with self._lock:
             pending, self._pending = self._pending, {}
             without_gradient, self._without_gradient = self._without_gradient, 0
@@ -148,24 +148,24 @@ class Submissions:
         return notes
 
     def ids(self) -> list[int]:
-        """Ids of what this process has added in the open step, or submitted, ascending."""
+        """Ids that this process has added or submitted in the open step, ascending."""
         return self._source.ids(self._head)
 
 
 def submissions_of(head: Head) -> Submissions:
-    """Those of a head."""
+    """The submissions of a head."""
     if head._submissions is None:
         head._submissions = Submissions(head)
     return head._submissions
 
 
 def settle(head: Head) -> list[int]:
-    """Waits until all programs have done what they do with the head's losses, and discards what they have not committed.
+    """Waits until all programs have done their work on the head's losses, and discards uncommitted submissions.
 
     Returns:
         Ids of this process's micro-batches in the open step, ascending: its part of `expected_micro_batches`.
     Raises:
-        What a callback has raised since the last call, as it was raised.
+        The original error that a callback has raised since the last call.
     """
     submissions = submissions_of(head)
     failure: Exception | None = None

@@ -1,8 +1,8 @@
 """How a remote loss sits in a JAX program.
 
 The forward of a gradient submits an EXPLICIT micro-batch. The server computes everything, and holds the head's gradient back.
-Backward commits it with the upstream gradient as factor. The commit returns the factor, and grad_hidden is multiplied by what it
-returns: no gradient exists before its commit, whatever order XLA chooses.
+Backward commits it with the upstream gradient as factor. The commit returns the factor, and grad_hidden is multiplied by that
+result: no gradient exists before its commit, whatever order XLA chooses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headwater.jax._submissions import submissions_of
 Place = tuple[jax.Array, jax.Array]  # site and device of `_program.Place`
 Arrays = dict[str, jax.Array | None]  # by the argument's name in the loss call
 
-# These names, as the functions of headwater.jax have them.
+# The options' names in the functions of headwater.jax.
 ARGUMENTS = {
     "hidden": "x",
     "student_hidden": "x",
@@ -105,7 +105,7 @@ def submit(loss: Loss, arrays: Arrays, place: Place) -> tuple[jax.Array, ...]:
 
 
 def commit(loss: Loss, token: jax.Array, factor: jax.Array) -> jax.Array:
-    """Adds what was submitted, times `factor`, () or (num_tokens,) float32, and returns the factor."""
+    """Adds the submission, times `factor`, () or (num_tokens,) float32, and returns the factor."""
 
     def on_host(token: np.ndarray, factor: np.ndarray) -> tuple[np.ndarray]:
         submissions_of(loss.head).commit(int(token), factor)
@@ -120,7 +120,7 @@ def _outputs(loss: Loss) -> dict[str, Any]:
 
 
 def _results(loss: Loss, arrays: Arrays) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of `submit`: loss, divisor, grad_hidden, token."""
+    """The results of `submit`: loss, divisor, grad_hidden, token."""
     rows = arrays[loss.rows]
     number = jax.ShapeDtypeStruct((), jnp.float32)
     return (
@@ -134,7 +134,7 @@ def _results(loss: Loss, arrays: Arrays) -> tuple[jax.ShapeDtypeStruct, ...]:
 def _leave(
     loss: Loss, on_host: Callable[..., tuple[Any, ...]], results: Any, operands: Arrays, *, is_pure: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Calls a function of the host with arrays by name; those that are None are left out."""
+    """Calls a function of the host with arrays by name; None arrays are left out."""
     operands = {name: _program.on_one_device(value) for name, value in operands.items() if value is not None}
 
     def run(memory: tuple[Any, ...], **given: Any) -> tuple[Any, ...]:
@@ -151,7 +151,7 @@ def _leave(
             submissions_of(loss.head).keep_error(error)
             raise
 
-    # What the rows differ along, their losses and gradients do; the commit's factor comes back as it went.
+    # Losses and gradients differ along the rows' axes; the commit's factor has the axes with which it came.
     axes = _program.varying_axes(operands[loss.rows if loss.rows in operands else "factor"])
     values = _callbacks.call(callback, results, operands, is_pure=is_pure)
     return tuple(_program.vary(value, axes) for value in values)

@@ -11,11 +11,11 @@ Its interface v1 (orbax.checkpoint.v1.training.Checkpointer), once this module i
     checkpointer.load_checkpointables(step, {"state": abstract_state, "head": head})
 
 The server keeps the weights. Orbax's folder has a small file that names the head, its checkpoint and its step. A save takes the
-head's checkpoint at once, also where Orbax writes the arrays in the background: both are of the same step whatever is applied next.
-When Orbax has removed a step (max_to_keep, a preservation policy, `delete`), the head's checkpoint of it is deleted on the server:
-at once, or with the next save where the server could not be reached. A process that is killed between the two saves leaves a head's
-checkpoint without a step, which `Head.delete_checkpoint` removes.
-Call all of it on every process, as Orbax wants it; the first one makes the calls to the server.
+head's checkpoint at once, also where Orbax writes the arrays in the background. Both are of the same step whatever is applied next.
+When Orbax has removed a step (max_to_keep, a preservation policy, `delete`), the head's checkpoint of it is deleted on the server.
+That happens at once, or with the next save where the server could not be reached. A process that is killed between the two saves
+leaves a head's checkpoint without a step, which `Head.delete_checkpoint` removes. Call all of it on every process, as Orbax wants
+it; the first one makes the calls to the server.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from headwater._errors import FailedPreconditionError, HeadwaterError, must_be, 
 from headwater._head import Head
 
 _FILE = "headwater.json"
-# What the names of unfinished folders of Orbax have behind the final name.
+# The suffix of unfinished folders of Orbax behind the final name.
 _UNFINISHED = re.compile(re.escape(ocp.utils.TMP_DIR_SUFFIX) + r"[^/]*")
 # jax.monitoring's event of a step that Orbax has removed, by whichever of its deleters.
 _DELETED = re.compile("/checkpoint_manager/.*checkpoint_deleter/duration")
@@ -53,7 +53,7 @@ _logger = logging.getLogger("headwater")
 
 @dataclasses.dataclass(frozen=True)
 class HeadCheckpoint:
-    """What Orbax's folder says of a head."""
+    """The description of a head in Orbax's folder."""
 
     head: str  # its name
     checkpoint: str  # the name of its checkpoint on the server
@@ -93,7 +93,7 @@ class _Saved:
                 folder.unfinished = None  # Orbax has finished the last save, or has failed to
         self.remove_orphans()
         # A name without a number at its end is no series, of which the server would keep some. It is never used again: a folder
-        # that was moved or copied still names what was saved with it.
+        # that was moved or copied still names the checkpoint that was saved with it.
         name = f"orbax-{head.step or 0}-{uuid.uuid4().hex}h"
         new = _Folder(final, unfinished, is_written=False)
         with self._lock:
@@ -108,7 +108,7 @@ class _Saved:
         return write
 
     def _find(self, head: Head, item: str) -> dict[str, _Folder]:
-        """What an earlier process has saved here."""
+        """The folders that an earlier process has saved here."""
         found = {file.parent: _read(file.parent) for file in self._steps.glob(f"*/{item}/{_FILE}")}
         return {record.checkpoint: _Folder(final) for final, record in found.items() if record.head == head.name}
 
@@ -147,7 +147,7 @@ jax.monitoring.register_event_duration_secs_listener(_on_event)
 
 
 def _save(head: Head, unfinished: Any) -> _Write:
-    """Saves the head now, as that of an unfinished folder; returns what writes the file into it."""
+    """Saves the head now, for an unfinished folder; returns the function that writes the file into it."""
     if not isinstance(head, Head):
         raise must_be("head", "a headwater.Head", type(head))
     if jax.process_index():

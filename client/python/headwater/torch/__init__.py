@@ -6,11 +6,11 @@
     optimizer.step()
     head.apply_optimizer_step(learning_rate=1e-3, expected_micro_batches=loss_fn.micro_batches)
 
-The head's gradient never exists on this side. Whatever reaches the loss in backward (a GradScaler's scale, a division by the number
-of accumulation steps, weights of several losses, a vector with reduction="none") reaches it too.
+The head's gradient never exists on this side. Every factor of the loss in backward reaches it too: a GradScaler's scale, a division
+by accumulation steps, weights of several losses, a vector.
 
-CUDA tensors on the server's host are read, and their gradients written, where they lie (`Client.transports`); tensors in ordinary,
-page-locked or `empty_rows` memory are handed over without a copy of this package's.
+CUDA tensors on the server's host are read, and their gradients written, in place (`Client.transports`). Tensors in ordinary,
+page-locked or `empty_rows` memory are handed over without a copy by this package.
 
 `attach` makes a head of a model's last layer, tied to the embedding or not; `TrainingLoop` closes steps, keeps checkpoints and
 finds back to them.

@@ -25,18 +25,18 @@ _FLOWS = (
 
 
 class ModuleHead(Head):
-    """A head that was made from a layer of this process, which it may go on sharing the weight with. Made by `attach`.
+    """A head that was made from a layer of this process, and may share its weight. Made by `attach`.
 
     `TrainingLoop` calls the methods below at the end of a step; loops of one's own call them between `seal` and the next step.
 
     Attributes:
-        owner: who updates the weight: "server" (the head's optimizer), "trainer" (PyTorch's), or "" for a head that is not trained
-            or only accumulates.
+        owner: the side that updates the weight: "server" (the head's optimizer), "trainer" (PyTorch's), or "" for a head that is
+            not trained or only accumulates.
         tied: None, "trainer" or "server".
-        weight_parameter, bias_parameter: the layer's tensors where this process goes on needing them (owner "trainer", or tied);
-            otherwise None, and the layer may be deleted.
-        checked: what `attach` has compared the model with the head by: "forward" (one small forward of the model), "batch" (the
-            losses of `check=`, where the model does not run by itself), "config" (its configuration alone) or "nothing".
+        weight_parameter, bias_parameter: the layer's tensors where this process still needs them (owner "trainer", or tied).
+            Otherwise None, and the layer may be deleted.
+        checked: how `attach` has compared the model with the head. "forward": by one small forward of the model; "batch": by the
+            losses of `check=`, where the model does not run by itself. "config": by its configuration alone; "nothing": not at all.
         checked_reason: a sentence that says why.
     """
 
@@ -57,7 +57,7 @@ class ModuleHead(Head):
         self.checked, self.checked_reason = checked.by, checked.reason
 
     def pull_gradient(self, gradient_factor: float = 1.0, *, timeout_s: float | None = None) -> None:
-        """Adds what the sealed step has accumulated, times `gradient_factor`, to `.grad` of the trainer's own weight and bias.
+        """Adds the sealed step's accumulated gradient, times `gradient_factor`, to `.grad` of the trainer's own weight and bias.
 
         Added in fp32 and rounded to the parameter's dtype once.
         """
@@ -104,7 +104,7 @@ class ModuleHead(Head):
         bytes_of_row = 4 * parameter.shape[1]
         rows = max(1, limit // bytes_of_row) if limit else parameter.shape[0]
         parts = -(-parameter.shape[0] // rows)
-        # Parts of equal size, but for the last one: as few of them as that takes.
+        # Parts of equal size, except the last one, and as few of them as that takes.
         return -(-parameter.shape[0] // -(-parameter.shape[0] // parts))
 
     def pull_weight(self, *, timeout_s: float | None = None) -> None:
@@ -154,7 +154,7 @@ def attach(
 ) -> ModuleHead:
     """Makes a head of a model's last layer, or finds the one that was made before.
 
-    Who owns the weight:
+    The owner of the weight:
         optimizer=headwater.AdamW(...): the server. The layer can be deleted; nothing of the head stays here.
         optimizer="torch": this trainer. A torch optimizer holds the layer's parameters; the head serves them and accumulates.
         tied="trainer": the same, for a weight that is also the input embedding.
@@ -168,24 +168,24 @@ def attach(
         name: of the head.
         module: the model's torch.nn.Linear, or its weight alone.
         model: the model that the layer belongs to. `attach` looks there for a second use of the weight, and compares the model with
-            the head: one small forward, without gradients and in evaluation mode, shows which logits the model makes of rows that
-            are put into the layer. Where the model does not run by itself, `attach` reads its `config` alone, and warns. Nothing of
-            the model changes. None: `attach` finds a torch.nn.Embedding with the same weight, and does not compare logits.
+            the head. One small forward, without gradients and in evaluation mode, shows which logits the model makes of rows that
+            enter the layer. Where the model does not run by itself, `attach` reads its `config` alone, and warns. Nothing of the
+            model changes. None: `attach` finds a torch.nn.Embedding with the same weight, and does not compare logits.
         tied: None, "trainer" or "server". False: the weight is not tied although the model's config says tie_word_embeddings.
         optimizer: see above.
         trainable: whether gradients are accumulated.
-        check: inputs of the model with "labels": `model(**check)` runs once without gradients, and its loss is compared with the
+        check: inputs of the model with "labels". `model(**check)` runs once without gradients, and its loss is compared with the
             head's for the rows that reach the layer. The loss must be the cross entropy with labels shifted by one.
         if_exists: "attach", "fail" or "replace", as in `Client.create_head`. An existing head keeps its own weight; with
             optimizer="torch", `TrainingLoop.resume` gives it the layer's at the beginning of a run.
         options: those of `Client.create_head`: softcap, logit_scale, valid_vocab_size, dtype, staging_slots, expected_step,
             timeout_s, ...
     Returns:
-        The head. `created` says whether it is new, `checked` what the model was compared by.
+        The head. `created` says whether it is new, `checked` how the model was compared.
     Raises:
-        InvalidArgumentError (a ValueError): LoRA on the head, a quantised or reparametrised layer; a weight that is shared without
-            `tied`, or `tied` for one that is not; a model whose logits or loss are not the head's, with the option to pass. A head
-            that this call has created is deleted then. Further what `Client.create_head` raises.
+        InvalidArgumentError (a ValueError): (a ValueError) LoRA on the head, a quantised or reparametrised layer; a weight that is
+            shared without `tied`, or `tied` for one that is not. Also a model whose logits or loss are not the head's, with the
+            option to pass. A head that this call has created is deleted then. Also the errors of `Client.create_head`.
     """
     layer = output_layer(module)
     tied, untied = (None, True) if tied is False else (tied, False)
@@ -194,7 +194,7 @@ def attach(
     if model is not None and trainable and tied is None and not untied:
         _check_tied_config(model, layer)
     wanted = {option: options[option] for option in ("softcap", "logit_scale", "valid_vocab_size") if option in options}
-    spec = HeadSpec(*layer.weight.shape, **wanted)  # refuses what is no number
+    spec = HeadSpec(*layer.weight.shape, **wanted)  # refuses values that are no numbers
     made = _forward_check.HeadOptions(spec.softcap, spec.logit_scale, spec.valid_vocab_size)
     checked = _model_checks.Checked("nothing", "no model= was given")
     if model is not None:
@@ -207,7 +207,7 @@ def attach(
         _check_kept(layer, tied)
     head = client.create_head(
         name,
-        layer.weight.detach(),  # what else uses it was looked for
+        layer.weight.detach(),  # other uses of it were looked for
         layer.bias,
         trainable=trainable,
         optimizer=None if isinstance(optimizer, str) else optimizer,
@@ -216,7 +216,7 @@ def attach(
     )
     timeout_s = options.get("timeout_s")
     info = head.info(timeout_s=timeout_s)
-    # A head that is trained has gone on from the layer's weight, and one that the trainer owns is given it.
+    # A trained head is ahead of the layer's weight; a head that the trainer owns receives the layer's weight.
     fresh = head.created or (owner != "trainer" and info.open_step in (None, info.spec.initial_step))
     try:
         if batch is not None:
@@ -230,7 +230,7 @@ def attach(
 
 
 def _owner(tied: Any, optimizer: Any, trainable: bool) -> str:
-    """Who updates the weight; see `ModuleHead.owner`."""
+    """The owner of the weight; see `ModuleHead.owner`."""
     if tied not in (None, "trainer", "server"):
         raise must_be("tied", 'None, False, "trainer" or "server"', tied)
     if isinstance(optimizer, str) and optimizer != "torch":
@@ -310,4 +310,4 @@ def _check_kept(layer: OutputLayer, tied: str | None) -> None:
     """The layer's tensors can be trained here."""
     for name, tensor in (("weight", layer.weight), ("bias", layer.bias)):
         if tensor is not None and not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
-            raise refused(f"the {name} must be a Parameter that requires a gradient, for this trainer goes on using it", "module")
+            raise refused(f"the {name} must be a Parameter that requires a gradient, for this trainer still uses it", "module")

@@ -41,7 +41,7 @@ def in_checkpoint_recompute() -> bool:
 
     torch.utils.checkpoint has two forms. The reentrant one runs forward without gradients first, and the repetition inside its
     `backward` is the one that counts. The other one runs forward with gradients, and repeats it inside a hook that unpacks a saved
-    tensor: that repetition must add nothing. The nearest frame of the checkpoint module tells which of them it is.
+    tensor: that repetition must add nothing. The nearest frame of the checkpoint module shows which form it is.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -56,7 +56,7 @@ def in_checkpoint_recompute() -> bool:
 
 
 class Outcome(abc.ABC):
-    """What backward needs of a forward."""
+    """The state that backward needs of a forward."""
 
     _decided = False
 
@@ -84,7 +84,7 @@ _ADDED_BEFORE = "the first one has added its gradient to the head. Compute the l
 
 @dataclass(eq=False)
 class OneCallOutcome(Outcome):
-    """A loss whose gradients forward has computed, but for a factor."""
+    """A loss whose gradients forward has computed, except for a factor."""
 
     _grad_hidden: torch.Tensor | None
     _contribution: Contribution | None
@@ -127,7 +127,7 @@ class ScalarOutcome(OneCallOutcome):
             grad_hidden = self._take_grad_hidden()
             if grad_hidden is None:
                 return None
-            # What is kept for another backward is not given away: autograd may add to it.
+            # A gradient that is kept for another backward is cloned, because autograd may add to it.
             return grad_hidden if self._grad_hidden is None else grad_hidden.clone()
         factor = number * self._factor
         if self._contribution is not None:

@@ -21,8 +21,8 @@ from headwater.torch import _model_config
 
 # Sequences of the forward, and tokens of each. Every sequence's last row, which some models compute alone, has another size.
 _SEQUENCES, _TOKENS = 4, 5
-# Largest logit of each row that is put into the layer, before scale and cap. 0 shows what is added to the logits; the last one
-# shows caps of some hundreds.
+# Largest logit of each row that is put into the layer, before scale and cap. 0 shows additions to the logits; the last one shows
+# caps of some hundreds.
 _MAGNITUDES = (0.0, 2.0, 16.0, 128.0)
 # Rows of the weight that are multiplied at once, in float32.
 _CHUNK_ROWS = 8192
@@ -50,7 +50,7 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What a head makes of weight, rows and bias."""
+    """The options by which a head makes logits of weight, rows and bias."""
 
     softcap: float | None
     logit_scale: float
@@ -73,25 +73,25 @@ class HeadOptions:
 
 @dataclass(frozen=True)
 class Body:
-    """What reaches the layer of what the model's body returns."""
+    """The path from the output of the model's body to the layer."""
 
     name: str  # `model`
     factor: float | None  # rows of the layer = factor * rows of the body; None: something else
 
     def explained_by(self, factor: float | None) -> bool:
-        """Whether the factor is this one, but for rounding."""
+        """Whether the factor is this one, up to rounding."""
         return factor is not None and self.factor is not None and math.isclose(factor, self.factor, rel_tol=1e-2)
 
 
 @dataclass(frozen=True)
 class Forward:
-    """What one forward has shown: rows that were put into the layer, and what the model has made of them."""
+    """The observations of one forward: rows that entered the layer, and the model's logits of them."""
 
     products: torch.Tensor  # (rows, vocab_size) float32: rows times weight, without bias
     bias: torch.Tensor | None  # (vocab_size,) float32
     logits: torch.Tensor  # (rows, columns) float32, of the model
     epsilon: float  # of the coarsest type on the way
-    body: Body | None  # None: unknown, or the layer gets what the body returns
+    body: Body | None  # None: unknown, or the layer gets the body's result
 
     @property
     def columns(self) -> int:
@@ -101,7 +101,7 @@ class Forward:
         return valid if not bool(masked[:valid].any()) else self.logits.shape[1]
 
     def difference(self, options: HeadOptions, *, of_body: bool = False) -> tuple[float, float]:
-        """Largest difference of a log-probability, and the same by what rounding explains: above 1 is another model.
+        """Largest difference of a log-probability over the difference that rounding explains: above 1 is another model.
 
         A model that masks no column itself is compared in the head's valid ones: the others are padding, as the caller has said.
 
@@ -155,7 +155,7 @@ def _padded(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model without what PyTorch wraps around one: DistributedDataParallel, torch.compile, AveragedModel, ..."""
+    """The model without PyTorch's wrappers: DistributedDataParallel, torch.compile, AveragedModel, ..."""
     while True:
         names = (name for kind in type(model).__mro__ if (name := _WRAPPED.get(kind.__name__)) is not None)
         inner = getattr(model, next(names, ""), None)
@@ -315,7 +315,7 @@ def _probe(like: torch.Tensor, layer: OutputLayer) -> tuple[torch.Tensor, torch.
 
 
 def _bodies(owners: Sequence[torch.nn.Module], module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """What may be called the model's body, by name: modules whose output a trainer would take for the layer's input."""
+    """Candidates for the model's body, by name: modules whose output a trainer would take for the layer's input."""
     found: dict[str, torch.nn.Module] = {}
     for owner in owners:
         for get in (lambda o: o.get_decoder(), lambda o: o.base_model, lambda o: o.model, lambda o: o.transformer):
@@ -355,7 +355,7 @@ def _epsilon(*tensors: torch.Tensor) -> float:
 
 
 def logits_of(output: Any, rows: int) -> torch.Tensor | None:
-    """A model's logits, (rows, columns), among what its forward returns."""
+    """A model's logits, (rows, columns), among the results of its forward."""
     if isinstance(output, torch.Tensor):
         return output.reshape(-1, output.shape[-1]) if output.dim() > 1 and output[..., 0].numel() == rows else None
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)

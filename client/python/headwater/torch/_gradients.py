@@ -1,4 +1,4 @@
-"""The gradients of the body: their norm, and what clipping does to them."""
+"""The gradients of the body: their norm, and the effect of clipping."""
 
 from __future__ import annotations
 

@@ -38,14 +38,14 @@ class JointStep:
             joint.settle()
 
     `clip` seals the heads, so that their gradients are complete. The optimizer's pre hook applies the heads' optimizers with the
-    learning rate of its group: if the server cannot, the exception comes before the body has moved. Its post hook sends the
-    weights that the optimizer owns. A GradScaler that skips the step calls neither: `settle` discards the heads' gradients then.
+    learning rate of its group. If the server cannot, the exception comes before the body has moved. Its post hook sends the weights
+    that the optimizer owns. A GradScaler that skips the step calls neither: `settle` discards the heads' gradients then.
 
     Heads that are frozen have no steps: that their loss is called is all that is looked at.
 
     Args:
         heads: of this trainer.
-        optimizer: the torch optimizer, or what a framework has wrapped around it.
+        optimizer: the torch optimizer, or a framework's wrapper around it.
         parameters: of the body, whose gradients are clipped. None: those of the optimizer.
         scaler: the framework's torch.amp.GradScaler, or None.
         gradient_factor: multiplies the heads' gradients: 1 / world_size where the framework averages over ranks.
@@ -144,7 +144,7 @@ class JointStep:
         for head in loop._trainer_owned:
             # Its gradient has the scaler's scale on it, as the body's has.
             head.pull_gradient(self._gradient_factor, **loop._timeout)
-        loop._barrier()  # rank 0 must not close the step before all have what they need of it
+        loop._barrier()  # rank 0 must not close the step before all have their parts of it
         if not self._seals_are_finite():
             self._overflow()
 
@@ -264,7 +264,7 @@ class JointStep:
         """Brings the heads to where the trainer is, whose own state is loaded. Call it first, and whenever the training begins.
 
         A head that the server trains is taken at this step, or restored from its checkpoint of it. After an earlier training in
-        this process, it goes on from there, with its optimizer's state if the torch optimizer is the same one, too. Where the
+        this process, it continues from there, with its optimizer's state if the torch optimizer is the same one. Where the
         optimizer owns the weight, the head is given the model's.
 
         Args:
@@ -348,7 +348,7 @@ class JointStep:
                 raise
 
     def check_step(self, step: int) -> None:
-        """Refuses to go on where a head that the server trains has not closed as many steps as the trainer."""
+        """Raises an error where a head that the server trains has not closed as many steps as the trainer."""
         for remote in self._trained:
             if remote.served and remote.head.step != step + self._offset:
                 raise FailedPreconditionError(
@@ -359,7 +359,7 @@ class JointStep:
                 )
 
     def restore(self, step: int) -> None:
-        """Gives the heads what a checkpoint of the framework's has: their own of the same step, or else the weight in the model."""
+        """Gives the heads the state of the framework's checkpoint: their own of the same step, or else the weight in the model."""
         self._bring_all(lambda remote: (remote.served and self._restored(remote, step)) or remote.push_weight())
         for remote in self._trained:
             remote._layer_has = remote.head.epoch, remote.head.step

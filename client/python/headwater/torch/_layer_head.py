@@ -23,7 +23,7 @@ Trainer = Callable[[torch.Tensor, torch.Tensor | None, HeadwaterConfig], Trained
 
 
 def refuse_unknown(keywords: dict[str, Any], ignored: tuple[str, ...] = ()) -> None:
-    """Refuses keywords of a call that are not None, but for those that say nothing of the loss."""
+    """Refuses keywords of a call that are not None, except those that do not concern the loss."""
     unknown = [name for name, value in keywords.items() if value is not None and name not in ignored]
     if unknown:
         raise option_refused(", ".join(unknown), "not supported by the loss of a remote head")
@@ -40,7 +40,7 @@ class LayerHead:
         reduction: "sum", or "none" for a loss of each token.
 
     Attributes:
-        trained: what trains the head; None before the first loss, and for a frozen one.
+        trained: the trained layer of the head; None before the first loss, and for a frozen one.
     """
 
     def __init__(self, config: HeadwaterConfig, train: Trainer, *, reduction: str = "sum"):
@@ -52,7 +52,7 @@ class LayerHead:
         self._reduction = reduction
         self._loss_fn: CrossEntropyLoss | None = None
         self._lock = threading.Lock()
-        # Of any optimizer: the framework's is made later, and may have replaced this loss by one of its own until then.
+        # The hook is for any optimizer: the framework's is made later, and may have replaced this loss by its own until then.
         check = weakref.WeakMethod(self._check_called)
         self._guard = register_optimizer_step_pre_hook(lambda optimizer, *_: method(optimizer) if (method := check()) else None)
 

@@ -20,8 +20,8 @@ def in_type_of_product(hidden: torch.Tensor) -> torch.Tensor:
 def rows_of(layer: torch.nn.Module, cast_to_fp32: bool) -> Iterator[list[torch.Tensor]]:
     """Lets a model run without its output layer's product, and keeps the layer's input instead.
 
-    The layer answers with one column, which nobody reads: whatever the model does to its logits costs nothing. The rows have the
-    type of the product, or are float32.
+    The layer returns one unused column, so that whatever the model does to its logits costs nothing. The rows have the type of the
+    product, or are float32.
     """
     came: list[torch.Tensor] = []
 

@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _outside_graphs(function: F) -> F:
-    """`function`, which torch.compile leaves as it is: it asks a server, and keeps count of what it has asked for."""
+    """`function`, which torch.compile leaves as it is: it asks a server, and counts its calls."""
     try:
         disable = getattr(getattr(torch, "compiler", None), "disable", None)
         if disable is None:
@@ -107,7 +107,7 @@ class _JsdSettings(_Settings, DivergenceOptions):
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """One forward: what is computed, of which rows."""
+    """One forward: the computation and its rows."""
 
     hidden: torch.Tensor  # (..., hidden_size)
     targets: torch.Tensor | None  # (num_tokens,)
@@ -121,7 +121,7 @@ class _Call:
     rows: torch.Tensor = dataclasses.field(init=False)  # (num_tokens, hidden_size)
     ignored: torch.Tensor | None = dataclasses.field(init=False)  # (num_tokens,) bool; None: no token is ignored
     items: float | None = None  # the mean's divisor if the caller has named it
-    contribution: Contribution | None = None  # what it adds to the head's step
+    contribution: Contribution | None = None  # its contribution to the head's step
     wants_grad_hidden: bool = False
 
     def __post_init__(self) -> None:
@@ -186,7 +186,7 @@ class _Loss(torch.nn.Module):
         }
 
     def _call_of(self, hidden: torch.Tensor, targets: Any, token_weights: Any) -> _Call:
-        """What is computed of these rows, which `run` is still missing of."""
+        """The computation of these rows, still without its `run`."""
         _check_hidden(hidden, "hidden")
         flat_targets, flat_weights = _flat(targets, hidden, "targets"), _flat(token_weights, hidden, "token_weights")
         return _Call(hidden, flat_targets, flat_weights, self.weight, self.ignore_index)
@@ -354,7 +354,7 @@ def _names(names: Any, argument: str, known: tuple[str, ...]) -> tuple[str, ...]
 
 
 def _weight_sum(call: _Call, token_weights: torch.Tensor | None, class_weights: torch.Tensor | None) -> float:
-    """Sum over valid tokens from the arguments alone, in fp64: what the server answers as `target_weight_sum`."""
+    """Sum over valid tokens from the arguments alone, in fp64, equal to the server's `target_weight_sum`."""
     weights = torch.ones(call.rows.shape[0], dtype=torch.float64, device="cpu")  # whatever the default device is
     if token_weights is not None:
         weights = token_weights.detach().double().cpu()
@@ -387,7 +387,7 @@ def _shifted(values: Any, shift: int, fill: int, name: str) -> Any:
 
 
 def _teacher_rows(hidden: torch.Tensor, teacher_hidden: Any) -> torch.Tensor:
-    """(num_tokens, hidden_size of the teacher), beside hidden (..., hidden_size); of what `Head.jsd` takes, too."""
+    """(num_tokens, hidden_size of the teacher), beside hidden (..., hidden_size); also of the other inputs of `Head.jsd`."""
     if not isinstance(teacher_hidden, torch.Tensor):
         teacher_hidden = _arrays.to_torch(_arrays.from_any(teacher_hidden, "teacher_hidden"))
     _check_hidden(teacher_hidden, "teacher_hidden")
@@ -416,7 +416,7 @@ def _check_hidden(hidden: Any, name: str) -> None:
 
 
 def _check_transforms(values: torch.Tensor, name: str) -> None:
-    """The tensor holds values, which a server can be sent, and not what torch.func or forward-mode AD put in their place."""
+    """The tensor holds values, which can be sent to a server, and not the replacements of torch.func or forward-mode AD."""
     functorch = getattr(torch._C, "_functorch", None)
     wrapped = functorch is not None and (functorch.is_gradtrackingtensor(values) or functorch.is_batchedtensor(values))
     if wrapped or torch.autograd.forward_ad.unpack_dual(values).tangent is not None:
@@ -441,20 +441,20 @@ class CrossEntropyLoss(_Loss):
     Two calls replace one where the upstream gradient is no single number. Forward computes losses and outputs, and leaves nothing
     on the server. Backward sends the rows again, with a factor for each token and output. That is a third more work, and takes no
     slot, whatever the number of losses before one backward. The rows must stay as they are until backward, and the step open.
-    `differentiable` with "entropy" or "lse" always takes two calls. reduction="none" takes one as long as the upstream gradients of
-    its tokens are equal (`losses.sum()`, a mean). After the first backward with unequal ones this object takes two.
+    `differentiable` with "entropy" or "lse" always takes two calls. With reduction="none" it takes one as long as the upstream
+    gradients of its tokens are equal (`losses.sum()`, a mean). After the first backward with unequal ones this object takes two.
 
     Args:
         head: a `headwater.Head`. `head.step` is the step that contributions go to.
         weight: (vocab_size,) class weights, finite, as torch.nn.CrossEntropyLoss has them.
-        reduction: "mean" divides by the sum of token weights x class weights of the targets of the valid tokens (their number,
-            without weights); 0 valid tokens give 0. "sum". "none" gives a loss for each token, 0 for ignored ones, and backward
-            takes any upstream gradient (masks, advantages, sequence means).
+        reduction: "mean" divides by the sum of token weights x class weights of the targets of the valid tokens (without weights,
+            their number). 0 valid tokens give 0. "sum". "none" gives a loss for each token, 0 for ignored ones, and backward takes
+            any upstream gradient (masks, advantages, sequence means).
         ignore_index: target value of tokens that take no part.
         label_smoothing: in [0, 1].
         z_loss: >= 0, coefficient of lse^2.
-        z_loss_divisor: of a "mean" with class weights. "weights" divides the z-loss by what divides the rest; "tokens" divides it
-            by the number of valid tokens (the sum of their token weights), as Liger does. num_items_in_batch divides both.
+        z_loss_divisor: of a "mean" with class weights. "weights" divides the z-loss like the rest; "tokens" divides it by the
+            number of valid tokens (the sum of their token weights), as Liger does. num_items_in_batch divides both.
         temperature: > 0, divides the logits in the loss and in all outputs. May be set between calls: `loss_fn.temperature = 0.7`.
         token_scaling: multiplies each token's loss by the probability of its target, as a constant (DFT).
         shift: k >= 0 (True is 1): the row of position t predicts `targets[..., t + k]`. The last k positions of each sequence take
@@ -462,7 +462,7 @@ class CrossEntropyLoss(_Loss):
         outputs: names of fields of `LossOutputs`, which forward then returns, from the same pass. They carry no gradient.
         differentiable: among "loss", "entropy" and "lse": those that carry a gradient. The latter two are outputs then, and vectors
             whatever `reduction` is; they take any upstream gradients.
-        loss_scale: declares the upstream gradient up front: the contribution is added at forward (no staging slot, no second call),
+        loss_scale: declares the upstream gradient up front. The contribution is added at forward (no staging slot, no second call),
             and backward with any other upstream gradient is an error. None: any upstream gradient.
         grad_hidden_scale: multiplies grad_hidden alone; world_size where the framework averages gradients of the trunk and the loss
             is divided by the tokens of all ranks. docs/concepts.md has the table.
@@ -500,7 +500,7 @@ class CrossEntropyLoss(_Loss):
 
         Args:
             hidden: (..., hidden_size), float32, float16 or bfloat16, after the model's final norm.
-            targets: (...) vocabulary ids or `ignore_index`, aligned with `hidden` but for `shift`.
+            targets: (...) vocabulary ids or `ignore_index`, aligned with `hidden` except for `shift`.
             token_weights: (...) finite, any sign; aligned with `targets`.
             num_items_in_batch: divisor of "mean" for this call.
         Returns:
@@ -578,7 +578,7 @@ class JSDLoss(_Loss):
             token_weights: (...) finite, any sign.
             num_items_in_batch: divisor of "mean" for this call.
             join_key, total_rows, row_indices, teacher_dtype: with JOIN, as in `Head.jsd`; row_indices is (...), one for each token.
-                Activation checkpointing would ask for the rows twice: keep the loss out of what is computed again.
+                Activation checkpointing would ask for the rows twice: keep the loss out of the recomputed part.
         """
         call = self._call_of(hidden, targets, token_weights)
         teacher: Head | TopKTeacher | None = self.teacher

@@ -23,15 +23,15 @@ _CHUNK_ROWS = 256
 
 @dataclass(frozen=True)
 class Checked:
-    """What a model was compared by."""
+    """The means of comparison for a model."""
 
     by: str  # "forward", "batch", "config" or "nothing"
     reason: str  # one sentence
-    warning: str = ""  # what the caller should know; empty if there is nothing
+    warning: str = ""  # a warning for the caller; empty if there is none
 
 
 def hints_of(configs: Sequence[Any]) -> list[_model_config.Asked]:
-    """What the configurations of a model say of its logits. A model and the one inside it may have parts of them in common."""
+    """The hints about its logits in a model's configurations. A model and the one inside it may have parts of them in common."""
     return list({(hint.option, hint.shown): hint for config in configs for hint in _model_config.asked(config)}.values())
 
 
@@ -166,7 +166,7 @@ def _padded(configs: Sequence[Any], layer: OutputLayer, named: Mapping[str, Any]
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """The model's own loss of a batch, and what reached its layer."""
+    """The model's own loss of a batch, and the rows that reached its layer."""
 
     rows: torch.Tensor  # (num_tokens, hidden_size)
     targets: torch.Tensor  # (num_tokens,)
@@ -236,7 +236,7 @@ def check_batch(batch: BatchLoss, head: Head | None, layer: OutputLayer, options
     """The head's loss of the batch is the model's.
 
     Args:
-        head: None: its weight is not the layer's (any more); what a head of the layer's would say is computed here.
+        head: None: its weight is not the layer's (any more); the loss of a head with the layer's weight is computed here.
     """
     if head is not None:
         result = head.cross_entropy(batch.rows, batch.targets, backward=False, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""What a model's configuration says of its logits, by the table that headwaterctl has, too: model_config_keys.json."""
+"""Hints about a model's logits in its configuration, by the table that headwaterctl has, too: model_config_keys.json."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Asked:
     """One thing that a model may do to its logits, or to its rows before the layer."""
 
     where: str  # `text_config.logits_scaling`
-    value: Any  # what stands there
+    value: Any  # the value of the field
     option: str  # that of `attach` which does it: "softcap", "logit_scale", "valid_vocab_size"; "" if none can, or none is known
     wanted: Any  # the option's value; None if the model's effect is not known
     shown: str  # `wanted` as the caller would write it
@@ -36,7 +36,7 @@ class Asked:
 
 
 def entry(config: Any, key: str) -> Any:
-    """That of a configuration, which may be an object or a mapping; None if there is none."""
+    """The entry of a configuration, which may be an object or a mapping; None if there is none."""
     return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
 
 
@@ -56,7 +56,7 @@ def levels(config: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str,
 
 
 def asked(config: Any) -> list[Asked]:
-    """Everything in a configuration that changes logits, or may: not what it says does nothing."""
+    """Every field of a configuration that changes logits, or may, without those at a value that does nothing."""
     every = list(levels(config))
     types = [name for _, level in every if isinstance(name := entry(level, "model_type"), str)]
     found: dict[str, Asked] = {}

@@ -1,4 +1,4 @@
-"""The optimizer of a head that does what one of PyTorch's does."""
+"""The optimizer of a head that corresponds to one of PyTorch's."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def known_optimizer(model: torch.nn.Module, config: HeadwaterConfig) -> AdamW | 
 
 
 def follow_optimizer(remote: RemoteHead, trainers: torch.optim.Optimizer) -> None:
-    """Has a head whose optimizer is "auto" trained as the trainer's optimizer trains: a head that is not trained yet is made anew.
+    """Trains a head whose optimizer is "auto" as the trainer's optimizer trains; a head that is not trained yet is created again.
 
     Raises:
         InvalidArgumentError: an optimizer that no head has; the head has been trained by another one.

@@ -29,7 +29,7 @@ from headwater.torch._losses import CrossEntropyLoss
 SERVER_VARIABLE, TOKEN_VARIABLE = "HEADWATER_SERVER", "HEADWATER_TOKEN_FILE"
 _LOCAL = "local"
 _OPTIONS = ("softcap", "logit_scale", "valid_vocab_size")
-# What is logged beside the loss, by the output of a loss that it is made of.
+# The figures logged besides the loss, with the output of a loss behind each.
 LOGGED = {"token_accuracy": "argmax", "entropy": "entropy"}
 
 
@@ -50,7 +50,8 @@ class HeadwaterConfig:
         if_exists: "attach" to a head of this name, "replace" it, or "fail".
         checkpoint_name: of the head's checkpoints, with {step}.
         checkpoint_dir: where a "local" server writes them. None: a Trainer's output folder has them.
-        softcap, logit_scale, valid_vocab_size: as in `Client.create_head`. None: what one small forward of the model shows.
+        softcap, logit_scale, valid_vocab_size: as in `Client.create_head`. None: the values that one small forward of the model
+            shows.
         label_smoothing, z_loss: of the loss, as in `CrossEntropyLoss`.
         outputs: logged beside the loss: "token_accuracy", "entropy".
         param_group: index of the torch optimizer's group whose learning rate the head has. None: all groups have the same one.
@@ -112,7 +113,7 @@ class HeadwaterConfig:
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        """Those of every loss of the head."""
+        """The options of every loss of the head."""
         return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "timeout_s": self.timeout_s}
 
     def connect(self) -> Client:
@@ -162,10 +163,10 @@ class RemoteHead:
         model: as given to `attach_remote`.
         layer: the torch.nn.Linear.
         layer_name: its name among the modules of the model without what is wrapped around it, `lm_head`.
-        head: what `attach` has made. Another one after `recreate`.
+        head: the result of `attach`. Another one after `recreate`.
         losses: number of losses that were computed for training.
         has_trained: whether one was since the head was attached.
-        unpatch: takes what was patched for the head off the model again.
+        unpatch: removes the head's patches from the model.
         optimizer: the torch optimizer with which it was trained last.
     """
 
@@ -216,7 +217,7 @@ class RemoteHead:
         return self._loss_fn
 
     def count_loss(self) -> None:
-        """A loss of the head was computed for training; what closes steps asks for it."""
+        """A loss of the head was computed for training; the joint step asks for it."""
         self.losses += 1
         self.has_trained = True
 
@@ -226,7 +227,7 @@ class RemoteHead:
         """The head's cross entropy for a network of one's own, as of `headwater.torch.CrossEntropyLoss` with `reduction="mean"`.
 
         Args:
-            hidden: (..., hidden_size), what the layer would be given.
+            hidden: (..., hidden_size), the inputs of the layer.
             targets: (...) ids of the vocabulary or -100, aligned with `hidden` (nothing is shifted).
             token_weights: (...) finite.
             num_items_in_batch: divisor instead of the sum of the weights of this batch's tokens.
@@ -236,7 +237,7 @@ class RemoteHead:
         return self.loss_fn(hidden, targets, token_weights=token_weights, num_items_in_batch=num_items_in_batch)
 
     def recreate(self) -> None:
-        """Makes the head anew of the weights that it has now, at its first step: another training begins."""
+        """Creates the head again with its present weights, at its first step: another training begins."""
         self.pull_weight()
         rank, _ = distributed_place()
         with _gathered(self.layer):
@@ -314,7 +315,7 @@ class RemoteHead:
 
 
 def _nothing() -> None:
-    """Of a model that is not patched."""
+    """The removal for a model that is not patched."""
 
 
 def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer: AdamW | SGD | None = None) -> RemoteHead:
@@ -323,9 +324,9 @@ def attach_remote(model: torch.nn.Module, config: HeadwaterConfig, *, optimizer:
     Args:
         model: a model with get_output_embeddings(), or one that is wrapped around it (PEFT, DistributedDataParallel).
         config: which head, and how.
-        optimizer: what `config.optimizer="auto"` means. None: `headwater.AdamW()`.
+        optimizer: the optimizer for `config.optimizer="auto"`. None: `headwater.AdamW()`.
     Raises:
-        InvalidArgumentError: what `headwater.torch.attach` refuses; a model without an output layer.
+        InvalidArgumentError: models that `headwater.torch.attach` refuses; a model without an output layer.
     """
     found = _output_layer(model)
     with _gathered(found):
@@ -424,18 +425,18 @@ def _head_options(model: torch.nn.Module, layer: OutputLayer, config: HeadwaterC
     try:
         forward = _forward_check.run(inner, layer)
     except _forward_check.CannotRun:
-        # Where nothing can be seen, the config is believed; `attach` warns of it, and refuses what it does not know.
+        # Where nothing can be seen, the config is believed; `attach` warns of it, and refuses unknown options.
         return {**_said(hints), **given}
     if forward.same(made):
         return given
     found = _forward_check.fitting(forward, made, hints)
     if found is None:
-        return given  # `attach` says what is wrong
+        return given  # `attach` reports the error
     return {**{name: value for name in _OPTIONS if (value := getattr(found[0], name)) != getattr(made, name)}, **given}
 
 
 def _said(hints: list[_model_config.Asked]) -> dict[str, Any]:
-    """What a config says of the logits, as options for the rows that reach the layer."""
+    """A config's hints about the logits, as options for the rows that reach the layer."""
     return {
         hint.option: 1.0 if hint.rows else hint.wanted for hint in hints if hint.option and (hint.rows or hint.wanted is not None)
     }

@@ -1,4 +1,4 @@
-"""Tensors in memory that is shared with the server, and tensors of what callers bring."""
+"""Tensors in memory that is shared with the server, and tensors of the caller's arguments."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ class TrainedLayer:
         bias: (vocab_size,) or None.
         config: which head.
         users: the modules that have the weight: the layer, and an embedding that it is tied to.
-        joint_of: makes what closes the head's steps.
+        joint_of: makes the joint step that closes the head's steps.
         optimizers: the torch optimizers that train the body, whose state is saved.
         like: settings of the optimizer of the head, if the configuration names none.
 
     Attributes:
         remote: the head and the layer.
-        joint: what closes the head's steps.
+        joint: the joint step that closes the head's steps.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class TrainedLayer:
 
 
 class _Model(torch.nn.Module):
-    """A layer, and what else uses its weight: all that is known of a model here."""
+    """A layer, and the other users of its weight: all that is known of a model here."""
 
     def __init__(self, layer: torch.nn.Linear, users: list[torch.nn.Module]):
         super().__init__()
@@ -137,7 +137,7 @@ class _Model(torch.nn.Module):
 
 
 def _layer_of(weight: torch.Tensor, bias: torch.Tensor | None, *, trains_here: bool) -> torch.nn.Linear:
-    """A torch.nn.Linear of these tensors: of themselves if an optimizer goes on with them here, else of their values."""
+    """A torch.nn.Linear of these tensors: of themselves if an optimizer still uses them here, else of their values."""
     vocab_size, hidden_size = weight.shape
     layer = torch.nn.Linear(hidden_size, vocab_size, bias=bias is not None, device="meta")
     if trains_here:
@@ -177,10 +177,10 @@ def live(kind: Callable[[type], bool]) -> Iterator[Any]:
 def train_with_holder(
     weight: torch.Tensor, bias: torch.Tensor | None, config: HeadwaterConfig, *, gradient_factor: float
 ) -> TrainedLayer:
-    """A head that is trained as the torch optimizer that holds the layer's weight would train it, which goes on without it.
+    """A head that is trained like the layer's weight in its torch optimizer, which continues without it.
 
     Raises:
-        InvalidArgumentError: no optimizer has the weight, or several; ranks that do not have it; what `attach` refuses.
+        InvalidArgumentError: no optimizer has the weight, or several; ranks that do not have it; models that `attach` refuses.
     """
     users = users_of(weight)
     weight, bias = _sharded(weight, bias)
@@ -224,7 +224,7 @@ def _sharded(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Ten
     unit = min(units, key=lambda unit: sum(1 for _ in unit.modules()))  # the innermost one has it
     unit.reshard()
     sharded = layer._parameters["weight"], layer._parameters.get("bias")
-    unit.unshard()  # backward goes on with what was there
+    unit.unshard()  # backward continues with the former weights
     assert sharded[0] is not None
     return sharded
 

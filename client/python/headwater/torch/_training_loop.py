@@ -1,4 +1,4 @@
-"""`TrainingLoop`: what stands between backward and the next step, for one trainer or many, in a few lines."""
+"""`TrainingLoop`: the work between backward and the next step, for one trainer or many, in a few lines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FROZEN_CHECKPOINT = "weights"
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What became of a step."""
+    """The outcome of a step."""
 
     step: int  # its number
     applied: bool  # False: its gradient was not finite, and nothing has changed
@@ -63,9 +63,9 @@ class TrainingLoop:
     `run` is `for step in range(loop.resume(), 1000): train_step(step); loop.step(learning_rate=1e-3)`, which goes back to a
     checkpoint when the server was lost, if there is a `state` that can.
 
-    `step` counts the micro-batches that the loss functions of the heads have drawn, seals them, clips by the norm of body and heads
-    together, applies the heads' optimizers and the body's, and saves what is due. Weights that this trainer owns or shares with a
-    head (`attach`) are moved both ways.
+    `step` counts the micro-batches that the loss functions of the heads have drawn, seals them, and clips by the norm of body and
+    heads together. Then it applies the heads' optimizers and the body's, and saves due checkpoints. Weights that this trainer owns
+    or shares with a head (`attach`) are moved both ways.
 
     Several trainers: each makes a loop with its rank, and all call the same methods. The body's gradients must have been reduced
     (DDP) before `step`. Rank 0 alone closes steps and writes checkpoints; the others follow after a barrier.
@@ -85,7 +85,8 @@ class TrainingLoop:
         max_grad_norm: >= 0; clips by the global norm. None, 0, inf: no clipping.
         gradient_factor: multiplies the heads' gradients; 1 / world_size where each rank's loss is a mean of its own and the
             framework averages. docs/concepts.md has the table.
-        state: where the trainer's own state is kept: a `TrainerState`, or what has its methods. None: the trainer keeps it itself.
+        state: the store of the trainer's own state: a `TrainerState`, or an object with its methods. None: the trainer keeps it
+            itself.
         checkpoint_every: number of steps between checkpoints; the beginning is saved as well. None: only by `save_checkpoint`.
         checkpoint_name: of the head's checkpoints, with {step}.
         rank, world_size: of this trainer among those that submit. None: those of torch.distributed, 0 and 1 without it.
@@ -183,13 +184,13 @@ class TrainingLoop:
 
         `train_step` must do the same for the same step whenever it is called. With several trainers a lost server is raised in each
         of them, because they must go back together: start them again. It is raised without `state`, too, unless only heads are
-        trained: the heads may come back at another step than the body's, which nothing here takes to theirs. Load its state of the
-        step that `resume` returns then, and call `run` again.
+        trained. The heads may come back at another step than the body's, and nothing here moves the body to theirs. Load its state
+        of the step that `resume` returns then, and call `run` again.
 
         Args:
             train_step: called with the step: submits its micro-batches and calls `backward`. The step is closed afterwards.
-            learning_rate: as in `step`, or what gives it for a step.
-            on_step: called with what became of each step.
+            learning_rate: as in `step`, or a function that gives it for a step.
+            on_step: called with the outcome of each step.
             patience_s: how long the server may be away, in seconds, each time.
         Raises:
             FailedPreconditionError: as `resume` and `step`. `STEP_MISMATCH`, called again without `state`: the heads are at another
@@ -251,9 +252,9 @@ class TrainingLoop:
 
         Args:
             learning_rate: of the heads' optimizers. None: that of the torch optimizer's first group.
-            expected_micro_batches: n for the ids 0 ... n-1 of all ranks together, or the list of them; without those that were
-                dropped, and without the gradients that the loop adds itself. None: those that this process has drawn; with several
-                ranks, each must have drawn as many and dropped none.
+            expected_micro_batches: n for the ids 0 ... n-1 of all ranks together, or the list of them. Dropped ids, and the
+                gradients that the loop adds itself, are not counted. None: those that this process has drawn; with several ranks,
+                each must have drawn as many and dropped none.
             allow_empty: close a step without any micro-batch, too, as `Head.apply_optimizer_step` has it. False: it is refused,
                 and `skip` closes it.
         Raises:
@@ -328,12 +329,12 @@ class TrainingLoop:
 
     def _seal(self, expected: list[list[int]], *, listed: bool) -> list[SealResult]:
         """Adds this trainer's part of tied weights' gradients, and seals every head."""
-        # Ranks do not know which ids the others have drawn and dropped. Where ids were given, which may leave such out, the server
-        # says it once all ranks have come to the barrier; what they add behind it the seal waits for.
+        # Ranks do not know which ids the others have drawn and dropped. If drops are possible (ids were given), the server names
+        # them once all ranks have come to the barrier. The seal waits for ids that ranks add after that.
         asks = listed and self.world_size > 1
         if asks:
             for head in self._shared:
-                head.step_state(**self._timeout)  # answered when what was abandoned here is discarded
+                head.step_state(**self._timeout)  # answered when micro-batches abandoned here are discarded
             self._barrier()
         for head, parts in zip(self._shared, self._parts, strict=True):
             self._add_shared_gradient(
@@ -348,7 +349,7 @@ class TrainingLoop:
         ]
 
     def _close(self, step: int, rate: float, seals: list[SealResult]) -> StepOutcome:
-        """What follows once the heads are sealed."""
+        """The rest of the step once the heads are sealed."""
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         gradient_factor = self._gradient_factor / scale
         if self._scaler is not None and self._optimizer is not None and any(p.grad is not None for p in self._parameters):
@@ -359,7 +360,7 @@ class TrainingLoop:
         norms = self._norms_squared(seals, gradient_factor)
         total = math.fsum(norms) if all(map(math.isfinite, norms)) else math.nan
         finite = math.isfinite(total) and not any(seal.non_finite_count for seal in seals)
-        # Rank 0 must not close the step before all have what they need of it.
+        # Rank 0 must not close the step before all have their parts of it.
         self._barrier()
         norm = math.sqrt(total) if finite else math.nan
         outcome = StepOutcome(step, finite, rate, norm, 1.0, tuple(seal.totals for seal in seals))
@@ -397,7 +398,7 @@ class TrainingLoop:
         ids.extend(added)
 
     def _norms_squared(self, seals: list[SealResult], gradient_factor: float) -> list[float]:
-        """Of the gradient of the body, with the weights that it owns, and of each served head."""
+        """The squared norms of the body's gradient, with the weights that it owns, and of each served head's."""
         body = _gradients.norm_squared(self._parameters) if self._body_norm_squared is None else self._body_norm_squared()
         return [body, *self._served_norms(seals, gradient_factor)]
 
@@ -424,12 +425,12 @@ class TrainingLoop:
             self._scaler.update()
             self._unscaled = False
         elif self._optimizer is not None:
-            # Not the scaler's: backward has left none of them, and it would unscale what `pull_gradient` has brought.
+            # The scaler's step is not used: backward has left no gradients for it, and it would unscale those of `pull_gradient`.
             self._optimizer.step()
         self._forget_gradients()
 
     def _set_scale(self, scale: float) -> None:
-        """Gives the scaler this scale; what it has unscaled is forgotten."""
+        """Gives the scaler this scale; its unscaled state is forgotten."""
         self._scaler.update(scale)
         self._unscaled = False
 
@@ -479,21 +480,21 @@ class TrainingLoop:
     def resume(self, step: int | None = None, *, take: bool = True) -> int:
         """Brings heads and trainer to the newest step that both have, and returns it. Call it first, and after errors.
 
-        In a new run nothing is brought back, and heads that the trainer owns get the weight of their layers. If the server was
-        started again, or this trainer was, heads whose open step is not the trainer's are set back to the checkpoint that is.
-        Every head is taken: calls of an earlier process are fenced off from then on, and what the open step had accumulated is
-        dropped. Without `state`, the trainer loads its own state of the step that is returned. Where each rank has a state of its
-        own, a step is one that all have if the heads' checkpoint of it is there, which is written last.
+        In a new run nothing is brought back, and heads that the trainer owns get the weight of their layers. If the server or this
+        trainer was restarted, heads at another step than the trainer are set back to the checkpoint of the trainer's step. Every
+        head is taken: calls of an earlier process are fenced off from then on, and the open step's contributions are dropped.
+        Without `state`, the trainer loads its own state of the step that is returned. Where each rank has its own state, a step
+        counts as common if the heads' checkpoint of it exists, because that is written last.
 
         Args:
             step: the step to go to; from then on this loop passes later states by that it has not saved since. They stay, and to a
                 process that is started again they are the newest: remove them. None: the newest one.
-            take: False joins the open step of a run whose other trainers are going on: one rank that was started again. Its
-                micro-batches are submitted anew, and those that had been added before are not added again. The trainer's state of
-                that very step must be there.
+            take: False joins the open step of a run whose other trainers continue: one rank that was restarted. Its micro-batches
+                are submitted again, and those that had been added before are not added again. The trainer's state of that very step
+                must be there.
         Raises:
-            FailedPreconditionError: `STEP_MISMATCH`: heads and trainer have no step in common. Heads at their first step are that
-                only as long as this loop has not gone on from there, or with a state of it.
+            FailedPreconditionError: `STEP_MISMATCH`: heads and trainer have no step in common. Heads at their first step count as
+                the beginning only if this loop has not trained from there, or has a state of it.
         """
         target = self._resume(step, take=take)
         for head in self._heads:
@@ -527,7 +528,7 @@ class TrainingLoop:
         if take and self._every is not None:
             if self.rank == 0:
                 self._save_frozen()
-            # Of an earlier process some ranks may have saved the beginning and others not: those have loaded it, but all save it.
+            # Some ranks of an earlier process may have saved the beginning and others not: those have loaded it, but all save it.
             if fresh or (self._each_rank and target == self._heads[0].spec.initial_step):
                 self.save_checkpoint()
             self._barrier()
@@ -541,9 +542,9 @@ class TrainingLoop:
                 head.set_weight(head.weight_parameter, head.bias_parameter, **self._timeout)
 
     def _attempts(self, head: Head) -> dict[int, int]:
-        """The attempts with which micro-batches of the open step are submitted anew by a process that was started again.
+        """The attempts with which a restarted process submits micro-batches of the open step again.
 
-        One that was committed is repeated as it was, and adds nothing; what an earlier process left undecided is superseded.
+        One that was committed is repeated as it was, and adds nothing; undecided ones of an earlier process are superseded.
         """
         known = head.step_state(**self._timeout).open.micro_batches.values()
         return {entry.micro_batch: entry.attempt + (entry.state != "COMMITTED") for entry in known}
@@ -557,8 +558,9 @@ class TrainingLoop:
 def _dropped(head: Head, timeout: dict[str, Any]) -> set[int]:
     """Ids of the open step that were dropped, or will be.
 
-    The same whenever a rank asks: what others add meanwhile is neither. Not if the server comes back in between, to which each rank
-    repeats its own discards: who asks before may take an id that was dropped, and the step is refused.
+    The result is the same whenever a rank asks: ids that others add meanwhile are neither. It differs if the server comes back in
+    between, because each rank repeats its own discards. A rank that asks before may take an id that was dropped, and the step is
+    refused.
     """
     known = head.step_state(**timeout).open.micro_batches.items()
     return {id_ for id_, entry in known if entry.state in ("STAGED", "DISCARDED")}

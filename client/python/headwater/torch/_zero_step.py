@@ -13,7 +13,7 @@ from headwater._errors import option_refused
 from headwater.torch._joint_step import Wrapped, WrappedStep
 from headwater.torch._remote_head import RemoteHead
 
-# What computes the gradients' norm in a ZeRO optimizer of stages 1 and 2, and of stage 3.
+# The method that computes the gradients' norm in a ZeRO optimizer of stages 1 and 2, and of stage 3.
 _NORMS = ("scaled_global_norm", "_get_norm_groups")
 
 
@@ -21,7 +21,7 @@ class ZeroStep(WrappedStep):
     """Closes heads' steps with those of DeepSpeed's engine, which clips, steps and clears the gradients in one call.
 
     The ZeRO optimizer looks for an overflow, computes the norm over all ranks, clips by it and updates its part. The heads are
-    sealed before, and updated where it computes the norm: it gets the norm of body and heads, and clips the body by that. A step
+    sealed before, and updated where it computes the norm. It gets the norm of body and heads, and clips the body by that. A step
     that it skips (an overflow in fp16) is discarded by the heads, and an overflow of a head makes it skip the step.
 
     Args:

@@ -49,7 +49,7 @@ class Answer:
 
 
 class Teacher(Protocol):
-    """What `RemoteDistillationTrainer` needs of a teacher."""
+    """The interface of a teacher for `RemoteDistillationTrainer`."""
 
     def head(self, client: Client, student: Head) -> Head:
         """The frozen head of the teacher, of the same client as the student's."""
@@ -59,7 +59,7 @@ class Teacher(Protocol):
 
 
 def completion_rows(model: torch.nn.Module, layer: torch.nn.Module, question: Question) -> torch.Tensor:
-    """What reaches a model's output layer, (batch, completion tokens, hidden_size): each row predicts its token."""
+    """The rows that enter a model's output layer, (batch, completion tokens, hidden_size): each row predicts its token."""
     with rows_of(layer, False) as came:
         model(input_ids=question.input_ids, attention_mask=question.attention_mask, use_cache=False, **question.inputs)
     rows = only_rows(came)[:, :-1]
@@ -108,7 +108,7 @@ class JoinedTeacher:
 
     Args:
         address: of the teacher's process: "unix:/path", or "host:port" with `authkey`.
-        authkey: the secret of both sides; what is sent is authenticated by it at the beginning, not encrypted.
+        authkey: the secret of both sides; it authenticates the connection at the beginning, and does not encrypt it.
     """
 
     def __init__(self, address: str, *, authkey: bytes | None = None):

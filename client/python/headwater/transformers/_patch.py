@@ -31,7 +31,7 @@ _SHIFTED = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 
 @dataclass
 class HeadwaterCausalLMOutput(ModelOutput):
-    """What a patched model returns for a batch with labels.
+    """The output of a patched model for a batch with labels.
 
     Attributes:
         loss: () float32, with whatever the model adds to it (a router's loss).
@@ -53,13 +53,14 @@ class HeadwaterCausalLMOutput(ModelOutput):
 
 
 class Patch:
-    """What was changed of one model, and the way back.
+    """The changes to one model, and their removal.
 
     Attributes:
         remote: the head and the layer.
         owner: the outermost model of transformers around the layer, whose forward is patched.
-        joint: what closes the head's steps, while a trainer trains.
-        sums: of what `config.outputs` names, over the tokens of training losses, and the tokens' count; until they are logged.
+        joint: the joint step that closes the head's steps, while a trainer trains.
+        sums: of the outputs that `config.outputs` names, over the tokens of training losses, and the tokens' count; until they are
+            logged.
     """
 
     def __init__(self, remote: RemoteHead):
@@ -104,7 +105,7 @@ class Patch:
         own = vars(self.owner).get("forward")
         if own is None:
             return type(self.owner).forward
-        # Something else has patched the instance, a hook of accelerate's say: it goes on around the model.
+        # Another hook, of accelerate for example, has patched the instance: it stays around the model.
         return lambda _, *args, **kwargs: own(*args, **kwargs)
 
     def _set(self, module: torch.nn.Module, name: str, value: Any) -> None:
@@ -155,7 +156,7 @@ class Patch:
         with rows_of(self.remote.layer, False) as self._rows:
             output = self._forward(model, *args, **kwargs)
         if isinstance(output, tuple):
-            return output[:1]  # the loss, without what stands in for logits
+            return output[:1]  # the loss, without the placeholder for logits
         named = {name: getattr(output, name, None) for name in ("loss", "aux_loss", "hidden_states", "attentions")}
         return HeadwaterCausalLMOutput(**named, **self._output)
 
@@ -169,7 +170,7 @@ class Patch:
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """What stands in for `model.loss_function`: mean over the tokens, or their sum by `num_items_in_batch`."""
+        """The replacement of `model.loss_function`: mean over the tokens, or their sum by `num_items_in_batch`."""
         rows = only_rows(self._rows)
         self._rows.clear()
         targets = labels if shift_labels is None else shift_labels
@@ -194,7 +195,7 @@ class Patch:
         return result.loss  # type: ignore[no-any-return]
 
     def _log(self, result: Any, targets: torch.Tensor) -> None:
-        """Keeps the means over this batch's tokens, for the output, and their sums, for what logs them."""
+        """Keeps the means over this batch's tokens, for the output, and their sums, for the log."""
         valid = targets != DEFAULT_IGNORE_INDEX
         count = valid.sum()
         for name in self.remote.config.outputs:
@@ -249,7 +250,7 @@ def _save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any)
 
 
 def patch_of(model: torch.nn.Module) -> Patch | None:
-    """What `attach_remote_head` has made of a model, whatever is wrapped around it; None if it has not."""
+    """The patch that `attach_remote_head` has made of a model, under any wrapper; None without one."""
     return next((patch for module in model.modules() if (patch := vars(module).get(_ATTRIBUTE)) is not None), None)
 
 
@@ -258,20 +259,20 @@ def attach_remote_head(
 ) -> RemoteHead:
     """Patches a model, so that its forward with labels has its loss from a remote head; before accelerate prepares it.
 
-    The model's own forward runs, whatever it does. The rows that reach its last layer go to the head, and the loss that comes back
-    stands in the place of the one that the model would compute of logits: `HeadwaterCausalLMOutput`. Without labels the model is
-    as it was. One small batch is compared before and after, where the model runs on token ids.
+    The model's own forward runs, whatever it does. The rows that reach its last layer go to the head, whose loss replaces the one
+    that the model would compute of logits: `HeadwaterCausalLMOutput`. Without labels the model is as it was. One small batch is
+    compared before and after, where the model runs on token ids.
 
     A loop of one's own closes the head's steps: `headwater.torch.TrainingLoop(remote.head, ...)`, or the calls of `Head`.
 
     Args:
         model: of transformers, or wrapped (PEFT).
         config: which head. None: the server of the environment, and a head of the model's name.
-        optimizer: what `config.optimizer="auto"` means. None: `headwater.AdamW()`.
+        optimizer: the optimizer for `config.optimizer="auto"`. None: `headwater.AdamW()`.
     Returns:
-        The head and the layer; `remote.head` is what `headwater.torch.attach` returns.
+        The head and the layer; `remote.head` is the result of `headwater.torch.attach`.
     Raises:
-        InvalidArgumentError: the model's loss is not that of a head, or what `headwater.torch.attach` refuses.
+        InvalidArgumentError: the model's loss is not that of a head, or `headwater.torch.attach` refuses the model.
     """
     if patch_of(model) is not None:
         raise _refused(f"{type(model).__name__} has a remote head already: detach_remote_head(model) takes it off")

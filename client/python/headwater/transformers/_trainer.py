@@ -1,4 +1,4 @@
-"""`setup_trainer`: what a Trainer has to do for a remote head, hooked into the Trainer that is there."""
+"""`setup_trainer`: the work of a Trainer for a remote head, hooked into the existing Trainer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HeadwaterCallback(transformers.TrainerCallback):
 
     Attributes:
         remote: the head and the layer, once the Trainer is made.
-        joint: what closes the head's steps; None outside of `train`.
+        joint: the joint step that closes the head's steps; None outside of `train`.
     """
 
     def __init__(self, config: HeadwaterConfig | None = None):
@@ -59,7 +59,7 @@ class HeadwaterCallback(transformers.TrainerCallback):
         _refuse_deepspeed(trainer, remote)
         self.wrap(trainer, "_save_checkpoint", self._save_checkpoint)
         if trainer.is_deepspeed_enabled:
-            pass  # its engine clips, by the norm that `ZeroStep` gives it, and tells the Trainer
+            pass  # its engine clips, by the norm that `ZeroStep` gives it, and reports it to the Trainer
         elif hasattr(trainer, "_get_grad_norm"):
             norm_of = trainer._get_grad_norm
             self.wrap(trainer, "_clip_grad_norm", lambda _, model: self._clip(trainer.args.max_grad_norm, lambda: norm_of(model)))
@@ -148,7 +148,7 @@ class HeadwaterCallback(transformers.TrainerCallback):
             return
         sums = {name: float(value) for name, value in patch.sums.items()}
         patch.sums.clear()
-        # Of this rank's tokens.
+        # Means over this rank's tokens.
         means = {name: total / max(sums["count"], 1.0) for name, total in sums.items() if name != "count"}
         logs.update(means)
         state.log_history[-1].update(means)
@@ -170,7 +170,7 @@ class HeadwaterCallback(transformers.TrainerCallback):
 
 
 def setup_trainer(trainer: Any, config: HeadwaterConfig | None = None) -> Any:
-    """Makes a Trainer train with a remote head: its loss, clipping, steps, checkpoints and what it saves.
+    """Makes a Trainer train with a remote head: its loss, clipping, steps, checkpoints and saved files.
 
     Call it after the Trainer was made, before anything else of it. The head's step closes with the optimizer's, with the same
     learning rate; gradients are clipped by the norm of body and head together. Each checkpoint of the Trainer's has one of the
@@ -182,8 +182,8 @@ def setup_trainer(trainer: Any, config: HeadwaterConfig | None = None) -> Any:
     Returns:
         The `HeadwaterCallback`, which is one of the Trainer's now; its `undo` takes the hooks off.
     Raises:
-        InvalidArgumentError: an option of the Trainer's that is not supported; the message begins with its name.
-            Also what `attach_remote_head` raises.
+        InvalidArgumentError: an option of the Trainer's that is not supported; the message begins with its name. Also the errors of
+            `attach_remote_head`.
     """
     if any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__):
         return importlib.import_module("headwater.trl").setup_trainer(trainer, config)
@@ -191,7 +191,7 @@ def setup_trainer(trainer: Any, config: HeadwaterConfig | None = None) -> Any:
 
 
 def _calling_trainer(callback: HeadwaterCallback) -> Any:
-    """The Trainer that is being made, which tells its callbacks everything but itself."""
+    """The Trainer under construction, which passes its callbacks everything but itself."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         trainer = frame.f_locals.get("self")

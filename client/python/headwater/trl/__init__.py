@@ -6,8 +6,8 @@
     setup_trainer(trainer, HeadwaterConfig(server="localhost:50051", head="student"))
     trainer.train()
 
-`setup_trainer` serves SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer; `add_fused_lm_head` is what it gives their
-models, with the signature of TRL's function. `RemoteDistillationTrainer` distils on-policy from teachers here or elsewhere.
+`setup_trainer` serves SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer. It gives their models `add_fused_lm_head`,
+with the signature of TRL's function. `RemoteDistillationTrainer` distils on-policy from teachers here or elsewhere.
 """
 
 from headwater.torch._remote_head import HeadwaterConfig as HeadwaterConfig

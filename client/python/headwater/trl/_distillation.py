@@ -32,8 +32,8 @@ _MULTIMODAL = (
 
 
 class RemoteDistillationTrainer(DistillationTrainer):
-    """On-policy distillation as TRL's stable `DistillationTrainer` does it, over remote heads: the exact divergence over the full
-    vocabulary, with a teacher in this process, or in another one.
+    """On-policy distillation as TRL's stable `DistillationTrainer` does it, over remote heads. It is the exact divergence over the
+    full vocabulary, with a teacher in this process, or in another one.
 
         trainer = RemoteDistillationTrainer(
             model=student, teacher=JoinedTeacher("unix:/run/teacher.sock"), config=HeadwaterConfig(server="gpu7:50051"),
@@ -181,7 +181,7 @@ class RemoteDistillationTrainer(DistillationTrainer):
         return loss_fn(chosen, teacher_rows, targets)
 
     def _entropy_sum(self, rows: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Of the student's distributions at the temperature, which TRL logs; a forward of the head alone."""
+        """The entropy of the student's distributions at the temperature, which TRL logs; a forward of the head alone."""
         chosen, targets = labelled(mask, rows, tokens)
         result = self.remote_head.head.cross_entropy(
             chosen.detach(),

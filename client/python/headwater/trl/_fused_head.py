@@ -25,7 +25,7 @@ from headwater.torch._layer_rows import only_rows, rows_of
 from headwater.torch._remote_head import RemoteHead
 
 IGNORED = -100
-# What a call may ask for, in TRL's names, by the names of `CrossEntropyLoss`. "log_probs" is the loss itself.
+# The outputs of a call by TRL's names, with the names of `CrossEntropyLoss`. "log_probs" is the loss itself.
 _OUTPUTS = {
     "log_probs": None,
     "entropy": "entropy",
@@ -47,16 +47,16 @@ def add_fused_lm_head(
 ) -> Callable[[], None]:
     """Gives a model TRL's fused LM head, over a remote one: `model(..., labels=labels, fused_lm_head=True)`.
 
-    The arguments are TRL's, and so are the fields of the `trl.trainer.utils.FusedCausalLMOutput`: a loss, and (batch, tokens - 1)
-    values of each token, 0 where the label is -100. Only rows with a label are sent. Without `fused_lm_head=True` the forward is
-    the one that the model had, with its own layer.
+    The arguments are TRL's, and so are the fields of the `trl.trainer.utils.FusedCausalLMOutput`. They are a loss, and (batch,
+    tokens - 1) values of each token, 0 where the label is -100. Only rows with a label are sent. Without `fused_lm_head=True` the
+    forward is the one that the model had, with its own layer.
 
     TRL's trainers add TRL's own head in their constructor: call this after it, or let `setup_trainer` do so.
 
     Args:
         model: a causal language model of transformers: of a PeftModel, `get_base_model()`.
         temperature: > 0, divides the logits, in every field.
-        cast_lm_head_to_fp32: send the rows in float32, outside autocast. The head computes in float32 of what it is sent.
+        cast_lm_head_to_fp32: send the rows in float32, outside autocast. The head computes in float32 of the rows that it gets.
         outputs: fields among "log_probs", "entropy", "log_sum_sq_probs", "mean_logits" and "is_top1"; others are None.
         head: made of the model's output layer, by `headwater.torch.attach` or `headwater.transformers.attach_remote_head`.
         differentiable: those of "log_probs" and "entropy" that carry a gradient. None: all of them that are in `outputs`, as in

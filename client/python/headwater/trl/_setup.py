@@ -1,4 +1,4 @@
-"""TRL's trainers over remote heads: which fields each of them reads, and what cannot work."""
+"""TRL's trainers over remote heads: the fields that each of them reads, and unsupported settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OUTPUTS: dict[str, tuple[str, ...]] = {
     "GRPOTrainer": ("log_probs", "entropy"),
     "RLOOTrainer": ("log_probs", "entropy"),
 }
-# Other trainers of TRL, and what stands against them.
+# Other trainers of TRL, and the reasons against them.
 _REASONS = {
     "DistillationTrainer": "use headwater.trl.RemoteDistillationTrainer instead",
     "RewardTrainer": "it trains a score, and has no language model's output layer",
@@ -65,7 +65,7 @@ def check_options(trainer: Any, kind: str) -> None:
 
 
 def check_trained(trainer: Any, remote: RemoteHead) -> None:
-    """Raises for what a head that is trained cannot do."""
+    """Raises for settings that a trained head does not support."""
     if remote.trained and getattr(trainer.args, "sync_ref_model", False):
         raise refused(
             "sync_ref_model mixes the trained weights into the reference model, whose head is another one on the server: leave it "
@@ -130,7 +130,7 @@ def train_with(trainer: Any, remote: RemoteHead) -> HeadwaterCallback:
 
 
 def base_model(trainer: Any, model: torch.nn.Module) -> torch.nn.Module:
-    """The causal language model inside what accelerate and PEFT have put around it."""
+    """The causal language model inside the wrappers of accelerate and PEFT."""
     inner = trainer.accelerator.unwrap_model(model)
     return inner.get_base_model() if is_peft_model(inner) else inner
 

@@ -1,7 +1,7 @@
 // The 128-bit digest of micro-batches: one function, the same on every path, engine and language.
 //
-// It tells an honest repeat from a different payload; it is not a cryptographic hash. Rows are hashed independently of chunking
-// and order of arrival, so that they can be hashed where and when they arrive (and on a GPU in parallel). Specification with test
+// It distinguishes an honest repeat from a different payload; it is not a cryptographic hash. Rows are hashed independently of
+// chunking and order of arrival, so that they can be hashed as they arrive (and on a GPU in parallel). Specification with test
 // vectors: docs/math.md, "Digest".
 //
 //   Key schedule  k[i] = splitmix64(0x9E3779B97F4A7C15 * (i + 1)), i in [0, 512), mod 2^64; splitmix64(x) first adds

@@ -12,7 +12,7 @@ namespace headwater {
 
 // Checks ids and log-probabilities of all rows, whose tensors have k entries a row. `suffix` stands behind `ids` and `log_probs` in
 // the fields that errors name. kTargetOutOfVocab: an id outside [-1, valid_vocab_size). kInvalidField: an id twice in a row; a
-// log-probability that is not finite or above 1e-3; a row whose probabilities add up to more than 1 + 1e-3.
+// log-probability that is not finite or above 1e-3; probabilities that add up to more than 1 + 1e-3.
 absl::Status CheckTopKRows(const std::string& field, const std::string& suffix, const TopKSpec& spec, int64_t valid_vocab_size);
 
 }  // namespace headwater

@@ -1,7 +1,7 @@
 // Future: the result of a call that is under way.
 //
-// Why not std::future: dropping one of these cancels the call and waits until the library has let go of the caller's memory, so
-// spans that were passed in may be freed as soon as the future is gone.
+// Unlike std::future, destroying a Future cancels the call and waits until the library has released the caller's memory. Spans that
+// were passed in may be freed as soon as the future is gone.
 #ifndef HEADWATER_CLIENT_FUTURE_H_
 #define HEADWATER_CLIENT_FUTURE_H_
 
@@ -19,13 +19,13 @@
 namespace headwater::client {
 namespace internal {
 
-// A year is as good as for ever, and far from the overflow of a clock.
+// A year stands for forever, and is far from the overflow of a clock.
 constexpr std::chrono::hours kLongestTimeout{24 * 365};
 
-// What a call and its future share. Thread-safe. Not for users.
+// The state that a call and its future share. Thread-safe. Not for users.
 //
-// It keeps the call, and so the connection, until the caller's side takes the result: gRPC's threads must never be the ones that
-// drop the last reference to a connection, because its end waits for them.
+// It keeps the call, and so the connection, until the caller's side takes the result. gRPC's threads must never drop the last
+// reference to a connection, because its end waits for them.
 template <typename T>
 class FutureState {
  public:
@@ -55,7 +55,7 @@ class FutureState {
                            [this] { return value_.has_value(); });
   }
 
-  // Waits for the result and lets go of the call. By the caller's side, exactly once.
+  // Waits for the result and releases the call. By the caller's side, exactly once.
   absl::StatusOr<T> Take() {
     std::unique_lock<std::mutex> lock(mutex_);
     ready_.wait(lock, [this] { return value_.has_value(); });
@@ -96,8 +96,8 @@ class [[nodiscard]] Future {
     }
     return *this;
   }
-  // Cancels a call that is under way and waits until the caller's memory is free: milliseconds; with shared memory 10 s at most.
-  // A micro-batch whose commit had begun on the server is committed all the same; Head::GetStep() tells.
+  // Cancels a call that is under way and waits until the caller's memory is free: milliseconds; with shared memory 10 s at most. A
+  // micro-batch whose commit had begun on the server is committed all the same; Head::GetStep() shows it.
   ~Future() { Abandon(); }
 
   // True once Get() would not block. REQUIRES: Get() has not been called.

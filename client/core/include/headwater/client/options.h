@@ -1,4 +1,4 @@
-// How a connection behaves, and what is known of its paths.
+// The options of a connection, and the facts about its paths.
 #ifndef HEADWATER_CLIENT_OPTIONS_H_
 #define HEADWATER_CLIENT_OPTIONS_H_
 
@@ -29,13 +29,13 @@ enum class Transport : int32_t {
 // `auto`, `grpc`, `shared_memory`, `cuda_ipc`.
 const char* TransportName(Transport transport);
 
-// What went one way, of micro-batches that succeeded.
+// The traffic of one path, of micro-batches that succeeded.
 struct TransportCounts {
   int64_t micro_batches = 0;
   int64_t bytes = 0;  // of rows and their gradients, both ways
 };
 
-// What a connection knows of its paths. Empty strings before the first micro-batch of the kind.
+// A connection's paths and their traffic. Empty strings before the first micro-batch of the kind.
 struct TransportStats {
   std::string host_transport;  // path of rows in host memory
   std::string cuda_transport;  // path of rows in device memory
@@ -51,7 +51,7 @@ struct TransportStats {
 struct TlsOptions {
   // Authorities that may have signed the server's certificate; empty: those of the system.
   std::string ca_certificate;
-  // What this client shows to a server that asks for it (mTLS): the chain and its key; both or neither.
+  // The certificate chain that this client presents to a server that asks for it (mTLS), and its key; both or neither.
   std::string client_certificate;
   std::string client_key;
   // The name that the server's certificate must be for; empty: the host of the target.
@@ -71,12 +71,13 @@ struct ClientOptions {
   // Heads with short names, and ListHeads(), are this tenant's.
   std::string tenant = "default";
   RetryPolicy retry{};
-  // Lease of the session that is asked for; the server may grant less. 0: no session, undecided micro-batches belong to nobody.
+  // Lease of the session that is asked for; the server may grant less. 0: no session, so that undecided micro-batches have no
+  // owner.
   std::chrono::milliseconds session_lease{std::chrono::seconds(30)};
   // Shown in the server's logs; at most 128 bytes.
   std::string client_name = "headwater-cpp";
-  // Room for what is kept for replay, >= 0; 0: no replay. The oldest closed steps go first; an open step that takes more is not
-  // kept: STEP_LOST is final then. Rows are copied when their micro-batch has succeeded.
+  // Room of the replay log, >= 0; 0: no replay. The oldest closed steps go first; an open step that takes more is not kept:
+  // STEP_LOST is final then. Rows are copied when their micro-batch has succeeded.
   int64_t replay_bytes = 0;
   // Closed steps that are kept beside the open one, >= 0; absent: as many as there is room for.
   std::optional<int64_t> replay_steps{};
@@ -89,15 +90,15 @@ struct ClientOptions {
   // Sent with every call, for a server that asks for one (--token_file); empty: none. Printable ASCII without blanks. A token is
   // not sent in plain text but to loopback addresses and Unix sockets.
   std::string token{};
-  // It is nevertheless: to a network that nobody else can listen on.
+  // Sends the token nevertheless, over a network that only the two sides can read.
   bool allow_plaintext_token = false;
   // Sent with every call: the caller's span, as the metadata `traceparent` of W3C Trace Context says it
   // (00-TRACE_ID-SPAN_ID-FLAGS). The server's log names it, and a server with --trace_dir writes traces if its flags say that the
   // trace is recorded. Empty: none.
   std::string traceparent{};
-  // Gets each sentence about what works but is slow, or is not kept for replay, once: why rows take no better path, why an open
-  // step is not kept, and, once for each head, that a micro-batch was HELD for want of a staging slot. Called by any thread, must
-  // not block. Empty: it goes to the standard error output.
+  // Receives each notice once: a sentence about something that works but is slow, or is not kept for replay. Examples: why rows
+  // take no better path, why an open step is not kept, that a micro-batch was HELD for want of a slot. Called by any thread, must
+  // not block. Empty: notices go to the standard error output.
   std::function<void(const std::string& sentence)> on_notice{};
 };
 

@@ -31,8 +31,8 @@ const char* DataTypeName(DataType type);
 enum class Memory : int32_t {
   kHost = 0,  // ordinary or page-locked memory, or a RowsBuffer
   kCuda = 1,  // device memory of this process, of one allocation
-  // The same, of an allocation that the server must not open, such as the pool of a framework's allocator: rows are copied on the
-  // device, into memory of the client's and back.
+  // Device memory in an allocation that the server must not open, such as a framework allocator's pool. Rows are copied on the
+  // device, into memory of the client and back.
   kCudaPrivate = 2,
 };
 
@@ -52,11 +52,11 @@ struct RowsView {
   static RowsView Float32(absl::Span<const float> values, int64_t hidden_size) {
     return Of(values.data(), DataType::kFloat32, values.size(), hidden_size);
   }
-  // Likewise, bfloat16 bits.
+  // A view of bfloat16 bits.
   static RowsView BFloat16(absl::Span<const uint16_t> bits, int64_t hidden_size) {
     return Of(bits.data(), DataType::kBFloat16, bits.size(), hidden_size);
   }
-  // Likewise, float16 bits.
+  // A view of float16 bits.
   static RowsView Float16(absl::Span<const uint16_t> bits, int64_t hidden_size) {
     return Of(bits.data(), DataType::kFloat16, bits.size(), hidden_size);
   }
@@ -115,7 +115,7 @@ class TensorBuffer {
   std::unique_ptr<unsigned char[]> data_;
 };
 
-// Memory for rows that Client::AllocateRows() handed out: where the server shares this host's memory, micro-batches whose rows or
+// Memory for rows that Client::AllocateRows() handed out. Where the server shares this host's memory, micro-batches whose rows or
 // gradients lie in it are not copied on this side. Owns its memory; move-only. It keeps the connection, and may outlive the Client.
 // Destroying it must wait until no call uses it any more.
 class RowsBuffer {

@@ -6,34 +6,35 @@
 //   absl::StatusOr<LossResult> result =
 //       head->CrossEntropy(RowsView::Float32(hidden, hidden_size), targets, {}, {.step = 0, .micro_batch = 0}).Get();
 //
-// Repetitions. Calls whose repetition is safe are made again by RetryPolicy, and none by gRPC: after UNAVAILABLE (the connection
-// was cut, the server starts or drains) and where the server has no room (QUEUE_FULL, IN_FLIGHT_BYTES_EXCEEDED,
-// ORDERED_WINDOW_FULL, and STAGING_FULL where another session has the slot). A micro-batch is sent again under the next attempt's
-// number; Commit, Discard, Seal, Apply, DiscardGradient, AddGradient and ReplaceWeights with the same arguments: the server knows
-// them again. UploadWeights resumes where it was cut, until its last byte is on its way. A call that would not be the same twice
-// (CreateHead, AttachHead, DeleteHead, Take(only_if_current), Restore, LoadWeights, Save without `overwrite`) is repeated only
-// after an answer which says that nothing was done. Wrong arguments, conflicts, fenced epochs and lost steps are final at once.
+// Repetitions. Calls whose repetition is safe are repeated by RetryPolicy, and never by gRPC. They are repeated after UNAVAILABLE
+// (the connection was cut, the server starts or drains) and where the server has no room. No room means QUEUE_FULL,
+// IN_FLIGHT_BYTES_EXCEEDED, ORDERED_WINDOW_FULL, and STAGING_FULL where another session has the slot. A micro-batch is sent again
+// under the next attempt's number. Commit, Discard, Seal, Apply, DiscardGradient, AddGradient and ReplaceWeights are sent again
+// with the same arguments, by which the server recognises them. UploadWeights resumes where it was cut, until its last byte is on
+// its way. Some calls would have another effect the second time: CreateHead, AttachHead, DeleteHead, Take(only_if_current),
+// Restore, LoadWeights, Save without `overwrite`. They are repeated only after an answer which says that nothing was done. Wrong
+// arguments, conflicts, fenced epochs and lost steps are final at once.
 //
-// Sessions. What this client leaves undecided belongs to its session, which is opened at the first CommitMode::kExplicit (with
-// replay: by Connect()), kept alive by a thread on a connection of its own, and closed with the connection: undecided micro-batches
-// go then. A session that has ended meanwhile (the lease passed unnoticed, the server was started again) is replaced at the next
-// explicit call, with replay at once.
+// Sessions. A session owns this client's undecided micro-batches, which are discarded when it ends. The first CommitMode::kExplicit
+// opens it (with replay: Connect()), a thread renews its lease on a connection of its own, and it closes with the connection. A
+// session that has ended meanwhile (its lease passed, or the server restarted) is replaced at the next explicit call, with replay
+// at once.
 //
-// Paths of rows. Of the paths that work for a micro-batch the best is taken (ClientOptions::transport demands one): device memory
-// in place where the server runs on the same host's GPUs, host memory that both sides share on the same host, gRPC over several
-// connections otherwise. MicroBatchResult::transport says which it was, stats() why it was not a better one; the first time that
-// is also said in a line on the standard error output.
+// Paths of rows. A micro-batch takes the best path that works (ClientOptions::transport demands one). That is device memory in
+// place on GPUs of the server's host, host memory that both sides share, else gRPC over several connections.
+// MicroBatchResult::transport names the path, stats() the reason why it was not a better one. The first time, a line on the
+// standard error output also gives the reason.
 //
 // Replay. With ClientOptions::replay_bytes the client keeps what it sends: micro-batches, decisions, gradients, and the calls that
-// close steps. When the server has been started again and the head came back at the open step, or at an older one that is still
-// kept, the client takes the head, repeats what came since and goes on; the caller sees a slow call. Of several trainers of a run
-// one takes the head and the others join it; where another run has taken it, EPOCH_FENCED is final. Otherwise STEP_LOST is
-// (RestoredFrom()), and its message says why. A step with micro-batches of a joined teacher is not kept: the teacher's rows were
-// another's. Several calls in flight are repeated in the order in which they had succeeded; handles that were opened apart on one
-// epoch of a head are brought back together. A client that makes no call repeats its part as well: other trainers may wait for it.
-// A call follows eight restarts at most. While the server is away (it cannot be reached, cuts the call off, or says DRAINING or
-// STARTING) a call that may be repeated is tried again, whatever RetryPolicy::max_attempts says, at most a second apart unless the
-// server asks for more, and is UNAVAILABLE about a second before its deadline. CheckHealth() does not wait.
+// close steps. After a restart of the server, heads come back at the open step, or at an older one. If that step is still kept, the
+// client takes the head, repeats the later calls and continues; the caller sees a slow call. One trainer of a run takes the head
+// and the others join it; where another run has taken it, EPOCH_FENCED is final. Otherwise STEP_LOST is (RestoredFrom()), and its
+// message says why. A step with micro-batches of a joined teacher is not kept: the teacher's rows were another's. Several calls in
+// flight are repeated in the order in which they had succeeded. Handles that were opened separately on one epoch of a head end at
+// one new epoch. A client that makes no call repeats its part as well: other trainers may wait for it. A call follows eight
+// restarts at most. The server is away if it cannot be reached, cuts the call off, or says DRAINING or STARTING. A call that may be
+// repeated is then tried again, whatever RetryPolicy::max_attempts says, at most a second apart unless the server asks for more.
+// About a second before its deadline it is UNAVAILABLE. CheckHealth() does not wait.
 #ifndef HEADWATER_CLIENT_CLIENT_H_
 #define HEADWATER_CLIENT_CLIENT_H_
 
@@ -60,9 +61,9 @@ class Client {
   // `unix:/path/to/socket` or `unix-abstract:name`. Waits until the server is reached; a server that is still starting
   // is waited for. HTTP proxies of the environment are not used.
   //
-  // INVALID_ARGUMENT if the target is none of these, its path has more than 107 bytes, or an option is out of range; a client's key
-  // that is not its certificate's is one. UNAVAILABLE, with gRPC's reason, if nobody answers within `connect_timeout`; a name that
-  // is not resolved and a TLS handshake that fails are tried for a quarter of it.
+  // INVALID_ARGUMENT if the target is none of these, its path has more than 107 bytes, or an option is out of range. A client's key
+  // that does not belong to its certificate is one. UNAVAILABLE, with gRPC's reason, if no server answers within `connect_timeout`.
+  // A name that is not resolved and a TLS handshake that fails are tried for a quarter of it.
   static absl::StatusOr<Client> Connect(const std::string& target, const ClientOptions& options = {});
 
   // Names are full (`tenants/{tenant}/heads/{head}`) or short (`student` is tenants/default/heads/student, if that is the tenant).
@@ -70,12 +71,12 @@ class Client {
   // Makes a head, without weights: upload or load them next. ALREADY_EXISTS / HEAD_ALREADY_EXISTS; RESOURCE_EXHAUSTED /
   // MEMORY_BUDGET_EXCEEDED with the memory plan in the message.
   absl::StatusOr<Head> CreateHead(const std::string& name, const HeadSpec& spec, const CallOptions& options = {});
-  // Makes a head, or takes up the one of that name if its specification is the same but for initial_step; Head::created() tells. So
-  // all ranks, and a trainer that was started again, can make the same call. UNAVAILABLE if the answer was lost: whether the head
-  // is new, and wants its weights, is not known then. ALREADY_EXISTS / HEAD_SPEC_MISMATCH.
+  // Makes a head, or opens the one of that name if its specification is the same except for initial_step; Head::created() says
+  // which. So all ranks, and a trainer that was started again, can make the same call. UNAVAILABLE if the answer was lost: whether
+  // the head is new, and wants its weights, is not known then. ALREADY_EXISTS / HEAD_SPEC_MISMATCH.
   absl::StatusOr<Head> AttachHead(const std::string& name, const HeadSpec& spec, const CallOptions& options = {});
-  // What CreateHead() would take; makes nothing. The head fits if its plan's total_bytes are at most its available_bytes. Errors of
-  // the specification are those of CreateHead().
+  // The memory plan of a head that CreateHead() would make; makes nothing. The head fits if its plan's total_bytes are at most its
+  // available_bytes. Errors of the specification are those of CreateHead().
   absl::StatusOr<HeadInfo> PlanHead(const std::string& name, const HeadSpec& spec, const CallOptions& options = {});
   // Takes up a head that exists, at its current epoch. NOT_FOUND / HEAD_NOT_FOUND.
   absl::StatusOr<Head> OpenHead(const std::string& name, const CallOptions& options = {});
@@ -93,7 +94,7 @@ class Client {
   // Memory for rows in a region that a server of the same host can map; ordinary memory where the system has none. Makes no call.
   // INVALID_ARGUMENT for sizes that are negative or overflow; RESOURCE_EXHAUSTED if there is no memory.
   absl::StatusOr<RowsBuffer> AllocateRows(int64_t row_count, int64_t hidden_size, DataType data_type);
-  // Which paths the rows take, and what went over them so far.
+  // The paths of the rows, and their traffic so far.
   TransportStats stats() const;
 
   // For a teacher's process: sends rows for micro-batches that name the same key (JoinedTeacherOptions). Calls nothing yet.

@@ -2,8 +2,8 @@
 //
 // Micro-batch calls return futures, so that several may be under way at once; all other calls block. Every call is bounded by its
 // deadline. A failed micro-batch left the head's gradient bitwise as it was, except where the answer was lost on the way
-// (UNAVAILABLE, CANCELLED, DEADLINE_EXCEEDED): then GetStep() tells, and sending the same rows under the same id again adds them
-// at most once. Which calls are repeated by themselves stands in client.h.
+// (UNAVAILABLE, CANCELLED, DEADLINE_EXCEEDED). GetStep() then shows its state, and sending the same rows under the same id again
+// adds them at most once. The calls that are repeated automatically are listed in client.h.
 #ifndef HEADWATER_CLIENT_HEAD_H_
 #define HEADWATER_CLIENT_HEAD_H_
 
@@ -31,11 +31,11 @@ struct LossTerm;
 // it does nothing to the head on the server.
 //
 // The epoch is the one of the last call of this handle that returned a head (create, open, take, upload, load, restore). When
-// another run takes the head over, calls fail with ABORTED / EPOCH_FENCED until Client::OpenHead() is called anew: on purpose, so
-// that a forgotten trainer cannot go on unnoticed.
+// another run takes the head over, calls fail with ABORTED / EPOCH_FENCED until Client::OpenHead() is called again. Fencing is
+// deliberate: a forgotten trainer cannot continue unnoticed.
 //
-// A call that names the step after the open one waits for it, until its deadline: a fast data-parallel rank need not know when
-// another one applies.
+// A call that names the step after the open one waits for it, until its deadline. A fast data-parallel rank therefore need not know
+// when another one applies.
 class Head {
  public:
   // `tenants/{tenant}/heads/{head}`.
@@ -44,7 +44,7 @@ class Head {
   const HeadSpec& spec() const;
   // 16 bytes.
   std::string epoch() const;
-  // Whether the call that gave this handle made the head; false for one that it found. Info() reports what that lacks: the state
+  // Whether the call that gave this handle made the head; false for one that it found. Info() reports its missing parts: the state
   // is kLoading until weights are there.
   bool created() const;
 
@@ -60,8 +60,8 @@ class Head {
   // another type. `targets` may be empty if hard_loss_weight is 0; given, they mark ignored rows.
   Future<LossResult> Jsd(RowsView hidden, const Head& teacher, RowsView teacher_hidden, absl::Span<const int32_t> targets,
                          const JsdOptions& loss, const MicroBatchOptions& micro_batch, const CallOptions& options = {});
-  // Likewise, with rows that the teacher's process sends (Teacher::Stream()). Waits for them, until the deadline or the server's
-  // max_join_wait: FAILED_PRECONDITION / JOIN_INCOMPLETE names the first one that is missing.
+  // The same loss, with rows that the teacher's process sends (Teacher::Stream()). Waits for them, until the deadline or the
+  // server's max_join_wait: FAILED_PRECONDITION / JOIN_INCOMPLETE names the first one that is missing.
   Future<LossResult> Jsd(RowsView hidden, const Head& teacher, const JoinedTeacherOptions& joined,
                          absl::Span<const int32_t> targets, const JsdOptions& loss, const MicroBatchOptions& micro_batch,
                          const CallOptions& options = {});
@@ -78,7 +78,7 @@ class Head {
   // Idempotent. For one of several heads use LossResult::contribution.
   Future<CommitResult> Commit(int64_t step, int64_t micro_batch, double factor = 1.0, const CallOptions& options = {});
   Future<CommitResult> Commit(int64_t step, int64_t micro_batch, const CommitOptions& commit, const CallOptions& options = {});
-  // Drops an undecided micro-batch of this head alone; a higher attempt may submit it anew. Idempotent.
+  // Drops an undecided micro-batch of this head alone; a higher attempt may submit it again. Idempotent.
   Future<DiscardResult> Discard(int64_t step, int64_t micro_batch, const CallOptions& options = {});
 
   // ---- steps ------------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class Head {
   // `seal.wait` waits for the first two, until shortly before the deadline of the call.
   absl::StatusOr<SealResult> Seal(int64_t step, const ExpectedMicroBatches& expected, const SealOptions& seal = {},
                                   const CallOptions& options = {});
-  // Adds the caller's own part of the weight's gradient (of tied embeddings, say), times `factor`: `rows` [n, hidden_size],
+  // Adds the caller's own part of the weight's gradient (of tied embeddings, say), times `factor`. `rows` [n, hidden_size],
   // float32, in host memory, belong to the weight's rows [row_start, row_start + n), n >= 1. It is a micro-batch of the step, with
   // an id of its own, and committed when this returns. Larger gradients than max_micro_batch_bytes are sent as several.
   absl::StatusOr<AddGradientResult> AddGradient(int64_t step, int64_t micro_batch, RowsView rows, int64_t row_start = 0,
@@ -102,9 +102,9 @@ class Head {
   absl::StatusOr<GradientNormResult> GradientNorm(int64_t step, double gradient_factor = 1.0, const CallOptions& options = {});
   // The open and the last closed step: how a client that lost an answer finds out.
   absl::StatusOr<StepStates> GetStep(const CallOptions& options = {});
-  // This run takes the head over: a new epoch, which this handle takes over, and an empty open step; weights, optimizer state and
-  // the step's number stay. All others are fenced. Also how to go on with a head that came back from a checkpoint.
-  // `only_if_current`: only if the head is still of this handle's epoch (EPOCH_FENCED otherwise).
+  // This run takes the head over: a new epoch, which this handle adopts, and an empty open step. Weights, optimizer state and the
+  // step's number stay. All others are fenced. Also continues with a head that came back from a checkpoint. `only_if_current`: only
+  // if the head is still of this handle's epoch (EPOCH_FENCED otherwise).
   absl::StatusOr<HeadInfo> Take(bool only_if_current = false, const CallOptions& options = {});
 
   // ---- weights ----------------------------------------------------------------------------------------------------------
@@ -113,9 +113,9 @@ class Head {
   // drops the open step's contributions. UNAVAILABLE if the connection breaks between the last byte and the answer: the weights
   // may have been taken. Open the head again and compare.
   absl::StatusOr<HeadInfo> UploadWeights(HeadTensor tensor, TensorView values, const CallOptions& options = {});
-  // The trainer owns the optimizer: closes `step`, which must be sealed (STEP_NOT_SEALED), with the trainer's new weights, which
-  // are swapped in whole; opens step + 1 at the same epoch. `bias` exactly if the head has one (INVALID_COMBINATION otherwise). The
-  // same bytes again are answered alike, others STEP_CONFLICT. A failure leaves the sealed step as it was.
+  // Closes `step`, which must be sealed (STEP_NOT_SEALED), with new weights of a trainer that owns the optimizer. The weights are
+  // swapped in whole, and step + 1 opens at the same epoch. `bias` exactly if the head has one (INVALID_COMBINATION otherwise). The
+  // same bytes again get the same answer, others STEP_CONFLICT. A failure leaves the sealed step as it was.
   absl::StatusOr<HeadInfo> ReplaceWeights(int64_t step, TensorView weight, std::optional<TensorView> bias = std::nullopt,
                                           const CallOptions& options = {});
   // Lets the server read a safetensors file or a model folder at `path`, relative to its load root. Empty tensor names: the head's
@@ -123,9 +123,8 @@ class Head {
   // WEIGHTS_NOT_FOUND if none can be chosen; CHECKPOINT_SPEC_MISMATCH for another shape, or a bias that the head has no place for.
   absl::StatusOr<HeadInfo> LoadWeights(const std::string& path, const std::string& weight_tensor = "",
                                        const std::string& bias_tensor = "", const CallOptions& options = {});
-  // A whole tensor in the storage type, or float32 (with an optimizer: the master weight). Of a trainable head only as this
-  // handle's epoch has it: EPOCH_FENCED if another run has taken the head over, STEP_LOST if the server has restored an older
-  // checkpoint.
+  // A whole tensor in the storage type, or float32 (with an optimizer: the master weight). A trainable head must be at this
+  // handle's epoch. EPOCH_FENCED: another run has taken it over; STEP_LOST: the server has restored an older checkpoint.
   absl::StatusOr<TensorBuffer> DownloadWeights(HeadTensor tensor = HeadTensor::kWeight, CallOptions options = {});
   absl::StatusOr<TensorBuffer> DownloadWeights(HeadTensor tensor, DataType data_type, CallOptions options = {});
 

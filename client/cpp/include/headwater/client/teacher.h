@@ -28,9 +28,9 @@ class Teacher {
   // `row_indices` [row_count]: the index of each in [0, total_rows), each once in the set; empty: these are all rows, in order.
   // Copied by the call. Several calls, also of several processes, may bring disjoint rows.
   //
-  // The result comes when the server keeps the rows. It drops them when the micro-batches that used them are decided, or when
-  // nobody has asked for them for max_join_wait. Repeated only if the server says that nothing was done (no room yet): after a cut
-  // connection some rows may be there, which CHUNK_OUT_OF_RANGE tells if they are sent again.
+  // The result comes when the server keeps the rows. It drops them when the micro-batches that used them are decided, or when no
+  // micro-batch has asked for them for max_join_wait. Repeated only if the server says that nothing was done (no room yet). After a
+  // cut connection some rows may be there; sending them again is CHUNK_OUT_OF_RANGE.
   Future<StreamedRows> Stream(RowsView rows, absl::Span<const int32_t> row_indices = {}, const CallOptions& options = {}) const;
 
   const std::string& join_key() const { return join_key_; }

@@ -1,5 +1,5 @@
-// What goes into the calls of Client and Head, and what comes back. Plain values; ranges are checked by the server, whose answer
-// names the field.
+// The arguments and results of Client's and Head's calls. Plain values; ranges are checked by the server, whose answer names the
+// field.
 #ifndef HEADWATER_CLIENT_TYPES_H_
 #define HEADWATER_CLIENT_TYPES_H_
 
@@ -57,7 +57,7 @@ enum class Parallelism : int32_t {
 // `vocabulary`, `rows`, or `unknown`.
 const char* ParallelismName(Parallelism parallelism);
 
-// What a head is; fixed for its life. logits = softcap * tanh(logit_scale * (x . weight^T + bias) / softcap).
+// The specification of a head, fixed for its life. Its logits are softcap * tanh(logit_scale * (x . weight^T + bias) / softcap).
 struct HeadSpec {
   int64_t vocab_size = 0;                     // >= 1; rows of `weight`
   int64_t hidden_size = 0;                    // >= 1; columns of `weight`
@@ -98,7 +98,7 @@ struct VocabShard {
   std::string device;
 };
 
-// What a head takes, by purpose.
+// The memory of a head, by purpose.
 struct MemoryPlan {
   struct Item {
     std::string purpose;  // "weight", "grad_weight", "optimizer_state", "staging", "workspace", ...
@@ -106,7 +106,7 @@ struct MemoryPlan {
   };
   std::vector<Item> items;
   int64_t total_bytes = 0;
-  int64_t available_bytes = 0;   // what the server's memory budget still has room for, this head not counted
+  int64_t available_bytes = 0;   // free memory of the server's budget, without this head
   int64_t token_chunk_rows = 0;  // rows computed at once
 };
 
@@ -127,7 +127,7 @@ struct HeadInfo {
 
 // ---- loss ----------------------------------------------------------------------------------------------------------------
 
-// Of one call.
+// Options of one call.
 struct CallOptions {
   std::chrono::milliseconds timeout{0};  // for the call with all its repetitions. 0: ClientOptions::timeout; < 0: it is over
   // Calls with tensors in device memory: a CUstream (cudaStream_t) of their device's primary context. The rows are ready, and the
@@ -141,13 +141,13 @@ enum class CommitMode : int32_t {
   kExplicit = 2,  // by Head::Commit(), with a factor
 };
 
-// What a repeat of a micro-batch with other bytes gets.
+// The answer to a repeat of a micro-batch with other bytes.
 enum class OnMismatch : int32_t {
   kConflict = 1,   // ABORTED / MICRO_BATCH_CONFLICT
   kFirstWins = 2,  // computed and answered, nothing added: for a recomputed forward whose last bits differ
 };
 
-// What happens to NaN and infinities in losses and gradients.
+// The treatment of NaN and infinities in losses and gradients.
 enum class NonFinitePolicy : int32_t {
   kReport = 1,  // counted in the result and passed through
   kRefuse = 2,  // FAILED_PRECONDITION / NON_FINITE_VALUES; nothing is added
@@ -227,16 +227,16 @@ struct MicroBatchOptions {
   // These six and `expected_weight_version` are the single term's; Head::Multi() takes them from each LossTerm instead.
   int32_t ignore_index = -100;              // target of rows that take no part
   absl::Span<const float> token_weights{};  // [row_count], finite; empty: all 1. Copied by the call
-  // The upstream gradients of each row's entropy and lse: the objective is loss_scale * sum of (token_weight * loss +
-  // entropy_factor * entropy + lse_factor * lse). [row_count], finite; empty: all 0. Cross entropy with gradients only. The
-  // reported sums are of the loss alone. Copied by the call.
+  // The upstream gradients of each row's entropy and lse. The objective is loss_scale * sum of (token_weight * loss +
+  // entropy_factor * entropy + lse_factor * lse). [row_count], finite; empty: all 0. Cross
+  // entropy with gradients only. The reported sums are of the loss alone. Copied by the call.
   absl::Span<const float> entropy_factors{};
   absl::Span<const float> lse_factors{};
-  // 0, and gradients are exact; or in [2^-24, 1]: entries of a row's gradient of the logits below this share of its missing
-  // probability become 0 or that size, at random and without bias; TermResult::dither has the expected error. For trainable heads,
+  // A share in [2^-24, 1], or 0 for exact gradients. Entries of a row's gradient of the logits below this share of its missing
+  // probability become 0 or that size, at random and without bias. TermResult::dither has the expected error. For trainable heads,
   // with gradients; without factors of entropy and lse, a hard loss, a top-k teacher, and smoothing behind a softcap. On GPUs
-  // without label_smoothing, for heads on one GPU; of a divergence, for at most 64 shards. A server whose ServerInfo::features
-  // lack `gradient_resolution` ignores it.
+  // without label_smoothing, for heads on one GPU; of a divergence, for at most 64 shards. A server whose ServerInfo::features lack
+  // `gradient_resolution` ignores it.
   double gradient_resolution = 0.0;
   double loss_scale = 1.0;         // multiplies both gradients, not the reported sums. For a mean: 1 / number of tokens
   double grad_hidden_scale = 1.0;  // multiplies grad_hidden alone
@@ -251,7 +251,7 @@ struct MicroBatchOptions {
   std::optional<int64_t> expected_weight_version{};  // anything else is FAILED_PRECONDITION / WEIGHT_VERSION_MISMATCH
 };
 
-// What is known about a contribution. Values may be added.
+// The state of a contribution. Values may be added.
 enum class ContributionState : int32_t {
   kNone = 0,  // nothing to decide
   kInProgress = 1,
@@ -288,7 +288,7 @@ struct DiscardResult {
 };
 
 // A micro-batch that was computed with CommitMode::kExplicit and waits for its decision: all its heads, the step, the id and the
-// attempt. Cheap to copy; thread-safe. Letting go of it decides nothing.
+// attempt. Cheap to copy; thread-safe. Destroying it decides nothing.
 class Contribution {
  public:
   // Used by the library.
@@ -296,7 +296,7 @@ class Contribution {
 
   // Adds it to the step of each of its heads. Idempotent. MICRO_BATCH_DISCARDED if it was dropped meanwhile (its session ended).
   Future<CommitResult> Commit(const CommitOptions& commit = {}, const CallOptions& options = {}) const;
-  // Drops it in all its heads; a higher attempt may submit it anew. Idempotent.
+  // Drops it in all its heads; a higher attempt may submit it again. Idempotent.
   Future<DiscardResult> Discard(const CallOptions& options = {}) const;
 
  private:
@@ -311,7 +311,7 @@ struct GradientDither {
   double squared_norm = 0;   // of the exact G
 };
 
-// What one loss term yields. Sums are over its rows whose target is not ignore_index, in nats, without loss_scale.
+// The result of one loss term. Sums are over its rows whose target is not ignore_index, in nats, without loss_scale.
 struct TermResult {
   double loss_sum = 0;           // sum of token_weight * loss: equals the three parts together
   double soft_loss_sum = 0;      // the divergence's share; 0 for cross entropy
@@ -334,7 +334,7 @@ struct TermResult {
   std::vector<float> log_sum_sq_probs;
 };
 
-// What a micro-batch yields beside its terms.
+// The result of a micro-batch besides its terms.
 struct MicroBatchResult {
   TensorBuffer grad_hidden;  // [row_count, hidden_size]; empty if it was not asked for or went to the caller's memory
   ContributionState state = ContributionState::kNone;
@@ -357,7 +357,7 @@ struct MultiResult : MicroBatchResult {
   std::vector<TermResult> terms;  // in the order of the call
 };
 
-// What Teacher::Stream() yields.
+// The result of Teacher::Stream().
 struct StreamedRows {
   int64_t row_count = 0;  // rows that the server keeps for the join
 };
@@ -434,7 +434,7 @@ struct GradientNormResult {
 // Life of a step. Values may be added.
 enum class StepState : int32_t { kUnknown = 0, kOpen = 1, kSealed = 2, kApplied = 3, kDiscarded = 4, kReplaced = 5 };
 
-// What a step knows of one micro-batch.
+// The state of one micro-batch within a step.
 struct MicroBatchInfo {
   int64_t micro_batch = 0;
   int64_t attempt = 0;
@@ -489,8 +489,8 @@ struct ServerInfo {
   std::string engine;       // "cpu" or "cuda"
   std::string engine_note;  // why the engine is not a faster one, and the libraries of its products; may be empty
   std::vector<DeviceInfo> devices;
-  // What the server accepts at most, by the names of v1.Limits (`max_micro_batch_rows`, ...): each is a flag of headwaterd of
-  // the same name, durations in seconds and without the flag's `_s`. 0 of max_tenant_memory_bytes: no bound.
+  // The server's limits, by the names of v1.Limits (`max_micro_batch_rows`, ...). Each is a flag of headwaterd of the same name;
+  // durations are in seconds and lack the flag's `_s`. 0 of max_tenant_memory_bytes: no bound.
   std::map<std::string, int64_t> limits;
   std::vector<std::string> features;
   std::chrono::system_clock::time_point start_time;
