@@ -3,11 +3,11 @@
 
     tests/bench/study/exactness.py --build BUNDLE --output FOLDER [--commit NAME] [--cuda] [--smoke]
 
-The head is fp32, its rows are random, and a twelfth of the targets is ignored. One step of the same rows is taken in 1, 4, 16 and
-64 micro-batches. The loss must be PyTorch's within 1e-8: fp32 logits, and sums over the vocabulary and the rows in fp64.
+The head is fp32, its rows are random, and a twelfth of the targets is ignored. One step of the same rows is taken in 1, 4, 16
+and 64 micro-batches. The loss must be PyTorch's within 1e-8: fp32 logits, and sums over the vocabulary and the rows in fp64.
 Gradients are compared with fp64 throughout. Then AdamW trains head and body for some cycles, beside PyTorch in fp64. The losses
-of all micro-batches, their variance, and the weight at the end are compared. Writes study.csv (the columns of figures.py) into FOLDER.
-Exits 1 if a bound is missed.
+of all micro-batches, their variance, and the weight at the end are compared. Writes study.csv (the columns of figures.py) into
+FOLDER. Exits 1 if a bound is missed.
 """
 
 import argparse
