@@ -10,7 +10,6 @@
 #include <cstring>
 #include <iostream>
 #include <map>
-#include <set>
 #include <system_error>
 #include <utility>
 
@@ -33,44 +32,45 @@
 namespace headwater {
 namespace {
 
-// The flags between a FlagSection and the next one.
+// What sets an option to its flag's value.
+using TakeOption = void (*)(service::ServerOptions& options);
+
+// A section of --help and of docs/flags.md.
 struct Section {
   const char* title;
-  std::set<std::string> before;  // flags that were there when it began
+  std::map<std::string, const absl::CommandLineFlag*> flags;
 };
-
 std::vector<Section>& Sections() {
   static auto* const sections = new std::vector<Section>();
   return *sections;
 }
-
-// Begins a section: a static object among the flags, whose constructor looks which of them are there already.
-struct FlagSection {
-  explicit FlagSection(const char* title) {
-    Section section = {title, {}};
-    for (const auto& [name, flag] : absl::GetAllFlags()) section.before.insert(std::string(name));
-    Sections().push_back(std::move(section));
-  }
-};
-
-// What sets an option to its flag's value, each beside its flag.
-using TakeOption = void (*)(service::ServerOptions& options);
 std::vector<TakeOption>& OptionTakers() {
   static auto* const takers = new std::vector<TakeOption>();
   return *takers;
 }
-struct OptionTaker {
-  explicit OptionTaker(TakeOption take) { OptionTakers().push_back(take); }
+
+// Static objects among the flags: the begin of a section, and the place in it of the flag before.
+struct FlagSection {
+  explicit FlagSection(const char* title) { Sections().push_back({title, {}}); }
+};
+struct FlagEntry {
+  explicit FlagEntry(const char* name, TakeOption take = nullptr) {
+    Sections().back().flags[name] = absl::FindCommandLineFlag(name);
+    if (take != nullptr) OptionTakers().push_back(take);
+  }
 };
 
 }  // namespace
 }  // namespace headwater
 
-// A flag that sets the field `field` of ServerOptions.
+// A flag; one that sets the field `field` of ServerOptions; one that sets the field of its own name.
+#define HEADWATER_FLAG(type, name, default_value, help) \
+  ABSL_FLAG(type, name, default_value, help);           \
+  static const headwater::FlagEntry entry_##name(#name);
 #define HEADWATER_OPTION_FLAG(type, name, field, default_value, help) \
   ABSL_FLAG(type, name, default_value, help);                         \
-  static const headwater::OptionTaker take_##name(                    \
-      [](headwater::service::ServerOptions& options) { options.field = absl::GetFlag(FLAGS_##name); });
+  static const headwater::FlagEntry entry_##name(                     \
+      #name, [](headwater::service::ServerOptions& options) { options.field = absl::GetFlag(FLAGS_##name); });
 #define HEADWATER_SERVER_FLAG(type, name, default_value, help) HEADWATER_OPTION_FLAG(type, name, name, default_value, help)
 
 static const headwater::FlagSection kAddressesFlags("Addresses");
@@ -78,16 +78,17 @@ HEADWATER_SERVER_FLAG(
     std::vector<std::string>, listen_addresses, {"127.0.0.1:50051"},
     "comma-separated addresses to serve on: host:port (port 0 picks one; 0.0.0.0 and [::] are all addresses of IPv4 and "
     "IPv6) or unix:PATH");
-ABSL_FLAG(std::string, port_file, "",
-          "file that gets the addresses served on, one a line, those for admin last, once the server is ready; empty: none. They "
-          "are also "
-          "printed on stdout");
+HEADWATER_FLAG(
+    std::string, port_file, "",
+    "file that gets the addresses served on, one a line, those for admin last, once the server is ready; empty: none. They "
+    "are also "
+    "printed on stdout");
 HEADWATER_SERVER_FLAG(
     std::string, metrics_address, "127.0.0.1:9464",
     "host:port of the Prometheus endpoint /metrics (port 0 picks one); 0.0.0.0 and [::] are all addresses of IPv4 and IPv6; "
     "empty: none");
 HEADWATER_SERVER_FLAG(bool, reflection, false, "serve gRPC server reflection");
-ABSL_FLAG(
+HEADWATER_FLAG(
     std::string, unix_socket_mode, "0600",
     "permissions of the Unix sockets among --listen_addresses and --admin_listen_addresses, in octal; to connect needs to write");
 HEADWATER_SERVER_FLAG(std::string, unix_socket_owner, "",
@@ -96,7 +97,7 @@ HEADWATER_SERVER_FLAG(
     std::string, descriptor_socket, "",
     "path of a Unix socket that takes descriptors of shared memory from clients of this host (docs/api.md, \"Shared memory\"); "
     "empty: none");
-ABSL_FLAG(std::string, descriptor_socket_mode, "0600", "permissions of that socket, in octal");
+HEADWATER_FLAG(std::string, descriptor_socket_mode, "0600", "permissions of that socket, in octal");
 HEADWATER_SERVER_FLAG(bool, descriptor_socket_any_user, false,
                       "take descriptors also from processes of other users than the server's own and root");
 HEADWATER_SERVER_FLAG(
@@ -123,13 +124,14 @@ HEADWATER_SERVER_FLAG(
     "file with the tokens that calls must come with, and what each allows (docs/security.md); read again when it changes; "
     "empty: every call is allowed");
 static const headwater::FlagSection kEngineFlags("Engine");
-ABSL_FLAG(std::string, engine, "auto",
-          "auto, cpu or cuda; auto is cuda where it can be had, else cpu; with --workers cpu, and with --join the other server's");
-ABSL_FLAG(int32_t, device, 0, "index of the GPU, or of the first of --gpus, as CUDA counts the visible ones; --engine=cuda");
-ABSL_FLAG(std::string, algorithm_cache, "auto",
-          "file that keeps what the CUDA engine found out about the fastest matrix products, from start to start; auto: "
-          "headwater/cublaslt.json in $XDG_CACHE_HOME, else in ~/.cache; empty: none is kept");
-ABSL_FLAG(
+HEADWATER_FLAG(
+    std::string, engine, "auto",
+    "auto, cpu or cuda; auto is cuda where it can be had, else cpu; with --workers cpu, and with --join the other server's");
+HEADWATER_FLAG(int32_t, device, 0, "index of the GPU, or of the first of --gpus, as CUDA counts the visible ones; --engine=cuda");
+HEADWATER_FLAG(std::string, algorithm_cache, "auto",
+               "file that keeps what the CUDA engine found out about the fastest matrix products, from start to start; auto: "
+               "headwater/cublaslt.json in $XDG_CACHE_HOME, else in ~/.cache; empty: none is kept");
+HEADWATER_FLAG(
     bool, timed_search, true,
     "try the matrix products out when a head is created, and take the fastest; without it the CUDA engine takes those that the "
     "library proposes, the same ones at every start");
@@ -138,23 +140,23 @@ HEADWATER_SERVER_FLAG(
     "add contributions in ascending id, each by a computation of its own, so that the bits of a step's gradient do not depend on "
     "the order in which they came, on retries, restarts or the number of trainers (docs/guarantees.md, \"Deterministic mode\"); "
     "micro-batches take 4/3 of the engine's time; switches --timed_search off");
-ABSL_FLAG(int32_t, shards, 1, "vocabulary shards of each head, at least 1");
-ABSL_FLAG(
+HEADWATER_FLAG(int32_t, shards, 1, "vocabulary shards of each head, at least 1");
+HEADWATER_FLAG(
     int32_t, gpus, 1,
     "GPUs of this machine, from --device on, that hold a shard of each head each and compute together, with --workers or --join "
     "also with those of other processes; --engine=cuda");
-ABSL_FLAG(std::vector<std::string>, shard_weights, {},
-          "relative sizes of the shards, as many as --shards, or as --gpus and --workers together; empty: even");
-ABSL_FLAG(int32_t, threads, 0,
-          "CPU threads of the engine over all shards, or of each rank with --workers; 0: as many as the affinity mask and the "
-          "control group's CPU quota allow, a part of a processor as one; --engine=cpu");
-ABSL_FLAG(headwater::BytesFlag, memory_budget_bytes, 0,
-          "memory of all heads, in bytes, on each of --gpus; 0: 80 % of the device's (of the cgroup's limit on the CPU)");
-ABSL_FLAG(headwater::BytesFlag, workspace_bytes, 0,
-          "working memory of the engine, in bytes: for each head with --engine=cpu, for all heads of a GPU together with "
-          "--engine=cuda; 0: the engine's default");
+HEADWATER_FLAG(std::vector<std::string>, shard_weights, {},
+               "relative sizes of the shards, as many as --shards, or as --gpus and --workers together; empty: even");
+HEADWATER_FLAG(int32_t, threads, 0,
+               "CPU threads of the engine over all shards, or of each rank with --workers; 0: as many as the affinity mask and the "
+               "control group's CPU quota allow, a part of a processor as one; --engine=cpu");
+HEADWATER_FLAG(headwater::BytesFlag, memory_budget_bytes, 0,
+               "memory of all heads, in bytes, on each of --gpus; 0: 80 % of the device's (of the cgroup's limit on the CPU)");
+HEADWATER_FLAG(headwater::BytesFlag, workspace_bytes, 0,
+               "working memory of the engine, in bytes: for each head with --engine=cpu, for all heads of a GPU together with "
+               "--engine=cuda; 0: the engine's default");
 static const headwater::FlagSection kSeveralFlags("Several processes as one server");
-ABSL_FLAG(
+HEADWATER_FLAG(
     int32_t, workers, 0,
     "ranks of other processes that join this one (--join) and hold a shard of each head: a process on the CPU is one, one with "
     "--engine=cuda as many as its --gpus; the server is SERVING once all of them are there; 0: none (docs/groups.md)");
@@ -162,20 +164,22 @@ HEADWATER_SERVER_FLAG(
     std::string, worker_token, "",
     "name of the token in --token_file that workers join with; it needs the permission admin; empty: none may, if there is a "
     "--token_file");
-ABSL_FLAG(
+HEADWATER_FLAG(
     std::string, join, "",
     "host:port, or unix:PATH, of a server with --workers that this process joins, again and again, until it is ended; of the other "
     "flags only those named join_, --group_listen_host, --engine, --device, --gpus, --algorithm_cache, --memory_budget_bytes, "
     "--device_lost_grace, --drain_timeout, --tls_certificate and --tls_key (which the worker shows) and the ones of the log count "
     "then");
-ABSL_FLAG(std::string, join_ca, "", "file with the certificates, in PEM, that the other server's must be signed by; empty: no TLS");
-ABSL_FLAG(std::string, join_token_file, "",
-          "file with the token for --join, whose name the other server's --worker_token is; empty: none");
-ABSL_FLAG(std::string, group_listen_host, "0.0.0.0",
-          "IP address at which the ranks of a group reach this process, at a port of the system's choice; 0.0.0.0 and [::] are all "
-          "addresses of IPv4 and IPv6; what they send each other there is neither encrypted nor signed");
-ABSL_FLAG(headwater::DurationFlag, rank_timeout, absl::Seconds(5),
-          "a worker from which nothing has come for so long is lost, at least 1s");
+HEADWATER_FLAG(std::string, join_ca, "",
+               "file with the certificates, in PEM, that the other server's must be signed by; empty: no TLS");
+HEADWATER_FLAG(std::string, join_token_file, "",
+               "file with the token for --join, whose name the other server's --worker_token is; empty: none");
+HEADWATER_FLAG(
+    std::string, group_listen_host, "0.0.0.0",
+    "IP address at which the ranks of a group reach this process, at a port of the system's choice; 0.0.0.0 and [::] are all "
+    "addresses of IPv4 and IPv6; what they send each other there is neither encrypted nor signed");
+HEADWATER_FLAG(headwater::DurationFlag, rank_timeout, absl::Seconds(5),
+               "a worker from which nothing has come for so long is lost, at least 1s");
 static const headwater::FlagSection kStorageFlags("Storage");
 HEADWATER_SERVER_FLAG(std::string, checkpoint_directory, "",
                       "where checkpoints are kept; made if it is not there; empty: no checkpoints");
@@ -204,22 +208,22 @@ HEADWATER_SERVER_SETTINGS(HEADWATER_SETTING_FLAG)
 HEADWATER_SERVER_FLAG(bool, idle_head_checkpoint, false,
                       "save such a head first, as idle-STEP in --checkpoint_directory; one that cannot be saved stays");
 static const headwater::FlagSection kOperationFlags("Operation");
-ABSL_FLAG(
+HEADWATER_FLAG(
     headwater::DurationFlag, drain_timeout, absl::Seconds(30),
     "how long accepted calls may go on after SIGTERM, SIGINT or SIGHUP, > 0; with --join, how long the other server may take to "
     "save what the group holds, at least its own");
-ABSL_FLAG(
+HEADWATER_FLAG(
     headwater::DurationFlag, device_lost_grace, absl::Seconds(5),
     "how long calls in progress may take to be answered once the engine's device is lost, from 0 to 1h; then the process ends, "
     "with status 75, or restarts in place, with --workers or --join");
-ABSL_FLAG(int32_t, parent_pid, 0,
-          "process that has started this one: when it ends, however that happens, this one drains as after SIGTERM; 0: none");
+HEADWATER_FLAG(int32_t, parent_pid, 0,
+               "process that has started this one: when it ends, however that happens, this one drains as after SIGTERM; 0: none");
 HEADWATER_SERVER_FLAG(
     double, product_tflops, 0,
     "what bare matrix products reach on this machine, in TFLOP/s: what the metrics measure utilisation against; 0: measured at "
     "the start with --engine=cpu, not known with --engine=cuda");
-ABSL_FLAG(std::string, log_level, "info", "debug, info, warning, error or off");
-ABSL_FLAG(
+HEADWATER_FLAG(std::string, log_level, "info", "debug, info, warning, error or off");
+HEADWATER_FLAG(
     std::string, log_level_file, "",
     "file whose only word is the level instead, read every second, so that it can be changed while the server runs; while it is "
     "not there, or empty, --log_level holds; empty: none");
@@ -229,9 +233,9 @@ HEADWATER_SERVER_FLAG(
     "recorded (docs/operations.md, \"Traces\"); made if it is not there; empty: none");
 HEADWATER_SERVER_FLAG(int64_t, max_trace_files, headwater::service::ServerOptions{}.max_trace_files,
                       "files that stay in --trace_dir, at least 1; the oldest go");
-ABSL_FLAG(std::string, log_format, "text", "text (key=value) or json; one line for each event, on stderr");
-ABSL_FLAG(bool, print_metrics_doc, false, "print docs/metrics.md and exit");
-ABSL_FLAG(bool, print_flags_doc, false, "print the table of flags in docs/flags.md and exit");
+HEADWATER_FLAG(std::string, log_format, "text", "text (key=value) or json; one line for each event, on stderr");
+HEADWATER_FLAG(bool, print_metrics_doc, false, "print docs/metrics.md and exit");
+HEADWATER_FLAG(bool, print_flags_doc, false, "print the table of flags in docs/flags.md and exit");
 
 namespace headwater {
 namespace {
@@ -279,21 +283,6 @@ absl::Status CheckReplaceable(const char* flag, const std::string& path) {
 
 constexpr size_t kHelpColumns = 100;
 
-using Flags = std::map<std::string, const absl::CommandLineFlag*>;
-
-// The flags of each of Sections().
-std::vector<Flags> FlagsBySection() {
-  std::vector<Flags> found(Sections().size());
-  for (const auto& [name, flag] : absl::GetAllFlags()) {
-    // Flags know the file that defined them; those of libraries are not ours to document.
-    if (!absl::EndsWith(__FILE__, flag->Filename()) && !absl::EndsWith(flag->Filename(), __FILE__)) continue;
-    size_t count = 0;  // of sections that had begun
-    while (count < Sections().size() && Sections()[count].before.count(std::string(name)) == 0) ++count;
-    if (count > 0) found[count - 1][std::string(name)] = flag;
-  }
-  return found;
-}
-
 // The words in lines, each with the indent before it.
 std::string Wrapped(const std::string& text, const std::string& indent) {
   std::string lines;
@@ -312,10 +301,9 @@ std::string Wrapped(const std::string& text, const std::string& indent) {
 
 std::string FlagsHelp() {
   std::string text;
-  const std::vector<Flags> flags = FlagsBySection();
-  for (size_t i = 0; i < flags.size(); ++i) {
-    absl::StrAppend(&text, i == 0 ? "" : "\n", Sections()[i].title, "\n\n");
-    for (const auto& [name, flag] : flags[i]) {
+  for (const Section& section : Sections()) {
+    absl::StrAppend(&text, text.empty() ? "" : "\n", section.title, "\n\n");
+    for (const auto& [name, flag] : section.flags) {
       absl::StrAppend(&text, "  --", name, "=", flag->DefaultValue(), "\n", Wrapped(flag->Help(), "      "));
     }
   }
@@ -364,10 +352,9 @@ std::vector<char*> ParseFlags(int argc, char** argv) {
 
 std::string FlagsDocument() {
   std::string text;
-  const std::vector<Flags> flags = FlagsBySection();
-  for (size_t i = 0; i < flags.size(); ++i) {
-    absl::StrAppend(&text, i == 0 ? "" : "\n", "**", Sections()[i].title, "**\n\n| Flag | Default | Meaning |\n|---|---|---|\n");
-    for (const auto& [name, flag] : flags[i]) {
+  for (const Section& section : Sections()) {
+    absl::StrAppend(&text, text.empty() ? "" : "\n", "**", section.title, "**\n\n| Flag | Default | Meaning |\n|---|---|---|\n");
+    for (const auto& [name, flag] : section.flags) {
       const std::string default_value = flag->DefaultValue();
       const std::string shown = default_value.empty() ? "empty" : absl::StrCat("`", default_value, "`");
       absl::StrAppend(&text, "| `--", name, "` | ", shown, " | ", flag->Help(), " |\n");

@@ -4,6 +4,8 @@
 // may begin more at once, each of which still costs the server its handler: more of them wait than the client can have in progress.
 // That is how it is known, before its calls have been worked off: further ones are refused, which costs next to nothing, and the
 // connection is dropped.
+//
+// Holds hostile_resets_latency_ratio and hostile_memory_growth of docs/benchmarks/trust.md.
 #ifndef HEADWATER_SERVER_GUARD_CALL_BACKLOG_H_
 #define HEADWATER_SERVER_GUARD_CALL_BACKLOG_H_
 

@@ -3,6 +3,8 @@
 // The gate accepts, counts, and hands what it lets in over; what comes above the bound is closed at once. So a client that opens
 // connections without end costs an accept and a close for each, and never the descriptors that others need. A connection counts
 // until whoever got it has shut it down, which a duplicate of its descriptor tells.
+//
+// Holds hostile_connections_latency_ratio and hostile_connections_descriptors_left of docs/benchmarks/trust.md.
 #ifndef HEADWATER_SERVER_GUARD_CONNECTION_GATE_H_
 #define HEADWATER_SERVER_GUARD_CONNECTION_GATE_H_
 

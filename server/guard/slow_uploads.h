@@ -1,5 +1,8 @@
 // SlowUploads: the micro-batches whose rows still come. When there is no thread or no byte left for another client, one that stands
 // still gives way, so that clients that only pretend to upload cannot keep everybody else out.
+//
+// A proxy does not know which upload has a thread and bytes. Holds no measured figure: tests/integration/limits_test.cc has the
+// bounds (Overload).
 #ifndef HEADWATER_SERVER_GUARD_SLOW_UPLOADS_H_
 #define HEADWATER_SERVER_GUARD_SLOW_UPLOADS_H_
 
