@@ -10,7 +10,7 @@ headwater_venv=$headwater_root/build/venv
 # The packages of libraries that the project is compiled with.
 headwater_libraries=(
   libabsl-dev libbenchmark-dev libc-ares-dev libgmock-dev libgrpc++-dev libgtest-dev libmicrohttpd-dev libopenblas-dev libprotobuf-dev
-  libre2-dev libspdlog-dev libssl-dev libxxhash-dev nlohmann-json3-dev prometheus-cpp-dev zlib1g-dev
+  libre2-dev libssl-dev libxxhash-dev nlohmann-json3-dev prometheus-cpp-dev zlib1g-dev
 )
 export headwater_root headwater_venv headwater_libraries
 

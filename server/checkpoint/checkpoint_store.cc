@@ -13,24 +13,18 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/error.h"
-#include "headwater/kernels/planned_bytes.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/checkpoint/manifest.h"
-#include "server/model_files/safetensors.h"
+#include "server/checkpoint/shard_files.h"
 #include "server/model_files/strict_json.h"
-#include "server/model_files/xxh3.h"
 #include "server/observability/logging.h"
 
 namespace headwater::checkpoint {
 namespace {
 
 using model_files::CorruptError;
-using model_files::FindMember;
 using model_files::GetCount;
-using model_files::MakeSafetensorsHeader;
-using model_files::ReadSafetensorsHeader;
 using model_files::ReadStrictJson;
-using model_files::SafetensorsHeader;
-using model_files::SafetensorsOutput;
 
 // Hidden names, which IsValidCheckpointName() refuses.
 constexpr char kTemporaryPrefix[] = ".tmp-";
@@ -39,20 +33,12 @@ constexpr char kLiveMark[] = ".live";
 constexpr char kFirstSequence[] = "first_sequence";
 constexpr int64_t kMaxLiveMarkBytes = 4096;
 constexpr size_t kMaxNameLength = 128;
-constexpr int64_t kPieceBytes = int64_t{8} << 20;
 constexpr size_t kMaxStepsBytes = 512;  // errors carry it twice, in headers that are bounded
 
 // The number of the checkpoint after number `last`, which may come from a file.
 int64_t NumberAfter(int64_t last) { return last < INT64_MAX ? last + 1 : last; }
 
-// What is saved, in the order in which it is written back: writing the weight sets the master, writing the master the weight.
-constexpr HeadTensor kSavedTensors[] = {HeadTensor::kWeight,        HeadTensor::kBias,          HeadTensor::kMasterWeight,
-                                        HeadTensor::kMasterBias,    HeadTensor::kMoment1Weight, HeadTensor::kMoment1Bias,
-                                        HeadTensor::kMoment2Weight, HeadTensor::kMoment2Bias};
-
 bool IsAlphanumeric(char c) { return (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); }
-
-std::string Join(const std::string& directory, const std::string& name) { return absl::StrCat(directory, "/", name); }
 
 // What the names of a series have in common, with # for their numbers.
 std::string SeriesOf(const std::string& checkpoint) {
@@ -86,190 +72,14 @@ absl::Status CheckName(const std::string& name, const char* field) {
 }
 
 absl::Status CheckNames(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) {
-  if (absl::Status status = CheckName(tenant, "tenant"); !status.ok()) return status;
-  if (absl::Status status = CheckName(head_id, "head"); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckName(tenant, "tenant"));
+  HEADWATER_RETURN_IF_ERROR(CheckName(head_id, "head"));
   return CheckName(checkpoint, "checkpoint");
 }
 
 absl::Status AlreadyExists(const std::string& checkpoint) {
   return MakeError(ErrorReason::kCheckpointAlreadyExists, absl::StrCat("checkpoint ", checkpoint, " exists; overwrite replaces it"),
                    {{"checkpoint", checkpoint}});
-}
-
-const char* SafetensorsType(DataType type) {
-  switch (type) {
-    case DataType::kFloat32:
-      return "F32";
-    case DataType::kBFloat16:
-      return "BF16";
-    case DataType::kFloat16:
-      return "F16";
-  }
-  return "";
-}
-
-// A tensor as it stands in a shard's file.
-struct SavedTensor {
-  HeadTensor tensor;
-  DataType data_type;
-  int64_t width;  // elements of one vocabulary row
-};
-
-// fp32 master weights are apart from the stored ones for 16-bit heads with an optimizer; elsewhere they are the same numbers.
-bool HasSeparateMaster(const HeadSpec& spec) {
-  return spec.data_type != DataType::kFloat32 && !std::holds_alternative<std::monostate>(spec.optimizer);
-}
-
-std::vector<SavedTensor> TensorsOf(const EngineHead& head) {
-  const HeadSpec& spec = head.spec();
-  std::vector<SavedTensor> tensors;
-  for (const HeadTensor tensor : kSavedTensors) {
-    const bool is_master = tensor == HeadTensor::kMasterWeight || tensor == HeadTensor::kMasterBias;
-    const int64_t count = head.ElementCount(tensor);
-    if (count == 0 || (is_master && !HasSeparateMaster(spec))) continue;
-    tensors.push_back({tensor, head.TensorDataType(tensor), count / spec.vocab_size});
-  }
-  return tensors;
-}
-
-std::vector<SafetensorsOutput> FileLayout(const std::vector<SavedTensor>& tensors, const VocabShard& rows) {
-  const int64_t row_count = rows.vocab_end - rows.vocab_start;
-  std::vector<SafetensorsOutput> layout;
-  for (const SavedTensor& saved : tensors) {
-    SafetensorsOutput output;
-    output.name = HeadTensorName(saved.tensor);
-    output.data_type = SafetensorsType(saved.data_type);
-    const bool is_bias = saved.tensor == HeadTensor::kBias || saved.tensor == HeadTensor::kMasterBias ||
-                         saved.tensor == HeadTensor::kMoment1Bias || saved.tensor == HeadTensor::kMoment2Bias;
-    output.shape = is_bias ? std::vector<int64_t>{row_count} : std::vector<int64_t>{row_count, saved.width};
-    output.byte_count = row_count * saved.width * ElementBytes(saved.data_type);
-    layout.push_back(std::move(output));
-  }
-  return layout;
-}
-
-// Calls `work(element_start, element_count)` for pieces of at most kPieceBytes of a tensor's rows.
-template <typename Work>
-absl::Status ForEachPiece(const SavedTensor& saved, const VocabShard& rows, const Work& work) {
-  const int64_t piece = kPieceBytes / ElementBytes(saved.data_type);
-  const int64_t end = rows.vocab_end * saved.width;
-  for (int64_t start = rows.vocab_start * saved.width; start < end; start += piece) {
-    if (absl::Status status = work(start, std::min(piece, end - start)); !status.ok()) return status;
-  }
-  return absl::OkStatus();
-}
-
-// Room for the largest piece of these rows: small heads must not pay for large ones.
-absl::StatusOr<PlannedBytes> PieceBuffer(const std::vector<SavedTensor>& tensors, const VocabShard& rows) {
-  int64_t bytes = 0;
-  for (const SavedTensor& saved : tensors) {
-    bytes = std::max(bytes, (rows.vocab_end - rows.vocab_start) * saved.width * ElementBytes(saved.data_type));
-  }
-  return AllocatePlanned(std::min(bytes, kPieceBytes));
-}
-
-// Appends to a file and adds up its checksum.
-class HashedFile {
- public:
-  explicit HashedFile(std::unique_ptr<WritableFile> file) : file_(std::move(file)) {}
-  absl::Status Append(const void* data, int64_t byte_count) {
-    hasher_.Update(data, byte_count);
-    bytes_ += byte_count;
-    return file_->Append(data, byte_count);
-  }
-  absl::Status SyncAndClose() { return file_->SyncAndClose(); }
-  int64_t bytes() const { return bytes_; }
-  std::string HexDigest() const { return hasher_.HexDigest(); }
-
- private:
-  std::unique_ptr<WritableFile> file_;
-  model_files::Xxh3Hasher hasher_;
-  int64_t bytes_ = 0;
-};
-
-// Creates `path` with these bytes, synced.
-absl::Status WriteWholeFile(FileSystem& files, const std::string& path, const std::string& text) {
-  absl::StatusOr<std::unique_ptr<WritableFile>> file = files.CreateFile(path);
-  if (!file.ok()) return file.status();
-  if (absl::Status status = (*file)->Append(text.data(), static_cast<int64_t>(text.size())); !status.ok()) return status;
-  return (*file)->SyncAndClose();
-}
-
-absl::StatusOr<std::string> HashFile(const ReadableFile& file) {
-  model_files::Xxh3Hasher hasher;
-  const absl::StatusOr<PlannedBytes> buffer = AllocatePlanned(std::min(file.size(), kPieceBytes));
-  if (!buffer.ok()) return buffer.status();
-  for (int64_t offset = 0; offset < file.size(); offset += kPieceBytes) {
-    const int64_t count = std::min(kPieceBytes, file.size() - offset);
-    if (absl::Status status = file.ReadAt(offset, count, buffer->get()); !status.ok()) return status;
-    hasher.Update(buffer->get(), count);
-  }
-  return hasher.HexDigest();
-}
-
-// A file that has passed verification.
-struct VerifiedFile {
-  std::unique_ptr<ReadableFile> file;
-  SafetensorsHeader header;
-};
-
-absl::StatusOr<VerifiedFile> VerifyFile(const FileSystem& files, const std::string& directory, const ManifestFile& expected,
-                                        const std::vector<SafetensorsOutput>& layout) {
-  absl::StatusOr<std::unique_ptr<ReadableFile>> opened = files.OpenFile(Join(directory, expected.name));
-  if (absl::IsNotFound(opened.status())) return CorruptError(absl::StrCat(expected.name, " of the checkpoint is not there"));
-  if (!opened.ok()) return opened.status();
-  VerifiedFile verified;
-  verified.file = *std::move(opened);
-  if (verified.file->size() != expected.bytes) {
-    return CorruptError(absl::StrCat(expected.name, " has ", verified.file->size(), " bytes, the manifest says ", expected.bytes));
-  }
-  absl::StatusOr<std::string> checksum = HashFile(*verified.file);
-  if (!checksum.ok()) return checksum.status();
-  if (*checksum != expected.checksum) {
-    return MakeError(ErrorReason::kChecksumMismatch,
-                     absl::StrCat("the checksum of ", expected.name, " is ", *checksum, ", the manifest says ", expected.checksum),
-                     {{"file", expected.name}, {"expected", expected.checksum}, {"actual", *checksum}});
-  }
-  absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(*verified.file);
-  if (!header.ok()) return header.status();
-  for (const SafetensorsOutput& output : layout) {
-    const auto found = header->tensors.find(output.name);
-    if (found == header->tensors.end() || found->second.shape != output.shape || found->second.data_type != output.data_type) {
-      return CorruptError(
-          absl::StrCat(expected.name, " does not have ", output.name, " of the type and shape that its manifest implies"));
-    }
-  }
-  verified.header = *std::move(header);
-  return verified;
-}
-
-// Part of the head may have been overwritten: whatever the reason was, the head is lost.
-absl::Status AfterVerification(const absl::Status& status) {
-  if (status.ok() || HasReason(status, ErrorReason::kEngineFailed) || HasReason(status, ErrorReason::kInternal)) return status;
-  return MakeError(
-      ErrorReason::kInternal,
-      absl::StrCat("the checkpoint changed or the head refused it after it had been verified: ", std::string(status.message())));
-}
-
-// Writes a file's tensors into the head.
-absl::Status WriteInto(EngineHead& head, const VerifiedFile& verified, const std::vector<SavedTensor>& tensors,
-                       const VocabShard& rows) {
-  const bool has_master = HasSeparateMaster(head.spec());
-  const absl::StatusOr<PlannedBytes> buffer = PieceBuffer(tensors, rows);
-  if (!buffer.ok()) return AfterVerification(buffer.status());
-  for (const SavedTensor& saved : tensors) {
-    // The stored weight follows from the master.
-    if (has_master && (saved.tensor == HeadTensor::kWeight || saved.tensor == HeadTensor::kBias)) continue;
-    const int64_t element_bytes = ElementBytes(saved.data_type);
-    const int64_t begin = verified.header.tensors.at(HeadTensorName(saved.tensor)).begin;
-    const int64_t first = rows.vocab_start * saved.width;
-    const auto write = [&](int64_t start, int64_t count) {
-      absl::Status status = verified.file->ReadAt(begin + (start - first) * element_bytes, count * element_bytes, buffer->get());
-      return status.ok() ? head.WriteTensor(saved.tensor, start, count, buffer->get()) : status;
-    };
-    if (absl::Status status = ForEachPiece(saved, rows, write); !status.ok()) return AfterVerification(status);
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace
@@ -305,24 +115,21 @@ absl::StatusOr<std::unique_ptr<CheckpointStore>> CheckpointStore::Open(const std
     return store;
   }
   if (hold.ok()) store->hold_ = *std::move(hold);
-  const auto heads = store->AllHeads();
-  if (!heads.ok()) return heads.status();
-  for (const auto& [tenant, head_id] : *heads) {
-    if (absl::Status status = store->CleanHeadDirectory(store->HeadDirectory(tenant, head_id)); !status.ok()) return status;
+  HEADWATER_ASSIGN_OR_RETURN(const auto heads, store->AllHeads());
+  for (const auto& [tenant, head_id] : heads) {
+    HEADWATER_RETURN_IF_ERROR(store->CleanHeadDirectory(store->HeadDirectory(tenant, head_id)));
   }
   return store;
 }
 
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> CheckpointStore::AllHeads() const {
   std::vector<std::pair<std::string, std::string>> all;
-  absl::StatusOr<std::vector<std::string>> tenants = files_.ListDirectory(root_);
-  if (!tenants.ok()) return tenants.status();
-  for (const std::string& tenant : *tenants) {
+  HEADWATER_ASSIGN_OR_RETURN(std::vector<std::string> tenants, files_.ListDirectory(root_));
+  for (const std::string& tenant : tenants) {
     const std::string tenant_directory = Join(root_, tenant);
     if (!IsValidCheckpointName(tenant) || !files_.IsDirectory(tenant_directory)) continue;
-    absl::StatusOr<std::vector<std::string>> heads = files_.ListDirectory(tenant_directory);
-    if (!heads.ok()) return heads.status();
-    for (const std::string& head_id : *heads) {
+    HEADWATER_ASSIGN_OR_RETURN(std::vector<std::string> heads, files_.ListDirectory(tenant_directory));
+    for (const std::string& head_id : heads) {
       if (IsValidCheckpointName(head_id) && files_.IsDirectory(Join(tenant_directory, head_id))) all.emplace_back(tenant, head_id);
     }
   }
@@ -330,9 +137,8 @@ absl::StatusOr<std::vector<std::pair<std::string, std::string>>> CheckpointStore
 }
 
 absl::Status CheckpointStore::CleanHeadDirectory(const std::string& directory) {
-  absl::StatusOr<std::vector<std::string>> names = files_.ListDirectory(directory);
-  if (!names.ok()) return names.status();
-  for (const std::string& name : *names) {
+  HEADWATER_ASSIGN_OR_RETURN(std::vector<std::string> names, files_.ListDirectory(directory));
+  for (const std::string& name : names) {
     const std::string path = Join(directory, name);
     absl::Status status;
     if (absl::StartsWith(name, kTemporaryPrefix)) {
@@ -353,7 +159,7 @@ absl::Status CheckpointStore::MakeHeadDirectory(const std::string& tenant, const
     const std::string directory = Join(parent, name);
     if (!files_.IsDirectory(directory)) {
       if (absl::Status status = files_.CreateDirectory(directory); !status.ok() && !absl::IsAlreadyExists(status)) return status;
-      if (absl::Status status = files_.SyncDirectory(parent); !status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(files_.SyncDirectory(parent));
     }
     parent = directory;
   }
@@ -361,41 +167,6 @@ absl::Status CheckpointStore::MakeHeadDirectory(const std::string& tenant, const
 }
 
 // ---- saving ----------------------------------------------------------------------------------------------------------
-
-absl::StatusOr<int64_t> CheckpointStore::WriteFiles(const std::string& directory, const CheckpointInfo& info,
-                                                    const EngineHead& head) {
-  const std::vector<SavedTensor> tensors = TensorsOf(head);
-  Manifest manifest;
-  manifest.info = info;
-  int64_t total_bytes = 0;
-  for (const VocabShard& rows : head.shards()) {
-    ManifestFile& entry = manifest.files.emplace_back();
-    entry.name = ShardFileName(manifest.files.size() - 1, head.shards().size());
-    entry.rows = rows;
-    absl::StatusOr<std::unique_ptr<WritableFile>> created = files_.CreateFile(Join(directory, entry.name));
-    if (!created.ok()) return created.status();
-    HashedFile file(*std::move(created));
-    const std::string header = MakeSafetensorsHeader(FileLayout(tensors, rows));
-    if (absl::Status status = file.Append(header.data(), static_cast<int64_t>(header.size())); !status.ok()) return status;
-    const absl::StatusOr<PlannedBytes> buffer = PieceBuffer(tensors, rows);
-    if (!buffer.ok()) return buffer.status();
-    for (const SavedTensor& saved : tensors) {
-      const auto append = [&](int64_t start, int64_t count) {
-        absl::Status status = head.ReadTensor(saved.tensor, start, count, buffer->get());
-        return status.ok() ? file.Append(buffer->get(), count * ElementBytes(saved.data_type)) : status;
-      };
-      if (absl::Status status = ForEachPiece(saved, rows, append); !status.ok()) return status;
-    }
-    if (absl::Status status = file.SyncAndClose(); !status.ok()) return status;
-    entry.bytes = file.bytes();
-    entry.checksum = file.HexDigest();
-    total_bytes += entry.bytes;
-  }
-  const std::string text = FormatManifest(manifest);
-  if (absl::Status status = WriteWholeFile(files_, Join(directory, kManifestName), text); !status.ok()) return status;
-  if (absl::Status status = files_.SyncDirectory(directory); !status.ok()) return status;
-  return total_bytes + static_cast<int64_t>(text.size());
-}
 
 absl::Status CheckpointStore::Publish(const std::string& head_directory, const std::string& temporary,
                                       const std::string& checkpoint, bool overwrite) {
@@ -435,28 +206,27 @@ absl::Status CheckpointStore::Publish(const std::string& head_directory, const s
 
 absl::StatusOr<int64_t> CheckpointStore::Save(const std::string& tenant, const std::string& head_id, const CheckpointInfo& info,
                                               const EngineHead& head, bool overwrite) {
-  if (absl::Status status = CheckNames(tenant, head_id, info.name); !status.ok()) return status;
-  if (absl::Status status = MakeHeadDirectory(tenant, head_id); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckNames(tenant, head_id, info.name));
+  HEADWATER_RETURN_IF_ERROR(MakeHeadDirectory(tenant, head_id));
   const std::string head_directory = HeadDirectory(tenant, head_id);
   if (!overwrite && files_.IsDirectory(Join(head_directory, info.name))) return AlreadyExists(info.name);
-  const absl::StatusOr<Sequences> sequences = NextSequence(tenant, head_id);
-  if (!sequences.ok()) return sequences.status();
+  HEADWATER_ASSIGN_OR_RETURN(const Sequences sequences, NextSequence(tenant, head_id));
   CheckpointInfo numbered = info;
-  numbered.sequence = sequences->last;
-  numbered.first_sequence = sequences->first;
+  numbered.sequence = sequences.last;
+  numbered.first_sequence = sequences.first;
   numbered.save_time_s = absl::ToUnixSeconds(absl::Now());
   // Where fewer are to stay because the disk is full, it would never have room if they went only after this one has been written.
-  if (keep_ > 0) Prune(tenant, head_id, info.name, /*is_saved=*/false, sequences->first);
+  if (keep_ > 0) Prune(tenant, head_id, info.name, /*is_saved=*/false, sequences.first);
 
   const std::string temporary = Join(head_directory, absl::StrCat(kTemporaryPrefix, RandomSuffix()));
-  if (absl::Status status = files_.CreateDirectory(temporary); !status.ok()) return status;
-  absl::StatusOr<int64_t> total_bytes = WriteFiles(temporary, numbered, head);
+  HEADWATER_RETURN_IF_ERROR(files_.CreateDirectory(temporary));
+  absl::StatusOr<int64_t> total_bytes = WriteShardFiles(files_, temporary, numbered, head);
   // The mark first: a checkpoint that is there after a crash must bring its head back; a mark without one does no harm.
-  absl::Status status = total_bytes.ok() ? MarkLive(head_directory, sequences->first) : total_bytes.status();
+  absl::Status status = total_bytes.ok() ? MarkLive(head_directory, sequences.first) : total_bytes.status();
   if (status.ok()) status = Publish(head_directory, temporary, info.name, overwrite);
   files_.RemoveTree(temporary).IgnoreError();  // what failed, or was replaced; else it is removed at the next start
   if (!status.ok()) return status;
-  if (keep_ > 0) Prune(tenant, head_id, info.name, /*is_saved=*/true, sequences->first);
+  if (keep_ > 0) Prune(tenant, head_id, info.name, /*is_saved=*/true, sequences.first);
   return total_bytes;
 }
 
@@ -466,7 +236,7 @@ absl::Status CheckpointStore::RemoveCheckpoint(const std::string& head_directory
   const std::string place = Join(head_directory, checkpoint);
   const std::string temporary = Join(head_directory, absl::StrCat(kTemporaryPrefix, RandomSuffix()));
   absl::MutexLock lock(&publish_mutex_);
-  if (absl::Status status = files_.Rename(place, temporary); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(files_.Rename(place, temporary));
   // Its files must not go before its name has.
   if (absl::Status status = files_.SyncDirectory(head_directory); !status.ok()) {
     files_.Rename(temporary, place).IgnoreError();
@@ -476,9 +246,9 @@ absl::Status CheckpointStore::RemoveCheckpoint(const std::string& head_directory
 }
 
 absl::StatusOr<bool> CheckpointStore::Remove(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) {
-  if (absl::Status status = CheckNames(tenant, head_id, checkpoint); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckNames(tenant, head_id, checkpoint));
   if (!files_.IsDirectory(Directory(tenant, head_id, checkpoint))) return false;
-  if (absl::Status status = RemoveCheckpoint(HeadDirectory(tenant, head_id), checkpoint); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(RemoveCheckpoint(HeadDirectory(tenant, head_id), checkpoint));
   observability::Log(observability::LogLevel::kInfo, "checkpoint_removed",
                      {{"tenant", tenant}, {"head", head_id}, {"checkpoint", checkpoint}});
   return true;
@@ -518,10 +288,9 @@ absl::StatusOr<CheckpointStore::Sequences> CheckpointStore::NextSequence(const s
   auto found = sequences_.find(directory);
   if (found == sequences_.end()) {
     Sequences sequences;
-    absl::StatusOr<std::vector<CheckpointInfo>> checkpoints = List(tenant, head_id);
-    if (!checkpoints.ok()) return checkpoints.status();
+    HEADWATER_ASSIGN_OR_RETURN(std::vector<CheckpointInfo> checkpoints, List(tenant, head_id));
     const CheckpointInfo* newest = nullptr;
-    for (const CheckpointInfo& info : *checkpoints) {
+    for (const CheckpointInfo& info : checkpoints) {
       if (newest == nullptr || IsNewer(info, *newest)) newest = &info;
     }
     if (newest != nullptr) sequences.last = newest->sequence;
@@ -567,18 +336,13 @@ absl::Status CheckpointStore::MarkLive(const std::string& head_directory, int64_
   return files_.SyncDirectory(head_directory);
 }
 
-absl::StatusOr<CheckpointStore::Comebacks> CheckpointStore::FindComebacks(const std::string& tenant,
+absl::StatusOr<CheckpointStore::Catalogue> CheckpointStore::FindComebacks(const std::string& tenant,
                                                                           const std::string& head_id) const {
-  Comebacks comebacks;
-  if (absl::Status status = CheckNames(tenant, head_id, "any"); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckNames(tenant, head_id, "any"));
   const std::optional<int64_t> first_sequence = ReadLiveMark(HeadDirectory(tenant, head_id));
-  if (!first_sequence.has_value()) return comebacks;
-  absl::StatusOr<std::vector<CheckpointInfo>> checkpoints = List(tenant, head_id, &comebacks.damaged);
-  if (!checkpoints.ok()) return checkpoints.status();
-  for (CheckpointInfo& info : *checkpoints) {
-    if (BelongsTo(info, *first_sequence)) comebacks.newest_first.push_back(std::move(info));
-  }
-  std::stable_sort(comebacks.newest_first.begin(), comebacks.newest_first.end(), IsNewer);
+  if (!first_sequence.has_value()) return Catalogue();
+  HEADWATER_ASSIGN_OR_RETURN(Catalogue comebacks, ListNewestFirst(tenant, head_id));
+  std::erase_if(comebacks.newest_first, [&](const CheckpointInfo& info) { return !BelongsTo(info, *first_sequence); });
   return comebacks;
 }
 
@@ -586,18 +350,18 @@ absl::StatusOr<std::vector<std::pair<std::string, std::string>>> CheckpointStore
   auto heads = AllHeads();
   if (!heads.ok()) return heads;
   std::erase_if(*heads, [this](const auto& head) {
-    const absl::StatusOr<Comebacks> comebacks = FindComebacks(head.first, head.second);
+    const absl::StatusOr<Catalogue> comebacks = FindComebacks(head.first, head.second);
     return comebacks.ok() && comebacks->empty();
   });
   return heads;
 }
 
 absl::Status CheckpointStore::Forget(const std::string& tenant, const std::string& head_id) {
-  if (absl::Status status = CheckNames(tenant, head_id, "any"); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckNames(tenant, head_id, "any"));
   const std::string directory = HeadDirectory(tenant, head_id);
   ForgetSequences(directory);
   if (!files_.IsDirectory(directory)) return absl::OkStatus();
-  if (absl::Status status = files_.RemoveTree(Join(directory, kLiveMark)); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(files_.RemoveTree(Join(directory, kLiveMark)));
   return files_.SyncDirectory(directory);
 }
 
@@ -607,7 +371,7 @@ void CheckpointStore::ForgetSequences(const std::string& head_directory) {
 }
 
 absl::Status CheckpointStore::BeginAnew(const std::string& tenant, const std::string& head_id) {
-  if (absl::Status status = CheckNames(tenant, head_id, "any"); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckNames(tenant, head_id, "any"));
   const std::string directory = HeadDirectory(tenant, head_id);
   // Nothing is written for a name that has no mark: heads can be made where checkpoints can only be read.
   if (ReadLiveMark(directory).has_value()) return Forget(tenant, head_id);
@@ -637,7 +401,7 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::Read(const std::string& tenant, 
 
 absl::StatusOr<Manifest> CheckpointStore::OpenManifest(const std::string& tenant, const std::string& head_id,
                                                        const std::string& checkpoint) const {
-  if (absl::Status status = CheckNames(tenant, head_id, checkpoint); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckNames(tenant, head_id, checkpoint));
   absl::StatusOr<std::unique_ptr<ReadableFile>> file = files_.OpenFile(Join(Directory(tenant, head_id, checkpoint), kManifestName));
   if (absl::IsNotFound(file.status())) {
     return MakeError(ErrorReason::kCheckpointNotFound, absl::StrCat("head ", head_id, " has no checkpoint ", checkpoint),
@@ -688,17 +452,7 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::Load(const std::string& tenant, 
                      absl::StrCat("checkpoint ", checkpoint, " and head ", head_id, " differ: ", text),
                      {{"checkpoint", checkpoint}, {"difference", text}});
   }
-  const std::vector<SavedTensor> tensors = TensorsOf(head);
-  std::vector<VerifiedFile> verified;  // kept open, so that what is read is what was verified
-  for (const ManifestFile& entry : manifest->files) {
-    absl::StatusOr<VerifiedFile> file =
-        VerifyFile(files_, Directory(tenant, head_id, checkpoint), entry, FileLayout(tensors, entry.rows));
-    if (!file.ok()) return file.status();
-    verified.push_back(*std::move(file));
-  }
-  for (size_t index = 0; index < verified.size(); ++index) {
-    if (absl::Status status = WriteInto(head, verified[index], tensors, manifest->files[index].rows); !status.ok()) return status;
-  }
+  HEADWATER_RETURN_IF_ERROR(LoadShardFiles(files_, Directory(tenant, head_id, checkpoint), manifest->files, head));
   return manifest->info;
 }
 
@@ -717,16 +471,15 @@ std::string CheckpointStore::Steps(const std::string& tenant, const std::string&
 absl::StatusOr<CheckpointStore::Catalogue> CheckpointStore::ListNewestFirst(const std::string& tenant,
                                                                             const std::string& head_id) const {
   Catalogue catalogue;
-  absl::StatusOr<std::vector<CheckpointInfo>> checkpoints = List(tenant, head_id, &catalogue.damaged);
-  if (!checkpoints.ok()) return checkpoints.status();
-  std::stable_sort(checkpoints->begin(), checkpoints->end(), IsNewer);
-  catalogue.newest_first = *std::move(checkpoints);
+  HEADWATER_ASSIGN_OR_RETURN(std::vector<CheckpointInfo> checkpoints, List(tenant, head_id, &catalogue.damaged));
+  std::stable_sort(checkpoints.begin(), checkpoints.end(), IsNewer);
+  catalogue.newest_first = std::move(checkpoints);
   return catalogue;
 }
 
 absl::StatusOr<std::vector<CheckpointInfo>> CheckpointStore::List(const std::string& tenant, const std::string& head_id,
                                                                   std::vector<std::string>* damaged) const {
-  if (absl::Status status = CheckNames(tenant, head_id, "any"); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckNames(tenant, head_id, "any"));
   std::vector<CheckpointInfo> checkpoints;
   const std::string head_directory = HeadDirectory(tenant, head_id);
   absl::StatusOr<std::vector<std::string>> names = files_.ListDirectory(head_directory);

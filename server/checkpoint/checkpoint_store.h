@@ -85,20 +85,15 @@ class CheckpointStore {
   struct Catalogue {
     std::vector<CheckpointInfo> newest_first;
     std::vector<std::string> damaged;  // names of those whose manifest cannot be read
+    bool empty() const { return newest_first.empty() && damaged.empty(); }
   };
   absl::StatusOr<Catalogue> ListNewestFirst(const std::string& tenant, const std::string& head_id) const;
   // Complete checkpoints of a head by name; damaged ones are left out, and their names added to `damaged` (may be null).
   absl::StatusOr<std::vector<CheckpointInfo>> List(const std::string& tenant, const std::string& head_id,
                                                    std::vector<std::string>* damaged = nullptr) const;
 
-  // What a live head can come back from.
-  struct Comebacks {
-    std::vector<CheckpointInfo> newest_first;
-    std::vector<std::string> damaged;  // names of those whose manifest cannot be read; how old they are is not known
-    bool empty() const { return newest_first.empty() && damaged.empty(); }
-  };
-  // Empty for a head that is not live.
-  absl::StatusOr<Comebacks> FindComebacks(const std::string& tenant, const std::string& head_id) const;
+  // What a live head can come back from; how old the damaged ones are is not known. Empty for a head that is not live.
+  absl::StatusOr<Catalogue> FindComebacks(const std::string& tenant, const std::string& head_id) const;
   // Heads that have been saved and not been forgotten since, as {tenant, head}, sorted: what a server that starts brings back.
   // Those for which FindComebacks() is not empty, or fails.
   absl::StatusOr<std::vector<std::pair<std::string, std::string>>> LiveHeads() const;
@@ -120,8 +115,6 @@ class CheckpointStore {
   absl::Status CleanHeadDirectory(const std::string& directory);
   // Makes ROOT/{tenant}/{head} so that it survives a crash.
   absl::Status MakeHeadDirectory(const std::string& tenant, const std::string& head_id);
-  // Writes the shard files and the manifest into `directory`, synced. Returns the bytes written.
-  absl::StatusOr<int64_t> WriteFiles(const std::string& directory, const CheckpointInfo& info, const EngineHead& head);
   // Gives the complete directory `temporary` its name; replaces an older one if `overwrite`.
   absl::Status Publish(const std::string& head_directory, const std::string& temporary, const std::string& checkpoint,
                        bool overwrite);

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/model_files/strict_json.h"
 #include "server/model_files/xxh3.h"
 
@@ -198,16 +199,14 @@ std::string FormatManifest(const Manifest& manifest) {
 }
 
 absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
-  absl::StatusOr<json> document = ReadStrictJson(file, kMaxManifestBytes, kManifestTitle);
-  if (!document.ok()) return document.status();
-  if (const json* format = FindMember(*document, "format", json::value_t::string);
-      format != nullptr && *format == kOldLocalFormat) {
+  HEADWATER_ASSIGN_OR_RETURN(json document, ReadStrictJson(file, kMaxManifestBytes, kManifestTitle));
+  if (const json* format = FindMember(document, "format", json::value_t::string); format != nullptr && *format == kOldLocalFormat) {
     return MakeError(ErrorReason::kCheckpointSpecMismatch,
                      "this checkpoint was written by headwater.local 0.1, whose format this version does not read; Head.load reads "
                      "the weights in its file head.safetensors");
   }
-  const json* checksum = FindMember(*document, "checksum", json::value_t::string);
-  const json* body = FindMember(*document, "manifest", json::value_t::object);
+  const json* checksum = FindMember(document, "checksum", json::value_t::string);
+  const json* body = FindMember(document, "manifest", json::value_t::object);
   if (checksum == nullptr || body == nullptr) return CorruptError(absl::StrCat(kManifestTitle, " lacks `checksum` or `manifest`"));
   const std::string text = body->dump(-1, ' ', false, json::error_handler_t::replace);
   model_files::Xxh3Hasher hasher;

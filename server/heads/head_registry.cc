@@ -257,7 +257,7 @@ absl::Status HeadRegistry::Remove(const HeadName& name, std::shared_ptr<Head> he
 }
 
 absl::Status HeadRegistry::DeleteAbsent(const HeadName& name, checkpoint::CheckpointStore& store) {
-  const absl::StatusOr<checkpoint::CheckpointStore::Comebacks> comebacks = store.FindComebacks(name.tenant, name.head);
+  const absl::StatusOr<checkpoint::CheckpointStore::Catalogue> comebacks = store.FindComebacks(name.tenant, name.head);
   if (!comebacks.ok()) return comebacks.status();
   return comebacks->empty() ? NotFound(name.ToString()) : store.Forget(name.tenant, name.head);
 }
@@ -355,7 +355,7 @@ std::vector<HeadRegistry::Comeback> HeadRegistry::RestoreAll(checkpoint::Checkpo
     comeback.name = {tenant, head_id};
     const std::string full_name = comeback.name.ToString();
     absl::Status status = ParseHeadName(full_name, "directory").status();
-    absl::StatusOr<checkpoint::CheckpointStore::Comebacks> found;
+    absl::StatusOr<checkpoint::CheckpointStore::Catalogue> found;
     if (status.ok()) {
       found = store.FindComebacks(tenant, head_id);
       status = found.status();

@@ -15,6 +15,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::model_files {
 namespace {
@@ -54,9 +55,8 @@ std::string RealPath(const std::string& path) {
 }
 
 absl::StatusOr<std::shared_ptr<ReadableFile>> Take(int descriptor) {
-  absl::StatusOr<std::unique_ptr<ReadableFile>> file = ReadableFromDescriptor(descriptor);
-  if (!file.ok()) return file.status();
-  return std::shared_ptr<ReadableFile>(*std::move(file));
+  HEADWATER_ASSIGN_OR_RETURN(std::unique_ptr<ReadableFile> file, ReadableFromDescriptor(descriptor));
+  return std::shared_ptr<ReadableFile>(std::move(file));
 }
 
 absl::Status OpenError(int error) {
@@ -82,7 +82,7 @@ class RootedFiles : public FileSource {
   explicit RootedFiles(const std::string& root) : root_(RealPath(root)) {}
 
   absl::StatusOr<std::shared_ptr<ReadableFile>> Open(const std::string& path) const override {
-    if (absl::Status status = CheckPath(path); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(CheckPath(path));
     if (root_.empty()) return absl::NotFoundError("the load root is not there");
     const std::string resolved = RealPath(absl::StrCat(root_, "/", path));
     if (resolved.empty()) return absl::NotFoundError("no such file");

@@ -13,6 +13,7 @@
 #include "absl/strings/strip.h"
 #include "absl/types/span.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/model_files/model_folder.h"
 #include "server/model_files/strict_json.h"
 
@@ -44,65 +45,12 @@ constexpr absl::string_view kEmbeddingModules[] = {"embed_tokens",   "wte",     
 constexpr absl::string_view kOtherModels[] = {"qformer", "vision_model", "vision_tower", "visual", "audio_tower"};
 
 // Model types whose class in transformers ties by default, so that a config.json of theirs need not say it.
-constexpr absl::string_view kTiedTypes[] = {"albert",
-                                            "bart",
-                                            "bert",
-                                            "big_bird",
-                                            "bigbird_pegasus",
-                                            "biogpt",
-                                            "blenderbot",
-                                            "blenderbot-small",
-                                            "bloom",
-                                            "camembert",
-                                            "cohere",
-                                            "cohere2",
-                                            "convbert",
-                                            "ctrl",
-                                            "data2vec-text",
-                                            "deberta",
-                                            "deberta-v2",
-                                            "distilbert",
-                                            "electra",
-                                            "ernie",
-                                            "falcon",
-                                            "falcon_mamba",
-                                            "fnet",
-                                            "gemma",
-                                            "gemma2",
-                                            "gemma3",
-                                            "gemma3_text",
-                                            "gemma3n",
-                                            "gemma3n_text",
-                                            "gpt2",
-                                            "gpt_bigcode",
-                                            "gpt_neo",
-                                            "led",
-                                            "longformer",
-                                            "longt5",
-                                            "m2m_100",
-                                            "mamba",
-                                            "marian",
-                                            "mbart",
-                                            "modernbert",
-                                            "mpt",
-                                            "mvp",
-                                            "nomic_bert",
-                                            "openai-gpt",
-                                            "opt",
-                                            "paligemma",
-                                            "pegasus",
-                                            "pegasus_x",
-                                            "plbart",
-                                            "prophetnet",
-                                            "recurrent_gemma",
-                                            "roberta",
-                                            "starcoder2",
-                                            "switch_transformers",
-                                            "t5",
-                                            "whisper",
-                                            "xglm",
-                                            "xlm-roberta",
-                                            "xlm-roberta-xl"};
+constexpr char kTiedTypes[] =
+    "albert bart bert big_bird bigbird_pegasus biogpt blenderbot blenderbot-small bloom camembert cohere cohere2 "
+    "convbert ctrl data2vec-text deberta deberta-v2 distilbert electra ernie falcon falcon_mamba fnet gemma gemma2 "
+    "gemma3 gemma3_text gemma3n gemma3n_text gpt2 gpt_bigcode gpt_neo led longformer longt5 m2m_100 mamba marian "
+    "mbart modernbert mpt mvp nomic_bert openai-gpt opt paligemma pegasus pegasus_x plbart prophetnet "
+    "recurrent_gemma roberta starcoder2 switch_transformers t5 whisper xglm xlm-roberta xlm-roberta-xl";
 
 bool IsIn(absl::string_view text, Names names) { return std::find(names.begin(), names.end(), text) != names.end(); }
 
@@ -225,10 +173,11 @@ Tying TyingOf(const nlohmann::json& config) {
     return {all,
             all ? "config.json says tie_word_embeddings=true" : "config.json does not say tie_word_embeddings=true throughout"};
   }
+  const std::vector<absl::string_view> tied = absl::StrSplit(kTiedTypes, ' ');
   for (const nlohmann::json* part : {&config, FindMember(config, "text_config", nlohmann::json::value_t::object)}) {
     if (part == nullptr) continue;
     const auto* type = FindMember(*part, "model_type", nlohmann::json::value_t::string);
-    if (type != nullptr && IsIn(type->get_ref<const std::string&>(), kTiedTypes)) return {true, ""};
+    if (type != nullptr && IsIn(type->get_ref<const std::string&>(), tied)) return {true, ""};
   }
   return {false, "config.json does not say tie_word_embeddings=true"};
 }
@@ -243,32 +192,26 @@ class Chooser {
       return MakeError(ErrorReason::kInvalidCombination, "bias_tensor must be empty, the head has no bias",
                        {{"field", "bias_tensor"}});
     }
-    absl::StatusOr<ModelTensor> weight = ChooseWeight();
-    if (!weight.ok()) return weight.status();
-    absl::StatusOr<FileTensor> taken = TakeWeight(*weight);
-    if (!taken.ok()) return taken.status();
-    absl::StatusOr<std::optional<FileTensor>> bias = TakeBias(taken->name, taken->rows);
-    if (!bias.ok()) return bias.status();
-    return HeadTensors{*std::move(taken), *std::move(bias)};
+    HEADWATER_ASSIGN_OR_RETURN(ModelTensor weight, ChooseWeight());
+    HEADWATER_ASSIGN_OR_RETURN(FileTensor taken, TakeWeight(weight));
+    HEADWATER_ASSIGN_OR_RETURN(std::optional<FileTensor> bias, TakeBias(taken.name, taken.rows));
+    return HeadTensors{std::move(taken), std::move(bias)};
   }
 
  private:
   absl::StatusOr<ModelTensor> ChooseWeight() {
     if (!query_.weight_tensor.empty()) return FindAsked(query_.weight_tensor, "weight_tensor");
     if (model_.Has(kUsualWeight)) return model_.Find(kUsualWeight);
-    absl::StatusOr<std::vector<ModelTensor>> named = FindNamed(IsHeadWeightName);
-    if (!named.ok()) return named.status();
-    std::vector<ModelTensor> fitting = Fitting(*named);
+    HEADWATER_ASSIGN_OR_RETURN(std::vector<ModelTensor> named, FindNamed(IsHeadWeightName));
+    std::vector<ModelTensor> fitting = Fitting(named);
     if (fitting.size() > 1) return SeveralFit(fitting, "a head's weight", "weight_tensor (--tensor)");
     if (fitting.size() == 1) return fitting[0];
     std::string no_embedding;
-    absl::StatusOr<std::vector<ModelTensor>> embeddings = FittingEmbeddings(&no_embedding);
-    if (!embeddings.ok()) return embeddings.status();
-    if (embeddings->size() > 1)
-      return SeveralFit(*embeddings, "the embedding that the head is tied to", "weight_tensor (--tensor)");
-    if (embeddings->size() == 1) return (*embeddings)[0];
+    HEADWATER_ASSIGN_OR_RETURN(std::vector<ModelTensor> embeddings, FittingEmbeddings(&no_embedding));
+    if (embeddings.size() > 1) return SeveralFit(embeddings, "the embedding that the head is tied to", "weight_tensor (--tensor)");
+    if (embeddings.size() == 1) return embeddings[0];
     // Its shape says more than that nothing fits.
-    if (named->size() == 1) return (*named)[0];
+    if (named.size() == 1) return named[0];
     return NothingFits(no_embedding);
   }
 
@@ -285,9 +228,8 @@ class Chooser {
     std::vector<ModelTensor> found;
     for (const std::string& name : model_.Names()) {
       if (!is_meant(name)) continue;
-      absl::StatusOr<ModelTensor> tensor = model_.Find(name);
-      if (!tensor.ok()) return tensor.status();
-      found.push_back(*std::move(tensor));
+      HEADWATER_ASSIGN_OR_RETURN(ModelTensor tensor, model_.Find(name));
+      found.push_back(std::move(tensor));
     }
     return found;
   }
@@ -315,9 +257,8 @@ class Chooser {
       *reason = tying.reason;
       return std::vector<ModelTensor>();
     }
-    absl::StatusOr<std::vector<ModelTensor>> named = FindNamed(IsEmbeddingName);
-    if (!named.ok()) return named.status();
-    std::vector<ModelTensor> fitting = Fitting(*named);
+    HEADWATER_ASSIGN_OR_RETURN(std::vector<ModelTensor> named, FindNamed(IsEmbeddingName));
+    std::vector<ModelTensor> fitting = Fitting(named);
     const auto is_of_encoder = [](const ModelTensor& tensor) { return IsOfEncoder(tensor.name); };
     if (!std::all_of(fitting.begin(), fitting.end(), is_of_encoder)) std::erase_if(fitting, is_of_encoder);
     return fitting;
@@ -409,9 +350,8 @@ class Chooser {
                        {{"field", "bias"}, {"tensor", Shown(tensor.name)}});
     }
     if (!IsBiasShape(tensor.entry.shape, vocab_size)) return WrongShape(tensor, ShapeToString({vocab_size}), "");
-    absl::StatusOr<FileTensor> taken = Take(tensor, vocab_size, 1);
-    if (!taken.ok()) return taken.status();
-    return std::optional<FileTensor>(*std::move(taken));
+    HEADWATER_ASSIGN_OR_RETURN(FileTensor taken, Take(tensor, vocab_size, 1));
+    return std::optional<FileTensor>(std::move(taken));
   }
 
   absl::StatusOr<std::optional<ModelTensor>> ChooseBias(const std::string& weight, int64_t vocab_size) {
@@ -426,9 +366,8 @@ class Chooser {
       if (model_.Has(own)) return found(model_.Find(own));
     }
     std::vector<ModelTensor> fitting;
-    absl::StatusOr<std::vector<ModelTensor>> named = FindNamed(IsHeadBiasName);
-    if (!named.ok()) return named.status();
-    for (ModelTensor& tensor : *named) {
+    HEADWATER_ASSIGN_OR_RETURN(std::vector<ModelTensor> named, FindNamed(IsHeadBiasName));
+    for (ModelTensor& tensor : named) {
       if (IsBiasShape(tensor.entry.shape, vocab_size)) fitting.push_back(std::move(tensor));
     }
     if (fitting.size() > 1) return SeveralFit(fitting, "the head's bias", "bias_tensor (--bias_tensor)");
@@ -459,9 +398,8 @@ class Chooser {
 }  // namespace
 
 absl::StatusOr<HeadTensors> FindHeadTensors(const FileSource& files, const std::string& path, const HeadTensorQuery& query) {
-  absl::StatusOr<ModelFolder> model = ModelFolder::Open(files, path);
-  if (!model.ok()) return model.status();
-  return Chooser(*model, query).Choose();
+  HEADWATER_ASSIGN_OR_RETURN(ModelFolder model, ModelFolder::Open(files, path));
+  return Chooser(model, query).Choose();
 }
 
 absl::StatusOr<std::optional<bool>> HasHeadBias(const FileSource& files, const std::string& path) {

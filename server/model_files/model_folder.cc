@@ -8,6 +8,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/model_files/strict_json.h"
 
 namespace headwater::model_files {
@@ -124,17 +125,15 @@ absl::StatusOr<ModelFolder::OpenFile> ModelFolder::OpenPath(const std::string& p
 }
 
 absl::Status ModelFolder::TakeFile(const std::string& path) {
-  absl::StatusOr<OpenFile> file = OpenPath(path);
-  if (!file.ok()) return file.status();
-  for (const auto& [name, tensor] : file->header.tensors) path_of_[name] = path;
-  open_.emplace(path, *std::move(file));
+  HEADWATER_ASSIGN_OR_RETURN(OpenFile file, OpenPath(path));
+  for (const auto& [name, tensor] : file.header.tensors) path_of_[name] = path;
+  open_.emplace(path, std::move(file));
   return absl::OkStatus();
 }
 
 absl::Status ModelFolder::ReadIndex(const ReadableFile& file) {
-  absl::StatusOr<nlohmann::json> index = ReadLenientJson(file, "the model's index");
-  if (!index.ok()) return index.status();
-  const nlohmann::json* map = FindMember(*index, "weight_map", nlohmann::json::value_t::object);
+  HEADWATER_ASSIGN_OR_RETURN(nlohmann::json index, ReadLenientJson(file, "the model's index"));
+  const nlohmann::json* map = FindMember(index, "weight_map", nlohmann::json::value_t::object);
   if (map == nullptr) return CorruptError("the model's index has no weight_map");
   for (const auto& [tensor, value] : map->items()) {
     const std::string name = value.is_string() ? value.get<std::string>() : "";

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/model_files/strict_json.h"
 
 namespace headwater::model_files {
@@ -197,7 +198,7 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const ReadableFile& file
   unsigned char length_bytes[kLengthBytes];
   if (file.size() < kLengthBytes)
     return CorruptError(absl::StrCat("a safetensors file has at least 8 bytes, this one ", file.size()));
-  if (absl::Status status = file.ReadAt(0, kLengthBytes, length_bytes); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(file.ReadAt(0, kLengthBytes, length_bytes));
   uint64_t length = 0;
   for (int64_t i = kLengthBytes; i-- > 0;) length = length << 8 | length_bytes[i];
   if (length > static_cast<uint64_t>(file.size() - kLengthBytes)) {
@@ -208,7 +209,7 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const ReadableFile& file
     return LimitError("safetensors_header_bytes", kHeaderTitle, header_bytes, kMaxSafetensorsHeaderBytes);
   }
   std::string text(length, '\0');
-  if (absl::Status status = file.ReadAt(kLengthBytes, header_bytes, text.data()); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(file.ReadAt(kLengthBytes, header_bytes, text.data()));
   // The parser would take a NUL for the end of the text, and ignore all behind it.
   if (text.find('\0') != std::string::npos) return CorruptError(absl::StrCat(kHeaderTitle, " is not JSON"));
   const int64_t data_start = kLengthBytes + header_bytes;

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::model_files {
 namespace {
@@ -107,14 +108,14 @@ absl::StatusOr<nlohmann::json> ParseStrictJson(const std::string& text, const st
 absl::StatusOr<nlohmann::json> ReadStrictJson(const ReadableFile& file, int64_t max_bytes, const std::string& what) {
   if (file.size() > max_bytes) return CorruptError(absl::StrCat(what, " has ", file.size(), " bytes, the maximum is ", max_bytes));
   std::string text(static_cast<size_t>(file.size()), '\0');
-  if (absl::Status status = file.ReadAt(0, file.size(), text.data()); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(file.ReadAt(0, file.size(), text.data()));
   return ParseStrictJson(text, what);
 }
 
 absl::StatusOr<nlohmann::json> ReadLenientJson(const ReadableFile& file, const std::string& what) {
   if (file.size() > kMaxLenientJsonBytes) return LimitError("json_bytes", what, file.size(), kMaxLenientJsonBytes);
   std::string text(static_cast<size_t>(file.size()), '\0');
-  if (absl::Status status = file.ReadAt(0, file.size(), text.data()); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(file.ReadAt(0, file.size(), text.data()));
   if (text.find('\0') != std::string::npos) return CorruptError(absl::StrCat(what, " is not JSON"));
   nlohmann::json value = nlohmann::json::parse(WithoutNonFinite(text), nullptr, /*allow_exceptions=*/false);
   if (!value.is_object()) return CorruptError(absl::StrCat(what, " is not a JSON object"));

@@ -2,76 +2,39 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
-#include <memory>
-#include <mutex>
+#include <iterator>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/observability/line_writer.h"
-#include "spdlog/sinks/base_sink.h"
-#include "spdlog/spdlog.h"
 
 namespace headwater::observability {
 namespace {
 
 std::atomic<LogFormat> g_format{LogFormat::kText};
+constexpr const char* kLevelNames[] = {"debug", "info", "warning", "error", "off"};  // by LogLevel; "off" lets none through
+std::atomic<size_t> g_level{static_cast<size_t>(LogLevel::kInfo)};
 
 std::string Now() { return absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", absl::Now(), absl::UTCTimeZone()); }
 
 // Writes to stderr, and counts the lines that are lost there, as LineWriter says: the next one that is not lost is preceded by one
 // with their number.
-class StderrSink final : public spdlog::sinks::base_sink<std::mutex> {
- protected:
-  void sink_it_(const spdlog::details::log_msg& message) override {
-    std::string lines;
-    if (lost_ > 0) lines = FormatLogLine(g_format, Now(), LogLevel::kWarning, "log_lines_lost", {{"lines", lost_}}) + "\n";
-    lines.append(message.payload.data(), message.payload.size()).append("\n");
-    lost_ = writer_.Write(lines) ? 0 : lost_ + 1;
-  }
-  void flush_() override {}
-
- private:
-  LineWriter writer_{STDERR_FILENO};
-  int64_t lost_ = 0;
-};
-
-spdlog::logger& Logger() {
-  static const auto* const logger =
-      new std::shared_ptr<spdlog::logger>(std::make_shared<spdlog::logger>("headwater", std::make_shared<StderrSink>()));
-  return **logger;
-}
-
-spdlog::level::level_enum ToSpdlog(LogLevel level) {
-  switch (level) {
-    case LogLevel::kDebug:
-      return spdlog::level::debug;
-    case LogLevel::kInfo:
-      return spdlog::level::info;
-    case LogLevel::kWarning:
-      return spdlog::level::warn;
-    case LogLevel::kError:
-      return spdlog::level::err;
-  }
-  return spdlog::level::err;
-}
-
-const char* LevelName(LogLevel level) {
-  switch (level) {
-    case LogLevel::kDebug:
-      return "debug";
-    case LogLevel::kInfo:
-      return "info";
-    case LogLevel::kWarning:
-      return "warning";
-    case LogLevel::kError:
-      return "error";
-  }
-  return "error";
+void WriteLine(const std::string& line) {
+  static absl::Mutex mutex(absl::kConstInit);
+  static LineWriter writer(STDERR_FILENO);
+  static int64_t lost = 0;
+  absl::MutexLock lock(&mutex);
+  std::string lines;
+  if (lost > 0) lines = FormatLogLine(g_format, Now(), LogLevel::kWarning, "log_lines_lost", {{"lines", lost}}) + "\n";
+  lost = writer.Write(lines + line + "\n") ? 0 : lost + 1;
 }
 
 // A double-quoted string in which nothing can end the line or the string.
@@ -113,19 +76,11 @@ LogField::LogField(const char* field_key, double number) : key(field_key), bare(
 }
 
 absl::Status SetLogLevel(const std::string& level) {
-  spdlog::level::level_enum chosen = spdlog::level::info;
-  if (level == "debug") {
-    chosen = spdlog::level::debug;
-  } else if (level == "warning") {
-    chosen = spdlog::level::warn;
-  } else if (level == "error") {
-    chosen = spdlog::level::err;
-  } else if (level == "off") {
-    chosen = spdlog::level::off;
-  } else if (level != "info") {
+  const auto* const found = std::find(std::begin(kLevelNames), std::end(kLevelNames), level);
+  if (found == std::end(kLevelNames)) {
     return absl::InvalidArgumentError("log level: expected debug, info, warning, error or off, got \"" + level + "\"");
   }
-  Logger().set_level(chosen);
+  g_level = static_cast<size_t>(found - std::begin(kLevelNames));
   return absl::OkStatus();
 }
 
@@ -133,7 +88,7 @@ absl::Status ConfigureLogging(const std::string& level, const std::string& forma
   if (format != "text" && format != "json") {
     return absl::InvalidArgumentError("log format: expected text or json, got \"" + format + "\"");
   }
-  if (absl::Status status = SetLogLevel(level); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(SetLogLevel(level));
   g_format = format == "json" ? LogFormat::kJson : LogFormat::kText;
   return absl::OkStatus();
 }
@@ -143,10 +98,10 @@ std::string FormatLogLine(LogFormat format, const std::string& time, LogLevel le
   const bool json = format == LogFormat::kJson;
   std::string line;
   if (json) {
-    line.append("{\"time\":").append(Quote(time)).append(",\"level\":\"").append(LevelName(level));
+    line.append("{\"time\":").append(Quote(time)).append(",\"level\":\"").append(kLevelNames[static_cast<size_t>(level)]);
     line.append("\",\"event\":\"").append(event).append("\"");
   } else {
-    line.append(time).append(" level=").append(LevelName(level)).append(" event=").append(event);
+    line.append(time).append(" level=").append(kLevelNames[static_cast<size_t>(level)]).append(" event=").append(event);
   }
   for (const LogField& field : fields) {
     if (json) {
@@ -160,10 +115,7 @@ std::string FormatLogLine(LogFormat format, const std::string& time, LogLevel le
 }
 
 void Log(LogLevel level, const char* event, const std::vector<LogField>& fields) {
-  spdlog::logger& logger = Logger();
-  if (!logger.should_log(ToSpdlog(level))) return;
-  const std::string line = FormatLogLine(g_format, Now(), level, event, fields);
-  logger.log(ToSpdlog(level), spdlog::string_view_t(line.data(), line.size()));
+  if (static_cast<size_t>(level) >= g_level) WriteLine(FormatLogLine(g_format, Now(), level, event, fields));
 }
 
 }  // namespace headwater::observability

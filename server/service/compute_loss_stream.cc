@@ -4,12 +4,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "server/guard/slow_uploads.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/service/compute_loss_call.h"
 #include "server/service/field_check.h"
 #include "server/service/message_order.h"
 #include "server/service/retry_after.h"
-#include "server/service/slow_uploads.h"
 
 namespace headwater::service {
 
@@ -51,7 +51,7 @@ void ComputeLossStream::Run() {
 absl::Status ComputeLossStream::Serve(RpcScope& scope, std::optional<grpc::ByteBuffer>* last) {
   auto header = Header();
   if (!header.ok()) return header.status();
-  std::optional<SlowUploads::Place> upload;
+  std::optional<guard::SlowUploads::Place> upload;
   ComputeLossCall call(core(), scope.caller(), scope.client(), scope.wait_limits(), {scope.request_id(), scope.trace()});
   absl::Status status = call.Accept(*header);
   scope.set_head(call.head_name());

@@ -9,9 +9,9 @@
 #include "absl/strings/str_replace.h"
 #include "headwater/kernels/error.h"
 #include "server/group/group_assembly.h"
+#include "server/guard/stream_watchdog.h"
 #include "server/service/server_core.h"
 #include "server/service/stream_io.h"
-#include "server/service/stream_watchdog.h"
 
 namespace headwater::service {
 
@@ -24,7 +24,7 @@ class StreamCall final : public group::JoinCall {
   // `allowed_still`: whether the worker may still be there; the call has ended for the group when it may not. The watchdog ends a
   // call that does not even say who it is, as any other stream that says nothing.
   StreamCall(grpc::ServerContext& context, grpc::ServerReaderWriter<v1::JoinResponse, v1::JoinRequest>& stream,
-             StreamWatchdog& watchdog, std::function<absl::Status()> allowed_still)
+             guard::StreamWatchdog& watchdog, std::function<absl::Status()> allowed_still)
       : context_(context), stream_(stream), watchdog_(watchdog), allowed_still_(std::move(allowed_still)) {}
 
   // Asked with every message, of which a worker that lives sends several a second.
@@ -49,13 +49,13 @@ class StreamCall final : public group::JoinCall {
  private:
   bool ReadFirst(v1::JoinRequest* message) {
     has_begun_ = true;
-    StreamWatchdog::Watch watch(&watchdog_, [this](const absl::Status& why) { EndCall(context_, why); });
+    guard::StreamWatchdog::Watch watch(&watchdog_, [this](const absl::Status& why) { guard::EndCall(context_, why); });
     return ReadMessage(watch, stream_, message);
   }
 
   grpc::ServerContext& context_;
   grpc::ServerReaderWriter<v1::JoinResponse, v1::JoinRequest>& stream_;
-  StreamWatchdog& watchdog_;
+  guard::StreamWatchdog& watchdog_;
   const std::function<absl::Status()> allowed_still_;
   bool has_begun_ = false;
 };

@@ -10,9 +10,9 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "server/guard/line_budget.h"
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
-#include "server/service/line_budget.h"
 
 namespace headwater::service {
 namespace {
@@ -21,8 +21,8 @@ using observability::LogField;
 using observability::LogLevel;
 
 // Apart from FailedCallLines(): strangers' handshakes must not hide calls that fail, nor these the handshakes.
-LineBudget& GrpcLines() {
-  static auto* const budget = new LineBudget(kGrpcLinesASecond, 10 * kGrpcLinesASecond);
+guard::LineBudget& GrpcLines() {
+  static auto* const budget = new guard::LineBudget(kGrpcLinesASecond, 10 * kGrpcLinesASecond);
   return *budget;
 }
 

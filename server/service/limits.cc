@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/return_if_error.h"
+#include "server/service/server_options.h"
 
 namespace headwater::service {
 namespace {
@@ -11,7 +12,10 @@ namespace {
 // Five per-token outputs of four bytes.
 constexpr int64_t kTokenOutputBytes = 5 * 4;
 
-std::string Text(int64_t value) { return absl::StrCat(value); }
+template <typename Number>
+std::string Text(Number value) {
+  return absl::StrCat(value);
+}
 std::string Text(absl::Duration value) { return absl::FormatDuration(value); }
 
 template <typename Value>
@@ -23,9 +27,15 @@ absl::Status CheckBounds(const char* name, Value value, Value minimum, Value max
 
 }  // namespace
 
-absl::Status ValidateLimits(const Limits& limits) {
 #define HEADWATER_CHECK_LIMIT(unit, name, default_value, minimum, maximum, help) \
   HEADWATER_RETURN_IF_ERROR(CheckBounds<unit##Limit::Value>(#name, limits.name, minimum, maximum));
+
+absl::Status ValidateSettings(const ServerOptions& limits) {
+  HEADWATER_SERVER_SETTINGS(HEADWATER_CHECK_LIMIT)
+  return absl::OkStatus();
+}
+
+absl::Status ValidateLimits(const Limits& limits) {
   HEADWATER_LIMITS(HEADWATER_CHECK_LIMIT)
 #undef HEADWATER_CHECK_LIMIT
   if (limits.max_hidden_size > (limits.max_chunk_bytes / 4)) {

@@ -23,6 +23,14 @@ struct TimeLimit {
   using Value = absl::Duration;
   using Flag = DurationFlag;
 };
+struct NumberLimit {
+  using Value = int32_t;
+  using Flag = int32_t;
+};
+struct RateLimit {
+  using Value = double;
+  using Flag = double;
+};
 
 // Room in a message for everything that is not a chunk's data or a per-token output.
 inline constexpr int64_t kMessageOverheadBytes = 64 << 10;
@@ -92,6 +100,27 @@ inline constexpr absl::Duration kMostGrpcTime = absl::Hours(500);
     "calls of grpc.health.v1.Health/Watch in progress, which need no token; one more is RESOURCE_EXHAUSTED")                       \
   X(Count, ordered_window, 1024, 1, kNoMaximum, "--deterministic: contributions of a step that may be there before lower ids are")
 
+// X(unit, name, default, minimum, maximum, help): limits that clients are not told. A row makes the field of ServerOptions, the
+// flag and the check of its range.
+#define HEADWATER_SERVER_SETTINGS(X)                                                                                               \
+  X(Number, max_threads, 256, 8, INT32_MAX,                                                                                        \
+    "calls that hold a thread, at least 8: that many ComputeLoss, one more of which is answered QUEUE_FULL, and that many of all " \
+    "others, one more of which is answered RESOURCE_EXHAUSTED by gRPC itself, without a reason")                                   \
+  X(Number, max_pollers, 2, 1, INT32_MAX, "threads that wait for new calls, at least 1")                                           \
+  X(Time, stream_idle_timeout, absl::Seconds(120), kLeastTime, absl::InfiniteDuration(),                                           \
+    "a stream whose client sends nothing, or takes no answer, for so long is cancelled")                                           \
+  X(Rate, max_cancel_rate, 100, 1e-6, 1e9,                                                                                         \
+    "calls a second that the clients of one host may cancel, and ten times as many at once; beyond that, a host:port connection "  \
+    "is closed at the 17th call that its client cancels")                                                                          \
+  X(Number, max_reset_backlog, 64, 0, INT32_MAX,                                                                                   \
+    "calls of one host:port connection that may wait for the server although its client has reset them: with more than these and " \
+    "--max_connection_streams, the connection is closed")                                                                          \
+  X(Time, engine_stall_timeout, absl::Minutes(5), absl::ZeroDuration(), absl::InfiniteDuration(),                                  \
+    "an engine that computes and gets no further for so long is stuck: the process ends as when the device is lost; with "         \
+    "--workers at least twice --rank_timeout; 0: never")                                                                           \
+  X(Time, idle_head_timeout, absl::ZeroDuration(), absl::ZeroDuration(), absl::InfiniteDuration(),                                 \
+    "a head that no call has named for so long is deleted, whatever its open step holds; 0: never")
+
 struct Limits {
 #define HEADWATER_LIMIT_FIELD(unit, name, default_value, ...) unit##Limit::Value name = default_value;
   HEADWATER_LIMITS(HEADWATER_LIMIT_FIELD)
@@ -101,6 +130,10 @@ struct Limits {
 // InvalidArgument if a limit lies outside its range, or if two of them contradict each other (a row must fit a chunk, a chunk and
 // the per-token outputs of the largest micro-batch must fit a message).
 absl::Status ValidateLimits(const Limits& limits);
+
+// InvalidArgument if a field of HEADWATER_SERVER_SETTINGS lies outside its range.
+struct ServerOptions;
+absl::Status ValidateSettings(const ServerOptions& options);
 
 }  // namespace headwater::service
 

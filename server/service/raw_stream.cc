@@ -6,7 +6,7 @@ namespace headwater::service {
 
 RawStream::RawStream(ServerCore& core, grpc::CallbackServerContext& context) : core_(core), context_(context) {
   watch_.emplace(&core_.watchdog, [this](const absl::Status& why) {
-    if (!owned_.load() || !OnEnded(why)) EndCall(context_, why);
+    if (!owned_.load() || !OnEnded(why)) guard::EndCall(context_, why);
   });
 }
 

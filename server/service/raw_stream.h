@@ -18,8 +18,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "server/guard/stream_watchdog.h"
 #include "server/service/server_core.h"
-#include "server/service/stream_watchdog.h"
 
 namespace headwater::service {
 
@@ -84,7 +84,7 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   ServerCore& core_;
   grpc::CallbackServerContext& context_;  // until OnDone()
   std::shared_ptr<RawStream> self_;       // gRPC's share
-  std::optional<StreamWatchdog::Watch> watch_;
+  std::optional<guard::StreamWatchdog::Watch> watch_;
   std::atomic<bool> owned_{false};  // Own() has been called: the object is whole
   std::atomic<bool> gone_{false};
   bool read_watched_ = false;  // the read in progress

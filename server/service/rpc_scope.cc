@@ -10,10 +10,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "server/guard/counted_calls.h"
+#include "server/guard/line_budget.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/service/counted_credentials.h"
-#include "server/service/line_budget.h"
 #include "server/service/status_mapping.h"
 
 namespace headwater::service {
@@ -132,7 +132,7 @@ std::function<absl::Status()> RpcScope::AllowedStill() const {
 }
 
 std::string RpcScope::client() const {
-  const std::optional<int64_t> connection = ConnectionOf(context_.c_call());
+  const std::optional<int64_t> connection = guard::ConnectionOf(context_.c_call());
   return connection.has_value() ? absl::StrCat(context_.peer(), " connection ", *connection) : context_.peer();
 }
 
@@ -170,7 +170,7 @@ grpc::Status RpcScope::Finish(absl::Status status) {
   }
   const LogLevel level = LevelOf(method_, status);
   std::optional<int64_t> left_out = 0;
-  if (level == LogLevel::kWarning) left_out = FailedCallLines().Take();
+  if (level == LogLevel::kWarning) left_out = guard::FailedCallLines().Take();
   if (!left_out.has_value()) return ToGrpcStatus(status);
   std::vector<LogField> fields = {{"request_id", request_id_}, {"method", observability::RpcMethodName(method_)}};
   if (trace_context_.has_value()) {

@@ -18,11 +18,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "server/group/group_assembly.h"
+#include "server/guard/connection_gate.h"
+#include "server/guard/counted_calls.h"
+#include "server/guard/foreign_rpc_guard.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/service/call_arrivals.h"
-#include "server/service/counted_credentials.h"
-#include "server/service/foreign_rpc_guard.h"
+#include "server/service/access_table.h"
 #include "server/service/group_service.h"
 #include "server/service/head_service.h"
 #include "server/service/listen_address.h"
@@ -30,7 +31,6 @@
 #include "server/service/server_core.h"
 #include "server/service/session_service.h"
 #include "server/service/tls.h"
-#include "server/transport/connection_gate.h"
 
 namespace headwater::service {
 namespace {
@@ -96,7 +96,7 @@ struct Server::Ports {
   std::unique_ptr<grpc::Server> grpc_server;
   // By whether they are of a Unix socket: what the gate lets in goes to gRPC through these.
   std::array<std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor>, 2> acceptors;
-  std::unique_ptr<transport::ConnectionGate> gate;
+  std::unique_ptr<guard::ConnectionGate> gate;
 
   // Unavailable if an address cannot be listened on.
   absl::Status Listen(const ServerOptions& options, const std::vector<std::string>& wanted, const Entrance& entrance,
@@ -135,8 +135,11 @@ absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vect
   grpc::ServerBuilder builder;
   builder.SetOption(std::make_unique<ReflectionOption>(options.reflection));
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> guards;
-  guards.push_back(std::make_unique<CallArrivals>(*entrance.core.backlog));
-  guards.push_back(std::make_unique<ForeignRpcGuard>(entrance));
+  guards.push_back(guard::CountArrivals(*entrance.core.backlog));
+  const auto authorize = [entrance](const char* method, const guard::ForeignRpcGuard::Metadata& metadata) {
+    return entrance.core.access->Authorize(FindAccessRow(method), entrance.role, AuthorizationOf(metadata)).status();
+  };
+  guards.push_back(std::make_unique<guard::ForeignRpcGuard>(authorize, limits.max_health_watches));
   builder.experimental().SetInterceptorCreators(std::move(guards));
   builder.SetMaxReceiveMessageSize(static_cast<int>(limits.max_message_bytes));
   // A worker gets in one message what a client has brought in one or more, in wider types perhaps: none of these may be too large,
@@ -166,12 +169,12 @@ absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vect
   builder.RegisterService(&session_service);
   builder.RegisterService(&group_service);
 
-  transport::ConnectionGateOptions gate_options;
+  guard::ConnectionGateOptions gate_options;
   gate_options.max_connections = limits.max_connections;
   gate_options.cancels_a_second = options.max_cancel_rate;
   gate_options.on_refused = [&metrics = entrance.core.metrics] { metrics.CountRefusedConnection(); };
   gate_options.on_dropped = [&metrics = entrance.core.metrics] { metrics.CountDroppedConnection(); };
-  gate = std::make_unique<transport::ConnectionGate>(std::move(gate_options));
+  gate = std::make_unique<guard::ConnectionGate>(std::move(gate_options));
   for (const std::string& address : wanted) {
     const bool is_unix = IsUnixAddress(address);
     auto& acceptor = acceptors[is_unix ? 1 : 0];
@@ -180,7 +183,8 @@ absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vect
       // Connections of a Unix socket have no addresses of their own: what tells one client from another is its connection's number.
       acceptor = builder.experimental().AddExternalConnectionAcceptor(
           Type::FROM_FD,
-          is_unix ? NumberConnections(grpc_insecure_server_credentials_create(), entrance.core.backlog) : credentials);
+          is_unix ? guard::CountCalls(grpc_insecure_server_credentials_create(), entrance.core.backlog, /*is_counted=*/false)
+                  : credentials);
     }
     const auto take = [to = acceptor.get()](int listener_fd, int fd) {
       grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;

@@ -62,10 +62,7 @@ const char* ServerVersion() { return HEADWATER_VERSION; }
 
 absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptions& options, std::unique_ptr<LossEngine> engine) {
   if (absl::Status status = ValidateLimits(options.limits); !status.ok()) return status;
-  if (options.idle_head_timeout < absl::ZeroDuration()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("idle_head_timeout: expected a duration >= 0, got ", absl::FormatDuration(options.idle_head_timeout)));
-  }
+  if (absl::Status status = ValidateSettings(options); !status.ok()) return status;
   if (options.idle_head_checkpoint && options.checkpoint_directory.empty()) {
     return absl::InvalidArgumentError("idle_head_checkpoint: expected a checkpoint_directory with it, got none");
   }
@@ -88,18 +85,8 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
     if (!opened.ok()) return opened.status();
     checkpoints = *std::move(opened);
   }
-  if (!(options.max_cancel_rate > 0)) {
-    return absl::InvalidArgumentError(absl::StrCat("max_cancel_rate: expected a number > 0, got ", options.max_cancel_rate));
-  }
   if (!(options.product_tflops >= 0) || !std::isfinite(options.product_tflops)) {
     return absl::InvalidArgumentError(absl::StrCat("product_tflops: expected a number >= 0, got ", options.product_tflops));
-  }
-  if (options.max_reset_backlog < 0) {
-    return absl::InvalidArgumentError(absl::StrCat("max_reset_backlog: expected >= 0, got ", options.max_reset_backlog));
-  }
-  if (options.engine_stall_timeout < absl::ZeroDuration()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("engine_stall_timeout: expected a duration >= 0, got ", absl::FormatDuration(options.engine_stall_timeout)));
   }
   if (options.engine_stall_timeout > absl::ZeroDuration()) {
     engine = std::make_unique<WatchedEngine>(std::move(engine), options.engine_stall_timeout);
@@ -205,8 +192,8 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
                }),
       queue(options.limits.max_queue_depth, WidthsFor(options.queue_widths, *engine)),
       waiting(options.limits.max_waiting_calls, options.limits.max_step_wait, options.max_threads),
-      backlog(std::make_shared<transport::CallBacklog>(options.limits.max_connection_streams + options.max_reset_backlog,
-                                                       options.max_cancel_rate)),
+      backlog(std::make_shared<guard::CallBacklog>(options.limits.max_connection_streams + options.max_reset_backlog,
+                                                   options.max_cancel_rate)),
       watchdog(options.stream_idle_timeout, options.limits.max_stream_time),
       transfers(options.limits.max_stripe_wait),
       incarnation(heads::NewEpoch()),

@@ -16,6 +16,9 @@
 #include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
 #include "server/checkpoint/checkpoint_store.h"
+#include "server/guard/call_backlog.h"
+#include "server/guard/slow_uploads.h"
+#include "server/guard/stream_watchdog.h"
 #include "server/heads/epoch.h"
 #include "server/heads/head_registry.h"
 #include "server/heads/session_registry.h"
@@ -28,13 +31,10 @@
 #include "server/service/call_threads.h"
 #include "server/service/engine_watch.h"
 #include "server/service/server_options.h"
-#include "server/service/slow_uploads.h"
-#include "server/service/stream_watchdog.h"
 #include "server/service/transfer_registry.h"
 #include "server/service/upload_store.h"
 #include "server/service/waiting_room.h"
 #include "server/transport/byte_budget.h"
-#include "server/transport/call_backlog.h"
 #include "server/transport/descriptor_socket.h"
 #include "server/transport/fair_budget.h"
 #include "server/transport/pinned_pool.h"
@@ -139,11 +139,11 @@ class ServerCore {
   scheduler::WorkQueue queue;
   scheduler::StartOrder start_order;  // of micro-batches whose rows still come
   WaitingRoom waiting;
-  SlowUploads slow_uploads;
-  const std::shared_ptr<transport::CallBacklog> backlog;
+  guard::SlowUploads slow_uploads;
+  const std::shared_ptr<guard::CallBacklog> backlog;
   std::atomic<int64_t> abandoned_calls{0};  // ComputeLoss in progress whose client has gone
   std::atomic<int64_t> reading_threads{0};  // that read streams (ReadAll)
-  StreamWatchdog watchdog;
+  guard::StreamWatchdog watchdog;
   TransferRegistry transfers;
   const heads::Epoch incarnation;
   const absl::Time start_time;

@@ -1,4 +1,4 @@
-// What a server is started with; from flags (server/main.cc) or from a test.
+// What a server is started with; from flags (server/main_flags.cc) or from a test.
 #ifndef HEADWATER_SERVER_SERVICE_SERVER_OPTIONS_H_
 #define HEADWATER_SERVER_SERVICE_SERVER_OPTIONS_H_
 
@@ -30,23 +30,19 @@ struct ServerOptions {
   int unix_socket_mode = 0600;    // permissions of Unix sockets among the addresses
   std::string unix_socket_owner;  // USER, USER:GROUP or :GROUP, by name or number; empty: the process's
   Limits limits;
-  std::string checkpoint_directory;                         // empty: no checkpoints
-  bool restore_heads = true;                                // with a checkpoint directory: bring back the heads that were saved
-  int64_t keep_checkpoints = 3;                             // of a series of a head's; 0: all
-  bool drain_checkpoint = false;                            // save the heads that have changed when the server drains
-  std::string load_root;                                    // a folder that is there; empty: no LoadWeights
-  std::string metrics_address;                              // host:port; empty: no endpoint
-  std::string trace_dir;                                    // where traced calls are written; empty: none is
-  int64_t max_trace_files = 1000;                           // that stay there
-  double product_tflops = 0;                                // of bare matrix products here; 0: measured on the CPU engine
-  int max_threads = 256;                                    // ComputeLoss at once, and other calls at once
-  int max_pollers = 2;                                      // threads that wait for new calls, for each completion queue
-  absl::Duration stream_idle_timeout = absl::Seconds(120);  // a stream whose client sends or takes nothing for so long is cancelled
-  double max_cancel_rate = 100;                             // calls a second that the clients of one host may cancel
-  int max_reset_backlog = 64;                               // calls of a connection that are reset before the server gets to them
-  absl::Duration engine_stall_timeout = absl::Minutes(5);   // a computing engine that gets no further for so long is lost; 0: never
-  absl::Duration idle_head_timeout = absl::ZeroDuration();  // heads that no call has named for so long are deleted; 0: never
-  bool idle_head_checkpoint = false;                        // they are saved before; needs a checkpoint directory
+#define HEADWATER_SETTING_FIELD(unit, name, default_value, ...) unit##Limit::Value name = default_value;
+  HEADWATER_SERVER_SETTINGS(HEADWATER_SETTING_FIELD)
+#undef HEADWATER_SETTING_FIELD
+  std::string checkpoint_directory;   // empty: no checkpoints
+  bool restore_heads = true;          // with a checkpoint directory: bring back the heads that were saved
+  int64_t keep_checkpoints = 3;       // of a series of a head's; 0: all
+  bool drain_checkpoint = false;      // save the heads that have changed when the server drains
+  std::string load_root;              // a folder that is there; empty: no LoadWeights
+  std::string metrics_address;        // host:port; empty: no endpoint
+  std::string trace_dir;              // where traced calls are written; empty: none is
+  int64_t max_trace_files = 1000;     // that stay there
+  double product_tflops = 0;          // of bare matrix products here; 0: measured on the CPU engine
+  bool idle_head_checkpoint = false;  // they are saved before; needs a checkpoint directory
   bool reflection = false;
   bool deterministic = false;               // contributions are added in ascending id; the engine must have been made so too
   std::string descriptor_socket;            // path of the Unix socket that takes descriptors of shared memory; empty: none

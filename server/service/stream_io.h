@@ -12,16 +12,16 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "server/guard/stream_watchdog.h"
 #include "server/service/retry_after.h"
 #include "server/service/rpc_scope.h"
 #include "server/service/server_core.h"
-#include "server/service/stream_watchdog.h"
 
 namespace headwater::service {
 
 // Reads one message. False at the end of the stream.
 template <typename Stream, typename Message>
-bool ReadMessage(StreamWatchdog::Watch& watch, Stream& stream, Message* message) {
+bool ReadMessage(guard::StreamWatchdog::Watch& watch, Stream& stream, Message* message) {
   watch.Begin();
   const bool read = stream.Read(message);
   watch.End();
@@ -45,7 +45,7 @@ absl::Status ReadAll(ServerCore& core, grpc::ServerContext& context, RpcScope& s
                                   " at once (half of max_threads), and that many are in progress; try again"),
                      {{"limit", "max_threads"}, {"maximum", absl::StrCat(most)}, {kRetryAfterMsKey, "500"}});
   }
-  StreamWatchdog::Watch watch(&core.watchdog, [&context](const absl::Status& why) { EndCall(context, why); });
+  guard::StreamWatchdog::Watch watch(&core.watchdog, [&context](const absl::Status& why) { guard::EndCall(context, why); });
   watch.Allow(scope.AllowedStill());
   Message message;
   while (ReadMessage(watch, stream, &message)) {
@@ -61,7 +61,7 @@ template <typename Stream>
 class WatchedWriter {
  public:
   WatchedWriter(ServerCore& core, grpc::ServerContext& context, RpcScope& scope, Stream& stream)
-      : watch_(&core.watchdog, [&context](const absl::Status& why) { EndCall(context, why); }), stream_(stream) {
+      : watch_(&core.watchdog, [&context](const absl::Status& why) { guard::EndCall(context, why); }), stream_(stream) {
     watch_.Allow(scope.AllowedStill());
   }
 
@@ -74,7 +74,7 @@ class WatchedWriter {
   }
 
  private:
-  StreamWatchdog::Watch watch_;
+  guard::StreamWatchdog::Watch watch_;
   Stream& stream_;
 };
 

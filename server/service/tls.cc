@@ -21,9 +21,9 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/return_if_error.h"
+#include "server/guard/counted_calls.h"
 #include "server/observability/logging.h"
 #include "server/scheduler/repeated_task.h"
-#include "server/service/counted_credentials.h"
 
 namespace headwater::service {
 namespace {
@@ -137,13 +137,13 @@ void LogValidity(const Validity& validity, bool asks_clients) {
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(const ServerOptions& options,
-                                                                               std::shared_ptr<transport::CallBacklog> backlog) {
+                                                                               std::shared_ptr<guard::CallBacklog> backlog) {
   if (options.tls_certificate.empty() != options.tls_key.empty()) {
     return absl::InvalidArgumentError("tls_certificate and tls_key: expected both or neither");
   }
   if (options.tls_certificate.empty()) {
     if (!options.tls_client_ca.empty()) return absl::InvalidArgumentError("tls_client_ca: expected a tls_certificate with it");
-    return CountCalls(grpc_insecure_server_credentials_create(), std::move(backlog));
+    return guard::CountCalls(grpc_insecure_server_credentials_create(), std::move(backlog));
   }
   if (absl::Status status = CheckFiles(options).status(); !status.ok()) return status;
   grpc::experimental::TlsServerCredentialsOptions tls(std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(
@@ -154,7 +154,7 @@ absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(c
     tls.set_cert_request_type(GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
   }
   // gRPC speaks TLS 1.2 and 1.3 only.
-  return CountCalls(grpc_tls_server_credentials_create(tls.c_credentials_options()), std::move(backlog));
+  return guard::CountCalls(grpc_tls_server_credentials_create(tls.c_credentials_options()), std::move(backlog));
 }
 
 class CertificateWatch::State {

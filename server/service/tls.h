@@ -7,17 +7,17 @@
 #include <memory>
 
 #include "absl/status/statusor.h"
+#include "server/guard/call_backlog.h"
 #include "server/observability/metrics.h"
 #include "server/service/server_options.h"
-#include "server/transport/call_backlog.h"
 
 namespace headwater::service {
 
 // Credentials for host:port addresses: TLS 1.2 or later with the options' files, or none at all without tls_certificate. Calls are
-// counted (counted_credentials.h).
+// counted (guard/counted_calls.h).
 // InvalidArgument for options without meaning, and for files that cannot be used: not there, not PEM, a key of another certificate.
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(const ServerOptions& options,
-                                                                               std::shared_ptr<transport::CallBacklog> backlog);
+                                                                               std::shared_ptr<guard::CallBacklog> backlog);
 
 // Reports the certificates of the options' files, with their dates, in log and metrics: at once, and within two seconds whenever a
 // file has changed. A certificate that has ended is a warning. Without tls_certificate there is nothing to report.

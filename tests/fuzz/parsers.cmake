@@ -2,7 +2,6 @@
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 find_path(FUZZ_XXHASH_INCLUDE_DIR xxhash.h REQUIRED)
 find_package(OpenSSL REQUIRED)
-find_package(spdlog REQUIRED)
 set(product ${PROJECT_SOURCE_DIR})
 set(parser_sources
   ${product}/client/core/link/error.cc
@@ -16,6 +15,7 @@ set(parser_sources
   ${product}/server/checkpoint/checkpoint_store.cc
   ${product}/server/checkpoint/file_system.cc
   ${product}/server/checkpoint/manifest.cc
+  ${product}/server/checkpoint/shard_files.cc
   ${product}/server/checkpoint/weights_reader.cc
   ${product}/server/heads/head_name.cc
   ${product}/server/model_files/file_source.cc
@@ -62,7 +62,7 @@ set_source_files_properties(${product}/server/transport/region.cc ${product}/ser
 add_library(headwater_fuzzed STATIC ${parser_sources})
 target_link_libraries(headwater_fuzzed
   PUBLIC absl::cord absl::status absl::statusor absl::strings absl::str_format absl::synchronization absl::time xxhash
-    spdlog::spdlog OpenSSL::Crypto
+    OpenSSL::Crypto
   PRIVATE headwater_fuzz_flags)
 
 # fuzz_program(NAME OBJECTS...): what the objects have need not come from the library.

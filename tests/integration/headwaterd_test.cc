@@ -343,7 +343,7 @@ TEST_F(Headwaterd, RefusesWhatItCannotDoWithOneSentence) {
   EXPECT_THAT(refused({"--engine=tpu"}), HasSubstr("expected auto, cpu or cuda, got \"tpu\""));
   EXPECT_THAT(refused({"--shards=0"}), HasSubstr("--shards: expected >= 1, got 0"));
   EXPECT_THAT(refused({"--threads=-1"}), HasSubstr("--threads: expected >= 0, got -1"));
-  EXPECT_THAT(refused({"--max_threads=7"}), HasSubstr("--max_threads: expected >= 8, got 7"));
+  EXPECT_THAT(refused({"--max_threads=7"}), HasSubstr("max_threads: expected at least 8, got 7"));
   EXPECT_THAT(refused({"--max_metadata_bytes=1023"}), HasSubstr("max_metadata_bytes: expected at least 1024"));
   EXPECT_THAT(refused({"--idle_head_checkpoint"}), HasSubstr("idle_head_checkpoint: expected a checkpoint_directory"));
   EXPECT_THAT(refused({"--max_step_wait=0"}), HasSubstr("max_step_wait: expected at least 1ns, got 0"));

@@ -32,6 +32,7 @@ KINDS = [
     ("server_observability", r"server/observability/.*"),
     ("server_heads", r"server/(heads|scheduler|checkpoint)/.*"),
     ("server_transport", r"server/transport/.*"),
+    ("server_guard", r"server/guard/.*"),
     ("server_service", r"server/.*"),
     ("client_core", r"client/core/.*"),
     ("client_inner", r"client/.*"),
@@ -39,7 +40,7 @@ KINDS = [
     ("test_library", r"(gtest|gmock|benchmark|sanitizer)/.*"),
     ("blas", r"cblas\.h|openblas_config\.h"),
     ("formats", r"nlohmann/.*|xxhash\.h|zlib\.h"),
-    ("logs_and_metrics", r"(spdlog|prometheus)/.*|microhttpd\.h"),
+    ("logs_and_metrics", r"prometheus/.*|microhttpd\.h"),
     ("tls", r"openssl/.*"),
     ("std", r"\w+|(std\w+|string|limits|float|math|errno|ctype|assert|signal|time|locale|setjmp|wchar|inttypes|fenv)\.h"),
     ("std", r"\w+intrin\.h"),
@@ -58,6 +59,7 @@ SERVER_STATE = PRODUCT | {"server_heads", "server_observability", "model_files"}
 SERVER = SERVER_STATE | {
     "flag_types",
     "server_transport",
+    "server_guard",
     "server_service",
     "logs_and_metrics",
     "grpc",
@@ -90,6 +92,7 @@ LAYERS = {
     "server/checkpoint": SERVER_STATE,
     "server/model_files": PRODUCT | {"model_files"},  # read by the command line, too
     "server/transport": PRODUCT | {"server_transport", "server_observability"},
+    "server/guard": PRODUCT | {"server_guard", "server_transport", "server_heads", "server_observability", "grpc"},
     "server/observability": PRODUCT | {"server_observability", "logs_and_metrics"},
     "client": CLIENT | {"client_core", "grpc", "protobuf", "generated", "tls"},
     "client/core": CORE,

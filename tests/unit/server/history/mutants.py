@@ -159,8 +159,8 @@ MUTANTS = [
     (
         "brings_back_a_deleted_heads_checkpoint",
         "server/checkpoint/checkpoint_store.cc",
-        "if (BelongsTo(info, *first_sequence))",
-        "if (info.sequence > 0)",
+        "return !BelongsTo(info, *first_sequence);",
+        "return info.sequence == 0;",
     ),
 ]
 

@@ -1,5 +1,5 @@
 // SlowUploads: which upload gives way when others wait, and which one does not.
-#include "server/service/slow_uploads.h"
+#include "server/guard/slow_uploads.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include "headwater/kernels/error.h"
 #include "server/observability/monotonic_clock.h"
 
-namespace headwater::service {
+namespace headwater::guard {
 namespace {
 
 using transport::RowExchange;
@@ -62,4 +62,4 @@ TEST(SlowUploads, OneThatWaitsForAJoinedTeacherAloneDoesNot) {
 }
 
 }  // namespace
-}  // namespace headwater::service
+}  // namespace headwater::guard

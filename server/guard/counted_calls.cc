@@ -1,4 +1,6 @@
-#include "server/service/counted_credentials.h"
+#include "server/guard/counted_calls.h"
+
+#include <grpcpp/server_context.h>
 
 #include <cstdint>
 #include <cstdlib>
@@ -9,7 +11,7 @@
 #include "absl/synchronization/mutex.h"
 #include "server/observability/monotonic_clock.h"
 
-namespace headwater::service {
+namespace headwater::guard {
 namespace {
 
 // Each connection has an authentication context, which its calls share; this is a property of it.
@@ -46,18 +48,16 @@ std::optional<Connection> FindConnection(grpc_call* call) {
   return connection;
 }
 
-using SharedBacklog = std::shared_ptr<transport::CallBacklog>;
-
 // What the processor of metadata has.
 struct Processor {
-  SharedBacklog backlog;
+  std::shared_ptr<CallBacklog> backlog;
   bool counts = false;
 };
 
 void OnMetadata(void* state, grpc_auth_context* context, const grpc_metadata*, size_t, grpc_process_auth_metadata_done_cb done,
                 void* user_data) {
   const Processor& processor = *static_cast<const Processor*>(state);
-  transport::CallBacklog& backlog = *processor.backlog;
+  CallBacklog& backlog = *processor.backlog;
   std::optional<Connection> connection;
   {
     absl::MutexLock lock(&PropertiesMutex());
@@ -98,26 +98,53 @@ class CountedCredentials final : public grpc::ServerCredentials {
   grpc_server_credentials* const credentials_;
 };
 
+using grpc::experimental::InterceptionHookPoints;
+using grpc::experimental::Interceptor;
+using grpc::experimental::ServerRpcInfo;
+
+class Arrival final : public Interceptor {
+ public:
+  Arrival(CallBacklog& backlog, ServerRpcInfo& info) : backlog_(backlog), info_(info) {}
+
+  void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
+    // Once for each call, whether a handler follows or not.
+    if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::POST_RECV_INITIAL_METADATA)) {
+      const std::optional<Connection> connection = FindConnection(info_.server_context()->c_call());
+      if (connection.has_value() && connection->is_counted != 0) {
+        backlog_.OnTaken(connection->number, info_.server_context()->peer(), observability::MonotonicNow());
+      }
+    }
+    methods->Proceed();
+  }
+
+ private:
+  CallBacklog& backlog_;
+  ServerRpcInfo& info_;
+};
+
+class Arrivals final : public grpc::experimental::ServerInterceptorFactoryInterface {
+ public:
+  explicit Arrivals(CallBacklog& backlog) : backlog_(backlog) {}
+  Interceptor* CreateServerInterceptor(ServerRpcInfo* info) override { return new Arrival(backlog_, *info); }
+
+ private:
+  CallBacklog& backlog_;
+};
+
 }  // namespace
 
-std::shared_ptr<grpc::ServerCredentials> CountCalls(grpc_server_credentials* credentials, SharedBacklog backlog) {
-  return std::make_shared<CountedCredentials>(credentials, Processor{std::move(backlog), true});
-}
-
-std::shared_ptr<grpc::ServerCredentials> NumberConnections(grpc_server_credentials* credentials, SharedBacklog backlog) {
-  return std::make_shared<CountedCredentials>(credentials, Processor{std::move(backlog), false});
+std::shared_ptr<grpc::ServerCredentials> CountCalls(grpc_server_credentials* credentials, std::shared_ptr<CallBacklog> backlog,
+                                                    bool is_counted) {
+  return std::make_shared<CountedCredentials>(credentials, Processor{std::move(backlog), is_counted});
 }
 
 std::optional<int64_t> ConnectionOf(grpc_call* call) {
   const std::optional<Connection> connection = FindConnection(call);
-  if (!connection.has_value()) return std::nullopt;
-  return connection->number;
+  return connection.has_value() ? std::optional(connection->number) : std::nullopt;
 }
 
-void OnCallTaken(transport::CallBacklog& backlog, grpc_call* call, const std::string& peer) {
-  const std::optional<Connection> connection = FindConnection(call);
-  if (!connection.has_value() || connection->is_counted == 0) return;
-  backlog.OnTaken(connection->number, peer, observability::MonotonicNow());
+std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface> CountArrivals(CallBacklog& backlog) {
+  return std::make_unique<Arrivals>(backlog);
 }
 
-}  // namespace headwater::service
+}  // namespace headwater::guard

@@ -3,8 +3,10 @@
 // The gate accepts, counts, and hands what it lets in over; what comes above the bound is closed at once. So a client that opens
 // connections without end costs an accept and a close for each, and never the descriptors that others need. A connection counts
 // until whoever got it has shut it down, which a duplicate of its descriptor tells.
-#ifndef HEADWATER_SERVER_TRANSPORT_CONNECTION_GATE_H_
-#define HEADWATER_SERVER_TRANSPORT_CONNECTION_GATE_H_
+//
+// Holds hostile_connections_latency_ratio and hostile_connections_descriptors_left of docs/benchmarks/trust.md.
+#ifndef HEADWATER_SERVER_GUARD_CONNECTION_GATE_H_
+#define HEADWATER_SERVER_GUARD_CONNECTION_GATE_H_
 
 #include <sys/socket.h>
 #include <sys/types.h>
@@ -24,7 +26,7 @@
 #include "absl/time/time.h"
 #include "server/transport/file_descriptor.h"
 
-namespace headwater::transport {
+namespace headwater::guard {
 
 // What gRPC calls a client with that address: ipv4:HOST:PORT, ipv6:%5BHOST%5D:PORT, or with a zone ipv6:%5BHOST%25ZONE%5D:PORT;
 // empty for what has no such address.
@@ -71,7 +73,7 @@ class ConnectionGate {
 
  private:
   struct Listener {
-    FileDescriptor socket;
+    transport::FileDescriptor socket;
     Take take;
     bool tcp = false;
     std::string path;  // of a Unix socket
@@ -101,9 +103,9 @@ class ConnectionGate {
 
   const ConnectionGateOptions options_;
   std::vector<Listener> listeners_;
-  FileDescriptor epoll_;
-  FileDescriptor stop_;                    // eventfd
-  FileDescriptor spare_;                   // of the thread
+  transport::FileDescriptor epoll_;
+  transport::FileDescriptor stop_;         // eventfd
+  transport::FileDescriptor spare_;        // of the thread
   std::map<int, std::string> duplicates_;  // of the thread, with the peers' names; closed with the gate
   absl::Mutex peers_mutex_;
   std::map<std::string, Peer> peers_ ABSL_GUARDED_BY(peers_mutex_);
@@ -117,6 +119,6 @@ int64_t MakeRoomForConnections(int64_t connections);
 // Descriptors that the process needs for so many connections.
 int64_t DescriptorsFor(int64_t connections);
 
-}  // namespace headwater::transport
+}  // namespace headwater::guard
 
-#endif  // HEADWATER_SERVER_TRANSPORT_CONNECTION_GATE_H_
+#endif  // HEADWATER_SERVER_GUARD_CONNECTION_GATE_H_

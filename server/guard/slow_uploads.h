@@ -1,7 +1,10 @@
 // SlowUploads: the micro-batches whose rows still come. When there is no thread or no byte left for another client, one that stands
 // still gives way, so that clients that only pretend to upload cannot keep everybody else out.
-#ifndef HEADWATER_SERVER_SERVICE_SLOW_UPLOADS_H_
-#define HEADWATER_SERVER_SERVICE_SLOW_UPLOADS_H_
+//
+// A proxy does not know which upload has a thread and bytes. Holds no measured figure: tests/integration/limits_test.cc has the
+// bounds (Overload).
+#ifndef HEADWATER_SERVER_GUARD_SLOW_UPLOADS_H_
+#define HEADWATER_SERVER_GUARD_SLOW_UPLOADS_H_
 
 #include <functional>
 #include <list>
@@ -12,7 +15,7 @@
 #include "absl/time/time.h"
 #include "server/transport/row_exchange.h"
 
-namespace headwater::service {
+namespace headwater::guard {
 
 // Thread-safe.
 class SlowUploads {
@@ -45,6 +48,6 @@ class SlowUploads {
   std::list<Upload> uploads_ ABSL_GUARDED_BY(mutex_);
 };
 
-}  // namespace headwater::service
+}  // namespace headwater::guard
 
-#endif  // HEADWATER_SERVER_SERVICE_SLOW_UPLOADS_H_
+#endif  // HEADWATER_SERVER_GUARD_SLOW_UPLOADS_H_

@@ -1,4 +1,4 @@
-#include "server/service/stream_watchdog.h"
+#include "server/guard/stream_watchdog.h"
 
 #include <algorithm>
 #include <limits>
@@ -8,7 +8,7 @@
 #include "headwater/kernels/error.h"
 #include "server/observability/monotonic_clock.h"
 
-namespace headwater::service {
+namespace headwater::guard {
 namespace {
 
 constexpr int64_t kNotWaiting = std::numeric_limits<int64_t>::max();
@@ -69,4 +69,4 @@ absl::Status StreamWatchdog::Watch::why() const {
   return why_;
 }
 
-}  // namespace headwater::service
+}  // namespace headwater::guard

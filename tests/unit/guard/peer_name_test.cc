@@ -9,9 +9,9 @@
 #include <cstring>
 #include <string>
 
-#include "server/transport/connection_gate.h"
+#include "server/guard/connection_gate.h"
 
-namespace headwater::transport {
+namespace headwater::guard {
 namespace {
 
 template <typename Address>
@@ -45,4 +45,4 @@ TEST(PeerName, IsWhatGrpcCallsIt) {
 }
 
 }  // namespace
-}  // namespace headwater::transport
+}  // namespace headwater::guard

@@ -1,7 +1,10 @@
 // StreamWatchdog: ends streams that should not go on: whose client is there but neither sends nor takes anything, that take too
-// long altogether, or whose token has been withdrawn; so that none holds a thread and its budget for ever.
-#ifndef HEADWATER_SERVER_SERVICE_STREAM_WATCHDOG_H_
-#define HEADWATER_SERVER_SERVICE_STREAM_WATCHDOG_H_
+// long altogether, or whose token has been withdrawn; so that none holds a thread and its budget forever.
+//
+// Holds no measured figure: it keeps --stream_idle_timeout, --max_stream_time and the two seconds after which a withdrawn token
+// ends its streams (docs/security.md).
+#ifndef HEADWATER_SERVER_GUARD_STREAM_WATCHDOG_H_
+#define HEADWATER_SERVER_GUARD_STREAM_WATCHDOG_H_
 
 #include <grpc/grpc.h>
 
@@ -19,7 +22,7 @@
 #include "absl/time/time.h"
 #include "server/scheduler/repeated_task.h"
 
-namespace headwater::service {
+namespace headwater::guard {
 
 class StreamWatchdog {
  public:
@@ -81,6 +84,6 @@ void EndCall(Context& context, const absl::Status& why) {
                                nullptr);
 }
 
-}  // namespace headwater::service
+}  // namespace headwater::guard
 
-#endif  // HEADWATER_SERVER_SERVICE_STREAM_WATCHDOG_H_
+#endif  // HEADWATER_SERVER_GUARD_STREAM_WATCHDOG_H_

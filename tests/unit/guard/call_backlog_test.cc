@@ -1,4 +1,4 @@
-#include "server/transport/call_backlog.h"
+#include "server/guard/call_backlog.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -8,7 +8,7 @@
 
 #include "absl/time/clock.h"
 
-namespace headwater::transport {
+namespace headwater::guard {
 namespace {
 
 using ::testing::ElementsAre;
@@ -108,4 +108,4 @@ TEST(CallBacklog, NobodyDropsWhenToldSo) {
 }
 
 }  // namespace
-}  // namespace headwater::transport
+}  // namespace headwater::guard

@@ -1,4 +1,4 @@
-#include "server/transport/connection_gate.h"
+#include "server/guard/connection_gate.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -24,7 +24,7 @@
 #include "headwater/kernels/listen_tcp.h"
 #include "server/transport/unix_socket.h"
 
-namespace headwater::transport {
+namespace headwater::guard {
 namespace {
 
 constexpr int kAcceptsAtOnce = 64;  // before the others' turn
@@ -48,8 +48,8 @@ absl::Status Unavailable(const std::string& address, const char* what) {
 bool SetOption(int fd, int level, int name, int value) { return setsockopt(fd, level, name, &value, sizeof(value)) == 0; }
 
 // A socket that listens on the path of `address`; invalid, with errno, if that cannot be.
-FileDescriptor ListenOn(const sockaddr_un& address) {
-  FileDescriptor socket_fd(socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+transport::FileDescriptor ListenOn(const sockaddr_un& address) {
+  transport::FileDescriptor socket_fd(socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket_fd.valid()) return socket_fd;
   const int fd = socket_fd.get();
   if (bind(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 || listen(fd, SOMAXCONN) != 0) {
@@ -116,7 +116,7 @@ absl::StatusOr<int> ConnectionGate::ListenTcp(const std::string& host, int port,
   if (!listening.ok()) {
     return absl::UnavailableError(absl::StrCat(host, ":", port, ": cannot listen: ", listening.status().message()));
   }
-  for (const int fd : listening->sockets) listeners_.push_back({FileDescriptor(fd), take, true, "", 0});
+  for (const int fd : listening->sockets) listeners_.push_back({transport::FileDescriptor(fd), take, true, "", 0});
   return listening->port;
 }
 
@@ -130,12 +130,12 @@ absl::Status ConnectionGate::ListenUnix(const std::string& path, Take take) {
   std::memcpy(address.sun_path, path.data(), path.size());
   struct stat file {};
   if (lstat(path.c_str(), &file) == 0 && S_ISSOCK(file.st_mode)) {
-    if (SomebodyListens(address, SOCK_STREAM)) {
+    if (transport::SomebodyListens(address, SOCK_STREAM)) {
       return absl::UnavailableError(absl::StrCat("unix:", path, ": another server listens there"));
     }
     unlink(path.c_str());
   }
-  FileDescriptor socket_fd = ListenOn(address);
+  transport::FileDescriptor socket_fd = ListenOn(address);
   if (!socket_fd.valid()) return Unavailable("unix:" + path, "cannot listen");
   if (lstat(path.c_str(), &file) != 0) return Unavailable("unix:" + path, "cannot listen");
   listeners_.push_back({std::move(socket_fd), std::move(take), false, path, file.st_ino});
@@ -143,9 +143,9 @@ absl::Status ConnectionGate::ListenUnix(const std::string& path, Take take) {
 }
 
 absl::Status ConnectionGate::Start() {
-  epoll_ = FileDescriptor(epoll_create1(EPOLL_CLOEXEC));
-  stop_ = FileDescriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  spare_ = FileDescriptor(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  epoll_ = transport::FileDescriptor(epoll_create1(EPOLL_CLOEXEC));
+  stop_ = transport::FileDescriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  spare_ = transport::FileDescriptor(open("/dev/null", O_RDONLY | O_CLOEXEC));
   if (!epoll_.valid() || !stop_.valid() || !spare_.valid()) return Unavailable("the server", "cannot accept connections");
   const auto watch = [this](int fd, uint64_t key) {
     epoll_event event{};
@@ -238,7 +238,7 @@ void ConnectionGate::RefuseWithTheSpare(int listener_fd) {
     options_.on_refused();
     close(fd);
   }
-  spare_ = FileDescriptor(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  spare_ = transport::FileDescriptor(open("/dev/null", O_RDONLY | O_CLOEXEC));
 }
 
 void ConnectionGate::Forget(int duplicate) {
@@ -310,4 +310,4 @@ int64_t MakeRoomForConnections(int64_t connections) {
   return static_cast<int64_t>(std::min<rlim_t>(limit.rlim_cur, INT64_MAX));
 }
 
-}  // namespace headwater::transport
+}  // namespace headwater::guard

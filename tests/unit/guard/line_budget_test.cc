@@ -1,11 +1,11 @@
 // LineBudget: which lines are left out, and that the next one says how many.
-#include "server/service/line_budget.h"
+#include "server/guard/line_budget.h"
 
 #include <gtest/gtest.h>
 
 #include "server/observability/monotonic_clock.h"
 
-namespace headwater::service {
+namespace headwater::guard {
 namespace {
 
 TEST(LineBudget, LeavesOutWhatIsTooMuchAndSaysSo) {
@@ -23,4 +23,4 @@ TEST(LineBudget, LeavesOutWhatIsTooMuchAndSaysSo) {
 }
 
 }  // namespace
-}  // namespace headwater::service
+}  // namespace headwater::guard

@@ -1,4 +1,4 @@
-#include "server/main_signals.h"
+#include "server/main_lifecycle.h"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -6,17 +6,28 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdint>
+#include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <initializer_list>
 #include <thread>
+#include <vector>
 
 #include "absl/base/attributes.h"
+#include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "server/main_flags.h"
+#include "server/observability/line_writer.h"
 #include "server/observability/logging.h"
 
 namespace headwater {
 namespace {
+
+// The engine's device was lost; EX_TEMPFAIL of sysexits.h: what comes after may work.
+constexpr int kDeviceLostStatus = 75;
 
 constexpr uint64_t Bit(int signal_number) { return uint64_t{1} << (signal_number - 1); }
 
@@ -90,6 +101,68 @@ absl::Status EndWithParent(int32_t parent) {
     kill(getpid(), SIGTERM);
   }).detach();
   return absl::OkStatus();
+}
+
+std::atomic<bool>& IsEnding() {
+  static std::atomic<bool> is_ending{false};
+  return is_ending;
+}
+
+group::Restarter& Restart() {
+  static group::Restarter* const restarter = new group::Restarter();
+  return *restarter;
+}
+
+int Fail(const std::string& message) {
+  observability::LineWriter(STDERR_FILENO).Write(absl::StrCat("headwaterd: ", message, "\n"));
+  return 1;
+}
+
+absl::Status Announce(const service::Server& server) {
+  std::vector<std::string> all = server.addresses();
+  std::string lines;
+  for (const std::string& address : all) absl::StrAppend(&lines, "listening on ", address, "\n");
+  for (const std::string& address : server.admin_addresses()) {
+    absl::StrAppend(&lines, "admin on ", address, "\n");
+    all.push_back(address);
+  }
+  const std::string addresses = absl::StrJoin(all, "\n");
+  if (server.metrics_port() != 0) absl::StrAppend(&lines, "metrics on port ", server.metrics_port(), "\n");
+  observability::LineWriter(STDOUT_FILENO).Write(lines);
+  const std::string path = absl::GetFlag(FLAGS_port_file);
+  if (path.empty()) return absl::OkStatus();
+  const std::string temporary = path + ".tmp";
+  std::ofstream file(temporary);
+  file << addresses << "\n";
+  file.close();
+  if (!file || std::rename(temporary.c_str(), path.c_str()) != 0) {
+    return absl::UnavailableError("--port_file: cannot write " + path + ": " + std::strerror(errno));
+  }
+  return absl::OkStatus();
+}
+
+void EndLost() {
+  static absl::Mutex* const first_comer = new absl::Mutex();
+  first_comer->Lock();  // for good: whoever comes later waits until the process is gone
+  const bool is_worker = !absl::GetFlag(FLAGS_join).empty();
+  if (!IsEnding() && (is_worker || absl::GetFlag(FLAGS_workers) > 0)) Restart().BeginAnew();
+  _exit(IsEnding() && is_worker ? 0 : kDeviceLostStatus);
+}
+
+bool EndLostInTime(const std::string& note) {
+  static std::atomic<bool> has_begun{false};
+  if (has_begun.exchange(true)) return false;
+  std::thread([note, grace = absl::GetFlag(FLAGS_device_lost_grace)] {
+    absl::SleepFor(grace);
+    if (!note.empty()) observability::Log(observability::LogLevel::kError, "ended", {{"note", note}});
+    EndLost();
+  }).detach();
+  return true;
+}
+
+std::atomic<bool>& WorkerIsLeaving() {
+  static std::atomic<bool> is_leaving{false};
+  return is_leaving;
 }
 
 }  // namespace headwater

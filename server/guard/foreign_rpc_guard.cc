@@ -1,4 +1,4 @@
-#include "server/service/foreign_rpc_guard.h"
+#include "server/guard/foreign_rpc_guard.h"
 
 #include <grpc/grpc.h>
 #include <grpcpp/server_context.h>
@@ -10,11 +10,11 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "server/guard/line_budget.h"
 #include "server/observability/logging.h"
-#include "server/service/access_table.h"
-#include "server/service/line_budget.h"
+#include "server/observability/metrics.h"
 
-namespace headwater::service {
+namespace headwater::guard {
 namespace {
 
 using grpc::experimental::InterceptionHookPoints;
@@ -25,8 +25,9 @@ constexpr char kHealthWatch[] = "/grpc.health.v1.Health/Watch";
 class Guard final : public grpc::experimental::Interceptor {
  public:
   // `watches` counts the calls of kHealthWatch that are in progress and not refused; null for a call of another method.
-  Guard(const Entrance& entrance, grpc::experimental::ServerRpcInfo& info, std::shared_ptr<std::atomic<int64_t>> watches)
-      : entrance_(entrance), info_(info), watches_(std::move(watches)) {
+  Guard(const ForeignRpcGuard::Authorize& authorize, int64_t max_watches, grpc::experimental::ServerRpcInfo& info,
+        std::shared_ptr<std::atomic<int64_t>> watches)
+      : authorize_(authorize), max_watches_(max_watches), info_(info), watches_(std::move(watches)) {
     if (watches_ != nullptr) place_ = watches_->fetch_add(1);
   }
   ~Guard() override { GiveBack(); }
@@ -38,14 +39,11 @@ class Guard final : public grpc::experimental::Interceptor {
 
  private:
   void Check(grpc::experimental::InterceptorBatchMethods& methods) {
-    const AccessRow* const row = FindAccessRow(info_.method());
-    const auto caller = entrance_.core.access->Authorize(row, entrance_.role, AuthorizationOf(*methods.GetRecvInitialMetadata()));
-    const int64_t most = entrance_.core.options.limits.max_health_watches;
-    if (!caller.ok()) {
-      End(caller.status());
-    } else if (place_ >= most) {
+    if (absl::Status allowed = authorize_(info_.method(), *methods.GetRecvInitialMetadata()); !allowed.ok()) {
+      End(allowed);
+    } else if (place_ >= max_watches_) {
       End(absl::ResourceExhaustedError(
-          absl::StrCat("expected at most ", most, " watches of the health (max_health_watches), and that many are open")));
+          absl::StrCat("expected at most ", max_watches_, " watches of the health (max_health_watches), and that many are open")));
     }
   }
 
@@ -66,7 +64,8 @@ class Guard final : public grpc::experimental::Interceptor {
                         {"message", std::string(why.message())}});
   }
 
-  const Entrance& entrance_;
+  const ForeignRpcGuard::Authorize& authorize_;
+  const int64_t max_watches_;
   grpc::experimental::ServerRpcInfo& info_;
   std::shared_ptr<std::atomic<int64_t>> watches_;
   int64_t place_ = 0;
@@ -77,7 +76,7 @@ class Guard final : public grpc::experimental::Interceptor {
 grpc::experimental::Interceptor* ForeignRpcGuard::CreateServerInterceptor(grpc::experimental::ServerRpcInfo* info) {
   if (absl::StartsWith(info->method(), "/headwater.v1.")) return nullptr;
   const bool watch = std::strcmp(info->method(), kHealthWatch) == 0;
-  return new Guard(entrance_, *info, watch ? watches_ : nullptr);
+  return new Guard(authorize_, max_health_watches_, *info, watch ? watches_ : nullptr);
 }
 
-}  // namespace headwater::service
+}  // namespace headwater::guard

@@ -4,8 +4,10 @@
 // may begin more at once, each of which still costs the server its handler: more of them wait than the client can have in progress.
 // That is how it is known, before its calls have been worked off: further ones are refused, which costs next to nothing, and the
 // connection is dropped.
-#ifndef HEADWATER_SERVER_TRANSPORT_CALL_BACKLOG_H_
-#define HEADWATER_SERVER_TRANSPORT_CALL_BACKLOG_H_
+//
+// Holds hostile_resets_latency_ratio and hostile_memory_growth of docs/benchmarks/trust.md.
+#ifndef HEADWATER_SERVER_GUARD_CALL_BACKLOG_H_
+#define HEADWATER_SERVER_GUARD_CALL_BACKLOG_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -17,7 +19,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 
-namespace headwater::transport {
+namespace headwater::guard {
 
 // Thread-safe.
 class CallBacklog {
@@ -69,6 +71,6 @@ class CallBacklog {
   std::function<void(const std::string&)> drop_ ABSL_GUARDED_BY(drop_mutex_);
 };
 
-}  // namespace headwater::transport
+}  // namespace headwater::guard
 
-#endif  // HEADWATER_SERVER_TRANSPORT_CALL_BACKLOG_H_
+#endif  // HEADWATER_SERVER_GUARD_CALL_BACKLOG_H_

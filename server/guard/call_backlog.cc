@@ -1,10 +1,10 @@
-#include "server/transport/call_backlog.h"
+#include "server/guard/call_backlog.h"
 
 #include <algorithm>
 #include <iterator>
 #include <utility>
 
-namespace headwater::transport {
+namespace headwater::guard {
 namespace {
 
 constexpr size_t kLeastSweep = 1024;  // connections
@@ -90,4 +90,4 @@ void CallBacklog::Drop(const std::string& peer) {
   if (drop_) drop_(peer);
 }
 
-}  // namespace headwater::transport
+}  // namespace headwater::guard

@@ -1,12 +1,11 @@
-#include "server/service/slow_uploads.h"
+#include "server/guard/slow_uploads.h"
 
 #include <utility>
 
 #include "absl/status/status.h"
 #include "headwater/kernels/error.h"
-#include "server/service/retry_after.h"
 
-namespace headwater::service {
+namespace headwater::guard {
 namespace {
 
 constexpr absl::Duration kPatience = absl::Seconds(2);
@@ -55,7 +54,7 @@ bool SlowUploads::GiveWay(absl::Time now) {
       MakeError(ErrorReason::kQueueFull,
                 "others wait for what this upload holds, and its rows have stopped coming, or come too slowly; nothing was "
                 "added; try again",
-                {{kRetryAfterMsKey, "1000"}}));
+                {{"retryAfterMs", "1000"}}));
 }
 
-}  // namespace headwater::service
+}  // namespace headwater::guard

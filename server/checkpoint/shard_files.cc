@@ -1,0 +1,254 @@
+#include "server/checkpoint/shard_files.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <variant>
+
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
+#include "headwater/kernels/planned_bytes.h"
+#include "headwater/kernels/return_if_error.h"
+#include "server/model_files/safetensors.h"
+#include "server/model_files/strict_json.h"
+#include "server/model_files/xxh3.h"
+
+namespace headwater::checkpoint {
+namespace {
+
+using model_files::CorruptError;
+using model_files::MakeSafetensorsHeader;
+using model_files::ReadSafetensorsHeader;
+using model_files::SafetensorsHeader;
+using model_files::SafetensorsOutput;
+
+constexpr int64_t kPieceBytes = int64_t{8} << 20;
+
+// What is saved, in the order in which it is written back: writing the weight sets the master, writing the master the weight.
+constexpr HeadTensor kSavedTensors[] = {HeadTensor::kWeight,        HeadTensor::kBias,          HeadTensor::kMasterWeight,
+                                        HeadTensor::kMasterBias,    HeadTensor::kMoment1Weight, HeadTensor::kMoment1Bias,
+                                        HeadTensor::kMoment2Weight, HeadTensor::kMoment2Bias};
+
+const char* SafetensorsType(DataType type) {
+  switch (type) {
+    case DataType::kFloat32:
+      return "F32";
+    case DataType::kBFloat16:
+      return "BF16";
+    case DataType::kFloat16:
+      return "F16";
+  }
+  return "";
+}
+
+// A tensor as it stands in a shard's file.
+struct SavedTensor {
+  HeadTensor tensor;
+  DataType data_type;
+  int64_t width;  // elements of one vocabulary row
+};
+
+// fp32 master weights are apart from the stored ones for 16-bit heads with an optimizer; elsewhere they are the same numbers.
+bool HasSeparateMaster(const HeadSpec& spec) {
+  return spec.data_type != DataType::kFloat32 && !std::holds_alternative<std::monostate>(spec.optimizer);
+}
+
+std::vector<SavedTensor> TensorsOf(const EngineHead& head) {
+  const HeadSpec& spec = head.spec();
+  std::vector<SavedTensor> tensors;
+  for (const HeadTensor tensor : kSavedTensors) {
+    const bool is_master = tensor == HeadTensor::kMasterWeight || tensor == HeadTensor::kMasterBias;
+    const int64_t count = head.ElementCount(tensor);
+    if (count == 0 || (is_master && !HasSeparateMaster(spec))) continue;
+    tensors.push_back({tensor, head.TensorDataType(tensor), count / spec.vocab_size});
+  }
+  return tensors;
+}
+
+std::vector<SafetensorsOutput> FileLayout(const std::vector<SavedTensor>& tensors, const VocabShard& rows) {
+  const int64_t row_count = rows.vocab_end - rows.vocab_start;
+  std::vector<SafetensorsOutput> layout;
+  for (const SavedTensor& saved : tensors) {
+    SafetensorsOutput output;
+    output.name = HeadTensorName(saved.tensor);
+    output.data_type = SafetensorsType(saved.data_type);
+    const bool is_bias = saved.tensor == HeadTensor::kBias || saved.tensor == HeadTensor::kMasterBias ||
+                         saved.tensor == HeadTensor::kMoment1Bias || saved.tensor == HeadTensor::kMoment2Bias;
+    output.shape = is_bias ? std::vector<int64_t>{row_count} : std::vector<int64_t>{row_count, saved.width};
+    output.byte_count = row_count * saved.width * ElementBytes(saved.data_type);
+    layout.push_back(std::move(output));
+  }
+  return layout;
+}
+
+// Calls `work(element_start, element_count)` for pieces of at most kPieceBytes of a tensor's rows.
+template <typename Work>
+absl::Status ForEachPiece(const SavedTensor& saved, const VocabShard& rows, const Work& work) {
+  const int64_t piece = kPieceBytes / ElementBytes(saved.data_type);
+  const int64_t end = rows.vocab_end * saved.width;
+  for (int64_t start = rows.vocab_start * saved.width; start < end; start += piece) {
+    HEADWATER_RETURN_IF_ERROR(work(start, std::min(piece, end - start)));
+  }
+  return absl::OkStatus();
+}
+
+// Room for the largest piece of these rows: small heads must not pay for large ones.
+absl::StatusOr<PlannedBytes> PieceBuffer(const std::vector<SavedTensor>& tensors, const VocabShard& rows) {
+  int64_t bytes = 0;
+  for (const SavedTensor& saved : tensors) {
+    bytes = std::max(bytes, (rows.vocab_end - rows.vocab_start) * saved.width * ElementBytes(saved.data_type));
+  }
+  return AllocatePlanned(std::min(bytes, kPieceBytes));
+}
+
+// Appends to a file and adds up its checksum.
+class HashedFile {
+ public:
+  explicit HashedFile(std::unique_ptr<WritableFile> file) : file_(std::move(file)) {}
+  absl::Status Append(const void* data, int64_t byte_count) {
+    hasher_.Update(data, byte_count);
+    bytes_ += byte_count;
+    return file_->Append(data, byte_count);
+  }
+  absl::Status SyncAndClose() { return file_->SyncAndClose(); }
+  int64_t bytes() const { return bytes_; }
+  std::string HexDigest() const { return hasher_.HexDigest(); }
+
+ private:
+  std::unique_ptr<WritableFile> file_;
+  model_files::Xxh3Hasher hasher_;
+  int64_t bytes_ = 0;
+};
+
+absl::StatusOr<std::string> HashFile(const ReadableFile& file) {
+  model_files::Xxh3Hasher hasher;
+  HEADWATER_ASSIGN_OR_RETURN(const PlannedBytes buffer, AllocatePlanned(std::min(file.size(), kPieceBytes)));
+  for (int64_t offset = 0; offset < file.size(); offset += kPieceBytes) {
+    const int64_t count = std::min(kPieceBytes, file.size() - offset);
+    HEADWATER_RETURN_IF_ERROR(file.ReadAt(offset, count, buffer.get()));
+    hasher.Update(buffer.get(), count);
+  }
+  return hasher.HexDigest();
+}
+
+// A file that has passed verification.
+struct VerifiedFile {
+  std::unique_ptr<ReadableFile> file;
+  SafetensorsHeader header;
+};
+
+absl::StatusOr<VerifiedFile> VerifyFile(const FileSystem& files, const std::string& directory, const ManifestFile& expected,
+                                        const std::vector<SafetensorsOutput>& layout) {
+  absl::StatusOr<std::unique_ptr<ReadableFile>> opened = files.OpenFile(Join(directory, expected.name));
+  if (absl::IsNotFound(opened.status())) return CorruptError(absl::StrCat(expected.name, " of the checkpoint is not there"));
+  if (!opened.ok()) return opened.status();
+  VerifiedFile verified;
+  verified.file = *std::move(opened);
+  if (verified.file->size() != expected.bytes) {
+    return CorruptError(absl::StrCat(expected.name, " has ", verified.file->size(), " bytes, the manifest says ", expected.bytes));
+  }
+  HEADWATER_ASSIGN_OR_RETURN(std::string checksum, HashFile(*verified.file));
+  if (checksum != expected.checksum) {
+    return MakeError(ErrorReason::kChecksumMismatch,
+                     absl::StrCat("the checksum of ", expected.name, " is ", checksum, ", the manifest says ", expected.checksum),
+                     {{"file", expected.name}, {"expected", expected.checksum}, {"actual", checksum}});
+  }
+  HEADWATER_ASSIGN_OR_RETURN(SafetensorsHeader header, ReadSafetensorsHeader(*verified.file));
+  for (const SafetensorsOutput& output : layout) {
+    const auto found = header.tensors.find(output.name);
+    if (found == header.tensors.end() || found->second.shape != output.shape || found->second.data_type != output.data_type) {
+      return CorruptError(
+          absl::StrCat(expected.name, " does not have ", output.name, " of the type and shape that its manifest implies"));
+    }
+  }
+  verified.header = std::move(header);
+  return verified;
+}
+
+// Part of the head may have been overwritten: whatever the reason was, the head is lost.
+absl::Status AfterVerification(const absl::Status& status) {
+  if (status.ok() || HasReason(status, ErrorReason::kEngineFailed) || HasReason(status, ErrorReason::kInternal)) return status;
+  return MakeError(
+      ErrorReason::kInternal,
+      absl::StrCat("the checkpoint changed or the head refused it after it had been verified: ", std::string(status.message())));
+}
+
+// Writes a file's tensors into the head.
+absl::Status WriteInto(EngineHead& head, const VerifiedFile& verified, const std::vector<SavedTensor>& tensors,
+                       const VocabShard& rows) {
+  const bool has_master = HasSeparateMaster(head.spec());
+  const absl::StatusOr<PlannedBytes> buffer = PieceBuffer(tensors, rows);
+  if (!buffer.ok()) return AfterVerification(buffer.status());
+  for (const SavedTensor& saved : tensors) {
+    // The stored weight follows from the master.
+    if (has_master && (saved.tensor == HeadTensor::kWeight || saved.tensor == HeadTensor::kBias)) continue;
+    const int64_t element_bytes = ElementBytes(saved.data_type);
+    const int64_t begin = verified.header.tensors.at(HeadTensorName(saved.tensor)).begin;
+    const int64_t first = rows.vocab_start * saved.width;
+    const auto write = [&](int64_t start, int64_t count) {
+      absl::Status status = verified.file->ReadAt(begin + (start - first) * element_bytes, count * element_bytes, buffer->get());
+      return status.ok() ? head.WriteTensor(saved.tensor, start, count, buffer->get()) : status;
+    };
+    if (absl::Status status = ForEachPiece(saved, rows, write); !status.ok()) return AfterVerification(status);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+std::string Join(const std::string& directory, const std::string& name) { return absl::StrCat(directory, "/", name); }
+
+absl::Status WriteWholeFile(FileSystem& files, const std::string& path, const std::string& text) {
+  HEADWATER_ASSIGN_OR_RETURN(std::unique_ptr<WritableFile> file, files.CreateFile(path));
+  HEADWATER_RETURN_IF_ERROR(file->Append(text.data(), static_cast<int64_t>(text.size())));
+  return file->SyncAndClose();
+}
+
+absl::StatusOr<int64_t> WriteShardFiles(FileSystem& files, const std::string& directory, const CheckpointInfo& info,
+                                        const EngineHead& head) {
+  const std::vector<SavedTensor> tensors = TensorsOf(head);
+  Manifest manifest;
+  manifest.info = info;
+  int64_t total_bytes = 0;
+  for (const VocabShard& rows : head.shards()) {
+    ManifestFile& entry = manifest.files.emplace_back();
+    entry.name = ShardFileName(manifest.files.size() - 1, head.shards().size());
+    entry.rows = rows;
+    HEADWATER_ASSIGN_OR_RETURN(std::unique_ptr<WritableFile> created, files.CreateFile(Join(directory, entry.name)));
+    HashedFile file(std::move(created));
+    const std::string header = MakeSafetensorsHeader(FileLayout(tensors, rows));
+    HEADWATER_RETURN_IF_ERROR(file.Append(header.data(), static_cast<int64_t>(header.size())));
+    HEADWATER_ASSIGN_OR_RETURN(const PlannedBytes buffer, PieceBuffer(tensors, rows));
+    for (const SavedTensor& saved : tensors) {
+      const auto append = [&](int64_t start, int64_t count) {
+        absl::Status status = head.ReadTensor(saved.tensor, start, count, buffer.get());
+        return status.ok() ? file.Append(buffer.get(), count * ElementBytes(saved.data_type)) : status;
+      };
+      HEADWATER_RETURN_IF_ERROR(ForEachPiece(saved, rows, append));
+    }
+    HEADWATER_RETURN_IF_ERROR(file.SyncAndClose());
+    entry.bytes = file.bytes();
+    entry.checksum = file.HexDigest();
+    total_bytes += entry.bytes;
+  }
+  const std::string text = FormatManifest(manifest);
+  HEADWATER_RETURN_IF_ERROR(WriteWholeFile(files, Join(directory, kManifestName), text));
+  HEADWATER_RETURN_IF_ERROR(files.SyncDirectory(directory));
+  return total_bytes + static_cast<int64_t>(text.size());
+}
+
+absl::Status LoadShardFiles(const FileSystem& files, const std::string& directory, const std::vector<ManifestFile>& entries,
+                            EngineHead& head) {
+  const std::vector<SavedTensor> tensors = TensorsOf(head);
+  std::vector<VerifiedFile> verified;  // kept open, so that what is read is what was verified
+  for (const ManifestFile& entry : entries) {
+    HEADWATER_ASSIGN_OR_RETURN(VerifiedFile file, VerifyFile(files, directory, entry, FileLayout(tensors, entry.rows)));
+    verified.push_back(std::move(file));
+  }
+  for (size_t index = 0; index < verified.size(); ++index) {
+    HEADWATER_RETURN_IF_ERROR(WriteInto(head, verified[index], tensors, entries[index].rows));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace headwater::checkpoint

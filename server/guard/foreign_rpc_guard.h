@@ -1,0 +1,40 @@
+// ForeignRpcGuard: access to the services that gRPC brings along (health, reflection), whose handlers are not ours. Our own
+// services pass service::RpcScope::Authorize() instead, which reports more. Bounds the watches of the health
+// (Limits::max_health_watches) of each group of ports: a watch never ends by itself, and needs no token.
+#ifndef HEADWATER_SERVER_GUARD_FOREIGN_RPC_GUARD_H_
+#define HEADWATER_SERVER_GUARD_FOREIGN_RPC_GUARD_H_
+
+#include <grpcpp/support/server_interceptor.h>
+#include <grpcpp/support/string_ref.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <utility>
+
+#include "absl/status/status.h"
+
+namespace headwater::guard {
+
+class ForeignRpcGuard final : public grpc::experimental::ServerInterceptorFactoryInterface {
+ public:
+  using Metadata = std::multimap<grpc::string_ref, grpc::string_ref>;
+  // Whether a call of `method` with this metadata may be made. Any thread, until the server that the guard is given to is gone.
+  using Authorize = std::function<absl::Status(const char* method, const Metadata& metadata)>;
+
+  ForeignRpcGuard(Authorize authorize, int64_t max_health_watches)
+      : authorize_(std::move(authorize)), max_health_watches_(max_health_watches) {}
+  // Null, which costs a call nothing, for our own services.
+  grpc::experimental::Interceptor* CreateServerInterceptor(grpc::experimental::ServerRpcInfo* info) override;
+
+ private:
+  const Authorize authorize_;
+  const int64_t max_health_watches_;
+  const std::shared_ptr<std::atomic<int64_t>> watches_ = std::make_shared<std::atomic<int64_t>>(0);
+};
+
+}  // namespace headwater::guard
+
+#endif  // HEADWATER_SERVER_GUARD_FOREIGN_RPC_GUARD_H_

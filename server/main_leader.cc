@@ -1,0 +1,115 @@
+#include "server/main_leader.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "absl/flags/flag.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "headwater/kernels/device_group_id.h"
+#include "headwater/kernels/machine_limits.h"
+#include "headwater/kernels/return_if_error.h"
+#include "server/group/group_assembly.h"
+#include "server/group/join_leader.h"
+#include "server/group/local_cuda_group.h"
+#include "server/group/rank_codec.h"
+#include "server/main_flags.h"
+#include "server/main_lifecycle.h"
+#include "server/service/limits.h"
+#include "server/service/server_core.h"
+
+namespace headwater {
+namespace {
+
+// Of --max_threads, for calls beside those of the workers.
+constexpr int32_t kThreadsBesideWorkers = 8;
+// Of --max_message_bytes: a worker sends a piece of a tensor in one message, and what goes with it.
+constexpr int64_t kLeastWorkerMessageBytes = 2 * group::kDataBytes;
+// Of --engine_stall_timeout, in --rank_timeout.
+constexpr int64_t kLeastStalls = 2;
+// Of --min_ping_interval, in what workers leave between two pings: one may come late, and the next one not.
+constexpr double kLongestMinPingInterval = 0.5;
+// For ranks whose leader waits as long as it takes.
+constexpr absl::Duration kLongestStall = absl::Hours(1000);
+// How long ranks with GPUs may take to meet, and to make their engines: a first context on each of many GPUs takes its time.
+constexpr absl::Duration kCudaSetupTimeout = absl::Minutes(2);
+
+// Wakes the main thread. Any thread, any number of times.
+void OnWorkerLeaving() {
+  if (!WorkerIsLeaving().exchange(true)) WakeMainThread();
+}
+
+// The engine of a leader, whose workers the server waits for.
+absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, service::ServerOptions* options) {
+  HEADWATER_RETURN_IF_ERROR(service::CheckEngineChoice(absl::GetFlag(FLAGS_engine)));
+  const bool is_cuda = absl::GetFlag(FLAGS_engine) == "cuda";
+  group::AssemblyOptions assembly;
+  assembly.workers = absl::GetFlag(FLAGS_workers);
+  if (options->max_threads < assembly.workers + kThreadsBesideWorkers) {
+    return absl::InvalidArgumentError(absl::StrCat("--max_threads: expected at least ", assembly.workers + kThreadsBesideWorkers,
+                                                   ", one for each of --workers and ", kThreadsBesideWorkers, " more, got ",
+                                                   options->max_threads));
+  }
+  if (options->limits.max_message_bytes < kLeastWorkerMessageBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("--max_message_bytes: expected at least ", kLeastWorkerMessageBytes,
+                                                   " with --workers, got ", options->limits.max_message_bytes));
+  }
+  if (!options->token_file.empty() && options->worker_token.empty()) {
+    return absl::InvalidArgumentError("--worker_token: expected the name of a token of --token_file: no worker may join without");
+  }
+  assembly.engine = engine;
+  if (is_cuda) {
+    const absl::StatusOr<std::string> id = MakeCudaGroupId();
+    if (!id.ok()) return service::EngineChoiceError("cuda", id.status());
+    assembly.engine_name = "cuda";
+    assembly.make_engine = CreateCudaEngine;
+    assembly.device_group_id = *id;
+    assembly.own_ranks = absl::GetFlag(FLAGS_gpus);
+    assembly.setup_timeout = kCudaSetupTimeout;
+  } else if (assembly.engine.thread_count == 0) {
+    assembly.engine.thread_count = ComputeThreads();
+  }
+  assembly.version = service::ServerVersion();
+  assembly.listen_host = absl::GetFlag(FLAGS_group_listen_host);
+  assembly.on_worker_leaving = OnWorkerLeaving;
+  assembly.silence_timeout = absl::GetFlag(FLAGS_rank_timeout);
+  if (assembly.silence_timeout < absl::Seconds(1)) {
+    return absl::InvalidArgumentError("--rank_timeout: expected at least 1s, got " +
+                                      absl::FormatDuration(assembly.silence_timeout));
+  }
+  // A rank that hangs is found out first, and the leader hears of a worker's progress only with its signs of life.
+  const absl::Duration stall_timeout = options->engine_stall_timeout;
+  if (const absl::Duration least = kLeastStalls * assembly.silence_timeout;
+      stall_timeout != absl::ZeroDuration() && stall_timeout < least) {
+    return absl::InvalidArgumentError(absl::StrCat("--engine_stall_timeout: expected 0, or with --workers at least ", kLeastStalls,
+                                                   " times --rank_timeout, ", absl::FormatDuration(least), ", got ",
+                                                   absl::FormatDuration(stall_timeout)));
+  }
+  const absl::Duration longest_interval = kLongestMinPingInterval * group::kWorkerPingInterval;
+  if (const absl::Duration interval = options->limits.min_ping_interval; interval > longest_interval) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--min_ping_interval: expected at most ", absl::FormatDuration(longest_interval), " with --workers, which ping every ",
+        absl::FormatDuration(group::kWorkerPingInterval), ", got ", absl::FormatDuration(interval)));
+  }
+  assembly.stall_timeout = stall_timeout == absl::ZeroDuration() ? kLongestStall : std::min(stall_timeout, kLongestStall);
+  HEADWATER_ASSIGN_OR_RETURN(auto made, group::GroupAssembly::Create(std::move(assembly)));
+  options->group = std::move(made);
+  const int32_t workers = absl::GetFlag(FLAGS_workers);
+  const std::string note = is_cuda
+                               ? absl::StrCat("running on ", engine.shard_count, " GPUs, ", workers, " of them of other processes")
+                               : absl::StrCat("running on the CPU, as a group of ", workers + 1, " processes");
+  return service::ChosenEngine{options->group->TakeEngine(), note};
+}
+
+}  // namespace
+
+absl::StatusOr<service::ChosenEngine> MakeEngine(const EngineOptions& engine, service::ServerOptions* options) {
+  if (absl::GetFlag(FLAGS_workers) > 0) return MakeGroup(engine, options);
+  if (absl::GetFlag(FLAGS_gpus) <= 1) return service::ChooseEngine(absl::GetFlag(FLAGS_engine), engine);
+  auto gpus = group::CreateLocalCudaGroup(engine);
+  if (!gpus.ok()) return service::EngineChoiceError("cuda", gpus.status());
+  return service::ChosenEngine{*std::move(gpus), ""};
+}
+
+}  // namespace headwater

@@ -1,0 +1,141 @@
+#include "server/main_worker.h"
+
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "absl/flags/flag.h"
+#include "absl/status/status.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "headwater/kernels/engine.h"
+#include "server/group/join_leader.h"
+#include "server/heads/epoch.h"
+#include "server/main_flags.h"
+#include "server/main_lifecycle.h"
+#include "server/observability/logging.h"
+#include "server/observability/monotonic_clock.h"
+#include "server/service/engine_choice.h"
+#include "server/service/listen_address.h"
+#include "server/service/server_core.h"
+
+namespace headwater {
+namespace {
+
+// How long a worker waits until it tries to join again.
+constexpr absl::Duration kJoinInterval = absl::Milliseconds(300);
+
+// Of a worker's ranks, those that have, or make, an engine in a group.
+std::atomic<int32_t>& Members() {
+  static std::atomic<int32_t> members{0};
+  return members;
+}
+
+// One rank of a worker: joins again and again, until the process is to end.
+void StayJoined(const group::LeaderAddress& leader, group::WorkerOptions worker) {
+  std::atomic<bool> has_device{false};
+  bool is_member = false;
+  const auto become_member = [&is_member] {
+    is_member = true;
+    ++Members();
+  };
+  worker.is_leaving = [] { return IsEnding().load(); };
+  worker.on_device_lost = [](const absl::Status&) { EndLostInTime(""); };
+  worker.make_engine = [&](const EngineOptions& options) {
+    become_member();
+    return CreateCpuEngine(options);
+  };
+  worker.make_cuda_engine = [&](const EngineOptions& options) {
+    become_member();
+    has_device = true;
+    return CreateCudaEngine(options);
+  };
+  worker.on_call_ended = [&has_device] {
+    if (has_device) EndLostInTime("");
+  };
+  std::string last;
+  while (!IsEnding()) {
+    const std::string ended(group::JoinLeader(leader, worker).message());
+    if (std::exchange(is_member, false)) --Members();
+    if (IsEnding()) return;
+    if (ended != last) {
+      observability::Log(observability::LogLevel::kWarning, "left_group",
+                         {{"rank_of_process", int64_t{worker.process_index}}, {"message", ended}});
+    }
+    last = ended;
+    absl::SleepFor(kJoinInterval);
+    if (has_device) EndLost();
+  }
+}
+
+// Until no rank of the worker is in a group any more; no longer than --drain_timeout, nor beyond another signal of an operator's.
+void AwaitLeave(const sigset_t& signals) {
+  constexpr timespec kLook = {0, 50'000'000};
+  const absl::Time deadline = observability::MonotonicNow() + absl::GetFlag(FLAGS_drain_timeout);
+  while (Members() > 0 && observability::MonotonicNow() < deadline) {
+    if (IsEndSignal(sigtimedwait(&signals, nullptr, &kLook))) return;
+  }
+}
+
+}  // namespace
+
+int Join(const sigset_t& signals) {
+  group::LeaderAddress leader;
+  leader.address = absl::GetFlag(FLAGS_join);
+  leader.ca = absl::GetFlag(FLAGS_join_ca);
+  leader.certificate = absl::GetFlag(FLAGS_tls_certificate);
+  leader.key = absl::GetFlag(FLAGS_tls_key);
+  leader.token_file = absl::GetFlag(FLAGS_join_token_file);
+  if (absl::GetFlag(FLAGS_workers) != 0) return Fail("--join: expected no --workers with it");
+  if (absl::Status status = service::CheckListenAddress(leader.address); !status.ok()) {
+    return Fail("--join: " + std::string(status.message()));
+  }
+  if (leader.certificate.empty() != leader.key.empty()) return Fail("--tls_certificate and --tls_key: expected both or neither");
+  if (!leader.certificate.empty() && leader.ca.empty()) {
+    return Fail("--tls_certificate: expected --join_ca with it: without TLS no certificate is shown");
+  }
+  if (!leader.token_file.empty() && leader.ca.empty() && !service::IsLocalAddress(leader.address)) {
+    observability::Log(observability::LogLevel::kWarning, "unprotected",
+                       {{"address", leader.address},
+                        {"message", "the worker's token, and all rows, can be read on the way to this address: set join_ca"}});
+  }
+  const std::string engine = absl::GetFlag(FLAGS_engine);
+  if (absl::Status status = service::CheckEngineChoice(engine); !status.ok()) return Fail(std::string(status.message()));
+  for (absl::Status status : {CheckDevices(), CheckAlgorithmCache(), CheckReadable("join_ca", leader.ca),
+                              CheckReadable("join_token_file", leader.token_file),
+                              CheckReadable("tls_certificate", leader.certificate), CheckReadable("tls_key", leader.key)}) {
+    if (!status.ok()) return Fail(std::string(status.message()));
+  }
+  if (absl::Status status = CheckEnd(); !status.ok()) return Fail(std::string(status.message()));
+  group::WorkerOptions worker;
+  worker.version = service::ServerVersion();
+  worker.engine = engine;
+  worker.process = heads::EpochToHex(heads::NewEpoch());
+  worker.process_ranks = absl::GetFlag(FLAGS_gpus);
+  if (worker.process_ranks > 1) worker.rows = std::make_shared<group::ProcessRows>();
+  worker.algorithm_cache_path = service::AlgorithmCachePath(absl::GetFlag(FLAGS_algorithm_cache));
+  worker.leader_host = group::LeaderHost(leader.address);
+  worker.listen_host = absl::GetFlag(FLAGS_group_listen_host);
+  worker.memory_budget_bytes = absl::GetFlag(FLAGS_memory_budget_bytes);
+  for (int32_t index = 0; index < worker.process_ranks; ++index) {
+    worker.process_index = index;
+    worker.device_index = absl::GetFlag(FLAGS_device) + index;
+    std::thread([leader, worker] { StayJoined(leader, worker); }).detach();
+  }
+  observability::Log(observability::LogLevel::kInfo, "joining", {{"leader", leader.address}});
+  const int signal_number = AwaitSignal(signals, [] { return false; });
+  IsEnding() = true;
+  observability::Log(
+      observability::LogLevel::kInfo, "leaving",
+      {{"signal", int64_t{signal_number}}, {"timeout_s", absl::ToDoubleSeconds(absl::GetFlag(FLAGS_drain_timeout))}});
+  AwaitLeave(signals);
+  // It has nothing that it could save, and its leader notices its end at once: the threads are left to themselves.
+  _exit(0);
+}
+
+}  // namespace headwater
