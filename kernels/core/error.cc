@@ -39,6 +39,11 @@ absl::Status MakeError(ErrorReason reason, const std::string& message, ErrorMeta
   return status;
 }
 
+absl::Status FieldError(ErrorReason reason, const std::string& field, const std::string& expected, const std::string& actual) {
+  return MakeError(reason, field + ": expected " + expected + ", got " + actual,
+                   {{"field", field}, {"expected", expected}, {"actual", actual}});
+}
+
 ErrorReason GetErrorReason(const absl::Status& status) {
   const absl::optional<absl::Cord> payload = status.GetPayload(kReasonUrl);
   return payload.has_value() ? static_cast<ErrorReason>(std::stoi(std::string(*payload))) : ErrorReason::kInternal;

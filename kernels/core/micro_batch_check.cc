@@ -7,6 +7,7 @@
 #include <variant>
 
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/loss_options.h"
 #include "headwater/kernels/return_if_error.h"
 #include "headwater/kernels/top_k.h"
 
@@ -20,8 +21,7 @@ std::string NumberText(double value) {
 }
 
 absl::Status BadField(const std::string& field, const std::string& expected, const std::string& actual) {
-  return MakeError(ErrorReason::kInvalidField, field + " must be " + expected + ", got " + actual,
-                   {{"field", field}, {"expected", expected}, {"actual", actual}});
+  return FieldError(ErrorReason::kInvalidField, field, expected, actual);
 }
 
 absl::Status Missing(const std::string& field) {
@@ -67,41 +67,7 @@ absl::Status CheckRowValues(const std::string& field, const LossTerm& term, absl
   return CheckFinite(field, values);
 }
 
-absl::Status CheckFactors(const std::string& name, const MicroBatch& micro_batch, const LossTerm& term) {
-  const std::pair<const char*, absl::Span<const float>> vectors[] = {{".entropy_factors", term.entropy_factors},
-                                                                     {".lse_factors", term.lse_factors}};
-  for (const auto& [suffix, factors] : vectors) {
-    if (factors.empty()) continue;
-    if (!std::holds_alternative<CrossEntropySpec>(term.loss)) {
-      return BadCombination(name + suffix, name + suffix + " is only for cross entropy");
-    }
-    if (!micro_batch.backward) return BadCombination(name + suffix, name + suffix + " is only used with backward");
-    HEADWATER_RETURN_IF_ERROR(CheckRowValues(name + suffix, term, factors));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CheckPositive(const std::string& field, double value) {
-  if (std::isfinite(value) && value > 0) return absl::OkStatus();
-  return BadField(field, "finite and > 0", NumberText(value));
-}
-
-// Logits are multiplied by its reciprocal.
-absl::Status CheckTemperature(const std::string& field, double value) {
-  HEADWATER_RETURN_IF_ERROR(CheckPositive(field, value));
-  const float reciprocal = static_cast<float>(1 / value);
-  if (reciprocal > 0 && std::isfinite(reciprocal)) return absl::OkStatus();
-  return BadField(field, "a number whose reciprocal is a float32 > 0", NumberText(value));
-}
-
-absl::Status CheckCrossEntropy(const std::string& field, const CrossEntropySpec& spec, const HeadSpec& head) {
-  if (!(spec.label_smoothing >= 0 && spec.label_smoothing <= 1)) {
-    return BadField(field + ".label_smoothing", "in [0, 1]", NumberText(spec.label_smoothing));
-  }
-  if (!(std::isfinite(spec.z_loss) && spec.z_loss >= 0)) {
-    return BadField(field + ".z_loss", "finite and >= 0", NumberText(spec.z_loss));
-  }
-  HEADWATER_RETURN_IF_ERROR(CheckTemperature(field + ".temperature", spec.temperature));
+absl::Status CheckClassWeights(const std::string& field, const CrossEntropySpec& spec, const HeadSpec& head) {
   if (spec.class_weights.empty()) return absl::OkStatus();
   const int64_t count = static_cast<int64_t>(spec.class_weights.size());
   if (count != head.vocab_size) {
@@ -111,21 +77,8 @@ absl::Status CheckCrossEntropy(const std::string& field, const CrossEntropySpec&
 }
 
 absl::Status CheckJsd(const std::string& name, const LossTerm& term, const JsdSpec& spec, bool has_device) {
-  const auto in_unit = [](double value) { return value >= 0 && value <= 1; };
-  if (!in_unit(spec.beta)) return BadField(name + ".jsd.beta", "in [0, 1]", NumberText(spec.beta));
-  if (!in_unit(spec.hard_loss_weight)) {
-    return BadField(name + ".jsd.hard_loss_weight", "in [0, 1]", NumberText(spec.hard_loss_weight));
-  }
-  HEADWATER_RETURN_IF_ERROR(CheckPositive(name + ".jsd.student_temperature", spec.student_temperature));
-  HEADWATER_RETURN_IF_ERROR(CheckPositive(name + ".jsd.teacher_temperature", spec.teacher_temperature));
   if (term.teacher_head == nullptr) return Missing(name + ".teacher_head");
-  HEADWATER_RETURN_IF_ERROR(CheckCrossEntropy(name + ".jsd.hard_loss", spec.hard_loss, term.head->spec()));
-  if (spec.hard_loss.temperature != 1) {
-    return BadCombination(name + ".jsd.hard_loss.temperature", "the hard loss of a divergence takes no temperature");
-  }
-  if (spec.hard_loss.token_scaling) {
-    return BadCombination(name + ".jsd.hard_loss.token_scaling", "the hard loss of a divergence takes no token_scaling");
-  }
+  HEADWATER_RETURN_IF_ERROR(CheckClassWeights(name + ".jensen_shannon.hard_loss", spec.hard_loss, term.head->spec()));
   const HeadSpec& teacher = term.teacher_head->spec();
   HEADWATER_RETURN_IF_ERROR(CheckType(name + ".teacher_hidden", term.teacher_hidden.data_type));
   HEADWATER_RETURN_IF_ERROR(CheckMemory(name + ".teacher_hidden", term.teacher_hidden.memory, has_device));
@@ -145,42 +98,16 @@ absl::Status CheckJsd(const std::string& name, const LossTerm& term, const JsdSp
   return absl::OkStatus();
 }
 
-absl::Status CheckResolution(const std::string& name, const MicroBatch& micro_batch, const LossTerm& term) {
-  const std::string field = name + ".gradient_resolution";
-  if (term.gradient_resolution == 0) return absl::OkStatus();
-  if (!(term.gradient_resolution >= kSmallestGradientResolution && term.gradient_resolution <= 1)) {
-    return BadField(field, "0 or in [2^-24, 1]", NumberText(term.gradient_resolution));
-  }
-  if (!micro_batch.backward) return BadCombination(field, field + " is only used with backward");
-  if (!term.entropy_factors.empty() || !term.lse_factors.empty()) {
-    return BadCombination(field, field + " is not built for terms with entropy_factors or lse_factors");
-  }
-  if (std::holds_alternative<TopKSpec>(term.loss)) {
-    return BadCombination(field, field + " is not built for a top-k teacher");
-  }
-  if (const auto* jsd = std::get_if<JsdSpec>(&term.loss)) {
-    if (jsd->hard_loss_weight == 0) return absl::OkStatus();
-    return BadCombination(field, field + " is not built for a divergence with a hard loss");
-  }
-  if (std::get<CrossEntropySpec>(term.loss).label_smoothing > 0 && term.head->spec().transform.softcap.has_value()) {
-    return BadCombination(field, field + " is not built for label_smoothing behind a softcap");
-  }
-  return absl::OkStatus();
-}
-
 absl::Status CheckTopK(const std::string& name, const LossTerm& term, const TopKSpec& spec) {
-  if (spec.k < 1 || spec.k > kMaxTopK) {
-    return BadField(name + ".top_k.k", "in [1, " + std::to_string(kMaxTopK) + "]", std::to_string(spec.k));
-  }
-  HEADWATER_RETURN_IF_ERROR(CheckTemperature(name + ".top_k.student_temperature", spec.student_temperature));
   const int64_t entries = term.row_count * spec.k;
-  HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".top_k.ids", "entries", entries, static_cast<int64_t>(spec.ids.size())));
-  HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".top_k.log_probs", "entries", entries, static_cast<int64_t>(spec.log_probs.size())));
+  HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".top_k_teacher.ids", "entries", entries, static_cast<int64_t>(spec.ids.size())));
+  HEADWATER_RETURN_IF_ERROR(
+      CheckCount(name + ".top_k_teacher.log_probs", "entries", entries, static_cast<int64_t>(spec.log_probs.size())));
   if (term.lse != nullptr || term.target_log_probability != nullptr || term.entropy != nullptr || term.argmax != nullptr ||
       term.mean_logits != nullptr || term.log_sum_sq_probs != nullptr) {
-    return BadCombination(name + ".top_k", "a term with a top-k teacher has no per-token output but token_loss");
+    return BadCombination(name + ".top_k_teacher", "a term with a top-k teacher has no per-token output but token_loss");
   }
-  return CheckTopKRows(name + ".top_k", "", spec, term.head->spec().transform.valid_vocab_size);
+  return CheckTopKRows(name + ".top_k_teacher", "", spec, term.head->spec().transform.valid_vocab_size);
 }
 
 absl::Status CheckTargets(const std::string& name, const LossTerm& term) {
@@ -209,17 +136,18 @@ absl::Status CheckTerm(const std::string& name, const MicroBatch& micro_batch, c
     return BadField(name + ".row_count", "in [0, " + std::to_string(rows - term.row_start) + "]", std::to_string(term.row_count));
   }
   HEADWATER_RETURN_IF_ERROR(CheckCount("hidden", "columns", term.head->spec().hidden_size, micro_batch.hidden.column_count));
-  if (!std::isfinite(term.loss_scale)) return BadField(name + ".loss_scale", "finite", NumberText(term.loss_scale));
+  HEADWATER_RETURN_IF_ERROR(CheckTermOptions(name, term, micro_batch.backward));
+  HEADWATER_RETURN_IF_ERROR(CheckTermOptionsWithHead(name, term, term.head->spec()));
   HEADWATER_RETURN_IF_ERROR(CheckRowValues(name + ".token_weights", term, term.token_weights));
-  HEADWATER_RETURN_IF_ERROR(CheckFactors(name, micro_batch, term));
-  HEADWATER_RETURN_IF_ERROR(CheckResolution(name, micro_batch, term));
+  HEADWATER_RETURN_IF_ERROR(CheckRowValues(name + ".entropy_factors", term, term.entropy_factors));
+  HEADWATER_RETURN_IF_ERROR(CheckRowValues(name + ".lse_factors", term, term.lse_factors));
   const auto* jsd = std::get_if<JsdSpec>(&term.loss);
   if (jsd != nullptr) {
     HEADWATER_RETURN_IF_ERROR(CheckJsd(name, term, *jsd, has_device));
   } else {
     const auto* cross_entropy = std::get_if<CrossEntropySpec>(&term.loss);
     if (cross_entropy != nullptr) {
-      HEADWATER_RETURN_IF_ERROR(CheckCrossEntropy(name + ".cross_entropy", *cross_entropy, term.head->spec()));
+      HEADWATER_RETURN_IF_ERROR(CheckClassWeights(name + ".cross_entropy", *cross_entropy, term.head->spec()));
     } else {
       HEADWATER_RETURN_IF_ERROR(CheckTopK(name, term, std::get<TopKSpec>(term.loss)));
     }

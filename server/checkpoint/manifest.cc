@@ -1,10 +1,14 @@
 #include "server/checkpoint/manifest.h"
 
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <utility>
+#include <variant>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "headwater/kernels/each_name.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/model_files/strict_json.h"
@@ -25,35 +29,71 @@ constexpr char kInitialStep[] = "initial_step";
 constexpr char kManifestTitle[] = "the checkpoint's manifest";
 constexpr char kOldLocalFormat[] = "headwater.local/1";
 
-json OptimizerToJson(const OptimizerSpec& optimizer) {
-  if (const AdamWSpec* adamw = std::get_if<AdamWSpec>(&optimizer)) {
-    return {{"kind", "adamw"},
-            {"beta1", adamw->beta1},
-            {"beta2", adamw->beta2},
-            {"epsilon", adamw->epsilon},
-            {"weight_decay", adamw->weight_decay}};
+// Calls visit(name, field) for each field that a manifest has by its own name.
+#define HEADWATER_VISIT(name) visit(#name, value.name);
+template <typename Visitor>
+void Visit(AdamWSpec& value, const Visitor& visit) {
+  HEADWATER_EACH(HEADWATER_VISIT, HEADWATER_ADAMW_FIELDS)
+}
+template <typename Visitor>
+void Visit(SgdSpec& value, const Visitor& visit) {
+  HEADWATER_EACH(HEADWATER_VISIT, HEADWATER_SGD_FIELDS)
+}
+template <typename Visitor>
+void Visit(LogitTransform& value, const Visitor& visit) {
+  HEADWATER_EACH(HEADWATER_VISIT, HEADWATER_LOGIT_TRANSFORM_FIELDS)
+}
+template <typename Visitor>
+void Visit(HeadSpec& value, const Visitor& visit) {
+  HEADWATER_EACH(HEADWATER_VISIT, HEADWATER_HEAD_SPEC_FIELDS)
+  Visit(value.transform, visit);
+}
+#undef HEADWATER_VISIT
+
+template <typename T>
+json ToJson(const T& value) {
+  return value;
+}
+json ToJson(DataType value) { return DataTypeName(value); }
+json ToJson(const std::optional<double>& value) { return value.has_value() ? json(*value) : json(nullptr); }
+
+json SpecToJson(HeadSpec spec) {
+  const auto put_into = [](json& object) {
+    return [&object](const char* name, const auto& field) { object[name] = ToJson(field); };
+  };
+  json object;
+  Visit(spec, put_into(object));
+  json& optimizer = object["optimizer"];
+  if (auto* adamw = std::get_if<AdamWSpec>(&spec.optimizer)) {
+    optimizer["kind"] = "adamw";
+    Visit(*adamw, put_into(optimizer));
+  } else if (auto* sgd = std::get_if<SgdSpec>(&spec.optimizer)) {
+    optimizer["kind"] = "sgd";
+    Visit(*sgd, put_into(optimizer));
   }
-  if (const SgdSpec* sgd = std::get_if<SgdSpec>(&optimizer)) {
-    return {{"kind", "sgd"},
-            {"momentum", sgd->momentum},
-            {"dampening", sgd->dampening},
-            {"nesterov", sgd->nesterov},
-            {"weight_decay", sgd->weight_decay}};
-  }
-  return nullptr;
+  return object;
 }
 
-json SpecToJson(const HeadSpec& spec) {
-  return {{"vocab_size", spec.vocab_size},
-          {"hidden_size", spec.hidden_size},
-          {"data_type", DataTypeName(spec.data_type)},
-          {"has_bias", spec.has_bias},
-          {"logit_scale", spec.transform.logit_scale},
-          {"softcap", spec.transform.softcap.has_value() ? json(*spec.transform.softcap) : json(nullptr)},
-          {"valid_vocab_size", spec.transform.valid_vocab_size},
-          {"trainable", spec.trainable},
-          {"optimizer", OptimizerToJson(spec.optimizer)},
-          {kInitialStep, spec.initial_step}};
+// False unless the value is of the field's type.
+bool Parse(const json& value, int64_t* out) { return GetCount(value, out); }
+bool Parse(const json& value, double* out) {
+  if (value.is_number()) *out = value.get<double>();
+  return value.is_number();
+}
+template <typename T>  // bool or std::string
+bool Parse(const json& value, T* out) {
+  const T* const there = value.get_ptr<const T*>();
+  if (there != nullptr) *out = *there;
+  return there != nullptr;
+}
+bool Parse(const json& value, std::optional<double>* out) { return value.is_null() || Parse(value, &out->emplace()); }
+bool Parse(const json& value, DataType* out) {
+  for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
+    if (value != DataTypeName(type)) continue;
+    *out = type;
+    return true;
+  }
+  return false;
 }
 
 // Reads members of an object and remembers whether all were there and of their type.
@@ -61,24 +101,13 @@ class MemberReader {
  public:
   explicit MemberReader(const json& object) : object_(object) {}
 
-  void Read(const char* key, int64_t* out) { Note(Find(key) != nullptr && GetCount(*Find(key), out)); }
-  void ReadIfThere(const char* key, int64_t* out) {
+  template <typename T>
+  void Read(const char* key, T* out) {
+    Note(Find(key) != nullptr && Parse(*Find(key), out));
+  }
+  template <typename T>
+  void ReadIfThere(const char* key, T* out) {
     if (Find(key) != nullptr) Read(key, out);
-  }
-  void Read(const char* key, double* out) {
-    const json* value = Find(key);
-    Note(value != nullptr && value->is_number());
-    if (value != nullptr && value->is_number()) *out = value->get<double>();
-  }
-  void Read(const char* key, bool* out) {
-    const json* value = FindMember(object_, key, json::value_t::boolean);
-    Note(value != nullptr);
-    if (value != nullptr) *out = value->get<bool>();
-  }
-  void Read(const char* key, std::string* out) {
-    const json* value = FindMember(object_, key, json::value_t::string);
-    Note(value != nullptr);
-    if (value != nullptr) *out = value->get<std::string>();
   }
   // Null if it is not there.
   const json* Find(const char* key) const {
@@ -93,58 +122,25 @@ class MemberReader {
   bool good_ = true;
 };
 
-bool ParseOptimizer(const json& value, OptimizerSpec* out) {
-  if (value.is_null()) {
-    *out = std::monostate();
-    return true;
-  }
-  if (!value.is_object()) return false;
-  MemberReader reader(value);
+bool ParseOptimizer(const json& object, OptimizerSpec* out) {
+  if (object.is_null()) return true;
+  if (!object.is_object()) return false;
+  MemberReader reader(object);
+  const auto read = [&](const char* name, auto& field) { reader.Read(name, &field); };
   std::string kind;
   reader.Read("kind", &kind);
-  if (kind == "adamw") {
-    AdamWSpec adamw;
-    reader.Read("beta1", &adamw.beta1);
-    reader.Read("beta2", &adamw.beta2);
-    reader.Read("epsilon", &adamw.epsilon);
-    reader.Read("weight_decay", &adamw.weight_decay);
-    *out = adamw;
-  } else if (kind == "sgd") {
-    SgdSpec sgd;
-    reader.Read("momentum", &sgd.momentum);
-    reader.Read("dampening", &sgd.dampening);
-    reader.Read("nesterov", &sgd.nesterov);
-    reader.Read("weight_decay", &sgd.weight_decay);
-    *out = sgd;
-  } else {
-    return false;
-  }
+  if (kind != "adamw" && kind != "sgd") return false;
+  if (kind == "adamw") Visit(out->emplace<AdamWSpec>(), read);
+  if (kind == "sgd") Visit(out->emplace<SgdSpec>(), read);
   return reader.good();
 }
 
-bool ParseSpec(const json& value, HeadSpec* out) {
-  MemberReader reader(value);
-  reader.Read("vocab_size", &out->vocab_size);
-  reader.Read("hidden_size", &out->hidden_size);
-  reader.Read("has_bias", &out->has_bias);
-  reader.Read("logit_scale", &out->transform.logit_scale);
-  reader.Read("valid_vocab_size", &out->transform.valid_vocab_size);
-  reader.Read("trainable", &out->trainable);
-  reader.Read(kInitialStep, &out->initial_step);
-  std::string data_type;
-  reader.Read("data_type", &data_type);
-  bool known_type = false;
-  for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
-    if (data_type != DataTypeName(type)) continue;
-    out->data_type = type;
-    known_type = true;
-  }
-  const json* softcap = reader.Find("softcap");
-  if (softcap != nullptr && softcap->is_number()) out->transform.softcap = softcap->get<double>();
-  reader.Note(softcap != nullptr && (softcap->is_null() || softcap->is_number()));
+bool ParseSpec(const json& object, HeadSpec* out) {
+  MemberReader reader(object);
+  Visit(*out, [&](const char* name, auto& field) { reader.Read(name, &field); });
   const json* optimizer = reader.Find("optimizer");
   reader.Note(optimizer != nullptr && ParseOptimizer(*optimizer, &out->optimizer));
-  return reader.good() && known_type && out->vocab_size > 0 && out->hidden_size > 0;
+  return reader.good() && out->vocab_size > 0 && out->hidden_size > 0;
 }
 
 bool ParseFiles(const json& value, int64_t vocab_size, std::vector<ManifestFile>* out) {
@@ -231,10 +227,10 @@ absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
   reader.ReadIfThere("first_sequence", &manifest.info.first_sequence);
   reader.ReadIfThere("save_time_s", &manifest.info.save_time_s);
   std::string parallelism = ParallelismName(Parallelism::kVocabulary);
-  if (reader.Find("parallelism") != nullptr) reader.Read("parallelism", &parallelism);
+  reader.ReadIfThere("parallelism", &parallelism);
   const bool by_rows = parallelism == ParallelismName(Parallelism::kRows);
   reader.Note(by_rows || parallelism == ParallelismName(Parallelism::kVocabulary));
-  if (reader.Find("numerics") != nullptr) reader.Read("numerics", &manifest.info.numerics);
+  reader.ReadIfThere("numerics", &manifest.info.numerics);
   reader.Note(staging_slots <= INT32_MAX);
   const json* spec = FindMember(*body, "spec", json::value_t::object);
   const json* files = FindMember(*body, "files", json::value_t::array);

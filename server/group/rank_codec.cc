@@ -3,59 +3,23 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <variant>
 
 #include "headwater/kernels/error.h"
 #include "proto/headwater/v1/error_metadata.h"
-#include "server/group/head_spec_codec.h"
-
-namespace headwater {
-
-HEADWATER_FIELDS(v1::RankCompute::CrossEntropy, CrossEntropySpec, label_smoothing, z_loss, temperature, token_scaling)
-HEADWATER_FIELDS(v1::RankCompute::Term, JsdSpec, beta, student_temperature, teacher_temperature, hard_loss_weight,
-                 truncate_to_common)
-
-}  // namespace headwater
+#include "proto/headwater/v1/term_codec.h"
 
 namespace headwater::group {
 namespace {
 
-// Bits of RankCompute.Term.outputs.
-enum WantedOutput : int32_t {
-  kTokenLoss = 1,
-  kLse = 2,
-  kTargetLogProbability = 4,
-  kEntropy = 8,
-  kArgmax = 16,
-  kMeanLogits = 32,
-  kLogSumSqProbs = 64,
-};
-
-template <typename T>
-void EncodeSpan(absl::Span<const T> values, std::string* out) {
-  out->assign(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
-}
-
-template <typename T>
-absl::Span<const T> DecodeSpan(const std::string& bytes, std::deque<std::vector<T>>* memory) {
-  std::vector<T>& values = memory->emplace_back(bytes.size() / sizeof(T));
-  if (!values.empty()) std::memcpy(values.data(), bytes.data(), values.size() * sizeof(T));
-  return values;
-}
-
 bool IsDataType(int type) { return type >= 1 && type <= 3; }
 
-void EncodeCrossEntropy(const CrossEntropySpec& spec, v1::RankCompute::CrossEntropy* out) {
-  WriteFields(spec, *out);
-  EncodeSpan(spec.class_weights, out->mutable_class_weights());
-}
-
-CrossEntropySpec DecodeCrossEntropy(const v1::RankCompute::CrossEntropy& message, std::deque<std::vector<float>>* memory) {
-  CrossEntropySpec spec;
-  ReadFields(message, spec);
-  spec.class_weights = DecodeSpan<float>(message.class_weights(), memory);
-  return spec;
+// An output of the type that `out` has.
+template <typename T>
+void Add(T* data, int64_t count, std::vector<Output>* out) {
+  if (data != nullptr) out->push_back({reinterpret_cast<char*>(data), count * static_cast<int64_t>(sizeof(T))});
 }
 
 }  // namespace
@@ -80,48 +44,29 @@ absl::Status DecodeStatus(const v1::RankStatus& status) {
                    std::move(metadata));
 }
 
-void EncodeLossSums(const LossSums& sums, v1::RankLossSums* out) {
-  out->set_loss_sum(sums.loss_sum);
-  out->set_soft_loss_sum(sums.soft_loss_sum);
-  out->set_hard_loss_sum(sums.hard_loss_sum);
-  out->set_z_loss_sum(sums.z_loss_sum);
-  out->set_token_weight_sum(sums.token_weight_sum);
-  out->set_target_weight_sum(sums.target_weight_sum);
-  out->set_valid_token_count(sums.valid_token_count);
+void EncodeLossSums(const LossSums& sums, v1::LossTermResult* out) {
+  WriteFields(sums, *out->mutable_sums());
   out->set_non_finite_row_count(sums.non_finite_row_count);
-  out->mutable_dither()->set_entry_count(sums.dither.entry_count);
-  out->mutable_dither()->set_squared_error(sums.dither.squared_error);
-  out->mutable_dither()->set_squared_norm(sums.dither.squared_norm);
+  WriteFields(sums.dither, *out->mutable_dither());
 }
 
-LossSums DecodeLossSums(const v1::RankLossSums& sums) {
-  LossSums result;
-  result.loss_sum = sums.loss_sum();
-  result.soft_loss_sum = sums.soft_loss_sum();
-  result.hard_loss_sum = sums.hard_loss_sum();
-  result.z_loss_sum = sums.z_loss_sum();
-  result.token_weight_sum = sums.token_weight_sum();
-  result.target_weight_sum = sums.target_weight_sum();
-  result.valid_token_count = sums.valid_token_count();
-  result.non_finite_row_count = sums.non_finite_row_count();
-  result.dither = {sums.dither().entry_count(), sums.dither().squared_error(), sums.dither().squared_norm()};
-  return result;
+LossSums DecodeLossSums(const v1::LossTermResult& result) {
+  LossSums sums;
+  ReadFields(result.sums(), sums);
+  sums.non_finite_row_count = result.non_finite_row_count();
+  ReadFields(result.dither(), sums.dither);
+  return sums;
 }
 
 std::vector<Output> OutputsOf(const MicroBatch& micro_batch) {
   std::vector<Output> outputs;
-  const auto add = [&outputs](void* data, int64_t count, int64_t element_bytes) {
-    if (data != nullptr) outputs.push_back({static_cast<char*>(data), count * element_bytes});
-  };
   const MutableRowsView& grad_hidden = micro_batch.grad_hidden;
-  add(grad_hidden.data, grad_hidden.row_count * grad_hidden.column_count, ElementBytes(grad_hidden.data_type));
+  Add(static_cast<char*>(grad_hidden.data), grad_hidden.row_count * grad_hidden.column_count * ElementBytes(grad_hidden.data_type),
+      &outputs);
   for (const LossTerm& term : micro_batch.terms) {
-    for (float* const output : {term.token_loss, term.lse, term.target_log_probability, term.entropy}) {
-      add(output, term.row_count, sizeof(float));
-    }
-    add(term.argmax, term.row_count, sizeof(int32_t));
-    add(term.mean_logits, term.row_count, sizeof(float));
-    add(term.log_sum_sq_probs, term.row_count, sizeof(float));
+#define HEADWATER_ADD_OUTPUT(name) Add(term.name, term.row_count, &outputs);
+    HEADWATER_EACH(HEADWATER_ADD_OUTPUT, HEADWATER_TOKEN_OUTPUTS)
+#undef HEADWATER_ADD_OUTPUT
   }
   return outputs;
 }
@@ -143,35 +88,17 @@ void EncodeCompute(const RankCall& call, v1::RankCompute* out) {
     const LossTerm& term = micro_batch.terms[i];
     v1::RankCompute::Term* const to = out->add_terms();
     to->set_head(call.heads[i].head);
-    to->set_row_start(term.row_start);
-    to->set_row_count(term.row_count);
-    EncodeSpan(term.targets, to->mutable_targets());
-    to->set_ignore_index(term.ignore_index);
-    EncodeSpan(term.token_weights, to->mutable_token_weights());
-    EncodeSpan(term.entropy_factors, to->mutable_entropy_factors());
-    EncodeSpan(term.lse_factors, to->mutable_lse_factors());
-    to->set_gradient_resolution(term.gradient_resolution);
+    to->set_teacher_head(call.heads[i].teacher);
+    WriteTerm(term, to->mutable_term());
+    to->set_teacher_hidden_size(term.teacher_hidden.column_count);
+    to->set_teacher_data_type(static_cast<v1::DataType>(term.teacher_hidden.data_type));
+    int32_t output = v1::TOKEN_OUTPUT_LOSS;
+#define HEADWATER_WANT_OUTPUT(name)                                         \
+  if (term.name != nullptr) to->set_outputs(to->outputs() | (1 << output)); \
+  ++output;
+    HEADWATER_EACH(HEADWATER_WANT_OUTPUT, HEADWATER_TOKEN_OUTPUTS)
+#undef HEADWATER_WANT_OUTPUT
     to->set_dither_seed(term.dither_seed);
-    to->set_loss_scale(term.loss_scale);
-    if (const auto* jsd = std::get_if<JsdSpec>(&term.loss)) {
-      to->set_jsd(true);
-      to->set_teacher_head(call.heads[i].teacher);
-      WriteFields(*jsd, *to);
-      to->set_teacher_hidden_size(term.teacher_hidden.column_count);
-      to->set_teacher_data_type(static_cast<v1::DataType>(term.teacher_hidden.data_type));
-      EncodeCrossEntropy(jsd->hard_loss, to->mutable_cross_entropy());
-    } else if (const auto* top_k = std::get_if<TopKSpec>(&term.loss)) {
-      to->set_top_k(top_k->k);
-      EncodeSpan(top_k->ids, to->mutable_top_k_ids());
-      EncodeSpan(top_k->log_probs, to->mutable_top_k_log_probs());
-      to->set_student_temperature(top_k->student_temperature);
-    } else {
-      EncodeCrossEntropy(std::get<CrossEntropySpec>(term.loss), to->mutable_cross_entropy());
-    }
-    to->set_outputs((term.token_loss != nullptr ? kTokenLoss : 0) | (term.lse != nullptr ? kLse : 0) |
-                    (term.target_log_probability != nullptr ? kTargetLogProbability : 0) |
-                    (term.entropy != nullptr ? kEntropy : 0) | (term.argmax != nullptr ? kArgmax : 0) |
-                    (term.mean_logits != nullptr ? kMeanLogits : 0) | (term.log_sum_sq_probs != nullptr ? kLogSumSqProbs : 0));
   }
 }
 
@@ -191,9 +118,11 @@ T* ReceivedCall::AddOutput(int64_t count) {
   return static_cast<T*>(outputs_.Take(is_whole_ ? count * static_cast<int64_t>(sizeof(T)) : 0));
 }
 
-absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(const v1::RankCompute& message) {
-  if (message.row_count() < 0 || message.hidden_size() < 0 || !IsDataType(message.data_type())) return Malformed("rows");
+absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(v1::RankCompute received) {
   std::unique_ptr<ReceivedCall> call(new ReceivedCall());
+  call->message_ = std::move(received);
+  const v1::RankCompute& message = call->message_;
+  if (message.row_count() < 0 || message.hidden_size() < 0 || !IsDataType(message.data_type())) return Malformed("rows");
   call->is_whole_ = message.whole();
   MicroBatch& micro_batch = call->micro_batch_;
   RowsView& hidden = micro_batch.hidden;
@@ -212,24 +141,11 @@ absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(const v1::Ran
   micro_batch.grad_weight = static_cast<GradWeightMode>(message.grad_weight());
   micro_batch.refuse_non_finite = message.refuse_non_finite();
   for (const v1::RankCompute::Term& from : message.terms()) {
-    LossTerm& term = call->terms_.emplace_back();
+    LossTerm& term = call->terms_.emplace_back(ReadTerm(from.term()));
     call->heads_.push_back({from.head(), from.teacher_head()});
-    term.row_start = from.row_start();
-    term.row_count = from.row_count();
     if (term.row_start < 0 || term.row_count < 0) return Malformed("a term's rows");
-    term.targets = DecodeSpan<int32_t>(from.targets(), &call->targets_);
-    term.ignore_index = from.ignore_index();
-    term.token_weights = DecodeSpan<float>(from.token_weights(), &call->floats_);
-    term.entropy_factors = DecodeSpan<float>(from.entropy_factors(), &call->floats_);
-    term.lse_factors = DecodeSpan<float>(from.lse_factors(), &call->floats_);
-    term.gradient_resolution = from.gradient_resolution();
     term.dither_seed = from.dither_seed();
-    term.loss_scale = from.loss_scale();
-    if (from.jsd()) {
-      JsdSpec jsd;
-      ReadFields(from, jsd);
-      jsd.hard_loss = DecodeCrossEntropy(from.cross_entropy(), &call->floats_);
-      term.loss = jsd;
+    if (std::holds_alternative<JsdSpec>(term.loss)) {
       if (from.teacher_hidden_size() < 0 || !IsDataType(from.teacher_data_type())) return Malformed("a teacher's rows");
       RowsView& teacher = term.teacher_hidden;
       teacher.row_count = term.row_count;
@@ -237,22 +153,14 @@ absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(const v1::Ran
       teacher.data_type = static_cast<DataType>(from.teacher_data_type());
       teacher.data = call->AddStream(term.row_start, term.row_count, teacher.column_count * ElementBytes(teacher.data_type));
     } else {
-      if (from.top_k() != 0) {
-        term.loss = TopKSpec{from.top_k(), DecodeSpan<int32_t>(from.top_k_ids(), &call->targets_),
-                             DecodeSpan<float>(from.top_k_log_probs(), &call->floats_), from.student_temperature()};
-      } else {
-        term.loss = DecodeCrossEntropy(from.cross_entropy(), &call->floats_);
-      }
       call->streams_.emplace_back();
     }
-    const auto wanted = [&](WantedOutput output) { return (from.outputs() & output) != 0; };
-    if (wanted(kTokenLoss)) term.token_loss = call->AddOutput<float>(term.row_count);
-    if (wanted(kLse)) term.lse = call->AddOutput<float>(term.row_count);
-    if (wanted(kTargetLogProbability)) term.target_log_probability = call->AddOutput<float>(term.row_count);
-    if (wanted(kEntropy)) term.entropy = call->AddOutput<float>(term.row_count);
-    if (wanted(kArgmax)) term.argmax = call->AddOutput<int32_t>(term.row_count);
-    if (wanted(kMeanLogits)) term.mean_logits = call->AddOutput<float>(term.row_count);
-    if (wanted(kLogSumSqProbs)) term.log_sum_sq_probs = call->AddOutput<float>(term.row_count);
+    int32_t output = v1::TOKEN_OUTPUT_LOSS;
+#define HEADWATER_ADD_OUTPUT(name)                                                                                            \
+  if ((from.outputs() & (1 << output)) != 0) term.name = call->AddOutput<std::decay_t<decltype(*term.name)>>(term.row_count); \
+  ++output;
+    HEADWATER_EACH(HEADWATER_ADD_OUTPUT, HEADWATER_TOKEN_OUTPUTS)
+#undef HEADWATER_ADD_OUTPUT
   }
   call->contribution_ = message.contribution();
   call->has_flow_ = message.flow();

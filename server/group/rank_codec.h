@@ -3,7 +3,6 @@
 #define HEADWATER_SERVER_GROUP_RANK_CODEC_H_
 
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <vector>
 
@@ -22,8 +21,8 @@ inline constexpr int64_t kDataBytes = int64_t{1} << 19;
 void EncodeStatus(const absl::Status& status, v1::RankStatus* out);
 absl::Status DecodeStatus(const v1::RankStatus& status);
 
-void EncodeLossSums(const LossSums& sums, v1::RankLossSums* out);
-LossSums DecodeLossSums(const v1::RankLossSums& sums);
+void EncodeLossSums(const LossSums& sums, v1::LossTermResult* out);
+LossSums DecodeLossSums(const v1::LossTermResult& result);
 
 // A tensor that a rank which computes alone fills in.
 struct Output {
@@ -43,7 +42,7 @@ absl::Status Malformed(const char* what);
 class ReceivedCall {
  public:
   // kEngineFailed for a message that no leader sends, or where the host has no memory for the call.
-  static absl::StatusOr<std::unique_ptr<ReceivedCall>> Decode(const v1::RankCompute& message);
+  static absl::StatusOr<std::unique_ptr<ReceivedCall>> Decode(v1::RankCompute received);
 
   // `flow` takes the rows' place; null: they must all be here.
   RankCall ToCall(RankFlow* flow);
@@ -70,11 +69,10 @@ class ReceivedCall {
   ReceivedCall() = default;
   const void* AddStream(int64_t row_start, int64_t row_count, int64_t row_bytes);
 
+  v1::RankCompute message_;  // where the terms' tensors lie
   MicroBatch micro_batch_;
   std::vector<LossTerm> terms_;
   std::vector<TermHeads> heads_;
-  std::deque<std::vector<float>> floats_;
-  std::deque<std::vector<int32_t>> targets_;
   std::vector<Stream> streams_;  // by number; without rows where a term has none
   // Memory for an output that is asked for.
   template <typename T>

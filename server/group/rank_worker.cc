@@ -16,7 +16,7 @@
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
-#include "server/group/head_spec_codec.h"
+#include "proto/headwater/v1/spec_codec.h"
 #include "server/group/local_rank.h"
 #include "server/group/rank_codec.h"
 #include "server/group/rank_follower.h"

@@ -7,7 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
-#include "server/group/head_spec_codec.h"
+#include "proto/headwater/v1/spec_codec.h"
 #include "server/group/rank_codec.h"
 #include "server/observability/monotonic_clock.h"
 
@@ -273,7 +273,7 @@ absl::StatusOr<RankResult> RemoteRank::ComputeWhole(const RankCall& call) {
   if (!decision.ok() && !HasReason(reply.status(), ErrorReason::kEngineFailed)) return decision;
   if (!reply.ok()) return reply.status();
   RankResult result;
-  for (const v1::RankLossSums& sums : reply->terms()) result.terms.push_back(DecodeLossSums(sums));
+  for (const v1::LossTermResult& sums : reply->terms()) result.terms.push_back(DecodeLossSums(sums));
   if (result.terms.size() != call.micro_batch.terms.size()) return WrongAnswer("terms");
   result.staged = reply->staged();
   return result;

@@ -1,6 +1,7 @@
 #include "server/heads/apply_arguments.h"
 
 #include <cmath>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
@@ -8,19 +9,44 @@
 namespace headwater::heads {
 namespace {
 
-absl::Status RangeError(const char* field, const char* expected, double actual) {
-  return MakeError(ErrorReason::kInvalidField, absl::StrCat(field, " must be ", expected, ", it is ", actual),
-                   {{"field", field}, {"expected", expected}, {"actual", absl::StrCat(actual)}});
-}
-
 absl::Status OverrideError(const char* field, const char* owner) {
   return MakeError(ErrorReason::kInvalidCombination,
                    absl::StrCat(field, " overrides a setting of ", owner, ", which the head has not"),
                    {{"field", field}, {"expected", absl::StrCat("nothing, or a head with ", owner)}, {"actual", "an override"}});
 }
 
-bool IsNonNegative(double value) { return std::isfinite(value) && value >= 0; }
-bool IsDecayRate(double value) { return value >= 0 && value < 1; }
+bool IsFinite(double value) { return std::isfinite(static_cast<float>(value)); }  // engines compute in float32
+
+absl::Status CheckRanges(const ApplyArguments& arguments) {
+  struct Range {
+    const char* field;
+    std::optional<double> value;
+    bool holds;
+    const char* expected;
+  };
+  const auto amount = [](const char* field, std::optional<double> value) {
+    return Range{field, value, value >= 0 && IsFinite(value.value_or(0)), "a number >= 0 that is finite in float32"};
+  };
+  const auto fraction = [](const char* field, std::optional<double> value) {
+    return Range{field, value, value >= 0 && value < 1, "a number in [0, 1)"};
+  };
+  const double norm = arguments.other_grad_norm_squared;
+  const Range ranges[] = {
+      amount("learning_rate", arguments.learning_rate),
+      {"gradient_factor", arguments.gradient_factor, IsFinite(arguments.gradient_factor), "a number that is finite in float32"},
+      {"max_grad_norm", arguments.max_grad_norm, arguments.max_grad_norm > 0, "a number > 0, or 0 or infinity for no clipping"},
+      {"other_grad_norm_squared", norm, norm >= 0 && std::isfinite(norm), "a finite number >= 0"},
+      amount("weight_decay", arguments.weight_decay),
+      amount("epsilon", arguments.epsilon),
+      fraction("beta1", arguments.beta1),
+      fraction("beta2", arguments.beta2),
+      fraction("momentum", arguments.momentum)};
+  for (const Range& range : ranges) {
+    if (!range.value.has_value() || range.holds) continue;
+    return FieldError(ErrorReason::kInvalidField, range.field, range.expected, absl::StrCat(*range.value));
+  }
+  return absl::OkStatus();
+}
 
 }  // namespace
 
@@ -43,6 +69,7 @@ absl::Status CheckApply(const HeadName& name, const HeadSpec& spec, const ApplyA
     return MakeError(ErrorReason::kOptimizerNotConfigured, absl::StrCat(name.ToString(), " was created without an optimizer"),
                      {{"head", name.ToString()}});
   }
+  if (absl::Status status = CheckRanges(arguments); !status.ok()) return status;
   if (!std::holds_alternative<AdamWSpec>(optimizer)) {
     if (arguments.beta1.has_value()) return OverrideError("beta1", "AdamW");
     if (arguments.beta2.has_value()) return OverrideError("beta2", "AdamW");
@@ -51,26 +78,7 @@ absl::Status CheckApply(const HeadName& name, const HeadSpec& spec, const ApplyA
   if (arguments.momentum.has_value()) {
     const SgdSpec* sgd = std::get_if<SgdSpec>(&optimizer);
     if (sgd == nullptr || sgd->momentum == 0) return OverrideError("momentum", "SGD with momentum");
-    if (!IsDecayRate(*arguments.momentum)) return RangeError("momentum", "in [0, 1)", *arguments.momentum);
     if (sgd->nesterov && *arguments.momentum == 0) return OverrideError("momentum", "SGD without Nesterov's momentum, if it is 0");
-  }
-  if (!IsNonNegative(arguments.learning_rate)) {
-    return RangeError("learning_rate", "finite and at least 0", arguments.learning_rate);
-  }
-  if (!std::isfinite(arguments.gradient_factor)) return RangeError("gradient_factor", "finite", arguments.gradient_factor);
-  if (arguments.max_grad_norm.has_value() && !(*arguments.max_grad_norm > 0)) {
-    return RangeError("max_grad_norm", "greater than 0", *arguments.max_grad_norm);
-  }
-  if (!IsNonNegative(arguments.other_grad_norm_squared)) {
-    return RangeError("other_grad_norm_squared", "finite and at least 0", arguments.other_grad_norm_squared);
-  }
-  if (arguments.weight_decay.has_value() && !IsNonNegative(*arguments.weight_decay)) {
-    return RangeError("weight_decay", "finite and at least 0", *arguments.weight_decay);
-  }
-  if (arguments.beta1.has_value() && !IsDecayRate(*arguments.beta1)) return RangeError("beta1", "in [0, 1)", *arguments.beta1);
-  if (arguments.beta2.has_value() && !IsDecayRate(*arguments.beta2)) return RangeError("beta2", "in [0, 1)", *arguments.beta2);
-  if (arguments.epsilon.has_value() && !IsNonNegative(*arguments.epsilon)) {
-    return RangeError("epsilon", "finite and at least 0", *arguments.epsilon);
   }
   return absl::OkStatus();
 }

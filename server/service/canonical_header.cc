@@ -1,11 +1,19 @@
 #include "server/service/canonical_header.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <variant>
 #include <vector>
+
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "headwater/kernels/each_name.h"
+#include "headwater/kernels/engine.h"
 
 namespace headwater::service {
 namespace {
@@ -32,9 +40,25 @@ class Writer {
     if (epoch.has_value()) Bytes(epoch->data(), epoch->size());
   }
   template <typename T>
-  void OptionalTensor(const std::optional<std::vector<T>>& tensor) {
-    Integer(tensor.has_value());
-    if (tensor.has_value()) Bytes(tensor->data(), tensor->size() * sizeof(T));
+  void Tensor(absl::Span<const T> tensor) {
+    Bytes(tensor.data(), tensor.size() * sizeof(T));
+  }
+  template <typename T>
+  void OptionalTensor(absl::Span<const T> tensor) {
+    Integer(tensor.data() != nullptr);
+    if (tensor.data() != nullptr) Tensor(tensor);
+  }
+  // An option that 0.1 did not have: nothing where it is not used, so that a call of 0.1 keeps its bytes.
+  template <typename T>
+  void LaterOption(const char* name, T value, T unused) {
+    if (value == unused) return;
+    Text(name);
+    if constexpr (!std::is_same_v<T, bool>) Real(static_cast<double>(value));
+  }
+  void LaterTensor(const char* name, absl::Span<const float> tensor) {
+    if (tensor.data() == nullptr) return;
+    Text(name);
+    OptionalTensor(tensor);
   }
   std::string& bytes() { return bytes_; }
 
@@ -42,69 +66,77 @@ class Writer {
   std::string bytes_;
 };
 
-void WriteCrossEntropy(const CrossEntropyRequest& loss, Writer* out) {
+void WriteCrossEntropy(const CrossEntropySpec& loss, Writer* out) {
   out->Real(loss.label_smoothing);
   out->Real(loss.z_loss);
   out->OptionalTensor(loss.class_weights);
 }
 
-// Options that earlier versions did not have: nothing where they are not used, so that a call of theirs keeps its bytes.
-void WriteLaterOptions(const LossTermRequest& term, Writer* out) {
-  const auto* cross_entropy = std::get_if<CrossEntropyRequest>(&term.loss);
-  if (cross_entropy != nullptr && cross_entropy->temperature != 1) {
-    out->Text("temperature");
-    out->Real(cross_entropy->temperature);
-  }
-  if (cross_entropy != nullptr && cross_entropy->token_scaling) out->Text("token_scaling");
-  const auto write_factors = [&](const char* name, const std::optional<std::vector<float>>& factors) {
-    if (!factors.has_value()) return;
-    out->Text(name);
-    out->OptionalTensor(factors);
-  };
-  write_factors("entropy_factors", term.entropy_factors);
-  write_factors("lse_factors", term.lse_factors);
-  if (term.gradient_resolution != 0) {
-    out->Text("gradient_resolution");
-    out->Real(term.gradient_resolution);
-  }
+bool HadIn01(absl::string_view name) {
+  constexpr absl::string_view kNames[] = {"label_smoothing",     "z_loss",           "beta",      "student_temperature",
+                                          "teacher_temperature", "hard_loss_weight", "row_start", "row_count",
+                                          "ignore_index",        "loss_scale"};
+  return std::find(std::begin(kNames), std::end(kNames), name) != std::end(kNames);
 }
 
-void WriteTerm(const LossTermRequest& term, Writer* out) {
-  out->Text(term.head.head.ToString());
-  out->OptionalEpoch(term.head.epoch);
-  out->OptionalInteger(term.head.step);
+#define HEADWATER_WRITE_LATER(name) \
+  if (!HadIn01(#name)) out->LaterOption(#name, options.name, unused.name);
+void WriteLater(const CrossEntropySpec& options, Writer* out) {
+  const CrossEntropySpec unused;
+  HEADWATER_EACH(HEADWATER_WRITE_LATER, HEADWATER_CROSS_ENTROPY_OPTIONS)
+}
+void WriteLater(const JsdSpec& options, Writer* out) {
+  const JsdSpec unused;
+  HEADWATER_EACH(HEADWATER_WRITE_LATER, HEADWATER_JSD_OPTIONS)
+  WriteLater(options.hard_loss, out);
+}
+void WriteLater(const TopKSpec& /*options*/, Writer* /*out*/) {}
+void WriteLater(const LossTerm& options, Writer* out) {
+  std::visit([&](const auto& loss) { WriteLater(loss, out); }, options.loss);
+  out->LaterTensor("entropy_factors", options.entropy_factors);
+  out->LaterTensor("lse_factors", options.lse_factors);
+  const LossTerm unused;
+  HEADWATER_EACH(HEADWATER_WRITE_LATER, HEADWATER_TERM_OPTIONS)
+}
+#undef HEADWATER_WRITE_LATER
+
+void WriteTerm(const LossTermRequest& request, Writer* out) {
+  const LossTerm& term = request.term;
+  out->Text(request.head.head.ToString());
+  out->OptionalEpoch(request.head.epoch);
+  out->OptionalInteger(request.head.step);
   out->Integer(term.row_start);
   out->Integer(term.row_count);
   out->OptionalTensor(term.targets);
   out->Integer(term.ignore_index);
   out->OptionalTensor(term.token_weights);
   out->Real(term.loss_scale);
-  out->OptionalInteger(term.expected_weight_version);
-  if (const auto* cross_entropy = std::get_if<CrossEntropyRequest>(&term.loss)) {
+  out->OptionalInteger(request.expected_weight_version);
+  if (const auto* cross_entropy = std::get_if<CrossEntropySpec>(&term.loss)) {
     out->Integer(0);
     WriteCrossEntropy(*cross_entropy, out);
     return;
   }
-  if (const auto* top_k = std::get_if<TopKRequest>(&term.loss)) {
+  if (const auto* top_k = std::get_if<TopKSpec>(&term.loss)) {
     out->Integer(2);
     out->Integer(top_k->k);
-    out->Bytes(top_k->ids.data(), top_k->ids.size() * sizeof(int32_t));
-    out->Bytes(top_k->log_probs.data(), top_k->log_probs.size() * sizeof(float));
+    out->Tensor(top_k->ids);
+    out->Tensor(top_k->log_probs);
     out->Real(top_k->student_temperature);
     return;
   }
-  const JensenShannonRequest& jsd = std::get<JensenShannonRequest>(term.loss);
+  const JsdSpec& jsd = std::get<JsdSpec>(term.loss);
   out->Integer(1);
-  out->Real(jsd.options.beta);
-  out->Real(jsd.options.student_temperature);
-  out->Real(jsd.options.teacher_temperature);
-  out->Real(jsd.options.hard_loss_weight);
-  out->Integer(jsd.options.truncate_to_common);
+  out->Real(jsd.beta);
+  out->Real(jsd.student_temperature);
+  out->Real(jsd.teacher_temperature);
+  out->Real(jsd.hard_loss_weight);
+  out->Integer(jsd.truncate_to_common);
   WriteCrossEntropy(jsd.hard_loss, out);
-  out->Text(term.teacher->head.ToString());
-  out->OptionalEpoch(term.teacher->epoch);
-  out->Integer(static_cast<int64_t>(term.teacher->data_type));
-  out->OptionalInteger(term.teacher->expected_weight_version);
+  out->Text(request.teacher->head.ToString());
+  out->OptionalEpoch(request.teacher->epoch);
+  out->Integer(static_cast<int64_t>(request.teacher->data_type));
+  out->OptionalInteger(request.teacher->expected_weight_version);
 }
 
 }  // namespace
@@ -125,9 +157,20 @@ std::string CanonicalHeader(const MicroBatchRequest& request) {
   out.Integer(static_cast<int64_t>(request.terms.size()));
   for (const LossTermRequest& term : request.terms) {
     WriteTerm(term, &out);
-    WriteLaterOptions(term, &out);
+    WriteLater(term.term, &out);
   }
   return std::move(out.bytes());
+}
+
+std::vector<std::string> LaterOptions() {
+  std::vector<std::string> names;
+#define HEADWATER_ADD_LATER(name) \
+  if (!HadIn01(#name)) names.push_back(#name);
+  HEADWATER_EACH(HEADWATER_ADD_LATER, HEADWATER_CROSS_ENTROPY_OPTIONS)
+  HEADWATER_EACH(HEADWATER_ADD_LATER, HEADWATER_JSD_OPTIONS)
+  HEADWATER_EACH(HEADWATER_ADD_LATER, HEADWATER_TERM_OPTIONS)
+#undef HEADWATER_ADD_LATER
+  return names;
 }
 
 std::string CanonicalHeader(const GradientRequest& request) {

@@ -12,9 +12,10 @@
 //     cross entropy, teacher head name, epoch?, data_type, expected_weight_version?, or 2 and a top-k teacher's k, ids, log_probs
 //     and student_temperature
 //   cross entropy: label_smoothing, z_loss, class_weights?
-//   and behind the term, each only where it is used, so that a call of 0.1 keeps its bytes: "temperature" and the temperature of a
-//   cross entropy if it is not 1; "token_scaling"; "entropy_factors" and its tensor; "lse_factors" and its tensor;
-//   "gradient_resolution" and its value if it is not 0. No head's name begins like one of these.
+//   and behind the term, each only where it is used, so that a call of 0.1 keeps its bytes, the options that came later by name: a
+//   number with its value, a boolean without, a tensor as x?. Those of the loss come first, then entropy_factors and lse_factors,
+//   then those of the term; each group in the order of its list in headwater/kernels/types.h or engine.h. No head's name begins
+//   like one of these.
 //
 // A trainer's own gradient (AddGradient) has a header of its own; its rows are stream 0:
 //
@@ -27,6 +28,7 @@
 #define HEADWATER_SERVER_SERVICE_CANONICAL_HEADER_H_
 
 #include <string>
+#include <vector>
 
 #include "server/service/head_request.h"
 #include "server/service/loss_request.h"
@@ -34,6 +36,8 @@
 namespace headwater::service {
 
 std::string CanonicalHeader(const MicroBatchRequest& request);
+// Names of the numbers and booleans among a loss's options that 0.1 did not have: each is one of ServerInfo.features.
+std::vector<std::string> LaterOptions();
 std::string CanonicalHeader(const GradientRequest& request);
 
 }  // namespace headwater::service

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "headwater/kernels/error.h"
+#include "proto/headwater/v1/term_codec.h"
 #include "server/observability/metrics.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/scheduler/stall_clock.h"
@@ -110,14 +111,7 @@ struct ComputeLossCall::Payload {
     int64_t bytes = 0;
     for (const Source& source : sources) bytes += source.bytes();
     for (const LossTermRequest& term : request.terms) {
-      if (term.targets.has_value()) bytes += term.row_count * int64_t{sizeof(int32_t)};
-      for (const auto* values : {&term.token_weights, &term.entropy_factors, &term.lse_factors}) {
-        if (values->has_value()) bytes += term.row_count * int64_t{sizeof(float)};
-      }
-      const auto* const divergence = std::get_if<JensenShannonRequest>(&term.loss);
-      const auto* const hard = divergence != nullptr ? &divergence->hard_loss : std::get_if<CrossEntropyRequest>(&term.loss);
-      if (hard != nullptr && hard->class_weights) bytes += static_cast<int64_t>(hard->class_weights->size() * sizeof(float));
-      if (const auto* const top_k = std::get_if<TopKRequest>(&term.loss)) bytes += top_k->bytes();
+      bytes += TensorBytes(term.term);
       if (term.teacher.has_value() && term.teacher->joined.has_value()) {
         bytes += static_cast<int64_t>(term.teacher->joined->row_indices.size() * sizeof(int32_t));
       }
@@ -271,7 +265,7 @@ absl::Status ComputeLossCall::FindRows() {
     Source& teacher = payload_->sources.emplace_back();
     const RowsView& view = submission_.terms[i].term.teacher_hidden;
     teacher.digest_stream = 1 + static_cast<int32_t>(i);
-    teacher.row_start = term.row_start;
+    teacher.row_start = term.term.row_start;
     teacher.row_count = view.row_count;
     teacher.row_bytes = view.column_count * ElementBytes(view.data_type);
     if (!term.teacher->rows.has_value()) continue;
@@ -345,7 +339,7 @@ absl::Status ComputeLossCall::ReserveBytes() {
   // All per-token outputs travel in the summary, which is one message.
   constexpr int64_t kTermBytes = 512;
   int64_t output_rows = 0;
-  for (const LossTermRequest& term : request.terms) output_rows += term.row_count;
+  for (const LossTermRequest& term : request.terms) output_rows += term.term.row_count;
   const int64_t output_bytes = output_rows * 4 * std::popcount(request.outputs);
   const int64_t summary_bytes = output_bytes + kTermBytes * static_cast<int64_t>(request.terms.size());
   HEADWATER_RETURN_IF_ERROR(
@@ -453,7 +447,7 @@ void ComputeLossCall::AllocateTokenOutputs() {
   const MicroBatchRequest& request = payload_->request;
   token_outputs_.resize(request.terms.size());
   for (size_t i = 0; i < request.terms.size(); ++i) {
-    const size_t rows = static_cast<size_t>(request.terms[i].row_count);
+    const size_t rows = static_cast<size_t>(request.terms[i].term.row_count);
     const auto allocate = [&](v1::TokenOutput output, auto* values) {
       if ((request.outputs & TokenOutputBit(output)) != 0) values->resize(rows);
       return values->empty() ? nullptr : values->data();
@@ -805,9 +799,9 @@ void ComputeLossCall::FillSummary(v1::MicroBatchSummary* summary) {
   const heads::SubmissionOutcome& outcome = *outcome_;
   for (size_t i = 0; i < outcome.terms.size(); ++i) {
     v1::LossTermResult* const term = summary->add_terms();
-    EncodeLossSums(outcome.terms[i], term->mutable_sums());
+    WriteFields(outcome.terms[i], *term->mutable_sums());
     term->set_non_finite_row_count(outcome.terms[i].non_finite_row_count);
-    if (payload_->request.terms[i].gradient_resolution != 0) EncodeGradientDither(outcome.terms[i].dither, term->mutable_dither());
+    if (payload_->request.terms[i].term.gradient_resolution != 0) WriteFields(outcome.terms[i].dither, *term->mutable_dither());
     term->set_weight_version(outcome.weight_versions[i]);
     term->set_teacher_weight_version(outcome.teacher_weight_versions[i]);
     const auto encode = [&](v1::TokenOutput output, const auto& values, v1::DataType type,

@@ -7,11 +7,6 @@
 
 namespace headwater::service {
 
-absl::Status FieldError(ErrorReason reason, const std::string& field, const std::string& expected, const std::string& actual) {
-  return MakeError(reason, absl::StrCat(field, ": expected ", expected, ", got ", actual),
-                   {{"field", field}, {"expected", expected}, {"actual", actual}});
-}
-
 absl::Status LimitError(ErrorReason reason, const std::string& field, const std::string& expected, int64_t actual,
                         const char* limit, int64_t maximum) {
   return MakeError(reason, absl::StrCat(field, ": expected ", expected, ", got ", actual),

@@ -12,9 +12,7 @@
 
 namespace headwater::service {
 
-absl::Status FieldError(ErrorReason reason, const std::string& field, const std::string& expected, const std::string& actual);
-
-// The same of a limit: its name and its value stand beside them.
+// FieldError() of a limit: its name and its value stand beside them.
 absl::Status LimitError(ErrorReason reason, const std::string& field, const std::string& expected, int64_t actual,
                         const char* limit, int64_t maximum);
 

@@ -11,107 +11,31 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
+#include "proto/headwater/v1/spec_codec.h"
 #include "server/checkpoint/checkpoint_store.h"
-#include "server/group/head_spec_codec.h"
 #include "server/service/field_check.h"
 #include "server/transport/region_registry.h"
 
 namespace headwater::service {
 namespace {
 
-absl::Status DecodeTransform(const v1::LogitTransform& transform, const std::string& field, HeadSpec* spec) {
-  LogitTransform& decoded = spec->transform;
-  decoded.valid_vocab_size = spec->vocab_size;
-  ReadFields(transform, decoded);
-  HEADWATER_RETURN_IF_ERROR(
-      CheckNumber(field + ".logit_scale", decoded.logit_scale, decoded.logit_scale != 0, "a finite number other than 0"));
-  if (decoded.softcap.has_value()) {
-    HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".softcap", *decoded.softcap, *decoded.softcap > 0, "a finite number > 0"));
-  }
-  return CheckRange(field + ".valid_vocab_size", decoded.valid_vocab_size, 1, spec->vocab_size);
-}
+// Ranges are for Head::Apply().
+HEADWATER_FIELDS(v1::ApplyOptimizerStepRequest, heads::ApplyArguments, learning_rate, gradient_factor, max_grad_norm,
+                 other_grad_norm_squared, weight_decay, beta1, beta2, epsilon, momentum)
 
-absl::Status CheckFraction(const std::string& field, double value, bool one_allowed) {
-  return CheckNumber(field, value, value >= 0 && (one_allowed ? value <= 1 : value < 1),
-                     one_allowed ? "a number in [0, 1]" : "a number in [0, 1)");
-}
-
-absl::StatusOr<OptimizerSpec> DecodeOptimizer(const v1::OptimizerSpec& optimizer, const std::string& field) {
-  switch (optimizer.optimizer_case()) {
-    case v1::OptimizerSpec::kAdamw: {
-      AdamWSpec spec;
-      ReadFields(optimizer.adamw(), spec);
-      HEADWATER_RETURN_IF_ERROR(CheckFraction(field + ".adamw.beta1", spec.beta1, false));
-      HEADWATER_RETURN_IF_ERROR(CheckFraction(field + ".adamw.beta2", spec.beta2, false));
-      HEADWATER_RETURN_IF_ERROR(CheckNotNegative(field + ".adamw.epsilon", spec.epsilon));
-      HEADWATER_RETURN_IF_ERROR(CheckNotNegative(field + ".adamw.weight_decay", spec.weight_decay));
-      return OptimizerSpec(spec);
-    }
-    case v1::OptimizerSpec::kSgd: {
-      SgdSpec spec;
-      ReadFields(optimizer.sgd(), spec);
-      HEADWATER_RETURN_IF_ERROR(CheckFraction(field + ".sgd.momentum", spec.momentum, false));
-      HEADWATER_RETURN_IF_ERROR(CheckFraction(field + ".sgd.dampening", spec.dampening, true));
-      HEADWATER_RETURN_IF_ERROR(CheckNotNegative(field + ".sgd.weight_decay", spec.weight_decay));
-      if (spec.nesterov && (spec.momentum == 0 || spec.dampening != 0)) {
-        return FieldError(ErrorReason::kInvalidCombination, field + ".sgd.nesterov",
-                          "false, because it needs momentum > 0 and dampening = 0", "true");
-      }
-      return OptimizerSpec(spec);
-    }
-    case v1::OptimizerSpec::OPTIMIZER_NOT_SET:
-      break;
+// What ValidateHeadSpec() cannot know: limits, and what only the message has.
+absl::StatusOr<HeadSpec> DecodeSpec(const v1::HeadSpec& spec, const Limits& limits) {
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("spec.vocab_size", spec.vocab_size(), "max_vocab_size", limits.max_vocab_size));
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("spec.hidden_size", spec.hidden_size(), "max_hidden_size", limits.max_hidden_size));
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("spec.staging_slots", spec.staging_slots(), "max_staging_slots", limits.max_staging_slots));
+  HEADWATER_RETURN_IF_ERROR(DecodeFloatType(spec.data_type(), "spec.data_type").status());
+  if (spec.has_optimizer() && spec.optimizer().optimizer_case() == v1::OptimizerSpec::OPTIMIZER_NOT_SET) {
+    return MissingField("spec.optimizer.optimizer", "adamw or sgd");
   }
-  return MissingField(field + ".optimizer", "adamw or sgd");
-}
-
-absl::StatusOr<HeadSpec> DecodeSpec(const v1::HeadSpec& spec, const std::string& field, const Limits& limits) {
-  HeadSpec decoded;
-  decoded.vocab_size = spec.vocab_size();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".vocab_size", decoded.vocab_size, 1));
-  HEADWATER_RETURN_IF_ERROR(CheckLimit(field + ".vocab_size", decoded.vocab_size, "max_vocab_size", limits.max_vocab_size));
-  decoded.hidden_size = spec.hidden_size();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".hidden_size", decoded.hidden_size, 1));
-  HEADWATER_RETURN_IF_ERROR(CheckLimit(field + ".hidden_size", decoded.hidden_size, "max_hidden_size", limits.max_hidden_size));
-  auto data_type = DecodeFloatType(spec.data_type(), field + ".data_type");
-  if (!data_type.ok()) return data_type.status();
-  decoded.data_type = *data_type;
-  decoded.has_bias = spec.has_bias();
-  HEADWATER_RETURN_IF_ERROR(DecodeTransform(spec.transform(), field + ".transform", &decoded));
-  decoded.trainable = spec.trainable();
-  if (spec.has_optimizer()) {
-    auto optimizer = DecodeOptimizer(spec.optimizer(), field + ".optimizer");
-    if (!optimizer.ok()) return optimizer.status();
-    if (!decoded.trainable) {
-      return FieldError(ErrorReason::kInvalidCombination, field + ".optimizer", "nothing, because the head is frozen",
-                        "an optimizer");
-    }
-    decoded.optimizer = *optimizer;
-  }
-  decoded.staging_slots = spec.has_staging_slots() ? spec.staging_slots() : (decoded.trainable ? 1 : 0);
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".staging_slots", decoded.staging_slots, 0));
-  HEADWATER_RETURN_IF_ERROR(
-      CheckLimit(field + ".staging_slots", decoded.staging_slots, "max_staging_slots", limits.max_staging_slots));
-  if (!decoded.trainable && decoded.staging_slots > 0) {
-    return FieldError(ErrorReason::kInvalidCombination, field + ".staging_slots", "0, because the head is frozen",
-                      absl::StrCat(decoded.staging_slots));
-  }
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".low_rank", spec.low_rank(), 0));
-  if (spec.low_rank() != 0) return FeatureNotBuilt(field + ".low_rank", "low_rank");
-  switch (spec.parallelism()) {
-    case v1::PARALLELISM_UNSPECIFIED:
-    case v1::PARALLELISM_VOCABULARY:
-      decoded.parallelism = Parallelism::kVocabulary;
-      break;
-    case v1::PARALLELISM_ROWS:
-      decoded.parallelism = Parallelism::kRows;
-      break;
-    default:
-      return FieldError(ErrorReason::kInvalidField, field + ".parallelism", "PARALLELISM_VOCABULARY or PARALLELISM_ROWS",
-                        absl::StrCat(static_cast<int>(spec.parallelism())));
-  }
-  decoded.initial_step = spec.initial_step();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".initial_step", decoded.initial_step, 0));
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("spec.low_rank", spec.low_rank(), 0));
+  if (spec.low_rank() != 0) return FeatureNotBuilt("spec.low_rank", "low_rank");
+  HeadSpec decoded = DecodeHeadSpec(spec);
+  HEADWATER_RETURN_IF_ERROR(ValidateHeadSpec(decoded, "spec."));
   return decoded;
 }
 
@@ -158,25 +82,20 @@ absl::StatusOr<heads::ExpectedMicroBatches> DecodeExpected(const v1::ExpectedMic
 
 template <typename Request>
 absl::StatusOr<StepRequest> DecodeStepRequest(const Request& request) {
-  auto head = DecodeHeadStep(request.has_head(), request.head(), "head", /*step_required=*/true);
-  if (!head.ok()) return head.status();
-  return StepRequest{head->head, {*head->epoch, *head->step}, 1};
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadStep(request.has_head(), request.head(), "head", /*step_required=*/true));
+  return StepRequest{head.head, {*head.epoch, *head.step}, 1};
 }
 
 absl::StatusOr<HeadAtEpoch> DecodeHeadAtRequiredEpoch(const std::string& name, const std::string& epoch) {
-  auto head = DecodeHeadName(name, "name");
-  if (!head.ok()) return head.status();
-  auto decoded = DecodeEpoch(epoch, "epoch");
-  if (!decoded.ok()) return decoded.status();
-  return HeadAtEpoch{*std::move(head), *decoded};
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadName(name, "name"));
+  HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeEpoch(epoch, "epoch"));
+  return HeadAtEpoch{std::move(head), decoded};
 }
 
 absl::StatusOr<HeadAtEpoch> DecodeHeadAtOptionalEpoch(const std::string& name, const std::string& epoch) {
-  auto head = DecodeHeadName(name, "name");
-  if (!head.ok()) return head.status();
-  auto decoded = DecodeOptionalEpoch(epoch, "epoch");
-  if (!decoded.ok()) return decoded.status();
-  return HeadAtEpoch{*std::move(head), *decoded};
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadName(name, "name"));
+  HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeOptionalEpoch(epoch, "epoch"));
+  return HeadAtEpoch{std::move(head), decoded};
 }
 
 absl::StatusOr<int64_t> DecodePageSize(int32_t page_size) {
@@ -200,11 +119,9 @@ absl::Status CheckCheckpointName(const std::string& checkpoint) {
 }  // namespace
 
 absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request, const Limits& limits) {
-  auto name = DecodeHeadName(request.name(), "name");
-  if (!name.ok()) return name.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(request.name(), "name"));
   if (!request.has_spec()) return MissingField("spec", "what the head is");
-  auto spec = DecodeSpec(request.spec(), "spec", limits);
-  if (!spec.ok()) return spec.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto spec, DecodeSpec(request.spec(), limits));
   heads::IfExists if_exists = heads::IfExists::kFail;
   switch (request.if_exists()) {
     case v1::IF_EXISTS_UNSPECIFIED:
@@ -217,18 +134,16 @@ absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request,
       return FieldError(ErrorReason::kInvalidField, "if_exists", "FAIL or ATTACH_IF_SAME_SPEC",
                         absl::StrCat(static_cast<int>(request.if_exists())));
   }
-  return CreateRequest{*std::move(name), *std::move(spec), request.validate_only(), if_exists};
+  return CreateRequest{std::move(name), std::move(spec), request.validate_only(), if_exists};
 }
 
 absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request) {
-  auto tenant = heads::ParseTenantName(request.parent(), "parent");
-  if (!tenant.ok()) return tenant.status();
-  auto page_size = DecodePageSize(request.page_size());
-  if (!page_size.ok()) return page_size.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto tenant, heads::ParseTenantName(request.parent(), "parent"));
+  HEADWATER_ASSIGN_OR_RETURN(auto page_size, DecodePageSize(request.page_size()));
   if (!request.page_token().empty() && !heads::ParseHeadName(request.page_token(), "page_token").ok()) {
     return MadeUpPageToken(request.page_token());
   }
-  return ListRequest{*tenant, request.page_token(), *page_size};
+  return ListRequest{tenant, request.page_token(), page_size};
 }
 
 absl::StatusOr<HeadAtEpoch> DecodeDelete(const v1::DeleteHeadRequest& request) {
@@ -236,18 +151,16 @@ absl::StatusOr<HeadAtEpoch> DecodeDelete(const v1::DeleteHeadRequest& request) {
 }
 
 absl::StatusOr<TakeRequest> DecodeTake(const v1::TakeHeadRequest& request) {
-  auto head = DecodeHeadAtOptionalEpoch(request.name(), request.epoch());
-  if (!head.ok()) return head.status();
-  TakeRequest decoded{std::move(head->name), head->epoch, {}};
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtOptionalEpoch(request.name(), request.epoch()));
+  TakeRequest decoded{std::move(head.name), head.epoch, {}};
   const auto& recovers = request.recovers_epochs();
   if (recovers.size() > kMaxRecoversEpochs) {
     return FieldError(ErrorReason::kInvalidField, "recovers_epochs", absl::StrCat("at most ", kMaxRecoversEpochs, " epochs"),
                       absl::StrCat(recovers.size(), " epochs"));
   }
   for (int i = 0; i < recovers.size(); ++i) {
-    auto epoch = DecodeEpoch(recovers[i], absl::StrCat("recovers_epochs[", i, "]"));
-    if (!epoch.ok()) return epoch.status();
-    decoded.recovers_epochs.push_back(*epoch);
+    HEADWATER_ASSIGN_OR_RETURN(auto epoch, DecodeEpoch(recovers[i], absl::StrCat("recovers_epochs[", i, "]")));
+    decoded.recovers_epochs.push_back(epoch);
   }
   return decoded;
 }
@@ -255,24 +168,16 @@ absl::StatusOr<TakeRequest> DecodeTake(const v1::TakeHeadRequest& request) {
 absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& header) {
   constexpr size_t kMaxUploadIdBytes = 64;
   UploadRequest decoded;
-  auto name = DecodeHeadName(header.name(), "header.name");
-  if (!name.ok()) return name.status();
-  decoded.name = *std::move(name);
-  auto epoch = DecodeEpoch(header.epoch(), "header.epoch");
-  if (!epoch.ok()) return epoch.status();
-  decoded.epoch = *epoch;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.name, DecodeHeadName(header.name(), "header.name"));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.epoch, DecodeEpoch(header.epoch(), "header.epoch"));
   decoded.upload_id = header.upload_id();
   if (decoded.upload_id.empty()) return MissingField("header.upload_id", "1 to 64 bytes");
   if (decoded.upload_id.size() > kMaxUploadIdBytes) {
     return FieldError(ErrorReason::kInvalidField, "header.upload_id", "1 to 64 bytes",
                       absl::StrCat(decoded.upload_id.size(), " bytes"));
   }
-  auto tensor = DecodeTensorKind(header.tensor(), "header.tensor");
-  if (!tensor.ok()) return tensor.status();
-  decoded.tensor = *tensor;
-  auto data_type = DecodeFloatType(header.data_type(), "header.data_type");
-  if (!data_type.ok()) return data_type.status();
-  decoded.data_type = *data_type;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.tensor, DecodeTensorKind(header.tensor(), "header.tensor"));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.data_type, DecodeFloatType(header.data_type(), "header.data_type"));
   decoded.total_bytes = header.total_bytes();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.total_bytes", decoded.total_bytes, 1));
   decoded.checksum = header.checksum();
@@ -289,8 +194,7 @@ absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& 
 
 absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request) {
   constexpr size_t kMaxTextBytes = 1024;
-  auto head = DecodeHeadAtRequiredEpoch(request.name(), request.epoch());
-  if (!head.ok()) return head.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtRequiredEpoch(request.name(), request.epoch()));
   if (request.path().empty()) return MissingField("path", "a file or folder under the server's load root");
   const std::pair<const char*, const std::string*> texts[] = {
       {"path", &request.path()}, {"weight_tensor", &request.weight_tensor()}, {"bias_tensor", &request.bias_tensor()}};
@@ -312,22 +216,17 @@ absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request) {
   if (leaves_root) {
     return FieldError(ErrorReason::kInvalidField, "path", "a relative path without `..`", Quoted(request.path()));
   }
-  return LoadRequest{std::move(head->name), *head->epoch, request.path(), request.weight_tensor(), request.bias_tensor()};
+  return LoadRequest{std::move(head.name), *head.epoch, request.path(), request.weight_tensor(), request.bias_tensor()};
 }
 
 absl::StatusOr<DownloadWeightsRequest> DecodeDownloadWeights(const v1::DownloadWeightsRequest& request) {
   DownloadWeightsRequest decoded;
-  auto head = DecodeHeadAtOptionalEpoch(request.name(), request.epoch());
-  if (!head.ok()) return head.status();
-  decoded.name = std::move(head->name);
-  decoded.epoch = head->epoch;
-  auto tensor = DecodeTensorKind(request.tensor(), "tensor");
-  if (!tensor.ok()) return tensor.status();
-  decoded.tensor = *tensor;
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtOptionalEpoch(request.name(), request.epoch()));
+  decoded.name = std::move(head.name);
+  decoded.epoch = head.epoch;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.tensor, DecodeTensorKind(request.tensor(), "tensor"));
   if (request.data_type() != v1::DATA_TYPE_UNSPECIFIED) {
-    auto data_type = DecodeFloatType(request.data_type(), "data_type");
-    if (!data_type.ok()) return data_type.status();
-    decoded.data_type = *data_type;
+    HEADWATER_ASSIGN_OR_RETURN(decoded.data_type, DecodeFloatType(request.data_type(), "data_type"));
   }
   decoded.offset_bytes = request.offset_bytes();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("offset_bytes", decoded.offset_bytes, 0));
@@ -339,105 +238,62 @@ absl::StatusOr<DownloadWeightsRequest> DecodeDownloadWeights(const v1::DownloadW
 }
 
 absl::StatusOr<DownloadGradientRequest> DecodeDownloadGradient(const v1::DownloadGradientRequest& request) {
-  auto step = DecodeStepRequest(request);
-  if (!step.ok()) return step.status();
-  auto tensor = DecodeTensorKind(request.tensor(), "tensor");
-  if (!tensor.ok()) return tensor.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeStepRequest(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto tensor, DecodeTensorKind(request.tensor(), "tensor"));
   const double factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
   HEADWATER_RETURN_IF_ERROR(CheckFactor("gradient_factor", factor));
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("offset_bytes", request.offset_bytes(), 0));
-  return DownloadGradientRequest{std::move(step->name), step->key,
-                                 *tensor == HeadTensor::kWeight ? HeadTensor::kGradWeight : HeadTensor::kGradBias, factor,
+  return DownloadGradientRequest{std::move(step.name), step.key,
+                                 tensor == HeadTensor::kWeight ? HeadTensor::kGradWeight : HeadTensor::kGradBias, factor,
                                  request.offset_bytes()};
 }
 
 absl::StatusOr<HeadAtEpoch> DecodeGetStep(const v1::GetStepRequest& request) {
-  auto head = DecodeHeadStep(request.has_head(), request.head(), "head", /*step_required=*/false);
-  if (!head.ok()) return head.status();
-  if (!head->epoch.has_value()) return MissingField("head.head_epoch", "the head's epoch, 16 bytes");
-  return HeadAtEpoch{head->head, head->epoch};
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadStep(request.has_head(), request.head(), "head", /*step_required=*/false));
+  if (!head.epoch.has_value()) return MissingField("head.head_epoch", "the head's epoch, 16 bytes");
+  return HeadAtEpoch{head.head, head.epoch};
 }
 
 absl::StatusOr<SealRequest> DecodeSeal(const v1::SealStepRequest& request, const Limits& limits) {
-  auto step = DecodeStepRequest(request);
-  if (!step.ok()) return step.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeStepRequest(request));
   if (!request.has_expected()) return MissingField("expected", "a count or ids");
-  auto expected = DecodeExpected(request.expected(), "expected", limits);
-  if (!expected.ok()) return expected.status();
-  return SealRequest{std::move(step->name), step->key, *std::move(expected), request.wait()};
+  HEADWATER_ASSIGN_OR_RETURN(auto expected, DecodeExpected(request.expected(), "expected", limits));
+  return SealRequest{std::move(step.name), step.key, std::move(expected), request.wait()};
 }
 
 absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& request, const Limits& limits) {
-  auto step = DecodeStepRequest(request);
-  if (!step.ok()) return step.status();
-  ApplyRequest decoded{std::move(step->name), step->key, std::nullopt, {}};
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeStepRequest(request));
+  ApplyRequest decoded{std::move(step.name), step.key, std::nullopt, {}};
   if (request.has_expected()) {
-    auto expected = DecodeExpected(request.expected(), "expected", limits);
-    if (!expected.ok()) return expected.status();
-    decoded.expected = *std::move(expected);
+    HEADWATER_ASSIGN_OR_RETURN(decoded.expected, DecodeExpected(request.expected(), "expected", limits));
   }
-  heads::ApplyArguments& arguments = decoded.arguments;
   if (!request.has_learning_rate()) return MissingField("learning_rate", "a number >= 0 that is finite in float32");
-  arguments.learning_rate = request.learning_rate();
-  HEADWATER_RETURN_IF_ERROR(CheckNotNegative("learning_rate", arguments.learning_rate));
-  arguments.gradient_factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckFactor("gradient_factor", arguments.gradient_factor));
-  // Without it, 0 and infinity say alike that nothing is clipped, as trainers' options have it.
-  if (request.has_max_grad_norm() && request.max_grad_norm() != 0 &&
-      request.max_grad_norm() != std::numeric_limits<double>::infinity()) {
-    HEADWATER_RETURN_IF_ERROR(CheckNumber("max_grad_norm", request.max_grad_norm(), request.max_grad_norm() > 0,
-                                          "a number > 0, or 0 or infinity for no clipping"));
-    arguments.max_grad_norm = request.max_grad_norm();
-  }
-  arguments.other_grad_norm_squared = request.other_grad_norm_squared();
-  HEADWATER_RETURN_IF_ERROR(CheckNumber("other_grad_norm_squared", arguments.other_grad_norm_squared,
-                                        arguments.other_grad_norm_squared >= 0, "a finite number >= 0"));
-  if (request.has_weight_decay()) {
-    HEADWATER_RETURN_IF_ERROR(CheckNotNegative("weight_decay", request.weight_decay()));
-    arguments.weight_decay = request.weight_decay();
-  }
-  if (request.has_beta1()) {
-    HEADWATER_RETURN_IF_ERROR(CheckFraction("beta1", request.beta1(), false));
-    arguments.beta1 = request.beta1();
-  }
-  if (request.has_beta2()) {
-    HEADWATER_RETURN_IF_ERROR(CheckFraction("beta2", request.beta2(), false));
-    arguments.beta2 = request.beta2();
-  }
-  if (request.has_epsilon()) {
-    HEADWATER_RETURN_IF_ERROR(CheckNotNegative("epsilon", request.epsilon()));
-    arguments.epsilon = request.epsilon();
-  }
-  if (request.has_momentum()) {
-    HEADWATER_RETURN_IF_ERROR(CheckFraction("momentum", request.momentum(), false));
-    arguments.momentum = request.momentum();
-  }
+  ReadFields(request, decoded.arguments);
+  // 0 and infinity say alike that nothing is clipped, as trainers' options have it.
+  std::optional<double>& most = decoded.arguments.max_grad_norm;
+  if (most == 0 || most == std::numeric_limits<double>::infinity()) most.reset();
   return decoded;
 }
 
 absl::StatusOr<StepRequest> DecodeDiscardGradient(const v1::DiscardGradientRequest& request) { return DecodeStepRequest(request); }
 
 absl::StatusOr<StepRequest> DecodeGradientNorm(const v1::GetGradientNormRequest& request) {
-  auto step = DecodeStepRequest(request);
-  if (!step.ok()) return step;
-  step->factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckFactor("gradient_factor", step->factor));
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeStepRequest(request));
+  step.factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
+  HEADWATER_RETURN_IF_ERROR(CheckFactor("gradient_factor", step.factor));
   return step;
 }
 
 absl::StatusOr<CheckpointRequest> DecodeSave(const v1::SaveCheckpointRequest& request) {
-  auto head = DecodeHeadAtOptionalEpoch(request.name(), request.epoch());
-  if (!head.ok()) return head.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtOptionalEpoch(request.name(), request.epoch()));
   HEADWATER_RETURN_IF_ERROR(CheckCheckpointName(request.checkpoint()));
-  return CheckpointRequest{std::move(head->name), head->epoch, request.checkpoint(), request.overwrite()};
+  return CheckpointRequest{std::move(head.name), head.epoch, request.checkpoint(), request.overwrite()};
 }
 
 absl::StatusOr<ListCheckpointsRequest> DecodeListCheckpoints(const v1::ListCheckpointsRequest& request) {
-  auto name = DecodeHeadName(request.name(), "name");
-  if (!name.ok()) return name.status();
-  auto page_size = DecodePageSize(request.page_size());
-  if (!page_size.ok()) return page_size.status();
-  ListCheckpointsRequest decoded{*std::move(name), std::nullopt, *page_size};
+  HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(request.name(), "name"));
+  HEADWATER_ASSIGN_OR_RETURN(auto page_size, DecodePageSize(request.page_size()));
+  ListCheckpointsRequest decoded{std::move(name), std::nullopt, page_size};
   if (request.page_token().empty()) return decoded;
   if (!checkpoint::IsValidCheckpointName(request.page_token())) return MadeUpPageToken(request.page_token());
   decoded.after = request.page_token();
@@ -445,28 +301,24 @@ absl::StatusOr<ListCheckpointsRequest> DecodeListCheckpoints(const v1::ListCheck
 }
 
 absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointRequest& request) {
-  auto head = DecodeHeadAtRequiredEpoch(request.name(), request.epoch());
-  if (!head.ok()) return head.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtRequiredEpoch(request.name(), request.epoch()));
   HEADWATER_RETURN_IF_ERROR(CheckCheckpointName(request.checkpoint()));
-  return CheckpointRequest{std::move(head->name), head->epoch, request.checkpoint(), false};
+  return CheckpointRequest{std::move(head.name), head.epoch, request.checkpoint(), false};
 }
 
 absl::StatusOr<CheckpointRequest> DecodeDeleteCheckpoint(const v1::DeleteCheckpointRequest& request) {
-  auto name = DecodeHeadName(request.name(), "name");
-  if (!name.ok()) return name.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(request.name(), "name"));
   HEADWATER_RETURN_IF_ERROR(CheckCheckpointName(request.checkpoint()));
-  return CheckpointRequest{*std::move(name), std::nullopt, request.checkpoint(), false};
+  return CheckpointRequest{std::move(name), std::nullopt, request.checkpoint(), false};
 }
 
 absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHeader& header) {
-  auto head = DecodeHeadStep(header.has_head(), header.head(), "header.head", /*step_required=*/true);
-  if (!head.ok()) return head.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadStep(header.has_head(), header.head(), "header.head", /*step_required=*/true));
   GradientRequest decoded;
-  decoded.name = std::move(head->head);
-  decoded.key = {*head->epoch, *head->step};
-  auto micro_batch = DecodeMicroBatchId(header.has_micro_batch(), header.micro_batch(), "header.micro_batch");
-  if (!micro_batch.ok()) return micro_batch.status();
-  decoded.micro_batch = *micro_batch;
+  decoded.name = std::move(head.head);
+  decoded.key = {*head.epoch, *head.step};
+  HEADWATER_ASSIGN_OR_RETURN(decoded.micro_batch,
+                             DecodeMicroBatchId(header.has_micro_batch(), header.micro_batch(), "header.micro_batch"));
   decoded.attempt = header.attempt();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.attempt", decoded.attempt, 0));
   decoded.row_start = header.row_start();
@@ -475,9 +327,7 @@ absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHea
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.row_count", decoded.row_count, 1));
   decoded.factor = header.has_factor() ? header.factor() : 1;
   HEADWATER_RETURN_IF_ERROR(CheckFactor("header.factor", decoded.factor));
-  auto session = DecodeOptionalSession(header.session_id(), "header.session_id");
-  if (!session.ok()) return session.status();
-  decoded.session = *session;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.session, DecodeOptionalSession(header.session_id(), "header.session_id"));
   return decoded;
 }
 
@@ -511,13 +361,10 @@ absl::StatusOr<DeviceHandle> DecodeHandle(const std::string& bytes, const char* 
 }
 
 absl::StatusOr<DeviceSource> DecodeDeviceSource(const v1::RegisterSharedMemoryRequest& request) {
-  auto memory = DecodeHandle(request.cuda_ipc_handle(), "cuda_ipc_handle");
-  if (!memory.ok()) return memory.status();
-  DeviceSource source = {*memory, std::nullopt};
+  HEADWATER_ASSIGN_OR_RETURN(auto memory, DecodeHandle(request.cuda_ipc_handle(), "cuda_ipc_handle"));
+  DeviceSource source = {memory, std::nullopt};
   if (request.cuda_event_handle().empty()) return source;
-  auto event = DecodeHandle(request.cuda_event_handle(), "cuda_event_handle");
-  if (!event.ok()) return event.status();
-  source.event = *event;
+  HEADWATER_ASSIGN_OR_RETURN(source.event, DecodeHandle(request.cuda_event_handle(), "cuda_event_handle"));
   return source;
 }
 
@@ -525,9 +372,7 @@ absl::StatusOr<DeviceSource> DecodeDeviceSource(const v1::RegisterSharedMemoryRe
 
 absl::StatusOr<RegisterRequest> DecodeRegisterSharedMemory(const v1::RegisterSharedMemoryRequest& request) {
   RegisterRequest decoded;
-  auto session = DecodeSession(request.session_id(), "session_id");
-  if (!session.ok()) return session.status();
-  decoded.session = *session;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.session, DecodeSession(request.session_id(), "session_id"));
   switch (request.source_case()) {
     case v1::RegisterSharedMemoryRequest::kDescriptorToken:
       if (request.descriptor_token().empty()) return MissingField("descriptor_token", "the token that the socket answered");
@@ -541,9 +386,8 @@ absl::StatusOr<RegisterRequest> DecodeRegisterSharedMemory(const v1::RegisterSha
       decoded.source = NamedSource{request.shared_memory_name()};
       break;
     case v1::RegisterSharedMemoryRequest::kCudaIpcHandle: {
-      auto source = DecodeDeviceSource(request);
-      if (!source.ok()) return source.status();
-      decoded.source = *source;
+      HEADWATER_ASSIGN_OR_RETURN(auto source, DecodeDeviceSource(request));
+      decoded.source = source;
       break;
     }
     case v1::RegisterSharedMemoryRequest::SOURCE_NOT_SET:
@@ -562,10 +406,9 @@ absl::StatusOr<RegisterRequest> DecodeRegisterSharedMemory(const v1::RegisterSha
 }
 
 absl::StatusOr<UnregisterRequest> DecodeUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request) {
-  auto session = DecodeSession(request.session_id(), "session_id");
-  if (!session.ok()) return session.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto session, DecodeSession(request.session_id(), "session_id"));
   if (request.region_id().empty()) return MissingField("region_id", "the id that RegisterSharedMemory answered");
-  return UnregisterRequest{*session, request.region_id()};
+  return UnregisterRequest{session, request.region_id()};
 }
 
 }  // namespace headwater::service

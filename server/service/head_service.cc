@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "proto/headwater/v1/spec_codec.h"
 #include "server/checkpoint/weights_reader.h"
-#include "server/group/head_spec_codec.h"
 #include "server/group/shard_plan.h"
 #include "server/observability/logging.h"
 #include "server/service/add_gradient_call.h"
@@ -96,7 +96,7 @@ grpc::Status HeadServiceImpl::CreateHead(grpc::ServerContext* context, const v1:
       auto plan = core_.engine->PlanHead(create->spec);
       if (!plan.ok()) return plan.status();
       response->mutable_head()->set_name(create->name.ToString());
-      group::EncodeHeadSpec(create->spec, response->mutable_head()->mutable_spec());
+      EncodeHeadSpec(create->spec, response->mutable_head()->mutable_spec());
       EncodePlan(*plan, core_.AvailableBytes(), response->mutable_head()->mutable_memory_plan());
       EncodeShards(group::PlanShards(*core_.engine, create->spec.vocab_size), response->mutable_head());
       return absl::OkStatus();

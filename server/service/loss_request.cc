@@ -4,11 +4,15 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/loss_options.h"
+#include "proto/headwater/v1/term_codec.h"
 #include "server/service/field_check.h"
 
 namespace headwater::service {
@@ -62,98 +66,37 @@ std::vector<T> CopyElements(const v1::Tensor& tensor) {
 }
 
 // Finite fp32 elements.
-absl::StatusOr<std::vector<float>> DecodeFloats(const v1::Tensor& tensor, const std::string& field, const TensorRule& rule) {
-  HEADWATER_RETURN_IF_ERROR(CheckVector(tensor, field, rule));
-  std::vector<float> values = CopyElements<float>(tensor);
-  for (size_t i = 0; i < values.size(); ++i) {
-    if (std::isfinite(values[i])) continue;
-    return FieldError(ErrorReason::kInvalidField, field + ".data", "finite elements", absl::StrCat(values[i], " at index ", i));
+absl::Status CheckFloats(const v1::Tensor& tensor, const std::string& field, int64_t size,
+                         int64_t size_max = std::numeric_limits<int64_t>::max()) {
+  HEADWATER_RETURN_IF_ERROR(CheckVector(tensor, field, {v1::DATA_TYPE_FLOAT32, "FLOAT32", size, size_max}));
+  for (size_t i = 0; i < tensor.data().size() / sizeof(float); ++i) {
+    float value = 0;
+    std::memcpy(&value, tensor.data().data() + i * sizeof(float), sizeof(float));
+    if (std::isfinite(value)) continue;
+    return FieldError(ErrorReason::kInvalidField, field + ".data", "finite elements", absl::StrCat(value, " at index ", i));
   }
-  return values;
-}
-
-// One for each row of a term, if the tensor is there.
-absl::StatusOr<std::optional<std::vector<float>>> DecodeRowFloats(bool present, const v1::Tensor& tensor, const std::string& field,
-                                                                  int64_t row_count) {
-  if (!present) return std::optional<std::vector<float>>();
-  auto values = DecodeFloats(tensor, field, {v1::DATA_TYPE_FLOAT32, "FLOAT32", row_count});
-  if (!values.ok()) return values.status();
-  return std::optional<std::vector<float>>(*std::move(values));
+  return absl::OkStatus();
 }
 
 absl::Status UnknownEnum(const std::string& field, const std::string& expected, int value) {
   return FieldError(ErrorReason::kInvalidField, field, expected, absl::StrCat(value));
 }
 
-// Logits are float32, and multiplied by its reciprocal.
-absl::Status CheckTemperature(const std::string& field, double value) {
-  const float reciprocal = static_cast<float>(1 / value);
-  return CheckNumber(field, value, value > 0 && reciprocal > 0 && std::isfinite(reciprocal),
-                     "a finite number > 0 whose reciprocal is a float32 > 0");
+absl::Status CheckClassWeights(const v1::CrossEntropyLoss& loss, const std::string& field, const Limits& limits) {
+  if (!loss.has_class_weights()) return absl::OkStatus();
+  return CheckFloats(loss.class_weights(), field + ".class_weights", -1, limits.max_vocab_size);
 }
 
-absl::StatusOr<CrossEntropyRequest> DecodeCrossEntropy(const v1::CrossEntropyLoss& loss, const std::string& field,
-                                                       const Limits& limits) {
-  CrossEntropyRequest decoded;
-  decoded.label_smoothing = loss.label_smoothing();
-  decoded.z_loss = loss.z_loss();
-  HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".label_smoothing", decoded.label_smoothing,
-                                        decoded.label_smoothing >= 0 && decoded.label_smoothing <= 1, "a number in [0, 1]"));
-  HEADWATER_RETURN_IF_ERROR(CheckNotNegative(field + ".z_loss", decoded.z_loss));
-  if (loss.has_class_weights()) {
-    auto weights =
-        DecodeFloats(loss.class_weights(), field + ".class_weights", {v1::DATA_TYPE_FLOAT32, "FLOAT32", -1, limits.max_vocab_size});
-    if (!weights.ok()) return weights.status();
-    decoded.class_weights = *std::move(weights);
+// What CheckTermOptions() cannot know of a divergence, because only the message has it.
+absl::Status CheckJensenShannon(const v1::JensenShannonLoss& loss, const std::string& field, const Limits& limits) {
+  if (loss.has_hard_loss() && loss.hard_loss_weight() == 0) {
+    return FieldError(ErrorReason::kInvalidCombination, field + ".hard_loss", "nothing, because hard_loss_weight is 0",
+                      "options of the hard loss");
   }
-  if (loss.has_temperature()) decoded.temperature = loss.temperature();
-  HEADWATER_RETURN_IF_ERROR(CheckTemperature(field + ".temperature", decoded.temperature));
-  decoded.token_scaling = loss.token_scaling();
-  return decoded;
-}
-
-absl::StatusOr<JensenShannonRequest> DecodeJensenShannon(const v1::JensenShannonLoss& loss, const std::string& field,
-                                                         const Limits& limits) {
-  JensenShannonRequest decoded;
-  JsdSpec& options = decoded.options;
-  if (loss.has_beta()) options.beta = loss.beta();
-  if (loss.has_student_temperature()) options.student_temperature = loss.student_temperature();
-  if (loss.has_teacher_temperature()) options.teacher_temperature = loss.teacher_temperature();
-  options.hard_loss_weight = loss.hard_loss_weight();
-  HEADWATER_RETURN_IF_ERROR(
-      CheckNumber(field + ".beta", options.beta, options.beta >= 0 && options.beta <= 1, "a number in [0, 1]"));
-  HEADWATER_RETURN_IF_ERROR(CheckTemperature(field + ".student_temperature", options.student_temperature));
-  HEADWATER_RETURN_IF_ERROR(CheckTemperature(field + ".teacher_temperature", options.teacher_temperature));
-  HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".hard_loss_weight", options.hard_loss_weight,
-                                        options.hard_loss_weight >= 0 && options.hard_loss_weight <= 1, "a number in [0, 1]"));
-  if (loss.has_hard_loss()) {
-    if (options.hard_loss_weight == 0) {
-      return FieldError(ErrorReason::kInvalidCombination, field + ".hard_loss", "nothing, because hard_loss_weight is 0",
-                        "options of the hard loss");
-    }
-    if (loss.hard_loss().has_temperature()) {
-      return FieldError(ErrorReason::kInvalidCombination, field + ".hard_loss.temperature",
-                        "nothing, because a divergence's hard loss takes none", absl::StrCat(loss.hard_loss().temperature()));
-    }
-    if (loss.hard_loss().token_scaling()) {
-      return FieldError(ErrorReason::kInvalidCombination, field + ".hard_loss.token_scaling",
-                        "false, because a divergence's hard loss takes none", "true");
-    }
-    auto hard_loss = DecodeCrossEntropy(loss.hard_loss(), field + ".hard_loss", limits);
-    if (!hard_loss.ok()) return hard_loss.status();
-    decoded.hard_loss = *std::move(hard_loss);
+  if (!v1::VocabAlignment_IsValid(loss.vocab_alignment())) {
+    return UnknownEnum(field + ".vocab_alignment", "REFUSE or TRUNCATE_TO_COMMON", loss.vocab_alignment());
   }
-  switch (loss.vocab_alignment()) {
-    case v1::VOCAB_ALIGNMENT_UNSPECIFIED:
-    case v1::VOCAB_ALIGNMENT_REFUSE:
-      break;
-    case v1::VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON:
-      options.truncate_to_common = true;
-      break;
-    default:
-      return UnknownEnum(field + ".vocab_alignment", "REFUSE or TRUNCATE_TO_COMMON", loss.vocab_alignment());
-  }
-  return decoded;
+  return CheckClassWeights(loss.hard_loss(), field + ".hard_loss", limits);
 }
 
 absl::StatusOr<std::optional<int64_t>> DecodeWeightVersion(bool present, int64_t version, const std::string& field) {
@@ -195,37 +138,31 @@ absl::StatusOr<std::optional<SharedRowsRequest>> DecodeSharedRows(bool present, 
 // Which head the teacher is, and of what type its rows are: what each source of them says alike.
 template <typename Source>
 absl::StatusOr<TeacherRequest> DecodeTeacherHead(const Source& source, const std::string& field) {
-  auto name = DecodeHeadName(source.head(), field + ".head");
-  if (!name.ok()) return name.status();
-  auto epoch = DecodeOptionalEpoch(source.head_epoch(), field + ".head_epoch");
-  if (!epoch.ok()) return epoch.status();
-  auto data_type = DecodeFloatType(source.data_type(), field + ".data_type");
-  if (!data_type.ok()) return data_type.status();
-  auto version = DecodeWeightVersion(source.has_expected_weight_version(), source.expected_weight_version(),
-                                     field + ".expected_weight_version");
-  if (!version.ok()) return version.status();
-  return TeacherRequest{*std::move(name), *epoch, *data_type, *version, std::nullopt, std::nullopt};
+  HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(source.head(), field + ".head"));
+  HEADWATER_ASSIGN_OR_RETURN(auto epoch, DecodeOptionalEpoch(source.head_epoch(), field + ".head_epoch"));
+  HEADWATER_ASSIGN_OR_RETURN(auto data_type, DecodeFloatType(source.data_type(), field + ".data_type"));
+  HEADWATER_ASSIGN_OR_RETURN(auto version,
+                             DecodeWeightVersion(source.has_expected_weight_version(), source.expected_weight_version(),
+                                                 field + ".expected_weight_version"));
+  return TeacherRequest{std::move(name), epoch, data_type, version, std::nullopt, std::nullopt};
 }
 
 absl::StatusOr<TeacherRequest> DecodeJoinedTeacher(const v1::JoinedTeacher& joined, const std::string& field, int64_t term_rows) {
-  auto teacher = DecodeTeacherHead(joined, field);
-  if (!teacher.ok()) return teacher;
+  HEADWATER_ASSIGN_OR_RETURN(auto teacher, DecodeTeacherHead(joined, field));
   JoinedTeacherRequest rows;
   rows.join_key = joined.join_key();
   HEADWATER_RETURN_IF_ERROR(ValidateJoinKey(rows.join_key, field + ".join_key"));
   rows.total_row_count = joined.total_row_count();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".total_row_count", rows.total_row_count, 1));
   if (joined.has_row_indices()) {
-    auto indices = DecodeRowIndices(joined.row_indices(), field + ".row_indices", {v1::DATA_TYPE_INT32, "INT32", term_rows},
-                                    rows.total_row_count);
-    if (!indices.ok()) return indices.status();
-    rows.row_indices = *std::move(indices);
+    HEADWATER_ASSIGN_OR_RETURN(rows.row_indices, DecodeRowIndices(joined.row_indices(), field + ".row_indices",
+                                                                  {v1::DATA_TYPE_INT32, "INT32", term_rows}, rows.total_row_count));
   } else if (term_rows > rows.total_row_count) {
     return FieldError(ErrorReason::kInvalidField, field + ".total_row_count",
                       absl::StrCat("at least the term's ", term_rows, " rows, because there are no row_indices"),
                       absl::StrCat(rows.total_row_count));
   }
-  teacher->joined = std::move(rows);
+  teacher.joined = std::move(rows);
   return teacher;
 }
 
@@ -245,17 +182,16 @@ absl::StatusOr<TeacherRequest> DecodeTeacher(const v1::LossTerm& term, const std
       return MissingField(field + ".teacher_hidden", "a teacher, because the loss is jensen_shannon");
   }
   const std::string teacher_field = field + ".teacher_hidden";
-  auto teacher = DecodeTeacherHead(term.teacher_hidden(), teacher_field);
-  if (!teacher.ok()) return teacher;
-  auto rows =
-      DecodeSharedRows(term.teacher_hidden().has_rows(), term.teacher_hidden().rows(), has_session, teacher_field + ".rows");
-  if (!rows.ok()) return rows.status();
-  teacher->rows = *std::move(rows);
+  HEADWATER_ASSIGN_OR_RETURN(auto teacher, DecodeTeacherHead(term.teacher_hidden(), teacher_field));
+  HEADWATER_ASSIGN_OR_RETURN(teacher.rows, DecodeSharedRows(term.teacher_hidden().has_rows(), term.teacher_hidden().rows(),
+                                                            has_session, teacher_field + ".rows"));
   return teacher;
 }
 
 // The top-k teacher of a divergence, which has no other option then than its student_temperature.
-absl::StatusOr<TopKRequest> DecodeTopK(const v1::LossTerm& term, const JsdSpec& loss, const std::string& field, int64_t term_rows) {
+absl::Status CheckTopK(const v1::LossTerm& term, const std::string& field, int64_t term_rows) {
+  JsdSpec loss;
+  ReadFields(term.jensen_shannon(), loss);
   const auto refuse = [&](const char* option, const char* expected, const std::string& actual) {
     return FieldError(ErrorReason::kInvalidCombination, absl::StrCat(field, ".jensen_shannon.", option),
                       absl::StrCat(expected, ", because the teacher is a top_k_teacher"), actual);
@@ -263,140 +199,88 @@ absl::StatusOr<TopKRequest> DecodeTopK(const v1::LossTerm& term, const JsdSpec& 
   if (loss.beta != 0) return refuse("beta", "0", absl::StrCat(loss.beta));
   if (loss.teacher_temperature != 1) return refuse("teacher_temperature", "nothing", absl::StrCat(loss.teacher_temperature));
   if (loss.hard_loss_weight != 0) return refuse("hard_loss_weight", "0", absl::StrCat(loss.hard_loss_weight));
-  if (loss.truncate_to_common) return refuse("vocab_alignment", "nothing", "TRUNCATE_TO_COMMON");
-
+  if (term.jensen_shannon().vocab_alignment() == v1::VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON) {
+    return refuse("vocab_alignment", "nothing", "TRUNCATE_TO_COMMON");
+  }
   const v1::TopKTeacher& teacher = term.top_k_teacher();
   const std::string teacher_field = field + ".top_k_teacher";
-  TopKRequest decoded;
-  decoded.k = teacher.k();
-  decoded.student_temperature = loss.student_temperature;
-  HEADWATER_RETURN_IF_ERROR(CheckRange(teacher_field + ".k", decoded.k, 1, kMaxTopK));
-  const std::string shape = absl::StrCat("[", term_rows, ", ", decoded.k, "]");
+  const std::string shape = absl::StrCat("[", term_rows, ", ", teacher.k(), "]");
   if (!teacher.has_ids()) return MissingField(teacher_field + ".ids", "INT32 " + shape);
   if (!teacher.has_log_probs()) return MissingField(teacher_field + ".log_probs", "FLOAT32 " + shape);
   TensorRule rule = {v1::DATA_TYPE_INT32, "INT32", term_rows};
-  rule.columns = decoded.k;
+  rule.columns = teacher.k();
   HEADWATER_RETURN_IF_ERROR(CheckVector(teacher.ids(), teacher_field + ".ids", rule));
-  decoded.ids = CopyElements<int32_t>(teacher.ids());
   rule.data_type = v1::DATA_TYPE_FLOAT32;
   rule.data_type_name = "FLOAT32";
-  HEADWATER_RETURN_IF_ERROR(CheckVector(teacher.log_probs(), teacher_field + ".log_probs", rule));
-  decoded.log_probs = CopyElements<float>(teacher.log_probs());
-  return decoded;
+  return CheckVector(teacher.log_probs(), teacher_field + ".log_probs", rule);
 }
 
-absl::StatusOr<LossTermRequest> DecodeTerm(const v1::LossTerm& term, const std::string& field, int64_t micro_batch_rows,
-                                           bool has_session, const Limits& limits) {
-  LossTermRequest decoded;
-  auto head = DecodeHeadStep(term.has_head(), term.head(), field + ".head", /*step_required=*/false);
-  if (!head.ok()) return head.status();
-  decoded.head = *std::move(head);
-
-  decoded.row_start = term.row_start();
-  HEADWATER_RETURN_IF_ERROR(CheckRange(field + ".row_start", decoded.row_start, 0, micro_batch_rows));
-  const int64_t rows_left = micro_batch_rows - decoded.row_start;
-  decoded.row_count = term.has_row_count() ? term.row_count() : rows_left;
-  if (term.has_row_count()) {
-    HEADWATER_RETURN_IF_ERROR(CheckRange(field + ".row_count", decoded.row_count, micro_batch_rows == 0 ? 0 : 1, rows_left));
-  }
-
-  decoded.ignore_index = term.has_ignore_index() ? term.ignore_index() : kDefaultIgnoreIndex;
-  decoded.loss_scale = term.has_loss_scale() ? term.loss_scale() : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckFactor(field + ".loss_scale", decoded.loss_scale));
-  decoded.gradient_resolution = term.gradient_resolution();
-  HEADWATER_RETURN_IF_ERROR(
-      CheckNumber(field + ".gradient_resolution", decoded.gradient_resolution,
-                  decoded.gradient_resolution == 0 ||
-                      (decoded.gradient_resolution >= kSmallestGradientResolution && decoded.gradient_resolution <= 1),
-                  "0 or a number in [2^-24, 1]"));
-  auto version =
-      DecodeWeightVersion(term.has_expected_weight_version(), term.expected_weight_version(), field + ".expected_weight_version");
-  if (!version.ok()) return version.status();
-  decoded.expected_weight_version = *version;
-
-  bool targets_required = true;
+// The loss, and that the term has a teacher if and only if the loss takes one.
+absl::Status DecodeLoss(const v1::LossTerm& term, const std::string& field, bool has_session, const Limits& limits,
+                        LossTermRequest* decoded) {
   switch (term.loss_case()) {
-    case v1::LossTerm::kCrossEntropy: {
-      auto loss = DecodeCrossEntropy(term.cross_entropy(), field + ".cross_entropy", limits);
-      if (!loss.ok()) return loss.status();
-      decoded.loss = *std::move(loss);
+    case v1::LossTerm::kCrossEntropy:
       if (term.teacher_source_case() != v1::LossTerm::TEACHER_SOURCE_NOT_SET) {
         return FieldError(ErrorReason::kInvalidCombination, field + ".teacher_source",
                           "no teacher, because the loss is cross_entropy", "a teacher");
       }
-      break;
-    }
+      return CheckClassWeights(term.cross_entropy(), field + ".cross_entropy", limits);
     case v1::LossTerm::kJensenShannon: {
-      auto loss = DecodeJensenShannon(term.jensen_shannon(), field + ".jensen_shannon", limits);
-      if (!loss.ok()) return loss.status();
-      if (term.has_top_k_teacher()) {
-        auto top_k = DecodeTopK(term, loss->options, field, decoded.row_count);
-        if (!top_k.ok()) return top_k.status();
-        decoded.loss = *std::move(top_k);
-        targets_required = false;
-        break;
-      }
-      targets_required = loss->options.hard_loss_weight > 0;
-      decoded.loss = *std::move(loss);
-      auto teacher = DecodeTeacher(term, field, decoded.row_count, has_session);
-      if (!teacher.ok()) return teacher.status();
-      decoded.teacher = *std::move(teacher);
-      break;
+      HEADWATER_RETURN_IF_ERROR(CheckJensenShannon(term.jensen_shannon(), field + ".jensen_shannon", limits));
+      if (term.has_top_k_teacher()) return CheckTopK(term, field, decoded->term.row_count);
+      HEADWATER_ASSIGN_OR_RETURN(decoded->teacher, DecodeTeacher(term, field, decoded->term.row_count, has_session));
+      return absl::OkStatus();
     }
     case v1::LossTerm::LOSS_NOT_SET:
-      return MissingField(field + ".loss", "cross_entropy or jensen_shannon");
+      break;
   }
-
-  if (term.has_targets()) {
-    HEADWATER_RETURN_IF_ERROR(CheckVector(term.targets(), field + ".targets", {v1::DATA_TYPE_INT32, "INT32", decoded.row_count}));
-    decoded.targets = CopyElements<int32_t>(term.targets());
-  } else if (targets_required) {
-    return MissingField(field + ".targets", absl::StrCat("INT32 [", decoded.row_count, "]"));
-  }
-  auto weights = DecodeRowFloats(term.has_token_weights(), term.token_weights(), field + ".token_weights", decoded.row_count);
-  if (!weights.ok()) return weights.status();
-  decoded.token_weights = *std::move(weights);
-  auto entropy_factors =
-      DecodeRowFloats(term.has_entropy_factors(), term.entropy_factors(), field + ".entropy_factors", decoded.row_count);
-  if (!entropy_factors.ok()) return entropy_factors.status();
-  decoded.entropy_factors = *std::move(entropy_factors);
-  auto lse_factors = DecodeRowFloats(term.has_lse_factors(), term.lse_factors(), field + ".lse_factors", decoded.row_count);
-  if (!lse_factors.ok()) return lse_factors.status();
-  decoded.lse_factors = *std::move(lse_factors);
-  return decoded;
+  return MissingField(field + ".loss", "cross_entropy or jensen_shannon");
 }
 
-// The factors of entropy and lse, which only some calls may have.
-absl::Status CheckFactorsAllowed(const MicroBatchRequest& request, const LossTermRequest& term, const std::string& field) {
-  const char* why = nullptr;
-  if (!std::holds_alternative<CrossEntropyRequest>(term.loss)) {
-    why = "nothing, because the loss is jensen_shannon";
-  } else if (!request.backward) {
-    why = "nothing, because the call is FORWARD_ONLY";
-  } else if (request.late_token_factors) {
-    why = "nothing, because of late_token_factors";
+// One value for each of the term's rows.
+absl::Status CheckRowTensors(const v1::LossTerm& message, const LossTerm& term, const std::string& field) {
+  if (message.has_targets()) {
+    HEADWATER_RETURN_IF_ERROR(CheckVector(message.targets(), field + ".targets", {v1::DATA_TYPE_INT32, "INT32", term.row_count}));
+  } else {
+    const auto* jsd = std::get_if<JsdSpec>(&term.loss);
+    if (std::holds_alternative<CrossEntropySpec>(term.loss) || (jsd != nullptr && jsd->hard_loss_weight > 0)) {
+      return MissingField(field + ".targets", absl::StrCat("INT32 [", term.row_count, "]"));
+    }
   }
-  if (why == nullptr || (!term.entropy_factors.has_value() && !term.lse_factors.has_value())) return absl::OkStatus();
-  return FieldError(ErrorReason::kInvalidCombination,
-                    absl::StrCat(field, term.entropy_factors.has_value() ? ".entropy_factors" : ".lse_factors"), why, "factors");
+  const std::tuple<bool, const char*, const v1::Tensor*> tensors[] = {
+      {message.has_token_weights(), ".token_weights", &message.token_weights()},
+      {message.has_entropy_factors(), ".entropy_factors", &message.entropy_factors()},
+      {message.has_lse_factors(), ".lse_factors", &message.lse_factors()}};
+  for (const auto& [is_there, name, tensor] : tensors) {
+    if (is_there) HEADWATER_RETURN_IF_ERROR(CheckFloats(*tensor, field + name, term.row_count));
+  }
+  return absl::OkStatus();
 }
 
-// Combinations that dithering is not built for; those with the head's spec are for CheckHeads().
-absl::Status CheckResolutionAllowed(const MicroBatchRequest& request, const LossTermRequest& term, const std::string& field) {
-  if (term.gradient_resolution == 0) return absl::OkStatus();
-  const char* why = nullptr;
-  const auto* jsd = std::get_if<JensenShannonRequest>(&term.loss);
-  if (!request.backward) {
-    why = "0, because the call is FORWARD_ONLY";
-  } else if (term.entropy_factors.has_value() || term.lse_factors.has_value()) {
-    why = "0, because of the factors of entropy or lse";
-  } else if (jsd != nullptr && jsd->options.hard_loss_weight > 0) {
-    why = "0, because of the hard loss";
-  } else if (std::holds_alternative<TopKRequest>(term.loss)) {
-    why = "0, because of the top_k_teacher";
+absl::StatusOr<LossTermRequest> DecodeTerm(const v1::LossTerm& message, const std::string& field, const MicroBatchRequest& request,
+                                           const Limits& limits) {
+  LossTermRequest decoded;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.head,
+                             DecodeHeadStep(message.has_head(), message.head(), field + ".head", /*step_required=*/false));
+  const int64_t micro_batch_rows = request.row_count;
+  HEADWATER_RETURN_IF_ERROR(CheckRange(field + ".row_start", message.row_start(), 0, micro_batch_rows));
+  const int64_t rows_left = micro_batch_rows - message.row_start();
+  if (message.has_row_count()) {
+    HEADWATER_RETURN_IF_ERROR(CheckRange(field + ".row_count", message.row_count(), micro_batch_rows == 0 ? 0 : 1, rows_left));
   }
-  if (why == nullptr) return absl::OkStatus();
-  return FieldError(ErrorReason::kInvalidCombination, field + ".gradient_resolution", why, absl::StrCat(term.gradient_resolution));
+  LossTerm& term = decoded.term;
+  term = ReadTerm(message);
+  if (!message.has_row_count()) term.row_count = rows_left;
+  HEADWATER_RETURN_IF_ERROR(CheckTermOptions(field, term, request.backward));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.expected_weight_version,
+                             DecodeWeightVersion(message.has_expected_weight_version(), message.expected_weight_version(),
+                                                 field + ".expected_weight_version"));
+  HEADWATER_RETURN_IF_ERROR(DecodeLoss(message, field, request.session.has_value(), limits, &decoded));
+  HEADWATER_RETURN_IF_ERROR(CheckRowTensors(message, term, field));
+  const bool has_factors = message.has_entropy_factors() || message.has_lse_factors();
+  if (!has_factors || !request.late_token_factors) return decoded;
+  return FieldError(ErrorReason::kInvalidCombination, field + (message.has_entropy_factors() ? ".entropy_factors" : ".lse_factors"),
+                    "nothing, because of late_token_factors", "factors");
 }
 
 // Options that only make sense for a micro-batch that is added to a step.
@@ -461,9 +345,8 @@ absl::Status DecodeGradHidden(const v1::MicroBatchHeader& header, MicroBatchRequ
   }
   decoded->grad_hidden_data_type = decoded->data_type;
   if (header.grad_hidden_data_type() != v1::DATA_TYPE_UNSPECIFIED) {
-    auto type = DecodeFloatType(header.grad_hidden_data_type(), "header.grad_hidden_data_type");
-    if (!type.ok()) return type.status();
-    decoded->grad_hidden_data_type = *type;
+    HEADWATER_ASSIGN_OR_RETURN(decoded->grad_hidden_data_type,
+                               DecodeFloatType(header.grad_hidden_data_type(), "header.grad_hidden_data_type"));
   }
   decoded->grad_hidden_scale = header.has_grad_hidden_scale() ? header.grad_hidden_scale() : 1;
   return CheckFactor("header.grad_hidden_scale", decoded->grad_hidden_scale);
@@ -503,26 +386,23 @@ absl::Status DecodeTerms(const v1::MicroBatchHeader& header, const Limits& limit
   const bool wants_log_probability = (decoded->outputs & TokenOutputBit(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY)) != 0;
   for (int i = 0; i < header.terms_size(); ++i) {
     const std::string field = absl::StrCat("header.terms[", i, "]");
-    auto term = DecodeTerm(header.terms(i), field, decoded->row_count, decoded->session.has_value(), limits);
-    if (!term.ok()) return term.status();
-    HEADWATER_RETURN_IF_ERROR(CheckFactorsAllowed(*decoded, *term, field));
-    HEADWATER_RETURN_IF_ERROR(CheckResolutionAllowed(*decoded, *term, field));
-    if (std::holds_alternative<TopKRequest>(term->loss) && (decoded->outputs & ~TokenOutputBit(v1::TOKEN_OUTPUT_LOSS)) != 0) {
+    HEADWATER_ASSIGN_OR_RETURN(auto term, DecodeTerm(header.terms(i), field, *decoded, limits));
+    if (header.terms(i).has_top_k_teacher() && (decoded->outputs & ~TokenOutputBit(v1::TOKEN_OUTPUT_LOSS)) != 0) {
       return FieldError(ErrorReason::kInvalidCombination, "header.outputs",
                         absl::StrCat("no output but LOSS, because terms[", i, "] has a top_k_teacher"), "others");
     }
-    if (wants_log_probability && !term->targets.has_value()) {
+    if (wants_log_probability && !header.terms(i).has_targets()) {
       return FieldError(ErrorReason::kInvalidCombination, "header.outputs",
                         absl::StrCat("no TARGET_LOG_PROBABILITY, because terms[", i, "] has no targets"), "TARGET_LOG_PROBABILITY");
     }
-    if (!decoded->backward && term->head.step.has_value()) {
+    if (!decoded->backward && term.head.step.has_value()) {
       return FieldError(ErrorReason::kInvalidCombination, field + ".head.step", "nothing, because the call is FORWARD_ONLY",
-                        absl::StrCat(*term->head.step));
+                        absl::StrCat(*term.head.step));
     }
     for (size_t earlier = 0; earlier < decoded->terms.size(); ++earlier) {
-      HEADWATER_RETURN_IF_ERROR(CheckSameStep(decoded->terms[earlier], *term, earlier, field));
+      HEADWATER_RETURN_IF_ERROR(CheckSameStep(decoded->terms[earlier], term, earlier, field));
     }
-    decoded->terms.push_back(*std::move(term));
+    decoded->terms.push_back(std::move(term));
   }
   return absl::OkStatus();
 }
@@ -535,23 +415,19 @@ absl::StatusOr<DecisionRequest> DecodeDecision(const Request& request, const Lim
   HEADWATER_RETURN_IF_ERROR(CheckLimit("heads", request.heads_size(), "max_terms", limits.max_terms));
   for (int i = 0; i < request.heads_size(); ++i) {
     const std::string field = absl::StrCat("heads[", i, "]");
-    auto head = DecodeHeadStep(true, request.heads(i), field, /*step_required=*/true);
-    if (!head.ok()) return head.status();
+    HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadStep(true, request.heads(i), field, /*step_required=*/true));
     for (const HeadAtStep& earlier : decoded.heads) {
-      if (SameHead(earlier.name, head->head)) {
-        return FieldError(ErrorReason::kInvalidCombination, field + ".head", "each head once", head->head.ToString() + " twice");
+      if (SameHead(earlier.name, head.head)) {
+        return FieldError(ErrorReason::kInvalidCombination, field + ".head", "each head once", head.head.ToString() + " twice");
       }
     }
-    decoded.heads.push_back({head->head, {*head->epoch, *head->step}});
+    decoded.heads.push_back({head.head, {*head.epoch, *head.step}});
   }
-  auto micro_batch = DecodeMicroBatchId(request.has_micro_batch(), request.micro_batch(), "micro_batch");
-  if (!micro_batch.ok()) return micro_batch.status();
-  decoded.micro_batch = *micro_batch;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.micro_batch,
+                             DecodeMicroBatchId(request.has_micro_batch(), request.micro_batch(), "micro_batch"));
   decoded.attempt = request.attempt();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("attempt", decoded.attempt, 0));
-  auto session = DecodeOptionalSession(request.session_id(), "session_id");
-  if (!session.ok()) return session.status();
-  decoded.session = *session;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.session, DecodeOptionalSession(request.session_id(), "session_id"));
   return decoded;
 }
 
@@ -571,9 +447,8 @@ absl::StatusOr<Id> DecodeId(const std::string& bytes, const std::string& field, 
 template <typename Id>
 absl::StatusOr<std::optional<Id>> DecodeOptionalId(const std::string& bytes, const std::string& field, const char* what) {
   if (bytes.empty()) return std::optional<Id>();
-  auto id = DecodeId<Id>(bytes, field, what);
-  if (!id.ok()) return id.status();
-  return std::optional<Id>(*id);
+  HEADWATER_ASSIGN_OR_RETURN(auto id, DecodeId<Id>(bytes, field, what));
+  return std::optional<Id>(id);
 }
 
 constexpr char kEpochWords[] = "the head's epoch";
@@ -586,20 +461,18 @@ absl::Status DecodePath(const v1::MicroBatchHeader& header, const Limits& limits
   decoded->stripe_count = std::max(header.stripe_count(), 1);
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.stripe_count", decoded->stripe_count, "max_stripes", limits.max_stripes));
   if (decoded->stripe_count > 1) {
-    auto transfer = DecodeId<TransferId>(header.transfer_id(), "header.transfer_id", "drawn at random for this call");
-    if (!transfer.ok()) return transfer.status();
-    decoded->transfer = *transfer;
+    HEADWATER_ASSIGN_OR_RETURN(decoded->transfer,
+                               DecodeId<TransferId>(header.transfer_id(), "header.transfer_id", "drawn at random for this call"));
   } else if (!header.transfer_id().empty()) {
     return FieldError(ErrorReason::kInvalidCombination, "header.transfer_id", "nothing, because stripe_count is not above 1",
                       absl::StrCat(header.transfer_id().size(), " bytes"));
   }
   const bool session = decoded->session.has_value();
-  auto hidden = DecodeSharedRows(header.has_hidden_rows(), header.hidden_rows(), session, "header.hidden_rows");
-  if (!hidden.ok()) return hidden.status();
-  decoded->hidden_rows = *std::move(hidden);
-  auto grad_hidden = DecodeSharedRows(header.has_grad_hidden_rows(), header.grad_hidden_rows(), session, "header.grad_hidden_rows");
-  if (!grad_hidden.ok()) return grad_hidden.status();
-  decoded->grad_hidden_rows = *std::move(grad_hidden);
+  HEADWATER_ASSIGN_OR_RETURN(decoded->hidden_rows,
+                             DecodeSharedRows(header.has_hidden_rows(), header.hidden_rows(), session, "header.hidden_rows"));
+  HEADWATER_ASSIGN_OR_RETURN(auto grad_hidden, DecodeSharedRows(header.has_grad_hidden_rows(), header.grad_hidden_rows(), session,
+                                                                "header.grad_hidden_rows"));
+  decoded->grad_hidden_rows = std::move(grad_hidden);
   if (decoded->grad_hidden_rows.has_value() && !decoded->return_grad_hidden) {
     return FieldError(ErrorReason::kInvalidCombination, "header.grad_hidden_rows", "nothing, because grad_hidden is not returned",
                       "a region");
@@ -653,12 +526,10 @@ absl::StatusOr<DataType> DecodeFloatType(v1::DataType type, const std::string& f
 absl::StatusOr<HeadStepRequest> DecodeHeadStep(bool present, const v1::HeadStep& head_step, const std::string& field,
                                                bool step_required) {
   if (!present) return MissingField(field, "a head");
-  auto name = DecodeHeadName(head_step.head(), field + ".head");
-  if (!name.ok()) return name.status();
-  HeadStepRequest decoded{*std::move(name), std::nullopt, std::nullopt};
-  auto epoch = DecodeOptionalEpoch(head_step.head_epoch(), field + ".head_epoch");
-  if (!epoch.ok()) return epoch.status();
-  decoded.epoch = *epoch;
+  HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(head_step.head(), field + ".head"));
+  HeadStepRequest decoded{std::move(name), std::nullopt, std::nullopt};
+  HEADWATER_ASSIGN_OR_RETURN(auto epoch, DecodeOptionalEpoch(head_step.head_epoch(), field + ".head_epoch"));
+  decoded.epoch = epoch;
   if (head_step.has_step()) {
     HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".step", head_step.step(), 0));
     decoded.step = head_step.step();
@@ -668,17 +539,15 @@ absl::StatusOr<HeadStepRequest> DecodeHeadStep(bool present, const v1::HeadStep&
   return decoded;
 }
 
-absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(const v1::MicroBatchHeader& header, const Limits& limits) {
+absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(v1::MicroBatchHeader message, const Limits& limits) {
   MicroBatchRequest decoded;
-  auto session = DecodeOptionalSession(header.session_id(), "header.session_id");
-  if (!session.ok()) return session.status();
-  decoded.session = *session;
+  decoded.message = std::make_shared<const v1::MicroBatchHeader>(std::move(message));
+  const v1::MicroBatchHeader& header = *decoded.message;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.session, DecodeOptionalSession(header.session_id(), "header.session_id"));
   decoded.attempt = header.attempt();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.attempt", decoded.attempt, 0));
   if (header.has_micro_batch()) {
-    auto micro_batch = DecodeMicroBatchId(true, header.micro_batch(), "header.micro_batch");
-    if (!micro_batch.ok()) return micro_batch.status();
-    decoded.micro_batch = *micro_batch;
+    HEADWATER_ASSIGN_OR_RETURN(decoded.micro_batch, DecodeMicroBatchId(true, header.micro_batch(), "header.micro_batch"));
   }
   HEADWATER_RETURN_IF_ERROR(DecodeModes(header, &decoded));
   HEADWATER_RETURN_IF_ERROR(DecodeHolding(header, &decoded));
@@ -689,9 +558,7 @@ absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(const v1::MicroBatchHea
   decoded.hidden_size = header.hidden_size();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.hidden_size", decoded.hidden_size, 1));
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.hidden_size", decoded.hidden_size, "max_hidden_size", limits.max_hidden_size));
-  auto data_type = DecodeFloatType(header.data_type(), "header.data_type");
-  if (!data_type.ok()) return data_type.status();
-  decoded.data_type = *data_type;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.data_type, DecodeFloatType(header.data_type(), "header.data_type"));
   HEADWATER_RETURN_IF_ERROR(DecodeGradHidden(header, &decoded));
   HEADWATER_RETURN_IF_ERROR(DecodePath(header, limits, &decoded));
   // Before the terms, whose `step` would be blamed for what the whole call is.
@@ -705,15 +572,12 @@ absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(const v1::MicroBatchHea
 }
 
 absl::StatusOr<DecisionRequest> DecodeCommit(const v1::CommitMicroBatchRequest& request, const Limits& limits) {
-  auto decision = DecodeDecision(request, limits);
-  if (!decision.ok()) return decision;
-  decision->arguments.factor = request.has_factor() ? request.factor() : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckFactor("factor", decision->arguments.factor));
+  HEADWATER_ASSIGN_OR_RETURN(auto decision, DecodeDecision(request, limits));
+  decision.arguments.factor = request.has_factor() ? request.factor() : 1;
+  HEADWATER_RETURN_IF_ERROR(CheckFactor("factor", decision.arguments.factor));
   if (request.has_token_factors()) {
-    auto factors =
-        DecodeFloats(request.token_factors(), "token_factors", {v1::DATA_TYPE_FLOAT32, "FLOAT32", -1, limits.max_micro_batch_rows});
-    if (!factors.ok()) return factors.status();
-    decision->arguments.token_factors = *std::move(factors);
+    HEADWATER_RETURN_IF_ERROR(CheckFloats(request.token_factors(), "token_factors", -1, limits.max_micro_batch_rows));
+    decision.arguments.token_factors = CopyElements<float>(request.token_factors());
   }
   return decision;
 }
@@ -724,9 +588,7 @@ absl::StatusOr<DecisionRequest> DecodeDiscard(const v1::DiscardMicroBatchRequest
 
 absl::StatusOr<TransferRowsRequest> DecodeTransferRowsHeader(const v1::TransferRowsHeader& header) {
   TransferRowsRequest decoded;
-  auto transfer = DecodeId<TransferId>(header.transfer_id(), "header.transfer_id", kTransferWords);
-  if (!transfer.ok()) return transfer.status();
-  decoded.transfer = *transfer;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.transfer, DecodeId<TransferId>(header.transfer_id(), "header.transfer_id", kTransferWords));
   decoded.stripe_index = header.stripe_index();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.stripe_index", decoded.stripe_index, 1));
   return decoded;
@@ -734,23 +596,20 @@ absl::StatusOr<TransferRowsRequest> DecodeTransferRowsHeader(const v1::TransferR
 
 absl::StatusOr<StreamTeacherRequest> DecodeStreamTeacherHeader(const v1::StreamTeacherHeader& header, const Limits& limits) {
   StreamTeacherRequest request;
-  auto session = DecodeOptionalSession(header.session_id(), "header.session_id");
-  if (!session.ok()) return session.status();
-  request.session = *session;
+  HEADWATER_ASSIGN_OR_RETURN(request.session, DecodeOptionalSession(header.session_id(), "header.session_id"));
   if (header.tenant().empty()) return MissingField("header.tenant", "tenants/{tenant}");
-  auto tenant = heads::ParseTenantName(header.tenant(), "header.tenant");
-  if (!tenant.ok()) return tenant.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto tenant, heads::ParseTenantName(header.tenant(), "header.tenant"));
   transport::JoinedSet& set = request.set;
-  set.tenant = *std::move(tenant);
+  set.tenant = std::move(tenant);
   set.join_key = header.join_key();
   HEADWATER_RETURN_IF_ERROR(ValidateJoinKey(set.join_key, "header.join_key"));
   set.total_row_count = header.total_row_count();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.total_row_count", set.total_row_count, 1));
   if (header.has_row_indices()) {
-    auto indices = DecodeRowIndices(header.row_indices(), "header.row_indices",
-                                    {v1::DATA_TYPE_INT32, "INT32", -1, limits.max_micro_batch_rows}, set.total_row_count);
-    if (!indices.ok()) return indices.status();
-    request.row_indices = *std::move(indices);
+    HEADWATER_ASSIGN_OR_RETURN(
+        request.row_indices,
+        DecodeRowIndices(header.row_indices(), "header.row_indices",
+                         {v1::DATA_TYPE_INT32, "INT32", -1, limits.max_micro_batch_rows}, set.total_row_count));
     if (request.row_indices.empty()) {
       return FieldError(ErrorReason::kShapeMismatch, "header.row_indices.shape", "at least one row", "[0]");
     }
@@ -758,9 +617,7 @@ absl::StatusOr<StreamTeacherRequest> DecodeStreamTeacherHeader(const v1::StreamT
     HEADWATER_RETURN_IF_ERROR(
         CheckLimit("header.total_row_count", set.total_row_count, "max_micro_batch_rows", limits.max_micro_batch_rows));
   }
-  auto data_type = DecodeFloatType(header.data_type(), "header.data_type");
-  if (!data_type.ok()) return data_type.status();
-  set.data_type = *data_type;
+  HEADWATER_ASSIGN_OR_RETURN(set.data_type, DecodeFloatType(header.data_type(), "header.data_type"));
   set.hidden_size = header.hidden_size();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.hidden_size", set.hidden_size, 1));
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.hidden_size", set.hidden_size, "max_hidden_size", limits.max_hidden_size));

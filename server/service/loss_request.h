@@ -5,13 +5,14 @@
 #define HEADWATER_SERVER_SERVICE_LOSS_REQUEST_H_
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "headwater/kernels/engine.h"
 #include "headwater/kernels/types.h"
 #include "headwater/v1/loss.pb.h"
 #include "headwater/v1/loss_service.pb.h"
@@ -32,30 +33,6 @@ struct HeadStepRequest {
   heads::HeadName head;
   std::optional<heads::Epoch> epoch;
   std::optional<int64_t> step;
-};
-
-// Options of cross entropy, with the class weights owned.
-struct CrossEntropyRequest {
-  double label_smoothing = 0;
-  double z_loss = 0;
-  std::optional<std::vector<float>> class_weights;
-  double temperature = 1;
-  bool token_scaling = false;
-};
-
-// Options of JSD; `options.hard_loss` is not used, `hard_loss` owns it.
-struct JensenShannonRequest {
-  JsdSpec options;
-  CrossEntropyRequest hard_loss;
-};
-
-// A top-k teacher's rows, owned. Decoded from JensenShannonLoss, whose other options it does not take.
-struct TopKRequest {
-  int32_t k = 0;
-  std::vector<int32_t> ids;      // [rows of the term, k]
-  std::vector<float> log_probs;  // [rows of the term, k]
-  double student_temperature = 1;
-  int64_t bytes() const { return static_cast<int64_t>(ids.size() * (sizeof(int32_t) + sizeof(float))); }
 };
 
 // Rows in a region of the call's session.
@@ -83,22 +60,15 @@ struct TeacherRequest {
 
 struct LossTermRequest {
   HeadStepRequest head;
-  int64_t row_start = 0;
-  int64_t row_count = 0;
-  std::optional<std::vector<int32_t>> targets;
-  int32_t ignore_index = kDefaultIgnoreIndex;
-  std::optional<std::vector<float>> token_weights;
-  std::optional<std::vector<float>> entropy_factors;  // this and lse_factors with cross entropy and `backward` only
-  std::optional<std::vector<float>> lse_factors;
-  double gradient_resolution = 0;  // 0, or with `backward`, without factors, a hard loss and a top-k teacher only
-  double loss_scale = 1;
-  std::variant<CrossEntropyRequest, JensenShannonRequest, TopKRequest> loss;
-  std::optional<TeacherRequest> teacher;  // there if and only if the loss is JensenShannonRequest
+  LossTerm
+      term;  // with every default filled in; without heads, a teacher's rows and outputs. Tensors lie in MicroBatchRequest::message
+  std::optional<TeacherRequest> teacher;  // there if and only if the loss is JsdSpec
   std::optional<int64_t> expected_weight_version;
 };
 
 // A micro-batch's header with every default filled in.
 struct MicroBatchRequest {
+  std::shared_ptr<const v1::MicroBatchHeader> message;
   std::optional<heads::SessionId> session;
   std::optional<int64_t> micro_batch;
   int64_t attempt = 0;
@@ -143,7 +113,7 @@ struct DecisionRequest {
   heads::CommitArguments arguments;  // commit only
 };
 
-absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(const v1::MicroBatchHeader& header, const Limits& limits);
+absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(v1::MicroBatchHeader header, const Limits& limits);
 absl::StatusOr<DecisionRequest> DecodeCommit(const v1::CommitMicroBatchRequest& request, const Limits& limits);
 absl::StatusOr<DecisionRequest> DecodeDiscard(const v1::DiscardMicroBatchRequest& request, const Limits& limits);
 

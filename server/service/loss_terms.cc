@@ -11,48 +11,27 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/loss_options.h"
 #include "headwater/kernels/top_k.h"
 #include "server/service/field_check.h"
 
 namespace headwater::service {
 namespace {
 
-// How the cross entropy's options are nested in the term; null where it has none.
-struct CrossEntropyOf {
-  CrossEntropyRequest* options;
-  const char* field;
-};
-
-CrossEntropyOf FindCrossEntropy(LossTermRequest* term) {
-  if (auto* cross_entropy = std::get_if<CrossEntropyRequest>(&term->loss)) return {cross_entropy, ".cross_entropy"};
-  auto* jsd = std::get_if<JensenShannonRequest>(&term->loss);
-  return {jsd != nullptr ? &jsd->hard_loss : nullptr, ".jensen_shannon.hard_loss"};
-}
-
-CrossEntropySpec ToSpec(const CrossEntropyRequest& request) {
-  CrossEntropySpec spec{request.label_smoothing, request.z_loss, {}, request.temperature, request.token_scaling};
-  if (request.class_weights.has_value()) spec.class_weights = *request.class_weights;
-  return spec;
-}
-
-TopKSpec ToSpec(const TopKRequest& request) { return {request.k, request.ids, request.log_probs, request.student_temperature}; }
-
 absl::StatusOr<heads::SubmittedTerm> FindHeads(const Caller& caller, const heads::HeadRegistry& registry,
                                                const LossTermRequest& term) {
   heads::SubmittedTerm submitted;
-  auto head = caller.Find(registry, term.head.head);
-  if (!head.ok()) return head.status();
-  submitted.head = *std::move(head);
+  submitted.term = term.term;
+  HEADWATER_ASSIGN_OR_RETURN(submitted.head, caller.Find(registry, term.head.head));
   submitted.head_epoch = term.head.epoch;
   submitted.step = term.head.step;
   submitted.expected_weight_version = term.expected_weight_version;
   if (!term.teacher.has_value()) return submitted;
-  auto teacher = caller.Find(registry, term.teacher->head);
-  if (!teacher.ok()) return teacher.status();
-  submitted.teacher_head = *std::move(teacher);
+  HEADWATER_ASSIGN_OR_RETURN(submitted.teacher_head, caller.Find(registry, term.teacher->head));
   submitted.teacher_head_epoch = term.teacher->epoch;
   submitted.expected_teacher_weight_version = term.teacher->expected_weight_version;
-  submitted.term.teacher_hidden = {nullptr, term.row_count, submitted.teacher_head->spec().hidden_size, term.teacher->data_type};
+  submitted.term.teacher_hidden = {nullptr, term.term.row_count, submitted.teacher_head->spec().hidden_size,
+                                   term.teacher->data_type};
   return submitted;
 }
 
@@ -78,23 +57,15 @@ absl::Status CheckHeads(const MicroBatchRequest& request, const LossTermRequest&
     return FieldError(ErrorReason::kInvalidCombination, field + ".head.step", "nothing, because the head is frozen",
                       absl::StrCat(*term.head.step));
   }
-  if (term.gradient_resolution != 0) {
-    const auto* cross_entropy = std::get_if<CrossEntropyRequest>(&term.loss);
-    const char* why = nullptr;
-    if (!spec.trainable) {
-      why = "0, because the head is frozen: draws are made of a step";
-    } else if (cross_entropy != nullptr && cross_entropy->label_smoothing > 0 && spec.transform.softcap.has_value()) {
-      why = "0, because of label_smoothing behind the head's softcap";
-    }
-    if (why != nullptr) {
-      return FieldError(ErrorReason::kInvalidCombination, field + ".gradient_resolution", why,
-                        absl::StrCat(term.gradient_resolution));
-    }
+  if (term.term.gradient_resolution != 0 && !spec.trainable) {
+    return FieldError(ErrorReason::kInvalidCombination, field + ".gradient_resolution",
+                      "0, because the head is frozen: draws are made of a step", absl::StrCat(term.term.gradient_resolution));
   }
+  HEADWATER_RETURN_IF_ERROR(CheckTermOptionsWithHead(field, term.term, spec));
   if (!term.teacher.has_value()) return absl::OkStatus();
   const int64_t student_vocab = spec.transform.valid_vocab_size;
   const int64_t teacher_vocab = submitted.teacher_head->spec().transform.valid_vocab_size;
-  if (student_vocab != teacher_vocab && !std::get<JensenShannonRequest>(term.loss).options.truncate_to_common) {
+  if (student_vocab != teacher_vocab && !std::get<JsdSpec>(term.term.loss).truncate_to_common) {
     return FieldError(ErrorReason::kVocabSizeMismatch, field + ".jensen_shannon.vocab_alignment",
                       absl::StrCat("equal vocabularies, or TRUNCATE_TO_COMMON; the student has ", student_vocab, " valid columns"),
                       absl::StrCat(teacher_vocab, " valid columns of the teacher"));
@@ -102,16 +73,19 @@ absl::Status CheckHeads(const MicroBatchRequest& request, const LossTermRequest&
   return absl::OkStatus();
 }
 
-absl::Status FitClassWeights(const HeadSpec& spec, const std::string& field, LossTermRequest* term) {
-  const CrossEntropyOf cross_entropy = FindCrossEntropy(term);
-  if (cross_entropy.options == nullptr || !cross_entropy.options->class_weights.has_value()) return absl::OkStatus();
-  std::vector<float>& weights = *cross_entropy.options->class_weights;
+// Cuts class weights to the columns that have probability.
+absl::Status FitClassWeights(const HeadSpec& spec, const std::string& field, LossTerm* term) {
+  auto* const jsd = std::get_if<JsdSpec>(&term->loss);
+  CrossEntropySpec* const cross_entropy = jsd != nullptr ? &jsd->hard_loss : std::get_if<CrossEntropySpec>(&term->loss);
+  if (cross_entropy == nullptr || cross_entropy->class_weights.data() == nullptr) return absl::OkStatus();
+  absl::Span<const float>& weights = cross_entropy->class_weights;
   const int64_t size = static_cast<int64_t>(weights.size());
   if (size != spec.transform.valid_vocab_size && size != spec.vocab_size) {
-    return FieldError(ErrorReason::kShapeMismatch, absl::StrCat(field, cross_entropy.field, ".class_weights.shape"),
+    return FieldError(ErrorReason::kShapeMismatch,
+                      absl::StrCat(field, jsd != nullptr ? ".jensen_shannon.hard_loss" : ".cross_entropy", ".class_weights.shape"),
                       absl::StrCat("[", spec.transform.valid_vocab_size, "]"), absl::StrCat("[", size, "]"));
   }
-  weights.resize(static_cast<size_t>(spec.transform.valid_vocab_size));  // columns beyond have no probability, so no weight
+  weights = weights.first(static_cast<size_t>(spec.transform.valid_vocab_size));
   return absl::OkStatus();
 }
 
@@ -126,30 +100,6 @@ uint64_t DitherSeed(const MicroBatchRequest& request, size_t index) {
   return seed;
 }
 
-void FillEngineTerm(const LossTermRequest& term, LossTerm* engine_term) {
-  engine_term->row_start = term.row_start;
-  engine_term->row_count = term.row_count;
-  if (term.targets.has_value()) engine_term->targets = *term.targets;
-  engine_term->ignore_index = term.ignore_index;
-  if (term.token_weights.has_value()) engine_term->token_weights = *term.token_weights;
-  if (term.entropy_factors.has_value()) engine_term->entropy_factors = *term.entropy_factors;
-  if (term.lse_factors.has_value()) engine_term->lse_factors = *term.lse_factors;
-  engine_term->loss_scale = term.loss_scale;
-  engine_term->gradient_resolution = term.gradient_resolution;
-  if (const auto* cross_entropy = std::get_if<CrossEntropyRequest>(&term.loss)) {
-    engine_term->loss = ToSpec(*cross_entropy);
-    return;
-  }
-  if (const auto* top_k = std::get_if<TopKRequest>(&term.loss)) {
-    engine_term->loss = ToSpec(*top_k);
-    return;
-  }
-  const JensenShannonRequest& jsd = std::get<JensenShannonRequest>(term.loss);
-  JsdSpec options = jsd.options;
-  options.hard_loss = ToSpec(jsd.hard_loss);
-  engine_term->loss = options;
-}
-
 }  // namespace
 
 std::string TermField(size_t index) { return absl::StrCat("header.terms[", index, "]"); }
@@ -159,15 +109,14 @@ absl::Status BuildTerms(const Caller& caller, const heads::HeadRegistry& registr
   bool any_trainable = false;
   for (size_t i = 0; i < request->terms.size(); ++i) {
     LossTermRequest& term = request->terms[i];
-    auto submitted = FindHeads(caller, registry, term);
-    if (!submitted.ok()) return submitted.status();
-    const HeadSpec& spec = submitted->head->spec();
+    HEADWATER_ASSIGN_OR_RETURN(auto submitted, FindHeads(caller, registry, term));
+    const HeadSpec& spec = submitted.head->spec();
     any_trainable = any_trainable || spec.trainable;
-    HEADWATER_RETURN_IF_ERROR(CheckHeads(*request, term, *submitted, TermField(i)));
-    HEADWATER_RETURN_IF_ERROR(FitClassWeights(spec, TermField(i), &term));
-    FillEngineTerm(term, &submitted->term);
-    if (term.gradient_resolution != 0) submitted->term.dither_seed = DitherSeed(*request, i);
-    submission->terms.push_back(*std::move(submitted));
+    HEADWATER_RETURN_IF_ERROR(CheckHeads(*request, term, submitted, TermField(i)));
+    HEADWATER_RETURN_IF_ERROR(FitClassWeights(spec, TermField(i), &term.term));
+    submitted.term.loss = term.term.loss;
+    if (term.term.gradient_resolution != 0) submitted.term.dither_seed = DitherSeed(*request, i);
+    submission->terms.push_back(std::move(submitted));
   }
   if (any_trainable || !request->micro_batch.has_value()) return absl::OkStatus();
   return FieldError(ErrorReason::kInvalidCombination, "header.micro_batch", "nothing, because every head is frozen",
@@ -198,14 +147,13 @@ std::vector<heads::HeadUse> UseHeads(const heads::Submission& submission) {
 
 absl::Status CheckTargets(const MicroBatchRequest& request, const heads::Submission& submission) {
   for (size_t i = 0; i < request.terms.size(); ++i) {
-    const LossTermRequest& term = request.terms[i];
+    const LossTerm& term = request.terms[i].term;
     const int64_t valid_vocab_size = submission.terms[i].head->spec().transform.valid_vocab_size;
-    if (const auto* top_k = std::get_if<TopKRequest>(&term.loss)) {
-      HEADWATER_RETURN_IF_ERROR(CheckTopKRows(TermField(i) + ".top_k_teacher", ".data", ToSpec(*top_k), valid_vocab_size));
+    if (const auto* top_k = std::get_if<TopKSpec>(&term.loss)) {
+      HEADWATER_RETURN_IF_ERROR(CheckTopKRows(TermField(i) + ".top_k_teacher", ".data", *top_k, valid_vocab_size));
     }
-    if (!term.targets.has_value()) continue;
-    for (size_t row = 0; row < term.targets->size(); ++row) {
-      const int32_t target = (*term.targets)[row];
+    for (size_t row = 0; row < term.targets.size(); ++row) {
+      const int32_t target = term.targets[row];
       if (target == term.ignore_index || (target >= 0 && target < valid_vocab_size)) continue;
       return FieldError(ErrorReason::kTargetOutOfVocab, TermField(i) + ".targets.data",
                         absl::StrCat("ids in [0, ", valid_vocab_size, ") or ignore_index ", term.ignore_index),

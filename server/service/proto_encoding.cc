@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "server/group/head_spec_codec.h"
+#include "proto/headwater/v1/spec_codec.h"
 
 namespace headwater::service {
 namespace {
@@ -24,22 +24,6 @@ void EncodeTime(absl::Time time, google::protobuf::Timestamp* out) {
   absl::Duration rest = time - absl::UnixEpoch();
   out->set_seconds(absl::IDivDuration(rest, absl::Seconds(1), &rest));
   out->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
-}
-
-void EncodeLossSums(const LossSums& sums, v1::LossSums* out) {
-  out->set_loss_sum(sums.loss_sum);
-  out->set_soft_loss_sum(sums.soft_loss_sum);
-  out->set_hard_loss_sum(sums.hard_loss_sum);
-  out->set_z_loss_sum(sums.z_loss_sum);
-  out->set_token_weight_sum(sums.token_weight_sum);
-  out->set_valid_token_count(sums.valid_token_count);
-  out->set_target_weight_sum(sums.target_weight_sum);
-}
-
-void EncodeGradientDither(const GradientDither& dither, v1::GradientDither* out) {
-  out->set_entry_count(dither.entry_count);
-  out->set_squared_error(dither.squared_error);
-  out->set_squared_norm(dither.squared_norm);
 }
 
 void EncodePlan(const MemoryPlan& plan, int64_t available_bytes, v1::MemoryPlan* out) {
@@ -66,7 +50,7 @@ void EncodeShards(const std::vector<VocabShard>& shards, v1::Head* out) {
 
 void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* out) {
   out->set_name(info.name.ToString());
-  group::EncodeHeadSpec(info.spec, out->mutable_spec());
+  EncodeHeadSpec(info.spec, out->mutable_spec());
   out->set_epoch(info.epoch.data(), info.epoch.size());
   for (const heads::Epoch& epoch : info.recovers_epochs) out->add_recovers_epochs(epoch.data(), epoch.size());
   out->set_state(static_cast<v1::HeadState>(info.state));

@@ -20,8 +20,6 @@ namespace headwater::service {
 
 void EncodeDuration(absl::Duration duration, google::protobuf::Duration* out);
 void EncodeTime(absl::Time time, google::protobuf::Timestamp* out);
-void EncodeLossSums(const LossSums& sums, v1::LossSums* out);
-void EncodeGradientDither(const GradientDither& dither, v1::GradientDither* out);
 // `available_bytes`: what the memory budget has room for beside this plan.
 void EncodePlan(const MemoryPlan& plan, int64_t available_bytes, v1::MemoryPlan* out);
 void EncodeShards(const std::vector<VocabShard>& shards, v1::Head* out);

@@ -7,6 +7,7 @@
 
 #include "headwater/kernels/error.h"
 #include "server/observability/logging.h"
+#include "server/service/canonical_header.h"
 #include "server/service/field_check.h"
 #include "server/service/head_request.h"
 #include "server/service/proto_encoding.h"
@@ -21,32 +22,12 @@ using observability::RpcMethod;
 
 // What works, by stable names.
 std::vector<std::string> Features(const ServerCore& core) {
-  std::vector<std::string> features = {"cross_entropy",
-                                       "jensen_shannon",
-                                       "teacher_hidden",
-                                       "explicit_commit",
-                                       "staged",
-                                       "held",
-                                       "token_factors",
-                                       "several_terms",
-                                       "attempts",
-                                       "replay",
-                                       "first_wins",
-                                       "wait",
-                                       "adamw",
-                                       "sgd",
-                                       "add_gradient",
-                                       "closes_step",
-                                       "resumable_upload",
-                                       "download",
-                                       "take_head",
-                                       "attach",
-                                       "tenants",
-                                       "sessions",
-                                       "temperature",
-                                       "token_scaling",
-                                       "entropy_factors",
-                                       "gradient_resolution"};
+  std::vector<std::string> features = {
+      "cross_entropy", "jensen_shannon", "teacher_hidden",   "explicit_commit", "staged",    "held",   "token_factors",
+      "several_terms", "attempts",       "replay",           "first_wins",      "wait",      "adamw",  "sgd",
+      "add_gradient",  "closes_step",    "resumable_upload", "download",        "take_head", "attach", "tenants",
+      "sessions",      "entropy_factors"};
+  for (std::string& name : LaterOptions()) features.push_back(std::move(name));
   if (core.checkpoints != nullptr) features.push_back("checkpoints");
   // Not built for several GPUs.
   if (core.engine->name() != "cuda" || core.engine->devices().size() == 1) features.push_back("top_k_teacher");

@@ -8,10 +8,13 @@ set(parser_sources
   ${product}/client/core/rows/transfer/chunk_wire.cc
   ${product}/kernels/core/digest.cc
   ${product}/kernels/core/error.cc
+  ${product}/kernels/core/head_spec.cc
+  ${product}/kernels/core/loss_options.cc
   ${product}/kernels/core/planned_bytes.cc
   ${product}/kernels/core/types.cc
   ${product}/kernels/cuda/algorithm_cache.cc
   ${product}/proto/headwater/v1/row_chunk_wire.cc
+  ${product}/proto/headwater/v1/term_codec.cc
   ${product}/server/checkpoint/checkpoint_store.cc
   ${product}/server/checkpoint/file_system.cc
   ${product}/server/checkpoint/manifest.cc

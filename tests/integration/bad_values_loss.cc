@@ -259,7 +259,7 @@ std::vector<BadValue> JsdRows() {
   const std::string top_k = "header.terms.top_k_teacher.";
   std::vector<BadValue> rows = {
       {rpc, jsd + "hard_loss", "without a weight", Make(), "INVALID_COMBINATION", kThePath, Jsd()},
-      {rpc, jsd + "hard_loss.temperature", "of a hard loss", Real(1), "INVALID_COMBINATION", kThePath, HardJsd()},
+      {rpc, jsd + "hard_loss.temperature", "of a hard loss", Real(2), "INVALID_COMBINATION", kThePath, HardJsd()},
       {rpc, jsd + "hard_loss.token_scaling", "of a hard loss", Int(1), "INVALID_COMBINATION", kThePath, HardJsd()},
       {rpc, jsd + "vocab_alignment", "unknown", Int(9), "INVALID_FIELD", kThePath, Jsd()},
       {rpc, teacher + "head", "empty", Text(""), "MISSING_FIELD", kThePath, Jsd()},

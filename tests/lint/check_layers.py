@@ -20,7 +20,7 @@ KINDS = [
     ("generated", r"(proto/)?headwater/v1/.*|.*\.pb\.h"),  # and what stands beside it for all
     ("absl_types", r"absl/(status|types)/.*"),
     ("absl", r"absl/.*"),
-    ("machine", r"headwater/kernels/(machine_limits|return_if_error)\.h"),  # what the client takes from there
+    ("machine", r"headwater/kernels/(machine_limits|return_if_error|types)\.h"),  # what the client takes from there
     ("kernels_api", r"headwater/kernels/.*"),
     ("client_core_api", r"headwater/client/(c_api|error|future|options|tensor)\.h"),
     ("client_api", r"headwater/client/.*"),
@@ -77,8 +77,8 @@ TESTS = SERVER | KERNELS | CLIENT | {"client_core", "tests", "test_library", "ke
 
 # Folder: the kinds that files in it may include.
 LAYERS = {
-    "proto": PLAIN | {"protobuf", "generated"},
-    "kernels/include": PLAIN | {"kernels_api"},
+    "proto": PLAIN | {"protobuf", "generated", "kernels_api", "machine"},
+    "kernels/include": PLAIN | {"kernels_api", "machine"},
     "kernels": KERNELS,
     "kernels/reference": KERNELS | {"kernels_reference"},
     "kernels/comm": KERNELS | {"cuda", "nccl", "tls"},
@@ -98,7 +98,7 @@ LAYERS = {
     "client/core": CORE,
     "client/core/include": PLAIN | {"absl", "client_core_api"},
     "client/ctl": CLIENT | {"client_core", "model_files", "grpc"},
-    "client/cpp/include": PLAIN | {"absl", "client_core_api", "client_api"},
+    "client/cpp/include": PLAIN | {"absl", "client_core_api", "client_api", "machine"},
     "tests": TESTS,
     "tests/kernels": KERNELS | {"tests", "test_library", "kernels_reference", "beside", "cuda"},
     "tests/kernels/nccl": {"std", "cuda", "nccl"},  # in place of NCCL

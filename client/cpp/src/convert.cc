@@ -71,8 +71,7 @@ v1::HeadSpec ToProto(const HeadSpec& spec) {
   v1::HeadSpec result;
   WriteFields(spec, result);
   WriteFields(spec, *result.mutable_transform());
-  if (const AdamW* adamw = std::get_if<AdamW>(&spec.optimizer)) WriteFields(*adamw, *result.mutable_optimizer()->mutable_adamw());
-  if (const Sgd* sgd = std::get_if<Sgd>(&spec.optimizer)) WriteFields(*sgd, *result.mutable_optimizer()->mutable_sgd());
+  if (!std::holds_alternative<std::monostate>(spec.optimizer)) EncodeOptimizer(spec.optimizer, result.mutable_optimizer());
   result.set_parallelism(static_cast<v1::Parallelism>(spec.parallelism));
   return result;
 }
@@ -90,20 +89,17 @@ v1::ExpectedMicroBatches ToProto(const ExpectedMicroBatches& expected) {
 
 v1::CrossEntropyLoss ToProto(const CrossEntropyOptions& options) {
   v1::CrossEntropyLoss result;
-  WriteFields(options, result);
+  WriteChangedFields(options, result);
   if (!options.class_weights.empty()) *result.mutable_class_weights() = ToProto(options.class_weights);
-  if (options.temperature != 1) result.set_temperature(options.temperature);
   return result;
 }
 
 v1::JensenShannonLoss ToProto(const JsdOptions& options) {
   v1::JensenShannonLoss result;
-  WriteFields(options, result);
-  const CrossEntropyOptions& hard = options.hard_loss;
+  WriteChangedFields(options, result);
   // Options that were set without a weight for them are sent, so that the server refuses them instead of this side dropping them.
-  const bool hard_loss_set =
-      hard.label_smoothing != 0 || hard.z_loss != 0 || !hard.class_weights.empty() || hard.temperature != 1 || hard.token_scaling;
-  if (options.hard_loss_weight != 0 || hard_loss_set) *result.mutable_hard_loss() = ToProto(hard);
+  v1::CrossEntropyLoss hard_loss = ToProto(options.hard_loss);
+  if (options.hard_loss_weight != 0 || hard_loss.ByteSizeLong() > 0) *result.mutable_hard_loss() = std::move(hard_loss);
   if (options.truncate_to_common) result.set_vocab_alignment(v1::VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON);
   return result;
 }
@@ -111,8 +107,7 @@ v1::JensenShannonLoss ToProto(const JsdOptions& options) {
 HeadSpec FromProto(const v1::HeadSpec& spec) {
   auto result = Read<HeadSpec>(spec);
   ReadFields(spec.transform(), result);
-  if (spec.optimizer().has_adamw()) result.optimizer = Read<AdamW>(spec.optimizer().adamw());
-  if (spec.optimizer().has_sgd()) result.optimizer = Read<Sgd>(spec.optimizer().sgd());
+  result.optimizer = DecodeOptimizer(spec.optimizer());
   if (spec.parallelism() != v1::PARALLELISM_UNSPECIFIED) result.parallelism = static_cast<Parallelism>(spec.parallelism());
   return result;
 }

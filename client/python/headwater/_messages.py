@@ -15,10 +15,10 @@ from headwater._requests import (
     FACTORS,
     TOKEN_OUTPUTS,
     ComputeRequest,
-    CrossEntropyOptions,
+    CrossEntropyFields,
     Expected,
     JoinedRows,
-    JsdOptions,
+    JsdFields,
     StepKey,
     SubmitOptions,
     TeacherRows,
@@ -147,14 +147,11 @@ def tensor_message(values: np.ndarray) -> Any:
     return message
 
 
-def _jensen_shannon(options: JsdOptions) -> Any:
+def _jensen_shannon(options: JsdFields) -> Any:
     return _wire.JensenShannonLoss(
-        beta=options.beta,
-        student_temperature=options.student_temperature,
-        teacher_temperature=options.teacher_temperature,
-        hard_loss_weight=options.hard_loss_weight,
-        hard_loss=_wire.CrossEntropyLoss(**options.hard_loss._asdict()) if options.hard_loss_weight > 0 else None,
+        hard_loss=None if options.hard_loss is None else _wire.CrossEntropyLoss(**dict(options.hard_loss)),
         vocab_alignment=(_wire.VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON if options.truncate_to_common else _wire.VOCAB_ALIGNMENT_REFUSE),
+        **dict(options.fields),
     )
 
 
@@ -204,12 +201,12 @@ def _common_header(options: SubmitOptions, hidden_size: int, data_type: str, gra
 
 
 @functools.lru_cache(maxsize=256)
-def _common_term(head: str, epoch: bytes, ignore_index: int, loss: CrossEntropyOptions | JsdOptions) -> bytes:
+def _common_term(head: str, epoch: bytes, ignore_index: int, loss: CrossEntropyFields | JsdFields) -> bytes:
     return _wire.LossTerm(
         head=_wire.HeadStep(head=head, head_epoch=epoch),
         ignore_index=ignore_index,
-        cross_entropy=_wire.CrossEntropyLoss(**loss._asdict()) if isinstance(loss, CrossEntropyOptions) else None,
-        jensen_shannon=_jensen_shannon(loss) if isinstance(loss, JsdOptions) else None,
+        cross_entropy=_wire.CrossEntropyLoss(**dict(loss.fields)) if isinstance(loss, CrossEntropyFields) else None,
+        jensen_shannon=_jensen_shannon(loss) if isinstance(loss, JsdFields) else None,
     ).SerializeToString()
 
 
@@ -226,7 +223,7 @@ def _own_term(term: TermRequest, row_count: int) -> bytes:
         if (vector := getattr(term, name)) is not None:
             _put(getattr(message, name), vector)
     if term.class_weights is not None:
-        hard_loss = message.jensen_shannon.hard_loss if isinstance(term.loss, JsdOptions) else message.cross_entropy
+        hard_loss = message.jensen_shannon.hard_loss if isinstance(term.loss, JsdFields) else message.cross_entropy
         _put(hard_loss.class_weights, term.class_weights)
     if term.teacher is not None:
         _put_teacher(message, term.teacher)

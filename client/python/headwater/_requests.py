@@ -14,7 +14,7 @@ from headwater import _arrays
 from headwater._arrays import HostArray
 from headwater._errors import invalid_argument, must_be, refused, wrong_shape, wrong_type
 from headwater._memory import DeviceArray, PrivateRows, Rows, torch
-from headwater._types import check_integer, check_not_negative, check_number
+from headwater._types import check_integer, check_number
 
 # Exactly 0 ... n-1, or exactly these ids.
 Expected = int | Sequence[int]
@@ -40,23 +40,24 @@ FACTORS = ("entropy_factors", "lse_factors")
 COMPACTION_SHARE = 1 / 8
 
 
-class CrossEntropyOptions(NamedTuple):
-    """Checked options of a cross entropy."""
+# Options of losses that every server has; for any other, `ServerInfo.features` has its name.
+OPTIONS_OF_01 = {"label_smoothing", "z_loss", "beta", "student_temperature", "teacher_temperature", "hard_loss_weight"}
 
-    label_smoothing: float
-    z_loss: float
-    temperature: float | None  # None: 1, which older servers know, too
-    token_scaling: bool
+# Fields of a message, by name.
+Fields = tuple[tuple[str, float | bool], ...]
 
 
-class JsdOptions(NamedTuple):
-    """Checked options of a Jensen-Shannon divergence."""
+class CrossEntropyFields(NamedTuple):
+    """Options of a cross entropy that are not the default."""
 
-    beta: float
-    student_temperature: float
-    teacher_temperature: float
-    hard_loss_weight: float
-    hard_loss: CrossEntropyOptions
+    fields: Fields
+
+
+class JsdFields(NamedTuple):
+    """Options of a Jensen-Shannon divergence that are not the default."""
+
+    fields: Fields
+    hard_loss: Fields | None  # None: it has none
     truncate_to_common: bool
 
 
@@ -121,7 +122,7 @@ class TermRequest:
     entropy_factors: np.ndarray | None  # (row_count,) float32
     lse_factors: np.ndarray | None  # (row_count,) float32
     loss_scale: float
-    loss: CrossEntropyOptions | JsdOptions
+    loss: CrossEntropyFields | JsdFields
     class_weights: np.ndarray | None  # (valid_vocab_size,) or (vocab_size,) float32
     teacher: TeacherRows | None  # its hidden: (row_count, hidden_size of the teacher)
     expected_weight_version: int | None = None
@@ -131,16 +132,14 @@ class TermRequest:
     @property
     def features(self) -> list[str]:
         """Which of `ServerInfo.features` the term needs: an older server would ignore the fields that they stand for."""
-        loss = self.loss
         has_factors = self.entropy_factors is not None or self.lse_factors is not None
         needed = {
             "entropy_factors": has_factors,
             "gradient_resolution": self.gradient_resolution != 0,
             "top_k_teacher": self.top_k is not None,
         }
-        if isinstance(loss, CrossEntropyOptions):
-            needed.update(temperature=loss.temperature is not None, token_scaling=loss.token_scaling)
-        return [name for name, is_needed in needed.items() if is_needed]
+        options = [name for name, _ in self.loss.fields if name not in OPTIONS_OF_01]
+        return options + [name for name, is_needed in needed.items() if is_needed]
 
 
 class SubmitOptions(NamedTuple):
@@ -309,15 +308,20 @@ def check_top_k(ids: Any, log_probs: Any, row_count: int, valid_vocab_size: int)
     return TopKRows(array.reshape(shape), vector.reshape(shape))
 
 
-def check_cross_entropy(options: Any) -> CrossEntropyOptions:
-    """Options of a cross entropy, or of the one within a divergence."""
-    temperature = check_temperature(getattr(options, "temperature", 1.0), "temperature")
-    return CrossEntropyOptions(
-        label_smoothing=check_number(options.label_smoothing, "label_smoothing", low=0, high=1),
-        z_loss=check_not_negative(options.z_loss, "z_loss"),
-        temperature=None if temperature == 1 else temperature,
-        token_scaling=check_bool(getattr(options, "token_scaling", False), "token_scaling"),
-    )
+def option_fields(options: Any, message: Any) -> Fields:
+    """The numbers and booleans of a message that `options`, a dataclass, has by the same names and not as they are by default.
+
+    Ranges, and which options go together, are the server's to check.
+    """
+    found = []
+    for field in message.DESCRIPTOR.fields:
+        if field.message_type is not None or field.enum_type is not None or not hasattr(options, field.name):
+            continue
+        value = getattr(options, field.name)
+        value = check_bool(value, field.name) if field.type == field.TYPE_BOOL else check_number(value, field.name)
+        if value != getattr(type(options), field.name):
+            found.append((field.name, value))
+    return tuple(found)
 
 
 def check_choice(value: Any, name: str, choices: tuple[str, ...]) -> str:
@@ -443,28 +447,6 @@ def check_micro_batch(contributes: bool, backward: bool, micro_batch: Any) -> in
             "MISSING_FIELD", "micro_batch is required for gradients of a trainable head: k * world_size + rank", field="micro_batch"
         )
     return check_integer(micro_batch, "micro_batch")
-
-
-# The least that is not 0.
-SMALLEST_GRADIENT_RESOLUTION = 2.0**-24
-
-
-def check_gradient_resolution(value: Any) -> float:
-    """0, or a number in [2^-24, 1]."""
-    number = check_number(value, "gradient_resolution")
-    if number != 0 and not SMALLEST_GRADIENT_RESOLUTION <= number <= 1:
-        raise must_be("gradient_resolution", "0 or a number in [2**-24, 1]", number)
-    return number
-
-
-def check_temperature(value: Any, name: str) -> float:
-    """A number > 0. Logits are float32, and multiplied by its reciprocal."""
-    number = check_number(value, name, low=0, low_open=True)
-    with np.errstate(over="ignore", under="ignore"):
-        reciprocal = np.float32(1 / number) if number > 1e-300 else np.float32(np.inf)
-    if not 0 < reciprocal < np.inf:
-        raise must_be(name, "a number > 0 whose reciprocal is a float32 > 0", number)
-    return number
 
 
 def check_token_factors(value: Any) -> np.ndarray | None:

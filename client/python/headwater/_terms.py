@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from headwater import _arrays, _requests
+from headwater import _arrays, _requests, _wire
 from headwater._errors import FailedPreconditionError, invalid_argument, must_be, refused, wrong_shape
 from headwater._memory import Rows
 from headwater._remote import RemoteBackend
-from headwater._requests import DEFAULT_IGNORE_INDEX, FACTORS, JsdOptions, TeacherRows, TermRequest
+from headwater._requests import DEFAULT_IGNORE_INDEX, FACTORS, CrossEntropyFields, JsdFields, TeacherRows, TermRequest
 from headwater._types import HeadSpec, check_factor, check_integer, check_number
 
 P = ParamSpec("P")
@@ -300,14 +300,7 @@ def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str,
     if not isinstance(term, (JSD, JsdCall)) or term.targets is not None:
         targets, may_ignore = _requests.check_targets(term.targets, count, ignore_index, head.spec.valid_size)
     class_weights = _vector(term.class_weights, "class_weights", head.spec.valid_size, head.spec.vocab_size)
-    hard_loss = _requests.check_cross_entropy(term)
     vectors = {name: _vector(getattr(term, name, None), name, count) for name in ("token_weights", *FACTORS)}
-    for name in FACTORS:
-        if vectors[name] is not None and not backward:
-            raise refused(f"{name} multiply gradients, and backward=False computes none: leave them out", name)
-    gradient_resolution = _requests.check_gradient_resolution(term.gradient_resolution)
-    if gradient_resolution != 0 and not backward:
-        raise refused("gradient_resolution is of gradients, and backward=False computes none: leave it out", "gradient_resolution")
     top_k, teacher = None, None
     if isinstance(term, (JSD, JsdCall)):
         if isinstance(term.teacher, TopKTeacher):
@@ -329,12 +322,12 @@ def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str,
         ignore_index=ignore_index,
         **vectors,
         loss_scale=check_factor(term.loss_scale, "loss_scale"),
-        loss=_jsd_options(head, term, hard_loss) if isinstance(term, (JSD, JsdCall)) else hard_loss,
+        loss=_jsd_fields(head, term) if isinstance(term, (JSD, JsdCall)) else CrossEntropyFields(_cross_entropy(term)),
         class_weights=class_weights,
         teacher=teacher,
         top_k=top_k,
         expected_weight_version=None if version is None else check_integer(version, "expected_weight_version"),
-        gradient_resolution=gradient_resolution,
+        gradient_resolution=check_number(term.gradient_resolution, "gradient_resolution"),
     )
 
 
@@ -389,24 +382,22 @@ def _teacher_rows(owner: HeadReference, term: JSD | JsdCall, row_count: int, hid
 
 
 def _top_k_rows(term: JSD | JsdCall, teacher: TopKTeacher, row_count: int, valid_size: int) -> _requests.TopKRows:
-    for name, only in (("beta", 0), ("teacher_temperature", 1), ("hard_loss_weight", 0), ("truncate_to_common", False)):
-        if getattr(term, name) != only:
-            raise refused(f"{name} must be {only} with a TopKTeacher, got {getattr(term, name)}", name)
     for name in ("teacher_hidden", *JOIN_OPTIONS):
         if getattr(term, name) is not None:
             raise refused(f"{name} must be left out: a TopKTeacher has no hidden states", name)
     return _requests.check_top_k(teacher.ids, teacher.log_probs, row_count, valid_size)
 
 
-def _jsd_options(head: HeadReference, term: JSD | JsdCall, hard_loss: _requests.CrossEntropyOptions) -> JsdOptions:
+def _cross_entropy(term: Term) -> _requests.Fields:
+    return _requests.option_fields(term, _wire.CrossEntropyLoss)
+
+
+def _jsd_fields(head: HeadReference, term: JSD | JsdCall) -> JsdFields:
     teacher = None if isinstance(term.teacher, TopKTeacher) else check_head(term.teacher, "teacher", head)
-    hard_loss_weight = check_number(term.hard_loss_weight, "hard_loss_weight", low=0, high=1)
-    if hard_loss_weight == 0 and (term.label_smoothing or term.z_loss or term.class_weights is not None):
-        raise refused(
-            "label_smoothing, z_loss and class_weights belong to the hard loss: set hard_loss_weight > 0", "hard_loss_weight"
-        )
-    if hard_loss_weight > 0 and term.targets is None:
-        raise invalid_argument("MISSING_FIELD", "hard_loss_weight > 0 needs targets", field="targets")
+    fields, hard_loss = _requests.option_fields(term, _wire.JensenShannonLoss), _cross_entropy(term)
+    if term.hard_loss_weight == 0 and (hard_loss or term.class_weights is not None):
+        names = [name for name, _ in hard_loss] + ["class_weights"] * (term.class_weights is not None)
+        raise refused(f"{' and '.join(names)}: of the hard loss alone; set hard_loss_weight > 0", "hard_loss_weight")
     truncate_to_common = _requests.check_bool(term.truncate_to_common, "truncate_to_common")
     student_size = head.spec.valid_size
     teacher_size = student_size if teacher is None else teacher.spec.valid_size
@@ -419,14 +410,7 @@ def _jsd_options(head: HeadReference, term: JSD | JsdCall, hard_loss: _requests.
             expected=student_size,
             actual=teacher_size,
         )
-    return JsdOptions(
-        beta=check_number(term.beta, "beta", low=0, high=1),
-        student_temperature=_requests.check_temperature(term.student_temperature, "student_temperature"),
-        teacher_temperature=_requests.check_temperature(term.teacher_temperature, "teacher_temperature"),
-        hard_loss_weight=hard_loss_weight,
-        hard_loss=hard_loss,
-        truncate_to_common=truncate_to_common,
-    )
+    return JsdFields(fields, hard_loss if term.hard_loss_weight != 0 else None, truncate_to_common)
 
 
 def explained(error: FailedPreconditionError) -> FailedPreconditionError:

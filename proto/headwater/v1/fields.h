@@ -4,14 +4,7 @@
 
 #include <concepts>
 
-// DO(name) for each of up to 16 names, each in a scan of its own by the preprocessor.
-#define HEADWATER_EACH(DO, ...) __VA_OPT__(HEADWATER_EXPAND(HEADWATER_EACH_STEP(DO, __VA_ARGS__)))
-#define HEADWATER_EACH_STEP(DO, name, ...) DO(name) __VA_OPT__(HEADWATER_EACH_AGAIN HEADWATER_NO_ARGUMENTS(DO, __VA_ARGS__))
-#define HEADWATER_EACH_AGAIN() HEADWATER_EACH_STEP
-#define HEADWATER_NO_ARGUMENTS ()
-#define HEADWATER_EXPAND(...) HEADWATER_EXPAND_4(HEADWATER_EXPAND_4(HEADWATER_EXPAND_4(HEADWATER_EXPAND_4(__VA_ARGS__))))
-#define HEADWATER_EXPAND_4(...) HEADWATER_SCAN(HEADWATER_SCAN(HEADWATER_SCAN(HEADWATER_SCAN(__VA_ARGS__))))
-#define HEADWATER_SCAN(...) __VA_ARGS__
+#include "headwater/kernels/each_name.h"
 
 // A field that the message leaves unset keeps the struct's default. An absent optional stays unset in the message.
 #define HEADWATER_READ_FIELD(name)                                            \
@@ -26,8 +19,13 @@
   } else {                                                                                              \
     message.set_##name(static_cast<decltype(message.name())>(value.name));                              \
   }
-// ReadFields() and WriteFields() of two types, in the struct's namespace, where internal::SetField(from, to) converts a field that
-// is read. Only the called direction must compile: a pair may be read-only.
+// Only what differs from the struct's default: a message of an older version stays as that version wrote it.
+#define HEADWATER_WRITE_CHANGED_FIELD(name) \
+  if (!(value.name == Value{}.name)) {      \
+    HEADWATER_WRITE_FIELD(name)             \
+  }
+// ReadFields(), WriteFields() and WriteChangedFields() of two types, in the struct's namespace, where internal::SetField(from, to)
+// converts a field that is read. Only the called direction must compile: a pair may be read-only.
 #define HEADWATER_FIELDS(MessageType, Struct, ...)                         \
   template <std::same_as<MessageType> Message>                             \
   void ReadFields(const Message& message, Struct& value) {                 \
@@ -36,6 +34,10 @@
   template <std::same_as<Struct> Value, std::same_as<MessageType> Message> \
   void WriteFields(const Value& value, Message& message) {                 \
     HEADWATER_EACH(HEADWATER_WRITE_FIELD, __VA_ARGS__)                     \
+  }                                                                        \
+  template <std::same_as<Struct> Value, std::same_as<MessageType> Message> \
+  void WriteChangedFields(const Value& value, Message& message) {          \
+    HEADWATER_EACH(HEADWATER_WRITE_CHANGED_FIELD, __VA_ARGS__)             \
   }
 
 #endif  // HEADWATER_V1_FIELDS_H_

@@ -126,16 +126,16 @@ def test_options_without_a_meaning_are_refused(one_shard, make_head, rng):
             head.jsd(case.hidden, teacher, **{"beta": 0, **options})
         assert error.value.metadata["field"] == field
 
-    for name, value in (
-        ("beta", 0.5),
-        ("teacher_temperature", 2.0),
-        ("hard_loss_weight", 0.5),
-        ("truncate_to_common", True),
-        ("teacher_hidden", case.hidden),
-        ("join_key", "key"),
-        ("outputs", ("lse",)),
+    for name, value, field in (
+        ("beta", 0.5, "header.terms[0].jensen_shannon.beta"),
+        ("teacher_temperature", 2.0, "header.terms[0].jensen_shannon.teacher_temperature"),
+        ("hard_loss_weight", 0.5, "header.terms[0].jensen_shannon.hard_loss_weight"),
+        ("truncate_to_common", True, "header.terms[0].jensen_shannon.vocab_alignment"),
+        ("teacher_hidden", case.hidden, "teacher_hidden"),
+        ("join_key", "key", "join_key"),
+        ("outputs", ("lse",), "outputs"),
     ):
-        expect("INVALID_COMBINATION", name, **{name: value})
+        expect("INVALID_COMBINATION", field, **{name: value})
     ids, log_probs = case.ids, case.log_probs
     for field, reason, teacher in (
         ("ids", "SHAPE_MISMATCH", headwater.TopKTeacher(ids[1:], log_probs[1:])),

@@ -38,12 +38,11 @@ void Check(const heads::HeadName& name) { FUZZ_CHECK(heads::ParseHeadName(name.T
 
 void Check(const service::SharedRowsRequest& rows) { FUZZ_CHECK(!rows.region_id.empty() && rows.offset_bytes >= 0); }
 
-void Check(const service::CrossEntropyRequest& loss) {
+void Check(const CrossEntropySpec& loss) {
   FUZZ_CHECK(loss.label_smoothing >= 0 && loss.label_smoothing <= 1 && loss.z_loss >= 0 && std::isfinite(loss.z_loss));
   FUZZ_CHECK(loss.temperature > 0 && std::isfinite(loss.temperature));
-  if (!loss.class_weights.has_value()) return;
-  FUZZ_CHECK(static_cast<int64_t>(loss.class_weights->size()) <= Limits().max_vocab_size);
-  for (const float weight : *loss.class_weights) FUZZ_CHECK(std::isfinite(weight));
+  FUZZ_CHECK(static_cast<int64_t>(loss.class_weights.size()) <= Limits().max_vocab_size);
+  for (const float weight : loss.class_weights) FUZZ_CHECK(std::isfinite(weight));
 }
 
 void Check(const service::TeacherRequest& teacher, int64_t term_rows) {
@@ -59,50 +58,46 @@ void Check(const service::TeacherRequest& teacher, int64_t term_rows) {
   for (const int32_t index : joined.row_indices) FUZZ_CHECK(index >= 0 && index < joined.total_row_count);
 }
 
-void Check(const service::LossTermRequest& term, const service::MicroBatchRequest& micro_batch) {
-  Check(term.head.head);
+void Check(const service::LossTermRequest& request, const service::MicroBatchRequest& micro_batch) {
+  Check(request.head.head);
+  FUZZ_CHECK(!request.expected_weight_version.has_value() || *request.expected_weight_version >= 0);
+  if (request.head.step.has_value()) FUZZ_CHECK(*request.head.step >= 0 && micro_batch.backward);
+  const LossTerm& term = request.term;
   FUZZ_CHECK(term.row_start >= 0 && term.row_count >= 0 && term.row_start <= micro_batch.row_count);
   FUZZ_CHECK(term.row_count <= micro_batch.row_count - term.row_start);
   const auto rows = static_cast<size_t>(term.row_count);
-  if (term.targets.has_value()) FUZZ_CHECK(term.targets->size() == rows);
-  for (const auto* values : {&term.token_weights, &term.entropy_factors, &term.lse_factors}) {
-    if (!values->has_value()) continue;
-    FUZZ_CHECK((*values)->size() == rows);
-    for (const float value : **values) FUZZ_CHECK(std::isfinite(value));
+  FUZZ_CHECK(term.targets.data() == nullptr || term.targets.size() == rows);
+  for (const absl::Span<const float> values : {term.token_weights, term.entropy_factors, term.lse_factors}) {
+    FUZZ_CHECK(values.data() == nullptr || values.size() == rows);
+    for (const float value : values) FUZZ_CHECK(std::isfinite(value));
   }
+  const bool has_factors = !term.entropy_factors.empty() || !term.lse_factors.empty();
   FUZZ_CHECK(std::isfinite(term.loss_scale));
-  FUZZ_CHECK(!term.expected_weight_version.has_value() || *term.expected_weight_version >= 0);
-  if (term.head.step.has_value()) FUZZ_CHECK(*term.head.step >= 0 && micro_batch.backward);
-  const auto* const jsd = std::get_if<service::JensenShannonRequest>(&term.loss);
-  FUZZ_CHECK(term.teacher.has_value() == (jsd != nullptr));
-  if (term.entropy_factors.has_value() || term.lse_factors.has_value()) {
-    FUZZ_CHECK(jsd == nullptr && micro_batch.backward && !micro_batch.late_token_factors);
-  }
+  const auto* const jsd = std::get_if<JsdSpec>(&term.loss);
+  FUZZ_CHECK(request.teacher.has_value() == (jsd != nullptr));
+  if (has_factors) FUZZ_CHECK(jsd == nullptr && micro_batch.backward && !micro_batch.late_token_factors);
   if (term.gradient_resolution != 0) {
     FUZZ_CHECK(term.gradient_resolution >= kSmallestGradientResolution && term.gradient_resolution <= 1 && micro_batch.backward);
-    FUZZ_CHECK(!term.entropy_factors.has_value() && !term.lse_factors.has_value());
-    FUZZ_CHECK(jsd == nullptr || jsd->options.hard_loss_weight == 0);
+    FUZZ_CHECK(!has_factors && (jsd == nullptr || jsd->hard_loss_weight == 0));
   }
-  if (const auto* const top_k = std::get_if<service::TopKRequest>(&term.loss)) {
+  if (const auto* const top_k = std::get_if<TopKSpec>(&term.loss)) {
     FUZZ_CHECK(top_k->k >= 1 && top_k->k <= kMaxTopK && top_k->student_temperature > 0);
     FUZZ_CHECK(top_k->ids.size() == rows * static_cast<size_t>(top_k->k) && top_k->log_probs.size() == top_k->ids.size());
     FUZZ_CHECK((micro_batch.outputs & ~service::TokenOutputBit(v1::TOKEN_OUTPUT_LOSS)) == 0);
-    FUZZ_CHECK(term.gradient_resolution == 0);
-    FUZZ_CHECK(!term.entropy_factors.has_value() && !term.lse_factors.has_value());
+    FUZZ_CHECK(term.gradient_resolution == 0 && !has_factors);
     return;
   }
   if (jsd == nullptr) {
-    FUZZ_CHECK(term.targets.has_value());
-    return Check(std::get<service::CrossEntropyRequest>(term.loss));
+    FUZZ_CHECK(term.targets.data() != nullptr);
+    return Check(std::get<CrossEntropySpec>(term.loss));
   }
-  const JsdSpec& options = jsd->options;
-  FUZZ_CHECK(options.beta >= 0 && options.beta <= 1 && options.hard_loss_weight >= 0 && options.hard_loss_weight <= 1);
-  FUZZ_CHECK(options.student_temperature > 0 && std::isfinite(options.student_temperature));
-  FUZZ_CHECK(options.teacher_temperature > 0 && std::isfinite(options.teacher_temperature));
-  FUZZ_CHECK(term.targets.has_value() || options.hard_loss_weight == 0);
+  FUZZ_CHECK(jsd->beta >= 0 && jsd->beta <= 1 && jsd->hard_loss_weight >= 0 && jsd->hard_loss_weight <= 1);
+  FUZZ_CHECK(jsd->student_temperature > 0 && std::isfinite(jsd->student_temperature));
+  FUZZ_CHECK(jsd->teacher_temperature > 0 && std::isfinite(jsd->teacher_temperature));
+  FUZZ_CHECK(term.targets.data() != nullptr || jsd->hard_loss_weight == 0);
   Check(jsd->hard_loss);
   FUZZ_CHECK(jsd->hard_loss.temperature == 1 && !jsd->hard_loss.token_scaling);
-  Check(*term.teacher, term.row_count);
+  Check(*request.teacher, term.row_count);
 }
 
 void Check(const service::MicroBatchRequest& request) {
@@ -215,10 +210,6 @@ void Check(const service::ApplyRequest& request) {
   Check(request.name);
   FUZZ_CHECK(request.key.step >= 0);
   if (request.expected.has_value()) Check(*request.expected);
-  const heads::ApplyArguments& arguments = request.arguments;
-  FUZZ_CHECK(std::isfinite(arguments.learning_rate) && arguments.learning_rate >= 0 && std::isfinite(arguments.gradient_factor));
-  FUZZ_CHECK(std::isfinite(arguments.other_grad_norm_squared) && arguments.other_grad_norm_squared >= 0);
-  FUZZ_CHECK(!arguments.max_grad_norm.has_value() || (std::isfinite(*arguments.max_grad_norm) && *arguments.max_grad_norm > 0));
 }
 
 void Check(const service::StepRequest& request) {

@@ -13,8 +13,9 @@ from headwater import _arrays
 from headwater._client import Client
 from headwater._errors import invalid_argument, must_be, refused, wrong_shape, wrong_type
 from headwater._head import Head
-from headwater._requests import DEFAULT_IGNORE_INDEX, check_bool, check_choice, check_gradient_resolution
+from headwater._requests import DEFAULT_IGNORE_INDEX, check_bool, check_choice
 from headwater._terms import TopKTeacher
+from headwater._types import check_number
 from headwater.jax import _program, _traced
 from headwater.jax._submissions import submissions_of
 
@@ -184,7 +185,7 @@ def cross_entropy_options(
         "z_loss": logsumexp_weight,
         "temperature": temperature,
         "token_scaling": token_scaling,
-        "gradient_resolution": check_gradient_resolution(gradient_resolution),
+        "gradient_resolution": check_number(gradient_resolution, "gradient_resolution", low=0, high=1),
     }
 
 
@@ -210,7 +211,7 @@ def jsd_options(
         "teacher_temperature": temperature if teacher_temperature is None else teacher_temperature,
         "hard_loss_weight": hard_loss_weight,
         "truncate_to_common": truncate_to_common,
-        "gradient_resolution": check_gradient_resolution(gradient_resolution),
+        "gradient_resolution": check_number(gradient_resolution, "gradient_resolution", low=0, high=1),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from headwater._contributions import Contribution, found_no_slot, warn_of_held
 from headwater._errors import MicroBatchConflictError, invalid_argument, must_be, refused
 from headwater._head import Head
 from headwater._micro_batches import MicroBatchSource, source_of
-from headwater._requests import TOKEN_OUTPUTS, check_choice, check_gradient_resolution
+from headwater._requests import TOKEN_OUTPUTS, check_choice
 from headwater._terms import JOIN, JOIN_OPTIONS, DivergenceOptions, HardLossOptions, PlainCrossEntropyOptions, TopKTeacher, spread
 from headwater._types import LossResult, check_factor, check_integer, check_number
 from headwater.torch._autograd import (
@@ -133,6 +133,9 @@ class _Loss(torch.nn.Module):
     """The common part of both losses: reduction, scales, outputs, ids, and the way into autograd. Has no parameters."""
 
     differentiable: tuple[str, ...] = ("loss",)
+    ignore_index: int
+    z_loss: float
+    _loss_options: ClassVar[type] = HardLossOptions  # each is an attribute, and goes into every call of the head's
 
     def __init__(self, settings: _CrossEntropySettings | _JsdSettings):
         super().__init__()
@@ -147,12 +150,11 @@ class _Loss(torch.nn.Module):
         self.head = head
         self.reduction = reduction
         self.weight = None if settings.weight is None else tensor_of(settings.weight, "weight")
-        self.ignore_index = settings.ignore_index
-        self.label_smoothing = settings.label_smoothing
-        self.z_loss = settings.z_loss
+        for option in dataclasses.fields(self._loss_options):
+            setattr(self, option.name, getattr(settings, option.name))
         self.loss_scale = None if settings.loss_scale is None else check_factor(settings.loss_scale, "loss_scale")
         self.grad_hidden_scale = check_factor(settings.grad_hidden_scale, "grad_hidden_scale")
-        self.gradient_resolution = check_gradient_resolution(settings.gradient_resolution)
+        self.gradient_resolution = check_number(settings.gradient_resolution, "gradient_resolution")
         if self.gradient_resolution != 0 and not head.spec.trainable:
             raise refused("gradient_resolution is for heads that are trained; this one is frozen", "gradient_resolution")
         self.num_items_in_batch = settings.num_items_in_batch
@@ -178,9 +180,7 @@ class _Loss(torch.nn.Module):
     def _options(self) -> dict[str, Any]:
         """Options of every call of the head's."""
         return {
-            "ignore_index": self.ignore_index,
-            "label_smoothing": self.label_smoothing,
-            "z_loss": self.z_loss,
+            **{option.name: getattr(self, option.name) for option in dataclasses.fields(self._loss_options)},
             "class_weights": self.weight,
             "timeout_s": self._timeout_s,
         }
@@ -473,11 +473,11 @@ class CrossEntropyLoss(_Loss):
         timeout_s: bound of each call, in seconds. None: the client's.
     """
 
+    _loss_options = PlainCrossEntropyOptions
+
     @spread(_CrossEntropySettings)
     def __init__(self, settings: _CrossEntropySettings):
         super().__init__(settings)
-        self.temperature = settings.temperature
-        self.token_scaling = settings.token_scaling
         self.shift = check_integer(int(settings.shift) if isinstance(settings.shift, bool) else settings.shift, "shift")
         self.differentiable = _names(settings.differentiable, "differentiable", _DIFFERENTIABLE)
         self.z_loss_divisor = check_choice(settings.z_loss_divisor, "z_loss_divisor", ("weights", "tokens"))
@@ -508,7 +508,7 @@ class CrossEntropyLoss(_Loss):
         """
         shifted_weights = _shifted(token_weights, self.shift, 0, "token_weights")
         call = self._call_of(hidden, _shifted(targets, self.shift, self.ignore_index, "targets"), shifted_weights)
-        options = {**self._options(), "temperature": self.temperature, "token_scaling": self.token_scaling}
+        options = self._options()
         items = self.num_items_in_batch if num_items_in_batch is None else num_items_in_batch
         if self.z_loss_divisor == "tokens" and self.weight is not None and items is None:
             tokens = _weight_sum(call, call.token_weights, None)
@@ -546,11 +546,9 @@ class JSDLoss(_Loss):
         temperature = settings.temperature
         self._teacher_temperature = settings.teacher_temperature
         self._divergence = {
-            "beta": settings.beta,
+            **{option.name: getattr(settings, option.name) for option in dataclasses.fields(DivergenceOptions)},
             "student_temperature": temperature,
             "teacher_temperature": temperature if settings.teacher_temperature is None else settings.teacher_temperature,
-            "hard_loss_weight": settings.hard_loss_weight,
-            "truncate_to_common": settings.truncate_to_common,
         }
 
     @_outside_graphs

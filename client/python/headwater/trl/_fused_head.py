@@ -19,7 +19,7 @@ except ImportError as error:
 
 from headwater._errors import invalid_argument, must_be, refused
 from headwater._head import Head
-from headwater._requests import check_temperature
+from headwater._types import check_number
 from headwater.torch import CrossEntropyLoss
 from headwater.torch._layer_rows import only_rows, rows_of
 from headwater.torch._remote_head import RemoteHead
@@ -83,7 +83,7 @@ def add_fused_lm_head(
         head if remote is None else remote.head,
         reduction="none",
         ignore_index=IGNORED,
-        temperature=check_temperature(temperature, "temperature"),
+        temperature=check_number(temperature, "temperature", low=0, low_open=True),
         outputs=tuple(_OUTPUTS[name] for name in asked),
         differentiable=tuple(_DIFFERENTIABLE[name] for name in wanted),
     )

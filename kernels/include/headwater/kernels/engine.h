@@ -153,6 +153,10 @@ struct LossTerm {
   float* mean_logits = nullptr;       // of u over the valid vocabulary
   float* log_sum_sq_probs = nullptr;  // ln sum_v p_v^2
 };
+// Names of a term's options, of its tensors and of its outputs, for codecs; the outputs in the order of headwater.v1.TokenOutput.
+#define HEADWATER_TERM_OPTIONS row_start, row_count, ignore_index, loss_scale, gradient_resolution
+#define HEADWATER_TERM_TENSORS targets, token_weights, entropy_factors, lse_factors
+#define HEADWATER_TOKEN_OUTPUTS token_loss, lse, target_log_probability, entropy, argmax, mean_logits, log_sum_sq_probs
 
 // Where the weight's gradient goes.
 enum class GradWeightMode {
@@ -413,10 +417,11 @@ class LossEngine {
   virtual absl::StatusOr<std::unique_ptr<DeviceEvent>> OpenDeviceEvent(const DeviceHandle& handle);
 };
 
-// Checks ranges and combinations (docs/math.md). MakeError(kInvalidField / kInvalidCombination) with `field` in the metadata.
-absl::Status ValidateHeadSpec(const HeadSpec& spec);
+// Checks ranges and combinations (docs/math.md). FieldError(kInvalidField / kInvalidCombination); fields have the names of
+// headwater.v1.HeadSpec behind `path`, which is empty or ends with a dot.
+absl::Status ValidateHeadSpec(const HeadSpec& spec, const std::string& path = "");
 // The same for an optimizer's settings alone: a step's overrides.
-absl::Status ValidateOptimizerSpec(const OptimizerSpec& optimizer);
+absl::Status ValidateOptimizerSpec(const OptimizerSpec& optimizer, const std::string& path = "");
 
 // Runs a small CE and JSD with known results on the engine; for health and start-up. Creates and destroys tiny heads.
 absl::Status SelfTest(LossEngine& engine);

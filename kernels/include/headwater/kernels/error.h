@@ -105,6 +105,9 @@ absl::StatusCode ErrorReasonCode(ErrorReason reason);
 // came, in one sentence without pointers, paths or other tenants' names.
 absl::Status MakeError(ErrorReason reason, const std::string& message, ErrorMetadata metadata = {});
 
+// An error about one field of a request: "field: expected ..., got ...", and the three in the metadata.
+absl::Status FieldError(ErrorReason reason, const std::string& field, const std::string& expected, const std::string& actual);
+
 // The reason that MakeError() put in; kInternal for an error made elsewhere. `status` must not be OK.
 ErrorReason GetErrorReason(const absl::Status& status);
 

@@ -40,6 +40,10 @@ struct LogitTransform {
   bool operator==(const LogitTransform&) const = default;
 };
 
+// Each list of names beside a struct is for codecs, which read and write these fields as the message or JSON has them by the same
+// names. A field that is not in the list needs code of its own in proto/headwater/v1/spec_codec.h.
+#define HEADWATER_LOGIT_TRANSFORM_FIELDS logit_scale, softcap, valid_vocab_size
+
 // "Decoupled Weight Decay Regularization", arXiv:1711.05101, in PyTorch's order of operations.
 struct AdamWSpec {
   double beta1 = 0.9;          // [0, 1)
@@ -48,6 +52,7 @@ struct AdamWSpec {
   double weight_decay = 0.01;  // >= 0
   bool operator==(const AdamWSpec&) const = default;
 };
+#define HEADWATER_ADAMW_FIELDS beta1, beta2, epsilon, weight_decay
 
 // Stochastic gradient descent as torch.optim.SGD defines it.
 struct SgdSpec {
@@ -57,6 +62,7 @@ struct SgdSpec {
   double weight_decay = 0.0;  // >= 0
   bool operator==(const SgdSpec&) const = default;
 };
+#define HEADWATER_SGD_FIELDS momentum, dampening, nesterov, weight_decay
 
 // std::monostate: no optimizer on the server.
 using OptimizerSpec = std::variant<std::monostate, AdamWSpec, SgdSpec>;
@@ -84,16 +90,20 @@ struct HeadSpec {
   Parallelism parallelism = Parallelism::kVocabulary;
   bool operator==(const HeadSpec&) const = default;
 };
+// All but the transform, the optimizer, the staging slots and the parallelism.
+#define HEADWATER_HEAD_SPEC_FIELDS vocab_size, hidden_size, data_type, has_bias, trainable, initial_step
 
 // Cross entropy with PyTorch's joint definition of label smoothing and class weights, plus z_loss * lse^2, of the logits
 // u = z / temperature.
 struct CrossEntropySpec {
-  double label_smoothing = 0.0;           // [0, 1]
-  double z_loss = 0.0;                    // >= 0
-  absl::Span<const float> class_weights;  // [valid_vocab_size], or empty: all 1. Any sign. Host memory of the caller
-  double temperature = 1.0;               // > 0, and its reciprocal a float32 > 0; 1 in JsdSpec::hard_loss
-  bool token_scaling = false;             // loss and gradient times the target's probability, a constant; not in hard_loss
+  double label_smoothing = 0.0;             // [0, 1]
+  double z_loss = 0.0;                      // >= 0
+  absl::Span<const float> class_weights{};  // [valid_vocab_size], or empty: all 1. Any sign. Host memory of the caller
+  double temperature = 1.0;                 // > 0, and its reciprocal a float32 > 0; 1 in JsdSpec::hard_loss
+  bool token_scaling = false;               // loss and gradient times the target's probability, a constant; not in hard_loss
 };
+// All but the class weights. The order is for good: digests of micro-batches follow it (server/service/canonical_header.h).
+#define HEADWATER_CROSS_ENTROPY_OPTIONS label_smoothing, z_loss, temperature, token_scaling
 
 // beta * KL(P||M) + (1 - beta) * KL(Q||M), M = beta P + (1 - beta) Q, P teacher, Q student; beta 0 is KL(P||Q), beta 1 KL(Q||P).
 // A row's loss is (1 - hard_loss_weight) * JSD + hard_loss_weight * CE(hard_loss); CE sees no temperature.
@@ -102,9 +112,11 @@ struct JsdSpec {
   double student_temperature = 1.0;  // > 0
   double teacher_temperature = 1.0;  // > 0
   double hard_loss_weight = 0.0;     // [0, 1]
-  CrossEntropySpec hard_loss;        // used if hard_loss_weight > 0
+  CrossEntropySpec hard_loss{};      // used if hard_loss_weight > 0
   bool truncate_to_common = false;   // renormalize over the common prefix of unequal vocabularies
 };
+// All but the hard loss and truncate_to_common; the order as above.
+#define HEADWATER_JSD_OPTIONS beta, student_temperature, teacher_temperature, hard_loss_weight
 
 // Entries of a row that a top-k teacher may have.
 inline constexpr int32_t kMaxTopK = 1024;

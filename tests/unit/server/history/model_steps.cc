@@ -131,9 +131,9 @@ Expected Model::Seal(const Event& event) {
 
 std::string Model::CheckApply(const ModelHead& head, const heads::ApplyArguments& arguments) const {
   if (std::holds_alternative<std::monostate>(head.spec.optimizer)) return "OPTIMIZER_NOT_CONFIGURED";
+  if (!std::isfinite(arguments.learning_rate) || arguments.learning_rate < 0) return "INVALID_FIELD";
   if (arguments.beta1.has_value() && !std::holds_alternative<AdamWSpec>(head.spec.optimizer)) return "INVALID_COMBINATION";
   if (arguments.momentum.has_value()) return "INVALID_COMBINATION";  // no head here has any
-  if (!std::isfinite(arguments.learning_rate) || arguments.learning_rate < 0) return "INVALID_FIELD";
   return "";
 }
 
