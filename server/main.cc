@@ -239,8 +239,6 @@ constexpr int64_t kLeastWorkerMessageBytes = 2 * group::kDataBytes;
 constexpr int64_t kLeastStalls = 2;
 // Of --min_ping_interval, in what workers leave between two pings: one may come late, and the next one not.
 constexpr double kLongestMinPingInterval = 0.5;
-// For ranks whose leader waits as long as it takes.
-constexpr absl::Duration kLongestStall = absl::Hours(1000);
 // How long a worker waits until it tries to join again, and a leader whose group could not be formed until it begins anew.
 constexpr absl::Duration kJoinInterval = absl::Milliseconds(300);
 constexpr absl::Duration kFormingPause = absl::Milliseconds(300);
@@ -498,7 +496,6 @@ absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, ser
         "--min_ping_interval: expected at most ", absl::FormatDuration(longest_interval), " with --workers, which ping every ",
         absl::FormatDuration(group::kWorkerPingInterval), ", got ", absl::FormatDuration(interval)));
   }
-  assembly.stall_timeout = stall_timeout == absl::ZeroDuration() ? kLongestStall : std::min(stall_timeout, kLongestStall);
   auto made = group::GroupAssembly::Create(std::move(assembly));
   if (!made.ok()) return made.status();
   options->group = *std::move(made);

@@ -225,7 +225,6 @@ void GroupAssembly::Welcome(const Slot& slot, v1::RankWelcome* welcome) {
   welcome->set_thread_count(engine.thread_count);
   welcome->set_deterministic(engine.deterministic);
   welcome->set_setup_timeout_ms(absl::ToInt64Milliseconds(options_.setup_timeout));
-  welcome->set_stall_timeout_ms(absl::ToInt64Milliseconds(options_.stall_timeout));
 }
 
 GroupAssembly::OwnRanks GroupAssembly::MakeOwnRanks(const std::vector<std::string>& addresses, const std::string& secret,
@@ -238,7 +237,7 @@ GroupAssembly::OwnRanks GroupAssembly::MakeOwnRanks(const std::vector<std::strin
       [&](size_t rank) {
         auto communicator =
             meetings_[rank]->Meet(static_cast<int32_t>(rank), addresses, secret, absl::ToChronoMilliseconds(options_.setup_timeout),
-                                  absl::ToChronoMilliseconds(options_.stall_timeout), [&] { return has_failed.load(); });
+                                  [&] { return has_failed.load(); });
         if (!communicator.ok()) return communicator.status();
         EngineOptions& engine = engines[rank];
         engine.device_index = options_.engine.device_index + static_cast<int32_t>(rank);

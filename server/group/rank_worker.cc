@@ -249,9 +249,8 @@ class Worker {
     }
     if (static_cast<int32_t>(addresses.size()) != welcome.world_size()) return Malformed("the addresses");
     if (welcome.rank() < 1 || welcome.rank() >= welcome.world_size()) return Malformed("the rank");
-    auto communicator =
-        meeting.Meet(welcome.rank(), addresses, welcome.secret(), std::chrono::milliseconds(welcome.setup_timeout_ms()),
-                     std::chrono::milliseconds(welcome.stall_timeout_ms()), [this] { return voice_.ended(); });
+    auto communicator = meeting.Meet(welcome.rank(), addresses, welcome.secret(),
+                                     std::chrono::milliseconds(welcome.setup_timeout_ms()), [this] { return voice_.ended(); });
     if (!communicator.ok()) return communicator.status();
     EngineOptions engine_options;
     engine_options.group.rank = welcome.rank();

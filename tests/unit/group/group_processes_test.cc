@@ -375,7 +375,6 @@ TEST(GroupProcesses, AnOwnRankThatFailsInACallKeepsNobodyWaiting) {
   for (const int32_t failing : {0, 1}) {
     for (const bool has_flow : {false, true}) {
       group::AssemblyOptions options = SixRanks();
-      options.stall_timeout = absl::Hours(1);
       options.make_engine = [failing](const EngineOptions& one) -> Made {
         Made made = CreateCpuEngine(one);
         if (one.group.rank == failing && made.ok()) made = std::make_unique<FailingEngine>(*std::move(made));
