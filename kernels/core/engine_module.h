@@ -13,7 +13,7 @@
 namespace headwater {
 
 // Rises when engine.h, types.h or a symbol below changes in a way that code compiled against the former text would misread.
-inline constexpr int kEngineInterfaceNumber = 6;
+inline constexpr int kEngineInterfaceNumber = 7;
 
 // What both sides must have been compiled with: version, interface number, sizes of what crosses the boundary, and the ABIs of
 // compiler, standard library and Abseil.

@@ -20,7 +20,7 @@
 #include "server/observability/monotonic_clock.h"
 #include "server/scheduler/repeated_task.h"
 #include "server/service/retry_after.h"
-#include "server/service/watched_engine.h"
+#include "server/service/stall_clock.h"
 
 namespace headwater::service {
 
@@ -102,7 +102,7 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
         absl::StrCat("engine_stall_timeout: expected a duration >= 0, got ", absl::FormatDuration(options.engine_stall_timeout)));
   }
   if (options.engine_stall_timeout > absl::ZeroDuration()) {
-    engine = std::make_unique<WatchedEngine>(std::move(engine), options.engine_stall_timeout);
+    engine->Observe(std::make_shared<StallClock>(options.engine_stall_timeout));
   }
   std::unique_ptr<ServerCore> core(new ServerCore(options, std::move(engine)));
   core->access = *std::move(access);
