@@ -30,8 +30,6 @@ constexpr int64_t kLeastWorkerMessageBytes = 2 * group::kDataBytes;
 constexpr int64_t kLeastStalls = 2;
 // Of --min_ping_interval, in what workers leave between two pings: one may come late, and the next one not.
 constexpr double kLongestMinPingInterval = 0.5;
-// For ranks whose leader waits as long as it takes.
-constexpr absl::Duration kLongestStall = absl::Hours(1000);
 // How long ranks with GPUs may take to meet, and to make their engines: a first context on each of many GPUs takes its time.
 constexpr absl::Duration kCudaSetupTimeout = absl::Minutes(2);
 
@@ -92,7 +90,6 @@ absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, ser
         "--min_ping_interval: expected at most ", absl::FormatDuration(longest_interval), " with --workers, which ping every ",
         absl::FormatDuration(group::kWorkerPingInterval), ", got ", absl::FormatDuration(interval)));
   }
-  assembly.stall_timeout = stall_timeout == absl::ZeroDuration() ? kLongestStall : std::min(stall_timeout, kLongestStall);
   HEADWATER_ASSIGN_OR_RETURN(auto made, group::GroupAssembly::Create(std::move(assembly)));
   options->group = std::move(made);
   const int32_t workers = absl::GetFlag(FLAGS_workers);

@@ -96,8 +96,7 @@ class InProcessCommunicator final : public Communicator {
 
   absl::Status AllReduceSum(float* data, int64_t count) override { return Reduce(data, count, "sum of float", Add<float>); }
   absl::Status AllReduceSum(double* data, int64_t count) override { return Reduce(data, count, "sum of double", Add<double>); }
-  absl::Status AllReduceMax(float* data, int64_t count) override { return Reduce(data, count, "max of float", Max<float>); }
-  absl::Status AllReduceMax(double* data, int64_t count) override { return Reduce(data, count, "max of double", Max<double>); }
+  absl::Status AllReduceMax(double* data, int64_t count) override { return Reduce(data, count, "max of double", Max); }
 
   absl::Status AllGather(const double* data, int64_t count, double* out) override {
     comm::CollectiveClock::Collective collective(clock_);
@@ -138,10 +137,6 @@ class InProcessCommunicator final : public Communicator {
     return meeting_->Wait();
   }
 
-  absl::Status Barrier() override {
-    const comm::CollectiveClock::Collective collective(clock_);
-    return meeting_->Wait();
-  }
   void Abort(const absl::Status& reason) override { meeting_->Abort(reason); }
   absl::Status status() const override { return meeting_->status(); }
   CommunicatorTimes times() const override { return clock_.times(); }
@@ -157,8 +152,7 @@ class InProcessCommunicator final : public Communicator {
   static T Add(T a, T b) {
     return a + b;
   }
-  template <typename T>
-  static T Max(T a, T b) {
+  static double Max(double a, double b) {
     if (a != a) return a;
     if (b != b) return b;
     return a > b ? a : b;
@@ -166,6 +160,7 @@ class InProcessCommunicator final : public Communicator {
 
   template <typename T>
   absl::Status Reduce(T* data, int64_t count, const char* operation, T (*combine)(T, T)) {
+    if (world_size() == 1) return status();
     comm::CollectiveClock::Collective collective(clock_);
     absl::Status status = meeting_->Publish(rank_, {data, count, operation});
     if (!status.ok()) return status;
@@ -185,45 +180,10 @@ class InProcessCommunicator final : public Communicator {
   comm::CollectiveClock clock_;
 };
 
-// One rank: every result is what it brought.
-class SingleCommunicator final : public Communicator {
- public:
-  int32_t rank() const override { return 0; }
-  int32_t world_size() const override { return 1; }
-  absl::Status AllReduceSum(float*, int64_t) override { return status(); }
-  absl::Status AllReduceSum(double*, int64_t) override { return status(); }
-  absl::Status AllReduceMax(float*, int64_t) override { return status(); }
-  absl::Status AllReduceMax(double*, int64_t) override { return status(); }
-  absl::Status AllGather(const double* data, int64_t count, double* out) override {
-    std::copy_n(data, count, out);
-    return status();
-  }
-  absl::Status ReduceScatterSum(float*, absl::Span<const int64_t>) override { return status(); }
-  absl::Status AllGatherParts(void*, absl::Span<const int64_t>) override { return status(); }
-  absl::Status Barrier() override { return status(); }
-  void Abort(const absl::Status& reason) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (reason_.ok()) reason_ = reason;
-  }
-  absl::Status status() const override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return reason_;
-  }
-  CommunicatorTimes times() const override { return {}; }
-
- private:
-  mutable std::mutex mutex_;
-  absl::Status reason_;
-};
-
 }  // namespace
 
 std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(int32_t world_size) {
   std::vector<std::unique_ptr<Communicator>> communicators;
-  if (world_size == 1) {
-    communicators.push_back(std::make_unique<SingleCommunicator>());
-    return communicators;
-  }
   const auto meeting = std::make_shared<Meeting>(world_size);
   for (int32_t rank = 0; rank < world_size; ++rank) {
     communicators.push_back(std::make_unique<InProcessCommunicator>(meeting, rank));

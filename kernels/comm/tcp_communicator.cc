@@ -32,8 +32,6 @@ namespace {
 // Reductions of at most so many bytes take one exchange.
 constexpr int64_t kSmallBytes = 8192;
 constexpr int64_t kGrain = 64;
-// Silence is counted in looks of at most so long: a process that was stopped for a while has not heard the others either.
-constexpr std::chrono::seconds kLongestLook(1);
 
 struct Header {
   uint64_t sequence = 0;
@@ -42,14 +40,13 @@ struct Header {
   bool operator==(const Header&) const = default;
 };
 
-enum Operation : int64_t { kGather = 1, kSumFloat, kSumDouble, kMaxFloat, kMaxDouble, kBarrier, kScatterSum, kGatherParts };
+enum Operation : int64_t { kGather = 1, kSumFloat, kSumDouble, kMax, kScatterSum, kGatherParts };
 
 template <typename T>
 T Add(T a, T b) {
   return a + b;
 }
-template <typename T>
-T Max(T a, T b) {
+double Max(double a, double b) {
   if (a != a) return a;
   if (b != b) return b;
   return a > b ? a : b;
@@ -58,16 +55,15 @@ T Max(T a, T b) {
 class TcpCommunicator final : public Communicator {
  public:
   // peers[r] is connected with rank r; the own one is empty.
-  TcpCommunicator(int32_t rank, std::vector<Socket> peers, std::chrono::milliseconds stall_timeout)
-      : rank_(rank), peers_(std::move(peers)), stall_timeout_(stall_timeout), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+  TcpCommunicator(int32_t rank, std::vector<Socket> peers)
+      : rank_(rank), peers_(std::move(peers)), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
 
   int32_t rank() const override { return rank_; }
   int32_t world_size() const override { return static_cast<int32_t>(peers_.size()); }
 
   absl::Status AllReduceSum(float* data, int64_t count) override { return Reduce(data, count, kSumFloat, Add<float>); }
   absl::Status AllReduceSum(double* data, int64_t count) override { return Reduce(data, count, kSumDouble, Add<double>); }
-  absl::Status AllReduceMax(float* data, int64_t count) override { return Reduce(data, count, kMaxFloat, Max<float>); }
-  absl::Status AllReduceMax(double* data, int64_t count) override { return Reduce(data, count, kMaxDouble, Max<double>); }
+  absl::Status AllReduceMax(double* data, int64_t count) override { return Reduce(data, count, kMax, Max); }
 
   absl::Status AllGather(const double* data, int64_t count, double* out) override { return Gather(data, count, kGather, out); }
 
@@ -100,12 +96,6 @@ class TcpCommunicator final : public Communicator {
         [&](size_t rank) {
           return In{bytes + bounds[rank], size_of(rank)};
         });
-  }
-
-  absl::Status Barrier() override {
-    CollectiveClock::Collective collective(clock_);
-    return Exchange(
-        &collective, {++sequence_, 0, kBarrier}, [](size_t) { return Out{}; }, [](size_t) { return In{}; });
   }
 
   void Abort(const absl::Status& reason) override {
@@ -144,7 +134,6 @@ class TcpCommunicator final : public Communicator {
     size_t sent = 0;
     size_t received = 0;
     Header header;
-    Clock::duration silence{0};  // for which nothing has come from the rank, or been taken by it once all has come
     size_t to_send() const { return sizeof(Header) + out.bytes - sent; }
     size_t to_receive() const { return sizeof(Header) + in.bytes - received; }
   };
@@ -237,55 +226,32 @@ class TcpCommunicator final : public Communicator {
   }
 
   absl::Status Move(CollectiveClock::Collective* collective, const Header& header) {
-    Clock::time_point last_look = Clock::now();
     bool all_here = false;
     while (true) {
       {
         std::lock_guard<std::mutex> lock(mutex_);
         if (!reason_.ok()) return reason_;
       }
-      const Clock::time_point now = Clock::now();
-      const Clock::duration look = std::min<Clock::duration>(now - last_look, kLongestLook);
-      last_look = now;
-      Clock::duration longest_silence{0};
       bool none_missing = true;
       polled_.assign(1, pollfd{wake_.fd(), POLLIN, 0});
       for (size_t rank = 0; rank < peers_.size(); ++rank) {
         if (!peers_[rank].open()) continue;
         Progress& one = progress_[rank];
-        one.silence += look;
         absl::Status status = MoveOne(header, rank);
         if (!status.ok()) return status;
         none_missing = none_missing && one.received >= sizeof(Header);
         const int events = (one.to_send() > 0 ? POLLOUT : 0) | (one.to_receive() > 0 ? POLLIN : 0);
         if (events == 0) continue;
         polled_.push_back({peers_[rank].fd(), static_cast<short>(events), 0});
-        longest_silence = std::max(longest_silence, one.silence);
       }
       if (none_missing && !all_here) {
         all_here = true;
         collective->EveryRankIsHere();
       }
       if (polled_.size() == 1) return absl::OkStatus();
-      if (longest_silence >= stall_timeout_) return Stalled();
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(stall_timeout_ - longest_silence);
-      const auto wait = std::min<std::chrono::milliseconds>(left + std::chrono::milliseconds(1), kLongestLook);
-      if (poll(polled_.data(), polled_.size(), static_cast<int>(wait.count())) < 0 && errno != EINTR) {
-        return SocketError("poll", errno);
-      }
+      // However long it takes: whether a rank still lives is for its leader to find out, which aborts this then.
+      if (poll(polled_.data(), polled_.size(), -1) < 0 && errno != EINTR) return SocketError("poll", errno);
     }
-  }
-
-  absl::Status Stalled() const {
-    std::string silent;
-    for (size_t rank = 0; rank < peers_.size(); ++rank) {
-      const Progress& one = progress_[rank];
-      const bool goes_on = one.to_send() > 0 || one.to_receive() > 0;
-      if (!peers_[rank].open() || !goes_on || one.silence < stall_timeout_) continue;
-      silent += (silent.empty() ? "" : ", ") + std::to_string(rank);
-    }
-    return MakeError(ErrorReason::kEngineFailed, "rank " + std::to_string(rank_) + " has heard nothing of rank " + silent +
-                                                     " for " + std::to_string(stall_timeout_.count()) + " ms");
   }
 
   // What the socket takes and gives now.
@@ -307,8 +273,6 @@ class TcpCommunicator final : public Communicator {
       if (sent < 0 && errno == EINTR) continue;
       if (sent < 0) return lost(errno);
       one.sent += static_cast<size_t>(sent);
-      // That its socket has room is no word of a rank from which something should come.
-      if (one.to_receive() == 0) one.silence = Clock::duration::zero();
     }
     while (one.to_receive() > 0) {
       const size_t of_header = one.received < sizeof(Header) ? one.received : sizeof(Header);
@@ -320,7 +284,6 @@ class TcpCommunicator final : public Communicator {
       if (received < 0 && errno == EINTR) continue;
       if (received <= 0) return lost(received == 0 ? ECONNRESET : errno);
       one.received += static_cast<size_t>(received);
-      one.silence = Clock::duration::zero();
       if (one.received == sizeof(Header) && !(one.header == header)) {
         return MakeError(ErrorReason::kEngineFailed, "ranks disagree: operation " + std::to_string(header.operation) + " of " +
                                                          std::to_string(header.count) + " elements meets " +
@@ -333,7 +296,6 @@ class TcpCommunicator final : public Communicator {
 
   const int32_t rank_;
   const std::vector<Socket> peers_;
-  const std::chrono::milliseconds stall_timeout_;
   const Socket wake_;
   CollectiveClock clock_;
   uint64_t sequence_ = 0;
@@ -346,9 +308,8 @@ class TcpCommunicator final : public Communicator {
 
 }  // namespace
 
-std::unique_ptr<Communicator> MakeTcpCommunicator(int32_t rank, std::vector<Socket> peers,
-                                                  std::chrono::milliseconds stall_timeout) {
-  return std::make_unique<TcpCommunicator>(rank, std::move(peers), stall_timeout);
+std::unique_ptr<Communicator> MakeTcpCommunicator(int32_t rank, std::vector<Socket> peers) {
+  return std::make_unique<TcpCommunicator>(rank, std::move(peers));
 }
 
 }  // namespace headwater::comm

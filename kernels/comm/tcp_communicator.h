@@ -2,7 +2,6 @@
 #ifndef HEADWATER_KERNELS_COMM_TCP_COMMUNICATOR_H_
 #define HEADWATER_KERNELS_COMM_TCP_COMMUNICATOR_H_
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -12,8 +11,8 @@
 
 namespace headwater::comm {
 
-// peers[r] is connected with rank r; the own one, peers[rank], is empty. `stall_timeout`: as TcpMeeting::Meet().
-std::unique_ptr<Communicator> MakeTcpCommunicator(int32_t rank, std::vector<Socket> peers, std::chrono::milliseconds stall_timeout);
+// peers[r] is connected with rank r; the own one, peers[rank], is empty.
+std::unique_ptr<Communicator> MakeTcpCommunicator(int32_t rank, std::vector<Socket> peers);
 
 }  // namespace headwater::comm
 

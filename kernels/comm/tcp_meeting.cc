@@ -162,7 +162,6 @@ class TcpMeetingImpl final : public TcpMeeting {
 
   absl::StatusOr<std::unique_ptr<Communicator>> Meet(int32_t rank, const std::vector<std::string>& addresses,
                                                      const std::string& secret, std::chrono::milliseconds setup_timeout,
-                                                     std::chrono::milliseconds stall_timeout,
                                                      const std::function<bool()>& cancelled) override {
     if (secret.size() != kSecretBytes) return MakeError(ErrorReason::kInternal, "a group's secret has 32 bytes");
     const Patience patience = {Clock::now() + setup_timeout, cancelled};
@@ -174,7 +173,7 @@ class TcpMeetingImpl final : public TcpMeeting {
     }
     const absl::Status status = Reception(rank, secret, listener_, &peers).AwaitAll(patience);
     if (!status.ok()) return Failed(rank, status);
-    return MakeTcpCommunicator(rank, std::move(peers), stall_timeout);
+    return MakeTcpCommunicator(rank, std::move(peers));
   }
 
  private:

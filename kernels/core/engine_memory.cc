@@ -41,7 +41,7 @@ absl::Status NoDevice(const std::string& engine, const char* what) {
 
 }  // namespace
 
-absl::Status LossEngine::DigestRows(absl::Span<const RowsView> streams, const DeviceEvent* after, DigestBuilder* digest) {
+absl::Status LossEngine::DoDigestRows(absl::Span<const RowsView> streams, const DeviceEvent* after, DigestBuilder* digest) {
   if (after != nullptr) {
     return MakeError(ErrorReason::kInvalidField, "after must not be given: the engine " + name() + " has no device",
                      {{"field", "after"}, {"expected", "none"}, {"actual", "an event"}});
@@ -55,28 +55,28 @@ absl::Status LossEngine::DigestRows(absl::Span<const RowsView> streams, const De
   return absl::OkStatus();
 }
 
-absl::Status LossEngine::CopyRows(const RowsView& rows, const DeviceEvent*, void* out) {
+absl::Status LossEngine::DoCopyRows(const RowsView& rows, const DeviceEvent*, void* out) {
   if (rows.memory != MemorySpace::kHost) return NoDevice(name(), "rows in device memory");
   const int64_t bytes = rows.row_count * rows.column_count * ElementBytes(rows.data_type);
   if (bytes > 0) std::memcpy(out, rows.data, static_cast<size_t>(bytes));
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::unique_ptr<HostMemory>> LossEngine::AllocateHostMemory(int64_t bytes) {
+absl::StatusOr<std::unique_ptr<HostMemory>> LossEngine::DoAllocateHostMemory(int64_t bytes) {
   absl::StatusOr<PlannedBytes> data = AllocatePlanned(bytes);
   if (!data.ok()) return data.status();
   return std::unique_ptr<HostMemory>(std::make_unique<PlainMemory>(*std::move(data), bytes));
 }
 
-absl::StatusOr<std::unique_ptr<HostMemory>> LossEngine::RegisterHostMemory(void* data, int64_t bytes) {
+absl::StatusOr<std::unique_ptr<HostMemory>> LossEngine::DoRegisterHostMemory(void* data, int64_t bytes) {
   return std::unique_ptr<HostMemory>(std::make_unique<BorrowedMemory>(data, bytes));
 }
 
-absl::StatusOr<std::unique_ptr<DeviceRegion>> LossEngine::OpenDeviceMemory(const DeviceHandle&, int64_t) {
+absl::StatusOr<std::unique_ptr<DeviceRegion>> LossEngine::DoOpenDeviceMemory(const DeviceHandle&, int64_t) {
   return NoDevice(name(), "device memory of another process");
 }
 
-absl::StatusOr<std::unique_ptr<DeviceEvent>> LossEngine::OpenDeviceEvent(const DeviceHandle&) {
+absl::StatusOr<std::unique_ptr<DeviceEvent>> LossEngine::DoOpenDeviceEvent(const DeviceHandle&) {
   return NoDevice(name(), "an event of another process");
 }
 

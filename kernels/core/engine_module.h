@@ -14,7 +14,7 @@
 namespace headwater {
 
 // Rises when engine.h, types.h or a symbol below changes in a way that code compiled against the former text would misread.
-inline constexpr int kEngineInterfaceNumber = 6;
+inline constexpr int kEngineInterfaceNumber = 7;
 
 // The build of a side: version, interface number, sizes of the types that cross the boundary, ABIs of compiler, standard library
 // and Abseil.

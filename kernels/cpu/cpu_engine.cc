@@ -40,7 +40,7 @@ class CpuStagedContribution final : public StagedContribution {
   CpuStagedContribution(std::shared_ptr<EngineCore> core, ShardExecutors& executors, std::vector<std::unique_ptr<StagedHead>> heads)
       : core_(std::move(core)), executors_(executors), heads_(std::move(heads)) {}
 
-  absl::Status Commit(double factor) override {
+  absl::Status DoCommit(double factor) override {
     if (committed_) return MakeError(ErrorReason::kInternal, "the contribution was committed before");
     float alpha = 0;
     absl::Status status = ToFactor(factor, &alpha);
@@ -112,7 +112,7 @@ class CpuEngine final : public LossEngine {
     return Plan(spec).memory;
   }
 
-  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override {
+  absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override {
     absl::Status status = ValidateHeadSpec(spec);
     if (status.ok()) status = CheckParallelism(spec, core_->options);
     if (!status.ok()) return status;
@@ -141,10 +141,10 @@ class CpuEngine final : public LossEngine {
     return core_->planned_bytes;
   }
 
-  absl::Status health() const override { return core_->executors.health(); }
+  absl::Status DoHealth() const override { return core_->executors.health(); }
   int64_t progress() const override { return core_->executors.progress(); }
 
-  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
+  absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) override {
     absl::Status status = CheckHeads(micro_batch, [this](const EngineHead& head) {
       const auto* own = dynamic_cast<const CpuHead*>(&head);
       return own != nullptr && &own->core() == core_.get();
@@ -162,7 +162,7 @@ class CpuEngine final : public LossEngine {
     if (micro_batch.flow != nullptr) {
       status = micro_batch.flow->AwaitRows(micro_batch.hidden.row_count);
       if (!status.ok()) return status;
-      if (micro_batch.digest_rows) status = DigestRows(StreamsOf(micro_batch), nullptr, &row_sum);
+      if (micro_batch.digest_rows) status = DoDigestRows(StreamsOf(micro_batch), nullptr, &row_sum);
       if (!status.ok()) return status;
     }
     std::lock_guard<std::mutex> lock(core_->work_mutex);

@@ -135,7 +135,7 @@ CpuHead::Piece CpuHead::HeldPiece(int32_t rank, HeadTensor tensor, int64_t eleme
   return PieceOf(rank, tensor, element_start, element_count);
 }
 
-absl::Status CpuHead::ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
+absl::Status CpuHead::DoReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
   absl::Status status = CheckRange(tensor, element_start, element_count);
   if (!status.ok()) return status;
   for (int32_t rank = 0; rank < core_->executors.shard_count(); ++rank) {
@@ -154,7 +154,7 @@ absl::Status CpuHead::ReadTensor(HeadTensor tensor, int64_t element_start, int64
   return absl::OkStatus();
 }
 
-absl::Status CpuHead::WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
+absl::Status CpuHead::DoWriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
   absl::Status status = CheckRange(tensor, element_start, element_count);
   if (!status.ok()) return status;
   if (is_replica()) {
@@ -208,7 +208,7 @@ absl::Status CpuHead::ChangeOnParts(PartWork work) {
                                      [&](const ShardContext& context) { return OnParts(context, Held(context.rank), work); });
 }
 
-absl::Status CpuHead::ZeroGradient() {
+absl::Status CpuHead::DoZeroGradient() {
   return ChangeOnParts([](const HeadShard& shard, int32_t, int32_t part, int32_t parts) {
     for (const MappedMemory* memory : {&shard.grad_weight, &shard.grad_bias}) {
       const RowRange range = SplitEvenly({0, memory->bytes() / 4}, part, parts, kPartGrain);
@@ -217,8 +217,8 @@ absl::Status CpuHead::ZeroGradient() {
   });
 }
 
-absl::Status CpuHead::AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
-                                    const float* in) {
+absl::Status CpuHead::DoAddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
+                                      const float* in) {
   float alpha = 0;
   absl::Status status = CheckAddToGradient(tensor, element_start, element_count, factor, &alpha);
   if (!status.ok()) return status;
@@ -237,7 +237,7 @@ absl::Status CpuHead::AddToGradient(HeadTensor tensor, int64_t element_start, in
   });
 }
 
-absl::Status CpuHead::ResetOptimizerState() {
+absl::Status CpuHead::DoResetOptimizerState() {
   return ChangeOnParts([](const HeadShard& shard, int32_t, int32_t part, int32_t parts) {
     for (const MappedMemory* memory : {&shard.moment1_weight, &shard.moment1_bias, &shard.moment2_weight, &shard.moment2_bias}) {
       const RowRange range = SplitEvenly({0, memory->bytes() / 4}, part, parts, kPartGrain);
@@ -246,7 +246,7 @@ absl::Status CpuHead::ResetOptimizerState() {
   });
 }
 
-absl::StatusOr<GradientStats> CpuHead::ComputeGradientStats() const {
+absl::StatusOr<GradientStats> CpuHead::DoComputeGradientStats() const {
   const size_t parts_per_shard = static_cast<size_t>(core_->executors.threads_per_shard());
   std::vector<GradientStats> partial(shard_rows().size() * parts_per_shard);
   absl::Status status = RunOnParts([&](const HeadShard& shard, int32_t rank, int32_t part, int32_t parts) {
@@ -271,7 +271,7 @@ absl::StatusOr<GradientStats> CpuHead::ComputeGradientStats() const {
   return total;
 }
 
-absl::Status CpuHead::ApplyOptimizer(const OptimizerStep& step) {
+absl::Status CpuHead::DoApplyOptimizer(const OptimizerStep& step) {
   absl::Status status = CheckOptimizerStep(spec(), step);
   if (!status.ok()) return status;
   const auto update = [&](const HeadShard& shard, int32_t rank, int32_t part, int32_t parts) {

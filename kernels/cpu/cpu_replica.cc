@@ -47,7 +47,7 @@ void CpuHead::WriteReplica(int32_t rank, HeadTensor tensor, int64_t element_star
   }
 }
 
-absl::Status CpuHead::ReduceGradient() {
+absl::Status CpuHead::DoReduceGradient() {
   if (!is_replica() || !spec().trainable) return absl::OkStatus();
   std::lock_guard<std::mutex> lock(core_->work_mutex);
   return core_->executors.RunDecided([](const ShardContext&) { return absl::OkStatus(); },

@@ -155,7 +155,7 @@ class CudaEngine final : public LossEngine {
   }
   const EngineOptions& options() const override { return core_->options(); }
   int64_t planned_bytes() const override { return core_->planned_bytes(); }
-  absl::Status health() const override { return core_->health(); }
+  absl::Status DoHealth() const override { return core_->health(); }
 
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override {
     absl::Status status = ValidateHeadSpec(spec);
@@ -164,7 +164,7 @@ class CudaEngine final : public LossEngine {
     return PlanHeadOnCuda(spec, core_->options()).memory;
   }
 
-  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override {
+  absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override {
     absl::Status status = ValidateHeadSpec(spec);
     if (status.ok()) status = CheckParallelism(spec, core_->options());
     if (!status.ok()) return status;
@@ -178,7 +178,7 @@ class CudaEngine final : public LossEngine {
     return std::unique_ptr<EngineHead>(*std::move(head));
   }
 
-  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
+  absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) override {
     HEADWATER_RETURN_IF_ERROR(CheckHeads(micro_batch, [this](const EngineHead& head) {
       const auto* own = dynamic_cast<const CudaHead*>(&head);
       return own != nullptr && &own->core() == core_.get();
@@ -209,7 +209,7 @@ class CudaEngine final : public LossEngine {
     return std::move(call.result);
   }
 
-  absl::Status DigestRows(absl::Span<const RowsView> streams, const DeviceEvent* after, DigestBuilder* digest) override {
+  absl::Status DoDigestRows(absl::Span<const RowsView> streams, const DeviceEvent* after, DigestBuilder* digest) override {
     HEADWATER_RETURN_IF_ERROR(core_->health());
     core_->MakeCurrent();
     HEADWATER_RETURN_IF_ERROR(AwaitEvent(*core_, after));
@@ -223,24 +223,24 @@ class CudaEngine final : public LossEngine {
     return absl::OkStatus();
   }
 
-  absl::Status CopyRows(const RowsView& rows, const DeviceEvent* after, void* out) override {
-    if (rows.memory == MemorySpace::kHost) return LossEngine::CopyRows(rows, after, out);
+  absl::Status DoCopyRows(const RowsView& rows, const DeviceEvent* after, void* out) override {
+    if (rows.memory == MemorySpace::kHost) return LossEngine::DoCopyRows(rows, after, out);
     HEADWATER_RETURN_IF_ERROR(core_->health());
     core_->MakeCurrent();
     HEADWATER_RETURN_IF_ERROR(AwaitEvent(*core_, after));
     return CopyFromDevice(*core_, rows, out);
   }
 
-  absl::StatusOr<std::unique_ptr<HostMemory>> AllocateHostMemory(int64_t bytes) override {
+  absl::StatusOr<std::unique_ptr<HostMemory>> DoAllocateHostMemory(int64_t bytes) override {
     return AllocatePageLocked(core_, bytes);
   }
-  absl::StatusOr<std::unique_ptr<HostMemory>> RegisterHostMemory(void* data, int64_t bytes) override {
+  absl::StatusOr<std::unique_ptr<HostMemory>> DoRegisterHostMemory(void* data, int64_t bytes) override {
     return RegisterPageLocked(core_, data, bytes);
   }
-  absl::StatusOr<std::unique_ptr<DeviceRegion>> OpenDeviceMemory(const DeviceHandle& handle, int64_t bytes) override {
+  absl::StatusOr<std::unique_ptr<DeviceRegion>> DoOpenDeviceMemory(const DeviceHandle& handle, int64_t bytes) override {
     return OpenForeignMemory(core_, handle, bytes);
   }
-  absl::StatusOr<std::unique_ptr<DeviceEvent>> OpenDeviceEvent(const DeviceHandle& handle) override {
+  absl::StatusOr<std::unique_ptr<DeviceEvent>> DoOpenDeviceEvent(const DeviceHandle& handle) override {
     return OpenForeignEvent(core_, handle);
   }
 

@@ -173,7 +173,7 @@ absl::Status CudaHead::FlushGradient(HeadTensor tensor) const {
   return IsGradient(tensor) ? core_->deferred().FlushFor(*this) : absl::OkStatus();
 }
 
-absl::Status CudaHead::ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
+absl::Status CudaHead::DoReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
   HEADWATER_RETURN_IF_ERROR(CheckRange(tensor, element_start, element_count));
   WorkLock lock(*core_);
   HEADWATER_RETURN_IF_ERROR(core_->health());
@@ -189,7 +189,7 @@ absl::Status CudaHead::ReadTensor(HeadTensor tensor, int64_t element_start, int6
   return absl::OkStatus();
 }
 
-absl::Status CudaHead::WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
+absl::Status CudaHead::DoWriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
   HEADWATER_RETURN_IF_ERROR(CheckRange(tensor, element_start, element_count));
   WorkLock lock(*core_);
   TensorCopy copy(*core_);
@@ -249,7 +249,7 @@ absl::Status CudaHead::WriteZeros() const {
   return absl::OkStatus();
 }
 
-absl::Status CudaHead::ZeroGradient() {
+absl::Status CudaHead::DoZeroGradient() {
   WorkLock lock(*core_);
   return core_->RunDecidedByShard([this](int32_t rank) {
     core_->deferred().Discard(*this);
@@ -262,8 +262,8 @@ absl::Status CudaHead::ZeroGradient() {
   });
 }
 
-absl::Status CudaHead::AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
-                                     const float* in) {
+absl::Status CudaHead::DoAddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
+                                       const float* in) {
   float alpha = 0;
   HEADWATER_RETURN_IF_ERROR(CheckAddToGradient(tensor, element_start, element_count, factor, &alpha));
   WorkLock lock(*core_);
@@ -276,7 +276,7 @@ absl::Status CudaHead::AddToGradient(HeadTensor tensor, int64_t element_start, i
   });
 }
 
-absl::Status CudaHead::ResetOptimizerState() {
+absl::Status CudaHead::DoResetOptimizerState() {
   WorkLock lock(*core_);
   return core_->RunDecidedByShard([this](int32_t rank) {
     const ShardStorage& storage = storage_[static_cast<size_t>(rank)];
@@ -288,7 +288,7 @@ absl::Status CudaHead::ResetOptimizerState() {
   });
 }
 
-absl::StatusOr<GradientStats> CudaHead::ComputeGradientStats() const {
+absl::StatusOr<GradientStats> CudaHead::DoComputeGradientStats() const {
   WorkLock lock(*core_);
   HEADWATER_RETURN_IF_ERROR(core_->health());
   HEADWATER_RETURN_IF_ERROR(core_->CheckWorkspace());
@@ -373,7 +373,7 @@ absl::Status CudaHead::UpdateParameters(const OptimizerStep& step, int32_t rank,
   return clear_padding(arrays.stored, 2);
 }
 
-absl::Status CudaHead::ApplyOptimizer(const OptimizerStep& step) {
+absl::Status CudaHead::DoApplyOptimizer(const OptimizerStep& step) {
   HEADWATER_RETURN_IF_ERROR(CheckOptimizerStep(spec(), step));
   WorkLock lock(*core_);
   return core_->RunDecidedByShard([&](int32_t rank) {

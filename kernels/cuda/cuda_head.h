@@ -56,15 +56,15 @@ class CudaHead final : public HeadBase {
   static absl::StatusOr<std::unique_ptr<CudaHead>> Create(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan);
   ~CudaHead() override;
 
-  absl::Status ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const override;
-  absl::Status WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) override;
-  absl::Status ZeroGradient() override;
-  absl::Status AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
-                             const float* in) override;
-  absl::Status ReduceGradient() override;
-  absl::Status ResetOptimizerState() override;
-  absl::StatusOr<GradientStats> ComputeGradientStats() const override;
-  absl::Status ApplyOptimizer(const OptimizerStep& step) override;
+  absl::Status DoReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const override;
+  absl::Status DoWriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) override;
+  absl::Status DoZeroGradient() override;
+  absl::Status DoAddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
+                               const float* in) override;
+  absl::Status DoReduceGradient() override;
+  absl::Status DoResetOptimizerState() override;
+  absl::StatusOr<GradientStats> DoComputeGradientStats() const override;
+  absl::Status DoApplyOptimizer(const OptimizerStep& step) override;
   bool StagesConcurrently() const override { return is_replica(); }
 
   const EngineCore& core() const { return *core_; }

@@ -53,7 +53,7 @@ absl::Status CudaHead::ReduceTensor(const DeviceMemory& memory, int64_t row_stri
   return ClearElements(place, bounds[own + 1], bounds.back() - bounds[own + 1]);
 }
 
-absl::Status CudaHead::ReduceGradient() {
+absl::Status CudaHead::DoReduceGradient() {
   if (!is_replica() || !spec().trainable) return absl::OkStatus();
   WorkLock lock(*core_);
   return core_->RunDecidedByShard([this](int32_t index) {

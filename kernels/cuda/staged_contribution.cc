@@ -8,7 +8,7 @@
 
 namespace headwater::cuda {
 
-absl::Status CudaStagedContribution::Commit(double factor) {
+absl::Status CudaStagedContribution::DoCommit(double factor) {
   if (committed_) return MakeError(ErrorReason::kInternal, "the contribution was committed before");
   float alpha = 0;
   HEADWATER_RETURN_IF_ERROR(ToFactor(factor, &alpha));

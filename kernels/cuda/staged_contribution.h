@@ -27,7 +27,7 @@ class CudaStagedContribution final : public StagedContribution {
  public:
   CudaStagedContribution(std::shared_ptr<EngineCore> core, std::vector<std::unique_ptr<StagedHead>> heads)
       : core_(std::move(core)), heads_(std::move(heads)) {}
-  absl::Status Commit(double factor) override;
+  absl::Status DoCommit(double factor) override;
 
  private:
   absl::Status Add(const StagedHead& staged, float factor);

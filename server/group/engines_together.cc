@@ -4,7 +4,6 @@
 #include <thread>
 #include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/communicator.h"
@@ -15,59 +14,39 @@ namespace {
 
 constexpr absl::Duration kFailureLook = absl::Milliseconds(50);
 
-// What is known of work on several threads.
-class Progress {
- public:
-  explicit Progress(size_t count) : running_(count) {}
-
-  // Whether this is the first failure.
-  bool Fail(const absl::Status& status, size_t index) {
-    absl::MutexLock lock(&mutex_);
-    if (!failure_.status.ok()) return false;
-    failure_ = {status, index};
-    return true;
-  }
-  void End() {
-    absl::MutexLock lock(&mutex_);
-    --running_;
-  }
-  // Whether all have ended; waits for a moment.
-  bool AwaitAll() {
-    const auto all = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return running_ == 0; };
-    absl::MutexLock lock(&mutex_);
-    return mutex_.AwaitWithTimeout(absl::Condition(&all), kFailureLook);
-  }
-  FirstFailure failure() const {
-    absl::MutexLock lock(&mutex_);
-    return failure_;
-  }
-
- private:
-  mutable absl::Mutex mutex_;
-  size_t running_ ABSL_GUARDED_BY(mutex_);
-  FirstFailure failure_ ABSL_GUARDED_BY(mutex_);
-};
-
 }  // namespace
 
 FirstFailure RunTogether(size_t count, absl::FunctionRef<absl::Status(size_t)> work,
                          absl::FunctionRef<void(const absl::Status&)> abort, absl::FunctionRef<bool()> given_up) {
-  Progress progress(count);
+  absl::Mutex mutex;
+  FirstFailure failure;
+  size_t running = count;
+  const auto fail = [&](const absl::Status& status, size_t index) {
+    {
+      absl::MutexLock lock(&mutex);
+      if (!failure.status.ok()) return;
+      failure = {status, index};
+    }
+    abort(status);
+  };
   std::vector<std::thread> threads;
   for (size_t index = 0; index < count; ++index) {
-    threads.emplace_back([&progress, work, abort, index] {
-      const absl::Status status = work(index);
-      if (!status.ok() && progress.Fail(status, index)) abort(status);
-      progress.End();
+    threads.emplace_back([&, index] {
+      if (const absl::Status status = work(index); !status.ok()) fail(status, index);
+      absl::MutexLock lock(&mutex);
+      --running;
     });
   }
-  while (!progress.AwaitAll()) {
-    if (!given_up()) continue;
-    const absl::Status cancelled = MakeError(ErrorReason::kCancelled, "the group has been given up");
-    if (progress.Fail(cancelled, 0)) abort(cancelled);
+  const auto have_ended = [&running] { return running == 0; };
+  const auto await_all = [&] {
+    absl::MutexLock lock(&mutex);
+    return mutex.AwaitWithTimeout(absl::Condition(&have_ended), kFailureLook);
+  };
+  while (!await_all()) {
+    if (given_up()) fail(MakeError(ErrorReason::kCancelled, "the group has been given up"), 0);
   }
   for (std::thread& thread : threads) thread.join();
-  return progress.failure();
+  return failure;
 }
 
 FirstFailure MakeEnginesTogether(const std::vector<EngineOptions>& options, const EngineMaker& make,

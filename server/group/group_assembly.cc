@@ -15,9 +15,9 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "kernels/core/engine_options_check.h"
-#include "server/group/local_rank.h"
+#include "server/group/rank.h"
 #include "server/group/rank_codec.h"
-#include "server/group/remote_rank.h"
+#include "server/group/remote_engine.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
 
@@ -67,7 +67,7 @@ absl::Status NotAwaited() { return MakeError(ErrorReason::kCancelled, "the worke
 GroupAssembly::GroupAssembly(AssemblyOptions options, std::vector<std::unique_ptr<TcpMeeting>> meetings)
     : options_(std::move(options)),
       meetings_(std::move(meetings)),
-      unowned_engine_(std::make_unique<GroupEngine>(options_.engine_name, options_.engine, /*shared_budget=*/false)),
+      unowned_engine_(std::make_unique<GroupEngine>(options_.engine_name, options_.engine)),
       engine_(*unowned_engine_) {}
 
 absl::StatusOr<std::unique_ptr<GroupAssembly>> GroupAssembly::Create(AssemblyOptions options) {
@@ -225,7 +225,6 @@ void GroupAssembly::Welcome(const Slot& slot, v1::RankWelcome* welcome) {
   welcome->set_thread_count(engine.thread_count);
   welcome->set_deterministic(engine.deterministic);
   welcome->set_setup_timeout_ms(absl::ToInt64Milliseconds(options_.setup_timeout));
-  welcome->set_stall_timeout_ms(absl::ToInt64Milliseconds(options_.stall_timeout));
 }
 
 GroupAssembly::OwnRanks GroupAssembly::MakeOwnRanks(const std::vector<std::string>& addresses, const std::string& secret,
@@ -238,7 +237,7 @@ GroupAssembly::OwnRanks GroupAssembly::MakeOwnRanks(const std::vector<std::strin
       [&](size_t rank) {
         auto communicator =
             meetings_[rank]->Meet(static_cast<int32_t>(rank), addresses, secret, absl::ToChronoMilliseconds(options_.setup_timeout),
-                                  absl::ToChronoMilliseconds(options_.stall_timeout), [&] { return has_failed.load(); });
+                                  [&] { return has_failed.load(); });
         if (!communicator.ok()) return communicator.status();
         EngineOptions& engine = engines[rank];
         engine.device_index = options_.engine.device_index + static_cast<int32_t>(rank);
@@ -323,14 +322,17 @@ absl::Status GroupAssembly::Form(const std::function<bool()>& cancelled) {
     for (const auto& slot : slots) slot->link->Break(status);
     return status;
   }
-  std::vector<std::unique_ptr<Rank>> ranks;
-  for (auto& engine : own.engines) ranks.push_back(std::make_unique<LocalRank>(std::move(engine)));
+  std::vector<Rank> ranks;
+  for (auto& engine : own.engines) ranks.push_back(MakeLocalRank(std::move(engine)));
   for (const auto& slot : slots) {
     const v1::RankReady& ready = slot->ready;
     // Errors name ranks alone: clients see them.
     Log(LogLevel::kInfo, "rank_ready", {{"rank", int64_t{slot->rank}}, {"address", slot->address}, {"device", ready.device()}});
-    ranks.push_back(std::make_unique<RemoteRank>(
-        slot->rank, EngineDevice{absl::StrCat(ready.device(), "@", slot->rank), ready.model(), ready.memory_budget_bytes()},
+    EngineOptions options = options_.engine;
+    options.group.rank = slot->rank;
+    options.group.world_size = static_cast<int32_t>(addresses.size());
+    ranks.push_back(MakeRemoteRank(
+        options, EngineDevice{absl::StrCat(ready.device(), "@", slot->rank), ready.model(), ready.memory_budget_bytes()},
         slot->link, options_.silence_timeout, /*shares_rows=*/slot->process_index > 0));
   }
   engine_.Form(std::move(ranks));

@@ -38,7 +38,6 @@ struct AssemblyOptions {
   std::string version;                                // that workers must have
   std::string listen_host = "0.0.0.0";                // where the leader's communicator listens
   absl::Duration setup_timeout = absl::Seconds(60);   // to connect, and to make the engines, once all workers are there
-  absl::Duration stall_timeout = absl::Minutes(5);    // for a word of each other within a computation
   absl::Duration silence_timeout = absl::Seconds(5);  // for a sign of life
   // Called when a worker has told that its process is to end, by each of those, more than once. Any thread; null: nothing is.
   std::function<void()> on_worker_leaving;

@@ -7,6 +7,18 @@
 #include "headwater/kernels/error.h"
 
 namespace headwater::group {
+namespace {
+
+// The first rank's answer, or that of the shard that was not ready, which that shard's rank knows best.
+absl::Status AnswerOf(const std::vector<absl::Status>& answers) {
+  if (!HasReason(answers[0], ErrorReason::kShardNotReady)) return answers[0];
+  for (size_t rank = 1; rank < answers.size(); ++rank) {
+    if (GetErrorMetadata(answers[rank])["shard"] == absl::StrCat(rank)) return answers[rank];
+  }
+  return answers[0];
+}
+
+}  // namespace
 
 GroupCore::~GroupCore() {
   {
@@ -16,7 +28,7 @@ GroupCore::~GroupCore() {
   releaser_.join();
 }
 
-void GroupCore::Form(std::vector<std::unique_ptr<Rank>> ranks) {
+void GroupCore::Form(std::vector<Rank> ranks) {
   ranks_ = std::move(ranks);
   threads_ = std::make_unique<RankThreads>(ranks_.size());
   for (size_t rank = 0; rank < ranks_.size(); ++rank) rank_mutexes_.push_back(std::make_unique<absl::Mutex>());
@@ -34,8 +46,8 @@ absl::Status GroupCore::health() {
     if (dismissed_.load()) return last_health_;
     if (!lost_.ok()) return lost_;
   }
-  for (const auto& rank : ranks_) {
-    if (absl::Status status = rank->health(); !status.ok()) {
+  for (const Rank& rank : ranks_) {
+    if (absl::Status status = rank.engine->health(); !status.ok()) {
       Lose(status);
       absl::MutexLock lock(&lost_mutex_);
       return dismissed_.load() ? last_health_ : lost_;
@@ -65,7 +77,7 @@ void GroupCore::Lose(const absl::Status& reason) {
     }
     lost = lost_;
   }
-  for (const auto& rank : ranks_) rank->Abort(lost);
+  for (const Rank& rank : ranks_) rank.abort(lost);
 }
 
 GroupCore::Turn::Turn(GroupCore& core) : core_(core), lock_(&core.turn_mutex_) {
@@ -81,13 +93,11 @@ GroupCore::Turn::Turn(GroupCore& core) : core_(core), lock_(&core.turn_mutex_) {
 GroupCore::RankTurn::RankTurn(GroupCore& core, size_t rank)
     : core_(core), rank_(rank), turn_lock_(&core.turn_mutex_), rank_lock_(core.rank_mutexes_[rank].get()) {
   status_ = core_.lost();
-  if (!status_.ok()) return;
-  status_ = core_.FlushReleasesOf(rank_);
-  if (!status_.ok()) core_.Lose(status_);
+  if (status_.ok()) core_.FlushReleasesOf(rank_);
 }
 
-absl::Status GroupCore::RankTurn::Run(absl::FunctionRef<absl::Status(Rank&)> call) {
-  const absl::Status status = call(*core_.ranks_[rank_]);
+absl::Status GroupCore::RankTurn::Run(absl::FunctionRef<absl::Status()> call) {
+  const absl::Status status = call();
   if (HasReason(status, ErrorReason::kEngineFailed)) core_.Lose(status);
   absl::Status lost = core_.lost();
   return lost.ok() ? status : lost;
@@ -116,24 +126,13 @@ absl::Status GroupCore::OnAll(RankThreads::Program program) {
                    absl::StrCat("rank ", rank, " answered ", answers[rank].ToString(), ", and the first ", answers[0].ToString())));
     return lost();
   }
-  if (HasReason(answers[0], ErrorReason::kShardNotReady)) {
-    for (size_t rank = 1; rank < answers.size(); ++rank) {
-      if (GetErrorMetadata(answers[rank])["shard"] == absl::StrCat(rank)) return answers[rank];
-    }
-  }
-  return answers[0];
+  return AnswerOf(answers);
 }
 
 absl::Status GroupCore::OnAllAsFirst(RankThreads::Program program) {
   const std::vector<absl::Status> answers = RunAll(program);
   if (absl::Status lost = this->lost(); !lost.ok()) return lost;
-  if (!answers[0].ok()) {
-    if (!HasReason(answers[0], ErrorReason::kShardNotReady)) return answers[0];
-    for (size_t rank = 1; rank < answers.size(); ++rank) {
-      if (GetErrorMetadata(answers[rank])["shard"] == absl::StrCat(rank)) return answers[rank];
-    }
-    return answers[0];
-  }
+  if (!answers[0].ok()) return AnswerOf(answers);
   for (size_t rank = 1; rank < answers.size(); ++rank) {
     if (answers[rank].ok()) continue;
     Lose(MakeError(ErrorReason::kEngineFailed,
@@ -143,11 +142,14 @@ absl::Status GroupCore::OnAllAsFirst(RankThreads::Program program) {
   return absl::OkStatus();
 }
 
-void GroupCore::Release(absl::Span<const uint64_t> contributions, absl::Span<const uint64_t> heads) {
+void GroupCore::Release(std::vector<std::unique_ptr<StagedContribution>> contributions,
+                        std::vector<std::unique_ptr<EngineHead>> heads) {
   absl::MutexLock lock(&release_mutex_);
-  for (Releases& releases : releases_) {
-    releases.contributions.insert(releases.contributions.end(), contributions.begin(), contributions.end());
-    releases.heads.insert(releases.heads.end(), heads.begin(), heads.end());
+  for (size_t rank = 0; rank < contributions.size(); ++rank) {
+    if (contributions[rank] != nullptr) releases_[rank].contributions.push_back(std::move(contributions[rank]));
+  }
+  for (size_t rank = 0; rank < heads.size(); ++rank) {
+    if (heads[rank] != nullptr) releases_[rank].heads.push_back(std::move(heads[rank]));
   }
 }
 
@@ -164,10 +166,8 @@ void GroupCore::ReleaseInTurn() {
       if (stopping_) return;
       rank = static_cast<size_t>(next() - releases_.begin());
     }
-    const RankTurn turn(*this, rank);  // in which it is told
-    if (turn.status().ok()) continue;
-    absl::MutexLock lock(&release_mutex_);  // a group that is lost has nothing left
-    for (Releases& releases : releases_) releases = Releases();
+    // The turn destroys them. A lost group keeps them: its devices may hang.
+    if (!RankTurn(*this, rank).status().ok()) return;
   }
 }
 
@@ -177,17 +177,18 @@ void GroupCore::FlushReleases() {
     absl::MutexLock lock(&release_mutex_);
     if (std::all_of(releases_.begin(), releases_.end(), is_empty)) return;
   }
-  OnAll([&](size_t rank) { return FlushReleasesOf(rank); }).IgnoreError();
+  OnAll([&](size_t rank) {
+    FlushReleasesOf(rank);
+    return absl::OkStatus();
+  }).IgnoreError();
 }
 
-absl::Status GroupCore::FlushReleasesOf(size_t rank) {
+void GroupCore::FlushReleasesOf(size_t rank) {
   Releases releases;
   {
     absl::MutexLock lock(&release_mutex_);
     std::swap(releases, releases_[rank]);
   }
-  if (releases.empty()) return absl::OkStatus();
-  return ranks_[rank]->Release(releases.contributions, releases.heads);
 }
 
 }  // namespace headwater::group

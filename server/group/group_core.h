@@ -27,11 +27,12 @@ class GroupCore {
   GroupCore& operator=(const GroupCore&) = delete;
 
   // Once: the ranks, in order.
-  void Form(std::vector<std::unique_ptr<Rank>> ranks);
+  void Form(std::vector<Rank> ranks);
   bool formed() const { return formed_.load(std::memory_order_acquire); }
   // Only once formed.
   size_t size() const { return ranks_.size(); }
-  Rank& rank(size_t index) const { return *ranks_[index]; }
+  const Rank& rank(size_t index) const { return ranks_[index]; }
+  LossEngine& engine(size_t index) const { return *ranks_[index].engine; }
 
   // kEngineFailed once the group is lost, as which it is found here too if a rank's own health says so. Any thread.
   absl::Status health();
@@ -67,7 +68,7 @@ class GroupCore {
     // Not OK: no call can be made.
     const absl::Status& status() const { return status_; }
     // What `call` answers; the group's error if that is lost, as which it is found by a failure of the rank.
-    absl::Status Run(absl::FunctionRef<absl::Status(Rank&)> call);
+    absl::Status Run(absl::FunctionRef<absl::Status()> call);
 
    private:
     GroupCore& core_;
@@ -84,9 +85,9 @@ class GroupCore {
   // The same for a call that the first rank may end in another way than the others, who cannot tell: its answer counts.
   absl::Status OnAllAsFirst(RankThreads::Program program);
 
-  uint64_t NewId() { return next_id_.fetch_add(1); }
-  // What the ranks need no longer. Each learns of it before the next call on it, or as soon as there is none; never waits for them.
-  void Release(absl::Span<const uint64_t> contributions, absl::Span<const uint64_t> heads);
+  // Takes what the ranks need no longer, by rank. Each rank's is destroyed before the next call on the rank, or as soon as there is
+  // none: a device must not free memory while ranks meet. Never waits for the ranks.
+  void Release(std::vector<std::unique_ptr<StagedContribution>> contributions, std::vector<std::unique_ptr<EngineHead>> heads);
 
   std::atomic<int64_t> planned_bytes{0};  // of the living heads, over all ranks
 
@@ -94,20 +95,19 @@ class GroupCore {
   std::vector<absl::Status> RunAll(RankThreads::Program program);
   void FlushReleases() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_mutex_);
   void ReleaseInTurn();
-  // What one rank has yet to be told. By whoever may call the rank.
-  absl::Status FlushReleasesOf(size_t rank);
+  // By whoever may call the rank.
+  void FlushReleasesOf(size_t rank);
   absl::Status lost() const;
 
-  std::vector<std::unique_ptr<Rank>> ranks_;
+  std::vector<Rank> ranks_;
   std::unique_ptr<RankThreads> threads_;
   std::atomic<bool> formed_{false};
   std::atomic<bool> dismissed_{false};
-  std::atomic<uint64_t> next_id_{1};
   absl::Mutex turn_mutex_;
   std::vector<std::unique_ptr<absl::Mutex>> rank_mutexes_;  // each held for a call on that rank alone
   struct Releases {
-    std::vector<uint64_t> contributions;
-    std::vector<uint64_t> heads;
+    std::vector<std::unique_ptr<EngineHead>> heads;
+    std::vector<std::unique_ptr<StagedContribution>> contributions;  // are destroyed before the heads
     bool empty() const { return contributions.empty() && heads.empty(); }
   };
   absl::Mutex release_mutex_;

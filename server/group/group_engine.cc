@@ -3,15 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <optional>
-#include <thread>
+#include <type_traits>
 #include <utility>
 #include <variant>
 
 #include "absl/strings/str_cat.h"
-#include "headwater/kernels/communicator.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
-#include "headwater/kernels/machine_limits.h"
 #include "headwater/kernels/return_if_error.h"
 #include "kernels/core/head_base.h"
 #include "kernels/core/head_tensors.h"
@@ -20,25 +18,27 @@
 #include "kernels/core/optimizer_step.h"
 #include "kernels/core/saturating.h"
 #include "kernels/core/shard_layout.h"
+#include "server/group/call_memory.h"
 #include "server/group/group_flow.h"
-#include "server/group/local_rank.h"
+#include "server/group/rank.h"
 
 namespace headwater::group {
 namespace {
 
 class GroupHead final : public HeadBase {
  public:
-  GroupHead(std::shared_ptr<GroupCore> core, uint64_t id, const HeadSpec& spec, MemoryPlan plan, std::vector<RowRange> shard_rows,
-            const std::string& device)
+  // `heads`: each rank's.
+  GroupHead(std::shared_ptr<GroupCore> core, const HeadSpec& spec, MemoryPlan plan, std::vector<RowRange> shard_rows,
+            const std::string& device, std::vector<std::unique_ptr<EngineHead>> heads)
       : HeadBase(spec, std::move(plan), std::move(shard_rows), device, SlotsOf(spec, core->size())),
         core_(std::move(core)),
-        id_(id) {}
+        heads_(std::move(heads)) {}
   ~GroupHead() override {
     core_->planned_bytes -= plan().total_bytes;
-    core_->Release({}, {id_});
+    core_->Release({}, std::move(heads_));
   }
 
-  uint64_t id() const { return id_; }
+  EngineHead& on(size_t rank) const { return *heads_[rank]; }
   const GroupCore& core() const { return *core_; }
   // Each rank has all of it, and staging slots of its own.
   bool is_replicated() const { return spec().parallelism == Parallelism::kRows; }
@@ -52,61 +52,61 @@ class GroupHead final : public HeadBase {
 
   bool StagesConcurrently() const override { return is_replicated(); }
 
-  absl::Status ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const override {
+  absl::Status DoReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const override {
     HEADWATER_RETURN_IF_ERROR(CheckRange(tensor, element_start, element_count));
     if (is_replicated() && IsStored(tensor)) {
       // The first rank has it too, and is the nearest.
       GroupCore::RankTurn turn(*core_, 0);
       HEADWATER_RETURN_IF_ERROR(turn.status());
-      return turn.Run([&](Rank& rank) { return rank.ReadTensor(id_, tensor, element_start, element_count, out); });
+      return turn.Run([&] { return on(0).ReadTensor(tensor, element_start, element_count, out); });
     }
     const int64_t element_bytes = ElementBytes(TensorDataType(tensor));
     return InTurn(IsGradient(tensor), [&](size_t rank) {
       const Piece piece = PieceOf(static_cast<int32_t>(rank), tensor, element_start, element_count);
       if (piece.count == 0) return absl::OkStatus();
-      return core_->rank(rank).ReadTensor(id_, tensor, element_start + piece.offset, piece.count,
-                                          static_cast<char*>(out) + piece.offset * element_bytes);
+      return on(rank).ReadTensor(tensor, element_start + piece.offset, piece.count,
+                                 static_cast<char*>(out) + piece.offset * element_bytes);
     });
   }
 
-  absl::Status WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) override {
+  absl::Status DoWriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) override {
     HEADWATER_RETURN_IF_ERROR(CheckRange(tensor, element_start, element_count));
     const int64_t element_bytes = ElementBytes(TensorDataType(tensor));
     const bool to_all = is_replicated() && (IsStored(tensor) || IsMaster(tensor) || IsGradient(tensor));
     return InTurn(kAsItIs, [&](size_t rank) {
       const Piece piece = to_all ? Piece{element_start, element_count, 0}
                                  : PieceOf(static_cast<int32_t>(rank), tensor, element_start, element_count);
-      return core_->rank(rank).WriteTensor(id_, tensor, element_start + piece.offset, piece.count,
-                                           static_cast<const char*>(in) + piece.offset * element_bytes);
+      return on(rank).WriteTensor(tensor, element_start + piece.offset, piece.count,
+                                  static_cast<const char*>(in) + piece.offset * element_bytes);
     });
   }
 
-  absl::Status ZeroGradient() override {
-    return InTurn(kAsItIs, [&](size_t rank) { return core_->rank(rank).ZeroGradient(id_); });
+  absl::Status DoZeroGradient() override {
+    return InTurn(kAsItIs, [&](size_t rank) { return on(rank).ZeroGradient(); });
   }
 
-  absl::Status ReduceGradient() override {
+  absl::Status DoReduceGradient() override {
     return InTurn(kReduced, [](size_t) { return absl::OkStatus(); });
   }
 
-  absl::Status AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
-                             const float* in) override {
+  absl::Status DoAddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
+                               const float* in) override {
     float alpha = 0;
     HEADWATER_RETURN_IF_ERROR(CheckAddToGradient(tensor, element_start, element_count, factor, &alpha));
     return InTurn(kAsItIs, [&](size_t rank) {
       const Piece piece = PieceOf(static_cast<int32_t>(rank), tensor, element_start, element_count);
-      return core_->rank(rank).AddToGradient(id_, tensor, element_start + piece.offset, piece.count, factor, in + piece.offset);
+      return on(rank).AddToGradient(tensor, element_start + piece.offset, piece.count, factor, in + piece.offset);
     });
   }
 
-  absl::Status ResetOptimizerState() override {
-    return InTurn(kAsItIs, [&](size_t rank) { return core_->rank(rank).ResetOptimizerState(id_); });
+  absl::Status DoResetOptimizerState() override {
+    return InTurn(kAsItIs, [&](size_t rank) { return on(rank).ResetOptimizerState(); });
   }
 
-  absl::StatusOr<GradientStats> ComputeGradientStats() const override {
+  absl::StatusOr<GradientStats> DoComputeGradientStats() const override {
     std::vector<GradientStats> parts(shard_rows().size());
     HEADWATER_RETURN_IF_ERROR(InTurn(kReduced, [&](size_t rank) {
-      absl::StatusOr<GradientStats> part = core_->rank(rank).ComputeGradientStats(id_);
+      absl::StatusOr<GradientStats> part = on(rank).ComputeGradientStats();
       if (part.ok()) parts[rank] = *part;
       return part.status();
     }));
@@ -118,9 +118,9 @@ class GroupHead final : public HeadBase {
     return total;
   }
 
-  absl::Status ApplyOptimizer(const OptimizerStep& step) override {
+  absl::Status DoApplyOptimizer(const OptimizerStep& step) override {
     HEADWATER_RETURN_IF_ERROR(CheckOptimizerStep(spec(), step));
-    return InTurn(kReduced, [&](size_t rank) { return core_->rank(rank).ApplyOptimizer(id_, step); });
+    return InTurn(kReduced, [&](size_t rank) { return on(rank).ApplyOptimizer(step); });
   }
 
  private:
@@ -141,27 +141,27 @@ class GroupHead final : public HeadBase {
     const GroupCore::Turn turn(*core_);
     HEADWATER_RETURN_IF_ERROR(turn.status());
     if (reduced && is_replicated() && !is_reduced_.load()) {
-      HEADWATER_RETURN_IF_ERROR(core_->OnAll([&](size_t rank) { return core_->rank(rank).ReduceGradient(id_); }));
+      HEADWATER_RETURN_IF_ERROR(core_->OnAll([&](size_t rank) { return on(rank).ReduceGradient(); }));
       is_reduced_.store(true);
     }
     return core_->OnAll(program);
   }
 
   const std::shared_ptr<GroupCore> core_;
-  const uint64_t id_;
-  mutable std::atomic<bool> is_reduced_{true};  // each rank's shard of the gradient is the sum; the rest is 0
+  std::vector<std::unique_ptr<EngineHead>> heads_;  // by rank
+  mutable std::atomic<bool> is_reduced_{true};      // each rank's shard of the gradient is the sum; the rest is 0
 };
 
 class GroupContribution final : public StagedContribution {
  public:
-  // `rank`: which has it; none: all.
-  GroupContribution(std::shared_ptr<GroupCore> core, std::optional<size_t> rank, uint64_t id, std::vector<StagingSlot> slots)
-      : core_(std::move(core)), rank_(rank), id_(id), slots_(std::move(slots)) {}
-  ~GroupContribution() override {
-    if (!committed_) core_->Release({id_}, {});
-  }
+  // `parts`: by rank; null where a rank has none. `rank`: the one that has all of it; none: all have a part.
+  GroupContribution(std::shared_ptr<GroupCore> core, std::optional<size_t> rank,
+                    std::vector<std::unique_ptr<StagedContribution>> parts, std::vector<StagingSlot> slots)
+      : core_(std::move(core)), rank_(rank), parts_(std::move(parts)), slots_(std::move(slots)) {}
+  ~GroupContribution() override { core_->Release(std::move(parts_), {}); }
 
-  absl::Status Commit(double factor) override {
+ private:
+  absl::Status DoCommit(double factor) override {
     if (committed_) return MakeError(ErrorReason::kInternal, "the contribution was committed before");
     float alpha = 0;
     HEADWATER_RETURN_IF_ERROR(ToFactor(factor, &alpha));
@@ -172,28 +172,79 @@ class GroupContribution final : public StagedContribution {
     return status;
   }
 
- private:
+  absl::Status CommitPart(size_t rank, double factor) {
+    absl::Status status = parts_[rank]->Commit(factor);
+    if (!HasReason(status, ErrorReason::kShardNotReady)) parts_[rank].reset();
+    return status;
+  }
+
   absl::Status CommitOnAll(double factor) {
     const GroupCore::Turn turn(*core_);
     HEADWATER_RETURN_IF_ERROR(turn.status());
-    return core_->OnAll([&](size_t rank) { return core_->rank(rank).Commit(id_, factor); });
+    return core_->OnAll([&](size_t rank) { return CommitPart(rank, factor); });
   }
 
   absl::Status CommitOnRank(double factor) {
     GroupCore::RankTurn turn(*core_, *rank_);
     HEADWATER_RETURN_IF_ERROR(turn.status());
     for (const StagingSlot& slot : slots_) static_cast<GroupHead*>(slot.head())->NoteContribution();
-    return turn.Run([&](Rank& rank) { return rank.Commit(id_, factor); });
+    return turn.Run([&] { return CommitPart(*rank_, factor); });
   }
 
   const std::shared_ptr<GroupCore> core_;
   const std::optional<size_t> rank_;
-  const uint64_t id_;
+  std::vector<std::unique_ptr<StagedContribution>> parts_;
   std::vector<StagingSlot> slots_;
   bool committed_ = false;
 };
 
-uint64_t IdOf(const EngineHead* head) { return head == nullptr ? 0 : static_cast<const GroupHead*>(head)->id(); }
+// A rank's own micro-batch: with its heads in the terms, and memory for what it writes.
+class RankMicroBatch {
+ public:
+  RankMicroBatch(const MicroBatch& micro_batch, size_t rank)
+      : micro_batch_(micro_batch), terms_(micro_batch.terms.begin(), micro_batch.terms.end()) {
+    for (LossTerm& term : terms_) {
+      term.head = &static_cast<GroupHead*>(term.head)->on(rank);
+      if (!std::holds_alternative<JsdSpec>(term.loss)) term.teacher_head = nullptr;
+      if (term.teacher_head != nullptr) term.teacher_head = &static_cast<GroupHead*>(term.teacher_head)->on(rank);
+    }
+    micro_batch_.terms = terms_;
+  }
+  RankMicroBatch(const RankMicroBatch&) = delete;
+  RankMicroBatch& operator=(const RankMicroBatch&) = delete;
+
+  // For a rank that is not the first: outputs that nobody reads go elsewhere. Pages that are not written take no memory.
+  // grad_hidden stays with `shared_views` (EngineGroup).
+  absl::Status ReplaceOutputs(bool shared_views) {
+    const auto replace = [this](int64_t count, auto** output) {
+      using Value = std::remove_pointer_t<std::remove_pointer_t<decltype(output)>>;
+      if (*output != nullptr) *output = static_cast<Value*>(scratch_.Take(count * static_cast<int64_t>(sizeof(Value))));
+    };
+    for (LossTerm& term : terms_) {
+      replace(term.row_count, &term.token_loss);
+      replace(term.row_count, &term.lse);
+      replace(term.row_count, &term.target_log_probability);
+      replace(term.row_count, &term.entropy);
+      replace(term.row_count, &term.argmax);
+      replace(term.row_count, &term.mean_logits);
+      replace(term.row_count, &term.log_sum_sq_probs);
+    }
+    MutableRowsView& out = micro_batch_.grad_hidden;
+    if (out.data != nullptr && !shared_views) {
+      out.memory = MemorySpace::kHost;
+      out.data = scratch_.Take(out.row_count * out.column_count * ElementBytes(out.data_type));
+    }
+    return scratch_.status();
+  }
+
+  MicroBatch& operator*() { return micro_batch_; }
+  MicroBatch* operator->() { return &micro_batch_; }
+
+ private:
+  MicroBatch micro_batch_;
+  std::vector<LossTerm> terms_;
+  CallMemory scratch_;
+};
 
 // The trainable heads of a micro-batch.
 std::vector<GroupHead*> TargetsOf(const MicroBatch& micro_batch) {
@@ -245,12 +296,12 @@ class WholeFlow final : public RowFlow {
 
 }  // namespace
 
-GroupEngine::GroupEngine(std::string name, EngineOptions options, bool shared_budget)
-    : name_(std::move(name)), options_(std::move(options)), shared_budget_(shared_budget), core_(std::make_shared<GroupCore>()) {}
+GroupEngine::GroupEngine(std::string name, EngineOptions options)
+    : name_(std::move(name)), options_(std::move(options)), core_(std::make_shared<GroupCore>()) {}
 
 GroupEngine::~GroupEngine() = default;
 
-void GroupEngine::Form(std::vector<std::unique_ptr<Rank>> ranks) {
+void GroupEngine::Form(std::vector<Rank> ranks) {
   loads_ = std::make_unique<RankLoads>(ranks.size());
   core_->Form(std::move(ranks));
 }
@@ -259,8 +310,7 @@ std::vector<EngineDevice> GroupEngine::devices() const {
   std::vector<EngineDevice> devices;
   if (!core_->formed()) return devices;
   for (size_t rank = 0; rank < core_->size(); ++rank) {
-    devices.push_back(core_->rank(rank).device());
-    if (shared_budget_) devices.back().memory_budget_bytes = rank == 0 ? options_.memory_budget_bytes : 0;
+    devices.push_back(core_->engine(rank).devices().front());
   }
   return devices;
 }
@@ -268,7 +318,7 @@ std::vector<EngineDevice> GroupEngine::devices() const {
 int64_t GroupEngine::progress() const {
   if (!core_->formed()) return 0;
   int64_t sum = 0;
-  for (size_t rank = 0; rank < core_->size(); ++rank) sum += core_->rank(rank).progress();
+  for (size_t rank = 0; rank < core_->size(); ++rank) sum += core_->engine(rank).progress();
   return sum;
 }
 
@@ -282,7 +332,7 @@ std::vector<RankTimes> GroupEngine::rank_times() const {
 absl::StatusOr<MemoryPlan> GroupEngine::PlanOnAll(const HeadSpec& spec) const {
   std::vector<MemoryPlan> plans(core_->size());
   HEADWATER_RETURN_IF_ERROR(core_->OnAll([&](size_t rank) {
-    absl::StatusOr<MemoryPlan> plan = core_->rank(rank).PlanHead(spec);
+    absl::StatusOr<MemoryPlan> plan = core_->engine(rank).PlanHead(spec);
     if (plan.ok()) plans[rank] = *std::move(plan);
     return plan.status();
   }));
@@ -303,40 +353,36 @@ absl::StatusOr<MemoryPlan> GroupEngine::PlanHead(const HeadSpec& spec) const {
   return PlanOnAll(spec);
 }
 
-absl::StatusOr<std::unique_ptr<EngineHead>> GroupEngine::CreateHead(const HeadSpec& spec) {
+absl::StatusOr<std::unique_ptr<EngineHead>> GroupEngine::DoCreateHead(const HeadSpec& spec) {
   HEADWATER_RETURN_IF_ERROR(ValidateHeadSpec(spec));
   const GroupCore::Turn turn(*core_);
   HEADWATER_RETURN_IF_ERROR(turn.status());
   absl::StatusOr<MemoryPlan> plan = PlanOnAll(spec);
   if (!plan.ok()) return plan.status();
-  if (const int64_t free_bytes = options_.memory_budget_bytes - planned_bytes(); shared_budget_ && plan->total_bytes > free_bytes) {
-    return MakeError(ErrorReason::kMemoryBudgetExceeded,
-                     absl::StrCat("the head needs ", plan->ToString(), " (", plan->total_bytes, " bytes), and ", free_bytes, " of ",
-                                  options_.memory_budget_bytes, " bytes are free"),
-                     {{"requestedBytes", absl::StrCat(plan->total_bytes)},
-                      {"availableBytes", absl::StrCat(free_bytes)},
-                      {"budgetBytes", absl::StrCat(options_.memory_budget_bytes)}});
-  }
   // A rank may have no room where others have: then all give back what they have made.
-  const uint64_t id = core_->NewId();
   std::vector<absl::Status> created(core_->size());
-  HEADWATER_RETURN_IF_ERROR(core_->OnAll([&](size_t rank) {
-    created[rank] = core_->rank(rank).CreateHead(id, spec);
+  std::vector<std::unique_ptr<EngineHead>> heads(core_->size());
+  const absl::Status status = core_->OnAll([&](size_t rank) {
+    absl::StatusOr<std::unique_ptr<EngineHead>> head = core_->engine(rank).CreateHead(spec);
+    created[rank] = head.status();
+    if (head.ok()) heads[rank] = *std::move(head);
     return HasReason(created[rank], ErrorReason::kEngineFailed) ? created[rank] : absl::OkStatus();
-  }));
-  for (size_t rank = 0; rank < created.size(); ++rank) {
-    if (created[rank].ok()) continue;
-    core_->Release({}, {id});
-    return MakeError(GetErrorReason(created[rank]), absl::StrCat("rank ", rank, ": ", std::string(created[rank].message())),
-                     GetErrorMetadata(created[rank]));
+  });
+  const auto refused = std::find_if(created.begin(), created.end(), [](const absl::Status& one) { return !one.ok(); });
+  if (!status.ok() || refused != created.end()) {
+    core_->Release({}, std::move(heads));
+    if (!status.ok()) return status;
+    return MakeError(GetErrorReason(*refused),
+                     absl::StrCat("rank ", refused - created.begin(), ": ", std::string(refused->message())),
+                     GetErrorMetadata(*refused));
   }
   core_->planned_bytes += plan->total_bytes;  // given back by the head's destructor
-  return std::make_unique<GroupHead>(core_, id, spec, *std::move(plan),
+  return std::make_unique<GroupHead>(core_, spec, *std::move(plan),
                                      SplitVocab(spec.vocab_size, options_.shard_count, options_.shard_weights),
-                                     core_->rank(0).device().name);
+                                     core_->engine(0).devices().front().name, std::move(heads));
 }
 
-absl::StatusOr<MicroBatchResult> GroupEngine::Compute(const MicroBatch& micro_batch) {
+absl::StatusOr<MicroBatchResult> GroupEngine::DoCompute(const MicroBatch& micro_batch) {
   HEADWATER_RETURN_IF_ERROR(CheckHeads(micro_batch, [this](const EngineHead& head) {
     const auto* own = dynamic_cast<const GroupHead*>(&head);
     return own != nullptr && &own->core() == core_.get();
@@ -349,14 +395,9 @@ absl::StatusOr<MicroBatchResult> GroupEngine::Compute(const MicroBatch& micro_ba
       return term.head->spec().parallelism == Parallelism::kVocabulary ? "a head on several GPUs" : nullptr;
     }));
   }
-  std::vector<TermHeads> heads;
-  for (const LossTerm& term : micro_batch.terms) {
-    const bool jsd = std::holds_alternative<JsdSpec>(term.loss);
-    heads.push_back({IdOf(term.head), jsd ? IdOf(term.teacher_head) : 0});
-  }
   const absl::StatusOr<Parallelism> parallelism = ParallelismOf(micro_batch);
   if (!parallelism.ok()) return parallelism.status();
-  if (*parallelism == Parallelism::kRows) return ComputeWhole(micro_batch, heads);
+  if (*parallelism == Parallelism::kRows) return ComputeWhole(micro_batch);
   int64_t rows_here = 0;
   if (micro_batch.flow != nullptr && name_ == "cpu") {
     // There is no copying that could be hidden under products, and nobody else need wait for these rows.
@@ -367,35 +408,37 @@ absl::StatusOr<MicroBatchResult> GroupEngine::Compute(const MicroBatch& micro_ba
   HEADWATER_RETURN_IF_ERROR(turn.status());
   std::unique_ptr<GroupFlow> flow;
   if (micro_batch.flow != nullptr) flow = std::make_unique<GroupFlow>(*micro_batch.flow, rows_here);
-  const uint64_t contribution = core_->NewId();
-  std::vector<RankResult> results(core_->size());
-  const absl::Status status = core_->OnAllAsFirst([&](size_t rank) {
-    RankCall call;
-    call.micro_batch = micro_batch;
-    call.heads = heads;
-    call.contribution = contribution;
-    call.flow = flow.get();
-    if (flow != nullptr) call.micro_batch.flow = flow.get();
-    absl::StatusOr<RankResult> result = core_->rank(rank).Compute(call);
+  MicroBatchResult first;
+  std::vector<std::unique_ptr<StagedContribution>> staged(core_->size());
+  const absl::Status status = core_->OnAllAsFirst([&](size_t rank) -> absl::Status {
+    const Rank& on = core_->rank(rank);
+    RankMicroBatch call(micro_batch, rank);
+    std::optional<GroupFlow::Follower> follower;
+    if (flow != nullptr) call->flow = rank == 0 ? static_cast<RowFlow*>(flow.get()) : &follower.emplace(*flow);
+    if (rank > 0) {
+      call->digest_rows = false;
+      if (!on.is_remote) HEADWATER_RETURN_IF_ERROR(call.ReplaceOutputs(on.engine->options().group.shared_views));
+    }
+    absl::StatusOr<MicroBatchResult> result = on.engine->Compute(*call);
     // The others wait in the flow for the first rank, however that ends.
     const absl::Status without_a_word = absl::InternalError("the first rank has ended without a word");
     if (rank == 0 && flow != nullptr) flow->End(result.ok() ? without_a_word : result.status());
-    if (result.ok()) results[rank] = *std::move(result);
-    return result.status();
+    if (!result.ok()) return result.status();
+    staged[rank] = std::move(result->staged);
+    if (rank == 0) first = *std::move(result);
+    return absl::OkStatus();
   });
   if (!status.ok()) {
-    core_->Release({contribution}, {});  // what other ranks may have staged
+    core_->Release(std::move(staged), {});  // what other ranks may have staged
     return status;
   }
-  MicroBatchResult result;
-  result.terms = std::move(results.front().terms);
-  if (results.front().staged) {
-    result.staged = std::make_unique<GroupContribution>(core_, std::nullopt, contribution, TakeSlotsOf(micro_batch));
+  if (staged.front() != nullptr) {
+    first.staged = std::make_unique<GroupContribution>(core_, std::nullopt, std::move(staged), TakeSlotsOf(micro_batch));
   }
-  return result;
+  return first;
 }
 
-absl::StatusOr<MicroBatchResult> GroupEngine::ComputeWhole(const MicroBatch& micro_batch, const std::vector<TermHeads>& heads) {
+absl::StatusOr<MicroBatchResult> GroupEngine::ComputeWhole(const MicroBatch& micro_batch) {
   const int64_t row_count = micro_batch.hidden.row_count;
   const std::vector<GroupHead*> targets = TargetsOf(micro_batch);
   std::optional<RankLoads::Share> share;
@@ -410,20 +453,16 @@ absl::StatusOr<MicroBatchResult> GroupEngine::ComputeWhole(const MicroBatch& mic
   std::optional<WholeFlow> flow;
   if (micro_batch.flow != nullptr) {
     HEADWATER_RETURN_IF_ERROR(micro_batch.flow->AwaitRows(row_count));
-    if (micro_batch.digest_rows) HEADWATER_RETURN_IF_ERROR(DigestRows(StreamsOf(micro_batch), nullptr, &rows));
+    if (micro_batch.digest_rows) HEADWATER_RETURN_IF_ERROR(DoDigestRows(StreamsOf(micro_batch), nullptr, &rows));
     flow.emplace(*micro_batch.flow, micro_batch.digest_rows ? &rows : nullptr);
   }
   if (!share.has_value())
     loads_->Give(
         row_count, [](size_t) { return true; }, &share);
-  RankCall call;
-  call.micro_batch = micro_batch;
-  call.micro_batch.flow = flow.has_value() ? &*flow : nullptr;
-  call.micro_batch.digest_rows = false;
-  call.heads = heads;
-  call.contribution = core_->NewId();
-  MicroBatchResult result;
-  bool staged = false;
+  RankMicroBatch call(micro_batch, share->rank());
+  call->flow = flow.has_value() ? &*flow : nullptr;
+  call->digest_rows = false;
+  absl::StatusOr<MicroBatchResult> result = MicroBatchResult();
   absl::Status status;
   {
     GroupCore::RankTurn turn(*core_, share->rank());
@@ -431,58 +470,29 @@ absl::StatusOr<MicroBatchResult> GroupEngine::ComputeWhole(const MicroBatch& mic
     if (micro_batch.grad_weight == GradWeightMode::kAccumulate) {
       for (GroupHead* head : targets) head->NoteContribution();
     }
-    status = turn.Run([&](Rank& rank) {
-      absl::StatusOr<RankResult> computed = rank.ComputeWhole(call);
-      if (!computed.ok()) return computed.status();
-      result.terms = std::move(computed->terms);
-      staged = computed->staged;
-      return absl::OkStatus();
+    status = turn.Run([&] {
+      result = core_->engine(share->rank()).Compute(*call);
+      return result.status();
     });
   }
+  std::vector<std::unique_ptr<StagedContribution>> parts(core_->size());
+  if (result.ok()) parts[share->rank()] = std::move(result->staged);
   if (!status.ok()) {
-    if (!slots.empty()) core_->Release({call.contribution}, {});  // what may have been staged before the group was lost
+    core_->Release(std::move(parts), {});  // what was staged before the group was lost
     return status;
   }
-  if (staged) result.staged = std::make_unique<GroupContribution>(core_, share->rank(), call.contribution, std::move(slots));
+  if (parts[share->rank()] != nullptr) {
+    result->staged = std::make_unique<GroupContribution>(core_, share->rank(), std::move(parts), std::move(slots));
+  }
   return result;
 }
 
-LossEngine* GroupEngine::first_engine() const { return core_->formed() ? core_->rank(0).local_engine() : nullptr; }
-
-absl::StatusOr<std::unique_ptr<HostMemory>> GroupEngine::AllocateHostMemory(int64_t bytes) {
-  LossEngine* const engine = first_engine();
-  return engine == nullptr ? LossEngine::AllocateHostMemory(bytes) : engine->AllocateHostMemory(bytes);
+absl::StatusOr<std::unique_ptr<HostMemory>> GroupEngine::DoAllocateHostMemory(int64_t bytes) {
+  return core_->formed() ? core_->engine(0).AllocateHostMemory(bytes) : LossEngine::DoAllocateHostMemory(bytes);
 }
 
-absl::StatusOr<std::unique_ptr<HostMemory>> GroupEngine::RegisterHostMemory(void* data, int64_t bytes) {
-  LossEngine* const engine = first_engine();
-  return engine == nullptr ? LossEngine::RegisterHostMemory(data, bytes) : engine->RegisterHostMemory(data, bytes);
-}
-
-absl::StatusOr<std::unique_ptr<LossEngine>> CreateLocalCpuGroup(const EngineOptions& options) {
-  const int32_t world_size = options.shard_count;
-  if (world_size < 1) return CreateCpuEngine(options);  // which refuses it
-  EngineOptions one = options;
-  const int32_t threads = options.thread_count > 0 ? options.thread_count : ComputeThreads();
-  if (options.thread_count >= 0) one.thread_count = std::max(1, threads / world_size);
-  std::vector<std::unique_ptr<Rank>> ranks;
-  auto communicators = MakeInProcessCommunicators(world_size);
-  EngineOptions filled;
-  for (int32_t rank = 0; rank < world_size; ++rank) {
-    one.group.rank = rank;
-    one.group.world_size = world_size;
-    one.group.communicator = std::move(communicators[static_cast<size_t>(rank)]);
-    one.group.shared_views = true;
-    absl::StatusOr<std::unique_ptr<LossEngine>> engine = CreateCpuEngine(one);
-    if (!engine.ok()) return engine.status();
-    if (rank == 0) filled = (*engine)->options();
-    ranks.push_back(std::make_unique<LocalRank>(*std::move(engine)));
-  }
-  filled.group = EngineGroup();
-  filled.thread_count = std::max(filled.thread_count * world_size, options.thread_count);
-  auto group = std::make_unique<GroupEngine>("cpu", filled, /*shared_budget=*/true);
-  group->Form(std::move(ranks));
-  return std::unique_ptr<LossEngine>(std::move(group));
+absl::StatusOr<std::unique_ptr<HostMemory>> GroupEngine::DoRegisterHostMemory(void* data, int64_t bytes) {
+  return core_->formed() ? core_->engine(0).RegisterHostMemory(data, bytes) : LossEngine::DoRegisterHostMemory(data, bytes);
 }
 
 }  // namespace headwater::group

@@ -24,13 +24,12 @@ namespace headwater::group {
 class GroupEngine final : public LossEngine {
  public:
   // Without ranks yet: until Form(), calls that compute or make a head fail with kStarting. `options` are the group's: shard_count
-  // ranks, with defaults filled in as far as they are to be told before Form(). With `shared_budget` the ranks have one budget,
-  // memory_budget_bytes, together; else each has its own.
-  GroupEngine(std::string name, EngineOptions options, bool shared_budget);
+  // ranks, with defaults filled in as far as they are to be told before Form().
+  GroupEngine(std::string name, EngineOptions options);
   ~GroupEngine() override;
 
   // Once: the ranks in order, the first of which must be in this process.
-  void Form(std::vector<std::unique_ptr<Rank>> ranks);
+  void Form(std::vector<Rank> ranks);
   // Any thread.
   void Lose(const absl::Status& reason) { core_->Lose(reason); }
   // Gives the ranks up, in peace: health() stays as it is, whatever becomes of them; later calls fail.
@@ -41,33 +40,27 @@ class GroupEngine final : public LossEngine {
   std::vector<EngineDevice> devices() const override;
   const EngineOptions& options() const override { return options_; }
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override;
-  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override;
+  absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override;
   int64_t planned_bytes() const override { return core_->planned_bytes.load(); }
-  absl::Status health() const override { return core_->health(); }
+  absl::Status DoHealth() const override { return core_->health(); }
   int64_t progress() const override;
   // By rank; none before Form(). Any thread.
   std::vector<RankTimes> rank_times() const;
-  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override;
+  absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) override;
   // The first rank's, which is as good for all of them.
-  absl::StatusOr<std::unique_ptr<HostMemory>> AllocateHostMemory(int64_t bytes) override;
-  absl::StatusOr<std::unique_ptr<HostMemory>> RegisterHostMemory(void* data, int64_t bytes) override;
+  absl::StatusOr<std::unique_ptr<HostMemory>> DoAllocateHostMemory(int64_t bytes) override;
+  absl::StatusOr<std::unique_ptr<HostMemory>> DoRegisterHostMemory(void* data, int64_t bytes) override;
 
  private:
-  LossEngine* first_engine() const;  // null before Form()
   absl::StatusOr<MemoryPlan> PlanOnAll(const HeadSpec& spec) const;
   // By one rank, which has all of the heads.
-  absl::StatusOr<MicroBatchResult> ComputeWhole(const MicroBatch& micro_batch, const std::vector<TermHeads>& heads);
+  absl::StatusOr<MicroBatchResult> ComputeWhole(const MicroBatch& micro_batch);
 
   const std::string name_;
   const EngineOptions options_;
-  const bool shared_budget_;
   const std::shared_ptr<GroupCore> core_;
   std::unique_ptr<RankLoads> loads_;  // of what is computed by one rank; from Form() on
 };
-
-// A group of CPU engines on threads of this process, one for each of options.shard_count ranks; they share the memory budget and
-// the threads. What CreateCpuEngine() refuses.
-absl::StatusOr<std::unique_ptr<LossEngine>> CreateLocalCpuGroup(const EngineOptions& options);
 
 }  // namespace headwater::group
 

@@ -6,12 +6,12 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
-#include "server/group/rank.h"
+#include "headwater/kernels/engine.h"
 
 namespace headwater::group {
 
-// The first rank's engine calls it as a RowFlow; the other ranks wait in it as in a RankFlow, on threads of their own.
-class GroupFlow final : public RowFlow, public RankFlow {
+// The first rank's flow. The other ranks have Follower flows, on threads of their own.
+class GroupFlow final : public RowFlow {
  public:
   // `flow` is the caller's, of which the first `rows_here` rows have been awaited already.
   GroupFlow(RowFlow& flow, int64_t rows_here) : flow_(flow), rows_(rows_here), awaited_(rows_here) {}
@@ -47,22 +47,33 @@ class GroupFlow final : public RowFlow, public RankFlow {
     if (!decision_.has_value()) decision_ = reason;
   }
 
-  absl::StatusOr<int64_t> AwaitMore(int64_t have) override {
-    const auto told = [this, have]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return rows_ > have || !rows_status_.ok(); };
+  // Waits for what the first rank is given.
+  class Follower final : public RowFlow {
+   public:
+    explicit Follower(GroupFlow& first) : first_(first) {}
+    absl::Status AwaitRows(int64_t row_end) override { return first_.FollowRows(row_end); }
+    absl::Status Decide(const DigestBuilder*) override { return first_.FollowDecision(); }
+    void GradHiddenReady(int64_t) override {}
+
+   private:
+    GroupFlow& first_;
+  };
+
+ private:
+  absl::Status FollowRows(int64_t row_end) {
+    const auto told = [this, row_end]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return rows_ >= row_end || !rows_status_.ok(); };
     absl::MutexLock lock(&mutex_);
     mutex_.Await(absl::Condition(&told));
-    if (rows_ > have) return rows_;
-    return rows_status_;
+    return rows_ >= row_end ? absl::OkStatus() : rows_status_;
   }
 
-  absl::Status AwaitDecision() override {
+  absl::Status FollowDecision() {
     const auto told = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return decision_.has_value(); };
     absl::MutexLock lock(&mutex_);
     mutex_.Await(absl::Condition(&told));
     return *decision_;
   }
 
- private:
   RowFlow& flow_;
   absl::Mutex mutex_;
   int64_t rows_ ABSL_GUARDED_BY(mutex_);

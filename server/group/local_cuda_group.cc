@@ -8,7 +8,7 @@
 #include "headwater/kernels/device_group_id.h"
 #include "server/group/engines_together.h"
 #include "server/group/group_engine.h"
-#include "server/group/local_rank.h"
+#include "server/group/rank.h"
 
 namespace headwater::group {
 
@@ -34,9 +34,9 @@ absl::StatusOr<std::unique_ptr<LossEngine>> CreateLocalCudaGroup(const EngineOpt
   EngineOptions filled = engines.front()->options();
   filled.group = EngineGroup();
   const std::string name = engines.front()->name();
-  std::vector<std::unique_ptr<Rank>> ranks;
-  for (std::unique_ptr<LossEngine>& engine : engines) ranks.push_back(std::make_unique<LocalRank>(std::move(engine)));
-  auto group = std::make_unique<GroupEngine>(name, filled, /*shared_budget=*/false);
+  std::vector<Rank> ranks;
+  for (std::unique_ptr<LossEngine>& engine : engines) ranks.push_back(MakeLocalRank(std::move(engine)));
+  auto group = std::make_unique<GroupEngine>(name, filled);
   group->Form(std::move(ranks));
   return std::unique_ptr<LossEngine>(std::move(group));
 }

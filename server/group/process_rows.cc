@@ -48,14 +48,13 @@ absl::StatusOr<std::shared_ptr<const ReceivedCall>> ProcessRows::Await(uint64_t 
   return call_;
 }
 
-absl::StatusOr<int64_t> ProcessRows::AwaitMore(uint64_t id, int64_t have) {
-  const auto told = [this, id, have]()
-                        ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return rows_here_ > have || !ended_.ok() || IsOver(id); };
+absl::Status ProcessRows::AwaitRows(uint64_t id, int64_t row_end) {
+  const auto told = [this, id, row_end]()
+                        ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return rows_here_ >= row_end || !ended_.ok() || IsOver(id); };
   absl::MutexLock lock(&mutex_);
   mutex_.Await(absl::Condition(&told));
   if (IsOver(id)) return OverError();
-  if (rows_here_ > have) return rows_here_;
-  return ended_;
+  return rows_here_ >= row_end ? absl::OkStatus() : ended_;
 }
 
 }  // namespace headwater::group

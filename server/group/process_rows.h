@@ -22,17 +22,17 @@ class ProcessRows {
   // The first rank's. Between Open() and Close() it is part of a group; nobody waits any longer after Close().
   void Open();
   void Close(const absl::Status& why);
-  // A micro-batch begins; RankCompute.contribution is its `id`. Its memory stays until the next one begins, or until Close().
+  // A micro-batch begins: the group's `id`-th that all ranks compute. Its memory stays until the next one begins, or until Close().
   void Begin(uint64_t id, std::shared_ptr<const ReceivedCall> call);
   // So many rows are here.
   void Come(int64_t rows_here);
   // No more will come; of what has ended already nothing is changed.
   void End(const absl::Status& why);
 
-  // The other ranks'. Waits until the micro-batch begins; its rows may be read as far as AwaitMore() has told.
+  // The other ranks'. Waits until the micro-batch begins; its rows may be read as far as AwaitRows() has waited for them.
   absl::StatusOr<std::shared_ptr<const ReceivedCall>> Await(uint64_t id);
-  // Waits until more than `have` rows of the micro-batch are here; how many.
-  absl::StatusOr<int64_t> AwaitMore(uint64_t id, int64_t have);
+  // Waits until the first `row_end` rows of the micro-batch are here.
+  absl::Status AwaitRows(uint64_t id, int64_t row_end);
 
  private:
   bool IsOver(uint64_t id) const ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return id_ > id || !closed_.ok(); }

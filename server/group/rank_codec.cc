@@ -82,7 +82,7 @@ void EncodeCompute(const RankCall& call, v1::RankCompute* out) {
   out->set_grad_hidden_scale(micro_batch.grad_hidden_scale);
   out->set_grad_weight(static_cast<int32_t>(micro_batch.grad_weight));
   out->set_refuse_non_finite(micro_batch.refuse_non_finite);
-  out->set_flow(call.flow != nullptr);
+  out->set_flow(micro_batch.flow != nullptr);
   out->set_contribution(call.contribution);
   for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
     const LossTerm& term = micro_batch.terms[i];
@@ -115,7 +115,7 @@ const void* ReceivedCall::AddStream(int64_t row_start, int64_t row_count, int64_
 
 template <typename T>
 T* ReceivedCall::AddOutput(int64_t count) {
-  return static_cast<T*>(outputs_.Take(is_whole_ ? count * static_cast<int64_t>(sizeof(T)) : 0));
+  return static_cast<T*>(outputs_.Take(count * static_cast<int64_t>(sizeof(T))));
 }
 
 absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(v1::RankCompute received) {
@@ -170,12 +170,12 @@ absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(v1::RankCompu
   return call;
 }
 
-RankCall ReceivedCall::ToCall(RankFlow* flow) {
+RankCall ReceivedCall::ToCall(RowFlow* flow) {
   RankCall call;
   call.micro_batch = micro_batch_;
   call.micro_batch.terms = terms_;
+  call.micro_batch.flow = flow;
   call.heads = heads_;
-  call.flow = flow;
   call.contribution = contribution_;
   return call;
 }

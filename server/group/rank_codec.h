@@ -11,9 +11,21 @@
 #include "headwater/kernels/planned_bytes.h"
 #include "headwater/v1/group_service.pb.h"
 #include "server/group/call_memory.h"
-#include "server/group/rank.h"
 
 namespace headwater::group {
+
+// The heads of a term by id; 0: none.
+struct TermHeads {
+  uint64_t head = 0;
+  uint64_t teacher = 0;
+};
+
+// A micro-batch as it travels.
+struct RankCall {
+  MicroBatch micro_batch;             // heads of its terms are not looked at
+  absl::Span<const TermHeads> heads;  // one for each term
+  uint64_t contribution = 0;          // the id of what is staged
+};
 
 // Bytes of tensors in one message.
 inline constexpr int64_t kDataBytes = int64_t{1} << 19;
@@ -45,7 +57,7 @@ class ReceivedCall {
   static absl::StatusOr<std::unique_ptr<ReceivedCall>> Decode(v1::RankCompute received);
 
   // `flow` takes the rows' place; null: they must all be here.
-  RankCall ToCall(RankFlow* flow);
+  RankCall ToCall(RowFlow* flow);
   absl::Status AddRows(int32_t stream, const std::string& data);
   // Reads another call's rows in the place of its own, of which there must be as many and none may come; `other` must outlive the
   // computation.
@@ -53,7 +65,7 @@ class ReceivedCall {
   // Rows that are complete in all streams.
   int64_t rows_here() const;
   int64_t row_count() const { return micro_batch_.hidden.row_count; }
-  // RankCompute.whole: there is memory for all outputs.
+  // RankCompute.whole.
   bool is_whole() const { return is_whole_; }
   bool has_flow() const { return has_flow_; }
   uint64_t contribution() const { return contribution_; }
@@ -78,7 +90,7 @@ class ReceivedCall {
   template <typename T>
   T* AddOutput(int64_t count);
 
-  CallMemory outputs_;  // empty where nobody reads them, and LocalRank writes elsewhere
+  CallMemory outputs_;
   absl::Status streams_status_;
   uint64_t contribution_ = 0;
   bool is_whole_ = false;

@@ -8,54 +8,15 @@ namespace headwater::group {
 
 namespace {
 
-// Data that may wait to be sent.
-constexpr int64_t kMaxQueuedBytes = int64_t{8} << 20;
-
 int64_t ReplyBytes(const v1::RankReply& reply) { return static_cast<int64_t>(reply.ByteSizeLong()); }
-
-int64_t DataBytes(const v1::JoinResponse& message) { return static_cast<int64_t>(message.data().data().size()); }
 
 }  // namespace
 
-RankLink::RankLink(std::function<bool(const v1::JoinResponse&)> send, std::function<void()> cancel)
-    : send_(std::move(send)), cancel_(std::move(cancel)), sender_([this] { SendQueued(); }) {}
-
-RankLink::~RankLink() {
-  if (!sender_.joinable()) return;
-  {
-    absl::MutexLock lock(&mutex_);
-    cancel_ = nullptr;  // the call may still be answered
-    if (status_.ok()) status_ = MakeError(ErrorReason::kEngineFailed, "the link is gone");
-  }
-  sender_.join();
-}
-
-absl::Status RankLink::Send(v1::JoinResponse message) {
-  const auto has_room = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return queued_bytes_ < kMaxQueuedBytes || !status_.ok(); };
-  absl::MutexLock lock(&mutex_);
-  mutex_.Await(absl::Condition(&has_room));
-  if (!status_.ok()) return status_;
-  queued_bytes_ += DataBytes(message);
-  queue_.push_back(std::move(message));
-  return absl::OkStatus();
-}
-
-void RankLink::SendQueued() {
-  const auto has_work = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return !queue_.empty() || !status_.ok(); };
-  while (true) {
-    v1::JoinResponse message;
-    {
-      absl::MutexLock lock(&mutex_);
-      mutex_.Await(absl::Condition(&has_work));
-      if (!status_.ok()) return;
-      message = std::move(queue_.front());
-      queue_.pop_front();
-    }
-    const bool sent = send_(message);
-    if (!sent) return Break(MakeError(ErrorReason::kEngineFailed, "the worker's call has ended"));
-    absl::MutexLock lock(&mutex_);
-    queued_bytes_ -= DataBytes(message);
-  }
+absl::Status RankLink::Send(const v1::JoinResponse& message) {
+  absl::MutexLock sending(&send_mutex_);
+  if (absl::Status status = this->status(); !status.ok()) return status;
+  if (!send_(message)) Break(MakeError(ErrorReason::kEngineFailed, "the worker's call has ended"));
+  return status();
 }
 
 absl::StatusOr<v1::RankReply> RankLink::AwaitReply() {
@@ -92,7 +53,7 @@ void RankLink::Deliver(v1::JoinRequest message) {
 
 void RankLink::Close(const absl::Status& reason) {
   Break(reason);
-  sender_.join();
+  absl::MutexLock sending(&send_mutex_);
   absl::MutexLock lock(&mutex_);
   cancel_ = nullptr;
 }

@@ -1,6 +1,7 @@
 // RankLink: the leader's end of the call by which a worker has joined.
 //
-// The call's handler hands over what comes (Deliver) and tells its end (Close); a RemoteRank sends commands and takes replies.
+// The call's handler hands over what comes (Deliver) and tells its end (Close); the rank's engine (remote_engine.h) sends commands
+// and takes replies.
 #ifndef HEADWATER_SERVER_GROUP_RANK_LINK_H_
 #define HEADWATER_SERVER_GROUP_RANK_LINK_H_
 
@@ -8,7 +9,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <thread>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -26,15 +27,13 @@ class RankLink {
 
   // `send` returns false once the call has ended; `cancel` ends it, so that a `send` in progress returns. Neither is called after
   // Close().
-  RankLink(std::function<bool(const v1::JoinResponse&)> send, std::function<void()> cancel);
-  // Leaves a call alone that nothing was sent by.
-  ~RankLink();
+  RankLink(std::function<bool(const v1::JoinResponse&)> send, std::function<void()> cancel)
+      : send_(std::move(send)), cancel_(std::move(cancel)) {}
   RankLink(const RankLink&) = delete;
   RankLink& operator=(const RankLink&) = delete;
 
-  // Sends in the background, and waits only while too much has not been sent: a worker that takes nothing must not keep anybody
-  // beyond Break(). kEngineFailed once the link is closed.
-  absl::Status Send(v1::JoinResponse message);
+  // Waits while the worker takes nothing, but not beyond Break(). kEngineFailed once the link is closed.
+  absl::Status Send(const v1::JoinResponse& message);
   // The next reply, in the order in which they came; waits for it. kEngineFailed once the link is closed.
   absl::StatusOr<v1::RankReply> AwaitReply();
   // Ends the call. The first reason stays. Any thread.
@@ -52,19 +51,15 @@ class RankLink {
   v1::RankAlive alive() const;  // as the worker told last
 
  private:
-  void SendQueued();
-
   const std::function<bool(const v1::JoinResponse&)> send_;
+  absl::Mutex send_mutex_;  // held for a `send`; is taken before mutex_
   mutable absl::Mutex mutex_;
   std::function<void()> cancel_ ABSL_GUARDED_BY(mutex_);
-  std::deque<v1::JoinResponse> queue_ ABSL_GUARDED_BY(mutex_);  // to be sent
-  int64_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;            // of data
   std::deque<v1::RankReply> replies_ ABSL_GUARDED_BY(mutex_);
   int64_t reply_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
   int64_t messages_ ABSL_GUARDED_BY(mutex_) = 0;
   v1::RankAlive alive_ ABSL_GUARDED_BY(mutex_);
-  std::thread sender_;  // last: it uses the members above
 };
 
 }  // namespace headwater::group

@@ -14,6 +14,15 @@ namespace headwater::observability {
 // Thread-safe.
 class BusyClock {
  public:
+  // Somebody begins to work, and ends.
+  void Begin() {
+    absl::MutexLock lock(&mutex_);
+    if (workers_++ == 0) since_ = MonotonicNow();
+  }
+  void End() {
+    absl::MutexLock lock(&mutex_);
+    if (--workers_ == 0) total_ += MonotonicNow() - since_;
+  }
   // While one lives, somebody is at work.
   class Work {
    public:
@@ -33,15 +42,6 @@ class BusyClock {
   }
 
  private:
-  void Begin() {
-    absl::MutexLock lock(&mutex_);
-    if (workers_++ == 0) since_ = MonotonicNow();
-  }
-  void End() {
-    absl::MutexLock lock(&mutex_);
-    if (--workers_ == 0) total_ += MonotonicNow() - since_;
-  }
-
   mutable absl::Mutex mutex_;
   int64_t workers_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Time since_ ABSL_GUARDED_BY(mutex_);  // while somebody works: when the first one began

@@ -20,7 +20,7 @@
 #include "server/observability/monotonic_clock.h"
 #include "server/scheduler/repeated_task.h"
 #include "server/service/retry_after.h"
-#include "server/service/watched_engine.h"
+#include "server/service/stall_clock.h"
 
 namespace headwater::service {
 
@@ -89,7 +89,7 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
     return absl::InvalidArgumentError(absl::StrCat("product_tflops: expected a number >= 0, got ", options.product_tflops));
   }
   if (options.engine_stall_timeout > absl::ZeroDuration()) {
-    engine = std::make_unique<WatchedEngine>(std::move(engine), options.engine_stall_timeout);
+    engine->Observe(std::make_shared<StallClock>(options.engine_stall_timeout));
   }
   std::unique_ptr<ServerCore> core(new ServerCore(options, std::move(engine)));
   core->access = *std::move(access);

@@ -51,10 +51,10 @@ class FakeCudaEngine final : public LossEngine {
     if (plan.ok()) plan->token_chunk_rows = 4321;  // so that its plans are told from a CpuEngine's
     return plan;
   }
-  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
+  absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
   int64_t planned_bytes() const override { return engine_->planned_bytes(); }
-  absl::Status health() const override { return is_lost_.load() ? Lost() : absl::OkStatus(); }
-  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
+  absl::Status DoHealth() const override { return is_lost_.load() ? Lost() : absl::OkStatus(); }
+  absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) override {
     const int64_t rows = micro_batch.hidden.row_count;
     if (rows >= 13 && rows <= 15 && !is_lost_.exchange(true) && rows != 14 && options_.on_device_lost) {
       options_.on_device_lost(Lost());

@@ -78,11 +78,11 @@ class GatedEngine final : public ForwardingEngine {
   GatedEngine(std::unique_ptr<LossEngine> engine, std::shared_ptr<Gate> gate)
       : ForwardingEngine(std::move(engine)), gate_(std::move(gate)) {}
 
-  absl::Status health() const override { return gate_->health(); }
+  absl::Status DoHealth() const override { return gate_->health(); }
   int64_t progress() const override { return ForwardingEngine::progress() + gate_->progress(); }
-  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
+  absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) override {
     if (absl::Status status = gate_->Pass(); !status.ok()) return status;
-    return ForwardingEngine::Compute(micro_batch);
+    return ForwardingEngine::DoCompute(micro_batch);
   }
 
  private:

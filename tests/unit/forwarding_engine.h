@@ -20,11 +20,11 @@ class ForwardingEngine : public LossEngine {
   std::vector<EngineDevice> devices() const override { return engine_->devices(); }
   const EngineOptions& options() const override { return engine_->options(); }
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override { return engine_->PlanHead(spec); }
-  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
+  absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
   int64_t planned_bytes() const override { return engine_->planned_bytes(); }
-  absl::Status health() const override { return engine_->health(); }
+  absl::Status DoHealth() const override { return engine_->health(); }
   int64_t progress() const override { return engine_->progress(); }
-  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override { return engine_->Compute(micro_batch); }
+  absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) override { return engine_->Compute(micro_batch); }
 
  private:
   const std::unique_ptr<LossEngine> engine_;

@@ -4,9 +4,9 @@
 #include <cstdlib>
 
 #include "headwater/kernels/product_rate.h"
-#include "server/group/group_engine.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/kernel_suite.h"
+#include "tests/unit/group/local_cpu_group.h"
 #include "tests/unit/group/replica_engine.h"
 #include "tests/unit/group/worker_threads.h"
 
@@ -15,7 +15,7 @@ namespace {
 
 absl::StatusOr<std::unique_ptr<LossEngine>> MakeGroup(const EngineOptions& options) {
   const bool links = std::getenv("HEADWATER_GROUP_LINKS") != nullptr && options.shard_count > 1;
-  if (!links || options.shard_probe != nullptr) return group::CreateLocalCpuGroup(options);  // a probe goes into no other process
+  if (!links || options.shard_probe != nullptr) return CreateLocalCpuGroup(options);  // a probe goes into no other process
   auto group = ThreadedGroup::Create(options);
   if (!group.ok()) return group.status();
   return std::unique_ptr<LossEngine>(*std::move(group));

@@ -16,12 +16,12 @@
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/error.h"
 #include "server/group/engines_together.h"
-#include "server/group/group_engine.h"
 #include "server/group/process_rows.h"
 #include "server/group/rank_codec.h"
 #include "tests/kernels/engine_run.h"
 #include "tests/kernels/problem.h"
 #include "tests/unit/forwarding_engine.h"
+#include "tests/unit/group/local_cpu_group.h"
 #include "tests/unit/group/worker_threads.h"
 
 namespace headwater::testing {
@@ -168,7 +168,7 @@ TEST(GroupProcesses, TheRanksOfAProcessAreNeighboursWhoeverComesFirst) {
     EXPECT_EQ(one.shard_weights, options.engine.shard_weights) << rank;
   }
   // The bits of six ranks in one process.
-  const auto local = group::CreateLocalCpuGroup(options.engine);
+  const auto local = CreateLocalCpuGroup(options.engine);
   ASSERT_TRUE(local.ok()) << local.status();
   const Problem problem = MakeProblem(ProblemOptions());
   const Outcome outcome = ComputeOnce(processes.engine(), problem);
@@ -283,15 +283,15 @@ TEST(GroupRows, EndOrGoOnWithoutWhoeverComesTooLate) {
   rows.Open();
   begin(7);
   EXPECT_TRUE(rows.Await(7).ok());
-  std::thread waiting([&] { EXPECT_EQ(rows.AwaitMore(7, 1).value(), 2); });
+  std::thread waiting([&] { EXPECT_TRUE(rows.AwaitRows(7, 2).ok()); });
   rows.Come(1);
   rows.Come(2);
   waiting.join();
   EXPECT_TRUE(HasReason(rows.Await(6).status(), ErrorReason::kEngineFailed));
   rows.End(ended);
   rows.End(closed);  // the first word counts
-  EXPECT_EQ(rows.AwaitMore(7, 0).value(), 2);
-  EXPECT_EQ(rows.AwaitMore(7, 2).status(), ended);
+  EXPECT_TRUE(rows.AwaitRows(7, 2).ok());
+  EXPECT_EQ(rows.AwaitRows(7, 3), ended);
   std::thread reader([&] { EXPECT_EQ(rows.Await(8).status(), closed); });
   rows.Close(closed);
   reader.join();
@@ -366,7 +366,7 @@ TEST(GroupProcesses, AnOwnRankThatFailsKeepsNobodyWaiting) {
 class FailingEngine final : public ForwardingEngine {
  public:
   using ForwardingEngine::ForwardingEngine;
-  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch&) override {
+  absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch&) override {
     return MakeError(ErrorReason::kEngineFailed, "the device is on fire");
   }
 };
@@ -375,7 +375,6 @@ TEST(GroupProcesses, AnOwnRankThatFailsInACallKeepsNobodyWaiting) {
   for (const int32_t failing : {0, 1}) {
     for (const bool has_flow : {false, true}) {
       group::AssemblyOptions options = SixRanks();
-      options.stall_timeout = absl::Hours(1);
       options.make_engine = [failing](const EngineOptions& one) -> Made {
         Made made = CreateCpuEngine(one);
         if (one.group.rank == failing && made.ok()) made = std::make_unique<FailingEngine>(*std::move(made));

@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "server/group/group_engine.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/engine_run.h"
 #include "tests/kernels/problem.h"
+#include "tests/unit/group/local_cpu_group.h"
 #include "tests/unit/group/worker_threads.h"
 
 namespace headwater::testing {
@@ -152,7 +152,7 @@ TEST_P(GroupResults, HaveTheBitsOfOneEngineWithAsManyShards) {
   options.thread_count = options.shard_count;
   for (const bool deterministic : {false, true}) {
     options.deterministic = deterministic;
-    const auto threads = group::CreateLocalCpuGroup(options);
+    const auto threads = CreateLocalCpuGroup(options);
     ASSERT_TRUE(threads.ok()) << threads.status();
     EngineOptions of_one = options;
     of_one.bfloat16_products = (*threads)->options().bfloat16_products;

@@ -9,7 +9,6 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
-#include "server/group/group_core.h"
 #include "server/group/group_engine.h"
 #include "server/group/rank_link.h"
 #include "server/group/restarter.h"
@@ -74,8 +73,8 @@ class HangingEngine final : public ForwardingEngine {
     go_on_.WaitForNotification();
     return ForwardingEngine::PlanHead(spec);
   }
-  absl::Status health() const override {
-    return hangs_ ? MakeError(ErrorReason::kEngineFailed, "the device hangs") : ForwardingEngine::health();
+  absl::Status DoHealth() const override {
+    return hangs_ ? MakeError(ErrorReason::kEngineFailed, "the device hangs") : ForwardingEngine::DoHealth();
   }
 
  private:
@@ -331,51 +330,6 @@ TEST(GroupRelease, DoesNotWaitForTheRanks) {
   (*made)->Pause(1, false);
   owner.join();
   EXPECT_TRUE(Await([&] { return worker_engine.load()->planned_bytes() == 0; }));
-}
-
-// Fails in a release, and has no engine.
-class ForgetfulRank final : public group::Rank {
- public:
-  EngineDevice device() const override { return {}; }
-  absl::Status health() override { return absl::OkStatus(); }
-  void Abort(const absl::Status&) override {}
-  int64_t progress() const override { return 0; }
-  group::RankTimes times() const override { return {}; }
-  absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec&) override { return MemoryPlan(); }
-  absl::Status CreateHead(uint64_t, const HeadSpec&) override { return absl::OkStatus(); }
-  absl::Status Release(absl::Span<const uint64_t>, absl::Span<const uint64_t>) override {
-    return MakeError(ErrorReason::kEngineFailed, "the rank is gone");
-  }
-  absl::Status ReadTensor(uint64_t, HeadTensor, int64_t, int64_t, void*) override { return absl::OkStatus(); }
-  absl::Status WriteTensor(uint64_t, HeadTensor, int64_t, int64_t, const void*) override { return absl::OkStatus(); }
-  absl::Status ZeroGradient(uint64_t) override { return absl::OkStatus(); }
-  absl::Status AddToGradient(uint64_t, HeadTensor, int64_t, int64_t, double, const float*) override { return absl::OkStatus(); }
-  absl::Status ReduceGradient(uint64_t) override { return absl::OkStatus(); }
-  absl::Status ResetOptimizerState(uint64_t) override { return absl::OkStatus(); }
-  absl::StatusOr<GradientStats> ComputeGradientStats(uint64_t) override { return GradientStats(); }
-  absl::Status ApplyOptimizer(uint64_t, const OptimizerStep&) override { return absl::OkStatus(); }
-  absl::StatusOr<group::RankResult> Compute(const group::RankCall&) override { return group::RankResult(); }
-  absl::StatusOr<group::RankResult> ComputeWhole(const group::RankCall&) override { return group::RankResult(); }
-  absl::Status Commit(uint64_t, double) override { return absl::OkStatus(); }
-};
-
-// A release is told by whoever is the next to call, or by a thread that does only that.
-TEST(GroupRelease, ThatFailsLosesTheGroupAndKeepsNobodyWaiting) {
-  for (const bool on_one : {false, true}) {
-    group::GroupCore core;
-    std::vector<std::unique_ptr<group::Rank>> ranks;
-    for (int rank = 0; rank < 2; ++rank) ranks.push_back(std::make_unique<ForgetfulRank>());
-    core.Form(std::move(ranks));
-    core.Release({1}, {2});
-    const auto status = [&] {
-      return on_one ? group::GroupCore::RankTurn(core, 1).status() : group::GroupCore::Turn(core).status();
-    };
-    status().IgnoreError();
-    const absl::Status lost = core.health();
-    EXPECT_TRUE(HasReason(lost, ErrorReason::kEngineFailed)) << lost;
-    EXPECT_THAT(lost.message(), HasSubstr("the rank is gone"));
-    EXPECT_EQ(status(), lost);
-  }
 }
 
 // The others wait for a rank that computes for longer, and are told apart by that.

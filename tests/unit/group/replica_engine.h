@@ -13,8 +13,8 @@ class ReplicaEngine final : public ForwardingEngine {
   using ForwardingEngine::ForwardingEngine;
 
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override { return ForwardingEngine::PlanHead(ByRows(spec)); }
-  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override {
-    return ForwardingEngine::CreateHead(ByRows(spec));
+  absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override {
+    return ForwardingEngine::DoCreateHead(ByRows(spec));
   }
 
  private:

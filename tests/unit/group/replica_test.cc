@@ -12,12 +12,12 @@
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/product_rate.h"
-#include "server/group/group_engine.h"
 #include "server/group/rank_loads.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/engine_run.h"
 #include "tests/kernels/problem.h"
 #include "tests/kernels/replica_suite.h"
+#include "tests/unit/group/local_cpu_group.h"
 #include "tests/unit/group/worker_threads.h"
 
 namespace headwater::testing {
@@ -49,7 +49,7 @@ std::unique_ptr<LossEngine> MakeGroup(EngineOptions options, bool links) {
     return group.ok() ? *std::move(group) : nullptr;
   }
   options.thread_count = options.shard_count;
-  auto group = group::CreateLocalCpuGroup(options);
+  auto group = CreateLocalCpuGroup(options);
   EXPECT_TRUE(group.ok()) << group.status();
   return group.ok() ? *std::move(group) : nullptr;
 }
@@ -103,7 +103,7 @@ TEST(ReplicaPlan, HasAllWeightsOnEachRankAndTheOptimizerStateOnce) {
   const auto small_group = MakeGroup(small, false);
   EXPECT_TRUE(HasReason(small_group->CreateHead(spec).status(), ErrorReason::kMemoryBudgetExceeded));
   EXPECT_EQ(small_group->planned_bytes(), 0);
-  small.memory_budget_bytes = plan->total_bytes;
+  small.memory_budget_bytes = 2 * plan->total_bytes;
   EXPECT_TRUE(MakeGroup(small, false)->CreateHead(spec).ok());
 }
 

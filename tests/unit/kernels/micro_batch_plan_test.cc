@@ -20,13 +20,13 @@ constexpr int32_t kIgnored = kDefaultIgnoreIndex;
 class EmptyHead final : public HeadBase {
  public:
   explicit EmptyHead(const HeadSpec& spec) : HeadBase(spec, MemoryPlan(), SplitVocab(spec.vocab_size, 1, {}), "none") {}
-  absl::Status ReadTensor(HeadTensor, int64_t, int64_t, void*) const override { return absl::UnimplementedError(""); }
-  absl::Status WriteTensor(HeadTensor, int64_t, int64_t, const void*) override { return absl::UnimplementedError(""); }
-  absl::Status ZeroGradient() override { return absl::UnimplementedError(""); }
-  absl::Status AddToGradient(HeadTensor, int64_t, int64_t, double, const float*) override { return absl::UnimplementedError(""); }
-  absl::Status ResetOptimizerState() override { return absl::UnimplementedError(""); }
-  absl::StatusOr<GradientStats> ComputeGradientStats() const override { return absl::UnimplementedError(""); }
-  absl::Status ApplyOptimizer(const OptimizerStep&) override { return absl::UnimplementedError(""); }
+  absl::Status DoReadTensor(HeadTensor, int64_t, int64_t, void*) const override { return absl::UnimplementedError(""); }
+  absl::Status DoWriteTensor(HeadTensor, int64_t, int64_t, const void*) override { return absl::UnimplementedError(""); }
+  absl::Status DoZeroGradient() override { return absl::UnimplementedError(""); }
+  absl::Status DoAddToGradient(HeadTensor, int64_t, int64_t, double, const float*) override { return absl::UnimplementedError(""); }
+  absl::Status DoResetOptimizerState() override { return absl::UnimplementedError(""); }
+  absl::StatusOr<GradientStats> DoComputeGradientStats() const override { return absl::UnimplementedError(""); }
+  absl::Status DoApplyOptimizer(const OptimizerStep&) override { return absl::UnimplementedError(""); }
 };
 
 HeadSpec Spec(int32_t staging_slots) {

@@ -55,7 +55,8 @@ TEST(ShardExecutors, OneShardRunsOnTheCallersThread) {
   ASSERT_TRUE(executors
                   .Run([&](const ShardContext& context) {
                     id = std::this_thread::get_id();
-                    return context.communicator.Barrier();
+                    double none = 0;
+                    return context.communicator.AllReduceMax(&none, 1);
                   })
                   .ok());
   EXPECT_EQ(id, std::this_thread::get_id());
@@ -73,7 +74,8 @@ TEST(ShardExecutors, AFailureEndsAllShardsOfTheCall) {
   ShardExecutors executors(3, 3);
   for (const ErrorReason reason : {ErrorReason::kEngineFailed, ErrorReason::kInternal}) {
     const absl::Status status = executors.Run([&](const ShardContext& context) {
-      return context.rank == 1 ? MakeError(reason, "it failed") : context.communicator.Barrier();
+      double none = 0;
+      return context.rank == 1 ? MakeError(reason, "it failed") : context.communicator.AllReduceMax(&none, 1);
     });
     EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
     if (reason != ErrorReason::kEngineFailed) {

@@ -112,7 +112,7 @@ DataType FakeHead::TensorDataType(HeadTensor tensor) const {
   return tensor == HeadTensor::kWeight || tensor == HeadTensor::kBias ? spec_.data_type : DataType::kFloat32;
 }
 
-absl::Status FakeHead::ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
+absl::Status FakeHead::DoReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
   const Use use(*this);
   if (absl::Status status = control_.Note("ReadTensor"); !status.ok()) return status;
   const bool as_bfloat16 = TensorDataType(tensor) == DataType::kBFloat16;
@@ -131,7 +131,7 @@ absl::Status FakeHead::ReadTensor(HeadTensor tensor, int64_t element_start, int6
   return absl::OkStatus();
 }
 
-absl::Status FakeHead::WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
+absl::Status FakeHead::DoWriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
   const Use use(*this);
   const absl::Status failure = control_.Note("WriteTensor");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
@@ -159,7 +159,7 @@ absl::Status FakeHead::WriteTensor(HeadTensor tensor, int64_t element_start, int
   return failure;
 }
 
-absl::Status FakeHead::ZeroGradient() {
+absl::Status FakeHead::DoZeroGradient() {
   const Use use(*this);
   const absl::Status failure = control_.Note("ZeroGradient");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
@@ -170,8 +170,8 @@ absl::Status FakeHead::ZeroGradient() {
   return failure;
 }
 
-absl::Status FakeHead::AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
-                                     const float* in) {
+absl::Status FakeHead::DoAddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
+                                       const float* in) {
   const Use use(*this);
   const absl::Status failure = control_.Note("AddToGradient");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
@@ -189,7 +189,7 @@ absl::Status FakeHead::AddToGradient(HeadTensor tensor, int64_t element_start, i
   return failure;
 }
 
-absl::Status FakeHead::ResetOptimizerState() {
+absl::Status FakeHead::DoResetOptimizerState() {
   const Use use(*this);
   const absl::Status failure = control_.Note("ResetOptimizerState");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
@@ -200,7 +200,7 @@ absl::Status FakeHead::ResetOptimizerState() {
   return failure;
 }
 
-absl::StatusOr<GradientStats> FakeHead::ComputeGradientStats() const {
+absl::StatusOr<GradientStats> FakeHead::DoComputeGradientStats() const {
   const Use use(*this);
   if (absl::Status status = control_.Note("ComputeGradientStats"); !status.ok()) return status;
   GradientStats stats;
@@ -215,7 +215,7 @@ absl::StatusOr<GradientStats> FakeHead::ComputeGradientStats() const {
   return stats;
 }
 
-absl::Status FakeHead::ApplyOptimizer(const OptimizerStep& step) {
+absl::Status FakeHead::DoApplyOptimizer(const OptimizerStep& step) {
   const Use use(*this);
   const absl::Status failure = control_.Note("ApplyOptimizer");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
@@ -253,7 +253,7 @@ class FakeStaged : public StagedContribution {
   // The one thing that other calls on the heads may overlap with.
   ~FakeStaged() override { Release(); }
 
-  absl::Status Commit(double factor) override {
+  absl::Status DoCommit(double factor) override {
     EXPECT_FALSE(done_) << "a contribution is committed twice";
     std::vector<std::unique_ptr<FakeHead::Use>> uses;
     for (auto& [head, tensors] : gradients_) uses.push_back(std::make_unique<FakeHead::Use>(*head));
@@ -284,7 +284,7 @@ absl::StatusOr<MemoryPlan> FakeEngine::PlanHead(const HeadSpec& spec) const {
   return plan;
 }
 
-absl::StatusOr<std::unique_ptr<EngineHead>> FakeEngine::CreateHead(const HeadSpec& spec) {
+absl::StatusOr<std::unique_ptr<EngineHead>> FakeEngine::DoCreateHead(const HeadSpec& spec) {
   if (absl::Status status = control_.Note("CreateHead"); !status.ok()) return status;
   return std::make_unique<FakeHead>(spec, options_.shard_count, control_);
 }
@@ -298,7 +298,7 @@ void FakeEngine::Add(const std::map<FakeHead*, std::map<HeadTensor, std::vector<
   }
 }
 
-absl::StatusOr<MicroBatchResult> FakeEngine::Compute(const MicroBatch& micro_batch) {
+absl::StatusOr<MicroBatchResult> FakeEngine::DoCompute(const MicroBatch& micro_batch) {
   std::set<FakeHead*> heads;
   for (const LossTerm& term : micro_batch.terms) {
     heads.insert(static_cast<FakeHead*>(term.head));

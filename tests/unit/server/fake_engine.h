@@ -62,14 +62,14 @@ class FakeHead : public EngineHead {
   absl::Span<const VocabShard> shards() const override { return shards_; }
   int64_t ElementCount(HeadTensor tensor) const override;
   DataType TensorDataType(HeadTensor tensor) const override;
-  absl::Status ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const override;
-  absl::Status WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) override;
-  absl::Status ZeroGradient() override;
-  absl::Status AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
-                             const float* in) override;
-  absl::Status ResetOptimizerState() override;
-  absl::StatusOr<GradientStats> ComputeGradientStats() const override;
-  absl::Status ApplyOptimizer(const OptimizerStep& step) override;
+  absl::Status DoReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const override;
+  absl::Status DoWriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) override;
+  absl::Status DoZeroGradient() override;
+  absl::Status DoAddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
+                               const float* in) override;
+  absl::Status DoResetOptimizerState() override;
+  absl::StatusOr<GradientStats> DoComputeGradientStats() const override;
+  absl::Status DoApplyOptimizer(const OptimizerStep& step) override;
   int32_t FreeStagingSlots() const override { return spec_.staging_slots - slots_taken_; }
 
  private:
@@ -98,9 +98,9 @@ class FakeEngine : public LossEngine {
   std::vector<EngineDevice> devices() const override { return {}; }
   const EngineOptions& options() const override { return options_; }
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override;
-  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override;
+  absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override;
   int64_t planned_bytes() const override { return 0; }
-  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override;
+  absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) override;
 
   FakeControl& control() { return control_; }
 

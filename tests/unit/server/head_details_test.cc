@@ -32,7 +32,7 @@ const absl::Status kEngineError = MakeError(ErrorReason::kEngineFailed, "the dev
 // An engine that remembers what its computations were to wait for, and whose heads the last update that they were asked for.
 class RecordingEngine : public FakeEngine {
  public:
-  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
+  absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) override {
     awaited.push_back(micro_batch.after);
     terms.push_back(micro_batch.terms.size());
     outputs.push_back(0);
@@ -42,9 +42,9 @@ class RecordingEngine : public FakeEngine {
       }
       outputs.back() += term.argmax != nullptr ? 1 : 0;
     }
-    return FakeEngine::Compute(micro_batch);
+    return FakeEngine::DoCompute(micro_batch);
   }
-  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override {
+  absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override {
     return std::make_unique<RecordingHead>(spec, control(), last_step);
   }
   OptimizerStep last_step;
@@ -57,9 +57,9 @@ class RecordingEngine : public FakeEngine {
    public:
     RecordingHead(const HeadSpec& spec, FakeControl& control, OptimizerStep& last_step)
         : FakeHead(spec, 1, control), last_step_(last_step) {}
-    absl::Status ApplyOptimizer(const OptimizerStep& step) override {
+    absl::Status DoApplyOptimizer(const OptimizerStep& step) override {
       last_step_ = step;
-      return FakeHead::ApplyOptimizer(step);
+      return FakeHead::DoApplyOptimizer(step);
     }
 
    private:

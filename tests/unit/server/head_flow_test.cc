@@ -342,10 +342,10 @@ TEST_F(HeadFlowTest, AnEngineThatFailsBeforeTheDecisionLosesNothing) {
 // An engine that does not ask before it adds.
 class HastyEngine : public FakeEngine {
  public:
-  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
+  absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) override {
     MicroBatch whole = micro_batch;
     whole.flow = nullptr;
-    return FakeEngine::Compute(whole);
+    return FakeEngine::DoCompute(whole);
   }
 };
 

@@ -28,13 +28,13 @@ const HeadName kName = {"default", "a"};
 // An engine that stops while it creates a head, until it is told to go on.
 class SlowEngine : public FakeEngine {
  public:
-  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override {
+  absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override {
     ++creations_;
     if (stops_.exchange(false)) {
       creating_.Notify();
       go_on_.WaitForNotification();
     }
-    return FakeEngine::CreateHead(spec);
+    return FakeEngine::DoCreateHead(spec);
   }
   void StopNext() { stops_ = true; }
   void WaitUntilItCreates() { creating_.WaitForNotification(); }

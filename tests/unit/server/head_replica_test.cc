@@ -17,9 +17,9 @@
 #include "absl/time/time.h"
 #include "head_test_util.h"
 #include "server/checkpoint/checkpoint_store.h"
-#include "server/group/group_engine.h"
 #include "server/heads/head.h"
 #include "temporary_directory.h"
+#include "tests/unit/group/local_cpu_group.h"
 
 namespace headwater::heads {
 namespace {
@@ -45,7 +45,7 @@ std::unique_ptr<LossEngine> NewGroup(int32_t ranks) {
   EngineOptions options;
   options.shard_count = ranks;
   options.thread_count = ranks;
-  absl::StatusOr<std::unique_ptr<LossEngine>> engine = group::CreateLocalCpuGroup(options);
+  absl::StatusOr<std::unique_ptr<LossEngine>> engine = headwater::testing::CreateLocalCpuGroup(options);
   EXPECT_OK(engine);
   return *std::move(engine);
 }

@@ -19,8 +19,8 @@ class SharedWorkspaceEngine final : public headwater::testing::ForwardingEngine 
  public:
   using ForwardingEngine::ForwardingEngine;
   int64_t planned_bytes() const override { return ForwardingEngine::planned_bytes() - saved_bytes_; }
-  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override {
-    auto head = ForwardingEngine::CreateHead(spec);
+  absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override {
+    auto head = ForwardingEngine::DoCreateHead(spec);
     if (!head.ok()) return head;
     for (const MemoryPlan::Item& item : (*head)->plan().items) {
       if (item.purpose != "workspace") continue;

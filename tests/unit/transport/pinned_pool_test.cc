@@ -27,15 +27,15 @@ class MemoryEngine final : public LossEngine {
   std::vector<EngineDevice> devices() const override { return {}; }
   const EngineOptions& options() const override { return options_; }
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec&) const override { return absl::UnimplementedError(""); }
-  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec&) override { return absl::UnimplementedError(""); }
+  absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec&) override { return absl::UnimplementedError(""); }
   int64_t planned_bytes() const override { return 0; }
-  absl::Status health() const override { return absl::OkStatus(); }
-  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch&) override { return absl::UnimplementedError(""); }
+  absl::Status DoHealth() const override { return absl::OkStatus(); }
+  absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch&) override { return absl::UnimplementedError(""); }
 
-  absl::StatusOr<std::unique_ptr<HostMemory>> AllocateHostMemory(int64_t bytes) override {
+  absl::StatusOr<std::unique_ptr<HostMemory>> DoAllocateHostMemory(int64_t bytes) override {
     ++allocations;
     if (held_bytes + bytes > capacity_bytes) return MakeError(ErrorReason::kMemoryBudgetExceeded, "none is left");
-    auto memory = LossEngine::AllocateHostMemory(bytes);
+    auto memory = LossEngine::DoAllocateHostMemory(bytes);
     if (!memory.ok()) return memory.status();
     held_bytes += bytes;
     return std::unique_ptr<HostMemory>(std::make_unique<Counted>(*std::move(memory), &held_bytes));

@@ -74,16 +74,16 @@ class LockingEngine : public ::headwater::testing::FakeEngine {
     const Counted counted_;
   };
 
-  absl::StatusOr<std::unique_ptr<HostMemory>> RegisterHostMemory(void* data, int64_t bytes) override {
+  absl::StatusOr<std::unique_ptr<HostMemory>> DoRegisterHostMemory(void* data, int64_t bytes) override {
     if (refuse_locking) return MakeError(ErrorReason::kMemoryBudgetExceeded, "no page-locked memory is left");
     return std::make_unique<Memory<HostMemory>>(data, bytes, locked_bytes, bytes);
   }
-  absl::StatusOr<std::unique_ptr<DeviceRegion>> OpenDeviceMemory(const DeviceHandle& handle, int64_t) override {
+  absl::StatusOr<std::unique_ptr<DeviceRegion>> DoOpenDeviceMemory(const DeviceHandle& handle, int64_t) override {
     if (handle[0] == 0) return MakeError(ErrorReason::kInvalidField, "cuda_ipc_handle: the handle cannot be opened here");
     return std::make_unique<Memory<DeviceRegion>>(device_memory.data(), static_cast<int64_t>(device_memory.size()), open_devices,
                                                   1);
   }
-  absl::StatusOr<std::unique_ptr<DeviceEvent>> OpenDeviceEvent(const DeviceHandle& handle) override {
+  absl::StatusOr<std::unique_ptr<DeviceEvent>> DoOpenDeviceEvent(const DeviceHandle& handle) override {
     if (handle[0] == 0) return MakeError(ErrorReason::kInvalidField, "cuda_event_handle: the handle cannot be opened here");
     return std::make_unique<Event>(open_events);
   }

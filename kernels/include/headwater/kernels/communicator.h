@@ -37,7 +37,6 @@ class Communicator {
   // data[i] becomes the sum (the maximum; NaN if any rank has NaN) over the ranks' data[i], on every rank.
   virtual absl::Status AllReduceSum(float* data, int64_t count) = 0;
   virtual absl::Status AllReduceSum(double* data, int64_t count) = 0;
-  virtual absl::Status AllReduceMax(float* data, int64_t count) = 0;
   virtual absl::Status AllReduceMax(double* data, int64_t count) = 0;
   // out[r * count + i] becomes rank r's data[i].
   virtual absl::Status AllGather(const double* data, int64_t count, double* out) = 0;
@@ -47,8 +46,6 @@ class Communicator {
   virtual absl::Status ReduceScatterSum(float* data, absl::Span<const int64_t> bounds) = 0;
   // Of bounds in bytes: data's other parts become what their ranks have there.
   virtual absl::Status AllGatherParts(void* data, absl::Span<const int64_t> bounds) = 0;
-  // Waits for all ranks.
-  virtual absl::Status Barrier() = 0;
   // Makes every call of every rank, now waiting or later, return `reason` (an error). For failures; idempotent; any thread.
   virtual void Abort(const absl::Status& reason) = 0;
   // OK until then; from then on the error that calls return. Never waits; any thread.
@@ -74,13 +71,12 @@ class TcpMeeting {
   // else, 32 bytes. Every two ranks show each other that they know it, without telling it to anybody; whoever does not is sent
   // away, and who says nothing keeps nobody waiting. Fails with kEngineFailed if not all are connected within `setup_timeout`, or
   // if a rank is refused; with kCancelled soon after `cancelled`, which is asked on this thread several times a second, has
-  // returned true. A call of the communicator fails when a connection is lost, when the ranks did not make the same call, or when
-  // for `stall_timeout` nothing has come from one of the ranks that it waits for, whatever comes from others; the time does not run
-  // while the process is stopped. Then the communicator is aborted, and with it those of the others, which lose their connections
-  // to this one.
+  // returned true. A call of the communicator fails when a connection is lost or when the ranks did not make the same call. Then
+  // the communicator is aborted, and with it those of the others, which lose their connections to this one. A call waits for a rank
+  // that says nothing until Abort().
   virtual absl::StatusOr<std::unique_ptr<Communicator>> Meet(
       int32_t rank, const std::vector<std::string>& addresses, const std::string& secret, std::chrono::milliseconds setup_timeout,
-      std::chrono::milliseconds stall_timeout, const std::function<bool()>& cancelled = [] { return false; }) = 0;
+      const std::function<bool()>& cancelled = [] { return false; }) = 0;
 };
 
 }  // namespace headwater

@@ -54,6 +54,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -209,6 +210,36 @@ struct LossSums {
   GradientDither dither;  // zeros without gradient_resolution
 };
 
+// EngineObserver: sees the calls that work in an engine. Any thread.
+class EngineObserver {
+ public:
+  virtual ~EngineObserver() = default;
+  // A call begins on this thread, and ends. `name`: the method's, a literal. Returns the number that EndCall() is given.
+  virtual uint64_t BeginCall(const char* name) = 0;
+  virtual void EndCall(uint64_t call) = 0;
+  // A call enters its caller's RowFlow, and comes back.
+  virtual void EnterFlow() {}
+  virtual void LeaveFlow() {}
+  // An error makes health() fail. `progress`: LossEngine::progress(). Called by every health() of an engine that is well.
+  virtual absl::Status Check(int64_t /*progress*/) { return absl::OkStatus(); }
+};
+
+// A call, while this lives. `observer`: null if nobody looks.
+class ObservedCall {
+ public:
+  ObservedCall(EngineObserver* observer, const char* name)
+      : observer_(observer), call_(observer == nullptr ? 0 : observer->BeginCall(name)) {}
+  ~ObservedCall() {
+    if (observer_ != nullptr) observer_->EndCall(call_);
+  }
+  ObservedCall(const ObservedCall&) = delete;
+  ObservedCall& operator=(const ObservedCall&) = delete;
+
+ private:
+  EngineObserver* const observer_;
+  const uint64_t call_;
+};
+
 // A contribution beside the accumulators, in staging slots. Destroying it uncommitted frees the slots and changes nothing else;
 // that alone may happen while other calls work on its heads. Must not outlive the heads it belongs to.
 class StagedContribution {
@@ -218,7 +249,16 @@ class StagedContribution {
   // shards: kShardNotReady if a shard could not begin: then nothing has changed, the slots are still taken, and Commit() may be
   // called again. After that only kEngineFailed: the heads are lost then. kInvalidField, with nothing changed, for a factor that is
   // not finite in fp32.
-  virtual absl::Status Commit(double factor) = 0;
+  absl::Status Commit(double factor) {
+    const ObservedCall call(observer_, "Commit");
+    return DoCommit(factor);
+  }
+
+ private:
+  friend class LossEngine;
+  virtual absl::Status DoCommit(double factor) = 0;
+
+  EngineObserver* observer_ = nullptr;  // its engine's
 };
 
 // What a micro-batch yields.
@@ -255,38 +295,76 @@ class EngineHead {
   virtual DataType TensorDataType(HeadTensor tensor) const = 0;
 
   // Copies elements [element_start, element_start + element_count) out, across shards. `out` has room for them.
-  virtual absl::Status ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const = 0;
+  absl::Status ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
+    const ObservedCall call(observer_, "ReadTensor");
+    return DoReadTensor(tensor, element_start, element_count, out);
+  }
   // The same, in. Writing kWeight or kBias sets a separate master to the same values; writing kMasterWeight or kMasterBias sets
   // the stored tensor to its rounding (nearest even). A range of several shards is decided once for all of them, as
   // StagedContribution::Commit().
-  virtual absl::Status WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) = 0;
+  absl::Status WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
+    const ObservedCall call(observer_, "WriteTensor");
+    return DoWriteTensor(tensor, element_start, element_count, in);
+  }
 
   // Sets the accumulator to 0 (an exact 0 everywhere, whatever it held). Decided once for all shards, as
   // StagedContribution::Commit().
-  virtual absl::Status ZeroGradient() = 0;
+  absl::Status ZeroGradient() {
+    const ObservedCall call(observer_, "ZeroGradient");
+    return DoZeroGradient();
+  }
   // Adds factor x `in` to elements [element_start, element_start + element_count) of the accumulator, kGradWeight or kGradBias:
   // gradient = fp32(gradient + fp32(fp32(factor) * in)), two roundings to nearest even, never fused. What is not finite in `in`
   // goes into the accumulator. kInvalidField for another tensor or a factor that is not finite in fp32, kChunkOutOfRange. Decided
   // once for all shards, as StagedContribution::Commit().
-  virtual absl::Status AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
-                                     const float* in) = 0;
+  absl::Status AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor, const float* in) {
+    const ObservedCall call(observer_, "AddToGradient");
+    return DoAddToGradient(tensor, element_start, element_count, factor, in);
+  }
   // Sums the ranks' accumulators up where they are several (Parallelism::kRows in a group; else nothing is done): each rank's shard
   // becomes the gradient's, and 0 is left in the rest. In an order that depends on the group alone: on the CPU the ranks', on GPUs
   // NCCL's. Decided likewise.
-  virtual absl::Status ReduceGradient() { return absl::OkStatus(); }
+  absl::Status ReduceGradient() {
+    const ObservedCall call(observer_, "ReduceGradient");
+    return DoReduceGradient();
+  }
   // Sets optimizer state to 0. Decided likewise.
-  virtual absl::Status ResetOptimizerState() = 0;
-  virtual absl::StatusOr<GradientStats> ComputeGradientStats() const = 0;
+  absl::Status ResetOptimizerState() {
+    const ObservedCall call(observer_, "ResetOptimizerState");
+    return DoResetOptimizerState();
+  }
+  absl::StatusOr<GradientStats> ComputeGradientStats() const {
+    const ObservedCall call(observer_, "ComputeGradientStats");
+    return DoComputeGradientStats();
+  }
   // Updates the weights from the accumulator, then sets the accumulator to 0. kOptimizerNotConfigured without an optimizer;
   // kInvalidCombination for another kind than the head's, or momentum for a head that was planned without; kInvalidField. Decided
   // once for all shards, as StagedContribution::Commit().
-  virtual absl::Status ApplyOptimizer(const OptimizerStep& step) = 0;
+  absl::Status ApplyOptimizer(const OptimizerStep& step) {
+    const ObservedCall call(observer_, "ApplyOptimizer");
+    return DoApplyOptimizer(step);
+  }
 
   // Staging slots that are not taken now.
   virtual int32_t FreeStagingSlots() const = 0;
   // Whether Compute() with staging may overlap other calls of Compute() on this head. One that finds no slot then has not looked at
   // its flow, and can be made again.
   virtual bool StagesConcurrently() const { return false; }
+
+ private:
+  friend class LossEngine;
+  // Each does what the public method of that name says.
+  virtual absl::Status DoReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const = 0;
+  virtual absl::Status DoWriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) = 0;
+  virtual absl::Status DoZeroGradient() = 0;
+  virtual absl::Status DoAddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
+                                       const float* in) = 0;
+  virtual absl::Status DoReduceGradient() { return absl::OkStatus(); }
+  virtual absl::Status DoResetOptimizerState() = 0;
+  virtual absl::StatusOr<GradientStats> DoComputeGradientStats() const = 0;
+  virtual absl::Status DoApplyOptimizer(const OptimizerStep& step) = 0;
+
+  EngineObserver* observer_ = nullptr;  // its engine's
 };
 
 // Work that changes a head on several shards has two phases: every shard prepares, which is all that may fail and changes nothing;
@@ -371,6 +449,9 @@ using DeviceHandle = std::array<uint8_t, 64>;
 class LossEngine {
  public:
   virtual ~LossEngine() = default;
+  // Before the first call. The observer sees all calls from then on, also those of the engine's heads and contributions.
+  void Observe(std::shared_ptr<EngineObserver> observer) { observer_ = std::move(observer); }
+
   virtual std::string name() const = 0;  // "cpu", "cuda"
   virtual std::vector<EngineDevice> devices() const = 0;
   virtual const EngineOptions& options() const = 0;  // with defaults filled in
@@ -379,13 +460,16 @@ class LossEngine {
   virtual absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const = 0;
   // Allocates a head: weights are unset (reads give 0), accumulator and optimizer state 0. kMemoryBudgetExceeded, with the plan in
   // the message, if the plan exceeds `memory_budget_bytes` less what living heads have planned.
-  virtual absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) = 0;
+  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec);
   // Sum of the living heads' plans.
   virtual int64_t planned_bytes() const = 0;
 
   // kEngineFailed from the moment on when the device can compute nothing any more (an error that CUDA does not recover from); every
   // call fails with it then, and only a new process helps. Any thread.
-  virtual absl::Status health() const { return absl::OkStatus(); }
+  absl::Status health() const {
+    absl::Status health = DoHealth();
+    return health.ok() && observer_ != nullptr ? observer_->Check(progress()) : health;
+  }
 
   // Rises while a computation that may take long gets on; an engine none of whose calls takes long may leave it at 0. Any thread.
   virtual int64_t progress() const { return 0; }
@@ -394,27 +478,60 @@ class LossEngine {
   // with the reasons of error.h before anything is changed; kStagingFull if kStage finds no slot; kShardNotReady if a shard could
   // not begin (outputs may have been written). A failure after that is kEngineFailed; with kAccumulate the heads are lost then. The
   // engine itself goes on: what was not part of the failed work is as before.
-  virtual absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) = 0;
+  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch);
 
   // Adds the rows of `streams` to `digest`: stream i of the digest is streams[i]; one without data is left out. Host and device
   // memory. From any thread, also while others compute.
-  virtual absl::Status DigestRows(absl::Span<const RowsView> streams, const DeviceEvent* after, DigestBuilder* digest);
+  absl::Status DigestRows(absl::Span<const RowsView> streams, const DeviceEvent* after, DigestBuilder* digest) {
+    const ObservedCall call(observer_.get(), "DigestRows");
+    return DoDigestRows(streams, after, digest);
+  }
   // Copies rows to `out`, host memory with room for all of them. Host and device memory. From any thread, also while others
   // compute.
-  virtual absl::Status CopyRows(const RowsView& rows, const DeviceEvent* after, void* out);
+  absl::Status CopyRows(const RowsView& rows, const DeviceEvent* after, void* out) {
+    const ObservedCall call(observer_.get(), "CopyRows");
+    return DoCopyRows(rows, after, out);
+  }
 
   // `bytes` (>= 1) of host memory, aligned to 64 bytes, uninitialised. kMemoryBudgetExceeded if there is none. Slow: a caller that
   // needs it often keeps it.
-  virtual absl::StatusOr<std::unique_ptr<HostMemory>> AllocateHostMemory(int64_t bytes);
+  absl::StatusOr<std::unique_ptr<HostMemory>> AllocateHostMemory(int64_t bytes) {
+    const ObservedCall call(observer_.get(), "AllocateHostMemory");
+    return DoAllocateHostMemory(bytes);
+  }
   // Makes [data, data + bytes) of this process's memory as good as AllocateHostMemory()'s, until the result is destroyed, before
   // which it must stay mapped. kMemoryBudgetExceeded if it cannot be page-locked.
-  virtual absl::StatusOr<std::unique_ptr<HostMemory>> RegisterHostMemory(void* data, int64_t bytes);
+  absl::StatusOr<std::unique_ptr<HostMemory>> RegisterHostMemory(void* data, int64_t bytes) {
+    const ObservedCall call(observer_.get(), "RegisterHostMemory");
+    return DoRegisterHostMemory(data, bytes);
+  }
   // Opens another process's device memory of `bytes` bytes by its handle. kFeatureNotBuilt without a device; kInvalidField, saying
   // why, for a handle that cannot be opened here (another host, a device that this process does not see, a process namespace that
   // is not shared) or whose allocation has fewer bytes.
-  virtual absl::StatusOr<std::unique_ptr<DeviceRegion>> OpenDeviceMemory(const DeviceHandle& handle, int64_t bytes);
+  absl::StatusOr<std::unique_ptr<DeviceRegion>> OpenDeviceMemory(const DeviceHandle& handle, int64_t bytes) {
+    const ObservedCall call(observer_.get(), "OpenDeviceMemory");
+    return DoOpenDeviceMemory(handle, bytes);
+  }
   // The same for an event. Work is waited for as it was when the call that names the event begins.
-  virtual absl::StatusOr<std::unique_ptr<DeviceEvent>> OpenDeviceEvent(const DeviceHandle& handle);
+  absl::StatusOr<std::unique_ptr<DeviceEvent>> OpenDeviceEvent(const DeviceHandle& handle) {
+    const ObservedCall call(observer_.get(), "OpenDeviceEvent");
+    return DoOpenDeviceEvent(handle);
+  }
+
+ protected:
+  // Each does what the public method of that name says.
+  virtual absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) = 0;
+  virtual absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) = 0;
+  virtual absl::Status DoHealth() const { return absl::OkStatus(); }
+  virtual absl::Status DoDigestRows(absl::Span<const RowsView> streams, const DeviceEvent* after, DigestBuilder* digest);
+  virtual absl::Status DoCopyRows(const RowsView& rows, const DeviceEvent* after, void* out);
+  virtual absl::StatusOr<std::unique_ptr<HostMemory>> DoAllocateHostMemory(int64_t bytes);
+  virtual absl::StatusOr<std::unique_ptr<HostMemory>> DoRegisterHostMemory(void* data, int64_t bytes);
+  virtual absl::StatusOr<std::unique_ptr<DeviceRegion>> DoOpenDeviceMemory(const DeviceHandle& handle, int64_t bytes);
+  virtual absl::StatusOr<std::unique_ptr<DeviceEvent>> DoOpenDeviceEvent(const DeviceHandle& handle);
+
+ private:
+  std::shared_ptr<EngineObserver> observer_;
 };
 
 // Checks ranges and combinations (docs/math.md). FieldError(kInvalidField / kInvalidCombination); fields have the names of

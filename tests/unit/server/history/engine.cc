@@ -57,13 +57,13 @@ const std::vector<float>& HistoryHead::Tensor(HeadTensor tensor) const {
   return tensors_[static_cast<size_t>(tensor)];
 }
 
-absl::Status HistoryHead::ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
+absl::Status HistoryHead::DoReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
   if (absl::Status status = control_.Take("ReadTensor"); !status.ok()) return status;
   std::memcpy(out, Tensor(tensor).data() + element_start, static_cast<size_t>(element_count) * sizeof(float));
   return absl::OkStatus();
 }
 
-absl::Status HistoryHead::WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
+absl::Status HistoryHead::DoWriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
   const absl::Status failure = control_.Take("WriteTensor");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
   if (control_.bug == EngineBug::kSwapsByHalf && tensor == HeadTensor::kBias) return failure;
@@ -72,7 +72,7 @@ absl::Status HistoryHead::WriteTensor(HeadTensor tensor, int64_t element_start, 
   return failure;
 }
 
-absl::Status HistoryHead::ZeroGradient() {
+absl::Status HistoryHead::DoZeroGradient() {
   const absl::Status failure = control_.Take("ZeroGradient");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
   if (control_.bug == EngineBug::kKeepsGradient) return failure;
@@ -83,8 +83,8 @@ absl::Status HistoryHead::ZeroGradient() {
   return failure;
 }
 
-absl::Status HistoryHead::AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
-                                        const float* in) {
+absl::Status HistoryHead::DoAddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
+                                          const float* in) {
   const absl::Status failure = control_.Take("AddToGradient");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
   float* sum = Tensor(tensor).data() + element_start;
@@ -93,7 +93,7 @@ absl::Status HistoryHead::AddToGradient(HeadTensor tensor, int64_t element_start
   return failure;
 }
 
-absl::Status HistoryHead::ResetOptimizerState() {
+absl::Status HistoryHead::DoResetOptimizerState() {
   const absl::Status failure = control_.Take("ResetOptimizerState");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
   for (const HeadTensor tensor :
@@ -103,7 +103,7 @@ absl::Status HistoryHead::ResetOptimizerState() {
   return failure;
 }
 
-absl::StatusOr<GradientStats> HistoryHead::ComputeGradientStats() const {
+absl::StatusOr<GradientStats> HistoryHead::DoComputeGradientStats() const {
   if (absl::Status status = control_.Take("ComputeGradientStats"); !status.ok()) return status;
   GradientStats stats;
   for (const HeadTensor tensor : {HeadTensor::kGradWeight, HeadTensor::kGradBias}) {
@@ -115,7 +115,7 @@ absl::StatusOr<GradientStats> HistoryHead::ComputeGradientStats() const {
   return stats;
 }
 
-absl::Status HistoryHead::ApplyOptimizer(const OptimizerStep& step) {
+absl::Status HistoryHead::DoApplyOptimizer(const OptimizerStep& step) {
   const absl::Status failure = control_.Take("ApplyOptimizer");
   if (HasReason(failure, ErrorReason::kShardNotReady) && control_.bug != EngineBug::kAppliesByHalf) return failure;
   update_count_ = step.update_count;
@@ -146,7 +146,7 @@ class HistoryStaged : public StagedContribution {
     if (control_.bug != EngineBug::kLeaksSlot) Release();
   }
 
-  absl::Status Commit(double factor) override {
+  absl::Status DoCommit(double factor) override {
     const absl::Status failure = control_.Take("Commit");
     if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
     const int times = control_.bug == EngineBug::kDropsCommit ? 0 : control_.bug == EngineBug::kAddsTwice ? 2 : 1;
@@ -177,12 +177,12 @@ absl::StatusOr<MemoryPlan> HistoryEngine::PlanHead(const HeadSpec& spec) const {
   return plan;
 }
 
-absl::StatusOr<std::unique_ptr<EngineHead>> HistoryEngine::CreateHead(const HeadSpec& spec) {
+absl::StatusOr<std::unique_ptr<EngineHead>> HistoryEngine::DoCreateHead(const HeadSpec& spec) {
   if (absl::Status status = control_.Take("CreateHead"); !status.ok()) return status;
   return std::make_unique<HistoryHead>(spec, *PlanHead(spec), options_.shard_count, control_);
 }
 
-absl::StatusOr<MicroBatchResult> HistoryEngine::Compute(const MicroBatch& micro_batch) {
+absl::StatusOr<MicroBatchResult> HistoryEngine::DoCompute(const MicroBatch& micro_batch) {
   const absl::Status failure = control_.Take("Compute");
   if (const std::function<void()> work = std::exchange(control_.during_compute, nullptr); work != nullptr) work();
   const bool accumulates = micro_batch.grad_weight == GradWeightMode::kAccumulate;

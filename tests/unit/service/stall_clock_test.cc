@@ -1,5 +1,5 @@
-// WatchedEngine: when an engine is taken to be stuck, by a clock that the test turns.
-#include "server/service/watched_engine.h"
+// StallClock: when an engine is taken to be stuck, by a clock that the test turns.
+#include "server/service/stall_clock.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -20,15 +20,15 @@ using ::headwater::testing::Gate;
 using ::headwater::testing::GatedEngine;
 using ::testing::HasSubstr;
 
-class Watched : public ::testing::Test {
+class Stall : public ::testing::Test {
  protected:
-  Watched() {
+  Stall() {
     EngineOptions options;
     options.thread_count = 1;
-    engine_ = std::make_unique<WatchedEngine>(std::make_unique<GatedEngine>(*CreateCpuEngine(options), gate_), absl::Seconds(3),
-                                              [this] { return absl::Seconds(seconds_.load()); });
+    engine_ = std::make_unique<GatedEngine>(*CreateCpuEngine(options), gate_);
+    engine_->Observe(std::make_shared<StallClock>(absl::Seconds(3), [this] { return absl::Seconds(seconds_.load()); }));
   }
-  ~Watched() override {
+  ~Stall() override {
     gate_->Open();
     if (call_.joinable()) call_.join();
   }
@@ -46,11 +46,11 @@ class Watched : public ::testing::Test {
 
   const std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
   std::atomic<int64_t> seconds_{1000};
-  std::unique_ptr<WatchedEngine> engine_;
+  std::unique_ptr<GatedEngine> engine_;
   std::thread call_;
 };
 
-TEST_F(Watched, IsStuckWhenACallGetsNoFurtherForTheWholeTime) {
+TEST_F(Stall, IsStuckWhenACallGetsNoFurtherForTheWholeTime) {
   BeginToCompute();
   EXPECT_TRUE(HealthyAfter(1));
   EXPECT_TRUE(HealthyAfter(1));
@@ -63,7 +63,7 @@ TEST_F(Watched, IsStuckWhenACallGetsNoFurtherForTheWholeTime) {
   EXPECT_FALSE(HealthyAfter(1));  // for good
 }
 
-TEST_F(Watched, GettingOnBeginsTheTimeAnew) {
+TEST_F(Stall, GettingOnBeginsTheTimeAnew) {
   BeginToCompute();
   EXPECT_TRUE(HealthyAfter(1));
   EXPECT_TRUE(HealthyAfter(1));
@@ -74,20 +74,20 @@ TEST_F(Watched, GettingOnBeginsTheTimeAnew) {
   EXPECT_FALSE(HealthyAfter(1));
 }
 
-TEST_F(Watched, TheProcessMayHaveBeenStopped) {
+TEST_F(Stall, TheProcessMayHaveBeenStopped) {
   BeginToCompute();
   EXPECT_TRUE(HealthyAfter(3600));  // one look, which counts as a second
   EXPECT_TRUE(HealthyAfter(3600));
   EXPECT_FALSE(HealthyAfter(3600));
 }
 
-TEST_F(Watched, AnEngineWithoutWorkIsNot) {
+TEST_F(Stall, AnEngineWithoutWorkIsNot) {
   for (int i = 0; i < 10; ++i) EXPECT_TRUE(HealthyAfter(1));
   EXPECT_TRUE(SelfTest(*engine_).ok());
   for (int i = 0; i < 10; ++i) EXPECT_TRUE(HealthyAfter(1));
 }
 
-TEST_F(Watched, ALostDeviceIsToldAsTheEngineTellsIt) {
+TEST_F(Stall, ALostDeviceIsToldAsTheEngineTellsIt) {
   gate_->Lose(MakeError(ErrorReason::kEngineFailed, "an illegal memory access was encountered"));
   EXPECT_THAT(std::string(engine_->health().message()), HasSubstr("illegal memory access"));
 }
