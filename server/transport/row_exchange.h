@@ -59,7 +59,8 @@ class RowExchange {
   // complete() needs CloseInput() from now on: the last row is not the last word. Before rows come.
   void RequireClose();
 
-  // True if rows [0, row_end) of the micro-batch are there, false at `deadline`; the status of Break(), or kProtocolViolation.
+  // True if rows [0, row_end) of the micro-batch are there, false at `deadline`, and once for what Notify() has reported since the
+  // last time; the status of Break(), or kProtocolViolation. One thread.
   // All times of an exchange are of observability::MonotonicNow().
   absl::StatusOr<bool> AwaitRows(int64_t row_end, absl::Time deadline);
   // The first so many rows of the micro-batch are there, in all tensors.
@@ -99,6 +100,7 @@ class RowExchange {
   int64_t version() const;
   // Waits until version() is not `seen`, or `deadline`.
   void AwaitChange(int64_t seen, absl::Time deadline);
+  // Something else has changed that the thread of AwaitRows() and AwaitChange() looks at.
   void Notify();
 
  private:
@@ -120,6 +122,7 @@ class RowExchange {
   mutable absl::Mutex mutex_;
   absl::CondVar changed_;
   int64_t version_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool notified_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<Input> inputs_ ABSL_GUARDED_BY(mutex_);
   int64_t missing_rows_ ABSL_GUARDED_BY(mutex_) = 0;  // of all tensors
   int64_t received_bytes_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -293,5 +293,24 @@ TEST(RowExchange, TellsOfEveryChange) {
   bench.exchange.AwaitChange(seen, absl::InfiniteFuture());
 }
 
+TEST(RowExchange, NotifyEndsOneWaitForRows) {
+  Bench bench(2);
+  bench.exchange.Notify();
+  EXPECT_FALSE(*bench.exchange.AwaitRows(2, absl::InfiniteFuture()));
+  std::thread other([&] { ASSERT_TRUE(bench.Put(0, 0, 2).ok()); });
+  EXPECT_TRUE(*bench.exchange.AwaitRows(2, absl::InfiniteFuture()));
+  other.join();
+  bench.exchange.Notify();
+  EXPECT_TRUE(*bench.exchange.AwaitRows(2, absl::InfiniteFuture()));  // rows that are there come first
+}
+
+TEST(RowExchange, EveryBreakWakes) {
+  Bench bench(2);
+  bench.exchange.Break(absl::AbortedError("first"));
+  const int64_t seen = bench.exchange.version();
+  bench.exchange.Break(absl::AbortedError("second"));
+  EXPECT_GT(bench.exchange.version(), seen);
+}
+
 }  // namespace
 }  // namespace headwater::transport
