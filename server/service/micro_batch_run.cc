@@ -63,7 +63,7 @@ class MicroBatchRun::Incoming final : public heads::IncomingRows {
   bool stalled() const override { return gate_.is_shut(); }
 
   absl::StatusOr<Digest> Finish(const DigestBuilder* rows) override {
-    HEADWATER_RETURN_IF_ERROR(run_.exchange_.CheckInput());
+    HEADWATER_RETURN_IF_ERROR(run_.exchange_.Look().input);
     if (const absl::Time now = MonotonicNow(); trace() != nullptr) {
       trace()->AddSpan("commit", "decision: all rows are there", now, now);
     }
@@ -141,7 +141,7 @@ absl::Status MicroBatchRun::Compute() {
     submission.engine_digests = false;
     may_begin_early_ = false;
   }
-  batch_.times.last_row = exchange_.last_row_time();
+  batch_.times.last_row = exchange_.Look().last_row_time;
   CountMicroBatch(core_.metrics, submission, *outcome_, batch_.path, batch_.times);
   for (const auto& source : sources) source->MarkUsed();
   return absl::OkStatus();
@@ -187,29 +187,29 @@ absl::Status MicroBatchRun::AwaitStart() {
   while (true) {
     const int64_t seen = exchange_.version();
     HEADWATER_RETURN_IF_ERROR(PullRows());
-    if (absl::Status status = exchange_.CheckInput(); !status.ok()) return ExplainEnd(status);
-    if (exchange_.complete()) return absl::OkStatus();
+    const Progress rows = exchange_.Look();
+    if (!rows.input.ok()) return ExplainEnd(rows.input);
+    if (rows.complete) return absl::OkStatus();
     const absl::Time now = MonotonicNow();
-    absl::Time end = EarlyStart(now);
+    absl::Time end = EarlyStart(rows, now);
     if (end <= now) return absl::OkStatus();
-    HEADWATER_RETURN_IF_ERROR(CheckWait(now, &end));
+    HEADWATER_RETURN_IF_ERROR(CheckWait(rows, now, &end));
     exchange_.AwaitChange(seen, end);
   }
 }
 
-absl::Time MicroBatchRun::EarlyStart(absl::Time now) {
-  if (!may_begin_early_ || exchange_.ready_rows() < std::min(kFirstRows, batch_.payload->request.row_count)) {
+absl::Time MicroBatchRun::EarlyStart(const Progress& rows, absl::Time now) {
+  if (!may_begin_early_ || rows.ready_rows < std::min(kFirstRows, batch_.payload->request.row_count) || rows.received_bytes == 0) {
     return absl::InfiniteFuture();
   }
-  const int64_t received = exchange_.received_bytes();
-  const double missing = static_cast<double>(exchange_.total_bytes() - received);
   // The more time passes the later the rest seems to come: only rows change that.
-  if (received == 0 || (now - begin_) * (missing / static_cast<double>(received)) > kNearlyComplete) return absl::InfiniteFuture();
+  const double missing = static_cast<double>(exchange_.total_bytes() - rows.received_bytes);
+  if ((now - begin_) * (missing / static_cast<double>(rows.received_bytes)) > kNearlyComplete) return absl::InfiniteFuture();
   return turn_->EarlyStart(now);
 }
 
-absl::Status MicroBatchRun::CheckWait(absl::Time now, absl::Time* end) const {
-  if (exchange_.misses_only_others_rows()) {
+absl::Status MicroBatchRun::CheckWait(const Progress& rows, absl::Time now, absl::Time* end) const {
+  if (rows.misses_only_others_rows) {
     const auto& sources = batch_.payload->sources;
     const RowSource& missing =
         **std::find_if(sources.begin(), sources.end(), [](const auto& source) { return source->waits_for_others(); });
@@ -218,7 +218,7 @@ absl::Status MicroBatchRun::CheckWait(absl::Time now, absl::Time* end) const {
     *end = std::min(*end, give_up);
   } else {
     const absl::Duration idle = core_.options.stream_idle_timeout;
-    const absl::Time idle_end = exchange_.last_row_time() + idle;
+    const absl::Time idle_end = rows.last_row_time + idle;
     if (now >= idle_end) {
       return MakeError(ErrorReason::kCancelled, absl::StrCat("the client has sent no rows for ", absl::FormatDuration(idle),
                                                              " (stream_idle_timeout); nothing was added"));

@@ -24,6 +24,7 @@
 #include "server/scheduler/wait_limits.h"
 #include "server/scheduler/work_queue.h"
 #include "server/service/micro_batch.h"
+#include "server/transport/row_exchange.h"
 
 namespace headwater::service {
 
@@ -44,6 +45,7 @@ class MicroBatchRun {
 
  private:
   class Incoming;
+  using Progress = transport::RowExchange::Progress;
 
   // Lets rows in regions be read and written.
   absl::Status OpenRegions();
@@ -53,9 +55,9 @@ class MicroBatchRun {
   // Waits until the micro-batch may be submitted: all rows are there, or enough to begin with.
   absl::Status AwaitStart();
   // When it may be submitted though rows are missing, as things are.
-  absl::Time EarlyStart(absl::Time now);
+  absl::Time EarlyStart(const Progress& rows, absl::Time now);
   // Why the wait for rows is over at `now`; OK if it is not, and `end` is lowered to when it will be.
-  absl::Status CheckWait(absl::Time now, absl::Time* end) const;
+  absl::Status CheckWait(const Progress& rows, absl::Time now, absl::Time* end) const;
   // `doing` is what the call waits for, for the message.
   absl::Status CheckInTime(absl::Time now, const char* doing) const;
   // Why rows are missing, once their streams have ended: that a client is gone is known a moment later.

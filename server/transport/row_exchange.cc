@@ -104,37 +104,17 @@ absl::StatusOr<bool> RowExchange::AwaitRows(int64_t row_end, absl::Time deadline
   }
 }
 
-int64_t RowExchange::ready_rows() const {
+RowExchange::Progress RowExchange::Look() const {
   absl::MutexLock lock(&mutex_);
-  return ReadyRows();
+  const bool client_owes_rows = std::any_of(inputs_.begin(), inputs_.end(), [](const Input& input) {
+    return input.tensor.by_input && input.delivered.row_count() < input.tensor.row_count;
+  });
+  return {IsComplete(), ReadyRows(), received_bytes_, last_row_time_, missing_rows_ > 0 && !client_owes_rows, InputStatus()};
 }
 
 bool RowExchange::complete() const {
   absl::MutexLock lock(&mutex_);
   return IsComplete();
-}
-
-int64_t RowExchange::received_bytes() const {
-  absl::MutexLock lock(&mutex_);
-  return received_bytes_;
-}
-
-absl::Time RowExchange::last_row_time() const {
-  absl::MutexLock lock(&mutex_);
-  return last_row_time_;
-}
-
-bool RowExchange::misses_only_others_rows() const {
-  absl::MutexLock lock(&mutex_);
-  if (missing_rows_ == 0) return false;
-  return std::none_of(inputs_.begin(), inputs_.end(), [](const Input& input) {
-    return input.tensor.by_input && input.delivered.row_count() < input.tensor.row_count;
-  });
-}
-
-absl::Status RowExchange::CheckInput() const {
-  absl::MutexLock lock(&mutex_);
-  return InputStatus();
 }
 
 // ---- gradient out ----------------------------------------------------------------------------------------------------

@@ -63,18 +63,18 @@ class RowExchange {
   // last time; the status of Break(), or kProtocolViolation. One thread.
   // All times of an exchange are of observability::MonotonicNow().
   absl::StatusOr<bool> AwaitRows(int64_t row_end, absl::Time deadline);
-  // The first so many rows of the micro-batch are there, in all tensors.
-  int64_t ready_rows() const;
-  // All rows are there (and the input is closed, if RequireClose() was called).
+  // How far the rows have come.
+  struct Progress {
+    bool complete = false;   // all rows are there (and the input is closed, if RequireClose() was called)
+    int64_t ready_rows = 0;  // the first rows of the micro-batch that are there, in all tensors
+    int64_t received_bytes = 0;
+    absl::Time last_row_time;
+    bool misses_only_others_rows = false;  // rows are missing, and none of them is of a tensor `by_input`
+    absl::Status input;                    // OK while every missing row may still come; else what AwaitRows() would return
+  };
+  Progress Look() const;
   bool complete() const;
-  int64_t received_bytes() const;
   int64_t total_bytes() const { return total_bytes_; }
-  // When the last row came.
-  absl::Time last_row_time() const;
-  // Rows are missing, and all of them are for others than the client to bring: none is of a tensor `by_input`.
-  bool misses_only_others_rows() const;
-  // OK while every missing row may still come; else what AwaitRows() would return.
-  absl::Status CheckInput() const;
 
   // ---- gradient out
   // There is a gradient of `row_count` rows, handed out in pieces of at most `piece_rows` (>= 1). At most once, before GradReady().
