@@ -32,17 +32,17 @@ bool SlowUploads::GiveWay(absl::Time now) {
   {
     absl::MutexLock lock(&mutex_);
     for (const Upload& upload : uploads_) {
-      const transport::RowExchange& rows = *upload.rows;
-      if (rows.complete() || !rows.status().ok()) continue;
+      const transport::RowExchange::Progress rows = upload.rows->Look();
+      if (rows.complete || !upload.rows->status().ok()) continue;
       // Its client has done its part, and cannot bring the joined teacher's rows: that wait has an end of its own (max_join_wait).
-      if (rows.misses_only_others_rows()) continue;
-      if (const absl::Duration still = now - rows.last_row_time(); still > longest) {
+      if (rows.misses_only_others_rows) continue;
+      if (const absl::Duration still = now - rows.last_row_time; still > longest) {
         longest = still;
         stillest = upload.rows;
       }
       const absl::Duration age = now - upload.begin;
       if (age < kFirstTime) continue;
-      if (const double rate = static_cast<double>(rows.received_bytes()) / absl::ToDoubleSeconds(age); rate < least) {
+      if (const double rate = static_cast<double>(rows.received_bytes) / absl::ToDoubleSeconds(age); rate < least) {
         least = rate;
         slowest = upload.rows;
       }

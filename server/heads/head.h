@@ -291,7 +291,6 @@ class Head : public std::enable_shared_from_this<Head> {
 
   // The heads whose accumulators a submission adds to, each once, in the order of the terms.
   static std::vector<Head*> TargetsOf(const Submission& submission);
-  static absl::Status CheckTerm(const Submission& submission, size_t index);
   absl::Status CheckAsStudent(const SubmittedTerm& term, bool is_target, const Submission& submission) const;
   absl::Status CheckAsTeacher(const SubmittedTerm& term) const;
   // One computation with what it adds to; head_submit.cc.

@@ -15,16 +15,6 @@
 namespace headwater::heads {
 namespace {
 
-std::string TermField(size_t index, const char* field) { return absl::StrCat("terms[", index, "].", field); }
-
-absl::Status MissingField(const std::string& field, const char* why) {
-  return MakeError(ErrorReason::kMissingField, absl::StrCat(field, " is required ", why), {{"field", field}});
-}
-
-absl::Status InvalidCombination(const std::string& field, const char* why) {
-  return MakeError(ErrorReason::kInvalidCombination, absl::StrCat(field, " must be absent ", why), {{"field", field}});
-}
-
 absl::Status CheckVersion(const std::optional<int64_t>& expected, int64_t actual, const std::string& head,
                           const std::string& field) {
   if (!expected.has_value() || *expected == actual) return absl::OkStatus();
@@ -77,38 +67,10 @@ std::vector<Head*> Head::TargetsOf(const Submission& submission) {
   std::vector<Head*> targets;
   if (!submission.backward) return targets;
   for (const SubmittedTerm& term : submission.terms) {
-    if (term.head == nullptr || !term.head->spec_.trainable) continue;
+    if (!term.head->spec_.trainable) continue;
     if (std::find(targets.begin(), targets.end(), term.head.get()) == targets.end()) targets.push_back(term.head.get());
   }
   return targets;
-}
-
-absl::Status Head::CheckTerm(const Submission& submission, size_t index) {
-  const SubmittedTerm& term = submission.terms[index];
-  if (term.head == nullptr) return MissingField(TermField(index, "head"), "in every term");
-  const bool is_target = submission.backward && term.head->spec_.trainable;
-  const bool is_jsd = std::holds_alternative<JsdSpec>(term.term.loss);
-  if (is_jsd && term.teacher_head == nullptr) return MissingField(TermField(index, "teacher"), "for JSD");
-  if (!is_jsd && term.teacher_head != nullptr)
-    return InvalidCombination(TermField(index, "teacher"), "for cross entropy and top-k teachers");
-  if (is_target && !term.head_epoch.has_value()) {
-    return MissingField(TermField(index, "head.head_epoch"), "for a backward call against a trainable head");
-  }
-  if (is_target && !term.step.has_value()) {
-    return MissingField(TermField(index, "head.step"), "for a backward call against a trainable head");
-  }
-  if (!is_target && term.step.has_value() && !submission.backward) {
-    return InvalidCombination(TermField(index, "head.step"), "in a forward-only call");
-  }
-  for (size_t other = 0; is_target && other < index; ++other) {
-    const SubmittedTerm& before = submission.terms[other];
-    if (before.head != term.head || (before.step == term.step && before.head_epoch == term.head_epoch)) continue;
-    const std::string field = TermField(index, before.step == term.step ? "head.head_epoch" : "head.step");
-    return MakeError(ErrorReason::kInvalidCombination,
-                     absl::StrCat(field, " must be that of terms[", other, "], which is about the same head"), {{"field", field}});
-  }
-  if (absl::Status status = term.head->CheckAsStudent(term, is_target, submission); !status.ok()) return status;
-  return is_jsd ? term.teacher_head->CheckAsTeacher(term) : absl::OkStatus();
 }
 
 absl::Status Head::CheckAsStudent(const SubmittedTerm& term, bool is_target, const Submission& submission) const {
@@ -143,26 +105,11 @@ absl::Status Head::CheckAsTeacher(const SubmittedTerm& term) const {
 }
 
 absl::Status Head::CheckSubmission(const Submission& submission) {
-  if (submission.terms.empty()) return MissingField("terms", "at least once");
-  const bool has_target = !TargetsOf(submission).empty();
-  if (has_target && !submission.micro_batch.has_value()) {
-    return MissingField("micro_batch", "for a backward call against a trainable head");
-  }
-  if (!submission.backward && submission.micro_batch.has_value())
-    return InvalidCombination("micro_batch", "in a forward-only call");
-  if (!submission.backward && submission.grad_hidden.data != nullptr) {
-    return InvalidCombination("return_grad_hidden", "in a forward-only call");
-  }
-  for (size_t index = 0; index < submission.terms.size(); ++index) {
-    if (absl::Status status = CheckTerm(submission, index); !status.ok()) return status;
-  }
-  if (submission.late_token_factors && (!submission.explicit_commit || submission.hold == nullptr)) {
-    return InvalidCombination("late_token_factors", "unless the commit is explicit and the rows may be held");
-  }
-  if (!has_target && submission.micro_batch.has_value()) {
-    const std::string head = submission.terms[0].head->name_.ToString();
-    return MakeError(ErrorReason::kHeadNotTrainable, absl::StrCat(head, " is frozen: it takes no micro_batch"),
-                     {{"head", head}, {"field", "micro_batch"}});
+  for (const SubmittedTerm& term : submission.terms) {
+    const bool is_target = submission.backward && term.head->spec_.trainable;
+    if (absl::Status status = term.head->CheckAsStudent(term, is_target, submission); !status.ok()) return status;
+    if (term.teacher_head == nullptr) continue;
+    if (absl::Status status = term.teacher_head->CheckAsTeacher(term); !status.ok()) return status;
   }
   return absl::OkStatus();
 }

@@ -50,7 +50,8 @@ class IncomingRows {
   virtual void GradHiddenReady(int64_t row_end) = 0;
 };
 
-// A micro-batch: header decoded; all rows there, or on their way.
+// A micro-batch: header decoded; all rows there, or on their way. Its form is checked by who decodes it: which fields there are,
+// which exclude each other, and that the terms of one head name one epoch and step.
 struct Submission {
   std::vector<SubmittedTerm> terms;
   std::optional<int64_t> micro_batch;  // absent: nothing is added (forward only, frozen head)

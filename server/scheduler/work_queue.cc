@@ -1,19 +1,14 @@
 #include "server/scheduler/work_queue.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
-#include "server/observability/monotonic_clock.h"
 
 namespace headwater::scheduler {
-
-using observability::MonotonicNow;
-
 namespace {
 
-// How often a waiting job's cancellation is asked for.
-constexpr absl::Duration kPollInterval = absl::Milliseconds(5);
 // Bounds of the hint in kQueueFull.
 constexpr absl::Duration kMinRetry = absl::Milliseconds(10);
 constexpr absl::Duration kMaxRetry = absl::Seconds(5);
@@ -21,6 +16,74 @@ constexpr absl::Duration kMaxRetry = absl::Seconds(5);
 constexpr double kNewestWeight = 0.2;
 
 }  // namespace
+
+// ---- one turn --------------------------------------------------------------------------------------------------------
+
+WorkQueue::Turn::Turn(WorkQueue& queue, std::string client, JobSize size, absl::Time now, std::function<void()> wake)
+    : queue_(queue), client_(std::move(client)), size_(size), wake_(std::move(wake)), since_(now) {
+  absl::MutexLock lock(&queue_.mutex_);
+  place_ = queue_.turns_.insert(queue_.turns_.end(), this);
+}
+
+WorkQueue::Turn::~Turn() {
+  absl::MutexLock lock(&queue_.mutex_);
+  queue_.LeaveLocked(this, absl::ZeroDuration());
+  if (watches_) std::erase(queue_.watchers_, this);
+  queue_.turns_.erase(place_);
+  if (since_ != absl::InfinitePast()) queue_.WakeWatchers();  // one that came later may begin early now
+}
+
+absl::Time WorkQueue::Turn::EarlyStart(absl::Time now) {
+  absl::MutexLock lock(&queue_.mutex_);
+  absl::Time start = now;
+  for (auto earlier = queue_.turns_.begin(); earlier != place_; ++earlier)
+    start = std::max(start, (*earlier)->since_ + kPrecedence);
+  if (queue_.load() > 0) start = absl::InfiniteFuture();
+  if (start > now) queue_.Watch(this);
+  return start;
+}
+
+void WorkQueue::Turn::Yield() {
+  absl::MutexLock lock(&queue_.mutex_);
+  since_ = absl::InfinitePast();
+  queue_.WakeWatchers();
+}
+
+absl::Status WorkQueue::Turn::Enter() {
+  absl::MutexLock lock(&queue_.mutex_);
+  if (queue_.draining_) return MakeError(ErrorReason::kDraining, "the server is shutting down and takes no new work");
+  since_ = absl::InfinitePast();
+  std::deque<Turn*>& line = queue_.lines_[client_];
+  if (line.empty()) queue_.clients_.push_back(client_);
+  line.push_back(this);
+  in_line_ = true;
+  ++queue_.waiting_count_;
+  queue_.Admit(this);
+  queue_.LoadChanged();
+  if (admitted() || queue_.waiting_count_ <= queue_.max_depth_) return absl::OkStatus();
+  queue_.LeaveLocked(this, absl::ZeroDuration());
+  const int64_t retry_ms = absl::ToInt64Milliseconds(queue_.RetryAfter());
+  return MakeError(ErrorReason::kQueueFull,
+                   absl::StrCat(queue_.waiting_count_, " micro-batches wait, the maximum is ", queue_.max_depth_, "; try again in ",
+                                retry_ms, " ms"),
+                   {{"limit", "max_queue_depth"},
+                    {"maximum", absl::StrCat(queue_.max_depth_)},
+                    {"actual", absl::StrCat(queue_.waiting_count_ + 1)},
+                    {"retryAfterMs", absl::StrCat(retry_ms)}});
+}
+
+void WorkQueue::Turn::Leave(absl::Duration taken) {
+  absl::MutexLock lock(&queue_.mutex_);
+  queue_.LeaveLocked(this, taken);
+}
+
+bool WorkQueue::Turn::OthersWait() {
+  absl::MutexLock lock(&queue_.mutex_);
+  queue_.Watch(this);
+  return queue_.load() > 1;
+}
+
+// ---- the queue -------------------------------------------------------------------------------------------------------
 
 WorkQueue::WorkQueue(int64_t max_depth, const QueueWidths& widths)
     : max_depth_(std::max<int64_t>(max_depth, 1)),
@@ -31,110 +94,82 @@ absl::Duration WorkQueue::RetryAfter() const {
   return std::clamp(typical_job_time_ * static_cast<double>(max_depth_) / 2, kMinRetry, kMaxRetry);
 }
 
-void WorkQueue::Remove(const std::string& client, const Job* job) {
-  const auto line = lines_.find(client);
-  const bool was_next = line->second.front() == job;
-  line->second.erase(std::find(line->second.begin(), line->second.end(), job));
+void WorkQueue::Remove(Turn* turn) {
+  const auto line = lines_.find(turn->client_);
+  const bool was_next = line->second.front() == turn;
+  line->second.erase(std::find(line->second.begin(), line->second.end(), turn));
+  turn->in_line_ = false;
   --waiting_count_;
   if (line->second.empty()) {
     lines_.erase(line);
-    turns_.erase(std::find(turns_.begin(), turns_.end(), client));
+    clients_.erase(std::find(clients_.begin(), clients_.end(), turn->client_));
   } else if (was_next) {
     Admit();  // what stood behind it may be of the other size
   }
 }
 
-void WorkQueue::Admit() {
-  for (auto turn = turns_.begin(); turn != turns_.end();) {
-    const auto line = lines_.find(*turn);
-    Job* const job = line->second.front();
-    int64_t& running_jobs = running(job->size);
-    if (running_jobs >= widths_[static_cast<size_t>(job->size)]) {
-      ++turn;
+void WorkQueue::LeaveLocked(Turn* turn, absl::Duration taken) {
+  if (turn->in_line_) {
+    Remove(turn);
+  } else if (turn->admitted_.exchange(false)) {
+    if (taken > absl::ZeroDuration()) typical_job_time_ = (1 - kNewestWeight) * typical_job_time_ + kNewestWeight * taken;
+    --running(turn->size_);
+    Admit();
+  }
+  LoadChanged();
+}
+
+void WorkQueue::Admit(const Turn* self) {
+  for (auto client = clients_.begin(); client != clients_.end();) {
+    const auto line = lines_.find(*client);
+    Turn* const turn = line->second.front();
+    int64_t& running_jobs = running(turn->size_);
+    if (running_jobs >= widths_[static_cast<size_t>(turn->size_)]) {
+      ++client;
       continue;
     }
     ++running_jobs;
     --waiting_count_;
     line->second.pop_front();
-    turns_.erase(turn);
+    clients_.erase(client);
     if (line->second.empty()) {
       lines_.erase(line);
     } else {
-      turns_.push_back(line->first);
+      clients_.push_back(line->first);
     }
-    job->admitted = true;
-    job->changed.Signal();  // under the lock: the job is gone once its submitter has seen it
-    turn = turns_.begin();
+    turn->in_line_ = false;
+    turn->admitted_.store(true);
+    if (turn != self) turn->wake_();
+    client = clients_.begin();
   }
 }
 
-absl::Status WorkQueue::Run(const std::string& client, JobSize size, const std::function<void()>& work,
-                            const std::function<bool()>& cancelled, absl::Time deadline) {
-  Job job;
-  job.size = size;
-  {
-    absl::MutexLock lock(&mutex_);
-    if (draining_) return MakeError(ErrorReason::kDraining, "the server is shutting down and takes no new work");
-    std::deque<Job*>& line = lines_[client];
-    if (line.empty()) turns_.push_back(client);
-    line.push_back(&job);
-    ++waiting_count_;
-    if (MonotonicNow() < deadline) Admit();
-    if (!job.admitted && waiting_count_ > max_depth_) {
-      Remove(client, &job);
-      const int64_t retry_ms = absl::ToInt64Milliseconds(RetryAfter());
-      return MakeError(
-          ErrorReason::kQueueFull,
-          absl::StrCat(waiting_count_, " micro-batches wait, the maximum is ", max_depth_, "; try again in ", retry_ms, " ms"),
-          {{"limit", "max_queue_depth"},
-           {"maximum", absl::StrCat(max_depth_)},
-           {"actual", absl::StrCat(waiting_count_ + 1)},
-           {"retryAfterMs", absl::StrCat(retry_ms)}});
-    }
-    while (!job.admitted) {
-      // `cancelled` is the caller's code: not under our lock.
-      mutex_.Unlock();
-      const bool is_cancelled = cancelled != nullptr && cancelled();
-      mutex_.Lock();
-      if (job.admitted) break;
-      const absl::Duration left = deadline - MonotonicNow();
-      if (is_cancelled) {
-        Remove(client, &job);
-        return MakeError(ErrorReason::kCancelled, "the call was cancelled while it waited in the queue; nothing was added");
-      }
-      if (left <= absl::ZeroDuration()) {
-        Remove(client, &job);
-        return MakeError(ErrorReason::kDeadlineExceeded,
-                         "the deadline passed while the call waited in the queue; nothing was added");
-      }
-      job.changed.WaitWithTimeout(&mutex_, std::min(left, kPollInterval));
-    }
+void WorkQueue::Watch(Turn* turn) {
+  if (!std::exchange(turn->watches_, true)) watchers_.push_back(turn);
+}
+
+void WorkQueue::LoadChanged() {
+  const int64_t known = std::exchange(known_load_, std::min<int64_t>(load(), 2));
+  if (known != known_load_) WakeWatchers();
+}
+
+void WorkQueue::WakeWatchers() {
+  for (Turn* const turn : std::exchange(watchers_, {})) {
+    turn->watches_ = false;
+    turn->wake_();
   }
-  const absl::Time start = MonotonicNow();
-  work();
-  const absl::Duration taken = MonotonicNow() - start;
-  absl::MutexLock lock(&mutex_);
-  typical_job_time_ = (1 - kNewestWeight) * typical_job_time_ + kNewestWeight * taken;
-  --running(size);
-  Admit();
-  return absl::OkStatus();
 }
 
-bool WorkQueue::others_wait() const {
+void WorkQueue::WakeAll() {
   absl::MutexLock lock(&mutex_);
-  return waiting_count_ > 0 || running_[0] + running_[1] > 1;
-}
-
-bool WorkQueue::idle() const {
-  absl::MutexLock lock(&mutex_);
-  return waiting_count_ + running_[0] + running_[1] == 0;
+  for (Turn* const turn : turns_) turn->wake_();
 }
 
 void WorkQueue::Drain() {
   absl::MutexLock lock(&mutex_);
   draining_ = true;
   mutex_.Await(absl::Condition(
-      +[](WorkQueue* queue) { return queue->waiting_count_ == 0 && queue->running_[0] + queue->running_[1] == 0; }, this));
+      +[](WorkQueue* queue) ABSL_NO_THREAD_SAFETY_ANALYSIS { return queue->load() == 0; }, this));
 }
 
 int64_t WorkQueue::depth() const {

@@ -1,17 +1,31 @@
-// WorkQueue: the bounded, fair queue in front of the engine.
+// WorkQueue: the bounded, fair admission to the engine.
 //
-// A job runs on the thread that submits it, when its turn has come. Clients take turns, so one that submits much cannot starve
-// another; jobs of one client begin in order. Several jobs run at once, by size: a large one computes while the next one already
-// stands at the engine's door, and many small ones reach the engine together, which may compute them as one.
+//   WorkQueue::Turn turn(queue, client, JobSizeOf(rows), MonotonicNow(), [&] { exchange.Notify(); });
+//   ... rows come; a large job may begin before they are complete, at turn.EarlyStart() ...
+//   turn.Enter();                   // stands in line
+//   ... until turn.admitted() ...   // the turn's `wake` reports each change; the queue itself holds no thread
+//   job();
+//   turn.Leave(time_of_job);
+//
+// Clients take turns, so one that submits much cannot starve another; jobs of one client begin in order. Several jobs run at once,
+// by size: a large one computes while the next one already stands at the engine's door, and many small ones reach the engine
+// together, which may compute them as one.
+//
+// A client that has several micro-batches in flight takes their results in order. If a later one began early, before an earlier
+// one, the client would get both at once, send the next two together, and the engine would stand still while they come. So an
+// earlier one has precedence for a while.
 #ifndef HEADWATER_SERVER_SCHEDULER_WORK_QUEUE_H_
 #define HEADWATER_SERVER_SCHEDULER_WORK_QUEUE_H_
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <list>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -33,59 +47,93 @@ struct QueueWidths {
   int64_t large = 2;
 };
 
+// Thread-safe; a Turn has one thread.
 class WorkQueue {
  public:
+  // For so long others let one that came before them begin first: nobody waits for a slow uploader.
+  static constexpr absl::Duration kPrecedence = absl::Milliseconds(20);
+
   // At most `max_depth` (>= 1) jobs wait. The widths are at least 1.
   explicit WorkQueue(int64_t max_depth, const QueueWidths& widths = {});
-  // No call may be in Run().
+  // No turn may be left.
   ~WorkQueue() = default;
   WorkQueue(const WorkQueue&) = delete;
   WorkQueue& operator=(const WorkQueue&) = delete;
 
-  // Waits for the job's turn, runs it on this thread, and returns when it has run. `cancelled` (may be null) is polled while it
-  // waits (every few milliseconds): true takes it out of the queue and returns kCancelled; `deadline` (of
-  // observability::MonotonicNow()) likewise with kDeadlineExceeded; a job whose turn has come is run. kQueueFull (with
-  // `retryAfterMs` in the metadata) if the queue is full, kDraining after Drain(). The job must not call Run().
-  absl::Status Run(const std::string& client, JobSize size, const std::function<void()>& job,
-                   const std::function<bool()>& cancelled, absl::Time deadline);
-  // The same for a large one.
-  absl::Status Run(const std::string& client, const std::function<void()>& job, const std::function<bool()>& cancelled,
-                   absl::Time deadline) {
-    return Run(client, JobSize::kLarge, job, cancelled, deadline);
-  }
+  // One job on its way: its rows come, it stands in line, it runs.
+  class Turn {
+   public:
+    // `wake` is called with the queue's lock when what this turn waits for may have changed; it must not call the queue. `now`,
+    // here and in EarlyStart(), is of any clock that does not go back.
+    Turn(WorkQueue& queue, std::string client, JobSize size, absl::Time now, std::function<void()> wake);
+    ~Turn();  // leaves
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
 
-  // For a running job: whether another one waits, or runs and so may stand behind it at the engine.
-  bool others_wait() const;
-  // Nothing waits or runs.
-  bool idle() const;
+    // When the job may begin before its rows are complete, as things are: not after `now` if at once, else when the precedence of
+    // those before it is over. InfiniteFuture while anything waits or runs, behind which an early start gains nothing; `wake`
+    // follows.
+    absl::Time EarlyStart(absl::Time now);
+    // Gives up precedence; Enter() does, too.
+    void Yield();
+    // Joins its client's line. kQueueFull (with `retryAfterMs` in the metadata) if the queue is full, kDraining after Drain(). Not
+    // while in line or admitted.
+    absl::Status Enter();
+    // Its turn has come, and its place at the engine is its own until Leave().
+    bool admitted() const { return admitted_.load(); }
+    // Leaves the line, or its place at the engine. `taken`: how long its job ran; 0 if it did not.
+    void Leave(absl::Duration taken = absl::ZeroDuration());
+    // For the job, while it runs: whether another one waits, or runs and so may stand behind it at the engine. `wake` follows when
+    // that changes.
+    bool OthersWait();
 
+   private:
+    friend class WorkQueue;
+    WorkQueue& queue_;
+    const std::string client_;
+    const JobSize size_;
+    const std::function<void()> wake_;
+    std::atomic<bool> admitted_ = false;
+    // Guarded by the queue's mutex:
+    absl::Time since_;  // InfinitePast: no precedence
+    bool in_line_ = false;
+    bool watches_ = false;  // is among `watchers_`
+    std::list<Turn*>::iterator place_;
+  };
+
+  // Wakes every turn: what calls look for beside the queue (their head, the engine's device) has changed.
+  void WakeAll();
   // Refuses new jobs from now on and waits until the accepted ones have run.
   void Drain();
   // Jobs that wait; those that run are not counted.
   int64_t depth() const;
 
  private:
-  struct Job {
-    JobSize size = JobSize::kLarge;
-    bool admitted = false;  // guarded by mutex_
-    absl::CondVar changed;
-  };
-  using Lines = std::map<std::string, std::deque<Job*>>;
+  using Lines = std::map<std::string, std::deque<Turn*>>;
 
   int64_t& running(JobSize size) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return running_[static_cast<size_t>(size)]; }
+  int64_t load() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return waiting_count_ + running_[0] + running_[1]; }
   // Lets jobs begin whose turn has come: that of the first client in turn whose next job there is room for, as often as there is
-  // one.
-  void Admit() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // one. Wakes all of them but `self`, whose thread this is.
+  void Admit(const Turn* self = nullptr) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Takes a waiting job out of its client's line.
-  void Remove(const std::string& client, const Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Remove(Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void LeaveLocked(Turn* turn, absl::Duration taken) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Watch(Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Wakes the watchers if the queue has become idle, or is no longer, or others have begun or ceased to wait.
+  void LoadChanged() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void WakeWatchers() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Duration RetryAfter() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const int64_t max_depth_;
   const std::array<int64_t, 2> widths_;  // by JobSize
   mutable absl::Mutex mutex_;
-  // Each client's waiting jobs, in order of arrival; no empty lines. Jobs live on their submitters' stacks.
+  std::list<Turn*> turns_ ABSL_GUARDED_BY(mutex_);  // all of them, as they came
+  // Each client's waiting jobs, in order of arrival; no empty lines.
   Lines lines_ ABSL_GUARDED_BY(mutex_);
-  std::deque<std::string> turns_ ABSL_GUARDED_BY(mutex_);  // the clients in `lines_`, the next one first
+  std::deque<std::string> clients_ ABSL_GUARDED_BY(mutex_);  // those in `lines_`, the next one first
+  std::vector<Turn*> watchers_ ABSL_GUARDED_BY(mutex_);      // want to know of the next change of the load
+  int64_t known_load_ ABSL_GUARDED_BY(mutex_) = 0;           // as watchers were last told: 0, 1 or 2 (more than one)
   int64_t waiting_count_ ABSL_GUARDED_BY(mutex_) = 0;
   std::array<int64_t, 2> running_ ABSL_GUARDED_BY(mutex_) = {0, 0};  // by JobSize
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;

@@ -23,16 +23,11 @@ absl::Status AddGradientCall::OnMessage(v1::AddGradientRequest* message) {
 }
 
 absl::Status AddGradientCall::OnHeader(const v1::AddGradientHeader& header) {
-  auto request = DecodeAddGradientHeader(header);
-  if (!request.ok()) return request.status();
-  request_ = *std::move(request);
+  HEADWATER_ASSIGN_OR_RETURN(request_, DecodeAddGradientHeader(header));
   head_name_ = request_.name.ToString();
-  auto use = core_.UseSession(request_.session);
-  if (!use.ok()) return use.status();
-  session_use_ = *std::move(use);
-  auto head = caller_.Find(core_.registry, request_.name);
-  if (!head.ok()) return head.status();
-  head_ = heads::HeadUse(*std::move(head));
+  HEADWATER_ASSIGN_OR_RETURN(session_use_, core_.UseSession(request_.session));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, caller_.Find(core_.registry, request_.name));
+  head_ = heads::HeadUse(std::move(head));
   const HeadSpec& spec = head_->spec();
   HEADWATER_RETURN_IF_ERROR(CheckRange("header.row_start", request_.row_start, 0, spec.vocab_size - 1));
   HEADWATER_RETURN_IF_ERROR(CheckRange("header.row_count", request_.row_count, 1, spec.vocab_size - request_.row_start));

@@ -1,4 +1,4 @@
-// AddGradientCall: one AddGradient stream, without its I/O; see ComputeLossCall for the pattern. Not thread-safe.
+// AddGradientCall: one AddGradient stream, without its I/O: its handler feeds it the messages in order. One thread.
 #ifndef HEADWATER_SERVER_SERVICE_ADD_GRADIENT_CALL_H_
 #define HEADWATER_SERVER_SERVICE_ADD_GRADIENT_CALL_H_
 

@@ -144,7 +144,9 @@ grpc::Status HeadServiceImpl::DeleteHead(grpc::ServerContext* context, const v1:
     if (!head.ok()) return head.status();
     scope.set_head(head->name.ToString());
     HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(head->name));
-    return core_.registry.Delete(head->name, head->epoch, request->force(), core_.checkpoints.get());
+    HEADWATER_RETURN_IF_ERROR(core_.registry.Delete(head->name, head->epoch, request->force(), core_.checkpoints.get()));
+    core_.queue.WakeAll();  // a micro-batch of the head waits for its rows no longer
+    return absl::OkStatus();
   });
 }
 

@@ -42,7 +42,7 @@ absl::Status Decide(ServerCore& core, RpcScope& scope, const DecisionRequest& de
 
 }  // namespace
 
-RawReactor* LossServiceImpl::ComputeLoss(grpc::CallbackServerContext* context) { return ComputeLossStream::Start(core_, *context); }
+RawReactor* LossServiceImpl::ComputeLoss(grpc::CallbackServerContext* context) { return StartComputeLoss(core_, *context); }
 
 RawReactor* LossServiceImpl::TransferRows(grpc::CallbackServerContext* context) {
   return TransferRowsStream::Start(core_, *context);
@@ -50,12 +50,8 @@ RawReactor* LossServiceImpl::TransferRows(grpc::CallbackServerContext* context) 
 
 grpc::Status LossServiceImpl::StreamTeacher(grpc::ServerContext* context, grpc::ServerReader<v1::StreamTeacherRequest>* reader,
                                             v1::StreamTeacherResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kStreamTeacher, [&](RpcScope& scope) -> absl::Status {
-    StreamTeacherCall call(core_, scope.caller());
-    HEADWATER_RETURN_IF_ERROR((ReadAll<v1::StreamTeacherRequest>(
-        core_, *context, scope, *reader, [&](v1::StreamTeacherRequest* message) { return call.OnMessage(message); })));
-    return call.Finish(response);
-  });
+  return RunRpc(entrance_, *context, RpcMethod::kStreamTeacher,
+                [&](RpcScope& scope) { return service::StreamTeacher(core_, *context, scope, *reader, response); });
 }
 
 grpc::Status LossServiceImpl::CommitMicroBatch(grpc::ServerContext* context, const v1::CommitMicroBatchRequest* request,

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <variant>
 
+#include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 
 namespace headwater::service {
@@ -79,6 +80,23 @@ void CountMicroBatch(observability::Metrics& metrics, const heads::Submission& s
   };
   observe(Phase::kUpload, times.last_row - times.header);
   observe(Phase::kQueue, times.engine_start - times.last_row);
+}
+
+void TraceMicroBatch(observability::CallTrace& trace, const heads::Submission& submission, const heads::SubmissionOutcome& outcome,
+                     observability::Transport path, const MicroBatchTimes& times, absl::Time end) {
+  const auto add = [&](const char* phase, absl::Time from, absl::Time to) {
+    if (to > from) trace.AddSpan(phase, phase, from, to);  // of a phase that another one overlapped nothing may be left
+  };
+  add("upload", times.header, times.last_row);
+  add("queue", times.last_row, times.engine_start);
+  add("compute", times.engine_start, times.engine_end);
+  add("download", times.engine_end, end);
+  trace.SetAttribute("transport", observability::TransportName(path));
+  trace.SetAttribute("rows", absl::StrCat(submission.hidden.row_count));
+  trace.SetAttribute("product_flops", absl::StrCat(ProductFlopsOf(submission, outcome)));
+  trace.SetAttribute("engine_detail", submission.incoming != nullptr
+                                          ? "rows as the engine waited for them, and as their gradient was ready"
+                                          : "none: computed as a whole, perhaps together with others");
 }
 
 }  // namespace headwater::service

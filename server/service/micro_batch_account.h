@@ -5,6 +5,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "server/heads/head.h"
+#include "server/observability/call_trace.h"
 #include "server/observability/metrics.h"
 
 namespace headwater::service {
@@ -28,6 +29,10 @@ double ChunkFillOf(const heads::Submission& submission, const heads::SubmissionO
 // Counts a micro-batch that succeeded. `path`: of its hidden states.
 void CountMicroBatch(observability::Metrics& metrics, const heads::Submission& submission, const heads::SubmissionOutcome& outcome,
                      observability::Transport path, const MicroBatchTimes& times);
+
+// Writes where the time of such a micro-batch went, up to `end`, when its gradient had left.
+void TraceMicroBatch(observability::CallTrace& trace, const heads::Submission& submission, const heads::SubmissionOutcome& outcome,
+                     observability::Transport path, const MicroBatchTimes& times, absl::Time end);
 
 }  // namespace headwater::service
 

@@ -270,6 +270,7 @@ void ServerCore::LoseEngine(const absl::Status& health) {
   phase_ = Phase::kLost;
   is_lost_.store(true);
   waiting.Close();
+  queue.WakeAll();
 }
 
 absl::Status ServerCore::lost() const {

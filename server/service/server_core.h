@@ -25,7 +25,6 @@
 #include "server/observability/busy_clock.h"
 #include "server/observability/metrics.h"
 #include "server/observability/trace_writer.h"
-#include "server/scheduler/start_order.h"
 #include "server/scheduler/work_queue.h"
 #include "server/service/access.h"
 #include "server/service/call_threads.h"
@@ -137,7 +136,6 @@ class ServerCore {
   heads::HeadRegistry registry;
   heads::SessionRegistry sessions;
   scheduler::WorkQueue queue;
-  scheduler::StartOrder start_order;  // of micro-batches whose rows still come
   WaitingRoom waiting;
   guard::SlowUploads slow_uploads;
   const std::shared_ptr<guard::CallBacklog> backlog;

@@ -178,7 +178,7 @@ absl::StatusOr<size_t> Transfer::TensorOf(const ChunkView& chunk) const {
   }
   for (size_t i = 0; i < tensors_.size(); ++i) {
     if (tensors_[i].digest_stream != digest_stream) continue;
-    if (tensors_[i].by_chunks) return i;
+    if (tensors_[i].why_not.empty()) return i;
     return FieldError(ErrorReason::kProtocolViolation, "chunk.role", absl::StrCat("no such chunk, ", tensors_[i].why_not),
                       digest_stream == 0 ? "HIDDEN" : "TEACHER_HIDDEN");
   }

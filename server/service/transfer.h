@@ -70,8 +70,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   struct Tensor {
     transport::RowExchange::Tensor rows;
     int32_t digest_stream = 0;    // 0: hidden states; 1 + term: that term's teacher rows
-    bool by_chunks = true;        // else chunks of it are refused
-    std::string why_not;          // why they are, for the message: "because ..."
+    std::string why_not;          // why chunks of it are refused, for the message: "because ..."; empty: they are taken
     std::shared_ptr<void> owner;  // of the memory
   };
   struct Options {

@@ -18,15 +18,12 @@ absl::Status UploadCall::OnMessage(v1::UploadWeightsRequest* message, v1::Upload
 }
 
 absl::Status UploadCall::OnHeader(const v1::UploadWeightsHeader& header, v1::UploadWeightsResponse* response) {
-  auto request = DecodeUploadHeader(header);
-  if (!request.ok()) return request.status();
-  request_ = *std::move(request);
+  HEADWATER_ASSIGN_OR_RETURN(request_, DecodeUploadHeader(header));
   head_name_ = request_.name.ToString();
   const bool outside = !request_.closes_step.has_value();
   HEADWATER_RETURN_IF_ERROR(caller_.CheckHead(request_.name, outside ? kUploadOutsideStep : Permission::kCompute));
-  auto head = core_.registry.Find(request_.name);
-  if (!head.ok()) return head.status();
-  head_ = heads::HeadUse(*std::move(head));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, core_.registry.Find(request_.name));
+  head_ = heads::HeadUse(std::move(head));
   HEADWATER_RETURN_IF_ERROR(head_->CheckEpoch(request_.epoch));
   const HeadSpec& spec = head_->spec();
   const bool bias = request_.tensor == HeadTensor::kBias;
@@ -43,9 +40,8 @@ absl::Status UploadCall::OnHeader(const v1::UploadWeightsHeader& header, v1::Upl
                       absl::StrCat(request_.total_bytes));
   }
   HEADWATER_RETURN_IF_ERROR(CheckClosesStep());
-  auto upload = core_.uploads.Open(head_.head(), request_);
-  if (!upload.ok()) return upload.status();
-  upload_.emplace(*std::move(upload));
+  HEADWATER_ASSIGN_OR_RETURN(auto upload, core_.uploads.Open(head_.head(), request_));
+  upload_.emplace(std::move(upload));
   response->set_resume_offset_bytes(upload_->received_bytes());
   return absl::OkStatus();
 }
@@ -91,9 +87,8 @@ absl::StatusOr<heads::HeadInfo> UploadCall::UseTensor(std::shared_ptr<const uint
 
 absl::Status UploadCall::Finish(v1::UploadWeightsResponse* response) {
   HEADWATER_RETURN_IF_ERROR(CheckHeaderSeen(upload_.has_value()));
-  auto bytes = upload_->Complete();
-  if (!bytes.ok()) return bytes.status();
-  const absl::StatusOr<heads::HeadInfo> head = UseTensor(*std::move(bytes));
+  HEADWATER_ASSIGN_OR_RETURN(auto bytes, upload_->Complete());
+  const absl::StatusOr<heads::HeadInfo> head = UseTensor(std::move(bytes));
   const absl::Status& status = head.status();
   // What the client, or time, can put right: the upload may be taken up again without a byte sent. After anything else it is used
   // up. Those of the second line came before the head could be had.

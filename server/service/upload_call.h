@@ -1,4 +1,4 @@
-// UploadCall: one UploadWeights stream, without its I/O; see ComputeLossCall for the pattern. Not thread-safe.
+// UploadCall: one UploadWeights stream, without its I/O: its handler feeds it the messages in order. One thread.
 #ifndef HEADWATER_SERVER_SERVICE_UPLOAD_CALL_H_
 #define HEADWATER_SERVER_SERVICE_UPLOAD_CALL_H_
 

@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::transport {
 namespace {
@@ -40,9 +41,7 @@ class SharedRegion final : public Region {
     munmap(mapping_, mapping_bytes_);
   }
   absl::Status Lock(LossEngine& engine) {
-    auto locked = engine.RegisterHostMemory(mapping_, static_cast<int64_t>(mapping_bytes_));
-    if (!locked.ok()) return locked.status();
-    locked_ = *std::move(locked);
+    HEADWATER_ASSIGN_OR_RETURN(locked_, engine.RegisterHostMemory(mapping_, static_cast<int64_t>(mapping_bytes_)));
     return absl::OkStatus();
   }
   uint8_t* data() const override { return static_cast<uint8_t*>(mapping_) + skip_; }
@@ -205,14 +204,13 @@ absl::StatusOr<std::shared_ptr<const Region>> OpenNamedRegion(LossEngine& engine
 absl::StatusOr<std::shared_ptr<const Region>> OpenDeviceRegion(LossEngine& engine, std::shared_ptr<RegionCounts> counts,
                                                                const DeviceHandle& memory, std::shared_ptr<const DeviceEvent> event,
                                                                int64_t bytes) {
-  auto opened = engine.OpenDeviceMemory(memory, bytes);
-  if (!opened.ok()) return opened.status();
-  if ((*opened)->bytes() < bytes) {
-    return InvalidRegion("size_bytes", absl::StrCat("at most ", (*opened)->bytes(), ", the bytes of the allocation"),
+  HEADWATER_ASSIGN_OR_RETURN(auto opened, engine.OpenDeviceMemory(memory, bytes));
+  if (opened->bytes() < bytes) {
+    return InvalidRegion("size_bytes", absl::StrCat("at most ", opened->bytes(), ", the bytes of the allocation"),
                          absl::StrCat(bytes));
   }
   return std::shared_ptr<const Region>(
-      std::make_shared<ImportedRegion>(std::move(counts), *std::move(opened), std::move(event), bytes));
+      std::make_shared<ImportedRegion>(std::move(counts), std::move(opened), std::move(event), bytes));
 }
 
 }  // namespace headwater::transport

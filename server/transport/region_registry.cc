@@ -10,6 +10,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/observability/monotonic_clock.h"
 
 namespace headwater::transport {
@@ -53,9 +54,7 @@ absl::Status RegionUse::Prepare() {
     data_ = region_->data() + offset_;
     return absl::OkStatus();
   }
-  auto copy = region_->AllocateCopy(std::max<int64_t>(1, bytes_));
-  if (!copy.ok()) return copy.status();
-  copy_ = *std::move(copy);
+  HEADWATER_ASSIGN_OR_RETURN(copy_, region_->AllocateCopy(std::max<int64_t>(1, bytes_)));
   data_ = copy_->data();
   return access_ == RegionAccess::kRead ? region_->Read(offset_, bytes_, data_, field_) : absl::OkStatus();
 }
@@ -91,8 +90,7 @@ absl::StatusOr<std::string> RegionRegistry::Add(const RegionOwner& owner, int64_
                       {"maximum", absl::StrCat(limits_.max_region_bytes)},
                       {"actual", absl::StrCat(bytes)}});
   }
-  auto id = NewId();
-  if (!id.ok()) return id.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto id, NewId());
   {
     absl::MutexLock lock(&mutex_);
     Owned& owned = owned_[owner];
@@ -113,7 +111,7 @@ absl::StatusOr<std::string> RegionRegistry::Add(const RegionOwner& owner, int64_
   const auto owned = owned_.find(owner);  // there: `opening` keeps it
   --owned->second.opening;
   if (region.ok()) {
-    owned->second.regions.emplace(*id, *std::move(region));
+    owned->second.regions.emplace(id, *std::move(region));
     return id;
   }
   if (owned->second.opening == 0 && owned->second.regions.empty()) owned_.erase(owned);
@@ -139,9 +137,7 @@ absl::StatusOr<std::string> RegionRegistry::AddDevice(const RegionOwner& owner, 
   return Add(owner, 0, bytes, [&]() -> absl::StatusOr<std::shared_ptr<const Region>> {
     std::shared_ptr<const DeviceEvent> after;
     if (event.has_value()) {
-      auto opened = OpenEvent(*event);
-      if (!opened.ok()) return opened.status();
-      after = *std::move(opened);
+      HEADWATER_ASSIGN_OR_RETURN(after, OpenEvent(*event));
     }
     return OpenDeviceRegion(engine_, counts_, memory, std::move(after), bytes);
   });
@@ -155,9 +151,7 @@ absl::StatusOr<std::shared_ptr<const DeviceEvent>> RegionRegistry::OpenEvent(con
   if (const auto found = events_.find(handle); found != events_.end()) {
     if (auto event = found->second.lock(); event != nullptr) return event;
   }
-  auto opened = engine_.OpenDeviceEvent(handle);
-  if (!opened.ok()) return opened.status();
-  std::shared_ptr<const DeviceEvent> event = *std::move(opened);
+  HEADWATER_ASSIGN_OR_RETURN(std::shared_ptr<const DeviceEvent> event, engine_.OpenDeviceEvent(handle));
   events_[handle] = event;
   return event;
 }

@@ -39,21 +39,8 @@ absl::StatusOr<uint8_t*> RowExchange::Claim(size_t index, int64_t row_start, int
   if (!broken_.ok()) return broken_;
   Input& input = inputs_[index];
   const Tensor& tensor = input.tensor;
-  // Written so that no sum of two numbers that a client chose can wrap.
-  if (row_start < 0 || row_count < 1 || row_start > tensor.row_count || row_count > tensor.row_count - row_start) {
-    return RowsOutOfRange(field, absl::StrCat("at least one row within [0, ", tensor.row_count, ")"), row_start, row_count);
-  }
-  const int64_t expected_bytes = row_count * tensor.row_bytes;
-  if (data_bytes != expected_bytes) {
-    return MakeError(
-        ErrorReason::kDataLengthMismatch,
-        absl::StrCat(field, ".data: expected ", expected_bytes, " bytes (", row_count, " rows of ", tensor.row_bytes,
-                     " bytes), got ", data_bytes),
-        {{"field", field + ".data"}, {"expected", absl::StrCat(expected_bytes)}, {"actual", absl::StrCat(data_bytes)}});
-  }
-  if (input.claimed.Overlaps(row_start, row_count)) {
-    return RowsOutOfRange(field, "rows that no earlier chunk covered", row_start, row_count);
-  }
+  absl::Status good = CheckRows(field, row_start, row_count, data_bytes, tensor.row_count, tensor.row_bytes, input.claimed);
+  if (!good.ok()) return good;
   input.claimed.Add(row_start, row_count);
   return tensor.data + row_start * tensor.row_bytes;
 }
@@ -112,42 +99,22 @@ absl::StatusOr<bool> RowExchange::AwaitRows(int64_t row_end, absl::Time deadline
     const bool closed = row_end < row_count_ || !close_required_ || input_closed_;
     if (closed && ReadyRows() >= row_end) return true;
     const absl::Duration left = deadline - MonotonicNow();
-    if (left <= absl::ZeroDuration()) return false;
+    if (std::exchange(notified_, false) || left <= absl::ZeroDuration()) return false;
     changed_.WaitWithTimeout(&mutex_, left);
   }
 }
 
-int64_t RowExchange::ready_rows() const {
+RowExchange::Progress RowExchange::Look() const {
   absl::MutexLock lock(&mutex_);
-  return ReadyRows();
+  const bool client_owes_rows = std::any_of(inputs_.begin(), inputs_.end(), [](const Input& input) {
+    return input.tensor.by_input && input.delivered.row_count() < input.tensor.row_count;
+  });
+  return {IsComplete(), ReadyRows(), received_bytes_, last_row_time_, missing_rows_ > 0 && !client_owes_rows, InputStatus()};
 }
 
 bool RowExchange::complete() const {
   absl::MutexLock lock(&mutex_);
   return IsComplete();
-}
-
-int64_t RowExchange::received_bytes() const {
-  absl::MutexLock lock(&mutex_);
-  return received_bytes_;
-}
-
-absl::Time RowExchange::last_row_time() const {
-  absl::MutexLock lock(&mutex_);
-  return last_row_time_;
-}
-
-bool RowExchange::misses_only_others_rows() const {
-  absl::MutexLock lock(&mutex_);
-  if (missing_rows_ == 0) return false;
-  return std::none_of(inputs_.begin(), inputs_.end(), [](const Input& input) {
-    return input.tensor.by_input && input.delivered.row_count() < input.tensor.row_count;
-  });
-}
-
-absl::Status RowExchange::CheckInput() const {
-  absl::MutexLock lock(&mutex_);
-  return InputStatus();
 }
 
 // ---- gradient out ----------------------------------------------------------------------------------------------------
@@ -195,8 +162,7 @@ bool RowExchange::grad_taken() const {
 
 void RowExchange::Break(const absl::Status& status) {
   absl::MutexLock lock(&mutex_);
-  if (!broken_.ok()) return;
-  broken_ = status;
+  if (broken_.ok()) broken_ = status;
   Changed();
 }
 
@@ -229,6 +195,7 @@ void RowExchange::AwaitChange(int64_t seen, absl::Time deadline) {
 
 void RowExchange::Notify() {
   absl::MutexLock lock(&mutex_);
+  notified_ = true;
   Changed();
 }
 

@@ -59,21 +59,22 @@ class RowExchange {
   // complete() needs CloseInput() from now on: the last row is not the last word. Before rows come.
   void RequireClose();
 
-  // True if rows [0, row_end) of the micro-batch are there, false at `deadline`; the status of Break(), or kProtocolViolation.
+  // True if rows [0, row_end) of the micro-batch are there, false at `deadline`, and once for what Notify() has reported since the
+  // last time; the status of Break(), or kProtocolViolation. One thread.
   // All times of an exchange are of observability::MonotonicNow().
   absl::StatusOr<bool> AwaitRows(int64_t row_end, absl::Time deadline);
-  // The first so many rows of the micro-batch are there, in all tensors.
-  int64_t ready_rows() const;
-  // All rows are there (and the input is closed, if RequireClose() was called).
+  // How far the rows have come.
+  struct Progress {
+    bool complete = false;   // all rows are there (and the input is closed, if RequireClose() was called)
+    int64_t ready_rows = 0;  // the first rows of the micro-batch that are there, in all tensors
+    int64_t received_bytes = 0;
+    absl::Time last_row_time;
+    bool misses_only_others_rows = false;  // rows are missing, and none of them is of a tensor `by_input`
+    absl::Status input;                    // OK while every missing row may still come; else what AwaitRows() would return
+  };
+  Progress Look() const;
   bool complete() const;
-  int64_t received_bytes() const;
   int64_t total_bytes() const { return total_bytes_; }
-  // When the last row came.
-  absl::Time last_row_time() const;
-  // Rows are missing, and all of them are for others than the client to bring: none is of a tensor `by_input`.
-  bool misses_only_others_rows() const;
-  // OK while every missing row may still come; else what AwaitRows() would return.
-  absl::Status CheckInput() const;
 
   // ---- gradient out
   // There is a gradient of `row_count` rows, handed out in pieces of at most `piece_rows` (>= 1). At most once, before GradReady().
@@ -99,6 +100,7 @@ class RowExchange {
   int64_t version() const;
   // Waits until version() is not `seen`, or `deadline`.
   void AwaitChange(int64_t seen, absl::Time deadline);
+  // Something else has changed that the thread of AwaitRows() and AwaitChange() looks at.
   void Notify();
 
  private:
@@ -120,6 +122,7 @@ class RowExchange {
   mutable absl::Mutex mutex_;
   absl::CondVar changed_;
   int64_t version_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool notified_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<Input> inputs_ ABSL_GUARDED_BY(mutex_);
   int64_t missing_rows_ ABSL_GUARDED_BY(mutex_) = 0;  // of all tensors
   int64_t received_bytes_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -30,10 +30,24 @@ void RowRanges::Add(int64_t start, int64_t count) {
 
 int64_t RowRanges::prefix() const { return !ends_.empty() && ends_.begin()->first == 0 ? ends_.begin()->second : 0; }
 
-absl::Status RowsOutOfRange(const std::string& field, const std::string& expected, int64_t row_start, int64_t row_count) {
-  const std::string actual = absl::StrCat("row_start ", row_start, ", row_count ", row_count);
-  return MakeError(ErrorReason::kChunkOutOfRange, absl::StrCat(field, ": expected ", expected, ", got ", actual),
-                   {{"field", field}, {"expected", expected}, {"actual", actual}});
+absl::Status CheckRows(const std::string& field, int64_t row_start, int64_t row_count, int64_t data_bytes, int64_t total_rows,
+                       int64_t row_bytes, const RowRanges& come) {
+  const auto out_of_range = [&](const std::string& expected) {
+    const std::string actual = absl::StrCat("row_start ", row_start, ", row_count ", row_count);
+    return MakeError(ErrorReason::kChunkOutOfRange, absl::StrCat(field, ": expected ", expected, ", got ", actual),
+                     {{"field", field}, {"expected", expected}, {"actual", actual}});
+  };
+  // Written so that no sum of two numbers that a client chose can wrap.
+  if (row_start < 0 || row_count < 1 || row_start > total_rows || row_count > total_rows - row_start) {
+    return out_of_range(absl::StrCat("at least one row within [0, ", total_rows, ")"));
+  }
+  if (const int64_t expected = row_count * row_bytes; data_bytes != expected) {
+    return MakeError(ErrorReason::kDataLengthMismatch,
+                     absl::StrCat(field, ".data: expected ", expected, " bytes (", row_count, " rows of ", row_bytes,
+                                  " bytes), got ", data_bytes),
+                     {{"field", field + ".data"}, {"expected", absl::StrCat(expected)}, {"actual", absl::StrCat(data_bytes)}});
+  }
+  return come.Overlaps(row_start, row_count) ? out_of_range("rows that no earlier chunk covered") : absl::OkStatus();
 }
 
 }  // namespace headwater::transport

@@ -246,35 +246,6 @@ TEST_F(HeadTest, WeightVersionsAreCheckedAndReported) {
   EXPECT_OK(call.Run(engine_));
 }
 
-TEST_F(HeadTest, WhatASubmissionMustAndMustNotHave) {
-  const auto refused = [this](const std::function<void(Submission&)>& change) {
-    MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-    change(call.submission());
-    return headwater::testing::ReasonOf(Head::CheckSubmission(call.submission()));
-  };
-  EXPECT_EQ(refused([](Submission&) {}), "OK");
-  EXPECT_EQ(refused([](Submission& s) { s.terms.clear(); }), "MISSING_FIELD");
-  EXPECT_EQ(refused([](Submission& s) { s.terms[0].head = nullptr; }), "MISSING_FIELD");
-  EXPECT_EQ(refused([](Submission& s) { s.micro_batch.reset(); }), "MISSING_FIELD");
-  EXPECT_EQ(refused([](Submission& s) { s.terms[0].head_epoch.reset(); }), "MISSING_FIELD");
-  EXPECT_EQ(refused([](Submission& s) { s.terms[0].step.reset(); }), "MISSING_FIELD");
-  EXPECT_EQ(refused([](Submission& s) { s.terms[0].term.loss = JsdSpec(); }), "MISSING_FIELD");
-  EXPECT_EQ(refused([this](Submission& s) { s.terms[0].teacher_head = head_; }), "INVALID_COMBINATION");
-  EXPECT_EQ(refused([](Submission& s) { s.backward = false; }), "INVALID_COMBINATION");
-  EXPECT_EQ(refused([](Submission& s) {
-              s.backward = false;
-              s.micro_batch.reset();
-              s.grad_hidden.data = nullptr;
-            }),
-            "INVALID_COMBINATION");  // a step without a backward pass
-  EXPECT_EQ(refused([](Submission& s) {
-              s.backward = false;
-              s.micro_batch.reset();
-              s.terms[0].step.reset();
-            }),
-            "INVALID_COMBINATION");  // grad_hidden without a backward pass
-}
-
 TEST_F(HeadTest, TwoTermsOverOneHeadAreOneContribution) {
   MicroBatchCall call(head_, 0, 0, {{1, 2, 3, 4, 5, 6}, {2, 4}});
   SubmittedTerm& first = call.term();
@@ -313,9 +284,6 @@ TEST_F(HeadTest, FrozenHeadsHaveNoSteps) {
   EXPECT_EQ(outcome->state, ContributionState::kNone);
   EXPECT_EQ(call.grad_hidden(), kRowOfToken2.hidden);
   EXPECT_FALSE(head_->Describe().open_step.has_value());
-  call.submission().micro_batch = 0;
-  EXPECT_REASON(call.Run(engine_), kHeadNotTrainable);
-  call.submission().micro_batch.reset();
   call.term().step = 0;
   EXPECT_REASON(call.Run(engine_), kHeadNotTrainable);
   const StepKey key = KeyOf(*head_);

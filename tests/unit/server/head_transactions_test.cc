@@ -223,16 +223,6 @@ TEST_F(HeadTransactionsTest, OneHeadThatRefusesLeavesTheOthersAsTheyWere) {
   EXPECT_EQ(StateOf(*other_, 5), ContributionState::kNone);
 }
 
-TEST_F(HeadTransactionsTest, TermsOfOneHeadMustAgreeOnItsStep) {
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  call.submission().terms.push_back(call.term());
-  call.submission().terms[1].step = 1;
-  EXPECT_REASON(call.Run(engine_), kInvalidCombination);
-  call.submission().terms[1].step = 0;
-  ASSERT_OK(call.Run(engine_));
-  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {2, 4, 6}));
-}
-
 TEST_F(HeadTransactionsTest, ADecisionNamesExactlyTheHeads) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   AddSecondTerm(call);
@@ -346,7 +336,6 @@ TEST_F(HeadTransactionsTest, LateTokenFactorsNeedWhatIsHeld) {
   EXPECT_EQ(GetErrorMetadata(refused).at("field"), "token_factors");
   MicroBatchCall held(head_, 0, 1, kRowOfToken4);
   held.Explicit().submission().late_token_factors = true;
-  EXPECT_REASON(held.Run(engine_), kInvalidCombination);  // nobody would keep the rows
   held.submission().hold = Hold();
   const absl::StatusOr<SubmissionOutcome> outcome = held.Run(engine_);
   ASSERT_OK(outcome);

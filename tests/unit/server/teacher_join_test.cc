@@ -1,6 +1,4 @@
 // TeacherJoin: teachers' rows and trainers' claims, in either order, kept as long as they are needed and no longer.
-#include "server/transport/teacher_join.h"
-
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -13,6 +11,7 @@
 #include "head_test_util.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/transport/answer_time.h"
+#include "server/transport/join_handles.h"
 
 namespace headwater::transport {
 namespace {
@@ -55,23 +54,39 @@ class TeacherJoinTest : public ::testing::Test {
     if (absl::Status status = Add(**stream, 0, RowsOf(indices, version)); !status.ok()) return status;
     return (*stream)->Finish();
   }
-  std::shared_ptr<JoinedRows> Claim(const Indices& indices, const std::string& user = "", const std::string& key = "key") {
-    absl::StatusOr<std::shared_ptr<JoinedRows>> claim = join_.Claim(Set(key), static_cast<int64_t>(indices.size()), indices, user);
+  std::shared_ptr<RowClaim> Claim(const Indices& indices, const std::string& user = "", const std::string& key = "key") {
+    absl::StatusOr<std::shared_ptr<RowClaim>> claim = join_.Claim(Set(key), static_cast<int64_t>(indices.size()), indices, user);
     EXPECT_OK(claim);
     return *std::move(claim);
   }
-  static std::vector<float> Gather(const JoinedRows& claim) {
+  static std::vector<float> Gather(const RowClaim& claim) {
     std::vector<float> rows(static_cast<size_t>(claim.row_count() * kWidth));
     EXPECT_OK(claim.Gather(0, claim.row_count(), rows.data()));
     return rows;
   }
-  absl::Status AwaitAll(JoinedRows& claim, absl::Duration timeout = absl::ZeroDuration()) const {
-    return claim.Await(claim.row_count(), now_ + timeout, nullptr);
+  // OK, or the answer of a trainer that gives up.
+  static absl::Status CheckAll(const RowClaim& claim) {
+    return claim.ready_rows() == claim.row_count() ? absl::OkStatus() : claim.MissingRow();
+  }
+  // Waits as a call does, until the claim wakes it.
+  static void AwaitAll(RowClaim& claim) {
+    absl::Mutex mutex;
+    bool changed = true;
+    claim.OnChange([&] {
+      absl::MutexLock lock(&mutex);
+      changed = true;
+    });
+    do {
+      absl::MutexLock lock(&mutex);
+      mutex.Await(absl::Condition(&changed));
+      changed = false;
+    } while (claim.ready_rows() < claim.row_count());
+    claim.OnChange(nullptr);
   }
   // Gathers, and ends as a micro-batch that was decided.
   void Use(const Indices& indices, const std::string& user, int version = 0) {
-    const std::shared_ptr<JoinedRows> claim = Claim(indices, user);
-    ASSERT_OK(AwaitAll(*claim));
+    const std::shared_ptr<RowClaim> claim = Claim(indices, user);
+    ASSERT_OK(CheckAll(*claim));
     EXPECT_EQ(Gather(*claim), RowsOf(indices, version));
     claim->MarkUsed();
   }
@@ -87,7 +102,7 @@ TEST_F(TeacherJoinTest, ATrainerTakesRowsThatCameBefore) {
   EXPECT_EQ(claim->row_count(), 2);
   EXPECT_EQ(claim->row_bytes(), kRowBytes);
   EXPECT_EQ(claim->ready_rows(), 2);
-  EXPECT_OK(AwaitAll(*claim));
+  EXPECT_OK(CheckAll(*claim));
   EXPECT_EQ(Gather(*claim), RowsOf({3, 1}));
   std::vector<float> one(kWidth);
   EXPECT_OK(claim->Gather(1, 1, one.data()));
@@ -97,7 +112,7 @@ TEST_F(TeacherJoinTest, ATrainerTakesRowsThatCameBefore) {
 TEST_F(TeacherJoinTest, ATrainerWaitsForRowsThatComeLater) {
   const auto claim = Claim({2, 5, 7});
   EXPECT_EQ(claim->ready_rows(), 0);
-  const absl::Status early = AwaitAll(*claim);
+  const absl::Status early = CheckAll(*claim);
   EXPECT_REASON(early, kJoinIncomplete);
   EXPECT_EQ(GetErrorMetadata(early).at("missingRow"), "2");
   EXPECT_EQ(GetErrorMetadata(early).at("joinKey"), "key");
@@ -110,15 +125,14 @@ TEST_F(TeacherJoinTest, ATrainerWaitsForRowsThatComeLater) {
   EXPECT_EQ(claim->ready_rows(), 0);
   ASSERT_OK(Send({2}));
   EXPECT_EQ(claim->ready_rows(), 1);
-  EXPECT_OK(claim->Await(1, absl::InfinitePast(), nullptr));
-  const absl::Status later = AwaitAll(*claim);
+  const absl::Status later = CheckAll(*claim);
   EXPECT_EQ(GetErrorMetadata(later).at("missingRow"), "5");
   std::thread teacher([&] {
     absl::SleepFor(absl::Milliseconds(20));
     EXPECT_OK(Add(**stream, 0, RowOf(7)));
     EXPECT_OK((*stream)->Finish());
   });
-  EXPECT_OK(AwaitAll(*claim, absl::Seconds(30)));
+  AwaitAll(*claim);
   teacher.join();
   EXPECT_EQ(Gather(*claim), RowsOf({2, 5, 7}));
 }
@@ -134,45 +148,11 @@ TEST_F(TeacherJoinTest, WithoutIndicesRowsAreInOrder) {
   EXPECT_EQ(Gather(**claim), RowsOf({0, 1, 2}));
 }
 
-TEST_F(TeacherJoinTest, WaitsAreBounded) {
-  TeacherJoin join({.max_bytes = 1 << 20, .max_wait = absl::Milliseconds(30)}, MonotonicNow);
-  const absl::Time start = MonotonicNow();
-  auto claim = join.Claim(Set(), 1, {4}, "");
-  ASSERT_OK(claim);
-  const absl::Status status = (*claim)->Await(1, absl::InfiniteFuture(), nullptr);
-  EXPECT_REASON(status, kJoinIncomplete);
-  EXPECT_EQ(GetErrorMetadata(status).at("missingRow"), "4");
-  EXPECT_GE(MonotonicNow() - start, absl::Milliseconds(30));
-  std::atomic<bool> cancelled = false;
-  const auto other = Claim({1});
-  std::thread canceller([&] {
-    absl::SleepFor(absl::Milliseconds(10));
-    cancelled = true;
-  });
-  EXPECT_REASON(other->Await(1, absl::InfiniteFuture(), [&] { return cancelled.load(); }), kCancelled);
-  canceller.join();
-}
-
-// The join's alone: what the wall clock does in the meantime ends no wait.
-TEST_F(TeacherJoinTest, WaitsGoByTheJoinsClock) {
-  std::atomic<int> seconds = 0;
-  TeacherJoin join({.max_bytes = 1 << 20, .max_wait = absl::Seconds(30)},
-                   [&] { return absl::UnixEpoch() + absl::Seconds(seconds.load()); });
-  auto claim = join.Claim(Set(), 1, {4}, "");
-  ASSERT_OK(claim);
-  for (const auto& [deadline, end] :
-       {std::pair(absl::UnixEpoch() + absl::Seconds(10), 10), std::pair(absl::InfiniteFuture(), 30)}) {
-    std::atomic<bool> ended = false;
-    std::thread waiter([&, until = deadline] {
-      EXPECT_REASON((*claim)->Await(1, until, nullptr), kJoinIncomplete);
-      ended = true;
-    });
-    seconds = end - 1;
-    absl::SleepFor(absl::Milliseconds(30));
-    EXPECT_FALSE(ended);
-    seconds = end;
-    waiter.join();
-  }
+TEST_F(TeacherJoinTest, AClaimGivesUpByTheJoinsClock) {
+  now_ += absl::Seconds(5);
+  const auto claim = Claim({1});
+  now_ += absl::Seconds(5);
+  EXPECT_EQ(claim->give_up(), absl::UnixEpoch() + absl::Seconds(35));
 }
 
 TEST_F(TeacherJoinTest, ChunksAreChecked) {
@@ -222,7 +202,7 @@ TEST_F(TeacherJoinTest, ABrokenStreamBringsNothing) {
     ASSERT_OK(Add(**stream, 0, RowsOf({0, 2})));
     EXPECT_EQ(claim->ready_rows(), 0);
   }
-  const absl::Status status = AwaitAll(*claim);
+  const absl::Status status = CheckAll(*claim);
   EXPECT_EQ(GetErrorMetadata(status).at("missingRow"), "0");
   ASSERT_OK(Send({0, 2}, 1));
   EXPECT_EQ(Gather(*claim)[0], RowOf(0, 1)[0]);
@@ -253,12 +233,6 @@ TEST_F(TeacherJoinTest, TheAnswerLeavesBeforeTheDeadline) {
   EXPECT_EQ(WaitEnd(now, now), now);
   EXPECT_EQ(WaitEnd(now, absl::InfiniteFuture()), absl::InfiniteFuture());
   EXPECT_EQ(WaitEnd(now, absl::InfinitePast()), absl::InfinitePast());
-  TeacherJoin join({.max_bytes = 1 << 20, .max_wait = absl::Seconds(30)}, MonotonicNow);
-  auto claim = join.Claim(Set(), 1, {2}, "");
-  ASSERT_OK(claim);
-  const absl::Time begin = MonotonicNow();
-  EXPECT_REASON((*claim)->Await(1, begin + absl::Milliseconds(200), nullptr), kJoinIncomplete);
-  EXPECT_GE(MonotonicNow() - begin, absl::Milliseconds(150)) << "it did not wait";
 }
 
 TEST_F(TeacherJoinTest, TenantsDoNotMeet) {
@@ -266,7 +240,7 @@ TEST_F(TeacherJoinTest, TenantsDoNotMeet) {
   auto other = join_.Claim(Set("key", 8, "others"), 1, {0}, "");
   ASSERT_OK(other);
   EXPECT_EQ((*other)->ready_rows(), 0);
-  EXPECT_REASON(AwaitAll(**other), kJoinIncomplete);
+  EXPECT_REASON(CheckAll(**other), kJoinIncomplete);
   // Not even by declaring the key otherwise.
   EXPECT_OK(join_.Claim(Set("key", 5, "third"), 1, {0}, ""));
 }
@@ -315,7 +289,7 @@ TEST_F(TeacherJoinTest, ARowThatSeveralUseCountsOnce) {
   for (int step = 0; step < 3; ++step) {
     ASSERT_OK(Send({0, 1, 2, 3, 4, 5, 6, 7}, step));
     // Two trainers, each with two micro-batches; each one's second is decided when the other's is.
-    std::vector<std::shared_ptr<JoinedRows>> claims;
+    std::vector<std::shared_ptr<RowClaim>> claims;
     for (const Indices& rows : {first, second, first, second}) claims.push_back(Claim(rows));
     for (const size_t decided : {0, 2, 1, 3}) {
       EXPECT_EQ(Gather(*claims[decided]), RowsOf(decided % 2 == 0 ? first : second, step));
@@ -361,11 +335,11 @@ TEST_F(TeacherJoinTest, RowsGoWithTheirSession) {
   EXPECT_EQ(claim->ready_rows(), 2);
   join_.DropOwner(kOwner);
   EXPECT_EQ(claim->ready_rows(), 1);
-  EXPECT_REASON(AwaitAll(*claim), kJoinIncomplete);
+  EXPECT_REASON(CheckAll(*claim), kJoinIncomplete);
   EXPECT_EQ(join_.reserved_bytes(), kRowBytes + TeacherJoin::kRowOverheadBytes);
   // Another teacher goes on where that one ended.
   ASSERT_OK(Send({0, 1}, 1));
-  EXPECT_OK(AwaitAll(*claim));
+  EXPECT_OK(CheckAll(*claim));
   auto stream = join_.Open(Set("lost"), {0}, kOwner);
   ASSERT_OK(stream);
   join_.DropOwner(kOwner);
@@ -450,7 +424,6 @@ TEST_F(TeacherJoinTest, RowsOfManyPiecesAreGathered) {
   auto claim = join.Claim(set, kRows, {}, "all");
   ASSERT_OK(claim);
   std::vector<float> gathered(rows.size());
-  ASSERT_OK((*claim)->Await(kRows, absl::InfiniteFuture(), nullptr));
   ASSERT_OK((*claim)->Gather(0, kRows, gathered.data()));
   for (size_t i = 0; i < gathered.size(); ++i) {
     ASSERT_EQ(gathered[i], static_cast<float>(i / kWide) + static_cast<float>(i % kWide) / 2048) << i;
@@ -491,7 +464,7 @@ TEST_F(TeacherJoinTest, ManyTeachersAndTrainersAtOnce) {
         auto claim = join.Claim(Set("key", kRows), 4, indices, absl::StrCat(step, "/", part));
         ASSERT_OK(claim);
         std::vector<float> rows(4 * kWidth);
-        ASSERT_OK((*claim)->Await(4, absl::InfiniteFuture(), nullptr));
+        AwaitAll(**claim);
         ASSERT_OK((*claim)->Gather(0, 4, rows.data()));
         EXPECT_EQ(rows, RowsOf(indices, step));
         (*claim)->MarkUsed();

@@ -4,11 +4,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "head_test_util.h"
@@ -17,20 +20,64 @@
 namespace headwater::scheduler {
 namespace {
 
-bool Never() { return false; }
+// Runs a job as a call does: with one thread, which its turn wakes. `cancelled` is looked at when the turn or Wake() wakes it.
+class Job {
+ public:
+  Job(WorkQueue& queue, const std::string& client, JobSize size = JobSize::kLarge, absl::Time now = absl::UnixEpoch())
+      : turn_(queue, client, size, now, [this] { Wake(); }) {}
+
+  absl::Status Run(const std::function<void()>& work, absl::Time deadline = absl::InfiniteFuture()) {
+    if (absl::Status status = turn_.Enter(); !status.ok()) return status;
+    while (!turn_.admitted()) {
+      const absl::Time now = observability::MonotonicNow();
+      if (cancelled_ || now >= deadline) {
+        turn_.Leave();
+        return absl::CancelledError();
+      }
+      absl::MutexLock lock(&mutex_);
+      mutex_.AwaitWithTimeout(absl::Condition(
+                                  +[](int* wakes) { return *wakes > 0; }, &wakes_),
+                              deadline - now);
+      wakes_ = 0;
+    }
+    work();
+    turn_.Leave(absl::Milliseconds(1));
+    return absl::OkStatus();
+  }
+  void Cancel() {
+    cancelled_ = true;
+    Wake();
+  }
+  void Wake() {
+    absl::MutexLock lock(&mutex_);
+    ++wakes_;
+  }
+  WorkQueue::Turn& turn() { return turn_; }
+  int wakes() {
+    absl::MutexLock lock(&mutex_);
+    return std::exchange(wakes_, 0);
+  }
+
+ private:
+  absl::Mutex mutex_;
+  int wakes_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::atomic<bool> cancelled_ = false;
+  WorkQueue::Turn turn_;
+};
+
+absl::Status RunJob(WorkQueue& queue, const std::string& client, JobSize size, const std::function<void()>& work) {
+  return Job(queue, client, size).Run(work);
+}
 
 // Takes a place until it is released.
 class Blocker {
  public:
   explicit Blocker(WorkQueue& queue, JobSize size = JobSize::kLarge)
       : thread_([this, &queue, size] {
-          EXPECT_OK(queue.Run(
-              "blocker", size,
-              [this] {
-                running_.Notify();
-                release_.WaitForNotification();
-              },
-              Never, absl::InfiniteFuture()));
+          EXPECT_OK(RunJob(queue, "blocker", size, [this] {
+            running_.Notify();
+            release_.WaitForNotification();
+          }));
         }) {
     running_.WaitForNotification();
   }
@@ -54,15 +101,6 @@ void WaitForDepth(const WorkQueue& queue, int64_t depth) {
 // One job at a time.
 constexpr QueueWidths kOneByOne = {.small = 1, .large = 1};
 
-TEST(WorkQueueTest, RunsAJobOnItsSubmittersThread) {
-  WorkQueue queue(1);
-  std::thread::id worker;
-  EXPECT_OK(queue.Run(
-      "a", [&] { worker = std::this_thread::get_id(); }, nullptr, absl::InfiniteFuture()));
-  EXPECT_EQ(worker, std::this_thread::get_id());
-  EXPECT_EQ(queue.depth(), 0);
-}
-
 TEST(WorkQueueTest, SizesFollowFromRows) {
   EXPECT_EQ(JobSizeOf(0), JobSize::kSmall);
   EXPECT_EQ(JobSizeOf(kSmallJobRows), JobSize::kSmall);
@@ -71,25 +109,14 @@ TEST(WorkQueueTest, SizesFollowFromRows) {
 
 TEST(WorkQueueTest, TwoLargeJobsRunAtOnceAndManySmallOnes) {
   WorkQueue queue(10, {.small = 3, .large = 2});
-  EXPECT_FALSE(queue.others_wait());
-  EXPECT_TRUE(queue.idle());
   auto large = std::make_unique<Blocker>(queue);
-  EXPECT_FALSE(queue.idle());
-  EXPECT_FALSE(queue.others_wait());  // asked by the one that runs
   Blocker second(queue);
-  EXPECT_TRUE(queue.others_wait());
   std::vector<std::unique_ptr<Blocker>> small;
   for (int i = 0; i < 3; ++i) small.push_back(std::make_unique<Blocker>(queue, JobSize::kSmall));
   std::atomic<bool> large_ran = false, small_ran = false;
-  std::thread third([&] {
-    EXPECT_OK(queue.Run(
-        "c", JobSize::kLarge, [&] { large_ran = true; }, Never, absl::InfiniteFuture()));
-  });
+  std::thread third([&] { EXPECT_OK(RunJob(queue, "c", JobSize::kLarge, [&] { large_ran = true; })); });
   WaitForDepth(queue, 1);
-  std::thread fourth([&] {
-    EXPECT_OK(queue.Run(
-        "d", JobSize::kSmall, [&] { small_ran = true; }, Never, absl::InfiniteFuture()));
-  });
+  std::thread fourth([&] { EXPECT_OK(RunJob(queue, "d", JobSize::kSmall, [&] { small_ran = true; })); });
   WaitForDepth(queue, 2);
   EXPECT_FALSE(large_ran || small_ran);
   // A place among the small ones is no place for the large one that came first.
@@ -103,27 +130,38 @@ TEST(WorkQueueTest, TwoLargeJobsRunAtOnceAndManySmallOnes) {
   EXPECT_TRUE(large_ran);
 }
 
+TEST(WorkQueueTest, ARunningJobLearnsThatOthersWait) {
+  WorkQueue queue(10);
+  Job job(queue, "a"), other(queue, "b"), small(queue, "c", JobSize::kSmall);
+  ASSERT_OK(job.turn().Enter());
+  EXPECT_TRUE(job.turn().admitted());
+  EXPECT_FALSE(job.turn().OthersWait());
+  job.wakes();
+  ASSERT_OK(other.turn().Enter());
+  EXPECT_EQ(job.wakes(), 1);
+  EXPECT_TRUE(job.turn().OthersWait());
+  ASSERT_OK(small.turn().Enter());
+  EXPECT_EQ(job.wakes(), 0);  // it knows
+  small.turn().Leave();
+  EXPECT_EQ(job.wakes(), 0);
+  other.turn().Leave();
+  EXPECT_EQ(job.wakes(), 1);
+  EXPECT_FALSE(job.turn().OthersWait());
+}
+
 TEST(WorkQueueTest, JobsOfOneClientBeginInOrderWhateverTheirSize) {
   WorkQueue queue(10, kOneByOne);
   Blocker blocker(queue);
-  std::atomic<bool> cancelled = false, small_ran = false;
-  std::thread large([&] {
-    EXPECT_REASON(queue.Run(
-                      "a", JobSize::kLarge, [] {}, [&] { return cancelled.load(); }, absl::InfiniteFuture()),
-                  kCancelled);
-  });
+  std::atomic<bool> small_ran = false;
+  Job first(queue, "a");
+  std::thread large([&] { EXPECT_FALSE(first.Run([] {}).ok()); });
   WaitForDepth(queue, 1);
-  std::thread small([&] {
-    EXPECT_OK(queue.Run(
-        "a", JobSize::kSmall, [&] { small_ran = true; }, Never, absl::InfiniteFuture()));
-  });
+  std::thread small([&] { EXPECT_OK(RunJob(queue, "a", JobSize::kSmall, [&] { small_ran = true; })); });
   WaitForDepth(queue, 2);
-  EXPECT_FALSE(small_ran);
   // Another client's small job passes both.
-  EXPECT_OK(queue.Run(
-      "b", JobSize::kSmall, [] {}, Never, absl::InfiniteFuture()));
+  EXPECT_OK(RunJob(queue, "b", JobSize::kSmall, [] {}));
   EXPECT_FALSE(small_ran);
-  cancelled = true;
+  first.Cancel();
   large.join();
   small.join();
   EXPECT_TRUE(small_ran);
@@ -139,8 +177,7 @@ TEST(WorkQueueTest, ClientsTakeTurns) {
     // Client a is first with five jobs, then b with two, then c with one.
     for (const std::string name : {"a0", "a1", "a2", "a3", "a4", "b0", "b1", "c0"}) {
       threads.emplace_back([&queue, &order, name] {
-        EXPECT_OK(queue.Run(
-            name.substr(0, 1), [&order, name] { order.push_back(name); }, Never, absl::InfiniteFuture()));
+        EXPECT_OK(RunJob(queue, name.substr(0, 1), JobSize::kLarge, [&order, name] { order.push_back(name); }));
       });
       WaitForDepth(queue, ++depth);
     }
@@ -151,77 +188,47 @@ TEST(WorkQueueTest, ClientsTakeTurns) {
 
 TEST(WorkQueueTest, TheBoundIsTheNumberOfWaitingJobs) {
   WorkQueue queue(2, kOneByOne);
-  std::vector<std::thread> threads;
-  std::atomic<int> ran = 0;
-  {
-    Blocker blocker(queue);
-    for (int64_t i = 1; i <= 2; ++i) {
-      threads.emplace_back([&] {
-        EXPECT_OK(queue.Run(
-            "a", [&] { ++ran; }, Never, absl::InfiniteFuture()));
-      });
-      WaitForDepth(queue, i);
-    }
-    const absl::Status refused = queue.Run(
-        "b", [&] { ++ran; }, Never, absl::InfiniteFuture());
-    EXPECT_REASON(refused, kQueueFull);
-    EXPECT_EQ(GetErrorMetadata(refused).at("maximum"), "2");
-    EXPECT_GE(std::stoi(GetErrorMetadata(refused).at("retryAfterMs")), 10);
-    EXPECT_EQ(queue.depth(), 2);
-  }
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(ran, 2);
-  EXPECT_OK(queue.Run(
-      "b", [&] { ++ran; }, Never, absl::InfiniteFuture()));
-  EXPECT_EQ(ran, 3);
+  Job running(queue, "a"), first(queue, "a"), second(queue, "a"), third(queue, "b");
+  for (Job* job : {&running, &first, &second}) ASSERT_OK(job->turn().Enter());
+  EXPECT_TRUE(running.turn().admitted());
+  const absl::Status refused = third.turn().Enter();
+  EXPECT_REASON(refused, kQueueFull);
+  EXPECT_EQ(GetErrorMetadata(refused).at("maximum"), "2");
+  EXPECT_GE(std::stoi(GetErrorMetadata(refused).at("retryAfterMs")), 10);
+  EXPECT_EQ(queue.depth(), 2);
+  running.turn().Leave();
+  EXPECT_TRUE(first.turn().admitted());
+  EXPECT_OK(third.turn().Enter());
+  EXPECT_EQ(queue.depth(), 2);
 }
 
 TEST(WorkQueueTest, CancellationTakesAJobOut) {
   WorkQueue queue(10, kOneByOne);
   bool ran = false;
-  std::atomic<bool> cancelled = false;
   Blocker blocker(queue);
-  std::thread waiter([&] {
-    EXPECT_REASON(queue.Run(
-                      "a", [&] { ran = true; }, [&] { return cancelled.load(); }, absl::InfiniteFuture()),
-                  kCancelled);
-  });
+  Job job(queue, "a");
+  std::thread waiter([&] { EXPECT_FALSE(job.Run([&] { ran = true; }).ok()); });
   WaitForDepth(queue, 1);
-  cancelled = true;
+  job.Cancel();
   waiter.join();
   EXPECT_EQ(queue.depth(), 0);
   blocker.Release();
-  EXPECT_OK(queue.Run(
-      "a", [] {}, Never, absl::InfiniteFuture()));
+  EXPECT_OK(RunJob(queue, "a", JobSize::kLarge, [] {}));
   EXPECT_FALSE(ran);
 }
 
-TEST(WorkQueueTest, TheDeadlineTakesAJobOut) {
+TEST(WorkQueueTest, ATurnThatEndsGivesItsPlaceBack) {
   WorkQueue queue(10, kOneByOne);
-  bool ran = false;
-  Blocker blocker(queue);
-  const absl::Time start = observability::MonotonicNow();
-  EXPECT_REASON(queue.Run(
-                    "a", [&] { ran = true; }, Never, start + absl::Milliseconds(30)),
-                kDeadlineExceeded);
-  EXPECT_GE(observability::MonotonicNow() - start, absl::Milliseconds(30));
+  Job next(queue, "b");
+  {
+    Job running(queue, "a"), waiting(queue, "a");
+    ASSERT_OK(running.turn().Enter());
+    ASSERT_OK(waiting.turn().Enter());
+    ASSERT_OK(next.turn().Enter());
+    EXPECT_FALSE(next.turn().admitted());
+  }
+  EXPECT_TRUE(next.turn().admitted());
   EXPECT_EQ(queue.depth(), 0);
-  EXPECT_FALSE(ran);
-}
-
-TEST(WorkQueueTest, AJobThatHasBegunIsWaitedFor) {
-  WorkQueue queue(10);
-  std::atomic<bool> cancelled = false;
-  bool finished = false;
-  EXPECT_OK(queue.Run(
-      "a",
-      [&] {
-        cancelled = true;
-        absl::SleepFor(absl::Milliseconds(50));
-        finished = true;
-      },
-      [&] { return cancelled.load(); }, observability::MonotonicNow() + absl::Seconds(60)));
-  EXPECT_TRUE(finished);
 }
 
 TEST(WorkQueueTest, DrainRunsWhatWasAcceptedAndRefusesTheRest) {
@@ -230,10 +237,7 @@ TEST(WorkQueueTest, DrainRunsWhatWasAcceptedAndRefusesTheRest) {
   std::vector<std::thread> threads;
   auto blocker = std::make_unique<Blocker>(queue);
   for (int64_t i = 1; i <= 3; ++i) {
-    threads.emplace_back([&] {
-      EXPECT_OK(queue.Run(
-          "a", [&] { ++ran; }, Never, absl::InfiniteFuture()));
-    });
+    threads.emplace_back([&] { EXPECT_OK(RunJob(queue, "a", JobSize::kLarge, [&] { ++ran; })); });
     WaitForDepth(queue, i);
   }
   std::thread drainer([&] {
@@ -243,49 +247,97 @@ TEST(WorkQueueTest, DrainRunsWhatWasAcceptedAndRefusesTheRest) {
   // Refused as soon as draining has begun.
   const absl::Time give_up = absl::Now() + absl::Seconds(30);
   absl::Status status;
-  while (absl::Now() < give_up) {
-    status = queue.Run(
-        "late", [] {}, [] { return true; }, absl::InfiniteFuture());
-    if (HasReason(status, ErrorReason::kDraining)) break;
+  while (status.ok() && absl::Now() < give_up) {
+    Job late(queue, "late");
+    status = late.turn().Enter();
   }
   EXPECT_REASON(status, kDraining);
   blocker.reset();
   drainer.join();
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(ran, 3);
-  EXPECT_REASON(queue.Run(
-                    "a", [] {}, Never, absl::InfiniteFuture()),
-                kDraining);
 }
 
 TEST(WorkQueueTest, ManyClientsAtOnce) {
-  std::atomic<int> ran = 0, running = 0, most = 0;
-  std::atomic<int> refused = 0;
-  {
-    WorkQueue queue(4, {.small = 2, .large = 2});
-    std::vector<std::thread> threads;
-    for (int client = 0; client < 8; ++client) {
-      threads.emplace_back([&, client] {
-        for (int i = 0; i < 200; ++i) {
-          const bool cancel = i % 5 == 0;
-          const absl::Status status = queue.Run(
-              std::to_string(client % 3), i % 2 == 0 ? JobSize::kSmall : JobSize::kLarge,
-              [&] {
-                ++ran;
-                most = std::max(most.load(), ++running);
-                --running;
-              },
-              [cancel] { return cancel; }, absl::InfiniteFuture());
-          if (!status.ok()) ++refused;
-        }
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-    EXPECT_EQ(queue.depth(), 0);
+  std::atomic<int> ran = 0, running = 0, most = 0, refused = 0;
+  WorkQueue queue(4, {.small = 2, .large = 2});
+  std::vector<std::thread> threads;
+  for (int client = 0; client < 8; ++client) {
+    threads.emplace_back([&, client] {
+      for (int i = 0; i < 200; ++i) {
+        Job job(queue, std::to_string(client % 3), i % 2 == 0 ? JobSize::kSmall : JobSize::kLarge);
+        if (i % 5 == 0) job.Cancel();
+        const absl::Status status = job.Run([&] {
+          ++ran;
+          most = std::max(most.load(), ++running);
+          --running;
+        });
+        if (!status.ok()) ++refused;
+      }
+    });
   }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(queue.depth(), 0);
   EXPECT_EQ(ran + refused, 8 * 200);
   EXPECT_GT(ran, 0);
   EXPECT_LE(most, 4);
+}
+
+// ---- early starts ----------------------------------------------------------------------------------------------------
+
+constexpr absl::Time kStart = absl::UnixEpoch();
+
+TEST(WorkQueueTest, AnEarlierTurnBeginsFirst) {
+  WorkQueue queue(10);
+  Job first(queue, "a", JobSize::kLarge, kStart), second(queue, "a", JobSize::kLarge, kStart);
+  EXPECT_EQ(first.turn().EarlyStart(kStart), kStart);
+  EXPECT_EQ(second.turn().EarlyStart(kStart), kStart + WorkQueue::kPrecedence);
+  EXPECT_EQ(second.wakes(), 0);
+  first.turn().Yield();
+  EXPECT_EQ(second.wakes(), 1);
+  EXPECT_EQ(second.turn().EarlyStart(kStart), kStart);
+}
+
+TEST(WorkQueueTest, ATurnThatEndsHasNoPrecedence) {
+  WorkQueue queue(10);
+  auto first = std::make_unique<Job>(queue, "a", JobSize::kLarge, kStart);
+  Job second(queue, "a", JobSize::kLarge, kStart);
+  EXPECT_GT(second.turn().EarlyStart(kStart), kStart);
+  first.reset();
+  EXPECT_EQ(second.wakes(), 1);
+  EXPECT_EQ(second.turn().EarlyStart(kStart), kStart);
+}
+
+TEST(WorkQueueTest, PrecedenceIsOverForOneThatTakesLong) {
+  WorkQueue queue(10);
+  const absl::Time later = kStart + absl::Milliseconds(15), end = kStart + WorkQueue::kPrecedence;
+  Job slow(queue, "a", JobSize::kLarge, kStart), job(queue, "a", JobSize::kLarge, later);
+  EXPECT_EQ(job.turn().EarlyStart(later), end);
+  EXPECT_EQ(job.turn().EarlyStart(end), end);
+  // Everyone who came before counts, not only the first.
+  Job last(queue, "a", JobSize::kLarge, later);
+  EXPECT_EQ(last.turn().EarlyStart(end), later + WorkQueue::kPrecedence);
+}
+
+TEST(WorkQueueTest, NothingBeginsEarlyBehindOthers) {
+  WorkQueue queue(10);
+  Job job(queue, "a"), running(queue, "b");
+  ASSERT_OK(running.turn().Enter());
+  EXPECT_EQ(job.turn().EarlyStart(kStart), absl::InfiniteFuture());
+  EXPECT_EQ(job.wakes(), 0);
+  running.turn().Leave();
+  EXPECT_EQ(job.wakes(), 1);
+  EXPECT_EQ(job.turn().EarlyStart(kStart), kStart);
+}
+
+TEST(WorkQueueTest, WakeAllWakesEveryTurn) {
+  WorkQueue queue(10, kOneByOne);
+  Job coming(queue, "a"), running(queue, "b"), waiting(queue, "b");
+  ASSERT_OK(running.turn().Enter());
+  ASSERT_OK(waiting.turn().Enter());
+  running.wakes();
+  queue.WakeAll();
+  for (Job* job : {&coming, &running, &waiting}) EXPECT_EQ(job->wakes(), 1);
 }
 
 }  // namespace

@@ -85,7 +85,7 @@ TEST(RowExchange, TakesRowsFromManyThreadsInAnyOrder) {
   }
   for (std::thread& stripe : stripes) stripe.join();
   EXPECT_TRUE(bench.exchange.complete());
-  EXPECT_EQ(bench.exchange.received_bytes(), kRows * kRowBytes);
+  EXPECT_EQ(bench.exchange.Look().received_bytes, kRows * kRowBytes);
   EXPECT_EQ(bench.exchange.total_bytes(), kRows * kRowBytes);
 }
 
@@ -125,24 +125,24 @@ TEST(RowExchange, RefusesOverlapsAndWhatLiesOutside) {
     EXPECT_TRUE(HasReason(status, ErrorReason::kDataLengthMismatch)) << bytes;
     EXPECT_EQ(GetErrorMetadata(status).at("field"), "chunk.data");
   }
-  EXPECT_EQ(bench.exchange.received_bytes(), 16);
+  EXPECT_EQ(bench.exchange.Look().received_bytes, 16);
   EXPECT_TRUE(bench.Put(0, 2, 3).ok());  // what was refused has taken nothing
 }
 
 TEST(RowExchange, CountsTheRowsThatAreThereInAllTensors) {
   Bench bench(10, /*term_start=*/4, /*term_rows=*/3);
-  EXPECT_EQ(bench.exchange.ready_rows(), 0);
+  EXPECT_EQ(bench.exchange.Look().ready_rows, 0);
   ASSERT_TRUE(bench.Put(0, 1, 5).ok());
-  EXPECT_EQ(bench.exchange.ready_rows(), 0);
+  EXPECT_EQ(bench.exchange.Look().ready_rows, 0);
   ASSERT_TRUE(bench.Put(0, 0, 1).ok());
-  EXPECT_EQ(bench.exchange.ready_rows(), 4);  // the teacher's first row belongs to row 4
+  EXPECT_EQ(bench.exchange.Look().ready_rows, 4);  // the teacher's first row belongs to row 4
   ASSERT_TRUE(bench.Put(1, 0, 2).ok());
-  EXPECT_EQ(bench.exchange.ready_rows(), 6);
+  EXPECT_EQ(bench.exchange.Look().ready_rows, 6);
   ASSERT_TRUE(bench.Put(0, 6, 4).ok());
-  EXPECT_EQ(bench.exchange.ready_rows(), 6);
+  EXPECT_EQ(bench.exchange.Look().ready_rows, 6);
   EXPECT_FALSE(bench.exchange.complete());
   ASSERT_TRUE(bench.Put(1, 2, 1).ok());
-  EXPECT_EQ(bench.exchange.ready_rows(), 10);
+  EXPECT_EQ(bench.exchange.Look().ready_rows, 10);
   EXPECT_TRUE(bench.exchange.complete());
 }
 
@@ -164,15 +164,15 @@ TEST(RowExchange, KnowsWhenOnlyRowsOfOthersAreMissing) {
     EXPECT_TRUE(exchange.Claim(tensor, start, count, count * 8, "chunk").ok());
     exchange.Deliver(tensor, start, count);
   };
-  EXPECT_FALSE(exchange.misses_only_others_rows());
+  EXPECT_FALSE(exchange.Look().misses_only_others_rows);
   put(0, 0, 2);
-  EXPECT_FALSE(exchange.misses_only_others_rows());
+  EXPECT_FALSE(exchange.Look().misses_only_others_rows);
   put(0, 2, 1);
-  EXPECT_TRUE(exchange.misses_only_others_rows());
+  EXPECT_TRUE(exchange.Look().misses_only_others_rows);
   put(1, 1, 2);
-  EXPECT_TRUE(exchange.misses_only_others_rows());
+  EXPECT_TRUE(exchange.Look().misses_only_others_rows);
   put(1, 0, 1);
-  EXPECT_FALSE(exchange.misses_only_others_rows());  // none is
+  EXPECT_FALSE(exchange.Look().misses_only_others_rows);  // none is
 }
 
 TEST(RowExchange, WaitsForTheEndOfTheInputWhereThatIsAskedFor) {
@@ -190,12 +190,12 @@ TEST(RowExchange, WaitsForTheEndOfTheInputWhereThatIsAskedFor) {
 TEST(RowExchange, TellsTimesOfTheSteadyClock) {
   const absl::Time begin = MonotonicNow();
   Bench bench(2);
-  EXPECT_GE(bench.exchange.last_row_time(), begin);
+  EXPECT_GE(bench.exchange.Look().last_row_time, begin);
   const absl::Time between = MonotonicNow();
-  EXPECT_LE(bench.exchange.last_row_time(), between);
+  EXPECT_LE(bench.exchange.Look().last_row_time, between);
   ASSERT_TRUE(bench.Put(0, 0, 1).ok());
-  EXPECT_GE(bench.exchange.last_row_time(), between);
-  EXPECT_LE(bench.exchange.last_row_time(), MonotonicNow());
+  EXPECT_GE(bench.exchange.Look().last_row_time, between);
+  EXPECT_LE(bench.exchange.Look().last_row_time, MonotonicNow());
   // Nothing else comes: these end at their deadlines, and not before.
   const absl::Time deadline = MonotonicNow() + absl::Milliseconds(20);
   EXPECT_EQ(*bench.exchange.AwaitRows(2, deadline), false);
@@ -209,12 +209,12 @@ TEST(RowExchange, NamesTheFirstMissingRowWhenTheInputEndsEarly) {
   Bench bench(4, 0, 2);
   ASSERT_TRUE(bench.Put(0, 0, 4).ok());
   ASSERT_TRUE(bench.Put(1, 1, 1).ok());
-  EXPECT_TRUE(bench.exchange.CheckInput().ok());
+  EXPECT_TRUE(bench.exchange.Look().input.ok());
   std::thread closer([&] { bench.exchange.CloseInput(); });
   const absl::Status status = bench.exchange.AwaitRows(4, absl::InfiniteFuture()).status();
   closer.join();
   EXPECT_TRUE(HasReason(status, ErrorReason::kProtocolViolation));
-  EXPECT_TRUE(HasReason(bench.exchange.CheckInput(), ErrorReason::kProtocolViolation));
+  EXPECT_TRUE(HasReason(bench.exchange.Look().input, ErrorReason::kProtocolViolation));
   const ErrorMetadata metadata = GetErrorMetadata(status);
   EXPECT_EQ(metadata.at("field"), "teacher_hidden");
   EXPECT_EQ(metadata.at("expected"), "2");
@@ -286,11 +286,30 @@ TEST(RowExchange, TellsOfEveryChange) {
   std::thread other([&] { ASSERT_TRUE(bench.Put(0, 0, 1).ok()); });
   bench.exchange.AwaitChange(seen, absl::InfiniteFuture());
   other.join();
-  EXPECT_EQ(bench.exchange.ready_rows(), 1);
+  EXPECT_EQ(bench.exchange.Look().ready_rows, 1);
   seen = bench.exchange.version();
   bench.exchange.AwaitChange(seen, MonotonicNow());  // nothing happens: the deadline ends it
   bench.exchange.Notify();
   bench.exchange.AwaitChange(seen, absl::InfiniteFuture());
+}
+
+TEST(RowExchange, NotifyEndsOneWaitForRows) {
+  Bench bench(2);
+  bench.exchange.Notify();
+  EXPECT_FALSE(*bench.exchange.AwaitRows(2, absl::InfiniteFuture()));
+  std::thread other([&] { ASSERT_TRUE(bench.Put(0, 0, 2).ok()); });
+  EXPECT_TRUE(*bench.exchange.AwaitRows(2, absl::InfiniteFuture()));
+  other.join();
+  bench.exchange.Notify();
+  EXPECT_TRUE(*bench.exchange.AwaitRows(2, absl::InfiniteFuture()));  // rows that are there come first
+}
+
+TEST(RowExchange, EveryBreakWakes) {
+  Bench bench(2);
+  bench.exchange.Break(absl::AbortedError("first"));
+  const int64_t seen = bench.exchange.version();
+  bench.exchange.Break(absl::AbortedError("second"));
+  EXPECT_GT(bench.exchange.version(), seen);
 }
 
 }  // namespace
