@@ -254,6 +254,19 @@ TEST_P(Lifecycle, SavingIdleHeadsNeedsADirectory) {
   EXPECT_THROW(WireServer server(setup), std::runtime_error);
 }
 
+TEST_P(Lifecycle, ATenantsMemoryIsBounded) {
+  v1::CreateHeadResponse response;
+  Require(Create("tenants/a/heads/h", SmallSpec(), v1::IF_EXISTS_FAIL, &response), "CreateHead");
+  ServerSetup setup = MakeSetup();
+  setup.options.limits.max_tenant_memory_bytes = 2 * response.head().memory_plan().total_bytes();
+  Restart(setup);
+  for (const char* name : {"tenants/a/heads/1", "tenants/a/heads/2"}) {
+    EXPECT_EQ(ReasonOf(Create(name, SmallSpec(), v1::IF_EXISTS_FAIL, &response)), "OK");  // the second is at the limit
+  }
+  EXPECT_EQ(ReasonOf(Create("tenants/a/heads/3", SmallSpec(), v1::IF_EXISTS_FAIL, &response)), "QUOTA_EXCEEDED");
+  EXPECT_EQ(ReasonOf(Create("tenants/b/heads/3", SmallSpec(), v1::IF_EXISTS_FAIL, &response)), "OK");
+}
+
 TEST_P(Lifecycle, EightRanksAttachToOneHead) {
   const std::string name = "tenants/default/heads/shared";
   std::vector<std::thread> ranks;
