@@ -42,23 +42,10 @@ class BlasProduct {
   BlasProduct(const BlasProduct&) = delete;
   BlasProduct& operator=(const BlasProduct&) = delete;
 
-  // The three products of a loss head, named by what they compute; all matrices row-major.
-  // logits [rows, vocab] = hidden [rows, width] * weight [vocab, width]^T
+  // Of row-major matrices: logits [rows, vocab] = hidden [rows, width] * weight [vocab, width]^T
   static BlasProduct Logits(BlasContext& context, int64_t rows, int64_t width, int64_t vocab, const __nv_bfloat16* hidden,
                             const __nv_bfloat16* weight, void* logits, cudaDataType_t output_type) {
     return BlasProduct(context, true, false, vocab, rows, width, width, width, vocab, output_type, 0.0f, weight, hidden, logits);
-  }
-  // grad_hidden [rows, width] = grad_logits [rows, vocab] * weight [vocab, width]
-  static BlasProduct GradHidden(BlasContext& context, int64_t rows, int64_t width, int64_t vocab, const __nv_bfloat16* grad_logits,
-                                const __nv_bfloat16* weight, void* grad_hidden, cudaDataType_t output_type) {
-    return BlasProduct(context, false, false, width, rows, vocab, width, vocab, width, output_type, 0.0f, weight, grad_logits,
-                       grad_hidden);
-  }
-  // grad_weight [vocab, width] fp32 (+)= grad_logits [rows, vocab]^T * hidden [rows, width]
-  static BlasProduct GradWeight(BlasContext& context, int64_t rows, int64_t width, int64_t vocab, const __nv_bfloat16* grad_logits,
-                                const __nv_bfloat16* hidden, float* grad_weight, float beta) {
-    return BlasProduct(context, false, true, width, vocab, rows, width, vocab, width, CUDA_R_32F, beta, hidden, grad_logits,
-                       grad_weight);
   }
 
   // Times up to 32 heuristic algorithms on a warm card (60 ms each), then the best five again (250 ms each), and keeps the best.
@@ -86,15 +73,6 @@ class BlasProduct {
                 ranked[0].second, ranked[0].first);
     std::fflush(stdout);
   }
-
-  // Has the library use so many multiprocessors at most. To be called before an algorithm is chosen.
-  void LimitTo(int32_t multiprocessors) {
-    LAB_BLAS(cublasLtMatmulDescSetAttribute(operation_, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, &multiprocessors,
-                                            sizeof(multiprocessors)));
-  }
-
-  // Takes the heuristic's first algorithm, untimed.
-  void TakeFirst() { algorithm_ = Heuristics("product")[0].algo; }
 
   void Enqueue(cudaStream_t stream) const {
     const float alpha = 1.0f;

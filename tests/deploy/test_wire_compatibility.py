@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import wire_descriptors
 
-RELEASES = sorted(wire_descriptors.KEPT.glob("*.json"))
+RELEASES = sorted(wire_descriptors.KEPT.glob("*.binpb.gz"))
 START_TIMEOUT_S, CALL_TIMEOUT_S = 60, 60
 ROWS, HIDDEN_SIZE, VOCAB_SIZE, LEARNING_RATE = 12, 8, 40, 0.25
 FLOAT32, INT32 = 1, 4
@@ -21,7 +21,7 @@ FACTOR = 0.5  # of the second micro-batch, which is staged and then committed
 
 
 def release_name(path):
-    return path.stem
+    return path.name.removesuffix(".binpb.gz")
 
 
 def test_releases_are_kept():
@@ -223,7 +223,7 @@ def train(release, head, channel):
 
 @pytest.mark.parametrize("path", RELEASES, ids=release_name)
 def test_messages_of_a_release_train_a_head_on_this_server(path, channel):
-    train(wire_descriptors.kept(path), f"release-{path.stem.replace('.', '-')}", channel)
+    train(wire_descriptors.kept(path), f"release-{release_name(path).replace('.', '-')}", channel)
 
 
 @pytest.mark.parametrize("path", RELEASES, ids=release_name)

@@ -1,14 +1,17 @@
 """The descriptors of the wire API: today's, those that were kept of releases, and what of the old has been broken.
 
-python wire_descriptors.py >wire/VERSION.json     # at each release; PYTHONPATH has the package
+python wire_descriptors.py >wire/VERSION.binpb.gz  # at each release; PYTHONPATH has the package
+
+A kept file is a compressed FileDescriptorSet, as protoc writes it.
 """
 
+import gzip
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import any_pb2, descriptor_pb2, descriptor_pool, duration_pb2, json_format, message_factory, timestamp_pb2
+from google.protobuf import any_pb2, descriptor_pb2, descriptor_pool, duration_pb2, message_factory, timestamp_pb2
 from headwater.v1 import error_pb2, head_service_pb2, loss_pb2, loss_service_pb2, session_service_pb2, tensor_pb2
 
 # In an order in which each file comes after those that it imports. Not that of groups: their processes are of one build.
@@ -27,7 +30,7 @@ def today() -> descriptor_pb2.FileDescriptorSet:
 
 def kept(path: Path) -> descriptor_pb2.FileDescriptorSet:
     """Of a release."""
-    return json_format.Parse(path.read_text(), descriptor_pb2.FileDescriptorSet())
+    return descriptor_pb2.FileDescriptorSet.FromString(gzip.decompress(path.read_bytes()))
 
 
 def messages(files: descriptor_pb2.FileDescriptorSet) -> dict[str, descriptor_pb2.DescriptorProto]:
@@ -112,4 +115,4 @@ class Messages:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json_format.MessageToJson(today(), indent=1) + "\n")
+    sys.stdout.buffer.write(gzip.compress(today().SerializeToString(), mtime=0))

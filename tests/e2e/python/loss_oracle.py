@@ -1,5 +1,4 @@
-"""Losses and gradients by their definitions, in numpy. In fp64 they are the reference; in fp32, with the gradient of the logits
-rounded once to the storage type, they are the plain computation that 16-bit results are measured against."""
+"""Losses and gradients by their definitions, in numpy and fp64: the reference."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +9,6 @@ import headwater
 FP32_LOSS_TOLERANCE = 1e-6
 FP32_GRADIENT_TOLERANCE = 1e-5
 FP32_TOKEN_TOLERANCE = 1e-6
-PLAIN_FACTOR = 1.05
 
 
 def round_to(values, data_type):
@@ -151,10 +149,9 @@ def compute(
     hard_loss_weight=0.0,
     truncate_to_common=False,
     grad_hidden_scale=1.0,
-    dtype=np.float64,
-    grad_logits_type=None,
 ):
-    """Cross entropy, or with `teacher` the divergence. `grad_logits_type` rounds the gradient of the logits."""
+    """Cross entropy, or with `teacher` the divergence."""
+    dtype = np.float64
     row_count = len(hidden)
     targets = None if targets is None else np.asarray(targets)
     valid = np.ones(row_count, bool) if targets is None else targets != ignore_index
@@ -188,8 +185,6 @@ def compute(
     if lse_factors is not None:
         grad_logits += lse_factors[valid, None] * probability
     grad_logits = grad_logits * derivative * dtype(loss_scale)
-    if grad_logits_type is not None:
-        grad_logits = round_to(grad_logits, grad_logits_type)
 
     columns = z.shape[1]
     grad_hidden = np.zeros(hidden.shape, dtype)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 
 import numpy as np
 import pytest
@@ -68,27 +67,6 @@ def test_a_client_trains_with_tls_and_a_token(secured, tls, rng):
     assert "secret-" not in server.log_text()
 
 
-def test_what_is_not_allowed_is_refused(secured, tls):
-    _, address = secured
-    with headwater.connect(address, tls=tls, token="secret-trainer", tenant="team") as client:
-        client.create_head("mine", np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
-    for token in (None, "secret-nobody"):
-        with headwater.connect(address, tls=tls, token=token, tenant="team") as client:
-            assert client.health() == "SERVING"
-            with pytest.raises(headwater.UnauthenticatedError):
-                client.head("mine")
-    with headwater.connect(address, tls=tls, token="secret-reader", tenant="team") as client:
-        with pytest.raises(headwater.PermissionDeniedError):
-            client.head("mine")
-        assert client.heads() == []
-    with headwater.connect(address, tls=tls, token="secret-stranger", tenant="team") as client:
-        with pytest.raises(headwater.NotFoundError):
-            client.head("mine")
-        # Not an empty list: the client's tenant is not the token's.
-        with pytest.raises(headwater.PermissionDeniedError, match="expected the token's tenant, tenants/default"):
-            client.heads()
-
-
 @pytest.mark.parametrize(
     ("address", "options"),
     [
@@ -106,12 +84,6 @@ def test_options_are_checked_before_anything_is_sent(address, options):
     with pytest.raises(headwater.InvalidArgumentError) as refusal:
         headwater.connect(address, **options)
     assert "secret-trainer" not in str(refusal.value) and "blanks" not in str(refusal.value).replace("without blanks", "")
-
-
-def test_a_token_is_sent_in_plain_text_only_on_request(caplog):
-    with caplog.at_level(logging.DEBUG), pytest.raises(headwater.UnavailableError) as error:
-        headwater.connect("[2001:db8::1]:1", token="secret-trainer", allow_plaintext_token=True, connect_timeout_s=0.1)
-    assert "secret" not in str(error.value) + caplog.text
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,3 @@ def test_cuda_and_cpu_give_the_same_losses(prepared):
     except headwater.FeatureNotBuiltError as error:
         pytest.skip(str(error))
     check(job(prepared, "cuda", 200, "--engine=cuda"), job(prepared, "cpu", 200, "--engine=cpu"))
-
-
-def test_two_layouts_of_the_cpu_engine_give_the_same_losses(prepared):
-    layout = ("--engine=cpu", "--shards=3", "--shard_weights=1,5,2")
-    check(job(prepared, "one", 40, "--engine=cpu"), job(prepared, "three", 40, *layout))

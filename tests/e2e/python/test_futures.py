@@ -41,19 +41,6 @@ def test_every_blocking_call_has_a_future():
         assert calls and all(hasattr(cls, f"{name}_future") for name in calls), calls
 
 
-def test_many_futures_add_up(head, rows):
-    futures = [head.cross_entropy_future(*rows, micro_batch=index) for index in range(60)]
-    outs = [future.result(60) for future in futures]
-    assert all(future.done() for future in futures)
-    assert {out.loss_sum for out in outs} == {outs[0].loss_sum}
-    sealed = head.seal_future(expected_micro_batches=60).result(60)
-    assert sealed.totals.micro_batch_count == 60
-    gradient = head.gradient_future().result()
-    head.discard_gradient_future().result()
-    head.cross_entropy(*rows, micro_batch=0)
-    np.testing.assert_allclose(gradient, 60 * head.gradient(), rtol=1e-5)
-
-
 def test_await_in_asyncio(head, rows):
     async def step():
         outs = await asyncio.gather(*(head.cross_entropy_future(*rows, micro_batch=index) for index in range(8)))

@@ -302,23 +302,6 @@ def test_a_worker_that_is_killed_costs_the_open_step_alone(ranks):
             assert client.head("student").info().restored_checkpoint == "after-0"
 
 
-def test_a_client_with_a_replay_log_waits_for_a_group_that_begins_anew(stand_in):
-    """A worker is killed between two calls and another takes its place: a slow call, and the training ends with the same bits."""
-    with running_group(4) as group:
-        expected = train(group.leader.address, "float32", 2)
-    with running_group(4, "--rank_timeout=60s") as group, headwater.connect(group.leader.address, replay=True) as client:
-        training = Training(client, "float32")
-        training.student.save("first")
-        training.teacher.save("first")
-        training.step(0)
-        group.kill_worker()
-        replacement = threading.Timer(1.0, group.start_worker)
-        replacement.start()
-        training.step(1)
-        replacement.join()
-        assert_same(training.outputs, expected)
-
-
 def test_a_worker_that_is_asked_to_end_costs_nothing(stand_in):
     """All ranks of its process stay until the leader has saved what nobody had saved, and then the process ends."""
     with running_group(4, "--drain_checkpoint", "--drain_timeout=120s", worker_flags=("--drain_timeout=120s",)) as group:

@@ -6,14 +6,10 @@ from loss_oracle import (
     FP32_GRADIENT_TOLERANCE,
     FP32_LOSS_TOLERANCE,
     FP32_TOKEN_TOLERANCE,
-    PLAIN_FACTOR,
     OracleHead,
     check_number,
     check_tensor,
     compute,
-    error,
-    round_to,
-    stored,
 )
 
 OUTPUTS = ("token_loss", "lse", "target_log_probability", "entropy", "argmax", "mean_logits", "log_sum_sq_probs")
@@ -22,46 +18,33 @@ NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 37, 61, 509
 
 
 class Case:
-    """A head, rows, and the same in a form that the API takes."""
+    """A head's weights, and rows."""
 
-    def __init__(
-        self, rng, *, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_tokens=NUM_TOKENS, data_type="float32", spread=1.0
-    ):
-        self.data_type = data_type
-
+    def __init__(self, rng, *, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE):
         def values(*shape, scale=1.0):
-            return round_to((rng.standard_normal(shape) * scale).astype(np.float32), data_type)
+            return (rng.standard_normal(shape) * scale).astype(np.float32)
 
-        self.weight = values(vocab_size, hidden_size, scale=spread * 3 / np.sqrt(hidden_size))
+        self.weight = values(vocab_size, hidden_size, scale=3 / np.sqrt(hidden_size))
         self.bias = values(vocab_size, scale=0.5)
-        self.hidden = values(num_tokens, hidden_size)
-        self.targets = rng.integers(0, vocab_size, num_tokens)
+        self.hidden = values(NUM_TOKENS, hidden_size)
+        self.targets = rng.integers(0, vocab_size, NUM_TOKENS)
         # Half of the rows are peaked: a flat softmax hides most mistakes.
-        peaked = np.arange(0, num_tokens, 2)
-        self.hidden[peaked] = round_to(self.weight[self.targets[peaked]] * 1.5 / spread**2, data_type)
-
-    def stored(self, name):
-        return stored(getattr(self, name), self.data_type)
+        peaked = np.arange(0, NUM_TOKENS, 2)
+        self.hidden[peaked] = self.weight[self.targets[peaked]] * np.float32(1.5)
 
 
-def check(out, head, expected, plain=None, *, has_bias):
+def check(out, head, expected, *, has_bias):
     """Everything that came back, and what the step has accumulated."""
-
-    def tolerance(name, floor):
-        if plain is None:
-            return floor
-        return PLAIN_FACTOR * error(getattr(plain, name), getattr(expected, name)) + floor
-
     assert out.valid_token_count == expected.valid_token_count
     check_number("token_weight_sum", out.token_weight_sum, expected.token_weight_sum, FP32_LOSS_TOLERANCE)
     check_number("target_weight_sum", out.target_weight_sum, expected.target_weight_sum, FP32_LOSS_TOLERANCE)
     for name in ("loss_sum", "soft_loss_sum", "hard_loss_sum", "z_loss_sum"):
-        check_number(name, getattr(out, name), getattr(expected, name), tolerance(name, FP32_LOSS_TOLERANCE))
-    check_tensor("grad_hidden", out.grad_hidden, expected.grad_hidden, tolerance("grad_hidden", FP32_GRADIENT_TOLERANCE))
+        check_number(name, getattr(out, name), getattr(expected, name), FP32_LOSS_TOLERANCE)
+    check_tensor("grad_hidden", out.grad_hidden, expected.grad_hidden, FP32_GRADIENT_TOLERANCE)
     if head.spec.trainable:
         gradient = head.gradient(bias=True) if has_bias else (head.gradient(),)
         for name, actual in zip(("grad_weight", "grad_bias"), gradient, strict=False):
-            check_tensor(name, actual, getattr(expected, name), tolerance(name, FP32_GRADIENT_TOLERANCE))
+            check_tensor(name, actual, getattr(expected, name), FP32_GRADIENT_TOLERANCE)
     absolute = FP32_TOKEN_TOLERANCE * max(1, expected.max_logit)
     np.testing.assert_allclose(out.token_loss, expected.token_loss, rtol=0, atol=absolute)
     for name, values in expected.outputs.items():
@@ -121,7 +104,7 @@ CROSS_ENTROPY_OPTIONS = {
 def make(case, rng, make_head, client, *, bias=False, **options):
     """The head on the backend, and for the oracle."""
     values = case.bias if bias else None
-    head = make_head(client, case.stored("weight"), case.stored("bias") if bias else None, **options)
+    head = make_head(client, case.weight, values, **options)
     options.pop("trainable", None)
     return head, OracleHead(case.weight, values, **options)
 
@@ -189,67 +172,6 @@ def test_head_option_matches_fp64(backend, make_head, rng, option):
     check(out, head, compute(oracle, case.hidden, targets, **options), has_bias=oracle.bias is not None)
 
 
-@pytest.mark.parametrize("num_tokens", (1, 2))
-@pytest.mark.parametrize("target", (0, VOCAB_SIZE - 1))
-def test_targets_on_the_edges_match_fp64(backend, make_head, rng, num_tokens, target):
-    case = Case(rng, num_tokens=num_tokens)
-    head, oracle = make(case, rng, make_head, backend.client)
-    targets = [target] * num_tokens
-    out = head.cross_entropy(case.hidden, targets, micro_batch=0, outputs=OUTPUTS)
-    check(out, head, compute(oracle, case.hidden, targets), has_bias=False)
-
-
-def test_a_real_vocabulary_matches_fp64(backends, make_head, rng):
-    case = Case(rng, vocab_size=50257, hidden_size=33, num_tokens=11)
-    head, oracle = make(case, rng, make_head, backends("remote-3").client)
-    out = head.cross_entropy(case.hidden, case.targets, micro_batch=0, outputs=OUTPUTS)
-    check(out, head, compute(oracle, case.hidden, case.targets), has_bias=False)
-
-
-def test_confident_and_enormous_logits_match_fp64(backend, make_head, rng):
-    case = Case(rng, spread=1.0)
-    # Row 0: p of the target is about 1 - 1e-9; the others: |logits| up to 600.
-    case.weight[:] *= 0.05
-    case.hidden[1:] *= 600 / np.abs(case.hidden[1:] @ case.weight.T).max()
-    case.weight[case.targets[0]] = 0
-    case.weight[case.targets[0], 0] = 1
-    case.hidden[0] = 0
-    case.hidden[0, 0] = 27.0
-    head, oracle = make(case, rng, make_head, backend.client)
-    expected = compute(oracle, case.hidden, case.targets)
-    assert 0 < expected.token_loss[0] < 1e-6 and expected.max_logit > 100
-    out = head.cross_entropy(case.hidden, case.targets, micro_batch=0, outputs=OUTPUTS)
-    check(out, head, expected, has_bias=False)
-    check_number("loss of the confident row", out.token_loss[0], expected.token_loss[0], 1e-4)
-
-
-@pytest.mark.parametrize("data_type", ("bfloat16", "float16"))
-@pytest.mark.parametrize("loss", ("cross_entropy", "jsd"))
-def test_16_bit_is_as_good_as_the_plain_computation(backend, make_head, rng, data_type, loss):
-    case = Case(rng, data_type=data_type, num_tokens=131)
-    head, oracle = make(case, rng, make_head, backend.client, bias=True)
-    if loss == "cross_entropy":
-        options = {"label_smoothing": 0.1}
-        out = head.cross_entropy(case.stored("hidden"), case.targets, micro_batch=0, outputs=OUTPUTS, **options)
-    else:
-        teacher_case = Case(rng, data_type=data_type, num_tokens=131)
-        teacher, teacher_oracle = make(teacher_case, rng, make_head, backend.client, trainable=False)
-        options = {"teacher": teacher_oracle, "teacher_hidden": teacher_case.hidden, "beta": 0.3}
-        out = head.jsd(
-            case.stored("hidden"),
-            teacher,
-            teacher_case.stored("hidden"),
-            targets=case.targets,
-            beta=0.3,
-            micro_batch=0,
-            outputs=OUTPUTS,
-        )
-    expected = compute(oracle, case.hidden, case.targets, **options)
-    plain = compute(oracle, case.hidden, case.targets, **options, dtype=np.float32, grad_logits_type=data_type)
-    plain.grad_hidden = round_to(plain.grad_hidden, data_type)
-    check(out, head, expected, plain, has_bias=True)
-
-
 JSD_OPTIONS = {
     "default": {},
     "beta_0": {"beta": 0.0},
@@ -286,36 +208,6 @@ def test_jsd_option_matches_fp64(backend, make_head, rng, option):
     check(out, head, expected, has_bias=True)
 
 
-def test_jsd_of_a_nearly_distilled_student_matches_fp64(backend, make_head, rng):
-    case = Case(rng)
-    teacher_hidden = case.hidden + (0.003 * rng.standard_normal(case.hidden.shape)).astype(np.float32)
-    head, oracle = make(case, rng, make_head, backend.client)
-    teacher = make_head(backend.client, case.weight, trainable=False)
-    out = head.jsd(case.hidden, teacher, teacher_hidden, micro_batch=0)
-    expected = compute(oracle, case.hidden, teacher=oracle, teacher_hidden=teacher_hidden)
-    # The divergence is about 1e-5 of the logits' square: what fp32 products leave of it bounds what can be asked.
-    plain = compute(oracle, case.hidden, teacher=oracle, teacher_hidden=teacher_hidden, dtype=np.float32)
-    floor = 2 * abs(plain.loss_sum / expected.loss_sum - 1)
-    check_number("loss_sum", out.loss_sum, expected.loss_sum, floor + 1e-4)
-    tolerance = 2 * error(plain.grad_weight, expected.grad_weight) + FP32_GRADIENT_TOLERANCE
-    check_tensor("grad_weight", head.gradient(), expected.grad_weight, tolerance)
-
-
-def test_jsd_of_far_apart_distributions_matches_fp64(backend, make_head, rng):
-    # Both log-probabilities are below -120 in most columns: the mixture underflows outside of log space.
-    case = Case(rng, vocab_size=64)
-    case.hidden *= 300 / np.abs(case.hidden @ case.weight.T).max()
-    teacher_hidden = -case.hidden
-    head, oracle = make(case, rng, make_head, backend.client)
-    teacher = make_head(backend.client, case.weight, trainable=False)
-    out = head.jsd(case.hidden, teacher, teacher_hidden, micro_batch=0)
-    expected = compute(oracle, case.hidden, teacher=oracle, teacher_hidden=teacher_hidden)
-    check_number("loss_sum", out.loss_sum, expected.loss_sum, FP32_LOSS_TOLERANCE)
-    plain = compute(oracle, case.hidden, teacher=oracle, teacher_hidden=teacher_hidden, dtype=np.float32)
-    tolerance = 2 * error(plain.grad_weight, expected.grad_weight) + FP32_GRADIENT_TOLERANCE
-    check_tensor("grad_weight", head.gradient(), expected.grad_weight, tolerance)
-
-
 def test_unequal_vocabularies_are_compared_over_the_common_part(backend, make_head, rng):
     case, teacher_case = Case(rng), Case(rng, vocab_size=300)
     head, oracle = make(case, rng, make_head, backend.client)
@@ -336,60 +228,3 @@ def test_no_valid_token_adds_nothing(backend, make_head, rng):
     assert not out.token_loss.any() and (out.argmax == -1).all()
     assert not head.gradient().any()
     assert head.seal(expected_micro_batches=2).totals.micro_batch_count == 2
-
-
-def test_frozen_head_and_forward_only_add_nothing(backend, make_head, rng):
-    case = Case(rng)
-    frozen, oracle = make(case, rng, make_head, backend.client, trainable=False)
-    expected = compute(oracle, case.hidden, case.targets)
-    out = frozen.cross_entropy(case.hidden, case.targets, outputs=OUTPUTS)
-    check(out, frozen, expected, has_bias=False)
-    assert out.state == "UNSPECIFIED" and out.step is None
-    head, _ = make(case, rng, make_head, backend.client)
-    forward = head.cross_entropy(case.hidden, case.targets, backward=False)
-    check_number("loss_sum", forward.loss_sum, expected.loss_sum, FP32_LOSS_TOLERANCE)
-    assert forward.grad_hidden is None and not head.gradient().any()
-
-
-def test_frozen_hidden_states_still_train_the_head(one_shard, make_head, rng):
-    case = Case(rng)
-    head, oracle = make(case, rng, make_head, one_shard.client)
-    out = head.cross_entropy(case.hidden, case.targets, micro_batch=0, return_grad_hidden=False)
-    assert out.grad_hidden is None
-    check_tensor("grad_weight", head.gradient(), compute(oracle, case.hidden, case.targets).grad_weight, FP32_GRADIENT_TOLERANCE)
-
-
-@pytest.mark.parametrize("count", (2, 5))
-def test_many_micro_batches_equal_one_big_one(backend, make_head, rng, count):
-    case = Case(rng)
-    head, oracle = make(case, rng, make_head, backend.client, bias=True)
-    expected = compute(oracle, case.hidden, case.targets)
-    total = 0.0
-    for index, rows in enumerate(np.array_split(np.arange(NUM_TOKENS), count)):
-        total += head.cross_entropy(case.hidden[rows], case.targets[rows], micro_batch=index).loss_sum
-    check_number("loss_sum", total, expected.loss_sum, FP32_LOSS_TOLERANCE)
-    weight, bias = head.gradient(bias=True)
-    check_tensor("grad_weight", weight, expected.grad_weight, FP32_GRADIENT_TOLERANCE)
-    check_tensor("grad_bias", bias, expected.grad_bias, FP32_GRADIENT_TOLERANCE)
-    assert abs(head.gradient_norm() / np.sqrt((weight**2).sum(dtype=float) + (bias**2).sum(dtype=float)) - 1) <= 1e-6
-
-
-def test_the_same_steps_give_the_same_bits(backend, make_head, rng):
-    case = Case(rng)
-    results = []
-    for _ in range(2):
-        head, _ = make(case, rng, make_head, backend.client)
-        outs = [head.cross_entropy(case.hidden, case.targets, micro_batch=index) for index in range(2)]
-        results.append((outs[0].loss_sum, outs[0].grad_hidden.tobytes(), head.gradient().tobytes()))
-    assert results[0] == results[1]
-
-
-def test_all_backends_agree(backends, make_head, rng):
-    case = Case(rng)
-    gradients = []
-    for kind in ("remote-1", "local-1"):
-        head, _ = make(case, rng, make_head, backends(kind).client)
-        head.cross_entropy(case.hidden, case.targets, micro_batch=0)
-        gradients.append(head.gradient())
-    # One engine, one plan: not a bit differs, whichever way the rows went.
-    np.testing.assert_array_equal(gradients[0], gradients[1])

@@ -36,30 +36,6 @@ def targets(rng):
     return ids
 
 
-def test_five_heads_in_one_call_are_five_calls(heads, hidden, rng):
-    # No ignored ones: the client leaves those out of a call for one head, and products over other rows round otherwise.
-    targets = rng.integers(0, VOCAB_SIZE, (HEADS, NUM_TOKENS))
-    scales = [0.5, 1.0, 0.25, -1.0, 2.0]
-    each = list(zip(heads, targets, scales, strict=True))
-    outputs = ("token_loss", "argmax")
-    singles = [head.cross_entropy(hidden, ids, micro_batch=0, loss_scale=scale, outputs=outputs) for head, ids, scale in each]
-    gradients = [head.gradient() for head in heads]
-    for head in heads:
-        head.discard_gradient()
-    terms = [CrossEntropy(ids, head=head, loss_scale=scale) for head, ids, scale in each]
-    out = heads[0].multi(hidden, terms, micro_batch=0, outputs=outputs)
-    assert out.state == "COMMITTED" and out.form == "DIRECT" and len(out.terms) == HEADS
-    for head, term, single, gradient in zip(heads, out.terms, singles, gradients, strict=True):
-        assert term.loss_sum == single.loss_sum and term.valid_token_count == single.valid_token_count
-        assert term.token_loss.shape == (NUM_TOKENS,)
-        np.testing.assert_array_equal(head.gradient(), gradient)
-    assert out.loss_sum == sum(term.loss_sum for term in out.terms) and out.token_loss is None
-    total = sum(single.grad_hidden.astype(np.float64) for single in singles)
-    check_tensor("grad_hidden", out.grad_hidden, total, FP32_GRADIENT_TOLERANCE)
-    for head in heads:
-        assert head.step_state().open.totals.micro_batch_count == 1
-
-
 def test_terms_over_row_ranges_match_the_reference(backend, make_head, heads, hidden, targets, weights, rng):
     """Two teachers for different rows, and a cross entropy over all: ranges overlap, gradients add up."""
     student = heads[0]
@@ -107,70 +83,6 @@ def test_terms_over_row_ranges_match_the_reference(backend, make_head, heads, hi
     check_tensor("grad_hidden", out.grad_hidden, grad_hidden, FP32_GRADIENT_TOLERANCE)
     check_tensor("grad_weight", student.gradient(), sum(part.grad_weight for _, part in parts), FP32_GRADIENT_TOLERANCE)
     assert student.step_state().open.totals.valid_token_count == out.valid_token_count
-
-
-def test_all_heads_are_decided_together(heads, hidden, targets):
-    def submit(micro_batch, **options):
-        terms = [CrossEntropy(ids, head=head) for head, ids in zip(heads[:3], targets[:3], strict=True)]
-        return heads[0].multi(hidden, terms, micro_batch=micro_batch, commit="explicit", **options)
-
-    out = submit(0)
-    assert (out.state, out.form) == ("STAGED", "STAGED")
-    for call in (lambda: heads[1].commit(micro_batch=0), lambda: heads[1].discard(micro_batch=0)):
-        with refused("INVALID_COMBINATION", headwater.InvalidArgumentError):
-            call()
-    assert not any(head.gradient().any() for head in heads[:3])
-    with refused("STAGING_FULL", headwater.StagingFullError):
-        submit(1)
-    assert submit(1, allow_held=True).form == "HELD"
-    assert out.commit(0.5) is False and out.commit(0.5) is True
-    committed = [head.gradient() for head in heads[:3]]
-    assert all(gradient.any() for gradient in committed)
-    dropped = submit(2)
-    assert dropped.discard() is True and dropped.discard() is False
-    for head, gradient in zip(heads[:3], committed, strict=True):
-        np.testing.assert_array_equal(head.gradient(), gradient)
-        head.discard_gradient()
-    for head, ids, gradient in zip(heads[:3], targets[:3], committed, strict=True):
-        head.cross_entropy(hidden, ids, micro_batch=0, loss_scale=0.5)
-        np.testing.assert_allclose(head.gradient(), gradient, rtol=1e-5, atol=1e-6)
-
-
-def test_late_token_factors_reach_every_term(heads, hidden, targets, rng):
-    factors = rng.standard_normal(NUM_TOKENS).astype(np.float32)
-    cut = 7
-    terms = [CrossEntropy(targets[0], head=heads[0]), CrossEntropy(targets[1][cut:], head=heads[1], rows=(cut, NUM_TOKENS))]
-    out = heads[0].multi(hidden, terms, micro_batch=0, commit="explicit", late_token_factors=True)
-    assert out.form == "HELD" and out.commit(2.0, factors) is False
-    for head, ids, start in ((heads[0], targets[0], 0), (heads[1], targets[1], cut)):
-        actual = head.gradient()
-        head.discard_gradient()
-        head.cross_entropy(hidden[start:], ids[start:], micro_batch=0, token_weights=factors[start:], loss_scale=2.0)
-        np.testing.assert_allclose(actual, head.gradient(), rtol=1e-5, atol=1e-6)
-
-
-def test_a_repeat_is_answered_for_all(heads, hidden, targets):
-    terms = [CrossEntropy(ids, head=head) for head, ids in zip(heads, targets, strict=True)]
-    first = heads[0].multi(hidden, terms, micro_batch=0)
-    before = [head.gradient() for head in heads]
-    again = heads[0].multi(hidden, terms, micro_batch=0)
-    assert again.replayed and again.digest == first.digest and again.loss_sum == first.loss_sum
-    with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
-        heads[0].multi(hidden, terms[::-1], micro_batch=0)
-    for head, gradient in zip(heads, before, strict=True):
-        np.testing.assert_array_equal(head.gradient(), gradient)
-
-
-def test_frozen_and_trainable_heads_mix(backend, make_head, heads, hidden, targets, weights):
-    frozen = make_head(backend.client, weights[1], trainable=False)
-    terms = [CrossEntropy(targets[0]), CrossEntropy(targets[1], head=frozen)]
-    expected = heads[1].cross_entropy(hidden, targets[1], backward=False).loss_sum
-    out = heads[0].multi(hidden, terms, micro_batch=0)
-    assert out.terms[1].loss_sum == expected and out.step == 0
-    only_looks = heads[0].multi(hidden, terms, backward=False)
-    assert only_looks.loss_sum == out.loss_sum and only_looks.grad_hidden is None and only_looks.state == "UNSPECIFIED"
-    without_step = frozen.multi(hidden, [terms[1], CrossEntropy(targets[2], head=frozen)])
-    assert without_step.grad_hidden.any() and without_step.state == "UNSPECIFIED"
 
 
 def test_terms_are_checked_before_anything_is_sent(backend, make_head, heads, hidden, targets, weights, rng):

@@ -1,6 +1,4 @@
-"""What only a server can do: be missing, die, refuse early, answer two clients."""
-
-import time
+"""What only a server can do: be missing, be reached past proxies."""
 
 import numpy as np
 import pytest
@@ -8,7 +6,6 @@ from conftest import running_server
 from expectations import refused
 
 import headwater
-from headwater import _wire
 
 
 def test_proxies_of_the_environment_are_not_used(monkeypatch):
@@ -42,34 +39,3 @@ def test_a_client_says_where_it_is_connected_to(remote):
         assert repr(client) == f"<headwater.Client {remote.address}, tenant team>"
         client.close()
         assert repr(client) == f"<headwater.Client {remote.address}, tenant team, closed>"
-
-
-def test_a_killed_server_is_a_clean_error(rng):
-    hidden = rng.standard_normal((20, 32)).astype(np.float32)
-    with running_server() as server, headwater.connect(server.address) as client:
-        head = client.create_head("victim", rng.standard_normal((64, 32)).astype(np.float32), optimizer=headwater.SGD())
-        with server.frozen():
-            futures = [head.cross_entropy_future(hidden, [1] * 20, micro_batch=0), head.weight_future(), head.info_future()]
-            time.sleep(0.1)
-            server.kill()
-            for future in futures:
-                assert isinstance(future.exception(30), headwater.UnavailableError)
-        for call in (head.step_state, client.heads, lambda: head.cross_entropy(hidden, [1] * 20, micro_batch=0)):
-            with pytest.raises(headwater.UnavailableError):
-                call()
-
-
-def test_errors_carry_reason_and_metadata(remote, make_head):
-    head = make_head(remote.client, np.ones((8, 4), np.float32))
-    with refused("STEP_MISMATCH") as info:
-        head.seal(step=3, expected_micro_batches=0)
-    error = info.value
-    assert error.code == "FAILED_PRECONDITION" and error.metadata["openStep"] == "0" and error.retry_after_s is None
-    assert str(error).startswith("FAILED_PRECONDITION/STEP_MISMATCH: ")
-
-
-def test_features_that_are_not_built_are_refused(remote):
-    spec = _wire.HeadSpec(vocab_size=8, hidden_size=4, data_type=_wire.DATA_TYPE_FLOAT32, low_rank=2)
-    request = _wire.CreateHeadRequest(name="tenants/default/heads/low-rank", spec=spec)
-    with refused("FEATURE_NOT_BUILT", headwater.FeatureNotBuiltError):
-        remote.client._backend.connection.call(b"/headwater.v1.HeadService/CreateHead", request.SerializeToString(), 10)

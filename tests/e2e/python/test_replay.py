@@ -3,8 +3,6 @@
 The cases of tests/e2e/protocol say what is repeated when; these train on a real server.
 """
 
-import threading
-
 import numpy as np
 import pytest
 import torch
@@ -99,24 +97,6 @@ def test_a_killed_server_does_not_change_the_run(server, data):
             np.testing.assert_array_equal(weight, undisturbed, err_msg=place)
 
 
-def test_a_server_that_stays_away_for_a_while_is_waited_for(server, data):
-    """Longer than the five tries that a call has by default; as long as the call may take."""
-    with headwater.connect(server.address, replay=True) as client:
-        head = client.create_head("student", data.weight, optimizer=headwater.SGD())
-        head.save("first")
-        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
-        server.kill()
-        back = threading.Timer(4.0, server.start)
-        back.start()
-        try:
-            with pytest.raises(headwater.UnavailableError):
-                head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1, timeout_s=1.5)
-            assert head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1, timeout_s=60).state == "COMMITTED"
-        finally:
-            back.join()
-        assert head.seal(expected_micro_batches=2).totals.micro_batch_count == 2
-
-
 def test_ids_of_torchs_losses_stay_behind_a_restart_that_was_followed(server, data):
     """What they stand for is in the step again. A head that is taken after that begins with the first id."""
     with connect(server) as client:
@@ -169,19 +149,3 @@ def test_an_older_checkpoint_is_told(server, data):
         assert head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0).state == "COMMITTED"
         restart(server)  # and from here on it follows again
         assert head.seal(expected_micro_batches=1).totals.micro_batch_count == 1
-
-
-def test_without_replay_a_restart_is_told(server, data):
-    with connect(server, replay=False) as client:
-        head = client.create_head("student", data.weight)
-        head.save("first")
-        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
-        restart(server)
-        with refused("STEP_LOST", headwater.StepLostError) as info:
-            head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
-        assert info.value.restored_step == 0 and info.value.checkpoint == "first"
-        with refused("STEP_LOST", headwater.StepLostError):
-            head.weight()
-        np.testing.assert_array_equal(client.head("student").weight(), data.weight)  # who opens the head as it is now may look
-        assert head.take().open_step == 0
-        np.testing.assert_array_equal(head.weight(), data.weight)

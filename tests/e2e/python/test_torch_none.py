@@ -1,7 +1,6 @@
 """reduction="none": a loss for each token, and any upstream gradient, against PyTorch's own head in fp64."""
 
 import contextlib
-import gc
 
 import numpy as np
 import pytest
@@ -9,13 +8,11 @@ import torch
 import torch.nn.functional as F
 from expectations import refused
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 from torch_model import (
     FEATURES,
     HIDDEN_SIZE,
     VOCAB_SIZE,
     Problem,
-    check_directions,
     check_gradients,
     numbers,
     relative,
@@ -116,20 +113,6 @@ def test_a_teacher_that_is_deleted_before_backward_is_missed_by_name(remote, mak
     assert teacher.name in str(info.value)
 
 
-def test_directional_derivatives_match_fp64_differences(one_shard, make_head, problem, rng):
-    head, upstream = problem.head(one_shard.client, make_head), numbers(rng, 16).double()
-    targets = with_ignored(problem.targets)
-    hidden = (problem.inputs @ problem.trunk.T).requires_grad_()
-    losses = headwater.torch.CrossEntropyLoss(head, reduction="none", z_loss=1e-2)(hidden, targets)
-    losses.backward(upstream.float())
-
-    def objective(logits):
-        rows = F.cross_entropy(logits, targets, reduction="none") + 1e-2 * logits.logsumexp(-1) ** 2 * (targets != -100)
-        return (rows * upstream).sum()
-
-    check_directions(problem, head, hidden, objective, rng)
-
-
 def test_a_policy_gradient_with_masks_and_sequence_means(one_shard, make_head, problem, rng):
     """What the vector is for: each sequence's mean over its own tokens, times its advantage, a clipped ratio, a second term."""
     mask = torch.tensor(rng.random((4, 4)) < 0.7).float()
@@ -180,25 +163,6 @@ def test_zero_upstream_everywhere_decides_the_contribution(one_shard, make_head,
     assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 1
 
 
-@pytest.mark.parametrize("count", (1, 3))
-def test_accumulation_of_micro_batches(backend, make_head, problem, rng, count):
-    upstream = numbers(rng, 16)
-    expected, _ = problem.reference(
-        lambda hidden, logits: (F.cross_entropy(logits, problem.targets, reduction="none") * upstream.double()).sum()
-    )
-    head, trunk = problem.head(backend.client, make_head), problem.parameter()
-    loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none")
-    parts = torch.arange(16).chunk(count)
-    # All forwards first: the head has one staging slot.
-    losses = [loss_fn(problem.inputs[part] @ trunk.T, problem.targets[part]) for part in parts]
-    for part, loss in zip(parts, losses, strict=True):
-        loss.backward(upstream[part])
-    check_gradients(trunk.grad, head, expected)
-    result = head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=loss_fn.micro_batches)
-    assert result.totals.micro_batch_count == count
-    assert relative(head.weight(), problem.weight.double() - 0.1 * expected[1]) <= 1e-6
-
-
 def test_no_grad_adds_nothing_and_a_frozen_head_passes_the_gradient_on(one_shard, make_head, problem, rng):
     upstream = numbers(rng, 16)
     expected, _ = problem.reference(
@@ -223,18 +187,6 @@ def test_a_second_backward_is_a_clear_error(one_shard, make_head, problem):
     with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
         losses.sum().backward()
     np.testing.assert_array_equal(head.gradient(), before)
-
-
-def test_a_dropped_graph_discards(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
-    loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none")
-    losses = loss_fn(problem.inputs @ trunk.T, problem.targets)
-    del losses
-    gc.collect()
-    assert [entry.state for entry in head.step_state().open.micro_batches.values()] == ["DISCARDED"]
-    loss_fn(problem.inputs @ trunk.T, problem.targets).sum().backward()
-    assert loss_fn.micro_batches == [1]
-    assert head.seal(expected_micro_batches=[1]).totals.micro_batch_count == 1
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
@@ -266,25 +218,6 @@ def test_the_scale_of_grad_hidden_is_its_own(one_shard, make_head, problem, rng)
     loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none", grad_hidden_scale=4.0)
     loss_fn(problem.inputs @ trunk.T, problem.targets).backward(upstream)
     assert relative(trunk.grad, 4 * expected[0]) <= 1e-5 and relative(head.gradient(), expected[1]) <= 1e-5
-
-
-@pytest.mark.parametrize("reentrant", (True, False))
-def test_activation_checkpointing_around_the_loss(one_shard, make_head, problem, rng, reentrant):
-    upstream, gradients = numbers(rng, 16), []
-    for checkpointed in (False, True):
-        head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
-        loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none")
-        inputs = problem.inputs.clone().requires_grad_()
-
-        def run(tensor, trunk=trunk, loss_fn=loss_fn):
-            return loss_fn(torch.tanh(torch.tanh(tensor @ trunk.T)), problem.targets) * 1.5
-
-        losses = checkpoint(run, inputs, use_reentrant=reentrant) if checkpointed else run(inputs)
-        losses.backward(upstream)
-        assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 1
-        gradients.append((trunk.grad, inputs.grad, torch.tensor(head.gradient())))
-    for plain, recomputed in zip(*gradients, strict=True):
-        assert torch.equal(plain, recomputed)
 
 
 def test_an_empty_batch(one_shard, make_head, problem):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from conftest import running_server
 from expectations import refused
 from torch.utils.checkpoint import checkpoint
-from torch_model import VOCAB_SIZE, Problem, check_gradients, relative, with_ignored
+from torch_model import VOCAB_SIZE, Problem, check_gradients, with_ignored
 
 import headwater
 import headwater.torch
@@ -185,28 +185,6 @@ def test_a_rank_that_comes_back_submits_what_it_had_committed_without_a_slot(one
     np.testing.assert_array_equal(again.gradient(), gradient)
 
 
-def test_rows_of_a_joined_teacher_are_held_too(one_shard, make_head, problem, rng):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
-    teacher_problem = Problem(rng)
-    teacher = teacher_problem.head(one_shard.client, make_head, trainable=False, optimizer=None)
-    teacher_hidden = teacher_problem.inputs @ teacher_problem.trunk.T
-    loss_fn = headwater.torch.JSDLoss(head, teacher)
-    losses = [loss_fn(problem.inputs @ trunk.T, teacher_hidden)]
-    for index in range(2):  # the first one finds no slot, and asks again for the rows that have come
-        key = f"{head.name.rsplit('/', 1)[1]}-{index}"
-        one_shard.client.teacher(key, total_rows=16).stream(teacher_hidden)
-        losses.append(loss_fn(problem.inputs @ trunk.T, headwater.JOIN, join_key=key, total_rows=16))
-    assert [entry.form for entry in head.step_state().open.micro_batches.values()] == ["STAGED", "HELD", "HELD"]
-    gradients = []
-    for loss in losses:
-        before = torch.tensor(head.gradient())
-        loss.backward()
-        gradients.append(torch.tensor(head.gradient()) - before)
-    assert len({loss.item() for loss in losses}) == 1
-    for other in gradients[1:]:
-        assert relative(other, gradients[0].double()) <= 1e-5
-
-
 @pytest.mark.parametrize("count", (2, 3))
 def test_losses_before_one_backward_equal_one_loss_and_wait_for_nothing(one_shard, make_head, problem, count):
     """With the default of one slot: the slot is this process's own, and only its backward frees it."""
@@ -237,29 +215,6 @@ def test_a_slot_for_each_loss_brings_no_warning(one_shard, make_head, problem):
         hidden = problem.inputs @ trunk.T
         sum((loss_fn(hidden, problem.targets), loss_fn(hidden, problem.targets), none_fn(hidden, problem.targets).sum())).backward()
     assert [entry.form for entry in head.step_state().open.micro_batches.values()] == ["STAGED", "STAGED", "HELD"]
-
-
-def test_a_slot_of_the_own_session_is_refused_at_once(remote, make_head, problem):
-    """Where the rows may not be held. Another session's slot is worth a retry: it may commit meanwhile."""
-    head = problem.head(remote.client, make_head)
-    rows = (problem.inputs @ problem.trunk.T, problem.targets)
-    head.cross_entropy(*rows, micro_batch=0, commit="explicit")
-    with refused("STAGING_FULL", headwater.StagingFullError) as own:
-        head.cross_entropy(*rows, micro_batch=1, commit="explicit")
-    assert own.value.retry_after_s is None and own.value.metadata["ownSlots"] == "1"
-    assert "allow_held" in str(own.value) and "staging_slots" in str(own.value)
-    with headwater.connect(remote.address) as other:
-        with refused("STAGING_FULL", headwater.StagingFullError) as theirs:
-            other.head(head.name).cross_entropy(*rows, micro_batch=2, commit="explicit")
-        assert theirs.value.retry_after_s is not None and theirs.value.metadata["ownSlots"] == "0"
-    assert head.commit(micro_batch=0) is False
-    head.cross_entropy(*rows, micro_batch=1, commit="explicit")
-
-
-def test_a_head_without_slots_refuses_what_needs_one(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head, staging_slots=0), problem.parameter()
-    with refused("STAGING_FULL", headwater.StagingFullError):
-        headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)
 
 
 @pytest.mark.parametrize("options", ({}, {"loss_scale": 1.0}, {"reduction": "none"}), ids=("mean", "declared", "none"))

@@ -1,6 +1,5 @@
 """What micro-batches and steps go through, as the Python client shows it: forms, waiting, optimizers, heads that are shared."""
 
-import threading
 import time
 
 import numpy as np
@@ -42,26 +41,6 @@ def gradient_of(head, rows, **options):
     return gradient
 
 
-def test_a_full_head_holds_rows_if_it_may(head, rows):
-    expected = gradient_of(head, rows, loss_scale=0.5)
-    staged = head.cross_entropy(*rows, micro_batch=0, commit="explicit", allow_held=True)
-    assert staged.form == "STAGED"
-    held = head.cross_entropy(*rows, micro_batch=1, commit="explicit", allow_held=True)
-    assert (held.state, held.form) == ("STAGED", "HELD") and held.loss_sum == staged.loss_sum
-    np.testing.assert_array_equal(held.grad_hidden, staged.grad_hidden)
-    assert not head.gradient().any()
-    assert head.discard(micro_batch=0)
-    hidden = rows[0].copy()
-    rows[0][:] = np.nan  # the rows that were passed are the caller's again
-    assert held.commit(0.5) is False and held.commit(0.5) is True
-    np.testing.assert_allclose(head.gradient(), expected, rtol=1e-6, atol=1e-7)
-    rows[0][:] = hidden
-    with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
-        held.commit(0.25)
-    states = head.step_state().open.micro_batches
-    assert (states[1].state, states[1].form, states[1].factor) == ("COMMITTED", "HELD", 0.5)
-
-
 def test_late_token_factors_are_token_weights(head, rows, rng):
     factors = rng.standard_normal(NUM_TOKENS).astype(np.float32)
     factors[2] = 0
@@ -83,56 +62,6 @@ def test_late_token_factors_are_token_weights(head, rows, rng):
     for other in (-factors, None):
         with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
             head.commit(micro_batch=0, factor=0.5, token_factors=other)
-
-
-def test_a_held_contribution_sees_its_teacher_unchanged(head, backend, make_head, rows, rng, weight):
-    teacher = make_head(backend.client, weight[::-1].copy(), trainable=False)
-    teacher_hidden = rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
-    for micro_batch in (0, 1):
-        head.jsd(rows[0], teacher, teacher_hidden, micro_batch=micro_batch, commit="explicit", late_token_factors=True)
-    head.commit(micro_batch=0, token_factors=np.ones(NUM_TOKENS))
-    before = head.gradient()
-    teacher.set_weight(weight)
-    with refused("WEIGHT_VERSION_MISMATCH", headwater.FailedPreconditionError):
-        head.commit(micro_batch=1)
-    np.testing.assert_array_equal(head.gradient(), before)
-    assert head.discard(micro_batch=1) is True
-
-
-def test_a_call_for_the_next_step_waits_for_it(head, rows):
-    head.cross_entropy(*rows, micro_batch=0)
-    early = head.cross_entropy_future(*rows, step=1, micro_batch=0)
-    sealed = head.seal_future(step=1, expected_micro_batches=1, wait=True)
-    time.sleep(PATIENCE_S)
-    assert not early.done() and not sealed.done()
-    head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
-    out = early.result(30)
-    assert out.step == 1 and out.state == "COMMITTED"
-    assert sealed.result(30).totals.micro_batch_count == 1
-    assert head.cross_entropy(*rows, backward=False).weight_version == out.weight_version
-
-
-def test_add_gradient_is_a_contribution(head, rows, rng):
-    part = rng.standard_normal((5, HIDDEN_SIZE)).astype(np.float32)
-    expected = np.zeros((VOCAB_SIZE, HIDDEN_SIZE), np.float32)
-    assert head.add_gradient(part, micro_batch=0, row_start=33, factor=-0.5) is False
-    expected[33:38] += np.float32(-0.5) * part
-    np.testing.assert_array_equal(head.gradient(), expected)
-    assert head.add_gradient(part, micro_batch=0, row_start=33, factor=-0.5) is True
-    for change in ({"row_start": 32}, {"factor": 0.5}):
-        with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
-            head.add_gradient(part, micro_batch=0, **{"row_start": 33, "factor": -0.5, **change})
-    whole = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float16)
-    head.add_gradient(whole, micro_batch=1)
-    expected += whole.astype(np.float32)
-    np.testing.assert_array_equal(head.gradient(), expected)
-    states = head.step_state().open.micro_batches
-    assert [entry.state for entry in states.values()] == ["COMMITTED"] * 2
-    sealed = head.seal(expected_micro_batches=2)
-    assert sealed.totals.micro_batch_count == 2
-    np.testing.assert_allclose(sealed.gradient_norm_squared, (expected.astype(np.float64) ** 2).sum(), rtol=1e-9)
-    with refused("STEP_SEALED", headwater.FailedPreconditionError):
-        head.add_gradient(part, micro_batch=2)
 
 
 def test_add_gradient_checks_its_rows(head):
@@ -198,28 +127,6 @@ def test_optimizer_state_outlives_a_replaced_weight(backend, make_head, weight, 
     np.testing.assert_allclose(head.weight(), weight - 0.5 * first, rtol=1e-6, atol=1e-6)
 
 
-def test_take_begins_a_new_run(head, backend, rows):
-    other = backend.client.head(head.name)
-    head.cross_entropy(*rows, micro_batch=0)
-    head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
-    head.cross_entropy(*rows, micro_batch=0)
-    staged = head.cross_entropy(*rows, micro_batch=1, commit="explicit")
-    weight, version = head.weight(), head.info().weight_version
-    info = other.take()
-    assert info.epoch == other.epoch != head.epoch and other.step == 1 and info.weight_version == version
-    for call in (staged.commit, lambda: head.cross_entropy(*rows, micro_batch=2), lambda: head.take(only_if_current=True)):
-        with refused("EPOCH_FENCED", headwater.EpochFencedError) as error:
-            call()
-        assert error.value.head_epoch == other.epoch and error.value.open_step == 1
-    assert not other.gradient().any() and other.step_state().open.micro_batches == {}
-    np.testing.assert_array_equal(other.weight(), weight)
-    assert other.cross_entropy(*rows, micro_batch=1, commit="explicit").state == "STAGED"  # the slot is free again
-    assert other.take(only_if_current=True).epoch == other.epoch
-    head.take()
-    with refused("EPOCH_FENCED"):
-        other.gradient()
-
-
 def test_attach_returns_the_same_head(backend, make_head, weight):
     options = {"optimizer": headwater.SGD(momentum=0.5), "softcap": 3.0}
     head = make_head(backend.client, weight, **options)
@@ -250,23 +157,6 @@ def test_all_that_differs_in_a_specification_is_named(backends, make_head, weigh
     assert error.metadata["expected"] == "logit_scale 1.0, softcap 3.0, staging_slots 1"
     assert error.metadata["actual"] == "logit_scale 0.5, softcap null, staging_slots 2"
     assert error.metadata["expected"] in str(error) and error.metadata["actual"] in str(error)
-
-
-def test_many_ranks_create_one_head(backend, make_head, weight):
-    name = make_head(backend.client, weight).name
-    backend.client.head(name).delete()
-    heads = []
-
-    def rank():
-        heads.append(backend.client.create_head(name, weight, if_exists="attach"))
-
-    ranks = [threading.Thread(target=rank) for _ in range(8)]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join(60)
-    assert len(heads) == 8 and sum(head.created for head in heads) == 1 and len({head.epoch for head in heads}) == 1
-    assert all(head.info().state == "READY" for head in heads)
 
 
 def test_attaching_waits_for_the_weights(backend, make_head, weight):

@@ -1,6 +1,5 @@
 """The paths that rows take, the memory that they lie in, and what a client says about both."""
 
-import asyncio
 import signal
 import subprocess
 import sys
@@ -123,18 +122,6 @@ def test_every_path_answers_alike(sharing, make_head, rows, dtype):
         assert losses == answers[0][0]
         for ours, theirs in zip(arrays, answers[0][1], strict=True):
             np.testing.assert_array_equal(ours, theirs)
-
-
-def test_errors_carry_what_the_server_says(head, rows):
-    hidden, targets = rows
-    with refused("STEP_MISMATCH", headwater.StepMismatchError) as info:
-        head.cross_entropy(hidden, targets, step=3, micro_batch=0)
-    assert info.value.metadata["openStep"] == "0" and info.value.code == "FAILED_PRECONDITION"
-    future = head.cross_entropy_future(hidden, targets, step=3, micro_batch=0)
-    assert future.exception(30).metadata == info.value.metadata and str(future.exception()) == str(info.value)
-    head.cross_entropy(hidden, targets, micro_batch=0)
-    with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
-        head.cross_entropy(-hidden, targets, micro_batch=0)
 
 
 def test_a_closed_client_says_so(sharing, head, rows):
@@ -326,17 +313,6 @@ def test_a_blocking_call_lets_other_threads_run(slow, rows):
         assert waiter.is_alive()
     waiter.join(60)
     assert not waiter.is_alive() and ticks > 1000
-
-
-def test_in_asyncio(slow, rows):
-    _, head = slow
-
-    async def step():
-        return await asyncio.gather(*(head.cross_entropy_future(*rows, micro_batch=index) for index in range(24)))
-
-    outs = asyncio.run(step())
-    assert len(outs) == 24 and all(not out.replayed for out in outs)
-    assert head.seal(expected_micro_batches=24).totals.micro_batch_count == 24
 
 
 def test_ctrl_c_ends_a_blocking_call(slow, transport):
