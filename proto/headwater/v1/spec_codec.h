@@ -48,7 +48,7 @@ inline void EncodeHeadSpec(const HeadSpec& spec, v1::HeadSpec* out) {
   if (!std::holds_alternative<std::monostate>(spec.optimizer)) EncodeOptimizer(spec.optimizer, out->mutable_optimizer());
 }
 
-// What is unset is the default of the message's documentation.
+// A field that is unset has the default of the message's documentation.
 inline HeadSpec DecodeHeadSpec(const v1::HeadSpec& message) {
   HeadSpec spec;
   ReadFields(message, spec);

@@ -20,7 +20,7 @@ HEADWATER_FIELDS(v1::GradientDither, GradientDither, entry_count, squared_error,
 LossTerm ReadTerm(const v1::LossTerm& message);
 void WriteTerm(const LossTerm& term, v1::LossTerm* out);
 
-// Of the tensors that ReadTerm() points to.
+// Bytes of the tensors that ReadTerm() points to.
 int64_t TensorBytes(const LossTerm& term);
 
 }  // namespace headwater

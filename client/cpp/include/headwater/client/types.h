@@ -221,7 +221,7 @@ struct MicroBatchOptions {
   Memory grad_hidden_memory = Memory::kHost;  // where `grad_hidden` lies
   TokenOutputs outputs{};
   std::optional<int64_t> expected_weight_version{};          // anything else is FAILED_PRECONDITION / WEIGHT_VERSION_MISMATCH
-  std::optional<int64_t> expected_teacher_weight_version{};  // of the teacher's head, likewise
+  std::optional<int64_t> expected_teacher_weight_version{};  // of the teacher's head; the same error
 };
 
 // The state of a contribution. Values may be added.
