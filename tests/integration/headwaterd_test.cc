@@ -349,7 +349,7 @@ TEST_F(Headwaterd, RefusesWhatItCannotDoWithOneSentence) {
   EXPECT_THAT(refused({"--max_step_wait=0"}), HasSubstr("max_step_wait: expected at least 1ns, got 0"));
   EXPECT_THAT(refused({"--shards=2", "--shard_weights=1"}), HasSubstr("--shard_weights: expected 2 numbers"));
   EXPECT_THAT(refused({"--max_heads=0"}), HasSubstr("max_heads: expected at least 1, got 0"));
-  EXPECT_THAT(refused({"--max_threads=1"}), HasSubstr("--max_threads"));
+  EXPECT_THAT(refused({"--max_threads=1"}), HasSubstr("max_threads: expected at least 8, got 1"));
   EXPECT_THAT(refused({"--worker_token=worker"}), HasSubstr("--worker_token: expected --workers and --token_file with it"));
   EXPECT_THAT(refused({"--workers=1", "--token_file=/nonexistent"}), HasSubstr("--worker_token: expected the name of a token"));
   EXPECT_THAT(refused({"--workers=2", "--max_threads=9"}), HasSubstr("--max_threads: expected at least 10"));
