@@ -331,61 +331,6 @@ TEST_P(ComputeLoss, ChunkingAndOrderOfArrivalChangeNothing) {
   }
 }
 
-TEST_P(ComputeLoss, StoresAndReturnsSixteenBitTypes) {
-  for (const v1::DataType type : {v1::DATA_TYPE_BFLOAT16, v1::DATA_TYPE_FLOAT16}) {
-    v1::HeadSpec spec = SmallSpec();
-    spec.set_data_type(type);
-    const TestHead head = server_.MakeHead("half" + std::to_string(type), spec);
-    v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2});
-    header.set_data_type(type);
-    const std::string zeros(2 * 5 * 2, '\0');
-    LossReply reply = server_.Compute(header, zeros);
-    ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
-    EXPECT_EQ(reply.grad_hidden.size(), 2U * 5 * 2);
-    // Rows of zeros: every logit is 0, whatever the weights.
-    EXPECT_NEAR(reply.summary.terms(0).sums().loss_sum(), 2 * std::log(13.0), 1e-5);
-    header.set_grad_hidden_data_type(v1::DATA_TYPE_FLOAT32);
-    header.set_micro_batch(1);
-    reply = server_.Compute(header, zeros);
-    EXPECT_EQ(reply.grad_hidden.size(), 2U * 5 * 4);
-  }
-}
-
-TEST_P(ComputeLoss, ForwardOnlyAddsNothingAndNeedsNoStep) {
-  const TestHead head = server_.MakeHead("forward", SmallSpec());
-  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
-  header.clear_micro_batch();
-  header.set_compute_mode(v1::COMPUTE_MODE_FORWARD_ONLY);
-  header.mutable_terms(0)->mutable_head()->clear_step();
-  header.mutable_terms(0)->mutable_head()->clear_head_epoch();
-  const std::string before = server_.Snapshot(head);
-  Require(server_.Seal(head, 0, {}), "SealStep");  // it works in any state
-  const LossReply reply = server_.Compute(header, Bytes(Random(15, 5, 1)));
-  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
-  EXPECT_TRUE(reply.grad_hidden.empty());
-  EXPECT_TRUE(reply.summary.digest().empty());
-  EXPECT_EQ(reply.summary.state(), v1::CONTRIBUTION_STATE_UNSPECIFIED);
-  EXPECT_FALSE(reply.summary.has_step());
-  EXPECT_EQ(Floats(server_.Gradient(head)), std::vector<float>(65, 0.0F));
-  EXPECT_GT(reply.summary.terms(0).sums().loss_sum(), 0);
-}
-
-TEST_P(ComputeLoss, FrozenHeadGivesGradHiddenAndKeepsNothing) {
-  v1::HeadSpec spec = SmallSpec();
-  spec.set_trainable(false);
-  spec.clear_optimizer();
-  const TestHead head = server_.MakeHead("frozen", spec);
-  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
-  const std::string rows = Bytes(Random(15, 5, 1));
-  EXPECT_EQ(ReasonOf(server_.Compute(header, rows).status), "INVALID_COMBINATION");
-  header.clear_micro_batch();
-  header.mutable_terms(0)->mutable_head()->clear_step();
-  const LossReply reply = server_.Compute(header, rows);
-  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
-  EXPECT_EQ(reply.grad_hidden.size(), rows.size());
-  EXPECT_EQ(reply.summary.state(), v1::CONTRIBUTION_STATE_UNSPECIFIED);
-}
-
 TEST_P(ComputeLoss, AMicroBatchWithoutRowsIsCounted) {
   const TestHead head = server_.MakeHead("empty", SmallSpec());
   const LossReply reply = server_.Compute(CrossEntropyHeader(head, 0, 6, {}), "");

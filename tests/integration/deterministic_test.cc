@@ -106,17 +106,6 @@ TEST_P(DeterministicTest, TheFrontGetsThroughWhereOthersHaveTakenAllRoom) {
   EXPECT_TRUE(AwaitMetric("headwater_held_bytes", 0));
 }
 
-TEST_P(DeterministicTest, TheWindowIsRefusedBeforeRowsAreTaken) {
-  const TestHead head = server_->MakeHead("window", SmallSpec());
-  for (int64_t id = 1; id <= kMicroBatches; ++id) Add(head, 0, id);
-  const LossReply full = server_->Compute(CrossEntropyHeader(head, 0, 7, {1, 2, 3}), Rows(7));
-  EXPECT_EQ(ReasonOf(full.status), "ORDERED_WINDOW_FULL");
-  EXPECT_EQ(full.status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
-  EXPECT_THAT(full.status.error_message(), HasSubstr("would have to wait for 0"));
-  Add(head, 0, 0);
-  Add(head, 0, 7);
-}
-
 TEST_P(DeterministicTest, ATrainersOwnPartWaitsForItsTurn) {
   const TestHead head = server_->MakeHead("own", SmallSpec());
   v1::AddGradientHeader header;

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <chrono>
 #include <string>
 #include <thread>
 
@@ -142,33 +141,6 @@ TEST_F(DeviceLost, EveryCallInProgressIsAnswered) {
   server_->gate().Open();
   in_engine.join();
   EXPECT_TRUE(Await([&] { return told_ == 1; }));
-}
-
-// The engine says nothing, and gets no further: what waits is answered, and nobody is told another's head.
-TEST_F(DeviceLost, AnEngineThatIsStuckIsLostToo) {
-  ServerSetup setup;
-  setup.options.engine_stall_timeout = absl::Seconds(2);
-  setup.options.queue_widths = {1, 1};
-  std::atomic<int> told{0};
-  setup.options.on_engine_lost = [&](const absl::Status&) { ++told; };
-  WireServer server(setup);
-  const TestHead computing = server.MakeHead("computing", SmallSpec());
-  const TestHead queued = server.MakeHead("queued", SmallSpec());
-  const auto compute = [&](const TestHead& head) {
-    return server.Compute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Bytes(Random(15, 5, 1)));
-  };
-  server.gate().Close();
-  std::thread in_engine([&] { compute(computing); });
-  server.gate().AwaitWaiting();
-  const WireError error = DecodeError(compute(queued).status);
-  EXPECT_EQ(error.reason, "ENGINE_FAILED") << error.message;
-  EXPECT_THAT(error.message, HasSubstr("the engine is stuck: Compute has got no further for 2s (engine_stall_timeout)"));
-  EXPECT_THAT(error.message, ::testing::Not(HasSubstr("computing")));
-  EXPECT_EQ(Health(server.NewChannel(), ""), 2);
-  EXPECT_TRUE(Await([&] { return told == 1; }));
-  server.gate().Open();
-  in_engine.join();
-  EXPECT_TRUE(server.server().Drain(absl::Seconds(20)));
 }
 
 TEST_F(DeviceLost, WhileTheServerStarts) {

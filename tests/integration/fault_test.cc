@@ -1,6 +1,5 @@
 // Clients that die, stall or come too many, and a server that drains: beside the rows of transaction_rows_forms.cc on clients that
 // cancel.
-#include <gmock/gmock.h>
 #include <grpcpp/generic/generic_stub.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -8,7 +7,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <string>
 #include <thread>
 #include <vector>
@@ -21,8 +19,6 @@ extern char** environ;
 namespace headwater::testing {
 namespace {
 
-using ::testing::HasSubstr;
-
 std::string Rows(int64_t row_count, uint32_t seed = 5) { return Bytes(Random(static_cast<size_t>(row_count * 5), seed, 1)); }
 
 // The first one of the three rows that most tests here send.
@@ -30,41 +26,6 @@ std::string FirstRow() { return Rows(3).substr(0, 20); }
 
 bool NothingInFlight(const WireServer& server) {
   return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0";
-}
-
-TEST(Faults, KilledClientInTheMiddleOfAnUpload) {
-  WireServer server;
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  Require(server.Compute(CrossEntropyHeader(head, 0, 7, {1, 2, 3}), Rows(3)).status, "ComputeLoss");
-  const std::string before = server.Snapshot(head);
-  const std::string epoch_file = server.directory() + "/epoch";
-  FILE* const file = fopen(epoch_file.c_str(), "wb");
-  ASSERT_EQ(fwrite(head.head.epoch().data(), 1, 16, file), 16U);
-  ASSERT_EQ(fclose(file), 0);
-  std::vector<std::string> words = {HEADWATER_STALLING_CLIENT, server.address(), head.name(), epoch_file};
-  std::vector<char*> arguments;
-  for (std::string& word : words) arguments.push_back(word.data());
-  arguments.push_back(nullptr);
-  pid_t pid = 0;
-  ASSERT_EQ(posix_spawn(&pid, arguments[0], nullptr, nullptr, arguments.data(), environ), 0);
-  EXPECT_TRUE(Await([&] { return !NothingInFlight(server); }));
-  ASSERT_EQ(kill(pid, SIGKILL), 0);
-  int exit_status = 0;
-  ASSERT_EQ(waitpid(pid, &exit_status, 0), pid);
-  EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
-  EXPECT_EQ(server.Snapshot(head), before);
-}
-
-TEST(Faults, TheStreamThatSendsNothingIsEnded) {
-  ServerSetup setup;
-  setup.options.stream_idle_timeout = absl::Milliseconds(200);
-  WireServer server(setup);
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  const std::string before = server.Snapshot(head);
-  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRow(), 1);
-  EXPECT_EQ(call.End().error_code(), grpc::StatusCode::CANCELLED);
-  EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
-  EXPECT_EQ(server.Snapshot(head), before);
 }
 
 TEST(Faults, TheClientThatTakesNothingIsCutOff) {

@@ -1,8 +1,6 @@
 // Teachers of another process: StreamTeacher and ComputeLoss meet by join_key, in either order, through the wire.
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -128,38 +126,6 @@ class Join : public ::testing::Test {
   TestHead other_ = server_.MakeHead("other", SmallSpec(), 3);  // the same weights
 };
 
-TEST_F(Join, ATeacherThatCameBeforeIsAsOneInTheStream) {
-  v1::StreamTeacherResponse response;
-  const std::vector<int32_t> indices = {6, 1, 4, 0};
-  ASSERT_EQ(ReasonOf(Stream(StreamHeader(indices), TeacherRows(indices), &response)), "OK");
-  EXPECT_EQ(response.row_count(), 4);
-  const LossReply joined = ComputeJoined(student_, 0, {4, 6, 1});
-  ExpectSame(joined, server_.Compute(Direct(other_, 0), HiddenRows(0), TeacherRows({4, 6, 1})));
-  EXPECT_EQ(server_.Gradient(student_), server_.Gradient(other_));
-  // Known by its rows, wherever they came from.
-  const LossReply again = server_.Compute(Direct(student_, 0), HiddenRows(0), TeacherRows({4, 6, 1}));
-  ASSERT_EQ(ReasonOf(again.status), "OK");
-  EXPECT_TRUE(again.summary.replayed());
-}
-
-TEST_F(Join, ATrainerThatCameBeforeWaits) {
-  LossReply joined;
-  std::thread trainer([&] { joined = ComputeJoined(student_, 0, {2, 3, 5}); });
-  AwaitClaims(1);
-  // Two processes bring its rows.
-  EXPECT_EQ(ReasonOf(Stream({5, 7})), "OK");
-  EXPECT_EQ(ReasonOf(Stream({3, 2})), "OK");
-  trainer.join();
-  ExpectSame(joined, server_.Compute(Direct(other_, 0), HiddenRows(0), TeacherRows({2, 3, 5})));
-  EXPECT_EQ(server_.Gradient(student_), server_.Gradient(other_));
-}
-
-TEST_F(Join, WithoutIndicesRowsAreInOrder) {
-  ASSERT_EQ(ReasonOf(Stream(StreamHeader({}, "in order", 3), TeacherRows({0, 1, 2}))), "OK");
-  const LossReply joined = server_.Compute(Header(student_, 0, {}, "in order", 3), HiddenRows(0));
-  ExpectSame(joined, server_.Compute(Direct(other_, 0), HiddenRows(0), TeacherRows({0, 1, 2})));
-}
-
 TEST_F(Join, SeveralTrainersShareASet) {
   std::vector<LossReply> replies(4);
   std::vector<std::thread> threads;
@@ -197,22 +163,6 @@ TEST_F(Join, RowsThatDoNotComeInTimeAreNamed) {
   ExpectSame(server_.Compute(header, HiddenRows(0)), server_.Compute(Direct(other_, 0), HiddenRows(0), TeacherRows({0, 1, 2})));
 }
 
-TEST_F(Join, TheWaitIsBoundedByTheServerToo) {
-  ServerSetup setup = MakeSetup();
-  setup.options.limits.max_join_wait = absl::Milliseconds(100);
-  WireServer server(setup);
-  const TestHead teacher = server.MakeHead("teacher", Frozen(), 7);
-  const TestHead student = server.MakeHead("student", SmallSpec(), 3);
-  const std::string before = server.Snapshot(student);
-  v1::MicroBatchHeader header = Header(student, 0, {3, 5, 1});
-  header.mutable_terms(0)->mutable_head()->set_head_epoch(student.head.epoch());
-  const WireError error = DecodeError(server.Compute(header, HiddenRows(0)).status);
-  EXPECT_EQ(error.reason, "JOIN_INCOMPLETE") << error.message;
-  EXPECT_EQ(error.at("joinKey"), "key");
-  EXPECT_EQ(error.at("missingRow"), "3");
-  EXPECT_EQ(server.Snapshot(student), before);
-}
-
 TEST_F(Join, ACancelledTrainerLeavesTheRows) {
   grpc::ClientContext context;
   auto stream = server_.loss().ComputeLoss(&context);
@@ -243,15 +193,6 @@ TEST_F(Join, RowsStayUntilTheContributionIsDecided) {
   SendOptions hasty;
   hasty.deadline_ms = 200;
   EXPECT_NE(ReasonOf(ComputeJoined(other_, 1, {0, 1, 2}, hasty).status), "OK");
-}
-
-TEST_F(Join, AKeyServesStepAfterStep) {
-  for (uint32_t step = 0; step < 3; ++step) {
-    ASSERT_EQ(ReasonOf(Stream(StreamHeader({}, "steps", 3), TeacherRows({0, 1, 2}, step))), "OK");
-    const int64_t micro_batch = step;
-    const LossReply joined = server_.Compute(Header(student_, micro_batch, {0, 1, 2}, "steps", 3), HiddenRows(micro_batch));
-    ExpectSame(joined, server_.Compute(Direct(other_, micro_batch), HiddenRows(micro_batch), TeacherRows({0, 1, 2}, step)));
-  }
 }
 
 TEST_F(Join, AForwardOnlyTrainerUsesRowsUp) {
@@ -349,16 +290,6 @@ TEST_F(Join, AStreamThatIsCutBringsNothing) {
   ASSERT_EQ(ReasonOf(Stream({0, 1, 2}, 1)), "OK");
   const LossReply joined = ComputeJoined(student_, 0, {0, 1, 2});
   ExpectSame(joined, server_.Compute(Direct(other_, 0), HiddenRows(0), TeacherRows({0, 1, 2}, 1)));
-}
-
-TEST_F(Join, TenantsDoNotMeet) {
-  v1::StreamTeacherHeader header = StreamHeader({0, 1, 2});
-  header.set_tenant("tenants/others");
-  ASSERT_EQ(ReasonOf(Stream(header, TeacherRows({0, 1, 2}))), "OK");
-  SendOptions hasty;
-  hasty.deadline_ms = 200;
-  EXPECT_NE(ReasonOf(ComputeJoined(student_, 0, {0, 1, 2}, hasty).status), "OK");
-  EXPECT_EQ(ReasonOf(Stream({0, 1, 2})), "OK");  // the key is free in this tenant
 }
 
 }  // namespace

@@ -9,7 +9,6 @@
 #include <thread>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "tests/integration/transaction_fixture.h"
@@ -253,30 +252,6 @@ TEST_P(Lifecycle, SavingIdleHeadsNeedsADirectory) {
   ServerSetup setup = MakeSetup();
   setup.options.idle_head_checkpoint = true;
   EXPECT_THROW(WireServer server(setup), std::runtime_error);
-}
-
-TEST_P(Lifecycle, TenantsAreApartAndHaveQuotas) {
-  ServerSetup setup = MakeSetup();
-  setup.options.limits.max_heads_per_tenant = 2;
-  Restart(setup);
-  v1::CreateHeadResponse response;
-  const TestHead mine = server_->MakeHead("same", SmallSpec());
-  for (const char* name : {"tenants/a/heads/same", "tenants/a/heads/other"}) {
-    Require(Create(name, SmallSpec(), v1::IF_EXISTS_FAIL, &response), name);
-  }
-  const WireError error = DecodeError(Create("tenants/a/heads/third", SmallSpec(), v1::IF_EXISTS_FAIL, &response));
-  EXPECT_EQ(error.reason, "QUOTA_EXCEEDED");
-  EXPECT_EQ(error.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
-  EXPECT_EQ(ReasonOf(Create("tenants/b/heads/third", SmallSpec(), v1::IF_EXISTS_FAIL, &response)), "OK");
-  EXPECT_THAT(Names(""), ::testing::ElementsAre(mine.name()));
-  EXPECT_THAT(Names("tenants/a"), ::testing::ElementsAre("tenants/a/heads/other", "tenants/a/heads/same"));
-  EXPECT_THAT(Names("tenants/nobody"), ::testing::IsEmpty());
-  EXPECT_EQ(server_->MetricLine("headwater_heads"), "headwater_heads 4");
-  // Two heads of one name do not touch each other.
-  TestHead theirs;
-  theirs.head = server_->Get("tenants/a/heads/same");
-  EXPECT_EQ(ReasonOf(Submit(theirs, 0, 0).status), "WEIGHTS_NOT_LOADED");
-  EXPECT_EQ(ReasonOf(Submit(mine, 0, 0).status), "OK");
 }
 
 TEST_P(Lifecycle, ATenantsMemoryIsBounded) {

@@ -180,19 +180,6 @@ TEST_F(SharedMemory, CannotBeTruncatedOnceItWasTaken) {
   EXPECT_EQ(status.st_size, kPage);
 }
 
-TEST_F(SharedMemory, RegionsBelongToOneSession) {
-  Start();
-  const std::string id = MakeRegion(kPage);
-  const std::string other = server_->OpenSession(60000);
-  const grpc::Status foreign = Unregister(other, id);
-  const grpc::Status never = Unregister(other, "0123456789abcdef0123456789abcdef");
-  EXPECT_EQ(ReasonOf(foreign), "REGION_NOT_FOUND");
-  EXPECT_EQ(foreign.error_message(), never.error_message());
-  EXPECT_EQ(foreign.error_details(), never.error_details());
-  EXPECT_EQ(ReasonOf(Unregister(std::string(32, 's'), id)), "SESSION_NOT_FOUND");
-  EXPECT_EQ(ReasonOf(Unregister(session_, id)), "OK");
-}
-
 TEST_F(SharedMemory, RegionsOfASessionAreBounded) {
   Start(false, 2);
   const std::string id = MakeRegion(kPage);
@@ -216,17 +203,6 @@ TEST_F(SharedMemory, AClientThatDiesGivesEverythingBack) {
   EXPECT_TRUE(Await([&] { return SharedRegions() == "headwater_regions{kind=\"shared\"} 0"; }));
   EXPECT_EQ(SharedBytes(), "headwater_region_bytes{kind=\"shared\"} 0");
   EXPECT_TRUE(Await([&] { return OpenDescriptors() <= before; }));
-}
-
-TEST_F(SharedMemory, AClosedSessionGivesItsRegionsBack) {
-  Start();
-  MakeRegion(kPage);
-  grpc::ClientContext context;
-  v1::CloseSessionRequest request;
-  request.set_session_id(session_);
-  v1::CloseSessionResponse response;
-  Require(server_->sessions().CloseSession(&context, request, &response), "CloseSession");
-  EXPECT_EQ(SharedRegions(), "headwater_regions{kind=\"shared\"} 0");
 }
 
 // A file under /dev/shm that goes away with the test.
@@ -321,50 +297,6 @@ class SharedRows : public SharedMemory {
     return header;
   }
 };
-
-TEST_F(SharedRows, GiveBitwiseTheSameGradients) {
-  Start();
-  const TestHead chunked = server_->MakeHead("chunked", SmallSpec());
-  const TestHead shared = server_->MakeHead("shared", SmallSpec());
-  const MappedRegion region(kPage);
-  const std::string id = Add(region);
-  for (int64_t micro_batch = 0; micro_batch < 3; ++micro_batch) {
-    const std::string rows = Rows(static_cast<uint32_t>(micro_batch + 5));
-    const LossReply by_chunks = server_->Compute(CrossEntropyHeader(chunked, 0, micro_batch, {1, 2, 3}), rows);
-    Require(by_chunks.status, "ComputeLoss by chunks");
-    std::memcpy(region.data(), rows.data(), rows.size());
-    const LossReply in_place = server_->Compute(Header(shared, micro_batch, id, session_), "");
-    Require(in_place.status, "ComputeLoss by a region");
-    EXPECT_EQ(in_place.grad_hidden, "");
-    EXPECT_EQ(std::string(region.data() + kGrad, kRowsBytes), by_chunks.grad_hidden);
-    EXPECT_EQ(in_place.summary.terms(0).sums().loss_sum(), by_chunks.summary.terms(0).sums().loss_sum());
-    EXPECT_EQ(in_place.summary.transport(), "shared_memory");
-    EXPECT_EQ(by_chunks.summary.transport(), "grpc");
-  }
-  EXPECT_EQ(server_->Gradient(shared), server_->Gradient(chunked));
-  const std::string count = "headwater_transport_micro_batches_total{transport=";
-  EXPECT_EQ(server_->MetricLine(count + "\"shared_memory\"}"), count + "\"shared_memory\"} 3");
-  EXPECT_EQ(server_->MetricLine(count + "\"grpc\"}"), count + "\"grpc\"} 3");
-}
-
-TEST_F(SharedRows, OfARepeatHaveTheSameDigest) {
-  Start();
-  const TestHead head = server_->MakeHead("h", SmallSpec());
-  const std::string rows = Rows(5);
-  const LossReply first = server_->Compute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), rows);
-  Require(first.status, "ComputeLoss");
-  const std::string before = server_->Gradient(head);
-  const MappedRegion region(kPage);
-  const std::string id = Add(region);
-  std::memcpy(region.data(), rows.data(), rows.size());
-  const LossReply again = server_->Compute(Header(head, 0, id, session_), "");
-  Require(again.status, "ComputeLoss again");
-  EXPECT_TRUE(again.summary.replayed());
-  EXPECT_EQ(again.summary.digest(), first.summary.digest());
-  region.data()[3] = static_cast<char>(region.data()[3] ^ 1);
-  EXPECT_EQ(ReasonOf(server_->Compute(Header(head, 0, id, session_), "").status), "MICRO_BATCH_CONFLICT");
-  EXPECT_EQ(server_->Gradient(head), before);
-}
 
 // Rows in a region take none of the server's memory, but the copies of those that will be held do.
 TEST_F(SharedRows, ThatWillBeHeldCountWhileTheyAreCopied) {

@@ -7,7 +7,6 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -228,41 +227,6 @@ TEST_F(Stripes, AreNotNeededWhenTheOthersBringEveryRow) {
   EXPECT_EQ(ReasonOf(primary.End(&grad)), "OK");
   EXPECT_EQ(ReasonOf(stripe.End(&grad)), "OK");
   EXPECT_EQ(grad.rows, 6);
-}
-
-TEST_F(Stripes, MoveManyRowsBothWays) {
-  Start({});
-  constexpr int64_t kRows = 50000;  // begins before it is complete; 1 MiB each way
-  const std::string rows = Rows(kRows);
-  const TestHead witness = server_->MakeHead("witness", SmallSpec());
-  v1::MicroBatchHeader header = CrossEntropyHeader(witness, 0, 0, std::vector<int32_t>(kRows, 1));
-  const LossReply expected = server_->Compute(header, rows, "", {.chunk_rows = 5000});
-  ASSERT_EQ(ReasonOf(expected.status), "OK");
-  constexpr int32_t kStripes = 4;
-  Primary primary(*server_, Header(0, kRows, Id('a'), kStripes));
-  std::vector<std::thread> threads;
-  std::vector<Grad> grads(kStripes, Grad(kRows));
-  for (int32_t index = 1; index < kStripes; ++index) {
-    threads.emplace_back([&, index] {
-      Stripe stripe(*server_, Id('a'), index);
-      for (int64_t row = index * 1000; row < kRows; row += kStripes * 1000) EXPECT_TRUE(stripe.Send(Chunk(rows, row, 1000)));
-      stripe.HalfClose();
-      EXPECT_EQ(ReasonOf(stripe.End(&grads[static_cast<size_t>(index)])), "OK");
-    });
-  }
-  for (int64_t row = 0; row < kRows; row += kStripes * 1000) EXPECT_TRUE(primary.Send(Chunk(rows, row, 1000)));
-  primary.HalfClose();
-  EXPECT_EQ(ReasonOf(primary.End(&grads[0])), "OK");
-  for (std::thread& thread : threads) thread.join();
-  int64_t received = 0;
-  std::string sum(rows.size(), '\0');
-  for (const Grad& grad : grads) {
-    received += grad.rows;
-    for (size_t i = 0; i < sum.size(); ++i) sum[i] = static_cast<char>(sum[i] | grad.bytes[i]);
-  }
-  EXPECT_EQ(received, kRows);
-  EXPECT_TRUE(sum == expected.grad_hidden);
-  EXPECT_TRUE(server_->Gradient(head_) == server_->Gradient(witness));
 }
 
 TEST_F(Stripes, OfNobodyAreSentAway) {
@@ -537,26 +501,6 @@ TEST_F(Stripes, AStalledOneThatIsCutChangesNothing) {
   EXPECT_EQ(slow.End().error_code(), grpc::StatusCode::CANCELLED);
   server_->gate().Open();
   ExpectUnchangedAndServing(kStalledRows);
-}
-
-TEST_F(Stripes, AnExplicitOneAndARepeatStreamLikeOthers) {
-  Start({});
-  constexpr int64_t kRows = 3000;
-  const std::string rows = Rows(kRows);
-  v1::MicroBatchHeader header = Header(0, kRows, "", 0);
-  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
-  const LossReply staged = server_->Compute(header, rows, "", {.chunk_rows = 500});
-  ASSERT_EQ(ReasonOf(staged.status), "OK") << staged.status.error_message();
-  EXPECT_EQ(staged.summary.form(), v1::CONTRIBUTION_FORM_STAGED);
-  const LossReply repeat = server_->Compute(header, rows, "", {.chunk_rows = 700});
-  ASSERT_EQ(ReasonOf(repeat.status), "OK");
-  EXPECT_TRUE(repeat.summary.replayed());
-  EXPECT_TRUE(repeat.grad_hidden == staged.grad_hidden);
-  EXPECT_EQ(repeat.summary.digest(), staged.summary.digest());
-  std::string other = rows;
-  other[5] = static_cast<char>(other[5] ^ 1);
-  EXPECT_EQ(ReasonOf(server_->Compute(header, other, "", {.chunk_rows = 700}).status), "MICRO_BATCH_CONFLICT");
-  EXPECT_EQ(ReasonOf(server_->Commit(head_, 0, 0, 1)), "OK");
 }
 
 // ---- clients that hang -----------------------------------------------------------------------------------------------

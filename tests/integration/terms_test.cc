@@ -72,31 +72,6 @@ TEST_P(Terms, FiveHeadsInOneRequestEqualFiveRequestsAndUploadTheRowsOnce) {
   ExpectClose(Floats(reply.grad_hidden), grad_hidden);
 }
 
-TEST_P(Terms, OverPartsOfTheRowsAddUp) {
-  const TestHead whole = server_->MakeHead("whole", SmallSpec());
-  const TestHead parts = server_->MakeHead("parts", SmallSpec());
-  const std::string rows = Bytes(Random(25, 5, 1));
-  const std::vector<int32_t> targets = {1, 2, 3, 4, 5};
-  const LossReply expected = server_->Compute(CrossEntropyHeader(whole, 0, 0, targets), rows);
-  Require(expected.status, "whole");
-  v1::MicroBatchHeader header = CrossEntropyHeader(parts, 0, 0, targets);
-  v1::LossTerm* const first = header.mutable_terms(0);
-  *first->mutable_targets() = Int32Tensor({1, 2});
-  first->set_row_count(2);
-  v1::LossTerm* const second = header.add_terms();
-  *second = *first;
-  *second->mutable_targets() = Int32Tensor({3, 4, 5});
-  second->set_row_start(2);
-  second->clear_row_count();
-  const LossReply reply = server_->Compute(header, rows);
-  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
-  ExpectClose(Floats(reply.grad_hidden), Floats(expected.grad_hidden));
-  ExpectClose(Floats(server_->Gradient(parts)), Floats(server_->Gradient(whole)));
-  EXPECT_NEAR(reply.summary.terms(0).sums().loss_sum() + reply.summary.terms(1).sums().loss_sum(),
-              expected.summary.terms(0).sums().loss_sum(), 1e-6);
-  EXPECT_EQ(server_->Find(parts, 0).valid_token_count(), 5);
-}
-
 TEST_P(Terms, MayHaveTeachersOfTheirOwn) {
   v1::HeadSpec small = SmallSpec(13, 4);
   small.set_trainable(false);
@@ -151,21 +126,6 @@ TEST_P(Terms, MayHaveTeachersOfTheirOwn) {
   const WireError missing = DecodeError(server_->Compute(header, rows, "", send).status);
   EXPECT_EQ(missing.reason, "PROTOCOL_VIOLATION");
   EXPECT_THAT(missing.message, ::testing::HasSubstr("terms[1]"));
-}
-
-TEST_P(Terms, OfFrozenAndTrainableHeadsMix) {
-  v1::HeadSpec frozen_spec = SmallSpec();
-  frozen_spec.set_trainable(false);
-  frozen_spec.clear_optimizer();
-  const TestHead frozen = server_->MakeHead("frozen", frozen_spec);
-  const TestHead head = server_->MakeHead("h", SmallSpec());
-  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
-  *header.add_terms() = CrossEntropyHeader(frozen, 0, 0, {3, 2, 1}).terms(0);
-  EXPECT_EQ(ReasonOf(server_->Compute(header, Rows(5)).status), "INVALID_COMBINATION");  // a step of the frozen one
-  header.mutable_terms(1)->mutable_head()->clear_step();
-  const LossReply reply = server_->Compute(header, Rows(5));
-  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
-  EXPECT_EQ(reply.summary.state(), v1::CONTRIBUTION_STATE_COMMITTED);
 }
 
 TEST_P(Terms, AreBounded) {

@@ -1,5 +1,4 @@
 // What the rows of transaction_rows_test.cc do not say: figures that answers report, limits, and what is refused at its header.
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -272,29 +271,6 @@ TEST_P(Transactions, TheCommitOfTheHeldIsTimeInWhichTheEngineIsBusy) {
 }
 
 // ---- sessions --------------------------------------------------------------------------------------------------------
-
-TEST_P(Transactions, SessionsAreOpenedRenewedAndClosed) {
-  grpc::ClientContext context;
-  v1::OpenSessionResponse opened;
-  Require(server_->sessions().OpenSession(&context, {}, &opened), "OpenSession");
-  EXPECT_EQ(opened.session_id().size(), 32U);
-  EXPECT_EQ(opened.lease().seconds(), 30);
-  const std::string other = server_->OpenSession(2500);
-  EXPECT_NE(other, opened.session_id());
-  v1::KeepAliveResponse alive;
-  ASSERT_EQ(ReasonOf(KeepAlive(other, &alive)), "OK");
-  EXPECT_EQ(alive.lease().seconds(), 2);
-  EXPECT_EQ(alive.lease().nanos(), 500000000);
-  EXPECT_EQ(server_->MetricLine("headwater_sessions"), "headwater_sessions 2");
-  EXPECT_EQ(ReasonOf(Close(other)), "OK");
-  EXPECT_EQ(ReasonOf(Close(other)), "OK");  // ending one that has ended is not an error
-  const WireError error = DecodeError(KeepAlive(other));
-  EXPECT_EQ(error.reason, "SESSION_NOT_FOUND");
-  EXPECT_EQ(error.code, grpc::StatusCode::NOT_FOUND);
-  EXPECT_EQ(server_->MetricLine("headwater_sessions"), "headwater_sessions 1");
-  EXPECT_EQ(server_->MetricLine("headwater_sessions_ended_total{how=\"closed\"}"),
-            "headwater_sessions_ended_total{how=\"closed\"} 1");
-}
 
 TEST_P(Transactions, SessionsAreBoundedInNumberAndLease) {
   ServerSetup setup = MakeSetup();

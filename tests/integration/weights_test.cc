@@ -110,18 +110,6 @@ class Weights : public ::testing::TestWithParam<int> {
   LossReply Submit(const TestHead& head, int64_t step, int64_t micro_batch) {
     return server_.Compute(CrossEntropyHeader(head, step, micro_batch, {1, 2, 3}), Bytes(Random(15, 5, 1)));
   }
-  grpc::Status Save(const TestHead& head, const std::string& checkpoint) { return SaveAs(server_, head, checkpoint); }
-  grpc::Status Restore(TestHead* head, const std::string& checkpoint) {
-    grpc::ClientContext context;
-    v1::RestoreCheckpointRequest request;
-    request.set_name(head->name());
-    request.set_epoch(head->head.epoch());
-    request.set_checkpoint(checkpoint);
-    v1::Head restored;
-    const grpc::Status status = server_.heads().RestoreCheckpoint(&context, request, &restored);
-    if (status.ok()) head->head = restored;
-    return status;
-  }
   // A file under the server's load root.
   void WriteSafetensors(const std::string& name, int64_t rows, int64_t columns, const std::vector<float>& values) {
     const std::string bytes = Bytes(values);
@@ -286,18 +274,6 @@ TEST_P(Weights, GradientDownloadMultipliesByTheFactor) {
   EXPECT_LE(std::abs(response.gradient_norm_squared() - norm_squared), 1e-9 * norm_squared);
 }
 
-TEST_P(Weights, ASafetensorsFileIsLoaded) {
-  TestHead head = server_.MakeHead("h", SmallSpec(2, 3));
-  const std::vector<float> values = {1, 2, 3, -1, -2, -3};
-  WriteSafetensors("w.safetensors", 2, 3, values);
-  v1::Head loaded;
-  EXPECT_EQ(ReasonOf(Load(head, "missing.safetensors", &loaded)), "WEIGHTS_NOT_FOUND");
-  ASSERT_EQ(ReasonOf(Load(head, "w.safetensors", &loaded)), "OK");
-  EXPECT_NE(loaded.epoch(), head.head.epoch());
-  head.head = loaded;
-  EXPECT_EQ(server_.Weights(head), Bytes(values));
-}
-
 TEST_P(Weights, AFileThatIsCutShortLeavesTheHeadAsItWas) {
   constexpr int64_t kRows = 600;
   constexpr int64_t kColumns = 4096;  // 9.4 MiB: two pieces
@@ -329,22 +305,6 @@ TEST_P(Weights, AFileThatIsCutShortLeavesTheHeadAsItWas) {
   EXPECT_EQ(server_.Get(head.name()).state(), v1::HEAD_STATE_LOST);
   ASSERT_EQ(ReasonOf(Load(head, "new.safetensors", &loaded)), "OK");
   EXPECT_EQ(loaded.state(), v1::HEAD_STATE_READY);
-}
-
-TEST_P(Weights, ADamagedCheckpointLeavesTheHeadAsItWas) {
-  TestHead head = server_.MakeHead("h", SmallSpec());
-  ASSERT_EQ(ReasonOf(Save(head, "c")), "OK");
-  for (const auto& entry : std::filesystem::recursive_directory_iterator(root_ + "/checkpoints")) {
-    if (entry.path().extension() != ".safetensors") continue;
-    std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
-    file.seekp(-3, std::ios::end);
-    file.put('\x55');
-  }
-  const std::string before = server_.Snapshot(head);
-  const WireError error = DecodeError(Restore(&head, "c"));
-  EXPECT_EQ(error.code, grpc::StatusCode::DATA_LOSS);
-  EXPECT_EQ(error.reason, "CHECKSUM_MISMATCH");
-  EXPECT_EQ(server_.Snapshot(head), before);
 }
 
 TEST(WeightsWithoutStorage, SayWhichFlagIsMissing) {

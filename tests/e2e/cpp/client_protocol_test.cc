@@ -3,7 +3,6 @@
 
 #include <chrono>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "headwater/client/client.h"
@@ -85,28 +84,6 @@ TEST_F(ClientProtocol, ReasonMetadataAndDelayAreDecoded) {
   EXPECT_EQ(RetryDelay(plain), std::nullopt);
 }
 
-TEST_F(ClientProtocol, RowsArriveInChunksAndGradientsComeBack) {
-  std::vector<v1::ComputeLossRequest> requests;
-  server_.compute_loss = [&requests](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
-    v1::ComputeLossRequest request;
-    while (stream->Read(&request)) requests.push_back(request);
-    stream->Write(GradRows(0, 1));
-    stream->Write(GradRows(1, 1));
-    stream->Write(Summary());
-    return grpc::Status::OK;
-  };
-  const LossResult result = Value(Submit(two_rows_).Get());
-  ASSERT_EQ(requests.size(), 3u);  // the header, and two chunks of 16 bytes: one row each
-  const v1::MicroBatchHeader& header = requests[0].header();
-  EXPECT_EQ(header.row_count(), 2);
-  EXPECT_EQ(header.terms(0).head().head_epoch(), std::string(16, 'e'));
-  EXPECT_EQ(header.terms(0).head().head(), "tenants/default/heads/h");
-  EXPECT_TRUE(header.return_grad_hidden());
-  EXPECT_EQ(requests[2].chunk().row_start(), 1);
-  EXPECT_EQ(requests[2].chunk().data().size(), 16u);
-  EXPECT_EQ(static_cast<const char*>(result.grad_hidden.data())[31], '\1');
-}
-
 TEST_F(ClientProtocol, NonsenseIsAnErrorAndNeverWrittenOutOfBounds) {
   v1::ComputeLossResponse short_data = GradRows(0, 2);
   short_data.mutable_chunk()->mutable_data()->pop_back();
@@ -148,28 +125,6 @@ TEST_F(ClientProtocol, ServerThatRefusesWithoutReadingEndsALongUpload) {
   head_ = Value(client.OpenHead("h"));
   const std::vector<float> hidden(8 << 20, 0.5F);  // 32 MiB
   EXPECT_EQ(ErrorReason(Submit(hidden).Get().status()), "STEP_SEALED");
-}
-
-TEST_F(ClientProtocol, StalledServerIsLeftAtTheDeadlineAndByCancel) {
-  server_.compute_loss = [](grpc::ServerContext* context, ScriptedServer::LossStream*) {
-    while (!context->IsCancelled()) std::this_thread::sleep_for(milliseconds(5));
-    return grpc::Status::CANCELLED;
-  };
-  const std::vector<float> hidden(1 << 20, 0.5F);  // 4 MiB: the window fills up, a write stays unfinished
-  const auto start = steady_clock::now();
-  const absl::Status late = Submit(hidden, {.timeout = milliseconds(300)}).Get().status();
-  EXPECT_EQ(ErrorReason(late), "DEADLINE_EXCEEDED") << late;
-  Future<LossResult> cancelled = Submit(hidden);
-  EXPECT_FALSE(cancelled.WaitFor(milliseconds(50)));
-  cancelled.Cancel();
-  const absl::Status status = cancelled.Get().status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kCancelled);
-  EXPECT_EQ(ErrorReason(status), "CANCELLED");
-  {
-    const std::vector<float> short_lived = hidden;
-    const Future<LossResult> dropped = Submit(short_lived);
-  }
-  EXPECT_LE(steady_clock::now() - start, seconds(10));
 }
 
 TEST_F(ClientProtocol, UploadResumesUnderTheSameId) {

@@ -37,9 +37,6 @@ using client::internal::TransferResult;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
-using testing::Each;
-using testing::ElementsAre;
-using testing::Gt;
 using testing::IsEmpty;
 using testing::SizeIs;
 using Phase = StripeDouble::Phase;
@@ -392,19 +389,6 @@ TEST_F(ClientTransfer, SeveralMicroBatchesShareTheConnections) {
     for (const ScriptedServer::Call& call : server_.CallsOf(method)) peers.insert(call.peer);
   }
   EXPECT_LE(peers.size(), 8u);
-}
-
-TEST_F(ClientTransfer, DemandedPathThatIsNotThereIsRefused) {
-  for (const Transport transport : {Transport::kSharedMemory, Transport::kCudaIpc}) {
-    ClientOptions options;
-    options.transport = transport;
-    client_.emplace(Value(Client::Connect(server_.target(), options)));
-    head_.emplace(Value(client_->OpenHead("h")));
-    const absl::Status status = Submit().Get().status();
-    EXPECT_EQ(ErrorReason(status), "TRANSPORT_UNAVAILABLE") << status;
-    EXPECT_GT(status.message().size(), 10u);
-  }
-  EXPECT_EQ(double_.attempts(), 0);
 }
 
 TEST_F(ClientTransfer, WorsePathIsExplainedOnce) {

@@ -102,34 +102,6 @@ TEST(ChunkWire, ProtobufsMessagesAreReadWhereverTheyAreCut) {
   }
 }
 
-TEST(ChunkWire, FieldsComeInAnyOrderAmongUnknownOnes) {
-  std::vector<std::string> fields = {
-      VarintField(1, 3),
-      VarintField(2, 0),
-      VarintField(3, 11),
-      VarintField(4, 2),
-      BytesField(15, "eight by"),
-      VarintField(9, 1234567),
-      BytesField(2000, "unknown"),
-      Varint(10 << 3 | 5) + "1234",
-      Varint(11 << 3 | 1) + "12345678",
-      Varint(12 << 3 | 3) + VarintField(1, 9) + Varint(13 << 3 | 3) + Varint(13 << 3 | 4) + Varint(12 << 3 | 4)};
-  std::mt19937 generator(5);
-  for (int round = 0; round < 200; ++round) {
-    std::shuffle(fields.begin(), fields.end(), generator);
-    std::string chunk;
-    for (const std::string& field : fields) chunk += field;
-    const std::string bytes = BytesField(77, "before") + BytesField(1, chunk) + VarintField(78, 1);
-    const grpc::ByteBuffer message = Sliced(bytes, {generator() % bytes.size()});
-    const absl::StatusOr<DecodedResponse> decoded = DecodeResponse(message);
-    ASSERT_TRUE(decoded.ok());
-    EXPECT_EQ(decoded->chunk.role, v1::CHUNK_ROLE_GRAD_HIDDEN);
-    EXPECT_EQ(decoded->chunk.row_start, 11);
-    EXPECT_EQ(decoded->chunk.row_count, 2);
-    EXPECT_EQ(RowsOf(*decoded), "eight by");
-  }
-}
-
 TEST(ChunkWire, OfSeveralAlternativesTheLastOneCounts) {
   const std::string chunk = BytesField(1, VarintField(4, 1) + BytesField(15, "row"));
   const std::string summary = BytesField(2, VarintField(4, 1));

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <csignal>
 #include <cstring>
-#include <utility>
 #include <vector>
 
 #include "headwater/client/client.h"
@@ -193,37 +192,6 @@ TEST(MainJob, SavedHeadComesBackAfterRestart) {
   const TensorBuffer weight = Value(head.DownloadWeights());
   ASSERT_EQ(weight.element_count(), static_cast<int64_t>(weight_before.size()));
   EXPECT_EQ(std::memcmp(weight.data(), weight_before.data(), weight_before.size() * sizeof(float)), 0);
-}
-
-TEST(MainJob, ManyFuturesInFlightEqualOneBigMicroBatch) {
-  ServerProcess server;
-  Client client = server.Connect();
-  Head head = MakeHead(client, "student", true, kHiddenSize, 7);
-  constexpr int64_t kMicroBatches = 24;
-  std::vector<std::vector<float>> hidden;
-  std::vector<std::vector<int32_t>> targets;
-  std::vector<std::vector<float>> grads(kMicroBatches, std::vector<float>(kRows * kHiddenSize));
-  std::vector<Future<LossResult>> futures;
-  Fp64Head reference = MakeReference(kHiddenSize, 7);
-  for (uint32_t i = 0; i < kMicroBatches; ++i) {
-    hidden.push_back(Hidden(50 + i, kHiddenSize));
-    targets.push_back(RandomTargets(90 + i, kRows, kVocabSize));
-  }
-  for (int64_t i = 0; i < kMicroBatches; ++i) {
-    MicroBatchOptions options = Submission(0, i);
-    options.grad_hidden = {reinterpret_cast<unsigned char*>(grads[i].data()), grads[i].size() * sizeof(float)};
-    futures.push_back(head.CrossEntropy(RowsView::Float32(hidden[i], kHiddenSize), targets[i], {}, options));
-  }
-  for (int64_t i = 0; i < kMicroBatches; ++i) {
-    const LossResult result = Value(futures[i].Get());
-    EXPECT_TRUE(result.grad_hidden.empty());  // it went to the caller's memory
-    const Fp64Head::Loss expected = reference.CrossEntropy(hidden[i], targets[i], 1.0, 1.0);
-    EXPECT_LE(std::abs(result.loss_sum / expected.sum - 1), kLossTolerance);
-    EXPECT_LE(RelativeError(grads[i], expected.grad_hidden), kGradientTolerance);
-  }
-  EXPECT_EQ(Value(head.Seal(0, kMicroBatches)).totals.micro_batch_count, kMicroBatches);
-  EXPECT_LE(RelativeError(Value(head.Gradient(0)).float32(), reference.grad_weight()), kGradientTolerance);
-  EXPECT_EQ(Value(head.DiscardGradient(0)).open_step, 1);
 }
 
 TEST(MainJob, FrozenHeadAndForwardOnlyAddNothing) {

@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -16,7 +15,6 @@
 #include <mutex>
 #include <set>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "client/core/link/channel.h"
@@ -113,89 +111,6 @@ TEST_F(MemoryPathsTest, RowsOfTheSharedRegionStayWhereTheyAre) {
   EXPECT_EQ(second.reads()[0].shared.region_id(), first.reads()[0].shared.region_id());
   EXPECT_EQ(second.reads()[0].shared.offset_bytes(), first.reads()[0].shared.offset_bytes() + 64);
   EXPECT_FALSE(second.write().has_value());
-}
-
-TEST_F(MemoryPathsTest, AMicroBatchIsTheSameWhicheverWayItsRowsTake) {
-  Start();
-  const client::Head head = MakeHead("h");
-  const std::vector<float> hidden = RandomFloats(2, kRows * kHiddenSize, 1);
-  const std::vector<int32_t> targets = RandomTargets(3, kRows, kVocabSize);
-  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, targets);
-  const PlacedReply by_grpc = Call(*loss_, header, BytesOf(hidden));
-  ASSERT_TRUE(by_grpc.status.ok()) << by_grpc.status;
-  ASSERT_EQ(by_grpc.grad_hidden.size(), static_cast<size_t>(kBytes));
-  EXPECT_EQ(by_grpc.summary.transport(), "grpc");
-  int64_t attempt = 0;
-  const auto expect_the_same = [&](const PlacedReply& reply, const void* grad) {
-    ASSERT_TRUE(reply.status.ok()) << reply.status;
-    EXPECT_TRUE(reply.summary.replayed());  // so the server found the digest to be the same
-    EXPECT_EQ(reply.summary.digest(), by_grpc.summary.digest());
-    EXPECT_EQ(reply.summary.transport(), "shared_memory");
-    EXPECT_EQ(reply.summary.terms(0).sums().loss_sum(), by_grpc.summary.terms(0).sums().loss_sum());
-    EXPECT_EQ(reply.grad_hidden, "");
-    EXPECT_EQ(std::memcmp(grad, by_grpc.grad_hidden.data(), kBytes), 0);
-  };
-  {  // in place
-    const RowMemory rows = Value(paths_->AllocateRows(kBytes));
-    const RowMemory grad = Value(paths_->AllocateRows(kBytes));
-    std::memcpy(rows.data, hidden.data(), kBytes);
-    Placement placement = Value(Place(HostRows(rows.data, grad.data)));
-    SetPlacement(placement, &header);
-    header.set_attempt(++attempt);
-    const PlacedReply reply = Call(*loss_, header);
-    ASSERT_TRUE(placement.Finish().ok());
-    expect_the_same(reply, grad.data);
-  }
-  {  // through slots
-    std::vector<float> rows = hidden;
-    std::vector<float> grad(hidden.size(), -1);
-    Placement placement = Value(Place(HostRows(rows.data(), grad.data())));
-    std::fill(rows.begin(), rows.end(), 0.0F);  // they were copied
-    SetPlacement(placement, &header);
-    header.set_attempt(++attempt);
-    const PlacedReply reply = Call(*loss_, header);
-    EXPECT_EQ(grad[0], -1);
-    ASSERT_TRUE(placement.Finish().ok());
-    expect_the_same(reply, grad.data());
-  }
-  {  // the rows by the region, the gradient by gRPC
-    const RowMemory rows = Value(paths_->AllocateRows(kBytes));
-    std::memcpy(rows.data, hidden.data(), kBytes);
-    const Placement placement = Value(Place(HostRows(rows.data, nullptr)));
-    header.clear_grad_hidden_rows();
-    SetPlacement(placement, &header);
-    header.set_attempt(++attempt);
-    const PlacedReply reply = Call(*loss_, header);
-    ASSERT_TRUE(reply.status.ok()) << reply.status;
-    EXPECT_TRUE(reply.summary.replayed());
-    EXPECT_EQ(reply.grad_hidden, by_grpc.grad_hidden);
-  }
-}
-
-TEST_F(MemoryPathsTest, ATeachersRowsMayLieInARegionToo) {
-  Start();
-  const client::Head student = MakeHead("student");
-  const client::Head teacher = MakeHead("teacher", false);
-  std::vector<float> hidden = RandomFloats(2, kRows * kHiddenSize, 1);
-  std::vector<float> teacher_hidden = RandomFloats(4, kRows * kHiddenSize, 1);
-  v1::MicroBatchHeader header = CrossEntropyHeader(student, 0, 0, RandomTargets(3, kRows, kVocabSize));
-  header.mutable_terms(0)->mutable_jensen_shannon();
-  header.mutable_terms(0)->clear_targets();
-  header.mutable_terms(0)->mutable_teacher_hidden()->set_head(teacher.name());
-  header.mutable_terms(0)->mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
-  const PlacedReply by_grpc = Call(*loss_, header, BytesOf(hidden), BytesOf(teacher_hidden));
-  ASSERT_TRUE(by_grpc.status.ok()) << by_grpc.status;
-  std::vector<float> grad(hidden.size());
-  CallMemory rows = HostRows(hidden.data(), grad.data());
-  rows.teachers.push_back(FloatsAt(teacher_hidden.data(), kBytes));
-  Placement placement = Value(Place(rows));
-  SetPlacement(placement, &header);
-  header.set_attempt(1);
-  const PlacedReply reply = Call(*loss_, header);
-  ASSERT_TRUE(reply.status.ok()) << reply.status;
-  ASSERT_TRUE(placement.Finish().ok());
-  EXPECT_TRUE(reply.summary.replayed());
-  EXPECT_EQ(BytesOf(grad), by_grpc.grad_hidden);
 }
 
 TEST_F(MemoryPathsTest, RegionsAreRegisteredAgainAfterTheServersRestart) {
@@ -421,38 +336,6 @@ TEST_F(MemoryPathsTest, NamesServeWhereThereIsNoSocket) {
   ASSERT_TRUE(placement.Finish().ok());
   EXPECT_TRUE(reply.summary.replayed());
   EXPECT_EQ(BytesOf(grad), by_grpc.grad_hidden);
-}
-
-TEST_F(MemoryPathsTest, ManyThreadsPlaceAtOnce) {
-  Start();
-  const client::Head head = MakeHead("h", false);
-  std::vector<std::thread> threads;
-  std::atomic<int> failures{0};
-  for (uint32_t number = 0; number < 4; ++number) {
-    threads.emplace_back([&, number] {
-      const std::vector<float> hidden = RandomFloats(number, kRows * kHiddenSize, 1);
-      const std::vector<int32_t> targets = RandomTargets(number, kRows, kVocabSize);
-      v1::MicroBatchHeader plain = CrossEntropyHeader(head, 0, 0, targets);
-      plain.clear_micro_batch();
-      plain.mutable_terms(0)->mutable_head()->clear_step();
-      const PlacedReply expected = Call(*loss_, plain, BytesOf(hidden));
-      for (int i = 0; i < 10; ++i) {
-        std::vector<float> rows = hidden;
-        std::vector<float> grad(hidden.size());
-        auto placement = Place(HostRows(rows.data(), grad.data()));
-        v1::MicroBatchHeader header = plain;
-        if (!placement.ok()) {
-          ++failures;
-          continue;
-        }
-        SetPlacement(*placement, &header);
-        const PlacedReply reply = Call(*loss_, header);
-        if (!reply.status.ok() || !placement->Finish().ok() || BytesOf(grad) != expected.grad_hidden) ++failures;
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(failures, 0);
 }
 
 }  // namespace

@@ -6,10 +6,7 @@
 #include <cmath>
 #include <csignal>
 #include <cstring>
-#include <optional>
 #include <string>
-#include <thread>
-#include <utility>
 #include <vector>
 
 #include "headwater/client/client.h"
@@ -21,8 +18,6 @@ namespace headwater::e2e {
 namespace {
 
 using namespace headwater::client;
-using std::chrono::milliseconds;
-using std::chrono::seconds;
 
 constexpr int64_t kVocabSize = 101;
 constexpr int64_t kHiddenSize = 19;
@@ -162,27 +157,6 @@ TEST(Transactions, RunThatTakesTheHeadFencesTheOther) {
   EXPECT_EQ(theirs.name(), "tenants/research/heads/student");
   EXPECT_EQ(Value(tenant.ListHeads()).size(), 1u);
   EXPECT_EQ(Value(client.ListHeads()).size(), 2u);
-}
-
-TEST(Transactions, CallForTheNextStepAndSealWait) {
-  ServerProcess server;
-  Client client = server.Connect();
-  Head head = MakeHead(client, "student", 1);
-  const std::vector<float> hidden = Hidden(2);
-  const std::vector<int32_t> targets = Targets(3);
-  Future<LossResult> next = head.CrossEntropy(Rows(hidden), targets, {}, Id(1, 0));
-  std::optional<absl::StatusOr<SealResult>> sealed;
-  std::thread sealer([&] { sealed = head.Seal(0, 1, {.wait = true}, {.timeout = seconds(30)}); });
-  EXPECT_FALSE(next.WaitFor(milliseconds(100)));
-  Value(head.CrossEntropy(Rows(hidden), targets, {}, Id(0, 0)).Get());
-  sealer.join();
-  EXPECT_EQ(Value(*std::move(sealed)).totals.micro_batch_count, 1);
-  EXPECT_FALSE(next.Ready());
-  Value(head.Apply(0, {.learning_rate = 0.01}));
-  EXPECT_EQ(Value(next.Get()).step, 1);
-  const absl::Status far = head.CrossEntropy(Rows(hidden), targets, {}, Id(5, 0)).Get().status();
-  EXPECT_EQ(ErrorReason(far), "STEP_MISMATCH");
-  EXPECT_EQ(OpenStep(far), 1);
 }
 
 TEST(Transactions, ASlotThatIsMissingIsSaidOnceForEachHead) {
@@ -391,36 +365,6 @@ TEST(Transactions, HeadsOfOneMicroBatchAreRecoveredTogether) {
   EXPECT_EQ(std::memcmp(before.data(), after.data(), static_cast<size_t>(before.bytes())), 0);
   EXPECT_EQ(Value(first.Seal(0, 3)).totals.micro_batch_count, 3);
   EXPECT_EQ(Value(second.Seal(0, 2)).totals.micro_batch_count, 2);
-}
-
-TEST(Transactions, TwoTrainersRecoverTheStepTheyShare) {
-  ServerProcess server;
-  Client clients[] = {server.Connect(WithReplay()), server.Connect(WithReplay())};
-  Head owner = MakeHead(clients[0], "student", 1);
-  Value(owner.Save("begin"));
-  Head heads[] = {owner, Value(clients[1].OpenHead("student"))};
-  Fp64Head reference = Reference(1);
-  const std::vector<int32_t> targets = Targets(2);
-  const auto submit = [&](int rank, int64_t round) {
-    const std::vector<float> hidden = Hidden(static_cast<uint32_t>(10 + 2 * round + rank));
-    return heads[rank].CrossEntropy(Rows(hidden), targets, {}, Id(0, 2 * round + rank)).Get().status();
-  };
-  const auto both = [&](int64_t first_round) {
-    std::vector<std::thread> trainers;
-    for (const int rank : {0, 1}) {
-      trainers.emplace_back([&, rank] {
-        for (int64_t round = first_round; round < first_round + 2; ++round) EXPECT_TRUE(submit(rank, round).ok());
-      });
-    }
-    for (std::thread& trainer : trainers) trainer.join();
-  };
-  both(0);
-  KillAndStart(server);
-  both(2);
-  for (uint32_t id = 0; id < 8; ++id) reference.CrossEntropy(Hidden(10 + id), targets, 1.0, 1.0);
-  EXPECT_EQ(Value(owner.Seal(0, 8, {.wait = true}, {.timeout = seconds(30)})).totals.micro_batch_count, 8);
-  EXPECT_LE(RelativeError(Value(owner.Gradient(0)).float32(), reference.grad_weight()), kGradientTolerance);
-  EXPECT_EQ(heads[1].epoch(), owner.epoch());
 }
 
 }  // namespace

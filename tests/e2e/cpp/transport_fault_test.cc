@@ -8,7 +8,6 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -185,23 +184,6 @@ TEST_P(TransportFault, ARefusalWhileRowsTravelArrives) {
   ExpectSameAccumulators();
 }
 
-TEST_P(TransportFault, ARepeatIsReplayedAndOtherRowsAreAConflict) {
-  const LossResult first = Good(0, kManyRows);
-  const LossResult again = Value(Submit(Many(), Submission(0)).Get());
-  EXPECT_TRUE(again.replayed);
-  EXPECT_EQ(again.digest, first.digest);
-  EXPECT_EQ(again.loss_sum, first.loss_sum);
-  std::vector<float> others = rows_;
-  others.back() += 1;
-  const absl::Status conflict = Submit(View(others, kManyRows), Submission(0)).Get().status();
-  EXPECT_EQ(ErrorReason(conflict), "MICRO_BATCH_CONFLICT") << conflict;
-  MicroBatchOptions first_wins = Submission(0);
-  first_wins.on_mismatch = OnMismatch::kFirstWins;
-  EXPECT_TRUE(Value(Submit(View(others, kManyRows), first_wins).Get()).payload_differs);
-  Good(1);
-  ExpectSameAccumulators();
-}
-
 TEST_P(TransportFault, ADiscardedExplicitOneLeavesNothing) {
   Good(0);
   MicroBatchOptions options = Submission(7);
@@ -211,18 +193,6 @@ TEST_P(TransportFault, ADiscardedExplicitOneLeavesNothing) {
   ExpectSameAccumulators();
   EXPECT_TRUE(Value(result.contribution->Discard().Get()).dropped);
   Good(1);
-  ExpectSameAccumulators();
-}
-
-TEST_P(TransportFault, NotFiniteRowsAreRefusedWhole) {
-  Good(0);
-  std::vector<float> rows = rows_;
-  rows[rows.size() / 2] = std::numeric_limits<float>::quiet_NaN();
-  MicroBatchOptions options = Submission(7);
-  options.non_finite_policy = NonFinitePolicy::kRefuse;
-  const absl::Status status = Submit(View(rows, kManyRows), options).Get().status();
-  EXPECT_EQ(ErrorReason(status), "NON_FINITE_VALUES") << status;
-  Good(1, kManyRows);
   ExpectSameAccumulators();
 }
 
