@@ -152,6 +152,15 @@ def test_a_trainer_and_a_server_that_have_no_step_in_common_are_told(undisturbed
         assert info.value.metadata["checkpoints"] == "step-2=2,step-0=0"
 
 
+def test_the_server_keeps_a_few_checkpoints_of_a_series():
+    with running_server("--keep_checkpoints=2") as server, headwater.connect(server.address) as client:
+        head = client.create_head("student", np.ones((5, 4), np.float32))
+        for name in ("best", "step-1", "step-2", "step-3"):
+            head.save(name)
+        saved = server.checkpoints / "default" / "student"
+        assert sorted(path.name for path in saved.iterdir() if path.is_dir()) == ["best", "step-2", "step-3"]
+
+
 @pytest.mark.parametrize("replay", (False, True), ids=("told", "replayed"))
 def test_a_server_that_is_told_to_end_saves_what_has_changed(replay):
     """SIGTERM: the next server opens the step that was open, and a client with a log of that step goes on."""
