@@ -7,8 +7,11 @@
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
+
+using observability::MonotonicNow;
 
 absl::StatusOr<std::shared_ptr<Head>> Head::Create(const HeadName& name, const HeadSpec& spec, LossEngine& engine,
                                                    const HeadLimits& limits) {
@@ -147,11 +150,9 @@ absl::Time Head::last_use() const { return absl::FromUnixNanos(last_use_nanos_.l
 absl::Status Head::AwaitStep(const StepKey& key, const WaitLimits& limits) {
   absl::MutexLock state_lock(&state_mutex_);
   while (!retired_ && state_ == HeadState::kReady && key.epoch == epoch_ && key.step > 0 && key.step - 1 == steps_.open().step) {
-    const scheduler::Waited waited = WaitForChange(limits);
-    if (waited == scheduler::Waited::kCancelled) {
-      return MakeError(ErrorReason::kCancelled, absl::StrCat("the call was cancelled while it waited for step ", key.step));
-    }
-    if (waited == scheduler::Waited::kTooLong) break;
+    absl::Status waited = Wait(opened_, state_mutex_, limits.ForStep(), "waited for its step");
+    if (HasReason(waited, ErrorReason::kDeadlineExceeded) && MonotonicNow() < limits.deadline) break;
+    if (!waited.ok()) return waited;
   }
   return absl::OkStatus();
 }
@@ -169,7 +170,8 @@ void Head::MarkLost(const absl::Status& cause) {
   weights_.Forget();
   state_ = HeadState::kLost;
   lost_cause_ = std::string(cause.message());
-  changed_.SignalAll();
+  opened_.WakeAll();
+  changed_.WakeAll();
 }
 
 void Head::StartAfresh(int64_t step) {
@@ -180,7 +182,8 @@ void Head::StartAfresh(int64_t step) {
   state_ = HeadState::kReady;
   lost_cause_.clear();
   restored_checkpoint_.clear();
-  changed_.SignalAll();
+  opened_.WakeAll();
+  changed_.WakeAll();
 }
 
 absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch, std::vector<Epoch> recovers_epochs,
@@ -225,7 +228,8 @@ void Head::CountUse(int64_t change) {
 void Head::MarkRetired() {
   retired_ = true;
   gate_.Close();
-  changed_.SignalAll();
+  opened_.WakeAll();
+  changed_.WakeAll();
 }
 
 void Head::Retire() {

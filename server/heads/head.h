@@ -64,7 +64,7 @@
 #include "server/heads/tensor_update.h"
 #include "server/heads/weight_record.h"
 #include "server/heads/weight_tensors.h"
-#include "server/scheduler/wait_limits.h"
+#include "server/scheduler/waiting.h"
 
 namespace headwater::checkpoint {
 class CheckpointStore;
@@ -98,7 +98,7 @@ class Head : public std::enable_shared_from_this<Head> {
   // kEpochFenced (with both epochs in hex, and openStep) unless `epoch` is the head's; kStepLost if it has been restored since.
   absl::Status CheckEpoch(const Epoch& epoch) const;
   // A call that names the open step + 1 waits here until that step is open; any other call, and one that is to fail anyway, goes on
-  // at once. So does this one when its deadline comes, to be answered kStepMismatch. kCancelled.
+  // at once. So does this one at WaitLimits::step_deadline, to be answered kStepMismatch.
   absl::Status AwaitStep(const StepKey& key, const WaitLimits& limits);
   // When a call last named the head, by the registry's clock.
   void Touch(absl::Time now);
@@ -145,7 +145,7 @@ class Head : public std::enable_shared_from_this<Head> {
                                    const GradientPart& part, const std::function<bool()>& cancelled,
                                    const WaitLimits& limits = AsLongAsItTakes());
   // In deterministic mode AddGradient() is refused (kOrderedWindowFull) until its predecessors are there, and adds them first: its
-  // rows are not kept. Waits for that; OK as well when the deadline comes. kCancelled.
+  // rows are not kept. Waits for that; OK as well at WaitLimits::step_deadline.
   absl::Status AwaitTurn(const StepKey& key, int64_t micro_batch, const WaitLimits& limits) const;
   // Whether AwaitTurn() has nothing to wait for.
   bool HasItsTurn(const StepKey& key, int64_t micro_batch) const;
@@ -275,11 +275,6 @@ class Head : public std::enable_shared_from_this<Head> {
   void MarkRetired() ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   void CountUse(int64_t change) ABSL_LOCKS_EXCLUDED(state_mutex_);
 
-  // One turn of a loop that waits for this head to change.
-  scheduler::Waited WaitForChange(const WaitLimits& limits) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) {
-    return scheduler::WaitForChange(changed_, state_mutex_, limits);
-  }
-
   // Closes the step, with everything that belonged to it alone.
   absl::Status CloseStep(int64_t step, StepState how) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // Waits while micro-batches that Seal() needs are missing or undecided. OK when there is nothing to wait for, and at the
@@ -363,7 +358,9 @@ class Head : public std::enable_shared_from_this<Head> {
   mutable absl::Mutex state_mutex_;
   // Passed before the compute lock is waited for.
   mutable HeadGate gate_;
-  mutable absl::CondVar changed_;  // with state_mutex_: the ledger, the epoch or the state has changed
+  // Woken with state_mutex_ held.
+  mutable scheduler::WaitList opened_;   // a step has been opened, or none will be
+  mutable scheduler::WaitList changed_;  // the ledger, the epoch or the state has changed
 
   // The pointer is fixed; calls other than spec(), plan(), shards() and the sizes need compute_mutex_.
   const std::unique_ptr<EngineHead> engine_head_;

@@ -182,7 +182,7 @@ absl::Status Head::CarryOut(const std::vector<DecisionTarget>& targets, int64_t 
       Head& head = *target.head;
       // Cannot fail: FindPending() has found it staged, and the compute lock is held since.
       head.steps_.FinishCommit(micro_batch, factor);
-      head.changed_.SignalAll();
+      head.changed_.WakeAll();
     }
   }
   pending.Drop();
@@ -250,7 +250,7 @@ absl::StatusOr<bool> Head::Discard(const std::vector<DecisionTarget>& targets, i
       absl::StatusOr<bool> here = head.steps_.Discard(target.key.step, micro_batch, attempt);
       if (!here.ok()) return here.status();
       dropped = dropped || *here;
-      head.changed_.SignalAll();
+      head.changed_.WakeAll();
     }
   }
   // Others may have waited for it.
@@ -267,7 +267,7 @@ int64_t Head::DropSession(const SessionId& session) {
   // for minutes. Nobody else decides what is dropped here, and engines free it while other calls work.
   absl::MutexLock state_lock(&state_mutex_);
   const int64_t dropped = steps_.DropSession(session);
-  changed_.SignalAll();
+  changed_.WakeAll();
   return dropped;
 }
 
@@ -348,7 +348,7 @@ absl::StatusOr<std::optional<bool>> Head::AddOwnPart(const StepKey& key, int64_t
   }
   absl::MutexLock state_lock(&state_mutex_);
   steps_.MarkAdded(micro_batch);
-  changed_.SignalAll();
+  changed_.WakeAll();
   if (absl::Status status = steps_.ledger().FinishCommitted(micro_batch, ContributionForm::kDirect, ContributionCounts());
       !status.ok())
     return status;

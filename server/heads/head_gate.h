@@ -2,7 +2,7 @@
 //
 // A file call saves the head, or sets it from files, and has it for as long as the disk takes. A call that waited for the compute
 // lock behind it could not be cancelled, and would keep a thread that other heads' calls need. So calls wait at the gate first,
-// where their deadline and their client end the wait, and in a bounded number of places (WaitLimits::places). No file call begins
+// where their deadline and their client end the wait. No file call begins
 // while an Entry lives: after that a call waits for computations alone.
 //
 // In turns: when a file call ends, the calls that have waited for it go before the next file call, so that neither kind keeps the
@@ -19,14 +19,14 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "server/heads/head_name.h"
-#include "server/scheduler/wait_limits.h"
+#include "server/scheduler/waiting.h"
 
 namespace headwater::heads {
 
 // kHeadNotFound for a call that still holds a head that has been deleted.
 absl::Status HeadDeleted(const HeadName& name);
 
-// kDeadlineExceeded or kCancelled if the limits have ended the call. To be asked with the compute lock, before any change.
+// Whether the limits have ended the call. To be asked with the compute lock, before any change.
 absl::Status CheckInTime(const scheduler::WaitLimits& limits);
 
 // Thread-safe.
@@ -39,8 +39,8 @@ class HeadGate {
 
   // Whether a file call has the head, or is the next to have it. False once the gate is closed.
   bool IsTakenByFiles() const;
-  // Waits while IsTakenByFiles(). kAWhile: it no longer is.
-  scheduler::Waited AwaitFiles(const scheduler::WaitLimits& limits) const;
+  // Waits while IsTakenByFiles().
+  absl::Status AwaitFiles(const scheduler::WaitLimits& limits) const;
   // Ends every wait: the head has been deleted. A call behind a running file call, and every file call, gets HeadDeleted().
   void Close();
 
@@ -52,12 +52,12 @@ class HeadGate {
   void LeaveFiles();
   bool IsTaken() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return file_calls_ > 0 && !closed_; }
   bool MayFilesBegin() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return !file_runs_ && entries_ == 0 && due_entries_ == 0; }
-  // One turn of a wait, in a place of the limits'. Not OK when the limits end the wait.
-  absl::Status Wait(const scheduler::WaitLimits& limits, scheduler::WaitPlace& place) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // One turn of a wait, of this thread. Not OK when the limits end the wait.
+  absl::Status WaitForTurn(const scheduler::WaitLimits& limits) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const HeadName name_;
   mutable absl::Mutex mutex_;
-  mutable absl::CondVar changed_;
+  mutable scheduler::WaitList changed_;
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
   int64_t file_calls_ ABSL_GUARDED_BY(mutex_) = 0;       // file calls that wait or run
   bool file_runs_ ABSL_GUARDED_BY(mutex_) = false;       // one of them has its turn

@@ -11,19 +11,19 @@
 #include "server/heads/commit_arguments.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
+
+using observability::MonotonicNow;
 
 absl::Status Head::AwaitTurn(const StepKey& key, int64_t micro_batch, const WaitLimits& limits) const {
   if (!in_order()) return absl::OkStatus();
   absl::MutexLock state_lock(&state_mutex_);
   while (!IsItsTurn(key, micro_batch)) {
-    const scheduler::Waited waited = WaitForChange(limits);
-    if (waited == scheduler::Waited::kCancelled) {
-      return MakeError(ErrorReason::kCancelled,
-                       absl::StrCat("the call was cancelled while micro-batch ", micro_batch, " waited for its turn"));
-    }
-    if (waited == scheduler::Waited::kTooLong) break;
+    absl::Status waited = Wait(changed_, state_mutex_, limits.ForStep(), "waited for its turn in the order");
+    if (HasReason(waited, ErrorReason::kDeadlineExceeded) && MonotonicNow() < limits.deadline) break;
+    if (!waited.ok()) return waited;
   }
   return absl::OkStatus();
 }
@@ -89,7 +89,7 @@ absl::Status Head::AddInOrder(const WaitLimits& limits) ABSL_NO_THREAD_SAFETY_AN
     }
     absl::MutexLock state_lock(&state_mutex_);
     steps_.MarkAdded(next->micro_batch);
-    changed_.SignalAll();
+    changed_.WakeAll();
   }
 }
 

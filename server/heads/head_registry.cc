@@ -15,6 +15,8 @@
 namespace headwater::heads {
 namespace {
 
+// How often SaveChanged() tries those again that calls compute on.
+constexpr absl::Duration kLookAgain = absl::Milliseconds(10);
 constexpr char kNoneLeft[] = "there is no whole checkpoint";
 
 absl::Status NotFound(const std::string& name) {
@@ -126,7 +128,7 @@ void HeadRegistry::Settle(const std::string& full_name, std::shared_ptr<Head> he
     head->Touch(clock_());
     heads_[full_name].head = std::move(head);
   }
-  settled_.SignalAll();
+  settled_.WakeAll();
 }
 
 absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name, const HeadSpec& spec, IfExists if_exists,
@@ -134,7 +136,6 @@ absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name,
   const std::string full_name = name.ToString();
   const absl::StatusOr<int64_t> planned_bytes = PlannedBytes(spec);
   {
-    scheduler::WaitPlace place(limits.places);
     absl::MutexLock lock(&mutex_);
     for (auto found = heads_.find(full_name); found != heads_.end(); found = heads_.find(full_name)) {
       const Entry& entry = found->second;
@@ -146,15 +147,8 @@ absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name,
         entry.head->Touch(clock_());
         return Created{entry.head, false};
       }
-      if (absl::Status status = place.Take(); !status.ok()) return status;
-      const absl::Duration left = limits.deadline - observability::MonotonicNow();
-      const bool is_late = left <= absl::ZeroDuration();
-      if (is_late || (limits.cancelled != nullptr && limits.cancelled())) {
-        return MakeError(is_late ? ErrorReason::kDeadlineExceeded : ErrorReason::kCancelled,
-                         absl::StrCat(is_late ? "the deadline passed" : "the call was cancelled", " while ", full_name,
-                                      " was being created or deleted; nothing was made"));
-      }
-      settled_.WaitWithTimeout(&mutex_, std::min(left, scheduler::kWaitInterval));
+      absl::Status waited = Wait(settled_, mutex_, limits, "waited for a head of its name to be made or deleted");
+      if (!waited.ok()) return waited;
     }
     if (absl::Status status = Reserve(name, planned_bytes); !status.ok()) return status;
   }
@@ -308,7 +302,7 @@ std::vector<std::pair<HeadName, absl::Status>> HeadRegistry::SaveChanged(checkpo
     });
     if (left.empty()) return outcomes;
     if (observability::MonotonicNow() >= deadline) break;
-    absl::SleepFor(scheduler::kWaitInterval);
+    absl::SleepFor(kLookAgain);
   }
   for (const std::shared_ptr<Head>& head : left) {
     outcomes.emplace_back(head->name(), MakeError(ErrorReason::kDeadlineExceeded,

@@ -52,10 +52,10 @@ class HeadRegistry {
   // kHeadAlreadyExists, kHeadSpecMismatch (with the first field that differs, `initial_step` apart), kQuotaExceeded, and what the
   // engine says. The name is taken at once; until the head is allocated, which does not hold up other calls, it is not found.
   // Attaching waits for that, and creates the head itself if it comes to nothing; every creation waits for a head of that name that
-  // is being deleted. Both wait as long as `limits` allow: then it is kDeadlineExceeded, kCancelled or what WaitLimits::places
-  // says, and no head is made. Attaching counts as a use of the head. A head that is made is a new one to `store` (null: none),
-  // even where a former one of its name was saved and never deleted, because it was not brought back:
-  // CheckpointStore::BeginAnew(), whose error comes back if that fails, and no head is made.
+  // is being deleted. Both wait as long as `limits` allow; no head is made when those end the wait. Attaching counts as a use of
+  // the head. A head that is made is a new one to `store` (null: none), even where a former one of its name was saved and never
+  // deleted, because it was not brought back: CheckpointStore::BeginAnew(), whose error comes back if that fails, and no head is
+  // made.
   absl::StatusOr<Created> Create(const HeadName& name, const HeadSpec& spec, IfExists if_exists = IfExists::kFail,
                                  checkpoint::CheckpointStore* store = nullptr, const WaitLimits& limits = AsLongAsItTakes());
   // kHeadNotFound. Counts as a use of the head.
@@ -145,7 +145,7 @@ class HeadRegistry {
   const HeadLimits head_limits_;
   const std::function<absl::Time()> clock_;
   mutable absl::Mutex mutex_;
-  absl::CondVar settled_;                  // a head that was being created or deleted is there, or is not
+  scheduler::WaitList settled_;            // a head that was being created or deleted is there, or is not
   Entries heads_ ABSL_GUARDED_BY(mutex_);  // by full name
   std::vector<Departed> departed_ ABSL_GUARDED_BY(mutex_);
 };

@@ -38,11 +38,9 @@ absl::Status Head::AwaitMicroBatches(const StepKey& key, const ExpectedMicroBatc
         HasReason(complete, ErrorReason::kMicroBatchMissing) || HasReason(complete, ErrorReason::kMicroBatchUncommitted);
     // To a sealed step, by another expectation perhaps, nothing can come any more.
     if (!lacks_some || steps_.open().state != StepState::kOpen) return absl::OkStatus();
-    const scheduler::Waited waited = WaitForChange(limits);
-    if (waited == scheduler::Waited::kCancelled) {
-      return MakeError(ErrorReason::kCancelled, absl::StrCat("the call was cancelled while step ", key.step, " was incomplete"));
-    }
-    if (waited == scheduler::Waited::kTooLong) return absl::OkStatus();
+    absl::Status waited = Wait(changed_, state_mutex_, limits, "waited for micro-batches of its step");
+    if (HasReason(waited, ErrorReason::kDeadlineExceeded)) return absl::OkStatus();
+    if (!waited.ok()) return waited;
   }
 }
 
@@ -67,7 +65,7 @@ absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatc
         reply.replayed = !*sealed_first;
         reply.totals = steps_.open().Totals();
         waits = steps_.waiting_count() > 0;
-        changed_.SignalAll();
+        changed_.WakeAll();
       }
       // If this, or what follows, fails the step is sealed nevertheless, and the same call again tells the rest.
       if (!waits) {
@@ -169,7 +167,8 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
 absl::Status Head::CloseStep(int64_t step, StepState how) {
   if (absl::Status status = steps_.Close(step, how); !status.ok()) return status;
   weights_.EndStep();
-  changed_.SignalAll();
+  opened_.WakeAll();
+  changed_.WakeAll();
   return absl::OkStatus();
 }
 

@@ -194,7 +194,7 @@ absl::Status Head::Announce(const Submission& submission, const WaitLimits& limi
     absl::MutexLock state_lock(&head.state_mutex_);
     absl::Status status = head.steps_.Supersede(*term.step, micro_batch, submission.attempt);
     if (!status.ok()) return status;
-    head.changed_.SignalAll();
+    head.changed_.WakeAll();
   }
   return absl::OkStatus();
 }
@@ -295,12 +295,7 @@ bool Head::IsBehindFiles(const Submission& submission) {
 absl::Status Head::AwaitFiles(const Submission& submission, const WaitLimits& limits) {
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
   for (Head* head : HeadsOf(submission)) {
-    const scheduler::Waited waited = head->gate_.AwaitFiles(limits);
-    if (waited == scheduler::Waited::kCancelled) return Cancelled();
-    if (waited == scheduler::Waited::kTooLong) {
-      return MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("the deadline passed while ", head->name_.ToString(),
-                                                                    " was being saved or set; nothing was added"));
-    }
+    if (absl::Status status = head->gate_.AwaitFiles(limits); !status.ok()) return status;
   }
   return absl::OkStatus();
 }
@@ -631,7 +626,7 @@ absl::Status Head::SubmissionRun::TakeItsPlace() ABSL_NO_THREAD_SAFETY_ANALYSIS 
   for (Head* target : targets_) {
     // Cannot fail: it has been in progress since Begin(), and in this mode nobody else has computed, and lost the head, meanwhile.
     target->steps_.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
-    target->changed_.SignalAll();
+    target->changed_.WakeAll();
   }
   return absl::OkStatus();
 }
@@ -642,7 +637,7 @@ absl::Status Head::SubmissionRun::Abort(const absl::Status& status) {
     absl::MutexLock state_lock(&target->state_mutex_);
     // If the head was lost since Begin() it is forgotten already.
     if (target->state_ != HeadState::kLost) target->steps_.ledger().Abort(id()).IgnoreError();
-    target->changed_.SignalAll();
+    target->changed_.WakeAll();
   }
   return status;
 }
@@ -662,7 +657,7 @@ absl::Status Head::SubmissionRun::FinishPending(const std::shared_ptr<PendingCon
     if (status.ok()) {
       for (Head* target : targets_) {
         target->steps_.FinishPending(id(), pending, form_, CountsOf(target));  // it has been in progress since Begin()
-        target->changed_.SignalAll();
+        target->changed_.WakeAll();
       }
     }
   }
@@ -675,7 +670,7 @@ absl::Status Head::SubmissionRun::FinishCommitted() ABSL_NO_THREAD_SAFETY_ANALYS
   for (Head* target : targets_) {
     // Also in the heads that are left when one is lost: it is in their accumulators. Cannot fail in those.
     target->steps_.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
-    target->changed_.SignalAll();
+    target->changed_.WakeAll();
   }
   return status;
 }

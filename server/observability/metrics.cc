@@ -207,7 +207,7 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_heads", "gauge", "none", "Heads that exist."},
     {"headwater_sessions", "gauge", "none", "Sessions that are open."},
     {"headwater_waiting_calls", "gauge", "none",
-     "Calls that wait for the next step, for micro-batches of one, or while their head is saved, loaded or made."},
+     "Calls that wait for a step, for micro-batches, for their head to be free, made or deleted, or for a region."},
     {"headwater_abandoned_calls", "gauge", "none", "ComputeLoss in progress whose client has gone."},
     {"headwater_waiting_contributions", "gauge", "none",
      "Contributions that are committed and wait for lower ids (deterministic mode)."},

@@ -67,31 +67,29 @@ void WaitList::WakeAll() {
 
 // ---- one operation ---------------------------------------------------------------------------------------------------
 
+Waiter::~Waiter() {
+  RunAtEnd();
+  const std::lock_guard<std::mutex> lock(AllWaits());
+  if (list_ != nullptr) Leave();  // of a try whose end was another one's
+}
+
 void Waiter::Cancel() {
   const std::lock_guard<std::mutex> lock(AllWaits());
   cancelled_ = true;
   if (list_ != nullptr) End();
 }
 
-bool Waiter::cancelled() {
-  const std::lock_guard<std::mutex> lock(AllWaits());
-  return cancelled_ || (calls_ != nullptr && calls_->cancelled_);
-}
+bool Waiter::cancelled() { return cancelled_.load() || (calls_ != nullptr && calls_->cancelled_.load()); }
 
 absl::Status Waiter::Enter(WaitList& list, const WaitLimits& limits, absl::string_view what) {
-  if (cancelled_ || (calls_ != nullptr && calls_->cancelled_)) return EndedError(/*is_late=*/false, what);
+  if (Waiter::cancelled()) return EndedError(/*is_late=*/false, what);
   if (calls_ != nullptr) {
     if (calls_->closed_ && limits.until_drain) {
       return MakeError(ErrorReason::kDraining, absl::StrCat("the server is shutting down: the call ", what, ", and was not done"),
                        {{"retryAfterMs", "1000"}});
     }
-    if (calls_->count_ >= calls_->max_calls_ && !has_waited_) {
-      return MakeError(ErrorReason::kQueueFull,
-                       absl::StrCat("the call ", what, ": expected at most ", calls_->max_calls_,
-                                    " calls that wait (max_waiting_calls), and that many do; try again"),
-                       {{"limit", "max_waiting_calls"}, {"maximum", absl::StrCat(calls_->max_calls_)}, {"retryAfterMs", "500"}});
-    }
-    ++calls_->count_;
+    if (absl::Status full = calls_->CheckRoom(is_thread_); !full.ok() && !has_waited_) return full;
+    calls_->thread_count_ += is_thread_;
     place_ = calls_->parked_.emplace(limits.deadline, this);
     if (place_ == calls_->parked_.begin()) calls_->earlier_.notify_one();
   }
@@ -105,7 +103,7 @@ void Waiter::Leave() {
   list_->waiters_.erase(this);
   list_ = nullptr;
   if (calls_ == nullptr) return;
-  --calls_->count_;
+  calls_->thread_count_ -= is_thread_;
   calls_->parked_.erase(place_);
 }
 
@@ -139,10 +137,14 @@ absl::Status ThreadWaiter::DoWait(WaitList& list, absl::Mutex& mutex, const Wait
     std::unique_lock<std::mutex> lock(AllWaits());
     if (absl::Status status = Enter(list, limits, what); !status.ok()) return status;
     mutex.Unlock();
-    const absl::Time end = asks_ == nullptr ? limits.deadline : std::min(limits.deadline, MonotonicNow() + kAskInterval);
     suspended_ = true;
-    for (absl::Duration left; list_ != nullptr && (left = end - MonotonicNow()) > absl::ZeroDuration();) {
-      WaitFor(changed_, lock, left);
+    for (absl::Duration left; list_ != nullptr && (left = limits.deadline - MonotonicNow()) > absl::ZeroDuration();) {
+      WaitFor(changed_, lock, asks_ == nullptr ? left : std::min(left, kAskInterval));
+      if (list_ == nullptr || asks_ == nullptr) continue;
+      lock.unlock();
+      const bool is_gone = asks_();
+      lock.lock();
+      if (is_gone) break;
     }
     suspended_ = false;
     if (list_ != nullptr) Leave();
@@ -153,7 +155,20 @@ absl::Status ThreadWaiter::DoWait(WaitList& list, absl::Mutex& mutex, const Wait
 
 // ---- all of a server -------------------------------------------------------------------------------------------------
 
-WaitingCalls::WaitingCalls(int64_t max_calls) : max_calls_(max_calls), timer_([this] { EndLateWaits(); }) {}
+WaitingCalls::WaitingCalls(int64_t max_calls, int64_t max_threads)
+    : max_calls_(max_calls), max_threads_(std::max<int64_t>(1, max_threads / 4)), timer_([this] { EndLateWaits(); }) {}
+
+absl::Status WaitingCalls::CheckRoom(bool is_thread) const {
+  const bool is_full = static_cast<int64_t>(parked_.size()) >= max_calls_;
+  if (!is_full && (!is_thread || thread_count_ < max_threads_)) return absl::OkStatus();
+  const int64_t most = is_full ? max_calls_ : max_threads_;
+  return MakeError(
+      ErrorReason::kQueueFull,
+      absl::StrCat("the call would have to wait: expected at most ", most, " calls that do (",
+                   is_full ? "max_waiting_calls" : "streams, each of which holds a thread: a quarter of max_threads",
+                   "), and that many are there; try again"),
+      {{"limit", is_full ? "max_waiting_calls" : "max_threads"}, {"maximum", absl::StrCat(most)}, {"retryAfterMs", "500"}});
+}
 
 WaitingCalls::~WaitingCalls() {
   {
@@ -180,7 +195,7 @@ void WaitingCalls::CancelAll() {
 
 int64_t WaitingCalls::size() const {
   const std::lock_guard<std::mutex> lock(AllWaits());
-  return count_;
+  return static_cast<int64_t>(parked_.size());
 }
 
 void WaitingCalls::EndLateWaits() {

@@ -13,6 +13,7 @@
 #define HEADWATER_SERVER_SCHEDULER_WAITING_H_
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -63,8 +64,9 @@ class WaitList {
 // The waiting calls of a server. A thread ends the waits of parked ones at their deadlines. Thread-safe.
 class WaitingCalls {
  public:
-  // At most `max_calls` (>= 0) wait at once; one more is refused with kQueueFull.
-  explicit WaitingCalls(int64_t max_calls);
+  // At most `max_calls` (>= 0) wait at once, and at most a quarter of `max_threads` of them as threads, because others need some;
+  // one more is refused with kQueueFull.
+  WaitingCalls(int64_t max_calls, int64_t max_threads);
   // No call may be left.
   ~WaitingCalls();
   WaitingCalls(const WaitingCalls&) = delete;
@@ -79,12 +81,14 @@ class WaitingCalls {
  private:
   friend class Waiter;
   void EndLateWaits();
+  absl::Status CheckRoom(bool is_thread) const;
 
   // All guarded by the mutex of all waits.
   const int64_t max_calls_;
-  int64_t count_ = 0;
+  const int64_t max_threads_;
+  int64_t thread_count_ = 0;  // threads that wait
   bool closed_ = false;
-  bool cancelled_ = false;
+  std::atomic<bool> cancelled_{false};
   bool ending_ = false;
   std::multimap<absl::Time, Waiter*> parked_;  // by the deadline
   std::condition_variable earlier_;            // the first deadline has changed
@@ -95,8 +99,8 @@ class WaitingCalls {
 class Waiter {
  public:
   // `calls` counts and bounds its waits; null: nobody does.
-  explicit Waiter(WaitingCalls* calls) : calls_(calls) {}
-  virtual ~Waiter() { RunAtEnd(); }
+  explicit Waiter(WaitingCalls* calls, bool is_thread = false) : calls_(calls), is_thread_(is_thread) {}
+  virtual ~Waiter();
   Waiter(const Waiter&) = delete;
   Waiter& operator=(const Waiter&) = delete;
 
@@ -104,6 +108,7 @@ class Waiter {
   void Cancel();
   // Cancel() has been called, or what else makes its waits useless has happened.
   virtual bool cancelled();
+  WaitingCalls* calls() const { return calls_; }
   // Runs `action` when the operation is over, for what was kept for it between its tries. By the operation itself.
   void AtEnd(std::function<void()> action) { at_end_.push_back(std::move(action)); }
 
@@ -129,11 +134,12 @@ class Waiter {
   void End();
 
   WaitingCalls* const calls_;
+  const bool is_thread_;
   std::vector<std::function<void()>> at_end_;  // of the operation's thread
   // Guarded by the mutex of all waits.
   WaitList* list_ = nullptr;  // where it waits
   std::multimap<absl::Time, Waiter*>::iterator place_;
-  bool cancelled_ = false;
+  std::atomic<bool> cancelled_{false};
   bool has_waited_ = false;  // it had a place among the calls, and gets one again
   bool suspended_ = false;   // no thread tries it
   bool ended_ = false;       // its wait ended while a thread still tried it
@@ -144,7 +150,7 @@ class Waiter {
 class ThreadWaiter final : public Waiter {
  public:
   explicit ThreadWaiter(std::function<bool()> cancelled = nullptr, WaitingCalls* calls = nullptr)
-      : Waiter(calls), asks_(std::move(cancelled)) {}
+      : Waiter(calls, /*is_thread=*/true), asks_(std::move(cancelled)) {}
   bool cancelled() override { return Waiter::cancelled() || (asks_ != nullptr && asks_()); }
 
  private:

@@ -317,7 +317,7 @@ absl::Status ComputeLossCall::AwaitSteps() {
   if (!submission_.backward) return absl::OkStatus();
   for (const heads::SubmittedTerm& term : submission_.terms) {
     if (!term.step.has_value() || !term.head_epoch.has_value()) continue;
-    HEADWATER_RETURN_IF_ERROR(core_.waiting.AwaitStep(*term.head, {*term.head_epoch, *term.step}, limits_));
+    HEADWATER_RETURN_IF_ERROR(term.head->AwaitStep({*term.head_epoch, *term.step}, limits_));
   }
   return absl::OkStatus();
 }
@@ -585,7 +585,7 @@ bool ComputeLossCall::Joins() const { return submission_.until_decided != nullpt
 // Waits for joined rows alone, when nothing else is missing.
 absl::Status ComputeLossCall::AwaitJoined() {
   RowExchange& exchange = transfer_->exchange();
-  const auto cancelled = [&] { return !exchange.status().ok() || (limits_.cancelled != nullptr && limits_.cancelled()); };
+  const auto cancelled = [&] { return !exchange.status().ok() || limits_.waiter->cancelled(); };
   for (const Source& source : payload_->sources) {
     if (source.joined == nullptr || source.joined_rows == source.row_count) continue;
     HEADWATER_RETURN_IF_ERROR(source.joined->Await(source.row_count, limits_.deadline, cancelled));
@@ -680,7 +680,7 @@ absl::Status ComputeLossCall::AwaitStart() {
       continue;
     }
     const absl::Time now = MonotonicNow();
-    if (limits_.cancelled != nullptr && limits_.cancelled()) {
+    if (limits_.waiter->cancelled()) {
       return MakeError(ErrorReason::kCancelled, "the call was cancelled while its rows came; nothing was added");
     }
     if (now >= limits_.deadline) {
@@ -732,9 +732,8 @@ absl::Status ComputeLossCall::AwaitFiles() {
   if (!heads::Head::IsBehindFiles(submission_)) return absl::OkStatus();
   place_.Release();  // nobody lets it begin first
   const RowExchange& exchange = transfer_->exchange();
-  scheduler::WaitLimits limits = limits_;
-  limits.cancelled = [&] { return !exchange.status().ok() || (limits_.cancelled != nullptr && limits_.cancelled()); };
-  const absl::Status status = heads::Head::AwaitFiles(submission_, limits);
+  scheduler::ThreadWaiter waiter([&] { return !exchange.status().ok() || limits_.waiter->cancelled(); }, limits_.waiter->calls());
+  const absl::Status status = heads::Head::AwaitFiles(submission_, {limits_.deadline, &waiter});
   return !status.ok() && !exchange.status().ok() ? exchange.status() : status;
 }
 
@@ -752,10 +751,10 @@ absl::Status ComputeLossCall::Submit() {
           times_.engine_start = MonotonicNow();
           place_.Release();
           has_run = true;
-          outcome = heads::Head::Submit(submission_, *core_.engine, limits_.cancelled);
+          outcome = heads::Head::Submit(submission_, *core_.engine, cancelled_);
           times_.engine_end = MonotonicNow();
         },
-        limits_.cancelled, limits_.deadline);
+        cancelled_, limits_.deadline);
     if (!queued.ok()) return queued;
   }
   // Whatever came of it, and whether its client is still there: an engine would look stuck otherwise while it only refuses.

@@ -28,7 +28,7 @@
 #include "server/heads/session_registry.h"
 #include "server/observability/call_trace.h"
 #include "server/observability/metrics.h"
-#include "server/scheduler/wait_limits.h"
+#include "server/scheduler/waiting.h"
 #include "server/service/access.h"
 #include "server/service/loss_request.h"
 #include "server/service/micro_batch_account.h"
@@ -124,6 +124,7 @@ class ComputeLossCall {
   const Caller caller_;
   std::string client_;
   const scheduler::WaitLimits limits_;
+  const std::function<bool()> cancelled_ = [this] { return limits_.waiter->cancelled(); };
   const Identity identity_;
 
   heads::SessionRegistry::Use session_use_;

@@ -1,5 +1,5 @@
 // ForeignRpcGuard: the access table for services that gRPC brings along (health, reflection), whose handlers are not ours. Calls of
-// our own services pass RpcScope::Authorize() instead, which can say more of why one is refused. Also bounds the watches of the
+// our own services pass RpcScope::Begin() instead, which can say more of why one is refused. Also bounds the watches of the
 // health, for each group of ports (Limits::max_health_watches).
 #ifndef HEADWATER_SERVER_SERVICE_FOREIGN_RPC_GUARD_H_
 #define HEADWATER_SERVER_SERVICE_FOREIGN_RPC_GUARD_H_

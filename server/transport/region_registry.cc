@@ -10,7 +10,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
-#include "server/observability/monotonic_clock.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::transport {
 namespace {
@@ -53,9 +53,7 @@ absl::Status RegionUse::Prepare() {
     data_ = region_->data() + offset_;
     return absl::OkStatus();
   }
-  auto copy = region_->AllocateCopy(std::max<int64_t>(1, bytes_));
-  if (!copy.ok()) return copy.status();
-  copy_ = *std::move(copy);
+  HEADWATER_ASSIGN_OR_RETURN(copy_, region_->AllocateCopy(std::max<int64_t>(1, bytes_)));
   data_ = copy_->data();
   return access_ == RegionAccess::kRead ? region_->Read(offset_, bytes_, data_, field_) : absl::OkStatus();
 }
@@ -139,9 +137,7 @@ absl::StatusOr<std::string> RegionRegistry::AddDevice(const RegionOwner& owner, 
   return Add(owner, 0, bytes, [&]() -> absl::StatusOr<std::shared_ptr<const Region>> {
     std::shared_ptr<const DeviceEvent> after;
     if (event.has_value()) {
-      auto opened = OpenEvent(*event);
-      if (!opened.ok()) return opened.status();
-      after = *std::move(opened);
+      HEADWATER_ASSIGN_OR_RETURN(after, OpenEvent(*event));
     }
     return OpenDeviceRegion(engine_, counts_, memory, std::move(after), bytes);
   });
@@ -155,39 +151,22 @@ absl::StatusOr<std::shared_ptr<const DeviceEvent>> RegionRegistry::OpenEvent(con
   if (const auto found = events_.find(handle); found != events_.end()) {
     if (auto event = found->second.lock(); event != nullptr) return event;
   }
-  auto opened = engine_.OpenDeviceEvent(handle);
-  if (!opened.ok()) return opened.status();
-  std::shared_ptr<const DeviceEvent> event = *std::move(opened);
+  HEADWATER_ASSIGN_OR_RETURN(std::shared_ptr<const DeviceEvent> event, engine_.OpenDeviceEvent(handle));
   events_[handle] = event;
   return event;
 }
 
-absl::Status RegionRegistry::Remove(const RegionOwner& owner, const std::string& id, absl::Time deadline,
-                                    const std::function<bool()>& cancelled) {
-  std::shared_ptr<const Region> region;
-  {
-    absl::MutexLock lock(&mutex_);
-    const auto owned = owned_.find(owner);
-    if (owned == owned_.end()) return NotFound();
-    const auto found = owned->second.regions.find(id);
-    if (found == owned->second.regions.end()) return NotFound();
-    region = std::move(found->second);
-    owned->second.regions.erase(found);
-    if (owned->second.regions.empty() && owned->second.opening == 0) owned_.erase(owned);
-  }
-  const std::shared_ptr<RegionEnd> end = region->end();
-  region.reset();
-  constexpr absl::Duration kLook = absl::Milliseconds(20);
-  absl::MutexLock lock(&end->mutex);
-  while (!end->mutex.AwaitWithTimeout(absl::Condition(&end->over), kLook)) {
-    if (cancelled && cancelled()) {
-      return MakeError(ErrorReason::kCancelled, "the call was cancelled; the region is removed, but calls still use it");
-    }
-    if (observability::MonotonicNow() >= deadline) {
-      return MakeError(ErrorReason::kDeadlineExceeded, "the call's deadline passed; the region is removed, but calls still use it");
-    }
-  }
-  return absl::OkStatus();
+absl::StatusOr<std::shared_ptr<RegionEnd>> RegionRegistry::Remove(const RegionOwner& owner, const std::string& id) {
+  std::shared_ptr<const Region> region;  // let go of without the lock
+  absl::MutexLock lock(&mutex_);
+  const auto owned = owned_.find(owner);
+  if (owned == owned_.end()) return NotFound();
+  const auto found = owned->second.regions.find(id);
+  if (found == owned->second.regions.end()) return NotFound();
+  region = std::move(found->second);
+  owned->second.regions.erase(found);
+  if (owned->second.regions.empty() && owned->second.opening == 0) owned_.erase(owned);
+  return region->end();
 }
 
 int64_t RegionRegistry::DropOwner(const RegionOwner& owner) {

@@ -27,7 +27,7 @@ class SlowDisk : public ::testing::Test {
   SlowDisk() {
     ServerSetup setup;
     setup.options.checkpoint_directory = root_;
-    setup.options.max_threads = 8;
+    setup.options.limits.max_waiting_calls = 2;
     server_ = std::make_unique<WireServer>(setup);
     saved_ = server_->MakeHead("saved", SmallSpec());
   }
@@ -117,12 +117,12 @@ TEST_F(SlowDisk, LeavesThreadsToOthers) {
     commits[id] = std::thread([this, id, &reasons] { reasons[id] = ReasonOf(Commit(id)); });
   }
   EXPECT_TRUE(AwaitWaiting(2));
-  // A quarter of the threads are taken now; the others are for calls that need not wait.
+  // As many wait as may; others go on.
   for (int i = 0; i < 20; ++i) {
     const WireError full = DecodeError(Commit(2));
     EXPECT_EQ(full.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
     EXPECT_EQ(full.reason, "QUEUE_FULL") << full.message;
-    EXPECT_EQ(full.at("limit"), "max_threads");
+    EXPECT_EQ(full.at("limit"), "max_waiting_calls");
     EXPECT_EQ(full.at("maximum"), "2");
     EXPECT_TRUE(full.retry_ms.has_value());
     EXPECT_EQ(KeepAlive(session), "OK");

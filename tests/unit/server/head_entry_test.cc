@@ -36,22 +36,6 @@ using observability::MonotonicNow;
 
 const Payload kRow = {{1, 2, 3}, {2}};
 
-class Places : public scheduler::WaitPlaces {
- public:
-  explicit Places(int most) : most_(most) {}
-  absl::Status Take() override {
-    if (taken_.fetch_add(1) < most_) return absl::OkStatus();
-    taken_.fetch_sub(1);
-    return MakeError(ErrorReason::kQueueFull, "no place is left");
-  }
-  void GiveBack() override { taken_.fetch_sub(1); }
-  int taken() const { return taken_.load(); }
-
- private:
-  const int most_;
-  std::atomic<int> taken_ = 0;
-};
-
 class HeadEntryTest : public ::testing::Test {
  protected:
   HeadEntryTest() {
@@ -150,19 +134,10 @@ TEST_F(HeadEntryTest, EveryCallBehindASaveEndsWithItsLimits) {
       {"Restore", [&](const WaitLimits& limits) { return head_->Restore(key_.epoch, *store_, "x", limits).status(); }},
   };
   std::thread saver = BeginSave();
-  Places none(0), one(1);
   for (const auto& [name, call] : calls) {
     SCOPED_TRACE(name);
-    WaitLimits limits = For(absl::Milliseconds(1));
-    limits.places = &one;
-    EXPECT_REASON(call(limits), kDeadlineExceeded);
-    limits = {absl::InfiniteFuture(), [] { return true; }};
-    limits.places = &one;
-    EXPECT_REASON(call(limits), kCancelled);
-    limits = AsLongAsItTakes();
-    limits.places = &none;
-    EXPECT_REASON(call(limits), kQueueFull);
-    EXPECT_EQ(one.taken(), 0);
+    EXPECT_REASON(call(For(absl::Milliseconds(1))), kDeadlineExceeded);
+    EXPECT_REASON(call(testing::CancelledWait()), kCancelled);
   }
   go_on_.Notify();
   saver.join();
@@ -171,26 +146,6 @@ TEST_F(HeadEntryTest, EveryCallBehindASaveEndsWithItsLimits) {
   EXPECT_EQ(head_->Describe().weight_version, before.weight_version);
   EXPECT_EQ(store_->List("default", "student")->size(), 1u);
   EXPECT_TRUE(*Commit(0));
-}
-
-TEST_F(HeadEntryTest, APlaceIsTakenByWhoWaitsAndForSoLong) {
-  Stage(0);
-  Stage(1);
-  Places places(1);
-  WaitLimits limits = AsLongAsItTakes();
-  limits.places = &places;
-  std::thread saver = BeginSave();
-  std::thread commits = RunUntilItSleeps([&] { EXPECT_OK(Commit(0, limits)); });
-  EXPECT_EQ(places.taken(), 1);
-  EXPECT_REASON(Commit(1, limits), kQueueFull);
-  go_on_.Notify();
-  saver.join();
-  commits.join();
-  EXPECT_EQ(places.taken(), 0);
-  // Who need not wait needs none.
-  Places none(0);
-  limits.places = &none;
-  EXPECT_OK(Commit(1, limits));
 }
 
 TEST_F(HeadEntryTest, WhoHasWaitedForFilesGoesBeforeTheNext) {
@@ -234,7 +189,8 @@ TEST_F(HeadEntryTest, ACallThatIsGivenUpBehindAComputationChangesNothing) {
   std::atomic<bool> is_given_up = false;
   std::thread computes = BeginComputation();
   std::thread commits = RunUntilItSleeps([&] {
-    EXPECT_REASON(Commit(0, {absl::InfiniteFuture(), [&] { return is_given_up.load(); }}), kCancelled);
+    scheduler::ThreadWaiter waiter([&] { return is_given_up.load(); });
+    EXPECT_REASON(Commit(0, {absl::InfiniteFuture(), &waiter}), kCancelled);
   });
   std::thread discards = RunUntilItSleeps(
       [&] { EXPECT_REASON(Head::Discard(targets_, 0, 0, std::nullopt, For(absl::Milliseconds(1))), kDeadlineExceeded); });

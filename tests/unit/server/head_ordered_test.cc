@@ -400,8 +400,8 @@ TEST_P(HeadOrderedTest, ATrainersOwnPartTakesItsTurn) {
   ASSERT_OK(Submit(head, 2));
   EXPECT_REASON(add(head), kOrderedWindowFull);
   EXPECT_FALSE(head->HasItsTurn(KeyOf(*head), 1));
-  EXPECT_OK(head->AwaitTurn(KeyOf(*head), 1, {}));  // no time to wait
-  EXPECT_REASON(head->AwaitTurn(KeyOf(*head), 1, {absl::InfiniteFuture(), [] { return true; }}), kCancelled);
+  EXPECT_OK(head->AwaitTurn(KeyOf(*head), 1, {absl::InfiniteFuture(), nullptr, absl::InfinitePast()}));  // no time to wait
+  EXPECT_REASON(head->AwaitTurn(KeyOf(*head), 1, testing::CancelledWait()), kCancelled);
   std::thread waiter([&] {
     EXPECT_OK(head->AwaitTurn(KeyOf(*head), 1, {absl::InfiniteFuture(), nullptr}));
     EXPECT_TRUE(*add(head));

@@ -270,7 +270,7 @@ TEST(HeadRegistryAttachTest, WaitsForAHeadThatIsBeingCreated) {
     return registry.Create(kName, SmallSpec(), IfExists::kAttachIfSameSpec, nullptr, limits);
   };
   EXPECT_REASON(attach({observability::MonotonicNow() + absl::Milliseconds(1), nullptr}), kDeadlineExceeded);
-  EXPECT_REASON(attach({absl::InfiniteFuture(), [] { return true; }}), kCancelled);
+  EXPECT_REASON(attach(testing::CancelledWait()), kCancelled);
   EXPECT_REASON(registry.Find(kName), kHeadNotFound);
   EXPECT_REASON(registry.Delete(kName, std::nullopt, true, nullptr), kHeadNotFound);
   EXPECT_TRUE(registry.ListAll().empty());

@@ -33,6 +33,12 @@ namespace headwater::testing {
 #define EXPECT_REASON(expression, reason) \
   EXPECT_EQ(::headwater::testing::ReasonOf(expression), ErrorReasonName(ErrorReason::reason))
 
+// Limits of a call whose client has gone.
+inline scheduler::WaitLimits CancelledWait() {
+  static scheduler::ThreadWaiter gone([] { return true; });
+  return {absl::InfiniteFuture(), &gone};
+}
+
 inline absl::Status ToStatus(const absl::Status& status) { return status; }
 template <typename T>
 absl::Status ToStatus(const absl::StatusOr<T>& result) {

@@ -567,10 +567,11 @@ TEST_F(HeadTransactionsTest, OnlyACallForTheNextStepWaits) {
   key.step = std::numeric_limits<int64_t>::min();
   EXPECT_OK(head_->AwaitStep(key, long_wait));
   key.step = 1;
-  EXPECT_OK(head_->AwaitStep(key, {}));  // its deadline is past
-  const WaitLimits short_wait = {observability::MonotonicNow() + absl::Milliseconds(1), nullptr};
-  EXPECT_OK(head_->AwaitStep(key, short_wait));
-  EXPECT_REASON(head_->AwaitStep(key, {absl::InfiniteFuture(), [] { return true; }}), kCancelled);
+  const absl::Time soon = observability::MonotonicNow() + absl::Milliseconds(1);
+  EXPECT_OK(head_->AwaitStep(key, {absl::InfiniteFuture(), nullptr, absl::InfinitePast()}));
+  EXPECT_OK(head_->AwaitStep(key, {absl::InfiniteFuture(), nullptr, soon}));
+  EXPECT_REASON(head_->AwaitStep(key, {soon}), kDeadlineExceeded);
+  EXPECT_REASON(head_->AwaitStep(key, testing::CancelledWait()), kCancelled);
   std::thread closer([&] {
     absl::SleepFor(absl::Milliseconds(20));
     EXPECT_OK(head_->DiscardGradient(KeyOf(*head_)));
@@ -583,7 +584,7 @@ TEST_F(HeadTransactionsTest, OnlyACallForTheNextStepWaits) {
 TEST_F(HeadTransactionsTest, ASealMayWaitForWhatIsMissingOrUndecided) {
   ASSERT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken2).Explicit().Run(engine_));
   EXPECT_REASON(head_->Seal(KeyOf(*head_), int64_t{2}), kMicroBatchMissing);
-  EXPECT_REASON(head_->Seal(KeyOf(*head_), int64_t{2}, {absl::InfiniteFuture(), [] { return true; }}), kCancelled);
+  EXPECT_REASON(head_->Seal(KeyOf(*head_), int64_t{2}, testing::CancelledWait()), kCancelled);
   std::thread late([&] {
     absl::SleepFor(absl::Milliseconds(20));
     EXPECT_OK(MicroBatchCall(head_, 0, 1, kRowOfToken4).Run(engine_));

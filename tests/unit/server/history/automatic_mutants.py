@@ -62,7 +62,7 @@ class Build:
         self.root = pathlib.Path(__file__).resolve().parents[4]
         self.out = self.build / "automatic_mutants"
         self.out.mkdir(exist_ok=True)
-        self.sources = [*sorted((self.root / "server/heads").glob("*.cc")), self.root / "server/scheduler/wait_limits.cc"]
+        self.sources = [*sorted((self.root / "server/heads").glob("*.cc")), self.root / "server/scheduler/waiting.cc"]
         if names:
             self.sources = [source for source in self.sources if source.name in names]
         self.commands = compile_commands(self.build)

@@ -282,8 +282,9 @@ absl::StatusOr<World::HeadPointer> World::Find(const Event& event, int head) con
 }
 
 absl::Status World::AwaitStep(const Event& event, const HeadPointer& head, const Target& target) const {
-  heads::WaitLimits limits;
-  if (event.cancel_waiting) limits.cancelled = [] { return true; };
+  scheduler::ThreadWaiter gone([] { return true; });
+  heads::WaitLimits limits = {absl::InfiniteFuture(), nullptr, absl::InfinitePast()};
+  if (event.cancel_waiting) limits = {absl::InfiniteFuture(), &gone};
   return head->AwaitStep(KeyOf(target), limits);
 }
 
