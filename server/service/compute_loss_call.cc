@@ -238,12 +238,12 @@ absl::Status ComputeLossCall::OnHeader(const v1::MicroBatchHeader& header) {
   HEADWATER_RETURN_IF_ERROR(FindRows());
   FillSubmission();
   HEADWATER_RETURN_IF_ERROR(AwaitSteps());
-  HEADWATER_RETURN_IF_ERROR(heads::Head::CheckSubmission(submission_));
+  HEADWATER_RETURN_IF_ERROR(heads::CheckSubmission(submission_));
   HEADWATER_RETURN_IF_ERROR(ReserveBytes());
   HEADWATER_RETURN_IF_ERROR(ClaimJoined());
   // The header is accepted: from here on a higher attempt takes effect.
   if (submission_.attempt > 0 && submission_.micro_batch.has_value()) {
-    HEADWATER_RETURN_IF_ERROR(heads::Head::Announce(submission_, limits_));
+    HEADWATER_RETURN_IF_ERROR(heads::Announce(submission_, limits_));
   }
   return PlaceRows();
 }
@@ -687,7 +687,8 @@ absl::Status ComputeLossCall::AwaitStart() {
       return MakeError(ErrorReason::kDeadlineExceeded, "the deadline passed while the rows came; nothing was added");
     }
     for (const heads::HeadUse& use : head_uses_) {
-      HEADWATER_RETURN_IF_ERROR(use->CheckThere());  // one that has been deleted keeps its memory as long as this call is there
+      HEADWATER_RETURN_IF_ERROR(
+          use->CheckEpoch(std::nullopt));  // one that has been deleted keeps its memory as long as this call is there
     }
     const absl::Time idle_end = exchange.last_row_time() + idle;
     if (now >= idle_end) {
@@ -729,11 +730,11 @@ absl::StatusOr<Digest> ComputeLossCall::DigestOfAll() {
 }
 
 absl::Status ComputeLossCall::AwaitFiles() {
-  if (!heads::Head::IsBehindFiles(submission_)) return absl::OkStatus();
+  if (!heads::IsBehindFiles(submission_)) return absl::OkStatus();
   place_.Release();  // nobody lets it begin first
   const RowExchange& exchange = transfer_->exchange();
   scheduler::ThreadWaiter waiter([&] { return !exchange.status().ok() || limits_.waiter->cancelled(); }, limits_.waiter->calls());
-  const absl::Status status = heads::Head::AwaitFiles(submission_, {limits_.deadline, &waiter});
+  const absl::Status status = heads::AwaitFiles(submission_, {limits_.deadline, &waiter});
   return !status.ok() && !exchange.status().ok() ? exchange.status() : status;
 }
 
@@ -746,12 +747,12 @@ absl::Status ComputeLossCall::Submit() {
         client_, scheduler::JobSizeOf(payload_->request.row_count),
         [&] {
           // While it waited for its turn files may have come between: others take the turn.
-          if (turns_left > 1 && heads::Head::IsBehindFiles(submission_)) return;
+          if (turns_left > 1 && heads::IsBehindFiles(submission_)) return;
           const observability::BusyClock::Work work(core_.busy);
           times_.engine_start = MonotonicNow();
           place_.Release();
           has_run = true;
-          outcome = heads::Head::Submit(submission_, *core_.engine, cancelled_);
+          outcome = heads::Submit(submission_, *core_.engine, cancelled_);
           times_.engine_end = MonotonicNow();
         },
         cancelled_, limits_.deadline);

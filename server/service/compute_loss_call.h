@@ -26,6 +26,7 @@
 #include "headwater/v1/loss_service.pb.h"
 #include "server/heads/head.h"
 #include "server/heads/session_registry.h"
+#include "server/heads/submit.h"
 #include "server/observability/call_trace.h"
 #include "server/observability/metrics.h"
 #include "server/scheduler/waiting.h"
@@ -111,7 +112,7 @@ class ComputeLossCall {
   // Why rows are missing, once their streams have ended: that a client is gone is known a moment later.
   absl::Status ExplainEnd(const absl::Status& status);
   absl::StatusOr<Digest> DigestOfAll();
-  // Head::AwaitFiles(), which the end of the transfer ends too.
+  // heads::AwaitFiles(), which the end of the transfer ends too.
   absl::Status AwaitFiles();
   absl::Status Submit();
   absl::Status AwaitGradSent();

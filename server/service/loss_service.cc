@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include "server/heads/decide.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/service/compute_loss_stream.h"
 #include "server/service/field_check.h"
@@ -65,9 +66,8 @@ grpc::ServerUnaryReactor* LossServiceImpl::CommitMicroBatch(grpc::CallbackServer
     HEADWATER_ASSIGN_OR_RETURN(auto decision, DecodeCommit(*request, core_.options.limits));
     return Decide(core_, scope, decision, [&](const std::vector<heads::DecisionTarget>& targets) {
       const absl::Time start = observability::MonotonicNow();
-      HEADWATER_ASSIGN_OR_RETURN(
-          auto committed, heads::Head::Commit(targets, decision.micro_batch, decision.attempt, decision.arguments, decision.session,
-                                              &core_.busy, scope.wait_limits()));
+      HEADWATER_ASSIGN_OR_RETURN(auto committed, heads::Commit(targets, decision.micro_batch, decision.attempt, decision.arguments,
+                                                               decision.session, &core_.busy, scope.wait_limits()));
       const absl::Time end = observability::MonotonicNow();
       if (scope.trace() != nullptr) scope.trace()->AddSpan("commit", "commit", start, end);
       if (committed) {
@@ -86,8 +86,8 @@ grpc::ServerUnaryReactor* LossServiceImpl::DiscardMicroBatch(grpc::CallbackServe
   return UnaryCall::Start(entrance_, context, RpcMethod::kDiscardMicroBatch, [=, this](RpcScope& scope) -> absl::Status {
     HEADWATER_ASSIGN_OR_RETURN(auto decision, DecodeDiscard(*request, core_.options.limits));
     return Decide(core_, scope, decision, [&](const std::vector<heads::DecisionTarget>& targets) {
-      HEADWATER_ASSIGN_OR_RETURN(auto dropped, heads::Head::Discard(targets, decision.micro_batch, decision.attempt,
-                                                                    decision.session, scope.wait_limits()));
+      HEADWATER_ASSIGN_OR_RETURN(
+          auto dropped, heads::Discard(targets, decision.micro_batch, decision.attempt, decision.session, scope.wait_limits()));
       if (dropped) core_.metrics.CountMicroBatch(observability::MicroBatchOutcome::kDiscarded);
       response->set_dropped(dropped);
       return absl::OkStatus();
