@@ -62,7 +62,7 @@ void StayJoined(const group::LeaderAddress& leader, group::WorkerOptions worker)
   while (!IsEnding()) {
     const std::string ended(group::JoinLeader(leader, worker).message());
     if (std::exchange(is_member, false)) --Members();
-    if (IsEnding()) return;
+    if (IsEnding()) return WakeMainThread();
     if (ended != last) {
       observability::Log(observability::LogLevel::kWarning, "left_group",
                          {{"rank_of_process", int64_t{worker.process_index}}, {"message", ended}});
@@ -75,10 +75,10 @@ void StayJoined(const group::LeaderAddress& leader, group::WorkerOptions worker)
 
 // Until no rank of the worker is in a group any more; no longer than --drain_timeout, nor beyond another signal of an operator's.
 void AwaitLeave(const sigset_t& signals) {
-  constexpr timespec kLook = {0, 50'000'000};
   const absl::Time deadline = observability::MonotonicNow() + absl::GetFlag(FLAGS_drain_timeout);
-  while (Members() > 0 && observability::MonotonicNow() < deadline) {
-    if (IsEndSignal(sigtimedwait(&signals, nullptr, &kLook))) return;
+  for (absl::Duration left; Members() > 0 && (left = deadline - observability::MonotonicNow()) > absl::ZeroDuration();) {
+    const timespec wait = absl::ToTimespec(std::min(left, absl::Hours(1)));
+    if (IsEndSignal(sigtimedwait(&signals, nullptr, &wait))) return;  // the last member's end wakes it, too
   }
 }
 

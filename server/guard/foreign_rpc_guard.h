@@ -1,5 +1,5 @@
 // ForeignRpcGuard: access to the services that gRPC brings along (health, reflection), whose handlers are not ours. Our own
-// services pass service::RpcScope::Authorize() instead, which reports more. Bounds the watches of the health
+// services pass service::RpcScope::Begin() instead, which reports more. Bounds the watches of the health
 // (Limits::max_health_watches) of each group of ports: a watch never ends by itself, and needs no token.
 #ifndef HEADWATER_SERVER_GUARD_FOREIGN_RPC_GUARD_H_
 #define HEADWATER_SERVER_GUARD_FOREIGN_RPC_GUARD_H_

@@ -16,11 +16,11 @@ absl::StatusOr<CommitFactor> ToCommitFactor(const CommitArguments& arguments);
 // Whether an engine will take held rows times these: kShapeMismatch, kInvalidField, kInvalidCombination.
 absl::Status CheckCommit(const CommitArguments& arguments, const HeldRows& held);
 
-// Computes held rows once more and adds them to the accumulators. Needs the compute locks of all heads concerned.
+// Computes held rows once more and adds them to the accumulators. By an operation that is admitted to all heads concerned.
 absl::Status AddHeld(HeldRows held, const CommitArguments& arguments, LossEngine& engine);
 
-// Adds a contribution that is staged, or one that is held if CheckCommit() takes the arguments. Needs the compute locks of all
-// heads concerned.
+// Adds a contribution that is staged, or one that is held if CheckCommit() takes the arguments. By an
+// operation that is admitted to all heads concerned.
 absl::Status AddPending(const PendingContribution& pending, const CommitArguments& arguments, LossEngine& engine);
 
 }  // namespace headwater::heads

@@ -4,264 +4,143 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
-#include "server/heads/compute_locks.h"
+#include "server/heads/head_core.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
 
 absl::StatusOr<std::shared_ptr<Head>> Head::Create(const HeadName& name, const HeadSpec& spec, LossEngine& engine,
-                                                   const HeadLimits& limits) {
-  absl::StatusOr<std::unique_ptr<EngineHead>> engine_head = engine.CreateHead(spec);
-  if (!engine_head.ok()) return engine_head.status();
-  return std::shared_ptr<Head>(new Head(name, spec, limits, engine, *std::move(engine_head)));
+                                                   const HeadLimits& limits, scheduler::Sequencer& sequencer) {
+  absl::StatusOr<std::unique_ptr<EngineHead>> on_engine = engine.CreateHead(spec);
+  if (!on_engine.ok()) return on_engine.status();
+  return std::shared_ptr<Head>(new Head(std::make_unique<HeadCore>(name, spec, limits, engine, sequencer, *std::move(on_engine))));
 }
 
-Head::Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits, LossEngine& engine,
-           std::unique_ptr<EngineHead> engine_head)
-    : name_(name),
-      spec_(spec),
-      limits_(limits),
-      create_time_(absl::Now()),
-      engine_(engine),
-      last_use_nanos_(absl::ToUnixNanos(create_time_)),
-      gate_(name),
-      engine_head_(std::move(engine_head)),
-      tensors_(name_, spec_, engine_, *engine_head_),
-      steps_(name_, spec_, limits_),
-      weights_(spec.has_bias),
-      epoch_(NewEpoch()) {}
+Head::Head(std::unique_ptr<HeadCore> core) : core_(std::move(core)), last_use_nanos_(absl::ToUnixNanos(core_->create_time)) {}
 
 Head::~Head() {
-  absl::MutexLock state_lock(&state_mutex_);
-  steps_.DropAll();
+  const Turn turn(core_->sequencer);
+  core_->steps.DropAll();
 }
 
-// ---- what every call begins with -------------------------------------------------------------------------------------
+const HeadName& Head::name() const { return core_->name; }
 
-absl::Status Head::EpochError(const Epoch& epoch) const {
-  ErrorMetadata metadata = {{"expected", EpochToHex(epoch_)}, {"actual", EpochToHex(epoch)}, {"headEpoch", EpochToHex(epoch_)}};
-  if (spec_.trainable) {
-    metadata["openStep"] = absl::StrCat(steps_.open().step);
-    metadata["checkpoints"] = steps_.ledger().checkpoints();
-  }
-  return MakeError(
-      ErrorReason::kEpochFenced,
-      absl::StrCat("another run owns ", name_.ToString(),
-                   " now: since this client opened the head, it was taken over, restored or created anew, or its weights were set. "
-                   "Stop, or open the head again, take it, and start the step over"),
-      std::move(metadata));
-}
+const HeadSpec& Head::spec() const { return core_->spec; }
 
-absl::Status Head::LostError() const {
-  const std::string& checkpoints = steps_.ledger().checkpoints();
-  ErrorMetadata metadata = {{"head", name_.ToString()},
-                            {"headEpoch", EpochToHex(epoch_)},
-                            {"openStep", absl::StrCat(steps_.open().step)},
-                            {"checkpoints", checkpoints}};
-  if (state_ == HeadState::kLost) {
-    return MakeError(ErrorReason::kStepLost,
-                     absl::StrCat(name_.ToString(), " is lost since the engine failed (", lost_cause_,
-                                  "); restore a checkpoint or set its weights again"),
-                     std::move(metadata));
-  }
-  metadata["restoredStep"] = absl::StrCat(steps_.open().step);
-  metadata["checkpoint"] = restored_checkpoint_;
-  return MakeError(
-      ErrorReason::kStepLost,
-      absl::StrCat("the server has been started again: ", name_.ToString(), " came back at step ", steps_.open().step,
-                   " from checkpoint ", restored_checkpoint_,
-                   "; take the head to go on from there, or restore one of its checkpoints, with their steps ", checkpoints),
-      std::move(metadata));
-}
-
-absl::Status Head::Check(const Epoch* epoch, Need need, bool for_step) const {
-  steps_.Settle();
-  if (retired_) return HeadDeleted(name_);
-  if (for_step && !spec_.trainable) {
-    return MakeError(ErrorReason::kHeadNotTrainable, absl::StrCat(name_.ToString(), " is frozen: it has no steps"),
-                     {{"head", name_.ToString()}});
-  }
-  if (state_ == HeadState::kRestored && epoch != nullptr && (need != Need::kAnyState || *epoch != epoch_)) return LostError();
-  if (epoch != nullptr && *epoch != epoch_) return EpochError(*epoch);
-  if (need != Need::kAnyState && state_ == HeadState::kLost) return LostError();
-  if (need == Need::kReady && state_ == HeadState::kLoading) {
-    const char* missing = weights_.has_weight() ? "bias" : "weight";
-    return MakeError(ErrorReason::kWeightsNotLoaded, absl::StrCat(name_.ToString(), " has no ", missing, " yet"),
-                     {{"head", name_.ToString()}, {"missing", missing}});
-  }
-  return absl::OkStatus();
-}
-
-absl::Status Head::LockAndCheck(const Epoch* epoch, Need need, bool for_step) const {
-  absl::MutexLock state_lock(&state_mutex_);
-  return Check(epoch, need, for_step);
-}
-
-absl::Status Head::CheckOpenStep(const StepKey& key) const {
-  absl::MutexLock state_lock(&state_mutex_);
-  if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-  if (absl::Status status = steps_.ledger().CheckStep(key.step); !status.ok()) return status;
-  return steps_.CheckNothingWaits();
-}
-
-absl::Status Head::CheckEpoch(const Epoch& epoch) const { return LockAndCheck(&epoch, Need::kAnyState, false); }
-
-absl::Status Head::CheckThere() const { return LockAndCheck(nullptr, Need::kAnyState, false); }
-
-std::vector<HeadGate*> Head::GatesOf(const std::set<Head*, std::less<>>& heads) {
-  std::vector<HeadGate*> gates;
-  for (Head* head : heads) gates.push_back(&head->gate_);
-  return gates;
-}
+int64_t Head::token_chunk_rows() const { return core_->on_engine->plan().token_chunk_rows; }
 
 HeadInfo Head::Describe() const {
-  absl::MutexLock state_lock(&state_mutex_);
-  return DescribeLocked();
+  const Turn turn(core_->sequencer);
+  return core_->Describe();
 }
 
-HeadInfo Head::DescribeLocked() const {
-  HeadInfo info;
-  info.name = name_;
-  info.spec = spec_;
-  info.shards.assign(engine_head_->shards().begin(), engine_head_->shards().end());
-  info.plan = engine_head_->plan();
-  info.create_time = create_time_;
-  info.epoch = epoch_;
-  info.recovers_epochs = recovers_epochs_;
-  info.state = state_;
-  info.weight_version = weights_.version();
-  if (spec_.trainable) info.open_step = steps_.open().step;
-  info.waiting_count = steps_.waiting_count();
-  if (spec_.trainable) info.unsaved_since = weights_.unsaved_since();
-  info.weight_checksum = weights_.checksum();
-  info.restore_note = restore_note_;
-  if (state_ == HeadState::kRestored) info.restored_checkpoint = restored_checkpoint_;
-  return info;
+absl::Status Head::CheckEpoch(const std::optional<Epoch>& epoch) const {
+  const Turn turn(core_->sequencer);
+  return core_->Check(epoch.has_value() ? &*epoch : nullptr, Need::kAnyState, false);
 }
 
-void Head::Touch(absl::Time now) { last_use_nanos_.store(absl::ToUnixNanos(now), std::memory_order_relaxed); }
+// ---- waits -----------------------------------------------------------------------------------------------------------
 
-absl::Time Head::last_use() const { return absl::FromUnixNanos(last_use_nanos_.load(std::memory_order_relaxed)); }
+namespace {
+
+// The end of a wait that the call itself may come after: OK if only the time for the step is over.
+absl::Status AfterWait(const absl::Status& status, const WaitLimits& limits) {
+  const bool is_late = HasReason(status, ErrorReason::kDeadlineExceeded);
+  return is_late && observability::MonotonicNow() < limits.deadline ? absl::OkStatus() : status;
+}
+
+}  // namespace
 
 absl::Status Head::AwaitStep(const StepKey& key, const WaitLimits& limits) {
-  absl::MutexLock state_lock(&state_mutex_);
-  while (!retired_ && state_ == HeadState::kReady && key.epoch == epoch_ && key.step > 0 && key.step - 1 == steps_.open().step) {
-    const scheduler::Waited waited = WaitForChange(limits);
-    if (waited == scheduler::Waited::kCancelled) {
-      return MakeError(ErrorReason::kCancelled, absl::StrCat("the call was cancelled while it waited for step ", key.step));
-    }
-    if (waited == scheduler::Waited::kTooLong) break;
+  HeadCore& core = *core_;
+  const Turn turn(core.sequencer);
+  while (!core.retired && core.state == HeadState::kReady && key.epoch == core.epoch && key.step > 0 &&
+         key.step - 1 == core.steps.open().step) {
+    absl::Status status = Wait(core.step_changed, core.sequencer.mutex(), limits.ForStep(), "waited for its step");
+    if (!status.ok()) return AfterWait(status, limits);
   }
   return absl::OkStatus();
 }
 
-// ---- loss of the head, its taking over, and its end ------------------------------------------------------------------
-
-absl::Status Head::AfterChange(const absl::Status& status) {
-  if (IsEngineFailure(status)) MarkLost(status);
-  return status;
+absl::Status Head::AwaitTurn(const StepKey& key, int64_t micro_batch, const WaitLimits& limits) const {
+  HeadCore& core = *core_;
+  const Turn turn(core.sequencer);
+  while (!core.IsItsTurn(key, micro_batch)) {
+    absl::Status status = Wait(core.micro_batch_changed, core.sequencer.mutex(), limits.ForStep(), "waited for its turn");
+    if (!status.ok()) return AfterWait(status, limits);
+  }
+  return absl::OkStatus();
 }
 
-void Head::MarkLost(const absl::Status& cause) {
-  absl::MutexLock state_lock(&state_mutex_);
-  steps_.Reset(steps_.open().step);
-  weights_.Forget();
-  state_ = HeadState::kLost;
-  lost_cause_ = std::string(cause.message());
-  changed_.SignalAll();
-}
-
-void Head::StartAfresh(int64_t step) {
-  steps_.Reset(step);
-  weights_.EndStep();
-  epoch_ = NewEpoch();
-  recovers_epochs_.clear();
-  state_ = HeadState::kReady;
-  lost_cause_.clear();
-  restored_checkpoint_.clear();
-  changed_.SignalAll();
-}
+// ---- its taking over, and its end ------------------------------------------------------------------------------------
 
 absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch, std::vector<Epoch> recovers_epochs,
                                     const WaitLimits& limits) {
-  const HeadGate::Entry entry(gate_, limits);
-  if (!entry.status().ok()) return entry.status();
-  absl::MutexLock compute_lock(&compute_mutex_);
-  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
+  HeadCore& core = *core_;
+  const absl::StatusOr<scheduler::Admission> admission = core.Admit(kChangesGradient, limits);
+  if (!admission.ok()) return admission.status();
   {
-    absl::MutexLock state_lock(&state_mutex_);
-    if (absl::Status status = Check(nullptr, Need::kNotLost, true); !status.ok()) return status;
-    if (epoch.has_value() && *epoch != epoch_) return EpochError(*epoch);
+    const Turn turn(core.sequencer);
+    if (absl::Status status = core.Check(nullptr, Need::kNotLost, true); !status.ok()) return status;
+    if (epoch.has_value() && *epoch != core.epoch) return core.EpochError(*epoch);
   }
-  if (absl::Status status = AfterChange(engine_head_->ZeroGradient()); !status.ok()) return status;
-  absl::MutexLock state_lock(&state_mutex_);
-  StartAfresh(steps_.open().step);
-  recovers_epochs_ = std::move(recovers_epochs);
-  if (!weights_.HasAllTensors()) state_ = HeadState::kLoading;
-  return DescribeLocked();
-}
-
-bool Head::InUseLocked() const {
-  steps_.Settle();
-  return running_calls_ > 0 || use_count_ > 0 || steps_.HasContributions();
+  if (absl::Status status = core.AfterChange(core.on_engine->ZeroGradient()); !status.ok()) return status;
+  const Turn turn(core.sequencer);
+  core.StartAfresh(core.steps.open().step);
+  core.recovers_epochs = std::move(recovers_epochs);
+  if (!core.weights.HasAllTensors()) core.state = HeadState::kLoading;
+  return core.Describe();
 }
 
 bool Head::InUse() const {
-  absl::MutexLock state_lock(&state_mutex_);
-  return InUseLocked();
+  const Turn turn(core_->sequencer);
+  return core_->InUse();
 }
 
-bool Head::HasUses() const {
-  absl::MutexLock state_lock(&state_mutex_);
-  return use_count_ > 0;
-}
-
-void Head::CountUse(int64_t change) {
-  absl::MutexLock state_lock(&state_mutex_);
-  use_count_ += change;
-}
-
-void Head::MarkRetired() {
-  retired_ = true;
-  gate_.Close();
-  changed_.SignalAll();
+int64_t Head::CountUses(int64_t change) const {
+  const Turn turn(core_->sequencer);
+  return core_->use_count += change;
 }
 
 void Head::Retire() {
+  HeadCore& core = *core_;
   {
-    absl::MutexLock state_lock(&state_mutex_);
-    MarkRetired();
+    const Turn turn(core.sequencer);
+    core.MarkRetired();
   }
-  // Whoever computes now finishes first; whoever waits finds the head retired.
-  absl::MutexLock compute_lock(&compute_mutex_);
-  absl::MutexLock state_lock(&state_mutex_);
-  steps_.DropAll();
-  weights_.EndStep();
+  // The calls that use it finish first; those that wait find it retired.
+  const auto needs = [&core] { return scheduler::Needs{{core.record, kWritesWeights}}; };
+  const auto admission = core.sequencer.Acquire(needs, AsLongAsItTakes(), kWaitsForHead);
+  const Turn turn(core.sequencer);
+  core.steps.DropAll();
+  core.weights.EndStep();
 }
 
 absl::Status Head::TryRetire(const std::optional<Epoch>& epoch, bool force) {
-  absl::MutexLock state_lock(&state_mutex_);
-  if (absl::Status status = Check(epoch.has_value() ? &*epoch : nullptr, Need::kAnyState, false); !status.ok()) return status;
-  if (!force && InUseLocked()) {
-    const StepTotals totals = steps_.open().Totals();
-    const int64_t running_calls = std::max(running_calls_, use_count_);  // who submits for a client has a use of it as well
+  HeadCore& core = *core_;
+  const Turn turn(core.sequencer);
+  if (absl::Status status = CheckEpoch(epoch); !status.ok()) return status;
+  if (!force && core.InUse()) {
+    const StepTotals totals = core.steps.open().Totals();
+    // Who submits for a client has a use of it as well.
+    const int64_t running_calls = std::max(core.running_calls, core.use_count);
     return MakeError(ErrorReason::kHeadInUse,
-                     absl::StrCat(name_.ToString(), " is in use: ", running_calls, " running calls, ", totals.micro_batch_count,
-                                  " committed micro-batches in step ", steps_.open().step, "; force deletes it nevertheless"),
-                     {{"head", name_.ToString()},
-                      {"openStep", absl::StrCat(steps_.open().step)},
+                     absl::StrCat(core.name.ToString(), " is in use: ", running_calls, " running calls, ", totals.micro_batch_count,
+                                  " committed micro-batches in step ", core.steps.open().step, "; force deletes it nevertheless"),
+                     {{"head", core.name.ToString()},
+                      {"openStep", absl::StrCat(core.steps.open().step)},
                       {"runningCalls", absl::StrCat(running_calls)},
                       {"committed", absl::StrCat(totals.micro_batch_count)}});
   }
-  MarkRetired();
+  core.MarkRetired();
   return absl::OkStatus();
 }
 
 // ---- who uses it -----------------------------------------------------------------------------------------------------
 
 HeadUse::HeadUse(std::shared_ptr<Head> head) : head_(std::move(head)) {
-  if (head_ != nullptr) head_->CountUse(1);
+  if (head_ != nullptr) head_->CountUses(1);
 }
 
 HeadUse& HeadUse::operator=(HeadUse&& other) noexcept {
@@ -275,7 +154,7 @@ HeadUse::~HeadUse() { End(); }
 
 void HeadUse::End() {
   if (head_ == nullptr) return;
-  head_->CountUse(-1);
+  head_->CountUses(-1);
   head_.reset();
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
@@ -79,7 +80,7 @@ absl::Status HeadRegistry::Reserve(const HeadName& name, const absl::StatusOr<in
   if (!planned_bytes.ok()) return planned_bytes.status();
   std::erase_if(departed_, [](const Departed& departed) {
     const std::shared_ptr<Head> head = departed.head.lock();
-    return head == nullptr || !head->HasUses();
+    return head == nullptr || head->CountUses(0) == 0;
   });
   const std::string prefix = TenantPrefix(name.tenant);
   int64_t tenant_heads = 0;
@@ -126,7 +127,7 @@ void HeadRegistry::Settle(const std::string& full_name, std::shared_ptr<Head> he
     head->Touch(clock_());
     heads_[full_name].head = std::move(head);
   }
-  settled_.SignalAll();
+  settled_.WakeAll();
 }
 
 absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name, const HeadSpec& spec, IfExists if_exists,
@@ -134,7 +135,6 @@ absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name,
   const std::string full_name = name.ToString();
   const absl::StatusOr<int64_t> planned_bytes = PlannedBytes(spec);
   {
-    scheduler::WaitPlace place(limits.places);
     absl::MutexLock lock(&mutex_);
     for (auto found = heads_.find(full_name); found != heads_.end(); found = heads_.find(full_name)) {
       const Entry& entry = found->second;
@@ -146,21 +146,14 @@ absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name,
         entry.head->Touch(clock_());
         return Created{entry.head, false};
       }
-      if (absl::Status status = place.Take(); !status.ok()) return status;
-      const absl::Duration left = limits.deadline - observability::MonotonicNow();
-      const bool is_late = left <= absl::ZeroDuration();
-      if (is_late || (limits.cancelled != nullptr && limits.cancelled())) {
-        return MakeError(is_late ? ErrorReason::kDeadlineExceeded : ErrorReason::kCancelled,
-                         absl::StrCat(is_late ? "the deadline passed" : "the call was cancelled", " while ", full_name,
-                                      " was being created or deleted; nothing was made"));
-      }
-      settled_.WaitWithTimeout(&mutex_, std::min(left, scheduler::kWaitInterval));
+      absl::Status status = Wait(settled_, mutex_, limits, "waited for a head of that name that was being created or deleted");
+      if (!status.ok()) return status;
     }
     if (absl::Status status = Reserve(name, planned_bytes); !status.ok()) return status;
   }
   std::shared_ptr<Head> made;  // null: the name is free again
   const absl::Cleanup settle = [&] { Settle(full_name, made); };
-  absl::StatusOr<std::shared_ptr<Head>> head = Head::Create(name, spec, engine_, head_limits_);
+  absl::StatusOr<std::shared_ptr<Head>> head = Head::Create(name, spec, engine_, head_limits_, sequencer_);
   if (!head.ok()) return head.status();
   // Once there is a new head, and before anybody can call it: a creation that is refused leaves the former head what it can come
   // back from.
@@ -297,38 +290,41 @@ std::vector<HeadName> HeadRegistry::ExpireIdle(absl::Duration timeout, checkpoin
 std::vector<std::pair<HeadName, absl::Status>> HeadRegistry::SaveChanged(checkpoint::CheckpointStore& store,
                                                                          const std::string& checkpoint_name, absl::Time deadline) {
   std::vector<std::pair<HeadName, absl::Status>> outcomes;
-  std::vector<std::shared_ptr<Head>> left = ListAll();
-  // In rounds: whoever waits for one that is busy would lose those behind it, which are free, when time is up.
-  while (true) {
-    std::erase_if(left, [&](const std::shared_ptr<Head>& head) {
-      const std::optional<absl::StatusOr<bool>> saved = head->TrySaveIfChanged(store, checkpoint_name, deadline);
-      if (!saved.has_value()) return false;
-      if (!saved->ok() || **saved) outcomes.emplace_back(head->name(), saved->status());
-      return true;
-    });
-    if (left.empty()) return outcomes;
-    if (observability::MonotonicNow() >= deadline) break;
-    absl::SleepFor(scheduler::kWaitInterval);
+  const auto add = [&outcomes](const Head& head, const absl::StatusOr<bool>& saved) {
+    if (!saved.ok() || *saved) outcomes.emplace_back(head.name(), saved.status());
+  };
+  std::vector<std::shared_ptr<Head>> written;
+  for (std::shared_ptr<Head>& head : ListAll()) {
+    const absl::StatusOr<bool> saved = head->SaveIfChanged(store, checkpoint_name, deadline, /*waits=*/false);
+    if (HasReason(saved.status(), ErrorReason::kDeadlineExceeded) && observability::MonotonicNow() < deadline) {
+      written.push_back(std::move(head));
+    } else {
+      add(*head, saved);
+    }
   }
-  for (const std::shared_ptr<Head>& head : left) {
-    outcomes.emplace_back(head->name(), MakeError(ErrorReason::kDeadlineExceeded,
-                                                  absl::StrCat("calls on ", head->name().ToString(), " are still being computed")));
+  // A thread for each: one whose weights are written for long keeps no other waiting.
+  std::vector<absl::StatusOr<bool>> saved(written.size());
+  std::vector<std::thread> savers;
+  for (size_t i = 0; i < written.size(); ++i) {
+    savers.emplace_back([&, i] { saved[i] = written[i]->SaveIfChanged(store, checkpoint_name, deadline, /*waits=*/true); });
   }
+  for (std::thread& saver : savers) saver.join();
+  for (size_t i = 0; i < written.size(); ++i) add(*written[i], saved[i]);
   return outcomes;
 }
 
 // ---- coming back -----------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Head> HeadRegistry::BringBack(const std::vector<checkpoint::CheckpointInfo>& newest_first,
-                                              checkpoint::CheckpointStore& store, Comeback& comeback) const {
+                                              checkpoint::CheckpointStore& store, Comeback& comeback) {
   for (const checkpoint::CheckpointInfo& info : newest_first) {
     // A new head each time: nothing stays of one that could not be loaded.
-    absl::StatusOr<std::shared_ptr<Head>> head = Head::Create(comeback.name, info.spec, engine_, head_limits_);
+    absl::StatusOr<std::shared_ptr<Head>> head = Head::Create(comeback.name, info.spec, engine_, head_limits_, sequencer_);
     if (!head.ok()) {
       AddNote(absl::StrCat("the head cannot be created: ", std::string(head.status().message())), comeback.note);
       return nullptr;
     }
-    const absl::Status status = (*head)->ComeBack(store, info.name);
+    const absl::Status status = (*head)->Restore({}, store, info.name, AsLongAsItTakes(), /*comes_back=*/true).status();
     if (status.ok()) {
       comeback.checkpoint = info.name;
       if (const std::string note = (*head)->Describe().restore_note; !note.empty()) AddNote(note, comeback.note);

@@ -52,8 +52,8 @@ class HeadRegistry {
   // kHeadAlreadyExists, kHeadSpecMismatch (with the first field that differs, `initial_step` apart), kQuotaExceeded, and what the
   // engine says. The name is taken at once; until the head is allocated, which does not hold up other calls, it is not found.
   // Attaching waits for that, and creates the head itself if it comes to nothing; every creation waits for a head of that name that
-  // is being deleted. Both wait as long as `limits` allow: then it is kDeadlineExceeded, kCancelled or what WaitLimits::places
-  // says, and no head is made. Attaching counts as a use of the head. A head that is made is a new one to `store` (null: none),
+  // is being deleted. Both wait as long as `limits` allow: then the error is
+  // Wait()'s, and no head is made. Attaching counts as a use of the head. A head that is made is a new one to `store` (null: none),
   // even where a former one of its name was saved and never deleted, because it was not brought back:
   // CheckpointStore::BeginAnew(), whose error comes back if that fails, and no head is made.
   absl::StatusOr<Created> Create(const HeadName& name, const HeadSpec& spec, IfExists if_exists = IfExists::kFail,
@@ -95,14 +95,15 @@ class HeadRegistry {
       checkpoint::CheckpointStore& store, const std::function<bool()>& cancelled = [] { return false; });
 
   // Saves every READY head that has changed since it was last saved, as `checkpoint_name`, replacing an older one of that name.
-  // Those that calls compute on come last, as soon as they are free: they keep no other waiting. None is begun after `deadline`,
-  // which observability::MonotonicNow() tells.
+  // Those whose weights are being written come last, as soon as they are free: they keep no other waiting. None is begun after
+  // `deadline`, which observability::MonotonicNow() tells.
   // For each that was saved, or could not be: its name, and how that went.
   std::vector<std::pair<HeadName, absl::Status>> SaveChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
                                                              absl::Time deadline);
 
   int64_t size() const;  // heads being created and deleted included
   LossEngine& engine() const { return engine_; }
+  scheduler::Sequencer& sequencer() { return sequencer_; }
 
  private:
   // A head that has been deleted, and counts as long as calls use it.
@@ -138,14 +139,15 @@ class HeadRegistry {
   bool TryExpire(const std::shared_ptr<Head>& head, absl::Duration timeout, checkpoint::CheckpointStore* store, bool save_first);
   // The head at its newest whole checkpoint, or null. The name has been reserved.
   std::shared_ptr<Head> BringBack(const std::vector<checkpoint::CheckpointInfo>& newest_first, checkpoint::CheckpointStore& store,
-                                  Comeback& comeback) const;
+                                  Comeback& comeback);
 
+  scheduler::Sequencer sequencer_;  // first: the heads need it to their ends
   LossEngine& engine_;
   const RegistryLimits limits_;
   const HeadLimits head_limits_;
   const std::function<absl::Time()> clock_;
   mutable absl::Mutex mutex_;
-  absl::CondVar settled_;                  // a head that was being created or deleted is there, or is not
+  scheduler::WaitList settled_;            // a head that was being created or deleted is there, or is not
   Entries heads_ ABSL_GUARDED_BY(mutex_);  // by full name
   std::vector<Departed> departed_ ABSL_GUARDED_BY(mutex_);
 };

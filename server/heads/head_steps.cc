@@ -6,8 +6,8 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/apply_arguments.h"
-#include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
+#include "server/heads/head_core.h"
 
 namespace headwater::heads {
 namespace {
@@ -15,97 +15,45 @@ namespace {
 // PyTorch's clip_grad_norm_ adds this to the norm.
 constexpr double kClipEpsilon = 1e-6;
 
-}  // namespace
-
-absl::StatusOr<std::pair<StepRecord, std::optional<StepRecord>>> Head::GetSteps(const Epoch& epoch) const {
-  absl::MutexLock state_lock(&state_mutex_);
-  if (absl::Status status = Check(&epoch, Need::kNotLost, true); !status.ok()) return status;
-  return std::make_pair(steps_.open(), steps_.ledger().last_closed());
+// What a call on the gradient of the open or sealed step checks.
+absl::Status CheckOpenStep(HeadCore& core, const StepKey& key) {
+  const Turn turn(core.sequencer);
+  if (absl::Status status = core.Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
+  if (absl::Status status = core.steps.ledger().CheckStep(key.step); !status.ok()) return status;
+  return core.steps.CheckNothingWaits();
 }
 
-bool Head::TakesMicroBatches(const StepKey& key) const {
-  absl::MutexLock state_lock(&state_mutex_);
-  return !retired_ && state_ == HeadState::kReady && key.epoch == epoch_ && key.step == steps_.open().step &&
-         steps_.open().state == StepState::kOpen;
-}
-
-absl::Status Head::AwaitMicroBatches(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& limits) const {
-  absl::MutexLock state_lock(&state_mutex_);
+// Waits while micro-batches that Seal() needs are missing or undecided. OK when there is nothing to wait for, and at the deadline.
+absl::Status AwaitMicroBatches(HeadCore& core, const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& limits) {
+  const Turn turn(core.sequencer);
   while (true) {
-    if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-    const absl::Status complete = steps_.ledger().CheckSeal(key.step, expected);
+    if (absl::Status status = core.Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
+    const absl::Status complete = core.steps.ledger().CheckSeal(key.step, expected);
     const bool lacks_some =
         HasReason(complete, ErrorReason::kMicroBatchMissing) || HasReason(complete, ErrorReason::kMicroBatchUncommitted);
     // To a sealed step, by another expectation perhaps, nothing can come any more.
-    if (!lacks_some || steps_.open().state != StepState::kOpen) return absl::OkStatus();
-    const scheduler::Waited waited = WaitForChange(limits);
-    if (waited == scheduler::Waited::kCancelled) {
-      return MakeError(ErrorReason::kCancelled, absl::StrCat("the call was cancelled while step ", key.step, " was incomplete"));
-    }
-    if (waited == scheduler::Waited::kTooLong) return absl::OkStatus();
+    if (!lacks_some || core.steps.open().state != StepState::kOpen) return absl::OkStatus();
+    const absl::Status waited =
+        Wait(core.micro_batch_changed, core.sequencer.mutex(), limits, "waited for micro-batches of its step");
+    if (!waited.ok()) return HasReason(waited, ErrorReason::kDeadlineExceeded) ? absl::OkStatus() : waited;
   }
 }
 
-absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& wait,
-                                     const WaitLimits& limits) {
-  if (absl::Status status = AwaitMicroBatches(key, expected, wait); !status.ok()) return status;
-  std::optional<bool> sealed_first;
-  while (true) {
-    {
-      const HeadGate::Entry entry(gate_, limits);
-      if (!entry.status().ok()) return entry.status();
-      absl::MutexLock compute_lock(&compute_mutex_);
-      if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
-      SealReply reply;
-      bool waits = false;
-      {
-        absl::MutexLock state_lock(&state_mutex_);
-        if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-        absl::StatusOr<bool> sealed_now = steps_.ledger().Seal(key.step, expected);
-        if (!sealed_now.ok()) return sealed_now.status();
-        if (!sealed_first.has_value()) sealed_first = *sealed_now;
-        reply.replayed = !*sealed_first;
-        reply.totals = steps_.open().Totals();
-        waits = steps_.waiting_count() > 0;
-        changed_.SignalAll();
-      }
-      // If this, or what follows, fails the step is sealed nevertheless, and the same call again tells the rest.
-      if (!waits) {
-        absl::StatusOr<GradientStats> stats = engine_head_->ComputeGradientStats();
-        if (!stats.ok()) return stats.status();
-        reply.stats = *stats;
-        return reply;
-      }
-    }
-    if (absl::Status status = AddInOrder(limits); !status.ok()) return status;
-  }
-}
-
-absl::StatusOr<ApplyReply> Head::Apply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
-                                       const ApplyArguments& arguments, const WaitLimits& limits) {
-  while (true) {
-    absl::StatusOr<std::optional<ApplyReply>> reply = TryApply(key, expected, arguments, limits);
-    if (!reply.ok()) return reply.status();
-    if (reply->has_value()) return **std::move(reply);
-    if (absl::Status status = AddInOrder(limits); !status.ok()) return status;
-  }
-}
-
-absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
-                                                         const ApplyArguments& arguments, const WaitLimits& limits) {
-  const HeadGate::Entry entry(gate_, limits);
-  if (!entry.status().ok()) return entry.status();
-  absl::MutexLock compute_lock(&compute_mutex_);
-  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
+// Null if contributions wait that the sealed step is to have first.
+absl::StatusOr<std::optional<ApplyReply>> TryApply(HeadCore& core, const StepKey& key,
+                                                   const std::optional<ExpectedMicroBatches>& expected,
+                                                   const ApplyArguments& arguments, const WaitLimits& limits) {
+  absl::StatusOr<scheduler::Admission> admission = core.Admit(kWritesWeights, limits);
+  if (!admission.ok()) return admission.status();
   ApplyReply reply;
   OptimizerStep step;
   {
-    absl::MutexLock state_lock(&state_mutex_);
-    if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-    if (absl::Status status = CheckApply(name_, spec_, arguments); !status.ok()) return status;
-    const std::optional<StepRecord>& last_closed = steps_.ledger().last_closed();
+    const Turn turn(core.sequencer);
+    if (absl::Status status = core.Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
+    if (absl::Status status = CheckApply(core.name, core.spec, arguments); !status.ok()) return status;
+    const std::optional<StepRecord>& last_closed = core.steps.ledger().last_closed();
     if (last_closed.has_value() && last_closed->step == key.step) {
-      const std::optional<AppliedStep>& applied = steps_.last_apply();
+      const std::optional<AppliedStep>& applied = core.steps.last_apply();
       const bool same = last_closed->state == StepState::kApplied && applied.has_value() && applied->arguments == arguments &&
                         (!expected.has_value() || !applied->expected.has_value() || *expected == *applied->expected);
       if (same) {
@@ -116,26 +64,26 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
       return MakeError(ErrorReason::kStepConflict,
                        absl::StrCat("step ", key.step, " was closed by ",
                                     last_closed->state == StepState::kApplied ? "an update with other arguments" : "another call",
-                                    "; the open step is ", steps_.open().step),
-                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(steps_.open().step)}});
+                                    "; the open step is ", core.steps.open().step),
+                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(core.steps.open().step)}});
     }
     if (expected.has_value()) {
-      if (absl::StatusOr<bool> sealed = steps_.ledger().Seal(key.step, *expected); !sealed.ok()) return sealed.status();
-    } else if (absl::Status status = steps_.ledger().CheckStep(key.step); !status.ok()) {
+      if (absl::StatusOr<bool> sealed = core.steps.ledger().Seal(key.step, *expected); !sealed.ok()) return sealed.status();
+    } else if (absl::Status status = core.steps.ledger().CheckStep(key.step); !status.ok()) {
       return status;
-    } else if (steps_.open().state == StepState::kOpen) {
+    } else if (core.steps.open().state == StepState::kOpen) {
       return MakeError(
           ErrorReason::kMissingField,
           absl::StrCat("expected must say which micro-batches step ", key.step, " consists of, because it is still open"),
           {{"field", "expected"}, {"expected", "a count or ids"}, {"actual", "nothing"}, {"step", absl::StrCat(key.step)}});
     }
-    if (steps_.waiting_count() > 0) return std::optional<ApplyReply>();
-    if (absl::Status status = steps_.ledger().CheckClose(key.step, StepState::kApplied); !status.ok()) return status;
-    reply.totals = steps_.open().Totals();
-    step.update_count = weights_.update_count() + 1;
+    if (core.steps.waiting_count() > 0) return std::optional<ApplyReply>();
+    if (absl::Status status = core.steps.ledger().CheckClose(key.step, StepState::kApplied); !status.ok()) return status;
+    reply.totals = core.steps.open().Totals();
+    step.update_count = core.weights.update_count() + 1;
   }
 
-  absl::StatusOr<GradientStats> stats = engine_head_->ComputeGradientStats();
+  absl::StatusOr<GradientStats> stats = core.on_engine->ComputeGradientStats();
   if (!stats.ok()) return stats.status();
   reply.gradient_norm_squared = stats->norm_squared * arguments.gradient_factor * arguments.gradient_factor;
   reply.global_grad_norm = std::sqrt(reply.gradient_norm_squared + arguments.other_grad_norm_squared);
@@ -153,68 +101,114 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
   }
   step.learning_rate = arguments.learning_rate;
   step.gradient_multiplier = arguments.gradient_factor * reply.clip_factor;
-  step.settings = WithOverrides(spec_.optimizer, arguments);
-  if (absl::Status status = AfterChange(engine_head_->ApplyOptimizer(step)); !status.ok()) return status;
+  step.settings = WithOverrides(core.spec.optimizer, arguments);
+  if (absl::Status status = core.AfterChange(core.on_engine->ApplyOptimizer(step)); !status.ok()) return status;
 
-  absl::MutexLock state_lock(&state_mutex_);
-  if (absl::Status status = CloseStep(key.step, StepState::kApplied); !status.ok()) return status;
-  weights_.SetUpdateCount(step.update_count);
-  reply.open_step = steps_.open().step;
-  reply.weight_version = weights_.NextVersion();
-  weights_.SetChecksum("");
-  steps_.SetLastApply({arguments, expected, reply});
+  const Turn turn(core.sequencer);
+  if (absl::Status status = core.CloseStep(key.step, StepState::kApplied); !status.ok()) return status;
+  core.weights.SetUpdateCount(step.update_count);
+  reply.open_step = core.steps.open().step;
+  reply.weight_version = core.weights.NextVersion();
+  core.weights.SetChecksum("");
+  core.steps.SetLastApply({arguments, expected, reply});
+  admission->Release();  // in this turn: who waited for the step finds the head free
   return reply;
 }
 
-absl::Status Head::CloseStep(int64_t step, StepState how) {
-  if (absl::Status status = steps_.Close(step, how); !status.ok()) return status;
-  weights_.EndStep();
-  changed_.SignalAll();
-  return absl::OkStatus();
+}  // namespace
+
+absl::StatusOr<std::pair<StepRecord, std::optional<StepRecord>>> Head::GetSteps(const Epoch& epoch) const {
+  HeadCore& core = *core_;
+  const Turn turn(core.sequencer);
+  if (absl::Status status = core.Check(&epoch, Need::kNotLost, true); !status.ok()) return status;
+  return std::make_pair(core.steps.open(), core.steps.ledger().last_closed());
+}
+
+absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& wait,
+                                     const WaitLimits& limits) {
+  HeadCore& core = *core_;
+  if (absl::Status status = AwaitMicroBatches(core, key, expected, wait.ForStep()); !status.ok()) return status;
+  std::optional<bool> sealed_first;
+  while (true) {
+    // Once the step is sealed this call is not begun again: it would take itself for a repeat. So this thread waits.
+    const WaitLimits here = sealed_first.has_value() ? WaitLimits{limits.deadline} : limits;
+    {
+      const absl::StatusOr<scheduler::Admission> admission = core.Admit(kChangesGradient, here);
+      if (!admission.ok()) return admission.status();
+      SealReply reply;
+      bool waits = false;
+      {
+        const Turn turn(core.sequencer);
+        if (absl::Status status = core.Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
+        absl::StatusOr<bool> sealed_now = core.steps.ledger().Seal(key.step, expected);
+        if (!sealed_now.ok()) return sealed_now.status();
+        if (!sealed_first.has_value()) sealed_first = *sealed_now;
+        reply.replayed = !*sealed_first;
+        reply.totals = core.steps.open().Totals();
+        waits = core.steps.waiting_count() > 0;
+        core.MicroBatchChanged();
+      }
+      // If this, or what follows, fails the step is sealed nevertheless, and the same call again tells the rest.
+      if (!waits) {
+        absl::StatusOr<GradientStats> stats = core.on_engine->ComputeGradientStats();
+        if (!stats.ok()) return stats.status();
+        reply.stats = *stats;
+        return reply;
+      }
+    }
+    if (absl::Status status = AddInOrder(core, {limits.deadline}); !status.ok()) return status;
+  }
+}
+
+absl::StatusOr<ApplyReply> Head::Apply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
+                                       const ApplyArguments& arguments, const WaitLimits& limits) {
+  while (true) {
+    absl::StatusOr<std::optional<ApplyReply>> reply = TryApply(*core_, key, expected, arguments, limits);
+    if (!reply.ok()) return reply.status();
+    if (reply->has_value()) return **std::move(reply);
+    if (absl::Status status = AddInOrder(*core_, limits); !status.ok()) return status;
+  }
 }
 
 absl::StatusOr<std::pair<int64_t, bool>> Head::DiscardGradient(const StepKey& key, const WaitLimits& limits) {
-  const HeadGate::Entry entry(gate_, limits);
-  if (!entry.status().ok()) return entry.status();
-  absl::MutexLock compute_lock(&compute_mutex_);
-  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
+  HeadCore& core = *core_;
+  const absl::StatusOr<scheduler::Admission> admission = core.Admit(kChangesGradient, limits);
+  if (!admission.ok()) return admission.status();
   {
-    absl::MutexLock state_lock(&state_mutex_);
-    if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-    const std::optional<StepRecord>& last_closed = steps_.ledger().last_closed();
+    const Turn turn(core.sequencer);
+    if (absl::Status status = core.Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
+    const std::optional<StepRecord>& last_closed = core.steps.ledger().last_closed();
     if (last_closed.has_value() && last_closed->step == key.step) {
-      if (last_closed->state == StepState::kDiscarded) return std::make_pair(steps_.open().step, true);
+      if (last_closed->state == StepState::kDiscarded) return std::make_pair(core.steps.open().step, true);
       return MakeError(ErrorReason::kStepConflict,
                        absl::StrCat("step ", key.step, " was closed by ",
                                     last_closed->state == StepState::kReplaced ? "new weights" : "an update", "; the open step is ",
-                                    steps_.open().step),
-                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(steps_.open().step)}});
+                                    core.steps.open().step),
+                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(core.steps.open().step)}});
     }
-    if (absl::Status status = steps_.ledger().CheckClose(key.step, StepState::kDiscarded); !status.ok()) return status;
+    if (absl::Status status = core.steps.ledger().CheckClose(key.step, StepState::kDiscarded); !status.ok()) return status;
   }
-  if (absl::Status status = AfterChange(engine_head_->ZeroGradient()); !status.ok()) return status;
-  absl::MutexLock state_lock(&state_mutex_);
-  if (absl::Status status = CloseStep(key.step, StepState::kDiscarded); !status.ok()) return status;
-  return std::make_pair(steps_.open().step, false);
+  if (absl::Status status = core.AfterChange(core.on_engine->ZeroGradient()); !status.ok()) return status;
+  const Turn turn(core.sequencer);
+  if (absl::Status status = core.CloseStep(key.step, StepState::kDiscarded); !status.ok()) return status;
+  return std::make_pair(core.steps.open().step, false);
 }
 
 absl::StatusOr<GradientStats> Head::GradientNorm(const StepKey& key, const WaitLimits& limits) const {
-  const HeadGate::Entry entry(gate_, limits);
-  if (!entry.status().ok()) return entry.status();
-  absl::MutexLock compute_lock(&compute_mutex_);
-  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
-  if (absl::Status status = CheckOpenStep(key); !status.ok()) return status;
-  return engine_head_->ComputeGradientStats();
+  HeadCore& core = *core_;
+  const absl::StatusOr<scheduler::Admission> admission = core.Admit(kChangesGradient, limits);
+  if (!admission.ok()) return admission.status();
+  if (absl::Status status = CheckOpenStep(core, key); !status.ok()) return status;
+  return core.on_engine->ComputeGradientStats();
 }
 
 absl::Status Head::ReadGradient(const StepKey& key, HeadTensor tensor, int64_t element_start, int64_t element_count, float* out,
                                 const WaitLimits& limits) const {
-  const HeadGate::Entry entry(gate_, limits);
-  if (!entry.status().ok()) return entry.status();
-  absl::MutexLock compute_lock(&compute_mutex_);
-  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
-  if (absl::Status status = CheckOpenStep(key); !status.ok()) return status;
-  return tensors_.ReadGradient(tensor, element_start, element_count, out);
+  HeadCore& core = *core_;
+  const absl::StatusOr<scheduler::Admission> admission = core.Admit(kChangesGradient, limits);
+  if (!admission.ok()) return admission.status();
+  if (absl::Status status = CheckOpenStep(core, key); !status.ok()) return status;
+  return core.tensors.ReadGradient(tensor, element_start, element_count, out);
 }
 
 }  // namespace headwater::heads

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "server/scheduler/sequencer.h"
+
 namespace headwater::heads {
 
 int64_t OrderedWindow::FirstMissing() const {
@@ -31,6 +33,7 @@ void OrderedWindow::MarkAdded(int64_t micro_batch) {
 void OrderedWindow::Clear() {
   floor_ = 0;
   closed_.clear();
+  for (auto& [micro_batch, addition] : waiting_) scheduler::Turn::Free(std::move(addition));
   waiting_.clear();
 }
 

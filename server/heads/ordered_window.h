@@ -7,7 +7,7 @@
 //
 // Only additions move the place in the order: a discarded id may come back with a higher attempt until a higher id has been added.
 //
-// Pure bookkeeping: no tensors, no locks, no clock. Head holds its lock around every call.
+// Pure bookkeeping: no tensors, no locks, no clock. For turns.
 #ifndef HEADWATER_SERVER_HEADS_ORDERED_WINDOW_H_
 #define HEADWATER_SERVER_HEADS_ORDERED_WINDOW_H_
 

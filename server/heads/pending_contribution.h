@@ -8,15 +8,13 @@
 #include <set>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/status/status.h"
-#include "absl/synchronization/mutex.h"
 #include "headwater/kernels/engine.h"
 #include "server/heads/session_registry.h"
 
 namespace headwater::heads {
 
 class Head;
+struct HeadCore;
 
 // A micro-batch's rows, kept for the computation at commit. The engine's heads and the teachers are fixed by `terms`.
 struct HeldRows {
@@ -34,50 +32,45 @@ struct CommitArguments {
   std::vector<float> token_factors;  // finite, one for each row of the micro-batch; empty: none. Only for a HELD contribution
 };
 
-// Thread-safe. The memory goes as soon as one of the heads drops it. Dropping needs the compute lock of at least one of the heads,
-// shared or not, committing those of all, exclusively: so the two exclude each other. The end of its session alone drops it without
-// any, for which a commit says when it is at it.
+// For turns. Its memory goes as soon as one of the heads drops it, at the end of that turn. Dropping needs an admission to at least
+// one of the heads, committing exclusive admission to all: so the two exclude each other. The end of its session alone drops it
+// without any, for which a commit says when it is at it.
 class PendingContribution {
  public:
   // `until_decided` is let go with the memory; may be null.
-  PendingContribution(std::set<const Head*> targets, int64_t attempt, std::optional<SessionId> session,
+  PendingContribution(std::set<const HeadCore*> targets, int64_t attempt, std::optional<SessionId> session,
                       std::unique_ptr<StagedContribution> staged, std::shared_ptr<const void> until_decided);
-  PendingContribution(std::set<const Head*> targets, int64_t attempt, std::optional<SessionId> session, HeldRows held,
+  PendingContribution(std::set<const HeadCore*> targets, int64_t attempt, std::optional<SessionId> session, HeldRows held,
                       std::shared_ptr<const void> until_decided);
 
-  const std::set<const Head*>& targets() const { return targets_; }  // to compare, never to use
+  const std::set<const HeadCore*>& targets() const { return targets_; }  // to compare, never to use
   int64_t attempt() const { return attempt_; }
   const std::optional<SessionId>& session() const { return session_; }
   bool is_held() const { return is_held_; }
 
-  void Drop();
-  bool dropped() const;
-  // Drops it because its session has ended, with no compute lock; true if this call did. One that is being committed stays: the
-  // call that commits it is one of the session's, and when that has ended the session ends once more (SessionRegistry).
-  bool DropWithSession();
-  // Around a commit, by the holder of the compute locks of all its heads. False if it has been dropped.
-  bool BeginCommit();
-  void EndCommit();
+  // False if it has been dropped before.
+  bool Drop();
+  bool dropped() const { return dropped_; }
+  // Drops it because its session has ended; true if this call did. One that is being committed stays: the call that commits it is
+  // one of the session's, and when that has ended the session ends once more (SessionRegistry).
+  bool DropWithSession() { return !in_commit_ && Drop(); }
+  // Around a commit: nobody drops it meanwhile, and the commit may use what it holds outside its turns.
+  void BeginCommit() { in_commit_ = true; }
+  void EndCommit() { in_commit_ = false; }
 
-  // For the holder of the compute locks of all its heads, after BeginCommit(): nobody can drop it then. Null if it is HELD, or
-  // dropped.
-  StagedContribution* staged() const;
-  // A copy, which keeps the memory; without terms if it is STAGED, or dropped.
-  HeldRows held() const;
+  StagedContribution* staged() const { return staged_.get(); }  // null if it is HELD, or dropped
+  const HeldRows& held() const { return held_; }                // without terms if it is STAGED, or dropped
 
  private:
-  bool DropUnlessKept(bool even_in_commit);
-
-  const std::set<const Head*> targets_;
+  const std::set<const HeadCore*> targets_;
   const int64_t attempt_;
   const std::optional<SessionId> session_;
   const bool is_held_;
-  mutable absl::Mutex mutex_;
-  bool dropped_ ABSL_GUARDED_BY(mutex_) = false;
-  bool in_commit_ ABSL_GUARDED_BY(mutex_) = false;
-  std::unique_ptr<StagedContribution> staged_ ABSL_GUARDED_BY(mutex_);
-  HeldRows held_ ABSL_GUARDED_BY(mutex_);
-  std::shared_ptr<const void> until_decided_ ABSL_GUARDED_BY(mutex_);
+  bool dropped_ = false;
+  bool in_commit_ = false;
+  std::unique_ptr<StagedContribution> staged_;
+  HeldRows held_;
+  std::shared_ptr<const void> until_decided_;
 };
 
 }  // namespace headwater::heads

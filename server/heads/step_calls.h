@@ -71,6 +71,12 @@ struct ApplyReply {
   bool replayed = false;
 };
 
+// The result of Save().
+struct SavedCheckpoint {
+  int64_t step = 0;
+  int64_t total_bytes = 0;
+};
+
 // The result of Seal().
 struct SealReply {
   StepTotals totals;

@@ -13,7 +13,7 @@
 // Several micro-batches may be in progress at once.
 //
 // Every method either changes the state as its name says and returns OK, or returns an error and changes nothing.
-// Not thread-safe: Head holds its lock around every call.
+// Not thread-safe: for turns.
 #ifndef HEADWATER_SERVER_HEADS_STEP_LEDGER_H_
 #define HEADWATER_SERVER_HEADS_STEP_LEDGER_H_
 
@@ -144,7 +144,7 @@ class StepLedger {
   void TakeBack(int64_t micro_batch, const std::optional<MicroBatchRecord>& before);
 
   // True if the commit is to be carried out now, false if an equal one was before, for this attempt or a lower one. The caller adds
-  // the contribution and then calls FinishCommit(); nothing can come in between, because it holds the head's lock.
+  // the contribution and then calls FinishCommit(); nothing can come in between, because it is admitted to the head.
   absl::StatusOr<bool> CheckCommit(int64_t step, int64_t micro_batch, int64_t attempt, const CommitFactor& factor) const;
   absl::Status FinishCommit(int64_t micro_batch, const CommitFactor& factor);
 

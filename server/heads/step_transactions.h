@@ -1,7 +1,7 @@
 // StepTransactions: one head's open step: its ledger, the contributions that wait for their decision, and their order.
 //
 // Bookkeeping over several parts: what the ledger forgets is dropped here, what is discarded leaves no gap in the order. No engine,
-// no locks; Head holds its state lock around every call but in_order().
+// no locks: for turns, but for in_order().
 #ifndef HEADWATER_SERVER_HEADS_STEP_TRANSACTIONS_H_
 #define HEADWATER_SERVER_HEADS_STEP_TRANSACTIONS_H_
 

@@ -1,6 +1,7 @@
 #include "server/heads/weight_record.h"
 
 #include "server/observability/monotonic_clock.h"
+#include "server/scheduler/sequencer.h"
 
 namespace headwater::heads {
 
@@ -20,9 +21,9 @@ int64_t WeightRecord::NextVersion() {
   return ++version_;
 }
 
-void WeightRecord::MarkSaved(int64_t step) {
-  saved_ = {version_, step};
-  unsaved_since_.reset();
+void WeightRecord::MarkSaved(int64_t version, int64_t step) {
+  saved_ = {version, step};
+  if (version == version_) unsaved_since_.reset();
 }
 
 bool WeightRecord::AddShadow(const ShadowTensor& tensor, std::string checksum) {
@@ -31,10 +32,15 @@ bool WeightRecord::AddShadow(const ShadowTensor& tensor, std::string checksum) {
 }
 
 bool WeightRecord::DropShadow(const void* data) {
-  return std::erase_if(shadows_, [data](const auto& entry) { return entry.second.tensor.data.get() == data; }) > 0;
+  return std::erase_if(shadows_, [data](auto& entry) {
+           if (entry.second.tensor.data.get() != data) return false;
+           scheduler::Turn::Free(std::move(entry.second.tensor.data));
+           return true;
+         }) > 0;
 }
 
 void WeightRecord::EndStep() {
+  for (auto& [tensor, entry] : shadows_) scheduler::Turn::Free(std::move(entry.tensor.data));
   shadows_.clear();
   replaced_.clear();
 }

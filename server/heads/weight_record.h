@@ -1,7 +1,7 @@
 // WeightRecord: the bookkeeping of one head's weights: the tensors that are there, their version, the newest checkpoint, and the
 // tensors that wait to replace them at the end of a step.
 //
-// Pure bookkeeping: no engine, no locks. Head holds its state lock around every call.
+// Pure bookkeeping: no engine, no locks. For turns.
 #ifndef HEADWATER_SERVER_HEADS_WEIGHT_RECORD_H_
 #define HEADWATER_SERVER_HEADS_WEIGHT_RECORD_H_
 
@@ -41,7 +41,8 @@ class WeightRecord {
 
   // Whether the newest checkpoint has this version of the weights, and `step` open.
   bool IsSaved(int64_t step) const { return saved_ == std::make_pair(version_, step); }
-  void MarkSaved(int64_t step);
+  // A checkpoint has this version of the weights, and this step open.
+  void MarkSaved(int64_t version, int64_t step);
   // No checkpoint has the current weights.
   void ForgetSaved() { saved_.reset(); }
   // HeadInfo::unsaved_since.

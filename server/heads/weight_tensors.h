@@ -1,6 +1,6 @@
 // WeightTensors: one head's tensors in the engine: checked, written from sources, read, summed up, and saved.
 //
-// The Check...() methods and ReadThrough() may be called at any time. All others need the head's compute lock.
+// The Check...() methods and ReadThrough() may be called at any time. All others need an admission to the head.
 #ifndef HEADWATER_SERVER_HEADS_WEIGHT_TENSORS_H_
 #define HEADWATER_SERVER_HEADS_WEIGHT_TENSORS_H_
 

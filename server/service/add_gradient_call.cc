@@ -31,8 +31,8 @@ absl::Status AddGradientCall::OnHeader(const v1::AddGradientHeader& header) {
   const HeadSpec& spec = head_->spec();
   HEADWATER_RETURN_IF_ERROR(CheckRange("header.row_start", request_.row_start, 0, spec.vocab_size - 1));
   HEADWATER_RETURN_IF_ERROR(CheckRange("header.row_count", request_.row_count, 1, spec.vocab_size - request_.row_start));
-  HEADWATER_RETURN_IF_ERROR(core_.waiting.AwaitStep(*head_, request_.key, limits_));
-  HEADWATER_RETURN_IF_ERROR(core_.waiting.AwaitTurn(*head_, request_.key, request_.micro_batch, limits_));
+  HEADWATER_RETURN_IF_ERROR(head_->AwaitStep(request_.key, limits_));
+  HEADWATER_RETURN_IF_ERROR(head_->AwaitTurn(request_.key, request_.micro_batch, limits_));
   HEADWATER_RETURN_IF_ERROR(
       head_->CheckAddGradient(request_.key, request_.micro_batch, request_.attempt, request_.row_start, request_.row_count));
   row_bytes_ = spec.hidden_size * int64_t{sizeof(float)};
@@ -69,8 +69,9 @@ absl::Status AddGradientCall::Finish(v1::AddGradientResponse* response) {
   part.row_count = request_.row_count;
   part.data = reinterpret_cast<const float*>(rows_->data());
   part.factor = request_.factor;
-  auto added = head_->AddGradient(request_.key, request_.micro_batch, request_.attempt, digest.Finish(CanonicalHeader(request_)),
-                                  part, limits_.cancelled, core_.waiting.BehindFiles(limits_));
+  auto added = head_->AddGradient(
+      request_.key, request_.micro_batch, request_.attempt, digest.Finish(CanonicalHeader(request_)), part,
+      [this] { return limits_.waiter->cancelled(); }, limits_);
   if (!added.ok()) return added.status();
   if (*added) core_.metrics.CountCommit();
   response->set_replayed(!*added);

@@ -10,7 +10,7 @@
 #include "headwater/v1/head_service.pb.h"
 #include "server/heads/head.h"
 #include "server/heads/session_registry.h"
-#include "server/scheduler/wait_limits.h"
+#include "server/scheduler/waiting.h"
 #include "server/service/access.h"
 #include "server/service/head_request.h"
 #include "server/service/server_core.h"
@@ -21,7 +21,7 @@ namespace headwater::service {
 
 class AddGradientCall {
  public:
-  // `limits` bounds the wait for the step; `limits.cancelled` is asked until the rows are added.
+  // `limits` bounds the waits; its waiter, which must be there, is asked until the rows are added.
   // `client` is the identity that the budget knows.
   AddGradientCall(ServerCore& core, Caller caller, std::string client, scheduler::WaitLimits limits)
       : core_(core), caller_(std::move(caller)), client_(std::move(client)), limits_(std::move(limits)) {}

@@ -6,21 +6,26 @@
 namespace headwater::service {
 
 CallThreads::~CallThreads() {
-  std::vector<std::thread> threads;
+  Threads threads;
   {
     absl::MutexLock lock(&mutex_);
     stopping_ = true;
-    threads.swap(threads_);
+    threads.splice(threads.end(), threads_);
+    threads.splice(threads.end(), ended_);
   }
   for (std::thread& thread : threads) thread.join();
 }
 
 bool CallThreads::Accept(std::function<void()> task) {
+  for (std::thread& thread : ended_) thread.join();
+  ended_.clear();
   const int64_t thread_count = static_cast<int64_t>(threads_.size());
   if (thread_count <= unfinished_ && thread_count < max_threads_) {
     try {
-      threads_.emplace_back([this] { Work(); });
+      const auto self = threads_.emplace(threads_.end());
+      *self = std::thread([this, self] { Work(self); });
     } catch (const std::system_error&) {  // the process may have no more of them; those that are there go on
+      threads_.pop_back();
       if (threads_.empty()) return false;
     }
   }
@@ -42,12 +47,19 @@ void CallThreads::Post(std::function<void()> task) {
   task();
 }
 
-void CallThreads::Work() {
+void CallThreads::Work(Threads::iterator self) {
+  constexpr absl::Duration kIdle = absl::Seconds(5);
   absl::MutexLock lock(&mutex_);
   while (true) {
-    mutex_.Await(absl::Condition(
-        +[](CallThreads* self) { return self->stopping_ || !self->tasks_.empty(); }, this));
-    if (tasks_.empty()) return;
+    mutex_.AwaitWithTimeout(absl::Condition(
+                                +[](CallThreads* threads) { return threads->stopping_ || !threads->tasks_.empty(); }, this),
+                            kIdle);
+    if (stopping_ && tasks_.empty()) return;
+    if (tasks_.empty()) {
+      if (threads_.size() == 1) continue;
+      ended_.splice(ended_.end(), threads_, self);
+      return;
+    }
     std::function<void()> task = std::move(tasks_.front());
     tasks_.pop_front();
     mutex_.Unlock();

@@ -5,15 +5,15 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <list>
 #include <thread>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 
 namespace headwater::service {
 
-// Thread-safe. Threads are made as they are needed, and stay.
+// Thread-safe. Threads are made as they are needed; one without a task for some seconds ends, but for the last.
 class CallThreads {
  public:
   // At most `max_threads` (>= 1) of them.
@@ -29,7 +29,8 @@ class CallThreads {
   void Post(std::function<void()> task);
 
  private:
-  void Work();
+  using Threads = std::list<std::thread>;
+  void Work(Threads::iterator self);
   // False if there is no thread at all for the task.
   bool Accept(std::function<void()> task) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -38,7 +39,8 @@ class CallThreads {
   std::deque<std::function<void()>> tasks_ ABSL_GUARDED_BY(mutex_);
   int64_t unfinished_ ABSL_GUARDED_BY(mutex_) = 0;  // tasks that wait or run
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::vector<std::thread> threads_ ABSL_GUARDED_BY(mutex_);
+  Threads threads_ ABSL_GUARDED_BY(mutex_);
+  Threads ended_ ABSL_GUARDED_BY(mutex_);  // to be joined
 };
 
 }  // namespace headwater::service

@@ -17,7 +17,9 @@
 #include "server/service/rpc_scope.h"
 #include "server/service/stream_io.h"
 #include "server/service/tensor_stream.h"
+#include "server/service/unary_call.h"
 #include "server/service/upload_call.h"
+#include "server/transport/answer_time.h"
 
 namespace headwater::service {
 namespace {
@@ -47,24 +49,31 @@ absl::StatusOr<std::shared_ptr<heads::Head>> FindHead(ServerCore& core, RpcScope
   return scope.caller().Find(core.registry, name);
 }
 
-// The same for a request that works on the head.
-absl::StatusOr<heads::HeadUse> UseHead(ServerCore& core, RpcScope& scope, const heads::HeadName& name) {
-  auto head = FindHead(core, scope, name);
-  if (!head.ok()) return head.status();
-  return heads::HeadUse(*std::move(head));
+// The same for a request that works on the head, which is the call's first.
+absl::StatusOr<heads::Head*> UseHead(ServerCore& core, RpcScope& scope, const heads::HeadName& name) {
+  scope.set_head(name.ToString());
+  if (scope.heads().empty()) {
+    HEADWATER_ASSIGN_OR_RETURN(auto head, scope.caller().Find(core.registry, name));
+    scope.heads().emplace_back(std::move(head));
+  }
+  return &*scope.heads().front();
 }
 
 // The same for one that works on a step of the head: waits if it is the next one.
 template <typename Request>
-absl::StatusOr<heads::HeadUse> UseHeadAtStep(ServerCore& core, RpcScope& scope, const Request& request) {
+absl::StatusOr<heads::Head*> UseHeadAtStep(ServerCore& core, RpcScope& scope, const Request& request) {
   auto head = UseHead(core, scope, request.name);
   if (!head.ok()) return head;
-  HEADWATER_RETURN_IF_ERROR(core.waiting.AwaitStep(**head, request.key, scope.wait_limits()));
+  HEADWATER_RETURN_IF_ERROR((*head)->AwaitStep(request.key, scope.wait_limits()));
   return head;
 }
 
-// What bounds the waits of a call that needs its head for itself.
-scheduler::WaitLimits LimitsOf(ServerCore& core, RpcScope& scope) { return core.waiting.BehindFiles(scope.wait_limits()); }
+// Bounds of a seal's wait for micro-batches: it ends so early that the answer still tells what is missing.
+scheduler::WaitLimits SealWait(RpcScope& scope) {
+  scheduler::WaitLimits wait = scope.wait_limits().ForStep();
+  wait.deadline = std::min(wait.deadline, transport::WaitEnd(scope.start_time(), scope.deadline()));
+  return wait;
+}
 
 absl::Status SendDownload(ServerCore& core, grpc::ServerContext& context, RpcScope& scope,
                           const absl::StatusOr<TensorStream>& stream, grpc::ServerWriter<v1::DownloadTensorResponse>& responses) {
@@ -84,39 +93,34 @@ absl::Status StorageNotConfigured(const char* flag) {
 
 }  // namespace
 
-grpc::Status HeadServiceImpl::CreateHead(grpc::ServerContext* context, const v1::CreateHeadRequest* request,
-                                         v1::CreateHeadResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kCreateHead, [&](RpcScope& scope) -> absl::Status {
-    auto create = DecodeCreate(*request, core_.options.limits);
-    if (!create.ok()) return create.status();
-    scope.set_head(create->name.ToString());
-    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckTenant(create->name.tenant));
-    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(create->name));
-    if (create->validate_only) {
-      auto plan = core_.engine->PlanHead(create->spec);
-      if (!plan.ok()) return plan.status();
-      response->mutable_head()->set_name(create->name.ToString());
-      EncodeHeadSpec(create->spec, response->mutable_head()->mutable_spec());
-      EncodePlan(*plan, core_.AvailableBytes(), response->mutable_head()->mutable_memory_plan());
-      EncodeShards(group::PlanShards(*core_.engine, create->spec.vocab_size), response->mutable_head());
+grpc::ServerUnaryReactor* HeadServiceImpl::CreateHead(grpc::CallbackServerContext* context, const v1::CreateHeadRequest* request,
+                                                      v1::CreateHeadResponse* response) {
+  return UnaryCall::Start(entrance_, context, RpcMethod::kCreateHead, [=, this](RpcScope& scope) -> absl::Status {
+    HEADWATER_ASSIGN_OR_RETURN(auto create, DecodeCreate(*request, core_.options.limits));
+    scope.set_head(create.name.ToString());
+    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckTenant(create.name.tenant));
+    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(create.name));
+    if (create.validate_only) {
+      HEADWATER_ASSIGN_OR_RETURN(auto plan, core_.engine->PlanHead(create.spec));
+      response->mutable_head()->set_name(create.name.ToString());
+      EncodeHeadSpec(create.spec, response->mutable_head()->mutable_spec());
+      EncodePlan(plan, core_.AvailableBytes(), response->mutable_head()->mutable_memory_plan());
+      EncodeShards(group::PlanShards(*core_.engine, create.spec.vocab_size), response->mutable_head());
       return absl::OkStatus();
     }
-    auto made =
-        core_.registry.Create(create->name, create->spec, create->if_exists, core_.checkpoints.get(), LimitsOf(core_, scope));
-    if (!made.ok()) return made.status();
-    EncodeHead(made->head->Describe(), core_.AvailableBytes(), response->mutable_head());
-    response->set_created(made->created);
+    HEADWATER_ASSIGN_OR_RETURN(
+        auto made, core_.registry.Create(create.name, create.spec, create.if_exists, core_.checkpoints.get(), scope.wait_limits()));
+    EncodeHead(made.head->Describe(), core_.AvailableBytes(), response->mutable_head());
+    response->set_created(made.created);
     return absl::OkStatus();
   });
 }
 
 grpc::Status HeadServiceImpl::GetHead(grpc::ServerContext* context, const v1::GetHeadRequest* request, v1::Head* response) {
   return RunRpc(entrance_, *context, RpcMethod::kGetHead, [&](RpcScope& scope) -> absl::Status {
-    auto name = DecodeHeadName(request->name(), "name");
-    if (!name.ok()) return name.status();
-    auto head = FindHead(core_, scope, *name);
-    if (!head.ok()) return head.status();
-    EncodeHead((*head)->Describe(), core_.AvailableBytes(), response);
+    HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(request->name(), "name"));
+    HEADWATER_ASSIGN_OR_RETURN(auto head, FindHead(core_, scope, name));
+    EncodeHead(head->Describe(), core_.AvailableBytes(), response);
     return absl::OkStatus();
   });
 }
@@ -124,41 +128,37 @@ grpc::Status HeadServiceImpl::GetHead(grpc::ServerContext* context, const v1::Ge
 grpc::Status HeadServiceImpl::ListHeads(grpc::ServerContext* context, const v1::ListHeadsRequest* request,
                                         v1::ListHeadsResponse* response) {
   return RunRpc(entrance_, *context, RpcMethod::kListHeads, [&](RpcScope& scope) -> absl::Status {
-    auto list = DecodeList(*request);
-    if (!list.ok()) return list.status();
-    const std::string& tenant = request->parent().empty() ? scope.caller().tenant() : list->tenant;
+    HEADWATER_ASSIGN_OR_RETURN(auto list, DecodeList(*request));
+    const std::string& tenant = request->parent().empty() ? scope.caller().tenant() : list.tenant;
     HEADWATER_RETURN_IF_ERROR(scope.caller().CheckTenant(tenant));
     // One more than a page, to know whether there is a next one.
-    const auto heads = ListHeadsFor(scope.caller(), core_.registry, tenant, list->after, list->page_size + 1);
-    const size_t count = std::min(heads.size(), static_cast<size_t>(list->page_size));
+    const auto heads = ListHeadsFor(scope.caller(), core_.registry, tenant, list.after, list.page_size + 1);
+    const size_t count = std::min(heads.size(), static_cast<size_t>(list.page_size));
     for (size_t i = 0; i < count; ++i) EncodeHead(heads[i]->Describe(), core_.AvailableBytes(), response->add_heads());
     if (heads.size() > count) response->set_next_page_token(heads[count - 1]->name().ToString());
     return absl::OkStatus();
   });
 }
 
-grpc::Status HeadServiceImpl::DeleteHead(grpc::ServerContext* context, const v1::DeleteHeadRequest* request,
-                                         v1::DeleteHeadResponse*) {
-  return RunRpc(entrance_, *context, RpcMethod::kDeleteHead, [&](RpcScope& scope) -> absl::Status {
-    auto head = DecodeDelete(*request);
-    if (!head.ok()) return head.status();
-    scope.set_head(head->name.ToString());
-    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(head->name));
-    HEADWATER_RETURN_IF_ERROR(core_.registry.Delete(head->name, head->epoch, request->force(), core_.checkpoints.get()));
+grpc::ServerUnaryReactor* HeadServiceImpl::DeleteHead(grpc::CallbackServerContext* context, const v1::DeleteHeadRequest* request,
+                                                      v1::DeleteHeadResponse*) {
+  return UnaryCall::Start(entrance_, context, RpcMethod::kDeleteHead, [=, this](RpcScope& scope) -> absl::Status {
+    HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeDelete(*request));
+    scope.set_head(head.name.ToString());
+    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(head.name));
+    HEADWATER_RETURN_IF_ERROR(core_.registry.Delete(head.name, head.epoch, request->force(), core_.checkpoints.get()));
     core_.queue.WakeAll();  // a micro-batch of the head waits for its rows no longer
     return absl::OkStatus();
   });
 }
 
-grpc::Status HeadServiceImpl::TakeHead(grpc::ServerContext* context, const v1::TakeHeadRequest* request, v1::Head* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kTakeHead, [&](RpcScope& scope) -> absl::Status {
-    auto take = DecodeTake(*request);
-    if (!take.ok()) return take.status();
-    auto head = UseHead(core_, scope, take->name);
-    if (!head.ok()) return head.status();
-    auto taken = (*head)->Take(take->epoch, std::move(take->recovers_epochs), LimitsOf(core_, scope));
-    if (!taken.ok()) return taken.status();
-    EncodeHead(*taken, core_.AvailableBytes(), response);
+grpc::ServerUnaryReactor* HeadServiceImpl::TakeHead(grpc::CallbackServerContext* context, const v1::TakeHeadRequest* request,
+                                                    v1::Head* response) {
+  return UnaryCall::Start(entrance_, context, RpcMethod::kTakeHead, [=, this](RpcScope& scope) -> absl::Status {
+    HEADWATER_ASSIGN_OR_RETURN(auto take, DecodeTake(*request));
+    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(core_, scope, take.name));
+    HEADWATER_ASSIGN_OR_RETURN(auto taken, head->Take(take.epoch, std::move(take.recovers_epochs), scope.wait_limits()));
+    EncodeHead(taken, core_.AvailableBytes(), response);
     return absl::OkStatus();
   });
 }
@@ -181,31 +181,26 @@ grpc::Status HeadServiceImpl::UploadWeights(grpc::ServerContext* context,
   });
 }
 
-grpc::Status HeadServiceImpl::LoadWeights(grpc::ServerContext* context, const v1::LoadWeightsRequest* request, v1::Head* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kLoadWeights, [&](RpcScope& scope) -> absl::Status {
-    auto load = DecodeLoad(*request);
-    if (!load.ok()) return load.status();
-    auto head = UseHead(core_, scope, load->name);
-    if (!head.ok()) return head.status();
-    HEADWATER_RETURN_IF_ERROR((*head)->CheckEpoch(load->epoch));
+grpc::ServerUnaryReactor* HeadServiceImpl::LoadWeights(grpc::CallbackServerContext* context, const v1::LoadWeightsRequest* request,
+                                                       v1::Head* response) {
+  return UnaryCall::Start(entrance_, context, RpcMethod::kLoadWeights, [=, this](RpcScope& scope) -> absl::Status {
+    HEADWATER_ASSIGN_OR_RETURN(auto load, DecodeLoad(*request));
+    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(core_, scope, load.name));
+    HEADWATER_RETURN_IF_ERROR(head->CheckEpoch(load.epoch));
     if (core_.options.load_root.empty()) return StorageNotConfigured("load_root");
-    auto reader = checkpoint::WeightsReader::Open(core_.options.load_root, load->path, load->weight_tensor, load->bias_tensor,
-                                                  (*head)->spec());
-    if (!reader.ok()) return reader.status();
+    HEADWATER_ASSIGN_OR_RETURN(auto reader, checkpoint::WeightsReader::Open(core_.options.load_root, load.path, load.weight_tensor,
+                                                                            load.bias_tensor, head->spec()));
     std::vector<heads::TensorUpdate> updates;
     for (const HeadTensor tensor : {HeadTensor::kWeight, HeadTensor::kBias}) {
-      if (tensor == HeadTensor::kBias && !(*reader)->has_bias()) continue;
+      if (tensor == HeadTensor::kBias && !reader->has_bias()) continue;
       updates.push_back(
-          {tensor, (*reader)->data_type(tensor), [&reader, tensor](int64_t element_start, int64_t element_count, void* out) {
-             return (*reader)->Read(tensor, element_start, element_count, out);
+          {tensor, reader->data_type(tensor), [&reader, tensor](int64_t element_start, int64_t element_count, void* out) {
+             return reader->Read(tensor, element_start, element_count, out);
            }});
     }
-    // A file is read through before the head is had: many calls would read at once.
-    scheduler::WaitPlace loading(&core_.waiting.loads());
-    HEADWATER_RETURN_IF_ERROR(loading.Take());
-    auto loaded = (*head)->SetTensors(load->epoch, updates, LimitsOf(core_, scope));
-    if (!loaded.ok()) return loaded.status();
-    EncodeHead(*loaded, core_.AvailableBytes(), response);
+    // The thread waits for the head: a second try would read the file through again.
+    HEADWATER_ASSIGN_OR_RETURN(auto loaded, head->SetTensors(load.epoch, updates, scope.thread_limits()));
+    EncodeHead(loaded, core_.AvailableBytes(), response);
     return absl::OkStatus();
   });
 }
@@ -213,80 +208,68 @@ grpc::Status HeadServiceImpl::LoadWeights(grpc::ServerContext* context, const v1
 grpc::Status HeadServiceImpl::DownloadWeights(grpc::ServerContext* context, const v1::DownloadWeightsRequest* request,
                                               grpc::ServerWriter<v1::DownloadTensorResponse>* writer) {
   return RunRpc(entrance_, *context, RpcMethod::kDownloadWeights, [&](RpcScope& scope) -> absl::Status {
-    auto download = DecodeDownloadWeights(*request);
-    if (!download.ok()) return download.status();
-    auto head = UseHead(core_, scope, download->name);
-    if (!head.ok()) return head.status();
-    return SendDownload(core_, *context, scope, OpenWeights(head->head(), *download, LimitsOf(core_, scope)), *writer);
+    HEADWATER_ASSIGN_OR_RETURN(auto download, DecodeDownloadWeights(*request));
+    HEADWATER_RETURN_IF_ERROR(UseHead(core_, scope, download.name).status());
+    return SendDownload(core_, *context, scope, OpenWeights(scope.heads().front().head(), download, scope.wait_limits()), *writer);
   });
 }
 
 grpc::Status HeadServiceImpl::GetStep(grpc::ServerContext* context, const v1::GetStepRequest* request,
                                       v1::GetStepResponse* response) {
   return RunRpc(entrance_, *context, RpcMethod::kGetStep, [&](RpcScope& scope) -> absl::Status {
-    auto decoded = DecodeGetStep(*request);
-    if (!decoded.ok()) return decoded.status();
-    auto head = FindHead(core_, scope, decoded->name);
-    if (!head.ok()) return head.status();
-    auto steps = (*head)->GetSteps(*decoded->epoch);
-    if (!steps.ok()) return steps.status();
-    EncodeStep(steps->first, response->mutable_open());
-    if (steps->second.has_value()) EncodeStep(*steps->second, response->mutable_last_closed());
+    HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeGetStep(*request));
+    HEADWATER_ASSIGN_OR_RETURN(auto head, FindHead(core_, scope, decoded.name));
+    HEADWATER_ASSIGN_OR_RETURN(auto steps, head->GetSteps(*decoded.epoch));
+    EncodeStep(steps.first, response->mutable_open());
+    if (steps.second.has_value()) EncodeStep(*steps.second, response->mutable_last_closed());
     return absl::OkStatus();
   });
 }
 
-grpc::Status HeadServiceImpl::SealStep(grpc::ServerContext* context, const v1::SealStepRequest* request,
-                                       v1::SealStepResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kSealStep, [&](RpcScope& scope) -> absl::Status {
-    auto seal = DecodeSeal(*request, core_.options.limits);
-    if (!seal.ok()) return seal.status();
-    auto head = UseHeadAtStep(core_, scope, *seal);
-    if (!head.ok()) return head.status();
-    auto reply = seal->wait ? core_.waiting.Seal(**head, seal->key, seal->expected, scope.wait_limits())
-                            : (*head)->Seal(seal->key, seal->expected, {}, LimitsOf(core_, scope));
-    if (!reply.ok()) return reply.status();
-    EncodeTotals(reply->totals, response->mutable_totals());
-    response->set_gradient_norm_squared(reply->stats.norm_squared);
-    response->set_non_finite_count(reply->stats.non_finite_count);
-    response->set_replayed(reply->replayed);
+grpc::ServerUnaryReactor* HeadServiceImpl::SealStep(grpc::CallbackServerContext* context, const v1::SealStepRequest* request,
+                                                    v1::SealStepResponse* response) {
+  return UnaryCall::Start(entrance_, context, RpcMethod::kSealStep, [=, this](RpcScope& scope) -> absl::Status {
+    HEADWATER_ASSIGN_OR_RETURN(auto seal, DecodeSeal(*request, core_.options.limits));
+    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(core_, scope, seal));
+    HEADWATER_ASSIGN_OR_RETURN(auto reply, head->Seal(seal.key, seal.expected,
+                                                      seal.wait ? SealWait(scope) : scheduler::WaitLimits(), scope.wait_limits()));
+    EncodeTotals(reply.totals, response->mutable_totals());
+    response->set_gradient_norm_squared(reply.stats.norm_squared);
+    response->set_non_finite_count(reply.stats.non_finite_count);
+    response->set_replayed(reply.replayed);
     return absl::OkStatus();
   });
 }
 
-grpc::Status HeadServiceImpl::ApplyOptimizerStep(grpc::ServerContext* context, const v1::ApplyOptimizerStepRequest* request,
-                                                 v1::ApplyOptimizerStepResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kApplyOptimizerStep, [&](RpcScope& scope) -> absl::Status {
-    auto apply = DecodeApply(*request, core_.options.limits);
-    if (!apply.ok()) return apply.status();
-    auto head = UseHeadAtStep(core_, scope, *apply);
-    if (!head.ok()) return head.status();
-    auto reply = (*head)->Apply(apply->key, apply->expected, apply->arguments, LimitsOf(core_, scope));
-    if (!reply.ok()) return reply.status();
-    if (!reply->replayed) core_.metrics.CountStep(observability::StepOutcome::kApplied);
-    response->set_open_step(reply->open_step);
-    response->set_weight_version(reply->weight_version);
-    response->set_global_grad_norm(reply->global_grad_norm);
-    response->set_gradient_norm_squared(reply->gradient_norm_squared);
-    response->set_clip_factor(reply->clip_factor);
-    EncodeTotals(reply->totals, response->mutable_totals());
-    response->set_replayed(reply->replayed);
+grpc::ServerUnaryReactor* HeadServiceImpl::ApplyOptimizerStep(grpc::CallbackServerContext* context,
+                                                              const v1::ApplyOptimizerStepRequest* request,
+                                                              v1::ApplyOptimizerStepResponse* response) {
+  return UnaryCall::Start(entrance_, context, RpcMethod::kApplyOptimizerStep, [=, this](RpcScope& scope) -> absl::Status {
+    HEADWATER_ASSIGN_OR_RETURN(auto apply, DecodeApply(*request, core_.options.limits));
+    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(core_, scope, apply));
+    HEADWATER_ASSIGN_OR_RETURN(auto reply, head->Apply(apply.key, apply.expected, apply.arguments, scope.wait_limits()));
+    if (!reply.replayed) core_.metrics.CountStep(observability::StepOutcome::kApplied);
+    response->set_open_step(reply.open_step);
+    response->set_weight_version(reply.weight_version);
+    response->set_global_grad_norm(reply.global_grad_norm);
+    response->set_gradient_norm_squared(reply.gradient_norm_squared);
+    response->set_clip_factor(reply.clip_factor);
+    EncodeTotals(reply.totals, response->mutable_totals());
+    response->set_replayed(reply.replayed);
     return absl::OkStatus();
   });
 }
 
-grpc::Status HeadServiceImpl::DiscardGradient(grpc::ServerContext* context, const v1::DiscardGradientRequest* request,
-                                              v1::DiscardGradientResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kDiscardGradient, [&](RpcScope& scope) -> absl::Status {
-    auto step = DecodeDiscardGradient(*request);
-    if (!step.ok()) return step.status();
-    auto head = UseHeadAtStep(core_, scope, *step);
-    if (!head.ok()) return head.status();
-    auto reply = (*head)->DiscardGradient(step->key, LimitsOf(core_, scope));
-    if (!reply.ok()) return reply.status();
-    if (!reply->second) core_.metrics.CountStep(observability::StepOutcome::kDiscarded);
-    response->set_open_step(reply->first);
-    response->set_replayed(reply->second);
+grpc::ServerUnaryReactor* HeadServiceImpl::DiscardGradient(grpc::CallbackServerContext* context,
+                                                           const v1::DiscardGradientRequest* request,
+                                                           v1::DiscardGradientResponse* response) {
+  return UnaryCall::Start(entrance_, context, RpcMethod::kDiscardGradient, [=, this](RpcScope& scope) -> absl::Status {
+    HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeDiscardGradient(*request));
+    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(core_, scope, step));
+    HEADWATER_ASSIGN_OR_RETURN(auto reply, head->DiscardGradient(step.key, scope.wait_limits()));
+    if (!reply.second) core_.metrics.CountStep(observability::StepOutcome::kDiscarded);
+    response->set_open_step(reply.first);
+    response->set_replayed(reply.second);
     return absl::OkStatus();
   });
 }
@@ -294,25 +277,21 @@ grpc::Status HeadServiceImpl::DiscardGradient(grpc::ServerContext* context, cons
 grpc::Status HeadServiceImpl::DownloadGradient(grpc::ServerContext* context, const v1::DownloadGradientRequest* request,
                                                grpc::ServerWriter<v1::DownloadTensorResponse>* writer) {
   return RunRpc(entrance_, *context, RpcMethod::kDownloadGradient, [&](RpcScope& scope) -> absl::Status {
-    auto download = DecodeDownloadGradient(*request);
-    if (!download.ok()) return download.status();
-    auto head = UseHeadAtStep(core_, scope, *download);
-    if (!head.ok()) return head.status();
-    return SendDownload(core_, *context, scope, OpenGradient(head->head(), *download, LimitsOf(core_, scope)), *writer);
+    HEADWATER_ASSIGN_OR_RETURN(auto download, DecodeDownloadGradient(*request));
+    HEADWATER_RETURN_IF_ERROR(UseHeadAtStep(core_, scope, download).status());
+    return SendDownload(core_, *context, scope, OpenGradient(scope.heads().front().head(), download, scope.wait_limits()), *writer);
   });
 }
 
-grpc::Status HeadServiceImpl::GetGradientNorm(grpc::ServerContext* context, const v1::GetGradientNormRequest* request,
-                                              v1::GetGradientNormResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kGetGradientNorm, [&](RpcScope& scope) -> absl::Status {
-    auto step = DecodeGradientNorm(*request);
-    if (!step.ok()) return step.status();
-    auto head = UseHeadAtStep(core_, scope, *step);
-    if (!head.ok()) return head.status();
-    auto stats = (*head)->GradientNorm(step->key, LimitsOf(core_, scope));
-    if (!stats.ok()) return stats.status();
-    response->set_gradient_norm_squared(stats->norm_squared * step->factor * step->factor);
-    response->set_non_finite_count(stats->non_finite_count);
+grpc::ServerUnaryReactor* HeadServiceImpl::GetGradientNorm(grpc::CallbackServerContext* context,
+                                                           const v1::GetGradientNormRequest* request,
+                                                           v1::GetGradientNormResponse* response) {
+  return UnaryCall::Start(entrance_, context, RpcMethod::kGetGradientNorm, [=, this](RpcScope& scope) -> absl::Status {
+    HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeGradientNorm(*request));
+    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(core_, scope, step));
+    HEADWATER_ASSIGN_OR_RETURN(auto stats, head->GradientNorm(step.key, scope.wait_limits()));
+    response->set_gradient_norm_squared(stats.norm_squared * step.factor * step.factor);
+    response->set_non_finite_count(stats.non_finite_count);
     return absl::OkStatus();
   });
 }
@@ -331,21 +310,20 @@ grpc::Status HeadServiceImpl::AddGradient(grpc::ServerContext* context, grpc::Se
   });
 }
 
-grpc::Status HeadServiceImpl::SaveCheckpoint(grpc::ServerContext* context, const v1::SaveCheckpointRequest* request,
-                                             v1::SaveCheckpointResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kSaveCheckpoint, [&](RpcScope& scope) -> absl::Status {
-    auto save = DecodeSave(*request);
-    if (!save.ok()) return save.status();
-    auto head = UseHead(core_, scope, save->name);
-    if (!head.ok()) return head.status();
-    if ((*head)->spec().trainable && !save->epoch.has_value())
+grpc::ServerUnaryReactor* HeadServiceImpl::SaveCheckpoint(grpc::CallbackServerContext* context,
+                                                          const v1::SaveCheckpointRequest* request,
+                                                          v1::SaveCheckpointResponse* response) {
+  return UnaryCall::Start(entrance_, context, RpcMethod::kSaveCheckpoint, [=, this](RpcScope& scope) -> absl::Status {
+    HEADWATER_ASSIGN_OR_RETURN(auto save, DecodeSave(*request));
+    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(core_, scope, save.name));
+    if (head->spec().trainable && !save.epoch.has_value())
       return MissingField("epoch", "the head's epoch, because it is trainable");
     if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
-    auto saved = (*head)->Save(save->epoch, *core_.checkpoints, save->checkpoint, save->overwrite, LimitsOf(core_, scope));
-    if (!saved.ok()) return saved.status();
-    response->set_checkpoint(save->checkpoint);
-    response->set_step(saved->step);
-    response->set_total_bytes(saved->total_bytes);
+    HEADWATER_ASSIGN_OR_RETURN(auto saved,
+                               head->Save(save.epoch, *core_.checkpoints, save.checkpoint, save.overwrite, scope.wait_limits()));
+    response->set_checkpoint(save.checkpoint);
+    response->set_step(saved.step);
+    response->set_total_bytes(saved.total_bytes);
     return absl::OkStatus();
   });
 }
@@ -353,47 +331,43 @@ grpc::Status HeadServiceImpl::SaveCheckpoint(grpc::ServerContext* context, const
 grpc::Status HeadServiceImpl::ListCheckpoints(grpc::ServerContext* context, const v1::ListCheckpointsRequest* request,
                                               v1::ListCheckpointsResponse* response) {
   return RunRpc(entrance_, *context, RpcMethod::kListCheckpoints, [&](RpcScope& scope) -> absl::Status {
-    auto list = DecodeListCheckpoints(*request);
-    if (!list.ok()) return list.status();
-    scope.set_head(list->name.ToString());
-    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(list->name));
+    HEADWATER_ASSIGN_OR_RETURN(auto list, DecodeListCheckpoints(*request));
+    scope.set_head(list.name.ToString());
+    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(list.name));
     if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
-    auto catalogue = core_.checkpoints->ListNewestFirst(list->name.tenant, list->name.head);
-    if (!catalogue.ok()) return catalogue.status();
-    const std::vector<v1::Checkpoint> checkpoints = EncodeCheckpoints(*catalogue);
+    HEADWATER_ASSIGN_OR_RETURN(auto catalogue, core_.checkpoints->ListNewestFirst(list.name.tenant, list.name.head));
+    const std::vector<v1::Checkpoint> checkpoints = EncodeCheckpoints(catalogue);
     auto next = checkpoints.begin();
-    if (list->after.has_value()) {
+    if (list.after.has_value()) {
       const auto last = std::find_if(checkpoints.begin(), checkpoints.end(),
-                                     [&](const v1::Checkpoint& checkpoint) { return checkpoint.checkpoint() == *list->after; });
+                                     [&](const v1::Checkpoint& checkpoint) { return checkpoint.checkpoint() == *list.after; });
       if (last == checkpoints.end()) {
         return FieldError(ErrorReason::kInvalidField, "page_token", "a checkpoint that is still there; list them again",
-                          Quoted(*list->after));
+                          Quoted(*list.after));
       }
       next = last + 1;
     }
-    const auto end = next + std::min<int64_t>(list->page_size, checkpoints.end() - next);
+    const auto end = next + std::min<int64_t>(list.page_size, checkpoints.end() - next);
     response->mutable_checkpoints()->Assign(next, end);
     if (end != checkpoints.end()) response->set_next_page_token((end - 1)->checkpoint());
     return absl::OkStatus();
   });
 }
 
-grpc::Status HeadServiceImpl::RestoreCheckpoint(grpc::ServerContext* context, const v1::RestoreCheckpointRequest* request,
-                                                v1::Head* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kRestoreCheckpoint, [&](RpcScope& scope) -> absl::Status {
-    auto restore = DecodeRestore(*request);
-    if (!restore.ok()) return restore.status();
-    auto head = UseHead(core_, scope, restore->name);
-    if (!head.ok()) return head.status();
-    HEADWATER_RETURN_IF_ERROR((*head)->CheckEpoch(*restore->epoch));
+grpc::ServerUnaryReactor* HeadServiceImpl::RestoreCheckpoint(grpc::CallbackServerContext* context,
+                                                             const v1::RestoreCheckpointRequest* request, v1::Head* response) {
+  return UnaryCall::Start(entrance_, context, RpcMethod::kRestoreCheckpoint, [=, this](RpcScope& scope) -> absl::Status {
+    HEADWATER_ASSIGN_OR_RETURN(auto restore, DecodeRestore(*request));
+    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(core_, scope, restore.name));
+    HEADWATER_RETURN_IF_ERROR(head->CheckEpoch(*restore.epoch));
     if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
-    auto restored = (*head)->Restore(*restore->epoch, *core_.checkpoints, restore->checkpoint, LimitsOf(core_, scope));
-    if (!restored.ok()) return restored.status();
-    if (!restored->restore_note.empty()) {
+    HEADWATER_ASSIGN_OR_RETURN(auto restored,
+                               head->Restore(*restore.epoch, *core_.checkpoints, restore.checkpoint, scope.wait_limits()));
+    if (!restored.restore_note.empty()) {
       Log(LogLevel::kWarning, "checkpoint_restored",
-          {{"head", restored->name.ToString()}, {"checkpoint", restore->checkpoint}, {"note", restored->restore_note}});
+          {{"head", restored.name.ToString()}, {"checkpoint", restore.checkpoint}, {"note", restored.restore_note}});
     }
-    EncodeHead(*restored, core_.AvailableBytes(), response);
+    EncodeHead(restored, core_.AvailableBytes(), response);
     return absl::OkStatus();
   });
 }
@@ -401,15 +375,13 @@ grpc::Status HeadServiceImpl::RestoreCheckpoint(grpc::ServerContext* context, co
 grpc::Status HeadServiceImpl::DeleteCheckpoint(grpc::ServerContext* context, const v1::DeleteCheckpointRequest* request,
                                                v1::DeleteCheckpointResponse* response) {
   return RunRpc(entrance_, *context, RpcMethod::kDeleteCheckpoint, [&](RpcScope& scope) -> absl::Status {
-    auto remove = DecodeDeleteCheckpoint(*request);
-    if (!remove.ok()) return remove.status();
-    scope.set_head(remove->name.ToString());
-    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(remove->name));
+    HEADWATER_ASSIGN_OR_RETURN(auto remove, DecodeDeleteCheckpoint(*request));
+    scope.set_head(remove.name.ToString());
+    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(remove.name));
     if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
-    auto removed = core_.checkpoints->Remove(remove->name.tenant, remove->name.head, remove->checkpoint);
-    if (!removed.ok()) return removed.status();
-    if (auto head = core_.registry.Find(remove->name); head.ok() && *removed) (*head)->CheckpointRemoved(*core_.checkpoints);
-    response->set_deleted(*removed);
+    HEADWATER_ASSIGN_OR_RETURN(auto removed, core_.checkpoints->Remove(remove.name.tenant, remove.name.head, remove.checkpoint));
+    if (auto head = core_.registry.Find(remove.name); head.ok() && removed) (*head)->CheckpointRemoved(*core_.checkpoints);
+    response->set_deleted(removed);
     return absl::OkStatus();
   });
 }

@@ -66,10 +66,11 @@ inline constexpr absl::Duration kMostGrpcTime = absl::Hours(500);
   X(Time, max_session_lease, absl::Minutes(10), kLeastTime, kMostTime, "lease of a session")                                       \
   X(Bytes, max_held_bytes, int64_t{4} << 30, 0, kNoMaximum,                                                                        \
     "host memory of the rows of all HELD contributions, with their targets and weights, in bytes; 0: none is held")                \
-  X(Count, max_waiting_calls, 64, 0, kNoMaximum,                                                                                   \
-    "calls that wait for the next step or for missing micro-batches, and as many that wait while their head is saved, loaded or "  \
-    "made, but at most a quarter of --max_threads of these; each holds a thread")                                                  \
-  X(Time, max_step_wait, absl::Minutes(5), kLeastTime, kMostTime, "how long such a call waits, whatever its deadline")             \
+  X(Count, max_waiting_calls, 16384, 0, kNoMaximum,                                                                                \
+    "calls that wait for a step, for micro-batches, for their head to be free, made or deleted, or for a region; streams among "   \
+    "them hold a thread each, and are at most a quarter of --max_threads")                                                         \
+  X(Time, max_step_wait, absl::Minutes(5), kLeastTime, kMostTime,                                                                  \
+    "how long a call waits for a step or its micro-batches, whatever its deadline")                                                \
   X(Count, max_heads_per_tenant, 64, 1, kNoMaximum, "heads of one tenant")                                                         \
   X(Bytes, max_tenant_memory_bytes, 0, 0, kNoMaximum,                                                                              \
     "memory that the plans of one tenant's heads add up to, in bytes; 0: no limit")                                                \

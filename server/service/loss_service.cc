@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include "server/heads/decide.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/service/compute_loss_stream.h"
 #include "server/service/field_check.h"
@@ -11,6 +12,7 @@
 #include "server/service/stream_io.h"
 #include "server/service/stream_teacher_call.h"
 #include "server/service/transfer_rows_stream.h"
+#include "server/service/unary_call.h"
 
 namespace headwater::service {
 
@@ -22,21 +24,20 @@ namespace {
 template <typename Decision>
 absl::Status Decide(ServerCore& core, RpcScope& scope, const DecisionRequest& decision, Decision&& decide) {
   scope.set_head(decision.heads.front().name.ToString());
-  const auto use = core.UseSession(decision.session);
-  if (!use.ok()) return use.status();
+  if (scope.heads().empty()) {
+    HEADWATER_ASSIGN_OR_RETURN(scope.session(), core.UseSession(decision.session));
+    for (const HeadAtStep& head_at_step : decision.heads) {
+      HEADWATER_ASSIGN_OR_RETURN(auto head, scope.caller().Find(core.registry, head_at_step.name));
+      scope.heads().emplace_back(std::move(head));
+    }
+  }
   std::vector<heads::DecisionTarget> targets;
-  std::vector<heads::HeadUse> uses;
-  for (const HeadAtStep& head_at_step : decision.heads) {
-    auto head = scope.caller().Find(core.registry, head_at_step.name);
-    if (!head.ok()) return head.status();
-    uses.emplace_back(*head);
-    targets.push_back({*std::move(head), head_at_step.key});
-  }
-  const absl::Time start = observability::MonotonicNow();
+  for (size_t i = 0; i < decision.heads.size(); ++i) targets.push_back({scope.heads()[i].head(), decision.heads[i].key});
   for (const heads::DecisionTarget& target : targets) {
-    HEADWATER_RETURN_IF_ERROR(core.waiting.AwaitStep(*target.head, target.key, scope.wait_limits()));
+    HEADWATER_RETURN_IF_ERROR(target.head->AwaitStep(target.key, scope.wait_limits()));
   }
-  if (scope.trace() != nullptr) scope.trace()->AddSpan("wait", "wait for the step", start, observability::MonotonicNow());
+  if (scope.trace() != nullptr)
+    scope.trace()->AddSpan("wait", "wait for the step", scope.start_time(), observability::MonotonicNow());
   return decide(targets);
 }
 
@@ -54,39 +55,37 @@ grpc::Status LossServiceImpl::StreamTeacher(grpc::ServerContext* context, grpc::
                 [&](RpcScope& scope) { return service::StreamTeacher(core_, *context, scope, *reader, response); });
 }
 
-grpc::Status LossServiceImpl::CommitMicroBatch(grpc::ServerContext* context, const v1::CommitMicroBatchRequest* request,
-                                               v1::CommitMicroBatchResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kCommitMicroBatch, [&](RpcScope& scope) -> absl::Status {
-    auto decision = DecodeCommit(*request, core_.options.limits);
-    if (!decision.ok()) return decision.status();
-    return Decide(core_, scope, *decision, [&](const std::vector<heads::DecisionTarget>& targets) {
+grpc::ServerUnaryReactor* LossServiceImpl::CommitMicroBatch(grpc::CallbackServerContext* context,
+                                                            const v1::CommitMicroBatchRequest* request,
+                                                            v1::CommitMicroBatchResponse* response) {
+  return UnaryCall::Start(entrance_, context, RpcMethod::kCommitMicroBatch, [=, this](RpcScope& scope) -> absl::Status {
+    HEADWATER_ASSIGN_OR_RETURN(auto decision, DecodeCommit(*request, core_.options.limits));
+    return Decide(core_, scope, decision, [&](const std::vector<heads::DecisionTarget>& targets) {
       const absl::Time start = observability::MonotonicNow();
-      auto committed = heads::Head::Commit(targets, decision->micro_batch, decision->attempt, decision->arguments,
-                                           decision->session, &core_.busy, core_.waiting.BehindFiles(scope.wait_limits()));
-      if (!committed.ok()) return committed.status();
+      HEADWATER_ASSIGN_OR_RETURN(auto committed, heads::Commit(targets, decision.micro_batch, decision.attempt, decision.arguments,
+                                                               decision.session, &core_.busy, scope.wait_limits()));
       const absl::Time end = observability::MonotonicNow();
       if (scope.trace() != nullptr) scope.trace()->AddSpan("commit", "commit", start, end);
-      if (*committed) {
+      if (committed) {
         core_.metrics.CountCommit();
         core_.metrics.ObservePhase(observability::Phase::kCommit, end - start);
       }
-      response->set_replayed(!*committed);
+      response->set_replayed(!committed);
       return absl::OkStatus();
     });
   });
 }
 
-grpc::Status LossServiceImpl::DiscardMicroBatch(grpc::ServerContext* context, const v1::DiscardMicroBatchRequest* request,
-                                                v1::DiscardMicroBatchResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kDiscardMicroBatch, [&](RpcScope& scope) -> absl::Status {
-    auto decision = DecodeDiscard(*request, core_.options.limits);
-    if (!decision.ok()) return decision.status();
-    return Decide(core_, scope, *decision, [&](const std::vector<heads::DecisionTarget>& targets) {
-      auto dropped = heads::Head::Discard(targets, decision->micro_batch, decision->attempt, decision->session,
-                                          core_.waiting.BehindFiles(scope.wait_limits()));
-      if (!dropped.ok()) return dropped.status();
-      if (*dropped) core_.metrics.CountMicroBatch(observability::MicroBatchOutcome::kDiscarded);
-      response->set_dropped(*dropped);
+grpc::ServerUnaryReactor* LossServiceImpl::DiscardMicroBatch(grpc::CallbackServerContext* context,
+                                                             const v1::DiscardMicroBatchRequest* request,
+                                                             v1::DiscardMicroBatchResponse* response) {
+  return UnaryCall::Start(entrance_, context, RpcMethod::kDiscardMicroBatch, [=, this](RpcScope& scope) -> absl::Status {
+    HEADWATER_ASSIGN_OR_RETURN(auto decision, DecodeDiscard(*request, core_.options.limits));
+    return Decide(core_, scope, decision, [&](const std::vector<heads::DecisionTarget>& targets) {
+      HEADWATER_ASSIGN_OR_RETURN(
+          auto dropped, heads::Discard(targets, decision.micro_batch, decision.attempt, decision.session, scope.wait_limits()));
+      if (dropped) core_.metrics.CountMicroBatch(observability::MicroBatchOutcome::kDiscarded);
+      response->set_dropped(dropped);
       return absl::OkStatus();
     });
   });

@@ -9,9 +9,10 @@
 
 namespace headwater::service {
 
-// ComputeLoss and TransferRows move tensors, so they get their messages as raw bytes, by callbacks.
+// ComputeLoss and TransferRows move tensors, so they get their messages as raw bytes, by callbacks; decisions may wait.
 using LossServiceBase = v1::LossService::WithRawCallbackMethod_ComputeLoss<
-    v1::LossService::WithRawCallbackMethod_TransferRows<v1::LossService::Service>>;
+    v1::LossService::WithRawCallbackMethod_TransferRows<v1::LossService::WithCallbackMethod_CommitMicroBatch<
+        v1::LossService::WithCallbackMethod_DiscardMicroBatch<v1::LossService::Service>>>>;
 
 class LossServiceImpl final : public LossServiceBase {
  public:
@@ -22,10 +23,10 @@ class LossServiceImpl final : public LossServiceBase {
   RawReactor* TransferRows(grpc::CallbackServerContext* context) override;
   grpc::Status StreamTeacher(grpc::ServerContext* context, grpc::ServerReader<v1::StreamTeacherRequest>* reader,
                              v1::StreamTeacherResponse* response) override;
-  grpc::Status CommitMicroBatch(grpc::ServerContext* context, const v1::CommitMicroBatchRequest* request,
-                                v1::CommitMicroBatchResponse* response) override;
-  grpc::Status DiscardMicroBatch(grpc::ServerContext* context, const v1::DiscardMicroBatchRequest* request,
-                                 v1::DiscardMicroBatchResponse* response) override;
+  grpc::ServerUnaryReactor* CommitMicroBatch(grpc::CallbackServerContext* context, const v1::CommitMicroBatchRequest* request,
+                                             v1::CommitMicroBatchResponse* response) override;
+  grpc::ServerUnaryReactor* DiscardMicroBatch(grpc::CallbackServerContext* context, const v1::DiscardMicroBatchRequest* request,
+                                              v1::DiscardMicroBatchResponse* response) override;
 
  private:
   const Entrance entrance_;

@@ -17,7 +17,7 @@
 #include "server/heads/session_registry.h"
 #include "server/observability/call_trace.h"
 #include "server/observability/metrics.h"
-#include "server/scheduler/wait_limits.h"
+#include "server/scheduler/waiting.h"
 #include "server/service/access.h"
 #include "server/service/loss_request.h"
 #include "server/service/micro_batch_account.h"

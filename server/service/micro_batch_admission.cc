@@ -8,6 +8,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "server/heads/submit.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/service/field_check.h"
 #include "server/service/loss_terms.h"
@@ -46,12 +47,12 @@ class MicroBatchAdmission {
     HEADWATER_RETURN_IF_ERROR(FindRows());
     HEADWATER_RETURN_IF_ERROR(FindGrad());
     HEADWATER_RETURN_IF_ERROR(AwaitSteps());
-    HEADWATER_RETURN_IF_ERROR(heads::Head::CheckSubmission(submission));
+    HEADWATER_RETURN_IF_ERROR(heads::CheckSubmission(submission));
     HEADWATER_RETURN_IF_ERROR(ReserveBytes());
     HEADWATER_RETURN_IF_ERROR(ClaimJoined());
     // The header is accepted: from here on a higher attempt takes effect.
     if (submission.attempt > 0 && submission.micro_batch.has_value()) {
-      HEADWATER_RETURN_IF_ERROR(heads::Head::Announce(submission, limits_));
+      HEADWATER_RETURN_IF_ERROR(heads::Announce(submission, limits_));
     }
     return PlaceRows();
   }
@@ -157,7 +158,7 @@ class MicroBatchAdmission {
     if (!batch_.submission.backward) return absl::OkStatus();
     for (const heads::SubmittedTerm& term : batch_.submission.terms) {
       if (!term.step.has_value() || !term.head_epoch.has_value()) continue;
-      HEADWATER_RETURN_IF_ERROR(core_.waiting.AwaitStep(*term.head, {*term.head_epoch, *term.step}, limits_));
+      HEADWATER_RETURN_IF_ERROR(term.head->AwaitStep({*term.head_epoch, *term.step}, limits_));
     }
     return absl::OkStatus();
   }

@@ -1,3 +1,4 @@
+#include "server/heads/submit.h"
 #include "server/service/micro_batch_run.h"
 
 #include <algorithm>
@@ -96,7 +97,7 @@ MicroBatchRun::MicroBatchRun(AdmittedMicroBatch& micro_batch, const scheduler::W
       core_(micro_batch.core),
       exchange_(micro_batch.transfer->exchange()),
       limits_(limits),
-      cancelled_(limits.cancelled) {}
+      cancelled_([waiter = limits.waiter] { return waiter->cancelled(); }) {}
 
 absl::Status MicroBatchRun::Compute() {
   const int64_t row_count = batch_.payload->request.row_count;
@@ -236,7 +237,7 @@ absl::Status MicroBatchRun::CheckWait(const Progress& rows, absl::Time now, absl
   }
   *end = std::min(*end, limits_.deadline);
   for (const heads::HeadUse& use : batch_.head_uses) {
-    HEADWATER_RETURN_IF_ERROR(use->CheckThere());  // one that has been deleted keeps its memory as long as this call is there
+    HEADWATER_RETURN_IF_ERROR(use->CheckEpoch(std::nullopt));  // a deleted one keeps its memory as long as this call is there
   }
   return CheckInTime(now, "its rows came");
 }
@@ -273,11 +274,10 @@ absl::StatusOr<Digest> MicroBatchRun::DigestOfAll() {
 }
 
 absl::Status MicroBatchRun::AwaitFiles() {
-  if (!heads::Head::IsBehindFiles(batch_.submission)) return absl::OkStatus();
+  if (!heads::IsBehindFiles(batch_.submission)) return absl::OkStatus();
   turn_->Yield();
-  scheduler::WaitLimits limits = limits_;
-  limits.cancelled = [&] { return !exchange_.status().ok() || cancelled_(); };
-  const absl::Status status = heads::Head::AwaitFiles(batch_.submission, limits);
+  scheduler::ThreadWaiter waiter([this] { return !exchange_.status().ok() || cancelled_(); }, limits_.waiter->calls());
+  const absl::Status status = heads::AwaitFiles(batch_.submission, {limits_.deadline, &waiter});
   return !status.ok() && !exchange_.status().ok() ? exchange_.status() : status;
 }
 
@@ -299,7 +299,7 @@ absl::Status MicroBatchRun::Submit() {
     HEADWATER_RETURN_IF_ERROR(AwaitFiles());
     HEADWATER_RETURN_IF_ERROR(AwaitPlace());
     // While it waited for its place files may have come between: others take the place.
-    if (places_left == 1 || !heads::Head::IsBehindFiles(batch_.submission)) break;
+    if (places_left == 1 || !heads::IsBehindFiles(batch_.submission)) break;
     turn_->Leave();
   }
   MicroBatchTimes& times = batch_.times;
@@ -307,7 +307,7 @@ absl::Status MicroBatchRun::Submit() {
   {
     const observability::BusyClock::Work work(core_.busy);
     times.engine_start = MonotonicNow();
-    outcome = heads::Head::Submit(batch_.submission, *core_.engine, cancelled_);
+    outcome = heads::Submit(batch_.submission, *core_.engine, cancelled_);
     times.engine_end = MonotonicNow();
   }
   turn_->Leave(times.engine_end - times.engine_start);

@@ -21,7 +21,7 @@
 #include "headwater/kernels/digest.h"
 #include "headwater/v1/loss_service.pb.h"
 #include "server/heads/head.h"
-#include "server/scheduler/wait_limits.h"
+#include "server/scheduler/waiting.h"
 #include "server/scheduler/work_queue.h"
 #include "server/service/micro_batch.h"
 #include "server/transport/row_exchange.h"
@@ -63,7 +63,7 @@ class MicroBatchRun {
   // Why rows are missing, once their streams have ended: that a client is gone is known a moment later.
   absl::Status ExplainEnd(const absl::Status& status);
   absl::StatusOr<Digest> DigestOfAll();
-  // Head::AwaitFiles(), which the end of the transfer ends too.
+  // heads::AwaitFiles(), which the end of the transfer ends too.
   absl::Status AwaitFiles();
   // Waits for a place at the engine.
   absl::Status AwaitPlace();

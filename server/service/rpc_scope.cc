@@ -8,8 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/guard/counted_calls.h"
 #include "server/guard/line_budget.h"
 #include "server/observability/logging.h"
@@ -98,13 +100,15 @@ std::vector<absl::string_view> AuthorizationOf(const std::multimap<grpc::string_
   return values;
 }
 
-RpcScope::RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, RpcMethod method)
+RpcScope::RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, RpcMethod method, scheduler::Waiter* waiter)
     : core_(entrance.core),
       context_(context),
       method_(method),
       role_(entrance.role),
       start_time_(MonotonicNow()),
-      deadline_(DeadlineOf(context)) {
+      deadline_(DeadlineOf(context)),
+      thread_([this] { return Cancelled() || !core_.lost().ok(); }, &core_.waiting),
+      waiter_(waiter != nullptr ? waiter : &thread_) {
   const auto& metadata = context_.client_metadata();
   const auto found = metadata.find(kRequestIdKey);
   request_id_ = found != metadata.end() && IsValidRequestId(found->second) ? std::string(found->second.data(), found->second.size())
@@ -120,10 +124,12 @@ RpcScope::RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, R
   trace_ = std::make_shared<observability::CallTrace>(*trace_context_, span_id_, request_id_, observability::RpcMethodName(method));
 }
 
-absl::Status RpcScope::Authorize() {
-  auto caller = core_.access->Authorize(FindAccessRow(method_), role_, AuthorizationOf(context_.client_metadata()));
-  if (!caller.ok()) return caller.status();
-  caller_ = *std::move(caller);
+absl::Status RpcScope::Begin(bool always) {
+  HEADWATER_ASSIGN_OR_RETURN(caller_,
+                             core_.access->Authorize(FindAccessRow(method_), role_, AuthorizationOf(context_.client_metadata())));
+  auto admission = core_.Admit();
+  if (!admission.ok()) return always ? absl::OkStatus() : admission.status();
+  admission_ = *std::move(admission);
   return absl::OkStatus();
 }
 
@@ -151,6 +157,7 @@ absl::Status RpcScope::CancelledError(absl::string_view outcome) const {
 }
 
 grpc::Status RpcScope::Finish(absl::Status status) {
+  const absl::Cleanup is_over = [this] { admission_.reset(); };
   // Who may not call is not told how the server is, either.
   const bool refused = HasReason(status, ErrorReason::kUnauthenticated) || HasReason(status, ErrorReason::kPermissionDenied);
   if (!status.ok() && !refused) {

@@ -21,7 +21,7 @@
 #include "server/heads/head.h"
 #include "server/observability/call_trace.h"
 #include "server/observability/metrics.h"
-#include "server/scheduler/wait_limits.h"
+#include "server/scheduler/waiting.h"
 #include "server/service/access.h"
 #include "server/service/call_label.h"
 #include "server/service/server_core.h"
@@ -47,13 +47,18 @@ std::vector<absl::string_view> AuthorizationOf(const std::multimap<grpc::string_
 
 class RpcScope {
  public:
-  // One scope for each call.
-  RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, observability::RpcMethod method);
+  // One scope for each call. `waiter`: who waits for it; null: the thread that runs it.
+  RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, observability::RpcMethod method,
+           scheduler::Waiter* waiter = nullptr);
 
-  // Before anything else: whether the call may be made. kUnauthenticated, kPermissionDenied.
-  absl::Status Authorize();
-  // Who makes it. Once Authorize() has said OK.
+  // Before anything else: whether the call may be made, and the server takes calls (with `always`: whatever its phase).
+  // kUnauthenticated, kPermissionDenied, and what ServerCore::Admit() says.
+  absl::Status Begin(bool always);
+  // Who makes it. Once Begin() has said OK.
   const Caller& caller() const { return caller_; }
+  // The heads that the call has found, and its session. They are in use until it ends, also while it waits.
+  std::vector<heads::HeadUse>& heads() { return heads_; }
+  heads::SessionRegistry::Use& session() { return session_; }
 
   // For StreamWatchdog: whether the caller may still do what it does; its token may have been withdrawn. Valid as long as the core.
   std::function<absl::Status()> AllowedStill() const;
@@ -70,20 +75,21 @@ class RpcScope {
   // Identity of the client, for the fair queue and the fair budget: its connection. The peer alone would not do, which is the same
   // for all connections of a Unix socket.
   std::string client() const;
+  absl::Time start_time() const { return start_time_; }
   // Of observability::MonotonicNow(): a wall clock that is set does not move it.
   absl::Time deadline() const { return deadline_; }
-  // What bounds a wait of this call: its deadline, its client, and the engine's device.
-  scheduler::WaitLimits wait_limits() {
-    return {deadline(), [this] { return Cancelled() || !core_.lost().ok(); }};
-  }
+  // What bounds a wait of this call: its deadline, its client, and the engine's device; of a wait for a step max_step_wait, too.
+  scheduler::WaitLimits wait_limits() const { return {deadline_, waiter_, start_time_ + core_.options.limits.max_step_wait}; }
+  // The same for a wait of the thread that runs the call, whoever waits for others of the call.
+  scheduler::WaitLimits thread_limits() { return {deadline_, &thread_}; }
   // True once the client has cancelled, gone away, or its deadline has passed. From any thread.
   bool Cancelled();
   // kDeadlineExceeded or kCancelled, for a call that ended because of Cancelled(). `outcome`: what became of its work, if that is
   // known; the end of the message.
   absl::Status CancelledError(absl::string_view outcome = "") const;
 
-  // Logs, counts and maps. Once, at the end. A call that fails while the engine's device is lost is answered ServerCore::lost(),
-  // whatever it met first, and by then the server has turned to NOT_SERVING.
+  // Logs, counts and maps. Once, at the end, from which Drain() no longer waits for the call. A call that fails while the engine's
+  // device is lost is answered ServerCore::lost(), whatever it met first, and by then the server has turned to NOT_SERVING.
   grpc::Status Finish(absl::Status status);
 
  private:
@@ -99,6 +105,11 @@ class RpcScope {
   std::string span_id_;  // this call's, if it belongs to a trace
   std::shared_ptr<observability::CallTrace> trace_;
   std::string head_;
+  scheduler::ThreadWaiter thread_;
+  scheduler::Waiter* const waiter_;
+  ServerCore::Admission admission_;  // until Finish()
+  heads::SessionRegistry::Use session_;
+  std::vector<heads::HeadUse> heads_;
   absl::Mutex cancelled_mutex_;
   bool cancelled_ ABSL_GUARDED_BY(cancelled_mutex_) = false;
 };
@@ -110,9 +121,7 @@ grpc::Status RunRpc(const Entrance& entrance, Context& context, observability::R
                     bool always = false) noexcept {
   RpcScope scope(entrance, context, method);
   const CallLabel label(observability::RpcMethodName(method), scope.request_id());
-  if (absl::Status status = scope.Authorize(); !status.ok()) return scope.Finish(std::move(status));
-  auto admission = entrance.core.Admit();
-  if (!admission.ok() && !always) return scope.Finish(admission.status());
+  if (absl::Status status = scope.Begin(always); !status.ok()) return scope.Finish(std::move(status));
   return scope.Finish(body(scope));
 }
 

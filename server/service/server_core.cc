@@ -15,6 +15,7 @@
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/product_rate.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/group/group_assembly.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
@@ -76,14 +77,12 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
     return absl::InvalidArgumentError("deterministic: expected an engine that was made with EngineOptions::deterministic");
   }
   if (absl::Status status = CheckLoadRoot(options.load_root); !status.ok()) return status;
-  auto access = AccessControl::Create(options.token_file);
-  if (!access.ok()) return access.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto access, AccessControl::Create(options.token_file));
   std::unique_ptr<checkpoint::CheckpointStore> checkpoints;
   if (!options.checkpoint_directory.empty()) {
-    auto opened =
-        checkpoint::CheckpointStore::Open(options.checkpoint_directory, checkpoint::PosixFileSystem(), options.keep_checkpoints);
-    if (!opened.ok()) return opened.status();
-    checkpoints = *std::move(opened);
+    HEADWATER_ASSIGN_OR_RETURN(
+        checkpoints,
+        checkpoint::CheckpointStore::Open(options.checkpoint_directory, checkpoint::PosixFileSystem(), options.keep_checkpoints));
   }
   if (!(options.product_tflops >= 0) || !std::isfinite(options.product_tflops)) {
     return absl::InvalidArgumentError(absl::StrCat("product_tflops: expected a number >= 0, got ", options.product_tflops));
@@ -92,12 +91,11 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
     engine->Observe(std::make_shared<StallClock>(options.engine_stall_timeout));
   }
   std::unique_ptr<ServerCore> core(new ServerCore(options, std::move(engine)));
-  core->access = *std::move(access);
+  core->access = std::move(access);
   core->checkpoints = std::move(checkpoints);
   if (!options.trace_dir.empty()) {
-    auto traces = observability::TraceWriter::Open(options.trace_dir, options.max_trace_files, core->metrics);
-    if (!traces.ok()) return traces.status();
-    core->traces = *std::move(traces);
+    HEADWATER_ASSIGN_OR_RETURN(core->traces,
+                               observability::TraceWriter::Open(options.trace_dir, options.max_trace_files, core->metrics));
   }
   if (!options.descriptor_socket.empty()) {
     transport::DescriptorSocketOptions socket;
@@ -105,9 +103,7 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
     socket.mode = options.descriptor_socket_mode;
     socket.any_user = options.descriptor_socket_any_user;
     socket.incarnation = core->incarnation;
-    auto descriptors = transport::DescriptorSocket::Listen(socket);
-    if (!descriptors.ok()) return descriptors.status();
-    core->descriptors = *std::move(descriptors);
+    HEADWATER_ASSIGN_OR_RETURN(core->descriptors, transport::DescriptorSocket::Listen(socket));
   }
   core->reaper_ = std::make_unique<Reaper>(*core);
   return core;
@@ -191,13 +187,15 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
                  return dropped;
                }),
       queue(options.limits.max_queue_depth, WidthsFor(options.queue_widths, *engine)),
-      waiting(options.limits.max_waiting_calls, options.limits.max_step_wait, options.max_threads),
+      waiting(options.limits.max_waiting_calls, options.max_threads),
       backlog(std::make_shared<guard::CallBacklog>(options.limits.max_connection_streams + options.max_reset_backlog,
                                                    options.max_cancel_rate)),
       watchdog(options.stream_idle_timeout, options.limits.max_stream_time),
       transfers(options.limits.max_stripe_wait),
       incarnation(heads::NewEpoch()),
       start_time(absl::Now()),
+      operations(options.max_threads),
+      file_calls(std::max(1, options.max_threads / 4)),
       calls(options.max_threads),
       senders(kSenderThreads) {
   metrics.SetLimits({options.limits.max_queue_depth, options.limits.max_in_flight_bytes, options.limits.max_connections});
@@ -210,10 +208,9 @@ ServerCore::~ServerCore() {
   metrics.SetGaugeSource(nullptr);
 }
 
-ServerCore::Admission::~Admission() {
-  if (core_ == nullptr) return;
-  absl::MutexLock lock(&core_->phase_mutex_);
-  --core_->calls_in_progress_;
+void ServerCore::EndCall::operator()(ServerCore* core) const {
+  absl::MutexLock lock(&core->phase_mutex_);
+  if (--core->calls_in_progress_ == 0) core->idle_.WakeAll();
 }
 
 absl::StatusOr<ServerCore::Admission> ServerCore::Admit() {
@@ -269,7 +266,7 @@ void ServerCore::LoseEngine(const absl::Status& health) {
                       std::move(metadata));
   phase_ = Phase::kLost;
   is_lost_.store(true);
-  waiting.Close();
+  waiting.CancelAll();
   queue.WakeAll();
 }
 
@@ -351,15 +348,11 @@ absl::Status ServerCore::ReserveInFlight(const std::string& client, int64_t byte
 }
 
 bool ServerCore::AwaitIdle(absl::Time deadline) {
-  constexpr absl::Duration kLook = absl::Milliseconds(5);
-  while (true) {
-    {
-      absl::MutexLock lock(&phase_mutex_);
-      if (calls_in_progress_ == 0) return true;
-    }
-    if (MonotonicNow() >= deadline) return false;
-    absl::SleepFor(kLook);  // which no clock that is set makes longer
+  absl::MutexLock lock(&phase_mutex_);
+  while (calls_in_progress_ > 0) {
+    if (!Wait(idle_, phase_mutex_, {deadline}, "waited for all others").ok()) return false;
   }
+  return true;
 }
 
 int64_t ServerCore::AvailableBytes() const {

@@ -25,6 +25,7 @@
 #include "server/observability/busy_clock.h"
 #include "server/observability/metrics.h"
 #include "server/observability/trace_writer.h"
+#include "server/scheduler/waiting.h"
 #include "server/scheduler/work_queue.h"
 #include "server/service/access.h"
 #include "server/service/call_threads.h"
@@ -32,7 +33,6 @@
 #include "server/service/server_options.h"
 #include "server/service/transfer_registry.h"
 #include "server/service/upload_store.h"
-#include "server/service/waiting_room.h"
 #include "server/transport/byte_budget.h"
 #include "server/transport/descriptor_socket.h"
 #include "server/transport/fair_budget.h"
@@ -56,18 +56,10 @@ class ServerCore {
   ~ServerCore();
 
   // One call that has been accepted: Drain() waits for its end.
-  class Admission {
-   public:
-    Admission() = default;
-    Admission(Admission&& other) noexcept : core_(other.core_) { other.core_ = nullptr; }
-    Admission& operator=(Admission&&) = delete;
-    ~Admission();
-
-   private:
-    friend class ServerCore;
-    explicit Admission(ServerCore* core) : core_(core) {}
-    ServerCore* core_ = nullptr;
+  struct EndCall {
+    void operator()(ServerCore* core) const;
   };
+  using Admission = std::unique_ptr<ServerCore, EndCall>;
   // kStarting before SetPhase(kServing), kDraining after SetPhase(kDraining), lost() once the engine's device is lost.
   absl::StatusOr<Admission> Admit();
   // To kServing or kDraining; without effect once the device is lost.
@@ -136,7 +128,7 @@ class ServerCore {
   heads::HeadRegistry registry;
   heads::SessionRegistry sessions;
   scheduler::WorkQueue queue;
-  WaitingRoom waiting;
+  scheduler::WaitingCalls waiting;
   guard::SlowUploads slow_uploads;
   const std::shared_ptr<guard::CallBacklog> backlog;
   std::atomic<int64_t> abandoned_calls{0};  // ComputeLoss in progress whose client has gone
@@ -145,8 +137,10 @@ class ServerCore {
   TransferRegistry transfers;
   const heads::Epoch incarnation;
   const absl::Time start_time;
-  CallThreads calls;    // one for each ComputeLoss
-  CallThreads senders;  // begin to send what the engine has got ready
+  CallThreads operations;  // unary calls that may wait, while they do not
+  CallThreads file_calls;  // those of them that read or write files
+  CallThreads calls;       // one for each ComputeLoss
+  CallThreads senders;     // begin to send what the engine has got ready
 
  private:
   class Reaper;
@@ -157,6 +151,7 @@ class ServerCore {
   mutable absl::Mutex phase_mutex_;
   Phase phase_ ABSL_GUARDED_BY(phase_mutex_) = Phase::kStarting;
   int64_t calls_in_progress_ ABSL_GUARDED_BY(phase_mutex_) = 0;
+  scheduler::WaitList idle_;                         // woken when there are none
   std::atomic<bool> is_lost_{false};                 // lost() without the lock, for calls that look often
   absl::Status lost_ ABSL_GUARDED_BY(phase_mutex_);  // not OK in Phase::kLost
   mutable absl::Mutex hooks_mutex_;

@@ -1,5 +1,6 @@
 #include "server/service/session_service.h"
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <variant>
@@ -12,6 +13,7 @@
 #include "server/service/head_request.h"
 #include "server/service/proto_encoding.h"
 #include "server/service/rpc_scope.h"
+#include "server/service/unary_call.h"
 
 namespace headwater::service {
 namespace {
@@ -45,9 +47,8 @@ absl::StatusOr<std::string> Register(ServerCore& core, RegisterRequest request) 
                        "descriptor_token: this server has no descriptor socket: start it with --descriptor_socket",
                        {{"field", "descriptor_token"}, {"expected", "--descriptor_socket"}});
     }
-    auto memory = core.descriptors->Take(descriptor->token);
-    if (!memory.ok()) return memory.status();
-    return core.regions.AddDescriptor(request.session, *std::move(memory), request.offset_bytes, request.size_bytes);
+    HEADWATER_ASSIGN_OR_RETURN(auto memory, core.descriptors->Take(descriptor->token));
+    return core.regions.AddDescriptor(request.session, std::move(memory), request.offset_bytes, request.size_bytes);
   }
   if (const auto* named = std::get_if<NamedSource>(&request.source)) {
     if (!core.options.named_regions) {
@@ -96,13 +97,12 @@ grpc::Status SessionServiceImpl::GetServerInfo(grpc::ServerContext* context, con
 grpc::Status SessionServiceImpl::OpenSession(grpc::ServerContext* context, const v1::OpenSessionRequest* request,
                                              v1::OpenSessionResponse* response) {
   return RunRpc(entrance_, *context, RpcMethod::kOpenSession, [&](RpcScope&) -> absl::Status {
-    auto open = DecodeOpenSession(*request, core_.options.limits);
-    if (!open.ok()) return open.status();
+    HEADWATER_ASSIGN_OR_RETURN(auto open, DecodeOpenSession(*request, core_.options.limits));
     std::vector<heads::SessionRegistry::Expired> expired;
-    auto grant = core_.sessions.Open(open->client_name, open->lease, &expired);
+    auto grant = core_.sessions.Open(open.client_name, open.lease, &expired);
     core_.CountExpiredSessions(expired);
     if (!grant.ok()) return grant.status();
-    Log(LogLevel::kInfo, "session_opened", {{"client", open->client_name}, {"lease_s", absl::ToDoubleSeconds(grant->lease)}});
+    Log(LogLevel::kInfo, "session_opened", {{"client", open.client_name}, {"lease_s", absl::ToDoubleSeconds(grant->lease)}});
     response->set_session_id(grant->id.data(), grant->id.size());
     EncodeDuration(grant->lease, response->mutable_lease());
     return absl::OkStatus();
@@ -112,11 +112,9 @@ grpc::Status SessionServiceImpl::OpenSession(grpc::ServerContext* context, const
 grpc::Status SessionServiceImpl::KeepAlive(grpc::ServerContext* context, const v1::KeepAliveRequest* request,
                                            v1::KeepAliveResponse* response) {
   return RunRpc(entrance_, *context, RpcMethod::kKeepAlive, [&](RpcScope&) -> absl::Status {
-    auto session = DecodeSession(request->session_id(), "session_id");
-    if (!session.ok()) return session.status();
-    auto lease = core_.sessions.Renew(*session);
-    if (!lease.ok()) return lease.status();
-    EncodeDuration(*lease, response->mutable_lease());
+    HEADWATER_ASSIGN_OR_RETURN(auto session, DecodeSession(request->session_id(), "session_id"));
+    HEADWATER_ASSIGN_OR_RETURN(auto lease, core_.sessions.Renew(session));
+    EncodeDuration(lease, response->mutable_lease());
     return absl::OkStatus();
   });
 }
@@ -124,9 +122,8 @@ grpc::Status SessionServiceImpl::KeepAlive(grpc::ServerContext* context, const v
 grpc::Status SessionServiceImpl::CloseSession(grpc::ServerContext* context, const v1::CloseSessionRequest* request,
                                               v1::CloseSessionResponse*) {
   return RunRpc(entrance_, *context, RpcMethod::kCloseSession, [&](RpcScope&) -> absl::Status {
-    auto session = DecodeSession(request->session_id(), "session_id");
-    if (!session.ok()) return session.status();
-    if (core_.sessions.Close(*session)) core_.metrics.CountSessionEnds(observability::SessionEnd::kClosed, 1);
+    HEADWATER_ASSIGN_OR_RETURN(auto session, DecodeSession(request->session_id(), "session_id"));
+    if (core_.sessions.Close(session)) core_.metrics.CountSessionEnds(observability::SessionEnd::kClosed, 1);
     return absl::OkStatus();
   });
 }
@@ -134,28 +131,29 @@ grpc::Status SessionServiceImpl::CloseSession(grpc::ServerContext* context, cons
 grpc::Status SessionServiceImpl::RegisterSharedMemory(grpc::ServerContext* context, const v1::RegisterSharedMemoryRequest* request,
                                                       v1::RegisterSharedMemoryResponse* response) {
   return RunRpc(entrance_, *context, RpcMethod::kRegisterSharedMemory, [&](RpcScope&) -> absl::Status {
-    auto decoded = DecodeRegisterSharedMemory(*request);
-    if (!decoded.ok()) return decoded.status();
-    auto use = core_.UseSession(decoded->session);  // what is registered while the session ends goes when this goes
+    HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeRegisterSharedMemory(*request));
+    auto use = core_.UseSession(decoded.session);  // what is registered while the session ends goes when this goes
     if (!use.ok()) return use.status();
-    auto id = Register(core_, *std::move(decoded));
-    if (!id.ok()) return id.status();
-    response->set_region_id(*std::move(id));
+    HEADWATER_ASSIGN_OR_RETURN(auto id, Register(core_, std::move(decoded)));
+    response->set_region_id(std::move(id));
     return absl::OkStatus();
   });
 }
 
-grpc::Status SessionServiceImpl::UnregisterSharedMemory(grpc::ServerContext* context,
-                                                        const v1::UnregisterSharedMemoryRequest* request,
-                                                        v1::UnregisterSharedMemoryResponse*) {
-  return RunRpc(entrance_, *context, RpcMethod::kUnregisterSharedMemory, [&](RpcScope& scope) -> absl::Status {
-    auto decoded = DecodeUnregisterSharedMemory(*request);
-    if (!decoded.ok()) return decoded.status();
-    auto use = core_.UseSession(decoded->session);
-    if (!use.ok()) return use.status();
-    const scheduler::WaitLimits limits = scope.wait_limits();
-    return core_.regions.Remove(decoded->session, decoded->region_id, limits.deadline, limits.cancelled);
-  });
+grpc::ServerUnaryReactor* SessionServiceImpl::UnregisterSharedMemory(grpc::CallbackServerContext* context,
+                                                                     const v1::UnregisterSharedMemoryRequest* request,
+                                                                     v1::UnregisterSharedMemoryResponse*) {
+  return UnaryCall::Start(entrance_, context, RpcMethod::kUnregisterSharedMemory,
+                          [=, this, end = std::shared_ptr<transport::RegionEnd>()](RpcScope& scope) mutable -> absl::Status {
+                            if (end == nullptr) {
+                              HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeUnregisterSharedMemory(*request));
+                              HEADWATER_ASSIGN_OR_RETURN(auto use, core_.UseSession(decoded.session));
+                              HEADWATER_ASSIGN_OR_RETURN(auto removed, core_.regions.Remove(decoded.session, decoded.region_id));
+                              scope.session() = std::move(use);
+                              end = std::move(removed);
+                            }
+                            return end->Await(scope.wait_limits());
+                          });
 }
 
 }  // namespace headwater::service

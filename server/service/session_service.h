@@ -8,7 +8,7 @@
 
 namespace headwater::service {
 
-class SessionServiceImpl final : public v1::SessionService::Service {
+class SessionServiceImpl final : public v1::SessionService::WithCallbackMethod_UnregisterSharedMemory<v1::SessionService::Service> {
  public:
   // The core must outlive the service.
   explicit SessionServiceImpl(const Entrance& entrance) : entrance_(entrance), core_(entrance.core) {}
@@ -23,8 +23,9 @@ class SessionServiceImpl final : public v1::SessionService::Service {
                             v1::CloseSessionResponse* response) override;
   grpc::Status RegisterSharedMemory(grpc::ServerContext* context, const v1::RegisterSharedMemoryRequest* request,
                                     v1::RegisterSharedMemoryResponse* response) override;
-  grpc::Status UnregisterSharedMemory(grpc::ServerContext* context, const v1::UnregisterSharedMemoryRequest* request,
-                                      v1::UnregisterSharedMemoryResponse* response) override;
+  grpc::ServerUnaryReactor* UnregisterSharedMemory(grpc::CallbackServerContext* context,
+                                                   const v1::UnregisterSharedMemoryRequest* request,
+                                                   v1::UnregisterSharedMemoryResponse* response) override;
 
  private:
   const Entrance entrance_;

@@ -14,16 +14,10 @@ namespace headwater::service {
 RawReactor* TransferRowsStream::Start(ServerCore& core, grpc::CallbackServerContext& context) noexcept {
   const auto stream = std::make_shared<TransferRowsStream>(core, context);
   RawReactor* const reactor = stream->Own();
-  if (absl::Status status = stream->scope_.Authorize(); !status.ok()) {
+  if (absl::Status status = stream->scope_.Begin(/*always=*/false); !status.ok()) {
     stream->End(std::move(status));
     return reactor;
   }
-  auto admission = core.Admit();
-  if (!admission.ok()) {
-    stream->End(admission.status());
-    return reactor;
-  }
-  stream->admission_.emplace(*std::move(admission));
   stream->Allow(stream->scope_.AllowedStill());
   stream->Read(/*watched=*/true);
   return reactor;
@@ -37,9 +31,7 @@ void TransferRowsStream::End(absl::Status status) {
 }
 
 void TransferRowsStream::Answer(std::optional<absl::Status> status) {
-  grpc::Status answer = scope_.Finish(status.has_value() ? *std::move(status) : scope_.CancelledError());
-  admission_.reset();
-  Finish(std::move(answer));
+  Finish(scope_.Finish(status.has_value() ? *std::move(status) : scope_.CancelledError()));
 }
 
 void TransferRowsStream::OnFirstMessage(bool ok, grpc::ByteBuffer* message) {

@@ -40,7 +40,6 @@ class TransferRowsStream final : public RowStream {
   void Answer(std::optional<absl::Status> status);
 
   RpcScope scope_;
-  std::optional<ServerCore::Admission> admission_;
   std::atomic<bool> ended_{false};
 
   absl::Mutex mutex_;

@@ -49,7 +49,7 @@ absl::Status UploadCall::OnHeader(const v1::UploadWeightsHeader& header, v1::Upl
 absl::Status UploadCall::CheckClosesStep() {
   if (!request_.closes_step.has_value()) return absl::OkStatus();
   const heads::StepKey key = {request_.epoch, *request_.closes_step};
-  HEADWATER_RETURN_IF_ERROR(core_.waiting.AwaitStep(*head_, key, limits_));
+  HEADWATER_RETURN_IF_ERROR(head_->AwaitStep(key, limits_));
   auto steps = head_->GetSteps(request_.epoch);
   if (!steps.ok()) return steps.status();
   const auto& [open, last_closed] = *steps;
@@ -74,12 +74,11 @@ absl::Status UploadCall::OnChunk(const v1::ByteChunk& chunk) {
 }
 
 absl::StatusOr<heads::HeadInfo> UploadCall::UseTensor(std::shared_ptr<const uint8_t> bytes) {
-  const scheduler::WaitLimits limits = core_.waiting.BehindFiles(limits_);
   if (!request_.closes_step.has_value()) {
-    return head_->SetTensor(request_.epoch, request_.tensor, request_.data_type, bytes.get(), request_.total_bytes, limits);
+    return head_->SetTensor(request_.epoch, request_.tensor, request_.data_type, bytes.get(), request_.total_bytes, limits_);
   }
   const heads::ShadowTensor shadow = {request_.tensor, request_.data_type, std::move(bytes), request_.total_bytes};
-  auto replaced = head_->Replace({request_.epoch, *request_.closes_step}, shadow, limits);
+  auto replaced = head_->Replace({request_.epoch, *request_.closes_step}, shadow, limits_);
   if (!replaced.ok()) return replaced.status();
   if (replaced->closed && !replaced->replayed) core_.metrics.CountStep(observability::StepOutcome::kReplaced);
   return std::move(replaced->head);

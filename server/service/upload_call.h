@@ -11,7 +11,7 @@
 #include "absl/status/statusor.h"
 #include "headwater/v1/head_service.pb.h"
 #include "server/heads/head.h"
-#include "server/scheduler/wait_limits.h"
+#include "server/scheduler/waiting.h"
 #include "server/service/access.h"
 #include "server/service/head_request.h"
 #include "server/service/server_core.h"

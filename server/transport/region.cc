@@ -125,8 +125,22 @@ Region::Ticket::Ticket(RegionKind region_kind, int64_t region_bytes, std::shared
 Region::Ticket::~Ticket() {
   counts->regions[static_cast<size_t>(kind)] -= 1;
   counts->bytes[static_cast<size_t>(kind)] -= bytes;
-  absl::MutexLock lock(&end->mutex);
-  end->over = true;
+  end->Come();
+}
+
+absl::Status RegionEnd::Await(const scheduler::WaitLimits& limits) {
+  absl::MutexLock lock(&mutex_);
+  while (!over_) {
+    absl::Status status = Wait(waiting_, mutex_, limits, "waited for those that use the region, which is removed");
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+void RegionEnd::Come() {
+  absl::MutexLock lock(&mutex_);
+  over_ = true;
+  waiting_.WakeAll();
 }
 
 absl::StatusOr<std::unique_ptr<HostMemory>> Region::AllocateCopy(int64_t) const {

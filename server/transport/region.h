@@ -14,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "headwater/kernels/engine.h"
+#include "server/scheduler/waiting.h"
 #include "server/transport/file_descriptor.h"
 
 namespace headwater::transport {
@@ -27,10 +28,17 @@ struct RegionCounts {
   std::array<std::atomic<int64_t>, static_cast<size_t>(RegionKind::kCount)> bytes{};
 };
 
-// Told when a region has been given back in full.
-struct RegionEnd {
-  absl::Mutex mutex;
-  bool over ABSL_GUARDED_BY(mutex) = false;
+// The moment from which a region has been given back in full. Thread-safe.
+class RegionEnd {
+ public:
+  // Waits for it. kDeadlineExceeded, kCancelled, and what else ends a wait.
+  absl::Status Await(const scheduler::WaitLimits& limits);
+  void Come();
+
+ private:
+  absl::Mutex mutex_;
+  bool over_ ABSL_GUARDED_BY(mutex_) = false;
+  scheduler::WaitList waiting_;
 };
 
 // Thread-safe. What it opened is given back, and its RegionEnd is told, when it is destroyed.

@@ -11,7 +11,6 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
-#include "server/observability/monotonic_clock.h"
 
 namespace headwater::transport {
 namespace {
@@ -156,32 +155,17 @@ absl::StatusOr<std::shared_ptr<const DeviceEvent>> RegionRegistry::OpenEvent(con
   return event;
 }
 
-absl::Status RegionRegistry::Remove(const RegionOwner& owner, const std::string& id, absl::Time deadline,
-                                    const std::function<bool()>& cancelled) {
-  std::shared_ptr<const Region> region;
-  {
-    absl::MutexLock lock(&mutex_);
-    const auto owned = owned_.find(owner);
-    if (owned == owned_.end()) return NotFound();
-    const auto found = owned->second.regions.find(id);
-    if (found == owned->second.regions.end()) return NotFound();
-    region = std::move(found->second);
-    owned->second.regions.erase(found);
-    if (owned->second.regions.empty() && owned->second.opening == 0) owned_.erase(owned);
-  }
-  const std::shared_ptr<RegionEnd> end = region->end();
-  region.reset();
-  constexpr absl::Duration kLook = absl::Milliseconds(20);
-  absl::MutexLock lock(&end->mutex);
-  while (!end->mutex.AwaitWithTimeout(absl::Condition(&end->over), kLook)) {
-    if (cancelled && cancelled()) {
-      return MakeError(ErrorReason::kCancelled, "the call was cancelled; the region is removed, but calls still use it");
-    }
-    if (observability::MonotonicNow() >= deadline) {
-      return MakeError(ErrorReason::kDeadlineExceeded, "the call's deadline passed; the region is removed, but calls still use it");
-    }
-  }
-  return absl::OkStatus();
+absl::StatusOr<std::shared_ptr<RegionEnd>> RegionRegistry::Remove(const RegionOwner& owner, const std::string& id) {
+  std::shared_ptr<const Region> region;  // let go of without the lock
+  absl::MutexLock lock(&mutex_);
+  const auto owned = owned_.find(owner);
+  if (owned == owned_.end()) return NotFound();
+  const auto found = owned->second.regions.find(id);
+  if (found == owned->second.regions.end()) return NotFound();
+  region = std::move(found->second);
+  owned->second.regions.erase(found);
+  if (owned->second.regions.empty() && owned->second.opening == 0) owned_.erase(owned);
+  return region->end();
 }
 
 int64_t RegionRegistry::DropOwner(const RegionOwner& owner) {

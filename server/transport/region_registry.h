@@ -30,7 +30,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
 #include "server/transport/file_descriptor.h"
 #include "server/transport/region.h"
@@ -118,11 +117,9 @@ class RegionRegistry {
   absl::StatusOr<std::string> AddDevice(const RegionOwner& owner, const DeviceHandle& memory,
                                         const std::optional<DeviceHandle>& event, int64_t bytes);
 
-  // Removes a region, and waits until no RegionUse of it is left, and it is given back: from then on this process neither reads nor
-  // writes the memory. kRegionNotFound; kDeadlineExceeded and kCancelled, when the region is removed but still in use. `cancelled`
-  // (may be empty) is asked now and then; `deadline` is of observability::MonotonicNow().
-  absl::Status Remove(const RegionOwner& owner, const std::string& id, absl::Time deadline = absl::InfiniteFuture(),
-                      const std::function<bool()>& cancelled = nullptr);
+  // Removes a region. At the end that it returns no RegionUse is left, and the region is given back: from then on this process
+  // neither reads nor writes the memory. kRegionNotFound.
+  absl::StatusOr<std::shared_ptr<RegionEnd>> Remove(const RegionOwner& owner, const std::string& id);
   // Removes all regions of an owner. Returns how many.
   int64_t DropOwner(const RegionOwner& owner);
 

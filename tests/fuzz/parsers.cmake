@@ -31,6 +31,7 @@ set(parser_sources
   ${product}/server/observability/line_writer.cc
   ${product}/server/observability/logging.cc
   ${product}/server/scheduler/repeated_task.cc
+  ${product}/server/scheduler/waiting.cc
   ${product}/server/service/canonical_header.cc
   ${product}/server/service/chunk_codec.cc
   ${product}/server/service/field_check.cc

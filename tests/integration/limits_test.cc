@@ -219,21 +219,22 @@ TEST(ConnectionLimits, CallsThatAreRefusedForWantOfAThreadDoNotWait) {
   setup.options.limits.max_connection_streams = 16;
   setup.options.max_reset_backlog = 1;
   TcpServer tcp(setup);
-  const TestHead head = tcp.server.MakeHead("h", SmallSpec());
-  std::vector<std::thread> waiting;
-  for (int i = 0; i < setup.options.max_threads; ++i) {
-    waiting.emplace_back([&] {
-      v1::SealStepRequest request;
-      *request.mutable_head() = tcp.server.At(head, 0);
-      request.mutable_expected()->mutable_ids()->add_ids(0);
-      request.set_wait(true);
-      // Until it waits: a question below may have the last thread just now.
-      Await([&] {
-        grpc::ClientContext context;
-        v1::SealStepResponse response;
-        return tcp.server.heads().SealStep(&context, request, &response).error_code() != grpc::StatusCode::RESOURCE_EXHAUSTED;
-      });
-    });
+  const TestHead other = tcp.server.MakeHead("other", SmallSpec());
+  // More than a stream takes that its client does not read.
+  const TestHead head = tcp.server.MakeHead("h", SmallSpec(1 << 14, 256));
+  struct Download {
+    grpc::ClientContext context;
+    std::unique_ptr<grpc::ClientReader<v1::DownloadTensorResponse>> stream;
+  };
+  std::deque<Download> unread;
+  v1::DownloadWeightsRequest weights;
+  weights.set_name(head.name());
+  weights.set_tensor(v1::HEAD_TENSOR_WEIGHT);
+  v1::DownloadTensorResponse first;
+  while (unread.size() < static_cast<size_t>(setup.options.max_threads)) {
+    Download& download = unread.emplace_back();
+    download.stream = tcp.server.heads().DownloadWeights(&download.context, weights);
+    if (!download.stream->Read(&first)) unread.pop_back();  // a question below may have the last thread just now
   }
   // Calls are counted on ports, not on Unix sockets.
   const auto channel = grpc::CreateChannel("127.0.0.1:" + std::to_string(tcp.port), grpc::InsecureChannelCredentials());
@@ -250,8 +251,11 @@ TEST(ConnectionLimits, CallsThatAreRefusedForWantOfAThreadDoNotWait) {
     EXPECT_THAT(refused.error_message(), ::testing::Not(HasSubstr("max_reset_backlog"))) << i;
   }
   EXPECT_EQ(tcp.server.MetricLine("headwater_connections_dropped_total"), "headwater_connections_dropped_total 0");
-  EXPECT_EQ(tcp.server.Compute(CrossEntropyHeader(head, 0, 0, {1}), Rows(1)).status.error_code(), grpc::StatusCode::OK);
-  for (std::thread& call : waiting) call.join();
+  EXPECT_EQ(tcp.server.Compute(CrossEntropyHeader(other, 0, 0, {1}), Rows(1)).status.error_code(), grpc::StatusCode::OK);
+  for (Download& download : unread) {
+    download.context.TryCancel();
+    EXPECT_EQ(download.stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  }
   EXPECT_TRUE(Await([&] { return Ask(channel, kLong).ok(); }));
 }
 

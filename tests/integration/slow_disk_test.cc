@@ -27,7 +27,7 @@ class SlowDisk : public ::testing::Test {
   SlowDisk() {
     ServerSetup setup;
     setup.options.checkpoint_directory = root_;
-    setup.options.max_threads = 8;
+    setup.options.limits.max_waiting_calls = 2;
     server_ = std::make_unique<WireServer>(setup);
     saved_ = server_->MakeHead("saved", SmallSpec());
   }
@@ -42,15 +42,7 @@ class SlowDisk : public ::testing::Test {
   void BeginSave() {
     disk_hangs = true;
     const int before = hanging_writes;
-    saver_ = std::thread([this] {
-      grpc::ClientContext context;
-      v1::SaveCheckpointRequest request;
-      request.set_name(saved_.name());
-      request.set_epoch(saved_.head.epoch());
-      request.set_checkpoint("x");
-      v1::SaveCheckpointResponse response;
-      save_reason_ = ReasonOf(server_->heads().SaveCheckpoint(&context, request, &response));
-    });
+    saver_ = std::thread([this] { save_reason_ = ReasonOf(Save("x")); });
     EXPECT_TRUE(Await([before] { return hanging_writes > before; }));
   }
   // What became of the save, if there was one.
@@ -65,19 +57,28 @@ class SlowDisk : public ::testing::Test {
     header.set_allow_held(true);
     return server_->Compute(header, Rows(5)).status;
   }
-  grpc::Status Commit(int64_t micro_batch, grpc::ClientContext& context) {
+  grpc::Status Commit(int64_t micro_batch) {
+    grpc::ClientContext context;
     v1::CommitMicroBatchRequest request;
     *request.add_heads() = server_->At(saved_, 0);
     request.set_micro_batch(micro_batch);
     v1::CommitMicroBatchResponse response;
     return server_->loss().CommitMicroBatch(&context, request, &response);
   }
-  grpc::Status Commit(int64_t micro_batch, std::optional<int> deadline_ms = std::nullopt) {
+  grpc::Status Save(const std::string& checkpoint, grpc::ClientContext& context) {
+    v1::SaveCheckpointRequest request;
+    request.set_name(saved_.name());
+    request.set_epoch(saved_.head.epoch());
+    request.set_checkpoint(checkpoint);
+    v1::SaveCheckpointResponse response;
+    return server_->heads().SaveCheckpoint(&context, request, &response);
+  }
+  grpc::Status Save(const std::string& checkpoint, std::optional<int> deadline_ms = std::nullopt) {
     grpc::ClientContext context;
     if (deadline_ms.has_value()) {
       context.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(*deadline_ms));
     }
-    return Commit(micro_batch, context);
+    return Save(checkpoint, context);
   }
   grpc::Status Delete(bool force) {
     grpc::ClientContext context;
@@ -107,52 +108,47 @@ class SlowDisk : public ::testing::Test {
   std::string save_reason_ = "no save";
 };
 
-TEST_F(SlowDisk, LeavesThreadsToOthers) {
-  for (int64_t id = 0; id < 3; ++id) Require(Stage(saved_, id), "ComputeLoss");
+TEST_F(SlowDisk, KeepsOnlyWhatConflictsWithASaveWaiting) {
+  for (int64_t id = 0; id < 2; ++id) Require(Stage(saved_, id), "ComputeLoss");
   const std::string session = server_->OpenSession(60000);
   BeginSave();
+  EXPECT_EQ(ReasonOf(Commit(0)), "OK");
+  EXPECT_EQ(ReasonOf(Stage(saved_, 2)), "OK");
   std::string reasons[2];
-  std::thread commits[2];
-  for (int64_t id = 0; id < 2; ++id) {
-    commits[id] = std::thread([this, id, &reasons] { reasons[id] = ReasonOf(Commit(id)); });
+  std::thread saves[2];
+  for (size_t id = 0; id < 2; ++id) {
+    saves[id] = std::thread([this, id, &reasons] { reasons[id] = ReasonOf(Save("save-" + std::to_string(id))); });
   }
   EXPECT_TRUE(AwaitWaiting(2));
-  // A quarter of the threads are taken now; the others are for calls that need not wait.
+  // As many wait as may; others go on.
   for (int i = 0; i < 20; ++i) {
-    const WireError full = DecodeError(Commit(2));
+    const WireError full = DecodeError(Save("too-many"));
     EXPECT_EQ(full.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
     EXPECT_EQ(full.reason, "QUEUE_FULL") << full.message;
-    EXPECT_EQ(full.at("limit"), "max_threads");
+    EXPECT_EQ(full.at("limit"), "max_waiting_calls");
     EXPECT_EQ(full.at("maximum"), "2");
     EXPECT_TRUE(full.retry_ms.has_value());
     EXPECT_EQ(KeepAlive(session), "OK");
   }
+  EXPECT_EQ(ReasonOf(Commit(1)), "OK");
   EXPECT_EQ(EndHang(), "OK");
-  for (std::thread& commit : commits) commit.join();
+  for (std::thread& save : saves) save.join();
   EXPECT_THAT(reasons, ::testing::Each("OK"));
   EXPECT_TRUE(AwaitWaiting(0));
-  EXPECT_EQ(ReasonOf(Commit(2)), "OK");
 }
 
 TEST_F(SlowDisk, CallsEndWithTheirDeadlinesAndClients) {
-  Require(Stage(saved_, 0), "ComputeLoss");
   BeginSave();
-  for (int i = 0; i < 3; ++i) EXPECT_EQ(Commit(0, 200).error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(Save("y", 200).error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
   EXPECT_TRUE(AwaitWaiting(0));
   grpc::ClientContext context;
-  std::thread commits([&] { EXPECT_EQ(Commit(0, context).error_code(), grpc::StatusCode::CANCELLED); });
+  std::thread saves([&] { EXPECT_EQ(Save("y", context).error_code(), grpc::StatusCode::CANCELLED); });
   EXPECT_TRUE(AwaitWaiting(1));
   context.TryCancel();
-  commits.join();
+  saves.join();
   EXPECT_TRUE(AwaitWaiting(0));
-  // A higher attempt of the micro-batch, whose header alone has to wait.
-  v1::MicroBatchHeader higher = ExplicitHeader(saved_, 0, 0);
-  higher.set_attempt(1);
-  EXPECT_EQ(server_->Compute(higher, Rows(6), "", {.deadline_ms = 200}).status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
   EXPECT_EQ(EndHang(), "OK");
-  // None of them has done anything.
-  EXPECT_EQ(StateOf(saved_, 0), v1::CONTRIBUTION_STATE_STAGED);
-  EXPECT_EQ(ReasonOf(Commit(0)), "OK");
+  EXPECT_EQ(ReasonOf(Save("y")), "OK");  // none of them has made it
 }
 
 TEST_F(SlowDisk, KeepsNoSessionAlive) {
@@ -173,16 +169,16 @@ TEST_F(SlowDisk, KeepsNoSessionAlive) {
 TEST_F(SlowDisk, AHeadThatIsBeingSavedIsInUse) {
   Require(Stage(saved_, 0), "ComputeLoss");
   BeginSave();
-  std::string commit;
-  std::thread commits([&] { commit = ReasonOf(Commit(0)); });
+  std::string save;
+  std::thread saves([&] { save = ReasonOf(Save("y")); });
   EXPECT_TRUE(AwaitWaiting(1));
   const WireError in_use = DecodeError(Delete(/*force=*/false));
   EXPECT_EQ(in_use.reason, "HEAD_IN_USE");
   EXPECT_EQ(in_use.at("runningCalls"), "2");
   std::string deletion;
   std::thread deletes([&] { deletion = ReasonOf(Delete(/*force=*/true)); });
-  commits.join();  // while the disk still hangs
-  EXPECT_EQ(commit, "HEAD_NOT_FOUND");
+  saves.join();  // while the disk still hangs
+  EXPECT_EQ(save, "HEAD_NOT_FOUND");
   EXPECT_EQ(EndHang(), "OK");
   deletes.join();
   EXPECT_EQ(deletion, "OK");

@@ -30,6 +30,7 @@ KINDS = [
     ("model_files", r"server/model_files/.*"),
     ("flag_types", r"server/flags/.*"),
     ("server_observability", r"server/observability/.*"),
+    ("server_waits", r"server/scheduler/waiting\.h"),
     ("server_heads", r"server/(heads|scheduler|checkpoint)/.*"),
     ("server_transport", r"server/transport/.*"),
     ("server_guard", r"server/guard/.*"),
@@ -55,7 +56,7 @@ KINDS = [
 PLAIN = {"std", "absl_types"}
 PRODUCT = PLAIN | {"absl", "posix", "machine", "kernels_api", "formats"}
 KERNELS = PRODUCT | {"kernels_inner", "blas"}
-SERVER_STATE = PRODUCT | {"server_heads", "server_observability", "model_files"}
+SERVER_STATE = PRODUCT | {"server_heads", "server_waits", "server_observability", "model_files"}
 SERVER = SERVER_STATE | {
     "flag_types",
     "server_transport",
@@ -91,7 +92,7 @@ LAYERS = {
     "server/scheduler": SERVER_STATE,
     "server/checkpoint": SERVER_STATE,
     "server/model_files": PRODUCT | {"model_files"},  # read by the command line, too
-    "server/transport": PRODUCT | {"server_transport", "server_observability"},
+    "server/transport": PRODUCT | {"server_transport", "server_waits", "server_observability"},
     "server/guard": PRODUCT | {"server_guard", "server_transport", "server_heads", "server_observability", "grpc"},
     "server/observability": PRODUCT | {"server_observability", "logs_and_metrics"},
     "client": CLIENT | {"client_core", "grpc", "protobuf", "generated", "tls"},

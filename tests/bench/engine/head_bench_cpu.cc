@@ -1,4 +1,4 @@
-// The cost of a head's bookkeeping on the CPU engine. Head::Submit() of an eager micro-batch, which is added in place, is timed
+// The cost of a head's bookkeeping on the CPU engine. Submit() of an eager micro-batch, which is added in place, is timed
 // against LossEngine::Compute() of the same rows. Cross entropy, forward and backward with grad_weight; interleaved in one process.
 //
 // Prints CSV rows `case,value,unit` to standard output, and the measurements in words to standard error.
@@ -9,6 +9,7 @@
 
 #include "headwater/kernels/engine.h"
 #include "server/heads/head.h"
+#include "server/heads/submit.h"
 #include "tests/bench/common/statistics.h"
 #include "tests/bench/engine/bench_support.h"
 
@@ -18,7 +19,8 @@ namespace {
 // A head of the server's core with the weights of MakeHead().
 std::shared_ptr<heads::Head> MakeServedHead(LossEngine& engine, const HeadSpec& spec) {
   const heads::HeadName name = {heads::kDefaultTenant, "bench"};
-  std::shared_ptr<heads::Head> head = ValueOrFail(heads::Head::Create(name, spec, engine, heads::HeadLimits()));
+  static scheduler::Sequencer sequencer;
+  std::shared_ptr<heads::Head> head = ValueOrFail(heads::Head::Create(name, spec, engine, heads::HeadLimits(), sequencer));
   std::vector<uint8_t> weight(static_cast<size_t>(spec.vocab_size * spec.hidden_size * ElementBytes(spec.data_type)));
   ForEachWeightRow(spec, [&](int64_t start, int64_t count, const void* data) {
     std::memcpy(weight.data() + start * ElementBytes(spec.data_type), data,
@@ -41,8 +43,8 @@ void SubmitEager(LossEngine& engine, const std::shared_ptr<heads::Head>& head, i
   submission.hidden = rows.hidden();
   submission.grad_hidden = rows.grad_hidden();
   std::memcpy(submission.digest.data(), &micro_batch, sizeof(micro_batch));  // rows are hashed before they come here
-  Check(heads::Head::CheckSubmission(submission));
-  const heads::SubmissionOutcome outcome = ValueOrFail(heads::Head::Submit(submission, engine, [] { return false; }));
+  Check(heads::CheckSubmission(submission));
+  const heads::SubmissionOutcome outcome = ValueOrFail(heads::Submit(submission, engine, [] { return false; }));
   rows.ExpectPlausible(outcome.terms[0]);
   if (outcome.form != heads::ContributionForm::kDirect) Fail("the micro-batch was not added in place");
 }

@@ -40,18 +40,28 @@ int FakeControl::CountOf(const std::string& name) const {
   return static_cast<int>(std::count(calls_.begin(), calls_.end(), name));
 }
 
-// Fails the test if two calls use a head at once that may not.
+// Fails the test if two calls use the weights, or the gradient, of a head at once that may not.
 class FakeHead::Use {
  public:
-  explicit Use(const FakeHead& head, bool shares = false) : head_(head), weight_(shares ? 1 : kAlone) {
-    const int others = head_.users_.fetch_add(weight_);
-    EXPECT_TRUE(shares ? others < kAlone : others == 0) << "two calls overlap on one head";
-  }
-  ~Use() { head_.users_.fetch_sub(weight_); }
+  Use(const FakeHead& head, Access weights, Access gradient)
+      : weights_(head.weight_users_, weights), gradient_(head.gradient_users_, gradient) {}
 
  private:
-  const FakeHead& head_;
-  const int weight_;
+  struct Part {
+    Part(std::atomic<int>& part_users, Access access)
+        : users(part_users),
+          weight(access == Access::kAlone    ? kAlone
+                 : access == Access::kShares ? 1
+                                             : 0) {
+      const int others = users.fetch_add(weight);
+      EXPECT_TRUE(weight == kAlone ? others == 0 : weight == 0 || others < kAlone) << "two calls overlap on one head";
+    }
+    ~Part() { users.fetch_sub(weight); }
+    static constexpr int kAlone = 1 << 16;
+    std::atomic<int>& users;
+    const int weight;
+  };
+  const Part weights_, gradient_;
 };
 
 float RoundToBFloat16(float value) {
@@ -113,7 +123,8 @@ DataType FakeHead::TensorDataType(HeadTensor tensor) const {
 }
 
 absl::Status FakeHead::DoReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
-  const Use use(*this);
+  const bool is_gradient = tensor == HeadTensor::kGradWeight || tensor == HeadTensor::kGradBias;
+  const Use use(*this, Access::kShares, is_gradient ? Access::kAlone : Access::kNone);
   if (absl::Status status = control_.Note("ReadTensor"); !status.ok()) return status;
   const bool as_bfloat16 = TensorDataType(tensor) == DataType::kBFloat16;
   if (!has_master() && tensor == HeadTensor::kMasterWeight) tensor = HeadTensor::kWeight;
@@ -132,7 +143,7 @@ absl::Status FakeHead::DoReadTensor(HeadTensor tensor, int64_t element_start, in
 }
 
 absl::Status FakeHead::DoWriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
-  const Use use(*this);
+  const Use use(*this, Access::kAlone, Access::kAlone);
   const absl::Status failure = control_.Note("WriteTensor");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
   const bool as_bfloat16 = TensorDataType(tensor) == DataType::kBFloat16;
@@ -160,7 +171,7 @@ absl::Status FakeHead::DoWriteTensor(HeadTensor tensor, int64_t element_start, i
 }
 
 absl::Status FakeHead::DoZeroGradient() {
-  const Use use(*this);
+  const Use use(*this, Access::kNone, Access::kAlone);
   const absl::Status failure = control_.Note("ZeroGradient");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
   EXPECT_TRUE(spec_.trainable) << "a frozen head has no gradient";
@@ -171,8 +182,8 @@ absl::Status FakeHead::DoZeroGradient() {
 }
 
 absl::Status FakeHead::DoAddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
-                                       const float* in) {
-  const Use use(*this);
+                                     const float* in) {
+  const Use use(*this, Access::kNone, Access::kAlone);
   const absl::Status failure = control_.Note("AddToGradient");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
   if (!std::isfinite(static_cast<float>(factor)) || (tensor != HeadTensor::kGradWeight && tensor != HeadTensor::kGradBias)) {
@@ -190,7 +201,7 @@ absl::Status FakeHead::DoAddToGradient(HeadTensor tensor, int64_t element_start,
 }
 
 absl::Status FakeHead::DoResetOptimizerState() {
-  const Use use(*this);
+  const Use use(*this, Access::kAlone, Access::kNone);
   const absl::Status failure = control_.Note("ResetOptimizerState");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
   for (const HeadTensor tensor :
@@ -201,7 +212,7 @@ absl::Status FakeHead::DoResetOptimizerState() {
 }
 
 absl::StatusOr<GradientStats> FakeHead::DoComputeGradientStats() const {
-  const Use use(*this);
+  const Use use(*this, Access::kNone, Access::kAlone);
   if (absl::Status status = control_.Note("ComputeGradientStats"); !status.ok()) return status;
   GradientStats stats;
   for (const HeadTensor tensor : {HeadTensor::kGradWeight, HeadTensor::kGradBias}) {
@@ -216,7 +227,7 @@ absl::StatusOr<GradientStats> FakeHead::DoComputeGradientStats() const {
 }
 
 absl::Status FakeHead::DoApplyOptimizer(const OptimizerStep& step) {
-  const Use use(*this);
+  const Use use(*this, Access::kAlone, Access::kAlone);
   const absl::Status failure = control_.Note("ApplyOptimizer");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
   const auto update = [&](HeadTensor weight, HeadTensor master, HeadTensor gradient, HeadTensor moment1, HeadTensor moment2) {
@@ -256,7 +267,8 @@ class FakeStaged : public StagedContribution {
   absl::Status DoCommit(double factor) override {
     EXPECT_FALSE(done_) << "a contribution is committed twice";
     std::vector<std::unique_ptr<FakeHead::Use>> uses;
-    for (auto& [head, tensors] : gradients_) uses.push_back(std::make_unique<FakeHead::Use>(*head));
+    for (auto& [head, tensors] : gradients_)
+      uses.push_back(std::make_unique<FakeHead::Use>(*head, FakeHead::Access::kNone, FakeHead::Access::kAlone));
     const absl::Status failure = control_.Note("Commit");
     if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
     FakeEngine::Add(gradients_, static_cast<float>(factor));
@@ -305,8 +317,15 @@ absl::StatusOr<MicroBatchResult> FakeEngine::DoCompute(const MicroBatch& micro_b
     if (term.teacher_head != nullptr) heads.insert(static_cast<FakeHead*>(term.teacher_head));
   }
   std::vector<std::unique_ptr<FakeHead::Use>> uses;
-  const bool shares = micro_batch.grad_weight != GradWeightMode::kStage;
-  for (FakeHead* head : heads) uses.push_back(std::make_unique<FakeHead::Use>(*head, shares));
+  using Access = FakeHead::Access;
+  for (FakeHead* head : heads) {
+    const bool is_target = std::any_of(micro_batch.terms.begin(), micro_batch.terms.end(),
+                                       [head](const LossTerm& term) { return term.head == head && head->spec_.trainable; });
+    const Access gradient = !is_target || micro_batch.grad_weight == GradWeightMode::kNone ? Access::kNone
+                            : micro_batch.grad_weight == GradWeightMode::kStage            ? Access::kAlone
+                                                                                           : Access::kShares;
+    uses.push_back(std::make_unique<FakeHead::Use>(*head, Access::kShares, gradient));
+  }
   const absl::Status failure = control_.Note("Compute");
   if (control_.during_compute != nullptr) control_.during_compute();
   const bool engine_failed = HasReason(failure, ErrorReason::kEngineFailed);

@@ -76,7 +76,7 @@ class FakeHead : public EngineHead {
   friend class FakeEngine;
   friend class FakeStaged;
   class Use;  // one call's time with the head
-  static constexpr int kAlone = 1 << 16;
+  enum class Access { kNone, kShares, kAlone };
 
   bool has_master() const;
 
@@ -84,7 +84,7 @@ class FakeHead : public EngineHead {
   MemoryPlan plan_;
   std::vector<VocabShard> shards_;
   FakeControl& control_;
-  mutable std::atomic<int> users_ = 0;    // those that may share it, and kAlone for one that may not
+  mutable std::atomic<int> weight_users_ = 0, gradient_users_ = 0;
   std::atomic<int32_t> slots_taken_ = 0;  // contributions are destroyed while other calls run
   // fp32 of every tensor that the head has; kWeight and kBias hold the rounded values.
   std::map<HeadTensor, std::vector<float>> tensors_;

@@ -21,6 +21,7 @@ namespace headwater::heads {
 namespace {
 
 using checkpoint::CheckpointStore;
+using headwater::testing::CancelledWait;
 using headwater::testing::FakeEngine;
 using headwater::testing::FaultyFileSystem;
 using headwater::testing::KeyOf;
@@ -66,6 +67,16 @@ class HeadComebackTest : public ::testing::Test {
   }
   void Save(const std::shared_ptr<Head>& head, const std::string& checkpoint_name, bool overwrite = false) {
     EXPECT_OK(head->Save(head->Describe().epoch, *store_, checkpoint_name, overwrite));
+  }
+  // Sets the weights; notifies when it has begun, and goes on when it is told.
+  static void SetSlowly(const std::shared_ptr<Head>& head, absl::Notification& begun, absl::Notification& go_on) {
+    const TensorSource source = [&](int64_t, int64_t element_count, void* out) {
+      begun.Notify();
+      go_on.WaitForNotification();
+      std::fill_n(static_cast<float*>(out), element_count, 2.0f);
+      return absl::OkStatus();
+    };
+    EXPECT_OK(head->SetTensors(head->Describe().epoch, {{HeadTensor::kWeight, DataType::kFloat32, source, /*in_memory=*/true}}));
   }
   // Adds a micro-batch of gradient 1, 2, 3 for row 2 and applies it.
   void DoStep(const std::shared_ptr<Head>& head) {
@@ -555,7 +566,7 @@ TEST_F(HeadComebackTest, AnExpiredHeadDoesNotComeBackAndItsOpenStepGoes) {
   EXPECT_TRUE(head->InUse());
   now_ += absl::Hours(1);
   EXPECT_EQ(registry_->ExpireIdle(absl::Hours(1), store_.get(), false).size(), 1u);
-  EXPECT_REASON(head->Commit(KeyOf(*head), 0, 0, 1), kHeadNotFound);
+  EXPECT_REASON(CommitTo(head, KeyOf(*head), 0, 0, 1), kHeadNotFound);
   EXPECT_TRUE(Restart().empty());
 }
 
@@ -630,20 +641,13 @@ TEST_F(HeadComebackTest, HeadsThatHaveChangedAreSaved) {
   EXPECT_TRUE(names(later).empty());
 }
 
-TEST_F(HeadComebackTest, ABusyHeadCostsNoOtherItsSave) {
+TEST_F(HeadComebackTest, AHeadThatIsBeingSetCostsNoOtherItsSave) {
   const std::shared_ptr<Head> busy = NewHead();
   NewHead({"default", "b"});
   NewHead({"default", "c"});
-  absl::Notification computing, go_on;
-  engine_.control().during_compute = [&] {
-    computing.Notify();
-    go_on.WaitForNotification();
-  };
-  std::thread submitter([&] {
-    MicroBatchCall call(busy, 0, 0, {{1, 2, 3}, {2}});
-    EXPECT_OK(call.Run(engine_));
-  });
-  computing.WaitForNotification();
+  absl::Notification setting, go_on;
+  std::thread setter([&] { SetSlowly(busy, setting, go_on); });
+  setting.WaitForNotification();
   const auto outcomes = registry_->SaveChanged(*store_, "drain", observability::MonotonicNow() + absl::Milliseconds(200));
   ASSERT_EQ(outcomes.size(), 3u);
   EXPECT_EQ(outcomes[0].first.head, "b");
@@ -652,52 +656,48 @@ TEST_F(HeadComebackTest, ABusyHeadCostsNoOtherItsSave) {
   EXPECT_OK(outcomes[1].second);
   EXPECT_EQ(outcomes[2].first.head, "a");
   EXPECT_REASON(outcomes[2].second, kDeadlineExceeded);
-  // One that becomes free in time is saved, too.
   std::thread freer([&] {
     absl::SleepFor(absl::Milliseconds(30));
     go_on.Notify();
   });
+  // One that becomes free in time is saved, too.
   const auto rest = registry_->SaveChanged(*store_, "drain", absl::InfiniteFuture());
   ASSERT_EQ(rest.size(), 1u);
   EXPECT_EQ(rest[0].first.head, "a");
   EXPECT_OK(rest[0].second);
   freer.join();
-  submitter.join();
-  engine_.control().during_compute = nullptr;
+  setter.join();
 }
 
-TEST_F(HeadComebackTest, AMicroBatchCanWaitForASaveBeforeItIsSubmitted) {
+TEST_F(HeadComebackTest, AMicroBatchCanWaitForWeightsBeforeItIsSubmitted) {
   const std::shared_ptr<Head> head = NewHead();
   const std::shared_ptr<Head> other = NewHead({"default", "b"});
   MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
-  EXPECT_FALSE(Head::IsBehindFiles(call.submission()));
-  EXPECT_OK(Head::AwaitFiles(call.submission(), {}));
-  absl::Notification saving, go_on;
-  files_.OnNextChange([&] {
-    saving.Notify();
-    go_on.WaitForNotification();
-  });
-  std::thread saver([&] { Save(head, "x"); });
-  saving.WaitForNotification();
-  EXPECT_TRUE(Head::IsBehindFiles(call.submission()));
-  EXPECT_FALSE(Head::IsBehindFiles(MicroBatchCall(other, 0, 0, {{1, 2, 3}, {2}}).submission()));
-  const WaitLimits short_wait = {observability::MonotonicNow() + absl::Milliseconds(1), nullptr};
-  EXPECT_REASON(Head::AwaitFiles(call.submission(), short_wait), kDeadlineExceeded);
-  EXPECT_REASON(Head::AwaitFiles(call.submission(), {absl::InfiniteFuture(), [] { return true; }}), kCancelled);
+  call.ForwardOnly().term().head_epoch.reset();  // allowed in any epoch
+  EXPECT_FALSE(IsBehindFiles(call.submission()));
+  EXPECT_OK(AwaitFiles(call.submission(), {}));
+  absl::Notification setting, go_on;
+  std::thread setter([&] { SetSlowly(head, setting, go_on); });
+  setting.WaitForNotification();
+  EXPECT_TRUE(IsBehindFiles(call.submission()));
+  EXPECT_FALSE(IsBehindFiles(MicroBatchCall(other, 0, 0, {{1, 2, 3}, {2}}).submission()));
+  const WaitLimits short_wait = {observability::MonotonicNow() + absl::Milliseconds(1)};
+  EXPECT_REASON(AwaitFiles(call.submission(), short_wait), kDeadlineExceeded);
+  EXPECT_REASON(AwaitFiles(call.submission(), CancelledWait()), kCancelled);
   // What is refused anyway does not wait.
   MicroBatchCall wrong(head, 5, 0, {{1, 2, 3}, {2}});
-  EXPECT_REASON(Head::AwaitFiles(wrong.submission(), {absl::InfiniteFuture(), nullptr}), kStepMismatch);
+  EXPECT_REASON(AwaitFiles(wrong.submission(), AsLongAsItTakes()), kStepMismatch);
   std::atomic<bool> has_waited = false;
   std::thread waiter([&] {
-    EXPECT_OK(Head::AwaitFiles(call.submission(), {absl::InfiniteFuture(), nullptr}));
+    EXPECT_OK(AwaitFiles(call.submission(), AsLongAsItTakes()));
     has_waited = true;
   });
   absl::SleepFor(absl::Milliseconds(20));
   EXPECT_FALSE(has_waited);
   go_on.Notify();
-  saver.join();
+  setter.join();
   waiter.join();
-  EXPECT_FALSE(Head::IsBehindFiles(call.submission()));
+  EXPECT_FALSE(IsBehindFiles(call.submission()));
   EXPECT_OK(call.Run(engine_));
 }
 

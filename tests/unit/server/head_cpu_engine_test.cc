@@ -24,6 +24,7 @@ using headwater::testing::SetWeights;
 using headwater::testing::SmallSpec;
 using headwater::testing::TemporaryDirectory;
 using headwater::testing::TestRows;
+using headwater::testing::TestSequencer;
 
 constexpr int64_t kVocab = 37;
 constexpr int64_t kWidth = 11;
@@ -62,7 +63,8 @@ double Difference(const std::vector<float>& a, const std::vector<float>& b) {
 class HeadCpuEngineTest : public ::testing::TestWithParam<int32_t> {
  protected:
   std::shared_ptr<Head> NewHead(LossEngine& engine, const HeadSpec& spec) {
-    absl::StatusOr<std::shared_ptr<Head>> head = Head::Create({kDefaultTenant, "student"}, spec, engine, HeadLimits());
+    absl::StatusOr<std::shared_ptr<Head>> head =
+        Head::Create({kDefaultTenant, "student"}, spec, engine, HeadLimits(), TestSequencer());
     EXPECT_OK(head);
     std::mt19937_64 random(7);
     std::normal_distribution<float> normal(0, 0.3f);
@@ -112,7 +114,7 @@ TEST_P(HeadCpuEngineTest, WhatIsNotAddedLeavesTheAccumulatorBitwise) {
   EXPECT_TRUE(MicroBatchCall(head, 0, 0, RandomPayload(2)).FirstWins().Run(*engine_)->payload_differs);
   EXPECT_REASON(MicroBatchCall(head, 0, 0, RandomPayload(2)).Run(*engine_), kMicroBatchConflict);
   ASSERT_OK(MicroBatchCall(head, 0, 1, RandomPayload(3)).Explicit().Run(*engine_));
-  EXPECT_TRUE(*head->Discard(KeyOf(*head), 1, 0));
+  EXPECT_TRUE(*DiscardFrom(head, KeyOf(*head), 1, 0));
   int asked = 0;
   EXPECT_REASON(MicroBatchCall(head, 0, 2, RandomPayload(4)).Explicit().Run(*engine_, [&asked] { return ++asked == 2; }),
                 kCancelled);
@@ -154,7 +156,7 @@ TEST_P(HeadCpuEngineTest, RowsThatFlowAddWhatWholeOnesDo) {
     digest.AddRows(0, 0, kRows, kWidth * int64_t{sizeof(float)}, payload.hidden.data());
     EXPECT_EQ(rows.engine_digest, digest.Finish("header"));
   }
-  for (const std::shared_ptr<Head>& head : {flowing, whole}) EXPECT_TRUE(*head->Commit(KeyOf(*head), 2, 0, 0.5));
+  for (const std::shared_ptr<Head>& head : {flowing, whole}) EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 2, 0, 0.5));
   EXPECT_EQ(ReadGradWeight(*flowing), ReadGradWeight(*whole));
 }
 

@@ -260,7 +260,7 @@ TEST(HeadDetailsTest, WhatIsComputedAgainWritesOutputsOnce) {
     held ? call.Explicit() : call.Refuse();
     EXPECT_OK(call.Run(engine));
     if (held) {
-      EXPECT_TRUE(*head->Commit(KeyOf(*head), 0, 0, 1));
+      EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 0, 0, 1));
     }
     EXPECT_EQ(engine.outputs, (std::vector<int>{5, 0})) << held;
   }
@@ -284,7 +284,7 @@ TEST(HeadDetailsTest, WhatIsHeldForgetsTermsThatAddNothing) {
     call.submission().terms.pop_back();
   }
   // Its head is gone, and the commit does not need it.
-  EXPECT_TRUE(*head->Commit(KeyOf(*head), 0, 0, 1));
+  EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 0, 0, 1));
   EXPECT_EQ(engine.terms, (std::vector<size_t>{2, 1}));
 }
 
@@ -342,7 +342,7 @@ TEST_F(SharedMicroBatchTest, IsCountedOnceWhenItsSessionEnds) {
 
 TEST_F(SharedMicroBatchTest, ItsDecisionNamesBothHeads) {
   Stage(0, std::nullopt);
-  const absl::Status refused = Head::Commit({{first_, KeyOf(*first_)}}, 0, 0, {}, std::nullopt).status();
+  const absl::Status refused = Commit({{first_, KeyOf(*first_)}}, 0, 0, {}, std::nullopt).status();
   EXPECT_REASON(refused, kInvalidCombination);
   EXPECT_EQ(GetErrorMetadata(refused).at("field"), "heads");
   EXPECT_EQ(GetErrorMetadata(refused).at("expected"), "2");

@@ -1,4 +1,4 @@
-// Head: calls that wait for those that take as long as files do, and what they may not keep waiting.
+// Head: which calls wait for which, and how their waits end.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,13 +16,13 @@
 #include "memory_file_system.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/heads/head.h"
-#include "server/heads/head_gate.h"
 #include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
 namespace {
 
 using checkpoint::CheckpointStore;
+using headwater::testing::CancelledWait;
 using headwater::testing::FakeEngine;
 using headwater::testing::FaultyFileSystem;
 using headwater::testing::KeyOf;
@@ -35,22 +35,6 @@ using headwater::testing::SmallSpec;
 using observability::MonotonicNow;
 
 const Payload kRow = {{1, 2, 3}, {2}};
-
-class Places : public scheduler::WaitPlaces {
- public:
-  explicit Places(int most) : most_(most) {}
-  absl::Status Take() override {
-    if (taken_.fetch_add(1) < most_) return absl::OkStatus();
-    taken_.fetch_sub(1);
-    return MakeError(ErrorReason::kQueueFull, "no place is left");
-  }
-  void GiveBack() override { taken_.fetch_sub(1); }
-  int taken() const { return taken_.load(); }
-
- private:
-  const int most_;
-  std::atomic<int> taken_ = 0;
-};
 
 class HeadEntryTest : public ::testing::Test {
  protected:
@@ -68,7 +52,7 @@ class HeadEntryTest : public ::testing::Test {
   }
   absl::StatusOr<bool> Commit(int64_t micro_batch, const WaitLimits& limits = AsLongAsItTakes(),
                               const std::optional<SessionId>& session = std::nullopt) {
-    return Head::Commit(targets_, micro_batch, 0, CommitArguments(), session, nullptr, limits);
+    return heads::Commit(targets_, micro_batch, 0, CommitArguments(), session, nullptr, limits);
   }
   ContributionState StateOf(int64_t micro_batch) const {
     const auto steps = head_->GetSteps(head_->Describe().epoch);
@@ -86,6 +70,20 @@ class HeadEntryTest : public ::testing::Test {
     hangs_.WaitForNotification();
     return saver;
   }
+  // A call that sets the weights, and hangs in it until go_on_.
+  std::thread BeginSet() {
+    std::thread setter([this] {
+      const TensorSource source = [this](int64_t, int64_t element_count, void* out) {
+        hangs_.Notify();
+        go_on_.WaitForNotification();
+        std::fill_n(static_cast<float*>(out), element_count, 1.0f);
+        return absl::OkStatus();
+      };
+      EXPECT_OK(head_->SetTensors(key_.epoch, {{HeadTensor::kWeight, DataType::kFloat32, source, /*in_memory=*/true}}));
+    });
+    hangs_.WaitForNotification();
+    return setter;
+  }
   // A micro-batch that hangs in the engine until go_on_.
   std::thread BeginComputation() {
     engine_.control().during_compute = [this] {
@@ -97,7 +95,54 @@ class HeadEntryTest : public ::testing::Test {
     hangs_.WaitForNotification();
     return computes;
   }
-  static WaitLimits For(absl::Duration time) { return {MonotonicNow() + time, nullptr}; }
+  static WaitLimits For(absl::Duration time) { return {MonotonicNow() + time}; }
+
+  // Every call that may wait for a head, by name.
+  using Call = std::function<absl::Status(const WaitLimits&)>;
+  std::vector<std::pair<std::string, Call>> Calls() {
+    const int64_t byte_count = static_cast<int64_t>(values_.size() * sizeof(float));
+    GradientPart part;
+    part.row_count = 1;
+    part.data = values_.data();
+    ShadowTensor shadow;
+    shadow.data = std::shared_ptr<const void>(values_.data(), [](const void*) {});
+    shadow.byte_count = byte_count;
+    higher_.submission().attempt = 1;
+    return {
+        {"Commit", [=, this](const WaitLimits& limits) { return Commit(0, limits).status(); }},
+        {"GradientNorm", [=, this](const WaitLimits& limits) { return head_->GradientNorm(key_, limits).status(); }},
+        {"ReadGradient",
+         [=, this](const WaitLimits& limits) {
+           return head_->ReadGradient(key_, HeadTensor::kGradWeight, 0, 15, values_.data(), limits);
+         }},
+        {"AddGradient",
+         [=, this](const WaitLimits& limits) { return head_->AddGradient(key_, 9, 0, Digest{7}, part, nullptr, limits).status(); }},
+        {"Announce", [=, this](const WaitLimits& limits) { return Announce(higher_.submission(), limits); }},
+        {"Discard", [=, this](const WaitLimits& limits) { return Discard(targets_, 1, 1, std::nullopt, limits).status(); }},
+        {"ReadWeights",
+         [=, this](const WaitLimits& limits) {
+           return head_->ReadWeights(HeadTensor::kWeight, 0, 15, values_.data(), std::nullopt, std::nullopt, limits);
+         }},
+        {"Seal",
+         [=, this](const WaitLimits& limits) {
+           return head_->Seal(key_, std::vector<int64_t>{0, 9}, {}, limits).status();
+         }},
+        {"DiscardGradient", [=, this](const WaitLimits& limits) { return head_->DiscardGradient(key_, limits).status(); }},
+        {"Take", [=, this](const WaitLimits& limits) { return head_->Take(std::nullopt, {}, limits).status(); }},
+        // These change the weights, or save them.
+        {"Save", [=, this](const WaitLimits& limits) { return head_->Save(key_.epoch, *store_, "y", false, limits).status(); }},
+        {"Apply",
+         [=, this](const WaitLimits& limits) { return head_->Apply(key_, std::nullopt, ApplyArguments(), limits).status(); }},
+        {"Replace", [=, this](const WaitLimits& limits) { return head_->Replace(key_, shadow, limits).status(); }},
+        {"SetTensor",
+         [=, this](const WaitLimits& limits) {
+           return head_->SetTensor(key_.epoch, HeadTensor::kWeight, DataType::kFloat32, values_.data(), byte_count, limits)
+               .status();
+         }},
+        {"Restore", [=, this](const WaitLimits& limits) { return head_->Restore(key_.epoch, *store_, "x", limits).status(); }},
+    };
+  }
+  static constexpr size_t kWriters = 5;  // the last of Calls()
 
   absl::Notification hangs_, go_on_;
   std::atomic<bool> stopped_ = false;
@@ -108,125 +153,58 @@ class HeadEntryTest : public ::testing::Test {
   const std::shared_ptr<Head> head_ = MakeReadyHead(engine_, SmallSpec());
   const StepKey key_ = KeyOf(*head_);
   const std::vector<DecisionTarget> targets_ = {{head_, key_}};
+  MicroBatchCall higher_{head_, 0, 1, kRow};
+  std::vector<float> values_ = std::vector<float>(15);
 };
 
-TEST_F(HeadEntryTest, EveryCallBehindASaveEndsWithItsLimits) {
+TEST_F(HeadEntryTest, EveryCallBehindAChangeOfTheWeightsEndsWithItsLimits) {
   Stage(0);
+  Stage(1);
   const HeadInfo before = head_->Describe();
-  std::vector<float> values(15);
-  const int64_t byte_count = static_cast<int64_t>(values.size() * sizeof(float));
-  GradientPart part;
-  part.row_count = 1;
-  part.data = values.data();
-  ShadowTensor shadow;
-  shadow.data = std::shared_ptr<const void>(values.data(), [](const void*) {});
-  shadow.byte_count = byte_count;
-  MicroBatchCall higher(head_, 0, 0, kRow);
-  higher.submission().attempt = 1;
-  using Call = std::function<absl::Status(const WaitLimits&)>;
-  const std::vector<std::pair<const char*, Call>> calls = {
-      {"Commit", [&](const WaitLimits& limits) { return Commit(0, limits).status(); }},
-      {"Discard", [&](const WaitLimits& limits) { return Head::Discard(targets_, 0, 0, std::nullopt, limits).status(); }},
-      {"Announce", [&](const WaitLimits& limits) { return Head::Announce(higher.submission(), limits); }},
-      {"AddGradient",
-       [&](const WaitLimits& limits) { return head_->AddGradient(key_, 9, 0, Digest{7}, part, nullptr, limits).status(); }},
-      {"Seal", [&](const WaitLimits& limits) { return head_->Seal(key_, int64_t{1}, {}, limits).status(); }},
-      {"Apply", [&](const WaitLimits& limits) { return head_->Apply(key_, std::nullopt, ApplyArguments(), limits).status(); }},
-      {"DiscardGradient", [&](const WaitLimits& limits) { return head_->DiscardGradient(key_, limits).status(); }},
-      {"GradientNorm", [&](const WaitLimits& limits) { return head_->GradientNorm(key_, limits).status(); }},
-      {"ReadGradient",
-       [&](const WaitLimits& limits) { return head_->ReadGradient(key_, HeadTensor::kGradWeight, 0, 15, values.data(), limits); }},
-      {"Take", [&](const WaitLimits& limits) { return head_->Take(std::nullopt, {}, limits).status(); }},
-      {"Replace", [&](const WaitLimits& limits) { return head_->Replace(key_, shadow, limits).status(); }},
-      {"SetTensor",
-       [&](const WaitLimits& limits) {
-         return head_->SetTensor(key_.epoch, HeadTensor::kWeight, DataType::kFloat32, values.data(), byte_count, limits).status();
-       }},
-      {"ReadWeights",
-       [&](const WaitLimits& limits) {
-         return head_->ReadWeights(HeadTensor::kWeight, 0, 15, values.data(), std::nullopt, std::nullopt, limits);
-       }},
-      {"Save", [&](const WaitLimits& limits) { return head_->Save(key_.epoch, *store_, "y", false, limits).status(); }},
-      {"Restore", [&](const WaitLimits& limits) { return head_->Restore(key_.epoch, *store_, "x", limits).status(); }},
-  };
-  std::thread saver = BeginSave();
-  Places none(0), one(1);
-  for (const auto& [name, call] : calls) {
+  std::thread setter = BeginSet();
+  for (const auto& [name, call] : Calls()) {
     SCOPED_TRACE(name);
-    WaitLimits limits = For(absl::Milliseconds(1));
-    limits.places = &one;
-    EXPECT_REASON(call(limits), kDeadlineExceeded);
-    limits = {absl::InfiniteFuture(), [] { return true; }};
-    limits.places = &one;
-    EXPECT_REASON(call(limits), kCancelled);
-    limits = AsLongAsItTakes();
-    limits.places = &none;
-    EXPECT_REASON(call(limits), kQueueFull);
-    EXPECT_EQ(one.taken(), 0);
+    EXPECT_REASON(call(For(absl::Milliseconds(1))), kDeadlineExceeded);
+    EXPECT_REASON(call(CancelledWait()), kCancelled);
   }
-  go_on_.Notify();
-  saver.join();
-  // Nothing has been changed: the contribution waits for its decision, at its attempt.
+  // Nothing has been changed: the contributions wait for their decision, at their attempts.
   EXPECT_EQ(head_->Describe().epoch, before.epoch);
+  EXPECT_EQ(StateOf(0), ContributionState::kStaged);
+  EXPECT_EQ(StateOf(1), ContributionState::kStaged);
+  go_on_.Notify();
+  setter.join();
+  EXPECT_EQ(head_->Describe().weight_version, before.weight_version + 1);
+  EXPECT_TRUE(store_->List("default", "student")->empty());
+}
+
+TEST_F(HeadEntryTest, OnlyChangesOfTheWeightsAndOtherSavesWaitForASave) {
+  Stage(0);
+  Stage(1);
+  const HeadInfo before = head_->Describe();
+  std::thread saver = BeginSave();
+  const auto calls = Calls();
+  for (size_t i = calls.size() - kWriters; i < calls.size(); ++i) {
+    SCOPED_TRACE(calls[i].first);
+    EXPECT_REASON(calls[i].second(For(absl::Milliseconds(1))), kDeadlineExceeded);
+  }
+  EXPECT_OK(MicroBatchCall(head_, 0, 100, kRow).Run(engine_));
+  for (size_t i = 0; i < calls.size() - kWriters; ++i) {
+    SCOPED_TRACE(calls[i].first);
+    const absl::Status status = calls[i].second(For(absl::Minutes(10)));
+    if (calls[i].first == "Seal") {
+      EXPECT_REASON(status, kMicroBatchUnexpected);  // 100
+    } else {
+      EXPECT_OK(status);
+    }
+  }
+  EXPECT_NE(head_->Describe().epoch, before.epoch);
   EXPECT_EQ(head_->Describe().weight_version, before.weight_version);
-  EXPECT_EQ(store_->List("default", "student")->size(), 1u);
-  EXPECT_TRUE(*Commit(0));
-}
-
-TEST_F(HeadEntryTest, APlaceIsTakenByWhoWaitsAndForSoLong) {
-  Stage(0);
-  Stage(1);
-  Places places(1);
-  WaitLimits limits = AsLongAsItTakes();
-  limits.places = &places;
-  std::thread saver = BeginSave();
-  std::thread commits = RunUntilItSleeps([&] { EXPECT_OK(Commit(0, limits)); });
-  EXPECT_EQ(places.taken(), 1);
-  EXPECT_REASON(Commit(1, limits), kQueueFull);
   go_on_.Notify();
   saver.join();
-  commits.join();
-  EXPECT_EQ(places.taken(), 0);
-  // Who need not wait needs none.
-  Places none(0);
-  limits.places = &none;
-  EXPECT_OK(Commit(1, limits));
-}
-
-TEST_F(HeadEntryTest, WhoHasWaitedForFilesGoesBeforeTheNext) {
-  Stage(0);
-  std::thread saver = BeginSave();
-  std::thread commits = RunUntilItSleeps([&] { EXPECT_OK(Commit(0)); });
-  std::thread sets = RunUntilItSleeps([&] {
-    const TensorSource source = [&](int64_t, int64_t element_count, void* out) {
-      EXPECT_EQ(StateOf(0), ContributionState::kCommitted);
-      std::fill_n(static_cast<float*>(out), element_count, 1.0f);
-      return absl::OkStatus();
-    };
-    EXPECT_OK(head_->SetTensors(key_.epoch, {{HeadTensor::kWeight, DataType::kFloat32, source, /*in_memory=*/true}}));
-  });
-  go_on_.Notify();
-  saver.join();
-  commits.join();
-  sets.join();
-  EXPECT_NE(head_->Describe().epoch, key_.epoch);
-}
-
-TEST_F(HeadEntryTest, ASaveThatWaitsIsPassedByNobody) {
-  Stage(0);
-  Stage(1);
-  std::thread computes = BeginComputation();
-  std::thread commits = RunUntilItSleeps([&] { EXPECT_OK(Commit(0)); });  // came before the save, and waits for the computation
-  std::thread saves = RunUntilItSleeps([&] { EXPECT_OK(head_->Save(key_.epoch, *store_, "x", /*overwrite=*/false)); });
-  EXPECT_REASON(Commit(1, For(absl::Milliseconds(1))), kDeadlineExceeded);
-  EXPECT_REASON(head_->Save(key_.epoch, *store_, "y", false, For(absl::Milliseconds(1))), kDeadlineExceeded);
-  // One that is given up lets the others go on.
-  std::thread last = RunUntilItSleeps([&] { EXPECT_OK(Commit(1)); });
-  go_on_.Notify();
-  for (std::thread* thread : {&computes, &commits, &saves, &last}) thread->join();
-  EXPECT_EQ(StateOf(0), ContributionState::kCommitted);
-  EXPECT_EQ(StateOf(1), ContributionState::kCommitted);
   EXPECT_EQ(store_->List("default", "student")->size(), 1u);
+  // The step that the checkpoint has open is not the head's any more.
+  EXPECT_TRUE(*head_->SaveIfChanged(*store_, "z", absl::InfiniteFuture(), /*waits=*/false));
+  EXPECT_FALSE(*head_->SaveIfChanged(*store_, "z", absl::InfiniteFuture(), /*waits=*/false));
 }
 
 TEST_F(HeadEntryTest, ACallThatIsGivenUpBehindAComputationChangesNothing) {
@@ -234,58 +212,58 @@ TEST_F(HeadEntryTest, ACallThatIsGivenUpBehindAComputationChangesNothing) {
   std::atomic<bool> is_given_up = false;
   std::thread computes = BeginComputation();
   std::thread commits = RunUntilItSleeps([&] {
-    EXPECT_REASON(Commit(0, {absl::InfiniteFuture(), [&] { return is_given_up.load(); }}), kCancelled);
+    scheduler::ThreadWaiter waiter([&] { return is_given_up.load(); });
+    EXPECT_REASON(Commit(0, {absl::InfiniteFuture(), &waiter}), kCancelled);
   });
-  std::thread discards = RunUntilItSleeps(
-      [&] { EXPECT_REASON(Head::Discard(targets_, 0, 0, std::nullopt, For(absl::Milliseconds(1))), kDeadlineExceeded); });
+  EXPECT_REASON(Discard(targets_, 0, 0, std::nullopt, For(absl::Milliseconds(1))), kDeadlineExceeded);
   is_given_up = true;
   go_on_.Notify();
-  for (std::thread* thread : {&computes, &commits, &discards}) thread->join();
+  for (std::thread* thread : {&computes, &commits}) thread->join();
   EXPECT_EQ(StateOf(0), ContributionState::kStaged);
   EXPECT_TRUE(*Commit(0));
 }
 
-TEST_F(HeadEntryTest, WhoWaitsForFilesOfADeletedHeadIsTold) {
+TEST_F(HeadEntryTest, EveryCallThatWaitsForADeletedHeadIsToldAtOnce) {
   Stage(0);
-  std::thread saver = BeginSave();
+  std::thread setter = BeginSet();
   std::thread commits = RunUntilItSleeps([&] { EXPECT_REASON(Commit(0), kHeadNotFound); });
   std::thread saves = RunUntilItSleeps([&] { EXPECT_REASON(head_->Save(key_.epoch, *store_, "y", false), kHeadNotFound); });
+  std::thread submits = RunUntilItSleeps([&] { EXPECT_REASON(MicroBatchCall(head_, 0, 7, kRow).Run(engine_), kHeadNotFound); });
   EXPECT_OK(head_->TryRetire(std::nullopt, /*force=*/true));
   commits.join();
   saves.join();
+  submits.join();
   EXPECT_REASON(head_->GradientNorm(key_), kHeadNotFound);
-  EXPECT_REASON(head_->CheckThere(), kHeadNotFound);
+  EXPECT_REASON(head_->CheckEpoch(std::nullopt), kHeadNotFound);
   go_on_.Notify();
-  saver.join();
+  setter.join();
   EXPECT_REASON(head_->GradientNorm(key_), kHeadNotFound);
 }
 
 // ---- sessions --------------------------------------------------------------------------------------------------------
 
-TEST_F(HeadEntryTest, TheEndOfASessionWaitsForNoSave) {
+TEST_F(HeadEntryTest, TheEndOfASessionWaitsForNobody) {
   const SessionId session{1}, other{2};
   Stage(0, session);
   Stage(1, other);
-  std::thread saver = BeginSave();
+  std::thread setter = BeginSet();
   EXPECT_EQ(head_->DropSession(session), 1);
   EXPECT_EQ(StateOf(0), ContributionState::kDiscarded);
   EXPECT_EQ(StateOf(1), ContributionState::kStaged);
   EXPECT_REASON(Commit(0, AsLongAsItTakes(), session), kMicroBatchDiscarded);
   EXPECT_EQ(head_->DropSession(session), 0);
   go_on_.Notify();
-  saver.join();
-  Stage(2);  // in the slot that is free again
-  EXPECT_OK(Commit(1, AsLongAsItTakes(), other));
+  setter.join();
 }
 
 TEST_F(HeadEntryTest, ACommitThatWaitsFindsThatItsSessionHasEnded) {
   const SessionId session{1};
   Stage(0, session);
-  std::thread saver = BeginSave();
+  std::thread computes = BeginComputation();
   std::thread commits = RunUntilItSleeps([&] { EXPECT_REASON(Commit(0, AsLongAsItTakes(), session), kMicroBatchDiscarded); });
   EXPECT_EQ(head_->DropSession(session), 1);
   go_on_.Notify();
-  saver.join();
+  computes.join();
   commits.join();
 }
 
@@ -320,11 +298,7 @@ TEST_F(HeadEntryTest, TheEndOfASessionLeavesWhatIsBeingCommittedAlone) {
 
 TEST_F(HeadEntryTest, ASealOfASealedStepWaitsForNothing) {
   EXPECT_OK(MicroBatchCall(head_, 0, 0, kRow).Run(engine_));
-  EXPECT_TRUE(head_->TakesMicroBatches(key_));
-  EXPECT_FALSE(head_->TakesMicroBatches({key_.epoch, 1}));
-  EXPECT_FALSE(head_->TakesMicroBatches({NewEpoch(), 0}));
   EXPECT_OK(head_->Seal(key_, int64_t{1}));
-  EXPECT_FALSE(head_->TakesMicroBatches(key_));
   const WaitLimits wait = For(absl::Minutes(10));
   EXPECT_REASON(head_->Seal(key_, int64_t{2}, wait), kMicroBatchMissing);
   EXPECT_LT(MonotonicNow(), wait.deadline - absl::Minutes(5));

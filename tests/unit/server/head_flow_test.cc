@@ -219,7 +219,7 @@ TEST_F(HeadFlowTest, AHigherAttemptEndsOneThatFlows) {
   std::thread announcer;
   flowing.rows.on_await = [&](int64_t row_end) {
     // The announcement leaves its mark, and waits for this computation.
-    if (row_end == 1) announcer = RunUntilItSleeps([&] { EXPECT_OK(Head::Announce(higher.submission())); });
+    if (row_end == 1) announcer = RunUntilItSleeps([&] { EXPECT_OK(Announce(higher.submission())); });
     return absl::OkStatus();
   };
   EXPECT_REASON(flowing.call.Run(engine_), kAttemptSuperseded);
@@ -290,7 +290,7 @@ TEST_F(HeadFlowTest, StagedAndHeldOnesFlow) {
     EXPECT_EQ(outcome->digest, DigestOf(kTwoRows));
     EXPECT_EQ(holds, late ? 1 : 0);
     EXPECT_EQ(tokens_gone_, late ? 1 : 0);  // it stays with what is undecided
-    EXPECT_TRUE(*head_->Commit(KeyOf(*head_), id, 0, 1));
+    EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), id, 0, 1));
     EXPECT_EQ(holds, 0);
     EXPECT_EQ(tokens_gone_, late ? 2 : 1);
   }
@@ -303,7 +303,7 @@ TEST_F(HeadFlowTest, ADiscardLetsGoOfWhatWasKeptForTheDecision) {
   ASSERT_OK(flowing.call.Run(engine_));
   flowing.call.submission().until_decided.reset();
   EXPECT_EQ(tokens_gone_, 0);
-  EXPECT_TRUE(*head_->Discard(KeyOf(*head_), 0, 0));
+  EXPECT_TRUE(*DiscardFrom(head_, KeyOf(*head_), 0, 0));
   EXPECT_EQ(tokens_gone_, 1);
 }
 
@@ -372,7 +372,7 @@ TEST_F(HeadFlowTest, AStepIsNotClosedUnderOneThatFlows) {
   awaiting.WaitForNotification();
   EXPECT_EQ(StateOf(*head_, 0), ContributionState::kInProgress);
   EXPECT_REASON(MicroBatchCall(head_, 0, 0, kTwoRows).Run(engine_), kMicroBatchInProgress);
-  EXPECT_REASON(head_->Discard(KeyOf(*head_), 0, 0), kMicroBatchInProgress);
+  EXPECT_REASON(DiscardFrom(head_, KeyOf(*head_), 0, 0), kMicroBatchInProgress);
   std::atomic<bool> sealed = false;
   std::thread seals([&] {
     const absl::StatusOr<SealReply> reply = head_->Seal(KeyOf(*head_), int64_t{1});
@@ -449,7 +449,7 @@ TEST_F(HeadFlowTest, WhatChangesTheHeadWaitsForAllThatCompute) {
   EXPECT_OK(MicroBatchCall(head_, 0, 1, kTwoRows).Run(engine_));
   std::atomic<bool> committed = false;
   std::thread commits([&] {
-    EXPECT_OK(head_->Commit(key, 7, 0, 1));
+    EXPECT_OK(CommitTo(head_, key, 7, 0, 1));
     committed = true;
   });
   absl::SleepFor(absl::Milliseconds(20));
@@ -479,10 +479,10 @@ TEST_F(HeadFlowTest, ManyCallsOfAllSortsAddUp) {
           if (HasReason(outcome.status(), ErrorReason::kStagingFull)) continue;
           ASSERT_OK(outcome);
           if (i % 8 == 2) {
-            EXPECT_TRUE(*head_->Commit(KeyOf(*head_), id, 0, 1));
+            EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), id, 0, 1));
             ++added;
           } else {
-            EXPECT_TRUE(*head_->Discard(KeyOf(*head_), id, 0));
+            EXPECT_TRUE(*DiscardFrom(head_, KeyOf(*head_), id, 0));
           }
           continue;
         }

@@ -17,6 +17,7 @@
 namespace headwater::heads {
 namespace {
 
+using headwater::testing::CancelledWait;
 using headwater::testing::KeyOf;
 using headwater::testing::MicroBatchCall;
 using headwater::testing::Payload;
@@ -25,6 +26,7 @@ using headwater::testing::ReadWeight;
 using headwater::testing::SetWeights;
 using headwater::testing::SmallSpec;
 using headwater::testing::TemporaryDirectory;
+using headwater::testing::TestSequencer;
 
 constexpr int64_t kVocab = 37;
 constexpr int64_t kWidth = 11;
@@ -75,13 +77,15 @@ HeadLimits Deterministic(int64_t ordered_window = 1024) {
   return limits;
 }
 
+bool HasItsTurn(const Head& head, const StepKey& key, int64_t micro_batch) { return head.AwaitTurn(key, micro_batch, {}).ok(); }
+
 class HeadOrderedTest : public ::testing::TestWithParam<int32_t> {
  protected:
   std::shared_ptr<Head> NewHead(const HeadLimits& limits = Deterministic(), const std::string& id = "student") {
     return NewHead(*engine_, limits, id);
   }
   std::shared_ptr<Head> NewHead(LossEngine& engine, const HeadLimits& limits, const std::string& id = "student") {
-    absl::StatusOr<std::shared_ptr<Head>> head = Head::Create({kDefaultTenant, id}, Spec(), engine, limits);
+    absl::StatusOr<std::shared_ptr<Head>> head = Head::Create({kDefaultTenant, id}, Spec(), engine, limits, TestSequencer());
     EXPECT_OK(head);
     EXPECT_OK(SetWeights(**head, RandomWeights(kVocab * kWidth), RandomWeights(kVocab)));
     return *head;
@@ -107,7 +111,7 @@ class HeadOrderedTest : public ::testing::TestWithParam<int32_t> {
     EXPECT_EQ(outcome->form, ContributionForm::kHeld);
     EXPECT_EQ(outcome->state, id % 3 == 2 ? ContributionState::kStaged : ContributionState::kCommitted);
     if (id % 3 == 2) {
-      EXPECT_TRUE(*head->Commit(KeyOf(*head), id, 0, 0.3));
+      EXPECT_TRUE(*CommitTo(head, KeyOf(*head), id, 0, 0.3));
     }
   }
   void Add(const std::shared_ptr<Head>& head, int64_t id) { Add(head, id, *engine_); }
@@ -203,12 +207,12 @@ TEST_P(HeadOrderedTest, RetriesAndRepeatsDoNotShow) {
   EXPECT_TRUE(Call(head, 4).Run(*engine_)->replayed);
   EXPECT_REASON(MicroBatchCall(head, 0, 4, RandomPayload(99)).Run(*engine_), kMicroBatchConflict);
   MicroBatchCall& again = Call(head, 2, 1).Explicit();
-  ASSERT_OK(Head::Announce(again.submission()));
+  ASSERT_OK(Announce(again.submission()));
   ASSERT_OK(again.Run(*engine_));
-  EXPECT_REASON(head->Commit(KeyOf(*head), 2, 0, 0.3), kAttemptSuperseded);
-  EXPECT_TRUE(*head->Commit(KeyOf(*head), 2, 1, 0.3));
-  EXPECT_FALSE(*head->Commit(KeyOf(*head), 2, 1, 0.3));
-  EXPECT_REASON(head->Discard(KeyOf(*head), 2, 1), kMicroBatchConflict);
+  EXPECT_REASON(CommitTo(head, KeyOf(*head), 2, 0, 0.3), kAttemptSuperseded);
+  EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 2, 1, 0.3));
+  EXPECT_FALSE(*CommitTo(head, KeyOf(*head), 2, 1, 0.3));
+  EXPECT_REASON(DiscardFrom(head, KeyOf(*head), 2, 1), kMicroBatchConflict);
   Add(head, 0);
   EXPECT_TRUE(Call(head, 0).Run(*engine_)->replayed);
   Add(head, 5);
@@ -314,11 +318,11 @@ TEST_P(HeadOrderedTest, ADiscardClosesTheGapUntilItIsPassed) {
   ASSERT_OK(Call(head, 0).Explicit().Run(*engine_));
   ASSERT_OK(Submit(head, 2));
   EXPECT_EQ(Waiting(*head), 1);
-  EXPECT_TRUE(*head->Discard(KeyOf(*head), 0, 0));
+  EXPECT_TRUE(*DiscardFrom(head, KeyOf(*head), 0, 0));
   EXPECT_EQ(Waiting(*head), 1);  // 1 is missing
   // A higher attempt may come back as long as nothing behind it is in.
   ASSERT_OK(Submit(head, 0, 1));
-  EXPECT_FALSE(*head->Discard(KeyOf(*head), 1, 0));  // never seen: a tombstone
+  EXPECT_FALSE(*DiscardFrom(head, KeyOf(*head), 1, 0));  // never seen: a tombstone
   EXPECT_EQ(Waiting(*head), 0);
   EXPECT_REASON(Submit(head, 1, 0), kMicroBatchDiscarded);
   const absl::Status passed = Submit(head, 1, 1).status();
@@ -331,7 +335,7 @@ TEST_P(HeadOrderedTest, ADiscardClosesTheGapUntilItIsPassed) {
 
 TEST_P(HeadOrderedTest, WhatWasDiscardedInOneStepIsMissingInTheNext) {
   const std::shared_ptr<Head> head = NewHead();
-  EXPECT_FALSE(*head->Discard(KeyOf(*head), 0, 0));
+  EXPECT_FALSE(*DiscardFrom(head, KeyOf(*head), 0, 0));
   ASSERT_OK(head->DiscardGradient(KeyOf(*head)));
   ASSERT_OK(Submit(head, 1));
   EXPECT_EQ(Waiting(*head), 1);
@@ -348,7 +352,7 @@ TEST_P(HeadOrderedTest, ASessionsEndLeavesTheGapOpen) {
   EXPECT_EQ(Waiting(*head), 2);
   // The trainer comes back.
   ASSERT_OK(Call(head, 2, 1).Explicit().Run(*engine_));
-  EXPECT_TRUE(*head->Commit(KeyOf(*head), 2, 1, 0.3));
+  EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 2, 1, 0.3));
   Add(head, 5);
   EXPECT_EQ(ReadGradWeight(*head), expected);
 }
@@ -378,7 +382,7 @@ TEST_P(HeadOrderedTest, TheWindowIsFullAndTheFrontGetsThrough) {
   EXPECT_TRUE(later.Run(*engine_)->replayed);  // needs none
   EXPECT_REASON(Submit(head, 4), kOrderedWindowFull);
   ASSERT_OK(Submit(head, 1));
-  EXPECT_TRUE(*head->Commit(KeyOf(*head), 2, 0, 1));
+  EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 2, 0, 1));
   EXPECT_EQ(Waiting(*head), 0);
   EXPECT_OK(Submit(head, 4));
 }
@@ -399,11 +403,12 @@ TEST_P(HeadOrderedTest, ATrainersOwnPartTakesItsTurn) {
 
   ASSERT_OK(Submit(head, 2));
   EXPECT_REASON(add(head), kOrderedWindowFull);
-  EXPECT_FALSE(head->HasItsTurn(KeyOf(*head), 1));
-  EXPECT_OK(head->AwaitTurn(KeyOf(*head), 1, {}));  // no time to wait
-  EXPECT_REASON(head->AwaitTurn(KeyOf(*head), 1, {absl::InfiniteFuture(), [] { return true; }}), kCancelled);
+  EXPECT_FALSE(HasItsTurn(*head, KeyOf(*head), 1));
+  EXPECT_REASON(head->AwaitTurn(KeyOf(*head), 1, {}), kDeadlineExceeded);
+  EXPECT_OK(head->AwaitTurn(KeyOf(*head), 1, {.deadline = absl::InfiniteFuture(), .step_deadline = absl::InfinitePast()}));
+  EXPECT_REASON(head->AwaitTurn(KeyOf(*head), 1, CancelledWait()), kCancelled);
   std::thread waiter([&] {
-    EXPECT_OK(head->AwaitTurn(KeyOf(*head), 1, {absl::InfiniteFuture(), nullptr}));
+    EXPECT_OK(head->AwaitTurn(KeyOf(*head), 1, AsLongAsItTakes()));
     EXPECT_TRUE(*add(head));
   });
   ASSERT_OK(Submit(head, 0));
@@ -419,7 +424,7 @@ TEST_P(HeadOrderedTest, AnAttemptThatWasNotAddedLeavesItsGap) {
   part.row_count = 1;
   part.data = own.data();
   const std::shared_ptr<Head> head = NewHead();
-  EXPECT_FALSE(*head->Discard(KeyOf(*head), 0, 0));
+  EXPECT_FALSE(*DiscardFrom(head, KeyOf(*head), 0, 0));
   prepare_fails = true;
   EXPECT_REASON(head->AddGradient(KeyOf(*head), 0, 1, Digest{7}, part, nullptr), kShardNotReady);
   prepare_fails = false;
@@ -431,36 +436,36 @@ TEST_P(HeadOrderedTest, AnAttemptThatWasNotAddedLeavesItsGap) {
 
 TEST_P(HeadOrderedTest, WhoeverMissesNoPredecessorHasItsTurn) {
   const std::shared_ptr<Head> plain = NewHead(HeadLimits());
-  EXPECT_TRUE(plain->HasItsTurn(KeyOf(*plain), 5));
-  EXPECT_OK(plain->AwaitTurn(KeyOf(*plain), 5, {absl::InfiniteFuture(), nullptr}));
+  EXPECT_TRUE(HasItsTurn(*plain, KeyOf(*plain), 5));
+  EXPECT_OK(plain->AwaitTurn(KeyOf(*plain), 5, AsLongAsItTakes()));
 
   const std::shared_ptr<Head> head = NewHead();
   const StepKey key = KeyOf(*head);
-  EXPECT_TRUE(head->HasItsTurn(key, 0));
-  for (const int64_t id : {1, 3, 9}) EXPECT_FALSE(head->HasItsTurn(key, id)) << id;
+  EXPECT_TRUE(HasItsTurn(*head, key, 0));
+  for (const int64_t id : {1, 3, 9}) EXPECT_FALSE(HasItsTurn(*head, key, id)) << id;
   // The call itself is to find out that it is wrong.
-  EXPECT_TRUE(head->HasItsTurn({NewEpoch(), key.step}, 1));
-  EXPECT_TRUE(head->HasItsTurn({key.epoch, key.step + 1}, 1));
+  EXPECT_TRUE(HasItsTurn(*head, {NewEpoch(), key.step}, 1));
+  EXPECT_TRUE(HasItsTurn(*head, {key.epoch, key.step + 1}, 1));
   ASSERT_OK(Submit(head, 3));
-  EXPECT_TRUE(head->HasItsTurn(key, 3));  // committed: a repeat waits for nothing
+  EXPECT_TRUE(HasItsTurn(*head, key, 3));  // committed: a repeat waits for nothing
   ASSERT_OK(Submit(head, 0));
-  EXPECT_FALSE(*head->Discard(key, 1, 0));
+  EXPECT_FALSE(*DiscardFrom(head, key, 1, 0));
   ASSERT_OK(Submit(head, 2));
-  EXPECT_TRUE(head->HasItsTurn(key, 1));  // too late
+  EXPECT_TRUE(HasItsTurn(*head, key, 1));  // too late
   EXPECT_REASON(head->CheckAddGradient(key, 1, 1, 0, 1), kOrderPassed);
-  EXPECT_FALSE(head->HasItsTurn(key, 9));
+  EXPECT_FALSE(HasItsTurn(*head, key, 9));
   ASSERT_OK(head->Seal(key, std::vector<int64_t>{0, 2, 3}));
-  EXPECT_TRUE(head->HasItsTurn(key, 9));  // nothing comes any more
+  EXPECT_TRUE(HasItsTurn(*head, key, 9));  // nothing comes any more
 
   const std::shared_ptr<Head> retired = NewHead(), lost = NewHead();
   const StepKey retired_key = KeyOf(*retired), lost_key = KeyOf(*lost);
-  EXPECT_FALSE(retired->HasItsTurn(retired_key, 1));
+  EXPECT_FALSE(HasItsTurn(*retired, retired_key, 1));
   retired->Retire();
-  EXPECT_TRUE(retired->HasItsTurn(retired_key, 1));
-  EXPECT_FALSE(lost->HasItsTurn(lost_key, 1));
+  EXPECT_TRUE(HasItsTurn(*retired, retired_key, 1));
+  EXPECT_FALSE(HasItsTurn(*lost, lost_key, 1));
   act_fails = true;
   EXPECT_REASON(lost->DiscardGradient(lost_key), kEngineFailed);
-  EXPECT_TRUE(lost->HasItsTurn(lost_key, 1));
+  EXPECT_TRUE(HasItsTurn(*lost, lost_key, 1));
 }
 
 // ---- several heads, teachers, failures -------------------------------------------------------------------------------
@@ -540,7 +545,7 @@ TEST_P(HeadOrderedTest, ADecisionTellsThatTheAdditionLostTheHead) {
     ASSERT_OK(Submit(head, 1));
     act_fails = true;
     const StepKey key = KeyOf(*head);
-    EXPECT_REASON(commits ? head->Commit(key, 0, 0, 1) : head->Discard(key, 0, 0), kEngineFailed);
+    EXPECT_REASON(commits ? CommitTo(head, key, 0, 0, 1) : DiscardFrom(head, key, 0, 0), kEngineFailed);
     act_fails = false;
     EXPECT_EQ(head->Describe().state, HeadState::kLost);
   }
@@ -572,8 +577,8 @@ TEST_P(HeadOrderedTest, ATrainersOwnPartAddsWhatWasDelayedFirst) {
   Delay(head, 0);
   EXPECT_EQ(Waiting(*head), 1);
   // Nothing is missing, so there is nothing to wait for; but it is not added before its predecessor.
-  EXPECT_TRUE(head->HasItsTurn(KeyOf(*head), 1));
-  EXPECT_FALSE(head->HasItsTurn(KeyOf(*head), 2));
+  EXPECT_TRUE(HasItsTurn(*head, KeyOf(*head), 1));
+  EXPECT_FALSE(HasItsTurn(*head, KeyOf(*head), 2));
   EXPECT_REASON(add(head), kShardNotReady);
   prepare_fails = false;
   EXPECT_TRUE(*add(head));
@@ -603,10 +608,10 @@ TEST_P(HeadOrderedTest, ACommitThatCouldNotBeAddedIsRefusedAtOnce) {
   MicroBatchCall& call = Call(head, 0).Explicit();
   call.submission().terms[0].term.loss_scale = 1e200;
   ASSERT_OK(call.Run(*engine_));
-  const absl::Status refused = head->Commit(KeyOf(*head), 0, 0, 1e200).status();
+  const absl::Status refused = CommitTo(head, KeyOf(*head), 0, 0, 1e200).status();
   EXPECT_REASON(refused, kInvalidField);
   EXPECT_EQ(GetErrorMetadata(refused).at("field"), "factor");
-  EXPECT_TRUE(*head->Commit(KeyOf(*head), 0, 0, 1e-200));
+  EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 0, 0, 1e-200));
   ASSERT_OK(head->Seal(KeyOf(*head), int64_t{1}));
 }
 

@@ -17,6 +17,7 @@
 namespace headwater::heads {
 namespace {
 
+using headwater::testing::CancelledWait;
 using headwater::testing::FakeEngine;
 using headwater::testing::KeyOf;
 using headwater::testing::MicroBatchCall;
@@ -143,7 +144,7 @@ TEST(HeadRegistryTest, AHeadInUseNeedsForce) {
   EXPECT_OK(call.Explicit().Run(engine));
   EXPECT_TRUE(head->InUse());
   EXPECT_REASON(registry.Delete({"default", "a"}, std::nullopt, false, nullptr), kHeadInUse);
-  EXPECT_OK(head->Commit(KeyOf(*head), 0, 0, 1));
+  EXPECT_OK(CommitTo(head, KeyOf(*head), 0, 0, 1));
   EXPECT_TRUE(head->InUse());
   EXPECT_REASON(registry.Delete({"default", "a"}, std::nullopt, false, nullptr), kHeadInUse);
   EXPECT_OK(registry.Delete({"default", "a"}, std::nullopt, true, nullptr));
@@ -179,7 +180,7 @@ TEST(HeadRegistryTest, AUseCountsAsARunningCall) {
   const std::shared_ptr<Head> head = registry.Create(kName, SmallSpec())->head;
   HeadUse first(head);
   HeadUse second = HeadUse(head);
-  EXPECT_TRUE(head->HasUses());
+  EXPECT_EQ(head->CountUses(0), 2);
   const absl::Status refused = registry.Delete(kName, std::nullopt, false, nullptr);
   EXPECT_REASON(refused, kHeadInUse);
   EXPECT_EQ(GetErrorMetadata(refused).at("runningCalls"), "2");
@@ -187,7 +188,7 @@ TEST(HeadRegistryTest, AUseCountsAsARunningCall) {
   EXPECT_EQ(first.head(), head);
   EXPECT_EQ(GetErrorMetadata(registry.Delete(kName, std::nullopt, false, nullptr)).at("runningCalls"), "1");
   first = HeadUse();
-  EXPECT_FALSE(head->HasUses());
+  EXPECT_EQ(head->CountUses(0), 0);
   EXPECT_OK(registry.Delete(kName, std::nullopt, false, nullptr));
 }
 
@@ -270,7 +271,7 @@ TEST(HeadRegistryAttachTest, WaitsForAHeadThatIsBeingCreated) {
     return registry.Create(kName, SmallSpec(), IfExists::kAttachIfSameSpec, nullptr, limits);
   };
   EXPECT_REASON(attach({observability::MonotonicNow() + absl::Milliseconds(1), nullptr}), kDeadlineExceeded);
-  EXPECT_REASON(attach({absl::InfiniteFuture(), [] { return true; }}), kCancelled);
+  EXPECT_REASON(attach(CancelledWait()), kCancelled);
   EXPECT_REASON(registry.Find(kName), kHeadNotFound);
   EXPECT_REASON(registry.Delete(kName, std::nullopt, true, nullptr), kHeadNotFound);
   EXPECT_TRUE(registry.ListAll().empty());
@@ -434,8 +435,8 @@ TEST(HeadRegistryTest, ASessionIsDroppedInEveryHead) {
   registry.DropSession(session);
   for (const std::shared_ptr<Head>& head : heads) {
     const std::vector<DecisionTarget> target = {{head, KeyOf(*head)}};
-    EXPECT_REASON(Head::Commit(target, 0, 0, {}, session), kMicroBatchDiscarded);
-    EXPECT_OK(Head::Commit(target, 1, 0, {}, other));
+    EXPECT_REASON(Commit(target, 0, 0, {}, session), kMicroBatchDiscarded);
+    EXPECT_OK(Commit(target, 1, 0, {}, other));
   }
 }
 

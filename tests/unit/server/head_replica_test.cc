@@ -33,6 +33,7 @@ using headwater::testing::SetWeights;
 using headwater::testing::SmallSpec;
 using headwater::testing::TemporaryDirectory;
 using headwater::testing::TestRows;
+using headwater::testing::TestSequencer;
 
 constexpr int64_t kVocab = 37;
 constexpr int64_t kWidth = 11;
@@ -61,7 +62,8 @@ HeadSpec Spec(Parallelism parallelism) {
 }
 
 std::shared_ptr<Head> NewHead(LossEngine& engine, Parallelism parallelism) {
-  absl::StatusOr<std::shared_ptr<Head>> head = Head::Create({kDefaultTenant, "student"}, Spec(parallelism), engine, HeadLimits());
+  absl::StatusOr<std::shared_ptr<Head>> head =
+      Head::Create({kDefaultTenant, "student"}, Spec(parallelism), engine, HeadLimits(), TestSequencer());
   EXPECT_OK(head);
   std::mt19937_64 random(7);
   std::normal_distribution<float> normal(0, 0.3f);
@@ -140,7 +142,7 @@ class HeadReplicaTest : public ::testing::TestWithParam<Commit> {
   }
   void Decide(const std::shared_ptr<Head>& head, int64_t id) {
     if (GetParam() == Commit::kEager || GetParam() == Commit::kEagerUnlessNonFinite) return;
-    const auto committed = Head::Commit({{head, KeyOf(*head)}}, id, 0, Decision(GetParam()), std::nullopt);
+    const auto committed = Commit({{head, KeyOf(*head)}}, id, 0, Decision(GetParam()), std::nullopt);
     ASSERT_OK(committed);
     EXPECT_TRUE(*committed);
   }
@@ -206,10 +208,10 @@ TEST(HeadReplica, WhoFindsNoSlotIsHeld) {
   const auto one = NewHead(*one_engine, Parallelism::kVocabulary);
   for (int64_t id = 0; id < kCount; ++id) {
     if (id % 3 == 0) {
-      EXPECT_TRUE(*head->Discard(KeyOf(*head), id, 0));
+      EXPECT_TRUE(*DiscardFrom(head, KeyOf(*head), id, 0));
       continue;
     }
-    EXPECT_TRUE(*head->Commit(KeyOf(*head), id, 0, 1.0));
+    EXPECT_TRUE(*CommitTo(head, KeyOf(*head), id, 0, 1.0));
     ASSERT_OK(MicroBatchCall(one, 0, id, RandomPayload(id)).Run(*one_engine));
   }
   EXPECT_LE(Difference(ReadGradWeight(*head), ReadGradWeight(*one)), 1e-6);

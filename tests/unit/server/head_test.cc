@@ -106,10 +106,10 @@ TEST_F(HeadTest, ExplicitIsStagedUntilItsCommit) {
   EXPECT_EQ(outcome->state, ContributionState::kStaged);
   EXPECT_EQ(outcome->form, ContributionForm::kStaged);
   EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-  EXPECT_TRUE(*head_->Commit(KeyOf(*head_), 0, 0, 0.5));
+  EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), 0, 0, 0.5));
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {0.5, 1, 1.5}));
-  EXPECT_FALSE(*head_->Commit(KeyOf(*head_), 0, 0, 0.5));
-  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kMicroBatchConflict);
+  EXPECT_FALSE(*CommitTo(head_, KeyOf(*head_), 0, 0, 0.5));
+  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kMicroBatchConflict);
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {0.5, 1, 1.5}));
   // The same rows again are a replay of a committed one.
   const absl::StatusOr<SubmissionOutcome> replay = Stage(0, kRowOfToken2);
@@ -119,11 +119,11 @@ TEST_F(HeadTest, ExplicitIsStagedUntilItsCommit) {
 }
 
 TEST_F(HeadTest, CommitErrors) {
-  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kMicroBatchNotFound);
+  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kMicroBatchNotFound);
   ASSERT_OK(Stage(0, kRowOfToken2));
-  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, std::nan("")), kInvalidField);
-  EXPECT_REASON(head_->Commit({NewEpoch(), 0}, 0, 0, 1), kEpochFenced);
-  EXPECT_REASON(head_->Commit({KeyOf(*head_).epoch, 1}, 0, 0, 1), kStepMismatch);
+  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, std::nan("")), kInvalidField);
+  EXPECT_REASON(CommitTo(head_, {NewEpoch(), 0}, 0, 0, 1), kEpochFenced);
+  EXPECT_REASON(CommitTo(head_, {KeyOf(*head_).epoch, 1}, 0, 0, 1), kStepMismatch);
   EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
 }
 
@@ -131,17 +131,17 @@ TEST_F(HeadTest, DiscardDropsAndKeepsOut) {
   ASSERT_OK(Stage(0, kRowOfToken2));
   ASSERT_OK(Stage(1, kRowOfToken4));
   EXPECT_REASON(Stage(2, kRowOfToken4), kStagingFull);
-  EXPECT_TRUE(*head_->Discard(KeyOf(*head_), 0, 0));
-  EXPECT_FALSE(*head_->Discard(KeyOf(*head_), 0, 0));
+  EXPECT_TRUE(*DiscardFrom(head_, KeyOf(*head_), 0, 0));
+  EXPECT_FALSE(*DiscardFrom(head_, KeyOf(*head_), 0, 0));
   EXPECT_REASON(Submit(0, kRowOfToken2), kMicroBatchDiscarded);
-  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kMicroBatchDiscarded);
-  EXPECT_FALSE(*head_->Discard(KeyOf(*head_), 9, 0));
+  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kMicroBatchDiscarded);
+  EXPECT_FALSE(*DiscardFrom(head_, KeyOf(*head_), 9, 0));
   EXPECT_REASON(Submit(9, kRowOfToken2), kMicroBatchDiscarded);
   // Its slot is free again.
   EXPECT_OK(Stage(2, kRowOfToken4));
   EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
   ASSERT_OK(Submit(3, kRowOfToken2));
-  EXPECT_REASON(head_->Discard(KeyOf(*head_), 3, 0), kMicroBatchConflict);
+  EXPECT_REASON(DiscardFrom(head_, KeyOf(*head_), 3, 0), kMicroBatchConflict);
 }
 
 TEST_F(HeadTest, AHigherAttemptTakesTheStagedOnesPlace) {
@@ -152,8 +152,8 @@ TEST_F(HeadTest, AHigherAttemptTakesTheStagedOnesPlace) {
   MicroBatchCall retry(head_, 0, 0, kRowOfToken4);
   retry.submission().attempt = 1;
   ASSERT_OK(retry.Explicit().Run(engine_));  // in the only slot
-  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kAttemptSuperseded);
-  EXPECT_TRUE(*head_->Commit(KeyOf(*head_), 0, 1, 1));
+  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kAttemptSuperseded);
+  EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), 0, 1, 1));
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(4, {-5, 0, 7}));
 }
 
@@ -170,7 +170,7 @@ TEST_F(HeadTest, AHeadWithoutSlotsRefusesEarly) {
   spec.staging_slots = 0;
   head_ = MakeReadyHead(engine_, spec);
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  EXPECT_REASON(Head::CheckSubmission(call.Explicit().submission()), kStagingFull);
+  EXPECT_REASON(CheckSubmission(call.Explicit().submission()), kStagingFull);
   EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).Refuse().Run(engine_), kStagingFull);
   EXPECT_OK(Submit(0, kRowOfToken2));
 }
@@ -291,8 +291,8 @@ TEST_F(HeadTest, FrozenHeadsHaveNoSteps) {
   EXPECT_REASON(head_->Seal(key, int64_t{0}), kHeadNotTrainable);
   EXPECT_REASON(head_->Apply(key, int64_t{0}, ApplyArguments()), kHeadNotTrainable);
   EXPECT_REASON(head_->DiscardGradient(key), kHeadNotTrainable);
-  EXPECT_REASON(head_->Commit(key, 0, 0, 1), kHeadNotTrainable);
-  EXPECT_REASON(head_->Discard(key, 0, 0), kHeadNotTrainable);
+  EXPECT_REASON(CommitTo(head_, key, 0, 0, 1), kHeadNotTrainable);
+  EXPECT_REASON(DiscardFrom(head_, key, 0, 0), kHeadNotTrainable);
   EXPECT_REASON(head_->GradientNorm(key), kHeadNotTrainable);
 }
 
@@ -323,8 +323,8 @@ TEST_F(HeadTest, WhileOneComputesADuplicateIsToldAndTheHeadIsDescribed) {
   std::thread first([&] { EXPECT_OK(Submit(0, kRowOfToken2)); });
   computing.WaitForNotification();
   EXPECT_REASON(Submit(0, kRowOfToken2), kMicroBatchInProgress);
-  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kMicroBatchInProgress);
-  EXPECT_REASON(head_->Discard(KeyOf(*head_), 0, 0), kMicroBatchInProgress);
+  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kMicroBatchInProgress);
+  EXPECT_REASON(DiscardFrom(head_, KeyOf(*head_), 0, 0), kMicroBatchInProgress);
   EXPECT_EQ(head_->Describe().state, HeadState::kReady);
   EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.micro_batches.at(0).state, ContributionState::kInProgress);
   EXPECT_TRUE(head_->InUse());
@@ -378,7 +378,7 @@ TEST_F(HeadTest, ManyThreadsAddEveryContributionOnce) {
         absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
         while (HasReason(outcome.status(), ErrorReason::kMicroBatchInProgress)) outcome = call.Run(engine_);
         EXPECT_OK(outcome);
-        if (id % 2 == 1) EXPECT_OK(head_->Commit(KeyOf(*head_), id, 0, 2));
+        if (id % 2 == 1) EXPECT_OK(CommitTo(head_, KeyOf(*head_), id, 0, 2));
         EXPECT_OK(head_->GetSteps(KeyOf(*head_).epoch));
       }
     });
@@ -404,8 +404,8 @@ TEST_F(HeadTest, AFailureWhileAddingLosesTheHead) {
   const StepKey key = KeyOf(*head_);
   EXPECT_REASON(Submit(1, kRowOfToken4), kStepLost);
   EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).ForwardOnly().Run(engine_), kStepLost);
-  EXPECT_REASON(head_->Commit(key, 0, 0, 1), kStepLost);
-  EXPECT_REASON(head_->Discard(key, 0, 0), kStepLost);
+  EXPECT_REASON(CommitTo(head_, key, 0, 0, 1), kStepLost);
+  EXPECT_REASON(DiscardFrom(head_, key, 0, 0), kStepLost);
   EXPECT_REASON(head_->GetSteps(key.epoch), kStepLost);
   EXPECT_REASON(head_->Seal(key, int64_t{1}), kStepLost);
   EXPECT_REASON(head_->Apply(key, int64_t{1}, Rate(1)), kStepLost);
@@ -441,8 +441,8 @@ TEST_F(HeadTest, AFailureBesideTheAccumulatorLosesNothing) {
 TEST_F(HeadTest, AFailedCommitLosesTheHead) {
   ASSERT_OK(Stage(0, kRowOfToken2));
   engine_.control().FailNext("Commit", kEngineError);
-  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kEngineFailed);
-  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kStepLost);
+  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kEngineFailed);
+  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kStepLost);
   ASSERT_OK(SetWeights(*head_, std::vector<float>(15, 2.0f)));
   engine_.control().FailNext("Commit", kEngineError);
   EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).Refuse().Run(engine_), kEngineFailed);
@@ -659,7 +659,7 @@ TEST_F(HeadTest, ARetiredHeadIsNotFound) {
   const StepKey key = KeyOf(*head_);
   head_->Retire();
   EXPECT_REASON(Stage(1, kRowOfToken2), kHeadNotFound);
-  EXPECT_REASON(head_->Commit(key, 0, 0, 1), kHeadNotFound);
+  EXPECT_REASON(CommitTo(head_, key, 0, 0, 1), kHeadNotFound);
   EXPECT_REASON(head_->GetSteps(key.epoch), kHeadNotFound);
   EXPECT_REASON(SetWeights(*head_, std::vector<float>(15)), kHeadNotFound);
   EXPECT_REASON(head_->TryRetire(std::nullopt, true), kHeadNotFound);

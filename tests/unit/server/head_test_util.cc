@@ -39,6 +39,11 @@ Digest DigestOf(const Payload& payload) {
   return digest;
 }
 
+scheduler::Sequencer& TestSequencer() {
+  static scheduler::Sequencer* const sequencer = new scheduler::Sequencer;
+  return *sequencer;
+}
+
 MicroBatchCall::MicroBatchCall(const std::shared_ptr<heads::Head>& head, int64_t step, int64_t micro_batch, Payload payload)
     : payload_(std::move(payload)), grad_hidden_(payload_.hidden.size()) {
   const int64_t row_count = static_cast<int64_t>(payload_.targets.size());
@@ -81,12 +86,13 @@ MicroBatchCall& MicroBatchCall::ForwardOnly() {
 }
 
 absl::StatusOr<heads::SubmissionOutcome> MicroBatchCall::Run(LossEngine& engine, const std::function<bool()>& cancelled) {
-  return heads::Head::Submit(submission_, engine, cancelled);
+  return heads::Submit(submission_, engine, cancelled);
 }
 
 std::shared_ptr<heads::Head> MakeReadyHead(LossEngine& engine, const HeadSpec& spec, const std::string& id,
                                            const heads::HeadLimits& limits) {
-  absl::StatusOr<std::shared_ptr<heads::Head>> head = heads::Head::Create({heads::kDefaultTenant, id}, spec, engine, limits);
+  absl::StatusOr<std::shared_ptr<heads::Head>> head =
+      heads::Head::Create({heads::kDefaultTenant, id}, spec, engine, limits, TestSequencer());
   EXPECT_OK(head);
   std::vector<float> weight(static_cast<size_t>(spec.vocab_size * spec.hidden_size));
   for (size_t i = 0; i < weight.size(); ++i) weight[i] = static_cast<float>(i % 7);

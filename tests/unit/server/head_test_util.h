@@ -15,9 +15,28 @@
 #include "fake_engine.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
+#include "server/heads/decide.h"
 #include "server/heads/head.h"
+#include "server/heads/submit.h"
+
+namespace headwater::heads {
+
+// Commit() and Discard() of a micro-batch of one head that no session owns.
+inline absl::StatusOr<bool> CommitTo(const std::shared_ptr<Head>& head, const StepKey& key, int64_t micro_batch, int64_t attempt,
+                                     double factor) {
+  return Commit({{head, key}}, micro_batch, attempt, {factor, {}}, std::nullopt);
+}
+inline absl::StatusOr<bool> DiscardFrom(const std::shared_ptr<Head>& head, const StepKey& key, int64_t micro_batch,
+                                        int64_t attempt) {
+  return Discard({{head, key}}, micro_batch, attempt, std::nullopt);
+}
+
+}  // namespace headwater::heads
 
 namespace headwater::testing {
+
+// The sequencer of all heads that tests make without a registry.
+scheduler::Sequencer& TestSequencer();
 
 // Fails unless `status` is OK, or has `reason`. For absl::Status and StatusOr alike.
 #define EXPECT_OK(expression)                                                         \
@@ -32,6 +51,12 @@ namespace headwater::testing {
   } while (false)
 #define EXPECT_REASON(expression, reason) \
   EXPECT_EQ(::headwater::testing::ReasonOf(expression), ErrorReasonName(ErrorReason::reason))
+
+// Limits of a call whose client has gone.
+inline scheduler::WaitLimits CancelledWait() {
+  static scheduler::ThreadWaiter gone([] { return true; });
+  return {absl::InfiniteFuture(), &gone};
+}
 
 inline absl::Status ToStatus(const absl::Status& status) { return status; }
 template <typename T>

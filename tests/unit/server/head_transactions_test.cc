@@ -18,6 +18,7 @@
 namespace headwater::heads {
 namespace {
 
+using headwater::testing::CancelledWait;
 using headwater::testing::FakeEngine;
 using headwater::testing::KeyOf;
 using headwater::testing::MakeReadyHead;
@@ -27,6 +28,7 @@ using headwater::testing::ReadGradWeight;
 using headwater::testing::ReadWeight;
 using headwater::testing::RunUntilItSleeps;
 using headwater::testing::SmallSpec;
+using headwater::testing::TestSequencer;
 
 const Payload kRowOfToken2 = {{1, 2, 3}, {2}};
 const Payload kRowOfToken4 = {{-5, 0, 7}, {4}};
@@ -79,12 +81,12 @@ TEST_F(HeadTransactionsTest, AnAnnouncedAttemptDropsAndFencesLowerOnes) {
   ASSERT_OK(first.Explicit().Run(engine_));
   MicroBatchCall second(head_, 0, 0, kRowOfToken4);
   second.Explicit().submission().attempt = 1;
-  ASSERT_OK(Head::Announce(second.submission()));
+  ASSERT_OK(Announce(second.submission()));
   EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
-  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kAttemptSuperseded);
+  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kAttemptSuperseded);
   EXPECT_REASON(first.Run(engine_), kAttemptSuperseded);
   ASSERT_OK(second.Run(engine_));
-  EXPECT_TRUE(*head_->Commit(KeyOf(*head_), 0, 1, 1));
+  EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), 0, 1, 1));
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(4, {-5, 0, 7}));
 }
 
@@ -104,7 +106,7 @@ TEST_F(HeadTransactionsTest, ARunningLowerAttemptGivesUpUnlessItCommits) {
     std::thread lower([&] { outcome = first.Run(engine_); });
     computing.WaitForNotification();
     // The announcement leaves its mark, and waits for the computation.
-    std::thread higher = RunUntilItSleeps([&] { EXPECT_OK(Head::Announce(second.submission())); });
+    std::thread higher = RunUntilItSleeps([&] { EXPECT_OK(Announce(second.submission())); });
     announced.Notify();
     lower.join();
     higher.join();
@@ -130,7 +132,7 @@ TEST_F(HeadTransactionsTest, ARepeatIsAnsweredWhateverAttemptWaits) {
   std::thread announcer;
   const absl::StatusOr<SubmissionOutcome> repeat = call.Run(engine_, [&] {
     // Asked when the repeat has its locks, so the other attempt waits for them.
-    if (!announcer.joinable()) announcer = RunUntilItSleeps([&] { EXPECT_OK(Head::Announce(higher.submission())); });
+    if (!announcer.joinable()) announcer = RunUntilItSleeps([&] { EXPECT_OK(Announce(higher.submission())); });
     return false;
   });
   ASSERT_TRUE(announcer.joinable());
@@ -152,7 +154,7 @@ TEST_F(HeadTransactionsTest, AFrozenHeadsTermIsNotAnnounced) {
   beside.head_epoch.reset();
   beside.step.reset();
   call.submission().terms.push_back(beside);
-  ASSERT_OK(Head::Announce(call.submission()));
+  ASSERT_OK(Announce(call.submission()));
   ASSERT_OK(call.Run(engine_));
 }
 
@@ -187,7 +189,7 @@ TEST_F(HeadTransactionsTest, ATeacherStaysAsItIsWhileWhatIsHeldIsAdded) {
     engine_.control().during_compute = [&] {
       setter = RunUntilItSleeps([&] { EXPECT_OK(headwater::testing::SetWeights(*other_, std::vector<float>(15, 2.0f))); });
     };
-    EXPECT_TRUE(*head_->Commit(KeyOf(*head_), 0, 0, 1)) << deterministic;
+    EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), 0, 0, 1)) << deterministic;
     engine_.control().during_compute = nullptr;
     ASSERT_TRUE(setter.joinable());
     setter.join();
@@ -227,13 +229,13 @@ TEST_F(HeadTransactionsTest, ADecisionNamesExactlyTheHeads) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   AddSecondTerm(call);
   ASSERT_OK(call.Explicit().Run(engine_));
-  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kInvalidCombination);
-  EXPECT_REASON(head_->Discard(KeyOf(*head_), 0, 0), kInvalidCombination);
-  EXPECT_REASON(Head::Commit({BothHeads()[0], BothHeads()[0]}, 0, 0, {}, std::nullopt), kInvalidCombination);
-  EXPECT_REASON(Head::Commit({}, 0, 0, {}, std::nullopt), kMissingField);
-  EXPECT_TRUE(*Head::Commit(BothHeads(), 0, 0, {2.0, {}}, std::nullopt));
-  EXPECT_FALSE(*Head::Commit(BothHeads(), 0, 0, {2.0, {}}, std::nullopt));
-  EXPECT_REASON(Head::Commit(BothHeads(), 0, 0, {3.0, {}}, std::nullopt), kMicroBatchConflict);
+  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kInvalidCombination);
+  EXPECT_REASON(DiscardFrom(head_, KeyOf(*head_), 0, 0), kInvalidCombination);
+  EXPECT_REASON(Commit({BothHeads()[0], BothHeads()[0]}, 0, 0, {}, std::nullopt), kInvalidCombination);
+  EXPECT_REASON(Commit({}, 0, 0, {}, std::nullopt), kMissingField);
+  EXPECT_TRUE(*Commit(BothHeads(), 0, 0, {2.0, {}}, std::nullopt));
+  EXPECT_FALSE(*Commit(BothHeads(), 0, 0, {2.0, {}}, std::nullopt));
+  EXPECT_REASON(Commit(BothHeads(), 0, 0, {3.0, {}}, std::nullopt), kMicroBatchConflict);
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {2, 4, 6}));
   EXPECT_EQ(ReadGradWeight(*other_), Gradient(2, {2, 4, 6}));
 }
@@ -247,11 +249,11 @@ TEST_F(HeadTransactionsTest, ACommitIsToldToAllHeadsAtOnce) {
   });
   ASSERT_OK(call.Run(engine_));
   call.submission().until_decided.reset();
-  EXPECT_TRUE(*Head::Commit(BothHeads(), 0, 0, {}, std::nullopt));
+  EXPECT_TRUE(*Commit(BothHeads(), 0, 0, {}, std::nullopt));
   EXPECT_EQ(seen, std::vector<ContributionState>(2, ContributionState::kCommitted));
   EXPECT_EQ(StateOf(*head_, 0), ContributionState::kCommitted);
   EXPECT_EQ(StateOf(*other_, 0), ContributionState::kCommitted);
-  EXPECT_FALSE(*Head::Commit(BothHeads(), 0, 0, {}, std::nullopt));
+  EXPECT_FALSE(*Commit(BothHeads(), 0, 0, {}, std::nullopt));
 }
 
 TEST_F(HeadTransactionsTest, WhatOneHeadDropsIsDroppedInAll) {
@@ -264,7 +266,7 @@ TEST_F(HeadTransactionsTest, WhatOneHeadDropsIsDroppedInAll) {
     if (how == 2) ASSERT_OK(headwater::testing::SetWeights(*head_, std::vector<float>(15)));
     if (how == 3) head_->Retire();
     EXPECT_EQ(StateOf(*other_, 10 + how), ContributionState::kDiscarded) << how;
-    EXPECT_REASON(other_->Commit(KeyOf(*other_), 10 + how, 0, 1), kMicroBatchDiscarded) << how;
+    EXPECT_REASON(CommitTo(other_, KeyOf(*other_), 10 + how, 0, 1), kMicroBatchDiscarded) << how;
     EXPECT_EQ(ReadGradWeight(*other_), std::vector<float>(15)) << how;
   }
   // Its slots are free again: the spec has two.
@@ -289,11 +291,11 @@ TEST_F(HeadTransactionsTest, AnEngineFailureAfterTheDecisionLosesAllHeads) {
   AddSecondTerm(call);
   ASSERT_OK(call.Explicit().Run(engine_));
   engine_.control().FailNext("Commit", kNotReady);
-  EXPECT_REASON(Head::Commit(BothHeads(), 0, 0, {}, std::nullopt), kShardNotReady);
+  EXPECT_REASON(Commit(BothHeads(), 0, 0, {}, std::nullopt), kShardNotReady);
   EXPECT_EQ(StateOf(*head_, 0), ContributionState::kStaged);
   EXPECT_EQ(ReadGradWeight(*other_), std::vector<float>(15));
   engine_.control().FailNext("Commit", kEngineError);
-  EXPECT_REASON(Head::Commit(BothHeads(), 0, 0, {}, std::nullopt), kEngineFailed);
+  EXPECT_REASON(Commit(BothHeads(), 0, 0, {}, std::nullopt), kEngineFailed);
   EXPECT_EQ(head_->Describe().state, HeadState::kLost);
   EXPECT_EQ(other_->Describe().state, HeadState::kLost);
 }
@@ -322,7 +324,7 @@ TEST_F(HeadTransactionsTest, WithoutASlotTheRowsAreHeldIfAllowed) {
   EXPECT_EQ(outcome->state, ContributionState::kStaged);
   EXPECT_EQ(holds_, 1);
   EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-  EXPECT_TRUE(*head_->Commit(KeyOf(*head_), 0, 0, 3));
+  EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), 0, 0, 3));
   EXPECT_EQ(holds_, 0);
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {3, 6, 9}));
 }
@@ -331,7 +333,7 @@ TEST_F(HeadTransactionsTest, LateTokenFactorsNeedWhatIsHeld) {
   MicroBatchCall staged(head_, 0, 0, kRowOfToken2);
   ASSERT_OK(staged.Explicit().Run(engine_));
   const std::vector<DecisionTarget> target = {{head_, KeyOf(*head_)}};
-  const absl::Status refused = Head::Commit(target, 0, 0, {1, {2.0F}}, std::nullopt).status();
+  const absl::Status refused = Commit(target, 0, 0, {1, {2.0F}}, std::nullopt).status();
   EXPECT_REASON(refused, kInvalidCombination);
   EXPECT_EQ(GetErrorMetadata(refused).at("field"), "token_factors");
   MicroBatchCall held(head_, 0, 1, kRowOfToken4);
@@ -340,12 +342,12 @@ TEST_F(HeadTransactionsTest, LateTokenFactorsNeedWhatIsHeld) {
   const absl::StatusOr<SubmissionOutcome> outcome = held.Run(engine_);
   ASSERT_OK(outcome);
   EXPECT_EQ(outcome->form, ContributionForm::kHeld);  // although a slot is free
-  EXPECT_REASON(Head::Commit(target, 1, 0, {1, {2.0F, 3.0F}}, std::nullopt), kShapeMismatch);
-  EXPECT_REASON(Head::Commit(target, 1, 0, {1, {std::numeric_limits<float>::infinity()}}, std::nullopt), kInvalidField);
+  EXPECT_REASON(Commit(target, 1, 0, {1, {2.0F, 3.0F}}, std::nullopt), kShapeMismatch);
+  EXPECT_REASON(Commit(target, 1, 0, {1, {std::numeric_limits<float>::infinity()}}, std::nullopt), kInvalidField);
   EXPECT_EQ(holds_, 1);
-  EXPECT_TRUE(*Head::Commit(target, 1, 0, {2, {1.0F}}, std::nullopt));
-  EXPECT_FALSE(*Head::Commit(target, 1, 0, {2, {1.0F}}, std::nullopt));
-  EXPECT_REASON(Head::Commit(target, 1, 0, {2, {4.0F}}, std::nullopt), kMicroBatchConflict);
+  EXPECT_TRUE(*Commit(target, 1, 0, {2, {1.0F}}, std::nullopt));
+  EXPECT_FALSE(*Commit(target, 1, 0, {2, {1.0F}}, std::nullopt));
+  EXPECT_REASON(Commit(target, 1, 0, {2, {4.0F}}, std::nullopt), kMicroBatchConflict);
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(4, {-10, 0, 14}));
   EXPECT_EQ(holds_, 0);
 }
@@ -365,7 +367,7 @@ TEST_F(HeadTransactionsTest, AHeldOneIsDroppedWithItsRows) {
   call.Explicit().submission().late_token_factors = true;
   call.submission().hold = Hold();
   ASSERT_OK(call.Run(engine_));
-  EXPECT_TRUE(*head_->Discard(KeyOf(*head_), 0, 0));
+  EXPECT_TRUE(*DiscardFrom(head_, KeyOf(*head_), 0, 0));
   EXPECT_EQ(holds_, 0);
 }
 
@@ -413,16 +415,16 @@ TEST_F(HeadTransactionsTest, AHeldOneIsNotComputedWithAnotherTeacher) {
     call.term().term.teacher_hidden = call.submission().hidden;
     ASSERT_OK(call.Run(engine_));
     if (id == 0) {
-      EXPECT_TRUE(*head_->Commit(KeyOf(*head_), id, 0, 1));
+      EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), id, 0, 1));
       return;
     }
     ASSERT_OK(headwater::testing::SetWeights(*teacher, std::vector<float>(15, 4)));
-    EXPECT_REASON(head_->Commit(KeyOf(*head_), id, 0, 1), kWeightVersionMismatch);
+    EXPECT_REASON(CommitTo(head_, KeyOf(*head_), id, 0, 1), kWeightVersionMismatch);
     teacher->Retire();
     teacher.reset();
     call.term().teacher_head.reset();
-    EXPECT_REASON(head_->Commit(KeyOf(*head_), id, 0, 1), kHeadNotFound);
-    EXPECT_TRUE(*head_->Discard(KeyOf(*head_), id, 0));
+    EXPECT_REASON(CommitTo(head_, KeyOf(*head_), id, 0, 1), kHeadNotFound);
+    EXPECT_TRUE(*DiscardFrom(head_, KeyOf(*head_), id, 0));
   };
   hold(0);
   hold(1);
@@ -435,14 +437,14 @@ TEST_F(HeadTransactionsTest, OnlyItsSessionDecidesAContribution) {
   call.Explicit().submission().session = kSession;
   ASSERT_OK(call.Run(engine_));
   const std::vector<DecisionTarget> target = {{head_, KeyOf(*head_)}};
-  EXPECT_REASON(Head::Commit(target, 0, 0, {}, std::nullopt), kNotSessionOwner);
-  EXPECT_REASON(Head::Commit(target, 0, 0, {}, kOtherSession), kNotSessionOwner);
-  EXPECT_REASON(Head::Discard(target, 0, 0, kOtherSession), kNotSessionOwner);
-  EXPECT_TRUE(*Head::Discard(target, 0, 1, kOtherSession));  // a higher attempt is anybody's
+  EXPECT_REASON(Commit(target, 0, 0, {}, std::nullopt), kNotSessionOwner);
+  EXPECT_REASON(Commit(target, 0, 0, {}, kOtherSession), kNotSessionOwner);
+  EXPECT_REASON(Discard(target, 0, 0, kOtherSession), kNotSessionOwner);
+  EXPECT_TRUE(*Discard(target, 0, 1, kOtherSession));  // a higher attempt is anybody's
   MicroBatchCall second(head_, 0, 1, kRowOfToken2);
   second.Explicit().submission().session = kSession;
   ASSERT_OK(second.Run(engine_));
-  EXPECT_TRUE(*Head::Commit(target, 1, 0, {}, kSession));
+  EXPECT_TRUE(*Commit(target, 1, 0, {}, kSession));
 }
 
 TEST_F(HeadTransactionsTest, ASessionsEndLeavesTombstones) {
@@ -503,7 +505,7 @@ TEST_F(HeadTransactionsTest, WhatATakerHasWorkedUnderBelongsToItsEpoch) {
   ASSERT_OK(now);
   EXPECT_TRUE(now->recovers_epochs.empty());
   // The first weights leave a head its epoch, and what belongs to that.
-  const std::shared_ptr<Head> loading = *Head::Create({kDefaultTenant, "loading"}, SmallSpec(), engine_, {});
+  const std::shared_ptr<Head> loading = *Head::Create({kDefaultTenant, "loading"}, SmallSpec(), engine_, {}, TestSequencer());
   taken = loading->Take(std::nullopt, worked_under);
   ASSERT_OK(taken);
   now = set(*loading);
@@ -556,10 +558,11 @@ TEST_F(HeadTransactionsTest, OnlyACallForTheNextStepWaits) {
   key.step = std::numeric_limits<int64_t>::min();
   EXPECT_OK(head_->AwaitStep(key, long_wait));
   key.step = 1;
-  EXPECT_OK(head_->AwaitStep(key, {}));  // its deadline is past
-  const WaitLimits short_wait = {observability::MonotonicNow() + absl::Milliseconds(1), nullptr};
+  EXPECT_REASON(head_->AwaitStep(key, {}), kDeadlineExceeded);
+  WaitLimits short_wait = AsLongAsItTakes();
+  short_wait.step_deadline = observability::MonotonicNow() + absl::Milliseconds(1);
   EXPECT_OK(head_->AwaitStep(key, short_wait));
-  EXPECT_REASON(head_->AwaitStep(key, {absl::InfiniteFuture(), [] { return true; }}), kCancelled);
+  EXPECT_REASON(head_->AwaitStep(key, CancelledWait()), kCancelled);
   std::thread closer([&] {
     absl::SleepFor(absl::Milliseconds(20));
     EXPECT_OK(head_->DiscardGradient(KeyOf(*head_)));
@@ -572,12 +575,12 @@ TEST_F(HeadTransactionsTest, OnlyACallForTheNextStepWaits) {
 TEST_F(HeadTransactionsTest, ASealMayWaitForWhatIsMissingOrUndecided) {
   ASSERT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken2).Explicit().Run(engine_));
   EXPECT_REASON(head_->Seal(KeyOf(*head_), int64_t{2}), kMicroBatchMissing);
-  EXPECT_REASON(head_->Seal(KeyOf(*head_), int64_t{2}, {absl::InfiniteFuture(), [] { return true; }}), kCancelled);
+  EXPECT_REASON(head_->Seal(KeyOf(*head_), int64_t{2}, CancelledWait()), kCancelled);
   std::thread late([&] {
     absl::SleepFor(absl::Milliseconds(20));
     EXPECT_OK(MicroBatchCall(head_, 0, 1, kRowOfToken4).Run(engine_));
     absl::SleepFor(absl::Milliseconds(20));
-    EXPECT_OK(head_->Commit(KeyOf(*head_), 0, 0, 1));
+    EXPECT_OK(CommitTo(head_, KeyOf(*head_), 0, 0, 1));
   });
   const WaitLimits long_wait = {observability::MonotonicNow() + absl::Seconds(30), nullptr};
   const absl::StatusOr<SealReply> reply = head_->Seal(KeyOf(*head_), int64_t{2}, long_wait);

@@ -23,6 +23,7 @@ using headwater::testing::RoundToBFloat16;
 using headwater::testing::SetWeights;
 using headwater::testing::SmallSpec;
 using headwater::testing::TemporaryDirectory;
+using headwater::testing::TestSequencer;
 
 const absl::Status kEngineError = MakeError(ErrorReason::kEngineFailed, "the device is gone");
 
@@ -35,7 +36,7 @@ std::string Xxh3(const void* data, size_t bytes) {
 class HeadWeightsTest : public ::testing::Test {
  protected:
   std::shared_ptr<Head> NewHead(const HeadSpec& spec, const std::string& id = "student") {
-    absl::StatusOr<std::shared_ptr<Head>> head = Head::Create({kDefaultTenant, id}, spec, engine_, HeadLimits());
+    absl::StatusOr<std::shared_ptr<Head>> head = Head::Create({kDefaultTenant, id}, spec, engine_, HeadLimits(), TestSequencer());
     EXPECT_OK(head);
     return *head;
   }
@@ -149,8 +150,8 @@ TEST_F(HeadWeightsTest, SettingAReadyHeadStartsAgain) {
   EXPECT_EQ(ReadGradWeight(*head), std::vector<float>(15));
   EXPECT_EQ(ReadWeight(*head), weight_);
   EXPECT_GE(engine_.control().CountOf("ResetOptimizerState"), 2);
-  EXPECT_REASON(head->Commit({before.epoch, 1}, 1, 0, 1), kEpochFenced);
-  EXPECT_REASON(head->Commit({after.epoch, 1}, 1, 0, 1), kMicroBatchNotFound);
+  EXPECT_REASON(CommitTo(head, {before.epoch, 1}, 1, 0, 1), kEpochFenced);
+  EXPECT_REASON(CommitTo(head, {after.epoch, 1}, 1, 0, 1), kMicroBatchNotFound);
 }
 
 TEST_F(HeadWeightsTest, Fp32GoesToTheMaster) {
@@ -349,7 +350,7 @@ TEST_F(HeadCheckpointTest, RestoresWeightsOptimizerAndStep) {
   ASSERT_OK(Submit(head, 0));  // not part of the checkpoint
   EXPECT_REASON(head->Save(std::nullopt, *store_, "a", false), kMissingField);
   EXPECT_REASON(head->Save(NewEpoch(), *store_, "a", false), kEpochFenced);
-  const absl::StatusOr<Head::SavedCheckpoint> saved = head->Save(head->Describe().epoch, *store_, "a", false);
+  const absl::StatusOr<SavedCheckpoint> saved = head->Save(head->Describe().epoch, *store_, "a", false);
   ASSERT_OK(saved);
   EXPECT_EQ(saved->step, 1);
   EXPECT_GT(saved->total_bytes, 15 * 3 * 4);
@@ -415,7 +416,7 @@ TEST_F(HeadCheckpointTest, ADamagedOneLeavesTheHeadAsItWas) {
   EXPECT_EQ(head->Describe().epoch, before.epoch);
   EXPECT_EQ(head->Describe().state, HeadState::kReady);
   EXPECT_EQ(ReadGradWeight(*head), gradient);
-  EXPECT_TRUE(*head->Commit(KeyOf(*head), 1, 0, 1));
+  EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 1, 0, 1));
 }
 
 TEST_F(HeadCheckpointTest, ARestoreThatFailsHalfwayLosesTheHeadAndAnotherOneBringsItBack) {

@@ -104,6 +104,10 @@ class Regions : public ::testing::Test {
                                  uint8_t owner = 1, int64_t element_bytes = 2) {
     return regions_.Find(Owner(owner), id, offset, bytes, access, element_bytes, "header.hidden_rows");
   }
+  absl::Status RemoveNow(const std::string& id, const scheduler::WaitLimits& limits) {
+    auto end = regions_.Remove(Owner(1), id);
+    return end.ok() ? (*end)->Await(limits) : end.status();
+  }
   int64_t Count(RegionKind kind) const { return regions_.totals().regions[static_cast<size_t>(kind)]; }
   int64_t Bytes(RegionKind kind) const { return regions_.totals().bytes[static_cast<size_t>(kind)]; }
 
@@ -212,8 +216,8 @@ TEST_F(Regions, BelongsToOneSession) {
     EXPECT_EQ(ReasonOf(status), "REGION_NOT_FOUND");
     EXPECT_EQ(status, never);  // no difference tells one from the other
   }
-  EXPECT_EQ(ReasonOf(regions_.Remove(Owner(1), *id)), "REGION_NOT_FOUND");
-  EXPECT_EQ(ReasonOf(regions_.Remove(Owner(2), *id)), "REGION_NOT_FOUND");
+  EXPECT_EQ(ReasonOf(regions_.Remove(Owner(1), *id).status()), "REGION_NOT_FOUND");
+  EXPECT_EQ(ReasonOf(regions_.Remove(Owner(2), *id).status()), "REGION_NOT_FOUND");
   const auto another = Add(MakeMemory(kPage), 0, kPage);
   ASSERT_TRUE(another.ok());
   EXPECT_NE(*another, *id);
@@ -262,7 +266,7 @@ TEST_F(Regions, RemoveWaitsForTheCallsThatUseThem) {
   std::optional<RegionUse> use = *Find(*id, 0, kPage);
   std::atomic<bool> removed{false};
   std::thread remover([&] {
-    EXPECT_TRUE(regions_.Remove(Owner(1), *id, observability::MonotonicNow() + absl::Seconds(30)).ok());
+    EXPECT_TRUE(RemoveNow(*id, {observability::MonotonicNow() + absl::Seconds(30)}).ok());
     EXPECT_EQ(engine_.locked_bytes, 0);
     removed = true;
   });
@@ -280,8 +284,9 @@ TEST_F(Regions, RemoveWaitsNoLongerThanItMay) {
   const RegionUse use = *Find(*first, 0, kPage);
   const RegionUse other = *Find(*second, 0, kPage);
   const absl::Time soon = observability::MonotonicNow() + absl::Milliseconds(30);
-  EXPECT_EQ(ReasonOf(regions_.Remove(Owner(1), *first, soon)), "DEADLINE_EXCEEDED");
-  EXPECT_EQ(ReasonOf(regions_.Remove(Owner(1), *second, absl::InfiniteFuture(), [] { return true; })), "CANCELLED");
+  scheduler::ThreadWaiter gone([] { return true; });
+  EXPECT_EQ(ReasonOf(RemoveNow(*first, {soon})), "DEADLINE_EXCEEDED");
+  EXPECT_EQ(ReasonOf(RemoveNow(*second, {absl::InfiniteFuture(), &gone})), "CANCELLED");
   EXPECT_EQ(ReasonOf(Find(*first, 0, 2).status()), "REGION_NOT_FOUND");
   EXPECT_EQ(ReasonOf(Find(*second, 0, 2).status()), "REGION_NOT_FOUND");
 }

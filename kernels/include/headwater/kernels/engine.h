@@ -6,11 +6,12 @@
 //
 // Threads. LossEngine's and EngineHead's const methods may be called from any thread. Methods that compute or change a head
 // (Compute, Commit, WriteTensor, ApplyOptimizer, ...) block until done, but for what Compute() and Commit() add to accumulators and
-// slots: that may go on when it returns, needs nothing of the caller's any more, and is found done by every later call. Calls that
-// touch one head must not overlap, which server/heads ensures by a lock for each head; calls on different heads may overlap and are
-// then serialized by the engine where the hardware needs it. Compute() calls without staging may overlap each other on one head
-// too: the engine computes them one after the other, or small ones together, each with its own result. Their order, and so the
-// accumulator's last bits, is then left open.
+// slots: that may go on when it returns, needs nothing of the caller's any more, and is found done by every later call. Calls may
+// overlap, and are then serialized by the engine where the hardware needs it, but for those on one head that conflict, which
+// server/heads keeps apart: what writes the weights or the optimizer's state with every other call, and two calls on the
+// accumulator or the slots. Compute() calls without staging may overlap each other on one head too: the engine computes them one
+// after the other, or small ones together, each with its own result. Their order, and so the accumulator's last bits, is then left
+// open.
 //
 // Determinism. Same inputs, same plan, same machine: bitwise the same outputs.
 //

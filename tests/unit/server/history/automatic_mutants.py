@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How many mechanical changes to server/heads, and to the wait that it shares, do its tests notice?
+"""How many mechanical changes to server/heads, and to the sequencer of its calls, do its tests notice?
 
     automatic_mutants.py BUILD_DIR [--sample N] [--seed S] [--file NAME]... [--only N,N...] [--jobs N] [--histories N]
                          [--required PERCENT] [--report FILE]
@@ -40,7 +40,7 @@ TESTS = (
     "head_weights_test",
     "head_details_test",
     "head_entry_test",
-    "head_gate_test",
+    "sequencer_test",
     "step_transactions_test",
     "weight_record_test",
     "head_ordered_test",
@@ -62,7 +62,8 @@ class Build:
         self.root = pathlib.Path(__file__).resolve().parents[4]
         self.out = self.build / "automatic_mutants"
         self.out.mkdir(exist_ok=True)
-        self.sources = [*sorted((self.root / "server/heads").glob("*.cc")), self.root / "server/scheduler/wait_limits.cc"]
+        scheduler = [self.root / "server/scheduler" / name for name in ("sequencer.cc", "waiting.cc")]
+        self.sources = [*sorted((self.root / "server/heads").glob("*.cc")), *scheduler]
         if names:
             self.sources = [source for source in self.sources if source.name in names]
         self.commands = compile_commands(self.build)

@@ -4,13 +4,10 @@ A line serves as long as its pattern fits what schemata.py calls the change.
 """
 
 EQUIVALENT = [
-    ("*", r"^left out: .*changed_ \. SignalAll \(", "who waits looks again by itself every few milliseconds"),
     ("*", r"^left out: .* \. reserve \(", "capacity alone"),
-    ("*", r"^<= -> < in left <= absl :: ZeroDuration", "it waits for no time, and finds the deadline passed"),
     ("weight_tensors.cc", r"^< -> <= in start < total$", "one piece more, which has no elements"),
-    ("head_weights.cc", r"^left out: absl :: SleepFor", "it asks again without a pause"),
     ("head.cc", r"^> -> >= in .*key \. step > 0", "the step before step 0 is never open"),
-    ("head.cc", r"^left out: (lost_cause_|restored_checkpoint_) \. clear", "told in the one state alone that sets it anew"),
+    ("head_core.cc", r"^left out: (lost_cause|restored_checkpoint) \. clear", "told in the one state alone that sets it anew"),
     ("head_registry.cc", r"^left out: return 0$", "the plan is asked for, and no limit looks at it"),
     ("head_registry.cc", r"^> -> >= in limits_ \. max_tenant_memory_bytes > 0", "without a limit nothing is planned for"),
 ]

@@ -8,6 +8,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "flowing_rows.h"
+#include "server/heads/decide.h"
+#include "server/heads/submit.h"
 #include "server/model_files/xxh3.h"
 
 namespace headwater::history {
@@ -282,8 +284,9 @@ absl::StatusOr<World::HeadPointer> World::Find(const Event& event, int head) con
 }
 
 absl::Status World::AwaitStep(const Event& event, const HeadPointer& head, const Target& target) const {
-  heads::WaitLimits limits;
-  if (event.cancel_waiting) limits.cancelled = [] { return true; };
+  scheduler::ThreadWaiter gone([] { return true; });
+  heads::WaitLimits limits = {absl::InfiniteFuture(), nullptr, absl::InfinitePast()};
+  if (event.cancel_waiting) limits = {absl::InfiniteFuture(), &gone};
   return head->AwaitStep(KeyOf(target), limits);
 }
 
@@ -356,7 +359,7 @@ Reply World::Call(const Event& event) {
     if (absl::Status status = AwaitStep(event, term.head, event.targets[i]); !status.ok()) return ToReply(status);
   }
   if (event.op != Op::kRows) {
-    absl::Status announced = Head::Announce(submission);
+    absl::Status announced = heads::Announce(submission);
     if (!announced.ok() || event.op == Op::kAnnounce) return ToReply(announced);
   }
 
@@ -373,11 +376,11 @@ Reply World::Call(const Event& event) {
   };
   FlowingRows rows(event, payload.row_count, ToDigest(ContentOf(event)), await_points_, &cancelled);
   if (event.flow != Flow::kComplete) submission.incoming = &rows;
-  absl::StatusOr<heads::SubmissionOutcome> outcome = Head::Submit(submission, *engine_, is_cancelled);
+  absl::StatusOr<heads::SubmissionOutcome> outcome = heads::Submit(submission, *engine_, is_cancelled);
   if (outcome.ok() && outcome->needs_all_rows) {
     submission.incoming = nullptr;
     if (absl::Status status = rows.Error(); status.ok()) {
-      outcome = Head::Submit(submission, *engine_, is_cancelled);
+      outcome = heads::Submit(submission, *engine_, is_cancelled);
     } else {
       outcome = status;
     }
@@ -431,10 +434,10 @@ void World::DoMeanwhile(const Event& event, const heads::Submission& submission,
         targets.push_back({head, KeyOf(event.targets[i])});
       }
       const absl::Status status =
-          event.meanwhile == Meanwhile::kSameCall ? Head::Submit(submission, *engine_, nullptr).status()
+          event.meanwhile == Meanwhile::kSameCall ? heads::Submit(submission, *engine_, nullptr).status()
           : event.meanwhile == Meanwhile::kDiscard
-              ? Head::Discard(targets, event.micro_batch, event.attempt, submission.session).status()
-              : Head::Commit(targets, event.micro_batch, event.attempt, {1, {}}, submission.session).status();
+              ? heads::Discard(targets, event.micro_batch, event.attempt, submission.session).status()
+              : heads::Commit(targets, event.micro_batch, event.attempt, {1, {}}, submission.session).status();
       *in_progress = HasReason(status, ErrorReason::kMicroBatchInProgress);
       return;
     }
@@ -478,12 +481,12 @@ Reply World::Decide(const Event& event) {
   }
   absl::StatusOr<bool> done;
   if (event.op == Op::kDiscard) {
-    done = Head::Discard(targets, event.micro_batch, event.attempt, SessionOf(event.session));
+    done = heads::Discard(targets, event.micro_batch, event.attempt, SessionOf(event.session));
   } else {
     heads::CommitArguments arguments;
     arguments.factor = event.factor;
     arguments.token_factors = MakeTokenFactors(event.token_factors, payloads_[static_cast<size_t>(event.payload)].row_count);
-    done = Head::Commit(targets, event.micro_batch, event.attempt, arguments, SessionOf(event.session));
+    done = heads::Commit(targets, event.micro_batch, event.attempt, arguments, SessionOf(event.session));
   }
   return ToReply(done, {done.ok() && *done ? 1.0 : 0.0});
 }

@@ -1,4 +1,5 @@
-// Head's way from a micro-batch, complete or still coming, to a settled contribution.
+#include "server/heads/submit.h"
+
 #include <algorithm>
 #include <functional>
 #include <memory>
@@ -9,8 +10,8 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
-#include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
+#include "server/heads/head_core.h"
 
 namespace headwater::heads {
 namespace {
@@ -50,109 +51,124 @@ LossTerm WithoutOutputs(LossTerm term) {
   return term;
 }
 
-std::set<Head*, std::less<>> HeadsOf(const Submission& submission) {
-  std::set<Head*, std::less<>> heads;
+// The heads of a submission, each once.
+std::vector<HeadCore*> HeadsOf(const Submission& submission) {
+  std::vector<HeadCore*> heads;
+  const auto add = [&heads](const std::shared_ptr<Head>& head) {
+    if (head != nullptr && std::find(heads.begin(), heads.end(), &head->core()) == heads.end()) heads.push_back(&head->core());
+  };
   for (const SubmittedTerm& term : submission.terms) {
-    heads.insert(term.head.get());
-    if (term.teacher_head != nullptr) heads.insert(term.teacher_head.get());
+    add(term.head);
+    add(term.teacher_head);
   }
   return heads;
 }
 
-}  // namespace
-
-// ---- what can be refused at once -------------------------------------------------------------------------------------
-
-std::vector<Head*> Head::TargetsOf(const Submission& submission) {
-  std::vector<Head*> targets;
+// The heads whose accumulators a submission adds to, each once, in the order of the terms.
+std::vector<HeadCore*> TargetsOf(const Submission& submission) {
+  std::vector<HeadCore*> targets;
   if (!submission.backward) return targets;
   for (const SubmittedTerm& term : submission.terms) {
-    if (!term.head->spec_.trainable) continue;
-    if (std::find(targets.begin(), targets.end(), term.head.get()) == targets.end()) targets.push_back(term.head.get());
+    if (!term.head->spec().trainable) continue;
+    HeadCore* const head = &term.head->core();
+    if (std::find(targets.begin(), targets.end(), head) == targets.end()) targets.push_back(head);
   }
   return targets;
 }
 
-absl::Status Head::CheckAsStudent(const SubmittedTerm& term, bool is_target, const Submission& submission) const {
-  absl::MutexLock state_lock(&state_mutex_);
+bool Contains(const std::vector<HeadCore*>& heads, const HeadCore* head) {
+  return std::find(heads.begin(), heads.end(), head) != heads.end();
+}
+
+// ---- what can be refused at once -------------------------------------------------------------------------------------
+
+absl::Status CheckAsStudent(HeadCore& head, const SubmittedTerm& term, bool is_target, const Submission& submission) {
+  const Turn turn(head.sequencer);
   const bool names_step = is_target || term.step.has_value();
-  if (absl::Status status = Check(term.head_epoch.has_value() ? &*term.head_epoch : nullptr, Need::kReady, names_step);
+  if (absl::Status status = head.Check(term.head_epoch.has_value() ? &*term.head_epoch : nullptr, Need::kReady, names_step);
       !status.ok()) {
     return status;
   }
   absl::Status version =
-      CheckVersion(term.expected_weight_version, weights_.version(), name_.ToString(), "head.expected_weight_version");
+      CheckVersion(term.expected_weight_version, head.weights.version(), head.name.ToString(), "head.expected_weight_version");
   if (!version.ok()) return version;
   if (!is_target) return absl::OkStatus();
   const int64_t micro_batch = *submission.micro_batch;
-  absl::Status begin = steps_.CheckBegin(*term.step, micro_batch, submission.attempt);
+  absl::Status begin = head.steps.CheckBegin(*term.step, micro_batch, submission.attempt);
   if (!begin.ok()) return begin;
   const bool needs_slot = NeedsSlot(submission) && submission.hold == nullptr;
-  if (spec_.staging_slots == 0 && needs_slot && !steps_.open().micro_batches.contains(micro_batch)) {
-    return MakeError(ErrorReason::kStagingFull,
-                     absl::StrCat(name_.ToString(), " was created without staging slots, which EXPLICIT commits and REFUSE need"),
-                     {{"head", name_.ToString()}, {"stagingSlots", "0"}});
+  if (head.spec.staging_slots == 0 && needs_slot && !head.steps.open().micro_batches.contains(micro_batch)) {
+    return MakeError(
+        ErrorReason::kStagingFull,
+        absl::StrCat(head.name.ToString(), " was created without staging slots, which EXPLICIT commits and REFUSE need"),
+        {{"head", head.name.ToString()}, {"stagingSlots", "0"}});
   }
   return absl::OkStatus();
 }
 
-absl::Status Head::CheckAsTeacher(const SubmittedTerm& term) const {
-  absl::MutexLock state_lock(&state_mutex_);
+absl::Status CheckAsTeacher(HeadCore& head, const SubmittedTerm& term) {
+  const Turn turn(head.sequencer);
   const Epoch* epoch = term.teacher_head_epoch.has_value() ? &*term.teacher_head_epoch : nullptr;
-  if (absl::Status status = Check(epoch, Need::kReady, false); !status.ok()) return status;
-  return CheckVersion(term.expected_teacher_weight_version, weights_.version(), name_.ToString(),
+  if (absl::Status status = head.Check(epoch, Need::kReady, false); !status.ok()) return status;
+  return CheckVersion(term.expected_teacher_weight_version, head.weights.version(), head.name.ToString(),
                       "teacher.expected_weight_version");
 }
 
-absl::Status Head::CheckSubmission(const Submission& submission) {
+}  // namespace
+
+absl::Status CheckSubmission(const Submission& submission) {
   for (const SubmittedTerm& term : submission.terms) {
-    const bool is_target = submission.backward && term.head->spec_.trainable;
-    if (absl::Status status = term.head->CheckAsStudent(term, is_target, submission); !status.ok()) return status;
+    const bool is_target = submission.backward && term.head->spec().trainable;
+    if (absl::Status status = CheckAsStudent(term.head->core(), term, is_target, submission); !status.ok()) return status;
     if (term.teacher_head == nullptr) continue;
-    if (absl::Status status = term.teacher_head->CheckAsTeacher(term); !status.ok()) return status;
+    if (absl::Status status = CheckAsTeacher(term.teacher_head->core(), term); !status.ok()) return status;
   }
   return absl::OkStatus();
 }
 
-absl::Status Head::Announce(const Submission& submission, const WaitLimits& limits) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+absl::Status Announce(const Submission& submission, const WaitLimits& limits) {
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
-  const std::vector<Head*> targets = TargetsOf(submission);
+  const std::vector<HeadCore*> targets = TargetsOf(submission);
   if (submission.attempt == 0 || targets.empty()) return absl::OkStatus();
   const int64_t micro_batch = *submission.micro_batch;
-  // Before the mark: nobody computes on a head that files have, and a call that is given up here supersedes nothing.
-  const std::set<Head*, std::less<>> heads(targets.begin(), targets.end());
-  const HeadGate::Entry entry(GatesOf(heads), limits);
-  if (!entry.status().ok()) return entry.status();
-  // A lower attempt that is being computed gives up as soon as it may.
-  for (Head* target : targets) {
-    absl::MutexLock state_lock(&target->state_mutex_);
-    target->steps_.MarkWaiting(micro_batch, submission.attempt);
-  }
-  const ComputeLocks locks(heads);
-  for (Head* target : targets) {
-    absl::MutexLock state_lock(&target->state_mutex_);
-    target->steps_.UnmarkWaiting(micro_batch, submission.attempt);
-  }
-  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
+  scheduler::Sequencer& sequencer = targets.front()->sequencer;
+  const auto needs = [&]() -> absl::StatusOr<scheduler::Needs> {
+    if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
+    scheduler::Needs needed;
+    for (HeadCore* target : targets) {
+      target->steps.MarkWaiting(micro_batch, submission.attempt);  // a lower attempt that is being computed gives up
+      AddNeed(*target, kChangesGradient, needed);
+    }
+    return needed;
+  };
+  const absl::StatusOr<scheduler::Admission> admission = sequencer.Acquire(needs, limits, kWaitsForHead);
+  const Turn turn(sequencer);
+  for (HeadCore* target : targets) target->steps.UnmarkWaiting(micro_batch, submission.attempt);
+  if (!admission.ok()) return admission.status();
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
   for (const SubmittedTerm& term : submission.terms) {
-    Head& head = *term.head;
-    if (!head.spec_.trainable) continue;
-    absl::MutexLock state_lock(&head.state_mutex_);
-    absl::Status status = head.steps_.Supersede(*term.step, micro_batch, submission.attempt);
+    HeadCore& head = term.head->core();
+    if (!head.spec.trainable) continue;
+    absl::Status status = head.steps.Supersede(*term.step, micro_batch, submission.attempt);
     if (!status.ok()) return status;
-    head.changed_.SignalAll();
+    head.MicroBatchChanged();
   }
   return absl::OkStatus();
 }
 
 // ---- the computation and what it adds --------------------------------------------------------------------------------
 
-// Lives while the compute locks of all heads of the submission are held, perhaps shared with other runs.
-class Head::SubmissionRun {
+namespace {
+
+// Lives while the submission is admitted to all its heads, perhaps beside other runs.
+class SubmissionRun {
  public:
   SubmissionRun(const Submission& submission, LossEngine& engine, const std::function<bool()>& cancelled)
-      : submission_(submission), engine_(engine), cancelled_(cancelled), targets_(TargetsOf(submission)) {}
+      : submission_(submission),
+        engine_(engine),
+        cancelled_(cancelled),
+        sequencer_(submission.terms.front().head->core().sequencer),
+        targets_(TargetsOf(submission)) {}
 
   absl::StatusOr<SubmissionOutcome> Run();
 
@@ -160,18 +176,18 @@ class Head::SubmissionRun {
   class Flow;
 
   void BuildTerms();
-  // Begins in all targets, or in none.
+  // Begins in all targets, or in none; in one turn, because a run beside this one may be about the same micro-batch.
   absl::Status Begin();
-  absl::StatusOr<BeginDecision> BeginIn(Head* target) ABSL_EXCLUSIVE_LOCKS_REQUIRED(target->state_mutex_);
+  absl::StatusOr<BeginDecision> BeginIn(HeadCore* target);
   // Decides how the contribution is held.
   absl::Status ChooseForm();
   // Null if every target has a free slot.
-  Head* FirstWithoutSlot() const;
+  HeadCore* FirstWithoutSlot() const;
   // How many undecided contributions of this target, held as rows or in slots, are the caller's own session's, or not.
-  int64_t PendingOf(Head& target, bool own, bool is_held) const;
+  int64_t PendingOf(HeadCore& target, bool own, bool is_held) const;
   // kStagingFull; says to try again if another session may free a slot of `target`. The caller's own is never waited for: it waits
   // for this answer.
-  absl::Status SlotsTaken(Head& target) const;
+  absl::Status SlotsTaken(HeadCore& target) const;
   // `flow` null: all rows are there.
   absl::StatusOr<MicroBatchResult> Compute(RowFlow* flow);
   // The last moment at which a run whose rows were awaited can end without a trace.
@@ -186,7 +202,7 @@ class Head::SubmissionRun {
   bool in_order() const { return !targets_.empty() && targets_.front()->in_order(); }
   // Not OK once the submission should give up: it was cancelled, a higher attempt waits, or another run has lost a head.
   absl::Status CheckWanted() const;
-  // kStepLost if one of the targets has been lost since Begin(). With the state locks of all of them.
+  // kStepLost if one of the targets has been lost since Begin(). In a turn.
   absl::Status CheckNotLost() const;
   // Gives up; returns `status`.
   absl::Status Abort(const absl::Status& status);
@@ -195,14 +211,15 @@ class Head::SubmissionRun {
   // Both fail, with nothing pending, if a head was lost meanwhile.
   absl::Status FinishPending(const std::shared_ptr<PendingContribution>& pending);
   absl::Status FinishCommitted();
-  ContributionCounts CountsOf(const Head* head) const;
-  std::set<const Head*> TargetSet() const { return {targets_.begin(), targets_.end()}; }
+  ContributionCounts CountsOf(const HeadCore* head) const;
+  std::set<const HeadCore*> TargetSet() const { return {targets_.begin(), targets_.end()}; }
   int64_t id() const { return *submission_.micro_batch; }
 
   const Submission& submission_;
   LossEngine& engine_;
   const std::function<bool()>& cancelled_;
-  const std::vector<Head*> targets_;
+  scheduler::Sequencer& sequencer_;
+  const std::vector<HeadCore*> targets_;
   std::vector<LossTerm> terms_;
   bool adds_ = false;
   ContributionForm form_ = ContributionForm::kNone;
@@ -210,7 +227,7 @@ class Head::SubmissionRun {
 };
 
 // What the engine asks while rows come.
-class Head::SubmissionRun::Flow : public RowFlow {
+class SubmissionRun::Flow : public RowFlow {
  public:
   explicit Flow(SubmissionRun& run) : run_(run) {}
 
@@ -233,62 +250,14 @@ class Head::SubmissionRun::Flow : public RowFlow {
   bool decided_ = false;
 };
 
-bool Head::IsBehindFiles(const Submission& submission) {
-  const auto is_taken = [](const std::shared_ptr<Head>& head) { return head != nullptr && head->gate_.IsTakenByFiles(); };
-  return std::any_of(submission.terms.begin(), submission.terms.end(),
-                     [&](const SubmittedTerm& term) { return is_taken(term.head) || is_taken(term.teacher_head); });
-}
-
-absl::Status Head::AwaitFiles(const Submission& submission, const WaitLimits& limits) {
-  if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
-  for (Head* head : HeadsOf(submission)) {
-    const scheduler::Waited waited = head->gate_.AwaitFiles(limits);
-    if (waited == scheduler::Waited::kCancelled) return Cancelled();
-    if (waited == scheduler::Waited::kTooLong) {
-      return MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("the deadline passed while ", head->name_.ToString(),
-                                                                    " was being saved or set; nothing was added"));
-    }
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<SubmissionOutcome> Head::Submit(const Submission& submission, LossEngine& engine,
-                                               const std::function<bool()>& cancelled) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-  // What can be refused is refused without waiting: a duplicate of the micro-batch that is being computed, above all.
-  if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
-  // What could not be added when its turn came holds its rows' memory.
-  if (absl::Status status = AddInOrder(TargetsOf(submission)); !status.ok()) return status;
-  const std::set<Head*, std::less<>> heads = HeadsOf(submission);
-  const auto count_calls = [&heads](int64_t change) {
-    for (Head* head : heads) {
-      absl::MutexLock state_lock(&head->state_mutex_);
-      head->running_calls_ += change;
-    }
-  };
-  count_calls(1);
-  const absl::Cleanup is_over = [&count_calls] { count_calls(-1); };
-  absl::StatusOr<SubmissionOutcome> outcome;
+absl::StatusOr<SubmissionOutcome> SubmissionRun::Run() {
   {
-    const std::vector<Head*> targets = TargetsOf(submission);
-    const bool may_stage = NeedsSlot(submission) && std::any_of(targets.begin(), targets.end(), [](const Head* head) {
-                             return !head->engine_head_->StagesConcurrently();
-                           });
-    // In deterministic mode nothing is computed together with others: that would show in the answer's last bits.
-    const bool alone = may_stage || std::any_of(heads.begin(), heads.end(), [](Head* head) { return head->limits_.deterministic; });
-    const ComputeLocks locks(heads, alone ? ComputeMode::kExclusive : ComputeMode::kShared);
-    outcome = SubmissionRun(submission, engine, cancelled).Run();
+    const Turn turn(sequencer_);
+    // Again: while this call waited the heads may have changed. From here on they do not, but for what other runs do.
+    if (absl::Status status = CheckSubmission(submission_); !status.ok()) return status;
+    BuildTerms();
+    if (absl::Status status = Begin(); !status.ok()) return status;
   }
-  if (outcome.ok() && outcome->state == ContributionState::kCommitted && !outcome->replayed) {
-    if (absl::Status status = AddInOrder(TargetsOf(submission)); !status.ok()) outcome = status;
-  }
-  return outcome;
-}
-
-absl::StatusOr<SubmissionOutcome> Head::SubmissionRun::Run() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-  // Again: while this call waited for the locks the heads may have changed. From here on they do not, but for what other runs do.
-  if (absl::Status status = CheckSubmission(submission_); !status.ok()) return status;
-  BuildTerms();
-  if (absl::Status status = Begin(); !status.ok()) return status;
   if (outcome_.needs_all_rows) return std::move(outcome_);
   if (absl::Status status = CheckWanted(); !status.ok()) return Abort(status);
   if (adds_) {
@@ -300,7 +269,7 @@ absl::StatusOr<SubmissionOutcome> Head::SubmissionRun::Run() ABSL_NO_THREAD_SAFE
   if (HasReason(result.status(), ErrorReason::kStagingFull) && form_ == ContributionForm::kStaged) {
     // A run beside this one has taken the slot that was free (EngineHead::StagesConcurrently): nothing has happened yet.
     if (submission_.hold == nullptr) {
-      Head* const full = FirstWithoutSlot();
+      HeadCore* const full = FirstWithoutSlot();
       result = SlotsTaken(full == nullptr ? *targets_.front() : *full);
     } else {
       form_ = ContributionForm::kHeld;
@@ -328,24 +297,25 @@ absl::StatusOr<SubmissionOutcome> Head::SubmissionRun::Run() ABSL_NO_THREAD_SAFE
   return std::move(outcome_);
 }
 
-void Head::SubmissionRun::BuildTerms() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+void SubmissionRun::BuildTerms() {
   terms_.reserve(submission_.terms.size());
   for (const SubmittedTerm& submitted : submission_.terms) {
     LossTerm& term = terms_.emplace_back(submitted.term);
-    term.head = submitted.head->engine_head_.get();
-    term.teacher_head = submitted.teacher_head != nullptr ? submitted.teacher_head->engine_head_.get() : nullptr;
-    outcome_.weight_versions.push_back(submitted.head->weights_.version());
-    outcome_.teacher_weight_versions.push_back(submitted.teacher_head != nullptr ? submitted.teacher_head->weights_.version() : 0);
+    const HeadCore* const teacher = submitted.teacher_head != nullptr ? &submitted.teacher_head->core() : nullptr;
+    term.head = submitted.head->core().on_engine.get();
+    term.teacher_head = teacher != nullptr ? teacher->on_engine.get() : nullptr;
+    outcome_.weight_versions.push_back(submitted.head->core().weights.version());
+    outcome_.teacher_weight_versions.push_back(teacher != nullptr ? teacher->weights.version() : 0);
   }
 }
 
-absl::Status Head::SubmissionRun::CheckWanted() const {
+absl::Status SubmissionRun::CheckWanted() const {
   if (cancelled_ != nullptr && cancelled_()) return Cancelled();
   if (!adds_) return absl::OkStatus();  // a repeat of what is decided is answered whatever attempt waits
-  for (Head* target : targets_) {
-    absl::MutexLock state_lock(&target->state_mutex_);
-    if (target->state_ == HeadState::kLost) return target->LostError();
-    const std::optional<int64_t> waiting = target->steps_.HigherWaiting(id(), submission_.attempt);
+  const Turn turn(sequencer_);
+  for (HeadCore* target : targets_) {
+    if (target->state == HeadState::kLost) return target->LostError();
+    const std::optional<int64_t> waiting = target->steps.HigherWaiting(id(), submission_.attempt);
     if (!waiting.has_value()) continue;
     return MakeError(ErrorReason::kAttemptSuperseded,
                      absl::StrCat("attempt ", *waiting, " of micro-batch ", id(), " has come while attempt ", submission_.attempt,
@@ -357,48 +327,46 @@ absl::Status Head::SubmissionRun::CheckWanted() const {
   return absl::OkStatus();
 }
 
-absl::Status Head::SubmissionRun::CheckNotLost() const ABSL_NO_THREAD_SAFETY_ANALYSIS {
-  for (const Head* target : targets_) {
-    if (target->state_ == HeadState::kLost) return target->LostError();
+absl::Status SubmissionRun::CheckNotLost() const {
+  for (const HeadCore* target : targets_) {
+    if (target->state == HeadState::kLost) return target->LostError();
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<BeginDecision> Head::SubmissionRun::BeginIn(Head* target) {
-  const int64_t step = target->steps_.open().step;
+absl::StatusOr<BeginDecision> SubmissionRun::BeginIn(HeadCore* target) {
+  const int64_t step = target->steps.open().step;
   if (submission_.incoming == nullptr) {
-    return target->steps_.Begin(step, id(), submission_.attempt, submission_.digest, submission_.first_wins);
+    return target->steps.Begin(step, id(), submission_.attempt, submission_.digest, submission_.first_wins);
   }
-  const absl::StatusOr<bool> begun = target->steps_.BeginProvisionally(step, id(), submission_.attempt);
+  const absl::StatusOr<bool> begun = target->steps.BeginProvisionally(step, id(), submission_.attempt);
   if (!begun.ok()) return begun.status();
   return *begun ? BeginDecision::kCompute : BeginDecision::kReplay;
 }
 
-absl::Status Head::SubmissionRun::Begin() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+absl::Status SubmissionRun::Begin() {
   if (submission_.incoming == nullptr) outcome_.digest = submission_.digest;
-  // All at once: runs that share the compute locks may be about the same micro-batch.
-  const StateLocks state_locks(targets_);
-  std::vector<std::pair<Head*, std::optional<MicroBatchRecord>>> begun;  // with what they knew of it before
+  std::vector<std::pair<HeadCore*, std::optional<MicroBatchRecord>>> begun;  // with what they knew of it before
   std::string known_by, new_to;
   absl::Status status = CheckNotLost();
-  for (Head* target : targets_) {
+  for (HeadCore* target : targets_) {
     if (!status.ok()) break;
-    if (!outcome_.step.has_value()) outcome_.step = target->steps_.open().step;
-    const std::optional<MicroBatchRecord> before = target->steps_.ledger().Find(id());
+    if (!outcome_.step.has_value()) outcome_.step = target->steps.open().step;
+    const std::optional<MicroBatchRecord> before = target->steps.ledger().Find(id());
     const absl::StatusOr<BeginDecision> decision = BeginIn(target);
     status = decision.status();
     if (!status.ok()) break;
     if (*decision == BeginDecision::kCompute) {
       begun.emplace_back(target, before);
-      new_to = target->name_.ToString();
+      new_to = target->name.ToString();
       continue;
     }
     if (known_by.empty()) {
-      const MicroBatchRecord& record = target->steps_.open().micro_batches.at(id());
+      const MicroBatchRecord& record = target->steps.open().micro_batches.at(id());
       outcome_.state = record.state;
       outcome_.form = record.form;
     }
-    known_by = target->name_.ToString();
+    known_by = target->name.ToString();
     if (*decision == BeginDecision::kPayloadDiffers) outcome_.payload_differs = true;
   }
   if (status.ok() && submission_.incoming != nullptr && !known_by.empty()) {
@@ -414,63 +382,63 @@ absl::Status Head::SubmissionRun::Begin() ABSL_NO_THREAD_SAFETY_ANALYSIS {
   adds_ = status.ok() && !outcome_.needs_all_rows && !begun.empty();
   for (const auto& [target, before] : begun) {
     if (!adds_) {  // one head takes it and another does not, or its rows have to be there first: nothing has happened
-      target->steps_.ledger().TakeBack(id(), before);
+      target->steps.ledger().TakeBack(id(), before);
       continue;
     }
-    target->steps_.DropLowerAttempt(id());
+    target->steps.DropLowerAttempt(id());
   }
   outcome_.replayed = status.ok() && !known_by.empty() && !outcome_.needs_all_rows && !outcome_.payload_differs;
   return status;
 }
 
-absl::Status Head::SubmissionRun::ChooseForm() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+absl::Status SubmissionRun::ChooseForm() {
   form_ = ContributionForm::kDirect;
   if (submission_.late_token_factors || in_order()) form_ = ContributionForm::kHeld;
   if (in_order() && submission_.hold == nullptr) {
     return MakeError(ErrorReason::kStagingFull, "in deterministic mode every contribution is held, and the call does not allow it",
-                     {{"head", targets_.front()->name_.ToString()}});
+                     {{"head", targets_.front()->name.ToString()}});
   }
   if (in_order()) return absl::OkStatus();
   if (!NeedsSlot(submission_)) return absl::OkStatus();
   form_ = ContributionForm::kStaged;
-  Head* const full = FirstWithoutSlot();
+  HeadCore* const full = FirstWithoutSlot();
   if (full == nullptr) return absl::OkStatus();
   if (submission_.hold == nullptr) return SlotsTaken(*full);
   form_ = ContributionForm::kHeld;
   return absl::OkStatus();
 }
 
-Head* Head::SubmissionRun::FirstWithoutSlot() const ABSL_NO_THREAD_SAFETY_ANALYSIS {
-  for (Head* target : targets_) {
-    if (target->engine_head_->FreeStagingSlots() <= 0) return target;
+HeadCore* SubmissionRun::FirstWithoutSlot() const {
+  for (HeadCore* target : targets_) {
+    if (target->on_engine->FreeStagingSlots() <= 0) return target;
   }
   return nullptr;
 }
 
-int64_t Head::SubmissionRun::PendingOf(Head& target, bool own, bool is_held) const {
-  absl::MutexLock state_lock(&target.state_mutex_);
-  return std::count_if(target.steps_.pending().begin(), target.steps_.pending().end(), [&](const auto& entry) {
+int64_t SubmissionRun::PendingOf(HeadCore& target, bool own, bool is_held) const {
+  const Turn turn(sequencer_);
+  return std::count_if(target.steps.pending().begin(), target.steps.pending().end(), [&](const auto& entry) {
     const PendingContribution& pending = *entry.second;
     const bool is_own = submission_.session.has_value() && pending.session() == submission_.session;
     return is_own == own && pending.is_held() == is_held && !pending.dropped();
   });
 }
 
-absl::Status Head::SubmissionRun::SlotsTaken(Head& target) const {
-  const int64_t slots = target.spec_.staging_slots;
+absl::Status SubmissionRun::SlotsTaken(HeadCore& target) const {
+  const int64_t slots = target.spec.staging_slots;
   const int64_t own = PendingOf(target, /*own=*/true, /*is_held=*/false);
   ErrorMetadata metadata = {
-      {"head", target.name_.ToString()}, {"stagingSlots", absl::StrCat(slots)}, {"ownSlots", absl::StrCat(own)}};
+      {"head", target.name.ToString()}, {"stagingSlots", absl::StrCat(slots)}, {"ownSlots", absl::StrCat(own)}};
   // Heads by rows have as many slots on each rank.
   if (own < slots || PendingOf(target, /*own=*/false, /*is_held=*/false) > 0) metadata.emplace("retryAfterMs", kSlotRetryAfterMs);
   return MakeError(ErrorReason::kStagingFull,
-                   absl::StrCat("all ", slots, " staging slots of ", target.name_.ToString(), " are taken, ", own,
+                   absl::StrCat("all ", slots, " staging slots of ", target.name.ToString(), " are taken, ", own,
                                 " of them by the caller's own session; commit or discard one of its micro-batches, allow this one "
                                 "to be held (allow_held), or create the head with more staging_slots"),
                    std::move(metadata));
 }
 
-absl::StatusOr<MicroBatchResult> Head::SubmissionRun::Compute(RowFlow* flow) {
+absl::StatusOr<MicroBatchResult> SubmissionRun::Compute(RowFlow* flow) {
   MicroBatch micro_batch;
   micro_batch.hidden = submission_.hidden;
   micro_batch.terms = terms_;
@@ -487,22 +455,22 @@ absl::StatusOr<MicroBatchResult> Head::SubmissionRun::Compute(RowFlow* flow) {
   return engine_.Compute(micro_batch);
 }
 
-absl::Status Head::SubmissionRun::Decide(const DigestBuilder* rows) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+absl::Status SubmissionRun::Decide(const DigestBuilder* rows) {
   if (submission_.backward) {
     absl::StatusOr<Digest> digest = submission_.incoming->Finish(rows);
     if (!digest.ok()) return digest.status();
     outcome_.digest = *digest;
   }
   if (absl::Status status = CheckWanted(); !status.ok() || !adds_) return status;
-  const StateLocks state_locks(targets_);
+  const Turn turn(sequencer_);
   if (absl::Status status = CheckNotLost(); !status.ok()) return status;
-  for (Head* target : targets_) {
-    if (absl::Status status = target->steps_.ledger().SetDigest(id(), outcome_.digest); !status.ok()) return status;
+  for (HeadCore* target : targets_) {
+    if (absl::Status status = target->steps.ledger().SetDigest(id(), outcome_.digest); !status.ok()) return status;
   }
   return absl::OkStatus();
 }
 
-absl::Status Head::SubmissionRun::Settle(MicroBatchResult& result) {
+absl::Status SubmissionRun::Settle(MicroBatchResult& result) {
   if (form_ == ContributionForm::kDirect) return FinishCommitted();
   if (form_ == ContributionForm::kStaged && result.staged == nullptr) {
     return Abort(
@@ -533,16 +501,16 @@ absl::Status Head::SubmissionRun::Settle(MicroBatchResult& result) {
   return FinishCommitted();
 }
 
-absl::StatusOr<HeldRows> Head::SubmissionRun::KeepRows() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+absl::StatusOr<HeldRows> SubmissionRun::KeepRows() {
   bool is_first = false;
-  for (Head* target : targets_) {
-    absl::MutexLock state_lock(&target->state_mutex_);
-    is_first = is_first || target->steps_.IsFront(id());
+  {
+    const Turn turn(sequencer_);
+    is_first = std::any_of(targets_.begin(), targets_.end(), [this](HeadCore* target) { return target->steps.IsFront(id()); });
   }
   const auto& hold = is_first && submission_.hold_first != nullptr ? submission_.hold_first : submission_.hold;
   absl::StatusOr<std::shared_ptr<const void>> storage = hold();
   if (!storage.ok()) {
-    const auto holds_own = [this](Head* target) { return PendingOf(*target, /*own=*/true, /*is_held=*/true) > 0; };
+    const auto holds_own = [this](HeadCore* target) { return PendingOf(*target, /*own=*/true, /*is_held=*/true) > 0; };
     return !in_order() && std::any_of(targets_.begin(), targets_.end(), holds_own) ? WithoutRetry(storage.status())
                                                                                    : storage.status();
   }
@@ -552,92 +520,147 @@ absl::StatusOr<HeldRows> Head::SubmissionRun::KeepRows() ABSL_NO_THREAD_SAFETY_A
   std::set<const Head*> teachers;
   for (size_t index = 0; index < terms_.size(); ++index) {
     const SubmittedTerm& submitted = submission_.terms[index];
-    if (!submitted.head->spec_.trainable) continue;  // adds nothing
+    if (!submitted.head->spec().trainable) continue;  // adds nothing
     LossTerm& term = held.terms.emplace_back(WithoutOutputs(terms_[index]));
     term.teacher_hidden = submitted.term.teacher_hidden;  // hold() may have moved the rows
     if (submitted.teacher_head == nullptr || !teachers.insert(submitted.teacher_head.get()).second) continue;
     held.teachers.push_back(submitted.teacher_head);
     held.teacher_heads.push_back(term.teacher_head);
-    held.teacher_weight_versions.push_back(submitted.teacher_head->weights_.version());
+    held.teacher_weight_versions.push_back(submitted.teacher_head->core().weights.version());
   }
   return held;
 }
 
-absl::Status Head::SubmissionRun::Hold() {
+absl::Status SubmissionRun::Hold() {
   absl::StatusOr<HeldRows> held = KeepRows();
   if (!held.ok()) return Abort(held.status());
   return FinishPending(std::make_shared<PendingContribution>(TargetSet(), submission_.attempt, submission_.session,
                                                              *std::move(held), submission_.until_decided));
 }
 
-absl::Status Head::SubmissionRun::TakeItsPlace() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+absl::Status SubmissionRun::TakeItsPlace() {
   absl::StatusOr<HeldRows> held = KeepRows();
   if (!held.ok()) return Abort(held.status());
-  const StateLocks state_locks(targets_);
-  WaitInOrder(targets_, id(), *held, CommitArguments());
-  for (Head* target : targets_) {
+  const Turn turn(sequencer_);
+  for (HeadCore* target : targets_) {
+    target->steps.Wait(id(), *held, CommitArguments(), *target->on_engine);
     // Cannot fail: it has been in progress since Begin(), and in this mode nobody else has computed, and lost the head, meanwhile.
-    target->steps_.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
-    target->changed_.SignalAll();
+    target->steps.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
+    target->MicroBatchChanged();
   }
   return absl::OkStatus();
 }
 
-absl::Status Head::SubmissionRun::Abort(const absl::Status& status) {
+absl::Status SubmissionRun::Abort(const absl::Status& status) {
   if (!adds_) return status;
-  for (Head* target : targets_) {
-    absl::MutexLock state_lock(&target->state_mutex_);
+  const Turn turn(sequencer_);
+  for (HeadCore* target : targets_) {
     // If the head was lost since Begin() it is forgotten already.
-    if (target->state_ != HeadState::kLost) target->steps_.ledger().Abort(id()).IgnoreError();
-    target->changed_.SignalAll();
+    if (target->state != HeadState::kLost) target->steps.ledger().Abort(id()).IgnoreError();
+    target->MicroBatchChanged();
   }
   return status;
 }
 
-absl::Status Head::SubmissionRun::Failed(const absl::Status& status) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+absl::Status SubmissionRun::Failed(const absl::Status& status) {
   if (!IsEngineFailure(status)) return Abort(status);
-  for (Head* target : targets_) target->MarkLost(status);
+  for (HeadCore* target : targets_) target->MarkLost(status);
   return status;
 }
 
-absl::Status Head::SubmissionRun::FinishPending(const std::shared_ptr<PendingContribution>& pending)
-    ABSL_NO_THREAD_SAFETY_ANALYSIS {
-  absl::Status status;
-  {
-    const StateLocks state_locks(targets_);
-    status = CheckNotLost();
-    if (status.ok()) {
-      for (Head* target : targets_) {
-        target->steps_.FinishPending(id(), pending, form_, CountsOf(target));  // it has been in progress since Begin()
-        target->changed_.SignalAll();
-      }
-    }
+absl::Status SubmissionRun::FinishPending(const std::shared_ptr<PendingContribution>& pending) {
+  const Turn turn(sequencer_);
+  if (absl::Status status = CheckNotLost(); !status.ok()) return Abort(status);
+  for (HeadCore* target : targets_) {
+    target->steps.FinishPending(id(), pending, form_, CountsOf(target));  // it has been in progress since Begin()
+    target->MicroBatchChanged();
   }
-  return status.ok() ? status : Abort(status);
+  return absl::OkStatus();
 }
 
-absl::Status Head::SubmissionRun::FinishCommitted() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-  const StateLocks state_locks(targets_);
+absl::Status SubmissionRun::FinishCommitted() {
+  const Turn turn(sequencer_);
   const absl::Status status = CheckNotLost();
-  for (Head* target : targets_) {
+  for (HeadCore* target : targets_) {
     // Also in the heads that are left when one is lost: it is in their accumulators. Cannot fail in those.
-    target->steps_.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
-    target->changed_.SignalAll();
+    target->steps.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
+    target->MicroBatchChanged();
   }
   return status;
 }
 
-ContributionCounts Head::SubmissionRun::CountsOf(const Head* head) const {
+ContributionCounts SubmissionRun::CountsOf(const HeadCore* head) const {
   ContributionCounts counts;
   size_t index = 0;
   for (const LossSums& sums : outcome_.terms) {
-    if (submission_.terms[index++].head.get() != head) continue;
+    if (&submission_.terms[index++].head->core() != head) continue;
     counts.valid_token_count += sums.valid_token_count;
     counts.loss_sum += sums.loss_sum;
     counts.token_weight_sum += sums.token_weight_sum;
     counts.non_finite_row_count += sums.non_finite_row_count;
   }
   return counts;
+}
+
+}  // namespace
+
+// ---- submissions -----------------------------------------------------------------------------------------------------
+
+bool IsBehindFiles(const Submission& submission) {
+  const Turn turn(submission.terms.front().head->core().sequencer);
+  const std::vector<HeadCore*> heads = HeadsOf(submission);
+  return std::any_of(heads.begin(), heads.end(),
+                     [](const HeadCore* head) { return !head->retired && scheduler::Sequencer::IsWritten(*head->record); });
+}
+
+absl::Status AwaitFiles(const Submission& submission, const WaitLimits& limits) {
+  if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
+  const std::vector<HeadCore*> heads = HeadsOf(submission);
+  const auto needs = [&heads] {
+    scheduler::Needs needed;
+    for (const HeadCore* head : heads) {
+      if (!head->retired) AddNeed(*head, kReadsWeights, needed);  // for a deleted one there is nothing to wait for
+    }
+    return needed;
+  };
+  return heads.front()->sequencer.Acquire(needs, limits, kWaitsForHead).status();
+}
+
+absl::StatusOr<SubmissionOutcome> Submit(const Submission& submission, LossEngine& engine, const std::function<bool()>& cancelled) {
+  // What can be refused is refused without waiting: a duplicate of the micro-batch that is being computed, above all.
+  if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
+  const std::vector<HeadCore*> heads = HeadsOf(submission), targets = TargetsOf(submission);
+  // What could not be added when its turn came holds its rows' memory.
+  if (absl::Status status = AddInOrder(targets); !status.ok()) return status;
+  scheduler::Sequencer& sequencer = heads.front()->sequencer;
+  const auto count_calls = [&](int64_t change) {
+    const Turn turn(sequencer);
+    for (HeadCore* head : heads) head->running_calls += change;
+  };
+  count_calls(1);
+  const absl::Cleanup is_over = [&count_calls] { count_calls(-1); };
+  const bool may_stage = NeedsSlot(submission) && std::any_of(targets.begin(), targets.end(), [](const HeadCore* head) {
+                           return !head->on_engine->StagesConcurrently();
+                         });
+  const auto needs = [&]() -> absl::StatusOr<scheduler::Needs> {
+    scheduler::Needs needed;
+    for (const HeadCore* head : heads) {
+      if (head->retired) return HeadDeleted(head->name);
+      const bool adds = !may_stage && !head->limits.deterministic && Contains(targets, head);
+      AddNeed(*head, adds ? kSharesGradient : Contains(targets, head) ? kChangesGradient : head->reads(), needed);
+    }
+    return needed;
+  };
+  absl::StatusOr<SubmissionOutcome> outcome;
+  {
+    const auto admission = sequencer.Acquire(needs, scheduler::AsLongAsItTakes(), kWaitsForHead);
+    if (!admission.ok()) return admission.status();
+    outcome = SubmissionRun(submission, engine, cancelled).Run();
+  }
+  if (outcome.ok() && outcome->state == ContributionState::kCommitted && !outcome->replayed) {
+    if (absl::Status status = AddInOrder(targets); !status.ok()) outcome = status;
+  }
+  return outcome;
 }
 
 }  // namespace headwater::heads

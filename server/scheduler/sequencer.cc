@@ -1,0 +1,150 @@
+#include "server/scheduler/sequencer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+
+namespace headwater::scheduler {
+namespace {
+
+thread_local Turn* current_turn = nullptr;
+
+bool Exclude(Use one, Use other) {
+  return (one == Use::kExclusive && other != Use::kNone) || (other == Use::kExclusive && one != Use::kNone);
+}
+
+bool Conflict(const Uses& one, const Uses& other) {
+  return Exclude(one.weights, other.weights) || Exclude(one.accumulator, other.accumulator) ||
+         Exclude(one.checkpoints, other.checkpoints);
+}
+
+}  // namespace
+
+// ---- turns -----------------------------------------------------------------------------------------------------------
+
+Turn::Turn(Sequencer& sequencer) ABSL_NO_THREAD_SAFETY_ANALYSIS
+    : sequencer_(current_turn != nullptr && current_turn->sequencer_ == &sequencer ? nullptr : &sequencer),
+      outer_(current_turn) {
+  if (sequencer_ == nullptr) return;
+  sequencer_->mutex_.Lock();
+  current_turn = this;
+}
+
+Turn::~Turn() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  if (sequencer_ == nullptr) return;
+  current_turn = outer_;
+  sequencer_->mutex_.Unlock();
+}
+
+void Turn::Free(std::shared_ptr<const void> memory) {
+  if (current_turn != nullptr && memory != nullptr) current_turn->freed_.push_back(std::move(memory));
+}
+
+// ---- the queue -------------------------------------------------------------------------------------------------------
+
+// An operation that waits.
+struct Sequencer::Entry {
+  explicit Entry(int64_t entry_age) : age(entry_age) {}
+  const int64_t age;
+  Needs needs;
+  WaitList woken;
+};
+
+Sequencer::Sequencer() = default;
+Sequencer::~Sequencer() = default;
+
+bool Sequencer::MayEnter(const Needs& needs, int64_t age) {
+  return std::all_of(needs.begin(), needs.end(), [age](const Need& need) {
+    const Record& record = *need.record;
+    return std::none_of(record.users_.begin(), record.users_.end(),
+                        [&need](const Uses& uses) { return Conflict(need.uses, uses); }) &&
+           std::none_of(record.waiting_.begin(), record.waiting_.lower_bound(age),
+                        [&need](const auto& earlier) { return Conflict(need.uses, earlier.second.second); });
+  });
+}
+
+void Sequencer::Queue(Entry& entry, Needs needs) {
+  if (entry.needs == needs) return;
+  const Needs before = std::exchange(entry.needs, std::move(needs));
+  for (const Need& need : before) need.record->waiting_.erase(entry.age);
+  for (const Need& need : entry.needs) need.record->waiting_[entry.age] = {&entry, need.uses};
+  for (const Need& need : before) WakeNext(*need.record);
+}
+
+void Sequencer::WakeNext(const Record& record) {
+  for (const auto& [age, waiting] : record.waiting_) {
+    if (MayEnter(waiting.first->needs, age)) waiting.first->woken.WakeAll();
+  }
+}
+
+std::unique_ptr<Sequencer::Entry> Sequencer::TakeEntry(Waiter* waiter) {
+  auto kept = waiter != nullptr ? parked_.extract(waiter) : decltype(parked_)::node_type();
+  return kept.empty() ? std::make_unique<Entry>(++last_age_) : std::move(kept.mapped());
+}
+
+void Sequencer::KeepEntry(Waiter* waiter, std::unique_ptr<Entry> entry) {
+  waiter->AtEnd([this, waiter] {
+    const Turn turn(*this);
+    if (auto kept = parked_.extract(waiter); !kept.empty()) Queue(*kept.mapped(), {});
+  });
+  parked_[waiter] = std::move(entry);
+}
+
+absl::StatusOr<Admission> Sequencer::Acquire(const std::function<absl::StatusOr<Needs>()>& needs, const WaitLimits& limits,
+                                             absl::string_view what) {
+  const Turn turn(*this);
+  mutex_.AssertHeld();
+  std::unique_ptr<Entry> entry = TakeEntry(limits.waiter);
+  absl::Cleanup leave = [&entry] { Queue(*entry, {}); };
+  bool has_waited = !entry->needs.empty();
+  while (true) {
+    absl::StatusOr<Needs> wanted = needs();
+    if (!wanted.ok()) return wanted.status();
+    if (MayEnter(*wanted, entry->age)) {
+      if (absl::Status status = has_waited ? CheckInTime(limits, what) : absl::OkStatus(); !status.ok()) return status;
+      for (const Need& need : *wanted) need.record->users_.push_back(need.uses);
+      return Admission(this, *std::move(wanted));
+    }
+    Queue(*entry, *std::move(wanted));
+    absl::Status status = Wait(entry->woken, mutex_, limits, what);
+    if (IsParked(status)) {
+      std::move(leave).Cancel();
+      KeepEntry(limits.waiter, std::move(entry));
+    }
+    if (!status.ok()) return status;
+    has_waited = true;
+  }
+}
+
+void Sequencer::Reconsider(const Record& record) {
+  for (const auto& [age, waiting] : record.waiting_) waiting.first->woken.WakeAll();
+}
+
+bool Sequencer::IsWritten(const Record& record) {
+  const auto writes = [](const Uses& uses) { return uses.weights == Use::kExclusive; };
+  return std::any_of(record.users_.begin(), record.users_.end(), writes) ||
+         std::any_of(record.waiting_.begin(), record.waiting_.end(),
+                     [&writes](const auto& waiting) { return writes(waiting.second.second); });
+}
+
+Admission& Admission::operator=(Admission&& other) noexcept {
+  if (this == &other) return *this;
+  Release();
+  sequencer_ = std::exchange(other.sequencer_, nullptr);
+  needs_ = std::move(other.needs_);
+  return *this;
+}
+
+void Admission::Release() {
+  if (sequencer_ == nullptr) return;
+  const Turn turn(*std::exchange(sequencer_, nullptr));
+  for (const Need& need : needs_) {
+    std::vector<Uses>& users = need.record->users_;
+    users.erase(std::find(users.begin(), users.end(), need.uses));
+  }
+  for (const Need& need : needs_) Sequencer::WakeNext(*need.record);
+  needs_.clear();
+}
+
+}  // namespace headwater::scheduler
