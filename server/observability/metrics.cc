@@ -157,7 +157,7 @@ const std::vector<double> kRatioBuckets = {0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1};
   X(kHeads, "headwater_heads", kGauge, "Heads that exist.")                                                                        \
   X(kSessions, "headwater_sessions", kGauge, "Sessions that are open.")                                                            \
   X(kWaitingCalls, "headwater_waiting_calls", kGauge,                                                                              \
-    "Calls that wait for a step, for micro-batches, for their head to be free, made or deleted, or for a region.")                  \
+    "Calls that wait for a step, for micro-batches, for their head to be free, made or deleted, or for a region.")                 \
   X(kAbandonedCalls, "headwater_abandoned_calls", kGauge, "ComputeLoss in progress whose client has gone.")                        \
   X(kWaitingContributions, "headwater_waiting_contributions", kGauge,                                                              \
     "Contributions that are committed and wait for lower ids (deterministic mode).")                                               \

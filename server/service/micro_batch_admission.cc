@@ -72,10 +72,10 @@ class MicroBatchAdmission {
     for (size_t i = 0; i < request.terms.size(); ++i) {
       const LossTermRequest& term = request.terms[i];
       if (!term.teacher.has_value()) continue;
-      HEADWATER_RETURN_IF_ERROR(
-          AddSource(1 + static_cast<int32_t>(i),
-                    request.terms.size() == 1 ? "teacher_hidden" : absl::StrCat("teacher_hidden of terms[", i, "]"), term.term.row_start,
-                    batch_.submission.terms[i].term.teacher_hidden, term.teacher->rows, TermField(i) + ".teacher_hidden.rows"));
+      HEADWATER_RETURN_IF_ERROR(AddSource(
+          1 + static_cast<int32_t>(i),
+          request.terms.size() == 1 ? "teacher_hidden" : absl::StrCat("teacher_hidden of terms[", i, "]"), term.term.row_start,
+          batch_.submission.terms[i].term.teacher_hidden, term.teacher->rows, TermField(i) + ".teacher_hidden.rows"));
     }
     return absl::OkStatus();
   }

@@ -1,4 +1,3 @@
-#include "server/heads/submit.h"
 #include "server/service/micro_batch_run.h"
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
+#include "server/heads/submit.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/scheduler/stall_clock.h"
 #include "server/service/canonical_header.h"

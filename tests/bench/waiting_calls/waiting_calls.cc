@@ -1,12 +1,12 @@
-// What waiting calls cost a server: its threads and memory, and how long a small call takes beside them.
+// The cost of waiting calls: a server's threads and memory, and the time of a small call beside them.
 //
 //   waiting_calls [--calls=10000] [--connections=100] [--seconds=5]
 //
-// A headwaterd with the CPU engine on loopback. Of the calls a third are seals that wait for a micro-batch, a third decisions and a
-// third updates of the next step. Two small calls are timed, one after the other, before and while all of them wait: GetStep, and
-// GetGradientNorm, which runs where the waiting calls do. Then half of the calls are cancelled, and the rest end with the step.
-// Prints the figures, and adds them to the file that HEADWATER_FIGURES names. Exits 1 if a figure misses what is required, or a
-// call did not wait or end as it should. With few calls nothing is required.
+// A headwaterd with the CPU engine on loopback. A third of the calls are seals that wait for a micro-batch, a third decisions and a
+// third updates of the next step. Two small calls are timed one after the other, before and while all of them wait. They are
+// GetStep and GetGradientNorm, which runs where the waiting calls do. Then half of the calls are cancelled, and the rest end with
+// the step. Prints the figures, and adds them to the file that HEADWATER_FIGURES names. Exits 1 if a figure misses what is
+// required, or a call did not wait or end as it should. With few calls nothing is required.
 #include <grpcpp/grpcpp.h>
 
 #include <algorithm>
@@ -101,7 +101,7 @@ class Bench {
     const double step_before = TimeGetStep(), norm_before = TimeGradientNorm();
     const int64_t threads_before = ReadStatus(pid, "Threads"), kb_before = ReadStatus(pid, "VmRSS");
     for (size_t i = 0; i < calls_.size(); ++i) Begin(i);
-    // A call beyond those that may wait tells that all of them do.
+    // A call beyond those that may wait is refused: all of them wait.
     if (!Await([this] { return SealOnce() == grpc::StatusCode::RESOURCE_EXHAUSTED; })) Fail("not every call waits");
     std::this_thread::sleep_for(std::chrono::seconds(6));  // threads without a task have ended
     if (ended_ > 0) Fail("a call did not wait: " + first_error_);

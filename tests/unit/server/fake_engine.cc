@@ -182,7 +182,7 @@ absl::Status FakeHead::DoZeroGradient() {
 }
 
 absl::Status FakeHead::DoAddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
-                                     const float* in) {
+                                       const float* in) {
   const Use use(*this, Access::kNone, Access::kAlone);
   const absl::Status failure = control_.Note("AddToGradient");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
