@@ -11,10 +11,11 @@
 namespace headwater::heads {
 
 absl::StatusOr<std::shared_ptr<Head>> Head::Create(const HeadName& name, const HeadSpec& spec, LossEngine& engine,
-                                                   const HeadLimits& limits, scheduler::Sequencer& sequencer) {
+                                                   const HeadLimits& limits, std::shared_ptr<scheduler::Sequencer> sequencer) {
   absl::StatusOr<std::unique_ptr<EngineHead>> on_engine = engine.CreateHead(spec);
   if (!on_engine.ok()) return on_engine.status();
-  return std::shared_ptr<Head>(new Head(std::make_unique<HeadCore>(name, spec, limits, engine, sequencer, *std::move(on_engine))));
+  return std::shared_ptr<Head>(
+      new Head(std::make_unique<HeadCore>(name, spec, limits, engine, std::move(sequencer), *std::move(on_engine))));
 }
 
 Head::Head(std::unique_ptr<HeadCore> core) : core_(std::move(core)), last_use_nanos_(absl::ToUnixNanos(core_->create_time)) {}

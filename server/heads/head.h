@@ -72,10 +72,9 @@ struct HeadCore;
 
 class Head {
  public:
-  // Plans, admits and allocates. Engine errors pass through. `engine` and `sequencer`, which is one for all heads of the engine,
-  // must outlive the head.
+  // Plans, admits and allocates. Engine errors pass through. `engine` must outlive the head; `sequencer` is one for all its heads.
   static absl::StatusOr<std::shared_ptr<Head>> Create(const HeadName& name, const HeadSpec& spec, LossEngine& engine,
-                                                      const HeadLimits& limits, scheduler::Sequencer& sequencer);
+                                                      const HeadLimits& limits, std::shared_ptr<scheduler::Sequencer> sequencer);
   // Drops what is undecided.
   ~Head();
 

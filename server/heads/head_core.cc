@@ -23,13 +23,13 @@ absl::Status HeadDeleted(const HeadName& name) {
 }
 
 HeadCore::HeadCore(const HeadName& head_name, const HeadSpec& head_spec, const HeadLimits& head_limits, LossEngine& head_engine,
-                   scheduler::Sequencer& head_sequencer, std::unique_ptr<EngineHead> head_on_engine)
+                   std::shared_ptr<scheduler::Sequencer> head_sequencer, std::unique_ptr<EngineHead> head_on_engine)
     : name(head_name),
       spec(head_spec),
       limits(head_limits),
       create_time(absl::Now()),
       engine(head_engine),
-      sequencer(head_sequencer),
+      sequencer_owner(std::move(head_sequencer)),
       on_engine(std::move(head_on_engine)),
       tensors(name, spec, engine, *on_engine),
       steps(name, spec, limits),
@@ -60,16 +60,16 @@ absl::Status HeadCore::LostError() const {
                             {"checkpoints", checkpoints}};
   if (state == HeadState::kLost) {
     return MakeError(ErrorReason::kStepLost,
-                     absl::StrCat(name.ToString(), " is lost since the engine failed (", lost_cause,
+                     absl::StrCat(name.ToString(), " is lost since the engine failed (", state_cause,
                                   "); restore a checkpoint or set its weights again"),
                      std::move(metadata));
   }
   metadata["restoredStep"] = absl::StrCat(steps.open().step);
-  metadata["checkpoint"] = restored_checkpoint;
+  metadata["checkpoint"] = state_cause;
   return MakeError(
       ErrorReason::kStepLost,
       absl::StrCat("the server has been started again: ", name.ToString(), " came back at step ", steps.open().step,
-                   " from checkpoint ", restored_checkpoint,
+                   " from checkpoint ", state_cause,
                    "; take the head to go on from there, or restore one of its checkpoints, with their steps ", checkpoints),
       std::move(metadata));
 }
@@ -108,7 +108,7 @@ HeadInfo HeadCore::Describe() const {
   if (spec.trainable) info.unsaved_since = weights.unsaved_since();
   info.weight_checksum = weights.checksum();
   info.restore_note = restore_note;
-  if (state == HeadState::kRestored) info.restored_checkpoint = restored_checkpoint;
+  if (state == HeadState::kRestored) info.restored_checkpoint = state_cause;
   return info;
 }
 
@@ -161,7 +161,7 @@ void HeadCore::MarkLost(const absl::Status& cause) {
   steps.Reset(steps.open().step);
   weights.Forget();
   state = HeadState::kLost;
-  lost_cause = std::string(cause.message());
+  state_cause = std::string(cause.message());
   StepChanged();
 }
 
@@ -171,8 +171,7 @@ void HeadCore::StartAfresh(int64_t step) {
   epoch = NewEpoch();
   recovers_epochs.clear();
   state = HeadState::kReady;
-  lost_cause.clear();
-  restored_checkpoint.clear();
+  state_cause.clear();
   StepChanged();
 }
 

@@ -52,7 +52,7 @@ inline bool IsEngineFailure(const absl::Status& status) {
 
 struct HeadCore {
   HeadCore(const HeadName& head_name, const HeadSpec& head_spec, const HeadLimits& head_limits, LossEngine& head_engine,
-           scheduler::Sequencer& head_sequencer, std::unique_ptr<EngineHead> head_on_engine);
+           std::shared_ptr<scheduler::Sequencer> head_sequencer, std::unique_ptr<EngineHead> head_on_engine);
 
   // The checks that every call begins with; Head says in which order. `expected` null: the epoch is not checked. In a turn.
   absl::Status Check(const Epoch* expected, Need need, bool for_step);
@@ -92,7 +92,8 @@ struct HeadCore {
   const HeadLimits limits;
   const absl::Time create_time;
   LossEngine& engine;
-  scheduler::Sequencer& sequencer;
+  const std::shared_ptr<scheduler::Sequencer> sequencer_owner;
+  scheduler::Sequencer& sequencer = *sequencer_owner;
   const std::shared_ptr<scheduler::Record> record = std::make_shared<scheduler::Record>();
   const std::unique_ptr<EngineHead> on_engine;  // calls other than spec(), plan(), shards() and the sizes need an admission
   WeightTensors tensors;                        // likewise, but for its checks
@@ -104,8 +105,7 @@ struct HeadCore {
   Epoch epoch;
   std::vector<Epoch> recovers_epochs;  // belong to `epoch`
   HeadState state = HeadState::kLoading;
-  std::string lost_cause;
-  std::string restored_checkpoint;
+  std::string state_cause;  // the failure of a LOST head, the checkpoint of a RESTORED one
   std::string restore_note;
   bool retired = false;
   int64_t running_calls = 0;  // submissions that wait or compute

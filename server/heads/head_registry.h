@@ -103,7 +103,6 @@ class HeadRegistry {
 
   int64_t size() const;  // heads being created and deleted included
   LossEngine& engine() const { return engine_; }
-  scheduler::Sequencer& sequencer() { return sequencer_; }
 
  private:
   // A head that has been deleted, and counts as long as calls use it.
@@ -141,7 +140,7 @@ class HeadRegistry {
   std::shared_ptr<Head> BringBack(const std::vector<checkpoint::CheckpointInfo>& newest_first, checkpoint::CheckpointStore& store,
                                   Comeback& comeback);
 
-  scheduler::Sequencer sequencer_;  // first: the heads need it to their ends
+  const std::shared_ptr<scheduler::Sequencer> sequencer_ = std::make_shared<scheduler::Sequencer>();
   LossEngine& engine_;
   const RegistryLimits limits_;
   const HeadLimits head_limits_;

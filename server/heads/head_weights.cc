@@ -279,7 +279,7 @@ absl::StatusOr<HeadInfo> Head::Restore(const Epoch& epoch, checkpoint::Checkpoin
   core.restore_note = *std::move(note);
   if (comes_back && core.spec.trainable) {
     core.state = HeadState::kRestored;
-    core.restored_checkpoint = checkpoint_name;
+    core.state_cause = checkpoint_name;
   }
   core.weights.MarkSet(HeadTensor::kWeight);
   if (core.spec.has_bias) core.weights.MarkSet(HeadTensor::kBias);

@@ -19,7 +19,7 @@ namespace {
 // A head of the server's core with the weights of MakeHead().
 std::shared_ptr<heads::Head> MakeServedHead(LossEngine& engine, const HeadSpec& spec) {
   const heads::HeadName name = {heads::kDefaultTenant, "bench"};
-  static scheduler::Sequencer sequencer;
+  const auto sequencer = std::make_shared<scheduler::Sequencer>();
   std::shared_ptr<heads::Head> head = ValueOrFail(heads::Head::Create(name, spec, engine, heads::HeadLimits(), sequencer));
   std::vector<uint8_t> weight(static_cast<size_t>(spec.vocab_size * spec.hidden_size * ElementBytes(spec.data_type)));
   ForEachWeightRow(spec, [&](int64_t start, int64_t count, const void* data) {

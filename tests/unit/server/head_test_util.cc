@@ -39,8 +39,8 @@ Digest DigestOf(const Payload& payload) {
   return digest;
 }
 
-scheduler::Sequencer& TestSequencer() {
-  static scheduler::Sequencer* const sequencer = new scheduler::Sequencer;
+std::shared_ptr<scheduler::Sequencer> TestSequencer() {
+  static auto* const sequencer = new std::shared_ptr<scheduler::Sequencer>(std::make_shared<scheduler::Sequencer>());
   return *sequencer;
 }
 

@@ -36,7 +36,7 @@ inline absl::StatusOr<bool> DiscardFrom(const std::shared_ptr<Head>& head, const
 namespace headwater::testing {
 
 // The sequencer of all heads that tests make without a registry.
-scheduler::Sequencer& TestSequencer();
+std::shared_ptr<scheduler::Sequencer> TestSequencer();
 
 // Fails unless `status` is OK, or has `reason`. For absl::Status and StatusOr alike.
 #define EXPECT_OK(expression)                                                         \
