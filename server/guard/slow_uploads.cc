@@ -32,7 +32,7 @@ bool SlowUploads::GiveWay(absl::Time now) {
   {
     absl::MutexLock lock(&mutex_);
     for (const Upload& upload : uploads_) {
-      const transport::RowExchange::Progress rows = upload.rows->Look();
+      const transport::RowProgress rows = upload.rows->Look();
       if (rows.complete || !upload.rows->status().ok()) continue;
       // Its client has done its part, and cannot bring the joined teacher's rows: that wait has an end of its own (max_join_wait).
       if (rows.misses_only_others_rows) continue;

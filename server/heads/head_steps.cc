@@ -110,7 +110,7 @@ absl::StatusOr<std::optional<ApplyReply>> TryApply(HeadCore& core, const StepKey
   reply.open_step = core.steps.open().step;
   reply.weight_version = core.weights.NextVersion();
   core.weights.SetChecksum("");
-  core.steps.SetLastApply({arguments, expected, reply});
+  core.steps.last_apply() = {arguments, expected, reply};
   admission->Release();  // in this turn: who waited for the step finds the head free
   return reply;
 }

@@ -14,6 +14,22 @@ constexpr char kRetryAfterMs[] = "500";
 
 }  // namespace
 
+void WaitingAttempts::Mark(int64_t micro_batch, int64_t attempt) {
+  int64_t& waiting = attempts_[micro_batch];
+  waiting = std::max(waiting, attempt);
+}
+
+void WaitingAttempts::Unmark(int64_t micro_batch, int64_t attempt) {
+  const auto waiting = attempts_.find(micro_batch);
+  if (waiting != attempts_.end() && waiting->second == attempt) attempts_.erase(waiting);
+}
+
+std::optional<int64_t> WaitingAttempts::Higher(int64_t micro_batch, int64_t attempt) const {
+  const auto waiting = attempts_.find(micro_batch);
+  if (waiting == attempts_.end() || waiting->second <= attempt) return std::nullopt;
+  return waiting->second;
+}
+
 StepTransactions::StepTransactions(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits)
     : name_(name),
       max_micro_batches_(limits.max_step_micro_batches),
@@ -78,22 +94,6 @@ absl::Status StepTransactions::Supersede(int64_t step, int64_t micro_batch, int6
   if (!dropped.ok()) return dropped.status();
   if (*dropped) Drop(micro_batch);
   return absl::OkStatus();
-}
-
-void StepTransactions::MarkWaiting(int64_t micro_batch, int64_t attempt) {
-  int64_t& waiting = waiting_attempts_[micro_batch];
-  waiting = std::max(waiting, attempt);
-}
-
-void StepTransactions::UnmarkWaiting(int64_t micro_batch, int64_t attempt) {
-  const auto waiting = waiting_attempts_.find(micro_batch);
-  if (waiting != waiting_attempts_.end() && waiting->second == attempt) waiting_attempts_.erase(waiting);
-}
-
-std::optional<int64_t> StepTransactions::HigherWaiting(int64_t micro_batch, int64_t attempt) const {
-  const auto waiting = waiting_attempts_.find(micro_batch);
-  if (waiting == waiting_attempts_.end() || waiting->second <= attempt) return std::nullopt;
-  return waiting->second;
 }
 
 // ---- decisions -------------------------------------------------------------------------------------------------------

@@ -39,6 +39,19 @@ struct AppliedStep {
   ApplyReply reply;
 };
 
+// Attempts that wait to abort lower ones of their micro-batches, which give up as soon as they may.
+class WaitingAttempts {
+ public:
+  // A higher attempt that waits too keeps its mark.
+  void Mark(int64_t micro_batch, int64_t attempt);
+  void Unmark(int64_t micro_batch, int64_t attempt);
+  // The attempt that waits, if it is higher than this one.
+  std::optional<int64_t> Higher(int64_t micro_batch, int64_t attempt) const;
+
+ private:
+  std::map<int64_t, int64_t> attempts_;  // by micro-batch
+};
+
 class StepTransactions {
  public:
   // `name` must outlive it.
@@ -58,8 +71,7 @@ class StepTransactions {
   // Drops everything that is undecided or waits: its step is closed, or lost. The ledger is the caller's to change.
   void DropAll();
   // The Apply() that closed the last step; empty if another call closed it.
-  const std::optional<AppliedStep>& last_apply() const { return last_apply_; }
-  void SetLastApply(AppliedStep applied) { last_apply_ = std::move(applied); }
+  std::optional<AppliedStep>& last_apply() { return last_apply_; }
 
   // ---- begin ---------------------------------------------------------------------------------------------------------
   // StepLedger::CheckBegin(), and, for a new micro-batch in order, kOrderPassed and kOrderedWindowFull.
@@ -70,11 +82,7 @@ class StepTransactions {
   void DropLowerAttempt(int64_t micro_batch);
   // StepLedger::Supersede(), with what it drops.
   absl::Status Supersede(int64_t step, int64_t micro_batch, int64_t attempt);
-  // An attempt waits to abort lower ones, which give up as soon as they may. A higher attempt that waits too keeps its mark.
-  void MarkWaiting(int64_t micro_batch, int64_t attempt);
-  void UnmarkWaiting(int64_t micro_batch, int64_t attempt);
-  // The attempt that waits, if it is higher than this one.
-  std::optional<int64_t> HigherWaiting(int64_t micro_batch, int64_t attempt) const;
+  WaitingAttempts& waiting_attempts() { return waiting_attempts_; }
 
   // ---- decisions -----------------------------------------------------------------------------------------------------
   // Contributions that wait for their decision, by micro-batch: STAGED in the ledger.
@@ -121,7 +129,7 @@ class StepTransactions {
   StepLedger ledger_;
   std::map<int64_t, std::shared_ptr<PendingContribution>> pending_;
   const std::unique_ptr<OrderedWindow> window_;  // null: not in order
-  std::map<int64_t, int64_t> waiting_attempts_;  // by micro-batch
+  WaitingAttempts waiting_attempts_;
   std::optional<AppliedStep> last_apply_;
 };
 

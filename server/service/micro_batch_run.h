@@ -45,7 +45,7 @@ class MicroBatchRun {
 
  private:
   class Incoming;
-  using Progress = transport::RowExchange::Progress;
+  using Progress = transport::RowProgress;
 
   // Lets rows in regions be read and written.
   absl::Status OpenRegions();

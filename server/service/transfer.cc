@@ -10,8 +10,8 @@
 namespace headwater::service {
 namespace {
 
-std::vector<transport::RowExchange::Tensor> RowsOf(const std::vector<Transfer::Tensor>& tensors) {
-  std::vector<transport::RowExchange::Tensor> rows;
+std::vector<transport::RowTensor> RowsOf(const std::vector<Transfer::Tensor>& tensors) {
+  std::vector<transport::RowTensor> rows;
   for (const Transfer::Tensor& tensor : tensors) rows.push_back(tensor.rows);
   return rows;
 }
@@ -277,7 +277,7 @@ void Transfer::GradReady(int64_t row_end, bool here) {
 }
 
 std::optional<grpc::ByteBuffer> Transfer::NextGradMessage() {
-  transport::RowExchange::GradRows rows;
+  transport::GradRows rows;
   {
     absl::MutexLock lock(&mutex_);
     rows = exchange_.NextGrad();

@@ -68,7 +68,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
  public:
   // A tensor of rows, by the chunks that bring it.
   struct Tensor {
-    transport::RowExchange::Tensor rows;
+    transport::RowTensor rows;
     int32_t digest_stream = 0;    // 0: hidden states; 1 + term: that term's teacher rows
     std::string why_not;          // why chunks of it are refused, for the message: "because ..."; empty: they are taken
     std::shared_ptr<void> owner;  // of the memory

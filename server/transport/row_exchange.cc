@@ -11,8 +11,9 @@ namespace headwater::transport {
 
 using observability::MonotonicNow;
 
-RowExchange::RowExchange(int64_t row_count, std::vector<Tensor> tensors) : row_count_(row_count), last_row_time_(MonotonicNow()) {
-  for (Tensor& tensor : tensors) {
+RowExchange::RowExchange(int64_t row_count, std::vector<RowTensor> tensors)
+    : row_count_(row_count), last_row_time_(MonotonicNow()) {
+  for (RowTensor& tensor : tensors) {
     Input& input = inputs_.emplace_back();
     input.tensor = std::move(tensor);
     if (input.tensor.row_count == 0) continue;
@@ -38,7 +39,7 @@ absl::StatusOr<uint8_t*> RowExchange::Claim(size_t index, int64_t row_start, int
   absl::MutexLock lock(&mutex_);
   if (!broken_.ok()) return broken_;
   Input& input = inputs_[index];
-  const Tensor& tensor = input.tensor;
+  const RowTensor& tensor = input.tensor;
   absl::Status good = CheckRows(field, row_start, row_count, data_bytes, tensor.row_count, tensor.row_bytes, input.claimed);
   if (!good.ok()) return good;
   input.claimed.Add(row_start, row_count);
@@ -104,7 +105,7 @@ absl::StatusOr<bool> RowExchange::AwaitRows(int64_t row_end, absl::Time deadline
   }
 }
 
-RowExchange::Progress RowExchange::Look() const {
+RowProgress RowExchange::Look() const {
   absl::MutexLock lock(&mutex_);
   const bool client_owes_rows = std::any_of(inputs_.begin(), inputs_.end(), [](const Input& input) {
     return input.tensor.by_input && input.delivered.row_count() < input.tensor.row_count;
@@ -119,43 +120,52 @@ bool RowExchange::complete() const {
 
 // ---- gradient out ----------------------------------------------------------------------------------------------------
 
+bool GradOut::Ready(int64_t row_end) {
+  if (row_end <= ready_) return false;
+  ready_ = std::min(row_end, rows_);
+  return true;
+}
+
+GradRows GradOut::Peek() const {
+  if (taken_ >= ready_) return {};
+  // A short piece only at the very end: the rows behind it come soon.
+  const int64_t count = std::min(piece_rows_, rows_ - taken_);
+  if (taken_ + count > ready_) return {};
+  return {taken_, count};
+}
+
+GradRows GradOut::Next() {
+  const GradRows rows = Peek();
+  taken_ += rows.row_count;
+  return rows;
+}
+
 void RowExchange::OpenGrad(int64_t row_count, int64_t piece_rows) {
   absl::MutexLock lock(&mutex_);
-  grad_rows_ = row_count;
-  grad_piece_rows_ = piece_rows;
+  grad_ = GradOut(row_count, piece_rows);
 }
 
 void RowExchange::GradReady(int64_t row_end) {
   absl::MutexLock lock(&mutex_);
-  if (row_end <= grad_ready_) return;
-  grad_ready_ = std::min(row_end, grad_rows_);
-  Changed();
+  if (grad_.Ready(row_end)) Changed();
 }
 
-RowExchange::GradRows RowExchange::PeekGrad() const {
-  if (!broken_.ok() || grad_taken_ >= grad_ready_) return {};
-  // A short piece only at the very end: the rows behind it come soon.
-  const int64_t count = std::min(grad_piece_rows_, grad_rows_ - grad_taken_);
-  if (grad_taken_ + count > grad_ready_) return {};
-  return {grad_taken_, count};
-}
-
-RowExchange::GradRows RowExchange::NextGrad() {
+GradRows RowExchange::NextGrad() {
   absl::MutexLock lock(&mutex_);
-  const GradRows rows = PeekGrad();
-  grad_taken_ += rows.row_count;
-  if (rows.row_count > 0 && grad_taken_ == grad_rows_) Changed();
+  if (!broken_.ok()) return {};
+  const GradRows rows = grad_.Next();
+  if (rows.row_count > 0 && grad_.taken()) Changed();
   return rows;
 }
 
 bool RowExchange::has_grad() const {
   absl::MutexLock lock(&mutex_);
-  return PeekGrad().row_count > 0;
+  return broken_.ok() && grad_.Peek().row_count > 0;
 }
 
 bool RowExchange::grad_taken() const {
   absl::MutexLock lock(&mutex_);
-  return grad_taken_ == grad_rows_;
+  return grad_.taken();
 }
 
 // ---- its end ---------------------------------------------------------------------------------------------------------

@@ -24,25 +24,56 @@
 
 namespace headwater::transport {
 
+// A tensor of rows that comes in.
+struct RowTensor {
+  std::string name;         // in messages
+  int64_t row_start = 0;    // the row of the micro-batch that its first row belongs to
+  int64_t row_count = 0;    // >= 0
+  int64_t row_bytes = 0;    // >= 1
+  uint8_t* data = nullptr;  // `[row_count, row_bytes]`, outlives the exchange; null: it is there from the start
+  bool by_input = true;     // whether its rows can only come before CloseInput()
+};
+// Consecutive rows of the gradient.
+struct GradRows {
+  int64_t row_start = 0;
+  int64_t row_count = 0;  // 0: there are none
+};
+
+// How far the rows have come.
+struct RowProgress {
+  bool complete = false;   // all rows are there (and the input is closed, if RequireClose() was called)
+  int64_t ready_rows = 0;  // the first rows of the micro-batch that are there, in all tensors
+  int64_t received_bytes = 0;
+  absl::Time last_row_time;
+  bool misses_only_others_rows = false;  // rows are missing, and none of them is of a tensor `by_input`
+  absl::Status input;                    // OK while every missing row may still come; else what AwaitRows() would return
+};
+
+// Rows of a gradient on their way out, in ascending order. Not thread-safe.
+class GradOut {
+ public:
+  GradOut() = default;
+  GradOut(int64_t row_count, int64_t piece_rows) : rows_(row_count), piece_rows_(piece_rows) {}
+  // Rows [0, row_end) are final. Whether that is new.
+  bool Ready(int64_t row_end);
+  // The rows to be handed out next; none if there are none yet, or no more.
+  GradRows Peek() const;
+  // Peek(), which then are handed out.
+  GradRows Next();
+  // Everything was handed out, or there is no gradient.
+  bool taken() const { return taken_ == rows_; }
+
+ private:
+  int64_t rows_ = 0;
+  int64_t piece_rows_ = 1;
+  int64_t ready_ = 0;
+  int64_t taken_ = 0;
+};
+
 class RowExchange {
  public:
-  // A tensor of rows that comes in.
-  struct Tensor {
-    std::string name;         // in messages
-    int64_t row_start = 0;    // the row of the micro-batch that its first row belongs to
-    int64_t row_count = 0;    // >= 0
-    int64_t row_bytes = 0;    // >= 1
-    uint8_t* data = nullptr;  // `[row_count, row_bytes]`, outlives the exchange; null: it is there from the start
-    bool by_input = true;     // whether its rows can only come before CloseInput()
-  };
-  // Consecutive rows of the gradient.
-  struct GradRows {
-    int64_t row_start = 0;
-    int64_t row_count = 0;  // 0: there are none
-  };
-
   // `row_count`: of the micro-batch.
-  RowExchange(int64_t row_count, std::vector<Tensor> tensors);
+  RowExchange(int64_t row_count, std::vector<RowTensor> tensors);
   RowExchange(const RowExchange&) = delete;
   RowExchange& operator=(const RowExchange&) = delete;
 
@@ -63,16 +94,7 @@ class RowExchange {
   // last time; the status of Break(), or kProtocolViolation. One thread.
   // All times of an exchange are of observability::MonotonicNow().
   absl::StatusOr<bool> AwaitRows(int64_t row_end, absl::Time deadline);
-  // How far the rows have come.
-  struct Progress {
-    bool complete = false;   // all rows are there (and the input is closed, if RequireClose() was called)
-    int64_t ready_rows = 0;  // the first rows of the micro-batch that are there, in all tensors
-    int64_t received_bytes = 0;
-    absl::Time last_row_time;
-    bool misses_only_others_rows = false;  // rows are missing, and none of them is of a tensor `by_input`
-    absl::Status input;                    // OK while every missing row may still come; else what AwaitRows() would return
-  };
-  Progress Look() const;
+  RowProgress Look() const;
   bool complete() const;
   int64_t total_bytes() const { return total_bytes_; }
 
@@ -105,7 +127,7 @@ class RowExchange {
 
  private:
   struct Input {
-    Tensor tensor;
+    RowTensor tensor;
     RowRanges claimed;
     RowRanges delivered;
   };
@@ -115,7 +137,6 @@ class RowExchange {
   }
   void Changed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status InputStatus() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  GradRows PeekGrad() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const int64_t row_count_;
   int64_t total_bytes_ = 0;
@@ -130,10 +151,7 @@ class RowExchange {
   bool input_closed_ ABSL_GUARDED_BY(mutex_) = false;
   bool close_required_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status broken_ ABSL_GUARDED_BY(mutex_);
-  int64_t grad_rows_ ABSL_GUARDED_BY(mutex_) = 0;
-  int64_t grad_piece_rows_ ABSL_GUARDED_BY(mutex_) = 1;
-  int64_t grad_ready_ ABSL_GUARDED_BY(mutex_) = 0;
-  int64_t grad_taken_ ABSL_GUARDED_BY(mutex_) = 0;
+  GradOut grad_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace headwater::transport

@@ -37,6 +37,7 @@ set(parser_sources
   ${product}/server/service/field_check.cc
   ${product}/server/service/head_request.cc
   ${product}/server/service/loss_request.cc
+  ${product}/server/service/tensor_field.cc
   ${product}/server/service/token_file.cc
   ${product}/server/transport/descriptor_socket.cc
   ${product}/server/transport/region.cc

@@ -29,7 +29,7 @@ class StepTransactionsTest : public ::testing::Test {
                                                     const std::optional<SessionId>& session = std::nullopt) {
     EXPECT_OK(steps.Begin(steps.open().step, micro_batch, attempt, kDigest, /*first_wins=*/false));
     steps.DropLowerAttempt(micro_batch);
-    auto pending = std::make_shared<PendingContribution>(std::set<const Head*>(), attempt, session, HeldRows(), nullptr);
+    auto pending = std::make_shared<PendingContribution>(std::set<const HeadCore*>(), attempt, session, HeldRows(), nullptr);
     steps.FinishPending(micro_batch, pending, ContributionForm::kHeld, ContributionCounts());
     return pending;
   }
@@ -59,15 +59,15 @@ TEST_F(StepTransactionsTest, AHigherAttemptDropsALowerOne) {
 }
 
 TEST_F(StepTransactionsTest, TheHighestAttemptThatWaitsKeepsItsMark) {
-  steps_.MarkWaiting(3, 5);
-  steps_.MarkWaiting(3, 4);
-  EXPECT_EQ(steps_.HigherWaiting(3, 4), 5);
-  EXPECT_EQ(steps_.HigherWaiting(3, 5), std::nullopt);
-  EXPECT_EQ(steps_.HigherWaiting(4, 0), std::nullopt);
-  steps_.UnmarkWaiting(3, 4);
-  EXPECT_EQ(steps_.HigherWaiting(3, 0), 5);
-  steps_.UnmarkWaiting(3, 5);
-  EXPECT_EQ(steps_.HigherWaiting(3, 0), std::nullopt);
+  steps_.waiting_attempts().Mark(3, 5);
+  steps_.waiting_attempts().Mark(3, 4);
+  EXPECT_EQ(steps_.waiting_attempts().Higher(3, 4), 5);
+  EXPECT_EQ(steps_.waiting_attempts().Higher(3, 5), std::nullopt);
+  EXPECT_EQ(steps_.waiting_attempts().Higher(4, 0), std::nullopt);
+  steps_.waiting_attempts().Unmark(3, 4);
+  EXPECT_EQ(steps_.waiting_attempts().Higher(3, 0), 5);
+  steps_.waiting_attempts().Unmark(3, 5);
+  EXPECT_EQ(steps_.waiting_attempts().Higher(3, 0), std::nullopt);
 }
 
 TEST_F(StepTransactionsTest, WhatAnotherHeadDropsBecomesATombstone) {
@@ -93,7 +93,7 @@ TEST_F(StepTransactionsTest, TheEndOfASessionDropsItsContributionsAlone) {
 
 TEST_F(StepTransactionsTest, TheEndOfAStepDropsWhatIsPending) {
   const auto closed = Stage(steps_, 1);
-  steps_.SetLastApply(AppliedStep());
+  steps_.last_apply() = AppliedStep();
   EXPECT_TRUE(steps_.HasContributions());
   EXPECT_OK(steps_.Close(0, StepState::kDiscarded));
   EXPECT_TRUE(closed->dropped());
@@ -101,7 +101,7 @@ TEST_F(StepTransactionsTest, TheEndOfAStepDropsWhatIsPending) {
   EXPECT_FALSE(steps_.last_apply().has_value());
   EXPECT_EQ(steps_.open().step, 1);
   const auto reset = Stage(steps_, 1);
-  steps_.SetLastApply(AppliedStep());
+  steps_.last_apply() = AppliedStep();
   steps_.Reset(7);
   EXPECT_FALSE(steps_.last_apply().has_value());
   EXPECT_TRUE(reset->dropped());

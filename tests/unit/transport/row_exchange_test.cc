@@ -263,7 +263,7 @@ TEST(RowExchange, HandsOutTheGradientInOrderAsItGetsReady) {
   EXPECT_EQ(bench.exchange.NextGrad().row_count, 0);  // less than a piece, and more is to come
   bench.exchange.GradReady(5);
   bench.exchange.GradReady(2);  // never takes back
-  RowExchange::GradRows rows = bench.exchange.NextGrad();
+  GradRows rows = bench.exchange.NextGrad();
   EXPECT_EQ(rows.row_start, 0);
   EXPECT_EQ(rows.row_count, 4);
   EXPECT_EQ(bench.exchange.NextGrad().row_count, 0);
