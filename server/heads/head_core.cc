@@ -220,7 +220,8 @@ absl::Status HeldTeachers::Check() const {
 }
 
 std::shared_ptr<const WaitingAddition> HeadCore::NextInOrder() const {
-  return !in_order() || retired || state != HeadState::kReady ? nullptr : steps.Next();
+  return !in_order() || retired || state != HeadState::kReady ? nullptr
+                                                              : steps.window()->Next(steps.open().state == StepState::kSealed);
 }
 
 namespace {

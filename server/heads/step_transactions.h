@@ -105,6 +105,7 @@ class StepTransactions {
   // ---- order, in deterministic mode ----------------------------------------------------------------------------------
   // Contributions are added in ascending id. Methods without "without order" in their comment need in_order().
   bool in_order() const { return window_ != nullptr; }
+  const OrderedWindow* window() const { return window_.get(); }                                // null without order
   int64_t waiting_count() const { return window_ == nullptr ? 0 : window_->waiting_count(); }  // 0 without order
   // kOrderedWindowFull; `why` ends the sentence.
   absl::Status WindowFull(int64_t micro_batch, const std::string& why) const;
@@ -112,11 +113,8 @@ class StepTransactions {
   absl::Status CheckNothingWaits() const;
   // Whether it need not wait for a predecessor: none is missing, or none can come, or it has been added.
   bool IsDue(int64_t micro_batch) const;
-  bool IsFront(int64_t micro_batch) const { return window_ != nullptr && window_->IsFront(micro_batch); }  // false without order
   // Puts the part of a contribution that is `head`'s in its place.
   void Wait(int64_t micro_batch, const HeldRows& held, const CommitArguments& arguments, const EngineHead& head);
-  // The one whose turn it is, or null.
-  std::shared_ptr<const WaitingAddition> Next() const { return window_->Next(open().state == StepState::kSealed); }
   // It is in the accumulator. Nothing without order.
   void MarkAdded(int64_t micro_batch);
 

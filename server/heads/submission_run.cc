@@ -328,7 +328,8 @@ absl::StatusOr<HeldRows> SubmissionRun::KeepRows() {
   bool is_first = false;
   {
     const Turn turn(sequencer_);
-    is_first = std::any_of(targets_.begin(), targets_.end(), [this](HeadCore* target) { return target->steps.IsFront(id()); });
+    is_first = in_order() && std::any_of(targets_.begin(), targets_.end(),
+                                         [this](HeadCore* target) { return target->steps.window()->IsFront(id()); });
   }
   const auto& hold = is_first && submission_.hold_first != nullptr ? submission_.hold_first : submission_.hold;
   absl::StatusOr<std::shared_ptr<const void>> storage = hold();

@@ -74,8 +74,6 @@ class RowExchange {
  public:
   // `row_count`: of the micro-batch.
   RowExchange(int64_t row_count, std::vector<RowTensor> tensors);
-  RowExchange(const RowExchange&) = delete;
-  RowExchange& operator=(const RowExchange&) = delete;
 
   // ---- rows in
   // The place of rows [row_start, row_start + row_count) of tensor `index`, which nobody else gets from now on. kChunkOutOfRange

@@ -127,7 +127,6 @@ TEST_F(StepTransactionsTest, WithoutOrderNothingWaits) {
   EXPECT_EQ(steps_.waiting_count(), 0);
   EXPECT_OK(steps_.CheckNothingWaits());
   EXPECT_OK(steps_.CheckBegin(0, 3, 0));
-  EXPECT_FALSE(steps_.IsFront(0));
   HeadSpec frozen = SmallSpec();
   frozen.trainable = false;
   EXPECT_FALSE(StepTransactions(name_, frozen, InOrder(1)).in_order());
@@ -143,13 +142,13 @@ TEST_F(StepTransactionsTest, ADiscardedIdLeavesNoGapInTheOrder) {
   EXPECT_OK(steps.CheckBegin(0, 0, 1));  // takes its place
   EXPECT_OK(steps.Discard(0, 0, 0));
   EXPECT_TRUE(steps.IsDue(1));
-  EXPECT_TRUE(steps.IsFront(1));
+  EXPECT_TRUE(steps.window()->IsFront(1));
   Stage(steps, 0, 1);
-  EXPECT_FALSE(steps.IsFront(1));
+  EXPECT_FALSE(steps.window()->IsFront(1));
   steps.FinishCommit(0, CommitFactor());
   EXPECT_TRUE(steps.IsDue(0));
   steps.MarkAdded(0);
-  EXPECT_TRUE(steps.IsFront(1));
+  EXPECT_TRUE(steps.window()->IsFront(1));
 }
 
 TEST_F(StepTransactionsTest, AnIdThatHasBeenPassedIsRefused) {
