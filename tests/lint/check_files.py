@@ -21,7 +21,7 @@ WALL_CLOCK_FILES = {
     "server/observability/monotonic_clock.h",
     "server/observability/trace_writer.cc",
     "server/service/rpc_scope.cc",
-    "server/service/server_core.cc",
+    "server/service/server_parts.cc",
     "server/checkpoint/checkpoint_store.cc",
     "server/service/tls.cc",
 }

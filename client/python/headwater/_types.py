@@ -80,7 +80,7 @@ _FLOAT32_END = (2 - 2.0**-24) * 2.0**127
 
 
 def _check_float32(value: Any, name: str, kind: str, holds: Callable[[float], bool]) -> float:
-    # As server/service/field_check.cc has it: a value that rounds to a finite float32 may be beyond the largest one by half a unit.
+    # As the server has it: a value that rounds to a finite float32 may be beyond the largest one by half a unit.
     number = _to_number(value, name)
     if not -_FLOAT32_END < number < _FLOAT32_END or not holds(number):
         raise must_be(name, f"{kind} that is finite in float32", number)

@@ -63,7 +63,7 @@ class Build:
         self.out = self.build / "automatic_mutants"
         self.out.mkdir(exist_ok=True)
         scheduler = [self.root / "server/scheduler" / name for name in ("sequencer.cc", "waiting.cc")]
-        self.sources = [*sorted((self.root / "server/heads").glob("*.cc")), *scheduler]
+        self.sources = [*sorted((self.root / "server/heads").rglob("*.cc")), *scheduler]
         if names:
             self.sources = [source for source in self.sources if source.name in names]
         self.commands = compile_commands(self.build)
