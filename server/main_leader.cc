@@ -13,7 +13,7 @@
 #include "server/group/group_assembly.h"
 #include "server/group/join_leader.h"
 #include "server/group/local_cuda_group.h"
-#include "server/group/rank_codec.h"
+#include "server/group/ranks/rank_codec.h"
 #include "server/main_flags.h"
 #include "server/main_lifecycle.h"
 #include "server/service/limits.h"

@@ -20,8 +20,8 @@
 #include "server/main_lifecycle.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
+#include "server/service/access/listen_address.h"
 #include "server/service/engine_choice.h"
-#include "server/service/listen_address.h"
 #include "server/service/server_core.h"
 
 namespace headwater {

@@ -14,9 +14,9 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "headwater/kernels/engine.h"
-#include "kernels/core/cross_entropy_term.h"
 #include "kernels/core/head_base.h"
-#include "kernels/core/row_report.h"
+#include "kernels/core/loss/cross_entropy_term.h"
+#include "kernels/core/loss/row_report.h"
 
 namespace headwater {
 

@@ -14,10 +14,10 @@
 #include "headwater/kernels/product_rate.h"
 #include "kernels/core/engine_options_check.h"
 #include "kernels/core/micro_batch_check.h"
-#include "kernels/cpu/bfloat16_products.h"
-#include "kernels/cpu/blas.h"
 #include "kernels/cpu/cpu_head.h"
 #include "kernels/cpu/micro_batch_plan.h"
+#include "kernels/cpu/products/bfloat16_products.h"
+#include "kernels/cpu/products/blas.h"
 #include "kernels/cpu/shard_run.h"
 
 namespace headwater::cpu {

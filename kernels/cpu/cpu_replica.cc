@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "kernels/core/head_tensors.h"
-#include "kernels/cpu/convert.h"
 #include "kernels/cpu/cpu_head.h"
+#include "kernels/cpu/rows/convert.h"
 
 namespace headwater::cpu {
 

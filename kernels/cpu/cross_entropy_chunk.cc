@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/cpu/convert.h"
+#include "kernels/cpu/rows/convert.h"
 #include "kernels/cpu/shard_run.h"
 
 namespace headwater::cpu {

@@ -10,7 +10,7 @@
 #include <cmath>
 #include <cstdlib>
 
-#include "kernels/cpu/convert.h"
+#include "kernels/cpu/rows/convert.h"
 #include "kernels/cpu/shard_run.h"
 
 namespace headwater::cpu {

@@ -12,7 +12,7 @@
 #include <cmath>
 #include <limits>
 
-#include "kernels/cpu/convert.h"
+#include "kernels/cpu/rows/convert.h"
 #include "kernels/cpu/shard_run.h"
 
 namespace headwater::cpu {

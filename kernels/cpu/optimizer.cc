@@ -4,8 +4,8 @@
 #include <variant>
 
 #include "kernels/core/optimizer_step.h"
-#include "kernels/cpu/convert.h"
-#include "kernels/cpu/row_kernels.h"
+#include "kernels/cpu/rows/convert.h"
+#include "kernels/cpu/rows/row_kernels.h"
 
 namespace headwater::cpu {
 namespace {

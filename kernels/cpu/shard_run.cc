@@ -5,7 +5,7 @@
 #include <cstring>
 #include <limits>
 
-#include "kernels/cpu/convert.h"
+#include "kernels/cpu/rows/convert.h"
 
 namespace headwater::cpu {
 namespace {

@@ -20,11 +20,11 @@
 #include <functional>
 #include <vector>
 
-#include "kernels/core/top_k.h"
-#include "kernels/cpu/bfloat16_products.h"
-#include "kernels/cpu/blas.h"
+#include "kernels/core/loss/top_k.h"
 #include "kernels/cpu/micro_batch_plan.h"
-#include "kernels/cpu/row_kernels.h"
+#include "kernels/cpu/products/bfloat16_products.h"
+#include "kernels/cpu/products/blas.h"
+#include "kernels/cpu/rows/row_kernels.h"
 #include "kernels/cpu/shard_executor.h"
 
 namespace headwater::cpu {

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <limits>
 
-#include "kernels/cpu/convert.h"
+#include "kernels/cpu/rows/convert.h"
 #include "kernels/cpu/shard_run.h"
 
 namespace headwater::cpu {

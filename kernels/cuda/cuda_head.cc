@@ -7,9 +7,9 @@
 
 #include "kernels/core/head_tensors.h"
 #include "kernels/core/optimizer_step.h"
-#include "kernels/cuda/deferred_grad_weight.h"
-#include "kernels/cuda/parameters.h"
-#include "kernels/cuda/workspace.h"
+#include "kernels/cuda/computation/deferred_grad_weight.h"
+#include "kernels/cuda/computation/workspace.h"
+#include "kernels/cuda/rows/parameters.h"
 
 namespace headwater::cuda {
 namespace {

@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "kernels/core/head_tensors.h"
+#include "kernels/cuda/computation/deferred_grad_weight.h"
 #include "kernels/cuda/cuda_head.h"
-#include "kernels/cuda/deferred_grad_weight.h"
 #include "kernels/cuda/device_group.h"
 
 namespace headwater::cuda {

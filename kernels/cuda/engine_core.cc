@@ -8,9 +8,9 @@
 
 #include "headwater/kernels/error.h"
 #include "kernels/core/saturating.h"
-#include "kernels/cuda/deferred_grad_weight.h"
+#include "kernels/cuda/computation/deferred_grad_weight.h"
+#include "kernels/cuda/computation/row_digester.h"
 #include "kernels/cuda/device_group.h"
-#include "kernels/cuda/row_digester.h"
 
 namespace headwater::cuda {
 namespace {

@@ -25,7 +25,7 @@
 #include "absl/types/span.h"
 #include "headwater/kernels/engine.h"
 #include "kernels/cuda/device_memory.h"
-#include "kernels/cuda/products.h"
+#include "kernels/cuda/products/products.h"
 
 namespace headwater::cuda {
 

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/computation/workspace.h"
 #include "kernels/cuda/device_memory.h"
-#include "kernels/cuda/workspace.h"
 
 namespace headwater::cuda {
 

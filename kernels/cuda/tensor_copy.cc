@@ -4,9 +4,9 @@
 #include <cstring>
 
 #include "headwater/kernels/error.h"
-#include "kernels/cuda/conversions.h"
-#include "kernels/cuda/deferred_grad_weight.h"
-#include "kernels/cuda/parameters.h"
+#include "kernels/cuda/computation/deferred_grad_weight.h"
+#include "kernels/cuda/rows/conversions.h"
+#include "kernels/cuda/rows/parameters.h"
 
 namespace headwater::cuda {
 namespace {

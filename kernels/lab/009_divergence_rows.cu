@@ -1,18 +1,18 @@
-// 009: the divergence's row pass of the product (kernels/cuda/divergence_rows.cu), and the passes of a rank that has some of a
+// 009: the divergence's row pass of the product (kernels/cuda/rows/divergence_rows.cu), and the passes of a rank that has some of a
 // row's columns (divergence_shards.cu, all ranks' here on one GPU), against fp64 on the CPU, over every beta, hard rows, options
 // and edges; then their times against the device's copy of as many bytes, and those of the passes for any GPU.
 // Run: 009_divergence_rows [check | time | once | shards]
-// Links: kernels/cuda/divergence_rows.cu kernels/cuda/divergence_params.cu kernels/cuda/divergence_shards.cu
-// Links: kernels/cuda/divergence.cu kernels/cuda/row_distribution.cu kernels/cuda/row_statistics.cu
-// Links: kernels/cuda/row_gradient.cu kernels/cuda/finish_rows.cu
+// Links: kernels/cuda/rows/divergence_rows.cu kernels/cuda/rows/divergence_params.cu kernels/cuda/rows/divergence_shards.cu
+// Links: kernels/cuda/rows/divergence.cu kernels/cuda/rows/row_distribution.cu kernels/cuda/rows/row_statistics.cu
+// Links: kernels/cuda/rows/row_gradient.cu kernels/cuda/rows/finish_rows.cu
 
 #include <cuda_fp16.h>
 
 #include <cstring>
 
 #include "bench.cuh"
-#include "kernels/cuda/divergence_shards.h"
-#include "kernels/cuda/row_passes.h"
+#include "kernels/cuda/rows/divergence_shards.h"
+#include "kernels/cuda/rows/row_passes.h"
 
 namespace {
 

@@ -3,13 +3,13 @@
 //
 // Run: 010_e_form [check]
 //
-// Links: kernels/cuda/e_product.cu kernels/cuda/finish.cu
+// Links: kernels/cuda/products/e_product.cu kernels/cuda/rows/finish.cu
 
 #include <thread>
 
 #include "blas.cuh"
 #include "finish_checks.cuh"
-#include "kernels/cuda/e_product.h"
+#include "kernels/cuda/products/e_product.h"
 
 namespace {
 

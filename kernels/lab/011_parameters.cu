@@ -1,7 +1,7 @@
 // 011: what moves and updates flat arrays. Checks the product's conversions, optimizer updates, gradient statistics and additions
 // against loops in fp64 on the CPU (every type, odd sizes, unaligned arrays), then takes their bandwidth at 128256 x 4096.
 // Run: 011_parameters [check]   (check: no bandwidth)
-// Links: kernels/cuda/conversions.cu kernels/cuda/parameters.cu
+// Links: kernels/cuda/rows/conversions.cu kernels/cuda/rows/parameters.cu
 
 #include <array>
 #include <cstring>
@@ -9,8 +9,8 @@
 #include <random>
 
 #include "bench.cuh"
-#include "kernels/cuda/conversions.h"
-#include "kernels/cuda/parameters.h"
+#include "kernels/cuda/rows/conversions.h"
+#include "kernels/cuda/rows/parameters.h"
 
 namespace {
 

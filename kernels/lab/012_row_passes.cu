@@ -1,16 +1,17 @@
-// 012: the cross entropy's row passes of the product (kernels/cuda/row_statistics.cu, row_gradient.cu) with every option, on fp32
-// products, against fp64 on the CPU; then the time of either pass alone against the device's copy of as many bytes.
+// 012: the cross entropy's row passes of the product (kernels/cuda/rows/row_statistics.cu, row_gradient.cu) with every option, on
+// fp32 products, against fp64 on the CPU; then the time of either pass alone against the device's copy of as many bytes.
 //
 // Run: 012_row_passes [check|time]
 //
-// Links: kernels/cuda/row_distribution.cu kernels/cuda/row_statistics.cu kernels/cuda/finish_rows.cu kernels/cuda/row_gradient.cu
+// Links: kernels/cuda/rows/row_distribution.cu kernels/cuda/rows/row_statistics.cu kernels/cuda/rows/finish_rows.cu
+// kernels/cuda/rows/row_gradient.cu
 
 #include <cuda_fp16.h>
 
 #include <cstring>
 
 #include "bench.cuh"
-#include "kernels/cuda/row_passes.h"
+#include "kernels/cuda/rows/row_passes.h"
 
 namespace {
 

@@ -3,7 +3,7 @@
 #ifndef HEADWATER_KERNELS_LAB_FINISH_CHECKS_CUH_
 #define HEADWATER_KERNELS_LAB_FINISH_CHECKS_CUH_
 
-#include "kernels/cuda/finish.h"
+#include "kernels/cuda/rows/finish.h"
 #include "stored.cuh"
 
 namespace headwater::lab {

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/core/dither.h"
+#include "kernels/core/loss/dither.h"
 #include "kernels/reference/storage.h"
 
 namespace headwater::reference {

@@ -15,9 +15,9 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "kernels/core/engine_options_check.h"
-#include "server/group/rank.h"
-#include "server/group/rank_codec.h"
-#include "server/group/remote_engine.h"
+#include "server/group/ranks/rank.h"
+#include "server/group/ranks/rank_codec.h"
+#include "server/group/ranks/remote_engine.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
 

@@ -14,8 +14,8 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
-#include "server/group/rank.h"
-#include "server/group/rank_threads.h"
+#include "server/group/ranks/rank.h"
+#include "server/group/ranks/rank_threads.h"
 
 namespace headwater::group {
 

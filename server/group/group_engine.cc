@@ -20,7 +20,7 @@
 #include "kernels/core/shard_layout.h"
 #include "server/group/call_memory.h"
 #include "server/group/group_flow.h"
-#include "server/group/rank.h"
+#include "server/group/ranks/rank.h"
 
 namespace headwater::group {
 namespace {

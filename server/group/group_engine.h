@@ -17,7 +17,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "server/group/group_core.h"
-#include "server/group/rank_loads.h"
+#include "server/group/ranks/rank_loads.h"
 
 namespace headwater::group {
 

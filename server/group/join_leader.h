@@ -6,7 +6,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
-#include "server/group/rank_worker.h"
+#include "server/group/ranks/rank_worker.h"
 
 namespace headwater::group {
 

@@ -8,7 +8,7 @@
 #include "headwater/kernels/device_group_id.h"
 #include "server/group/engines_together.h"
 #include "server/group/group_engine.h"
-#include "server/group/rank.h"
+#include "server/group/ranks/rank.h"
 
 namespace headwater::group {
 

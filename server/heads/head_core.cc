@@ -5,8 +5,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "server/heads/commit_arguments.h"
 #include "server/heads/head.h"
+#include "server/heads/steps/commit_arguments.h"
 
 namespace headwater::heads {
 namespace {

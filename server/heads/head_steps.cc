@@ -5,9 +5,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
-#include "server/heads/apply_arguments.h"
 #include "server/heads/head.h"
 #include "server/heads/head_core.h"
+#include "server/heads/steps/apply_arguments.h"
 
 namespace headwater::heads {
 namespace {

@@ -10,8 +10,8 @@
 #include "headwater/kernels/error.h"
 #include "server/group/group_assembly.h"
 #include "server/guard/stream_watchdog.h"
+#include "server/service/loss/stream_io.h"
 #include "server/service/server_core.h"
-#include "server/service/stream_io.h"
 
 namespace headwater::service {
 

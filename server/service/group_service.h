@@ -3,7 +3,7 @@
 #define HEADWATER_SERVER_SERVICE_GROUP_SERVICE_H_
 
 #include "headwater/v1/group_service.grpc.pb.h"
-#include "server/service/rpc_scope.h"
+#include "server/service/call/rpc_scope.h"
 
 namespace headwater::service {
 

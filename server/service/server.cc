@@ -23,14 +23,14 @@
 #include "server/guard/foreign_rpc_guard.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/service/access_table.h"
+#include "server/service/access/access_table.h"
+#include "server/service/access/listen_address.h"
+#include "server/service/access/tls.h"
 #include "server/service/group_service.h"
-#include "server/service/head_service.h"
-#include "server/service/listen_address.h"
-#include "server/service/loss_service.h"
+#include "server/service/head/head_service.h"
+#include "server/service/loss/loss_service.h"
 #include "server/service/server_core.h"
 #include "server/service/session_service.h"
-#include "server/service/tls.h"
 
 namespace headwater::service {
 namespace {

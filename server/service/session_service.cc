@@ -8,12 +8,12 @@
 
 #include "headwater/kernels/error.h"
 #include "server/observability/logging.h"
-#include "server/service/canonical_header.h"
-#include "server/service/field_check.h"
-#include "server/service/head_request.h"
-#include "server/service/proto_encoding.h"
-#include "server/service/rpc_scope.h"
-#include "server/service/unary_call.h"
+#include "server/service/call/rpc_scope.h"
+#include "server/service/call/unary_call.h"
+#include "server/service/request/canonical_header.h"
+#include "server/service/request/field_check.h"
+#include "server/service/request/head_request.h"
+#include "server/service/request/proto_encoding.h"
 
 namespace headwater::service {
 namespace {

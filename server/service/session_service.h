@@ -3,7 +3,7 @@
 #define HEADWATER_SERVER_SERVICE_SESSION_SERVICE_H_
 
 #include "headwater/v1/session_service.grpc.pb.h"
-#include "server/service/rpc_scope.h"
+#include "server/service/call/rpc_scope.h"
 #include "server/service/server_core.h"
 
 namespace headwater::service {

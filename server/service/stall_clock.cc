@@ -7,7 +7,7 @@
 #include "headwater/kernels/error.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/service/call_label.h"
+#include "server/service/call/call_label.h"
 
 namespace headwater::service {
 namespace {

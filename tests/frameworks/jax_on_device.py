@@ -53,7 +53,7 @@ class Host:
 
 
 class FakeDriver:
-    """tests/e2e/cpp/fake_cuda_driver.cc, for this process: what asks for libcuda.so.1 gets it."""
+    """tests/e2e/cpp/support/fake_cuda_driver.cc, for this process: what asks for libcuda.so.1 gets it."""
 
     def __init__(self):
         path = Path(os.environ["HEADWATER_BUILD_DIR"], "tests/fake_cuda_driver/libcuda.so.1")

@@ -48,7 +48,7 @@ endforeach()
 headwater_test(fuzz_leak_check_test LABELS unit SOURCES leak_check_test.cc DEPS headwater_fuzz_leak_check)
 if(TARGET fuzz_algorithm_cache_test)
   # Of the CUDA engine, which is not built everywhere.
-  target_sources(fuzz_algorithm_cache_test PRIVATE ${PROJECT_SOURCE_DIR}/kernels/cuda/algorithm_cache.cc)
+  target_sources(fuzz_algorithm_cache_test PRIVATE ${PROJECT_SOURCE_DIR}/kernels/cuda/products/algorithm_cache.cc)
 endif()
 
 # libFuzzer for the whole server, in gcc's build of it too. Built only when asked for.
@@ -58,7 +58,7 @@ if(EXISTS "${fuzz_runtime}")
   add_custom_command(
     OUTPUT ${planted}
     COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/plant.py rpc_sequence ${planted}
-    DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/plant.py ${PROJECT_SOURCE_DIR}/server/service/upload_store.cc
+    DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/plant.py ${PROJECT_SOURCE_DIR}/server/service/head/upload_store.cc
     VERBATIM)
   add_library(fuzz_rpc_sequence_objects OBJECT EXCLUDE_FROM_ALL targets/rpc_sequence.cc support/sequence_mutator.cc)
   target_link_libraries(fuzz_rpc_sequence_objects PRIVATE headwater_build_flags headwater_fuzz_sequence)

@@ -12,7 +12,7 @@ set(parser_sources
   ${product}/kernels/core/loss_options.cc
   ${product}/kernels/core/planned_bytes.cc
   ${product}/kernels/core/types.cc
-  ${product}/kernels/cuda/algorithm_cache.cc
+  ${product}/kernels/cuda/products/algorithm_cache.cc
   ${product}/proto/headwater/v1/row_chunk_wire.cc
   ${product}/proto/headwater/v1/term_codec.cc
   ${product}/server/checkpoint/checkpoint_store.cc
@@ -32,13 +32,13 @@ set(parser_sources
   ${product}/server/observability/logging.cc
   ${product}/server/scheduler/repeated_task.cc
   ${product}/server/scheduler/waiting.cc
-  ${product}/server/service/canonical_header.cc
-  ${product}/server/service/chunk_codec.cc
-  ${product}/server/service/field_check.cc
-  ${product}/server/service/head_request.cc
-  ${product}/server/service/loss_request.cc
-  ${product}/server/service/tensor_field.cc
-  ${product}/server/service/token_file.cc
+  ${product}/server/service/request/canonical_header.cc
+  ${product}/server/service/request/chunk_codec.cc
+  ${product}/server/service/request/field_check.cc
+  ${product}/server/service/request/head_request.cc
+  ${product}/server/service/request/loss_request.cc
+  ${product}/server/service/request/tensor_field.cc
+  ${product}/server/service/access/token_file.cc
   ${product}/server/transport/descriptor_socket.cc
   ${product}/server/transport/region.cc
   ${product}/server/transport/region_registry.cc

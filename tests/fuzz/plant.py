@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUGS = {
     # Takes algorithms of more words than there are.
     "algorithm_cache": (
-        "kernels/cuda/algorithm_cache.cc",
+        "kernels/cuda/products/algorithm_cache.cc",
         "value.size() != words->size()",
         "value.size() < words->size()",
     ),
@@ -45,13 +45,13 @@ BUGS = {
     "names": ("server/heads/head_name.cc", "id.size() > kMaxIdLength", "id.size() > kMaxIdLength + 1"),
     # Takes a term that ends after the micro-batch.
     "request": (
-        "server/service/loss_request.cc",
+        "server/service/request/loss_request.cc",
         "micro_batch_rows == 0 ? 0 : 1, rows_left)",
         "micro_batch_rows == 0 ? 0 : 1, micro_batch_rows)",
     ),
     # Keeps what a client that went away had begun to upload, when the head is gone.
     "rpc_sequence": (
-        "server/service/upload_store.cc",
+        "server/service/head/upload_store.cc",
         "{ return upload->head.expired(); }",
         "{ return upload->head.expired() && upload->busy; }",
     ),
@@ -65,7 +65,7 @@ BUGS = {
     ),
     # Takes a pattern's stars at its end for one.
     "token_file": (
-        "server/service/token_file.cc",
+        "server/service/access/token_file.cc",
         "while (p < pattern.size() && pattern[p] == '*') ++p;",
         "if (p < pattern.size() && pattern[p] == '*') ++p;",
     ),

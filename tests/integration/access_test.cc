@@ -21,11 +21,11 @@
 #include "headwater/v1/head_service.grpc.pb.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
 #include "headwater/v1/session_service.grpc.pb.h"
-#include "server/service/access_table.h"
-#include "server/service/token_file.h"
-#include "tests/integration/access_fixture.h"
-#include "tests/integration/raw_call.h"
-#include "tests/integration/wire_server.h"
+#include "server/service/access/access_table.h"
+#include "server/service/access/token_file.h"
+#include "tests/integration/support/access_fixture.h"
+#include "tests/integration/support/raw_call.h"
+#include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
 namespace {

@@ -18,8 +18,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "headwater/kernels/error.h"
-#include "tests/integration/bad_values.h"
-#include "tests/integration/wire_server.h"
+#include "tests/integration/support/bad_values.h"
+#include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
 namespace {

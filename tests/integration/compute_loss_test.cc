@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "kernels/reference/loss_reference.h"
-#include "tests/integration/wire_server.h"
+#include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
 namespace {

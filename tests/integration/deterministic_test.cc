@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "tests/integration/transaction_fixture.h"
+#include "tests/integration/transactions/transaction_fixture.h"
 
 namespace headwater::testing {
 namespace {

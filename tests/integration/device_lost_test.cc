@@ -8,8 +8,8 @@
 #include <thread>
 
 #include "headwater/kernels/error.h"
-#include "tests/integration/raw_call.h"
-#include "tests/integration/wire_server.h"
+#include "tests/integration/support/raw_call.h"
+#include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
 namespace {

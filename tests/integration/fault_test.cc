@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "tests/integration/open_stream.h"
-#include "tests/integration/wire_server.h"
+#include "tests/integration/support/open_stream.h"
+#include "tests/integration/support/wire_server.h"
 
 extern char** environ;
 

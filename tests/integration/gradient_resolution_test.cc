@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/integration/wire_server.h"
+#include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
 namespace {

@@ -15,9 +15,9 @@
 #include "server/group/join_leader.h"
 #include "server/service/server.h"
 #include "server/service/server_core.h"
-#include "tests/integration/access_fixture.h"
-#include "tests/integration/test_certificates.h"
-#include "tests/integration/wire_server.h"
+#include "tests/integration/support/access_fixture.h"
+#include "tests/integration/support/test_certificates.h"
+#include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
 namespace {

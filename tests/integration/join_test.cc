@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/transport/pinned_pool.h"
-#include "tests/integration/wire_server.h"
+#include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
 namespace {

@@ -11,7 +11,7 @@
 
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "tests/integration/transaction_fixture.h"
+#include "tests/integration/transactions/transaction_fixture.h"
 
 namespace headwater::testing {
 namespace {

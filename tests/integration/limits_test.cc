@@ -10,10 +10,10 @@
 #include <thread>
 #include <vector>
 
-#include "tests/integration/http2_client.h"
-#include "tests/integration/open_stream.h"
-#include "tests/integration/raw_call.h"
-#include "tests/integration/wire_server.h"
+#include "tests/integration/support/http2_client.h"
+#include "tests/integration/support/open_stream.h"
+#include "tests/integration/support/raw_call.h"
+#include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
 namespace {

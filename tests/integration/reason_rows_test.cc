@@ -17,7 +17,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
-#include "tests/integration/transaction_harness.h"
+#include "tests/integration/transactions/transaction_harness.h"
 
 namespace {
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "tests/integration/wire_server.h"
+#include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
 namespace {

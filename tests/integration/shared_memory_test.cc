@@ -18,7 +18,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/transport/file_descriptor.h"
-#include "tests/integration/transaction_fixture.h"
+#include "tests/integration/transactions/transaction_fixture.h"
 #include "tests/unit/transport/descriptor_peer.h"
 #include "tests/unit/transport/region_memory.h"
 

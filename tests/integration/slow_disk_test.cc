@@ -10,8 +10,8 @@
 #include <string>
 #include <thread>
 
-#include "tests/integration/hanging_disk.h"
-#include "tests/integration/transaction_fixture.h"
+#include "tests/integration/support/hanging_disk.h"
+#include "tests/integration/transactions/transaction_fixture.h"
 
 namespace headwater::testing {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "tests/integration/transaction_fixture.h"
+#include "tests/integration/transactions/transaction_fixture.h"
 
 namespace headwater::testing {
 namespace {

@@ -13,8 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "tests/integration/hanging_disk.h"
-#include "tests/integration/wire_server.h"
+#include "tests/integration/support/hanging_disk.h"
+#include "tests/integration/support/wire_server.h"
 
 namespace {
 

@@ -8,8 +8,8 @@
 
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
-#include "tests/kernels/comparison.h"
-#include "tests/kernels/extreme_values.h"
+#include "tests/kernels/support/comparison.h"
+#include "tests/kernels/support/extreme_values.h"
 
 namespace headwater::testing {
 namespace {

@@ -9,11 +9,11 @@
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/product_rate.h"
-#include "kernels/core/dither.h"
-#include "kernels/cpu/bfloat16_products.h"
+#include "kernels/core/loss/dither.h"
+#include "kernels/cpu/products/bfloat16_products.h"
 #include "kernels/reference/storage.h"
-#include "tests/kernels/comparison.h"
-#include "tests/kernels/kernel_suite.h"
+#include "tests/kernels/support/comparison.h"
+#include "tests/kernels/support/kernel_suite.h"
 
 namespace headwater::testing {
 namespace {

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "tests/kernels/comparison.h"
-#include "tests/kernels/kernel_suite.h"
-#include "tests/kernels/plain_computation.h"
+#include "tests/kernels/support/comparison.h"
+#include "tests/kernels/support/kernel_suite.h"
+#include "tests/kernels/support/plain_computation.h"
 
 namespace headwater::testing {
 namespace {

@@ -9,7 +9,7 @@
 #include "headwater/kernels/error.h"
 #include "kernels/reference/optimizer_reference.h"
 #include "kernels/reference/storage.h"
-#include "tests/kernels/comparison.h"
+#include "tests/kernels/support/comparison.h"
 
 namespace headwater::testing {
 namespace {

@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "tests/kernels/comparison.h"
-#include "tests/kernels/kernel_suite.h"
+#include "tests/kernels/support/comparison.h"
+#include "tests/kernels/support/kernel_suite.h"
 
 namespace headwater::testing {
 namespace {

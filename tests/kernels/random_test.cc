@@ -6,7 +6,7 @@
 #include <string>
 
 #include "gtest/gtest.h"
-#include "tests/kernels/comparison.h"
+#include "tests/kernels/support/comparison.h"
 
 namespace headwater::testing {
 namespace {

@@ -7,8 +7,8 @@
 #include "kernels/reference/loss_reference.h"
 #include "kernels/reference/optimizer_reference.h"
 #include "kernels/reference/storage.h"
-#include "tests/kernels/error_measure.h"
-#include "tests/kernels/problem.h"
+#include "tests/kernels/support/error_measure.h"
+#include "tests/kernels/support/problem.h"
 
 namespace headwater::testing {
 namespace {

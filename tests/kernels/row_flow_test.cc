@@ -18,8 +18,8 @@
 #include "gtest/gtest.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
-#include "tests/kernels/comparison.h"
-#include "tests/kernels/kernel_suite.h"
+#include "tests/kernels/support/comparison.h"
+#include "tests/kernels/support/kernel_suite.h"
 
 namespace headwater::testing {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
-#include "tests/kernels/comparison.h"
+#include "tests/kernels/support/comparison.h"
 
 namespace headwater::testing {
 namespace {

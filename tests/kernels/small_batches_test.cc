@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "tests/kernels/comparison.h"
-#include "tests/kernels/plain_computation.h"
+#include "tests/kernels/support/comparison.h"
+#include "tests/kernels/support/plain_computation.h"
 
 namespace headwater::testing {
 namespace {

@@ -20,10 +20,10 @@ WALL_CLOCK_FILES = {
     "server/observability/metrics.cc",
     "server/observability/monotonic_clock.h",
     "server/observability/trace_writer.cc",
-    "server/service/rpc_scope.cc",
+    "server/service/call/rpc_scope.cc",
     "server/service/server_parts.cc",
     "server/checkpoint/checkpoint_store.cc",
-    "server/service/tls.cc",
+    "server/service/access/tls.cc",
 }
 
 

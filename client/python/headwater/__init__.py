@@ -40,9 +40,9 @@ from headwater._errors import (
 )
 from headwater._futures import Future as Future
 from headwater._head import Head as Head
+from headwater._loss._teacher import Teacher as Teacher
+from headwater._loss._terms import JOIN as JOIN, JSD as JSD, CrossEntropy as CrossEntropy, TopKTeacher as TopKTeacher
 from headwater._recovery import StateFiles as StateFiles, StateStore as StateStore, train as train
-from headwater._teacher import Teacher as Teacher
-from headwater._terms import JOIN as JOIN, JSD as JSD, CrossEntropy as CrossEntropy, TopKTeacher as TopKTeacher
 from headwater._types import (
     SGD as SGD,
     TLS as TLS,

@@ -13,11 +13,11 @@ from headwater import _arrays, _wire
 from headwater._errors import HeadwaterError, invalid_argument, make_error, must_be, refused, wrong_shape
 from headwater._futures import as_future
 from headwater._head import Head
+from headwater._loss._requests import check_bool, check_choice
+from headwater._loss._teacher import Teacher
+from headwater._loss._terms import Handle
 from headwater._messages import head_info, head_spec_message
 from headwater._remote import RemoteBackend
-from headwater._requests import check_bool, check_choice
-from headwater._teacher import Teacher
-from headwater._terms import Handle
 from headwater._types import SGD, AdamW, HeadInfo, HeadSpec, ServerInfo, check_integer, check_number
 
 # Bounds every call that does not bring its own `timeout_s`, in seconds.
@@ -399,7 +399,7 @@ def _check_no_embedding(weight: Any) -> None:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(weight, torch.nn.Parameter):
         return
-    from headwater._torch_modules import embedding_of
+    from headwater._model_files._torch_modules import embedding_of
 
     if embedding_of(weight) is not None:
         raise refused(

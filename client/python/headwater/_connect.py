@@ -9,8 +9,8 @@ from typing import Any
 
 from headwater._client import DEFAULT_TIMEOUT_S, Client, check_tenant
 from headwater._errors import InvalidArgumentError, invalid_argument, must_be
+from headwater._loss._requests import check_bool, check_choice
 from headwater._remote import RemoteBackend
-from headwater._requests import check_bool, check_choice
 from headwater._types import DEFAULT_RETRIES, TLS, RetryPolicy, check_integer, check_number
 
 _TRANSPORTS = ("auto", "grpc", "shared_memory", "cuda_ipc")

@@ -8,15 +8,16 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from headwater import _arrays, _requests
+from headwater import _arrays
 from headwater._arrays import HostArray
 from headwater._errors import HeadwaterError, checkpoints_in, invalid_argument, make_error, refused, wrong_shape, wrong_type
-from headwater._export import export
 from headwater._futures import as_future
-from headwater._losses import HeadLosses
+from headwater._loss import _requests
+from headwater._loss._losses import HeadLosses
+from headwater._loss._requests import Expected, Progress, StepKey
 from headwater._messages import checkpoint_info, expected_message, head_info, head_step, read, step_of, step_result
+from headwater._model_files._export import export
 from headwater._remote import RemoteBackend
-from headwater._requests import Expected, Progress, StepKey
 from headwater._types import (
     OPTIMIZER_SETTINGS,
     ApplyResult,

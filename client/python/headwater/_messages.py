@@ -11,7 +11,7 @@ import numpy as np
 
 from headwater import _arrays, _wire
 from headwater._errors import invalid_argument
-from headwater._requests import (
+from headwater._loss._requests import (
     FACTORS,
     TOKEN_OUTPUTS,
     ComputeRequest,

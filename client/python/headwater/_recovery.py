@@ -23,8 +23,8 @@ from headwater._errors import (
     must_be,
     refused,
 )
-from headwater._files import replacing
 from headwater._head import Head
+from headwater._model_files._files import replacing
 from headwater._types import check_integer, check_number
 
 R = TypeVar("R")

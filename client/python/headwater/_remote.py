@@ -15,6 +15,7 @@ from headwater._arrays import HostArray
 from headwater._core import NO_TENSORS, Connection, Tensors
 from headwater._errors import HeadwaterError, make_error, warn
 from headwater._futures import Cancel, Done, Executors
+from headwater._loss._requests import ComputeRequest, JoinedRows, Progress, StepKey
 from headwater._memory import Block, BlockPool, DeviceArray, PrivateRows, Rows, one_stream, ordinary_block
 from headwater._messages import (
     TENSORS,
@@ -27,7 +28,6 @@ from headwater._messages import (
     summary_fields,
     teacher_header,
 )
-from headwater._requests import ComputeRequest, JoinedRows, Progress, StepKey
 from headwater._types import Device, HeadInfo, HeadSpec, ServerInfo
 
 # grpc.health.v1, by hand: HealthCheckResponse is one enum, field 1.

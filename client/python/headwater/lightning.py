@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from headwater._errors import option_refused
-from headwater._requests import DEFAULT_IGNORE_INDEX
+from headwater._loss._requests import DEFAULT_IGNORE_INDEX
 from headwater.torch._joint_step import JointStep
 from headwater.torch._optimizers import follow_optimizer, known_optimizer
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, attach_remote

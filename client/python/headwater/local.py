@@ -23,7 +23,7 @@ from typing import Any
 import headwater
 from headwater._client import DEFAULT_TIMEOUT_S, Client
 from headwater._errors import HeadwaterError, UnavailableError, invalid_argument, make_error, must_be, wrong_shape
-from headwater._requests import check_bool
+from headwater._loss._requests import check_bool
 from headwater._types import check_integer
 
 __all__ = ["connect"]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from headwater._errors import option_refused
-from headwater._micro_batches import distributed_place
+from headwater._loss._micro_batches import distributed_place
 from headwater._types import SGD, AdamW
 from headwater.torch._joint_step import Wrapped, WrappedStep
 from headwater.torch._layer_head import LayerHead

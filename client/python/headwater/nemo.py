@@ -20,7 +20,7 @@ from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 from nemo_automodel.components.training import utils as training_utils
 
 from headwater._errors import option_refused
-from headwater._micro_batches import distributed_place
+from headwater._loss._micro_batches import distributed_place
 from headwater.torch._layer_head import LayerHead, refuse_unknown
 from headwater.torch._remote_head import HeadwaterConfig
 from headwater.torch._trained_layer import TrainedLayer, train_with_holder

@@ -27,12 +27,13 @@ from typing import Any
 
 import numpy as np
 
-from headwater import _arrays, _safetensors
+from headwater import _arrays
 from headwater._arrays import HostArray
 from headwater._errors import invalid_argument, make_error, must_be, refused, wrong_shape
-from headwater._files import replace_file
 from headwater._head import Head
-from headwater._requests import check_bool
+from headwater._loss._requests import check_bool
+from headwater._model_files import _safetensors
+from headwater._model_files._files import replace_file
 from headwater._types import check_integer
 
 __all__ = ["Reader", "Writer"]

@@ -26,10 +26,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headwater import _arrays, _safetensors
+from headwater import _arrays
 from headwater._arrays import HostArray
 from headwater._errors import invalid_argument, make_error, refused
-from headwater._final_norm import final_norm
+from headwater._model_files import _safetensors
+from headwater._model_files._final_norm import final_norm
 from headwater.teachers import Writer
 
 __all__ = ["final_norm", "read", "store"]

@@ -1,4 +1,4 @@
-// Dithering (kernels/core/dither.h) of eight bf16 entries at once, in 20 instructions an entry and without a branch on any.
+// Dithering (kernels/core/loss/dither.h) of eight bf16 entries at once, in 20 instructions an entry and without a branch on any.
 //
 // A pair of columns shares a hash, 16 bits of which are an entry's draw. They leave one entry of 65536 undecided: all eight of its
 // chunk then go through DitherSurvives().
@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "kernels/core/dither.h"
+#include "kernels/core/loss/dither.h"
 
 namespace headwater::cuda {
 

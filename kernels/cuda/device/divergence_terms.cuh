@@ -15,7 +15,7 @@
 #include "kernels/cuda/device/cluster_row.cuh"
 #include "kernels/cuda/device/exact_entries.cuh"
 #include "kernels/cuda/device/row_math.cuh"
-#include "kernels/cuda/row_passes.h"
+#include "kernels/cuda/rows/row_passes.h"
 
 namespace headwater::cuda::divergence_row {
 

@@ -10,7 +10,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/device/row_math.cuh"
-#include "kernels/cuda/row_passes.h"
+#include "kernels/cuda/rows/row_passes.h"
 
 namespace headwater::cuda::row_block {
 

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "kernels/core/row_loss.h"
-#include "kernels/cuda/row_passes.h"
+#include "kernels/core/loss/row_loss.h"
+#include "kernels/cuda/rows/row_passes.h"
 
 namespace headwater::cuda::row_factors {
 

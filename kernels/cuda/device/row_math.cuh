@@ -15,7 +15,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kernels/core/row_loss.h"
+#include "kernels/core/loss/row_loss.h"
 
 #ifdef __CUDACC__
 #define HEADWATER_ROW_MATH __host__ __device__ __forceinline__

@@ -1,6 +1,6 @@
 #include "tests/bench/common/cuda_floor.h"
 
-#include "tests/kernels/cuda_fp64.h"
+#include "tests/kernels/cuda/cuda_fp64.h"
 
 namespace headwater::bench {
 

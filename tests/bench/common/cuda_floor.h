@@ -9,8 +9,8 @@
 #include <memory>
 #include <vector>
 
-#include "tests/kernels/blas_product.h"
-#include "tests/kernels/cuda_support.h"
+#include "tests/kernels/cuda/cuda_support.h"
+#include "tests/kernels/support/blas_product.h"
 
 namespace headwater::bench {
 

@@ -26,7 +26,7 @@
 
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/product_rate.h"
-#include "kernels/cpu/bfloat16_products.h"
+#include "kernels/cpu/products/bfloat16_products.h"
 #include "kernels/cpu/thread_pool.h"
 #include "tests/bench/common/statistics.h"
 #include "tests/bench/engine/bench_support.h"

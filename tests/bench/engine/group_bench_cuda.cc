@@ -31,10 +31,10 @@
 #include "headwater/kernels/engine.h"
 #include "tests/bench/common/alternating_blocks.h"
 #include "tests/bench/common/flags.h"
-#include "tests/kernels/cuda_fp64.h"
-#include "tests/kernels/cuda_group.h"
-#include "tests/kernels/cuda_problem.h"
-#include "tests/kernels/figure_file.h"
+#include "tests/kernels/cuda/cuda_fp64.h"
+#include "tests/kernels/cuda/cuda_group.h"
+#include "tests/kernels/cuda/cuda_problem.h"
+#include "tests/kernels/support/figure_file.h"
 
 namespace headwater::bench {
 namespace {

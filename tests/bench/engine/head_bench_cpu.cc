@@ -9,7 +9,7 @@
 
 #include "headwater/kernels/engine.h"
 #include "server/heads/head.h"
-#include "server/heads/submit.h"
+#include "server/heads/steps/submit.h"
 #include "tests/bench/common/statistics.h"
 #include "tests/bench/engine/bench_support.h"
 

@@ -34,7 +34,7 @@
 #include "tests/bench/common/card_monitor.h"
 #include "tests/bench/common/cuda_floor.h"
 #include "tests/bench/common/flags.h"
-#include "tests/kernels/cuda_problem.h"
+#include "tests/kernels/cuda/cuda_problem.h"
 
 namespace headwater::bench {
 namespace {

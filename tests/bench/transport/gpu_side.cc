@@ -7,7 +7,7 @@
 
 #include "tests/bench/common/cuda_floor.h"
 #include "tests/bench/transport/local_side.h"
-#include "tests/kernels/cuda_support.h"
+#include "tests/kernels/cuda/cuda_support.h"
 
 namespace headwater::bench {
 namespace {

@@ -13,7 +13,7 @@
 #include "headwater/client/client.h"
 #include "tests/bench/transport/local_side.h"
 #include "tests/bench/transport/settings.h"
-#include "tests/e2e/cpp/child_process.h"
+#include "tests/e2e/cpp/support/child_process.h"
 
 namespace headwater::bench {
 

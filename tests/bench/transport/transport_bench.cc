@@ -27,7 +27,7 @@
 #include "tests/bench/transport/remote_side.h"
 #include "tests/bench/transport/settings.h"
 #include "tests/bench/transport/worker.h"
-#include "tests/kernels/figure_file.h"
+#include "tests/kernels/support/figure_file.h"
 
 namespace headwater::bench {
 namespace {

@@ -26,8 +26,8 @@
 #include "headwater/v1/head_service.grpc.pb.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
 #include "tests/bench/common/flags.h"
-#include "tests/e2e/cpp/server_process.h"
-#include "tests/kernels/figure_file.h"
+#include "tests/e2e/cpp/support/server_process.h"
+#include "tests/kernels/support/figure_file.h"
 
 namespace headwater::bench {
 namespace {

@@ -10,9 +10,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/client/client.h"
-#include "tests/e2e/cpp/server_process.h"
-#include "tests/e2e/cpp/test_tensors.h"
-#include "tests/integration/test_certificates.h"
+#include "tests/e2e/cpp/support/server_process.h"
+#include "tests/e2e/cpp/support/test_tensors.h"
+#include "tests/integration/support/test_certificates.h"
 
 namespace headwater::e2e {
 namespace {

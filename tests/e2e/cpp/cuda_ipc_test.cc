@@ -23,11 +23,11 @@
 #include "headwater/client/client.h"
 #include "headwater/client/error.h"
 #include "headwater/v1/session_service.grpc.pb.h"
-#include "tests/e2e/cpp/child_process.h"
-#include "tests/e2e/cpp/loss_header.h"
-#include "tests/e2e/cpp/placed_call.h"
-#include "tests/e2e/cpp/server_process.h"
-#include "tests/e2e/cpp/test_tensors.h"
+#include "tests/e2e/cpp/support/child_process.h"
+#include "tests/e2e/cpp/support/loss_header.h"
+#include "tests/e2e/cpp/support/placed_call.h"
+#include "tests/e2e/cpp/support/server_process.h"
+#include "tests/e2e/cpp/support/test_tensors.h"
 
 namespace headwater::e2e {
 namespace {

@@ -1,5 +1,5 @@
 // headwaterd with the CUDA engine's module: how it is found and chosen, and how the process ends when the device is lost. A
-// stand-in for the module (tests/integration/fake_cuda_module.cc) makes this possible without a GPU.
+// stand-in for the module (tests/integration/support/fake_cuda_module.cc) makes this possible without a GPU.
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "headwater/client/client.h"
-#include "tests/e2e/cpp/server_process.h"
-#include "tests/e2e/cpp/test_tensors.h"
+#include "tests/e2e/cpp/support/server_process.h"
+#include "tests/e2e/cpp/support/test_tensors.h"
 
 namespace headwater::e2e {
 namespace {

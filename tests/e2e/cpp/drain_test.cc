@@ -1,7 +1,7 @@
 // SIGTERM while an optimizer step is being applied: one shard has the new weights, the other has not. The step is whole all the
 // same: applied, answered and saved if the drain waits for it; not there at all if it does not.
 //
-// The engine is the stand-in for the CUDA module (tests/integration/fake_cuda_module.cc), which can be held at that point.
+// The engine is the stand-in for the CUDA module (tests/integration/support/fake_cuda_module.cc), which can be held at that point.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "headwater/client/client.h"
-#include "tests/e2e/cpp/await.h"
-#include "tests/e2e/cpp/server_process.h"
-#include "tests/e2e/cpp/test_tensors.h"
+#include "tests/e2e/cpp/support/await.h"
+#include "tests/e2e/cpp/support/server_process.h"
+#include "tests/e2e/cpp/support/test_tensors.h"
 
 namespace headwater::e2e {
 namespace {

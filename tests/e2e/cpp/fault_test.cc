@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "headwater/client/client.h"
-#include "tests/e2e/cpp/server_process.h"
-#include "tests/e2e/cpp/test_tensors.h"
+#include "tests/e2e/cpp/support/server_process.h"
+#include "tests/e2e/cpp/support/test_tensors.h"
 
 namespace headwater::e2e {
 namespace {

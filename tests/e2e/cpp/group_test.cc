@@ -23,11 +23,11 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "headwater/client/client.h"
-#include "tests/e2e/cpp/await.h"
-#include "tests/e2e/cpp/fp64_head.h"
-#include "tests/e2e/cpp/halting_link.h"
-#include "tests/e2e/cpp/server_process.h"
-#include "tests/e2e/cpp/test_tensors.h"
+#include "tests/e2e/cpp/support/await.h"
+#include "tests/e2e/cpp/support/fp64_head.h"
+#include "tests/e2e/cpp/support/halting_link.h"
+#include "tests/e2e/cpp/support/server_process.h"
+#include "tests/e2e/cpp/support/test_tensors.h"
 
 namespace headwater::e2e {
 namespace {

@@ -13,9 +13,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "headwater/client/client.h"
-#include "tests/e2e/cpp/await.h"
-#include "tests/e2e/cpp/server_process.h"
-#include "tests/e2e/cpp/test_tensors.h"
+#include "tests/e2e/cpp/support/await.h"
+#include "tests/e2e/cpp/support/server_process.h"
+#include "tests/e2e/cpp/support/test_tensors.h"
 
 namespace headwater::e2e {
 namespace {

@@ -2,7 +2,8 @@
 // of each service, and by `headwaterctl health`, whose exit status a probe with a command goes by. The table is in
 // docs/operations.md.
 //
-// The engine is the stand-in for the CUDA module (tests/integration/fake_cuda_module.cc), which can be held, lost and stuck.
+// The engine is the stand-in for the CUDA module (tests/integration/support/fake_cuda_module.cc), which can be held, lost and
+// stuck.
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -16,11 +17,11 @@
 #include <vector>
 
 #include "headwater/client/client.h"
-#include "tests/e2e/cpp/await.h"
-#include "tests/e2e/cpp/child_process.h"
-#include "tests/e2e/cpp/server_process.h"
-#include "tests/e2e/cpp/test_tensors.h"
-#include "tests/integration/raw_call.h"
+#include "tests/e2e/cpp/support/await.h"
+#include "tests/e2e/cpp/support/child_process.h"
+#include "tests/e2e/cpp/support/server_process.h"
+#include "tests/e2e/cpp/support/test_tensors.h"
+#include "tests/integration/support/raw_call.h"
 
 namespace headwater::e2e {
 namespace {

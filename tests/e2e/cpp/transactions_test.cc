@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "headwater/client/client.h"
-#include "tests/e2e/cpp/fp64_head.h"
-#include "tests/e2e/cpp/server_process.h"
-#include "tests/e2e/cpp/test_tensors.h"
+#include "tests/e2e/cpp/support/fp64_head.h"
+#include "tests/e2e/cpp/support/server_process.h"
+#include "tests/e2e/cpp/support/test_tensors.h"
 
 namespace headwater::e2e {
 namespace {

@@ -21,8 +21,8 @@
 #include "client/core/rows/memory/memory_paths.h"
 #include "headwater/client/client.h"
 #include "headwater/client/error.h"
-#include "tests/e2e/cpp/server_process.h"
-#include "tests/e2e/cpp/test_tensors.h"
+#include "tests/e2e/cpp/support/server_process.h"
+#include "tests/e2e/cpp/support/test_tensors.h"
 
 namespace headwater::e2e {
 namespace {

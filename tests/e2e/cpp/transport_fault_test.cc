@@ -17,9 +17,9 @@
 
 #include "client/core/rows/memory/device_memory.h"
 #include "headwater/client/client.h"
-#include "tests/e2e/cpp/await.h"
-#include "tests/e2e/cpp/server_process.h"
-#include "tests/e2e/cpp/test_tensors.h"
+#include "tests/e2e/cpp/support/await.h"
+#include "tests/e2e/cpp/support/server_process.h"
+#include "tests/e2e/cpp/support/test_tensors.h"
 
 namespace headwater::e2e {
 namespace {

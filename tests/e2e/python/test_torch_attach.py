@@ -9,7 +9,7 @@ from expectations import refused
 
 import headwater
 import headwater.torch
-from headwater._torch_modules import embedding_of
+from headwater._model_files._torch_modules import embedding_of
 
 VOCAB_SIZE, HIDDEN_SIZE = 16, 8
 

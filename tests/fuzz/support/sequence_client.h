@@ -14,7 +14,7 @@
 #include "tests/fuzz/fuzz.pb.h"
 #include "tests/fuzz/support/acknowledged.h"
 #include "tests/fuzz/support/known_state.h"
-#include "tests/integration/wire_server.h"
+#include "tests/integration/support/wire_server.h"
 
 namespace headwater::fuzz {
 

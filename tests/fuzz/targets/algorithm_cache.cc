@@ -1,6 +1,6 @@
 // The file that keeps what a search for algorithms found. Input: the file. One that is not as it should be counts as empty, as a
 // whole; what is taken from one that is stays through the next Put().
-#include "kernels/cuda/algorithm_cache.h"
+#include "kernels/cuda/products/algorithm_cache.h"
 
 #include <algorithm>
 #include <fstream>

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "headwater/v1/loss_service.pb.h"
-#include "server/service/chunk_codec.h"
+#include "server/service/request/chunk_codec.h"
 #include "tests/fuzz/support/check.h"
 #include "tests/fuzz/support/slices.h"
 #include "tests/fuzz/support/target.h"

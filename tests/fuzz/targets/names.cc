@@ -3,7 +3,7 @@
 
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/heads/head_name.h"
-#include "server/service/field_check.h"
+#include "server/service/request/field_check.h"
 #include "server/transport/region_registry.h"
 #include "tests/fuzz/support/check.h"
 #include "tests/fuzz/support/target.h"

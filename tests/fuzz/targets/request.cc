@@ -5,9 +5,9 @@
 #include <string>
 #include <utility>
 
-#include "server/service/canonical_header.h"
-#include "server/service/head_request.h"
-#include "server/service/loss_request.h"
+#include "server/service/request/canonical_header.h"
+#include "server/service/request/head_request.h"
+#include "server/service/request/loss_request.h"
 #include "tests/fuzz/fuzz.pb.h"
 #include "tests/fuzz/support/check.h"
 #include "tests/fuzz/support/message_input.h"

@@ -1,5 +1,5 @@
 // The file of bearer tokens, and the patterns of heads in it. Input, both up to a byte 1: a pattern and a head's id; then the file.
-#include "server/service/token_file.h"
+#include "server/service/access/token_file.h"
 
 #include <algorithm>
 #include <nlohmann/json.hpp>

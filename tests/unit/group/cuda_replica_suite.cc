@@ -8,10 +8,10 @@
 #include "gtest/gtest.h"
 #include "headwater/kernels/engine.h"
 #include "server/group/local_cuda_group.h"
-#include "tests/kernels/cuda_group.h"
-#include "tests/kernels/cuda_group_heads.h"
-#include "tests/kernels/cuda_support.h"
-#include "tests/kernels/replica_suite.h"
+#include "tests/kernels/cuda/cuda_group.h"
+#include "tests/kernels/cuda/cuda_group_heads.h"
+#include "tests/kernels/cuda/cuda_support.h"
+#include "tests/kernels/support/replica_suite.h"
 
 namespace headwater::testing {
 namespace {

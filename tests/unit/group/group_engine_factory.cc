@@ -4,8 +4,8 @@
 #include <cstdlib>
 
 #include "headwater/kernels/product_rate.h"
-#include "tests/kernels/comparison.h"
-#include "tests/kernels/kernel_suite.h"
+#include "tests/kernels/support/comparison.h"
+#include "tests/kernels/support/kernel_suite.h"
 #include "tests/unit/group/local_cpu_group.h"
 #include "tests/unit/group/replica_engine.h"
 #include "tests/unit/group/worker_threads.h"

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "tests/kernels/comparison.h"
-#include "tests/kernels/engine_run.h"
-#include "tests/kernels/problem.h"
+#include "tests/kernels/support/comparison.h"
+#include "tests/kernels/support/engine_run.h"
+#include "tests/kernels/support/problem.h"
 #include "tests/unit/group/local_cpu_group.h"
 #include "tests/unit/group/worker_threads.h"
 

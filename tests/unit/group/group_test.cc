@@ -10,10 +10,10 @@
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
 #include "server/group/group_engine.h"
-#include "server/group/rank_link.h"
+#include "server/group/ranks/rank_link.h"
 #include "server/group/restarter.h"
-#include "tests/kernels/engine_run.h"
-#include "tests/kernels/problem.h"
+#include "tests/kernels/support/engine_run.h"
+#include "tests/kernels/support/problem.h"
 #include "tests/unit/forwarding_engine.h"
 #include "tests/unit/group/worker_threads.h"
 

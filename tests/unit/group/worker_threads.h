@@ -15,7 +15,7 @@
 #include "absl/synchronization/mutex.h"
 #include "headwater/kernels/engine.h"
 #include "server/group/group_assembly.h"
-#include "server/group/rank_worker.h"
+#include "server/group/ranks/rank_worker.h"
 #include "tests/unit/forwarding_engine.h"
 
 namespace headwater::testing {

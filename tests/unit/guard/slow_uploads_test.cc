@@ -27,7 +27,8 @@ struct Upload {
   std::vector<uint8_t> hidden = std::vector<uint8_t>(kRowCount * kRowBytes);
   std::vector<uint8_t> teacher = std::vector<uint8_t>(kRowCount * kRowBytes);
   std::shared_ptr<RowExchange> rows = std::make_shared<RowExchange>(
-      kRowCount, std::vector<transport::RowTensor>{{"hidden", 0, kRowCount, kRowBytes, hidden.data()},
+      kRowCount,
+      std::vector<transport::RowTensor>{{"hidden", 0, kRowCount, kRowBytes, hidden.data()},
                                         {"teacher_hidden", 0, kRowCount, kRowBytes, teacher.data(), /*by_input=*/false}});
 };
 

@@ -1,5 +1,5 @@
 // The file of searched algorithms: kept over a restart, shared, and never in the way when it is damaged.
-#include "kernels/cuda/algorithm_cache.h"
+#include "kernels/cuda/products/algorithm_cache.h"
 
 #include <sys/stat.h>
 #include <unistd.h>

@@ -1,5 +1,5 @@
 // The draws of a dithered gradient: pinned values, uniformity, independence of neighbours; and the decision that they make.
-#include "kernels/core/dither.h"
+#include "kernels/core/loss/dither.h"
 
 #include <cmath>
 #include <cstdint>

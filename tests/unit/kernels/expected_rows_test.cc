@@ -1,4 +1,4 @@
-#include "kernels/cuda/expected_rows.h"
+#include "kernels/cuda/computation/expected_rows.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Row kernels of every instruction set that this machine has, against libm in higher precision.
-#include "kernels/cpu/row_kernels.h"
+#include "kernels/cpu/rows/row_kernels.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,5 +1,5 @@
 // A row's loss out of its statistics, against the textbook formulas in long double.
-#include "kernels/core/row_loss.h"
+#include "kernels/core/loss/row_loss.h"
 
 #include <cmath>
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "kernels/core/cross_entropy_term.h"
+#include "kernels/core/loss/cross_entropy_term.h"
 
 namespace headwater {
 namespace {

@@ -1,4 +1,4 @@
-#include "kernels/cuda/row_slices.h"
+#include "kernels/cuda/computation/row_slices.h"
 
 #include <gtest/gtest.h>
 

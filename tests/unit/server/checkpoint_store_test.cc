@@ -11,9 +11,9 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "faulty_file_system.h"
-#include "head_test_util.h"
 #include "server/model_files/xxh3.h"
 #include "temporary_directory.h"
+#include "tests/unit/server/heads/head_test_util.h"
 
 namespace headwater::checkpoint {
 namespace {

@@ -5,8 +5,8 @@
 
 #include <thread>
 
-#include "head_test_util.h"
 #include "temporary_directory.h"
+#include "tests/unit/server/heads/head_test_util.h"
 
 namespace headwater::testing {
 namespace {

@@ -2,9 +2,9 @@
 
 #include <gtest/gtest.h>
 
-#include "head_test_util.h"
 #include "server/checkpoint/file_system.h"
 #include "temporary_directory.h"
+#include "tests/unit/server/heads/head_test_util.h"
 
 namespace headwater::model_files {
 namespace {

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "head_test_util.h"
+#include "tests/unit/server/heads/head_test_util.h"
 
 namespace headwater::scheduler {
 namespace {

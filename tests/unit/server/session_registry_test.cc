@@ -9,7 +9,7 @@
 #include <thread>
 #include <utility>
 
-#include "head_test_util.h"
+#include "tests/unit/server/heads/head_test_util.h"
 
 namespace headwater::heads {
 namespace {

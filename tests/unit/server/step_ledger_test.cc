@@ -1,11 +1,11 @@
-#include "server/heads/step_ledger.h"
+#include "server/heads/steps/step_ledger.h"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <limits>
 
-#include "head_test_util.h"
+#include "tests/unit/server/heads/head_test_util.h"
 
 namespace headwater::heads {
 namespace {

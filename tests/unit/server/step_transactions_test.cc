@@ -1,5 +1,5 @@
 // StepTransactions: the ledger, what is pending and the order agree with each other.
-#include "server/heads/step_transactions.h"
+#include "server/heads/steps/step_transactions.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <optional>
 #include <set>
 
-#include "head_test_util.h"
+#include "tests/unit/server/heads/head_test_util.h"
 
 namespace headwater::heads {
 namespace {

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "absl/time/clock.h"
-#include "head_test_util.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/transport/answer_time.h"
 #include "server/transport/join_handles.h"
+#include "tests/unit/server/heads/head_test_util.h"
 
 namespace headwater::transport {
 namespace {

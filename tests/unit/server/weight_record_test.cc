@@ -1,5 +1,5 @@
 // WeightRecord: the bookkeeping of a head's weights.
-#include "server/heads/weight_record.h"
+#include "server/heads/weights/weight_record.h"
 
 #include <gtest/gtest.h>
 

@@ -6,9 +6,9 @@
 #include <cstring>
 #include <filesystem>
 
-#include "head_test_util.h"
 #include "server/model_files/safetensors.h"
 #include "temporary_directory.h"
+#include "tests/unit/server/heads/head_test_util.h"
 
 namespace headwater::checkpoint {
 namespace {

@@ -14,8 +14,8 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
-#include "head_test_util.h"
 #include "server/observability/monotonic_clock.h"
+#include "tests/unit/server/heads/head_test_util.h"
 
 namespace headwater::scheduler {
 namespace {

@@ -1,4 +1,4 @@
-#include "server/service/canonical_header.h"
+#include "server/service/request/canonical_header.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 
 #include "headwater/v1/loss_service.pb.h"
 #include "server/service/limits.h"
-#include "server/service/loss_request.h"
+#include "server/service/request/loss_request.h"
 
 namespace headwater::service {
 namespace {

@@ -1,6 +1,6 @@
 // The hand-written parser of chunks against protobuf's own: on every kind of message, however it is cut into slices, and on bytes
 // that are broken at random.
-#include "server/service/chunk_codec.h"
+#include "server/service/request/chunk_codec.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

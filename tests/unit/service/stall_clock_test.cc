@@ -11,7 +11,7 @@
 
 #include "absl/time/time.h"
 #include "headwater/kernels/error.h"
-#include "tests/integration/gated_engine.h"
+#include "tests/integration/support/gated_engine.h"
 
 namespace headwater::service {
 namespace {

@@ -1,4 +1,4 @@
-#include "server/service/transfer_registry.h"
+#include "server/service/loss/transfer_registry.h"
 
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/service/call_threads.h"
+#include "server/service/call/call_threads.h"
 
 namespace headwater::service {
 namespace {

@@ -1,5 +1,5 @@
 // UploadStore: whose room an upload gets that finds none, and who is told to come again.
-#include "server/service/upload_store.h"
+#include "server/service/head/upload_store.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "headwater/kernels/error.h"
-#include "tests/unit/server/head_test_util.h"
+#include "tests/unit/server/heads/head_test_util.h"
 
 namespace headwater::service {
 namespace {

@@ -13,8 +13,8 @@ from headwater import _arrays
 from headwater._client import Client
 from headwater._errors import invalid_argument, must_be, refused, wrong_shape, wrong_type
 from headwater._head import Head
-from headwater._requests import DEFAULT_IGNORE_INDEX, check_bool, check_choice
-from headwater._terms import TopKTeacher
+from headwater._loss._requests import DEFAULT_IGNORE_INDEX, check_bool, check_choice
+from headwater._loss._terms import TopKTeacher
 from headwater._types import check_number
 from headwater.jax import _program, _traced
 from headwater.jax._submissions import submissions_of

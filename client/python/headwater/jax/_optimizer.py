@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from headwater._clipping import clip_factor, not_finite
 from headwater._errors import FailedPreconditionError, invalid_argument, refused
 from headwater._head import Head
-from headwater._requests import check_bool
+from headwater._loss._requests import check_bool
 from headwater._types import OPTIMIZER_SETTINGS, StepTotals, check_factor, check_max_grad_norm, check_not_negative
 from headwater.jax._submissions import settle
 

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from headwater._contributions import Contribution
 from headwater._errors import invalid_argument, must_be, refused, wrong_shape
 from headwater._futures import Future
 from headwater._head import Head
-from headwater._requests import check_bool, check_choice
+from headwater._loss._contributions import Contribution
+from headwater._loss._requests import check_bool, check_choice
 from headwater._types import LossResult
 from headwater.jax import _device
 from headwater.jax._losses import check_head, cross_entropy_options, jsd_options

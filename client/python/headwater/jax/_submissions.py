@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from headwater._contributions import Contribution, found_no_slot, warn_of_held
 from headwater._errors import MicroBatchConflictError, invalid_argument, warn
 from headwater._head import Head
-from headwater._micro_batches import MicroBatchSource
+from headwater._loss._contributions import Contribution, found_no_slot, warn_of_held
+from headwater._loss._micro_batches import MicroBatchSource
 from headwater._types import LossResult
 
 

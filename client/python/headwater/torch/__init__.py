@@ -16,7 +16,7 @@ page-locked or `empty_rows` memory are handed over without a copy by this packag
 finds back to them.
 """
 
-from headwater._micro_batches import MicroBatchSource as MicroBatchSource
+from headwater._loss._micro_batches import MicroBatchSource as MicroBatchSource
 from headwater._recovery import StateStore as StateStore
 from headwater.torch._attach import ModuleHead as ModuleHead, attach as attach
 from headwater.torch._losses import (

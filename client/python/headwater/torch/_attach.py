@@ -13,7 +13,7 @@ from headwater import _arrays
 from headwater._client import Client
 from headwater._errors import HeadwaterError, must_be, refused
 from headwater._head import Head
-from headwater._torch_modules import OutputLayer, embedding_of, output_layer, sharing
+from headwater._model_files._torch_modules import OutputLayer, embedding_of, output_layer, sharing
 from headwater._types import SGD, AdamW, HeadInfo, HeadSpec
 from headwater.torch import _forward_check, _model_checks, _model_config
 

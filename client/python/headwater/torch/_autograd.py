@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from headwater._contributions import Contribution
 from headwater._errors import FailedPreconditionError, MicroBatchConflictError, invalid_argument, refused
 from headwater._head import Head
+from headwater._loss._contributions import Contribution
 from headwater._types import LossResult
 
 # A declared scale and the upstream gradient that comes are fp32 numbers that took different ways.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwater._torch_modules import OutputLayer
+from headwater._model_files._torch_modules import OutputLayer
 from headwater.torch import _model_config
 
 # Sequences of the forward, and tokens of each. Every sequence's last row, which some models compute alone, has another size.

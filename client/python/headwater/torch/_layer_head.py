@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headwater._errors import FailedPreconditionError, option_refused
 from headwater._head import Head
-from headwater._micro_batches import distributed_place
+from headwater._loss._micro_batches import distributed_place
 from headwater.torch._joint_step import only_makes_state
 from headwater.torch._losses import CrossEntropyLoss
 from headwater.torch._remote_head import HeadwaterConfig, _barrier

@@ -11,12 +11,20 @@ import numpy as np
 import torch
 
 from headwater import _arrays
-from headwater._contributions import Contribution, found_no_slot, warn_of_held
 from headwater._errors import MicroBatchConflictError, invalid_argument, must_be, refused
 from headwater._head import Head
-from headwater._micro_batches import MicroBatchSource, source_of
-from headwater._requests import TOKEN_OUTPUTS, check_choice
-from headwater._terms import JOIN, JOIN_OPTIONS, DivergenceOptions, HardLossOptions, PlainCrossEntropyOptions, TopKTeacher, spread
+from headwater._loss._contributions import Contribution, found_no_slot, warn_of_held
+from headwater._loss._micro_batches import MicroBatchSource, source_of
+from headwater._loss._requests import TOKEN_OUTPUTS, check_choice
+from headwater._loss._terms import (
+    JOIN,
+    JOIN_OPTIONS,
+    DivergenceOptions,
+    HardLossOptions,
+    PlainCrossEntropyOptions,
+    TopKTeacher,
+    spread,
+)
 from headwater._types import LossResult, check_factor, check_integer, check_number
 from headwater.torch._autograd import (
     Outcome,

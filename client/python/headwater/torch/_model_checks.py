@@ -10,8 +10,8 @@ import torch
 
 from headwater._errors import must_be, refused
 from headwater._head import Head
-from headwater._requests import DEFAULT_IGNORE_INDEX
-from headwater._torch_modules import OutputLayer
+from headwater._loss._requests import DEFAULT_IGNORE_INDEX
+from headwater._model_files._torch_modules import OutputLayer
 from headwater.torch import _forward_check, _model_config
 from headwater.torch._forward_check import CannotRun, HeadOptions
 

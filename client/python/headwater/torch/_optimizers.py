@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headwater._errors import NotFoundError, refused
-from headwater._micro_batches import distributed_place
+from headwater._loss._micro_batches import distributed_place
 from headwater._types import SGD, AdamW
 from headwater.torch._remote_head import HeadwaterConfig, RemoteHead, _barrier, _name_of
 

@@ -19,8 +19,8 @@ import torch
 from headwater._client import DEFAULT_TIMEOUT_S, Client
 from headwater._connect import connect
 from headwater._errors import FailedPreconditionError, NotFoundError, invalid_argument, refused
-from headwater._micro_batches import distributed_place
-from headwater._torch_modules import OutputLayer, output_layer, sharing
+from headwater._loss._micro_batches import distributed_place
+from headwater._model_files._torch_modules import OutputLayer, output_layer, sharing
 from headwater._types import SGD, AdamW
 from headwater.torch import _forward_check, _model_checks, _model_config
 from headwater.torch._attach import ModuleHead, attach

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from headwater._errors import option_refused
-from headwater._micro_batches import distributed_place
-from headwater._torch_modules import live_modules
+from headwater._loss._micro_batches import distributed_place
+from headwater._model_files._torch_modules import live_modules
 from headwater._types import SGD, AdamW
 from headwater.torch._joint_step import JointStep, Wrapped
 from headwater.torch._optimizers import optimizer_like

@@ -14,9 +14,9 @@ import torch
 from headwater._clipping import clip_factor, not_finite
 from headwater._errors import FailedPreconditionError, invalid_argument, must_be, refused
 from headwater._head import Head, _check_expected
-from headwater._micro_batches import MicroBatchSource, distributed_place
+from headwater._loss._micro_batches import MicroBatchSource, distributed_place
+from headwater._loss._requests import Expected, check_bool
 from headwater._recovery import Meeting, StateStore, follow, patiently
-from headwater._requests import Expected, check_bool
 from headwater._types import (
     SealResult,
     StepTotals,

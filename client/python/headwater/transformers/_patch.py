@@ -16,7 +16,7 @@ import transformers
 from transformers.utils import ModelOutput
 
 from headwater._errors import HeadwaterError, refused
-from headwater._requests import DEFAULT_IGNORE_INDEX
+from headwater._loss._requests import DEFAULT_IGNORE_INDEX
 from headwater._types import SGD, AdamW
 from headwater.torch import _forward_check
 from headwater.torch._joint_step import JointStep

@@ -102,7 +102,7 @@ struct CrossEntropySpec {
   double temperature = 1.0;                 // > 0, and its reciprocal a float32 > 0; 1 in JsdSpec::hard_loss
   bool token_scaling = false;               // loss and gradient times the target's probability, a constant; not in hard_loss
 };
-// All but the class weights. The order is for good: digests of micro-batches follow it (server/service/canonical_header.h).
+// All but the class weights. The order is for good: digests of micro-batches follow it (server/service/request/canonical_header.h).
 #define HEADWATER_CROSS_ENTROPY_OPTIONS label_smoothing, z_loss, temperature, token_scaling
 
 // beta * KL(P||M) + (1 - beta) * KL(Q||M), M = beta P + (1 - beta) Q, P teacher, Q student; beta 0 is KL(P||Q), beta 1 KL(Q||P).

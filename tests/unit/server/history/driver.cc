@@ -9,9 +9,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "generator.h"
-#include "model.h"
 #include "simulation.h"
 #include "source.h"
+#include "tests/unit/server/history/model/model.h"
 
 namespace headwater::history {
 namespace {

@@ -5,7 +5,7 @@
 #include <set>
 #include <utility>
 
-#include "kinds.h"
+#include "tests/unit/server/history/model/kinds.h"
 
 namespace headwater::history {
 namespace {

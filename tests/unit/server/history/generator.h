@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "events.h"
-#include "model.h"
 #include "source.h"
+#include "tests/unit/server/history/model/model.h"
 
 namespace headwater::history {
 

@@ -1,0 +1,1 @@
+"""Weights in the files and modules of a model."""

@@ -1,4 +1,0 @@
-// The row kernels for AVX-512.
-#define HEADWATER_ROW_NAMESPACE avx512
-#define HEADWATER_ROW_INSTRUCTION_SET "avx512"
-#include "kernels/cpu/row_kernels_impl.h"

@@ -1,0 +1,92 @@
+// The gradients of a computation from lists of a dithered matrix's entries (gradient_list.h) instead of products.
+//
+// Only exponentials of one shard are listed, slice by slice. E stays as the product wrote it until all slices are there. If a list
+// has no room for its slice's entries, all rows take products. E is then dithered in place, and has the same entries. Lists lie
+// beside the chunk's memory, where the workspace has room left. Their order by column and their scratch memory go where E was, so
+// that no plan counts them twice.
+#include <algorithm>
+#include <utility>
+
+#include "kernels/cuda/computation/computation.h"
+
+namespace headwater::cuda {
+namespace {
+
+// Finer resolutions leave so many entries that products of a matrix take less time.
+constexpr double kLeastListedResolution = 0x1p-10;
+
+}  // namespace
+
+bool Computation::MayList(const Work& work) const {
+  const TermRun& term = *work.term;
+  const ShardWeights shard = term.head->shard_weights(0);
+  return term.plan->dithers && work.backward && group_ == nullptr && term.head->shard_count() == 1 && shard.bias == nullptr &&
+         term.FormOf(work.rows) == Form::kExponentials && term.finish.gradient_resolution >= kLeastListedResolution &&
+         EntryKeysFit(work.rows, shard.columns);
+}
+
+void Computation::TakeLists(Work* work, const std::vector<Slice>& slices) {
+  if (!MayList(*work)) return;
+  const ShardWeights shard = work->term->head->shard_weights(0);
+  const int64_t mark = workspace_.used();
+  int64_t kept_bytes = 0, partial_bytes = 0;
+  for (const Slice& slice : slices) {
+    const EntryList list = LayOutEntryList(slice.count, shard.columns, &workspace_);
+    kept_bytes += MovedEntryBytes(list);
+    partial_bytes = std::max(partial_bytes, PartialBytes(list, shard.stride));
+    work->lists.push_back({slice, list});
+  }
+  const MutableMatrix matrix = MatrixOut(*work, {0, work->rows}, 0);
+  if (workspace_.fits() && kept_bytes + partial_bytes <= matrix.rows * matrix.stride * BytesOf(matrix.element)) return;
+  work->lists.clear();
+  workspace_.Rewind(mark);
+}
+
+const EntryList* Computation::ListOf(const Work& work, const Slice& slice) {
+  for (const ListedRows& listed : work.lists) {
+    if (listed.rows.first == slice.first) return &listed.list;
+  }
+  return nullptr;
+}
+
+absl::Status Computation::ListEntries(const Work& work, const Slice& slice, const EntryList& list) {
+  const TermBuffers& own = work.own;
+  HEADWATER_RETURN_IF_ERROR(Check(LaunchClearEntries(list, stream_), "clearing a list"));
+  return Check(LaunchListDithered(MatrixOf(work, slice, 0), work.term->head->shard_weights(0).vocab_start,
+                                  own.targets + slice.first, own.dither_rows + slice.first, own.dither_keys + slice.first,
+                                  list.pool, own.dither_sums + slice.first, stream_),
+               "listing entries");
+}
+
+absl::Status Computation::FinishList(Work* work, const Slice& slice, uint32_t entries) {
+  if (entries > ListOf(*work, slice)->pool.capacity) {
+    HEADWATER_RETURN_IF_ERROR(DropLists(work, slice.first + slice.count));
+    return work->wants_grad_hidden ? MultiplyByWeight(work, slice, 0) : absl::OkStatus();
+  }
+  if (slice.first + slice.count < work->rows) return absl::OkStatus();
+  const MutableMatrix matrix = MatrixOut(*work, {0, work->rows}, 0);
+  Workspace space(matrix.data, matrix.rows * matrix.stride * BytesOf(matrix.element));
+  int64_t partial_bytes = 0;
+  for (ListedRows& listed : work->lists) {
+    // In a slot only the memory that lies there stays.
+    if (work->kept_matrix != nullptr) {
+      HEADWATER_RETURN_IF_ERROR(Check(LaunchMoveEntries(&space, &listed.list, stream_), "keeping a list"));
+    }
+    partial_bytes = std::max(partial_bytes, PartialBytes(listed.list, work->term->head->shard_weights(0).stride));
+  }
+  // One after the other they use it.
+  float* const partials = static_cast<float*>(space.TakeBytes(partial_bytes));
+  for (ListedRows& listed : work->lists) listed.list.partials = partials;
+  return absl::OkStatus();
+}
+
+absl::Status Computation::DropLists(Work* work, int64_t end) {
+  const std::vector<ListedRows> dropped = std::move(work->lists);
+  work->lists.clear();
+  for (const ListedRows& listed : dropped) {
+    if (listed.rows.first < end) HEADWATER_RETURN_IF_ERROR(Dither(work, listed.rows));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace headwater::cuda

@@ -1,0 +1,99 @@
+// A dithered gradient matrix of exponentials as the list of its non-zero entries, and both gradients from that list.
+//
+// The pass that dithers E appends entries to a pool (LaunchListDithered(), dither.h) and leaves E alone. An entry is a key, column
+// << row_bits | row, and a value in E's units. Two sorts put the pool's entries in the order of columns and of rows. The order of
+// the appends differs between runs, but is gone then, and every sum below has one writer and one order.
+//   M W                     a block a row and 256 of the width: a gather of W's rows
+//   grad_weight += M^T x    a warp a chunk of a column's entries and 256 of the width: a gather of x's rows. A column of more than
+//                           one chunk has their sums in scratch memory, and then the sum of these
+// All work on 256 columns of the width precedes that on the next ones. The gathered part of W or x thus stays in the L2 cache.
+//
+// More entries than the pool has room for are counted and not stored. The caller reads the count, and dithers E in place instead.
+// The entries are the same, but sums are those of a product then.
+#ifndef HEADWATER_KERNELS_CUDA_PRODUCTS_GRADIENT_LIST_H_
+#define HEADWATER_KERNELS_CUDA_PRODUCTS_GRADIENT_LIST_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/cuda/computation/workspace.h"
+#include "kernels/cuda/launch_types.h"
+
+namespace headwater::cuda {
+
+// Where entries are appended.
+struct EntryPool {
+  uint32_t* keys = nullptr;   // [capacity]; all ones where there is no entry
+  float* values = nullptr;    // [capacity]
+  uint32_t* count = nullptr;  // one; may exceed the capacity
+  uint32_t capacity = 0;
+  int32_t row_bits = 0;
+};
+
+// Up to 256 entries of one column, from `first` of those sorted by column on. partial: -1, or the row of `partials` for their sum.
+struct EntryChunk {
+  int32_t column;
+  int32_t first;
+  int32_t count;
+  int32_t partial;
+};
+// A column of several chunks, whose sums are rows [first, first + count) of `partials`.
+struct SplitColumn {
+  int32_t column;
+  int32_t first;
+  int32_t count;
+  int32_t reserved;
+};
+struct EntryCounts {
+  uint32_t heavy;  // chunks from the front of the array
+  uint32_t light;  // chunks from its end, backwards
+  uint32_t splits;
+  uint32_t partials;
+};
+
+// Device memory.
+struct EntryList {
+  int32_t rows = 0;
+  int32_t columns = 0;
+  EntryPool pool;
+  uint32_t* column_keys = nullptr;  // [capacity], by column and row
+  float* column_values = nullptr;
+  uint32_t* row_keys = nullptr;  // [capacity], by row and column
+  float* row_values = nullptr;
+  int32_t* row_first = nullptr;  // [rows + 1], in the order of rows
+  EntryCounts* counts = nullptr;
+  EntryChunk* chunks = nullptr;  // [max_chunks]
+  int32_t max_chunks = 0;
+  SplitColumn* splits = nullptr;
+  int32_t max_partials = 0;
+  float* partials = nullptr;  // [max_partials, width]; the caller's, not part of the layout
+  void* sort_space = nullptr;
+  size_t sort_bytes = 0;
+};
+
+// Entries a row that there is room for on average. More take longer than products of a matrix.
+inline constexpr int64_t kEntriesPerRow = 768;
+
+// Whether keys of so many rows and columns have 32 bits.
+bool EntryKeysFit(int64_t rows, int64_t columns);
+// Takes a list's memory from `workspace`, which may be too small (Workspace::fits()).
+EntryList LayOutEntryList(int64_t rows, int64_t columns, Workspace* workspace);
+
+// Empties the pool.
+cudaError_t LaunchClearEntries(const EntryList& list, cudaStream_t stream);
+// Both orders, and the tables for the sums below.
+cudaError_t LaunchSortEntries(const EntryList& list, cudaStream_t stream);
+// out [rows, shard.stride] = M W, fp32. The shard is bf16.
+cudaError_t LaunchEntriesTimesWeight(const EntryList& list, const ShardWeights& shard, float* out, cudaStream_t stream);
+// Moves the list's data for grad_weight to `space`, for as long as a contribution is kept: at most MovedEntryBytes().
+cudaError_t LaunchMoveEntries(Workspace* space, EntryList* list, cudaStream_t stream);
+int64_t MovedEntryBytes(const EntryList& list);
+// Bytes of `partials` for rows of `stride` elements.
+int64_t PartialBytes(const EntryList& list, int64_t stride);
+// grad_weight [columns, scaled.stride] += factor * M^T scaled. scaled: [rows, stride] bf16.
+cudaError_t LaunchAddEntriesTimesRows(const EntryList& list, const ConstMatrix& scaled, float factor, float* grad_weight,
+                                      cudaStream_t stream);
+
+}  // namespace headwater::cuda
+
+#endif  // HEADWATER_KERNELS_CUDA_PRODUCTS_GRADIENT_LIST_H_

@@ -1,0 +1,216 @@
+#include "server/group/ranks/rank_codec.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <variant>
+
+#include "headwater/kernels/error.h"
+#include "proto/headwater/v1/error_metadata.h"
+#include "proto/headwater/v1/term_codec.h"
+
+namespace headwater::group {
+namespace {
+
+bool IsDataType(int type) { return type >= 1 && type <= 3; }
+
+// An output of the type that `out` has.
+template <typename T>
+void Add(T* data, int64_t count, std::vector<Output>* out) {
+  if (data != nullptr) out->push_back({reinterpret_cast<char*>(data), count * static_cast<int64_t>(sizeof(T))});
+}
+
+}  // namespace
+
+absl::Status Malformed(const char* what) {
+  return MakeError(ErrorReason::kEngineFailed, std::string("the leader's message is malformed: ") + what);
+}
+
+void EncodeStatus(const absl::Status& status, v1::RankStatus* out) {
+  out->set_code(static_cast<int32_t>(status.code()));
+  if (status.ok()) return;
+  out->set_reason(static_cast<int32_t>(GetErrorReason(status)));
+  out->set_message(std::string(status.message()));
+  v1::SetErrorMetadata(GetErrorMetadata(status), out->mutable_metadata());
+}
+
+absl::Status DecodeStatus(const v1::RankStatus& status) {
+  if (status.code() == 0) return absl::OkStatus();
+  ErrorMetadata metadata(status.metadata().begin(), status.metadata().end());
+  const bool known = status.reason() >= 0 && status.reason() <= static_cast<int32_t>(ErrorReason::kNotSessionOwner);
+  return MakeError(known ? static_cast<ErrorReason>(status.reason()) : ErrorReason::kInternal, status.message(),
+                   std::move(metadata));
+}
+
+void EncodeLossSums(const LossSums& sums, v1::LossTermResult* out) {
+  WriteFields(sums, *out->mutable_sums());
+  out->set_non_finite_row_count(sums.non_finite_row_count);
+  WriteFields(sums.dither, *out->mutable_dither());
+}
+
+LossSums DecodeLossSums(const v1::LossTermResult& result) {
+  LossSums sums;
+  ReadFields(result.sums(), sums);
+  sums.non_finite_row_count = result.non_finite_row_count();
+  ReadFields(result.dither(), sums.dither);
+  return sums;
+}
+
+std::vector<Output> OutputsOf(const MicroBatch& micro_batch) {
+  std::vector<Output> outputs;
+  const MutableRowsView& grad_hidden = micro_batch.grad_hidden;
+  Add(static_cast<char*>(grad_hidden.data), grad_hidden.row_count * grad_hidden.column_count * ElementBytes(grad_hidden.data_type),
+      &outputs);
+  for (const LossTerm& term : micro_batch.terms) {
+#define HEADWATER_ADD_OUTPUT(name) Add(term.name, term.row_count, &outputs);
+    HEADWATER_EACH(HEADWATER_ADD_OUTPUT, HEADWATER_TOKEN_OUTPUTS)
+#undef HEADWATER_ADD_OUTPUT
+  }
+  return outputs;
+}
+
+void EncodeCompute(const RankCall& call, v1::RankCompute* out) {
+  const MicroBatch& micro_batch = call.micro_batch;
+  out->set_row_count(micro_batch.hidden.row_count);
+  out->set_hidden_size(micro_batch.hidden.column_count);
+  out->set_data_type(static_cast<v1::DataType>(micro_batch.hidden.data_type));
+  out->set_backward(micro_batch.backward);
+  out->set_wants_grad_hidden(micro_batch.grad_hidden.data != nullptr);
+  out->set_grad_hidden_type(static_cast<v1::DataType>(micro_batch.grad_hidden.data_type));
+  out->set_grad_hidden_scale(micro_batch.grad_hidden_scale);
+  out->set_grad_weight(static_cast<int32_t>(micro_batch.grad_weight));
+  out->set_refuse_non_finite(micro_batch.refuse_non_finite);
+  out->set_flow(micro_batch.flow != nullptr);
+  out->set_contribution(call.contribution);
+  for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
+    const LossTerm& term = micro_batch.terms[i];
+    v1::RankCompute::Term* const to = out->add_terms();
+    to->set_head(call.heads[i].head);
+    to->set_teacher_head(call.heads[i].teacher);
+    WriteTerm(term, to->mutable_term());
+    to->set_teacher_hidden_size(term.teacher_hidden.column_count);
+    to->set_teacher_data_type(static_cast<v1::DataType>(term.teacher_hidden.data_type));
+    int32_t output = v1::TOKEN_OUTPUT_LOSS;
+#define HEADWATER_WANT_OUTPUT(name)                                         \
+  if (term.name != nullptr) to->set_outputs(to->outputs() | (1 << output)); \
+  ++output;
+    HEADWATER_EACH(HEADWATER_WANT_OUTPUT, HEADWATER_TOKEN_OUTPUTS)
+#undef HEADWATER_WANT_OUTPUT
+    to->set_dither_seed(term.dither_seed);
+  }
+}
+
+const void* ReceivedCall::AddStream(int64_t row_start, int64_t row_count, int64_t row_bytes) {
+  Stream& stream = streams_.emplace_back();
+  stream.row_start = row_start;
+  stream.row_count = row_count;
+  stream.row_bytes = row_bytes;
+  absl::StatusOr<PlannedBytes> memory = AllocateOnRank(row_count * row_bytes);
+  streams_status_.Update(memory.status());
+  if (memory.ok()) stream.memory = *std::move(memory);
+  return stream.memory.get();
+}
+
+template <typename T>
+T* ReceivedCall::AddOutput(int64_t count) {
+  return static_cast<T*>(outputs_.Take(count * static_cast<int64_t>(sizeof(T))));
+}
+
+absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(v1::RankCompute received) {
+  std::unique_ptr<ReceivedCall> call(new ReceivedCall());
+  call->message_ = std::move(received);
+  const v1::RankCompute& message = call->message_;
+  if (message.row_count() < 0 || message.hidden_size() < 0 || !IsDataType(message.data_type())) return Malformed("rows");
+  call->is_whole_ = message.whole();
+  MicroBatch& micro_batch = call->micro_batch_;
+  RowsView& hidden = micro_batch.hidden;
+  hidden.row_count = message.row_count();
+  hidden.column_count = message.hidden_size();
+  hidden.data_type = static_cast<DataType>(message.data_type());
+  hidden.data = call->AddStream(0, hidden.row_count, hidden.column_count * ElementBytes(hidden.data_type));
+  micro_batch.backward = message.backward();
+  if (message.wants_grad_hidden()) {
+    if (!IsDataType(message.grad_hidden_type())) return Malformed("grad_hidden");
+    const DataType type = static_cast<DataType>(message.grad_hidden_type());
+    micro_batch.grad_hidden = {call->AddOutput<char>(hidden.row_count * hidden.column_count * ElementBytes(type)), hidden.row_count,
+                               hidden.column_count, type, MemorySpace::kHost};
+  }
+  micro_batch.grad_hidden_scale = message.grad_hidden_scale();
+  micro_batch.grad_weight = static_cast<GradWeightMode>(message.grad_weight());
+  micro_batch.refuse_non_finite = message.refuse_non_finite();
+  for (const v1::RankCompute::Term& from : message.terms()) {
+    LossTerm& term = call->terms_.emplace_back(ReadTerm(from.term()));
+    call->heads_.push_back({from.head(), from.teacher_head()});
+    if (term.row_start < 0 || term.row_count < 0) return Malformed("a term's rows");
+    term.dither_seed = from.dither_seed();
+    if (std::holds_alternative<JsdSpec>(term.loss)) {
+      if (from.teacher_hidden_size() < 0 || !IsDataType(from.teacher_data_type())) return Malformed("a teacher's rows");
+      RowsView& teacher = term.teacher_hidden;
+      teacher.row_count = term.row_count;
+      teacher.column_count = from.teacher_hidden_size();
+      teacher.data_type = static_cast<DataType>(from.teacher_data_type());
+      teacher.data = call->AddStream(term.row_start, term.row_count, teacher.column_count * ElementBytes(teacher.data_type));
+    } else {
+      call->streams_.emplace_back();
+    }
+    int32_t output = v1::TOKEN_OUTPUT_LOSS;
+#define HEADWATER_ADD_OUTPUT(name)                                                                                            \
+  if ((from.outputs() & (1 << output)) != 0) term.name = call->AddOutput<std::decay_t<decltype(*term.name)>>(term.row_count); \
+  ++output;
+    HEADWATER_EACH(HEADWATER_ADD_OUTPUT, HEADWATER_TOKEN_OUTPUTS)
+#undef HEADWATER_ADD_OUTPUT
+  }
+  call->contribution_ = message.contribution();
+  call->has_flow_ = message.flow();
+  absl::Status memory = call->streams_status_;
+  memory.Update(call->outputs_.status());
+  if (!memory.ok()) return memory;
+  return call;
+}
+
+RankCall ReceivedCall::ToCall(RowFlow* flow) {
+  RankCall call;
+  call.micro_batch = micro_batch_;
+  call.micro_batch.terms = terms_;
+  call.micro_batch.flow = flow;
+  call.heads = heads_;
+  call.contribution = contribution_;
+  return call;
+}
+
+absl::Status ReceivedCall::AddRows(int32_t number, const std::string& data) {
+  if (number < 0 || static_cast<size_t>(number) >= streams_.size()) return Malformed("a stream that there is not");
+  Stream& stream = streams_[static_cast<size_t>(number)];
+  const int64_t bytes = static_cast<int64_t>(data.size());
+  if (bytes > stream.row_count * stream.row_bytes - stream.bytes_here) return Malformed("more rows than there are");
+  std::memcpy(stream.memory.get() + stream.bytes_here, data.data(), data.size());
+  stream.bytes_here += bytes;
+  return absl::OkStatus();
+}
+
+absl::Status ReceivedCall::ShareRowsOf(const ReceivedCall& other) {
+  const auto same = [](const Stream& a, const Stream& b) { return a.row_count == b.row_count && a.row_bytes == b.row_bytes; };
+  if (!std::equal(streams_.begin(), streams_.end(), other.streams_.begin(), other.streams_.end(), same)) {
+    return Malformed("other rows than its neighbour's");
+  }
+  micro_batch_.hidden.data = other.micro_batch_.hidden.data;
+  for (size_t i = 0; i < terms_.size(); ++i) terms_[i].teacher_hidden.data = other.terms_[i].teacher_hidden.data;
+  for (Stream& stream : streams_) {
+    stream.memory.reset();
+    stream.bytes_here = stream.row_count * stream.row_bytes;  // none of its own come
+  }
+  return absl::OkStatus();
+}
+
+int64_t ReceivedCall::rows_here() const {
+  int64_t here = row_count();
+  for (const Stream& stream : streams_) {
+    const int64_t whole = stream.row_bytes == 0 ? stream.row_count : stream.bytes_here / stream.row_bytes;
+    if (whole < stream.row_count) here = std::min(here, stream.row_start + whole);
+  }
+  return here;
+}
+
+}  // namespace headwater::group

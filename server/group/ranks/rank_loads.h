@@ -1,0 +1,49 @@
+// RankLoads: which rank of a group computes a micro-batch that one of them computes alone.
+#ifndef HEADWATER_SERVER_GROUP_RANKS_RANK_LOADS_H_
+#define HEADWATER_SERVER_GROUP_RANKS_RANK_LOADS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
+#include "absl/synchronization/mutex.h"
+
+namespace headwater::group {
+
+// Counts the rows that each rank has to compute. Thread-safe.
+class RankLoads {
+ public:
+  explicit RankLoads(size_t ranks) : rows_(ranks, 0) {}
+  RankLoads(const RankLoads&) = delete;
+  RankLoads& operator=(const RankLoads&) = delete;
+
+  // Rows that a rank was given; until this is destroyed, which must be before the loads.
+  class Share {
+   public:
+    Share(RankLoads& loads, size_t rank, int64_t rows) : loads_(&loads), rank_(rank), rows_(rows) {}
+    ~Share();
+    Share(const Share&) = delete;
+    Share& operator=(const Share&) = delete;
+    size_t rank() const { return rank_; }
+
+   private:
+    RankLoads* const loads_;
+    const size_t rank_;
+    const int64_t rows_;
+  };
+
+  // Gives `rows` rows to the rank that has the fewest, and is the first of those, among the ranks that take them: takes(rank) is
+  // asked once for each, beginning with that one, until it says so. If none does, `share` stays empty.
+  void Give(int64_t rows, absl::FunctionRef<bool(size_t rank)> takes, std::optional<Share>* share);
+
+ private:
+  absl::Mutex mutex_;
+  std::vector<int64_t> rows_ ABSL_GUARDED_BY(mutex_);  // by rank
+};
+
+}  // namespace headwater::group
+
+#endif  // HEADWATER_SERVER_GROUP_RANKS_RANK_LOADS_H_

@@ -1,0 +1,488 @@
+#include "server/group/ranks/rank_worker.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/cleanup/cleanup.h"
+#include "absl/functional/function_ref.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "headwater/kernels/communicator.h"
+#include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
+#include "proto/headwater/v1/spec_codec.h"
+#include "server/group/ranks/rank.h"
+#include "server/group/ranks/rank_codec.h"
+#include "server/observability/logging.h"
+#include "server/observability/pause.h"
+
+namespace headwater::group {
+namespace {
+
+absl::Status LeaderGone() { return MakeError(ErrorReason::kEngineFailed, "the leader is gone"); }
+
+// Writes the worker's messages: answers, and a heartbeat now and then. Aborts the rank when the leader is gone, or when the engine
+// has failed while a command may wait for it.
+class HeartbeatWriter {
+ public:
+  HeartbeatWriter(WorkerChannel& channel, const WorkerOptions& options) : channel_(channel), options_(options) {}
+  ~HeartbeatWriter() {
+    pause_.Stop();
+    if (thread_.joinable()) thread_.join();
+  }
+
+  bool Write(const v1::JoinRequest& message) {
+    absl::MutexLock lock(&write_mutex_);
+    return channel_.Write(message);
+  }
+  void Start() {
+    thread_ = std::thread([this] { Main(); });
+  }
+  // The leader is gone, or the engine has failed.
+  bool ended() const { return ended_.load(); }
+  // The rank's communicator: a command that waits for other ranks must come back, whatever has become of them.
+  void Guard(std::shared_ptr<Communicator> communicator) {
+    absl::MutexLock lock(&mutex_);
+    communicator_ = std::move(communicator);
+    if (ended_.load()) communicator_->Abort(LeaderGone());
+  }
+  // From now on heartbeats report the rank's progress. Null: not any longer. The rank lives as long as this.
+  void Watch(const Rank* rank) {
+    absl::MutexLock lock(&mutex_);
+    rank_ = rank;
+  }
+
+ private:
+  void Main() {
+    while (!pause_.WaitFor(options_.alive_interval)) {
+      v1::JoinRequest message;
+      v1::RankAlive* const alive = message.mutable_alive();
+      const Rank* rank = nullptr;
+      {
+        absl::MutexLock lock(&mutex_);
+        rank = rank_;
+        if (rank != nullptr) {
+          const RankTimes times = rank->times();
+          alive->set_progress(rank->engine->progress());
+          alive->set_computing_us(absl::ToInt64Microseconds(times.computing));
+          alive->set_waiting_us(absl::ToInt64Microseconds(times.waiting));
+          alive->set_communicating_us(absl::ToInt64Microseconds(times.communicating));
+        }
+      }
+      if (options_.is_leaving) alive->set_leaving(options_.is_leaving());
+      // Not under the lock: an engine that finds its device lost may take its time.
+      const absl::Status health = rank == nullptr ? absl::OkStatus() : rank->engine->health();
+      // The command may never come back: this is its answer.
+      if (!health.ok()) EncodeStatus(health, message.mutable_reply()->mutable_status());
+      const bool is_heard = Write(message);
+      if (!health.ok()) return End(health);
+      if (!is_heard) return End(LeaderGone());
+    }
+  }
+
+  void End(const absl::Status& reason) {
+    {
+      absl::MutexLock lock(&mutex_);
+      ended_ = true;
+      if (communicator_ != nullptr) communicator_->Abort(reason);
+    }
+    if (options_.on_call_ended) options_.on_call_ended();
+  }
+
+  WorkerChannel& channel_;
+  const WorkerOptions& options_;
+  std::atomic<bool> ended_{false};
+  absl::Mutex write_mutex_;
+  observability::Pause pause_;  // between signs of life
+  absl::Mutex mutex_;
+  std::shared_ptr<Communicator> communicator_ ABSL_GUARDED_BY(mutex_);
+  const Rank* rank_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  std::thread thread_;
+};
+
+// Takes a micro-batch's rows, and the decision, off the channel when they are asked for, and hands the rows on to the process's
+// other ranks.
+class ChannelFlow : public RowFlow {
+ public:
+  // `shared`: null if nobody reads the rows but this rank; else as micro-batch `number`.
+  ChannelFlow(WorkerChannel& channel, const std::shared_ptr<ReceivedCall>& call, ProcessRows* shared, uint64_t number)
+      : channel_(channel), call_(*call), shared_(shared) {
+    if (shared_ == nullptr) return;
+    shared_->Begin(number, call);
+    shared_->Come(call_.rows_here());
+  }
+  ~ChannelFlow() override {
+    if (shared_ != nullptr) shared_->End(MakeError(ErrorReason::kEngineFailed, "the rank that gets the rows wants no more"));
+  }
+  ChannelFlow(const ChannelFlow&) = delete;
+  ChannelFlow& operator=(const ChannelFlow&) = delete;
+
+  absl::Status AwaitRows(int64_t row_end) override {
+    while (call_.rows_here() < row_end) {
+      const absl::Status status = Read();
+      if (shared_ != nullptr) status.ok() ? shared_->Come(call_.rows_here()) : shared_->End(status);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Decide(const DigestBuilder*) override {
+    while (!decided_) HEADWATER_RETURN_IF_ERROR(Read());
+    return decision_;
+  }
+
+  void GradHiddenReady(int64_t) override {}
+
+ private:
+  absl::Status Read() {
+    v1::JoinResponse message;
+    if (!channel_.Read(&message)) return LeaderGone();
+    if (message.has_decision()) {
+      decided_ = true;
+      decision_ = DecodeStatus(message.decision().status());
+      return absl::OkStatus();
+    }
+    if (!message.has_data()) return Malformed("a command where rows should come");
+    if (message.data().has_ended()) {
+      absl::Status ended = DecodeStatus(message.data().ended());
+      return ended.ok() ? Malformed("rows that end without a reason") : ended;
+    }
+    return call_.AddRows(message.data().stream(), message.data().data());
+  }
+
+  WorkerChannel& channel_;
+  ReceivedCall& call_;
+  ProcessRows* const shared_;
+  bool decided_ = false;
+  absl::Status decision_;
+};
+
+// The same for another rank of the process: the decision alone is told to it.
+class NeighbourFlow final : public ChannelFlow {
+ public:
+  NeighbourFlow(WorkerChannel& channel, const std::shared_ptr<ReceivedCall>& call, ProcessRows& rows, uint64_t number)
+      : ChannelFlow(channel, call, nullptr, number), number_(number), rows_(rows) {}
+  absl::Status AwaitRows(int64_t row_end) override { return rows_.AwaitRows(number_, row_end); }
+
+ private:
+  const uint64_t number_;
+  ProcessRows& rows_;
+};
+
+class Worker {
+ public:
+  Worker(WorkerChannel& channel, const WorkerOptions& options) : channel_(channel), options_(options), writer_(channel, options) {}
+
+  absl::Status Run() {
+    ProcessRows* const rows = options_.process_index == 0 ? options_.rows.get() : nullptr;
+    if (rows != nullptr) rows->Open();
+    const absl::Cleanup close = [rows] {
+      if (rows != nullptr) rows->Close(MakeError(ErrorReason::kEngineFailed, "the rank that gets the rows has left the group"));
+    };
+    HEADWATER_RETURN_IF_ERROR(Begin());
+    absl::Status status = Execute();
+    writer_.Watch(nullptr);
+    rank_.abort(status);
+    return status;
+  }
+
+ private:
+  absl::Status Begin() {
+    absl::StatusOr<std::unique_ptr<TcpMeeting>> meeting = TcpMeeting::Listen(options_.listen_host);
+    if (!meeting.ok()) return meeting.status();
+    v1::JoinRequest hello;
+    hello.mutable_hello()->set_version(options_.version);
+    hello.mutable_hello()->set_port((*meeting)->port());
+    hello.mutable_hello()->set_engine(options_.engine);
+    hello.mutable_hello()->set_process(options_.process);
+    hello.mutable_hello()->set_process_index(options_.process_index);
+    hello.mutable_hello()->set_process_ranks(options_.process_ranks);
+    v1::JoinResponse message;
+    if (!writer_.Write(hello) || !channel_.Read(&message)) return LeaderGone();
+    if (!message.has_welcome()) return Malformed("no welcome");
+    writer_.Start();
+    absl::Status status = Settle(message.welcome(), **meeting);
+    v1::JoinRequest ready;
+    EncodeStatus(status, ready.mutable_ready()->mutable_status());
+    if (status.ok()) {
+      const EngineDevice device = engine().devices().front();
+      ready.mutable_ready()->set_device(device.name);
+      ready.mutable_ready()->set_model(device.model);
+      ready.mutable_ready()->set_memory_budget_bytes(device.memory_budget_bytes);
+      writer_.Watch(&rank_);
+    }
+    if (!writer_.Write(ready)) return LeaderGone();
+    return status;
+  }
+
+  absl::Status Settle(const v1::RankWelcome& welcome, TcpMeeting& meeting) {
+    const bool is_cuda = welcome.engine() == "cuda";
+    if ((!is_cuda && welcome.engine() != "cpu") || (options_.engine != "auto" && options_.engine != welcome.engine())) {
+      return MakeError(ErrorReason::kFeatureNotBuilt,
+                       absl::StrCat("the leader's engine is ", welcome.engine(), ", this worker's ", options_.engine));
+    }
+    std::vector<std::string> addresses(welcome.addresses().begin(), welcome.addresses().end());
+    for (std::string& address : addresses) {
+      if (absl::StartsWith(address, ":")) address = options_.leader_host + address;
+    }
+    if (static_cast<int32_t>(addresses.size()) != welcome.world_size()) return Malformed("the addresses");
+    if (welcome.rank() < 1 || welcome.rank() >= welcome.world_size()) return Malformed("the rank");
+    auto communicator = meeting.Meet(welcome.rank(), addresses, welcome.secret(),
+                                     std::chrono::milliseconds(welcome.setup_timeout_ms()), [this] { return writer_.ended(); });
+    if (!communicator.ok()) return communicator.status();
+    EngineOptions engine_options;
+    engine_options.group.rank = welcome.rank();
+    engine_options.group.world_size = welcome.world_size();
+    engine_options.group.communicator = *std::move(communicator);
+    engine_options.group.device_group_id = welcome.device_group_id();
+    writer_.Guard(engine_options.group.communicator);
+    engine_options.shard_count = welcome.world_size();
+    engine_options.shard_weights.assign(welcome.shard_weights().begin(), welcome.shard_weights().end());
+    engine_options.memory_budget_bytes = options_.memory_budget_bytes;
+    engine_options.workspace_bytes = welcome.workspace_bytes();
+    engine_options.token_chunk_rows = welcome.token_chunk_rows();
+    engine_options.thread_count = welcome.thread_count();
+    engine_options.deterministic = welcome.deterministic();
+    engine_options.device_index = options_.device_index;
+    engine_options.algorithm_cache_path = options_.algorithm_cache_path;
+    engine_options.timed_search = welcome.timed_search();
+    engine_options.on_device_lost = options_.on_device_lost;
+    auto engine = is_cuda ? options_.make_cuda_engine(engine_options) : options_.make_engine(engine_options);
+    if (!engine.ok()) return engine.status();
+    rank_ = MakeLocalRank(*std::move(engine));
+    observability::Log(observability::LogLevel::kInfo, "joined",
+                       {{"rank", int64_t{welcome.rank()}}, {"ranks", int64_t{welcome.world_size()}}});
+    return absl::OkStatus();
+  }
+
+  // Until something ends it.
+  absl::Status Execute() {
+    v1::JoinResponse command;
+    while (channel_.Read(&command)) {
+      // What a computation that ended early has left on its way.
+      if (command.has_data() || command.has_decision()) continue;
+      if (command.has_release()) {
+        for (const uint64_t id : command.release().contributions()) contributions_.erase(id);
+        for (const uint64_t id : command.release().heads()) heads_.erase(id);
+        continue;
+      }
+      v1::JoinRequest answer;
+      v1::RankReply* const reply = answer.mutable_reply();
+      const absl::Status status = ExecuteOne(command, reply);
+      // The others may be waiting for this rank.
+      if (HasReason(status, ErrorReason::kEngineFailed)) rank_.abort(status);
+      EncodeStatus(status, reply->mutable_status());
+      if (!writer_.Write(answer)) break;
+      if (absl::Status health = engine().health(); !health.ok()) return health;
+    }
+    return LeaderGone();
+  }
+
+  absl::Status ExecuteOne(const v1::JoinResponse& command, v1::RankReply* reply) {
+    switch (command.kind_case()) {
+      case v1::JoinResponse::kPlanHead:
+        return PlanHead(command.plan_head(), reply);
+      case v1::JoinResponse::kCreateHead:
+        return CreateHead(command.create_head(), reply);
+      case v1::JoinResponse::kReadTensor:
+        return ReadTensor(command.read_tensor(), reply);
+      case v1::JoinResponse::kWriteTensor:
+        return WriteTensor(command.write_tensor());
+      case v1::JoinResponse::kHeadCommand:
+        return RunHeadCommand(command.head_command(), reply);
+      case v1::JoinResponse::kApplyOptimizer:
+        return ApplyOptimizer(command.apply_optimizer());
+      case v1::JoinResponse::kCompute:
+        return Compute(command.compute(), reply);
+      case v1::JoinResponse::kCommit:
+        return Commit(command.commit());
+      default:
+        return Malformed("no command");
+    }
+  }
+
+  static void EncodePlan(const MemoryPlan& plan, v1::RankReply* reply) {
+    for (const MemoryPlan::Item& item : plan.items) {
+      reply->add_plan_purposes(item.purpose);
+      reply->add_plan_bytes(item.bytes);
+    }
+    reply->set_plan_total_bytes(plan.total_bytes);
+    reply->set_token_chunk_rows(plan.token_chunk_rows);
+  }
+
+  absl::Status PlanHead(const v1::RankPlanHead& command, v1::RankReply* reply) {
+    const absl::StatusOr<MemoryPlan> plan = engine().PlanHead(DecodeHeadSpec(command.spec()));
+    if (plan.ok()) EncodePlan(*plan, reply);
+    return plan.status();
+  }
+
+  absl::Status CreateHead(const v1::RankCreateHead& command, v1::RankReply* reply) {
+    absl::StatusOr<std::unique_ptr<EngineHead>> head = engine().CreateHead(DecodeHeadSpec(command.spec()));
+    if (!head.ok()) return head.status();
+    EncodePlan((*head)->plan(), reply);
+    heads_[command.head()] = *std::move(head);
+    return absl::OkStatus();
+  }
+
+  // Null: there is none.
+  EngineHead* FindHead(uint64_t id) const {
+    const auto found = heads_.find(id);
+    return found == heads_.end() ? nullptr : found->second.get();
+  }
+
+  // A command's range of elements, once it is known to be there.
+  struct Elements {
+    EngineHead* head;
+    HeadTensor tensor;
+    int64_t bytes;  // of one
+  };
+  absl::StatusOr<Elements> ElementsOf(uint64_t id, int32_t number, int64_t start, int64_t count) const {
+    EngineHead* const head = FindHead(id);
+    if (head == nullptr || number < 1 || number > static_cast<int32_t>(HeadTensor::kMoment2Bias)) return Malformed("a tensor");
+    const HeadTensor tensor = static_cast<HeadTensor>(number);
+    const int64_t total = head->ElementCount(tensor);
+    if (start < 0 || count < 0 || start > total || count > total - start) return Malformed("a range");
+    return Elements{head, tensor, ElementBytes(head->TensorDataType(tensor))};
+  }
+
+  absl::Status ReadTensor(const v1::RankReadTensor& command, v1::RankReply* reply) {
+    const auto elements = ElementsOf(command.head(), command.tensor(), command.start(), command.count());
+    if (!elements.ok()) return elements.status();
+    const int64_t part = kDataBytes / elements->bytes;
+    for (int64_t done = 0; done < command.count();) {
+      const int64_t count = std::min(part, command.count() - done);
+      reply->mutable_data()->resize(static_cast<size_t>(count * elements->bytes));
+      HEADWATER_RETURN_IF_ERROR(
+          elements->head->ReadTensor(elements->tensor, command.start() + done, count, reply->mutable_data()->data()));
+      done += count;
+      if (done == command.count()) return absl::OkStatus();
+      v1::JoinRequest answer;
+      *answer.mutable_reply() = *reply;
+      answer.mutable_reply()->set_more(true);
+      if (!writer_.Write(answer)) return LeaderGone();
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status WriteTensor(const v1::RankWriteTensor& command) {
+    const auto elements = ElementsOf(command.head(), command.tensor(), command.start(), command.count());
+    if (!elements.ok()) return elements.status();
+    std::string data;
+    const size_t bytes = static_cast<size_t>(command.count() * elements->bytes);
+    data.reserve(bytes);
+    while (data.size() < bytes) {
+      v1::JoinResponse message;
+      if (!channel_.Read(&message)) return LeaderGone();
+      if (!message.has_data() || message.data().data().size() > bytes - data.size()) return Malformed("a tensor's elements");
+      data += message.data().data();
+    }
+    EngineHead& head = *elements->head;
+    if (!command.has_factor()) return head.WriteTensor(elements->tensor, command.start(), command.count(), data.data());
+    return head.AddToGradient(elements->tensor, command.start(), command.count(), command.factor(),
+                              reinterpret_cast<const float*>(data.data()));
+  }
+
+  absl::Status RunHeadCommand(const v1::RankHeadCommand& command, v1::RankReply* reply) {
+    EngineHead* const head = FindHead(command.head());
+    if (head == nullptr) return Malformed("a head");
+    if (command.kind() == v1::RankHeadCommand::ZERO_GRADIENT) return head->ZeroGradient();
+    if (command.kind() == v1::RankHeadCommand::REDUCE_GRADIENT) return head->ReduceGradient();
+    if (command.kind() == v1::RankHeadCommand::RESET_OPTIMIZER_STATE) return head->ResetOptimizerState();
+    const absl::StatusOr<GradientStats> stats = head->ComputeGradientStats();
+    if (!stats.ok()) return stats.status();
+    reply->set_norm_squared(stats->norm_squared);
+    reply->set_non_finite_count(stats->non_finite_count);
+    return absl::OkStatus();
+  }
+
+  absl::Status ApplyOptimizer(const v1::RankApplyOptimizer& command) {
+    EngineHead* const head = FindHead(command.head());
+    if (head == nullptr) return Malformed("a head");
+    return head->ApplyOptimizer(
+        {command.learning_rate(), command.gradient_multiplier(), DecodeOptimizer(command.settings()), command.update_count()});
+  }
+
+  absl::Status Commit(const v1::RankCommit& command) {
+    const auto found = contributions_.find(command.contribution());
+    if (found == contributions_.end()) return Malformed("a contribution");
+    absl::Status status = found->second->Commit(command.factor());
+    if (!HasReason(status, ErrorReason::kShardNotReady)) contributions_.erase(found);
+    return status;
+  }
+
+  absl::Status Compute(const v1::RankCompute& command, v1::RankReply* reply) {
+    absl::StatusOr<std::unique_ptr<ReceivedCall>> decoded = ReceivedCall::Decode(command);
+    if (!decoded.ok()) return decoded.status();
+    const std::shared_ptr<ReceivedCall> call = *std::move(decoded);
+    if (!call->is_whole()) ++shared_number_;
+    if (command.shared_rows()) return ComputeShared(call, reply);
+    ProcessRows* const readers = call->is_whole() || options_.process_index > 0 ? nullptr : options_.rows.get();
+    ChannelFlow flow(channel_, call, readers, shared_number_);
+    return Compute(*call, flow, reply);
+  }
+
+  // The rows come to another rank of the process.
+  absl::Status ComputeShared(const std::shared_ptr<ReceivedCall>& call, v1::RankReply* reply) {
+    if (options_.rows == nullptr || options_.process_index == 0 || call->is_whole()) return Malformed("shared rows");
+    const absl::StatusOr<std::shared_ptr<const ReceivedCall>> neighbours = options_.rows->Await(shared_number_);
+    if (!neighbours.ok()) return neighbours.status();
+    HEADWATER_RETURN_IF_ERROR(call->ShareRowsOf(**neighbours));
+    NeighbourFlow flow(channel_, call, *options_.rows, shared_number_);
+    return Compute(*call, flow, reply);
+  }
+
+  absl::Status Compute(ReceivedCall& received, RowFlow& flow, v1::RankReply* reply) {
+    // Without a flow all rows must be here before the engine is called.
+    if (!received.has_flow()) HEADWATER_RETURN_IF_ERROR(flow.AwaitRows(received.row_count()));
+    RankCall call = received.ToCall(received.has_flow() ? &flow : nullptr);
+    std::vector<LossTerm> terms(call.micro_batch.terms.begin(), call.micro_batch.terms.end());
+    for (size_t i = 0; i < terms.size(); ++i) {
+      terms[i].head = FindHead(call.heads[i].head);
+      terms[i].teacher_head = FindHead(call.heads[i].teacher);
+    }
+    call.micro_batch.terms = terms;
+    absl::StatusOr<MicroBatchResult> result = engine().Compute(call.micro_batch);
+    if (!result.ok()) return result.status();
+    reply->set_staged(result->staged != nullptr);
+    if (result->staged != nullptr) contributions_[call.contribution] = std::move(result->staged);
+    return received.is_whole() ? SendResult(call.micro_batch, *result, reply) : absl::OkStatus();
+  }
+
+  absl::Status SendResult(const MicroBatch& micro_batch, const MicroBatchResult& result, v1::RankReply* reply) {
+    for (const Output& output : OutputsOf(micro_batch)) {
+      for (int64_t done = 0; done < output.bytes; done += kDataBytes) {
+        v1::JoinRequest part;
+        part.mutable_reply()->set_data(output.data + done, static_cast<size_t>(std::min(kDataBytes, output.bytes - done)));
+        part.mutable_reply()->set_more(true);
+        if (!writer_.Write(part)) return LeaderGone();
+      }
+    }
+    for (const LossSums& sums : result.terms) EncodeLossSums(sums, reply->add_terms());
+    return absl::OkStatus();
+  }
+
+  LossEngine& engine() const { return *rank_.engine; }
+
+  WorkerChannel& channel_;
+  const WorkerOptions& options_;
+  Rank rank_;
+  // By the leader's number. Contributions are destroyed before heads.
+  std::map<uint64_t, std::unique_ptr<EngineHead>> heads_;
+  std::map<uint64_t, std::unique_ptr<StagedContribution>> contributions_;
+  uint64_t shared_number_ = 0;  // of micro-batches that all ranks compute
+  HeartbeatWriter writer_;      // last: it looks at the engine
+};
+
+}  // namespace
+
+absl::Status RunWorker(WorkerChannel& channel, const WorkerOptions& options) { return Worker(channel, options).Run(); }
+
+}  // namespace headwater::group

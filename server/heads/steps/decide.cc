@@ -1,0 +1,317 @@
+#include "server/heads/steps/decide.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
+#include "server/heads/head.h"
+#include "server/heads/head_core.h"
+#include "server/heads/steps/commit_arguments.h"
+#include "server/observability/busy_clock.h"
+
+namespace headwater::heads {
+namespace {
+
+ErrorMetadata MicroBatchMetadata(int64_t micro_batch) { return {{"microBatch", absl::StrCat(micro_batch)}}; }
+
+// Decisions name each head once, and at least one.
+absl::Status CheckTargets(const std::vector<DecisionTarget>& targets) {
+  std::set<const Head*> heads;
+  for (const DecisionTarget& target : targets) {
+    if (heads.insert(target.head.get()).second) continue;
+    return MakeError(ErrorReason::kInvalidCombination,
+                     absl::StrCat("heads must name each head once, ", target.head->name().ToString(), " is there twice"),
+                     {{"field", "heads"}, {"actual", target.head->name().ToString()}});
+  }
+  if (!targets.empty()) return absl::OkStatus();
+  return MakeError(ErrorReason::kMissingField, "heads must name every trainable head of the micro-batch", {{"field", "heads"}});
+}
+
+bool IsOfExactly(const PendingContribution& pending, const std::vector<DecisionTarget>& targets) {
+  return pending.targets().size() == targets.size() &&
+         std::all_of(targets.begin(), targets.end(),
+                     [&](const DecisionTarget& target) { return pending.targets().contains(&target.head->core()); });
+}
+
+absl::Status OtherHeadsError(const PendingContribution& pending, size_t named, int64_t micro_batch) {
+  ErrorMetadata metadata = MicroBatchMetadata(micro_batch);
+  metadata["field"] = "heads";
+  metadata["expected"] = absl::StrCat(pending.targets().size());
+  metadata["actual"] = absl::StrCat(named);
+  return MakeError(ErrorReason::kInvalidCombination,
+                   absl::StrCat("micro-batch ", micro_batch, " adds to ", pending.targets().size(),
+                                " heads, and its decision must name exactly those; the call names ", named),
+                   std::move(metadata));
+}
+
+absl::Status CheckOwner(const PendingContribution& pending, const std::optional<SessionId>& session, int64_t micro_batch) {
+  if (!pending.session().has_value() || pending.session() == session) return absl::OkStatus();
+  return MakeError(ErrorReason::kNotSessionOwner,
+                   absl::StrCat("micro-batch ", micro_batch, " belongs to ", session.has_value() ? "another" : "a",
+                                " session, and only that one decides this attempt of it"),
+                   MicroBatchMetadata(micro_batch));
+}
+
+std::vector<HeadCore*> CoresOf(const std::vector<DecisionTarget>& targets) {
+  std::vector<HeadCore*> heads;
+  for (const DecisionTarget& target : targets) heads.push_back(&target.head->core());
+  return heads;
+}
+
+// ---- commit ----------------------------------------------------------------------------------------------------------
+
+// The pending contribution that a commit is for: the same in all targets, and theirs alone. Null if an equal call has committed it.
+// In a turn.
+absl::StatusOr<std::shared_ptr<PendingContribution>> FindPending(const std::vector<DecisionTarget>& targets, int64_t micro_batch,
+                                                                 int64_t attempt, const CommitFactor& factor,
+                                                                 const std::optional<SessionId>& session) {
+  std::shared_ptr<PendingContribution> found;
+  size_t committed_count = 0;
+  for (const DecisionTarget& target : targets) {
+    HeadCore& head = target.head->core();
+    if (absl::Status status = head.Check(&target.key.epoch, Need::kReady, true); !status.ok()) return status;
+    absl::StatusOr<bool> to_do = head.steps.ledger().CheckCommit(target.key.step, micro_batch, attempt, factor);
+    if (!to_do.ok()) return to_do.status();
+    if (!*to_do) {
+      ++committed_count;
+      continue;
+    }
+    const std::shared_ptr<PendingContribution> pending = head.steps.FindPending(micro_batch);
+    if (pending == nullptr) {
+      return MakeError(ErrorReason::kInternal, absl::StrCat("the contribution of micro-batch ", micro_batch, " is not there"),
+                       MicroBatchMetadata(micro_batch));
+    }
+    if (!IsOfExactly(*pending, targets) || (found != nullptr && found != pending)) {
+      return OtherHeadsError(*pending, targets.size(), micro_batch);
+    }
+    found = pending;
+  }
+  if (committed_count == targets.size()) return std::shared_ptr<PendingContribution>();
+  if (committed_count > 0) return OtherHeadsError(*found, targets.size() - committed_count, micro_batch);
+  if (absl::Status status = CheckOwner(*found, session, micro_batch); !status.ok()) return status;
+  if (factor.token_factors.has_value() && !found->is_held()) {
+    ErrorMetadata metadata = MicroBatchMetadata(micro_batch);
+    metadata["field"] = "token_factors";
+    return MakeError(ErrorReason::kInvalidCombination,
+                     absl::StrCat("micro-batch ", micro_batch,
+                                  " is staged, not held, and takes no token_factors; submit it with late_token_factors"),
+                     std::move(metadata));
+  }
+  return found;
+}
+
+// A commit of what FindPending() has found, which nobody can drop meanwhile: adds it, or puts it in its place in the order. By an
+// operation that is admitted to all heads concerned.
+absl::Status CarryOut(const std::vector<HeadCore*>& targets, int64_t micro_batch, PendingContribution& pending,
+                      const CommitArguments& arguments, const CommitFactor& factor) {
+  const bool in_order = targets.front()->in_order();
+  if (in_order) {
+    // Once it has its place nobody can refuse it any more.
+    if (absl::Status status = CheckCommit(arguments, pending.held()); !status.ok()) return status;
+  } else if (absl::Status status = AddPending(pending, arguments, targets.front()->engine); !status.ok()) {
+    for (HeadCore* target : targets) target->AfterChange(status).IgnoreError();
+    return status;
+  }
+  const Turn turn(targets.front()->sequencer);
+  for (HeadCore* target : targets) {
+    if (in_order) target->steps.Wait(micro_batch, pending.held(), arguments, *target->on_engine);
+    // Cannot fail: it was staged when this operation was admitted.
+    target->steps.FinishCommit(micro_batch, factor);
+    target->MicroBatchChanged();
+  }
+  pending.Drop();
+  return absl::OkStatus();
+}
+
+// Whether Discard() would be refused. In a turn.
+absl::Status CheckDiscard(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
+                          const std::optional<SessionId>& session) {
+  for (const DecisionTarget& target : targets) {
+    HeadCore& head = target.head->core();
+    if (absl::Status status = head.Check(&target.key.epoch, Need::kReady, true); !status.ok()) return status;
+    absl::Status status = head.steps.CheckDiscard(target.key.step, micro_batch, attempt);
+    if (!status.ok()) return status;
+    const std::shared_ptr<PendingContribution> pending = head.steps.FindPending(micro_batch);
+    if (pending == nullptr) continue;
+    if (!IsOfExactly(*pending, targets)) return OtherHeadsError(*pending, targets.size(), micro_batch);
+    if (attempt > pending->attempt()) continue;
+    if (absl::Status owned = CheckOwner(*pending, session, micro_batch); !owned.ok()) return owned;
+  }
+  return absl::OkStatus();
+}
+
+// ---- the trainer's own part ------------------------------------------------------------------------------------------
+
+// AddGradient() once its arguments are known to be right, but for what follows in the order. Null if contributions wait that are to
+// be added first.
+absl::StatusOr<std::optional<bool>> AddOwnPart(Head& head, const StepKey& key, int64_t micro_batch, int64_t attempt,
+                                               const Digest& digest, const GradientPart& part,
+                                               const std::function<bool()>& cancelled, const WaitLimits& limits) {
+  HeadCore& core = head.core();
+  const absl::StatusOr<scheduler::Admission> admission = core.Admit(kChangesGradient, limits);
+  if (!admission.ok()) return admission.status();
+  absl::Status check = head.CheckAddGradient(key, micro_batch, attempt, part.row_start, part.row_count);
+  if (!check.ok()) return check;
+  if (cancelled != nullptr && cancelled()) {
+    return MakeError(ErrorReason::kCancelled, "the call was cancelled before its gradient was added; nothing was added");
+  }
+  {
+    const Turn turn(core.sequencer);
+    const std::shared_ptr<const WaitingAddition> next = core.NextInOrder();
+    if (next != nullptr && next->micro_batch < micro_batch) return std::optional<bool>();
+    absl::StatusOr<BeginDecision> decision = core.steps.Begin(key.step, micro_batch, attempt, digest, /*first_wins=*/false);
+    if (!decision.ok()) return decision.status();
+    if (*decision != BeginDecision::kCompute) return std::optional<bool>(false);
+    core.steps.DropLowerAttempt(micro_batch);
+  }
+  const int64_t width = core.spec.hidden_size;
+  const absl::Status added = core.AfterChange(core.on_engine->AddToGradient(HeadTensor::kGradWeight, part.row_start * width,
+                                                                            part.row_count * width, part.factor, part.data));
+  const Turn turn(core.sequencer);
+  if (!added.ok()) {
+    if (!IsEngineFailure(added)) core.steps.ledger().Abort(micro_batch).IgnoreError();
+    return added;
+  }
+  core.steps.MarkAdded(micro_batch);
+  core.MicroBatchChanged();
+  if (absl::Status status = core.steps.ledger().FinishCommitted(micro_batch, ContributionForm::kDirect, ContributionCounts());
+      !status.ok())
+    return status;
+  return std::optional<bool>(true);
+}
+
+}  // namespace
+
+absl::StatusOr<bool> Commit(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
+                            const CommitArguments& arguments, const std::optional<SessionId>& session,
+                            observability::BusyClock* busy, const WaitLimits& limits) {
+  if (absl::Status status = CheckTargets(targets); !status.ok()) return status;
+  absl::StatusOr<CommitFactor> factor = ToCommitFactor(arguments);
+  if (!factor.ok()) return factor.status();
+  const std::vector<HeadCore*> heads = CoresOf(targets);
+  scheduler::Sequencer& sequencer = heads.front()->sequencer;
+  std::shared_ptr<PendingContribution> pending;
+  HeldTeachers teachers;
+  // Refusals and replays wait for nobody. Another attempt, or the end of its session, may come before a commit that waits.
+  const auto needs = [&]() -> absl::StatusOr<scheduler::Needs> {
+    absl::StatusOr<std::shared_ptr<PendingContribution>> found = FindPending(targets, micro_batch, attempt, *factor, session);
+    if (!found.ok()) return found.status();
+    Turn::Free(std::exchange(pending, *std::move(found)));
+    scheduler::Needs needed;
+    if (pending == nullptr) return needed;
+    for (const HeadCore* head : heads) AddNeed(*head, kChangesGradient, needed);
+    teachers.Find(pending->held(), needed);  // what is held is computed with the teachers' weights
+    return needed;
+  };
+  {
+    const absl::StatusOr<scheduler::Admission> admission = sequencer.Acquire(needs, limits, kWaitsForHead);
+    if (!admission.ok()) return admission.status();
+    if (pending == nullptr) return false;
+    {
+      const Turn turn(sequencer);
+      // Its session may have ended since.
+      absl::Status status = FindPending(targets, micro_batch, attempt, *factor, session).status();
+      if (status.ok()) status = teachers.Check();
+      if (!status.ok()) return status;
+      pending->BeginCommit();
+    }
+    const absl::Cleanup is_over = [&] {
+      const Turn turn(sequencer);
+      pending->EndCommit();
+    };
+    std::optional<observability::BusyClock::Work> work;
+    if (busy != nullptr) work.emplace(*busy);
+    if (absl::Status status = CarryOut(heads, micro_batch, *pending, arguments, *factor); !status.ok()) return status;
+  }
+  // In deterministic mode it has taken its place only.
+  if (absl::Status status = AddInOrder(heads); !status.ok()) return status;
+  return true;
+}
+
+absl::StatusOr<bool> Discard(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
+                             const std::optional<SessionId>& session, const WaitLimits& limits) {
+  if (absl::Status status = CheckTargets(targets); !status.ok()) return status;
+  const std::vector<HeadCore*> heads = CoresOf(targets);
+  scheduler::Sequencer& sequencer = heads.front()->sequencer;
+  bool dropped = false;
+  {
+    // One that is being computed is answered at once.
+    const auto needs = [&]() -> absl::StatusOr<scheduler::Needs> {
+      if (absl::Status status = CheckDiscard(targets, micro_batch, attempt, session); !status.ok()) return status;
+      scheduler::Needs needed;
+      for (const HeadCore* head : heads) AddNeed(*head, kChangesGradient, needed);
+      return needed;
+    };
+    const absl::StatusOr<scheduler::Admission> admission = sequencer.Acquire(needs, limits, kWaitsForHead);
+    if (!admission.ok()) return admission.status();
+    const Turn turn(sequencer);
+    if (absl::Status status = CheckDiscard(targets, micro_batch, attempt, session); !status.ok()) return status;
+    for (const DecisionTarget& target : targets) {
+      HeadCore& head = target.head->core();
+      absl::StatusOr<bool> here = head.steps.Discard(target.key.step, micro_batch, attempt);
+      if (!here.ok()) return here.status();
+      dropped = dropped || *here;
+      head.MicroBatchChanged();
+    }
+  }
+  // Others may have waited for it.
+  if (absl::Status status = AddInOrder(heads); !status.ok()) return status;
+  return dropped;
+}
+
+int64_t Head::DropSession(const SessionId& session) {
+  // Without an admission: the end of any session looks at all heads, and one of them may be computing, or be set for minutes.
+  // Nobody else decides what is dropped here, and engines free it while other calls work.
+  const Turn turn(core_->sequencer);
+  const int64_t dropped = core_->steps.DropSession(session);
+  core_->MicroBatchChanged();
+  return dropped;
+}
+
+absl::Status Head::CheckAddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, int64_t row_start,
+                                    int64_t row_count) const {
+  HeadCore& core = *core_;
+  const Turn turn(core.sequencer);
+  if (absl::Status status = core.Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
+  const int64_t rows = core.spec.vocab_size;
+  if (row_start < 0 || row_count < 1 || row_count > rows || row_start > rows - row_count) {
+    return MakeError(
+        ErrorReason::kChunkOutOfRange,
+        absl::StrCat(row_count, " rows from ", row_start, " on do not lie in the weight, which has ", rows),
+        {{"rowStart", absl::StrCat(row_start)}, {"rowCount", absl::StrCat(row_count)}, {"expected", absl::StrCat(rows)}});
+  }
+  if (absl::Status status = core.steps.CheckBegin(key.step, micro_batch, attempt); !status.ok()) return status;
+  if (core.IsItsTurn(key, micro_batch)) return absl::OkStatus();
+  return core.steps.WindowFull(micro_batch, "and a trainer's own gradient is not kept meanwhile");
+}
+
+absl::StatusOr<bool> Head::AddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
+                                       const GradientPart& part, const std::function<bool()>& cancelled, const WaitLimits& limits) {
+  if (!std::isfinite(static_cast<float>(part.factor))) {
+    const std::string actual = absl::StrCat(part.factor);
+    return MakeError(ErrorReason::kInvalidField, absl::StrCat("factor must be finite in fp32, it is ", actual),
+                     {{"field", "factor"}, {"expected", "finite in fp32"}, {"actual", actual}});
+  }
+  absl::Status check = CheckAddGradient(key, micro_batch, attempt, part.row_start, part.row_count);
+  if (!check.ok()) return check;
+  while (true) {
+    absl::StatusOr<std::optional<bool>> added = AddOwnPart(*this, key, micro_batch, attempt, digest, part, cancelled, limits);
+    if (!added.ok()) return added.status();
+    if (added->has_value()) {
+      // Others may have waited for it.
+      if (absl::Status status = AddInOrder({core_.get()}); !status.ok()) return status;
+      return **added;
+    }
+    // A shard was not ready, say, when the predecessors were to be added. If it still is not, neither is this one added.
+    if (absl::Status status = AddInOrder(*core_, limits); !status.ok()) return status;
+  }
+}
+
+}  // namespace headwater::heads

@@ -1,0 +1,89 @@
+// Arguments and results of the calls on a step: decisions, the trainer's own gradient and weights, seal, apply.
+#ifndef HEADWATER_SERVER_HEADS_STEPS_STEP_CALLS_H_
+#define HEADWATER_SERVER_HEADS_STEPS_STEP_CALLS_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "headwater/kernels/engine.h"
+#include "server/heads/epoch.h"
+#include "server/heads/head_info.h"
+#include "server/heads/steps/step_ledger.h"
+
+namespace headwater::heads {
+
+class Head;
+
+// The step that a call is about.
+struct StepKey {
+  Epoch epoch;
+  int64_t step = 0;
+};
+
+// One trainable head of a micro-batch that is to be decided.
+struct DecisionTarget {
+  std::shared_ptr<Head> head;
+  StepKey key;
+};
+
+// A trainer's own part of the weight's gradient: rows [row_start, row_start + row_count) of it.
+struct GradientPart {
+  int64_t row_start = 0;
+  int64_t row_count = 0;
+  const float* data = nullptr;  // [row_count, hidden_size]; the caller's
+  double factor = 1;            // finite in fp32
+};
+
+// One tensor of the trainer's new weights.
+struct ShadowTensor {
+  HeadTensor tensor = HeadTensor::kWeight;  // kWeight or kBias
+  DataType data_type = DataType::kFloat32;  // the storage type or fp32
+  std::shared_ptr<const void> data;         // the whole tensor; kept until the step closes
+  int64_t byte_count = 0;
+};
+
+// The result of Replace().
+struct ReplaceReply {
+  bool closed = false;    // the head has all of its new tensors, and the step is REPLACED
+  bool replayed = false;  // by an equal call before this one
+  HeadInfo head;          // as the call leaves it
+};
+
+// Arguments of ApplyOptimizerStep; compared member by member to distinguish a replay from a conflict.
+struct ApplyArguments {
+  double learning_rate = 0;                                             // finite, >= 0
+  double gradient_factor = 1;                                           // finite
+  std::optional<double> max_grad_norm;                                  // > 0; absent: no clipping
+  double other_grad_norm_squared = 0;                                   // finite, >= 0
+  std::optional<double> weight_decay, beta1, beta2, epsilon, momentum;  // overrides
+  bool operator==(const ApplyArguments&) const = default;
+};
+
+// The result of ApplyOptimizerStep.
+struct ApplyReply {
+  int64_t open_step = 0;
+  int64_t weight_version = 0;
+  double global_grad_norm = 0;
+  double gradient_norm_squared = 0;
+  double clip_factor = 1;
+  StepTotals totals;
+  bool replayed = false;
+};
+
+// The result of Save().
+struct SavedCheckpoint {
+  int64_t step = 0;
+  int64_t total_bytes = 0;
+};
+
+// The result of Seal().
+struct SealReply {
+  StepTotals totals;
+  GradientStats stats;
+  bool replayed = false;
+};
+
+}  // namespace headwater::heads
+
+#endif  // HEADWATER_SERVER_HEADS_STEPS_STEP_CALLS_H_

@@ -1,0 +1,429 @@
+#include "server/heads/steps/submission_run.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
+#include "server/heads/steps/submit.h"
+
+namespace headwater::heads {
+namespace {
+
+// How soon a slot that another session has may be free again.
+constexpr char kSlotRetryAfterMs[] = "100";
+
+// The same error, which does not say to try again: the caller's own session has what is missing.
+absl::Status WithoutRetry(const absl::Status& status) {
+  ErrorMetadata metadata = GetErrorMetadata(status);
+  metadata.erase("retryAfterMs");
+  return MakeError(GetErrorReason(status), std::string(status.message()), std::move(metadata));
+}
+
+absl::Status Cancelled() {
+  return MakeError(ErrorReason::kCancelled, "the call was cancelled before its micro-batch was decided; nothing was added");
+}
+
+// To be computed again: the caller's memory may be gone by then, and has its values already.
+LossTerm WithoutOutputs(LossTerm term) {
+  term.token_loss = term.lse = term.target_log_probability = term.entropy = nullptr;
+  term.mean_logits = term.log_sum_sq_probs = nullptr;
+  term.argmax = nullptr;
+  return term;
+}
+
+}  // namespace
+
+bool NeedsSlot(const Submission& submission) {
+  return (submission.explicit_commit || submission.refuse_non_finite) && !submission.late_token_factors;
+}
+
+std::vector<HeadCore*> TargetsOf(const Submission& submission) {
+  std::vector<HeadCore*> targets;
+  if (!submission.backward) return targets;
+  for (const SubmittedTerm& term : submission.terms) {
+    if (!term.head->spec().trainable) continue;
+    HeadCore* const head = &term.head->core();
+    if (std::find(targets.begin(), targets.end(), head) == targets.end()) targets.push_back(head);
+  }
+  return targets;
+}
+
+// What the engine asks while rows come.
+class SubmissionRun::Flow : public RowFlow {
+ public:
+  explicit Flow(SubmissionRun& run) : run_(run) {}
+
+  // Decide() was OK: what the engine does from then on counts.
+  bool decided() const { return decided_; }
+
+  absl::Status AwaitRows(int64_t row_end) override {
+    if (absl::Status status = run_.CheckWanted(); !status.ok()) return status;
+    return run_.submission_.incoming->AwaitRows(row_end);
+  }
+  absl::Status Decide(const DigestBuilder* rows) override {
+    absl::Status status = run_.Decide(rows);
+    decided_ = status.ok();
+    return status;
+  }
+  void GradHiddenReady(int64_t row_end) override { run_.submission_.incoming->GradHiddenReady(row_end); }
+
+ private:
+  SubmissionRun& run_;
+  bool decided_ = false;
+};
+
+absl::StatusOr<SubmissionOutcome> SubmissionRun::Run() {
+  {
+    const Turn turn(sequencer_);
+    // Again: while this call waited the heads may have changed. From here on they do not, but for what other runs do.
+    if (absl::Status status = CheckSubmission(submission_); !status.ok()) return status;
+    BuildTerms();
+    if (absl::Status status = Begin(); !status.ok()) return status;
+  }
+  if (outcome_.needs_all_rows) return std::move(outcome_);
+  if (absl::Status status = CheckWanted(); !status.ok()) return Abort(status);
+  if (adds_) {
+    if (absl::Status status = ChooseForm(); !status.ok()) return Abort(status);
+  }
+  Flow flow(*this);
+  const bool flows = submission_.incoming != nullptr;
+  absl::StatusOr<MicroBatchResult> result = Compute(flows ? &flow : nullptr);
+  if (HasReason(result.status(), ErrorReason::kStagingFull) && form_ == ContributionForm::kStaged) {
+    // A run beside this one has taken the slot that was free (EngineHead::StagesConcurrently): nothing has happened yet.
+    if (submission_.hold == nullptr) {
+      HeadCore* const full = FirstWithoutSlot();
+      result = SlotsTaken(full == nullptr ? *targets_.front() : *full);
+    } else {
+      form_ = ContributionForm::kHeld;
+      result = Compute(flows ? &flow : nullptr);
+    }
+  }
+  bool may_have_added = form_ == ContributionForm::kDirect && (!flows || flow.decided());
+  if (result.ok() && flows && !flow.decided()) {
+    result = MakeError(ErrorReason::kInternal, "the engine computed without asking for the decision");
+    may_have_added = form_ == ContributionForm::kDirect;
+  }
+  if (!result.ok()) {
+    if (may_have_added) return Failed(result.status());
+    const absl::Status status = Abort(result.status());
+    if (!flows || flow.decided() || !submission_.incoming->stalled()) return status;
+    outcome_.needs_all_rows = true;
+    return std::move(outcome_);
+  }
+  outcome_.terms = std::move(result->terms);
+  if (adds_) {
+    if (absl::Status status = Settle(*result); !status.ok()) return status;
+    outcome_.state = submission_.explicit_commit ? ContributionState::kStaged : ContributionState::kCommitted;
+    outcome_.form = form_;
+  }
+  return std::move(outcome_);
+}
+
+void SubmissionRun::BuildTerms() {
+  terms_.reserve(submission_.terms.size());
+  for (const SubmittedTerm& submitted : submission_.terms) {
+    LossTerm& term = terms_.emplace_back(submitted.term);
+    const HeadCore* const teacher = submitted.teacher_head != nullptr ? &submitted.teacher_head->core() : nullptr;
+    term.head = submitted.head->core().on_engine.get();
+    term.teacher_head = teacher != nullptr ? teacher->on_engine.get() : nullptr;
+    outcome_.weight_versions.push_back(submitted.head->core().weights.version());
+    outcome_.teacher_weight_versions.push_back(teacher != nullptr ? teacher->weights.version() : 0);
+  }
+}
+
+absl::Status SubmissionRun::CheckWanted() const {
+  if (cancelled_ != nullptr && cancelled_()) return Cancelled();
+  if (!adds_) return absl::OkStatus();  // a repeat of what is decided is answered whatever attempt waits
+  const Turn turn(sequencer_);
+  for (HeadCore* target : targets_) {
+    if (target->state == HeadState::kLost) return target->LostError();
+    const std::optional<int64_t> waiting = target->steps.waiting_attempts().Higher(id(), submission_.attempt);
+    if (!waiting.has_value()) continue;
+    return MakeError(ErrorReason::kAttemptSuperseded,
+                     absl::StrCat("attempt ", *waiting, " of micro-batch ", id(), " has come while attempt ", submission_.attempt,
+                                  " was computed"),
+                     {{"microBatch", absl::StrCat(id())},
+                      {"attempt", absl::StrCat(submission_.attempt)},
+                      {"knownAttempt", absl::StrCat(*waiting)}});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SubmissionRun::CheckNotLost() const {
+  for (const HeadCore* target : targets_) {
+    if (target->state == HeadState::kLost) return target->LostError();
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<BeginDecision> SubmissionRun::BeginIn(HeadCore* target) {
+  const int64_t step = target->steps.open().step;
+  if (submission_.incoming == nullptr) {
+    return target->steps.Begin(step, id(), submission_.attempt, submission_.digest, submission_.first_wins);
+  }
+  const absl::StatusOr<bool> begun = target->steps.BeginProvisionally(step, id(), submission_.attempt);
+  if (!begun.ok()) return begun.status();
+  return *begun ? BeginDecision::kCompute : BeginDecision::kReplay;
+}
+
+absl::Status SubmissionRun::Begin() {
+  if (submission_.incoming == nullptr) outcome_.digest = submission_.digest;
+  std::vector<std::pair<HeadCore*, std::optional<MicroBatchRecord>>> begun;  // with what they knew of it before
+  std::string known_by, new_to;
+  absl::Status status = CheckNotLost();
+  for (HeadCore* target : targets_) {
+    if (!status.ok()) break;
+    if (!outcome_.step.has_value()) outcome_.step = target->steps.open().step;
+    const std::optional<MicroBatchRecord> before = target->steps.ledger().Find(id());
+    const absl::StatusOr<BeginDecision> decision = BeginIn(target);
+    status = decision.status();
+    if (!status.ok()) break;
+    if (*decision == BeginDecision::kCompute) {
+      begun.emplace_back(target, before);
+      new_to = target->name.ToString();
+      continue;
+    }
+    if (known_by.empty()) {
+      const MicroBatchRecord& record = target->steps.open().micro_batches.at(id());
+      outcome_.state = record.state;
+      outcome_.form = record.form;
+    }
+    known_by = target->name.ToString();
+    if (*decision == BeginDecision::kPayloadDiffers) outcome_.payload_differs = true;
+  }
+  if (status.ok() && submission_.incoming != nullptr && !known_by.empty()) {
+    outcome_.needs_all_rows = true;
+    outcome_.state = ContributionState::kNone;
+    outcome_.form = ContributionForm::kNone;
+  } else if (status.ok() && !known_by.empty() && !new_to.empty()) {
+    status = MakeError(ErrorReason::kMicroBatchConflict,
+                       absl::StrCat("micro-batch ", id(), " is known to ", known_by, " and not to ", new_to,
+                                    "; the heads of a micro-batch take it all or not at all"),
+                       {{"microBatch", absl::StrCat(id())}, {"knownBy", known_by}, {"notKnownBy", new_to}});
+  }
+  adds_ = status.ok() && !outcome_.needs_all_rows && !begun.empty();
+  for (const auto& [target, before] : begun) {
+    if (!adds_) {  // one head takes it and another does not, or its rows have to be there first: nothing has happened
+      target->steps.ledger().TakeBack(id(), before);
+      continue;
+    }
+    target->steps.DropLowerAttempt(id());
+  }
+  outcome_.replayed = status.ok() && !known_by.empty() && !outcome_.needs_all_rows && !outcome_.payload_differs;
+  return status;
+}
+
+absl::Status SubmissionRun::ChooseForm() {
+  form_ = ContributionForm::kDirect;
+  if (submission_.late_token_factors || in_order()) form_ = ContributionForm::kHeld;
+  if (in_order() && submission_.hold == nullptr) {
+    return MakeError(ErrorReason::kStagingFull, "in deterministic mode every contribution is held, and the call does not allow it",
+                     {{"head", targets_.front()->name.ToString()}});
+  }
+  if (in_order()) return absl::OkStatus();
+  if (!NeedsSlot(submission_)) return absl::OkStatus();
+  form_ = ContributionForm::kStaged;
+  HeadCore* const full = FirstWithoutSlot();
+  if (full == nullptr) return absl::OkStatus();
+  if (submission_.hold == nullptr) return SlotsTaken(*full);
+  form_ = ContributionForm::kHeld;
+  return absl::OkStatus();
+}
+
+HeadCore* SubmissionRun::FirstWithoutSlot() const {
+  for (HeadCore* target : targets_) {
+    if (target->on_engine->FreeStagingSlots() <= 0) return target;
+  }
+  return nullptr;
+}
+
+int64_t SubmissionRun::PendingOf(HeadCore& target, bool own, bool is_held) const {
+  const Turn turn(sequencer_);
+  return std::count_if(target.steps.pending().begin(), target.steps.pending().end(), [&](const auto& entry) {
+    const PendingContribution& pending = *entry.second;
+    const bool is_own = submission_.session.has_value() && pending.session() == submission_.session;
+    return is_own == own && pending.is_held() == is_held && !pending.dropped();
+  });
+}
+
+absl::Status SubmissionRun::SlotsTaken(HeadCore& target) const {
+  const int64_t slots = target.spec.staging_slots;
+  const int64_t own = PendingOf(target, /*own=*/true, /*is_held=*/false);
+  ErrorMetadata metadata = {
+      {"head", target.name.ToString()}, {"stagingSlots", absl::StrCat(slots)}, {"ownSlots", absl::StrCat(own)}};
+  // Heads by rows have as many slots on each rank.
+  if (own < slots || PendingOf(target, /*own=*/false, /*is_held=*/false) > 0) metadata.emplace("retryAfterMs", kSlotRetryAfterMs);
+  return MakeError(ErrorReason::kStagingFull,
+                   absl::StrCat("all ", slots, " staging slots of ", target.name.ToString(), " are taken, ", own,
+                                " of them by the caller's own session; commit or discard one of its micro-batches, allow this one "
+                                "to be held (allow_held), or create the head with more staging_slots"),
+                   std::move(metadata));
+}
+
+absl::StatusOr<MicroBatchResult> SubmissionRun::Compute(RowFlow* flow) {
+  MicroBatch micro_batch;
+  micro_batch.hidden = submission_.hidden;
+  micro_batch.terms = terms_;
+  micro_batch.backward = submission_.backward;
+  micro_batch.grad_hidden = submission_.grad_hidden;
+  micro_batch.grad_hidden_scale = submission_.grad_hidden_scale;
+  micro_batch.refuse_non_finite = submission_.refuse_non_finite;  // never together with kAccumulate, see NeedsSlot()
+  if (form_ == ContributionForm::kDirect) micro_batch.grad_weight = GradWeightMode::kAccumulate;
+  if (form_ == ContributionForm::kStaged) micro_batch.grad_weight = GradWeightMode::kStage;
+  micro_batch.flow = flow;
+  micro_batch.digest_rows = flow != nullptr && submission_.engine_digests && submission_.backward;
+  micro_batch.after = submission_.after;
+  micro_batch.label = submission_.label.empty() ? nullptr : submission_.label.c_str();
+  return engine_.Compute(micro_batch);
+}
+
+absl::Status SubmissionRun::Decide(const DigestBuilder* rows) {
+  if (submission_.backward) {
+    absl::StatusOr<Digest> digest = submission_.incoming->Finish(rows);
+    if (!digest.ok()) return digest.status();
+    outcome_.digest = *digest;
+  }
+  if (absl::Status status = CheckWanted(); !status.ok() || !adds_) return status;
+  const Turn turn(sequencer_);
+  if (absl::Status status = CheckNotLost(); !status.ok()) return status;
+  for (HeadCore* target : targets_) {
+    if (absl::Status status = target->steps.ledger().SetDigest(id(), outcome_.digest); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SubmissionRun::Settle(MicroBatchResult& result) {
+  if (form_ == ContributionForm::kDirect) return FinishCommitted();
+  if (form_ == ContributionForm::kStaged && result.staged == nullptr) {
+    return Abort(
+        MakeError(ErrorReason::kInternal, "the engine returned no staged contribution", {{"microBatch", absl::StrCat(id())}}));
+  }
+  if (absl::Status status = CheckWanted(); !status.ok()) return Abort(status);
+  if (form_ == ContributionForm::kHeld && submission_.explicit_commit) return Hold();
+  if (in_order()) return TakeItsPlace();
+  if (submission_.explicit_commit) {
+    return FinishPending(std::make_shared<PendingContribution>(TargetSet(), submission_.attempt, submission_.session,
+                                                               std::move(result.staged), submission_.until_decided));
+  }
+  // EAGER, but refused until now if anything was not finite.
+  if (form_ == ContributionForm::kStaged) {
+    const absl::Status added = result.staged->Commit(1.0);
+    result.staged.reset();
+    if (!added.ok()) return Failed(added);
+  } else {
+    for (LossTerm& term : terms_) term = WithoutOutputs(term);
+    MicroBatch again;
+    again.hidden = submission_.hidden;
+    again.terms = terms_;
+    again.backward = true;
+    again.grad_weight = GradWeightMode::kAccumulate;
+    again.after = submission_.after;
+    if (absl::Status added = engine_.Compute(again).status(); !added.ok()) return Failed(added);
+  }
+  return FinishCommitted();
+}
+
+absl::StatusOr<HeldRows> SubmissionRun::KeepRows() {
+  bool is_first = false;
+  {
+    const Turn turn(sequencer_);
+    is_first = in_order() && std::any_of(targets_.begin(), targets_.end(),
+                                         [this](HeadCore* target) { return target->steps.window()->IsFront(id()); });
+  }
+  const auto& hold = is_first && submission_.hold_first != nullptr ? submission_.hold_first : submission_.hold;
+  absl::StatusOr<std::shared_ptr<const void>> storage = hold();
+  if (!storage.ok()) {
+    const auto holds_own = [this](HeadCore* target) { return PendingOf(*target, /*own=*/true, /*is_held=*/true) > 0; };
+    return !in_order() && std::any_of(targets_.begin(), targets_.end(), holds_own) ? WithoutRetry(storage.status())
+                                                                                   : storage.status();
+  }
+  HeldRows held;
+  held.hidden = submission_.hidden;
+  held.storage = *std::move(storage);
+  std::set<const Head*> teachers;
+  for (size_t index = 0; index < terms_.size(); ++index) {
+    const SubmittedTerm& submitted = submission_.terms[index];
+    if (!submitted.head->spec().trainable) continue;  // adds nothing
+    LossTerm& term = held.terms.emplace_back(WithoutOutputs(terms_[index]));
+    term.teacher_hidden = submitted.term.teacher_hidden;  // hold() may have moved the rows
+    if (submitted.teacher_head == nullptr || !teachers.insert(submitted.teacher_head.get()).second) continue;
+    held.teachers.push_back(submitted.teacher_head);
+    held.teacher_heads.push_back(term.teacher_head);
+    held.teacher_weight_versions.push_back(submitted.teacher_head->core().weights.version());
+  }
+  return held;
+}
+
+absl::Status SubmissionRun::Hold() {
+  absl::StatusOr<HeldRows> held = KeepRows();
+  if (!held.ok()) return Abort(held.status());
+  return FinishPending(std::make_shared<PendingContribution>(TargetSet(), submission_.attempt, submission_.session,
+                                                             *std::move(held), submission_.until_decided));
+}
+
+absl::Status SubmissionRun::TakeItsPlace() {
+  absl::StatusOr<HeldRows> held = KeepRows();
+  if (!held.ok()) return Abort(held.status());
+  const Turn turn(sequencer_);
+  for (HeadCore* target : targets_) {
+    target->steps.Wait(id(), *held, CommitArguments(), *target->on_engine);
+    // Cannot fail: it has been in progress since Begin(), and in this mode nobody else has computed, and lost the head, meanwhile.
+    target->steps.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
+    target->MicroBatchChanged();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SubmissionRun::Abort(const absl::Status& status) {
+  if (!adds_) return status;
+  const Turn turn(sequencer_);
+  for (HeadCore* target : targets_) {
+    // If the head was lost since Begin() it is forgotten already.
+    if (target->state != HeadState::kLost) target->steps.ledger().Abort(id()).IgnoreError();
+    target->MicroBatchChanged();
+  }
+  return status;
+}
+
+absl::Status SubmissionRun::Failed(const absl::Status& status) {
+  if (!IsEngineFailure(status)) return Abort(status);
+  for (HeadCore* target : targets_) target->MarkLost(status);
+  return status;
+}
+
+absl::Status SubmissionRun::FinishPending(const std::shared_ptr<PendingContribution>& pending) {
+  const Turn turn(sequencer_);
+  if (absl::Status status = CheckNotLost(); !status.ok()) return Abort(status);
+  for (HeadCore* target : targets_) {
+    target->steps.FinishPending(id(), pending, form_, CountsOf(target));  // it has been in progress since Begin()
+    target->MicroBatchChanged();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SubmissionRun::FinishCommitted() {
+  const Turn turn(sequencer_);
+  const absl::Status status = CheckNotLost();
+  for (HeadCore* target : targets_) {
+    // Also in the heads that are left when one is lost: it is in their accumulators. Cannot fail in those.
+    target->steps.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
+    target->MicroBatchChanged();
+  }
+  return status;
+}
+
+ContributionCounts SubmissionRun::CountsOf(const HeadCore* head) const {
+  ContributionCounts counts;
+  size_t index = 0;
+  for (const LossSums& sums : outcome_.terms) {
+    if (&submission_.terms[index++].head->core() != head) continue;
+    counts.valid_token_count += sums.valid_token_count;
+    counts.loss_sum += sums.loss_sum;
+    counts.token_weight_sum += sums.token_weight_sum;
+    counts.non_finite_row_count += sums.non_finite_row_count;
+  }
+  return counts;
+}
+
+}  // namespace headwater::heads

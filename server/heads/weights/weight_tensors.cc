@@ -1,0 +1,204 @@
+#include "server/heads/weights/weight_tensors.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
+#include "headwater/kernels/planned_bytes.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/heads/weights/numerics.h"
+#include "server/model_files/xxh3.h"
+
+namespace headwater::heads {
+namespace {
+
+HeadTensor MasterOf(HeadTensor tensor) {
+  return tensor == HeadTensor::kWeight ? HeadTensor::kMasterWeight : HeadTensor::kMasterBias;
+}
+
+}  // namespace
+
+TensorUpdate UpdateFromMemory(HeadTensor tensor, DataType data_type, const void* data) {
+  return {tensor, data_type,
+          [data, data_type](int64_t element_start, int64_t element_count, void* out) {
+            const int64_t element_bytes = ElementBytes(data_type);
+            std::memcpy(out, static_cast<const char*>(data) + element_start * element_bytes,
+                        static_cast<size_t>(element_count * element_bytes));
+            return absl::OkStatus();
+          },
+          /*in_memory=*/true};
+}
+
+absl::Status AfterTheBeginning(const absl::Status& status, bool changed) {
+  if (!changed || !(HasReason(status, ErrorReason::kShardNotReady) || HasReason(status, ErrorReason::kMemoryBudgetExceeded))) {
+    return status;
+  }
+  return MakeError(ErrorReason::kEngineFailed, absl::StrCat("the change had begun, but ", std::string(status.message())));
+}
+
+absl::Status WeightTensors::CheckElements(HeadTensor tensor, int64_t element_start, int64_t element_count) const {
+  const int64_t total = engine_head_.ElementCount(tensor);
+  if (total == 0) {
+    return MakeError(ErrorReason::kInvalidField, absl::StrCat(name_.ToString(), " has no ", HeadTensorName(tensor)),
+                     {{"field", "tensor"}, {"actual", HeadTensorName(tensor)}});
+  }
+  if (element_start < 0 || element_count < 0 || element_count > total || element_start > total - element_count) {
+    return MakeError(ErrorReason::kChunkOutOfRange,
+                     absl::StrCat(element_count, " elements from ", element_start, " on do not lie in ", HeadTensorName(tensor),
+                                  ", which has ", total),
+                     {{"elementStart", absl::StrCat(element_start)},
+                      {"elementCount", absl::StrCat(element_count)},
+                      {"expected", absl::StrCat(total)}});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WeightTensors::CheckUpdates(const std::vector<TensorUpdate>& updates) const {
+  if (updates.empty()) return MakeError(ErrorReason::kMissingField, "at least one tensor must be given", {{"field", "tensor"}});
+  for (size_t index = 0; index < updates.size(); ++index) {
+    const TensorUpdate& update = updates[index];
+    const char* name = HeadTensorName(update.tensor);
+    const bool is_bias = update.tensor == HeadTensor::kBias;
+    if ((update.tensor != HeadTensor::kWeight && !is_bias) || (is_bias && !spec_.has_bias)) {
+      return MakeError(
+          ErrorReason::kInvalidField,
+          absl::StrCat("tensor must be ", spec_.has_bias ? "weight or bias" : "weight, the head has no bias", ", it is ", name),
+          {{"field", "tensor"}, {"expected", spec_.has_bias ? "weight or bias" : "weight"}, {"actual", name}});
+    }
+    if (update.data_type != spec_.data_type && update.data_type != DataType::kFloat32) {
+      return MakeError(
+          ErrorReason::kDataTypeMismatch,
+          absl::StrCat(name, " is set as ", DataTypeName(spec_.data_type), " or float32, the call brings ",
+                       DataTypeName(update.data_type)),
+          {{"field", "data_type"}, {"expected", DataTypeName(spec_.data_type)}, {"actual", DataTypeName(update.data_type)}});
+    }
+    if (index > 0 && update.tensor == updates[0].tensor) {
+      return MakeError(ErrorReason::kInvalidField, absl::StrCat(name, " is given twice"), {{"field", "tensor"}, {"actual", name}});
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WeightTensors::CheckBytes(HeadTensor tensor, DataType data_type, int64_t byte_count) const {
+  const int64_t expected = engine_head_.ElementCount(tensor) * ElementBytes(data_type);
+  if (byte_count == expected) return absl::OkStatus();
+  return MakeError(ErrorReason::kDataLengthMismatch,
+                   absl::StrCat(HeadTensorName(tensor), " as ", DataTypeName(data_type), " has ", expected,
+                                " bytes, the call brings ", byte_count),
+                   {{"expected", absl::StrCat(expected)}, {"actual", absl::StrCat(byte_count)}, {"field", "total_bytes"}});
+}
+
+absl::Status WeightTensors::ReadThrough(const std::vector<TensorUpdate>& updates) const {
+  for (const TensorUpdate& update : updates) {
+    if (update.in_memory) continue;
+    const int64_t total = engine_head_.ElementCount(update.tensor);
+    const int64_t piece = kTensorPieceBytes / ElementBytes(update.data_type);
+    const absl::StatusOr<PlannedBytes> buffer = AllocatePlanned(std::min(piece, total) * ElementBytes(update.data_type));
+    if (!buffer.ok()) return buffer.status();
+    for (int64_t start = 0; start < total; start += piece) {
+      if (absl::Status status = update.source(start, std::min(piece, total - start), buffer->get()); !status.ok()) return status;
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WeightTensors::Write(const std::vector<TensorUpdate>& updates, bool& changed, bool& source_failed) {
+  const auto after_change = [&changed](const absl::Status& status) {
+    changed = changed || !HasReason(status, ErrorReason::kShardNotReady);  // which leaves everything as it was
+    return status;
+  };
+  for (const TensorUpdate& update : updates) {
+    // fp32 for 16-bit storage goes to the master, from which the engine rounds the stored weight.
+    const HeadTensor tensor = update.data_type == spec_.data_type ? update.tensor : MasterOf(update.tensor);
+    const int64_t total = engine_head_.ElementCount(tensor);
+    const int64_t piece = kTensorPieceBytes / ElementBytes(update.data_type);
+    const absl::StatusOr<PlannedBytes> buffer = AllocatePlanned(std::min(piece, total) * ElementBytes(update.data_type));
+    if (!buffer.ok()) return buffer.status();
+    for (int64_t start = 0; start < total; start += piece) {
+      const int64_t count = std::min(piece, total - start);
+      if (absl::Status status = update.source(start, count, buffer->get()); !status.ok()) {
+        source_failed = true;
+        return status;
+      }
+      // Before the first write, which a shard alone does not ask the others about: so one that is not ready is found in time.
+      if (!changed && spec_.trainable) {
+        if (absl::Status status = after_change(engine_head_.ZeroGradient()); !status.ok()) return status;
+      }
+      absl::Status status = after_change(engine_head_.WriteTensor(tensor, start, count, buffer->get()));
+      if (!status.ok()) return status;
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WeightTensors::Read(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
+  if (tensor != HeadTensor::kWeight && tensor != HeadTensor::kBias && tensor != HeadTensor::kMasterWeight &&
+      tensor != HeadTensor::kMasterBias) {
+    return MakeError(ErrorReason::kInvalidField, absl::StrCat("tensor must be weight or bias, it is ", HeadTensorName(tensor)),
+                     {{"field", "tensor"}, {"expected", "weight or bias"}, {"actual", HeadTensorName(tensor)}});
+  }
+  if (absl::Status status = CheckElements(tensor, element_start, element_count); !status.ok()) return status;
+  return engine_head_.ReadTensor(tensor, element_start, element_count, out);
+}
+
+absl::Status WeightTensors::ReadGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, float* out) const {
+  if (tensor == HeadTensor::kWeight) tensor = HeadTensor::kGradWeight;
+  if (tensor == HeadTensor::kBias) tensor = HeadTensor::kGradBias;
+  if (tensor != HeadTensor::kGradWeight && tensor != HeadTensor::kGradBias) {
+    return MakeError(ErrorReason::kInvalidField,
+                     absl::StrCat("tensor must be the gradient of weight or bias, it is ", HeadTensorName(tensor)),
+                     {{"field", "tensor"}, {"expected", "grad_weight or grad_bias"}, {"actual", HeadTensorName(tensor)}});
+  }
+  if (absl::Status status = CheckElements(tensor, element_start, element_count); !status.ok()) return status;
+  return engine_head_.ReadTensor(tensor, element_start, element_count, out);
+}
+
+absl::StatusOr<std::string> WeightTensors::Checksum() const {
+  model_files::Xxh3Hasher hasher;
+  const int64_t element_bytes = ElementBytes(spec_.data_type);
+  const int64_t total = engine_head_.ElementCount(HeadTensor::kWeight);
+  const int64_t piece = kTensorPieceBytes / element_bytes;
+  const absl::StatusOr<PlannedBytes> buffer = AllocatePlanned(std::min(piece, total) * element_bytes);
+  if (!buffer.ok()) return buffer.status();
+  for (int64_t start = 0; start < total; start += piece) {
+    const int64_t count = std::min(piece, total - start);
+    if (absl::Status status = engine_head_.ReadTensor(HeadTensor::kWeight, start, count, buffer->get()); !status.ok())
+      return status;
+    hasher.Update(buffer->get(), count * element_bytes);
+  }
+  return hasher.Digest();
+}
+
+absl::StatusOr<int64_t> WeightTensors::Save(checkpoint::CheckpointStore& store, checkpoint::CheckpointInfo info, bool overwrite) {
+  info.spec = spec_;
+  info.numerics = DescribeNumerics(engine_, engine_head_);
+  absl::StatusOr<int64_t> total_bytes = store.Save(name_.tenant, name_.head, info, engine_head_, overwrite);
+  if (total_bytes.ok()) has_run_ = true;
+  return total_bytes;
+}
+
+absl::StatusOr<std::string> WeightTensors::CompareNumerics(const checkpoint::CheckpointStore& store,
+                                                           const std::string& checkpoint_name, bool must_agree) const {
+  const absl::StatusOr<checkpoint::CheckpointInfo> info = store.Read(name_.tenant, name_.head, checkpoint_name);
+  if (!info.ok()) return "";  // Load() says so too
+  const std::string here = DescribeNumerics(engine_, engine_head_);
+  if (info->numerics == here) return "";
+  const std::string there = info->numerics.empty() ? "not known" : info->numerics;
+  if (must_agree && !info->numerics.empty()) {
+    return MakeError(
+        ErrorReason::kCheckpointSpecMismatch,
+        absl::StrCat("checkpoint ", checkpoint_name, " of ", name_.ToString(), " was saved where sums are made otherwise: ", there,
+                     "; here: ", here,
+                     ". In deterministic mode it is not restored: start the server as it was, or without --deterministic"),
+        {{"checkpoint", checkpoint_name}, {"field", "numerics"}, {"expected", here}, {"actual", there}});
+  }
+  return absl::StrCat("sums may differ in their last bits from those of the run that saved checkpoint ", checkpoint_name,
+                      ": it was saved with ", there, "; here: ", here);
+}
+
+void WeightTensors::ContinueRun(checkpoint::CheckpointStore& store, const checkpoint::CheckpointInfo& info, bool comes_back) {
+  if (!has_run_) has_run_ = comes_back || store.Continue(name_.tenant, name_.head, info);
+}
+
+}  // namespace headwater::heads

@@ -1,0 +1,78 @@
+// WeightTensors: one head's tensors in the engine: checked, written from sources, read, summed up, and saved.
+//
+// The Check...() methods and ReadThrough() may be called at any time. All others need an admission to the head.
+#ifndef HEADWATER_SERVER_HEADS_WEIGHTS_WEIGHT_TENSORS_H_
+#define HEADWATER_SERVER_HEADS_WEIGHTS_WEIGHT_TENSORS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "headwater/kernels/engine.h"
+#include "server/heads/head_name.h"
+#include "server/heads/weights/tensor_update.h"
+
+namespace headwater::checkpoint {
+struct CheckpointInfo;
+class CheckpointStore;
+}  // namespace headwater::checkpoint
+
+namespace headwater::heads {
+
+// An update whose whole tensor lies at `data`, which outlives it.
+TensorUpdate UpdateFromMemory(HeadTensor tensor, DataType data_type, const void* data);
+
+// kEngineFailed in place of an error that stops a change in time only if nothing has been changed before: a shard that is not
+// ready, a piece without memory. Any other error, and all of them unless `changed`, is returned as it is.
+absl::Status AfterTheBeginning(const absl::Status& status, bool changed);
+
+class WeightTensors {
+ public:
+  // All references must outlive it.
+  WeightTensors(const HeadName& name, const HeadSpec& spec, LossEngine& engine, EngineHead& engine_head)
+      : name_(name), spec_(spec), engine_(engine), engine_head_(engine_head) {}
+
+  // kMissingField, kInvalidField, kDataTypeMismatch.
+  absl::Status CheckUpdates(const std::vector<TensorUpdate>& updates) const;
+  // kDataLengthMismatch unless `byte_count` is the whole tensor's.
+  absl::Status CheckBytes(HeadTensor tensor, DataType data_type, int64_t byte_count) const;
+  // Reads the sources of what is not in memory to their ends.
+  absl::Status ReadThrough(const std::vector<TensorUpdate>& updates) const;
+
+  // `changed` becomes true with the first change, `source_failed` if the error is a source's. The gradient is 0 afterwards.
+  absl::Status Write(const std::vector<TensorUpdate>& updates, bool& changed, bool& source_failed);
+  // Copies elements of kWeight or kBias (storage type), kMasterWeight or kMasterBias (fp32); kInvalidField for any other tensor.
+  absl::Status Read(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const;
+  // Copies elements of the gradient: kGradWeight or kGradBias; kWeight and kBias mean the same two.
+  absl::Status ReadGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, float* out) const;
+  // XXH3-128 (canonical) of the stored weight.
+  absl::StatusOr<std::string> Checksum() const;
+
+  // Writes a checkpoint and returns its bytes. `info`: name, step and update count; the rest is filled in.
+  absl::StatusOr<int64_t> Save(checkpoint::CheckpointStore& store, checkpoint::CheckpointInfo info, bool overwrite);
+  // A sentence if a checkpoint comes from where sums are made in another order, else nothing; with `must_agree` that is an error
+  // (kCheckpointSpecMismatch).
+  absl::StatusOr<std::string> CompareNumerics(const checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
+                                              bool must_agree) const;
+  // The tensors are a checkpoint's now. Unless the head has a run of its own it continues the checkpoint's, which it must do if it
+  // `comes_back` (CheckpointStore::Continue()).
+  void ContinueRun(checkpoint::CheckpointStore& store, const checkpoint::CheckpointInfo& info, bool comes_back);
+
+ private:
+  // kChunkOutOfRange; kInvalidField if the head does not have the tensor.
+  absl::Status CheckElements(HeadTensor tensor, int64_t element_start, int64_t element_count) const;
+
+  const HeadName& name_;
+  const HeadSpec& spec_;
+  LossEngine& engine_;
+  EngineHead& engine_head_;
+  // The head has been saved, has come back from a checkpoint, or continues the run of one that it was restored from: the next
+  // checkpoint is of the same run.
+  bool has_run_ = false;
+};
+
+}  // namespace headwater::heads
+
+#endif  // HEADWATER_SERVER_HEADS_WEIGHTS_WEIGHT_TENSORS_H_

@@ -1,0 +1,147 @@
+#include "server/service/access/access.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "headwater/kernels/error.h"
+
+namespace headwater::service {
+namespace {
+
+bool AnyMatches(const std::vector<std::string>& patterns, const std::string& head) {
+  return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) { return MatchesPattern(pattern, head); });
+}
+
+// The token of "Bearer TOKEN"; empty if that is not what came.
+absl::string_view BearerToken(absl::string_view authorization) {
+  constexpr absl::string_view kScheme = "bearer ";
+  if (!absl::StartsWithIgnoreCase(authorization, kScheme)) return {};
+  return absl::StripAsciiWhitespace(authorization.substr(kScheme.size()));
+}
+
+absl::Status Unauthenticated(const char* got) {
+  return MakeError(ErrorReason::kUnauthenticated,
+                   absl::StrCat("expected a token of this server in the metadata \"authorization: Bearer TOKEN\", got ", got),
+                   {{"expected", "a token"}, {"actual", got}});
+}
+
+// Whether the token allows such calls, on some head at least.
+bool AllowsSome(const AccessRow* row, const TokenGrant& grant) {
+  const bool computes = !grant.compute.empty();
+  const bool administers = !grant.admin.empty();
+  // An upload may turn out to be the administrator's.
+  if (row == FindAccessRow(observability::RpcMethod::kUploadWeights) && administers) return true;
+  return row->needs == Permission::kToken || (row->needs == Permission::kRead && (computes || administers)) ||
+         (row->needs == Permission::kCompute && computes) || (row->needs == Permission::kAdmin && administers);
+}
+
+}  // namespace
+
+bool Caller::Has(Permission needs, const std::string& head) const {
+  switch (needs) {
+    case Permission::kNone:
+    case Permission::kToken:
+      return true;
+    case Permission::kRead:
+      return AnyMatches(grant_->compute, head) || AnyMatches(grant_->admin, head);
+    case Permission::kCompute:
+      return AnyMatches(grant_->compute, head);
+    case Permission::kAdmin:
+      return AnyMatches(grant_->admin, head);
+  }
+  return false;
+}
+
+absl::Status Caller::Denied(Permission needs, const std::string& head) const {
+  ErrorMetadata metadata = {{"permission", PermissionName(needs)}, {"method", path_}};
+  if (!head.empty()) metadata["head"] = head;
+  return MakeError(ErrorReason::kPermissionDenied,
+                   absl::StrCat(path_, " needs the permission ", PermissionName(needs), head.empty() ? "" : " on ", head,
+                                ", which this token does not have"),
+                   std::move(metadata));
+}
+
+absl::Status Caller::CheckHead(const heads::HeadName& name, Permission needs) const {
+  if (!free_) {
+    if (grant_ == nullptr) return Denied(needs, "");
+    if (name.tenant != grant_->tenant) return heads::HeadNotFound(name);
+    if (!Has(needs, name.head)) return Denied(needs, name.ToString());
+  }
+  return CheckPort(needs);
+}
+
+absl::Status Caller::CheckPort(Permission needs) const {
+  if (needs != Permission::kAdmin || role_ != PortRole::kData) return absl::OkStatus();
+  return MakeError(ErrorReason::kPermissionDenied,
+                   absl::StrCat(path_, " needs a port that takes admin calls (admin_listen_addresses), and this one does not"),
+                   {{"permission", PermissionName(needs)}, {"method", path_}, {"expected", "admin_listen_addresses"}});
+}
+
+absl::StatusOr<std::shared_ptr<heads::Head>> Caller::Find(const heads::HeadRegistry& registry, const heads::HeadName& name) const {
+  if (absl::Status status = CheckHead(name); !status.ok()) return status;
+  return registry.Find(name);
+}
+
+absl::Status Caller::CheckTenant(const std::string& tenant) const {
+  if (free_ || (grant_ != nullptr && grant_->tenant == tenant)) return absl::OkStatus();
+  return MakeError(ErrorReason::kPermissionDenied,
+                   absl::StrCat(path_, ": expected the token's tenant, tenants/", Caller::tenant(), ", got another"),
+                   {{"permission", PermissionName(needs_)}, {"method", path_}, {"expected", "tenants/" + Caller::tenant()}});
+}
+
+const std::string& Caller::tenant() const {
+  static const auto* const default_tenant = new std::string(heads::kDefaultTenant);
+  return grant_ != nullptr ? grant_->tenant : *default_tenant;
+}
+
+const std::string& Caller::token_name() const {
+  static const auto* const none = new std::string();
+  return grant_ != nullptr ? grant_->name : *none;
+}
+
+absl::StatusOr<std::unique_ptr<AccessControl>> AccessControl::Create(const std::string& token_file) {
+  auto access = std::make_unique<AccessControl>();
+  if (token_file.empty()) return access;
+  auto tokens = TokenFile::Open(token_file);
+  if (!tokens.ok()) return tokens.status();
+  access->tokens_ = *std::move(tokens);
+  return access;
+}
+
+absl::StatusOr<Caller> AccessControl::Authorize(const AccessRow* row, PortRole role,
+                                                const std::vector<absl::string_view>& authorization) const {
+  if (row == nullptr) {
+    return MakeError(ErrorReason::kPermissionDenied, "this server's access table does not know the call, so nobody may make it");
+  }
+  Caller caller;
+  caller.role_ = role;
+  caller.row_ = row;
+  caller.needs_ = row->needs;
+  caller.path_ = row->path;
+  caller.free_ = tokens_ == nullptr;
+  if (!caller.free_ && row->needs != Permission::kNone) {
+    if (authorization.empty()) return Unauthenticated("none");
+    if (authorization.size() > 1) return Unauthenticated("several");
+    const absl::string_view token = BearerToken(authorization.front());
+    if (token.empty()) return Unauthenticated("another form of it");
+    caller.version_ = tokens_->version();  // before: a grant that is newer than this is looked at once more
+    caller.grant_ = tokens_->Find(token);
+    if (caller.grant_ == nullptr) return Unauthenticated("one that it does not know");
+    if (!AllowsSome(row, *caller.grant_)) return caller.Denied(row->needs, "");
+  }
+  if (absl::Status status = caller.CheckPort(row->needs); !status.ok()) return status;
+  return caller;
+}
+
+absl::Status AccessControl::Recheck(const Caller& caller) const {
+  if (caller.grant_ == nullptr || tokens_->version() == caller.version_) return absl::OkStatus();
+  const std::shared_ptr<const TokenGrant> grant = tokens_->FindSha256(caller.grant_->sha256);
+  if (grant == nullptr) return Unauthenticated("one that it does not know any more");
+  if (grant->tenant != caller.grant_->tenant || !AllowsSome(caller.row_, *grant)) return caller.Denied(caller.needs_, "");
+  return absl::OkStatus();
+}
+
+}  // namespace headwater::service

@@ -1,0 +1,107 @@
+#include "server/service/access/access_table.h"
+
+#include <array>
+#include <cstddef>
+#include <string>
+
+namespace headwater::service {
+namespace {
+
+using observability::RpcMethod;
+
+// Compute is what a training run, or an evaluation, does with a head that exists; admin is what makes and removes heads, and what
+// moves their state in and out: whoever may only compute cannot take a head's weights, nor replace them but by training.
+constexpr AccessRow kRows[] = {
+    {"/headwater.v1.LossService/ComputeLoss", Permission::kCompute},
+    {"/headwater.v1.LossService/TransferRows", Permission::kCompute},
+    {"/headwater.v1.LossService/StreamTeacher", Permission::kCompute},
+    {"/headwater.v1.LossService/CommitMicroBatch", Permission::kCompute},
+    {"/headwater.v1.LossService/DiscardMicroBatch", Permission::kCompute},
+
+    {"/headwater.v1.HeadService/GetHead", Permission::kRead},
+    {"/headwater.v1.HeadService/ListHeads", Permission::kRead},
+    {"/headwater.v1.HeadService/GetStep", Permission::kRead},
+    {"/headwater.v1.HeadService/TakeHead", Permission::kCompute},
+    {"/headwater.v1.HeadService/SealStep", Permission::kCompute},
+    {"/headwater.v1.HeadService/ApplyOptimizerStep", Permission::kCompute},
+    {"/headwater.v1.HeadService/DiscardGradient", Permission::kCompute},
+    {"/headwater.v1.HeadService/DownloadGradient", Permission::kCompute},
+    {"/headwater.v1.HeadService/GetGradientNorm", Permission::kCompute},
+    {"/headwater.v1.HeadService/AddGradient", Permission::kCompute},
+    {"/headwater.v1.HeadService/UploadWeights", Permission::kCompute},  // and kUploadOutsideStep
+    {"/headwater.v1.HeadService/CreateHead", Permission::kAdmin},
+    {"/headwater.v1.HeadService/DeleteHead", Permission::kAdmin},
+    {"/headwater.v1.HeadService/LoadWeights", Permission::kAdmin},
+    {"/headwater.v1.HeadService/DownloadWeights", Permission::kAdmin},
+    {"/headwater.v1.HeadService/SaveCheckpoint", Permission::kAdmin},
+    {"/headwater.v1.HeadService/ListCheckpoints", Permission::kAdmin},
+    {"/headwater.v1.HeadService/RestoreCheckpoint", Permission::kAdmin},
+    {"/headwater.v1.HeadService/DeleteCheckpoint", Permission::kAdmin},
+
+    // A session is its secret id: whoever has that may renew and close it.
+    {"/headwater.v1.SessionService/GetServerInfo", Permission::kToken},
+    {"/headwater.v1.SessionService/OpenSession", Permission::kToken},
+    {"/headwater.v1.SessionService/KeepAlive", Permission::kToken},
+    {"/headwater.v1.SessionService/CloseSession", Permission::kToken},
+    {"/headwater.v1.SessionService/RegisterSharedMemory", Permission::kCompute},
+    {"/headwater.v1.SessionService/UnregisterSharedMemory", Permission::kCompute},
+
+    // A worker gets the rows and the weights of all heads.
+    {"/headwater.v1.GroupService/Join", Permission::kAdmin},
+
+    // Probes of an orchestrator have no token, and are told nothing but whether the server serves.
+    {"/grpc.health.v1.Health/Check", Permission::kNone},
+    {"/grpc.health.v1.Health/Watch", Permission::kNone},
+    // The second is what newer versions of gRPC serve beside the first.
+    {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", Permission::kToken},
+    {"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", Permission::kToken},
+};
+
+constexpr size_t kMethodCount = static_cast<size_t>(RpcMethod::kCount);
+
+std::array<const AccessRow*, kMethodCount> RowsByMethod() {
+  std::array<const AccessRow*, kMethodCount> rows{};
+  for (const char* service : {"LossService", "HeadService", "SessionService", "GroupService"}) {
+    for (size_t i = 0; i < kMethodCount; ++i) {
+      const std::string path =
+          std::string("/headwater.v1.") + service + "/" + observability::RpcMethodName(static_cast<RpcMethod>(i));
+      if (const AccessRow* row = FindAccessRow(path); row != nullptr) rows[i] = row;
+    }
+  }
+  return rows;
+}
+
+}  // namespace
+
+const char* PermissionName(Permission permission) {
+  switch (permission) {
+    case Permission::kNone:
+      return "none";
+    case Permission::kToken:
+      return "token";
+    case Permission::kRead:
+      return "read";
+    case Permission::kCompute:
+      return "compute";
+    case Permission::kAdmin:
+      return "admin";
+  }
+  return "unknown";
+}
+
+absl::Span<const AccessRow> AccessTable() { return kRows; }
+
+const AccessRow* FindAccessRow(absl::string_view path) {
+  for (const AccessRow& row : kRows) {
+    if (path == row.path) return &row;
+  }
+  return nullptr;
+}
+
+const AccessRow* FindAccessRow(RpcMethod method) {
+  static const auto* const rows = new std::array<const AccessRow*, kMethodCount>(RowsByMethod());
+  const size_t index = static_cast<size_t>(method);
+  return index < kMethodCount ? (*rows)[index] : nullptr;
+}
+
+}  // namespace headwater::service

@@ -1,0 +1,124 @@
+#include "server/service/access/listen_address.h"
+
+#include <grp.h>
+#include <pwd.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+
+namespace headwater::service {
+namespace {
+
+constexpr char kUnix[] = "unix:";
+
+// The number, or what `find` says of the name.
+template <typename Id, typename Find>
+absl::StatusOr<Id> FindId(const std::string& text, const char* what, Find find) {
+  uint32_t number = 0;
+  if (absl::SimpleAtoi(text, &number)) return static_cast<Id>(number);
+  std::vector<char> buffer(1 << 16);
+  Id id{};
+  if (find(text.c_str(), buffer, &id)) return id;
+  return absl::InvalidArgumentError(absl::StrCat("unix_socket_owner: there is no ", what, " \"", text, "\""));
+}
+
+}  // namespace
+
+absl::Status CheckListenAddress(const std::string& address) {
+  if (IsUnixAddress(address) && !SocketPath(address).empty()) return absl::OkStatus();
+  // Others than unix: have no permissions (unix-abstract:), or are not what a server listens on.
+  const size_t colon = address.rfind(':');
+  int port = 0;
+  if (colon != std::string::npos && colon > 0 && !absl::StartsWith(address, "unix") && !absl::StrContains(address, "/") &&
+      absl::SimpleAtoi(address.substr(colon + 1), &port) && port >= 0 && port <= 65535) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat("expected host:port or unix:PATH, got \"", address, "\""));
+}
+
+bool IsUnixAddress(const std::string& address) { return absl::StartsWith(address, kUnix); }
+
+std::string SocketPath(const std::string& address) {
+  const std::string path = address.substr(sizeof(kUnix) - 1);
+  return absl::StartsWith(path, "//") ? path.substr(2) : path;
+}
+
+std::pair<std::string, int> HostAndPort(const std::string& address) {
+  const size_t colon = address.rfind(':');
+  int port = 0;
+  if (!absl::SimpleAtoi(address.substr(colon + 1), &port)) port = 0;
+  return {address.substr(0, colon), port};
+}
+
+bool IsLocalAddress(const std::string& address) {
+  if (IsUnixAddress(address)) return true;
+  const std::string host = address.substr(0, address.rfind(':'));
+  return host == "localhost" || host == "[::1]" || host == "::1" || absl::StartsWith(host, "127.");
+}
+
+std::string BoundAddress(const std::string& address, int port) {
+  if (IsUnixAddress(address)) return address;
+  return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
+}
+
+absl::StatusOr<SocketAccess> MakeSocketAccess(const std::string& owner, int mode) {
+  if (mode < 0 || mode > 0777) {
+    return absl::InvalidArgumentError("unix_socket_mode: expected permissions from 0 to 0777, in octal");
+  }
+  SocketAccess access;
+  access.mode = static_cast<mode_t>(mode);
+  const size_t colon = owner.find(':');
+  const std::string user = owner.substr(0, colon);
+  const std::string group = colon == std::string::npos ? "" : owner.substr(colon + 1);
+  if (!user.empty()) {
+    auto id = FindId<uid_t>(user, "user", [](const char* name, std::vector<char>& buffer, uid_t* out) {
+      passwd entry{};
+      passwd* found = nullptr;
+      if (getpwnam_r(name, &entry, buffer.data(), buffer.size(), &found) != 0 || found == nullptr) return false;
+      *out = found->pw_uid;
+      return true;
+    });
+    if (!id.ok()) return id.status();
+    access.user = *id;
+  }
+  if (!group.empty()) {
+    auto id = FindId<gid_t>(group, "group", [](const char* name, std::vector<char>& buffer, gid_t* out) {
+      ::group entry{};
+      ::group* found = nullptr;
+      if (getgrnam_r(name, &entry, buffer.data(), buffer.size(), &found) != 0 || found == nullptr) return false;
+      *out = found->gr_gid;
+      return true;
+    });
+    if (!id.ok()) return id.status();
+    access.group = *id;
+  }
+  return access;
+}
+
+PrivateFiles::PrivateFiles() : before_(umask(0177)) {}
+PrivateFiles::~PrivateFiles() { umask(before_); }
+
+absl::Status SetSocketAccess(const std::string& address, const SocketAccess& access) {
+  const std::string path = SocketPath(address);
+  const auto cannot = [&](const char* what) {
+    return absl::UnavailableError(absl::StrCat(address, ": cannot set ", what, ": ", std::strerror(errno)));
+  };
+  // The owner first: until then nobody else has any permission.
+  if ((access.user.has_value() || access.group.has_value()) &&
+      lchown(path.c_str(), access.user.value_or(static_cast<uid_t>(-1)), access.group.value_or(static_cast<gid_t>(-1))) != 0) {
+    return cannot("unix_socket_owner");
+  }
+  if (chmod(path.c_str(), access.mode) != 0) return cannot("unix_socket_mode");
+  return absl::OkStatus();
+}
+
+}  // namespace headwater::service

@@ -1,0 +1,198 @@
+#include "server/service/access/tls.h"
+
+#include <grpcpp/security/tls_certificate_provider.h>
+#include <grpcpp/security/tls_credentials_options.h>
+#include <openssl/err.h>
+#include <openssl/pem.h>
+#include <openssl/ssl.h>
+#include <openssl/x509.h>
+#include <openssl/x509_vfy.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "headwater/kernels/return_if_error.h"
+#include "server/guard/counted_calls.h"
+#include "server/observability/logging.h"
+#include "server/scheduler/repeated_task.h"
+
+namespace headwater::service {
+namespace {
+
+using observability::LogField;
+using observability::LogLevel;
+
+// How often gRPC looks at the files, in seconds; its least.
+constexpr unsigned int kRefreshSeconds = 1;
+
+// The reason that OpenSSL gives, which quotes nothing of a file.
+std::string Reason() {
+  const char* const reason = ERR_reason_error_string(ERR_peek_last_error());
+  ERR_clear_error();
+  return reason == nullptr ? "it cannot be read" : reason;
+}
+
+absl::Status Unusable(const char* option, const std::string& path) {
+  return absl::InvalidArgumentError(absl::StrCat(option, ": ", path, ": ", Reason()));
+}
+
+// A key with a passphrase is refused, not asked for at a terminal.
+int NoPassphrase(char*, int, int, void*) { return 0; }
+
+absl::StatusOr<absl::Time> TimeOf(const ASN1_TIME* asn1) {
+  tm utc{};
+  if (ASN1_TIME_to_tm(asn1, &utc) != 1) return absl::InvalidArgumentError("a certificate has a date that cannot be read");
+  return absl::FromTM(utc, absl::UTCTimeZone());
+}
+
+// When the certificates of the files hold.
+struct Validity {
+  absl::Time begin;                                   // of the server's own certificate
+  absl::Time end = absl::InfiniteFuture();            // the first end of the chain's
+  absl::Time client_ca_end = absl::InfiniteFuture();  // the first end of the authorities'; without --tls_client_ca never
+};
+
+absl::Status TakeEnd(const X509* certificate, absl::Time* first_end) {
+  const absl::StatusOr<absl::Time> end = TimeOf(X509_get0_notAfter(certificate));
+  if (end.ok()) *first_end = std::min(*first_end, *end);
+  return end.status();
+}
+
+// InvalidArgument for files that cannot be used.
+absl::StatusOr<Validity> CheckFiles(const ServerOptions& options) {
+  const std::unique_ptr<SSL_CTX, void (*)(SSL_CTX*)> context(SSL_CTX_new(TLS_server_method()), SSL_CTX_free);
+  if (context == nullptr) return absl::InternalError("no TLS context can be made");
+  SSL_CTX_set_default_passwd_cb(context.get(), NoPassphrase);
+  ERR_clear_error();
+  if (SSL_CTX_use_certificate_chain_file(context.get(), options.tls_certificate.c_str()) != 1) {
+    return Unusable("tls_certificate", options.tls_certificate);
+  }
+  if (SSL_CTX_use_PrivateKey_file(context.get(), options.tls_key.c_str(), SSL_FILETYPE_PEM) != 1) {
+    return Unusable("tls_key", options.tls_key);
+  }
+  if (SSL_CTX_check_private_key(context.get()) != 1) return Unusable("tls_key", options.tls_key);
+  if (!options.tls_client_ca.empty() && SSL_CTX_load_verify_locations(context.get(), options.tls_client_ca.c_str(), nullptr) != 1) {
+    return Unusable("tls_client_ca", options.tls_client_ca);
+  }
+  const X509* const own = SSL_CTX_get0_certificate(context.get());
+  Validity validity;
+  const absl::StatusOr<absl::Time> begin = TimeOf(X509_get0_notBefore(own));
+  if (!begin.ok()) return begin.status();
+  validity.begin = *begin;
+  HEADWATER_RETURN_IF_ERROR(TakeEnd(own, &validity.end));
+  STACK_OF(X509)* chain = nullptr;
+  SSL_CTX_get0_chain_certs(context.get(), &chain);
+  for (int i = 0; i < sk_X509_num(chain); ++i) HEADWATER_RETURN_IF_ERROR(TakeEnd(sk_X509_value(chain, i), &validity.end));
+  STACK_OF(X509_OBJECT)* const authorities = X509_STORE_get0_objects(SSL_CTX_get_cert_store(context.get()));
+  for (int i = 0; i < sk_X509_OBJECT_num(authorities); ++i) {
+    const X509* const authority = X509_OBJECT_get0_X509(sk_X509_OBJECT_value(authorities, i));
+    if (authority != nullptr) HEADWATER_RETURN_IF_ERROR(TakeEnd(authority, &validity.client_ca_end));
+  }
+  return validity;
+}
+
+// Tells a file from what lies under its name later.
+using FileIdentity = std::array<int64_t, 6>;
+
+FileIdentity IdentityOf(const std::string& path) {
+  struct stat file {};
+  if (path.empty() || stat(path.c_str(), &file) != 0) return {};
+  return {static_cast<int64_t>(file.st_dev),
+          static_cast<int64_t>(file.st_ino),
+          file.st_size,
+          file.st_mtim.tv_sec,
+          file.st_mtim.tv_nsec,
+          file.st_ctim.tv_sec * 1'000'000'000 + file.st_ctim.tv_nsec};
+}
+
+std::string Text(absl::Time time) { return absl::FormatTime(absl::RFC3339_sec, time, absl::UTCTimeZone()); }
+
+void LogValidity(const Validity& validity, bool asks_clients) {
+  const absl::Time now = absl::Now();
+  std::vector<LogField> fields = {{"client_certificates", asks_clients ? "required" : "not asked for"},
+                                  {"certificate_begins", Text(validity.begin)},
+                                  {"certificate_ends", Text(validity.end)}};
+  if (asks_clients) fields.emplace_back("client_ca_ends", Text(validity.client_ca_end));
+  const char* problem = nullptr;
+  if (validity.end <= now) {
+    problem = "the certificate has ended: clients refuse it";
+  } else if (validity.begin > now) {
+    problem = "the certificate is not valid yet: clients refuse it";
+  } else if (validity.client_ca_end <= now) {
+    problem = "an authority of tls_client_ca has ended: clients whose certificates it has signed are refused";
+  }
+  if (problem != nullptr) fields.emplace_back("message", problem);
+  observability::Log(problem != nullptr ? LogLevel::kWarning : LogLevel::kInfo, "tls", fields);
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(const ServerOptions& options,
+                                                                               std::shared_ptr<guard::CallBacklog> backlog) {
+  if (options.tls_certificate.empty() != options.tls_key.empty()) {
+    return absl::InvalidArgumentError("tls_certificate and tls_key: expected both or neither");
+  }
+  if (options.tls_certificate.empty()) {
+    if (!options.tls_client_ca.empty()) return absl::InvalidArgumentError("tls_client_ca: expected a tls_certificate with it");
+    return guard::CountCalls(grpc_insecure_server_credentials_create(), std::move(backlog));
+  }
+  if (absl::Status status = CheckFiles(options).status(); !status.ok()) return status;
+  grpc::experimental::TlsServerCredentialsOptions tls(std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(
+      options.tls_key, options.tls_certificate, options.tls_client_ca, kRefreshSeconds));
+  tls.watch_identity_key_cert_pairs();
+  if (!options.tls_client_ca.empty()) {
+    tls.watch_root_certs();
+    tls.set_cert_request_type(GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
+  }
+  // gRPC speaks TLS 1.2 and 1.3 only.
+  return guard::CountCalls(grpc_tls_server_credentials_create(tls.c_credentials_options()), std::move(backlog));
+}
+
+class CertificateWatch::State {
+ public:
+  State(const ServerOptions& options, observability::Metrics& metrics) : options_(options), metrics_(metrics) {
+    Look();
+    look_.emplace(absl::Seconds(kRefreshSeconds), [this] { Look(); });
+  }
+
+ private:
+  // Reports the files if they are others than before.
+  void Look() {
+    const std::array<FileIdentity, 3> files = {IdentityOf(options_.tls_certificate), IdentityOf(options_.tls_key),
+                                               IdentityOf(options_.tls_client_ca)};
+    if (files == files_) return;
+    files_ = files;
+    const absl::StatusOr<Validity> validity = CheckFiles(options_);
+    if (!validity.ok()) {
+      observability::Log(LogLevel::kWarning, "tls_files_not_usable",
+                         {{"message", absl::StrCat(validity.status().message(), "; no client can connect while that is so")}});
+      return;
+    }
+    const bool asks_clients = !options_.tls_client_ca.empty();
+    LogValidity(*validity, asks_clients);
+    metrics_.SetCertificateEnd(observability::CertificateUse::kServer, validity->end);
+    if (asks_clients) metrics_.SetCertificateEnd(observability::CertificateUse::kClientCa, validity->client_ca_end);
+  }
+
+  const ServerOptions& options_;
+  observability::Metrics& metrics_;
+  std::array<FileIdentity, 3> files_{};
+  std::optional<scheduler::RepeatedTask> look_;  // last: it uses the members above
+};
+
+CertificateWatch::CertificateWatch(const ServerOptions& options, observability::Metrics& metrics) {
+  if (!options.tls_certificate.empty()) state_ = std::make_unique<State>(options, metrics);
+}
+
+CertificateWatch::~CertificateWatch() = default;
+
+}  // namespace headwater::service

@@ -1,0 +1,73 @@
+#include "server/service/call/call_threads.h"
+
+#include <system_error>
+#include <utility>
+
+namespace headwater::service {
+
+CallThreads::~CallThreads() {
+  Threads threads;
+  {
+    absl::MutexLock lock(&mutex_);
+    stopping_ = true;
+    threads.splice(threads.end(), threads_);
+    threads.splice(threads.end(), ended_);
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+bool CallThreads::Accept(std::function<void()> task) {
+  for (std::thread& thread : ended_) thread.join();
+  ended_.clear();
+  const int64_t thread_count = static_cast<int64_t>(threads_.size());
+  if (thread_count <= unfinished_ && thread_count < max_threads_) {
+    try {
+      const auto self = threads_.emplace(threads_.end());
+      *self = std::thread([this, self] { Work(self); });
+    } catch (const std::system_error&) {  // the process may have no more of them; those that are there go on
+      threads_.pop_back();
+      if (threads_.empty()) return false;
+    }
+  }
+  tasks_.push_back(std::move(task));
+  ++unfinished_;
+  return true;
+}
+
+bool CallThreads::TryRun(std::function<void()> task) {
+  absl::MutexLock lock(&mutex_);
+  return unfinished_ < max_threads_ && Accept(std::move(task));
+}
+
+void CallThreads::Post(std::function<void()> task) {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (Accept(task)) return;
+  }
+  task();
+}
+
+void CallThreads::Work(Threads::iterator self) {
+  constexpr absl::Duration kIdle = absl::Seconds(5);
+  absl::MutexLock lock(&mutex_);
+  while (true) {
+    mutex_.AwaitWithTimeout(absl::Condition(
+                                +[](CallThreads* threads) { return threads->stopping_ || !threads->tasks_.empty(); }, this),
+                            kIdle);
+    if (stopping_ && tasks_.empty()) return;
+    if (tasks_.empty()) {
+      if (threads_.size() == 1) continue;
+      ended_.splice(ended_.end(), threads_, self);
+      return;
+    }
+    std::function<void()> task = std::move(tasks_.front());
+    tasks_.pop_front();
+    mutex_.Unlock();
+    task();
+    task = nullptr;
+    mutex_.Lock();
+    --unfinished_;
+  }
+}
+
+}  // namespace headwater::service

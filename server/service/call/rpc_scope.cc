@@ -1,0 +1,202 @@
+#include "server/service/call/rpc_scope.h"
+
+#include <algorithm>
+#include <cctype>
+#include <chrono>
+#include <cstring>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "headwater/kernels/return_if_error.h"
+#include "server/guard/counted_calls.h"
+#include "server/guard/line_budget.h"
+#include "server/observability/logging.h"
+#include "server/observability/monotonic_clock.h"
+#include "server/service/call/status_mapping.h"
+
+namespace headwater::service {
+namespace {
+
+using observability::LogField;
+using observability::LogLevel;
+using observability::MonotonicNow;
+using observability::RpcMethod;
+
+bool IsValidRequestId(const grpc::string_ref& id) {
+  constexpr size_t kMostBytes = 128;
+  return !id.empty() && id.size() <= kMostBytes && std::all_of(id.begin(), id.end(), [](char c) {
+    return std::isalnum(static_cast<unsigned char>(c)) != 0 || (c != '\0' && std::strchr("._:/-", c) != nullptr);
+  });
+}
+
+// RPCs that come at every micro-batch, or only read: their successes are logged at level debug.
+bool IsFrequent(RpcMethod method) {
+  switch (method) {
+    case RpcMethod::kComputeLoss:
+    case RpcMethod::kTransferRows:
+    case RpcMethod::kStreamTeacher:
+    case RpcMethod::kCommitMicroBatch:
+    case RpcMethod::kDiscardMicroBatch:
+    case RpcMethod::kGetHead:
+    case RpcMethod::kListHeads:
+    case RpcMethod::kGetStep:
+    case RpcMethod::kGetGradientNorm:
+    case RpcMethod::kGetServerInfo:
+    case RpcMethod::kKeepAlive:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// What micro-batches and steps are made of; other calls are not traced.
+bool IsTraced(RpcMethod method) {
+  switch (method) {
+    case RpcMethod::kComputeLoss:
+    case RpcMethod::kStreamTeacher:
+    case RpcMethod::kCommitMicroBatch:
+    case RpcMethod::kDiscardMicroBatch:
+    case RpcMethod::kSealStep:
+    case RpcMethod::kApplyOptimizerStep:
+    case RpcMethod::kAddGradient:
+      return true;
+    default:
+      return false;
+  }
+}
+
+LogLevel LevelOf(RpcMethod method, const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kOk:
+      return IsFrequent(method) ? LogLevel::kDebug : LogLevel::kInfo;
+    case absl::StatusCode::kInternal:
+    case absl::StatusCode::kUnknown:
+    case absl::StatusCode::kDataLoss:
+      return LogLevel::kError;
+    default:
+      return LogLevel::kWarning;
+  }
+}
+
+// gRPC tells the wall clock's time: what is left counts from now on. The steady clock is read first, so that a thread that is held
+// up in between finds the deadline early, and never late.
+absl::Time DeadlineOf(const grpc::ServerContextBase& context) {
+  const absl::Time now = MonotonicNow();
+  const std::chrono::system_clock::time_point deadline = context.deadline();
+  if (deadline == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
+  return now + (absl::FromChrono(deadline) - absl::Now());
+}
+
+}  // namespace
+
+std::vector<absl::string_view> AuthorizationOf(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata) {
+  std::vector<absl::string_view> values;
+  const auto [begin, end] = metadata.equal_range(kAuthorizationKey);
+  for (auto value = begin; value != end; ++value) values.emplace_back(value->second.data(), value->second.size());
+  return values;
+}
+
+RpcScope::RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, RpcMethod method, scheduler::Waiter* waiter)
+    : core_(entrance.core),
+      context_(context),
+      method_(method),
+      role_(entrance.role),
+      start_time_(MonotonicNow()),
+      deadline_(DeadlineOf(context)),
+      thread_([this] { return Cancelled() || !core_.lost().ok(); }, &core_.waiting),
+      waiter_(waiter != nullptr ? waiter : &thread_) {
+  const auto& metadata = context_.client_metadata();
+  const auto found = metadata.find(kRequestIdKey);
+  request_id_ = found != metadata.end() && IsValidRequestId(found->second) ? std::string(found->second.data(), found->second.size())
+                                                                           : heads::EpochToHex(heads::NewEpoch());
+  context_.AddInitialMetadata(kRequestIdKey, request_id_);
+  // More than one is none, as the standard has it.
+  if (metadata.count(observability::kTraceparentKey) != 1) return;
+  const grpc::string_ref& traceparent = metadata.find(observability::kTraceparentKey)->second;
+  trace_context_ = observability::ParseTraceparent({traceparent.data(), traceparent.size()});
+  if (!trace_context_.has_value()) return;
+  span_id_ = observability::NewSpanId();
+  if (!trace_context_->sampled || core_.traces == nullptr || !IsTraced(method)) return;
+  trace_ = std::make_shared<observability::CallTrace>(*trace_context_, span_id_, request_id_, observability::RpcMethodName(method));
+}
+
+absl::Status RpcScope::Begin(bool always) {
+  HEADWATER_ASSIGN_OR_RETURN(caller_,
+                             core_.access->Authorize(FindAccessRow(method_), role_, AuthorizationOf(context_.client_metadata())));
+  auto admission = core_.Admit();
+  if (!admission.ok()) return always ? absl::OkStatus() : admission.status();
+  admission_ = *std::move(admission);
+  return absl::OkStatus();
+}
+
+std::function<absl::Status()> RpcScope::AllowedStill() const {
+  return [access = core_.access.get(), caller = caller_] { return access->Recheck(caller); };
+}
+
+std::string RpcScope::client() const {
+  const std::optional<int64_t> connection = guard::ConnectionOf(context_.c_call());
+  return connection.has_value() ? absl::StrCat(context_.peer(), " connection ", *connection) : context_.peer();
+}
+
+bool RpcScope::Cancelled() {
+  // gRPC's own check plucks from the call's completion queue; one thread at a time, and not again once it is known.
+  absl::MutexLock lock(&cancelled_mutex_);
+  cancelled_ = cancelled_ || context_.IsCancelled();
+  return cancelled_;
+}
+
+absl::Status RpcScope::CancelledError(absl::string_view outcome) const {
+  if (MonotonicNow() >= deadline_) {
+    return MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("the call's deadline passed", outcome));
+  }
+  return MakeError(ErrorReason::kCancelled, absl::StrCat("the client cancelled the call, or went away", outcome));
+}
+
+grpc::Status RpcScope::Finish(absl::Status status) {
+  const absl::Cleanup is_over = [this] { admission_.reset(); };
+  // Who may not call is not told how the server is, either.
+  const bool refused = HasReason(status, ErrorReason::kUnauthenticated) || HasReason(status, ErrorReason::kPermissionDenied);
+  if (!status.ok() && !refused) {
+    if (HasReason(status, ErrorReason::kEngineFailed)) core_.CheckEngine();
+    if (absl::Status lost = core_.lost(); !lost.ok() && !Cancelled()) status = std::move(lost);
+  }
+  const absl::Duration duration = MonotonicNow() - start_time_;
+  core_.metrics.CountRequest(method_, status, duration);
+  if (HasReason(status, ErrorReason::kCancelled)) core_.CountCancelled(context_.peer());
+  if (trace_ != nullptr && !refused) {
+    if (!head_.empty()) trace_->SetAttribute("head", head_);
+    trace_->SetAttribute("code", observability::CanonicalCodeName(status.code()));
+    if (!status.ok()) trace_->SetAttribute("reason", ErrorReasonName(GetErrorReason(status)));
+    trace_->SetAttribute("engine", core_.engine->name());
+    trace_->AddSpan("call", observability::RpcMethodName(method_), start_time_, start_time_ + duration);
+    core_.traces->Write(trace_);
+  }
+  const LogLevel level = LevelOf(method_, status);
+  std::optional<int64_t> left_out = 0;
+  if (level == LogLevel::kWarning) left_out = guard::FailedCallLines().Take();
+  if (!left_out.has_value()) return ToGrpcStatus(status);
+  std::vector<LogField> fields = {{"request_id", request_id_}, {"method", observability::RpcMethodName(method_)}};
+  if (trace_context_.has_value()) {
+    fields.emplace_back("trace_id", trace_context_->trace_id);
+    fields.emplace_back("span_id", span_id_);
+    fields.emplace_back("parent_span_id", trace_context_->parent_id);
+  }
+  if (!caller_.token_name().empty()) fields.emplace_back("token", caller_.token_name());
+  if (!head_.empty()) fields.emplace_back("head", head_);
+  fields.emplace_back("code", observability::CanonicalCodeName(status.code()));
+  if (!status.ok()) {
+    fields.emplace_back("reason", ErrorReasonName(GetErrorReason(status)));
+    fields.emplace_back("message", std::string(status.message()));
+  }
+  fields.emplace_back("duration_ms", absl::ToDoubleMilliseconds(duration));
+  fields.emplace_back("peer", context_.peer());
+  if (*left_out > 0) fields.emplace_back("lines_left_out", *left_out);
+  observability::Log(level, "rpc", fields);
+  return ToGrpcStatus(status);
+}
+
+}  // namespace headwater::service

@@ -1,0 +1,130 @@
+// RpcScope: what every RPC has around its work: admission, request id, log line, metrics, mapping of the error.
+#ifndef HEADWATER_SERVER_SERVICE_CALL_RPC_SCOPE_H_
+#define HEADWATER_SERVER_SERVICE_CALL_RPC_SCOPE_H_
+
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/status.h>
+#include <grpcpp/support/string_ref.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/heads/head.h"
+#include "server/observability/call_trace.h"
+#include "server/observability/metrics.h"
+#include "server/scheduler/waiting.h"
+#include "server/service/access/access.h"
+#include "server/service/call/call_label.h"
+#include "server/service/server_core.h"
+
+namespace headwater::service {
+
+// Metadata key of the request id: taken from the client if it is 1 to 128 characters of [A-Za-z0-9._:/-], made here otherwise, and
+// echoed in the initial metadata.
+inline constexpr char kRequestIdKey[] = "x-request-id";
+
+// A call may also bring the W3C metadata `traceparent`: the log names its trace, and, if the caller records the trace,
+// micro-batches and steps are written to files (ServerOptions::trace_dir).
+
+// Where calls come in: the core that serves them, and what the ports take. Without a role it is what every port takes.
+struct Entrance {
+  Entrance(ServerCore& server_core, PortRole port_role = PortRole::kData) : core(server_core), role(port_role) {}
+  ServerCore& core;
+  PortRole role;
+};
+
+// The tokens that came with a call.
+std::vector<absl::string_view> AuthorizationOf(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata);
+
+class RpcScope {
+ public:
+  // One scope for each call. `waiter`: who waits for it; null: the thread that runs it.
+  RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, observability::RpcMethod method,
+           scheduler::Waiter* waiter = nullptr);
+
+  // Before anything else: whether the call may be made, and the server takes calls (with `always`: whatever its phase).
+  // kUnauthenticated, kPermissionDenied, and what ServerCore::Admit() says.
+  absl::Status Begin(bool always);
+  // Who makes it. Once Begin() has said OK.
+  const Caller& caller() const { return caller_; }
+  // The heads that the call has found, and its session. They are in use until it ends, also while it waits.
+  std::vector<heads::HeadUse>& heads() { return heads_; }
+  heads::SessionRegistry::Use& session() { return session_; }
+
+  // For StreamWatchdog: whether the caller may still do what it does; its token may have been withdrawn. Valid as long as the core.
+  std::function<absl::Status()> AllowedStill() const;
+
+  const std::string& request_id() const { return request_id_; }
+  // Null: the call is not traced.
+  const std::shared_ptr<observability::CallTrace>& trace() const { return trace_; }
+
+  // Names the head in the log line.
+  void set_head(const std::string& name) {
+    head_ = name;
+    CallLabel::NameHead(name);
+  }
+  // Identity of the client, for the fair queue and the fair budget: its connection. The peer alone would not do, which is the same
+  // for all connections of a Unix socket.
+  std::string client() const;
+  absl::Time start_time() const { return start_time_; }
+  // Of observability::MonotonicNow(): a wall clock that is set does not move it.
+  absl::Time deadline() const { return deadline_; }
+  // What bounds a wait of this call: its deadline, its client, and the engine's device; of a wait for a step max_step_wait, too.
+  scheduler::WaitLimits wait_limits() const { return {deadline_, waiter_, start_time_ + core_.options.limits.max_step_wait}; }
+  // The same for a wait of the thread that runs the call, whoever waits for others of the call.
+  scheduler::WaitLimits thread_limits() { return {deadline_, &thread_}; }
+  // True once the client has cancelled, gone away, or its deadline has passed. From any thread.
+  bool Cancelled();
+  // kDeadlineExceeded or kCancelled, for a call that ended because of Cancelled(). `outcome`: what became of its work, if that is
+  // known; the end of the message.
+  absl::Status CancelledError(absl::string_view outcome = "") const;
+
+  // Logs, counts and maps. Once, at the end, from which Drain() no longer waits for the call. A call that fails while the engine's
+  // device is lost is answered ServerCore::lost(), whatever it met first, and by then the server has turned to NOT_SERVING.
+  grpc::Status Finish(absl::Status status);
+
+ private:
+  ServerCore& core_;
+  grpc::ServerContextBase& context_;
+  const observability::RpcMethod method_;
+  const PortRole role_;
+  Caller caller_;
+  const absl::Time start_time_;
+  const absl::Time deadline_;
+  std::string request_id_;
+  std::optional<observability::TraceContext> trace_context_;
+  std::string span_id_;  // this call's, if it belongs to a trace
+  std::shared_ptr<observability::CallTrace> trace_;
+  std::string head_;
+  scheduler::ThreadWaiter thread_;
+  scheduler::Waiter* const waiter_;
+  ServerCore::Admission admission_;  // until Finish()
+  heads::SessionRegistry::Use session_;
+  std::vector<heads::HeadUse> heads_;
+  absl::Mutex cancelled_mutex_;
+  bool cancelled_ ABSL_GUARDED_BY(cancelled_mutex_) = false;
+};
+
+// Runs `body(scope)`, which returns absl::Status, as the RPC `method`, if its caller may. With `always`, even while starting or
+// draining. An exception ends the process: gRPC would answer it and go on with what it left half done.
+template <typename Context, typename Body>
+grpc::Status RunRpc(const Entrance& entrance, Context& context, observability::RpcMethod method, Body&& body,
+                    bool always = false) noexcept {
+  RpcScope scope(entrance, context, method);
+  const CallLabel label(observability::RpcMethodName(method), scope.request_id());
+  if (absl::Status status = scope.Begin(always); !status.ok()) return scope.Finish(std::move(status));
+  return scope.Finish(body(scope));
+}
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_CALL_RPC_SCOPE_H_

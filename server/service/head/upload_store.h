@@ -1,0 +1,97 @@
+// UploadStore: bytes of weight uploads that are not complete yet, so that a cut one can go on where it stopped.
+//
+// Thread-safe. An upload is known by head and upload id and is dropped when it completes, when its head goes away, or, oldest
+// first, when a new one needs its room in the budget or its head has kMaxUploadsPerHead of them; one that a stream is working on
+// stays.
+//
+// What is complete may still take its room: one of several tensors that are to close a step waits in its head's shadow for the
+// others. Its trainer may have died, and the room is everybody's. So it gives way to another head's upload, too, once it has waited
+// for kShadowTime and no stream brings its head another tensor.
+#ifndef HEADWATER_SERVER_SERVICE_HEAD_UPLOAD_STORE_H_
+#define HEADWATER_SERVER_SERVICE_HEAD_UPLOAD_STORE_H_
+
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/heads/head.h"
+#include "server/observability/monotonic_clock.h"
+#include "server/service/request/head_request.h"
+#include "server/transport/byte_budget.h"
+#include "server/transport/growing_buffer.h"
+
+namespace headwater::service {
+
+class UploadStore {
+  struct Upload;
+
+ public:
+  static constexpr int kMaxUploadsPerHead = 4;
+  // How long a tensor waits for the others that close a step with it, where another upload needs its room.
+  static constexpr absl::Duration kShadowTime = absl::Minutes(1);
+
+  // `capacity_bytes`: host memory of all unfinished uploads together (Limits.max_upload_bytes). `clock` is for tests; only
+  // differences of its times matter.
+  explicit UploadStore(int64_t capacity_bytes, std::function<absl::Time()> clock = observability::MonotonicNow)
+      : budget_(capacity_bytes), clock_(std::move(clock)) {}
+
+  // A stream's hold on an upload. A later stream for the same upload takes it over; this one's calls fail with kCancelled then.
+  class Lease {
+   public:
+    Lease(Lease&&) = default;
+    ~Lease();
+    int64_t received_bytes() const;
+    // Takes bytes that begin at `offset`, which must be received_bytes(): kChunkOutOfRange otherwise, or beyond the total.
+    absl::Status Append(int64_t offset, const std::string& data);
+    // All bytes, checked against the checksum if there is one: kProtocolViolation if some are missing, kChecksumMismatch (the
+    // upload is dropped: its bytes are wrong). The pointer keeps them, and their place in the budget.
+    absl::StatusOr<std::shared_ptr<const uint8_t>> Complete();
+    // Forgets the upload: its bytes have been used, or never will be.
+    void Drop();
+
+   private:
+    friend class UploadStore;
+    Lease(UploadStore* store, std::shared_ptr<Upload> upload, int64_t generation);
+    UploadStore* store_;
+    std::shared_ptr<Upload> upload_;
+    int64_t generation_;
+  };
+
+  // Begins an upload or takes it up again. kInvalidCombination if the same id was begun with another tensor, type, size, checksum
+  // or closes_step; kMemoryBudgetExceeded if it is larger than the budget; kInFlightBytesExceeded, with `retryAfterMs`, if others
+  // have the room for now; kQuotaExceeded (`limit`: uploads_per_head) if streams work on kMaxUploadsPerHead others of the head.
+  // `request.total_bytes` must be right for the head.
+  absl::StatusOr<Lease> Open(const std::shared_ptr<heads::Head>& head, const UploadRequest& request);
+
+  // Drops the uploads whose head is gone, and gives their memory back.
+  void DropDead();
+
+  int64_t reserved_bytes() const { return budget_.reserved_bytes(); }
+
+ private:
+  void DropDeadLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Drops the oldest upload that no stream works on, of `head` or (null) of any; false if there is none.
+  bool DropOldestLocked(const heads::Head* head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Drops the oldest one that waits in the shadow of a head, and may give way to one of `asking`; false if there is none.
+  bool DropOldestShadowLocked(const heads::Head& asking) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasUploadLocked(const heads::Head& head) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  transport::ByteBudget budget_;
+  const std::function<absl::Time()> clock_;
+  absl::Mutex mutex_;
+  std::list<std::shared_ptr<Upload>> uploads_ ABSL_GUARDED_BY(mutex_);  // oldest first
+  // Those that are to close a step, from their begin on until nobody holds on to their bytes. Oldest first.
+  std::list<std::weak_ptr<Upload>> closing_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_HEAD_UPLOAD_STORE_H_

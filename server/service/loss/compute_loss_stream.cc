@@ -1,0 +1,180 @@
+#include "server/service/loss/compute_loss_stream.h"
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
+#include "headwater/v1/loss_service.pb.h"
+#include "server/guard/slow_uploads.h"
+#include "server/observability/monotonic_clock.h"
+#include "server/service/call/retry_after.h"
+#include "server/service/call/rpc_scope.h"
+#include "server/service/loss/micro_batch_account.h"
+#include "server/service/loss/micro_batch_run.h"
+#include "server/service/loss/transfer.h"
+#include "server/service/request/chunk_codec.h"
+#include "server/service/request/field_check.h"
+#include "server/service/request/message_order.h"
+
+namespace headwater::service {
+namespace {
+
+using observability::RpcMethod;
+
+// Ends the message of a call that ends without its answer once MicroBatchRun::computed().
+constexpr char kWasComputed[] = "; it had been computed: GetStep tells whether its micro-batch is in";
+
+// The primary stream of a transfer. From its header on a call thread runs it, which waits; gRPC's threads take chunks, and send
+// rows of the gradient, meanwhile. A client that sends no header holds no thread.
+class ComputeLossStream final : public RowStream {
+ public:
+  using RowStream::RowStream;
+
+  // Ends the call of a client that may not make it.
+  void Refuse(const absl::Status& status) {
+    taken_.store(true);
+    Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [&](RpcScope&) { return status; }));
+  }
+  void OnTransferEnd(bool) override {}
+
+ private:
+  void OnFirstMessage(bool ok, grpc::ByteBuffer* message) override {
+    if (taken_.exchange(true)) return;
+    if (!ok) {
+      return Finish(
+          RunRpc(core(), context(), RpcMethod::kComputeLoss, [this](RpcScope& scope) { return EndWithoutHeader(scope); }));
+    }
+    const auto self = std::static_pointer_cast<ComputeLossStream>(shared_from_this());
+    first_.emplace(message);
+    if (core().calls.TryRun([self] { self->Run(); })) return;
+    core().slow_uploads.GiveWay(observability::MonotonicNow());
+    const int most = core().options.max_threads;
+    Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [most](RpcScope&) {
+      return MakeError(ErrorReason::kQueueFull,
+                       absl::StrCat("each ComputeLoss holds a thread: expected at most ", most,
+                                    " at once (max_threads), and that many are in progress; try again"),
+                       {{"limit", "max_threads"}, {"maximum", absl::StrCat(most)}, {kRetryAfterMsKey, "100"}});
+    }));
+  }
+
+  void OnStreamGone(Transfer* transfer) override {
+    if (transfer == nullptr) return;  // nobody waits: the read that is in progress ends by itself
+    transfer->exchange().Break(MakeError(ErrorReason::kCancelled, "the client cancelled the call, or went away"));
+    Progress running = Progress::kRunning;
+    if (progress_.compare_exchange_strong(running, Progress::kAbandoned)) core().abandoned_calls.fetch_add(1);
+  }
+
+  void OnRefused(const absl::Status&) override {}  // the transfer is broken, which the call's thread sees
+
+  bool OnEnded(const absl::Status& why) override {
+    if (taken_.exchange(true)) return false;
+    Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [&](RpcScope&) { return why; }));
+    return true;
+  }
+
+  // The whole call, on a call thread.
+  void Run() {
+    std::optional<grpc::ByteBuffer> last;
+    grpc::Status status = RunRpc(core(), context(), RpcMethod::kComputeLoss, [&](RpcScope& scope) { return Serve(scope, &last); });
+    if (progress_.exchange(Progress::kEnded) == Progress::kAbandoned) core().abandoned_calls.fetch_sub(1);
+    const bool succeeded = status.ok();
+    if (!succeeded) last.reset();
+    Finish(std::move(status), std::move(last));
+    if (transfer_ != nullptr) transfer_->End(succeeded);
+  }
+
+  absl::Status Serve(RpcScope& scope, std::optional<grpc::ByteBuffer>* last) {
+    HEADWATER_ASSIGN_OR_RETURN(auto header, Header());
+    std::optional<guard::SlowUploads::Place> upload;
+    const scheduler::WaitLimits limits = scope.wait_limits();
+    AdmittedMicroBatch micro_batch(core());
+    micro_batch.request_id = scope.request_id();
+    micro_batch.trace = scope.trace();
+    micro_batch.client = scope.client();
+    std::optional<MicroBatchRun> run;
+    absl::Status status = AdmitMicroBatch(scope.caller(), limits, std::move(header), micro_batch);
+    scope.set_head(micro_batch.head_name);
+    if (status.ok()) {
+      transfer_ = micro_batch.transfer;
+      run.emplace(micro_batch, limits);
+      upload.emplace(core().slow_uploads, std::shared_ptr<transport::RowExchange>(transfer_, &transfer_->exchange()),
+                     observability::MonotonicNow());
+      status = transfer_->Join(std::static_pointer_cast<RowStream>(shared_from_this()), 0);
+      if (status.ok()) status = run->Compute();
+    }
+    if (status.ok()) {
+      status = run->DeliverGrad();
+    } else {
+      core().metrics.CountMicroBatch(OutcomeOf(status));
+    }
+    if (status.ok()) {
+      v1::ComputeLossResponse response;
+      run->FillSummary(response.mutable_summary());
+      last->emplace(EncodeMessage(response));
+    }
+    const bool computed = run.has_value() && run->computed();
+    // Rows of the gradient may be lost with a stripe after the commit.
+    if (HasReason(status, ErrorReason::kStripeLost) && computed) {
+      status =
+          MakeError(ErrorReason::kStripeLost, absl::StrCat(std::string(status.message()), kWasComputed), GetErrorMetadata(status));
+    }
+    if (status.ok() || !scope.Cancelled()) return status;
+    // No client brings this about; its heads may be lost, and that nothing was added would not be true.
+    if (HasReason(status, ErrorReason::kEngineFailed)) return status;
+    // Whatever was met first, that the client is gone, or was sent away, is why.
+    const absl::Status why = why_ended();
+    if (!why.ok()) return why;
+    return scope.CancelledError(computed ? kWasComputed : "; nothing was added");
+  }
+
+  absl::StatusOr<v1::MicroBatchHeader> Header() {
+    v1::ComputeLossRequest request;
+    const bool parsed = first_->Parse(&request);
+    first_.reset();
+    if (absl::Status lost = core().lost(); !lost.ok()) return lost;
+    if (!parsed) return FieldError(ErrorReason::kProtocolViolation, "message", "a message of the API", "other bytes");
+    HEADWATER_RETURN_IF_ERROR(CheckHeaderFirst(request));
+    return std::move(*request.mutable_header());
+  }
+
+  // The whole call of a stream that ends before its header: on gRPC's thread.
+  absl::Status EndWithoutHeader(RpcScope& scope) {
+    if (absl::Status why = why_ended(); !why.ok()) return why;
+    // A stream that is cut ends like one that is half-closed; which it was is known a moment later, when nobody hears it any more.
+    if (gone() || scope.Cancelled()) return scope.CancelledError();
+    core().CountCancelled(context().peer());  // it may have been; and if not, a call that says nothing is no better
+    return CheckHeaderSeen(false);
+  }
+
+  // By whoever answers the call: its thread, or who finds that there will be none.
+  std::atomic<bool> taken_{false};
+  // Whether the call is in progress, and whether its client has gone meanwhile.
+  enum class Progress { kRunning, kAbandoned, kEnded };
+  std::atomic<Progress> progress_{Progress::kRunning};
+  std::optional<ReceivedMessage> first_;  // before the call's thread begins, then of it
+  std::shared_ptr<Transfer> transfer_;    // of the call's thread, once the header is accepted
+};
+
+}  // namespace
+
+RawReactor* StartComputeLoss(ServerCore& core, grpc::CallbackServerContext& context) noexcept {
+  const auto stream = std::make_shared<ComputeLossStream>(core, context);
+  RawReactor* const reactor = stream->Own();
+  // Nobody's message is waited for who may not call.
+  const auto caller =
+      core.access->Authorize(FindAccessRow(RpcMethod::kComputeLoss), PortRole::kData, AuthorizationOf(context.client_metadata()));
+  if (!caller.ok()) {
+    stream->Refuse(caller.status());
+    return reactor;
+  }
+  stream->Allow([access = core.access.get(), caller = *caller] { return access->Recheck(caller); });
+  stream->Read(/*watched=*/true);
+  return reactor;
+}
+
+}  // namespace headwater::service

@@ -1,0 +1,135 @@
+// RowSource: one tensor of rows of a micro-batch, by where its rows come from.
+//
+// Admission calls bytes_to_reserve(), Claim() and Place(), in this order. The run then calls Open(), Pull() while rows come, and,
+// if the micro-batch is held, StartCopy() and UseCopy(). One thread.
+#ifndef HEADWATER_SERVER_SERVICE_LOSS_ROW_SOURCE_H_
+#define HEADWATER_SERVER_SERVICE_LOSS_ROW_SOURCE_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/observability/metrics.h"
+#include "server/service/loss/transfer.h"
+#include "server/service/server_core.h"
+#include "server/transport/join_handles.h"
+#include "server/transport/pinned_pool.h"
+#include "server/transport/region_registry.h"
+
+namespace headwater::service {
+
+// Copies of rows, made by the senders' threads. Thread-safe.
+class RowCopies {
+ public:
+  void Begin() {
+    absl::MutexLock lock(&mutex_);
+    ++running_;
+  }
+  void End(const absl::Status& result) {
+    absl::MutexLock lock(&mutex_);
+    --running_;
+    status_.Update(result);
+  }
+  // Waits for the copies that have begun. The first error of any.
+  absl::Status Await() {
+    absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(
+        +[](int64_t* count) { return *count == 0; }, &running_));
+    return status_;
+  }
+
+ private:
+  absl::Mutex mutex_;
+  int64_t running_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+};
+
+// How rows of a region travel, for metrics; kGrpc without one.
+observability::Transport PathOf(const transport::RegionUse* region);
+
+class RowSource {
+ public:
+  // Which rows they are.
+  struct Rows {
+    int32_t digest_stream = 0;  // 0: hidden states; 1 + term: its teacher's
+    std::string name;           // in messages
+    int64_t row_start = 0;      // in the micro-batch
+    int64_t row_count = 0;
+    int64_t row_bytes = 0;
+    RowsView* view = nullptr;  // the submission's: where the head finds the rows
+    std::string field;         // of the header, that says where they are; empty: they come as chunks
+  };
+  virtual ~RowSource() = default;
+  RowSource(const RowSource&) = delete;
+  RowSource& operator=(const RowSource&) = delete;
+
+  const Rows& rows() const { return rows_; }
+  int64_t bytes() const { return rows_.row_count * rows_.row_bytes; }
+
+  // ---- admission
+  // Memory of the server that the rows take. `keeps`: with a copy of what lies in the client's memory.
+  virtual int64_t bytes_to_reserve([[maybe_unused]] bool keeps) const { return bytes(); }
+  // Claims rows that others send; the claim joins `claims`. kJoinIncomplete.
+  virtual absl::Status Claim(transport::TeacherJoin&, std::vector<std::shared_ptr<transport::RowClaim>>*) {
+    return absl::OkStatus();
+  }
+  // Gets memory for rows that come, and returns how they do.
+  virtual absl::StatusOr<Transfer::Tensor> Place(transport::PinnedPool& pool);
+
+  // ---- run
+  // `wake` is called when Pull() may have rows.
+  virtual void OnRows(std::function<void()>) {}
+  // Lets rows that are there from the start be read.
+  virtual absl::Status Open(observability::Metrics&) { return absl::OkStatus(); }
+  // Delivers what others have brought since the last time, as tensor `index` of the transfer.
+  virtual absl::Status Pull(Transfer&, size_t) { return absl::OkStatus(); }
+  // Whether rows are missing that only others can bring, when to give up waiting for them alone, and what to answer then.
+  virtual bool waits_for_others() const { return false; }
+  virtual absl::Time give_up() const { return absl::InfiniteFuture(); }
+  virtual absl::Status MissingRow() const { return absl::OkStatus(); }
+  // The micro-batch has been computed.
+  virtual void MarkUsed() {}
+
+  // Where the rows lie, if in the client's memory, and are digested only when they are computed; else null.
+  virtual const transport::RegionUse* region() const { return nullptr; }
+  // Begins to copy what is the client's again when the call ends. `owner` keeps the region mapped meanwhile.
+  virtual absl::Status StartCopy(ServerCore&, const DeviceEvent*, const std::shared_ptr<const void>&,
+                                 const std::shared_ptr<RowCopies>&) {
+    return absl::OkStatus();
+  }
+  // The copies are complete: the rows are read there from now on.
+  virtual void UseCopy() {}
+
+ protected:
+  explicit RowSource(Rows rows) : rows_(std::move(rows)) {}
+  absl::Status Allocate(transport::PinnedPool& pool);
+  // Place() without its allocation.
+  Transfer::Tensor Describe() const;
+  void PointAt(const void* data, MemorySpace memory) {
+    rows_.view->data = data;
+    rows_.view->memory = memory;
+  }
+
+  const Rows rows_;
+  std::shared_ptr<transport::PinnedBlock> block_;  // null: not allocated, or there are no rows
+};
+
+// The call's own streams bring the rows.
+std::unique_ptr<RowSource> MakeChunkRows(RowSource::Rows rows);
+// They lie in memory of the client: shared, in a named file, or a device's.
+std::unique_ptr<RowSource> MakeRegionRows(RowSource::Rows rows, transport::RegionUse region);
+// Another process sends them, by way of TeacherJoin. `row_indices` and `user` are Claim()'s; the indices outlive the source.
+std::unique_ptr<RowSource> MakeJoinedRows(RowSource::Rows rows, transport::JoinedSet set, const std::vector<int32_t>& row_indices,
+                                          std::string user);
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_LOSS_ROW_SOURCE_H_

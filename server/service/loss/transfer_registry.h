@@ -1,0 +1,98 @@
+// TransferRegistry: where the primary stream of a micro-batch and its stripes find each other, in either order, by transfer_id.
+#ifndef HEADWATER_SERVER_SERVICE_LOSS_TRANSFER_REGISTRY_H_
+#define HEADWATER_SERVER_SERVICE_LOSS_TRANSFER_REGISTRY_H_
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+
+namespace headwater::service {
+
+class Transfer;
+
+using TransferId = std::array<uint8_t, 16>;
+
+// A stripe that looks for its transfer. Called once, by whatever thread finds out, without a lock: the transfer, or why there is
+// none.
+using OnTransfer = std::function<void(absl::StatusOr<std::shared_ptr<Transfer>>)>;
+
+// Thread-safe.
+class TransferRegistry {
+ public:
+  // A stripe waits at most `max_wait` for a primary stream that nobody has heard of.
+  explicit TransferRegistry(absl::Duration max_wait) : max_wait_(max_wait) {}
+  TransferRegistry(const TransferRegistry&) = delete;
+  TransferRegistry& operator=(const TransferRegistry&) = delete;
+
+  // A primary stream, from its header to its end. Must not outlive the registry.
+  class Entry {
+   public:
+    Entry() = default;
+    Entry(Entry&& other) noexcept : registry_(std::exchange(other.registry_, nullptr)), id_(other.id_) {}
+    Entry& operator=(Entry&&) = delete;
+    ~Entry();  // stripes that wait, and those that come, get kTransferNotFound
+    // The header is accepted: stripes that wait get the transfer, and so do those that come. Once.
+    void Open(std::shared_ptr<Transfer> transfer);
+
+   private:
+    friend class TransferRegistry;
+    Entry(TransferRegistry* registry, const TransferId& id) : registry_(registry), id_(id) {}
+    TransferRegistry* registry_ = nullptr;
+    TransferId id_{};
+  };
+  // A primary stream has come; its stripes wait as long as it takes. kInvalidField (`header.transfer_id`) if the id is another's,
+  // or was a moment ago.
+  absl::StatusOr<Entry> Announce(const TransferId& id);
+
+  // A stripe has come: `found` is called now, or later. Returns its number, for Leave().
+  int64_t Find(const TransferId& id, OnTransfer found);
+  // The stripe waits no more; `found` will not be called, or has been.
+  void Leave(const TransferId& id, int64_t number);
+
+  // Sends away stripes that have waited for too long at `now` (observability::MonotonicNow()). To be called every few milliseconds.
+  void Expire(absl::Time now);
+  // The server drains: stripes whose primary stream has not come are sent away, now and from now on.
+  void Drain();
+
+  int64_t waiting() const;
+
+ private:
+  struct Waiting {
+    int64_t number = 0;
+    absl::Time since;
+    OnTransfer found;
+  };
+  struct Place {
+    bool announced = false;
+    std::shared_ptr<Transfer> transfer;  // null before Open()
+    std::vector<Waiting> waiting;
+  };
+  void Close(const TransferId& id);
+  // Takes those out who wait for a stream that was not announced, since before `since`.
+  std::vector<OnTransfer> TakeUnheard(absl::Time since) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const absl::Duration max_wait_;
+  mutable absl::Mutex mutex_;
+  std::map<TransferId, Place> places_ ABSL_GUARDED_BY(mutex_);
+  // The last ids that have ended: their late stripes need not wait.
+  std::deque<TransferId> ended_ ABSL_GUARDED_BY(mutex_);
+  std::set<TransferId> ended_set_ ABSL_GUARDED_BY(mutex_);
+  int64_t next_number_ ABSL_GUARDED_BY(mutex_) = 1;
+  bool draining_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_LOSS_TRANSFER_REGISTRY_H_

@@ -1,0 +1,77 @@
+#include "server/service/request/field_check.h"
+
+#include <cmath>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+
+namespace headwater::service {
+
+absl::Status LimitError(ErrorReason reason, const std::string& field, const std::string& expected, int64_t actual,
+                        const char* limit, int64_t maximum) {
+  return MakeError(reason, absl::StrCat(field, ": expected ", expected, ", got ", actual),
+                   {{"field", field},
+                    {"limit", limit},
+                    {"maximum", absl::StrCat(maximum)},
+                    {"expected", expected},
+                    {"actual", absl::StrCat(actual)}});
+}
+
+absl::Status MissingField(const std::string& field, const std::string& expected) {
+  return FieldError(ErrorReason::kMissingField, field, expected, "nothing");
+}
+
+absl::Status FeatureNotBuilt(const std::string& field, const std::string& feature) {
+  return MakeError(ErrorReason::kFeatureNotBuilt, absl::StrCat(field, ": this build does not have the feature ", feature),
+                   {{"field", field}, {"feature", feature}});
+}
+
+absl::Status CheckRange(const std::string& field, int64_t value, int64_t minimum, int64_t maximum) {
+  if (value >= minimum && value <= maximum) return absl::OkStatus();
+  return FieldError(ErrorReason::kInvalidField, field, absl::StrCat("a number in [", minimum, ", ", maximum, "]"),
+                    absl::StrCat(value));
+}
+
+absl::Status CheckAtLeast(const std::string& field, int64_t value, int64_t minimum) {
+  if (value >= minimum) return absl::OkStatus();
+  return FieldError(ErrorReason::kInvalidField, field, absl::StrCat("at least ", minimum), absl::StrCat(value));
+}
+
+absl::Status CheckLimit(const std::string& field, int64_t value, const char* limit, int64_t maximum) {
+  if (value <= maximum) return absl::OkStatus();
+  return LimitError(ErrorReason::kLimitExceeded, field, absl::StrCat("at most ", maximum, " (", limit, ")"), value, limit, maximum);
+}
+
+absl::Status CheckNextBytes(int64_t offset, int64_t data_bytes, int64_t received_bytes, int64_t total_bytes) {
+  if (offset != received_bytes) {
+    return FieldError(ErrorReason::kChunkOutOfRange, "chunk.offset_bytes",
+                      absl::StrCat(received_bytes, ", where the upload stands"), absl::StrCat(offset));
+  }
+  const int64_t left = total_bytes - received_bytes;
+  if (data_bytes >= 1 && data_bytes <= left) return absl::OkStatus();
+  return FieldError(ErrorReason::kChunkOutOfRange, "chunk.data",
+                    absl::StrCat("1 to ", left, " bytes, which are left of the upload"), absl::StrCat(data_bytes, " bytes"));
+}
+
+absl::Status CheckNumber(const std::string& field, double value, bool holds, const std::string& expected) {
+  if (holds && std::isfinite(value)) return absl::OkStatus();
+  return FieldError(ErrorReason::kInvalidField, field, expected, absl::StrCat(value));
+}
+
+absl::Status CheckFactor(const std::string& field, double value) {
+  return CheckNumber(field, value, std::isfinite(static_cast<float>(value)), "a number that is finite in float32");
+}
+
+absl::Status CheckNotNegative(const std::string& field, double value) {
+  return CheckNumber(field, value, value >= 0 && std::isfinite(static_cast<float>(value)),
+                     "a number >= 0 that is finite in float32");
+}
+
+std::string Quoted(const std::string& text) {
+  constexpr size_t kMostBytes = 64;
+  std::string quoted = "\"";
+  for (const char c : text.substr(0, kMostBytes)) quoted += (c >= 0x20 && c < 0x7f) ? c : '?';
+  return quoted + (text.size() > kMostBytes ? "...\"" : "\"");
+}
+
+}  // namespace headwater::service

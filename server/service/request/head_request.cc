@@ -1,0 +1,414 @@
+#include "server/service/request/head_request.h"
+
+#include <algorithm>
+#include <limits>
+#include <set>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/engine.h"
+#include "headwater/kernels/error.h"
+#include "proto/headwater/v1/spec_codec.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/service/request/field_check.h"
+#include "server/transport/region_registry.h"
+
+namespace headwater::service {
+namespace {
+
+// Ranges are for Head::Apply().
+HEADWATER_FIELDS(v1::ApplyOptimizerStepRequest, heads::ApplyArguments, learning_rate, gradient_factor, max_grad_norm,
+                 other_grad_norm_squared, weight_decay, beta1, beta2, epsilon, momentum)
+
+// What ValidateHeadSpec() cannot know: limits, and what only the message has.
+absl::StatusOr<HeadSpec> DecodeSpec(const v1::HeadSpec& spec, const Limits& limits) {
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("spec.vocab_size", spec.vocab_size(), "max_vocab_size", limits.max_vocab_size));
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("spec.hidden_size", spec.hidden_size(), "max_hidden_size", limits.max_hidden_size));
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("spec.staging_slots", spec.staging_slots(), "max_staging_slots", limits.max_staging_slots));
+  HEADWATER_RETURN_IF_ERROR(DecodeFloatType(spec.data_type(), "spec.data_type").status());
+  if (spec.has_optimizer() && spec.optimizer().optimizer_case() == v1::OptimizerSpec::OPTIMIZER_NOT_SET) {
+    return MissingField("spec.optimizer.optimizer", "adamw or sgd");
+  }
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("spec.low_rank", spec.low_rank(), 0));
+  if (spec.low_rank() != 0) return FeatureNotBuilt("spec.low_rank", "low_rank");
+  HeadSpec decoded = DecodeHeadSpec(spec);
+  HEADWATER_RETURN_IF_ERROR(ValidateHeadSpec(decoded, "spec."));
+  return decoded;
+}
+
+absl::StatusOr<HeadTensor> DecodeTensorKind(v1::HeadTensor tensor, const std::string& field) {
+  switch (tensor) {
+    case v1::HEAD_TENSOR_WEIGHT:
+      return HeadTensor::kWeight;
+    case v1::HEAD_TENSOR_BIAS:
+      return HeadTensor::kBias;
+    case v1::HEAD_TENSOR_UNSPECIFIED:
+      return MissingField(field, "WEIGHT or BIAS");
+    default:
+      return FieldError(ErrorReason::kInvalidField, field, "WEIGHT or BIAS", absl::StrCat(static_cast<int>(tensor)));
+  }
+}
+
+absl::StatusOr<heads::ExpectedMicroBatches> DecodeExpected(const v1::ExpectedMicroBatches& expected, const std::string& field,
+                                                           const Limits& limits) {
+  switch (expected.expectation_case()) {
+    case v1::ExpectedMicroBatches::kCount:
+      HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".count", expected.count(), 0));
+      HEADWATER_RETURN_IF_ERROR(
+          CheckLimit(field + ".count", expected.count(), "max_step_micro_batches", limits.max_step_micro_batches));
+      return heads::ExpectedMicroBatches(expected.count());
+    case v1::ExpectedMicroBatches::kIds: {
+      const auto& ids = expected.ids().ids();
+      HEADWATER_RETURN_IF_ERROR(
+          CheckLimit(field + ".ids.ids", ids.size(), "max_step_micro_batches", limits.max_step_micro_batches));
+      std::set<int64_t> distinct;
+      for (int i = 0; i < ids.size(); ++i) {
+        const std::string id_field = absl::StrCat(field, ".ids.ids[", i, "]");
+        HEADWATER_RETURN_IF_ERROR(CheckAtLeast(id_field, ids[i], 0));
+        if (!distinct.insert(ids[i]).second) {
+          return FieldError(ErrorReason::kInvalidField, id_field, "distinct ids", absl::StrCat(ids[i], " twice"));
+        }
+      }
+      return heads::ExpectedMicroBatches(std::vector<int64_t>(ids.begin(), ids.end()));
+    }
+    case v1::ExpectedMicroBatches::EXPECTATION_NOT_SET:
+      break;
+  }
+  return MissingField(field, "a count or ids");
+}
+
+template <typename Request>
+absl::StatusOr<StepRequest> DecodeStepRequest(const Request& request) {
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadStep(request.has_head(), request.head(), "head", /*step_required=*/true));
+  return StepRequest{head.head, {*head.epoch, *head.step}, 1};
+}
+
+absl::StatusOr<HeadAtEpoch> DecodeHeadAtRequiredEpoch(const std::string& name, const std::string& epoch) {
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadName(name, "name"));
+  HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeEpoch(epoch, "epoch"));
+  return HeadAtEpoch{std::move(head), decoded};
+}
+
+absl::StatusOr<HeadAtEpoch> DecodeHeadAtOptionalEpoch(const std::string& name, const std::string& epoch) {
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadName(name, "name"));
+  HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeOptionalEpoch(epoch, "epoch"));
+  return HeadAtEpoch{std::move(head), decoded};
+}
+
+absl::StatusOr<int64_t> DecodePageSize(int32_t page_size) {
+  constexpr int64_t kDefaultPageSize = 100;
+  constexpr int64_t kMaxPageSize = 1000;
+  HEADWATER_RETURN_IF_ERROR(CheckRange("page_size", page_size, 0, kMaxPageSize));
+  return page_size == 0 ? kDefaultPageSize : page_size;
+}
+
+absl::Status MadeUpPageToken(const std::string& token) {
+  return FieldError(ErrorReason::kInvalidField, "page_token", "the next_page_token of an earlier page", Quoted(token));
+}
+
+absl::Status CheckCheckpointName(const std::string& checkpoint) {
+  if (checkpoint.empty()) return MissingField("checkpoint", "a name");
+  if (checkpoint::IsValidCheckpointName(checkpoint)) return absl::OkStatus();
+  return FieldError(ErrorReason::kInvalidName, "checkpoint", "a name that matches [A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?",
+                    Quoted(checkpoint));
+}
+
+}  // namespace
+
+absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request, const Limits& limits) {
+  HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(request.name(), "name"));
+  if (!request.has_spec()) return MissingField("spec", "what the head is");
+  HEADWATER_ASSIGN_OR_RETURN(auto spec, DecodeSpec(request.spec(), limits));
+  heads::IfExists if_exists = heads::IfExists::kFail;
+  switch (request.if_exists()) {
+    case v1::IF_EXISTS_UNSPECIFIED:
+    case v1::IF_EXISTS_FAIL:
+      break;
+    case v1::IF_EXISTS_ATTACH_IF_SAME_SPEC:
+      if_exists = heads::IfExists::kAttachIfSameSpec;
+      break;
+    default:
+      return FieldError(ErrorReason::kInvalidField, "if_exists", "FAIL or ATTACH_IF_SAME_SPEC",
+                        absl::StrCat(static_cast<int>(request.if_exists())));
+  }
+  return CreateRequest{std::move(name), std::move(spec), request.validate_only(), if_exists};
+}
+
+absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request) {
+  HEADWATER_ASSIGN_OR_RETURN(auto tenant, heads::ParseTenantName(request.parent(), "parent"));
+  HEADWATER_ASSIGN_OR_RETURN(auto page_size, DecodePageSize(request.page_size()));
+  if (!request.page_token().empty() && !heads::ParseHeadName(request.page_token(), "page_token").ok()) {
+    return MadeUpPageToken(request.page_token());
+  }
+  return ListRequest{tenant, request.page_token(), page_size};
+}
+
+absl::StatusOr<HeadAtEpoch> DecodeDelete(const v1::DeleteHeadRequest& request) {
+  return DecodeHeadAtOptionalEpoch(request.name(), request.epoch());
+}
+
+absl::StatusOr<TakeRequest> DecodeTake(const v1::TakeHeadRequest& request) {
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtOptionalEpoch(request.name(), request.epoch()));
+  TakeRequest decoded{std::move(head.name), head.epoch, {}};
+  const auto& recovers = request.recovers_epochs();
+  if (recovers.size() > kMaxRecoversEpochs) {
+    return FieldError(ErrorReason::kInvalidField, "recovers_epochs", absl::StrCat("at most ", kMaxRecoversEpochs, " epochs"),
+                      absl::StrCat(recovers.size(), " epochs"));
+  }
+  for (int i = 0; i < recovers.size(); ++i) {
+    HEADWATER_ASSIGN_OR_RETURN(auto epoch, DecodeEpoch(recovers[i], absl::StrCat("recovers_epochs[", i, "]")));
+    decoded.recovers_epochs.push_back(epoch);
+  }
+  return decoded;
+}
+
+absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& header) {
+  constexpr size_t kMaxUploadIdBytes = 64;
+  UploadRequest decoded;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.name, DecodeHeadName(header.name(), "header.name"));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.epoch, DecodeEpoch(header.epoch(), "header.epoch"));
+  decoded.upload_id = header.upload_id();
+  if (decoded.upload_id.empty()) return MissingField("header.upload_id", "1 to 64 bytes");
+  if (decoded.upload_id.size() > kMaxUploadIdBytes) {
+    return FieldError(ErrorReason::kInvalidField, "header.upload_id", "1 to 64 bytes",
+                      absl::StrCat(decoded.upload_id.size(), " bytes"));
+  }
+  HEADWATER_ASSIGN_OR_RETURN(decoded.tensor, DecodeTensorKind(header.tensor(), "header.tensor"));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.data_type, DecodeFloatType(header.data_type(), "header.data_type"));
+  decoded.total_bytes = header.total_bytes();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.total_bytes", decoded.total_bytes, 1));
+  decoded.checksum = header.checksum();
+  if (!decoded.checksum.empty() && decoded.checksum.size() != 16) {
+    return FieldError(ErrorReason::kInvalidField, "header.checksum", "16 bytes, or nothing",
+                      absl::StrCat(decoded.checksum.size(), " bytes"));
+  }
+  if (header.has_closes_step()) {
+    HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.closes_step", header.closes_step(), 0));
+    decoded.closes_step = header.closes_step();
+  }
+  return decoded;
+}
+
+absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request) {
+  constexpr size_t kMaxTextBytes = 1024;
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtRequiredEpoch(request.name(), request.epoch()));
+  if (request.path().empty()) return MissingField("path", "a file or folder under the server's load root");
+  const std::pair<const char*, const std::string*> texts[] = {
+      {"path", &request.path()}, {"weight_tensor", &request.weight_tensor()}, {"bias_tensor", &request.bias_tensor()}};
+  for (const auto& [field, text] : texts) {
+    if (text->size() > kMaxTextBytes) {
+      return FieldError(ErrorReason::kInvalidField, field, absl::StrCat("at most ", kMaxTextBytes, " bytes"),
+                        absl::StrCat(text->size(), " bytes"));
+    }
+    if (text->find('\0') != std::string::npos) {
+      return FieldError(ErrorReason::kInvalidField, field, "text without a zero byte", Quoted(*text));
+    }
+  }
+  bool leaves_root = request.path().front() == '/';
+  for (size_t begin = 0; begin <= request.path().size();) {
+    const size_t end = std::min(request.path().find('/', begin), request.path().size());
+    leaves_root = leaves_root || request.path().compare(begin, end - begin, "..") == 0;
+    begin = end + 1;
+  }
+  if (leaves_root) {
+    return FieldError(ErrorReason::kInvalidField, "path", "a relative path without `..`", Quoted(request.path()));
+  }
+  return LoadRequest{std::move(head.name), *head.epoch, request.path(), request.weight_tensor(), request.bias_tensor()};
+}
+
+absl::StatusOr<DownloadWeightsRequest> DecodeDownloadWeights(const v1::DownloadWeightsRequest& request) {
+  DownloadWeightsRequest decoded;
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtOptionalEpoch(request.name(), request.epoch()));
+  decoded.name = std::move(head.name);
+  decoded.epoch = head.epoch;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.tensor, DecodeTensorKind(request.tensor(), "tensor"));
+  if (request.data_type() != v1::DATA_TYPE_UNSPECIFIED) {
+    HEADWATER_ASSIGN_OR_RETURN(decoded.data_type, DecodeFloatType(request.data_type(), "data_type"));
+  }
+  decoded.offset_bytes = request.offset_bytes();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("offset_bytes", decoded.offset_bytes, 0));
+  if (request.has_expected_weight_version()) {
+    HEADWATER_RETURN_IF_ERROR(CheckAtLeast("expected_weight_version", request.expected_weight_version(), 0));
+    decoded.expected_weight_version = request.expected_weight_version();
+  }
+  return decoded;
+}
+
+absl::StatusOr<DownloadGradientRequest> DecodeDownloadGradient(const v1::DownloadGradientRequest& request) {
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeStepRequest(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto tensor, DecodeTensorKind(request.tensor(), "tensor"));
+  const double factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
+  HEADWATER_RETURN_IF_ERROR(CheckFactor("gradient_factor", factor));
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("offset_bytes", request.offset_bytes(), 0));
+  return DownloadGradientRequest{std::move(step.name), step.key,
+                                 tensor == HeadTensor::kWeight ? HeadTensor::kGradWeight : HeadTensor::kGradBias, factor,
+                                 request.offset_bytes()};
+}
+
+absl::StatusOr<HeadAtEpoch> DecodeGetStep(const v1::GetStepRequest& request) {
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadStep(request.has_head(), request.head(), "head", /*step_required=*/false));
+  if (!head.epoch.has_value()) return MissingField("head.head_epoch", "the head's epoch, 16 bytes");
+  return HeadAtEpoch{head.head, head.epoch};
+}
+
+absl::StatusOr<SealRequest> DecodeSeal(const v1::SealStepRequest& request, const Limits& limits) {
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeStepRequest(request));
+  if (!request.has_expected()) return MissingField("expected", "a count or ids");
+  HEADWATER_ASSIGN_OR_RETURN(auto expected, DecodeExpected(request.expected(), "expected", limits));
+  return SealRequest{std::move(step.name), step.key, std::move(expected), request.wait()};
+}
+
+absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& request, const Limits& limits) {
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeStepRequest(request));
+  ApplyRequest decoded{std::move(step.name), step.key, std::nullopt, {}};
+  if (request.has_expected()) {
+    HEADWATER_ASSIGN_OR_RETURN(decoded.expected, DecodeExpected(request.expected(), "expected", limits));
+  }
+  if (!request.has_learning_rate()) return MissingField("learning_rate", "a number >= 0 that is finite in float32");
+  ReadFields(request, decoded.arguments);
+  // 0 and infinity say alike that nothing is clipped, as trainers' options have it.
+  std::optional<double>& most = decoded.arguments.max_grad_norm;
+  if (most == 0 || most == std::numeric_limits<double>::infinity()) most.reset();
+  return decoded;
+}
+
+absl::StatusOr<StepRequest> DecodeDiscardGradient(const v1::DiscardGradientRequest& request) { return DecodeStepRequest(request); }
+
+absl::StatusOr<StepRequest> DecodeGradientNorm(const v1::GetGradientNormRequest& request) {
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeStepRequest(request));
+  step.factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
+  HEADWATER_RETURN_IF_ERROR(CheckFactor("gradient_factor", step.factor));
+  return step;
+}
+
+absl::StatusOr<CheckpointRequest> DecodeSave(const v1::SaveCheckpointRequest& request) {
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtOptionalEpoch(request.name(), request.epoch()));
+  HEADWATER_RETURN_IF_ERROR(CheckCheckpointName(request.checkpoint()));
+  return CheckpointRequest{std::move(head.name), head.epoch, request.checkpoint(), request.overwrite()};
+}
+
+absl::StatusOr<ListCheckpointsRequest> DecodeListCheckpoints(const v1::ListCheckpointsRequest& request) {
+  HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(request.name(), "name"));
+  HEADWATER_ASSIGN_OR_RETURN(auto page_size, DecodePageSize(request.page_size()));
+  ListCheckpointsRequest decoded{std::move(name), std::nullopt, page_size};
+  if (request.page_token().empty()) return decoded;
+  if (!checkpoint::IsValidCheckpointName(request.page_token())) return MadeUpPageToken(request.page_token());
+  decoded.after = request.page_token();
+  return decoded;
+}
+
+absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointRequest& request) {
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtRequiredEpoch(request.name(), request.epoch()));
+  HEADWATER_RETURN_IF_ERROR(CheckCheckpointName(request.checkpoint()));
+  return CheckpointRequest{std::move(head.name), head.epoch, request.checkpoint(), false};
+}
+
+absl::StatusOr<CheckpointRequest> DecodeDeleteCheckpoint(const v1::DeleteCheckpointRequest& request) {
+  HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(request.name(), "name"));
+  HEADWATER_RETURN_IF_ERROR(CheckCheckpointName(request.checkpoint()));
+  return CheckpointRequest{std::move(name), std::nullopt, request.checkpoint(), false};
+}
+
+absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHeader& header) {
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadStep(header.has_head(), header.head(), "header.head", /*step_required=*/true));
+  GradientRequest decoded;
+  decoded.name = std::move(head.head);
+  decoded.key = {*head.epoch, *head.step};
+  HEADWATER_ASSIGN_OR_RETURN(decoded.micro_batch,
+                             DecodeMicroBatchId(header.has_micro_batch(), header.micro_batch(), "header.micro_batch"));
+  decoded.attempt = header.attempt();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.attempt", decoded.attempt, 0));
+  decoded.row_start = header.row_start();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.row_start", decoded.row_start, 0));
+  decoded.row_count = header.row_count();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.row_count", decoded.row_count, 1));
+  decoded.factor = header.has_factor() ? header.factor() : 1;
+  HEADWATER_RETURN_IF_ERROR(CheckFactor("header.factor", decoded.factor));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.session, DecodeOptionalSession(header.session_id(), "header.session_id"));
+  return decoded;
+}
+
+absl::StatusOr<OpenSessionRequest> DecodeOpenSession(const v1::OpenSessionRequest& request, const Limits& limits) {
+  constexpr size_t kMaxClientNameBytes = 128;
+  constexpr int64_t kMaxDurationSeconds = 315576000000;  // as google.protobuf.Duration allows
+  constexpr absl::Duration kDefaultLease = absl::Seconds(30);
+  if (request.client_name().size() > kMaxClientNameBytes) {
+    return FieldError(ErrorReason::kInvalidField, "client_name", "at most 128 bytes",
+                      absl::StrCat(request.client_name().size(), " bytes"));
+  }
+  OpenSessionRequest decoded = {request.client_name(), std::min(kDefaultLease, limits.max_session_lease)};
+  if (!request.has_lease()) return decoded;
+  HEADWATER_RETURN_IF_ERROR(CheckRange("lease.seconds", request.lease().seconds(), 0, kMaxDurationSeconds));
+  HEADWATER_RETURN_IF_ERROR(CheckRange("lease.nanos", request.lease().nanos(), 0, 999999999));
+  decoded.lease = absl::Seconds(request.lease().seconds()) + absl::Nanoseconds(request.lease().nanos());
+  if (decoded.lease > absl::ZeroDuration()) return decoded;
+  return FieldError(ErrorReason::kInvalidField, "lease", "a duration > 0", "0 s");
+}
+
+namespace {
+
+absl::StatusOr<DeviceHandle> DecodeHandle(const std::string& bytes, const char* field) {
+  DeviceHandle handle;
+  if (bytes.size() != handle.size()) {
+    return FieldError(ErrorReason::kInvalidField, field, absl::StrCat(handle.size(), " bytes"),
+                      absl::StrCat(bytes.size(), " bytes"));
+  }
+  std::copy(bytes.begin(), bytes.end(), handle.begin());
+  return handle;
+}
+
+absl::StatusOr<DeviceSource> DecodeDeviceSource(const v1::RegisterSharedMemoryRequest& request) {
+  HEADWATER_ASSIGN_OR_RETURN(auto memory, DecodeHandle(request.cuda_ipc_handle(), "cuda_ipc_handle"));
+  DeviceSource source = {memory, std::nullopt};
+  if (request.cuda_event_handle().empty()) return source;
+  HEADWATER_ASSIGN_OR_RETURN(source.event, DecodeHandle(request.cuda_event_handle(), "cuda_event_handle"));
+  return source;
+}
+
+}  // namespace
+
+absl::StatusOr<RegisterRequest> DecodeRegisterSharedMemory(const v1::RegisterSharedMemoryRequest& request) {
+  RegisterRequest decoded;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.session, DecodeSession(request.session_id(), "session_id"));
+  switch (request.source_case()) {
+    case v1::RegisterSharedMemoryRequest::kDescriptorToken:
+      if (request.descriptor_token().empty()) return MissingField("descriptor_token", "the token that the socket answered");
+      decoded.source = DescriptorSource{request.descriptor_token()};
+      break;
+    case v1::RegisterSharedMemoryRequest::kSharedMemoryName:
+      if (!transport::IsRegionName(request.shared_memory_name())) {
+        return FieldError(ErrorReason::kInvalidName, "shared_memory_name", "`headwater-` and 1 to 200 of [A-Za-z0-9._-]",
+                          Quoted(request.shared_memory_name()));
+      }
+      decoded.source = NamedSource{request.shared_memory_name()};
+      break;
+    case v1::RegisterSharedMemoryRequest::kCudaIpcHandle: {
+      HEADWATER_ASSIGN_OR_RETURN(auto source, DecodeDeviceSource(request));
+      decoded.source = source;
+      break;
+    }
+    case v1::RegisterSharedMemoryRequest::SOURCE_NOT_SET:
+      return MissingField("source", "descriptor_token, shared_memory_name or cuda_ipc_handle");
+  }
+  const bool on_device = std::holds_alternative<DeviceSource>(decoded.source);
+  if (!on_device && !request.cuda_event_handle().empty()) {
+    return FieldError(ErrorReason::kInvalidCombination, "cuda_event_handle", "nothing without cuda_ipc_handle", "an event");
+  }
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("size_bytes", request.size_bytes(), 1));
+  HEADWATER_RETURN_IF_ERROR(CheckRange("offset_bytes", request.offset_bytes(), 0,
+                                       on_device ? 0 : std::numeric_limits<int64_t>::max() - request.size_bytes()));
+  decoded.size_bytes = request.size_bytes();
+  decoded.offset_bytes = request.offset_bytes();
+  return decoded;
+}
+
+absl::StatusOr<UnregisterRequest> DecodeUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request) {
+  HEADWATER_ASSIGN_OR_RETURN(auto session, DecodeSession(request.session_id(), "session_id"));
+  if (request.region_id().empty()) return MissingField("region_id", "the id that RegisterSharedMemory answered");
+  return UnregisterRequest{session, request.region_id()};
+}
+
+}  // namespace headwater::service

@@ -1,0 +1,189 @@
+// HeadService's and SessionService's requests as plain structs; see loss_request.h for the rules.
+#ifndef HEADWATER_SERVER_SERVICE_REQUEST_HEAD_REQUEST_H_
+#define HEADWATER_SERVER_SERVICE_REQUEST_HEAD_REQUEST_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "headwater/kernels/engine.h"
+#include "headwater/kernels/types.h"
+#include "headwater/v1/head_service.pb.h"
+#include "headwater/v1/session_service.pb.h"
+#include "server/heads/head.h"
+#include "server/heads/head_registry.h"
+#include "server/service/limits.h"
+#include "server/service/request/loss_request.h"
+
+namespace headwater::service {
+
+struct CreateRequest {
+  heads::HeadName name;
+  HeadSpec spec;  // validated, defaults filled in
+  bool validate_only = false;
+  heads::IfExists if_exists = heads::IfExists::kFail;
+};
+
+struct ListRequest {
+  std::string tenant;
+  std::string after;  // full name of the last head of the previous page, or empty
+  int64_t page_size = 0;
+};
+
+// A head, and the epoch that it must have.
+struct HeadAtEpoch {
+  heads::HeadName name;
+  std::optional<heads::Epoch> epoch;
+};
+
+// Of TakeHeadRequest::recovers_epochs, which stay with the head: ranks of one run that see the server started again so often, one
+// after the other, are known to each other by the newest.
+inline constexpr int kMaxRecoversEpochs = 16;
+
+struct TakeRequest {
+  heads::HeadName name;
+  std::optional<heads::Epoch> epoch;
+  std::vector<heads::Epoch> recovers_epochs;  // at most kMaxRecoversEpochs
+};
+
+struct UploadRequest {
+  heads::HeadName name;
+  heads::Epoch epoch{};
+  std::string upload_id;
+  HeadTensor tensor = HeadTensor::kWeight;
+  DataType data_type = DataType::kFloat32;
+  int64_t total_bytes = 0;
+  std::string checksum;  // 16 bytes, or empty
+  std::optional<int64_t> closes_step;
+};
+
+struct LoadRequest {
+  heads::HeadName name;
+  heads::Epoch epoch{};
+  std::string path;
+  std::string weight_tensor;
+  std::string bias_tensor;
+};
+
+struct DownloadWeightsRequest {
+  heads::HeadName name;
+  HeadTensor tensor = HeadTensor::kWeight;
+  std::optional<DataType> data_type;  // absent: the storage type
+  int64_t offset_bytes = 0;
+  std::optional<int64_t> expected_weight_version;
+  std::optional<heads::Epoch> epoch;
+};
+
+struct DownloadGradientRequest {
+  heads::HeadName name;
+  heads::StepKey key;
+  HeadTensor tensor = HeadTensor::kGradWeight;
+  double factor = 1;
+  int64_t offset_bytes = 0;
+};
+
+struct SealRequest {
+  heads::HeadName name;
+  heads::StepKey key;
+  heads::ExpectedMicroBatches expected;
+  bool wait = false;
+};
+
+struct ApplyRequest {
+  heads::HeadName name;
+  heads::StepKey key;
+  std::optional<heads::ExpectedMicroBatches> expected;
+  heads::ApplyArguments arguments;
+};
+
+struct CheckpointRequest {
+  heads::HeadName name;
+  std::optional<heads::Epoch> epoch;
+  std::string checkpoint;
+  bool overwrite = false;
+};
+
+struct ListCheckpointsRequest {
+  heads::HeadName name;
+  std::optional<std::string> after;  // name of the last checkpoint of the previous page
+  int64_t page_size = 0;
+};
+
+// A step of a head, and a factor.
+struct StepRequest {
+  heads::HeadName name;
+  heads::StepKey key;
+  double factor = 1;
+};
+
+// A trainer's own part of a step's gradient, without the rows.
+struct GradientRequest {
+  heads::HeadName name;
+  heads::StepKey key;
+  int64_t micro_batch = 0;
+  int64_t attempt = 0;
+  int64_t row_start = 0;
+  int64_t row_count = 0;
+  double factor = 1;
+  std::optional<heads::SessionId> session;
+};
+
+struct OpenSessionRequest {
+  std::string client_name;
+  absl::Duration lease;  // > 0
+};
+
+// Where a region's memory comes from.
+struct DescriptorSource {
+  std::string token;
+};
+struct NamedSource {
+  std::string name;
+};
+struct DeviceSource {
+  DeviceHandle memory;
+  std::optional<DeviceHandle> event;
+};
+struct RegisterRequest {
+  heads::SessionId session;
+  std::variant<DescriptorSource, NamedSource, DeviceSource> source;
+  int64_t size_bytes = 0;    // >= 1
+  int64_t offset_bytes = 0;  // >= 0; 0 for a DeviceSource; the sum does not wrap
+};
+struct UnregisterRequest {
+  heads::SessionId session;
+  std::string region_id;  // not empty
+};
+
+absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request, const Limits& limits);
+absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request);
+absl::StatusOr<HeadAtEpoch> DecodeDelete(const v1::DeleteHeadRequest& request);
+absl::StatusOr<TakeRequest> DecodeTake(const v1::TakeHeadRequest& request);
+absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& header);
+absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request);
+absl::StatusOr<DownloadWeightsRequest> DecodeDownloadWeights(const v1::DownloadWeightsRequest& request);
+absl::StatusOr<DownloadGradientRequest> DecodeDownloadGradient(const v1::DownloadGradientRequest& request);
+absl::StatusOr<HeadAtEpoch> DecodeGetStep(const v1::GetStepRequest& request);
+absl::StatusOr<SealRequest> DecodeSeal(const v1::SealStepRequest& request, const Limits& limits);
+absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& request, const Limits& limits);
+absl::StatusOr<StepRequest> DecodeDiscardGradient(const v1::DiscardGradientRequest& request);
+absl::StatusOr<StepRequest> DecodeGradientNorm(const v1::GetGradientNormRequest& request);
+absl::StatusOr<CheckpointRequest> DecodeSave(const v1::SaveCheckpointRequest& request);
+absl::StatusOr<ListCheckpointsRequest> DecodeListCheckpoints(const v1::ListCheckpointsRequest& request);
+absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointRequest& request);
+absl::StatusOr<CheckpointRequest> DecodeDeleteCheckpoint(const v1::DeleteCheckpointRequest& request);
+
+absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHeader& header);
+absl::StatusOr<OpenSessionRequest> DecodeOpenSession(const v1::OpenSessionRequest& request, const Limits& limits);
+
+absl::StatusOr<RegisterRequest> DecodeRegisterSharedMemory(const v1::RegisterSharedMemoryRequest& request);
+absl::StatusOr<UnregisterRequest> DecodeUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request);
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_REQUEST_HEAD_REQUEST_H_

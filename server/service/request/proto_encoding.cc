@@ -1,0 +1,120 @@
+#include "server/service/request/proto_encoding.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "proto/headwater/v1/spec_codec.h"
+
+namespace headwater::service {
+namespace {
+
+// Rounded up.
+int64_t WholeSeconds(absl::Duration duration) { return absl::ToInt64Seconds(absl::Ceil(duration, absl::Seconds(1))); }
+
+}  // namespace
+
+void EncodeDuration(absl::Duration duration, google::protobuf::Duration* out) {
+  // A clock that was set back must not give a negative duration.
+  absl::Duration rest = std::max(duration, absl::ZeroDuration());
+  out->set_seconds(absl::IDivDuration(rest, absl::Seconds(1), &rest));
+  out->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+}
+
+void EncodeTime(absl::Time time, google::protobuf::Timestamp* out) {
+  absl::Duration rest = time - absl::UnixEpoch();
+  out->set_seconds(absl::IDivDuration(rest, absl::Seconds(1), &rest));
+  out->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+}
+
+void EncodePlan(const MemoryPlan& plan, int64_t available_bytes, v1::MemoryPlan* out) {
+  std::vector<MemoryPlan::Item> items = plan.items;
+  std::stable_sort(items.begin(), items.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
+  for (const MemoryPlan::Item& item : items) {
+    v1::MemoryItem* const encoded = out->add_items();
+    encoded->set_purpose(item.purpose);
+    encoded->set_total_bytes(item.bytes);
+  }
+  out->set_total_bytes(plan.total_bytes);
+  out->set_available_bytes(available_bytes);
+  out->set_token_chunk_rows(plan.token_chunk_rows);
+}
+
+void EncodeShards(const std::vector<VocabShard>& shards, v1::Head* out) {
+  for (const VocabShard& shard : shards) {
+    v1::VocabShard* const encoded = out->add_shards();
+    encoded->set_vocab_start(shard.vocab_start);
+    encoded->set_vocab_end(shard.vocab_end);
+    encoded->set_device(shard.device);
+  }
+}
+
+void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* out) {
+  out->set_name(info.name.ToString());
+  EncodeHeadSpec(info.spec, out->mutable_spec());
+  out->set_epoch(info.epoch.data(), info.epoch.size());
+  for (const heads::Epoch& epoch : info.recovers_epochs) out->add_recovers_epochs(epoch.data(), epoch.size());
+  out->set_state(static_cast<v1::HeadState>(info.state));
+  out->set_weight_version(info.weight_version);
+  if (info.open_step.has_value()) out->set_open_step(*info.open_step);
+  EncodeShards(info.shards, out);
+  EncodePlan(info.plan, available_bytes, out->mutable_memory_plan());
+  EncodeTime(info.create_time, out->mutable_create_time());
+  out->set_weight_checksum(info.weight_checksum);
+  out->set_restored_checkpoint(info.restored_checkpoint);
+}
+
+std::vector<v1::Checkpoint> EncodeCheckpoints(const checkpoint::CheckpointStore::Catalogue& catalogue) {
+  std::vector<v1::Checkpoint> checkpoints;
+  for (const checkpoint::CheckpointInfo& info : catalogue.newest_first) {
+    v1::Checkpoint& checkpoint = checkpoints.emplace_back();
+    checkpoint.set_checkpoint(info.name);
+    checkpoint.set_step(info.step);
+    checkpoint.set_total_bytes(info.total_bytes);
+    if (info.save_time_s > 0) checkpoint.mutable_save_time()->set_seconds(info.save_time_s);
+  }
+  for (const std::string& name : catalogue.damaged) {
+    v1::Checkpoint& checkpoint = checkpoints.emplace_back();
+    checkpoint.set_checkpoint(name);
+    checkpoint.set_damaged(true);
+  }
+  return checkpoints;
+}
+
+void EncodeTotals(const heads::StepTotals& totals, v1::StepTotals* out) {
+  out->set_micro_batch_count(totals.micro_batch_count);
+  out->set_valid_token_count(totals.valid_token_count);
+  out->set_loss_sum(totals.loss_sum);
+  out->set_token_weight_sum(totals.token_weight_sum);
+  out->set_non_finite_row_count(totals.non_finite_row_count);
+}
+
+void EncodeStep(const heads::StepRecord& record, v1::Step* out) {
+  out->set_step(record.step);
+  out->set_state(static_cast<v1::StepState>(record.state));
+  for (const auto& [id, micro_batch] : record.micro_batches) {
+    v1::MicroBatchState* const encoded = out->add_micro_batches();
+    encoded->set_micro_batch(id);
+    // Of one that nothing is there of but the announcement of an attempt, that attempt.
+    encoded->set_attempt(micro_batch.state == heads::ContributionState::kNone ? micro_batch.fence_attempt : micro_batch.attempt);
+    encoded->set_state(static_cast<v1::ContributionState>(micro_batch.state));
+    if (micro_batch.digest.has_value()) encoded->set_digest(micro_batch.digest->data(), micro_batch.digest->size());
+    encoded->set_valid_token_count(micro_batch.counts.valid_token_count);
+    encoded->set_factor(micro_batch.factor.factor);
+    encoded->set_form(static_cast<v1::ContributionForm>(micro_batch.form));
+  }
+  EncodeTotals(record.Totals(), out->mutable_totals());
+}
+
+void EncodeLimits(const Limits& limits, v1::Limits* out) {
+#define HEADWATER_ENCODE_Count(name) out->set_##name(limits.name);
+#define HEADWATER_ENCODE_Bytes(name) out->set_##name(limits.name);
+#define HEADWATER_ENCODE_Time(name) out->set_##name##_s(WholeSeconds(limits.name));
+#define HEADWATER_ENCODE_LIMIT(unit, name, ...) HEADWATER_ENCODE_##unit(name)
+  HEADWATER_LIMITS(HEADWATER_ENCODE_LIMIT)
+#undef HEADWATER_ENCODE_LIMIT
+#undef HEADWATER_ENCODE_Count
+#undef HEADWATER_ENCODE_Bytes
+#undef HEADWATER_ENCODE_Time
+}
+
+}  // namespace headwater::service

@@ -1,0 +1,417 @@
+// The typed C++ client: extreme and invalid arguments, targets, and a micro-batch of several terms. tests/e2e/protocol has retries,
+// sessions and recovery.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <future>
+#include <limits>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "client/core/call/retry.h"
+#include "headwater/client/client.h"
+#include "headwater/client/error.h"
+#include "tests/e2e/cpp/support/scripted_server.h"
+#include "tests/e2e/cpp/support/test_tensors.h"
+
+namespace headwater::e2e {
+namespace {
+
+using namespace headwater::client;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+
+constexpr int64_t kHiddenSize = 4;
+
+ClientOptions Quick(int max_attempts) {
+  ClientOptions options;
+  options.retry = {.max_attempts = max_attempts, .initial_backoff = milliseconds(2), .max_backoff = milliseconds(4)};
+  return options;
+}
+
+grpc::Status Unavailable() { return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone"); }
+
+// Reads everything; the header.
+v1::MicroBatchHeader ReadAll(ScriptedServer::LossStream* stream) {
+  v1::MicroBatchHeader header;
+  v1::ComputeLossRequest request;
+  while (stream->Read(&request)) {
+    if (request.has_header()) header = request.header();
+  }
+  return header;
+}
+
+// A well-formed answer without gradient rows.
+void Answer(ScriptedServer::LossStream* stream, const v1::MicroBatchHeader& header) {
+  v1::ComputeLossResponse response;
+  for (int i = 0; i < header.terms_size(); ++i) response.mutable_summary()->add_terms();
+  response.mutable_summary()->set_state(header.commit_mode() == v1::COMMIT_MODE_EXPLICIT ? v1::CONTRIBUTION_STATE_STAGED
+                                                                                         : v1::CONTRIBUTION_STATE_COMMITTED);
+  stream->Write(response);
+}
+
+class ClientFace : public testing::Test {
+ protected:
+  void Connect(const ClientOptions& options) {
+    client_.emplace(Value(Client::Connect(server_.target(), options)));
+    head_.emplace(Value(client_->OpenHead("h")));
+  }
+
+  static MicroBatchOptions Options(int64_t micro_batch, CommitMode commit = CommitMode::kEager) {
+    MicroBatchOptions options;
+    options.step = 0;
+    options.micro_batch = micro_batch;
+    options.commit = commit;
+    options.return_grad_hidden = false;
+    return options;
+  }
+  Future<LossResult> Submit(const MicroBatchOptions& options, const CallOptions& call = {}) {
+    return head_->CrossEntropy(RowsView::Float32(rows_, kHiddenSize), targets_, {}, options, call);
+  }
+
+  ScriptedServer server_;
+  std::optional<Client> client_;
+  std::optional<Head> head_;
+  const std::vector<float> rows_ = std::vector<float>(2 * kHiddenSize, 0.5F);
+  const std::vector<int32_t> targets_ = {1, 2};
+};
+
+TEST_F(ClientFace, LongestTimeoutsDoNotOverflow) {
+  std::promise<void> answer;
+  server_.compute_loss = [&answer](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    const v1::MicroBatchHeader header = ReadAll(stream);
+    answer.get_future().wait();
+    Answer(stream, header);
+    return grpc::Status::OK;
+  };
+  ClientOptions options = Quick(1);
+  options.timeout = options.connect_timeout = milliseconds::max();
+  Connect(options);
+  Future<LossResult> future = Submit(Options(0), {.timeout = milliseconds::max()});
+  std::thread answering([&answer] {
+    std::this_thread::sleep_for(milliseconds(50));
+    answer.set_value();
+  });
+  EXPECT_TRUE(future.WaitFor(std::chrono::nanoseconds::max()));
+  answering.join();
+  EXPECT_TRUE(future.Get().ok());
+}
+
+TEST_F(ClientFace, LongestBackOffsDoNotOverflow) {
+  const absl::Status gone = absl::UnavailableError("gone");
+  // No test waits for them: this is what a call would wait for.
+  const auto never = std::chrono::system_clock::now() + 3 * client::internal::kLongestTimeout;
+  for (const milliseconds longest :
+       {milliseconds::max(), milliseconds::max() / 2, milliseconds(client::internal::kLongestTimeout)}) {
+    SCOPED_TRACE(longest.count());
+    client::internal::RetryState both({.max_attempts = 9, .initial_backoff = longest, .max_backoff = longest}, never,
+                                      client::internal::Repeat::kSafe);
+    for (int i = 0; i < 4; ++i) {
+      const auto delay = both.AfterFailure(gone);
+      ASSERT_TRUE(delay.has_value());
+      EXPECT_GE(*delay, client::internal::kLongestTimeout / 2);
+      EXPECT_LE(*delay, client::internal::kLongestTimeout);
+    }
+    client::internal::RetryState growing({.max_attempts = 99, .initial_backoff = milliseconds(1), .max_backoff = longest}, never,
+                                         client::internal::Repeat::kSafe);
+    std::chrono::nanoseconds least = milliseconds(1);
+    for (int i = 0; i < 80; ++i) {
+      const auto delay = growing.AfterFailure(gone);
+      ASSERT_TRUE(delay.has_value());
+      EXPECT_GE(*delay, least / 2);
+      EXPECT_LE(*delay, client::internal::kLongestTimeout);
+      least = std::min<std::chrono::nanoseconds>(2 * least, client::internal::kLongestTimeout);
+    }
+  }
+
+  // Beyond the deadline there is no second attempt, instead of all of them at once.
+  ClientOptions options;
+  options.retry = {.max_attempts = 5, .initial_backoff = milliseconds::max(), .max_backoff = milliseconds::max()};
+  Connect(options);
+  server_.unary_status = Unavailable();
+  EXPECT_FALSE(head_->Commit(0, 0).Get().ok());
+  EXPECT_EQ(server_.calls.exchange(0), 1);
+  EXPECT_FALSE(head_->Seal(0, 1).ok());
+  EXPECT_EQ(server_.calls.exchange(0), 1);
+  Connect(Quick(5));
+  server_.unary_status = ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "QUEUE_FULL", std::numeric_limits<int64_t>::max());
+  EXPECT_FALSE(head_->Seal(0, 1).ok());
+  EXPECT_EQ(server_.calls.exchange(0), 1);
+}
+
+TEST_F(ClientFace, DroppingAFutureEndsTheWaitForTheNextAttempt) {
+  ClientOptions options;
+  options.retry = {.max_attempts = 5, .initial_backoff = seconds(60), .max_backoff = seconds(60)};
+  Connect(options);
+  server_.compute_loss = [](grpc::ServerContext*, ScriptedServer::LossStream*) { return Unavailable(); };
+  const auto start = steady_clock::now();
+  {
+    const Future<LossResult> dropped = Submit(Options(0));
+    while (server_.calls < 1) std::this_thread::sleep_for(milliseconds(1));
+  }
+  EXPECT_LE(steady_clock::now() - start, seconds(20));
+}
+
+TEST_F(ClientFace, SeveralTermsUploadTheRowsOnce) {
+  Connect(Quick(1));
+  Head other = Value(client_->OpenHead("other"));
+  Head teacher = Value(client_->OpenHead("teacher"));
+  v1::MicroBatchHeader header;
+  int64_t hidden_bytes = 0;
+  int64_t teacher_bytes = 0;
+  server_.compute_loss = [&](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    v1::ComputeLossRequest request;
+    while (stream->Read(&request)) {
+      if (request.has_header()) header = request.header();
+      const bool is_hidden = request.chunk().role() == v1::CHUNK_ROLE_HIDDEN;
+      (is_hidden ? hidden_bytes : teacher_bytes) += static_cast<int64_t>(request.chunk().data().size());
+      if (request.chunk().role() == v1::CHUNK_ROLE_TEACHER_HIDDEN) {
+        EXPECT_EQ(request.chunk().term_index(), 1);
+      }
+    }
+    Answer(stream, header);
+    return grpc::Status::OK;
+  };
+  v1::CommitMicroBatchRequest commit;
+  server_.commit = [&commit](const v1::CommitMicroBatchRequest& request) {
+    commit = request;
+    return grpc::Status::OK;
+  };
+  const std::vector<float> teacher_rows(kHiddenSize, 1.0F);
+  std::vector<LossTerm> terms(3);
+  terms[0].targets = targets_;
+  terms[1].loss = JsdOptions{.beta = 0.25};
+  terms[1].head = other;
+  terms[1].step = 3;
+  terms[1].row_start = 1;
+  terms[1].row_count = 1;
+  terms[1].teacher = teacher;
+  terms[1].teacher_hidden = RowsView::Float32(teacher_rows, kHiddenSize);
+  terms[2].targets = targets_;
+  terms[2].loss_scale = 0.5;
+  MicroBatchOptions options = Options(4, CommitMode::kExplicit);
+  options.late_token_factors = true;
+  options.allow_held = true;
+  const MultiResult result = Value(head_->Multi(RowsView::Float32(rows_, kHiddenSize), terms, options).Get());
+  EXPECT_EQ(result.terms.size(), 3u);
+  EXPECT_EQ(hidden_bytes, static_cast<int64_t>(rows_.size() * sizeof(float)));
+  EXPECT_EQ(teacher_bytes, static_cast<int64_t>(teacher_rows.size() * sizeof(float)));
+  EXPECT_TRUE(header.late_token_factors());
+  EXPECT_TRUE(header.allow_held());
+  ASSERT_EQ(header.terms_size(), 3);
+  EXPECT_EQ(header.terms(0).head().step(), 0);
+  EXPECT_EQ(header.terms(1).head().head(), "tenants/default/heads/other");
+  EXPECT_EQ(header.terms(1).head().step(), 3);
+  EXPECT_EQ(header.terms(1).row_start(), 1);
+  EXPECT_EQ(header.terms(1).row_count(), 1);
+  EXPECT_EQ(header.terms(1).teacher_hidden().head(), "tenants/default/heads/teacher");
+  EXPECT_EQ(header.terms(1).teacher_hidden().head_epoch(), teacher.epoch());
+  EXPECT_EQ(header.terms(2).loss_scale(), 0.5);
+
+  ASSERT_TRUE(result.contribution.has_value());
+  const std::vector<float> factors = {2.0F, -1.0F};
+  Value(result.contribution->Commit({.factor = 3.0, .token_factors = factors}).Get());
+  ASSERT_EQ(commit.heads_size(), 2);  // once each, without the teacher
+  EXPECT_EQ(commit.heads(0).head(), "tenants/default/heads/h");
+  EXPECT_EQ(commit.heads(1).head(), "tenants/default/heads/other");
+  EXPECT_EQ(commit.heads(1).step(), 3);
+  EXPECT_EQ(commit.token_factors().data(), std::string(reinterpret_cast<const char*>(factors.data()), 8));
+
+  Client stranger = Value(Client::Connect(server_.target(), Quick(1)));
+  terms[1].head = Value(stranger.OpenHead("other"));
+  EXPECT_EQ(ErrorReason(head_->Multi(RowsView::Float32(rows_, kHiddenSize), terms, options).Get().status()), "INVALID_COMBINATION");
+}
+
+TEST_F(ClientFace, TopKTeacherArrives) {
+  v1::MicroBatchHeader header;
+  server_.compute_loss = [&header](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    header = ReadAll(stream);
+    Answer(stream, header);
+    return grpc::Status::OK;
+  };
+  Connect(Quick(1));
+  const std::vector<int32_t> ids = {4, 1, 7, -1, 0, 2};
+  const std::vector<float> log_probs = {-1, -2, -3, 0, -1, -2};
+  const RowsView rows = RowsView::Float32(rows_, kHiddenSize);
+  Value(
+      head_->Jsd(rows, {.k = 3, .ids = ids, .log_probs = log_probs}, {}, {.beta = 0, .student_temperature = 2}, Options(0)).Get());
+  ASSERT_EQ(header.terms_size(), 1);
+  const v1::LossTerm& term = header.terms(0);
+  EXPECT_TRUE(term.jensen_shannon().has_beta());
+  EXPECT_EQ(term.jensen_shannon().beta(), 0);
+  EXPECT_EQ(term.jensen_shannon().student_temperature(), 2);
+  EXPECT_FALSE(term.has_targets());
+  const v1::TopKTeacher& teacher = term.top_k_teacher();
+  EXPECT_EQ(teacher.k(), 3);
+  EXPECT_EQ(teacher.ids().data(), std::string(reinterpret_cast<const char*>(ids.data()), 24));
+  EXPECT_EQ(teacher.log_probs().data(), std::string(reinterpret_cast<const char*>(log_probs.data()), 24));
+  for (const v1::Tensor* const tensor : {&teacher.ids(), &teacher.log_probs()}) {
+    ASSERT_EQ(tensor->shape_size(), 2);
+    EXPECT_EQ(tensor->shape(0), 2);
+    EXPECT_EQ(tensor->shape(1), 3);
+  }
+  LossTerm two_teachers;
+  two_teachers.loss = JsdOptions{.beta = 0};
+  two_teachers.teacher = *head_;
+  two_teachers.top_k_teacher = TopKTeacher{.k = 3, .ids = ids, .log_probs = log_probs};
+  EXPECT_EQ(ErrorReason(head_->Multi(rows, {&two_teachers, 1}, Options(1)).Get().status()), "INVALID_COMBINATION");
+  two_teachers.teacher.reset();
+  two_teachers.teacher_hidden = rows;
+  EXPECT_EQ(ErrorReason(head_->Multi(rows, {&two_teachers, 1}, Options(1)).Get().status()), "INVALID_COMBINATION");
+  two_teachers.teacher_hidden = {};
+  two_teachers.expected_teacher_weight_version = 1;
+  EXPECT_EQ(ErrorReason(head_->Multi(rows, {&two_teachers, 1}, Options(1)).Get().status()), "INVALID_COMBINATION");
+}
+
+TEST_F(ClientFace, FactorsAndOptionsOfACrossEntropyArriveAndItsOutputsReturn) {
+  v1::MicroBatchHeader header;
+  server_.compute_loss = [&header](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    header = ReadAll(stream);
+    v1::ComputeLossResponse response;
+    v1::LossTermResult& term = *response.mutable_summary()->add_terms();
+    for (auto [tensor, value] : {std::pair(term.mutable_mean_logits(), 0.5F), {term.mutable_log_sum_sq_probs(), -2.0F}}) {
+      const std::vector<float> values = {value, value + 1};
+      tensor->set_data_type(v1::DATA_TYPE_FLOAT32);
+      tensor->add_shape(2);
+      tensor->set_data(values.data(), sizeof(float) * values.size());
+    }
+    term.mutable_dither()->set_entry_count(7);
+    term.mutable_dither()->set_squared_error(0.25);
+    term.mutable_dither()->set_squared_norm(4);
+    stream->Write(response);
+    return grpc::Status::OK;
+  };
+  Connect(Quick(1));
+  const std::vector<float> entropy_factors = {1.0F, -2.0F}, lse_factors = {0.25F, 3.0F};
+  MicroBatchOptions options = Options(0);
+  options.entropy_factors = entropy_factors;
+  options.lse_factors = lse_factors;
+  options.gradient_resolution = 0.125;
+  options.outputs = {.mean_logits = true, .log_sum_sq_probs = true};
+  const RowsView rows = RowsView::Float32(rows_, kHiddenSize);
+  const LossResult result = Value(head_->CrossEntropy(rows, targets_, {.temperature = 0.5, .token_scaling = true}, options).Get());
+  EXPECT_EQ(result.mean_logits, (std::vector<float>{0.5F, 1.5F}));
+  EXPECT_EQ(result.log_sum_sq_probs, (std::vector<float>{-2.0F, -1.0F}));
+  EXPECT_EQ(result.dither.entry_count, 7);
+  EXPECT_EQ(result.dither.squared_error, 0.25);
+  EXPECT_EQ(result.dither.squared_norm, 4);
+  ASSERT_EQ(header.terms_size(), 1);
+  const v1::LossTerm& term = header.terms(0);
+  EXPECT_EQ(term.gradient_resolution(), 0.125);
+  EXPECT_EQ(term.cross_entropy().temperature(), 0.5);
+  EXPECT_TRUE(term.cross_entropy().token_scaling());
+  EXPECT_EQ(term.entropy_factors().data(), std::string(reinterpret_cast<const char*>(entropy_factors.data()), 8));
+  EXPECT_EQ(term.lse_factors().data(), std::string(reinterpret_cast<const char*>(lse_factors.data()), 8));
+  ASSERT_EQ(header.outputs_size(), 2);
+  EXPECT_EQ(header.outputs(0), v1::TOKEN_OUTPUT_MEAN_LOGITS);
+  EXPECT_EQ(header.outputs(1), v1::TOKEN_OUTPUT_LOG_SUM_SQ_PROBS);
+
+  // Absent where they say what absence says: a server that does not know them computes the same.
+  Value(Submit(Options(1)).Get());
+  EXPECT_FALSE(header.terms(0).cross_entropy().has_temperature());
+  EXPECT_FALSE(header.terms(0).has_entropy_factors());
+  EXPECT_FALSE(header.terms(0).has_lse_factors());
+  EXPECT_EQ(header.terms(0).gradient_resolution(), 0);
+}
+
+TEST_F(ClientFace, InvalidOptionsFailToConnect) {
+  for (const RetryPolicy& policy : {RetryPolicy{.max_attempts = 0}, RetryPolicy{.initial_backoff = milliseconds(0)},
+                                    RetryPolicy{.initial_backoff = seconds(2), .max_backoff = seconds(1)}}) {
+    ClientOptions options;
+    options.retry = policy;
+    EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD");
+  }
+  ClientOptions options;
+  options.replay_bytes = -1;
+  EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD");
+  options.replay_bytes = 0;
+  for (const milliseconds lease : {milliseconds(-1), milliseconds::max()}) {
+    options.session_lease = lease;
+    EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD");
+  }
+  options.session_lease = seconds(30);
+  for (const int64_t bytes : {int64_t{0}, int64_t{1} << 40}) {
+    EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), {.chunk_bytes = bytes}).status()), "INVALID_FIELD");
+    EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), {.max_message_bytes = bytes}).status()), "INVALID_FIELD");
+  }
+  options.client_name = std::string(129, 'n');
+  EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD");
+}
+
+TEST_F(ClientFace, InvalidTargetsFailBeforeConnecting) {
+  const std::string long_name(108, 'x');
+  for (const std::string& target : std::vector<std::string>{
+           "", "localhost", "localhost:", "localhost:0", "localhost:65536", "localhost:https", ":50051", "host name:1", "::1:50051",
+           "[::1]", "http://localhost:50051", "dns:///localhost", "a:1,b:2", "unix:", "unix-abstract:", "unix://tmp/s.sock",
+           "unix:" + long_name, "unix-abstract:" + long_name}) {
+    const absl::Status status = Client::Connect(target).status();
+    EXPECT_EQ(ErrorReason(status), "INVALID_FIELD") << target;
+    EXPECT_NE(std::string(status.message()).find("got \"" + target + "\""), std::string::npos) << status;
+  }
+  ClientOptions hasty;
+  hasty.connect_timeout = milliseconds(20);
+  for (const std::string target : {"127.0.0.1:1", "localhost:1", "head_water.example.invalid:1", "[::1]:1", "dns:localhost:1",
+                                   "dns:///localhost:1", "dns:///[::1]:1", "ipv4:127.0.0.1:1", "ipv6:[::1]:1",
+                                   "unix:/nobody/is here", "unix:nobody", "unix:///nobody", "unix-abstract:headwater-nobody"}) {
+    EXPECT_EQ(Client::Connect(target, hasty).status().code(), absl::StatusCode::kUnavailable) << target;
+  }
+}
+
+TEST_F(ClientFace, ConnectReportsWhyNoServerAnswers) {
+  ClientOptions options;
+  options.connect_timeout = milliseconds(300);
+  const absl::Status nobody = Client::Connect("unix:/nobody/is here", options).status();
+  EXPECT_EQ(nobody.code(), absl::StatusCode::kUnavailable);
+  EXPECT_NE(std::string(nobody.message()).find("No such file or directory"), std::string::npos) << nobody;
+  // A name that cannot be resolved, whatever resolver there is: a part of more than 63 bytes. A quarter of the time is for it.
+  options.connect_timeout = seconds(8);
+  const auto begin = std::chrono::steady_clock::now();
+  const absl::Status unresolved = Client::Connect(std::string(64, 'x') + ":1", options).status();
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, seconds(6));
+  EXPECT_EQ(unresolved.code(), absl::StatusCode::kUnavailable);
+  EXPECT_NE(std::string(unresolved.message()).find("DNS resolution failed"), std::string::npos) << unresolved;
+}
+
+TEST_F(ClientFace, UnreadableMemoryIsRefusedBeforeSending) {
+  Connect(Quick(1));
+  TensorView nothing;
+  nothing.element_count = 12;
+  EXPECT_EQ(ErrorReason(head_->UploadWeights(HeadTensor::kWeight, nothing).status()), "INVALID_FIELD");
+  EXPECT_EQ(ErrorReason(head_->ReplaceWeights(0, nothing).status()), "INVALID_FIELD");
+  const std::vector<float> some(12);
+  TensorView less = TensorView::Float32(some);
+  less.element_count = -1;
+  EXPECT_EQ(ErrorReason(head_->UploadWeights(HeadTensor::kWeight, less).status()), "INVALID_FIELD");
+  RowsView on_device = RowsView::Float32(some, head_->spec().hidden_size);
+  on_device.memory = Memory::kCuda;
+  EXPECT_EQ(ErrorReason(head_->AddGradient(0, 0, on_device).status()), "INVALID_FIELD");
+  const auto submit = [this](const RowsView& rows, const MicroBatchOptions& options) {
+    return ErrorReason(head_->CrossEntropy(rows, targets_, {}, options).Get().status());
+  };
+  RowsView rows = RowsView::Float32(rows_, kHiddenSize);
+  rows.data = nullptr;
+  EXPECT_EQ(submit(rows, Options(0)), "INVALID_FIELD");
+  rows.data = rows_.data();
+  rows.row_count = int64_t{1} << 62;
+  EXPECT_EQ(submit(rows, Options(0)), "INVALID_FIELD");
+  unsigned char small[8];
+  MicroBatchOptions too_small = Options(0);
+  too_small.return_grad_hidden = true;
+  too_small.grad_hidden = small;
+  EXPECT_EQ(submit(RowsView::Float32(rows_, kHiddenSize), too_small), "DATA_LENGTH_MISMATCH");
+  EXPECT_EQ(server_.calls.load(), 0);
+}
+
+TEST_F(ClientFace, NegativeTimeoutsFailAtOnce) {
+  Connect(Quick(5));
+  EXPECT_EQ(head_->Commit(0, 0, 1.0, {.timeout = milliseconds(-1)}).Get().status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(head_->Seal(0, 1, {}, {.timeout = milliseconds(-1)}).status().code(), absl::StatusCode::kDeadlineExceeded);
+}
+
+}  // namespace
+}  // namespace headwater::e2e

@@ -1,0 +1,540 @@
+// Rows on several streams, against a server whose double checks the wire: what is lost, late, doubled, cut, cancelled or refused.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <future>
+#include <memory>
+#include <new>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "client/core/rows/transfer/transfer_call.h"
+#include "headwater/client/client.h"
+#include "headwater/client/error.h"
+#include "tests/e2e/cpp/client/client_stripe_double.h"
+#include "tests/e2e/cpp/support/await.h"
+#include "tests/e2e/cpp/support/scripted_server.h"
+#include "tests/e2e/cpp/support/test_tensors.h"
+
+namespace headwater::e2e {
+namespace {
+
+using namespace headwater::client;
+using client::internal::ConnectionLease;
+using client::internal::DataConnection;
+using client::internal::DelayedTasks;
+using client::internal::OutgoingRows;
+using client::internal::TransferCall;
+using client::internal::TransferRequest;
+using client::internal::TransferResult;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+using testing::IsEmpty;
+using testing::SizeIs;
+using Phase = StripeDouble::Phase;
+using Moment = StripeDouble::Moment;
+
+constexpr int64_t kHiddenSize = 1024;
+constexpr int64_t kRowBytes = kHiddenSize * 4;
+constexpr int64_t kRows = 3584;  // 14 MiB: four streams
+constexpr int kStreams = 4;
+// Gradients of a stripe that outlasts the primary stream: at half a second each they take longer than it may be silent.
+constexpr int64_t kLateRows = 10;
+// Late by more than this is a defect, not a busy machine.
+constexpr seconds kSlack{15};
+
+// Memory that can be taken away.
+class Pages {
+ public:
+  explicit Pages(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
+    data_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data_ == MAP_FAILED) throw std::bad_alloc();
+  }
+  ~Pages() { munmap(data_, bytes_); }
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+
+  float* floats() { return static_cast<float*>(data_); }
+  absl::Span<unsigned char> span() { return {static_cast<unsigned char*>(data_), bytes_}; }
+  // Whoever touches them now ends the test program, or breaks its connection.
+  void TakeAway() { ASSERT_EQ(mprotect(data_, bytes_, PROT_NONE), 0); }
+  void GiveBack() { ASSERT_EQ(mprotect(data_, bytes_, PROT_READ | PROT_WRITE), 0); }
+
+ private:
+  size_t bytes_;
+  void* data_;
+};
+
+class ClientTransfer : public testing::Test {
+ protected:
+  ClientTransfer() : rows_(kRows * kRowBytes), grad_(kRows * kRowBytes) {
+    for (int64_t i = 0; i < kRows * kHiddenSize; ++i) rows_.floats()[i] = static_cast<float>(i % 8191) + 0.5F;
+  }
+  ~ClientTransfer() override { EXPECT_THAT(double_.complaints(), IsEmpty()); }
+
+  void Connect(int max_attempts = 1, int stripes = 8) {
+    ClientOptions options;
+    options.retry = {.max_attempts = max_attempts, .initial_backoff = milliseconds(1), .max_backoff = milliseconds(2)};
+    options.transport = Transport::kGrpc;
+    options.stripes = stripes;
+    client_.emplace(Value(Client::Connect(server_.target(), options)));
+    head_.emplace(Value(client_->OpenHead("h")));
+  }
+
+  Future<LossResult> Submit(int64_t row_count = kRows, const CallOptions& call = {}) {
+    const std::vector<int32_t> targets(static_cast<size_t>(row_count), 1);
+    RowsView view;
+    view.data = rows_.floats();
+    view.row_count = row_count;
+    view.hidden_size = kHiddenSize;
+    MicroBatchOptions options;
+    options.step = 0;
+    options.micro_batch = next_micro_batch_++;  // one that is known begins with the attempt that it has come to
+    options.grad_hidden = grad_.span().subspan(0, static_cast<size_t>(row_count * kRowBytes));
+    std::fill(options.grad_hidden.begin(), options.grad_hidden.end(), static_cast<unsigned char>(0xee));
+    return head_->CrossEntropy(view, targets, {}, options, call);
+  }
+
+  void ExpectGradients(int64_t row_count = kRows) {
+    for (int64_t i = 0; i < row_count * kHiddenSize; ++i) {
+      if (grad_.floats()[i] != -rows_.floats()[i]) {
+        FAIL() << "row " << i / kHiddenSize << " of the gradient is wrong";
+      }
+    }
+  }
+
+  int64_t next_micro_batch_ = 0;
+  ScriptedServer server_;
+  StripeDouble double_{server_, 8};
+  Pages rows_;
+  Pages grad_;
+  std::optional<Client> client_;
+  std::optional<Head> head_;
+};
+
+TEST_F(ClientTransfer, RowsTakeAsManyConnectionsAsTheyAreWorth) {
+  Connect();
+  const LossResult result = Value(Submit().Get());
+  ExpectGradients();
+  EXPECT_EQ(result.transport, "grpc");
+  EXPECT_EQ(double_.streams(), kStreams);
+  EXPECT_EQ(double_.header().stripe_count(), kStreams);
+  EXPECT_THAT(double_.peers(), SizeIs(kStreams)) << "streams shared a connection";
+  const TransportStats stats = client_->stats();
+  EXPECT_EQ(stats.stripes, kStreams);
+  EXPECT_EQ(stats.grpc.micro_batches, 1);
+  EXPECT_EQ(stats.grpc.bytes, 2 * kRows * kRowBytes);
+  EXPECT_EQ(stats.host_transport, "grpc");
+
+  Value(Submit(256).Get());  // 1 MiB
+  ExpectGradients(256);
+  EXPECT_EQ(double_.streams(), 1);
+  EXPECT_EQ(double_.header().stripe_count(), 0);
+  EXPECT_EQ(client_->stats().stripes, 1);
+
+  const std::set<std::string> first_peers = double_.peers();
+  Value(Submit().Get());
+  ExpectGradients();
+  EXPECT_THAT(double_.peers(), testing::IsSupersetOf(first_peers)) << "connections were not used again";
+}
+
+TEST_F(ClientTransfer, OptionAndServerLimitTheStreams) {
+  Connect(1, /*stripes=*/2);
+  Value(Submit().Get());
+  EXPECT_EQ(double_.streams(), 2);
+  server_.WithState([](ScriptedServer::State& state) { state.max_stripes = 0; });
+  Connect();
+  Value(Submit().Get());
+  ExpectGradients();
+  EXPECT_EQ(double_.streams(), 1);
+  EXPECT_TRUE(double_.header().transfer_id().empty());
+}
+
+TEST_F(ClientTransfer, TeacherRowsTravelBesideTheOthersFirstRowsFirst) {
+  server_.WithState([](ScriptedServer::State& state) { state.hidden_size = kHiddenSize; });
+  Connect();
+  LossTerm term;
+  term.loss = JsdOptions();
+  term.teacher = *head_;
+  term.teacher_hidden.data = rows_.floats();
+  term.teacher_hidden.row_count = kRows;
+  term.teacher_hidden.hidden_size = kHiddenSize;
+  MicroBatchOptions options;
+  options.step = 0;
+  options.micro_batch = 0;
+  options.grad_hidden = grad_.span();
+  Value(head_->Multi(term.teacher_hidden, {&term, 1}, options).Get());
+  ExpectGradients();
+  EXPECT_EQ(double_.streams(), 8);  // 28 MiB up
+}
+
+TEST_F(ClientTransfer, SlowStreamGetsFewerRows) {
+  Connect(1, /*stripes=*/2);
+  double_.SetAt([](const Moment& moment) {
+    if (moment.stream == 1 && moment.phase == Phase::kChunk) std::this_thread::sleep_for(milliseconds(50));
+    return grpc::Status::OK;
+  });
+  // Several times what gRPC takes in before it is read.
+  const std::vector<float> rows(size_t{64} << 18, 0.5F);
+  const std::vector<int32_t> targets(rows.size() / kHiddenSize, 1);
+  MicroBatchOptions options;
+  options.step = 0;
+  options.micro_batch = 0;
+  options.return_grad_hidden = false;
+  Value(head_->CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, options).Get());
+  const std::vector<int64_t> by_stream = double_.rows_by_stream();
+  ASSERT_THAT(by_stream, SizeIs(2));
+  EXPECT_LT(by_stream[1], by_stream[0]);
+}
+
+TEST_F(ClientTransfer, GradientsMayComeOnAnyStreamInAnyOrder) {
+  Connect();
+  double_.SetPlan([](int streams, int64_t row_count) {
+    std::vector<StripeDouble::GradRun> runs;
+    for (int64_t start = row_count - 7; start > -7; start -= 7) {
+      runs.push_back({static_cast<int>(start + 7) % streams, std::max<int64_t>(0, start), std::min<int64_t>(7, start + 7)});
+    }
+    return runs;
+  });
+  Value(Submit().Get());
+  ExpectGradients();
+  double_.SetPlan([](int streams, int64_t row_count) {
+    return std::vector<StripeDouble::GradRun>{{streams - 1, 0, row_count / 8},
+                                              {0, row_count / 8, row_count / 8},
+                                              {streams - 1, row_count / 4, row_count / 4},
+                                              {streams - 1, row_count / 2, row_count / 4},
+                                              {1, 3 * (row_count / 4), row_count / 4}};
+  });
+  server_.WithState([](ScriptedServer::State& state) { state.max_stripes = 8; });
+  EXPECT_TRUE(Submit().Get().ok());
+  ExpectGradients();
+}
+
+TEST_F(ClientTransfer, WrongGradientsAreErrorsAndNeverWrittenTwiceOrOutside) {
+  Connect();
+  using Runs = std::vector<StripeDouble::GradRun>;
+  const auto whole = [](int64_t row_count) {
+    Runs runs;
+    for (int64_t i = 0; i < 16; ++i) runs.push_back({static_cast<int>(i % 4), i * row_count / 16, row_count / 16});
+    return runs;
+  };
+  for (const StripeDouble::GradRun& extra : Runs{{2, 0, 1}, {0, kRows - 1, 1}, {1, kRows, 1}, {3, kRows - 1, 2}, {2, 100, 300}}) {
+    double_.SetPlan([whole, extra](int, int64_t row_count) {
+      Runs runs = whole(row_count);
+      runs.push_back(extra);
+      return runs;
+    });
+    const absl::Status status = Submit().Get().status();
+    EXPECT_EQ(ErrorReason(status), "INTERNAL") << status;
+  }
+  double_.SetPlan([whole](int, int64_t row_count) {
+    Runs runs = whole(row_count);
+    runs.erase(runs.begin() + 5);
+    return runs;
+  });
+  const absl::Status missing = Submit().Get().status();
+  EXPECT_EQ(ErrorReason(missing), "INTERNAL") << missing;
+  double_.SetPlan(nullptr);
+  Value(Submit().Get());
+  ExpectGradients();
+}
+
+TEST_F(ClientTransfer, LostStreamIsRepeatedUnderTheNextAttempt) {
+  Connect(/*max_attempts=*/2);
+  for (const int stream : {0, 1, 3}) {
+    for (const Phase phase : {Phase::kHeader, Phase::kChunk, Phase::kAllRows, Phase::kGradChunk, Phase::kEnd}) {
+      SCOPED_TRACE(testing::Message() << "stream " << stream << ", phase " << static_cast<int>(phase));
+      std::atomic<int> losses = 0;
+      double_.SetAt([&](const Moment& moment) {
+        if (moment.stream != stream || moment.phase != phase || moment.attempt != 0) return grpc::Status::OK;
+        ++losses;
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE, "cut");
+      });
+      const LossResult result = Value(Submit().Get());
+      EXPECT_EQ(result.attempt, losses == 0 ? 0 : 1);  // a stream that got no rows has no phase of them
+      ExpectGradients();
+      double_.SetAt(nullptr);  // nobody looks at `losses` any more
+    }
+  }
+}
+
+TEST_F(ClientTransfer, StripeOfWhichTheServerNeverHeardEndsTheAttempt) {
+  Connect(/*max_attempts=*/2);
+  std::atomic<int> refused = 0;
+  const auto serve = server_.transfer_rows;
+  server_.transfer_rows = [&refused, serve](grpc::ServerContext* context, ScriptedServer::TransferStream* stream) {
+    if (refused.exchange(1) == 0) return grpc::Status(grpc::StatusCode::UNAVAILABLE, "cut");
+    return serve(context, stream);
+  };
+  const auto start = steady_clock::now();
+  EXPECT_EQ(Value(Submit().Get()).attempt, 1);
+  ExpectGradients();
+  EXPECT_LT(steady_clock::now() - start, kSlack);
+}
+
+TEST_F(ClientTransfer, PrimaryStreamSaysWhy) {
+  Connect(/*max_attempts=*/3);
+  double_.SetAt([](const Moment& moment) {
+    if (moment.phase != Phase::kHeader) return grpc::Status::OK;
+    if (moment.stream != 0) return ErrorWithReason(grpc::StatusCode::ABORTED, "STRIPE_LOST");
+    std::this_thread::sleep_for(milliseconds(100));
+    return ErrorWithReason(grpc::StatusCode::FAILED_PRECONDITION, "STEP_SEALED");
+  });
+  EXPECT_EQ(ErrorReason(Submit().Get().status()), "STEP_SEALED");
+  EXPECT_EQ(double_.attempts(), 1);
+}
+
+TEST_F(ClientTransfer, ServerThatRefusesStripesGetsOneStream) {
+  Connect();
+  server_.transfer_rows = nullptr;
+  Value(Submit().Get());
+  ExpectGradients();
+  EXPECT_EQ(double_.streams(), 1);
+  const size_t refusals = server_.CallsOf("TransferRows").size();
+  EXPECT_GT(refusals, 0u);
+  Value(Submit().Get());
+  EXPECT_EQ(server_.CallsOf("TransferRows").size(), refusals) << "it was asked again";
+}
+
+// Calls that get to where `stream` is at `phase`, and the server stands still.
+class ClientTransferStalled : public ClientTransfer, public testing::WithParamInterface<std::tuple<int, Phase>> {
+ protected:
+  void StallThere() {
+    double_.SetAt([this](const Moment& moment) {
+      if (moment.stream != std::get<0>(GetParam()) || moment.phase != std::get<1>(GetParam())) return grpc::Status::OK;
+      there_ = true;
+      return StripeDouble::Stall(moment.context);
+    });
+  }
+  // The memory of a call that has ended is the caller's alone.
+  void ExpectMemoryIsLeftAlone() {
+    rows_.TakeAway();
+    grad_.TakeAway();
+    std::this_thread::sleep_for(milliseconds(50));
+    rows_.GiveBack();
+    grad_.GiveBack();
+    double_.SetAt(nullptr);
+    Value(Submit().Get());
+    ExpectGradients();
+  }
+
+  std::atomic<bool> there_ = false;
+};
+
+TEST_P(ClientTransferStalled, CancelLeavesTheCallersMemoryAlone) {
+  Connect();
+  StallThere();
+  Future<LossResult> future = Submit();
+  ASSERT_TRUE(Await([&] {
+    if (future.Ready()) future = Submit();  // that stream got no rows
+    return there_.load();
+  }));
+  const auto start = steady_clock::now();
+  future.Cancel();
+  const absl::Status status = future.Get().status();
+  EXPECT_EQ(ErrorReason(status), "CANCELLED") << status;
+  EXPECT_LT(steady_clock::now() - start, kSlack);
+  ExpectMemoryIsLeftAlone();
+}
+
+TEST_P(ClientTransferStalled, DeadlineLeavesTheCallersMemoryAlone) {
+  Connect();
+  Value(Submit().Get());  // so that the deadline is not spent on connections
+  StallThere();
+  // A deadline that passes before the call is there shows nothing, and neither does a call that needs no rows of that stream.
+  for (milliseconds timeout{200}; !there_ && timeout < 4 * kSlack; timeout *= 2) {
+    const absl::Status status = Submit(kRows, {.timeout = timeout}).Get().status();
+    EXPECT_TRUE(ErrorReason(status) == "DEADLINE_EXCEEDED" || (status.ok() && !there_)) << status;
+  }
+  EXPECT_TRUE(there_);
+  ExpectMemoryIsLeftAlone();
+}
+
+INSTANTIATE_TEST_SUITE_P(Phases, ClientTransferStalled,
+                         testing::Combine(testing::Values(0, 2), testing::Values(Phase::kHeader, Phase::kChunk, Phase::kAllRows,
+                                                                                 Phase::kGradChunk, Phase::kEnd)));
+
+TEST_F(ClientTransfer, SeveralMicroBatchesShareTheConnections) {
+  Connect();
+  double_.SetAt(nullptr);
+  std::vector<std::vector<unsigned char>> gradients(6, std::vector<unsigned char>(static_cast<size_t>(kRows * kRowBytes)));
+  std::vector<Future<LossResult>> futures;
+  const std::vector<int32_t> targets(kRows, 1);
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    RowsView view;
+    view.data = rows_.floats();
+    view.row_count = kRows;
+    view.hidden_size = kHiddenSize;
+    MicroBatchOptions options;
+    options.step = 0;
+    options.micro_batch = static_cast<int64_t>(i);
+    options.grad_hidden = absl::MakeSpan(gradients[i]);
+    futures.push_back(head_->CrossEntropy(view, targets, {}, options));
+  }
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    Value(futures[i].Get());
+    std::memcpy(grad_.floats(), gradients[i].data(), gradients[i].size());
+    ExpectGradients();
+  }
+  std::set<std::string> peers;
+  for (const char* method : {"ComputeLoss", "TransferRows"}) {
+    for (const ScriptedServer::Call& call : server_.CallsOf(method)) peers.insert(call.peer);
+  }
+  EXPECT_LE(peers.size(), 8u);
+}
+
+TEST_F(ClientTransfer, WorsePathIsExplainedOnce) {
+  std::mutex mutex;
+  std::vector<std::string> notices;
+  ClientOptions options;
+  options.on_notice = [&](const std::string& sentence) {
+    std::lock_guard<std::mutex> lock(mutex);
+    notices.push_back(sentence);
+  };
+  client_.emplace(Value(Client::Connect(server_.target(), options)));
+  head_.emplace(Value(client_->OpenHead("h")));
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(Value(Submit().Get()).transport, "grpc");
+  EXPECT_THAT(notices, SizeIs(1));
+  EXPECT_EQ(client_->stats().why_not_better, notices[0]);
+}
+
+TEST_F(ClientTransfer, WrongStripesAreRefused) {
+  for (const int stripes : {0, -1, 65}) {
+    ClientOptions options;
+    options.stripes = stripes;
+    EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD") << stripes;
+  }
+}
+
+// Starts a transfer over these connections; how it ends.
+std::future<TransferResult> StartTransfer(TransferRequest request, std::vector<ConnectionLease> connections, DelayedTasks& timers,
+                                          DelayedTasks& workers) {
+  const auto result = std::make_shared<std::promise<TransferResult>>();
+  std::future<TransferResult> ended = result->get_future();
+  std::make_shared<TransferCall>(std::move(request), std::move(connections), timers, workers, [result](TransferResult end) {
+    result->set_value(std::move(end));
+  })->Start();
+  return ended;
+}
+
+// Two streams of which the primary one ends at once, and the other brings all gradients: a row every `pace`, `sent_rows` of them.
+TransferResult TransferWithLateStripe(int64_t sent_rows, milliseconds pace, std::vector<unsigned char>& grad) {
+  constexpr int64_t kGradRowBytes = 4;
+  ScriptedServer server;
+  server.compute_loss = [](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    v1::ComputeLossRequest request;
+    while (stream->Read(&request)) {
+    }
+    v1::ComputeLossResponse response;
+    response.mutable_summary()->add_terms();
+    stream->Write(response);
+    return grpc::Status::OK;
+  };
+  server.transfer_rows = [sent_rows, pace](grpc::ServerContext* context, ScriptedServer::TransferStream* stream) {
+    v1::TransferRowsRequest request;
+    while (stream->Read(&request)) {
+    }
+    for (int64_t row = 0; row < sent_rows; ++row) {
+      std::this_thread::sleep_for(pace);
+      v1::TransferRowsResponse response;
+      response.mutable_chunk()->set_role(v1::CHUNK_ROLE_GRAD_HIDDEN);
+      response.mutable_chunk()->set_row_start(row);
+      response.mutable_chunk()->set_row_count(1);
+      response.mutable_chunk()->set_data("four");
+      if (!stream->Write(response)) return grpc::Status::CANCELLED;
+    }
+    return sent_rows == kLateRows ? grpc::Status::OK : StripeDouble::Stall(context);
+  };
+  const std::string peer = "ipv4:" + server.target();
+  const auto deadline = std::chrono::system_clock::now() + std::chrono::minutes(5);
+  // Kept here, as by the pool: gRPC's threads must not end them.
+  std::vector<std::shared_ptr<DataConnection>> kept;
+  std::vector<ConnectionLease> connections;
+  for (int i = 0; i < 2; ++i) {
+    kept.push_back(Value(DataConnection::Open(peer, {}, deadline)));
+    connections.push_back(Lease(kept.back()));
+  }
+  DelayedTasks timers;
+  DelayedTasks workers;
+  grad.assign(static_cast<size_t>(kLateRows * kGradRowBytes), 0);
+  TransferRequest request;
+  request.method = "/headwater.v1.LossService/ComputeLoss";
+  request.transfer_id = std::string(16, 't');
+  request.grad_hidden = grad.data();
+  request.grad_row_count = kLateRows;
+  request.grad_row_bytes = kGradRowBytes;
+  request.target = server.target();
+  request.deadline = deadline;
+  std::vector<unsigned char> hidden(4);
+  const OutgoingRows rows = {v1::CHUNK_ROLE_HIDDEN, 0, hidden.data(), 1, 4, 0};
+  request.rows = {rows};
+  return StartTransfer(std::move(request), std::move(connections), timers, workers).get();
+}
+
+TEST(TransferCall, LateStripeIsWaitedForAsLongAsItBringsRows) {
+  std::vector<unsigned char> grad;
+  const TransferResult result = TransferWithLateStripe(kLateRows, milliseconds(500), grad);
+  EXPECT_TRUE(result.status.ok()) << result.status;
+  std::string expected;
+  for (int64_t row = 0; row < kLateRows; ++row) expected += "four";
+  EXPECT_EQ(std::string(grad.begin(), grad.end()), expected);
+}
+
+TEST(TransferCall, LateStripeThatBringsNoMoreRowsIsCut) {
+  std::vector<unsigned char> grad;
+  const auto start = steady_clock::now();
+  const absl::Status status = TransferWithLateStripe(kLateRows - 1, milliseconds(0), grad).status;
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_LT(steady_clock::now() - start, kSlack);
+}
+
+// gRPC forgets what is thrown on its threads.
+TEST(TransferCall, EndsWhereThereIsNoMemoryForAnAnswer) {
+  ScriptedServer server;
+  server.compute_loss = [](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    v1::ComputeLossResponse response;
+    response.mutable_chunk()->set_role(v1::CHUNK_ROLE_GRAD_HIDDEN);
+    response.mutable_chunk()->set_row_count(1);
+    response.mutable_chunk()->set_data("four");
+    stream->Write(response);
+    v1::ComputeLossRequest request;
+    while (stream->Read(&request)) {
+    }
+    return grpc::Status::OK;
+  };
+  const std::string peer = "ipv4:" + server.target();
+  const auto deadline = std::chrono::system_clock::now() + std::chrono::minutes(5);
+  // Kept here, as by the pool: gRPC's threads must not end it.
+  const std::shared_ptr<DataConnection> connection = Value(DataConnection::Open(peer, {}, deadline));
+  std::vector<ConnectionLease> connections;
+  connections.push_back(Lease(connection));
+  DelayedTasks timers;
+  DelayedTasks workers;
+  std::vector<unsigned char> grad(4);
+  TransferRequest request;
+  request.method = "/headwater.v1.LossService/ComputeLoss";
+  request.grad_hidden = grad.data();
+  request.grad_row_count = 1;
+  request.grad_row_bytes = 4;
+  request.on_grad_rows = [](int64_t, int64_t) -> absl::Status { throw std::bad_alloc(); };
+  request.target = server.target();
+  request.deadline = deadline;
+  const OutgoingRows rows = {v1::CHUNK_ROLE_HIDDEN, 0, grad.data(), 1, 4, 0};
+  request.rows = {rows};
+  std::future<TransferResult> ended = StartTransfer(std::move(request), std::move(connections), timers, workers);
+  ASSERT_EQ(ended.wait_for(kSlack), std::future_status::ready);
+  const absl::Status status = ended.get().status;
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ErrorReason(status), "MEMORY_BUDGET_EXCEEDED");
+}
+
+}  // namespace
+}  // namespace headwater::e2e

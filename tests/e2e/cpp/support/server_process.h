@@ -1,0 +1,55 @@
+// ServerProcess: the real headwaterd on a Unix socket in a temporary directory. HEADWATER_TEST_SERVER names another program than
+// the build's, HEADWATER_TEST_ENGINE another engine than cpu. With HEADWATER_TEST_GROUP it is a group of processes, as many as it
+// would have shards, at least two.
+#ifndef HEADWATER_TESTS_E2E_CPP_SUPPORT_SERVER_PROCESS_H_
+#define HEADWATER_TESTS_E2E_CPP_SUPPORT_SERVER_PROCESS_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "headwater/client/client.h"
+#include "tests/e2e/cpp/support/child_process.h"
+
+namespace headwater::e2e {
+
+class ServerProcess {
+ public:
+  // Starts it and waits until it says where it listens. `flags` come behind the ones for sockets and directories.
+  // `shares_memory`: clients can hand it memory, on a socket of its own.
+  explicit ServerProcess(std::vector<std::string> flags = {}, bool shares_memory = false);
+
+  // `unix:PATH`.
+  std::string target() const { return "unix:" + directory_.path() + "/socket"; }
+  // What it says that it listens on first: of another kind if the flags say so.
+  std::string address() const;
+  // The path of target().
+  std::string socket_path() const { return directory_.path() + "/socket"; }
+  // Where descriptors of memory are taken, if it shares memory.
+  std::string descriptor_socket() const { return directory_.path() + "/memory"; }
+  std::string checkpoint_directory() const { return directory_.path() + "/checkpoints"; }
+  std::string load_root() const { return directory_.path() + "/load"; }
+  std::string output() const { return ReadFile(directory_.path() + "/stdout"); }
+  std::string log() const { return ReadFile(directory_.path() + "/stderr"); }
+  ChildProcess& process() { return *process_; }
+
+  // Starts it again in the same directory, after its end. Workers that live join it by themselves.
+  void Start();
+  // The processes that hold a shard beside it: those of --workers, if the flags have that.
+  size_t worker_count() const { return workers_.size(); }
+  ChildProcess& worker(size_t index) { return *workers_[index]; }
+  // Starts a worker again, after its end. `join`: the address that it calls, if not the server's own.
+  void StartWorker(size_t index, const std::string& join = "");
+  // A connection; ends the test program if there is none.
+  client::Client Connect(const client::ClientOptions& options = {}) const;
+
+ private:
+  TemporaryDirectory directory_;
+  std::vector<std::string> flags_;
+  std::unique_ptr<ChildProcess> process_;
+  std::vector<std::unique_ptr<ChildProcess>> workers_;
+};
+
+}  // namespace headwater::e2e
+
+#endif  // HEADWATER_TESTS_E2E_CPP_SUPPORT_SERVER_PROCESS_H_

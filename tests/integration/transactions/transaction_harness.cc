@@ -1,0 +1,633 @@
+#include "tests/integration/transactions/transaction_harness.h"
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <limits>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace headwater::testing {
+namespace {
+
+constexpr int64_t kRows = 3;
+constexpr int64_t kVocab = 13;
+constexpr int64_t kHidden = 5;
+const std::vector<int32_t> kTargets = {1, 2, 3};
+
+uint32_t SeedOf(uint32_t seed, int64_t id) { return seed != 0 ? seed : static_cast<uint32_t>(100 + id); }
+
+// The name of an enum's value without its prefix.
+std::string Short(const std::string& name, const std::string& prefix) { return name.substr(prefix.size()); }
+std::string StateName(v1::ContributionState state) { return Short(v1::ContributionState_Name(state), "CONTRIBUTION_STATE_"); }
+std::string FormName(v1::ContributionForm form) { return Short(v1::ContributionForm_Name(form), "CONTRIBUTION_FORM_"); }
+
+std::string SummaryName(const v1::MicroBatchSummary& summary) {
+  return absl::StrCat(StateName(summary.state()), " ", FormName(summary.form()), summary.replayed() ? " replayed" : "",
+                      summary.payload_differs() ? " differs" : "");
+}
+
+void SetDeadline(const std::optional<int>& deadline_ms, grpc::ClientContext* context) {
+  // None waits for ever: a call that should not have waited fails its row, not the whole run.
+  const std::chrono::milliseconds wait(deadline_ms.value_or(25000));
+  context->set_deadline(std::chrono::system_clock::now() + wait);
+}
+
+std::vector<float> PartRows(const Part& part) {
+  return Random(static_cast<size_t>(part.row_count * kHidden), SeedOf(part.seed, part.id), 1);
+}
+
+}  // namespace
+
+// ---- failing shards --------------------------------------------------------------------------------------------------
+
+void ShardFault::Fail(ShardPhase phase, int32_t rank) {
+  absl::MutexLock lock(&mutex_);
+  what_ = What::kFail;
+  phase_ = phase;
+  rank_ = rank;
+}
+
+void ShardFault::Hold(ShardPhase phase) {
+  absl::MutexLock lock(&mutex_);
+  what_ = What::kHold;
+  phase_ = phase;
+}
+
+void ShardFault::AwaitHeld() {
+  absl::MutexLock lock(&mutex_);
+  mutex_.Await(absl::Condition(
+      +[](int* held) { return *held > 0; }, &held_));
+}
+
+void ShardFault::Clear() {
+  absl::MutexLock lock(&mutex_);
+  what_ = What::kNothing;
+}
+
+absl::Status ShardFault::Probe(ShardPhase phase, int32_t rank) {
+  absl::MutexLock lock(&mutex_);
+  if (what_ == What::kNothing || phase != phase_) return absl::OkStatus();
+  if (what_ == What::kFail) return rank == rank_ ? absl::UnavailableError("the test lets this shard fail") : absl::OkStatus();
+  ++held_;
+  mutex_.Await(absl::Condition(
+      +[](What* what) { return *what != What::kHold; }, &what_));
+  --held_;
+  return absl::OkStatus();
+}
+
+// ---- a stream in the hand --------------------------------------------------------------------------------------------
+
+OpenCall::OpenCall(WireServer& server, const v1::MicroBatchHeader& header, const std::string& rows, int64_t sent_rows)
+    : rows_(rows), sent_rows_(sent_rows) {
+  SetDeadline(std::nullopt, &context_);
+  stream_ = server.loss().ComputeLoss(&context_);
+  v1::ComputeLossRequest request;
+  *request.mutable_header() = header;
+  stream_->Write(request);
+  if (sent_rows > 0) SendRows(0, sent_rows);
+  if (sent_rows == kRows) stream_->WritesDone();
+}
+
+void OpenCall::SendRows(int64_t row_start, int64_t row_count) {
+  const size_t row_bytes = rows_.size() / static_cast<size_t>(kRows);
+  v1::ComputeLossRequest request;
+  v1::RowChunk* const chunk = request.mutable_chunk();
+  chunk->set_role(v1::CHUNK_ROLE_HIDDEN);
+  chunk->set_row_start(row_start);
+  chunk->set_row_count(row_count);
+  chunk->set_data(rows_.substr(static_cast<size_t>(row_start) * row_bytes, static_cast<size_t>(row_count) * row_bytes));
+  stream_->Write(request);
+}
+
+void OpenCall::SendRest() {
+  SendRows(sent_rows_, kRows - sent_rows_);
+  stream_->WritesDone();
+}
+
+std::string OpenCall::End() {
+  v1::ComputeLossResponse response;
+  std::string summary;
+  while (stream_->Read(&response)) {
+    if (response.has_summary()) summary = SummaryName(response.summary());
+  }
+  const grpc::Status status = stream_->Finish();
+  if (status.error_code() == grpc::StatusCode::CANCELLED) return "CANCELLED";
+  return status.ok() ? summary : ReasonOf(status);
+}
+
+// ---- servers and heads -----------------------------------------------------------------------------------------------
+
+Trial::Trial(const TrialSetup& setup, int shard_count, bool keeps_reference)
+    : setup_(setup), shard_count_(shard_count), keeps_reference_(keeps_reference), fault_(std::make_shared<ShardFault>()) {
+  if (setup_.checkpoints) {
+    std::string pattern = (std::filesystem::temp_directory_path() / "headwater-rows-XXXXXX").string();
+    if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
+    directory_ = pattern;
+  }
+  Restart();
+}
+
+Trial::~Trial() {
+  fault_->Clear();
+  server_.reset();
+  if (directory_.empty()) return;
+  std::error_code ignored;
+  std::filesystem::remove_all(directory_, ignored);
+}
+
+void Trial::Restart() {
+  server_.reset();
+  ServerSetup setup;
+  setup.engine.shard_count = shard_count_;
+  setup.engine.shard_probe = [fault = fault_](ShardPhase phase, int32_t rank) { return fault->Probe(phase, rank); };
+  setup.options.limits.max_step_wait = absl::Seconds(20);
+  if (!directory_.empty()) {
+    setup.options.checkpoint_directory = directory_ + "/checkpoints";
+    setup.options.load_root = directory_;
+  }
+  if (setup_.adjust != nullptr) setup_.adjust(setup);
+  server_ = std::make_unique<WireServer>(setup);
+}
+
+TestHead& Trial::Head(const std::string& id) {
+  absl::MutexLock lock(&state_mutex_);
+  const auto found = heads_.find(id);
+  if (found != heads_.end()) return found->second;
+  const auto spec = setup_.specs.find(id);
+  uint32_t seed = 1;
+  for (const char letter : id) seed = seed * 31 + static_cast<uint8_t>(letter);
+  return heads_[id] = server_->MakeHead(id, spec != setup_.specs.end() ? spec->second : SmallSpec(kVocab, kHidden), seed);
+}
+
+std::vector<std::string> Trial::HeadIds() const {
+  std::vector<std::string> ids;
+  absl::MutexLock lock(&state_mutex_);
+  for (const auto& [id, head] : heads_) ids.push_back(id);
+  return ids;
+}
+
+std::string Trial::Answer(const grpc::Status& status, const std::string& detail) {
+  if (status.ok()) return detail.empty() ? "OK" : detail;
+  absl::MutexLock lock(&error_mutex_);
+  last_error_ = DecodeError(status);
+  // gRPC ends a call that is cancelled, or late, by itself: without details.
+  if (last_error_.reason.empty() && last_error_.code == grpc::StatusCode::CANCELLED) return "CANCELLED";
+  if (last_error_.reason.empty() && last_error_.code == grpc::StatusCode::DEADLINE_EXCEEDED) return "DEADLINE_EXCEEDED";
+  return ReasonOf(status);
+}
+
+std::string Trial::Tell(const WireError& error, const std::string& answer) {
+  absl::MutexLock lock(&error_mutex_);
+  last_error_ = error;
+  return answer;
+}
+
+WireError Trial::last_error() const {
+  absl::MutexLock lock(&error_mutex_);
+  return last_error_;
+}
+
+// ---- micro-batches ---------------------------------------------------------------------------------------------------
+
+v1::MicroBatchHeader Trial::HeaderOf(const Batch& batch) {
+  v1::MicroBatchHeader header = CrossEntropyHeader(Head(batch.heads.front()), batch.step, batch.id, kTargets);
+  for (size_t i = 1; i < batch.heads.size(); ++i) {
+    *header.add_terms() = CrossEntropyHeader(Head(batch.heads[i]), batch.step, batch.id, kTargets).terms(0);
+  }
+  for (v1::LossTerm& term : *header.mutable_terms()) {
+    if (batch.loss_scale != 1) term.set_loss_scale(batch.loss_scale);
+  }
+  header.set_attempt(batch.attempt);
+  if (batch.explicit_commit) header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  if (batch.first_wins) header.set_on_mismatch(v1::ON_MISMATCH_FIRST_WINS);
+  if (batch.refuse_non_finite) header.set_non_finite_policy(v1::NON_FINITE_POLICY_REFUSE);
+  header.set_allow_held(batch.allow_held);
+  header.set_late_token_factors(batch.late_token_factors);
+  header.set_session_id(batch.session);
+  return header;
+}
+
+std::string Trial::RowsOf(const Batch& batch) {
+  std::vector<float> rows = Random(static_cast<size_t>(kRows * kHidden), SeedOf(batch.seed, batch.id), 1);
+  if (batch.has_nan) rows[7] = std::numeric_limits<float>::quiet_NaN();
+  return Bytes(rows);
+}
+
+LossReply Trial::Compute(const Batch& batch, const SendOptions& send) {
+  SendOptions options = send;
+  options.deadline_ms = batch.deadline_ms.value_or(25000);
+  LossReply reply = server_->Compute(HeaderOf(batch), RowsOf(batch), "", options);
+  if (!keeps_reference_ || !reply.status.ok() || reply.summary.replayed() || reply.summary.payload_differs()) return reply;
+  if (batch.explicit_commit) {
+    absl::MutexLock lock(&state_mutex_);
+    staged_[batch.id] = batch;
+  } else {
+    AddReference(batch, 1, {});
+  }
+  return reply;
+}
+
+std::string Trial::Submit(const Batch& batch) {
+  const LossReply reply = Compute(batch);
+  return Answer(reply.status, SummaryName(reply.summary));
+}
+
+std::string Trial::SubmitEdited(const Batch& batch, const std::function<void(v1::MicroBatchHeader&)>& edit) {
+  v1::MicroBatchHeader header = HeaderOf(batch);
+  edit(header);
+  const LossReply reply = server_->Compute(header, RowsOf(batch), "", {.deadline_ms = 25000});
+  return Answer(reply.status, SummaryName(reply.summary));
+}
+
+std::unique_ptr<OpenCall> Trial::Open(const Batch& batch, int64_t sent_rows) {
+  return std::make_unique<OpenCall>(*server_, HeaderOf(batch), RowsOf(batch), sent_rows);
+}
+
+void Trial::Cancel(OpenCall& call) {
+  call.Cancel();
+  EXPECT_EQ(call.End(), "CANCELLED");
+}
+
+void Trial::CancelHeld(OpenCall& call) {
+  Cancel(call);
+  EXPECT_TRUE(AwaitMetric("headwater_abandoned_calls", 1));
+}
+
+std::string Trial::Commit(const Decision& decision) {
+  grpc::ClientContext context;
+  SetDeadline(decision.deadline_ms, &context);
+  v1::CommitMicroBatchRequest request;
+  for (const std::string& id : decision.heads) *request.add_heads() = At(id, decision.step);
+  request.set_micro_batch(decision.id);
+  request.set_attempt(decision.attempt);
+  request.set_factor(decision.factor);
+  if (!decision.token_factors.empty()) *request.mutable_token_factors() = FloatTensor(decision.token_factors);
+  request.set_session_id(decision.session);
+  v1::CommitMicroBatchResponse response;
+  const grpc::Status status = server_->loss().CommitMicroBatch(&context, request, &response);
+  if (keeps_reference_ && status.ok() && !response.replayed()) {
+    AddReference(Staged(decision.id), decision.factor, decision.token_factors);
+  }
+  return Answer(status, response.replayed() ? "OK replayed" : "OK");
+}
+
+std::string Trial::Discard(const Decision& decision) {
+  grpc::ClientContext context;
+  SetDeadline(decision.deadline_ms, &context);
+  v1::DiscardMicroBatchRequest request;
+  for (const std::string& id : decision.heads) *request.add_heads() = At(id, decision.step);
+  request.set_micro_batch(decision.id);
+  request.set_attempt(decision.attempt);
+  request.set_session_id(decision.session);
+  v1::DiscardMicroBatchResponse response;
+  const grpc::Status status = server_->loss().DiscardMicroBatch(&context, request, &response);
+  return Answer(status, response.dropped() ? "OK dropped" : "OK");
+}
+
+std::string Trial::AddPart(const Part& part) {
+  v1::AddGradientHeader header;
+  *header.mutable_head() = At(part.head, part.step);
+  header.set_micro_batch(part.id);
+  header.set_attempt(part.attempt);
+  header.set_row_start(part.row_start);
+  header.set_row_count(part.row_count);
+  header.set_factor(part.factor);
+  const std::vector<float> rows = PartRows(part);
+  bool replayed = false;
+  const grpc::Status status = server_->AddGradient(header, rows, &replayed);
+  if (keeps_reference_ && status.ok() && !replayed) {
+    ReferenceGradient share(static_cast<size_t>(kVocab * kHidden));
+    for (size_t i = 0; i < rows.size(); ++i) share[static_cast<size_t>(part.row_start * kHidden) + i] = part.factor * rows[i];
+    AddToReference(part.head, share);
+  }
+  return Answer(status, replayed ? "OK replayed" : "OK");
+}
+
+// ---- steps -----------------------------------------------------------------------------------------------------------
+
+std::string Trial::Seal(const StepEnd& end) {
+  grpc::ClientContext context;
+  SetDeadline(end.deadline_ms, &context);
+  v1::SealStepRequest request;
+  *request.mutable_head() = At(end.head, end.step);
+  request.mutable_expected()->mutable_ids();
+  for (const int64_t id : end.ids) request.mutable_expected()->mutable_ids()->add_ids(id);
+  request.set_wait(end.wait);
+  v1::SealStepResponse response;
+  const grpc::Status status = server_->heads().SealStep(&context, request, &response);
+  return Answer(status, response.replayed() ? "OK replayed" : "OK");
+}
+
+std::string Trial::Apply(const StepEnd& end) {
+  grpc::ClientContext context;
+  SetDeadline(end.deadline_ms, &context);
+  v1::ApplyOptimizerStepRequest request;
+  *request.mutable_head() = At(end.head, end.step);
+  request.mutable_expected()->mutable_ids();
+  for (const int64_t id : end.ids) request.mutable_expected()->mutable_ids()->add_ids(id);
+  request.set_learning_rate(end.learning_rate);
+  v1::ApplyOptimizerStepResponse response;
+  const grpc::Status status = server_->heads().ApplyOptimizerStep(&context, request, &response);
+  if (status.ok()) {
+    EXPECT_EQ(response.open_step(), end.step + 1);
+    DropReference(end.head);
+  }
+  return Answer(status, response.replayed() ? "OK replayed" : "OK");
+}
+
+std::string Trial::DiscardGradient(const StepEnd& end) {
+  grpc::ClientContext context;
+  SetDeadline(end.deadline_ms, &context);
+  v1::DiscardGradientRequest request;
+  *request.mutable_head() = At(end.head, end.step);
+  v1::DiscardGradientResponse response;
+  const grpc::Status status = server_->heads().DiscardGradient(&context, request, &response);
+  if (status.ok()) {
+    EXPECT_EQ(response.open_step(), end.step + 1);
+    DropReference(end.head);
+  }
+  return Answer(status, response.replayed() ? "OK replayed" : "OK");
+}
+
+std::string Trial::Replace(const Replacement& replacement) {
+  TestHead& head = Head(replacement.head);
+  const bool bias = replacement.tensor == v1::HEAD_TENSOR_BIAS;
+  const std::vector<float> values = Random(static_cast<size_t>(kVocab * (bias ? 1 : kHidden)), replacement.seed, 1);
+  v1::Head updated;
+  const grpc::Status status = server_->Upload(head.head, replacement.tensor, values, &updated, replacement.step);
+  if (!status.ok()) return Answer(status);
+  const bool closed = updated.open_step() == replacement.step + 1;
+  if (closed) DropReference(replacement.head);
+  EXPECT_EQ(updated.epoch(), head.head.epoch());
+  return closed ? "OK replaced" : "OK";
+}
+
+std::string Trial::Norm(const StepEnd& end) {
+  grpc::ClientContext context;
+  SetDeadline(end.deadline_ms, &context);
+  v1::GetGradientNormRequest request;
+  *request.mutable_head() = At(end.head, end.step);
+  v1::GetGradientNormResponse response;
+  return Answer(server_->heads().GetGradientNorm(&context, request, &response));
+}
+
+std::string Trial::Download(const StepEnd& end) {
+  grpc::ClientContext context;
+  SetDeadline(end.deadline_ms, &context);
+  v1::DownloadGradientRequest request;
+  *request.mutable_head() = At(end.head, end.step);
+  request.set_tensor(v1::HEAD_TENSOR_WEIGHT);
+  std::string bytes;
+  return Answer(ReadDownload(*server_->heads().DownloadGradient(&context, request), &bytes));
+}
+
+std::string Trial::GetStep(const std::string& id) {
+  grpc::ClientContext context;
+  v1::GetStepRequest request;
+  *request.mutable_head() = At(id, 0);
+  v1::GetStepResponse response;
+  return Answer(server_->heads().GetStep(&context, request, &response));
+}
+
+// ---- heads -----------------------------------------------------------------------------------------------------------
+
+std::string Trial::Take(const std::string& id, const std::string& epoch) {
+  const grpc::Status status = server_->Take(&Head(id), epoch);
+  if (status.ok()) DropReference(id);
+  return Answer(status);
+}
+
+std::string Trial::Save(const std::string& checkpoint, const std::string& id, bool overwrite) {
+  grpc::ClientContext context;
+  v1::SaveCheckpointRequest request;
+  request.set_name(Head(id).name());
+  request.set_epoch(Head(id).head.epoch());
+  request.set_checkpoint(checkpoint);
+  request.set_overwrite(overwrite);
+  v1::SaveCheckpointResponse response;
+  return Answer(server_->heads().SaveCheckpoint(&context, request, &response));
+}
+
+std::string Trial::Restore(const std::string& checkpoint, const std::string& id) {
+  grpc::ClientContext context;
+  v1::RestoreCheckpointRequest request;
+  request.set_name(Head(id).name());
+  request.set_epoch(Head(id).head.epoch());
+  request.set_checkpoint(checkpoint);
+  v1::Head restored;
+  const grpc::Status status = server_->heads().RestoreCheckpoint(&context, request, &restored);
+  if (status.ok()) {
+    Head(id).head = restored;
+    DropReference(id);
+  }
+  return Answer(status);
+}
+
+std::string Trial::SetWeights(uint32_t seed, const std::string& id) {
+  TestHead& head = Head(id);
+  const std::vector<float> values = Random(head.weight.size(), seed, 1);
+  v1::Head updated;
+  const grpc::Status status = server_->Upload(head.head, v1::HEAD_TENSOR_WEIGHT, values, &updated);
+  if (status.ok()) {
+    head.head = updated;
+    DropReference(id);
+  }
+  return Answer(status);
+}
+
+std::string Trial::Delete(const std::string& id, bool force, const std::string& epoch) {
+  grpc::ClientContext context;
+  v1::DeleteHeadRequest request;
+  request.set_name(Head(id).name());
+  request.set_force(force);
+  request.set_epoch(epoch);
+  v1::DeleteHeadResponse response;
+  const grpc::Status status = server_->heads().DeleteHead(&context, request, &response);
+  if (status.ok()) Forget(id);
+  return Answer(status);
+}
+
+std::string Trial::KeepAlive(const std::string& session) {
+  grpc::ClientContext context;
+  v1::KeepAliveRequest request;
+  request.set_session_id(session);
+  v1::KeepAliveResponse response;
+  return Answer(server_->sessions().KeepAlive(&context, request, &response));
+}
+
+std::string Trial::CloseSession(const std::string& session) {
+  grpc::ClientContext context;
+  v1::CloseSessionRequest request;
+  request.set_session_id(session);
+  v1::CloseSessionResponse response;
+  return Answer(server_->sessions().CloseSession(&context, request, &response));
+}
+
+// ---- what can be seen ------------------------------------------------------------------------------------------------
+
+bool Trial::AwaitMetric(const std::string& name, int64_t value) {
+  const std::string line = absl::StrCat(name, " ", value);
+  return Await([&] { return server_->MetricLine(name) == line; });
+}
+
+std::string Trial::Gradient(const std::string& id) {
+  return server_->Gradient(Head(id), server_->Get(Head(id).name()).open_step());
+}
+
+std::string Trial::Line(const v1::MicroBatchState& state) {
+  const std::string form = state.form() == v1::CONTRIBUTION_FORM_UNSPECIFIED ? "" : absl::StrCat(" ", FormName(state.form()));
+  return absl::StrCat(state.micro_batch(), " ", StateName(state.state()), form,
+                      state.attempt() > 0 ? absl::StrCat(" @", state.attempt()) : "");
+}
+
+std::vector<std::string> Trial::MicroBatches() {
+  std::vector<std::string> lines;
+  for (const std::string& id : HeadIds()) {
+    const TestHead& head = Head(id);
+    if (!head.head.spec().trainable()) continue;
+    const v1::GetStepResponse steps = server_->Steps(head);
+    for (const v1::MicroBatchState& state : steps.open().micro_batches()) {
+      lines.push_back(absl::StrCat(id == "student" ? "" : absl::StrCat(id, ": "), Line(state)));
+    }
+  }
+  return lines;
+}
+
+// ---- the reference ---------------------------------------------------------------------------------------------------
+
+Trial::ReferenceGradient Trial::ReferenceOf(const std::string& id) {
+  absl::MutexLock lock(&state_mutex_);
+  ReferenceGradient& gradient = reference_[id];
+  gradient.resize(static_cast<size_t>(kVocab * kHidden));
+  return gradient;
+}
+
+void Trial::AddToReference(const std::string& id, const ReferenceGradient& share) {
+  absl::MutexLock lock(&state_mutex_);
+  ReferenceGradient& gradient = reference_[id];
+  gradient.resize(share.size());
+  for (size_t i = 0; i < share.size(); ++i) gradient[i] += share[i];
+}
+
+void Trial::DropReference(const std::string& id) {
+  absl::MutexLock lock(&state_mutex_);
+  reference_.erase(id);
+}
+
+void Trial::Forget(const std::string& id) {
+  absl::MutexLock lock(&state_mutex_);
+  heads_.erase(id);
+}
+
+Batch Trial::Staged(int64_t id) const {
+  absl::MutexLock lock(&state_mutex_);
+  return staged_.at(id);
+}
+
+// The gradient of cross entropy, row by row: (softmax - one-hot) x.
+void Trial::AddReference(const Batch& batch, double factor, const std::vector<float>& token_factors) {
+  const std::vector<float> rows = Floats(RowsOf(batch));
+  for (const std::string& id : batch.heads) {
+    if (!Head(id).head.spec().trainable()) continue;
+    const std::vector<float> weight = Floats(server_->Weights(Head(id)));
+    ReferenceGradient share(static_cast<size_t>(kVocab * kHidden));
+    for (size_t row = 0; row < kRows; ++row) {
+      const float* const x = rows.data() + row * kHidden;
+      double sum = 0;
+      std::vector<double> exponentials(kVocab);
+      for (size_t v = 0; v < kVocab; ++v) {
+        double logit = 0;
+        for (size_t h = 0; h < kHidden; ++h) logit += static_cast<double>(x[h]) * weight[v * kHidden + h];
+        sum += exponentials[v] = std::exp(logit);
+      }
+      const double scale = batch.loss_scale * factor * (token_factors.empty() ? 1.0 : token_factors[row]);
+      for (size_t v = 0; v < kVocab; ++v) {
+        const double grad = exponentials[v] / sum - (static_cast<int32_t>(v) == kTargets[row] ? 1 : 0);
+        for (size_t h = 0; h < kHidden; ++h) share[v * kHidden + h] += scale * grad * x[h];
+      }
+    }
+    AddToReference(id, share);
+  }
+}
+
+void Trial::CheckReference() {
+  for (const std::string& id : HeadIds()) {
+    const TestHead& head = Head(id);
+    if (!head.head.spec().trainable() || head.head.spec().has_bias()) continue;
+    const ReferenceGradient expected = ReferenceOf(id);
+    const std::vector<float> actual = Floats(Gradient(id));
+    ASSERT_EQ(actual.size(), expected.size()) << id;
+    double difference = 0, norm = 0;
+    for (size_t i = 0; i < expected.size(); ++i) {
+      difference += (actual[i] - expected[i]) * (actual[i] - expected[i]);
+      norm += expected[i] * expected[i];
+    }
+    EXPECT_LE(std::sqrt(difference), 1e-5 * std::sqrt(norm)) << id;
+  }
+}
+
+void CompareStates(Trial& actual, Trial& expected) {
+  ASSERT_EQ(actual.HeadIds(), expected.HeadIds());
+  for (const std::string& id : actual.HeadIds()) {
+    SCOPED_TRACE(id);
+    const TestHead& ours = actual.Head(id);
+    const TestHead& theirs = expected.Head(id);
+    const v1::Head described = actual.server().Get(ours.name());
+    EXPECT_EQ(described.epoch(), ours.head.epoch());
+    EXPECT_EQ(described.state(), v1::HEAD_STATE_READY);
+    EXPECT_TRUE(actual.server().Weights(ours) == expected.server().Weights(theirs)) << "other weights";
+    if (!described.spec().trainable()) continue;
+    const v1::Step step = actual.server().Steps(ours).open();
+    const v1::Step wanted = expected.server().Steps(theirs).open();
+    EXPECT_EQ(step.step(), wanted.step());
+    EXPECT_EQ(step.state(), wanted.state());
+    EXPECT_EQ(step.totals().SerializeAsString(), wanted.totals().SerializeAsString())
+        << step.totals().ShortDebugString() << " instead of " << wanted.totals().ShortDebugString();
+    EXPECT_TRUE(actual.Gradient(id) == expected.Gradient(id)) << "another gradient";
+  }
+}
+
+void SubmitFirst(Trial& t) { EXPECT_EQ(t.Submit({.id = 0}), "COMMITTED DIRECT"); }
+
+void MakeForwardOnly(v1::MicroBatchHeader& header) {
+  header.set_compute_mode(v1::COMPUTE_MODE_FORWARD_ONLY);
+  header.clear_micro_batch();
+  header.mutable_terms(0)->mutable_head()->clear_step();
+  header.mutable_terms(0)->mutable_head()->clear_head_epoch();
+}
+
+const std::vector<StepCall>& StepCalls() {
+  static const auto* const calls = new std::vector<StepCall>{
+      {"ComputeLoss",
+       [](Trial& t, const std::string& head, int64_t step) { return t.Submit({.id = 0, .step = step, .heads = {head}}); },
+       "COMMITTED DIRECT"},
+      {"AddGradient",
+       [](Trial& t, const std::string& head, int64_t step) { return t.AddPart({.id = 1, .step = step, .head = head}); }, "OK"},
+      {"CommitMicroBatch",
+       [](Trial& t, const std::string& head, int64_t step) { return t.Commit({.id = 2, .step = step, .heads = {head}}); },
+       "MICRO_BATCH_NOT_FOUND"},
+      {"DiscardMicroBatch",
+       [](Trial& t, const std::string& head, int64_t step) { return t.Discard({.id = 3, .step = step, .heads = {head}}); }, "OK"},
+      {"SealStep", [](Trial& t, const std::string& head, int64_t step) { return t.Seal({.step = step, .head = head}); }, "OK"},
+      {"ApplyOptimizerStep", [](Trial& t, const std::string& head, int64_t step) { return t.Apply({.step = step, .head = head}); },
+       "OK"},
+      {"DiscardGradient",
+       [](Trial& t, const std::string& head, int64_t step) { return t.DiscardGradient({.step = step, .head = head}); }, "OK"},
+      {"DownloadGradient", [](Trial& t, const std::string& head, int64_t step) { return t.Download({.step = step, .head = head}); },
+       "OK"},
+      {"GetGradientNorm", [](Trial& t, const std::string& head, int64_t step) { return t.Norm({.step = step, .head = head}); },
+       "OK"},
+      {"UploadWeights", [](Trial& t, const std::string& head, int64_t step) { return t.Replace({.step = step, .head = head}); },
+       "STEP_NOT_SEALED"},
+  };
+  return *calls;
+}
+
+}  // namespace headwater::testing

@@ -1,0 +1,274 @@
+// Rows of transaction tables: each tells a story over the wire and names the state that must be left, to the bit.
+//
+// A row's `story` runs against one server, with all its failures. Its `undisturbed` calls run against another server, with the
+// same shards, heads and weights: they are the ones that alone should have counted. CompareStates() then wants the same step, step
+// state, totals, accumulator and weights of every head, bitwise, and the micro-batches that the row lists. That the undisturbed
+// calls themselves add the right thing is checked against the gradient in fp64.
+#ifndef HEADWATER_TESTS_INTEGRATION_TRANSACTIONS_TRANSACTION_HARNESS_H_
+#define HEADWATER_TESTS_INTEGRATION_TRANSACTIONS_TRANSACTION_HARNESS_H_
+
+#include <cstdint>
+#include <functional>
+#include <future>
+#include <map>
+#include <memory>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "tests/integration/support/wire_server.h"
+
+namespace headwater::testing {
+
+// Answers are strings: "OK", "OK replayed", "OK dropped", of ComputeLoss "COMMITTED DIRECT" (state and form, then ` replayed` or
+// ` differs`), or the reason of the error.
+
+// A micro-batch of 3 rows: cross entropy with each of `heads`.
+struct Batch {
+  int64_t id = 0;
+  int64_t step = 0;
+  uint32_t seed = 0;  // of the rows; 0: 100 + id
+  std::vector<std::string> heads = {"student"};
+  int64_t attempt = 0;
+  bool explicit_commit = false;
+  bool allow_held = false;
+  bool late_token_factors = false;
+  bool first_wins = false;
+  bool refuse_non_finite = false;
+  bool has_nan = false;
+  double loss_scale = 1;
+  std::string session = {};
+  std::optional<int> deadline_ms = std::nullopt;
+};
+
+// CommitMicroBatch or DiscardMicroBatch.
+struct Decision {
+  int64_t id = 0;
+  int64_t step = 0;
+  std::vector<std::string> heads = {"student"};
+  int64_t attempt = 0;
+  double factor = 1;
+  std::vector<float> token_factors = {};
+  std::string session = {};
+  std::optional<int> deadline_ms = std::nullopt;
+};
+
+// AddGradient.
+struct Part {
+  int64_t id = 0;
+  int64_t step = 0;
+  uint32_t seed = 0;  // of the rows; 0: 100 + id
+  std::string head = "student";
+  int64_t row_start = 2;
+  int64_t row_count = 4;
+  double factor = 1;
+  int64_t attempt = 0;
+};
+
+// SealStep, ApplyOptimizerStep, DiscardGradient.
+struct StepEnd {
+  int64_t step = 0;
+  std::vector<int64_t> ids = {};  // expected
+  std::string head = "student";
+  bool wait = false;
+  double learning_rate = 0.01;
+  std::optional<int> deadline_ms = std::nullopt;
+};
+
+// New weights that close a sealed step.
+struct Replacement {
+  int64_t step = 0;
+  uint32_t seed = 77;
+  std::string head = "student";
+  v1::HeadTensor tensor = v1::HEAD_TENSOR_WEIGHT;
+};
+
+// Makes shards fail, or wait, at the beginning of a phase of work that changes a head. Thread-safe.
+class ShardFault {
+ public:
+  void Fail(ShardPhase phase, int32_t rank);
+  // Whoever comes to the phase waits there until Clear().
+  void Hold(ShardPhase phase);
+  void AwaitHeld();
+  void Clear();
+  absl::Status Probe(ShardPhase phase, int32_t rank);
+
+ private:
+  enum class What { kNothing, kFail, kHold };
+  absl::Mutex mutex_;
+  What what_ ABSL_GUARDED_BY(mutex_) = What::kNothing;
+  ShardPhase phase_ ABSL_GUARDED_BY(mutex_) = ShardPhase::kPrepare;
+  int32_t rank_ ABSL_GUARDED_BY(mutex_) = 0;
+  int held_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+// How a row's servers differ from the default.
+struct TrialSetup {
+  std::function<void(ServerSetup&)> adjust = nullptr;
+  std::map<std::string, v1::HeadSpec> specs = {};  // heads that are not SmallSpec()
+  bool checkpoints = false;
+};
+
+// A ComputeLoss stream that a story holds in its hands.
+class OpenCall {
+ public:
+  // Sends the header and the first `sent_rows` of the 3 rows; with all of them, half-closes.
+  OpenCall(WireServer& server, const v1::MicroBatchHeader& header, const std::string& rows, int64_t sent_rows);
+  ~OpenCall() { Cancel(); }
+  void SendRest();
+  void Cancel() { context_.TryCancel(); }
+  // Reads to the end: the answer.
+  std::string End();
+
+ private:
+  void SendRows(int64_t row_start, int64_t row_count);
+
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::ClientReaderWriter<v1::ComputeLossRequest, v1::ComputeLossResponse>> stream_;
+  const std::string rows_;
+  const int64_t sent_rows_;
+};
+
+// One server, and what a trainer believes of its heads.
+class Trial {
+ public:
+  // `keeps_reference`: sums up in fp64 what its calls add.
+  Trial(const TrialSetup& setup, int shard_count, bool keeps_reference);
+  ~Trial();
+
+  WireServer& server() { return *server_; }
+  ShardFault& fault() { return *fault_; }
+  const std::string& directory() const { return directory_; }  // of checkpoints, and the load root
+  int32_t last_rank() const { return shard_count_ - 1; }
+  // The head of this id as the trainer knows it; made, with weights that follow from the id, when it is first asked for.
+  TestHead& Head(const std::string& id = "student");
+  std::vector<std::string> HeadIds() const;
+  // The server dies and another comes up on the same checkpoints. The trainer's beliefs stay.
+  void Restart();
+  // Learns the epoch that is current now.
+  void Refresh(const std::string& id = "student") { Head(id).head = server_->Get(Head(id).name()); }
+
+  // ---- calls
+  v1::MicroBatchHeader HeaderOf(const Batch& batch);
+  static std::string RowsOf(const Batch& batch);
+  LossReply Compute(const Batch& batch, const SendOptions& send = {});
+  std::string Submit(const Batch& batch);
+  // As Submit(), with `edit` applied to the header.
+  std::string SubmitEdited(const Batch& batch, const std::function<void(v1::MicroBatchHeader&)>& edit);
+  std::unique_ptr<OpenCall> Open(const Batch& batch, int64_t sent_rows);
+  // Cancels. The server learns of it a moment later: await what it shows then.
+  void Cancel(OpenCall& call);
+  // The same for a call that the engine is held up with: returns when the server knows that the call's client has gone.
+  void CancelHeld(OpenCall& call);
+  std::string Commit(const Decision& decision);
+  std::string Discard(const Decision& decision);
+  std::string AddPart(const Part& part);
+  std::string Seal(const StepEnd& end);
+  std::string Apply(const StepEnd& end);
+  std::string DiscardGradient(const StepEnd& end);
+  std::string Replace(const Replacement& replacement);
+  std::string Norm(const StepEnd& end);
+  std::string Download(const StepEnd& end);
+  std::string GetStep(const std::string& id = "student");
+  // With `epoch`, only if it is current. The trainer adopts the new epoch.
+  std::string Take(const std::string& id = "student", const std::string& epoch = "");
+  std::string Save(const std::string& checkpoint, const std::string& id = "student", bool overwrite = false);
+  std::string Restore(const std::string& checkpoint, const std::string& id = "student");
+  // Sets the weight outside of a step; the trainer adopts the new epoch.
+  std::string SetWeights(uint32_t seed, const std::string& id = "student");
+  std::string Delete(const std::string& id, bool force, const std::string& epoch = "");
+  // The trainer does not know the head any more: Head() makes it anew.
+  void Forget(const std::string& id);
+  std::string OpenSession(int64_t lease_ms = 20000) { return server_->OpenSession(lease_ms); }
+  std::string KeepAlive(const std::string& session);
+  std::string CloseSession(const std::string& session);
+  // The answer of a call that was made by hand: remembered, like all others, by last_error().
+  std::string Tell(const grpc::Status& status) { return Answer(status); }
+  // Remembers an earlier error again; returns `answer`.
+  std::string Tell(const WireError& error, const std::string& answer);
+  // The error of the last call that failed.
+  WireError last_error() const;
+
+  // ---- what can be seen
+  // True once the metric's value is `value`; false if it does not become that.
+  bool AwaitMetric(const std::string& name, int64_t value);
+  bool NothingInFlight() { return AwaitMetric("headwater_in_flight_bytes", 0); }
+  std::string Gradient(const std::string& id = "student");
+  // "0 COMMITTED DIRECT", "1 DISCARDED", with ` @2` behind it for attempt 2; those of heads other than the student begin with
+  // "id: ".
+  std::vector<std::string> MicroBatches();
+  std::string MicroBatch(int64_t id) { return Line(server_->Find(Head(), id)); }
+
+  // Fails the test unless every head's accumulator is what the calls of this trial should have added, by fp64.
+  void CheckReference();
+
+ private:
+  // Rows and factors of what was added to a head's step, in fp64.
+  using ReferenceGradient = std::vector<double>;
+
+  static std::string Line(const v1::MicroBatchState& state);
+  v1::HeadStep At(const std::string& id, int64_t step) { return server_->At(Head(id), step); }
+  std::string Answer(const grpc::Status& status, const std::string& detail = "");
+  void AddReference(const Batch& batch, double factor, const std::vector<float>& token_factors);
+  ReferenceGradient ReferenceOf(const std::string& id);
+  void AddToReference(const std::string& id, const ReferenceGradient& share);
+  void DropReference(const std::string& id);
+  Batch Staged(int64_t id) const;
+
+  const TrialSetup setup_;
+  const int32_t shard_count_;
+  const bool keeps_reference_;
+  std::string directory_;  // of checkpoints; empty without
+  std::shared_ptr<ShardFault> fault_;
+  std::unique_ptr<WireServer> server_;
+  mutable absl::Mutex state_mutex_;  // a story may make calls on several threads; what it does to one head it does in turn
+  std::map<std::string, TestHead> heads_ ABSL_GUARDED_BY(state_mutex_);
+  mutable absl::Mutex error_mutex_;
+  WireError last_error_ ABSL_GUARDED_BY(error_mutex_);
+  std::map<std::string, ReferenceGradient> reference_ ABSL_GUARDED_BY(state_mutex_);
+  std::map<int64_t, Batch> staged_ ABSL_GUARDED_BY(state_mutex_);
+};
+
+struct TransactionRow {
+  std::string name;       // PascalCase
+  std::string statement;  // of the design
+  std::function<void(Trial&)> story;
+  std::function<void(Trial&)> undisturbed;
+  std::vector<std::string> micro_batches;  // of the open steps at the end, as Trial::MicroBatches() tells them
+  TrialSetup setup = {};
+};
+inline void PrintTo(const TransactionRow& row, std::ostream* out) { *out << row.name; }
+
+// Step, step state, totals, accumulator and weights of every head are the same, bitwise.
+void CompareStates(Trial& actual, Trial& expected);
+
+// What most stories begin with: micro-batch 0, eager, and how MicroBatches() tells it.
+inline constexpr char kEagerLine[] = "0 COMMITTED DIRECT";
+void SubmitFirst(Trial& t);
+// For SubmitEdited(): a call that carries no step and no micro-batch.
+void MakeForwardOnly(v1::MicroBatchHeader& header);
+
+// A call that works on a step of a head: the answer.
+struct StepCall {
+  std::string name;  // of the RPC
+  std::function<std::string(Trial& trial, const std::string& head, int64_t step)> call;
+  std::string answer;  // in an open step that knows nothing
+};
+const std::vector<StepCall>& StepCalls();
+
+// The rows, by subject.
+std::vector<TransactionRow> FormRows();     // how contributions are held; cancellation; slow uploaders
+std::vector<TransactionRow> ReplayRows();   // digests, attempts, tombstones
+std::vector<TransactionRow> SessionRows();  // ownership and leases
+std::vector<TransactionRow> StepRows();     // waiting, sealing, closing
+std::vector<TransactionRow> OwnerRows();    // the trainer's optimizer, its own part, versions
+std::vector<TransactionRow> TermRows();     // several terms in one micro-batch
+std::vector<TransactionRow> EpochRows();    // fencing, restart, restore
+std::vector<TransactionRow> ShardRows();    // decided once for all shards
+
+}  // namespace headwater::testing
+
+#endif  // HEADWATER_TESTS_INTEGRATION_TRANSACTIONS_TRANSACTION_HARNESS_H_

@@ -1,0 +1,424 @@
+// Exactness of the CUDA engine in bf16 at real sizes, against fp64, in every regime of the logits; bitwise repeatability; shards.
+//
+// Error of a gradient: of error_measure.h; a row or a column may have ten times the whole tensor's. The figures go to the file that
+// HEADWATER_FIGURES names.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/reference/loss_reference.h"
+#include "kernels/reference/storage.h"
+#include "tests/kernels/cuda/cuda_problem.h"
+#include "tests/kernels/cuda/cuda_reference.h"
+#include "tests/kernels/cuda/cuda_test_environment.h"
+
+namespace headwater::testing {
+namespace {
+
+const bool kSkipsWithoutGpu = SkipTestsWithoutGpu();
+
+const ProblemShape kSmall = {"n512_h1024_v32000", 512, 1024, 32000};
+const ProblemShape kLarge = {"n256_h4096_v128256", 256, 4096, 128256};
+// Its logits come slice by slice, except in the form of exponentials.
+const ProblemShape kManyRows = {"n4500_h1024_v8000", 4500, 1024, 8000};
+// So narrow that a tile's main loop is over before its neighbour's results have left: writing limits the exponentials' product.
+const ProblemShape kNarrow = {"n4500_h72_v20001", 4500, 72, 20001};
+
+// No power of two, so that a scale that is rounded shows.
+constexpr double kLossScale = 0.37;
+// The required error of 16-bit gradients in any form of the engine.
+constexpr double kAnyForm = 2.6e-3;
+constexpr int64_t kWorkspaceBytes = int64_t{2} << 30;
+
+struct GradientBounds {
+  double grad_hidden = kAnyForm;
+  double grad_weight = kAnyForm;
+};
+
+// The form for large micro-batches on Hopper keeps the targets' part out of every 16-bit matrix.
+bool HasExponentialForm(const ProblemShape& shape, const EngineOptions& options) {
+  return GpuCapability() == 90 && shape.rows > 256 && !options.portable_kernels;
+}
+
+// Whether nearly all probability is the targets'.
+bool IsConfident(Regime regime) {
+  return regime == Regime::kConfident || regime == Regime::kThreeNines || regime == Regime::kFiveNines ||
+         regime == Regime::kNineNines;
+}
+
+GradientBounds CrossEntropyBounds(Regime regime, bool exponential_form) {
+  if (!exponential_form) return {};
+  switch (regime) {
+    case Regime::kFlat:
+      return {1.9e-3, 2e-4};
+    case Regime::kWide:
+      return {2.1e-3, 1.5e-3};
+    case Regime::kThreeNines:
+    case Regime::kFiveNines:
+    case Regime::kNineNines:
+      return {1.9e-3, 3e-4};
+    case Regime::kConfident:
+      return {1.9e-3, kAnyForm};
+    case Regime::kRealistic:
+    case Regime::kNearlyEqual:
+      return {};
+  }
+  return {};
+}
+
+double DivergenceBound(Regime regime) {
+  switch (regime) {
+    case Regime::kFlat:
+      return 2.2e-3;
+    case Regime::kWide:
+    case Regime::kNearlyEqual:
+      return 3.0e-3;
+    default:
+      return 2.6e-3;
+  }
+}
+
+BlasContext& Blas() {
+  static BlasContext& context = *new BlasContext;  // never destroyed: CUDA may be gone by then
+  return context;
+}
+
+// Keeps a figure, and fails the test if it exceeds its bound. NaN fails.
+void ExpectFigure(const std::string& name, double value, const std::string& unit, double at_most) {
+  RunFigures().Add({name, value, unit, at_most});
+  std::printf("%-76s %10.3e  (at most %.1e)\n", name.c_str(), value, at_most);
+  EXPECT_LE(value, at_most) << name;
+}
+
+// The required error of every gradient. Lower figures are required of whole tensors only. A row of grad_weight that is no row's
+// target has the error of M's rounding, however exact the others are.
+constexpr double kRequiredError = 2.6e-3;
+
+void ExpectGradientFigure(const std::string& name, const TensorErrors& errors, double at_most) {
+  ExpectFigure(name, errors.whole, "relative error", at_most);
+  const double worst = 10 * std::max(at_most, kRequiredError);
+  EXPECT_LE(errors.worst_row, worst) << name << ", worst row";
+  EXPECT_LE(errors.worst_column, worst) << name << ", worst column";
+}
+
+// The mean of the rows' losses: to fp32's digits, and as far as the tensor cores sum logits exactly.
+void ExpectLossFigure(const std::string& name, const DeviceOutcome& outcome, const RowResults& expected, int64_t width) {
+  const double mean_loss = expected.MeanLoss();
+  const double rows = static_cast<double>(expected.loss.size());
+  RunFigures().Add({name + "_mean_loss", mean_loss, "nats", {}});
+  EXPECT_EQ(outcome.sums.valid_token_count, static_cast<int64_t>(expected.loss.size()));
+  EXPECT_EQ(outcome.sums.non_finite_row_count, 0);
+  double token_sum = 0;
+  for (const float loss : outcome.token_loss) token_sum += static_cast<double>(loss);
+  EXPECT_LE(std::abs(token_sum - outcome.sums.loss_sum), 1e-6 * std::abs(token_sum)) << name;
+  ExpectFigure(name + "_loss_error", std::abs(outcome.sums.loss_sum / rows - mean_loss), "nats",
+               1e-6 * mean_loss + 1.5e-9 * static_cast<double>(width) * expected.MeanLargestLogit());
+}
+
+// "n512_h1024_v32000_flat_3shards": the name of a case, with the parts that are not the ordinary ones.
+std::string NameOf(const ProblemShape& shape, const char* regime, int32_t shard_count, bool portable_kernels) {
+  std::ostringstream name;
+  name << shape.name << "_" << regime;
+  if (shard_count != 1) name << "_" << shard_count << "shards";
+  if (portable_kernels) name << "_portable";
+  return name.str();
+}
+
+std::string BetaName(double beta) {
+  char text[16];
+  std::snprintf(text, sizeof(text), "beta%.1f", beta);
+  return text;
+}
+
+// --- the reference itself ---
+
+std::vector<double> DecodeBuffer(const Buffer& buffer) {
+  std::vector<uint8_t> bytes(static_cast<size_t>(buffer.bytes()));
+  CopyMemory(bytes.data(), buffer.as<void>(), buffer.bytes());
+  return reference::Decode(DataType::kBFloat16, bytes.data(), buffer.bytes() / 2);
+}
+
+// Gradients of rows whose sides share no column are differences that fp64 cannot form: below this nothing is compared.
+constexpr double kSmallestGradient = 1e-4;
+
+void ExpectSame(const char* what, const std::vector<double>& actual, const std::vector<double>& expected, double bound) {
+  ASSERT_EQ(actual.size(), expected.size()) << what;
+  double largest = 0;
+  for (const double value : expected) largest = std::max(largest, std::abs(value));
+  for (size_t i = 0; i < actual.size(); ++i) {
+    ASSERT_LE(std::abs(actual[i] - expected[i]), bound * std::max(largest, kSmallestGradient)) << what << " " << i;
+  }
+}
+
+// Small enough for loss_reference.h, in every regime and for every beta.
+TEST(DeviceReferenceTest, IsTheReference) {
+  const ProblemShape shape = {"tiny", 6, 16, 72};
+  const auto reference_of = [&](const DeviceProblem& problem, auto loss) {
+    const bool has_teacher = problem.teacher_hidden.bytes() > 0;
+    const auto head_of = [&](const Buffer& weight) {
+      reference::Head head;
+      head.weight = reference::Matrix(shape.vocab, shape.width, DecodeBuffer(weight));
+      head.transform.valid_vocab_size = shape.vocab;
+      return head;
+    };
+    const reference::Head head = head_of(problem.weight);
+    reference::Head teacher;
+    reference::Term term;
+    term.head = &head;
+    term.row_count = shape.rows;
+    term.targets = problem.targets;
+    term.loss_scale = kLossScale;
+    term.loss = loss;
+    if (has_teacher) {
+      teacher = head_of(problem.teacher_weight);
+      teacher.trainable = false;
+      term.teacher_head = &teacher;
+      term.teacher_hidden = reference::Matrix(shape.rows, shape.width, DecodeBuffer(problem.teacher_hidden));
+    }
+    const reference::Result result =
+        reference::Compute(reference::Matrix(shape.rows, shape.width, DecodeBuffer(problem.hidden)), {term}, 1);
+    return std::tuple{result.terms[0], result.grad_hidden.data, result.gradient.at(&head).weight.data};
+  };
+  const auto device_of = [&](const Buffer& hidden, const Buffer& weight) {
+    return DeviceReference(Blas(), shape.rows, shape.width, shape.vocab, hidden.as<uint16_t>(), weight.as<uint16_t>());
+  };
+  for (const Regime regime : {Regime::kFlat, Regime::kRealistic, Regime::kWide, Regime::kConfident, Regime::kNineNines}) {
+    SCOPED_TRACE(RegimeName(regime));
+    const DeviceProblem problem = MakeCrossEntropyProblem(shape, regime);
+    const auto [term, grad_hidden, grad_weight] = reference_of(problem, reference::CrossEntropyOptions());
+    DeviceReference device = device_of(problem.hidden, problem.weight);
+    const RowResults rows = device.CrossEntropy(problem.device_targets.as<int32_t>(), kLossScale);
+    ExpectSame("loss", rows.loss, term.token_loss, 1e-12);
+    ExpectSame("lse", rows.lse, term.lse, 1e-12);
+    ExpectSame("target_log_probability", rows.target_log_probability, term.target_log_probability, 1e-12);
+    ExpectSame("entropy", rows.entropy, term.entropy, 1e-12);
+    EXPECT_EQ(rows.argmax, term.argmax);
+    ExpectSame("grad_hidden", device.ReadGradHidden(), grad_hidden, 1e-12);
+    ExpectSame("grad_weight", device.ReadGradWeight(), grad_weight, 1e-12);
+  }
+  for (const Regime regime : {Regime::kFlat, Regime::kWide, Regime::kConfident, Regime::kNearlyEqual}) {
+    for (const double beta : {0.0, 0.1, 0.5, 0.9, 1.0}) {
+      SCOPED_TRACE(std::string(RegimeName(regime)) + ", beta " + std::to_string(beta));
+      const DeviceProblem problem = MakeDivergenceProblem(shape, regime);
+      reference::JsdOptions options;
+      options.beta = beta;
+      const auto [term, grad_hidden, grad_weight] = reference_of(problem, options);
+      DeviceReference device = device_of(problem.hidden, problem.weight);
+      const RowResults rows = device.Divergence(device_of(problem.teacher_hidden, problem.teacher_weight), beta, kLossScale);
+      // Where both sides nearly agree, only fp64's own cancellation remains.
+      ExpectSame("loss", rows.loss, term.token_loss, 1e-9);
+      ExpectSame("grad_hidden", device.ReadGradHidden(), grad_hidden, 1e-9);
+      ExpectSame("grad_weight", device.ReadGradWeight(), grad_weight, 1e-9);
+    }
+  }
+}
+
+// --- cross entropy ---
+
+struct CrossEntropyCase {
+  ProblemShape shape;
+  Regime regime = Regime::kFlat;
+  int32_t shard_count = 1;
+  bool portable_kernels = false;
+  std::string Name() const { return "ce_" + NameOf(shape, RegimeName(regime), shard_count, portable_kernels); }
+  EngineOptions Options() const {
+    EngineOptions options;
+    options.workspace_bytes = kWorkspaceBytes;
+    options.shard_count = shard_count;
+    options.portable_kernels = portable_kernels;
+    return options;
+  }
+};
+
+std::vector<CrossEntropyCase> CrossEntropyCases() {
+  constexpr std::array kRegimes = {Regime::kFlat,       Regime::kRealistic, Regime::kWide,     Regime::kConfident,
+                                   Regime::kThreeNines, Regime::kFiveNines, Regime::kNineNines};
+  std::vector<CrossEntropyCase> cases;
+  for (const Regime regime : kRegimes) {
+    cases.push_back({kSmall, regime, 1, false});
+    cases.push_back({kSmall, regime, 3, false});
+    cases.push_back({kSmall, regime, 1, true});
+    cases.push_back({kLarge, regime, 1, false});
+  }
+  for (const Regime regime : {Regime::kFlat, Regime::kRealistic}) {
+    cases.push_back({kManyRows, regime, 1, true});
+    cases.push_back({kNarrow, regime, 1, false});
+  }
+  return cases;
+}
+
+class CrossEntropyExactness : public ::testing::TestWithParam<CrossEntropyCase> {};
+
+TEST_P(CrossEntropyExactness, MatchesFp64) {
+  const CrossEntropyCase& param = GetParam();
+  const DeviceProblem problem = MakeCrossEntropyProblem(param.shape, param.regime);
+  DeviceReference reference(Blas(), param.shape.rows, param.shape.width, param.shape.vocab, problem.hidden.as<uint16_t>(),
+                            problem.weight.as<uint16_t>());
+  const RowResults expected = reference.CrossEntropy(problem.device_targets.as<int32_t>(), kLossScale);
+  DeviceEngine engine(problem, param.Options());
+  const DeviceLoss loss = {false, 0, kLossScale};
+  const DeviceOutcome outcome = engine.Compute(loss);
+  const std::string name = "cuda_exactness_" + param.Name();
+  const GradientBounds bounds = CrossEntropyBounds(param.regime, HasExponentialForm(param.shape, param.Options()));
+  ExpectGradientFigure(name + "_grad_hidden", reference.GradHiddenErrors(outcome.grad_hidden.as<uint16_t>()), bounds.grad_hidden);
+  ExpectGradientFigure(name + "_grad_weight", reference.GradWeightErrors(outcome.grad_weight.as<float>()), bounds.grad_weight);
+  ExpectLossFigure(name, outcome, expected, param.shape.width);
+  if (IsConfident(param.regime)) {
+    // Losses down to 1e-9, which are nothing but the other columns' share: a difference of large numbers would leave none of it.
+    const double mean_loss = expected.MeanLoss();
+    ExpectFigure(name + "_relative_loss_error",
+                 std::abs(outcome.sums.loss_sum / static_cast<double>(param.shape.rows) - mean_loss) / mean_loss, "relative error",
+                 1e-3);
+  }
+
+  // Every row's outputs: fp32's rounding, and the logits' as the tensor cores sum them.
+  const DeviceOutcome outputs = engine.ComputeTokenOutputs(loss);
+  const double per_logit = 2e-6 + 6e-9 * static_cast<double>(param.shape.width);
+  for (size_t i = 0; i < expected.loss.size(); ++i) {
+    const double largest = std::max({1.0, expected.largest_logit[i], std::abs(expected.lse[i] - expected.loss[i])});
+    const double bound = per_logit * largest;
+    ASSERT_LE(std::abs(outputs.token_loss[i] - expected.loss[i]), bound) << "loss of row " << i;
+    ASSERT_LE(std::abs(outputs.lse[i] - expected.lse[i]), bound) << "lse of row " << i;
+    ASSERT_LE(std::abs(outputs.target_log_probability[i] - expected.target_log_probability[i]), bound) << "row " << i;
+    ASSERT_LE(std::abs(outputs.entropy[i] - expected.entropy[i]), 2 * bound * std::max(1.0, expected.entropy[i]))
+        << "entropy of row " << i;
+    ASSERT_LE(std::abs(outcome.token_loss[i] - expected.loss[i]), bound) << "loss of row " << i << ", with gradients";
+    ASSERT_LE(std::abs(outcome.lse[i] - expected.lse[i]), bound) << "lse of row " << i << ", with gradients";
+    if (outputs.argmax[i] == expected.argmax[i]) continue;
+    ASSERT_GE(outputs.argmax[i], 0);
+    ASSERT_LT(outputs.argmax[i], param.shape.vocab);
+    const std::vector<double> logits = reference.ReadLogits(static_cast<int64_t>(i));
+    ASSERT_LE(logits[static_cast<size_t>(expected.argmax[i])] - logits[static_cast<size_t>(outputs.argmax[i])], bound)
+        << "argmax of row " << i;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CrossEntropyExactness, ::testing::ValuesIn(CrossEntropyCases()),
+                         [](const auto& test) { return test.param.Name(); });
+
+// --- divergence ---
+
+struct DivergenceCase {
+  ProblemShape shape;
+  Regime regime = Regime::kFlat;
+  int32_t shard_count = 1;
+  bool portable_kernels = false;
+  std::string Name() const { return "jsd_" + NameOf(shape, RegimeName(regime), shard_count, portable_kernels); }
+};
+
+std::vector<DivergenceCase> DivergenceCases() {
+  std::vector<DivergenceCase> cases;
+  for (const Regime regime : {Regime::kFlat, Regime::kWide, Regime::kConfident, Regime::kNearlyEqual}) {
+    cases.push_back({kSmall, regime, 1, false});
+    cases.push_back({kSmall, regime, 3, false});
+    cases.push_back({kSmall, regime, 1, true});
+    cases.push_back({kLarge, regime, 1, false});
+  }
+  for (const Regime regime : {Regime::kFlat, Regime::kNearlyEqual}) cases.push_back({kManyRows, regime, 1, false});
+  return cases;
+}
+
+class DivergenceExactness : public ::testing::TestWithParam<DivergenceCase> {};
+
+TEST_P(DivergenceExactness, MatchesFp64) {
+  const DivergenceCase& param = GetParam();
+  const ProblemShape& shape = param.shape;
+  const DeviceProblem problem = MakeDivergenceProblem(shape, param.regime);
+  DeviceReference student(Blas(), shape.rows, shape.width, shape.vocab, problem.hidden.as<uint16_t>(),
+                          problem.weight.as<uint16_t>());
+  const DeviceReference teacher(Blas(), shape.rows, shape.width, shape.vocab, problem.teacher_hidden.as<uint16_t>(),
+                                problem.teacher_weight.as<uint16_t>());
+  EngineOptions options;
+  options.workspace_bytes = kWorkspaceBytes;
+  options.shard_count = param.shard_count;
+  options.portable_kernels = param.portable_kernels;
+  DeviceEngine engine(problem, options);
+  const double bound = DivergenceBound(param.regime);
+  for (const double beta : {0.0, 0.1, 0.5, 0.9, 1.0}) {
+    SCOPED_TRACE(BetaName(beta));
+    const RowResults expected = student.Divergence(teacher, beta, kLossScale);
+    const DeviceOutcome outcome = engine.Compute({true, beta, kLossScale});
+    const std::string name = "cuda_exactness_" + param.Name() + "_" + BetaName(beta);
+    ExpectGradientFigure(name + "_grad_hidden", student.GradHiddenErrors(outcome.grad_hidden.as<uint16_t>()), bound);
+    ExpectGradientFigure(name + "_grad_weight", student.GradWeightErrors(outcome.grad_weight.as<float>()), bound);
+    ExpectLossFigure(name, outcome, expected, shape.width);
+    for (const float loss : outcome.token_loss) ASSERT_GE(loss, -1e-7f) << "a divergence below 0";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, DivergenceExactness, ::testing::ValuesIn(DivergenceCases()),
+                         [](const auto& test) { return test.param.Name(); });
+
+// --- repeatability ---
+
+struct RepeatCase {
+  ProblemShape shape;
+  bool divergence = false;
+  int32_t shard_count = 1;
+  bool portable_kernels = false;
+  int rounds = 2;
+  std::string Name() const { return NameOf(shape, divergence ? "jsd" : "ce", shard_count, portable_kernels); }
+};
+
+class Repeats : public ::testing::TestWithParam<RepeatCase> {};
+
+// On one engine, on another one, and from host memory: the same bits.
+TEST_P(Repeats, Bitwise) {
+  const RepeatCase& param = GetParam();
+  const DeviceProblem problem = param.divergence ? MakeDivergenceProblem(param.shape, Regime::kFlat)
+                                                 : MakeCrossEntropyProblem(param.shape, Regime::kRealistic);
+  EngineOptions options;
+  options.workspace_bytes = kWorkspaceBytes;
+  options.shard_count = param.shard_count;
+  options.portable_kernels = param.portable_kernels;
+  const DeviceLoss loss = {param.divergence, 0.5, kLossScale};
+  DeviceOutcome first;
+  {
+    DeviceEngine engine(problem, options);
+    first = engine.Compute(loss);
+    for (int round = 0; round < param.rounds; ++round) {
+      ASSERT_TRUE(SameBits(first, engine.Compute(loss))) << "round " << round;
+      ASSERT_TRUE(SameBits(first, engine.Compute(loss, MemorySpace::kHost))) << "rows in host memory, round " << round;
+    }
+    const DeviceOutcome outputs = engine.ComputeTokenOutputs(loss);
+    EXPECT_TRUE(SameBits(outputs, engine.ComputeTokenOutputs(loss))) << "forward only";
+  }
+  DeviceEngine another(problem, options);
+  EXPECT_TRUE(SameBits(first, another.Compute(loss))) << "on a new engine";
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Repeats,
+                         ::testing::Values(RepeatCase{kSmall, false, 1, false}, RepeatCase{kSmall, false, 3, false},
+                                           RepeatCase{kSmall, false, 1, true}, RepeatCase{kSmall, true, 1, false},
+                                           RepeatCase{kSmall, true, 3, false}, RepeatCase{kLarge, false, 1, false, 1},
+                                           RepeatCase{kNarrow, false, 1, false, 40}),
+                         [](const auto& test) { return test.param.Name(); });
+
+// However many shards, the loss is the same to fp32's digits; the gradients are held against fp64 above, on 1 and on 3.
+TEST(Shards, LossesAgree) {
+  for (const bool divergence : {false, true}) {
+    const DeviceProblem problem =
+        divergence ? MakeDivergenceProblem(kSmall, Regime::kFlat) : MakeCrossEntropyProblem(kSmall, Regime::kRealistic);
+    const DeviceLoss loss = {divergence, 0.5, kLossScale};
+    std::vector<DeviceOutcome> outcomes;
+    for (const int32_t shard_count : {1, 3}) {
+      EngineOptions options;
+      options.workspace_bytes = kWorkspaceBytes;
+      options.shard_count = shard_count;
+      outcomes.push_back(DeviceEngine(problem, options).Compute(loss));
+    }
+    EXPECT_LE(std::abs(outcomes[0].sums.loss_sum - outcomes[1].sums.loss_sum), 2e-6 * outcomes[0].sums.loss_sum)
+        << (divergence ? "divergence" : "cross entropy");
+  }
+}
+
+}  // namespace
+}  // namespace headwater::testing

@@ -1,0 +1,50 @@
+// Heads on all ranks of a group of GPUs.
+#ifndef HEADWATER_TESTS_KERNELS_CUDA_CUDA_GROUP_HEADS_H_
+#define HEADWATER_TESTS_KERNELS_CUDA_CUDA_GROUP_HEADS_H_
+
+#include <cstdint>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "headwater/kernels/engine.h"
+#include "tests/kernels/cuda/cuda_group.h"
+#include "tests/kernels/support/engine_run.h"
+#include "tests/kernels/support/problem.h"
+
+namespace headwater::testing {
+
+// A small workspace, and the same algorithms on every start.
+EngineOptions PlainOptions();
+
+// The groups that tests are run on: two to eight ranks with even shards and uneven ones.
+struct GroupCase {
+  std::string name;
+  std::vector<int64_t> weights;  // of the ranks' shards
+  int32_t world_size() const { return static_cast<int32_t>(weights.size()); }
+};
+inline void PrintTo(const GroupCase& of, std::ostream* out) { *out << of.name; }
+std::vector<GroupCase> GroupCases();
+
+// A problem's heads on all ranks of a group.
+class GroupHeads {
+ public:
+  GroupHeads(CudaGroup& group, const std::vector<TestHead>& heads);
+
+  std::vector<EngineHead*> On(int32_t rank) const;
+  // A tensor of a head, each rank's part of it in its place.
+  std::vector<float> Read(int head, HeadTensor tensor) const;
+  // Computes on all ranks. The outcome is rank 0's, with the accumulators of all.
+  Outcome Compute(const Problem& problem, const ComputeOptions& options = {},
+                  std::vector<std::unique_ptr<StagedContribution>>* staged = nullptr);
+  void ZeroGradients();
+
+ private:
+  CudaGroup& group_;
+  std::vector<std::vector<std::unique_ptr<EngineHead>>> heads_;  // by rank
+};
+
+}  // namespace headwater::testing
+
+#endif  // HEADWATER_TESTS_KERNELS_CUDA_CUDA_GROUP_HEADS_H_

@@ -1,0 +1,274 @@
+#include "tests/kernels/cuda/cuda_problem.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <utility>
+
+#include "tests/kernels/cuda/cuda_fp64.h"
+
+namespace headwater::testing {
+namespace {
+
+constexpr int64_t kBFloat16 = 2;
+
+Buffer NormalValues(int64_t rows, int64_t columns, uint64_t seed, double deviation) {
+  Buffer values(BufferKind::kDevice, rows * columns * kBFloat16);
+  CheckCuda(FillNormal(values.as<uint16_t>(), rows * columns, seed, deviation), "FillNormal");
+  return values;
+}
+
+// Rows whose products with rows of standard deviation 1 have the deviation given.
+Buffer WeightValues(const ProblemShape& shape, uint64_t seed, double logit_deviation) {
+  return NormalValues(shape.vocab, shape.width, seed, logit_deviation / std::sqrt(static_cast<double>(shape.width)));
+}
+
+template <typename T>
+Buffer ToDevice(const std::vector<T>& values) {
+  Buffer buffer(BufferKind::kDevice, static_cast<int64_t>(values.size() * sizeof(T)));
+  CopyMemory(buffer.as<void>(), values.data(), buffer.bytes());
+  return buffer;
+}
+
+// Spread over the vocabulary, each in a part of its own, so that all differ.
+std::vector<int32_t> DrawTargets(const ProblemShape& shape) {
+  std::mt19937_64 random(7);
+  const int64_t part = shape.vocab / shape.rows;
+  std::vector<int32_t> targets;
+  for (int64_t i = 0; i < shape.rows; ++i) {
+    targets.push_back(static_cast<int32_t>(i * part + std::uniform_int_distribution<int64_t>(0, part - 1)(random)));
+  }
+  std::shuffle(targets.begin(), targets.end(), random);
+  return targets;
+}
+
+// ln(p / (1 - p)) of the rows' own columns, or nothing where the regime does not say.
+std::optional<std::vector<double>> LogOdds(Regime regime, int64_t rows, uint64_t seed) {
+  const auto odds_of = [](double rest) { return std::log1p(-rest) - std::log(rest); };
+  double low = 0;
+  double high = 0;
+  switch (regime) {
+    case Regime::kFlat:
+    case Regime::kWide:
+    case Regime::kNearlyEqual:
+      return std::nullopt;
+    case Regime::kRealistic:
+      low = -6;
+      high = 3;
+      break;
+    case Regime::kConfident:
+      low = 3.9;
+      high = 9;
+      break;
+    case Regime::kThreeNines:
+      low = high = odds_of(1e-3);
+      break;
+    case Regime::kFiveNines:
+      low = high = odds_of(1e-5);
+      break;
+    case Regime::kNineNines:
+      low = high = odds_of(1e-9);
+      break;
+  }
+  std::vector<double> odds;
+  for (int64_t i = 0; i < rows; ++i)
+    odds.push_back(low + (high - low) * (static_cast<double>(i) + 0.5) / static_cast<double>(rows));
+  std::mt19937_64 random(seed);
+  std::shuffle(odds.begin(), odds.end(), random);
+  return odds;
+}
+
+// Gives each row the log-odds at its target, over other logits of standard deviation 1.
+void SetOdds(const DeviceProblem& problem, const std::vector<double>& odds, const Buffer& hidden, const Buffer& weight) {
+  const double lse_of_others = std::log(static_cast<double>(problem.shape.vocab)) + 0.5;
+  std::vector<double> logits;
+  for (const double value : odds) logits.push_back(lse_of_others + value);
+  const Buffer device_logits = ToDevice(logits);
+  CheckCuda(SetLogits(hidden.as<uint16_t>(), problem.device_targets.as<int32_t>(), device_logits.as<double>(), problem.shape.rows,
+                      problem.shape.width, weight.as<uint16_t>()),
+            "SetLogits");
+  CheckCuda(cudaDeviceSynchronize(), "SetLogits");
+}
+
+// Page-locked memory of at least so many bytes, the same for every call: taking gigabytes of it costs more than a computation.
+void* HostScratch(int64_t bytes) {
+  static Buffer& buffer = *new Buffer;  // never destroyed: CUDA may be gone by then
+  if (buffer.bytes() < bytes) buffer = Buffer(BufferKind::kPinned, bytes);
+  return buffer.as<void>();
+}
+
+double DeviationOf(Regime regime) { return regime == Regime::kWide ? 30 : 1; }
+
+bool SameMemory(const Buffer& a, const Buffer& b) {
+  if (a.bytes() != b.bytes()) return false;
+  std::vector<uint8_t> left(static_cast<size_t>(a.bytes()));
+  std::vector<uint8_t> right(left.size());
+  CopyMemory(left.data(), a.as<void>(), a.bytes());
+  CopyMemory(right.data(), b.as<void>(), b.bytes());
+  return left == right;
+}
+
+template <typename T>
+bool SameValues(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
+}
+
+}  // namespace
+
+const char* RegimeName(Regime regime) {
+  switch (regime) {
+    case Regime::kFlat:
+      return "flat";
+    case Regime::kRealistic:
+      return "realistic";
+    case Regime::kWide:
+      return "std30";
+    case Regime::kConfident:
+      return "confident";
+    case Regime::kThreeNines:
+      return "three_nines";
+    case Regime::kFiveNines:
+      return "five_nines";
+    case Regime::kNineNines:
+      return "nine_nines";
+    case Regime::kNearlyEqual:
+      return "nearly_equal";
+  }
+  return "unknown";
+}
+
+DeviceProblem MakeCrossEntropyProblem(const ProblemShape& shape, Regime regime) {
+  DeviceProblem problem;
+  problem.shape = shape;
+  problem.hidden = NormalValues(shape.rows, shape.width, 1, 1);
+  problem.weight = WeightValues(shape, 2, DeviationOf(regime));
+  problem.targets = DrawTargets(shape);
+  problem.device_targets = ToDevice(problem.targets);
+  if (const auto odds = LogOdds(regime, shape.rows, 3)) SetOdds(problem, *odds, problem.hidden, problem.weight);
+  return problem;
+}
+
+DeviceProblem MakeDivergenceProblem(const ProblemShape& shape, Regime regime) {
+  DeviceProblem problem = MakeCrossEntropyProblem(shape, regime);
+  if (regime == Regime::kNearlyEqual) {
+    problem.teacher_hidden = NormalValues(shape.rows, shape.width, 1, 1);  // the student's
+    problem.teacher_weight = WeightValues(shape, 4, 3);
+    CheckCuda(AddNormal(problem.teacher_weight.as<uint16_t>(), problem.weight.as<uint16_t>(), shape.vocab * shape.width, 5,
+                        0.03 / std::sqrt(static_cast<double>(shape.width))),
+              "AddNormal");
+    return problem;
+  }
+  problem.teacher_hidden = NormalValues(shape.rows, shape.width, 6, 1);
+  problem.teacher_weight = WeightValues(shape, 8, DeviationOf(regime));
+  if (const auto odds = LogOdds(regime, shape.rows, 9)) SetOdds(problem, *odds, problem.teacher_hidden, problem.teacher_weight);
+  return problem;
+}
+
+bool SameBits(const DeviceOutcome& a, const DeviceOutcome& b) {
+  return std::memcmp(&a.sums.loss_sum, &b.sums.loss_sum, sizeof(double)) == 0 && SameValues(a.token_loss, b.token_loss) &&
+         SameValues(a.lse, b.lse) && SameValues(a.target_log_probability, b.target_log_probability) &&
+         SameValues(a.entropy, b.entropy) && SameValues(a.argmax, b.argmax) && SameMemory(a.grad_hidden, b.grad_hidden) &&
+         SameMemory(a.grad_weight, b.grad_weight);
+}
+
+HeadSpec BFloat16Head(const ProblemShape& shape, bool trainable) {
+  HeadSpec spec;
+  spec.vocab_size = shape.vocab;
+  spec.hidden_size = shape.width;
+  spec.data_type = DataType::kBFloat16;
+  spec.transform.valid_vocab_size = shape.vocab;
+  spec.trainable = trainable;
+  return spec;
+}
+
+void WriteWeight(EngineHead& head, const Buffer& weight) {
+  void* host = HostScratch(weight.bytes());
+  CopyMemory(host, weight.as<void>(), weight.bytes());
+  CheckStatus(head.WriteTensor(HeadTensor::kWeight, 0, weight.bytes() / kBFloat16, host), "WriteTensor");
+}
+
+DeviceEngine::DeviceEngine(const DeviceProblem& problem, EngineOptions options)
+    : problem_(problem), engine_(MakeCudaEngine(std::move(options))) {
+  head_ = MakeHeadOn(*engine_, BFloat16Head(problem.shape, /*trainable=*/true));
+  WriteWeight(*head_, problem.weight);
+  if (problem.teacher_weight.bytes() == 0) return;
+  teacher_ = MakeHeadOn(*engine_, BFloat16Head(problem.shape, /*trainable=*/false));
+  WriteWeight(*teacher_, problem.teacher_weight);
+}
+
+DeviceOutcome DeviceEngine::Compute(const DeviceLoss& loss, MemorySpace memory) {
+  const ProblemShape& shape = problem_.shape;
+  CheckStatus(head_->ZeroGradient(), "ZeroGradient");
+  MicroBatch micro_batch;
+  micro_batch.backward = true;
+  micro_batch.grad_weight = GradWeightMode::kAccumulate;
+  const BufferKind kind = memory == MemorySpace::kDevice ? BufferKind::kDevice : BufferKind::kPinned;
+  Buffer hidden(kind, problem_.hidden.bytes());
+  Buffer grad_hidden(kind, problem_.hidden.bytes());
+  CopyMemory(hidden.as<void>(), problem_.hidden.as<void>(), hidden.bytes());
+  // NaN, which an element that stays unwritten shows.
+  const std::vector<uint8_t> poison(static_cast<size_t>(grad_hidden.bytes()), 0xff);
+  CopyMemory(grad_hidden.as<void>(), poison.data(), grad_hidden.bytes());
+  micro_batch.hidden = {hidden.as<void>(), shape.rows, shape.width, DataType::kBFloat16, memory};
+  micro_batch.grad_hidden = {grad_hidden.as<void>(), shape.rows, shape.width, DataType::kBFloat16, memory};
+  DeviceOutcome outcome = Run(loss, micro_batch, /*all_outputs=*/false);
+  outcome.grad_hidden = Buffer(BufferKind::kDevice, grad_hidden.bytes());
+  CopyMemory(outcome.grad_hidden.as<void>(), grad_hidden.as<void>(), grad_hidden.bytes());
+  const int64_t elements = shape.vocab * shape.width;
+  outcome.grad_weight = Buffer(BufferKind::kDevice, elements * static_cast<int64_t>(sizeof(float)));
+  void* host = HostScratch(outcome.grad_weight.bytes());
+  CheckStatus(head_->ReadTensor(HeadTensor::kGradWeight, 0, elements, host), "ReadTensor");
+  CopyMemory(outcome.grad_weight.as<void>(), host, outcome.grad_weight.bytes());
+  return outcome;
+}
+
+DeviceOutcome DeviceEngine::ComputeTokenOutputs(const DeviceLoss& loss) {
+  MicroBatch micro_batch;
+  micro_batch.hidden = {problem_.hidden.as<void>(), problem_.shape.rows, problem_.shape.width, DataType::kBFloat16,
+                        MemorySpace::kDevice};
+  return Run(loss, micro_batch, /*all_outputs=*/true);
+}
+
+DeviceOutcome DeviceEngine::Run(const DeviceLoss& loss, MicroBatch micro_batch, bool all_outputs) {
+  const ProblemShape& shape = problem_.shape;
+  const size_t rows = static_cast<size_t>(shape.rows);
+  DeviceOutcome outcome;
+  LossTerm term;
+  term.head = head_.get();
+  term.row_count = shape.rows;
+  term.targets = problem_.targets;
+  term.loss_scale = loss.loss_scale;
+  outcome.token_loss.resize(rows);
+  term.token_loss = outcome.token_loss.data();
+  if (loss.divergence) {
+    JsdSpec spec;
+    spec.beta = loss.beta;
+    term.loss = spec;
+    term.teacher_head = teacher_.get();
+    term.teacher_hidden = {problem_.teacher_hidden.as<void>(), shape.rows, shape.width, DataType::kBFloat16, MemorySpace::kDevice};
+  }
+  if (!loss.divergence || all_outputs) {
+    outcome.lse.resize(rows);
+    outcome.target_log_probability.resize(rows);
+    term.lse = outcome.lse.data();
+    term.target_log_probability = outcome.target_log_probability.data();
+  }
+  if (all_outputs) {
+    outcome.entropy.resize(rows);
+    outcome.argmax.resize(rows);
+    term.entropy = outcome.entropy.data();
+    term.argmax = outcome.argmax.data();
+  }
+  micro_batch.terms = absl::MakeConstSpan(&term, 1);
+  absl::StatusOr<MicroBatchResult> result = engine_->Compute(micro_batch);
+  CheckStatus(result.status(), "Compute");
+  outcome.sums = result->terms[0];
+  return outcome;
+}
+
+}  // namespace headwater::testing

@@ -1,0 +1,61 @@
+// The common parts of programs that run on a GPU: whether there is one, memory on it, engines.
+#ifndef HEADWATER_TESTS_KERNELS_CUDA_CUDA_SUPPORT_H_
+#define HEADWATER_TESTS_KERNELS_CUDA_CUDA_SUPPORT_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "headwater/kernels/engine.h"
+
+namespace headwater::testing {
+
+// Throws std::runtime_error with CUDA's words unless `status` (a cudaError_t) is cudaSuccess.
+void CheckCuda(int status, const char* what);
+
+// Why there is no CUDA engine on this machine, or an empty string. Only a machine without a usable GPU has a reason. Where CUDA
+// sees one, an engine that does not start is a failure, and the string stays empty.
+std::string ReasonForNoGpu();
+
+// Name of the GPU and version of the driver: "NVIDIA H200, driver API 13.0".
+std::string GpuName();
+// Where the GPU is, as NVML takes it.
+std::string GpuBusId();
+// 10 * major + minor: 90 is Hopper.
+int GpuCapability();
+
+// Device memory, or page-locked host memory. Throws std::runtime_error if there is none left.
+enum class BufferKind { kDevice, kPinned };
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(BufferKind kind, int64_t bytes);
+  Buffer(Buffer&& other) noexcept;
+  Buffer& operator=(Buffer&& other) noexcept;
+  ~Buffer();
+
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  BufferKind kind_ = BufferKind::kDevice;
+  void* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+// Copies in whatever direction the pointers say, and waits for it and for everything enqueued before.
+void CopyMemory(void* to, const void* from, int64_t bytes);
+
+// CreateCudaEngine(), algorithms not timed, so that every engine runs the same ones; throws std::runtime_error if it fails.
+std::unique_ptr<LossEngine> MakeCudaEngine(EngineOptions options);
+std::unique_ptr<EngineHead> MakeHeadOn(LossEngine& engine, const HeadSpec& spec);
+// Throws std::runtime_error unless it is OK.
+void CheckStatus(const absl::Status& status, const char* what);
+
+}  // namespace headwater::testing
+
+#endif  // HEADWATER_TESTS_KERNELS_CUDA_CUDA_SUPPORT_H_

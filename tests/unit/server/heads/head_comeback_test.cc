@@ -1,0 +1,767 @@
+// Heads that are deleted, that nobody uses, and that come back when the server starts again.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/synchronization/notification.h"
+#include "head_test_util.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/heads/head_registry.h"
+#include "server/observability/monotonic_clock.h"
+#include "tests/unit/server/faulty_file_system.h"
+#include "tests/unit/server/memory_file_system.h"
+
+namespace headwater::heads {
+namespace {
+
+using checkpoint::CheckpointStore;
+using headwater::testing::CancelledWait;
+using headwater::testing::FakeEngine;
+using headwater::testing::FaultyFileSystem;
+using headwater::testing::KeyOf;
+using headwater::testing::MemoryFileSystem;
+using headwater::testing::MicroBatchCall;
+using headwater::testing::ReadWeight;
+using headwater::testing::SetWeights;
+using headwater::testing::SmallSpec;
+
+constexpr char kRoot[] = "/store";
+const HeadName kName = {"default", "a"};
+
+HeadSpec FrozenSpec() {
+  HeadSpec spec = SmallSpec();
+  spec.trainable = false;
+  spec.optimizer = std::monostate();
+  spec.staging_slots = 0;
+  return spec;
+}
+
+class HeadComebackTest : public ::testing::Test {
+ protected:
+  HeadComebackTest() { Start(); }
+
+  // Another process on the same files.
+  void Start(const RegistryLimits& limits = {}, int64_t keep = 0) {
+    registry_.reset();
+    files_.Reset();
+    absl::StatusOr<std::unique_ptr<CheckpointStore>> store = CheckpointStore::Open(kRoot, files_, keep);
+    ASSERT_OK(store);
+    store_ = *std::move(store);
+    registry_ = std::make_unique<HeadRegistry>(engine_, limits, HeadLimits(), [this] { return now_; });
+  }
+  std::vector<HeadRegistry::Comeback> Restart(const RegistryLimits& limits = {}, int64_t keep = 0) {
+    Start(limits, keep);
+    return registry_->RestoreAll(*store_);
+  }
+  std::shared_ptr<Head> NewHead(const HeadName& name = kName, const HeadSpec& spec = SmallSpec(), float weight = 1) {
+    const absl::StatusOr<HeadRegistry::Created> created = registry_->Create(name, spec, IfExists::kFail, store_.get());
+    EXPECT_OK(created);
+    EXPECT_OK(SetWeights(*created->head, std::vector<float>(15, weight)));
+    return created->head;
+  }
+  void Save(const std::shared_ptr<Head>& head, const std::string& checkpoint_name, bool overwrite = false) {
+    EXPECT_OK(head->Save(head->Describe().epoch, *store_, checkpoint_name, overwrite));
+  }
+  // Sets the weights; notifies when it has begun, and goes on when it is told.
+  static void SetSlowly(const std::shared_ptr<Head>& head, absl::Notification& begun, absl::Notification& go_on) {
+    const TensorSource source = [&](int64_t, int64_t element_count, void* out) {
+      begun.Notify();
+      go_on.WaitForNotification();
+      std::fill_n(static_cast<float*>(out), element_count, 2.0f);
+      return absl::OkStatus();
+    };
+    EXPECT_OK(head->SetTensors(head->Describe().epoch, {{HeadTensor::kWeight, DataType::kFloat32, source, /*in_memory=*/true}}));
+  }
+  // Adds a micro-batch of gradient 1, 2, 3 for row 2 and applies it.
+  void DoStep(const std::shared_ptr<Head>& head) {
+    const StepKey key = KeyOf(*head);
+    MicroBatchCall call(head, key.step, 0, {{1, 2, 3}, {2}});
+    EXPECT_OK(call.Run(engine_));
+    ApplyArguments arguments;
+    arguments.learning_rate = 1;
+    EXPECT_OK(head->Apply(key, int64_t{1}, arguments));
+  }
+  std::string PathOf(const std::string& checkpoint_name, const std::string& file) const {
+    return absl::StrCat(kRoot, "/default/a/", checkpoint_name, "/", file);
+  }
+  void Damage(const std::string& path) {
+    std::string bytes = memory_.Contents(path);
+    bytes[bytes.size() / 2] = static_cast<char>(bytes[bytes.size() / 2] ^ 1);
+    memory_.SetContents(path, bytes);
+  }
+  bool IsLive() const { return !store_->LiveHeads()->empty(); }
+  // Names of what there is of head `a`, whoever saved it.
+  std::vector<std::string> Checkpoints() const {
+    const absl::StatusOr<std::vector<checkpoint::CheckpointInfo>> all = store_->List("default", "a");
+    EXPECT_OK(all);
+    std::vector<std::string> names;
+    if (!all.ok()) return names;
+    for (const checkpoint::CheckpointInfo& info : *all) names.push_back(info.name);
+    return names;
+  }
+
+  absl::Time now_ = absl::UnixEpoch();
+  FakeEngine engine_;
+  MemoryFileSystem memory_;
+  FaultyFileSystem files_{memory_};
+  std::unique_ptr<CheckpointStore> store_;
+  std::unique_ptr<HeadRegistry> registry_;
+};
+
+// ---- coming back -----------------------------------------------------------------------------------------------------
+
+TEST_F(HeadComebackTest, HeadsComeBackFromTheirNewestCheckpoint) {
+  HeadSpec spec = SmallSpec();
+  spec.initial_step = 4;
+  spec.staging_slots = 1;
+  const std::shared_ptr<Head> student = NewHead(kName, spec);
+  NewHead({"default", "never-saved"});
+  Save(student, "zz-first");
+  DoStep(student);
+  Save(student, "newest");
+  const std::vector<float> weight = ReadWeight(*student);
+  DoStep(student);
+  EXPECT_NE(ReadWeight(*student), weight);
+  Save(NewHead({"other", "teacher"}, FrozenSpec(), 3), "only");
+  const Epoch old_epoch = student->Describe().epoch;
+
+  const std::vector<HeadRegistry::Comeback> comebacks = Restart();
+  ASSERT_EQ(comebacks.size(), 2u);
+  EXPECT_EQ(comebacks[0].name.ToString(), "tenants/default/heads/a");
+  EXPECT_EQ(comebacks[0].checkpoint, "newest");
+  EXPECT_EQ(comebacks[0].note, "");
+  EXPECT_EQ(comebacks[1].name.ToString(), "tenants/other/heads/teacher");
+  EXPECT_EQ(comebacks[1].checkpoint, "only");
+  EXPECT_EQ(registry_->size(), 2);
+
+  const std::shared_ptr<Head> back = *registry_->Find(kName);
+  const HeadInfo info = back->Describe();
+  EXPECT_EQ(info.state, HeadState::kRestored);
+  EXPECT_EQ(info.spec, spec);
+  EXPECT_EQ(info.open_step, 5);
+  EXPECT_EQ(info.restored_checkpoint, "newest");
+  EXPECT_NE(info.epoch, old_epoch);
+  EXPECT_TRUE(info.recovers_epochs.empty());
+  const absl::Status lost = back->AddGradient({old_epoch, 6}, 0, 0, {}, {}, nullptr).status();
+  EXPECT_REASON(lost, kStepLost);
+  EXPECT_EQ(GetErrorMetadata(lost).at("restoredStep"), "5");
+  EXPECT_EQ(GetErrorMetadata(lost).at("checkpoint"), "newest");
+  EXPECT_EQ(GetErrorMetadata(lost).at("checkpoints"), "newest=5,zz-first=4");
+  float value = 0;
+  EXPECT_REASON(back->ReadWeights(HeadTensor::kWeight, 0, 1, &value, std::nullopt, old_epoch), kStepLost);
+  EXPECT_OK(back->ReadWeights(HeadTensor::kWeight, 0, 1, &value, std::nullopt, info.epoch));
+  // The restarted trainer's own creation attaches.
+  spec.initial_step = 0;
+  const absl::StatusOr<HeadRegistry::Created> attached = registry_->Create(kName, spec, IfExists::kAttachIfSameSpec);
+  ASSERT_OK(attached);
+  EXPECT_EQ(attached->head, back);
+  EXPECT_OK(back->Take(info.epoch, {old_epoch}));
+  EXPECT_EQ(back->Describe().recovers_epochs, std::vector<Epoch>{old_epoch});
+  const absl::Status mismatch = back->Seal({back->Describe().epoch, 9}, int64_t{0}).status();
+  EXPECT_REASON(mismatch, kStepMismatch);
+  EXPECT_EQ(GetErrorMetadata(mismatch).at("openStep"), "5");
+  EXPECT_EQ(GetErrorMetadata(mismatch).at("step"), "9");
+  EXPECT_EQ(GetErrorMetadata(mismatch).at("checkpoints"), "newest=5,zz-first=4");
+  EXPECT_EQ(ReadWeight(*back), weight);
+  DoStep(back);
+
+  const std::shared_ptr<Head> teacher = *registry_->Find({"other", "teacher"});
+  EXPECT_EQ(teacher->Describe().state, HeadState::kReady);
+  EXPECT_EQ(ReadWeight(*teacher), std::vector<float>(15, 3.0f));
+}
+
+TEST_F(HeadComebackTest, ADamagedCheckpointGivesWayToTheNextOlderOne) {
+  const std::shared_ptr<Head> head = NewHead();
+  for (const char* name : {"c", "a", "b"}) {
+    Save(head, name);
+    DoStep(head);
+  }
+  Damage(PathOf("b", "shard-00000-of-00001.safetensors"));
+  std::vector<HeadRegistry::Comeback> comebacks = Restart();
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_EQ(comebacks[0].checkpoint, "a");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "checkpoint b cannot be loaded")) << comebacks[0].note;
+  ASSERT_EQ(comebacks[0].skipped.size(), 1u);
+  EXPECT_EQ(comebacks[0].skipped[0].first, "b");
+  EXPECT_EQ((*registry_->Find(kName))->Describe().open_step, 1);
+
+  Damage(PathOf("a", "manifest.json"));
+  comebacks = Restart();
+  EXPECT_EQ(comebacks[0].checkpoint, "c");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "the manifest of checkpoint a is damaged")) << comebacks[0].note;
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "checkpoint b cannot be loaded")) << comebacks[0].note;
+  EXPECT_EQ((*registry_->Find(kName))->Describe().open_step, 0);
+
+  ASSERT_OK(memory_.RemoveTree(PathOf("c", "shard-00000-of-00001.safetensors")));
+  comebacks = Restart();
+  EXPECT_EQ(comebacks[0].checkpoint, "");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "there is no whole checkpoint")) << comebacks[0].note;
+  EXPECT_REASON(registry_->Find(kName), kHeadNotFound);
+  EXPECT_EQ(registry_->size(), 0);
+
+  // The name is free, and a head that was left out can be forgotten.
+  EXPECT_OK(registry_->Create(kName, SmallSpec()));
+  EXPECT_TRUE(IsLive());
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
+  EXPECT_TRUE(Restart().empty());
+}
+
+TEST_F(HeadComebackTest, OnlyDamagedManifestsAreTold) {
+  Save(NewHead(), "x");
+  Damage(PathOf("x", "manifest.json"));
+  const std::vector<HeadRegistry::Comeback> comebacks = Restart();
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_EQ(comebacks[0].checkpoint, "");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "x is damaged")) << comebacks[0].note;
+  EXPECT_EQ(comebacks[0].skipped.size(), 1u);
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "there is no whole checkpoint")) << comebacks[0].note;
+  EXPECT_EQ(registry_->size(), 0);
+}
+
+TEST_F(HeadComebackTest, WhatCannotBeCreatedIsLeftOut) {
+  for (const char* id : {"a", "b", "c"}) Save(NewHead({"default", id}), "x");
+  std::vector<HeadRegistry::Comeback> comebacks = Restart({.max_heads = 2});
+  ASSERT_EQ(comebacks.size(), 3u);
+  EXPECT_EQ(comebacks[1].checkpoint, "x");
+  EXPECT_EQ(comebacks[2].checkpoint, "");
+  EXPECT_TRUE(absl::StrContains(comebacks[2].note, "the maximum is 2")) << comebacks[2].note;
+  EXPECT_EQ(registry_->size(), 2);
+
+  engine_.control().FailNext("CreateHead", MakeError(ErrorReason::kMemoryBudgetExceeded, "no memory"), 1);
+  comebacks = Restart();
+  ASSERT_EQ(comebacks.size(), 3u);
+  EXPECT_EQ(comebacks[0].checkpoint, "x");
+  EXPECT_EQ(comebacks[1].checkpoint, "");
+  EXPECT_TRUE(absl::StrContains(comebacks[1].note, "no memory")) << comebacks[1].note;
+  EXPECT_EQ(comebacks[2].checkpoint, "x");
+  EXPECT_EQ(registry_->size(), 2);
+
+  // An engine that fails while it loads: the head is not left behind half full.
+  engine_.control().FailNext("WriteTensor", MakeError(ErrorReason::kEngineFailed, "gone"));
+  comebacks = Restart();
+  EXPECT_EQ(comebacks[0].checkpoint, "");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "gone")) << comebacks[0].note;
+  EXPECT_EQ(registry_->size(), 2);
+}
+
+TEST_F(HeadComebackTest, HeadsThatAreThereStay) {
+  const std::shared_ptr<Head> head = NewHead();
+  Save(head, "x");
+  DoStep(head);
+  const std::vector<HeadRegistry::Comeback> comebacks = registry_->RestoreAll(*store_);
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_EQ(comebacks[0].checkpoint, "");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "there already")) << comebacks[0].note;
+  EXPECT_EQ(*registry_->Find(kName), head);
+  EXPECT_EQ(head->Describe().open_step, 1);
+  Damage(PathOf("x", "manifest.json"));
+  registry_->RestoreAll(*store_);
+  EXPECT_EQ(*registry_->Find(kName), head);
+}
+
+TEST_F(HeadComebackTest, NoFurtherHeadComesBackOnceNobodyWantsThem) {
+  Save(NewHead(kName), "x");
+  Save(NewHead({"default", "other"}), "x");
+  Start();
+  EXPECT_TRUE(registry_->RestoreAll(*store_, [] { return true; }).empty());
+  EXPECT_EQ(registry_->size(), 0);
+  int asked = 0;
+  EXPECT_EQ(registry_->RestoreAll(*store_, [&] { return ++asked > 1; }).size(), 1u);
+  EXPECT_EQ(asked, 2);
+  EXPECT_EQ(registry_->size(), 1);
+}
+
+TEST_F(HeadComebackTest, DirectoriesThatAreNoHeadsAreTold) {
+  Save(NewHead(), "x");
+  ASSERT_OK(memory_.Rename(absl::StrCat(kRoot, "/default/a"), absl::StrCat(kRoot, "/default/Upper")));
+  std::vector<HeadRegistry::Comeback> comebacks = Restart();
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_EQ(comebacks[0].checkpoint, "");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "directory must be")) << comebacks[0].note;
+  EXPECT_EQ(registry_->size(), 0);
+  ASSERT_OK(memory_.RemoveTree(kRoot));
+  comebacks = registry_->RestoreAll(*store_);
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "cannot be listed")) << comebacks[0].note;
+}
+
+// ---- new heads under the names of former ones that did not come back -------------------------------------------------
+
+TEST_F(HeadComebackTest, ANewHeadRemovesNothingOfAFormerOne) {
+  Start({}, 3);
+  std::shared_ptr<Head> head = NewHead();
+  for (const char* name : {"step-800", "step-900", "step-1000"}) Save(head, name);
+  Start({}, 3);  // without restoring
+  head = NewHead();
+  for (const char* name : {"step-1", "step-2", "step-3"}) Save(head, name);
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-1", "step-1000", "step-2", "step-3", "step-800", "step-900"}));
+  Save(head, "step-4");
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-1000", "step-2", "step-3", "step-4", "step-800", "step-900"}));
+  const std::vector<HeadRegistry::Comeback> comebacks = Restart({}, 3);
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_EQ(comebacks[0].checkpoint, "step-4");
+  // What has come back goes on with its own.
+  head = *registry_->Find(kName);
+  EXPECT_OK(head->Take(std::nullopt));
+  Save(head, "step-5");
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-1000", "step-3", "step-4", "step-5", "step-800", "step-900"}));
+}
+
+TEST_F(HeadComebackTest, ANewHeadThatWasNeverSavedDoesNotComeBackAsAFormerOne) {
+  Save(NewHead(), "old");
+  Start();  // without restoring
+  NewHead();
+  EXPECT_FALSE(IsLive());
+  EXPECT_TRUE(Restart().empty());
+  EXPECT_EQ(Checkpoints(), std::vector<std::string>{"old"});
+}
+
+TEST_F(HeadComebackTest, AHeadThatHadNoRoomToComeBackGivesWayToOneThatIsMade) {
+  Save(NewHead(), "old");
+  const absl::Status no_memory = MakeError(ErrorReason::kMemoryBudgetExceeded, "no memory");
+  engine_.control().FailNext("CreateHead", no_memory);
+  EXPECT_EQ(Restart()[0].checkpoint, "");
+  // A creation that is refused takes nothing from it.
+  engine_.control().FailNext("CreateHead", no_memory);
+  EXPECT_REASON(registry_->Create(kName, SmallSpec(), IfExists::kFail, store_.get()), kMemoryBudgetExceeded);
+  EXPECT_TRUE(IsLive());
+  EXPECT_EQ(Restart()[0].checkpoint, "old");
+  // Nor does one that attaches to it.
+  EXPECT_OK(registry_->Create(kName, SmallSpec(), IfExists::kAttachIfSameSpec, store_.get()));
+  EXPECT_TRUE(IsLive());
+  Restart({.max_heads = 0});
+  EXPECT_REASON(registry_->Find(kName), kHeadNotFound);
+  Start();
+  Save(NewHead(), "new");
+  EXPECT_EQ(Restart()[0].checkpoint, "new");
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"new", "old"}));
+}
+
+TEST_F(HeadComebackTest, NoHeadIsMadeWhereAFormerOneCannotBeForgotten) {
+  Save(NewHead(), "old");
+  Start();  // without restoring
+  files_.Reset();
+  files_.FailAt(0, MakeError(ErrorReason::kInternal, "the disk is gone"));
+  EXPECT_REASON(registry_->Create(kName, SmallSpec(), IfExists::kFail, store_.get()), kInternal);
+  EXPECT_REASON(registry_->Find(kName), kHeadNotFound);
+  EXPECT_EQ(registry_->size(), 0);
+  EXPECT_TRUE(IsLive());
+  EXPECT_OK(registry_->Create(kName, SmallSpec(), IfExists::kFail, store_.get()));
+  EXPECT_FALSE(IsLive());
+}
+
+TEST_F(HeadComebackTest, ANewHeadGoesOnWithTheRunOfWhatItWasRestoredFrom) {
+  Start({}, 2);
+  std::shared_ptr<Head> head = NewHead();
+  for (const char* name : {"step-1", "step-2"}) Save(head, name);
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
+  Save(NewHead(), "step-3");  // of another run
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
+  head = NewHead();
+  EXPECT_OK(head->Restore(head->Describe().epoch, *store_, "step-2"));
+  // That is what it comes back from before it is saved.
+  EXPECT_EQ(Restart({}, 2)[0].checkpoint, "step-2");
+  head = *registry_->Find(kName);
+  EXPECT_OK(head->Take(std::nullopt));
+  Save(head, "step-4");
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-2", "step-3", "step-4"}));
+  EXPECT_EQ(Restart({}, 2)[0].checkpoint, "step-4");
+  // One that has a run keeps it, whatever it is restored from.
+  head = *registry_->Find(kName);
+  EXPECT_OK(head->Restore(head->Describe().epoch, *store_, "step-3"));
+  Save(head, "step-5");
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-3", "step-4", "step-5"}));
+}
+
+TEST_F(HeadComebackTest, ARestoredHeadWhoseRunCannotBeNotedBeginsAnother) {
+  Save(NewHead(), "step-1");
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
+  const std::shared_ptr<Head> head = NewHead();
+  files_.Reset();
+  files_.FailAt(0, MakeError(ErrorReason::kDiskFull, "no space left"));
+  EXPECT_OK(head->Restore(head->Describe().epoch, *store_, "step-1"));
+  files_.Reset();
+  EXPECT_FALSE(IsLive());
+  Save(head, "step-2");
+  EXPECT_EQ(store_->Read("default", "a", "step-1")->first_sequence, 1);
+  EXPECT_EQ(store_->Read("default", "a", "step-2")->first_sequence, 2);
+}
+
+// ---- a full disk -----------------------------------------------------------------------------------------------------
+
+TEST_F(HeadComebackTest, FewerCheckpointsToKeepMakeRoomOnAFullDisk) {
+  std::shared_ptr<Head> head = NewHead();
+  for (const char* name : {"step-1", "step-2", "step-3", "step-4"}) Save(head, name);
+  memory_.set_capacity_bytes(memory_.stored_bytes());
+  for (const int64_t keep : {0, 4, 5}) {
+    Restart({}, keep);
+    head = *registry_->Find(kName);
+    EXPECT_OK(head->Take(std::nullopt));
+    EXPECT_REASON(head->Save(head->Describe().epoch, *store_, "step-5", false), kDiskFull) << keep;
+    EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-1", "step-2", "step-3", "step-4"})) << keep;
+  }
+  Restart({}, 3);
+  head = *registry_->Find(kName);
+  EXPECT_OK(head->Take(std::nullopt));
+  Save(head, "step-5");
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-3", "step-4", "step-5"}));
+}
+
+TEST_F(HeadComebackTest, AsManyAsAreKeptStayIfTheNextOneFails) {
+  Start({}, 2);
+  const std::shared_ptr<Head> head = NewHead();
+  for (const char* name : {"step-1", "step-2", "step-3"}) Save(head, name);
+  memory_.set_capacity_bytes(memory_.stored_bytes());
+  EXPECT_REASON(head->Save(head->Describe().epoch, *store_, "step-4", false), kDiskFull);
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-2", "step-3"}));
+  EXPECT_REASON(head->Save(head->Describe().epoch, *store_, "step-2", /*overwrite=*/true), kDiskFull);
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-2", "step-3"}));
+}
+
+// ---- deleting --------------------------------------------------------------------------------------------------------
+
+TEST_F(HeadComebackTest, ADeletedHeadDoesNotComeBackAndItsSuccessorDoes) {
+  Save(NewHead(), "old");
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
+  EXPECT_TRUE(Restart().empty());
+  EXPECT_EQ(store_->List("default", "a")->size(), 1u);
+  NewHead();
+  EXPECT_TRUE(Restart().empty());  // it was never saved: not from what the former one left
+  Save(NewHead(kName, SmallSpec(), 5), "new");
+  const std::vector<HeadRegistry::Comeback> comebacks = Restart();
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_EQ(comebacks[0].checkpoint, "new");
+}
+
+TEST_F(HeadComebackTest, ARefusedDeletionForgetsNothing) {
+  const std::shared_ptr<Head> head = NewHead();
+  Save(head, "x");
+  EXPECT_REASON(registry_->Delete(kName, NewEpoch(), true, store_.get()), kEpochFenced);
+  MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
+  EXPECT_OK(call.Run(engine_));
+  EXPECT_REASON(registry_->Delete(kName, std::nullopt, false, store_.get()), kHeadInUse);
+  EXPECT_EQ(*registry_->Find(kName), head);
+  EXPECT_EQ(Restart().size(), 1u);
+}
+
+TEST_F(HeadComebackTest, AHeadThatIsNotThereIsForgottenIfTheStoreKnowsIt) {
+  EXPECT_REASON(registry_->Delete(kName, std::nullopt, true, store_.get()), kHeadNotFound);
+  Save(NewHead(), "x");
+  Start();  // without restoring
+  EXPECT_REASON(registry_->Delete(kName, NewEpoch(), true, store_.get()), kHeadNotFound);
+  EXPECT_REASON(registry_->Delete(kName, std::nullopt, true, nullptr), kHeadNotFound);
+  EXPECT_TRUE(IsLive());
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
+  EXPECT_FALSE(IsLive());
+  EXPECT_REASON(registry_->Delete(kName, std::nullopt, false, store_.get()), kHeadNotFound);
+  EXPECT_EQ(registry_->size(), 0);
+}
+
+TEST_F(HeadComebackTest, AStoreThatCannotForgetIsToldAndAskedAgain) {
+  Save(NewHead(), "x");
+  files_.Reset();
+  files_.FailAt(0, MakeError(ErrorReason::kInternal, "the disk is gone"));
+  EXPECT_REASON(registry_->Delete(kName, std::nullopt, false, store_.get()), kInternal);
+  EXPECT_REASON(registry_->Find(kName), kHeadNotFound);
+  EXPECT_EQ(registry_->size(), 0);
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
+  EXPECT_TRUE(Restart().empty());
+}
+
+TEST_F(HeadComebackTest, DeletingBreaksWhatKeepsTheHeadAlive) {
+  std::weak_ptr<Head> gone;
+  bool held = false;
+  {
+    const std::shared_ptr<Head> head = NewHead();
+    gone = head;
+    MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
+    call.Explicit().submission().late_token_factors = true;
+    call.submission().hold = [&] {
+      held = true;
+      return std::shared_ptr<const void>(&held,
+                                         [](const void* flag) { *const_cast<bool*>(static_cast<const bool*>(flag)) = false; });
+    };
+    EXPECT_OK(call.Run(engine_));
+    EXPECT_TRUE(held);
+  }
+  EXPECT_FALSE(gone.expired());
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, true, store_.get()));
+  EXPECT_FALSE(held);
+  EXPECT_TRUE(gone.expired());
+}
+
+TEST_F(HeadComebackTest, ASaveThatRunsWhileTheHeadIsDeletedDoesNotBringItBack) {
+  const std::shared_ptr<Head> head = NewHead();
+  absl::Notification computing, go_on;
+  engine_.control().during_compute = [&] {
+    if (computing.HasBeenNotified()) return;
+    computing.Notify();
+    go_on.WaitForNotification();
+  };
+  std::thread computer([&] {
+    MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
+    EXPECT_OK(call.ForwardOnly().Run(engine_));
+  });
+  computing.WaitForNotification();
+  // Waits for the computation; finds the head retired or not.
+  std::thread saver([&] { head->Save(head->Describe().epoch, *store_, "late", false).IgnoreError(); });
+  std::atomic<bool> deleted = false;
+  std::atomic<bool> created_anew = false;
+  std::thread deleter([&] {
+    EXPECT_OK(registry_->Delete(kName, std::nullopt, true, store_.get()));
+    deleted = true;
+  });
+  while (registry_->Find(kName).ok()) std::this_thread::yield();  // decided at once
+  // The name is not free yet: a creation waits.
+  std::thread creator([&] {
+    const absl::StatusOr<HeadRegistry::Created> created = registry_->Create(kName, SmallSpec());
+    EXPECT_OK(created);
+    EXPECT_NE(created->head, head);
+    created_anew = true;
+  });
+  absl::SleepFor(absl::Milliseconds(10));
+  EXPECT_FALSE(deleted);
+  EXPECT_FALSE(created_anew);
+  EXPECT_REASON(registry_->Find(kName), kHeadNotFound);
+  EXPECT_REASON(registry_->Delete(kName, std::nullopt, true, store_.get()), kHeadNotFound);
+  go_on.Notify();
+  for (std::thread* thread : {&computer, &saver, &deleter, &creator}) thread->join();
+  EXPECT_FALSE(IsLive());
+  EXPECT_EQ(registry_->size(), 1);
+}
+
+// ---- idle heads ------------------------------------------------------------------------------------------------------
+
+TEST_F(HeadComebackTest, HeadsThatNobodyNamesExpire) {
+  NewHead({"default", "a"});
+  NewHead({"default", "b"});
+  NewHead({"default", "c"});
+  now_ += absl::Seconds(9);
+  EXPECT_TRUE(registry_->ExpireIdle(absl::Seconds(10), nullptr, false).empty());
+  EXPECT_OK(registry_->Find({"default", "b"}));
+  EXPECT_OK(registry_->Create({"default", "c"}, SmallSpec(), IfExists::kAttachIfSameSpec));
+  now_ += absl::Seconds(1);
+  registry_->ListAll();  // is no use
+  registry_->List("default", "", 10);
+  const std::vector<HeadName> expired = registry_->ExpireIdle(absl::Seconds(10), nullptr, false);
+  ASSERT_EQ(expired.size(), 1u);
+  EXPECT_EQ(expired[0].ToString(), "tenants/default/heads/a");
+  EXPECT_EQ(registry_->size(), 2);
+  now_ += absl::Seconds(9);
+  EXPECT_EQ(registry_->ExpireIdle(absl::Seconds(10), nullptr, false).size(), 2u);
+  EXPECT_EQ(registry_->size(), 0);
+}
+
+TEST_F(HeadComebackTest, AnExpiredHeadDoesNotComeBackAndItsOpenStepGoes) {
+  const std::shared_ptr<Head> head = NewHead();
+  Save(head, "x");
+  MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
+  EXPECT_OK(call.Explicit().Run(engine_));
+  EXPECT_TRUE(head->InUse());
+  now_ += absl::Hours(1);
+  EXPECT_EQ(registry_->ExpireIdle(absl::Hours(1), store_.get(), false).size(), 1u);
+  EXPECT_REASON(CommitTo(head, KeyOf(*head), 0, 0, 1), kHeadNotFound);
+  EXPECT_TRUE(Restart().empty());
+}
+
+TEST_F(HeadComebackTest, IdleHeadsAreSavedFirstIfAsked) {
+  const std::shared_ptr<Head> head = NewHead();
+  DoStep(head);
+  Save(head, "idle-1");  // is replaced
+  const std::vector<float> weight = ReadWeight(*head);
+  NewHead({"default", "teacher"}, FrozenSpec(), 2);
+  now_ += absl::Hours(1);
+  EXPECT_EQ(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).size(), 2u);
+  EXPECT_FALSE(IsLive());
+  const std::shared_ptr<Head> again = NewHead();
+  EXPECT_OK(again->Restore(again->Describe().epoch, *store_, "idle-1"));
+  EXPECT_EQ(ReadWeight(*again), weight);
+  EXPECT_EQ(store_->Read("default", "a", "idle-1")->sequence, 2);
+  EXPECT_OK(store_->Read("default", "teacher", "idle-0"));
+}
+
+TEST_F(HeadComebackTest, AHeadThatCannotBeSavedStays) {
+  const std::shared_ptr<Head> head = NewHead();
+  now_ += absl::Hours(1);
+  EXPECT_TRUE(registry_->ExpireIdle(absl::Hours(1), nullptr, true).empty());
+  memory_.set_capacity_bytes(1);
+  EXPECT_TRUE(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).empty());
+  EXPECT_FALSE(head->InUse());
+  memory_.set_capacity_bytes(INT64_MAX);
+  EXPECT_EQ(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).size(), 1u);
+}
+
+TEST_F(HeadComebackTest, HeadsThatHaveChangedAreSaved) {
+  const std::shared_ptr<Head> saved = NewHead();
+  Save(saved, "x");
+  const std::shared_ptr<Head> changed = NewHead({"default", "b"});
+  Save(changed, "x");
+  DoStep(changed);
+  NewHead({"default", "teacher"}, FrozenSpec(), 2);
+  EXPECT_OK(registry_->Create({"default", "loading"}, SmallSpec()));
+  const auto names = [&](absl::Time deadline) {
+    std::vector<std::string> all;
+    for (const auto& [name, status] : registry_->SaveChanged(*store_, "drain", deadline)) {
+      all.push_back(absl::StrCat(name.head, status.ok() ? "" : absl::StrCat(" ", headwater::testing::ReasonOf(status))));
+    }
+    return all;
+  };
+  const absl::Time later = absl::InfiniteFuture();
+  EXPECT_EQ(names(absl::InfinitePast()), (std::vector<std::string>{"b DEADLINE_EXCEEDED", "teacher DEADLINE_EXCEEDED"}));
+  memory_.set_capacity_bytes(1);
+  EXPECT_EQ(names(later), (std::vector<std::string>{"b DISK_FULL", "teacher DISK_FULL"}));
+  memory_.set_capacity_bytes(INT64_MAX);
+  EXPECT_EQ(names(later), (std::vector<std::string>{"b", "teacher"}));
+  EXPECT_TRUE(names(later).empty());
+  // A step that is closed changes a head even if its weights stay; so does what a trainer restores.
+  EXPECT_OK(changed->DiscardGradient(KeyOf(*changed)));
+  EXPECT_OK(saved->Take(std::nullopt, {saved->Describe().epoch}));
+  EXPECT_OK(saved->Restore(saved->Describe().epoch, *store_, "x"));
+  EXPECT_TRUE(saved->Describe().recovers_epochs.empty());
+  EXPECT_EQ(names(later), (std::vector<std::string>{"a", "b"}));
+  // A head is saved anew if one of its checkpoints was deleted: it may have been the one that has it.
+  ASSERT_TRUE(*store_->Remove("default", "b", "drain"));
+  changed->CheckpointRemoved(*store_);
+  EXPECT_EQ(names(later), (std::vector<std::string>{"b"}));
+
+  const std::vector<HeadRegistry::Comeback> comebacks = Restart();
+  ASSERT_EQ(comebacks.size(), 3u);
+  for (const HeadRegistry::Comeback& comeback : comebacks) EXPECT_EQ(comeback.checkpoint, "drain");
+  EXPECT_EQ((*registry_->Find({"default", "b"}))->Describe().open_step, 2);
+  // Brought back, and taken: that is what the checkpoint is.
+  const std::shared_ptr<Head> back = *registry_->Find(kName);
+  EXPECT_TRUE(names(later).empty());
+  EXPECT_OK(back->Take(back->Describe().epoch));
+  EXPECT_TRUE(names(later).empty());
+}
+
+TEST_F(HeadComebackTest, AHeadThatIsBeingSetCostsNoOtherItsSave) {
+  const std::shared_ptr<Head> busy = NewHead();
+  NewHead({"default", "b"});
+  NewHead({"default", "c"});
+  absl::Notification setting, go_on;
+  std::thread setter([&] { SetSlowly(busy, setting, go_on); });
+  setting.WaitForNotification();
+  const auto outcomes = registry_->SaveChanged(*store_, "drain", observability::MonotonicNow() + absl::Milliseconds(200));
+  ASSERT_EQ(outcomes.size(), 3u);
+  EXPECT_EQ(outcomes[0].first.head, "b");
+  EXPECT_OK(outcomes[0].second);
+  EXPECT_EQ(outcomes[1].first.head, "c");
+  EXPECT_OK(outcomes[1].second);
+  EXPECT_EQ(outcomes[2].first.head, "a");
+  EXPECT_REASON(outcomes[2].second, kDeadlineExceeded);
+  std::thread freer([&] {
+    absl::SleepFor(absl::Milliseconds(30));
+    go_on.Notify();
+  });
+  // One that becomes free in time is saved, too.
+  const auto rest = registry_->SaveChanged(*store_, "drain", absl::InfiniteFuture());
+  ASSERT_EQ(rest.size(), 1u);
+  EXPECT_EQ(rest[0].first.head, "a");
+  EXPECT_OK(rest[0].second);
+  freer.join();
+  setter.join();
+}
+
+TEST_F(HeadComebackTest, AMicroBatchCanWaitForWeightsBeforeItIsSubmitted) {
+  const std::shared_ptr<Head> head = NewHead();
+  const std::shared_ptr<Head> other = NewHead({"default", "b"});
+  MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
+  call.ForwardOnly().term().head_epoch.reset();  // allowed in any epoch
+  EXPECT_FALSE(IsBehindFiles(call.submission()));
+  EXPECT_OK(AwaitFiles(call.submission(), {}));
+  absl::Notification setting, go_on;
+  std::thread setter([&] { SetSlowly(head, setting, go_on); });
+  setting.WaitForNotification();
+  EXPECT_TRUE(IsBehindFiles(call.submission()));
+  EXPECT_FALSE(IsBehindFiles(MicroBatchCall(other, 0, 0, {{1, 2, 3}, {2}}).submission()));
+  const WaitLimits short_wait = {observability::MonotonicNow() + absl::Milliseconds(1)};
+  EXPECT_REASON(AwaitFiles(call.submission(), short_wait), kDeadlineExceeded);
+  EXPECT_REASON(AwaitFiles(call.submission(), CancelledWait()), kCancelled);
+  // What is refused anyway does not wait.
+  MicroBatchCall wrong(head, 5, 0, {{1, 2, 3}, {2}});
+  EXPECT_REASON(AwaitFiles(wrong.submission(), AsLongAsItTakes()), kStepMismatch);
+  std::atomic<bool> has_waited = false;
+  std::thread waiter([&] {
+    EXPECT_OK(AwaitFiles(call.submission(), AsLongAsItTakes()));
+    has_waited = true;
+  });
+  absl::SleepFor(absl::Milliseconds(20));
+  EXPECT_FALSE(has_waited);
+  go_on.Notify();
+  setter.join();
+  waiter.join();
+  EXPECT_FALSE(IsBehindFiles(call.submission()));
+  EXPECT_OK(call.Run(engine_));
+}
+
+TEST_F(HeadComebackTest, WhatIsToBeKnownOfTheSumsIsToldWhenTheServerComesBack) {
+  Save(NewHead(), "x");
+  EXPECT_EQ(Restart()[0].note, "");
+  FakeEngine other(2);
+  HeadRegistry elsewhere(other, RegistryLimits(), HeadLimits());
+  const std::vector<HeadRegistry::Comeback> comebacks = elsewhere.RestoreAll(*store_);
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_EQ(comebacks[0].checkpoint, "x");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "sums may differ")) << comebacks[0].note;
+}
+
+TEST_F(HeadComebackTest, AHeadsMemoryIsFreeBeforeItsNameIs) {
+  std::weak_ptr<Head> gone;
+  {
+    const std::shared_ptr<Head> head = NewHead();
+    Save(head, "x");
+    gone = head;
+  }
+  bool has_looked = false;
+  files_.OnNextChange([&] {
+    has_looked = true;
+    EXPECT_TRUE(gone.expired());
+  });
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, true, store_.get()));
+  EXPECT_TRUE(has_looked);
+}
+
+TEST_F(HeadComebackTest, HeadsWithNothingToSaveExpireWithout) {
+  EXPECT_OK(registry_->Create({"default", "loading"}, SmallSpec()));
+  Save(NewHead(), "x");
+  Restart();
+  EXPECT_EQ((*registry_->Find(kName))->Describe().state, HeadState::kRestored);
+  EXPECT_OK(registry_->Create({"default", "loading"}, SmallSpec()));
+  now_ += absl::Hours(1);
+  EXPECT_EQ(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).size(), 2u);
+  EXPECT_EQ(store_->List("default", "a")->size(), 1u);
+}
+
+TEST_F(HeadComebackTest, AHeadThatIsUsedWhileItIsSavedStays) {
+  const std::shared_ptr<Head> head = NewHead();
+  now_ += absl::Hours(1);
+  files_.OnNextChange([&] { EXPECT_OK(registry_->Find(kName)); });
+  EXPECT_TRUE(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).empty());
+  EXPECT_OK(store_->Read("default", "a", "idle-0"));
+  EXPECT_EQ(*registry_->Find(kName), head);
+  EXPECT_OK(head->CheckEpoch(head->Describe().epoch));
+}
+
+TEST_F(HeadComebackTest, AHeadThatIsDeletedWhileItIsSavedGoesOnce) {
+  NewHead();
+  now_ += absl::Hours(1);
+  std::thread deleter;
+  files_.OnNextChange([&] {
+    deleter = std::thread([&] { EXPECT_OK(registry_->Delete(kName, std::nullopt, true, store_.get())); });
+    while (registry_->Find(kName).ok()) std::this_thread::yield();
+  });
+  EXPECT_TRUE(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).empty());
+  deleter.join();
+  EXPECT_EQ(registry_->size(), 0);
+  EXPECT_FALSE(IsLive());
+}
+
+}  // namespace
+}  // namespace headwater::heads

@@ -1,0 +1,426 @@
+// What a head tells and does beside its transactions: descriptions, names at their limits, arguments on their way to the engine,
+// memory that is let go, heads that share a micro-batch.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "head_test_util.h"
+#include "server/heads/head_name.h"
+#include "server/heads/head_registry.h"
+#include "server/heads/weights/numerics.h"
+
+namespace headwater::heads {
+namespace {
+
+using headwater::testing::FakeControl;
+using headwater::testing::FakeEngine;
+using headwater::testing::FakeHead;
+using headwater::testing::KeyOf;
+using headwater::testing::MakeReadyHead;
+using headwater::testing::MicroBatchCall;
+using headwater::testing::Payload;
+using headwater::testing::SetWeights;
+using headwater::testing::SmallSpec;
+
+const Payload kRow = {{1, 2, 3}, {2}};
+const absl::Status kEngineError = MakeError(ErrorReason::kEngineFailed, "the device is gone");
+
+// An engine that remembers what its computations were to wait for, and whose heads the last update that they were asked for.
+class RecordingEngine : public FakeEngine {
+ public:
+  absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) override {
+    awaited.push_back(micro_batch.after);
+    terms.push_back(micro_batch.terms.size());
+    outputs.push_back(0);
+    for (const LossTerm& term : micro_batch.terms) {
+      for (const float* output : {term.token_loss, term.lse, term.target_log_probability, term.entropy}) {
+        outputs.back() += output != nullptr ? 1 : 0;
+      }
+      outputs.back() += term.argmax != nullptr ? 1 : 0;
+    }
+    return FakeEngine::DoCompute(micro_batch);
+  }
+  absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override {
+    return std::make_unique<RecordingHead>(spec, control(), last_step);
+  }
+  OptimizerStep last_step;
+  std::vector<const DeviceEvent*> awaited;
+  std::vector<int> outputs;  // how many of each computation
+  std::vector<size_t> terms;
+
+ private:
+  class RecordingHead : public FakeHead {
+   public:
+    RecordingHead(const HeadSpec& spec, FakeControl& control, OptimizerStep& last_step)
+        : FakeHead(spec, 1, control), last_step_(last_step) {}
+    absl::Status DoApplyOptimizer(const OptimizerStep& step) override {
+      last_step_ = step;
+      return FakeHead::DoApplyOptimizer(step);
+    }
+
+   private:
+    OptimizerStep& last_step_;
+  };
+};
+
+ApplyArguments With(std::optional<double> ApplyArguments::*member, double value) {
+  ApplyArguments arguments;
+  arguments.*member = value;
+  return arguments;
+}
+
+HeadSpec WithBias() {
+  HeadSpec spec = SmallSpec();
+  spec.has_bias = true;
+  return spec;
+}
+
+TEST(HeadDetailsTest, ADescriptionTellsAll) {
+  FakeEngine engine(2);
+  const absl::Time before = absl::Now();
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec(), "described");
+  const HeadInfo info = head->Describe();
+  EXPECT_EQ(info.name.head, "described");
+  EXPECT_EQ(info.shards.size(), 2u);
+  EXPECT_EQ(info.plan.total_bytes, engine.PlanHead(SmallSpec())->total_bytes);
+  EXPECT_GT(info.plan.total_bytes, 0);
+  EXPECT_GE(info.create_time, before);
+  EXPECT_LE(info.create_time, absl::Now());
+  EXPECT_EQ(info.spec.vocab_size, SmallSpec().vocab_size);
+}
+
+TEST(HeadDetailsTest, OverridesOfAdamWReachTheEngineOneByOne) {
+  RecordingEngine engine;
+  HeadSpec spec = SmallSpec();
+  AdamWSpec adamw;
+  adamw.beta1 = 0.5;
+  adamw.beta2 = 0.25;
+  adamw.epsilon = 0.125;
+  adamw.weight_decay = 2;
+  spec.optimizer = adamw;
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, spec);
+  const auto apply = [&](const ApplyArguments& arguments) {
+    EXPECT_OK(head->Apply(KeyOf(*head), int64_t{0}, arguments));
+    return std::get<AdamWSpec>(engine.last_step.settings);
+  };
+  const auto expect = [](const AdamWSpec& actual, double beta1, double beta2, double epsilon, double weight_decay) {
+    EXPECT_EQ(actual.beta1, beta1);
+    EXPECT_EQ(actual.beta2, beta2);
+    EXPECT_EQ(actual.epsilon, epsilon);
+    EXPECT_EQ(actual.weight_decay, weight_decay);
+  };
+  expect(apply(ApplyArguments()), 0.5, 0.25, 0.125, 2);
+  expect(apply(With(&ApplyArguments::beta1, 0.75)), 0.75, 0.25, 0.125, 2);
+  expect(apply(With(&ApplyArguments::beta2, 0.75)), 0.5, 0.75, 0.125, 2);
+  expect(apply(With(&ApplyArguments::epsilon, 0)), 0.5, 0.25, 0, 2);
+  expect(apply(With(&ApplyArguments::weight_decay, 0)), 0.5, 0.25, 0.125, 0);
+  EXPECT_EQ(engine.last_step.update_count, 5);
+  EXPECT_REASON(head->Apply(KeyOf(*head), int64_t{0}, With(&ApplyArguments::beta1, 1.0)), kInvalidField);
+  EXPECT_REASON(head->Apply(KeyOf(*head), int64_t{0}, With(&ApplyArguments::beta2, -0.5)), kInvalidField);
+  EXPECT_REASON(head->Apply(KeyOf(*head), int64_t{0}, With(&ApplyArguments::epsilon, -1)), kInvalidField);
+  EXPECT_REASON(head->Apply(KeyOf(*head), int64_t{0}, With(&ApplyArguments::weight_decay, -1)), kInvalidField);
+  EXPECT_REASON(head->Apply(KeyOf(*head), int64_t{0}, With(&ApplyArguments::max_grad_norm, 0.0)), kInvalidField);
+}
+
+TEST(HeadDetailsTest, OverridesOfSgdReachTheEngineOneByOne) {
+  RecordingEngine engine;
+  HeadSpec spec = SmallSpec();
+  SgdSpec sgd;
+  sgd.momentum = 0.5;
+  sgd.weight_decay = 2;
+  spec.optimizer = sgd;
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, spec);
+  const auto apply = [&](const ApplyArguments& arguments) {
+    EXPECT_OK(head->Apply(KeyOf(*head), int64_t{0}, arguments));
+    return std::get<SgdSpec>(engine.last_step.settings);
+  };
+  EXPECT_EQ(apply(ApplyArguments()).momentum, 0.5);
+  EXPECT_EQ(apply(ApplyArguments()).weight_decay, 2);
+  EXPECT_EQ(apply(With(&ApplyArguments::momentum, 0.0)).momentum, 0);
+  EXPECT_EQ(apply(With(&ApplyArguments::weight_decay, 1.0)).weight_decay, 1);
+  EXPECT_EQ(apply(With(&ApplyArguments::weight_decay, 1.0)).momentum, 0.5);
+}
+
+TEST(HeadDetailsTest, ALostHeadNeedsAllItsTensorsAgain) {
+  FakeEngine engine;
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, WithBias());
+  ASSERT_EQ(head->Describe().state, HeadState::kReady);
+  engine.control().FailNext("ZeroGradient", kEngineError);
+  EXPECT_REASON(head->DiscardGradient(KeyOf(*head)), kEngineFailed);
+  const std::vector<float> bias(5, 1.0f), weight(15, 1.0f);
+  EXPECT_OK(head->SetTensor(head->Describe().epoch, HeadTensor::kBias, DataType::kFloat32, bias.data(), 20));
+  EXPECT_EQ(head->Describe().state, HeadState::kLoading);
+  const absl::Status refused = head->ReadWeights(HeadTensor::kBias, 0, 5, std::vector<float>(5).data(), std::nullopt);
+  EXPECT_REASON(refused, kWeightsNotLoaded);
+  EXPECT_EQ(GetErrorMetadata(refused).at("missing"), "weight");
+  EXPECT_OK(head->SetTensor(head->Describe().epoch, HeadTensor::kWeight, DataType::kFloat32, weight.data(), 60));
+  EXPECT_EQ(head->Describe().state, HeadState::kReady);
+}
+
+// Half of the new weights, that wait for the other half.
+std::weak_ptr<const void> ReplaceWeightAlone(Head& head) {
+  EXPECT_OK(head.Seal(KeyOf(head), int64_t{0}, {}));
+  auto values = std::make_shared<std::vector<float>>(15, 1.0f);
+  ShadowTensor tensor;
+  tensor.data = std::shared_ptr<const void>(values, values->data());
+  tensor.byte_count = 60;
+  const absl::StatusOr<ReplaceReply> reply = head.Replace(KeyOf(head), tensor);
+  EXPECT_OK(reply);
+  EXPECT_FALSE(reply.ok() && reply->closed);
+  return tensor.data;
+}
+
+TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWithTheHead) {
+  FakeEngine engine;
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, WithBias());
+  const std::weak_ptr<const void> values = ReplaceWeightAlone(*head);
+  EXPECT_FALSE(values.expired());
+  head->Retire();
+  EXPECT_TRUE(values.expired());
+}
+
+TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWhenTheHeadIsLost) {
+  FakeEngine engine;
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, WithBias());
+  const std::weak_ptr<const void> values = ReplaceWeightAlone(*head);
+  engine.control().FailNext("ZeroGradient", kEngineError);
+  EXPECT_REASON(head->DiscardGradient(KeyOf(*head)), kEngineFailed);
+  EXPECT_TRUE(values.expired());
+}
+
+TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWhereItsRoomIsNeeded) {
+  FakeEngine engine;
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, WithBias());
+  const std::weak_ptr<const void> values = ReplaceWeightAlone(*head);
+  const int other = 0;
+  EXPECT_FALSE(head->DropShadow(&other));
+  EXPECT_FALSE(values.expired());
+  EXPECT_TRUE(head->DropShadow(values.lock().get()));
+  EXPECT_TRUE(values.expired());
+  // The step is as it was, and needs both of them now.
+  const std::vector<float> bias(5, 2.0f);
+  ShadowTensor tensor;
+  tensor.tensor = HeadTensor::kBias;
+  tensor.data = std::shared_ptr<const void>(std::shared_ptr<const void>(), bias.data());
+  tensor.byte_count = 20;
+  const absl::StatusOr<ReplaceReply> alone = head->Replace(KeyOf(*head), tensor);
+  ASSERT_OK(alone);
+  EXPECT_FALSE(alone->closed);
+  const std::vector<float> weight(15, 1.0f);
+  tensor.tensor = HeadTensor::kWeight;
+  tensor.data = std::shared_ptr<const void>(std::shared_ptr<const void>(), weight.data());
+  tensor.byte_count = 60;
+  const absl::StatusOr<ReplaceReply> both = head->Replace(KeyOf(*head), tensor);
+  ASSERT_OK(both);
+  EXPECT_TRUE(both->closed);
+  EXPECT_EQ(head->Describe().open_step, 1);
+}
+
+TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWhenARunTakesOver) {
+  FakeEngine engine;
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, WithBias());
+  const std::weak_ptr<const void> values = ReplaceWeightAlone(*head);
+  EXPECT_OK(head->Take(std::nullopt));
+  EXPECT_TRUE(values.expired());
+}
+
+TEST(HeadDetailsTest, EveryComputationOfAMicroBatchWaitsForItsSender) {
+  RecordingEngine engine;
+  HeadSpec spec = SmallSpec();
+  spec.staging_slots = 0;  // so that what must be finite is computed twice
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, spec);
+  const DeviceEvent event;
+  MicroBatchCall call(head, 0, 0, kRow);
+  call.Refuse().submission().hold = [] { return std::make_shared<const int>(0); };
+  call.submission().after = &event;
+  EXPECT_OK(call.Run(engine));
+  EXPECT_EQ(engine.awaited, (std::vector<const DeviceEvent*>{&event, &event}));
+}
+
+TEST(HeadDetailsTest, WhatIsComputedAgainWritesOutputsOnce) {
+  for (const bool held : {false, true}) {
+    RecordingEngine engine;
+    HeadSpec spec = SmallSpec();
+    spec.staging_slots = 0;
+    const std::shared_ptr<Head> head = MakeReadyHead(engine, spec);
+    float values[4];
+    int32_t argmax;
+    MicroBatchCall call(head, 0, 0, kRow);
+    call.submission().hold = [] { return std::make_shared<const int>(0); };
+    LossTerm& term = call.term().term;
+    term.token_loss = values;
+    term.lse = values + 1;
+    term.target_log_probability = values + 2;
+    term.entropy = values + 3;
+    term.argmax = &argmax;
+    held ? call.Explicit() : call.Refuse();
+    EXPECT_OK(call.Run(engine));
+    if (held) {
+      EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 0, 0, 1));
+    }
+    EXPECT_EQ(engine.outputs, (std::vector<int>{5, 0})) << held;
+  }
+}
+
+TEST(HeadDetailsTest, WhatIsHeldForgetsTermsThatAddNothing) {
+  RecordingEngine engine;
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec());
+  HeadSpec frozen = SmallSpec();
+  frozen.trainable = false;
+  frozen.optimizer = std::monostate();
+  frozen.staging_slots = 0;
+  MicroBatchCall call(head, 0, 0, kRow);
+  call.Explicit().submission().late_token_factors = true;
+  call.submission().hold = [] { return std::make_shared<const int>(0); };
+  {
+    const std::shared_ptr<Head> beside = MakeReadyHead(engine, frozen, "frozen");
+    call.submission().terms.push_back(MicroBatchCall(beside, 0, 0, kRow).term());
+    call.submission().terms.back().term.targets = call.term().term.targets;
+    EXPECT_OK(call.Run(engine));
+    call.submission().terms.pop_back();
+  }
+  // Its head is gone, and the commit does not need it.
+  EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 0, 0, 1));
+  EXPECT_EQ(engine.terms, (std::vector<size_t>{2, 1}));
+}
+
+TEST(HeadDetailsTest, WhereSumsAreCutIsPartOfTheirNumerics) {
+  FakeEngine engine(2);
+  const auto numerics = [&engine](int64_t vocab_size) {
+    return DescribeNumerics(engine, **engine.CreateHead(SmallSpec(vocab_size)));
+  };
+  EXPECT_EQ(numerics(5), numerics(5));
+  EXPECT_NE(numerics(5), numerics(6));  // as many shards, of other rows
+}
+
+TEST(HeadDetailsTest, AHeadThatIsToGoTakesNoMoreCalls) {
+  FakeEngine engine;
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec());
+  EXPECT_OK(head->TryRetire(std::nullopt, /*force=*/false));
+  EXPECT_REASON(head->CheckEpoch(head->Describe().epoch), kHeadNotFound);
+}
+
+// A micro-batch of two heads, undecided.
+class SharedMicroBatchTest : public ::testing::Test {
+ protected:
+  void Stage(int64_t id, const std::optional<SessionId>& session) {
+    MicroBatchCall call(first_, 0, id, kRow);
+    MicroBatchCall other(second_, 0, id, kRow);
+    call.Explicit().submission().session = session;
+    call.submission().terms.push_back(other.submission().terms[0]);
+    EXPECT_OK(call.Run(engine_));
+  }
+  static ContributionState StateIn(const Head& head, int64_t id) {
+    return head.GetSteps(head.Describe().epoch)->first.micro_batches.at(id).state;
+  }
+
+  FakeEngine engine_;
+  std::shared_ptr<Head> first_ = MakeReadyHead(engine_, SmallSpec(), "first");
+  std::shared_ptr<Head> second_ = MakeReadyHead(engine_, SmallSpec(), "second");
+};
+
+TEST_F(SharedMicroBatchTest, GoesWithEitherHead) {
+  Stage(0, std::nullopt);
+  ASSERT_EQ(StateIn(*second_, 0), ContributionState::kStaged);
+  first_.reset();
+  EXPECT_EQ(StateIn(*second_, 0), ContributionState::kDiscarded);
+}
+
+TEST_F(SharedMicroBatchTest, IsCountedOnceWhenItsSessionEnds) {
+  const SessionId session{7};
+  Stage(0, session);
+  Stage(1, session);
+  EXPECT_EQ(first_->DropSession(SessionId{8}), 0);
+  EXPECT_EQ(first_->DropSession(session), 2);
+  EXPECT_EQ(second_->DropSession(session), 0);
+  EXPECT_EQ(StateIn(*second_, 1), ContributionState::kDiscarded);
+}
+
+TEST_F(SharedMicroBatchTest, ItsDecisionNamesBothHeads) {
+  Stage(0, std::nullopt);
+  const absl::Status refused = Commit({{first_, KeyOf(*first_)}}, 0, 0, {}, std::nullopt).status();
+  EXPECT_REASON(refused, kInvalidCombination);
+  EXPECT_EQ(GetErrorMetadata(refused).at("field"), "heads");
+  EXPECT_EQ(GetErrorMetadata(refused).at("expected"), "2");
+  EXPECT_EQ(GetErrorMetadata(refused).at("actual"), "1");
+}
+
+TEST(HeadDetailsTest, RowsOfAnAddedGradientMustBeTheHeads) {
+  FakeEngine engine;
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec());
+  const StepKey key = KeyOf(*head);
+  const std::vector<float> rows(30);
+  const auto add = [&](int64_t id, int64_t start, int64_t count) {
+    EXPECT_EQ(headwater::testing::ReasonOf(head->CheckAddGradient(key, id, 0, start, count)),
+              headwater::testing::ReasonOf(head->AddGradient(key, id, 0, Digest{}, {start, count, rows.data(), 1}, nullptr)));
+    return headwater::testing::ReasonOf(head->AddGradient(key, id, 0, Digest{}, {start, count, rows.data(), 1}, nullptr));
+  };
+  EXPECT_EQ(add(0, 0, 5), "OK");
+  EXPECT_EQ(add(1, 4, 1), "OK");
+  for (const auto& [start, count] : std::vector<std::pair<int64_t, int64_t>>{{-1, 1}, {0, 0}, {0, 6}, {5, 1}, {4, 2}, {0, -1}}) {
+    EXPECT_EQ(add(2, start, count), "CHUNK_OUT_OF_RANGE") << start << " " << count;
+  }
+  EXPECT_EQ(KeyOf(*head).step, 0);
+  HeadSpec frozen = SmallSpec();
+  frozen.trainable = false;
+  frozen.optimizer = {};
+  const std::shared_ptr<Head> teacher = MakeReadyHead(engine, frozen, "teacher");
+  EXPECT_REASON(teacher->CheckAddGradient({teacher->Describe().epoch, 0}, 0, 0, 0, 1), kHeadNotTrainable);
+  EXPECT_REASON(teacher->Seal({teacher->Describe().epoch, 0}, int64_t{0}, {}), kHeadNotTrainable);
+}
+
+TEST(HeadDetailsTest, NamesAtTheEndsOfTheirAlphabet) {
+  for (const char* id : {"a", "z", "0", "9", "a9z0", "z-a", "9.0"}) {
+    EXPECT_OK(ParseHeadName(std::string("tenants/") + id + "/heads/" + id, "name"));
+  }
+  for (const char* id : {"`", "{", "/", ":", "a`", "9:", "-a", "a-", "A"}) {
+    EXPECT_REASON(ParseHeadName(std::string("tenants/t/heads/") + id, "name"), kInvalidName) << id;
+  }
+  for (const char* name : {"tenants/abc", "tenantz/a/heads/b", "tenants/a/headz/b", "tenants/a"}) {
+    EXPECT_REASON(ParseHeadName(name, "name"), kInvalidName) << name;
+  }
+}
+
+TEST(HeadDetailsTest, AWrongNameIsQuotedSafely) {
+  const auto quoted = [](const std::string& name) { return GetErrorMetadata(ParseHeadName(name, "name").status()).at("actual"); };
+  EXPECT_EQ(quoted("a\nb\x1f\x7f\x80 ~"), "a?b??? ~");
+  const std::string longest(160, 'x');
+  EXPECT_EQ(quoted(longest), longest);
+  EXPECT_EQ(quoted(longest + "y"), longest + "...");
+}
+
+RegistryLimits Limits(int64_t heads, int64_t heads_per_tenant, int64_t tenant_bytes) {
+  RegistryLimits limits;
+  limits.max_heads = heads;
+  limits.max_heads_per_tenant = heads_per_tenant;
+  limits.max_tenant_memory_bytes = tenant_bytes;
+  return limits;
+}
+
+TEST(HeadDetailsTest, QuotasSayWhatIsThere) {
+  FakeEngine engine;
+  {
+    HeadRegistry registry(engine, Limits(5, 1, 0), HeadLimits());
+    EXPECT_OK(registry.Create({"default", "a"}, SmallSpec()));
+    const auto metadata = GetErrorMetadata(registry.Create({"default", "b"}, SmallSpec()).status());
+    EXPECT_EQ(metadata.at("limit"), "max_heads_per_tenant");
+    EXPECT_EQ(metadata.at("actual"), "2");
+  }
+  {
+    HeadRegistry registry(engine, Limits(1, 5, 0), HeadLimits());
+    EXPECT_OK(registry.Create({"default", "a"}, SmallSpec()));
+    const auto metadata = GetErrorMetadata(registry.Create({"default", "b"}, SmallSpec()).status());
+    EXPECT_EQ(metadata.at("limit"), "max_heads");
+    EXPECT_EQ(metadata.at("actual"), "2");
+  }
+  HeadRegistry registry(engine, Limits(5, 5, 1), HeadLimits());
+  const auto metadata = GetErrorMetadata(registry.Create({"default", "a"}, SmallSpec()).status());
+  EXPECT_EQ(metadata.at("limit"), "max_tenant_memory_bytes");
+}
+
+}  // namespace
+}  // namespace headwater::heads
