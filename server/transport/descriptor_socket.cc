@@ -189,7 +189,7 @@ class DescriptorSocket::Impl {
     ucred peer{};
     socklen_t length = sizeof(peer);
     if (getsockopt(accepted.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) return;
-    // One that is not allowed is told so after its packet: a connection that is closed with a packet unread loses the answer.
+    // A forbidden client is refused after its packet: closing a connection with an unread packet loses the answer.
     const bool allowed = options_.any_user || peer.uid == geteuid() || peer.uid == 0;
     connections->push_back({std::move(accepted), peer.uid, allowed, MonotonicNow() + options_.request_timeout});
   }

@@ -74,7 +74,7 @@ absl::StatusOr<std::shared_ptr<PinnedBlock>> PinnedPool::State::Allocate(int64_t
   Freed freed;
   {
     absl::MutexLock lock(&mutex_);
-    // The one that was used last: its pages are the likeliest to be in a cache.
+    // The block that was used last: its pages are the likeliest to be in a cache.
     const auto found = std::find_if(idle_.rbegin(), idle_.rend(), [&](const Idle& idle) { return idle.memory->bytes() == size; });
     if (found != idle_.rend()) {
       memory = std::move(found->memory);

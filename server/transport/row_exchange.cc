@@ -134,7 +134,7 @@ void RowExchange::GradReady(int64_t row_end) {
 
 RowExchange::GradRows RowExchange::PeekGrad() const {
   if (!broken_.ok() || grad_taken_ >= grad_ready_) return {};
-  // A short piece only at the very end: the rows behind it come soon.
+  // A short piece is only handed out at the very end: further rows come soon.
   const int64_t count = std::min(grad_piece_rows_, grad_rows_ - grad_taken_);
   if (grad_taken_ + count > grad_ready_) return {};
   return {grad_taken_, count};

@@ -1,11 +1,10 @@
 // RowExchange: where the rows of one micro-batch come together, and where its gradient is handed out.
 //
-// In:  whoever has rows of a tensor claims their place, writes them there and delivers them: Claim(), copy, Deliver(). Many at
-// once;
-//      each row exactly once, in any order. The computation waits for the first rows of all tensors.
-// Out: the computation says how many rows of the gradient are final; whoever can send takes the next ones.
+// In:  a call that has rows of a tensor claims their place, writes them there and delivers them: Claim(), copy, Deliver().
+//      Many at once; each row exactly once, in any order. The computation waits for the first rows of all tensors.
+// Out: the computation reports how many rows of the gradient are final; a caller that can send takes the next ones.
 //
-// Break() ends it for everybody: what waits returns its status, nothing is claimed or handed out any more.
+// Break() ends it for all callers: waiting calls return its status, and no more rows are claimed or handed out.
 //
 // Thread-safe. No call but AwaitRows() and AwaitChange() waits for anything.
 #ifndef HEADWATER_SERVER_TRANSPORT_ROW_EXCHANGE_H_
@@ -38,7 +37,7 @@ class RowExchange {
   // Consecutive rows of the gradient.
   struct GradRows {
     int64_t row_start = 0;
-    int64_t row_count = 0;  // 0: there are none
+    int64_t row_count = 0;  // 0: no rows
   };
 
   // `row_count`: of the micro-batch.
@@ -47,26 +46,24 @@ class RowExchange {
   RowExchange& operator=(const RowExchange&) = delete;
 
   // ---- rows in
-  // The place of rows [row_start, row_start + row_count) of tensor `index`, which nobody else gets from now on. kChunkOutOfRange
-  // (outside the tensor, no rows, or rows that somebody has claimed), kDataLengthMismatch, or the status of Break(). `field` names
-  // the chunk in messages.
+  // The place of rows [row_start, row_start + row_count) of tensor `index`, reserved for this caller. kChunkOutOfRange (outside the
+  // tensor, no rows, or claimed rows), kDataLengthMismatch, or the status of Break(). `field` names the chunk in messages.
   absl::StatusOr<uint8_t*> Claim(size_t index, int64_t row_start, int64_t row_count, int64_t data_bytes, const std::string& field);
   // The claimed rows have been written.
   void Deliver(size_t index, int64_t row_start, int64_t row_count);
-  // No rows of tensors `by_input` will be claimed any more; whoever waits for such gets kProtocolViolation, which names the first
-  // missing one.
+  // No rows of tensors `by_input` will be claimed any more. Waiting for missing ones fails with kProtocolViolation, which names the
+  // first.
   void CloseInput();
-  // complete() needs CloseInput() from now on: the last row is not the last word. Before rows come.
+  // complete() requires CloseInput() from now on: the input may continue after the last row. Call it before rows come.
   void RequireClose();
 
-  // True if rows [0, row_end) of the micro-batch are there, false at `deadline`, and once for what Notify() has reported since the
-  // last time; the status of Break(), or kProtocolViolation. One thread.
-  // All times of an exchange are of observability::MonotonicNow().
+  // True if rows [0, row_end) of the micro-batch have come; false at `deadline`, and once after each Notify(). Fails with the
+  // status of Break(), or kProtocolViolation. One thread. All times of an exchange are of observability::MonotonicNow().
   absl::StatusOr<bool> AwaitRows(int64_t row_end, absl::Time deadline);
   // How far the rows have come.
   struct Progress {
-    bool complete = false;   // all rows are there (and the input is closed, if RequireClose() was called)
-    int64_t ready_rows = 0;  // the first rows of the micro-batch that are there, in all tensors
+    bool complete = false;   // all rows have come (and the input is closed, if RequireClose() was called)
+    int64_t ready_rows = 0;  // the leading rows of the micro-batch that have come, in all tensors
     int64_t received_bytes = 0;
     absl::Time last_row_time;
     bool misses_only_others_rows = false;  // rows are missing, and none of them is of a tensor `by_input`
@@ -79,9 +76,9 @@ class RowExchange {
   // ---- gradient out
   // There is a gradient of `row_count` rows, handed out in pieces of at most `piece_rows` (>= 1). At most once, before GradReady().
   void OpenGrad(int64_t row_count, int64_t piece_rows);
-  // Rows [0, row_end) are final. Does not call anybody.
+  // Rows [0, row_end) are final. Calls no callback.
   void GradReady(int64_t row_end);
-  // The next rows, in ascending order; none if there are none yet, or no more, or the exchange is broken.
+  // The next rows, in ascending order; none before further rows are final, at the end, or after Break().
   GradRows NextGrad();
   // Whether NextGrad() has any.
   bool has_grad() const;
@@ -91,7 +88,8 @@ class RowExchange {
   // ---- its end
   // The first status (not OK) counts.
   void Break(const absl::Status& status);
-  // The same unless complete(), after which the micro-batch may be committed at any moment. Whether it is what broke the exchange.
+  // Break() unless complete(), after which the micro-batch may be committed at any moment. Returns whether this call broke the
+  // exchange.
   bool BreakIfIncomplete(const absl::Status& status);
   // OK, or the status of Break().
   absl::Status status() const;
@@ -100,7 +98,7 @@ class RowExchange {
   int64_t version() const;
   // Waits until version() is not `seen`, or `deadline`.
   void AwaitChange(int64_t seen, absl::Time deadline);
-  // Something else has changed that the thread of AwaitRows() and AwaitChange() looks at.
+  // Wakes the thread of AwaitRows() and AwaitChange() for a change elsewhere.
   void Notify();
 
  private:

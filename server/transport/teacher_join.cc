@@ -31,7 +31,7 @@ absl::Status CheckDeclared(const JoinedSet& there, const JoinedSet& wanted) {
   return absl::OkStatus();
 }
 
-// kLimitExceeded for a stream that no room would do for, however much goes.
+// kLimitExceeded for a stream that would not fit into an empty store.
 absl::Status CheckFits(int64_t row_count, int64_t bytes_of_row, int64_t max_bytes, bool has_indices) {
   if (row_count <= max_bytes / bytes_of_row) return absl::OkStatus();
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
