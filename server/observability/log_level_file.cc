@@ -42,7 +42,7 @@ void LogLevelFile::Look() {
     return;
   }
   if (wanted == level_) return;
-  // Told while the level holds that lets more through.
+  // A change is logged at the more verbose of both levels.
   const bool told_before = level_ != "error" && level_ != "off";
   if (told_before) SetLogLevel(level_).IgnoreError();
   Log(LogLevel::kWarning, "log_level_changed", {{"from", level_}, {"to", wanted}});

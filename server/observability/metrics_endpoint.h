@@ -14,9 +14,9 @@ struct MHD_Daemon;
 
 namespace headwater::observability {
 
-// Answers GET and HEAD of /metrics on a thread of its own, which waits for no client: one that stands still holds up neither others
-// nor the end. Not prometheus-cpp's own exposer: civetweb gives its threads stacks of 100 KiB, of which OpenBLAS' thread-local
-// memory takes 60, and a scrape needed nearly all of the rest.
+// Answers GET and HEAD of /metrics on a thread of its own. A stalled client delays neither other clients nor the destructor.
+// prometheus-cpp's own exposer is not used: civetweb gives its threads stacks of 100 KiB. OpenBLAS' thread-local memory takes 60 of
+// them, and a scrape needed nearly all of the rest.
 class MetricsEndpoint {
  public:
   static constexpr unsigned kMaxConnections = 32;      // to one address; more wait
