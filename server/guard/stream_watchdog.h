@@ -26,8 +26,8 @@ namespace headwater::guard {
 
 class StreamWatchdog {
  public:
-  // Streams that are idle for `idle_timeout`, or not over after `max_time` (both > 0), are ended at most a quarter of that time
-  // later, and at most a second later.
+  // Ends streams that are idle for `idle_timeout`, or not over after `max_time` (both > 0). It is late by at most a quarter of that
+  // time, and by at most a second.
   StreamWatchdog(absl::Duration idle_timeout, absl::Duration max_time);
   // No watch may be left when it is destroyed.
   StreamWatchdog(const StreamWatchdog&) = delete;
