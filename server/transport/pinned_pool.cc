@@ -113,7 +113,7 @@ void PinnedPool::State::GiveBack(std::unique_ptr<HostMemory> memory) {
   absl::MutexLock lock(&mutex_);
   used_bytes_ -= size;
   if (closed_) {
-    static_cast<void>(memory.release());  // its engine is gone
+    static_cast<void>(memory.release());  // never freed: its engine is gone
     return;
   }
   idle_.push_back({std::move(memory), observability::MonotonicNow()});

@@ -32,8 +32,7 @@ class PinnedPool {
   // Keeps idle and used memory together to at most `capacity_bytes` (>= 0) where that is possible: use comes first. `engine` must
   // outlive the pool.
   PinnedPool(LossEngine& engine, int64_t capacity_bytes);
-  // Waits up to 5 s for blocks in use. Blocks that are not returned by then stay allocated for the process's life, as their engine
-  // goes.
+  // Waits up to 5 s for blocks in use. Blocks that are still in use then are never freed, because their engine goes.
   ~PinnedPool();
   PinnedPool(const PinnedPool&) = delete;
   PinnedPool& operator=(const PinnedPool&) = delete;

@@ -25,14 +25,14 @@ namespace headwater::transport {
 
 class RowExchange {
  public:
-  // A tensor of rows that comes in.
+  // An incoming tensor of rows.
   struct Tensor {
     std::string name;         // in messages
     int64_t row_start = 0;    // the row of the micro-batch that its first row belongs to
     int64_t row_count = 0;    // >= 0
     int64_t row_bytes = 0;    // >= 1
-    uint8_t* data = nullptr;  // `[row_count, row_bytes]`, outlives the exchange; null: it is there from the start
-    bool by_input = true;     // whether its rows can only come before CloseInput()
+    uint8_t* data = nullptr;  // `[row_count, row_bytes]`, outlives the exchange; null: complete from the start
+    bool by_input = true;     // whether its rows only come before CloseInput()
   };
   // Consecutive rows of the gradient.
   struct GradRows {
@@ -57,16 +57,16 @@ class RowExchange {
   // complete() requires CloseInput() from now on: the input may continue after the last row. Call it before rows come.
   void RequireClose();
 
-  // True if rows [0, row_end) of the micro-batch have come; false at `deadline`, and once after each Notify(). Fails with the
-  // status of Break(), or kProtocolViolation. One thread. All times of an exchange are of observability::MonotonicNow().
+  // True if rows [0, row_end) of the micro-batch have come; false at `deadline`, and once after Notify(). Fails with the status of
+  // Break(), or kProtocolViolation. One thread. All times of an exchange are of observability::MonotonicNow().
   absl::StatusOr<bool> AwaitRows(int64_t row_end, absl::Time deadline);
-  // How far the rows have come.
+  // The state of the rows.
   struct Progress {
     bool complete = false;   // all rows have come (and the input is closed, if RequireClose() was called)
     int64_t ready_rows = 0;  // the leading rows of the micro-batch that have come, in all tensors
     int64_t received_bytes = 0;
     absl::Time last_row_time;
-    bool misses_only_others_rows = false;  // rows are missing, and none of them is of a tensor `by_input`
+    bool misses_only_others_rows = false;  // rows are missing, all of them of tensors that are not `by_input`
     absl::Status input;                    // OK while every missing row may still come; else what AwaitRows() would return
   };
   Progress Look() const;
@@ -74,13 +74,13 @@ class RowExchange {
   int64_t total_bytes() const { return total_bytes_; }
 
   // ---- gradient out
-  // There is a gradient of `row_count` rows, handed out in pieces of at most `piece_rows` (>= 1). At most once, before GradReady().
+  // Opens a gradient of `row_count` rows, handed out in pieces of at most `piece_rows` (>= 1). At most once, before GradReady().
   void OpenGrad(int64_t row_count, int64_t piece_rows);
   // Rows [0, row_end) are final. Calls no callback.
   void GradReady(int64_t row_end);
   // The next rows, in ascending order; none before further rows are final, at the end, or after Break().
   GradRows NextGrad();
-  // Whether NextGrad() has any.
+  // Whether NextGrad() would return rows.
   bool has_grad() const;
   // Everything was handed out, or there is no gradient.
   bool grad_taken() const;
