@@ -217,7 +217,7 @@ double ResidentBytes() {
   return resident * static_cast<double>(sysconf(_SC_PAGESIZE));
 }
 
-// gRPC reports these failures only to the process's log, without the server.
+// gRPC reports these failures only to the process's log, without naming the connection.
 std::atomic<int64_t>& TlsHandshakeFailures() {
   static std::atomic<int64_t> failures{0};
   return failures;
@@ -350,7 +350,7 @@ struct Metrics::Families {
   absl::Mutex source_mutex;
   std::function<GaugeReadings()> source ABSL_GUARDED_BY(source_mutex);
 
-  // Declared last: it is stopped before anything that a scrape reads goes away.
+  // Declared last: it stops before a scrape's sources are destroyed.
   std::unique_ptr<MetricsEndpoint> endpoint;
 };
 

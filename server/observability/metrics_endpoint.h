@@ -20,10 +20,10 @@ namespace headwater::observability {
 class MetricsEndpoint {
  public:
   static constexpr unsigned kMaxConnections = 32;      // to one address; more wait
-  static constexpr unsigned kIdleTimeoutSeconds = 10;  // of a connection on which nothing comes or goes
+  static constexpr unsigned kIdleTimeoutSeconds = 10;  // of a connection without traffic
 
-  // `address` is host:port, where it listens as ListenTcp() does; port 0 picks one. `page` makes the text of a scrape; it is called
-  // by the endpoint's thread, until the destructor returns. UNAVAILABLE: cannot listen there; INVALID_ARGUMENT: no address.
+  // `address` is host:port, as for ListenTcp(); port 0 picks one. `page` makes the text of a scrape; the endpoint's thread calls it
+  // until the destructor returns. UNAVAILABLE: cannot listen there; INVALID_ARGUMENT: not an address.
   static absl::StatusOr<std::unique_ptr<MetricsEndpoint>> Listen(const std::string& address, std::function<std::string()> page);
   ~MetricsEndpoint();
   MetricsEndpoint(const MetricsEndpoint&) = delete;
