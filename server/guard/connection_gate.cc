@@ -210,7 +210,7 @@ bool ConnectionGate::LetIn(const Listener& listener, int fd) {
   const int duplicate = fcntl(fd, F_DUPFD_CLOEXEC, 0);
   if (duplicate < 0) return false;
   epoll_event event{};
-  event.events = EPOLLET;  // EPOLLHUP comes unasked: both directions are shut down, which the owner does at the end
+  event.events = EPOLLET;  // EPOLLHUP is always reported: the owner shuts both directions down at the end
   event.data.u64 = static_cast<uint64_t>(duplicate);
   if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, duplicate, &event) != 0) {
     close(duplicate);
