@@ -97,7 +97,7 @@ class GroupAssembly {
 
   // The result of making the leader's own ranks.
   struct OwnRanks {
-    std::vector<std::unique_ptr<LossEngine>> engines;  // by rank; none if one of them failed
+    std::vector<std::unique_ptr<LossEngine>> engines;  // by rank; empty if one failed
     FirstFailure failure;                              // by rank
   };
 

@@ -154,7 +154,7 @@ class GroupHead final : public HeadBase {
 
 class GroupContribution final : public StagedContribution {
  public:
-  // `parts`: by rank; null where a rank has none. `rank`: the one that has all of it; none: all have a part.
+  // `parts`: by rank; null for a rank without a part. `rank`: computed it alone; nullopt: all ranks did.
   GroupContribution(std::shared_ptr<GroupCore> core, std::optional<size_t> rank,
                     std::vector<std::unique_ptr<StagedContribution>> parts, std::vector<StagingSlot> slots)
       : core_(std::move(core)), rank_(rank), parts_(std::move(parts)), slots_(std::move(slots)) {}

@@ -64,7 +64,7 @@ absl::Status JoinLeader(const LeaderAddress& leader, const WorkerOptions& option
   arguments.SetMaxReceiveMessageSize(-1);
   // Each attempt connects again, instead of waiting as long as the failures of earlier ones suggest.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  // A leader whose host is gone closes no connection.
+  // Pings detect a leader whose host is gone: it closes no connection.
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, static_cast<int>(absl::ToInt64Milliseconds(kWorkerPingInterval)));
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
   // Nothing else is sent until the group is formed, and gRPC would stop pinging after two.

@@ -81,11 +81,11 @@ class ReceivedCall {
   ReceivedCall() = default;
   const void* AddStream(int64_t row_start, int64_t row_count, int64_t row_bytes);
 
-  v1::RankCompute message_;  // where the terms' tensors lie
+  v1::RankCompute message_;  // holds the terms' tensors
   MicroBatch micro_batch_;
   std::vector<LossTerm> terms_;
   std::vector<TermHeads> heads_;
-  std::vector<Stream> streams_;  // by number; without rows where a term has none
+  std::vector<Stream> streams_;  // by number; empty where a term has no rows
   // Memory for a requested output.
   template <typename T>
   T* AddOutput(int64_t count);
