@@ -134,7 +134,7 @@ class CheckpointStore {
   absl::StatusOr<Sequences> NextSequence(const std::string& tenant, const std::string& head_id);
   // The next NextSequence() reads the numbers from the files again.
   void ForgetSequences(const std::string& head_directory);
-  // The number in the mark of a live head (0 if the mark is damaged), or nothing.
+  // The number in the mark of a live head (0 if the mark is damaged); nullopt without a mark.
   std::optional<int64_t> ReadLiveMark(const std::string& head_directory) const;
   // Marks a head as live, unless it is.
   absl::Status MarkLive(const std::string& head_directory, int64_t first_sequence);
