@@ -276,7 +276,7 @@ class Chooser {
   absl::Status NothingFits(const std::string& no_embedding) {
     std::vector<std::string> fitting;
     for (const std::string& name : model_.Names()) {
-      const absl::StatusOr<ModelTensor> tensor = model_.Find(name);  // of a file that is not there nothing is known
+      const absl::StatusOr<ModelTensor> tensor = model_.Find(name);  // fails for a missing file
       if (tensor.ok() && IsWeightShape(tensor->entry.shape, query_)) fitting.push_back(name);
     }
     std::string message = absl::StrCat("'", Shown(model_.path()), "' has no tensor ", WeightShape(query_),
