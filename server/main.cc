@@ -31,9 +31,9 @@
 namespace headwater {
 namespace {
 
-// How long a leader whose group could not be formed waits until it begins anew.
+// The pause before a leader restarts whose group could not be formed.
 constexpr absl::Duration kFormingPause = absl::Milliseconds(300);
-// How long a leader that has lost its group tells new calls so, before it begins anew: they would find nobody there otherwise.
+// How long a leader that has lost its group answers new calls with that error before it restarts and is unreachable.
 constexpr absl::Duration kLastAnswers = absl::Milliseconds(500);
 
 // Wakes the main thread. Any thread, any number of times.
@@ -63,7 +63,7 @@ int Serve() {
   const bool is_group = absl::GetFlag(FLAGS_workers) > 0;
   if (absl::Status status = CheckEnd(); !status.ok()) return Fail(std::string(status.message()));
   const absl::Duration grace = absl::GetFlag(FLAGS_device_lost_grace);
-  // Whichever comes first: the engine tells it, or the server notices.
+  // The engine reports the loss, or the server notices it, whichever comes first.
   engine_options->on_device_lost = OnDeviceLost;
   options->on_engine_lost = OnDeviceLost;
   auto chosen = MakeEngine(*engine_options, &*options);
@@ -86,7 +86,7 @@ int Serve() {
                       {"note", chosen->note}});
   auto server = service::Server::Start(*options, std::move(chosen->engine));
   if (!server.ok()) return Fail(std::string(server.status().message()));
-  if (is_group) {  // whose workers must be able to find it
+  if (is_group) {  // its workers must be able to find the leader
     if (absl::Status announced = Announce(**server); !announced.ok()) return Fail(std::string(announced.message()));
     Restart().KeepAddresses((*server)->addresses(), (*server)->admin_addresses(), options->metrics_address,
                             (*server)->metrics_port());
@@ -108,7 +108,7 @@ int Serve() {
   const auto is_lost = [&] { return !(*server)->engine().health().ok(); };
   const int signal_number = AwaitSignal(signals, [&] { return is_lost() || WorkerIsLeaving(); });
   if (signal_number == kWakeSignal && !is_lost()) {
-    // The others, and who comes in its place, join what begins anew. An operator's signal that comes meanwhile waits for that.
+    // The other workers, and a replacement, join the restarted leader. An operator's signal is taken after the restart.
     const absl::Duration timeout = absl::GetFlag(FLAGS_drain_timeout);
     observability::Log(observability::LogLevel::kWarning, "worker_leaving", {{"timeout_s", absl::ToDoubleSeconds(timeout)}});
     (*server)->Drain(timeout);
@@ -138,18 +138,16 @@ int Serve() {
 }  // namespace headwater
 
 int main(int argc, char** argv) {
-  // Large buffers stay in the heap instead of going back to the kernel and being faulted in again at every message: that halves the
-  // CPU time of a byte. Few heaps, because messages are freed by other threads than those that receive them, and because each one
-  // ends up as large as the largest that any call takes. Large requests are too rare for two locks, and small ones have caches of
-  // the threads.
+  // Large buffers stay in the heap: returning them to the kernel would fault them in again at every message. That halves the CPU
+  // time of a byte. Few heaps, because messages are freed on other threads than they are received on, and because each heap grows
+  // to the largest call. Large requests are too rare to contend for two locks, and threads cache small ones.
   mallopt(M_MMAP_THRESHOLD, 512 << 20);
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
   mallopt(M_TOP_PAD, 64 << 20);
   mallopt(M_ARENA_MAX, 2);
   headwater::OutliveReaders();
   headwater::Restart().KeepArguments(argc, argv);
-  // Distributions build Abseil with its search for deadlocks, which costs every lock of gRPC's and of ours a good deal, and is for
-  // tests to do.
+  // Distributions build Abseil with deadlock detection, which slows every lock of gRPC's and of ours, and is for tests.
   absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
   const std::vector<char*> rest = headwater::ParseFlags(argc, argv);
   if (rest.size() > 1) return headwater::Fail(std::string("unexpected argument \"") + rest[1] + "\"; see --help");

@@ -32,7 +32,7 @@
 namespace headwater {
 namespace {
 
-// What sets an option to its flag's value.
+// Sets an option to its flag's value.
 using TakeOption = void (*)(service::ServerOptions& options);
 
 // A section of --help and of docs/flags.md.
@@ -63,7 +63,7 @@ struct FlagEntry {
 }  // namespace
 }  // namespace headwater
 
-// A flag; one that sets the field `field` of ServerOptions; one that sets the field of its own name.
+// A flag; a flag for the field `field` of ServerOptions; a flag for the field of its own name.
 #define HEADWATER_FLAG(type, name, default_value, help) \
   ABSL_FLAG(type, name, default_value, help);           \
   static const headwater::FlagEntry entry_##name(#name);
@@ -242,7 +242,7 @@ namespace {
 
 constexpr int32_t kMaxWorkers = 255;
 constexpr int32_t kMaxGpus = 64;
-constexpr int32_t kMaxRanks = 256;  // as many as an engine takes shards
+constexpr int32_t kMaxRanks = 256;  // the most shards of an engine
 
 absl::Status PathError(const char* flag, const char* what, const std::string& path, int error) {
   return absl::InvalidArgumentError(absl::StrCat("--", flag, ": ", what, " ", path, ": ", std::strerror(error)));
@@ -271,7 +271,7 @@ absl::StatusOr<int> ParseMode(const char* flag, const std::string& text) {
       absl::StrCat("--", flag, ": expected permissions from 0 to 0777, in octal, got \"", text, "\""));
 }
 
-// A file that can be written, whether or not it is there: it is replaced by one that is made beside it. Empty: none.
+// A writable file, existing or not: it is replaced by a file that is made beside it. Empty: no file.
 absl::Status CheckReplaceable(const char* flag, const std::string& path) {
   if (path.empty()) return absl::OkStatus();
   if (IsFolder(path)) return PathError(flag, "cannot write", path, EISDIR);
@@ -283,7 +283,7 @@ absl::Status CheckReplaceable(const char* flag, const std::string& path) {
 
 constexpr size_t kHelpColumns = 100;
 
-// The words in lines, each with the indent before it.
+// The words wrapped into lines, each after the indent.
 std::string Wrapped(const std::string& text, const std::string& indent) {
   std::string lines;
   size_t column = kHelpColumns;
@@ -325,7 +325,7 @@ bool WantsHelp(int argc, char** argv) {
   });
 }
 
-// Run by exit(). `is_parsed`: a bool, whether the flags are known.
+// Called by exit(). `is_parsed`: a bool, whether the flags are known.
 void PointAtHelp(int status, void* is_parsed) {
   if (status != 0 && !*static_cast<const bool*>(is_parsed)) std::cerr << "headwaterd: see headwaterd --help\n";
 }
@@ -338,11 +338,11 @@ std::vector<char*> ParseFlags(int argc, char** argv) {
     std::cout << kUsage << "\n\n" << FlagsHelp() << std::flush;
     exit(0);
   }
-  // What Abseil would say to --version is about itself: how the distribution has built it.
+  // Abseil's own version text describes its build by the distribution.
   absl::FlagsUsageConfig usage;
   usage.version_string = [] { return absl::StrCat("headwaterd ", service::ServerVersion(), "\n"); };
   absl::SetFlagsUsageConfig(usage);
-  // Abseil ends the process itself if a flag is unknown or has no such value.
+  // Abseil ends the process itself for an unknown flag or an invalid value.
   static bool is_parsed = false;
   on_exit(PointAtHelp, &is_parsed);
   std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
@@ -432,7 +432,7 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
   return options;
 }
 
-// How long it may take to end.
+// Checks the times for ending.
 absl::Status CheckEnd() {
   HEADWATER_RETURN_IF_ERROR(CheckPositive("drain_timeout", absl::GetFlag(FLAGS_drain_timeout)));
   const absl::Duration grace = absl::GetFlag(FLAGS_device_lost_grace);

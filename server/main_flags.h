@@ -1,4 +1,4 @@
-// The flags of headwaterd: what they set, their help, and the checks of those that stand for themselves.
+// The flags of headwaterd: their effects, their help, and the checks of single flags.
 #ifndef HEADWATER_SERVER_MAIN_FLAGS_H_
 #define HEADWATER_SERVER_MAIN_FLAGS_H_
 
@@ -13,7 +13,7 @@
 #include "server/flags/flag_types.h"
 #include "server/service/server_options.h"
 
-// Those that are read beside the options.
+// Flags that are read outside of the options.
 ABSL_DECLARE_FLAG(std::string, algorithm_cache);
 ABSL_DECLARE_FLAG(int32_t, device);
 ABSL_DECLARE_FLAG(headwater::DurationFlag, device_lost_grace);
@@ -40,21 +40,20 @@ ABSL_DECLARE_FLAG(int32_t, workers);
 namespace headwater {
 
 // Sets the flags and returns the other arguments, the program's name first. Ends the process with status 0 for --help, which prints
-// the flags by section, and for --version; with status 1, and a word on --help, for a flag that is unknown or has no such value.
+// the flags by section, and for --version. Ends it with status 1, and a hint at --help, for an unknown flag or an invalid value.
 std::vector<char*> ParseFlags(int argc, char** argv);
 // A Markdown table for each section: the tables in docs/flags.md.
 std::string FlagsDocument();
 
-// What the flags say. InvalidArgument, with the flag's name, for a value without meaning.
+// Options made from the flags. InvalidArgument, with the flag's name, for an invalid value.
 absl::StatusOr<EngineOptions> EngineOptionsFromFlags();
 absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags();
 
-// Checks of a server's and a worker's flags: --device, --gpus and --memory_budget_bytes; --algorithm_cache; how long it may take to
-// end.
+// Checks of a server's and a worker's flags: --device, --gpus and --memory_budget_bytes; --algorithm_cache; the times for ending.
 absl::Status CheckDevices();
 absl::Status CheckAlgorithmCache();
 absl::Status CheckEnd();
-// The path of the flag is empty, or a file that can be read; else InvalidArgument with the system's reason.
+// OK if the flag's path is empty, or a readable file; else InvalidArgument with the system's reason.
 absl::Status CheckReadable(const char* flag, const std::string& path);
 
 }  // namespace headwater

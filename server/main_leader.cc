@@ -22,15 +22,15 @@
 namespace headwater {
 namespace {
 
-// Of --max_threads, for calls beside those of the workers.
+// The part of --max_threads that the workers' calls must leave free.
 constexpr int32_t kThreadsBesideWorkers = 8;
-// Of --max_message_bytes: a worker sends a piece of a tensor in one message, and what goes with it.
+// The least --max_message_bytes: a worker sends a piece of a tensor in one message, with other fields.
 constexpr int64_t kLeastWorkerMessageBytes = 2 * group::kDataBytes;
-// Of --engine_stall_timeout, in --rank_timeout.
+// The least --engine_stall_timeout, as a multiple of --rank_timeout.
 constexpr int64_t kLeastStalls = 2;
-// Of --min_ping_interval, in what workers leave between two pings: one may come late, and the next one not.
+// The largest --min_ping_interval, as a part of the workers' ping interval: a late ping may be followed by one in time.
 constexpr double kLongestMinPingInterval = 0.5;
-// How long ranks with GPUs may take to meet, and to make their engines: a first context on each of many GPUs takes its time.
+// The time for ranks with GPUs to connect and make their engines: first contexts on many GPUs are slow.
 constexpr absl::Duration kCudaSetupTimeout = absl::Minutes(2);
 
 // Wakes the main thread. Any thread, any number of times.
@@ -76,7 +76,7 @@ absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, ser
     return absl::InvalidArgumentError("--rank_timeout: expected at least 1s, got " +
                                       absl::FormatDuration(assembly.silence_timeout));
   }
-  // A rank that hangs is found out first, and the leader hears of a worker's progress only with its signs of life.
+  // A hanging rank is detected first, and the leader learns a worker's progress only from its heartbeats.
   const absl::Duration stall_timeout = options->engine_stall_timeout;
   if (const absl::Duration least = kLeastStalls * assembly.silence_timeout;
       stall_timeout != absl::ZeroDuration() && stall_timeout < least) {

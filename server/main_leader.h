@@ -1,4 +1,4 @@
-// The engine of a headwaterd, with those of other processes and of several GPUs.
+// Makes the engine of a headwaterd, with those of other processes and of several GPUs.
 #ifndef HEADWATER_SERVER_MAIN_LEADER_H_
 #define HEADWATER_SERVER_MAIN_LEADER_H_
 
@@ -9,8 +9,8 @@
 
 namespace headwater {
 
-// The engine that the flags ask for. With --workers it is a group's, which goes into `options` and whose workers the server waits
-// for. InvalidArgument for flags that do not fit together.
+// The engine that the flags select. With --workers it is a group's, which goes into `options`; the server waits for its workers.
+// InvalidArgument for flags that conflict.
 absl::StatusOr<service::ChosenEngine> MakeEngine(const EngineOptions& engine, service::ServerOptions* options);
 
 }  // namespace headwater

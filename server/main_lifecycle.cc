@@ -26,16 +26,16 @@
 namespace headwater {
 namespace {
 
-// The engine's device was lost; EX_TEMPFAIL of sysexits.h: what comes after may work.
+// The engine's device was lost; EX_TEMPFAIL of sysexits.h: a restart may work.
 constexpr int kDeviceLostStatus = 75;
 
 constexpr uint64_t Bit(int signal_number) { return uint64_t{1} << (signal_number - 1); }
 
-// Before any library's constructor: BLAS starts threads in one, which would take a signal that the main thread does not wait for,
-// and with that end the process; others open files, which would get the number of a closed stderr, and lines of the log with it. So
-// early there is no sanitizer either.
+// Runs before any library's constructor. BLAS starts threads in its constructor; one could take a signal meant for the main thread
+// and end the process. Other libraries open files there, which could get the number of a closed stderr and receive the log. No
+// sanitizer works so early.
 ABSL_ATTRIBUTE_NO_SANITIZE_ADDRESS ABSL_ATTRIBUTE_NO_SANITIZE_THREAD ABSL_ATTRIBUTE_NO_SANITIZE_UNDEFINED void PrepareProcess() {
-  // The lowest number that is free: that of the closed one, as those below it are taken.
+  // Opens the lowest free number: that of the closed one, as those below it are taken.
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (syscall(SYS_fcntl, fd, F_GETFD) < 0) syscall(SYS_openat, AT_FDCWD, "/dev/null", O_RDWR);
   }
@@ -50,7 +50,7 @@ sigset_t MainSignals() {
   sigset_t signals;
   sigemptyset(&signals);
   for (const int signal_number : {SIGTERM, SIGINT, SIGUSR1, kWakeSignal}) sigaddset(&signals, signal_number);
-  // Not if nohup has it ignored.
+  // Unless nohup has it ignored.
   struct sigaction hangup = {};
   if (sigaction(SIGHUP, nullptr, &hangup) == 0 && hangup.sa_handler != SIG_IGN) sigaddset(&signals, SIGHUP);
   return signals;
@@ -88,7 +88,7 @@ absl::Status EndWithParent(int32_t parent) {
   if (descriptor < 0 && errno != ESRCH) {
     return absl::UnavailableError(absl::StrCat("--parent_pid: pidfd_open() failed: ", std::strerror(errno)));
   }
-  // Looked at after the opening: a parent that ended before it, whose number may be another process's by now, is not missed.
+  // Checked after the opening: detects a parent that ended before it, whose number may be another process's by now.
   if (descriptor < 0 || getppid() != parent) {
     return absl::InvalidArgumentError(
         absl::StrCat("--parent_pid: expected the parent of this process, ", getppid(), ", got ", parent));
@@ -143,7 +143,7 @@ absl::Status Announce(const service::Server& server) {
 
 void EndLost() {
   static absl::Mutex* const first_comer = new absl::Mutex();
-  first_comer->Lock();  // for good: whoever comes later waits until the process is gone
+  first_comer->Lock();  // held for good: later callers wait until the process is gone
   const bool is_worker = !absl::GetFlag(FLAGS_join).empty();
   if (!IsEnding() && (is_worker || absl::GetFlag(FLAGS_workers) > 0)) Restart().BeginAnew();
   _exit(IsEnding() && is_worker ? 0 : kDeviceLostStatus);

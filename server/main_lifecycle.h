@@ -1,8 +1,8 @@
-// How headwaterd begins and ends: signals, the loss of a device, and the word to whoever has started it.
+// The start and the end of headwaterd: signals, the loss of a device, and the report to the process that started it.
 //
-// The main thread takes signals when it is ready to: those that end the process, SIGTERM, SIGINT and SIGHUP, one of its own,
-// SIGUSR2, and SIGUSR1, which means nothing. All threads have them blocked from the start, so that a signal that nobody waits for
-// stays pending. From the start, too, stdin, stdout and stderr are open: /dev/null for each that is closed.
+// The main thread takes signals when it is ready to. SIGTERM, SIGINT and SIGHUP end the process, SIGUSR2 is the process's own, and
+// SIGUSR1 is ignored. All threads block them from the start, so that a signal stays pending until the main thread waits for it. The
+// start also opens /dev/null for each of stdin, stdout and stderr that is closed.
 #ifndef HEADWATER_SERVER_MAIN_LIFECYCLE_H_
 #define HEADWATER_SERVER_MAIN_LIFECYCLE_H_
 
@@ -19,17 +19,17 @@
 
 namespace headwater {
 
-// What wakes the main thread: the device is lost, or a worker is leaving.
+// Wakes the main thread: the device is lost, or a worker is leaving.
 inline constexpr int kWakeSignal = SIGUSR2;
 
-// All of them.
+// All signals of the main thread.
 sigset_t MainSignals();
 
-// Ignores what the readers of this process's output send it: SIGPIPE when one is gone, SIGXFSZ when a log has reached the limit of
-// a file's size. Once, at the begin of main().
+// Ignores signals from broken outputs: SIGPIPE when a reader is gone, SIGXFSZ when a log has reached the limit of a file's size.
+// Called once, at the beginning of main().
 void OutliveReaders();
 
-// Waits for a signal that ends the process, or for kWakeSignal when `is_due`. Others get a line in the log: event=signal_ignored.
+// Waits for a signal that ends the process, or for kWakeSignal when `is_due`. Logs other signals: event=signal_ignored.
 int AwaitSignal(const sigset_t& signals, const std::function<bool()>& is_due);
 
 // Whether the signal ends the process.
@@ -41,26 +41,26 @@ bool IsAskedToEnd();
 // Any thread.
 void WakeMainThread();
 
-// Sends this process SIGTERM when its parent, the process `parent`, ends. InvalidArgument if that is not its parent; Unavailable
-// where pidfd_open() is not (before Linux 5.3). The kernel's own way, PR_SET_PDEATHSIG, is about the thread that has forked.
+// Sends this process SIGTERM when its parent, the process `parent`, ends. InvalidArgument if `parent` is not its parent;
+// Unavailable without pidfd_open() (before Linux 5.3). The kernel's own PR_SET_PDEATHSIG follows the thread that has forked.
 absl::Status EndWithParent(int32_t parent);
 
-// An operator's signal was taken: the process ends, and does not begin anew, whatever becomes of its engine.
+// An operator's signal was taken: the process ends and does not restart, whatever becomes of its engine.
 std::atomic<bool>& IsEnding();
-// How a leader or a worker begins anew.
+// Restarts a leader or a worker.
 group::Restarter& Restart();
 
-// Says on stderr why the process ends. 1, its status.
+// Prints to stderr why the process ends. Returns its status, 1.
 int Fail(const std::string& message);
 
-// Tells where the server is: on stdout, and in --port_file, which is renamed in so that a reader never sees half of it.
+// Reports the server's addresses: on stdout, and in --port_file, which is renamed in so that a reader never sees half of it.
 absl::Status Announce(const service::Server& server);
 
-// Ends the process as it is; or lets it begin anew, if it is a group's leader or worker, which comes back by itself. Nothing is
-// destroyed: what holds a lost device may wait for it, or fail, in its destructor.
+// Ends the process at once, or restarts it if it is a group's leader or worker. Destroys nothing: destructors that use a lost
+// device may wait or fail.
 [[noreturn]] void EndLost();
-// Ends so after --device_lost_grace, even if a call, or the main thread, never comes back from the device; `note`, if it is not
-// empty, is logged then. Any thread; calls after the first do nothing. True: this was the first.
+// Calls EndLost() after --device_lost_grace, even if a call, or the main thread, never returns from the device. Logs `note` then,
+// unless it is empty. Any thread; only the first call has an effect, and returns true.
 bool EndLostInTime(const std::string& note);
 
 // A worker is to end, and stays for a while.

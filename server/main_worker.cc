@@ -27,10 +27,10 @@
 namespace headwater {
 namespace {
 
-// How long a worker waits until it tries to join again.
+// The pause between a worker's attempts to join.
 constexpr absl::Duration kJoinInterval = absl::Milliseconds(300);
 
-// Of a worker's ranks, those that have, or make, an engine in a group.
+// The worker's ranks that have, or make, an engine in a group.
 std::atomic<int32_t>& Members() {
   static std::atomic<int32_t> members{0};
   return members;
@@ -73,7 +73,7 @@ void StayJoined(const group::LeaderAddress& leader, group::WorkerOptions worker)
   }
 }
 
-// Until no rank of the worker is in a group any more; no longer than --drain_timeout, nor beyond another signal of an operator's.
+// Waits until no rank of the worker is in a group, for at most --drain_timeout, or until an operator's next signal.
 void AwaitLeave(const sigset_t& signals) {
   const absl::Time deadline = observability::MonotonicNow() + absl::GetFlag(FLAGS_drain_timeout);
   for (absl::Duration left; Members() > 0 && (left = deadline - observability::MonotonicNow()) > absl::ZeroDuration();) {
@@ -134,7 +134,7 @@ int Join(const sigset_t& signals) {
       observability::LogLevel::kInfo, "leaving",
       {{"signal", int64_t{signal_number}}, {"timeout_s", absl::ToDoubleSeconds(absl::GetFlag(FLAGS_drain_timeout))}});
   AwaitLeave(signals);
-  // It has nothing that it could save, and its leader notices its end at once: the threads are left to themselves.
+  // A worker has nothing to save, and its leader notices its end at once: no thread is joined.
   _exit(0);
 }
 

@@ -6,8 +6,7 @@
 
 namespace headwater {
 
-// The process is a worker until it is asked to end by one of MainSignals(). The process's status, for flags that do not fit
-// together; else it does not return.
+// Runs a worker until one of MainSignals() ends the process. Returns only for flags that conflict, with the process's status.
 int Join(const sigset_t& signals);
 
 }  // namespace headwater

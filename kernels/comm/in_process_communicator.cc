@@ -1,8 +1,8 @@
 // Communicators for the threads of one process.
 //
-// Each collective publishes every rank's buffer, meets at a barrier, and then rank r works on the r-th part of the elements for
-// all ranks: parts are disjoint, so nothing else needs a lock. A second barrier tells that all parts are done and that the buffers
-// belong to their callers again. Waiting ranks sleep.
+// A collective publishes every rank's buffer and meets at a barrier. Then rank r computes the r-th part of the elements for all
+// ranks: parts are disjoint and need no lock. After a second barrier all parts are done, and the buffers belong to their callers
+// again. Waiting ranks sleep.
 #include <algorithm>
 #include <condition_variable>
 #include <mutex>
@@ -21,7 +21,7 @@ class Meeting {
  public:
   explicit Meeting(int32_t world_size) : world_size_(world_size), posts_(static_cast<size_t>(world_size)) {}
 
-  // What a rank brings to a collective.
+  // A rank's contribution to a collective.
   struct Post {
     void* data = nullptr;
     int64_t count = 0;

@@ -13,7 +13,7 @@
 namespace headwater {
 namespace {
 
-// A socket that listens at the address, which for the wildcard of IPv6 is that of IPv4 too; -1, with errno, if that cannot be.
+// A socket that listens at the address; IPv6's wildcard includes IPv4. -1, with errno, on failure.
 int ListenAt(const sockaddr* address, socklen_t bytes) {
   const int fd = socket(address->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (fd < 0) return fd;

@@ -1,8 +1,7 @@
 // DeviceCommunicator by NCCL.
 //
-// Communicators do not block: a call that cannot be finished at once says so, and is asked about until it is, or until the
-// communicator is aborted. A mutex gives the communicator to one call at a time; only Abort() makes another call give it back
-// early.
+// Communicators do not block: an unfinished call reports that, and is polled until it is done or the communicator is aborted. A
+// mutex gives the communicator to one call at a time; only Abort() makes another call release it early.
 #include <nccl.h>
 
 #include <atomic>
@@ -22,11 +21,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// NCCL has a call of a communicator that does not block done by a thread made for it, within some tens of microseconds, in which
-// whoever enqueues cannot go on: a call is asked about without a pause at first, then every kPollTime.
+// NCCL runs a nonblocking communicator's call on a new thread, within some tens of microseconds, and the caller cannot enqueue
+// until then. So a call is polled without a pause for kBusyTime, then every kPollTime.
 constexpr auto kBusyTime = std::chrono::milliseconds(1);
 constexpr auto kPollTime = std::chrono::microseconds(50);
-// For work that other ranks need not take part in.
+// For work without other ranks.
 constexpr double kCallSeconds = 30;
 
 ncclConfig_t ConfigOf(int32_t most_blocks) {
@@ -46,7 +45,7 @@ class NcclCommunicator final : public DeviceCommunicator {
   ~NcclCommunicator() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (comm_ == nullptr) return;
-    // Finalizing waits for the others; whoever is gone is not waited for longer than the others take to leave.
+    // Finalizing waits for the others, but not longer than they take to leave: a rank may be gone.
     if (Await(nccl_.CommFinalize(comm_), "leaving", kLeavingSeconds, nullptr).ok()) {
       static_cast<void>(nccl_.CommDestroy(comm_));
     } else if (comm_ != nullptr) {
@@ -98,7 +97,7 @@ class NcclCommunicator final : public DeviceCommunicator {
 
   absl::Status status() override {
     const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
-    if (!lock.owns_lock()) return absl::OkStatus();  // whoever has it will see for itself
+    if (!lock.owns_lock()) return absl::OkStatus();  // the mutex's holder checks for itself
     HEADWATER_RETURN_IF_ERROR(reason());
     ncclResult_t state = ncclSuccess;
     const ncclResult_t result = nccl_.CommGetAsyncError(comm_, &state);
@@ -116,7 +115,7 @@ class NcclCommunicator final : public DeviceCommunicator {
  private:
   static constexpr double kLeavingSeconds = 2;
 
-  // For the holder of the mutex, as everything below.
+  // Requires the mutex, like everything below.
   absl::Status reason() const {
     if (!reason_.ok()) return reason_;
     if (abort_wanted_ || comm_ == nullptr) return MakeError(ErrorReason::kEngineFailed, "the group of GPUs has been given up");
@@ -130,7 +129,7 @@ class NcclCommunicator final : public DeviceCommunicator {
     return MakeError(ErrorReason::kEngineFailed, text, {{"ncclError", nccl_.GetErrorString(result)}});
   }
 
-  // Waits until a call is finished that returned `result`.
+  // Waits until the call that returned `result` is finished.
   absl::Status Await(ncclResult_t result, const char* what, double seconds, const std::function<absl::Status()>* interrupted) {
     if (result == ncclInProgress) {
       const auto start = Clock::now();
@@ -161,7 +160,7 @@ class NcclCommunicator final : public DeviceCommunicator {
     return Await(call(), what, kCallSeconds, nullptr);
   }
 
-  // What each of the parts has if all have the same; else 0.
+  // The common length of all parts; 0 if they differ.
   static int64_t EqualParts(absl::Span<const int64_t> bounds) {
     for (size_t part = 1; part + 1 < bounds.size(); ++part) {
       if (bounds[part + 1] - bounds[part] != bounds[1]) return 0;
@@ -180,7 +179,7 @@ class NcclCommunicator final : public DeviceCommunicator {
         const int64_t count = bounds[part + 1] - bounds[part];
         if (count > 0) result = call(static_cast<int32_t>(part), bounds[part], static_cast<size_t>(count));
       }
-      // To be ended whatever has failed in it.
+      // Ends the group even after a failure in it.
       const ncclResult_t ended = nccl_.GroupEnd();
       return is_well(result) ? ended : result;
     });

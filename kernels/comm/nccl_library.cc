@@ -11,7 +11,7 @@ namespace headwater {
 namespace {
 
 constexpr char kFile[] = "libnccl.so.2";
-// The first release whose communicators neither block nor take more thread blocks than they are told.
+// The first release with nonblocking communicators and a limit on thread blocks.
 constexpr int kOldestVersion = NCCL_VERSION(2, 18, 1);
 
 absl::Status NotThere(const std::string& why) {

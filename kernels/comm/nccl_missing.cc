@@ -1,4 +1,4 @@
-// In place of nccl_communicator.cc where NCCL's header was not there when this was built.
+// Replaces nccl_communicator.cc in builds without NCCL's header.
 #include "headwater/kernels/error.h"
 #include "kernels/comm/device_communicator.h"
 

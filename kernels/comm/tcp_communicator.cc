@@ -1,13 +1,12 @@
 // A communicator between processes: a TCP connection for every two ranks.
 //
-// A collective is one or two exchanges, in each of which a rank sends something to every other one and receives something from it,
-// all at the same time in one poll loop, so that no two ranks can wait for each other's buffers to drain. What is gathered goes to
-// all at once. A reduction of few elements gathers all and adds up everywhere; of many, rank r gets the r-th part of all ranks'
-// elements, adds it up in rank order, and sends the sum to all: each element crosses the network twice. Either way an element's sum
-// has one order, so all ranks have the same bits. A sum that is scattered is exchanged piece by piece, so that it takes little
-// memory.
+// A collective is one or two exchanges, in which a rank sends to every other rank and receives from it. One poll loop serves all
+// connections, so that no two ranks can wait for each other's buffers to drain. Gathered data goes to all at once. A small
+// reduction gathers all elements and adds them up on every rank. In a large one, rank r adds up the r-th part of all ranks in rank
+// order and sends the sum to all. Each element crosses the network twice then. Both add in one order, so all ranks have the same
+// bits. A scattered sum is exchanged piece by piece to save memory.
 //
-// Each message has a header, by which ranks that did not make the same call find out.
+// Each message has a header, which reveals ranks that did not make the same call.
 #include "kernels/comm/tcp_communicator.h"
 
 #include <poll.h>
@@ -127,7 +126,7 @@ class TcpCommunicator final : public Communicator {
     void* data = nullptr;
     size_t bytes = 0;
   };
-  // Where an exchange with one rank is; positions count the header's bytes too.
+  // The state of an exchange with one rank; positions include the header's bytes.
   struct Progress {
     Out out;
     In in;
@@ -181,7 +180,7 @@ class TcpCommunicator final : public Communicator {
     return static_cast<size_t>(range.size()) * sizeof(T);
   }
 
-  // Gives each rank this one's elements of its part, part_of(rank), and combines those of this one's part in rank order.
+  // Sends each rank this rank's elements of its part, part_of(rank), and combines this rank's own part in rank order.
   template <typename T, typename PartOf>
   absl::Status SumOwnPart(CollectiveClock::Collective* collective, T* data, const Header& header, const PartOf& part_of,
                           T (*combine)(T, T)) {
@@ -206,7 +205,7 @@ class TcpCommunicator final : public Communicator {
     return absl::OkStatus();
   }
 
-  // out_of(rank), in_of(rank): what goes to, and comes from, each other rank.
+  // out_of(rank), in_of(rank): the data to send to, and to receive from, each other rank.
   template <typename OutOf, typename InOf>
   absl::Status Exchange(CollectiveClock::Collective* collective, const Header& header, const OutOf& out_of, const InOf& in_of) {
     std::vector<Progress>& all = progress_;
@@ -249,12 +248,12 @@ class TcpCommunicator final : public Communicator {
         collective->EveryRankIsHere();
       }
       if (polled_.size() == 1) return absl::OkStatus();
-      // However long it takes: whether a rank still lives is for its leader to find out, which aborts this then.
+      // Without a timeout: the rank's leader detects lost ranks and aborts this.
       if (poll(polled_.data(), polled_.size(), -1) < 0 && errno != EINTR) return SocketError("poll", errno);
     }
   }
 
-  // What the socket takes and gives now.
+  // Sends and receives as much as the socket allows now.
   absl::Status MoveOne(const Header& header, size_t rank) {
     Progress& one = progress_[rank];
     const auto lost = [&](int error) {

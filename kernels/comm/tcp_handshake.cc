@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::array<char, 8> kMagic = {'h', 'w', 'g', 'r', 'o', 'u', 'p', '2'};
 
-// A proof of one side is none of the other's.
+// Keeps the proofs of both sides distinct.
 enum class Side : int32_t { kCaller = 1, kCalled = 2 };
 
 absl::StatusOr<Nonce> MakeNonce() {
@@ -23,7 +23,7 @@ absl::StatusOr<Nonce> MakeNonce() {
   return MakeError(ErrorReason::kEngineFailed, "the system gives no random bytes");
 }
 
-// Nothing if the library cannot.
+// Empty if the library fails.
 std::optional<Proof> Prove(const std::string& secret, Side side, int32_t called, const Challenge& challenge, const Claim& claim) {
   std::string text(kMagic.begin(), kMagic.end());
   for (const int32_t number : {static_cast<int32_t>(side), claim.rank, called}) {

@@ -1,7 +1,7 @@
-// How the ranks of several processes find each other: each calls those below it, and takes the calls of those above.
+// Connects the ranks of several processes: each calls those below it, and takes the calls of those above.
 //
-// Who calls a rank has to show that it is one (tcp_handshake.h). All callers do so at the same time, in one poll loop: those that
-// say nothing are only there, until their time is over or others come.
+// A caller must prove that it is a rank (tcp_handshake.h). All callers are handled in one poll loop. A silent caller only takes a
+// place, until its time is over or others need the place.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -21,12 +21,12 @@ namespace headwater {
 namespace comm {
 namespace {
 
-// Callers of whom it is not known yet who they are: one more sends the first of them away.
+// Unidentified callers: one more displaces the first of them.
 constexpr size_t kMaxVisitors = 64;
-// How long each may take to show it.
+// The time for each to identify itself.
 constexpr std::chrono::seconds kVisitTime(10);
 
-// Of a few bytes, for which a new connection always has room.
+// Sends a few bytes, for which a new connection always has room.
 bool SendNow(const Socket& socket, const void* data, size_t bytes) {
   return send(socket.fd(), data, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
 }
@@ -38,7 +38,7 @@ class Reception {
   Reception(int32_t rank, const std::string& secret, const Socket& listener, std::vector<Socket>* peers)
       : rank_(rank), secret_(secret), listener_(listener), peers_(*peers) {}
 
-  // Until all of those ranks are there.
+  // Waits until all of those ranks are connected.
   absl::Status AwaitAll(const Patience& patience) {
     while (missing() > 0) {
       absl::Status status = patience.Check();
@@ -72,7 +72,7 @@ class Reception {
     return absl::OkStatus();
   }
 
-  // Whoever waits at the door, but no more at once than there are places.
+  // Accepts waiting callers, at most kMaxVisitors at once.
   absl::Status LetIn() {
     for (size_t count = 0; count < kMaxVisitors; ++count) {
       absl::StatusOr<Socket> socket = AcceptTcp(listener_);
@@ -86,7 +86,7 @@ class Reception {
     return absl::OkStatus();
   }
 
-  // What the visitor says. False when it is one no longer.
+  // Reads the caller's claim and answers it. False when the caller is done with: accepted, refused or lost.
   bool Hear(Visitor* visitor) {
     while (visitor->received < sizeof(Claim)) {
       char* const to = reinterpret_cast<char*>(&visitor->claim) + visitor->received;
@@ -104,7 +104,7 @@ class Reception {
       return false;
     }
     const Verdict verdict = MakeVerdict(secret_, rank_, visitor->challenge, claim);
-    // A rank that is there already has given its earlier connection up.
+    // The rank has abandoned an earlier connection, if any.
     if (SendNow(visitor->socket, &verdict, sizeof(verdict))) peers_[static_cast<size_t>(claim.rank)] = std::move(visitor->socket);
     return false;
   }
@@ -117,7 +117,7 @@ class Reception {
   std::vector<pollfd> polled_;
 };
 
-// Of a rank that is called: *is_refused if it will not have the caller, or cannot be what it should.
+// Identifies to the called rank. *is_refused: that rank refuses the caller, or has not proved itself.
 absl::Status ShakeHands(const Socket& socket, int32_t rank, int32_t called, const std::string& secret, const Patience& patience,
                         bool* is_refused) {
   Challenge challenge;
@@ -136,7 +136,7 @@ absl::Status ShakeHands(const Socket& socket, int32_t rank, int32_t called, cons
                                                                      : "it says that this is none of its ranks");
 }
 
-// A connection with a rank below. One that is lost before both know each other is made again.
+// Connects with a rank below. Retries while the connection is lost before both are identified.
 absl::StatusOr<Socket> Call(int32_t rank, int32_t called, const std::string& address, const std::string& secret,
                             const Patience& patience) {
   while (true) {

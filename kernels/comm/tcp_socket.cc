@@ -22,17 +22,16 @@ namespace {
 
 using AddressList = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
 
-// For one of several addresses of a name, until the next one's turn: what is filtered on the way answers nothing at all. One SYN
-// can get lost in that time.
+// The time for one of several addresses of a name before the next: filtered packets get no answer at all. Allows one lost SYN.
 constexpr std::chrono::seconds kOneOfSeveral(2);
 
-// An IPv6 address without the brackets that it has before ":port".
+// An IPv6 address without its brackets.
 std::string WithoutBrackets(const std::string& host) {
   const bool has_brackets = host.size() > 2 && host.front() == '[' && host.back() == ']';
   return has_brackets ? host.substr(1, host.size() - 2) : host;
 }
 
-// No host: the loopback addresses of this machine.
+// An empty host: the loopback addresses of this machine.
 absl::StatusOr<AddressList> Resolve(const std::string& host, const std::string& port) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
@@ -46,7 +45,7 @@ absl::StatusOr<AddressList> Resolve(const std::string& host, const std::string& 
   return AddressList(found, freeaddrinfo);
 }
 
-// Until the socket is ready for `events`.
+// Waits until the socket is ready for `events`.
 absl::Status AwaitReady(int fd, short events, const Patience& patience) {
   while (true) {
     pollfd waiting = {fd, events, 0};

@@ -35,12 +35,12 @@ constexpr int64_t kMaxLiveMarkBytes = 4096;
 constexpr size_t kMaxNameLength = 128;
 constexpr size_t kMaxStepsBytes = 512;  // errors carry it twice, in headers that are bounded
 
-// The number of the checkpoint after number `last`, which may come from a file.
+// The number of the checkpoint after number `last`, which may come from a file: saturates.
 int64_t NumberAfter(int64_t last) { return last < INT64_MAX ? last + 1 : last; }
 
 bool IsAlphanumeric(char c) { return (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); }
 
-// What the names of a series have in common, with # for their numbers.
+// The name of a checkpoint's series: its own name with # for the number.
 std::string SeriesOf(const std::string& checkpoint) {
   const size_t number = checkpoint.find_last_not_of("0123456789") + 1;
   return number < checkpoint.size() ? absl::StrCat(checkpoint.substr(0, number), "#") : checkpoint;
@@ -49,14 +49,14 @@ std::string SeriesOf(const std::string& checkpoint) {
 // `a` was begun after `b`.
 bool IsNewer(const CheckpointInfo& a, const CheckpointInfo& b) { return a.sequence > b.sequence; }
 
-// Whether a checkpoint belongs to the run that begins with number `first`; to 0, which stands for a damaged mark, all do. Those of
-// older versions do not tell their run.
+// Whether a checkpoint belongs to the run that begins with number `first`. 0 stands for a damaged mark, to which all belong.
+// Checkpoints of older versions do not state their run.
 bool BelongsTo(const CheckpointInfo& info, int64_t first) {
   if (first == 0) return true;
   return info.first_sequence > 0 ? info.first_sequence == first : info.sequence >= first;
 }
 
-// Tells apart the temporary directories of calls that run at once.
+// Keeps the temporary directories of concurrent calls apart.
 std::string RandomSuffix() {
   std::random_device device;
   return absl::StrFormat("%08x%08x", device(), device());
@@ -89,7 +89,7 @@ bool IsValidCheckpointName(const std::string& name) {
   return std::all_of(name.begin(), name.end(), [](char c) { return IsAlphanumeric(c) || c == '.' || c == '_' || c == '-'; });
 }
 
-// ---- opening, and what crashes left ----------------------------------------------------------------------------------
+// ---- opening, and leftovers of crashes --------------------------------------------------------------------------------
 
 absl::StatusOr<std::unique_ptr<CheckpointStore>> CheckpointStore::Open(const std::string& root, FileSystem& files, int64_t keep) {
   for (size_t end = root.find('/', 1);; end = root.find('/', end + 1)) {
@@ -177,7 +177,7 @@ absl::Status CheckpointStore::Publish(const std::string& head_directory, const s
     if (absl::IsAlreadyExists(status)) return AlreadyExists(checkpoint);
     if (!status.ok()) return status;
     status = files_.SyncDirectory(head_directory);
-    // What is not known to be on the disk is not a checkpoint: back, where the caller removes it.
+    // Undoes the renaming: a directory that may not be on the disk is not a checkpoint. The caller removes it.
     if (!status.ok()) files_.Rename(place, temporary).IgnoreError();
     return status;
   }
@@ -187,7 +187,7 @@ absl::Status CheckpointStore::Publish(const std::string& head_directory, const s
   if (status.ok()) {
     status = files_.SyncDirectory(head_directory);
     if (!status.ok()) files_.Exchange(temporary, place).IgnoreError();
-    return status;  // the caller removes what is at `temporary`: the old version
+    return status;  // the caller removes the old version, now at `temporary`
   }
   if (!absl::IsUnimplemented(status)) return status;
   // Two renames. After a crash between them CleanHeadDirectory() brings the old version back.
@@ -200,7 +200,7 @@ absl::Status CheckpointStore::Publish(const std::string& head_directory, const s
     return status;
   }
   if (status = files_.SyncDirectory(head_directory); !status.ok()) return status;
-  files_.RemoveTree(replaced).IgnoreError();  // else it is removed at the next start
+  files_.RemoveTree(replaced).IgnoreError();  // after a failure it is removed at the next start
   return absl::OkStatus();
 }
 
@@ -215,16 +215,17 @@ absl::StatusOr<int64_t> CheckpointStore::Save(const std::string& tenant, const s
   numbered.sequence = sequences.last;
   numbered.first_sequence = sequences.first;
   numbered.save_time_s = absl::ToUnixSeconds(absl::Now());
-  // Where fewer are to stay because the disk is full, it would never have room if they went only after this one has been written.
+  // Before the writing: on a full disk, a lower `keep` would otherwise never make room.
   if (keep_ > 0) Prune(tenant, head_id, info.name, /*is_saved=*/false, sequences.first);
 
   const std::string temporary = Join(head_directory, absl::StrCat(kTemporaryPrefix, RandomSuffix()));
   HEADWATER_RETURN_IF_ERROR(files_.CreateDirectory(temporary));
   absl::StatusOr<int64_t> total_bytes = WriteShardFiles(files_, temporary, numbered, head);
-  // The mark first: a checkpoint that is there after a crash must bring its head back; a mark without one does no harm.
+  // The mark comes first: after a crash, a published checkpoint must bring its head back; a mark alone is harmless.
   absl::Status status = total_bytes.ok() ? MarkLive(head_directory, sequences.first) : total_bytes.status();
   if (status.ok()) status = Publish(head_directory, temporary, info.name, overwrite);
-  files_.RemoveTree(temporary).IgnoreError();  // what failed, or was replaced; else it is removed at the next start
+  files_.RemoveTree(temporary).IgnoreError();  // the failed or the replaced version; after a failure it is removed at the next
+                                               // start
   if (!status.ok()) return status;
   if (keep_ > 0) Prune(tenant, head_id, info.name, /*is_saved=*/true, sequences.first);
   return total_bytes;
@@ -237,12 +238,12 @@ absl::Status CheckpointStore::RemoveCheckpoint(const std::string& head_directory
   const std::string temporary = Join(head_directory, absl::StrCat(kTemporaryPrefix, RandomSuffix()));
   absl::MutexLock lock(&publish_mutex_);
   HEADWATER_RETURN_IF_ERROR(files_.Rename(place, temporary));
-  // Its files must not go before its name has.
+  // The name must be gone before the files.
   if (absl::Status status = files_.SyncDirectory(head_directory); !status.ok()) {
     files_.Rename(temporary, place).IgnoreError();
     return status;
   }
-  return files_.RemoveTree(temporary);  // else it is removed at the next start
+  return files_.RemoveTree(temporary);  // after a failure it is removed at the next start
 }
 
 absl::StatusOr<bool> CheckpointStore::Remove(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) {
@@ -261,7 +262,7 @@ void CheckpointStore::Prune(const std::string& tenant, const std::string& head_i
   absl::StatusOr<std::vector<CheckpointInfo>> series = List(tenant, head_id);
   absl::Status status = series.status();
   if (status.ok()) {
-    // Those of former heads of this name are not this one's to remove.
+    // Checkpoints of former heads of this name stay.
     std::erase_if(*series, [&](const CheckpointInfo& info) {
       return (is_saved && info.name == checkpoint) || !BelongsTo(info, first_sequence) ||
              SeriesOf(info.name) != SeriesOf(checkpoint);
@@ -298,7 +299,7 @@ absl::StatusOr<CheckpointStore::Sequences> CheckpointStore::NextSequence(const s
     if (mark.value_or(0) > 0) {
       sequences.first = *mark;
     } else if (mark.has_value() && newest != nullptr) {
-      // The mark is damaged: what came before the newest one's run, or before the newest one, stays.
+      // The mark is damaged. Checkpoints before the newest one's run, or without a run before the newest one, stay.
       sequences.first = std::max<int64_t>(newest->first_sequence > 0 ? newest->first_sequence : newest->sequence, 1);
     } else {
       sequences.first = NumberAfter(sequences.last);
@@ -311,7 +312,7 @@ absl::StatusOr<CheckpointStore::Sequences> CheckpointStore::NextSequence(const s
   return found->second;
 }
 
-// ---- heads that are to come back -------------------------------------------------------------------------------------
+// ---- heads to bring back ------------------------------------------------------------------------------------------------
 
 std::optional<int64_t> CheckpointStore::ReadLiveMark(const std::string& head_directory) const {
   absl::StatusOr<std::unique_ptr<ReadableFile>> file = files_.OpenFile(Join(head_directory, kLiveMark));
@@ -330,7 +331,7 @@ absl::Status CheckpointStore::MarkLive(const std::string& head_directory, int64_
   absl::Status status = WriteWholeFile(files_, temporary, nlohmann::json{{kFirstSequence, first_sequence}}.dump());
   if (status.ok()) status = files_.Rename(temporary, Join(head_directory, kLiveMark));
   if (!status.ok()) {
-    files_.RemoveTree(temporary).IgnoreError();  // else it is removed at the next start
+    files_.RemoveTree(temporary).IgnoreError();  // after a failure it is removed at the next start
     return status;
   }
   return files_.SyncDirectory(head_directory);
@@ -373,7 +374,7 @@ void CheckpointStore::ForgetSequences(const std::string& head_directory) {
 absl::Status CheckpointStore::BeginAnew(const std::string& tenant, const std::string& head_id) {
   HEADWATER_RETURN_IF_ERROR(CheckNames(tenant, head_id, "any"));
   const std::string directory = HeadDirectory(tenant, head_id);
-  // Nothing is written for a name that has no mark: heads can be made where checkpoints can only be read.
+  // Writes nothing for a name without a mark: heads can be made where checkpoints can only be read.
   if (ReadLiveMark(directory).has_value()) return Forget(tenant, head_id);
   ForgetSequences(directory);
   return absl::OkStatus();
@@ -381,7 +382,7 @@ absl::Status CheckpointStore::BeginAnew(const std::string& tenant, const std::st
 
 bool CheckpointStore::Continue(const std::string& tenant, const std::string& head_id, const CheckpointInfo& restored) {
   if (restored.first_sequence == 0) return false;
-  // A mark that is there is of a first save that failed, and stands for another run.
+  // An existing mark is from a first save that failed, and names another run.
   absl::Status status = BeginAnew(tenant, head_id);
   if (status.ok()) status = MarkLive(HeadDirectory(tenant, head_id), restored.first_sequence);
   if (status.ok()) return true;

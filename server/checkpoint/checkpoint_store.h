@@ -1,26 +1,26 @@
-// CheckpointStore: checkpoints of heads in a directory; each is complete or not there.
+// CheckpointStore: checkpoints of heads in a directory; each is complete or absent.
 //
 //   ROOT/{tenant}/{head}/{checkpoint}/manifest.json            written last, renamed in
 //   ROOT/{tenant}/{head}/{checkpoint}/shard-00000-of-00002.safetensors
-//   ROOT/{tenant}/{head}/.live                                 the head is to come back when the server starts again
+//   ROOT/{tenant}/{head}/.live                                 the head comes back when the server restarts
 //
 // `tenant`, `head` and `checkpoint` must match IsValidCheckpointName(), else kInvalidName; so `..` and hidden names cannot occur.
 // Thread-safe.
 //
 // A shard file holds rows [vocab_start, vocab_end) of `weight`, `bias`, `master_weight`, `moment1_weight`, ... The manifest names
 // format version, head spec, step, optimizer update count, and each file's size and XXH3-128. A checkpoint is written into a
-// temporary directory beside its place, synced, and renamed; leftovers of crashes are removed at start, but not while another
-// process holds ROOT (ROOT/.lock): what looks left over may be what it is writing.
+// temporary directory beside its place, synced, and renamed. Open() removes leftovers of crashes, unless another process holds ROOT
+// (ROOT/.lock) and may be writing them.
 //
-// Checkpoints of a name are numbered in the order in which they were begun. What one head saves is a run, and each checkpoint of it
-// tells the run by the number of the first one. That one marks the head as live, just before it is published, with the run: a head
-// that is made under the name of a former one never comes back from what that left, and removes nothing of it. Forget() and
-// BeginAnew() remove the mark; Continue() sets it for a new head that was restored from a checkpoint, and goes on with its run. A
-// mark without any checkpoint of its run (the first Save() failed) means nothing.
+// Checkpoints of a name are numbered in the order in which they were begun. The checkpoints that one head saves are a run, which
+// each names by the number of its first. Save() marks the head as live, with its run, just before the run's first checkpoint is
+// published. So a new head never comes back from a former head's checkpoints under its name, and never removes them. Forget() and
+// BeginAnew() remove the mark. Continue() sets it for a new head that was restored from a checkpoint and continues that run. A mark
+// without a checkpoint of its run (the first Save() failed) is ignored.
 //
-// Checkpoints whose names differ only in the number at their end (step-100, step-200) are a series. Of each series in a live head's
-// run the newest `keep` stay. What is beyond them goes before another one is written, so that a lower `keep` makes room on a full
-// disk; and what the new one makes superfluous, once that is durable. A name without a number is a series of its own.
+// Checkpoints whose names differ only in the number at their end (step-100, step-200) are a series; a name without a number is its
+// own series. The newest `keep` of each series in a live head's run stay. Save() removes the excess before it writes, so that a
+// lower `keep` makes room on a full disk. Once the new checkpoint is durable, Save() removes those that it replaces.
 #ifndef HEADWATER_SERVER_CHECKPOINT_CHECKPOINT_STORE_H_
 #define HEADWATER_SERVER_CHECKPOINT_CHECKPOINT_STORE_H_
 
@@ -41,45 +41,44 @@
 
 namespace headwater::checkpoint {
 
-// What a checkpoint says beside its tensors.
+// A checkpoint's state beside its tensors.
 struct CheckpointInfo {
   std::string name;
   HeadSpec spec;
   int64_t step = 0;          // the open step when it was saved
   int64_t update_count = 0;  // optimizer updates so far
   int64_t total_bytes = 0;
-  std::string numerics;        // what fixes the order of its sums; empty in those of older versions
-  int64_t sequence = 0;        // rises with each checkpoint of a name: set by Save(); 0 in those of older versions
-  int64_t first_sequence = 0;  // that of the first one of its run: likewise
-  int64_t save_time_s = 0;     // seconds since 1970, set by Save(); 0 in those of older versions
+  std::string numerics;        // the settings that fix the order of its sums; empty in checkpoints of older versions
+  int64_t sequence = 0;        // rises with each checkpoint of a name: set by Save(); 0 in checkpoints of older versions
+  int64_t first_sequence = 0;  // `sequence` of the first checkpoint of its run: set by Save(); 0 in checkpoints of older versions
+  int64_t save_time_s = 0;     // seconds since 1970, set by Save(); 0 in checkpoints of older versions
 };
 
 struct Manifest;  // manifest.h
 
 class CheckpointStore {
  public:
-  // `root` is made if it is not there. Removes temporary directories of earlier crashes. If another process has it open, nothing is
-  // removed and the log says so.
-  // `files` must outlive the store. `keep`: checkpoints of a series that stay; 0: all.
+  // Creates `root` if it is missing. Removes temporary directories of earlier crashes; if another process has `root` open, logs
+  // that and removes nothing. `files` must outlive the store. `keep`: checkpoints of a series that stay; 0: all.
   static absl::StatusOr<std::unique_ptr<CheckpointStore>> Open(const std::string& root, FileSystem& files = PosixFileSystem(),
                                                                int64_t keep = 0);
 
-  // Writes all tensors that `head` has (stored weights only where there is no separate master). kCheckpointAlreadyExists unless
-  // `overwrite`; kDiskFull; kInvalidName. Returns the bytes written. The head must not change meanwhile. Older checkpoints of the
-  // series that do not stay are removed, before and after; one that cannot be is told in the log, and the next Save() tries again.
+  // Writes all tensors that `head` has (stored weights only without a separate master). kCheckpointAlreadyExists unless
+  // `overwrite`; kDiskFull; kInvalidName. Returns the bytes written. The head must not change meanwhile. Removes excess checkpoints
+  // of the series, before and after; a failed removal is logged and retried by the next Save().
   absl::StatusOr<int64_t> Save(const std::string& tenant, const std::string& head_id, const CheckpointInfo& info,
                                const EngineHead& head, bool overwrite);
   // kCheckpointNotFound, kFileCorrupt.
   absl::StatusOr<CheckpointInfo> Read(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) const;
-  // Verifies every checksum first, then writes the tensors into `head`, whatever its number of shards, and returns what the
-  // checkpoint says. Before the verification has passed nothing is written: kCheckpointNotFound, kChecksumMismatch, kFileCorrupt,
-  // kCheckpointSpecMismatch. After it, only kEngineFailed or kInternal: part of `head` has been overwritten then.
+  // Verifies every checksum first, then writes the tensors into `head`, whatever its number of shards, and returns the checkpoint's
+  // info. Errors before anything is written: kCheckpointNotFound, kChecksumMismatch, kFileCorrupt, kCheckpointSpecMismatch. After
+  // the verification only kEngineFailed or kInternal: part of `head` has been overwritten then.
   absl::StatusOr<CheckpointInfo> Load(const std::string& tenant, const std::string& head_id, const std::string& checkpoint,
                                       EngineHead& head) const;
-  // Removes a checkpoint, complete or damaged; false if there is none. kInvalidName.
+  // Removes a checkpoint, complete or damaged; false if it is absent. kInvalidName.
   absl::StatusOr<bool> Remove(const std::string& tenant, const std::string& head_id, const std::string& checkpoint);
-  // What a trainer may restore, newest first: "step-20=20,step-10=10", names with the steps that they begin, as many as 512 bytes
-  // hold. Empty if there is nothing, or it cannot be read.
+  // The checkpoints that a trainer may restore, newest first: "step-20=20,step-10=10", names with the steps that they begin. At
+  // most 512 bytes. Empty without checkpoints, or if they cannot be read.
   std::string Steps(const std::string& tenant, const std::string& head_id) const;
   // Complete checkpoints of a head, newest first; then the damaged ones, by name.
   struct Catalogue {
@@ -92,50 +91,50 @@ class CheckpointStore {
   absl::StatusOr<std::vector<CheckpointInfo>> List(const std::string& tenant, const std::string& head_id,
                                                    std::vector<std::string>* damaged = nullptr) const;
 
-  // What a live head can come back from; how old the damaged ones are is not known. Empty for a head that is not live.
+  // The checkpoints that a live head can come back from; the age of damaged ones is unknown. Empty for a head that is not live.
   absl::StatusOr<Catalogue> FindComebacks(const std::string& tenant, const std::string& head_id) const;
-  // Heads that have been saved and not been forgotten since, as {tenant, head}, sorted: what a server that starts brings back.
-  // Those for which FindComebacks() is not empty, or fails.
+  // Heads to bring back at a server's start, as {tenant, head}, sorted: saved, not forgotten since, and with FindComebacks() that
+  // is not empty, or fails.
   absl::StatusOr<std::vector<std::pair<std::string, std::string>>> LiveHeads() const;
-  // The head has been deleted: it is not to come back. Its checkpoints stay. OK if it was not known. Not while it is being saved.
+  // A deleted head: it must not come back. Its checkpoints stay. OK for an unknown head. Not during its Save().
   absl::Status Forget(const std::string& tenant, const std::string& head_id);
-  // A new head has been made under this name, where a former one may never have been forgotten. It is not to come back as that one,
-  // not even if it ends before its first Save(), which begins a run. Likewise.
+  // A new head has been made under this name. It must not come back as a former head, not even if it ends before its first Save(),
+  // which begins a run. Not during its Save().
   absl::Status BeginAnew(const std::string& tenant, const std::string& head_id);
-  // Such a head has been restored from `restored`, a checkpoint of its name, before its first Save(): it goes on with the run of
-  // this checkpoint, and comes back from the newest one of that. False, and it begins a run, if the checkpoint, which is of an
-  // older version, tells none, or if that cannot be written down, which is told in the log. Likewise.
+  // A new head has been restored from `restored`, a checkpoint of its name, before its first Save(). It continues this checkpoint's
+  // run and comes back from the run's newest checkpoint. False, and the head begins a run, if the checkpoint (of an older
+  // version) names no run, or if the mark cannot be written (logged). Not during its Save().
   bool Continue(const std::string& tenant, const std::string& head_id, const CheckpointInfo& restored);
 
  private:
   CheckpointStore(std::string root, FileSystem& files, int64_t keep) : root_(std::move(root)), files_(files), keep_(keep) {}
   // {tenant, head} of every directory that can be a head's, sorted.
   absl::StatusOr<std::vector<std::pair<std::string, std::string>>> AllHeads() const;
-  // Finishes or undoes what a crash left in one head's directory.
+  // Finishes or undoes the leftovers of a crash in one head's directory.
   absl::Status CleanHeadDirectory(const std::string& directory);
-  // Makes ROOT/{tenant}/{head} so that it survives a crash.
+  // Makes ROOT/{tenant}/{head}, durably.
   absl::Status MakeHeadDirectory(const std::string& tenant, const std::string& head_id);
   // Gives the complete directory `temporary` its name; replaces an older one if `overwrite`.
   absl::Status Publish(const std::string& head_directory, const std::string& temporary, const std::string& checkpoint,
                        bool overwrite);
 
-  // Removes what is beyond `keep_` in the series of `checkpoint` in a run. `is_saved`: it is there, and counts as the newest; else
-  // those that are there stay, as many as `keep_`, whether it is one of them or not.
+  // Removes the excess over `keep_` in the series of `checkpoint` in a run. With `is_saved`, `checkpoint` stays as the newest.
+  // Without it, `keep_` checkpoints stay, and `checkpoint` is not exempt.
   void Prune(const std::string& tenant, const std::string& head_id, const std::string& checkpoint, bool is_saved,
              int64_t first_sequence);
-  // Removes a checkpoint that is there; after a crash it is whole or gone.
+  // Removes an existing checkpoint; after a crash it is whole or gone.
   absl::Status RemoveCheckpoint(const std::string& head_directory, const std::string& checkpoint);
 
   // Numbers of one head's checkpoints, in this process.
   struct Sequences {
     int64_t first = 1;  // of the run
-    int64_t last = 0;   // that was given out
+    int64_t last = 0;   // the last number given out
   };
   // Gives out the next number.
   absl::StatusOr<Sequences> NextSequence(const std::string& tenant, const std::string& head_id);
-  // The next number is found out from the files again.
+  // The next NextSequence() reads the numbers from the files again.
   void ForgetSequences(const std::string& head_directory);
-  // The number in the mark of a live head (0 if the mark is damaged), or nothing.
+  // The number in the mark of a live head (0 if the mark is damaged); nullopt without a mark.
   std::optional<int64_t> ReadLiveMark(const std::string& head_directory) const;
   // Marks a head as live, unless it is.
   absl::Status MarkLive(const std::string& head_directory, int64_t first_sequence);

@@ -18,7 +18,7 @@ namespace headwater::checkpoint {
 namespace {
 
 constexpr int64_t kMaxIoBytes = int64_t{1} << 30;  // Linux moves at most 2 GiB at once
-// Of a directory that is held: an empty file, locked as long as that.
+// The lock file of a held directory: empty, locked for the hold's life.
 constexpr char kHoldName[] = "/.lock";
 
 std::string ErrnoText(int error) { return std::error_code(error, std::generic_category()).message(); }
@@ -105,7 +105,7 @@ class PosixFiles : public FileSystem {
     if (descriptor < 0) return WriteError("opening a directory", errno);
     const int error = fsync(descriptor) == 0 ? 0 : errno;
     close(descriptor);
-    // Some file systems cannot sync a directory and say so; then there is nothing more to be done.
+    // Some file systems cannot sync a directory and report EINVAL, which is accepted.
     return error == 0 || error == EINVAL ? absl::OkStatus() : WriteError("syncing a directory", error);
   }
 
@@ -133,7 +133,7 @@ class PosixFiles : public FileSystem {
   }
 
   absl::StatusOr<std::unique_ptr<ReadableFile>> OpenFile(const std::string& path) const override {
-    // O_NONBLOCK: a FIFO in the place of a file must not hang us.
+    // O_NONBLOCK: opening a FIFO must not block.
     const int descriptor = open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (descriptor < 0) return ReadError("opening a file", errno);
     return model_files::ReadableFromDescriptor(descriptor);
@@ -142,7 +142,7 @@ class PosixFiles : public FileSystem {
   absl::Status Rename(const std::string& from, const std::string& to) override {
     if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0) return absl::OkStatus();
     if (errno != EINVAL && errno != ENOSYS) return WriteError("renaming", errno);
-    // A file system without the flag. Nobody else renames here, so looking first is as good.
+    // The file system lacks the flag. Only this process renames here, so a check in advance is enough.
     struct stat status;
     if (lstat(to.c_str(), &status) == 0) return WriteError("renaming", EEXIST);
     return rename(from.c_str(), to.c_str()) == 0 ? absl::OkStatus() : WriteError("renaming", errno);

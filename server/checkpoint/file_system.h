@@ -1,7 +1,7 @@
 // FileSystem: the few operations on files that checkpoints need, behind an interface so that tests can fail each of them.
 //
-// Errors: kDiskFull when there is no space or quota left; absl::NotFoundError and absl::AlreadyExistsError for what they say (the
-// caller knows which reason that is); kInternal otherwise. Messages name the operation and the errno text, never a path.
+// Errors: kDiskFull without space or quota; absl::NotFoundError and absl::AlreadyExistsError, whose reason the caller knows;
+// kInternal otherwise. Messages name the operation and the errno text, never a path.
 #ifndef HEADWATER_SERVER_CHECKPOINT_FILE_SYSTEM_H_
 #define HEADWATER_SERVER_CHECKPOINT_FILE_SYSTEM_H_
 
@@ -27,7 +27,7 @@ class WritableFile {
 
 using model_files::ReadableFile;
 
-// A process's hold on a directory, until it is destroyed or the process ends, however.
+// A process's hold on a directory, until it is destroyed or the process ends.
 class DirectoryHold {
  public:
   virtual ~DirectoryHold() = default;
@@ -36,12 +36,12 @@ class DirectoryHold {
 class FileSystem {
  public:
   virtual ~FileSystem() = default;
-  // Tells other processes, and other callers here, that this one works on the directory. It keeps nobody from anything.
-  // AlreadyExists if another one holds it; any other error where nobody can, say because nothing can be written there.
+  // Marks the directory as in use, for other processes and other callers here; an advisory mark. AlreadyExists if it is held; other
+  // errors if it cannot be held, for example where nothing can be written.
   virtual absl::StatusOr<std::unique_ptr<DirectoryHold>> HoldDirectory(const std::string&) {
     return absl::UnimplementedError("the file system knows no holds");
   }
-  // AlreadyExists if it is there.
+  // AlreadyExists if it exists.
   virtual absl::Status CreateDirectory(const std::string& path) = 0;
   // Entries written to the directory have reached the disk.
   virtual absl::Status SyncDirectory(const std::string& path) = 0;

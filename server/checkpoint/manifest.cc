@@ -96,7 +96,7 @@ bool Parse(const json& value, DataType* out) {
   return false;
 }
 
-// Reads members of an object and remembers whether all were there and of their type.
+// Reads members of an object and records whether all were present and of their type.
 class MemberReader {
  public:
   explicit MemberReader(const json& object) : object_(object) {}
@@ -109,7 +109,7 @@ class MemberReader {
   void ReadIfThere(const char* key, T* out) {
     if (Find(key) != nullptr) Read(key, out);
   }
-  // Null if it is not there.
+  // Null if it is absent.
   const json* Find(const char* key) const {
     const auto found = object_.find(key);
     return found != object_.end() ? &*found : nullptr;

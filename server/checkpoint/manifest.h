@@ -1,4 +1,4 @@
-// The manifest of a checkpoint: what the head was, at which step, and which files with which checksums hold it. `staging_slots`,
+// The manifest of a checkpoint: the head's spec and step, and the files that hold it, with their checksums. `staging_slots`,
 // `parallelism`, `sequence`, `first_sequence`, `save_time_s` and `numerics` may be missing, and are 0, "vocabulary" or empty then.
 //
 //   {"checksum": "<XXH3-128 of the dump of `manifest`>",
@@ -42,7 +42,7 @@ struct Manifest {
 std::string ShardFileName(size_t index, size_t count);
 
 std::string FormatManifest(const Manifest& manifest);
-// kFileCorrupt unless everything is there, the checksum holds, and the files' rows tile the vocabulary in order.
+// kFileCorrupt unless it is complete, the checksum matches, and the files' rows tile the vocabulary in order.
 absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file);
 
 // A field in which two specs differ, with both values as JSON.
@@ -50,7 +50,7 @@ struct SpecDifference {
   std::string field;
   std::string first, second;
 };
-// All of them, in the order of their names. None if a checkpoint of one fits the other: the number of staging slots and the initial
+// All differences, in the order of their names. Empty if a checkpoint of one spec fits the other: staging slots and the initial
 // step do not matter.
 std::vector<SpecDifference> FindSpecDifferences(const HeadSpec& a, const HeadSpec& b);
 

@@ -24,7 +24,7 @@ using model_files::SafetensorsOutput;
 
 constexpr int64_t kPieceBytes = int64_t{8} << 20;
 
-// What is saved, in the order in which it is written back: writing the weight sets the master, writing the master the weight.
+// The saved tensors, in the order of restoring: writing the weight sets the master, writing the master sets the weight.
 constexpr HeadTensor kSavedTensors[] = {HeadTensor::kWeight,        HeadTensor::kBias,          HeadTensor::kMasterWeight,
                                         HeadTensor::kMasterBias,    HeadTensor::kMoment1Weight, HeadTensor::kMoment1Bias,
                                         HeadTensor::kMoment2Weight, HeadTensor::kMoment2Bias};
@@ -41,14 +41,14 @@ const char* SafetensorsType(DataType type) {
   return "";
 }
 
-// A tensor as it stands in a shard's file.
+// A tensor in a shard's file.
 struct SavedTensor {
   HeadTensor tensor;
   DataType data_type;
   int64_t width;  // elements of one vocabulary row
 };
 
-// fp32 master weights are apart from the stored ones for 16-bit heads with an optimizer; elsewhere they are the same numbers.
+// True for 16-bit heads with an optimizer: their fp32 masters are separate from the stored weights.
 bool HasSeparateMaster(const HeadSpec& spec) {
   return spec.data_type != DataType::kFloat32 && !std::holds_alternative<std::monostate>(spec.optimizer);
 }
@@ -92,7 +92,7 @@ absl::Status ForEachPiece(const SavedTensor& saved, const VocabShard& rows, cons
   return absl::OkStatus();
 }
 
-// Room for the largest piece of these rows: small heads must not pay for large ones.
+// A buffer for the largest piece of these rows, so that small heads take little memory.
 absl::StatusOr<PlannedBytes> PieceBuffer(const std::vector<SavedTensor>& tensors, const VocabShard& rows) {
   int64_t bytes = 0;
   for (const SavedTensor& saved : tensors) {
@@ -165,7 +165,7 @@ absl::StatusOr<VerifiedFile> VerifyFile(const FileSystem& files, const std::stri
   return verified;
 }
 
-// Part of the head may have been overwritten: whatever the reason was, the head is lost.
+// Part of the head may have been overwritten: the head is lost for any reason.
 absl::Status AfterVerification(const absl::Status& status) {
   if (status.ok() || HasReason(status, ErrorReason::kEngineFailed) || HasReason(status, ErrorReason::kInternal)) return status;
   return MakeError(
@@ -240,7 +240,7 @@ absl::StatusOr<int64_t> WriteShardFiles(FileSystem& files, const std::string& di
 absl::Status LoadShardFiles(const FileSystem& files, const std::string& directory, const std::vector<ManifestFile>& entries,
                             EngineHead& head) {
   const std::vector<SavedTensor> tensors = TensorsOf(head);
-  std::vector<VerifiedFile> verified;  // kept open, so that what is read is what was verified
+  std::vector<VerifiedFile> verified;  // kept open: the bytes read are the bytes verified
   for (const ManifestFile& entry : entries) {
     HEADWATER_ASSIGN_OR_RETURN(VerifiedFile file, VerifyFile(files, directory, entry, FileLayout(tensors, entry.rows)));
     verified.push_back(std::move(file));

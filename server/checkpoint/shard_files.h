@@ -22,7 +22,7 @@ absl::Status WriteWholeFile(FileSystem& files, const std::string& path, const st
 // Writes the shard files of `head` and the manifest into `directory`, synced. Returns the bytes written.
 absl::StatusOr<int64_t> WriteShardFiles(FileSystem& files, const std::string& directory, const CheckpointInfo& info,
                                         const EngineHead& head);
-// Verifies all files of a manifest, then writes their tensors into `head`. Errors as CheckpointStore::Load() tells.
+// Verifies all files of a manifest, then writes their tensors into `head`. Errors as CheckpointStore::Load().
 absl::Status LoadShardFiles(const FileSystem& files, const std::string& directory, const std::vector<ManifestFile>& entries,
                             EngineHead& head);
 

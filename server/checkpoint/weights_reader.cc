@@ -20,7 +20,7 @@ float FromBFloat16(uint16_t bits) {
   return value;
 }
 
-// Without a type for it, which not every compiler has.
+// Converts by hand: not every compiler has a float16 type.
 float FromFloat16(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
   const uint32_t exponent = bits >> 10 & 0x1F;
@@ -29,7 +29,7 @@ float FromFloat16(uint16_t bits) {
   if (exponent == 0) {
     magnitude = static_cast<float>(mantissa) * 0x1p-24F;  // zero and subnormal numbers
   } else {
-    // Exponents of 31, infinities and NaNs, stay the largest there is.
+    // Exponent 31 (infinities and NaNs) becomes the largest exponent.
     const uint32_t wide = (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13;
     std::memcpy(&magnitude, &wide, sizeof(magnitude));
   }
@@ -63,7 +63,7 @@ absl::Status WeightsReader::Read(HeadTensor tensor, int64_t element_start, int64
   const int64_t element_bytes = ElementBytes(from.data_type);
   const int64_t offset = from.offset_bytes + element_start * element_bytes;
   if (from.data_type == data_type(tensor)) return from.file->ReadAt(offset, element_count * element_bytes, out);
-  // 16 bits that the head does not store: as fp32, exactly.
+  // 16-bit values that the head does not store become fp32, exactly.
   float* next = static_cast<float*>(out);
   std::vector<uint16_t> piece(static_cast<size_t>(std::min(element_count, kPieceElements)));
   for (int64_t done = 0; done < element_count; done += kPieceElements) {

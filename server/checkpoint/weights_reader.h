@@ -3,8 +3,8 @@
 //   auto reader = WeightsReader::Open(load_root, "meta/model", "", "", head->spec());
 //   head->SetTensors(epoch, {{HeadTensor::kWeight, (*reader)->data_type(HeadTensor::kWeight), read_weight}});
 //
-// server/model_files/head_tensors.h has the rules by which tensors are chosen. Files are read in pieces and never mapped: one that
-// is cut short meanwhile gives an error, not a signal.
+// server/model_files/head_tensors.h has the rules by which tensors are chosen. Files are read in pieces and never mapped:
+// truncating one meanwhile causes an error, not a signal.
 #ifndef HEADWATER_SERVER_CHECKPOINT_WEIGHTS_READER_H_
 #define HEADWATER_SERVER_CHECKPOINT_WEIGHTS_READER_H_
 
@@ -29,9 +29,9 @@ class WeightsReader {
                                                              const std::string& weight_tensor, const std::string& bias_tensor,
                                                              const HeadSpec& spec);
 
-  // The type in which Read() brings a tensor (kWeight or kBias): the head's storage type where the file has it, else fp32.
+  // The type in which Read() returns a tensor (kWeight or kBias): the head's storage type if the file has it, else fp32.
   DataType data_type(HeadTensor tensor) const;
-  // Brings elements [element_start, element_start + element_count) of kWeight or kBias, row-major. Thread-safe.
+  // Copies elements [element_start, element_start + element_count) of kWeight or kBias, row-major. Thread-safe.
   absl::Status Read(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const;
   bool has_bias() const { return tensors_.bias.has_value(); }
 

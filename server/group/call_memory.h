@@ -1,4 +1,4 @@
-// CallMemory: blocks of memory of one call, as large as its rows need.
+// CallMemory: memory blocks of one call, sized by its rows.
 #ifndef HEADWATER_SERVER_GROUP_CALL_MEMORY_H_
 #define HEADWATER_SERVER_GROUP_CALL_MEMORY_H_
 
@@ -14,7 +14,7 @@
 
 namespace headwater::group {
 
-// Memory of one rank. kEngineFailed where the host has none: the other ranks compute already, and would wait for this one.
+// Memory of one rank. kEngineFailed if the host has none: the other ranks compute already, and would wait for this one.
 inline absl::StatusOr<PlannedBytes> AllocateOnRank(int64_t byte_count) {
   absl::StatusOr<PlannedBytes> bytes = AllocatePlanned(byte_count);
   return bytes.ok() ? std::move(bytes) : MakeError(ErrorReason::kEngineFailed, std::string(bytes.status().message()));
@@ -23,7 +23,7 @@ inline absl::StatusOr<PlannedBytes> AllocateOnRank(int64_t byte_count) {
 // One thread at a time.
 class CallMemory {
  public:
-  // A block that lives as long as this; null where the host has none, which status() reports from then on.
+  // A block that lives as long as this; null without host memory, which status() reports from then on.
   void* Take(int64_t byte_count) {
     absl::StatusOr<PlannedBytes> block = AllocateOnRank(byte_count);
     status_.Update(block.status());

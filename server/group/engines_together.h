@@ -1,4 +1,4 @@
-// Engines of one group's ranks that are in this process: they are made at the same time, because making one waits for the others.
+// Makes the engines of the group's ranks in this process at the same time, because making one waits for the others.
 #ifndef HEADWATER_SERVER_GROUP_ENGINES_TOGETHER_H_
 #define HEADWATER_SERVER_GROUP_ENGINES_TOGETHER_H_
 
@@ -18,20 +18,20 @@ namespace headwater::group {
 // Makes an engine out of one rank's options.
 using EngineMaker = std::function<absl::StatusOr<std::unique_ptr<LossEngine>>(const EngineOptions&)>;
 
-// The first of several pieces of work that has failed.
+// The first failure among several pieces of work.
 struct FirstFailure {
-  absl::Status status;  // OK: none has
+  absl::Status status;  // OK: none
   size_t index = 0;
 };
 
-// Runs work(0) to work(count - 1) at the same time, each on a thread of its own, and waits for all of them. When the first one has
-// failed, or `given_up`, which is asked on this thread several times a second, has returned true (kCancelled), it calls abort(why)
-// once, on any thread: what still runs should fail soon then.
+// Runs work(0) to work(count - 1) at the same time, each on a thread of its own, and waits for all of them. Calls abort(why) once,
+// on any thread, when the first one has failed, or when `given_up` has returned true (kCancelled). Running work should fail soon
+// then. This thread calls `given_up` several times a second.
 FirstFailure RunTogether(size_t count, absl::FunctionRef<absl::Status(size_t)> work,
                          absl::FunctionRef<void(const absl::Status&)> abort, absl::FunctionRef<bool()> given_up);
 
-// make(options[i]) for all of `options`, as RunTogether(): all communicators are aborted with the first failure. `engines` has all
-// of them, or, with a failure, none.
+// make(options[i]) for all of `options`, as RunTogether(). The first failure aborts all communicators. `engines` receives all of
+// them, or, with a failure, none.
 FirstFailure MakeEnginesTogether(const std::vector<EngineOptions>& options, const EngineMaker& make,
                                  absl::FunctionRef<bool()> given_up, std::vector<std::unique_ptr<LossEngine>>* engines);
 

@@ -32,7 +32,7 @@ constexpr absl::Duration kCancelLook = absl::Milliseconds(50);
 constexpr size_t kSecretBytes = 32;
 constexpr int32_t kMaxPort = 65535;
 constexpr size_t kMaxProcessBytes = 64;
-// How long workers may take to say why, once the leader's own ranks have failed: perhaps for what has happened to them.
+// How long workers may take to report their reason once the leader's own ranks have failed: it may be the cause.
 constexpr absl::Duration kLastWords = absl::Seconds(1);
 
 absl::StatusOr<std::string> NewSecret() {
@@ -45,8 +45,7 @@ absl::StatusOr<std::string> NewSecret() {
 
 std::string Port(int32_t port) { return absl::StrCat(":", port); }
 
-// Where this process reaches what listens at `host`, as it stands before ":port": empty, this machine's loopback, for all
-// addresses.
+// The host part of the address by which this process reaches a listener at `host`. Empty, the loopback, for wildcard addresses.
 std::string OwnHost(const std::string& host) {
   if (host == "0.0.0.0" || host == "::" || host == "[::]") return "";
   return host.find(':') == std::string::npos || host.front() == '[' ? host : absl::StrCat("[", host, "]");
@@ -100,7 +99,7 @@ absl::Status GroupAssembly::CheckHello(const v1::RankHello& hello) const {
 }
 
 absl::Status GroupAssembly::Serve(JoinCall& call) {
-  HEADWATER_RETURN_IF_ERROR(CheckRoom());  // at once: nobody is listened to who cannot join
+  HEADWATER_RETURN_IF_ERROR(CheckRoom());  // at once: a worker without a place is not read
   v1::JoinRequest message;
   if (!call.Read(&message) || !message.has_hello()) {
     return MakeError(ErrorReason::kProtocolViolation, "the first message of Join must be hello");
@@ -116,7 +115,7 @@ absl::Status GroupAssembly::Serve(JoinCall& call) {
                                           [&call] { call.Cancel(); });
   const absl::Status ended = MakeError(ErrorReason::kEngineFailed, "the worker's call has ended");
   HEADWATER_RETURN_IF_ERROR(AwaitRank(call, slot));
-  // From here on others have the link, which uses the call, until it is closed.
+  // From here on other threads use the link, and through it the call, until it is closed.
   v1::JoinResponse welcome;
   {
     absl::MutexLock lock(&mutex_);
@@ -152,7 +151,7 @@ absl::Status GroupAssembly::Room() const {
 
 absl::Status GroupAssembly::RoomFor(const Slot& slot) const {
   HEADWATER_RETURN_IF_ERROR(Room());
-  int32_t taken = 0;  // also by ranks that their processes have yet to bring
+  int32_t taken = 0;  // counts ranks that their processes have yet to bring
   std::set<std::string> processes;
   for (const auto& other : slots_) {
     if (other->process_ranks == 1) {
@@ -196,7 +195,7 @@ void GroupAssembly::LogPresence(const char* event, const Slot& slot) const {
 }
 
 std::vector<std::shared_ptr<GroupAssembly::Slot>> GroupAssembly::Numbered() const {
-  // A process is where its first rank came; one with a single rank is that.
+  // A process's place is that of its first rank; a single rank has its own place.
   std::map<std::string, size_t> places;
   std::vector<std::pair<std::pair<size_t, int32_t>, std::shared_ptr<Slot>>> ordered;
   for (size_t i = 0; i < slots_.size(); ++i) {
@@ -257,7 +256,7 @@ absl::Status GroupAssembly::Refusals(const std::vector<std::shared_ptr<Slot>>& s
   const auto note = [&reasons](int32_t rank, const absl::Status& status) {
     if (!status.ok()) reasons.push_back(absl::StrCat("rank ", rank, ": ", std::string(status.message())));
   };
-  // The leader gives up for what a worker says, which is the reason then.
+  // The leader gives up because of a worker, whose reason counts then.
   if (!HasReason(own.status, ErrorReason::kCancelled)) note(static_cast<int32_t>(own.index), own.status);
   absl::MutexLock lock(&mutex_);
   for (const auto& slot : slots) {
@@ -326,7 +325,7 @@ absl::Status GroupAssembly::Form(const std::function<bool()>& cancelled) {
   for (auto& engine : own.engines) ranks.push_back(MakeLocalRank(std::move(engine)));
   for (const auto& slot : slots) {
     const v1::RankReady& ready = slot->ready;
-    // Errors name ranks alone: clients see them.
+    // Errors name only ranks, because clients see them.
     Log(LogLevel::kInfo, "rank_ready", {{"rank", int64_t{slot->rank}}, {"address", slot->address}, {"device", ready.device()}});
     EngineOptions options = options_.engine;
     options.group.rank = slot->rank;

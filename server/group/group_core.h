@@ -1,5 +1,5 @@
-// GroupCore: what the engine, the heads and the contributions of a group share: the ranks, their order of calls, and how the group
-// is. A call is made on all ranks, while no other one is (Turn), or on one of them, beside calls on others (RankTurn).
+// GroupCore: the state that a group's engine, heads and contributions share: ranks, order of calls, and health. A call is made on
+// all ranks, exclusively (Turn), or on one of them, beside calls on others (RankTurn).
 #ifndef HEADWATER_SERVER_GROUP_GROUP_CORE_H_
 #define HEADWATER_SERVER_GROUP_GROUP_CORE_H_
 
@@ -34,16 +34,15 @@ class GroupCore {
   const Rank& rank(size_t index) const { return ranks_[index]; }
   LossEngine& engine(size_t index) const { return *ranks_[index].engine; }
 
-  // kEngineFailed once the group is lost, as which it is found here too if a rank's own health says so. Any thread.
+  // kEngineFailed once the group is lost. A failing health() of a rank loses the group. Any thread.
   absl::Status health();
   // Loses the group: every call of every rank, now or later, fails. The first reason stays. Any thread.
   void Lose(const absl::Status& reason);
-  // The same in peace: health() stays as it is from now on.
+  // Gives the ranks up without a failure: health() keeps its result from now on.
   void Dismiss();
   bool dismissed() const { return dismissed_.load(); }
 
-  // A call on all ranks is made under this, as a scoped lock: no other call is made meanwhile. kStarting before the group is
-  // formed.
+  // A scoped lock for a call on all ranks: no other call is made meanwhile. kStarting before the group is formed.
   class ABSL_SCOPED_LOCKABLE Turn {
    public:
     explicit Turn(GroupCore& core) ABSL_EXCLUSIVE_LOCK_FUNCTION(core.turn_mutex_) ABSL_NO_THREAD_SAFETY_ANALYSIS;
@@ -59,7 +58,7 @@ class GroupCore {
     absl::Status status_;
   };
 
-  // A call on one rank is made under this: it waits for those on all ranks and for others on this one. Only once formed.
+  // A lock for a call on one rank: waits for calls on all ranks and for others on this one. Only once formed.
   class RankTurn {
    public:
     RankTurn(GroupCore& core, size_t rank) ABSL_NO_THREAD_SAFETY_ANALYSIS;
@@ -67,7 +66,7 @@ class GroupCore {
     RankTurn& operator=(const RankTurn&) = delete;
     // Not OK: no call can be made.
     const absl::Status& status() const { return status_; }
-    // What `call` answers; the group's error if that is lost, as which it is found by a failure of the rank.
+    // Runs `call` and returns its status, or the group's error if that is lost. kEngineFailed from the rank loses the group.
     absl::Status Run(absl::FunctionRef<absl::Status()> call);
 
    private:
@@ -78,15 +77,15 @@ class GroupCore {
     absl::Status status_;
   };
 
-  // Calls program(rank) for every rank at the same time, in a Turn. Answers what they agree on: OK if all do; what a rank met if it
-  // failed (kEngineFailed), or if its answer is another one than the first's, and then the group is lost; else what the first rank,
-  // or that which was not ready (kShardNotReady), says.
+  // Calls program(rank) for every rank at the same time, in a Turn, and returns their common result. OK if all succeed. The group
+  // is lost, and its error returned, if a rank fails (kEngineFailed), or if its answer differs from the first rank's. Else returns
+  // the status of the first rank, or of the rank that was not ready (kShardNotReady).
   absl::Status OnAll(RankThreads::Program program);
-  // The same for a call that the first rank may end in another way than the others, who cannot tell: its answer counts.
+  // OnAll(), but the first rank may refuse alone, and its answer counts: the others cannot know.
   absl::Status OnAllAsFirst(RankThreads::Program program);
 
-  // Takes what the ranks need no longer, by rank. Each rank's is destroyed before the next call on the rank, or as soon as there is
-  // none: a device must not free memory while ranks meet. Never waits for the ranks.
+  // Takes objects that the ranks no longer need, by rank. Destroys each before the next call on its rank, or once no call is made:
+  // a device must not free memory during collectives. Never waits for the ranks.
   void Release(std::vector<std::unique_ptr<StagedContribution>> contributions, std::vector<std::unique_ptr<EngineHead>> heads);
 
   std::atomic<int64_t> planned_bytes{0};  // of the living heads, over all ranks
@@ -95,7 +94,7 @@ class GroupCore {
   std::vector<absl::Status> RunAll(RankThreads::Program program);
   void FlushReleases() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_mutex_);
   void ReleaseInTurn();
-  // By whoever may call the rank.
+  // Called with the right to call the rank.
   void FlushReleasesOf(size_t rank);
   absl::Status lost() const;
 

@@ -42,12 +42,12 @@ class GroupHead final : public HeadBase {
   const GroupCore& core() const { return *core_; }
   // Each rank has all of it, and staging slots of its own.
   bool is_replicated() const { return spec().parallelism == Parallelism::kRows; }
-  // A slot on one rank, if one is free there; of a head that is replicated.
+  // A slot on one rank, if one is free there; for replicated heads only.
   StagingSlot TakeSlotOn(size_t rank) {
     const int32_t first = static_cast<int32_t>(rank) * spec().staging_slots;
     return StagingSlot(this, first, first + spec().staging_slots);
   }
-  // Something is added on one rank: the ranks' gradients are to be summed up again. In a turn.
+  // One rank's gradient has changed: the ranks' gradients must be summed up again. In a turn.
   void NoteContribution() { is_reduced_.store(false); }
 
   bool StagesConcurrently() const override { return is_replicated(); }
@@ -55,7 +55,7 @@ class GroupHead final : public HeadBase {
   absl::Status DoReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const override {
     HEADWATER_RETURN_IF_ERROR(CheckRange(tensor, element_start, element_count));
     if (is_replicated() && IsStored(tensor)) {
-      // The first rank has it too, and is the nearest.
+      // The first rank has all weights too, and is the nearest.
       GroupCore::RankTurn turn(*core_, 0);
       HEADWATER_RETURN_IF_ERROR(turn.status());
       return turn.Run([&] { return on(0).ReadTensor(tensor, element_start, element_count, out); });
@@ -124,7 +124,7 @@ class GroupHead final : public HeadBase {
   }
 
  private:
-  // Whether a call wants the gradient to be summed up before.
+  // Whether a call needs the summed gradient.
   static constexpr bool kAsItIs = false;
   static constexpr bool kReduced = true;
 
@@ -132,7 +132,7 @@ class GroupHead final : public HeadBase {
     return spec.parallelism == Parallelism::kRows ? spec.staging_slots * static_cast<int32_t>(ranks) : spec.staging_slots;
   }
   static bool IsGradient(HeadTensor tensor) { return tensor == HeadTensor::kGradWeight || tensor == HeadTensor::kGradBias; }
-  // What is stored for computing, under whatever name.
+  // Whether the tensor is the one stored for computing, under whatever name.
   bool IsStored(HeadTensor tensor) const {
     return tensor == HeadTensor::kWeight || tensor == HeadTensor::kBias || (IsMaster(tensor) && !HasSeparateMaster(spec()));
   }
@@ -154,7 +154,7 @@ class GroupHead final : public HeadBase {
 
 class GroupContribution final : public StagedContribution {
  public:
-  // `parts`: by rank; null where a rank has none. `rank`: the one that has all of it; none: all have a part.
+  // `parts`: by rank; null for a rank without a part. `rank`: computed it alone; nullopt: all ranks did.
   GroupContribution(std::shared_ptr<GroupCore> core, std::optional<size_t> rank,
                     std::vector<std::unique_ptr<StagedContribution>> parts, std::vector<StagingSlot> slots)
       : core_(std::move(core)), rank_(rank), parts_(std::move(parts)), slots_(std::move(slots)) {}
@@ -213,8 +213,8 @@ class RankMicroBatch {
   RankMicroBatch(const RankMicroBatch&) = delete;
   RankMicroBatch& operator=(const RankMicroBatch&) = delete;
 
-  // For a rank that is not the first: outputs that nobody reads go elsewhere. Pages that are not written take no memory.
-  // grad_hidden stays with `shared_views` (EngineGroup).
+  // For a rank other than the first: redirects unused outputs. Pages that are not written take no memory. grad_hidden stays with
+  // `shared_views` (EngineGroup).
   absl::Status ReplaceOutputs(bool shared_views) {
     const auto replace = [this](int64_t count, auto** output) {
       using Value = std::remove_pointer_t<std::remove_pointer_t<decltype(output)>>;
@@ -256,14 +256,14 @@ std::vector<GroupHead*> TargetsOf(const MicroBatch& micro_batch) {
   return heads;
 }
 
-// A slot of each head that a contribution has a part for.
+// A slot for each head in a contribution.
 std::vector<StagingSlot> TakeSlotsOf(const MicroBatch& micro_batch) {
   std::vector<StagingSlot> slots;
   for (GroupHead* head : TargetsOf(micro_batch)) slots.emplace_back(head);
   return slots;
 }
 
-// The same on one rank; false, and none taken, if one of the heads has none left there.
+// Takes slots on one rank; false, with no slot taken, if a head has none left there.
 bool TakeSlotsOn(size_t rank, const std::vector<GroupHead*>& targets, std::vector<StagingSlot>* slots) {
   for (GroupHead* head : targets) {
     slots->push_back(head->TakeSlotOn(rank));
@@ -280,7 +280,7 @@ absl::Status StagingFull(const std::vector<GroupHead*>& targets) {
                    {{"stagingSlots", count}});
 }
 
-// The caller's flow, all of whose rows have been awaited, as one rank sees it.
+// The caller's flow after all rows have been awaited, for one rank.
 class WholeFlow final : public RowFlow {
  public:
   // `rows`: for Decide(), or null.
@@ -359,7 +359,7 @@ absl::StatusOr<std::unique_ptr<EngineHead>> GroupEngine::DoCreateHead(const Head
   HEADWATER_RETURN_IF_ERROR(turn.status());
   absl::StatusOr<MemoryPlan> plan = PlanOnAll(spec);
   if (!plan.ok()) return plan.status();
-  // A rank may have no room where others have: then all give back what they have made.
+  // A rank may lack memory that others have: then all destroy their heads.
   std::vector<absl::Status> created(core_->size());
   std::vector<std::unique_ptr<EngineHead>> heads(core_->size());
   const absl::Status status = core_->OnAll([&](size_t rank) {
@@ -387,7 +387,7 @@ absl::StatusOr<MicroBatchResult> GroupEngine::DoCompute(const MicroBatch& micro_
     const auto* own = dynamic_cast<const GroupHead*>(&head);
     return own != nullptr && &own->core() == core_.get();
   }));
-  // All that could be refused is refused here: the ranks never meet over a call that one of them does not take.
+  // All refusals happen here: the ranks never start a call that one of them refuses.
   HEADWATER_RETURN_IF_ERROR(CheckMicroBatch(micro_batch, /*has_device=*/false));
   if (name_ != "cpu") {
     HEADWATER_RETURN_IF_ERROR(RefuseTopK(micro_batch, "a group of GPUs"));
@@ -400,7 +400,7 @@ absl::StatusOr<MicroBatchResult> GroupEngine::DoCompute(const MicroBatch& micro_
   if (*parallelism == Parallelism::kRows) return ComputeWhole(micro_batch);
   int64_t rows_here = 0;
   if (micro_batch.flow != nullptr && name_ == "cpu") {
-    // There is no copying that could be hidden under products, and nobody else need wait for these rows.
+    // There is no copying to hide behind products, and other calls need not wait for these rows.
     HEADWATER_RETURN_IF_ERROR(micro_batch.flow->AwaitRows(micro_batch.hidden.row_count));
     rows_here = micro_batch.hidden.row_count;
   }
@@ -420,7 +420,7 @@ absl::StatusOr<MicroBatchResult> GroupEngine::DoCompute(const MicroBatch& micro_
       if (!on.is_remote) HEADWATER_RETURN_IF_ERROR(call.ReplaceOutputs(on.engine->options().group.shared_views));
     }
     absl::StatusOr<MicroBatchResult> result = on.engine->Compute(*call);
-    // The others wait in the flow for the first rank, however that ends.
+    // The others wait in the flow for the first rank, whatever its result.
     const absl::Status without_a_word = absl::InternalError("the first rank has ended without a word");
     if (rank == 0 && flow != nullptr) flow->End(result.ok() ? without_a_word : result.status());
     if (!result.ok()) return result.status();
@@ -429,7 +429,7 @@ absl::StatusOr<MicroBatchResult> GroupEngine::DoCompute(const MicroBatch& micro_
     return absl::OkStatus();
   });
   if (!status.ok()) {
-    core_->Release(std::move(staged), {});  // what other ranks may have staged
+    core_->Release(std::move(staged), {});  // other ranks may have staged parts
     return status;
   }
   if (staged.front() != nullptr) {
@@ -448,7 +448,7 @@ absl::StatusOr<MicroBatchResult> GroupEngine::ComputeWhole(const MicroBatch& mic
         row_count, [&](size_t rank) { return TakeSlotsOn(rank, targets, &slots); }, &share);
     if (!share.has_value()) return StagingFull(targets);
   }
-  // Before a rank is taken: nobody else need wait for these rows.
+  // Before a rank is chosen: other calls need not wait for these rows.
   DigestBuilder rows;
   std::optional<WholeFlow> flow;
   if (micro_batch.flow != nullptr) {
@@ -478,7 +478,7 @@ absl::StatusOr<MicroBatchResult> GroupEngine::ComputeWhole(const MicroBatch& mic
   std::vector<std::unique_ptr<StagedContribution>> parts(core_->size());
   if (result.ok()) parts[share->rank()] = std::move(result->staged);
   if (!status.ok()) {
-    core_->Release(std::move(parts), {});  // what was staged before the group was lost
+    core_->Release(std::move(parts), {});  // parts staged before the group was lost
     return status;
   }
   if (parts[share->rank()] != nullptr) {

@@ -1,12 +1,12 @@
 // GroupEngine: several ranks as one engine.
 //
-// Everything above it sees a LossEngine whose heads have as many shards as the group has ranks. Calls are ordered by one lock, each
-// is made on all ranks at the same time, and rank 0's results count. Ranks are threads of this process, other processes, or both.
-// Micro-batches of heads that every rank has all of (Parallelism::kRows) are computed by one rank each, the one that has the fewest
-// rows to compute, at the same time by several.
+// Callers see a LossEngine whose heads have as many shards as the group has ranks. One lock orders the calls, each call runs on all
+// ranks at the same time, and rank 0's results count. Ranks are threads of this process, other processes, or both. Micro-batches of
+// replicated heads (Parallelism::kRows) are computed by one rank each, several at the same time. The rank with the fewest rows to
+// compute takes the next one.
 //
-// The group is lost, once and for all, when a rank fails, is gone or is told to have hung: health() says so, every call fails, and
-// a new group is needed. A failure of one rank in the middle of a change costs all heads, therefore, not only that call's.
+// The group is lost for good when a rank fails, is gone or is reported as hung. health() reports it, every call fails, and a new
+// group is needed. So a rank's failure in the middle of a change costs all heads, not only that call's.
 #ifndef HEADWATER_SERVER_GROUP_GROUP_ENGINE_H_
 #define HEADWATER_SERVER_GROUP_GROUP_ENGINE_H_
 
@@ -23,16 +23,16 @@ namespace headwater::group {
 
 class GroupEngine final : public LossEngine {
  public:
-  // Without ranks yet: until Form(), calls that compute or make a head fail with kStarting. `options` are the group's: shard_count
-  // ranks, with defaults filled in as far as they are to be told before Form().
+  // Has no ranks until Form(): calls that compute or make a head fail with kStarting. `options` are the group's: shard_count ranks,
+  // with the defaults that callers see before Form() filled in.
   GroupEngine(std::string name, EngineOptions options);
   ~GroupEngine() override;
 
-  // Once: the ranks in order, the first of which must be in this process.
+  // Sets the ranks in order, the first of which must be in this process. Called once.
   void Form(std::vector<Rank> ranks);
   // Any thread.
   void Lose(const absl::Status& reason) { core_->Lose(reason); }
-  // Gives the ranks up, in peace: health() stays as it is, whatever becomes of them; later calls fail.
+  // Gives the ranks up without a failure: health() keeps its result; later calls fail.
   void Dismiss() { core_->Dismiss(); }
   bool dismissed() const { return core_->dismissed(); }
 
@@ -47,19 +47,19 @@ class GroupEngine final : public LossEngine {
   // By rank; none before Form(). Any thread.
   std::vector<RankTimes> rank_times() const;
   absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) override;
-  // The first rank's, which is as good for all of them.
+  // Allocates on the first rank, which serves all of them.
   absl::StatusOr<std::unique_ptr<HostMemory>> DoAllocateHostMemory(int64_t bytes) override;
   absl::StatusOr<std::unique_ptr<HostMemory>> DoRegisterHostMemory(void* data, int64_t bytes) override;
 
  private:
   absl::StatusOr<MemoryPlan> PlanOnAll(const HeadSpec& spec) const;
-  // By one rank, which has all of the heads.
+  // Computes on one rank, which has all of the heads.
   absl::StatusOr<MicroBatchResult> ComputeWhole(const MicroBatch& micro_batch);
 
   const std::string name_;
   const EngineOptions options_;
   const std::shared_ptr<GroupCore> core_;
-  std::unique_ptr<RankLoads> loads_;  // of what is computed by one rank; from Form() on
+  std::unique_ptr<RankLoads> loads_;  // of the replicated heads' micro-batches; set by Form()
 };
 
 }  // namespace headwater::group

@@ -1,4 +1,4 @@
-// GroupFlow: a micro-batch's rows and decision, from the caller to the first rank and from there to all others.
+// GroupFlow: passes a micro-batch's rows and decision from the caller to the first rank and from there to all others.
 #ifndef HEADWATER_SERVER_GROUP_GROUP_FLOW_H_
 #define HEADWATER_SERVER_GROUP_GROUP_FLOW_H_
 
@@ -13,7 +13,7 @@ namespace headwater::group {
 // The first rank's flow. The other ranks have Follower flows, on threads of their own.
 class GroupFlow final : public RowFlow {
  public:
-  // `flow` is the caller's, of which the first `rows_here` rows have been awaited already.
+  // `flow` is the caller's; its first `rows_here` rows have been awaited already.
   GroupFlow(RowFlow& flow, int64_t rows_here) : flow_(flow), rows_(rows_here), awaited_(rows_here) {}
 
   absl::Status AwaitRows(int64_t row_end) override {
@@ -40,14 +40,14 @@ class GroupFlow final : public RowFlow {
 
   void GradHiddenReady(int64_t row_end) override { flow_.GradHiddenReady(row_end); }
 
-  // The first rank has ended: what nobody has told by now nobody will. `reason`: why, not OK.
+  // The first rank has ended: waits for further rows, or for a decision, fail with `reason` (not OK).
   void End(const absl::Status& reason) {
     absl::MutexLock lock(&mutex_);
     if (rows_status_.ok()) rows_status_ = reason;
     if (!decision_.has_value()) decision_ = reason;
   }
 
-  // Waits for what the first rank is given.
+  // Waits for the first rank's rows and decision.
   class Follower final : public RowFlow {
    public:
     explicit Follower(GroupFlow& first) : first_(first) {}

@@ -62,12 +62,12 @@ absl::Status JoinLeader(const LeaderAddress& leader, const WorkerOptions& option
   HEADWATER_RETURN_IF_ERROR(ReadFile(leader.token_file, &token));
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(-1);
-  // Each attempt connects anew, instead of waiting as long as the failures of earlier ones suggest.
+  // Each attempt connects again, instead of waiting as long as the failures of earlier ones suggest.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  // A leader whose host is gone says nothing, not even that.
+  // Pings detect a leader whose host is gone: it closes no connection.
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, static_cast<int>(absl::ToInt64Milliseconds(kWorkerPingInterval)));
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
-  // Nor is anything sent until the group is formed, and gRPC would stop asking after two pings.
+  // Nothing else is sent until the group is formed, and gRPC would stop pinging after two.
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   const auto channel = grpc::CreateCustomChannel(
       leader.address, leader.ca.empty() ? grpc::InsecureChannelCredentials() : grpc::SslCredentials(tls), arguments);
@@ -78,7 +78,7 @@ absl::Status JoinLeader(const LeaderAddress& leader, const WorkerOptions& option
   StreamChannel worker_channel(*stream);
   const absl::Status ended = RunWorker(worker_channel, options);
   if (!worker_channel.ended()) context.TryCancel();
-  // What is left of the call is read away, as gRPC wants it before its end.
+  // Reads the rest of the call, which gRPC requires before its end.
   for (v1::JoinResponse rest; stream->Read(&rest);) {
   }
   const grpc::Status status = stream->Finish();

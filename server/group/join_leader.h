@@ -1,4 +1,4 @@
-// Joining a leader over gRPC: what `headwaterd --join` does.
+// Joins a leader over gRPC, for `headwaterd --join`.
 #ifndef HEADWATER_SERVER_GROUP_JOIN_LEADER_H_
 #define HEADWATER_SERVER_GROUP_JOIN_LEADER_H_
 
@@ -10,21 +10,21 @@
 
 namespace headwater::group {
 
-// How often a worker asks over HTTP/2 whether its leader's host is there: a server must allow that (Limits::min_ping_interval).
+// The interval of a worker's HTTP/2 pings to its leader: a server must allow it (Limits::min_ping_interval).
 inline constexpr absl::Duration kWorkerPingInterval = absl::Seconds(60);
 
 struct LeaderAddress {
   std::string address;           // host:port, or unix:PATH for a leader on this host
-  std::string ca;                // PEM file of who signed the leader's certificate; empty: no TLS
+  std::string ca;                // PEM file of the authority of the leader's certificate; empty: no TLS
   std::string certificate, key;  // PEM files that the worker shows; empty: none
   std::string token_file;        // file with the worker's token; empty: none
 };
 
-// Where the leader's communicator is: the host of its address; empty, this host, for a Unix socket.
+// The host of the leader's communicator: that of its address; empty, this host, for a Unix socket.
 std::string LeaderHost(const std::string& address);
 
-// One call of Join, to its end: RunWorker()'s reason, or why the leader has refused the worker. Files are read anew each time.
-// InvalidArgument for files that cannot be read.
+// Makes one call of Join, to its end. Returns RunWorker()'s reason, or the leader's refusal. Files are read again each time.
+// InvalidArgument for unreadable files.
 absl::Status JoinLeader(const LeaderAddress& leader, const WorkerOptions& options);
 
 }  // namespace headwater::group

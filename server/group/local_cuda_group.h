@@ -9,8 +9,8 @@
 
 namespace headwater::group {
 
-// A group of CUDA engines on threads of this process: options.shard_count (2 or more) ranks on the GPUs from options.device_index
-// on; each has the memory budget for itself. What CreateCudaEngine() and MakeCudaGroupId() refuse.
+// A group of CUDA engines on threads of this process: options.shard_count (2 or more) ranks on consecutive GPUs from
+// options.device_index. Each rank has the whole memory budget. Errors of CreateCudaEngine() and MakeCudaGroupId().
 absl::StatusOr<std::unique_ptr<LossEngine>> CreateLocalCudaGroup(const EngineOptions& options);
 
 }  // namespace headwater::group

@@ -15,7 +15,7 @@ void Restarter::KeepAddresses(const std::vector<std::string>& addresses, const s
                               const std::string& metrics_address, int metrics_port) {
   addresses_ = {"--listen_addresses=" + absl::StrJoin(addresses, ",")};
   if (!admin_addresses.empty()) addresses_.push_back("--admin_listen_addresses=" + absl::StrJoin(admin_addresses, ","));
-  if (metrics_port == 0) return;  // there is none
+  if (metrics_port == 0) return;  // no metrics are served
   addresses_.push_back(
       absl::StrCat("--metrics_address=", metrics_address.substr(0, metrics_address.rfind(':')), ":", metrics_port));
 }
@@ -23,7 +23,7 @@ void Restarter::KeepAddresses(const std::vector<std::string>& addresses, const s
 std::vector<std::string> Restarter::Arguments() const {
   std::vector<std::string> all = arguments_;
   for (const std::string& address : addresses_) {
-    // Those of the last time are there already; the last one of a flag counts.
+    // Earlier addresses move to the end: the last value of a flag counts.
     all.erase(std::remove(all.begin(), all.end(), address), all.end());
     all.push_back(address);
   }

@@ -1,4 +1,4 @@
-// Restarter: how a leader begins anew when its group is lost.
+// Restarter: restarts a leader or worker when its group is lost.
 #ifndef HEADWATER_SERVER_GROUP_RESTARTER_H_
 #define HEADWATER_SERVER_GROUP_RESTARTER_H_
 
@@ -7,17 +7,17 @@
 
 namespace headwater::group {
 
-// In the process's own place (exec), with the arguments that it was started with, but at the addresses that it has by now: a port
-// that the system picked stays the same.
+// Restarts the process in place (exec), with its original arguments and its current addresses: a port that the system picked stays
+// the same.
 class Restarter {
  public:
   void KeepArguments(int count, char** arguments) { arguments_.assign(arguments, arguments + count); }
-  // As Server::addresses(), admin_addresses() and metrics_port() tell them; `metrics_address`: as the flag says, host:port.
+  // Values of Server::addresses(), admin_addresses() and metrics_port(); `metrics_address`: the flag's value, host:port.
   void KeepAddresses(const std::vector<std::string>& addresses, const std::vector<std::string>& admin_addresses,
                      const std::string& metrics_address, int metrics_port);
-  // What the process will be started with.
+  // The arguments of the restart.
   std::vector<std::string> Arguments() const;
-  // Nothing is destroyed, and no file stays open but the standard ones. Returns only if the system does not let it. Any thread.
+  // Restarts. Destroys nothing, and closes all files except the standard ones. Returns only if the system refuses. Any thread.
   void BeginAnew() const;
 
  private:

@@ -1,4 +1,4 @@
-// PlanShards: where the rows of a head would lie, before there is one.
+// PlanShards: plans the shards of a head before it is created.
 #ifndef HEADWATER_SERVER_GROUP_SHARD_PLAN_H_
 #define HEADWATER_SERVER_GROUP_SHARD_PLAN_H_
 

@@ -1,9 +1,8 @@
-// CallBacklog: the calls of each connection that have come and that the server has not got to yet, and the bound on them.
+// CallBacklog: the calls of each connection that have arrived and that the server has not started, and the bound on them.
 //
-// A client has at most so many calls in progress on a connection as it is told. One that resets calls as soon as it has begun them
-// may begin more at once, each of which still costs the server its handler: more of them wait than the client can have in progress.
-// That is how it is known, before its calls have been worked off: further ones are refused, which costs next to nothing, and the
-// connection is dropped.
+// A client has at most the announced number of calls in progress on a connection. A client that resets calls right after beginning
+// them may begin more, and each still costs the server its handler. So more calls wait than the client can have in progress. The
+// backlog detects this before the calls are worked off: it refuses further ones, which is cheap, and drops the connection.
 //
 // Holds hostile_resets_latency_ratio and hostile_memory_growth of docs/benchmarks/trust.md.
 #ifndef HEADWATER_SERVER_GUARD_CALL_BACKLOG_H_
@@ -24,24 +23,24 @@ namespace headwater::guard {
 // Thread-safe.
 class CallBacklog {
  public:
-  // At most `most` (>= 1) calls of a connection wait. Calls that nobody ever gets to, because they were reset before, are
-  // forgotten, `forgotten_a_second` (> 0) of each connection.
+  // At most `most` (>= 1) calls of a connection wait. Calls that were reset before the server starts them are forgotten, at
+  // `forgotten_a_second` (> 0) for each connection.
   CallBacklog(int64_t most, double forgotten_a_second);
   CallBacklog(const CallBacklog&) = delete;
   CallBacklog& operator=(const CallBacklog&) = delete;
 
-  // What drops the connection of `peer`, which must not call the backlog; on any thread, and not any more once SetDrop() with
-  // another has returned. Null: nobody does.
+  // `drop` drops the connection of `peer` and must not call the backlog. Runs on any thread, and not after a later SetDrop() has
+  // returned. Null: no connection is dropped.
   void SetDrop(std::function<void(const std::string& peer)> drop);
 
   // A name for a new connection.
   int64_t NewConnection();
-  // A call has come. False if it must be refused: more than `most` wait, or have waited before.
+  // A call has arrived. False if it must be refused: more than `most` wait, or have waited before.
   bool OnCall(int64_t connection, absl::Time now);
-  // The server has got to a call of the connection, and with it knows whose it is.
+  // The server has started a call of the connection, which reveals its peer.
   void OnTaken(int64_t connection, const std::string& peer, absl::Time now);
 
-  // Connections that something is known of; others have no call that waits.
+  // Connections with a record; others have no waiting call.
   size_t known_connections() const;
 
  private:
@@ -53,9 +52,9 @@ class CallBacklog {
     bool is_dropped = false;
   };
 
-  // The connection as it is now.
+  // The connection's record, updated to `now`.
   Connection& At(int64_t connection, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Forgets the connections of which nothing waits.
+  // Forgets the connections without waiting calls.
   void Sweep(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The peer, if it is to be dropped now; else empty.
   static std::string TakeForDrop(Connection& connection);

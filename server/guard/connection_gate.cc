@@ -28,13 +28,13 @@ namespace headwater::guard {
 namespace {
 
 constexpr int kAcceptsAtOnce = 64;  // before the others' turn
-// For what the process opens beside connections: files, other sockets, the engine's.
+// Descriptors that the process opens beside connections: files, other sockets, the engine's.
 constexpr int64_t kOtherDescriptors = 256;
 // Data that a client does not acknowledge for so long ends the connection, as the pings of an idle one do.
 constexpr unsigned kTcpUserTimeoutMs = 20000;
 
 constexpr double kCancelsAtOnce = 10;  // seconds' worth of them
-// Of a connection, whatever others of its host do.
+// Cancels that each connection may make, regardless of others of its host.
 constexpr int64_t kFreeCancels = 16;
 constexpr size_t kMostHosts = 4096;
 
@@ -68,8 +68,7 @@ std::string PeerOf(int fd) {
   return PeerName(address);
 }
 
-// Ends a connection, which its owner sees, and so does the gate. What the client has sent is thrown away: megabytes, which the
-// owner would read before it comes to the end.
+// Ends a connection for its owner and the gate. Discards unread data: megabytes that the owner would read before the end.
 void CutOff(int fd) {
   shutdown(fd, SHUT_RDWR);
   while (recv(fd, nullptr, std::numeric_limits<int>::max(), MSG_TRUNC | MSG_DONTWAIT) > 0) {
@@ -178,7 +177,7 @@ void ConnectionGate::Run() {
   std::array<epoll_event, 256> events{};
   while (true) {
     const int count = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), -1);
-    // Those that have gone first: they make room.
+    // Closed connections first: they make room.
     for (int i = 0; i < count; ++i) {
       const uint64_t key = events[static_cast<size_t>(i)].data.u64;
       if (key < kListenerKey && (events[static_cast<size_t>(i)].events & EPOLLHUP) != 0) Forget(static_cast<int>(key));
@@ -200,7 +199,7 @@ void ConnectionGate::Accept(const Listener& listener) {
       return;
     }
     if (!LetIn(listener, fd)) {
-      options_.on_refused();  // before the client can know
+      options_.on_refused();  // before the client can notice
       close(fd);
     }
   }
@@ -211,7 +210,7 @@ bool ConnectionGate::LetIn(const Listener& listener, int fd) {
   const int duplicate = fcntl(fd, F_DUPFD_CLOEXEC, 0);
   if (duplicate < 0) return false;
   epoll_event event{};
-  event.events = EPOLLET;  // EPOLLHUP comes unasked: both directions are shut down, which the owner does at the end
+  event.events = EPOLLET;  // EPOLLHUP is always reported: the owner shuts both directions down at the end
   event.data.u64 = static_cast<uint64_t>(duplicate);
   if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, duplicate, &event) != 0) {
     close(duplicate);
@@ -245,14 +244,14 @@ void ConnectionGate::Forget(int duplicate) {
   const auto found = duplicates_.find(duplicate);
   if (found == duplicates_.end()) return;
   {
-    // Its port may have been taken anew already: then the name is another connection's.
+    // The port may already be in use again: then the name belongs to another connection.
     absl::MutexLock lock(&peers_mutex_);
     const auto peer = peers_.find(found->second);
     if (peer != peers_.end() && peer->second.duplicate == duplicate) peers_.erase(peer);
   }
   duplicates_.erase(found);
-  // Closing alone would not do it while the owner has the connection open: what it reports later would be taken for the next
-  // connection whose duplicate gets this number.
+  // Closing alone is not enough while the owner has the connection open. Its later events would be taken for the next connection
+  // whose duplicate gets this number.
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, duplicate, nullptr);
   close(duplicate);
   connections_.fetch_sub(1);
@@ -260,7 +259,7 @@ void ConnectionGate::Forget(int duplicate) {
 
 ConnectionGate::Host& ConnectionGate::HostOf(const std::string& peer, absl::Time now) {
   const double most = kCancelsAtOnce * options_.cancels_a_second;
-  if (hosts_.size() >= kMostHosts) hosts_.clear();  // rather forget than grow: those who go on are soon known again
+  if (hosts_.size() >= kMostHosts) hosts_.clear();  // forget rather than grow: active hosts are soon known again
   const auto [place, is_new] = hosts_.try_emplace(peer.substr(0, peer.rfind(':')), Host{most, now});
   Host& host = place->second;
   const double gained = options_.cancels_a_second * std::max(0.0, absl::ToDoubleSeconds(now - host.last_cancel));

@@ -1,8 +1,8 @@
-// ConnectionGate: the listening sockets of a group of ports, and the bound on how many connections they let in.
+// ConnectionGate: the listening sockets of a group of ports, and the bound on the connections that they admit.
 //
-// The gate accepts, counts, and hands what it lets in over; what comes above the bound is closed at once. So a client that opens
-// connections without end costs an accept and a close for each, and never the descriptors that others need. A connection counts
-// until whoever got it has shut it down, which a duplicate of its descriptor tells.
+// The gate accepts, counts and hands over connections; those above the bound are closed at once. So a client that opens connections
+// endlessly costs an accept and a close for each, and never the descriptors that others need. A connection counts until its new
+// owner has shut it down, which the gate sees on a duplicate of the descriptor.
 //
 // Holds hostile_connections_latency_ratio and hostile_connections_descriptors_left of docs/benchmarks/trust.md.
 #ifndef HEADWATER_SERVER_GUARD_CONNECTION_GATE_H_
@@ -28,15 +28,15 @@
 
 namespace headwater::guard {
 
-// What gRPC calls a client with that address: ipv4:HOST:PORT, ipv6:%5BHOST%5D:PORT, or with a zone ipv6:%5BHOST%25ZONE%5D:PORT;
-// empty for what has no such address.
+// gRPC's name of a client with that address: ipv4:HOST:PORT, ipv6:%5BHOST%5D:PORT, or with a zone ipv6:%5BHOST%25ZONE%5D:PORT.
+// Empty for other families.
 std::string PeerName(const sockaddr_storage& address);
 
 struct ConnectionGateOptions {
   int64_t max_connections = 4096;    // >= 1, over all sockets
   double cancels_a_second = 100;     // > 0: OnCancelled() of one host, ten times as many at once
   std::function<void()> on_refused;  // a connection above max_connections, on the gate's thread; must not call the gate
-  std::function<void()> on_dropped;  // a connection with too many OnCancelled(), or Drop(); likewise, on any thread
+  std::function<void()> on_dropped;  // a connection with too many OnCancelled(), or Drop(); on any thread; must not call the gate
 };
 
 // Thread-safe from Start() on.
@@ -46,27 +46,26 @@ class ConnectionGate {
   using Take = std::function<void(int listener_fd, int fd)>;
 
   explicit ConnectionGate(ConnectionGateOptions options);
-  // Stops. What was handed over stays as it is.
+  // Stops. Connections that were handed over stay open.
   ~ConnectionGate();
   ConnectionGate(const ConnectionGate&) = delete;
   ConnectionGate& operator=(const ConnectionGate&) = delete;
 
-  // Listens as headwater::ListenTcp() does. The port, which is picked if it is 0. Unavailable if that cannot be.
+  // Listens as headwater::ListenTcp() does. Returns the port, chosen by the system if `port` is 0. Unavailable if it cannot listen.
   absl::StatusOr<int> ListenTcp(const std::string& host, int port, Take take);
-  // Listens on a Unix socket. A file that a dead server left is replaced; Unavailable if somebody listens on it. The file goes with
-  // the gate.
+  // Listens on a Unix socket. Replaces a dead server's file; Unavailable if a process listens on it. The gate removes its file.
   absl::Status ListenUnix(const std::string& path, Take take);
 
   // Begins to accept. Once, after all Listen*(). Unavailable if the system has no more threads or descriptors.
   absl::Status Start();
-  // Listens no more, and hands over nothing when it has returned. Idempotent.
+  // Stops listening; hands over no connection after it has returned. Idempotent.
   void Stop();
 
-  // A client has cancelled a call. One whose host cancels too many is cut off, unless it has cancelled 16 at most itself. `peer`:
-  // as gRPC calls it, ipv4:HOST:PORT or ipv6:%5BHOST%5D:PORT; clients of Unix sockets have no name, and are not counted. `now` is
-  // of any clock that does not go back.
+  // A client has cancelled a call. If its host cancels too many, the client is cut off, unless it has cancelled at most 16 itself.
+  // `peer`: gRPC's name, ipv4:HOST:PORT or ipv6:%5BHOST%5D:PORT; clients of Unix sockets are unnamed and not counted. `now` is of
+  // any clock that does not go back.
   void OnCancelled(const std::string& peer, absl::Time now);
-  // Cuts a client off at once, and has the others of its host cancel no more than 16 calls each for now. `peer`: likewise.
+  // Cuts a client off at once, and limits its host's other clients to 16 cancels each for now. `peer`: as in OnCancelled().
   void Drop(const std::string& peer, absl::Time now);
 
   int64_t connections() const { return connections_.load(); }
@@ -84,18 +83,18 @@ class ConnectionGate {
     int duplicate = -1;
     int64_t cancels = 0;
   };
-  // What the connections of one host may still cancel together.
+  // The number of calls that the connections of one host may still cancel together.
   struct Host {
     double cancels_left = 0;
     absl::Time last_cancel;
   };
 
   void Run();
-  // Accepts what waits, a bounded number at once.
+  // Accepts waiting connections, a bounded number at once.
   void Accept(const Listener& listener);
-  // False if the connection was not let in.
+  // False if the connection was refused.
   bool LetIn(const Listener& listener, int fd);
-  // Closes one connection that waits, with a descriptor kept for this, when the process has no other.
+  // Closes one waiting connection with the spare descriptor, when the process has no other.
   void RefuseWithTheSpare(int listener_fd);
   void Forget(int duplicate);
   // The host of the peer, with what it may cancel now.
@@ -114,7 +113,7 @@ class ConnectionGate {
   std::thread thread_;
 };
 
-// Raises the process's limit of open descriptors, as far as it may, so that `connections` fit. What it is then.
+// Raises the process's limit of open descriptors, as far as allowed, to fit `connections`. Returns the resulting limit.
 int64_t MakeRoomForConnections(int64_t connections);
 // Descriptors that the process needs for so many connections.
 int64_t DescriptorsFor(int64_t connections);

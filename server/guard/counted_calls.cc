@@ -48,7 +48,7 @@ std::optional<Connection> FindConnection(grpc_call* call) {
   return connection;
 }
 
-// What the processor of metadata has.
+// The state of the metadata processor.
 struct Processor {
   std::shared_ptr<CallBacklog> backlog;
   bool counts = false;
@@ -87,7 +87,7 @@ class CountedCredentials final : public grpc::ServerCredentials {
   }
   ~CountedCredentials() override { grpc_server_credentials_release(credentials_); }
 
-  // There is one processor for each, and it is taken.
+  // Each credentials have one processor, and this one is taken.
   void SetAuthMetadataProcessor(const std::shared_ptr<grpc::AuthMetadataProcessor>&) override { std::abort(); }
 
  private:

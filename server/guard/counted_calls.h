@@ -1,6 +1,6 @@
-// Counts each call for the backlog (call_backlog.h) twice: when gRPC has read its metadata, before it has a handler and even if the
-// client has reset it since, and when gRPC gets to it. The first moment is that of the credentials' metadata processor, the second
-// that of an interceptor.
+// Counts each call for the backlog (call_backlog.h) twice: at arrival and at its start. A call arrives when gRPC has read its
+// metadata, in the credentials' metadata processor. It has no handler yet, and the client may have reset it. An interceptor counts
+// the start.
 //
 // Holds hostile_resets_latency_ratio and hostile_memory_growth of docs/benchmarks/trust.md.
 #ifndef HEADWATER_SERVER_GUARD_COUNTED_CALLS_H_
@@ -19,16 +19,16 @@
 
 namespace headwater::guard {
 
-// Takes over `credentials`. Every connection gets a number of the backlog's. With `is_counted`, a call that the backlog does not
-// take is RESOURCE_EXHAUSTED.
+// Takes over `credentials`. Each connection gets a number from the backlog. With `is_counted`, a call that the backlog refuses
+// fails with RESOURCE_EXHAUSTED.
 std::shared_ptr<grpc::ServerCredentials> CountCalls(grpc_server_credentials* credentials, std::shared_ptr<CallBacklog> backlog,
                                                     bool is_counted = true);
 
-// The number of the call's connection; nullopt for a call that came with other credentials, and for none (null).
+// The number of the call's connection; nullopt for null, and for a call with other credentials.
 std::optional<int64_t> ConnectionOf(grpc_call* call);
 
-// Tells the backlog that gRPC has got to a call, before the call has its handler. A call that gRPC refuses for want of a thread
-// never has one, and would be taken for one that waits forever. The backlog must outlive the server that the factory is given to.
+// Reports to the backlog that gRPC starts a call, before the call has its handler. A call that gRPC refuses for lack of a thread
+// never has a handler, and would count as waiting forever. The backlog must outlive the factory's server.
 std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface> CountArrivals(CallBacklog& backlog);
 
 }  // namespace headwater::guard

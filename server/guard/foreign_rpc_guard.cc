@@ -19,7 +19,7 @@ namespace {
 
 using grpc::experimental::InterceptionHookPoints;
 
-// It never ends by itself, and anybody may call it.
+// A watch never ends by itself, and needs no token.
 constexpr char kHealthWatch[] = "/grpc.health.v1.Health/Watch";
 
 class Guard final : public grpc::experimental::Interceptor {
@@ -53,8 +53,8 @@ class Guard final : public grpc::experimental::Interceptor {
   }
 
   void End(const absl::Status& why) {
-    GiveBack();  // gRPC may keep a call that has ended for a while, and whoever is refused asks again
-    // Ends the call with this status before its handler has begun, which then finds nothing to read and nobody to answer.
+    GiveBack();  // gRPC may keep an ended call for a while, and refused clients retry
+    // Ends the call with this status before its handler runs; the handler then finds no message and cannot answer.
     grpc_call_cancel_with_status(info_.server_context()->c_call(), static_cast<grpc_status_code>(why.code()),
                                  std::string(why.message()).c_str(), nullptr);
     if (!FailedCallLines().Take().has_value()) return;

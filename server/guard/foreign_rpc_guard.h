@@ -1,6 +1,6 @@
-// ForeignRpcGuard: access to the services that gRPC brings along (health, reflection), whose handlers are not ours. Our own
-// services pass service::RpcScope::Begin() instead, which reports more. Bounds the watches of the health
-// (Limits::max_health_watches) of each group of ports: a watch never ends by itself, and needs no token.
+// ForeignRpcGuard: access to gRPC's built-in services (health, reflection), whose handlers are not ours. Our own services use
+// service::RpcScope::Begin() instead, which reports more. Bounds the health watches of each group of ports
+// (Limits::max_health_watches): a watch never ends by itself, and needs no token.
 #ifndef HEADWATER_SERVER_GUARD_FOREIGN_RPC_GUARD_H_
 #define HEADWATER_SERVER_GUARD_FOREIGN_RPC_GUARD_H_
 
@@ -26,7 +26,7 @@ class ForeignRpcGuard final : public grpc::experimental::ServerInterceptorFactor
 
   ForeignRpcGuard(Authorize authorize, int64_t max_health_watches)
       : authorize_(std::move(authorize)), max_health_watches_(max_health_watches) {}
-  // Null, which costs a call nothing, for our own services.
+  // Null, at no cost for a call, for our own services.
   grpc::experimental::Interceptor* CreateServerInterceptor(grpc::experimental::ServerRpcInfo* info) override;
 
  private:

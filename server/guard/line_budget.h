@@ -1,4 +1,4 @@
-// LineBudget: how many lines of log failed calls may make, so that a client cannot fill the disk, or a processor, with refusals.
+// LineBudget: bounds the log lines of failed calls, so that a client cannot fill the disk, or a processor, with refusals.
 //
 // Holds hostile_resets_latency_ratio of docs/benchmarks/trust.md, where each of 33,000 calls a second fails.
 #ifndef HEADWATER_SERVER_GUARD_LINE_BUDGET_H_
@@ -21,7 +21,7 @@ class LineBudget {
   // `a_second` lines (> 0) each second, and as many as `at_once` after a quiet time.
   LineBudget(double a_second, double at_once) : a_second_(a_second), at_once_(at_once), left_(at_once) {}
 
-  // How many lines were left out since the last that was not, if one may be written now; nullopt: this one is left out, too.
+  // The number of lines dropped since the last one written, if one may be written now; nullopt: this line is dropped too.
   std::optional<int64_t> Take(absl::Time now = observability::MonotonicNow()) {
     absl::MutexLock lock(&mutex_);
     left_ = std::min(at_once_, left_ + a_second_ * std::max(0.0, absl::ToDoubleSeconds(now - last_)));
@@ -45,7 +45,7 @@ class LineBudget {
   int64_t left_out_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-// Of the process: for lines of calls that were refused, cancelled or cut.
+// The process's budget for lines of calls that were refused, cancelled or cut off.
 inline LineBudget& FailedCallLines() {
   static auto* const budget = new LineBudget(100, 1000);
   return *budget;

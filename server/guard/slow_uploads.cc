@@ -34,7 +34,7 @@ bool SlowUploads::GiveWay(absl::Time now) {
     for (const Upload& upload : uploads_) {
       const transport::RowProgress rows = upload.rows->Look();
       if (rows.complete || !upload.rows->status().ok()) continue;
-      // Its client has done its part, and cannot bring the joined teacher's rows: that wait has an end of its own (max_join_wait).
+      // The client has sent its rows, and cannot bring the joined teacher's: that wait has its own limit (max_join_wait).
       if (rows.misses_only_others_rows) continue;
       if (const absl::Duration still = now - rows.last_row_time; still > longest) {
         longest = still;

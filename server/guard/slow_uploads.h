@@ -1,5 +1,5 @@
-// SlowUploads: the micro-batches whose rows still come. When there is no thread or no byte left for another client, one that stands
-// still gives way, so that clients that only pretend to upload cannot keep everybody else out.
+// SlowUploads: the micro-batches whose rows still come. When threads or bytes run out for other clients, a stalled upload gives
+// way. So clients that only pretend to upload cannot keep others out.
 //
 // A proxy does not know which upload has a thread and bytes. Holds no measured figure: tests/integration/limits_test.cc has the
 // bounds (Overload).
@@ -38,9 +38,9 @@ class SlowUploads {
     std::list<Upload>::iterator upload_;
   };
 
-  // Ends, with kQueueFull, the upload that has brought no row for longest, if that is more than 2 s, else the slowest of those that
-  // came 5 s ago or earlier, if that brings less than 64 KiB/s. One that lacks nothing but rows of other processes, a joined
-  // teacher's, is none of them. False if there is none such.
+  // Ends one upload with kQueueFull: the longest without a row, if that is more than 2 s. Else the slowest of those older than 5 s,
+  // if it brings less than 64 KiB/s. Uploads that lack only other processes' rows, a joined teacher's, are exempt. False if no
+  // upload qualifies.
   bool GiveWay(absl::Time now);
 
  private:

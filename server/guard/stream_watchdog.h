@@ -1,5 +1,5 @@
-// StreamWatchdog: ends streams that should not go on: whose client is there but neither sends nor takes anything, that take too
-// long altogether, or whose token has been withdrawn; so that none holds a thread and its budget forever.
+// StreamWatchdog: ends streams that would hold a thread and its budget forever. Their client neither sends nor takes anything, they
+// exceed the time for a stream, or their token has been withdrawn.
 //
 // Holds no measured figure: it keeps --stream_idle_timeout, --max_stream_time and the two seconds after which a withdrawn token
 // ends its streams (docs/security.md).
@@ -26,8 +26,8 @@ namespace headwater::guard {
 
 class StreamWatchdog {
  public:
-  // Streams that are idle for `idle_timeout`, or not over after `max_time` (both > 0), are ended within 5/4 of it, and within a
-  // second.
+  // Ends streams that are idle for `idle_timeout`, or not over after `max_time` (both > 0). It is late by at most a quarter of that
+  // time, and by at most a second.
   StreamWatchdog(absl::Duration idle_timeout, absl::Duration max_time);
   // No watch may be left when it is destroyed.
   StreamWatchdog(const StreamWatchdog&) = delete;
@@ -39,19 +39,19 @@ class StreamWatchdog {
     return watches_.size();
   }
 
-  // A stream that is read or written. The client is waited for between Begin() and End() of each message; what the server does in
-  // between, however long it takes, is not the client's fault.
+  // A stream that is read or written. Only the time between Begin() and End() of each message counts as the client's; the server's
+  // own time in between does not.
   class Watch {
    public:
-    // `end` is called at most once with what the client is to be told (kCancelled, kDeadlineExceeded, or what `Allow` says), on the
-    // watchdog's thread, and never after the destructor has returned.
+    // `end` is called at most once with the status for the client: kCancelled, kDeadlineExceeded, or the error of `Allow`. Runs on
+    // the watchdog's thread, and never after the destructor has returned.
     Watch(StreamWatchdog* watchdog, std::function<void(const absl::Status&)> end);
     ~Watch();
     Watch(const Watch&) = delete;
     Watch& operator=(const Watch&) = delete;
     void Begin();
     void End();
-    // Asks this, too, about once a second: an error ends the stream.
+    // Checks this too, about once a second: an error ends the stream.
     void Allow(std::function<absl::Status()> allowed);
     // Why the stream was ended; OK if it was not.
     absl::Status why() const;
@@ -77,7 +77,7 @@ class StreamWatchdog {
   scheduler::RepeatedTask look_;  // last: it uses the members above
 };
 
-// Ends a call of gRPC's with a status that its client gets. `context` is grpc::ServerContext or grpc::CallbackServerContext.
+// Ends a gRPC call with a status for the client. `context` is grpc::ServerContext or grpc::CallbackServerContext.
 template <typename Context>
 void EndCall(Context& context, const absl::Status& why) {
   grpc_call_cancel_with_status(context.c_call(), static_cast<grpc_status_code>(why.code()), std::string(why.message()).c_str(),

@@ -45,7 +45,7 @@ bool IsBeneath(const std::string& path, const std::string& root) {
   return path.size() > root.size() && path.compare(0, root.size(), root) == 0 && (root == "/" || path[root.size()] == '/');
 }
 
-// The path without links; empty if it is not there.
+// The path without links; empty if it does not exist.
 std::string RealPath(const std::string& path) {
   char* resolved = realpath(path.c_str(), nullptr);
   if (resolved == nullptr) return "";
@@ -89,7 +89,7 @@ class RootedFiles : public FileSource {
     if (!IsBeneath(resolved, root_)) return InvalidPath(path, "leads out of it");
     const int descriptor = open(resolved.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (descriptor < 0) return OpenError(errno);
-    // A directory on the way may have been replaced by a link since: the place of the open file decides.
+    // A directory on the way may have become a link since: the open file's place decides.
     if (RealPath(absl::StrCat("/proc/self/fd/", descriptor)) != resolved) {
       close(descriptor);
       return InvalidPath(path, "changed while it was opened");
@@ -111,7 +111,7 @@ class RootedFiles : public FileSource {
 class AllFiles : public FileSource {
  public:
   absl::StatusOr<std::shared_ptr<ReadableFile>> Open(const std::string& path) const override {
-    // O_NONBLOCK: a FIFO in the place of a file must not hang us.
+    // O_NONBLOCK: opening a FIFO must not block.
     const int descriptor = open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     return descriptor < 0 ? OpenError(errno) : Take(descriptor);
   }

@@ -1,4 +1,4 @@
-// FileSource: where the files of models lie.
+// FileSource: opens the files of models.
 #ifndef HEADWATER_SERVER_MODEL_FILES_FILE_SOURCE_H_
 #define HEADWATER_SERVER_MODEL_FILES_FILE_SOURCE_H_
 
@@ -16,21 +16,20 @@ namespace headwater::model_files {
 class FileSource {
  public:
   virtual ~FileSource() = default;
-  // absl::NotFoundError if there is no such file; kInvalidField for a path that is not allowed; kFileCorrupt for a file that cannot
-  // be read.
+  // absl::NotFoundError for a missing file; kInvalidField for a forbidden path; kFileCorrupt for an unreadable file.
   virtual absl::StatusOr<std::shared_ptr<ReadableFile>> Open(const std::string& path) const = 0;
   // Names of a folder's entries, sorted, for messages. Empty if the folder cannot be read, or may not.
   virtual std::vector<std::string> List(const std::string& folder) const = 0;
 };
 
-// The files under one directory, wherever symbolic links lead: an absolute path, `..`, and a link out of the directory are
+// The files under one directory, also through symbolic links within it. An absolute path, `..`, and a link out of the directory are
 // kInvalidField. Messages never show the directory's own path.
 std::unique_ptr<FileSource> FilesUnder(const std::string& root);
 
 // Every file that this process may read.
 std::unique_ptr<FileSource> LocalFiles();
 
-// Text of another program's in a message: printable, and not too long.
+// Foreign text for a message: printable, and shortened.
 std::string Shown(const std::string& text);
 
 }  // namespace headwater::model_files

@@ -32,19 +32,19 @@ constexpr char kLogitsBias[] = "final_logits_bias";
 constexpr absl::string_view kHeadModules[] = {
     "lm_head",         "embed_out",           "codec_head",   "generator_lm_head", "vocab_projector", "cls.predictions.decoder",
     "lm_head.decoder", "predictions.decoder", "head.decoder", "pred_layer.proj"};
-// Names that other modules have, too: at the top, or under a prefix of kModelPrefixes. Empty: a tensor named `weight` or `bias`.
+// Names that other modules have, too: only at the top, or under kModelPrefixes. Empty: a tensor named `weight` or `bias`.
 constexpr absl::string_view kCommonHeadModules[] = {"output", "head", "proj_out", "output_layer", "ff_out", "decoder", "cls", ""};
 constexpr absl::string_view kModelPrefixes[] = {
     "model", "transformer", "language_model", "language_model.model", "model.language_model", "text_model",
     "llm",   "thinker",     "module"};
-// Modules of which a head's bias has the name, but not its weight.
+// Modules that hold a head's bias but not its weight.
 constexpr absl::string_view kBiasModules[] = {"cls.predictions", "predictions"};
 constexpr absl::string_view kEmbeddingModules[] = {"embed_tokens",   "wte",      "word_embeddings", "embeddings", "shared",
                                                    "tok_embeddings", "embed_in", "tokens_embed",    "w"};
-// Modules of which nothing belongs to the language model's head.
+// Other models, which hold no part of the language model's head.
 constexpr absl::string_view kOtherModels[] = {"qformer", "vision_model", "vision_tower", "visual", "audio_tower"};
 
-// Model types whose class in transformers ties by default, so that a config.json of theirs need not say it.
+// Model types whose class in transformers ties by default, so that their config.json may omit it.
 constexpr char kTiedTypes[] =
     "albert bart bert big_bird bigbird_pegasus biogpt blenderbot blenderbot-small bloom camembert cohere cohere2 "
     "convbert ctrl data2vec-text deberta deberta-v2 distilbert electra ernie falcon falcon_mamba fnet gemma gemma2 "
@@ -63,7 +63,7 @@ bool EndsInOneOf(absl::string_view path, Names modules) {
   return std::any_of(modules.begin(), modules.end(), [&](absl::string_view module) { return EndsInModule(path, module); });
 }
 
-// A part of a layer, of an extra prediction head, or of another model beside the language model.
+// A part of a layer, of an extra prediction head, or of another model.
 bool IsElsewhere(absl::string_view module) {
   for (const absl::string_view part : absl::StrSplit(module, '.')) {
     const bool is_number = !part.empty() && part.find_first_not_of("0123456789") == absl::string_view::npos;
@@ -80,7 +80,7 @@ bool IsHeadModule(absl::string_view module) {
          IsIn(module.substr(0, dot), kModelPrefixes);
 }
 
-// The module whose weight (or bias, by the suffix) a tensor is.
+// The module that owns a tensor, by the suffix for weight or bias.
 std::optional<absl::string_view> ModuleOf(absl::string_view name, absl::string_view suffix) {
   if (name == suffix.substr(1)) return absl::string_view();
   if (!absl::ConsumeSuffix(&name, suffix)) return std::nullopt;
@@ -107,7 +107,7 @@ bool IsHeadBiasName(absl::string_view name) {
   return module.has_value() && (IsHeadModule(*module) || (!IsElsewhere(*module) && EndsInOneOf(*module, kBiasModules)));
 }
 
-// nullopt for a type that heads do not have.
+// nullopt for a type that heads do not support.
 std::optional<DataType> DataTypeOf(const std::string& name) {
   if (name == "F32") return DataType::kFloat32;
   if (name == "BF16") return DataType::kBFloat16;
@@ -145,7 +145,7 @@ std::string ListNames(const std::vector<std::string>& names) {
   return list;
 }
 
-// Whether a config says that the embedding is the head's weight.
+// Whether a config ties the embedding to the head's weight.
 struct Tying {
   bool is_tied = false;
   const char* reason = "";  // if not
@@ -210,7 +210,7 @@ class Chooser {
     HEADWATER_ASSIGN_OR_RETURN(std::vector<ModelTensor> embeddings, FittingEmbeddings(&no_embedding));
     if (embeddings.size() > 1) return SeveralFit(embeddings, "the embedding that the head is tied to", "weight_tensor (--tensor)");
     if (embeddings.size() == 1) return embeddings[0];
-    // Its shape says more than that nothing fits.
+    // The later error on its shape explains more than NothingFits().
     if (named.size() == 1) return named[0];
     return NothingFits(no_embedding);
   }
@@ -223,7 +223,7 @@ class Chooser {
         {{"field", field}, {"actual", Shown(name)}});
   }
 
-  // The tensors of the names that `is_meant` accepts.
+  // The tensors whose names `is_meant` accepts.
   absl::StatusOr<std::vector<ModelTensor>> FindNamed(bool (*is_meant)(absl::string_view)) {
     std::vector<ModelTensor> found;
     for (const std::string& name : model_.Names()) {
@@ -242,7 +242,7 @@ class Chooser {
     return fitting;
   }
 
-  // The embeddings that may be the head's weight. If there is none, `reason` says why, or is empty.
+  // The embeddings that may be the head's weight. If empty, `reason` says why, or is empty.
   absl::StatusOr<std::vector<ModelTensor>> FittingEmbeddings(std::string* reason) {
     const std::vector<std::string> names = model_.Names();
     if (std::none_of(names.begin(), names.end(), IsEmbeddingName)) return std::vector<ModelTensor>();
@@ -276,7 +276,7 @@ class Chooser {
   absl::Status NothingFits(const std::string& no_embedding) {
     std::vector<std::string> fitting;
     for (const std::string& name : model_.Names()) {
-      const absl::StatusOr<ModelTensor> tensor = model_.Find(name);  // of a file that is not there nothing is known
+      const absl::StatusOr<ModelTensor> tensor = model_.Find(name);  // fails for a missing file
       if (tensor.ok() && IsWeightShape(tensor->entry.shape, query_)) fitting.push_back(name);
     }
     std::string message = absl::StrCat("'", Shown(model_.path()), "' has no tensor ", WeightShape(query_),
@@ -375,7 +375,7 @@ class Chooser {
     return FindLogitsBias(vocab_size);
   }
 
-  // BART and its kin add a buffer to the logits, which is zero in nearly every model.
+  // BART and its relatives add a buffer to the logits, which is zero in nearly every model.
   absl::StatusOr<std::optional<ModelTensor>> FindLogitsBias(int64_t vocab_size) {
     absl::StatusOr<std::vector<ModelTensor>> named =
         FindNamed([](absl::string_view name) { return EndsInModule(name, kLogitsBias); });

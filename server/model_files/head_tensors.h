@@ -3,21 +3,21 @@
 // The weight is, in this order:
 //   1. the tensor that is asked for by name;
 //   2. `lm_head.weight`;
-//   3. the one tensor of the head's shape with another name of a head: `lm_head`, `embed_out`, `codec_head`,
-//      `cls.predictions.decoder` and the like under any prefix; `output`, `head`, `proj_out`, `output_layer`, `ff_out` and the like
-//      at the top or under the prefix of a language model (`model.`, `language_model.`, `thinker.` ...); or `weight` alone;
-//   4. the one tensor of the head's shape with a name of an embedding (`embed_tokens`, `wte`, `word_embeddings`, `shared` and the
-//      like), if the config.json beside it says that the head is tied: `tie_word_embeddings` is true, at the top, or, where the top
-//      does not say, in every nested config that does; or no config says, and the model type (or its text_config's) ties by
-//      default. An encoder's embedding does not count where another one fits.
-// Anything else is refused, and the error lists the tensors of the head's shape. Several that fit one rule are refused, too.
+//   3. the one tensor of the head's shape with another name of a head. Under any prefix: `lm_head`, `embed_out`, `codec_head`,
+//      `cls.predictions.decoder` and the like. At the top or under a language model's prefix (`model.`, `language_model.`,
+//      `thinker.` ...): `output`, `head`, `proj_out`, `output_layer`, `ff_out` and the like; or `weight` alone;
+//   4. the one embedding of the head's shape (`embed_tokens`, `wte`, `word_embeddings`, `shared` and the like), if the config.json
+//      beside it ties the head. `tie_word_embeddings` is true at the top or, without one there, in every
+//      nested config that has it. Without any, the model type (or its text_config's) ties by default. An encoder's embedding
+//      counts only if no other one fits.
+// Anything else is refused, and the error lists the tensors of the head's shape. Several matches of one rule are refused, too.
 //
-// Names with a number (`model.layers.61.embed_tokens`), and those of extra prediction heads (`mtp`), fit no rule but the first. One
-// part of a model (`model-00001-of-00004.safetensors`) has no rule 4: another part may have the head.
+// Names with a number (`model.layers.61.embed_tokens`), and names of extra prediction heads (`mtp`), match only rule 1. A part of a
+// model (`model-00001-of-00004.safetensors`) has no rule 4: another part may have the head.
 //
-// The bias is the tensor that is asked for, or `P.bias` for the weight `P.weight`, or the one tensor [vocab_size] with the name of
-// a head's bias (`lm_head.bias`, `cls.predictions.bias` ...). `final_logits_bias` is a bias unless all its values are zero. A bias
-// that a head without bias would drop is refused.
+// The bias is the requested tensor, or `P.bias` for the weight `P.weight`. Else it is the one tensor [vocab_size] with the name of
+// a head's bias (`lm_head.bias`, `cls.predictions.bias` ...). `final_logits_bias` counts unless all its values are zero. A bias is
+// refused for a head without bias.
 #ifndef HEADWATER_SERVER_MODEL_FILES_HEAD_TENSORS_H_
 #define HEADWATER_SERVER_MODEL_FILES_HEAD_TENSORS_H_
 
@@ -33,7 +33,7 @@
 
 namespace headwater::model_files {
 
-// The head whose tensors are looked for.
+// The head whose tensors are wanted.
 struct HeadTensorQuery {
   std::string weight_tensor{};         // empty: by the rules above
   std::string bias_tensor{};           // empty: by the rules above
@@ -59,13 +59,12 @@ struct HeadTensors {
 
 // `path` is a file or a folder of `files` (see ModelFolder::Open()).
 //
-// Errors name the file and the tensor: kWeightsNotFound (no such file or tensor, or none that can be chosen),
-// kCheckpointSpecMismatch (a shape, or a bias that the head has no place for), kDataTypeMismatch (not F32, BF16 or F16),
-// kInvalidCombination (`bias_tensor` for a head without bias), kFileCorrupt, kLimitExceeded, kInvalidField and kMissingField (the
-// path).
+// Errors: kWeightsNotFound (no such file or tensor, or no choice by the rules), kCheckpointSpecMismatch (a shape, or a bias that
+// the head has no place for), kDataTypeMismatch (not F32, BF16 or F16), kInvalidCombination (`bias_tensor` for a head without
+// bias), kFileCorrupt, kLimitExceeded, kInvalidField and kMissingField (the path). Messages name the file and the tensor.
 absl::StatusOr<HeadTensors> FindHeadTensors(const FileSource& files, const std::string& path, const HeadTensorQuery& query);
 
-// Whether the head of a model has a bias, as far as its files say. nullopt if `path` has no safetensors files.
+// Whether the head of a model has a bias, according to its files. nullopt if `path` has no safetensors files.
 absl::StatusOr<std::optional<bool>> HasHeadBias(const FileSource& files, const std::string& path);
 
 }  // namespace headwater::model_files

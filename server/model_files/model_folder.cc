@@ -69,7 +69,7 @@ absl::StatusOr<ModelFolder> ModelFolder::Open(const FileSource& files, const std
   model.is_part_ = IsPart(path);
   const absl::Status status = model.TakeFile(path);
   if (status.ok()) return model;
-  // A folder without a model's files is no damaged file.
+  // A folder without a model's files is not a damaged file.
   if (absl::IsNotFound(status) || (!absl::EndsWith(path, kFileSuffix) && HasReason(status, ErrorReason::kFileCorrupt))) {
     return model.NothingThere();
   }

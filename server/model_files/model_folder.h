@@ -1,4 +1,4 @@
-// ModelFolder: the tensors of a model, by name, wherever its files are.
+// ModelFolder: the tensors of a model, by name, across its files.
 #ifndef HEADWATER_SERVER_MODEL_FILES_MODEL_FOLDER_H_
 #define HEADWATER_SERVER_MODEL_FILES_MODEL_FOLDER_H_
 
@@ -23,27 +23,27 @@ struct ModelTensor {
   std::shared_ptr<ReadableFile> file;
 };
 
-// Not thread-safe: files are opened as their tensors are asked for.
+// Not thread-safe: files are opened when their tensors are requested.
 class ModelFolder {
  public:
   // `path` is a safetensors file, or a folder in the form of Hugging Face's transformers. As in transformers, a folder's
   // `model.safetensors` comes first; without it `model.safetensors.index.json` says which file has which tensor. `files` must
   // outlive the result.
   //
-  // Errors, each naming the file: kWeightsNotFound if there is no such file or folder (with the files that the folder has instead),
-  // kFileCorrupt, kLimitExceeded (see ReadSafetensorsHeader() and ReadLenientJson()), kInvalidField (see FilesUnder()).
+  // Errors: kWeightsNotFound (no such file or folder, with the files that the folder has instead), kFileCorrupt, kLimitExceeded
+  // (see ReadSafetensorsHeader() and ReadLenientJson()), kInvalidField (see FilesUnder()). Messages name the file.
   static absl::StatusOr<ModelFolder> Open(const FileSource& files, const std::string& path);
 
   const std::string& path() const { return path_; }
   bool Has(const std::string& name) const { return path_of_.contains(name); }
   // All names, sorted.
   std::vector<std::string> Names() const;
-  // kWeightsNotFound if the index names a file that is not there, or one without the tensor; else as Open().
+  // kWeightsNotFound if the index names a missing file, or a file without the tensor; else as Open().
   absl::StatusOr<ModelTensor> Find(const std::string& name);
 
-  // True if Open()'s path is one file of several that a model is cut into: "model-00001-of-00004.safetensors".
+  // True if Open()'s path is one file of a model that is split: "model-00001-of-00004.safetensors".
   bool is_part() const { return is_part_; }
-  // The config.json beside the files. absl::NotFoundError if there is none; else as Open().
+  // The config.json beside the files. absl::NotFoundError if it is missing; else as Open().
   absl::StatusOr<nlohmann::json> ReadConfig() const;
 
  private:

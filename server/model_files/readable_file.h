@@ -10,13 +10,12 @@
 
 namespace headwater::model_files {
 
-// Read with pread, never mapped: a file that is cut short under us gives an error, not a signal. Const methods may be called from
-// any thread.
+// Reads with pread, never maps: truncating the file causes an error, not a signal. Const methods may be called from any thread.
 class ReadableFile {
  public:
   virtual ~ReadableFile() = default;
   virtual int64_t size() const = 0;  // when it was opened
-  // Reads exactly `byte_count` bytes; kFileCorrupt if the file ends before.
+  // Reads exactly `byte_count` bytes; kFileCorrupt if the file ends earlier.
   virtual absl::Status ReadAt(int64_t offset, int64_t byte_count, void* out) const = 0;
 };
 

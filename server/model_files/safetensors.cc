@@ -44,7 +44,7 @@ std::string Quote(const std::string& name) {
   return text;
 }
 
-// Collects the tensors of a header while it is parsed: a header may have as many values as its bytes allow, and a tree of them
+// Collects the tensors of a header while it is parsed. A header may have as many values as its bytes allow, and a tree of them
 // would take many times the header's size.
 class HeaderCollector : public nlohmann::json_sax<json> {
  public:
@@ -141,7 +141,7 @@ class HeaderCollector : public nlohmann::json_sax<json> {
     if (list_ == &offsets_) return Refuse("has data_offsets that are not [begin, end]");
     return Refuse("does not have dtype, shape and data_offsets");
   }
-  // A value that stands for nothing that is read.
+  // A value that is not read.
   bool Other() {
     if (field_ != Field::kIgnored) return Malformed();
     if (ignored_depth_ == 0) field_ = Field::kNone;
@@ -210,7 +210,7 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const ReadableFile& file
   }
   std::string text(length, '\0');
   HEADWATER_RETURN_IF_ERROR(file.ReadAt(kLengthBytes, header_bytes, text.data()));
-  // The parser would take a NUL for the end of the text, and ignore all behind it.
+  // The parser would take a NUL for the end of the text, and ignore the rest.
   if (text.find('\0') != std::string::npos) return CorruptError(absl::StrCat(kHeaderTitle, " is not JSON"));
   const int64_t data_start = kLengthBytes + header_bytes;
   HeaderCollector collector(data_start, file.size() - data_start);

@@ -29,13 +29,13 @@ struct SafetensorsHeader {
   std::map<std::string, SafetensorsTensor> tensors;
 };
 
-// Reads and checks a file's header, by the rules of the format's own library: the header is one JSON object, every tensor has
-// dtype, shape and data_offsets, every shape's product times the element size equals the tensor's bytes, and the tensors fill the
-// rest of the file without gaps or overlaps. Further keys of a tensor are ignored, and the last tensor of a repeated name counts.
+// Reads and checks a file's header, by the rules of the format's own library. The header is one JSON object, and every tensor has
+// dtype, shape and data_offsets. A shape's product times the element size equals the tensor's bytes; the tensors fill the rest of
+// the file without gaps or overlaps. Further keys of a tensor are ignored; the last tensor of a repeated name counts.
 //
-// One rule is wider: a data type that is not known here is accepted, and its tensor's size is not checked against its shape.
+// One rule is wider: an unknown data type is accepted, and its tensor's size is not checked against its shape.
 //
-// Errors: kLimitExceeded for a header of more than kMaxSafetensorsHeaderBytes, kFileCorrupt for all else.
+// Errors: kLimitExceeded for a header of more than kMaxSafetensorsHeaderBytes, else kFileCorrupt.
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const ReadableFile& file);
 
 // A tensor to be written.
@@ -46,8 +46,7 @@ struct SafetensorsOutput {
   int64_t byte_count = 0;
 };
 
-// The bytes that stand before the first tensor's; the tensors must follow in the same order. Padded so that they begin at a
-// multiple of 8.
+// The bytes before the first tensor's; the tensors must follow in the same order. Padded so that they begin at a multiple of 8.
 std::string MakeSafetensorsHeader(const std::vector<SafetensorsOutput>& tensors);
 
 }  // namespace headwater::model_files

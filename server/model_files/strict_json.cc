@@ -16,8 +16,8 @@ namespace {
 constexpr size_t kMaxDepth = 8;
 constexpr int64_t kMaxValues = 1 << 20;
 
-// Looks through a text without keeping it: depth, number of values, repeated keys. (The parser's own callbacks could do the same,
-// but take quadratic time in the members of an object.)
+// Checks a text without keeping it: depth, number of values, repeated keys. (The parser's own callbacks take quadratic time in the
+// members of an object.)
 class Checker : public nlohmann::json_sax<nlohmann::json> {
  public:
   const std::string& problem() const { return problem_; }
@@ -96,7 +96,7 @@ absl::Status LimitError(const std::string& limit, const std::string& what, int64
 }
 
 absl::StatusOr<nlohmann::json> ParseStrictJson(const std::string& text, const std::string& what) {
-  // The parser would take one for the end of the text, and whatever stands behind it for nothing.
+  // The parser would take a NUL for the end of the text, and ignore the rest.
   if (text.find('\0') != std::string::npos) return CorruptError(absl::StrCat(what, " is not JSON"));
   Checker checker;
   if (!nlohmann::json::sax_parse(text, &checker)) return CorruptError(absl::StrCat(what, " ", checker.problem()));

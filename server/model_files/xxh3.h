@@ -19,9 +19,9 @@ class Xxh3Hasher {
   Xxh3Hasher& operator=(const Xxh3Hasher&) = delete;
 
   void Update(const void* data, int64_t byte_count);
-  // Of all bytes so far: 16 bytes.
+  // The checksum of all bytes so far: 16 bytes.
   std::string Digest() const;
-  // The same in lower-case hexadecimal: 32 characters.
+  // Digest() in lower-case hexadecimal: 32 characters.
   std::string HexDigest() const;
 
  private:

@@ -1,4 +1,4 @@
-// BusyClock: for how long at least one of many is at work.
+// BusyClock: the time during which at least one of many workers is busy.
 #ifndef HEADWATER_SERVER_OBSERVABILITY_BUSY_CLOCK_H_
 #define HEADWATER_SERVER_OBSERVABILITY_BUSY_CLOCK_H_
 
@@ -14,7 +14,7 @@ namespace headwater::observability {
 // Thread-safe.
 class BusyClock {
  public:
-  // Somebody begins to work, and ends.
+  // A worker becomes busy, and idle.
   void Begin() {
     absl::MutexLock lock(&mutex_);
     if (workers_++ == 0) since_ = MonotonicNow();
@@ -23,7 +23,7 @@ class BusyClock {
     absl::MutexLock lock(&mutex_);
     if (--workers_ == 0) total_ += MonotonicNow() - since_;
   }
-  // While one lives, somebody is at work.
+  // A worker that is busy while this lives.
   class Work {
    public:
     explicit Work(BusyClock& clock) : clock_(clock) { clock_.Begin(); }
@@ -35,7 +35,7 @@ class BusyClock {
     BusyClock& clock_;
   };
 
-  // All in all, up to now; what overlaps counts once.
+  // The total up to now; overlapping work counts once.
   absl::Duration total() const {
     absl::MutexLock lock(&mutex_);
     return total_ + (workers_ > 0 ? MonotonicNow() - since_ : absl::ZeroDuration());
@@ -44,7 +44,7 @@ class BusyClock {
  private:
   mutable absl::Mutex mutex_;
   int64_t workers_ ABSL_GUARDED_BY(mutex_) = 0;
-  absl::Time since_ ABSL_GUARDED_BY(mutex_);  // while somebody works: when the first one began
+  absl::Time since_ ABSL_GUARDED_BY(mutex_);  // while a worker is busy: when the first one began
   absl::Duration total_ ABSL_GUARDED_BY(mutex_);
 };
 

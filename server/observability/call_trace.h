@@ -1,4 +1,4 @@
-// CallTrace: what one call that is traced went through, with times; a file of Chrome's trace format in the end.
+// CallTrace: the timed spans of one traced call, written as a file of Chrome's trace format.
 #ifndef HEADWATER_SERVER_OBSERVABILITY_CALL_TRACE_H_
 #define HEADWATER_SERVER_OBSERVABILITY_CALL_TRACE_H_
 
@@ -18,26 +18,26 @@ namespace headwater::observability {
 // Thread-safe. Never holds contents of tensors.
 class CallTrace {
  public:
-  // Spans that are kept; of more only the number is. The last ones are not for rows: what comes at a call's end, the call itself,
-  // has room however many rows it had.
+  // Spans that are kept; further ones are only counted. The last places are not for rows: the spans at a call's end, and the call's
+  // own, always have room.
   static constexpr size_t kMostSpans = 1024;
   static constexpr size_t kMostSpansWithRows = kMostSpans - 32;
 
   // `span_id` is the call's own span, a child of `parent`.
   CallTrace(TraceContext parent, std::string span_id, std::string request_id, std::string method);
 
-  // Something took from `start` to `end`, both inclusive; equal: a moment. Spans of one `track` (static) stand in one line. Times
-  // are MonotonicNow()'s, here and below.
+  // A span from `start` to `end`, both inclusive; equal: a moment. Spans of one `track` (static) are shown in one line. Times are
+  // MonotonicNow()'s, here and below.
   void AddSpan(const char* track, std::string name, absl::Time start, absl::Time end);
-  // Rows up to `row_end` are done now: a span from when the last ones of this track were, or from `start`.
+  // Rows up to `row_end` are done: a span from the end of this track's last rows, or from `start`.
   void AddRows(const char* track, int64_t row_end, absl::Time start);
-  // Something to be known about the call; the last value stays.
+  // An attribute of the call; the last value stays.
   void SetAttribute(const std::string& key, const std::string& value);
 
   const TraceContext& parent() const { return parent_; }
   const std::string& span_id() const { return span_id_; }
-  // Chrome's trace format (JSON, object form): times in microseconds since 1970, by what the wall clock said when the trace was
-  // begun, so that files of several calls, and of the client, can be looked at together in chrome://tracing or ui.perfetto.dev.
+  // Chrome's trace format (JSON, object form), with times in microseconds since 1970. The wall clock is read once, when the trace
+  // begins. So files of several calls, and of the client, can be shown together in chrome://tracing or ui.perfetto.dev.
   std::string ToJson() const;
 
  private:
@@ -52,7 +52,7 @@ class CallTrace {
     absl::Time time;
   };
 
-  // Leaves it out if there are `most` already.
+  // Drops the span if there are `most` already.
   void AddLocked(Span span, size_t most) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const TraceContext parent_;

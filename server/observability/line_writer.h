@@ -1,4 +1,4 @@
-// LineWriter: writes lines to a descriptor whose reader may be gone, full, or standing still, and waits for none of these.
+// LineWriter: writes lines to a descriptor without blocking on a reader that is gone, full or stalled.
 #ifndef HEADWATER_SERVER_OBSERVABILITY_LINE_WRITER_H_
 #define HEADWATER_SERVER_OBSERVABILITY_LINE_WRITER_H_
 
@@ -13,12 +13,12 @@ class LineWriter {
   // `fd` stays the caller's.
   explicit LineWriter(int fd) : fd_(fd) {}
 
-  // Writes whole lines, whose ends are among `lines`. False if they are lost: a pipe's reader is gone, a disk is full, or there is
-  // no room. Room is waited for 100 ms at most, and not at all after lines were lost for lack of it, until there is some.
+  // Writes whole lines with their line ends. False if they are lost: a pipe's reader is gone, a disk is full, or there is no room.
+  // Waits at most 100 ms for room, and not at all after lines were lost for lack of room, until there is some.
   bool Write(std::string_view lines);
 
  private:
-  // All of `text`; false if not. *written: the bytes that are.
+  // Writes all of `text`; false if that fails. *written: the bytes written.
   bool WriteAll(std::string_view text, size_t* written);
 
   const int fd_;

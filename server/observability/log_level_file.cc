@@ -36,13 +36,13 @@ void LogLevelFile::Look() {
   seen_ = word;
   const std::string wanted = word.empty() ? usual_level_ : word;
   if (!SetLogLevel(wanted).ok()) {
-    // Without the word: of a file that was named by mistake, say one of tokens, nothing is for the log.
+    // The log omits the content: the file may have been named by mistake, for example a file of tokens.
     Log(LogLevel::kWarning, "log_level_not_taken",
         {{"path", path_}, {"message", "log level: expected debug, info, warning, error or off as the file's only word"}});
     return;
   }
   if (wanted == level_) return;
-  // Told while the level holds that lets more through.
+  // A change is logged at the more verbose of both levels.
   const bool told_before = level_ != "error" && level_ != "off";
   if (told_before) SetLogLevel(level_).IgnoreError();
   Log(LogLevel::kWarning, "log_level_changed", {{"from", level_}, {"to", wanted}});

@@ -1,4 +1,4 @@
-// LogLevelFile: the level of the log as a file says it, which may change while the process runs.
+// LogLevelFile: sets the log level from a file that may change while the process runs.
 #ifndef HEADWATER_SERVER_OBSERVABILITY_LOG_LEVEL_FILE_H_
 #define HEADWATER_SERVER_OBSERVABILITY_LOG_LEVEL_FILE_H_
 
@@ -9,12 +9,12 @@
 
 namespace headwater::observability {
 
-// Reads the file every second, whatever its times say: mounted files are replaced in many ways. A change is told in the log, as a
-// warning, unless both levels leave warnings out.
+// Reads the file every second, regardless of its times: mounted files are replaced in many ways. A change is logged as a warning,
+// unless both levels exclude warnings.
 class LogLevelFile {
  public:
-  // The file's only word is the level (ConfigureLogging()). While it is not there, or empty, `usual_level` holds, which must be
-  // one; for anything else the level stays as it was, and the log says so once.
+  // The file's only word is the level (ConfigureLogging()). While the file is missing or empty, `usual_level`, a valid level,
+  // holds. Any other content leaves the level unchanged and is logged once.
   LogLevelFile(std::string path, std::string usual_level);
   ~LogLevelFile();
   LogLevelFile(const LogLevelFile&) = delete;

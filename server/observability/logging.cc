@@ -25,8 +25,8 @@ std::atomic<size_t> g_level{static_cast<size_t>(LogLevel::kInfo)};
 
 std::string Now() { return absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", absl::Now(), absl::UTCTimeZone()); }
 
-// Writes to stderr, and counts the lines that are lost there, as LineWriter says: the next one that is not lost is preceded by one
-// with their number.
+// Writes to stderr, and counts the lines that LineWriter reports as lost. The next line that is written follows a line with their
+// number.
 void WriteLine(const std::string& line) {
   static absl::Mutex mutex(absl::kConstInit);
   static LineWriter writer(STDERR_FILENO);

@@ -2,7 +2,7 @@
 //
 //   Log(LogLevel::kInfo, "head_created", {{"request_id", id}, {"head", name}, {"planned_bytes", bytes}});
 //
-// Nobody waits for the reader of stderr: what it cannot take is lost, and a line `log_lines_lost` has their number later.
+// No thread waits for the reader of stderr: lines that do not fit are lost, and a later line `log_lines_lost` has their number.
 // Thread-safe. Tensor contents, session ids and tokens are never logged; values that clients chose are escaped.
 #ifndef HEADWATER_SERVER_OBSERVABILITY_LOGGING_H_
 #define HEADWATER_SERVER_OBSERVABILITY_LOGGING_H_
@@ -19,7 +19,7 @@ namespace headwater::observability {
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
 enum class LogFormat { kText, kJson };
 
-// One key with its value. Numbers and booleans stay what they are in JSON.
+// A key with its value. Numbers and booleans stay unquoted in JSON.
 struct LogField {
   LogField(const char* field_key, const std::string& field_value) : key(field_key), value(field_value) {}
   LogField(const char* field_key, const char* field_value) : key(field_key), value(field_value) {}

@@ -9,8 +9,8 @@ namespace headwater::observability {
 // EX_OSERR of sysexits.h.
 inline constexpr int kNoMemoryStatus = 71;
 
-// From now on `new` that fails ends the process with kNoMemoryStatus, after one line in the log: event=out_of_memory. Memory whose
-// absence is an error is allocated otherwise (headwater/kernels/planned_bytes.h).
+// From now on a failing `new` ends the process with kNoMemoryStatus, after one line in the log: event=out_of_memory. Memory whose
+// absence is an error uses headwater/kernels/planned_bytes.h.
 void EndWithoutMemory(LogFormat format);
 
 }  // namespace headwater::observability

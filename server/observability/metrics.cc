@@ -29,7 +29,7 @@ namespace headwater::observability {
 namespace {
 
 // A label with its values. Families are served with all values of their labels from the start, so that the first event is an
-// increase, too; but for labels that are not `is_eager`, whose values have children from their first use on.
+// increase. Values of labels that are not `is_eager` are served from their first use on.
 struct Label {
   const char* name = nullptr;                      // null: the family has no such label
   std::initializer_list<const char*> values = {};  // empty: not known here
@@ -209,7 +209,7 @@ using Counters = prometheus::Family<prometheus::Counter>;
 using Gauges = prometheus::Family<prometheus::Gauge>;
 using Histograms = prometheus::Family<prometheus::Histogram>;
 
-// The process's resident memory, as the kernel tells it; 0 where it does not.
+// The process's resident memory, as the kernel reports it; 0 if it does not.
 double ResidentBytes() {
   std::ifstream statm("/proc/self/statm");
   double total = 0, resident = 0;
@@ -217,7 +217,7 @@ double ResidentBytes() {
   return resident * static_cast<double>(sysconf(_SC_PAGESIZE));
 }
 
-// gRPC reports them to the process's log, which does not say whose connection it was.
+// gRPC reports these failures only to the process's log, without naming the connection.
 std::atomic<int64_t>& TlsHandshakeFailures() {
   static std::atomic<int64_t> failures{0};
   return failures;
@@ -350,7 +350,7 @@ struct Metrics::Families {
   absl::Mutex source_mutex;
   std::function<GaugeReadings()> source ABSL_GUARDED_BY(source_mutex);
 
-  // Declared last: it is stopped before anything that a scrape reads goes away.
+  // Declared last: it stops before a scrape's sources are destroyed.
   std::unique_ptr<MetricsEndpoint> endpoint;
 };
 

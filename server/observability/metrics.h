@@ -91,21 +91,21 @@ enum class StepOutcome { kApplied, kDiscarded, kReplaced, kCount };
 enum class SessionEnd { kClosed, kExpired, kCount };
 enum class RankActivity { kCompute, kWait, kCommunicate, kCount };
 enum class TraceOutcome { kWritten, kLeftOut, kFailed, kCount };
-// Whose certificates: the ones that the server shows, the authorities of --tls_client_ca.
+// The server's own certificates, or the authorities of --tls_client_ca.
 enum class CertificateUse { kServer, kClientCa, kCount };
 enum class Phase { kQueue, kUpload, kCompute, kDownload, kCommit };
 
-// `grpc`, `shared_memory`, `cuda_ipc`: also what MicroBatchSummary.transport says. The pointer is static.
+// `grpc`, `shared_memory`, `cuda_ipc`: the values of MicroBatchSummary.transport too. The pointer is static.
 const char* TransportName(Transport transport);
 
-// Limits that something above is counted against; constant.
+// Limits that gauges are compared with; constant.
 struct GaugeLimits {
   int64_t queue_depth = 0;
   int64_t in_flight_bytes = 0;
   int64_t connections = 0;
 };
 
-// What is read from the server when somebody scrapes.
+// Values that are read from the server at each scrape.
 struct GaugeReadings {
   int64_t head_count = 0;
   int64_t queue_depth = 0;
@@ -124,10 +124,10 @@ struct GaugeReadings {
   std::array<int64_t, kRegionKindCount> region_bytes{};
   int64_t memory_budget_bytes = 0;
   bool serving = false;
-  // Age of the oldest change of a trainable head that no checkpoint has, 0 if there is none; nullopt: there are no checkpoints.
+  // Age of the oldest change of a trainable head that no checkpoint has, 0 without such a change; nullopt: no checkpoints.
   std::optional<absl::Duration> unsaved;
   absl::Duration busy;  // since the start: time in which micro-batches, or their commits, were in the engine
-  // Of a group of processes, by rank: since the start, by RankActivity.
+  // By rank of a group of processes: time since the start, by RankActivity.
   std::vector<std::array<absl::Duration, static_cast<size_t>(RankActivity::kCount)>> rank_times;
   std::map<std::string, int64_t> planned_bytes;  // by purpose of MemoryPlan; unknown purposes are counted as `other`
 };
@@ -160,7 +160,7 @@ class Metrics {
   void CountRestoredHeads(int64_t heads);
   void CountSkippedCheckpoints(int64_t checkpoints);  // damaged, at the start
   void CountExpiredHeads(int64_t heads);
-  // A micro-batch has taken its turn before it was complete; it has given it up because its rows stayed away.
+  // A micro-batch took its turn before it was complete; a stalled one gave it up because its rows did not come.
   void CountEarlyStart();
   void CountStall();
   void CountTrace(TraceOutcome outcome);
@@ -178,10 +178,10 @@ class Metrics {
   // `read` is called at every scrape, on the scraping thread, until it is replaced. Empty: no readings.
   void SetGaugeSource(std::function<GaugeReadings()> read);
 
-  // Of the process, whichever server it was: a TLS handshake has failed.
+  // A TLS handshake has failed. Counted for the whole process, over all servers.
   static void CountTlsHandshakeFailure();
 
-  // What a scrape returns, in Prometheus' text format.
+  // A scrape's answer, in Prometheus' text format.
   std::string Serialize() const;
 
   // Serves /metrics on `address` (host:port; port 0 picks one). At most once. Returns the port; an error says why it cannot listen.

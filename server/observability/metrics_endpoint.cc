@@ -27,7 +27,7 @@ MHD_Result Send(MHD_Connection* connection, unsigned code, const std::string& bo
 
 MHD_Result Answer(void* endpoint, MHD_Connection* connection, const char* url, const char* method, const char* /*version*/,
                   const char* /*body*/, size_t* body_bytes, void** state) {
-  // Called once with the headers alone, and refused then where a body would come: nothing is asked for with one.
+  // Called once with the headers alone; requests with a body are refused then.
   static char has_begun;
   const std::string_view verb = method;
   if (verb != MHD_HTTP_METHOD_GET && verb != MHD_HTTP_METHOD_HEAD) {

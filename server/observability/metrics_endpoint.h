@@ -14,16 +14,16 @@ struct MHD_Daemon;
 
 namespace headwater::observability {
 
-// Answers GET and HEAD of /metrics on a thread of its own, which waits for no client: one that stands still holds up neither others
-// nor the end. Not prometheus-cpp's own exposer: civetweb gives its threads stacks of 100 KiB, of which OpenBLAS' thread-local
-// memory takes 60, and a scrape needed nearly all of the rest.
+// Answers GET and HEAD of /metrics on a thread of its own. A stalled client delays neither other clients nor the destructor.
+// prometheus-cpp's own exposer is not used: civetweb gives its threads stacks of 100 KiB. OpenBLAS' thread-local memory takes 60 of
+// them, and a scrape needed nearly all of the rest.
 class MetricsEndpoint {
  public:
   static constexpr unsigned kMaxConnections = 32;      // to one address; more wait
-  static constexpr unsigned kIdleTimeoutSeconds = 10;  // of a connection on which nothing comes or goes
+  static constexpr unsigned kIdleTimeoutSeconds = 10;  // of a connection without traffic
 
-  // `address` is host:port, where it listens as ListenTcp() does; port 0 picks one. `page` makes the text of a scrape; it is called
-  // by the endpoint's thread, until the destructor returns. UNAVAILABLE: cannot listen there; INVALID_ARGUMENT: no address.
+  // `address` is host:port, as for ListenTcp(); port 0 picks one. `page` makes the text of a scrape; the endpoint's thread calls it
+  // until the destructor returns. UNAVAILABLE: cannot listen there; INVALID_ARGUMENT: not an address.
   static absl::StatusOr<std::unique_ptr<MetricsEndpoint>> Listen(const std::string& address, std::function<std::string()> page);
   ~MetricsEndpoint();
   MetricsEndpoint(const MetricsEndpoint&) = delete;

@@ -9,9 +9,9 @@
 
 namespace headwater::observability {
 
-// Time since an unknown moment; only differences mean anything. It is nothing to compare with absl::Now(), nor for Abseil's
-// *WithDeadline(), which take a wall clock's time: wait *WithTimeout() for what is left, and look again after that, because such a
-// wait, too, ends early where the wall clock is set forward.
+// Time since an unknown moment; only differences have a meaning. Never compare it with absl::Now(), nor pass it to Abseil's
+// *WithDeadline(), which take wall clock times. Wait *WithTimeout() for the rest and check again: such a wait also ends early when
+// the wall clock is set forward.
 inline absl::Time MonotonicNow() {
   return absl::UnixEpoch() + absl::FromChrono(std::chrono::steady_clock::now().time_since_epoch());
 }

@@ -1,4 +1,4 @@
-// Pause: what a thread that does something now and then waits in between.
+// Pause: an interruptible wait between the rounds of a periodic thread.
 #ifndef HEADWATER_SERVER_OBSERVABILITY_PAUSE_H_
 #define HEADWATER_SERVER_OBSERVABILITY_PAUSE_H_
 
@@ -11,8 +11,8 @@
 
 namespace headwater::observability {
 
-// Thread-safe. By the steady clock, whatever happens to the wall clock: the standard library's wait, because Abseil's ends by the
-// wall clock in releases before 2023. Who sets that back would keep leases, watchdogs and signs of life waiting for as long.
+// Thread-safe. Waits by the steady clock with the standard library. Abseil's waits follow the wall clock in releases before 2023:
+// setting that clock back would delay leases, watchdogs and heartbeats.
 class Pause {
  public:
   // Waits for `duration`: false when it is over, true as soon as Stop() has been called, now or before.
@@ -28,7 +28,7 @@ class Pause {
     }
     return true;
   }
-  // Ends the wait, and all that follow.
+  // Ends the wait, and all later ones.
   void Stop() {
     const std::lock_guard<std::mutex> lock(mutex_);
     stopped_ = true;

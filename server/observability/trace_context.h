@@ -19,8 +19,8 @@ struct TraceContext {
   bool sampled = false;   // the caller records this trace
 };
 
-// Empty for what the standard says to ignore: another form, ids of zeros, version ff. A version that is not known yet is read as
-// far as 00 goes.
+// Empty for values that the standard says to ignore: another form, ids of zeros, version ff. Unknown versions are parsed as version
+// 00.
 std::optional<TraceContext> ParseTraceparent(absl::string_view text);
 
 // Random: 16 digits, not all 0.

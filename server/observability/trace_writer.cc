@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 constexpr char kPrefix[] = "headwater-";
 constexpr char kSuffix[] = ".json";
 constexpr char kUnfinished[] = ".json.tmp";
-// A disk that is full would say so at every call otherwise.
+// Limits warnings: otherwise a full disk would warn at every call.
 constexpr absl::Duration kWarnAgain = absl::Minutes(1);
 
 }  // namespace
@@ -43,7 +43,7 @@ absl::StatusOr<std::unique_ptr<TraceWriter>> TraceWriter::Open(const std::string
     }
   }
   if (error) return absl::InvalidArgumentError(absl::StrCat("trace_dir: cannot use ", directory, ": ", error.message()));
-  // Of a process that was ended in the middle of one. One that cannot be removed harms nobody.
+  // Leftovers of a process that ended while writing. A failure to remove one is harmless.
   for (const std::string& name : unfinished) fs::remove(fs::path(directory) / name, error);
   std::sort(names.begin(), names.end());  // by time
   return std::unique_ptr<TraceWriter>(new TraceWriter(directory, most_files, {names.begin(), names.end()}, metrics));

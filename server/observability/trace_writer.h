@@ -1,4 +1,4 @@
-// TraceWriter: puts traced calls into files, at leisure, and keeps only so many of them.
+// TraceWriter: writes traced calls into files in the background, and keeps a bounded number of them.
 #ifndef HEADWATER_SERVER_OBSERVABILITY_TRACE_WRITER_H_
 #define HEADWATER_SERVER_OBSERVABILITY_TRACE_WRITER_H_
 
@@ -20,15 +20,15 @@ namespace headwater::observability {
 
 class TraceWriter {
  public:
-  // Calls that wait to be written, and files that are begun in one second; more is left out, and counted.
+  // Calls that wait to be written, and files begun in one second; further calls are dropped, and counted.
   static constexpr size_t kMostWaiting = 64;
   static constexpr int64_t kMostASecond = 50;
 
-  // Files go to `directory`, which is made if it is not there, as headwater-TIME-TRACE_ID-SPAN_ID.json; at most `most_files` (>= 1)
-  // with such names stay there, those of earlier servers included: the oldest go. InvalidArgument, saying why. `metrics` outlives
+  // Files go to `directory`, which is created if missing, as headwater-TIME-TRACE_ID-SPAN_ID.json. At most `most_files` (>= 1) with
+  // such names stay, including those of earlier servers; the oldest are removed. InvalidArgument, saying why. `metrics` outlives
   // this.
   static absl::StatusOr<std::unique_ptr<TraceWriter>> Open(const std::string& directory, int64_t most_files, Metrics& metrics);
-  // Writes what waits.
+  // Writes the waiting calls.
   ~TraceWriter();
   TraceWriter(const TraceWriter&) = delete;
   TraceWriter& operator=(const TraceWriter&) = delete;
@@ -39,7 +39,7 @@ class TraceWriter {
  private:
   TraceWriter(std::string directory, int64_t most_files, std::deque<std::string> files, Metrics& metrics);
   void Run();
-  // False if it was left out.
+  // False if the call must be dropped.
   bool MayWrite();
   absl::Status WriteFile(const CallTrace& trace);
 

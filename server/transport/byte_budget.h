@@ -11,12 +11,12 @@ namespace headwater::transport {
 
 class ByteBudget {
  public:
-  // At most `capacity_bytes` (>= 0) are reserved at any time, but for ReserveAnyway().
+  // At most `capacity_bytes` (>= 0) are reserved at any time, except by ReserveAnyway().
   explicit ByteBudget(int64_t capacity_bytes) : capacity_bytes_(capacity_bytes) {}
   ByteBudget(const ByteBudget&) = delete;
   ByteBudget& operator=(const ByteBudget&) = delete;
 
-  // Bytes that go back when this is destroyed. Must not outlive the budget.
+  // Reserved bytes. Destruction returns them to the budget, which must outlive the reservation.
   class Reservation {
    public:
     Reservation() = default;

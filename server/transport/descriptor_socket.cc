@@ -30,7 +30,7 @@ namespace {
 
 using observability::MonotonicNow;
 
-constexpr int kMaxDescriptors = 8;  // that are looked at; the kernel closes those beyond, and says so
+constexpr int kMaxDescriptors = 8;  // examined at most; the kernel closes further ones and reports that
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers are copied as they are");
 
@@ -189,7 +189,7 @@ class DescriptorSocket::Impl {
     ucred peer{};
     socklen_t length = sizeof(peer);
     if (getsockopt(accepted.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) return;
-    // One that is not allowed is told so after its packet: a connection that is closed with a packet unread loses the answer.
+    // A forbidden client is refused after its packet: closing a connection with an unread packet loses the answer.
     const bool allowed = options_.any_user || peer.uid == geteuid() || peer.uid == 0;
     connections->push_back({std::move(accepted), peer.uid, allowed, MonotonicNow() + options_.request_timeout});
   }
@@ -239,7 +239,7 @@ class DescriptorSocket::Impl {
     answer.append(std::string(error.message()).substr(0, kDescriptorMaxErrorBytes));
     Send(fd, answer.data(), answer.size());
   }
-  // The buffer of a fresh socket has room for one packet; a client that has gone needs none.
+  // The buffer of a fresh socket has room for one packet; a closed connection needs none.
   static void Send(int fd, const void* data, size_t bytes) {
     static_cast<void>(send(fd, data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL));
   }

@@ -3,12 +3,13 @@
 //   auto socket = DescriptorSocket::Listen({.path = "/run/headwater/memory.sock", .incarnation = ...});
 //   auto memfd = (*socket)->Take(token);  // once
 //
-// A client connects (AF_UNIX, SOCK_SEQPACKET), sends one packet with one descriptor, and gets one packet with a token, which it
-// then names to RegisterSharedMemory. docs/api.md, "Shared memory", has the packets byte by byte. A token is 32 random bytes, valid
-// once and for a short time; the descriptor of one that nobody takes is closed.
+// A client connects (AF_UNIX, SOCK_SEQPACKET), sends one packet with one descriptor and gets one packet with a token. The client
+// names the token to RegisterSharedMemory. docs/api.md, "Shared memory", has the packets byte by byte. A token is 32 random bytes,
+// valid once and for a short time; its descriptor is closed if no call takes it.
 //
-// Who may: processes whose user is the server's own or root, by the kernel's word (SO_PEERCRED); any user only if the operator says
-// so. Bounded: connections at once, time for a packet, descriptors that wait, of all users and of one. One thread. Thread-safe.
+// Allowed are processes whose user is the server's own or root, as the kernel reports it (SO_PEERCRED), and any user if the
+// operator permits. Bounded are connections, the time for a packet, and waiting descriptors, in total and of one user. One thread.
+// Thread-safe.
 #ifndef HEADWATER_SERVER_TRANSPORT_DESCRIPTOR_SOCKET_H_
 #define HEADWATER_SERVER_TRANSPORT_DESCRIPTOR_SOCKET_H_
 
@@ -47,16 +48,16 @@ struct DescriptorSocketOptions {
 
 class DescriptorSocket {
  public:
-  // Makes the socket, in place of one that nobody listens on any more. InvalidArgument for a path that is too long or a mode that
-  // is none; Unavailable if it cannot be made there, or another server listens.
+  // Makes the socket, in place of a file on which no process listens. InvalidArgument for a path that is too long or an invalid
+  // mode; Unavailable if the socket cannot be made there, or another server listens.
   static absl::StatusOr<std::unique_ptr<DescriptorSocket>> Listen(const DescriptorSocketOptions& options);
-  // Closes what waits, and removes the socket's file if it is still this one's.
+  // Closes the waiting descriptors, and removes the socket's file unless another server has replaced it.
   ~DescriptorSocket();
   DescriptorSocket(const DescriptorSocket&) = delete;
   DescriptorSocket& operator=(const DescriptorSocket&) = delete;
 
-  // The descriptor that was answered with `token`, which is worth nothing from then on. kInvalidField, alike for a token that was
-  // never given, was used, or is too old.
+  // The descriptor that was answered with `token`, which is invalid from then on. kInvalidField, with one message for a token that
+  // was never given, was used, or is too old.
   absl::StatusOr<FileDescriptor> Take(absl::string_view token);
   // Absolute path.
   const std::string& path() const;

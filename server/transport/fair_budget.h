@@ -1,8 +1,7 @@
-// FairBudget: a bound on the bytes that the calls of many clients hold at once. Thread-safe; never waits: who is refused comes
-// again.
+// FairBudget: a bound on the bytes that the calls of many clients hold at once. Thread-safe. Never waits: a refused client retries.
 //
-// Who was refused first is served first: until it has come again, or has not come for kPatience, others may only take what leaves
-// room for it. So neither a client with many calls nor one with small ones can starve another.
+// The client that was refused first is served first. Until it retries, or kPatience passes, others may only take what leaves room
+// for it. So neither a client with many calls nor one with small calls can starve another.
 #ifndef HEADWATER_SERVER_TRANSPORT_FAIR_BUDGET_H_
 #define HEADWATER_SERVER_TRANSPORT_FAIR_BUDGET_H_
 
@@ -19,7 +18,7 @@ namespace headwater::transport {
 
 class FairBudget {
  public:
-  // How long room is kept for a client that was refused, since it last came. Clients are told to come again much sooner.
+  // How long room is kept for a refused client after its last try. Clients are asked to retry much sooner.
   static constexpr absl::Duration kPatience = absl::Seconds(1);
 
   // At most `capacity_bytes` (>= 0) are reserved at any time.

@@ -1,4 +1,4 @@
-// FileDescriptor: a file descriptor that is closed when its owner goes.
+// FileDescriptor: owns a file descriptor and closes it.
 #ifndef HEADWATER_SERVER_TRANSPORT_FILE_DESCRIPTOR_H_
 #define HEADWATER_SERVER_TRANSPORT_FILE_DESCRIPTOR_H_
 

@@ -1,7 +1,7 @@
-// GradGate: when rows of a gradient may leave that is computed while rows still come.
+// GradGate: decides when gradient rows may leave while the micro-batch's rows still come.
 //
-// Not before all rows have come: what is on the wire can neither be taken back nor computed again. And not at all once the
-// computation was given up for rows that stayed away: its repeat may see other weights.
+// Rows leave once all rows have come: rows on the wire can neither be taken back nor computed again. No row leaves after the
+// computation was given up for missing rows: its repeat may see other weights.
 #ifndef HEADWATER_SERVER_TRANSPORT_GRAD_GATE_H_
 #define HEADWATER_SERVER_TRANSPORT_GRAD_GATE_H_
 
@@ -28,7 +28,7 @@ class GradGate {
     if (state_ == State::kClosed) state_ = State::kOpen;
     return state_ == State::kOpen ? ready_ : 0;
   }
-  // The computation is given up: no row leaves. False, and nothing happens, if all rows have come before.
+  // The computation is given up: no row leaves. Returns false, without effect, if all rows have come before.
   bool Shut() {
     absl::MutexLock lock(&mutex_);
     if (state_ == State::kOpen) return false;

@@ -13,8 +13,7 @@ class GrowingBuffer {
   // Never holds more than `limit_bytes` (>= 0). Allocates nothing yet.
   explicit GrowingBuffer(int64_t limit_bytes) : limit_bytes_(limit_bytes) {}
 
-  // Copies `byte_count` bytes behind those that are there. False, and nothing changed, if that is above the limit or if there is no
-  // memory. Invalidates data().
+  // Appends `byte_count` bytes. Returns false, without a change, above the limit or without memory. Invalidates data().
   bool Append(const void* bytes, int64_t byte_count);
 
   // 16-byte aligned; null while empty.
@@ -23,7 +22,7 @@ class GrowingBuffer {
   // Bytes allocated: at most twice size(), or kFirstBytes.
   int64_t capacity() const { return capacity_; }
 
-  // What the first chunk allocates at most, if the limit is not lower.
+  // The largest first allocation, if the limit is not lower.
   static constexpr int64_t kFirstBytes = 4 << 20;
 
  private:

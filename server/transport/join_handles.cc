@@ -148,7 +148,7 @@ void RowClaim::ClaimNext() {
   TeacherJoin::Row& row = entry->second;
   ++row.claim_count;
   if (row.state != TeacherJoin::Row::State::kSpent || IsReady(row)) return;
-  // The key is used again. Whoever repeats the micro-batch before, just now, still reads it.
+  // The key is in use again. A repeat of the earlier micro-batch may still be reading the row.
   row.wanted_anew = true;
   if (row.claim_count == 1) join_.Drop(*set_, entry);
 }

@@ -15,7 +15,7 @@
 
 namespace headwater::transport {
 
-// A teacher's stream of rows, in progress. Its end without Finish() takes back what it has brought. One thread.
+// A teacher's stream of rows, in progress. Destruction without Finish() withdraws its rows. One thread.
 class TeacherStream {
  public:
   // Made by TeacherJoin::Open().
@@ -31,8 +31,8 @@ class TeacherStream {
   // outside of the stream, no rows, or rows that came before; kDataLengthMismatch unless `data_bytes` is count x row_bytes().
   // `field` names the chunk in messages.
   absl::Status Add(int64_t row_start, int64_t count, const void* data, int64_t data_bytes, const std::string& field);
-  // The teacher has half-closed: kProtocolViolation with the first missing row unless every row has come; kSessionNotFound if their
-  // session has ended. Then trainers can have them.
+  // The teacher has half-closed: publishes the rows to trainers. kProtocolViolation with the first missing row unless every row has
+  // come; kSessionNotFound if the owner's session has ended.
   absl::Status Finish();
 
  private:
@@ -43,7 +43,7 @@ class TeacherStream {
     return slabs_[static_cast<size_t>(i / TeacherJoin::RowsOfSlab(row_bytes_))];
   }
   bool IsMine(const TeacherJoin::Row& row, int64_t i) const { return row.slab != nullptr && row.slab == SlabOf(i); }
-  // Into the slabs, which are allocated here. Nobody else looks at these rows yet.
+  // Copies into the slabs, which are allocated here. Other threads do not look at these rows yet.
   absl::Status Copy(int64_t row_start, int64_t count, const uint8_t* data);
 
   TeacherJoin& join_;
@@ -70,19 +70,19 @@ class RowClaim {
   int64_t row_count() const { return row_count_; }  // of the term
   int64_t row_bytes() const { return row_bytes_; }
 
-  // So many of the term's first rows are there now.
+  // The number of the term's leading rows that have come.
   int64_t ready_rows() const;
-  // `wake` is called, with the join's lock, whenever ready_rows() may have changed. Null: nobody is.
+  // `wake` is called, with the join's lock held, whenever ready_rows() may have changed. Null: no call.
   void OnChange(std::function<void()> wake);
   // The time, by the join's clock, at which `max_wait` has passed since the claim was made: then its trainer gives up.
   absl::Time give_up() const { return give_up_; }
-  // kJoinIncomplete with `joinKey` and `missingRow` (its index in the set): the answer of a trainer that gives up.
+  // kJoinIncomplete with `joinKey` and `missingRow` (its index in the set): the answer to a trainer that gives up.
   absl::Status MissingRow() const;
-  // Copies rows [row_start, row_start + count) of the term to `out`, `[count, row_bytes()]`. kJoinIncomplete, with nothing useful
-  // in `out`, unless all of them are there.
+  // Copies rows [row_start, row_start + count) of the term to `out`, `[count, row_bytes()]`. kJoinIncomplete, with `out` undefined,
+  // unless all of them have come.
   absl::Status Gather(int64_t row_start, int64_t count, void* out) const;
-  // To be called when the claim's micro-batch has been computed, and so holds on to the claim until it is decided: the claim's end
-  // spends the rows then. The end of a claim without it leaves them for the next attempt.
+  // Marks the rows as used: the claim's end then spends them instead of leaving them for the next attempt. The caller calls it
+  // after computing the micro-batch, and keeps the claim until the micro-batch is decided.
   void MarkUsed() { used_.store(true); }
 
  private:

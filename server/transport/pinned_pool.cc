@@ -74,7 +74,7 @@ absl::StatusOr<std::shared_ptr<PinnedBlock>> PinnedPool::State::Allocate(int64_t
   Freed freed;
   {
     absl::MutexLock lock(&mutex_);
-    // The one that was used last: its pages are the likeliest to be in a cache.
+    // The block that was used last: its pages are the likeliest to be in a cache.
     const auto found = std::find_if(idle_.rbegin(), idle_.rend(), [&](const Idle& idle) { return idle.memory->bytes() == size; });
     if (found != idle_.rend()) {
       memory = std::move(found->memory);
@@ -113,7 +113,7 @@ void PinnedPool::State::GiveBack(std::unique_ptr<HostMemory> memory) {
   absl::MutexLock lock(&mutex_);
   used_bytes_ -= size;
   if (closed_) {
-    static_cast<void>(memory.release());  // its engine is gone
+    static_cast<void>(memory.release());  // never freed: its engine is gone
     return;
   }
   idle_.push_back({std::move(memory), observability::MonotonicNow()});

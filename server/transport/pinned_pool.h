@@ -1,8 +1,9 @@
-// PinnedPool: host memory for tensors on their way between clients and the engine (LossEngine::AllocateHostMemory), which is slow
-// to get and is kept for the next micro-batch.
+// PinnedPool: host memory for tensors on their way between clients and the engine (LossEngine::AllocateHostMemory). Allocation is
+// slow, so the pool keeps memory for the next micro-batch.
 //
-// Sizes are rounded up by at most an eighth, so that micro-batches of about the same size share blocks. Memory in use is bounded by
-// whoever admits micro-batches; what lies idle is given up when it would not fit beside it, and after a while in any case.
+// Sizes are rounded up by at most an eighth, so that micro-batches of about the same size share blocks. The admission of
+// micro-batches bounds memory in use. Idle memory is freed when it would not fit beside memory in use, and after a while in any
+// case.
 #ifndef HEADWATER_SERVER_TRANSPORT_PINNED_POOL_H_
 #define HEADWATER_SERVER_TRANSPORT_PINNED_POOL_H_
 
@@ -17,7 +18,7 @@
 
 namespace headwater::transport {
 
-// Memory that goes back to its pool with its last owner, on whatever thread that is.
+// Memory that returns to its pool with its last owner, on that owner's thread.
 class PinnedBlock {
  public:
   virtual ~PinnedBlock() = default;
@@ -28,11 +29,10 @@ class PinnedBlock {
 // Thread-safe.
 class PinnedPool {
  public:
-  // What lies idle and what is used together are kept to at most `capacity_bytes` (>= 0) where that is possible: use comes first.
-  // `engine` must outlive the pool.
+  // Keeps idle and used memory together to at most `capacity_bytes` (>= 0) where that is possible: use comes first. `engine` must
+  // outlive the pool.
   PinnedPool(LossEngine& engine, int64_t capacity_bytes);
-  // Waits up to 5 s for blocks that somebody still has; memory that is not given back by then stays allocated for good, because its
-  // engine goes.
+  // Waits up to 5 s for blocks in use. Blocks that are still in use then are never freed, because their engine goes.
   ~PinnedPool();
   PinnedPool(const PinnedPool&) = delete;
   PinnedPool& operator=(const PinnedPool&) = delete;
@@ -47,7 +47,7 @@ class PinnedPool {
 
   // The smallest block.
   static constexpr int64_t kLeastBytes = 64 << 10;
-  // What a block for `bytes` takes.
+  // The bytes that a block for `bytes` takes.
   static int64_t RoundUp(int64_t bytes);
 
  private:

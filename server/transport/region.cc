@@ -151,7 +151,7 @@ absl::Status Region::Write(int64_t, int64_t, const void*, const std::string&) co
 
 absl::Status CheckSealedMemory(int fd, const std::string& field, int64_t* size) {
   const int seals = fcntl(fd, F_GET_SEALS);
-  // Huge pages of their own file system, secret memory and files of disks are no tmpfs: a page of theirs may fail to come.
+  // Huge pages of their own file system, secret memory and files on disks are not tmpfs: their pages may fail to come.
   struct statfs system {};
   struct stat status {};
   if (seals < 0 || fstatfs(fd, &system) != 0 || static_cast<int64_t>(system.f_type) != kTmpfsMagic || fstat(fd, &status) != 0) {
@@ -170,7 +170,7 @@ absl::Status CheckSealedMemory(int fd, const std::string& field, int64_t* size) 
     return InvalidRegion(field, "memory that can be read and written", "memory that can only be read");
   }
   if (status.st_size < 1) return InvalidRegion(field, "memory of at least one byte", "0 bytes");
-  // Memory that nobody has touched would be allocated, and charged, where it is touched first: here.
+  // Untouched memory would be allocated, and charged, by the process that touches it first: this one.
   if (int64_t{status.st_blocks} < status.st_size / 512) {
     return InvalidRegion(field, "memory that is allocated in full (fallocate, or write to every page)",
                          absl::StrCat(int64_t{status.st_blocks} * 512, " of ", int64_t{status.st_size}, " bytes"));
@@ -204,7 +204,8 @@ absl::StatusOr<std::shared_ptr<const Region>> MapDescriptor(LossEngine& engine, 
 absl::StatusOr<std::shared_ptr<const Region>> OpenNamedRegion(LossEngine& engine, std::shared_ptr<RegionCounts> counts,
                                                               const std::string& folder, const std::string& name, int64_t offset,
                                                               int64_t bytes) {
-  // No link is followed, neither kind of: what a name of a client's means was made under that name. A FIFO would block.
+  // Follows no symbolic link, and a hard link is refused below: a client's name stands for a file made under it. A FIFO would
+  // block.
   FileDescriptor file(open(absl::StrCat(folder, "/", name).c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
   struct stat status {};
   if (!file.valid() || fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode) || status.st_nlink != 1) {

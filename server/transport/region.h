@@ -1,4 +1,4 @@
-// Region: memory of another process, opened by this one. What RegionRegistry keeps; see there.
+// Region: memory of another process, opened by this one and kept by RegionRegistry.
 #ifndef HEADWATER_SERVER_TRANSPORT_REGION_H_
 #define HEADWATER_SERVER_TRANSPORT_REGION_H_
 
@@ -31,7 +31,7 @@ struct RegionCounts {
 // The moment from which a region has been given back in full. Thread-safe.
 class RegionEnd {
  public:
-  // Waits for it. kDeadlineExceeded, kCancelled, and what else ends a wait.
+  // Waits for it. kDeadlineExceeded, kCancelled and the other errors that end a wait.
   absl::Status Await(const scheduler::WaitLimits& limits);
   void Come();
 
@@ -41,7 +41,7 @@ class RegionEnd {
   scheduler::WaitList waiting_;
 };
 
-// Thread-safe. What it opened is given back, and its RegionEnd is told, when it is destroyed.
+// Thread-safe. Destruction closes its memory and then signals its RegionEnd.
 class Region {
  public:
   virtual ~Region() = default;
@@ -54,7 +54,7 @@ class Region {
 
   // Where the region is mapped; null for a named one.
   virtual uint8_t* data() const { return nullptr; }
-  // What the use of device memory waits for, or null.
+  // The event that uses of the device memory wait for, or null.
   virtual const DeviceEvent* after() const { return nullptr; }
   // Named regions: memory for a copy of a part, and the copies. 0 <= offset, offset + bytes <= bytes(). kInvalidField, naming
   // `field`, if the file has become shorter.
@@ -66,7 +66,7 @@ class Region {
   Region(RegionKind kind, int64_t bytes, std::shared_ptr<RegionCounts> counts) : ticket_(kind, bytes, std::move(counts)) {}
 
  private:
-  // Counts the region, and tells its end. The base's member, so that it goes after all that a derived class opened.
+  // Counts the region, and signals its end. A member of the base, so that it is destroyed after all members of a derived class.
   struct Ticket {
     Ticket(RegionKind region_kind, int64_t region_bytes, std::shared_ptr<RegionCounts> region_counts);
     ~Ticket();
@@ -78,8 +78,8 @@ class Region {
   const Ticket ticket_;
 };
 
-// The openers of RegionRegistry's Add... functions, where ranges and errors are told. 0 <= offset, 1 <= bytes, and their sum does
-// not wrap. `engine` must outlive the region.
+// The openers behind RegionRegistry's Add... functions, which document ranges and errors. 0 <= offset, 1 <= bytes, and their sum
+// does not wrap. `engine` must outlive the region.
 absl::StatusOr<std::shared_ptr<const Region>> MapDescriptor(LossEngine& engine, std::shared_ptr<RegionCounts> counts,
                                                             const FileDescriptor& memfd, int64_t offset, int64_t bytes);
 absl::StatusOr<std::shared_ptr<const Region>> OpenNamedRegion(LossEngine& engine, std::shared_ptr<RegionCounts> counts,
@@ -89,11 +89,11 @@ absl::StatusOr<std::shared_ptr<const Region>> OpenDeviceRegion(LossEngine& engin
                                                                const DeviceHandle& memory, std::shared_ptr<const DeviceEvent> event,
                                                                int64_t bytes);
 
-// kInvalidField: what is said of a region is not so, or not allowed.
+// kInvalidField: a region's properties are not as declared, or not allowed.
 absl::Status InvalidRegion(const std::string& field, const std::string& expected, const std::string& actual);
 
-// OK if `fd` is memory that can be mapped without a risk: a memfd of at least one byte on tmpfs, readable and writable, sealed
-// against shrinking, growing and further seals, and allocated in full. kInvalidField naming `field` otherwise. `size` gets its
+// OK if `fd` is memory that can be mapped safely: a memfd on tmpfs of at least one byte, readable and writable. It is sealed
+// against shrinking, growing and further seals, and allocated in full. Else kInvalidField naming `field`. `size` receives its
 // bytes.
 absl::Status CheckSealedMemory(int fd, const std::string& field, int64_t* size);
 

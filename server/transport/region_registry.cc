@@ -19,7 +19,7 @@ constexpr char kNamePrefix[] = "headwater-";
 constexpr int64_t kAlignment = 64;  // of a region: elements and vectors of them are aligned if their offsets are
 constexpr size_t kMaxNameBytes = sizeof(kNamePrefix) - 1 + 200;
 
-// Says nothing about the id: for another session's region, and for one that is gone, it must be the same.
+// Does not mention the id: the error is the same for another session's region and for a removed one.
 absl::Status NotFound() {
   return MakeError(ErrorReason::kRegionNotFound,
                    "the session has no such region: it was unregistered, or registered in another session; register it again");
@@ -156,7 +156,7 @@ absl::StatusOr<std::shared_ptr<const DeviceEvent>> RegionRegistry::OpenEvent(con
 }
 
 absl::StatusOr<std::shared_ptr<RegionEnd>> RegionRegistry::Remove(const RegionOwner& owner, const std::string& id) {
-  std::shared_ptr<const Region> region;  // let go of without the lock
+  std::shared_ptr<const Region> region;  // released without the lock
   absl::MutexLock lock(&mutex_);
   const auto owned = owned_.find(owner);
   if (owned == owned_.end()) return NotFound();

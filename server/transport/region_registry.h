@@ -5,16 +5,16 @@
 //   auto rows = regions.Find(session, *id, offset, row_bytes, RegionAccess::kRead, sizeof(float), "header.hidden_rows");
 //   rows->Prepare();  // rows->data() is valid from here on, as long as `rows` lives
 //   ...
-//   written->Finish();  // after the last byte of a kWrite range has been written, before the client is told
+//   written->Finish();  // after the last byte of a kWrite range has been written, before the answer
 //
-// A region belongs to one session: for every other one it does not exist, and an id that is gone is answered like one that never
-// was. It stays mapped until it has been removed and no RegionUse is left, however the session ended. Thread-safe; what takes long
-// (mapping, page-locking, giving back) is done without the lock.
+// A region belongs to one session. Other sessions' ids, and removed ids, are answered like ids that never existed. A region stays
+// mapped until it has been removed and no RegionUse is left, however the session ended. Thread-safe; slow work (mapping,
+// page-locking, giving back) is done without the lock.
 //
-// Mapped regions. A memfd must be sealed against shrinking, growing and further seals, so that the mapping can never lose its
-// pages under the server (SIGBUS), must be allocated in full, so that the server's touch allocates nothing, and is page-locked by
-// the engine. A named region (/dev/shm/NAME) cannot be sealed, so it is never mapped: Prepare() reads its bytes into memory of the
-// server and Finish() writes them back, which an owner who truncates it meanwhile can only make fail.
+// Mapped regions. A memfd must be sealed against shrinking, growing and further seals, so that the mapping never loses its pages
+// under the server (SIGBUS). It must be allocated in full, so that the server's access allocates nothing. The engine page-locks it.
+// A named region (/dev/shm/NAME) cannot be sealed, so it is never mapped. Prepare() copies its bytes into the server's memory and
+// Finish() writes them back; an owner that truncates the file can only make these fail.
 #ifndef HEADWATER_SERVER_TRANSPORT_REGION_REGISTRY_H_
 #define HEADWATER_SERVER_TRANSPORT_REGION_REGISTRY_H_
 
@@ -41,8 +41,8 @@ using RegionOwner = std::array<uint8_t, 32>;
 
 enum class RegionAccess { kRead, kWrite };
 
-// Names that clients may register: `headwater-` and 1 to 200 of [A-Za-z0-9._-]. What other software of the server's own process
-// keeps under /dev/shm (NCCL, the CUDA driver, semaphores) is called otherwise, and so cannot be reached.
+// Whether clients may register the name: `headwater-` and 1 to 200 of [A-Za-z0-9._-]. Names of other software in the server's
+// process under /dev/shm (NCCL, the CUDA driver, semaphores) do not match and cannot be reached.
 bool IsRegionName(const std::string& name);
 
 struct RegionLimits {
@@ -50,7 +50,7 @@ struct RegionLimits {
   int64_t max_region_bytes = int64_t{64} << 30;  // of one region
 };
 
-// A range of a region, for one call. Movable; what it points to stays valid as long as it lives.
+// A range of a region, for one call. Movable; its memory stays valid as long as it lives.
 class RegionUse {
  public:
   RegionUse() = default;
@@ -61,18 +61,17 @@ class RegionUse {
   // kDevice for a device region, else kHost.
   MemorySpace memory() const;
   int64_t bytes() const { return bytes_; }
-  // Host memory that Prepare() allocates, and so what a byte budget should have reserved before: bytes() for a named region, else
-  // 0.
+  // Host memory that Prepare() allocates, which a byte budget should reserve before: bytes() for a named region, else 0.
   int64_t staged_bytes() const;
-  // Device memory: what reads and writes must wait for (MicroBatch::after); null if there is nothing.
+  // Device memory: the event that reads and writes must wait for (MicroBatch::after); null without one.
   const DeviceEvent* after() const;
 
   // Makes data() valid; reads a named region's bytes for kRead. Blocks for the copy. Once. kInvalidField: the named region is
   // shorter than it was; kMemoryBudgetExceeded.
   absl::Status Prepare();
-  // The first byte of the range. Prepare() has succeeded.
+  // The first byte of the range, after Prepare() has succeeded.
   void* data() const { return data_; }
-  // Makes what was written into a kWrite range visible to the client; without effect for kRead. kInvalidField as Prepare().
+  // Makes bytes written into a kWrite range visible to the client; without effect for kRead. kInvalidField as Prepare().
   absl::Status Finish();
 
   // Whether two ranges have a byte in common.
@@ -97,19 +96,18 @@ class RegionRegistry {
   RegionRegistry(const RegionRegistry&) = delete;
   RegionRegistry& operator=(const RegionRegistry&) = delete;
 
-  // Registers bytes [offset, offset + bytes) of a source, and returns the region's id: random, never used again. The caller sees to
-  // it that the owner lives until this returns (SessionRegistry::Use), and calls DropOwner() after its end.
+  // Registers bytes [offset, offset + bytes) of a source, and returns the region's id, random and never used again. The caller
+  // keeps the owner alive until this returns (SessionRegistry::Use), and calls DropOwner() after its end.
   //
-  // kInvalidField: a range that is empty, negative, wraps or does not lie within the source, or a source that cannot be used,
-  // saying why; kLimitExceeded (max_region_bytes); kQuotaExceeded (max_session_regions); kMemoryBudgetExceeded: it cannot be
-  // page-locked.
+  // Errors: kInvalidField (a range that is empty, negative, wraps or exceeds the source, or an unusable source, saying why),
+  // kLimitExceeded (max_region_bytes), kQuotaExceeded (max_session_regions), kMemoryBudgetExceeded (it cannot be page-locked).
   //
   // `offset` is a multiple of 64.
   //
   // A memfd; closed when this returns.
   absl::StatusOr<std::string> AddDescriptor(const RegionOwner& owner, FileDescriptor memfd, int64_t offset, int64_t bytes);
-  // A file under /dev/shm (or `folder`, for tests) that the server's user may read and write; no link. The name is one that
-  // IsRegionName() accepts. The caller has asked whether the operator allows names.
+  // A file under /dev/shm (or `folder`, for tests) that the server's user may read and write; no link. IsRegionName() accepts the
+  // name. The caller has checked that the operator allows names.
   absl::StatusOr<std::string> AddNamed(const RegionOwner& owner, const std::string& name, int64_t offset, int64_t bytes,
                                        const std::string& folder = "/dev/shm");
   // The allocation that a CUDA IPC handle names; calls wait for what `event` was last recorded after. Regions with the same event
@@ -117,8 +115,8 @@ class RegionRegistry {
   absl::StatusOr<std::string> AddDevice(const RegionOwner& owner, const DeviceHandle& memory,
                                         const std::optional<DeviceHandle>& event, int64_t bytes);
 
-  // Removes a region. At the end that it returns no RegionUse is left, and the region is given back: from then on this process
-  // neither reads nor writes the memory. kRegionNotFound.
+  // Removes a region. The end that it returns comes when no RegionUse is left and the region is given back. From then on this
+  // process neither reads nor writes the memory. kRegionNotFound.
   absl::StatusOr<std::shared_ptr<RegionEnd>> Remove(const RegionOwner& owner, const std::string& id);
   // Removes all regions of an owner. Returns how many.
   int64_t DropOwner(const RegionOwner& owner);
@@ -129,7 +127,7 @@ class RegionRegistry {
   absl::StatusOr<RegionUse> Find(const RegionOwner& owner, const std::string& id, int64_t offset, int64_t bytes,
                                  RegionAccess access, int64_t element_bytes, const std::string& field) const;
 
-  // What is mapped now, also by calls whose region has been removed.
+  // The regions mapped now, including removed ones that calls still use.
   struct Totals {
     std::array<int64_t, static_cast<size_t>(RegionKind::kCount)> regions{};
     std::array<int64_t, static_cast<size_t>(RegionKind::kCount)> bytes{};

@@ -1,4 +1,4 @@
-// RowRanges: which rows have come, or are gone, as few ranges; and the check of a chunk of rows that comes.
+// RowRanges: the rows that have come, or are gone, as few ranges; and the check of a chunk of rows.
 #ifndef HEADWATER_SERVER_TRANSPORT_ROW_RANGES_H_
 #define HEADWATER_SERVER_TRANSPORT_ROW_RANGES_H_
 
@@ -26,8 +26,8 @@ class RowRanges {
   int64_t row_count_ = 0;
 };
 
-// Checks a chunk of `data_bytes` with rows [row_start, row_start + row_count) of a tensor of `total_rows` rows of `row_bytes`
-// bytes, of which those in `come` have come. kChunkOutOfRange (outside the tensor, no rows, or rows that have come),
+// Checks a chunk of `data_bytes` with rows [row_start, row_start + row_count). The tensor has `total_rows` rows of `row_bytes`
+// bytes; `come` holds the rows that have come. kChunkOutOfRange (outside the tensor, no rows, or rows that have come),
 // kDataLengthMismatch. `field` names the chunk in messages.
 absl::Status CheckRows(const std::string& field, int64_t row_start, int64_t row_count, int64_t data_bytes, int64_t total_rows,
                        int64_t row_bytes, const RowRanges& come);

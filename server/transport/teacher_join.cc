@@ -31,7 +31,7 @@ absl::Status CheckDeclared(const JoinedSet& there, const JoinedSet& wanted) {
   return absl::OkStatus();
 }
 
-// kLimitExceeded for a stream that no room would do for, however much goes.
+// kLimitExceeded for a stream that would not fit into an empty store.
 absl::Status CheckFits(int64_t row_count, int64_t bytes_of_row, int64_t max_bytes, bool has_indices) {
   if (row_count <= max_bytes / bytes_of_row) return absl::OkStatus();
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
@@ -121,7 +121,7 @@ void TeacherJoin::DropOwner(const JoinOwner& owner) {
   absl::MutexLock lock(&mutex_);
   if (owners_.erase(owner) == 0) return;
   for (auto entry = sets_.begin(); entry != sets_.end();) {
-    const std::shared_ptr<Set> set = (entry++)->second;  // which may be forgotten
+    const std::shared_ptr<Set> set = (entry++)->second;  // keeps a forgotten set alive
     for (auto row = set->rows.begin(); row != set->rows.end();) {
       row = row->second.slab != nullptr && row->second.slab->owner == owner ? Drop(*set, row) : std::next(row);
     }
@@ -171,7 +171,7 @@ absl::StatusOr<std::unique_ptr<TeacherStream>> TeacherJoin::Open(const JoinedSet
   const int64_t row_count = row_indices.empty() ? wanted.total_row_count : static_cast<int64_t>(row_indices.size());
   const int64_t bytes_of_row = RowBytes(wanted) + kRowOverheadBytes;
   if (absl::Status fits = CheckFits(row_count, bytes_of_row, limits_.max_bytes, !row_indices.empty()); !fits.ok()) return fits;
-  std::unique_ptr<TeacherStream> stream;  // whose end takes the lock, and takes back what is announced here
+  std::unique_ptr<TeacherStream> stream;  // destroyed after the unlock: its destructor locks, and withdraws the rows announced here
   absl::MutexLock lock(&mutex_);
   HEADWATER_ASSIGN_OR_RETURN(const std::shared_ptr<Set> set, Declare(wanted));
   ++set->stream_count;

@@ -1,11 +1,10 @@
-// TeacherJoin: where the rows of a teacher's process and the micro-batches of the trainers that need them meet, in either order.
+// TeacherJoin: joins rows from teachers' processes with the trainers' micro-batches that need them, in either order.
 //
-// A set of rows has a name (tenant and join_key), a number of rows and a shape, which whoever comes first declares. Teachers'
-// streams bring disjoint rows of it, each row once; they can be had when their stream has ended well, so that one that breaks can
-// begin anew. Trainers' terms claim rows of it. A row goes when it is spent: when the last micro-batch that had claimed it was
-// decided. What is spent is kept for a while nevertheless, for a repeat of the very micro-batch that used it (its answer may have
-// been lost on the way); to all others it is as if it were not there. When all rows of a set have been used the key is free again.
-// Spent rows go first when memory is needed.
+// A set of rows has a name (tenant and join_key), a number of rows and a shape, declared by the first teacher or trainer. Teachers'
+// streams bring disjoint rows, each once. Rows become available when their stream ends well, so that a broken stream can be
+// repeated. Trainers' terms claim rows. A row is spent when the last micro-batch that had claimed it is decided. Spent rows are
+// kept for a while, only for a repeat of the micro-batch that used them (its answer may have been lost). When all rows of a set
+// have been used the key is free again. Spent rows are dropped first when memory is needed.
 //
 // Thread-safe. Knows no gRPC and no heads.
 #ifndef HEADWATER_SERVER_TRANSPORT_TEACHER_JOIN_H_
@@ -37,7 +36,7 @@
 
 namespace headwater::transport {
 
-// What a teacher or a trainer declares of the set that it joins.
+// A teacher's or trainer's declaration of the set that it joins.
 struct JoinedSet {
   std::string tenant;
   std::string join_key;
@@ -57,10 +56,10 @@ struct JoinLimits {
 class RowClaim;
 class TeacherStream;
 
-// The store of sets: their rows, what they take of a budget, and when they go. Its handles (join_handles.h) bring and take rows.
+// The store of sets: their rows, their share of a budget, and their expiry. Its handles (join_handles.h) bring and take rows.
 class TeacherJoin {
  public:
-  // What a row takes of `max_bytes` beside its data.
+  // Bytes of `max_bytes` that a row takes beside its data.
   static constexpr int64_t kRowOverheadBytes = 128;
 
   // `clock` measures how long things wait; it does not go back. Called with the lock held.
@@ -71,22 +70,22 @@ class TeacherJoin {
   TeacherJoin(const TeacherJoin&) = delete;
   TeacherJoin& operator=(const TeacherJoin&) = delete;
 
-  // A teacher's stream that brings rows `row_indices` of the set, each once and in [0, total_row_count), or all rows in order if
-  // there are none. They belong to `owner`, if there is one. kChunkOutOfRange for a row that is there, or that another stream is
-  // bringing; kJoinIncomplete if the set was declared otherwise; kLimitExceeded if the rows are more than `max_bytes`, whatever
-  // goes; kInFlightBytesExceeded, with `retryAfterMs`, if there is no room now.
+  // A teacher's stream that brings rows `row_indices` of the set, each once and in [0, total_row_count); empty: all rows in order.
+  // The rows belong to `owner`, if given. Errors: kChunkOutOfRange (a row that has come, or that another stream brings),
+  // kJoinIncomplete (the set was declared otherwise), kLimitExceeded (more rows than fit into an empty `max_bytes`),
+  // kInFlightBytesExceeded with `retryAfterMs` (no room now).
   absl::StatusOr<std::unique_ptr<TeacherStream>> Open(const JoinedSet& set, const std::vector<int32_t>& row_indices,
                                                       const std::optional<JoinOwner>& owner);
 
-  // A term's claim: row i of its `row_count` is row row_indices[i] of the set, or row i if there are no indices. `user` names the
-  // micro-batch, whatever its attempt: a repeat of it gets the rows that it had used, as long as they are kept; empty: it is never
-  // repeated. kJoinIncomplete if the set was declared otherwise.
+  // A term's claim: row i of its `row_count` is row row_indices[i] of the set, or row i without indices. `user` names the
+  // micro-batch in all its attempts: a repeat gets the rows that it had used, while they are kept. Empty: never repeated.
+  // kJoinIncomplete if the set was declared otherwise.
   absl::StatusOr<std::shared_ptr<RowClaim>> Claim(const JoinedSet& set, int64_t row_count, const std::vector<int32_t>& row_indices,
                                                   const std::string& user);
 
-  // Drops what belongs to a session that has ended; whoever waits for it goes on waiting.
+  // Drops the rows of a session that has ended; claims on them continue to wait.
   void DropOwner(const JoinOwner& owner);
-  // Drops what nobody has asked for during `max_wait`, and what was spent so long ago. To be called now and then.
+  // Drops rows that were not claimed during `max_wait`, and rows spent so long ago. To be called now and then.
   void Expire();
 
   int64_t reserved_bytes() const { return budget_.reserved_bytes(); }  // of limits.max_bytes
@@ -96,14 +95,14 @@ class TeacherJoin {
   friend class RowClaim;
   friend class TeacherStream;
 
-  // Neighbouring rows of one stream. Its place in the budget goes with it, when the last of its rows has gone and nobody reads it.
+  // Neighbouring rows of one stream. It returns its reservation when the last of its rows is dropped and no reader is left.
   struct Slab {
     ByteBudget::Reservation reservation;
     std::optional<JoinOwner> owner;
     PlannedBytes data;  // the stream's alone to set, before the first row is published
   };
   struct Row {
-    // kAbsent: only claimed. kComing: of a stream that has not ended. kSpent: there, for a repeat of `user` alone.
+    // kAbsent: only claimed. kComing: of a stream that has not ended. kSpent: kept for a repeat by `user` alone.
     enum class State { kAbsent, kComing, kThere, kSpent };
     State state = State::kAbsent;
     int64_t claim_count = 0;
@@ -119,10 +118,10 @@ class TeacherJoin {
     std::unordered_map<int64_t, Row> rows;  // by index in the set; absent ones only while they are claimed
     RowRanges used;                         // rows that some decided micro-batch had; empty again when that is all of them
     int64_t stream_count = 0;               // in progress
-    uint64_t losses = 0;                    // counts when rows go that were there
+    uint64_t losses = 0;                    // counts drops of rows that had come
     std::set<RowClaim*> claims;
   };
-  // Rows that nobody has claimed any more since a time.
+  // Rows that have been unclaimed since a time.
   struct Idle {
     absl::Time since;
     uint64_t serial = 0;
@@ -131,23 +130,23 @@ class TeacherJoin {
   };
   using Rows = std::unordered_map<int64_t, Row>;
 
-  // The set of that name, as declared; made if there is none. kJoinIncomplete if it was declared otherwise and is in use.
+  // The set of that name, as declared; made if absent. kJoinIncomplete if it was declared otherwise and is in use.
   absl::StatusOr<std::shared_ptr<Set>> Declare(const JoinedSet& wanted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Slabs for `row_count` rows; spent rows of others go if they must.
+  // Slabs for `row_count` rows; spent rows of others are dropped if necessary.
   absl::StatusOr<std::vector<std::shared_ptr<Slab>>> Reserve(const Set& set, int64_t row_count,
                                                              const std::optional<JoinOwner>& owner)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Takes a row's data away. Returns the next one.
   Rows::iterator Drop(Set& set, Rows::iterator row) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Spent rows that nobody reads, the oldest first, until `bytes` are free.
+  // Drops spent rows without readers, the oldest first, until `bytes` are free.
   void DropSpent(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Drops those rows of `idle` that are idle since then, or only those of them that are spent. True if some are left.
+  // Drops those rows of `idle` that are idle since then, or only the spent ones. True if some are left.
   bool DropIdle(const Idle& idle, bool only_spent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void NoteIdle(const std::shared_ptr<Set>& set, std::vector<int64_t> rows) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ForgetIfEmpty(const Set& set) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   static void WakeClaims(const Set& set);
-  // Rows are allocated in pieces of about 1 MiB, so that memory follows the rows that come and that go.
+  // Rows are allocated in pieces of about 1 MiB, so that memory follows the rows kept.
   static int64_t RowsOfSlab(int64_t row_bytes) { return std::max<int64_t>(1, (1 << 20) / row_bytes); }
 
   const JoinLimits limits_;

@@ -6,7 +6,7 @@
 
 namespace headwater::transport {
 
-// Whether somebody may listen at `address` with sockets of `type` (SOCK_STREAM, SOCK_SEQPACKET): only a refused connection says no.
+// Whether a process may listen at `address` with sockets of `type` (SOCK_STREAM, SOCK_SEQPACKET): false only if refused.
 bool SomebodyListens(const sockaddr_un& address, int type);
 
 }  // namespace headwater::transport

@@ -9,7 +9,7 @@ namespace headwater::group {
 void ProcessRows::Open() {
   absl::MutexLock lock(&mutex_);
   closed_ = absl::OkStatus();
-  id_ = 0;  // another leader counts anew
+  id_ = 0;  // another leader restarts the count
 }
 
 void ProcessRows::Close(const absl::Status& why) {

@@ -1,6 +1,6 @@
-// ProcessRows: the rows of a micro-batch, which come to one rank of a worker's process and are read by all of its ranks.
+// ProcessRows: a micro-batch's rows, received by one rank of a worker's process and read by all of its ranks.
 //
-// The first rank of the process takes them off its call, and the others wait for them here. There is one micro-batch at a time:
+// The first rank of the process reads them from its call, and the others wait for them here. Only one micro-batch is in progress:
 // the leader begins the next one when all ranks have answered this one.
 #ifndef HEADWATER_SERVER_GROUP_RANKS_PROCESS_ROWS_H_
 #define HEADWATER_SERVER_GROUP_RANKS_PROCESS_ROWS_H_
@@ -19,19 +19,19 @@ namespace headwater::group {
 // Thread-safe.
 class ProcessRows {
  public:
-  // The first rank's. Between Open() and Close() it is part of a group; nobody waits any longer after Close().
+  // For the first rank. It is part of a group between Open() and Close(). Close() ends all waits.
   void Open();
   void Close(const absl::Status& why);
   // A micro-batch begins: the group's `id`-th that all ranks compute. Its memory stays until the next one begins, or until Close().
   void Begin(uint64_t id, std::shared_ptr<const ReceivedCall> call);
-  // So many rows are here.
+  // The first `rows_here` rows have come.
   void Come(int64_t rows_here);
-  // No more will come; of what has ended already nothing is changed.
+  // No more rows will come; without effect after an end.
   void End(const absl::Status& why);
 
-  // The other ranks'. Waits until the micro-batch begins; its rows may be read as far as AwaitRows() has waited for them.
+  // For the other ranks. Waits until the micro-batch begins; its rows may be read as far as AwaitRows() has waited for them.
   absl::StatusOr<std::shared_ptr<const ReceivedCall>> Await(uint64_t id);
-  // Waits until the first `row_end` rows of the micro-batch are here.
+  // Waits until the first `row_end` rows of the micro-batch have come.
   absl::Status AwaitRows(uint64_t id, int64_t row_end);
 
  private:

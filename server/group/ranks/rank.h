@@ -1,7 +1,7 @@
-// Rank: an engine of a group as the leader holds it, in this process or in another one.
+// Rank: an engine of a group from the leader's view, in this process or in another one.
 //
-// headwater/kernels/engine.h, "Groups", says how calls differ on a rank, and which ranges of tensors it takes. The leader makes one
-// call of a rank at a time; those that all ranks get, in the group's order.
+// headwater/kernels/engine.h, "Groups", defines calls on a rank and the ranges of tensors that it takes. The leader makes one call
+// of a rank at a time, and calls on all ranks in the group's order.
 #ifndef HEADWATER_SERVER_GROUP_RANKS_RANK_H_
 #define HEADWATER_SERVER_GROUP_RANKS_RANK_H_
 
@@ -14,8 +14,8 @@
 
 namespace headwater::group {
 
-// How a rank has spent its time in calls so far. The first rank's waiting includes that for the caller's rows and decision, that of
-// the others the leader's.
+// A rank's times in calls so far. The first rank's waiting includes waiting for the caller's rows and decision; the others'
+// includes waiting for the leader's.
 struct RankTimes {
   absl::Duration computing;
   absl::Duration waiting;        // for other ranks to come to a collective, for rows, for a decision
@@ -24,10 +24,10 @@ struct RankTimes {
 
 struct Rank {
   std::unique_ptr<LossEngine> engine;
-  bool is_remote = false;  // in another process: it writes to no memory of this one, unless it computes alone
-  // Makes the call that is in progress, and all later ones, fail. Idempotent. Any thread, like the next.
+  bool is_remote = false;  // in another process: writes only its own memory, unless it computes alone
+  // Makes the call in progress, and all later ones, fail. Idempotent. Any thread, like the next.
   std::function<void(const absl::Status& reason)> abort;
-  // As far as it is known here, give or take what passes while one looks.
+  // The times as known here; approximate while a call is in progress.
   std::function<RankTimes()> times;
 };
 

@@ -199,7 +199,7 @@ absl::Status ReceivedCall::ShareRowsOf(const ReceivedCall& other) {
   for (size_t i = 0; i < terms_.size(); ++i) terms_[i].teacher_hidden.data = other.terms_[i].teacher_hidden.data;
   for (Stream& stream : streams_) {
     stream.memory.reset();
-    stream.bytes_here = stream.row_count * stream.row_bytes;  // none of its own come
+    stream.bytes_here = stream.row_count * stream.row_bytes;  // no own rows will come
   }
   return absl::OkStatus();
 }

@@ -1,4 +1,4 @@
-// What goes between a leader and its workers, as messages of proto/headwater/v1/group_service.proto and back.
+// Messages between a leader and its workers (proto/headwater/v1/group_service.proto), encoded and decoded.
 #ifndef HEADWATER_SERVER_GROUP_RANKS_RANK_CODEC_H_
 #define HEADWATER_SERVER_GROUP_RANKS_RANK_CODEC_H_
 
@@ -20,11 +20,11 @@ struct TermHeads {
   uint64_t teacher = 0;
 };
 
-// A micro-batch as it travels.
+// A micro-batch in the form in which it is sent.
 struct RankCall {
-  MicroBatch micro_batch;             // heads of its terms are not looked at
+  MicroBatch micro_batch;             // heads of its terms are ignored
   absl::Span<const TermHeads> heads;  // one for each term
-  uint64_t contribution = 0;          // the id of what is staged
+  uint64_t contribution = 0;          // the id of the staged contribution
 };
 
 // Bytes of tensors in one message.
@@ -41,28 +41,28 @@ struct Output {
   char* data = nullptr;
   int64_t bytes = 0;
 };
-// Those that a call asks for, grad_hidden first, in the order in which they travel.
+// The outputs that a call requests, grad_hidden first, in the order of sending.
 std::vector<Output> OutputsOf(const MicroBatch& micro_batch);
 
 // All of a call but its rows.
 void EncodeCompute(const RankCall& call, v1::RankCompute* out);
 
-// kEngineFailed: `what` of a message is none that a leader sends.
+// kEngineFailed: `what` of a message is invalid from a leader.
 absl::Status Malformed(const char* what);
 
-// A call that came as messages, with memory for everything that it points to. Rows fill up as they come.
+// A received call, with memory for all its tensors. Rows arrive later.
 class ReceivedCall {
  public:
-  // kEngineFailed for a message that no leader sends, or where the host has no memory for the call.
+  // kEngineFailed for a message that no leader sends, or without host memory for the call.
   static absl::StatusOr<std::unique_ptr<ReceivedCall>> Decode(v1::RankCompute received);
 
-  // `flow` takes the rows' place; null: they must all be here.
+  // `flow` provides the rows; null: all rows must have come.
   RankCall ToCall(RowFlow* flow);
   absl::Status AddRows(int32_t stream, const std::string& data);
-  // Reads another call's rows in the place of its own, of which there must be as many and none may come; `other` must outlive the
-  // computation.
+  // Reads another call's rows instead of its own. Both calls have the same number of rows, and none may come for this one; `other`
+  // must outlive the computation.
   absl::Status ShareRowsOf(const ReceivedCall& other);
-  // Rows that are complete in all streams.
+  // Rows that have come in all streams.
   int64_t rows_here() const;
   int64_t row_count() const { return micro_batch_.hidden.row_count; }
   // RankCompute.whole.
@@ -81,12 +81,12 @@ class ReceivedCall {
   ReceivedCall() = default;
   const void* AddStream(int64_t row_start, int64_t row_count, int64_t row_bytes);
 
-  v1::RankCompute message_;  // where the terms' tensors lie
+  v1::RankCompute message_;  // holds the terms' tensors
   MicroBatch micro_batch_;
   std::vector<LossTerm> terms_;
   std::vector<TermHeads> heads_;
-  std::vector<Stream> streams_;  // by number; without rows where a term has none
-  // Memory for an output that is asked for.
+  std::vector<Stream> streams_;  // by number; empty where a term has no rows
+  // Memory for a requested output.
   template <typename T>
   T* AddOutput(int64_t count);
 

@@ -1,6 +1,6 @@
-// RankLink: the leader's end of the call by which a worker has joined.
+// RankLink: the leader's end of a worker's Join call.
 //
-// The call's handler hands over what comes (Deliver) and tells its end (Close); the rank's engine (remote_engine.h) sends commands
+// The call's handler delivers messages (Deliver) and reports the end (Close). The rank's engine (remote_engine.h) sends commands
 // and takes replies.
 #ifndef HEADWATER_SERVER_GROUP_RANKS_RANK_LINK_H_
 #define HEADWATER_SERVER_GROUP_RANKS_RANK_LINK_H_
@@ -21,7 +21,7 @@ namespace headwater::group {
 
 class RankLink {
  public:
-  // Replies that may wait to be taken: so many, and one more beyond so many bytes.
+  // Bounds of waiting replies: their number, and their bytes, which the last one may exceed.
   static constexpr size_t kMaxReplies = 64;
   static constexpr int64_t kMaxReplyBytes = int64_t{8} << 20;
 
@@ -34,13 +34,13 @@ class RankLink {
 
   // Waits while the worker takes nothing, but not beyond Break(). kEngineFailed once the link is closed.
   absl::Status Send(const v1::JoinResponse& message);
-  // The next reply, in the order in which they came; waits for it. kEngineFailed once the link is closed.
+  // Waits for the next reply, in the order of arrival. kEngineFailed once the link is closed.
   absl::StatusOr<v1::RankReply> AwaitReply();
   // Ends the call. The first reason stays. Any thread.
   void Break(const absl::Status& reason);
 
-  // The handler's. Waits while too many replies are here that nobody has taken: a worker that sends what it was not asked for is
-  // not read any further, falls silent with that, and costs no memory. A sign of life is whatever comes.
+  // For the handler. Waits while too many replies are untaken. So a worker that sends unrequested replies is no longer read, counts
+  // as silent, and costs no memory. Any message is a sign of life.
   void Deliver(v1::JoinRequest message);
   // Waits for a `send` in progress.
   void Close(const absl::Status& reason);
@@ -48,11 +48,11 @@ class RankLink {
   // Not OK once broken or closed. Any thread, as the others below.
   absl::Status status() const;
   int64_t messages() const;     // that have come
-  v1::RankAlive alive() const;  // as the worker told last
+  v1::RankAlive alive() const;  // the worker's last report
 
  private:
   const std::function<bool(const v1::JoinResponse&)> send_;
-  absl::Mutex send_mutex_;  // held for a `send`; is taken before mutex_
+  absl::Mutex send_mutex_;  // held for a `send`; taken before mutex_
   mutable absl::Mutex mutex_;
   std::function<void()> cancel_ ABSL_GUARDED_BY(mutex_);
   std::deque<v1::RankReply> replies_ ABSL_GUARDED_BY(mutex_);

@@ -11,7 +11,7 @@ RankLoads::Share::~Share() {
 }
 
 void RankLoads::Give(int64_t rows, absl::FunctionRef<bool(size_t rank)> takes, std::optional<Share>* share) {
-  rows = std::max<int64_t>(rows, 1);  // one without rows is a call too
+  rows = std::max<int64_t>(rows, 1);  // a call without rows counts too
   absl::MutexLock lock(&mutex_);
   std::vector<size_t> order(rows_.size());
   std::iota(order.begin(), order.end(), size_t{0});

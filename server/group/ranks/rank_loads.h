@@ -1,4 +1,4 @@
-// RankLoads: which rank of a group computes a micro-batch that one of them computes alone.
+// RankLoads: chooses the rank of a group for a micro-batch that one of them computes alone.
 #ifndef HEADWATER_SERVER_GROUP_RANKS_RANK_LOADS_H_
 #define HEADWATER_SERVER_GROUP_RANKS_RANK_LOADS_H_
 
@@ -20,7 +20,7 @@ class RankLoads {
   RankLoads(const RankLoads&) = delete;
   RankLoads& operator=(const RankLoads&) = delete;
 
-  // Rows that a rank was given; until this is destroyed, which must be before the loads.
+  // Rows given to a rank, until this is destroyed, which must be before the loads.
   class Share {
    public:
     Share(RankLoads& loads, size_t rank, int64_t rows) : loads_(&loads), rank_(rank), rows_(rows) {}
@@ -35,8 +35,8 @@ class RankLoads {
     const int64_t rows_;
   };
 
-  // Gives `rows` rows to the rank that has the fewest, and is the first of those, among the ranks that take them: takes(rank) is
-  // asked once for each, beginning with that one, until it says so. If none does, `share` stays empty.
+  // Gives `rows` rows to the rank with the fewest, the first of equals, for which takes(rank) returns true. Each rank is asked at
+  // most once, in that order. If all refuse, `share` stays empty.
   void Give(int64_t rows, absl::FunctionRef<bool(size_t rank)> takes, std::optional<Share>* share);
 
  private:

@@ -48,13 +48,13 @@ class HeartbeatWriter {
   }
   // The leader is gone, or the engine has failed.
   bool ended() const { return ended_.load(); }
-  // The rank's communicator: a command that waits for other ranks must come back, whatever has become of them.
+  // Sets the rank's communicator, which End() aborts: commands that wait for other ranks return then.
   void Guard(std::shared_ptr<Communicator> communicator) {
     absl::MutexLock lock(&mutex_);
     communicator_ = std::move(communicator);
     if (ended_.load()) communicator_->Abort(LeaderGone());
   }
-  // From now on heartbeats report the rank's progress. Null: not any longer. The rank lives as long as this.
+  // From now on heartbeats report the rank's progress. Null: no longer. The rank outlives the watch.
   void Watch(const Rank* rank) {
     absl::MutexLock lock(&mutex_);
     rank_ = rank;
@@ -78,9 +78,9 @@ class HeartbeatWriter {
         }
       }
       if (options_.is_leaving) alive->set_leaving(options_.is_leaving());
-      // Not under the lock: an engine that finds its device lost may take its time.
+      // Without the lock: a lost device may delay health().
       const absl::Status health = rank == nullptr ? absl::OkStatus() : rank->engine->health();
-      // The command may never come back: this is its answer.
+      // The command may never return: this is its answer.
       if (!health.ok()) EncodeStatus(health, message.mutable_reply()->mutable_status());
       const bool is_heard = Write(message);
       if (!health.ok()) return End(health);
@@ -101,18 +101,17 @@ class HeartbeatWriter {
   const WorkerOptions& options_;
   std::atomic<bool> ended_{false};
   absl::Mutex write_mutex_;
-  observability::Pause pause_;  // between signs of life
+  observability::Pause pause_;  // between heartbeats
   absl::Mutex mutex_;
   std::shared_ptr<Communicator> communicator_ ABSL_GUARDED_BY(mutex_);
   const Rank* rank_ ABSL_GUARDED_BY(mutex_) = nullptr;
   std::thread thread_;
 };
 
-// Takes a micro-batch's rows, and the decision, off the channel when they are asked for, and hands the rows on to the process's
-// other ranks.
+// Reads a micro-batch's rows, and the decision, from the channel on demand, and passes the rows to the process's other ranks.
 class ChannelFlow : public RowFlow {
  public:
-  // `shared`: null if nobody reads the rows but this rank; else as micro-batch `number`.
+  // `shared`: null if only this rank reads the rows; else they are micro-batch `number`.
   ChannelFlow(WorkerChannel& channel, const std::shared_ptr<ReceivedCall>& call, ProcessRows* shared, uint64_t number)
       : channel_(channel), call_(*call), shared_(shared) {
     if (shared_ == nullptr) return;
@@ -165,7 +164,7 @@ class ChannelFlow : public RowFlow {
   absl::Status decision_;
 };
 
-// The same for another rank of the process: the decision alone is told to it.
+// The flow of another rank of the process: only the decision comes on its channel.
 class NeighbourFlow final : public ChannelFlow {
  public:
   NeighbourFlow(WorkerChannel& channel, const std::shared_ptr<ReceivedCall>& call, ProcessRows& rows, uint64_t number)
@@ -263,11 +262,11 @@ class Worker {
     return absl::OkStatus();
   }
 
-  // Until something ends it.
+  // Runs until an error or the end of the call.
   absl::Status Execute() {
     v1::JoinResponse command;
     while (channel_.Read(&command)) {
-      // What a computation that ended early has left on its way.
+      // Leftovers of a computation that ended early.
       if (command.has_data() || command.has_decision()) continue;
       if (command.has_release()) {
         for (const uint64_t id : command.release().contributions()) contributions_.erase(id);
@@ -332,13 +331,13 @@ class Worker {
     return absl::OkStatus();
   }
 
-  // Null: there is none.
+  // Null: unknown id.
   EngineHead* FindHead(uint64_t id) const {
     const auto found = heads_.find(id);
     return found == heads_.end() ? nullptr : found->second.get();
   }
 
-  // A command's range of elements, once it is known to be there.
+  // A command's range of elements, checked.
   struct Elements {
     EngineHead* head;
     HeadTensor tensor;
@@ -440,7 +439,7 @@ class Worker {
   }
 
   absl::Status Compute(ReceivedCall& received, RowFlow& flow, v1::RankReply* reply) {
-    // Without a flow all rows must be here before the engine is called.
+    // Without a flow all rows must have come before the engine is called.
     if (!received.has_flow()) HEADWATER_RETURN_IF_ERROR(flow.AwaitRows(received.row_count()));
     RankCall call = received.ToCall(received.has_flow() ? &flow : nullptr);
     std::vector<LossTerm> terms(call.micro_batch.terms.begin(), call.micro_batch.terms.end());
@@ -478,7 +477,7 @@ class Worker {
   std::map<uint64_t, std::unique_ptr<EngineHead>> heads_;
   std::map<uint64_t, std::unique_ptr<StagedContribution>> contributions_;
   uint64_t shared_number_ = 0;  // of micro-batches that all ranks compute
-  HeartbeatWriter writer_;      // last: it looks at the engine
+  HeartbeatWriter writer_;      // last: it reads the engine
 };
 
 }  // namespace

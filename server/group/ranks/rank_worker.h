@@ -17,10 +17,10 @@
 
 namespace headwater::group {
 
-// How often a worker tells that it lives.
+// The interval of a worker's heartbeats.
 inline constexpr absl::Duration kAliveInterval = absl::Milliseconds(500);
 
-// The call by which a worker has joined, as the worker sees it.
+// A worker's end of its Join call.
 class WorkerChannel {
  public:
   virtual ~WorkerChannel() = default;
@@ -31,15 +31,15 @@ class WorkerChannel {
 
 struct WorkerOptions {
   std::string version;                  // of this build
-  std::string leader_host;              // where the leader's communicator is, at the port that it tells; empty: on this host
+  std::string leader_host;              // host of the leader's communicator, whose port the leader sends; empty: this host
   std::string listen_host = "0.0.0.0";  // where this rank's communicator listens
-  std::string engine = "auto";          // "cpu" or "cuda": the leader must have the same; "auto": what it has
-  // Of a process with several ranks: what tells it from all others, and which of its ranks this one is.
+  std::string engine = "auto";          // "cpu" or "cuda": the leader must have the same; "auto": the leader's
+  // For a process with several ranks: a unique name of the process, and this rank's index within it.
   std::string process;
   int32_t process_index = 0;
   int32_t process_ranks = 1;
-  std::shared_ptr<ProcessRows> rows;  // the same for all of them; null exactly if there is one
-  // Of the engine, what is the worker's own to say; all else comes from the leader.
+  std::shared_ptr<ProcessRows> rows;  // shared by the process's ranks; null exactly for a single rank
+  // The worker's own engine options; all others come from the leader.
   int64_t memory_budget_bytes = 0;
   int32_t device_index = 0;
   std::string algorithm_cache_path;
@@ -47,15 +47,15 @@ struct WorkerOptions {
   EngineMaker make_engine = CreateCpuEngine;
   EngineMaker make_cuda_engine = CreateCudaEngine;
   absl::Duration alive_interval = kAliveInterval;
-  // Whether the process has been asked to end, which the leader is told then. From a thread of the worker's; null: it never is.
+  // Whether the process has been asked to end, which is reported to the leader. On a thread of the worker's; null: false.
   std::function<bool()> is_leaving;
-  // Called once when the leader has ended the call, after it was welcomed, or when the engine's health() has failed: what still
-  // executes is given up, and comes back unless a device hangs. From a thread of the worker's; null: nothing is.
+  // Called once when the leader has ended the call after the welcome, or when the engine's health() has failed. Running work is
+  // aborted, and returns unless a device hangs. On a thread of the worker's; null: no call.
   std::function<void()> on_call_ended;
 };
 
-// Joins, makes its engine, and executes commands until the call ends or the group is lost; then everything that it made is gone.
-// The reason for which it ended, never OK.
+// Joins, makes its engine, and executes commands until the call ends or the group is lost, then destroys all that it made. Returns
+// the reason, never OK.
 absl::Status RunWorker(WorkerChannel& channel, const WorkerOptions& options);
 
 }  // namespace headwater::group

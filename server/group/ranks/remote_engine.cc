@@ -45,7 +45,7 @@ class RankCommands {
     }
     return absl::OkStatus();
   }
-  // The next answer, which is an error if the worker says so.
+  // The next answer, or the error that the worker reports.
   absl::StatusOr<v1::RankReply> AwaitReply() {
     absl::StatusOr<v1::RankReply> reply = link_->AwaitReply();
     if (!reply.ok()) return reply;
@@ -199,7 +199,7 @@ class RemoteEngine final : public LossEngine {
   std::string name() const override { return "remote"; }
   std::vector<EngineDevice> devices() const override { return {device_}; }
   const EngineOptions& options() const override { return options_; }
-  // The worker's engine counts its own.
+  // The worker's engine counts them.
   int64_t planned_bytes() const override { return 0; }
   int64_t progress() const override { return commands_.link().alive().progress(); }
 
@@ -279,7 +279,7 @@ class RemoteEngine final : public LossEngine {
     return result;
   }
 
-  // Sends the rows as the flow has them, but for `none`, and what it decides.
+  // Sends the rows as they come from the flow, or no rows with `none`, then the flow's decision.
   absl::Status SendRows(const MicroBatch& micro_batch, bool none, absl::Status* decision) {
     const int64_t row_count = none ? 0 : micro_batch.hidden.row_count;
     const int64_t row_bytes = micro_batch.hidden.column_count * ElementBytes(micro_batch.hidden.data_type);
@@ -319,7 +319,7 @@ class RemoteEngine final : public LossEngine {
     return absl::OkStatus();
   }
 
-  // The answer, with `outputs`, whose rows of grad_hidden the flow learns of as they come.
+  // Receives the answer and `outputs`; reports rows of grad_hidden to the flow as they come.
   absl::StatusOr<v1::RankReply> AwaitOutputs(const std::vector<Output>& outputs, const MicroBatch& micro_batch) {
     const int64_t row_bytes = micro_batch.grad_hidden.column_count * ElementBytes(micro_batch.grad_hidden.data_type);
     const bool tells_rows = micro_batch.flow != nullptr && micro_batch.grad_hidden.data != nullptr && row_bytes > 0;

@@ -10,9 +10,9 @@
 
 namespace headwater::group {
 
-// The worker is ready. `options`: as the worker's engine has them. health() fails when nothing has come from the worker for
-// `silence_timeout`, counted in looks of at most a second each: a leader that was stopped for a while has not heard its workers
-// either. `shares_rows`: rows of micro-batches that all ranks compute come to the worker by another rank of its process.
+// The rank of a worker that is ready. `options`: the worker's engine's. health() fails after `silence_timeout` without a message.
+// Silence is counted in looks of at most a second each: a leader that was stopped for a while has not heard its workers either.
+// `shares_rows`: rows of micro-batches that all ranks compute reach the worker by another rank of its process.
 Rank MakeRemoteRank(EngineOptions options, EngineDevice device, std::shared_ptr<RankLink> link, absl::Duration silence_timeout,
                     bool shares_rows);
 

@@ -1,52 +1,51 @@
-// LossEngine: where the mathematics runs.
+// LossEngine: the interface of the mathematics.
 //
-// One interface, several engines (CpuEngine here, CudaEngine in a module library that is loaded when it is there), one set of
-// tests. The engine owns device memory, the split of a head over shards, the gradient accumulator, staging slots, optimizer state
-// and digests. It knows nothing of steps, epochs or who calls: those are server/heads. Formulas: docs/math.md.
+// One interface, several engines (CpuEngine here, CudaEngine in an optional module library), one set of tests. The engine owns
+// device memory, the split of a head over shards, the gradient accumulator, staging slots, optimizer state and digests. Steps,
+// epochs and callers belong to server/heads. Formulas: docs/math.md.
 //
 // Threads. LossEngine's and EngineHead's const methods may be called from any thread. Methods that compute or change a head
-// (Compute, Commit, WriteTensor, ApplyOptimizer, ...) block until done, but for what Compute() and Commit() add to accumulators and
-// slots: that may go on when it returns, needs nothing of the caller's any more, and is found done by every later call. Calls may
-// overlap, and are then serialized by the engine where the hardware needs it, but for those on one head that conflict, which
-// server/heads keeps apart: what writes the weights or the optimizer's state with every other call, and two calls on the
-// accumulator or the slots. Compute() calls without staging may overlap each other on one head too: the engine computes them one
-// after the other, or small ones together, each with its own result. Their order, and so the accumulator's last bits, is then left
-// open.
+// (Compute, Commit, WriteTensor, ApplyOptimizer, ...) block until done, with one exception. Compute() and Commit() may still add to
+// accumulators and slots after they return. This needs nothing of the caller's, and every later call sees it done. Calls may
+// overlap; the engine serializes them where the hardware needs it. Callers (server/heads) keep conflicting calls on one head apart.
+// A write of the weights or the optimizer's state conflicts with every other call. Two calls on the accumulator or the slots
+// conflict. Compute() calls without staging may overlap on one head too. The engine computes them one after the other, or small
+// ones together, each with its own result. Their order, and so the accumulator's last bits, is then not defined.
 //
 // Determinism. Same inputs, same plan, same machine: bitwise the same outputs.
 //
-// Groups. Several engines, each perhaps on a device or in a process of its own, can hold one shard of every head each
-// (EngineOptions::group). What then differs for each of them, a rank:
-//   - All ranks get the same calls in the same order, with equal arguments but for what is said here; one call at a time. Calls
-//     that change a head, and Compute(), are collective: each rank's waits for the others', and their two phases (ShardPhase) are
-//     the group's. A rank that refuses a call for what is wrong with its arguments does so before it meets another.
-//   - Loss sums, per-token outputs and grad_hidden are complete on rank 0; what other ranks leave in theirs is not defined. They
-//     get memory for the same outputs, so that every rank computes what all need. With EngineGroup::shared_views, host memory of
-//     grad_hidden is the same on all ranks, and each may write its part of it before rank 0 returns.
-//   - RowFlow: each rank has its own, or none has. AwaitRows() and Decide() are called on every rank, and answer alike on all of
-//     them; digest_rows may be set on rank 0 only. GradHiddenReady() is rank 0's.
+// Groups. Several engines, each perhaps on its own device or in its own process, can hold one shard of every head each
+// (EngineOptions::group). Differences for each such engine, a rank:
+//   - All ranks get the same calls in the same order, one at a time, with equal arguments except as listed here. Compute(), and
+//     calls that change a head, are collective: each rank's call waits for the others', and their two phases (ShardPhase) are the
+//     group's. A rank refuses invalid arguments before it waits for another.
+//   - Loss sums, per-token outputs and grad_hidden are complete on rank 0 and undefined on other ranks. These get memory for the
+//     same outputs, so that every rank computes what all need. With EngineGroup::shared_views, host memory of grad_hidden is the
+//     same on all ranks, and each may write its part of it before rank 0 returns.
+//   - RowFlow: each rank has its own, or none has. AwaitRows() and Decide() are called on every rank, and return the same on all
+//     of them; digest_rows may be set on rank 0 only. GradHiddenReady() is only called on rank 0.
 //   - PlanHead(), EngineHead::plan() and planned_bytes() are about the rank's own shard; token_chunk_rows is the same on all
-//     ranks. EngineHead::shards() tells all shards.
-//   - ReadTensor() fills what the rank holds of the range and leaves the rest of `out` alone; it is not collective and may be
-//     called on one rank only. WriteTensor() and AddToGradient() take what the rank holds of the range and ignore the rest; they
-//     are collective, but each rank may be given another range, of no elements even, if together they cover what is to be
-//     written.
+//     ranks. EngineHead::shards() lists all shards.
+//   - ReadTensor() fills the rank's own part of the range and leaves the rest of `out` unchanged. It is not collective and may be
+//     called on one rank only. WriteTensor() and AddToGradient() take the rank's own part of the range and ignore the rest. They
+//     are collective, but ranks may be given different ranges, even empty ones, that cover the elements to write together.
 //   - ComputeGradientStats() is about the rank's own shard, and not collective. The group's are the sums in rank order.
-//   - kShardNotReady comes on all ranks, and names the first that was not ready in `shard`. After kEngineFailed on any rank the
-//     whole group is lost: the communicator is aborted, health() fails on every rank, and new engines are needed.
+//   - kShardNotReady is returned on all ranks, and names the first shard that was not ready in `shard`. After kEngineFailed on
+//     any rank the group is lost: the communicator is aborted, health() fails on every rank, and new engines are needed.
 //
 // Heads with Parallelism::kRows in a group. Each rank has a replica: all of the weights, an accumulator and staging slots of its
-// own. The head's gradient is the sum of the accumulators. Of the fp32 masters and the optimizer state a rank holds its shard
-// (EngineHead::shards()). What is different for such heads:
-//   - Compute() and StagedContribution::Commit() are calls on one rank, which computes and answers all of it, as an engine that is
-//     alone; ranks may do so at the same time. All heads of a call, teachers too, must be of this kind (kInvalidCombination).
-//   - What else changes a head is collective as for all heads. WriteTensor() of weights, masters and the accumulator is given the
-//     same whole range on every rank; the accumulator's elements go to the rank that has them in its shard, to the others goes 0.
-//   - ReduceGradient() sums the accumulators up; until another contribution comes, each rank's shard is the gradient's.
-//     ComputeGradientStats() and ApplyOptimizer() want it to have been called. ApplyOptimizer() hands the new weights to all ranks.
+// own. The head's gradient is the sum of the accumulators. A rank holds its shard (EngineHead::shards()) of the fp32 masters and
+// the optimizer state. Differences for such heads:
+//   - Compute() and StagedContribution::Commit() are calls on one rank, which computes and returns all of it like a single
+//     engine; ranks may do so at the same time. All heads of a call, teachers too, must be of this kind (kInvalidCombination).
+//   - Other changes of a head are collective as for all heads. WriteTensor() of weights, masters and the accumulator gets the
+//     same whole range on every rank. Each element of the accumulator is written on the rank whose shard has it, and set to 0 on
+//     the others.
+//   - ReduceGradient() sums the accumulators: until the next contribution, each rank's shard is the gradient's. It must precede
+//     ComputeGradientStats() and ApplyOptimizer(). ApplyOptimizer() sends the new weights to all ranks.
 //   - ReadTensor() of the accumulator reads the rank's own.
-//   - CreateHead() and PlanHead() refuse it in deterministic mode (kInvalidCombination), where sums must not depend on which
-//     micro-batches a rank is given.
+//   - CreateHead() and PlanHead() refuse it in deterministic mode (kInvalidCombination): sums must not depend on the assignment
+//     of micro-batches to ranks.
 #ifndef HEADWATER_KERNELS_ENGINE_H_
 #define HEADWATER_KERNELS_ENGINE_H_
 
@@ -68,9 +67,9 @@ namespace headwater {
 // 128 bits that identify a micro-batch's header and rows; see digest.h.
 using Digest = std::array<uint8_t, 16>;
 
-// Where a tensor of a call lies. kDevice: device memory, complete when the call is made (or when its flow or event says so): the
-// engine's own device's (devices()[0]) is read and written in place, another's is copied in and out. Refused as kInvalidField by
-// engines without a device, and where it is not what the memory is.
+// The place of a call's tensor. kDevice: device memory, complete when the call is made, or when its flow or event reports it.
+// Memory of the engine's own device (devices()[0]) is used in place, another device's is copied. kInvalidField from engines without
+// a device, and for memory of the other kind.
 enum class MemorySpace { kHost, kDevice };
 
 // Rows of a two-dimensional tensor; row-major and contiguous. The memory stays the caller's. Page-locked host memory is copied
@@ -96,21 +95,20 @@ class Communicator;
 class DigestBuilder;
 class EngineHead;
 
-// Rows that come, and a gradient that leaves, while their micro-batch is computed. The caller implements it.
+// Rows that arrive, and a gradient that leaves, while their micro-batch is computed. The caller implements it.
 class RowFlow {
  public:
   virtual ~RowFlow() = default;
-  // Returns once rows [0, row_end) of `hidden` are there, and those rows of each term's `teacher_hidden` that belong to them.
-  // `row_end` ascends. Called by Compute()'s thread, which holds the device meanwhile: a caller whose rows stay away for long
-  // returns an error. An error ends the computation, which returns it and has added nothing.
+  // Returns once rows [0, row_end) of `hidden`, and their rows of each term's `teacher_hidden`, have come. `row_end` ascends.
+  // Called on Compute()'s thread, which holds the device meanwhile: return an error for rows that are too late. An error ends the
+  // computation, which returns it and adds nothing.
   virtual absl::Status AwaitRows(int64_t row_end) = 0;
-  // Called exactly once in a computation that succeeds, before anything is added to an accumulator and after AwaitRows() of all
-  // rows: the last moment at which an error ends the computation with nothing added. `rows`: the rows' sum for the digest, if
-  // MicroBatch::digest_rows, else null; valid during the call. By Compute()'s thread.
+  // The last moment at which an error ends the computation with nothing added. Called exactly once in a computation that succeeds,
+  // after AwaitRows() of all rows and before anything is added to an accumulator. `rows`: the rows' sum for the digest, if
+  // MicroBatch::digest_rows, else null; valid during the call. On Compute()'s thread.
   virtual absl::Status Decide(const DigestBuilder* rows) = 0;
-  // Rows [0, row_end) of grad_hidden are final, where the caller's view of them lies in host memory. `row_end` ascends up to all
-  // rows before Compute() returns; not called for grad_hidden in device memory. Any thread, the device driver's own among them:
-  // must neither wait nor call the engine.
+  // Rows [0, row_end) of grad_hidden are final, in host memory. `row_end` ascends up to all rows before Compute() returns; not
+  // called for grad_hidden in device memory. Any thread, including the device driver's own: must neither wait nor call the engine.
   virtual void GradHiddenReady(int64_t row_end) = 0;
 };
 
@@ -128,19 +126,19 @@ struct LossTerm {
   absl::Span<const int32_t> targets;  // [row_count]; may be empty for JSD without hard loss and top-k: no row is ignored
   int32_t ignore_index = kDefaultIgnoreIndex;
   absl::Span<const float> token_weights;  // [row_count], or empty: all 1
-  // Factors of each row's entropy and lse in the objective, [row_count], or empty: all 0. Cross entropy with backward only. The
-  // sums are the loss's alone.
+  // Factors of each row's entropy and lse in the objective, [row_count], or empty: all 0. Cross entropy with backward only.
+  // LossSums exclude them.
   absl::Span<const float> entropy_factors;
   absl::Span<const float> lse_factors;
   double loss_scale = 1.0;  // of the three
   std::variant<CrossEntropySpec, JsdSpec, TopKSpec> loss;
-  // tau: 0, and the gradient is exact, or in [kSmallestGradientResolution, 1]. With it a row's entries below its resolution q
-  // become 0 or q, without bias (docs/math.md, "Gradient resolution"); losses and outputs stay bitwise as they are. With backward
-  // only; without factors of entropy and lse, a hard loss beside a divergence, a top-k teacher, and smoothing behind a softcap
-  // (kInvalidCombination).
+  // tau: 0 (exact gradient), or in [kSmallestGradientResolution, 1]. A row's gradient entries below its resolution q become 0 or q,
+  // without bias (docs/math.md, "Gradient resolution"); losses and outputs stay bitwise the same. With backward only.
+  // kInvalidCombination with factors of entropy and lse, a hard loss beside a divergence, a top-k teacher, or smoothing with a
+  // softcap.
   double gradient_resolution = 0;
-  // What the draws are hashed from, beside row and column. A caller makes it of what names the term for good (head, step,
-  // micro-batch, index of the term), so that repeats draw alike and other steps and terms do not.
+  // The seed of the draws, which are hashed with row and column. Derive it from the term's permanent name (head, step, micro-batch,
+  // index of the term): repeats then draw the same, other steps and terms do not.
   uint64_t dither_seed = 0;
   EngineHead* teacher_head = nullptr;  // JSD only
   RowsView teacher_hidden;             // JSD only: [row_count, teacher_head's hidden_size]
@@ -160,14 +158,14 @@ struct LossTerm {
 #define HEADWATER_TERM_TENSORS targets, token_weights, entropy_factors, lse_factors
 #define HEADWATER_TOKEN_OUTPUTS token_loss, lse, target_log_probability, entropy, argmax, mean_logits, log_sum_sq_probs
 
-// Where the weight's gradient goes.
+// The destination of the weight's gradient.
 enum class GradWeightMode {
   kNone,        // not computed: forward only, frozen heads, replays
   kAccumulate,  // DIRECT: added to the accumulator in place
   kStage,       // STAGED: kept in a staging slot until StagedContribution::Commit() or its destruction
 };
 
-// What to compute.
+// The input of Compute().
 struct MicroBatch {
   RowsView hidden;
   absl::Span<const LossTerm> terms;  // at least one
@@ -175,23 +173,23 @@ struct MicroBatch {
   MutableRowsView grad_hidden;       // data null: not computed. Rows no term covers, and ignored rows, get 0
   double grad_hidden_scale = 1.0;
   GradWeightMode grad_weight = GradWeightMode::kNone;  // for the terms whose head is trainable
-  // Refuse NaN and infinities: kNonFiniteValues instead of a result if any row's loss or gradient is not finite; no contribution
-  // is left (outputs may have been written). Not with kAccumulate (kInvalidCombination): its products may have begun.
+  // Return kNonFiniteValues instead of a result if any row's loss or gradient is not finite. No contribution is left; outputs may
+  // have been written. Not with kAccumulate (kInvalidCombination): its products may have begun.
   bool refuse_non_finite = false;
 
-  // Not null: `hidden` and each `teacher_hidden` may still be incomplete, and are read only as the flow says. Such a call is never
+  // Not null: `hidden` and each `teacher_hidden` may be incomplete, and are read only as the flow reports. Such a call is never
   // computed together with others. Must outlive the call.
   RowFlow* flow = nullptr;
   // The engine sums up the rows it reads for the digest (streams as in digest.h) and hands the sum to RowFlow::Decide(). Needs a
   // flow (kInvalidCombination).
   bool digest_rows = false;
-  // Not null: device memory of this call is read and written only after the work that the event stands for. Of this engine.
+  // Not null: device memory of this call is read and written only after the event's work. Made by this engine.
   const DeviceEvent* after = nullptr;
   // Names the work in the device's profilers; a string that outlives the call. Null: it has no name.
   const char* label = nullptr;
 };
 
-// What dithering did to a term's gradient G of the logits, before token weights, class weights and scales.
+// The effect of dithering on a term's gradient G of the logits, before token weights, class weights and scales.
 struct GradientDither {
   int64_t entry_count = 0;   // entries below their row's resolution
   double squared_error = 0;  // expected squared distance of the dithered G from the exact one
@@ -211,21 +209,21 @@ struct LossSums {
   GradientDither dither;  // zeros without gradient_resolution
 };
 
-// EngineObserver: sees the calls that work in an engine. Any thread.
+// EngineObserver: observes the calls in progress in an engine. Any thread.
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
-  // A call begins on this thread, and ends. `name`: the method's, a literal. Returns the number that EndCall() is given.
+  // A call begins on this thread, and ends. `name`: the method's, a literal. BeginCall() returns the number for EndCall().
   virtual uint64_t BeginCall(const char* name) = 0;
   virtual void EndCall(uint64_t call) = 0;
-  // A call enters its caller's RowFlow, and comes back.
+  // A call enters its caller's RowFlow, and returns.
   virtual void EnterFlow() {}
   virtual void LeaveFlow() {}
-  // An error makes health() fail. `progress`: LossEngine::progress(). Called by every health() of an engine that is well.
+  // An error makes health() fail. `progress`: LossEngine::progress(). Called by every health() of a healthy engine.
   virtual absl::Status Check(int64_t /*progress*/) { return absl::OkStatus(); }
 };
 
-// A call, while this lives. `observer`: null if nobody looks.
+// A call, while this lives. `observer`: null for an engine without one.
 class ObservedCall {
  public:
   ObservedCall(EngineObserver* observer, const char* name)
@@ -241,13 +239,13 @@ class ObservedCall {
   const uint64_t call_;
 };
 
-// A contribution beside the accumulators, in staging slots. Destroying it uncommitted frees the slots and changes nothing else;
-// that alone may happen while other calls work on its heads. Must not outlive the heads it belongs to.
+// A contribution in staging slots, not in the accumulators. Destroying it uncommitted frees the slots and changes nothing else;
+// this may overlap other calls on its heads. Must not outlive the heads it belongs to.
 class StagedContribution {
  public:
   virtual ~StagedContribution() = default;
   // Adds factor x contribution to the accumulators of all its heads, and frees the slots. At most once. Decided once for all
-  // shards: kShardNotReady if a shard could not begin: then nothing has changed, the slots are still taken, and Commit() may be
+  // shards: kShardNotReady if a shard could not begin. Then nothing has changed, the slots are still taken, and Commit() may be
   // called again. After that only kEngineFailed: the heads are lost then. kInvalidField, with nothing changed, for a factor that is
   // not finite in fp32.
   absl::Status Commit(double factor) {
@@ -262,7 +260,7 @@ class StagedContribution {
   EngineObserver* observer_ = nullptr;  // its engine's
 };
 
-// What a micro-batch yields.
+// The result of a micro-batch.
 struct MicroBatchResult {
   std::vector<LossSums> terms;                 // one for each term
   std::unique_ptr<StagedContribution> staged;  // with kStage and at least one trainable head
@@ -300,8 +298,8 @@ class EngineHead {
     const ObservedCall call(observer_, "ReadTensor");
     return DoReadTensor(tensor, element_start, element_count, out);
   }
-  // The same, in. Writing kWeight or kBias sets a separate master to the same values; writing kMasterWeight or kMasterBias sets
-  // the stored tensor to its rounding (nearest even). A range of several shards is decided once for all of them, as
+  // Copies elements in. Writing kWeight or kBias sets a separate master to the same values; writing kMasterWeight or kMasterBias
+  // sets the stored tensor to its rounding (nearest even). A range of several shards is decided once for all of them, as
   // StagedContribution::Commit().
   absl::Status WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
     const ObservedCall call(observer_, "WriteTensor");
@@ -314,22 +312,22 @@ class EngineHead {
     const ObservedCall call(observer_, "ZeroGradient");
     return DoZeroGradient();
   }
-  // Adds factor x `in` to elements [element_start, element_start + element_count) of the accumulator, kGradWeight or kGradBias:
-  // gradient = fp32(gradient + fp32(fp32(factor) * in)), two roundings to nearest even, never fused. What is not finite in `in`
-  // goes into the accumulator. kInvalidField for another tensor or a factor that is not finite in fp32, kChunkOutOfRange. Decided
-  // once for all shards, as StagedContribution::Commit().
+  // Adds factor x `in` to elements [element_start, element_start + element_count) of the accumulator kGradWeight or kGradBias.
+  // The sum is fp32(gradient + fp32(fp32(factor) * in)): two roundings to nearest even, never fused. Non-finite values are added
+  // too. kInvalidField for another tensor or a factor that is not finite in fp32, kChunkOutOfRange. Decided once for all shards, as
+  // StagedContribution::Commit().
   absl::Status AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor, const float* in) {
     const ObservedCall call(observer_, "AddToGradient");
     return DoAddToGradient(tensor, element_start, element_count, factor, in);
   }
-  // Sums the ranks' accumulators up where they are several (Parallelism::kRows in a group; else nothing is done): each rank's shard
-  // becomes the gradient's, and 0 is left in the rest. In an order that depends on the group alone: on the CPU the ranks', on GPUs
-  // NCCL's. Decided likewise.
+  // Sums the accumulators of several ranks (Parallelism::kRows in a group; otherwise without effect). Each rank's shard becomes the
+  // gradient's; the rest becomes 0. The order depends only on the group: rank order on the CPU, NCCL's on GPUs. Decided once for
+  // all shards, as StagedContribution::Commit().
   absl::Status ReduceGradient() {
     const ObservedCall call(observer_, "ReduceGradient");
     return DoReduceGradient();
   }
-  // Sets optimizer state to 0. Decided likewise.
+  // Sets optimizer state to 0. Decided once for all shards, as StagedContribution::Commit().
   absl::Status ResetOptimizerState() {
     const ObservedCall call(observer_, "ResetOptimizerState");
     return DoResetOptimizerState();
@@ -339,22 +337,22 @@ class EngineHead {
     return DoComputeGradientStats();
   }
   // Updates the weights from the accumulator, then sets the accumulator to 0. kOptimizerNotConfigured without an optimizer;
-  // kInvalidCombination for another kind than the head's, or momentum for a head that was planned without; kInvalidField. Decided
-  // once for all shards, as StagedContribution::Commit().
+  // kInvalidCombination for another kind than the head's, or momentum for a head planned without it; kInvalidField. Decided once
+  // for all shards, as StagedContribution::Commit().
   absl::Status ApplyOptimizer(const OptimizerStep& step) {
     const ObservedCall call(observer_, "ApplyOptimizer");
     return DoApplyOptimizer(step);
   }
 
-  // Staging slots that are not taken now.
+  // Staging slots that are free now.
   virtual int32_t FreeStagingSlots() const = 0;
-  // Whether Compute() with staging may overlap other calls of Compute() on this head. One that finds no slot then has not looked at
-  // its flow, and can be made again.
+  // Whether Compute() with staging may overlap other Compute() calls on this head. A call that finds no slot then has not used its
+  // flow, and may be repeated.
   virtual bool StagesConcurrently() const { return false; }
 
  private:
   friend class LossEngine;
-  // Each does what the public method of that name says.
+  // Each implements the public method of that name.
   virtual absl::Status DoReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const = 0;
   virtual absl::Status DoWriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) = 0;
   virtual absl::Status DoZeroGradient() = 0;
@@ -368,16 +366,16 @@ class EngineHead {
   EngineObserver* observer_ = nullptr;  // its engine's
 };
 
-// Work that changes a head on several shards has two phases: every shard prepares, which is all that may fail and changes nothing;
-// the shards tell each other; then all of them act, or none does.
+// The two phases of work that changes a head on several shards. Every shard prepares, which may fail and changes nothing; then the
+// shards exchange their results, and all of them act, or none does.
 enum class ShardPhase { kPrepare, kAct };
 
 // The group that an engine is a rank of; see the top of this file.
 struct EngineGroup {
   int32_t rank = 0;
   int32_t world_size = 1;  // > 1: the engine holds shard `rank` of every head and no other
-  // Of the group's engines alone, with the same rank and world size: for decisions and small numbers, and all that a CPU engine
-  // has. Nobody else may make calls of it but Abort().
+  // Connects only the group's engines, with the same rank and world size, for decisions and small numbers; a CPU engine's only
+  // communicator. Other code may call nothing but Abort().
   std::shared_ptr<Communicator> communicator;
   std::string device_group_id;  // the bytes of an ncclUniqueId for engines on GPUs, the same on all ranks; else empty
   bool shared_views = false;    // all ranks are threads of one process and get views of the same host memory
@@ -387,8 +385,8 @@ struct EngineGroup {
 // takes bf16 operands, which rounds the gradient of the logits to bf16 (docs/math.md, "Precision").
 enum class Bfloat16Products { kAuto, kOpenBlas, kOneDnn };
 
-// How an engine is set up; from flags. Ranks of a group have the same values of what decides how work is cut: shard_count,
-// shard_weights, workspace_bytes, token_chunk_rows, thread_count and deterministic; and of bfloat16_products.
+// The settings of an engine, from flags. All ranks of a group need equal settings for the division of work: shard_count,
+// shard_weights, workspace_bytes, token_chunk_rows, thread_count, deterministic and bfloat16_products.
 struct EngineOptions {
   EngineGroup group;
   int32_t shard_count = 1;             // >= 1; a head with fewer rows gets as many shards as it has rows. A group's: its world size
@@ -397,20 +395,20 @@ struct EngineOptions {
   int64_t workspace_bytes = 0;         // for each shard group; 0: the engine's default. The largest token chunk follows from it
   int64_t token_chunk_rows = 0;        // 0: from the workspace; else exactly this many rows at once (tests)
   int32_t thread_count = 0;            // CPU threads over all shards that the engine holds; 0: the cores this process may use
-  // For tests that make a shard fail; null in production. Called at the beginning of each phase of every such work (Compute()
-  // included, whatever it changes) on each shard's own thread, at the same time on several: an error is that shard's failure.
+  // For tests that make a shard fail; null in production. Called at the beginning of each phase of such work, and of every
+  // Compute(). Runs on each shard's own thread, concurrently: an error is that shard's failure.
   std::function<absl::Status(ShardPhase phase, int32_t rank)> shard_probe;
 
-  // Nothing that depends on other calls: no micro-batch is computed together with another, each grad_weight product is run with its
-  // own micro-batch, rows are cut the same way wherever tensors lie, and algorithms are not searched by time. What an engine does
-  // not do anyway it need not look at.
+  // Results are independent of other calls: no micro-batch is computed together with another, and each grad_weight product runs
+  // with its own micro-batch. Rows are cut the same way wherever tensors lie, and algorithms are not searched by time. Engines
+  // without these optimizations ignore it.
   bool deterministic = false;
 
-  // CPU only. kAuto: oneDNN where the processor has instructions for bf16 and the library is there and is the faster one. Its speed
-  // is not measured in deterministic mode, nor by ranks of a group. options() of an engine has the choice.
+  // CPU only. kAuto: oneDNN if the library is present, the processor has instructions for bf16, and oneDNN is faster. Deterministic
+  // mode and ranks of a group do not measure its speed. options() of an engine has the choice.
   Bfloat16Products bfloat16_products = Bfloat16Products::kAuto;
 
-  // CUDA only; other engines do not look at what follows.
+  // CUDA only; other engines ignore the following.
   int32_t device_index = 0;          // of the GPU, as CUDA counts the visible ones
   std::string algorithm_cache_path;  // file that keeps the products' algorithms from start to start; empty: none is kept
   bool timed_search = true;          // false: algorithms as the library proposes them, so that two starts run the same ones
@@ -419,15 +417,15 @@ struct EngineOptions {
   std::function<void(const absl::Status&)> on_device_lost;
 };
 
-// Where heads live.
+// A device that holds heads.
 struct EngineDevice {
   std::string name;   // "cpu", "cuda:0"
   std::string model;  // as the vendor calls it
   int64_t memory_budget_bytes = 0;
-  std::array<uint8_t, 16> uuid{};  // of a GPU, as its driver tells it; zeros for what has none
+  std::array<uint8_t, 16> uuid{};  // a GPU's, as its driver reports it; else zeros
 };
 
-// Host memory that the engine reads and writes without a detour; page-locked by engines with a device. Must not outlive its engine.
+// Host memory that the engine uses without copies; page-locked by engines with a device. Must not outlive its engine.
 class HostMemory {
  public:
   virtual ~HostMemory() = default;
@@ -450,14 +448,14 @@ using DeviceHandle = std::array<uint8_t, 64>;
 class LossEngine {
  public:
   virtual ~LossEngine() = default;
-  // Before the first call. The observer sees all calls from then on, also those of the engine's heads and contributions.
+  // Sets the observer, before the first call. It sees all calls, also those of the engine's heads and contributions.
   void Observe(std::shared_ptr<EngineObserver> observer) { observer_ = std::move(observer); }
 
   virtual std::string name() const = 0;  // "cpu", "cuda"
   virtual std::vector<EngineDevice> devices() const = 0;
   virtual const EngineOptions& options() const = 0;  // with defaults filled in
 
-  // What a head would take. Allocates nothing. InvalidArgument for a spec that ValidateHeadSpec() refuses.
+  // Plans a head's memory. Allocates nothing. InvalidArgument for a spec that ValidateHeadSpec() refuses.
   virtual absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const = 0;
   // Allocates a head: weights are unset (reads give 0), accumulator and optimizer state 0. kMemoryBudgetExceeded, with the plan in
   // the message, if the plan exceeds `memory_budget_bytes` less what living heads have planned.
@@ -465,62 +463,61 @@ class LossEngine {
   // Sum of the living heads' plans.
   virtual int64_t planned_bytes() const = 0;
 
-  // kEngineFailed from the moment on when the device can compute nothing any more (an error that CUDA does not recover from); every
-  // call fails with it then, and only a new process helps. Any thread.
+  // kEngineFailed once the device can compute nothing any more (an error that CUDA does not recover from). Every call fails then,
+  // and only a new process helps. Any thread.
   absl::Status health() const {
     absl::Status health = DoHealth();
     return health.ok() && observer_ != nullptr ? observer_->Check(progress()) : health;
   }
 
-  // Rises while a computation that may take long gets on; an engine none of whose calls takes long may leave it at 0. Any thread.
+  // Rises while a long computation makes progress; an engine without long calls may return 0. Any thread.
   virtual int64_t progress() const { return 0; }
 
-  // Computes one micro-batch. Checks everything that could make it read or write out of bounds (sizes, types, targets) and fails
-  // with the reasons of error.h before anything is changed; kStagingFull if kStage finds no slot; kShardNotReady if a shard could
-  // not begin (outputs may have been written). A failure after that is kEngineFailed; with kAccumulate the heads are lost then. The
-  // engine itself goes on: what was not part of the failed work is as before.
+  // Computes one micro-batch. Checks sizes, types and targets before anything is changed, so that it never accesses memory out of
+  // bounds, and fails with the reasons of error.h. kStagingFull if kStage finds no slot; kShardNotReady if a shard could not begin
+  // (outputs may have been written). A failure after that is kEngineFailed; with kAccumulate the heads are lost then. The engine
+  // continues: the failed work affects nothing else.
   absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch);
 
-  // Adds the rows of `streams` to `digest`: stream i of the digest is streams[i]; one without data is left out. Host and device
-  // memory. From any thread, also while others compute.
+  // Adds the rows of `streams` to `digest`: stream i of the digest is streams[i]; streams without data are skipped. Host and device
+  // memory. From any thread, also during other calls.
   absl::Status DigestRows(absl::Span<const RowsView> streams, const DeviceEvent* after, DigestBuilder* digest) {
     const ObservedCall call(observer_.get(), "DigestRows");
     return DoDigestRows(streams, after, digest);
   }
-  // Copies rows to `out`, host memory with room for all of them. Host and device memory. From any thread, also while others
-  // compute.
+  // Copies rows to `out`, host memory with room for all of them. Host and device memory. From any thread, also during other calls.
   absl::Status CopyRows(const RowsView& rows, const DeviceEvent* after, void* out) {
     const ObservedCall call(observer_.get(), "CopyRows");
     return DoCopyRows(rows, after, out);
   }
 
-  // `bytes` (>= 1) of host memory, aligned to 64 bytes, uninitialised. kMemoryBudgetExceeded if there is none. Slow: a caller that
-  // needs it often keeps it.
+  // `bytes` (>= 1) of host memory, aligned to 64 bytes, uninitialised. kMemoryBudgetExceeded without memory. Slow: frequent callers
+  // keep and reuse it.
   absl::StatusOr<std::unique_ptr<HostMemory>> AllocateHostMemory(int64_t bytes) {
     const ObservedCall call(observer_.get(), "AllocateHostMemory");
     return DoAllocateHostMemory(bytes);
   }
-  // Makes [data, data + bytes) of this process's memory as good as AllocateHostMemory()'s, until the result is destroyed, before
-  // which it must stay mapped. kMemoryBudgetExceeded if it cannot be page-locked.
+  // Prepares [data, data + bytes) of this process's memory for use like AllocateHostMemory()'s, until the result is destroyed. Must
+  // stay mapped until then. kMemoryBudgetExceeded if it cannot be page-locked.
   absl::StatusOr<std::unique_ptr<HostMemory>> RegisterHostMemory(void* data, int64_t bytes) {
     const ObservedCall call(observer_.get(), "RegisterHostMemory");
     return DoRegisterHostMemory(data, bytes);
   }
-  // Opens another process's device memory of `bytes` bytes by its handle. kFeatureNotBuilt without a device; kInvalidField, saying
-  // why, for a handle that cannot be opened here (another host, a device that this process does not see, a process namespace that
-  // is not shared) or whose allocation has fewer bytes.
+  // Opens another process's device memory of `bytes` bytes by its handle. kFeatureNotBuilt without a device. kInvalidField, saying
+  // why, if the handle cannot be opened here or its allocation has fewer bytes. Causes: another host, an invisible device, or a
+  // process namespace that is not shared.
   absl::StatusOr<std::unique_ptr<DeviceRegion>> OpenDeviceMemory(const DeviceHandle& handle, int64_t bytes) {
     const ObservedCall call(observer_.get(), "OpenDeviceMemory");
     return DoOpenDeviceMemory(handle, bytes);
   }
-  // The same for an event. Work is waited for as it was when the call that names the event begins.
+  // Opens another process's event, with the errors of OpenDeviceMemory(). A call waits for the work recorded when it begins.
   absl::StatusOr<std::unique_ptr<DeviceEvent>> OpenDeviceEvent(const DeviceHandle& handle) {
     const ObservedCall call(observer_.get(), "OpenDeviceEvent");
     return DoOpenDeviceEvent(handle);
   }
 
  protected:
-  // Each does what the public method of that name says.
+  // Each implements the public method of that name.
   virtual absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) = 0;
   virtual absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) = 0;
   virtual absl::Status DoHealth() const { return absl::OkStatus(); }
@@ -538,19 +535,19 @@ class LossEngine {
 // Checks ranges and combinations (docs/math.md). FieldError(kInvalidField / kInvalidCombination); fields have the names of
 // headwater.v1.HeadSpec behind `path`, which is empty or ends with a dot.
 absl::Status ValidateHeadSpec(const HeadSpec& spec, const std::string& path = "");
-// The same for an optimizer's settings alone: a step's overrides.
+// Checks an optimizer's settings alone, for a step's overrides. Errors as ValidateHeadSpec().
 absl::Status ValidateOptimizerSpec(const OptimizerSpec& optimizer, const std::string& path = "");
 
 // Runs a small CE and JSD with known results on the engine; for health and start-up. Creates and destroys tiny heads.
 absl::Status SelfTest(LossEngine& engine);
 
-// The engine that needs no accelerator.
+// The engine for CPUs, without an accelerator.
 absl::StatusOr<std::unique_ptr<LossEngine>> CreateCpuEngine(const EngineOptions& options);
 
-// The engine for NVIDIA GPUs, out of the module library libheadwater_cuda.so, which is looked for beside the file that this code is
-// in, in the Python package headwater_cuda13 beside that file's, and in HEADWATER_CUDA_MODULE (a path) first. kFeatureNotBuilt,
-// saying why, if the module or a usable GPU (sm_80 or newer) is not there; kMemoryBudgetExceeded if the budget is more than the GPU
-// has.
+// The engine for NVIDIA GPUs, from the module library libheadwater_cuda.so. HEADWATER_CUDA_MODULE names its path; if unset, the
+// module is searched beside the program and in the Python package headwater_cuda13 (kernels/core/engine_module.cc).
+// kFeatureNotBuilt, saying why, without the module or a usable GPU (sm_80 or newer). kMemoryBudgetExceeded if the budget exceeds
+// the GPU's memory.
 absl::StatusOr<std::unique_ptr<LossEngine>> CreateCudaEngine(const EngineOptions& options);
 
 }  // namespace headwater

@@ -101,17 +101,17 @@ const char* ErrorReasonName(ErrorReason reason);
 // The canonical code that belongs to a reason.
 absl::StatusCode ErrorReasonCode(ErrorReason reason);
 
-// A status with the reason's canonical code, the reason and the metadata as payloads. `message` says what was expected and what
-// came, in one sentence without pointers, paths or other tenants' names.
+// A status with the reason's canonical code, the reason and the metadata as payloads. `message` states the expected and the actual
+// value, in one sentence without pointers, paths or other tenants' names.
 absl::Status MakeError(ErrorReason reason, const std::string& message, ErrorMetadata metadata = {});
 
-// An error about one field of a request: "field: expected ..., got ...", and the three in the metadata.
+// An error about one field of a request: "field: expected ..., got ...", with the three in the metadata.
 absl::Status FieldError(ErrorReason reason, const std::string& field, const std::string& expected, const std::string& actual);
 
-// The reason that MakeError() put in; kInternal for an error made elsewhere. `status` must not be OK.
+// The reason from MakeError(); kInternal for an error made elsewhere. `status` must not be OK.
 ErrorReason GetErrorReason(const absl::Status& status);
 
-// The metadata that MakeError() put in; empty for an error made elsewhere.
+// The metadata from MakeError(); empty for an error made elsewhere.
 ErrorMetadata GetErrorMetadata(const absl::Status& status);
 
 // True if `status` is an error with this reason.

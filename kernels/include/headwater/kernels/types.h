@@ -25,10 +25,10 @@ constexpr int64_t ElementBytes(DataType type) { return type == DataType::kFloat3
 // `float32`, `bfloat16`, `float16`.
 const char* DataTypeName(DataType type);
 
-// Target value that takes no part, unless a term says otherwise. PyTorch's default.
+// A target value that excludes the row, unless a term has another. PyTorch's default.
 inline constexpr int32_t kDefaultIgnoreIndex = -100;
 
-// The least gradient_resolution that is not 0: what is below it is below fp32's rounding.
+// The least gradient_resolution other than 0; smaller ones are below fp32's rounding.
 inline constexpr double kSmallestGradientResolution = 0x1p-24;
 
 // z = softcap * tanh(logit_scale * (x . weight^T + bias) / softcap), or its argument without softcap; columns from
@@ -40,8 +40,8 @@ struct LogitTransform {
   bool operator==(const LogitTransform&) const = default;
 };
 
-// Each list of names beside a struct is for codecs, which read and write these fields as the message or JSON has them by the same
-// names. A field that is not in the list needs code of its own in proto/headwater/v1/spec_codec.h.
+// Each list of names beside a struct is for codecs, which copy these fields to and from the message or JSON by name. A field
+// outside the list needs code of its own in proto/headwater/v1/spec_codec.h.
 #define HEADWATER_LOGIT_TRANSFORM_FIELDS logit_scale, softcap, valid_vocab_size
 
 // "Decoupled Weight Decay Regularization", arXiv:1711.05101, in PyTorch's order of operations.
@@ -76,7 +76,7 @@ enum class Parallelism : int32_t {
 // `vocabulary`, `rows`.
 const char* ParallelismName(Parallelism parallelism);
 
-// What a head is; fixed for its life. Validated by ValidateHeadSpec() before anything is planned.
+// The definition of a head, fixed for its life. Validated by ValidateHeadSpec() before anything is planned.
 struct HeadSpec {
   int64_t vocab_size = 0;
   int64_t hidden_size = 0;
@@ -118,14 +118,14 @@ struct JsdSpec {
 // All but the hard loss and truncate_to_common; the order as above.
 #define HEADWATER_JSD_OPTIONS beta, student_temperature, teacher_temperature, hard_loss_weight
 
-// Entries of a row that a top-k teacher may have.
+// The most entries of a top-k teacher's row.
 inline constexpr int32_t kMaxTopK = 1024;
-// A rest mass below it is the rounding of float32 log-probabilities, and counts as 0.
+// A smaller rest mass is the rounding of float32 log-probabilities, and counts as 0.
 inline constexpr double kLeastRestMass = 1e-6;
 
-// KL(P||Q), coarsened: a teacher P that is known by k columns of each row, and by the mass r = 1 - sum p_k that all other columns
-// have together. A row's loss is sum_k p_k (log p_k - log q_k) + r (log r - log(1 - sum_k q_k)), Q of the logits u = z /
-// temperature.
+// KL(P
+// Q), coarsened. The teacher P gives k columns of each row, and the mass r = 1 - sum p_k of all other columns together. A row's
+// loss is sum_k p_k (log p_k - log q_k) + r (log r - log(1 - sum_k q_k)), Q of the logits u = z / temperature.
 struct TopKSpec {
   int32_t k = 0;                      // [1, kMaxTopK]
   absl::Span<const int32_t> ids;      // [row_count, k], distinct within a row; -1: an entry that is not used. Host memory
@@ -157,7 +157,7 @@ struct VocabShard {
   std::string device;  // "cpu", "cuda:0", ...
 };
 
-// What a head takes, by purpose. Filled in by LossEngine::PlanHead() without allocating.
+// A head's memory by purpose. Filled in by LossEngine::PlanHead() without allocating.
 struct MemoryPlan {
   struct Item {
     std::string purpose;  // weight, bias, grad_weight, grad_bias, master_weight, optimizer_state, staging or workspace
