@@ -1,8 +1,8 @@
-// OrderedWindow: in which order contributions go into one head's accumulator, in deterministic mode.
+// OrderedWindow: the order in which contributions go into one head's accumulator, in deterministic mode.
 //
 // Contributions are added in ascending id, whatever the order in which they come. One whose predecessors are not all there yet
-// waits, committed, as rows. An id is missing until its contribution is there or its trainer has discarded it; a contribution that
-// went with its session stays missing, because a higher attempt of it may come. Once the step is sealed nothing is missing any
+// waits, committed, as rows. An id is missing until its contribution is there or its trainer has discarded it. A contribution
+// dropped with its session stays missing, because a higher attempt of it may come. Once the step is sealed nothing is missing any
 // more, and all that wait are added, lowest first.
 //
 // Only additions move the place in the order: a discarded id may come back with a higher attempt until a higher id has been added.

@@ -32,7 +32,7 @@ bool NeedsSlot(const Submission& submission) {
 // How soon a slot that another session has may be free again.
 constexpr char kSlotRetryAfterMs[] = "100";
 
-// The same error, which does not say to try again: the caller's own session has what is missing.
+// The error without its advice to try again: the caller's own session has what is missing.
 absl::Status WithoutRetry(const absl::Status& status) {
   ErrorMetadata metadata = GetErrorMetadata(status);
   metadata.erase("retryAfterMs");
@@ -43,7 +43,7 @@ absl::Status Cancelled() {
   return MakeError(ErrorReason::kCancelled, "the call was cancelled before its micro-batch was decided; nothing was added");
 }
 
-// To be computed again: the caller's memory may be gone by then, and has its values already.
+// The term for a later computation: the caller's memory may be gone by then, and has its values already.
 LossTerm WithoutOutputs(LossTerm term) {
   term.token_loss = term.lse = term.target_log_probability = term.entropy = nullptr;
   term.mean_logits = term.log_sum_sq_probs = nullptr;
@@ -183,18 +183,18 @@ class SubmissionRun {
   absl::Status ChooseForm();
   // Null if every target has a free slot.
   HeadCore* FirstWithoutSlot() const;
-  // How many undecided contributions of this target, held as rows or in slots, are the caller's own session's, or not.
+  // Counts this target's undecided contributions, held as rows or in slots, of the caller's own session or of others.
   int64_t PendingOf(HeadCore& target, bool own, bool is_held) const;
-  // kStagingFull; says to try again if another session may free a slot of `target`. The caller's own is never waited for: it waits
-  // for this answer.
+  // kStagingFull; advises a retry if another session may free a slot of `target`. The caller's own session cannot: it waits for
+  // this answer.
   absl::Status SlotsTaken(HeadCore& target) const;
   // `flow` null: all rows are there.
   absl::StatusOr<MicroBatchResult> Compute(RowFlow* flow);
   // The last moment at which a run whose rows were awaited can end without a trace.
   absl::Status Decide(const DigestBuilder* rows);
-  // Commits, or puts aside, what was computed.
+  // Commits what was computed, or leaves it pending.
   absl::Status Settle(MicroBatchResult& result);
-  // Lets the rows be kept.
+  // Keeps the rows in memory, through the submission's `hold`.
   absl::StatusOr<HeldRows> KeepRows();
   absl::Status Hold();
   // EAGER, in deterministic mode: commits it, to be added when its turn comes.
@@ -226,7 +226,7 @@ class SubmissionRun {
   SubmissionOutcome outcome_;
 };
 
-// What the engine asks while rows come.
+// The engine's callbacks while rows come.
 class SubmissionRun::Flow : public RowFlow {
  public:
   explicit Flow(SubmissionRun& run) : run_(run) {}
@@ -253,7 +253,7 @@ class SubmissionRun::Flow : public RowFlow {
 absl::StatusOr<SubmissionOutcome> SubmissionRun::Run() {
   {
     const Turn turn(sequencer_);
-    // Again: while this call waited the heads may have changed. From here on they do not, but for what other runs do.
+    // Checked again: the heads may have changed while this call waited. From here on only other runs change them.
     if (absl::Status status = CheckSubmission(submission_); !status.ok()) return status;
     BuildTerms();
     if (absl::Status status = Begin(); !status.ok()) return status;
@@ -346,7 +346,7 @@ absl::StatusOr<BeginDecision> SubmissionRun::BeginIn(HeadCore* target) {
 
 absl::Status SubmissionRun::Begin() {
   if (submission_.incoming == nullptr) outcome_.digest = submission_.digest;
-  std::vector<std::pair<HeadCore*, std::optional<MicroBatchRecord>>> begun;  // with what they knew of it before
+  std::vector<std::pair<HeadCore*, std::optional<MicroBatchRecord>>> begun;  // with their records from before
   std::string known_by, new_to;
   absl::Status status = CheckNotLost();
   for (HeadCore* target : targets_) {
@@ -544,7 +544,7 @@ absl::Status SubmissionRun::TakeItsPlace() {
   const Turn turn(sequencer_);
   for (HeadCore* target : targets_) {
     target->steps.Wait(id(), *held, CommitArguments(), *target->on_engine);
-    // Cannot fail: it has been in progress since Begin(), and in this mode nobody else has computed, and lost the head, meanwhile.
+    // Cannot fail: it is in progress since Begin(), and in this mode no other call computes, and loses the head, meanwhile.
     target->steps.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
     target->MicroBatchChanged();
   }
@@ -627,10 +627,10 @@ absl::Status AwaitFiles(const Submission& submission, const WaitLimits& limits) 
 }
 
 absl::StatusOr<SubmissionOutcome> Submit(const Submission& submission, LossEngine& engine, const std::function<bool()>& cancelled) {
-  // What can be refused is refused without waiting: a duplicate of the micro-batch that is being computed, above all.
+  // Refuses without waiting where it can: above all a duplicate of the micro-batch that is being computed.
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
   const std::vector<HeadCore*> heads = HeadsOf(submission), targets = TargetsOf(submission);
-  // What could not be added when its turn came holds its rows' memory.
+  // A contribution that could not be added when its turn came holds its rows' memory.
   if (absl::Status status = AddInOrder(targets); !status.ok()) return status;
   scheduler::Sequencer& sequencer = heads.front()->sequencer;
   const auto count_calls = [&](int64_t change) {

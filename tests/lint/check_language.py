@@ -28,6 +28,7 @@ DONE = (
     "kernels/include/headwater/kernels/[dlmpr]*",
     "kernels/reference/*",
     "proto/**/*",
+    "server/heads/*",
     "server/scheduler/*",
     "tests/bench/**/*",
     "tests/deploy/**/*",
