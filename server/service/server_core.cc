@@ -32,20 +32,20 @@ using observability::SessionEnd;
 
 namespace {
 
-// Each sends to one stream at a time until the socket is full; from there on gRPC's threads go on.
+// Each sends to one stream at a time until the socket is full; from there gRPC's threads continue.
 constexpr int64_t kSenderThreads = 8;
-// How long row memory is kept that no micro-batch has needed.
+// How long row memory is kept that micro-batches do not need.
 constexpr absl::Duration kIdleRows = absl::Seconds(30);
-// How long nothing must be done until what the allocator keeps goes back to the system.
+// How long the server must be idle until the allocator's free memory goes back to the system.
 constexpr absl::Duration kIdleHeap = absl::Seconds(10);
 
-// Each rank of a group may compute a large micro-batch of its own, and one more stands at the door.
+// Each rank of a group may compute a large micro-batch of its own, and one more is ready to follow.
 scheduler::QueueWidths WidthsFor(scheduler::QueueWidths widths, const LossEngine& engine) {
   widths.large = std::max<int64_t>(widths.large, engine.options().shard_count + 1);
   return widths;
 }
 
-// A mount that is not there should end the start, not each LoadWeights.
+// A missing mount should end the start, not each LoadWeights.
 absl::Status CheckLoadRoot(const std::string& path) {
   if (path.empty()) return absl::OkStatus();
   struct stat info = {};
@@ -109,7 +109,7 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
   return core;
 }
 
-// Ends what nobody uses any more.
+// Ends or frees joins, stripes, memory, uploads, sessions and heads that are no longer used.
 class ServerCore::Reaper {
  public:
   explicit Reaper(ServerCore& core) : core_(core), leases_(kInterval, [this] { EndSessions(); }) {
@@ -137,8 +137,8 @@ class ServerCore::Reaper {
     for (const heads::HeadName& name : expired) Log(LogLevel::kInfo, "idle_head_deleted", {{"head", name.ToString()}});
     core_.metrics.CountExpiredHeads(static_cast<int64_t>(expired.size()));
   }
-  // Once for each time that the server is idle, and once more when it has let go of the rows' memory. What was freed after a burst
-  // of calls, or of attacks, would stay with the process for ever otherwise.
+  // Once for each time that the server is idle, and once more when the rows' memory has been released. Otherwise memory freed after
+  // a burst of calls, or of attacks, would stay with the process forever.
   void TrimHeapWhenIdle() {
     bool in_use = core_.rows.used_bytes() > 0 || core_.rows.idle_bytes() != idle_row_bytes_;
     idle_row_bytes_ = core_.rows.idle_bytes();
@@ -279,7 +279,7 @@ absl::Status ServerCore::lost() const {
 void ServerCore::FindProductRate() {
   constexpr double kTera = 1e12;
   if (options.product_tflops > 0) return metrics.SetProductRate(options.product_tflops * kTera);
-  // Nobody would see it without an address; and a group's other machines cannot be measured from here.
+  // Without an address the rate is not read; and a group's other machines cannot be measured from here.
   if (options.metrics_address.empty() || engine->name() != "cpu" || options.group != nullptr) return;
   const double rate = MeasureCpuProductRate(engine->options().thread_count);
   metrics.SetProductRate(rate);

@@ -1,4 +1,4 @@
-// ServerCore: what all handlers work on. Knows no gRPC.
+// ServerCore: the state that all handlers share. Knows no gRPC.
 #ifndef HEADWATER_SERVER_SERVICE_SERVER_CORE_H_
 #define HEADWATER_SERVER_SERVICE_SERVER_CORE_H_
 
@@ -42,10 +42,10 @@
 
 namespace headwater::service {
 
-// What heads are saved as when the server drains.
+// The checkpoint name of heads that are saved when the server drains.
 inline constexpr char kDrainCheckpoint[] = "drain";
 
-// The version that GetServerInfo tells.
+// The version that GetServerInfo reports.
 const char* ServerVersion();
 
 class ServerCore {
@@ -65,8 +65,8 @@ class ServerCore {
   // To kServing or kDraining; without effect once the device is lost.
   void SetPhase(Phase phase);
 
-  // Begins to watch the engine's device. When it is lost, everything that waits here is sent away, lost() says why, and then
-  // `on_lost` is called, once, with lost(). Once, before calls are taken.
+  // Begins to watch the engine's device. When it is lost, all waits here end, lost() says why, and then `on_lost` is called, once,
+  // with lost(). Once, before calls are taken.
   void WatchEngine(std::function<void(const absl::Status&)> on_lost);
   // Waits for `on_lost`, if it runs. No call may be in progress.
   void StopWatchingEngine();
@@ -81,7 +81,7 @@ class ServerCore {
   // Saves the heads that have changed, as kDrainCheckpoint (needs a checkpoint directory); one line of log for each. False if one
   // could not be, or not before `deadline`.
   bool SaveHeads(absl::Time deadline);
-  // Tells the metrics what bare matrix products reach here: as the options say, else, on the CPU engine, as measured now.
+  // Sets the metric of bare matrix products: to the options' rate, else, on the CPU engine, to the rate measured now.
   void FindProductRate();
   // Brings back the heads of an earlier server (heads::HeadRegistry::RestoreAll), if the options say so, until `cancelled`; one
   // line of log for each.
@@ -91,14 +91,14 @@ class ServerCore {
   void CountExpiredSessions(const std::vector<heads::SessionRegistry::Expired>& expired);
   // The call's hold on its session; an empty one without a session. kSessionNotFound.
   absl::StatusOr<heads::SessionRegistry::Use> UseSession(const std::optional<heads::SessionId>& session);
-  // kInFlightBytesExceeded, naming `what`, unless `bytes` of tensors are free, beside what is kept for others who were refused
-  // before this client.
+  // kInFlightBytesExceeded, naming `what`, unless `bytes` of tensors are free, beside those kept for clients that were refused
+  // before this one.
   absl::Status ReserveInFlight(const std::string& client, int64_t bytes, const char* what,
                                transport::ByteBudget::Reservation* reservation);
 
-  // What the memory budget has room for beside the heads that exist.
+  // The bytes left in the memory budget beside the heads that exist.
   int64_t AvailableBytes() const;
-  // What the core asks and tells the ports; called on any thread until they are replaced. Null: nobody is there.
+  // The core's calls to the ports, on any thread until they are replaced. Null: there are no ports.
   struct PortHooks {
     std::function<int64_t()> count_connections;
     std::function<void(const std::string& peer)> on_cancelled;
@@ -109,8 +109,8 @@ class ServerCore {
   // Current readings for the metrics.
   observability::GaugeReadings ReadGauges() const;
 
-  // Constant after Create(), or thread-safe by themselves. What heads hold on to goes after them: the engine last of all, and the
-  // budgets of what they keep.
+  // Constant after Create(), or thread-safe by themselves. Members that heads use are destroyed after them: the engine last of all,
+  // and the budgets.
   const ServerOptions options;
   const std::unique_ptr<LossEngine> engine;
   observability::Metrics metrics;
@@ -123,7 +123,7 @@ class ServerCore {
   std::unique_ptr<const AccessControl> access;
   std::unique_ptr<checkpoint::CheckpointStore> checkpoints;  // null: not configured
   transport::RegionRegistry regions;
-  transport::TeacherJoin join;                               // before the heads: what is undecided holds on to rows of it
+  transport::TeacherJoin join;                               // before the heads: undecided contributions use its rows
   std::unique_ptr<transport::DescriptorSocket> descriptors;  // null: not configured
   heads::HeadRegistry registry;
   heads::SessionRegistry sessions;
@@ -137,10 +137,10 @@ class ServerCore {
   TransferRegistry transfers;
   const heads::Epoch incarnation;
   const absl::Time start_time;
-  CallThreads operations;  // unary calls that may wait, while they do not
-  CallThreads file_calls;  // those of them that read or write files
+  CallThreads operations;  // unary calls, while they do not wait
+  CallThreads file_calls;  // unary calls that read or write files
   CallThreads calls;       // one for each ComputeLoss
-  CallThreads senders;     // begin to send what the engine has got ready
+  CallThreads senders;     // start to send the engine's results
 
  private:
   class Reaper;

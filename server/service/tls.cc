@@ -100,7 +100,7 @@ absl::StatusOr<Validity> CheckFiles(const ServerOptions& options) {
   return validity;
 }
 
-// Tells a file from what lies under its name later.
+// Distinguishes a file from a later one of its name.
 using FileIdentity = std::array<int64_t, 6>;
 
 FileIdentity IdentityOf(const std::string& path) {

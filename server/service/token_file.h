@@ -20,13 +20,13 @@
 
 namespace headwater::service {
 
-// What the file says of one token.
+// The file's entry for one token.
 struct TokenGrant {
   std::string name;                  // for logs
   std::array<uint8_t, 32> sha256{};  // of the token's bytes
   std::string tenant;                // all that the token can see
   std::vector<std::string> compute;  // patterns of ids of heads, `*` being any characters
-  std::vector<std::string> admin;    // likewise
+  std::vector<std::string> admin;    // patterns of ids of heads
 };
 
 using TokenGrants = std::vector<std::shared_ptr<const TokenGrant>>;
@@ -47,14 +47,14 @@ class TokenFile {
 
   // Null if the token is not known. Takes as long for any token of that length.
   std::shared_ptr<const TokenGrant> Find(absl::string_view token) const;
-  // The same by the token's SHA-256.
+  // Find() by the token's SHA-256.
   std::shared_ptr<const TokenGrant> FindSha256(const std::array<uint8_t, 32>& sha256) const;
   // Rises when other contents are taken, before they can be found.
   int64_t version() const { return version_.load(); }
 
  private:
   TokenFile(std::string path, absl::Duration interval, std::string text, TokenGrants grants);
-  // Takes what the file says now; what it said before stays if that is nothing of use.
+  // Takes the file's present contents; keeps the earlier ones if these are of no use.
   void Reload();
 
   const std::string path_;

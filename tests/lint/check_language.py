@@ -30,6 +30,7 @@ DONE = (
     "proto/**/*",
     "server/heads/*",
     "server/scheduler/*",
+    "server/service/*",
     "tests/bench/**/*",
     "tests/deploy/**/*",
     "tests/frameworks/*",
