@@ -242,7 +242,7 @@ absl::StatusOr<bool> Discard(const std::vector<DecisionTarget>& targets, int64_t
   scheduler::Sequencer& sequencer = heads.front()->sequencer;
   bool dropped = false;
   {
-    // One that is being computed is answered at once.
+    // A discard of a micro-batch that is being computed is answered at once.
     const auto needs = [&]() -> absl::StatusOr<scheduler::Needs> {
       if (absl::Status status = CheckDiscard(targets, micro_batch, attempt, session); !status.ok()) return status;
       scheduler::Needs needed;

@@ -41,14 +41,14 @@ class OrderedWindow {
   // The lowest id whose contribution is not there.
   int64_t FirstMissing() const;
 
-  // Its trainer has discarded it: the next one need not wait for it.
+  // The trainer has discarded the micro-batch: the next one need not wait for it.
   void Close(int64_t micro_batch) { closed_.insert(micro_batch); }
   // Another attempt of it has begun.
   void Reopen(int64_t micro_batch) { closed_.erase(micro_batch); }
   void Wait(std::shared_ptr<const WaitingAddition> addition);
   // The one whose turn it is, or null. `sealed`: nothing that is missing will come.
   std::shared_ptr<const WaitingAddition> Next(bool sealed) const;
-  // It is in the accumulator, whether it had to wait or not.
+  // The contribution is in the accumulator, whether it had to wait or not.
   void MarkAdded(int64_t micro_batch);
   // The step is closed, or lost.
   void Clear();
