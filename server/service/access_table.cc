@@ -38,7 +38,7 @@ constexpr AccessRow kRows[] = {
     {"/headwater.v1.HeadService/RestoreCheckpoint", Permission::kAdmin},
     {"/headwater.v1.HeadService/DeleteCheckpoint", Permission::kAdmin},
 
-    // The secret id of a session is all that renews and closes it.
+    // A session is its secret id: a client that has the id may renew and close it.
     {"/headwater.v1.SessionService/GetServerInfo", Permission::kToken},
     {"/headwater.v1.SessionService/OpenSession", Permission::kToken},
     {"/headwater.v1.SessionService/KeepAlive", Permission::kToken},

@@ -124,7 +124,7 @@ class ComputeLossStream final : public RowStream {
           MakeError(ErrorReason::kStripeLost, absl::StrCat(std::string(status.message()), kWasComputed), GetErrorMetadata(status));
     }
     if (status.ok() || !scope.Cancelled()) return status;
-    // No client brings this about; its heads may be lost, and that nothing was added would not be true.
+    // No client causes this. Its heads may be lost, and the text "nothing was added" would not be true.
     if (HasReason(status, ErrorReason::kEngineFailed)) return status;
     // The reason is that the client is gone, or was sent away, whatever error came first.
     const absl::Status why = why_ended();
@@ -147,7 +147,7 @@ class ComputeLossStream final : public RowStream {
     if (absl::Status why = why_ended(); !why.ok()) return why;
     // A cut stream ends like a half-closed one. The difference is known a moment later, too late for this call.
     if (gone() || scope.Cancelled()) return scope.CancelledError();
-    core().CountCancelled(context().peer());  // it may have been; and if not, a call that says nothing is no better
+    core().CountCancelled(context().peer());  // perhaps it was not; a call that sends nothing counts alike
     return CheckHeaderSeen(false);
   }
 

@@ -54,7 +54,7 @@ class MicroBatchRun {
   absl::Status PullRows();
   // Waits until the micro-batch may be submitted: all rows are there, or enough to begin with.
   absl::Status AwaitStart();
-  // When it may be submitted though rows are missing, as things are.
+  // When it may be submitted even if rows are missing.
   absl::Time EarlyStart(const Progress& rows, absl::Time now);
   // Why the wait for rows is over at `now`; OK if it is not, and `end` is lowered to when it will be.
   absl::Status CheckWait(const Progress& rows, absl::Time now, absl::Time* end) const;

@@ -35,7 +35,7 @@ inline constexpr char kRequestIdKey[] = "x-request-id";
 // A call may also bring the W3C metadata `traceparent`, and the log names its trace. If the caller records the trace, micro-batches
 // and steps are written to files (ServerOptions::trace_dir).
 
-// Where calls come in: the core that serves them, and the role of the ports. Without a role it takes the calls of every port.
+// Where calls come in: the core that serves them, and the role of the ports. Without a role it takes the calls that all ports take.
 struct Entrance {
   Entrance(ServerCore& server_core, PortRole port_role = PortRole::kData) : core(server_core), role(port_role) {}
   ServerCore& core;

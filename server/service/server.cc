@@ -93,7 +93,7 @@ struct Server::Ports {
   GroupServiceImpl group_service;
   std::vector<std::string> addresses;
   std::unique_ptr<grpc::Server> grpc_server;
-  // By whether they are of a Unix socket: what the gate lets in goes to gRPC through these.
+  // One for TCP and one for Unix sockets: they hand gRPC the connections that the gate lets in.
   std::array<std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor>, 2> acceptors;
   std::unique_ptr<guard::ConnectionGate> gate;
 
@@ -326,8 +326,8 @@ bool Server::Drain(absl::Duration timeout) {
     state_->drained_cleanly = state_->core->AwaitIdle(deadline);
   }
   if (state_->core->options.group != nullptr) state_->core->options.group->Dismiss();
-  // After a clean drain only last answers on their way and health watches are left: they get a moment. Otherwise calls that ran
-  // into the timeout are, and they are cancelled now.
+  // After a clean drain only last answers on their way and health watches are left: they get a moment. Otherwise the calls that ran
+  // into the timeout are cancelled now.
   const auto moment = state_->drained_cleanly ? std::chrono::seconds(1) : std::chrono::seconds(0);
   const auto end = std::chrono::system_clock::now() + moment;
   for (Ports& group : state_->ports) group.gate->Stop();

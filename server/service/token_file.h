@@ -31,7 +31,7 @@ struct TokenGrant {
 
 using TokenGrants = std::vector<std::shared_ptr<const TokenGrant>>;
 
-// Whether the id of a head is as `pattern` says.
+// Whether the id of a head matches `pattern`.
 bool MatchesPattern(absl::string_view pattern, absl::string_view id);
 
 // kFileCorrupt, with the place and what was expected there. Never quotes a value, which could be a token put in the wrong place.
@@ -39,8 +39,8 @@ absl::StatusOr<TokenGrants> ParseTokens(const std::string& text);
 
 class TokenFile {
  public:
-  // The file is looked at every `interval`. InvalidArgument if it cannot be read, is not as it should be, or others than its
-  // owner's group may write it.
+  // The file is looked at every `interval`. InvalidArgument if it cannot be read or is malformed, or if others than its owner's
+  // group may write it.
   static absl::StatusOr<std::unique_ptr<TokenFile>> Open(const std::string& path, absl::Duration interval = absl::Seconds(1));
   TokenFile(const TokenFile&) = delete;
   TokenFile& operator=(const TokenFile&) = delete;

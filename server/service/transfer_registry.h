@@ -60,9 +60,9 @@ class TransferRegistry {
   // The stripe waits no more; `found` will not be called, or has been.
   void Leave(const TransferId& id, int64_t number);
 
-  // Sends away stripes that have waited for too long at `now` (observability::MonotonicNow()). To be called every few milliseconds.
+  // Refuses stripes that have waited for too long at `now` (observability::MonotonicNow()). To be called every few milliseconds.
   void Expire(absl::Time now);
-  // The server drains: stripes whose primary stream has not come are sent away, now and from now on.
+  // The server drains: stripes whose primary stream has not come are refused, now and from now on.
   void Drain();
 
   int64_t waiting() const;
