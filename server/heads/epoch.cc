@@ -8,8 +8,8 @@ namespace headwater::heads {
 
 Epoch NewEpoch() {
   Epoch epoch;
-  // From the kernel itself, as the ids of sessions: no state of ours that a fork or a restart could repeat. It gives so few bytes
-  // always; a server that could repeat an epoch would mix up two lives of a head, so it must not go on.
+  // From the kernel itself, like the ids of sessions: a fork or a restart cannot repeat it. The kernel always gives so few bytes. A
+  // repeated epoch would mix up two lives of a head, so without random bytes the server aborts.
   if (getentropy(epoch.data(), epoch.size()) != 0) std::abort();
   return epoch;
 }

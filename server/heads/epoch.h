@@ -1,4 +1,4 @@
-// Epoch: random 128 bits that change whenever a head's state stops being a continuation.
+// Epoch: random 128 bits that change whenever a head's state does not continue the one before.
 #ifndef HEADWATER_SERVER_HEADS_EPOCH_H_
 #define HEADWATER_SERVER_HEADS_EPOCH_H_
 

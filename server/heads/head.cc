@@ -45,7 +45,7 @@ absl::Status Head::CheckEpoch(const std::optional<Epoch>& epoch) const {
 
 namespace {
 
-// The end of a wait that the call itself may come after: OK if only the time for the step is over.
+// The status after a wait: OK if only the step's deadline has passed, so that the call itself may follow.
 absl::Status AfterWait(const absl::Status& status, const WaitLimits& limits) {
   const bool is_late = HasReason(status, ErrorReason::kDeadlineExceeded);
   return is_late && observability::MonotonicNow() < limits.deadline ? absl::OkStatus() : status;
@@ -124,7 +124,7 @@ absl::Status Head::TryRetire(const std::optional<Epoch>& epoch, bool force) {
   if (absl::Status status = CheckEpoch(epoch); !status.ok()) return status;
   if (!force && core.InUse()) {
     const StepTotals totals = core.steps.open().Totals();
-    // Who submits for a client has a use of it as well.
+    // A client's submission has a HeadUse as well, so the two counts overlap.
     const int64_t running_calls = std::max(core.running_calls, core.use_count);
     return MakeError(ErrorReason::kHeadInUse,
                      absl::StrCat(core.name.ToString(), " is in use: ", running_calls, " running calls, ", totals.micro_batch_count,

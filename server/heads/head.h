@@ -1,31 +1,31 @@
 // Head: one LM head's transactions. Ties the open step to the engine's numbers.
 //
-// Head is the face; its calls are carried out on its HeadCore (head_core.h) and the parts of that: StepTransactions (ledger,
-// pending contributions, order), WeightTensors and WeightRecord (tensors, versions, checkpoints). Calls on several heads are
-// functions of their own: submit.h, decide.h.
+// Head is the interface; its calls work on its HeadCore (head_core.h) and the core's parts. StepTransactions has the ledger,
+// pending contributions and their order. WeightTensors and WeightRecord have tensors, versions and checkpoints. Calls on several
+// heads are functions of submit.h and decide.h.
 //
 // Thread-safe. The sequencer (scheduler/sequencer.h) decides which calls may use a head at once. Describe(), GetSteps() and all
-// checks answer while other calls compute. A call that computes waits for the head in a fair queue, as its WaitLimits allow, and
-// has changed nothing when they end the wait (in deterministic mode Seal() and Apply() may have sealed the step). Submissions that
-// stage nothing share the head, so several small ones reach the engine together. A save only reads the weights: submissions,
-// decisions and the calls on the gradient go on beside it, changes of the weights wait. Nothing here knows gRPC; errors carry
-// reasons (error.h).
+// checks answer while other calls compute. A call that computes waits for the head in a fair queue, as its WaitLimits allow. When
+// they end the wait it has changed nothing, except that Seal() and Apply() may have sealed the step in deterministic mode.
+// Submissions that stage nothing share the head, so several small ones reach the engine together. A save only reads the weights:
+// changes of the weights wait for it, submissions, decisions and calls on the gradient do not. Nothing here knows gRPC; errors
+// carry reasons (error.h).
 //
-// Every call answers, in this order: kHeadNotFound after Retire(); kHeadNotTrainable where a step is named and the head is frozen;
-// kStepLost while the head is RESTORED and the call names an epoch or a step; kEpochFenced; kStepLost while the head is LOST;
-// kWeightsNotLoaded while it is LOADING.
+// Every call fails with the first of these errors that applies. Errors: kHeadNotFound after Retire(); kHeadNotTrainable where a
+// step is named and the head is frozen; kStepLost while the head is RESTORED and the call names an epoch or a step; kEpochFenced;
+// kStepLost while the head is LOST; kWeightsNotLoaded while it is LOADING.
 //
 // A head is LOST when the engine failed (kEngineFailed, kInternal) while its accumulator, weights or optimizer state were being
-// changed: their values are unknown. Everything undecided is dropped, and every call but SetTensor(s) and Restore is refused until
-// one of those gives the head a new epoch. An engine that fails before it changes anything (a staged or forward-only computation,
-// one whose rows were still awaited, a read, kShardNotReady) leaves the head as it was. Computations beside the one that failed end
-// with kStepLost. A head is RESTORED when the server has brought it back from a checkpoint: Take(), Restore() and SetTensor(s) with
-// the current epoch make it READY.
+// changed: their values are unknown. Everything undecided is dropped, and every call except SetTensor(s) and Restore is refused
+// until one of those gives the head a new epoch. A failure before any change leaves the head as it was: a staged or forward-only
+// computation, one whose rows were awaited, a read, kShardNotReady. Computations beside the failed one end with kStepLost. A head
+// is RESTORED when the server has brought it back from a checkpoint. Take(), Restore() and SetTensor(s) with the current epoch make
+// it READY.
 //
 // In deterministic mode (HeadLimits::deterministic) contributions are added in ascending id, each by a computation of its own over
 // held rows, always of the same kind. A step's gradient is then bitwise equal whatever the order in which contributions came, were
-// repeated or decided. A contribution that is committed before its turn waits in an OrderedWindow; its state is COMMITTED, and
-// nobody can take it back. Computations on a head do not overlap in this mode.
+// repeated or decided. A contribution that is committed before its turn waits in an OrderedWindow. Its state is COMMITTED, and it
+// cannot be taken back. Computations on a head do not overlap in this mode.
 //
 // An undecided contribution may belong to several heads (a micro-batch with several terms). It is dropped in all of them as soon as
 // one of them drops it; the others notice at their next call, before anything else.
@@ -83,23 +83,23 @@ class Head {
   const HeadSpec& spec() const;
   int64_t token_chunk_rows() const;  // MemoryPlan::token_chunk_rows of its plan
   HeadInfo Describe() const;
-  // kEpochFenced (with both epochs in hex, and openStep) unless `epoch`, if given, is the head's; kStepLost if it has been restored
-  // since; kHeadNotFound once the head has been retired.
+  // kEpochFenced (with both epochs in hex, and openStep) if `epoch` is given and not the head's. kStepLost if the head has been
+  // restored since; kHeadNotFound once it has been retired.
   absl::Status CheckEpoch(const std::optional<Epoch>& epoch) const;
   // When a call last named the head, by the registry's clock.
   void Touch(absl::Time now) { last_use_nanos_.store(absl::ToUnixNanos(now), std::memory_order_relaxed); }
   absl::Time last_use() const { return absl::FromUnixNanos(last_use_nanos_.load(std::memory_order_relaxed)); }
 
   // ---- waits -----------------------------------------------------------------------------------------------------------
-  // A call that names the open step + 1 waits here until that step is open; any other call, and one that is to fail anyway, goes on
-  // at once. So does this one when its deadline comes, to be answered kStepMismatch. Other errors of Wait().
+  // Waits until the step is open if the call names the open step + 1; else returns OK at once. OK as well at the step's deadline:
+  // the call itself then fails with kStepMismatch. Other errors of Wait().
   absl::Status AwaitStep(const StepKey& key, const WaitLimits& limits);
-  // In deterministic mode AddGradient() is refused (kOrderedWindowFull) until its predecessors are there, and adds them first: its
-  // rows are not kept. Waits for that; OK as well when the deadline comes. Other errors of Wait().
+  // Waits for the predecessors of an AddGradient() in deterministic mode. It is refused before (kOrderedWindowFull), because its
+  // rows are not kept; it adds them first. OK as well at the step's deadline. Other errors of Wait().
   absl::Status AwaitTurn(const StepKey& key, int64_t micro_batch, const WaitLimits& limits) const;
 
   // ---- the trainer's own part of a step --------------------------------------------------------------------------------
-  // Refuses what AddGradient() would refuse whatever the bytes are, for before they arrive.
+  // Returns the errors of AddGradient() that do not depend on the bytes, before they arrive.
   absl::Status CheckAddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, int64_t row_start,
                                 int64_t row_count) const;
   // Adds a trainer's own part as a committed contribution. True if this call added it, false for a repeat with the same digest.
@@ -107,16 +107,16 @@ class Head {
                                    const GradientPart& part, const std::function<bool()>& cancelled,
                                    const WaitLimits& limits = AsLongAsItTakes());
   // Drops what a session that has ended left undecided; a tombstone stays for each. Returns how many micro-batches this call
-  // dropped. Waits for nobody: one thread ends all sessions. What a call of the session is just committing stays, and so does what
-  // its calls still add; that is dropped when the last of them has ended, and the session with it once more.
+  // dropped. Never waits: one thread ends all sessions. Contributions stay that running calls of the session commit or add. The
+  // session ends once more after the last of these calls, and drops the rest.
   int64_t DropSession(const SessionId& session);
 
   // ---- steps ---------------------------------------------------------------------------------------------------------
   absl::StatusOr<std::pair<StepRecord, std::optional<StepRecord>>> GetSteps(const Epoch& epoch) const;
-  // With `wait`: as long as micro-batches are missing or undecided, and the step takes them, waits for them.
+  // With `wait`: while the step takes micro-batches, waits for those that are missing or undecided.
   absl::StatusOr<SealReply> Seal(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& wait = {},
                                  const WaitLimits& limits = AsLongAsItTakes());
-  // Needs a sealed step, or `expected` to seal the open one first (kMissingField without it); the step stays sealed if the update
+  // Needs a sealed step, or `expected` to seal the open one first (kMissingField without it). The step stays sealed if the update
   // is then refused (kNonFiniteGradient). With `expected` for a sealed step the expectation must hold. Replay: the last closed step
   // with equal arguments gets the stored reply; `expected` is compared only if both calls gave it. Anything else for the last
   // closed step is kStepConflict. kOptimizerNotConfigured; kInvalidCombination for overrides that the head's optimizer does not
@@ -126,17 +126,17 @@ class Head {
   // Returns {open step, replayed}.
   absl::StatusOr<std::pair<int64_t, bool>> DiscardGradient(const StepKey& key, const WaitLimits& limits = AsLongAsItTakes());
   // Takes one tensor of the weights that close a sealed step. When the head has all of its tensors they are swapped in whole, the
-  // step is REPLACED and step + 1 is open. A repeat of a tensor that the last closed step was replaced with is answered alike.
-  // kStepMismatch, kStepNotSealed, kStepConflict; and what SetTensor() refuses. The epoch stays, optimizer state is kept.
+  // step is REPLACED and step + 1 is open. A repeat of a tensor that the last closed step was replaced with gets the same answer.
+  // kStepMismatch, kStepNotSealed, kStepConflict; and the errors of SetTensor(). The epoch and the optimizer state stay.
   absl::StatusOr<ReplaceReply> Replace(const StepKey& key, const ShadowTensor& tensor,
                                        const WaitLimits& limits = AsLongAsItTakes());
   // Drops a tensor that waits for the others, if it is the one at `data`: its room is needed. The step needs all of them again
   // then. False if it does not wait here, or a call changes the weights or is to change them.
   bool DropShadow(const void* data);
-  // A new run takes over: a new epoch, an empty open step. kEpochFenced if `epoch` is given and not the head's; kHeadNotTrainable;
-  // kStepLost for a head that is LOST. This, Replace() and the other calls that make an epoch return the head as they leave it:
-  // whoever takes it right afterwards has another epoch, which the former owner must not learn from its own call. The taker has
-  // worked under `recovers_epochs` before the server was started again: Describe() tells them as long as the new epoch lasts.
+  // Starts a new run: a new epoch, an empty open step. kEpochFenced if `epoch` is given and not the head's; kHeadNotTrainable;
+  // kStepLost for a head that is LOST. Every call that makes an epoch returns the head as it leaves it: a former owner must not
+  // learn the epoch of a later Take(). `recovers_epochs` are those of the new owner from before a restart of the server; Describe()
+  // reports them as long as the new epoch lasts.
   absl::StatusOr<HeadInfo> Take(const std::optional<Epoch>& epoch, std::vector<Epoch> recovers_epochs = {},
                                 const WaitLimits& limits = AsLongAsItTakes());
   // Without factor.
@@ -148,25 +148,25 @@ class Head {
 
   // ---- weights -------------------------------------------------------------------------------------------------------
   // Sets a whole tensor (kWeight or kBias), in the storage type or fp32 (rounded to nearest even for storage, kept whole in the
-  // master weights). Becomes READY when all tensors are there; a READY or LOST head gets a new epoch, version + 1 and an empty
-  // step, uncommitted contributions are dropped, and optimizer state starts again from 0 (Restore brings weights together with
+  // master weights). The head is READY when all tensors are there. A READY or LOST head gets a new epoch, version + 1 and an empty
+  // step. Its uncommitted contributions are dropped; its optimizer state restarts from 0 (Restore brings weights together with
   // theirs). kEpochFenced for a stale epoch; kDataTypeMismatch, kDataLengthMismatch, kInvalidField.
   absl::StatusOr<HeadInfo> SetTensor(const Epoch& epoch, HeadTensor tensor, DataType data_type, const void* data,
                                      int64_t byte_count, const WaitLimits& limits = AsLongAsItTakes());
-  // SetTensor() for one or two tensors in one change, read from sources in pieces of at most kTensorPieceBytes. Those that are not
-  // in memory are read through once before anything is written, without holding up other calls: if one fails then, its error comes
-  // back, and the head is as before. One that fails after that has changed meanwhile: a head that was LOADING still is, without the
-  // tensors of this call, and is told the source's error; any other is LOST (kEngineFailed).
+  // SetTensor() for one or two tensors in one change, read from sources in pieces of at most kTensorPieceBytes. Sources that are
+  // not in memory are first read through, without holding up other calls. An error then is returned, and leaves the head as before.
+  // If a source fails after that, a LOADING head stays so without the tensors of this call, and the error is the source's. Any
+  // other head is LOST (kEngineFailed).
   absl::StatusOr<HeadInfo> SetTensors(const Epoch& epoch, const std::vector<TensorUpdate>& updates,
                                       const WaitLimits& limits = AsLongAsItTakes());
-  // Copies elements of kWeight or kBias (storage type), kMasterWeight or kMasterBias (fp32). kWeightVersionMismatch if `version` is
-  // given and not the current one; kEpochFenced (kStepLost of a RESTORED head) the same for `epoch`.
+  // Copies elements of kWeight or kBias (storage type), kMasterWeight or kMasterBias (fp32). `version` and `epoch`, if given, must
+  // be current: kWeightVersionMismatch; kEpochFenced, or kStepLost of a RESTORED head.
   absl::Status ReadWeights(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out,
                            std::optional<int64_t> version, const std::optional<Epoch>& epoch = std::nullopt,
                            const WaitLimits& limits = AsLongAsItTakes()) const;
 
   // ---- checkpoints ---------------------------------------------------------------------------------------------------
-  // Writes weights, optimizer state and the number of the step that was open when the save began; contributions of that step are
+  // Writes weights, optimizer state and the number of the step that is open when the save begins. Contributions of that step are
   // not part of it. `epoch` is required for a trainable head.
   absl::StatusOr<SavedCheckpoint> Save(const std::optional<Epoch>& epoch, checkpoint::CheckpointStore& store,
                                        const std::string& checkpoint_name, bool overwrite,
@@ -175,18 +175,18 @@ class Head {
   // kDeadlineExceeded if it has changed and cannot begin before `deadline`, or, unless it `waits`, at once.
   absl::StatusOr<bool> SaveIfChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name, absl::Time deadline,
                                      bool waits);
-  // Sets weights, optimizer state and step; a new epoch, version + 1, an empty open step. If the checkpoint is not there, damaged
-  // or of another spec, the head is as before. In deterministic mode so it is if the checkpoint was saved where sums are made in
-  // another order (kCheckpointSpecMismatch); else HeadInfo::restore_note says so. A new head that has not been saved yet goes on
-  // with the checkpoint's run (CheckpointStore::Continue()). With `comes_back`, for a head that was just created because the server
-  // restarted, the epoch is not checked, and a trainable head is RESTORED then.
+  // Sets weights, optimizer state and step; a new epoch, version + 1, an empty open step. If the checkpoint is absent, damaged or
+  // of another spec, the head is as before. A checkpoint saved where sums are made in another order is noted in
+  // HeadInfo::restore_note; deterministic mode refuses it (kCheckpointSpecMismatch). A new head that has not been saved yet
+  // continues the checkpoint's run (CheckpointStore::Continue()). With `comes_back`, for a head that was just created because the
+  // server restarted, the epoch is not checked, and a trainable head is RESTORED then.
   absl::StatusOr<HeadInfo> Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
                                    const WaitLimits& limits = AsLongAsItTakes(), bool comes_back = false);
   // One of the head's checkpoints was removed: errors do not name it any more, and SaveIfChanged() does not count on it.
   void CheckpointRemoved(const checkpoint::CheckpointStore& store);
 
   // ---- its end -------------------------------------------------------------------------------------------------------
-  // True if there are uncommitted contributions, running calls (submissions, and whoever has a HeadUse) or a non-empty open step.
+  // True if there are uncommitted contributions, running calls (submissions, and HeadUse objects) or a non-empty open step.
   bool InUse() const;
   // Changes the number of its HeadUse objects, and returns it.
   int64_t CountUses(int64_t change) const;
@@ -204,8 +204,8 @@ class Head {
   std::atomic<int64_t> last_use_nanos_;
 };
 
-// A call's use of a head that it has found, for as long as it may come to work on it: the head is in use meanwhile, and if it is
-// deleted all the same its memory stays its tenant's. Not for what is answered at once.
+// A call's use of a head that it has found and may still work on. The head is in use meanwhile. If it is deleted nevertheless, its
+// memory still counts as its tenant's. Calls that are answered at once need none.
 class HeadUse {
  public:
   HeadUse() = default;

@@ -182,7 +182,7 @@ void HeadCore::MarkRetired() {
 }
 
 bool HeadCore::IsItsTurn(const StepKey& key, int64_t micro_batch) const {
-  // Anything but a missing predecessor is for the call itself to find out.
+  // Only a missing predecessor is waited for; the call itself reports anything else.
   if (!in_order() || retired || state != HeadState::kReady || key.epoch != epoch || key.step != steps.open().step) return true;
   return steps.IsDue(micro_batch);
 }
@@ -226,7 +226,7 @@ std::shared_ptr<const WaitingAddition> HeadCore::NextInOrder() const {
 
 namespace {
 
-// `yields`: not where another operation writes the weights, or is to do so first.
+// `yields`: stops at a head whose weights another operation writes, or is to write first.
 absl::Status AddInOrder(HeadCore& head, const WaitLimits& limits, bool yields) {
   if (!head.in_order()) return absl::OkStatus();
   while (true) {
@@ -250,7 +250,7 @@ absl::Status AddInOrder(HeadCore& head, const WaitLimits& limits, bool yields) {
       teacher = teachers.Check();
     }
     if (!teacher.ok()) {
-      // It was committed, and what it would have added can no longer be computed.
+      // It was committed, but its addition can no longer be computed.
       return head.AfterChange(MakeError(ErrorReason::kEngineFailed, absl::StrCat("micro-batch ", next->micro_batch,
                                                                                  " was committed and waited for its turn, but ",
                                                                                  std::string(teacher.message()))));

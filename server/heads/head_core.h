@@ -1,7 +1,7 @@
-// HeadCore: what the calls on one head share: its parts, its state and its record. For server/heads alone; callers have Head.
+// HeadCore: the state that the calls on one head share, with its parts and its record. For server/heads alone; callers have Head.
 //
-// All that changes is read and written in turns of the sequencer. A call that computes holds an admission to the head: epoch, step,
-// version and state stay as they are while it does, but for what these do meanwhile:
+// All changing state is read and written in turns of the sequencer. While a call holds an admission to compute, epoch, step,
+// version and state stay as they are, except for changes by:
 //   - a call that shares the accumulator: records and pending contributions of its own micro-batches, and the loss of the head;
 //   - Retire, and the end of a session, which wait for no admission;
 //   - beside a call that only reads the weights: every call that does not write them.
@@ -54,7 +54,7 @@ struct HeadCore {
   HeadCore(const HeadName& head_name, const HeadSpec& head_spec, const HeadLimits& head_limits, LossEngine& head_engine,
            std::shared_ptr<scheduler::Sequencer> head_sequencer, std::unique_ptr<EngineHead> head_on_engine);
 
-  // The checks that every call begins with; Head says in which order. `expected` null: the epoch is not checked. In a turn.
+  // The checks that every call begins with, in the order of head.h. `expected` null: the epoch is not checked. In a turn.
   absl::Status Check(const Epoch* expected, Need need, bool for_step);
   // In a turn.
   absl::Status EpochError(const Epoch& named) const;
@@ -70,7 +70,7 @@ struct HeadCore {
 
   // Waits for this use of the head alone. The error of the limits; kHeadNotFound once the head has been retired.
   absl::StatusOr<scheduler::Admission> Admit(scheduler::Uses uses, const WaitLimits& wait);
-  // Lets calls look again that wait for micro-batches or for their turn, or for any change of the step. In a turn, after it.
+  // Wakes calls that wait for micro-batches or their turn; StepChanged() wakes all that wait for the step. In a turn, afterwards.
   void MicroBatchChanged() { micro_batch_changed.WakeAll(); }
   void StepChanged();
   // The contribution whose turn it is to be added, or null. In a turn.
@@ -96,7 +96,7 @@ struct HeadCore {
   scheduler::Sequencer& sequencer = *sequencer_owner;
   const std::shared_ptr<scheduler::Record> record = std::make_shared<scheduler::Record>();
   const std::unique_ptr<EngineHead> on_engine;  // calls other than spec(), plan(), shards() and the sizes need an admission
-  WeightTensors tensors;                        // likewise, but for its checks
+  WeightTensors tensors;                        // needs an admission, except for its checks
 
   StepTransactions steps;
   WeightRecord weights;
@@ -112,7 +112,7 @@ struct HeadCore {
   int64_t use_count = 0;      // HeadUse objects
 };
 
-// What a call does that waits for its heads; for messages.
+// Completes "the call ..." in messages about a call that waits for its heads.
 inline constexpr char kWaitsForHead[] = "waited for its turn on the head";
 
 // kHeadNotFound for a call that still holds a head that has been deleted.
@@ -121,15 +121,15 @@ absl::Status HeadDeleted(const HeadName& name);
 // Adds a use of a head to the needs of an operation.
 void AddNeed(const HeadCore& head, const scheduler::Uses& uses, scheduler::Needs& needs);
 
-// The teachers of held rows, which are computed again: they must be there, and be what they were.
+// The teachers of held rows, which are computed again: each teacher must still exist, unchanged.
 class HeldTeachers {
  public:
   HeldTeachers() = default;
   HeldTeachers(const HeldTeachers&) = delete;
   HeldTeachers& operator=(const HeldTeachers&) = delete;
-  // Takes those that are left of `held`, and adds their uses to `needs`. In a turn.
+  // Takes the teachers of `held` that still exist, and adds their uses to `needs`. In a turn.
   void Find(const HeldRows& held, scheduler::Needs& needs);
-  // kHeadNotFound, kWeightVersionMismatch, and what Check() says. In a turn.
+  // kHeadNotFound, kWeightVersionMismatch, and the errors of HeadCore::Check(). In a turn.
   absl::Status Check() const;
 
  private:
@@ -137,12 +137,12 @@ class HeldTeachers {
   std::vector<int64_t> versions_;             // of each head's weights
 };
 
-// Adds the contributions whose turn has come, one after the other, each as an operation of its own. In deterministic mode alone;
-// else nothing is done. An engine failure, or a teacher that is no longer what it was, makes the head LOST; any other error leaves
-// what waits as it is.
+// Adds the contributions whose turn has come, one after the other, each as an operation of its own. Does nothing outside
+// deterministic mode. An engine failure, or a teacher that has changed or gone, makes the head LOST. After any other error the
+// waiting contributions stay as they are.
 absl::Status AddInOrder(HeadCore& head, const WaitLimits& limits);
-// AddInOrder() for several heads, but for those whose weights are written. Only what made one LOST is an error: what else fails is
-// added by the next submission, decision or gradient, or by the seal.
+// AddInOrder() for several heads, except those whose weights are written. Returns only errors that made a head LOST. After other
+// errors the next submission, decision, gradient or seal adds the rest.
 absl::Status AddInOrder(const std::vector<HeadCore*>& heads);
 
 }  // namespace headwater::heads

@@ -22,7 +22,7 @@ struct HeadInfo {
   HeadName name;
   HeadSpec spec;
   Epoch epoch;
-  std::vector<Epoch> recovers_epochs;  // what the Take() that made the epoch was given; empty if another call made it
+  std::vector<Epoch> recovers_epochs;  // given to the Take() that made the epoch; empty if another call made it
   HeadState state;
   int64_t weight_version;
   std::optional<int64_t> open_step;  // trainable heads
@@ -34,7 +34,7 @@ struct HeadInfo {
   std::string restored_checkpoint;  // that a RESTORED head came back from
   // MonotonicNow() of the oldest change of a trainable head's weights that its newest checkpoint does not have.
   std::optional<absl::Time> unsaved_since;
-  std::string restore_note;  // what there is to know about the checkpoint that was restored last; empty: nothing
+  std::string restore_note;  // about the checkpoint that was restored last; empty: nothing to note
 };
 
 }  // namespace headwater::heads

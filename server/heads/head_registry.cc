@@ -94,7 +94,7 @@ absl::Status HeadRegistry::Reserve(const HeadName& name, const absl::StatusOr<in
     ++tenant_heads;
     tenant_bytes = SaturatingAdd(tenant_bytes, departed.planned_bytes);
   }
-  // The tenant's own limits first: the server's tells how many heads others have.
+  // The tenant's own limits first: the server's limit reveals how many heads others have.
   if (tenant_heads >= limits_.max_heads_per_tenant) {
     return QuotaError(absl::StrCat("tenant ", name.tenant, " has ", tenant_heads, " heads, the maximum of a tenant is ",
                                    limits_.max_heads_per_tenant),
@@ -155,8 +155,8 @@ absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name,
   const absl::Cleanup settle = [&] { Settle(full_name, made); };
   absl::StatusOr<std::shared_ptr<Head>> head = Head::Create(name, spec, engine_, head_limits_, sequencer_);
   if (!head.ok()) return head.status();
-  // Once there is a new head, and before anybody can call it: a creation that is refused leaves the former head what it can come
-  // back from.
+  // The new head exists, and no call can find it yet. A refused creation must not take from a former head what it can come back
+  // from.
   if (store != nullptr) {
     if (absl::Status status = store->BeginAnew(name.tenant, name.head); !status.ok()) return status;
   }
@@ -242,10 +242,10 @@ absl::Status HeadRegistry::Delete(const HeadName& name, const std::optional<Epoc
 }
 
 absl::Status HeadRegistry::Remove(const HeadName& name, std::shared_ptr<Head> head, checkpoint::CheckpointStore* store) {
-  // What is undecided holds on to the head, and to others, until it is dropped.
+  // Undecided contributions keep this head and others alive until they are dropped.
   head->Retire();
   head.reset();
-  // No call can save the head any more. Only then may another take the name: it is not to be forgotten in this one's place.
+  // No call can save the head any more. Its name is still taken, so the store does not forget a successor instead.
   return store != nullptr ? store->Forget(name.tenant, name.head) : absl::OkStatus();
 }
 
@@ -302,7 +302,7 @@ std::vector<std::pair<HeadName, absl::Status>> HeadRegistry::SaveChanged(checkpo
       add(*head, saved);
     }
   }
-  // A thread for each: one whose weights are written for long keeps no other waiting.
+  // One thread for each: a head whose weights are written for long holds up no other.
   std::vector<absl::StatusOr<bool>> saved(written.size());
   std::vector<std::thread> savers;
   for (size_t i = 0; i < written.size(); ++i) {

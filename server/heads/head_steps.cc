@@ -15,7 +15,7 @@ namespace {
 // PyTorch's clip_grad_norm_ adds this to the norm.
 constexpr double kClipEpsilon = 1e-6;
 
-// What a call on the gradient of the open or sealed step checks.
+// The checks of a call on the gradient of the open or sealed step.
 absl::Status CheckOpenStep(HeadCore& core, const StepKey& key) {
   const Turn turn(core.sequencer);
   if (absl::Status status = core.Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
@@ -31,7 +31,7 @@ absl::Status AwaitMicroBatches(HeadCore& core, const StepKey& key, const Expecte
     const absl::Status complete = core.steps.ledger().CheckSeal(key.step, expected);
     const bool lacks_some =
         HasReason(complete, ErrorReason::kMicroBatchMissing) || HasReason(complete, ErrorReason::kMicroBatchUncommitted);
-    // To a sealed step, by another expectation perhaps, nothing can come any more.
+    // A sealed step takes nothing more, even if it was sealed with another expectation.
     if (!lacks_some || core.steps.open().state != StepState::kOpen) return absl::OkStatus();
     const absl::Status waited =
         Wait(core.micro_batch_changed, core.sequencer.mutex(), limits, "waited for micro-batches of its step");
@@ -39,7 +39,7 @@ absl::Status AwaitMicroBatches(HeadCore& core, const StepKey& key, const Expecte
   }
 }
 
-// Null if contributions wait that the sealed step is to have first.
+// Null if waiting contributions must be added to the sealed step first.
 absl::StatusOr<std::optional<ApplyReply>> TryApply(HeadCore& core, const StepKey& key,
                                                    const std::optional<ExpectedMicroBatches>& expected,
                                                    const ApplyArguments& arguments, const WaitLimits& limits) {
@@ -130,7 +130,7 @@ absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatc
   if (absl::Status status = AwaitMicroBatches(core, key, expected, wait.ForStep()); !status.ok()) return status;
   std::optional<bool> sealed_first;
   while (true) {
-    // Once the step is sealed this call is not begun again: it would take itself for a repeat. So this thread waits.
+    // Once it has sealed the step this call must not be tried again: it would take itself for a repeat. So this thread waits.
     const WaitLimits here = sealed_first.has_value() ? WaitLimits{limits.deadline} : limits;
     {
       const absl::StatusOr<scheduler::Admission> admission = core.Admit(kChangesGradient, here);
@@ -148,7 +148,7 @@ absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatc
         waits = core.steps.waiting_count() > 0;
         core.MicroBatchChanged();
       }
-      // If this, or what follows, fails the step is sealed nevertheless, and the same call again tells the rest.
+      // If this or a later part fails, the step is sealed nevertheless, and a repeated call returns the rest.
       if (!waits) {
         absl::StatusOr<GradientStats> stats = core.on_engine->ComputeGradientStats();
         if (!stats.ok()) return stats.status();

@@ -155,7 +155,7 @@ absl::StatusOr<ReplaceReply> Head::Replace(const StepKey& key, const ShadowTenso
 }
 
 bool Head::DropShadow(const void* data) {
-  // Replace() counts the tensors, and writes them after that.
+  // Not between Replace()'s count of the tensors and its write.
   const absl::StatusOr<scheduler::Admission> admission = core_->Admit(kReadsWeights, /*wait=*/{});
   if (!admission.ok()) return false;
   const Turn turn(core_->sequencer);
@@ -171,7 +171,7 @@ absl::Status Head::ReadWeights(HeadTensor tensor, int64_t element_start, int64_t
   if (!admission.ok()) return admission.status();
   {
     const Turn turn(core.sequencer);
-    // A head that has come back may be read at the epoch that it came back with, before anybody takes it.
+    // A head that has come back may be read at the epoch that it came back with, before a new owner takes it.
     if (epoch.has_value()) {
       if (absl::Status status = core.Check(&*epoch, Need::kAnyState, false); !status.ok()) return status;
     }
@@ -287,7 +287,7 @@ absl::StatusOr<HeadInfo> Head::Restore(const Epoch& epoch, checkpoint::Checkpoin
   core.weights.NextVersion();
   core.weights.SetChecksum(*std::move(checksum));
   core.weights.ForgetSaved();
-  // The newest one; a restart would not find one that a trainer chose.
+  // A head comes back from its newest checkpoint. A trainer may choose an older one, which a restart would not find.
   if (comes_back) core.weights.MarkSaved(core.weights.version(), info->step);
   return core.Describe();
 }

@@ -31,7 +31,7 @@ absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& 
   }
   Grant grant;
   grant.lease = std::min(lease, limits_.max_lease);
-  // From the kernel itself: no state of ours that a fork could repeat, and no less than what the operating system gives.
+  // From the kernel itself: a fork cannot repeat it, and it is as good as the operating system's randomness.
   if (getentropy(grant.id.data(), grant.id.size()) != 0) {
     return MakeError(ErrorReason::kInternal, "the operating system gives no random numbers");
   }
@@ -39,7 +39,7 @@ absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& 
     absl::MutexLock lock(&mutex_);
     return IsFull();
   };
-  // Sessions that nobody has looked at since their lease ended must not keep others out.
+  // Sessions whose lease has ended unnoticed must not keep others out.
   if (is_full()) {
     std::vector<Expired> ended = Expire();
     if (expired != nullptr) *expired = std::move(ended);

@@ -4,9 +4,9 @@
 //   auto grant = sessions.Open("trainer-0", absl::Seconds(30));
 //   auto use = sessions.Begin(grant->id);  // held as long as the call runs
 //
-// A session lives until it is closed or its lease ends; a lease does not end while a call of the session runs. What an ended
-// session leaves undecided is dropped by `on_end`, which the registry calls without its lock held: once when the session ends, and
-// once more when the last call that was running then has ended. Thread-safe.
+// A session lives until it is closed or its lease ends; a lease does not end while a call of the session runs. `on_end` drops what
+// an ended session leaves undecided. The registry calls it without its lock held: when the session ends, and once more when the
+// last call that was running then has ended. Thread-safe.
 #ifndef HEADWATER_SERVER_HEADS_SESSION_REGISTRY_H_
 #define HEADWATER_SERVER_HEADS_SESSION_REGISTRY_H_
 
@@ -26,7 +26,7 @@
 
 namespace headwater::heads {
 
-// Random; whoever knows it is the session's client.
+// Random and secret: knowing it makes a client the session's owner.
 using SessionId = std::array<uint8_t, 32>;
 
 struct SessionLimits {
@@ -89,7 +89,7 @@ class SessionRegistry {
     absl::Duration lease;
     absl::Time lease_end;
     int64_t running_calls = 0;
-    bool ended = false;    // gone for all calls but those that run
+    bool ended = false;    // gone for all calls except the running ones
     bool is_told = false;  // on_end() runs, after which it is forgotten
   };
 

@@ -1,4 +1,4 @@
-// RepeatedTask: what is done again and again on a thread of its own.
+// RepeatedTask: a function that is called again and again on a thread of its own.
 #ifndef HEADWATER_SERVER_SCHEDULER_REPEATED_TASK_H_
 #define HEADWATER_SERVER_SCHEDULER_REPEATED_TASK_H_
 
@@ -14,7 +14,7 @@ class RepeatedTask {
  public:
   // Calls `round` `interval` (> 0) from now, and again `interval` after each end of it.
   RepeatedTask(absl::Duration interval, std::function<void()> round);
-  // Waits for a round that is under way; none begins any more.
+  // Waits for a running round; starts no further one.
   ~RepeatedTask();
   RepeatedTask(const RepeatedTask&) = delete;
   RepeatedTask& operator=(const RepeatedTask&) = delete;

@@ -41,7 +41,7 @@ struct Uses {
   bool operator==(const Uses&) const = default;
 };
 
-// What an operation needs of one head.
+// One head, and how an operation uses it.
 struct Need {
   std::shared_ptr<Record> record;
   Uses uses;
@@ -73,7 +73,7 @@ class Admission {
   Admission(Admission&& other) noexcept : sequencer_(std::exchange(other.sequencer_, nullptr)), needs_(std::move(other.needs_)) {}
   Admission& operator=(Admission&& other) noexcept;
   ~Admission() { Release(); }
-  // May be called in a turn, which is then the one.
+  // May be called in a turn, and is part of it then.
   void Release();
 
  private:
@@ -95,9 +95,9 @@ class Sequencer {
   // Held during each turn; for Wait() in a turn.
   absl::Mutex& mutex() { return mutex_; }
 
-  // `needs` is called in a turn: when the operation comes, and whenever it may go. Its error ends the wait, and is returned. Else
-  // returns when what it says is granted, or with the error of Wait(), for which `what` is. A parked operation keeps its place in
-  // the queue until it is tried again. The caller holds no other Admission, and is not in a turn.
+  // Calls `needs` in a turn: at the start, and whenever the operation may be admitted. An error of `needs` ends the wait and is
+  // returned. Otherwise returns when the needs are granted, or with the error of Wait(), which takes `what`. A parked operation
+  // keeps its place in the queue until it is tried again. The caller holds no other Admission, and is not in a turn.
   absl::StatusOr<Admission> Acquire(const std::function<absl::StatusOr<Needs>()>& needs, const WaitLimits& limits,
                                     absl::string_view what);
   // The following are for a turn.
@@ -112,7 +112,7 @@ class Sequencer {
   friend class Turn;
   struct Entry;
 
-  // Whether an operation of this age may go: its needs conflict with no use, and with no earlier operation that waits.
+  // Whether an operation of this age may enter: its needs conflict with no use, and with no earlier operation that waits.
   static bool MayEnter(const Needs& needs, int64_t age);
   // Puts the entry in the queues of `needs`, at its age, instead of those where it is.
   static void Queue(Entry& entry, Needs needs);
@@ -128,7 +128,7 @@ class Sequencer {
   std::map<Waiter*, std::unique_ptr<Entry>> parked_ ABSL_GUARDED_BY(mutex_);
 };
 
-// The admission record of one head: who uses it, and who waits for it. Read and changed by the sequencer, in turns.
+// The admission record of one head: its users, and the operations that wait for it. Read and changed by the sequencer, in turns.
 class Record {
  public:
   Record() = default;

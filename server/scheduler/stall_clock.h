@@ -1,7 +1,7 @@
-// StallClock: how long a micro-batch that is being computed may hold the engine for rows that stay away.
+// StallClock: bounds how long a micro-batch that computes may hold the engine for rows that stay away.
 //
-// Where others wait: as long as it has been computed for. To give up costs them as much, because it is computed again; so they
-// never lose more than twice what the best decision would have cost, whenever the rows come.
+// If others wait, the bound is the time that it has computed. To give up costs them as much, because it is computed again. So they
+// never lose more than twice the cost of the best decision, whenever the rows come.
 #ifndef HEADWATER_SERVER_SCHEDULER_STALL_CLOCK_H_
 #define HEADWATER_SERVER_SCHEDULER_STALL_CLOCK_H_
 
@@ -11,31 +11,31 @@
 
 namespace headwater::scheduler {
 
-// Of one computation, by its thread; `now` never goes back.
+// The clock of one computation, used by its thread; `now` never goes back.
 class StallClock {
  public:
-  // Bounds of what it may wait for once while others wait; the larger one also where nobody does.
+  // Bounds of one wait for rows while others wait; the larger one holds also while no other job waits.
   static constexpr absl::Duration kLeast = absl::Milliseconds(1);
   static constexpr absl::Duration kMost = absl::Milliseconds(20);
 
-  // Rows are asked for. The first time tells that the engine is had.
+  // A wait for rows begins. The first call marks that the computation has the engine.
   void BeginWait(absl::Time now) {
     had_since_ = std::min(had_since_, now);
     wait_begun_ = now;
     others_since_ = absl::InfiniteFuture();
   }
-  // When it should give up, as things are. `others_wait`: somebody could be computed instead.
+  // The time to give up, as things are. `others_wait`: another job could be computed instead.
   absl::Time GiveUpAt(absl::Time now, bool others_wait) {
     others_since_ = others_wait ? std::min(others_since_, now) : absl::InfiniteFuture();
     const absl::Duration computed = wait_begun_ - had_since_ - waited_;
     return std::min(wait_begun_ + kMost, others_since_ + std::clamp(computed, kLeast, kMost));
   }
-  // They have come.
+  // The rows have come.
   void EndWait(absl::Time now) { waited_ += now - wait_begun_; }
 
  private:
   absl::Time had_since_ = absl::InfiniteFuture();
-  absl::Duration waited_;  // since then, for rows
+  absl::Duration waited_;  // of earlier waits for rows
   absl::Time wait_begun_;
   absl::Time others_since_ = absl::InfiniteFuture();  // during this wait
 };

@@ -15,7 +15,7 @@ namespace {
 constexpr char kParkedUrl[] = "headwater/parked";
 // How often a thread that waits asks whether its call has been cancelled.
 constexpr absl::Duration kAskInterval = absl::Milliseconds(10);
-// No wait is so long that its end, counted in nanoseconds, is out of range.
+// The longest single wait: its end, counted in nanoseconds, stays in range.
 constexpr absl::Duration kLongest = absl::Hours(1);
 
 // The mutex of all waits of the process: held for moments, after every other lock. The standard library's, because its waits end by
@@ -70,7 +70,7 @@ void WaitList::WakeAll() {
 Waiter::~Waiter() {
   RunAtEnd();
   const std::lock_guard<std::mutex> lock(AllWaits());
-  if (list_ != nullptr) Leave();  // of a try whose end was another one's
+  if (list_ != nullptr) Leave();  // left by a try that ended with another result
 }
 
 void Waiter::Cancel() {

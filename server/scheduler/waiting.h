@@ -6,9 +6,9 @@
 //     if (absl::Status status = Wait(opened_, mutex_, limits, "waited for the step"); !status.ok()) return status;
 //   }
 //
-// A thread stands still in Wait(). A call that holds no thread is parked: Wait() returns at once with a status that IsParked(),
-// which the operation passes on to its caller, and later the operation is tried again from its beginning. Exactly one of three
-// things ends a wait: the change (WaitList::WakeAll()), the deadline, or Waiter::Cancel().
+// A thread stands still in Wait(). A call that holds no thread is parked: Wait() returns at once with a status that IsParked(). The
+// operation passes that status to its caller, and is later tried again from its beginning. Exactly one of three things ends a wait:
+// the change (WaitList::WakeAll()), the deadline, or Waiter::Cancel().
 #ifndef HEADWATER_SERVER_SCHEDULER_WAITING_H_
 #define HEADWATER_SERVER_SCHEDULER_WAITING_H_
 
@@ -37,7 +37,7 @@ class Waiter;
 // How long an operation may wait.
 struct WaitLimits {
   absl::Time deadline = absl::InfinitePast();  // of observability::MonotonicNow(); past: do not wait
-  Waiter* waiter = nullptr;                    // who waits; null: this thread, and nobody cancels it
+  Waiter* waiter = nullptr;                    // the operation that waits; null: this thread, which cannot be cancelled
   // Bounds the waits for a step and its parts further, and ends them when the server drains.
   absl::Time step_deadline = absl::InfiniteFuture();
   bool until_drain = false;
@@ -47,13 +47,13 @@ struct WaitLimits {
 
 inline WaitLimits AsLongAsItTakes() { return {absl::InfiniteFuture()}; }
 
-// The operations that wait for one thing, where a thread would use a condition variable. Destroyed without any. Thread-safe.
+// The operations that wait for one thing, where a thread would use a condition variable. Empty when destroyed. Thread-safe.
 class WaitList {
  public:
   WaitList() = default;
   WaitList(const WaitList&) = delete;
   WaitList& operator=(const WaitList&) = delete;
-  // Lets all of them look again. To be called with the lock held that they call Wait() with.
+  // Ends all waits, so that the operations look again. Requires the lock with which they called Wait().
   void WakeAll();
 
  private:
@@ -64,8 +64,8 @@ class WaitList {
 // The waiting calls of a server. A thread ends the waits of parked ones at their deadlines. Thread-safe.
 class WaitingCalls {
  public:
-  // At most `max_calls` (>= 0) wait at once, and at most a quarter of `max_threads` of them as threads, because others need some;
-  // one more is refused with kQueueFull.
+  // At most `max_calls` (>= 0) wait at once, and at most a quarter of `max_threads` of them as threads: other calls need threads
+  // too. Any further call is refused with kQueueFull.
   WaitingCalls(int64_t max_calls, int64_t max_threads);
   // No call may be left.
   ~WaitingCalls();
@@ -98,7 +98,7 @@ class WaitingCalls {
 // An operation that may wait, one wait at a time. Cancel() may be called from any thread.
 class Waiter {
  public:
-  // `calls` counts and bounds its waits; null: nobody does.
+  // `calls` counts and bounds its waits; null: they are unbounded.
   explicit Waiter(WaitingCalls* calls, bool is_thread = false) : calls_(calls), is_thread_(is_thread) {}
   virtual ~Waiter();
   Waiter(const Waiter&) = delete;
@@ -106,17 +106,17 @@ class Waiter {
 
   // Ends its wait, and every later one, with kCancelled.
   void Cancel();
-  // Cancel() has been called, or what else makes its waits useless has happened.
+  // Whether its waits have become useless: Cancel() has been called, or a derived class knows of another reason.
   virtual bool cancelled();
   WaitingCalls* calls() const { return calls_; }
-  // Runs `action` when the operation is over, for what was kept for it between its tries. By the operation itself.
+  // Runs `action` when the operation is over, to release what it kept between its tries. Called by the operation itself.
   void AtEnd(std::function<void()> action) { at_end_.push_back(std::move(action)); }
 
  protected:
   // Tries the operation again, on another thread: may be called with locks held.
   virtual void Resume() = 0;
-  // To be called after a try that has ended with IsParked(). True: Resume() will be called, or has been; whoever it was called for
-  // has the object now. False: the wait is over already, try again at once.
+  // To be called after a try that has ended with IsParked(). True: Resume() has been or will be called, and the next try owns the
+  // object now. False: the wait is over already, try again at once.
   bool StaysParked();
   void RunAtEnd();
 
@@ -135,7 +135,7 @@ class Waiter {
 
   WaitingCalls* const calls_;
   const bool is_thread_;
-  std::vector<std::function<void()>> at_end_;  // of the operation's thread
+  std::vector<std::function<void()>> at_end_;  // used by the operation's thread
   // Guarded by the mutex of all waits.
   WaitList* list_ = nullptr;  // where it waits
   std::multimap<absl::Time, Waiter*>::iterator place_;
@@ -145,8 +145,8 @@ class Waiter {
   bool ended_ = false;       // its wait ended while a thread still tried it
 };
 
-// A thread that waits itself. `cancelled` (may be null) is asked every few milliseconds: gRPC's blocking API and the rows of a
-// micro-batch tell nobody of their end.
+// A thread that waits itself. It asks `cancelled` (may be null) every few milliseconds: neither gRPC's blocking API nor the rows of
+// a micro-batch report their end.
 class ThreadWaiter final : public Waiter {
  public:
   explicit ThreadWaiter(std::function<bool()> cancelled = nullptr, WaitingCalls* calls = nullptr)

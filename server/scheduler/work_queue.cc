@@ -90,7 +90,7 @@ WorkQueue::WorkQueue(int64_t max_depth, const QueueWidths& widths)
       widths_{std::max<int64_t>(widths.small, 1), std::max<int64_t>(widths.large, 1)} {}
 
 absl::Duration WorkQueue::RetryAfter() const {
-  // A place is free when one job has run; a crowd that comes back at once would find the queue full again.
+  // One finished job frees one place: refused clients that all came back at once would find the queue full again.
   return std::clamp(typical_job_time_ * static_cast<double>(max_depth_) / 2, kMinRetry, kMaxRetry);
 }
 
@@ -104,7 +104,7 @@ void WorkQueue::Remove(Turn* turn) {
     lines_.erase(line);
     clients_.erase(std::find(clients_.begin(), clients_.end(), turn->client_));
   } else if (was_next) {
-    Admit();  // what stood behind it may be of the other size
+    Admit();  // the next job may be of the other size
   }
 }
 

@@ -8,12 +8,12 @@
 //   turn.Leave(time_of_job);
 //
 // Clients take turns, so one that submits much cannot starve another; jobs of one client begin in order. Several jobs run at once,
-// by size: a large one computes while the next one already stands at the engine's door, and many small ones reach the engine
-// together, which may compute them as one.
+// by size. A large job computes while the next one is ready at the engine. Many small jobs reach the engine together, which may
+// compute them as one.
 //
-// A client that has several micro-batches in flight takes their results in order. If a later one began early, before an earlier
-// one, the client would get both at once, send the next two together, and the engine would stand still while they come. So an
-// earlier one has precedence for a while.
+// A client with several micro-batches in flight takes their results in order. If a later one began before an earlier one, the
+// client would get both results at once, and send the next two together. The engine would be idle until they arrive. So an earlier
+// micro-batch has precedence for a while.
 #ifndef HEADWATER_SERVER_SCHEDULER_WORK_QUEUE_H_
 #define HEADWATER_SERVER_SCHEDULER_WORK_QUEUE_H_
 
@@ -34,7 +34,7 @@
 
 namespace headwater::scheduler {
 
-// What a job asks of the engine. Small: one of many that it computes together.
+// A job's demand on the engine. Small: one of many that it computes together.
 enum class JobSize { kSmall = 0, kLarge = 1 };
 
 // Micro-batches of at most so many rows are small jobs.
@@ -50,7 +50,7 @@ struct QueueWidths {
 // Thread-safe; a Turn has one thread.
 class WorkQueue {
  public:
-  // For so long others let one that came before them begin first: nobody waits for a slow uploader.
+  // For so long a turn has precedence over later ones; after that a slow upload holds up no other job.
   static constexpr absl::Duration kPrecedence = absl::Milliseconds(20);
 
   // At most `max_depth` (>= 1) jobs wait. The widths are at least 1.
@@ -70,21 +70,20 @@ class WorkQueue {
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
 
-    // When the job may begin before its rows are complete, as things are: not after `now` if at once, else when the precedence of
-    // those before it is over. InfiniteFuture while anything waits or runs, behind which an early start gains nothing; `wake`
-    // follows.
+    // The time at which the job may begin before its rows are complete: `now`, or when the precedence of earlier turns ends.
+    // InfiniteFuture while a job waits or runs, behind which an early start gains nothing. Unless it is `now`, `wake` follows when
+    // that changes.
     absl::Time EarlyStart(absl::Time now);
     // Gives up precedence; Enter() does, too.
     void Yield();
-    // Joins its client's line. kQueueFull (with `retryAfterMs` in the metadata) if the queue is full, kDraining after Drain(). Not
-    // while in line or admitted.
+    // Joins its client's line. kQueueFull (with `retryAfterMs` in the metadata) if the queue is full, kDraining after Drain(). Must
+    // not be called while in line or admitted.
     absl::Status Enter();
-    // Its turn has come, and its place at the engine is its own until Leave().
+    // Whether its turn has come. Its place at the engine is its own until Leave().
     bool admitted() const { return admitted_.load(); }
     // Leaves the line, or its place at the engine. `taken`: how long its job ran; 0 if it did not.
     void Leave(absl::Duration taken = absl::ZeroDuration());
-    // For the job, while it runs: whether another one waits, or runs and so may stand behind it at the engine. `wake` follows when
-    // that changes.
+    // For the running job: whether another job waits, or runs and so may wait at the engine. `wake` follows when that changes.
     bool OthersWait();
 
    private:
@@ -101,7 +100,7 @@ class WorkQueue {
     std::list<Turn*>::iterator place_;
   };
 
-  // Wakes every turn: what calls look for beside the queue (their head, the engine's device) has changed.
+  // Wakes every turn, after a change of what calls check besides the queue (their head, the engine's device).
   void WakeAll();
   // Refuses new jobs from now on and waits until the accepted ones have run.
   void Drain();
@@ -113,14 +112,14 @@ class WorkQueue {
 
   int64_t& running(JobSize size) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return running_[static_cast<size_t>(size)]; }
   int64_t load() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return waiting_count_ + running_[0] + running_[1]; }
-  // Lets jobs begin whose turn has come: that of the first client in turn whose next job there is room for, as often as there is
-  // one. Wakes all of them but `self`, whose thread this is.
+  // Starts jobs as long as one fits: always the next job of the first client in turn whose next job has room. Wakes all of them
+  // except `self`, whose thread this is.
   void Admit(const Turn* self = nullptr) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Takes a waiting job out of its client's line.
   void Remove(Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void LeaveLocked(Turn* turn, absl::Duration taken) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Watch(Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Wakes the watchers if the queue has become idle, or is no longer, or others have begun or ceased to wait.
+  // Wakes the watchers if the load has changed between no, one and several jobs.
   void LoadChanged() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void WakeWatchers() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Duration RetryAfter() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -131,9 +130,9 @@ class WorkQueue {
   std::list<Turn*> turns_ ABSL_GUARDED_BY(mutex_);  // all of them, as they came
   // Each client's waiting jobs, in order of arrival; no empty lines.
   Lines lines_ ABSL_GUARDED_BY(mutex_);
-  std::deque<std::string> clients_ ABSL_GUARDED_BY(mutex_);  // those in `lines_`, the next one first
-  std::vector<Turn*> watchers_ ABSL_GUARDED_BY(mutex_);      // want to know of the next change of the load
-  int64_t known_load_ ABSL_GUARDED_BY(mutex_) = 0;           // as watchers were last told: 0, 1 or 2 (more than one)
+  std::deque<std::string> clients_ ABSL_GUARDED_BY(mutex_);  // the clients in `lines_`, the next one first
+  std::vector<Turn*> watchers_ ABSL_GUARDED_BY(mutex_);      // to be woken at the next change of the load
+  int64_t known_load_ ABSL_GUARDED_BY(mutex_) = 0;           // at the watchers' last wake: 0, 1 or 2 (more than one)
   int64_t waiting_count_ ABSL_GUARDED_BY(mutex_) = 0;
   std::array<int64_t, 2> running_ ABSL_GUARDED_BY(mutex_) = {0, 0};  // by JobSize
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;

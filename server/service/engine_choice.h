@@ -16,18 +16,18 @@ struct ChosenEngine {
   std::string note;  // why it is not a faster one, and what its products run on; empty if it is
 };
 
-// InvalidArgument for an --engine that is none of "auto", "cpu" and "cuda".
+// InvalidArgument for an --engine other than "auto", "cpu" and "cuda".
 absl::Status CheckEngineChoice(const std::string& choice);
-// Why what --engine wants cannot be had: `error` with the flag before its sentence, and its reason.
+// `error`, the reason why an engine is not available, with the flag --engine before its sentence.
 absl::Status EngineChoiceError(const std::string& choice, const absl::Status& error);
 
-// `choice`: "cpu"; "cuda", which fails with one clear sentence where it cannot be had; or "auto", which is "cuda" if its module is
-// there and finds a usable GPU, else falls back to the CPU and says why in the note. What is wrong with the options
-// (kMemoryBudgetExceeded, kInvalidField) is no reason to fall back. InvalidArgument for other words.
+// `choice`: "cpu"; "cuda", which fails with one clear sentence where it is not available; or "auto". With "auto" it is CUDA if its
+// module is there and finds a usable GPU, else the CPU, and the note says why. Wrong options (kMemoryBudgetExceeded, kInvalidField)
+// are no reason to fall back. InvalidArgument for other words.
 absl::StatusOr<ChosenEngine> ChooseEngine(const std::string& choice, const EngineOptions& options);
 
-// Where the CUDA engine keeps its products' algorithms, from a flag: a path as it is; "auto": headwater/cublaslt.json in
-// $XDG_CACHE_HOME, else in ~/.cache, or nowhere if neither is known; empty: nowhere.
+// The file where the CUDA engine keeps its products' algorithms, from a flag: a path as it is, or none if empty. With "auto" it is
+// headwater/cublaslt.json in $XDG_CACHE_HOME, else in ~/.cache, or none if neither is known.
 std::string AlgorithmCachePath(const std::string& choice);
 
 }  // namespace headwater::service

@@ -1,4 +1,4 @@
-// EngineWatch: notices when the engine's device is lost (LossEngine::health()), whoever meets the failure first.
+// EngineWatch: notices when the engine's device is lost (LossEngine::health()), by itself or for a caller.
 #ifndef HEADWATER_SERVER_SERVICE_ENGINE_WATCH_H_
 #define HEADWATER_SERVER_SERVICE_ENGINE_WATCH_H_
 
@@ -14,7 +14,7 @@ namespace headwater::service {
 class EngineWatch {
  public:
   // Looks at `engine`, which must outlive this, every 50 ms. `on_lost` is called once, with the engine's health, on the watch's
-  // thread or on one that calls Check(); it must not call Check() or destroy this.
+  // thread or in Check(). It must not call Check() or destroy this.
   EngineWatch(const LossEngine& engine, std::function<void(const absl::Status&)> on_lost);
   EngineWatch(const EngineWatch&) = delete;
   EngineWatch& operator=(const EngineWatch&) = delete;

@@ -21,13 +21,13 @@ namespace {
 
 class StreamCall final : public group::JoinCall {
  public:
-  // `allowed_still`: whether the worker may still be there; the call has ended for the group when it may not. The watchdog ends a
-  // call that does not even say who it is, as any other stream that says nothing.
+  // `allowed_still`: whether the worker may still be in the group; if not, the group treats the call as ended. The watchdog ends a
+  // call that sends no first message.
   StreamCall(grpc::ServerContext& context, grpc::ServerReaderWriter<v1::JoinResponse, v1::JoinRequest>& stream,
              guard::StreamWatchdog& watchdog, std::function<absl::Status()> allowed_still)
       : context_(context), stream_(stream), watchdog_(watchdog), allowed_still_(std::move(allowed_still)) {}
 
-  // Asked with every message, of which a worker that lives sends several a second.
+  // Checked with every message; a live worker sends several a second.
   bool Read(v1::JoinRequest* message) override {
     return (has_begun_ ? stream_.Read(message) : ReadFirst(message)) && allowed_still_().ok();
   }

@@ -5,8 +5,8 @@
 namespace headwater::service {
 
 // From now on gRPC's lines are lines of observability::Log(), at most kGrpcLinesASecond each second and ten times as many at once
-// after a quiet time. A TLS handshake that fails is `event=tls_handshake_failed` at level warning, and is counted in any case
-// (observability::Metrics); every other line is `event=grpc` at gRPC's own level. For the process, at its start.
+// after a quiet time. A failed TLS handshake is `event=tls_handshake_failed` at level warning, and is always counted
+// (observability::Metrics). Every other line is `event=grpc` at gRPC's own level. For the process, at its start.
 void TakeGrpcLog();
 
 inline constexpr double kGrpcLinesASecond = 10;

@@ -35,7 +35,7 @@ struct RateLimit {
 // Room in a message for everything that is not a chunk's data or a per-token output.
 inline constexpr int64_t kMessageOverheadBytes = 64 << 10;
 
-// What gRPC itself puts into a call's metadata, with room for a short token.
+// The part of a call's metadata that gRPC itself makes, with room for a short token.
 inline constexpr int64_t kLeastMetadataBytes = 1 << 10;
 
 // Bounds of the table. Targets, sizes of messages and gRPC's arguments are of 32 bits; gRPC counts milliseconds in 31 bits.
@@ -46,8 +46,8 @@ inline constexpr absl::Duration kLeastGrpcTime = absl::Milliseconds(1);
 inline constexpr absl::Duration kMostGrpcTime = absl::Hours(500);
 
 // X(unit, name, default, minimum, maximum, help): the limits in the order of their numbers in headwater.v1.Limits. A row makes the
-// field of Limits, the flag --name with its default and help, the check of its range, and the value in headwater.v1.Limits, there
-// with `_s` behind the name of a time. `help` is also the row of the flag in docs/flags.md.
+// field of Limits, the flag --name with its default and help, the check of its range, and the value in headwater.v1.Limits. There
+// the name of a time ends in `_s`. `help` is also the row of the flag in docs/flags.md.
 #define HEADWATER_LIMITS(X)                                                                                                        \
   X(Bytes, max_message_bytes, 16 << 20, 1, INT32_MAX, "bytes of one gRPC message")                                                 \
   X(Bytes, max_chunk_bytes, 4 << 20, 1, kNoMaximum, "bytes of data in one chunk")                                                  \
@@ -101,7 +101,7 @@ inline constexpr absl::Duration kMostGrpcTime = absl::Hours(500);
     "calls of grpc.health.v1.Health/Watch in progress, which need no token; one more is RESOURCE_EXHAUSTED")                       \
   X(Count, ordered_window, 1024, 1, kNoMaximum, "--deterministic: contributions of a step that may be there before lower ids are")
 
-// X(unit, name, default, minimum, maximum, help): limits that clients are not told. A row makes the field of ServerOptions, the
+// X(unit, name, default, minimum, maximum, help): limits that are not sent to clients. A row makes the field of ServerOptions, the
 // flag and the check of its range.
 #define HEADWATER_SERVER_SETTINGS(X)                                                                                               \
   X(Number, max_threads, 256, 8, INT32_MAX,                                                                                        \
@@ -128,8 +128,8 @@ struct Limits {
 #undef HEADWATER_LIMIT_FIELD
 };
 
-// InvalidArgument if a limit lies outside its range, or if two of them contradict each other (a row must fit a chunk, a chunk and
-// the per-token outputs of the largest micro-batch must fit a message).
+// InvalidArgument if a limit lies outside its range, or if two of them contradict each other. A row must fit a chunk; a chunk and
+// the per-token outputs of the largest micro-batch must fit a message.
 absl::Status ValidateLimits(const Limits& limits);
 
 // InvalidArgument if a field of HEADWATER_SERVER_SETTINGS lies outside its range.

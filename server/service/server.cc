@@ -66,8 +66,7 @@ class ReflectionOption final : public grpc::ServerBuilderOption {
   const bool enabled_;
 };
 
-// One warning for each address that anybody on the network can reach without showing who they are, or with a token that can be read
-// on the way.
+// One warning for each address that the whole network can reach without an identity, or with a token that can be read on the way.
 void WarnOfOpenAddress(const ServerOptions& options, const std::string& address) {
   if (IsLocalAddress(address) || !options.tls_client_ca.empty()) return;
   const bool tls = !options.tls_certificate.empty();
@@ -94,7 +93,7 @@ struct Server::Ports {
   GroupServiceImpl group_service;
   std::vector<std::string> addresses;
   std::unique_ptr<grpc::Server> grpc_server;
-  // By whether they are of a Unix socket: what the gate lets in goes to gRPC through these.
+  // One for TCP and one for Unix sockets: they hand gRPC the connections that the gate lets in.
   std::array<std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor>, 2> acceptors;
   std::unique_ptr<guard::ConnectionGate> gate;
 
@@ -142,7 +141,7 @@ absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vect
   guards.push_back(std::make_unique<guard::ForeignRpcGuard>(authorize, limits.max_health_watches));
   builder.experimental().SetInterceptorCreators(std::move(guards));
   builder.SetMaxReceiveMessageSize(static_cast<int>(limits.max_message_bytes));
-  // A worker gets in one message what a client has brought in one or more, in wider types perhaps: none of these may be too large,
+  // A worker gets in one message the bytes of one or more of a client's, in wider types perhaps. None of these may be too large,
   // because it would cost the group. All else that is sent has limits of its own.
   builder.SetMaxSendMessageSize(options.group != nullptr ? -1 : static_cast<int>(limits.max_message_bytes));
   // Tensors do not shrink, and a compressed message could unfold to many times its size.
@@ -152,7 +151,7 @@ absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vect
   builder.SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::MAX_POLLERS, options.max_pollers);
   builder.SetResourceQuota(quota);
   // Frames and a window in which a chunk fits, from the first message on. gRPC would find larger ones by probing, which costs
-  // pings, and more: about a tenth of both sides' CPU time. The window is also what a stream may bring that nobody reads yet.
+  // pings, and more: about a tenth of both sides' CPU time. The window also bounds the unread bytes of a stream.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kWindowBytes);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kWindowBytes);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
@@ -180,7 +179,7 @@ absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vect
     auto& acceptor = acceptors[is_unix ? 1 : 0];
     if (acceptor == nullptr) {
       using Type = grpc::ServerBuilder::experimental_type::ExternalConnectionType;
-      // Connections of a Unix socket have no addresses of their own: what tells one client from another is its connection's number.
+      // Connections of a Unix socket have no addresses of their own: a connection's number identifies the client.
       acceptor = builder.experimental().AddExternalConnectionAcceptor(
           Type::FROM_FD,
           is_unix ? guard::CountCalls(grpc_insecure_server_credentials_create(), entrance.core.backlog, /*is_counted=*/false)
@@ -281,7 +280,7 @@ Server::Server(std::unique_ptr<State> state) : state_(std::move(state)) {}
 Server::~Server() {
   Drain(absl::ZeroDuration());
   state_->core->SetPortHooks({});
-  state_->core->StopWatchingEngine();  // it tells the gRPC server, which goes before the core
+  state_->core->StopWatchingEngine();  // it uses the gRPC server, which goes before the core
 }
 
 absl::Status Server::BecomeReady(const std::function<bool()>& cancelled) {
@@ -318,7 +317,7 @@ bool Server::Drain(absl::Duration timeout) {
   state_->SetHealth(false);
   // While accepted calls finish, new ones still get an answer that says why they are refused.
   if (state_->core->options.drain_checkpoint && timeout > absl::ZeroDuration() && state_->core->lost().ok()) {
-    // Half of the time is for saving, however long calls take. What changes after that is saved again, if there is time.
+    // Half of the time is for saving, however long calls take. Later changes are saved again, if there is time.
     state_->core->AwaitIdle(deadline - timeout / 2);
     state_->heads_saved = state_->core->SaveHeads(deadline);
     state_->drained_cleanly = state_->core->AwaitIdle(deadline);
@@ -327,8 +326,8 @@ bool Server::Drain(absl::Duration timeout) {
     state_->drained_cleanly = state_->core->AwaitIdle(deadline);
   }
   if (state_->core->options.group != nullptr) state_->core->options.group->Dismiss();
-  // After a clean drain only last answers on their way and health watches are left: they get a moment. Otherwise calls that ran
-  // into the timeout are, and they are cancelled now.
+  // After a clean drain only last answers on their way and health watches are left: they get a moment. Otherwise the calls that ran
+  // into the timeout are cancelled now.
   const auto moment = state_->drained_cleanly ? std::chrono::seconds(1) : std::chrono::seconds(0);
   const auto end = std::chrono::system_clock::now() + moment;
   for (Ports& group : state_->ports) group.gate->Stop();

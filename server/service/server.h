@@ -1,4 +1,4 @@
-// Server: a headwater server in this process. What headwaterd runs, and what tests start on port 0 or a Unix socket.
+// Server: a headwater server in this process. headwaterd runs one; tests start one on port 0 or a Unix socket.
 #ifndef HEADWATER_SERVER_SERVICE_SERVER_H_
 #define HEADWATER_SERVER_SERVICE_SERVER_H_
 
@@ -15,12 +15,12 @@
 
 namespace headwater::service {
 
-// Life: Start() listens, with health NOT_SERVING and every call answered STARTING; BecomeReady() runs the engine's self-test,
-// brings back the heads of an earlier server and turns to SERVING; Drain() turns to NOT_SERVING, answers new calls, and those that
-// wait for a step, with DRAINING and finishes the other accepted ones; the destructor stops. Thread-safe.
+// Life: Start() listens, with health NOT_SERVING and every call answered STARTING. BecomeReady() runs the engine's self-test,
+// brings back the heads of an earlier server and turns to SERVING. Drain() turns to NOT_SERVING, answers new calls and step waits
+// with DRAINING, and finishes the other accepted calls. The destructor stops. Thread-safe.
 //
-// When the engine's device is lost (LossEngine::health()), whatever the phase, health turns to NOT_SERVING, calls in progress and
-// new ones are answered ENGINE_FAILED, and ServerOptions::on_engine_lost is called; what is left is to Drain().
+// When the engine's device is lost (LossEngine::health()), whatever the phase, health turns to NOT_SERVING. Calls in progress and
+// new ones are answered ENGINE_FAILED, and ServerOptions::on_engine_lost is called. Only Drain() is left to do.
 class Server {
  public:
   // InvalidArgument for contradicting options; Unavailable if an address cannot be listened on.
@@ -45,11 +45,11 @@ class Server {
 
   // Addresses that clients can connect to, in the order of the options, with the ports that were picked.
   const std::vector<std::string>& addresses() const;
-  // The same for admin_listen_addresses.
+  // addresses() of the admin_listen_addresses.
   std::vector<std::string> admin_addresses() const;
   // Port of the metrics endpoint; 0 without one.
   int metrics_port() const;
-  // What a scrape returns.
+  // The text that a scrape returns.
   std::string SerializeMetrics() const;
   LossEngine& engine();
 

@@ -34,7 +34,7 @@ namespace {
 
 // How long row memory is kept that no micro-batch has needed.
 constexpr absl::Duration kIdleRows = absl::Seconds(30);
-// How long nothing must be done until what the allocator keeps goes back to the system.
+// How long the server must be idle until the allocator's free memory goes back to the system.
 constexpr absl::Duration kIdleHeap = absl::Seconds(10);
 
 // A mount that is not there should end the start, not each LoadWeights.
@@ -99,7 +99,7 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
   return core;
 }
 
-// Ends what nobody uses any more.
+// Ends or frees joins, stripes, memory, uploads, sessions and heads that are no longer used.
 class ServerCore::Reaper {
  public:
   explicit Reaper(ServerCore& core) : core_(core), leases_(kInterval, [this] { EndSessions(); }) {
@@ -127,8 +127,8 @@ class ServerCore::Reaper {
     for (const heads::HeadName& name : expired) Log(LogLevel::kInfo, "idle_head_deleted", {{"head", name.ToString()}});
     core_.metrics.CountExpiredHeads(static_cast<int64_t>(expired.size()));
   }
-  // Once for each time that the server is idle, and once more when it has let go of the rows' memory. What was freed after a burst
-  // of calls, or of attacks, would stay with the process for ever otherwise.
+  // Once for each time that the server is idle, and once more when the rows' memory has been released. Otherwise memory freed after
+  // a burst of calls, or of attacks, would stay with the process forever.
   void TrimHeapWhenIdle() {
     bool in_use = core_.rows.used_bytes() > 0 || core_.rows.idle_bytes() != idle_row_bytes_;
     idle_row_bytes_ = core_.rows.idle_bytes();
@@ -236,7 +236,7 @@ absl::Status ServerCore::lost() const {
 void ServerCore::FindProductRate() {
   constexpr double kTera = 1e12;
   if (options.product_tflops > 0) return metrics.SetProductRate(options.product_tflops * kTera);
-  // Nobody would see it without an address; and a group's other machines cannot be measured from here.
+  // Without an address the rate is not read; and a group's other machines cannot be measured from here.
   if (options.metrics_address.empty() || engine->name() != "cpu" || options.group != nullptr) return;
   const double rate = MeasureCpuProductRate(engine->options().thread_count);
   metrics.SetProductRate(rate);

@@ -1,4 +1,4 @@
-// ServerCore: what all handlers work on. Knows no gRPC.
+// ServerCore: the state that all handlers share. Knows no gRPC.
 #ifndef HEADWATER_SERVER_SERVICE_SERVER_CORE_H_
 #define HEADWATER_SERVER_SERVICE_SERVER_CORE_H_
 
@@ -25,7 +25,7 @@
 
 namespace headwater::service {
 
-// What heads are saved as when the server drains.
+// The checkpoint name of heads that are saved when the server drains.
 inline constexpr char kDrainCheckpoint[] = "drain";
 
 class ServerCore : public ServerParts {
@@ -45,8 +45,8 @@ class ServerCore : public ServerParts {
   // To kServing or kDraining; without effect once the device is lost.
   void SetPhase(Phase phase);
 
-  // Begins to watch the engine's device. When it is lost, everything that waits here is sent away, lost() says why, and then
-  // `on_lost` is called, once, with lost(). Once, before calls are taken.
+  // Begins to watch the engine's device. When it is lost, all waits here end, lost() says why, and then `on_lost` is called, once,
+  // with lost(). Once, before calls are taken.
   void WatchEngine(std::function<void(const absl::Status&)> on_lost);
   // Waits for `on_lost`, if it runs. No call may be in progress.
   void StopWatchingEngine();
@@ -61,7 +61,7 @@ class ServerCore : public ServerParts {
   // Saves the heads that have changed, as kDrainCheckpoint (needs a checkpoint directory); one line of log for each. False if one
   // could not be, or not before `deadline`.
   bool SaveHeads(absl::Time deadline);
-  // Tells the metrics what bare matrix products reach here: as the options say, else, on the CPU engine, as measured now.
+  // Sets the metric of bare matrix products: to the options' rate, else, on the CPU engine, to the rate measured now.
   void FindProductRate();
   // Brings back the heads of an earlier server (heads::HeadRegistry::RestoreAll), if the options say so, until `cancelled`; one
   // line of log for each.
@@ -71,14 +71,14 @@ class ServerCore : public ServerParts {
   void CountExpiredSessions(const std::vector<heads::SessionRegistry::Expired>& expired);
   // The call's hold on its session; an empty one without a session. kSessionNotFound.
   absl::StatusOr<heads::SessionRegistry::Use> UseSession(const std::optional<heads::SessionId>& session);
-  // kInFlightBytesExceeded, naming `what`, unless `bytes` of tensors are free, beside what is kept for others who were refused
-  // before this client.
+  // kInFlightBytesExceeded, naming `what`, unless `bytes` of tensors are free, beside those kept for clients that were refused
+  // before this one.
   absl::Status ReserveInFlight(const std::string& client, int64_t bytes, const char* what,
                                transport::ByteBudget::Reservation* reservation);
 
-  // What the memory budget has room for beside the heads that exist.
+  // The bytes left in the memory budget beside the heads that exist.
   int64_t AvailableBytes() const;
-  // What the core asks and tells the ports; called on any thread until they are replaced. Null: nobody is there.
+  // The core's calls to the ports, on any thread until they are replaced. Null: there are no ports.
   struct PortHooks {
     std::function<int64_t()> count_connections;
     std::function<void(const std::string& peer)> on_cancelled;

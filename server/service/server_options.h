@@ -1,4 +1,4 @@
-// What a server is started with; from flags (server/main_flags.cc) or from a test.
+// The settings of a server; from flags (server/main_flags.cc) or from a test.
 #ifndef HEADWATER_SERVER_SERVICE_SERVER_OPTIONS_H_
 #define HEADWATER_SERVER_SERVICE_SERVER_OPTIONS_H_
 
@@ -20,9 +20,9 @@ namespace headwater::service {
 
 struct ServerOptions {
   std::vector<std::string> listen_addresses;  // host:port (port 0 picks one) or unix:PATH; at least one
-  // The same, for all calls; with any, `listen_addresses` take no calls that need the permission admin.
+  // Addresses for all calls; with any, `listen_addresses` take no calls that need the permission admin.
   std::vector<std::string> admin_listen_addresses;
-  // Files, in PEM, that are read again when they change: of host:port addresses, all of them; Unix sockets have no TLS.
+  // PEM files of all host:port addresses, read again when they change; Unix sockets have no TLS.
   std::string tls_certificate;    // the chain, the server's own first; empty: no TLS
   std::string tls_key;            // goes with it
   std::string tls_client_ca;      // clients must show a certificate that one of these has signed; empty: none is asked for
@@ -50,13 +50,13 @@ struct ServerOptions {
   bool descriptor_socket_any_user = false;  // also from processes of other users than the server's own and root
   bool named_regions = false;               // whether sessions may register files under /dev/shm by name
   scheduler::QueueWidths queue_widths;      // micro-batches at the engine at once
-  // The workers that the engine, which is this assembly's, waits for; null: it waits for none. When the engine is lost its calls
-  // are answered STEP_LOST: the process should Drain(), begin anew, and bring the heads back once the workers have joined again.
+  // The workers that the engine, which is this assembly's, waits for; null: none. When the engine is lost its calls are answered
+  // STEP_LOST. The process should then Drain(), restart, and bring the heads back once the workers have joined again.
   std::shared_ptr<group::GroupAssembly> group;
   std::string worker_token;  // with a token file: the name of the token that workers join with; empty: none may
   std::string engine_note;   // why the engine is not a faster one, and what its products run on
   // Called once, on any thread, when the engine's device is lost: health is NOT_SERVING then, and calls are answered ENGINE_FAILED.
-  // Heads cannot be had back: the process should Drain() and end. Must not call the server.
+  // Heads cannot be recovered: the process should Drain() and end. Must not call the server.
   std::function<void(const absl::Status&)> on_engine_lost;
 };
 

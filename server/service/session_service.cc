@@ -22,7 +22,7 @@ using observability::Log;
 using observability::LogLevel;
 using observability::RpcMethod;
 
-// What works, by stable names.
+// The features that work here, by stable names.
 std::vector<std::string> Features(const ServerCore& core) {
   std::vector<std::string> features = {
       "cross_entropy", "jensen_shannon", "teacher_hidden",   "explicit_commit", "staged",    "held",   "token_factors",
@@ -81,7 +81,7 @@ grpc::Status SessionServiceImpl::GetServerInfo(grpc::ServerContext* context, con
           encoded->set_memory_budget_bytes(device.memory_budget_bytes);
           if (device.uuid != decltype(device.uuid){}) encoded->set_uuid(device.uuid.data(), device.uuid.size());
         }
-        // Of heads over several devices only the sum is known.
+        // With several devices only the sum is known.
         if (devices.size() == 1) response->mutable_devices(0)->set_memory_planned_bytes(core_.engine->planned_bytes());
         EncodeLimits(core_.options.limits, response->mutable_limits());
         for (const std::string& feature : Features(core_)) response->add_features(feature);
@@ -132,7 +132,7 @@ grpc::Status SessionServiceImpl::RegisterSharedMemory(grpc::ServerContext* conte
                                                       v1::RegisterSharedMemoryResponse* response) {
   return RunRpc(entrance_, *context, RpcMethod::kRegisterSharedMemory, [&](RpcScope&) -> absl::Status {
     HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeRegisterSharedMemory(*request));
-    auto use = core_.UseSession(decoded.session);  // what is registered while the session ends goes when this goes
+    auto use = core_.UseSession(decoded.session);  // if the session ends meanwhile, the end of this use drops the region
     if (!use.ok()) return use.status();
     HEADWATER_ASSIGN_OR_RETURN(auto id, Register(core_, std::move(decoded)));
     response->set_region_id(std::move(id));

@@ -107,13 +107,13 @@ absl::StatusOr<std::shared_ptr<PendingContribution>> FindPending(const std::vect
   return found;
 }
 
-// A commit of what FindPending() has found, which nobody can drop meanwhile: adds it, or puts it in its place in the order. By an
-// operation that is admitted to all heads concerned.
+// Commits what FindPending() has found and no other call can drop: adds it, or puts it in its place in the order. By an operation
+// that is admitted to all heads concerned.
 absl::Status CarryOut(const std::vector<HeadCore*>& targets, int64_t micro_batch, PendingContribution& pending,
                       const CommitArguments& arguments, const CommitFactor& factor) {
   const bool in_order = targets.front()->in_order();
   if (in_order) {
-    // Once it has its place nobody can refuse it any more.
+    // Once it has its place it can no longer be refused.
     if (absl::Status status = CheckCommit(arguments, pending.held()); !status.ok()) return status;
   } else if (absl::Status status = AddPending(pending, arguments, targets.front()->engine); !status.ok()) {
     for (HeadCore* target : targets) target->AfterChange(status).IgnoreError();
@@ -149,7 +149,7 @@ absl::Status CheckDiscard(const std::vector<DecisionTarget>& targets, int64_t mi
 
 // ---- the trainer's own part ------------------------------------------------------------------------------------------
 
-// AddGradient() once its arguments are known to be right, but for what follows in the order. Null if contributions wait that are to
+// AddGradient() after the checks of its arguments, without the additions that follow in order. Null if waiting contributions must
 // be added first.
 absl::StatusOr<std::optional<bool>> AddOwnPart(Head& head, const StepKey& key, int64_t micro_batch, int64_t attempt,
                                                const Digest& digest, const GradientPart& part,
@@ -199,7 +199,7 @@ absl::StatusOr<bool> Commit(const std::vector<DecisionTarget>& targets, int64_t 
   scheduler::Sequencer& sequencer = heads.front()->sequencer;
   std::shared_ptr<PendingContribution> pending;
   HeldTeachers teachers;
-  // Refusals and replays wait for nobody. Another attempt, or the end of its session, may come before a commit that waits.
+  // Refusals and replays wait for no head. During the wait another attempt may supersede this one, or its session may end.
   const auto needs = [&]() -> absl::StatusOr<scheduler::Needs> {
     absl::StatusOr<std::shared_ptr<PendingContribution>> found = FindPending(targets, micro_batch, attempt, *factor, session);
     if (!found.ok()) return found.status();
@@ -207,7 +207,7 @@ absl::StatusOr<bool> Commit(const std::vector<DecisionTarget>& targets, int64_t 
     scheduler::Needs needed;
     if (pending == nullptr) return needed;
     for (const HeadCore* head : heads) AddNeed(*head, kChangesGradient, needed);
-    teachers.Find(pending->held(), needed);  // what is held is computed with the teachers' weights
+    teachers.Find(pending->held(), needed);  // held rows are computed with the teachers' weights
     return needed;
   };
   {
@@ -230,7 +230,7 @@ absl::StatusOr<bool> Commit(const std::vector<DecisionTarget>& targets, int64_t 
     if (busy != nullptr) work.emplace(*busy);
     if (absl::Status status = CarryOut(heads, micro_batch, *pending, arguments, *factor); !status.ok()) return status;
   }
-  // In deterministic mode it has taken its place only.
+  // In deterministic mode it only has its place so far.
   if (absl::Status status = AddInOrder(heads); !status.ok()) return status;
   return true;
 }
@@ -242,7 +242,7 @@ absl::StatusOr<bool> Discard(const std::vector<DecisionTarget>& targets, int64_t
   scheduler::Sequencer& sequencer = heads.front()->sequencer;
   bool dropped = false;
   {
-    // One that is being computed is answered at once.
+    // A discard of a micro-batch that is being computed is answered at once.
     const auto needs = [&]() -> absl::StatusOr<scheduler::Needs> {
       if (absl::Status status = CheckDiscard(targets, micro_batch, attempt, session); !status.ok()) return status;
       scheduler::Needs needed;
@@ -267,8 +267,8 @@ absl::StatusOr<bool> Discard(const std::vector<DecisionTarget>& targets, int64_t
 }
 
 int64_t Head::DropSession(const SessionId& session) {
-  // Without an admission: the end of any session looks at all heads, and one of them may be computing, or be set for minutes.
-  // Nobody else decides what is dropped here, and engines free it while other calls work.
+  // Without an admission: the end of any session looks at all heads, and some of them may compute, or be set, for minutes. No other
+  // call decides what is dropped here, and engines free it while other calls work.
   const Turn turn(core_->sequencer);
   const int64_t dropped = core_->steps.DropSession(session);
   core_->MicroBatchChanged();
@@ -309,7 +309,7 @@ absl::StatusOr<bool> Head::AddGradient(const StepKey& key, int64_t micro_batch, 
       if (absl::Status status = AddInOrder({core_.get()}); !status.ok()) return status;
       return **added;
     }
-    // A shard was not ready, say, when the predecessors were to be added. If it still is not, neither is this one added.
+    // The predecessors could not be added, for example because a shard was not ready. If that persists this call fails too.
     if (absl::Status status = AddInOrder(*core_, limits); !status.ok()) return status;
   }
 }

@@ -1,8 +1,8 @@
-// OrderedWindow: in which order contributions go into one head's accumulator, in deterministic mode.
+// OrderedWindow: the order in which contributions go into one head's accumulator, in deterministic mode.
 //
 // Contributions are added in ascending id, whatever the order in which they come. One whose predecessors are not all there yet
-// waits, committed, as rows. An id is missing until its contribution is there or its trainer has discarded it; a contribution that
-// went with its session stays missing, because a higher attempt of it may come. Once the step is sealed nothing is missing any
+// waits, committed, as rows. An id is missing until its contribution is there or its trainer has discarded it. A contribution
+// dropped with its session stays missing, because a higher attempt of it may come. Once the step is sealed nothing is missing any
 // more, and all that wait are added, lowest first.
 //
 // Only additions move the place in the order: a discarded id may come back with a higher attempt until a higher id has been added.
@@ -41,14 +41,14 @@ class OrderedWindow {
   // The lowest id whose contribution is not there.
   int64_t FirstMissing() const;
 
-  // Its trainer has discarded it: the next one need not wait for it.
+  // The trainer has discarded the micro-batch: the next one need not wait for it.
   void Close(int64_t micro_batch) { closed_.insert(micro_batch); }
   // Another attempt of it has begun.
   void Reopen(int64_t micro_batch) { closed_.erase(micro_batch); }
   void Wait(std::shared_ptr<const WaitingAddition> addition);
   // The one whose turn it is, or null. `sealed`: nothing that is missing will come.
   std::shared_ptr<const WaitingAddition> Next(bool sealed) const;
-  // It is in the accumulator, whether it had to wait or not.
+  // The contribution is in the accumulator, whether it had to wait or not.
   void MarkAdded(int64_t micro_batch);
   // The step is closed, or lost.
   void Clear();

@@ -21,23 +21,23 @@ struct HeldRows {
   RowsView hidden;
   std::vector<LossTerm> terms;                   // without outputs; they and `hidden` point into `storage`
   std::shared_ptr<const void> storage;           // keeps the memory, and its place in the budget
-  std::vector<std::weak_ptr<Head>> teachers;     // distinct teachers' heads; they may go before the decision
+  std::vector<std::weak_ptr<Head>> teachers;     // distinct teachers' heads; they may be deleted before the decision
   std::vector<const EngineHead*> teacher_heads;  // of each of `teachers`; to compare, never to use
-  std::vector<int64_t> teacher_weight_versions;  // likewise
+  std::vector<int64_t> teacher_weight_versions;  // of each of `teachers`
 };
 
-// What a commit multiplies the contribution by.
+// The factors by which a commit multiplies the contribution.
 struct CommitArguments {
   double factor = 1;                 // finite in fp32
   std::vector<float> token_factors;  // finite, one for each row of the micro-batch; empty: none. Only for a HELD contribution
 };
 
-// For turns. Its memory goes as soon as one of the heads drops it, at the end of that turn. Dropping needs an admission to at least
-// one of the heads, committing exclusive admission to all: so the two exclude each other. The end of its session alone drops it
-// without any, for which a commit says when it is at it.
+// For turns. Its memory is freed at the end of the turn in which one of its heads drops it. Dropping needs an admission to at least
+// one of the heads, and committing exclusive admission to all, so the two exclude each other. Only the end of its session drops it
+// without an admission, unless a commit has called BeginCommit().
 class PendingContribution {
  public:
-  // `until_decided` is let go with the memory; may be null.
+  // `until_decided` is released with the memory; may be null.
   PendingContribution(std::set<const HeadCore*> targets, int64_t attempt, std::optional<SessionId> session,
                       std::unique_ptr<StagedContribution> staged, std::shared_ptr<const void> until_decided);
   PendingContribution(std::set<const HeadCore*> targets, int64_t attempt, std::optional<SessionId> session, HeldRows held,
@@ -51,10 +51,10 @@ class PendingContribution {
   // False if it has been dropped before.
   bool Drop();
   bool dropped() const { return dropped_; }
-  // Drops it because its session has ended; true if this call did. One that is being committed stays: the call that commits it is
-  // one of the session's, and when that has ended the session ends once more (SessionRegistry).
+  // Drops it because its session has ended; true if this call did. A contribution that is being committed stays. The committing
+  // call is one of the session's, and when it has ended the session ends once more (SessionRegistry).
   bool DropWithSession() { return !in_commit_ && Drop(); }
-  // Around a commit: nobody drops it meanwhile, and the commit may use what it holds outside its turns.
+  // Around a commit: the contribution cannot be dropped meanwhile, and the commit may use it outside its turns.
   void BeginCommit() { in_commit_ = true; }
   void EndCommit() { in_commit_ = false; }
 

@@ -33,12 +33,12 @@ const char* StateName(ContributionState state) {
   return "unknown";
 }
 
-// Something is there, decided or not; else only a fence or a tombstone.
+// Whether there is a contribution, decided or not, and not only a fence or a tombstone.
 bool IsPresent(const MicroBatchRecord& record) {
   return record.state != ContributionState::kNone && record.state != ContributionState::kDiscarded;
 }
 
-// What is left of a record when its contribution is gone; false if that is nothing.
+// Reduces the record of a contribution that is gone to its fence and tombstone; false if it has neither.
 bool KeepFenceAndTombstone(MicroBatchRecord* record) {
   MicroBatchRecord rest;
   rest.fence_attempt = record->fence_attempt;

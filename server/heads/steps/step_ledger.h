@@ -5,7 +5,7 @@
 //                                        --FinishStaged-----> STAGED --FinishCommit--> COMMITTED
 //                                        |                           --Discard-------> DISCARDED (tombstone)
 //                                        |                           --Supersede-----> NONE (fenced below the higher attempt)
-//                                        --Abort------------> forgotten, but for its fence and tombstone
+//                                        --Abort------------> forgotten, except its fence and tombstone
 //
 // STAGED means computed and undecided, whatever the form: STAGED in a slot, or HELD as rows.
 //
@@ -40,7 +40,7 @@ enum class ContributionState : int32_t { kNone = 0, kInProgress = 1, kStaged = 2
 // The values are those of headwater.v1.ContributionForm.
 enum class ContributionForm : int32_t { kNone = 0, kDirect = 1, kStaged = 2, kHeld = 3 };
 
-// What a committed micro-batch adds to its step's totals.
+// A committed micro-batch's part of its step's totals.
 struct ContributionCounts {
   int64_t valid_token_count = 0;
   double loss_sum = 0;
@@ -49,14 +49,14 @@ struct ContributionCounts {
   bool operator==(const ContributionCounts&) const = default;
 };
 
-// What a commit multiplies a contribution by; compared to tell a replay from a conflict.
+// The factors of a commit; compared to distinguish a replay from a conflict.
 struct CommitFactor {
   double factor = 1;                    // finite in fp32
   std::optional<Digest> token_factors;  // of the factors of each row, if there were any
   bool operator==(const CommitFactor&) const = default;
 };
 
-// What is known of one micro-batch.
+// The record of one micro-batch.
 struct MicroBatchRecord {
   int64_t attempt = 0;
   // kNone: nothing is there, but a higher attempt has announced itself (`fence_attempt`).
@@ -92,7 +92,7 @@ struct StepRecord {
 // Exactly 0 ... n-1, or exactly these ids (distinct, >= 0).
 using ExpectedMicroBatches = std::variant<int64_t, std::vector<int64_t>>;
 
-// What Begin() decided.
+// The decision of Begin().
 enum class BeginDecision {
   kCompute,         // new: it is IN_PROGRESS now; call one of Finish...() or Abort()
   kReplay,          // known with this digest: compute and answer, add nothing
@@ -106,7 +106,7 @@ class StepLedger {
   const StepRecord& open() const { return open_; }
   const std::optional<StepRecord>& last_closed() const { return last_closed_; }
 
-  // What a trainer may restore if it is at another step: "step-20=20,step-10=10", for messages.
+  // The checkpoints that a trainer at another step may restore: "step-20=20,step-10=10", for messages.
   void SetCheckpoints(std::string checkpoints) { checkpoints_ = std::move(checkpoints); }
   const std::string& checkpoints() const { return checkpoints_; }
 
@@ -114,33 +114,33 @@ class StepLedger {
   absl::Status CheckStep(int64_t step) const;
   // As CheckStep(), and kMicroBatchInProgress.
   absl::Status CheckNotInProgress(int64_t step, int64_t micro_batch) const;
-  // Would Begin() with some digest be refused whatever the digest is? For refusing before the upload.
+  // Whether Begin() would be refused whatever the digest is. For refusing before the upload.
   // kStepMismatch, kStepSealed, kMicroBatchDiscarded, kAttemptSuperseded, kMicroBatchInProgress (by this attempt: a higher one is
   // let through, and finds it decided when its turn comes), kLimitExceeded (max_micro_batches).
   absl::Status CheckBegin(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) const;
-  // Announces an attempt that CheckBegin() lets through, when its header has come: lower attempts are refused from now on, and an
+  // Announces an attempt that CheckBegin() admits, when its header has come. Lower attempts are refused from now on, and an
   // undecided one of theirs is forgotten. True if there was one: the caller drops it. A committed one stays. An attempt 0 leaves
   // nothing behind. Not while the micro-batch is in progress (kInternal).
   absl::StatusOr<bool> Supersede(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches);
   // As CheckBegin() (in progress whatever the attempt), and kMicroBatchConflict. A known micro-batch may be replayed while the step
-  // is sealed; one of a closed step is answered kStepMismatch like any other (GetStep tells what became of it). A higher attempt
-  // of a staged micro-batch is new: it supersedes the staged contribution, which the caller drops.
+  // is sealed. One of a closed step is refused with kStepMismatch like any other; GetStep reports its state. A higher attempt of a
+  // staged micro-batch is new: it supersedes the staged contribution, which the caller drops.
   absl::StatusOr<BeginDecision> Begin(int64_t step, int64_t micro_batch, int64_t attempt, const Digest& digest, bool first_wins,
                                       int64_t max_micro_batches);
   // As Begin() for a micro-batch whose digest is not known yet: SetDigest() must come before Finish...(). False, with nothing
-  // changed, if the micro-batch is known, of this attempt or a lower one: its digest has to tell what becomes of it.
+  // changed, if this attempt or a lower one of the micro-batch is known: only the digest can decide then.
   absl::StatusOr<bool> BeginProvisionally(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches);
-  // Of a micro-batch that has begun provisionally; once (kInternal otherwise).
+  // Sets the digest of a micro-batch that has begun provisionally; once (kInternal otherwise).
   absl::Status SetDigest(int64_t micro_batch, const Digest& digest);
   // `form`: how it was held until now; kDirect if not at all.
   absl::Status FinishCommitted(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts);
   // `form`: kStaged or kHeld.
   absl::Status FinishStaged(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts);
-  // The micro-batch failed before it added anything: it is forgotten, but for the fence and the tombstone that it may have had.
+  // The micro-batch failed before it added anything: it is forgotten, except the fence and the tombstone that it may have had.
   absl::Status Abort(int64_t micro_batch);
-  // What the open step knows of it.
+  // The open step's record of a micro-batch.
   std::optional<MicroBatchRecord> Find(int64_t micro_batch) const;
-  // It was begun, and refused in the same breath: the record is again what Find() told before.
+  // Undoes a begin that is refused in the same turn: restores the record that Find() returned before.
   void TakeBack(int64_t micro_batch, const std::optional<MicroBatchRecord>& before);
 
   // True if the commit is to be carried out now, false if an equal one was before, for this attempt or a lower one. The caller adds
@@ -148,14 +148,14 @@ class StepLedger {
   absl::StatusOr<bool> CheckCommit(int64_t step, int64_t micro_batch, int64_t attempt, const CommitFactor& factor) const;
   absl::Status FinishCommit(int64_t micro_batch, const CommitFactor& factor);
 
-  // True if an uncommitted contribution was dropped. Leaves a tombstone, but for an unknown one in a sealed step, which
-  // takes nothing new anyway. kMicroBatchConflict for a committed one.
+  // True if an uncommitted contribution was dropped. Leaves a tombstone, except for an unknown one in a sealed step, which takes
+  // nothing new anyway. kMicroBatchConflict for a committed one.
   absl::Status CheckDiscard(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) const;
   absl::StatusOr<bool> Discard(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches);
 
-  // kMicroBatchMissing (a discarded one is missing too), kMicroBatchUncommitted (any undecided one, expected or not),
-  // kMicroBatchUnexpected, in this order; the ids in message and metadata (at most 16 of them). kInvalidField for an expectation
-  // with negative or repeated ids.
+  // Errors: kMicroBatchMissing (a discarded one is missing too), kMicroBatchUncommitted (any undecided one, expected or not),
+  // kMicroBatchUnexpected, in this order, with at most 16 ids in message and metadata; kInvalidField for an expectation with
+  // negative or repeated ids.
   // True if the step was sealed by this call, false if it had been before (with an expectation that still holds).
   absl::StatusOr<bool> Seal(int64_t step, const ExpectedMicroBatches& expected);
   // Whether Seal() would be refused.

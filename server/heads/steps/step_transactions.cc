@@ -9,7 +9,7 @@
 namespace headwater::heads {
 namespace {
 
-// After how long one that was refused may find room.
+// The hint when a refused contribution may find room.
 constexpr char kRetryAfterMs[] = "500";
 
 }  // namespace

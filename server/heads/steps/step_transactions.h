@@ -1,7 +1,7 @@
 // StepTransactions: one head's open step: its ledger, the contributions that wait for their decision, and their order.
 //
-// Bookkeeping over several parts: what the ledger forgets is dropped here, what is discarded leaves no gap in the order. No engine,
-// no locks: for turns, but for in_order().
+// Bookkeeping over several parts: drops what the ledger forgets, and closes the gaps that discarded contributions leave in the
+// order. No engine, no locks. For turns, except in_order().
 #ifndef HEADWATER_SERVER_HEADS_STEPS_STEP_TRANSACTIONS_H_
 #define HEADWATER_SERVER_HEADS_STEPS_STEP_TRANSACTIONS_H_
 
@@ -99,7 +99,7 @@ class StepTransactions {
   absl::StatusOr<bool> Discard(int64_t step, int64_t micro_batch, int64_t attempt);
   // Turns contributions that another head, or the end of a session, has dropped into tombstones.
   void Settle();
-  // Drops a session's undecided contributions, but for one that is being committed. Returns how many.
+  // Drops a session's undecided contributions, except one that is being committed. Returns how many.
   int64_t DropSession(const SessionId& session);
 
   // ---- order, in deterministic mode ----------------------------------------------------------------------------------

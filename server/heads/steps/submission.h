@@ -39,18 +39,18 @@ class IncomingRows {
  public:
   virtual ~IncomingRows() = default;
   // As RowFlow::AwaitRows(). kCancelled with `stalled` set in the source when rows stay away for too long to hold the engine for.
-  // By the thread that computes, as Finish() is.
+  // Called by the thread that computes, like Finish().
   virtual absl::Status AwaitRows(int64_t row_end) = 0;
-  // True once AwaitRows() has given up because the rows stalled: the submission is not refused, it comes again when it is complete.
+  // True once AwaitRows() has given up because the rows stalled. The submission is not refused: it comes again when it is complete.
   virtual bool stalled() const = 0;
-  // The digest of canonical header and rows, once all rows are there; asked for in a backward call, once. `rows`: what the engine
-  // has summed up, if it was asked to (`engine_digests`), else null.
+  // The digest of canonical header and rows, once all rows are there. Called once, in a backward call. `rows`: the engine's sums,
+  // if it was asked for them (`engine_digests`), else null.
   virtual absl::StatusOr<Digest> Finish(const DigestBuilder* rows) = 0;
   // As RowFlow::GradHiddenReady().
   virtual void GradHiddenReady(int64_t row_end) = 0;
 };
 
-// A micro-batch: header decoded; all rows there, or on their way. Its form is checked by who decodes it: which fields there are,
+// A micro-batch: its header is decoded; its rows are there, or on their way. The decoder checks its form: which fields there are,
 // which exclude each other, and that the terms of one head name one epoch and step.
 struct Submission {
   std::vector<SubmittedTerm> terms;
@@ -63,8 +63,8 @@ struct Submission {
   bool refuse_non_finite = false;
   bool late_token_factors = false;   // held even if slots are free; needs `hold` and explicit_commit
   std::optional<SessionId> session;  // owns the contribution while it is undecided; the caller holds a SessionRegistry::Use
-  // Called, at most once, when the contribution is to be held as rows: keeps alive all that the terms and `hidden` point to, until
-  // the returned pointer is dropped; or says why that cannot be (kStagingFull). Null: a micro-batch that finds no slot is refused.
+  // Called at most once, when the contribution is to be held as rows. Keeps alive all that the terms and `hidden` point to, until
+  // the returned pointer is dropped; or returns why that fails (kStagingFull). Null: a micro-batch that finds no slot is refused.
   // In deterministic mode every contribution is held.
   std::function<absl::StatusOr<std::shared_ptr<const void>>()> hold;
   // `hold` for a contribution that others wait for, in deterministic mode: it must find room, or no call makes progress. Null:
@@ -74,8 +74,8 @@ struct Submission {
   MutableRowsView grad_hidden;  // data null: not wanted
   double grad_hidden_scale = 1;
   Digest digest{};  // of canonical header and rows; not looked at with `incoming`
-  // Not null: the rows are read as they come, and the digest follows at the end. Only a micro-batch that the step does not know yet
-  // is computed so; for any other Submit() changes nothing and answers `needs_all_rows`, as it does when the rows stall.
+  // Not null: the rows are read as they come, and the digest follows at the end. Only a micro-batch that is new to the step is
+  // computed so. For any other, or if the rows stall, Submit() changes nothing and answers `needs_all_rows`.
   IncomingRows* incoming = nullptr;
   bool engine_digests = false;         // MicroBatch::digest_rows; only with `incoming`
   const DeviceEvent* after = nullptr;  // MicroBatch::after; outlives Submit()
@@ -95,7 +95,7 @@ struct SubmissionOutcome {
   std::optional<int64_t> step;
   Digest digest{};  // that the micro-batch is known by
   // Nothing was done: submit it again, without `incoming`, when all rows are there. Rows of grad_hidden that GradHiddenReady() has
-  // reported are those of the repeat too if both saw the same versions of all weights, which are filled in.
+  // reported stay right if both tries saw the same versions of all weights, which are filled in.
   bool needs_all_rows = false;
 };
 

@@ -13,7 +13,7 @@ namespace {
 // How soon a slot that another session has may be free again.
 constexpr char kSlotRetryAfterMs[] = "100";
 
-// The same error, which does not say to try again: the caller's own session has what is missing.
+// The error without its advice to try again: the caller's own session has what is missing.
 absl::Status WithoutRetry(const absl::Status& status) {
   ErrorMetadata metadata = GetErrorMetadata(status);
   metadata.erase("retryAfterMs");
@@ -24,7 +24,7 @@ absl::Status Cancelled() {
   return MakeError(ErrorReason::kCancelled, "the call was cancelled before its micro-batch was decided; nothing was added");
 }
 
-// To be computed again: the caller's memory may be gone by then, and has its values already.
+// The term for a later computation: the caller's memory may be gone by then, and has its values already.
 LossTerm WithoutOutputs(LossTerm term) {
   term.token_loss = term.lse = term.target_log_probability = term.entropy = nullptr;
   term.mean_logits = term.log_sum_sq_probs = nullptr;
@@ -76,7 +76,7 @@ class SubmissionRun::Flow : public RowFlow {
 absl::StatusOr<SubmissionOutcome> SubmissionRun::Run() {
   {
     const Turn turn(sequencer_);
-    // Again: while this call waited the heads may have changed. From here on they do not, but for what other runs do.
+    // Checked again: the heads may have changed while this call waited. From here on only other runs change them.
     if (absl::Status status = CheckSubmission(submission_); !status.ok()) return status;
     BuildTerms();
     if (absl::Status status = Begin(); !status.ok()) return status;
@@ -169,7 +169,7 @@ absl::StatusOr<BeginDecision> SubmissionRun::BeginIn(HeadCore* target) {
 
 absl::Status SubmissionRun::Begin() {
   if (submission_.incoming == nullptr) outcome_.digest = submission_.digest;
-  std::vector<std::pair<HeadCore*, std::optional<MicroBatchRecord>>> begun;  // with what they knew of it before
+  std::vector<std::pair<HeadCore*, std::optional<MicroBatchRecord>>> begun;  // with their records from before
   std::string known_by, new_to;
   absl::Status status = CheckNotLost();
   for (HeadCore* target : targets_) {
@@ -368,7 +368,7 @@ absl::Status SubmissionRun::TakeItsPlace() {
   const Turn turn(sequencer_);
   for (HeadCore* target : targets_) {
     target->steps.Wait(id(), *held, CommitArguments(), *target->on_engine);
-    // Cannot fail: it has been in progress since Begin(), and in this mode nobody else has computed, and lost the head, meanwhile.
+    // Cannot fail: it is in progress since Begin(), and in this mode no other call computes, and loses the head, meanwhile.
     target->steps.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
     target->MicroBatchChanged();
   }

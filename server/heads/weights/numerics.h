@@ -1,4 +1,4 @@
-// What fixes the order in which an engine sums up a head's gradient, as text: equal texts on equal inputs give equal bits.
+// A text of all that fixes the order in which an engine sums up a head's gradient: equal texts and inputs give equal bits.
 #ifndef HEADWATER_SERVER_HEADS_WEIGHTS_NUMERICS_H_
 #define HEADWATER_SERVER_HEADS_WEIGHTS_NUMERICS_H_
 

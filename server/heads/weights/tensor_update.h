@@ -10,8 +10,8 @@
 
 namespace headwater::heads {
 
-// Brings elements [element_start, element_start + element_count) of a tensor; called in ascending order, without gaps, and perhaps
-// from the beginning again.
+// Brings elements [element_start, element_start + element_count) of a tensor. Called in ascending order, without gaps; may restart
+// from element 0.
 using TensorSource = std::function<absl::Status(int64_t element_start, int64_t element_count, void* out)>;
 
 // One tensor that SetTensors() sets.
@@ -19,7 +19,7 @@ struct TensorUpdate {
   HeadTensor tensor = HeadTensor::kWeight;  // kWeight or kBias
   DataType data_type = DataType::kFloat32;  // of what `source` brings: the storage type or fp32
   TensorSource source;
-  bool in_memory = false;  // `source` cannot fail: nobody need read it through before
+  bool in_memory = false;  // `source` cannot fail: it need not be read through before
 };
 
 // The largest piece in which tensors are read from a source or a checkpoint.

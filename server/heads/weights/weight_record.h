@@ -1,5 +1,5 @@
-// WeightRecord: the bookkeeping of one head's weights: the tensors that are there, their version, the newest checkpoint, and the
-// tensors that wait to replace them at the end of a step.
+// WeightRecord: the bookkeeping of one head's weights. It knows the tensors that are there, their version, the newest checkpoint,
+// and the tensors that wait for the step's end to replace them.
 //
 // Pure bookkeeping: no engine, no locks. For turns.
 #ifndef HEADWATER_SERVER_HEADS_WEIGHTS_WEIGHT_RECORD_H_

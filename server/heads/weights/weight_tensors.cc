@@ -121,7 +121,7 @@ absl::Status WeightTensors::Write(const std::vector<TensorUpdate>& updates, bool
         source_failed = true;
         return status;
       }
-      // Before the first write, which a shard alone does not ask the others about: so one that is not ready is found in time.
+      // Before the first write, because a shard writes without asking the others: one that is not ready is found in time.
       if (!changed && spec_.trainable) {
         if (absl::Status status = after_change(engine_head_.ZeroGradient()); !status.ok()) return status;
       }

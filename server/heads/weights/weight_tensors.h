@@ -24,8 +24,8 @@ namespace headwater::heads {
 // An update whose whole tensor lies at `data`, which outlives it.
 TensorUpdate UpdateFromMemory(HeadTensor tensor, DataType data_type, const void* data);
 
-// kEngineFailed in place of an error that stops a change in time only if nothing has been changed before: a shard that is not
-// ready, a piece without memory. Any other error, and all of them unless `changed`, is returned as it is.
+// Replaces an error by kEngineFailed if it promises an unchanged head (a shard not ready, a piece without memory), but `changed` is
+// true. Returns any other error as it is.
 absl::Status AfterTheBeginning(const absl::Status& status, bool changed);
 
 class WeightTensors {
@@ -68,8 +68,7 @@ class WeightTensors {
   const HeadSpec& spec_;
   LossEngine& engine_;
   EngineHead& engine_head_;
-  // The head has been saved, has come back from a checkpoint, or continues the run of one that it was restored from: the next
-  // checkpoint is of the same run.
+  // The next checkpoint is of the same run: the head has been saved, has come back, or continues a restored checkpoint's run.
   bool has_run_ = false;
 };
 

@@ -1,4 +1,4 @@
-// Who may do what: every call of every service passes AccessControl::Authorize() before anything is done for it, and what it names
+// Access control: every call of every service passes AccessControl::Authorize() before anything is done for it, and what it names
 // passes its Caller.
 #ifndef HEADWATER_SERVER_SERVICE_ACCESS_ACCESS_H_
 #define HEADWATER_SERVER_SERVICE_ACCESS_ACCESS_H_
@@ -22,29 +22,29 @@ namespace headwater::service {
 // Metadata key of the token: "Bearer TOKEN".
 inline constexpr char kAuthorizationKey[] = "authorization";
 
-// What a port takes.
+// The calls that a port takes.
 enum class PortRole {
   kData,  // no call that needs admin
   kAll,
 };
 
-// Who makes a call, as far as this server cares. Copies are cheap.
+// The caller of a call, as far as this server cares. Copies are cheap.
 class Caller {
  public:
   // May do nothing.
   Caller() = default;
 
-  // The call's permission on a head: kHeadNotFound, as if there were none, for one of another tenant; kPermissionDenied for one
+  // The call's permission on a head. kHeadNotFound, as if there were none, for a head of another tenant. kPermissionDenied for one
   // that the token's patterns leave out, be it there or not.
   absl::Status CheckHead(const heads::HeadName& name) const { return CheckHead(name, needs_); }
-  // The same for a call that needs another permission than its row says.
+  // CheckHead() for a call that needs another permission than its row says.
   absl::Status CheckHead(const heads::HeadName& name, Permission needs) const;
   // CheckHead(), then the head. kHeadNotFound, kPermissionDenied.
   absl::StatusOr<std::shared_ptr<heads::Head>> Find(const heads::HeadRegistry& registry, const heads::HeadName& name) const;
   // kPermissionDenied for another tenant than the token's.
   absl::Status CheckTenant(const std::string& tenant) const;
 
-  // The tenant that a call means which names none.
+  // The tenant of a call that names none.
   const std::string& tenant() const;
   // For logs: the token's name; empty without one.
   const std::string& token_name() const;
@@ -53,7 +53,7 @@ class Caller {
   friend class AccessControl;
   bool Has(Permission needs, const std::string& head) const;
   absl::Status Denied(Permission needs, const std::string& head) const;
-  // kPermissionDenied for what needs admin, on a port that does not take it.
+  // kPermissionDenied for a call that needs admin, on a port that does not take it.
   absl::Status CheckPort(Permission needs) const;
 
   std::shared_ptr<const TokenGrant> grant_;  // null: a server without tokens, or a call that needs none
@@ -68,14 +68,14 @@ class Caller {
 // Thread-safe.
 class AccessControl {
  public:
-  // `token_file` empty: everybody may do everything. InvalidArgument for a file that is of no use.
+  // `token_file` empty: every call is allowed. InvalidArgument for a file that cannot be used.
   static absl::StatusOr<std::unique_ptr<AccessControl>> Create(const std::string& token_file);
 
   // `row` null: an RPC that the table does not know. `authorization` are the values of kAuthorizationKey that came.
-  // kUnauthenticated without a token that is known, kPermissionDenied for one that allows such calls on no head at all, and for a
-  // port that does not take them.
+  // kUnauthenticated without a known token. kPermissionDenied for a token that allows such calls on no head at all, and for a port
+  // that does not take them.
   absl::StatusOr<Caller> Authorize(const AccessRow* row, PortRole role, const std::vector<absl::string_view>& authorization) const;
-  // For a call that goes on: as Authorize(), of what the token file says by now. Costs nothing while that has not changed.
+  // Authorize() again for a call in progress, by the token file's present contents. Costs nothing while those have not changed.
   absl::Status Recheck(const Caller& caller) const;
 
  private:

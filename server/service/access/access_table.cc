@@ -9,8 +9,8 @@ namespace {
 
 using observability::RpcMethod;
 
-// Compute is what a training run, or an evaluation, does with a head that exists; admin is what makes and removes heads, and what
-// moves their state in and out: whoever may only compute cannot take a head's weights, nor replace them but by training.
+// Compute is the work of a training run, or an evaluation, with a head that exists. Admin makes and removes heads, and moves their
+// state in and out. Compute alone cannot take a head's weights, nor replace them except by training.
 constexpr AccessRow kRows[] = {
     {"/headwater.v1.LossService/ComputeLoss", Permission::kCompute},
     {"/headwater.v1.LossService/TransferRows", Permission::kCompute},
@@ -38,7 +38,7 @@ constexpr AccessRow kRows[] = {
     {"/headwater.v1.HeadService/RestoreCheckpoint", Permission::kAdmin},
     {"/headwater.v1.HeadService/DeleteCheckpoint", Permission::kAdmin},
 
-    // A session is its secret id: whoever has that may renew and close it.
+    // A session is its secret id: a client that has the id may renew and close it.
     {"/headwater.v1.SessionService/GetServerInfo", Permission::kToken},
     {"/headwater.v1.SessionService/OpenSession", Permission::kToken},
     {"/headwater.v1.SessionService/KeepAlive", Permission::kToken},
@@ -49,7 +49,7 @@ constexpr AccessRow kRows[] = {
     // A worker gets the rows and the weights of all heads.
     {"/headwater.v1.GroupService/Join", Permission::kAdmin},
 
-    // Probes of an orchestrator have no token, and are told nothing but whether the server serves.
+    // Probes of an orchestrator have no token, and learn only whether the server serves.
     {"/grpc.health.v1.Health/Check", Permission::kNone},
     {"/grpc.health.v1.Health/Watch", Permission::kNone},
     // The second is what newer versions of gRPC serve beside the first.

@@ -9,7 +9,7 @@
 
 namespace headwater::service {
 
-// What a call needs. Where the server has no tokens everybody has all of them.
+// The permission that a call needs. Without tokens on the server every caller has all of them.
 enum class Permission {
   kNone,     // nothing: also without a token
   kToken,    // a token that the server knows
@@ -31,7 +31,7 @@ absl::Span<const AccessRow> AccessTable();
 const AccessRow* FindAccessRow(absl::string_view path);
 const AccessRow* FindAccessRow(observability::RpcMethod method);
 
-// An UploadWeights that closes a step is the trainer's optimizer at work: its row. Any other sets a head's weights from outside.
+// The permission of an UploadWeights that closes no step: it sets weights from outside. Its row is for the trainer's optimizer.
 inline constexpr Permission kUploadOutsideStep = Permission::kAdmin;
 
 }  // namespace headwater::service

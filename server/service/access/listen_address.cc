@@ -112,7 +112,7 @@ absl::Status SetSocketAccess(const std::string& address, const SocketAccess& acc
   const auto cannot = [&](const char* what) {
     return absl::UnavailableError(absl::StrCat(address, ": cannot set ", what, ": ", std::strerror(errno)));
   };
-  // The owner first: until then nobody else has any permission.
+  // The owner first: until then no other user has any permission.
   if ((access.user.has_value() || access.group.has_value()) &&
       lchown(path.c_str(), access.user.value_or(static_cast<uid_t>(-1)), access.group.value_or(static_cast<gid_t>(-1))) != 0) {
     return cannot("unix_socket_owner");

@@ -1,4 +1,4 @@
-// The addresses that a server listens on: what they are, and who may reach a Unix socket.
+// The addresses that a server listens on, and the access to Unix sockets.
 #ifndef HEADWATER_SERVER_SERVICE_ACCESS_LISTEN_ADDRESS_H_
 #define HEADWATER_SERVER_SERVICE_ACCESS_LISTEN_ADDRESS_H_
 
@@ -19,14 +19,14 @@ absl::Status CheckListenAddress(const std::string& address);
 bool IsUnixAddress(const std::string& address);
 // PATH of unix:PATH and unix://PATH.
 std::string SocketPath(const std::string& address);
-// Of host:port, which CheckListenAddress() has accepted.
+// Host and port of an address that CheckListenAddress() has accepted.
 std::pair<std::string, int> HostAndPort(const std::string& address);
 // Whether only processes of this host can reach it.
 bool IsLocalAddress(const std::string& address);
 // "0.0.0.0:0" with the port that was picked; Unix sockets as they are.
 std::string BoundAddress(const std::string& address, int port);
 
-// Who owns a Unix socket, and its permissions. Absent: as the process makes it.
+// The owner of a Unix socket, and its permissions. Absent: as the process makes it.
 struct SocketAccess {
   std::optional<uid_t> user;
   std::optional<gid_t> group;
@@ -36,8 +36,7 @@ struct SocketAccess {
 // not from 0 to 0777.
 absl::StatusOr<SocketAccess> MakeSocketAccess(const std::string& owner, int mode);
 
-// While it lives, files that the process makes are for its user alone: so that a socket is at no moment more open than it should
-// be.
+// While it lives, files that the process makes are for its user alone: a socket is at no moment more open than it should be.
 class PrivateFiles {
  public:
   PrivateFiles();
@@ -49,7 +48,7 @@ class PrivateFiles {
   const mode_t before_;
 };
 
-// Gives the socket of a Unix address its owner and mode. Unavailable if that cannot be.
+// Gives the socket of a Unix address its owner and mode. Unavailable if that fails.
 absl::Status SetSocketAccess(const std::string& address, const SocketAccess& access);
 
 }  // namespace headwater::service

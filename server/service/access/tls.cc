@@ -54,7 +54,7 @@ absl::StatusOr<absl::Time> TimeOf(const ASN1_TIME* asn1) {
   return absl::FromTM(utc, absl::UTCTimeZone());
 }
 
-// When the certificates of the files hold.
+// The validity of the files' certificates.
 struct Validity {
   absl::Time begin;                                   // of the server's own certificate
   absl::Time end = absl::InfiniteFuture();            // the first end of the chain's
@@ -100,7 +100,7 @@ absl::StatusOr<Validity> CheckFiles(const ServerOptions& options) {
   return validity;
 }
 
-// Tells a file from what lies under its name later.
+// Distinguishes a file from a later one of its name.
 using FileIdentity = std::array<int64_t, 6>;
 
 FileIdentity IdentityOf(const std::string& path) {
@@ -165,7 +165,7 @@ class CertificateWatch::State {
   }
 
  private:
-  // Reports the files if they are others than before.
+  // Reports the files if they have changed.
   void Look() {
     const std::array<FileIdentity, 3> files = {IdentityOf(options_.tls_certificate), IdentityOf(options_.tls_key),
                                                IdentityOf(options_.tls_client_ca)};

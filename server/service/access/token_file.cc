@@ -197,7 +197,7 @@ std::shared_ptr<const TokenGrant> TokenFile::FindSha256(const std::array<uint8_t
     absl::MutexLock lock(&mutex_);
     grants = grants_;
   }
-  // All are looked at, each in whole, whatever comes out.
+  // Compares with every token in full, so that the time does not depend on the result.
   const std::shared_ptr<const TokenGrant>* found = nullptr;
   for (const auto& grant : *grants) {
     if (CRYPTO_memcmp(grant->sha256.data(), sha256.data(), sha256.size()) == 0) found = &grant;

@@ -20,18 +20,18 @@
 
 namespace headwater::service {
 
-// What the file says of one token.
+// The file's entry for one token.
 struct TokenGrant {
   std::string name;                  // for logs
   std::array<uint8_t, 32> sha256{};  // of the token's bytes
   std::string tenant;                // all that the token can see
   std::vector<std::string> compute;  // patterns of ids of heads, `*` being any characters
-  std::vector<std::string> admin;    // likewise
+  std::vector<std::string> admin;    // patterns of ids of heads
 };
 
 using TokenGrants = std::vector<std::shared_ptr<const TokenGrant>>;
 
-// Whether the id of a head is as `pattern` says.
+// Whether the id of a head matches `pattern`.
 bool MatchesPattern(absl::string_view pattern, absl::string_view id);
 
 // kFileCorrupt, with the place and what was expected there. Never quotes a value, which could be a token put in the wrong place.
@@ -39,22 +39,22 @@ absl::StatusOr<TokenGrants> ParseTokens(const std::string& text);
 
 class TokenFile {
  public:
-  // The file is looked at every `interval`. InvalidArgument if it cannot be read, is not as it should be, or others than its
-  // owner's group may write it.
+  // The file is looked at every `interval`. InvalidArgument if it cannot be read or is malformed, or if others than its owner's
+  // group may write it.
   static absl::StatusOr<std::unique_ptr<TokenFile>> Open(const std::string& path, absl::Duration interval = absl::Seconds(1));
   TokenFile(const TokenFile&) = delete;
   TokenFile& operator=(const TokenFile&) = delete;
 
   // Null if the token is not known. Takes as long for any token of that length.
   std::shared_ptr<const TokenGrant> Find(absl::string_view token) const;
-  // The same by the token's SHA-256.
+  // Find() by the token's SHA-256.
   std::shared_ptr<const TokenGrant> FindSha256(const std::array<uint8_t, 32>& sha256) const;
   // Rises when other contents are taken, before they can be found.
   int64_t version() const { return version_.load(); }
 
  private:
   TokenFile(std::string path, absl::Duration interval, std::string text, TokenGrants grants);
-  // Takes what the file says now; what it said before stays if that is nothing of use.
+  // Takes the file's present contents; keeps the earlier ones if these are of no use.
   void Reload();
 
   const std::string path_;

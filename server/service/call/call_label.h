@@ -1,5 +1,4 @@
-// CallLabel: what a thread is doing, for those who know no RPC: method, request id and head of the call that it runs. Never
-// contents.
+// CallLabel: method, request id and head of the call that a thread runs, for code that knows no RPC. Never contents.
 #ifndef HEADWATER_SERVER_SERVICE_CALL_CALL_LABEL_H_
 #define HEADWATER_SERVER_SERVICE_CALL_CALL_LABEL_H_
 
@@ -22,7 +21,7 @@ class CallLabel {
   static void NameHead(const std::string& head) {
     if (current_ != nullptr) current_->head_ = head;
   }
-  // Of this thread's call; empty without one, or before it has named a head.
+  // The label of this thread's call; empty without a call, or before it has named a head.
   static std::string Method() { return current_ == nullptr ? "" : current_->method_; }
   static std::string RequestId() { return current_ == nullptr ? "" : current_->request_id_; }
   static std::string Head() { return current_ == nullptr ? "" : current_->head_; }

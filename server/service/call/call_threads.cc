@@ -24,7 +24,7 @@ bool CallThreads::Accept(std::function<void()> task) {
     try {
       const auto self = threads_.emplace(threads_.end());
       *self = std::thread([this, self] { Work(self); });
-    } catch (const std::system_error&) {  // the process may have no more of them; those that are there go on
+    } catch (const std::system_error&) {  // the process may have no more of them; the others continue
       threads_.pop_back();
       if (threads_.empty()) return false;
     }

@@ -1,4 +1,4 @@
-// CallThreads: threads for what may wait on behalf of calls that gRPC hands over by callbacks, whose own threads must never wait.
+// CallThreads: threads for work that may wait, of calls that come by gRPC's callbacks, whose own threads must never wait.
 #ifndef HEADWATER_SERVER_SERVICE_CALL_CALL_THREADS_H_
 #define HEADWATER_SERVER_SERVICE_CALL_CALL_THREADS_H_
 
@@ -13,7 +13,7 @@
 
 namespace headwater::service {
 
-// Thread-safe. Threads are made as they are needed; one without a task for some seconds ends, but for the last.
+// Thread-safe. Threads are made as they are needed; one without a task for some seconds ends, except the last.
 class CallThreads {
  public:
   // At most `max_threads` (>= 1) of them.

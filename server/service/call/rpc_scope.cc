@@ -53,7 +53,7 @@ bool IsFrequent(RpcMethod method) {
   }
 }
 
-// What micro-batches and steps are made of; other calls are not traced.
+// The calls of micro-batches and steps; other calls are not traced.
 bool IsTraced(RpcMethod method) {
   switch (method) {
     case RpcMethod::kComputeLoss:
@@ -82,8 +82,8 @@ LogLevel LevelOf(RpcMethod method, const absl::Status& status) {
   }
 }
 
-// gRPC tells the wall clock's time: what is left counts from now on. The steady clock is read first, so that a thread that is held
-// up in between finds the deadline early, and never late.
+// gRPC gives a time of the wall clock: the time left counts from now on. The steady clock is read first, so that a thread that is
+// held up in between finds the deadline early, and never late.
 absl::Time DeadlineOf(const grpc::ServerContextBase& context) {
   const absl::Time now = MonotonicNow();
   const std::chrono::system_clock::time_point deadline = context.deadline();
@@ -114,7 +114,7 @@ RpcScope::RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, R
   request_id_ = found != metadata.end() && IsValidRequestId(found->second) ? std::string(found->second.data(), found->second.size())
                                                                            : heads::EpochToHex(heads::NewEpoch());
   context_.AddInitialMetadata(kRequestIdKey, request_id_);
-  // More than one is none, as the standard has it.
+  // Several count as none, as the standard has it.
   if (metadata.count(observability::kTraceparentKey) != 1) return;
   const grpc::string_ref& traceparent = metadata.find(observability::kTraceparentKey)->second;
   trace_context_ = observability::ParseTraceparent({traceparent.data(), traceparent.size()});
@@ -158,7 +158,7 @@ absl::Status RpcScope::CancelledError(absl::string_view outcome) const {
 
 grpc::Status RpcScope::Finish(absl::Status status) {
   const absl::Cleanup is_over = [this] { admission_.reset(); };
-  // Who may not call is not told how the server is, either.
+  // A caller without permission does not learn the server's state either.
   const bool refused = HasReason(status, ErrorReason::kUnauthenticated) || HasReason(status, ErrorReason::kPermissionDenied);
   if (!status.ok() && !refused) {
     if (HasReason(status, ErrorReason::kEngineFailed)) core_.CheckEngine();

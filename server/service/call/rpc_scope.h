@@ -1,4 +1,4 @@
-// RpcScope: what every RPC has around its work: admission, request id, log line, metrics, mapping of the error.
+// RpcScope: the frame around the work of every RPC: admission, request id, log line, metrics, mapping of the error.
 #ifndef HEADWATER_SERVER_SERVICE_CALL_RPC_SCOPE_H_
 #define HEADWATER_SERVER_SERVICE_CALL_RPC_SCOPE_H_
 
@@ -28,14 +28,14 @@
 
 namespace headwater::service {
 
-// Metadata key of the request id: taken from the client if it is 1 to 128 characters of [A-Za-z0-9._:/-], made here otherwise, and
-// echoed in the initial metadata.
+// Metadata key of the request id, which is echoed in the initial metadata. It is the client's if that is 1 to 128 characters of
+// [A-Za-z0-9._:/-], and made here otherwise.
 inline constexpr char kRequestIdKey[] = "x-request-id";
 
-// A call may also bring the W3C metadata `traceparent`: the log names its trace, and, if the caller records the trace,
-// micro-batches and steps are written to files (ServerOptions::trace_dir).
+// A call may also bring the W3C metadata `traceparent`, and the log names its trace. If the caller records the trace, micro-batches
+// and steps are written to files (ServerOptions::trace_dir).
 
-// Where calls come in: the core that serves them, and what the ports take. Without a role it is what every port takes.
+// Where calls come in: the core that serves them, and the role of the ports. Without a role it takes the calls that all ports take.
 struct Entrance {
   Entrance(ServerCore& server_core, PortRole port_role = PortRole::kData) : core(server_core), role(port_role) {}
   ServerCore& core;
@@ -47,20 +47,20 @@ std::vector<absl::string_view> AuthorizationOf(const std::multimap<grpc::string_
 
 class RpcScope {
  public:
-  // One scope for each call. `waiter`: who waits for it; null: the thread that runs it.
+  // One scope for each call. `waiter` waits for it; null: the thread that runs it.
   RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, observability::RpcMethod method,
            scheduler::Waiter* waiter = nullptr);
 
   // Before anything else: whether the call may be made, and the server takes calls (with `always`: whatever its phase).
-  // kUnauthenticated, kPermissionDenied, and what ServerCore::Admit() says.
+  // kUnauthenticated, kPermissionDenied, and the errors of ServerCore::Admit().
   absl::Status Begin(bool always);
-  // Who makes it. Once Begin() has said OK.
+  // The call's caller. Once Begin() has returned OK.
   const Caller& caller() const { return caller_; }
   // The heads that the call has found, and its session. They are in use until it ends, also while it waits.
   std::vector<heads::HeadUse>& heads() { return heads_; }
   heads::SessionRegistry::Use& session() { return session_; }
 
-  // For StreamWatchdog: whether the caller may still do what it does; its token may have been withdrawn. Valid as long as the core.
+  // For StreamWatchdog: whether the caller is still allowed its call; its token may have been withdrawn. Valid as long as the core.
   std::function<absl::Status()> AllowedStill() const;
 
   const std::string& request_id() const { return request_id_; }
@@ -76,20 +76,20 @@ class RpcScope {
   // for all connections of a Unix socket.
   std::string client() const;
   absl::Time start_time() const { return start_time_; }
-  // Of observability::MonotonicNow(): a wall clock that is set does not move it.
+  // By observability::MonotonicNow(): a wall clock that is set does not move it.
   absl::Time deadline() const { return deadline_; }
-  // What bounds a wait of this call: its deadline, its client, and the engine's device; of a wait for a step max_step_wait, too.
+  // Bounds of a wait of this call: its deadline, its client, and the engine's device; for a step also max_step_wait.
   scheduler::WaitLimits wait_limits() const { return {deadline_, waiter_, start_time_ + core_.options.limits.max_step_wait}; }
-  // The same for a wait of the thread that runs the call, whoever waits for others of the call.
+  // Bounds of a wait of the thread that runs the call, also where a waiter waits for the call.
   scheduler::WaitLimits thread_limits() { return {deadline_, &thread_}; }
   // True once the client has cancelled, gone away, or its deadline has passed. From any thread.
   bool Cancelled();
-  // kDeadlineExceeded or kCancelled, for a call that ended because of Cancelled(). `outcome`: what became of its work, if that is
-  // known; the end of the message.
+  // kDeadlineExceeded or kCancelled, for a call that ended because of Cancelled(). `outcome` ends the message: the result of its
+  // work, if that is known.
   absl::Status CancelledError(absl::string_view outcome = "") const;
 
-  // Logs, counts and maps. Once, at the end, from which Drain() no longer waits for the call. A call that fails while the engine's
-  // device is lost is answered ServerCore::lost(), whatever it met first, and by then the server has turned to NOT_SERVING.
+  // Logs, counts and maps. Once, at the end, from which Drain() no longer waits for the call. While the engine's device is lost any
+  // failed call is answered ServerCore::lost(), and by then the server has turned to NOT_SERVING.
   grpc::Status Finish(absl::Status status);
 
  private:
@@ -115,7 +115,7 @@ class RpcScope {
 };
 
 // Runs `body(scope)`, which returns absl::Status, as the RPC `method`, if its caller may. With `always`, even while starting or
-// draining. An exception ends the process: gRPC would answer it and go on with what it left half done.
+// draining. An exception ends the process: gRPC would answer it and continue with a half-done state.
 template <typename Context, typename Body>
 grpc::Status RunRpc(const Entrance& entrance, Context& context, observability::RpcMethod method, Body&& body,
                     bool always = false) noexcept {

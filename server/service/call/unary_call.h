@@ -17,8 +17,8 @@ namespace headwater::service {
 
 class UnaryCall final : public grpc::ServerUnaryReactor, private scheduler::Waiter {
  public:
-  // The work of a call, as RunRpc()'s: one that must wait with RpcScope::wait_limits() returns what Wait() returned, and is run
-  // again from its beginning later. What it keeps in itself and in the scope stays until then.
+  // The work of a call, as RunRpc()'s. A body that must wait with RpcScope::wait_limits() returns the status of Wait(), and is run
+  // again from its beginning later. Its own state and the scope's stay until then.
   using Body = absl::AnyInvocable<absl::Status(RpcScope&)>;
 
   // Runs `body` on a thread of the core's. The reactor for gRPC.
@@ -37,7 +37,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor, private scheduler::Wait
   CallThreads& threads_;
   const observability::RpcMethod method_;
   bool begun_ = false;
-  std::optional<RpcScope> scope_;  // until the call has been answered; and the body likewise
+  std::optional<RpcScope> scope_;  // until the call has been answered, like the body
   Body body_;
 };
 

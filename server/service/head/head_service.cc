@@ -49,7 +49,7 @@ absl::StatusOr<std::shared_ptr<heads::Head>> FindHead(ServerCore& core, RpcScope
   return scope.caller().Find(core.registry, name);
 }
 
-// The same for a request that works on the head, which is the call's first.
+// FindHead() for a request that works on the head, which is the call's first.
 absl::StatusOr<heads::Head*> UseHead(ServerCore& core, RpcScope& scope, const heads::HeadName& name) {
   scope.set_head(name.ToString());
   if (scope.heads().empty()) {
@@ -59,7 +59,7 @@ absl::StatusOr<heads::Head*> UseHead(ServerCore& core, RpcScope& scope, const he
   return &*scope.heads().front();
 }
 
-// The same for one that works on a step of the head: waits if it is the next one.
+// UseHead() for a request about a step of the head: waits if that step is the next one.
 template <typename Request>
 absl::StatusOr<heads::Head*> UseHeadAtStep(ServerCore& core, RpcScope& scope, const Request& request) {
   auto head = UseHead(core, scope, request.name);
@@ -68,7 +68,7 @@ absl::StatusOr<heads::Head*> UseHeadAtStep(ServerCore& core, RpcScope& scope, co
   return head;
 }
 
-// Bounds of a seal's wait for micro-batches: it ends so early that the answer still tells what is missing.
+// Bounds of a seal's wait for micro-batches: it ends early enough for the answer to name the missing ones.
 scheduler::WaitLimits SealWait(RpcScope& scope) {
   scheduler::WaitLimits wait = scope.wait_limits().ForStep();
   wait.deadline = std::min(wait.deadline, transport::WaitEnd(scope.start_time(), scope.deadline()));

@@ -27,8 +27,8 @@ struct TensorStream {
   std::function<absl::Status(int64_t element_start, int64_t element_count, void* out)> read;
 };
 
-// Fail if the head does not have the tensor in that type, or the offset is not one of an element (kInvalidField, kDataTypeMismatch,
-// kInvalidCombination), and as Head's methods do. The streams keep the head alive; `limits` are those of each of their reads.
+// Errors of Head's methods; kInvalidField, kDataTypeMismatch or kInvalidCombination if the head has no such tensor of that type, or
+// the offset is within an element. The streams keep the head alive; `limits` bound each of their reads.
 absl::StatusOr<TensorStream> OpenWeights(std::shared_ptr<heads::Head> head, const DownloadWeightsRequest& request,
                                          const scheduler::WaitLimits& limits);
 absl::StatusOr<TensorStream> OpenGradient(std::shared_ptr<heads::Head> head, const DownloadGradientRequest& request,

@@ -89,8 +89,8 @@ absl::Status UploadCall::Finish(v1::UploadWeightsResponse* response) {
   HEADWATER_ASSIGN_OR_RETURN(auto bytes, upload_->Complete());
   const absl::StatusOr<heads::HeadInfo> head = UseTensor(std::move(bytes));
   const absl::Status& status = head.status();
-  // What the client, or time, can put right: the upload may be taken up again without a byte sent. After anything else it is used
-  // up. Those of the second line came before the head could be had.
+  // Errors that the client, or time, can put right: the upload can be used again without sending a byte. Any other error uses it
+  // up. kQueueFull and kDeadlineExceeded end the wait for the head.
   const bool may_be_repeated = HasReason(status, ErrorReason::kEpochFenced) || HasReason(status, ErrorReason::kStepNotSealed) ||
                                HasReason(status, ErrorReason::kQueueFull) || HasReason(status, ErrorReason::kDeadlineExceeded) ||
                                HasReason(status, ErrorReason::kCancelled) || HasReason(status, ErrorReason::kShardNotReady);

@@ -25,7 +25,7 @@ class UploadCall {
   UploadCall(ServerCore& core, Caller caller, scheduler::WaitLimits limits)
       : core_(core), caller_(std::move(caller)), limits_(std::move(limits)) {}
 
-  // Takes the header, which fills `response` with the offset to go on from, or a chunk, which leaves it empty.
+  // Takes the header, which fills `response` with the offset to continue from, or a chunk, which leaves it empty.
   absl::Status OnMessage(v1::UploadWeightsRequest* message, v1::UploadWeightsResponse* response);
   // The client has half-closed: verifies the bytes and sets the tensor. An incomplete upload stays, for resuming.
   absl::Status Finish(v1::UploadWeightsResponse* response);
@@ -36,7 +36,7 @@ class UploadCall {
  private:
   absl::Status OnHeader(const v1::UploadWeightsHeader& header, v1::UploadWeightsResponse* response);
   absl::Status OnChunk(const v1::ByteChunk& chunk);
-  // Refuses what Replace() would refuse whatever the bytes are.
+  // Returns the errors of Replace() that do not depend on the bytes.
   absl::Status CheckClosesStep();
   // Sets the tensor, or puts it into the head's shadow. Returns the head as it is then: of the epoch that this made, or kept.
   absl::StatusOr<heads::HeadInfo> UseTensor(std::shared_ptr<const uint8_t> bytes);

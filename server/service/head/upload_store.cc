@@ -32,7 +32,7 @@ struct UploadStore::Upload {
   transport::GrowingBuffer buffer ABSL_GUARDED_BY(mutex);
   int64_t generation ABSL_GUARDED_BY(mutex) = 0;  // of the stream that works on it
   bool busy ABSL_GUARDED_BY(mutex) = false;
-  absl::Time drop_time ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();  // whoever holds on to its bytes does so since then
+  absl::Time drop_time ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();  // when it left the store; its bytes may be held since then
 };
 
 UploadStore::Lease::Lease(UploadStore* store, std::shared_ptr<Upload> upload, int64_t generation)
@@ -112,7 +112,7 @@ bool UploadStore::DropOldestLocked(const heads::Head* head) {
     const std::shared_ptr<heads::Head> owner = (*it)->head.lock();
     absl::ReleasableMutexLock lock(&(*it)->mutex);
     if ((*it)->busy || (head != nullptr && owner.get() != head)) continue;
-    (*it)->drop_time = clock_();  // one that may be repeated is perhaps in the head's shadow
+    (*it)->drop_time = clock_();  // the bytes of one that may be repeated are perhaps in the head's shadow
     lock.Release();
     uploads_.erase(it);
     return true;

@@ -1,12 +1,12 @@
-// UploadStore: bytes of weight uploads that are not complete yet, so that a cut one can go on where it stopped.
+// UploadStore: bytes of weight uploads that are not complete yet, so that a cut one can continue where it stopped.
 //
-// Thread-safe. An upload is known by head and upload id and is dropped when it completes, when its head goes away, or, oldest
-// first, when a new one needs its room in the budget or its head has kMaxUploadsPerHead of them; one that a stream is working on
-// stays.
+// Thread-safe. An upload is known by head and upload id, and is dropped when it completes or its head goes away. A new upload drops
+// the oldest ones if it needs their room in the budget, or if its head has kMaxUploadsPerHead. An upload that a stream is working
+// on stays.
 //
-// What is complete may still take its room: one of several tensors that are to close a step waits in its head's shadow for the
-// others. Its trainer may have died, and the room is everybody's. So it gives way to another head's upload, too, once it has waited
-// for kShadowTime and no stream brings its head another tensor.
+// A complete upload may still take its room: one of several tensors that close a step waits in its head's shadow for the others.
+// Its trainer may have died, and all heads share the room. After kShadowTime it therefore gives way to another head's upload,
+// unless a stream brings its head another tensor.
 #ifndef HEADWATER_SERVER_SERVICE_HEAD_UPLOAD_STORE_H_
 #define HEADWATER_SERVER_SERVICE_HEAD_UPLOAD_STORE_H_
 
@@ -66,8 +66,8 @@ class UploadStore {
   };
 
   // Begins an upload or takes it up again. kInvalidCombination if the same id was begun with another tensor, type, size, checksum
-  // or closes_step; kMemoryBudgetExceeded if it is larger than the budget; kInFlightBytesExceeded, with `retryAfterMs`, if others
-  // have the room for now; kQuotaExceeded (`limit`: uploads_per_head) if streams work on kMaxUploadsPerHead others of the head.
+  // or closes_step. kMemoryBudgetExceeded if it is larger than the budget; kInFlightBytesExceeded, with `retryAfterMs`, if others
+  // have the room for now. kQuotaExceeded (`limit`: uploads_per_head) if streams work on kMaxUploadsPerHead others of the head.
   // `request.total_bytes` must be right for the head.
   absl::StatusOr<Lease> Open(const std::shared_ptr<heads::Head>& head, const UploadRequest& request);
 
@@ -88,7 +88,7 @@ class UploadStore {
   const std::function<absl::Time()> clock_;
   absl::Mutex mutex_;
   std::list<std::shared_ptr<Upload>> uploads_ ABSL_GUARDED_BY(mutex_);  // oldest first
-  // Those that are to close a step, from their begin on until nobody holds on to their bytes. Oldest first.
+  // Uploads that are to close a step, from their begin until their bytes are released. Oldest first.
   std::list<std::weak_ptr<Upload>> closing_ ABSL_GUARDED_BY(mutex_);
 };
 

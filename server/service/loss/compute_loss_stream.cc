@@ -63,7 +63,7 @@ class ComputeLossStream final : public RowStream {
   }
 
   void OnStreamGone(Transfer* transfer) override {
-    if (transfer == nullptr) return;  // nobody waits: the read that is in progress ends by itself
+    if (transfer == nullptr) return;  // no thread waits: the read in progress ends by itself
     transfer->exchange().Break(MakeError(ErrorReason::kCancelled, "the client cancelled the call, or went away"));
     Progress running = Progress::kRunning;
     if (progress_.compare_exchange_strong(running, Progress::kAbandoned)) core().abandoned_calls.fetch_add(1);
@@ -124,9 +124,9 @@ class ComputeLossStream final : public RowStream {
           MakeError(ErrorReason::kStripeLost, absl::StrCat(std::string(status.message()), kWasComputed), GetErrorMetadata(status));
     }
     if (status.ok() || !scope.Cancelled()) return status;
-    // No client brings this about; its heads may be lost, and that nothing was added would not be true.
+    // No client causes this. Its heads may be lost, and the text "nothing was added" would not be true.
     if (HasReason(status, ErrorReason::kEngineFailed)) return status;
-    // Whatever was met first, that the client is gone, or was sent away, is why.
+    // The reason is that the client is gone, or was sent away, whatever error came first.
     const absl::Status why = why_ended();
     if (!why.ok()) return why;
     return scope.CancelledError(computed ? kWasComputed : "; nothing was added");
@@ -145,13 +145,13 @@ class ComputeLossStream final : public RowStream {
   // The whole call of a stream that ends before its header: on gRPC's thread.
   absl::Status EndWithoutHeader(RpcScope& scope) {
     if (absl::Status why = why_ended(); !why.ok()) return why;
-    // A stream that is cut ends like one that is half-closed; which it was is known a moment later, when nobody hears it any more.
+    // A cut stream ends like a half-closed one. The difference is known a moment later, too late for this call.
     if (gone() || scope.Cancelled()) return scope.CancelledError();
-    core().CountCancelled(context().peer());  // it may have been; and if not, a call that says nothing is no better
+    core().CountCancelled(context().peer());  // perhaps it was not; a call that sends nothing counts alike
     return CheckHeaderSeen(false);
   }
 
-  // By whoever answers the call: its thread, or who finds that there will be none.
+  // Set by the thread that answers the call: the call's own, or the one that finds that there will be none.
   std::atomic<bool> taken_{false};
   // Whether the call is in progress, and whether its client has gone meanwhile.
   enum class Progress { kRunning, kAbandoned, kEnded };
@@ -165,7 +165,7 @@ class ComputeLossStream final : public RowStream {
 RawReactor* StartComputeLoss(ServerCore& core, grpc::CallbackServerContext& context) noexcept {
   const auto stream = std::make_shared<ComputeLossStream>(core, context);
   RawReactor* const reactor = stream->Own();
-  // Nobody's message is waited for who may not call.
+  // The messages of a client that may not call are not awaited.
   const auto caller =
       core.access->Authorize(FindAccessRow(RpcMethod::kComputeLoss), PortRole::kData, AuthorizationOf(context.client_metadata()));
   if (!caller.ok()) {

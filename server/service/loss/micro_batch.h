@@ -36,7 +36,7 @@ struct MicroBatchPayload {
   std::vector<std::unique_ptr<RowSource>> sources;  // the hidden states, then each teacher's rows
   transport::ByteBudget::Reservation held;          // of max_held_bytes, once it is held
 
-  // Of rows, per-row data and class weights.
+  // Bytes of rows, per-row data and class weights.
   int64_t bytes() const;
 };
 

@@ -85,7 +85,7 @@ void CountMicroBatch(observability::Metrics& metrics, const heads::Submission& s
 void TraceMicroBatch(observability::CallTrace& trace, const heads::Submission& submission, const heads::SubmissionOutcome& outcome,
                      observability::Transport path, const MicroBatchTimes& times, absl::Time end) {
   const auto add = [&](const char* phase, absl::Time from, absl::Time to) {
-    if (to > from) trace.AddSpan(phase, phase, from, to);  // of a phase that another one overlapped nothing may be left
+    if (to > from) trace.AddSpan(phase, phase, from, to);  // nothing may be left of a phase that another one overlapped
   };
   add("upload", times.header, times.last_row);
   add("queue", times.last_row, times.engine_start);

@@ -1,4 +1,4 @@
-// What a micro-batch tells the metrics once it is known what became of it.
+// The metrics and the trace of a micro-batch whose outcome is known.
 #ifndef HEADWATER_SERVER_SERVICE_LOSS_MICRO_BATCH_ACCOUNT_H_
 #define HEADWATER_SERVER_SERVICE_LOSS_MICRO_BATCH_ACCOUNT_H_
 
@@ -10,7 +10,7 @@
 
 namespace headwater::service {
 
-// When a micro-batch got how far; of observability::MonotonicNow().
+// When a micro-batch reached each of its stages; times of observability::MonotonicNow().
 struct MicroBatchTimes {
   absl::Time header;    // its header came
   absl::Time last_row;  // its last row was there

@@ -174,7 +174,7 @@ class MicroBatchAdmission {
       bytes += source->bytes_to_reserve(batch_.copies_early());
     }
     HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", row_bytes, "max_micro_batch_bytes", limits.max_micro_batch_bytes));
-    // In deterministic mode what others wait for is held whatever is free: another attempt finds its place in the end.
+    // Deterministic mode holds rows that others wait for even beyond the budget: another attempt finds its place in the end.
     if (!core_.options.deterministic && MustBeHeld(batch_.submission)) {
       HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", batch_.payload->bytes(), "max_held_bytes", limits.max_held_bytes));
     }

@@ -28,15 +28,15 @@ using transport::RegionUse;
 constexpr int64_t kFirstRows = 1024;
 // A micro-batch begins before it is complete if the rest will be there within this, at the pace of what has come.
 constexpr absl::Duration kNearlyComplete = absl::Milliseconds(250);
-// Places at the engine, the last of which a micro-batch keeps even if it has to wait for files with it: who saves again and again
-// must not keep it out forever.
+// Places at the engine that a micro-batch takes. It keeps the last one even if it must wait for files there: frequent saves must
+// not keep it out forever.
 constexpr int kMostPlaces = 4;
 // How long after the end of a stream it is known whether it was cut.
 constexpr absl::Duration kEndKnown = absl::Milliseconds(50);
 
 }  // namespace
 
-// What the head is given of rows that may still be on their way.
+// The head's view of rows that may still be on their way.
 class MicroBatchRun::Incoming final : public heads::IncomingRows {
  public:
   explicit Incoming(MicroBatchRun& run) : run_(run) {}
@@ -55,7 +55,7 @@ class MicroBatchRun::Incoming final : public heads::IncomingRows {
         if (run_.exchange_.complete()) Send(gate_.Open());
         return absl::OkStatus();
       }
-      // Rows that were sent of the gradient because all have come just now cannot be computed again.
+      // Gradient rows may have been sent because all rows have just come: those cannot be computed again.
       if (MonotonicNow() < give_up || !gate_.Shut()) continue;
       return MakeError(ErrorReason::kCancelled, "the rows stay away for too long to hold the engine for them");
     }
@@ -73,7 +73,7 @@ class MicroBatchRun::Incoming final : public heads::IncomingRows {
     return rows != nullptr ? rows->Finish(header) : run_.batch_.transfer->Digested().Finish(header);
   }
 
-  // Looks itself whether all rows have come: where nothing is added the engine does not ask before its end.
+  // Looks itself whether all rows have come: if nothing is added, the engine asks only at its end.
   void GradHiddenReady(int64_t row_end) override {
     if (trace() != nullptr) trace()->AddRows("engine: grad_hidden", row_end, run_.batch_.times.engine_start);
     const int64_t may_leave = gate_.Ready(row_end);
@@ -115,7 +115,7 @@ absl::Status MicroBatchRun::Compute() {
   if (batch_.entry.has_value()) batch_.entry->Open(batch_.transfer);
   AllocateTokenOutputs(batch_);
   HEADWATER_RETURN_IF_ERROR(OpenRegions());
-  // The copies are made while the engine computes, and wait for an event that may be of the gradient's region, which is let go.
+  // The copies run beside the engine, and may wait for an event of the gradient's region, which is released after this.
   const absl::Cleanup copied = [this] {
     if (batch_.copies != nullptr) batch_.copies->Await().IgnoreError();
   };
@@ -123,7 +123,7 @@ absl::Status MicroBatchRun::Compute() {
 
   submission.engine_digests =
       std::any_of(sources.begin(), sources.end(), [](const auto& source) { return source->region() != nullptr; });
-  // In deterministic mode all of them are: how rows came must not show in the last bits.
+  // In deterministic mode none begins early: how rows came must not show in the last bits.
   may_begin_early_ = size == scheduler::JobSize::kLarge && !core_.options.deterministic;
   Incoming incoming(*this);
   // Small ones are complete when they begin, so that the engine can compute many of them together.
@@ -298,7 +298,7 @@ absl::Status MicroBatchRun::Submit() {
   for (int places_left = kMostPlaces;; --places_left) {
     HEADWATER_RETURN_IF_ERROR(AwaitFiles());
     HEADWATER_RETURN_IF_ERROR(AwaitPlace());
-    // While it waited for its place files may have come between: others take the place.
+    // A write from files may have come first while this waited for its place: others take the place.
     if (places_left == 1 || !heads::IsBehindFiles(batch_.submission)) break;
     turn_->Leave();
   }
@@ -311,7 +311,7 @@ absl::Status MicroBatchRun::Submit() {
     times.engine_end = MonotonicNow();
   }
   turn_->Leave(times.engine_end - times.engine_start);
-  // Whatever came of it, and whether its client is still there: an engine would look stuck otherwise while it only refuses.
+  // Observed whatever the outcome: an engine that only refuses would look stuck otherwise.
   core_.metrics.ObservePhase(observability::Phase::kCompute, times.engine_end - times.engine_start);
   if (!outcome.ok()) return outcome.status();
   outcome_ = *std::move(outcome);

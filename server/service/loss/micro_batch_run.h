@@ -1,13 +1,13 @@
-// MicroBatchRun: an admitted micro-batch on its way through the engine: it waits for rows and for its place, is submitted to its
-// heads, and its gradient leaves.
+// MicroBatchRun: an admitted micro-batch on its way through the engine. It waits for rows and for its place, is submitted to its
+// heads, and sends its gradient.
 //
-// Computing begins when the first useful rows are there, if the others seem to be near: the engine reads what comes (IncomingRows).
-// Rows that stay away then make the run give its place to others, and wait until all rows are there.
+// Computing begins when the first useful rows are there, if the others seem to be near: the engine reads rows as they come
+// (IncomingRows). If rows then stay away, the run gives its place to others, and waits until all rows are there.
 //
-// Every wait is one on the transfer's RowExchange, which is woken by rows, the end of the call, joined rows, the queue, a deleted
-// head and a lost engine.
+// Every wait is on the transfer's RowExchange. It is woken by rows, the end of the call, joined rows, the queue, a deleted head and
+// a lost engine.
 //
-// One thread, except for what the engine's threads report of the gradient.
+// Used by one thread, except that the engine's threads report the gradient.
 #ifndef HEADWATER_SERVER_SERVICE_LOSS_MICRO_BATCH_RUN_H_
 #define HEADWATER_SERVER_SERVICE_LOSS_MICRO_BATCH_RUN_H_
 
@@ -39,7 +39,7 @@ class MicroBatchRun {
   absl::Status Compute();
   // After Compute(): returns when grad_hidden has been sent, or written to where the client wants it.
   absl::Status DeliverGrad();
-  // Whether the heads have the outcome, so that nothing that happens to the call later takes it back.
+  // Whether the heads have the outcome: later events of the call cannot undo it.
   bool computed() const { return outcome_.has_value() && !outcome_->needs_all_rows; }
   void FillSummary(v1::MicroBatchSummary* summary);
 
@@ -54,13 +54,13 @@ class MicroBatchRun {
   absl::Status PullRows();
   // Waits until the micro-batch may be submitted: all rows are there, or enough to begin with.
   absl::Status AwaitStart();
-  // When it may be submitted though rows are missing, as things are.
+  // When it may be submitted even if rows are missing.
   absl::Time EarlyStart(const Progress& rows, absl::Time now);
   // Why the wait for rows is over at `now`; OK if it is not, and `end` is lowered to when it will be.
   absl::Status CheckWait(const Progress& rows, absl::Time now, absl::Time* end) const;
   // `doing` is what the call waits for, for the message.
   absl::Status CheckInTime(absl::Time now, const char* doing) const;
-  // Why rows are missing, once their streams have ended: that a client is gone is known a moment later.
+  // Why rows are missing once their streams have ended. A cancellation is known only a moment after that.
   absl::Status ExplainEnd(const absl::Status& status);
   absl::StatusOr<Digest> DigestOfAll();
   // heads::AwaitFiles(), which the end of the transfer ends too.

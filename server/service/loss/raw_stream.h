@@ -1,8 +1,8 @@
-// RawStream: one bidirectional call of gRPC's callback API whose messages are raw bytes, with the rules of that API kept in one
-// place: nothing is started after the end, the end comes once, and the object lives until gRPC and everybody else has let go of it.
+// RawStream: one bidirectional call of gRPC's callback API whose messages are raw bytes. The rules of that API live here: nothing
+// starts after the end, the end comes once, the object lives until gRPC and others release it.
 //
-// The client is watched (StreamWatchdog) while a message of it is expected, and while it should take one: if it does neither for
-// ServerOptions::stream_idle_timeout, the call is cancelled; and so it is after Limits::max_stream_time in all.
+// The client is watched (StreamWatchdog) while it should send a message, or take one. If it does neither for
+// ServerOptions::stream_idle_timeout the call is cancelled, and in any case after Limits::max_stream_time in all.
 #ifndef HEADWATER_SERVER_SERVICE_LOSS_RAW_STREAM_H_
 #define HEADWATER_SERVER_SERVICE_LOSS_RAW_STREAM_H_
 
@@ -36,8 +36,8 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   // Gives gRPC its share of the object, which it has until the call is over.
   RawReactor* Own();
 
-  // Begins to read a message; OnMessage() follows. Not before the last one was answered. With `watched`, the client has only so
-  // much time. Without effect after Finish().
+  // Begins to read a message; OnMessage() follows. Not before the last one was answered. `watched` bounds the client's time for it.
+  // Without effect after Finish().
   void Read(bool watched);
   // Begins to write; OnWritten() follows if this returns true. Not before the last one was answered. False after Finish().
   bool Write(grpc::ByteBuffer message);
@@ -60,8 +60,8 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   // gone() has become true. At most once, concurrently with the others.
   virtual void OnGone() = 0;
   // The watchdog ends the call; on its thread, where nothing may wait. True: it has been finished with `why`. False: it is
-  // cancelled, at once and whatever is in progress, of which the client is told the code and the sentence, but no reason: gRPC
-  // sends no details with a call that it cancels.
+  // cancelled, at once and whatever is in progress. The client then gets the code and the sentence, but no reason: gRPC sends no
+  // details with a call that it cancels.
   virtual bool OnEnded(const absl::Status& why) = 0;
 
   ServerCore& core() { return core_; }
@@ -72,7 +72,7 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   bool Enter();
   void Leave();
   void FinishNow();
-  // The watch is the end's from Finish() on.
+  // Ends the watch of a message. From Finish() on the watch is for the end, and stays.
   void EndWatch();
 
   // An exception ends the process: gRPC would forget it, and the call would never be over.
@@ -95,7 +95,7 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   int starting_ ABSL_GUARDED_BY(mutex_) = 0;
   bool ending_ ABSL_GUARDED_BY(mutex_) = false;
   grpc::Status status_;                           // set before `ending_`
-  std::optional<grpc::ByteBuffer> last_message_;  // likewise
+  std::optional<grpc::ByteBuffer> last_message_;  // set before `ending_`
 };
 
 }  // namespace headwater::service

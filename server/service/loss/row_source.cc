@@ -40,7 +40,7 @@ class RegionRows final : public RowSource {
                          const std::shared_ptr<RowCopies>& copies) override {
     constexpr int64_t kPartBytes = 4 << 20;
     HEADWATER_RETURN_IF_ERROR(Allocate(core.rows));
-    // A device's copy is one; those of host memory are made by several threads.
+    // A device's rows are one copy; rows of host memory are copied by several threads.
     const int64_t rows_a_part =
         region_->memory() == MemorySpace::kDevice ? rows_.row_count : std::max<int64_t>(1, kPartBytes / rows_.row_bytes);
     for (int64_t row = 0; row < rows_.row_count; row += rows_a_part) {

@@ -57,7 +57,7 @@ observability::Transport PathOf(const transport::RegionUse* region);
 
 class RowSource {
  public:
-  // Which rows they are.
+  // The place of the rows in the micro-batch, and their names.
   struct Rows {
     int32_t digest_stream = 0;  // 0: hidden states; 1 + term: its teacher's
     std::string name;           // in messages
@@ -98,9 +98,9 @@ class RowSource {
   // The micro-batch has been computed.
   virtual void MarkUsed() {}
 
-  // Where the rows lie, if in the client's memory, and are digested only when they are computed; else null.
+  // The region of rows in the client's memory, which are digested only when they are computed; else null.
   virtual const transport::RegionUse* region() const { return nullptr; }
-  // Begins to copy what is the client's again when the call ends. `owner` keeps the region mapped meanwhile.
+  // Begins to copy rows whose memory is the client's again after the call. `owner` keeps the region mapped meanwhile.
   virtual absl::Status StartCopy(ServerCore&, const DeviceEvent*, const std::shared_ptr<const void>&,
                                  const std::shared_ptr<RowCopies>&) {
     return absl::OkStatus();
@@ -124,7 +124,7 @@ class RowSource {
 
 // The call's own streams bring the rows.
 std::unique_ptr<RowSource> MakeChunkRows(RowSource::Rows rows);
-// They lie in memory of the client: shared, in a named file, or a device's.
+// The rows lie in memory of the client: shared, in a named file, or a device's.
 std::unique_ptr<RowSource> MakeRegionRows(RowSource::Rows rows, transport::RegionUse region);
 // Another process sends them, by way of TeacherJoin. `row_indices` and `user` are Claim()'s; the indices outlive the source.
 std::unique_ptr<RowSource> MakeJoinedRows(RowSource::Rows rows, transport::JoinedSet set, const std::vector<int32_t>& row_indices,

@@ -1,5 +1,5 @@
-// Reading and writing a client's stream: cancelled when the client neither sends nor takes anything for too long, and told apart
-// whether it ended or was cut.
+// Reading and writing a client's stream. A call is cancelled when its client neither sends nor takes anything for too long. A
+// stream that was cut is an error, one that ended is not.
 #ifndef HEADWATER_SERVER_SERVICE_LOSS_STREAM_IO_H_
 #define HEADWATER_SERVER_SERVICE_LOSS_STREAM_IO_H_
 
@@ -28,12 +28,11 @@ bool ReadMessage(guard::StreamWatchdog::Watch& watch, Stream& stream, Message* m
   return read;
 }
 
-// Calls `take(&message)` for each message until the client half-closes. Returns the first error of `take`, kCancelled /
-// kDeadlineExceeded if the stream was cut, why the watchdog ended it, kQueueFull if
-// too many threads read already, or ServerCore::lost().
+// Calls `take(&message)` for each message until the client half-closes. Returns the first error of `take`, the watchdog's reason,
+// kCancelled / kDeadlineExceeded if the stream was cut, or ServerCore::lost(). kQueueFull if too many threads read already.
 template <typename Message, typename Stream, typename Take>
 absl::Status ReadAll(ServerCore& core, grpc::ServerContext& context, RpcScope& scope, Stream& stream, Take&& take) {
-  // The thread stands still while the client sends nothing: half of them stay for calls that do not.
+  // The thread stands still while the client sends nothing: half of the threads stay for other calls.
   struct Reading {
     std::atomic<int64_t>& threads;
     const int64_t before = threads.fetch_add(1);

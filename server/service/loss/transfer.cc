@@ -59,7 +59,7 @@ void RowStream::Carry(std::shared_ptr<Transfer> transfer, int32_t stripe_index) 
     absl::MutexLock lock(&transfer_mutex_);
     transfer_ = std::move(transfer);
   }
-  if (gone()) OnStreamGone(this->transfer().get());  // it may have gone before there was a transfer to tell
+  if (gone()) OnStreamGone(this->transfer().get());  // it may have gone before there was a transfer to notify
   Read(/*watched=*/false);
 }
 
@@ -88,7 +88,7 @@ void RowStream::OnMessage(bool ok, grpc::ByteBuffer* message) {
 void RowStream::Pump() {
   const std::shared_ptr<Transfer> transfer = this->transfer();
   if (transfer == nullptr) return;
-  // Asked again after `writing_` is false: rows may have got ready in between, and whoever told so found it true.
+  // Asked again after `writing_` is false: a Pump() in between for new rows has found it true.
   while (!writing_.exchange(true)) {
     std::optional<grpc::ByteBuffer> message = transfer->NextGradMessage();
     if (message.has_value()) {
@@ -204,7 +204,7 @@ absl::Status Transfer::Take(const ChunkView& chunk, int32_t index) {
 }
 
 void Transfer::OnRefused(const absl::Status& status) {
-  // Once every row is there what comes beside is the stream's own affair: the micro-batch may be committed by now.
+  // Once every row is there a bad chunk concerns its stream alone: the micro-batch may be committed by now.
   exchange_.BreakIfIncomplete(status);
 }
 

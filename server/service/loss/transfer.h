@@ -1,8 +1,8 @@
 // Transfer: how the rows of one micro-batch come in and its gradient goes out, over one stream or several (TransferRows).
 //
-// RowStream is what the primary stream and its stripes have in common: once it has joined the transfer it reads chunks and writes
-// rows of the gradient, whichever stream is free first. What has been read is copied once, to where the engine reads it, and hashed
-// there; the next message is read only then.
+// RowStream is the common part of the primary stream and its stripes. Once it has joined the transfer it reads chunks and writes
+// rows of the gradient; the stream that is free first writes the next ones. Rows that have been read are copied once, to where the
+// engine reads them, and hashed there; the next message is read only then.
 #ifndef HEADWATER_SERVER_SERVICE_LOSS_TRANSFER_H_
 #define HEADWATER_SERVER_SERVICE_LOSS_TRANSFER_H_
 
@@ -45,9 +45,9 @@ class RowStream : public RawStream {
   virtual void OnFirstMessage(bool ok, grpc::ByteBuffer* message) = 0;
   // The client is gone; `transfer` is null before Carry().
   virtual void OnStreamGone(Transfer* transfer) = 0;
-  // `status` is why the transfer was broken by this very stream: a chunk that was refused.
+  // This very stream has broken the transfer by a chunk that was refused; `status` says why.
   virtual void OnRefused(const absl::Status& status) = 0;
-  // That status, from before the transfer knows of it; OK if there is none.
+  // The status of a refused chunk, from before the transfer knows of it; OK if there is none.
   absl::Status refusal();
 
  private:
@@ -94,7 +94,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   int32_t joined() const;
   // Takes a chunk that stripe `index` has received.
   absl::Status Take(const ChunkView& chunk, int32_t index);
-  // A stream has brought what Take() refused, or what is no chunk: breaks the transfer, unless all rows are there.
+  // A stream has brought a chunk that Take() refused, or no chunk at all: breaks the transfer, unless all rows are there.
   void OnRefused(const absl::Status& status);
   // A stream has been half-closed.
   void OnHalfClosed();

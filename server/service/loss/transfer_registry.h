@@ -24,14 +24,13 @@ class Transfer;
 
 using TransferId = std::array<uint8_t, 16>;
 
-// A stripe that looks for its transfer. Called once, by whatever thread finds out, without a lock: the transfer, or why there is
-// none.
+// A stripe that looks for its transfer. Called once, on any thread and without a lock, with the transfer, or why there is none.
 using OnTransfer = std::function<void(absl::StatusOr<std::shared_ptr<Transfer>>)>;
 
 // Thread-safe.
 class TransferRegistry {
  public:
-  // A stripe waits at most `max_wait` for a primary stream that nobody has heard of.
+  // A stripe waits at most `max_wait` for a primary stream that has not been announced.
   explicit TransferRegistry(absl::Duration max_wait) : max_wait_(max_wait) {}
   TransferRegistry(const TransferRegistry&) = delete;
   TransferRegistry& operator=(const TransferRegistry&) = delete;
@@ -61,9 +60,9 @@ class TransferRegistry {
   // The stripe waits no more; `found` will not be called, or has been.
   void Leave(const TransferId& id, int64_t number);
 
-  // Sends away stripes that have waited for too long at `now` (observability::MonotonicNow()). To be called every few milliseconds.
+  // Refuses stripes that have waited for too long at `now` (observability::MonotonicNow()). To be called every few milliseconds.
   void Expire(absl::Time now);
-  // The server drains: stripes whose primary stream has not come are sent away, now and from now on.
+  // The server drains: stripes whose primary stream has not come are refused, now and from now on.
   void Drain();
 
   int64_t waiting() const;
@@ -80,7 +79,7 @@ class TransferRegistry {
     std::vector<Waiting> waiting;
   };
   void Close(const TransferId& id);
-  // Takes those out who wait for a stream that was not announced, since before `since`.
+  // Takes out the stripes that have waited since before `since` for a stream that was not announced.
   std::vector<OnTransfer> TakeUnheard(absl::Time since) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const absl::Duration max_wait_;

@@ -82,7 +82,7 @@ void TransferRowsStream::OnRefused(const absl::Status& status) { End(status); }
 bool TransferRowsStream::OnEnded(const absl::Status& why) {
   {
     absl::MutexLock lock(&mutex_);
-    // A transfer that knows of the stream has to be told, too, that it is gone.
+    // A transfer that knows of the stream must also learn that it is gone.
     if (id_.has_value() || ended_.exchange(true)) return false;
   }
   Answer(why);

@@ -34,9 +34,9 @@ class TransferRowsStream final : public RowStream {
   bool OnEnded(const absl::Status& why) override;
 
   void FindTransfer(const TransferId& id, int32_t index);
-  // Ends the call; what comes after the first time has no effect.
+  // Ends the call; only the first time has an effect.
   void End(absl::Status status);
-  // By whoever has set `ended_`: gRPC's context is there until then. Without a status the call was cancelled.
+  // Called by the thread that has set `ended_`: gRPC's context is there until then. Without a status the call was cancelled.
   void Answer(std::optional<absl::Status> status);
 
   RpcScope scope_;

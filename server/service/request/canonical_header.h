@@ -1,8 +1,8 @@
 // The canonical bytes of a micro-batch's header: what the digest covers beside the rows (headwater/kernels/digest.h).
 //
-// Two calls that mean the same give the same bytes, whatever they left to defaults: defaults are filled in, `outputs` is a set, and
-// a row range is always explicit. Left out is what does not change the meaning: session, attempt, on_mismatch, and how the bytes
-// travel, or may be held. Layout, all integers 64-bit little-endian:
+// Two calls that mean the same give the same bytes, whatever they left to defaults. Defaults are filled in, `outputs` is a set, and
+// a row range is always explicit. Fields that do not change the meaning are left out: session, attempt, on_mismatch, and how the
+// bytes travel, or may be held. Layout, all integers 64-bit little-endian:
 //
 //   "headwater.header.1"
 //   micro_batch?, backward, row_count, hidden_size, data_type, explicit_commit, refuse_non_finite, outputs, return_grad_hidden,

@@ -27,7 +27,7 @@ grpc::ByteBuffer EncodeGradChunk(int64_t row_start, int64_t row_count, const uin
   auto kept = std::make_unique<Owner>(std::move(owner));
   const grpc::Slice slices[] = {
       grpc::Slice(v1::ChunkMessagePrefix(v1::ChunkField::kOfResponse, header)),
-      // gRPC wants a pointer to what it could write to; it does not.
+      // gRPC takes a pointer to non-const bytes, but writes nothing.
       grpc::Slice(
           const_cast<uint8_t*>(data), static_cast<size_t>(data_bytes),
           [](void* owner_pointer) { delete static_cast<Owner*>(owner_pointer); }, kept.get()),

@@ -1,5 +1,5 @@
-// Chunks of rows on the wire, without protobuf and without copies: a received chunk is looked at in the slices that gRPC received,
-// a sent one is a short prefix and a slice that refers to the rows where they lie.
+// Chunks of rows on the wire, without protobuf and without copies. A received chunk is read in the slices that gRPC received. A
+// sent one is a short prefix and a slice that refers to the rows where they lie.
 #ifndef HEADWATER_SERVER_SERVICE_REQUEST_CHUNK_CODEC_H_
 #define HEADWATER_SERVER_SERVICE_REQUEST_CHUNK_CODEC_H_
 
@@ -33,7 +33,7 @@ class ReceivedMessage {
 };
 
 // A ComputeLossResponse or TransferRowsResponse (which are the same bytes) with a chunk of grad_hidden. The message refers to
-// [data, data + data_bytes), which `owner` keeps alive until gRPC has let go of it.
+// [data, data + data_bytes), which `owner` keeps alive until gRPC has released it.
 grpc::ByteBuffer EncodeGradChunk(int64_t row_start, int64_t row_count, const uint8_t* data, int64_t data_bytes,
                                  std::shared_ptr<const void> owner);
 

@@ -1,5 +1,5 @@
-// Field checks: how a request's field is refused. Every error names the field's path in the request message (`field`), what was
-// expected and what came (`expected`, `actual`), in the message and in the metadata.
+// Field checks: how a request's field is refused. Every error has the field's path in the request message (`field`) and the
+// expected and the actual value (`expected`, `actual`), in message and metadata.
 #ifndef HEADWATER_SERVER_SERVICE_REQUEST_FIELD_CHECK_H_
 #define HEADWATER_SERVER_SERVICE_REQUEST_FIELD_CHECK_H_
 
@@ -12,7 +12,7 @@
 
 namespace headwater::service {
 
-// FieldError() of a limit: its name and its value stand beside them.
+// FieldError() of a limit, with the limit's name and value.
 absl::Status LimitError(ErrorReason reason, const std::string& field, const std::string& expected, int64_t actual,
                         const char* limit, int64_t maximum);
 
@@ -30,16 +30,15 @@ absl::Status CheckAtLeast(const std::string& field, int64_t value, int64_t minim
 // kLimitExceeded if value is above the limit of that name.
 absl::Status CheckLimit(const std::string& field, int64_t value, const char* limit, int64_t maximum);
 
-// kChunkOutOfRange unless a chunk of `data_bytes` bytes at `offset` goes on where `received_bytes` of `total_bytes` stand and stays
-// within the total.
+// kChunkOutOfRange unless a chunk of `data_bytes` bytes at `offset` continues at `received_bytes` and stays within `total_bytes`.
 absl::Status CheckNextBytes(int64_t offset, int64_t data_bytes, int64_t received_bytes, int64_t total_bytes);
 
 // kInvalidField, with `expected` as the text, unless `holds` and `value` is finite.
 absl::Status CheckNumber(const std::string& field, double value, bool holds, const std::string& expected);
 
-// kInvalidField unless `value` is finite as float32 too: what multiplies losses or gradients, which are float32.
+// kInvalidField unless `value` is finite as float32 too: it multiplies losses or gradients, which are float32.
 absl::Status CheckFactor(const std::string& field, double value);
-// Likewise, and >= 0.
+// CheckFactor(), and >= 0.
 absl::Status CheckNotNegative(const std::string& field, double value);
 
 // A value from a client as it may stand in a message: quoted, printable, at most 64 bytes of it.

@@ -23,7 +23,7 @@ namespace {
 HEADWATER_FIELDS(v1::ApplyOptimizerStepRequest, heads::ApplyArguments, learning_rate, gradient_factor, max_grad_norm,
                  other_grad_norm_squared, weight_decay, beta1, beta2, epsilon, momentum)
 
-// What ValidateHeadSpec() cannot know: limits, and what only the message has.
+// Decodes a spec, and checks what ValidateHeadSpec() cannot: limits, and what only the message has.
 absl::StatusOr<HeadSpec> DecodeSpec(const v1::HeadSpec& spec, const Limits& limits) {
   HEADWATER_RETURN_IF_ERROR(CheckLimit("spec.vocab_size", spec.vocab_size(), "max_vocab_size", limits.max_vocab_size));
   HEADWATER_RETURN_IF_ERROR(CheckLimit("spec.hidden_size", spec.hidden_size(), "max_hidden_size", limits.max_hidden_size));

@@ -41,8 +41,8 @@ struct HeadAtEpoch {
   std::optional<heads::Epoch> epoch;
 };
 
-// Of TakeHeadRequest::recovers_epochs, which stay with the head: ranks of one run that see the server started again so often, one
-// after the other, are known to each other by the newest.
+// At most so many TakeHeadRequest::recovers_epochs stay with the head. Ranks of one run that see as many restarts of the server in
+// turn know each other by the newest.
 inline constexpr int kMaxRecoversEpochs = 16;
 
 struct TakeRequest {

@@ -28,7 +28,7 @@ absl::Status CheckClassWeights(const v1::CrossEntropyLoss& loss, const std::stri
   return CheckFloats(loss.class_weights(), field + ".class_weights", -1, limits.max_vocab_size);
 }
 
-// What CheckTermOptions() cannot know of a divergence, because only the message has it.
+// Checks a divergence for what CheckTermOptions() cannot know, because only the message has it.
 absl::Status CheckJensenShannon(const v1::JensenShannonLoss& loss, const std::string& field, const Limits& limits) {
   if (loss.has_hard_loss() && loss.hard_loss_weight() == 0) {
     return FieldError(ErrorReason::kInvalidCombination, field + ".hard_loss", "nothing, because hard_loss_weight is 0",
@@ -76,7 +76,7 @@ absl::StatusOr<std::optional<SharedRowsRequest>> DecodeSharedRows(bool present, 
   return std::optional<SharedRowsRequest>({rows.region_id(), rows.offset_bytes()});
 }
 
-// Which head the teacher is, and of what type its rows are: what each source of them says alike.
+// The teacher's head, and the type of its rows: the common fields of all sources.
 template <typename Source>
 absl::StatusOr<TeacherRequest> DecodeTeacherHead(const Source& source, const std::string& field) {
   HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(source.head(), field + ".head"));
@@ -348,7 +348,7 @@ absl::Status DecodeTerms(const v1::MicroBatchHeader& header, const Limits& limit
   return absl::OkStatus();
 }
 
-// What commit and discard have in common.
+// The common part of commit and discard.
 template <typename Request>
 absl::StatusOr<DecisionRequest> DecodeDecision(const Request& request, const Limits& limits) {
   DecisionRequest decoded;
@@ -502,7 +502,7 @@ absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(v1::MicroBatchHeader me
   HEADWATER_ASSIGN_OR_RETURN(decoded.data_type, DecodeFloatType(header.data_type(), "header.data_type"));
   HEADWATER_RETURN_IF_ERROR(DecodeGradHidden(header, &decoded));
   HEADWATER_RETURN_IF_ERROR(DecodePath(header, limits, &decoded));
-  // Before the terms, whose `step` would be blamed for what the whole call is.
+  // Before the terms: their `step` would be named instead of the mode of the call.
   if (!decoded.backward) {
     HEADWATER_RETURN_IF_ERROR(CheckWithoutMicroBatch(header, decoded, "because the call is FORWARD_ONLY"));
   } else if (!decoded.micro_batch.has_value()) {

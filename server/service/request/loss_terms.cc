@@ -35,7 +35,7 @@ absl::StatusOr<heads::SubmittedTerm> FindHeads(const Caller& caller, const heads
   return submitted;
 }
 
-// What the header says against what the term's heads are.
+// Checks the header against the term's heads.
 absl::Status CheckHeads(const MicroBatchRequest& request, const LossTermRequest& term, const heads::SubmittedTerm& submitted,
                         const std::string& field) {
   const HeadSpec& spec = submitted.head->spec();

@@ -17,19 +17,19 @@ namespace headwater::service {
 // "header.terms[index]".
 std::string TermField(size_t index);
 
-// Finds the heads of all terms, checks what the header says against what they are, and fills in `submission->terms` but for rows
-// and outputs. Spans point into `request`, which must stay where it is; class weights are cut to the columns that have probability.
-// kHeadNotFound, kPermissionDenied, kShapeMismatch, kMissingField, kInvalidCombination, kVocabSizeMismatch.
+// Finds the heads of all terms, checks the header against them, and fills in `submission->terms`, except rows and outputs. Spans
+// point into `request`, which must stay where it is; class weights are cut to the columns that have probability. kHeadNotFound,
+// kPermissionDenied, kShapeMismatch, kMissingField, kInvalidCombination, kVocabSizeMismatch.
 absl::Status BuildTerms(const Caller& caller, const heads::HeadRegistry& registry, MicroBatchRequest* request,
                         heads::Submission* submission);
 
-// Whether the micro-batch, while it is undecided, is kept as its rows and in no other way: no slot that becomes free changes that.
+// Whether the micro-batch, while it is undecided, must be kept as its rows: no free slot changes that.
 bool MustBeHeld(const heads::Submission& submission);
 
 // A use of each head of terms that BuildTerms() has made.
 std::vector<heads::HeadUse> UseHeads(const heads::Submission& submission);
 
-// kTargetOutOfVocab, and what CheckTopKRows() refuses. For terms that BuildTerms() has made.
+// kTargetOutOfVocab, and the errors of CheckTopKRows(). For terms that BuildTerms() has made.
 absl::Status CheckTargets(const MicroBatchRequest& request, const heads::Submission& submission);
 
 }  // namespace headwater::service

@@ -94,7 +94,7 @@ void EncodeStep(const heads::StepRecord& record, v1::Step* out) {
   for (const auto& [id, micro_batch] : record.micro_batches) {
     v1::MicroBatchState* const encoded = out->add_micro_batches();
     encoded->set_micro_batch(id);
-    // Of one that nothing is there of but the announcement of an attempt, that attempt.
+    // If only an attempt's announcement is there, that attempt.
     encoded->set_attempt(micro_batch.state == heads::ContributionState::kNone ? micro_batch.fence_attempt : micro_batch.attempt);
     encoded->set_state(static_cast<v1::ContributionState>(micro_batch.state));
     if (micro_batch.digest.has_value()) encoded->set_digest(micro_batch.digest->data(), micro_batch.digest->size());

@@ -20,7 +20,7 @@ namespace headwater::service {
 
 void EncodeDuration(absl::Duration duration, google::protobuf::Duration* out);
 void EncodeTime(absl::Time time, google::protobuf::Timestamp* out);
-// `available_bytes`: what the memory budget has room for beside this plan.
+// `available_bytes`: the bytes left in the memory budget beside this plan.
 void EncodePlan(const MemoryPlan& plan, int64_t available_bytes, v1::MemoryPlan* out);
 void EncodeShards(const std::vector<VocabShard>& shards, v1::Head* out);
 void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* out);
