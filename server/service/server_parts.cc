@@ -12,7 +12,7 @@ using observability::SessionEnd;
 
 namespace {
 
-// Each sends to one stream at a time until the socket is full; from there on gRPC's threads go on.
+// Each sends to one stream at a time until the socket is full; gRPC's threads continue from there.
 constexpr int64_t kSenderThreads = 8;
 
 // Each rank of a group may compute a large micro-batch of its own, and one more stands at the door.

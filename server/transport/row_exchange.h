@@ -1,13 +1,12 @@
 // RowExchange: where the rows of one micro-batch come together, and where its gradient is handed out.
 //
-// In:  whoever has rows of a tensor claims their place, writes them there and delivers them: Claim(), copy, Deliver(). Many at
-// once;
-//      each row exactly once, in any order. The computation waits for the first rows of all tensors.
-// Out: the computation says how many rows of the gradient are final; whoever can send takes the next ones.
+// In:  a stream that has rows of a tensor claims their place, writes them there and delivers them: Claim(), copy, Deliver(). Many
+//      streams do so at once, each row exactly once, in any order. The computation waits for the first rows of all tensors.
+// Out: the computation says how many rows of the gradient are final; a stream that can send takes the next ones.
 //
-// Break() ends it for everybody: what waits returns its status, nothing is claimed or handed out any more.
+// Break() ends both: every wait returns its status, and no row is claimed or handed out any more.
 //
-// Thread-safe. No call but AwaitRows() and AwaitChange() waits for anything.
+// Thread-safe. Only AwaitRows() and AwaitChange() wait.
 #ifndef HEADWATER_SERVER_TRANSPORT_ROW_EXCHANGE_H_
 #define HEADWATER_SERVER_TRANSPORT_ROW_EXCHANGE_H_
 
@@ -76,20 +75,20 @@ class RowExchange {
   RowExchange(int64_t row_count, std::vector<RowTensor> tensors);
 
   // ---- rows in
-  // The place of rows [row_start, row_start + row_count) of tensor `index`, which nobody else gets from now on. kChunkOutOfRange
-  // (outside the tensor, no rows, or rows that somebody has claimed), kDataLengthMismatch, or the status of Break(). `field` names
+  // The place of rows [row_start, row_start + row_count) of tensor `index`, which no other call gets from now on. kChunkOutOfRange
+  // (outside the tensor, no rows, or rows that are claimed), kDataLengthMismatch, or the status of Break(). `field` names
   // the chunk in messages.
   absl::StatusOr<uint8_t*> Claim(size_t index, int64_t row_start, int64_t row_count, int64_t data_bytes, const std::string& field);
   // The claimed rows have been written.
   void Deliver(size_t index, int64_t row_start, int64_t row_count);
-  // No rows of tensors `by_input` will be claimed any more; whoever waits for such gets kProtocolViolation, which names the first
+  // No rows of tensors `by_input` will be claimed any more; a wait for such ends with kProtocolViolation, which names the first
   // missing one.
   void CloseInput();
   // complete() needs CloseInput() from now on: the last row is not the last word. Before rows come.
   void RequireClose();
 
-  // True if rows [0, row_end) of the micro-batch are there, false at `deadline`, and once for what Notify() has reported since the
-  // last time; the status of Break(), or kProtocolViolation. One thread.
+  // True if rows [0, row_end) of the micro-batch are there; false at `deadline`, and once after Notify(). Fails with the status of
+  // Break(), or kProtocolViolation. One thread.
   // All times of an exchange are of observability::MonotonicNow().
   absl::StatusOr<bool> AwaitRows(int64_t row_end, absl::Time deadline);
   RowProgress Look() const;
@@ -99,7 +98,7 @@ class RowExchange {
   // ---- gradient out
   // There is a gradient of `row_count` rows, handed out in pieces of at most `piece_rows` (>= 1). At most once, before GradReady().
   void OpenGrad(int64_t row_count, int64_t piece_rows);
-  // Rows [0, row_end) are final. Does not call anybody.
+  // Rows [0, row_end) are final. Calls no stream.
   void GradReady(int64_t row_end);
   // The next rows, in ascending order; none if there are none yet, or no more, or the exchange is broken.
   GradRows NextGrad();

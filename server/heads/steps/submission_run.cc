@@ -49,7 +49,7 @@ std::vector<HeadCore*> TargetsOf(const Submission& submission) {
   return targets;
 }
 
-// What the engine asks while rows come.
+// Answers the engine's questions while rows come.
 class SubmissionRun::Flow : public RowFlow {
  public:
   explicit Flow(SubmissionRun& run) : run_(run) {}

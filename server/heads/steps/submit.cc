@@ -140,10 +140,10 @@ absl::Status AwaitFiles(const Submission& submission, const WaitLimits& limits) 
 }
 
 absl::StatusOr<SubmissionOutcome> Submit(const Submission& submission, LossEngine& engine, const std::function<bool()>& cancelled) {
-  // What can be refused is refused without waiting: a duplicate of the micro-batch that is being computed, above all.
+  // A submission that can be refused is refused without waiting: a duplicate of the micro-batch that is being computed, above all.
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
   const std::vector<HeadCore*> heads = HeadsOf(submission), targets = TargetsOf(submission);
-  // What could not be added when its turn came holds its rows' memory.
+  // A contribution that could not be added when its turn came holds its rows' memory.
   if (absl::Status status = AddInOrder(targets); !status.ok()) return status;
   scheduler::Sequencer& sequencer = heads.front()->sequencer;
   const auto count_calls = [&](int64_t change) {

@@ -13,7 +13,7 @@
 
 namespace headwater::service {
 
-// What a tensor field must be.
+// The type and shape that a tensor field must have.
 struct TensorRule {
   v1::DataType data_type;
   const char* data_type_name;
