@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/digest.h"
+#include "headwater/kernels/each_name.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "kernels/core/head_base.h"
@@ -221,13 +222,9 @@ class RankMicroBatch {
       if (*output != nullptr) *output = static_cast<Value*>(scratch_.Take(count * static_cast<int64_t>(sizeof(Value))));
     };
     for (LossTerm& term : terms_) {
-      replace(term.row_count, &term.token_loss);
-      replace(term.row_count, &term.lse);
-      replace(term.row_count, &term.target_log_probability);
-      replace(term.row_count, &term.entropy);
-      replace(term.row_count, &term.argmax);
-      replace(term.row_count, &term.mean_logits);
-      replace(term.row_count, &term.log_sum_sq_probs);
+#define HEADWATER_REPLACE_OUTPUT(name) replace(term.row_count, &term.name);
+      HEADWATER_EACH(HEADWATER_REPLACE_OUTPUT, HEADWATER_TOKEN_OUTPUTS)
+#undef HEADWATER_REPLACE_OUTPUT
     }
     MutableRowsView& out = micro_batch_.grad_hidden;
     if (out.data != nullptr && !shared_views) {

@@ -3,14 +3,18 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "headwater/kernels/each_name.h"
+#include "headwater/kernels/engine.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/service/server_options.h"
 
 namespace headwater::service {
 namespace {
 
-// Five per-token outputs of four bytes.
-constexpr int64_t kTokenOutputBytes = 5 * 4;
+// All per-token outputs of a row, of four bytes each.
+#define HEADWATER_COUNT_OUTPUT(name) +4
+constexpr int64_t kTokenOutputBytes = 0 HEADWATER_EACH(HEADWATER_COUNT_OUTPUT, HEADWATER_TOKEN_OUTPUTS);
+#undef HEADWATER_COUNT_OUTPUT
 
 template <typename Number>
 std::string Text(Number value) {
@@ -48,7 +52,7 @@ absl::Status ValidateLimits(const Limits& limits) {
   }
   if (limits.max_micro_batch_rows > (limits.max_message_bytes - kMessageOverheadBytes) / kTokenOutputBytes) {
     return absl::InvalidArgumentError(
-        absl::StrCat("max_message_bytes: expected room for five per-token outputs of max_micro_batch_rows ",
+        absl::StrCat("max_message_bytes: expected room for all per-token outputs of max_micro_batch_rows ",
                      limits.max_micro_batch_rows, ", got ", limits.max_message_bytes));
   }
   return absl::OkStatus();

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "headwater/kernels/each_name.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/steps/submit.h"
 
@@ -26,9 +27,9 @@ absl::Status Cancelled() {
 
 // The term for a later computation: the caller's memory may be gone by then, and has its values already.
 LossTerm WithoutOutputs(LossTerm term) {
-  term.token_loss = term.lse = term.target_log_probability = term.entropy = nullptr;
-  term.mean_logits = term.log_sum_sq_probs = nullptr;
-  term.argmax = nullptr;
+#define HEADWATER_CLEAR_OUTPUT(name) term.name = nullptr;
+  HEADWATER_EACH(HEADWATER_CLEAR_OUTPUT, HEADWATER_TOKEN_OUTPUTS)
+#undef HEADWATER_CLEAR_OUTPUT
   return term;
 }
 
