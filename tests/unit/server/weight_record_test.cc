@@ -48,13 +48,13 @@ TEST(WeightRecordTest, ACheckpointIsOfOneVersionAndOneStep) {
   EXPECT_EQ(record.NextVersion(), 2);
   EXPECT_EQ(record.unsaved_since(), since);  // of the oldest change
   EXPECT_FALSE(record.IsSaved(7));
-  record.MarkSaved(7);
+  record.MarkSaved(2, 7);
   EXPECT_TRUE(record.IsSaved(7));
   EXPECT_FALSE(record.IsSaved(8));
   EXPECT_FALSE(record.unsaved_since().has_value());
   record.ForgetSaved();
   EXPECT_FALSE(record.IsSaved(7));
-  record.MarkSaved(7);
+  record.MarkSaved(2, 7);
   record.NextVersion();
   EXPECT_FALSE(record.IsSaved(7));
 }

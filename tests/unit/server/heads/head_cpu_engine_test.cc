@@ -97,7 +97,7 @@ TEST_P(HeadCpuEngineTest, StagedAndDirectAddTheSame) {
   ASSERT_OK(MicroBatchCall(direct, 0, 0, payload).Run(*engine_));
   ASSERT_OK(MicroBatchCall(staged, 0, 0, payload).Explicit().Run(*engine_));
   EXPECT_EQ(ReadGradWeight(*staged), std::vector<float>(static_cast<size_t>(kVocab * kWidth)));
-  ASSERT_OK(staged->Commit(KeyOf(*staged), 0, 0, 0.5));
+  ASSERT_OK(CommitTo(staged, KeyOf(*staged), 0, 0, 0.5));
   std::vector<float> half = ReadGradWeight(*direct);
   for (float& value : half) value *= 0.5f;
   EXPECT_LE(Difference(ReadGradWeight(*staged), half), 1e-6);

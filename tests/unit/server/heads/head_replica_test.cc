@@ -142,7 +142,7 @@ class HeadReplicaTest : public ::testing::TestWithParam<Commit> {
   }
   void Decide(const std::shared_ptr<Head>& head, int64_t id) {
     if (GetParam() == Commit::kEager || GetParam() == Commit::kEagerUnlessNonFinite) return;
-    const auto committed = Commit({{head, KeyOf(*head)}}, id, 0, Decision(GetParam()), std::nullopt);
+    const auto committed = heads::Commit({{head, KeyOf(*head)}}, id, 0, Decision(GetParam()), std::nullopt);
     ASSERT_OK(committed);
     EXPECT_TRUE(*committed);
   }

@@ -89,13 +89,6 @@ void KindTable::AddCalls(std::vector<Kind>& kinds) {
              e.is_explicit = e.allow_held = g.OneIn(2);
              return g.CallOn(e, {head, head});
            }},
-          {"two terms of one head at different steps", 2,
-           [](G& g, E& e) {
-             const int head = g.PickTrainable();
-             if (!g.CallOn(e, {head, head})) return false;
-             ++*e.targets[1].step;
-             return true;
-           }},
           {"a trainable and a frozen head", 6,
            [](G& g, E& e) {
              e.is_explicit = e.late_factors = g.OneIn(2);
@@ -120,25 +113,11 @@ void KindTable::AddCalls(std::vector<Kind>& kinds) {
              if (g.OneIn(2)) e.targets[0].epoch = kNoEpoch;
              return true;
            }},
-          {"forward only with a step", 2,
-           [](G& g, E& e) {
-             if (!g.Call(e)) return false;
-             e.backward = e.names_micro_batch = false;
-             return true;
-           }},
-          {"forward only with a micro-batch", 2,
-           [](G& g, E& e) {
-             if (!g.CallOn(e, {g.PickHead(IsReady)})) return false;
-             e.backward = false;
-             e.targets[0].step.reset();
-             return true;
-           }},
           {"backward on a frozen head", 4,
            [](G& g, E& e) {
              e.names_micro_batch = false;
              return g.CallOn(e, {g.PickHead(IsFrozen)});
            }},
-          {"micro-batch of a frozen head", 2, [](G& g, E& e) { return g.CallOn(e, {g.PickHead(IsFrozen)}); }},
           {"target out of the vocabulary", 4,
            [](G& g, E& e) {
              if (!g.Call(e)) return false;

@@ -93,13 +93,9 @@ std::string Model::CheckBegin(const ModelHead& head, int64_t step, int64_t micro
 // What is wrong with a call before its rows are looked at; any of these may be the answer.
 Model::Reasons Model::CheckCall(const Event& event) const {
   Reasons reasons;
-  bool has_target = false;
-  std::map<int, const Target*> first_of;
   for (const Target& target : event.targets) {
     const ModelHead& head = heads_.at(target.head);
     const bool is_target = event.backward && head.spec.trainable;
-    has_target = has_target || is_target;
-    if (!event.backward && target.step.has_value()) AddUnique(reasons, "INVALID_COMBINATION");
     std::string problem = CheckHead(target.head, target.epoch, is_target || target.step.has_value(), 'R');
     if (problem.empty() && target.version.has_value() && *target.version != head.version) problem = "WEIGHT_VERSION_MISMATCH";
     if (problem.empty() && is_target) problem = CheckBegin(head, *target.step, event.micro_batch, event.attempt);
@@ -116,13 +112,7 @@ Model::Reasons Model::CheckCall(const Event& event) const {
       }
       AddUnique(reasons, problem);
     }
-    const auto [first, is_first] = first_of.emplace(target.head, &target);
-    if (is_target && !is_first && (first->second->step != target.step || first->second->epoch != target.epoch)) {
-      AddUnique(reasons, "INVALID_COMBINATION");
-    }
   }
-  if (!event.backward && event.names_micro_batch) AddUnique(reasons, "INVALID_COMBINATION");
-  if (event.backward && !has_target && event.names_micro_batch) AddUnique(reasons, "HEAD_NOT_TRAINABLE");
   return reasons;
 }
 
