@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "headwater/kernels/engine.h"
 
@@ -52,6 +53,12 @@ class GroupFlow final : public RowFlow {
    public:
     explicit Follower(GroupFlow& first) : first_(first) {}
     absl::Status AwaitRows(int64_t row_end) override { return first_.FollowRows(row_end); }
+    // Waits for rows beyond the first `have`; returns how many have come.
+    absl::StatusOr<int64_t> AwaitMore(int64_t have) {
+      if (absl::Status status = first_.FollowRows(have + 1); !status.ok()) return status;
+      absl::MutexLock lock(&first_.mutex_);
+      return first_.rows_;
+    }
     absl::Status Decide(const DigestBuilder*) override { return first_.FollowDecision(); }
     void GradHiddenReady(int64_t) override {}
 

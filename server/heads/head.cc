@@ -68,7 +68,7 @@ absl::Status Head::AwaitTurn(const StepKey& key, int64_t micro_batch, const Wait
   HeadCore& core = *core_;
   const Turn turn(core.sequencer);
   while (!core.IsItsTurn(key, micro_batch)) {
-    absl::Status status = Wait(core.micro_batch_changed, core.sequencer.mutex(), limits.ForStep(), "waited for its turn");
+    absl::Status status = Wait(*core.micro_batch_changed, core.sequencer.mutex(), limits.ForStep(), "waited for its turn");
     if (!status.ok()) return AfterWait(status, limits);
   }
   return absl::OkStatus();

@@ -266,9 +266,9 @@ absl::Status AddInOrder(HeadCore& head, const WaitLimits& limits, bool yields) {
 
 absl::Status AddInOrder(HeadCore& head, const WaitLimits& limits) { return AddInOrder(head, limits, /*yields=*/false); }
 
-absl::Status AddInOrder(const std::vector<HeadCore*>& heads) {
+absl::Status AddInOrder(const std::vector<HeadCore*>& heads, const WaitLimits& limits) {
   for (HeadCore* head : heads) {
-    absl::Status status = AddInOrder(*head, scheduler::AsLongAsItTakes(), /*yields=*/true);
+    absl::Status status = AddInOrder(*head, limits, /*yields=*/true);
     if (IsEngineFailure(status)) return status;
   }
   return absl::OkStatus();

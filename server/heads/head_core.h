@@ -71,7 +71,7 @@ struct HeadCore {
   // Waits for this use of the head alone. The error of the limits; kHeadNotFound once the head has been retired.
   absl::StatusOr<scheduler::Admission> Admit(scheduler::Uses uses, const WaitLimits& wait);
   // Wakes calls that wait for micro-batches or their turn; StepChanged() wakes all that wait for the step. In a turn, afterwards.
-  void MicroBatchChanged() { micro_batch_changed.WakeAll(); }
+  void MicroBatchChanged() { micro_batch_changed->WakeAll(); }
   void StepChanged();
   // The contribution whose turn it is to be added, or null. In a turn.
   std::shared_ptr<const WaitingAddition> NextInOrder() const;
@@ -100,7 +100,7 @@ struct HeadCore {
 
   StepTransactions steps;
   WeightRecord weights;
-  scheduler::WaitList micro_batch_changed;
+  const std::shared_ptr<scheduler::WaitList> micro_batch_changed = std::make_shared<scheduler::WaitList>();
   scheduler::WaitList step_changed;
   Epoch epoch;
   std::vector<Epoch> recovers_epochs;  // belong to `epoch`
@@ -142,8 +142,8 @@ class HeldTeachers {
 // waiting contributions stay as they are.
 absl::Status AddInOrder(HeadCore& head, const WaitLimits& limits);
 // AddInOrder() for several heads, except those whose weights are written. Returns only errors that made a head LOST. After other
-// errors the next submission, decision, gradient or seal adds the rest.
-absl::Status AddInOrder(const std::vector<HeadCore*>& heads);
+// errors the next submission, decision, gradient or seal adds the rest. `limits` without a deadline: does not wait for a head.
+absl::Status AddInOrder(const std::vector<HeadCore*>& heads, const WaitLimits& limits = scheduler::AsLongAsItTakes());
 
 }  // namespace headwater::heads
 

@@ -33,8 +33,10 @@ absl::Status AwaitMicroBatches(HeadCore& core, const StepKey& key, const Expecte
         HasReason(complete, ErrorReason::kMicroBatchMissing) || HasReason(complete, ErrorReason::kMicroBatchUncommitted);
     // A sealed step takes nothing more, even if it was sealed with another expectation.
     if (!lacks_some || core.steps.open().state != StepState::kOpen) return absl::OkStatus();
+    // A try that waited for the head has kept its place there: those that bring the micro-batches must not stand behind it.
+    core.sequencer.GiveUpPlace(limits.waiter);
     const absl::Status waited =
-        Wait(core.micro_batch_changed, core.sequencer.mutex(), limits, "waited for micro-batches of its step");
+        Wait(*core.micro_batch_changed, core.sequencer.mutex(), limits, "waited for micro-batches of its step");
     if (!waited.ok()) return HasReason(waited, ErrorReason::kDeadlineExceeded) ? absl::OkStatus() : waited;
   }
 }
@@ -163,10 +165,19 @@ absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatc
 absl::StatusOr<ApplyReply> Head::Apply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
                                        const ApplyArguments& arguments, const WaitLimits& limits) {
   while (true) {
+    bool waits = false;
+    {
+      const Turn turn(core_->sequencer);
+      waits = core_->steps.open().step == key.step && core_->steps.open().state == StepState::kSealed &&
+              core_->steps.waiting_count() > 0;
+    }
+    // First of all, so that a parked call finds its place in the queue again.
+    if (waits) {
+      if (absl::Status status = AddInOrder(*core_, limits); !status.ok()) return status;
+    }
     absl::StatusOr<std::optional<ApplyReply>> reply = TryApply(*core_, key, expected, arguments, limits);
     if (!reply.ok()) return reply.status();
     if (reply->has_value()) return **std::move(reply);
-    if (absl::Status status = AddInOrder(*core_, limits); !status.ok()) return status;
   }
 }
 

@@ -83,10 +83,15 @@ std::unique_ptr<Sequencer::Entry> Sequencer::TakeEntry(Waiter* waiter) {
   return kept.empty() ? std::make_unique<Entry>(++last_age_) : std::move(kept.mapped());
 }
 
+void Sequencer::GiveUpPlace(Waiter* waiter) {
+  mutex_.AssertHeld();
+  if (auto kept = parked_.extract(waiter); !kept.empty()) Queue(*kept.mapped(), {});
+}
+
 void Sequencer::KeepEntry(Waiter* waiter, std::unique_ptr<Entry> entry) {
   waiter->AtEnd([this, waiter] {
     const Turn turn(*this);
-    if (auto kept = parked_.extract(waiter); !kept.empty()) Queue(*kept.mapped(), {});
+    GiveUpPlace(waiter);
   });
   parked_[waiter] = std::move(entry);
 }

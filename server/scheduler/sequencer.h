@@ -101,6 +101,8 @@ class Sequencer {
   absl::StatusOr<Admission> Acquire(const std::function<absl::StatusOr<Needs>()>& needs, const WaitLimits& limits,
                                     absl::string_view what);
   // The following are for a turn.
+  // A parked operation gives its place in the queue up: it waits for something else from now on.
+  void GiveUpPlace(Waiter* waiter);
   // Makes every operation in the record's queue compute its needs again: some may be refused from now on.
   static void Reconsider(const Record& record);
   // Whether an operation that only reads the weights would wait: another one writes them, or is to write them first.

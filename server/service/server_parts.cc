@@ -14,6 +14,8 @@ namespace {
 
 // Each sends to one stream at a time until the socket is full; gRPC's threads continue from there.
 constexpr int64_t kSenderThreads = 8;
+// Threads for calls with files beside those that may wait for their heads, which are a quarter of max_threads.
+constexpr int64_t kFileThreads = 2;
 
 // Each rank of a group may compute a large micro-batch of its own, and one more stands at the door.
 scheduler::QueueWidths WidthsFor(scheduler::QueueWidths widths, const LossEngine& engine) {
@@ -57,7 +59,7 @@ ServerParts::ServerParts(const ServerOptions& server_options, std::unique_ptr<Lo
       incarnation(heads::NewEpoch()),
       start_time(absl::Now()),
       operations(options.max_threads),
-      file_calls(std::max(1, options.max_threads / 4)),
+      file_calls(std::max(1, options.max_threads / 4) + kFileThreads),
       calls(options.max_threads),
       senders(kSenderThreads) {}
 

@@ -80,13 +80,15 @@ TeacherJoin::Rows::iterator TeacherJoin::Drop(Set& set, Rows::iterator row) {
 
 bool TeacherJoin::DropIdle(const Idle& idle, bool only_spent) {
   bool any_left = false;
-  for (const int64_t index : idle.rows) {
-    const auto row = idle.set->rows.find(index);
-    if (row == idle.set->rows.end() || row->second.idle_since != idle.serial || row->second.claim_count > 0) continue;
-    if (only_spent && row->second.state != Row::State::kSpent) {
-      any_left = true;
-    } else {
-      Drop(*idle.set, row);
+  for (const auto& [first, end] : idle.runs) {
+    for (int64_t index = first; index < end; ++index) {
+      const auto row = idle.set->rows.find(index);
+      if (row == idle.set->rows.end() || row->second.idle_since != idle.serial || row->second.claim_count > 0) continue;
+      if (only_spent && row->second.state != Row::State::kSpent) {
+        any_left = true;
+      } else {
+        Drop(*idle.set, row);
+      }
     }
   }
   ForgetIfEmpty(*idle.set);
@@ -101,8 +103,13 @@ void TeacherJoin::DropSpent(int64_t bytes) {
 
 void TeacherJoin::NoteIdle(const std::shared_ptr<Set>& set, std::vector<int64_t> rows) {
   if (rows.empty()) return;
-  for (const int64_t index : rows) set->rows.at(index).idle_since = next_serial_;
-  idle_.push_back({clock_(), next_serial_++, set, std::move(rows)});
+  std::vector<std::pair<int64_t, int64_t>> runs;
+  for (const int64_t index : rows) {
+    set->rows.at(index).idle_since = next_serial_;
+    if (runs.empty() || runs.back().second != index) runs.emplace_back(index, index);
+    ++runs.back().second;
+  }
+  idle_.push_back({clock_(), next_serial_++, set, std::move(runs)});
 }
 
 void TeacherJoin::ForgetIfEmpty(const Set& set) {

@@ -126,7 +126,7 @@ class TeacherJoin {
     absl::Time since;
     uint64_t serial = 0;
     std::shared_ptr<Set> set;
-    std::vector<int64_t> rows;
+    std::vector<std::pair<int64_t, int64_t>> runs;  // of rows: [first, second)
   };
   using Rows = std::unordered_map<int64_t, Row>;
 

@@ -220,21 +220,34 @@ TEST(ConnectionLimits, CallsThatAreRefusedForWantOfAThreadDoNotWait) {
   setup.options.max_reset_backlog = 1;
   TcpServer tcp(setup);
   const TestHead other = tcp.server.MakeHead("other", SmallSpec());
-  // More than a stream takes that its client does not read.
-  const TestHead head = tcp.server.MakeHead("h", SmallSpec(1 << 14, 256));
-  struct Download {
+  // Each upload whose client sends nothing more holds a thread; four of a head are allowed.
+  struct Upload {
     grpc::ClientContext context;
-    std::unique_ptr<grpc::ClientReader<v1::DownloadTensorResponse>> stream;
+    std::unique_ptr<grpc::ClientReaderWriter<v1::UploadWeightsRequest, v1::UploadWeightsResponse>> stream;
   };
-  std::deque<Download> unread;
-  v1::DownloadWeightsRequest weights;
-  weights.set_name(head.name());
-  weights.set_tensor(v1::HEAD_TENSOR_WEIGHT);
-  v1::DownloadTensorResponse first;
-  while (unread.size() < static_cast<size_t>(setup.options.max_threads)) {
-    Download& download = unread.emplace_back();
-    download.stream = tcp.server.heads().DownloadWeights(&download.context, weights);
-    if (!download.stream->Read(&first)) unread.pop_back();  // a question below may have the last thread just now
+  std::deque<Upload> unfinished;
+  for (const char* const name : {"tenants/default/heads/a", "tenants/default/heads/b"}) {
+    v1::Head head;
+    Require(tcp.server.Create(name, SmallSpec(), &head), "CreateHead");
+    for (int i = 0; i < setup.options.max_threads / 2;) {
+      Upload& upload = unfinished.emplace_back();
+      upload.stream = tcp.server.heads().UploadWeights(&upload.context);
+      v1::UploadWeightsRequest request;
+      v1::UploadWeightsHeader* const header = request.mutable_header();
+      header->set_name(name);
+      header->set_epoch(head.epoch());
+      header->set_upload_id(std::string(1, static_cast<char>('a' + i)));
+      header->set_tensor(v1::HEAD_TENSOR_WEIGHT);
+      header->set_data_type(v1::DATA_TYPE_FLOAT32);
+      header->set_total_bytes(SmallSpec().vocab_size() * SmallSpec().hidden_size() * 4);
+      v1::UploadWeightsResponse response;
+      // One that is refused found no thread: a question below may have the last one just now.
+      if (upload.stream->Write(request) && upload.stream->Read(&response)) {
+        ++i;
+      } else {
+        unfinished.pop_back();
+      }
+    }
   }
   // Calls are counted on ports, not on Unix sockets.
   const auto channel = grpc::CreateChannel("127.0.0.1:" + std::to_string(tcp.port), grpc::InsecureChannelCredentials());
@@ -252,9 +265,9 @@ TEST(ConnectionLimits, CallsThatAreRefusedForWantOfAThreadDoNotWait) {
   }
   EXPECT_EQ(tcp.server.MetricLine("headwater_connections_dropped_total"), "headwater_connections_dropped_total 0");
   EXPECT_EQ(tcp.server.Compute(CrossEntropyHeader(other, 0, 0, {1}), Rows(1)).status.error_code(), grpc::StatusCode::OK);
-  for (Download& download : unread) {
-    download.context.TryCancel();
-    EXPECT_EQ(download.stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  for (Upload& upload : unfinished) {
+    upload.context.TryCancel();
+    EXPECT_EQ(upload.stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
   }
   EXPECT_TRUE(Await([&] { return Ask(channel, kLong).ok(); }));
 }

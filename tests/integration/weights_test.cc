@@ -322,8 +322,8 @@ TEST(WeightsWithoutStorage, SayWhichFlagIsMissing) {
   EXPECT_EQ(DecodeError(server.heads().LoadWeights(&load_context, load, &loaded)).at("expected"), "--load_root");
 }
 
-// The head's own micro-batches wait for the save; they have no turn at the engine meanwhile that others could use.
-TEST(WeightsBeingSaved, KeepNoOtherHeadWaiting) {
+// A save reads the weights: micro-batches of its head and of others run beside it.
+TEST(WeightsBeingSaved, KeepNoMicroBatchWaiting) {
   const std::string root = MakeRoot();
   {
     ServerSetup setup;
@@ -336,25 +336,16 @@ TEST(WeightsBeingSaved, KeepNoOtherHeadWaiting) {
     const auto header = [&](const TestHead& head, int64_t micro_batch) {
       return CrossEntropyHeader(head, 0, micro_batch, std::vector<int32_t>(kRows, 1));
     };
-    const auto bytes_in = [&] {
-      const std::string name = "headwater_bytes_total{direction=\"in\",transport=\"grpc\"}";
-      const std::string line = server.MetricLine(name);
-      return line.empty() ? 0 : std::stoll(line.substr(name.size()));
-    };
     disk_hangs = true;
     std::vector<std::thread> threads;
     threads.emplace_back([&] { EXPECT_EQ(ReasonOf(SaveAs(server, saved, "x")), "OK"); });
     EXPECT_TRUE(Await([] { return hanging_writes > 0; }));
-    const int64_t before = bytes_in();
-    for (int64_t id = 0; id < 2; ++id) {
-      threads.emplace_back(
-          [&, id] { EXPECT_EQ(ReasonOf(server.Compute(header(saved, id), rows, "", {.chunk_rows = 500}).status), "OK"); });
+    for (const TestHead* head : {&saved, &other}) {
+      for (int64_t id = 0; id < 2; ++id) {
+        EXPECT_EQ(ReasonOf(server.Compute(header(*head, id), rows, "", {.chunk_rows = 500, .deadline_ms = 20000}).status), "OK");
+      }
     }
-    EXPECT_TRUE(Await([&] { return bytes_in() == before + 2 * kRows * 20; }));
-    for (int64_t id = 0; id < 3; ++id) {
-      EXPECT_EQ(ReasonOf(server.Compute(header(other, id), rows, "", {.chunk_rows = 500, .deadline_ms = 5000}).status), "OK") << id;
-    }
-    for (int64_t id = 0; id < 2; ++id) EXPECT_EQ(server.Find(saved, id).state(), v1::CONTRIBUTION_STATE_UNSPECIFIED) << id;
+    EXPECT_GT(hanging_writes, 0);
     disk_hangs = false;
     for (std::thread& thread : threads) thread.join();
     for (int64_t id = 0; id < 2; ++id) EXPECT_EQ(server.Find(saved, id).state(), v1::CONTRIBUTION_STATE_COMMITTED) << id;

@@ -15,6 +15,7 @@
 #include "kernels/core/head_base.h"
 #include "kernels/core/micro_batch_check.h"
 #include "proto/headwater/v1/spec_codec.h"
+#include "server/group/group_flow.h"
 #include "server/group/ranks/rank_codec.h"
 #include "server/observability/monotonic_clock.h"
 
@@ -282,13 +283,17 @@ class RemoteEngine final : public LossEngine {
   // Sends the rows as they come from the flow, or no rows with `none`, then the flow's decision.
   absl::Status SendRows(const MicroBatch& micro_batch, bool none, absl::Status* decision) {
     const int64_t row_count = none ? 0 : micro_batch.hidden.row_count;
-    const int64_t row_bytes = micro_batch.hidden.column_count * ElementBytes(micro_batch.hidden.data_type);
-    const int64_t most =
-        micro_batch.flow == nullptr ? row_count : std::max<int64_t>(kDataBytes / std::max<int64_t>(row_bytes, 1), 1);
+    // Whatever the first rank has is sent on: the ranks agree on each slice of rows, and it may wait for this one.
+    auto* const follower = dynamic_cast<GroupFlow::Follower*>(micro_batch.flow);  // null: all rows are here, or come at once
     v1::JoinResponse message;
-    for (int64_t start = 0; start < row_count && decision->ok(); start += most) {
-      const int64_t end = std::min(start + most, row_count);
-      if (micro_batch.flow != nullptr) *decision = micro_batch.flow->AwaitRows(end);
+    for (int64_t start = 0, end = row_count; start < row_count && decision->ok(); start = end) {
+      if (follower != nullptr) {
+        const absl::StatusOr<int64_t> here = follower->AwaitMore(start);
+        *decision = here.status();
+        if (here.ok()) end = std::min(*here, row_count);
+      } else if (micro_batch.flow != nullptr) {
+        *decision = micro_batch.flow->AwaitRows(end);
+      }
       if (!decision->ok()) {
         EncodeStatus(*decision, message.mutable_data()->mutable_ended());
         return commands_.Send(std::move(message));

@@ -230,8 +230,8 @@ absl::StatusOr<bool> Commit(const std::vector<DecisionTarget>& targets, int64_t 
     if (busy != nullptr) work.emplace(*busy);
     if (absl::Status status = CarryOut(heads, micro_batch, *pending, arguments, *factor); !status.ok()) return status;
   }
-  // In deterministic mode it only has its place so far.
-  if (absl::Status status = AddInOrder(heads); !status.ok()) return status;
+  // In deterministic mode it only has its place so far. This thread waits for no head: parked calls that have them may need it.
+  if (absl::Status status = AddInOrder(heads, {}); !status.ok()) return status;
   return true;
 }
 
@@ -262,7 +262,7 @@ absl::StatusOr<bool> Discard(const std::vector<DecisionTarget>& targets, int64_t
     }
   }
   // Others may have waited for it.
-  if (absl::Status status = AddInOrder(heads); !status.ok()) return status;
+  if (absl::Status status = AddInOrder(heads, {}); !status.ok()) return status;
   return dropped;
 }
 

@@ -30,6 +30,7 @@ bool PendingContribution::Drop() {
   scheduler::Turn::Free(std::move(until_decided_));
   scheduler::Turn::Free(std::shared_ptr<StagedContribution>(std::move(staged_)));
   scheduler::Turn::Free(std::make_shared<HeldRows>(std::exchange(held_, HeldRows())));
+  for (const auto& list : std::exchange(wake_at_drop_, {})) list->WakeAll();
   return true;
 }
 

@@ -10,6 +10,7 @@
 
 #include "headwater/kernels/engine.h"
 #include "server/heads/session_registry.h"
+#include "server/scheduler/waiting.h"
 
 namespace headwater::heads {
 
@@ -48,6 +49,8 @@ class PendingContribution {
   const std::optional<SessionId>& session() const { return session_; }
   bool is_held() const { return is_held_; }
 
+  // Lists that are woken when it is dropped: those of all its heads, which may not be the ones that drop it.
+  void WakeAtDrop(std::vector<std::shared_ptr<scheduler::WaitList>> lists) { wake_at_drop_ = std::move(lists); }
   // False if it has been dropped before.
   bool Drop();
   bool dropped() const { return dropped_; }
@@ -71,6 +74,7 @@ class PendingContribution {
   std::unique_ptr<StagedContribution> staged_;
   HeldRows held_;
   std::shared_ptr<const void> until_decided_;
+  std::vector<std::shared_ptr<scheduler::WaitList>> wake_at_drop_;
 };
 
 }  // namespace headwater::heads

@@ -396,6 +396,9 @@ absl::Status SubmissionRun::Failed(const absl::Status& status) {
 absl::Status SubmissionRun::FinishPending(const std::shared_ptr<PendingContribution>& pending) {
   const Turn turn(sequencer_);
   if (absl::Status status = CheckNotLost(); !status.ok()) return Abort(status);
+  std::vector<std::shared_ptr<scheduler::WaitList>> lists;
+  for (const HeadCore* target : targets_) lists.push_back(target->micro_batch_changed);
+  pending->WakeAtDrop(std::move(lists));
   for (HeadCore* target : targets_) {
     target->steps.FinishPending(id(), pending, form_, CountsOf(target));  // it has been in progress since Begin()
     target->MicroBatchChanged();

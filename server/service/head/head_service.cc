@@ -146,9 +146,9 @@ grpc::ServerUnaryReactor* HeadServiceImpl::DeleteHead(grpc::CallbackServerContex
     HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeDelete(*request));
     scope.set_head(head.name.ToString());
     HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(head.name));
-    HEADWATER_RETURN_IF_ERROR(core_.registry.Delete(head.name, head.epoch, request->force(), core_.checkpoints.get()));
+    const absl::Status deleted = core_.registry.Delete(head.name, head.epoch, request->force(), core_.checkpoints.get());
     core_.queue.WakeAll();  // a micro-batch of the head waits for its rows no longer
-    return absl::OkStatus();
+    return deleted;
   });
 }
 

@@ -276,12 +276,13 @@ absl::StatusOr<Digest> MicroBatchRun::DigestOfAll() {
 absl::Status MicroBatchRun::AwaitFiles() {
   if (!heads::IsBehindFiles(batch_.submission)) return absl::OkStatus();
   turn_->Yield();
-  scheduler::ThreadWaiter waiter([this] { return !exchange_.status().ok() || cancelled_(); }, limits_.waiter->calls());
+  scheduler::ThreadWaiter waiter([this] { return !exchange_.status().ok() || cancelled_(); });  // not counted: its rows are here
   const absl::Status status = heads::AwaitFiles(batch_.submission, {limits_.deadline, &waiter});
   return !status.ok() && !exchange_.status().ok() ? exchange_.status() : status;
 }
 
 absl::Status MicroBatchRun::AwaitPlace() {
+  HEADWATER_RETURN_IF_ERROR(CheckInTime(MonotonicNow(), "it waited in the queue"));
   HEADWATER_RETURN_IF_ERROR(turn_->Enter());
   while (true) {
     const int64_t seen = exchange_.version();

@@ -34,6 +34,10 @@ absl::Status CheckJensenShannon(const v1::JensenShannonLoss& loss, const std::st
     return FieldError(ErrorReason::kInvalidCombination, field + ".hard_loss", "nothing, because hard_loss_weight is 0",
                       "options of the hard loss");
   }
+  if (loss.hard_loss().has_temperature()) {
+    return FieldError(ErrorReason::kInvalidCombination, field + ".hard_loss.temperature",
+                      "nothing, because a divergence's hard loss takes none", absl::StrCat(loss.hard_loss().temperature()));
+  }
   if (!v1::VocabAlignment_IsValid(loss.vocab_alignment())) {
     return UnknownEnum(field + ".vocab_alignment", "REFUSE or TRUNCATE_TO_COMMON", loss.vocab_alignment());
   }
@@ -482,8 +486,10 @@ absl::StatusOr<HeadStepRequest> DecodeHeadStep(bool present, const v1::HeadStep&
 
 absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(v1::MicroBatchHeader message, const Limits& limits) {
   MicroBatchRequest decoded;
-  decoded.message = std::make_shared<const v1::MicroBatchHeader>(std::move(message));
-  const v1::MicroBatchHeader& header = *decoded.message;
+  const auto kept = std::make_shared<v1::MicroBatchHeader>(std::move(message));
+  kept->DiscardUnknownFields();
+  decoded.message = kept;
+  const v1::MicroBatchHeader& header = *kept;
   HEADWATER_ASSIGN_OR_RETURN(decoded.session, DecodeOptionalSession(header.session_id(), "header.session_id"));
   decoded.attempt = header.attempt();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.attempt", decoded.attempt, 0));
@@ -509,6 +515,8 @@ absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(v1::MicroBatchHeader me
     HEADWATER_RETURN_IF_ERROR(CheckWithoutMicroBatch(header, decoded, "because the call carries no micro-batch"));
   }
   HEADWATER_RETURN_IF_ERROR(DecodeTerms(header, limits, &decoded));
+  // Held rows keep the message, whose tensors alone are counted.
+  google::protobuf::RepeatedField<int>().Swap(kept->mutable_outputs());
   return decoded;
 }
 

@@ -561,16 +561,6 @@ TEST_F(HeadTest, ANonFiniteGradientStaysSealedAndUnchanged) {
   EXPECT_EQ(head_->Describe().weight_version, 1);
 }
 
-TEST_F(HeadTest, ANormThatOverflowsIsNonFinite) {
-  ASSERT_OK(Submit(0, kRowOfToken2));
-  ApplyArguments arguments = Rate(1);
-  arguments.gradient_factor = 1e200;
-  arguments.max_grad_norm = 1;
-  EXPECT_REASON(head_->Apply(KeyOf(*head_), int64_t{1}, arguments), kNonFiniteGradient);
-  arguments.gradient_factor = 1;
-  EXPECT_OK(head_->Apply(KeyOf(*head_), std::nullopt, arguments));
-}
-
 TEST_F(HeadTest, TheLastStepThatCanBeNumberedIsNotClosed) {
   HeadSpec spec = SmallSpec();
   spec.initial_step = std::numeric_limits<int64_t>::max();
