@@ -211,67 +211,6 @@ TEST(ConnectionLimits, CallsOfAMethodThatThereIsNotDoNotWait) {
   EXPECT_EQ(tcp.server.MetricLine("headwater_connections_dropped_total"), "headwater_connections_dropped_total 0");
 }
 
-// gRPC refuses by itself, without a handler, what finds no thread. Such calls do not wait either.
-TEST(ConnectionLimits, CallsThatAreRefusedForWantOfAThreadDoNotWait) {
-  ServerSetup setup;
-  setup.options.max_cancel_rate = 0.001;  // time gives nothing
-  setup.options.max_threads = 8;
-  setup.options.limits.max_connection_streams = 16;
-  setup.options.max_reset_backlog = 1;
-  TcpServer tcp(setup);
-  const TestHead other = tcp.server.MakeHead("other", SmallSpec());
-  // Each upload whose client sends nothing more holds a thread; four of a head are allowed.
-  struct Upload {
-    grpc::ClientContext context;
-    std::unique_ptr<grpc::ClientReaderWriter<v1::UploadWeightsRequest, v1::UploadWeightsResponse>> stream;
-  };
-  std::deque<Upload> unfinished;
-  for (const char* const name : {"tenants/default/heads/a", "tenants/default/heads/b"}) {
-    v1::Head head;
-    Require(tcp.server.Create(name, SmallSpec(), &head), "CreateHead");
-    for (int i = 0; i < setup.options.max_threads / 2;) {
-      Upload& upload = unfinished.emplace_back();
-      upload.stream = tcp.server.heads().UploadWeights(&upload.context);
-      v1::UploadWeightsRequest request;
-      v1::UploadWeightsHeader* const header = request.mutable_header();
-      header->set_name(name);
-      header->set_epoch(head.epoch());
-      header->set_upload_id(std::string(1, static_cast<char>('a' + i)));
-      header->set_tensor(v1::HEAD_TENSOR_WEIGHT);
-      header->set_data_type(v1::DATA_TYPE_FLOAT32);
-      header->set_total_bytes(SmallSpec().vocab_size() * SmallSpec().hidden_size() * 4);
-      v1::UploadWeightsResponse response;
-      // One that is refused found no thread: a question below may have the last one just now.
-      if (upload.stream->Write(request) && upload.stream->Read(&response)) {
-        ++i;
-      } else {
-        unfinished.pop_back();
-      }
-    }
-  }
-  // Calls are counted on ports, not on Unix sockets.
-  const auto channel = grpc::CreateChannel("127.0.0.1:" + std::to_string(tcp.port), grpc::InsecureChannelCredentials());
-  const auto refuses = [&] { return Ask(channel, kLong).error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED; };
-  EXPECT_TRUE(Await([&] {
-    for (int i = 0; i < 100; ++i) {  // more than one: threads that are about to come back count, too
-      if (!refuses()) return false;
-    }
-    return true;
-  }));
-  for (int i = 0; i < 3 * (16 + 1); ++i) {
-    const grpc::Status refused = Ask(channel, kLong);
-    EXPECT_EQ(refused.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED) << i;
-    EXPECT_THAT(refused.error_message(), ::testing::Not(HasSubstr("max_reset_backlog"))) << i;
-  }
-  EXPECT_EQ(tcp.server.MetricLine("headwater_connections_dropped_total"), "headwater_connections_dropped_total 0");
-  EXPECT_EQ(tcp.server.Compute(CrossEntropyHeader(other, 0, 0, {1}), Rows(1)).status.error_code(), grpc::StatusCode::OK);
-  for (Upload& upload : unfinished) {
-    upload.context.TryCancel();
-    EXPECT_EQ(upload.stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
-  }
-  EXPECT_TRUE(Await([&] { return Ask(channel, kLong).ok(); }));
-}
-
 TEST(ConnectionLimits, AFloodOfResetsEndsAndOthersGoOn) {
   ServerSetup setup;
   setup.options.limits.max_connection_streams = 8;

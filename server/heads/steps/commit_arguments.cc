@@ -58,7 +58,7 @@ absl::Status CheckCommit(const CommitArguments& arguments, const HeldRows& held)
                      {{"field", field}, {"expected", "finite products"}, {"actual", what}});
   };
   for (const LossTerm& term : held.terms) {
-    if (const double scale = term.loss_scale * arguments.factor; !std::isfinite(scale)) {
+    if (const double scale = term.loss_scale * arguments.factor; !std::isfinite(static_cast<float>(scale))) {
       return not_finite("factor", absl::StrCat("a loss_scale of ", term.loss_scale, " times ", arguments.factor));
     }
     if (count == 0) continue;
