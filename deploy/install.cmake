@@ -12,7 +12,6 @@ if(HEADWATER_BUILD_CLIENT)
     ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
     INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
   install(DIRECTORY client/core/include/headwater client/cpp/include/headwater DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
-  install(FILES kernels/include/headwater/kernels/types.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/headwater/kernels)
   set(package ${CMAKE_INSTALL_LIBDIR}/cmake/headwater)
   install(EXPORT headwater_targets NAMESPACE headwater:: DESTINATION ${package})
   set(generated ${PROJECT_BINARY_DIR}/generated/install)

@@ -99,7 +99,7 @@ LAYERS = {
     "client/core": CORE,
     "client/core/include": PLAIN | {"absl", "client_core_api"},
     "client/ctl": CLIENT | {"client_core", "model_files", "grpc"},
-    "client/cpp/include": PLAIN | {"absl", "client_core_api", "client_api", "machine"},
+    "client/cpp/include": PLAIN | {"absl", "client_core_api", "client_api"},
     "tests": TESTS,
     "tests/kernels": KERNELS | {"tests", "test_library", "kernels_reference", "beside", "cuda"},
     "tests/kernels/nccl": {"std", "cuda", "nccl"},  # in place of NCCL

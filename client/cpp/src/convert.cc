@@ -71,7 +71,8 @@ v1::HeadSpec ToProto(const HeadSpec& spec) {
   v1::HeadSpec result;
   WriteFields(spec, result);
   WriteFields(spec, *result.mutable_transform());
-  if (!std::holds_alternative<std::monostate>(spec.optimizer)) EncodeOptimizer(spec.optimizer, result.mutable_optimizer());
+  if (const AdamW* adamw = std::get_if<AdamW>(&spec.optimizer)) WriteFields(*adamw, *result.mutable_optimizer()->mutable_adamw());
+  if (const Sgd* sgd = std::get_if<Sgd>(&spec.optimizer)) WriteFields(*sgd, *result.mutable_optimizer()->mutable_sgd());
   result.set_parallelism(static_cast<v1::Parallelism>(spec.parallelism));
   return result;
 }
@@ -89,17 +90,20 @@ v1::ExpectedMicroBatches ToProto(const ExpectedMicroBatches& expected) {
 
 v1::CrossEntropyLoss ToProto(const CrossEntropyOptions& options) {
   v1::CrossEntropyLoss result;
-  WriteChangedFields(options, result);
+  WriteFields(options, result);
   if (!options.class_weights.empty()) *result.mutable_class_weights() = ToProto(options.class_weights);
+  if (options.temperature != 1) result.set_temperature(options.temperature);
   return result;
 }
 
 v1::JensenShannonLoss ToProto(const JsdOptions& options) {
   v1::JensenShannonLoss result;
-  WriteChangedFields(options, result);
+  WriteFields(options, result);
+  const CrossEntropyOptions& hard = options.hard_loss;
   // Options that were set without a weight for them are sent, so that the server refuses them instead of this side dropping them.
-  v1::CrossEntropyLoss hard_loss = ToProto(options.hard_loss);
-  if (options.hard_loss_weight != 0 || hard_loss.ByteSizeLong() > 0) *result.mutable_hard_loss() = std::move(hard_loss);
+  const bool hard_loss_set =
+      hard.label_smoothing != 0 || hard.z_loss != 0 || !hard.class_weights.empty() || hard.temperature != 1 || hard.token_scaling;
+  if (options.hard_loss_weight != 0 || hard_loss_set) *result.mutable_hard_loss() = ToProto(hard);
   if (options.truncate_to_common) result.set_vocab_alignment(v1::VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON);
   return result;
 }
@@ -107,7 +111,8 @@ v1::JensenShannonLoss ToProto(const JsdOptions& options) {
 HeadSpec FromProto(const v1::HeadSpec& spec) {
   auto result = Read<HeadSpec>(spec);
   ReadFields(spec.transform(), result);
-  result.optimizer = DecodeOptimizer(spec.optimizer());
+  if (spec.optimizer().has_adamw()) result.optimizer = Read<AdamW>(spec.optimizer().adamw());
+  if (spec.optimizer().has_sgd()) result.optimizer = Read<Sgd>(spec.optimizer().sgd());
   if (spec.parallelism() != v1::PARALLELISM_UNSPECIFIED) result.parallelism = static_cast<Parallelism>(spec.parallelism());
   return result;
 }

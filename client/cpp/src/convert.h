@@ -12,13 +12,16 @@
 #include "headwater/v1/head_service.pb.h"
 #include "headwater/v1/loss_service.pb.h"
 #include "headwater/v1/session_service.pb.h"
-#include "proto/headwater/v1/spec_codec.h"
 
 namespace headwater::client {
 
 // Fields of requests.
-HEADWATER_FIELDS(v1::HeadSpec, HeadSpec, HEADWATER_HEAD_SPEC_FIELDS, staging_slots)
-HEADWATER_FIELDS(v1::LogitTransform, HeadSpec, HEADWATER_LOGIT_TRANSFORM_FIELDS)
+HEADWATER_FIELDS(v1::HeadSpec, HeadSpec, vocab_size, hidden_size, data_type, has_bias, trainable, staging_slots, initial_step)
+HEADWATER_FIELDS(v1::LogitTransform, HeadSpec, logit_scale, softcap, valid_vocab_size)
+HEADWATER_FIELDS(v1::AdamW, AdamW, beta1, beta2, epsilon, weight_decay)
+HEADWATER_FIELDS(v1::Sgd, Sgd, momentum, dampening, nesterov, weight_decay)
+HEADWATER_FIELDS(v1::CrossEntropyLoss, CrossEntropyOptions, label_smoothing, z_loss, token_scaling)
+HEADWATER_FIELDS(v1::JensenShannonLoss, JsdOptions, beta, student_temperature, teacher_temperature, hard_loss_weight)
 HEADWATER_FIELDS(v1::LossTerm, LossTerm, row_start, row_count, ignore_index, gradient_resolution, loss_scale,
                  expected_weight_version)
 HEADWATER_FIELDS(v1::MicroBatchHeader, MicroBatchOptions, micro_batch, attempt, allow_held, late_token_factors, on_mismatch,

@@ -89,7 +89,8 @@ void AddTerm(LossCall& call, const LossTerm& term, const HeadHandle& head, const
     source.set_head(teacher->name);
     source.set_head_epoch(teacher->epoch());
     source.set_data_type(ToProto(data_type));
-    if (term.expected_teacher_weight_version.has_value()) source.set_expected_weight_version(*term.expected_teacher_weight_version);
+    const bool has_version = jsd != nullptr && jsd->expected_teacher_weight_version.has_value();
+    if (has_version) source.set_expected_weight_version(*jsd->expected_teacher_weight_version);
   };
   if (teacher != nullptr && term.joined_teacher.has_value()) {
     const JoinedTeacherOptions& joined = *term.joined_teacher;
@@ -134,10 +135,12 @@ absl::Status CheckTeacherRows(const RowsView& hidden, const LossTerm& term, cons
 }
 
 absl::Status CheckTopKAlone(const LossTerm& term) {
+  const auto* const jsd = std::get_if<JsdOptions>(&term.loss);
   const char* other = nullptr;
   if (term.teacher.has_value()) other = "teacher";
   if (term.joined_teacher.has_value()) other = "joined_teacher";
   if (term.teacher_hidden.data != nullptr) other = "teacher_hidden";
+  if (jsd != nullptr && jsd->expected_teacher_weight_version.has_value()) other = "expected_teacher_weight_version";
   if (other == nullptr) return absl::OkStatus();
   return internal::MakeLocalError(v1::ERROR_REASON_INVALID_COMBINATION, absl::StatusCode::kInvalidArgument,
                                   absl::StrCat("terms.top_k_teacher: expected without ", other),
@@ -158,11 +161,6 @@ absl::Status AddTerms(LossCall& call, absl::Span<const LossTerm> terms, const st
       return internal::MakeLocalError(v1::ERROR_REASON_INVALID_COMBINATION, absl::StatusCode::kInvalidArgument,
                                       "terms.joined_teacher: expected with a teacher's head, and without teacher_hidden",
                                       {{"field", "terms.joined_teacher"}});
-    }
-    if (term.expected_teacher_weight_version.has_value() && teacher == nullptr) {
-      return internal::MakeLocalError(v1::ERROR_REASON_INVALID_COMBINATION, absl::StatusCode::kInvalidArgument,
-                                      "terms.expected_teacher_weight_version: expected with a teacher's head",
-                                      {{"field", "terms.expected_teacher_weight_version"}});
     }
     if (term.top_k_teacher.has_value()) HEADWATER_RETURN_IF_ERROR(CheckTopKAlone(term));
     if (teacher != nullptr && !term.joined_teacher.has_value()) {
@@ -279,7 +277,6 @@ LossTerm MakeTerm(absl::Span<const int32_t> targets, const MicroBatchOptions& mi
   term.loss_scale = micro_batch.loss_scale;
   term.ignore_index = micro_batch.ignore_index;
   term.expected_weight_version = micro_batch.expected_weight_version;
-  term.expected_teacher_weight_version = micro_batch.expected_teacher_weight_version;
   return term;
 }
 

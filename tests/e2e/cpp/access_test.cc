@@ -15,10 +15,6 @@
 #include "tests/integration/support/test_certificates.h"
 
 namespace headwater::e2e {
-// The client's, not the kernels' of the same name.
-using client::HeadSpec;
-using client::HeadTensor;
-
 namespace {
 
 using namespace headwater::client;

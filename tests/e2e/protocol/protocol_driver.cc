@@ -19,9 +19,6 @@
 #include "headwater/client/error.h"
 
 namespace headwater::e2e {
-// The client's, not the kernels' of the same name.
-using client::HeadTensor;
-
 namespace {
 
 using namespace headwater::client;

@@ -19,9 +19,6 @@
 #include "tests/e2e/cpp/support/test_tensors.h"
 
 namespace headwater::e2e {
-// The client's, not the kernels' of the same name.
-using client::HeadTensor;
-
 namespace {
 
 using namespace headwater::client;
@@ -267,7 +264,7 @@ TEST_F(ClientFace, TopKTeacherArrives) {
   two_teachers.teacher_hidden = rows;
   EXPECT_EQ(ErrorReason(head_->Multi(rows, {&two_teachers, 1}, Options(1)).Get().status()), "INVALID_COMBINATION");
   two_teachers.teacher_hidden = {};
-  two_teachers.expected_teacher_weight_version = 1;
+  two_teachers.loss = JsdOptions{.beta = 0, .expected_teacher_weight_version = 1};
   EXPECT_EQ(ErrorReason(head_->Multi(rows, {&two_teachers, 1}, Options(1)).Get().status()), "INVALID_COMBINATION");
 }
 

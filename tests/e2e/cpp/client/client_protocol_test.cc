@@ -10,10 +10,6 @@
 #include "tests/e2e/cpp/support/test_tensors.h"
 
 namespace headwater::e2e {
-// The client's, not the kernels' of the same name.
-using client::HeadSpec;
-using client::HeadTensor;
-
 namespace {
 
 using namespace headwater::client;

@@ -166,7 +166,6 @@ struct LossTerm {
   std::optional<JoinedTeacherOptions> joined_teacher{};  // instead of `teacher_hidden`: another process sends the teacher's rows
   std::optional<TopKTeacher> top_k_teacher{};            // instead of `teacher`
   std::optional<int64_t> expected_weight_version{};
-  std::optional<int64_t> expected_teacher_weight_version{};
 };
 
 }  // namespace headwater::client

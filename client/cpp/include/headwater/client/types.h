@@ -16,7 +16,6 @@
 #include "absl/types/span.h"
 #include "headwater/client/options.h"
 #include "headwater/client/tensor.h"
-#include "headwater/kernels/types.h"
 
 namespace headwater::client {
 
@@ -29,9 +28,21 @@ struct ContributionKey;
 
 // ---- heads ---------------------------------------------------------------------------------------------------------------
 
-// The server's own: see headwater/kernels/types.h for their fields and ranges.
-using AdamW = headwater::AdamWSpec;
-using Sgd = headwater::SgdSpec;
+// AdamW in PyTorch's order of operations. "Decoupled Weight Decay Regularization", arXiv:1711.05101.
+struct AdamW {
+  double beta1 = 0.9;          // [0, 1)
+  double beta2 = 0.999;        // [0, 1)
+  double epsilon = 1e-8;       // >= 0
+  double weight_decay = 0.01;  // >= 0
+};
+
+// Stochastic gradient descent as torch.optim.SGD defines it.
+struct Sgd {
+  double momentum = 0.0;      // [0, 1); 0 plans no momentum buffer
+  double dampening = 0.0;     // [0, 1]
+  bool nesterov = false;      // needs momentum > 0 and dampening == 0
+  double weight_decay = 0.0;  // >= 0
+};
 
 // std::monostate: no optimizer on the server.
 using Optimizer = std::variant<std::monostate, AdamW, Sgd>;
@@ -142,10 +153,27 @@ enum class NonFinitePolicy : int32_t {
   kRefuse = 2,  // FAILED_PRECONDITION / NON_FINITE_VALUES; nothing is added
 };
 
-// The engine's own: see headwater/kernels/types.h for their fields and ranges. Spans are copied by the call. A server whose
-// ServerInfo::features lack the name of an option that 0.1 did not have (`temperature`, `token_scaling`) ignores it.
-using CrossEntropyOptions = headwater::CrossEntropySpec;
-using JsdOptions = headwater::JsdSpec;
+// Cross entropy with PyTorch's joint definition of label smoothing and class weights, plus z_loss * lse^2.
+struct CrossEntropyOptions {
+  double label_smoothing = 0.0;             // [0, 1]
+  double z_loss = 0.0;                      // >= 0
+  absl::Span<const float> class_weights{};  // [valid_vocab_size] or [vocab_size], finite; empty: all 1. Copied by the call
+  // These two must be left as they are in JsdOptions::hard_loss. A server whose ServerInfo::features lack `temperature`,
+  // `token_scaling` or `entropy_factors` is older than this client, and ignores what it does not know.
+  double temperature = 1.0;    // > 0; divides the logits in the loss and in all per-token outputs
+  bool token_scaling = false;  // multiplies each row's loss and its gradient by the target's probability, as a constant
+};
+
+// beta * KL(P||M) + (1 - beta) * KL(Q||M), M = beta P + (1 - beta) Q, P teacher, Q student; beta 0 is KL(P||Q), 1 is KL(Q||P).
+struct JsdOptions {
+  double beta = 0.5;                 // [0, 1]
+  double student_temperature = 1.0;  // > 0
+  double teacher_temperature = 1.0;  // > 0
+  double hard_loss_weight = 0.0;     // a in [0, 1]: a row's loss is (1 - a) * JSD + a * cross entropy
+  CrossEntropyOptions hard_loss{};   // the cross entropy's options; only with hard_loss_weight > 0
+  bool truncate_to_common = false;   // renormalize over the columns that both heads have; without it unequal sizes are refused
+  std::optional<int64_t> expected_teacher_weight_version{};
+};
 
 // Teacher rows that another process sends (Teacher::Stream()): they meet by tenant and key, in either order of arrival.
 struct JoinedTeacherOptions {
@@ -196,7 +224,7 @@ struct MicroBatchOptions {
   bool late_token_factors = false;
   OnMismatch on_mismatch = OnMismatch::kConflict;
   NonFinitePolicy non_finite_policy = NonFinitePolicy::kReport;
-  // These six and the expected weight versions are the single term's; Head::Multi() takes them from each LossTerm instead.
+  // These six and `expected_weight_version` are the single term's; Head::Multi() takes them from each LossTerm instead.
   int32_t ignore_index = -100;              // target of rows that take no part
   absl::Span<const float> token_weights{};  // [row_count], finite; empty: all 1. Copied by the call
   // The upstream gradients of each row's entropy and lse. The objective is loss_scale * sum of (token_weight * loss +
@@ -220,8 +248,7 @@ struct MicroBatchOptions {
   absl::Span<unsigned char> grad_hidden{};
   Memory grad_hidden_memory = Memory::kHost;  // where `grad_hidden` lies
   TokenOutputs outputs{};
-  std::optional<int64_t> expected_weight_version{};          // anything else is FAILED_PRECONDITION / WEIGHT_VERSION_MISMATCH
-  std::optional<int64_t> expected_teacher_weight_version{};  // of the teacher's head; the same error
+  std::optional<int64_t> expected_weight_version{};  // anything else is FAILED_PRECONDITION / WEIGHT_VERSION_MISMATCH
 };
 
 // The state of a contribution. Values may be added.
