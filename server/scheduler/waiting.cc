@@ -67,11 +67,7 @@ void WaitList::WakeAll() {
 
 // ---- one operation ---------------------------------------------------------------------------------------------------
 
-Waiter::~Waiter() {
-  RunAtEnd();
-  const std::lock_guard<std::mutex> lock(AllWaits());
-  if (list_ != nullptr) Leave();  // left by a try that ended with another result
-}
+Waiter::~Waiter() { RunAtEnd(); }
 
 void Waiter::Cancel() {
   const std::lock_guard<std::mutex> lock(AllWaits());
@@ -129,6 +125,10 @@ bool Waiter::StaysParked() {
 }
 
 void Waiter::RunAtEnd() {
+  {
+    const std::lock_guard<std::mutex> lock(AllWaits());
+    if (list_ != nullptr) Leave();  // left by a try that ended with another result; the list may go with an action
+  }
   for (const std::function<void()>& action : std::exchange(at_end_, {})) action();
 }
 
