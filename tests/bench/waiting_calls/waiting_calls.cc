@@ -85,7 +85,8 @@ class Bench {
   Bench(int calls, int connections, double seconds)
       : seconds_(seconds),
         server_({"--listen_addresses=127.0.0.1:0", "--max_waiting_calls=" + std::to_string(calls),
-                 "--max_connection_streams=" + std::to_string(calls / connections + 2)}) {
+                 "--max_connection_streams=" + std::to_string(calls / connections + 2),
+                 "--max_cancel_rate=" + std::to_string(calls)}) {  // half of them are cancelled at once
     grpc::ChannelArguments own_connection;
     own_connection.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
     for (int i = 0; i <= connections; ++i) {
