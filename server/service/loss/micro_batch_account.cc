@@ -54,7 +54,7 @@ double ProductFlopsOf(const heads::Submission& submission, const heads::Submissi
 double ChunkFillOf(const heads::Submission& submission, const heads::SubmissionOutcome& outcome) {
   int64_t rows = 0;
   for (const LossSums& sums : outcome.terms) rows = std::max(rows, sums.valid_token_count);
-  const int64_t chunk_rows = submission.terms.front().head->Describe().plan.token_chunk_rows;
+  const int64_t chunk_rows = submission.terms.front().head->token_chunk_rows();
   if (rows == 0 || chunk_rows <= 0) return 0;
   const int64_t chunks = (rows + chunk_rows - 1) / chunk_rows;
   return static_cast<double>(rows) / (static_cast<double>(chunks) * static_cast<double>(chunk_rows));

@@ -109,6 +109,9 @@ class InProcess:
         hidden = self.model.model(input_ids=ids).last_hidden_state[:, :-1]
         return self._of_rows(hidden.flatten(0, 1), self.model.lm_head.weight, ids[:, 1:].flatten())
 
+    def start(self, optimizer: torch.optim.Optimizer) -> None:
+        """Ties the steps of a head on a server to the optimizer's."""
+
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
@@ -300,8 +303,7 @@ def measure(point: Point, options: argparse.Namespace) -> dict[str, Any]:
             side.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     fused = {"fused": True} if on_gpu and not point.offload else {}
     optimizer = torch.optim.AdamW(side.parameters, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, **fused)
-    if isinstance(side, (Remote, Rows)):
-        side.start(optimizer)
+    side.start(optimizer)
     generator = torch.Generator().manual_seed(2)
 
     def step() -> float:

@@ -124,7 +124,7 @@ TEST_F(WaitingTest, AtMostSoManyWait) {
   EXPECT_EQ(first.Try(door_, AsLongAsItTakes()), "parked");
   EXPECT_EQ(second.Try(door_, AsLongAsItTakes()), "parked");
   EXPECT_EQ(third.Try(door_, AsLongAsItTakes()), "QUEUE_FULL");
-  // One that has waited has its place, whoever came meanwhile.
+  // A call that has waited keeps its place, although others came meanwhile.
   {
     absl::MutexLock lock(&door_.mutex);
     door_.opened.WakeAll();
