@@ -332,8 +332,8 @@ TEST(GroupRelease, DoesNotWaitForTheRanks) {
   EXPECT_TRUE(Await([&] { return worker_engine.load()->planned_bytes() == 0; }));
 }
 
-// The others wait for a rank that computes for longer, and are told apart by that.
-TEST(GroupTimes, TellWhoComputesAndWhoWaits) {
+// The other ranks wait for a rank that computes for longer.
+TEST(GroupTimes, SeparateComputingFromWaiting) {
   static constexpr absl::Duration kWait = absl::Milliseconds(30);
   std::atomic<group::GroupAssembly*> assembly = nullptr;
   const auto made = ThreadedGroup::Create(ThreeRanks(), [&](const EngineOptions& options) {
@@ -361,11 +361,8 @@ TEST(GroupTimes, TellWhoComputesAndWhoWaits) {
   EXPECT_GE(first.waiting - before[0].waiting, kWait);
   EXPECT_GT(first.computing, before[0].computing);
   EXPECT_GT(first.communicating, absl::ZeroDuration());
-  // Workers tell theirs now and then.
-  EXPECT_TRUE(Await([&] {
-    const auto slow = (*made)->assembly().rank_times()[2];
-    return slow.computing - before[2].computing >= kWait / 2 && slow.communicating > absl::ZeroDuration();
-  }));
+  // A worker reports its times with its heartbeats.
+  EXPECT_TRUE(Await([&] { return (*made)->assembly().rank_times()[2].computing - before[2].computing >= kWait / 2; }));
 }
 
 TEST(Restarter, KeepsTheArgumentsAndTheAddressesOnce) {
