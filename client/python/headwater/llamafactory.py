@@ -62,6 +62,10 @@ def _refuse(every: list[Any]) -> None:
     for option, why in _REFUSED.items():
         if options.get(option):
             raise option_refused(option, f"{options[option]!r} is not supported: {why}")
+    if options.get("sequence_parallel_size", 1) > 1:  # of 360-LLaMA-Factory, whose default is 1
+        raise option_refused(
+            "sequence_parallel_size", f"{options['sequence_parallel_size']} is not supported: {_LOGITS} for a loss of its own"
+        )
     if options["predict_with_generate"] and options["do_train"] and options["eval_strategy"] != "no":
         raise option_refused(
             "predict_with_generate", "it generates between two steps, when the last layer of this process is stale"
