@@ -275,7 +275,7 @@ def traced(folder: str | None, on_gpu: bool) -> Any:
             torch.cuda.memory._record_memory_history(max_entries=200_000)
         with torch.profiler.profile(activities=activities) as profiler:
             yield
-        profiler.export_chrome_trace(os.path.join(folder, "trace.json.gz"))
+        profiler.export_chrome_trace(os.path.join(folder, "step.pt.trace.json.gz"))
         if on_gpu:
             torch.cuda.memory._dump_snapshot(os.path.join(folder, "memory.pickle"))
 
