@@ -22,6 +22,24 @@ WAYS = {
     "liger_body_headwater": "Liger's body, the head of headwater",
 }
 
+LABELS = {
+    "eager": "PyTorch eager",
+    "compile": "torch.compile",
+    "trl": "TRL in chunks",
+    "liger": "Liger",
+    "cce": "CCE",
+    "headwater": "Headwater",
+    "headwater_local": "Headwater local",
+    "headwater_trainer": "Headwater, weight kept",
+    "headwater_dithered": "Headwater, dithered",
+    "headwater_second": "Headwater, second GPU",
+    "liger_rope": "Liger's RoPE alone",
+    "liger_swiglu": "Liger's SwiGLU alone",
+    "liger_rms": "Liger's RMSNorm alone",
+    "liger_all": "Liger with all four",
+    "liger_body_headwater": "Liger's body, Headwater's head",
+}
+
 
 @dataclass(frozen=True)
 class Point:

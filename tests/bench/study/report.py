@@ -1,0 +1,351 @@
+#!/usr/bin/env python3
+"""Writes the study's pages from what was measured: study.csv, the plots, docs/study/results.md and the slides.
+
+    tests/bench/study/report.py [--docs FOLDER] [--smoke] [SOURCE.csv]...
+
+Sources are the study.csv of `run` and of exactness.py, and the peers.csv of tests/bench/peers/run with the case of SmolLM2. Their
+rows are put into FOLDER/benchmarks/study.csv. All else is made from this file alone: without a source the pages are written again.
+A point without a figure stands there as "not measured", and one without memory as "out of memory". Every number of a table or a
+sentence is a row of the file, and a sentence that lacks a row is left out. FOLDER is docs, and has study/index.md. --smoke is for
+the figures of `run --smoke`. Exits 1 if a bound is missed.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import plots
+from measured import ERROR_WAYS, QUANTITIES, Study, figures, study_rows
+from points import LABELS, WAYS, all_points, smoke_points
+
+ROOT = Path(__file__).resolve().parents[3]
+MARK = "<!-- results -->"
+NONE, OUT = "not measured", "out of memory"
+# A point's measures: (column, name of the row, form).
+MEASURES = (
+    ("step, ms", "step_ms", "{:,.1f}"),
+    ("tokens/s", "tokens_per_second", "{:,.0f}"),
+    ("trainer's peak, MiB", "trainer_peak_mib", "{:,.0f}"),
+    ("server's plan, MiB", "server_planned_mib", "{:,.0f}"),
+    ("card, all processes, MiB", "card0_peak_mib", "{:,.0f}"),
+    ("second card, MiB", "card1_peak_mib", "{:,.0f}"),
+)
+GRID_MEASURES = [MEASURES[index] for index in (2, 4, 0, 1)]
+# Heading, parts, plots and what a reader should know. Parts in a GRID have a table for each measure, one column per size.
+SECTIONS = (
+    ("By micro-batch", ("batches",), ("memory_by_batch", "throughput"),
+     "The 1B model without activation checkpointing. *Trainer* is what PyTorch allocated on the trainer's "
+     "GPU. *Card* is all that this GPU held: the trainer, the server beside it, and the CUDA context of each."),
+    ("By context", ("contexts", "long"), ("memory_by_context",),
+     "The 1B model, one sequence, with activation checkpointing."),
+    ("On a part of the card", ("cap24",), (),
+     "The 1B model, one sequence, with activation checkpointing. Trainer and server share the part, contexts included."),
+    ("The loss alone", ("loss",), (),
+     "No body: the rows are random numbers, so that the head is all there is."),
+    ("What each part of the head costs", ("ablation",), ("ablation",),
+     "One thing moves at a time. First the logits leave the trainer, and its optimizer keeps the weight. Then weight, gradient and "
+     "optimizer state follow; the server adds gradients in fp32. At last the gradient is dithered."),
+    ("Vocabulary", ("vocabularies",), (), "The 1B model with smaller and larger heads."),
+    ("Accumulation", ("accumulation",), (), "The 1B model; a step of one micro-batch and of several."),
+    ("Liger's kernels one by one", ("liger",), (), "Liger's four kernels alone and together, and its body with Headwater's head."),
+    ("3B model", ("3b",), (), "With activation checkpointing."),
+    ("Offloaded body", ("offload",), (),
+     "FSDP2 keeps the body's parameters, gradients and optimizer state on the CPU, with activation checkpointing."),
+    ("A second GPU", ("second_gpu",), (), "The server beside the trainer on its GPU, and on a GPU of its own."),
+)  # fmt: skip
+GRID = ("batches", "contexts")
+CONTEXT_BOUNDS = ("long", "cap24")  # parts whose points must run
+
+
+def table(header, rows):
+    """Markdown of rows of cells."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return [lines[0], "|" + "---|" * len(header), *lines[1:], ""]
+
+
+def cell(row, form):
+    """A figure as the tables show it."""
+    if row is None:
+        return NONE
+    return form.format(float(row["value"])) + (" **missed**" if figures.is_missed(row) else "")
+
+
+def cap(point):
+    """The memory that a point may take, in words."""
+    return f" within {point.cap_gib} GiB" if point.cap_gib else ""
+
+
+def sizes(point):
+    """The sizes of a point in words."""
+    words = [f"{point.batch} x {point.context} tokens"]
+    words += [f"{point.accumulation} micro-batches"] if point.accumulation > 1 else []
+    return ", ".join([*words, f"V {point.vocab}{cap(point)}"])
+
+
+def joined(words):
+    """A list in a sentence."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+class Pages:
+    """The pages of one study."""
+
+    def __init__(self, study, points, drawn):
+        self.study, self.points, self.drawn = study, points, drawn
+
+    def say(self, template, **cases):
+        """The template's sentence with the cases' figures, or nothing where one is absent."""
+        values = {name: self.study.value(case) for name, case in cases.items()}
+        return "" if None in values.values() else template.format(**values)
+
+    def origin(self):
+        """Where the figures come from, and how far they spread."""
+        spread = self.worst(r"\w+_spread")
+        times = f" Times are medians. The largest spread of a point, (max-min)/median, is {cell(spread, '{:.2g}')}."
+        return figures.origin(self.study.rows) + (times if spread else "") if self.study.rows else "Nothing is measured yet."
+
+    def plot(self, name):
+        """A plot, where there is one."""
+        return [f"![{plots.PLOTS[name][1]}]({name}.svg)", ""] if name in self.drawn else []
+
+    def point_cell(self, point, measure, form):
+        """A point's measure; why there is none; empty where the way has no such measure."""
+        row = self.study.figure(point, measure)
+        if row is not None:
+            return "" if measure == "server_planned_mib" and float(row["value"]) == 0 else cell(row, form)
+        if self.study.ran_out(point):
+            return OUT
+        return "" if self.study.is_measured(point) else NONE
+
+    def grids(self, points):
+        """A table for each of GRID_MEASURES: a line per way, a column per size."""
+        found = {}
+        for point in points:
+            found.setdefault(point.way, {})[sizes(point)] = point
+        columns = list(dict.fromkeys(sizes(point) for point in points))
+        lines = []
+        for words, measure, form in GRID_MEASURES:
+            body = [
+                [LABELS[way], *(self.point_cell(own[size], measure, form) if size in own else "" for size in columns)]
+                for way, own in found.items()
+            ]
+            lines += table([words[0].upper() + words[1:], *(size.partition(",")[0] for size in columns)], body)
+        return lines
+
+    def flat(self, points):
+        """A line per point. Columns without a figure are left out, and so are the sizes where all points have the same."""
+        lines = []
+        for point in points:
+            cells = [self.point_cell(point, *rest) for _, *rest in MEASURES]
+            if cells[0] in (NONE, OUT):
+                cells[1:] = [""] * len(cells[1:])
+            lines.append([sizes(point), LABELS[point.way], *cells])
+        header = ["sequences x tokens", "way", *(words for words, *_ in MEASURES)]
+        several = len({line[0] for line in lines}) > 1
+        kept = [index for index in range(len(header)) if (index > 0 or several) and any(line[index] for line in lines)]
+        said = [] if several else [f"Each step has {lines[0][0]}.", ""]
+        return [*said, *table([header[index] for index in kept], [[line[index] for index in kept] for line in lines])]
+
+    def bounds(self):
+        """The figures that the study must show: (words, the figure as the page shows it, its bound)."""
+        lines = []
+
+        def add(words, row, form="{:.3g}"):
+            lines.append((words, cell(row, form) + (f" {row['unit']}" if row else ""), row["required"] if row else ""))
+
+        headwaters = [point for point in self.points if point.way == "headwater"]
+        for point in headwaters:
+            if point.part == "loss":
+                of = f"The loss alone, {sizes(point)}"
+                add(f"{of}: the trainer's peak", self.study.row(f"{point.name}_peak_of_eager"))
+                add(f"{of}: the whole card's peak", self.study.row(f"{point.name}_card_peak_of_eager"))
+        for point in headwaters:
+            if point.part in CONTEXT_BOUNDS:
+                row = self.study.row(f"{point.name}_out_of_memory")
+                shown = NONE if row is None else f"{OUT} **missed**" if figures.is_missed(row) else "runs"
+                lines.append((f"{point.context} tokens of context{cap(point)}", shown, "runs"))
+        for way in ("eager", "liger"):
+            words = f"SmolLM2-135M: error of `grad_hidden`, to that of {LABELS[way]}"
+            add(words, self.study.row(f"smollm2_headwater_grad_hidden_of_{way}"))
+        for quantity in QUANTITIES:
+            add(f"Accumulation: `{quantity}`, worst", self.worst(rf"exact_a\d+_{quantity}"), "{:.1e}")
+        add("First loss, to PyTorch's, worst of all points", self.worst(r"\w+_first_loss_to_eager"), "{:.1e}")
+        return lines
+
+    def worst(self, pattern):
+        """The row with the largest value of the cases that match, or None."""
+        rows = [row for case, row in self.study.by_case.items() if re.fullmatch(pattern, case)]
+        return max(rows, key=lambda row: float(row["value"]), default=None)
+
+    def long_contexts(self):
+        """A sentence for each of the longest contexts: with which ways it runs, and with which not."""
+        said, groups = [], {}
+        for point in self.points:
+            if point.part in CONTEXT_BOUNDS:
+                groups.setdefault(f"{point.context} tokens of context{cap(point)}", []).append(point)
+        for words, own in groups.items():
+            out = [LABELS[point.way] for point in own if self.study.ran_out(point)]
+            ran = [LABELS[point.way] for point in own if self.study.is_measured(point) and not self.study.ran_out(point)]
+            outcomes = [f"{fate} {joined(ways)}" for ways, fate in ((ran, "run with"), (out, "run out of memory with")) if ways]
+            said += [f"{words} {', and '.join(outcomes)}."] if outcomes else []
+        return said
+
+    def conclusions(self):
+        """The findings in sentences, each made of figures."""
+        said = []
+        for point in self.points:
+            if point.part == "loss" and point.way == "headwater":
+                said.append(
+                    self.say(
+                        f"The loss alone, {sizes(point)}: the trainer's peak is {{trainer:.3f}} x PyTorch eager's, "
+                        "and the whole card's {card:.3f} x.",
+                        trainer=f"{point.name}_peak_of_eager",
+                        card=f"{point.name}_card_peak_of_eager",
+                    )
+                )
+        said += self.long_contexts()
+        batches = [point for point in self.points if point.part == "batches" and point.way in plots.COMPARED]
+        largest = [point for point in batches if point.batch == max(point.batch for point in batches)]
+        rates = {LABELS[point.way]: self.study.figure(point, "tokens_per_second") for point in largest}
+        each = [f"{words} {cell(row, '{:,.0f}')}" for words, row in rates.items() if row]
+        said += [f"Tokens a second at {sizes(largest[0])}: {', '.join(each)}."] if each else []
+        said.append(
+            self.say(
+                "On rows of SmolLM2-135M, the error of `grad_hidden` against fp64 is {ours:.2e}. "
+                "PyTorch eager's is {eager:.2e}, Liger's {liger:.2e}.",
+                ours="smollm2_headwater_grad_hidden_error",
+                eager="smollm2_eager_grad_hidden_error",
+                liger="smollm2_liger_grad_hidden_error",
+            )
+        )
+        return [sentence for sentence in said if sentence]
+
+    def errors(self):
+        """Errors on the real model's rows."""
+        body = [
+            [LABELS[way], *(cell(self.study.row(f"smollm2_{way}_{quantity}_error"), "{:.2e}") for quantity in QUANTITIES)]
+            for way in ERROR_WAYS
+        ]
+        return table(["way", *QUANTITIES], body)
+
+    def exactness(self):
+        """Relative differences of a step in so many micro-batches; then those of training for some cycles."""
+        body = [
+            [str(count), *(cell(self.study.row(f"exact_a{count}_{quantity}"), "{:.1e}") for quantity in QUANTITIES)]
+            for count in (1, 4, 16, 64)
+        ]
+        lines = table(["micro-batches", *QUANTITIES], body)
+        kinds = (
+            ("largest_gap", "loss of a micro-batch, largest"),
+            ("variance", "variance of the losses"),
+            ("weight", "weight at the end"),
+        )
+        body = [[words, cell(self.study.row(f"exact_cycles_{kind}"), "{:.1e}")] for kind, words in kinds]
+        return [*lines, *table(["after cycles of accumulation and AdamW", "relative difference"], body)]
+
+    def results(self):
+        """The results page."""
+        lines = [
+            "# Results", "",
+            "This page is written by `tests/bench/study/report.py` from [study.csv](../benchmarks/study.csv). [index.md](index.md) "
+            "says why the head matters, and [method.md](method.md) how each figure is taken. [slides.md](slides.md) is the short "
+            "form.", "",
+            self.origin(), "",
+            "    tests/bench/study/run --build BUNDLE --output FOLDER --commit NAME        # repeat until its status is not 3",
+            "    tests/bench/study/exactness.py --build BUNDLE --output FOLDER --commit NAME --cuda",
+            "    tests/bench/peers/trained.py MODEL.gguf ROWS.npz        # of SmolLM2-135M",
+            "    tests/bench/peers/run --build BUNDLE --output FOLDER --cases smollm2_n4096_h576_v49152 --rows ROWS.npz",
+            "    tests/bench/study/report.py FOLDER/study.csv FOLDER/peers.csv", "",
+            "## In short", "",
+            *(f"- {sentence}" for sentence in self.conclusions() or ["Not measured."]), "",
+            "## What must hold", "", *table(["figure", "measured", "at most"], self.bounds()),
+            "## The ways", "",
+            *table(["way", "is"], [[LABELS[way], WAYS[way]] for way in WAYS if any(point.way == way for point in self.points)]),
+        ]  # fmt: skip
+        for heading, parts, names, words in SECTIONS:
+            own = [point for point in self.points if point.part in parts]
+            if own:
+                lines += [f"## {heading}", "", words, ""]
+                for name in names:
+                    lines += self.plot(name)
+                lines += self.grids(own) if parts[0] in GRID else self.flat(own)
+        lines += [
+            "## Errors against fp64 on a real model", "",
+            "Rows of SmolLM2-135M, a real model. Its file has the weights in four bits, and the last layer in eight. Errors are "
+            "‖difference‖ / ‖reference‖. On random weights neither dithering nor a peer's filter can be judged.", "",
+            *self.plot("errors"), *self.errors(),
+            "## Exactness of accumulation", "",
+            "An fp32 head, and rows of which a twelfth is ignored. The loss is compared with PyTorch's, with sums in fp64. "
+            "Gradients are compared with fp64 throughout.", "", *self.exactness(),
+        ]  # fmt: skip
+        return "\n".join(lines).rstrip() + "\n"
+
+    def slides(self, index):
+        """The deck: the background's sections by the first sentence of each paragraph, then the results."""
+        slides = [[index.partition("\n")[0], "", self.origin()]]
+        for heading, points in background(index):
+            slides += [[f"# {heading}", "", *(f"- {point}" for point in points)]]
+        for name in self.drawn:
+            slides += [[f"# {plots.PLOTS[name][1]}", "", *self.plot(name)[:1]]]
+        slides += [["# In short", "", *(f"- {sentence}" for sentence in self.conclusions() or ["Not measured."])]]
+        slides += [["# What must hold", "", *table(["figure", "measured", "at most"], self.bounds())[:-1]]]
+        front = ["---", "marp: true", "paginate: true", 'style: "section { font-size: 24px } table { font-size: 17px }"', "---", ""]
+        return "\n".join([*front, "\n\n---\n\n".join("\n".join(slide) for slide in slides)]) + "\n"
+
+
+def background(index):
+    """[(heading, first sentences)] of the sections of the study's first page, without tables."""
+    found = []
+    for section in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
+        heading, _, text = section.partition("\n")
+        paragraphs = [" ".join(part.split()) for part in re.split(r"\n\n|\n(?=- )", text)]
+        points = [
+            re.split(r"(?:(?<=[.!?])|(?<=[.!?]\*\*))\s+(?=[A-Z*`\[])", paragraph.removeprefix("- "))[0]
+            for paragraph in paragraphs
+            if paragraph and not paragraph.startswith(("|", "```", "<!--"))
+        ]
+        found.append((heading.strip(), points))
+    return found
+
+
+def draw(study, points, folder):
+    """The names of the plots that could be drawn; an older one without figures is removed."""
+    drawn = []
+    for name, (function, _) in plots.PLOTS.items():
+        path = folder / f"{name}.svg"
+        if function(study, points, path):
+            drawn.append(name)
+        else:
+            path.unlink(missing_ok=True)
+    return drawn
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", nargs="*", type=Path, metavar="SOURCE.csv")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="default: the checkout's docs")
+    parser.add_argument("--smoke", action="store_true", help="the figures are those of `run --smoke`")
+    options = parser.parse_args()
+    target, folder = options.docs / "benchmarks/study.csv", options.docs / "study"
+    if missing := [str(source) for source in options.sources if not source.exists()]:
+        parser.error(f"no such file: {', '.join(missing)}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for source in options.sources:
+        figures.merge(target, study_rows(figures.read(source)))
+    points = smoke_points() if options.smoke else all_points()
+    study = Study(figures.read(target), "cpu_" if options.smoke else figures.GPU_PREFIX)
+    pages = Pages(study, points, draw(study, points, folder))
+    (folder / "results.md").write_text(pages.results(), encoding="utf-8")
+    words = "The figures: [results.md](results.md), and [slides.md](slides.md), the short form of all pages. "
+    figures.write_block(folder / "index.md", MARK, [words + pages.origin()])
+    (folder / "slides.md").write_text(pages.slides((folder / "index.md").read_text(encoding="utf-8")), encoding="utf-8")
+    missed = [row["case"] for row in study.rows if figures.is_missed(row)]
+    for case in missed:
+        print(f"missed: {case}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
