@@ -111,7 +111,8 @@ absl::StatusOr<client::HeadSpec> HeadSpecFromFlags(const client::HeadSpec& defau
   if (!config.empty()) {
     model = ReadModelHead(config);
     absl::Status status = model.ok() ? TakeOver(*model, config, &spec) : model.status();
-    if (!status.ok()) return FlagGiven("config") ? status : WithHint(status, "--config= leaves the config beside the weights out");
+    const bool beside_weights = !FlagGiven("config") && defaults.vocab_size > 0;
+    if (!status.ok()) return beside_weights ? WithHint(status, "--config= leaves the config beside the weights out") : status;
   }
   const auto set = [&](const char* flag, auto* field, const auto& value) {
     if (!FlagGiven(flag)) return;

@@ -191,6 +191,99 @@ TEST_F(Headwaterctl, PlansTheLargestOfSeveralRanks) {
   EXPECT_EQ(Run({"plan", "--vocab_size=3", "--hidden_size=4", "--ranks=4"}).exit_code, 2);
 }
 
+// The figures are those of docs/study/method.md, computed by hand.
+TEST_F(Headwaterctl, PlansALossInEachWay) {
+  TemporaryDirectory directory;
+  const std::string config = directory.path() + "/config.json";
+  const auto plan = [&](const std::string& text, const std::vector<std::string>& flags = {}, int exit_code = 0) {
+    WriteFile(config, text);
+    std::vector<std::string> arguments = {"plan", "--model=" + config, "--tokens=16384"};
+    arguments.insert(arguments.end(), flags.begin(), flags.end());
+    return RunJson(arguments, exit_code);
+  };
+  const std::string sizes = R"({"model_type": "llama", "vocab_size": 50304, "hidden_size": 2048)";
+  const std::string llama = sizes + R"(, "torch_dtype": "bfloat16"})";
+  const json trained = plan(llama, {"--gpu_gib=12"});
+  const json& ways = trained["loss"]["ways"];
+  ASSERT_EQ(ways.size(), 4u) << trained;
+  EXPECT_EQ(trained["loss"]["fused_chunk_rows"], 1024);
+  const int64_t rows = 67108864, weight = 206045184, gradient = 412090368, state = 1236271104;
+  const int64_t server = trained["memory_plan"]["total_bytes"];
+  EXPECT_GT(server, weight + gradient + state);
+  const auto way = [](const std::string& name, std::vector<int64_t> bytes, bool fits) {
+    return json{{"way", name},
+                {"rows_bytes", bytes[0]},
+                {"logits_bytes", bytes[1]},
+                {"weight_bytes", bytes[2]},
+                {"gradient_bytes", bytes[3]},
+                {"optimizer_bytes", bytes[4]},
+                {"trainer_bytes", bytes[5]},
+                {"server_bytes", bytes[6]},
+                {"first_gpu_bytes", bytes[7]},
+                {"second_gpu_bytes", bytes[8]},
+                {"fits", fits}};
+  };
+  EXPECT_EQ(ways[0], way("eager", {rows, 11538530304, weight, gradient, state, 13460045824, 0, 13460045824, 0}, false));
+  EXPECT_EQ(ways[1], way("fused", {2 * rows, 103022592, weight, gradient, state, 2091646976, 0, 2091646976, 0}, true));
+  EXPECT_EQ(ways[2], way("headwater_same_gpu", {2 * rows, 0, weight, 0, 0, 340262912, server, 340262912 + server, 0}, true));
+  EXPECT_EQ(ways[3], way("headwater_second_gpu", {2 * rows, 0, weight, 0, 0, 340262912, server, 340262912, server}, true));
+
+  // Another owner of the optimizer, a tied weight, a frozen head.
+  const json by_trainer = plan(llama, {"--trainable"})["loss"]["ways"];
+  EXPECT_EQ(by_trainer[2]["gradient_bytes"], gradient);
+  EXPECT_EQ(by_trainer[0]["optimizer_bytes"], 0);
+  EXPECT_EQ(by_trainer[0]["fits"], nullptr);
+  const json tied = plan(sizes + R"(, "dtype": "bfloat16", "tie_word_embeddings": true})")["loss"]["ways"];
+  EXPECT_EQ(tied[2]["gradient_bytes"], gradient);
+  EXPECT_EQ(tied[2]["optimizer_bytes"], 0);
+  const json frozen = plan(llama, {"--notrainable"})["loss"]["ways"];
+  EXPECT_EQ(frozen[1]["trainer_bytes"], 2 * rows + 103022592 + weight);
+  EXPECT_EQ(plan("{\"text_config\": " + llama + "}")["loss"]["ways"], plan(llama)["loss"]["ways"]);
+  // A chunk has at most all tokens.
+  EXPECT_EQ(plan(R"({"vocab_size": 100, "hidden_size": 2048, "dtype": "float32"})")["loss"]["fused_chunk_rows"], 16384);
+
+  const ProgramResult text = Run({"plan", "--model", config, "--tokens=16777216", "--gpu_gib=1"});
+  EXPECT_EQ(text.exit_code, 0) << text.err;
+  for (const char* words :
+       {"the head fits", "HEADWATER, SECOND GPU", "each GPU has 1.0 GiB", "does not fit", "of the cpu engine"}) {
+    EXPECT_TRUE(absl::StrContains(text.out, words)) << words << "\n" << text.out;
+  }
+}
+
+TEST_F(Headwaterctl, PlanSaysWhatIsWrongWithAModel) {
+  TemporaryDirectory directory;
+  const std::string config = directory.path() + "/config.json";
+  const auto message = [&](const std::string& text) {
+    WriteFile(config, text);
+    return RunJson({"plan", "--model=" + config, "--tokens=8"}, 1)["error"]["message"].get<std::string>();
+  };
+  EXPECT_EQ(message(R"({"vocab_size": 100, "dtype": "bfloat16"})"),
+            config + ": hidden_size: expected the size of a language model, got no such key");
+  EXPECT_EQ(message(R"({"vocab_size": "100", "hidden_size": 8})"), config + ": vocab_size: expected an integer >= 1, got \"100\"");
+  for (const char* type : {"", R"(, "dtype": "float8_e4m3fn")"}) {
+    EXPECT_EQ(message(absl::StrCat(R"({"vocab_size": 100, "hidden_size": 8)", type, "}")),
+              config + ": dtype: expected float32, bfloat16 or float16, got none of them");
+  }
+  EXPECT_EQ(Run({"plan", "--model=" + config, "--tokens=8", "--data_type=bfloat16"}).exit_code, 0);
+  const ProgramResult unclear = Run({"plan", "--model=" + config + "2", "--tokens=8"});
+  EXPECT_EQ(unclear.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(unclear.err, config + "2 is not there")) << unclear.err;
+  EXPECT_FALSE(absl::StrContains(unclear.err, "beside the weights")) << unclear.err;
+  for (const std::vector<std::string>& flags :
+       std::vector<std::vector<std::string>>{{"--model=" + config},
+                                             {"--model=" + config, "--tokens=0"},
+                                             {"--model=" + config, "--tokens=16777217"},
+                                             {"--model=" + config, "--tokens=8", "--gpu_gib=0"},
+                                             {"--model=" + config, "--tokens=8", "--config=" + config},
+                                             {"--model=" + config, "--tokens=8", "--ranks=2"},
+                                             {"--config=" + config, "--tokens=8"}}) {
+    std::vector<std::string> arguments = {"plan"};
+    arguments.insert(arguments.end(), flags.begin(), flags.end());
+    const ProgramResult result = Run(arguments);
+    EXPECT_EQ(result.exit_code, 2) << flags.back() << result.err;
+  }
+}
+
 // Of a server of several: each as it is.
 TEST(HeadwaterctlOfAGroup, PlansEachRank) {
   ServerProcess server({"--workers=2", "--shard_weights=3,1,2", "--memory_budget_bytes=2000000000"});
@@ -225,6 +318,12 @@ TEST(HeadwaterctlOfAGroup, PlansEachRank) {
   const ProgramResult of_others = run(as_json);
   EXPECT_EQ(of_others.exit_code, 1);
   EXPECT_TRUE(absl::StrContains(of_others.err, "expected a server of one rank to plan on, this one has 3")) << of_others.err;
+  TemporaryDirectory directory;
+  const std::string config = directory.path() + "/config.json";
+  WriteFile(config, R"({"vocab_size": 600, "hidden_size": 16, "dtype": "float32"})");
+  const ProgramResult of_a_model = run({"plan", "--model=" + config, "--tokens=8"});
+  EXPECT_EQ(of_a_model.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(of_a_model.err, "--model: expected a server of one rank")) << of_a_model.err;
 }
 
 TEST_F(Headwaterctl, LoadsFromLocalFileAndSaves) {
