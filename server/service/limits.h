@@ -47,7 +47,8 @@ inline constexpr absl::Duration kMostGrpcTime = absl::Hours(500);
 
 // X(unit, name, default, minimum, maximum, help): the limits in the order of their numbers in headwater.v1.Limits. A row makes the
 // field of Limits, the flag --name with its default and help, the check of its range, and the value in headwater.v1.Limits. There
-// the name of a time ends in `_s`. `help` is also the row of the flag in docs/flags.md.
+// the name of a time ends in `_s`. `help` is also the row of the flag in docs/flags.md. The flag expands the
+// default outside of this namespace: a default is a literal or a qualified name.
 #define HEADWATER_LIMITS(X)                                                                                                        \
   X(Bytes, max_message_bytes, 16 << 20, 1, INT32_MAX, "bytes of one gRPC message")                                                 \
   X(Bytes, max_chunk_bytes, 4 << 20, 1, kNoMaximum, "bytes of data in one chunk")                                                  \
