@@ -156,13 +156,19 @@ class DescriptorSocket::Impl {
 
   void Run() {
     std::vector<Connection> connections;
+    absl::Time next_old = absl::InfiniteFuture();  // when a descriptor that waits is too old
     for (;;) {
-      const bool may_accept = connections.size() < static_cast<size_t>(options_.max_connections) && MonotonicNow() >= accept_after_;
+      const bool is_pausing = MonotonicNow() < accept_after_;
+      const bool may_accept = !is_pausing && connections.size() < static_cast<size_t>(options_.max_connections);
       std::vector<pollfd> polled = {{wake_.get(), POLLIN, 0}, {may_accept ? listener_.get() : -1, POLLIN, 0}};
-      for (const Connection& connection : connections) polled.push_back({connection.socket.get(), POLLIN, 0});
-      constexpr int kLookMs = 100;  // how late what is too old is closed
-      const bool idle = connections.empty() && size() == 0 && may_accept;
-      if (poll(polled.data(), polled.size(), idle ? -1 : kLookMs) < 0 && errno != EINTR) return;
+      absl::Time next = is_pausing ? std::min(next_old, accept_after_) : next_old;
+      for (const Connection& connection : connections) {
+        polled.push_back({connection.socket.get(), POLLIN, 0});
+        next = std::min(next, connection.end);
+      }
+      // Rounded up to whole milliseconds: what is too old is over then.
+      const absl::Duration wait = std::clamp(next - MonotonicNow() + absl::Milliseconds(1), absl::ZeroDuration(), absl::Hours(1));
+      if (poll(polled.data(), polled.size(), static_cast<int>(absl::ToInt64Milliseconds(wait))) < 0 && errno != EINTR) return;
       if (polled[0].revents != 0) return;
       const absl::Time now = MonotonicNow();
       std::vector<Connection> kept;
@@ -175,7 +181,7 @@ class DescriptorSocket::Impl {
       }
       connections = std::move(kept);
       if (polled[1].revents != 0) Accept(&connections);
-      ForgetOld(now);
+      next_old = ForgetOld(now);
     }
   }
 
@@ -244,17 +250,21 @@ class DescriptorSocket::Impl {
     static_cast<void>(send(fd, data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL));
   }
 
-  void ForgetOld(absl::Time now) {
+  // Returns when the next one is too old.
+  absl::Time ForgetOld(absl::Time now) {
     std::vector<FileDescriptor> closed;  // without the lock
+    absl::Time next = absl::InfiniteFuture();
     absl::MutexLock lock(&mutex_);
     for (auto entry = waiting_.begin(); entry != waiting_.end();) {
       if (now < entry->second.end) {
+        next = std::min(next, entry->second.end);
         ++entry;
         continue;
       }
       closed.push_back(std::move(entry->second.memory));
       entry = waiting_.erase(entry);
     }
+    return next;
   }
 
   const DescriptorSocketOptions options_;
