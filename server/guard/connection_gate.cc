@@ -47,19 +47,6 @@ absl::Status Unavailable(const std::string& address, const char* what) {
 
 bool SetOption(int fd, int level, int name, int value) { return setsockopt(fd, level, name, &value, sizeof(value)) == 0; }
 
-// A socket that listens on the path of `address`; invalid, with errno, if that cannot be.
-transport::FileDescriptor ListenOn(const sockaddr_un& address) {
-  transport::FileDescriptor socket_fd(socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  if (!socket_fd.valid()) return socket_fd;
-  const int fd = socket_fd.get();
-  if (bind(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 || listen(fd, SOMAXCONN) != 0) {
-    const int error = errno;
-    socket_fd.Close();
-    errno = error;
-  }
-  return socket_fd;
-}
-
 // The other side, as gRPC calls it; empty for what has no address.
 std::string PeerOf(int fd) {
   sockaddr_storage address{};
@@ -134,9 +121,11 @@ absl::Status ConnectionGate::ListenUnix(const std::string& path, Take take) {
     }
     unlink(path.c_str());
   }
-  transport::FileDescriptor socket_fd = ListenOn(address);
-  if (!socket_fd.valid()) return Unavailable("unix:" + path, "cannot listen");
-  if (lstat(path.c_str(), &file) != 0) return Unavailable("unix:" + path, "cannot listen");
+  transport::FileDescriptor socket_fd(socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!socket_fd.valid() || bind(socket_fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 ||
+      listen(socket_fd.get(), SOMAXCONN) != 0 || lstat(path.c_str(), &file) != 0) {
+    return Unavailable("unix:" + path, "cannot listen");
+  }
   listeners_.push_back({std::move(socket_fd), std::move(take), false, path, file.st_ino});
   return absl::OkStatus();
 }

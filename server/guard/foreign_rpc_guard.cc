@@ -1,6 +1,5 @@
 #include "server/guard/foreign_rpc_guard.h"
 
-#include <grpc/grpc.h>
 #include <grpcpp/server_context.h>
 
 #include <cstring>
@@ -11,6 +10,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "server/guard/line_budget.h"
+#include "server/guard/stream_watchdog.h"
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
 
@@ -55,8 +55,7 @@ class Guard final : public grpc::experimental::Interceptor {
   void End(const absl::Status& why) {
     GiveBack();  // gRPC may keep an ended call for a while, and refused clients retry
     // Ends the call with this status before its handler runs; the handler then finds no message and cannot answer.
-    grpc_call_cancel_with_status(info_.server_context()->c_call(), static_cast<grpc_status_code>(why.code()),
-                                 std::string(why.message()).c_str(), nullptr);
+    EndCall(*info_.server_context(), why);
     if (!FailedCallLines().Take().has_value()) return;
     observability::Log(observability::LogLevel::kWarning, "rpc",
                        {{"method", info_.method()},

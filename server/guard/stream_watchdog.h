@@ -9,7 +9,6 @@
 #include <grpc/grpc.h>
 
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <set>
@@ -32,12 +31,6 @@ class StreamWatchdog {
   // No watch may be left when it is destroyed.
   StreamWatchdog(const StreamWatchdog&) = delete;
   StreamWatchdog& operator=(const StreamWatchdog&) = delete;
-
-  // Streams that are watched now.
-  size_t watch_count() const {
-    absl::MutexLock lock(&mutex_);
-    return watches_.size();
-  }
 
   // A stream that is read or written. Only the time between Begin() and End() of each message counts as the client's; the server's
   // own time in between does not.
