@@ -1,6 +1,7 @@
 #include "server/model_files/file_source.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,6 +23,39 @@ namespace {
 
 constexpr size_t kMaxPathLength = 4096;
 constexpr size_t kMaxShownLength = 200;
+constexpr int64_t kMaxIoBytes = int64_t{1} << 30;  // Linux moves at most 2 GiB at once
+
+class PosixReadableFile : public ReadableFile {
+ public:
+  PosixReadableFile(int descriptor, int64_t size) : descriptor_(descriptor), size_(size) {}
+  ~PosixReadableFile() override { close(descriptor_); }
+  int64_t size() const override { return size_; }
+
+  absl::Status ReadAt(int64_t offset, int64_t byte_count, void* out) const override {
+    char* next = static_cast<char*>(out);
+    while (byte_count > 0) {
+      const ssize_t got = pread(descriptor_, next, static_cast<size_t>(std::min(byte_count, kMaxIoBytes)), offset);
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0) {
+        const std::string problem = std::error_code(errno, std::generic_category()).message();
+        return MakeError(ErrorReason::kFileCorrupt, absl::StrCat("reading a file failed: ", problem));
+      }
+      if (got == 0) {
+        return MakeError(ErrorReason::kFileCorrupt,
+                         absl::StrCat("the file ends at byte ", offset, ", ", byte_count, " more were expected"),
+                         {{"offsetBytes", absl::StrCat(offset)}, {"missingBytes", absl::StrCat(byte_count)}});
+      }
+      next += got;
+      offset += got;
+      byte_count -= got;
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  const int descriptor_;
+  const int64_t size_;
+};
 
 absl::Status InvalidPath(const std::string& path, const char* problem) {
   const std::string shown = Shown(path);
@@ -52,11 +86,6 @@ std::string RealPath(const std::string& path) {
   std::string text(resolved);
   free(resolved);
   return text;
-}
-
-absl::StatusOr<std::shared_ptr<ReadableFile>> Take(int descriptor) {
-  HEADWATER_ASSIGN_OR_RETURN(std::unique_ptr<ReadableFile> file, ReadableFromDescriptor(descriptor));
-  return std::shared_ptr<ReadableFile>(std::move(file));
 }
 
 absl::Status OpenError(int error) {
@@ -94,7 +123,7 @@ class RootedFiles : public FileSource {
       close(descriptor);
       return InvalidPath(path, "changed while it was opened");
     }
-    return Take(descriptor);
+    return ReadableFromDescriptor(descriptor);
   }
 
   std::vector<std::string> List(const std::string& folder) const override {
@@ -113,12 +142,22 @@ class AllFiles : public FileSource {
   absl::StatusOr<std::shared_ptr<ReadableFile>> Open(const std::string& path) const override {
     // O_NONBLOCK: opening a FIFO must not block.
     const int descriptor = open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-    return descriptor < 0 ? OpenError(errno) : Take(descriptor);
+    if (descriptor < 0) return OpenError(errno);
+    return ReadableFromDescriptor(descriptor);
   }
   std::vector<std::string> List(const std::string& folder) const override { return SortedNames(folder); }
 };
 
 }  // namespace
+
+absl::StatusOr<std::unique_ptr<ReadableFile>> ReadableFromDescriptor(int descriptor) {
+  struct stat status;
+  if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {
+    close(descriptor);
+    return MakeError(ErrorReason::kFileCorrupt, "a regular file was expected");
+  }
+  return std::make_unique<PosixReadableFile>(descriptor, static_cast<int64_t>(status.st_size));
+}
 
 std::unique_ptr<FileSource> FilesUnder(const std::string& root) { return std::make_unique<RootedFiles>(root); }
 

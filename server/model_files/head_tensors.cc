@@ -332,9 +332,8 @@ class Chooser {
   }
 
   absl::StatusOr<std::optional<FileTensor>> TakeBias(const std::string& weight, int64_t vocab_size) {
-    absl::StatusOr<std::optional<ModelTensor>> bias = ChooseBias(weight, vocab_size);
-    if (!bias.ok()) return bias.status();
-    if (!bias->has_value()) {
+    HEADWATER_ASSIGN_OR_RETURN(const std::optional<ModelTensor> bias, ChooseBias(weight, vocab_size));
+    if (!bias.has_value()) {
       if (query_.has_bias != true) return std::optional<FileTensor>();
       return MakeError(ErrorReason::kWeightsNotFound,
                        absl::StrCat("the head has a bias, and '", Shown(model_.path()),
@@ -342,7 +341,7 @@ class Chooser {
                                     "bias_tensor (--bias_tensor), or make the head without a bias"),
                        {{"field", "bias_tensor"}, {"expected", "lm_head.bias"}});
     }
-    const ModelTensor& tensor = **bias;
+    const ModelTensor& tensor = *bias;
     if (query_.has_bias == false) {
       return MakeError(ErrorReason::kCheckpointSpecMismatch,
                        absl::StrCat(Shown(tensor.path), " has a bias, ", Shown(tensor.name),
@@ -377,15 +376,13 @@ class Chooser {
 
   // BART and its relatives add a buffer to the logits, which is zero in nearly every model.
   absl::StatusOr<std::optional<ModelTensor>> FindLogitsBias(int64_t vocab_size) {
-    absl::StatusOr<std::vector<ModelTensor>> named =
-        FindNamed([](absl::string_view name) { return EndsInModule(name, kLogitsBias); });
-    if (!named.ok()) return named.status();
-    for (const ModelTensor& tensor : *named) {
+    HEADWATER_ASSIGN_OR_RETURN(const std::vector<ModelTensor> named,
+                               FindNamed([](absl::string_view name) { return EndsInModule(name, kLogitsBias); }));
+    for (const ModelTensor& tensor : named) {
       if (!IsBiasShape(tensor.entry.shape, vocab_size)) continue;
       if (query_.has_bias == true || !DataTypeOf(tensor.entry.data_type).has_value()) return std::optional<ModelTensor>(tensor);
       std::string bytes(static_cast<size_t>(tensor.entry.end - tensor.entry.begin), '\0');
-      absl::Status status = tensor.file->ReadAt(tensor.entry.begin, static_cast<int64_t>(bytes.size()), bytes.data());
-      if (!status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(tensor.file->ReadAt(tensor.entry.begin, static_cast<int64_t>(bytes.size()), bytes.data()));
       if (bytes.find_first_not_of('\0') != std::string::npos) return std::optional<ModelTensor>(tensor);
     }
     return std::optional<ModelTensor>();

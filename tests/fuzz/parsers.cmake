@@ -24,7 +24,6 @@ set(parser_sources
   ${product}/server/model_files/file_source.cc
   ${product}/server/model_files/head_tensors.cc
   ${product}/server/model_files/model_folder.cc
-  ${product}/server/model_files/readable_file.cc
   ${product}/server/model_files/safetensors.cc
   ${product}/server/model_files/strict_json.cc
   ${product}/server/model_files/xxh3.cc
