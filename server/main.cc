@@ -16,6 +16,7 @@
 #include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
+#include "server/group/group_assembly.h"
 #include "server/guard/connection_gate.h"
 #include "server/main_flags.h"
 #include "server/main_leader.h"
@@ -91,6 +92,7 @@ int Serve() {
     Restart().KeepAddresses((*server)->addresses(), (*server)->admin_addresses(), options->metrics_address,
                             (*server)->metrics_port());
   }
+  if (is_group) WhenAskedToEnd([group = options->group] { group->GiveUp(); });
   if (absl::Status ready = (*server)->BecomeReady(IsAskedToEnd); !ready.ok()) {
     if (!(*server)->engine().health().ok()) EndLost();
     if (IsAskedToEnd()) return 0;

@@ -12,7 +12,6 @@
 #include "headwater/kernels/return_if_error.h"
 #include "server/group/group_assembly.h"
 #include "server/group/join_leader.h"
-#include "server/group/local_cuda_group.h"
 #include "server/group/ranks/rank_codec.h"
 #include "server/main_flags.h"
 #include "server/main_lifecycle.h"

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/signalfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -11,6 +12,7 @@
 #include <fstream>
 #include <initializer_list>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/base/attributes.h"
@@ -44,6 +46,23 @@ ABSL_ATTRIBUTE_NO_SANITIZE_ADDRESS ABSL_ATTRIBUTE_NO_SANITIZE_THREAD ABSL_ATTRIB
 }
 __attribute__((section(".preinit_array"), used)) void (*const kBeforeConstructors)() = PrepareProcess;
 
+// The signals of the main thread that end the process.
+sigset_t EndSignals() {
+  sigset_t signals = MainSignals();
+  for (const int signal_number : {SIGUSR1, kWakeSignal}) sigdelset(&signals, signal_number);
+  return signals;
+}
+
+// Calls `action` on a thread of its own once `descriptor` is readable.
+void WhenReadable(int descriptor, std::function<void()> action) {
+  std::thread([descriptor, action = std::move(action)] {
+    pollfd polled = {.fd = descriptor, .events = POLLIN, .revents = 0};
+    while (poll(&polled, 1, -1) < 0 && errno == EINTR) {
+    }
+    action();
+  }).detach();
+}
+
 }  // namespace
 
 sigset_t MainSignals() {
@@ -74,11 +93,14 @@ bool IsEndSignal(int signal_number) { return signal_number == SIGTERM || signal_
 bool IsAskedToEnd() {
   sigset_t pending;
   if (sigpending(&pending) != 0) return false;
-  const sigset_t signals = MainSignals();
-  for (const int signal_number : {SIGTERM, SIGINT, SIGHUP}) {
-    if (sigismember(&pending, signal_number) == 1 && sigismember(&signals, signal_number) == 1) return true;
-  }
-  return false;
+  sigset_t asked;
+  const sigset_t signals = EndSignals();
+  return sigandset(&asked, &pending, &signals) == 0 && sigisemptyset(&asked) == 0;
+}
+
+void WhenAskedToEnd(std::function<void()> action) {
+  const sigset_t signals = EndSignals();
+  WhenReadable(signalfd(-1, &signals, SFD_CLOEXEC), std::move(action));
 }
 
 void WakeMainThread() { kill(getpid(), kWakeSignal); }
@@ -93,13 +115,10 @@ absl::Status EndWithParent(int32_t parent) {
     return absl::InvalidArgumentError(
         absl::StrCat("--parent_pid: expected the parent of this process, ", getppid(), ", got ", parent));
   }
-  std::thread([descriptor] {
-    pollfd parent_end = {.fd = descriptor, .events = POLLIN, .revents = 0};
-    while (poll(&parent_end, 1, -1) < 0 && errno == EINTR) {
-    }
+  WhenReadable(descriptor, [] {
     observability::Log(observability::LogLevel::kInfo, "parent_ended", {});
     kill(getpid(), SIGTERM);
-  }).detach();
+  });
   return absl::OkStatus();
 }
 

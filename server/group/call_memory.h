@@ -14,20 +14,16 @@
 
 namespace headwater::group {
 
-// Memory of one rank. kEngineFailed if the host has none: the other ranks compute already, and would wait for this one.
-inline absl::StatusOr<PlannedBytes> AllocateOnRank(int64_t byte_count) {
-  absl::StatusOr<PlannedBytes> bytes = AllocatePlanned(byte_count);
-  return bytes.ok() ? std::move(bytes) : MakeError(ErrorReason::kEngineFailed, std::string(bytes.status().message()));
-}
-
 // One thread at a time.
 class CallMemory {
  public:
   // A block that lives as long as this; null without host memory, which status() reports from then on.
   void* Take(int64_t byte_count) {
-    absl::StatusOr<PlannedBytes> block = AllocateOnRank(byte_count);
-    status_.Update(block.status());
-    return block.ok() ? blocks_.emplace_back(*std::move(block)).get() : nullptr;
+    absl::StatusOr<PlannedBytes> block = AllocatePlanned(byte_count);
+    if (block.ok()) return blocks_.emplace_back(*std::move(block)).get();
+    // The other ranks compute already, and would wait for this one.
+    status_ = MakeError(ErrorReason::kEngineFailed, std::string(block.status().message()));
+    return nullptr;
   }
   const absl::Status& status() const { return status_; }
 

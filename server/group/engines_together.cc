@@ -1,68 +1,92 @@
 #include "server/group/engines_together.h"
 
-#include <string>
 #include <thread>
 #include <utility>
 
-#include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
-#include "headwater/kernels/communicator.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::group {
 namespace {
 
-constexpr absl::Duration kFailureLook = absl::Milliseconds(50);
+// The time in which work that is given up may still end by itself.
+constexpr absl::Duration kLastMoment = absl::Seconds(1);
 
 }  // namespace
 
+bool AwaitFor(absl::Mutex& mutex, const absl::Condition& condition, absl::Duration timeout) {
+  const absl::Time deadline = observability::MonotonicNow() + timeout;
+  for (absl::Duration left = timeout; left > absl::ZeroDuration(); left = deadline - observability::MonotonicNow()) {
+    if (mutex.AwaitWithTimeout(condition, left)) return true;
+  }
+  return condition.Eval();
+}
+
 FirstFailure RunTogether(size_t count, absl::FunctionRef<absl::Status(size_t)> work,
-                         absl::FunctionRef<void(const absl::Status&)> abort, absl::FunctionRef<bool()> given_up) {
-  absl::Mutex mutex;
+                         absl::FunctionRef<void(const absl::Status&)> abort, const Patience& patience) {
+  absl::Mutex& mutex = patience.mutex;
   FirstFailure failure;
   size_t running = count;
-  const auto fail = [&](const absl::Status& status, size_t index) {
-    {
-      absl::MutexLock lock(&mutex);
-      if (!failure.status.ok()) return;
-      failure = {status, index};
-    }
-    abort(status);
-  };
   std::vector<std::thread> threads;
   for (size_t index = 0; index < count; ++index) {
     threads.emplace_back([&, index] {
-      if (const absl::Status status = work(index); !status.ok()) fail(status, index);
+      const absl::Status status = work(index);
       absl::MutexLock lock(&mutex);
+      if (failure.status.ok() && !status.ok()) failure = {status, index};
       --running;
     });
   }
-  const auto have_ended = [&running] { return running == 0; };
-  const auto await_all = [&] {
+  const auto has_ended = [&] { return running == 0 || !failure.status.ok(); };
+  const auto is_over = [&] { return has_ended() || patience.given_up(); };
+  {
     absl::MutexLock lock(&mutex);
-    return mutex.AwaitWithTimeout(absl::Condition(&have_ended), kFailureLook);
-  };
-  while (!await_all()) {
-    if (given_up()) fail(MakeError(ErrorReason::kCancelled, "the group has been given up"), 0);
+    if (!AwaitFor(mutex, absl::Condition(&is_over), patience.timeout)) {
+      failure.status = absl::DeadlineExceededError("it has not become ready in time");
+    } else if (!AwaitFor(mutex, absl::Condition(&has_ended), kLastMoment)) {
+      failure.status = MakeError(ErrorReason::kCancelled, "the group has been given up");
+    }
   }
+  if (!failure.status.ok()) abort(failure.status);
   for (std::thread& thread : threads) thread.join();
   return failure;
 }
 
-FirstFailure MakeEnginesTogether(const std::vector<EngineOptions>& options, const EngineMaker& make,
-                                 absl::FunctionRef<bool()> given_up, std::vector<std::unique_ptr<LossEngine>>* engines) {
+EngineOptions OptionsOfRank(EngineOptions options, int32_t rank, int32_t world_size, const std::string& device_group_id) {
+  options.device_index += rank;
+  options.group.rank = rank;
+  options.group.world_size = world_size;
+  options.group.device_group_id = device_group_id;
+  return options;
+}
+
+FirstFailure MakeEnginesTogether(std::vector<EngineOptions> options, const Connector& connect, const EngineMaker& make,
+                                 const Patience& patience, std::vector<std::unique_ptr<LossEngine>>* engines) {
   std::vector<std::unique_ptr<LossEngine>> made(options.size());
-  FirstFailure failure = RunTogether(
-      options.size(),
-      [&](size_t index) {
-        absl::StatusOr<std::unique_ptr<LossEngine>> engine = make(options[index]);
-        if (engine.ok()) made[index] = *std::move(engine);
-        return engine.status();
-      },
-      [&](const absl::Status& why) {
-        for (const EngineOptions& one : options) one.group.communicator->Abort(why);
-      },
-      given_up);
+  absl::Mutex mutex;
+  absl::Status aborted;  // guarded by `mutex`, like the communicators of `options`
+  const auto is_aborted = [&] {
+    absl::MutexLock lock(&mutex);
+    return !aborted.ok();
+  };
+  const auto make_one = [&](size_t index) -> absl::Status {
+    if (connect != nullptr) {
+      HEADWATER_ASSIGN_OR_RETURN(std::shared_ptr<Communicator> communicator, connect(index, is_aborted));
+      absl::MutexLock lock(&mutex);
+      HEADWATER_RETURN_IF_ERROR(aborted);
+      options[index].group.communicator = std::move(communicator);
+    }
+    HEADWATER_ASSIGN_OR_RETURN(made[index], make(options[index]));
+    return absl::OkStatus();
+  };
+  const auto abort = [&](const absl::Status& why) {
+    absl::MutexLock lock(&mutex);
+    aborted = why;
+    for (const EngineOptions& one : options) {
+      if (one.group.communicator != nullptr) one.group.communicator->Abort(why);
+    }
+  };
+  FirstFailure failure = RunTogether(options.size(), make_one, abort, patience);
   if (failure.status.ok()) *engines = std::move(made);
   return failure;
 }

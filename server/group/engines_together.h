@@ -6,17 +6,23 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "headwater/kernels/communicator.h"
 #include "headwater/kernels/engine.h"
 
 namespace headwater::group {
 
 // Makes an engine out of one rank's options.
 using EngineMaker = std::function<absl::StatusOr<std::unique_ptr<LossEngine>>(const EngineOptions&)>;
+// Connects rank `index` of this process with the group. Fails soon after `aborted` has returned true.
+using Connector = std::function<absl::StatusOr<std::shared_ptr<Communicator>>(size_t index, const std::function<bool()>& aborted)>;
 
 // The first failure among several pieces of work.
 struct FirstFailure {
@@ -24,16 +30,29 @@ struct FirstFailure {
   size_t index = 0;
 };
 
-// Runs work(0) to work(count - 1) at the same time, each on a thread of its own, and waits for all of them. Calls abort(why) once,
-// on any thread, when the first one has failed, or when `given_up` has returned true (kCancelled). Running work should fail soon
-// then. This thread calls `given_up` several times a second.
-FirstFailure RunTogether(size_t count, absl::FunctionRef<absl::Status(size_t)> work,
-                         absl::FunctionRef<void(const absl::Status&)> abort, absl::FunctionRef<bool()> given_up);
+// How long work may take.
+struct Patience {
+  absl::Mutex& mutex;
+  std::function<bool()> given_up;  // a condition that `mutex` guards
+  absl::Duration timeout = absl::InfiniteDuration();
+};
 
-// make(options[i]) for all of `options`, as RunTogether(). The first failure aborts all communicators. `engines` receives all of
-// them, or, with a failure, none.
-FirstFailure MakeEnginesTogether(const std::vector<EngineOptions>& options, const EngineMaker& make,
-                                 absl::FunctionRef<bool()> given_up, std::vector<std::unique_ptr<LossEngine>>* engines);
+// Waits until `condition` is true, by the steady clock for at most `timeout`; false if it is not true then. `mutex` is held.
+bool AwaitFor(absl::Mutex& mutex, const absl::Condition& condition, absl::Duration timeout);
+
+// Runs work(0) to work(count - 1) at the same time, each on a thread of its own, and waits for all of them. Calls abort(why) once
+// when the first one has failed, when the work is given up (kCancelled), or when it takes too long (DeadlineExceeded). Running work
+// should fail soon then.
+FirstFailure RunTogether(size_t count, absl::FunctionRef<absl::Status(size_t)> work,
+                         absl::FunctionRef<void(const absl::Status&)> abort, const Patience& patience);
+
+// The options of one of the group's ranks: rank 0's GPU is options.device_index, and the others' follow it.
+EngineOptions OptionsOfRank(EngineOptions options, int32_t rank, int32_t world_size, const std::string& device_group_id);
+
+// Connects each rank of `options` and makes its engine, as RunTogether(). The first failure aborts all communicators. `connect` may
+// be null: the options have communicators. `engines` receives all engines, or, with a failure, none.
+FirstFailure MakeEnginesTogether(std::vector<EngineOptions> options, const Connector& connect, const EngineMaker& make,
+                                 const Patience& patience, std::vector<std::unique_ptr<LossEngine>>* engines);
 
 }  // namespace headwater::group
 

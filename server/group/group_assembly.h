@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -51,7 +52,6 @@ class JoinCall {
   virtual bool Send(const v1::JoinResponse& message) = 0;
   // Any thread.
   virtual void Cancel() = 0;
-  virtual bool Cancelled() = 0;
   // The worker's address without ":port"; empty for a process of the leader's host.
   virtual std::string host() const = 0;
 };
@@ -66,13 +66,14 @@ class GroupAssembly {
 
   // Serves a worker's call until it ends, or until the group does. Errors: kFeatureNotBuilt (before reading, if all workers have
   // joined; or if the process brings too many), kInvalidCombination (another version or engine, or a rank that has joined already),
-  // kProtocolViolation (not a worker's call).
+  // kProtocolViolation (not a worker's call), kCancelled (it has left before all had joined).
   absl::Status Serve(JoinCall& call);
 
   // Waits for all workers, and forms the group; after that the engine computes. Called once, while the engine lives. kCancelled
-  // soon after `cancelled`, called several times a second, has returned true. Other errors list all failures of workers and own
-  // ranks: another attempt needs another assembly.
-  absl::Status Form(const std::function<bool()>& cancelled);
+  // soon after GiveUp(). Other errors list all failures of workers and own ranks: another attempt needs another assembly.
+  absl::Status Form();
+  // Ends Form(), now or later. Any thread.
+  void GiveUp();
 
   // Each rank's times so far, by rank; workers report them twice a second. Empty before the group is formed. Any thread, while the
   // engine lives.
@@ -90,10 +91,12 @@ class GroupAssembly {
     int32_t process_index = 0;
     int32_t process_ranks = 1;
     std::shared_ptr<RankLink> link;
-    int32_t rank = 0;  // 0: not known yet
-    bool is_ready = false;
-    v1::RankReady ready;
+    int32_t rank = 0;                    // 0: not known yet
+    std::optional<v1::RankReady> ready;  // once the worker has made its engine, or has failed to
+
+    bool is_settled() const { return ready.has_value() || !link->status().ok(); }
   };
+  using Slots = std::vector<std::shared_ptr<Slot>>;
 
   // The result of making the leader's own ranks.
   struct OwnRanks {
@@ -102,39 +105,32 @@ class GroupAssembly {
   };
 
   GroupAssembly(AssemblyOptions options, std::vector<std::unique_ptr<TcpMeeting>> meetings);
+  int32_t world_size() const { return options_.own_ranks + options_.workers; }
   // Checks a joining worker by itself.
   absl::Status CheckHello(const v1::RankHello& hello) const;
   // kFeatureNotBuilt if all workers have joined.
-  absl::Status CheckRoom();
-  absl::Status Room() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  // kFeatureNotBuilt and other errors if no place is left for `slot`.
-  absl::Status RoomFor(const Slot& slot) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  // Waits until the worker's rank is known.
-  absl::Status AwaitRank(JoinCall& call, const std::shared_ptr<Slot>& slot);
+  absl::Status Room();
+  // Gives `slot` a place. kFeatureNotBuilt and other errors if none is left.
+  absl::Status TakePlace(const std::shared_ptr<Slot>& slot);
   // Logs how many workers have joined, after this one has joined or left.
   void LogPresence(const char* event, const Slot& slot) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   // The workers by rank, once all have joined.
-  std::vector<std::shared_ptr<Slot>> Numbered() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  void Welcome(const Slot& slot, v1::RankWelcome* welcome) ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  Slots Numbered() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // `addresses`: of all ranks, as workers reach them.
+  void Welcome(const Slot& slot, const std::vector<std::string>& addresses, const std::string& secret) const;
   // `addresses`: of all ranks, as the leader reaches them.
-  OwnRanks MakeOwnRanks(const std::vector<std::string>& addresses, const std::string& secret,
-                        const std::function<bool()>& given_up);
+  OwnRanks MakeOwnRanks(const std::vector<std::string>& addresses, const std::string& secret, const Slots& slots);
   // The reasons of all ranks for which the group cannot be formed; OK without one. `own`: the leader's ranks. `are_due`: workers
   // that are not ready are too late.
-  absl::Status Refusals(const std::vector<std::shared_ptr<Slot>>& slots, const FirstFailure& own, bool are_due);
-  // Waits until every worker has made its engine, has failed or is gone, for at most `timeout`. kCancelled.
-  absl::Status AwaitReady(const std::vector<std::shared_ptr<Slot>>& slots, absl::Duration timeout,
-                          const std::function<bool()>& cancelled);
+  static absl::Status Refusals(const Slots& slots, const FirstFailure& own, bool are_due);
 
   const AssemblyOptions options_;
   const std::vector<std::unique_ptr<TcpMeeting>> meetings_;  // of the leader's own ranks
   std::unique_ptr<GroupEngine> unowned_engine_;
   GroupEngine& engine_;
-  absl::Mutex mutex_;
-  std::vector<std::shared_ptr<Slot>> slots_ ABSL_GUARDED_BY(mutex_);
-  bool complete_ ABSL_GUARDED_BY(mutex_) = false;  // ranks, addresses and the secret are known
-  std::vector<std::string> addresses_ ABSL_GUARDED_BY(mutex_);
-  std::string secret_ ABSL_GUARDED_BY(mutex_);
+  absl::Mutex mutex_;                    // released after each change of a slot, and after each end of a link
+  Slots slots_ ABSL_GUARDED_BY(mutex_);  // without those that have left before all were there
+  bool given_up_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace headwater::group

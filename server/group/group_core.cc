@@ -41,19 +41,18 @@ void GroupCore::Form(std::vector<Rank> ranks) {
 
 absl::Status GroupCore::health() {
   if (!formed()) return absl::OkStatus();
-  {
+  const auto known = [this] {
     absl::MutexLock lock(&lost_mutex_);
-    if (dismissed_.load()) return last_health_;
-    if (!lost_.ok()) return lost_;
-  }
+    return dismissed_.load() ? last_health_ : lost_;
+  };
+  if (dismissed_.load() || !lost().ok()) return known();
   for (const Rank& rank : ranks_) {
     if (absl::Status status = rank.engine->health(); !status.ok()) {
       Lose(status);
-      absl::MutexLock lock(&lost_mutex_);
-      return dismissed_.load() ? last_health_ : lost_;
+      break;
     }
   }
-  return absl::OkStatus();
+  return known();
 }
 
 void GroupCore::Dismiss() {
@@ -108,38 +107,20 @@ absl::Status GroupCore::lost() const {
   return lost_;
 }
 
-std::vector<absl::Status> GroupCore::RunAll(RankThreads::Program program) {
-  return threads_->Run([&](size_t rank) {
+absl::Status GroupCore::OnAll(RankThreads::Program program, bool first_may_refuse) {
+  const std::vector<absl::Status> answers = threads_->Run([&](size_t rank) {
     absl::Status status = program(rank);
     // At once: others may be waiting for this rank.
     if (HasReason(status, ErrorReason::kEngineFailed)) Lose(status);
     return status;
   });
-}
-
-absl::Status GroupCore::OnAll(RankThreads::Program program) {
-  const std::vector<absl::Status> answers = RunAll(program);
-  if (absl::Status lost = this->lost(); !lost.ok()) return lost;
-  for (size_t rank = 0; rank < answers.size(); ++rank) {
-    if (answers[rank].code() == answers[0].code()) continue;
+  for (size_t rank = 1; rank < answers.size(); ++rank) {
+    if (answers[rank].code() == answers[0].code() || (first_may_refuse && !answers[0].ok())) continue;
     Lose(MakeError(ErrorReason::kEngineFailed,
                    absl::StrCat("rank ", rank, " answered ", answers[rank].ToString(), ", and the first ", answers[0].ToString())));
-    return lost();
   }
-  return AnswerOf(answers);
-}
-
-absl::Status GroupCore::OnAllAsFirst(RankThreads::Program program) {
-  const std::vector<absl::Status> answers = RunAll(program);
-  if (absl::Status lost = this->lost(); !lost.ok()) return lost;
-  if (!answers[0].ok()) return AnswerOf(answers);
-  for (size_t rank = 1; rank < answers.size(); ++rank) {
-    if (answers[rank].ok()) continue;
-    Lose(MakeError(ErrorReason::kEngineFailed,
-                   absl::StrCat("rank ", rank, " refused what the first did: ", std::string(answers[rank].message()))));
-    return lost();
-  }
-  return absl::OkStatus();
+  absl::Status lost = this->lost();
+  return lost.ok() ? AnswerOf(answers) : lost;
 }
 
 void GroupCore::Release(std::vector<std::unique_ptr<StagedContribution>> contributions,

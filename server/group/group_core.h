@@ -29,8 +29,8 @@ class GroupCore {
   // Once: the ranks, in order.
   void Form(std::vector<Rank> ranks);
   bool formed() const { return formed_.load(std::memory_order_acquire); }
+  size_t size() const { return formed() ? ranks_.size() : 0; }
   // Only once formed.
-  size_t size() const { return ranks_.size(); }
   const Rank& rank(size_t index) const { return ranks_[index]; }
   LossEngine& engine(size_t index) const { return *ranks_[index].engine; }
 
@@ -79,10 +79,9 @@ class GroupCore {
 
   // Calls program(rank) for every rank at the same time, in a Turn, and returns their common result. OK if all succeed. The group
   // is lost, and its error returned, if a rank fails (kEngineFailed), or if its answer differs from the first rank's. Else returns
-  // the status of the first rank, or of the rank that was not ready (kShardNotReady).
-  absl::Status OnAll(RankThreads::Program program);
-  // OnAll(), but the first rank may refuse alone, and its answer counts: the others cannot know.
-  absl::Status OnAllAsFirst(RankThreads::Program program);
+  // the status of the first rank, or of the rank that was not ready (kShardNotReady). With `first_may_refuse`, the first rank may
+  // refuse alone, and its answer counts: the others cannot know.
+  absl::Status OnAll(RankThreads::Program program, bool first_may_refuse = false);
 
   // Takes objects that the ranks no longer need, by rank. Destroys each before the next call on its rank, or once no call is made:
   // a device must not free memory during collectives. Never waits for the ranks.
@@ -91,7 +90,6 @@ class GroupCore {
   std::atomic<int64_t> planned_bytes{0};  // of the living heads, over all ranks
 
  private:
-  std::vector<absl::Status> RunAll(RankThreads::Program program);
   void FlushReleases() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_mutex_);
   void ReleaseInTurn();
   // Called with the right to call the rank.

@@ -8,6 +8,8 @@
 #include <variant>
 
 #include "absl/strings/str_cat.h"
+#include "headwater/kernels/communicator.h"
+#include "headwater/kernels/device_group_id.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/each_name.h"
 #include "headwater/kernels/error.h"
@@ -20,6 +22,7 @@
 #include "kernels/core/saturating.h"
 #include "kernels/core/shard_layout.h"
 #include "server/group/call_memory.h"
+#include "server/group/engines_together.h"
 #include "server/group/group_flow.h"
 #include "server/group/ranks/rank.h"
 
@@ -106,10 +109,9 @@ class GroupHead final : public HeadBase {
 
   absl::StatusOr<GradientStats> DoComputeGradientStats() const override {
     std::vector<GradientStats> parts(shard_rows().size());
-    HEADWATER_RETURN_IF_ERROR(InTurn(kReduced, [&](size_t rank) {
-      absl::StatusOr<GradientStats> part = on(rank).ComputeGradientStats();
-      if (part.ok()) parts[rank] = *part;
-      return part.status();
+    HEADWATER_RETURN_IF_ERROR(InTurn(kReduced, [&](size_t rank) -> absl::Status {
+      HEADWATER_ASSIGN_OR_RETURN(parts[rank], on(rank).ComputeGradientStats());
+      return absl::OkStatus();
     }));
     GradientStats total;
     for (const GradientStats& part : parts) {
@@ -305,15 +307,11 @@ void GroupEngine::Form(std::vector<Rank> ranks) {
 
 std::vector<EngineDevice> GroupEngine::devices() const {
   std::vector<EngineDevice> devices;
-  if (!core_->formed()) return devices;
-  for (size_t rank = 0; rank < core_->size(); ++rank) {
-    devices.push_back(core_->engine(rank).devices().front());
-  }
+  for (size_t rank = 0; rank < core_->size(); ++rank) devices.push_back(core_->engine(rank).devices().front());
   return devices;
 }
 
 int64_t GroupEngine::progress() const {
-  if (!core_->formed()) return 0;
   int64_t sum = 0;
   for (size_t rank = 0; rank < core_->size(); ++rank) sum += core_->engine(rank).progress();
   return sum;
@@ -321,17 +319,15 @@ int64_t GroupEngine::progress() const {
 
 std::vector<RankTimes> GroupEngine::rank_times() const {
   std::vector<RankTimes> times;
-  if (!core_->formed()) return times;
   for (size_t rank = 0; rank < core_->size(); ++rank) times.push_back(core_->rank(rank).times());
   return times;
 }
 
 absl::StatusOr<MemoryPlan> GroupEngine::PlanOnAll(const HeadSpec& spec) const {
   std::vector<MemoryPlan> plans(core_->size());
-  HEADWATER_RETURN_IF_ERROR(core_->OnAll([&](size_t rank) {
-    absl::StatusOr<MemoryPlan> plan = core_->engine(rank).PlanHead(spec);
-    if (plan.ok()) plans[rank] = *std::move(plan);
-    return plan.status();
+  HEADWATER_RETURN_IF_ERROR(core_->OnAll([&](size_t rank) -> absl::Status {
+    HEADWATER_ASSIGN_OR_RETURN(plans[rank], core_->engine(rank).PlanHead(spec));
+    return absl::OkStatus();
   }));
   MemoryPlan total = plans.front();
   for (size_t rank = 1; rank < plans.size(); ++rank) {
@@ -354,8 +350,7 @@ absl::StatusOr<std::unique_ptr<EngineHead>> GroupEngine::DoCreateHead(const Head
   HEADWATER_RETURN_IF_ERROR(ValidateHeadSpec(spec));
   const GroupCore::Turn turn(*core_);
   HEADWATER_RETURN_IF_ERROR(turn.status());
-  absl::StatusOr<MemoryPlan> plan = PlanOnAll(spec);
-  if (!plan.ok()) return plan.status();
+  HEADWATER_ASSIGN_OR_RETURN(MemoryPlan plan, PlanOnAll(spec));
   // A rank may lack memory that others have: then all destroy their heads.
   std::vector<absl::Status> created(core_->size());
   std::vector<std::unique_ptr<EngineHead>> heads(core_->size());
@@ -373,8 +368,8 @@ absl::StatusOr<std::unique_ptr<EngineHead>> GroupEngine::DoCreateHead(const Head
                      absl::StrCat("rank ", refused - created.begin(), ": ", std::string(refused->message())),
                      GetErrorMetadata(*refused));
   }
-  core_->planned_bytes += plan->total_bytes;  // given back by the head's destructor
-  return std::make_unique<GroupHead>(core_, spec, *std::move(plan),
+  core_->planned_bytes += plan.total_bytes;  // given back by the head's destructor
+  return std::make_unique<GroupHead>(core_, spec, std::move(plan),
                                      SplitVocab(spec.vocab_size, options_.shard_count, options_.shard_weights),
                                      core_->engine(0).devices().front().name, std::move(heads));
 }
@@ -392,9 +387,8 @@ absl::StatusOr<MicroBatchResult> GroupEngine::DoCompute(const MicroBatch& micro_
       return term.head->spec().parallelism == Parallelism::kVocabulary ? "a head on several GPUs" : nullptr;
     }));
   }
-  const absl::StatusOr<Parallelism> parallelism = ParallelismOf(micro_batch);
-  if (!parallelism.ok()) return parallelism.status();
-  if (*parallelism == Parallelism::kRows) return ComputeWhole(micro_batch);
+  HEADWATER_ASSIGN_OR_RETURN(const Parallelism parallelism, ParallelismOf(micro_batch));
+  if (parallelism == Parallelism::kRows) return ComputeWhole(micro_batch);
   int64_t rows_here = 0;
   if (micro_batch.flow != nullptr && name_ == "cpu") {
     // There is no copying to hide behind products, and other calls need not wait for these rows.
@@ -407,24 +401,26 @@ absl::StatusOr<MicroBatchResult> GroupEngine::DoCompute(const MicroBatch& micro_
   if (micro_batch.flow != nullptr) flow = std::make_unique<GroupFlow>(*micro_batch.flow, rows_here);
   MicroBatchResult first;
   std::vector<std::unique_ptr<StagedContribution>> staged(core_->size());
-  const absl::Status status = core_->OnAllAsFirst([&](size_t rank) -> absl::Status {
-    const Rank& on = core_->rank(rank);
-    RankMicroBatch call(micro_batch, rank);
-    std::optional<GroupFlow::Follower> follower;
-    if (flow != nullptr) call->flow = rank == 0 ? static_cast<RowFlow*>(flow.get()) : &follower.emplace(*flow);
-    if (rank > 0) {
-      call->digest_rows = false;
-      if (!on.is_remote) HEADWATER_RETURN_IF_ERROR(call.ReplaceOutputs(on.engine->options().group.shared_views));
-    }
-    absl::StatusOr<MicroBatchResult> result = on.engine->Compute(*call);
-    // The others wait in the flow for the first rank, whatever its result.
-    const absl::Status without_a_word = absl::InternalError("the first rank has ended without a word");
-    if (rank == 0 && flow != nullptr) flow->End(result.ok() ? without_a_word : result.status());
-    if (!result.ok()) return result.status();
-    staged[rank] = std::move(result->staged);
-    if (rank == 0) first = *std::move(result);
-    return absl::OkStatus();
-  });
+  const absl::Status status = core_->OnAll(
+      [&](size_t rank) -> absl::Status {
+        const Rank& on = core_->rank(rank);
+        RankMicroBatch call(micro_batch, rank);
+        std::optional<GroupFlow::Follower> follower;
+        if (flow != nullptr) call->flow = rank == 0 ? static_cast<RowFlow*>(flow.get()) : &follower.emplace(*flow);
+        if (rank > 0) {
+          call->digest_rows = false;
+          if (!on.is_remote) HEADWATER_RETURN_IF_ERROR(call.ReplaceOutputs(on.engine->options().group.shared_views));
+        }
+        absl::StatusOr<MicroBatchResult> result = on.engine->Compute(*call);
+        // The others wait in the flow for the first rank, whatever its result.
+        const absl::Status without_a_word = absl::InternalError("the first rank has ended without a word");
+        if (rank == 0 && flow != nullptr) flow->End(result.ok() ? without_a_word : result.status());
+        if (!result.ok()) return result.status();
+        staged[rank] = std::move(result->staged);
+        if (rank == 0) first = *std::move(result);
+        return absl::OkStatus();
+      },
+      /*first_may_refuse=*/true);
   if (!status.ok()) {
     core_->Release(std::move(staged), {});  // other ranks may have staged parts
     return status;
@@ -490,6 +486,41 @@ absl::StatusOr<std::unique_ptr<HostMemory>> GroupEngine::DoAllocateHostMemory(in
 
 absl::StatusOr<std::unique_ptr<HostMemory>> GroupEngine::DoRegisterHostMemory(void* data, int64_t bytes) {
   return core_->formed() ? core_->engine(0).RegisterHostMemory(data, bytes) : LossEngine::DoRegisterHostMemory(data, bytes);
+}
+
+absl::StatusOr<std::unique_ptr<LossEngine>> CreateLocalCudaGroup(const EngineOptions& options) {
+  HEADWATER_ASSIGN_OR_RETURN(const std::string id, MakeCudaGroupId());
+  auto communicators = MakeInProcessCommunicators(options.shard_count);
+  std::vector<EngineOptions> ranks_options;
+  for (int32_t rank = 0; rank < options.shard_count; ++rank) {
+    EngineOptions& one = ranks_options.emplace_back(OptionsOfRank(options, rank, options.shard_count, id));
+    one.group.communicator = std::move(communicators[static_cast<size_t>(rank)]);
+    one.group.shared_views = true;
+  }
+  std::vector<std::unique_ptr<LossEngine>> engines;
+  absl::Mutex mutex;
+  const FirstFailure failure =
+      MakeEnginesTogether(std::move(ranks_options), nullptr, CreateCudaEngine, {mutex, [] { return false; }}, &engines);
+  if (!failure.status.ok()) return failure.status;
+  EngineOptions filled = engines.front()->options();
+  filled.group = EngineGroup();
+  const std::string name = engines.front()->name();
+  std::vector<Rank> ranks;
+  for (std::unique_ptr<LossEngine>& engine : engines) ranks.push_back(MakeLocalRank(std::move(engine)));
+  auto group = std::make_unique<GroupEngine>(name, filled);
+  group->Form(std::move(ranks));
+  return std::unique_ptr<LossEngine>(std::move(group));
+}
+
+std::vector<VocabShard> PlanShards(const LossEngine& engine, int64_t vocab_size) {
+  const std::vector<EngineDevice> devices = engine.devices();
+  std::vector<VocabShard> shards;
+  for (const RowRange& rows : SplitVocab(vocab_size, engine.options().shard_count, engine.options().shard_weights)) {
+    // An engine has a device for each shard, or one for all.
+    const size_t device = shards.size() < devices.size() ? shards.size() : 0;
+    shards.push_back({rows.start, rows.end, devices.empty() ? "" : devices[device].name});
+  }
+  return shards;
 }
 
 }  // namespace headwater::group

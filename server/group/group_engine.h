@@ -30,8 +30,6 @@ class GroupEngine final : public LossEngine {
 
   // Sets the ranks in order, the first of which must be in this process. Called once.
   void Form(std::vector<Rank> ranks);
-  // Any thread.
-  void Lose(const absl::Status& reason) { core_->Lose(reason); }
   // Gives the ranks up without a failure: health() keeps its result; later calls fail.
   void Dismiss() { core_->Dismiss(); }
   bool dismissed() const { return core_->dismissed(); }
@@ -61,6 +59,13 @@ class GroupEngine final : public LossEngine {
   const std::shared_ptr<GroupCore> core_;
   std::unique_ptr<RankLoads> loads_;  // of the replicated heads' micro-batches; set by Form()
 };
+
+// A group of CUDA engines on threads of this process: options.shard_count (2 or more) ranks on consecutive GPUs from
+// options.device_index. Each rank has the whole memory budget. Errors of CreateCudaEngine() and MakeCudaGroupId().
+absl::StatusOr<std::unique_ptr<LossEngine>> CreateLocalCudaGroup(const EngineOptions& options);
+
+// The shards of a head of `vocab_size` (>= 1) rows on `engine`, in the order of the rows, each with its device.
+std::vector<VocabShard> PlanShards(const LossEngine& engine, int64_t vocab_size);
 
 }  // namespace headwater::group
 

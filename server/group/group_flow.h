@@ -2,64 +2,88 @@
 #ifndef HEADWATER_SERVER_GROUP_GROUP_FLOW_H_
 #define HEADWATER_SERVER_GROUP_GROUP_FLOW_H_
 
-#include <optional>
-
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "headwater/kernels/engine.h"
 
 namespace headwater::group {
+
+// How many rows of a micro-batch have come, for threads that wait for them. Thread-safe.
+class RowsHere {
+ public:
+  explicit RowsHere(int64_t rows) : rows_(rows) {}
+  // The first `rows` have come.
+  void Come(int64_t rows) {
+    absl::MutexLock lock(&mutex_);
+    rows_ = rows;
+  }
+  // No more rows will come: waits for them fail with the first reason.
+  void End(const absl::Status& why) {
+    absl::MutexLock lock(&mutex_);
+    ended_.Update(why);
+  }
+  // Waits until the first `row_end` rows have come; returns how many have.
+  absl::StatusOr<int64_t> Await(int64_t row_end) {
+    const auto is_over = [&]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return rows_ >= row_end || !ended_.ok(); };
+    absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(&is_over));
+    if (rows_ < row_end) return ended_;
+    return rows_;
+  }
+
+ private:
+  absl::Mutex mutex_;
+  int64_t rows_ ABSL_GUARDED_BY(mutex_);
+  absl::Status ended_ ABSL_GUARDED_BY(mutex_);
+};
 
 // The first rank's flow. The other ranks have Follower flows, on threads of their own.
 class GroupFlow final : public RowFlow {
  public:
   // `flow` is the caller's; its first `rows_here` rows have been awaited already.
-  GroupFlow(RowFlow& flow, int64_t rows_here) : flow_(flow), rows_(rows_here), awaited_(rows_here) {}
+  GroupFlow(RowFlow& flow, int64_t rows_here) : flow_(flow), awaited_(rows_here), rows_(rows_here) {}
 
   absl::Status AwaitRows(int64_t row_end) override {
-    absl::Status status;
-    if (row_end > awaited_) {
-      awaited_ = row_end;
-      status = flow_.AwaitRows(row_end);
+    if (row_end <= awaited_) return absl::OkStatus();
+    absl::Status status = flow_.AwaitRows(row_end);
+    if (!status.ok()) {
+      rows_.End(status);
+      return status;
     }
-    absl::MutexLock lock(&mutex_);
-    if (status.ok()) {
-      rows_ = awaited_;
-    } else {
-      rows_status_ = status;
-    }
+    awaited_ = row_end;
+    rows_.Come(row_end);
     return status;
   }
 
   absl::Status Decide(const DigestBuilder* rows) override {
-    absl::Status status = flow_.Decide(rows);
-    absl::MutexLock lock(&mutex_);
-    decision_ = status;
-    return status;
+    decision_ = flow_.Decide(rows);
+    decided_.Notify();
+    return decision_;
   }
 
   void GradHiddenReady(int64_t row_end) override { flow_.GradHiddenReady(row_end); }
 
   // The first rank has ended: waits for further rows, or for a decision, fail with `reason` (not OK).
   void End(const absl::Status& reason) {
-    absl::MutexLock lock(&mutex_);
-    if (rows_status_.ok()) rows_status_ = reason;
-    if (!decision_.has_value()) decision_ = reason;
+    rows_.End(reason);
+    if (decided_.HasBeenNotified()) return;
+    decision_ = reason;
+    decided_.Notify();
   }
 
   // Waits for the first rank's rows and decision.
   class Follower final : public RowFlow {
    public:
     explicit Follower(GroupFlow& first) : first_(first) {}
-    absl::Status AwaitRows(int64_t row_end) override { return first_.FollowRows(row_end); }
+    absl::Status AwaitRows(int64_t row_end) override { return first_.rows_.Await(row_end).status(); }
     // Waits for rows beyond the first `have`; returns how many have come.
-    absl::StatusOr<int64_t> AwaitMore(int64_t have) {
-      if (absl::Status status = first_.FollowRows(have + 1); !status.ok()) return status;
-      absl::MutexLock lock(&first_.mutex_);
-      return first_.rows_;
+    absl::StatusOr<int64_t> AwaitMore(int64_t have) { return first_.rows_.Await(have + 1); }
+    absl::Status Decide(const DigestBuilder*) override {
+      first_.decided_.WaitForNotification();
+      return first_.decision_;
     }
-    absl::Status Decide(const DigestBuilder*) override { return first_.FollowDecision(); }
     void GradHiddenReady(int64_t) override {}
 
    private:
@@ -67,26 +91,11 @@ class GroupFlow final : public RowFlow {
   };
 
  private:
-  absl::Status FollowRows(int64_t row_end) {
-    const auto told = [this, row_end]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return rows_ >= row_end || !rows_status_.ok(); };
-    absl::MutexLock lock(&mutex_);
-    mutex_.Await(absl::Condition(&told));
-    return rows_ >= row_end ? absl::OkStatus() : rows_status_;
-  }
-
-  absl::Status FollowDecision() {
-    const auto told = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return decision_.has_value(); };
-    absl::MutexLock lock(&mutex_);
-    mutex_.Await(absl::Condition(&told));
-    return *decision_;
-  }
-
   RowFlow& flow_;
-  absl::Mutex mutex_;
-  int64_t rows_ ABSL_GUARDED_BY(mutex_);
-  absl::Status rows_status_ ABSL_GUARDED_BY(mutex_);
-  std::optional<absl::Status> decision_ ABSL_GUARDED_BY(mutex_);
   int64_t awaited_;  // by the first rank's thread
+  RowsHere rows_;
+  absl::Status decision_;  // set before the notification
+  absl::Notification decided_;
 };
 
 }  // namespace headwater::group

@@ -67,8 +67,6 @@ absl::Status JoinLeader(const LeaderAddress& leader, const WorkerOptions& option
   // Pings detect a leader whose host is gone: it closes no connection.
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, static_cast<int>(absl::ToInt64Milliseconds(kWorkerPingInterval)));
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
-  // Nothing else is sent until the group is formed, and gRPC would stop pinging after two.
-  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   const auto channel = grpc::CreateCustomChannel(
       leader.address, leader.ca.empty() ? grpc::InsecureChannelCredentials() : grpc::SslCredentials(tls), arguments);
   const auto stub = v1::GroupService::NewStub(channel);

@@ -33,7 +33,6 @@ class StreamCall final : public group::JoinCall {
   }
   bool Send(const v1::JoinResponse& message) override { return stream_.Write(message); }
   void Cancel() override { context_.TryCancel(); }
-  bool Cancelled() override { return context_.IsCancelled() || !allowed_still_().ok(); }
 
   std::string host() const override {
     // "ipv4:10.0.0.1:4711", "ipv6:%5B::1%5D:4711", with a zone "ipv6:%5Bfe80::1%252%5D:4711", or "unix:...", which is a process of

@@ -285,7 +285,7 @@ Server::~Server() {
 
 absl::Status Server::BecomeReady(const std::function<bool()>& cancelled) {
   if (const auto& group = state_->core->options.group; group != nullptr) {
-    if (absl::Status status = group->Form(cancelled); !status.ok()) return status;
+    if (absl::Status status = group->Form(); !status.ok()) return status;
   }
   const absl::Time start = MonotonicNow();
   if (absl::Status status = SelfTest(*state_->core->engine); !status.ok()) {

@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
+#include "server/group/ranks/rank_link.h"
 
 namespace headwater::group {
 
@@ -34,6 +35,12 @@ struct Rank {
 // A rank of this process. `engine` was made with EngineOptions::group, and has no observer yet. Waiting for a device counts as
 // computing: times are exact for engines whose ranks meet by the communicator alone.
 Rank MakeLocalRank(std::unique_ptr<LossEngine> engine);
+
+// The rank of a worker that is ready. `options`: the worker's engine's. health() fails after `silence_timeout` without a message.
+// Silence is counted in looks of at most a second each: a leader that was stopped for a while has not heard its workers either.
+// `shares_rows`: rows of micro-batches that all ranks compute reach the worker by another rank of its process.
+Rank MakeRemoteRank(EngineOptions options, EngineDevice device, std::shared_ptr<RankLink> link, absl::Duration silence_timeout,
+                    bool shares_rows);
 
 }  // namespace headwater::group
 

@@ -8,6 +8,7 @@
 #include <variant>
 
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "proto/headwater/v1/error_metadata.h"
 #include "proto/headwater/v1/term_codec.h"
 
@@ -71,8 +72,7 @@ std::vector<Output> OutputsOf(const MicroBatch& micro_batch) {
   return outputs;
 }
 
-void EncodeCompute(const RankCall& call, v1::RankCompute* out) {
-  const MicroBatch& micro_batch = call.micro_batch;
+void EncodeCompute(const MicroBatch& micro_batch, absl::FunctionRef<uint64_t(const EngineHead*)> id_of, v1::RankCompute* out) {
   out->set_row_count(micro_batch.hidden.row_count);
   out->set_hidden_size(micro_batch.hidden.column_count);
   out->set_data_type(static_cast<v1::DataType>(micro_batch.hidden.data_type));
@@ -83,12 +83,10 @@ void EncodeCompute(const RankCall& call, v1::RankCompute* out) {
   out->set_grad_weight(static_cast<int32_t>(micro_batch.grad_weight));
   out->set_refuse_non_finite(micro_batch.refuse_non_finite);
   out->set_flow(micro_batch.flow != nullptr);
-  out->set_contribution(call.contribution);
-  for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
-    const LossTerm& term = micro_batch.terms[i];
+  for (const LossTerm& term : micro_batch.terms) {
     v1::RankCompute::Term* const to = out->add_terms();
-    to->set_head(call.heads[i].head);
-    to->set_teacher_head(call.heads[i].teacher);
+    to->set_head(id_of(term.head));
+    to->set_teacher_head(id_of(term.teacher_head));
     WriteTerm(term, to->mutable_term());
     to->set_teacher_hidden_size(term.teacher_hidden.column_count);
     to->set_teacher_data_type(static_cast<v1::DataType>(term.teacher_hidden.data_type));
@@ -103,14 +101,9 @@ void EncodeCompute(const RankCall& call, v1::RankCompute* out) {
 }
 
 const void* ReceivedCall::AddStream(int64_t row_start, int64_t row_count, int64_t row_bytes) {
-  Stream& stream = streams_.emplace_back();
-  stream.row_start = row_start;
-  stream.row_count = row_count;
-  stream.row_bytes = row_bytes;
-  absl::StatusOr<PlannedBytes> memory = AllocateOnRank(row_count * row_bytes);
-  streams_status_.Update(memory.status());
-  if (memory.ok()) stream.memory = *std::move(memory);
-  return stream.memory.get();
+  Stream& stream = streams_.emplace_back(Stream{nullptr, row_start, row_count, row_bytes});
+  stream.data = static_cast<char*>(rows_.Take(stream.bytes()));
+  return stream.data;
 }
 
 template <typename T>
@@ -118,12 +111,12 @@ T* ReceivedCall::AddOutput(int64_t count) {
   return static_cast<T*>(outputs_.Take(count * static_cast<int64_t>(sizeof(T))));
 }
 
-absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(v1::RankCompute received) {
+absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(v1::RankCompute received,
+                                                                   absl::FunctionRef<EngineHead*(uint64_t)> head_of) {
   std::unique_ptr<ReceivedCall> call(new ReceivedCall());
   call->message_ = std::move(received);
   const v1::RankCompute& message = call->message_;
   if (message.row_count() < 0 || message.hidden_size() < 0 || !IsDataType(message.data_type())) return Malformed("rows");
-  call->is_whole_ = message.whole();
   MicroBatch& micro_batch = call->micro_batch_;
   RowsView& hidden = micro_batch.hidden;
   hidden.row_count = message.row_count();
@@ -142,7 +135,8 @@ absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(v1::RankCompu
   micro_batch.refuse_non_finite = message.refuse_non_finite();
   for (const v1::RankCompute::Term& from : message.terms()) {
     LossTerm& term = call->terms_.emplace_back(ReadTerm(from.term()));
-    call->heads_.push_back({from.head(), from.teacher_head()});
+    term.head = head_of(from.head());
+    term.teacher_head = head_of(from.teacher_head());
     if (term.row_start < 0 || term.row_count < 0) return Malformed("a term's rows");
     term.dither_seed = from.dither_seed();
     if (std::holds_alternative<JsdSpec>(term.loss)) {
@@ -162,21 +156,9 @@ absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(v1::RankCompu
     HEADWATER_EACH(HEADWATER_ADD_OUTPUT, HEADWATER_TOKEN_OUTPUTS)
 #undef HEADWATER_ADD_OUTPUT
   }
-  call->contribution_ = message.contribution();
-  call->has_flow_ = message.flow();
-  absl::Status memory = call->streams_status_;
-  memory.Update(call->outputs_.status());
-  if (!memory.ok()) return memory;
-  return call;
-}
-
-RankCall ReceivedCall::ToCall(RowFlow* flow) {
-  RankCall call;
-  call.micro_batch = micro_batch_;
-  call.micro_batch.terms = terms_;
-  call.micro_batch.flow = flow;
-  call.heads = heads_;
-  call.contribution = contribution_;
+  micro_batch.terms = call->terms_;
+  HEADWATER_RETURN_IF_ERROR(call->rows_.status());
+  HEADWATER_RETURN_IF_ERROR(call->outputs_.status());
   return call;
 }
 
@@ -184,8 +166,8 @@ absl::Status ReceivedCall::AddRows(int32_t number, const std::string& data) {
   if (number < 0 || static_cast<size_t>(number) >= streams_.size()) return Malformed("a stream that there is not");
   Stream& stream = streams_[static_cast<size_t>(number)];
   const int64_t bytes = static_cast<int64_t>(data.size());
-  if (bytes > stream.row_count * stream.row_bytes - stream.bytes_here) return Malformed("more rows than there are");
-  std::memcpy(stream.memory.get() + stream.bytes_here, data.data(), data.size());
+  if (bytes > stream.bytes() - stream.bytes_here) return Malformed("more rows than there are");
+  std::memcpy(stream.data + stream.bytes_here, data.data(), data.size());
   stream.bytes_here += bytes;
   return absl::OkStatus();
 }
@@ -197,15 +179,13 @@ absl::Status ReceivedCall::ShareRowsOf(const ReceivedCall& other) {
   }
   micro_batch_.hidden.data = other.micro_batch_.hidden.data;
   for (size_t i = 0; i < terms_.size(); ++i) terms_[i].teacher_hidden.data = other.terms_[i].teacher_hidden.data;
-  for (Stream& stream : streams_) {
-    stream.memory.reset();
-    stream.bytes_here = stream.row_count * stream.row_bytes;  // no own rows will come
-  }
+  for (Stream& stream : streams_) stream.bytes_here = stream.bytes();  // no own rows will come
+  rows_ = CallMemory();
   return absl::OkStatus();
 }
 
 int64_t ReceivedCall::rows_here() const {
-  int64_t here = row_count();
+  int64_t here = micro_batch_.hidden.row_count;
   for (const Stream& stream : streams_) {
     const int64_t whole = stream.row_bytes == 0 ? stream.row_count : stream.bytes_here / stream.row_bytes;
     if (whole < stream.row_count) here = std::min(here, stream.row_start + whole);

@@ -5,7 +5,7 @@
 #include <chrono>
 #include <map>
 #include <memory>
-#include <thread>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -22,7 +22,7 @@
 #include "server/group/ranks/rank.h"
 #include "server/group/ranks/rank_codec.h"
 #include "server/observability/logging.h"
-#include "server/observability/pause.h"
+#include "server/scheduler/repeated_task.h"
 
 namespace headwater::group {
 namespace {
@@ -34,17 +34,13 @@ absl::Status LeaderGone() { return MakeError(ErrorReason::kEngineFailed, "the le
 class HeartbeatWriter {
  public:
   HeartbeatWriter(WorkerChannel& channel, const WorkerOptions& options) : channel_(channel), options_(options) {}
-  ~HeartbeatWriter() {
-    pause_.Stop();
-    if (thread_.joinable()) thread_.join();
-  }
 
   bool Write(const v1::JoinRequest& message) {
     absl::MutexLock lock(&write_mutex_);
     return channel_.Write(message);
   }
   void Start() {
-    thread_ = std::thread([this] { Main(); });
+    beats_.emplace(options_.alive_interval, [this] { Beat(); });
   }
   // The leader is gone, or the engine has failed.
   bool ended() const { return ended_.load(); }
@@ -61,31 +57,30 @@ class HeartbeatWriter {
   }
 
  private:
-  void Main() {
-    while (!pause_.WaitFor(options_.alive_interval)) {
-      v1::JoinRequest message;
-      v1::RankAlive* const alive = message.mutable_alive();
-      const Rank* rank = nullptr;
-      {
-        absl::MutexLock lock(&mutex_);
-        rank = rank_;
-        if (rank != nullptr) {
-          const RankTimes times = rank->times();
-          alive->set_progress(rank->engine->progress());
-          alive->set_computing_us(absl::ToInt64Microseconds(times.computing));
-          alive->set_waiting_us(absl::ToInt64Microseconds(times.waiting));
-          alive->set_communicating_us(absl::ToInt64Microseconds(times.communicating));
-        }
+  void Beat() {
+    if (ended_.load()) return;
+    v1::JoinRequest message;
+    v1::RankAlive* const alive = message.mutable_alive();
+    const Rank* rank = nullptr;
+    {
+      absl::MutexLock lock(&mutex_);
+      rank = rank_;
+      if (rank != nullptr) {
+        const RankTimes times = rank->times();
+        alive->set_progress(rank->engine->progress());
+        alive->set_computing_us(absl::ToInt64Microseconds(times.computing));
+        alive->set_waiting_us(absl::ToInt64Microseconds(times.waiting));
+        alive->set_communicating_us(absl::ToInt64Microseconds(times.communicating));
       }
-      if (options_.is_leaving) alive->set_leaving(options_.is_leaving());
-      // Without the lock: a lost device may delay health().
-      const absl::Status health = rank == nullptr ? absl::OkStatus() : rank->engine->health();
-      // The command may never return: this is its answer.
-      if (!health.ok()) EncodeStatus(health, message.mutable_reply()->mutable_status());
-      const bool is_heard = Write(message);
-      if (!health.ok()) return End(health);
-      if (!is_heard) return End(LeaderGone());
     }
+    if (options_.is_leaving) alive->set_leaving(options_.is_leaving());
+    // Without the lock: a lost device may delay health().
+    const absl::Status health = rank == nullptr ? absl::OkStatus() : rank->engine->health();
+    // The command may never return: this is its answer.
+    if (!health.ok()) EncodeStatus(health, message.mutable_reply()->mutable_status());
+    const bool is_heard = Write(message);
+    if (!health.ok()) return End(health);
+    if (!is_heard) return End(LeaderGone());
   }
 
   void End(const absl::Status& reason) {
@@ -101,23 +96,17 @@ class HeartbeatWriter {
   const WorkerOptions& options_;
   std::atomic<bool> ended_{false};
   absl::Mutex write_mutex_;
-  observability::Pause pause_;  // between heartbeats
   absl::Mutex mutex_;
   std::shared_ptr<Communicator> communicator_ ABSL_GUARDED_BY(mutex_);
   const Rank* rank_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  std::thread thread_;
+  std::optional<scheduler::RepeatedTask> beats_;  // last: it uses the members above
 };
 
-// Reads a micro-batch's rows, and the decision, from the channel on demand, and passes the rows to the process's other ranks.
+// Reads a micro-batch's rows, and the decision, from the channel on demand.
 class ChannelFlow : public RowFlow {
  public:
-  // `shared`: null if only this rank reads the rows; else they are micro-batch `number`.
-  ChannelFlow(WorkerChannel& channel, const std::shared_ptr<ReceivedCall>& call, ProcessRows* shared, uint64_t number)
-      : channel_(channel), call_(*call), shared_(shared) {
-    if (shared_ == nullptr) return;
-    shared_->Begin(number, call);
-    shared_->Come(call_.rows_here());
-  }
+  // `shared`, if not null, gets the rows too, for the process's other ranks.
+  ChannelFlow(WorkerChannel& channel, ReceivedCall& call, RowsHere* shared) : channel_(channel), call_(call), shared_(shared) {}
   ~ChannelFlow() override {
     if (shared_ != nullptr) shared_->End(MakeError(ErrorReason::kEngineFailed, "the rank that gets the rows wants no more"));
   }
@@ -159,7 +148,7 @@ class ChannelFlow : public RowFlow {
 
   WorkerChannel& channel_;
   ReceivedCall& call_;
-  ProcessRows* const shared_;
+  RowsHere* const shared_;
   bool decided_ = false;
   absl::Status decision_;
 };
@@ -167,13 +156,11 @@ class ChannelFlow : public RowFlow {
 // The flow of another rank of the process: only the decision comes on its channel.
 class NeighbourFlow final : public ChannelFlow {
  public:
-  NeighbourFlow(WorkerChannel& channel, const std::shared_ptr<ReceivedCall>& call, ProcessRows& rows, uint64_t number)
-      : ChannelFlow(channel, call, nullptr, number), number_(number), rows_(rows) {}
-  absl::Status AwaitRows(int64_t row_end) override { return rows_.AwaitRows(number_, row_end); }
+  NeighbourFlow(WorkerChannel& channel, ReceivedCall& call, RowsHere& rows) : ChannelFlow(channel, call, nullptr), rows_(rows) {}
+  absl::Status AwaitRows(int64_t row_end) override { return rows_.Await(row_end).status(); }
 
  private:
-  const uint64_t number_;
-  ProcessRows& rows_;
+  RowsHere& rows_;
 };
 
 class Worker {
@@ -205,9 +192,10 @@ class Worker {
     hello.mutable_hello()->set_process_index(options_.process_index);
     hello.mutable_hello()->set_process_ranks(options_.process_ranks);
     v1::JoinResponse message;
-    if (!writer_.Write(hello) || !channel_.Read(&message)) return LeaderGone();
+    if (!writer_.Write(hello)) return LeaderGone();
+    writer_.Start();  // the leader checks at each message whether the worker may still join
+    if (!channel_.Read(&message)) return LeaderGone();
     if (!message.has_welcome()) return Malformed("no welcome");
-    writer_.Start();
     absl::Status status = Settle(message.welcome(), **meeting);
     v1::JoinRequest ready;
     EncodeStatus(status, ready.mutable_ready()->mutable_status());
@@ -318,16 +306,15 @@ class Worker {
   }
 
   absl::Status PlanHead(const v1::RankPlanHead& command, v1::RankReply* reply) {
-    const absl::StatusOr<MemoryPlan> plan = engine().PlanHead(DecodeHeadSpec(command.spec()));
-    if (plan.ok()) EncodePlan(*plan, reply);
-    return plan.status();
+    HEADWATER_ASSIGN_OR_RETURN(const MemoryPlan plan, engine().PlanHead(DecodeHeadSpec(command.spec())));
+    EncodePlan(plan, reply);
+    return absl::OkStatus();
   }
 
   absl::Status CreateHead(const v1::RankCreateHead& command, v1::RankReply* reply) {
-    absl::StatusOr<std::unique_ptr<EngineHead>> head = engine().CreateHead(DecodeHeadSpec(command.spec()));
-    if (!head.ok()) return head.status();
-    EncodePlan((*head)->plan(), reply);
-    heads_[command.head()] = *std::move(head);
+    HEADWATER_ASSIGN_OR_RETURN(std::unique_ptr<EngineHead> head, engine().CreateHead(DecodeHeadSpec(command.spec())));
+    EncodePlan(head->plan(), reply);
+    heads_[command.head()] = std::move(head);
     return absl::OkStatus();
   }
 
@@ -343,24 +330,27 @@ class Worker {
     HeadTensor tensor;
     int64_t bytes;  // of one
   };
-  absl::StatusOr<Elements> ElementsOf(uint64_t id, int32_t number, int64_t start, int64_t count) const {
-    EngineHead* const head = FindHead(id);
-    if (head == nullptr || number < 1 || number > static_cast<int32_t>(HeadTensor::kMoment2Bias)) return Malformed("a tensor");
-    const HeadTensor tensor = static_cast<HeadTensor>(number);
+  template <typename Command>
+  absl::StatusOr<Elements> ElementsOf(const Command& command) const {
+    const int64_t start = command.start(), count = command.count();
+    EngineHead* const head = FindHead(command.head());
+    if (head == nullptr || command.tensor() < 1 || command.tensor() > static_cast<int32_t>(HeadTensor::kMoment2Bias)) {
+      return Malformed("a tensor");
+    }
+    const HeadTensor tensor = static_cast<HeadTensor>(command.tensor());
     const int64_t total = head->ElementCount(tensor);
     if (start < 0 || count < 0 || start > total || count > total - start) return Malformed("a range");
     return Elements{head, tensor, ElementBytes(head->TensorDataType(tensor))};
   }
 
   absl::Status ReadTensor(const v1::RankReadTensor& command, v1::RankReply* reply) {
-    const auto elements = ElementsOf(command.head(), command.tensor(), command.start(), command.count());
-    if (!elements.ok()) return elements.status();
-    const int64_t part = kDataBytes / elements->bytes;
+    HEADWATER_ASSIGN_OR_RETURN(const Elements elements, ElementsOf(command));
+    const int64_t part = kDataBytes / elements.bytes;
     for (int64_t done = 0; done < command.count();) {
       const int64_t count = std::min(part, command.count() - done);
-      reply->mutable_data()->resize(static_cast<size_t>(count * elements->bytes));
+      reply->mutable_data()->resize(static_cast<size_t>(count * elements.bytes));
       HEADWATER_RETURN_IF_ERROR(
-          elements->head->ReadTensor(elements->tensor, command.start() + done, count, reply->mutable_data()->data()));
+          elements.head->ReadTensor(elements.tensor, command.start() + done, count, reply->mutable_data()->data()));
       done += count;
       if (done == command.count()) return absl::OkStatus();
       v1::JoinRequest answer;
@@ -372,10 +362,9 @@ class Worker {
   }
 
   absl::Status WriteTensor(const v1::RankWriteTensor& command) {
-    const auto elements = ElementsOf(command.head(), command.tensor(), command.start(), command.count());
-    if (!elements.ok()) return elements.status();
+    HEADWATER_ASSIGN_OR_RETURN(const Elements elements, ElementsOf(command));
     std::string data;
-    const size_t bytes = static_cast<size_t>(command.count() * elements->bytes);
+    const size_t bytes = static_cast<size_t>(command.count() * elements.bytes);
     data.reserve(bytes);
     while (data.size() < bytes) {
       v1::JoinResponse message;
@@ -383,10 +372,9 @@ class Worker {
       if (!message.has_data() || message.data().data().size() > bytes - data.size()) return Malformed("a tensor's elements");
       data += message.data().data();
     }
-    EngineHead& head = *elements->head;
-    if (!command.has_factor()) return head.WriteTensor(elements->tensor, command.start(), command.count(), data.data());
-    return head.AddToGradient(elements->tensor, command.start(), command.count(), command.factor(),
-                              reinterpret_cast<const float*>(data.data()));
+    if (!command.has_factor()) return elements.head->WriteTensor(elements.tensor, command.start(), command.count(), data.data());
+    return elements.head->AddToGradient(elements.tensor, command.start(), command.count(), command.factor(),
+                                        reinterpret_cast<const float*>(data.data()));
   }
 
   absl::Status RunHeadCommand(const v1::RankHeadCommand& command, v1::RankReply* reply) {
@@ -395,10 +383,9 @@ class Worker {
     if (command.kind() == v1::RankHeadCommand::ZERO_GRADIENT) return head->ZeroGradient();
     if (command.kind() == v1::RankHeadCommand::REDUCE_GRADIENT) return head->ReduceGradient();
     if (command.kind() == v1::RankHeadCommand::RESET_OPTIMIZER_STATE) return head->ResetOptimizerState();
-    const absl::StatusOr<GradientStats> stats = head->ComputeGradientStats();
-    if (!stats.ok()) return stats.status();
-    reply->set_norm_squared(stats->norm_squared);
-    reply->set_non_finite_count(stats->non_finite_count);
+    HEADWATER_ASSIGN_OR_RETURN(const GradientStats stats, head->ComputeGradientStats());
+    reply->set_norm_squared(stats.norm_squared);
+    reply->set_non_finite_count(stats.non_finite_count);
     return absl::OkStatus();
   }
 
@@ -418,41 +405,38 @@ class Worker {
   }
 
   absl::Status Compute(const v1::RankCompute& command, v1::RankReply* reply) {
-    absl::StatusOr<std::unique_ptr<ReceivedCall>> decoded = ReceivedCall::Decode(command);
-    if (!decoded.ok()) return decoded.status();
-    const std::shared_ptr<ReceivedCall> call = *std::move(decoded);
-    if (!call->is_whole()) ++shared_number_;
-    if (command.shared_rows()) return ComputeShared(call, reply);
-    ProcessRows* const readers = call->is_whole() || options_.process_index > 0 ? nullptr : options_.rows.get();
-    ChannelFlow flow(channel_, call, readers, shared_number_);
+    HEADWATER_ASSIGN_OR_RETURN(const std::shared_ptr<ReceivedCall> call,
+                               ReceivedCall::Decode(command, [this](uint64_t id) { return FindHead(id); }));
+    if (!command.whole()) ++shared_number_;
+    if (command.shared_rows()) return ComputeShared(*call, reply);
+    std::shared_ptr<SharedCall> shared;
+    if (options_.rows != nullptr && options_.process_index == 0 && !command.whole()) {
+      shared = std::make_shared<SharedCall>(call);
+      options_.rows->Begin(shared_number_, shared);
+    }
+    ChannelFlow flow(channel_, *call, shared == nullptr ? nullptr : &shared->rows);
     return Compute(*call, flow, reply);
   }
 
   // The rows come to another rank of the process.
-  absl::Status ComputeShared(const std::shared_ptr<ReceivedCall>& call, v1::RankReply* reply) {
-    if (options_.rows == nullptr || options_.process_index == 0 || call->is_whole()) return Malformed("shared rows");
-    const absl::StatusOr<std::shared_ptr<const ReceivedCall>> neighbours = options_.rows->Await(shared_number_);
-    if (!neighbours.ok()) return neighbours.status();
-    HEADWATER_RETURN_IF_ERROR(call->ShareRowsOf(**neighbours));
-    NeighbourFlow flow(channel_, call, *options_.rows, shared_number_);
-    return Compute(*call, flow, reply);
+  absl::Status ComputeShared(ReceivedCall& call, v1::RankReply* reply) {
+    if (options_.rows == nullptr || options_.process_index == 0 || call.message().whole()) return Malformed("shared rows");
+    HEADWATER_ASSIGN_OR_RETURN(const std::shared_ptr<SharedCall> shared, options_.rows->Await(shared_number_));
+    HEADWATER_RETURN_IF_ERROR(call.ShareRowsOf(*shared->call));
+    NeighbourFlow flow(channel_, call, shared->rows);
+    return Compute(call, flow, reply);
   }
 
-  absl::Status Compute(ReceivedCall& received, RowFlow& flow, v1::RankReply* reply) {
+  absl::Status Compute(const ReceivedCall& received, RowFlow& flow, v1::RankReply* reply) {
+    const v1::RankCompute& message = received.message();
+    MicroBatch micro_batch = received.micro_batch();
     // Without a flow all rows must have come before the engine is called.
-    if (!received.has_flow()) HEADWATER_RETURN_IF_ERROR(flow.AwaitRows(received.row_count()));
-    RankCall call = received.ToCall(received.has_flow() ? &flow : nullptr);
-    std::vector<LossTerm> terms(call.micro_batch.terms.begin(), call.micro_batch.terms.end());
-    for (size_t i = 0; i < terms.size(); ++i) {
-      terms[i].head = FindHead(call.heads[i].head);
-      terms[i].teacher_head = FindHead(call.heads[i].teacher);
-    }
-    call.micro_batch.terms = terms;
-    absl::StatusOr<MicroBatchResult> result = engine().Compute(call.micro_batch);
-    if (!result.ok()) return result.status();
-    reply->set_staged(result->staged != nullptr);
-    if (result->staged != nullptr) contributions_[call.contribution] = std::move(result->staged);
-    return received.is_whole() ? SendResult(call.micro_batch, *result, reply) : absl::OkStatus();
+    if (!message.flow()) HEADWATER_RETURN_IF_ERROR(flow.AwaitRows(micro_batch.hidden.row_count));
+    if (message.flow()) micro_batch.flow = &flow;
+    HEADWATER_ASSIGN_OR_RETURN(MicroBatchResult result, engine().Compute(micro_batch));
+    reply->set_staged(result.staged != nullptr);
+    if (result.staged != nullptr) contributions_[message.contribution()] = std::move(result.staged);
+    return message.whole() ? SendResult(micro_batch, result, reply) : absl::OkStatus();
   }
 
   absl::Status SendResult(const MicroBatch& micro_batch, const MicroBatchResult& result, v1::RankReply* reply) {

@@ -49,7 +49,7 @@ struct WorkerOptions {
   absl::Duration alive_interval = kAliveInterval;
   // Whether the process has been asked to end, which is reported to the leader. On a thread of the worker's; null: false.
   std::function<bool()> is_leaving;
-  // Called once when the leader has ended the call after the welcome, or when the engine's health() has failed. Running work is
+  // Called once when the leader has ended the call, or when the engine's health() has failed. Running work is
   // aborted, and returns unless a device hangs. On a thread of the worker's; null: no call.
   std::function<void()> on_call_ended;
 };

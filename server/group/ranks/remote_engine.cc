@@ -1,5 +1,4 @@
-#include "server/group/ranks/remote_engine.h"
-
+// The rank of a worker: an engine in another process, behind the link by which the worker has joined.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -16,6 +15,7 @@
 #include "kernels/core/micro_batch_check.h"
 #include "proto/headwater/v1/spec_codec.h"
 #include "server/group/group_flow.h"
+#include "server/group/ranks/rank.h"
 #include "server/group/ranks/rank_codec.h"
 #include "server/observability/monotonic_clock.h"
 
@@ -57,7 +57,6 @@ class RankCommands {
     HEADWATER_RETURN_IF_ERROR(link_->Send(std::move(command)));
     return AwaitReply();
   }
-  absl::Status Tell(v1::JoinResponse command) { return Ask(std::move(command)).status(); }
   absl::Status WrongAnswer(const char* what) const {
     return MakeError(ErrorReason::kEngineFailed,
                      absl::StrCat("rank ", rank_, " sends another number of ", what, " than was asked for"));
@@ -84,7 +83,7 @@ class RemoteContribution final : public StagedContribution {
     v1::JoinResponse command;
     command.mutable_commit()->set_contribution(id_);
     command.mutable_commit()->set_factor(factor);
-    absl::Status status = commands_.Tell(std::move(command));
+    absl::Status status = commands_.Ask(std::move(command)).status();
     is_gone_ = !HasReason(status, ErrorReason::kShardNotReady);
     return status;
   }
@@ -142,9 +141,8 @@ class RemoteHead final : public HeadBase {
   absl::Status DoResetOptimizerState() override { return Do(v1::RankHeadCommand::RESET_OPTIMIZER_STATE).status(); }
 
   absl::StatusOr<GradientStats> DoComputeGradientStats() const override {
-    const absl::StatusOr<v1::RankReply> reply = Do(v1::RankHeadCommand::STATS);
-    if (!reply.ok()) return reply.status();
-    return GradientStats{reply->norm_squared(), reply->non_finite_count()};
+    HEADWATER_ASSIGN_OR_RETURN(const v1::RankReply reply, Do(v1::RankHeadCommand::STATS));
+    return GradientStats{reply.norm_squared(), reply.non_finite_count()};
   }
 
   absl::Status DoApplyOptimizer(const OptimizerStep& step) override {
@@ -155,7 +153,7 @@ class RemoteHead final : public HeadBase {
     apply->set_gradient_multiplier(step.gradient_multiplier);
     apply->set_update_count(step.update_count);
     EncodeOptimizer(step.settings, apply->mutable_settings());
-    return commands_.Tell(std::move(command));
+    return commands_.Ask(std::move(command)).status();
   }
 
   absl::StatusOr<v1::RankReply> Do(v1::RankHeadCommand::Kind kind) const {
@@ -207,9 +205,8 @@ class RemoteEngine final : public LossEngine {
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override {
     v1::JoinResponse command;
     EncodeHeadSpec(spec, command.mutable_plan_head()->mutable_spec());
-    const absl::StatusOr<v1::RankReply> reply = commands_.Ask(std::move(command));
-    if (!reply.ok()) return reply.status();
-    return DecodePlan(*reply);
+    HEADWATER_ASSIGN_OR_RETURN(const v1::RankReply reply, commands_.Ask(std::move(command)));
+    return DecodePlan(reply);
   }
 
  private:
@@ -228,9 +225,8 @@ class RemoteEngine final : public LossEngine {
     v1::JoinResponse command;
     command.mutable_create_head()->set_head(id);
     EncodeHeadSpec(spec, command.mutable_create_head()->mutable_spec());
-    const absl::StatusOr<v1::RankReply> reply = commands_.Ask(std::move(command));
-    if (!reply.ok()) return reply.status();
-    return std::make_unique<RemoteHead>(commands_, id, spec, DecodePlan(*reply),
+    HEADWATER_ASSIGN_OR_RETURN(const v1::RankReply reply, commands_.Ask(std::move(command)));
+    return std::make_unique<RemoteHead>(commands_, id, spec, DecodePlan(reply),
                                         SplitVocab(spec.vocab_size, options_.shard_count, options_.shard_weights), device_.name);
   }
 
@@ -256,19 +252,17 @@ class RemoteEngine final : public LossEngine {
   }
 
   absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) override {
-    const absl::StatusOr<Parallelism> parallelism = ParallelismOf(micro_batch);
-    if (!parallelism.ok()) return parallelism.status();
-    const bool is_whole = *parallelism == Parallelism::kRows;
-    std::vector<TermHeads> heads;
-    for (const LossTerm& term : micro_batch.terms) heads.push_back({IdOf(term.head), IdOf(term.teacher_head)});
+    HEADWATER_ASSIGN_OR_RETURN(const Parallelism parallelism, ParallelismOf(micro_batch));
+    const bool is_whole = parallelism == Parallelism::kRows;
     const uint64_t contribution = commands_.NewId();
     v1::JoinResponse command;
-    EncodeCompute({micro_batch, heads, contribution}, command.mutable_compute());
+    EncodeCompute(micro_batch, IdOf, command.mutable_compute());
+    command.mutable_compute()->set_contribution(contribution);
     command.mutable_compute()->set_whole(is_whole);
     command.mutable_compute()->set_shared_rows(shares_rows_ && !is_whole);
     HEADWATER_RETURN_IF_ERROR(commands_.Send(std::move(command)));
     absl::Status decision;
-    HEADWATER_RETURN_IF_ERROR(SendRows(micro_batch, /*none=*/shares_rows_ && !is_whole, &decision));
+    HEADWATER_RETURN_IF_ERROR(SendRows(micro_batch, is_whole, &decision));
     const absl::StatusOr<v1::RankReply> reply =
         is_whole ? AwaitOutputs(OutputsOf(micro_batch), micro_batch) : AwaitOutputs({}, micro_batch);
     if (!decision.ok() && !HasReason(reply.status(), ErrorReason::kEngineFailed)) return decision;
@@ -280,23 +274,22 @@ class RemoteEngine final : public LossEngine {
     return result;
   }
 
-  // Sends the rows as they come from the flow, or no rows with `none`, then the flow's decision.
-  absl::Status SendRows(const MicroBatch& micro_batch, bool none, absl::Status* decision) {
-    const int64_t row_count = none ? 0 : micro_batch.hidden.row_count;
-    // Whatever the first rank has is sent on: the ranks agree on each slice of rows, and it may wait for this one.
-    auto* const follower = dynamic_cast<GroupFlow::Follower*>(micro_batch.flow);  // null: all rows are here, or come at once
+  // Sends the rows, or none that another rank of the process gets, then the flow's decision.
+  absl::Status SendRows(const MicroBatch& micro_batch, bool is_whole, absl::Status* decision) {
+    const int64_t row_count = shares_rows_ && !is_whole ? 0 : micro_batch.hidden.row_count;
+    // A rank that computes alone has all rows at once. Otherwise the flow follows the first rank's. All that has come is sent on:
+    // the ranks agree on each slice of rows, and the first rank may wait for this one.
+    auto* const follower = is_whole ? nullptr : static_cast<GroupFlow::Follower*>(micro_batch.flow);
     v1::JoinResponse message;
-    for (int64_t start = 0, end = row_count; start < row_count && decision->ok(); start = end) {
+    for (int64_t start = 0, end = row_count; start < row_count; start = end) {
       if (follower != nullptr) {
         const absl::StatusOr<int64_t> here = follower->AwaitMore(start);
-        *decision = here.status();
-        if (here.ok()) end = std::min(*here, row_count);
-      } else if (micro_batch.flow != nullptr) {
-        *decision = micro_batch.flow->AwaitRows(end);
-      }
-      if (!decision->ok()) {
-        EncodeStatus(*decision, message.mutable_data()->mutable_ended());
-        return commands_.Send(std::move(message));
+        if (!here.ok()) {
+          *decision = here.status();
+          EncodeStatus(*decision, message.mutable_data()->mutable_ended());
+          return commands_.Send(std::move(message));
+        }
+        end = std::min(*here, row_count);
       }
       HEADWATER_RETURN_IF_ERROR(SendRows(micro_batch, start, end));
     }

@@ -8,7 +8,7 @@
 
 #include "proto/headwater/v1/spec_codec.h"
 #include "server/checkpoint/weights_reader.h"
-#include "server/group/shard_plan.h"
+#include "server/group/group_engine.h"
 #include "server/observability/logging.h"
 #include "server/service/call/rpc_scope.h"
 #include "server/service/call/unary_call.h"

@@ -7,7 +7,7 @@
 
 #include "gtest/gtest.h"
 #include "headwater/kernels/engine.h"
-#include "server/group/local_cuda_group.h"
+#include "server/group/group_engine.h"
 #include "tests/kernels/cuda/cuda_group.h"
 #include "tests/kernels/cuda/cuda_group_heads.h"
 #include "tests/kernels/cuda/cuda_support.h"

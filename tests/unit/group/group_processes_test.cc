@@ -10,6 +10,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -34,7 +35,11 @@ using Made = absl::StatusOr<std::unique_ptr<LossEngine>>;
 
 constexpr char kGroupId[] = "the id of a group";
 
-bool Never() { return false; }
+// Work without an end of its own.
+struct Endless {
+  absl::Mutex mutex;
+  group::Patience patience{mutex, [] { return false; }};
+};
 
 absl::Status NoRoom() { return MakeError(ErrorReason::kInvalidField, "there is no room here"); }
 
@@ -95,7 +100,7 @@ class Processes {
       ++ended_;
       call->Cancel();
     });
-    EXPECT_TRUE(Await([&] { return call->IsAwaitingRank(); }));
+    EXPECT_TRUE(Await([&] { return call->IsTaken(); }));
   }
   // What the leader answers who says this.
   absl::Status Hello(const v1::RankHello& hello) {
@@ -106,7 +111,7 @@ class Processes {
     call.Cancel();
     return assembly_->Serve(call);
   }
-  absl::Status Form() { return assembly_->Form(Never); }
+  absl::Status Form() { return assembly_->Form(); }
   // Calls by the order in which they came.
   void Cut(size_t call) { calls_[call]->Cancel(); }
   int64_t data_bytes(size_t call) const { return calls_[call]->data_bytes(); }
@@ -270,28 +275,28 @@ TEST(GroupRows, EndOrGoOnWithoutWhoeverComesTooLate) {
   const absl::Status ended = MakeError(ErrorReason::kCancelled, "the caller gives up");
   const absl::Status closed = MakeError(ErrorReason::kEngineFailed, "it is gone");
   const auto begin = [&rows](uint64_t id) {
-    auto call = group::ReceivedCall::Decode([] {
-      v1::RankCompute message;
-      message.set_row_count(3);
-      message.set_hidden_size(2);
-      message.set_data_type(v1::DATA_TYPE_FLOAT32);
-      return message;
-    }());
-    ASSERT_TRUE(call.ok()) << call.status();
-    rows.Begin(id, *std::move(call));
+    v1::RankCompute message;
+    message.set_row_count(3);
+    message.set_hidden_size(2);
+    message.set_data_type(v1::DATA_TYPE_FLOAT32);
+    auto call = group::ReceivedCall::Decode(message, [](uint64_t) { return nullptr; });
+    EXPECT_TRUE(call.ok()) << call.status();
+    rows.Begin(id, std::make_shared<group::SharedCall>(*std::move(call)));
   };
   rows.Open();
   begin(7);
-  EXPECT_TRUE(rows.Await(7).ok());
-  std::thread waiting([&] { EXPECT_TRUE(rows.AwaitRows(7, 2).ok()); });
-  rows.Come(1);
-  rows.Come(2);
+  const auto seventh = rows.Await(7);
+  ASSERT_TRUE(seventh.ok()) << seventh.status();
+  group::RowsHere& here = (*seventh)->rows;
+  std::thread waiting([&] { EXPECT_TRUE(here.Await(2).ok()); });
+  here.Come(1);
+  here.Come(2);
   waiting.join();
   EXPECT_TRUE(HasReason(rows.Await(6).status(), ErrorReason::kEngineFailed));
-  rows.End(ended);
-  rows.End(closed);  // the first word counts
-  EXPECT_TRUE(rows.AwaitRows(7, 2).ok());
-  EXPECT_EQ(rows.AwaitRows(7, 3), ended);
+  here.End(ended);
+  here.End(closed);  // the first word counts
+  EXPECT_TRUE(here.Await(2).ok());
+  EXPECT_EQ(here.Await(3).status(), ended);
   std::thread reader([&] { EXPECT_EQ(rows.Await(8).status(), closed); });
   rows.Close(closed);
   reader.join();
@@ -413,6 +418,23 @@ TEST(GroupProcesses, AWorkersRankThatFailsKeepsNobodyWaiting) {
               AllOf(HasSubstr("rank 4: there is no room here"), Not(HasSubstr("rank 0")), Not(HasSubstr("rank 1"))));
 }
 
+TEST(GroupProcesses, SetUpIsBoundedWhileAWorkerIsSilent) {
+  group::AssemblyOptions options = SixRanks();
+  options.setup_timeout = absl::Milliseconds(500);
+  options.make_engine = WaitForTheOthers;
+  absl::Notification formed;
+  Processes processes(options);
+  const auto make = [&](const EngineOptions& one) {
+    if (one.group.rank == 3) formed.WaitForNotification();
+    return WaitForTheOthers(one);
+  };
+  for (int32_t index = 0; index < 4; ++index) processes.Join("a", index, 4, make);
+  const absl::Status status = processes.Form();
+  formed.Notify();
+  EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
+  EXPECT_THAT(status.message(), HasSubstr("rank 3: it has not become ready in time"));
+}
+
 TEST(GroupProcesses, AWorkerWhoseCallEndsGivesUpWhatWaits) {
   group::AssemblyOptions options = SixRanks();
   options.make_engine = WaitForTheOthers;
@@ -435,6 +457,7 @@ TEST(GroupProcesses, AWorkerWhoseCallEndsGivesUpWhatWaits) {
 }
 
 TEST(GroupTogether, TellsTheFirstFailureAndAbortsOnce) {
+  Endless endless;
   std::atomic<bool> aborted = false;
   std::atomic<int> aborts = 0;
   const group::FirstFailure failure = group::RunTogether(
@@ -449,23 +472,27 @@ TEST(GroupTogether, TellsTheFirstFailureAndAbortsOnce) {
         ++aborts;
         aborted = true;
       },
-      Never);
+      endless.patience);
   EXPECT_EQ(failure.index, 1u);
   EXPECT_THAT(failure.status.message(), HasSubstr("no room"));
   EXPECT_EQ(aborts, 1);
 }
 
 TEST(GroupTogether, IsGivenUpWhileAllWait) {
+  absl::Mutex mutex;
   std::atomic<bool> aborted = false;
-  std::atomic<int> waiting = 0;
+  int waiting = 0;
   const group::FirstFailure failure = group::RunTogether(
       2,
       [&](size_t) -> absl::Status {
-        ++waiting;
+        {
+          absl::MutexLock lock(&mutex);
+          ++waiting;
+        }
         EXPECT_TRUE(Await([&] { return aborted.load(); }));
         return MakeError(ErrorReason::kEngineFailed, "given up");
       },
-      [&](const absl::Status&) { aborted = true; }, [&] { return waiting == 2; });
+      [&](const absl::Status&) { aborted = true; }, {mutex, [&] { return waiting == 2; }});
   EXPECT_TRUE(HasReason(failure.status, ErrorReason::kCancelled)) << failure.status;
 }
 

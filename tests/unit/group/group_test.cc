@@ -172,7 +172,8 @@ TEST(GroupAssembly, TakesNoStrangersAndNoMoreThanItWants) {
   leaving.Write(hello);
   leaving.Cancel();
   EXPECT_TRUE(HasReason((*assembly)->Serve(leaving), ErrorReason::kCancelled));
-  EXPECT_TRUE(HasReason((*assembly)->Form([] { return true; }), ErrorReason::kCancelled));
+  (*assembly)->GiveUp();
+  EXPECT_TRUE(HasReason((*assembly)->Form(), ErrorReason::kCancelled));
 }
 
 TEST(GroupAssembly, TellsWhyEveryRankRefuses) {
@@ -223,7 +224,7 @@ TEST(GroupAssembly, AWorkerThatGoesAwayIsNotWaitedForUntilTheEnd) {
     EXPECT_TRUE(static_cast<group::WorkerChannel&>(call).Read(&welcome));
     call.Cancel();
   });
-  const absl::Status formed = (*assembly)->Form([] { return false; });
+  const absl::Status formed = (*assembly)->Form();
   EXPECT_TRUE(HasReason(formed, ErrorReason::kEngineFailed)) << formed;
   EXPECT_THAT(formed.message(), HasSubstr("rank 1: the worker's call has ended"));
   worker.join();
@@ -243,7 +244,6 @@ TEST(GroupAssembly, CanBeGivenUpAtAnyTimeOfItsForming) {
     ASSERT_TRUE(assembly.ok()) << assembly.status();
     const auto engine = (*assembly)->TakeEngine();
     TestCall call;
-    std::atomic<bool> asked = false;
     absl::Notification go_on;
     std::thread handler([&] { (*assembly)->Serve(call).IgnoreError(); });
     std::thread worker([&] {
@@ -252,7 +252,7 @@ TEST(GroupAssembly, CanBeGivenUpAtAnyTimeOfItsForming) {
       one.leader_host = "127.0.0.1";
       one.listen_host = "127.0.0.1";
       one.make_engine = [&](const EngineOptions& engine_options) {
-        asked = true;
+        (*assembly)->GiveUp();
         go_on.WaitForNotification();
         return CreateCpuEngine(engine_options);
       };
@@ -266,9 +266,9 @@ TEST(GroupAssembly, CanBeGivenUpAtAnyTimeOfItsForming) {
       call.Write(hello);
       v1::JoinResponse welcome;
       EXPECT_TRUE(static_cast<group::WorkerChannel&>(call).Read(&welcome));
-      asked = true;
+      (*assembly)->GiveUp();
     });
-    const absl::Status formed = (*assembly)->Form([&] { return asked.load(); });
+    const absl::Status formed = (*assembly)->Form();
     EXPECT_TRUE(HasReason(formed, ErrorReason::kCancelled)) << formed;
     go_on.Notify();
     call.Cancel();

@@ -27,7 +27,13 @@ bool Await(const std::function<bool()>& condition);
 class TestCall final : public group::JoinCall, public group::WorkerChannel {
  public:
   // The leader's end.
-  bool Read(v1::JoinRequest* message) override { return Take(requests_, message); }
+  bool Read(v1::JoinRequest* message) override {
+    {
+      absl::MutexLock lock(&mutex_);
+      ++reads_;
+    }
+    return Take(requests_, message);
+  }
   bool Send(const v1::JoinResponse& message) override {
     {
       absl::MutexLock lock(&mutex_);
@@ -39,20 +45,15 @@ class TestCall final : public group::JoinCall, public group::WorkerChannel {
     absl::MutexLock lock(&mutex_);
     ended_ = true;
   }
-  bool Cancelled() override {
-    absl::MutexLock lock(&mutex_);
-    is_awaiting_rank_ = true;
-    return ended_;
-  }
   // Of rows and tensors that the leader has sent.
   int64_t data_bytes() {
     absl::MutexLock lock(&mutex_);
     return data_bytes_;
   }
-  // The leader has taken the worker, and waits for the others: it looks now and then whether the call is still there.
-  bool IsAwaitingRank() {
+  // The leader has taken the worker: it reads on after the hello.
+  bool IsTaken() {
     absl::MutexLock lock(&mutex_);
-    return is_awaiting_rank_;
+    return reads_ > 1;
   }
   std::string host() const override { return "127.0.0.1"; }
   // The worker hears nothing more until the next time.
@@ -93,7 +94,7 @@ class TestCall final : public group::JoinCall, public group::WorkerChannel {
   absl::Mutex mutex_;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
   bool is_paused_ ABSL_GUARDED_BY(mutex_) = false;
-  bool is_awaiting_rank_ ABSL_GUARDED_BY(mutex_) = false;
+  int64_t reads_ ABSL_GUARDED_BY(mutex_) = 0;  // by the leader
   int64_t data_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::deque<v1::JoinRequest> requests_;
   std::deque<v1::JoinResponse> responses_;
@@ -113,9 +114,7 @@ class ThreadedGroup final : public ForwardingEngine {
   // The same in two steps; Form() once. The workers may take `setup_timeout`.
   static absl::StatusOr<std::unique_ptr<ThreadedGroup>> Begin(const EngineOptions& options, const group::EngineMaker& make_engine,
                                                               absl::Duration setup_timeout = absl::Minutes(1));
-  absl::Status Form() {
-    return assembly_->Form([] { return false; });
-  }
+  absl::Status Form() { return assembly_->Form(); }
   ~ThreadedGroup() override;
 
   // Ends the call of a worker: 1 for the first.
