@@ -5,12 +5,14 @@
 // again. Waiting ranks sleep.
 #include <algorithm>
 #include <condition_variable>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <utility>
 
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "kernels/comm/collective_clock.h"
 #include "kernels/core/shard_layout.h"
 
@@ -35,8 +37,7 @@ class Meeting {
   absl::Status Publish(int32_t rank, const Post& post) {
     std::unique_lock<std::mutex> lock(mutex_);
     posts_[static_cast<size_t>(rank)] = post;
-    absl::Status status = Wait(lock);
-    if (!status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(Wait(lock));
     for (const Post& other : posts_) {
       if (other.count == post.count && other.operation == post.operation) continue;
       reason_ =
@@ -94,47 +95,33 @@ class InProcessCommunicator final : public Communicator {
   int32_t rank() const override { return rank_; }
   int32_t world_size() const override { return meeting_->world_size(); }
 
-  absl::Status AllReduceSum(float* data, int64_t count) override { return Reduce(data, count, "sum of float", Add<float>); }
-  absl::Status AllReduceSum(double* data, int64_t count) override { return Reduce(data, count, "sum of double", Add<double>); }
+  absl::Status AllReduceSum(float* data, int64_t count) override { return Reduce(data, count, "sum of float", std::plus<float>()); }
+  absl::Status AllReduceSum(double* data, int64_t count) override {
+    return Reduce(data, count, "sum of double", std::plus<double>());
+  }
   absl::Status AllReduceMax(double* data, int64_t count) override { return Reduce(data, count, "max of double", Max); }
 
   absl::Status AllGather(const double* data, int64_t count, double* out) override {
-    comm::CollectiveClock::Collective collective(clock_);
-    absl::Status status = meeting_->Publish(rank_, {const_cast<double*>(data), count, kGather});
-    if (!status.ok()) return status;
-    collective.EveryRankIsHere();
-    for (int32_t rank = 0; rank < world_size(); ++rank) {
-      std::copy_n(static_cast<const double*>(meeting_->post(rank).data), count, out + rank * count);
-    }
-    return meeting_->Wait();
+    return Together({const_cast<double*>(data), count, "gather of double"}, [&] {
+      for (int32_t rank = 0; rank < world_size(); ++rank) std::copy_n(Of<double>(rank), count, out + rank * count);
+    });
   }
 
   absl::Status ReduceScatterSum(float* data, absl::Span<const int64_t> bounds) override {
-    comm::CollectiveClock::Collective collective(clock_);
-    absl::Status status = meeting_->Publish(rank_, {data, bounds.back(), kScatterSum});
-    if (!status.ok()) return status;
-    collective.EveryRankIsHere();
-    const size_t own = static_cast<size_t>(rank_);
-    for (int64_t i = bounds[own]; i < bounds[own + 1]; ++i) {
-      float value = static_cast<const float*>(meeting_->post(0).data)[i];
-      for (int32_t rank = 1; rank < world_size(); ++rank) value += static_cast<const float*>(meeting_->post(rank).data)[i];
-      data[i] = value;
-    }
-    return meeting_->Wait();
+    return Together({data, bounds.back(), "scattered sum of float"}, [&] {
+      const size_t own = static_cast<size_t>(rank_);
+      for (int64_t i = bounds[own]; i < bounds[own + 1]; ++i) data[i] = Combined<float>(i, std::plus<float>());
+    });
   }
 
   absl::Status AllGatherParts(void* data, absl::Span<const int64_t> bounds) override {
-    comm::CollectiveClock::Collective collective(clock_);
-    absl::Status status = meeting_->Publish(rank_, {data, bounds.back(), kGatherParts});
-    if (!status.ok()) return status;
-    collective.EveryRankIsHere();
-    for (int32_t rank = 0; rank < world_size(); ++rank) {
-      if (rank == rank_) continue;
-      const int64_t start = bounds[static_cast<size_t>(rank)];
-      std::copy_n(static_cast<const char*>(meeting_->post(rank).data) + start, bounds[static_cast<size_t>(rank) + 1] - start,
-                  static_cast<char*>(data) + start);
-    }
-    return meeting_->Wait();
+    return Together({data, bounds.back(), "gather of parts"}, [&] {
+      for (int32_t rank = 0; rank < world_size(); ++rank) {
+        if (rank == rank_) continue;
+        const int64_t start = bounds[static_cast<size_t>(rank)];
+        std::copy_n(Of<char>(rank) + start, bounds[static_cast<size_t>(rank) + 1] - start, static_cast<char*>(data) + start);
+      }
+    });
   }
 
   void Abort(const absl::Status& reason) override { meeting_->Abort(reason); }
@@ -142,37 +129,48 @@ class InProcessCommunicator final : public Communicator {
   CommunicatorTimes times() const override { return clock_.times(); }
 
  private:
-  static constexpr const char* kGather = "gather of double";
-  static constexpr const char* kScatterSum = "scattered sum of float";
-  static constexpr const char* kGatherParts = "gather of parts";
   // Elements of a part: large enough that ranks do not share cache lines.
   static constexpr int64_t kGrain = 64;
 
-  template <typename T>
-  static T Add(T a, T b) {
-    return a + b;
-  }
   static double Max(double a, double b) {
     if (a != a) return a;
     if (b != b) return b;
     return a > b ? a : b;
   }
 
-  template <typename T>
-  absl::Status Reduce(T* data, int64_t count, const char* operation, T (*combine)(T, T)) {
-    if (world_size() == 1) return status();
+  // A collective: act() reads and writes the ranks' buffers, once all ranks have published theirs.
+  template <typename Act>
+  absl::Status Together(const Meeting::Post& post, const Act& act) {
     comm::CollectiveClock::Collective collective(clock_);
-    absl::Status status = meeting_->Publish(rank_, {data, count, operation});
-    if (!status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(meeting_->Publish(rank_, post));
     collective.EveryRankIsHere();
-    const RowRange part = SplitEvenly({0, count}, rank_, world_size(), kGrain);
-    for (int64_t i = part.start; i < part.end; ++i) {
-      T value = static_cast<const T*>(meeting_->post(0).data)[i];
-      for (int32_t rank = 1; rank < world_size(); ++rank)
-        value = combine(value, static_cast<const T*>(meeting_->post(rank).data)[i]);
-      for (int32_t rank = 0; rank < world_size(); ++rank) static_cast<T*>(meeting_->post(rank).data)[i] = value;
-    }
+    act();
     return meeting_->Wait();
+  }
+
+  template <typename T>
+  T* Of(int32_t rank) const {
+    return static_cast<T*>(meeting_->post(rank).data);
+  }
+
+  // The ranks' i-th elements, in rank order.
+  template <typename T, typename Combine>
+  T Combined(int64_t i, const Combine& combine) const {
+    T value = Of<T>(0)[i];
+    for (int32_t rank = 1; rank < world_size(); ++rank) value = combine(value, Of<T>(rank)[i]);
+    return value;
+  }
+
+  template <typename T, typename Combine>
+  absl::Status Reduce(T* data, int64_t count, const char* operation, const Combine& combine) {
+    if (world_size() == 1) return status();
+    return Together({data, count, operation}, [&] {
+      const RowRange part = SplitEvenly({0, count}, rank_, world_size(), kGrain);
+      for (int64_t i = part.start; i < part.end; ++i) {
+        const T value = Combined<T>(i, combine);
+        for (int32_t rank = 0; rank < world_size(); ++rank) Of<T>(rank)[i] = value;
+      }
+    });
   }
 
   const std::shared_ptr<Meeting> meeting_;

@@ -7,8 +7,6 @@
 // bits. A scattered sum is exchanged piece by piece to save memory.
 //
 // Each message has a header, which reveals ranks that did not make the same call.
-#include "kernels/comm/tcp_communicator.h"
-
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -18,11 +16,14 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <utility>
 
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "kernels/comm/collective_clock.h"
+#include "kernels/comm/tcp_socket.h"
 #include "kernels/core/shard_layout.h"
 
 namespace headwater::comm {
@@ -41,10 +42,6 @@ struct Header {
 
 enum Operation : int64_t { kGather = 1, kSumFloat, kSumDouble, kMax, kScatterSum, kGatherParts };
 
-template <typename T>
-T Add(T a, T b) {
-  return a + b;
-}
 double Max(double a, double b) {
   if (a != a) return a;
   if (b != b) return b;
@@ -60,11 +57,24 @@ class TcpCommunicator final : public Communicator {
   int32_t rank() const override { return rank_; }
   int32_t world_size() const override { return static_cast<int32_t>(peers_.size()); }
 
-  absl::Status AllReduceSum(float* data, int64_t count) override { return Reduce(data, count, kSumFloat, Add<float>); }
-  absl::Status AllReduceSum(double* data, int64_t count) override { return Reduce(data, count, kSumDouble, Add<double>); }
+  absl::Status AllReduceSum(float* data, int64_t count) override { return Reduce(data, count, kSumFloat, std::plus<float>()); }
+  absl::Status AllReduceSum(double* data, int64_t count) override { return Reduce(data, count, kSumDouble, std::plus<double>()); }
   absl::Status AllReduceMax(double* data, int64_t count) override { return Reduce(data, count, kMax, Max); }
 
-  absl::Status AllGather(const double* data, int64_t count, double* out) override { return Gather(data, count, kGather, out); }
+  absl::Status AllGather(const double* data, int64_t count, double* out) override {
+    const size_t bytes = static_cast<size_t>(count) * sizeof(double);
+    CollectiveClock::Collective collective(clock_);
+    absl::Status status = Exchange(
+        &collective, {++sequence_, count, kGather},
+        [&](size_t) {
+          return Out{data, bytes};
+        },
+        [&](size_t rank) {
+          return In{out + static_cast<int64_t>(rank) * count, bytes};
+        });
+    if (bytes > 0) std::memcpy(out + rank_ * count, data, bytes);
+    return status;
+  }
 
   absl::Status ReduceScatterSum(float* data, absl::Span<const int64_t> bounds) override {
     CollectiveClock::Collective collective(clock_);
@@ -76,8 +86,8 @@ class TcpCommunicator final : public Communicator {
         const int64_t end = bounds[rank + 1];
         return RowRange{std::min(bounds[rank] + start, end), std::min(bounds[rank] + start + kPiece, end)};
       };
-      absl::Status status = SumOwnPart(&collective, data, {++sequence_, longest, kScatterSum}, piece_of, Add<float>);
-      if (!status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(
+          SumOwnPart(&collective, data, Header{++sequence_, longest, kScatterSum}, piece_of, std::plus<float>()));
     }
     return absl::OkStatus();
   }
@@ -137,24 +147,8 @@ class TcpCommunicator final : public Communicator {
     size_t to_receive() const { return sizeof(Header) + in.bytes - received; }
   };
 
-  template <typename T>
-  absl::Status Gather(const T* data, int64_t count, Operation operation, T* out) {
-    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
-    CollectiveClock::Collective collective(clock_);
-    absl::Status status = Exchange(
-        &collective, {++sequence_, count, operation},
-        [&](size_t) {
-          return Out{data, bytes};
-        },
-        [&](size_t rank) {
-          return In{out + static_cast<int64_t>(rank) * count, bytes};
-        });
-    if (bytes > 0) std::memcpy(out + rank_ * count, data, bytes);
-    return status;
-  }
-
-  template <typename T>
-  absl::Status Reduce(T* data, int64_t count, Operation operation, T (*combine)(T, T)) {
+  template <typename T, typename Combine>
+  absl::Status Reduce(T* data, int64_t count, Operation operation, Combine combine) {
     const size_t ranks = peers_.size();
     const bool is_small = count * static_cast<int64_t>(sizeof(T)) <= kSmallBytes;
     const auto part_of = [&](size_t rank) {
@@ -181,9 +175,9 @@ class TcpCommunicator final : public Communicator {
   }
 
   // Sends each rank this rank's elements of its part, part_of(rank), and combines this rank's own part in rank order.
-  template <typename T, typename PartOf>
+  template <typename T, typename PartOf, typename Combine>
   absl::Status SumOwnPart(CollectiveClock::Collective* collective, T* data, const Header& header, const PartOf& part_of,
-                          T (*combine)(T, T)) {
+                          Combine combine) {
     const RowRange own = part_of(static_cast<size_t>(rank_));
     scratch_.resize(peers_.size() * BytesOf<T>(own));
     T* const gathered = reinterpret_cast<T*>(scratch_.data());
@@ -236,8 +230,7 @@ class TcpCommunicator final : public Communicator {
       for (size_t rank = 0; rank < peers_.size(); ++rank) {
         if (!peers_[rank].open()) continue;
         Progress& one = progress_[rank];
-        absl::Status status = MoveOne(header, rank);
-        if (!status.ok()) return status;
+        HEADWATER_RETURN_IF_ERROR(MoveOne(header, rank));
         none_missing = none_missing && one.received >= sizeof(Header);
         const int events = (one.to_send() > 0 ? POLLOUT : 0) | (one.to_receive() > 0 ? POLLIN : 0);
         if (events == 0) continue;

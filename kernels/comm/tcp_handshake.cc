@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::comm {
 namespace {
@@ -44,16 +45,14 @@ bool AreEqual(const Proof& proof, const std::optional<Proof>& expected) {
 }  // namespace
 
 absl::StatusOr<Challenge> MakeChallenge() {
-  const absl::StatusOr<Nonce> nonce = MakeNonce();
-  if (!nonce.ok()) return nonce.status();
-  return Challenge{kMagic, *nonce};
+  HEADWATER_ASSIGN_OR_RETURN(const Nonce nonce, MakeNonce());
+  return Challenge{kMagic, nonce};
 }
 
 absl::StatusOr<Claim> MakeClaim(const std::string& secret, int32_t caller, int32_t called, const Challenge& challenge) {
   if (challenge.magic != kMagic) return MakeError(ErrorReason::kEngineFailed, "what answers is no rank of a group");
-  const absl::StatusOr<Nonce> nonce = MakeNonce();
-  if (!nonce.ok()) return nonce.status();
-  Claim claim{caller, *nonce, {}};
+  HEADWATER_ASSIGN_OR_RETURN(const Nonce nonce, MakeNonce());
+  Claim claim{caller, nonce, {}};
   const std::optional<Proof> proof = Prove(secret, Side::kCaller, called, challenge, claim);
   if (!proof.has_value()) return MakeError(ErrorReason::kEngineFailed, "OpenSSL makes no HMAC-SHA256");
   claim.proof = *proof;

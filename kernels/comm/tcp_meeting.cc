@@ -13,7 +13,7 @@
 
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/error.h"
-#include "kernels/comm/tcp_communicator.h"
+#include "headwater/kernels/return_if_error.h"
 #include "kernels/comm/tcp_handshake.h"
 #include "kernels/comm/tcp_socket.h"
 
@@ -41,10 +41,9 @@ class Reception {
   // Waits until all of those ranks are connected.
   absl::Status AwaitAll(const Patience& patience) {
     while (missing() > 0) {
-      absl::Status status = patience.Check();
-      if (status.ok()) status = AwaitSomething();
-      if (status.ok()) status = LetIn();
-      if (!status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(patience.Check());
+      HEADWATER_RETURN_IF_ERROR(AwaitSomething());
+      HEADWATER_RETURN_IF_ERROR(LetIn());
       const Clock::time_point now = Clock::now();
       visitors_.remove_if([&](Visitor& visitor) { return now >= visitor.end || !Hear(&visitor); });
     }
@@ -77,11 +76,10 @@ class Reception {
     for (size_t count = 0; count < kMaxVisitors; ++count) {
       absl::StatusOr<Socket> socket = AcceptTcp(listener_);
       if (!socket.ok() || !socket->open()) return socket.status();
-      const absl::StatusOr<Challenge> challenge = MakeChallenge();
-      if (!challenge.ok()) return challenge.status();
-      if (!SendNow(*socket, &*challenge, sizeof(Challenge))) continue;
+      HEADWATER_ASSIGN_OR_RETURN(const Challenge challenge, MakeChallenge());
+      if (!SendNow(*socket, &challenge, sizeof(Challenge))) continue;
       if (visitors_.size() == kMaxVisitors) visitors_.pop_front();
-      visitors_.push_back({*std::move(socket), Clock::now() + kVisitTime, *challenge, {}, 0});
+      visitors_.push_back({*std::move(socket), Clock::now() + kVisitTime, challenge, {}, 0});
     }
     return absl::OkStatus();
   }
@@ -121,15 +119,13 @@ class Reception {
 absl::Status ShakeHands(const Socket& socket, int32_t rank, int32_t called, const std::string& secret, const Patience& patience,
                         bool* is_refused) {
   Challenge challenge;
-  absl::Status status = ReceiveAll(socket, &challenge, sizeof(challenge), patience);
-  if (!status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(ReceiveAll(socket, &challenge, sizeof(challenge), patience));
   const absl::StatusOr<Claim> claim = MakeClaim(secret, rank, called, challenge);
   *is_refused = !claim.ok();
   if (!claim.ok()) return claim.status();
   Verdict verdict;
-  status = SendAll(socket, &*claim, sizeof(Claim), patience);
-  if (status.ok()) status = ReceiveAll(socket, &verdict, sizeof(verdict), patience);
-  if (!status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(SendAll(socket, &*claim, sizeof(Claim), patience));
+  HEADWATER_RETURN_IF_ERROR(ReceiveAll(socket, &verdict, sizeof(verdict), patience));
   *is_refused = !IsTrue(secret, called, challenge, *claim, verdict);
   if (!*is_refused) return absl::OkStatus();
   return MakeError(ErrorReason::kEngineFailed, verdict.is_taken == 1 ? "who answers does not know the group's secret"
@@ -150,8 +146,7 @@ absl::StatusOr<Socket> Call(int32_t rank, int32_t called, const std::string& add
                           "rank " + std::to_string(called) + " at " + address + ": " + std::string(status.message()));
     }
     std::this_thread::sleep_for(kLook);
-    const absl::Status left = patience.Check();
-    if (!left.ok()) return left;
+    HEADWATER_RETURN_IF_ERROR(patience.Check());
   }
 }
 
@@ -192,9 +187,8 @@ class TcpMeetingImpl final : public TcpMeeting {
 
 absl::StatusOr<std::unique_ptr<TcpMeeting>> TcpMeeting::Listen(const std::string& host) {
   int32_t port = 0;
-  absl::StatusOr<comm::Socket> listener = comm::ListenAtAnyPort(host, &port);
-  if (!listener.ok()) return listener.status();
-  return std::unique_ptr<TcpMeeting>(std::make_unique<comm::TcpMeetingImpl>(*std::move(listener), port));
+  HEADWATER_ASSIGN_OR_RETURN(comm::Socket listener, comm::ListenAtAnyPort(host, &port));
+  return std::unique_ptr<TcpMeeting>(std::make_unique<comm::TcpMeetingImpl>(std::move(listener), port));
 }
 
 }  // namespace headwater

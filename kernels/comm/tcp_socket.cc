@@ -16,6 +16,7 @@
 
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/listen_tcp.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::comm {
 namespace {
@@ -52,9 +53,26 @@ absl::Status AwaitReady(int fd, short events, const Patience& patience) {
     const int ready = poll(&waiting, 1, static_cast<int>(kLook.count()));
     if (ready > 0) return absl::OkStatus();
     if (ready < 0 && errno != EINTR) return SocketError("poll", errno);
-    absl::Status status = patience.Check();
-    if (!status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(patience.Check());
   }
+}
+
+// move(at): sends or receives bytes from position `at` on, and returns their number.
+template <typename Move>
+absl::Status MoveAll(int fd, short event, size_t bytes, const Move& move, const Patience& patience) {
+  for (size_t at = 0; at < bytes;) {
+    const ssize_t moved = move(at);
+    if (moved > 0) {
+      at += static_cast<size_t>(moved);
+    } else if (moved == 0) {
+      return SocketError("the connection has ended", ECONNRESET);
+    } else if (errno == EAGAIN) {
+      HEADWATER_RETURN_IF_ERROR(AwaitReady(fd, event, patience));
+    } else if (errno != EINTR) {
+      return SocketError(event == POLLIN ? "receive" : "send", errno);
+    }
+  }
+  return absl::OkStatus();
 }
 
 void SendAtOnce(int fd) {
@@ -67,8 +85,7 @@ absl::StatusOr<Socket> TryConnect(const addrinfo& address, const Patience& patie
   if (!made.open()) return SocketError("socket", errno);
   if (connect(made.fd(), address.ai_addr, address.ai_addrlen) != 0) {
     if (errno != EINPROGRESS) return SocketError("connect", errno);
-    absl::Status ready = AwaitReady(made.fd(), POLLOUT, patience);
-    if (!ready.ok()) return ready;
+    HEADWATER_RETURN_IF_ERROR(AwaitReady(made.fd(), POLLOUT, patience));
     int error = 0;
     socklen_t size = sizeof(error);
     if (getsockopt(made.fd(), SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
@@ -106,12 +123,11 @@ absl::StatusOr<Socket> ListenAtAnyPort(const std::string& host, int32_t* port) {
 absl::StatusOr<Socket> ConnectTcp(const std::string& address, const Patience& patience) {
   const size_t colon = address.rfind(':');
   if (colon == std::string::npos) return MakeError(ErrorReason::kEngineFailed, "\"" + address + "\" is no host:port");
-  const absl::StatusOr<AddressList> list = Resolve(address.substr(0, colon), address.substr(colon + 1));
-  if (!list.ok()) return list.status();
-  const bool is_only = (*list)->ai_next == nullptr;
+  HEADWATER_ASSIGN_OR_RETURN(const AddressList list, Resolve(address.substr(0, colon), address.substr(colon + 1)));
+  const bool is_only = list->ai_next == nullptr;
   while (true) {
     absl::Status last;
-    for (const addrinfo* one = list->get(); one != nullptr; one = one->ai_next) {
+    for (const addrinfo* one = list.get(); one != nullptr; one = one->ai_next) {
       const Clock::time_point turn_end = is_only ? patience.deadline : std::min(patience.deadline, Clock::now() + kOneOfSeveral);
       absl::StatusOr<Socket> made = TryConnect(*one, {turn_end, patience.cancelled});
       if (made.ok()) return made;
@@ -139,38 +155,13 @@ absl::StatusOr<Socket> AcceptTcp(const Socket& listener) {
 }
 
 absl::Status SendAll(const Socket& socket, const void* data, size_t bytes, const Patience& patience) {
-  const char* next = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t sent = send(socket.fd(), next, bytes, MSG_NOSIGNAL);
-    if (sent > 0) {
-      next += sent;
-      bytes -= static_cast<size_t>(sent);
-    } else if (errno == EAGAIN) {
-      absl::Status ready = AwaitReady(socket.fd(), POLLOUT, patience);
-      if (!ready.ok()) return ready;
-    } else if (errno != EINTR) {
-      return SocketError("send", errno);
-    }
-  }
-  return absl::OkStatus();
+  const auto move = [&](size_t at) { return send(socket.fd(), static_cast<const char*>(data) + at, bytes - at, MSG_NOSIGNAL); };
+  return MoveAll(socket.fd(), POLLOUT, bytes, move, patience);
 }
 
 absl::Status ReceiveAll(const Socket& socket, void* data, size_t bytes, const Patience& patience) {
-  char* next = static_cast<char*>(data);
-  while (bytes > 0) {
-    const ssize_t received = recv(socket.fd(), next, bytes, 0);
-    if (received == 0) return SocketError("receive", ECONNRESET);
-    if (received > 0) {
-      next += received;
-      bytes -= static_cast<size_t>(received);
-    } else if (errno == EAGAIN) {
-      absl::Status ready = AwaitReady(socket.fd(), POLLIN, patience);
-      if (!ready.ok()) return ready;
-    } else if (errno != EINTR) {
-      return SocketError("receive", errno);
-    }
-  }
-  return absl::OkStatus();
+  const auto move = [&](size_t at) { return recv(socket.fd(), static_cast<char*>(data) + at, bytes - at, 0); };
+  return MoveAll(socket.fd(), POLLIN, bytes, move, patience);
 }
 
 }  // namespace headwater::comm

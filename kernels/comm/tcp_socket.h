@@ -8,11 +8,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "headwater/kernels/communicator.h"
 
 namespace headwater::comm {
 
@@ -62,6 +65,9 @@ absl::StatusOr<Socket> AcceptTcp(const Socket& listener);
 // Moves exactly `bytes`. kEngineFailed for a connection that is lost.
 absl::Status SendAll(const Socket& socket, const void* data, size_t bytes, const Patience& patience);
 absl::Status ReceiveAll(const Socket& socket, void* data, size_t bytes, const Patience& patience);
+
+// The communicator of rank `rank`, once it is connected with all others: peers[r] with rank r; the own one, peers[rank], is empty.
+std::unique_ptr<Communicator> MakeTcpCommunicator(int32_t rank, std::vector<Socket> peers);
 
 }  // namespace headwater::comm
 
