@@ -22,7 +22,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/listen_tcp.h"
-#include "server/transport/unix_socket.h"
 
 namespace headwater::guard {
 namespace {

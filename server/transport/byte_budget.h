@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <utility>
+#include <memory>
 
 namespace headwater::transport {
 
@@ -16,34 +16,12 @@ class ByteBudget {
   ByteBudget(const ByteBudget&) = delete;
   ByteBudget& operator=(const ByteBudget&) = delete;
 
-  // Reserved bytes. Destruction returns them to the budget, which must outlive the reservation.
-  class Reservation {
-   public:
-    Reservation() = default;
-    Reservation(Reservation&& other) noexcept
-        : budget_(std::exchange(other.budget_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-    Reservation& operator=(Reservation&& other) noexcept {
-      if (this != &other) {
-        Release();
-        budget_ = std::exchange(other.budget_, nullptr);
-        bytes_ = std::exchange(other.bytes_, 0);
-      }
-      return *this;
-    }
-    ~Reservation() { Release(); }
-
-    void Release() {
-      if (budget_ != nullptr) budget_->reserved_bytes_.fetch_sub(bytes_);
-      budget_ = nullptr;
-      bytes_ = 0;
-    }
-    int64_t bytes() const { return bytes_; }
-
-   private:
-    friend class ByteBudget;
-    ByteBudget* budget_ = nullptr;
-    int64_t bytes_ = 0;
+  struct ReturnBytes {
+    void operator()(ByteBudget* budget) const { budget->reserved_bytes_.fetch_sub(bytes); }
+    int64_t bytes = 0;
   };
+  // Reserved bytes. Destruction returns them to the budget, which must outlive the reservation.
+  using Reservation = std::unique_ptr<ByteBudget, ReturnBytes>;
 
   // Reserves `bytes` (>= 0) and returns true, or changes nothing and returns false.
   bool TryReserve(int64_t bytes, Reservation* reservation) {
@@ -51,20 +29,14 @@ class ByteBudget {
     do {
       if (bytes > capacity_bytes_ - reserved) return false;
     } while (!reserved_bytes_.compare_exchange_weak(reserved, reserved + bytes));
-    Reservation made;
-    made.budget_ = this;
-    made.bytes_ = bytes;
-    *reservation = std::move(made);
+    *reservation = Reservation(this, {bytes});
     return true;
   }
 
   // Reserves `bytes` (>= 0) even if they are more than what is free.
   void ReserveAnyway(int64_t bytes, Reservation* reservation) {
     reserved_bytes_.fetch_add(bytes);
-    Reservation made;
-    made.budget_ = this;
-    made.bytes_ = bytes;
-    *reservation = std::move(made);
+    *reservation = Reservation(this, {bytes});
   }
 
   int64_t capacity_bytes() const { return capacity_bytes_; }

@@ -12,18 +12,14 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <map>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/transport/region.h"
-#include "server/transport/unix_socket.h"
 
 namespace headwater::transport {
 namespace {
@@ -83,8 +79,7 @@ absl::Status CheckPacket(const Packet& packet) {
   if (packet.descriptors.size() != 1) {
     return MakeError(ErrorReason::kProtocolViolation, absl::StrCat("expected one descriptor, got ", packet.descriptors.size()));
   }
-  int64_t size = 0;
-  if (absl::Status status = CheckSealedMemory(packet.descriptors.front().get(), "descriptor", &size); !status.ok()) return status;
+  HEADWATER_ASSIGN_OR_RETURN(const int64_t size, CheckSealedMemory(packet.descriptors.front().get(), "descriptor"));
   if (size == bytes) return absl::OkStatus();
   return MakeError(ErrorReason::kInvalidField,
                    absl::StrCat("expected memory of the ", bytes, " bytes that were named, got ", size));
@@ -102,181 +97,152 @@ absl::Status TooManyWait(const char* whose, const char* limit, int64_t maximum, 
                     {"actual", absl::StrCat(actual)}});
 }
 
+// The buffer of a fresh socket has room for one packet; a closed connection needs none.
+void Send(int fd, const void* data, size_t bytes) { static_cast<void>(send(fd, data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL)); }
+
+void Answer(int fd, const absl::Status& error) {
+  std::string answer(kDescriptorMagic, sizeof(kDescriptorMagic));
+  const uint32_t code = static_cast<uint32_t>(error.code());
+  answer.append(reinterpret_cast<const char*>(&code), sizeof(code));
+  answer.append(std::string(error.message()).substr(0, kDescriptorMaxErrorBytes));
+  Send(fd, answer.data(), answer.size());
+}
+
 }  // namespace
 
-class DescriptorSocket::Impl {
- public:
-  Impl(const DescriptorSocketOptions& options, std::string path, FileDescriptor listener, FileDescriptor wake)
-      : options_(options), path_(std::move(path)), listener_(std::move(listener)), wake_(std::move(wake)) {
-    struct stat made {};
-    if (stat(path_.c_str(), &made) == 0) inode_ = {made.st_dev, made.st_ino};
-    thread_ = std::thread([this] { Run(); });
+DescriptorSocket::DescriptorSocket(const DescriptorSocketOptions& options, std::string path, FileDescriptor listener,
+                                   FileDescriptor wake)
+    : options_(options), path_(std::move(path)), listener_(std::move(listener)), wake_(std::move(wake)) {
+  struct stat made {};
+  if (stat(path_.c_str(), &made) == 0) inode_ = {made.st_dev, made.st_ino};
+  thread_ = std::thread([this] { Run(); });
+}
+
+DescriptorSocket::~DescriptorSocket() {
+  const uint64_t one = 1;
+  while (write(wake_.get(), &one, sizeof(one)) < 0 && errno == EINTR) {
   }
-  ~Impl() {
-    const uint64_t one = 1;
-    while (write(wake_.get(), &one, sizeof(one)) < 0 && errno == EINTR) {
+  thread_.join();
+  struct stat there {};
+  if (stat(path_.c_str(), &there) == 0 && std::pair(there.st_dev, there.st_ino) == inode_) unlink(path_.c_str());
+}
+
+absl::StatusOr<FileDescriptor> DescriptorSocket::Take(absl::string_view token) {
+  absl::MutexLock lock(&mutex_);
+  const auto found = waiting_.find(std::string(token));
+  if (found != waiting_.end()) {
+    Waiting taken = std::move(found->second);
+    waiting_.erase(found);
+    if (MonotonicNow() < taken.end) return std::move(taken.memory);
+  }
+  return MakeError(ErrorReason::kInvalidField,
+                   "descriptor_token: expected a token that the descriptor socket answered, not used before and not older than its "
+                   "lifetime, got another; send the descriptor again",
+                   {{"field", "descriptor_token"}});
+}
+
+int64_t DescriptorSocket::size() const {
+  absl::MutexLock lock(&mutex_);
+  return static_cast<int64_t>(waiting_.size());
+}
+
+void DescriptorSocket::Run() {
+  std::vector<Connection> connections;
+  absl::Time next_old = absl::InfiniteFuture();  // when a descriptor that waits is too old
+  for (;;) {
+    const bool is_pausing = MonotonicNow() < accept_after_;
+    const bool may_accept = !is_pausing && connections.size() < static_cast<size_t>(options_.max_connections);
+    std::vector<pollfd> polled = {{wake_.get(), POLLIN, 0}, {may_accept ? listener_.get() : -1, POLLIN, 0}};
+    absl::Time next = is_pausing ? std::min(next_old, accept_after_) : next_old;
+    for (const Connection& connection : connections) {
+      polled.push_back({connection.socket.get(), POLLIN, 0});
+      next = std::min(next, connection.end);
     }
-    thread_.join();
-    struct stat there {};
-    if (stat(path_.c_str(), &there) == 0 && std::pair(there.st_dev, there.st_ino) == inode_) unlink(path_.c_str());
-  }
-
-  absl::StatusOr<FileDescriptor> Take(absl::string_view token) {
-    absl::MutexLock lock(&mutex_);
-    const auto found = waiting_.find(std::string(token));
-    if (found != waiting_.end()) {
-      Waiting taken = std::move(found->second);
-      waiting_.erase(found);
-      if (MonotonicNow() < taken.end) return std::move(taken.memory);
-    }
-    return MakeError(
-        ErrorReason::kInvalidField,
-        "descriptor_token: expected a token that the descriptor socket answered, not used before and not older than its "
-        "lifetime, got another; send the descriptor again",
-        {{"field", "descriptor_token"}});
-  }
-  const std::string& path() const { return path_; }
-  int64_t size() const {
-    absl::MutexLock lock(&mutex_);
-    return static_cast<int64_t>(waiting_.size());
-  }
-
- private:
-  struct Waiting {
-    FileDescriptor memory;
-    uid_t user = 0;
-    absl::Time end;
-  };
-  struct Connection {
-    FileDescriptor socket;
-    uid_t user = 0;
-    bool allowed = false;
-    absl::Time end;
-  };
-
-  void Run() {
-    std::vector<Connection> connections;
-    absl::Time next_old = absl::InfiniteFuture();  // when a descriptor that waits is too old
-    for (;;) {
-      const bool is_pausing = MonotonicNow() < accept_after_;
-      const bool may_accept = !is_pausing && connections.size() < static_cast<size_t>(options_.max_connections);
-      std::vector<pollfd> polled = {{wake_.get(), POLLIN, 0}, {may_accept ? listener_.get() : -1, POLLIN, 0}};
-      absl::Time next = is_pausing ? std::min(next_old, accept_after_) : next_old;
-      for (const Connection& connection : connections) {
-        polled.push_back({connection.socket.get(), POLLIN, 0});
-        next = std::min(next, connection.end);
+    // Rounded up to whole milliseconds: what is too old is over then.
+    const absl::Duration wait = std::clamp(next - MonotonicNow() + absl::Milliseconds(1), absl::ZeroDuration(), absl::Hours(1));
+    if (poll(polled.data(), polled.size(), static_cast<int>(absl::ToInt64Milliseconds(wait))) < 0 && errno != EINTR) return;
+    if (polled[0].revents != 0) return;
+    const absl::Time now = MonotonicNow();
+    std::vector<Connection> kept;
+    for (size_t i = 0; i < connections.size(); ++i) {
+      if (polled[i + 2].revents != 0) {
+        Serve(connections[i]);
+      } else if (now < connections[i].end) {
+        kept.push_back(std::move(connections[i]));
       }
-      // Rounded up to whole milliseconds: what is too old is over then.
-      const absl::Duration wait = std::clamp(next - MonotonicNow() + absl::Milliseconds(1), absl::ZeroDuration(), absl::Hours(1));
-      if (poll(polled.data(), polled.size(), static_cast<int>(absl::ToInt64Milliseconds(wait))) < 0 && errno != EINTR) return;
-      if (polled[0].revents != 0) return;
-      const absl::Time now = MonotonicNow();
-      std::vector<Connection> kept;
-      for (size_t i = 0; i < connections.size(); ++i) {
-        if (polled[i + 2].revents != 0) {
-          Serve(connections[i]);
-        } else if (now < connections[i].end) {
-          kept.push_back(std::move(connections[i]));
-        }
-      }
-      connections = std::move(kept);
-      if (polled[1].revents != 0) Accept(&connections);
-      next_old = ForgetOld(now);
     }
+    connections = std::move(kept);
+    if (polled[1].revents != 0) Accept(&connections);
+    next_old = ForgetOld(now);
   }
+}
 
-  void Accept(std::vector<Connection>* connections) {
-    FileDescriptor accepted(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (!accepted.valid()) {
-      // Without descriptors left the listener would stay ready, and this thread busy.
-      accept_after_ = MonotonicNow() + absl::Milliseconds(100);
-      return;
-    }
-    ucred peer{};
-    socklen_t length = sizeof(peer);
-    if (getsockopt(accepted.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) return;
-    // A forbidden client is refused after its packet: closing a connection with an unread packet loses the answer.
-    const bool allowed = options_.any_user || peer.uid == geteuid() || peer.uid == 0;
-    connections->push_back({std::move(accepted), peer.uid, allowed, MonotonicNow() + options_.request_timeout});
+void DescriptorSocket::Accept(std::vector<Connection>* connections) {
+  FileDescriptor accepted(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (!accepted.valid()) {
+    // Without descriptors left the listener would stay ready, and this thread busy.
+    accept_after_ = MonotonicNow() + absl::Milliseconds(100);
+    return;
   }
+  ucred peer{};
+  socklen_t length = sizeof(peer);
+  if (getsockopt(accepted.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) return;
+  // A forbidden client is refused after its packet: closing a connection with an unread packet loses the answer.
+  const bool allowed = options_.any_user || peer.uid == geteuid() || peer.uid == 0;
+  connections->push_back({std::move(accepted), peer.uid, allowed, MonotonicNow() + options_.request_timeout});
+}
 
-  // Takes the packet of a connection, and answers it.
-  void Serve(const Connection& connection) {
-    Packet packet = Receive(connection.socket.get());
-    if (packet.bytes <= 0) return;  // it went away
-    if (!connection.allowed) {
-      return Answer(connection.socket.get(),
-                    MakeError(ErrorReason::kPermissionDenied, "expected a process of the server's own user, or root"));
-    }
-    if (absl::Status status = CheckPacket(packet); !status.ok()) return Answer(connection.socket.get(), status);
-    std::array<char, kDescriptorTokenBytes> token;
-    if (getentropy(token.data(), token.size()) != 0) {
-      return Answer(connection.socket.get(), MakeError(ErrorReason::kInternal, "the operating system gives no random numbers"));
-    }
-    {
-      absl::MutexLock lock(&mutex_);
-      if (absl::Status room = CheckRoom(connection.user); !room.ok()) return Answer(connection.socket.get(), room);
-      waiting_.emplace(std::string(token.data(), token.size()),
-                       Waiting{std::move(packet.descriptors.front()), connection.user, MonotonicNow() + options_.token_lifetime});
-    }
-    std::array<char, kDescriptorAnswerBytes> answer{};
-    std::memcpy(answer.data(), kDescriptorMagic, sizeof(kDescriptorMagic));
-    std::memcpy(answer.data() + 8, token.data(), token.size());
-    std::memcpy(answer.data() + 8 + token.size(), options_.incarnation.data(), options_.incarnation.size());
-    Send(connection.socket.get(), answer.data(), answer.size());
+void DescriptorSocket::Serve(const Connection& connection) {
+  Packet packet = Receive(connection.socket.get());
+  if (packet.bytes <= 0) return;  // it went away
+  if (!connection.allowed) {
+    return Answer(connection.socket.get(),
+                  MakeError(ErrorReason::kPermissionDenied, "expected a process of the server's own user, or root"));
   }
-
-  // Whether one more descriptor of the user may wait.
-  absl::Status CheckRoom(uid_t user) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    const auto is_of_user = [user](const auto& entry) { return entry.second.user == user; };
-    const int64_t of_user = std::count_if(waiting_.begin(), waiting_.end(), is_of_user);
-    const int64_t of_all = static_cast<int64_t>(waiting_.size());
-    if (of_user >= options_.max_user_tokens) {
-      return TooManyWait("one user", "user_descriptors", options_.max_user_tokens, of_user + 1);
-    }
-    if (of_all >= options_.max_tokens) return TooManyWait("all users", "descriptors", options_.max_tokens, of_all + 1);
-    return absl::OkStatus();
+  if (absl::Status status = CheckPacket(packet); !status.ok()) return Answer(connection.socket.get(), status);
+  std::array<char, kDescriptorTokenBytes> token;
+  if (getentropy(token.data(), token.size()) != 0) {
+    return Answer(connection.socket.get(), MakeError(ErrorReason::kInternal, "the operating system gives no random numbers"));
   }
-
-  static void Answer(int fd, const absl::Status& error) {
-    std::string answer(kDescriptorMagic, sizeof(kDescriptorMagic));
-    const uint32_t code = static_cast<uint32_t>(error.code());
-    answer.append(reinterpret_cast<const char*>(&code), sizeof(code));
-    answer.append(std::string(error.message()).substr(0, kDescriptorMaxErrorBytes));
-    Send(fd, answer.data(), answer.size());
-  }
-  // The buffer of a fresh socket has room for one packet; a closed connection needs none.
-  static void Send(int fd, const void* data, size_t bytes) {
-    static_cast<void>(send(fd, data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL));
-  }
-
-  // Returns when the next one is too old.
-  absl::Time ForgetOld(absl::Time now) {
-    std::vector<FileDescriptor> closed;  // without the lock
-    absl::Time next = absl::InfiniteFuture();
+  {
     absl::MutexLock lock(&mutex_);
-    for (auto entry = waiting_.begin(); entry != waiting_.end();) {
-      if (now < entry->second.end) {
-        next = std::min(next, entry->second.end);
-        ++entry;
-        continue;
-      }
-      closed.push_back(std::move(entry->second.memory));
-      entry = waiting_.erase(entry);
-    }
-    return next;
+    if (absl::Status room = CheckRoom(connection.user); !room.ok()) return Answer(connection.socket.get(), room);
+    waiting_.emplace(std::string(token.data(), token.size()),
+                     Waiting{std::move(packet.descriptors.front()), connection.user, MonotonicNow() + options_.token_lifetime});
   }
+  std::array<char, kDescriptorAnswerBytes> answer{};
+  std::memcpy(answer.data(), kDescriptorMagic, sizeof(kDescriptorMagic));
+  std::memcpy(answer.data() + 8, token.data(), token.size());
+  std::memcpy(answer.data() + 8 + token.size(), options_.incarnation.data(), options_.incarnation.size());
+  Send(connection.socket.get(), answer.data(), answer.size());
+}
 
-  const DescriptorSocketOptions options_;
-  const std::string path_;
-  const FileDescriptor listener_;
-  const FileDescriptor wake_;
-  std::pair<dev_t, ino_t> inode_{};
-  absl::Time accept_after_ = absl::InfinitePast();
-  mutable absl::Mutex mutex_;
-  std::map<std::string, Waiting> waiting_ ABSL_GUARDED_BY(mutex_);  // by token
-  std::thread thread_;                                              // last: it uses the members above
-};
+absl::Status DescriptorSocket::CheckRoom(uid_t user) const {
+  const auto is_of_user = [user](const auto& entry) { return entry.second.user == user; };
+  const int64_t of_user = std::count_if(waiting_.begin(), waiting_.end(), is_of_user);
+  const int64_t of_all = static_cast<int64_t>(waiting_.size());
+  if (of_user >= options_.max_user_tokens) {
+    return TooManyWait("one user", "user_descriptors", options_.max_user_tokens, of_user + 1);
+  }
+  if (of_all >= options_.max_tokens) return TooManyWait("all users", "descriptors", options_.max_tokens, of_all + 1);
+  return absl::OkStatus();
+}
+
+absl::Time DescriptorSocket::ForgetOld(absl::Time now) {
+  std::vector<FileDescriptor> closed;  // without the lock
+  absl::Time next = absl::InfiniteFuture();
+  absl::MutexLock lock(&mutex_);
+  for (auto entry = waiting_.begin(); entry != waiting_.end();) {
+    if (now < entry->second.end) {
+      next = std::min(next, entry->second.end);
+      ++entry;
+      continue;
+    }
+    closed.push_back(std::move(entry->second.memory));
+    entry = waiting_.erase(entry);
+  }
+  return next;
+}
 
 absl::StatusOr<std::unique_ptr<DescriptorSocket>> DescriptorSocket::Listen(const DescriptorSocketOptions& options) {
   std::error_code error;
@@ -313,14 +279,7 @@ absl::StatusOr<std::unique_ptr<DescriptorSocket>> DescriptorSocket::Listen(const
     unlink(path.c_str());
     return status;
   }
-  return std::unique_ptr<DescriptorSocket>(
-      new DescriptorSocket(std::make_unique<Impl>(options, path, std::move(listener), std::move(wake))));
+  return std::unique_ptr<DescriptorSocket>(new DescriptorSocket(options, path, std::move(listener), std::move(wake)));
 }
-
-DescriptorSocket::DescriptorSocket(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-DescriptorSocket::~DescriptorSocket() = default;
-absl::StatusOr<FileDescriptor> DescriptorSocket::Take(absl::string_view token) { return impl_->Take(token); }
-const std::string& DescriptorSocket::path() const { return impl_->path(); }
-int64_t DescriptorSocket::size() const { return impl_->size(); }
 
 }  // namespace headwater::transport

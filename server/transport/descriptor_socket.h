@@ -13,14 +13,22 @@
 #ifndef HEADWATER_SERVER_TRANSPORT_DESCRIPTOR_SOCKET_H_
 #define HEADWATER_SERVER_TRANSPORT_DESCRIPTOR_SOCKET_H_
 
+#include <sys/types.h>
+
 #include <array>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
+#include <thread>
+#include <utility>
+#include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "server/transport/file_descriptor.h"
 
@@ -60,14 +68,42 @@ class DescriptorSocket {
   // was never given, was used, or is too old.
   absl::StatusOr<FileDescriptor> Take(absl::string_view token);
   // Absolute path.
-  const std::string& path() const;
+  const std::string& path() const { return path_; }
   // Descriptors that wait to be taken.
   int64_t size() const;
 
  private:
-  class Impl;
-  explicit DescriptorSocket(std::unique_ptr<Impl> impl);
-  const std::unique_ptr<Impl> impl_;
+  struct Waiting {
+    FileDescriptor memory;
+    uid_t user = 0;
+    absl::Time end;
+  };
+  struct Connection {
+    FileDescriptor socket;
+    uid_t user = 0;
+    bool allowed = false;
+    absl::Time end;
+  };
+
+  DescriptorSocket(const DescriptorSocketOptions& options, std::string path, FileDescriptor listener, FileDescriptor wake);
+  void Run();
+  void Accept(std::vector<Connection>* connections);
+  // Takes the packet of a connection, and answers it.
+  void Serve(const Connection& connection);
+  // Whether one more descriptor of the user may wait.
+  absl::Status CheckRoom(uid_t user) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Returns when the next one is too old.
+  absl::Time ForgetOld(absl::Time now);
+
+  const DescriptorSocketOptions options_;
+  const std::string path_;
+  const FileDescriptor listener_;
+  const FileDescriptor wake_;
+  std::pair<dev_t, ino_t> inode_{};
+  absl::Time accept_after_ = absl::InfinitePast();
+  mutable absl::Mutex mutex_;
+  std::map<std::string, Waiting> waiting_ ABSL_GUARDED_BY(mutex_);  // by token
+  std::thread thread_;                                              // last: it uses the members above
 };
 
 }  // namespace headwater::transport

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::transport {
 
@@ -33,9 +34,8 @@ TeacherStream::~TeacherStream() {
 }
 
 absl::Status TeacherStream::Add(int64_t row_start, int64_t count, const void* data, int64_t data_bytes, const std::string& field) {
-  absl::Status good = CheckRows(field, row_start, count, data_bytes, row_count_, row_bytes_, arrived_);
-  if (!good.ok()) return good;
-  if (absl::Status status = Copy(row_start, count, static_cast<const uint8_t*>(data)); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckRows(field, row_start, count, data_bytes, row_count_, row_bytes_, arrived_));
+  HEADWATER_RETURN_IF_ERROR(Copy(row_start, count, static_cast<const uint8_t*>(data)));
   arrived_.Add(row_start, count);
   return absl::OkStatus();
 }
@@ -153,21 +153,6 @@ void RowClaim::ClaimNext() {
   if (row.claim_count == 1) join_.Drop(*set_, entry);
 }
 
-int64_t RowClaim::ready_rows() const {
-  absl::MutexLock lock(&join_.mutex_);
-  return CountReady();
-}
-
-void RowClaim::OnChange(std::function<void()> wake) {
-  absl::MutexLock lock(&join_.mutex_);
-  wake_ = std::move(wake);
-}
-
-absl::Status RowClaim::MissingRow() const {
-  absl::MutexLock lock(&join_.mutex_);
-  return Missing(std::min(CountReady(), row_count_ - 1));
-}
-
 absl::Status RowClaim::Gather(int64_t row_start, int64_t count, void* out) const {
   std::vector<const uint8_t*> rows;
   std::vector<std::shared_ptr<TeacherJoin::Slab>> slabs;  // keep what is copied
@@ -183,11 +168,6 @@ absl::Status RowClaim::Gather(int64_t row_start, int64_t count, void* out) const
   uint8_t* to = static_cast<uint8_t*>(out);
   for (const uint8_t* const row : rows) to = std::copy_n(row, row_bytes_, to);
   return absl::OkStatus();
-}
-
-bool RowClaim::IsReady(const TeacherJoin::Row& row) const {
-  if (row.state == TeacherJoin::Row::State::kThere) return true;
-  return row.state == TeacherJoin::Row::State::kSpent && !user_->empty() && *row.user == *user_;
 }
 
 int64_t RowClaim::CountReady() const {

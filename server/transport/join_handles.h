@@ -2,11 +2,13 @@
 #ifndef HEADWATER_SERVER_TRANSPORT_JOIN_HANDLES_H_
 #define HEADWATER_SERVER_TRANSPORT_JOIN_HANDLES_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -71,13 +73,22 @@ class RowClaim {
   int64_t row_bytes() const { return row_bytes_; }
 
   // The number of the term's leading rows that have come.
-  int64_t ready_rows() const;
+  int64_t ready_rows() const {
+    absl::MutexLock lock(&join_.mutex_);
+    return CountReady();
+  }
   // `wake` is called, with the join's lock held, whenever ready_rows() may have changed. Null: no call.
-  void OnChange(std::function<void()> wake);
+  void OnChange(std::function<void()> wake) {
+    absl::MutexLock lock(&join_.mutex_);
+    wake_ = std::move(wake);
+  }
   // The time, by the join's clock, at which `max_wait` has passed since the claim was made: then its trainer gives up.
   absl::Time give_up() const { return give_up_; }
   // kJoinIncomplete with `joinKey` and `missingRow` (its index in the set): the answer to a trainer that gives up.
-  absl::Status MissingRow() const;
+  absl::Status MissingRow() const {
+    absl::MutexLock lock(&join_.mutex_);
+    return Missing(std::min(CountReady(), row_count_ - 1));
+  }
   // Copies rows [row_start, row_start + count) of the term to `out`, `[count, row_bytes()]`. kJoinIncomplete, with `out` undefined,
   // unless all of them have come.
   absl::Status Gather(int64_t row_start, int64_t count, void* out) const;
@@ -91,7 +102,10 @@ class RowClaim {
   // Claims the next of its rows, in their order. With the join's lock, like the next three.
   void ClaimNext();
   int64_t IndexOf(int64_t i) const { return row_indices_.empty() ? i : row_indices_[static_cast<size_t>(i)]; }
-  bool IsReady(const TeacherJoin::Row& row) const;
+  bool IsReady(const TeacherJoin::Row& row) const {
+    if (row.state == TeacherJoin::Row::State::kThere) return true;
+    return row.state == TeacherJoin::Row::State::kSpent && !user_->empty() && *row.user == *user_;
+  }
   int64_t CountReady() const;
   absl::Status Missing(int64_t i) const;
 

@@ -4,164 +4,90 @@
 #include <bit>
 #include <iterator>
 #include <list>
-#include <utility>
-#include <vector>
 
 #include "server/observability/monotonic_clock.h"
 
 namespace headwater::transport {
 
-// Outlives the pool as long as a block does.
-class PinnedPool::State : public std::enable_shared_from_this<State> {
- public:
-  State(LossEngine& engine, int64_t capacity_bytes) : engine_(engine), capacity_bytes_(capacity_bytes) {}
-
-  absl::StatusOr<std::shared_ptr<PinnedBlock>> Allocate(int64_t bytes);
-  void Trim(absl::Time since);
-  void Close();
-
-  int64_t used_bytes() const {
-    absl::MutexLock lock(&mutex_);
-    return used_bytes_;
+template <typename IsTooMuch>
+void PinnedPool::Shrink(Freed* freed, IsTooMuch&& is_too_much) {
+  std::list<Idle>& idle = state_->idle;
+  while (!idle.empty() && is_too_much()) {
+    state_->idle_bytes -= idle.front().memory->bytes();
+    freed->push_back(std::move(idle.front().memory));
+    idle.pop_front();
   }
-  int64_t idle_bytes() const {
-    absl::MutexLock lock(&mutex_);
-    return idle_bytes_;
-  }
+}
 
- private:
-  class Block;
-  struct Idle {
-    std::unique_ptr<HostMemory> memory;
-    absl::Time since;
-  };
-  using Freed = std::vector<std::unique_ptr<HostMemory>>;  // declared before the lock is taken: to free is slow, too
-
-  void GiveBack(std::unique_ptr<HostMemory> memory);
-  // Gives up the longest unused idle memory.
-  void GiveUpOldest(Freed* freed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Gives up idle memory, the longest unused first, until at most `bytes` of it are left.
-  void Shrink(int64_t bytes, Freed* freed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-
-  LossEngine& engine_;
-  const int64_t capacity_bytes_;
-  mutable absl::Mutex mutex_;
-  std::list<Idle> idle_ ABSL_GUARDED_BY(mutex_);  // the longest unused first
-  int64_t idle_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  int64_t used_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  bool closed_ ABSL_GUARDED_BY(mutex_) = false;
-};
-
-class PinnedPool::State::Block final : public PinnedBlock {
- public:
-  Block(std::shared_ptr<State> state, std::unique_ptr<HostMemory> memory, int64_t bytes)
-      : state_(std::move(state)), memory_(std::move(memory)), bytes_(bytes) {}
-  Block(const Block&) = delete;
-  Block& operator=(const Block&) = delete;
-  ~Block() override { state_->GiveBack(std::move(memory_)); }
-  uint8_t* data() const override { return static_cast<uint8_t*>(memory_->data()); }
-  int64_t bytes() const override { return bytes_; }
-
- private:
-  const std::shared_ptr<State> state_;
-  std::unique_ptr<HostMemory> memory_;
-  const int64_t bytes_;
-};
-
-absl::StatusOr<std::shared_ptr<PinnedBlock>> PinnedPool::State::Allocate(int64_t bytes) {
+absl::StatusOr<std::shared_ptr<PinnedBlock>> PinnedPool::Allocate(int64_t bytes) {
   const int64_t size = RoundUp(bytes);
+  State& state = *state_;
   std::unique_ptr<HostMemory> memory;
   Freed freed;
   {
-    absl::MutexLock lock(&mutex_);
+    absl::MutexLock lock(&state.mutex);
     // The block that was used last: its pages are the likeliest to be in a cache.
-    const auto found = std::find_if(idle_.rbegin(), idle_.rend(), [&](const Idle& idle) { return idle.memory->bytes() == size; });
-    if (found != idle_.rend()) {
+    const auto found =
+        std::find_if(state.idle.rbegin(), state.idle.rend(), [&](const Idle& idle) { return idle.memory->bytes() == size; });
+    if (found != state.idle.rend()) {
       memory = std::move(found->memory);
-      idle_.erase(std::next(found).base());
-      idle_bytes_ -= size;
+      state.idle.erase(std::next(found).base());
+      state.idle_bytes -= size;
     } else {
-      Shrink(std::max<int64_t>(0, capacity_bytes_ - used_bytes_ - size), &freed);
+      const int64_t most = std::max<int64_t>(0, capacity_bytes_ - state.used_bytes - size);
+      Shrink(&freed, [&] { return state.idle_bytes > most; });
     }
-    used_bytes_ += size;
+    state.used_bytes += size;
   }
   freed.clear();
   if (memory == nullptr) {
     auto made = engine_.AllocateHostMemory(size);
-    if (!made.ok()) {
-      {
-        absl::MutexLock lock(&mutex_);
-        Shrink(0, &freed);
-      }
-      if (!freed.empty()) {  // perhaps that was what was missing
-        freed.clear();
-        made = engine_.AllocateHostMemory(size);
-      }
+    if (!made.ok() && idle_bytes() > 0) {
+      Trim(absl::InfiniteFuture());  // perhaps that is what is missing
+      made = engine_.AllocateHostMemory(size);
     }
     if (!made.ok()) {
-      absl::MutexLock lock(&mutex_);
-      used_bytes_ -= size;
+      absl::MutexLock lock(&state.mutex);
+      state.used_bytes -= size;
       return made.status();
     }
     memory = *std::move(made);
   }
-  return std::shared_ptr<PinnedBlock>(std::make_shared<Block>(shared_from_this(), std::move(memory), bytes));
+  return std::make_shared<PinnedBlock>(state_, std::move(memory), bytes);
 }
 
-void PinnedPool::State::GiveBack(std::unique_ptr<HostMemory> memory) {
-  const int64_t size = memory->bytes();
-  absl::MutexLock lock(&mutex_);
-  used_bytes_ -= size;
-  if (closed_) {
-    static_cast<void>(memory.release());  // never freed: its engine is gone
+PinnedBlock::~PinnedBlock() {
+  const int64_t size = memory_->bytes();
+  absl::MutexLock lock(&pool_->mutex);
+  pool_->used_bytes -= size;
+  if (pool_->closed) {
+    static_cast<void>(memory_.release());  // never freed: its engine is gone
     return;
   }
-  idle_.push_back({std::move(memory), observability::MonotonicNow()});
-  idle_bytes_ += size;
+  pool_->idle.push_back({std::move(memory_), observability::MonotonicNow()});
+  pool_->idle_bytes += size;
 }
 
-void PinnedPool::State::GiveUpOldest(Freed* freed) {
-  idle_bytes_ -= idle_.front().memory->bytes();
-  freed->push_back(std::move(idle_.front().memory));
-  idle_.pop_front();
-}
-
-void PinnedPool::State::Shrink(int64_t bytes, Freed* freed) {
-  while (!idle_.empty() && idle_bytes_ > bytes) GiveUpOldest(freed);
-}
-
-void PinnedPool::State::Trim(absl::Time since) {
+void PinnedPool::Trim(absl::Time since) {
   Freed freed;
-  absl::MutexLock lock(&mutex_);
-  while (!idle_.empty() && idle_.front().since < since) GiveUpOldest(&freed);
+  absl::MutexLock lock(&state_->mutex);
+  Shrink(&freed, [&] { return state_->idle.front().since < since; });
 }
 
-void PinnedPool::State::Close() {
+PinnedPool::~PinnedPool() {
   constexpr absl::Duration kPatience = absl::Seconds(5);
   const absl::Time give_up = observability::MonotonicNow() + kPatience;
   Freed freed;
-  absl::MutexLock lock(&mutex_);
-  for (absl::Duration left = kPatience; used_bytes_ > 0 && left > absl::ZeroDuration();) {
-    mutex_.AwaitWithTimeout(absl::Condition(
-                                +[](int64_t* used) { return *used == 0; }, &used_bytes_),
-                            left);
+  absl::MutexLock lock(&state_->mutex);
+  for (absl::Duration left = kPatience; state_->used_bytes > 0 && left > absl::ZeroDuration();) {
+    state_->mutex.AwaitWithTimeout(absl::Condition(
+                                       +[](int64_t* used) { return *used == 0; }, &state_->used_bytes),
+                                   left);
     left = give_up - observability::MonotonicNow();
   }
-  closed_ = true;
-  Shrink(0, &freed);
+  state_->closed = true;
+  Shrink(&freed, [] { return true; });
 }
-
-PinnedPool::PinnedPool(LossEngine& engine, int64_t capacity_bytes) : state_(std::make_shared<State>(engine, capacity_bytes)) {}
-
-PinnedPool::~PinnedPool() { state_->Close(); }
-
-absl::StatusOr<std::shared_ptr<PinnedBlock>> PinnedPool::Allocate(int64_t bytes) { return state_->Allocate(bytes); }
-
-void PinnedPool::Trim(absl::Time since) { state_->Trim(since); }
-
-int64_t PinnedPool::used_bytes() const { return state_->used_bytes(); }
-
-int64_t PinnedPool::idle_bytes() const { return state_->idle_bytes(); }
 
 int64_t PinnedPool::RoundUp(int64_t bytes) {
   if (bytes <= kLeastBytes) return kLeastBytes;

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -24,6 +25,11 @@ constexpr int kPopulateWrite = MADV_POPULATE_WRITE;
 constexpr int kPopulateWrite = 23;  // Linux 5.14
 #endif
 
+// A region's properties are not as declared, or not allowed.
+absl::Status InvalidRegion(const std::string& field, const std::string& expected, const std::string& actual) {
+  return FieldError(ErrorReason::kInvalidField, field, expected, actual);
+}
+
 // The range lies within `source_bytes`.
 absl::Status CheckWithin(int64_t offset, int64_t bytes, int64_t source_bytes) {
   if (bytes <= source_bytes && offset <= source_bytes - bytes) return absl::OkStatus();
@@ -32,100 +38,64 @@ absl::Status CheckWithin(int64_t offset, int64_t bytes, int64_t source_bytes) {
 }
 
 // A memfd, mapped and page-locked.
-class SharedRegion final : public Region {
- public:
-  SharedRegion(std::shared_ptr<RegionCounts> counts, void* mapping, size_t mapping_bytes, size_t skip, int64_t bytes)
-      : Region(RegionKind::kShared, bytes, std::move(counts)), mapping_(mapping), mapping_bytes_(mapping_bytes), skip_(skip) {}
-  ~SharedRegion() override {
-    locked_.reset();
-    munmap(mapping_, mapping_bytes_);
+struct Mapping {
+  Mapping(void* begin, size_t byte_count) : data(begin), bytes(byte_count) {}
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  ~Mapping() {
+    locked.reset();
+    munmap(data, bytes);
   }
-  absl::Status Lock(LossEngine& engine) {
-    HEADWATER_ASSIGN_OR_RETURN(locked_, engine.RegisterHostMemory(mapping_, static_cast<int64_t>(mapping_bytes_)));
-    return absl::OkStatus();
-  }
-  uint8_t* data() const override { return static_cast<uint8_t*>(mapping_) + skip_; }
-
- private:
-  void* const mapping_;
-  const size_t mapping_bytes_;
-  const size_t skip_;  // from the mapping's beginning to the region's
-  std::unique_ptr<HostMemory> locked_;
+  void* const data;
+  const size_t bytes;
+  std::unique_ptr<HostMemory> locked;
 };
 
-// A file that its owner may truncate at any time: only ever read and written by system calls, which then fail.
-class NamedRegion final : public Region {
- public:
-  NamedRegion(LossEngine& engine, std::shared_ptr<RegionCounts> counts, FileDescriptor file, int64_t offset, int64_t bytes)
-      : Region(RegionKind::kNamed, bytes, std::move(counts)), engine_(engine), file_(std::move(file)), offset_(offset) {}
+absl::Status ShorterFile(const std::string& field) {
+  return InvalidRegion(field, "a named region as long as it was when it was registered", "a shorter one");
+}
 
-  absl::StatusOr<std::unique_ptr<HostMemory>> AllocateCopy(int64_t bytes) const override {
-    return engine_.AllocateHostMemory(bytes);
+// Repeats `step(done, left)`, a system call that moves some of the bytes, until all are moved.
+template <typename Step>
+absl::Status MoveAll(int64_t bytes, const std::string& field, Step&& step) {
+  for (int64_t done = 0; done < bytes;) {
+    const ssize_t moved = step(done, static_cast<size_t>(bytes - done));
+    if (moved < 0 && errno == EINTR) continue;
+    if (moved <= 0) return ShorterFile(field);
+    done += moved;
   }
-  absl::Status Read(int64_t offset, int64_t bytes, void* to, const std::string& field) const override {
-    return Move(bytes, field, [&](int64_t done, size_t left) {
-      return pread(file_.get(), static_cast<uint8_t*>(to) + done, left, offset_ + offset + done);
-    });
-  }
-  absl::Status Write(int64_t offset, int64_t bytes, const void* from, const std::string& field) const override {
-    // A write beyond the end would make the file longer.
-    struct stat status {};
-    if (fstat(file_.get(), &status) != 0 || status.st_size < offset_ + offset + bytes) return Shorter(field);
-    return Move(bytes, field, [&](int64_t done, size_t left) {
-      return pwrite(file_.get(), static_cast<const uint8_t*>(from) + done, left, offset_ + offset + done);
-    });
-  }
-
- private:
-  static absl::Status Shorter(const std::string& field) {
-    return InvalidRegion(field, "a named region as long as it was when it was registered", "a shorter one");
-  }
-  template <typename Step>
-  static absl::Status Move(int64_t bytes, const std::string& field, Step&& step) {
-    for (int64_t done = 0; done < bytes;) {
-      const ssize_t moved = step(done, static_cast<size_t>(bytes - done));
-      if (moved < 0 && errno == EINTR) continue;
-      if (moved <= 0) return Shorter(field);
-      done += moved;
-    }
-    return absl::OkStatus();
-  }
-
-  LossEngine& engine_;
-  const FileDescriptor file_;
-  const int64_t offset_;
-};
-
-class ImportedRegion final : public Region {
- public:
-  ImportedRegion(std::shared_ptr<RegionCounts> counts, std::unique_ptr<DeviceRegion> memory,
-                 std::shared_ptr<const DeviceEvent> event, int64_t bytes)
-      : Region(RegionKind::kDevice, bytes, std::move(counts)), memory_(std::move(memory)), event_(std::move(event)) {}
-  uint8_t* data() const override { return static_cast<uint8_t*>(memory_->data()); }
-  const DeviceEvent* after() const override { return event_.get(); }
-
- private:
-  const std::unique_ptr<DeviceRegion> memory_;
-  const std::shared_ptr<const DeviceEvent> event_;
-};
+  return absl::OkStatus();
+}
 
 }  // namespace
 
-absl::Status InvalidRegion(const std::string& field, const std::string& expected, const std::string& actual) {
-  return MakeError(ErrorReason::kInvalidField, absl::StrCat(field, ": expected ", expected, ", got ", actual),
-                   {{"field", field}, {"expected", expected}, {"actual", actual}});
+Region::Region(RegionKind kind, int64_t bytes, std::shared_ptr<RegionCounts> counts, Memory memory)
+    : kind_(kind), bytes_(bytes), counts_(std::move(counts)), memory_(std::move(memory)) {
+  counts_->regions[static_cast<size_t>(kind_)] += 1;
+  counts_->bytes[static_cast<size_t>(kind_)] += bytes_;
 }
 
-Region::Ticket::Ticket(RegionKind region_kind, int64_t region_bytes, std::shared_ptr<RegionCounts> region_counts)
-    : kind(region_kind), bytes(region_bytes), counts(std::move(region_counts)) {
-  counts->regions[static_cast<size_t>(kind)] += 1;
-  counts->bytes[static_cast<size_t>(kind)] += bytes;
+Region::~Region() {
+  memory_ = {};
+  counts_->regions[static_cast<size_t>(kind_)] -= 1;
+  counts_->bytes[static_cast<size_t>(kind_)] -= bytes_;
+  end_->Come();
 }
 
-Region::Ticket::~Ticket() {
-  counts->regions[static_cast<size_t>(kind)] -= 1;
-  counts->bytes[static_cast<size_t>(kind)] -= bytes;
-  end->Come();
+absl::Status Region::Read(int64_t offset, int64_t bytes, void* to, const std::string& field) const {
+  return MoveAll(bytes, field, [&](int64_t done, size_t left) {
+    return pread(memory_.file.get(), static_cast<uint8_t*>(to) + done, left, memory_.file_offset + offset + done);
+  });
+}
+
+absl::Status Region::Write(int64_t offset, int64_t bytes, const void* from, const std::string& field) const {
+  // A write beyond the end would make the file longer.
+  const int64_t begin = memory_.file_offset + offset;
+  struct stat status {};
+  if (fstat(memory_.file.get(), &status) != 0 || status.st_size < begin + bytes) return ShorterFile(field);
+  return MoveAll(bytes, field, [&](int64_t done, size_t left) {
+    return pwrite(memory_.file.get(), static_cast<const uint8_t*>(from) + done, left, begin + done);
+  });
 }
 
 absl::Status RegionEnd::Await(const scheduler::WaitLimits& limits) {
@@ -143,13 +113,7 @@ void RegionEnd::Come() {
   waiting_.WakeAll();
 }
 
-absl::StatusOr<std::unique_ptr<HostMemory>> Region::AllocateCopy(int64_t) const {
-  return MakeError(ErrorReason::kInternal, "a mapped region needs no copy");
-}
-absl::Status Region::Read(int64_t, int64_t, void*, const std::string&) const { return AllocateCopy(0).status(); }
-absl::Status Region::Write(int64_t, int64_t, const void*, const std::string&) const { return AllocateCopy(0).status(); }
-
-absl::Status CheckSealedMemory(int fd, const std::string& field, int64_t* size) {
+absl::StatusOr<int64_t> CheckSealedMemory(int fd, const std::string& field) {
   const int seals = fcntl(fd, F_GET_SEALS);
   // Huge pages of their own file system, secret memory and files on disks are not tmpfs: their pages may fail to come.
   struct statfs system {};
@@ -175,15 +139,13 @@ absl::Status CheckSealedMemory(int fd, const std::string& field, int64_t* size) 
     return InvalidRegion(field, "memory that is allocated in full (fallocate, or write to every page)",
                          absl::StrCat(int64_t{status.st_blocks} * 512, " of ", int64_t{status.st_size}, " bytes"));
   }
-  *size = status.st_size;
-  return absl::OkStatus();
+  return status.st_size;
 }
 
-absl::StatusOr<std::shared_ptr<const Region>> MapDescriptor(LossEngine& engine, std::shared_ptr<RegionCounts> counts,
-                                                            const FileDescriptor& memfd, int64_t offset, int64_t bytes) {
-  int64_t size = 0;
-  if (absl::Status status = CheckSealedMemory(memfd.get(), "descriptor_token", &size); !status.ok()) return status;
-  if (absl::Status status = CheckWithin(offset, bytes, size); !status.ok()) return status;
+OpenedRegion MapDescriptor(LossEngine& engine, std::shared_ptr<RegionCounts> counts, const FileDescriptor& memfd, int64_t offset,
+                           int64_t bytes) {
+  HEADWATER_ASSIGN_OR_RETURN(const int64_t size, CheckSealedMemory(memfd.get(), "descriptor_token"));
+  HEADWATER_RETURN_IF_ERROR(CheckWithin(offset, bytes, size));
   const int64_t page = sysconf(_SC_PAGESIZE);
   const int64_t skip = offset % page;
   const int64_t pages = (skip + bytes + page - 1) / page;  // cannot wrap: the file is that long
@@ -194,16 +156,16 @@ absl::StatusOr<std::shared_ptr<const Region>> MapDescriptor(LossEngine& engine, 
                      absl::StrCat("the system does not map ", bytes, " bytes of shared memory for this server"),
                      {{"requestedBytes", absl::StrCat(bytes)}});
   }
-  auto region = std::make_shared<SharedRegion>(std::move(counts), mapping, mapping_bytes, static_cast<size_t>(skip), bytes);
+  auto owner = std::make_shared<Mapping>(mapping, mapping_bytes);
   // Only faster: without it each page is mapped when it is first touched.
   static_cast<void>(madvise(mapping, mapping_bytes, kPopulateWrite));
-  if (absl::Status status = region->Lock(engine); !status.ok()) return status;
-  return std::shared_ptr<const Region>(std::move(region));
+  HEADWATER_ASSIGN_OR_RETURN(owner->locked, engine.RegisterHostMemory(mapping, static_cast<int64_t>(mapping_bytes)));
+  Region::Memory memory = {.owner = std::move(owner), .data = static_cast<uint8_t*>(mapping) + skip};
+  return std::make_shared<const Region>(RegionKind::kShared, bytes, std::move(counts), std::move(memory));
 }
 
-absl::StatusOr<std::shared_ptr<const Region>> OpenNamedRegion(LossEngine& engine, std::shared_ptr<RegionCounts> counts,
-                                                              const std::string& folder, const std::string& name, int64_t offset,
-                                                              int64_t bytes) {
+OpenedRegion OpenNamedRegion(std::shared_ptr<RegionCounts> counts, const std::string& folder, const std::string& name,
+                             int64_t offset, int64_t bytes) {
   // Follows no symbolic link, and a hard link is refused below: a client's name stands for a file made under it. A FIFO would
   // block.
   FileDescriptor file(open(absl::StrCat(folder, "/", name).c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
@@ -212,20 +174,22 @@ absl::StatusOr<std::shared_ptr<const Region>> OpenNamedRegion(LossEngine& engine
     return InvalidRegion("shared_memory_name", "a file under /dev/shm of the server's host that its user may read and write",
                          "none, or something else");
   }
-  if (absl::Status within = CheckWithin(offset, bytes, status.st_size); !within.ok()) return within;
-  return std::shared_ptr<const Region>(std::make_shared<NamedRegion>(engine, std::move(counts), std::move(file), offset, bytes));
+  HEADWATER_RETURN_IF_ERROR(CheckWithin(offset, bytes, status.st_size));
+  // Its owner may truncate the file at any time: it is read and written by system calls, which then fail, and never mapped.
+  return std::make_shared<const Region>(RegionKind::kNamed, bytes, std::move(counts),
+                                        Region::Memory{.file = std::move(file), .file_offset = offset});
 }
 
-absl::StatusOr<std::shared_ptr<const Region>> OpenDeviceRegion(LossEngine& engine, std::shared_ptr<RegionCounts> counts,
-                                                               const DeviceHandle& memory, std::shared_ptr<const DeviceEvent> event,
-                                                               int64_t bytes) {
-  HEADWATER_ASSIGN_OR_RETURN(auto opened, engine.OpenDeviceMemory(memory, bytes));
+OpenedRegion OpenDeviceRegion(LossEngine& engine, std::shared_ptr<RegionCounts> counts, const DeviceHandle& memory,
+                              std::shared_ptr<const DeviceEvent> event, int64_t bytes) {
+  HEADWATER_ASSIGN_OR_RETURN(std::shared_ptr<DeviceRegion> opened, engine.OpenDeviceMemory(memory, bytes));
   if (opened->bytes() < bytes) {
     return InvalidRegion("size_bytes", absl::StrCat("at most ", opened->bytes(), ", the bytes of the allocation"),
                          absl::StrCat(bytes));
   }
-  return std::shared_ptr<const Region>(
-      std::make_shared<ImportedRegion>(std::move(counts), std::move(opened), std::move(event), bytes));
+  return std::make_shared<const Region>(
+      RegionKind::kDevice, bytes, std::move(counts),
+      Region::Memory{.owner = opened, .data = static_cast<uint8_t*>(opened->data()), .after = std::move(event)});
 }
 
 }  // namespace headwater::transport

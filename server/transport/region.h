@@ -44,58 +44,51 @@ class RegionEnd {
 // Thread-safe. Destruction closes its memory and then signals its RegionEnd.
 class Region {
  public:
-  virtual ~Region() = default;
+  // The owner of a region's memory, and where the region lies.
+  struct Memory {
+    std::shared_ptr<void> owner = nullptr;               // of mapped memory; null for a named region
+    uint8_t* data = nullptr;                             // where the region is mapped; null for a named region
+    std::shared_ptr<const DeviceEvent> after = nullptr;  // the event that uses of device memory wait for, or null
+    FileDescriptor file{};                               // of a named region
+    int64_t file_offset = 0;
+  };
+  Region(RegionKind kind, int64_t bytes, std::shared_ptr<RegionCounts> counts, Memory memory);
+  ~Region();
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
-  RegionKind kind() const { return ticket_.kind; }
-  int64_t bytes() const { return ticket_.bytes; }
-  std::shared_ptr<RegionEnd> end() const { return ticket_.end; }
+  RegionKind kind() const { return kind_; }
+  int64_t bytes() const { return bytes_; }
+  std::shared_ptr<RegionEnd> end() const { return end_; }
+  uint8_t* data() const { return memory_.data; }
+  const DeviceEvent* after() const { return memory_.after.get(); }
 
-  // Where the region is mapped; null for a named one.
-  virtual uint8_t* data() const { return nullptr; }
-  // The event that uses of the device memory wait for, or null.
-  virtual const DeviceEvent* after() const { return nullptr; }
-  // Named regions: memory for a copy of a part, and the copies. 0 <= offset, offset + bytes <= bytes(). kInvalidField, naming
-  // `field`, if the file has become shorter.
-  virtual absl::StatusOr<std::unique_ptr<HostMemory>> AllocateCopy(int64_t bytes) const;
-  virtual absl::Status Read(int64_t offset, int64_t bytes, void* to, const std::string& field) const;
-  virtual absl::Status Write(int64_t offset, int64_t bytes, const void* from, const std::string& field) const;
-
- protected:
-  Region(RegionKind kind, int64_t bytes, std::shared_ptr<RegionCounts> counts) : ticket_(kind, bytes, std::move(counts)) {}
+  // Copies a part of a named region; 0 <= offset, offset + bytes <= bytes(). kInvalidField, naming `field`, if the file has become
+  // shorter.
+  absl::Status Read(int64_t offset, int64_t bytes, void* to, const std::string& field) const;
+  absl::Status Write(int64_t offset, int64_t bytes, const void* from, const std::string& field) const;
 
  private:
-  // Counts the region, and signals its end. A member of the base, so that it is destroyed after all members of a derived class.
-  struct Ticket {
-    Ticket(RegionKind region_kind, int64_t region_bytes, std::shared_ptr<RegionCounts> region_counts);
-    ~Ticket();
-    const RegionKind kind;
-    const int64_t bytes;
-    const std::shared_ptr<RegionCounts> counts;
-    const std::shared_ptr<RegionEnd> end = std::make_shared<RegionEnd>();
-  };
-  const Ticket ticket_;
+  const RegionKind kind_;
+  const int64_t bytes_;
+  const std::shared_ptr<RegionCounts> counts_;
+  const std::shared_ptr<RegionEnd> end_ = std::make_shared<RegionEnd>();
+  Memory memory_;
 };
 
 // The openers behind RegionRegistry's Add... functions, which document ranges and errors. 0 <= offset, 1 <= bytes, and their sum
 // does not wrap. `engine` must outlive the region.
-absl::StatusOr<std::shared_ptr<const Region>> MapDescriptor(LossEngine& engine, std::shared_ptr<RegionCounts> counts,
-                                                            const FileDescriptor& memfd, int64_t offset, int64_t bytes);
-absl::StatusOr<std::shared_ptr<const Region>> OpenNamedRegion(LossEngine& engine, std::shared_ptr<RegionCounts> counts,
-                                                              const std::string& folder, const std::string& name, int64_t offset,
-                                                              int64_t bytes);
-absl::StatusOr<std::shared_ptr<const Region>> OpenDeviceRegion(LossEngine& engine, std::shared_ptr<RegionCounts> counts,
-                                                               const DeviceHandle& memory, std::shared_ptr<const DeviceEvent> event,
-                                                               int64_t bytes);
+using OpenedRegion = absl::StatusOr<std::shared_ptr<const Region>>;
+OpenedRegion MapDescriptor(LossEngine& engine, std::shared_ptr<RegionCounts> counts, const FileDescriptor& memfd, int64_t offset,
+                           int64_t bytes);
+OpenedRegion OpenNamedRegion(std::shared_ptr<RegionCounts> counts, const std::string& folder, const std::string& name,
+                             int64_t offset, int64_t bytes);
+OpenedRegion OpenDeviceRegion(LossEngine& engine, std::shared_ptr<RegionCounts> counts, const DeviceHandle& memory,
+                              std::shared_ptr<const DeviceEvent> event, int64_t bytes);
 
-// kInvalidField: a region's properties are not as declared, or not allowed.
-absl::Status InvalidRegion(const std::string& field, const std::string& expected, const std::string& actual);
-
-// OK if `fd` is memory that can be mapped safely: a memfd on tmpfs of at least one byte, readable and writable. It is sealed
-// against shrinking, growing and further seals, and allocated in full. Else kInvalidField naming `field`. `size` receives its
-// bytes.
-absl::Status CheckSealedMemory(int fd, const std::string& field, int64_t* size);
+// Whether `fd` is memory that can be mapped safely: a memfd on tmpfs of at least one byte, readable and writable. It is sealed
+// against shrinking, growing and further seals, and allocated in full. Else kInvalidField naming `field`. Returns its bytes.
+absl::StatusOr<int64_t> CheckSealedMemory(int fd, const std::string& field);
 
 }  // namespace headwater::transport
 

@@ -3,9 +3,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
@@ -43,17 +43,12 @@ bool IsRegionName(const std::string& name) {
          });
 }
 
-RegionKind RegionUse::kind() const { return region_->kind(); }
-MemorySpace RegionUse::memory() const { return kind() == RegionKind::kDevice ? MemorySpace::kDevice : MemorySpace::kHost; }
-int64_t RegionUse::staged_bytes() const { return kind() == RegionKind::kNamed ? bytes_ : 0; }
-const DeviceEvent* RegionUse::after() const { return region_->after(); }
-
 absl::Status RegionUse::Prepare() {
   if (kind() != RegionKind::kNamed) {
     data_ = region_->data() + offset_;
     return absl::OkStatus();
   }
-  HEADWATER_ASSIGN_OR_RETURN(copy_, region_->AllocateCopy(std::max<int64_t>(1, bytes_)));
+  HEADWATER_ASSIGN_OR_RETURN(copy_, engine_->AllocateHostMemory(std::max<int64_t>(1, bytes_)));
   data_ = copy_->data();
   return access_ == RegionAccess::kRead ? region_->Read(offset_, bytes_, data_, field_) : absl::OkStatus();
 }
@@ -68,18 +63,15 @@ bool RegionUse::Overlap(const RegionUse& a, const RegionUse& b) {
          b.offset_ < a.offset_ + a.bytes_;
 }
 
-RegionRegistry::RegionRegistry(LossEngine& engine, const RegionLimits& limits) : engine_(engine), limits_(limits) {}
-
-RegionRegistry::~RegionRegistry() = default;
-
 absl::StatusOr<std::string> RegionRegistry::Add(const RegionOwner& owner, int64_t offset, int64_t bytes,
-                                                const std::function<absl::StatusOr<std::shared_ptr<const Region>>()>& open) {
-  if (bytes < 1) return InvalidRegion("size_bytes", "at least 1", absl::StrCat(bytes));
+                                                const std::function<OpenedRegion()>& open) {
+  if (bytes < 1) return FieldError(ErrorReason::kInvalidField, "size_bytes", "at least 1", absl::StrCat(bytes));
   if (offset < 0 || offset > std::numeric_limits<int64_t>::max() - bytes) {
-    return InvalidRegion("offset_bytes", absl::StrCat("a number in [0, 2^63 - 1 - ", bytes, "]"), absl::StrCat(offset));
+    return FieldError(ErrorReason::kInvalidField, "offset_bytes", absl::StrCat("a number in [0, 2^63 - 1 - ", bytes, "]"),
+                      absl::StrCat(offset));
   }
   if (offset % kAlignment != 0) {
-    return InvalidRegion("offset_bytes", absl::StrCat("a multiple of ", kAlignment), absl::StrCat(offset));
+    return FieldError(ErrorReason::kInvalidField, "offset_bytes", absl::StrCat("a multiple of ", kAlignment), absl::StrCat(offset));
   }
   if (bytes > limits_.max_region_bytes) {
     return MakeError(ErrorReason::kLimitExceeded,
@@ -90,12 +82,12 @@ absl::StatusOr<std::string> RegionRegistry::Add(const RegionOwner& owner, int64_
                       {"actual", absl::StrCat(bytes)}});
   }
   HEADWATER_ASSIGN_OR_RETURN(auto id, NewId());
+  const std::pair key(owner, id);
   {
     absl::MutexLock lock(&mutex_);
-    Owned& owned = owned_[owner];
-    const int64_t count = static_cast<int64_t>(owned.regions.size()) + owned.opening;
+    int64_t count = 0;
+    for (auto entry = regions_.lower_bound({owner, ""}); entry != regions_.end() && entry->first.first == owner; ++entry) ++count;
     if (count >= limits_.max_session_regions) {
-      if (count == 0) owned_.erase(owner);
       return MakeError(ErrorReason::kQuotaExceeded,
                        absl::StrCat("the session has ", count, " regions, the maximum is ", limits_.max_session_regions,
                                     "; unregister one, or put several tensors into one region"),
@@ -103,17 +95,15 @@ absl::StatusOr<std::string> RegionRegistry::Add(const RegionOwner& owner, int64_
                         {"maximum", absl::StrCat(limits_.max_session_regions)},
                         {"actual", absl::StrCat(count + 1)}});
     }
-    ++owned.opening;
+    regions_[key] = nullptr;
   }
-  absl::StatusOr<std::shared_ptr<const Region>> region = open();
+  OpenedRegion region = open();
   absl::MutexLock lock(&mutex_);
-  const auto owned = owned_.find(owner);  // there: `opening` keeps it
-  --owned->second.opening;
   if (region.ok()) {
-    owned->second.regions.emplace(id, *std::move(region));
+    regions_[key] = *std::move(region);
     return id;
   }
-  if (owned->second.opening == 0 && owned->second.regions.empty()) owned_.erase(owned);
+  regions_.erase(key);
   return region.status();
 }
 
@@ -128,12 +118,12 @@ absl::StatusOr<std::string> RegionRegistry::AddNamed(const RegionOwner& owner, c
     return MakeError(ErrorReason::kInvalidName, "shared_memory_name: expected `headwater-` and 1 to 200 of [A-Za-z0-9._-]",
                      {{"field", "shared_memory_name"}});
   }
-  return Add(owner, offset, bytes, [&] { return OpenNamedRegion(engine_, counts_, folder, name, offset, bytes); });
+  return Add(owner, offset, bytes, [&] { return OpenNamedRegion(counts_, folder, name, offset, bytes); });
 }
 
 absl::StatusOr<std::string> RegionRegistry::AddDevice(const RegionOwner& owner, const DeviceHandle& memory,
                                                       const std::optional<DeviceHandle>& event, int64_t bytes) {
-  return Add(owner, 0, bytes, [&]() -> absl::StatusOr<std::shared_ptr<const Region>> {
+  return Add(owner, 0, bytes, [&]() -> OpenedRegion {
     std::shared_ptr<const DeviceEvent> after;
     if (event.has_value()) {
       HEADWATER_ASSIGN_OR_RETURN(after, OpenEvent(*event));
@@ -144,12 +134,8 @@ absl::StatusOr<std::string> RegionRegistry::AddDevice(const RegionOwner& owner, 
 
 absl::StatusOr<std::shared_ptr<const DeviceEvent>> RegionRegistry::OpenEvent(const DeviceHandle& handle) {
   absl::MutexLock lock(&events_mutex_);
-  for (auto entry = events_.begin(); entry != events_.end();) {
-    entry = entry->second.expired() ? events_.erase(entry) : std::next(entry);
-  }
-  if (const auto found = events_.find(handle); found != events_.end()) {
-    if (auto event = found->second.lock(); event != nullptr) return event;
-  }
+  std::erase_if(events_, [](const auto& entry) { return entry.second.expired(); });
+  if (auto event = events_[handle].lock(); event != nullptr) return event;
   HEADWATER_ASSIGN_OR_RETURN(std::shared_ptr<const DeviceEvent> event, engine_.OpenDeviceEvent(handle));
   events_[handle] = event;
   return event;
@@ -158,47 +144,42 @@ absl::StatusOr<std::shared_ptr<const DeviceEvent>> RegionRegistry::OpenEvent(con
 absl::StatusOr<std::shared_ptr<RegionEnd>> RegionRegistry::Remove(const RegionOwner& owner, const std::string& id) {
   std::shared_ptr<const Region> region;  // released without the lock
   absl::MutexLock lock(&mutex_);
-  const auto owned = owned_.find(owner);
-  if (owned == owned_.end()) return NotFound();
-  const auto found = owned->second.regions.find(id);
-  if (found == owned->second.regions.end()) return NotFound();
+  const auto found = regions_.find({owner, id});
+  if (found == regions_.end() || found->second == nullptr) return NotFound();
   region = std::move(found->second);
-  owned->second.regions.erase(found);
-  if (owned->second.regions.empty() && owned->second.opening == 0) owned_.erase(owned);
+  regions_.erase(found);
   return region->end();
 }
 
 int64_t RegionRegistry::DropOwner(const RegionOwner& owner) {
-  std::map<std::string, std::shared_ptr<const Region>> dropped;  // given back without the lock
+  std::vector<std::shared_ptr<const Region>> dropped;  // given back without the lock
   absl::MutexLock lock(&mutex_);
-  const auto owned = owned_.find(owner);
-  if (owned == owned_.end()) return 0;
-  dropped = std::move(owned->second.regions);
-  owned->second.regions.clear();
-  if (owned->second.opening == 0) owned_.erase(owned);
+  for (auto entry = regions_.lower_bound({owner, ""}); entry != regions_.end() && entry->first.first == owner;) {
+    dropped.push_back(std::move(entry->second));
+    entry = regions_.erase(entry);
+  }
   return static_cast<int64_t>(dropped.size());
 }
 
 absl::StatusOr<RegionUse> RegionRegistry::Find(const RegionOwner& owner, const std::string& id, int64_t offset, int64_t bytes,
                                                RegionAccess access, int64_t element_bytes, const std::string& field) const {
   RegionUse use;
+  use.engine_ = &engine_;
   {
     absl::MutexLock lock(&mutex_);
-    const auto owned = owned_.find(owner);
-    if (owned == owned_.end()) return NotFound();
-    const auto found = owned->second.regions.find(id);
-    if (found == owned->second.regions.end()) return NotFound();
+    const auto found = regions_.find({owner, id});
+    if (found == regions_.end() || found->second == nullptr) return NotFound();
     use.region_ = found->second;
   }
   const int64_t size = use.region_->bytes();
   if (bytes < 0 || offset < 0 || bytes > size || offset > size - bytes) {
-    return InvalidRegion(absl::StrCat(field, ".offset_bytes"),
-                         absl::StrCat(bytes, " bytes of rows within the region's ", size, " bytes"),
-                         absl::StrCat("an offset of ", offset));
+    return FieldError(ErrorReason::kInvalidField, absl::StrCat(field, ".offset_bytes"),
+                      absl::StrCat(bytes, " bytes of rows within the region's ", size, " bytes"),
+                      absl::StrCat("an offset of ", offset));
   }
   if (offset % element_bytes != 0) {
-    return InvalidRegion(absl::StrCat(field, ".offset_bytes"),
-                         absl::StrCat("a multiple of the element's ", element_bytes, " bytes"), absl::StrCat(offset));
+    return FieldError(ErrorReason::kInvalidField, absl::StrCat(field, ".offset_bytes"),
+                      absl::StrCat("a multiple of the element's ", element_bytes, " bytes"), absl::StrCat(offset));
   }
   use.offset_ = offset;
   use.bytes_ = bytes;

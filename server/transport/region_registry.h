@@ -25,6 +25,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -57,14 +58,14 @@ class RegionUse {
   RegionUse(RegionUse&&) = default;
   RegionUse& operator=(RegionUse&&) = default;
 
-  RegionKind kind() const;
+  RegionKind kind() const { return region_->kind(); }
   // kDevice for a device region, else kHost.
-  MemorySpace memory() const;
+  MemorySpace memory() const { return kind() == RegionKind::kDevice ? MemorySpace::kDevice : MemorySpace::kHost; }
   int64_t bytes() const { return bytes_; }
   // Host memory that Prepare() allocates, which a byte budget should reserve before: bytes() for a named region, else 0.
-  int64_t staged_bytes() const;
+  int64_t staged_bytes() const { return kind() == RegionKind::kNamed ? bytes_ : 0; }
   // Device memory: the event that reads and writes must wait for (MicroBatch::after); null without one.
-  const DeviceEvent* after() const;
+  const DeviceEvent* after() const { return region_->after(); }
 
   // Makes data() valid; reads a named region's bytes for kRead. Blocks for the copy. Once. kInvalidField: the named region is
   // shorter than it was; kMemoryBudgetExceeded.
@@ -79,6 +80,7 @@ class RegionUse {
 
  private:
   friend class RegionRegistry;
+  LossEngine* engine_ = nullptr;
   std::shared_ptr<const Region> region_;
   int64_t offset_ = 0;
   int64_t bytes_ = 0;
@@ -91,8 +93,7 @@ class RegionUse {
 class RegionRegistry {
  public:
   // `engine` must outlive the registry and every RegionUse.
-  RegionRegistry(LossEngine& engine, const RegionLimits& limits);
-  ~RegionRegistry();
+  RegionRegistry(LossEngine& engine, const RegionLimits& limits) : engine_(engine), limits_(limits) {}
   RegionRegistry(const RegionRegistry&) = delete;
   RegionRegistry& operator=(const RegionRegistry&) = delete;
 
@@ -135,19 +136,16 @@ class RegionRegistry {
   Totals totals() const;
 
  private:
-  struct Owned {
-    int64_t opening = 0;  // being registered now; counted by the quota
-    std::map<std::string, std::shared_ptr<const Region>> regions;
-  };
   absl::StatusOr<std::shared_ptr<const DeviceEvent>> OpenEvent(const DeviceHandle& handle);
   absl::StatusOr<std::string> Add(const RegionOwner& owner, int64_t offset, int64_t bytes,
-                                  const std::function<absl::StatusOr<std::shared_ptr<const Region>>()>& open);
+                                  const std::function<OpenedRegion()>& open);
 
   LossEngine& engine_;
   const RegionLimits limits_;
   const std::shared_ptr<RegionCounts> counts_ = std::make_shared<RegionCounts>();
   mutable absl::Mutex mutex_;
-  std::map<RegionOwner, Owned> owned_ ABSL_GUARDED_BY(mutex_);
+  // By owner and id; null while it is being opened.
+  std::map<std::pair<RegionOwner, std::string>, std::shared_ptr<const Region>> regions_ ABSL_GUARDED_BY(mutex_);
   absl::Mutex events_mutex_;  // held while one is opened
   std::map<DeviceHandle, std::weak_ptr<const DeviceEvent>> events_ ABSL_GUARDED_BY(events_mutex_);
 };

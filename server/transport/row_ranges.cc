@@ -28,14 +28,11 @@ void RowRanges::Add(int64_t start, int64_t count) {
   }
 }
 
-int64_t RowRanges::prefix() const { return !ends_.empty() && ends_.begin()->first == 0 ? ends_.begin()->second : 0; }
-
 absl::Status CheckRows(const std::string& field, int64_t row_start, int64_t row_count, int64_t data_bytes, int64_t total_rows,
                        int64_t row_bytes, const RowRanges& come) {
   const auto out_of_range = [&](const std::string& expected) {
-    const std::string actual = absl::StrCat("row_start ", row_start, ", row_count ", row_count);
-    return MakeError(ErrorReason::kChunkOutOfRange, absl::StrCat(field, ": expected ", expected, ", got ", actual),
-                     {{"field", field}, {"expected", expected}, {"actual", actual}});
+    return FieldError(ErrorReason::kChunkOutOfRange, field, expected,
+                      absl::StrCat("row_start ", row_start, ", row_count ", row_count));
   };
   // Written so that no sum of two numbers that a client chose can wrap.
   if (row_start < 0 || row_count < 1 || row_start > total_rows || row_count > total_rows - row_start) {

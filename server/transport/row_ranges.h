@@ -18,7 +18,7 @@ class RowRanges {
   // Adds rows that are not in it.
   void Add(int64_t start, int64_t count);
   // How many rows from 0 on are in it without a gap.
-  int64_t prefix() const;
+  int64_t prefix() const { return !ends_.empty() && ends_.begin()->first == 0 ? ends_.begin()->second : 0; }
   int64_t row_count() const { return row_count_; }
 
  private:

@@ -80,15 +80,13 @@ TeacherJoin::Rows::iterator TeacherJoin::Drop(Set& set, Rows::iterator row) {
 
 bool TeacherJoin::DropIdle(const Idle& idle, bool only_spent) {
   bool any_left = false;
-  for (const auto& [first, end] : idle.runs) {
-    for (int64_t index = first; index < end; ++index) {
-      const auto row = idle.set->rows.find(index);
-      if (row == idle.set->rows.end() || row->second.idle_since != idle.serial || row->second.claim_count > 0) continue;
-      if (only_spent && row->second.state != Row::State::kSpent) {
-        any_left = true;
-      } else {
-        Drop(*idle.set, row);
-      }
+  for (const int64_t index : idle.rows) {
+    const auto row = idle.set->rows.find(index);
+    if (row == idle.set->rows.end() || row->second.idle_since != idle.serial || row->second.claim_count > 0) continue;
+    if (only_spent && row->second.state != Row::State::kSpent) {
+      any_left = true;
+    } else {
+      Drop(*idle.set, row);
     }
   }
   ForgetIfEmpty(*idle.set);
@@ -103,13 +101,8 @@ void TeacherJoin::DropSpent(int64_t bytes) {
 
 void TeacherJoin::NoteIdle(const std::shared_ptr<Set>& set, std::vector<int64_t> rows) {
   if (rows.empty()) return;
-  std::vector<std::pair<int64_t, int64_t>> runs;
-  for (const int64_t index : rows) {
-    set->rows.at(index).idle_since = next_serial_;
-    if (runs.empty() || runs.back().second != index) runs.emplace_back(index, index);
-    ++runs.back().second;
-  }
-  idle_.push_back({clock_(), next_serial_++, set, std::move(runs)});
+  for (const int64_t index : rows) set->rows.at(index).idle_since = next_serial_;
+  idle_.push_back({clock_(), next_serial_++, set, std::move(rows)});
 }
 
 void TeacherJoin::ForgetIfEmpty(const Set& set) {
@@ -177,7 +170,7 @@ absl::StatusOr<std::unique_ptr<TeacherStream>> TeacherJoin::Open(const JoinedSet
                                                                  const std::optional<JoinOwner>& owner) {
   const int64_t row_count = row_indices.empty() ? wanted.total_row_count : static_cast<int64_t>(row_indices.size());
   const int64_t bytes_of_row = RowBytes(wanted) + kRowOverheadBytes;
-  if (absl::Status fits = CheckFits(row_count, bytes_of_row, limits_.max_bytes, !row_indices.empty()); !fits.ok()) return fits;
+  HEADWATER_RETURN_IF_ERROR(CheckFits(row_count, bytes_of_row, limits_.max_bytes, !row_indices.empty()));
   std::unique_ptr<TeacherStream> stream;  // destroyed after the unlock: its destructor locks, and withdraws the rows announced here
   absl::MutexLock lock(&mutex_);
   HEADWATER_ASSIGN_OR_RETURN(const std::shared_ptr<Set> set, Declare(wanted));
@@ -228,11 +221,6 @@ absl::StatusOr<std::shared_ptr<RowClaim>> TeacherJoin::Claim(const JoinedSet& wa
   set->claims.insert(claim.get());
   for (int64_t i = 0; i < row_count; ++i) claim->ClaimNext();
   return claim;
-}
-
-int64_t TeacherJoin::set_count() const {
-  absl::MutexLock lock(&mutex_);
-  return static_cast<int64_t>(sets_.size());
 }
 
 }  // namespace headwater::transport

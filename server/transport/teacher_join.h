@@ -89,7 +89,10 @@ class TeacherJoin {
   void Expire();
 
   int64_t reserved_bytes() const { return budget_.reserved_bytes(); }  // of limits.max_bytes
-  int64_t set_count() const;
+  int64_t set_count() const {
+    absl::MutexLock lock(&mutex_);
+    return static_cast<int64_t>(sets_.size());
+  }
 
  private:
   friend class RowClaim;
@@ -126,7 +129,7 @@ class TeacherJoin {
     absl::Time since;
     uint64_t serial = 0;
     std::shared_ptr<Set> set;
-    std::vector<std::pair<int64_t, int64_t>> runs;  // of rows: [first, second)
+    std::vector<int64_t> rows;
   };
   using Rows = std::unordered_map<int64_t, Row>;
 

@@ -62,7 +62,7 @@ TEST(ByteBudget, MayBeExceededOnPurpose) {
   EXPECT_EQ(budget.reserved_bytes(), 150);
   EXPECT_EQ(budget.available_bytes(), 0);
   EXPECT_FALSE(budget.TryReserve(1, &second));
-  first.Release();
+  first.reset();
   EXPECT_TRUE(budget.TryReserve(100, &second));
 }
 
@@ -77,7 +77,7 @@ TEST(ByteBudget, GivesBackWhatWasReserved) {
   EXPECT_EQ(budget.available_bytes(), 0);
   {
     const ByteBudget::Reservation moved = std::move(first);
-    EXPECT_EQ(moved.bytes(), 100);
+    EXPECT_EQ(moved.get_deleter().bytes, 100);
     EXPECT_EQ(budget.reserved_bytes(), 100);
   }
   EXPECT_EQ(budget.reserved_bytes(), 0);

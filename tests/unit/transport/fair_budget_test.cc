@@ -25,7 +25,7 @@ TEST(FairBudget, IsABudget) {
   EXPECT_EQ(budget.reserved_bytes(), 100);
   EXPECT_FALSE(budget.TryReserve("b", 1, kNow, &b));
   EXPECT_TRUE(budget.TryReserve("a", 0, kNow, &b));
-  a.Release();
+  a.reset();
   EXPECT_EQ(budget.available_bytes(), 100);
   EXPECT_TRUE(budget.TryReserve("b", 100, kNow, &b));
 }
@@ -40,16 +40,16 @@ TEST(FairBudget, KeepsRoomForWhoWasRefusedFirst) {
   ASSERT_TRUE(budget.TryReserve("a", 30, kNow, &a2));
   EXPECT_FALSE(budget.TryReserve("b", 80, kNow, &b));
   EXPECT_EQ(budget.awaited_bytes(kNow), 80);
-  a2.Release();
+  a2.reset();
   // There is room for 40, but b needs it to come up to its 80.
   EXPECT_FALSE(budget.TryReserve("a", 30, kNow, &a2));
   EXPECT_FALSE(budget.TryReserve("c", 5, kNow, &c));
-  a1.Release();
+  a1.reset();
   EXPECT_FALSE(budget.TryReserve("a", 30, kNow, &a2));  // leaves 70
   EXPECT_TRUE(budget.TryReserve("b", 80, kNow, &b));
   // Next are those that were refused while b waited, in that order.
   EXPECT_FALSE(budget.TryReserve("c", 5, kNow, &c));  // of the 20 that are free a waits for 30
-  b.Release();
+  b.reset();
   EXPECT_TRUE(budget.TryReserve("c", 5, kNow, &c));
   EXPECT_TRUE(budget.TryReserve("a", 30, kNow, &a2));
   EXPECT_EQ(budget.awaited_bytes(kNow), 0);
