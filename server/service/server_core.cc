@@ -20,7 +20,7 @@
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/scheduler/repeated_task.h"
-#include "server/service/call/retry_after.h"
+#include "server/service/request/field_check.h"
 #include "server/service/stall_clock.h"
 
 namespace headwater::service {

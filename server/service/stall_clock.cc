@@ -7,7 +7,7 @@
 #include "headwater/kernels/error.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/service/call/call_label.h"
+#include "server/service/call/rpc_scope.h"
 
 namespace headwater::service {
 namespace {
@@ -22,7 +22,8 @@ StallClock::StallClock(absl::Duration stall_timeout, std::function<absl::Duratio
     : stall_timeout_(stall_timeout), clock_(clock ? std::move(clock) : SteadyTime), last_look_(clock_()) {}
 
 uint64_t StallClock::BeginCall(const char* name) {
-  Call call{name, CallLabel::Method(), CallLabel::RequestId(), CallLabel::Head()};
+  auto [method, request_id, head] = RpcScope::CurrentLabel();
+  Call call{name, std::move(method), std::move(request_id), std::move(head)};
   absl::MutexLock lock(&mutex_);
   calls_.emplace(++next_call_, std::move(call));
   return next_call_;

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/observability/monotonic_clock.h"
 
 namespace headwater::transport {
@@ -27,11 +28,6 @@ RowExchange::RowExchange(int64_t row_count, std::vector<RowTensor> tensors)
   }
 }
 
-void RowExchange::Changed() {
-  ++version_;
-  changed_.SignalAll();
-}
-
 // ---- rows in ---------------------------------------------------------------------------------------------------------
 
 absl::StatusOr<uint8_t*> RowExchange::Claim(size_t index, int64_t row_start, int64_t row_count, int64_t data_bytes,
@@ -40,8 +36,7 @@ absl::StatusOr<uint8_t*> RowExchange::Claim(size_t index, int64_t row_start, int
   if (!broken_.ok()) return broken_;
   Input& input = inputs_[index];
   const RowTensor& tensor = input.tensor;
-  absl::Status good = CheckRows(field, row_start, row_count, data_bytes, tensor.row_count, tensor.row_bytes, input.claimed);
-  if (!good.ok()) return good;
+  HEADWATER_RETURN_IF_ERROR(CheckRows(field, row_start, row_count, data_bytes, tensor.row_count, tensor.row_bytes, input.claimed));
   input.claimed.Add(row_start, row_count);
   return tensor.data + row_start * tensor.row_bytes;
 }
@@ -54,17 +49,6 @@ void RowExchange::Deliver(size_t index, int64_t row_start, int64_t row_count) {
   received_bytes_ += row_count * input.tensor.row_bytes;
   last_row_time_ = MonotonicNow();
   Changed();
-}
-
-void RowExchange::CloseInput() {
-  absl::MutexLock lock(&mutex_);
-  input_closed_ = true;
-  Changed();
-}
-
-void RowExchange::RequireClose() {
-  absl::MutexLock lock(&mutex_);
-  close_required_ = true;
 }
 
 int64_t RowExchange::ReadyRows() const {
@@ -93,18 +77,6 @@ absl::Status RowExchange::InputStatus() const {
       {{"field", short_one->tensor.name}, {"expected", rows}, {"actual", received}, {"firstMissingRow", first_missing}});
 }
 
-absl::StatusOr<bool> RowExchange::AwaitRows(int64_t row_end, absl::Time deadline) {
-  absl::MutexLock lock(&mutex_);
-  while (true) {
-    if (absl::Status status = InputStatus(); !status.ok()) return status;
-    const bool closed = row_end < row_count_ || !close_required_ || input_closed_;
-    if (closed && ReadyRows() >= row_end) return true;
-    const absl::Duration left = deadline - MonotonicNow();
-    if (std::exchange(notified_, false) || left <= absl::ZeroDuration()) return false;
-    changed_.WaitWithTimeout(&mutex_, left);
-  }
-}
-
 RowProgress RowExchange::Look() const {
   absl::MutexLock lock(&mutex_);
   const bool client_owes_rows = std::any_of(inputs_.begin(), inputs_.end(), [](const Input& input) {
@@ -113,68 +85,32 @@ RowProgress RowExchange::Look() const {
   return {IsComplete(), ReadyRows(), received_bytes_, last_row_time_, missing_rows_ > 0 && !client_owes_rows, InputStatus()};
 }
 
-bool RowExchange::complete() const {
-  absl::MutexLock lock(&mutex_);
-  return IsComplete();
-}
-
 // ---- gradient out ----------------------------------------------------------------------------------------------------
-
-bool GradOut::Ready(int64_t row_end) {
-  if (row_end <= ready_) return false;
-  ready_ = std::min(row_end, rows_);
-  return true;
-}
-
-GradRows GradOut::Peek() const {
-  if (taken_ >= ready_) return {};
-  // A short piece only at the very end: the rows behind it come soon.
-  const int64_t count = std::min(piece_rows_, rows_ - taken_);
-  if (taken_ + count > ready_) return {};
-  return {taken_, count};
-}
-
-GradRows GradOut::Next() {
-  const GradRows rows = Peek();
-  taken_ += rows.row_count;
-  return rows;
-}
-
-void RowExchange::OpenGrad(int64_t row_count, int64_t piece_rows) {
-  absl::MutexLock lock(&mutex_);
-  grad_ = GradOut(row_count, piece_rows);
-}
 
 void RowExchange::GradReady(int64_t row_end) {
   absl::MutexLock lock(&mutex_);
-  if (grad_.Ready(row_end)) Changed();
+  if (row_end <= grad_ready_) return;
+  grad_ready_ = std::min(row_end, grad_rows_);
+  Changed();
+}
+
+GradRows RowExchange::PeekGrad() const {
+  if (!broken_.ok() || grad_taken_ >= grad_ready_) return {};
+  // A short piece only at the very end: the rows behind it come soon.
+  const int64_t count = std::min(grad_piece_rows_, grad_rows_ - grad_taken_);
+  if (grad_taken_ + count > grad_ready_) return {};
+  return {grad_taken_, count};
 }
 
 GradRows RowExchange::NextGrad() {
   absl::MutexLock lock(&mutex_);
-  if (!broken_.ok()) return {};
-  const GradRows rows = grad_.Next();
-  if (rows.row_count > 0 && grad_.taken()) Changed();
+  const GradRows rows = PeekGrad();
+  grad_taken_ += rows.row_count;
+  if (rows.row_count > 0 && grad_taken_ == grad_rows_) Changed();
   return rows;
 }
 
-bool RowExchange::has_grad() const {
-  absl::MutexLock lock(&mutex_);
-  return broken_.ok() && grad_.Peek().row_count > 0;
-}
-
-bool RowExchange::grad_taken() const {
-  absl::MutexLock lock(&mutex_);
-  return grad_.taken();
-}
-
 // ---- its end ---------------------------------------------------------------------------------------------------------
-
-void RowExchange::Break(const absl::Status& status) {
-  absl::MutexLock lock(&mutex_);
-  if (broken_.ok()) broken_ = status;
-  Changed();
-}
 
 bool RowExchange::BreakIfIncomplete(const absl::Status& status) {
   absl::MutexLock lock(&mutex_);
@@ -184,16 +120,6 @@ bool RowExchange::BreakIfIncomplete(const absl::Status& status) {
   return true;
 }
 
-absl::Status RowExchange::status() const {
-  absl::MutexLock lock(&mutex_);
-  return broken_;
-}
-
-int64_t RowExchange::version() const {
-  absl::MutexLock lock(&mutex_);
-  return version_;
-}
-
 void RowExchange::AwaitChange(int64_t seen, absl::Time deadline) {
   absl::MutexLock lock(&mutex_);
   while (version_ == seen) {
@@ -201,12 +127,6 @@ void RowExchange::AwaitChange(int64_t seen, absl::Time deadline) {
     if (left <= absl::ZeroDuration()) return;
     changed_.WaitWithTimeout(&mutex_, left);
   }
-}
-
-void RowExchange::Notify() {
-  absl::MutexLock lock(&mutex_);
-  notified_ = true;
-  Changed();
 }
 
 }  // namespace headwater::transport

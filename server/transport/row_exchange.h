@@ -6,7 +6,7 @@
 //
 // Break() ends both: every wait returns its status, and no row is claimed or handed out any more.
 //
-// Thread-safe. Only AwaitRows() and AwaitChange() wait.
+// Thread-safe. Only AwaitChange() waits.
 #ifndef HEADWATER_SERVER_TRANSPORT_ROW_EXCHANGE_H_
 #define HEADWATER_SERVER_TRANSPORT_ROW_EXCHANGE_H_
 
@@ -45,28 +45,8 @@ struct RowProgress {
   int64_t received_bytes = 0;
   absl::Time last_row_time;
   bool misses_only_others_rows = false;  // rows are missing, and none of them is of a tensor `by_input`
-  absl::Status input;                    // OK while every missing row may still come; else what AwaitRows() would return
-};
-
-// Rows of a gradient on their way out, in ascending order. Not thread-safe.
-class GradOut {
- public:
-  GradOut() = default;
-  GradOut(int64_t row_count, int64_t piece_rows) : rows_(row_count), piece_rows_(piece_rows) {}
-  // Rows [0, row_end) are final. Whether that is new.
-  bool Ready(int64_t row_end);
-  // The rows to be handed out next; none if there are none yet, or no more.
-  GradRows Peek() const;
-  // Peek(), which then are handed out.
-  GradRows Next();
-  // Everything was handed out, or there is no gradient.
-  bool taken() const { return taken_ == rows_; }
-
- private:
-  int64_t rows_ = 0;
-  int64_t piece_rows_ = 1;
-  int64_t ready_ = 0;
-  int64_t taken_ = 0;
+  // OK while every missing row may still come; else the status of Break(), or kProtocolViolation.
+  absl::Status input;
 };
 
 class RowExchange {
@@ -83,44 +63,74 @@ class RowExchange {
   void Deliver(size_t index, int64_t row_start, int64_t row_count);
   // No rows of tensors `by_input` will be claimed any more; a wait for such ends with kProtocolViolation, which names the first
   // missing one.
-  void CloseInput();
+  void CloseInput() {
+    absl::MutexLock lock(&mutex_);
+    input_closed_ = true;
+    Changed();
+  }
   // complete() needs CloseInput() from now on: the last row is not the last word. Before rows come.
-  void RequireClose();
+  void RequireClose() {
+    absl::MutexLock lock(&mutex_);
+    close_required_ = true;
+  }
 
-  // True if rows [0, row_end) of the micro-batch are there; false at `deadline`, and once after Notify(). Fails with the status of
-  // Break(), or kProtocolViolation. One thread.
   // All times of an exchange are of observability::MonotonicNow().
-  absl::StatusOr<bool> AwaitRows(int64_t row_end, absl::Time deadline);
   RowProgress Look() const;
-  bool complete() const;
+  bool complete() const {
+    absl::MutexLock lock(&mutex_);
+    return IsComplete();
+  }
   int64_t total_bytes() const { return total_bytes_; }
 
   // ---- gradient out
   // There is a gradient of `row_count` rows, handed out in pieces of at most `piece_rows` (>= 1). At most once, before GradReady().
-  void OpenGrad(int64_t row_count, int64_t piece_rows);
+  void OpenGrad(int64_t row_count, int64_t piece_rows) {
+    absl::MutexLock lock(&mutex_);
+    grad_rows_ = row_count;
+    grad_piece_rows_ = piece_rows;
+  }
   // Rows [0, row_end) are final. Calls no stream.
   void GradReady(int64_t row_end);
   // The next rows, in ascending order; none if there are none yet, or no more, or the exchange is broken.
   GradRows NextGrad();
   // Whether NextGrad() has any.
-  bool has_grad() const;
+  bool has_grad() const {
+    absl::MutexLock lock(&mutex_);
+    return PeekGrad().row_count > 0;
+  }
   // Everything was handed out, or there is no gradient.
-  bool grad_taken() const;
+  bool grad_taken() const {
+    absl::MutexLock lock(&mutex_);
+    return grad_taken_ == grad_rows_;
+  }
 
   // ---- its end
   // The first status (not OK) counts.
-  void Break(const absl::Status& status);
+  void Break(const absl::Status& status) {
+    absl::MutexLock lock(&mutex_);
+    if (broken_.ok()) broken_ = status;
+    Changed();
+  }
   // The same unless complete(), after which the micro-batch may be committed at any moment. Whether it is what broke the exchange.
   bool BreakIfIncomplete(const absl::Status& status);
   // OK, or the status of Break().
-  absl::Status status() const;
+  absl::Status status() const {
+    absl::MutexLock lock(&mutex_);
+    return broken_;
+  }
 
   // Rises with every change of the exchange, and with Notify().
-  int64_t version() const;
+  int64_t version() const {
+    absl::MutexLock lock(&mutex_);
+    return version_;
+  }
   // Waits until version() is not `seen`, or `deadline`.
   void AwaitChange(int64_t seen, absl::Time deadline);
-  // Something else has changed that the thread of AwaitRows() and AwaitChange() looks at.
-  void Notify();
+  // Something else has changed that the thread of AwaitChange() looks at.
+  void Notify() {
+    absl::MutexLock lock(&mutex_);
+    Changed();
+  }
 
  private:
   struct Input {
@@ -132,15 +142,19 @@ class RowExchange {
   bool IsComplete() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     return missing_rows_ == 0 && (input_closed_ || !close_required_);
   }
-  void Changed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Changed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    ++version_;
+    changed_.SignalAll();
+  }
   absl::Status InputStatus() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The rows of the gradient to be handed out next; none if there are none yet, or no more.
+  GradRows PeekGrad() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const int64_t row_count_;
   int64_t total_bytes_ = 0;
   mutable absl::Mutex mutex_;
   absl::CondVar changed_;
   int64_t version_ ABSL_GUARDED_BY(mutex_) = 0;
-  bool notified_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<Input> inputs_ ABSL_GUARDED_BY(mutex_);
   int64_t missing_rows_ ABSL_GUARDED_BY(mutex_) = 0;  // of all tensors
   int64_t received_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
@@ -148,7 +162,11 @@ class RowExchange {
   bool input_closed_ ABSL_GUARDED_BY(mutex_) = false;
   bool close_required_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status broken_ ABSL_GUARDED_BY(mutex_);
-  GradOut grad_ ABSL_GUARDED_BY(mutex_);
+  // The gradient's rows: how many there are, go in one piece, are final, and were handed out.
+  int64_t grad_rows_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t grad_piece_rows_ ABSL_GUARDED_BY(mutex_) = 1;
+  int64_t grad_ready_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t grad_taken_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace headwater::transport

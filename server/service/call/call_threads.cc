@@ -34,11 +34,6 @@ bool CallThreads::Accept(std::function<void()> task) {
   return true;
 }
 
-bool CallThreads::TryRun(std::function<void()> task) {
-  absl::MutexLock lock(&mutex_);
-  return unfinished_ < max_threads_ && Accept(std::move(task));
-}
-
 void CallThreads::Post(std::function<void()> task) {
   {
     absl::MutexLock lock(&mutex_);

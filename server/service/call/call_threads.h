@@ -7,6 +7,7 @@
 #include <functional>
 #include <list>
 #include <thread>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -24,7 +25,10 @@ class CallThreads {
   CallThreads& operator=(const CallThreads&) = delete;
 
   // Runs `task` on a thread of its own; false, and nothing happens, if all are busy.
-  bool TryRun(std::function<void()> task);
+  bool TryRun(std::function<void()> task) {
+    absl::MutexLock lock(&mutex_);
+    return unfinished_ < max_threads_ && Accept(std::move(task));
+  }
   // Runs `task` as soon as a thread is free. For tasks that do not wait.
   void Post(std::function<void()> task);
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -34,45 +35,19 @@ bool IsValidRequestId(const grpc::string_ref& id) {
 }
 
 // RPCs that come at every micro-batch, or only read: their successes are logged at level debug.
-bool IsFrequent(RpcMethod method) {
-  switch (method) {
-    case RpcMethod::kComputeLoss:
-    case RpcMethod::kTransferRows:
-    case RpcMethod::kStreamTeacher:
-    case RpcMethod::kCommitMicroBatch:
-    case RpcMethod::kDiscardMicroBatch:
-    case RpcMethod::kGetHead:
-    case RpcMethod::kListHeads:
-    case RpcMethod::kGetStep:
-    case RpcMethod::kGetGradientNorm:
-    case RpcMethod::kGetServerInfo:
-    case RpcMethod::kKeepAlive:
-      return true;
-    default:
-      return false;
-  }
-}
-
+constexpr RpcMethod kFrequent[] = {RpcMethod::kComputeLoss,      RpcMethod::kTransferRows,      RpcMethod::kStreamTeacher,
+                                   RpcMethod::kCommitMicroBatch, RpcMethod::kDiscardMicroBatch, RpcMethod::kGetHead,
+                                   RpcMethod::kListHeads,        RpcMethod::kGetStep,           RpcMethod::kGetGradientNorm,
+                                   RpcMethod::kGetServerInfo,    RpcMethod::kKeepAlive};
 // The calls of micro-batches and steps; other calls are not traced.
-bool IsTraced(RpcMethod method) {
-  switch (method) {
-    case RpcMethod::kComputeLoss:
-    case RpcMethod::kStreamTeacher:
-    case RpcMethod::kCommitMicroBatch:
-    case RpcMethod::kDiscardMicroBatch:
-    case RpcMethod::kSealStep:
-    case RpcMethod::kApplyOptimizerStep:
-    case RpcMethod::kAddGradient:
-      return true;
-    default:
-      return false;
-  }
-}
+constexpr RpcMethod kTraced[] = {RpcMethod::kComputeLoss,       RpcMethod::kStreamTeacher, RpcMethod::kCommitMicroBatch,
+                                 RpcMethod::kDiscardMicroBatch, RpcMethod::kSealStep,      RpcMethod::kApplyOptimizerStep,
+                                 RpcMethod::kAddGradient};
 
 LogLevel LevelOf(RpcMethod method, const absl::Status& status) {
   switch (status.code()) {
     case absl::StatusCode::kOk:
-      return IsFrequent(method) ? LogLevel::kDebug : LogLevel::kInfo;
+      return absl::c_linear_search(kFrequent, method) ? LogLevel::kDebug : LogLevel::kInfo;
     case absl::StatusCode::kInternal:
     case absl::StatusCode::kUnknown:
     case absl::StatusCode::kDataLoss:
@@ -120,7 +95,7 @@ RpcScope::RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, R
   trace_context_ = observability::ParseTraceparent({traceparent.data(), traceparent.size()});
   if (!trace_context_.has_value()) return;
   span_id_ = observability::NewSpanId();
-  if (!trace_context_->sampled || core_.traces == nullptr || !IsTraced(method)) return;
+  if (!trace_context_->sampled || core_.traces == nullptr || !absl::c_linear_search(kTraced, method)) return;
   trace_ = std::make_shared<observability::CallTrace>(*trace_context_, span_id_, request_id_, observability::RpcMethodName(method));
 }
 
@@ -131,6 +106,11 @@ absl::Status RpcScope::Begin(bool always) {
   if (!admission.ok()) return always ? absl::OkStatus() : admission.status();
   admission_ = *std::move(admission);
   return absl::OkStatus();
+}
+
+RpcScope::Label RpcScope::CurrentLabel() {
+  if (current_ == nullptr) return {};
+  return {observability::RpcMethodName(current_->method_), current_->request_id_, current_->head_};
 }
 
 std::function<absl::Status()> RpcScope::AllowedStill() const {

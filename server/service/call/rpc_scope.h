@@ -23,7 +23,6 @@
 #include "server/observability/metrics.h"
 #include "server/scheduler/waiting.h"
 #include "server/service/access/access.h"
-#include "server/service/call/call_label.h"
 #include "server/service/server_core.h"
 
 namespace headwater::service {
@@ -68,10 +67,24 @@ class RpcScope {
   const std::shared_ptr<observability::CallTrace>& trace() const { return trace_; }
 
   // Names the head in the log line.
-  void set_head(const std::string& name) {
-    head_ = name;
-    CallLabel::NameHead(name);
-  }
+  void set_head(const std::string& name) { head_ = name; }
+
+  // Marks the scope's call as the one that this thread runs, as long as it lives.
+  class OnThread {
+   public:
+    explicit OnThread(const RpcScope& scope) : outer_(std::exchange(current_, &scope)) {}
+    ~OnThread() { current_ = outer_; }
+    OnThread(const OnThread&) = delete;
+    OnThread& operator=(const OnThread&) = delete;
+
+   private:
+    const RpcScope* const outer_;
+  };
+  // Method, request id and head of the call that this thread runs; empty without a call. For logs.
+  struct Label {
+    std::string method, request_id, head;
+  };
+  static Label CurrentLabel();
   // Identity of the client, for the fair queue and the fair budget: its connection. The peer alone would not do, which is the same
   // for all connections of a Unix socket.
   std::string client() const;
@@ -93,6 +106,8 @@ class RpcScope {
   grpc::Status Finish(absl::Status status);
 
  private:
+  static inline thread_local const RpcScope* current_ = nullptr;
+
   ServerCore& core_;
   grpc::ServerContextBase& context_;
   const observability::RpcMethod method_;
@@ -120,7 +135,7 @@ template <typename Context, typename Body>
 grpc::Status RunRpc(const Entrance& entrance, Context& context, observability::RpcMethod method, Body&& body,
                     bool always = false) noexcept {
   RpcScope scope(entrance, context, method);
-  const CallLabel label(observability::RpcMethodName(method), scope.request_id());
+  const RpcScope::OnThread on_thread(scope);
   if (absl::Status status = scope.Begin(always); !status.ok()) return scope.Finish(std::move(status));
   return scope.Finish(body(scope));
 }

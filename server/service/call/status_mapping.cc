@@ -7,7 +7,7 @@
 #include "headwater/kernels/error.h"
 #include "headwater/v1/error.pb.h"
 #include "proto/headwater/v1/error_metadata.h"
-#include "server/service/call/retry_after.h"
+#include "server/service/request/field_check.h"
 
 namespace headwater::service {
 namespace {

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "server/observability/metrics.h"
-#include "server/service/call/call_label.h"
 
 namespace headwater::service {
 
@@ -28,18 +27,15 @@ grpc::ServerUnaryReactor* UnaryCall::Start(const Entrance& entrance, grpc::Callb
 }
 
 UnaryCall::UnaryCall(const Entrance& entrance, grpc::CallbackServerContext& context, RpcMethod method, Body body)
-    : Waiter(&entrance.core.waiting), threads_(ThreadsFor(entrance.core, method)), method_(method), body_(std::move(body)) {
-  scope_.emplace(entrance, context, method, static_cast<scheduler::Waiter*>(this));
-}
-
-void UnaryCall::Resume() {
-  threads_.Post([this] { Try(); });
-}
+    : Waiter(&entrance.core.waiting),
+      threads_(ThreadsFor(entrance.core, method)),
+      scope_(std::in_place, entrance, context, method, static_cast<scheduler::Waiter*>(this)),
+      body_(std::move(body)) {}
 
 void UnaryCall::Try() noexcept {
   grpc::Status answer;
   {
-    const CallLabel label(observability::RpcMethodName(method_), scope_->request_id());
+    const RpcScope::OnThread on_thread(*scope_);
     absl::Status status = std::exchange(begun_, true) ? absl::OkStatus() : scope_->Begin(/*always=*/false);
     if (status.ok()) status = body_(*scope_);
     while (scheduler::IsParked(status)) {

@@ -28,14 +28,15 @@ class UnaryCall final : public grpc::ServerUnaryReactor, private scheduler::Wait
  private:
   UnaryCall(const Entrance& entrance, grpc::CallbackServerContext& context, observability::RpcMethod method, Body body);
 
-  void Resume() override;
+  void Resume() override {
+    threads_.Post([this] { Try(); });
+  }
   // The body, until it ends or is parked. An exception ends the process.
   void Try() noexcept;
   void OnCancel() noexcept override { Cancel(); }
   void OnDone() noexcept override { delete this; }
 
   CallThreads& threads_;
-  const observability::RpcMethod method_;
   bool begun_ = false;
   std::optional<RpcScope> scope_;  // until the call has been answered, like the body
   Body body_;

@@ -5,7 +5,6 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
-#include "server/service/request/byte_chunk.h"
 #include "server/service/request/canonical_header.h"
 #include "server/service/request/field_check.h"
 #include "server/service/request/message_order.h"

@@ -4,7 +4,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
-#include "server/service/request/byte_chunk.h"
 #include "server/service/request/field_check.h"
 #include "server/service/request/message_order.h"
 #include "server/service/request/proto_encoding.h"

@@ -9,7 +9,6 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "server/model_files/xxh3.h"
-#include "server/service/call/retry_after.h"
 #include "server/service/request/field_check.h"
 
 namespace headwater::service {

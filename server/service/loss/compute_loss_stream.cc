@@ -1,4 +1,4 @@
-#include "server/service/loss/compute_loss_stream.h"
+// ComputeLoss, as a stream of gRPC's callback API.
 
 #include <atomic>
 #include <memory>
@@ -12,10 +12,9 @@
 #include "headwater/v1/loss_service.pb.h"
 #include "server/guard/slow_uploads.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/service/call/retry_after.h"
 #include "server/service/call/rpc_scope.h"
-#include "server/service/loss/micro_batch_account.h"
-#include "server/service/loss/micro_batch_run.h"
+#include "server/service/loss/loss_service.h"
+#include "server/service/loss/micro_batch.h"
 #include "server/service/loss/transfer.h"
 #include "server/service/request/chunk_codec.h"
 #include "server/service/request/field_check.h"
@@ -26,7 +25,7 @@ namespace {
 
 using observability::RpcMethod;
 
-// Ends the message of a call that ends without its answer once MicroBatchRun::computed().
+// Ends the message of a call that ends without its answer once AdmittedMicroBatch::computed().
 constexpr char kWasComputed[] = "; it had been computed: GetStep tells whether its micro-batch is in";
 
 // The primary stream of a transfer. From its header on a call thread runs it, which waits; gRPC's threads take chunks, and send
@@ -35,31 +34,29 @@ class ComputeLossStream final : public RowStream {
  public:
   using RowStream::RowStream;
 
-  // Ends the call of a client that may not make it.
-  void Refuse(const absl::Status& status) {
-    taken_.store(true);
-    Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [&](RpcScope&) { return status; }));
+  // Ends the call with `status`, which is an error, unless its thread has begun: false then.
+  bool Refuse(const absl::Status& status) {
+    if (taken_.exchange(true)) return false;
+    Answer([&](RpcScope&) { return status; });
+    return true;
   }
   void OnTransferEnd(bool) override {}
 
  private:
   void OnFirstMessage(bool ok, grpc::ByteBuffer* message) override {
     if (taken_.exchange(true)) return;
-    if (!ok) {
-      return Finish(
-          RunRpc(core(), context(), RpcMethod::kComputeLoss, [this](RpcScope& scope) { return EndWithoutHeader(scope); }));
-    }
+    if (!ok) return Answer([this](RpcScope& scope) { return EndWithoutHeader(scope); });
     const auto self = std::static_pointer_cast<ComputeLossStream>(shared_from_this());
     first_.emplace(message);
     if (core().calls.TryRun([self] { self->Run(); })) return;
     core().slow_uploads.GiveWay(observability::MonotonicNow());
     const int most = core().options.max_threads;
-    Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [most](RpcScope&) {
+    Answer([most](RpcScope&) {
       return MakeError(ErrorReason::kQueueFull,
                        absl::StrCat("each ComputeLoss holds a thread: expected at most ", most,
                                     " at once (max_threads), and that many are in progress; try again"),
                        {{"limit", "max_threads"}, {"maximum", absl::StrCat(most)}, {kRetryAfterMsKey, "100"}});
-    }));
+    });
   }
 
   void OnStreamGone(Transfer* transfer) override {
@@ -71,10 +68,12 @@ class ComputeLossStream final : public RowStream {
 
   void OnRefused(const absl::Status&) override {}  // the transfer is broken, which the call's thread sees
 
-  bool OnEnded(const absl::Status& why) override {
-    if (taken_.exchange(true)) return false;
-    Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [&](RpcScope&) { return why; }));
-    return true;
+  bool OnEnded(const absl::Status& why) override { return Refuse(why); }
+
+  // Ends the call with the status of `body(scope)`.
+  template <typename Body>
+  void Answer(Body&& body) {
+    Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, std::forward<Body>(body)));
   }
 
   // The whole call, on a call thread.
@@ -91,33 +90,29 @@ class ComputeLossStream final : public RowStream {
   absl::Status Serve(RpcScope& scope, std::optional<grpc::ByteBuffer>* last) {
     HEADWATER_ASSIGN_OR_RETURN(auto header, Header());
     std::optional<guard::SlowUploads::Place> upload;
-    const scheduler::WaitLimits limits = scope.wait_limits();
-    AdmittedMicroBatch micro_batch(core());
-    micro_batch.request_id = scope.request_id();
-    micro_batch.trace = scope.trace();
-    micro_batch.client = scope.client();
-    std::optional<MicroBatchRun> run;
-    absl::Status status = AdmitMicroBatch(scope.caller(), limits, std::move(header), micro_batch);
-    scope.set_head(micro_batch.head_name);
+    AdmittedMicroBatch micro_batch(core(), scope);
+    absl::Status status = AdmitMicroBatch(std::move(header), micro_batch);
     if (status.ok()) {
       transfer_ = micro_batch.transfer;
-      run.emplace(micro_batch, limits);
       upload.emplace(core().slow_uploads, std::shared_ptr<transport::RowExchange>(transfer_, &transfer_->exchange()),
                      observability::MonotonicNow());
       status = transfer_->Join(std::static_pointer_cast<RowStream>(shared_from_this()), 0);
-      if (status.ok()) status = run->Compute();
+      if (status.ok()) status = ComputeMicroBatch(micro_batch);
     }
     if (status.ok()) {
-      status = run->DeliverGrad();
+      status = DeliverGrad(micro_batch);
     } else {
       core().metrics.CountMicroBatch(OutcomeOf(status));
     }
     if (status.ok()) {
       v1::ComputeLossResponse response;
-      run->FillSummary(response.mutable_summary());
+      const absl::Time sent = observability::MonotonicNow();
+      core().metrics.ObservePhase(observability::Phase::kDownload, sent - micro_batch.times.engine_end);
+      EncodeSummary(micro_batch, sent, response.mutable_summary());
+      TraceMicroBatch(micro_batch, sent);
       last->emplace(EncodeMessage(response));
     }
-    const bool computed = run.has_value() && run->computed();
+    const bool computed = micro_batch.computed();
     // Rows of the gradient may be lost with a stripe after the commit.
     if (HasReason(status, ErrorReason::kStripeLost) && computed) {
       status =
@@ -134,10 +129,10 @@ class ComputeLossStream final : public RowStream {
 
   absl::StatusOr<v1::MicroBatchHeader> Header() {
     v1::ComputeLossRequest request;
-    const bool parsed = first_->Parse(&request);
+    const absl::Status parsed = first_->Parse(&request);
     first_.reset();
-    if (absl::Status lost = core().lost(); !lost.ok()) return lost;
-    if (!parsed) return FieldError(ErrorReason::kProtocolViolation, "message", "a message of the API", "other bytes");
+    HEADWATER_RETURN_IF_ERROR(core().lost());
+    HEADWATER_RETURN_IF_ERROR(parsed);
     HEADWATER_RETURN_IF_ERROR(CheckHeaderFirst(request));
     return std::move(*request.mutable_header());
   }
@@ -162,17 +157,17 @@ class ComputeLossStream final : public RowStream {
 
 }  // namespace
 
-RawReactor* StartComputeLoss(ServerCore& core, grpc::CallbackServerContext& context) noexcept {
-  const auto stream = std::make_shared<ComputeLossStream>(core, context);
+RawReactor* LossServiceImpl::ComputeLoss(grpc::CallbackServerContext* context) noexcept {
+  const auto stream = std::make_shared<ComputeLossStream>(core_, *context);
   RawReactor* const reactor = stream->Own();
   // The messages of a client that may not call are not awaited.
   const auto caller =
-      core.access->Authorize(FindAccessRow(RpcMethod::kComputeLoss), PortRole::kData, AuthorizationOf(context.client_metadata()));
+      core_.access->Authorize(FindAccessRow(RpcMethod::kComputeLoss), PortRole::kData, AuthorizationOf(context->client_metadata()));
   if (!caller.ok()) {
     stream->Refuse(caller.status());
     return reactor;
   }
-  stream->Allow([access = core.access.get(), caller = *caller] { return access->Recheck(caller); });
+  stream->Allow([access = core_.access.get(), caller = *caller] { return access->Recheck(caller); });
   stream->Read(/*watched=*/true);
   return reactor;
 }

@@ -7,10 +7,6 @@
 #include "server/observability/monotonic_clock.h"
 #include "server/service/call/rpc_scope.h"
 #include "server/service/call/unary_call.h"
-#include "server/service/loss/compute_loss_stream.h"
-#include "server/service/loss/stream_io.h"
-#include "server/service/loss/stream_teacher_call.h"
-#include "server/service/loss/transfer_rows_stream.h"
 #include "server/service/request/field_check.h"
 #include "server/service/request/loss_request.h"
 
@@ -42,18 +38,6 @@ absl::Status Decide(ServerCore& core, RpcScope& scope, const DecisionRequest& de
 }
 
 }  // namespace
-
-RawReactor* LossServiceImpl::ComputeLoss(grpc::CallbackServerContext* context) { return StartComputeLoss(core_, *context); }
-
-RawReactor* LossServiceImpl::TransferRows(grpc::CallbackServerContext* context) {
-  return TransferRowsStream::Start(core_, *context);
-}
-
-grpc::Status LossServiceImpl::StreamTeacher(grpc::ServerContext* context, grpc::ServerReader<v1::StreamTeacherRequest>* reader,
-                                            v1::StreamTeacherResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kStreamTeacher,
-                [&](RpcScope& scope) { return service::StreamTeacher(core_, *context, scope, *reader, response); });
-}
 
 grpc::ServerUnaryReactor* LossServiceImpl::CommitMicroBatch(grpc::CallbackServerContext* context,
                                                             const v1::CommitMicroBatchRequest* request,

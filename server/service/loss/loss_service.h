@@ -19,8 +19,9 @@ class LossServiceImpl final : public LossServiceBase {
   // The core must outlive the service.
   explicit LossServiceImpl(const Entrance& entrance) : entrance_(entrance), core_(entrance.core) {}
 
-  RawReactor* ComputeLoss(grpc::CallbackServerContext* context) override;
-  RawReactor* TransferRows(grpc::CallbackServerContext* context) override;
+  RawReactor* ComputeLoss(grpc::CallbackServerContext* context) noexcept override;   // compute_loss_stream.cc
+  RawReactor* TransferRows(grpc::CallbackServerContext* context) noexcept override;  // transfer_rows_stream.cc
+  // stream_teacher_call.cc
   grpc::Status StreamTeacher(grpc::ServerContext* context, grpc::ServerReader<v1::StreamTeacherRequest>* reader,
                              v1::StreamTeacherResponse* response) override;
   grpc::ServerUnaryReactor* CommitMicroBatch(grpc::CallbackServerContext* context, const v1::CommitMicroBatchRequest* request,

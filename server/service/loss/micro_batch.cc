@@ -3,7 +3,7 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "proto/headwater/v1/term_codec.h"
-#include "server/service/call/retry_after.h"
+#include "server/service/request/field_check.h"
 
 namespace headwater::service {
 
@@ -20,11 +20,16 @@ int64_t MicroBatchPayload::bytes() const {
 }
 
 absl::Status AdmittedMicroBatch::StartCopies() {
-  copies = std::make_shared<RowCopies>();
   for (const auto& source : payload->sources) {
-    HEADWATER_RETURN_IF_ERROR(source->StartCopy(core, submission.after, payload, copies));
+    HEADWATER_RETURN_IF_ERROR(source->StartCopy(core, submission.after, payload, &copies));
   }
   return absl::OkStatus();
+}
+
+absl::Status AdmittedMicroBatch::AwaitCopies() const {
+  absl::Status status;
+  for (const std::shared_future<absl::Status>& copy : copies) status.Update(copy.get());
+  return status;
 }
 
 absl::StatusOr<std::shared_ptr<const void>> AdmittedMicroBatch::Hold(bool anyway) {
@@ -44,8 +49,8 @@ absl::StatusOr<std::shared_ptr<const void>> AdmittedMicroBatch::Hold(bool anyway
                       {"availableBytes", absl::StrCat(available)},
                       {kRetryAfterMsKey, "500"}});
   }
-  if (copies == nullptr) HEADWATER_RETURN_IF_ERROR(StartCopies());
-  HEADWATER_RETURN_IF_ERROR(copies->Await());
+  if (copies.empty()) HEADWATER_RETURN_IF_ERROR(StartCopies());
+  HEADWATER_RETURN_IF_ERROR(AwaitCopies());
   for (const auto& source : payload->sources) source->UseCopy();
   return std::shared_ptr<const void>(payload);
 }

@@ -1,18 +1,25 @@
 // MicroBatchAdmission: from a header to a micro-batch whose heads, rows and memory are reserved.
+#include <algorithm>
 #include <bit>
+#include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/loss_options.h"
+#include "headwater/kernels/top_k.h"
+#include "server/heads/head_registry.h"
 #include "server/heads/steps/submit.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/service/loss/micro_batch.h"
 #include "server/service/request/field_check.h"
-#include "server/service/request/loss_terms.h"
 
 namespace headwater::service {
 namespace {
@@ -20,17 +27,166 @@ namespace {
 using transport::RegionAccess;
 using transport::RegionUse;
 
+// ---- the terms -------------------------------------------------------------------------------------------------------
+
+absl::StatusOr<heads::SubmittedTerm> FindHeads(const Caller& caller, const heads::HeadRegistry& registry,
+                                               const LossTermRequest& term) {
+  heads::SubmittedTerm submitted;
+  submitted.term = term.term;
+  HEADWATER_ASSIGN_OR_RETURN(submitted.head, caller.Find(registry, term.head.head));
+  submitted.head_epoch = term.head.epoch;
+  submitted.step = term.head.step;
+  submitted.expected_weight_version = term.expected_weight_version;
+  if (!term.teacher.has_value()) return submitted;
+  HEADWATER_ASSIGN_OR_RETURN(submitted.teacher_head, caller.Find(registry, term.teacher->head));
+  submitted.teacher_head_epoch = term.teacher->epoch;
+  submitted.expected_teacher_weight_version = term.teacher->expected_weight_version;
+  submitted.term.teacher_hidden = {nullptr, term.term.row_count, submitted.teacher_head->spec().hidden_size,
+                                   term.teacher->data_type};
+  return submitted;
+}
+
+// Checks the header against the term's heads.
+absl::Status CheckHeads(const MicroBatchRequest& request, const LossTermRequest& term, const heads::SubmittedTerm& submitted,
+                        const std::string& field) {
+  const HeadSpec& spec = submitted.head->spec();
+  if (request.hidden_size != spec.hidden_size) {
+    return FieldError(ErrorReason::kShapeMismatch, "header.hidden_size",
+                      absl::StrCat(spec.hidden_size, ", as ", submitted.head->name().ToString(), " has"),
+                      absl::StrCat(request.hidden_size));
+  }
+  if (spec.trainable && request.backward) {
+    if (!request.micro_batch.has_value()) {
+      return MissingField("header.micro_batch", "a number >= 0, because the head is trainable");
+    }
+    if (!term.head.epoch.has_value()) {
+      return MissingField(field + ".head.head_epoch", "the head's epoch, because the head is trainable");
+    }
+    if (!term.head.step.has_value()) return MissingField(field + ".head.step", "a step number >= 0, because the head is trainable");
+  }
+  if (!spec.trainable && term.head.step.has_value()) {
+    return InvalidCombination(field + ".head.step", "nothing, because the head is frozen", absl::StrCat(*term.head.step));
+  }
+  if (term.term.gradient_resolution != 0 && !spec.trainable) {
+    return InvalidCombination(field + ".gradient_resolution", "0, because the head is frozen: draws are made of a step",
+                              absl::StrCat(term.term.gradient_resolution));
+  }
+  HEADWATER_RETURN_IF_ERROR(CheckTermOptionsWithHead(field, term.term, spec));
+  if (!term.teacher.has_value()) return absl::OkStatus();
+  const int64_t student_vocab = spec.transform.valid_vocab_size;
+  const int64_t teacher_vocab = submitted.teacher_head->spec().transform.valid_vocab_size;
+  if (student_vocab != teacher_vocab && !std::get<JsdSpec>(term.term.loss).truncate_to_common) {
+    return FieldError(ErrorReason::kVocabSizeMismatch, field + ".jensen_shannon.vocab_alignment",
+                      absl::StrCat("equal vocabularies, or TRUNCATE_TO_COMMON; the student has ", student_vocab, " valid columns"),
+                      absl::StrCat(teacher_vocab, " valid columns of the teacher"));
+  }
+  return absl::OkStatus();
+}
+
+// Cuts class weights to the columns that have probability.
+absl::Status FitClassWeights(const HeadSpec& spec, const std::string& field, LossTerm* term) {
+  auto* const jsd = std::get_if<JsdSpec>(&term->loss);
+  CrossEntropySpec* const cross_entropy = jsd != nullptr ? &jsd->hard_loss : std::get_if<CrossEntropySpec>(&term->loss);
+  if (cross_entropy == nullptr || cross_entropy->class_weights.data() == nullptr) return absl::OkStatus();
+  absl::Span<const float>& weights = cross_entropy->class_weights;
+  const int64_t size = static_cast<int64_t>(weights.size());
+  if (size != spec.transform.valid_vocab_size && size != spec.vocab_size) {
+    return FieldError(ErrorReason::kShapeMismatch,
+                      absl::StrCat(field, jsd != nullptr ? ".jensen_shannon.hard_loss" : ".cross_entropy", ".class_weights.shape"),
+                      absl::StrCat("[", spec.transform.valid_vocab_size, "]"), absl::StrCat("[", size, "]"));
+  }
+  weights = weights.first(static_cast<size_t>(spec.transform.valid_vocab_size));
+  return absl::OkStatus();
+}
+
+// The seed of a term's draws: a digest of its head, step, micro-batch and index. A repeat draws alike. Changing it changes the bits
+// of dithered gradients.
+uint64_t DitherSeed(const MicroBatchRequest& request, size_t index) {
+  const HeadStepRequest& head = request.terms[index].head;
+  const Digest digest = DigestBuilder().Finish(
+      absl::StrCat("headwater.dither.1 ", head.head.ToString(), " ", *head.step, " ", *request.micro_batch, " ", index));
+  uint64_t seed = 0;
+  std::memcpy(&seed, digest.data(), sizeof(seed));
+  return seed;
+}
+
+// Finds the heads of all terms, checks the header against them, and fills in `submission->terms`, except rows and outputs. Spans
+// point into `request`, which must stay where it is; class weights are cut to the columns that have probability. kHeadNotFound,
+// kPermissionDenied, kShapeMismatch, kMissingField, kInvalidCombination, kVocabSizeMismatch.
+absl::Status BuildTerms(const Caller& caller, const heads::HeadRegistry& registry, MicroBatchRequest* request,
+                        heads::Submission* submission) {
+  bool any_trainable = false;
+  for (size_t i = 0; i < request->terms.size(); ++i) {
+    LossTermRequest& term = request->terms[i];
+    HEADWATER_ASSIGN_OR_RETURN(auto submitted, FindHeads(caller, registry, term));
+    const HeadSpec& spec = submitted.head->spec();
+    any_trainable = any_trainable || spec.trainable;
+    HEADWATER_RETURN_IF_ERROR(CheckHeads(*request, term, submitted, TermField(i)));
+    HEADWATER_RETURN_IF_ERROR(FitClassWeights(spec, TermField(i), &term.term));
+    submitted.term.loss = term.term.loss;
+    if (term.term.gradient_resolution != 0) submitted.term.dither_seed = DitherSeed(*request, i);
+    submission->terms.push_back(std::move(submitted));
+  }
+  if (any_trainable || !request->micro_batch.has_value()) return absl::OkStatus();
+  return InvalidCombination("header.micro_batch", "nothing, because every head is frozen", absl::StrCat(*request->micro_batch));
+}
+
+// Whether the micro-batch, while it is undecided, must be kept as its rows: no free slot changes that.
+bool MustBeHeld(const heads::Submission& submission) {
+  if (submission.late_token_factors) return true;
+  const auto has_no_slot = [](const heads::SubmittedTerm& term) {
+    return term.head->spec().trainable && term.head->spec().staging_slots == 0;
+  };
+  return submission.explicit_commit && submission.hold != nullptr &&
+         std::any_of(submission.terms.begin(), submission.terms.end(), has_no_slot);
+}
+
+// A use of each head of terms that BuildTerms() has made.
+std::vector<heads::HeadUse> UseHeads(const heads::Submission& submission) {
+  std::vector<heads::HeadUse> uses;
+  const auto use_once = [&uses](const std::shared_ptr<heads::Head>& head) {
+    const auto is_it = [&head](const heads::HeadUse& use) { return use.head() == head; };
+    if (head != nullptr && std::none_of(uses.begin(), uses.end(), is_it)) uses.emplace_back(head);
+  };
+  for (const heads::SubmittedTerm& term : submission.terms) {
+    use_once(term.head);
+    use_once(term.teacher_head);
+  }
+  return uses;
+}
+
+// kTargetOutOfVocab, and the errors of CheckTopKRows(). For terms that BuildTerms() has made.
+absl::Status CheckTargets(const MicroBatchRequest& request, const heads::Submission& submission) {
+  for (size_t i = 0; i < request.terms.size(); ++i) {
+    const LossTerm& term = request.terms[i].term;
+    const int64_t valid_vocab_size = submission.terms[i].head->spec().transform.valid_vocab_size;
+    if (const auto* top_k = std::get_if<TopKSpec>(&term.loss)) {
+      HEADWATER_RETURN_IF_ERROR(CheckTopKRows(TermField(i) + ".top_k_teacher", ".data", *top_k, valid_vocab_size));
+    }
+    for (size_t row = 0; row < term.targets.size(); ++row) {
+      const int32_t target = term.targets[row];
+      if (target == term.ignore_index || (target >= 0 && target < valid_vocab_size)) continue;
+      return FieldError(ErrorReason::kTargetOutOfVocab, TermField(i) + ".targets.data",
+                        absl::StrCat("ids in [0, ", valid_vocab_size, ") or ignore_index ", term.ignore_index),
+                        absl::StrCat(target, " at index ", row));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// ---- admission -------------------------------------------------------------------------------------------------------
+
 class MicroBatchAdmission {
  public:
-  MicroBatchAdmission(const Caller& caller, const scheduler::WaitLimits& limits, AdmittedMicroBatch& micro_batch)
-      : caller_(caller), limits_(limits), batch_(micro_batch), core_(micro_batch.core) {}
+  explicit MicroBatchAdmission(AdmittedMicroBatch& micro_batch)
+      : batch_(micro_batch), core_(micro_batch.core), scope_(micro_batch.scope) {}
 
   absl::Status Admit(v1::MicroBatchHeader header) {
     batch_.times.header = observability::MonotonicNow();
     HEADWATER_ASSIGN_OR_RETURN(MicroBatchRequest& request = batch_.payload->request,
                                DecodeMicroBatchHeader(std::move(header), core_.options.limits));
     heads::Submission& submission = batch_.submission;
-    batch_.head_name = request.terms.front().head.head.ToString();
+    scope_.set_head(request.terms.front().head.head.ToString());
     if (request.transfer.has_value()) {
       HEADWATER_ASSIGN_OR_RETURN(auto entry, core_.transfers.Announce(*request.transfer));
       batch_.entry.emplace(std::move(entry));
@@ -39,9 +195,9 @@ class MicroBatchAdmission {
       const heads::SessionId& session = *request.session;
       batch_.client = "session " + absl::BytesToHexString({reinterpret_cast<const char*>(session.data()), session.size()});
     }
-    HEADWATER_ASSIGN_OR_RETURN(batch_.session_use, core_.UseSession(request.session));
-    HEADWATER_RETURN_IF_ERROR(BuildTerms(caller_, core_.registry, &request, &submission));
-    batch_.head_uses = UseHeads(submission);
+    HEADWATER_ASSIGN_OR_RETURN(scope_.session(), core_.UseSession(request.session));
+    HEADWATER_RETURN_IF_ERROR(BuildTerms(scope_.caller(), core_.registry, &request, &submission));
+    scope_.heads() = UseHeads(submission);
     HEADWATER_RETURN_IF_ERROR(CheckTargets(request, submission));
     FillSubmission();
     HEADWATER_RETURN_IF_ERROR(FindRows());
@@ -52,7 +208,7 @@ class MicroBatchAdmission {
     HEADWATER_RETURN_IF_ERROR(ClaimJoined());
     // The header is accepted: from here on a higher attempt takes effect.
     if (submission.attempt > 0 && submission.micro_batch.has_value()) {
-      HEADWATER_RETURN_IF_ERROR(heads::Announce(submission, limits_));
+      HEADWATER_RETURN_IF_ERROR(heads::Announce(submission, scope_.wait_limits()));
     }
     return PlaceRows();
   }
@@ -67,55 +223,52 @@ class MicroBatchAdmission {
   // Where the rows come from, by the header.
   absl::Status FindRows() {
     const MicroBatchRequest& request = batch_.payload->request;
-    HEADWATER_RETURN_IF_ERROR(AddSource(0, "hidden", 0, batch_.submission.hidden, request.hidden_rows, "header.hidden_rows"));
+    RowsView& hidden = batch_.submission.hidden;
+    HEADWATER_RETURN_IF_ERROR(AddSource(RowsOf(0, "hidden", 0, hidden), request.hidden_rows, "header.hidden_rows", nullptr));
     batch_.path = PathOf(batch_.payload->sources.front()->region());
     for (size_t i = 0; i < request.terms.size(); ++i) {
       const LossTermRequest& term = request.terms[i];
       if (!term.teacher.has_value()) continue;
+      const bool is_only_term = request.terms.size() == 1;
       HEADWATER_RETURN_IF_ERROR(AddSource(
-          1 + static_cast<int32_t>(i),
-          request.terms.size() == 1 ? "teacher_hidden" : absl::StrCat("teacher_hidden of terms[", i, "]"), term.term.row_start,
-          batch_.submission.terms[i].term.teacher_hidden, term.teacher->rows, TermField(i) + ".teacher_hidden.rows"));
+          RowsOf(1 + static_cast<int32_t>(i), is_only_term ? "teacher_hidden" : absl::StrCat("teacher_hidden of terms[", i, "]"),
+                 term.term.row_start, batch_.submission.terms[i].term.teacher_hidden),
+          term.teacher->rows, TermField(i) + (term.teacher->joined.has_value() ? ".joined_teacher" : ".teacher_hidden.rows"),
+          &*term.teacher));
     }
     return absl::OkStatus();
   }
 
-  // Adds the source of the rows of `view`; `field` names `shared`.
-  absl::Status AddSource(int32_t digest_stream, std::string name, int64_t row_start, RowsView& view,
-                         const std::optional<SharedRowsRequest>& shared, std::string field) {
+  static RowSource::Rows RowsOf(int32_t digest_stream, std::string name, int64_t row_start, RowsView& view) {
+    return {digest_stream, std::move(name), row_start, view.row_count, view.column_count * ElementBytes(view.data_type), &view, ""};
+  }
+
+  // Adds the source of `rows`; `field` names it in the header. `teacher`: whose rows they are; null: they are the hidden states.
+  absl::Status AddSource(RowSource::Rows rows, const std::optional<SharedRowsRequest>& shared, std::string field,
+                         const TeacherRequest* teacher) {
     auto& sources = batch_.payload->sources;
-    RowSource::Rows rows = {
-        digest_stream, std::move(name), row_start, view.row_count, view.column_count * ElementBytes(view.data_type),
-        &view,         std::move(field)};
+    rows.field = std::move(field);
     if (shared.has_value()) {
-      HEADWATER_ASSIGN_OR_RETURN(
-          RegionUse region, FindRegion(*shared, rows.row_count * rows.row_bytes, RegionAccess::kRead, view.data_type, rows.field));
+      HEADWATER_ASSIGN_OR_RETURN(RegionUse region, FindRegion(*shared, rows.row_count * rows.row_bytes, RegionAccess::kRead,
+                                                              rows.view->data_type, rows.field));
       sources.push_back(MakeRegionRows(std::move(rows), std::move(region)));
-    } else if (digest_stream > 0 && TeacherOf(rows).joined.has_value()) {
-      sources.push_back(JoinedSource(std::move(rows)));
+    } else if (teacher != nullptr && teacher->joined.has_value()) {
+      transport::JoinedSet set = {teacher->head.tenant, teacher->joined->join_key, teacher->joined->total_row_count,
+                                  rows.view->column_count, rows.view->data_type};
+      sources.push_back(MakeJoinedRows(std::move(rows), std::move(set), teacher->joined->row_indices, JoinUser()));
     } else {
-      sources.push_back(MakeChunkRows(std::move(rows)));
+      sources.push_back(std::make_unique<RowSource>(std::move(rows)));
     }
     return absl::OkStatus();
   }
 
-  const TeacherRequest& TeacherOf(const RowSource::Rows& rows) const {
-    return *batch_.payload->request.terms[static_cast<size_t>(rows.digest_stream - 1)].teacher;
-  }
-
-  std::unique_ptr<RowSource> JoinedSource(RowSource::Rows rows) const {
+  // The user of joined rows: a repeat of this micro-batch is the same one, whatever its attempt. Empty without a micro-batch.
+  std::string JoinUser() const {
     const MicroBatchRequest& request = batch_.payload->request;
-    const TeacherRequest& teacher = TeacherOf(rows);
-    rows.field = TermField(static_cast<size_t>(rows.digest_stream - 1)) + ".joined_teacher";
-    transport::JoinedSet set = {teacher.head.tenant, teacher.joined->join_key, teacher.joined->total_row_count,
-                                rows.view->column_count, rows.view->data_type};
-    // A repeat of this micro-batch is the same user of the rows, whatever its attempt.
+    if (!request.micro_batch.has_value()) return "";
     const HeadStepRequest& head = request.terms.front().head;
-    std::string user = request.micro_batch.has_value()
-                           ? absl::StrCat(head.head.ToString(), "/", head.epoch.has_value() ? heads::EpochToHex(*head.epoch) : "",
-                                          "/", head.step.value_or(-1), "/", *request.micro_batch)
-                           : "";
-    return MakeJoinedRows(std::move(rows), std::move(set), teacher.joined->row_indices, std::move(user));
+    return absl::StrCat(head.head.ToString(), "/", head.epoch.has_value() ? heads::EpochToHex(*head.epoch) : "", "/",
+                        head.step.value_or(-1), "/", *request.micro_batch);
   }
 
   absl::Status FindGrad() {
@@ -127,7 +280,7 @@ class MicroBatchAdmission {
         auto region, FindRegion(*request.grad_hidden_rows, bytes, RegionAccess::kWrite, request.grad_hidden_data_type, field));
     for (const auto& source : batch_.payload->sources) {
       if (source->region() == nullptr || !RegionUse::Overlap(*source->region(), region)) continue;
-      return FieldError(ErrorReason::kInvalidField, field, "memory apart from the rows that are read", "memory that overlaps it");
+      return InvalidField(field, "memory apart from the rows that are read", "memory that overlaps it");
     }
     batch_.grad_region = std::move(region);
     return absl::OkStatus();
@@ -137,7 +290,7 @@ class MicroBatchAdmission {
   void FillSubmission() {
     const MicroBatchRequest& request = batch_.payload->request;
     heads::Submission& submission = batch_.submission;
-    submission.label = batch_.request_id;
+    submission.label = scope_.request_id();
     submission.micro_batch = request.micro_batch;
     submission.attempt = request.attempt;
     submission.session = request.session;
@@ -158,7 +311,7 @@ class MicroBatchAdmission {
     if (!batch_.submission.backward) return absl::OkStatus();
     for (const heads::SubmittedTerm& term : batch_.submission.terms) {
       if (!term.step.has_value() || !term.head_epoch.has_value()) continue;
-      HEADWATER_RETURN_IF_ERROR(term.head->AwaitStep({*term.head_epoch, *term.step}, limits_));
+      HEADWATER_RETURN_IF_ERROR(term.head->AwaitStep({*term.head_epoch, *term.step}, scope_.wait_limits()));
     }
     return absl::OkStatus();
   }
@@ -200,9 +353,11 @@ class MicroBatchAdmission {
 
   // Claims the teacher rows that other processes send.
   absl::Status ClaimJoined() {
-    auto claims = std::make_shared<std::vector<std::shared_ptr<transport::RowClaim>>>();
-    for (const auto& source : batch_.payload->sources) HEADWATER_RETURN_IF_ERROR(source->Claim(core_.join, claims.get()));
-    if (!claims->empty()) batch_.submission.until_decided = std::move(claims);
+    for (const auto& source : batch_.payload->sources) {
+      HEADWATER_ASSIGN_OR_RETURN(auto claim, source->Claim(core_.join));
+      if (claim != nullptr) batch_.claims->push_back(std::move(claim));
+    }
+    if (!batch_.claims->empty()) batch_.submission.until_decided = batch_.claims;
     return absl::OkStatus();
   }
 
@@ -235,17 +390,15 @@ class MicroBatchAdmission {
     return absl::OkStatus();
   }
 
-  const Caller& caller_;
-  const scheduler::WaitLimits& limits_;
   AdmittedMicroBatch& batch_;
   ServerCore& core_;
+  RpcScope& scope_;
 };
 
 }  // namespace
 
-absl::Status AdmitMicroBatch(const Caller& caller, const scheduler::WaitLimits& limits, v1::MicroBatchHeader header,
-                             AdmittedMicroBatch& micro_batch) {
-  return MicroBatchAdmission(caller, limits, micro_batch).Admit(std::move(header));
+absl::Status AdmitMicroBatch(v1::MicroBatchHeader header, AdmittedMicroBatch& micro_batch) {
+  return MicroBatchAdmission(micro_batch).Admit(std::move(header));
 }
 
 }  // namespace headwater::service

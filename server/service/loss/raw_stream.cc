@@ -10,16 +10,6 @@ RawStream::RawStream(ServerCore& core, grpc::CallbackServerContext& context) : c
   });
 }
 
-RawReactor* RawStream::Own() {
-  self_ = shared_from_this();
-  owned_.store(true);
-  return this;
-}
-
-void RawStream::Allow(std::function<absl::Status()> allowed) { watch_->Allow(std::move(allowed)); }
-
-absl::Status RawStream::why_ended() const { return watch_->why(); }
-
 bool RawStream::Enter() {
   absl::MutexLock lock(&mutex_);
   if (ending_) return false;
@@ -75,11 +65,6 @@ void RawStream::FinishNow() {
   } else {
     RawReactor::Finish(std::move(status_));
   }
-}
-
-void RawStream::EndWatch() {
-  absl::MutexLock lock(&mutex_);
-  if (!ending_) watch_->End();
 }
 
 void RawStream::OnReadDone(bool ok) noexcept {

@@ -34,7 +34,11 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   RawStream& operator=(const RawStream&) = delete;
 
   // Gives gRPC its share of the object, which it has until the call is over.
-  RawReactor* Own();
+  RawReactor* Own() {
+    self_ = shared_from_this();
+    owned_.store(true);
+    return this;
+  }
 
   // Begins to read a message; OnMessage() follows. Not before the last one was answered. `watched` bounds the client's time for it.
   // Without effect after Finish().
@@ -45,9 +49,9 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   void Finish(grpc::Status status, std::optional<grpc::ByteBuffer> last_message = std::nullopt);
 
   // Asks this about once a second: an error ends the call with it. Before Finish().
-  void Allow(std::function<absl::Status()> allowed);
+  void Allow(std::function<absl::Status()> allowed) { watch_->Allow(std::move(allowed)); }
   // Why the watchdog ended the call; OK if it did not. Before Finish().
-  absl::Status why_ended() const;
+  absl::Status why_ended() const { return watch_->why(); }
 
   // The client has cancelled or gone away, or its deadline has passed.
   bool gone() const { return gone_.load(); }
@@ -73,7 +77,10 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   void Leave();
   void FinishNow();
   // Ends the watch of a message. From Finish() on the watch is for the end, and stays.
-  void EndWatch();
+  void EndWatch() {
+    absl::MutexLock lock(&mutex_);
+    if (!ending_) watch_->End();
+  }
 
   // An exception ends the process: gRPC would forget it, and the call would never be over.
   void OnReadDone(bool ok) noexcept final;

@@ -10,11 +10,6 @@
 namespace headwater::service {
 namespace {
 
-class ChunkRows final : public RowSource {
- public:
-  explicit ChunkRows(Rows rows) : RowSource(std::move(rows)) {}
-};
-
 class RegionRows final : public RowSource {
  public:
   RegionRows(Rows rows, transport::RegionUse region) : RowSource(std::move(rows)), region_(std::move(region)) {}
@@ -37,7 +32,7 @@ class RegionRows final : public RowSource {
   const transport::RegionUse* region() const override { return region_.has_value() ? &*region_ : nullptr; }
 
   absl::Status StartCopy(ServerCore& core, const DeviceEvent* after, const std::shared_ptr<const void>& owner,
-                         const std::shared_ptr<RowCopies>& copies) override {
+                         RowCopies* copies) override {
     constexpr int64_t kPartBytes = 4 << 20;
     HEADWATER_RETURN_IF_ERROR(Allocate(core.rows));
     // A device's rows are one copy; rows of host memory are copied by several threads.
@@ -48,10 +43,12 @@ class RegionRows final : public RowSource {
       const int64_t offset = row * rows_.row_bytes;
       const RowsView part = {static_cast<const uint8_t*>(region_->data()) + offset, count,
                              rows_.row_bytes / int64_t{sizeof(uint16_t)}, DataType::kBFloat16, region_->memory()};
-      copies->Begin();
-      core.senders.Post([engine = core.engine.get(), owner, copies, block = block_, part, after, out = block_->data() + offset] {
-        copies->End(engine->CopyRows(part, after, out));
-      });
+      const auto copy = std::make_shared<std::packaged_task<absl::Status()>>(
+          [engine = core.engine.get(), owner, block = block_, part, after, out = block_->data() + offset] {
+            return engine->CopyRows(part, after, out);
+          });
+      copies->push_back(copy->get_future().share());
+      core.senders.Post([copy] { (*copy)(); });
     }
     return absl::OkStatus();
   }
@@ -75,10 +72,9 @@ class JoinedRows final : public RowSource {
     return bytes() + rows_.row_count * transport::TeacherJoin::kRowOverheadBytes;  // of its claim
   }
 
-  absl::Status Claim(transport::TeacherJoin& join, std::vector<std::shared_ptr<transport::RowClaim>>* claims) override {
+  absl::StatusOr<std::shared_ptr<transport::RowClaim>> Claim(transport::TeacherJoin& join) override {
     HEADWATER_ASSIGN_OR_RETURN(claim_, join.Claim(set_, rows_.row_count, row_indices_, user_));
-    claims->push_back(claim_);
-    return absl::OkStatus();
+    return claim_;
   }
 
   absl::StatusOr<Transfer::Tensor> Place(transport::PinnedPool& pool) override {
@@ -87,8 +83,6 @@ class JoinedRows final : public RowSource {
     tensor.rows.by_input = false;
     return tensor;
   }
-
-  void OnRows(std::function<void()> wake) override { claim_->OnChange(std::move(wake)); }
 
   absl::Status Pull(Transfer& transfer, size_t index) override {
     const int64_t count = claim_->ready_rows() - pulled_;
@@ -102,10 +96,7 @@ class JoinedRows final : public RowSource {
     return absl::OkStatus();
   }
 
-  bool waits_for_others() const override { return pulled_ < rows_.row_count; }
-  absl::Time give_up() const override { return claim_->give_up(); }
-  absl::Status MissingRow() const override { return claim_->MissingRow(); }
-  void MarkUsed() override { claim_->MarkUsed(); }
+  const transport::RowClaim* awaited() const override { return pulled_ < rows_.row_count ? claim_.get() : nullptr; }
 
  private:
   const transport::JoinedSet set_;
@@ -116,8 +107,6 @@ class JoinedRows final : public RowSource {
 };
 
 }  // namespace
-
-std::unique_ptr<RowSource> MakeChunkRows(RowSource::Rows rows) { return std::make_unique<ChunkRows>(std::move(rows)); }
 
 std::unique_ptr<RowSource> MakeRegionRows(RowSource::Rows rows, transport::RegionUse region) {
   return std::make_unique<RegionRows>(std::move(rows), std::move(region));

@@ -6,17 +6,14 @@
 #define HEADWATER_SERVER_SERVICE_LOSS_ROW_SOURCE_H_
 
 #include <cstdint>
-#include <functional>
+#include <future>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
 #include "server/observability/metrics.h"
 #include "server/service/loss/transfer.h"
 #include "server/service/server_core.h"
@@ -26,31 +23,8 @@
 
 namespace headwater::service {
 
-// Copies of rows, made by the senders' threads. Thread-safe.
-class RowCopies {
- public:
-  void Begin() {
-    absl::MutexLock lock(&mutex_);
-    ++running_;
-  }
-  void End(const absl::Status& result) {
-    absl::MutexLock lock(&mutex_);
-    --running_;
-    status_.Update(result);
-  }
-  // Waits for the copies that have begun. The first error of any.
-  absl::Status Await() {
-    absl::MutexLock lock(&mutex_);
-    mutex_.Await(absl::Condition(
-        +[](int64_t* count) { return *count == 0; }, &running_));
-    return status_;
-  }
-
- private:
-  absl::Mutex mutex_;
-  int64_t running_ ABSL_GUARDED_BY(mutex_) = 0;
-  absl::Status status_ ABSL_GUARDED_BY(mutex_);
-};
+// Copies of rows that the senders' threads make.
+using RowCopies = std::vector<std::shared_future<absl::Status>>;
 
 // How rows of a region travel, for metrics; kGrpc without one.
 observability::Transport PathOf(const transport::RegionUse* region);
@@ -67,6 +41,8 @@ class RowSource {
     RowsView* view = nullptr;  // the submission's: where the head finds the rows
     std::string field;         // of the header, that says where they are; empty: they come as chunks
   };
+  // The call's own streams bring the rows; derived classes bring them otherwise.
+  explicit RowSource(Rows rows) : rows_(std::move(rows)) {}
   virtual ~RowSource() = default;
   RowSource(const RowSource&) = delete;
   RowSource& operator=(const RowSource&) = delete;
@@ -77,39 +53,30 @@ class RowSource {
   // ---- admission
   // Memory of the server that the rows take. `keeps`: with a copy of what lies in the client's memory.
   virtual int64_t bytes_to_reserve([[maybe_unused]] bool keeps) const { return bytes(); }
-  // Claims rows that others send; the claim joins `claims`. kJoinIncomplete.
-  virtual absl::Status Claim(transport::TeacherJoin&, std::vector<std::shared_ptr<transport::RowClaim>>*) {
-    return absl::OkStatus();
-  }
+  // Claims rows that others send. Null: no others send them. kJoinIncomplete.
+  virtual absl::StatusOr<std::shared_ptr<transport::RowClaim>> Claim(transport::TeacherJoin&) { return nullptr; }
   // Gets memory for rows that come, and returns how they do.
   virtual absl::StatusOr<Transfer::Tensor> Place(transport::PinnedPool& pool);
 
   // ---- run
-  // `wake` is called when Pull() may have rows.
-  virtual void OnRows(std::function<void()>) {}
   // Lets rows that are there from the start be read.
   virtual absl::Status Open(observability::Metrics&) { return absl::OkStatus(); }
   // Delivers what others have brought since the last time, as tensor `index` of the transfer.
   virtual absl::Status Pull(Transfer&, size_t) { return absl::OkStatus(); }
-  // Whether rows are missing that only others can bring, when to give up waiting for them alone, and what to answer then.
-  virtual bool waits_for_others() const { return false; }
-  virtual absl::Time give_up() const { return absl::InfiniteFuture(); }
-  virtual absl::Status MissingRow() const { return absl::OkStatus(); }
-  // The micro-batch has been computed.
-  virtual void MarkUsed() {}
+  // The claim on rows that are missing and that only others can bring; else null.
+  virtual const transport::RowClaim* awaited() const { return nullptr; }
 
   // The region of rows in the client's memory, which are digested only when they are computed; else null.
   virtual const transport::RegionUse* region() const { return nullptr; }
-  // Begins to copy rows whose memory is the client's again after the call. `owner` keeps the region mapped meanwhile.
-  virtual absl::Status StartCopy(ServerCore&, const DeviceEvent*, const std::shared_ptr<const void>&,
-                                 const std::shared_ptr<RowCopies>&) {
+  // Begins to copy rows whose memory is the client's again after the call, and adds to `copies`. `owner` keeps the region mapped
+  // meanwhile.
+  virtual absl::Status StartCopy(ServerCore&, const DeviceEvent*, const std::shared_ptr<const void>&, RowCopies*) {
     return absl::OkStatus();
   }
   // The copies are complete: the rows are read there from now on.
   virtual void UseCopy() {}
 
  protected:
-  explicit RowSource(Rows rows) : rows_(std::move(rows)) {}
   absl::Status Allocate(transport::PinnedPool& pool);
   // Place() without its allocation.
   Transfer::Tensor Describe() const;
@@ -122,8 +89,6 @@ class RowSource {
   std::shared_ptr<transport::PinnedBlock> block_;  // null: not allocated, or there are no rows
 };
 
-// The call's own streams bring the rows.
-std::unique_ptr<RowSource> MakeChunkRows(RowSource::Rows rows);
 // The rows lie in memory of the client: shared, in a named file, or a device's.
 std::unique_ptr<RowSource> MakeRegionRows(RowSource::Rows rows, transport::RegionUse region);
 // Another process sends them, by way of TeacherJoin. `row_indices` and `user` are Claim()'s; the indices outlive the source.

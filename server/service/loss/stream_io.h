@@ -13,8 +13,8 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "server/guard/stream_watchdog.h"
-#include "server/service/call/retry_after.h"
 #include "server/service/call/rpc_scope.h"
+#include "server/service/request/field_check.h"
 #include "server/service/server_core.h"
 
 namespace headwater::service {

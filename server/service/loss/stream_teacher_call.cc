@@ -1,4 +1,4 @@
-#include "server/service/loss/stream_teacher_call.h"
+// StreamTeacher: a teacher's rows, for trainers that join them.
 
 #include <cstdint>
 #include <memory>
@@ -6,6 +6,8 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/session_registry.h"
+#include "server/service/call/rpc_scope.h"
+#include "server/service/loss/loss_service.h"
 #include "server/service/loss/stream_io.h"
 #include "server/service/request/field_check.h"
 #include "server/service/request/loss_request.h"
@@ -17,9 +19,9 @@ namespace {
 
 absl::Status TakeChunk(ServerCore& core, const v1::RowChunk& chunk, transport::TeacherStream& stream) {
   if (chunk.role() != v1::CHUNK_ROLE_TEACHER_HIDDEN) {
-    return chunk.role() == v1::CHUNK_ROLE_UNSPECIFIED ? MissingField("chunk.role", "TEACHER_HIDDEN")
-                                                      : FieldError(ErrorReason::kInvalidField, "chunk.role", "TEACHER_HIDDEN",
-                                                                   absl::StrCat(static_cast<int>(chunk.role())));
+    return chunk.role() == v1::CHUNK_ROLE_UNSPECIFIED
+               ? MissingField("chunk.role", "TEACHER_HIDDEN")
+               : InvalidField("chunk.role", "TEACHER_HIDDEN", absl::StrCat(static_cast<int>(chunk.role())));
   }
   HEADWATER_RETURN_IF_ERROR(CheckRange("chunk.term_index", chunk.term_index(), 0, 0));
   const int64_t data_bytes = static_cast<int64_t>(chunk.data().size());
@@ -29,10 +31,9 @@ absl::Status TakeChunk(ServerCore& core, const v1::RowChunk& chunk, transport::T
   return absl::OkStatus();
 }
 
-}  // namespace
-
-absl::Status StreamTeacher(ServerCore& core, grpc::ServerContext& context, RpcScope& scope,
-                           grpc::ServerReader<v1::StreamTeacherRequest>& reader, v1::StreamTeacherResponse* response) {
+// One stream, from its header to its end: when this returns OK all rows are kept, and trainers can have them.
+absl::Status KeepRows(ServerCore& core, grpc::ServerContext& context, RpcScope& scope,
+                      grpc::ServerReader<v1::StreamTeacherRequest>& reader, v1::StreamTeacherResponse* response) {
   heads::SessionRegistry::Use session_use;
   std::unique_ptr<transport::TeacherStream> stream;  // once the header is accepted
   const auto take_header = [&](const v1::StreamTeacherHeader& header) -> absl::Status {
@@ -51,6 +52,14 @@ absl::Status StreamTeacher(ServerCore& core, grpc::ServerContext& context, RpcSc
   HEADWATER_RETURN_IF_ERROR(stream->Finish());
   response->set_row_count(stream->row_count());
   return absl::OkStatus();
+}
+
+}  // namespace
+
+grpc::Status LossServiceImpl::StreamTeacher(grpc::ServerContext* context, grpc::ServerReader<v1::StreamTeacherRequest>* reader,
+                                            v1::StreamTeacherResponse* response) {
+  return RunRpc(entrance_, *context, observability::RpcMethod::kStreamTeacher,
+                [&](RpcScope& scope) { return KeepRows(core_, *context, scope, *reader, response); });
 }
 
 }  // namespace headwater::service

@@ -22,9 +22,7 @@ absl::Status StripeLost() {
 
 // A message that ParseChunk() leaves to protobuf; `chunk` points into `parsed` then. kProtocolViolation, kMissingField.
 absl::Status ParseOddChunk(const ReceivedMessage& received, v1::ComputeLossRequest* parsed, ChunkView* chunk) {
-  if (!received.Parse(parsed)) {
-    return FieldError(ErrorReason::kProtocolViolation, "message", "a message of the API", "other bytes");
-  }
+  HEADWATER_RETURN_IF_ERROR(received.Parse(parsed));
   if (parsed->has_header()) return FieldError(ErrorReason::kProtocolViolation, "header", "one header, first", "a second header");
   if (!parsed->has_chunk()) return MissingField("message", "a header or a chunk");
   const v1::RowChunk& fields = parsed->chunk();
@@ -42,16 +40,6 @@ absl::Status TransferEnded() {
 }  // namespace
 
 // ---- RowStream -------------------------------------------------------------------------------------------------------
-
-std::shared_ptr<Transfer> RowStream::transfer() {
-  absl::MutexLock lock(&transfer_mutex_);
-  return transfer_;
-}
-
-absl::Status RowStream::refusal() {
-  absl::MutexLock lock(&transfer_mutex_);
-  return refusal_;
-}
 
 void RowStream::Carry(std::shared_ptr<Transfer> transfer, int32_t stripe_index) {
   stripe_index_ = stripe_index;
@@ -128,12 +116,12 @@ absl::Status Transfer::Join(const std::shared_ptr<RowStream>& stream, int32_t in
     absl::MutexLock lock(&mutex_);
     if (ended_) return TransferEnded();
     if (index < 0 || index >= options_.stripe_count) {
-      return FieldError(ErrorReason::kInvalidField, "header.stripe_index",
-                        absl::StrCat("an index below the transfer's stripe_count ", options_.stripe_count), absl::StrCat(index));
+      return InvalidField("header.stripe_index", absl::StrCat("an index below the transfer's stripe_count ", options_.stripe_count),
+                          absl::StrCat(index));
     }
     std::shared_ptr<RowStream>& place = streams_[static_cast<size_t>(index)];
     if (place != nullptr) {
-      return FieldError(ErrorReason::kInvalidField, "header.stripe_index", "each stripe of a transfer once", absl::StrCat(index));
+      return InvalidField("header.stripe_index", "each stripe of a transfer once", absl::StrCat(index));
     }
     place = stream;
     ++joined_;
@@ -141,11 +129,6 @@ absl::Status Transfer::Join(const std::shared_ptr<RowStream>& stream, int32_t in
   stream->Carry(shared_from_this(), index);
   stream->Pump();  // it may have come late, when there is a gradient already
   return absl::OkStatus();
-}
-
-int32_t Transfer::joined() const {
-  absl::MutexLock lock(&mutex_);
-  return joined_;
 }
 
 std::vector<std::shared_ptr<RowStream>> Transfer::Streams() const {
@@ -162,19 +145,18 @@ absl::StatusOr<size_t> Transfer::TensorOf(const ChunkView& chunk) const {
   switch (chunk.role) {
     case v1::CHUNK_ROLE_HIDDEN:
       if (chunk.term_index == 0) break;
-      return FieldError(ErrorReason::kInvalidField, "chunk.term_index", "0, because the rows belong to all terms",
-                        absl::StrCat(chunk.term_index));
+      return InvalidField("chunk.term_index", "0, because the rows belong to all terms", absl::StrCat(chunk.term_index));
     case v1::CHUNK_ROLE_TEACHER_HIDDEN:
       if (chunk.term_index < 0 || chunk.term_index >= options_.term_count) {
-        return FieldError(ErrorReason::kInvalidField, "chunk.term_index", absl::StrCat("a term in [0, ", options_.term_count, ")"),
-                          absl::StrCat(chunk.term_index));
+        return InvalidField("chunk.term_index", absl::StrCat("a term in [0, ", options_.term_count, ")"),
+                            absl::StrCat(chunk.term_index));
       }
       digest_stream = 1 + chunk.term_index;
       break;
     case v1::CHUNK_ROLE_UNSPECIFIED:
       return MissingField("chunk.role", "HIDDEN or TEACHER_HIDDEN");
     default:
-      return FieldError(ErrorReason::kInvalidField, "chunk.role", "HIDDEN or TEACHER_HIDDEN", absl::StrCat(chunk.role));
+      return InvalidField("chunk.role", "HIDDEN or TEACHER_HIDDEN", absl::StrCat(chunk.role));
   }
   for (size_t i = 0; i < tensors_.size(); ++i) {
     if (tensors_[i].digest_stream != digest_stream) continue;
@@ -187,25 +169,19 @@ absl::StatusOr<size_t> Transfer::TensorOf(const ChunkView& chunk) const {
 }
 
 absl::Status Transfer::Take(const ChunkView& chunk, int32_t index) {
-  if (absl::Status lost = core_.lost(); !lost.ok()) return lost;
-  const auto tensor = TensorOf(chunk);
-  if (!tensor.ok()) return tensor.status();
+  HEADWATER_RETURN_IF_ERROR(core_.lost());
+  HEADWATER_ASSIGN_OR_RETURN(const size_t tensor, TensorOf(chunk));
   HEADWATER_RETURN_IF_ERROR(CheckLimit("chunk.data", chunk.data_bytes, "max_chunk_bytes", core_.options.limits.max_chunk_bytes));
-  const auto place = exchange_.Claim(*tensor, chunk.row_start, chunk.row_count, chunk.data_bytes, "chunk");
-  if (!place.ok()) return place.status();
-  v1::CopySpans(chunk.data, *place);
+  HEADWATER_ASSIGN_OR_RETURN(uint8_t* const place,
+                             exchange_.Claim(tensor, chunk.row_start, chunk.row_count, chunk.data_bytes, "chunk"));
+  v1::CopySpans(chunk.data, place);
   if (options_.digest) {
-    const Tensor& rows = tensors_[*tensor];
-    digests_[static_cast<size_t>(index)].AddRows(rows.digest_stream, chunk.row_start, chunk.row_count, rows.rows.row_bytes, *place);
+    const Tensor& rows = tensors_[tensor];
+    digests_[static_cast<size_t>(index)].AddRows(rows.digest_stream, chunk.row_start, chunk.row_count, rows.rows.row_bytes, place);
   }
   core_.metrics.CountBytes(observability::Direction::kIn, chunk.data_bytes);
-  exchange_.Deliver(*tensor, chunk.row_start, chunk.row_count);
+  exchange_.Deliver(tensor, chunk.row_start, chunk.row_count);
   return absl::OkStatus();
-}
-
-void Transfer::OnRefused(const absl::Status& status) {
-  // Once every row is there a bad chunk concerns its stream alone: the micro-batch may be committed by now.
-  exchange_.BreakIfIncomplete(status);
 }
 
 void Transfer::OnHalfClosed() {
@@ -296,11 +272,6 @@ void Transfer::OnWritten(bool ok) {
     if (--writing_ > 0) return;
   }
   exchange_.Notify();
-}
-
-bool Transfer::grad_sent() const {
-  absl::MutexLock lock(&mutex_);
-  return writing_ == 0 && exchange_.grad_taken();
 }
 
 }  // namespace headwater::service

@@ -48,13 +48,19 @@ class RowStream : public RawStream {
   // This very stream has broken the transfer by a chunk that was refused; `status` says why.
   virtual void OnRefused(const absl::Status& status) = 0;
   // The status of a refused chunk, from before the transfer knows of it; OK if there is none.
-  absl::Status refusal();
+  absl::Status refusal() {
+    absl::MutexLock lock(&transfer_mutex_);
+    return refusal_;
+  }
 
  private:
   void OnMessage(bool ok, grpc::ByteBuffer* message) final;
   void OnWritten(bool ok) final;
   void OnGone() final;
-  std::shared_ptr<Transfer> transfer();
+  std::shared_ptr<Transfer> transfer() {
+    absl::MutexLock lock(&transfer_mutex_);
+    return transfer_;
+  }
 
   absl::Mutex transfer_mutex_;
   std::shared_ptr<Transfer> transfer_ ABSL_GUARDED_BY(transfer_mutex_);
@@ -91,11 +97,17 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   // [0, stripe_count) and no other stream is that stripe; kTransferNotFound after End().
   absl::Status Join(const std::shared_ptr<RowStream>& stream, int32_t index);
   // Streams that have joined, the primary included.
-  int32_t joined() const;
+  int32_t joined() const {
+    absl::MutexLock lock(&mutex_);
+    return joined_;
+  }
   // Takes a chunk that stripe `index` has received.
   absl::Status Take(const ChunkView& chunk, int32_t index);
   // A stream has brought a chunk that Take() refused, or no chunk at all: breaks the transfer, unless all rows are there.
-  void OnRefused(const absl::Status& status);
+  void OnRefused(const absl::Status& status) {
+    // Once every row is there a bad chunk concerns its stream alone: the micro-batch may be committed by now.
+    exchange_.BreakIfIncomplete(status);
+  }
   // A stream has been half-closed.
   void OnHalfClosed();
   // A stripe is gone: kStripeLost for the whole transfer, unless it is over.
@@ -118,7 +130,10 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   std::optional<grpc::ByteBuffer> NextGradMessage();
   void OnWritten(bool ok);
   // All of the gradient has been taken by the transport.
-  bool grad_sent() const;
+  bool grad_sent() const {
+    absl::MutexLock lock(&mutex_);
+    return writing_ == 0 && exchange_.grad_taken();
+  }
 
  private:
   std::vector<std::shared_ptr<RowStream>> Streams() const;

@@ -52,8 +52,7 @@ absl::StatusOr<TransferRegistry::Entry> TransferRegistry::Announce(const Transfe
       return Entry(this, id);
     }
   }
-  return FieldError(ErrorReason::kInvalidField, "header.transfer_id", "an id that no other call has, drawn at random",
-                    "one in use");
+  return InvalidField("header.transfer_id", "an id that no other call has, drawn at random", "one in use");
 }
 
 void TransferRegistry::Close(const TransferId& id) {
@@ -145,13 +144,6 @@ void TransferRegistry::Drain() {
     sent_away = TakeUnheard(absl::InfiniteFuture());
   }
   for (const OnTransfer& found : sent_away) found(Unheard(absl::ZeroDuration()));
-}
-
-int64_t TransferRegistry::waiting() const {
-  absl::MutexLock lock(&mutex_);
-  int64_t count = 0;
-  for (const auto& [id, place] : places_) count += static_cast<int64_t>(place.waiting.size());
-  return count;
 }
 
 }  // namespace headwater::service

@@ -65,7 +65,12 @@ class TransferRegistry {
   // The server drains: stripes whose primary stream has not come are refused, now and from now on.
   void Drain();
 
-  int64_t waiting() const;
+  int64_t waiting() const {
+    absl::MutexLock lock(&mutex_);
+    int64_t count = 0;
+    for (const auto& [id, place] : places_) count += static_cast<int64_t>(place.waiting.size());
+    return count;
+  }
 
  private:
   struct Waiting {

@@ -1,98 +1,117 @@
-#include "server/service/loss/transfer_rows_stream.h"
-
-#include <string>
+// TransferRows, as a stream of gRPC's callback API.
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
 #include "headwater/kernels/error.h"
 #include "headwater/v1/loss_service.pb.h"
+#include "server/service/call/rpc_scope.h"
+#include "server/service/loss/loss_service.h"
+#include "server/service/loss/transfer.h"
+#include "server/service/loss/transfer_registry.h"
 #include "server/service/request/field_check.h"
 #include "server/service/request/loss_request.h"
 #include "server/service/request/message_order.h"
 
 namespace headwater::service {
+namespace {
 
-RawReactor* TransferRowsStream::Start(ServerCore& core, grpc::CallbackServerContext& context) noexcept {
-  const auto stream = std::make_shared<TransferRowsStream>(core, context);
+// A stripe of a transfer. Nothing here waits, so it needs no thread of its own.
+class TransferRowsStream final : public RowStream {
+ public:
+  TransferRowsStream(ServerCore& core, grpc::CallbackServerContext& context)
+      : RowStream(core, context), scope_(core, context, observability::RpcMethod::kTransferRows) {}
+
+  void Start() {
+    if (absl::Status status = scope_.Begin(/*always=*/false); !status.ok()) return End(std::move(status));
+    Allow(scope_.AllowedStill());
+    Read(/*watched=*/true);
+  }
+
+  void OnTransferEnd(bool succeeded) override {
+    if (absl::Status refused = refusal(); !refused.ok()) return End(std::move(refused));  // it may be why the transfer ends
+    End(succeeded ? absl::OkStatus()
+                  : MakeError(ErrorReason::kStripeLost, "the transfer has failed; why is told by its primary stream"));
+  }
+
+ private:
+  void OnFirstMessage(bool ok, grpc::ByteBuffer* message) override {
+    if (!ok) return End(gone() ? scope_.CancelledError() : CheckHeaderSeen(false));
+    v1::TransferRowsRequest request;
+    if (absl::Status status = ReceivedMessage(message).Parse(&request); !status.ok()) return End(std::move(status));
+    if (absl::Status status = CheckHeaderFirst(request); !status.ok()) return End(std::move(status));
+    const auto header = DecodeTransferRowsHeader(request.header());
+    if (!header.ok()) return End(header.status());
+    FindTransfer(header->transfer, header->stripe_index);
+  }
+
+  void OnStreamGone(Transfer* transfer) override {
+    std::optional<TransferId> id;
+    int64_t number = 0;
+    {
+      absl::MutexLock lock(&mutex_);
+      id = id_;
+      number = number_;
+    }
+    if (id.has_value() && number != 0) core().transfers.Leave(*id, number);
+    if (transfer != nullptr) transfer->OnStripeLost();
+    if (!ended_.exchange(true)) Finish(scope_.Finish(scope_.CancelledError()));
+  }
+
+  void OnRefused(const absl::Status& status) override { End(status); }
+  bool OnEnded(const absl::Status& why) override {
+    {
+      absl::MutexLock lock(&mutex_);
+      // A transfer that knows of the stream must also learn that it is gone.
+      if (id_.has_value() || ended_.exchange(true)) return false;
+    }
+    Finish(scope_.Finish(why));
+    return true;
+  }
+
+  void FindTransfer(const TransferId& id, int32_t index) {
+    {
+      absl::MutexLock lock(&mutex_);
+      if (ended_.load()) return;
+      id_ = id;
+    }
+    const auto self = std::static_pointer_cast<TransferRowsStream>(shared_from_this());
+    const int64_t number = core().transfers.Find(id, [self, index](absl::StatusOr<std::shared_ptr<Transfer>> transfer) {
+      absl::Status status = transfer.ok() ? (*transfer)->Join(self, index) : transfer.status();
+      if (!status.ok()) self->End(std::move(status));
+    });
+    {
+      absl::MutexLock lock(&mutex_);
+      number_ = number;
+    }
+    if (gone()) OnStreamGone(nullptr);  // it may have gone before there was a number to leave with
+  }
+
+  // Ends the call; only the first time has an effect. gRPC's context is there for the thread that has set `ended_`.
+  void End(absl::Status status) {
+    if (!ended_.exchange(true)) Finish(scope_.Finish(std::move(status)));
+  }
+
+  RpcScope scope_;
+  std::atomic<bool> ended_{false};
+
+  absl::Mutex mutex_;
+  std::optional<TransferId> id_ ABSL_GUARDED_BY(mutex_);  // once the header was valid
+  int64_t number_ ABSL_GUARDED_BY(mutex_) = 0;            // in the registry
+};
+
+}  // namespace
+
+RawReactor* LossServiceImpl::TransferRows(grpc::CallbackServerContext* context) noexcept {
+  const auto stream = std::make_shared<TransferRowsStream>(core_, *context);
   RawReactor* const reactor = stream->Own();
-  if (absl::Status status = stream->scope_.Begin(/*always=*/false); !status.ok()) {
-    stream->End(std::move(status));
-    return reactor;
-  }
-  stream->Allow(stream->scope_.AllowedStill());
-  stream->Read(/*watched=*/true);
+  stream->Start();
   return reactor;
-}
-
-TransferRowsStream::TransferRowsStream(ServerCore& core, grpc::CallbackServerContext& context)
-    : RowStream(core, context), scope_(core, context, observability::RpcMethod::kTransferRows) {}
-
-void TransferRowsStream::End(absl::Status status) {
-  if (!ended_.exchange(true)) Answer(std::move(status));
-}
-
-void TransferRowsStream::Answer(std::optional<absl::Status> status) {
-  Finish(scope_.Finish(status.has_value() ? *std::move(status) : scope_.CancelledError()));
-}
-
-void TransferRowsStream::OnFirstMessage(bool ok, grpc::ByteBuffer* message) {
-  if (!ok) return End(gone() ? scope_.CancelledError() : CheckHeaderSeen(false));
-  v1::TransferRowsRequest request;
-  if (!ReceivedMessage(message).Parse(&request)) {
-    return End(FieldError(ErrorReason::kProtocolViolation, "message", "a message of the API", "other bytes"));
-  }
-  if (absl::Status status = CheckHeaderFirst(request); !status.ok()) return End(std::move(status));
-  const auto header = DecodeTransferRowsHeader(request.header());
-  if (!header.ok()) return End(header.status());
-  FindTransfer(header->transfer, header->stripe_index);
-}
-
-void TransferRowsStream::FindTransfer(const TransferId& id, int32_t index) {
-  {
-    absl::MutexLock lock(&mutex_);
-    if (ended_.load()) return;
-    id_ = id;
-  }
-  const auto self = std::static_pointer_cast<TransferRowsStream>(shared_from_this());
-  const int64_t number = core().transfers.Find(id, [self, index](absl::StatusOr<std::shared_ptr<Transfer>> transfer) {
-    absl::Status status = transfer.ok() ? (*transfer)->Join(self, index) : transfer.status();
-    if (!status.ok()) self->End(std::move(status));
-  });
-  {
-    absl::MutexLock lock(&mutex_);
-    number_ = number;
-  }
-  if (gone()) OnStreamGone(nullptr);  // it may have gone before there was a number to leave with
-}
-
-void TransferRowsStream::OnStreamGone(Transfer* transfer) {
-  std::optional<TransferId> id;
-  int64_t number = 0;
-  {
-    absl::MutexLock lock(&mutex_);
-    id = id_;
-    number = number_;
-  }
-  if (id.has_value() && number != 0) core().transfers.Leave(*id, number);
-  if (transfer != nullptr) transfer->OnStripeLost();
-  if (!ended_.exchange(true)) Answer(std::nullopt);
-}
-
-void TransferRowsStream::OnRefused(const absl::Status& status) { End(status); }
-
-bool TransferRowsStream::OnEnded(const absl::Status& why) {
-  {
-    absl::MutexLock lock(&mutex_);
-    // A transfer that knows of the stream must also learn that it is gone.
-    if (id_.has_value() || ended_.exchange(true)) return false;
-  }
-  Answer(why);
-  return true;
-}
-
-void TransferRowsStream::OnTransferEnd(bool succeeded) {
-  if (absl::Status refused = refusal(); !refused.ok()) return End(std::move(refused));  // it may be why the transfer ends
-  End(succeeded ? absl::OkStatus()
-                : MakeError(ErrorReason::kStripeLost, "the transfer has failed; why is told by its primary stream"));
 }
 
 }  // namespace headwater::service

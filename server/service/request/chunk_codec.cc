@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "headwater/kernels/error.h"
+
 namespace headwater::service {
 
 ReceivedMessage::ReceivedMessage(grpc::ByteBuffer* buffer) {
@@ -13,10 +15,11 @@ ReceivedMessage::ReceivedMessage(grpc::ByteBuffer* buffer) {
   for (const grpc::Slice& slice : slices_) spans_.emplace_back(slice.begin(), slice.size());
 }
 
-bool ReceivedMessage::Parse(google::protobuf::MessageLite* message) const {
+absl::Status ReceivedMessage::Parse(google::protobuf::MessageLite* message) const {
   grpc::ByteBuffer buffer(slices_.data(), slices_.size());  // refers to them
   grpc::ProtoBufferReader reader(&buffer);
-  return reader.status().ok() && message->ParseFromZeroCopyStream(&reader);
+  if (reader.status().ok() && message->ParseFromZeroCopyStream(&reader)) return absl::OkStatus();
+  return FieldError(ErrorReason::kProtocolViolation, "message", "a message of the API", "other bytes");
 }
 
 grpc::ByteBuffer EncodeGradChunk(int64_t row_start, int64_t row_count, const uint8_t* data, int64_t data_bytes,

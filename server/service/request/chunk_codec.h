@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "headwater/v1/loss_service.pb.h"
 #include "proto/headwater/v1/row_chunk_wire.h"
 
@@ -24,8 +25,8 @@ class ReceivedMessage {
   explicit ReceivedMessage(grpc::ByteBuffer* buffer);
   // As ReadChunkMessage() of a request; `chunk` is valid as long as this is.
   bool ParseChunk(ChunkView* chunk) const { return ReadChunkMessage(spans_, v1::ChunkField::kOfRequest, chunk); }
-  // By protobuf. False if the bytes are no message of that type.
-  bool Parse(google::protobuf::MessageLite* message) const;
+  // By protobuf. kProtocolViolation if the bytes are no message of that type.
+  absl::Status Parse(google::protobuf::MessageLite* message) const;
 
  private:
   std::vector<grpc::Slice> slices_;

@@ -17,6 +17,14 @@ absl::Status LimitError(ErrorReason reason, const std::string& field, const std:
                     {"actual", absl::StrCat(actual)}});
 }
 
+absl::Status InvalidField(const std::string& field, const std::string& expected, const std::string& actual) {
+  return FieldError(ErrorReason::kInvalidField, field, expected, actual);
+}
+
+absl::Status InvalidCombination(const std::string& field, const std::string& expected, const std::string& actual) {
+  return FieldError(ErrorReason::kInvalidCombination, field, expected, actual);
+}
+
 absl::Status MissingField(const std::string& field, const std::string& expected) {
   return FieldError(ErrorReason::kMissingField, field, expected, "nothing");
 }
@@ -28,13 +36,22 @@ absl::Status FeatureNotBuilt(const std::string& field, const std::string& featur
 
 absl::Status CheckRange(const std::string& field, int64_t value, int64_t minimum, int64_t maximum) {
   if (value >= minimum && value <= maximum) return absl::OkStatus();
-  return FieldError(ErrorReason::kInvalidField, field, absl::StrCat("a number in [", minimum, ", ", maximum, "]"),
-                    absl::StrCat(value));
+  return InvalidField(field, absl::StrCat("a number in [", minimum, ", ", maximum, "]"), absl::StrCat(value));
 }
 
 absl::Status CheckAtLeast(const std::string& field, int64_t value, int64_t minimum) {
   if (value >= minimum) return absl::OkStatus();
-  return FieldError(ErrorReason::kInvalidField, field, absl::StrCat("at least ", minimum), absl::StrCat(value));
+  return InvalidField(field, absl::StrCat("at least ", minimum), absl::StrCat(value));
+}
+
+absl::StatusOr<int64_t> AtLeast(const std::string& field, int64_t value, int64_t minimum) {
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field, value, minimum));
+  return value;
+}
+
+absl::StatusOr<std::optional<int64_t>> OptionalNumber(const std::string& field, bool present, int64_t value) {
+  if (!present) return std::nullopt;
+  return AtLeast(field, value, 0);
 }
 
 absl::Status CheckLimit(const std::string& field, int64_t value, const char* limit, int64_t maximum) {
@@ -55,11 +72,17 @@ absl::Status CheckNextBytes(int64_t offset, int64_t data_bytes, int64_t received
 
 absl::Status CheckNumber(const std::string& field, double value, bool holds, const std::string& expected) {
   if (holds && std::isfinite(value)) return absl::OkStatus();
-  return FieldError(ErrorReason::kInvalidField, field, expected, absl::StrCat(value));
+  return InvalidField(field, expected, absl::StrCat(value));
 }
 
 absl::Status CheckFactor(const std::string& field, double value) {
   return CheckNumber(field, value, std::isfinite(static_cast<float>(value)), "a number that is finite in float32");
+}
+
+absl::StatusOr<double> FactorOrOne(const std::string& field, bool present, double value) {
+  const double factor = present ? value : 1;
+  HEADWATER_RETURN_IF_ERROR(CheckFactor(field, factor));
+  return factor;
 }
 
 absl::Status CheckNotNegative(const std::string& field, double value) {

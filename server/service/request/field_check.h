@@ -4,19 +4,26 @@
 #define HEADWATER_SERVER_SERVICE_REQUEST_FIELD_CHECK_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"  // IWYU pragma: export
 
 namespace headwater::service {
 
+// The metadata key that becomes a RetryInfo: milliseconds to wait before the same call is worth another try, as a decimal number.
+inline constexpr char kRetryAfterMsKey[] = "retryAfterMs";
+
 // FieldError() of a limit, with the limit's name and value.
 absl::Status LimitError(ErrorReason reason, const std::string& field, const std::string& expected, int64_t actual,
                         const char* limit, int64_t maximum);
 
-// kMissingField.
+// FieldError() of one reason: a value that is wrong by itself, one that does not go with other fields, and one that is not there.
+absl::Status InvalidField(const std::string& field, const std::string& expected, const std::string& actual);
+absl::Status InvalidCombination(const std::string& field, const std::string& expected, const std::string& actual);
 absl::Status MissingField(const std::string& field, const std::string& expected);
 
 // kFeatureNotBuilt for a field or RPC of the API that this build does not have. `feature` is a stable lower_snake_case name.
@@ -26,6 +33,10 @@ absl::Status FeatureNotBuilt(const std::string& field, const std::string& featur
 absl::Status CheckRange(const std::string& field, int64_t value, int64_t minimum, int64_t maximum);
 // kInvalidField unless value >= minimum.
 absl::Status CheckAtLeast(const std::string& field, int64_t value, int64_t minimum);
+// The value, after CheckAtLeast().
+absl::StatusOr<int64_t> AtLeast(const std::string& field, int64_t value, int64_t minimum);
+// A number >= 0 that may be absent; kInvalidField if it is negative.
+absl::StatusOr<std::optional<int64_t>> OptionalNumber(const std::string& field, bool present, int64_t value);
 
 // kLimitExceeded if value is above the limit of that name.
 absl::Status CheckLimit(const std::string& field, int64_t value, const char* limit, int64_t maximum);
@@ -38,6 +49,8 @@ absl::Status CheckNumber(const std::string& field, double value, bool holds, con
 
 // kInvalidField unless `value` is finite as float32 too: it multiplies losses or gradients, which are float32.
 absl::Status CheckFactor(const std::string& field, double value);
+// The factor, after CheckFactor(); 1 if it is absent.
+absl::StatusOr<double> FactorOrOne(const std::string& field, bool present, double value);
 // CheckFactor(), and >= 0.
 absl::Status CheckNotNegative(const std::string& field, double value);
 

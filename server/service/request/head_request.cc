@@ -8,7 +8,10 @@
 #include <variant>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
 #include "proto/headwater/v1/spec_codec.h"
@@ -40,16 +43,9 @@ absl::StatusOr<HeadSpec> DecodeSpec(const v1::HeadSpec& spec, const Limits& limi
 }
 
 absl::StatusOr<HeadTensor> DecodeTensorKind(v1::HeadTensor tensor, const std::string& field) {
-  switch (tensor) {
-    case v1::HEAD_TENSOR_WEIGHT:
-      return HeadTensor::kWeight;
-    case v1::HEAD_TENSOR_BIAS:
-      return HeadTensor::kBias;
-    case v1::HEAD_TENSOR_UNSPECIFIED:
-      return MissingField(field, "WEIGHT or BIAS");
-    default:
-      return FieldError(ErrorReason::kInvalidField, field, "WEIGHT or BIAS", absl::StrCat(static_cast<int>(tensor)));
-  }
+  if (tensor == v1::HEAD_TENSOR_UNSPECIFIED) return MissingField(field, "WEIGHT or BIAS");
+  if (v1::HeadTensor_IsValid(tensor)) return tensor == v1::HEAD_TENSOR_WEIGHT ? HeadTensor::kWeight : HeadTensor::kBias;
+  return InvalidField(field, "WEIGHT or BIAS", absl::StrCat(static_cast<int>(tensor)));
 }
 
 absl::StatusOr<heads::ExpectedMicroBatches> DecodeExpected(const v1::ExpectedMicroBatches& expected, const std::string& field,
@@ -69,7 +65,7 @@ absl::StatusOr<heads::ExpectedMicroBatches> DecodeExpected(const v1::ExpectedMic
         const std::string id_field = absl::StrCat(field, ".ids.ids[", i, "]");
         HEADWATER_RETURN_IF_ERROR(CheckAtLeast(id_field, ids[i], 0));
         if (!distinct.insert(ids[i]).second) {
-          return FieldError(ErrorReason::kInvalidField, id_field, "distinct ids", absl::StrCat(ids[i], " twice"));
+          return InvalidField(id_field, "distinct ids", absl::StrCat(ids[i], " twice"));
         }
       }
       return heads::ExpectedMicroBatches(std::vector<int64_t>(ids.begin(), ids.end()));
@@ -80,22 +76,12 @@ absl::StatusOr<heads::ExpectedMicroBatches> DecodeExpected(const v1::ExpectedMic
   return MissingField(field, "a count or ids");
 }
 
-template <typename Request>
-absl::StatusOr<StepRequest> DecodeStepRequest(const Request& request) {
-  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadStep(request.has_head(), request.head(), "head", /*step_required=*/true));
-  return StepRequest{head.head, {*head.epoch, *head.step}, 1};
-}
-
-absl::StatusOr<HeadAtEpoch> DecodeHeadAtRequiredEpoch(const std::string& name, const std::string& epoch) {
-  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadName(name, "name"));
-  HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeEpoch(epoch, "epoch"));
-  return HeadAtEpoch{std::move(head), decoded};
-}
-
-absl::StatusOr<HeadAtEpoch> DecodeHeadAtOptionalEpoch(const std::string& name, const std::string& epoch) {
-  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadName(name, "name"));
-  HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeOptionalEpoch(epoch, "epoch"));
-  return HeadAtEpoch{std::move(head), decoded};
+absl::StatusOr<HeadAtEpoch> DecodeHead(const std::string& name, const std::string& epoch, bool epoch_required = false) {
+  HeadAtEpoch decoded;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.name, DecodeHeadName(name, "name"));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.epoch, DecodeOptionalEpoch(epoch, "epoch"));
+  if (epoch_required && !decoded.epoch.has_value()) return MissingField("epoch", "the head's epoch, 16 bytes");
+  return decoded;
 }
 
 absl::StatusOr<int64_t> DecodePageSize(int32_t page_size) {
@@ -106,12 +92,14 @@ absl::StatusOr<int64_t> DecodePageSize(int32_t page_size) {
 }
 
 absl::Status MadeUpPageToken(const std::string& token) {
-  return FieldError(ErrorReason::kInvalidField, "page_token", "the next_page_token of an earlier page", Quoted(token));
+  return InvalidField("page_token", "the next_page_token of an earlier page", Quoted(token));
 }
 
-absl::Status CheckCheckpointName(const std::string& checkpoint) {
+absl::StatusOr<CheckpointRequest> DecodeCheckpoint(const std::string& name, const std::string& epoch, bool epoch_required,
+                                                   const std::string& checkpoint) {
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHead(name, epoch, epoch_required));
   if (checkpoint.empty()) return MissingField("checkpoint", "a name");
-  if (checkpoint::IsValidCheckpointName(checkpoint)) return absl::OkStatus();
+  if (checkpoint::IsValidCheckpointName(checkpoint)) return CheckpointRequest{std::move(head), checkpoint};
   return FieldError(ErrorReason::kInvalidName, "checkpoint", "a name that matches [A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?",
                     Quoted(checkpoint));
 }
@@ -122,19 +110,12 @@ absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request,
   HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(request.name(), "name"));
   if (!request.has_spec()) return MissingField("spec", "what the head is");
   HEADWATER_ASSIGN_OR_RETURN(auto spec, DecodeSpec(request.spec(), limits));
-  heads::IfExists if_exists = heads::IfExists::kFail;
-  switch (request.if_exists()) {
-    case v1::IF_EXISTS_UNSPECIFIED:
-    case v1::IF_EXISTS_FAIL:
-      break;
-    case v1::IF_EXISTS_ATTACH_IF_SAME_SPEC:
-      if_exists = heads::IfExists::kAttachIfSameSpec;
-      break;
-    default:
-      return FieldError(ErrorReason::kInvalidField, "if_exists", "FAIL or ATTACH_IF_SAME_SPEC",
-                        absl::StrCat(static_cast<int>(request.if_exists())));
+  if (!v1::IfExists_IsValid(request.if_exists())) {
+    return InvalidField("if_exists", "FAIL or ATTACH_IF_SAME_SPEC", absl::StrCat(static_cast<int>(request.if_exists())));
   }
-  return CreateRequest{std::move(name), std::move(spec), request.validate_only(), if_exists};
+  const bool attaches = request.if_exists() == v1::IF_EXISTS_ATTACH_IF_SAME_SPEC;
+  return CreateRequest{std::move(name), std::move(spec), request.validate_only(),
+                       attaches ? heads::IfExists::kAttachIfSameSpec : heads::IfExists::kFail};
 }
 
 absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request) {
@@ -147,16 +128,16 @@ absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request) {
 }
 
 absl::StatusOr<HeadAtEpoch> DecodeDelete(const v1::DeleteHeadRequest& request) {
-  return DecodeHeadAtOptionalEpoch(request.name(), request.epoch());
+  return DecodeHead(request.name(), request.epoch());
 }
 
 absl::StatusOr<TakeRequest> DecodeTake(const v1::TakeHeadRequest& request) {
-  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtOptionalEpoch(request.name(), request.epoch()));
-  TakeRequest decoded{std::move(head.name), head.epoch, {}};
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHead(request.name(), request.epoch()));
+  TakeRequest decoded{std::move(head), {}};
   const auto& recovers = request.recovers_epochs();
   if (recovers.size() > kMaxRecoversEpochs) {
-    return FieldError(ErrorReason::kInvalidField, "recovers_epochs", absl::StrCat("at most ", kMaxRecoversEpochs, " epochs"),
-                      absl::StrCat(recovers.size(), " epochs"));
+    return InvalidField("recovers_epochs", absl::StrCat("at most ", kMaxRecoversEpochs, " epochs"),
+                        absl::StrCat(recovers.size(), " epochs"));
   }
   for (int i = 0; i < recovers.size(); ++i) {
     HEADWATER_ASSIGN_OR_RETURN(auto epoch, DecodeEpoch(recovers[i], absl::StrCat("recovers_epochs[", i, "]")));
@@ -173,97 +154,81 @@ absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& 
   decoded.upload_id = header.upload_id();
   if (decoded.upload_id.empty()) return MissingField("header.upload_id", "1 to 64 bytes");
   if (decoded.upload_id.size() > kMaxUploadIdBytes) {
-    return FieldError(ErrorReason::kInvalidField, "header.upload_id", "1 to 64 bytes",
-                      absl::StrCat(decoded.upload_id.size(), " bytes"));
+    return InvalidField("header.upload_id", "1 to 64 bytes", absl::StrCat(decoded.upload_id.size(), " bytes"));
   }
   HEADWATER_ASSIGN_OR_RETURN(decoded.tensor, DecodeTensorKind(header.tensor(), "header.tensor"));
   HEADWATER_ASSIGN_OR_RETURN(decoded.data_type, DecodeFloatType(header.data_type(), "header.data_type"));
-  decoded.total_bytes = header.total_bytes();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.total_bytes", decoded.total_bytes, 1));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.total_bytes, AtLeast("header.total_bytes", header.total_bytes(), 1));
   decoded.checksum = header.checksum();
   if (!decoded.checksum.empty() && decoded.checksum.size() != 16) {
-    return FieldError(ErrorReason::kInvalidField, "header.checksum", "16 bytes, or nothing",
-                      absl::StrCat(decoded.checksum.size(), " bytes"));
+    return InvalidField("header.checksum", "16 bytes, or nothing", absl::StrCat(decoded.checksum.size(), " bytes"));
   }
-  if (header.has_closes_step()) {
-    HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.closes_step", header.closes_step(), 0));
-    decoded.closes_step = header.closes_step();
-  }
+  HEADWATER_ASSIGN_OR_RETURN(decoded.closes_step,
+                             OptionalNumber("header.closes_step", header.has_closes_step(), header.closes_step()));
   return decoded;
 }
 
 absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request) {
   constexpr size_t kMaxTextBytes = 1024;
-  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtRequiredEpoch(request.name(), request.epoch()));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHead(request.name(), request.epoch(), /*epoch_required=*/true));
   if (request.path().empty()) return MissingField("path", "a file or folder under the server's load root");
   const std::pair<const char*, const std::string*> texts[] = {
       {"path", &request.path()}, {"weight_tensor", &request.weight_tensor()}, {"bias_tensor", &request.bias_tensor()}};
   for (const auto& [field, text] : texts) {
     if (text->size() > kMaxTextBytes) {
-      return FieldError(ErrorReason::kInvalidField, field, absl::StrCat("at most ", kMaxTextBytes, " bytes"),
-                        absl::StrCat(text->size(), " bytes"));
+      return InvalidField(field, absl::StrCat("at most ", kMaxTextBytes, " bytes"), absl::StrCat(text->size(), " bytes"));
     }
     if (text->find('\0') != std::string::npos) {
-      return FieldError(ErrorReason::kInvalidField, field, "text without a zero byte", Quoted(*text));
+      return InvalidField(field, "text without a zero byte", Quoted(*text));
     }
   }
-  bool leaves_root = request.path().front() == '/';
-  for (size_t begin = 0; begin <= request.path().size();) {
-    const size_t end = std::min(request.path().find('/', begin), request.path().size());
-    leaves_root = leaves_root || request.path().compare(begin, end - begin, "..") == 0;
-    begin = end + 1;
-  }
+  const std::vector<absl::string_view> folders = absl::StrSplit(request.path(), '/');
+  const bool leaves_root = folders.front().empty() || absl::c_linear_search(folders, "..");
   if (leaves_root) {
-    return FieldError(ErrorReason::kInvalidField, "path", "a relative path without `..`", Quoted(request.path()));
+    return InvalidField("path", "a relative path without `..`", Quoted(request.path()));
   }
   return LoadRequest{std::move(head.name), *head.epoch, request.path(), request.weight_tensor(), request.bias_tensor()};
 }
 
 absl::StatusOr<DownloadWeightsRequest> DecodeDownloadWeights(const v1::DownloadWeightsRequest& request) {
-  DownloadWeightsRequest decoded;
-  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtOptionalEpoch(request.name(), request.epoch()));
-  decoded.name = std::move(head.name);
-  decoded.epoch = head.epoch;
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHead(request.name(), request.epoch()));
+  DownloadWeightsRequest decoded{std::move(head)};
   HEADWATER_ASSIGN_OR_RETURN(decoded.tensor, DecodeTensorKind(request.tensor(), "tensor"));
   if (request.data_type() != v1::DATA_TYPE_UNSPECIFIED) {
     HEADWATER_ASSIGN_OR_RETURN(decoded.data_type, DecodeFloatType(request.data_type(), "data_type"));
   }
-  decoded.offset_bytes = request.offset_bytes();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("offset_bytes", decoded.offset_bytes, 0));
-  if (request.has_expected_weight_version()) {
-    HEADWATER_RETURN_IF_ERROR(CheckAtLeast("expected_weight_version", request.expected_weight_version(), 0));
-    decoded.expected_weight_version = request.expected_weight_version();
-  }
+  HEADWATER_ASSIGN_OR_RETURN(decoded.offset_bytes, AtLeast("offset_bytes", request.offset_bytes(), 0));
+  HEADWATER_ASSIGN_OR_RETURN(
+      decoded.expected_weight_version,
+      OptionalNumber("expected_weight_version", request.has_expected_weight_version(), request.expected_weight_version()));
   return decoded;
 }
 
 absl::StatusOr<DownloadGradientRequest> DecodeDownloadGradient(const v1::DownloadGradientRequest& request) {
-  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeStepRequest(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeHeadAtStep(request.has_head(), request.head(), "head"));
   HEADWATER_ASSIGN_OR_RETURN(auto tensor, DecodeTensorKind(request.tensor(), "tensor"));
-  const double factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckFactor("gradient_factor", factor));
+  HEADWATER_ASSIGN_OR_RETURN(auto factor, FactorOrOne("gradient_factor", request.has_gradient_factor(), request.gradient_factor()));
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("offset_bytes", request.offset_bytes(), 0));
-  return DownloadGradientRequest{std::move(step.name), step.key,
-                                 tensor == HeadTensor::kWeight ? HeadTensor::kGradWeight : HeadTensor::kGradBias, factor,
-                                 request.offset_bytes()};
+  return DownloadGradientRequest{std::move(step), tensor == HeadTensor::kWeight ? HeadTensor::kGradWeight : HeadTensor::kGradBias,
+                                 factor, request.offset_bytes()};
 }
 
 absl::StatusOr<HeadAtEpoch> DecodeGetStep(const v1::GetStepRequest& request) {
-  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadStep(request.has_head(), request.head(), "head", /*step_required=*/false));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadStep(request.has_head(), request.head(), "head"));
   if (!head.epoch.has_value()) return MissingField("head.head_epoch", "the head's epoch, 16 bytes");
   return HeadAtEpoch{head.head, head.epoch};
 }
 
 absl::StatusOr<SealRequest> DecodeSeal(const v1::SealStepRequest& request, const Limits& limits) {
-  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeStepRequest(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeHeadAtStep(request.has_head(), request.head(), "head"));
   if (!request.has_expected()) return MissingField("expected", "a count or ids");
   HEADWATER_ASSIGN_OR_RETURN(auto expected, DecodeExpected(request.expected(), "expected", limits));
-  return SealRequest{std::move(step.name), step.key, std::move(expected), request.wait()};
+  return SealRequest{std::move(step), std::move(expected), request.wait()};
 }
 
 absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& request, const Limits& limits) {
-  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeStepRequest(request));
-  ApplyRequest decoded{std::move(step.name), step.key, std::nullopt, {}};
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeHeadAtStep(request.has_head(), request.head(), "head"));
+  ApplyRequest decoded{std::move(step), std::nullopt, {}};
   if (request.has_expected()) {
     HEADWATER_ASSIGN_OR_RETURN(decoded.expected, DecodeExpected(request.expected(), "expected", limits));
   }
@@ -275,19 +240,21 @@ absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& re
   return decoded;
 }
 
-absl::StatusOr<StepRequest> DecodeDiscardGradient(const v1::DiscardGradientRequest& request) { return DecodeStepRequest(request); }
+absl::StatusOr<HeadAtStep> DecodeDiscardGradient(const v1::DiscardGradientRequest& request) {
+  return DecodeHeadAtStep(request.has_head(), request.head(), "head");
+}
 
-absl::StatusOr<StepRequest> DecodeGradientNorm(const v1::GetGradientNormRequest& request) {
-  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeStepRequest(request));
-  step.factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckFactor("gradient_factor", step.factor));
-  return step;
+absl::StatusOr<GradientNormRequest> DecodeGradientNorm(const v1::GetGradientNormRequest& request) {
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeHeadAtStep(request.has_head(), request.head(), "head"));
+  HEADWATER_ASSIGN_OR_RETURN(auto factor, FactorOrOne("gradient_factor", request.has_gradient_factor(), request.gradient_factor()));
+  return GradientNormRequest{std::move(step), factor};
 }
 
 absl::StatusOr<CheckpointRequest> DecodeSave(const v1::SaveCheckpointRequest& request) {
-  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtOptionalEpoch(request.name(), request.epoch()));
-  HEADWATER_RETURN_IF_ERROR(CheckCheckpointName(request.checkpoint()));
-  return CheckpointRequest{std::move(head.name), head.epoch, request.checkpoint(), request.overwrite()};
+  HEADWATER_ASSIGN_OR_RETURN(auto save,
+                             DecodeCheckpoint(request.name(), request.epoch(), /*epoch_required=*/false, request.checkpoint()));
+  save.overwrite = request.overwrite();
+  return save;
 }
 
 absl::StatusOr<ListCheckpointsRequest> DecodeListCheckpoints(const v1::ListCheckpointsRequest& request) {
@@ -301,32 +268,22 @@ absl::StatusOr<ListCheckpointsRequest> DecodeListCheckpoints(const v1::ListCheck
 }
 
 absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointRequest& request) {
-  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtRequiredEpoch(request.name(), request.epoch()));
-  HEADWATER_RETURN_IF_ERROR(CheckCheckpointName(request.checkpoint()));
-  return CheckpointRequest{std::move(head.name), head.epoch, request.checkpoint(), false};
+  return DecodeCheckpoint(request.name(), request.epoch(), /*epoch_required=*/true, request.checkpoint());
 }
 
 absl::StatusOr<CheckpointRequest> DecodeDeleteCheckpoint(const v1::DeleteCheckpointRequest& request) {
-  HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(request.name(), "name"));
-  HEADWATER_RETURN_IF_ERROR(CheckCheckpointName(request.checkpoint()));
-  return CheckpointRequest{std::move(name), std::nullopt, request.checkpoint(), false};
+  return DecodeCheckpoint(request.name(), "", /*epoch_required=*/false, request.checkpoint());
 }
 
 absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHeader& header) {
-  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadStep(header.has_head(), header.head(), "header.head", /*step_required=*/true));
-  GradientRequest decoded;
-  decoded.name = std::move(head.head);
-  decoded.key = {*head.epoch, *head.step};
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeHeadAtStep(header.has_head(), header.head(), "header.head"));
+  GradientRequest decoded{std::move(step)};
   HEADWATER_ASSIGN_OR_RETURN(decoded.micro_batch,
                              DecodeMicroBatchId(header.has_micro_batch(), header.micro_batch(), "header.micro_batch"));
-  decoded.attempt = header.attempt();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.attempt", decoded.attempt, 0));
-  decoded.row_start = header.row_start();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.row_start", decoded.row_start, 0));
-  decoded.row_count = header.row_count();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.row_count", decoded.row_count, 1));
-  decoded.factor = header.has_factor() ? header.factor() : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckFactor("header.factor", decoded.factor));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.attempt, AtLeast("header.attempt", header.attempt(), 0));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.row_start, AtLeast("header.row_start", header.row_start(), 0));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.row_count, AtLeast("header.row_count", header.row_count(), 1));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.factor, FactorOrOne("header.factor", header.has_factor(), header.factor()));
   HEADWATER_ASSIGN_OR_RETURN(decoded.session, DecodeOptionalSession(header.session_id(), "header.session_id"));
   return decoded;
 }
@@ -336,8 +293,7 @@ absl::StatusOr<OpenSessionRequest> DecodeOpenSession(const v1::OpenSessionReques
   constexpr int64_t kMaxDurationSeconds = 315576000000;  // as google.protobuf.Duration allows
   constexpr absl::Duration kDefaultLease = absl::Seconds(30);
   if (request.client_name().size() > kMaxClientNameBytes) {
-    return FieldError(ErrorReason::kInvalidField, "client_name", "at most 128 bytes",
-                      absl::StrCat(request.client_name().size(), " bytes"));
+    return InvalidField("client_name", "at most 128 bytes", absl::StrCat(request.client_name().size(), " bytes"));
   }
   OpenSessionRequest decoded = {request.client_name(), std::min(kDefaultLease, limits.max_session_lease)};
   if (!request.has_lease()) return decoded;
@@ -345,7 +301,7 @@ absl::StatusOr<OpenSessionRequest> DecodeOpenSession(const v1::OpenSessionReques
   HEADWATER_RETURN_IF_ERROR(CheckRange("lease.nanos", request.lease().nanos(), 0, 999999999));
   decoded.lease = absl::Seconds(request.lease().seconds()) + absl::Nanoseconds(request.lease().nanos());
   if (decoded.lease > absl::ZeroDuration()) return decoded;
-  return FieldError(ErrorReason::kInvalidField, "lease", "a duration > 0", "0 s");
+  return InvalidField("lease", "a duration > 0", "0 s");
 }
 
 namespace {
@@ -353,8 +309,7 @@ namespace {
 absl::StatusOr<DeviceHandle> DecodeHandle(const std::string& bytes, const char* field) {
   DeviceHandle handle;
   if (bytes.size() != handle.size()) {
-    return FieldError(ErrorReason::kInvalidField, field, absl::StrCat(handle.size(), " bytes"),
-                      absl::StrCat(bytes.size(), " bytes"));
+    return InvalidField(field, absl::StrCat(handle.size(), " bytes"), absl::StrCat(bytes.size(), " bytes"));
   }
   std::copy(bytes.begin(), bytes.end(), handle.begin());
   return handle;
@@ -386,8 +341,7 @@ absl::StatusOr<RegisterRequest> DecodeRegisterSharedMemory(const v1::RegisterSha
       decoded.source = NamedSource{request.shared_memory_name()};
       break;
     case v1::RegisterSharedMemoryRequest::kCudaIpcHandle: {
-      HEADWATER_ASSIGN_OR_RETURN(auto source, DecodeDeviceSource(request));
-      decoded.source = source;
+      HEADWATER_ASSIGN_OR_RETURN(decoded.source, DecodeDeviceSource(request));
       break;
     }
     case v1::RegisterSharedMemoryRequest::SOURCE_NOT_SET:
@@ -395,7 +349,7 @@ absl::StatusOr<RegisterRequest> DecodeRegisterSharedMemory(const v1::RegisterSha
   }
   const bool on_device = std::holds_alternative<DeviceSource>(decoded.source);
   if (!on_device && !request.cuda_event_handle().empty()) {
-    return FieldError(ErrorReason::kInvalidCombination, "cuda_event_handle", "nothing without cuda_ipc_handle", "an event");
+    return InvalidCombination("cuda_event_handle", "nothing without cuda_ipc_handle", "an event");
   }
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("size_bytes", request.size_bytes(), 1));
   HEADWATER_RETURN_IF_ERROR(CheckRange("offset_bytes", request.offset_bytes(), 0,

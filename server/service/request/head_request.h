@@ -45,9 +45,7 @@ struct HeadAtEpoch {
 // turn know each other by the newest.
 inline constexpr int kMaxRecoversEpochs = 16;
 
-struct TakeRequest {
-  heads::HeadName name;
-  std::optional<heads::Epoch> epoch;
+struct TakeRequest : HeadAtEpoch {
   std::vector<heads::Epoch> recovers_epochs;  // at most kMaxRecoversEpochs
 };
 
@@ -70,40 +68,30 @@ struct LoadRequest {
   std::string bias_tensor;
 };
 
-struct DownloadWeightsRequest {
-  heads::HeadName name;
+struct DownloadWeightsRequest : HeadAtEpoch {
   HeadTensor tensor = HeadTensor::kWeight;
-  std::optional<DataType> data_type;  // absent: the storage type
+  std::optional<DataType> data_type = std::nullopt;  // absent: the storage type
   int64_t offset_bytes = 0;
-  std::optional<int64_t> expected_weight_version;
-  std::optional<heads::Epoch> epoch;
+  std::optional<int64_t> expected_weight_version = std::nullopt;
 };
 
-struct DownloadGradientRequest {
-  heads::HeadName name;
-  heads::StepKey key;
+struct DownloadGradientRequest : HeadAtStep {
   HeadTensor tensor = HeadTensor::kGradWeight;
   double factor = 1;
   int64_t offset_bytes = 0;
 };
 
-struct SealRequest {
-  heads::HeadName name;
-  heads::StepKey key;
+struct SealRequest : HeadAtStep {
   heads::ExpectedMicroBatches expected;
   bool wait = false;
 };
 
-struct ApplyRequest {
-  heads::HeadName name;
-  heads::StepKey key;
+struct ApplyRequest : HeadAtStep {
   std::optional<heads::ExpectedMicroBatches> expected;
   heads::ApplyArguments arguments;
 };
 
-struct CheckpointRequest {
-  heads::HeadName name;
-  std::optional<heads::Epoch> epoch;
+struct CheckpointRequest : HeadAtEpoch {
   std::string checkpoint;
   bool overwrite = false;
 };
@@ -114,23 +102,18 @@ struct ListCheckpointsRequest {
   int64_t page_size = 0;
 };
 
-// A step of a head, and a factor.
-struct StepRequest {
-  heads::HeadName name;
-  heads::StepKey key;
+struct GradientNormRequest : HeadAtStep {
   double factor = 1;
 };
 
 // A trainer's own part of a step's gradient, without the rows.
-struct GradientRequest {
-  heads::HeadName name;
-  heads::StepKey key;
+struct GradientRequest : HeadAtStep {
   int64_t micro_batch = 0;
   int64_t attempt = 0;
   int64_t row_start = 0;
   int64_t row_count = 0;
   double factor = 1;
-  std::optional<heads::SessionId> session;
+  std::optional<heads::SessionId> session = std::nullopt;
 };
 
 struct OpenSessionRequest {
@@ -171,8 +154,8 @@ absl::StatusOr<DownloadGradientRequest> DecodeDownloadGradient(const v1::Downloa
 absl::StatusOr<HeadAtEpoch> DecodeGetStep(const v1::GetStepRequest& request);
 absl::StatusOr<SealRequest> DecodeSeal(const v1::SealStepRequest& request, const Limits& limits);
 absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& request, const Limits& limits);
-absl::StatusOr<StepRequest> DecodeDiscardGradient(const v1::DiscardGradientRequest& request);
-absl::StatusOr<StepRequest> DecodeGradientNorm(const v1::GetGradientNormRequest& request);
+absl::StatusOr<HeadAtStep> DecodeDiscardGradient(const v1::DiscardGradientRequest& request);
+absl::StatusOr<GradientNormRequest> DecodeGradientNorm(const v1::GetGradientNormRequest& request);
 absl::StatusOr<CheckpointRequest> DecodeSave(const v1::SaveCheckpointRequest& request);
 absl::StatusOr<ListCheckpointsRequest> DecodeListCheckpoints(const v1::ListCheckpointsRequest& request);
 absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointRequest& request);

@@ -14,13 +14,76 @@
 #include "headwater/kernels/loss_options.h"
 #include "proto/headwater/v1/term_codec.h"
 #include "server/service/request/field_check.h"
-#include "server/service/request/tensor_field.h"
 
 namespace headwater::service {
 namespace {
 
+// ---- tensors ---------------------------------------------------------------------------------------------------------
+
+// The type and shape that a tensor field must have.
+struct TensorRule {
+  v1::DataType data_type;
+  const char* data_type_name;
+  int64_t size;  // of the first dimension; -1: any size >= 0 up to size_max
+  int64_t size_max = std::numeric_limits<int64_t>::max();
+  int64_t columns = 0;  // > 0: there is a second dimension, of this size; `size` is >= 0 then
+};
+
+std::string ShapeText(const v1::Tensor& tensor) {
+  std::string shape = "[";
+  for (int i = 0; i < tensor.shape_size() && i < 8; ++i) absl::StrAppend(&shape, i == 0 ? "" : ", ", tensor.shape(i));
+  return shape + (tensor.shape_size() > 8 ? ", ...]" : "]");
+}
+
+// Checks type, shape and length of a tensor of 4-byte elements.
+absl::Status CheckVector(const v1::Tensor& tensor, const std::string& field, const TensorRule& rule) {
+  const std::string type_field = field + ".data_type";
+  if (tensor.data_type() == v1::DATA_TYPE_UNSPECIFIED) return MissingField(type_field, rule.data_type_name);
+  if (tensor.data_type() != rule.data_type) {
+    return FieldError(ErrorReason::kDataTypeMismatch, type_field, rule.data_type_name,
+                      v1::DataType_IsValid(tensor.data_type()) ? v1::DataType_Name(tensor.data_type())
+                                                               : absl::StrCat(static_cast<int>(tensor.data_type())));
+  }
+  const bool is_matrix = rule.columns > 0;
+  if (tensor.shape_size() != (is_matrix ? 2 : 1) || tensor.shape(0) < 0 || (rule.size >= 0 && tensor.shape(0) != rule.size) ||
+      tensor.shape(0) > rule.size_max || (is_matrix && tensor.shape(1) != rule.columns)) {
+    std::string expected = absl::StrCat("one dimension of at most ", rule.size_max);
+    if (rule.size >= 0)
+      expected = is_matrix ? absl::StrCat("[", rule.size, ", ", rule.columns, "]") : absl::StrCat("[", rule.size, "]");
+    return FieldError(ErrorReason::kShapeMismatch, field + ".shape", expected, ShapeText(tensor));
+  }
+  const int64_t elements = tensor.shape(0) * (is_matrix ? rule.columns : 1);
+  if (tensor.data().size() / 4 != static_cast<uint64_t>(elements) || tensor.data().size() % 4 != 0) {
+    return FieldError(ErrorReason::kDataLengthMismatch, field + ".data", absl::StrCat(elements, " elements of 4 bytes"),
+                      absl::StrCat(tensor.data().size(), " bytes"));
+  }
+  return absl::OkStatus();
+}
+
+// Checks a vector of finite fp32 elements.
+absl::Status CheckFloats(const v1::Tensor& tensor, const std::string& field, int64_t size,
+                         int64_t size_max = std::numeric_limits<int64_t>::max()) {
+  HEADWATER_RETURN_IF_ERROR(CheckVector(tensor, field, {v1::DATA_TYPE_FLOAT32, "FLOAT32", size, size_max}));
+  for (size_t i = 0; i < tensor.data().size() / sizeof(float); ++i) {
+    float value = 0;
+    std::memcpy(&value, tensor.data().data() + i * sizeof(float), sizeof(float));
+    if (std::isfinite(value)) continue;
+    return InvalidField(field + ".data", "finite elements", absl::StrCat(value, " at index ", i));
+  }
+  return absl::OkStatus();
+}
+
+template <typename T>
+std::vector<T> CopyElements(const v1::Tensor& tensor) {
+  std::vector<T> elements(tensor.data().size() / sizeof(T));
+  if (!elements.empty()) std::memcpy(elements.data(), tensor.data().data(), tensor.data().size());
+  return elements;
+}
+
+// ---- requests --------------------------------------------------------------------------------------------------------
+
 absl::Status UnknownEnum(const std::string& field, const std::string& expected, int value) {
-  return FieldError(ErrorReason::kInvalidField, field, expected, absl::StrCat(value));
+  return InvalidField(field, expected, absl::StrCat(value));
 }
 
 absl::Status CheckClassWeights(const v1::CrossEntropyLoss& loss, const std::string& field, const Limits& limits) {
@@ -31,12 +94,11 @@ absl::Status CheckClassWeights(const v1::CrossEntropyLoss& loss, const std::stri
 // Checks a divergence for what CheckTermOptions() cannot know, because only the message has it.
 absl::Status CheckJensenShannon(const v1::JensenShannonLoss& loss, const std::string& field, const Limits& limits) {
   if (loss.has_hard_loss() && loss.hard_loss_weight() == 0) {
-    return FieldError(ErrorReason::kInvalidCombination, field + ".hard_loss", "nothing, because hard_loss_weight is 0",
-                      "options of the hard loss");
+    return InvalidCombination(field + ".hard_loss", "nothing, because hard_loss_weight is 0", "options of the hard loss");
   }
   if (loss.hard_loss().has_temperature()) {
-    return FieldError(ErrorReason::kInvalidCombination, field + ".hard_loss.temperature",
-                      "nothing, because a divergence's hard loss takes none", absl::StrCat(loss.hard_loss().temperature()));
+    return InvalidCombination(field + ".hard_loss.temperature", "nothing, because a divergence's hard loss takes none",
+                              absl::StrCat(loss.hard_loss().temperature()));
   }
   if (!v1::VocabAlignment_IsValid(loss.vocab_alignment())) {
     return UnknownEnum(field + ".vocab_alignment", "REFUSE or TRUNCATE_TO_COMMON", loss.vocab_alignment());
@@ -44,16 +106,10 @@ absl::Status CheckJensenShannon(const v1::JensenShannonLoss& loss, const std::st
   return CheckClassWeights(loss.hard_loss(), field + ".hard_loss", limits);
 }
 
-absl::StatusOr<std::optional<int64_t>> DecodeWeightVersion(bool present, int64_t version, const std::string& field) {
-  if (!present) return std::optional<int64_t>();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field, version, 0));
-  return std::optional<int64_t>(version);
-}
-
 absl::Status ValidateJoinKey(const std::string& join_key, const std::string& field) {
   if (join_key.empty()) return MissingField(field, "1 to 256 bytes");
   if (join_key.size() <= 256) return absl::OkStatus();
-  return FieldError(ErrorReason::kInvalidField, field, "1 to 256 bytes", absl::StrCat(join_key.size(), " bytes"));
+  return InvalidField(field, "1 to 256 bytes", absl::StrCat(join_key.size(), " bytes"));
 }
 
 // Indices of rows of a set of `total_row_count`.
@@ -63,8 +119,7 @@ absl::StatusOr<std::vector<int32_t>> DecodeRowIndices(const v1::Tensor& tensor, 
   std::vector<int32_t> indices = CopyElements<int32_t>(tensor);
   for (const int32_t index : indices) {
     if (index < 0 || index >= total_row_count) {
-      return FieldError(ErrorReason::kInvalidField, field + ".data", absl::StrCat("indices in [0, ", total_row_count, ")"),
-                        absl::StrCat(index));
+      return InvalidField(field + ".data", absl::StrCat("indices in [0, ", total_row_count, ")"), absl::StrCat(index));
     }
   }
   return indices;
@@ -86,9 +141,8 @@ absl::StatusOr<TeacherRequest> DecodeTeacherHead(const Source& source, const std
   HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(source.head(), field + ".head"));
   HEADWATER_ASSIGN_OR_RETURN(auto epoch, DecodeOptionalEpoch(source.head_epoch(), field + ".head_epoch"));
   HEADWATER_ASSIGN_OR_RETURN(auto data_type, DecodeFloatType(source.data_type(), field + ".data_type"));
-  HEADWATER_ASSIGN_OR_RETURN(auto version,
-                             DecodeWeightVersion(source.has_expected_weight_version(), source.expected_weight_version(),
-                                                 field + ".expected_weight_version"));
+  HEADWATER_ASSIGN_OR_RETURN(auto version, OptionalNumber(field + ".expected_weight_version", source.has_expected_weight_version(),
+                                                          source.expected_weight_version()));
   return TeacherRequest{std::move(name), epoch, data_type, version, std::nullopt, std::nullopt};
 }
 
@@ -97,15 +151,14 @@ absl::StatusOr<TeacherRequest> DecodeJoinedTeacher(const v1::JoinedTeacher& join
   JoinedTeacherRequest rows;
   rows.join_key = joined.join_key();
   HEADWATER_RETURN_IF_ERROR(ValidateJoinKey(rows.join_key, field + ".join_key"));
-  rows.total_row_count = joined.total_row_count();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".total_row_count", rows.total_row_count, 1));
+  HEADWATER_ASSIGN_OR_RETURN(rows.total_row_count, AtLeast(field + ".total_row_count", joined.total_row_count(), 1));
   if (joined.has_row_indices()) {
     HEADWATER_ASSIGN_OR_RETURN(rows.row_indices, DecodeRowIndices(joined.row_indices(), field + ".row_indices",
                                                                   {v1::DATA_TYPE_INT32, "INT32", term_rows}, rows.total_row_count));
   } else if (term_rows > rows.total_row_count) {
-    return FieldError(ErrorReason::kInvalidField, field + ".total_row_count",
-                      absl::StrCat("at least the term's ", term_rows, " rows, because there are no row_indices"),
-                      absl::StrCat(rows.total_row_count));
+    return InvalidField(field + ".total_row_count",
+                        absl::StrCat("at least the term's ", term_rows, " rows, because there are no row_indices"),
+                        absl::StrCat(rows.total_row_count));
   }
   teacher.joined = std::move(rows);
   return teacher;
@@ -138,8 +191,8 @@ absl::Status CheckTopK(const v1::LossTerm& term, const std::string& field, int64
   JsdSpec loss;
   ReadFields(term.jensen_shannon(), loss);
   const auto refuse = [&](const char* option, const char* expected, const std::string& actual) {
-    return FieldError(ErrorReason::kInvalidCombination, absl::StrCat(field, ".jensen_shannon.", option),
-                      absl::StrCat(expected, ", because the teacher is a top_k_teacher"), actual);
+    return InvalidCombination(absl::StrCat(field, ".jensen_shannon.", option),
+                              absl::StrCat(expected, ", because the teacher is a top_k_teacher"), actual);
   };
   if (loss.beta != 0) return refuse("beta", "0", absl::StrCat(loss.beta));
   if (loss.teacher_temperature != 1) return refuse("teacher_temperature", "nothing", absl::StrCat(loss.teacher_temperature));
@@ -166,8 +219,7 @@ absl::Status DecodeLoss(const v1::LossTerm& term, const std::string& field, bool
   switch (term.loss_case()) {
     case v1::LossTerm::kCrossEntropy:
       if (term.teacher_source_case() != v1::LossTerm::TEACHER_SOURCE_NOT_SET) {
-        return FieldError(ErrorReason::kInvalidCombination, field + ".teacher_source",
-                          "no teacher, because the loss is cross_entropy", "a teacher");
+        return InvalidCombination(field + ".teacher_source", "no teacher, because the loss is cross_entropy", "a teacher");
       }
       return CheckClassWeights(term.cross_entropy(), field + ".cross_entropy", limits);
     case v1::LossTerm::kJensenShannon: {
@@ -205,8 +257,7 @@ absl::Status CheckRowTensors(const v1::LossTerm& message, const LossTerm& term, 
 absl::StatusOr<LossTermRequest> DecodeTerm(const v1::LossTerm& message, const std::string& field, const MicroBatchRequest& request,
                                            const Limits& limits) {
   LossTermRequest decoded;
-  HEADWATER_ASSIGN_OR_RETURN(decoded.head,
-                             DecodeHeadStep(message.has_head(), message.head(), field + ".head", /*step_required=*/false));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.head, DecodeHeadStep(message.has_head(), message.head(), field + ".head"));
   const int64_t micro_batch_rows = request.row_count;
   HEADWATER_RETURN_IF_ERROR(CheckRange(field + ".row_start", message.row_start(), 0, micro_batch_rows));
   const int64_t rows_left = micro_batch_rows - message.row_start();
@@ -217,48 +268,38 @@ absl::StatusOr<LossTermRequest> DecodeTerm(const v1::LossTerm& message, const st
   term = ReadTerm(message);
   if (!message.has_row_count()) term.row_count = rows_left;
   HEADWATER_RETURN_IF_ERROR(CheckTermOptions(field, term, request.backward));
-  HEADWATER_ASSIGN_OR_RETURN(decoded.expected_weight_version,
-                             DecodeWeightVersion(message.has_expected_weight_version(), message.expected_weight_version(),
-                                                 field + ".expected_weight_version"));
+  HEADWATER_ASSIGN_OR_RETURN(
+      decoded.expected_weight_version,
+      OptionalNumber(field + ".expected_weight_version", message.has_expected_weight_version(), message.expected_weight_version()));
   HEADWATER_RETURN_IF_ERROR(DecodeLoss(message, field, request.session.has_value(), limits, &decoded));
   HEADWATER_RETURN_IF_ERROR(CheckRowTensors(message, term, field));
   const bool has_factors = message.has_entropy_factors() || message.has_lse_factors();
   if (!has_factors || !request.late_token_factors) return decoded;
-  return FieldError(ErrorReason::kInvalidCombination, field + (message.has_entropy_factors() ? ".entropy_factors" : ".lse_factors"),
-                    "nothing, because of late_token_factors", "factors");
+  return InvalidCombination(field + (message.has_entropy_factors() ? ".entropy_factors" : ".lse_factors"),
+                            "nothing, because of late_token_factors", "factors");
 }
 
 // Options that only make sense for a micro-batch that is added to a step.
 absl::Status CheckWithoutMicroBatch(const v1::MicroBatchHeader& header, const MicroBatchRequest& decoded, const char* why) {
-  if (header.has_micro_batch()) {
-    return FieldError(ErrorReason::kInvalidCombination, "header.micro_batch", absl::StrCat("nothing, ", why),
-                      absl::StrCat(header.micro_batch()));
-  }
-  if (decoded.explicit_commit) {
-    return FieldError(ErrorReason::kInvalidCombination, "header.commit_mode", absl::StrCat("EAGER, ", why), "EXPLICIT");
-  }
-  if (decoded.first_wins) {
-    return FieldError(ErrorReason::kInvalidCombination, "header.on_mismatch", absl::StrCat("CONFLICT, ", why), "FIRST_WINS");
-  }
-  if (decoded.allow_held) {
-    return FieldError(ErrorReason::kInvalidCombination, "header.allow_held", absl::StrCat("false, ", why), "true");
+  const std::tuple<bool, const char*, const char*, std::string> options[] = {
+      {header.has_micro_batch(), "micro_batch", "nothing", absl::StrCat(header.micro_batch())},
+      {decoded.explicit_commit, "commit_mode", "EAGER", "EXPLICIT"},
+      {decoded.first_wins, "on_mismatch", "CONFLICT", "FIRST_WINS"},
+      {decoded.allow_held, "allow_held", "false", "true"}};
+  for (const auto& [is_set, field, expected, actual] : options) {
+    if (is_set) return InvalidCombination(absl::StrCat("header.", field), absl::StrCat(expected, ", ", why), actual);
   }
   return absl::OkStatus();
 }
 
 // Modes of the header.
 absl::Status DecodeModes(const v1::MicroBatchHeader& header, MicroBatchRequest* decoded) {
-  switch (header.compute_mode()) {
-    case v1::COMPUTE_MODE_FORWARD_BACKWARD:
-      decoded->backward = true;
-      break;
-    case v1::COMPUTE_MODE_FORWARD_ONLY:
-      break;
-    case v1::COMPUTE_MODE_UNSPECIFIED:
-      return MissingField("header.compute_mode", "FORWARD_BACKWARD or FORWARD_ONLY");
-    default:
-      return UnknownEnum("header.compute_mode", "FORWARD_BACKWARD or FORWARD_ONLY", header.compute_mode());
+  constexpr char kComputeModes[] = "FORWARD_BACKWARD or FORWARD_ONLY";
+  if (header.compute_mode() == v1::COMPUTE_MODE_UNSPECIFIED) return MissingField("header.compute_mode", kComputeModes);
+  if (!v1::ComputeMode_IsValid(header.compute_mode())) {
+    return UnknownEnum("header.compute_mode", kComputeModes, header.compute_mode());
   }
+  decoded->backward = header.compute_mode() == v1::COMPUTE_MODE_FORWARD_BACKWARD;
   if (!v1::CommitMode_IsValid(header.commit_mode())) {
     return UnknownEnum("header.commit_mode", "EAGER or EXPLICIT", header.commit_mode());
   }
@@ -279,32 +320,24 @@ absl::Status DecodeModes(const v1::MicroBatchHeader& header, MicroBatchRequest* 
     }
     decoded->outputs |= TokenOutputBit(output);
   }
-  return absl::OkStatus();
+  decoded->allow_held = header.allow_held();
+  decoded->late_token_factors = header.late_token_factors();
+  if (!decoded->late_token_factors || decoded->explicit_commit) return absl::OkStatus();
+  return InvalidCombination("header.late_token_factors", "false, because the commit_mode is not EXPLICIT", "true");
 }
 
 absl::Status DecodeGradHidden(const v1::MicroBatchHeader& header, MicroBatchRequest* decoded) {
   decoded->return_grad_hidden = header.has_return_grad_hidden() ? header.return_grad_hidden() : decoded->backward;
   if (decoded->return_grad_hidden && !decoded->backward) {
-    return FieldError(ErrorReason::kInvalidCombination, "header.return_grad_hidden", "false, because the call is FORWARD_ONLY",
-                      "true");
+    return InvalidCombination("header.return_grad_hidden", "false, because the call is FORWARD_ONLY", "true");
   }
   decoded->grad_hidden_data_type = decoded->data_type;
   if (header.grad_hidden_data_type() != v1::DATA_TYPE_UNSPECIFIED) {
     HEADWATER_ASSIGN_OR_RETURN(decoded->grad_hidden_data_type,
                                DecodeFloatType(header.grad_hidden_data_type(), "header.grad_hidden_data_type"));
   }
-  decoded->grad_hidden_scale = header.has_grad_hidden_scale() ? header.grad_hidden_scale() : 1;
-  return CheckFactor("header.grad_hidden_scale", decoded->grad_hidden_scale);
-}
-
-// Whether rows may be held, and what that is for.
-absl::Status DecodeHolding(const v1::MicroBatchHeader& header, MicroBatchRequest* decoded) {
-  decoded->allow_held = header.allow_held();
-  decoded->late_token_factors = header.late_token_factors();
-  if (decoded->late_token_factors && !decoded->explicit_commit) {
-    return FieldError(ErrorReason::kInvalidCombination, "header.late_token_factors",
-                      "false, because the commit_mode is not EXPLICIT", "true");
-  }
+  HEADWATER_ASSIGN_OR_RETURN(decoded->grad_hidden_scale,
+                             FactorOrOne("header.grad_hidden_scale", header.has_grad_hidden_scale(), header.grad_hidden_scale()));
   return absl::OkStatus();
 }
 
@@ -314,13 +347,13 @@ bool SameHead(const heads::HeadName& a, const heads::HeadName& b) { return a.ten
 absl::Status CheckSameStep(const LossTermRequest& earlier, const LossTermRequest& later, size_t earlier_index,
                            const std::string& later_field) {
   if (!SameHead(earlier.head.head, later.head.head)) return absl::OkStatus();
-  const std::string expected = absl::StrCat("the same as header.terms[", earlier_index, "], which names the same head");
+  const std::string expected = absl::StrCat("the same as ", TermField(earlier_index), ", which names the same head");
   if (earlier.head.epoch != later.head.epoch) {
-    return FieldError(ErrorReason::kInvalidCombination, later_field + ".head.head_epoch", expected, "another one");
+    return InvalidCombination(later_field + ".head.head_epoch", expected, "another one");
   }
   if (earlier.head.step != later.head.step) {
-    return FieldError(ErrorReason::kInvalidCombination, later_field + ".head.step", expected,
-                      later.head.step.has_value() ? absl::StrCat(*later.head.step) : "nothing");
+    return InvalidCombination(later_field + ".head.step", expected,
+                              later.head.step.has_value() ? absl::StrCat(*later.head.step) : "nothing");
   }
   return absl::OkStatus();
 }
@@ -330,19 +363,18 @@ absl::Status DecodeTerms(const v1::MicroBatchHeader& header, const Limits& limit
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.terms", header.terms_size(), "max_terms", limits.max_terms));
   const bool wants_log_probability = (decoded->outputs & TokenOutputBit(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY)) != 0;
   for (int i = 0; i < header.terms_size(); ++i) {
-    const std::string field = absl::StrCat("header.terms[", i, "]");
+    const std::string field = TermField(static_cast<size_t>(i));
     HEADWATER_ASSIGN_OR_RETURN(auto term, DecodeTerm(header.terms(i), field, *decoded, limits));
     if (header.terms(i).has_top_k_teacher() && (decoded->outputs & ~TokenOutputBit(v1::TOKEN_OUTPUT_LOSS)) != 0) {
-      return FieldError(ErrorReason::kInvalidCombination, "header.outputs",
-                        absl::StrCat("no output but LOSS, because terms[", i, "] has a top_k_teacher"), "others");
+      return InvalidCombination("header.outputs", absl::StrCat("no output but LOSS, because terms[", i, "] has a top_k_teacher"),
+                                "others");
     }
     if (wants_log_probability && !header.terms(i).has_targets()) {
-      return FieldError(ErrorReason::kInvalidCombination, "header.outputs",
-                        absl::StrCat("no TARGET_LOG_PROBABILITY, because terms[", i, "] has no targets"), "TARGET_LOG_PROBABILITY");
+      return InvalidCombination("header.outputs", absl::StrCat("no TARGET_LOG_PROBABILITY, because terms[", i, "] has no targets"),
+                                "TARGET_LOG_PROBABILITY");
     }
     if (!decoded->backward && term.head.step.has_value()) {
-      return FieldError(ErrorReason::kInvalidCombination, field + ".head.step", "nothing, because the call is FORWARD_ONLY",
-                        absl::StrCat(*term.head.step));
+      return InvalidCombination(field + ".head.step", "nothing, because the call is FORWARD_ONLY", absl::StrCat(*term.head.step));
     }
     for (size_t earlier = 0; earlier < decoded->terms.size(); ++earlier) {
       HEADWATER_RETURN_IF_ERROR(CheckSameStep(decoded->terms[earlier], term, earlier, field));
@@ -360,18 +392,17 @@ absl::StatusOr<DecisionRequest> DecodeDecision(const Request& request, const Lim
   HEADWATER_RETURN_IF_ERROR(CheckLimit("heads", request.heads_size(), "max_terms", limits.max_terms));
   for (int i = 0; i < request.heads_size(); ++i) {
     const std::string field = absl::StrCat("heads[", i, "]");
-    HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadStep(true, request.heads(i), field, /*step_required=*/true));
+    HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtStep(true, request.heads(i), field));
     for (const HeadAtStep& earlier : decoded.heads) {
-      if (SameHead(earlier.name, head.head)) {
-        return FieldError(ErrorReason::kInvalidCombination, field + ".head", "each head once", head.head.ToString() + " twice");
+      if (SameHead(earlier.name, head.name)) {
+        return InvalidCombination(field + ".head", "each head once", head.name.ToString() + " twice");
       }
     }
-    decoded.heads.push_back({head.head, {*head.epoch, *head.step}});
+    decoded.heads.push_back(std::move(head));
   }
   HEADWATER_ASSIGN_OR_RETURN(decoded.micro_batch,
                              DecodeMicroBatchId(request.has_micro_batch(), request.micro_batch(), "micro_batch"));
-  decoded.attempt = request.attempt();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("attempt", decoded.attempt, 0));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.attempt, AtLeast("attempt", request.attempt(), 0));
   HEADWATER_ASSIGN_OR_RETURN(decoded.session, DecodeOptionalSession(request.session_id(), "session_id"));
   return decoded;
 }
@@ -383,7 +414,7 @@ absl::StatusOr<Id> DecodeId(const std::string& bytes, const std::string& field, 
   const std::string size = absl::StrCat(id.size(), " bytes");
   if (bytes.empty()) return MissingField(field, absl::StrCat(what, ", ", size));
   if (bytes.size() != id.size()) {
-    return FieldError(ErrorReason::kInvalidField, field, size, absl::StrCat(bytes.size(), " bytes"));
+    return InvalidField(field, size, absl::StrCat(bytes.size(), " bytes"));
   }
   std::memcpy(id.data(), bytes.data(), id.size());
   return id;
@@ -409,23 +440,23 @@ absl::Status DecodePath(const v1::MicroBatchHeader& header, const Limits& limits
     HEADWATER_ASSIGN_OR_RETURN(decoded->transfer,
                                DecodeId<TransferId>(header.transfer_id(), "header.transfer_id", "drawn at random for this call"));
   } else if (!header.transfer_id().empty()) {
-    return FieldError(ErrorReason::kInvalidCombination, "header.transfer_id", "nothing, because stripe_count is not above 1",
-                      absl::StrCat(header.transfer_id().size(), " bytes"));
+    return InvalidCombination("header.transfer_id", "nothing, because stripe_count is not above 1",
+                              absl::StrCat(header.transfer_id().size(), " bytes"));
   }
   const bool session = decoded->session.has_value();
   HEADWATER_ASSIGN_OR_RETURN(decoded->hidden_rows,
                              DecodeSharedRows(header.has_hidden_rows(), header.hidden_rows(), session, "header.hidden_rows"));
-  HEADWATER_ASSIGN_OR_RETURN(auto grad_hidden, DecodeSharedRows(header.has_grad_hidden_rows(), header.grad_hidden_rows(), session,
-                                                                "header.grad_hidden_rows"));
-  decoded->grad_hidden_rows = std::move(grad_hidden);
+  HEADWATER_ASSIGN_OR_RETURN(decoded->grad_hidden_rows, DecodeSharedRows(header.has_grad_hidden_rows(), header.grad_hidden_rows(),
+                                                                         session, "header.grad_hidden_rows"));
   if (decoded->grad_hidden_rows.has_value() && !decoded->return_grad_hidden) {
-    return FieldError(ErrorReason::kInvalidCombination, "header.grad_hidden_rows", "nothing, because grad_hidden is not returned",
-                      "a region");
+    return InvalidCombination("header.grad_hidden_rows", "nothing, because grad_hidden is not returned", "a region");
   }
   return absl::OkStatus();
 }
 
 }  // namespace
+
+std::string TermField(size_t index) { return absl::StrCat("header.terms[", index, "]"); }
 
 absl::StatusOr<heads::HeadName> DecodeHeadName(const std::string& name, const std::string& field) {
   if (name.empty()) return MissingField(field, "tenants/{tenant}/heads/{head}");
@@ -450,8 +481,7 @@ absl::StatusOr<std::optional<heads::SessionId>> DecodeOptionalSession(const std:
 
 absl::StatusOr<int64_t> DecodeMicroBatchId(bool present, int64_t micro_batch, const std::string& field) {
   if (!present) return MissingField(field, "a number >= 0");
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field, micro_batch, 0));
-  return micro_batch;
+  return AtLeast(field, micro_batch, 0);
 }
 
 absl::StatusOr<DataType> DecodeFloatType(v1::DataType type, const std::string& field) {
@@ -468,20 +498,20 @@ absl::StatusOr<DataType> DecodeFloatType(v1::DataType type, const std::string& f
   }
 }
 
-absl::StatusOr<HeadStepRequest> DecodeHeadStep(bool present, const v1::HeadStep& head_step, const std::string& field,
-                                               bool step_required) {
+absl::StatusOr<HeadStepRequest> DecodeHeadStep(bool present, const v1::HeadStep& head_step, const std::string& field) {
   if (!present) return MissingField(field, "a head");
-  HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(head_step.head(), field + ".head"));
-  HeadStepRequest decoded{std::move(name), std::nullopt, std::nullopt};
-  HEADWATER_ASSIGN_OR_RETURN(auto epoch, DecodeOptionalEpoch(head_step.head_epoch(), field + ".head_epoch"));
-  decoded.epoch = epoch;
-  if (head_step.has_step()) {
-    HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".step", head_step.step(), 0));
-    decoded.step = head_step.step();
-  }
-  if (step_required && !decoded.epoch.has_value()) return MissingField(field + ".head_epoch", "the head's epoch, 16 bytes");
-  if (step_required && !decoded.step.has_value()) return MissingField(field + ".step", "a step number >= 0");
+  HeadStepRequest decoded;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.head, DecodeHeadName(head_step.head(), field + ".head"));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.epoch, DecodeOptionalEpoch(head_step.head_epoch(), field + ".head_epoch"));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.step, OptionalNumber(field + ".step", head_step.has_step(), head_step.step()));
   return decoded;
+}
+
+absl::StatusOr<HeadAtStep> DecodeHeadAtStep(bool present, const v1::HeadStep& head_step, const std::string& field) {
+  HEADWATER_ASSIGN_OR_RETURN(HeadStepRequest decoded, DecodeHeadStep(present, head_step, field));
+  if (!decoded.epoch.has_value()) return MissingField(field + ".head_epoch", "the head's epoch, 16 bytes");
+  if (!decoded.step.has_value()) return MissingField(field + ".step", "a step number >= 0");
+  return HeadAtStep{std::move(decoded.head), {*decoded.epoch, *decoded.step}};
 }
 
 absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(v1::MicroBatchHeader message, const Limits& limits) {
@@ -491,19 +521,14 @@ absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(v1::MicroBatchHeader me
   decoded.message = kept;
   const v1::MicroBatchHeader& header = *kept;
   HEADWATER_ASSIGN_OR_RETURN(decoded.session, DecodeOptionalSession(header.session_id(), "header.session_id"));
-  decoded.attempt = header.attempt();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.attempt", decoded.attempt, 0));
-  if (header.has_micro_batch()) {
-    HEADWATER_ASSIGN_OR_RETURN(decoded.micro_batch, DecodeMicroBatchId(true, header.micro_batch(), "header.micro_batch"));
-  }
+  HEADWATER_ASSIGN_OR_RETURN(decoded.attempt, AtLeast("header.attempt", header.attempt(), 0));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.micro_batch,
+                             OptionalNumber("header.micro_batch", header.has_micro_batch(), header.micro_batch()));
   HEADWATER_RETURN_IF_ERROR(DecodeModes(header, &decoded));
-  HEADWATER_RETURN_IF_ERROR(DecodeHolding(header, &decoded));
 
-  decoded.row_count = header.row_count();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.row_count", decoded.row_count, 0));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.row_count, AtLeast("header.row_count", header.row_count(), 0));
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", decoded.row_count, "max_micro_batch_rows", limits.max_micro_batch_rows));
-  decoded.hidden_size = header.hidden_size();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.hidden_size", decoded.hidden_size, 1));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.hidden_size, AtLeast("header.hidden_size", header.hidden_size(), 1));
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.hidden_size", decoded.hidden_size, "max_hidden_size", limits.max_hidden_size));
   HEADWATER_ASSIGN_OR_RETURN(decoded.data_type, DecodeFloatType(header.data_type(), "header.data_type"));
   HEADWATER_RETURN_IF_ERROR(DecodeGradHidden(header, &decoded));
@@ -522,8 +547,7 @@ absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(v1::MicroBatchHeader me
 
 absl::StatusOr<DecisionRequest> DecodeCommit(const v1::CommitMicroBatchRequest& request, const Limits& limits) {
   HEADWATER_ASSIGN_OR_RETURN(auto decision, DecodeDecision(request, limits));
-  decision.arguments.factor = request.has_factor() ? request.factor() : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckFactor("factor", decision.arguments.factor));
+  HEADWATER_ASSIGN_OR_RETURN(decision.arguments.factor, FactorOrOne("factor", request.has_factor(), request.factor()));
   if (request.has_token_factors()) {
     HEADWATER_RETURN_IF_ERROR(CheckFloats(request.token_factors(), "token_factors", -1, limits.max_micro_batch_rows));
     decision.arguments.token_factors = CopyElements<float>(request.token_factors());
@@ -538,8 +562,8 @@ absl::StatusOr<DecisionRequest> DecodeDiscard(const v1::DiscardMicroBatchRequest
 absl::StatusOr<TransferRowsRequest> DecodeTransferRowsHeader(const v1::TransferRowsHeader& header) {
   TransferRowsRequest decoded;
   HEADWATER_ASSIGN_OR_RETURN(decoded.transfer, DecodeId<TransferId>(header.transfer_id(), "header.transfer_id", kTransferWords));
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.stripe_index", header.stripe_index(), 1));
   decoded.stripe_index = header.stripe_index();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.stripe_index", decoded.stripe_index, 1));
   return decoded;
 }
 
@@ -547,13 +571,11 @@ absl::StatusOr<StreamTeacherRequest> DecodeStreamTeacherHeader(const v1::StreamT
   StreamTeacherRequest request;
   HEADWATER_ASSIGN_OR_RETURN(request.session, DecodeOptionalSession(header.session_id(), "header.session_id"));
   if (header.tenant().empty()) return MissingField("header.tenant", "tenants/{tenant}");
-  HEADWATER_ASSIGN_OR_RETURN(auto tenant, heads::ParseTenantName(header.tenant(), "header.tenant"));
   transport::JoinedSet& set = request.set;
-  set.tenant = std::move(tenant);
+  HEADWATER_ASSIGN_OR_RETURN(set.tenant, heads::ParseTenantName(header.tenant(), "header.tenant"));
   set.join_key = header.join_key();
   HEADWATER_RETURN_IF_ERROR(ValidateJoinKey(set.join_key, "header.join_key"));
-  set.total_row_count = header.total_row_count();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.total_row_count", set.total_row_count, 1));
+  HEADWATER_ASSIGN_OR_RETURN(set.total_row_count, AtLeast("header.total_row_count", header.total_row_count(), 1));
   if (header.has_row_indices()) {
     HEADWATER_ASSIGN_OR_RETURN(
         request.row_indices,
@@ -567,8 +589,7 @@ absl::StatusOr<StreamTeacherRequest> DecodeStreamTeacherHeader(const v1::StreamT
         CheckLimit("header.total_row_count", set.total_row_count, "max_micro_batch_rows", limits.max_micro_batch_rows));
   }
   HEADWATER_ASSIGN_OR_RETURN(set.data_type, DecodeFloatType(header.data_type(), "header.data_type"));
-  set.hidden_size = header.hidden_size();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.hidden_size", set.hidden_size, 1));
+  HEADWATER_ASSIGN_OR_RETURN(set.hidden_size, AtLeast("header.hidden_size", header.hidden_size(), 1));
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.hidden_size", set.hidden_size, "max_hidden_size", limits.max_hidden_size));
   return request;
 }

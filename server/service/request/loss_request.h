@@ -4,6 +4,7 @@
 #ifndef HEADWATER_SERVER_SERVICE_REQUEST_LOSS_REQUEST_H_
 #define HEADWATER_SERVER_SERVICE_REQUEST_LOSS_REQUEST_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -129,6 +130,8 @@ absl::StatusOr<StreamTeacherRequest> DecodeStreamTeacherHeader(const v1::StreamT
 
 // ---- pieces that other requests share -----------------------------------------------------------------------------------
 
+// "header.terms[index]".
+std::string TermField(size_t index);
 // kMissingField if empty, kInvalidName.
 absl::StatusOr<heads::HeadName> DecodeHeadName(const std::string& name, const std::string& field);
 // 16 bytes; kMissingField if empty.
@@ -137,9 +140,10 @@ absl::StatusOr<heads::Epoch> DecodeEpoch(const std::string& bytes, const std::st
 absl::StatusOr<std::optional<heads::Epoch>> DecodeOptionalEpoch(const std::string& bytes, const std::string& field);
 // FLOAT32, BFLOAT16 or FLOAT16; kMissingField if unset, kDataTypeMismatch for other types.
 absl::StatusOr<DataType> DecodeFloatType(v1::DataType type, const std::string& field);
+// The head is required, epoch and step are not.
+absl::StatusOr<HeadStepRequest> DecodeHeadStep(bool present, const v1::HeadStep& head_step, const std::string& field);
 // Head, epoch and step, all required.
-absl::StatusOr<HeadStepRequest> DecodeHeadStep(bool present, const v1::HeadStep& head_step, const std::string& field,
-                                               bool step_required);
+absl::StatusOr<HeadAtStep> DecodeHeadAtStep(bool present, const v1::HeadStep& head_step, const std::string& field);
 // A micro-batch's id: kMissingField, kInvalidField below 0.
 absl::StatusOr<int64_t> DecodeMicroBatchId(bool present, int64_t micro_batch, const std::string& field);
 // 32 bytes; kMissingField if empty.

@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <vector>
 
+#include "google/protobuf/util/time_util.h"
 #include "proto/headwater/v1/spec_codec.h"
 
 namespace headwater::service {
 namespace {
+
+using google::protobuf::util::TimeUtil;
 
 // Rounded up.
 int64_t WholeSeconds(absl::Duration duration) { return absl::ToInt64Seconds(absl::Ceil(duration, absl::Seconds(1))); }
@@ -15,15 +18,11 @@ int64_t WholeSeconds(absl::Duration duration) { return absl::ToInt64Seconds(absl
 
 void EncodeDuration(absl::Duration duration, google::protobuf::Duration* out) {
   // A clock that was set back must not give a negative duration.
-  absl::Duration rest = std::max(duration, absl::ZeroDuration());
-  out->set_seconds(absl::IDivDuration(rest, absl::Seconds(1), &rest));
-  out->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+  *out = TimeUtil::NanosecondsToDuration(absl::ToInt64Nanoseconds(std::max(duration, absl::ZeroDuration())));
 }
 
 void EncodeTime(absl::Time time, google::protobuf::Timestamp* out) {
-  absl::Duration rest = time - absl::UnixEpoch();
-  out->set_seconds(absl::IDivDuration(rest, absl::Seconds(1), &rest));
-  out->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+  *out = TimeUtil::NanosecondsToTimestamp(absl::ToUnixNanos(time));
 }
 
 void EncodePlan(const MemoryPlan& plan, int64_t available_bytes, v1::MemoryPlan* out) {

@@ -212,9 +212,14 @@ void Check(const service::ApplyRequest& request) {
   if (request.expected.has_value()) Check(*request.expected);
 }
 
-void Check(const service::StepRequest& request) {
+void Check(const service::HeadAtStep& request) {
   Check(request.name);
-  FUZZ_CHECK(request.key.step >= 0 && std::isfinite(request.factor));
+  FUZZ_CHECK(request.key.step >= 0);
+}
+
+void Check(const service::GradientNormRequest& request) {
+  Check(static_cast<const service::HeadAtStep&>(request));
+  FUZZ_CHECK(std::isfinite(request.factor));
 }
 
 void Check(const service::CheckpointRequest& request) {

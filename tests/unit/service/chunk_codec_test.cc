@@ -221,16 +221,16 @@ TEST(ReceivedMessage, IsParsedFromAnySlices) {
     ChunkView chunk;
     EXPECT_FALSE(received.ParseChunk(&chunk));
     v1::ComputeLossRequest message;
-    ASSERT_TRUE(received.Parse(&message)) << piece;
+    ASSERT_TRUE(received.Parse(&message).ok()) << piece;
     EXPECT_EQ(message.SerializeAsString(), bytes);
   }
   grpc::ByteBuffer nothing;
   v1::ComputeLossRequest message;
-  EXPECT_TRUE(ReceivedMessage(&nothing).Parse(&message));
+  EXPECT_TRUE(ReceivedMessage(&nothing).Parse(&message).ok());
   EXPECT_EQ(message.message_case(), v1::ComputeLossRequest::MESSAGE_NOT_SET);
   const grpc::Slice garbage(std::string("\xff\xff\xff"));
   grpc::ByteBuffer bad(&garbage, 1);
-  EXPECT_FALSE(ReceivedMessage(&bad).Parse(&message));
+  EXPECT_FALSE(ReceivedMessage(&bad).Parse(&message).ok());
 }
 
 TEST(GradChunk, IsWhatProtobufReads) {
@@ -271,7 +271,7 @@ TEST(EncodedMessage, IsWhatProtobufWrites) {
   sent.mutable_summary()->set_transport("grpc");
   grpc::ByteBuffer buffer = EncodeMessage(sent);
   v1::ComputeLossResponse received;
-  ASSERT_TRUE(ReceivedMessage(&buffer).Parse(&received));
+  ASSERT_TRUE(ReceivedMessage(&buffer).Parse(&received).ok());
   EXPECT_EQ(received.SerializeAsString(), sent.SerializeAsString());
 }
 
