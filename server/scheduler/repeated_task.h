@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <thread>
+#include <utility>
 
 #include "absl/time/time.h"
 #include "server/observability/pause.h"
@@ -13,16 +14,19 @@ namespace headwater::scheduler {
 class RepeatedTask {
  public:
   // Calls `round` `interval` (> 0) from now, and again `interval` after each end of it.
-  RepeatedTask(absl::Duration interval, std::function<void()> round);
+  RepeatedTask(absl::Duration interval, std::function<void()> round)
+      : round_(std::move(round)), thread_([this, interval] {
+          while (!pause_.WaitFor(interval)) round_();
+        }) {}
   // Waits for a running round; starts no further one.
-  ~RepeatedTask();
+  ~RepeatedTask() {
+    pause_.Stop();
+    thread_.join();
+  }
   RepeatedTask(const RepeatedTask&) = delete;
   RepeatedTask& operator=(const RepeatedTask&) = delete;
 
  private:
-  void Run();
-
-  const absl::Duration interval_;
   const std::function<void()> round_;
   observability::Pause pause_;
   std::thread thread_;  // last: it uses the members above

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::scheduler {
 namespace {
@@ -78,44 +79,35 @@ void Sequencer::WakeNext(const Record& record) {
   }
 }
 
-std::unique_ptr<Sequencer::Entry> Sequencer::TakeEntry(Waiter* waiter) {
-  auto kept = waiter != nullptr ? parked_.extract(waiter) : decltype(parked_)::node_type();
-  return kept.empty() ? std::make_unique<Entry>(++last_age_) : std::move(kept.mapped());
-}
-
 void Sequencer::GiveUpPlace(Waiter* waiter) {
   mutex_.AssertHeld();
   if (auto kept = parked_.extract(waiter); !kept.empty()) Queue(*kept.mapped(), {});
-}
-
-void Sequencer::KeepEntry(Waiter* waiter, std::unique_ptr<Entry> entry) {
-  waiter->AtEnd([this, waiter] {
-    const Turn turn(*this);
-    GiveUpPlace(waiter);
-  });
-  parked_[waiter] = std::move(entry);
 }
 
 absl::StatusOr<Admission> Sequencer::Acquire(const std::function<absl::StatusOr<Needs>()>& needs, const WaitLimits& limits,
                                              absl::string_view what) {
   const Turn turn(*this);
   mutex_.AssertHeld();
-  std::unique_ptr<Entry> entry = TakeEntry(limits.waiter);
+  auto kept = parked_.extract(limits.waiter);
+  std::unique_ptr<Entry> entry = kept.empty() ? std::make_unique<Entry>(++last_age_) : std::move(kept.mapped());
   absl::Cleanup leave = [&entry] { Queue(*entry, {}); };
   bool has_waited = !entry->needs.empty();
   while (true) {
-    absl::StatusOr<Needs> wanted = needs();
-    if (!wanted.ok()) return wanted.status();
-    if (MayEnter(*wanted, entry->age)) {
-      if (absl::Status status = has_waited ? CheckInTime(limits, what) : absl::OkStatus(); !status.ok()) return status;
-      for (const Need& need : *wanted) need.record->users_.push_back(need.uses);
-      return Admission(this, *std::move(wanted));
+    HEADWATER_ASSIGN_OR_RETURN(Needs wanted, needs());
+    if (MayEnter(wanted, entry->age)) {
+      HEADWATER_RETURN_IF_ERROR(has_waited ? CheckInTime(limits, what) : absl::OkStatus());
+      for (const Need& need : wanted) need.record->users_.push_back(need.uses);
+      return Admission(this, std::move(wanted));
     }
-    Queue(*entry, *std::move(wanted));
+    Queue(*entry, std::move(wanted));
     absl::Status status = Wait(entry->woken, mutex_, limits, what);
     if (IsParked(status)) {
       std::move(leave).Cancel();
-      KeepEntry(limits.waiter, std::move(entry));
+      parked_[limits.waiter] = std::move(entry);
+      limits.waiter->AtEnd([this, waiter = limits.waiter] {
+        const Turn end(*this);
+        GiveUpPlace(waiter);
+      });
     }
     if (!status.ok()) return status;
     has_waited = true;
@@ -131,14 +123,6 @@ bool Sequencer::IsWritten(const Record& record) {
   return std::any_of(record.users_.begin(), record.users_.end(), writes) ||
          std::any_of(record.waiting_.begin(), record.waiting_.end(),
                      [&writes](const auto& waiting) { return writes(waiting.second.second); });
-}
-
-Admission& Admission::operator=(Admission&& other) noexcept {
-  if (this == &other) return *this;
-  Release();
-  sequencer_ = std::exchange(other.sequencer_, nullptr);
-  needs_ = std::move(other.needs_);
-  return *this;
 }
 
 void Admission::Release() {

@@ -69,9 +69,7 @@ class Turn {
 // The needs that an operation has been granted; the destructor gives all of them back in one turn.
 class Admission {
  public:
-  Admission() = default;
   Admission(Admission&& other) noexcept : sequencer_(std::exchange(other.sequencer_, nullptr)), needs_(std::move(other.needs_)) {}
-  Admission& operator=(Admission&& other) noexcept;
   ~Admission() { Release(); }
   // May be called in a turn, and is part of it then.
   void Release();
@@ -80,7 +78,7 @@ class Admission {
   friend class Sequencer;
   Admission(Sequencer* sequencer, Needs needs) : sequencer_(sequencer), needs_(std::move(needs)) {}
 
-  Sequencer* sequencer_ = nullptr;
+  Sequencer* sequencer_;  // null: moved from, or released
   Needs needs_;
 };
 
@@ -120,13 +118,10 @@ class Sequencer {
   static void Queue(Entry& entry, Needs needs);
   // Wakes the operations in the queue that may enter now.
   static void WakeNext(const Record& record);
-  // The entry of a parked operation that is tried again, or a new one.
-  std::unique_ptr<Entry> TakeEntry(Waiter* waiter) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Keeps the entry of an operation that has been parked, until it is tried again or over.
-  void KeepEntry(Waiter* waiter, std::unique_ptr<Entry> entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   absl::Mutex mutex_;
   int64_t last_age_ ABSL_GUARDED_BY(mutex_) = 0;
+  // The entries of parked operations, until they are tried again or over.
   std::map<Waiter*, std::unique_ptr<Entry>> parked_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/observability/monotonic_clock.h"
 
 namespace headwater::scheduler {
@@ -54,7 +55,7 @@ absl::Status CheckInTime(const WaitLimits& limits, absl::string_view what) {
 }
 
 absl::Status Wait(WaitList& list, absl::Mutex& mutex, const WaitLimits& limits, absl::string_view what) {
-  if (absl::Status status = CheckInTime(limits, what); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckInTime(limits, what));
   if (limits.waiter != nullptr) return limits.waiter->DoWait(list, mutex, limits, what);
   ThreadWaiter thread;
   return static_cast<Waiter&>(thread).DoWait(list, mutex, limits, what);
@@ -135,7 +136,7 @@ void Waiter::RunAtEnd() {
 absl::Status ThreadWaiter::DoWait(WaitList& list, absl::Mutex& mutex, const WaitLimits& limits, absl::string_view what) {
   {
     std::unique_lock<std::mutex> lock(AllWaits());
-    if (absl::Status status = Enter(list, limits, what); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(Enter(list, limits, what));
     mutex.Unlock();
     suspended_ = true;
     for (absl::Duration left; list_ != nullptr && (left = limits.deadline - MonotonicNow()) > absl::ZeroDuration();) {

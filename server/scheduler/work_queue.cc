@@ -28,7 +28,6 @@ WorkQueue::Turn::Turn(WorkQueue& queue, std::string client, JobSize size, absl::
 WorkQueue::Turn::~Turn() {
   absl::MutexLock lock(&queue_.mutex_);
   queue_.LeaveLocked(this, absl::ZeroDuration());
-  if (watches_) std::erase(queue_.watchers_, this);
   queue_.turns_.erase(place_);
   if (since_ != absl::InfinitePast()) queue_.WakeWatchers();  // one that came later may begin early now
 }
@@ -39,7 +38,7 @@ absl::Time WorkQueue::Turn::EarlyStart(absl::Time now) {
   for (auto earlier = queue_.turns_.begin(); earlier != place_; ++earlier)
     start = std::max(start, (*earlier)->since_ + kPrecedence);
   if (queue_.load() > 0) start = absl::InfiniteFuture();
-  if (start > now) queue_.Watch(this);
+  if (start > now) watches_ = true;
   return start;
 }
 
@@ -53,9 +52,9 @@ absl::Status WorkQueue::Turn::Enter() {
   absl::MutexLock lock(&queue_.mutex_);
   if (queue_.draining_) return MakeError(ErrorReason::kDraining, "the server is shutting down and takes no new work");
   since_ = absl::InfinitePast();
-  std::deque<Turn*>& line = queue_.lines_[client_];
-  if (line.empty()) queue_.clients_.push_back(client_);
-  line.push_back(this);
+  auto line = queue_.FindLine(client_);
+  if (line == queue_.lines_.end()) line = queue_.lines_.insert(line, Line{client_, {}});
+  line->turns.push_back(this);
   in_line_ = true;
   ++queue_.waiting_count_;
   queue_.Admit(this);
@@ -79,7 +78,7 @@ void WorkQueue::Turn::Leave(absl::Duration taken) {
 
 bool WorkQueue::Turn::OthersWait() {
   absl::MutexLock lock(&queue_.mutex_);
-  queue_.Watch(this);
+  watches_ = true;
   return queue_.load() > 1;
 }
 
@@ -94,15 +93,18 @@ absl::Duration WorkQueue::RetryAfter() const {
   return std::clamp(typical_job_time_ * static_cast<double>(max_depth_) / 2, kMinRetry, kMaxRetry);
 }
 
+WorkQueue::Lines::iterator WorkQueue::FindLine(const std::string& client) {
+  return std::find_if(lines_.begin(), lines_.end(), [&client](const Line& line) { return line.client == client; });
+}
+
 void WorkQueue::Remove(Turn* turn) {
-  const auto line = lines_.find(turn->client_);
-  const bool was_next = line->second.front() == turn;
-  line->second.erase(std::find(line->second.begin(), line->second.end(), turn));
+  const auto line = FindLine(turn->client_);
+  const bool was_next = line->turns.front() == turn;
+  std::erase(line->turns, turn);
   turn->in_line_ = false;
   --waiting_count_;
-  if (line->second.empty()) {
+  if (line->turns.empty()) {
     lines_.erase(line);
-    clients_.erase(std::find(clients_.begin(), clients_.end(), turn->client_));
   } else if (was_next) {
     Admit();  // the next job may be of the other size
   }
@@ -120,32 +122,23 @@ void WorkQueue::LeaveLocked(Turn* turn, absl::Duration taken) {
 }
 
 void WorkQueue::Admit(const Turn* self) {
-  for (auto client = clients_.begin(); client != clients_.end();) {
-    const auto line = lines_.find(*client);
-    Turn* const turn = line->second.front();
+  for (auto line = lines_.begin(); line != lines_.end();) {
+    Turn* const turn = line->turns.front();
     int64_t& running_jobs = running(turn->size_);
     if (running_jobs >= widths_[static_cast<size_t>(turn->size_)]) {
-      ++client;
+      ++line;
       continue;
     }
     ++running_jobs;
     --waiting_count_;
-    line->second.pop_front();
-    clients_.erase(client);
-    if (line->second.empty()) {
-      lines_.erase(line);
-    } else {
-      clients_.push_back(line->first);
-    }
+    line->turns.pop_front();
+    lines_.splice(lines_.end(), lines_, line);
+    if (line->turns.empty()) lines_.erase(line);
     turn->in_line_ = false;
     turn->admitted_.store(true);
     if (turn != self) turn->wake_();
-    client = clients_.begin();
+    line = lines_.begin();
   }
-}
-
-void WorkQueue::Watch(Turn* turn) {
-  if (!std::exchange(turn->watches_, true)) watchers_.push_back(turn);
 }
 
 void WorkQueue::LoadChanged() {
@@ -154,9 +147,8 @@ void WorkQueue::LoadChanged() {
 }
 
 void WorkQueue::WakeWatchers() {
-  for (Turn* const turn : std::exchange(watchers_, {})) {
-    turn->watches_ = false;
-    turn->wake_();
+  for (Turn* const turn : turns_) {
+    if (std::exchange(turn->watches_, false)) turn->wake_();
   }
 }
 

@@ -23,9 +23,7 @@
 #include <deque>
 #include <functional>
 #include <list>
-#include <map>
 #include <string>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -96,7 +94,7 @@ class WorkQueue {
     // Guarded by the queue's mutex:
     absl::Time since_;  // InfinitePast: no precedence
     bool in_line_ = false;
-    bool watches_ = false;  // is among `watchers_`
+    bool watches_ = false;  // to be woken at the next change of the load
     std::list<Turn*>::iterator place_;
   };
 
@@ -108,17 +106,23 @@ class WorkQueue {
   int64_t depth() const;
 
  private:
-  using Lines = std::map<std::string, std::deque<Turn*>>;
+  // One client's waiting jobs, in order of arrival; at least one.
+  struct Line {
+    std::string client;
+    std::deque<Turn*> turns;
+  };
+  using Lines = std::list<Line>;
 
   int64_t& running(JobSize size) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return running_[static_cast<size_t>(size)]; }
   int64_t load() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return waiting_count_ + running_[0] + running_[1]; }
   // Starts jobs as long as one fits: always the next job of the first client in turn whose next job has room. Wakes all of them
   // except `self`, whose thread this is.
   void Admit(const Turn* self = nullptr) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The line of a client, or the end of `lines_`.
+  Lines::iterator FindLine(const std::string& client) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Takes a waiting job out of its client's line.
   void Remove(Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void LeaveLocked(Turn* turn, absl::Duration taken) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Watch(Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Wakes the watchers if the load has changed between no, one and several jobs.
   void LoadChanged() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void WakeWatchers() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -128,11 +132,8 @@ class WorkQueue {
   const std::array<int64_t, 2> widths_;  // by JobSize
   mutable absl::Mutex mutex_;
   std::list<Turn*> turns_ ABSL_GUARDED_BY(mutex_);  // all of them, as they came
-  // Each client's waiting jobs, in order of arrival; no empty lines.
-  Lines lines_ ABSL_GUARDED_BY(mutex_);
-  std::deque<std::string> clients_ ABSL_GUARDED_BY(mutex_);  // the clients in `lines_`, the next one first
-  std::vector<Turn*> watchers_ ABSL_GUARDED_BY(mutex_);      // to be woken at the next change of the load
-  int64_t known_load_ ABSL_GUARDED_BY(mutex_) = 0;           // at the watchers' last wake: 0, 1 or 2 (more than one)
+  Lines lines_ ABSL_GUARDED_BY(mutex_);             // the next client's first
+  int64_t known_load_ ABSL_GUARDED_BY(mutex_) = 0;  // at the watchers' last wake: 0, 1 or 2 (more than one)
   int64_t waiting_count_ ABSL_GUARDED_BY(mutex_) = 0;
   std::array<int64_t, 2> running_ ABSL_GUARDED_BY(mutex_) = {0, 0};  // by JobSize
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;

@@ -164,7 +164,7 @@ TEST_F(SequencerTest, AParkedOperationKeepsItsPlaceUntilItIsOver) {
       EXPECT_FALSE(MayEnter({{a_, kRead}}));
       EXPECT_OK(Acquire({{a_, kWrite}}, limits));
       EXPECT_TRUE(MayEnter({{a_, kWrite}}));
-      user = Acquire({{a_, kRead}});
+      user.emplace(Acquire({{a_, kRead}}));
     }
     call.Over();
     EXPECT_TRUE(MayEnter({{a_, kRead}}));
