@@ -259,21 +259,21 @@ void CheckpointStore::Prune(const std::string& tenant, const std::string& head_i
                             int64_t first_sequence) {
   using observability::Log;
   using observability::LogLevel;
-  absl::StatusOr<std::vector<CheckpointInfo>> series = List(tenant, head_id);
-  absl::Status status = series.status();
+  absl::StatusOr<Catalogue> catalogue = ListNewestFirst(tenant, head_id);
+  absl::Status status = catalogue.status();
   if (status.ok()) {
+    std::vector<CheckpointInfo>& series = catalogue->newest_first;
     // Checkpoints of former heads of this name stay.
-    std::erase_if(*series, [&](const CheckpointInfo& info) {
+    std::erase_if(series, [&](const CheckpointInfo& info) {
       return (is_saved && info.name == checkpoint) || !BelongsTo(info, first_sequence) ||
              SeriesOf(info.name) != SeriesOf(checkpoint);
     });
-    std::stable_sort(series->begin(), series->end(), IsNewer);
-    const std::string newest = is_saved || series->empty() ? checkpoint : series->front().name;
-    for (size_t index = static_cast<size_t>(keep_) - (is_saved ? 1U : 0U); index < series->size() && status.ok(); ++index) {
-      status = RemoveCheckpoint(HeadDirectory(tenant, head_id), (*series)[index].name);
+    const std::string newest = is_saved || series.empty() ? checkpoint : series.front().name;
+    for (size_t index = static_cast<size_t>(keep_) - (is_saved ? 1U : 0U); index < series.size() && status.ok(); ++index) {
+      status = RemoveCheckpoint(HeadDirectory(tenant, head_id), series[index].name);
       if (status.ok()) {
         Log(LogLevel::kInfo, "checkpoint_removed",
-            {{"tenant", tenant}, {"head", head_id}, {"checkpoint", (*series)[index].name}, {"newest", newest}});
+            {{"tenant", tenant}, {"head", head_id}, {"checkpoint", series[index].name}, {"newest", newest}});
       }
     }
   }
@@ -289,11 +289,8 @@ absl::StatusOr<CheckpointStore::Sequences> CheckpointStore::NextSequence(const s
   auto found = sequences_.find(directory);
   if (found == sequences_.end()) {
     Sequences sequences;
-    HEADWATER_ASSIGN_OR_RETURN(std::vector<CheckpointInfo> checkpoints, List(tenant, head_id));
-    const CheckpointInfo* newest = nullptr;
-    for (const CheckpointInfo& info : checkpoints) {
-      if (newest == nullptr || IsNewer(info, *newest)) newest = &info;
-    }
+    HEADWATER_ASSIGN_OR_RETURN(const Catalogue catalogue, ListNewestFirst(tenant, head_id));
+    const CheckpointInfo* const newest = catalogue.newest_first.empty() ? nullptr : &catalogue.newest_first.front();
     if (newest != nullptr) sequences.last = newest->sequence;
     const std::optional<int64_t> mark = ReadLiveMark(directory);
     if (mark.value_or(0) > 0) {
@@ -360,30 +357,20 @@ absl::StatusOr<std::vector<std::pair<std::string, std::string>>> CheckpointStore
 absl::Status CheckpointStore::Forget(const std::string& tenant, const std::string& head_id) {
   HEADWATER_RETURN_IF_ERROR(CheckNames(tenant, head_id, "any"));
   const std::string directory = HeadDirectory(tenant, head_id);
-  ForgetSequences(directory);
-  if (!files_.IsDirectory(directory)) return absl::OkStatus();
+  {
+    absl::MutexLock lock(&sequence_mutex_);
+    sequences_.erase(directory);  // the next NextSequence() reads the numbers from the files again
+  }
+  // Writes nothing for a name without a mark: heads can be made where checkpoints can only be read.
+  if (!ReadLiveMark(directory).has_value()) return absl::OkStatus();
   HEADWATER_RETURN_IF_ERROR(files_.RemoveTree(Join(directory, kLiveMark)));
   return files_.SyncDirectory(directory);
-}
-
-void CheckpointStore::ForgetSequences(const std::string& head_directory) {
-  absl::MutexLock lock(&sequence_mutex_);
-  sequences_.erase(head_directory);
-}
-
-absl::Status CheckpointStore::BeginAnew(const std::string& tenant, const std::string& head_id) {
-  HEADWATER_RETURN_IF_ERROR(CheckNames(tenant, head_id, "any"));
-  const std::string directory = HeadDirectory(tenant, head_id);
-  // Writes nothing for a name without a mark: heads can be made where checkpoints can only be read.
-  if (ReadLiveMark(directory).has_value()) return Forget(tenant, head_id);
-  ForgetSequences(directory);
-  return absl::OkStatus();
 }
 
 bool CheckpointStore::Continue(const std::string& tenant, const std::string& head_id, const CheckpointInfo& restored) {
   if (restored.first_sequence == 0) return false;
   // An existing mark is from a first save that failed, and names another run.
-  absl::Status status = BeginAnew(tenant, head_id);
+  absl::Status status = Forget(tenant, head_id);
   if (status.ok()) status = MarkLive(HeadDirectory(tenant, head_id), restored.first_sequence);
   if (status.ok()) return true;
   observability::Log(
@@ -471,31 +458,23 @@ std::string CheckpointStore::Steps(const std::string& tenant, const std::string&
 
 absl::StatusOr<CheckpointStore::Catalogue> CheckpointStore::ListNewestFirst(const std::string& tenant,
                                                                             const std::string& head_id) const {
-  Catalogue catalogue;
-  HEADWATER_ASSIGN_OR_RETURN(std::vector<CheckpointInfo> checkpoints, List(tenant, head_id, &catalogue.damaged));
-  std::stable_sort(checkpoints.begin(), checkpoints.end(), IsNewer);
-  catalogue.newest_first = std::move(checkpoints);
-  return catalogue;
-}
-
-absl::StatusOr<std::vector<CheckpointInfo>> CheckpointStore::List(const std::string& tenant, const std::string& head_id,
-                                                                  std::vector<std::string>* damaged) const {
   HEADWATER_RETURN_IF_ERROR(CheckNames(tenant, head_id, "any"));
-  std::vector<CheckpointInfo> checkpoints;
+  Catalogue catalogue;
   const std::string head_directory = HeadDirectory(tenant, head_id);
   absl::StatusOr<std::vector<std::string>> names = files_.ListDirectory(head_directory);
-  if (absl::IsNotFound(names.status())) return checkpoints;
+  if (absl::IsNotFound(names.status())) return catalogue;
   if (!names.ok()) return names.status();
   for (const std::string& name : *names) {
     if (!IsValidCheckpointName(name)) continue;
     absl::StatusOr<CheckpointInfo> info = Read(tenant, head_id, name);
     if (info.ok()) {
-      checkpoints.push_back(*std::move(info));
-    } else if (damaged != nullptr && files_.IsDirectory(Join(head_directory, name))) {
-      damaged->push_back(name);
+      catalogue.newest_first.push_back(*std::move(info));
+    } else if (files_.IsDirectory(Join(head_directory, name))) {
+      catalogue.damaged.push_back(name);
     }
   }
-  return checkpoints;
+  std::stable_sort(catalogue.newest_first.begin(), catalogue.newest_first.end(), IsNewer);
+  return catalogue;
 }
 
 }  // namespace headwater::checkpoint

@@ -14,8 +14,8 @@
 //
 // Checkpoints of a name are numbered in the order in which they were begun. The checkpoints that one head saves are a run, which
 // each names by the number of its first. Save() marks the head as live, with its run, just before the run's first checkpoint is
-// published. So a new head never comes back from a former head's checkpoints under its name, and never removes them. Forget() and
-// BeginAnew() remove the mark. Continue() sets it for a new head that was restored from a checkpoint and continues that run. A mark
+// published. So a new head never comes back from a former head's checkpoints under its name, and never removes them. Forget()
+// removes the mark. Continue() sets it for a new head that was restored from a checkpoint and continues that run. A mark
 // without a checkpoint of its run (the first Save() failed) is ignored.
 //
 // Checkpoints whose names differ only in the number at their end (step-100, step-200) are a series; a name without a number is its
@@ -87,20 +87,15 @@ class CheckpointStore {
     bool empty() const { return newest_first.empty() && damaged.empty(); }
   };
   absl::StatusOr<Catalogue> ListNewestFirst(const std::string& tenant, const std::string& head_id) const;
-  // Complete checkpoints of a head by name; damaged ones are left out, and their names added to `damaged` (may be null).
-  absl::StatusOr<std::vector<CheckpointInfo>> List(const std::string& tenant, const std::string& head_id,
-                                                   std::vector<std::string>* damaged = nullptr) const;
 
   // The checkpoints that a live head can come back from; the age of damaged ones is unknown. Empty for a head that is not live.
   absl::StatusOr<Catalogue> FindComebacks(const std::string& tenant, const std::string& head_id) const;
   // Heads to bring back at a server's start, as {tenant, head}, sorted: saved, not forgotten since, and with FindComebacks() that
   // is not empty, or fails.
   absl::StatusOr<std::vector<std::pair<std::string, std::string>>> LiveHeads() const;
-  // A deleted head: it must not come back. Its checkpoints stay. OK for an unknown head. Not during its Save().
+  // The head of this name must not come back: it has been deleted, or a new head has been made. The first Save() of a new head
+  // begins a run. Checkpoints stay. OK for an unknown head. Not during its Save().
   absl::Status Forget(const std::string& tenant, const std::string& head_id);
-  // A new head has been made under this name. It must not come back as a former head, not even if it ends before its first Save(),
-  // which begins a run. Not during its Save().
-  absl::Status BeginAnew(const std::string& tenant, const std::string& head_id);
   // A new head has been restored from `restored`, a checkpoint of its name, before its first Save(). It continues this checkpoint's
   // run and comes back from the run's newest checkpoint. False, and the head begins a run, if the checkpoint (of an older
   // version) names no run, or if the mark cannot be written (logged). Not during its Save().
@@ -132,8 +127,6 @@ class CheckpointStore {
   };
   // Gives out the next number.
   absl::StatusOr<Sequences> NextSequence(const std::string& tenant, const std::string& head_id);
-  // The next NextSequence() reads the numbers from the files again.
-  void ForgetSequences(const std::string& head_directory);
   // The number in the mark of a live head (0 if the mark is damaged); nullopt without a mark.
   std::optional<int64_t> ReadLiveMark(const std::string& head_directory) const;
   // Marks a head as live, unless it is.
@@ -146,8 +139,8 @@ class CheckpointStore {
   const std::string root_;
   FileSystem& files_;
   const int64_t keep_;
-  std::unique_ptr<DirectoryHold> hold_;  // of `root_`; null where it cannot be held
-  absl::Mutex publish_mutex_;            // one rename sequence at a time
+  std::shared_ptr<void> hold_;  // of `root_`; null where it cannot be held
+  absl::Mutex publish_mutex_;   // one rename sequence at a time
   absl::Mutex sequence_mutex_;
   std::map<std::string, Sequences> sequences_ ABSL_GUARDED_BY(sequence_mutex_);  // by head directory, since the first Save()
 };

@@ -76,21 +76,13 @@ class PosixWritableFile : public WritableFile {
   int descriptor_;
 };
 
-class PosixHold : public DirectoryHold {
- public:
-  explicit PosixHold(int descriptor) : descriptor_(descriptor) {}
-  ~PosixHold() override { close(descriptor_); }  // ends the lock, as the end of the process does
-
- private:
-  const int descriptor_;
-};
-
 class PosixFiles : public FileSystem {
  public:
-  absl::StatusOr<std::unique_ptr<DirectoryHold>> HoldDirectory(const std::string& path) override {
+  absl::StatusOr<std::shared_ptr<void>> HoldDirectory(const std::string& path) override {
     const int descriptor = open((path + kHoldName).c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
     if (descriptor < 0) return WriteError("opening a directory's lock", errno);
-    auto hold = std::make_unique<PosixHold>(descriptor);
+    // Closing ends the lock, as the end of the process does.
+    std::shared_ptr<void> hold(nullptr, [descriptor](std::nullptr_t) { close(descriptor); });
     if (flock(descriptor, LOCK_EX | LOCK_NB) == 0) return hold;
     if (errno == EWOULDBLOCK) return absl::AlreadyExistsError("the directory is held by another process");
     return WriteError("locking a directory", errno);

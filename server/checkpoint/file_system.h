@@ -27,18 +27,12 @@ class WritableFile {
 
 using model_files::ReadableFile;
 
-// A process's hold on a directory, until it is destroyed or the process ends.
-class DirectoryHold {
- public:
-  virtual ~DirectoryHold() = default;
-};
-
 class FileSystem {
  public:
   virtual ~FileSystem() = default;
-  // Marks the directory as in use, for other processes and other callers here; an advisory mark. AlreadyExists if it is held; other
-  // errors if it cannot be held, for example where nothing can be written.
-  virtual absl::StatusOr<std::unique_ptr<DirectoryHold>> HoldDirectory(const std::string&) {
+  // Marks the directory as in use, for other processes and other callers here, until the result is destroyed or the process ends;
+  // an advisory mark. AlreadyExists if it is held; other errors if it cannot be held, for example where nothing can be written.
+  virtual absl::StatusOr<std::shared_ptr<void>> HoldDirectory(const std::string&) {
     return absl::UnimplementedError("the file system knows no holds");
   }
   // AlreadyExists if it exists.

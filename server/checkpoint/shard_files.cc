@@ -101,25 +101,6 @@ absl::StatusOr<PlannedBytes> PieceBuffer(const std::vector<SavedTensor>& tensors
   return AllocatePlanned(std::min(bytes, kPieceBytes));
 }
 
-// Appends to a file and adds up its checksum.
-class HashedFile {
- public:
-  explicit HashedFile(std::unique_ptr<WritableFile> file) : file_(std::move(file)) {}
-  absl::Status Append(const void* data, int64_t byte_count) {
-    hasher_.Update(data, byte_count);
-    bytes_ += byte_count;
-    return file_->Append(data, byte_count);
-  }
-  absl::Status SyncAndClose() { return file_->SyncAndClose(); }
-  int64_t bytes() const { return bytes_; }
-  std::string HexDigest() const { return hasher_.HexDigest(); }
-
- private:
-  std::unique_ptr<WritableFile> file_;
-  model_files::Xxh3Hasher hasher_;
-  int64_t bytes_ = 0;
-};
-
 absl::StatusOr<std::string> HashFile(const ReadableFile& file) {
   model_files::Xxh3Hasher hasher;
   HEADWATER_ASSIGN_OR_RETURN(const PlannedBytes buffer, AllocatePlanned(std::min(file.size(), kPieceBytes)));
@@ -177,8 +158,7 @@ absl::Status AfterVerification(const absl::Status& status) {
 absl::Status WriteInto(EngineHead& head, const VerifiedFile& verified, const std::vector<SavedTensor>& tensors,
                        const VocabShard& rows) {
   const bool has_master = HasSeparateMaster(head.spec());
-  const absl::StatusOr<PlannedBytes> buffer = PieceBuffer(tensors, rows);
-  if (!buffer.ok()) return AfterVerification(buffer.status());
+  HEADWATER_ASSIGN_OR_RETURN(const PlannedBytes buffer, PieceBuffer(tensors, rows));
   for (const SavedTensor& saved : tensors) {
     // The stored weight follows from the master.
     if (has_master && (saved.tensor == HeadTensor::kWeight || saved.tensor == HeadTensor::kBias)) continue;
@@ -186,10 +166,11 @@ absl::Status WriteInto(EngineHead& head, const VerifiedFile& verified, const std
     const int64_t begin = verified.header.tensors.at(HeadTensorName(saved.tensor)).begin;
     const int64_t first = rows.vocab_start * saved.width;
     const auto write = [&](int64_t start, int64_t count) {
-      absl::Status status = verified.file->ReadAt(begin + (start - first) * element_bytes, count * element_bytes, buffer->get());
-      return status.ok() ? head.WriteTensor(saved.tensor, start, count, buffer->get()) : status;
+      HEADWATER_RETURN_IF_ERROR(
+          verified.file->ReadAt(begin + (start - first) * element_bytes, count * element_bytes, buffer.get()));
+      return head.WriteTensor(saved.tensor, start, count, buffer.get());
     };
-    if (absl::Status status = ForEachPiece(saved, rows, write); !status.ok()) return AfterVerification(status);
+    HEADWATER_RETURN_IF_ERROR(ForEachPiece(saved, rows, write));
   }
   return absl::OkStatus();
 }
@@ -214,21 +195,25 @@ absl::StatusOr<int64_t> WriteShardFiles(FileSystem& files, const std::string& di
     ManifestFile& entry = manifest.files.emplace_back();
     entry.name = ShardFileName(manifest.files.size() - 1, head.shards().size());
     entry.rows = rows;
-    HEADWATER_ASSIGN_OR_RETURN(std::unique_ptr<WritableFile> created, files.CreateFile(Join(directory, entry.name)));
-    HashedFile file(std::move(created));
+    HEADWATER_ASSIGN_OR_RETURN(const std::unique_ptr<WritableFile> file, files.CreateFile(Join(directory, entry.name)));
+    model_files::Xxh3Hasher hasher;
+    const auto append = [&](const void* data, int64_t byte_count) {
+      hasher.Update(data, byte_count);
+      entry.bytes += byte_count;
+      return file->Append(data, byte_count);
+    };
     const std::string header = MakeSafetensorsHeader(FileLayout(tensors, rows));
-    HEADWATER_RETURN_IF_ERROR(file.Append(header.data(), static_cast<int64_t>(header.size())));
+    HEADWATER_RETURN_IF_ERROR(append(header.data(), static_cast<int64_t>(header.size())));
     HEADWATER_ASSIGN_OR_RETURN(const PlannedBytes buffer, PieceBuffer(tensors, rows));
     for (const SavedTensor& saved : tensors) {
-      const auto append = [&](int64_t start, int64_t count) {
-        absl::Status status = head.ReadTensor(saved.tensor, start, count, buffer.get());
-        return status.ok() ? file.Append(buffer.get(), count * ElementBytes(saved.data_type)) : status;
+      const auto copy = [&](int64_t start, int64_t count) {
+        HEADWATER_RETURN_IF_ERROR(head.ReadTensor(saved.tensor, start, count, buffer.get()));
+        return append(buffer.get(), count * ElementBytes(saved.data_type));
       };
-      HEADWATER_RETURN_IF_ERROR(ForEachPiece(saved, rows, append));
+      HEADWATER_RETURN_IF_ERROR(ForEachPiece(saved, rows, copy));
     }
-    HEADWATER_RETURN_IF_ERROR(file.SyncAndClose());
-    entry.bytes = file.bytes();
-    entry.checksum = file.HexDigest();
+    HEADWATER_RETURN_IF_ERROR(file->SyncAndClose());
+    entry.checksum = hasher.HexDigest();
     total_bytes += entry.bytes;
   }
   const std::string text = FormatManifest(manifest);
@@ -246,7 +231,7 @@ absl::Status LoadShardFiles(const FileSystem& files, const std::string& director
     verified.push_back(std::move(file));
   }
   for (size_t index = 0; index < verified.size(); ++index) {
-    HEADWATER_RETURN_IF_ERROR(WriteInto(head, verified[index], tensors, entries[index].rows));
+    HEADWATER_RETURN_IF_ERROR(AfterVerification(WriteInto(head, verified[index], tensors, entries[index].rows)));
   }
   return absl::OkStatus();
 }

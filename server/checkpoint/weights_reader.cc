@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/model_files/file_source.h"
 
 namespace headwater::checkpoint {
@@ -68,8 +69,7 @@ absl::Status WeightsReader::Read(HeadTensor tensor, int64_t element_start, int64
   std::vector<uint16_t> piece(static_cast<size_t>(std::min(element_count, kPieceElements)));
   for (int64_t done = 0; done < element_count; done += kPieceElements) {
     const int64_t count = std::min(kPieceElements, element_count - done);
-    absl::Status status = from.file->ReadAt(offset + done * element_bytes, count * element_bytes, piece.data());
-    if (!status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(from.file->ReadAt(offset + done * element_bytes, count * element_bytes, piece.data()));
     for (int64_t i = 0; i < count; ++i) {
       const uint16_t bits = piece[static_cast<size_t>(i)];
       *next++ = from.data_type == DataType::kBFloat16 ? FromBFloat16(bits) : FromFloat16(bits);

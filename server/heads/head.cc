@@ -4,44 +4,150 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "headwater/kernels/error.h"
-#include "server/heads/head_core.h"
+#include "absl/time/clock.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
 
 absl::StatusOr<std::shared_ptr<Head>> Head::Create(const HeadName& name, const HeadSpec& spec, LossEngine& engine,
                                                    const HeadLimits& limits, std::shared_ptr<scheduler::Sequencer> sequencer) {
-  absl::StatusOr<std::unique_ptr<EngineHead>> on_engine = engine.CreateHead(spec);
-  if (!on_engine.ok()) return on_engine.status();
-  return std::shared_ptr<Head>(
-      new Head(std::make_unique<HeadCore>(name, spec, limits, engine, std::move(sequencer), *std::move(on_engine))));
+  HEADWATER_ASSIGN_OR_RETURN(std::unique_ptr<EngineHead> on_engine, engine.CreateHead(spec));
+  return std::shared_ptr<Head>(new Head(name, spec, limits, engine, std::move(sequencer), std::move(on_engine)));
 }
 
-Head::Head(std::unique_ptr<HeadCore> core) : core_(std::move(core)), last_use_nanos_(absl::ToUnixNanos(core_->create_time)) {}
+Head::Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& head_limits, LossEngine& head_engine,
+           std::shared_ptr<scheduler::Sequencer> head_sequencer, std::unique_ptr<EngineHead> head_on_engine)
+    : deterministic(head_limits.deterministic),
+      engine(head_engine),
+      sequencer_owner(std::move(head_sequencer)),
+      on_engine(std::move(head_on_engine)),
+      tensors(name_, spec_, engine, *on_engine),
+      steps(name_, spec, head_limits),
+      weights(spec.has_bias),
+      name_(name),
+      spec_(spec),
+      create_time_(absl::Now()),
+      last_use_nanos_(absl::ToUnixNanos(create_time_)) {}
 
 Head::~Head() {
-  const Turn turn(core_->sequencer);
-  core_->steps.DropAll();
+  const Turn turn(sequencer);
+  steps.DropAll();
 }
-
-const HeadName& Head::name() const { return core_->name; }
-
-const HeadSpec& Head::spec() const { return core_->spec; }
-
-int64_t Head::token_chunk_rows() const { return core_->on_engine->plan().token_chunk_rows; }
 
 HeadInfo Head::Describe() const {
-  const Turn turn(core_->sequencer);
-  return core_->Describe();
+  const Turn turn(sequencer);
+  HeadInfo info;
+  info.name = name_;
+  info.spec = spec_;
+  info.shards.assign(on_engine->shards().begin(), on_engine->shards().end());
+  info.plan = on_engine->plan();
+  info.create_time = create_time_;
+  info.epoch = current_epoch;
+  info.recovers_epochs = recovers_epochs;
+  info.state = state;
+  info.weight_version = weights.version();
+  if (spec_.trainable) info.open_step = steps.open().step;
+  info.waiting_count = steps.waiting_count();
+  if (spec_.trainable) info.unsaved_since = weights.unsaved_since();
+  info.weight_checksum = weights.checksum();
+  info.restore_note = restore_note;
+  if (state == HeadState::kRestored) info.restored_checkpoint = state_cause;
+  return info;
 }
 
-absl::Status Head::CheckEpoch(const std::optional<Epoch>& epoch) const {
-  const Turn turn(core_->sequencer);
-  return core_->Check(epoch.has_value() ? &*epoch : nullptr, Need::kAnyState, false);
+// ---- what every call begins with -------------------------------------------------------------------------------------
+
+absl::Status Head::EpochError(const Epoch& named) const {
+  ErrorMetadata metadata = {
+      {"expected", EpochToHex(current_epoch)}, {"actual", EpochToHex(named)}, {"headEpoch", EpochToHex(current_epoch)}};
+  if (spec_.trainable) {
+    metadata["openStep"] = absl::StrCat(steps.open().step);
+    metadata["checkpoints"] = steps.ledger().checkpoints();
+  }
+  return MakeError(
+      ErrorReason::kEpochFenced,
+      absl::StrCat("another run owns ", name_.ToString(),
+                   " now: since this client opened the head, it was taken over, restored or created anew, or its weights were set. "
+                   "Stop, or open the head again, take it, and start the step over"),
+      std::move(metadata));
 }
 
-// ---- waits -----------------------------------------------------------------------------------------------------------
+absl::Status Head::LostError() const {
+  const std::string& checkpoints = steps.ledger().checkpoints();
+  ErrorMetadata metadata = {{"head", name_.ToString()},
+                            {"headEpoch", EpochToHex(current_epoch)},
+                            {"openStep", absl::StrCat(steps.open().step)},
+                            {"checkpoints", checkpoints}};
+  if (state == HeadState::kLost) {
+    return MakeError(ErrorReason::kStepLost,
+                     absl::StrCat(name_.ToString(), " is lost since the engine failed (", state_cause,
+                                  "); restore a checkpoint or set its weights again"),
+                     std::move(metadata));
+  }
+  metadata["restoredStep"] = absl::StrCat(steps.open().step);
+  metadata["checkpoint"] = state_cause;
+  return MakeError(
+      ErrorReason::kStepLost,
+      absl::StrCat("the server has been started again: ", name_.ToString(), " came back at step ", steps.open().step,
+                   " from checkpoint ", state_cause,
+                   "; take the head to go on from there, or restore one of its checkpoints, with their steps ", checkpoints),
+      std::move(metadata));
+}
+
+absl::Status Head::DeletedError() const {
+  return MakeError(ErrorReason::kHeadNotFound, absl::StrCat("there is no head ", name_.ToString(), "; it has been deleted"),
+                   {{"head", name_.ToString()}});
+}
+
+absl::Status Head::StepConflict(int64_t step, const char* what) const {
+  const int64_t open_step = steps.open().step;
+  return MakeError(ErrorReason::kStepConflict,
+                   absl::StrCat("step ", step, " was closed by ", what, "; the open step is ", open_step),
+                   {{"step", absl::StrCat(step)}, {"openStep", absl::StrCat(open_step)}});
+}
+
+absl::Status Head::Check(const std::optional<Epoch>& expected, Need need, bool for_step) const {
+  const Turn turn(sequencer);
+  steps.Settle();
+  if (retired) return DeletedError();
+  if (for_step && !spec_.trainable) {
+    return MakeError(ErrorReason::kHeadNotTrainable, absl::StrCat(name_.ToString(), " is frozen: it has no steps"),
+                     {{"head", name_.ToString()}});
+  }
+  const bool is_stale = expected.has_value() && *expected != current_epoch;
+  if (state == HeadState::kRestored && expected.has_value() && (need != Need::kAnyState || is_stale)) return LostError();
+  if (is_stale) return EpochError(*expected);
+  if (need != Need::kAnyState && state == HeadState::kLost) return LostError();
+  if (need == Need::kReady && state == HeadState::kLoading) {
+    const char* missing = weights.has_weight() ? "bias" : "weight";
+    return MakeError(ErrorReason::kWeightsNotLoaded, absl::StrCat(name_.ToString(), " has no ", missing, " yet"),
+                     {{"head", name_.ToString()}, {"missing", missing}});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Head::CheckEpoch(const std::optional<Epoch>& epoch) const { return Check(epoch, Need::kAnyState, false); }
+
+// ---- admission and waits ---------------------------------------------------------------------------------------------
+
+void Head::AddNeed(const scheduler::Uses& uses, scheduler::Needs& needs) const {
+  const auto known = std::find_if(needs.begin(), needs.end(), [this](const auto& need) { return need.record == record; });
+  if (known == needs.end()) {
+    needs.push_back({record, uses});
+  } else {
+    known->uses.weights = std::max(known->uses.weights, uses.weights);
+    known->uses.accumulator = std::max(known->uses.accumulator, uses.accumulator);
+  }
+}
+
+absl::StatusOr<scheduler::Admission> Head::Admit(scheduler::Uses uses, const WaitLimits& wait) const {
+  const auto needs = [&]() -> absl::StatusOr<scheduler::Needs> {
+    if (retired) return DeletedError();
+    return scheduler::Needs{{record, uses}};
+  };
+  return sequencer.Acquire(needs, wait, kWaitsForHead);
+}
 
 namespace {
 
@@ -54,109 +160,144 @@ absl::Status AfterWait(const absl::Status& status, const WaitLimits& limits) {
 }  // namespace
 
 absl::Status Head::AwaitStep(const StepKey& key, const WaitLimits& limits) {
-  HeadCore& core = *core_;
-  const Turn turn(core.sequencer);
-  while (!core.retired && core.state == HeadState::kReady && key.epoch == core.epoch && key.step > 0 &&
-         key.step - 1 == core.steps.open().step) {
-    absl::Status status = Wait(core.step_changed, core.sequencer.mutex(), limits.ForStep(), "waited for its step");
+  const Turn turn(sequencer);
+  while (!retired && state == HeadState::kReady && key.epoch == current_epoch && key.step > 0 &&
+         key.step - 1 == steps.open().step) {
+    absl::Status status = Wait(step_changed, sequencer.mutex(), limits.ForStep(), "waited for its step");
     if (!status.ok()) return AfterWait(status, limits);
   }
   return absl::OkStatus();
 }
 
 absl::Status Head::AwaitTurn(const StepKey& key, int64_t micro_batch, const WaitLimits& limits) const {
-  HeadCore& core = *core_;
-  const Turn turn(core.sequencer);
-  while (!core.IsItsTurn(key, micro_batch)) {
-    absl::Status status = Wait(*core.micro_batch_changed, core.sequencer.mutex(), limits.ForStep(), "waited for its turn");
+  const Turn turn(sequencer);
+  while (!IsItsTurn(key, micro_batch)) {
+    absl::Status status = Wait(*micro_batch_changed, sequencer.mutex(), limits.ForStep(), "waited for its turn");
     if (!status.ok()) return AfterWait(status, limits);
   }
   return absl::OkStatus();
 }
 
-// ---- its taking over, and its end ------------------------------------------------------------------------------------
-
-absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch, std::vector<Epoch> recovers_epochs,
-                                    const WaitLimits& limits) {
-  HeadCore& core = *core_;
-  const absl::StatusOr<scheduler::Admission> admission = core.Admit(kChangesGradient, limits);
-  if (!admission.ok()) return admission.status();
-  {
-    const Turn turn(core.sequencer);
-    if (absl::Status status = core.Check(nullptr, Need::kNotLost, true); !status.ok()) return status;
-    if (epoch.has_value() && *epoch != core.epoch) return core.EpochError(*epoch);
-  }
-  if (absl::Status status = core.AfterChange(core.on_engine->ZeroGradient()); !status.ok()) return status;
-  const Turn turn(core.sequencer);
-  core.StartAfresh(core.steps.open().step);
-  core.recovers_epochs = std::move(recovers_epochs);
-  if (!core.weights.HasAllTensors()) core.state = HeadState::kLoading;
-  return core.Describe();
+bool Head::IsItsTurn(const StepKey& key, int64_t micro_batch) const {
+  // Only a missing predecessor is waited for; the call itself reports anything else.
+  if (!in_order() || retired || state != HeadState::kReady || key.epoch != current_epoch || key.step != steps.open().step)
+    return true;
+  return steps.IsDue(micro_batch);
 }
 
-bool Head::InUse() const {
-  const Turn turn(core_->sequencer);
-  return core_->InUse();
+std::shared_ptr<const WaitingAddition> Head::NextInOrder() const {
+  if (!in_order() || retired || state != HeadState::kReady) return nullptr;
+  return steps.window()->Next(steps.open().state == StepState::kSealed);
 }
 
-int64_t Head::CountUses(int64_t change) const {
-  const Turn turn(core_->sequencer);
-  return core_->use_count += change;
+// ---- changes ---------------------------------------------------------------------------------------------------------
+
+void Head::StepChanged() {
+  MicroBatchChanged();
+  step_changed.WakeAll();
 }
 
-void Head::Retire() {
-  HeadCore& core = *core_;
-  {
-    const Turn turn(core.sequencer);
-    core.MarkRetired();
-  }
-  // The calls that use it finish first; those that wait find it retired.
-  const auto needs = [&core] { return scheduler::Needs{{core.record, kWritesWeights}}; };
-  const auto admission = core.sequencer.Acquire(needs, AsLongAsItTakes(), kWaitsForHead);
-  const Turn turn(core.sequencer);
-  core.steps.DropAll();
-  core.weights.EndStep();
-}
-
-absl::Status Head::TryRetire(const std::optional<Epoch>& epoch, bool force) {
-  HeadCore& core = *core_;
-  const Turn turn(core.sequencer);
-  if (absl::Status status = CheckEpoch(epoch); !status.ok()) return status;
-  if (!force && core.InUse()) {
-    const StepTotals totals = core.steps.open().Totals();
-    // A client's submission has a HeadUse as well, so the two counts overlap.
-    const int64_t running_calls = std::max(core.running_calls, core.use_count);
-    return MakeError(ErrorReason::kHeadInUse,
-                     absl::StrCat(core.name.ToString(), " is in use: ", running_calls, " running calls, ", totals.micro_batch_count,
-                                  " committed micro-batches in step ", core.steps.open().step, "; force deletes it nevertheless"),
-                     {{"head", core.name.ToString()},
-                      {"openStep", absl::StrCat(core.steps.open().step)},
-                      {"runningCalls", absl::StrCat(running_calls)},
-                      {"committed", absl::StrCat(totals.micro_batch_count)}});
-  }
-  core.MarkRetired();
+absl::Status Head::CloseStep(int64_t step, StepState how) {
+  HEADWATER_RETURN_IF_ERROR(steps.Close(step, how));
+  weights.EndStep(how == StepState::kReplaced);
+  StepChanged();
   return absl::OkStatus();
 }
 
-// ---- who uses it -----------------------------------------------------------------------------------------------------
+absl::Status Head::AfterChange(const absl::Status& status) {
+  if (IsEngineFailure(status)) MarkLost(status);
+  return status;
+}
+
+void Head::MarkLost(const absl::Status& cause) {
+  const Turn turn(sequencer);
+  steps.Reset(steps.open().step);
+  weights.Forget();
+  state = HeadState::kLost;
+  state_cause = std::string(cause.message());
+  StepChanged();
+}
+
+void Head::StartAfresh(int64_t step) {
+  steps.Reset(step);
+  weights.EndStep(/*replaced=*/false);
+  current_epoch = NewEpoch();
+  recovers_epochs.clear();
+  state = HeadState::kReady;
+  state_cause.clear();
+  StepChanged();
+}
+
+// ---- its taking over, and its end ------------------------------------------------------------------------------------
+
+absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch, std::vector<Epoch> recovered, const WaitLimits& limits) {
+  HEADWATER_ASSIGN_OR_RETURN(const scheduler::Admission admission, Admit(kChangesGradient, limits));
+  {
+    const Turn turn(sequencer);
+    HEADWATER_RETURN_IF_ERROR(Check(std::nullopt, Need::kNotLost, true));
+    if (epoch.has_value() && *epoch != current_epoch) return EpochError(*epoch);
+  }
+  HEADWATER_RETURN_IF_ERROR(AfterChange(on_engine->ZeroGradient()));
+  const Turn turn(sequencer);
+  StartAfresh(steps.open().step);
+  recovers_epochs = std::move(recovered);
+  if (!weights.HasAllTensors()) state = HeadState::kLoading;
+  return Describe();
+}
+
+bool Head::InUse() const {
+  const Turn turn(sequencer);
+  steps.Settle();
+  return running_calls > 0 || use_count > 0 || steps.HasContributions();
+}
+
+int64_t Head::CountUses(int64_t change) {
+  const Turn turn(sequencer);
+  return use_count += change;
+}
+
+void Head::MarkRetired() {
+  retired = true;
+  StepChanged();
+  scheduler::Sequencer::Reconsider(*record);
+}
+
+void Head::Retire() {
+  {
+    const Turn turn(sequencer);
+    MarkRetired();
+  }
+  // The calls that use it finish first; those that wait find it retired.
+  const auto needs = [this] { return scheduler::Needs{{record, kWritesWeights}}; };
+  const auto admission = sequencer.Acquire(needs, AsLongAsItTakes(), kWaitsForHead);
+  const Turn turn(sequencer);
+  steps.DropAll();
+  weights.EndStep(/*replaced=*/false);
+}
+
+absl::Status Head::TryRetire(const std::optional<Epoch>& epoch, bool force) {
+  const Turn turn(sequencer);
+  HEADWATER_RETURN_IF_ERROR(CheckEpoch(epoch));
+  if (!force && InUse()) {
+    const StepTotals totals = steps.open().Totals();
+    // A client's submission has a HeadUse as well, so the two counts overlap.
+    const int64_t calls = std::max(running_calls, use_count);
+    return MakeError(ErrorReason::kHeadInUse,
+                     absl::StrCat(name_.ToString(), " is in use: ", calls, " running calls, ", totals.micro_batch_count,
+                                  " committed micro-batches in step ", steps.open().step, "; force deletes it nevertheless"),
+                     {{"head", name_.ToString()},
+                      {"openStep", absl::StrCat(steps.open().step)},
+                      {"runningCalls", absl::StrCat(calls)},
+                      {"committed", absl::StrCat(totals.micro_batch_count)}});
+  }
+  MarkRetired();
+  return absl::OkStatus();
+}
 
 HeadUse::HeadUse(std::shared_ptr<Head> head) : head_(std::move(head)) {
-  if (head_ != nullptr) head_->CountUses(1);
-}
-
-HeadUse& HeadUse::operator=(HeadUse&& other) noexcept {
-  if (this == &other) return *this;
-  End();
-  head_ = std::move(other.head_);
-  return *this;
-}
-
-HeadUse::~HeadUse() { End(); }
-
-void HeadUse::End() {
   if (head_ == nullptr) return;
-  head_->CountUses(-1);
-  head_.reset();
+  head_->CountUses(1);
+  ends_ = std::shared_ptr<const void>(nullptr, [used = head_](std::nullptr_t) { used->CountUses(-1); });
 }
 
 }  // namespace headwater::heads

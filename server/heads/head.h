@@ -1,8 +1,7 @@
 // Head: one LM head's transactions. Ties the open step to the engine's numbers.
 //
-// Head is the interface; its calls work on its HeadCore (head_core.h) and the core's parts. StepTransactions has the ledger,
-// pending contributions and their order. WeightTensors and WeightRecord have tensors, versions and checkpoints. Calls on several
-// heads are functions of submit.h and decide.h.
+// Its parts: StepTransactions has the ledger, pending contributions and their order. WeightTensors and WeightRecord have tensors,
+// versions and checkpoints. Calls on several heads are functions of submit.h and decide.h.
 //
 // Thread-safe. The sequencer (scheduler/sequencer.h) decides which calls may use a head at once. Describe(), GetSteps() and all
 // checks answer while other calls compute. A call that computes waits for the head in a fair queue, as its WaitLimits allow. When
@@ -46,15 +45,16 @@
 #include "absl/time/time.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/engine.h"
+#include "headwater/kernels/error.h"
 #include "server/heads/epoch.h"
 #include "server/heads/head_info.h"
 #include "server/heads/head_name.h"
 #include "server/heads/session_registry.h"
 #include "server/heads/steps/step_calls.h"
-#include "server/heads/steps/step_ledger.h"
 #include "server/heads/steps/step_transactions.h"
-#include "server/heads/steps/submission.h"
-#include "server/heads/weights/tensor_update.h"
+#include "server/heads/steps/submit.h"
+#include "server/heads/weights/weight_record.h"
+#include "server/heads/weights/weight_tensors.h"
 #include "server/scheduler/sequencer.h"
 #include "server/scheduler/waiting.h"
 
@@ -66,9 +66,27 @@ namespace headwater::heads {
 
 // Every call that may wait takes limits.
 using scheduler::AsLongAsItTakes;
+using scheduler::Turn;
 using scheduler::WaitLimits;
 
-struct HeadCore;
+// The state that a call needs.
+enum class Need { kAnyState, kNotLost, kReady };
+
+// How a call uses a head (docs/adr/0033-one-sequencer.md).
+inline constexpr scheduler::Uses kReadsWeights = {scheduler::Use::kShared, scheduler::Use::kNone};
+// Saves of one head follow each other.
+inline constexpr scheduler::Uses kSaves = {scheduler::Use::kShared, scheduler::Use::kNone, scheduler::Use::kExclusive};
+inline constexpr scheduler::Uses kSharesGradient = {scheduler::Use::kShared, scheduler::Use::kShared};
+inline constexpr scheduler::Uses kChangesGradient = {scheduler::Use::kShared, scheduler::Use::kExclusive};
+inline constexpr scheduler::Uses kWritesWeights = {scheduler::Use::kExclusive, scheduler::Use::kExclusive};
+
+// Completes "the call ..." in messages about a call that waits for its heads.
+inline constexpr char kWaitsForHead[] = "waited for its turn on the head";
+
+// After an engine's failure the numbers that it was changing are unknown.
+inline bool IsEngineFailure(const absl::Status& status) {
+  return HasReason(status, ErrorReason::kEngineFailed) || HasReason(status, ErrorReason::kInternal);
+}
 
 class Head {
  public:
@@ -78,10 +96,9 @@ class Head {
   // Drops what is undecided.
   ~Head();
 
-  HeadCore& core() const { return *core_; }  // for server/heads
-  const HeadName& name() const;
-  const HeadSpec& spec() const;
-  int64_t token_chunk_rows() const;  // MemoryPlan::token_chunk_rows of its plan
+  const HeadName& name() const { return name_; }
+  const HeadSpec& spec() const { return spec_; }
+  int64_t token_chunk_rows() const { return on_engine->plan().token_chunk_rows; }  // MemoryPlan::token_chunk_rows of its plan
   HeadInfo Describe() const;
   // kEpochFenced (with both epochs in hex, and openStep) if `epoch` is given and not the head's. kStepLost if the head has been
   // restored since; kHeadNotFound once it has been retired.
@@ -135,9 +152,9 @@ class Head {
   bool DropShadow(const void* data);
   // Starts a new run: a new epoch, an empty open step. kEpochFenced if `epoch` is given and not the head's; kHeadNotTrainable;
   // kStepLost for a head that is LOST. Every call that makes an epoch returns the head as it leaves it: a former owner must not
-  // learn the epoch of a later Take(). `recovers_epochs` are those of the new owner from before a restart of the server; Describe()
+  // learn the epoch of a later Take(). `recovered` are those of the new owner from before a restart of the server; Describe()
   // reports them as long as the new epoch lasts.
-  absl::StatusOr<HeadInfo> Take(const std::optional<Epoch>& epoch, std::vector<Epoch> recovers_epochs = {},
+  absl::StatusOr<HeadInfo> Take(const std::optional<Epoch>& epoch, std::vector<Epoch> recovered = {},
                                 const WaitLimits& limits = AsLongAsItTakes());
   // Without factor.
   absl::StatusOr<GradientStats> GradientNorm(const StepKey& key, const WaitLimits& limits = AsLongAsItTakes()) const;
@@ -189,7 +206,7 @@ class Head {
   // True if there are uncommitted contributions, running calls (submissions, and HeadUse objects) or a non-empty open step.
   bool InUse() const;
   // Changes the number of its HeadUse objects, and returns it.
-  int64_t CountUses(int64_t change) const;
+  int64_t CountUses(int64_t change);
   // Called when the head leaves the registry: later calls that still hold it answer kHeadNotFound. Waits for the calls that use it,
   // then drops what is staged.
   void Retire();
@@ -197,10 +214,76 @@ class Head {
   // once, without waiting for a running call; what is staged goes with the head.
   absl::Status TryRetire(const std::optional<Epoch>& epoch, bool force);
 
- private:
-  explicit Head(std::unique_ptr<HeadCore> core);
+  // ---- for server/heads ------------------------------------------------------------------------------------------------
+  // All changing state is read and written in turns of the sequencer. While a call holds an admission to compute, epoch, step,
+  // version and state stay as they are, except for changes by:
+  //   - a call that shares the accumulator: records and pending contributions of its own micro-batches, and the loss of the head;
+  //   - Retire, and the end of a session, which wait for no admission;
+  //   - beside a call that only reads the weights: every call that does not write them.
 
-  const std::unique_ptr<HeadCore> core_;
+  // The checks that every call begins with, in the order of the errors above. Without `expected` the epoch is not checked.
+  absl::Status Check(const std::optional<Epoch>& expected, Need need, bool for_step) const;
+  // In a turn, like all that follow unless they say otherwise.
+  absl::Status LostError() const;
+  // kHeadNotFound for a call that still holds a head that has been deleted. Not only in a turn.
+  absl::Status DeletedError() const;
+  // kStepConflict: the last closed step, `step`, was closed by `what` and not by an equal call.
+  absl::Status StepConflict(int64_t step, const char* what) const;
+  // Contributions are added in ascending id. Not only in a turn.
+  bool in_order() const { return steps.in_order(); }
+  // How a computation uses a head to which it adds nothing. In deterministic mode it is not computed together with others: that
+  // would show in the last bits. Not only in a turn.
+  scheduler::Uses reads() const { return deterministic ? kChangesGradient : kReadsWeights; }
+  // Adds a use of the head to the needs of an operation.
+  void AddNeed(const scheduler::Uses& uses, scheduler::Needs& needs) const;
+  // Waits for this use of the head alone. The error of the limits; kHeadNotFound once the head has been retired. Not in a turn.
+  absl::StatusOr<scheduler::Admission> Admit(scheduler::Uses uses, const WaitLimits& wait) const;
+  // Wakes calls that wait for micro-batches or their turn; StepChanged() wakes all that wait for the step. After the change.
+  void MicroBatchChanged() { micro_batch_changed->WakeAll(); }
+  void StepChanged();
+  // The contribution whose turn it is to be added, or null.
+  std::shared_ptr<const WaitingAddition> NextInOrder() const;
+  // Closes the step, with everything that belonged to it alone.
+  absl::Status CloseStep(int64_t step, StepState how);
+  // Whether a micro-batch of this step need not wait for a predecessor in order.
+  bool IsItsTurn(const StepKey& key, int64_t micro_batch) const;
+  // Ends every wait for the head, now and from now on.
+  void MarkRetired();
+  // Restarts at a step: new epoch, nothing known, READY.
+  void StartAfresh(int64_t step);
+  // After an engine call that changes the head: an engine failure makes the head LOST. Returns `status`. Not only in a turn.
+  absl::Status AfterChange(const absl::Status& status);
+  void MarkLost(const absl::Status& cause);
+
+  const bool deterministic;  // HeadLimits::deterministic
+  LossEngine& engine;
+  const std::shared_ptr<scheduler::Sequencer> sequencer_owner;
+  scheduler::Sequencer& sequencer = *sequencer_owner;
+  const std::shared_ptr<scheduler::Record> record = std::make_shared<scheduler::Record>();
+  const std::unique_ptr<EngineHead> on_engine;  // calls other than spec(), plan(), shards() and the sizes need an admission
+  WeightTensors tensors;                        // needs an admission, except for its checks
+
+  mutable StepTransactions steps;  // checks, too, settle what another head has dropped
+  WeightRecord weights;
+  const std::shared_ptr<scheduler::WaitList> micro_batch_changed = std::make_shared<scheduler::WaitList>();
+  scheduler::WaitList step_changed;
+  Epoch current_epoch = NewEpoch();
+  std::vector<Epoch> recovers_epochs;  // belong to `current_epoch`
+  HeadState state = HeadState::kLoading;
+  std::string state_cause;  // the failure of a LOST head, the checkpoint of a RESTORED one
+  std::string restore_note;
+  bool retired = false;
+  int64_t running_calls = 0;  // submissions that wait or compute
+  int64_t use_count = 0;      // HeadUse objects
+
+ private:
+  Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& head_limits, LossEngine& head_engine,
+       std::shared_ptr<scheduler::Sequencer> head_sequencer, std::unique_ptr<EngineHead> head_on_engine);
+  absl::Status EpochError(const Epoch& named) const;
+
+  const HeadName name_;
+  const HeadSpec spec_;
+  const absl::Time create_time_;
   std::atomic<int64_t> last_use_nanos_;
 };
 
@@ -210,18 +293,14 @@ class HeadUse {
  public:
   HeadUse() = default;
   explicit HeadUse(std::shared_ptr<Head> head);
-  HeadUse(HeadUse&& other) noexcept = default;
-  HeadUse& operator=(HeadUse&& other) noexcept;
-  ~HeadUse();
 
   const std::shared_ptr<Head>& head() const { return head_; }
   Head& operator*() const { return *head_; }
   Head* operator->() const { return head_.get(); }
 
  private:
-  void End();
-
-  std::shared_ptr<Head> head_;  // null: of none
+  std::shared_ptr<Head> head_;        // null: of none
+  std::shared_ptr<const void> ends_;  // ends the use with the last of its copies
 };
 
 }  // namespace headwater::heads

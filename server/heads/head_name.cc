@@ -1,13 +1,15 @@
 #include "server/heads/head_name.h"
 
+#include <algorithm>
+#include <vector>
+
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "headwater/kernels/error.h"
 
 namespace headwater::heads {
 namespace {
 
-constexpr char kTenants[] = "tenants/";
-constexpr char kHeads[] = "/heads/";
 constexpr size_t kMaxIdLength = 64;
 constexpr size_t kMaxQuotedLength = 160;  // of a wrong name in a message: names come from outside
 
@@ -15,10 +17,7 @@ bool IsAlphanumeric(char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <=
 
 bool IsValidId(const std::string& id) {
   if (id.empty() || id.size() > kMaxIdLength || !IsAlphanumeric(id.front()) || !IsAlphanumeric(id.back())) return false;
-  for (const char c : id) {
-    if (!IsAlphanumeric(c) && c != '.' && c != '_' && c != '-') return false;
-  }
-  return true;
+  return std::all_of(id.begin(), id.end(), [](char c) { return IsAlphanumeric(c) || c == '.' || c == '_' || c == '-'; });
 }
 
 // A name as it may stand in a message: printable ASCII, not too long.
@@ -40,28 +39,21 @@ absl::Status NameError(const std::string& name, const std::string& field_name, c
 
 }  // namespace
 
-std::string HeadName::ToString() const { return absl::StrCat(kTenants, tenant, kHeads, head); }
+std::string HeadName::ToString() const { return absl::StrCat("tenants/", tenant, "/heads/", head); }
 
 absl::StatusOr<HeadName> ParseHeadName(const std::string& name, const std::string& field_name) {
-  const size_t tenant_start = sizeof(kTenants) - 1;
-  const size_t separator = name.find('/', tenant_start);
-  HeadName parsed;
-  if (name.compare(0, tenant_start, kTenants) == 0 && separator != std::string::npos &&
-      name.compare(separator, sizeof(kHeads) - 1, kHeads) == 0) {
-    parsed.tenant = name.substr(tenant_start, separator - tenant_start);
-    parsed.head = name.substr(separator + sizeof(kHeads) - 1);
+  const std::vector<std::string> parts = absl::StrSplit(name, absl::MaxSplits('/', 4));
+  if (parts.size() != 4 || parts[0] != "tenants" || !IsValidId(parts[1]) || parts[2] != "heads" || !IsValidId(parts[3])) {
+    return NameError(name, field_name, "tenants/{tenant}/heads/{head}");
   }
-  if (!IsValidId(parsed.tenant) || !IsValidId(parsed.head)) return NameError(name, field_name, "tenants/{tenant}/heads/{head}");
-  return parsed;
+  return HeadName{parts[1], parts[3]};
 }
 
 absl::StatusOr<std::string> ParseTenantName(const std::string& name, const std::string& field_name) {
   if (name.empty()) return std::string(kDefaultTenant);
-  const size_t tenant_start = sizeof(kTenants) - 1;
-  if (name.compare(0, tenant_start, kTenants) != 0 || !IsValidId(name.substr(tenant_start))) {
-    return NameError(name, field_name, "tenants/{tenant}");
-  }
-  return name.substr(tenant_start);
+  const std::vector<std::string> parts = absl::StrSplit(name, absl::MaxSplits('/', 2));
+  if (parts.size() != 2 || parts[0] != "tenants" || !IsValidId(parts[1])) return NameError(name, field_name, "tenants/{tenant}");
+  return parts[1];
 }
 
 }  // namespace headwater::heads

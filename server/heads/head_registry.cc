@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/manifest.h"
 
@@ -17,10 +18,6 @@ namespace headwater::heads {
 namespace {
 
 constexpr char kNoneLeft[] = "there is no whole checkpoint";
-
-absl::Status NotFound(const std::string& name) {
-  return MakeError(ErrorReason::kHeadNotFound, absl::StrCat("there is no head ", name), {{"head", name}});
-}
 
 absl::Status QuotaError(const std::string& message, const char* limit, int64_t maximum, int64_t actual) {
   return MakeError(ErrorReason::kQuotaExceeded, message,
@@ -61,7 +58,9 @@ void AddNote(const std::string& text, std::string& note) { absl::StrAppend(&note
 
 }  // namespace
 
-absl::Status HeadNotFound(const HeadName& name) { return NotFound(name.ToString()); }
+absl::Status HeadNotFound(const HeadName& name) {
+  return MakeError(ErrorReason::kHeadNotFound, absl::StrCat("there is no head ", name.ToString()), {{"head", name.ToString()}});
+}
 
 HeadRegistry::HeadRegistry(LossEngine& engine, const RegistryLimits& limits, const HeadLimits& head_limits,
                            std::function<absl::Time()> clock)
@@ -71,9 +70,8 @@ HeadRegistry::HeadRegistry(LossEngine& engine, const RegistryLimits& limits, con
 
 absl::StatusOr<int64_t> HeadRegistry::PlannedBytes(const HeadSpec& spec) const {
   if (limits_.max_tenant_memory_bytes <= 0) return 0;
-  const absl::StatusOr<MemoryPlan> plan = engine_.PlanHead(spec);
-  if (!plan.ok()) return plan.status();
-  return plan->total_bytes;
+  HEADWATER_ASSIGN_OR_RETURN(const MemoryPlan plan, engine_.PlanHead(spec));
+  return plan.total_bytes;
 }
 
 absl::Status HeadRegistry::Reserve(const HeadName& name, const absl::StatusOr<int64_t>& planned_bytes) {
@@ -142,25 +140,21 @@ absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name,
         return MakeError(ErrorReason::kHeadAlreadyExists, absl::StrCat(full_name, " exists"), {{"head", full_name}});
       }
       if (entry.head != nullptr) {
-        if (absl::Status status = CheckSameSpec(*entry.head, spec); !status.ok()) return status;
+        HEADWATER_RETURN_IF_ERROR(CheckSameSpec(*entry.head, spec));
         entry.head->Touch(clock_());
         return Created{entry.head, false};
       }
-      absl::Status status = Wait(settled_, mutex_, limits, "waited for a head of that name that was being created or deleted");
-      if (!status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(Wait(settled_, mutex_, limits, "waited for a head of that name that was being created or deleted"));
     }
-    if (absl::Status status = Reserve(name, planned_bytes); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(Reserve(name, planned_bytes));
   }
   std::shared_ptr<Head> made;  // null: the name is free again
   const absl::Cleanup settle = [&] { Settle(full_name, made); };
-  absl::StatusOr<std::shared_ptr<Head>> head = Head::Create(name, spec, engine_, head_limits_, sequencer_);
-  if (!head.ok()) return head.status();
+  HEADWATER_ASSIGN_OR_RETURN(std::shared_ptr<Head> head, Head::Create(name, spec, engine_, head_limits_, sequencer_));
   // The new head exists, and no call can find it yet. A refused creation must not take from a former head what it can come back
   // from.
-  if (store != nullptr) {
-    if (absl::Status status = store->BeginAnew(name.tenant, name.head); !status.ok()) return status;
-  }
-  made = *std::move(head);
+  if (store != nullptr) HEADWATER_RETURN_IF_ERROR(store->Forget(name.tenant, name.head));
+  made = std::move(head);
   return Created{made, true};
 }
 
@@ -175,7 +169,7 @@ absl::StatusOr<std::shared_ptr<Head>> HeadRegistry::Find(const HeadName& name) c
   const std::string full_name = name.ToString();
   absl::MutexLock lock(&mutex_);
   const auto found = heads_.find(full_name);
-  if (found == heads_.end() || found->second.head == nullptr) return NotFound(full_name);
+  if (found == heads_.end() || found->second.head == nullptr) return HeadNotFound(name);
   found->second.head->Touch(clock_());
   return found->second.head;
 }
@@ -184,10 +178,8 @@ std::vector<std::shared_ptr<Head>> HeadRegistry::List(const std::string& tenant,
   const std::string prefix = TenantPrefix(tenant);
   std::vector<std::shared_ptr<Head>> heads;
   absl::MutexLock lock(&mutex_);
-  for (auto entry = after.empty() ? heads_.lower_bound(prefix) : heads_.upper_bound(after);
-       entry != heads_.end() && static_cast<int64_t>(heads.size()) < count; ++entry) {
-    if (entry->first < prefix) continue;
-    if (!absl::StartsWith(entry->first, prefix)) break;
+  for (auto entry = heads_.upper_bound(std::max(after, prefix));
+       entry != heads_.end() && absl::StartsWith(entry->first, prefix) && static_cast<int64_t>(heads.size()) < count; ++entry) {
     if (entry->second.head != nullptr) heads.push_back(entry->second.head);
   }
   return heads;
@@ -228,31 +220,29 @@ absl::Status HeadRegistry::Delete(const HeadName& name, const std::optional<Epoc
   {
     absl::MutexLock lock(&mutex_);
     if (const auto found = FindEntry(full_name); found != heads_.end()) {
-      if (absl::Status status = found->second.head->TryRetire(epoch, force); !status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(found->second.head->TryRetire(epoch, force));
       head = TakeOut(found->second);
     } else if (store == nullptr || epoch.has_value() || heads_.contains(full_name)) {
-      return NotFound(full_name);
+      return HeadNotFound(name);
     } else {
       heads_[full_name].leaving = true;
     }
   }
-  const absl::Status status = head != nullptr ? Remove(name, std::move(head), store) : DeleteAbsent(name, *store);
-  Settle(full_name, nullptr);
-  return status;
+  return Remove(name, std::move(head), store);
 }
 
 absl::Status HeadRegistry::Remove(const HeadName& name, std::shared_ptr<Head> head, checkpoint::CheckpointStore* store) {
-  // Undecided contributions keep this head and others alive until they are dropped.
-  head->Retire();
-  head.reset();
+  const absl::Cleanup settle = [&] { Settle(name.ToString(), nullptr); };
+  if (head != nullptr) {
+    // Undecided contributions keep this head and others alive until they are dropped.
+    head->Retire();
+    head.reset();
+  } else {
+    HEADWATER_ASSIGN_OR_RETURN(const auto comebacks, store->FindComebacks(name.tenant, name.head));
+    if (comebacks.empty()) return HeadNotFound(name);
+  }
   // No call can save the head any more. Its name is still taken, so the store does not forget a successor instead.
   return store != nullptr ? store->Forget(name.tenant, name.head) : absl::OkStatus();
-}
-
-absl::Status HeadRegistry::DeleteAbsent(const HeadName& name, checkpoint::CheckpointStore& store) {
-  const absl::StatusOr<checkpoint::CheckpointStore::Catalogue> comebacks = store.FindComebacks(name.tenant, name.head);
-  if (!comebacks.ok()) return comebacks.status();
-  return comebacks->empty() ? NotFound(name.ToString()) : store.Forget(name.tenant, name.head);
 }
 
 bool HeadRegistry::TryExpire(const std::shared_ptr<Head>& head, absl::Duration timeout, checkpoint::CheckpointStore* store,
@@ -280,7 +270,6 @@ std::vector<HeadName> HeadRegistry::ExpireIdle(absl::Duration timeout, checkpoin
     if (!TryExpire(head, timeout, store, save_first)) continue;
     const HeadName& name = expired.emplace_back(head->name());
     Remove(name, std::move(head), store).IgnoreError();
-    Settle(name.ToString(), nullptr);
   }
   return expired;
 }
@@ -315,26 +304,38 @@ std::vector<std::pair<HeadName, absl::Status>> HeadRegistry::SaveChanged(checkpo
 
 // ---- coming back -----------------------------------------------------------------------------------------------------
 
-std::shared_ptr<Head> HeadRegistry::BringBack(const std::vector<checkpoint::CheckpointInfo>& newest_first,
-                                              checkpoint::CheckpointStore& store, Comeback& comeback) {
-  for (const checkpoint::CheckpointInfo& info : newest_first) {
+absl::Status HeadRegistry::BringBack(checkpoint::CheckpointStore& store, Comeback& comeback) {
+  const std::string full_name = comeback.name.ToString();
+  HEADWATER_RETURN_IF_ERROR(ParseHeadName(full_name, "directory").status());
+  HEADWATER_ASSIGN_OR_RETURN(const auto found, store.FindComebacks(comeback.name.tenant, comeback.name.head));
+  for (const std::string& name : found.damaged) {
+    AddNote(absl::StrCat("the manifest of checkpoint ", name, " is damaged"), comeback.note);
+    comeback.skipped.emplace_back(name, "the manifest is damaged");
+  }
+  if (found.newest_first.empty()) return absl::NotFoundError(kNoneLeft);
+  const absl::StatusOr<int64_t> planned_bytes = PlannedBytes(found.newest_first.front().spec);
+  {
+    absl::MutexLock lock(&mutex_);
+    if (heads_.contains(full_name)) return absl::AlreadyExistsError("a head of that name is there already");
+    HEADWATER_RETURN_IF_ERROR(Reserve(comeback.name, planned_bytes));
+  }
+  std::shared_ptr<Head> back;  // null: the name is free again
+  const absl::Cleanup settle = [&] { Settle(full_name, back); };
+  for (const checkpoint::CheckpointInfo& info : found.newest_first) {
     // A new head each time: nothing stays of one that could not be loaded.
     absl::StatusOr<std::shared_ptr<Head>> head = Head::Create(comeback.name, info.spec, engine_, head_limits_, sequencer_);
-    if (!head.ok()) {
-      AddNote(absl::StrCat("the head cannot be created: ", std::string(head.status().message())), comeback.note);
-      return nullptr;
-    }
+    if (!head.ok()) return absl::InternalError(absl::StrCat("the head cannot be created: ", head.status().message()));
     const absl::Status status = (*head)->Restore({}, store, info.name, AsLongAsItTakes(), /*comes_back=*/true).status();
     if (status.ok()) {
       comeback.checkpoint = info.name;
       if (const std::string note = (*head)->Describe().restore_note; !note.empty()) AddNote(note, comeback.note);
-      return *std::move(head);
+      back = *std::move(head);
+      return absl::OkStatus();
     }
-    AddNote(absl::StrCat("checkpoint ", info.name, " cannot be loaded: ", std::string(status.message())), comeback.note);
+    AddNote(absl::StrCat("checkpoint ", info.name, " cannot be loaded: ", status.message()), comeback.note);
     comeback.skipped.emplace_back(info.name, std::string(status.message()));
   }
-  AddNote(kNoneLeft, comeback.note);
-  return nullptr;
+  return absl::NotFoundError(kNoneLeft);
 }
 
 std::vector<HeadRegistry::Comeback> HeadRegistry::RestoreAll(checkpoint::CheckpointStore& store,
@@ -342,43 +343,14 @@ std::vector<HeadRegistry::Comeback> HeadRegistry::RestoreAll(checkpoint::Checkpo
   std::vector<Comeback> comebacks;
   const auto live = store.LiveHeads();
   if (!live.ok()) {
-    comebacks.push_back({{}, "", absl::StrCat("the checkpoints cannot be listed: ", std::string(live.status().message())), {}});
+    comebacks.push_back({{}, "", absl::StrCat("the checkpoints cannot be listed: ", live.status().message()), {}});
     return comebacks;
   }
   for (const auto& [tenant, head_id] : *live) {
     if (cancelled()) break;
-    Comeback& comeback = comebacks.emplace_back();
-    comeback.name = {tenant, head_id};
-    const std::string full_name = comeback.name.ToString();
-    absl::Status status = ParseHeadName(full_name, "directory").status();
-    absl::StatusOr<checkpoint::CheckpointStore::Catalogue> found;
-    if (status.ok()) {
-      found = store.FindComebacks(tenant, head_id);
-      status = found.status();
-    }
-    if (!status.ok()) {
-      AddNote(std::string(status.message()), comeback.note);
-      continue;
-    }
-    for (const std::string& name : found->damaged) {
-      AddNote(absl::StrCat("the manifest of checkpoint ", name, " is damaged"), comeback.note);
-      comeback.skipped.emplace_back(name, "the manifest is damaged");
-    }
-    if (found->newest_first.empty()) {
-      AddNote(kNoneLeft, comeback.note);
-      continue;
-    }
-    const absl::StatusOr<int64_t> planned_bytes = PlannedBytes(found->newest_first.front().spec);
-    {
-      absl::MutexLock lock(&mutex_);
-      status = heads_.contains(full_name) ? absl::AlreadyExistsError("a head of that name is there already")
-                                          : Reserve(comeback.name, planned_bytes);
-    }
-    if (!status.ok()) {
-      AddNote(std::string(status.message()), comeback.note);
-      continue;
-    }
-    Settle(full_name, BringBack(found->newest_first, store, comeback));
+    Comeback& comeback = comebacks.emplace_back(Comeback{{tenant, head_id}, "", "", {}});
+    const absl::Status status = BringBack(store, comeback);
+    if (!status.ok()) AddNote(std::string(status.message()), comeback.note);
   }
   return comebacks;
 }

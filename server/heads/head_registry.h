@@ -54,7 +54,7 @@ class HeadRegistry {
   // waits for the allocation, and creates the head itself if that fails. Every creation waits for a head of that name that is being
   // deleted. Both wait as long as `limits` allow: then the error is Wait()'s, and no head is made. Attaching counts as a use of the
   // head. A head that is made is new to `store` (null: none), even if a former one was saved, not brought back and never deleted.
-  // If CheckpointStore::BeginAnew() fails, its error is returned and no head is made.
+  // If CheckpointStore::Forget() fails, its error is returned and no head is made.
   absl::StatusOr<Created> Create(const HeadName& name, const HeadSpec& spec, IfExists if_exists = IfExists::kFail,
                                  checkpoint::CheckpointStore* store = nullptr, const WaitLimits& limits = AsLongAsItTakes());
   // kHeadNotFound. Counts as a use of the head.
@@ -127,17 +127,16 @@ class HeadRegistry {
   absl::Status Reserve(const HeadName& name, const absl::StatusOr<int64_t>& planned_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Ends what Reserve() or Retire() began: `head` null frees the name.
   void Settle(const std::string& full_name, std::shared_ptr<Head> head);
-  // Drops a retired head that has been taken out of its entry, without the lock. Its name is to be settled after that.
+  // Drops a retired head that has been taken out of its entry, makes the store forget it, and frees the name. Without the lock.
+  // `head` null: the head is not here, but the store may remember it.
   absl::Status Remove(const HeadName& name, std::shared_ptr<Head> head, checkpoint::CheckpointStore* store);
-  // Deletes what the store remembers of a head that is not here, without the lock. Its name is to be settled after that.
-  absl::Status DeleteAbsent(const HeadName& name, checkpoint::CheckpointStore& store);
   // Takes a retired head out of its entry, where the head still counts.
   static std::shared_ptr<Head> TakeOut(Entry& entry);
   // True if the head could be saved, or has nothing to be saved, and has not been used meanwhile; then it is retired.
   bool TryExpire(const std::shared_ptr<Head>& head, absl::Duration timeout, checkpoint::CheckpointStore* store, bool save_first);
-  // The head at its newest whole checkpoint, or null. The name has been reserved.
-  std::shared_ptr<Head> BringBack(const std::vector<checkpoint::CheckpointInfo>& newest_first, checkpoint::CheckpointStore& store,
-                                  Comeback& comeback);
+  // Brings one head back from its newest whole checkpoint. The error is the last of the problems on the way; those before it are
+  // in `comeback`.
+  absl::Status BringBack(checkpoint::CheckpointStore& store, Comeback& comeback);
 
   const std::shared_ptr<scheduler::Sequencer> sequencer_ = std::make_shared<scheduler::Sequencer>();
   LossEngine& engine_;

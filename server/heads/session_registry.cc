@@ -77,7 +77,7 @@ absl::StatusOr<SessionRegistry::Use> SessionRegistry::Begin(const SessionId& id)
   Session* session = FindOpen(id);
   if (session == nullptr) return NotFound();
   ++session->running_calls;
-  return Use(this, id);
+  return Use(new SessionId(id), EndUse{this});
 }
 
 void SessionRegistry::EndCall(const SessionId& id) {
@@ -144,22 +144,6 @@ std::vector<SessionRegistry::Expired> SessionRegistry::Expire() {
 int64_t SessionRegistry::size() const {
   absl::MutexLock lock(&mutex_);
   return std::count_if(sessions_.begin(), sessions_.end(), [](const auto& entry) { return !entry.second.ended; });
-}
-
-SessionRegistry::Use::Use(Use&& other) noexcept : registry_(std::exchange(other.registry_, nullptr)), id_(other.id_) {}
-
-SessionRegistry::Use& SessionRegistry::Use::operator=(Use&& other) noexcept {
-  if (this == &other) return *this;
-  Release();
-  registry_ = std::exchange(other.registry_, nullptr);
-  id_ = other.id_;
-  return *this;
-}
-
-SessionRegistry::Use::~Use() { Release(); }
-
-void SessionRegistry::Use::Release() {
-  if (registry_ != nullptr) std::exchange(registry_, nullptr)->EndCall(id_);
 }
 
 }  // namespace headwater::heads

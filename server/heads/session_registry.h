@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -58,20 +59,14 @@ class SessionRegistry {
   absl::StatusOr<Grant> Open(const std::string& client_name, absl::Duration lease, std::vector<Expired>* expired = nullptr);
 
   // A running call of a session: the lease does not end while it lives, and counts from its end. Must not outlive the registry.
-  class Use {
-   public:
-    Use() = default;
-    Use(Use&& other) noexcept;
-    Use& operator=(Use&& other) noexcept;
-    ~Use();
-
-   private:
-    friend class SessionRegistry;
-    Use(SessionRegistry* registry, const SessionId& id) : registry_(registry), id_(id) {}
-    void Release();
-    SessionRegistry* registry_ = nullptr;
-    SessionId id_{};
+  struct EndUse {
+    SessionRegistry* registry = nullptr;
+    void operator()(const SessionId* id) const {
+      registry->EndCall(*id);
+      delete id;
+    }
   };
+  using Use = std::unique_ptr<const SessionId, EndUse>;
   // kSessionNotFound, also for one whose lease has ended but that Expire() has not yet seen.
   absl::StatusOr<Use> Begin(const SessionId& id);
   // Renews and returns the lease. kSessionNotFound.

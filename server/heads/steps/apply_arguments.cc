@@ -1,10 +1,11 @@
-#include "server/heads/steps/apply_arguments.h"
-
+// Arguments of an optimizer step: checked against the head's optimizer, and merged into its settings.
 #include <cmath>
 #include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
+#include "server/heads/steps/step_calls.h"
 
 namespace headwater::heads {
 namespace {
@@ -69,7 +70,7 @@ absl::Status CheckApply(const HeadName& name, const HeadSpec& spec, const ApplyA
     return MakeError(ErrorReason::kOptimizerNotConfigured, absl::StrCat(name.ToString(), " was created without an optimizer"),
                      {{"head", name.ToString()}});
   }
-  if (absl::Status status = CheckRanges(arguments); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckRanges(arguments));
   if (!std::holds_alternative<AdamWSpec>(optimizer)) {
     if (arguments.beta1.has_value()) return OverrideError("beta1", "AdamW");
     if (arguments.beta2.has_value()) return OverrideError("beta2", "AdamW");

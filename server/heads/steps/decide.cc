@@ -1,7 +1,6 @@
 #include "server/heads/steps/decide.h"
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 #include <optional>
 #include <set>
@@ -11,9 +10,9 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/heads/head.h"
-#include "server/heads/head_core.h"
-#include "server/heads/steps/commit_arguments.h"
+#include "server/heads/steps/held_rows.h"
 #include "server/observability/busy_clock.h"
 
 namespace headwater::heads {
@@ -37,18 +36,17 @@ absl::Status CheckTargets(const std::vector<DecisionTarget>& targets) {
 bool IsOfExactly(const PendingContribution& pending, const std::vector<DecisionTarget>& targets) {
   return pending.targets().size() == targets.size() &&
          std::all_of(targets.begin(), targets.end(),
-                     [&](const DecisionTarget& target) { return pending.targets().contains(&target.head->core()); });
+                     [&](const DecisionTarget& target) { return pending.targets().contains(target.head.get()); });
 }
 
 absl::Status OtherHeadsError(const PendingContribution& pending, size_t named, int64_t micro_batch) {
-  ErrorMetadata metadata = MicroBatchMetadata(micro_batch);
-  metadata["field"] = "heads";
-  metadata["expected"] = absl::StrCat(pending.targets().size());
-  metadata["actual"] = absl::StrCat(named);
   return MakeError(ErrorReason::kInvalidCombination,
                    absl::StrCat("micro-batch ", micro_batch, " adds to ", pending.targets().size(),
                                 " heads, and its decision must name exactly those; the call names ", named),
-                   std::move(metadata));
+                   {{"microBatch", absl::StrCat(micro_batch)},
+                    {"field", "heads"},
+                    {"expected", absl::StrCat(pending.targets().size())},
+                    {"actual", absl::StrCat(named)}});
 }
 
 absl::Status CheckOwner(const PendingContribution& pending, const std::optional<SessionId>& session, int64_t micro_batch) {
@@ -59,9 +57,9 @@ absl::Status CheckOwner(const PendingContribution& pending, const std::optional<
                    MicroBatchMetadata(micro_batch));
 }
 
-std::vector<HeadCore*> CoresOf(const std::vector<DecisionTarget>& targets) {
-  std::vector<HeadCore*> heads;
-  for (const DecisionTarget& target : targets) heads.push_back(&target.head->core());
+std::vector<Head*> HeadsOf(const std::vector<DecisionTarget>& targets) {
+  std::vector<Head*> heads;
+  for (const DecisionTarget& target : targets) heads.push_back(target.head.get());
   return heads;
 }
 
@@ -75,11 +73,10 @@ absl::StatusOr<std::shared_ptr<PendingContribution>> FindPending(const std::vect
   std::shared_ptr<PendingContribution> found;
   size_t committed_count = 0;
   for (const DecisionTarget& target : targets) {
-    HeadCore& head = target.head->core();
-    if (absl::Status status = head.Check(&target.key.epoch, Need::kReady, true); !status.ok()) return status;
-    absl::StatusOr<bool> to_do = head.steps.ledger().CheckCommit(target.key.step, micro_batch, attempt, factor);
-    if (!to_do.ok()) return to_do.status();
-    if (!*to_do) {
+    Head& head = *target.head;
+    HEADWATER_RETURN_IF_ERROR(head.Check(target.key.epoch, Need::kReady, true));
+    HEADWATER_ASSIGN_OR_RETURN(bool to_do, head.steps.ledger().CheckCommit(target.key.step, micro_batch, attempt, factor));
+    if (!to_do) {
       ++committed_count;
       continue;
     }
@@ -95,32 +92,31 @@ absl::StatusOr<std::shared_ptr<PendingContribution>> FindPending(const std::vect
   }
   if (committed_count == targets.size()) return std::shared_ptr<PendingContribution>();
   if (committed_count > 0) return OtherHeadsError(*found, targets.size() - committed_count, micro_batch);
-  if (absl::Status status = CheckOwner(*found, session, micro_batch); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckOwner(*found, session, micro_batch));
   if (factor.token_factors.has_value() && !found->is_held()) {
-    ErrorMetadata metadata = MicroBatchMetadata(micro_batch);
-    metadata["field"] = "token_factors";
     return MakeError(ErrorReason::kInvalidCombination,
                      absl::StrCat("micro-batch ", micro_batch,
                                   " is staged, not held, and takes no token_factors; submit it with late_token_factors"),
-                     std::move(metadata));
+                     {{"microBatch", absl::StrCat(micro_batch)}, {"field", "token_factors"}});
   }
   return found;
 }
 
 // Commits what FindPending() has found and no other call can drop: adds it, or puts it in its place in the order. By an operation
 // that is admitted to all heads concerned.
-absl::Status CarryOut(const std::vector<HeadCore*>& targets, int64_t micro_batch, PendingContribution& pending,
+absl::Status CarryOut(const std::vector<Head*>& targets, int64_t micro_batch, PendingContribution& pending,
                       const CommitArguments& arguments, const CommitFactor& factor) {
   const bool in_order = targets.front()->in_order();
-  if (in_order) {
-    // Once it has its place it can no longer be refused.
-    if (absl::Status status = CheckCommit(arguments, pending.held()); !status.ok()) return status;
-  } else if (absl::Status status = AddPending(pending, arguments, targets.front()->engine); !status.ok()) {
-    for (HeadCore* target : targets) target->AfterChange(status).IgnoreError();
-    return status;
+  // Once it has its place it can no longer be refused.
+  if (pending.is_held()) HEADWATER_RETURN_IF_ERROR(CheckCommit(arguments, pending.held()));
+  if (!in_order) {
+    const absl::Status added =
+        pending.is_held() ? AddHeld(pending.held(), arguments, targets.front()->engine) : pending.staged().Commit(arguments.factor);
+    for (Head* target : targets) target->AfterChange(added).IgnoreError();
+    HEADWATER_RETURN_IF_ERROR(added);
   }
   const Turn turn(targets.front()->sequencer);
-  for (HeadCore* target : targets) {
+  for (Head* target : targets) {
     if (in_order) target->steps.Wait(micro_batch, pending.held(), arguments, *target->on_engine);
     // Cannot fail: it was staged when this operation was admitted.
     target->steps.FinishCommit(micro_batch, factor);
@@ -134,15 +130,14 @@ absl::Status CarryOut(const std::vector<HeadCore*>& targets, int64_t micro_batch
 absl::Status CheckDiscard(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
                           const std::optional<SessionId>& session) {
   for (const DecisionTarget& target : targets) {
-    HeadCore& head = target.head->core();
-    if (absl::Status status = head.Check(&target.key.epoch, Need::kReady, true); !status.ok()) return status;
-    absl::Status status = head.steps.CheckDiscard(target.key.step, micro_batch, attempt);
-    if (!status.ok()) return status;
+    Head& head = *target.head;
+    HEADWATER_RETURN_IF_ERROR(head.Check(target.key.epoch, Need::kReady, true));
+    HEADWATER_RETURN_IF_ERROR(head.steps.ledger().CheckDiscard(target.key.step, micro_batch, attempt));
     const std::shared_ptr<PendingContribution> pending = head.steps.FindPending(micro_batch);
     if (pending == nullptr) continue;
     if (!IsOfExactly(*pending, targets)) return OtherHeadsError(*pending, targets.size(), micro_batch);
     if (attempt > pending->attempt()) continue;
-    if (absl::Status owned = CheckOwner(*pending, session, micro_batch); !owned.ok()) return owned;
+    HEADWATER_RETURN_IF_ERROR(CheckOwner(*pending, session, micro_batch));
   }
   return absl::OkStatus();
 }
@@ -154,36 +149,32 @@ absl::Status CheckDiscard(const std::vector<DecisionTarget>& targets, int64_t mi
 absl::StatusOr<std::optional<bool>> AddOwnPart(Head& head, const StepKey& key, int64_t micro_batch, int64_t attempt,
                                                const Digest& digest, const GradientPart& part,
                                                const std::function<bool()>& cancelled, const WaitLimits& limits) {
-  HeadCore& core = head.core();
-  const absl::StatusOr<scheduler::Admission> admission = core.Admit(kChangesGradient, limits);
-  if (!admission.ok()) return admission.status();
-  absl::Status check = head.CheckAddGradient(key, micro_batch, attempt, part.row_start, part.row_count);
-  if (!check.ok()) return check;
+  HEADWATER_ASSIGN_OR_RETURN(const scheduler::Admission admission, head.Admit(kChangesGradient, limits));
+  HEADWATER_RETURN_IF_ERROR(head.CheckAddGradient(key, micro_batch, attempt, part.row_start, part.row_count));
   if (cancelled != nullptr && cancelled()) {
     return MakeError(ErrorReason::kCancelled, "the call was cancelled before its gradient was added; nothing was added");
   }
   {
-    const Turn turn(core.sequencer);
-    const std::shared_ptr<const WaitingAddition> next = core.NextInOrder();
+    const Turn turn(head.sequencer);
+    const std::shared_ptr<const WaitingAddition> next = head.NextInOrder();
     if (next != nullptr && next->micro_batch < micro_batch) return std::optional<bool>();
-    absl::StatusOr<BeginDecision> decision = core.steps.Begin(key.step, micro_batch, attempt, digest, /*first_wins=*/false);
-    if (!decision.ok()) return decision.status();
-    if (*decision != BeginDecision::kCompute) return std::optional<bool>(false);
-    core.steps.DropLowerAttempt(micro_batch);
+    HEADWATER_ASSIGN_OR_RETURN(const BeginDecision decision,
+                               head.steps.ledger().CheckBegin(key.step, micro_batch, attempt, digest, /*first_wins=*/false));
+    if (decision != BeginDecision::kCompute) return std::optional<bool>(false);
+    head.steps.ledger().Begin(micro_batch, attempt, digest);
+    head.steps.DropLowerAttempt(micro_batch);
   }
-  const int64_t width = core.spec.hidden_size;
-  const absl::Status added = core.AfterChange(core.on_engine->AddToGradient(HeadTensor::kGradWeight, part.row_start * width,
+  const int64_t width = head.spec().hidden_size;
+  const absl::Status added = head.AfterChange(head.on_engine->AddToGradient(HeadTensor::kGradWeight, part.row_start * width,
                                                                             part.row_count * width, part.factor, part.data));
-  const Turn turn(core.sequencer);
+  const Turn turn(head.sequencer);
   if (!added.ok()) {
-    if (!IsEngineFailure(added)) core.steps.ledger().Abort(micro_batch).IgnoreError();
+    if (!IsEngineFailure(added)) head.steps.ledger().Abort(micro_batch).IgnoreError();
     return added;
   }
-  core.steps.MarkAdded(micro_batch);
-  core.MicroBatchChanged();
-  if (absl::Status status = core.steps.ledger().FinishCommitted(micro_batch, ContributionForm::kDirect, ContributionCounts());
-      !status.ok())
-    return status;
+  head.steps.MarkAdded(micro_batch);
+  head.MicroBatchChanged();
+  HEADWATER_RETURN_IF_ERROR(head.steps.ledger().FinishCommitted(micro_batch, ContributionForm::kDirect, ContributionCounts()));
   return std::optional<bool>(true);
 }
 
@@ -192,32 +183,30 @@ absl::StatusOr<std::optional<bool>> AddOwnPart(Head& head, const StepKey& key, i
 absl::StatusOr<bool> Commit(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
                             const CommitArguments& arguments, const std::optional<SessionId>& session,
                             observability::BusyClock* busy, const WaitLimits& limits) {
-  if (absl::Status status = CheckTargets(targets); !status.ok()) return status;
-  absl::StatusOr<CommitFactor> factor = ToCommitFactor(arguments);
-  if (!factor.ok()) return factor.status();
-  const std::vector<HeadCore*> heads = CoresOf(targets);
+  HEADWATER_RETURN_IF_ERROR(CheckTargets(targets));
+  HEADWATER_ASSIGN_OR_RETURN(CommitFactor factor, ToCommitFactor(arguments));
+  const std::vector<Head*> heads = HeadsOf(targets);
   scheduler::Sequencer& sequencer = heads.front()->sequencer;
   std::shared_ptr<PendingContribution> pending;
   HeldTeachers teachers;
   // Refusals and replays wait for no head. During the wait another attempt may supersede this one, or its session may end.
   const auto needs = [&]() -> absl::StatusOr<scheduler::Needs> {
-    absl::StatusOr<std::shared_ptr<PendingContribution>> found = FindPending(targets, micro_batch, attempt, *factor, session);
-    if (!found.ok()) return found.status();
-    Turn::Free(std::exchange(pending, *std::move(found)));
+    HEADWATER_ASSIGN_OR_RETURN(std::shared_ptr<PendingContribution> found,
+                               FindPending(targets, micro_batch, attempt, factor, session));
+    Turn::Free(std::exchange(pending, std::move(found)));
     scheduler::Needs needed;
     if (pending == nullptr) return needed;
-    for (const HeadCore* head : heads) AddNeed(*head, kChangesGradient, needed);
+    for (const Head* head : heads) head->AddNeed(kChangesGradient, needed);
     teachers.Find(pending->held(), needed);  // held rows are computed with the teachers' weights
     return needed;
   };
   {
-    const absl::StatusOr<scheduler::Admission> admission = sequencer.Acquire(needs, limits, kWaitsForHead);
-    if (!admission.ok()) return admission.status();
+    HEADWATER_ASSIGN_OR_RETURN(const scheduler::Admission admission, sequencer.Acquire(needs, limits, kWaitsForHead));
     if (pending == nullptr) return false;
     {
       const Turn turn(sequencer);
       // Its session may have ended since.
-      absl::Status status = FindPending(targets, micro_batch, attempt, *factor, session).status();
+      absl::Status status = FindPending(targets, micro_batch, attempt, factor, session).status();
       if (status.ok()) status = teachers.Check();
       if (!status.ok()) return status;
       pending->BeginCommit();
@@ -228,89 +217,81 @@ absl::StatusOr<bool> Commit(const std::vector<DecisionTarget>& targets, int64_t 
     };
     std::optional<observability::BusyClock::Work> work;
     if (busy != nullptr) work.emplace(*busy);
-    if (absl::Status status = CarryOut(heads, micro_batch, *pending, arguments, *factor); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(CarryOut(heads, micro_batch, *pending, arguments, factor));
   }
   // In deterministic mode it only has its place so far. This thread waits for no head: parked calls that have them may need it.
-  if (absl::Status status = AddInOrder(heads, {}); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(AddInOrder(heads, {}));
   return true;
 }
 
 absl::StatusOr<bool> Discard(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
                              const std::optional<SessionId>& session, const WaitLimits& limits) {
-  if (absl::Status status = CheckTargets(targets); !status.ok()) return status;
-  const std::vector<HeadCore*> heads = CoresOf(targets);
+  HEADWATER_RETURN_IF_ERROR(CheckTargets(targets));
+  const std::vector<Head*> heads = HeadsOf(targets);
   scheduler::Sequencer& sequencer = heads.front()->sequencer;
   bool dropped = false;
   {
     // A discard of a micro-batch that is being computed is answered at once.
     const auto needs = [&]() -> absl::StatusOr<scheduler::Needs> {
-      if (absl::Status status = CheckDiscard(targets, micro_batch, attempt, session); !status.ok()) return status;
+      HEADWATER_RETURN_IF_ERROR(CheckDiscard(targets, micro_batch, attempt, session));
       scheduler::Needs needed;
-      for (const HeadCore* head : heads) AddNeed(*head, kChangesGradient, needed);
+      for (const Head* head : heads) head->AddNeed(kChangesGradient, needed);
       return needed;
     };
-    const absl::StatusOr<scheduler::Admission> admission = sequencer.Acquire(needs, limits, kWaitsForHead);
-    if (!admission.ok()) return admission.status();
+    HEADWATER_ASSIGN_OR_RETURN(const scheduler::Admission admission, sequencer.Acquire(needs, limits, kWaitsForHead));
     const Turn turn(sequencer);
-    if (absl::Status status = CheckDiscard(targets, micro_batch, attempt, session); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(CheckDiscard(targets, micro_batch, attempt, session));
     for (const DecisionTarget& target : targets) {
-      HeadCore& head = target.head->core();
-      absl::StatusOr<bool> here = head.steps.Discard(target.key.step, micro_batch, attempt);
-      if (!here.ok()) return here.status();
-      dropped = dropped || *here;
+      Head& head = *target.head;
+      HEADWATER_ASSIGN_OR_RETURN(bool here, head.steps.Discard(target.key.step, micro_batch, attempt));
+      dropped = dropped || here;
       head.MicroBatchChanged();
     }
   }
   // Others may have waited for it.
-  if (absl::Status status = AddInOrder(heads, {}); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(AddInOrder(heads, {}));
   return dropped;
 }
 
 int64_t Head::DropSession(const SessionId& session) {
   // Without an admission: the end of any session looks at all heads, and some of them may compute, or be set, for minutes. No other
   // call decides what is dropped here, and engines free it while other calls work.
-  const Turn turn(core_->sequencer);
-  const int64_t dropped = core_->steps.DropSession(session);
-  core_->MicroBatchChanged();
+  const Turn turn(sequencer);
+  const int64_t dropped = steps.DropSession(session);
+  MicroBatchChanged();
   return dropped;
 }
 
 absl::Status Head::CheckAddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, int64_t row_start,
                                     int64_t row_count) const {
-  HeadCore& core = *core_;
-  const Turn turn(core.sequencer);
-  if (absl::Status status = core.Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-  const int64_t rows = core.spec.vocab_size;
+  const Turn turn(sequencer);
+  HEADWATER_RETURN_IF_ERROR(Check(key.epoch, Need::kReady, true));
+  const int64_t rows = spec_.vocab_size;
   if (row_start < 0 || row_count < 1 || row_count > rows || row_start > rows - row_count) {
     return MakeError(
         ErrorReason::kChunkOutOfRange,
         absl::StrCat(row_count, " rows from ", row_start, " on do not lie in the weight, which has ", rows),
         {{"rowStart", absl::StrCat(row_start)}, {"rowCount", absl::StrCat(row_count)}, {"expected", absl::StrCat(rows)}});
   }
-  if (absl::Status status = core.steps.CheckBegin(key.step, micro_batch, attempt); !status.ok()) return status;
-  if (core.IsItsTurn(key, micro_batch)) return absl::OkStatus();
-  return core.steps.WindowFull(micro_batch, "and a trainer's own gradient is not kept meanwhile");
+  HEADWATER_RETURN_IF_ERROR(steps.CheckBegin(key.step, micro_batch, attempt));
+  if (IsItsTurn(key, micro_batch)) return absl::OkStatus();
+  return steps.WindowFull(micro_batch, "and a trainer's own gradient is not kept meanwhile");
 }
 
 absl::StatusOr<bool> Head::AddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
                                        const GradientPart& part, const std::function<bool()>& cancelled, const WaitLimits& limits) {
-  if (!std::isfinite(static_cast<float>(part.factor))) {
-    const std::string actual = absl::StrCat(part.factor);
-    return MakeError(ErrorReason::kInvalidField, absl::StrCat("factor must be finite in fp32, it is ", actual),
-                     {{"field", "factor"}, {"expected", "finite in fp32"}, {"actual", actual}});
-  }
-  absl::Status check = CheckAddGradient(key, micro_batch, attempt, part.row_start, part.row_count);
-  if (!check.ok()) return check;
+  HEADWATER_RETURN_IF_ERROR(CheckFactor(part.factor));
+  HEADWATER_RETURN_IF_ERROR(CheckAddGradient(key, micro_batch, attempt, part.row_start, part.row_count));
   while (true) {
-    absl::StatusOr<std::optional<bool>> added = AddOwnPart(*this, key, micro_batch, attempt, digest, part, cancelled, limits);
-    if (!added.ok()) return added.status();
-    if (added->has_value()) {
+    HEADWATER_ASSIGN_OR_RETURN(std::optional<bool> added,
+                               AddOwnPart(*this, key, micro_batch, attempt, digest, part, cancelled, limits));
+    if (added.has_value()) {
       // Others may have waited for it.
-      if (absl::Status status = AddInOrder({core_.get()}); !status.ok()) return status;
-      return **added;
+      HEADWATER_RETURN_IF_ERROR(AddInOrder(std::vector<Head*>{this}));
+      return *added;
     }
     // The predecessors could not be added, for example because a shard was not ready. If that persists this call fails too.
-    if (absl::Status status = AddInOrder(*core_, limits); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(AddInOrder(*this, limits));
   }
 }
 

@@ -11,12 +11,15 @@
 #ifndef HEADWATER_SERVER_HEADS_STEPS_ORDERED_WINDOW_H_
 #define HEADWATER_SERVER_HEADS_STEPS_ORDERED_WINDOW_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <set>
+#include <utility>
 
 #include "server/heads/steps/pending_contribution.h"
+#include "server/scheduler/sequencer.h"
 
 namespace headwater::heads {
 
@@ -39,19 +42,39 @@ class OrderedWindow {
   // Room for one that is not the front. `undecided`: contributions that are there without a decision.
   bool HasRoom(int64_t undecided) const { return undecided + waiting_count() < capacity_; }
   // The lowest id whose contribution is not there.
-  int64_t FirstMissing() const;
+  int64_t FirstMissing() const {
+    int64_t id = floor_;
+    while (closed_.contains(id) || waiting_.contains(id)) ++id;
+    return id;
+  }
 
   // The trainer has discarded the micro-batch: the next one need not wait for it.
   void Close(int64_t micro_batch) { closed_.insert(micro_batch); }
   // Another attempt of it has begun.
   void Reopen(int64_t micro_batch) { closed_.erase(micro_batch); }
-  void Wait(std::shared_ptr<const WaitingAddition> addition);
+  void Wait(std::shared_ptr<const WaitingAddition> addition) {
+    const int64_t micro_batch = addition->micro_batch;
+    waiting_[micro_batch] = std::move(addition);
+  }
   // The one whose turn it is, or null. `sealed`: nothing that is missing will come.
-  std::shared_ptr<const WaitingAddition> Next(bool sealed) const;
+  std::shared_ptr<const WaitingAddition> Next(bool sealed) const {
+    if (waiting_.empty()) return nullptr;
+    const auto& [micro_batch, addition] = *waiting_.begin();
+    return sealed || IsFront(micro_batch) ? addition : nullptr;
+  }
   // The contribution is in the accumulator, whether it had to wait or not.
-  void MarkAdded(int64_t micro_batch);
+  void MarkAdded(int64_t micro_batch) {
+    waiting_.erase(micro_batch);
+    floor_ = std::max(floor_, micro_batch + 1);
+    closed_.erase(closed_.begin(), closed_.lower_bound(floor_));
+  }
   // The step is closed, or lost.
-  void Clear();
+  void Clear() {
+    floor_ = 0;
+    closed_.clear();
+    for (auto& [micro_batch, addition] : waiting_) scheduler::Turn::Free(std::move(addition));
+    waiting_.clear();
+  }
 
   int64_t capacity() const { return capacity_; }
   int64_t waiting_count() const { return static_cast<int64_t>(waiting_.size()); }

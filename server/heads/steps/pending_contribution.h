@@ -6,25 +6,30 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include "headwater/kernels/engine.h"
 #include "server/heads/session_registry.h"
+#include "server/scheduler/sequencer.h"
 #include "server/scheduler/waiting.h"
 
 namespace headwater::heads {
 
 class Head;
-struct HeadCore;
 
 // A micro-batch's rows, kept for the computation at commit. The engine's heads and the teachers are fixed by `terms`.
 struct HeldRows {
   RowsView hidden;
-  std::vector<LossTerm> terms;                   // without outputs; they and `hidden` point into `storage`
-  std::shared_ptr<const void> storage;           // keeps the memory, and its place in the budget
-  std::vector<std::weak_ptr<Head>> teachers;     // distinct teachers' heads; they may be deleted before the decision
-  std::vector<const EngineHead*> teacher_heads;  // of each of `teachers`; to compare, never to use
-  std::vector<int64_t> teacher_weight_versions;  // of each of `teachers`
+  std::vector<LossTerm> terms;          // without outputs; they and `hidden` point into `storage`
+  std::shared_ptr<const void> storage;  // keeps the memory, and its place in the budget
+  struct Teacher {
+    std::weak_ptr<Head> head;     // it may be deleted before the decision
+    const EngineHead* on_engine;  // to compare, never to use
+    int64_t weight_version;
+  };
+  std::vector<Teacher> teachers;  // each once
 };
 
 // The factors by which a commit multiplies the contribution.
@@ -38,21 +43,32 @@ struct CommitArguments {
 // without an admission, unless a commit has called BeginCommit().
 class PendingContribution {
  public:
+  // STAGED in the engine, or HELD.
+  using Content = std::variant<std::unique_ptr<StagedContribution>, HeldRows>;
   // `until_decided` is released with the memory; may be null.
-  PendingContribution(std::set<const HeadCore*> targets, int64_t attempt, std::optional<SessionId> session,
-                      std::unique_ptr<StagedContribution> staged, std::shared_ptr<const void> until_decided);
-  PendingContribution(std::set<const HeadCore*> targets, int64_t attempt, std::optional<SessionId> session, HeldRows held,
-                      std::shared_ptr<const void> until_decided);
+  PendingContribution(std::set<const Head*> targets, int64_t attempt, std::optional<SessionId> session, Content content,
+                      std::shared_ptr<const void> until_decided)
+      : targets_(std::move(targets)),
+        attempt_(attempt),
+        session_(session),
+        content_(std::move(content)),
+        until_decided_(std::move(until_decided)) {}
 
-  const std::set<const HeadCore*>& targets() const { return targets_; }  // to compare, never to use
+  const std::set<const Head*>& targets() const { return targets_; }  // to compare, never to use
   int64_t attempt() const { return attempt_; }
   const std::optional<SessionId>& session() const { return session_; }
-  bool is_held() const { return is_held_; }
+  bool is_held() const { return std::holds_alternative<HeldRows>(content_); }
 
   // Lists that are woken when it is dropped: those of all its heads, which may not be the ones that drop it.
   void WakeAtDrop(std::vector<std::shared_ptr<scheduler::WaitList>> lists) { wake_at_drop_ = std::move(lists); }
   // False if it has been dropped before.
-  bool Drop();
+  bool Drop() {
+    if (std::exchange(dropped_, true)) return false;
+    scheduler::Turn::Free(std::move(until_decided_));
+    scheduler::Turn::Free(std::make_shared<Content>(std::move(content_)));  // keeps its alternative
+    for (const auto& list : std::exchange(wake_at_drop_, {})) list->WakeAll();
+    return true;
+  }
   bool dropped() const { return dropped_; }
   // Drops it because its session has ended; true if this call did. A contribution that is being committed stays. The committing
   // call is one of the session's, and when it has ended the session ends once more (SessionRegistry).
@@ -61,18 +77,20 @@ class PendingContribution {
   void BeginCommit() { in_commit_ = true; }
   void EndCommit() { in_commit_ = false; }
 
-  StagedContribution* staged() const { return staged_.get(); }  // null if it is HELD, or dropped
-  const HeldRows& held() const { return held_; }                // without terms if it is STAGED, or dropped
+  StagedContribution& staged() const { return *std::get<0>(content_); }  // of a STAGED one that has not been dropped
+  // Without terms if it is STAGED, or dropped.
+  const HeldRows& held() const {
+    static const HeldRows none;
+    return is_held() ? std::get<HeldRows>(content_) : none;
+  }
 
  private:
-  const std::set<const HeadCore*> targets_;
+  const std::set<const Head*> targets_;
   const int64_t attempt_;
   const std::optional<SessionId> session_;
-  const bool is_held_;
   bool dropped_ = false;
   bool in_commit_ = false;
-  std::unique_ptr<StagedContribution> staged_;
-  HeldRows held_;
+  Content content_;
   std::shared_ptr<const void> until_decided_;
   std::vector<std::shared_ptr<scheduler::WaitList>> wake_at_drop_;
 };

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 
+#include "absl/status/status.h"
 #include "headwater/kernels/engine.h"
 #include "server/heads/epoch.h"
 #include "server/heads/head_info.h"
@@ -59,6 +60,13 @@ struct ApplyArguments {
   std::optional<double> weight_decay, beta1, beta2, epsilon, momentum;  // overrides
   bool operator==(const ApplyArguments&) const = default;
 };
+
+// kOptimizerNotConfigured; kInvalidCombination for an override of another optimizer's setting; kInvalidField for a value out of
+// range. `name` and `spec` are the head's.
+absl::Status CheckApply(const HeadName& name, const HeadSpec& spec, const ApplyArguments& arguments);
+
+// The optimizer's settings with a step's overrides.
+OptimizerSpec WithOverrides(OptimizerSpec optimizer, const ApplyArguments& arguments);
 
 // The result of ApplyOptimizerStep.
 struct ApplyReply {

@@ -10,33 +10,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/heads/epoch.h"
 
 namespace headwater::heads {
 namespace {
 
 constexpr size_t kMaxListedIds = 16;
-
-const char* StateName(ContributionState state) {
-  switch (state) {
-    case ContributionState::kNone:
-      break;
-    case ContributionState::kInProgress:
-      return "in progress";
-    case ContributionState::kStaged:
-      return "staged";
-    case ContributionState::kCommitted:
-      return "committed";
-    case ContributionState::kDiscarded:
-      return "discarded";
-  }
-  return "unknown";
-}
-
-// Whether there is a contribution, decided or not, and not only a fence or a tombstone.
-bool IsPresent(const MicroBatchRecord& record) {
-  return record.state != ContributionState::kNone && record.state != ContributionState::kDiscarded;
-}
 
 // Reduces the record of a contribution that is gone to its fence and tombstone; false if it has neither.
 bool KeepFenceAndTombstone(MicroBatchRecord* record) {
@@ -59,28 +39,50 @@ bool IsUndecided(const MicroBatchRecord& record) {
   return record.state == ContributionState::kInProgress || record.state == ContributionState::kStaged;
 }
 
+ErrorMetadata AttemptMetadata(int64_t step, int64_t micro_batch, int64_t attempt) {
+  return {{"step", absl::StrCat(step)}, {"microBatch", absl::StrCat(micro_batch)}, {"attempt", absl::StrCat(attempt)}};
+}
+
+// An error about one attempt of a micro-batch; `what` follows it in the message.
+absl::Status AttemptError(ErrorReason reason, int64_t step, int64_t micro_batch, int64_t attempt, const std::string& what,
+                          ErrorMetadata metadata = {}) {
+  metadata.merge(AttemptMetadata(step, micro_batch, attempt));
+  return MakeError(reason, absl::StrCat("micro-batch ", micro_batch, " of step ", step, " ", what), std::move(metadata));
+}
+
+// The caller does not keep to the order of the diagram.
+absl::Status Defect(int64_t micro_batch, const std::string& what) {
+  return MakeError(ErrorReason::kInternal, absl::StrCat("micro-batch ", micro_batch, " ", what),
+                   {{"microBatch", absl::StrCat(micro_batch)}});
+}
+
 // The first few of some ids, and how many there are.
-class IdList {
- public:
+struct IdList {
   void Add(int64_t id) {
-    if (ids_.size() < kMaxListedIds) ids_.push_back(id);
-    ++count_;
+    if (ids.size() < kMaxListedIds) ids.push_back(id);
+    ++count;
   }
-  // Ids that are not listed one by one.
-  void AddCount(int64_t count) { count_ += count; }
-  bool empty() const { return count_ == 0; }
-  bool full() const { return ids_.size() == kMaxListedIds; }
-  int64_t count() const { return count_; }
   std::string ToString() const {
-    return absl::StrCat(absl::StrJoin(ids_, ","), count_ > static_cast<int64_t>(ids_.size()) ? ",..." : "");
+    return absl::StrCat(absl::StrJoin(ids, ","), count > static_cast<int64_t>(ids.size()) ? ",..." : "");
   }
 
- private:
-  std::vector<int64_t> ids_;
-  int64_t count_ = 0;
+  std::vector<int64_t> ids;
+  int64_t count = 0;
 };
 
 }  // namespace
+
+absl::Status CheckFactor(double factor) {
+  if (std::isfinite(static_cast<float>(factor))) return absl::OkStatus();
+  const std::string actual = absl::StrCat(factor);
+  return MakeError(ErrorReason::kInvalidField, absl::StrCat("factor must be finite in fp32, it is ", actual),
+                   {{"field", "factor"}, {"expected", "finite in fp32"}, {"actual", actual}});
+}
+
+const MicroBatchRecord* StepRecord::Find(int64_t micro_batch) const {
+  const auto found = micro_batches.find(micro_batch);
+  return found != micro_batches.end() ? &found->second : nullptr;
+}
 
 StepTotals StepRecord::Totals() const {
   StepTotals totals;
@@ -108,58 +110,50 @@ absl::Status StepLedger::CheckStep(int64_t step) const {
 }
 
 absl::Status StepLedger::CheckNotInProgress(int64_t step, int64_t micro_batch) const {
-  if (absl::Status status = CheckStep(step); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckStep(step));
   if (!pending_digests_.contains(micro_batch)) return absl::OkStatus();
   return MakeError(ErrorReason::kMicroBatchInProgress,
                    absl::StrCat("micro-batch ", micro_batch, " of step ", step, " is being computed for another call"),
                    {{"step", absl::StrCat(step)}, {"microBatch", absl::StrCat(micro_batch)}});
 }
 
-absl::Status StepLedger::CheckBegin(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) const {
-  if (absl::Status status = CheckStep(step); !status.ok()) return status;
+absl::Status StepLedger::CheckBegin(int64_t step, int64_t micro_batch, int64_t attempt) const {
+  HEADWATER_RETURN_IF_ERROR(CheckStep(step));
   if (micro_batch < 0 || attempt < 0) {
     const char* field = micro_batch < 0 ? "micro_batch" : "attempt";
     const std::string actual = absl::StrCat(micro_batch < 0 ? micro_batch : attempt);
     return MakeError(ErrorReason::kInvalidField, absl::StrCat(field, " must be at least 0, it is ", actual),
                      {{"field", field}, {"expected", ">= 0"}, {"actual", actual}});
   }
-  const ErrorMetadata key = {
-      {"step", absl::StrCat(step)}, {"microBatch", absl::StrCat(micro_batch)}, {"attempt", absl::StrCat(attempt)}};
-  const auto found = open_.micro_batches.find(micro_batch);
-  if (found != open_.micro_batches.end()) {
-    const MicroBatchRecord& record = found->second;
+  const MicroBatchRecord* const known = open_.Find(micro_batch);
+  if (known != nullptr) {
+    const MicroBatchRecord& record = *known;
     if (attempt <= record.tombstone_attempt) {
-      ErrorMetadata metadata = key;
-      metadata["discardedAttempt"] = absl::StrCat(record.tombstone_attempt);
-      return MakeError(ErrorReason::kMicroBatchDiscarded,
-                       absl::StrCat("micro-batch ", micro_batch, " of step ", step, " was discarded up to attempt ",
-                                    record.tombstone_attempt, ", the call is attempt ", attempt),
-                       std::move(metadata));
+      return AttemptError(ErrorReason::kMicroBatchDiscarded, step, micro_batch, attempt,
+                          absl::StrCat("was discarded up to attempt ", record.tombstone_attempt, ", the call is attempt ", attempt),
+                          {{"discardedAttempt", absl::StrCat(record.tombstone_attempt)}});
     }
-    const int64_t known_attempt = IsPresent(record) ? std::max(record.attempt, record.fence_attempt) : record.fence_attempt;
+    const int64_t known_attempt = record.IsPresent() ? std::max(record.attempt, record.fence_attempt) : record.fence_attempt;
     // A repeat of what is decided is answered whatever attempt a later call has announced.
     const bool repeats = record.state == ContributionState::kCommitted && attempt >= record.attempt;
     if (attempt < known_attempt && !repeats) {
-      ErrorMetadata metadata = key;
-      metadata["knownAttempt"] = absl::StrCat(known_attempt);
-      return MakeError(ErrorReason::kAttemptSuperseded,
-                       absl::StrCat("micro-batch ", micro_batch, " of step ", step, " is known with attempt ", known_attempt,
-                                    ", the call is attempt ", attempt),
-                       std::move(metadata));
+      return AttemptError(ErrorReason::kAttemptSuperseded, step, micro_batch, attempt,
+                          absl::StrCat("is known with attempt ", known_attempt, ", the call is attempt ", attempt),
+                          {{"knownAttempt", absl::StrCat(known_attempt)}});
     }
     if (record.state == ContributionState::kInProgress && attempt == record.attempt) return CheckNotInProgress(step, micro_batch);
-    if (IsPresent(record)) return absl::OkStatus();
+    if (record.IsPresent()) return absl::OkStatus();
   }
   if (open_.state != StepState::kOpen) {
-    ErrorMetadata metadata = key;
+    ErrorMetadata metadata = AttemptMetadata(step, micro_batch, attempt);
     metadata["openStep"] = absl::StrCat(open_.step);
     return MakeError(
         ErrorReason::kStepSealed,
         absl::StrCat("step ", step, " is sealed and takes no further micro-batches; the call is for micro-batch ", micro_batch),
         std::move(metadata));
   }
-  if (found == open_.micro_batches.end() && static_cast<int64_t>(open_.micro_batches.size()) >= max_micro_batches) {
-    const std::string maximum = absl::StrCat(max_micro_batches);
+  if (known == nullptr && static_cast<int64_t>(open_.micro_batches.size()) >= max_micro_batches_) {
+    const std::string maximum = absl::StrCat(max_micro_batches_);
     return MakeError(ErrorReason::kLimitExceeded,
                      absl::StrCat("step ", step, " has ", open_.micro_batches.size(), " micro-batches, the maximum is ", maximum),
                      {{"limit", "max_step_micro_batches"},
@@ -170,65 +164,51 @@ absl::Status StepLedger::CheckBegin(int64_t step, int64_t micro_batch, int64_t a
   return absl::OkStatus();
 }
 
-absl::StatusOr<bool> StepLedger::Supersede(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) {
-  if (absl::Status status = CheckBegin(step, micro_batch, attempt, max_micro_batches); !status.ok()) return status;
+absl::StatusOr<bool> StepLedger::Supersede(int64_t step, int64_t micro_batch, int64_t attempt) {
+  HEADWATER_RETURN_IF_ERROR(CheckBegin(step, micro_batch, attempt));
   if (attempt == 0) return false;
   const auto [found, is_new] = open_.micro_batches.try_emplace(micro_batch);
   MicroBatchRecord& record = found->second;
-  if (!is_new && record.state == ContributionState::kInProgress) {
-    return MakeError(ErrorReason::kInternal, absl::StrCat("micro-batch ", micro_batch, " is being computed"),
-                     {{"microBatch", absl::StrCat(micro_batch)}});
-  }
+  if (!is_new && record.state == ContributionState::kInProgress) return Defect(micro_batch, "is being computed");
   if (!is_new && record.state == ContributionState::kCommitted) return false;
   const bool dropped = !is_new && record.state == ContributionState::kStaged && record.attempt < attempt;
   record.fence_attempt = std::max(record.fence_attempt, attempt);
-  if (is_new || dropped || !IsPresent(record)) KeepFenceAndTombstone(&record);
+  if (is_new || dropped || !record.IsPresent()) KeepFenceAndTombstone(&record);
   return dropped;
 }
 
-absl::StatusOr<BeginDecision> StepLedger::Begin(int64_t step, int64_t micro_batch, int64_t attempt, const Digest& digest,
-                                                bool first_wins, int64_t max_micro_batches) {
-  if (absl::Status status = CheckBegin(step, micro_batch, attempt, max_micro_batches); !status.ok()) return status;
-  if (absl::Status status = CheckNotInProgress(step, micro_batch); !status.ok()) return status;
-  const auto found = open_.micro_batches.find(micro_batch);
-  const bool known = found != open_.micro_batches.end() && IsPresent(found->second);
-  const bool supersedes = known && found->second.state == ContributionState::kStaged && attempt > found->second.attempt;
-  if (known && !supersedes) {
-    const MicroBatchRecord& record = found->second;
-    if (record.digest == digest) return BeginDecision::kReplay;
-    if (first_wins) return BeginDecision::kPayloadDiffers;
-    const std::string expected = record.digest.has_value() ? EpochToHex(*record.digest) : "";
-    return MakeError(ErrorReason::kMicroBatchConflict,
-                     absl::StrCat("micro-batch ", micro_batch, " of step ", step, " is ", StateName(record.state), " with digest ",
-                                  expected, ", the call has digest ", EpochToHex(digest)),
-                     {{"step", absl::StrCat(step)},
-                      {"microBatch", absl::StrCat(micro_batch)},
-                      {"expected", expected},
-                      {"actual", EpochToHex(digest)}});
-  }
-  Start(micro_batch, attempt, digest);
-  return BeginDecision::kCompute;
+absl::StatusOr<BeginDecision> StepLedger::CheckBegin(int64_t step, int64_t micro_batch, int64_t attempt,
+                                                     const std::optional<Digest>& digest, bool first_wins) const {
+  HEADWATER_RETURN_IF_ERROR(CheckBegin(step, micro_batch, attempt));
+  HEADWATER_RETURN_IF_ERROR(CheckNotInProgress(step, micro_batch));
+  const MicroBatchRecord* const known = open_.Find(micro_batch);
+  if (known == nullptr || !known->IsPresent()) return BeginDecision::kCompute;
+  if (!digest.has_value()) return BeginDecision::kReplay;
+  const bool is_staged = known->state == ContributionState::kStaged;
+  if (is_staged && attempt > known->attempt) return BeginDecision::kCompute;
+  const MicroBatchRecord& record = *known;
+  if (record.digest == digest) return BeginDecision::kReplay;
+  if (first_wins) return BeginDecision::kPayloadDiffers;
+  const std::string expected = EpochToHex(*record.digest);
+  return MakeError(ErrorReason::kMicroBatchConflict,
+                   absl::StrCat("micro-batch ", micro_batch, " of step ", step, " is ", is_staged ? "staged" : "committed",
+                                " with digest ", expected, ", the call has digest ", EpochToHex(*digest)),
+                   {{"step", absl::StrCat(step)},
+                    {"microBatch", absl::StrCat(micro_batch)},
+                    {"expected", expected},
+                    {"actual", EpochToHex(*digest)}});
 }
 
-void StepLedger::Start(int64_t micro_batch, int64_t attempt, const std::optional<Digest>& digest) {
+void StepLedger::Begin(int64_t micro_batch, int64_t attempt, const std::optional<Digest>& digest) {
   MicroBatchRecord record;
-  if (const auto found = open_.micro_batches.find(micro_batch); found != open_.micro_batches.end()) {
-    record.tombstone_attempt = found->second.tombstone_attempt;
-    record.fence_attempt = found->second.fence_attempt;
+  if (const MicroBatchRecord* const known = open_.Find(micro_batch); known != nullptr) {
+    record.tombstone_attempt = known->tombstone_attempt;
+    record.fence_attempt = known->fence_attempt;
   }
   record.fence_attempt = std::max(record.fence_attempt, attempt);
   record.attempt = attempt;
   open_.micro_batches[micro_batch] = record;
   pending_digests_[micro_batch] = digest;
-}
-
-absl::StatusOr<bool> StepLedger::BeginProvisionally(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) {
-  if (absl::Status status = CheckBegin(step, micro_batch, attempt, max_micro_batches); !status.ok()) return status;
-  if (absl::Status status = CheckNotInProgress(step, micro_batch); !status.ok()) return status;
-  const auto found = open_.micro_batches.find(micro_batch);
-  if (found != open_.micro_batches.end() && IsPresent(found->second)) return false;
-  Start(micro_batch, attempt, std::nullopt);
-  return true;
 }
 
 absl::Status StepLedger::SetDigest(int64_t micro_batch, const Digest& digest) {
@@ -237,116 +217,72 @@ absl::Status StepLedger::SetDigest(int64_t micro_batch, const Digest& digest) {
     pending->second = digest;
     return absl::OkStatus();
   }
-  return MakeError(
-      ErrorReason::kInternal,
-      absl::StrCat("micro-batch ", micro_batch, " of step ", open_.step, " was expected to be in progress without digest"),
-      {{"microBatch", absl::StrCat(micro_batch)}});
+  return Defect(micro_batch, "was expected to be in progress without digest");
 }
 
 absl::StatusOr<MicroBatchRecord*> StepLedger::InProgress(int64_t micro_batch) {
   const auto found = open_.micro_batches.find(micro_batch);
   if (found == open_.micro_batches.end() || found->second.state != ContributionState::kInProgress) {
-    return MakeError(ErrorReason::kInternal,
-                     absl::StrCat("micro-batch ", micro_batch, " of step ", open_.step, " is ",
-                                  found == open_.micro_batches.end() ? "not known" : StateName(found->second.state),
-                                  ", it was expected to be in progress"),
-                     {{"microBatch", absl::StrCat(micro_batch)}});
+    return Defect(micro_batch, "was expected to be in progress");
   }
   return &found->second;
 }
 
 absl::Status StepLedger::Finish(int64_t micro_batch, ContributionState state, ContributionForm form,
                                 const ContributionCounts& counts) {
-  absl::StatusOr<MicroBatchRecord*> record = InProgress(micro_batch);
-  if (!record.ok()) return record.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto* record, InProgress(micro_batch));
   const auto digest = pending_digests_.find(micro_batch);
-  if (!digest->second.has_value()) {
-    return MakeError(ErrorReason::kInternal,
-                     absl::StrCat("micro-batch ", micro_batch, " of step ", open_.step, " has no digest yet"),
-                     {{"microBatch", absl::StrCat(micro_batch)}});
-  }
-  (*record)->state = state;
-  (*record)->form = form;
-  (*record)->counts = counts;
-  (*record)->digest = *digest->second;
+  if (!digest->second.has_value()) return Defect(micro_batch, "has no digest yet");
+  record->state = state;
+  record->form = form;
+  record->counts = counts;
+  record->digest = *digest->second;
   pending_digests_.erase(digest);
   return absl::OkStatus();
 }
 
-absl::Status StepLedger::FinishCommitted(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts) {
-  return Finish(micro_batch, ContributionState::kCommitted, form, counts);
-}
-
-absl::Status StepLedger::FinishStaged(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts) {
-  return Finish(micro_batch, ContributionState::kStaged, form, counts);
-}
-
 absl::Status StepLedger::Abort(int64_t micro_batch) {
-  absl::StatusOr<MicroBatchRecord*> record = InProgress(micro_batch);
-  if (!record.ok()) return record.status();
+  HEADWATER_ASSIGN_OR_RETURN(auto* record, InProgress(micro_batch));
   pending_digests_.erase(micro_batch);
-  if (!KeepFenceAndTombstone(*record)) open_.micro_batches.erase(micro_batch);
+  if (!KeepFenceAndTombstone(record)) open_.micro_batches.erase(micro_batch);
   return absl::OkStatus();
 }
 
-void StepLedger::TakeBack(int64_t micro_batch, const std::optional<MicroBatchRecord>& before) {
-  pending_digests_.erase(micro_batch);
-  if (before.has_value()) {
-    open_.micro_batches[micro_batch] = *before;
-  } else {
-    open_.micro_batches.erase(micro_batch);
-  }
-}
-
-std::optional<MicroBatchRecord> StepLedger::Find(int64_t micro_batch) const {
-  const auto found = open_.micro_batches.find(micro_batch);
-  return found == open_.micro_batches.end() ? std::nullopt : std::optional<MicroBatchRecord>(found->second);
-}
-
 absl::StatusOr<bool> StepLedger::CheckCommit(int64_t step, int64_t micro_batch, int64_t attempt, const CommitFactor& factor) const {
-  if (absl::Status status = CheckStep(step); !status.ok()) return status;
-  if (!std::isfinite(static_cast<float>(factor.factor))) {
-    const std::string actual = absl::StrCat(factor.factor);
-    return MakeError(ErrorReason::kInvalidField, absl::StrCat("factor must be finite in fp32, it is ", actual),
-                     {{"field", "factor"}, {"expected", "finite in fp32"}, {"actual", actual}});
+  HEADWATER_RETURN_IF_ERROR(CheckStep(step));
+  HEADWATER_RETURN_IF_ERROR(CheckFactor(factor.factor));
+  const MicroBatchRecord* const known = open_.Find(micro_batch);
+  if (known != nullptr && attempt >= 0 && attempt <= known->tombstone_attempt) {
+    return AttemptError(
+        ErrorReason::kMicroBatchDiscarded, step, micro_batch, attempt,
+        absl::StrCat("was discarded up to attempt ", known->tombstone_attempt, ", the commit is for attempt ", attempt));
   }
-  const auto found = open_.micro_batches.find(micro_batch);
-  const bool known = found != open_.micro_batches.end();
-  ErrorMetadata key = {{"step", absl::StrCat(step)}, {"microBatch", absl::StrCat(micro_batch)}, {"attempt", absl::StrCat(attempt)}};
-  if (absl::Status status = CheckNotInProgress(step, micro_batch); !status.ok()) return status;
-  if (known && attempt >= 0 && attempt <= found->second.tombstone_attempt) {
-    return MakeError(ErrorReason::kMicroBatchDiscarded,
-                     absl::StrCat("micro-batch ", micro_batch, " of step ", step, " was discarded up to attempt ",
-                                  found->second.tombstone_attempt, ", the commit is for attempt ", attempt),
-                     key);
+  if (known != nullptr && attempt < known->attempt) {
+    return AttemptError(ErrorReason::kAttemptSuperseded, step, micro_batch, attempt,
+                        absl::StrCat("is at attempt ", known->attempt, ", the commit is for attempt ", attempt),
+                        {{"knownAttempt", absl::StrCat(known->attempt)}});
   }
+  HEADWATER_RETURN_IF_ERROR(CheckNotInProgress(step, micro_batch));
   // A later attempt of a committed micro-batch was a repeat of it, and so is its commit.
-  const bool is_committed = known && found->second.state == ContributionState::kCommitted;
-  const bool only_announced = known && found->second.state == ContributionState::kNone;
-  if (!known || (attempt > found->second.attempt && !is_committed) || (only_announced && attempt == found->second.attempt)) {
+  const bool is_committed = known != nullptr && known->state == ContributionState::kCommitted;
+  const bool only_announced = known != nullptr && known->state == ContributionState::kNone;
+  if (known == nullptr || only_announced || (attempt > known->attempt && !is_committed)) {
     return MakeError(ErrorReason::kMicroBatchNotFound,
-                     absl::StrCat("step ", step, " knows no micro-batch ", micro_batch, " with attempt ", attempt), key);
+                     absl::StrCat("step ", step, " knows no micro-batch ", micro_batch, " with attempt ", attempt),
+                     AttemptMetadata(step, micro_batch, attempt));
   }
-  const MicroBatchRecord& record = found->second;
-  if (attempt < record.attempt) {
-    key["knownAttempt"] = absl::StrCat(record.attempt);
-    return MakeError(ErrorReason::kAttemptSuperseded,
-                     absl::StrCat("micro-batch ", micro_batch, " of step ", step, " is at attempt ", record.attempt,
-                                  ", the commit is for attempt ", attempt),
-                     key);
-  }
-  if (record.state == ContributionState::kCommitted) {
+  const MicroBatchRecord& record = *known;
+  if (is_committed) {
     if (record.factor == factor) return false;
-    key["expected"] = FactorToString(record.factor);
-    key["actual"] = FactorToString(factor);
-    return MakeError(ErrorReason::kMicroBatchConflict,
-                     absl::StrCat("micro-batch ", micro_batch, " of step ", step, " was committed with factor ", key["expected"],
-                                  ", the call has factor ", key["actual"]),
-                     key);
+    const std::string expected = FactorToString(record.factor), actual = FactorToString(factor);
+    return AttemptError(ErrorReason::kMicroBatchConflict, step, micro_batch, attempt,
+                        absl::StrCat("was committed with factor ", expected, ", the call has factor ", actual),
+                        {{"expected", expected}, {"actual", actual}});
   }
   if (open_.state != StepState::kOpen) {
     return MakeError(ErrorReason::kStepSealed,
-                     absl::StrCat("step ", step, " is sealed; micro-batch ", micro_batch, " can no longer be committed"), key);
+                     absl::StrCat("step ", step, " is sealed; micro-batch ", micro_batch, " can no longer be committed"),
+                     AttemptMetadata(step, micro_batch, attempt));
   }
   return true;
 }
@@ -354,38 +290,31 @@ absl::StatusOr<bool> StepLedger::CheckCommit(int64_t step, int64_t micro_batch, 
 absl::Status StepLedger::FinishCommit(int64_t micro_batch, const CommitFactor& factor) {
   const auto found = open_.micro_batches.find(micro_batch);
   if (found == open_.micro_batches.end() || found->second.state != ContributionState::kStaged) {
-    return MakeError(ErrorReason::kInternal,
-                     absl::StrCat("micro-batch ", micro_batch, " of step ", open_.step, " was expected to be staged"),
-                     {{"microBatch", absl::StrCat(micro_batch)}});
+    return Defect(micro_batch, "was expected to be staged");
   }
   found->second.state = ContributionState::kCommitted;
   found->second.factor = factor;
   return absl::OkStatus();
 }
 
-absl::Status StepLedger::CheckDiscard(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) const {
-  if (absl::Status status = CheckStep(step); !status.ok()) return status;
-  const auto found = open_.micro_batches.find(micro_batch);
-  if (found == open_.micro_batches.end()) {
-    const absl::Status begin = CheckBegin(step, micro_batch, attempt, max_micro_batches);
+absl::Status StepLedger::CheckDiscard(int64_t step, int64_t micro_batch, int64_t attempt) const {
+  HEADWATER_RETURN_IF_ERROR(CheckStep(step));
+  const MicroBatchRecord* const known = open_.Find(micro_batch);
+  if (known == nullptr) {
+    const absl::Status begin = CheckBegin(step, micro_batch, attempt);
     return HasReason(begin, ErrorReason::kStepSealed) ? absl::OkStatus() : begin;
   }
-  const MicroBatchRecord& record = found->second;
-  ErrorMetadata key = {{"step", absl::StrCat(step)}, {"microBatch", absl::StrCat(micro_batch)}, {"attempt", absl::StrCat(attempt)}};
+  const MicroBatchRecord& record = *known;
   switch (record.state) {
     case ContributionState::kInProgress:
       return CheckNotInProgress(step, micro_batch);
     case ContributionState::kCommitted:
-      return MakeError(ErrorReason::kMicroBatchConflict,
-                       absl::StrCat("micro-batch ", micro_batch, " of step ", step, " is committed and cannot be discarded"),
-                       std::move(key));
+      return AttemptError(ErrorReason::kMicroBatchConflict, step, micro_batch, attempt, "is committed and cannot be discarded");
     case ContributionState::kStaged:
       if (attempt >= record.attempt) return absl::OkStatus();
-      key["knownAttempt"] = absl::StrCat(record.attempt);
-      return MakeError(ErrorReason::kAttemptSuperseded,
-                       absl::StrCat("micro-batch ", micro_batch, " of step ", step, " is staged at attempt ", record.attempt,
-                                    ", the discard is for attempt ", attempt),
-                       std::move(key));
+      return AttemptError(ErrorReason::kAttemptSuperseded, step, micro_batch, attempt,
+                          absl::StrCat("is staged at attempt ", record.attempt, ", the discard is for attempt ", attempt),
+                          {{"knownAttempt", absl::StrCat(record.attempt)}});
     case ContributionState::kDiscarded:
     case ContributionState::kNone:
       break;
@@ -393,8 +322,8 @@ absl::Status StepLedger::CheckDiscard(int64_t step, int64_t micro_batch, int64_t
   return absl::OkStatus();
 }
 
-absl::StatusOr<bool> StepLedger::Discard(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) {
-  if (absl::Status status = CheckDiscard(step, micro_batch, attempt, max_micro_batches); !status.ok()) return status;
+absl::StatusOr<bool> StepLedger::Discard(int64_t step, int64_t micro_batch, int64_t attempt) {
+  HEADWATER_RETURN_IF_ERROR(CheckDiscard(step, micro_batch, attempt));
   auto found = open_.micro_batches.find(micro_batch);
   if (found == open_.micro_batches.end()) {
     if (open_.state != StepState::kOpen) return false;  // nothing new can come in: no tombstone needed
@@ -411,13 +340,9 @@ absl::StatusOr<bool> StepLedger::Discard(int64_t step, int64_t micro_batch, int6
 }
 
 absl::Status StepLedger::CheckExpectation(const ExpectedMicroBatches& expected) const {
-  const auto is_committed = [this](int64_t id) {
-    const auto found = open_.micro_batches.find(id);
-    return found != open_.micro_batches.end() && found->second.state == ContributionState::kCommitted;
-  };
-  const auto is_undecided = [this](int64_t id) {
-    const auto found = open_.micro_batches.find(id);
-    return found != open_.micro_batches.end() && IsUndecided(found->second);
+  const auto is_present = [this](int64_t id) {
+    const MicroBatchRecord* const known = open_.Find(id);
+    return known != nullptr && known->IsPresent();
   };
   IdList missing, uncommitted, unexpected;
   std::set<int64_t> ids;
@@ -430,13 +355,13 @@ absl::Status StepLedger::CheckExpectation(const ExpectedMicroBatches& expected) 
     // `count` may be anything: the ids are walked only until enough missing ones are found, the rest is arithmetic.
     int64_t present = 0;
     for (const auto& [id, record] : open_.micro_batches) {
-      if (id < *count && IsPresent(record)) ++present;
+      if (id < *count && record.IsPresent()) ++present;
     }
     const int64_t missing_count = *count - present;
-    for (int64_t id = 0; missing.count() < missing_count && !missing.full(); ++id) {
-      if (!is_committed(id) && !is_undecided(id)) missing.Add(id);
+    for (int64_t id = 0; missing.count < missing_count && missing.ids.size() < kMaxListedIds; ++id) {
+      if (!is_present(id)) missing.Add(id);
     }
-    missing.AddCount(missing_count - missing.count());
+    missing.count = missing_count;
   } else {
     for (const int64_t id : std::get<std::vector<int64_t>>(expected)) {
       if (id < 0 || !ids.insert(id).second) {
@@ -447,7 +372,7 @@ absl::Status StepLedger::CheckExpectation(const ExpectedMicroBatches& expected) 
       }
     }
     for (const int64_t id : ids) {
-      if (!is_committed(id) && !is_undecided(id)) missing.Add(id);
+      if (!is_present(id)) missing.Add(id);
     }
   }
   for (const auto& [id, record] : open_.micro_batches) {
@@ -455,48 +380,42 @@ absl::Status StepLedger::CheckExpectation(const ExpectedMicroBatches& expected) 
     const bool is_expected = count != nullptr ? id < *count : ids.contains(id);
     if (record.state == ContributionState::kCommitted && !is_expected) unexpected.Add(id);
   }
-  if (missing.empty() && uncommitted.empty() && unexpected.empty()) return absl::OkStatus();
+  if (missing.count == 0 && uncommitted.count == 0 && unexpected.count == 0) return absl::OkStatus();
 
   ErrorMetadata metadata = {{"step", absl::StrCat(open_.step)}};
   const auto add = [&metadata](const char* name, const IdList& list) {
-    if (list.empty()) return;
+    if (list.count == 0) return;
     metadata[name] = list.ToString();
-    metadata[absl::StrCat(name, "Count")] = absl::StrCat(list.count());
+    metadata[absl::StrCat(name, "Count")] = absl::StrCat(list.count);
   };
   add("missing", missing);
   add("uncommitted", uncommitted);
   add("unexpected", unexpected);
-  if (!missing.empty()) {
-    return MakeError(ErrorReason::kMicroBatchMissing,
-                     absl::StrCat("step ", open_.step, " lacks ", missing.count(), " expected micro-batches: ", missing.ToString()),
-                     std::move(metadata));
+  const auto refuse = [&](ErrorReason reason, const char* verb, const IdList& list, const char* what) {
+    return MakeError(reason, absl::StrCat("step ", open_.step, verb, list.count, what, list.ToString()), std::move(metadata));
+  };
+  if (missing.count > 0) return refuse(ErrorReason::kMicroBatchMissing, " lacks ", missing, " expected micro-batches: ");
+  if (uncommitted.count == 0) {
+    return refuse(ErrorReason::kMicroBatchUnexpected, " has ", unexpected, " committed micro-batches that are not expected: ");
   }
-  if (!uncommitted.empty()) {
-    return MakeError(ErrorReason::kMicroBatchUncommitted,
-                     absl::StrCat("step ", open_.step, " has ", uncommitted.count(),
-                                  " micro-batches that are neither committed nor discarded: ", uncommitted.ToString()),
-                     std::move(metadata));
-  }
-  return MakeError(ErrorReason::kMicroBatchUnexpected,
-                   absl::StrCat("step ", open_.step, " has ", unexpected.count(),
-                                " committed micro-batches that are not expected: ", unexpected.ToString()),
-                   std::move(metadata));
+  return refuse(ErrorReason::kMicroBatchUncommitted, " has ", uncommitted,
+                " micro-batches that are neither committed nor discarded: ");
 }
 
 absl::Status StepLedger::CheckSeal(int64_t step, const ExpectedMicroBatches& expected) const {
-  if (absl::Status status = CheckStep(step); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckStep(step));
   return CheckExpectation(expected);
 }
 
 absl::StatusOr<bool> StepLedger::Seal(int64_t step, const ExpectedMicroBatches& expected) {
-  if (absl::Status status = CheckSeal(step, expected); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckSeal(step, expected));
   const bool sealed_now = open_.state == StepState::kOpen;
   open_.state = StepState::kSealed;
   return sealed_now;
 }
 
 absl::Status StepLedger::CheckClose(int64_t step, StepState how) const {
-  if (absl::Status status = CheckStep(step); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckStep(step));
   if (how != StepState::kApplied && how != StepState::kReplaced && how != StepState::kDiscarded) {
     return MakeError(ErrorReason::kInternal, "a step is closed as applied, discarded or replaced",
                      {{"actual", absl::StrCat(static_cast<int>(how))}});
@@ -514,7 +433,7 @@ absl::Status StepLedger::CheckClose(int64_t step, StepState how) const {
 }
 
 absl::Status StepLedger::Close(int64_t step, StepState how) {
-  if (absl::Status status = CheckClose(step, how); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckClose(step, how));
   for (auto& [id, record] : open_.micro_batches) {
     if (record.state != ContributionState::kStaged) continue;
     record.state = ContributionState::kDiscarded;

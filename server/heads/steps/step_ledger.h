@@ -56,6 +56,9 @@ struct CommitFactor {
   bool operator==(const CommitFactor&) const = default;
 };
 
+// kInvalidField unless the factor is finite in fp32.
+absl::Status CheckFactor(double factor);
+
 // The record of one micro-batch.
 struct MicroBatchRecord {
   int64_t attempt = 0;
@@ -67,6 +70,8 @@ struct MicroBatchRecord {
   CommitFactor factor;
   int64_t tombstone_attempt = -1;  // highest attempt that was discarded; -1: none
   int64_t fence_attempt = 0;       // highest attempt that announced itself: lower ones are refused
+  // Whether there is a contribution, decided or not, and not only a fence or a tombstone.
+  bool IsPresent() const { return state != ContributionState::kNone && state != ContributionState::kDiscarded; }
   bool operator==(const MicroBatchRecord&) const = default;
 };
 
@@ -85,8 +90,9 @@ struct StepRecord {
   int64_t step = 0;
   StepState state = StepState::kOpen;
   std::map<int64_t, MicroBatchRecord> micro_batches;
-  StepTotals Totals() const;  // in ascending id, so the sums do not depend on order of arrival
-  bool HasUndecided() const;  // in progress or staged
+  const MicroBatchRecord* Find(int64_t micro_batch) const;  // null if nothing is known of it
+  StepTotals Totals() const;                                // in ascending id, so the sums do not depend on order of arrival
+  bool HasUndecided() const;                                // in progress or staged
 };
 
 // Exactly 0 ... n-1, or exactly these ids (distinct, >= 0).
@@ -94,17 +100,22 @@ using ExpectedMicroBatches = std::variant<int64_t, std::vector<int64_t>>;
 
 // The decision of Begin().
 enum class BeginDecision {
-  kCompute,         // new: it is IN_PROGRESS now; call one of Finish...() or Abort()
+  kCompute,         // new: Begin() it, and call one of Finish...() or Abort()
   kReplay,          // known with this digest: compute and answer, add nothing
   kPayloadDiffers,  // known with another digest, and FIRST_WINS: compute and answer, add nothing
 };
 
 class StepLedger {
  public:
-  explicit StepLedger(int64_t initial_step) { open_.step = initial_step; }
+  // At most `max_micro_batches` records in one step, tombstones included.
+  StepLedger(int64_t initial_step, int64_t max_micro_batches) : max_micro_batches_(max_micro_batches) { Reset(initial_step); }
 
   const StepRecord& open() const { return open_; }
   const std::optional<StepRecord>& last_closed() const { return last_closed_; }
+  // The last closed step if it is `step`, else null.
+  const StepRecord* FindClosed(int64_t step) const {
+    return last_closed_.has_value() && last_closed_->step == step ? &*last_closed_ : nullptr;
+  }
 
   // The checkpoints that a trainer at another step may restore: "step-20=20,step-10=10", for messages.
   void SetCheckpoints(std::string checkpoints) { checkpoints_ = std::move(checkpoints); }
@@ -116,42 +127,45 @@ class StepLedger {
   absl::Status CheckNotInProgress(int64_t step, int64_t micro_batch) const;
   // Whether Begin() would be refused whatever the digest is. For refusing before the upload.
   // kStepMismatch, kStepSealed, kMicroBatchDiscarded, kAttemptSuperseded, kMicroBatchInProgress (by this attempt: a higher one is
-  // let through, and finds it decided when its turn comes), kLimitExceeded (max_micro_batches).
-  absl::Status CheckBegin(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) const;
+  // let through, and finds it decided when its turn comes), kLimitExceeded.
+  absl::Status CheckBegin(int64_t step, int64_t micro_batch, int64_t attempt) const;
   // Announces an attempt that CheckBegin() admits, when its header has come. Lower attempts are refused from now on, and an
   // undecided one of theirs is forgotten. True if there was one: the caller drops it. A committed one stays. An attempt 0 leaves
   // nothing behind. Not while the micro-batch is in progress (kInternal).
-  absl::StatusOr<bool> Supersede(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches);
-  // As CheckBegin() (in progress whatever the attempt), and kMicroBatchConflict. A known micro-batch may be replayed while the step
-  // is sealed. One of a closed step is refused with kStepMismatch like any other; GetStep reports its state. A higher attempt of a
-  // staged micro-batch is new: it supersedes the staged contribution, which the caller drops.
-  absl::StatusOr<BeginDecision> Begin(int64_t step, int64_t micro_batch, int64_t attempt, const Digest& digest, bool first_wins,
-                                      int64_t max_micro_batches);
-  // As Begin() for a micro-batch whose digest is not known yet: SetDigest() must come before Finish...(). False, with nothing
-  // changed, if this attempt or a lower one of the micro-batch is known: only the digest can decide then.
-  absl::StatusOr<bool> BeginProvisionally(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches);
+  absl::StatusOr<bool> Supersede(int64_t step, int64_t micro_batch, int64_t attempt);
+  // Decides about a begin of this attempt; changes nothing. Errors: those of CheckBegin() above (in progress whatever the attempt),
+  // and kMicroBatchConflict. A known micro-batch may be replayed while the step is sealed. One of a closed step is refused with
+  // kStepMismatch like any other; GetStep reports its state. A higher attempt of a staged micro-batch is new: it supersedes the
+  // staged contribution, which the caller drops. Without `digest`, which is not known yet: kReplay if this attempt or a lower one
+  // is known, because only the digest can decide then.
+  absl::StatusOr<BeginDecision> CheckBegin(int64_t step, int64_t micro_batch, int64_t attempt, const std::optional<Digest>& digest,
+                                           bool first_wins) const;
+  // Begins a micro-batch that CheckBegin() has found new in this turn. Without `digest` SetDigest() must come before Finish...().
+  void Begin(int64_t micro_batch, int64_t attempt, const std::optional<Digest>& digest);
   // Sets the digest of a micro-batch that has begun provisionally; once (kInternal otherwise).
   absl::Status SetDigest(int64_t micro_batch, const Digest& digest);
   // `form`: how it was held until now; kDirect if not at all.
-  absl::Status FinishCommitted(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts);
+  absl::Status FinishCommitted(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts) {
+    return Finish(micro_batch, ContributionState::kCommitted, form, counts);
+  }
   // `form`: kStaged or kHeld.
-  absl::Status FinishStaged(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts);
+  absl::Status FinishStaged(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts) {
+    return Finish(micro_batch, ContributionState::kStaged, form, counts);
+  }
   // The micro-batch failed before it added anything: it is forgotten, except the fence and the tombstone that it may have had.
   absl::Status Abort(int64_t micro_batch);
-  // The open step's record of a micro-batch.
-  std::optional<MicroBatchRecord> Find(int64_t micro_batch) const;
-  // Undoes a begin that is refused in the same turn: restores the record that Find() returned before.
-  void TakeBack(int64_t micro_batch, const std::optional<MicroBatchRecord>& before);
 
-  // True if the commit is to be carried out now, false if an equal one was before, for this attempt or a lower one. The caller adds
-  // the contribution and then calls FinishCommit(); nothing can come in between, because it is admitted to the head.
+  // kMicroBatchDiscarded, kAttemptSuperseded, kMicroBatchInProgress and kMicroBatchNotFound, the first that applies; kStepMismatch,
+  // kInvalidField, kStepSealed. True if the commit is to be carried out now, false if an equal one was before, for this attempt or
+  // a lower one. The caller adds the contribution and then calls FinishCommit(); nothing can come in between, because it is
+  // admitted to the head.
   absl::StatusOr<bool> CheckCommit(int64_t step, int64_t micro_batch, int64_t attempt, const CommitFactor& factor) const;
   absl::Status FinishCommit(int64_t micro_batch, const CommitFactor& factor);
 
   // True if an uncommitted contribution was dropped. Leaves a tombstone, except for an unknown one in a sealed step, which takes
   // nothing new anyway. kMicroBatchConflict for a committed one.
-  absl::Status CheckDiscard(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) const;
-  absl::StatusOr<bool> Discard(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches);
+  absl::Status CheckDiscard(int64_t step, int64_t micro_batch, int64_t attempt) const;
+  absl::StatusOr<bool> Discard(int64_t step, int64_t micro_batch, int64_t attempt);
 
   // Errors: kMicroBatchMissing (a discarded one is missing too), kMicroBatchUncommitted (any undecided one, expected or not),
   // kMicroBatchUnexpected, in this order, with at most 16 ids in message and metadata; kInvalidField for an expectation with
@@ -172,11 +186,10 @@ class StepLedger {
  private:
   // The record of an IN_PROGRESS micro-batch; kInternal otherwise.
   absl::StatusOr<MicroBatchRecord*> InProgress(int64_t micro_batch);
-  // Makes it IN_PROGRESS, with what it had of fence and tombstone.
-  void Start(int64_t micro_batch, int64_t attempt, const std::optional<Digest>& digest);
   absl::Status Finish(int64_t micro_batch, ContributionState state, ContributionForm form, const ContributionCounts& counts);
   absl::Status CheckExpectation(const ExpectedMicroBatches& expected) const;
 
+  const int64_t max_micro_batches_;
   std::map<int64_t, std::optional<Digest>> pending_digests_;  // of the micro-batches in progress; absent: not known yet
   StepRecord open_;
   std::optional<StepRecord> last_closed_;

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::heads {
 namespace {
@@ -32,8 +33,7 @@ std::optional<int64_t> WaitingAttempts::Higher(int64_t micro_batch, int64_t atte
 
 StepTransactions::StepTransactions(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits)
     : name_(name),
-      max_micro_batches_(limits.max_step_micro_batches),
-      ledger_(spec.initial_step),
+      ledger_(spec.initial_step, limits.max_step_micro_batches),
       window_(limits.deterministic && spec.trainable ? std::make_unique<OrderedWindow>(limits.ordered_window) : nullptr) {}
 
 bool StepTransactions::HasContributions() const {
@@ -43,7 +43,7 @@ bool StepTransactions::HasContributions() const {
 // ---- the step's end --------------------------------------------------------------------------------------------------
 
 absl::Status StepTransactions::Close(int64_t step, StepState how) {
-  if (absl::Status status = ledger_.Close(step, how); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(ledger_.Close(step, how));
   DropAll();
   last_apply_.reset();
   return absl::OkStatus();
@@ -71,17 +71,8 @@ void StepTransactions::Drop(int64_t micro_batch) {
 // ---- begin -----------------------------------------------------------------------------------------------------------
 
 absl::Status StepTransactions::CheckBegin(int64_t step, int64_t micro_batch, int64_t attempt) const {
-  if (absl::Status status = ledger_.CheckBegin(step, micro_batch, attempt, max_micro_batches_); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(ledger_.CheckBegin(step, micro_batch, attempt));
   return CheckOrder(micro_batch);
-}
-
-absl::StatusOr<BeginDecision> StepTransactions::Begin(int64_t step, int64_t micro_batch, int64_t attempt, const Digest& digest,
-                                                      bool first_wins) {
-  return ledger_.Begin(step, micro_batch, attempt, digest, first_wins, max_micro_batches_);
-}
-
-absl::StatusOr<bool> StepTransactions::BeginProvisionally(int64_t step, int64_t micro_batch, int64_t attempt) {
-  return ledger_.BeginProvisionally(step, micro_batch, attempt, max_micro_batches_);
 }
 
 void StepTransactions::DropLowerAttempt(int64_t micro_batch) {
@@ -90,9 +81,8 @@ void StepTransactions::DropLowerAttempt(int64_t micro_batch) {
 }
 
 absl::Status StepTransactions::Supersede(int64_t step, int64_t micro_batch, int64_t attempt) {
-  const absl::StatusOr<bool> dropped = ledger_.Supersede(step, micro_batch, attempt, max_micro_batches_);
-  if (!dropped.ok()) return dropped.status();
-  if (*dropped) Drop(micro_batch);
+  HEADWATER_ASSIGN_OR_RETURN(const bool dropped, ledger_.Supersede(step, micro_batch, attempt));
+  if (dropped) Drop(micro_batch);
   return absl::OkStatus();
 }
 
@@ -114,18 +104,11 @@ void StepTransactions::FinishCommit(int64_t micro_batch, const CommitFactor& fac
   pending_.erase(micro_batch);
 }
 
-absl::Status StepTransactions::CheckDiscard(int64_t step, int64_t micro_batch, int64_t attempt) const {
-  return ledger_.CheckDiscard(step, micro_batch, attempt, max_micro_batches_);
-}
-
 absl::StatusOr<bool> StepTransactions::Discard(int64_t step, int64_t micro_batch, int64_t attempt) {
-  const absl::StatusOr<bool> dropped = ledger_.Discard(step, micro_batch, attempt, max_micro_batches_);
-  if (!dropped.ok()) return dropped.status();
+  HEADWATER_ASSIGN_OR_RETURN(const bool dropped, ledger_.Discard(step, micro_batch, attempt));
   Drop(micro_batch);
-  if (window_ == nullptr) return dropped;
-  const auto found = open().micro_batches.find(micro_batch);
-  const bool is_discarded = found != open().micro_batches.end() && found->second.state == ContributionState::kDiscarded;
-  if (is_discarded) window_->Close(micro_batch);
+  const MicroBatchRecord* const record = open().Find(micro_batch);
+  if (window_ != nullptr && record != nullptr && record->state == ContributionState::kDiscarded) window_->Close(micro_batch);
   return dropped;
 }
 
@@ -136,7 +119,7 @@ void StepTransactions::Settle() {
       continue;
     }
     // Cannot fail: what is pending is staged in the open step.
-    ledger_.Discard(open().step, entry->first, entry->second->attempt(), max_micro_batches_).IgnoreError();
+    ledger_.Discard(open().step, entry->first, entry->second->attempt()).IgnoreError();
     entry = pending_.erase(entry);
   }
 }
@@ -155,11 +138,9 @@ int64_t StepTransactions::DropSession(const SessionId& session) {
 absl::Status StepTransactions::CheckOrder(int64_t micro_batch) const {
   if (window_ == nullptr) return absl::OkStatus();
   const StepRecord& open = ledger_.open();
-  const auto found = open.micro_batches.find(micro_batch);
   // A repeat of one that is there adds nothing; a higher attempt of one that is undecided takes its place.
-  const bool is_there = found != open.micro_batches.end() && found->second.state != ContributionState::kNone &&
-                        found->second.state != ContributionState::kDiscarded;
-  if (is_there) return absl::OkStatus();
+  const MicroBatchRecord* const record = open.Find(micro_batch);
+  if (record != nullptr && record->IsPresent()) return absl::OkStatus();
   ErrorMetadata metadata = {{"step", absl::StrCat(open.step)}, {"microBatch", absl::StrCat(micro_batch)}};
   if (window_->HasPassed(micro_batch)) {
     return MakeError(
@@ -198,8 +179,8 @@ absl::Status StepTransactions::CheckNothingWaits() const {
 }
 
 bool StepTransactions::IsDue(int64_t micro_batch) const {
-  const auto found = open().micro_batches.find(micro_batch);
-  const bool is_committed = found != open().micro_batches.end() && found->second.state == ContributionState::kCommitted;
+  const MicroBatchRecord* const record = open().Find(micro_batch);
+  const bool is_committed = record != nullptr && record->state == ContributionState::kCommitted;
   return is_committed || open().state != StepState::kOpen || window_->HasPassed(micro_batch) || window_->IsFront(micro_batch);
 }
 
@@ -215,11 +196,8 @@ void StepTransactions::Wait(int64_t micro_batch, const HeldRows& held, const Com
     waiting->rows.terms.push_back(term);
     if (term.teacher_head != nullptr) teachers.insert(term.teacher_head);
   }
-  for (size_t i = 0; i < held.teachers.size(); ++i) {
-    if (!teachers.contains(held.teacher_heads[i])) continue;
-    waiting->rows.teachers.push_back(held.teachers[i]);
-    waiting->rows.teacher_heads.push_back(held.teacher_heads[i]);
-    waiting->rows.teacher_weight_versions.push_back(held.teacher_weight_versions[i]);
+  for (const HeldRows::Teacher& teacher : held.teachers) {
+    if (teachers.contains(teacher.on_engine)) waiting->rows.teachers.push_back(teacher);
   }
   window_->Wait(std::move(waiting));
 }

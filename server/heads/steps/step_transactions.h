@@ -76,8 +76,6 @@ class StepTransactions {
   // ---- begin ---------------------------------------------------------------------------------------------------------
   // StepLedger::CheckBegin(), and, for a new micro-batch in order, kOrderPassed and kOrderedWindowFull.
   absl::Status CheckBegin(int64_t step, int64_t micro_batch, int64_t attempt) const;
-  absl::StatusOr<BeginDecision> Begin(int64_t step, int64_t micro_batch, int64_t attempt, const Digest& digest, bool first_wins);
-  absl::StatusOr<bool> BeginProvisionally(int64_t step, int64_t micro_batch, int64_t attempt);
   // A new attempt has begun in all heads: drops what a lower one has left here.
   void DropLowerAttempt(int64_t micro_batch);
   // StepLedger::Supersede(), with what it drops.
@@ -94,7 +92,6 @@ class StepTransactions {
                      const ContributionCounts& counts);
   // A staged micro-batch is committed; cannot fail. Its pending contribution is the caller's to drop.
   void FinishCommit(int64_t micro_batch, const CommitFactor& factor);
-  absl::Status CheckDiscard(int64_t step, int64_t micro_batch, int64_t attempt) const;
   // StepLedger::Discard(), with what it drops. Higher micro-batches need not wait for this one in order.
   absl::StatusOr<bool> Discard(int64_t step, int64_t micro_batch, int64_t attempt);
   // Turns contributions that another head, or the end of a session, has dropped into tombstones.
@@ -123,7 +120,6 @@ class StepTransactions {
   void Drop(int64_t micro_batch);
 
   const HeadName& name_;
-  const int64_t max_micro_batches_;
   StepLedger ledger_;
   std::map<int64_t, std::shared_ptr<PendingContribution>> pending_;
   const std::unique_ptr<OrderedWindow> window_;  // null: not in order

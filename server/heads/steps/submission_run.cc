@@ -1,11 +1,14 @@
 #include "server/heads/steps/submission_run.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/each_name.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
+#include "server/heads/steps/held_rows.h"
 #include "server/heads/steps/submit.h"
 
 namespace headwater::heads {
@@ -39,82 +42,56 @@ bool NeedsSlot(const Submission& submission) {
   return (submission.explicit_commit || submission.refuse_non_finite) && !submission.late_token_factors;
 }
 
-std::vector<HeadCore*> TargetsOf(const Submission& submission) {
-  std::vector<HeadCore*> targets;
+std::vector<Head*> TargetsOf(const Submission& submission) {
+  std::vector<Head*> targets;
   if (!submission.backward) return targets;
   for (const SubmittedTerm& term : submission.terms) {
     if (!term.head->spec().trainable) continue;
-    HeadCore* const head = &term.head->core();
+    Head* const head = term.head.get();
     if (std::find(targets.begin(), targets.end(), head) == targets.end()) targets.push_back(head);
   }
   return targets;
 }
 
-// Answers the engine's questions while rows come.
-class SubmissionRun::Flow : public RowFlow {
- public:
-  explicit Flow(SubmissionRun& run) : run_(run) {}
-
-  // Decide() was OK: what the engine does from then on counts.
-  bool decided() const { return decided_; }
-
-  absl::Status AwaitRows(int64_t row_end) override {
-    if (absl::Status status = run_.CheckWanted(); !status.ok()) return status;
-    return run_.submission_.incoming->AwaitRows(row_end);
-  }
-  absl::Status Decide(const DigestBuilder* rows) override {
-    absl::Status status = run_.Decide(rows);
-    decided_ = status.ok();
-    return status;
-  }
-  void GradHiddenReady(int64_t row_end) override { run_.submission_.incoming->GradHiddenReady(row_end); }
-
- private:
-  SubmissionRun& run_;
-  bool decided_ = false;
-};
-
 absl::StatusOr<SubmissionOutcome> SubmissionRun::Run() {
   {
     const Turn turn(sequencer_);
     // Checked again: the heads may have changed while this call waited. From here on only other runs change them.
-    if (absl::Status status = CheckSubmission(submission_); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(CheckSubmission(submission_));
     BuildTerms();
-    if (absl::Status status = Begin(); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(Begin());
   }
   if (outcome_.needs_all_rows) return std::move(outcome_);
   if (absl::Status status = CheckWanted(); !status.ok()) return Abort(status);
   if (adds_) {
     if (absl::Status status = ChooseForm(); !status.ok()) return Abort(status);
   }
-  Flow flow(*this);
-  const bool flows = submission_.incoming != nullptr;
-  absl::StatusOr<MicroBatchResult> result = Compute(flows ? &flow : nullptr);
+  absl::StatusOr<MicroBatchResult> result = Compute();
   if (HasReason(result.status(), ErrorReason::kStagingFull) && form_ == ContributionForm::kStaged) {
     // A run beside this one has taken the slot that was free (EngineHead::StagesConcurrently): nothing has happened yet.
     if (submission_.hold == nullptr) {
-      HeadCore* const full = FirstWithoutSlot();
+      Head* const full = FirstWithoutSlot();
       result = SlotsTaken(full == nullptr ? *targets_.front() : *full);
     } else {
       form_ = ContributionForm::kHeld;
-      result = Compute(flows ? &flow : nullptr);
+      result = Compute();
     }
   }
-  bool may_have_added = form_ == ContributionForm::kDirect && (!flows || flow.decided());
-  if (result.ok() && flows && !flow.decided()) {
+  bool may_have_added = form_ == ContributionForm::kDirect && decided_;
+  if (result.ok() && !decided_) {
     result = MakeError(ErrorReason::kInternal, "the engine computed without asking for the decision");
     may_have_added = form_ == ContributionForm::kDirect;
   }
   if (!result.ok()) {
     if (may_have_added) return Failed(result.status());
     const absl::Status status = Abort(result.status());
-    if (!flows || flow.decided() || !submission_.incoming->stalled()) return status;
+    if (decided_ || !submission_.incoming->stalled()) return status;
     outcome_.needs_all_rows = true;
     return std::move(outcome_);
   }
   outcome_.terms = std::move(result->terms);
   if (adds_) {
-    if (absl::Status status = Settle(*result); !status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(Settle(*result));
     outcome_.state = submission_.explicit_commit ? ContributionState::kStaged : ContributionState::kCommitted;
     outcome_.form = form_;
   }
@@ -125,10 +102,10 @@ void SubmissionRun::BuildTerms() {
   terms_.reserve(submission_.terms.size());
   for (const SubmittedTerm& submitted : submission_.terms) {
     LossTerm& term = terms_.emplace_back(submitted.term);
-    const HeadCore* const teacher = submitted.teacher_head != nullptr ? &submitted.teacher_head->core() : nullptr;
-    term.head = submitted.head->core().on_engine.get();
+    const Head* const teacher = submitted.teacher_head.get();
+    term.head = submitted.head->on_engine.get();
     term.teacher_head = teacher != nullptr ? teacher->on_engine.get() : nullptr;
-    outcome_.weight_versions.push_back(submitted.head->core().weights.version());
+    outcome_.weight_versions.push_back(submitted.head->weights.version());
     outcome_.teacher_weight_versions.push_back(teacher != nullptr ? teacher->weights.version() : 0);
   }
 }
@@ -137,7 +114,7 @@ absl::Status SubmissionRun::CheckWanted() const {
   if (cancelled_ != nullptr && cancelled_()) return Cancelled();
   if (!adds_) return absl::OkStatus();  // a repeat of what is decided is answered whatever attempt waits
   const Turn turn(sequencer_);
-  for (HeadCore* target : targets_) {
+  for (Head* target : targets_) {
     if (target->state == HeadState::kLost) return target->LostError();
     const std::optional<int64_t> waiting = target->steps.waiting_attempts().Higher(id(), submission_.attempt);
     if (!waiting.has_value()) continue;
@@ -152,94 +129,77 @@ absl::Status SubmissionRun::CheckWanted() const {
 }
 
 absl::Status SubmissionRun::CheckNotLost() const {
-  for (const HeadCore* target : targets_) {
+  for (const Head* target : targets_) {
     if (target->state == HeadState::kLost) return target->LostError();
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<BeginDecision> SubmissionRun::BeginIn(HeadCore* target) {
-  const int64_t step = target->steps.open().step;
-  if (submission_.incoming == nullptr) {
-    return target->steps.Begin(step, id(), submission_.attempt, submission_.digest, submission_.first_wins);
-  }
-  const absl::StatusOr<bool> begun = target->steps.BeginProvisionally(step, id(), submission_.attempt);
-  if (!begun.ok()) return begun.status();
-  return *begun ? BeginDecision::kCompute : BeginDecision::kReplay;
-}
-
 absl::Status SubmissionRun::Begin() {
-  if (submission_.incoming == nullptr) outcome_.digest = submission_.digest;
-  std::vector<std::pair<HeadCore*, std::optional<MicroBatchRecord>>> begun;  // with their records from before
+  const bool flows = submission_.incoming != nullptr;
+  const std::optional<Digest> digest = flows ? std::nullopt : std::optional(submission_.digest);
+  if (!flows) outcome_.digest = submission_.digest;
   std::string known_by, new_to;
-  absl::Status status = CheckNotLost();
-  for (HeadCore* target : targets_) {
-    if (!status.ok()) break;
-    if (!outcome_.step.has_value()) outcome_.step = target->steps.open().step;
-    const std::optional<MicroBatchRecord> before = target->steps.ledger().Find(id());
-    const absl::StatusOr<BeginDecision> decision = BeginIn(target);
-    status = decision.status();
-    if (!status.ok()) break;
-    if (*decision == BeginDecision::kCompute) {
-      begun.emplace_back(target, before);
-      new_to = target->name.ToString();
+  HEADWATER_RETURN_IF_ERROR(CheckNotLost());
+  for (Head* target : targets_) {
+    const int64_t step = target->steps.open().step;
+    if (!outcome_.step.has_value()) outcome_.step = step;
+    HEADWATER_ASSIGN_OR_RETURN(const BeginDecision decision,
+                               target->steps.ledger().CheckBegin(step, id(), submission_.attempt, digest, submission_.first_wins));
+    if (decision == BeginDecision::kCompute) {
+      new_to = target->name().ToString();
       continue;
     }
-    if (known_by.empty()) {
-      const MicroBatchRecord& record = target->steps.open().micro_batches.at(id());
+    if (known_by.empty() && !flows) {
+      const MicroBatchRecord& record = *target->steps.open().Find(id());
       outcome_.state = record.state;
       outcome_.form = record.form;
     }
-    known_by = target->name.ToString();
-    if (*decision == BeginDecision::kPayloadDiffers) outcome_.payload_differs = true;
+    known_by = target->name().ToString();
+    if (decision == BeginDecision::kPayloadDiffers) outcome_.payload_differs = true;
   }
-  if (status.ok() && submission_.incoming != nullptr && !known_by.empty()) {
-    outcome_.needs_all_rows = true;
-    outcome_.state = ContributionState::kNone;
-    outcome_.form = ContributionForm::kNone;
-  } else if (status.ok() && !known_by.empty() && !new_to.empty()) {
-    status = MakeError(ErrorReason::kMicroBatchConflict,
-                       absl::StrCat("micro-batch ", id(), " is known to ", known_by, " and not to ", new_to,
-                                    "; the heads of a micro-batch take it all or not at all"),
-                       {{"microBatch", absl::StrCat(id())}, {"knownBy", known_by}, {"notKnownBy", new_to}});
+  // One head knows it: its rows have to be there first.
+  outcome_.needs_all_rows = flows && !known_by.empty();
+  if (outcome_.needs_all_rows) return absl::OkStatus();
+  if (!known_by.empty() && !new_to.empty()) {
+    return MakeError(ErrorReason::kMicroBatchConflict,
+                     absl::StrCat("micro-batch ", id(), " is known to ", known_by, " and not to ", new_to,
+                                  "; the heads of a micro-batch take it all or not at all"),
+                     {{"microBatch", absl::StrCat(id())}, {"knownBy", known_by}, {"notKnownBy", new_to}});
   }
-  adds_ = status.ok() && !outcome_.needs_all_rows && !begun.empty();
-  for (const auto& [target, before] : begun) {
-    if (!adds_) {  // one head takes it and another does not, or its rows have to be there first: nothing has happened
-      target->steps.ledger().TakeBack(id(), before);
-      continue;
-    }
+  outcome_.replayed = !known_by.empty() && !outcome_.payload_differs;
+  adds_ = !new_to.empty();
+  if (!adds_) return absl::OkStatus();
+  for (Head* target : targets_) {
+    target->steps.ledger().Begin(id(), submission_.attempt, digest);
     target->steps.DropLowerAttempt(id());
   }
-  outcome_.replayed = status.ok() && !known_by.empty() && !outcome_.needs_all_rows && !outcome_.payload_differs;
-  return status;
+  return absl::OkStatus();
 }
 
 absl::Status SubmissionRun::ChooseForm() {
-  form_ = ContributionForm::kDirect;
-  if (submission_.late_token_factors || in_order()) form_ = ContributionForm::kHeld;
+  form_ = submission_.late_token_factors || in_order() ? ContributionForm::kHeld : ContributionForm::kDirect;
   if (in_order() && submission_.hold == nullptr) {
     return MakeError(ErrorReason::kStagingFull, "in deterministic mode every contribution is held, and the call does not allow it",
-                     {{"head", targets_.front()->name.ToString()}});
+                     {{"head", targets_.front()->name().ToString()}});
   }
-  if (in_order()) return absl::OkStatus();
-  if (!NeedsSlot(submission_)) return absl::OkStatus();
+  if (in_order() || !NeedsSlot(submission_)) return absl::OkStatus();
   form_ = ContributionForm::kStaged;
-  HeadCore* const full = FirstWithoutSlot();
+  Head* const full = FirstWithoutSlot();
   if (full == nullptr) return absl::OkStatus();
   if (submission_.hold == nullptr) return SlotsTaken(*full);
   form_ = ContributionForm::kHeld;
   return absl::OkStatus();
 }
 
-HeadCore* SubmissionRun::FirstWithoutSlot() const {
-  for (HeadCore* target : targets_) {
+Head* SubmissionRun::FirstWithoutSlot() const {
+  for (Head* target : targets_) {
     if (target->on_engine->FreeStagingSlots() <= 0) return target;
   }
   return nullptr;
 }
 
-int64_t SubmissionRun::PendingOf(HeadCore& target, bool own, bool is_held) const {
+int64_t SubmissionRun::PendingOf(Head& target, bool own, bool is_held) const {
   const Turn turn(sequencer_);
   return std::count_if(target.steps.pending().begin(), target.steps.pending().end(), [&](const auto& entry) {
     const PendingContribution& pending = *entry.second;
@@ -248,21 +208,21 @@ int64_t SubmissionRun::PendingOf(HeadCore& target, bool own, bool is_held) const
   });
 }
 
-absl::Status SubmissionRun::SlotsTaken(HeadCore& target) const {
-  const int64_t slots = target.spec.staging_slots;
+absl::Status SubmissionRun::SlotsTaken(Head& target) const {
+  const int64_t slots = target.spec().staging_slots;
   const int64_t own = PendingOf(target, /*own=*/true, /*is_held=*/false);
   ErrorMetadata metadata = {
-      {"head", target.name.ToString()}, {"stagingSlots", absl::StrCat(slots)}, {"ownSlots", absl::StrCat(own)}};
+      {"head", target.name().ToString()}, {"stagingSlots", absl::StrCat(slots)}, {"ownSlots", absl::StrCat(own)}};
   // Heads by rows have as many slots on each rank.
   if (own < slots || PendingOf(target, /*own=*/false, /*is_held=*/false) > 0) metadata.emplace("retryAfterMs", kSlotRetryAfterMs);
   return MakeError(ErrorReason::kStagingFull,
-                   absl::StrCat("all ", slots, " staging slots of ", target.name.ToString(), " are taken, ", own,
+                   absl::StrCat("all ", slots, " staging slots of ", target.name().ToString(), " are taken, ", own,
                                 " of them by the caller's own session; commit or discard one of its micro-batches, allow this one "
                                 "to be held (allow_held), or create the head with more staging_slots"),
                    std::move(metadata));
 }
 
-absl::StatusOr<MicroBatchResult> SubmissionRun::Compute(RowFlow* flow) {
+absl::StatusOr<MicroBatchResult> SubmissionRun::Compute() {
   MicroBatch micro_batch;
   micro_batch.hidden = submission_.hidden;
   micro_batch.terms = terms_;
@@ -272,25 +232,30 @@ absl::StatusOr<MicroBatchResult> SubmissionRun::Compute(RowFlow* flow) {
   micro_batch.refuse_non_finite = submission_.refuse_non_finite;  // never together with kAccumulate, see NeedsSlot()
   if (form_ == ContributionForm::kDirect) micro_batch.grad_weight = GradWeightMode::kAccumulate;
   if (form_ == ContributionForm::kStaged) micro_batch.grad_weight = GradWeightMode::kStage;
-  micro_batch.flow = flow;
-  micro_batch.digest_rows = flow != nullptr && submission_.engine_digests && submission_.backward;
+  micro_batch.flow = submission_.incoming != nullptr ? this : nullptr;
+  micro_batch.digest_rows = submission_.incoming != nullptr && submission_.engine_digests && submission_.backward;
   micro_batch.after = submission_.after;
   micro_batch.label = submission_.label.empty() ? nullptr : submission_.label.c_str();
   return engine_.Compute(micro_batch);
 }
 
+absl::Status SubmissionRun::AwaitRows(int64_t row_end) {
+  HEADWATER_RETURN_IF_ERROR(CheckWanted());
+  return submission_.incoming->AwaitRows(row_end);
+}
+
 absl::Status SubmissionRun::Decide(const DigestBuilder* rows) {
+  decided_ = false;
   if (submission_.backward) {
-    absl::StatusOr<Digest> digest = submission_.incoming->Finish(rows);
-    if (!digest.ok()) return digest.status();
-    outcome_.digest = *digest;
+    HEADWATER_ASSIGN_OR_RETURN(outcome_.digest, submission_.incoming->Finish(rows));
   }
-  if (absl::Status status = CheckWanted(); !status.ok() || !adds_) return status;
-  const Turn turn(sequencer_);
-  if (absl::Status status = CheckNotLost(); !status.ok()) return status;
-  for (HeadCore* target : targets_) {
-    if (absl::Status status = target->steps.ledger().SetDigest(id(), outcome_.digest); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckWanted());
+  if (adds_) {
+    const Turn turn(sequencer_);
+    HEADWATER_RETURN_IF_ERROR(CheckNotLost());
+    for (Head* target : targets_) HEADWATER_RETURN_IF_ERROR(target->steps.ledger().SetDigest(id(), outcome_.digest));
   }
+  decided_ = true;
   return absl::OkStatus();
 }
 
@@ -304,25 +269,18 @@ absl::Status SubmissionRun::Settle(MicroBatchResult& result) {
   if (form_ == ContributionForm::kHeld && submission_.explicit_commit) return Hold();
   if (in_order()) return TakeItsPlace();
   if (submission_.explicit_commit) {
-    return FinishPending(std::make_shared<PendingContribution>(TargetSet(), submission_.attempt, submission_.session,
-                                                               std::move(result.staged), submission_.until_decided));
+    return FinishPending(std::move(result.staged));
   }
   // EAGER, but refused until now if anything was not finite.
+  absl::Status added;
   if (form_ == ContributionForm::kStaged) {
-    const absl::Status added = result.staged->Commit(1.0);
+    added = result.staged->Commit(1.0);
     result.staged.reset();
-    if (!added.ok()) return Failed(added);
   } else {
     for (LossTerm& term : terms_) term = WithoutOutputs(term);
-    MicroBatch again;
-    again.hidden = submission_.hidden;
-    again.terms = terms_;
-    again.backward = true;
-    again.grad_weight = GradWeightMode::kAccumulate;
-    again.after = submission_.after;
-    if (absl::Status added = engine_.Compute(again).status(); !added.ok()) return Failed(added);
+    added = AddHeld({submission_.hidden, terms_, nullptr, {}}, CommitArguments(), engine_);
   }
-  return FinishCommitted();
+  return added.ok() ? FinishCommitted() : Failed(added);
 }
 
 absl::StatusOr<HeldRows> SubmissionRun::KeepRows() {
@@ -330,12 +288,12 @@ absl::StatusOr<HeldRows> SubmissionRun::KeepRows() {
   {
     const Turn turn(sequencer_);
     is_first = in_order() && std::any_of(targets_.begin(), targets_.end(),
-                                         [this](HeadCore* target) { return target->steps.window()->IsFront(id()); });
+                                         [this](Head* target) { return target->steps.window()->IsFront(id()); });
   }
   const auto& hold = is_first && submission_.hold_first != nullptr ? submission_.hold_first : submission_.hold;
   absl::StatusOr<std::shared_ptr<const void>> storage = hold();
   if (!storage.ok()) {
-    const auto holds_own = [this](HeadCore* target) { return PendingOf(*target, /*own=*/true, /*is_held=*/true) > 0; };
+    const auto holds_own = [this](Head* target) { return PendingOf(*target, /*own=*/true, /*is_held=*/true) > 0; };
     return !in_order() && std::any_of(targets_.begin(), targets_.end(), holds_own) ? WithoutRetry(storage.status())
                                                                                    : storage.status();
   }
@@ -349,25 +307,21 @@ absl::StatusOr<HeldRows> SubmissionRun::KeepRows() {
     LossTerm& term = held.terms.emplace_back(WithoutOutputs(terms_[index]));
     term.teacher_hidden = submitted.term.teacher_hidden;  // hold() may have moved the rows
     if (submitted.teacher_head == nullptr || !teachers.insert(submitted.teacher_head.get()).second) continue;
-    held.teachers.push_back(submitted.teacher_head);
-    held.teacher_heads.push_back(term.teacher_head);
-    held.teacher_weight_versions.push_back(submitted.teacher_head->core().weights.version());
+    held.teachers.push_back({submitted.teacher_head, term.teacher_head, submitted.teacher_head->weights.version()});
   }
   return held;
 }
 
 absl::Status SubmissionRun::Hold() {
   absl::StatusOr<HeldRows> held = KeepRows();
-  if (!held.ok()) return Abort(held.status());
-  return FinishPending(std::make_shared<PendingContribution>(TargetSet(), submission_.attempt, submission_.session,
-                                                             *std::move(held), submission_.until_decided));
+  return held.ok() ? FinishPending(*std::move(held)) : Abort(held.status());
 }
 
 absl::Status SubmissionRun::TakeItsPlace() {
   absl::StatusOr<HeldRows> held = KeepRows();
   if (!held.ok()) return Abort(held.status());
   const Turn turn(sequencer_);
-  for (HeadCore* target : targets_) {
+  for (Head* target : targets_) {
     target->steps.Wait(id(), *held, CommitArguments(), *target->on_engine);
     // Cannot fail: it is in progress since Begin(), and in this mode no other call computes, and loses the head, meanwhile.
     target->steps.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
@@ -379,7 +333,7 @@ absl::Status SubmissionRun::TakeItsPlace() {
 absl::Status SubmissionRun::Abort(const absl::Status& status) {
   if (!adds_) return status;
   const Turn turn(sequencer_);
-  for (HeadCore* target : targets_) {
+  for (Head* target : targets_) {
     // If the head was lost since Begin() it is forgotten already.
     if (target->state != HeadState::kLost) target->steps.ledger().Abort(id()).IgnoreError();
     target->MicroBatchChanged();
@@ -389,17 +343,20 @@ absl::Status SubmissionRun::Abort(const absl::Status& status) {
 
 absl::Status SubmissionRun::Failed(const absl::Status& status) {
   if (!IsEngineFailure(status)) return Abort(status);
-  for (HeadCore* target : targets_) target->MarkLost(status);
+  for (Head* target : targets_) target->MarkLost(status);
   return status;
 }
 
-absl::Status SubmissionRun::FinishPending(const std::shared_ptr<PendingContribution>& pending) {
+absl::Status SubmissionRun::FinishPending(PendingContribution::Content content) {
+  const auto pending =
+      std::make_shared<PendingContribution>(std::set<const Head*>(targets_.begin(), targets_.end()), submission_.attempt,
+                                            submission_.session, std::move(content), submission_.until_decided);
   const Turn turn(sequencer_);
   if (absl::Status status = CheckNotLost(); !status.ok()) return Abort(status);
   std::vector<std::shared_ptr<scheduler::WaitList>> lists;
-  for (const HeadCore* target : targets_) lists.push_back(target->micro_batch_changed);
+  for (const Head* target : targets_) lists.push_back(target->micro_batch_changed);
   pending->WakeAtDrop(std::move(lists));
-  for (HeadCore* target : targets_) {
+  for (Head* target : targets_) {
     target->steps.FinishPending(id(), pending, form_, CountsOf(target));  // it has been in progress since Begin()
     target->MicroBatchChanged();
   }
@@ -409,7 +366,7 @@ absl::Status SubmissionRun::FinishPending(const std::shared_ptr<PendingContribut
 absl::Status SubmissionRun::FinishCommitted() {
   const Turn turn(sequencer_);
   const absl::Status status = CheckNotLost();
-  for (HeadCore* target : targets_) {
+  for (Head* target : targets_) {
     // Also in the heads that are left when one is lost: it is in their accumulators. Cannot fail in those.
     target->steps.ledger().FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
     target->MicroBatchChanged();
@@ -417,11 +374,11 @@ absl::Status SubmissionRun::FinishCommitted() {
   return status;
 }
 
-ContributionCounts SubmissionRun::CountsOf(const HeadCore* head) const {
+ContributionCounts SubmissionRun::CountsOf(const Head* head) const {
   ContributionCounts counts;
   size_t index = 0;
   for (const LossSums& sums : outcome_.terms) {
-    if (&submission_.terms[index++].head->core() != head) continue;
+    if (submission_.terms[index++].head.get() != head) continue;
     counts.valid_token_count += sums.valid_token_count;
     counts.loss_sum += sums.loss_sum;
     counts.token_weight_sum += sums.token_weight_sum;

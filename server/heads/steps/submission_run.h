@@ -5,55 +5,52 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <set>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "headwater/kernels/engine.h"
 #include "server/heads/head.h"
-#include "server/heads/head_core.h"
-#include "server/heads/steps/submission.h"
+#include "server/heads/steps/submit.h"
 
 namespace headwater::heads {
 
 // Whether it may take a staging slot.
 bool NeedsSlot(const Submission& submission);
 // The heads whose accumulators a submission adds to, each once, in the order of the terms.
-std::vector<HeadCore*> TargetsOf(const Submission& submission);
+std::vector<Head*> TargetsOf(const Submission& submission);
 
 // Lives while the submission is admitted to all its heads, perhaps beside other runs.
-class SubmissionRun {
+class SubmissionRun : private RowFlow {
  public:
   SubmissionRun(const Submission& submission, LossEngine& engine, const std::function<bool()>& cancelled)
       : submission_(submission),
         engine_(engine),
         cancelled_(cancelled),
-        sequencer_(submission.terms.front().head->core().sequencer),
-        targets_(TargetsOf(submission)) {}
+        sequencer_(submission.terms.front().head->sequencer),
+        targets_(TargetsOf(submission)),
+        decided_(submission.incoming == nullptr) {}
 
   absl::StatusOr<SubmissionOutcome> Run();
 
  private:
-  class Flow;
-
   void BuildTerms();
   // Begins in all targets, or in none; in one turn, because a run beside this one may be about the same micro-batch.
   absl::Status Begin();
-  absl::StatusOr<BeginDecision> BeginIn(HeadCore* target);
   // Decides how the contribution is held.
   absl::Status ChooseForm();
   // Null if every target has a free slot.
-  HeadCore* FirstWithoutSlot() const;
+  Head* FirstWithoutSlot() const;
   // How many undecided contributions of this target, held as rows or in slots, are the caller's own session's, or not.
-  int64_t PendingOf(HeadCore& target, bool own, bool is_held) const;
+  int64_t PendingOf(Head& target, bool own, bool is_held) const;
   // kStagingFull; says to try again if another session may free a slot of `target`. The caller's own is never waited for: it waits
   // for this answer.
-  absl::Status SlotsTaken(HeadCore& target) const;
-  // `flow` null: all rows are there.
-  absl::StatusOr<MicroBatchResult> Compute(RowFlow* flow);
-  // The last moment at which a run whose rows were awaited can end without a trace.
-  absl::Status Decide(const DigestBuilder* rows);
+  absl::Status SlotsTaken(Head& target) const;
+  absl::StatusOr<MicroBatchResult> Compute();
+  // RowFlow: the engine's questions while rows come. Decide() is the last moment at which the run can end without a trace.
+  absl::Status AwaitRows(int64_t row_end) override;
+  absl::Status Decide(const DigestBuilder* rows) override;
+  void GradHiddenReady(int64_t row_end) override { submission_.incoming->GradHiddenReady(row_end); }
   // Commits, or puts aside, what was computed.
   absl::Status Settle(MicroBatchResult& result);
   // Lets the rows be kept.
@@ -71,19 +68,19 @@ class SubmissionRun {
   // After an engine call that adds to the accumulators.
   absl::Status Failed(const absl::Status& status);
   // Both fail, with nothing pending, if a head was lost meanwhile.
-  absl::Status FinishPending(const std::shared_ptr<PendingContribution>& pending);
+  absl::Status FinishPending(PendingContribution::Content content);
   absl::Status FinishCommitted();
-  ContributionCounts CountsOf(const HeadCore* head) const;
-  std::set<const HeadCore*> TargetSet() const { return {targets_.begin(), targets_.end()}; }
+  ContributionCounts CountsOf(const Head* head) const;
   int64_t id() const { return *submission_.micro_batch; }
 
   const Submission& submission_;
   LossEngine& engine_;
   const std::function<bool()>& cancelled_;
   scheduler::Sequencer& sequencer_;
-  const std::vector<HeadCore*> targets_;
+  const std::vector<Head*> targets_;
   std::vector<LossTerm> terms_;
   bool adds_ = false;
+  bool decided_;  // all rows are there, or Decide() was OK: the engine may add from now on
   ContributionForm form_ = ContributionForm::kNone;
   SubmissionOutcome outcome_;
 };

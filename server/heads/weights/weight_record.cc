@@ -13,7 +13,7 @@ void WeightRecord::MarkUnset(HeadTensor tensor) {
 void WeightRecord::Forget() {
   MarkUnset(HeadTensor::kWeight);
   MarkUnset(HeadTensor::kBias);
-  EndStep();
+  EndStep(/*replaced=*/false);
 }
 
 int64_t WeightRecord::NextVersion() {
@@ -39,10 +39,13 @@ bool WeightRecord::DropShadow(const void* data) {
          }) > 0;
 }
 
-void WeightRecord::EndStep() {
-  for (auto& [tensor, entry] : shadows_) scheduler::Turn::Free(std::move(entry.tensor.data));
-  shadows_.clear();
+void WeightRecord::EndStep(bool replaced) {
   replaced_.clear();
+  for (auto& [tensor, entry] : shadows_) {
+    if (replaced) replaced_[tensor] = std::move(entry.checksum);
+    scheduler::Turn::Free(std::move(entry.tensor.data));
+  }
+  shadows_.clear();
 }
 
 bool WeightRecord::WasReplacedBy(HeadTensor tensor, const std::string& checksum) const {

@@ -59,10 +59,9 @@ class WeightRecord {
   bool AddShadow(const ShadowTensor& tensor, std::string checksum);
   // Drops the one at `data`; false if there is none.
   bool DropShadow(const void* data);
-  // Drops the shadows and the record of a replacement: the step has ended. MarkReplaced() follows if shadows closed it.
-  void EndStep();
-  // The last closed step was closed by tensors with these checksums.
-  void MarkReplaced(std::map<HeadTensor, std::string> checksums) { replaced_ = std::move(checksums); }
+  // The step has ended: drops the shadows. Keeps their checksums if they have `replaced` the weights, else none.
+  void EndStep(bool replaced);
+  // Whether a tensor with this checksum closed the last closed step.
   bool WasReplacedBy(HeadTensor tensor, const std::string& checksum) const;
 
  private:

@@ -4,10 +4,11 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/planned_bytes.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/checkpoint/checkpoint_store.h"
-#include "server/heads/weights/numerics.h"
 #include "server/model_files/xxh3.h"
 
 namespace headwater::heads {
@@ -15,6 +16,17 @@ namespace {
 
 HeadTensor MasterOf(HeadTensor tensor) {
   return tensor == HeadTensor::kWeight ? HeadTensor::kMasterWeight : HeadTensor::kMasterBias;
+}
+
+// Calls `work(start, count, buffer)` for pieces of `total` elements, of at most kTensorPieceBytes.
+template <typename Work>
+absl::Status ForEachPiece(int64_t total, DataType data_type, const Work& work) {
+  const int64_t piece = kTensorPieceBytes / ElementBytes(data_type);
+  HEADWATER_ASSIGN_OR_RETURN(const PlannedBytes buffer, AllocatePlanned(std::min(piece, total) * ElementBytes(data_type)));
+  for (int64_t start = 0; start < total; start += piece) {
+    HEADWATER_RETURN_IF_ERROR(work(start, std::min(piece, total - start), buffer.get()));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -35,6 +47,24 @@ absl::Status AfterTheBeginning(const absl::Status& status, bool changed) {
     return status;
   }
   return MakeError(ErrorReason::kEngineFailed, absl::StrCat("the change had begun, but ", std::string(status.message())));
+}
+
+std::string DescribeNumerics(const LossEngine& engine, const EngineHead& head) {
+  const EngineOptions& options = engine.options();
+  const auto append_shard = [](std::string* out, const VocabShard& shard) {
+    absl::StrAppend(out, shard.vocab_start, "-", shard.vocab_end);
+  };
+  const auto append_model = [](std::string* out, const EngineDevice& device) { absl::StrAppend(out, device.model); };
+  const bool is_cpu = engine.name() == "cpu";
+  const bool uses_onednn = options.bfloat16_products == Bfloat16Products::kOneDnn && head.spec().data_type == DataType::kBFloat16;
+  return absl::StrCat("engine=", engine.name(), "; device=", absl::StrJoin(engine.devices(), ",", append_model),
+                      "; shards=", absl::StrJoin(head.shards(), ",", append_shard), "; workspace_bytes=", options.workspace_bytes,
+                      "; token_chunk_rows=", options.token_chunk_rows,
+                      is_cpu ? absl::StrCat("; threads=", options.thread_count, uses_onednn ? "; bf16_products=onednn" : "")
+                             : absl::StrCat("; algorithms=", options.timed_search ? "timed" : "proposed",
+                                            "; portable_kernels=", options.portable_kernels ? "yes" : "no"),
+                      "; deterministic=", options.deterministic ? "yes" : "no",
+                      head.spec().parallelism == Parallelism::kRows ? "; parallelism=rows" : "");
 }
 
 absl::Status WeightTensors::CheckElements(HeadTensor tensor, int64_t element_start, int64_t element_count) const {
@@ -92,13 +122,7 @@ absl::Status WeightTensors::CheckBytes(HeadTensor tensor, DataType data_type, in
 absl::Status WeightTensors::ReadThrough(const std::vector<TensorUpdate>& updates) const {
   for (const TensorUpdate& update : updates) {
     if (update.in_memory) continue;
-    const int64_t total = engine_head_.ElementCount(update.tensor);
-    const int64_t piece = kTensorPieceBytes / ElementBytes(update.data_type);
-    const absl::StatusOr<PlannedBytes> buffer = AllocatePlanned(std::min(piece, total) * ElementBytes(update.data_type));
-    if (!buffer.ok()) return buffer.status();
-    for (int64_t start = 0; start < total; start += piece) {
-      if (absl::Status status = update.source(start, std::min(piece, total - start), buffer->get()); !status.ok()) return status;
-    }
+    HEADWATER_RETURN_IF_ERROR(ForEachPiece(engine_head_.ElementCount(update.tensor), update.data_type, update.source));
   }
   return absl::OkStatus();
 }
@@ -111,23 +135,16 @@ absl::Status WeightTensors::Write(const std::vector<TensorUpdate>& updates, bool
   for (const TensorUpdate& update : updates) {
     // fp32 for 16-bit storage goes to the master, from which the engine rounds the stored weight.
     const HeadTensor tensor = update.data_type == spec_.data_type ? update.tensor : MasterOf(update.tensor);
-    const int64_t total = engine_head_.ElementCount(tensor);
-    const int64_t piece = kTensorPieceBytes / ElementBytes(update.data_type);
-    const absl::StatusOr<PlannedBytes> buffer = AllocatePlanned(std::min(piece, total) * ElementBytes(update.data_type));
-    if (!buffer.ok()) return buffer.status();
-    for (int64_t start = 0; start < total; start += piece) {
-      const int64_t count = std::min(piece, total - start);
-      if (absl::Status status = update.source(start, count, buffer->get()); !status.ok()) {
+    const auto write = [&](int64_t start, int64_t count, void* buffer) {
+      if (absl::Status status = update.source(start, count, buffer); !status.ok()) {
         source_failed = true;
         return status;
       }
       // Before the first write, because a shard writes without asking the others: one that is not ready is found in time.
-      if (!changed && spec_.trainable) {
-        if (absl::Status status = after_change(engine_head_.ZeroGradient()); !status.ok()) return status;
-      }
-      absl::Status status = after_change(engine_head_.WriteTensor(tensor, start, count, buffer->get()));
-      if (!status.ok()) return status;
-    }
+      if (!changed && spec_.trainable) HEADWATER_RETURN_IF_ERROR(after_change(engine_head_.ZeroGradient()));
+      return after_change(engine_head_.WriteTensor(tensor, start, count, buffer));
+    };
+    HEADWATER_RETURN_IF_ERROR(ForEachPiece(engine_head_.ElementCount(tensor), update.data_type, write));
   }
   return absl::OkStatus();
 }
@@ -138,7 +155,7 @@ absl::Status WeightTensors::Read(HeadTensor tensor, int64_t element_start, int64
     return MakeError(ErrorReason::kInvalidField, absl::StrCat("tensor must be weight or bias, it is ", HeadTensorName(tensor)),
                      {{"field", "tensor"}, {"expected", "weight or bias"}, {"actual", HeadTensorName(tensor)}});
   }
-  if (absl::Status status = CheckElements(tensor, element_start, element_count); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckElements(tensor, element_start, element_count));
   return engine_head_.ReadTensor(tensor, element_start, element_count, out);
 }
 
@@ -150,23 +167,18 @@ absl::Status WeightTensors::ReadGradient(HeadTensor tensor, int64_t element_star
                      absl::StrCat("tensor must be the gradient of weight or bias, it is ", HeadTensorName(tensor)),
                      {{"field", "tensor"}, {"expected", "grad_weight or grad_bias"}, {"actual", HeadTensorName(tensor)}});
   }
-  if (absl::Status status = CheckElements(tensor, element_start, element_count); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckElements(tensor, element_start, element_count));
   return engine_head_.ReadTensor(tensor, element_start, element_count, out);
 }
 
 absl::StatusOr<std::string> WeightTensors::Checksum() const {
   model_files::Xxh3Hasher hasher;
-  const int64_t element_bytes = ElementBytes(spec_.data_type);
-  const int64_t total = engine_head_.ElementCount(HeadTensor::kWeight);
-  const int64_t piece = kTensorPieceBytes / element_bytes;
-  const absl::StatusOr<PlannedBytes> buffer = AllocatePlanned(std::min(piece, total) * element_bytes);
-  if (!buffer.ok()) return buffer.status();
-  for (int64_t start = 0; start < total; start += piece) {
-    const int64_t count = std::min(piece, total - start);
-    if (absl::Status status = engine_head_.ReadTensor(HeadTensor::kWeight, start, count, buffer->get()); !status.ok())
-      return status;
-    hasher.Update(buffer->get(), count * element_bytes);
-  }
+  const auto read = [&](int64_t start, int64_t count, void* buffer) {
+    HEADWATER_RETURN_IF_ERROR(engine_head_.ReadTensor(HeadTensor::kWeight, start, count, buffer));
+    hasher.Update(buffer, count * ElementBytes(spec_.data_type));
+    return absl::OkStatus();
+  };
+  HEADWATER_RETURN_IF_ERROR(ForEachPiece(engine_head_.ElementCount(HeadTensor::kWeight), spec_.data_type, read));
   return hasher.Digest();
 }
 

@@ -5,6 +5,7 @@
 #define HEADWATER_SERVER_HEADS_WEIGHTS_WEIGHT_TENSORS_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -12,7 +13,6 @@
 #include "absl/status/statusor.h"
 #include "headwater/kernels/engine.h"
 #include "server/heads/head_name.h"
-#include "server/heads/weights/tensor_update.h"
 
 namespace headwater::checkpoint {
 struct CheckpointInfo;
@@ -21,12 +21,32 @@ class CheckpointStore;
 
 namespace headwater::heads {
 
+// Brings elements [element_start, element_start + element_count) of a tensor. Called in ascending order, without gaps; may restart
+// from element 0.
+using TensorSource = std::function<absl::Status(int64_t element_start, int64_t element_count, void* out)>;
+
+// One tensor that SetTensors() sets.
+struct TensorUpdate {
+  HeadTensor tensor = HeadTensor::kWeight;  // kWeight or kBias
+  DataType data_type = DataType::kFloat32;  // of what `source` brings: the storage type or fp32
+  TensorSource source;
+  bool in_memory = false;  // `source` cannot fail: it need not be read through before
+};
+
+// The largest piece in which tensors are read from a source or a checkpoint.
+inline constexpr int64_t kTensorPieceBytes = int64_t{8} << 20;
+
 // An update whose whole tensor lies at `data`, which outlives it.
 TensorUpdate UpdateFromMemory(HeadTensor tensor, DataType data_type, const void* data);
 
 // Replaces an error by kEngineFailed if it promises an unchanged head (a shard not ready, a piece without memory), but `changed` is
 // true. Returns any other error as it is.
 absl::Status AfterTheBeginning(const absl::Status& status, bool changed);
+
+// All that fixes the order in which an engine sums up a head's gradient: equal texts and inputs give equal bits.
+// Engine and device model, shards of the vocabulary, what the chunk plan follows from, threads, and how algorithms are chosen:
+// "engine=cpu; device=...; shards=0-13,13-25,25-37; workspace_bytes=...; ...". Stored in checkpoints.
+std::string DescribeNumerics(const LossEngine& engine, const EngineHead& head);
 
 class WeightTensors {
  public:

@@ -161,10 +161,9 @@ TEST_F(CheckpointStoreTest, WrongNamesAreRefusedEverywhere) {
   EXPECT_REASON(store->Save("default", "a/b", Info("x", head->spec(), 0), *head, false), kInvalidName);
   EXPECT_REASON(store->Read("default", "student", ".."), kInvalidName);
   EXPECT_REASON(store->Load("default", "..", "x", *head), kInvalidName);
-  EXPECT_REASON(store->List("default", ""), kInvalidName);
+  EXPECT_REASON(store->ListNewestFirst("default", ""), kInvalidName);
   EXPECT_REASON(store->FindComebacks("default", "../student"), kInvalidName);
   EXPECT_REASON(store->Forget("..", "student"), kInvalidName);
-  EXPECT_REASON(store->BeginAnew("..", "student"), kInvalidName);
 }
 
 TEST_F(CheckpointStoreTest, RoundTripsAcrossShardCounts) {
@@ -225,7 +224,7 @@ TEST_F(CheckpointStoreTest, StagingSlotsAndInitialStepDoNotMatterOtherFieldsDo) 
 
 TEST_F(CheckpointStoreTest, ReadsAndLists) {
   const std::unique_ptr<CheckpointStore> store = OpenStore();
-  EXPECT_TRUE(store->List("default", "student")->empty());
+  EXPECT_TRUE(store->ListNewestFirst("default", "student")->newest_first.empty());
   EXPECT_REASON(store->Read("default", "student", "x"), kCheckpointNotFound);
   const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 2, 9);
   EXPECT_REASON(store->Load("default", "student", "x", *head), kCheckpointNotFound);
@@ -233,19 +232,18 @@ TEST_F(CheckpointStoreTest, ReadsAndLists) {
   ASSERT_OK(Save(*store, *head, "a", false, 5));
   WriteFile(head_directory() + "/broken/manifest.json", "{}");
   std::filesystem::create_directories(head_directory() + "/no-manifest");
-  const absl::StatusOr<std::vector<CheckpointInfo>> list = store->List("default", "student");
+  const absl::StatusOr<CheckpointStore::Catalogue> list = store->ListNewestFirst("default", "student");
   ASSERT_OK(list);
-  ASSERT_EQ(list->size(), 2u);
-  EXPECT_EQ((*list)[0].name, "a");
-  EXPECT_EQ((*list)[0].step, 5);
-  EXPECT_EQ((*list)[0].spec, FullSpec());
-  EXPECT_EQ((*list)[0].sequence, 2);
-  EXPECT_EQ((*list)[1].name, "b");
-  EXPECT_EQ((*list)[1].sequence, 1);
-  std::vector<std::string> damaged;
+  ASSERT_EQ(list->newest_first.size(), 2u);
+  EXPECT_EQ(list->newest_first[0].name, "a");
+  EXPECT_EQ(list->newest_first[0].step, 5);
+  EXPECT_EQ(list->newest_first[0].spec, FullSpec());
+  EXPECT_EQ(list->newest_first[0].sequence, 2);
+  EXPECT_EQ(list->newest_first[1].name, "b");
+  EXPECT_EQ(list->newest_first[1].sequence, 1);
   WriteFile(head_directory() + "/a-file", "is not a checkpoint");
-  EXPECT_EQ(store->List("default", "student", &damaged)->size(), 2u);
-  EXPECT_EQ(damaged, (std::vector<std::string>{"broken", "no-manifest"}));
+  EXPECT_EQ(store->ListNewestFirst("default", "student")->newest_first.size(), 2u);
+  EXPECT_EQ(store->ListNewestFirst("default", "student")->damaged, (std::vector<std::string>{"broken", "no-manifest"}));
   EXPECT_REASON(store->Read("default", "student", "broken"), kFileCorrupt);
   EXPECT_REASON(store->Read("default", "student", "no-manifest"), kCheckpointNotFound);
 }
@@ -482,7 +480,7 @@ TEST_F(CheckpointStoreTest, OtherHeadsAndFormerOnesKeepTheirs) {
   ASSERT_OK(Save(*store, *head, "step-2"));
   ASSERT_OK(Save(*store, *head, "step-3"));
   EXPECT_EQ(Entries(), (std::vector<std::string>{"step-1", "step-3"}));
-  EXPECT_EQ(store->List("default", "other")->size(), 1u);
+  EXPECT_EQ(store->ListNewestFirst("default", "other")->newest_first.size(), 1u);
 }
 
 TEST_F(CheckpointStoreTest, WhatIsBeyondTheNumberToKeepGoesBeforeAnotherOneIsWritten) {
@@ -505,7 +503,7 @@ TEST_F(CheckpointStoreTest, AMarkThatIsDamagedSparesFormerHeads) {
   const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 9);
   std::unique_ptr<CheckpointStore> store = OpenStore(1);
   ASSERT_OK(Save(*store, *head, "step-1"));
-  ASSERT_OK(store->BeginAnew("default", "student"));
+  ASSERT_OK(store->Forget("default", "student"));
   ASSERT_OK(Save(*store, *head, "step-2"));
   WriteFile(head_directory() + "/.live", "{");
   store = OpenStore(1);
@@ -597,7 +595,7 @@ TEST_F(CheckpointStoreTest, SavedHeadsAreLiveUntilTheyAreForgotten) {
   EXPECT_OK(store->Forget("a", "x"));
   EXPECT_OK(store->Forget("a", "x"));
   EXPECT_EQ(*OpenStore()->LiveHeads(), (LiveNames{{"a", "y"}, {"b", "x"}}));
-  EXPECT_EQ(store->List("a", "x")->size(), 1u);  // stays
+  EXPECT_EQ(store->ListNewestFirst("a", "x")->newest_first.size(), 1u);  // stays
   EXPECT_TRUE(store->FindComebacks("a", "x")->empty());
   ASSERT_OK(store->Save("a", "x", Info("2", head->spec(), 1), *head, false));
   EXPECT_EQ(*OpenStore()->LiveHeads(), (LiveNames{{"a", "x"}, {"a", "y"}, {"b", "x"}}));
@@ -637,25 +635,25 @@ TEST_F(CheckpointStoreTest, AHeadDoesNotComeBackFromWhatAnEarlierOneLeft) {
 TEST_F(CheckpointStoreTest, ANewHeadIsNotTheOneThatWasSaved) {
   std::unique_ptr<CheckpointStore> store = OpenStore();
   const std::unique_ptr<EngineHead> head = NewHead(SmallSpec(), 1, 1);
-  ASSERT_OK(store->BeginAnew("default", "student"));  // of which nothing is known
+  ASSERT_OK(store->Forget("default", "student"));  // of which nothing is known
   ASSERT_OK(Save(*store, *head, "old"));
   for (const bool restart : {false, true}) {
     if (restart) store = OpenStore();
     EXPECT_TRUE(IsLive(*store));
-    ASSERT_OK(store->BeginAnew("default", "student"));
+    ASSERT_OK(store->Forget("default", "student"));
     EXPECT_FALSE(IsLive(*store));
     EXPECT_FALSE(IsLive(*OpenStore()));
     ASSERT_OK(Save(*store, *head, "new", true));
     EXPECT_EQ(Comebacks(*store), std::vector<std::string>{"new"});
   }
   // Not even where its first save has failed, and left a mark.
-  ASSERT_OK(store->BeginAnew("default", "student"));
+  ASSERT_OK(store->Forget("default", "student"));
   files_.Reset();
   ASSERT_OK(Save(*store, *head, "probe"));
   const std::vector<std::string> changes = files_.changes();
   const auto rename =
       std::find_if(changes.rbegin(), changes.rend(), [](const std::string& change) { return absl::StartsWith(change, "rename"); });
-  ASSERT_OK(store->BeginAnew("default", "student"));
+  ASSERT_OK(store->Forget("default", "student"));
   files_.Reset();
   files_.FailAt(static_cast<int>(changes.rend() - rename) - 1, MakeError(ErrorReason::kInternal, "no"));
   EXPECT_REASON(Save(*store, *head, "fails"), kInternal);
@@ -731,7 +729,7 @@ TEST_F(CheckpointStoreTest, CheckpointsOfOlderVersionsBelongToARunByTheirNumbers
   std::unique_ptr<CheckpointStore> store = OpenStore();
   const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 9);
   ASSERT_OK(Save(*store, *head, "step-1"));
-  ASSERT_OK(store->BeginAnew("default", "student"));
+  ASSERT_OK(store->Forget("default", "student"));
   for (const char* name : {"step-2", "step-3"}) ASSERT_OK(Save(*store, *head, name));
   for (const char* name : {"step-1", "step-2", "step-3"}) {
     RewriteManifest(name, [](nlohmann::json& manifest) { manifest.erase("first_sequence"); });

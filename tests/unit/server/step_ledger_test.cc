@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <optional>
 
 #include "tests/unit/server/heads/head_test_util.h"
 
@@ -17,10 +18,22 @@ const ContributionCounts kCounts = {10, 2.5, 9.0, 1};
 
 CommitFactor Factor(double factor) { return {factor, std::nullopt}; }
 
+absl::StatusOr<BeginDecision> Begin(StepLedger& ledger, int64_t step, int64_t id, int64_t attempt,
+                                    const std::optional<Digest>& digest, bool first_wins) {
+  const absl::StatusOr<BeginDecision> decision = ledger.CheckBegin(step, id, attempt, digest, first_wins);
+  if (decision.ok() && *decision == BeginDecision::kCompute) ledger.Begin(id, attempt, digest);
+  return decision;
+}
+
 class StepLedgerTest : public ::testing::Test {
  protected:
+  // False if only the digest can decide.
+  absl::StatusOr<bool> BeginProvisionally(int64_t step, int64_t id, int64_t attempt) {
+    const absl::StatusOr<BeginDecision> decision = Begin(ledger_, step, id, attempt, std::nullopt, false);
+    return decision.ok() ? absl::StatusOr<bool>(*decision == BeginDecision::kCompute) : decision.status();
+  }
   BeginDecision MustBegin(int64_t id, const Digest& digest = kFirst, int64_t attempt = 0) {
-    absl::StatusOr<BeginDecision> decision = ledger_.Begin(7, id, attempt, digest, false, kRoom);
+    absl::StatusOr<BeginDecision> decision = Begin(ledger_, 7, id, attempt, digest, false);
     EXPECT_TRUE(decision.ok()) << decision.status();
     return decision.value_or(BeginDecision::kCompute);
   }
@@ -34,7 +47,7 @@ class StepLedgerTest : public ::testing::Test {
   }
   const MicroBatchRecord& Record(int64_t id) { return ledger_.open().micro_batches.at(id); }
 
-  StepLedger ledger_{7};
+  StepLedger ledger_{7, kRoom};
 };
 
 TEST_F(StepLedgerTest, BeginsOpenAtTheInitialStep) {
@@ -57,10 +70,10 @@ TEST_F(StepLedgerTest, EagerMicroBatchIsInProgressThenCommitted) {
 }
 
 TEST_F(StepLedgerTest, AProvisionalOneGetsItsDigestLater) {
-  EXPECT_TRUE(*ledger_.BeginProvisionally(7, 3, 0, kRoom));
+  EXPECT_TRUE(*BeginProvisionally(7, 3, 0));
   EXPECT_EQ(Record(3).state, ContributionState::kInProgress);
-  EXPECT_REASON(ledger_.BeginProvisionally(7, 3, 0, kRoom), kMicroBatchInProgress);
-  EXPECT_REASON(ledger_.Begin(7, 3, 0, kFirst, true, kRoom), kMicroBatchInProgress);
+  EXPECT_REASON(BeginProvisionally(7, 3, 0), kMicroBatchInProgress);
+  EXPECT_REASON(Begin(ledger_, 7, 3, 0, kFirst, true), kMicroBatchInProgress);
   EXPECT_REASON(ledger_.FinishCommitted(3, ContributionForm::kDirect, kCounts), kInternal);  // as what would it be known?
   EXPECT_REASON(ledger_.CheckClose(7, StepState::kDiscarded), kMicroBatchInProgress);
   EXPECT_OK(ledger_.SetDigest(3, kSecond));
@@ -72,32 +85,34 @@ TEST_F(StepLedgerTest, AProvisionalOneGetsItsDigestLater) {
 }
 
 TEST_F(StepLedgerTest, AProvisionalOneThatEndsIsForgotten) {
-  EXPECT_TRUE(*ledger_.BeginProvisionally(7, 3, 0, kRoom));
+  EXPECT_TRUE(*BeginProvisionally(7, 3, 0));
   EXPECT_OK(ledger_.Abort(3));
   EXPECT_FALSE(ledger_.open().micro_batches.contains(3));
-  EXPECT_TRUE(*ledger_.BeginProvisionally(7, 3, 2, kRoom));
+  EXPECT_TRUE(*BeginProvisionally(7, 3, 2));
   EXPECT_OK(ledger_.Abort(3));
   EXPECT_EQ(Record(3).fence_attempt, 2);
-  EXPECT_REASON(ledger_.BeginProvisionally(7, 3, 1, kRoom), kAttemptSuperseded);
-  EXPECT_REASON(ledger_.BeginProvisionally(8, 3, 2, kRoom), kStepMismatch);
-  EXPECT_REASON(ledger_.BeginProvisionally(7, 9, 0, 1), kLimitExceeded);
+  EXPECT_REASON(BeginProvisionally(7, 3, 1), kAttemptSuperseded);
+  EXPECT_REASON(BeginProvisionally(8, 3, 2), kStepMismatch);
+  StepLedger full(7, 1);
+  EXPECT_FALSE(*full.Discard(7, 3, 0));
+  EXPECT_REASON(full.CheckBegin(7, 9, 0, std::nullopt, false), kLimitExceeded);
 }
 
 TEST_F(StepLedgerTest, WhatIsKnownDoesNotBeginProvisionally) {
   Commit(1);
   Stage(2);
   const StepRecord before = ledger_.open();
-  EXPECT_FALSE(*ledger_.BeginProvisionally(7, 1, 0, kRoom));
-  EXPECT_FALSE(*ledger_.BeginProvisionally(7, 1, 5, kRoom));
-  EXPECT_FALSE(*ledger_.BeginProvisionally(7, 2, 0, kRoom));
-  EXPECT_FALSE(*ledger_.BeginProvisionally(7, 2, 5, kRoom));  // supersedes it once its digest is known
+  EXPECT_FALSE(*BeginProvisionally(7, 1, 0));
+  EXPECT_FALSE(*BeginProvisionally(7, 1, 5));
+  EXPECT_FALSE(*BeginProvisionally(7, 2, 0));
+  EXPECT_FALSE(*BeginProvisionally(7, 2, 5));  // supersedes it once its digest is known
   EXPECT_EQ(ledger_.open().micro_batches, before.micro_batches);
 }
 
 TEST_F(StepLedgerTest, SeveralAreInProgressAtOnce) {
-  EXPECT_TRUE(*ledger_.BeginProvisionally(7, 1, 0, kRoom));
+  EXPECT_TRUE(*BeginProvisionally(7, 1, 0));
   EXPECT_EQ(MustBegin(2), BeginDecision::kCompute);
-  EXPECT_TRUE(*ledger_.BeginProvisionally(7, 3, 0, kRoom));
+  EXPECT_TRUE(*BeginProvisionally(7, 3, 0));
   EXPECT_OK(ledger_.SetDigest(3, kSecond));
   EXPECT_OK(ledger_.FinishCommitted(3, ContributionForm::kDirect, kCounts));
   EXPECT_OK(ledger_.Abort(1));
@@ -120,12 +135,12 @@ TEST_F(StepLedgerTest, TotalsAreOfCommittedOnes) {
 
 TEST_F(StepLedgerTest, OtherStepsAreRefusedWithTheOpenOne) {
   for (const int64_t step : {6, 8}) {
-    const absl::StatusOr<BeginDecision> decision = ledger_.Begin(step, 0, 0, kFirst, false, kRoom);
+    const absl::StatusOr<BeginDecision> decision = Begin(ledger_, step, 0, 0, kFirst, false);
     EXPECT_REASON(decision, kStepMismatch);
     EXPECT_EQ(GetErrorMetadata(decision.status()).at("openStep"), "7");
     EXPECT_EQ(GetErrorMetadata(decision.status()).at("step"), std::to_string(step));
     EXPECT_REASON(ledger_.CheckCommit(step, 0, 0, Factor(1)), kStepMismatch);
-    EXPECT_REASON(ledger_.Discard(step, 0, 0, kRoom), kStepMismatch);
+    EXPECT_REASON(ledger_.Discard(step, 0, 0), kStepMismatch);
     EXPECT_REASON(ledger_.Seal(step, int64_t{0}), kStepMismatch);
     EXPECT_REASON(ledger_.Close(step, StepState::kDiscarded), kStepMismatch);
   }
@@ -133,9 +148,9 @@ TEST_F(StepLedgerTest, OtherStepsAreRefusedWithTheOpenOne) {
 }
 
 TEST_F(StepLedgerTest, NegativeIdsAreRefused) {
-  EXPECT_REASON(ledger_.CheckBegin(7, -1, 0, kRoom), kInvalidField);
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, -1, kRoom), kInvalidField);
-  EXPECT_REASON(ledger_.Discard(7, -1, 0, kRoom), kInvalidField);
+  EXPECT_REASON(ledger_.CheckBegin(7, -1, 0), kInvalidField);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, -1), kInvalidField);
+  EXPECT_REASON(ledger_.Discard(7, -1, 0), kInvalidField);
 }
 
 TEST_F(StepLedgerTest, RepeatsReplayAndOthersConflict) {
@@ -143,11 +158,11 @@ TEST_F(StepLedgerTest, RepeatsReplayAndOthersConflict) {
   Stage(1);
   for (const int64_t id : {0, 1}) {
     EXPECT_EQ(MustBegin(id), BeginDecision::kReplay);
-    const absl::StatusOr<BeginDecision> conflict = ledger_.Begin(7, id, 0, kSecond, false, kRoom);
+    const absl::StatusOr<BeginDecision> conflict = Begin(ledger_, 7, id, 0, kSecond, false);
     EXPECT_REASON(conflict, kMicroBatchConflict);
     EXPECT_EQ(GetErrorMetadata(conflict.status()).at("expected").substr(0, 2), "01");
     EXPECT_EQ(GetErrorMetadata(conflict.status()).at("actual").substr(0, 2), "02");
-    EXPECT_EQ(*ledger_.Begin(7, id, 0, kSecond, true, kRoom), BeginDecision::kPayloadDiffers);
+    EXPECT_EQ(*Begin(ledger_, 7, id, 0, kSecond, true), BeginDecision::kPayloadDiffers);
     EXPECT_EQ(Record(id).digest, kFirst);
   }
   EXPECT_EQ(Record(1).state, ContributionState::kStaged);
@@ -155,10 +170,10 @@ TEST_F(StepLedgerTest, RepeatsReplayAndOthersConflict) {
 
 TEST_F(StepLedgerTest, ADuplicateOfOneInProgressIsTold) {
   MustBegin(0);
-  EXPECT_REASON(ledger_.Begin(7, 0, 0, kFirst, false, kRoom), kMicroBatchInProgress);
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 0, kRoom), kMicroBatchInProgress);
+  EXPECT_REASON(Begin(ledger_, 7, 0, 0, kFirst, false), kMicroBatchInProgress);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 0), kMicroBatchInProgress);
   EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1)), kMicroBatchInProgress);
-  EXPECT_REASON(ledger_.Discard(7, 0, 0, kRoom), kMicroBatchInProgress);
+  EXPECT_REASON(ledger_.Discard(7, 0, 0), kMicroBatchInProgress);
   EXPECT_REASON(ledger_.Close(7, StepState::kDiscarded), kMicroBatchInProgress);
   EXPECT_EQ(Record(0).state, ContributionState::kInProgress);
 }
@@ -180,15 +195,16 @@ TEST_F(StepLedgerTest, FinishingWhatIsNotInProgressIsADefect) {
 }
 
 TEST_F(StepLedgerTest, TheLimitOfRecordsHoldsForNewOnesOnly) {
-  EXPECT_EQ(*ledger_.Begin(7, 0, 0, kFirst, false, 2), BeginDecision::kCompute);
-  EXPECT_OK(ledger_.FinishCommitted(0, ContributionForm::kDirect, kCounts));
-  EXPECT_FALSE(*ledger_.Discard(7, 1, 0, 2));
-  const absl::StatusOr<BeginDecision> refused = ledger_.Begin(7, 2, 0, kFirst, false, 2);
+  StepLedger ledger(7, 2);
+  EXPECT_EQ(*Begin(ledger, 7, 0, 0, kFirst, false), BeginDecision::kCompute);
+  EXPECT_OK(ledger.FinishCommitted(0, ContributionForm::kDirect, kCounts));
+  EXPECT_FALSE(*ledger.Discard(7, 1, 0));
+  const absl::StatusOr<BeginDecision> refused = Begin(ledger, 7, 2, 0, kFirst, false);
   EXPECT_REASON(refused, kLimitExceeded);
   EXPECT_EQ(GetErrorMetadata(refused.status()).at("maximum"), "2");
   EXPECT_EQ(GetErrorMetadata(refused.status()).at("actual"), "3");
-  EXPECT_REASON(ledger_.Discard(7, 2, 0, 2), kLimitExceeded);
-  EXPECT_EQ(*ledger_.Begin(7, 0, 0, kFirst, false, 2), BeginDecision::kReplay);
+  EXPECT_REASON(ledger.Discard(7, 2, 0), kLimitExceeded);
+  EXPECT_EQ(*Begin(ledger, 7, 0, 0, kFirst, false), BeginDecision::kReplay);
 }
 
 TEST_F(StepLedgerTest, CommitOfAStagedOne) {
@@ -211,59 +227,67 @@ TEST_F(StepLedgerTest, CommitErrors) {
   EXPECT_REASON(ledger_.CheckCommit(7, 0, 1, Factor(1)), kMicroBatchNotFound);
   EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(std::nan(""))), kInvalidField);
   EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(std::numeric_limits<double>::infinity())), kInvalidField);
-  EXPECT_TRUE(*ledger_.Discard(7, 0, 0, kRoom));
+  EXPECT_TRUE(*ledger_.Discard(7, 0, 0));
   EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1)), kMicroBatchDiscarded);
+}
+
+TEST_F(StepLedgerTest, ACommitOfALowerAttemptIsRefusedAsItsRepeatIs) {
+  EXPECT_FALSE(*ledger_.Discard(7, 0, 0));
+  EXPECT_EQ(MustBegin(0, kFirst, 2), BeginDecision::kCompute);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1)), kMicroBatchDiscarded);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 1, Factor(1)), kAttemptSuperseded);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 2, Factor(1)), kMicroBatchInProgress);
 }
 
 TEST_F(StepLedgerTest, DiscardLeavesATombstone) {
   Stage(0);
-  EXPECT_TRUE(*ledger_.Discard(7, 0, 0, kRoom));
-  EXPECT_FALSE(*ledger_.Discard(7, 0, 0, kRoom));
+  EXPECT_TRUE(*ledger_.Discard(7, 0, 0));
+  EXPECT_FALSE(*ledger_.Discard(7, 0, 0));
   EXPECT_EQ(Record(0).state, ContributionState::kDiscarded);
   EXPECT_EQ(Record(0).digest, kFirst);
-  EXPECT_REASON(ledger_.Begin(7, 0, 0, kFirst, true, kRoom), kMicroBatchDiscarded);
-  EXPECT_FALSE(*ledger_.Discard(7, 9, 0, kRoom));
+  EXPECT_REASON(Begin(ledger_, 7, 0, 0, kFirst, true), kMicroBatchDiscarded);
+  EXPECT_FALSE(*ledger_.Discard(7, 9, 0));
   EXPECT_FALSE(Record(9).digest.has_value());
-  EXPECT_REASON(ledger_.CheckBegin(7, 9, 0, kRoom), kMicroBatchDiscarded);
+  EXPECT_REASON(ledger_.CheckBegin(7, 9, 0), kMicroBatchDiscarded);
 }
 
 TEST_F(StepLedgerTest, ACommittedOneCannotBeDiscarded) {
   Commit(0);
-  EXPECT_REASON(ledger_.Discard(7, 0, 0, kRoom), kMicroBatchConflict);
+  EXPECT_REASON(ledger_.Discard(7, 0, 0), kMicroBatchConflict);
   EXPECT_EQ(Record(0).state, ContributionState::kCommitted);
 }
 
 TEST_F(StepLedgerTest, AHigherAttemptPassesATombstone) {
-  EXPECT_FALSE(*ledger_.Discard(7, 0, 2, kRoom));
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 1, kRoom), kMicroBatchDiscarded);
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 2, kRoom), kMicroBatchDiscarded);
+  EXPECT_FALSE(*ledger_.Discard(7, 0, 2));
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 1), kMicroBatchDiscarded);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 2), kMicroBatchDiscarded);
   EXPECT_EQ(MustBegin(0, kFirst, 3), BeginDecision::kCompute);
   EXPECT_OK(ledger_.Abort(0));
   // The tombstone has survived the failed attempt, and so has the fence that it set.
   EXPECT_EQ(Record(0).state, ContributionState::kNone);
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, Record(0).tombstone_attempt, kRoom), kMicroBatchDiscarded);
-  EXPECT_OK(ledger_.CheckBegin(7, 0, 3, kRoom));
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, Record(0).tombstone_attempt), kMicroBatchDiscarded);
+  EXPECT_OK(ledger_.CheckBegin(7, 0, 3));
 }
 
 TEST_F(StepLedgerTest, ARepeatOfACommittedOneIsAnsweredBehindAnyFence) {
   Commit(0);
-  EXPECT_FALSE(*ledger_.Supersede(7, 0, 3, kRoom));
-  EXPECT_OK(ledger_.CheckBegin(7, 0, 0, kRoom));
+  EXPECT_FALSE(*ledger_.Supersede(7, 0, 3));
+  EXPECT_OK(ledger_.CheckBegin(7, 0, 0));
   EXPECT_EQ(MustBegin(0), BeginDecision::kReplay);
 }
 
 TEST_F(StepLedgerTest, AnAnnouncedAttemptFencesLowerOnesOff) {
-  EXPECT_FALSE(*ledger_.Supersede(7, 0, 0, kRoom));
+  EXPECT_FALSE(*ledger_.Supersede(7, 0, 0));
   EXPECT_TRUE(ledger_.open().micro_batches.empty());  // attempt 0 leaves nothing behind
-  EXPECT_FALSE(*ledger_.Supersede(7, 0, 2, kRoom));
+  EXPECT_FALSE(*ledger_.Supersede(7, 0, 2));
   EXPECT_EQ(Record(0).state, ContributionState::kNone);
   EXPECT_EQ(Record(0).attempt, 2);
   EXPECT_FALSE(ledger_.open().HasUndecided());
-  const absl::Status refused = ledger_.CheckBegin(7, 0, 1, kRoom);
+  const absl::Status refused = ledger_.CheckBegin(7, 0, 1);
   EXPECT_REASON(refused, kAttemptSuperseded);
   EXPECT_EQ(GetErrorMetadata(refused).at("knownAttempt"), "2");
-  EXPECT_REASON(ledger_.Begin(7, 0, 1, kFirst, false, kRoom), kAttemptSuperseded);
-  EXPECT_REASON(ledger_.Supersede(7, 0, 1, kRoom), kAttemptSuperseded);
+  EXPECT_REASON(Begin(ledger_, 7, 0, 1, kFirst, false), kAttemptSuperseded);
+  EXPECT_REASON(ledger_.Supersede(7, 0, 1), kAttemptSuperseded);
   EXPECT_REASON(ledger_.CheckCommit(7, 0, 2, Factor(1)), kMicroBatchNotFound);
   const absl::Status late = ledger_.CheckCommit(7, 0, 1, Factor(1)).status();
   EXPECT_REASON(late, kAttemptSuperseded);
@@ -276,12 +300,12 @@ TEST_F(StepLedgerTest, AnAnnouncedAttemptFencesLowerOnesOff) {
 
 TEST_F(StepLedgerTest, AnAnnouncedAttemptDropsWhatALowerOneLeftUndecided) {
   Stage(0);
-  EXPECT_TRUE(*ledger_.Supersede(7, 0, 1, kRoom));
+  EXPECT_TRUE(*ledger_.Supersede(7, 0, 1));
   EXPECT_EQ(Record(0).state, ContributionState::kNone);
   EXPECT_FALSE(ledger_.open().HasUndecided());
-  EXPECT_FALSE(*ledger_.Supersede(7, 0, 1, kRoom));
+  EXPECT_FALSE(*ledger_.Supersede(7, 0, 1));
   Commit(1);
-  EXPECT_FALSE(*ledger_.Supersede(7, 1, 5, kRoom));
+  EXPECT_FALSE(*ledger_.Supersede(7, 1, 5));
   EXPECT_EQ(Record(1).state, ContributionState::kCommitted);
   EXPECT_EQ(MustBegin(1, kFirst, 0), BeginDecision::kReplay);
   EXPECT_EQ(MustBegin(1, kFirst, 5), BeginDecision::kReplay);
@@ -289,21 +313,21 @@ TEST_F(StepLedgerTest, AnAnnouncedAttemptDropsWhatALowerOneLeftUndecided) {
 
 TEST_F(StepLedgerTest, AHigherAttemptIsLetThroughWhileALowerOneIsComputed) {
   EXPECT_EQ(MustBegin(0, kFirst, 1), BeginDecision::kCompute);
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 0, kRoom), kAttemptSuperseded);
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 1, kRoom), kMicroBatchInProgress);
-  EXPECT_OK(ledger_.CheckBegin(7, 0, 2, kRoom));
-  EXPECT_REASON(ledger_.Begin(7, 0, 2, kFirst, false, kRoom), kMicroBatchInProgress);
-  EXPECT_REASON(ledger_.Supersede(7, 0, 2, kRoom), kInternal);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 0), kAttemptSuperseded);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 1), kMicroBatchInProgress);
+  EXPECT_OK(ledger_.CheckBegin(7, 0, 2));
+  EXPECT_REASON(Begin(ledger_, 7, 0, 2, kFirst, false), kMicroBatchInProgress);
+  EXPECT_REASON(ledger_.Supersede(7, 0, 2), kInternal);
 }
 
 TEST_F(StepLedgerTest, ADiscardBelowAnAnnouncedAttemptLeavesThatAlone) {
-  EXPECT_FALSE(*ledger_.Supersede(7, 0, 3, kRoom));
-  EXPECT_FALSE(*ledger_.Discard(7, 0, 1, kRoom));
-  EXPECT_OK(ledger_.CheckBegin(7, 0, 3, kRoom));
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 1, kRoom), kMicroBatchDiscarded);
-  EXPECT_FALSE(*ledger_.Discard(7, 0, 3, kRoom));
+  EXPECT_FALSE(*ledger_.Supersede(7, 0, 3));
+  EXPECT_FALSE(*ledger_.Discard(7, 0, 1));
+  EXPECT_OK(ledger_.CheckBegin(7, 0, 3));
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 1), kMicroBatchDiscarded);
+  EXPECT_FALSE(*ledger_.Discard(7, 0, 3));
   EXPECT_EQ(Record(0).state, ContributionState::kDiscarded);
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 3, kRoom), kMicroBatchDiscarded);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 3), kMicroBatchDiscarded);
 }
 
 TEST_F(StepLedgerTest, TokenFactorsArePartOfTheFactor) {
@@ -323,15 +347,15 @@ TEST_F(StepLedgerTest, AHigherAttemptSupersedesAStagedOne) {
   EXPECT_OK(ledger_.FinishStaged(0, ContributionForm::kStaged, kCounts));
   EXPECT_EQ(Record(0).attempt, 1);
   EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1)), kAttemptSuperseded);
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 0, kRoom), kAttemptSuperseded);
-  EXPECT_REASON(ledger_.Discard(7, 0, 0, kRoom), kAttemptSuperseded);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 0), kAttemptSuperseded);
+  EXPECT_REASON(ledger_.Discard(7, 0, 0), kAttemptSuperseded);
   EXPECT_TRUE(*ledger_.CheckCommit(7, 0, 1, Factor(1)));
 }
 
 TEST_F(StepLedgerTest, ALowerAttemptIsSuperseded) {
   EXPECT_EQ(MustBegin(0, kFirst, 4), BeginDecision::kCompute);
   EXPECT_OK(ledger_.FinishCommitted(0, ContributionForm::kDirect, kCounts));
-  const absl::Status refused = ledger_.CheckBegin(7, 0, 3, kRoom);
+  const absl::Status refused = ledger_.CheckBegin(7, 0, 3);
   EXPECT_REASON(refused, kAttemptSuperseded);
   EXPECT_EQ(GetErrorMetadata(refused).at("knownAttempt"), "4");
   EXPECT_REASON(ledger_.CheckCommit(7, 0, 3, Factor(1)), kAttemptSuperseded);
@@ -359,7 +383,7 @@ TEST_F(StepLedgerTest, SealNeedsExactlyTheExpectedOnes) {
   EXPECT_EQ(GetErrorMetadata(sealed.status()).at("uncommitted"), "5");
   EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{0, 2, 5}), kMicroBatchUncommitted);
   EXPECT_EQ(ledger_.open().state, StepState::kOpen);
-  EXPECT_TRUE(*ledger_.Discard(7, 5, 0, kRoom));
+  EXPECT_TRUE(*ledger_.Discard(7, 5, 0));
   EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{0, 2, 5}), kMicroBatchMissing);
   EXPECT_TRUE(*ledger_.Seal(7, std::vector<int64_t>{2, 0}));
   EXPECT_EQ(ledger_.open().state, StepState::kSealed);
@@ -372,11 +396,11 @@ TEST_F(StepLedgerTest, SealedStepReplaysAndRefusesNewOnes) {
   EXPECT_FALSE(*ledger_.Seal(7, std::vector<int64_t>{0}));
   EXPECT_REASON(ledger_.Seal(7, int64_t{2}), kMicroBatchMissing);
   EXPECT_EQ(MustBegin(0), BeginDecision::kReplay);
-  EXPECT_REASON(ledger_.Begin(7, 0, 0, kSecond, false, kRoom), kMicroBatchConflict);
-  EXPECT_REASON(ledger_.CheckBegin(7, 1, 0, kRoom), kStepSealed);
+  EXPECT_REASON(Begin(ledger_, 7, 0, 0, kSecond, false), kMicroBatchConflict);
+  EXPECT_REASON(ledger_.CheckBegin(7, 1, 0), kStepSealed);
   EXPECT_REASON(ledger_.CheckCommit(7, 1, 0, Factor(1)), kMicroBatchNotFound);
   EXPECT_FALSE(*ledger_.CheckCommit(7, 0, 0, Factor(1)));
-  EXPECT_FALSE(*ledger_.Discard(7, 1, 0, kRoom));
+  EXPECT_FALSE(*ledger_.Discard(7, 1, 0));
   EXPECT_EQ(ledger_.open().micro_batches.size(), 1u);
 }
 
@@ -404,7 +428,7 @@ TEST_F(StepLedgerTest, CloseOpensTheNextStep) {
   ASSERT_TRUE(ledger_.last_closed().has_value());
   EXPECT_EQ(ledger_.last_closed()->state, StepState::kApplied);
   EXPECT_EQ(ledger_.last_closed()->micro_batches.at(0).digest, kFirst);
-  EXPECT_REASON(ledger_.Begin(7, 0, 0, kFirst, false, kRoom), kStepMismatch);
+  EXPECT_REASON(Begin(ledger_, 7, 0, 0, kFirst, false), kStepMismatch);
 }
 
 TEST_F(StepLedgerTest, DiscardingAStepDropsWhatIsStaged) {
@@ -419,7 +443,7 @@ TEST_F(StepLedgerTest, ResetForgetsEverything) {
   Commit(0);
   EXPECT_TRUE(*ledger_.Seal(7, int64_t{1}));
   EXPECT_OK(ledger_.Close(7, StepState::kApplied));
-  EXPECT_TRUE(ledger_.Begin(8, 0, 0, kFirst, false, kRoom).ok());
+  EXPECT_TRUE(Begin(ledger_, 8, 0, 0, kFirst, false).ok());
   ledger_.Reset(3);
   EXPECT_EQ(ledger_.open().step, 3);
   EXPECT_TRUE(ledger_.open().micro_batches.empty());
@@ -428,7 +452,7 @@ TEST_F(StepLedgerTest, ResetForgetsEverything) {
 }
 
 TEST(StepLedgerLimitTest, TheLastNumberIsNotPassed) {
-  StepLedger ledger(std::numeric_limits<int64_t>::max());
+  StepLedger ledger(std::numeric_limits<int64_t>::max(), kRoom);
   EXPECT_REASON(ledger.Close(std::numeric_limits<int64_t>::max(), StepState::kDiscarded), kLimitExceeded);
 }
 

@@ -27,9 +27,10 @@ class StepTransactionsTest : public ::testing::Test {
   // Begins and leaves undecided.
   static std::shared_ptr<PendingContribution> Stage(StepTransactions& steps, int64_t micro_batch, int64_t attempt = 0,
                                                     const std::optional<SessionId>& session = std::nullopt) {
-    EXPECT_OK(steps.Begin(steps.open().step, micro_batch, attempt, kDigest, /*first_wins=*/false));
+    EXPECT_OK(steps.ledger().CheckBegin(steps.open().step, micro_batch, attempt, kDigest, /*first_wins=*/false));
+    steps.ledger().Begin(micro_batch, attempt, kDigest);
     steps.DropLowerAttempt(micro_batch);
-    auto pending = std::make_shared<PendingContribution>(std::set<const HeadCore*>(), attempt, session, HeldRows(), nullptr);
+    auto pending = std::make_shared<PendingContribution>(std::set<const Head*>(), attempt, session, HeldRows(), nullptr);
     steps.FinishPending(micro_batch, pending, ContributionForm::kHeld, ContributionCounts());
     return pending;
   }
@@ -38,8 +39,8 @@ class StepTransactionsTest : public ::testing::Test {
     steps.FinishCommit(micro_batch, CommitFactor());
   }
   ContributionState StateOf(int64_t micro_batch) const {
-    const std::optional<MicroBatchRecord> record = steps_.ledger().Find(micro_batch);
-    return record.has_value() ? record->state : ContributionState::kNone;
+    const MicroBatchRecord* const record = steps_.open().Find(micro_batch);
+    return record != nullptr ? record->state : ContributionState::kNone;
   }
 
   const HeadName name_{"default", "student"};

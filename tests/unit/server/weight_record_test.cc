@@ -77,11 +77,13 @@ TEST(WeightRecordTest, TheEndOfAStepForgetsShadowsAndReplacement) {
   const int data = 0;
   WeightRecord record(/*has_bias=*/true);
   record.AddShadow(TensorAt(HeadTensor::kWeight, &data), "a");
-  record.MarkReplaced({{HeadTensor::kWeight, "a"}});
+  record.EndStep(/*replaced=*/true);
+  EXPECT_TRUE(record.shadows().empty());
   EXPECT_TRUE(record.WasReplacedBy(HeadTensor::kWeight, "a"));
   EXPECT_FALSE(record.WasReplacedBy(HeadTensor::kWeight, "b"));
   EXPECT_FALSE(record.WasReplacedBy(HeadTensor::kBias, "a"));
-  record.EndStep();
+  record.AddShadow(TensorAt(HeadTensor::kWeight, &data), "a");
+  record.EndStep(/*replaced=*/false);
   EXPECT_TRUE(record.shadows().empty());
   EXPECT_FALSE(record.WasReplacedBy(HeadTensor::kWeight, "a"));
 }

@@ -98,11 +98,12 @@ class HeadComebackTest : public ::testing::Test {
   bool IsLive() const { return !store_->LiveHeads()->empty(); }
   // Names of what there is of head `a`, whoever saved it.
   std::vector<std::string> Checkpoints() const {
-    const absl::StatusOr<std::vector<checkpoint::CheckpointInfo>> all = store_->List("default", "a");
+    const absl::StatusOr<checkpoint::CheckpointStore::Catalogue> all = store_->ListNewestFirst("default", "a");
     EXPECT_OK(all);
     std::vector<std::string> names;
     if (!all.ok()) return names;
-    for (const checkpoint::CheckpointInfo& info : *all) names.push_back(info.name);
+    for (const checkpoint::CheckpointInfo& info : all->newest_first) names.push_back(info.name);
+    std::sort(names.begin(), names.end());
     return names;
   }
 
@@ -430,7 +431,7 @@ TEST_F(HeadComebackTest, ADeletedHeadDoesNotComeBackAndItsSuccessorDoes) {
   Save(NewHead(), "old");
   EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
   EXPECT_TRUE(Restart().empty());
-  EXPECT_EQ(store_->List("default", "a")->size(), 1u);
+  EXPECT_EQ(store_->ListNewestFirst("default", "a")->newest_first.size(), 1u);
   NewHead();
   EXPECT_TRUE(Restart().empty());  // it was never saved: not from what the former one left
   Save(NewHead(kName, SmallSpec(), 5), "new");
@@ -736,7 +737,7 @@ TEST_F(HeadComebackTest, HeadsWithNothingToSaveExpireWithout) {
   EXPECT_OK(registry_->Create({"default", "loading"}, SmallSpec()));
   now_ += absl::Hours(1);
   EXPECT_EQ(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).size(), 2u);
-  EXPECT_EQ(store_->List("default", "a")->size(), 1u);
+  EXPECT_EQ(store_->ListNewestFirst("default", "a")->newest_first.size(), 1u);
 }
 
 TEST_F(HeadComebackTest, AHeadThatIsUsedWhileItIsSavedStays) {

@@ -9,7 +9,7 @@
 #include "headwater/kernels/product_rate.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/heads/head.h"
-#include "server/heads/weights/numerics.h"
+#include "server/heads/weights/weight_tensors.h"
 #include "tests/unit/server/temporary_directory.h"
 
 namespace headwater::heads {

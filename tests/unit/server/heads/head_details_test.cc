@@ -11,7 +11,7 @@
 #include "head_test_util.h"
 #include "server/heads/head_name.h"
 #include "server/heads/head_registry.h"
-#include "server/heads/weights/numerics.h"
+#include "server/heads/weights/weight_tensors.h"
 
 namespace headwater::heads {
 namespace {

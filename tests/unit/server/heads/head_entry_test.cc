@@ -174,7 +174,7 @@ TEST_F(HeadEntryTest, EveryCallBehindAChangeOfTheWeightsEndsWithItsLimits) {
   go_on_.Notify();
   setter.join();
   EXPECT_EQ(head_->Describe().weight_version, before.weight_version + 1);
-  EXPECT_TRUE(store_->List("default", "student")->empty());
+  EXPECT_TRUE(store_->ListNewestFirst("default", "student")->newest_first.empty());
 }
 
 TEST_F(HeadEntryTest, OnlyChangesOfTheWeightsAndOtherSavesWaitForASave) {
@@ -201,7 +201,7 @@ TEST_F(HeadEntryTest, OnlyChangesOfTheWeightsAndOtherSavesWaitForASave) {
   EXPECT_EQ(head_->Describe().weight_version, before.weight_version);
   go_on_.Notify();
   saver.join();
-  EXPECT_EQ(store_->List("default", "student")->size(), 1u);
+  EXPECT_EQ(store_->ListNewestFirst("default", "student")->newest_first.size(), 1u);
   // The step that the checkpoint has open is not the head's any more.
   EXPECT_TRUE(*head_->SaveIfChanged(*store_, "z", absl::InfiniteFuture(), /*waits=*/false));
   EXPECT_FALSE(*head_->SaveIfChanged(*store_, "z", absl::InfiniteFuture(), /*waits=*/false));

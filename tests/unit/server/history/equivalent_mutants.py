@@ -7,7 +7,7 @@ EQUIVALENT = [
     ("*", r"^left out: .* \. reserve \(", "capacity alone"),
     ("weight_tensors.cc", r"^< -> <= in start < total$", "one piece more, which has no elements"),
     ("head.cc", r"^> -> >= in .*key \. step > 0", "the step before step 0 is never open"),
-    ("head_core.cc", r"^left out: state_cause \. clear", "told in the one state alone that sets it anew"),
+    ("head.cc", r"^left out: state_cause \. clear", "told in the one state alone that sets it anew"),
     ("head_registry.cc", r"^left out: return 0$", "the plan is asked for, and no limit looks at it"),
     ("head_registry.cc", r"^> -> >= in limits_ \. max_tenant_memory_bytes > 0", "without a limit nothing is planned for"),
 ]

@@ -1,4 +1,4 @@
-#include "server/heads/steps/commit_arguments.h"
+#include "server/heads/steps/held_rows.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,10 +9,15 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
+#include "server/heads/head.h"
 
 namespace headwater::heads {
 namespace {
 
+// Begins the reason why a held micro-batch cannot be committed.
+constexpr char kNeedsTeacher[] =
+    "a held micro-batch is computed at its commit, and needs its teacher's head until then; discard it, or keep the head: ";
 // The beginning of the digest of token factors; math.md, "Digest".
 constexpr char kTokenFactorsHeader[] = "headwater.token_factors.1";
 
@@ -95,11 +100,78 @@ absl::Status AddHeld(HeldRows held, const CommitArguments& arguments, LossEngine
   return engine.Compute(micro_batch).status();
 }
 
-absl::Status AddPending(const PendingContribution& pending, const CommitArguments& arguments, LossEngine& engine) {
-  if (!pending.is_held()) return pending.staged()->Commit(arguments.factor);
-  HeldRows held = pending.held();
-  if (absl::Status status = CheckCommit(arguments, held); !status.ok()) return status;
-  return AddHeld(std::move(held), arguments, engine);
+// ---- teachers --------------------------------------------------------------------------------------------------------
+
+void HeldTeachers::Find(const HeldRows& held, scheduler::Needs& needs) {
+  for (auto& [head, version] : std::exchange(heads_, {})) Turn::Free(std::move(head));
+  for (const HeldRows::Teacher& teacher : held.teachers) {
+    const std::shared_ptr<Head>& head = heads_.emplace_back(teacher.head.lock(), teacher.weight_version).first;
+    if (head != nullptr) head->AddNeed(head->reads(), needs);
+  }
+}
+
+absl::Status HeldTeachers::Check() const {
+  for (const auto& [teacher, held_version] : heads_) {
+    if (teacher == nullptr) {
+      return MakeError(ErrorReason::kHeadNotFound, absl::StrCat(kNeedsTeacher, "it has been deleted"));
+    }
+    if (absl::Status status = teacher->Check(std::nullopt, Need::kReady, false); !status.ok()) {
+      return MakeError(GetErrorReason(status), absl::StrCat(kNeedsTeacher, std::string(status.message())),
+                       GetErrorMetadata(status));
+    }
+    const int64_t version = teacher->weights.version();
+    if (version == held_version) continue;
+    const std::string name = teacher->name().ToString();
+    return MakeError(ErrorReason::kWeightVersionMismatch,
+                     absl::StrCat("the micro-batch is held, and was computed with version ", held_version, " of the weights of ",
+                                  name, ", they are of version ", version, " now; discard it and submit it again"),
+                     {{"head", name}, {"expected", absl::StrCat(held_version)}, {"actual", absl::StrCat(version)}});
+  }
+  return absl::OkStatus();
+}
+
+// ---- additions in order ----------------------------------------------------------------------------------------------
+
+absl::Status AddInOrder(Head& head, const WaitLimits& limits, bool yields) {
+  if (!head.in_order()) return absl::OkStatus();
+  while (true) {
+    std::shared_ptr<const WaitingAddition> next;
+    HeldTeachers teachers;
+    const auto needs = [&]() -> absl::StatusOr<scheduler::Needs> {
+      scheduler::Needs needed;
+      Turn::Free(std::exchange(next, head.NextInOrder()));
+      if (next != nullptr && yields && scheduler::Sequencer::IsWritten(*head.record)) Turn::Free(std::exchange(next, nullptr));
+      if (next == nullptr) return needed;
+      head.AddNeed(kChangesGradient, needed);
+      teachers.Find(next->rows, needed);
+      return needed;
+    };
+    HEADWATER_ASSIGN_OR_RETURN(const scheduler::Admission admission, head.sequencer.Acquire(needs, limits, kWaitsForHead));
+    if (next == nullptr) return absl::OkStatus();
+    absl::Status teacher;
+    {
+      const Turn turn(head.sequencer);
+      teacher = teachers.Check();
+    }
+    if (!teacher.ok()) {
+      // It was committed, but its addition can no longer be computed.
+      return head.AfterChange(MakeError(ErrorReason::kEngineFailed, absl::StrCat("micro-batch ", next->micro_batch,
+                                                                                 " was committed and waited for its turn, but ",
+                                                                                 std::string(teacher.message()))));
+    }
+    HEADWATER_RETURN_IF_ERROR(head.AfterChange(AddHeld(next->rows, next->arguments, head.engine)));
+    const Turn turn(head.sequencer);
+    head.steps.MarkAdded(next->micro_batch);
+    head.MicroBatchChanged();
+  }
+}
+
+absl::Status AddInOrder(const std::vector<Head*>& heads, const WaitLimits& limits) {
+  for (Head* head : heads) {
+    absl::Status status = AddInOrder(*head, limits, /*yields=*/true);
+    if (IsEngineFailure(status)) return status;
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace headwater::heads
