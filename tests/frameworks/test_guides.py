@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 # By path: the folder has a conftest of its own.
-_spec = importlib.util.spec_from_file_location("docs_blocks", Path(__file__).parents[1] / "e2e/python/docs_blocks.py")
+_spec = importlib.util.spec_from_file_location("docs_blocks", Path(__file__).parents[1] / "e2e/python/programs/docs_blocks.py")
 docs_blocks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(docs_blocks)
 

@@ -27,7 +27,7 @@ def loaded(name: str, path: Path):
     return module
 
 
-docs_blocks = loaded("docs_blocks", ROOT / "tests/e2e/python/docs_blocks.py")
+docs_blocks = loaded("docs_blocks", ROOT / "tests/e2e/python/programs/docs_blocks.py")
 
 
 def run(*command: object, folder: Path | None = None) -> str:

@@ -242,7 +242,7 @@ def test_the_loop_needs_no_server(undisturbed, tmp_path):
 
 
 def test_the_example_may_be_killed(tmp_path):
-    example = Path(__file__).resolve().parents[3] / "client" / "examples" / "python" / "recover.py"
+    example = Path(__file__).resolve().parents[4] / "client" / "examples" / "python" / "recover.py"
     weights = []
     with running_server() as server:
         for name, ends in (("undisturbed", ()), ("disturbed", (7,))):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import server_binary
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "chaos"))
 
 import chaos
 import links

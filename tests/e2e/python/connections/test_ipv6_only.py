@@ -89,5 +89,5 @@ def test_a_group_forms_and_is_scraped(join):
 if __name__ == "__main__":
     if not enter_namespace():
         sys.exit(NOT_PERMITTED)
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     train_in_a_group(sys.argv[1])

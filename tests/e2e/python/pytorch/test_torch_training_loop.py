@@ -813,7 +813,7 @@ def test_a_run_that_attaches_to_a_head_of_another_beginning_trains_its_own_weigh
 
 
 def test_the_example_goes_on_where_it_was_stopped(each_place, tmp_path):
-    program = Path(__file__).resolve().parents[3] / "client" / "examples" / "python" / "train.py"
+    program = Path(__file__).resolve().parents[4] / "client" / "examples" / "python" / "train.py"
     place = each_place.address if each_place.remote else "local"
     output = []
     for steps in (15, 25):

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "client" / "examples" / "python" / "teacher_process.py"
+EXAMPLE = Path(__file__).resolve().parents[4] / "client" / "examples" / "python" / "teacher_process.py"
 
 
 def test_distilling_lowers_the_divergence(each_place):

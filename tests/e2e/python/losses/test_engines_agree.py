@@ -17,7 +17,7 @@ from conftest import running_server
 import headwater
 import headwater.local
 
-QUICKSTART = Path(__file__).resolve().parents[3] / "client" / "examples" / "python" / "quickstart"
+QUICKSTART = Path(__file__).resolve().parents[4] / "client" / "examples" / "python" / "quickstart"
 # Nothing of the loss is rounded to bfloat16: with equal weights and rows only fp32 sums differ.
 FIRST_STEP = 2e-6
 # Mean distance of two curves, in nats a token, and largest of the held-out losses. Two layouts of the CPU engine are 6e-5 and 8e-5

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 PRINTED_ADDRESS = '"localhost:50051"'
 _BLOCK = re.compile(r"^```(python|cpp)\n(.*?)^```\n(?:(?:(?!```).)*?^```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"-?\d+\.\d+")
