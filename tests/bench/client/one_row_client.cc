@@ -33,11 +33,7 @@ int main(int argc, char** argv) {
   if (argc != 5) return 1;
   const int64_t hidden_size = std::stoll(argv[3]), vocab_size = std::stoll(argv[4]);
   client::Client connection = Require(client::Client::Connect(argv[1]));
-  client::HeadSpec spec;
-  spec.vocab_size = vocab_size;
-  spec.hidden_size = hidden_size;
-  spec.trainable = true;
-  spec.optimizer = client::AdamW{};
+  client::HeadSpec spec = {.vocab_size = vocab_size, .hidden_size = hidden_size, .trainable = true, .optimizer = client::AdamW{}};
   client::Head head = Require(connection.CreateHead(argv[2], spec));
   const std::vector<float> weight(static_cast<size_t>(vocab_size * hidden_size), 0.01F);
   Require(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
@@ -50,9 +46,7 @@ int main(int argc, char** argv) {
     std::vector<double> microseconds;
     for (int64_t micro_batch = 0; micro_batch < count; ++micro_batch) {
       const auto begin = std::chrono::steady_clock::now();
-      client::MicroBatchOptions options;
-      options.step = step;
-      options.micro_batch = micro_batch;
+      client::MicroBatchOptions options = {.step = step, .micro_batch = micro_batch};
       const client::LossResult result = Require(head.CrossEntropy(rows, targets, {}, options).Get());
       microseconds.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count());
       if (result.valid_token_count != 1) return 1;

@@ -6,6 +6,7 @@
 #include <random>
 
 #include "kernels/reference/storage.h"
+#include "tests/bench/common/flags.h"
 #include "tests/bench/common/statistics.h"
 
 namespace headwater::bench {
@@ -31,30 +32,16 @@ void Check(const absl::Status& status) {
 Settings ParseFlags(int argc, char** argv, const std::vector<std::string>& measures) {
   Settings settings;
   settings.measure = measures.front();
-  for (int i = 1; i < argc; ++i) {
-    const std::string flag = argv[i];
-    const size_t equals = flag.find('=');
-    const std::string name = flag.substr(0, equals);
-    const std::string value = equals == std::string::npos ? "" : flag.substr(equals + 1);
-    const int64_t number = std::atoll(value.c_str());
-    if (name == "--measure" && std::count(measures.begin(), measures.end(), value) == 1) {
-      settings.measure = value;
-    } else if (name == "--type" && (value == "float32" || value == "bfloat16")) {
-      settings.type = value == "float32" ? DataType::kFloat32 : DataType::kBFloat16;
-    } else if (name == "--rounds" && number > 0 && number <= 1000) {
-      settings.rounds = static_cast<int>(number);
-    } else if (name == "--rows" && number > 0 && number <= (1 << 20)) {
-      settings.rows = number;
-    } else if (name == "--hidden" && number > 0 && number <= (1 << 16)) {
-      settings.hidden_size = number;
-    } else if (name == "--vocab" && number > 0 && number <= (1 << 20)) {
-      settings.vocab_size = number;
-    } else {
-      std::string known;
-      for (const std::string& measure : measures) known += (known.empty() ? "" : "|") + measure;
-      Fail("unknown flag " + flag + "; --measure=" + known + " --type=float32|bfloat16 --rows=N --hidden=N --vocab=N --rounds=N");
-    }
-  }
+  std::string type = "float32";
+  Flags flags;
+  flags.Choice("--measure", measures, &settings.measure);
+  flags.Choice("--type", {"float32", "bfloat16"}, &type);
+  flags.Number("--rounds", 1, 1000, &settings.rounds);
+  flags.Number("--rows", 1, 1 << 20, &settings.rows);
+  flags.Number("--hidden", 1, 1 << 16, &settings.hidden_size);
+  flags.Number("--vocab", 1, 1 << 20, &settings.vocab_size);
+  flags.Parse(argc, argv);
+  settings.type = type == "float32" ? DataType::kFloat32 : DataType::kBFloat16;
   return settings;
 }
 
@@ -121,12 +108,11 @@ std::unique_ptr<EngineHead> MakeHead(LossEngine& engine, const HeadSpec& spec) {
 
 MicroBatchResult Compute(LossEngine& engine, EngineHead& head, Rows& rows, GradWeightMode mode) {
   const LossTerm term = rows.term(&head);
-  MicroBatch micro_batch;
-  micro_batch.hidden = rows.hidden();
-  micro_batch.terms = absl::MakeConstSpan(&term, 1);
-  micro_batch.backward = true;
-  micro_batch.grad_hidden = rows.grad_hidden();
-  micro_batch.grad_weight = mode;
+  MicroBatch micro_batch = {.hidden = rows.hidden(),
+                            .terms = absl::MakeConstSpan(&term, 1),
+                            .backward = true,
+                            .grad_hidden = rows.grad_hidden(),
+                            .grad_weight = mode};
   MicroBatchResult result = ValueOrFail(engine.Compute(micro_batch));
   rows.ExpectPlausible(result.terms[0]);
   return result;

@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <exception>
 #include <future>
 #include <limits>
 #include <map>
@@ -108,55 +107,27 @@ constexpr BenchCase kCases[] = {
 struct Settings {
   std::vector<std::string> cases;  // empty: all
   BlockOptions blocks;
-  int64_t workspace_bytes = int64_t{4} << 30;
+  int64_t workspace_mib = 4096;
   std::string algorithms, output, commit = "unknown";
 };
 
-[[noreturn]] void Usage(const std::string& flag) {
-  std::fprintf(stderr,
-               "unknown flag or value: %s\n--cases=NAME,... --seconds=S --warmup=S --rounds=N --idle=S --workspace-mib=N "
-               "--algorithms=FILE --output=FILE --commit=NAME --list\n",
-               flag.c_str());
-  std::exit(2);
-}
-
-std::vector<std::string> CasesOf(const std::string& flag, const std::string& value) {
-  std::vector<std::string> names;
-  for (size_t start = 0; start <= value.size();) {
-    const size_t end = std::min(value.find(',', start), value.size());
-    names.push_back(value.substr(start, end - start));
-    bool known = false;
-    for (const BenchCase& bench_case : kCases) known = known || names.back() == bench_case.name;
-    if (!known) Usage(flag);
-    start = end + 1;
-  }
-  return names;
-}
-
 Settings ParseFlags(int argc, char** argv) {
   Settings settings;
-  for (int i = 1; i < argc; ++i) {
-    const Flag flag(argv[i], Usage);
-    const std::string& name = flag.name();
-    const std::string& value = flag.value();
-    if (name == "--cases") {
-      settings.cases = CasesOf(flag.text(), value);
-    } else if (flag.SetsBlocks(&settings.blocks)) {
-      continue;
-    } else if (name == "--workspace-mib") {
-      settings.workspace_bytes = static_cast<int64_t>(flag.Number(1, 1 << 20)) << 20;
-    } else if (name == "--algorithms") {
-      settings.algorithms = value;
-    } else if (name == "--output") {
-      settings.output = value;
-    } else if (name == "--commit") {
-      settings.commit = value;
-    } else if (flag.text() == "--list") {
-      for (const BenchCase& bench_case : kCases) std::printf("%s\n", bench_case.name);
-      std::exit(0);
-    } else {
-      Usage(flag.text());
-    }
+  std::vector<std::string> names;
+  for (const BenchCase& bench_case : kCases) names.push_back(bench_case.name);
+  bool list = false;
+  Flags flags;
+  flags.Names("--cases", names, &settings.cases);
+  flags.Blocks(&settings.blocks);
+  flags.Number("--workspace-mib", 1, 1 << 20, &settings.workspace_mib);
+  flags.Text("--algorithms", &settings.algorithms);
+  flags.Text("--output", &settings.output);
+  flags.Text("--commit", &settings.commit);
+  flags.Switch("--list", &list);
+  flags.Parse(argc, argv);
+  if (list) {
+    for (const std::string& name : names) std::printf("%s\n", name.c_str());
+    std::exit(0);
   }
   return settings;
 }
@@ -166,7 +137,7 @@ class Workplace {
  public:
   explicit Workplace(const Settings& settings) {
     EngineOptions options;
-    options.workspace_bytes = settings.workspace_bytes;
+    options.workspace_bytes = settings.workspace_mib << 20;
     options.algorithm_cache_path = settings.algorithms;
     absl::StatusOr<std::unique_ptr<LossEngine>> engine = CreateCudaEngine(options);
     CheckStatus(engine.status(), "CreateCudaEngine");
@@ -318,14 +289,13 @@ class Runner {
     }
     if (case_.memory_bound)
       return TimeAgainst(1000 * BytesThatMustMove() / kBytesPerSecond, candidate, options, workplace_.monitor());
-    FloorInputs inputs;
-    inputs.rows = case_.rows;
-    inputs.width = case_.width;
-    inputs.vocab = kVocab;
-    inputs.hidden = &hidden_;
-    inputs.weight = &workplace_.Weight(case_.width, false);
-    inputs.targets = &device_targets_;
-    inputs.teacher_width = case_.teacher_width;
+    FloorInputs inputs = {.rows = case_.rows,
+                          .width = case_.width,
+                          .vocab = kVocab,
+                          .hidden = &hidden_,
+                          .weight = &workplace_.Weight(case_.width, false),
+                          .targets = &device_targets_,
+                          .teacher_width = case_.teacher_width};
     if (case_.teacher_width > 0) {
       inputs.teacher_hidden = &teacher_hidden_;
       inputs.teacher_weight = &workplace_.Weight(case_.teacher_width, true);
@@ -506,15 +476,5 @@ int RunAll(const Settings& settings) {
 
 int main(int argc, char** argv) {
   const headwater::bench::Settings settings = headwater::bench::ParseFlags(argc, argv);
-  const std::string reason = headwater::testing::ReasonForNoGpu();
-  if (!reason.empty()) {
-    std::fprintf(stderr, "no GPU: %s\n", reason.c_str());
-    return 1;
-  }
-  try {
-    return headwater::bench::RunAll(settings);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
+  return headwater::bench::RunUnless(headwater::testing::ReasonForNoGpu(), [&] { return headwater::bench::RunAll(settings); });
 }

@@ -19,7 +19,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <exception>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -68,56 +67,32 @@ struct Settings {
   std::vector<std::string> cases;  // empty: all
   bool pinned = false;
   BlockOptions blocks;
-  int64_t workspace_bytes = int64_t{4} << 30;
+  int64_t workspace_mib = 4096;
   std::string algorithms, output, commit = "unknown";
 };
-
-[[noreturn]] void Usage(const std::string& flag) {
-  std::fprintf(
-      stderr,
-      "unknown flag or value: %s\n--gpus=N --cases=NAME,... --memory=device|pinned --seconds=S --warmup=S --rounds=N --idle=S "
-      "--workspace-mib=N --algorithms=FILE --output=FILE --commit=NAME --list\n",
-      flag.c_str());
-  std::exit(2);
-}
 
 Settings ParseFlags(int argc, char** argv) {
   Settings settings;
   settings.blocks.idle_seconds = 0;
-  for (int i = 1; i < argc; ++i) {
-    const Flag flag(argv[i], Usage);
-    const std::string& name = flag.name();
-    const std::string& value = flag.value();
-    if (name == "--gpus") {
-      settings.gpus = static_cast<int32_t>(flag.Number(2, 8));
-    } else if (name == "--cases") {
-      for (size_t start = 0; start <= value.size();) {
-        const size_t end = std::min(value.find(',', start), value.size());
-        settings.cases.push_back(value.substr(start, end - start));
-        const bool known = std::any_of(std::begin(kCases), std::end(kCases),
-                                       [&](const BenchCase& bench_case) { return settings.cases.back() == bench_case.name; });
-        if (!known) Usage(flag.text());
-        start = end + 1;
-      }
-    } else if (name == "--memory") {
-      if (value != "device" && value != "pinned") Usage(flag.text());
-      settings.pinned = value == "pinned";
-    } else if (flag.SetsBlocks(&settings.blocks)) {
-      continue;
-    } else if (name == "--workspace-mib") {
-      settings.workspace_bytes = static_cast<int64_t>(flag.Number(1, 1 << 20)) << 20;
-    } else if (name == "--algorithms") {
-      settings.algorithms = value;
-    } else if (name == "--output") {
-      settings.output = value;
-    } else if (name == "--commit") {
-      settings.commit = value;
-    } else if (flag.text() == "--list") {
-      for (const BenchCase& bench_case : kCases) std::printf("%s\n", bench_case.name);
-      std::exit(0);
-    } else {
-      Usage(flag.text());
-    }
+  std::vector<std::string> names;
+  for (const BenchCase& bench_case : kCases) names.push_back(bench_case.name);
+  bool list = false;
+  std::string memory = "device";
+  Flags flags;
+  flags.Number("--gpus", 2, 8, &settings.gpus);
+  flags.Names("--cases", names, &settings.cases);
+  flags.Choice("--memory", {"device", "pinned"}, &memory);
+  flags.Blocks(&settings.blocks);
+  flags.Number("--workspace-mib", 1, 1 << 20, &settings.workspace_mib);
+  flags.Text("--algorithms", &settings.algorithms);
+  flags.Text("--output", &settings.output);
+  flags.Text("--commit", &settings.commit);
+  flags.Switch("--list", &list);
+  flags.Parse(argc, argv);
+  settings.pinned = memory == "pinned";
+  if (list) {
+    for (const std::string& name : names) std::printf("%s\n", name.c_str());
+    std::exit(0);
   }
   return settings;
 }
@@ -160,12 +135,11 @@ class Side {
       term.teacher_head = teacher_.get();
       term.teacher_hidden = {teacher_hidden_.as<void>(), case_.rows, kWidth, DataType::kBFloat16, memory_};
     }
-    MicroBatch micro_batch;
-    micro_batch.hidden = {hidden_.as<void>(), case_.rows, kWidth, DataType::kBFloat16, memory_};
-    micro_batch.grad_hidden = {grad_hidden_.as<void>(), case_.rows, kWidth, DataType::kBFloat16, memory_};
-    micro_batch.backward = true;
-    micro_batch.grad_weight = GradWeightMode::kAccumulate;
-    micro_batch.terms = absl::MakeConstSpan(&term, 1);
+    MicroBatch micro_batch = {.hidden = {hidden_.as<void>(), case_.rows, kWidth, DataType::kBFloat16, memory_},
+                              .terms = absl::MakeConstSpan(&term, 1),
+                              .backward = true,
+                              .grad_hidden = {grad_hidden_.as<void>(), case_.rows, kWidth, DataType::kBFloat16, memory_},
+                              .grad_weight = GradWeightMode::kAccumulate};
     const absl::StatusOr<MicroBatchResult> result = engine_.Compute(micro_batch);
     CheckStatus(result.status(), "Compute");
     const LossSums& sums = result->terms[0];
@@ -191,10 +165,7 @@ class Side {
     for (int64_t i = count * rank / ranks; i < count * (rank + 1) / ranks; ++i) Compute();
     CheckStatus(student_->ReduceGradient(), "ReduceGradient");
     CheckStatus(student_->ComputeGradientStats().status(), "ComputeGradientStats");
-    OptimizerStep step;
-    step.learning_rate = kLearningRate;
-    step.settings = AdamWSpec();
-    step.update_count = ++update_count_;
+    OptimizerStep step = {.learning_rate = kLearningRate, .settings = AdamWSpec(), .update_count = ++update_count_};
     CheckStatus(student_->ApplyOptimizer(step), "ApplyOptimizer");
   }
 
@@ -305,7 +276,7 @@ int RunAll(const Settings& settings) {
   const std::string machine = testing::GpuName();
   testing::FigureFile figures(settings.output, machine + " x " + std::to_string(settings.gpus), settings.commit);
   EngineOptions options;
-  options.workspace_bytes = settings.workspace_bytes;
+  options.workspace_bytes = settings.workspace_mib << 20;
   options.algorithm_cache_path = settings.algorithms;
   // Both sides have a head on every GPU.
   std::vector<std::unique_ptr<LossEngine>> alone;
@@ -361,14 +332,5 @@ int RunAll(const Settings& settings) {
 int main(int argc, char** argv) {
   const headwater::bench::Settings settings = headwater::bench::ParseFlags(argc, argv);
   const std::string reason = headwater::testing::ReasonForNoGroup(settings.gpus);
-  if (!reason.empty()) {
-    std::fprintf(stderr, "%s\n", reason.c_str());
-    return 1;
-  }
-  try {
-    return headwater::bench::RunAll(settings);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
+  return headwater::bench::RunUnless(reason, [&] { return headwater::bench::RunAll(settings); });
 }

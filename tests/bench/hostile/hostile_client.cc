@@ -59,25 +59,14 @@ class Trainer {
 
   // Submits one micro-batch; whether it succeeded.
   bool Submit() {
-    MicroBatchOptions options;
-    options.step = 0;
-    options.micro_batch = next_++;
+    MicroBatchOptions options = {.step = 0, .micro_batch = next_++};
     return head_.CrossEntropy(RowsView::Float32(hidden_, hidden_size_), targets_, {}, options).Get().ok();
   }
 
  private:
-  static ClientOptions Options() {
-    ClientOptions options;
-    options.transport = Transport::kGrpc;
-    options.client_name = "well-behaved";
-    return options;
-  }
+  static ClientOptions Options() { return {.client_name = "well-behaved", .transport = Transport::kGrpc}; }
   static HeadSpec Spec(int64_t hidden_size, int64_t vocab_size) {
-    HeadSpec spec;
-    spec.vocab_size = vocab_size;
-    spec.hidden_size = hidden_size;
-    spec.trainable = true;
-    return spec;
+    return {.vocab_size = vocab_size, .hidden_size = hidden_size, .trainable = true};
   }
 
   Client client_;

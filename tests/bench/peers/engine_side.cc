@@ -44,12 +44,6 @@ using testing::BufferKind;
 using testing::CheckCuda;
 using testing::CheckStatus;
 
-[[noreturn]] void Usage(const std::string& text) {
-  std::fprintf(stderr, "unknown flag or value: %s\nengine_side_cuda FOLDER [--workspace-mib=N] [--algorithms=FILE]\n",
-               text.c_str());
-  std::exit(2);
-}
-
 struct Shape {
   int64_t rows = 0, width = 0, vocab = 0, teacher_width = 0, micro_batches = 1, beta_percent = 50;
   int64_t micro_batch_rows() const { return rows / micro_batches; }
@@ -94,16 +88,15 @@ class Loaded {
 
   void Multiply(int64_t count) {
     if (floor_ == nullptr) {
-      FloorInputs inputs;
-      inputs.rows = shape_.micro_batch_rows();
-      inputs.width = shape_.width;
-      inputs.vocab = shape_.vocab;
-      inputs.hidden = &hidden_;
-      inputs.weight = &weight_;
-      inputs.targets = &device_targets_;
-      inputs.teacher_width = shape_.teacher_width;
-      inputs.teacher_hidden = &teacher_hidden_;
-      inputs.teacher_weight = &teacher_weight_;
+      FloorInputs inputs = {.rows = shape_.micro_batch_rows(),
+                            .width = shape_.width,
+                            .vocab = shape_.vocab,
+                            .hidden = &hidden_,
+                            .weight = &weight_,
+                            .targets = &device_targets_,
+                            .teacher_width = shape_.teacher_width,
+                            .teacher_hidden = &teacher_hidden_,
+                            .teacher_weight = &teacher_weight_};
       floor_ = std::make_unique<Floor>(blas_, inputs);
     }
     for (int64_t i = 0; i < count; ++i) floor_->Enqueue(nullptr);
@@ -152,21 +145,19 @@ class Loaded {
     term.dither_seed = ++seed_;
     term.targets = absl::MakeConstSpan(targets_).subspan(static_cast<size_t>(start), static_cast<size_t>(rows));
     if (teacher_ != nullptr) {
-      JsdSpec spec;
-      spec.beta = static_cast<double>(shape_.beta_percent) / 100;
+      JsdSpec spec = {.beta = static_cast<double>(shape_.beta_percent) / 100};
       term.loss = spec;
       term.teacher_head = teacher_.get();
       term.teacher_hidden = {teacher_hidden_.as<uint8_t>() + start * shape_.teacher_width * 2, rows, shape_.teacher_width,
                              DataType::kBFloat16, MemorySpace::kDevice};
     }
-    MicroBatch micro_batch;
-    micro_batch.terms = absl::MakeConstSpan(&term, 1);
-    micro_batch.hidden = {hidden_.as<uint8_t>() + start * shape_.width * 2, rows, shape_.width, DataType::kBFloat16,
-                          MemorySpace::kDevice};
-    micro_batch.grad_hidden = {grad_hidden_.as<uint8_t>() + start * shape_.width * 2, rows, shape_.width, DataType::kBFloat16,
-                               MemorySpace::kDevice};
-    micro_batch.backward = true;
-    micro_batch.grad_weight = GradWeightMode::kAccumulate;
+    MicroBatch micro_batch = {
+        .hidden = {hidden_.as<uint8_t>() + start * shape_.width * 2, rows, shape_.width, DataType::kBFloat16, MemorySpace::kDevice},
+        .terms = absl::MakeConstSpan(&term, 1),
+        .backward = true,
+        .grad_hidden = {grad_hidden_.as<uint8_t>() + start * shape_.width * 2, rows, shape_.width, DataType::kBFloat16,
+                        MemorySpace::kDevice},
+        .grad_weight = GradWeightMode::kAccumulate};
     const absl::StatusOr<MicroBatchResult> result = engine_.Compute(micro_batch);
     CheckStatus(result.status(), "Compute");
     const LossSums& sums = result->terms[0];
@@ -257,23 +248,15 @@ class Side {
 };
 
 int Serve(int argc, char** argv) {
-  std::string folder;
+  int64_t workspace_mib = 4096;
   EngineOptions options;
-  options.workspace_bytes = int64_t{4} << 30;
-  for (int i = 1; i < argc; ++i) {
-    const Flag flag(argv[i], Usage);
-    if (flag.name() == "--workspace-mib") {
-      options.workspace_bytes = static_cast<int64_t>(flag.Number(1, 1 << 20)) << 20;
-    } else if (flag.name() == "--algorithms") {
-      options.algorithm_cache_path = flag.value();
-    } else if (flag.name().rfind("--", 0) != 0 && folder.empty()) {
-      folder = flag.text();
-    } else {
-      Usage(flag.text());
-    }
-  }
-  if (folder.empty()) Usage("no folder");
-  Side side(folder, options);
+  Flags flags;
+  flags.Number("--workspace-mib", 1, 1 << 20, &workspace_mib);
+  flags.Text("--algorithms", &options.algorithm_cache_path);
+  flags.Parse(argc - 1, argv + 1);
+  options.workspace_bytes = workspace_mib << 20;
+  if (argc < 2) throw std::runtime_error("engine_side_cuda FOLDER [--workspace-mib=N] [--algorithms=FILE]");
+  Side side(argv[1], options);
   for (std::string line; std::getline(std::cin, line);) {
     try {
       std::cout << "ok" << side.Answer(line) << std::endl;
@@ -288,15 +271,5 @@ int Serve(int argc, char** argv) {
 }  // namespace headwater::bench
 
 int main(int argc, char** argv) {
-  const std::string reason = headwater::testing::ReasonForNoGpu();
-  if (!reason.empty()) {
-    std::fprintf(stderr, "no GPU: %s\n", reason.c_str());
-    return 1;
-  }
-  try {
-    return headwater::bench::Serve(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
+  return headwater::bench::RunUnless(headwater::testing::ReasonForNoGpu(), [&] { return headwater::bench::Serve(argc, argv); });
 }

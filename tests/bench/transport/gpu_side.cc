@@ -58,13 +58,8 @@ class GpuSide final : public LocalSide {
   bool has_products() const override { return true; }
   void RunProducts(int count) override {
     if (floor_ == nullptr) {
-      FloorInputs inputs;
-      inputs.rows = rows_;
-      inputs.width = width_;
-      inputs.vocab = vocab_;
-      inputs.hidden = &hidden_;
-      inputs.weight = &weight_;
-      inputs.targets = &targets_;
+      FloorInputs inputs = {
+          .rows = rows_, .width = width_, .vocab = vocab_, .hidden = &hidden_, .weight = &weight_, .targets = &targets_};
       floor_ = std::make_unique<Floor>(blas_, inputs);
     }
     for (int i = 0; i < count; ++i) floor_->Enqueue(stream_);

@@ -78,10 +78,7 @@ struct RemoteSide::Trainer {
         grad_hidden(2, std::vector<unsigned char>(static_cast<size_t>(rows * settings.hidden_size * 2))) {}
 
   static client::ClientOptions OptionsFor(Transport transport, bool replay) {
-    client::ClientOptions options;
-    options.transport = transport;
-    options.client_name = "transport_bench";
-    options.timeout = std::chrono::seconds(60);
+    client::ClientOptions options = {.timeout = std::chrono::seconds(60), .client_name = "transport_bench", .transport = transport};
     if (replay) options.replay_bytes = kReplayBytes;
     options.on_notice = [](const std::string&) {};
     return options;
@@ -98,11 +95,10 @@ RemoteSide::RemoteSide(const TransportSettings& settings, const Tensors& tensors
     : settings_(settings), tensors_(tensors), address_(address) {
   client::Client client = ValueOf(client::Client::Connect(address), "Connect");
   for (const bool trainable : {true, false}) {
-    client::HeadSpec spec;
-    spec.vocab_size = settings.vocab_size;
-    spec.hidden_size = settings.hidden_size;
-    spec.data_type = client::DataType::kBFloat16;
-    spec.trainable = trainable;
+    client::HeadSpec spec = {.vocab_size = settings.vocab_size,
+                             .hidden_size = settings.hidden_size,
+                             .data_type = client::DataType::kBFloat16,
+                             .trainable = trainable};
     client::Head head = ValueOf(client.CreateHead(trainable ? "student" : "frozen", spec), "CreateHead");
     ValueOf(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::BFloat16(tensors.weight)), "UploadWeights");
   }
@@ -213,8 +209,7 @@ void RemoteSide::Run(const Work& work, int count) {
 }
 
 void RemoteSide::AwaitLastProducts() {
-  client::MicroBatchOptions options;
-  options.forward_only = true;
+  client::MicroBatchOptions options = {.forward_only = true};
   client::RowsView hidden = client::RowsView::BFloat16(tensors_.hidden, settings_.hidden_size);
   hidden.row_count = 1;
   client::Head& student = TrainerOf(Transport::kGrpc).student;
@@ -253,10 +248,9 @@ void RemoteSide::RunManyClients(int count) {
         hidden.row_count = part;
         const auto targets = absl::MakeConstSpan(tensors_.targets).subspan(start, static_cast<size_t>(part));
         for (int i = 0; i < count; ++i) {
-          client::MicroBatchOptions options;
-          options.step = step_;
-          options.micro_batch = first_id + i * settings_.clients + static_cast<int64_t>(number);
-          options.grad_hidden = absl::MakeSpan(trainer.grad_hidden[0]);
+          client::MicroBatchOptions options = {.step = step_,
+                                               .micro_batch = first_id + i * settings_.clients + static_cast<int64_t>(number),
+                                               .grad_hidden = absl::MakeSpan(trainer.grad_hidden[0])};
           const client::LossResult result =
               ValueOf(trainer.student.CrossEntropy(hidden, targets, {}, options).Get(), "CrossEntropy");
           if (result.valid_token_count != part) throw std::runtime_error("the server computed nonsense");

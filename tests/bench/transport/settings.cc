@@ -1,7 +1,6 @@
 #include "tests/bench/transport/settings.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -12,26 +11,6 @@
 
 namespace headwater::bench {
 namespace {
-
-[[noreturn]] void Usage(const std::string& flag) {
-  std::fprintf(stderr,
-               "unknown flag or value: %s\n"
-               "--engine=cuda|cpu --rows=N --hidden=N --vocab=N --clients=N --cases=PART,... --list --smoke\n"
-               "--seconds=S --warmup=S --rounds=N --idle=S --headwaterd=PATH --python=PROGRAM --scripts=FOLDER\n"
-               "--algorithms=FILE --output=FILE.csv --commit=NAME\n",
-               flag.c_str());
-  std::exit(2);
-}
-
-std::vector<std::string> Split(const std::string& value) {
-  std::vector<std::string> parts;
-  for (size_t start = 0; start <= value.size();) {
-    const size_t end = std::min(value.find(',', start), value.size());
-    if (end > start) parts.push_back(value.substr(start, end - start));
-    start = end + 1;
-  }
-  return parts;
-}
 
 // `count` bf16 values of a normal distribution, by its quantiles: billions of them are wanted.
 std::vector<uint16_t> NormalBits(int64_t count, double deviation, uint64_t seed) {
@@ -59,45 +38,27 @@ std::vector<uint16_t> NormalBits(int64_t count, double deviation, uint64_t seed)
 
 TransportSettings ParseTransportFlags(int argc, char** argv) {
   TransportSettings settings;
-  for (int i = 1; i < argc; ++i) {
-    const Flag flag(argv[i], Usage);
-    const std::string& name = flag.name();
-    const std::string& value = flag.value();
-    if (name == "--engine" && (value == "cuda" || value == "cpu")) {
-      settings.engine = value;
-    } else if (name == "--rows") {
-      settings.rows = static_cast<int64_t>(flag.Number(1, 1 << 18));
-    } else if (name == "--hidden") {
-      settings.hidden_size = static_cast<int64_t>(flag.Number(1, 1 << 16));
-    } else if (name == "--vocab") {
-      settings.vocab_size = static_cast<int64_t>(flag.Number(2, 1 << 20));
-    } else if (name == "--clients") {
-      settings.clients = static_cast<int>(flag.Number(1, 64));
-    } else if (name == "--cases") {
-      settings.cases = Split(value);
-    } else if (flag.text() == "--list") {
-      settings.list = true;
-    } else if (flag.text() == "--smoke") {
-      settings.smoke = true;
-    } else if (flag.SetsBlocks(&settings.blocks)) {
-      continue;
-    } else if (name == "--headwaterd") {
-      settings.headwaterd = value;
-    } else if (name == "--python") {
-      settings.python = value;
-    } else if (name == "--scripts") {
-      settings.scripts = value;
-    } else if (name == "--algorithms") {
-      settings.algorithms = value;
-    } else if (name == "--output") {
-      settings.output = value;
-    } else if (name == "--commit") {
-      settings.commit = value;
-    } else {
-      Usage(flag.text());
-    }
+  Flags flags;
+  flags.Choice("--engine", {"cuda", "cpu"}, &settings.engine);
+  flags.Number("--rows", 1, 1 << 18, &settings.rows);
+  flags.Number("--hidden", 1, 1 << 16, &settings.hidden_size);
+  flags.Number("--vocab", 2, 1 << 20, &settings.vocab_size);
+  flags.Number("--clients", 1, 64, &settings.clients);
+  flags.Names("--cases", {}, &settings.cases);
+  flags.Switch("--list", &settings.list);
+  flags.Switch("--smoke", &settings.smoke);
+  flags.Blocks(&settings.blocks);
+  flags.Text("--headwaterd", &settings.headwaterd);
+  flags.Text("--python", &settings.python);
+  flags.Text("--scripts", &settings.scripts);
+  flags.Text("--algorithms", &settings.algorithms);
+  flags.Text("--output", &settings.output);
+  flags.Text("--commit", &settings.commit);
+  flags.Parse(argc, argv);
+  if (settings.rows % settings.clients != 0) {
+    std::fprintf(stderr, "--clients must divide --rows\n");
+    std::exit(2);
   }
-  if (settings.rows % settings.clients != 0) Usage("--clients must divide --rows");
   return settings;
 }
 

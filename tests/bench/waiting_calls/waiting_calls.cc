@@ -141,10 +141,7 @@ class Bench {
 
  private:
   client::Head MakeHead(const std::string& name) {
-    client::HeadSpec spec;
-    spec.vocab_size = 32;
-    spec.hidden_size = 16;
-    spec.trainable = true;
+    client::HeadSpec spec = {.vocab_size = 32, .hidden_size = 16, .trainable = true};
     client::Head head = Require(client_.CreateHead(name, spec));
     const std::vector<float> weight(static_cast<size_t>(spec.vocab_size * spec.hidden_size));
     Require(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
@@ -248,23 +245,15 @@ class Bench {
   std::string first_error_;
 };
 
-void Usage(const std::string& text) { Fail(text + ": expected --calls=N, --connections=N, --seconds=S"); }
-
 int Main(int argc, char** argv) {
-  double calls = kAllCalls, connections = 100, seconds = 5;
-  for (int i = 1; i < argc; ++i) {
-    const Flag flag(argv[i], Usage);
-    if (flag.name() == "--calls") {
-      calls = flag.Number(1, 1e6);
-    } else if (flag.name() == "--connections") {
-      connections = flag.Number(1, 1e4);
-    } else if (flag.name() == "--seconds") {
-      seconds = flag.Number(0.01, 600);
-    } else {
-      Usage(flag.text());
-    }
-  }
-  return Bench(static_cast<int>(calls), static_cast<int>(connections), seconds).Run();
+  int calls = kAllCalls, connections = 100;
+  double seconds = 5;
+  Flags flags;
+  flags.Number("--calls", 1, 1e6, &calls);
+  flags.Number("--connections", 1, 1e4, &connections);
+  flags.Number("--seconds", 0.01, 600, &seconds);
+  flags.Parse(argc, argv);
+  return Bench(calls, connections, seconds).Run();
 }
 
 }  // namespace
