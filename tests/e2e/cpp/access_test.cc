@@ -65,11 +65,9 @@ class Access : public ::testing::Test {
             "--tls_client_ca=" + Path("clients.crt"), "--token_file=" + Path("tokens.json"),     "--log_level=debug"};
   }
   ClientOptions SecureOptions(const std::string& token = "secret-trainer") const {
-    ClientOptions options;
-    options.transport = Transport::kGrpc;
-    options.tls = TlsOptions{Path("ca.crt"), Path("client.crt"), Path("client.key"), ""};
-    options.token = token;
-    return options;
+    return {.transport = Transport::kGrpc,
+            .tls = TlsOptions{Path("ca.crt"), Path("client.crt"), Path("client.key"), ""},
+            .token = token};
   }
 
   TemporaryDirectory directory_;
@@ -78,9 +76,7 @@ class Access : public ::testing::Test {
 };
 
 Head MakeHead(Client& client, const std::string& name = "h") {
-  HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
+  HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize};
   Head head = Value(client.AttachHead(name, spec));
   Value(head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(RandomFloats(1, kVocabSize * kHiddenSize, 0.1F))));
   return head;
@@ -90,8 +86,7 @@ LossResult Compute(Head& head, int64_t row_count = kRows) {
   const std::vector<float> rows = RandomFloats(7, row_count * kHiddenSize, 1.0F);
   std::vector<unsigned char> gradient(rows.size() * 4);
   const std::vector<int32_t> targets(static_cast<size_t>(row_count), 3);
-  MicroBatchOptions options;
-  options.grad_hidden = absl::MakeSpan(gradient);
+  MicroBatchOptions options = {.grad_hidden = absl::MakeSpan(gradient)};
   return Value(head.CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, options).Get());
 }
 
@@ -116,8 +111,7 @@ TEST_F(Access, EveryConnectionOfAMicroBatchHasTlsAndTheToken) {
 
 TEST_F(Access, TokensGoOverUnixSocketsLoopbackAndSharedMemory) {
   const ServerProcess server({"--token_file=" + Path("tokens.json")}, /*shares_memory=*/true);
-  ClientOptions options;
-  options.token = "secret-trainer";
+  ClientOptions options = {.token = "secret-trainer"};
   for (const Transport transport : {Transport::kGrpc, Transport::kSharedMemory}) {
     options.transport = transport;
     Client client = server.Connect(options);
@@ -213,8 +207,7 @@ TEST_F(Access, ConnectTellsWhyTheHandshakeFails) {
 TEST_F(Access, ASocketsPathStandsForItself) {
   const std::string address = "unix:" + Path("a%20b c?d#e");
   const ServerProcess server({"--listen_addresses=" + address});
-  ClientOptions options;
-  options.transport = Transport::kGrpc;
+  ClientOptions options = {.transport = Transport::kGrpc};
   Client client = Value(Client::Connect(address, options));
   Head head = MakeHead(client);
   EXPECT_EQ(Compute(head).transport, "grpc");
@@ -228,8 +221,7 @@ std::string ConnectError(const std::string& target, const ClientOptions& options
 }
 
 TEST_F(Access, OptionsThatWouldGiveAwayATokenAreRefusedBeforeAnythingIsSent) {
-  ClientOptions options;
-  options.token = "secret-trainer";
+  ClientOptions options = {.token = "secret-trainer"};
   for (const std::string target :
        {"10.1.2.3:1", "server.example:1", "dns:///server.example:1", "127.evil.example:1", "[2001:db8::1]:1"}) {
     EXPECT_THAT(ConnectError(target, options), HasSubstr("plaintext_token")) << target;
@@ -255,9 +247,7 @@ TEST_F(Access, OptionsThatWouldGiveAwayATokenAreRefusedBeforeAnythingIsSent) {
 TEST_F(Access, WhatIsNoTraceparentIsRefusedBeforeAnythingIsSent) {
   const std::string trace = "0af7651916cd43dd8448eb211c80319c";
   const std::string parent = "b7ad6b7169203331";
-  ClientOptions options;
-  options.connect_timeout = std::chrono::milliseconds(1);
-  options.traceparent = "00-" + trace + "-" + parent + "-01";
+  ClientOptions options = {.connect_timeout = std::chrono::milliseconds(1), .traceparent = "00-" + trace + "-" + parent + "-01"};
   EXPECT_EQ(Client::Connect("127.0.0.1:1", options).status().code(), absl::StatusCode::kUnavailable);
   for (const std::string& bad : {std::string("x"), "01-" + trace + "-" + parent + "-01", "00-" + trace + "-" + parent + "-1",
                                  "00-" + trace + "-" + parent + "-0G", "00-" + trace + "_" + parent + "-01",

@@ -128,10 +128,7 @@ class CudaIpc : public ::testing::Test {
     server_ = std::make_unique<ServerProcess>(
         std::vector<std::string>{"--engine=cuda", "--descriptor_socket=" + directory_.path() + "/memory.sock"});
     Connect(server_->target());
-    client::HeadSpec spec;
-    spec.vocab_size = kVocabSize;
-    spec.hidden_size = kHiddenSize;
-    spec.trainable = true;
+    client::HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true};
     client::Client client = server_->Connect();
     head_ = std::make_unique<client::Head>(Value(client.CreateHead("h", spec)));
     const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.1F);
@@ -146,8 +143,7 @@ class CudaIpc : public ::testing::Test {
     loss_ = v1::LossService::NewStub(channel_);
   }
   static CallMemory DeviceRows(void* read, void* write, void* stream = nullptr) {
-    CallMemory rows;
-    rows.rows = FloatsAt(read, kBytes, client::Memory::kCuda);
+    CallMemory rows = {.rows = FloatsAt(read, kBytes, client::Memory::kCuda)};
     if (write != nullptr) rows.result = FloatsAt(write, kBytes, client::Memory::kCuda);
     rows.cuda_stream = stream;
     return rows;

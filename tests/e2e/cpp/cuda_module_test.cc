@@ -55,19 +55,13 @@ class Variable {
 };
 
 client::Head MakeHead(client::Client& client) {
-  client::HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  client::Head head = Value(client.CreateHead("h", spec));
-  const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.3F);
-  Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
-  return head;
+  return CreateHead(client, "h", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize},
+                    RandomFloats(1, kVocabSize * kHiddenSize, 0.3F));
 }
 
 absl::Status Compute(client::Head& head, int64_t row_count) {
   const std::vector<float> rows = RandomFloats(2, row_count * kHiddenSize, 1.0F);
-  client::MicroBatchOptions options;
-  options.forward_only = true;
+  client::MicroBatchOptions options = {.forward_only = true};
   return head
       .CrossEntropy(client::RowsView::Float32(rows, kHiddenSize), std::vector<int32_t>(static_cast<size_t>(row_count), 1), {},
                     options)
@@ -154,9 +148,7 @@ TEST(CudaModule, TheEngineIsToldItsOptionsAndTellsItsDeviceAndPlan) {
     ASSERT_EQ(info.devices.size(), 1U);
     EXPECT_EQ(info.devices[0].name, "cuda:3");
     EXPECT_EQ(info.devices[0].model, "Fake GPU, cache /var/tmp/cache-of-this-test/headwater/cublaslt.json, timed");
-    client::HeadSpec spec;
-    spec.vocab_size = kVocabSize;
-    spec.hidden_size = kHiddenSize;
+    client::HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize};
     EXPECT_EQ(Value(client.PlanHead("h", spec)).memory_plan.token_chunk_rows, 4321);  // the chosen engine's plan
     const ProgramResult printed = RunProgram({HEADWATERCTL, "--server=" + server.target(), "info"});
     EXPECT_EQ(printed.exit_code, 0);

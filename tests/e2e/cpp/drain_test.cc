@@ -5,15 +5,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <stdlib.h>
 
-#include <filesystem>
 #include <future>
 #include <string>
 #include <vector>
 
 #include "headwater/client/client.h"
 #include "tests/e2e/cpp/support/await.h"
+#include "tests/e2e/cpp/support/held_module.h"
 #include "tests/e2e/cpp/support/server_process.h"
 #include "tests/e2e/cpp/support/test_tensors.h"
 
@@ -32,14 +31,8 @@ std::vector<float> Weights(client::Head& head) {
   return {weight.float32().begin(), weight.float32().end()};
 }
 
-class Drain : public ::testing::Test {
+class Drain : public HeldModule {
  protected:
-  Drain() {
-    setenv("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE, 1);
-    setenv("HEADWATER_FAKE_HOLD", folder_.path().c_str(), 1);
-  }
-  ~Drain() override { Release(); }
-
   static std::vector<std::string> Flags(std::vector<std::string> more) {
     std::vector<std::string> flags = {"--engine=cuda", "--shards=2", "--deterministic", "--log_level=info"};
     flags.insert(flags.end(), more.begin(), more.end());
@@ -52,32 +45,17 @@ class Drain : public ::testing::Test {
   }
   // A head whose step 0 has one micro-batch.
   static client::Head Train(client::Client& client) {
-    client::HeadSpec spec;
-    spec.vocab_size = kVocabSize;
-    spec.hidden_size = kHiddenSize;
-    spec.trainable = true;
-    spec.optimizer = client::AdamW{};
-    client::Head head = Value(client.CreateHead("h", spec));
-    const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.3F);
-    Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
+    client::Head head = CreateHead(
+        client, "h", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true, .optimizer = client::AdamW{}},
+        RandomFloats(1, kVocabSize * kHiddenSize, 0.3F));
     const std::vector<float> rows = RandomFloats(2, kRows * kHiddenSize, 1.0F);
-    client::MicroBatchOptions options;
-    options.step = 0;
-    options.micro_batch = 0;
+    client::MicroBatchOptions options = {.step = 0, .micro_batch = 0};
     Value(head.CrossEntropy(client::RowsView::Float32(rows, kHiddenSize), RandomTargets(3, kRows, kVocabSize), {}, options).Get());
     return head;
   }
   static absl::StatusOr<client::ApplyResult> Apply(client::Head& head) {
     return head.Apply(0, {.learning_rate = 0.01, .expected = 1});
   }
-  void Hold() { WriteFile(folder_.path() + "/hold", ""); }
-  bool AwaitHeld() const {
-    return Await([&] { return std::filesystem::exists(folder_.path() + "/held"); });
-  }
-  void Release() const { std::filesystem::remove(folder_.path() + "/hold"); }
-
- private:
-  TemporaryDirectory folder_;
 };
 
 TEST_F(Drain, WaitsForAnOptimizerStepThatIsBeingAppliedAndSavesIt) {

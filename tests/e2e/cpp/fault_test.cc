@@ -18,21 +18,12 @@ using std::chrono::seconds;
 constexpr int64_t kVocabSize = 97;
 constexpr int64_t kHiddenSize = 64;
 
-MicroBatchOptions Submission(int64_t step, int64_t micro_batch) {
-  MicroBatchOptions options;
-  options.step = step;
-  options.micro_batch = micro_batch;
-  return options;
-}
+MicroBatchOptions Submission(int64_t step, int64_t micro_batch) { return {.step = step, .micro_batch = micro_batch}; }
 
 class Fault : public testing::Test {
  protected:
   Fault() : client_(server_.Connect({.connect_timeout = seconds(20)})) {
-    HeadSpec spec;
-    spec.vocab_size = kVocabSize;
-    spec.hidden_size = kHiddenSize;
-    spec.trainable = true;
-    spec.optimizer = AdamW();
+    HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true, .optimizer = AdamW()};
     head_.emplace(Value(client_.CreateHead("student", spec)));
     weight_ = RandomFloats(1, kVocabSize * kHiddenSize, 0.3F);
     Value(head_->UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight_)));

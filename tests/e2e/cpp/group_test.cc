@@ -58,12 +58,8 @@ ClientOptions Impatient() {
 }
 
 Head MakeHead(Client client, Parallelism parallelism) {
-  HeadSpec spec;
-  spec.parallelism = parallelism;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  spec.has_bias = true;
-  spec.trainable = true;
+  HeadSpec spec = {
+      .vocab_size = kVocabSize, .hidden_size = kHiddenSize, .has_bias = true, .trainable = true, .parallelism = parallelism};
   spec.optimizer = AdamW{.weight_decay = 0.1};
   Head head = Value(client.CreateHead("student", spec));
   const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.3F);
@@ -73,12 +69,7 @@ Head MakeHead(Client client, Parallelism parallelism) {
   return head;
 }
 
-MicroBatchOptions Submission(int64_t step, int64_t micro_batch) {
-  MicroBatchOptions options;
-  options.step = step;
-  options.micro_batch = micro_batch;
-  return options;
-}
+MicroBatchOptions Submission(int64_t step, int64_t micro_batch) { return {.step = step, .micro_batch = micro_batch}; }
 
 // A step on the server and in double precision.
 void TrainStepUnsaved(Head& head, int64_t step, Fp64Head* reference) {

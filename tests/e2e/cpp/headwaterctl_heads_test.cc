@@ -25,9 +25,7 @@ TEST_F(Headwaterctl, CheckpointsAreListedAndRestored) {
                                           "--trainable"};
   std::vector<std::string> create = {"create", "student"};
   create.insert(create.end(), sizes.begin(), sizes.end());
-  const ProgramResult created = Run(create);
-  ASSERT_EQ(created.exit_code, 0) << created.err;
-  EXPECT_TRUE(absl::StrContains(created.out, "created tenants/default/heads/student: [101, 12] float32")) << created.out;
+  ExpectOutput(create, 0, {"created tenants/default/heads/student: [101, 12] float32"});
   EXPECT_EQ(RunJson({"heads"})["heads"][0]["state"], "loading");
   client::Client client = server_.Connect();
   client::Head head = Value(client.OpenHead("student"));
@@ -50,9 +48,7 @@ TEST_F(Headwaterctl, CheckpointsAreListedAndRestored) {
   EXPECT_EQ(listed[1]["save_time"].get<std::string>().substr(0, 2), "20");
   EXPECT_TRUE(absl::StrContains(Run({"checkpoints", "student"}).out, "CHECKPOINT")) << listed;
 
-  const ProgramResult restored = Run({"restore", "student", "first"});
-  ASSERT_EQ(restored.exit_code, 0) << restored.err;
-  EXPECT_TRUE(absl::StrContains(restored.out, "restored tenants/default/heads/student from first: step 0 is open and empty"));
+  ExpectOutput({"restore", "student", "first"}, 0, {"restored tenants/default/heads/student from first: step 0 is open and empty"});
   const client::TensorBuffer weight = Value(Value(client.OpenHead("student")).DownloadWeights());
   EXPECT_EQ(std::memcmp(weight.data(), weight_.data(), weight_.size() * 4), 0);
   const json missing = RunJson({"restore", "student", "third"}, 1)["error"];
@@ -67,18 +63,11 @@ TEST_F(Headwaterctl, CheckpointsAreListedAndRestored) {
 
 TEST_F(Headwaterctl, AStepIsShownAndDiscarded) {
   client::Client client = server_.Connect();
-  client::HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  spec.trainable = true;
+  client::HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true};
   client::Head head = Value(client.CreateHead("student", spec));
   Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight_)));
   const std::vector<float> row(kHiddenSize, 0.25F);
-  client::RowsView rows;
-  rows.data = row.data();
-  rows.data_type = client::DataType::kFloat32;
-  rows.row_count = 1;
-  rows.hidden_size = kHiddenSize;
+  client::RowsView rows = {.data = row.data(), .data_type = client::DataType::kFloat32, .row_count = 1, .hidden_size = kHiddenSize};
   Value(head.AddGradient(0, 7, rows));
 
   const json step = RunJson({"step", "student"});
@@ -108,10 +97,7 @@ TEST_F(Headwaterctl, AStepIsShownAndDiscarded) {
 
 TEST_F(Headwaterctl, ExportsAHeadThatItLoadsAgain) {
   client::Client client = server_.Connect();
-  client::HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  spec.has_bias = true;
+  client::HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .has_bias = true};
   client::Head head = Value(client.CreateHead("student", spec));
   const std::vector<float> bias = RandomFloats(3, kVocabSize, 0.5F);
   Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight_)));
@@ -128,9 +114,7 @@ TEST_F(Headwaterctl, ExportsAHeadThatItLoadsAgain) {
   EXPECT_EQ(std::memcmp(copied.data(), bias.data(), bias.size() * 4), 0);
 
   WriteFile(path, "precious");
-  const ProgramResult refused = Run({"export", "student", path});
-  EXPECT_EQ(refused.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(refused.err, "exists\nhint: choose another name, or add --overwrite")) << refused.err;
+  ExpectError({"export", "student", path}, 1, {"exists\nhint: choose another name, or add --overwrite"});
   EXPECT_EQ(Run({"export", "student", path, "--data_type=bfloat16"}).exit_code, 1);
   EXPECT_EQ(std::filesystem::file_size(path), 8u);
   EXPECT_EQ(Run({"export", "student", path, "--overwrite"}).exit_code, 0);
@@ -156,9 +140,7 @@ TEST_F(Headwaterctl, AConfigDescribesTheHead) {
   EXPECT_EQ(spec["has_bias"], false);
   EXPECT_EQ(spec["trainable"], true);
   EXPECT_EQ(RunJson({"verify", "student", folder})["verdict"], "fits");
-  const ProgramResult contradicted = Run({"create", "capped", "--config", folder, "--softcap=20", "--vocab_size=128"});
-  EXPECT_EQ(contradicted.exit_code, 0) << contradicted.err;
-  EXPECT_TRUE(absl::StrContains(contradicted.err, "--softcap contradicts ")) << contradicted.err;
+  ExpectError({"create", "capped", "--config", folder, "--softcap=20", "--vocab_size=128"}, 0, {"--softcap contradicts "});
   const client::HeadSpec capped = Value(server_.Connect().OpenHead("capped")).spec();
   EXPECT_EQ(capped.softcap, 20.0);
   EXPECT_EQ(capped.vocab_size, 128);
@@ -222,9 +204,7 @@ TEST_F(Headwaterctl, VerifiesAHeadAgainstAModelsConfig) {
   // Another checkpoint of the same sizes.
   WriteFile(folder + "/model.safetensors",
             SafetensorsBytes("lm_head.weight", {kVocabSize, kHiddenSize}, std::vector<float>(weight_.size(), 1.0F)));
-  const ProgramResult other = Run({"verify", "teacher", folder});
-  EXPECT_EQ(other.exit_code, 1) << other.out;
-  EXPECT_TRUE(absl::StrContains(other.out, "its weight is not lm_head.weight")) << other.out;
+  ExpectOutput({"verify", "teacher", folder}, 1, {"its weight is not lm_head.weight"});
   EXPECT_EQ(RunJson({"verify", "teacher", config})["model_type"], "llama");
 
   const auto property_that_differs = [&](const std::string& text) {
@@ -278,10 +258,7 @@ TEST_F(Headwaterctl, VerifyDoesNotTrustANestedConfigThatItsWrapperMayIgnore) {
   TemporaryDirectory directory;
   const std::string config = directory.path() + "/config.json";
   client::Client client = server_.Connect();
-  client::HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  spec.logit_scale = 0.125;
+  client::HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .logit_scale = 0.125};
   ASSERT_TRUE(client.CreateHead("eighth", spec).ok());
   const auto verdict = [&](const std::string& wrapper, const std::string& type, const std::string& keys, int exit_code) {
     WriteFile(config, R"({"model_type": ")" + wrapper +
@@ -306,12 +283,11 @@ TEST_F(Headwaterctl, VerifyKnowsHowModelsScaleTheirLogits) {
     return RunJson({"verify", name, config}, 1)["verdict"] == "differs";
   };
   client::Client client = server_.Connect();
-  client::HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  spec.data_type = client::DataType::kBFloat16;
-  spec.logit_scale = 0.25;
-  spec.softcap = 30.0;
+  client::HeadSpec spec = {.vocab_size = kVocabSize,
+                           .hidden_size = kHiddenSize,
+                           .data_type = client::DataType::kBFloat16,
+                           .logit_scale = 0.25,
+                           .softcap = 30.0};
   ASSERT_TRUE(client.CreateHead("quarter", spec).ok());
   const std::string softcap = R"("final_logit_softcapping": 30, )";
   EXPECT_TRUE(is_same("quarter", softcap + R"("model_type": "cohere", "logit_scale": 0.25)"));

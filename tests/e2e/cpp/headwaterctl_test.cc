@@ -38,10 +38,7 @@ TEST_F(Headwaterctl, HealthTellsByExitCode) {
   EXPECT_EQ(RunJson({"health"})["status"], "SERVING");
   server_.process().Signal(SIGKILL);
   server_.process().Wait();
-  const ProgramResult dead = Run({"health", "--connect_timeout=300ms"});
-  EXPECT_EQ(dead.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(dead.err, "UNAVAILABLE")) << dead.err;
-  EXPECT_TRUE(absl::StrContains(dead.err, "hint: is headwaterd running there?")) << dead.err;
+  ExpectError({"health", "--connect_timeout=300ms"}, 1, {"UNAVAILABLE", "hint: is headwaterd running there?"});
 }
 
 TEST_F(Headwaterctl, InfoPrintsTheServer) {
@@ -333,9 +330,8 @@ TEST_F(Headwaterctl, LoadsFromLocalFileAndSaves) {
   const ProgramResult loaded =
       Run({"load", "student", path, "--from-file", "--create", "--trainable", "--optimizer=adamw", "--parallelism=rows"});
   ASSERT_EQ(loaded.exit_code, 0) << loaded.err;
-  const ProgramResult unknown = Run({"plan", "--vocab_size=8", "--hidden_size=8", "--data_type=float32", "--parallelism=columns"});
-  EXPECT_EQ(unknown.exit_code, 2) << unknown.err;
-  EXPECT_TRUE(absl::StrContains(unknown.err, "expected vocabulary or rows")) << unknown.err;
+  ExpectError({"plan", "--vocab_size=8", "--hidden_size=8", "--data_type=float32", "--parallelism=columns"}, 2,
+              {"expected vocabulary or rows"});
   client::Client client = server_.Connect();
   client::Head head = Value(client.OpenHead("student"));
   EXPECT_EQ(head.spec().vocab_size, kVocabSize);
@@ -353,37 +349,26 @@ TEST_F(Headwaterctl, LoadsFromLocalFileAndSaves) {
   EXPECT_TRUE(absl::StrContains(table.out, "tenants/default/heads/student  ready")) << table.out;
 
   EXPECT_EQ(RunJson({"save", "student", "first"})["step"], 0);
-  const ProgramResult again = Run({"save", "student", "first"});
-  EXPECT_EQ(again.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(again.err, "ALREADY_EXISTS / CHECKPOINT_ALREADY_EXISTS")) << again.err;
-  EXPECT_TRUE(absl::StrContains(again.err, "--overwrite")) << again.err;
+  ExpectError({"save", "student", "first"}, 1, {"ALREADY_EXISTS / CHECKPOINT_ALREADY_EXISTS", "--overwrite"});
   EXPECT_EQ(Run({"save", "student", "first", "--overwrite"}).exit_code, 0);
 
   WriteFile(path, SafetensorsBytes("lm_head.weight", {kHiddenSize, kVocabSize}, weight_));
-  const ProgramResult transposed = Run({"load", "student", path, "--from-file"});
-  EXPECT_EQ(transposed.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(transposed.err, "[12, 101], the head needs [101, 12]")) << transposed.err;
+  ExpectError({"load", "student", path, "--from-file"}, 1, {"[12, 101], the head needs [101, 12]"});
   // Of a head that would not fit nothing is left.
-  const ProgramResult unfit = Run({"load", "other", path, "--from-file", "--create", "--vocab_size=101"});
-  EXPECT_EQ(unfit.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(unfit.err, "[12, 101], the head needs [101, hidden_size]")) << unfit.err;
+  ExpectError({"load", "other", path, "--from-file", "--create", "--vocab_size=101"}, 1,
+              {"[12, 101], the head needs [101, hidden_size]"});
   EXPECT_EQ(RunJson({"heads"})["heads"].size(), 1u);
 }
 
 TEST_F(Headwaterctl, RestoredHeadIsShownWithItsCheckpointAndTaken) {
-  client::HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  spec.trainable = true;
+  client::HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true};
   {
     client::Client client = server_.Connect();
     client::Head head = Value(client.CreateHead("student", spec));
     Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight_)));
     Value(head.Save("begin"));
   }
-  server_.process().Signal(SIGKILL);
-  server_.process().Wait();
-  server_.Start();
+  server_.KillAndStart();
   const json restored = RunJson({"heads"})["heads"];
   ASSERT_EQ(restored.size(), 1u);
   EXPECT_EQ(restored[0]["state"], "restored");
@@ -391,9 +376,7 @@ TEST_F(Headwaterctl, RestoredHeadIsShownWithItsCheckpointAndTaken) {
   const ProgramResult table = Run({"heads"});
   EXPECT_TRUE(absl::StrContains(table.out, "tenants/default/heads/student  restored  begin")) << table.out;
 
-  const ProgramResult taken = Run({"take", "student"});
-  EXPECT_EQ(taken.exit_code, 0) << taken.err;
-  EXPECT_TRUE(absl::StrContains(taken.out, "took tenants/default/heads/student: step 0 is open and empty, epoch ")) << taken.out;
+  ExpectOutput({"take", "student"}, 0, {"took tenants/default/heads/student: step 0 is open and empty, epoch "});
   const json again = RunJson({"take", "student"});
   EXPECT_EQ(again["state"], "ready");
   EXPECT_EQ(again["restored_checkpoint"], nullptr);
@@ -422,19 +405,13 @@ TEST_F(Headwaterctl, TakesNoEmbeddingThatMayNotBeTheHead) {
   const std::string bytes = SafetensorsBytes("model.decoder.embed_tokens.weight", {kVocabSize, kHiddenSize}, weight_);
   const std::string part = directory.path() + "/model-00001-of-00002.safetensors";
   WriteFile(part, bytes);
-  const ProgramResult refused = Run({"load", "student", part, "--from-file", "--create"});
-  EXPECT_EQ(refused.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(refused.err, "one of several of its model")) << refused.err;
-  EXPECT_TRUE(absl::StrContains(refused.err, "tensors of that shape: model.decoder.embed_tokens.weight")) << refused.err;
+  ExpectError({"load", "student", part, "--from-file", "--create"}, 1,
+              {"one of several of its model", "tensors of that shape: model.decoder.embed_tokens.weight"});
   const std::string whole = directory.path() + "/model.safetensors";
   WriteFile(whole, bytes);
-  const ProgramResult alone = Run({"load", "student", whole, "--from-file", "--create"});
-  EXPECT_EQ(alone.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(alone.err, "there is no config.json")) << alone.err;
+  ExpectError({"load", "student", whole, "--from-file", "--create"}, 1, {"there is no config.json"});
   WriteFile(directory.path() + "/config.json", R"({"tie_word_embeddings": false})");
-  const ProgramResult untied = Run({"load", "student", directory.path(), "--from-file", "--create"});
-  EXPECT_EQ(untied.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(untied.err, "tie_word_embeddings=false")) << untied.err;
+  ExpectError({"load", "student", directory.path(), "--from-file", "--create"}, 1, {"tie_word_embeddings=false"});
   EXPECT_EQ(RunJson({"heads"})["heads"].size(), 0u);
   WriteFile(directory.path() + "/config.json", R"({"vocab_size": 101, "hidden_size": 12, "tie_word_embeddings": true})");
   EXPECT_EQ(Run({"load", "student", whole, "--from-file", "--create"}).exit_code, 0);
@@ -452,9 +429,7 @@ TEST_F(Headwaterctl, UploadsTheHeadOfAModelFolder) {
             R"({"weight_map":{"model.embed_tokens.weight":"model-00001-of-00002.safetensors",)"
             R"("language_model.lm_head.weight":"model-00002-of-00002.safetensors"}})");
   const std::vector<std::string> command = {"load", "student", folder, "--from-file", "--create"};
-  const ProgramResult missing = Run(command);
-  EXPECT_EQ(missing.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(missing.err, "model-00002-of-00002.safetensors is not there")) << missing.err;
+  ExpectError(command, 1, {"model-00002-of-00002.safetensors is not there"});
   WriteFile(folder + "/model-00002-of-00002.safetensors",
             SafetensorsBytes("language_model.lm_head.weight", {kVocabSize, kHiddenSize}, weight_));
   const ProgramResult loaded = Run(command);
@@ -465,13 +440,9 @@ TEST_F(Headwaterctl, UploadsTheHeadOfAModelFolder) {
   ASSERT_EQ(weight.bytes(), static_cast<int64_t>(weight_.size() * 4));
   EXPECT_EQ(std::memcmp(weight.data(), weight_.data(), weight_.size() * 4), 0);
   // A head of another shape says so before anything is uploaded.
-  client::HeadSpec spec;
-  spec.vocab_size = kVocabSize - 1;
-  spec.hidden_size = kHiddenSize;
+  client::HeadSpec spec = {.vocab_size = kVocabSize - 1, .hidden_size = kHiddenSize};
   Value(client.CreateHead("narrow", spec));
-  const ProgramResult narrow = Run({"load", "narrow", folder, "--from-file"});
-  EXPECT_EQ(narrow.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(narrow.err, absl::StrCat("valid_vocab_size=", kVocabSize - 1))) << narrow.err;
+  ExpectError({"load", "narrow", folder, "--from-file"}, 1, {absl::StrCat("valid_vocab_size=", kVocabSize - 1)});
 }
 
 TEST_F(Headwaterctl, ABiasOfAFileIsNeverDropped) {
@@ -486,18 +457,11 @@ TEST_F(Headwaterctl, ABiasOfAFileIsNeverDropped) {
   const client::TensorBuffer bias = Value(Value(client.OpenHead("biased")).DownloadWeights(client::HeadTensor::kBias));
   ASSERT_EQ(bias.element_count(), kVocabSize);
   for (const float value : bias.float32()) EXPECT_EQ(value, 2.0F);
-  const ProgramResult refused = Run({"load", "plain", folder, "--from-file", "--create", "--nobias"});
-  EXPECT_EQ(refused.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(refused.err, "lm_head.bias")) << refused.err;
-  EXPECT_TRUE(absl::StrContains(refused.err, "--bias")) << refused.err;
+  ExpectError({"load", "plain", folder, "--from-file", "--create", "--nobias"}, 1, {"lm_head.bias", "--bias"});
   // One that is there already, too.
-  client::HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
+  client::HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize};
   Value(client.CreateHead("plain", spec));
-  const ProgramResult existing = Run({"load", "plain", folder, "--from-file"});
-  EXPECT_EQ(existing.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(existing.err, "the head has none")) << existing.err;
+  ExpectError({"load", "plain", folder, "--from-file"}, 1, {"the head has none"});
 }
 
 TEST_F(Headwaterctl, DamagedLocalFilesAreRefused) {
@@ -508,30 +472,21 @@ TEST_F(Headwaterctl, DamagedLocalFilesAreRefused) {
   for (const std::string& bytes :
        {std::string("short"), good.substr(0, good.size() - 1), std::string(8, '\xff') + good.substr(8), "{" + good}) {
     WriteFile(path, bytes);
-    const ProgramResult result = Run(command);
-    EXPECT_EQ(result.exit_code, 1);
-    EXPECT_TRUE(absl::StrContains(result.err, "DATA_LOSS")) << result.err;
+    ExpectError(command, 1, {"DATA_LOSS"});
   }
   WriteFile(path, SafetensorsBytes("lm_head.weight", {kVocabSize, kHiddenSize}, weight_, "I32"));
-  const ProgramResult wide = Run(command);
-  EXPECT_EQ(wide.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(wide.err, "is of type I32, heads have F32, BF16 or F16")) << wide.err;
+  ExpectError(command, 1, {"is of type I32, heads have F32, BF16 or F16"});
   WriteFile(path, good);
   const ProgramResult unnamed = Run({"load", "student", path, "--from-file", "--create", "--tensor=other"});
   EXPECT_TRUE(absl::StrContains(unnamed.err, "has no tensor other; it has: lm_head.weight")) << unnamed.err;
   EXPECT_EQ(RunJson({"heads"})["heads"].size(), 0u);
-  const ProgramResult biased =
-      Run({"load", "student", path, "--from-file", "--create", "--nobias", "--bias_tensor=lm_head.weight"});
-  EXPECT_EQ(biased.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(biased.err, "the head has no bias")) << biased.err;
+  ExpectError({"load", "student", path, "--from-file", "--create", "--nobias", "--bias_tensor=lm_head.weight"}, 1,
+              {"the head has no bias"});
 }
 
 TEST_F(Headwaterctl, DeletesAHeadThatNobodyUsesUnlessForced) {
   client::Client client = server_.Connect();
-  client::HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  spec.trainable = true;
+  client::HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true};
   client::Head head = Value(client.CreateHead("student", spec));
   const ProgramResult made = Run({"delete", "student"});  // it has no weights yet, as after a loading that has failed
   EXPECT_EQ(made.exit_code, 0) << made.err;
@@ -543,9 +498,7 @@ TEST_F(Headwaterctl, DeletesAHeadThatNobodyUsesUnlessForced) {
   head = Value(client.CreateHead("student", spec));
   Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight_)));
   const std::vector<float> rows(2 * kHiddenSize, 0.5f);
-  client::MicroBatchOptions micro_batch;
-  micro_batch.step = 0;
-  micro_batch.micro_batch = 0;
+  client::MicroBatchOptions micro_batch = {.step = 0, .micro_batch = 0};
   Value(head.CrossEntropy(client::RowsView::Float32(rows, kHiddenSize), std::vector<int32_t>{1, 2}, {}, micro_batch).Get());
   const json error = RunJson({"delete", "student"}, 1)["error"];
   EXPECT_EQ(error["reason"], "HEAD_IN_USE");
@@ -557,10 +510,8 @@ TEST_F(Headwaterctl, DeletesAHeadThatNobodyUsesUnlessForced) {
 
 TEST_F(Headwaterctl, ErrorsSayWhatToDoNext) {
   EXPECT_EQ(Run({"health", "--timeout=5", "--connect_timeout=1m30s"}).exit_code, 0);
-  const ProgramResult size = Run({"plan", "--vocab_size=-1", "--hidden_size=1"});
-  EXPECT_EQ(size.exit_code, 2);
-  EXPECT_TRUE(absl::StrContains(size.err, "--vocab_size: expected at least 1, got -1")) << size.err;
-  EXPECT_TRUE(absl::StrContains(size.err, "hint: `headwaterctl help plan` explains it and its flags")) << size.err;
+  ExpectError({"plan", "--vocab_size=-1", "--hidden_size=1"}, 2,
+              {"--vocab_size: expected at least 1, got -1", "hint: `headwaterctl help plan` explains it and its flags"});
   const ProgramResult duration = Run({"info", "--timeout=soon"});
   EXPECT_TRUE(absl::StrContains(duration.err, "expected a duration such as 30, 30s, 500ms or 1m30s")) << duration.err;
   EXPECT_TRUE(absl::StrContains(duration.err, "headwaterctl help info")) << duration.err;

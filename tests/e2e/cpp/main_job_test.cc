@@ -30,11 +30,7 @@ std::vector<float> Hidden(uint32_t seed, int64_t hidden_size) { return RandomFlo
 std::vector<float> Bias(uint32_t seed) { return RandomFloats(seed, kVocabSize, 0.1F); }
 
 Head MakeHead(Client client, const std::string& name, bool trainable, int64_t hidden_size, uint32_t seed) {
-  HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = hidden_size;
-  spec.has_bias = true;
-  spec.trainable = trainable;
+  HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = hidden_size, .has_bias = true, .trainable = trainable};
   if (trainable) spec.optimizer = AdamW{.weight_decay = 0.1};
   if (trainable) spec.staging_slots = 2;
   Head head = Value(client.CreateHead(name, spec));
@@ -48,12 +44,7 @@ Fp64Head MakeReference(int64_t hidden_size, uint32_t seed) {
   return Fp64Head(kVocabSize, hidden_size, Weight(seed, hidden_size), Bias(seed));
 }
 
-MicroBatchOptions Submission(int64_t step, int64_t micro_batch) {
-  MicroBatchOptions options;
-  options.step = step;
-  options.micro_batch = micro_batch;
-  return options;
-}
+MicroBatchOptions Submission(int64_t step, int64_t micro_batch) { return {.step = step, .micro_batch = micro_batch}; }
 
 TEST(MainJob, TrainsTwoStepsAsDoublePrecisionDoes) {
   ServerProcess server({"--shards=3"});
@@ -84,10 +75,7 @@ TEST(MainJob, TrainsTwoStepsAsDoublePrecisionDoes) {
     divergence.loss_scale = scale;
     MicroBatchOptions dropped = Submission(step, 3);
     dropped.commit = CommitMode::kExplicit;
-    JsdOptions jsd;
-    jsd.beta = 0.3;
-    jsd.student_temperature = 1.5;
-    jsd.teacher_temperature = 2.0;
+    JsdOptions jsd = {.beta = 0.3, .student_temperature = 1.5, .teacher_temperature = 2.0};
     Future<LossResult> eager_future = student.CrossEntropy(rows, targets, {}, eager);
     Future<LossResult> late_future = student.CrossEntropy(rows, targets, {}, late);
     Future<LossResult> divergence_future =
@@ -217,10 +205,7 @@ TEST(MainJob, FrozenHeadAndForwardOnlyAddNothing) {
 TEST(MainJob, HalfPrecisionRowsAndWeights) {
   ServerProcess server;
   Client client = server.Connect();
-  HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  spec.data_type = DataType::kBFloat16;
+  HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .data_type = DataType::kBFloat16};
   Head head = Value(client.CreateHead("bfloat16", spec));
   // Values that bfloat16 holds exactly: the upper half of the float is the number.
   const auto to_bits = [](std::vector<float>& values) {

@@ -65,10 +65,7 @@ class MemoryPathsTest : public ::testing::Test {
   }
   std::string socket_path() const { return directory_.path() + "/memory.sock"; }
   client::Head MakeHead(const std::string& name, bool trainable = true) {
-    client::HeadSpec spec;
-    spec.vocab_size = kVocabSize;
-    spec.hidden_size = kHiddenSize;
-    spec.trainable = trainable;
+    client::HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = trainable};
     client::Client client = server_->Connect();
     client::Head head = Value(client.CreateHead(name, spec));
     const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.3F);
@@ -76,8 +73,7 @@ class MemoryPathsTest : public ::testing::Test {
     return head;
   }
   static CallMemory HostRows(void* read, void* write) {
-    CallMemory rows;
-    rows.rows = FloatsAt(read, kBytes);
+    CallMemory rows = {.rows = FloatsAt(read, kBytes)};
     if (write != nullptr) rows.result = FloatsAt(write, kBytes);
     return rows;
   }
@@ -105,8 +101,7 @@ TEST_F(MemoryPathsTest, RowsOfTheSharedRegionStayWhereTheyAre) {
   EXPECT_EQ(first.reads()[0].shared.region_id(), first.write()->shared.region_id());
   EXPECT_EQ(first.write()->shared.offset_bytes() - first.reads()[0].shared.offset_bytes(), grad.data - hidden.data);
   // A part of them, and without registering anything again.
-  CallMemory part;
-  part.rows = FloatsAt(hidden.data + 64, 128);
+  CallMemory part = {.rows = FloatsAt(hidden.data + 64, 128)};
   const Placement second = Value(Place(part));
   EXPECT_EQ(second.reads()[0].shared.region_id(), first.reads()[0].shared.region_id());
   EXPECT_EQ(second.reads()[0].shared.offset_bytes(), first.reads()[0].shared.offset_bytes() + 64);
@@ -121,9 +116,7 @@ TEST_F(MemoryPathsTest, RegionsAreRegisteredAgainAfterTheServersRestart) {
   const std::string session = placement.session_id();
   const std::string region = placement.reads()[0].shared.region_id();
   const int64_t offset = placement.reads()[0].shared.offset_bytes();
-  server_->process().Signal(SIGKILL);
-  server_->process().Wait();
-  server_->Start();
+  server_->KillAndStart();
   // What the call is answered now is SESSION_NOT_FOUND.
   absl::Status renewed;
   EXPECT_TRUE(Await([&] {
@@ -179,9 +172,7 @@ TEST_F(MemoryPathsTest, ACallersOwnSessionGetsItsOwnRegistrations) {
 
 TEST_F(MemoryPathsTest, SlotsAreUsedAgainAndBounded) {
   Start();
-  MemoryPathsOptions options;
-  options.max_shared_bytes = int64_t{8} << 20;
-  options.copy_threads = 2;
+  MemoryPathsOptions options = {.max_shared_bytes = int64_t{8} << 20, .copy_threads = 2};
   Connect(options);
   std::vector<float> hidden(static_cast<size_t>(kRows * kHiddenSize));
   std::string region;

@@ -7,7 +7,6 @@
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <stdlib.h>
 
 #include <filesystem>
 #include <memory>
@@ -19,6 +18,7 @@
 #include "headwater/client/client.h"
 #include "tests/e2e/cpp/support/await.h"
 #include "tests/e2e/cpp/support/child_process.h"
+#include "tests/e2e/cpp/support/held_module.h"
 #include "tests/e2e/cpp/support/server_process.h"
 #include "tests/e2e/cpp/support/test_tensors.h"
 #include "tests/integration/support/raw_call.h"
@@ -72,49 +72,20 @@ client::Client Impatient(const ServerProcess& server) {
 }
 
 client::Head MakeHead(client::Client& client) {
-  client::HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  spec.trainable = true;
-  spec.optimizer = client::AdamW{};
-  client::Head head = Value(client.CreateHead("h", spec));
-  const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.3F);
-  Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
-  return head;
+  return CreateHead(client, "h",
+                    {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true, .optimizer = client::AdamW{}},
+                    RandomFloats(1, kVocabSize * kHiddenSize, 0.3F));
 }
 
 absl::Status Compute(client::Head& head, int64_t rows) {
   const std::vector<float> hidden = RandomFloats(2, rows * kHiddenSize, 1.0F);
-  client::MicroBatchOptions options;
-  options.step = 0;
-  options.micro_batch = 0;
+  client::MicroBatchOptions options = {.step = 0, .micro_batch = 0};
   return head.CrossEntropy(client::RowsView::Float32(hidden, kHiddenSize), RandomTargets(3, rows, kVocabSize), {}, options)
       .Get()
       .status();
 }
 
-class Probes : public ::testing::Test {
- protected:
-  Probes() {
-    setenv("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE, 1);
-    setenv("HEADWATER_FAKE_HOLD", folder_.path().c_str(), 1);
-  }
-  ~Probes() override {
-    Release();
-    unsetenv("HEADWATER_FAKE_HOLD");
-    unsetenv("HEADWATER_CUDA_MODULE");
-  }
-
-  std::string Path(const std::string& name) const { return folder_.path() + "/" + name; }
-  void Hold() const { WriteFile(Path("hold"), ""); }
-  bool AwaitHeld() const {
-    return Await([&] { return std::filesystem::exists(Path("held")); });
-  }
-  void Release() const { std::filesystem::remove(Path("hold")); }
-
- private:
-  TemporaryDirectory folder_;
-};
+using Probes = HeldModule;
 
 // The self-test is held in its middle: the server listens, and says that it does not serve. Then it passes, or fails.
 TEST_F(Probes, TellOfTheSelfTest) {

@@ -32,13 +32,7 @@ Fp64Head Reference(uint32_t seed) { return Fp64Head(kVocabSize, kHiddenSize, Wei
 RowsView Rows(const std::vector<float>& hidden) { return RowsView::Float32(hidden, kHiddenSize); }
 
 HeadSpec Spec() {
-  HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  spec.trainable = true;
-  spec.optimizer = AdamW();
-  spec.staging_slots = 2;
-  return spec;
+  return {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true, .optimizer = AdamW(), .staging_slots = 2};
 }
 
 Head MakeHead(Client client, const std::string& name, uint32_t seed) {
@@ -48,11 +42,7 @@ Head MakeHead(Client client, const std::string& name, uint32_t seed) {
 }
 
 MicroBatchOptions Id(int64_t step, int64_t micro_batch, CommitMode commit = CommitMode::kEager) {
-  MicroBatchOptions options;
-  options.step = step;
-  options.micro_batch = micro_batch;
-  options.commit = commit;
-  return options;
+  return {.step = step, .micro_batch = micro_batch, .commit = commit};
 }
 
 std::vector<float> WeightOf(Head head) {
@@ -149,8 +139,7 @@ TEST(Transactions, RunThatTakesTheHeadFencesTheOther) {
   EXPECT_TRUE(Value(new_run.GetStep()).open.micro_batches.empty());
   EXPECT_TRUE(SameBits(WeightOf(new_run), Weight(1)));
 
-  ClientOptions options;
-  options.tenant = "research";
+  ClientOptions options = {.tenant = "research"};
   Client tenant = server.Connect(options);
   EXPECT_TRUE(Value(tenant.ListHeads()).empty());
   Head theirs = Value(tenant.CreateHead("student", Spec()));
@@ -162,8 +151,7 @@ TEST(Transactions, RunThatTakesTheHeadFencesTheOther) {
 TEST(Transactions, ASlotThatIsMissingIsSaidOnceForEachHead) {
   ServerProcess server;
   std::vector<std::string> notices;
-  ClientOptions options;
-  options.transport = Transport::kGrpc;
+  ClientOptions options = {.transport = Transport::kGrpc};
   options.on_notice = [&notices](const std::string& sentence) { notices.push_back(sentence); };
   Client client = server.Connect(options);
   Head head = MakeHead(client, "student", 1);  // two slots
@@ -217,16 +205,9 @@ TEST(Transactions, AStepWithoutMicroBatchesIsAppliedOnlyIfThatIsMeant) {
 }
 
 ClientOptions WithReplay() {
-  ClientOptions options;
-  options.replay_bytes = int64_t{1} << 24;
+  ClientOptions options = {.replay_bytes = int64_t{1} << 24};
   options.retry.max_attempts = 20;
   return options;
-}
-
-void KillAndStart(ServerProcess& server) {
-  server.process().Signal(SIGKILL);
-  EXPECT_EQ(server.process().Wait(), -SIGKILL);
-  server.Start();
 }
 
 // Two steps with every kind of contribution; `disturb` comes in the middle of the second one and behind it. Saved at the beginning
@@ -300,7 +281,7 @@ TEST(Transactions, KilledServerAndReplayEndAtTheUndisturbedWeightBitForBit) {
     int restarts = 0;
     const std::string epoch = head.epoch();
     const std::vector<float> disturbed = TrainTwoSteps(head, teacher, save_both, [&](int) {
-      KillAndStart(server);
+      server.KillAndStart();
       ++restarts;
     });
     EXPECT_EQ(restarts, 4);
@@ -326,7 +307,7 @@ TEST(Transactions, WeightsOfTheTrainersOwnAreRepeatedToo) {
     Value(head.DiscardGradient(1));
     Value(head.CrossEntropy(Rows(hidden), Targets(3), {}, Id(2, 0)).Get());
     const TensorBuffer before = Value(head.Gradient(2));
-    KillAndStart(server);
+    server.KillAndStart();
     const absl::StatusOr<TensorBuffer> again = head.Gradient(2);
     if (has_room) {
       ASSERT_TRUE(again.ok()) << again.status();
@@ -359,7 +340,7 @@ TEST(Transactions, HeadsOfOneMicroBatchAreRecoveredTogether) {
   Value(first.Multi(Rows(hidden), terms, Id(0, 1)).Get());
   Value(undecided.contribution->Commit({.factor = 0.5}).Get());
   const TensorBuffer before = Value(second.Gradient(0));
-  KillAndStart(server);
+  server.KillAndStart();
   Value(first.CrossEntropy(Rows(hidden), targets, {}, Id(0, 2)).Get());
   const TensorBuffer after = Value(second.Gradient(0));
   EXPECT_EQ(std::memcmp(before.data(), after.data(), static_cast<size_t>(before.bytes())), 0);

@@ -77,11 +77,7 @@ bool UnderWay(const std::future<T>& task) {
   return task.wait_for(seconds(0)) != std::future_status::ready;
 }
 
-CallMemory Rows(void* data, int64_t bytes) {
-  CallMemory rows;
-  rows.rows = FloatsAt(data, bytes);
-  return rows;
-}
+CallMemory Rows(void* data, int64_t bytes) { return {.rows = FloatsAt(data, bytes)}; }
 
 class PlacementCancel : public testing::Test {
  protected:
@@ -244,20 +240,14 @@ TEST(TransportCancel, AnyOfManyCallsEndsAtOnce) {
   ServerProcess server({}, /*shares_memory=*/true);
   for (const client::Transport transport : {client::Transport::kSharedMemory, client::Transport::kAuto}) {
     Client client = server.Connect({.timeout = kNever, .connect_timeout = kSoon, .transport = transport});
-    client::HeadSpec spec;
-    spec.vocab_size = kVocabSize;
-    spec.hidden_size = kHiddenSize;
-    spec.trainable = true;
-    Head head = Value(client.CreateHead(std::string("h-") + client::TransportName(transport), spec));
-    Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
+    Head head = CreateHead(client, std::string("h-") + client::TransportName(transport),
+                           {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true}, weight);
     std::vector<std::optional<Future<LossResult>>> futures;
     std::future<void> dropped;
     {
       const Frozen frozen(server);
       for (int64_t id = 0; id < kCalls; ++id) {
-        client::MicroBatchOptions options;
-        options.step = 0;
-        options.micro_batch = id;
+        client::MicroBatchOptions options = {.step = 0, .micro_batch = id};
         futures.emplace_back(head.CrossEntropy(client::RowsView::Float32(rows, kHiddenSize), targets, {}, options));
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(100));

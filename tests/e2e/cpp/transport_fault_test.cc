@@ -35,12 +35,7 @@ constexpr int64_t kFewRows = 5;
 constexpr int64_t kManyRows = 1 << 16;  // several stripes, and much more than sockets and flow control hold
 constexpr int64_t kManyBytes = kManyRows * kHiddenSize * 4;
 
-MicroBatchOptions Submission(int64_t micro_batch) {
-  MicroBatchOptions options;
-  options.step = 0;
-  options.micro_batch = micro_batch;
-  return options;
-}
+MicroBatchOptions Submission(int64_t micro_batch) { return {.step = 0, .micro_batch = micro_batch}; }
 
 class TransportFault : public testing::TestWithParam<Transport> {
  protected:
@@ -53,13 +48,7 @@ class TransportFault : public testing::TestWithParam<Transport> {
   }
 
   Head MakeHead(Client& client, const std::string& name) {
-    HeadSpec spec;
-    spec.vocab_size = kVocabSize;
-    spec.hidden_size = kHiddenSize;
-    spec.trainable = true;
-    Head head = Value(client.CreateHead(name, spec));
-    Value(head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight_)));
-    return head;
+    return CreateHead(client, name, {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true}, weight_);
   }
 
   // Device memory is the third path's alone.
@@ -268,13 +257,8 @@ std::string VictimProgram() {
 TEST_P(KilledClient, LeavesNothingBehind) {
   ServerProcess server({"--stream_idle_timeout=3s"}, /*shares_memory=*/true);
   Client client = server.Connect({.connect_timeout = seconds(20), .transport = Transport::kGrpc});
-  HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  spec.trainable = true;
-  Head head = Value(client.CreateHead("student", spec));
-  const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.3F);
-  Value(head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight)));
+  Head head = CreateHead(client, "student", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true},
+                         RandomFloats(1, kVocabSize * kHiddenSize, 0.3F));
   const std::vector<float> rows = RandomFloats(2, kFewRows * kHiddenSize, 1.0F);
   const std::vector<int32_t> targets = RandomTargets(3, kFewRows, kVocabSize);
   Value(head.CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, Submission(0)).Get());

@@ -59,12 +59,8 @@ class ServerMemory : public testing::TestWithParam<Transport> {};
 TEST_P(ServerMemory, StaysAtItsLevel) {
   ServerProcess server({}, /*shares_memory=*/true);
   Client client = server.Connect({.connect_timeout = std::chrono::seconds(20), .transport = GetParam()});
-  HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  spec.trainable = true;
-  Head head = Value(client.CreateHead("student", spec));
-  Value(head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(RandomFloats(1, kVocabSize * kHiddenSize, 0.1F))));
+  Head head = CreateHead(client, "student", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true},
+                         RandomFloats(1, kVocabSize * kHiddenSize, 0.1F));
   RowsBuffer rows = Value(client.AllocateRows(kMostRows, kHiddenSize, DataType::kFloat32));
   std::vector<float> own = RandomFloats(2, kMostRows * kHiddenSize, 1.0F);
   std::memcpy(rows.data(), own.data(), own.size() * 4);
@@ -86,9 +82,7 @@ TEST_P(ServerMemory, StaysAtItsLevel) {
   for (int64_t i = 0; i < count; ++i) {
     RowsView view = i % 3 == 0 ? RowsView::Float32(own, kHiddenSize) : rows.view();
     view.row_count = std::min(kMostRows, (int64_t{1} << (i * 5 % 14)) + i % 7);
-    MicroBatchOptions options;
-    options.step = step;
-    options.micro_batch = i % 50;
+    MicroBatchOptions options = {.step = step, .micro_batch = i % 50};
     const bool is_explicit = i % 5 == 4;
     if (is_explicit) {
       settle(0);  // there is one slot

@@ -266,9 +266,7 @@ class Driver {
     const auto rows = std::make_shared<std::vector<float>>(kHiddenSize, value);
     const RowsView view = RowsView::Float32(*rows, kHiddenSize);
     const std::vector<int32_t> targets = {1};
-    MicroBatchOptions micro_batch;
-    micro_batch.forward_only = operation == "forward";
-    micro_batch.return_grad_hidden = false;
+    MicroBatchOptions micro_batch = {.forward_only = operation == "forward", .return_grad_hidden = false};
     if (!micro_batch.forward_only) {
       micro_batch.step = handle.step;
       micro_batch.micro_batch = std::stoll(line.words[0]);

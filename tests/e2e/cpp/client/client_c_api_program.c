@@ -59,6 +59,14 @@ static char* read_file(const char* path, int64_t* size) {
   return data;
 }
 
+/* A request with one change is refused. */
+#define EXPECT_BAD(change, reason)                                 \
+  do {                                                             \
+    hw_client_request bad = *good;                                 \
+    change;                                                        \
+    EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, reason); \
+  } while (0)
+
 static hw_client_rows make_rows(float* data, int64_t rows, int64_t hidden_size) {
   hw_client_rows result;
   memset(&result, 0, sizeof(result));
@@ -133,9 +141,7 @@ static void check_wrong_arguments(hw_client* client, const hw_client_request* go
   EXPECT_ERROR(hw_client_start(NULL, good, &call), 3, "MISSING_FIELD");
   EXPECT_ERROR(hw_client_start(client, NULL, &call), 3, "MISSING_FIELD");
   EXPECT_ERROR(hw_client_start(client, good, NULL), 3, "MISSING_FIELD");
-  hw_client_request bad = *good;
-  bad.struct_bytes = 8;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "struct_bytes");
+  EXPECT_BAD(bad.struct_bytes = 8, "struct_bytes");
   struct {
     hw_client_request known;
     int64_t beyond;
@@ -143,65 +149,31 @@ static void check_wrong_arguments(hw_client* client, const hw_client_request* go
   longer.known.struct_bytes = sizeof(longer);
   longer.beyond = 1;
   EXPECT_ERROR(hw_client_start(client, &longer.known, &call), 3, "struct_bytes");
-  bad = *good;
-  bad.timeout_ns = 0;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "timeout_ns");
-  bad = *good;
-  bad.message = NULL;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "MISSING_FIELD");
-  bad = *good;
-  bad.message_bytes = 3;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "INVALID_FIELD");
-  bad = *good;
-  bad.message_bytes = -1;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "INVALID_FIELD");
-  bad = *good;
-  bad.rows.row_count -= 1;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "SHAPE_MISMATCH");
-  bad = *good;
-  bad.rows.row_count = INT64_MAX / 2;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "INVALID_FIELD");
-  bad = *good;
-  bad.rows.hidden_size += 1;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "SHAPE_MISMATCH");
-  bad = *good;
-  bad.rows.data_type = HW_CLIENT_BFLOAT16;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "DATA_TYPE_MISMATCH");
-  bad = *good;
-  bad.rows.data_type = 9;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "data_type");
-  bad = *good;
-  bad.rows.memory = 7;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "memory");
-  bad = *good;
-  bad.rows.data = NULL;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "INVALID_FIELD");
-  bad = *good;
-  bad.rows.struct_bytes = 1;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "struct_bytes");
-  bad = *good;
-  bad.result_rows.row_count -= 1;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "result_rows");
-  bad = *good;
-  bad.flags = 1 << 20;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "flags");
-  bad = *good;
-  bad.method = NULL;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "MISSING_FIELD");
-  bad.method = "/headwater.v1.LossService/TransferRows";
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 12, NULL);
-  bad = *good;
-  bad.teacher_count = 2;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "teachers");
-  bad = *good;
-  bad.teachers = &bad.rows;
-  bad.teacher_count = 1;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "teachers");
-  bad = *good;
-  bad.method = "/headwater.v1.LossService/StreamTeacher";
-  bad.message = "\xff";
-  bad.message_bytes = 1;
-  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "INVALID_FIELD");
+  EXPECT_BAD(bad.timeout_ns = 0, "timeout_ns");
+  EXPECT_BAD(bad.message = NULL, "MISSING_FIELD");
+  EXPECT_BAD(bad.message_bytes = 3, "INVALID_FIELD");
+  EXPECT_BAD(bad.message_bytes = -1, "INVALID_FIELD");
+  EXPECT_BAD(bad.rows.row_count -= 1, "SHAPE_MISMATCH");
+  EXPECT_BAD(bad.rows.row_count = INT64_MAX / 2, "INVALID_FIELD");
+  EXPECT_BAD(bad.rows.hidden_size += 1, "SHAPE_MISMATCH");
+  EXPECT_BAD(bad.rows.data_type = HW_CLIENT_BFLOAT16, "DATA_TYPE_MISMATCH");
+  EXPECT_BAD(bad.rows.data_type = 9, "data_type");
+  EXPECT_BAD(bad.rows.memory = 7, "memory");
+  EXPECT_BAD(bad.rows.data = NULL, "INVALID_FIELD");
+  EXPECT_BAD(bad.rows.struct_bytes = 1, "struct_bytes");
+  EXPECT_BAD(bad.result_rows.row_count -= 1, "result_rows");
+  EXPECT_BAD(bad.flags = 1 << 20, "flags");
+  EXPECT_BAD(bad.method = NULL, "MISSING_FIELD");
+  hw_client_request wrong = *good;
+  wrong.method = "/headwater.v1.LossService/TransferRows";
+  EXPECT_ERROR(hw_client_start(client, &wrong, &call), 12, NULL);
+  EXPECT_BAD(bad.teacher_count = 2, "teachers");
+  EXPECT_BAD((bad.teachers = &bad.rows, bad.teacher_count = 1), "teachers");
+  wrong = *good;
+  wrong.method = "/headwater.v1.LossService/StreamTeacher";
+  wrong.message = "\xff";
+  wrong.message_bytes = 1;
+  EXPECT_ERROR(hw_client_start(client, &wrong, &call), 3, "INVALID_FIELD");
   EXPECT(call == NULL);
 }
 

@@ -24,12 +24,8 @@ constexpr int64_t kVocabSize = 50;
 TEST(ClientCApi, ProgramInC) {
   const ServerProcess server;
   Client client = server.Connect();
-  HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  Head head = Value(client.CreateHead("h", spec));
-  const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 1.0F);
-  Value(head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight)));
+  Head head = CreateHead(client, "h", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize},
+                         RandomFloats(1, kVocabSize * kHiddenSize, 1.0F));
   const std::vector<int32_t> targets = RandomTargets(2, kRows, kVocabSize);
   v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, targets);
   header.clear_micro_batch();  // the head is frozen

@@ -60,10 +60,9 @@ class ClientCore : public testing::Test {
   ~ClientCore() override { held_ = false; }
 
   void Connect(const std::function<void(ClientOptions&)>& change = [](ClientOptions&) {}) {
-    ClientOptions options;
-    options.transport = Transport::kGrpc;
-    options.timeout = seconds(10);
-    options.retry = {.max_attempts = 2, .initial_backoff = milliseconds(1), .max_backoff = milliseconds(1)};
+    ClientOptions options = {.timeout = seconds(10),
+                             .retry = {.max_attempts = 2, .initial_backoff = milliseconds(1), .max_backoff = milliseconds(1)},
+                             .transport = Transport::kGrpc};
     options.on_notice = [](const std::string&) {};
     change(options);
     auto core = Core::Open(server_.target(), options);

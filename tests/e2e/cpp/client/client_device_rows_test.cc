@@ -54,8 +54,7 @@ TEST(ClientDeviceRows, TensorsThatBeginAtOneAddressAreSentEachInFull) {
     stream->Write(response);
     return grpc::Status::OK;
   };
-  ClientOptions options;
-  options.transport = Transport::kGrpc;
+  ClientOptions options = {.transport = Transport::kGrpc};
   Client client = Value(Client::Connect(server.target(), options));
   Head head = Value(client.OpenHead("h"));
   Head teacher = Value(client.OpenHead("teacher"));
@@ -73,10 +72,7 @@ TEST(ClientDeviceRows, TensorsThatBeginAtOneAddressAreSentEachInFull) {
     term.teacher_hidden.hidden_size = kHiddenSize;
     term.teacher_hidden.memory = Memory::kCuda;
   }
-  MicroBatchOptions micro_batch;
-  micro_batch.step = 0;
-  micro_batch.micro_batch = 0;
-  micro_batch.return_grad_hidden = false;
+  MicroBatchOptions micro_batch = {.step = 0, .micro_batch = 0, .return_grad_hidden = false};
   Value(head.Multi(RowsView::Float32(hidden, kHiddenSize), terms, micro_batch).Get());
   ASSERT_EQ(teacher_rows.size(), terms.size());
   for (size_t i = 0; i < terms.size(); ++i) {
@@ -92,8 +88,7 @@ TEST(ClientDeviceRows, NoCopyIsUnderWayIntoRowsThatCouldNotBePlaced) {
   const auto paths = MemoryPaths::Create(server.target(), MakeChannel(server.target(), {}), {}, {});
   const std::vector<float> values = RandomFloats(2, 1000 * kHiddenSize, 1.0F);
   const auto bytes = static_cast<int64_t>(values.size() * sizeof(float));
-  CallMemory rows;
-  rows.rows = FloatsAt(DeviceFloats(values), bytes, client::Memory::kCuda);
+  CallMemory rows = {.rows = FloatsAt(DeviceFloats(values), bytes, client::Memory::kCuda)};
   for (int i = 0; i < 2; ++i) rows.teachers.push_back(FloatsAt(DeviceFloats(values), bytes, client::Memory::kCuda));
   const auto place = [&] {
     return paths->Place(rows, "", Transport::kSharedMemory, Wait{std::chrono::system_clock::now() + std::chrono::minutes(1), {}});
@@ -113,9 +108,7 @@ TEST(ClientDeviceRows, WhatACallLeavesUncopiedDoesNotComeOverTheRowsOfTheNextOne
   const auto paths = MemoryPaths::Create(server.target(), MakeChannel(server.target(), {}), {}, {});
   constexpr int64_t kFloats = 1000 * kHiddenSize;
   const auto place = [&](const float* data, void* stream) {
-    CallMemory rows;
-    rows.rows = FloatsAt(data, kFloats * int64_t{sizeof(float)}, client::Memory::kCuda);
-    rows.cuda_stream = stream;
+    CallMemory rows = {.rows = FloatsAt(data, kFloats * int64_t{sizeof(float)}, client::Memory::kCuda), .cuda_stream = stream};
     return Value(paths->Place(rows, "", Transport::kCudaIpc, Wait{std::chrono::system_clock::now() + std::chrono::minutes(1), {}}));
   };
   int streams[2];  // whose addresses name them
@@ -147,9 +140,7 @@ TEST(ClientDeviceRows, PrivateMemoryIsCopiedAndNeverExported) {
   for (const client::Memory memory : {client::Memory::kCuda, client::Memory::kCudaPrivate}) {
     float* const hidden = DeviceFloats(values, /*exportable=*/true);
     float* const grad = DeviceFloats(values, /*exportable=*/true);
-    CallMemory rows;
-    rows.rows = FloatsAt(hidden, bytes, memory);
-    rows.result = FloatsAt(grad, bytes, memory);
+    CallMemory rows = {.rows = FloatsAt(hidden, bytes, memory), .result = FloatsAt(grad, bytes, memory)};
     Placement placement =
         Value(paths->Place(rows, "", Transport::kAuto, Wait{std::chrono::system_clock::now() + std::chrono::minutes(1), {}}));
     EXPECT_EQ(placement.path(), Transport::kCudaIpc);

@@ -29,9 +29,7 @@ using std::chrono::steady_clock;
 constexpr int64_t kHiddenSize = 4;
 
 ClientOptions Quick(int max_attempts) {
-  ClientOptions options;
-  options.retry = {.max_attempts = max_attempts, .initial_backoff = milliseconds(2), .max_backoff = milliseconds(4)};
-  return options;
+  return {.retry = {.max_attempts = max_attempts, .initial_backoff = milliseconds(2), .max_backoff = milliseconds(4)}};
 }
 
 grpc::Status Unavailable() { return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone"); }
@@ -63,12 +61,7 @@ class ClientFace : public testing::Test {
   }
 
   static MicroBatchOptions Options(int64_t micro_batch, CommitMode commit = CommitMode::kEager) {
-    MicroBatchOptions options;
-    options.step = 0;
-    options.micro_batch = micro_batch;
-    options.commit = commit;
-    options.return_grad_hidden = false;
-    return options;
+    return {.step = 0, .micro_batch = micro_batch, .commit = commit, .return_grad_hidden = false};
   }
   Future<LossResult> Submit(const MicroBatchOptions& options, const CallOptions& call = {}) {
     return head_->CrossEntropy(RowsView::Float32(rows_, kHiddenSize), targets_, {}, options, call);
@@ -130,8 +123,8 @@ TEST_F(ClientFace, LongestBackOffsDoNotOverflow) {
   }
 
   // Beyond the deadline there is no second attempt, instead of all of them at once.
-  ClientOptions options;
-  options.retry = {.max_attempts = 5, .initial_backoff = milliseconds::max(), .max_backoff = milliseconds::max()};
+  ClientOptions options = {
+      .retry = {.max_attempts = 5, .initial_backoff = milliseconds::max(), .max_backoff = milliseconds::max()}};
   Connect(options);
   server_.unary_status = Unavailable();
   EXPECT_FALSE(head_->Commit(0, 0).Get().ok());
@@ -145,8 +138,7 @@ TEST_F(ClientFace, LongestBackOffsDoNotOverflow) {
 }
 
 TEST_F(ClientFace, DroppingAFutureEndsTheWaitForTheNextAttempt) {
-  ClientOptions options;
-  options.retry = {.max_attempts = 5, .initial_backoff = seconds(60), .max_backoff = seconds(60)};
+  ClientOptions options = {.retry = {.max_attempts = 5, .initial_backoff = seconds(60), .max_backoff = seconds(60)}};
   Connect(options);
   server_.compute_loss = [](grpc::ServerContext*, ScriptedServer::LossStream*) { return Unavailable(); };
   const auto start = steady_clock::now();
@@ -255,10 +247,8 @@ TEST_F(ClientFace, TopKTeacherArrives) {
     EXPECT_EQ(tensor->shape(0), 2);
     EXPECT_EQ(tensor->shape(1), 3);
   }
-  LossTerm two_teachers;
-  two_teachers.loss = JsdOptions{.beta = 0};
-  two_teachers.teacher = *head_;
-  two_teachers.top_k_teacher = TopKTeacher{.k = 3, .ids = ids, .log_probs = log_probs};
+  LossTerm two_teachers = {
+      .loss = JsdOptions{.beta = 0}, .teacher = *head_, .top_k_teacher = TopKTeacher{.k = 3, .ids = ids, .log_probs = log_probs}};
   EXPECT_EQ(ErrorReason(head_->Multi(rows, {&two_teachers, 1}, Options(1)).Get().status()), "INVALID_COMBINATION");
   two_teachers.teacher.reset();
   two_teachers.teacher_hidden = rows;
@@ -322,12 +312,10 @@ TEST_F(ClientFace, FactorsAndOptionsOfACrossEntropyArriveAndItsOutputsReturn) {
 TEST_F(ClientFace, InvalidOptionsFailToConnect) {
   for (const RetryPolicy& policy : {RetryPolicy{.max_attempts = 0}, RetryPolicy{.initial_backoff = milliseconds(0)},
                                     RetryPolicy{.initial_backoff = seconds(2), .max_backoff = seconds(1)}}) {
-    ClientOptions options;
-    options.retry = policy;
+    ClientOptions options = {.retry = policy};
     EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD");
   }
-  ClientOptions options;
-  options.replay_bytes = -1;
+  ClientOptions options = {.replay_bytes = -1};
   EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD");
   options.replay_bytes = 0;
   for (const milliseconds lease : {milliseconds(-1), milliseconds::max()}) {
@@ -353,8 +341,7 @@ TEST_F(ClientFace, InvalidTargetsFailBeforeConnecting) {
     EXPECT_EQ(ErrorReason(status), "INVALID_FIELD") << target;
     EXPECT_NE(std::string(status.message()).find("got \"" + target + "\""), std::string::npos) << status;
   }
-  ClientOptions hasty;
-  hasty.connect_timeout = milliseconds(20);
+  ClientOptions hasty = {.connect_timeout = milliseconds(20)};
   for (const std::string target : {"127.0.0.1:1", "localhost:1", "head_water.example.invalid:1", "[::1]:1", "dns:localhost:1",
                                    "dns:///localhost:1", "dns:///[::1]:1", "ipv4:127.0.0.1:1", "ipv6:[::1]:1",
                                    "unix:/nobody/is here", "unix:nobody", "unix:///nobody", "unix-abstract:headwater-nobody"}) {
@@ -363,8 +350,7 @@ TEST_F(ClientFace, InvalidTargetsFailBeforeConnecting) {
 }
 
 TEST_F(ClientFace, ConnectReportsWhyNoServerAnswers) {
-  ClientOptions options;
-  options.connect_timeout = milliseconds(300);
+  ClientOptions options = {.connect_timeout = milliseconds(300)};
   const absl::Status nobody = Client::Connect("unix:/nobody/is here", options).status();
   EXPECT_EQ(nobody.code(), absl::StatusCode::kUnavailable);
   EXPECT_NE(std::string(nobody.message()).find("No such file or directory"), std::string::npos) << nobody;
@@ -379,8 +365,7 @@ TEST_F(ClientFace, ConnectReportsWhyNoServerAnswers) {
 
 TEST_F(ClientFace, UnreadableMemoryIsRefusedBeforeSending) {
   Connect(Quick(1));
-  TensorView nothing;
-  nothing.element_count = 12;
+  TensorView nothing = {.element_count = 12};
   EXPECT_EQ(ErrorReason(head_->UploadWeights(HeadTensor::kWeight, nothing).status()), "INVALID_FIELD");
   EXPECT_EQ(ErrorReason(head_->ReplaceWeights(0, nothing).status()), "INVALID_FIELD");
   const std::vector<float> some(12);

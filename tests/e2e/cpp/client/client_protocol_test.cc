@@ -20,8 +20,7 @@ using std::chrono::steady_clock;
 constexpr int64_t kHiddenSize = 4;
 
 ClientOptions MakeOptions() {
-  ClientOptions options;
-  options.chunk_bytes = 16;
+  ClientOptions options = {.chunk_bytes = 16};
   options.retry = {.max_attempts = 3, .initial_backoff = milliseconds(1), .max_backoff = milliseconds(2)};
   return options;
 }
@@ -32,9 +31,7 @@ class ClientProtocol : public testing::Test {
 
   Future<LossResult> Submit(const std::vector<float>& hidden, const CallOptions& options = {}) {
     const std::vector<int32_t> targets(hidden.size() / kHiddenSize, 1);
-    MicroBatchOptions micro_batch;
-    micro_batch.step = 0;
-    micro_batch.micro_batch = 0;
+    MicroBatchOptions micro_batch = {.step = 0, .micro_batch = 0};
     return head_.CrossEntropy(RowsView::Float32(hidden, kHiddenSize), targets, {}, micro_batch, options);
   }
 

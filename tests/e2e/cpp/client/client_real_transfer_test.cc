@@ -25,18 +25,9 @@ using std::chrono::steady_clock;
 constexpr int64_t kHiddenSize = 512;
 constexpr int64_t kVocabSize = 32;
 
-HeadSpec FrozenSpec() {
-  HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  return spec;
-}
+HeadSpec FrozenSpec() { return {.vocab_size = kVocabSize, .hidden_size = kHiddenSize}; }
 
-ClientOptions OverGrpc() {
-  ClientOptions options;
-  options.transport = Transport::kGrpc;
-  return options;
-}
+ClientOptions OverGrpc() { return {.transport = Transport::kGrpc}; }
 
 Head MakeHead(Client& client) {
   Head head = Value(client.AttachHead("h", FrozenSpec()));
@@ -49,8 +40,7 @@ Head MakeHead(Client& client) {
 Future<LossResult> Submit(Head& head, const std::vector<float>& rows, absl::Span<unsigned char> gradient,
                           const CallOptions& call = {}) {
   const std::vector<int32_t> targets(rows.size() / kHiddenSize, 3);
-  MicroBatchOptions options;
-  options.grad_hidden = gradient;
+  MicroBatchOptions options = {.grad_hidden = gradient};
   return head.CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, options, call);
 }
 
@@ -90,13 +80,10 @@ TEST(ClientRealTransfer, ServerThatStandsStillKeepsNoMemoryOfTheCaller) {
   constexpr size_t kBytes = 64 << 20;
   void* const memory = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(memory, MAP_FAILED);
-  RowsView view;
-  view.data = memory;
-  view.hidden_size = kHiddenSize;
+  RowsView view = {.data = memory, .hidden_size = kHiddenSize};
   view.row_count = static_cast<int64_t>(kBytes) / view.row_bytes();
   const std::vector<int32_t> targets(static_cast<size_t>(view.row_count), 3);
-  MicroBatchOptions micro_batch;
-  micro_batch.return_grad_hidden = false;
+  MicroBatchOptions micro_batch = {.return_grad_hidden = false};
   Future<LossResult> cancelled = head.CrossEntropy(view, targets, {}, micro_batch);
   EXPECT_FALSE(cancelled.WaitFor(milliseconds(300)));
   const auto start = steady_clock::now();
@@ -118,8 +105,7 @@ TEST(ClientRealTransfer, ServerThatStandsStillKeepsNoMemoryOfTheCaller) {
 
 TEST(ClientRealTransfer, PathThatDoesNotExistHereIsSaidSo) {
   const ServerProcess server;
-  ClientOptions options;
-  options.transport = Transport::kCudaIpc;
+  ClientOptions options = {.transport = Transport::kCudaIpc};
   Client client = server.Connect(options);
   Head head = MakeHead(client);
   const std::vector<float> rows(4 * kHiddenSize, 0.5F);
@@ -132,8 +118,7 @@ TEST(ClientRealTransfer, PathThatDoesNotExistHereIsSaidSo) {
 TEST(ClientRealTransfer, SharedMemoryCarriesEveryKindOfMicroBatchAndARestart) {
   const TemporaryDirectory directory;
   ServerProcess server({"--descriptor_socket=" + directory.path() + "/memory"});
-  ClientOptions options;
-  options.retry = {.max_attempts = 100, .initial_backoff = milliseconds(20), .max_backoff = milliseconds(100)};
+  ClientOptions options = {.retry = {.max_attempts = 100, .initial_backoff = milliseconds(20), .max_backoff = milliseconds(100)}};
   Client client = server.Connect(options);
   Client other = server.Connect(OverGrpc());
   const std::vector<float> rows = RandomFloats(7, 700 * kHiddenSize, 1.0F);
@@ -146,8 +131,7 @@ TEST(ClientRealTransfer, SharedMemoryCarriesEveryKindOfMicroBatchAndARestart) {
     Head head = Value(client.AttachHead("trained", spec));
     Value(head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight)));
     Head same = Value(other.OpenHead("trained"));
-    MicroBatchOptions micro_batch;
-    micro_batch.step = 0;
+    MicroBatchOptions micro_batch = {.step = 0};
     std::vector<LossResult> results;
     for (const CommitMode commit : {CommitMode::kEager, CommitMode::kExplicit}) {
       micro_batch.commit = commit;
@@ -164,9 +148,7 @@ TEST(ClientRealTransfer, SharedMemoryCarriesEveryKindOfMicroBatchAndARestart) {
     }
     EXPECT_EQ(Value(head.Seal(0, 4)).totals.valid_token_count, 4 * 700);
     if (round == 1) break;
-    server.process().Signal(SIGKILL);
-    server.process().Wait();
-    server.Start();
+    server.KillAndStart();
   }
   EXPECT_EQ(client.stats().shared_memory.micro_batches, 4);
   EXPECT_EQ(client.stats().why_not_better, "");
@@ -216,9 +198,7 @@ TEST(ClientRealTransfer, TeachersRowsMeetTheTrainersInEitherOrder) {
     if (teacher_first) {
       EXPECT_EQ(stream(1), kRows / 2);
     }
-    JoinedTeacherOptions joined;
-    joined.join_key = key;
-    joined.total_rows = kRows;
+    JoinedTeacherOptions joined = {.join_key = key, .total_rows = kRows};
     Future<LossResult> future = head.Jsd(RowsView::Float32(rows, kHiddenSize), teacher_head, joined, {}, {}, {});
     if (!teacher_first) {
       EXPECT_FALSE(future.WaitFor(milliseconds(100)));
@@ -230,9 +210,7 @@ TEST(ClientRealTransfer, TeachersRowsMeetTheTrainersInEitherOrder) {
   }
 
   const Teacher late = teachers_process.OpenTeacher("late", kRows);
-  JoinedTeacherOptions joined;
-  joined.join_key = "late";
-  joined.total_rows = kRows;
+  JoinedTeacherOptions joined = {.join_key = "late", .total_rows = kRows};
   const absl::Status missing =
       head.Jsd(RowsView::Float32(rows, kHiddenSize), teacher_head, joined, {}, {}, {}, {.timeout = milliseconds(500)})
           .Get()
@@ -244,11 +222,10 @@ TEST(ClientRealTransfer, TeachersRowsMeetTheTrainersInEitherOrder) {
   cancelled.Cancel();
   cancelled.Get().IgnoreError();
   // A term cannot have both.
-  LossTerm term;
-  term.loss = JsdOptions();
-  term.teacher = teacher_head;
-  term.teacher_hidden = RowsView::Float32(teacher_rows, 64);
-  term.joined_teacher = joined;
+  LossTerm term = {.loss = JsdOptions(),
+                   .teacher = teacher_head,
+                   .teacher_hidden = RowsView::Float32(teacher_rows, 64),
+                   .joined_teacher = joined};
   EXPECT_EQ(ErrorReason(head.Multi(RowsView::Float32(rows, kHiddenSize), {&term, 1}, {}).Get().status()), "INVALID_COMBINATION");
 }
 
@@ -256,8 +233,7 @@ TEST(ClientRealTransfer, AllocatedRowsWorkOnEveryPath) {
   const TemporaryDirectory directory;
   const ServerProcess server({"--descriptor_socket=" + directory.path() + "/memory"});
   for (const Transport transport : {Transport::kAuto, Transport::kGrpc}) {
-    ClientOptions options;
-    options.transport = transport;
+    ClientOptions options = {.transport = transport};
     options.on_notice = [](const std::string&) {};
     Client client = server.Connect(options);
     Head head = MakeHead(client);
@@ -266,8 +242,7 @@ TEST(ClientRealTransfer, AllocatedRowsWorkOnEveryPath) {
     const std::vector<float> values = RandomFloats(7, 64 * kHiddenSize, 1.0F);
     std::memcpy(rows.data(), values.data(), values.size() * 4);
     const std::vector<int32_t> targets(64, 3);
-    MicroBatchOptions micro_batch;
-    micro_batch.grad_hidden = gradient.span();
+    MicroBatchOptions micro_batch = {.grad_hidden = gradient.span()};
     const LossResult result = Value(head.CrossEntropy(rows.view(), targets, {}, micro_batch).Get());
     EXPECT_EQ(result.transport, transport == Transport::kAuto ? "shared_memory" : "grpc");
     EXPECT_EQ(rows.shared(), transport == Transport::kAuto);

@@ -96,19 +96,14 @@ class ClientShortage : public testing::Test {
 
   void Connect() {
     head_.reset();
-    ClientOptions options;
-    options.transport = Transport::kGrpc;
-    options.replay_bytes = 1 << 20;
+    ClientOptions options = {.replay_bytes = 1 << 20, .transport = Transport::kGrpc};
     options.retry = {.max_attempts = 2, .initial_backoff = milliseconds(1), .max_backoff = milliseconds(1)};
     client_.emplace(Value(Client::Connect(server_.target(), options)));
     head_.emplace(Value(client_->OpenHead("h")));
   }
 
   Future<LossResult> Start(int64_t micro_batch) {
-    MicroBatchOptions options;
-    options.step = 0;
-    options.micro_batch = micro_batch;
-    options.return_grad_hidden = false;
+    MicroBatchOptions options = {.step = 0, .micro_batch = micro_batch, .return_grad_hidden = false};
     return head_->CrossEntropy(RowsView::Float32(rows_, kHiddenSize), targets_, {}, options);
   }
   // The call's end, which must come.
@@ -161,9 +156,7 @@ TEST_F(ClientShortage, GradientThatTheLogHasNoMemoryForIsAddedAndItsStepIsLost) 
 
 TEST_F(ClientShortage, MicroBatchWithoutMemoryForItsGradientsIsRefused) {
   refused_bytes = rows_.size() * sizeof(float);
-  MicroBatchOptions options;
-  options.step = 0;
-  options.micro_batch = 0;
+  MicroBatchOptions options = {.step = 0, .micro_batch = 0};
   const absl::Status status = head_->CrossEntropy(RowsView::Float32(rows_, kHiddenSize), targets_, {}, options).Get().status();
   refused_bytes = 0;
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);

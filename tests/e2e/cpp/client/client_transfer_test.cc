@@ -81,22 +81,18 @@ class ClientTransfer : public testing::Test {
   ~ClientTransfer() override { EXPECT_THAT(double_.complaints(), IsEmpty()); }
 
   void Connect(int max_attempts = 1, int stripes = 8) {
-    ClientOptions options;
-    options.retry = {.max_attempts = max_attempts, .initial_backoff = milliseconds(1), .max_backoff = milliseconds(2)};
-    options.transport = Transport::kGrpc;
-    options.stripes = stripes;
+    ClientOptions options = {
+        .retry = {.max_attempts = max_attempts, .initial_backoff = milliseconds(1), .max_backoff = milliseconds(2)},
+        .transport = Transport::kGrpc,
+        .stripes = stripes};
     client_.emplace(Value(Client::Connect(server_.target(), options)));
     head_.emplace(Value(client_->OpenHead("h")));
   }
 
   Future<LossResult> Submit(int64_t row_count = kRows, const CallOptions& call = {}) {
     const std::vector<int32_t> targets(static_cast<size_t>(row_count), 1);
-    RowsView view;
-    view.data = rows_.floats();
-    view.row_count = row_count;
-    view.hidden_size = kHiddenSize;
-    MicroBatchOptions options;
-    options.step = 0;
+    RowsView view = {.data = rows_.floats(), .row_count = row_count, .hidden_size = kHiddenSize};
+    MicroBatchOptions options = {.step = 0};
     options.micro_batch = next_micro_batch_++;  // one that is known begins with the attempt that it has come to
     options.grad_hidden = grad_.span().subspan(0, static_cast<size_t>(row_count * kRowBytes));
     std::fill(options.grad_hidden.begin(), options.grad_hidden.end(), static_cast<unsigned char>(0xee));
@@ -161,16 +157,11 @@ TEST_F(ClientTransfer, OptionAndServerLimitTheStreams) {
 TEST_F(ClientTransfer, TeacherRowsTravelBesideTheOthersFirstRowsFirst) {
   server_.WithState([](ScriptedServer::State& state) { state.hidden_size = kHiddenSize; });
   Connect();
-  LossTerm term;
-  term.loss = JsdOptions();
-  term.teacher = *head_;
+  LossTerm term = {.loss = JsdOptions(), .teacher = *head_};
   term.teacher_hidden.data = rows_.floats();
   term.teacher_hidden.row_count = kRows;
   term.teacher_hidden.hidden_size = kHiddenSize;
-  MicroBatchOptions options;
-  options.step = 0;
-  options.micro_batch = 0;
-  options.grad_hidden = grad_.span();
+  MicroBatchOptions options = {.step = 0, .micro_batch = 0, .grad_hidden = grad_.span()};
   Value(head_->Multi(term.teacher_hidden, {&term, 1}, options).Get());
   ExpectGradients();
   EXPECT_EQ(double_.streams(), 8);  // 28 MiB up
@@ -185,10 +176,7 @@ TEST_F(ClientTransfer, SlowStreamGetsFewerRows) {
   // Several times what gRPC takes in before it is read.
   const std::vector<float> rows(size_t{64} << 18, 0.5F);
   const std::vector<int32_t> targets(rows.size() / kHiddenSize, 1);
-  MicroBatchOptions options;
-  options.step = 0;
-  options.micro_batch = 0;
-  options.return_grad_hidden = false;
+  MicroBatchOptions options = {.step = 0, .micro_batch = 0, .return_grad_hidden = false};
   Value(head_->CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, options).Get());
   const std::vector<int64_t> by_stream = double_.rows_by_stream();
   ASSERT_THAT(by_stream, SizeIs(2));
@@ -369,14 +357,8 @@ TEST_F(ClientTransfer, SeveralMicroBatchesShareTheConnections) {
   std::vector<Future<LossResult>> futures;
   const std::vector<int32_t> targets(kRows, 1);
   for (size_t i = 0; i < gradients.size(); ++i) {
-    RowsView view;
-    view.data = rows_.floats();
-    view.row_count = kRows;
-    view.hidden_size = kHiddenSize;
-    MicroBatchOptions options;
-    options.step = 0;
-    options.micro_batch = static_cast<int64_t>(i);
-    options.grad_hidden = absl::MakeSpan(gradients[i]);
+    RowsView view = {.data = rows_.floats(), .row_count = kRows, .hidden_size = kHiddenSize};
+    MicroBatchOptions options = {.step = 0, .micro_batch = static_cast<int64_t>(i), .grad_hidden = absl::MakeSpan(gradients[i])};
     futures.push_back(head_->CrossEntropy(view, targets, {}, options));
   }
   for (size_t i = 0; i < gradients.size(); ++i) {
@@ -408,8 +390,7 @@ TEST_F(ClientTransfer, WorsePathIsExplainedOnce) {
 
 TEST_F(ClientTransfer, WrongStripesAreRefused) {
   for (const int stripes : {0, -1, 65}) {
-    ClientOptions options;
-    options.stripes = stripes;
+    ClientOptions options = {.stripes = stripes};
     EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD") << stripes;
   }
 }

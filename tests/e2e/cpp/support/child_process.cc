@@ -89,11 +89,7 @@ ProgramResult RunProgram(const std::vector<std::string>& arguments) {
   const std::string out = directory.path() + "/out";
   const std::string err = directory.path() + "/err";
   ChildProcess child(arguments, out, err);
-  ProgramResult result;
-  result.exit_code = child.Wait();
-  result.out = ReadFile(out);
-  result.err = ReadFile(err);
-  return result;
+  return {.exit_code = child.Wait(), .out = ReadFile(out), .err = ReadFile(err)};
 }
 
 std::string ReadFile(const std::string& path) {

@@ -47,6 +47,22 @@ class Headwaterctl : public testing::Test {
     return document;
   }
 
+  // Runs a command: its exit code, and texts on standard error or output.
+  void ExpectError(const std::vector<std::string>& arguments, int exit_code, const std::vector<std::string>& texts) const {
+    Expect(arguments, exit_code, &ProgramResult::err, texts);
+  }
+  void ExpectOutput(const std::vector<std::string>& arguments, int exit_code, const std::vector<std::string>& texts) const {
+    Expect(arguments, exit_code, &ProgramResult::out, texts);
+  }
+  void Expect(const std::vector<std::string>& arguments, int exit_code, std::string ProgramResult::*stream,
+              const std::vector<std::string>& texts) const {
+    SCOPED_TRACE(testing::PrintToString(arguments));
+    const ProgramResult result = Run(arguments);
+    EXPECT_EQ(result.exit_code, exit_code) << result.out << result.err;
+    for (const std::string& text : texts)
+      EXPECT_NE((result.*stream).find(text), std::string::npos) << text << "\n" << result.*stream;
+  }
+
   ServerProcess server_;
   const std::vector<float> weight_ = RandomFloats(1, kVocabSize* kHiddenSize, 0.5F);
 };

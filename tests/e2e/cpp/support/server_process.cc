@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <iostream>
 #include <thread>
 #include <utility>
+
+#include "tests/e2e/cpp/support/test_tensors.h"
 
 namespace headwater::e2e {
 namespace {
@@ -88,6 +91,15 @@ void ServerProcess::Start() {
   }
 }
 
+void ServerProcess::KillAndStart() {
+  process_->Signal(SIGKILL);
+  if (process_->Wait() != -SIGKILL) {
+    std::cerr << "headwaterd had ended before:\n" << log();
+    std::abort();
+  }
+  Start();
+}
+
 void ServerProcess::StartWorker(size_t index, const std::string& join) {
   const std::vector<std::string> arguments = {FromEnvironmentOr("HEADWATER_TEST_SERVER", HEADWATERD),
                                               "--join=" + (join.empty() ? address() : join), "--group_listen_host=127.0.0.1",
@@ -108,6 +120,13 @@ client::Client ServerProcess::Connect(const client::ClientOptions& options) cons
     std::abort();
   }
   return *std::move(client);
+}
+
+client::Head CreateHead(client::Client client, const std::string& name, const client::HeadSpec& spec,
+                        const std::vector<float>& weight) {
+  client::Head head = Value(client.CreateHead(name, spec));
+  Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
+  return head;
 }
 
 }  // namespace headwater::e2e

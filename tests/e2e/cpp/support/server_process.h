@@ -35,6 +35,8 @@ class ServerProcess {
 
   // Starts it again in the same directory, after its end. Workers that live join it by themselves.
   void Start();
+  // Kills it, and starts it again.
+  void KillAndStart();
   // The processes that hold a shard beside it: those of --workers, if the flags have that.
   size_t worker_count() const { return workers_.size(); }
   ChildProcess& worker(size_t index) { return *workers_[index]; }
@@ -49,6 +51,10 @@ class ServerProcess {
   std::unique_ptr<ChildProcess> process_;
   std::vector<std::unique_ptr<ChildProcess>> workers_;
 };
+
+// Makes a head, and uploads its weight.
+client::Head CreateHead(client::Client client, const std::string& name, const client::HeadSpec& spec,
+                        const std::vector<float>& weight);
 
 }  // namespace headwater::e2e
 

@@ -18,9 +18,8 @@ using headwater::e2e::Value;
 constexpr int64_t kRows = 1 << 14;
 
 int Main(const std::string& address, const std::string& transport, const std::string& moment) {
-  ClientOptions options;
-  options.transport = transport == "grpc" ? Transport::kGrpc : Transport::kSharedMemory;
-  options.session_lease = std::chrono::seconds(1);
+  ClientOptions options = {.session_lease = std::chrono::seconds(1),
+                           .transport = transport == "grpc" ? Transport::kGrpc : Transport::kSharedMemory};
   Client client = Value(Client::Connect(address, options));
   Head head = Value(client.OpenHead("student"));
   const int64_t hidden_size = head.spec().hidden_size;
@@ -30,11 +29,8 @@ int Main(const std::string& address, const std::string& transport, const std::st
   // Explicit: nothing is ever added. Attempts of one micro-batch after the other, until it is killed or a minute has passed.
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
   for (int64_t id = 1; std::chrono::steady_clock::now() < deadline; ++id) {
-    MicroBatchOptions micro_batch;
-    micro_batch.step = 0;
-    micro_batch.micro_batch = id;
-    micro_batch.commit = CommitMode::kExplicit;
-    micro_batch.grad_hidden = grad_hidden.span();
+    MicroBatchOptions micro_batch = {
+        .step = 0, .micro_batch = id, .commit = CommitMode::kExplicit, .grad_hidden = grad_hidden.span()};
     const LossResult result = Value(head.CrossEntropy(rows.view(), targets, {}, micro_batch).Get());
     if (result.transport != transport) return 1;
     if (id == 1) {
