@@ -59,6 +59,17 @@ def objects(folder: Path) -> list[dict[str, Any]]:
     return [document for document in yaml.safe_load_all(render(folder)) if document]
 
 
+def overlay_objects(name: str) -> list[dict[str, Any]]:
+    """The objects of an overlay of deploy/kubernetes."""
+    return objects(ROOT / "deploy/kubernetes/overlays" / name)
+
+
+def only(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """The one object of a kind."""
+    (found,) = (document for document in documents if document["kind"] == kind)
+    return found
+
+
 def pod_specs(documents: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The pods that the objects make, with their names."""
     for document in documents:

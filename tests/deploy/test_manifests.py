@@ -1,6 +1,5 @@
 """The manifests: they render, Kubernetes takes them, they keep the rules, and their flags and probes work on a real server."""
 
-import contextlib
 import copy
 import functools
 import hashlib
@@ -21,6 +20,7 @@ import manifests
 import pytest
 import yaml
 from headwater.v1 import head_service_pb2, head_service_pb2_grpc, tensor_pb2
+from servers import START_TIMEOUT_S, program, running_server, start_server
 
 pytestmark = pytest.mark.skipif(bool(manifests.why_not_rendered()), reason=manifests.why_not_rendered())
 VALIDATOR = "kubernetes-validate==1.37.0"
@@ -34,18 +34,10 @@ CUSTOM = {
 CTL = "/usr/local/bin/headwaterctl"
 # The defaults of size.py: keep, extra checkpoints, bytes a second, bytes in flight, held and joined.
 RULES = (3, 6, 200e6, 4 << 30, 1 << 30, 1 << 30)
-START_TIMEOUT_S = 60
 
 
 def name_of(path: Path) -> str:
     return path.name
-
-
-def program(name: str) -> str:
-    path = os.path.join(os.environ.get("HEADWATER_BUILD_DIR", ""), "bin", name)
-    if not os.access(path, os.X_OK):
-        pytest.fail(f"set HEADWATER_BUILD_DIR to a build with bin/{name}", pytrace=False)
-    return path
 
 
 def sizing():
@@ -63,19 +55,7 @@ def validator() -> str:
     folder = manifests.ROOT / "build" / f"kubernetes-validate-{version}"
     if not folder.exists():
         new = folder.with_name(f"{folder.name}.{os.getpid()}")
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-input",
-            "--no-compile",
-            "--retries",
-            "1",
-            "--target",
-            str(new),
-        ]
+        pip = [sys.executable, *"-m pip install --quiet --no-input --no-compile --retries 1 --target".split(), str(new)]
         done = subprocess.run([*pip, VALIDATOR], capture_output=True, text=True)
         if done.returncode:
             shutil.rmtree(new, ignore_errors=True)
@@ -159,7 +139,7 @@ def break_rule(path: str, value):
     ],
 )
 def test_the_rules_see_what_breaks_them(path, value):
-    documents = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays/service")
+    documents = manifests.overlay_objects("service")
     _, spec = next(manifests.pod_specs(documents))
     break_rule(path, value)(spec)
     assert len(manifests.violations(spec)) == 1
@@ -232,7 +212,7 @@ def test_a_service_denies_by_default_and_selects_its_own_pods(folder):
 
 def test_trainers_are_told_a_name_that_other_namespaces_know():
     # Pods in the server's own namespace may not call it.
-    documents = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays/service-tls")
+    documents = manifests.overlay_objects("service-tls")
     by_kind = {document["kind"]: document for document in documents}
     stateful_set, service = by_kind["StatefulSet"], by_kind["Service"]
     name = f"{stateful_set['metadata']['name']}-0.{service['metadata']['name']}.{service['metadata']['namespace']}"
@@ -261,7 +241,7 @@ def test_certificates_are_signed_by_an_authority_of_the_cluster(name):
     assert by_name["Certificate/headwater-ca"]["metadata"]["namespace"] == "cert-manager"
     assert root == {"selfSigned": {}} and issuer == {"ca": {"secretName": own["secretName"]}}
     assert own["isCA"] and own["issuerRef"] == {"name": "headwater-root", "kind": "ClusterIssuer"}
-    documents = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays" / name)
+    documents = manifests.overlay_objects(name)
     assert not [document for document in documents if document["kind"].endswith("Issuer")]
     certificates = {document["metadata"]["name"]: document for document in documents if document["kind"] == "Certificate"}
     assert {"headwater"} <= certificates.keys() <= {"headwater", "headwater-worker"}
@@ -288,8 +268,8 @@ def test_the_authority_goes_where_cert_manager_runs(tmp_path):
 def test_trainers_get_a_certificate_in_their_own_namespace_and_mount_it():
     certificate = yaml.safe_load(manifests.documented("deployment.md", "client certificate"))
     spec = yaml.safe_load(manifests.documented("deployment.md", "spec of the trainer's pod"))
-    server = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays/service-tls")
-    (served,) = (document for document in server if document["kind"] == "Certificate")
+    server = manifests.overlay_objects("service-tls")
+    served = manifests.only(server, "Certificate")
     assert certificate["metadata"]["namespace"] != served["metadata"]["namespace"]
     assert certificate["spec"]["issuerRef"] == served["spec"]["issuerRef"]
     assert certificate["spec"]["usages"] == ["client auth"]
@@ -311,12 +291,12 @@ def test_objects_get_the_label_that_a_helm_release_of_prometheus_selects(tmp_pat
     documents = manifests.overlay(tmp_path / "monitored", "overlays/service-monitored", patch)
     labelled = {document["kind"] for document in documents if document["metadata"].get("labels", {}).get("release")}
     assert labelled == {"ServiceMonitor", "PrometheusRule"}
-    plain = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays/service-monitored")
+    plain = manifests.overlay_objects("service-monitored")
     assert not [document for document in plain if "release" in document["metadata"].get("labels", {})]
 
 
 def test_prometheus_finds_the_service():
-    documents = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays/service-monitored")
+    documents = manifests.overlay_objects("service-monitored")
     by_kind = {document["kind"]: document for document in documents}
     monitor, service = by_kind["ServiceMonitor"], by_kind["Service"]
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
@@ -382,15 +362,7 @@ class Place:
         arguments = [self.replace(argument) for argument in manifests.server(self.spec)["args"]]
         # The manifests for a GPU run here without; all of their other flags are as they are.
         arguments += ["--engine=cpu", f"--port_file={self.port_file}", "--memory_budget_bytes=67108864"]
-        self.log = (self.folder / "log").open("w+b")
-        self.process = subprocess.Popen([program("headwaterd"), *arguments], stdout=subprocess.DEVNULL, stderr=self.log)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self.port_file.exists():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.process.kill()
-                self.process.wait()
-                pytest.fail(f"headwaterd did not get ready: {(self.folder / 'log').read_text()}", pytrace=False)
-            time.sleep(0.02)
+        self.process = start_server(arguments, self.port_file, self.folder / "log")
 
     def tcp(self) -> str:
         return next(line for line in self.port_file.read_text().splitlines() if line.startswith("127.0.0.1:"))
@@ -419,7 +391,6 @@ class Place:
         finally:
             self.process.kill()
             self.process.wait()
-            self.log.close()
 
 
 def make_certificates(folder: Path) -> None:
@@ -448,7 +419,7 @@ def test_a_server_with_these_flags_answers_these_probes_and_drains(name, tmp_pat
     # A socket's path is short.
     folder = tmp_path_factory.mktemp("hw")
     assert len(str(folder)) < 80
-    _, spec = next(manifests.pod_specs(manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays" / name)))
+    _, spec = next(manifests.pod_specs(manifests.overlay_objects(name)))
     place = Place(folder, spec)
     tls = name == "service-tls"
     if tls:
@@ -477,9 +448,7 @@ def test_a_server_with_these_flags_answers_these_probes_and_drains(name, tmp_pat
 
 
 def test_a_leaderworkerset_has_the_pods_of_the_statefulsets():
-    sets, group = (
-        manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays" / name) for name in ("multi-node", "multi-node-lws")
-    )
+    sets, group = (manifests.overlay_objects(name) for name in ("multi-node", "multi-node-lws"))
     stateful = {document["metadata"]["name"]: document["spec"] for document in sets if document["kind"] == "StatefulSet"}
     (spec,) = (document["spec"]["leaderWorkerTemplate"] for document in group if document["kind"] == "LeaderWorkerSet")
     (claim,) = (document["spec"] for document in group if document["kind"] == "PersistentVolumeClaim")
@@ -499,7 +468,7 @@ def test_a_leaderworkerset_has_the_pods_of_the_statefulsets():
 
 @pytest.mark.parametrize("name", ["multi-node", "multi-node-tls"])
 def test_a_group_with_these_flags_serves_when_it_is_whole(name, tmp_path_factory):
-    documents = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays" / name)
+    documents = manifests.overlay_objects(name)
     specs = dict(manifests.pod_specs(documents))
     leader, worker = specs["StatefulSet/headwater"], manifests.server(specs["StatefulSet/headwater-worker"])
     # With the group's readiness for its own a worker of an old version would never be replaced: the new leader refuses it.
@@ -556,7 +525,7 @@ def test_a_group_with_these_flags_serves_when_it_is_whole(name, tmp_path_factory
 
 def test_probes_tell_of_a_drain_and_of_a_process_that_stands_still(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hw")
-    _, spec = next(manifests.pod_specs(manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays/sidecar-pod")))
+    _, spec = next(manifests.pod_specs(manifests.overlay_objects("sidecar-pod")))
     probes = manifests.server(spec)
     place = Place(folder, spec)
     place.start()
@@ -595,22 +564,9 @@ def test_probes_tell_of_a_drain_and_of_a_process_that_stands_still(tmp_path_fact
     assert (folder / "state/checkpoints/default/h/drain").is_dir()
 
 
-@contextlib.contextmanager
-def cpu_server(tmp_path: Path, memory_budget_bytes: int):
+def cpu_server(memory_budget_bytes: int):
     """A server that runs; its address."""
-    address = f"unix:{tmp_path}/s"
-    if len(address) > 100:
-        address = f"unix:/tmp/hw-{os.getpid()}.sock"
-    with (tmp_path / "log").open("wb") as log:
-        flags = [f"--listen_addresses={address}", f"--memory_budget_bytes={memory_budget_bytes}"]
-        process = subprocess.Popen(
-            [program("headwaterd"), *flags, "--metrics_address=", "--engine=cpu"], stdout=subprocess.DEVNULL, stderr=log
-        )
-        try:
-            yield address
-        finally:
-            process.terminate()
-            process.wait(START_TIMEOUT_S)
+    return running_server(f"--memory_budget_bytes={memory_budget_bytes}")
 
 
 def planned(address: str, *shape: str) -> dict:
@@ -623,7 +579,7 @@ def test_a_server_sized_for_many_small_heads_takes_them_all(tmp_path):
     """On the CPU each head has a workspace of its own, which is most of a small one."""
     shape = ["--vocab_size=4096", "--hidden_size=128", "--data_type=float32", "--trainable", "--optimizer=adamw"]
     size, heads = sizing(), 24
-    with cpu_server(tmp_path, 1 << 40) as address:
+    with cpu_server(1 << 40) as address:
         plan = planned(address, *shape)
     budget = size.size([plan] * heads, "cpu", *RULES)["memory_budget_bytes"]
     needed = heads * sum(size.purposes(plan).values())
@@ -631,7 +587,7 @@ def test_a_server_sized_for_many_small_heads_takes_them_all(tmp_path):
     # The heads of a GPU share the largest workspace.
     shared = needed - (heads - 1) * size.purposes(plan)["workspace"]
     assert shared <= size.size([plan] * heads, "cuda", *RULES)["memory_budget_bytes"] < shared + size.GIB
-    with cpu_server(tmp_path, budget) as address, grpc.insecure_channel(address) as channel:
+    with cpu_server(budget) as address, grpc.insecure_channel(address) as channel:
         stub = head_service_pb2_grpc.HeadServiceStub(channel)
         spec = head_service_pb2.HeadSpec(
             vocab_size=4096,
@@ -650,7 +606,7 @@ def test_a_server_sized_for_many_small_heads_takes_them_all(tmp_path):
 def test_the_statefulset_has_the_figures_that_its_head_needs(tmp_path):
     """The documented head, planned by a real server."""
     shape = ["--vocab_size=128256", "--hidden_size=4096", "--data_type=bfloat16", "--trainable", "--optimizer=adamw"]
-    with cpu_server(tmp_path, 40_000_000_000) as address:
+    with cpu_server(40_000_000_000) as address:
         plan, halves = planned(address, *shape), planned(address, *shape, "--ranks=2")
     size = sizing()
     sizes = size.size([plan], "cpu", *RULES)
@@ -660,9 +616,7 @@ def test_the_statefulset_has_the_figures_that_its_head_needs(tmp_path):
     of_two = size.size([halves], "cpu", *RULES)
     assert sizes["memory_budget_bytes"] / 2 <= of_two["memory_budget_bytes"] < sizes["memory_budget_bytes"] / 2 + size.GIB
     assert (of_two["ranks"], of_two["volume_bytes"]) == (2, sizes["volume_bytes"])
-    (stateful_set,) = (
-        document for document in manifests.objects(manifests.ROOT / "deploy/kubernetes/base") if document["kind"] == "StatefulSet"
-    )
+    stateful_set = manifests.only(manifests.objects(manifests.ROOT / "deploy/kubernetes/base"), "StatefulSet")
     spec = stateful_set["spec"]["template"]["spec"]
     flags = manifests.flags(manifests.server(spec))
     for name in ("memory_budget_bytes", "max_in_flight_bytes", "max_upload_bytes", "max_held_bytes", "max_join_bytes"):
@@ -674,7 +628,7 @@ def test_the_statefulset_has_the_figures_that_its_head_needs(tmp_path):
     assert manifests.quantity(claim) == sizes["volume_bytes"]
     # The patch that the script prints makes the same of it.
     rendered = manifests.overlay(tmp_path / "sized", "base", size.patch(sizes, 3, "cpu"))
-    (sized,) = (document for document in rendered if document["kind"] == "StatefulSet")
+    sized = manifests.only(rendered, "StatefulSet")
     sized_flags = manifests.flags(manifests.server(sized["spec"]["template"]["spec"]))
     assert sized_flags == flags and sized["spec"]["volumeClaimTemplates"] == stateful_set["spec"]["volumeClaimTemplates"]
 
@@ -694,9 +648,7 @@ def test_the_figures_of_the_page_are_those_of_the_rules_and_of_the_manifests():
     page = (manifests.ROOT / "docs/deployment.md").read_text()
     for row, unit in (("volume_bytes", size.GIB), ("host_memory_bytes", size.GIB)):
         assert f"**{sizes[row] // unit} GiB**" in page
-    stateful_set = next(
-        document for document in manifests.objects(manifests.ROOT / "deploy/kubernetes/base") if document["kind"] == "StatefulSet"
-    )
+    stateful_set = manifests.only(manifests.objects(manifests.ROOT / "deploy/kubernetes/base"), "StatefulSet")
     claim = stateful_set["spec"]["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"]
     assert manifests.quantity(claim) == sizes["volume_bytes"]
     keep = int(manifests.flags(manifests.server(stateful_set["spec"]["template"]["spec"]))["keep_checkpoints"])

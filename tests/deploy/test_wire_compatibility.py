@@ -1,19 +1,15 @@
 """Clients of releases work with today's server: the wire API has lost nothing, and a release's messages train a head."""
 
 import copy
-import os
-import signal
-import subprocess
-import tempfile
-import time
 
 import grpc
 import numpy as np
 import pytest
 import wire_descriptors
+from servers import running_server
 
 RELEASES = sorted(wire_descriptors.KEPT.glob("*.binpb.gz"))
-START_TIMEOUT_S, CALL_TIMEOUT_S = 60, 60
+CALL_TIMEOUT_S = 60
 ROWS, HIDDEN_SIZE, VOCAB_SIZE, LEARNING_RATE = 12, 8, 40, 0.25
 FLOAT32, INT32 = 1, 4
 WEIGHT, HIDDEN, FORWARD_BACKWARD, EAGER, EXPLICIT = 1, 1, 1, 1, 2
@@ -106,31 +102,8 @@ def test_what_breaks_clients_is_seen_and_additions_are_not(change):
 
 @pytest.fixture(scope="module")
 def channel():
-    binary = os.path.join(os.environ.get("HEADWATER_BUILD_DIR", ""), "bin/headwaterd")
-    with tempfile.TemporaryDirectory(prefix="hw-") as folder:
-        address, ready = f"unix:{folder}/s", os.path.join(folder, "ready")
-        flags = [
-            f"--listen_addresses={address}",
-            f"--port_file={ready}",
-            "--metrics_address=",
-            "--engine=cpu",
-            "--log_level=warning",
-        ]
-        process = subprocess.Popen([binary, *flags], stdout=subprocess.DEVNULL)
-        try:
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while not os.path.exists(ready):
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.02)
-            with grpc.insecure_channel(address) as made:
-                yield made
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(START_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
+    with running_server() as address, grpc.insecure_channel(address) as made:
+        yield made
 
 
 def cross_entropy(hidden, weight, targets):
