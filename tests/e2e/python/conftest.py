@@ -114,6 +114,11 @@ class Server:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
+    def restart(self) -> None:
+        """As a server that has crashed, and that something starts again."""
+        self.kill()
+        self.start()
+
     def stop(self) -> None:
         """Ends it in an orderly way; by force if that takes too long."""
         if self.process.poll() is None:
@@ -211,6 +216,13 @@ def remote(backends):
     return backends("remote-1")
 
 
+@pytest.fixture(scope="module")
+def sharing():
+    """A server of this host that shares memory, and its socket."""
+    with running_server("--descriptor_socket={directory}/memory.sock") as server:
+        yield server
+
+
 _names = itertools.count()
 
 
@@ -234,3 +246,42 @@ def make_head():
 def rng(request):
     """A generator whose seed is the test's name, so that no test depends on which others ran."""
     return np.random.default_rng(list(request.node.name.encode()))
+
+
+# ---- of the tests in heads/ ----------------------------------------------------------------------------------------------
+
+NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
+
+
+@pytest.fixture
+def rows(rng):
+    """Hidden states and targets."""
+    return rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32), rng.integers(0, VOCAB_SIZE, NUM_TOKENS)
+
+
+@pytest.fixture
+def weight(rng):
+    return rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+
+
+# ---- of the tests in pytorch/ --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def problem(rng):
+    """A trunk, a head's tensors and a batch."""
+    from torch_model import Problem
+
+    return Problem(rng)
+
+
+@pytest.fixture
+def head(one_shard, make_head, problem):
+    """The problem's head, with SGD."""
+    return problem.head(one_shard.client, make_head)
+
+
+@pytest.fixture
+def trunk(problem):
+    """The problem's trunk, as a parameter."""
+    return problem.parameter()

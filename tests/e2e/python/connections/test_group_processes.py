@@ -293,8 +293,7 @@ def test_a_worker_that_is_killed_costs_the_open_step_alone(ranks):
         assert_same(training.outputs, expected)
         # The other way round: a worker begins anew by itself, and is there for the next leader.
         start = time.monotonic()
-        group.leader.kill()
-        group.leader.start()
+        group.leader.restart()
         group.await_serving()
         print(f"back after {time.monotonic() - start:.2f} s")
         assert group.worker.poll() is None

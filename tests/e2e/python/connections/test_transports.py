@@ -18,13 +18,6 @@ NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 700, 512, 64  # 1.4 MB of float32 rows: ab
 PATHS = {"cuda_ipc", "shared_memory", "grpc"}
 
 
-@pytest.fixture(scope="module")
-def sharing():
-    """A server of this host that shares memory, and its socket."""
-    with running_server("--descriptor_socket={directory}/memory.sock") as server:
-        yield server
-
-
 @pytest.fixture(params=("grpc", "shared_memory"))
 def client(request, sharing):
     with headwater.connect(sharing.address, transport=request.param) as client:

@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from conftest import HIDDEN_SIZE, NUM_TOKENS, VOCAB_SIZE
 from expectations import refused
 
 import headwater
@@ -15,13 +16,6 @@ import headwater.torch
 from headwater import _wire
 from headwater._futures import Executors
 from headwater._messages import head_spec_message
-
-NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
-
-
-@pytest.fixture
-def rows(rng):
-    return rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32), rng.integers(0, VOCAB_SIZE, NUM_TOKENS)
 
 
 @pytest.fixture
@@ -32,8 +26,7 @@ def head(backends, make_head, rng):
 
 
 @pytest.fixture
-def teacher(backends, make_head, rng):
-    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+def teacher(backends, make_head, weight):
     return make_head(backends("local-1").client, weight, trainable=False, valid_vocab_size=30)
 
 

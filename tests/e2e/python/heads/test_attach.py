@@ -5,23 +5,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from conftest import HIDDEN_SIZE, VOCAB_SIZE
 from expectations import refused
 
 import headwater
 import headwater.torch
 
-NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
 TRAINED = {"optimizer": headwater.SGD()}
-
-
-@pytest.fixture
-def rows(rng):
-    return rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32), rng.integers(0, VOCAB_SIZE, NUM_TOKENS)
-
-
-@pytest.fixture
-def weight(rng):
-    return rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
 
 
 def train(head, rows, steps):

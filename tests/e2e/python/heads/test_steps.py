@@ -3,25 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from conftest import HIDDEN_SIZE, NUM_TOKENS, VOCAB_SIZE
 from expectations import refused
 
 import headwater
 
-NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
-
 
 @pytest.fixture
-def rows(rng):
-    """Hidden states and targets."""
-    return (
-        rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32),
-        rng.integers(0, VOCAB_SIZE, NUM_TOKENS),
-    )
-
-
-@pytest.fixture
-def head(one_shard, make_head, rng):
-    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+def head(one_shard, make_head, weight):
     return make_head(one_shard.client, weight, np.zeros(VOCAB_SIZE, np.float32), optimizer=headwater.AdamW(), staging_slots=2)
 
 
@@ -56,9 +45,8 @@ def test_losses_and_decisions_name_an_attempt(head, rows):
     assert head.cross_entropy(*rows, micro_batch=1, attempt=2).state == "COMMITTED"
 
 
-def test_a_step_without_micro_batches_is_applied_only_if_asked_for(backend, make_head, rng):
+def test_a_step_without_micro_batches_is_applied_only_if_asked_for(backend, make_head, weight):
     """Weight decay alone would move the weights, where PyTorch's optimizers pass a missing gradient by."""
-    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
     head = make_head(backend.client, weight, optimizer=headwater.AdamW(weight_decay=0.5))
     for nothing in (0, [], np.arange(0)):
         with refused("MISSING_FIELD", headwater.InvalidArgumentError) as info:
@@ -74,8 +62,7 @@ def test_a_step_without_micro_batches_is_applied_only_if_asked_for(backend, make
     np.testing.assert_allclose(head.weight(), weight * 0.95**2, rtol=1e-6)
 
 
-def test_optimizers_match_torch(one_shard, make_head, rng, rows):
-    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+def test_optimizers_match_torch(one_shard, make_head, weight, rows):
     pairs = (
         (headwater.AdamW(beta1=0.8, weight_decay=0.1), torch.optim.AdamW, {"betas": (0.8, 0.999), "weight_decay": 0.1}),
         (headwater.SGD(), torch.optim.SGD, {}),
@@ -97,8 +84,7 @@ def test_optimizers_match_torch(one_shard, make_head, rng, rows):
         np.testing.assert_allclose(head.weight(), parameter.detach().numpy(), rtol=2e-6, atol=2e-7)
 
 
-def test_overrides_that_the_optimizer_does_not_have_are_refused(one_shard, make_head, rng, rows):
-    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+def test_overrides_that_the_optimizer_does_not_have_are_refused(one_shard, make_head, weight, rows):
     head = make_head(one_shard.client, weight, optimizer=headwater.SGD())
     with refused("INVALID_COMBINATION"):
         head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=0, allow_empty=True, beta1=0.5)
@@ -109,9 +95,8 @@ def test_overrides_that_the_optimizer_does_not_have_are_refused(one_shard, make_
 
 
 @pytest.mark.parametrize("none", (0, 0.0, float("inf")))
-def test_zero_and_infinity_clip_nothing(one_shard, make_head, rng, rows, none):
+def test_zero_and_infinity_clip_nothing(one_shard, make_head, weight, rows, none):
     """As trainers' options have it."""
-    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
     weights = []
     for max_grad_norm in (None, none):
         head = make_head(one_shard.client, weight, optimizer=headwater.AdamW())
@@ -148,9 +133,8 @@ def test_a_stale_epoch_is_fenced(head, one_shard, rows):
     head.cross_entropy(*rows, micro_batch=0)
 
 
-def test_heads_are_created_listed_and_deleted(one_shard, make_head, rng, rows):
+def test_heads_are_created_listed_and_deleted(one_shard, make_head, weight, rows):
     client = one_shard.client
-    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
     head = make_head(client, weight, softcap=3.0, logit_scale=0.5, valid_vocab_size=33, initial_step=5)
     with refused("HEAD_ALREADY_EXISTS", headwater.AlreadyExistsError):
         client.create_head(head.name, weight)

@@ -5,27 +5,13 @@ import time
 import numpy as np
 import pytest
 import torch
+from conftest import HIDDEN_SIZE, NUM_TOKENS, VOCAB_SIZE
 from expectations import refused
 
 import headwater
 
-NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
 # How long a call that ought to wait is given to fail instead, in seconds.
 PATIENCE_S = 0.3
-
-
-@pytest.fixture
-def rows(rng):
-    """Hidden states and targets."""
-    return (
-        rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32),
-        rng.integers(0, VOCAB_SIZE, NUM_TOKENS),
-    )
-
-
-@pytest.fixture
-def weight(rng):
-    return rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
 
 
 @pytest.fixture

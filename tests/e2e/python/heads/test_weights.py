@@ -8,17 +8,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from conftest import HIDDEN_SIZE, VOCAB_SIZE
 from expectations import refused
 from loss_oracle import as_float64, round_to, stored
 
 import headwater
-
-VOCAB_SIZE, HIDDEN_SIZE = 40, 16
-
-
-@pytest.fixture
-def weight(rng):
-    return rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
 
 
 @pytest.mark.parametrize("data_type", ("float32", "float16", "bfloat16"))

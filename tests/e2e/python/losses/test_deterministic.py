@@ -50,8 +50,7 @@ def test_order_trainers_and_restarts_do_not_show(server, data):
         head.save("first")
         add(head, data, 7)
         add(head, data, 2)
-        server.kill()
-        server.start()
+        server.restart()
         add(head, data, 0)
         with headwater.connect(server.address, retries=PATIENT) as two, concurrent.futures.ThreadPoolExecutor(3) as pool:
             heads = head, two.head("reversed"), two.head("reversed")

@@ -9,16 +9,10 @@ import torch
 import torch.nn.functional as F
 from expectations import refused
 from torch.utils.checkpoint import checkpoint
-from torch_model import HIDDEN_SIZE, VOCAB_SIZE, Problem, check_directions, check_gradients, relative, with_ignored
+from torch_model import HIDDEN_SIZE, VOCAB_SIZE, Problem, check_directions, check_gradients, numbers, relative, with_ignored
 
 import headwater
 import headwater.torch
-
-
-@pytest.fixture
-def problem(rng):
-    return Problem(rng)
-
 
 CASES = {
     "mean": {},
@@ -44,7 +38,7 @@ def test_cross_entropy_is_torchs(backend, make_head, problem, case):
     check_gradients(trunk.grad, head, expected)
 
 
-def test_z_loss_token_weights_and_leading_dimensions(one_shard, make_head, problem, rng):
+def test_z_loss_token_weights_and_leading_dimensions(head, trunk, problem, rng):
     weights = torch.tensor(rng.integers(-1, 4, 16) * 0.5)
     targets = with_ignored(problem.targets)
     valid = targets != -100
@@ -54,7 +48,6 @@ def test_z_loss_token_weights_and_leading_dimensions(one_shard, make_head, probl
         return (weights * rows).sum() / (weights * valid).sum()
 
     expected, value = problem.reference(objective)
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     hidden = (problem.inputs @ trunk.T).reshape(2, 8, HIDDEN_SIZE)
     loss_fn = headwater.torch.CrossEntropyLoss(head, z_loss=1e-2)
     loss = loss_fn(hidden, targets.reshape(2, 8), token_weights=weights.float().reshape(2, 8))
@@ -106,8 +99,7 @@ def test_jsd_is_torchs(backend, make_head, problem, rng, tmp_path, beta, student
         assert loss_fn(problem.inputs @ trunk.T, rows, problem.targets) == loss.detach()
 
 
-def test_directional_derivatives_match_fp64_differences(one_shard, make_head, problem, rng):
-    head = problem.head(one_shard.client, make_head)
+def test_directional_derivatives_match_fp64_differences(head, problem, rng):
     hidden = (problem.inputs @ problem.trunk.T).requires_grad_()
     headwater.torch.CrossEntropyLoss(head, label_smoothing=0.1)(hidden, problem.targets).backward()
     check_directions(problem, head, hidden, lambda logits: F.cross_entropy(logits, problem.targets, label_smoothing=0.1), rng)
@@ -131,9 +123,8 @@ def test_accumulation_of_micro_batches(backend, make_head, problem, count):
 
 
 @pytest.mark.parametrize("change", ("take", "restore", "set_weight"))
-def test_ids_begin_again_when_the_head_gets_another_state(one_shard, make_head, problem, change):
+def test_ids_begin_again_when_the_head_gets_another_state(head, trunk, problem, change):
     """The step that had the earlier ones is empty: to expect them would be MICRO_BATCH_MISSING for ever."""
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     loss_fn = headwater.torch.CrossEntropyLoss(head)
     with_own_source = headwater.torch.CrossEntropyLoss(head, micro_batch_source=headwater.torch.MicroBatchSource(1, 2))
 
@@ -229,8 +220,7 @@ def test_a_loss_scaled_after_the_fact(one_shard, make_head, problem):
     check_gradients(trunk.grad, head, expected)
 
 
-def test_no_grad_adds_nothing_and_takes_no_id(one_shard, make_head, problem):
-    head = problem.head(one_shard.client, make_head)
+def test_no_grad_adds_nothing_and_takes_no_id(head, problem):
     loss_fn = headwater.torch.CrossEntropyLoss(head)
     with torch.no_grad():
         loss = loss_fn(problem.inputs @ problem.trunk.T, problem.targets)
@@ -239,53 +229,54 @@ def test_no_grad_adds_nothing_and_takes_no_id(one_shard, make_head, problem):
     assert not head.step_state().open.micro_batches and loss_fn.micro_batches == []
 
 
-def test_frozen_hidden_states_train_the_head(one_shard, make_head, problem):
+def test_frozen_hidden_states_train_the_head(head, problem):
     expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
-    head = problem.head(one_shard.client, make_head)
     loss = headwater.torch.cross_entropy(head, problem.inputs @ problem.trunk.T, problem.targets)
     assert loss.requires_grad
     loss.backward()
     assert relative(head.gradient(), expected[1]) <= 1e-5
 
 
-def test_frozen_head_passes_the_gradient_on(one_shard, make_head, problem):
-    expected, _ = problem.reference(lambda hidden, logits: 3 * F.cross_entropy(logits, problem.targets))
-    head, trunk = problem.head(one_shard.client, make_head, trainable=False, optimizer=None), problem.parameter()
-    loss = headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)
-    (3 * loss).backward(retain_graph=True)
-    assert relative(trunk.grad, expected[0]) <= 1e-5
-    (3 * loss).backward()  # nothing was added anywhere, so a second time is right
-    assert relative(trunk.grad, 2 * expected[0]) <= 1e-5
+FROZEN = {"mean": {}, "declared": {"loss_scale": 1.0}, "none": {"reduction": "none"}}
 
 
-def test_a_frozen_head_keeps_its_gradient_for_another_backward(one_shard, make_head, problem):
+@pytest.mark.parametrize("form", FROZEN)
+def test_a_frozen_head_passes_the_gradient_on_as_often_as_it_is_asked(one_shard, make_head, trunk, problem, rng, form):
     """Autograd adds to what it was given, and so may the caller."""
+    upstream = numbers(rng, 16) if form == "none" else torch.tensor(1.0 if form == "declared" else 3.0)
+    reduction = FROZEN[form].get("reduction", "mean")
+    expected, _ = problem.reference(
+        lambda hidden, logits: (F.cross_entropy(logits, problem.targets, reduction=reduction) * upstream.double()).sum()
+    )
     head = problem.head(one_shard.client, make_head, trainable=False, optimizer=None)
-    hidden = (problem.inputs @ problem.parameter().T).detach().requires_grad_()
-    loss = headwater.torch.CrossEntropyLoss(head, loss_scale=1.0)(hidden, problem.targets)
-    loss.backward(retain_graph=True)
+    loss_fn = headwater.torch.CrossEntropyLoss(head, **FROZEN[form])
+    with torch.no_grad():
+        assert not loss_fn(problem.inputs @ trunk.T, problem.targets).requires_grad
+    hidden = (problem.inputs @ trunk.T).detach().requires_grad_()
+    loss = loss_fn(hidden, problem.targets)
+    loss.backward(upstream, retain_graph=True)
     once = hidden.grad.clone()
+    assert relative(once.T @ problem.inputs, expected[0]) <= 1e-5
     for times in (2, 3):
-        loss.backward(retain_graph=True)
+        loss.backward(upstream, retain_graph=True)
         assert relative(hidden.grad, times * once) <= 1e-6
     hidden.grad.zero_()
-    loss.backward()
+    loss.backward(upstream)
     assert torch.equal(hidden.grad, once)
 
 
-def test_a_second_backward_is_a_clear_error(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
-    loss = headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)
-    loss.backward(retain_graph=True)
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_a_second_backward_is_a_clear_error(head, trunk, problem, reduction):
+    loss = headwater.torch.CrossEntropyLoss(head, reduction=reduction)(problem.inputs @ trunk.T, problem.targets)
+    loss.sum().backward(retain_graph=True)
     before, trunk_before = head.gradient(), trunk.grad.clone()
     with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
-        loss.backward()
+        loss.sum().backward()
     np.testing.assert_array_equal(head.gradient(), before)
     assert torch.equal(trunk.grad, trunk_before)
 
 
-def test_a_dropped_graph_discards(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_a_dropped_graph_discards(head, trunk, problem):
     loss_fn = headwater.torch.CrossEntropyLoss(head)
     for _ in range(3):  # one staging slot: each needs the one before to be gone
         loss = loss_fn(problem.inputs @ trunk.T, problem.targets)
@@ -299,8 +290,7 @@ def test_a_dropped_graph_discards(one_shard, make_head, problem):
     assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 1
 
 
-def test_backward_after_the_step_has_closed_is_a_clear_error(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_backward_after_the_step_has_closed_is_a_clear_error(head, trunk, problem):
     loss = headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)
     head.discard_gradient()
     with refused("STEP_MISMATCH", headwater.StepMismatchError):
@@ -345,8 +335,7 @@ def test_no_valid_token_gives_zero(one_shard, make_head, problem, items):
         assert loss.item() == 0 and not trunk.grad.any() and head.gradient_norm() == 0
 
 
-def test_no_items_beside_valid_tokens_are_refused(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_no_items_beside_valid_tokens_are_refused(head, trunk, problem):
     loss_fn = headwater.torch.CrossEntropyLoss(head)
     with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
         loss_fn(problem.inputs @ trunk.T, problem.targets, num_items_in_batch=0)
@@ -354,13 +343,12 @@ def test_no_items_beside_valid_tokens_are_refused(one_shard, make_head, problem)
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
-def test_16_bit_hidden_states(one_shard, make_head, problem, dtype):
+def test_16_bit_hidden_states(head, problem, dtype):
     # The gradient is within the storage type's rounding of fp64's on the same inputs.
     hidden = (problem.inputs @ problem.trunk.T).to(dtype)
     problem.inputs = hidden.float()
     problem.trunk = torch.eye(HIDDEN_SIZE)
     expected, value = problem.reference(lambda h, logits: 1024 * F.cross_entropy(logits, problem.targets))
-    head = problem.head(one_shard.client, make_head)
     hidden.requires_grad_()
     loss = headwater.torch.CrossEntropyLoss(head)(hidden, problem.targets)
     (1024 * loss).backward()
@@ -428,8 +416,7 @@ def test_nested_activation_checkpointing(one_shard, make_head, problem):
         assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
 
 
-def test_bad_arguments_are_refused(one_shard, make_head, problem):
-    head = problem.head(one_shard.client, make_head)
+def test_bad_arguments_are_refused(head, problem):
     with refused("INVALID_FIELD"):
         headwater.torch.CrossEntropyLoss(head, reduction="average")
     with refused("INVALID_FIELD"):

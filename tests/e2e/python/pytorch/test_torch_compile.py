@@ -14,11 +14,6 @@ pytestmark = pytest.mark.skipif(not hasattr(torch, "compile"), reason="this PyTo
 
 
 @pytest.fixture
-def problem(rng):
-    return Problem(rng)
-
-
-@pytest.fixture
 def compiled():
     """`torch.compile` without code of a C++ compiler's, for functions that it has not seen before."""
     torch._logging.set_logs(dynamo=logging.ERROR)

@@ -4,7 +4,6 @@ The row gives the divisor of the loss, what the framework multiplies the loss by
 gradient), what it does to the trunk's gradients of the ranks, and our `grad_hidden_scale` and `gradient_factor`.
 """
 
-import threading
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +11,8 @@ import torch
 import torch.multiprocessing
 import torch.nn.functional as F
 from expectations import refused
-from torch_model import FEATURES, HIDDEN_SIZE, Problem, check_gradients, relative
+from torch_model import FEATURES, HIDDEN_SIZE, Problem, check_gradients, check_step, relative
+from torch_ranks import Ranks
 
 import headwater
 import headwater.torch
@@ -113,20 +113,7 @@ def test_two_ranks_equal_one(one_shard, make_head, rng, name):
     expected, _ = problem.reference(objective(problem, row))
     head = problem.head(one_shard.client, make_head, staging_slots=WORLD_SIZE)
     trunks = [problem.parameter() for _ in range(WORLD_SIZE)]
-    errors = []
-
-    def rank_thread(rank):
-        try:
-            run_rank(problem, row, one_shard.client.head(head.name), rank, trunks[rank])
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(WORLD_SIZE)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    Ranks(WORLD_SIZE).run(lambda rank: run_rank(problem, row, one_shard.client.head(head.name), rank, trunks[rank]))
     # What the framework's loss scale leaves on the trunk, its optimizer takes off again; ours is in gradient_factor.
     scale = LOSS_SCALE if "scale" in name.lower() else 1
     check_gradients(row.reduce([trunk.grad for trunk in trunks]) / scale, head, expected, factor=row.gradient_factor)
@@ -154,8 +141,7 @@ def _ddp_rank(rank, address, name, init_file, problem, results):
         torch.distributed.destroy_process_group()
 
 
-def test_real_ddp_in_two_processes(remote, make_head, rng, tmp_path):
-    problem = Problem(rng)
+def test_real_ddp_in_two_processes(remote, make_head, problem, tmp_path):
     expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
     head = problem.head(remote.client, make_head, staging_slots=WORLD_SIZE)
     arguments = (remote.address, head.name, str(tmp_path / "store"), problem, str(tmp_path))
@@ -205,9 +191,7 @@ def scaled_step(scaler, optimizer, loss_fn, hidden, targets):
     return False
 
 
-def test_grad_scaler_scales_overflows_and_skips(one_shard, make_head, rng):
-    problem = Problem(rng)
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_grad_scaler_scales_overflows_and_skips(head, trunk, problem):
     optimizer = torch.optim.SGD([trunk], lr=0.1)
     loss_fn = headwater.torch.CrossEntropyLoss(head)
 
@@ -227,15 +211,10 @@ def test_grad_scaler_scales_overflows_and_skips(one_shard, make_head, rng):
     assert len(skipped) >= 3
     status = head.step_state()
     assert status.last_closed.state == "APPLIED"
-    expected, _ = problem.reference(lambda h, logits: F.cross_entropy(logits, problem.targets))
-    # fp16 hidden states: the step is right to their rounding.
-    assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= 2e-3
-    assert relative(problem.trunk - trunk.detach(), 0.1 * expected[0]) <= 2e-3
+    check_step(problem, head, trunk, tolerance=2e-3)  # fp16 hidden states: the step is right to their rounding
 
 
-def test_a_head_gradient_that_overflows_is_refused_and_discarded(one_shard, make_head, rng):
-    problem = Problem(rng)
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_a_head_gradient_that_overflows_is_refused_and_discarded(head, trunk, problem):
     loss_fn = headwater.torch.CrossEntropyLoss(head)
     inputs = problem.inputs.clone()
     inputs[3] = float("inf")
@@ -246,10 +225,8 @@ def test_a_head_gradient_that_overflows_is_refused_and_discarded(one_shard, make
     assert head.step == 1 and relative(head.weight(), problem.weight.double()) == 0
 
 
-def test_clipping_by_the_global_norm(one_shard, make_head, rng):
-    problem = Problem(rng)
+def test_clipping_by_the_global_norm(head, trunk, problem):
     expected, _ = problem.reference(lambda hidden, logits: 50 * F.cross_entropy(logits, problem.targets))
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     (50 * headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)).backward()
     result = head.apply_optimizer_step(
         learning_rate=0.1, expected_micro_batches=1, max_grad_norm=1.0, other_grad_norm_squared=float(trunk.grad.norm()) ** 2

@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import running_server
 from test_torch_data_parallel import scaled_step
-from torch_model import Problem, check_gradients, numbers, relative, with_ignored
+from torch_model import Problem, check_gradients, check_step, numbers, with_ignored
 
 import headwater
 import headwater.torch
@@ -14,16 +13,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
-def test_cuda_tensors_come_back_as_cuda_tensors(one_shard, make_head, rng, dtype):
-    problem = Problem(rng)
-    head = problem.head(one_shard.client, make_head)
+def test_cuda_tensors_come_back_as_cuda_tensors(head, problem, dtype):
     hidden = (problem.inputs @ problem.trunk.T).to("cuda", dtype)
     out = head.cross_entropy(hidden, problem.targets.cuda(), micro_batch=0)
     assert out.grad_hidden.device == hidden.device and out.grad_hidden.dtype == dtype
 
 
-def test_gradients_on_the_gpu_are_those_of_fp64(one_shard, make_head, rng):
-    problem = Problem(rng)
+def test_gradients_on_the_gpu_are_those_of_fp64(one_shard, make_head, problem):
     expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
     head = problem.head(one_shard.client, make_head)
     trunk = torch.nn.Parameter(problem.trunk.cuda())
@@ -56,8 +52,7 @@ def test_outputs_and_their_gradients_on_the_gpu_are_those_of_fp64(one_shard, mak
     check_gradients(trunk.grad.cpu(), head, expected)
 
 
-def test_the_real_grad_scaler_overflows_and_recovers(one_shard, make_head, rng):
-    problem = Problem(rng)
+def test_the_real_grad_scaler_overflows_and_recovers(one_shard, make_head, problem):
     head = problem.head(one_shard.client, make_head)
     trunk = torch.nn.Parameter(problem.trunk.cuda())
     optimizer = torch.optim.SGD([trunk], lr=0.1)
@@ -70,14 +65,11 @@ def test_the_real_grad_scaler_overflows_and_recovers(one_shard, make_head, rng):
         skipped.append(scaled_step(scaler, optimizer, loss_fn, lambda: (inputs @ trunk.T).half(), problem.targets.cuda()))
         assert len(skipped) < 30
     assert len(skipped) >= 3 and head.step == len(skipped)
-    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
-    assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= 2e-3
-    assert relative((problem.trunk - trunk.detach().cpu()), 0.1 * expected[0]) <= 2e-3
+    check_step(problem, head, trunk, tolerance=2e-3)
 
 
-def test_activation_checkpointing_on_the_gpu(one_shard, make_head, rng):
+def test_activation_checkpointing_on_the_gpu(one_shard, make_head, problem):
     # Backward of CUDA graphs runs in a thread of its own: the recomputation must be known there too.
-    problem = Problem(rng)
     gradients = []
     for reentrant in (None, True, False):
         head = problem.head(one_shard.client, make_head)
@@ -104,12 +96,6 @@ def wide(rng):
     generator = torch.Generator().manual_seed(int(rng.integers(2**31)))
     hidden = torch.randn(1024, 1024, generator=generator).cuda()
     return hidden, torch.randint(0, 200, (1024,), generator=generator).cuda()
-
-
-@pytest.fixture(scope="module")
-def sharing():
-    with running_server("--descriptor_socket={directory}/memory.sock") as server:
-        yield server
 
 
 def answers_of(client, make_head, wide, dtype):

@@ -20,11 +20,6 @@ DIFFERENTIABLE = ("loss", "entropy", "lse")
 
 
 @pytest.fixture
-def problem(rng):
-    return Problem(rng)
-
-
-@pytest.fixture
 def calls(monkeypatch):
     """The loss calls that are made, by the way in which they add."""
     made = []
@@ -55,6 +50,11 @@ def outputs_of(logits, targets, ignore_index=-100):
     }
     outputs = {name: values * valid for name, values in outputs.items()}
     return {**outputs, "argmax": torch.where(valid, logits.argmax(-1), -1)}
+
+
+def values_of(logits, targets):
+    """These outputs, and the loss of each token."""
+    return {"loss": F.cross_entropy(logits, targets, reduction="none"), **outputs_of(logits, targets)}
 
 
 @pytest.mark.parametrize("reduction", ("mean", "none"))
@@ -186,8 +186,7 @@ def test_a_process_that_is_started_again_adds_nothing_twice(one_shard, make_head
         assert torch.equal(first, repeated)
 
 
-def test_the_second_call_takes_the_place_of_what_is_staged(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_the_second_call_takes_the_place_of_what_is_staged(head, trunk, problem):
     loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none")
     loss_fn(problem.inputs @ trunk.T, problem.targets).backward(torch.arange(16.0))
     entry = head.step_state().open.micro_batches[0]
@@ -197,7 +196,7 @@ def test_the_second_call_takes_the_place_of_what_is_staged(one_shard, make_head,
 
 
 @pytest.mark.parametrize("count", (1, 5))
-def test_forwards_before_one_backward_take_no_slot(one_shard, make_head, problem, rng, count):
+def test_forwards_before_one_backward_take_no_slot(head, trunk, problem, rng, count):
     """GRPO's kin: parts of a batch, all of them before the one backward, on a head with a single slot."""
     advantages, targets = numbers(rng, 16), problem.targets
 
@@ -209,7 +208,6 @@ def test_forwards_before_one_backward_take_no_slot(one_shard, make_head, problem
         return objective(-F.cross_entropy(u, targets, reduction="none"), outputs_of(u, targets)["entropy"])
 
     expected, value = problem.reference(reference)
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none", temperature=TEMPERATURE, differentiable=("loss", "entropy"))
     hidden = problem.inputs @ trunk.T
     with warnings.catch_warnings():
@@ -225,13 +223,12 @@ def test_forwards_before_one_backward_take_no_slot(one_shard, make_head, problem
     assert head.seal(expected_micro_batches=len(parts)).totals.micro_batch_count == len(parts)
 
 
-def test_forwards_beyond_the_slots_take_any_factors(one_shard, make_head, problem, rng):
+def test_forwards_beyond_the_slots_take_any_factors(head, trunk, problem, rng):
     """An object that has had no backward: its first forward has the slot, the second is held, the third leaves nothing."""
     targets, upstream = with_ignored(problem.targets), numbers(rng, 16)
     expected, _ = problem.reference(
         lambda hidden, logits: (F.cross_entropy(logits, targets, reduction="none") * upstream.double()).sum()
     )
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none")
     parts = torch.arange(16).chunk(3)
     with warnings.catch_warnings():
@@ -283,7 +280,7 @@ def test_a_frozen_head_passes_every_gradient_on(each_way, make_head, problem, rn
     factors = [numbers(rng, 16) for _ in DIFFERENTIABLE]
 
     def objective(hidden, logits):
-        outputs = {"loss": F.cross_entropy(logits, problem.targets, reduction="none"), **outputs_of(logits, problem.targets)}
+        outputs = values_of(logits, problem.targets)
         return sum((factor.double() * outputs[name]).sum() for name, factor in zip(DIFFERENTIABLE, factors, strict=True))
 
     expected, _ = problem.reference(objective)
@@ -367,8 +364,7 @@ def test_activation_checkpointing_around_the_triple(one_shard, make_head, proble
         assert torch.equal(plain, recomputed)
 
 
-def test_backward_of_the_triple_runs_once(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_backward_of_the_triple_runs_once(head, trunk, problem):
     out = triple(head)(problem.inputs @ trunk.T, problem.targets)
     with refused("INVALID_COMBINATION", headwater.InvalidArgumentError):
         out.entropy.sum().backward(create_graph=True)
@@ -380,8 +376,7 @@ def test_backward_of_the_triple_runs_once(one_shard, make_head, problem):
     np.testing.assert_array_equal(head.gradient(), before)
 
 
-def test_what_is_detached_or_dropped_leaves_nothing(one_shard, make_head, problem, calls):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_what_is_detached_or_dropped_leaves_nothing(head, trunk, problem, calls):
     loss_fn = triple(head)
     out = loss_fn(problem.inputs @ trunk.T, problem.targets)
     kept = out.entropy.detach()
@@ -393,31 +388,29 @@ def test_what_is_detached_or_dropped_leaves_nothing(one_shard, make_head, proble
     assert calls == ["forward", "forward"]
 
 
-def test_a_loss_that_is_not_differentiable_has_no_graph(one_shard, make_head, problem, rng):
+def test_a_loss_that_is_not_differentiable_has_no_graph(head, trunk, problem, rng):
     upstream = numbers(rng, 16)
     expected, _ = problem.reference(
         lambda hidden, logits: (upstream.double() * outputs_of(logits, problem.targets)["entropy"]).sum()
     )
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     out = headwater.torch.CrossEntropyLoss(head, differentiable="entropy")(problem.inputs @ trunk.T, problem.targets)
     assert not out.loss.requires_grad and out.lse is None
     out.entropy.backward(upstream)
     check_gradients(trunk.grad, head, expected)
 
 
-@pytest.mark.parametrize("name", ("entropy", "lse"))
-def test_a_non_finite_upstream_gradient_is_refused(one_shard, make_head, problem, name):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
-    loss_fn, upstream = triple(head), torch.ones(16)
-    out = loss_fn(problem.inputs @ trunk.T, problem.targets)
-    upstream[5] = float("nan")
+@pytest.mark.parametrize(("name", "value"), (("loss", "inf"), ("entropy", "nan"), ("lse", "nan")))
+def test_a_non_finite_upstream_gradient_is_refused(head, trunk, problem, name, value):
+    loss_fn = triple(head) if name != "loss" else headwater.torch.CrossEntropyLoss(head, reduction="none")
+    out, upstream = loss_fn(problem.inputs @ trunk.T, problem.targets), torch.ones(16)
+    upstream[5] = float(value)
     with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
-        getattr(out, name).backward(upstream)
-    assert "token 5" in str(info.value) and head.step_state().open.micro_batches == {}
+        (out if name == "loss" else getattr(out, name)).backward(upstream)
+    assert "token 5" in str(info.value) and head.gradient_norm() == 0
+    assert name == "loss" or head.step_state().open.micro_batches == {}
 
 
-def test_rows_that_change_before_backward_are_refused(one_shard, make_head, problem, rng):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_rows_that_change_before_backward_are_refused(head, trunk, problem, rng):
     for loss_fn in (triple(head), headwater.torch.CrossEntropyLoss(head, reduction="none")):
         hidden = (problem.inputs @ trunk.T).clone()
         out = loss_fn(hidden, problem.targets)
@@ -448,29 +441,33 @@ def test_weights_that_change_before_backward_are_refused(one_shard, make_head, p
         assert head.step_state().open.micro_batches == {}
 
 
-def test_the_scale_of_grad_hidden_is_its_own(one_shard, make_head, problem, rng):
+@pytest.mark.parametrize("name", ("loss", "lse"))
+def test_the_scale_of_grad_hidden_is_its_own(head, trunk, problem, rng, name):
     upstream = numbers(rng, 16)
-    expected, _ = problem.reference(lambda hidden, logits: (upstream.double() * outputs_of(logits, problem.targets)["lse"]).sum())
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
-    triple(head, grad_hidden_scale=4.0)(problem.inputs @ trunk.T, problem.targets).lse.backward(upstream)
+    expected, _ = problem.reference(lambda hidden, logits: (upstream.double() * values_of(logits, problem.targets)[name]).sum())
+    differentiable = ("loss",) if name == "loss" else DIFFERENTIABLE
+    loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none", grad_hidden_scale=4.0, differentiable=differentiable)
+    out = loss_fn(problem.inputs @ trunk.T, problem.targets)
+    (out if name == "loss" else out.lse).backward(upstream)
     assert relative(trunk.grad, 4 * expected[0]) <= 1e-5 and relative(head.gradient(), expected[1]) <= 1e-5
 
 
+@pytest.mark.parametrize("names", (("loss",), DIFFERENTIABLE), ids="+".join)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
-def test_16_bit_hidden_states(one_shard, make_head, problem, rng, dtype):
+def test_16_bit_hidden_states(head, problem, rng, dtype, names):
+    """The upstream gradient carries a GradScaler's scale; the gradient of a row is within the storage type's rounding."""
     hidden = (problem.inputs @ problem.trunk.T).to(dtype)
-    factors = [1024 * numbers(rng, 16) for _ in DIFFERENTIABLE]
-    reference = hidden.detach().double().requires_grad_()
-    logits = reference @ problem.weight.double().T + problem.bias.double()
-    outputs = {"loss": F.cross_entropy(logits, problem.targets, reduction="none"), **outputs_of(logits, problem.targets)}
-    sum((f.double() * outputs[name]).sum() for name, f in zip(DIFFERENTIABLE, factors, strict=True)).backward()
-    head = problem.head(one_shard.client, make_head)
+    factors = [1024 * numbers(rng, 16) for _ in names]
+    reference, weight = hidden.detach().double().requires_grad_(), problem.weight.double().requires_grad_()
+    outputs = values_of(reference @ weight.T + problem.bias.double(), problem.targets)
+    sum((f.double() * outputs[name]).sum() for name, f in zip(names, factors, strict=True)).backward()
     hidden.requires_grad_()
-    out = triple(head)(hidden, problem.targets)
-    torch.autograd.backward([getattr(out, name) for name in DIFFERENTIABLE], factors)
+    out = headwater.torch.CrossEntropyLoss(head, reduction="none", differentiable=names)(hidden, problem.targets)
+    torch.autograd.backward([out] if names == ("loss",) else [getattr(out, name) for name in names], factors)
     assert hidden.grad.dtype == dtype
     errors = (hidden.grad.double() - reference.grad).norm(dim=-1) / reference.grad.norm(dim=-1)
     assert float(errors.max()) <= 2 * torch.finfo(dtype).eps
+    assert relative(head.gradient(), weight.grad) <= 1e-5
 
 
 # ---- options -------------------------------------------------------------------------------------------------------------
@@ -540,7 +537,7 @@ def test_a_gradient_resolution_goes_with_every_gradient(one_shard, make_head, pr
 
 
 @pytest.mark.parametrize("lowest, items", ((0.0, None), (-3.0, None), (0.0, 20)))
-def test_a_z_loss_has_a_divisor_of_its_own(one_shard, make_head, problem, lowest, items):
+def test_a_z_loss_has_a_divisor_of_its_own(head, trunk, problem, lowest, items):
     targets, weight = with_ignored(problem.targets), torch.linspace(lowest, 1, VOCAB_SIZE)
     valid = targets != -100
 
@@ -550,7 +547,6 @@ def test_a_z_loss_has_a_divisor_of_its_own(one_shard, make_head, problem, lowest
         return loss / (items or weight.double()[targets[valid]].sum()) + z_loss / (items or valid.sum())
 
     expected, value = problem.reference(objective)
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     loss_fn = headwater.torch.CrossEntropyLoss(
         head, weight=weight, label_smoothing=0.2, z_loss=1e-2, z_loss_divisor="tokens", outputs=("z_loss",)
     )
@@ -564,7 +560,7 @@ def test_a_z_loss_has_a_divisor_of_its_own(one_shard, make_head, problem, lowest
 
 
 @pytest.mark.parametrize("shift", (True, 2))
-def test_targets_are_shifted(one_shard, make_head, problem, rng, shift):
+def test_targets_are_shifted(head, trunk, problem, rng, shift):
     targets, weights = with_ignored(problem.targets).reshape(2, 8), numbers(rng, 2, 8).abs() + 0.1
     n = int(shift)
 
@@ -574,7 +570,6 @@ def test_targets_are_shifted(one_shard, make_head, problem, rng, shift):
         return (rows * counted).sum() / counted.sum()
 
     expected, value = problem.reference(objective)
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     loss_fn = headwater.torch.CrossEntropyLoss(head, shift=shift, outputs=("argmax",))
     out = loss_fn((problem.inputs @ trunk.T).reshape(2, 8, -1), targets, token_weights=weights)
     assert out.loss.item() == pytest.approx(value, rel=1e-5)
@@ -583,12 +578,11 @@ def test_targets_are_shifted(one_shard, make_head, problem, rng, shift):
     check_gradients(trunk.grad, head, expected)
 
 
-def test_backward_has_the_options_of_its_forward(one_shard, make_head, problem, rng):
+def test_backward_has_the_options_of_its_forward(head, trunk, problem, rng):
     upstream = numbers(rng, 16)
     expected, _ = problem.reference(
         lambda hidden, logits: (F.cross_entropy(logits / 0.5, problem.targets, reduction="none") * upstream.double()).sum()
     )
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     loss_fn = triple(head)
     loss_fn.temperature = 0.5
     losses = loss_fn(problem.inputs @ trunk.T, problem.targets).loss
@@ -611,8 +605,7 @@ def test_backward_has_the_options_of_its_forward(one_shard, make_head, problem, 
     ),
     ids=str,
 )
-def test_options_that_mean_nothing_are_refused(one_shard, make_head, problem, field, options):
-    head = problem.head(one_shard.client, make_head)
+def test_options_that_mean_nothing_are_refused(head, field, options):
     with pytest.raises(headwater.InvalidArgumentError) as info:
         headwater.torch.CrossEntropyLoss(head, **options)
     assert info.value.metadata["field"] == field and field.split("_")[0] in str(info.value)
@@ -637,12 +630,10 @@ def test_a_restart_between_forward_and_backward_changes_nothing(make_head, probl
                 out = loss_fn(problem.inputs @ trunk.T, problem.targets)
                 losses = out if equal else out.loss + out.lse
                 if restarts and step == 1:
-                    server.kill()
-                    server.start()
+                    server.restart()
                 losses.backward(upstream)
                 if restarts and step == 1:
-                    server.kill()
-                    server.start()
+                    server.restart()
                 if step == 0:
                     head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=loss_fn.micro_batches)
             assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 1

@@ -1,7 +1,6 @@
 """Processes that are killed in mid-step and started again: trainers, the teacher, the server. The final weights do not show it."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import tempfile
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch_restart as programs
-from conftest import START_TIMEOUT_S, server_binary
+from conftest import running_server
 from expectations import refused
 from torch_language_model import LanguageModel, micro_batch, train_with
 
@@ -155,56 +154,10 @@ def test_two_trainers_and_a_teacher_are_each_killed_in_mid_step(remote, ordered)
         assert difference <= (0 if ordered else TOLERANCE), f"{name}: {difference:.2g}"
 
 
-class Server:
-    """headwaterd that is killed and started again over the same checkpoints, at the same address."""
-
-    def __init__(self, directory, *flags):
-        self._directory = directory
-        self._flags = flags
-        self._process = None
-        self.address = f"unix:{directory}/hw.sock"
-
-    def start(self):
-        ready = self._directory / "ready"
-        ready.unlink(missing_ok=True)
-        with (self._directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    server_binary(),
-                    f"--listen_addresses={self.address}",
-                    f"--port_file={ready}",
-                    "--metrics_address=",
-                    f"--checkpoint_directory={self._directory}/checkpoints",
-                    "--log_level=warning",
-                    *self._flags,
-                ],
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-            )
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not ready.exists():
-            assert self._process.poll() is None and time.monotonic() < deadline, (self._directory / "log").read_text()
-            time.sleep(0.01)
-
-    def kill(self):
-        if self._process is not None and self._process.poll() is None:
-            os.kill(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-    def kill_and_start(self):
-        self.kill()
-        self.start()
-
-
 @pytest.fixture(params=(1, 3))
 def server(request):
-    with tempfile.TemporaryDirectory(prefix="hw-") as directory:
-        server = Server(Path(directory), f"--shards={request.param}")
-        try:
-            server.start()
-            yield server
-        finally:
-            server.kill()
+    with running_server(f"--shards={request.param}") as server:
+        yield server
 
 
 class Trainer:
@@ -230,56 +183,64 @@ class Trainer:
         return {**body, "head": torch.tensor(self.head.weight())}
 
 
+def undisturbed(client, tmp_path, steps=6, **options):
+    """The weights after so many steps."""
+    trainer = Trainer(client, "undisturbed", tmp_path / "undisturbed", **options)
+    assert trainer.loop.resume() == 0
+    trainer.train(range(steps))
+    return trainer.weights()
+
+
+def assert_same(trainer, expected):
+    """Bit by bit: one trainer commits in order."""
+    for name, value in trainer.weights().items():
+        assert torch.equal(value, expected[name]), name
+
+
 def killing(trainer, server, step, moment):
     """Makes the server die in a step of this trainer, once: before its second micro-batch or before it is applied."""
-    calls = {"backward": 0}
+    killed = []
     backward, seal = trainer.loop.backward, trainer.head.seal
+
+    def kill(here):
+        if trainer.loop.open_step == step and not killed and moment == here:
+            killed.append(step)
+            server.restart()
 
     def dying_backward(loss):
         backward(loss)
-        if trainer.loop.open_step == step and not calls["backward"] and moment == "micro-batch":
-            calls["backward"] = 1
-            server.kill_and_start()
+        kill("micro-batch")
 
     def dying_seal(**arguments):
         result = seal(**arguments)
-        if trainer.loop.open_step == step and not calls["backward"] and moment == "sealed":
-            calls["backward"] = 1
-            server.kill_and_start()
+        kill("sealed")
         return result
 
     trainer.loop.backward, trainer.head.seal = dying_backward, dying_seal
-    return calls
+    return killed
 
 
 @pytest.mark.parametrize("tied", (None, "trainer", "server"))
 def test_a_server_that_is_killed_costs_the_steps_since_the_last_checkpoint(server, tmp_path, tied):
     with headwater.connect(server.address) as client:
-        undisturbed = Trainer(client, "undisturbed", tmp_path / "undisturbed", tied=tied, every=2)
-        assert undisturbed.loop.resume() == 0
-        undisturbed.train(range(6))
+        expected = undisturbed(client, tmp_path, tied=tied, every=2)
         trainer = Trainer(client, "disturbed", tmp_path / "disturbed", tied=tied, every=2)
-        calls = killing(trainer, server, 3, "sealed" if tied else "micro-batch")
+        killed = killing(trainer, server, 3, "sealed" if tied else "micro-batch")
         assert trainer.loop.resume() == 0
-        expected = undisturbed.weights()
         with refused("STEP_LOST", headwater.StepLostError) as info:
             trainer.train(range(6))
-        assert calls["backward"] and info.value.restored_step == 2 and info.value.checkpoint == "step-2"
+        assert killed and info.value.restored_step == 2 and info.value.checkpoint == "step-2"
         assert trainer.loop.resume() == 2
         trainer.train(range(2, 6))
-        for name, value in trainer.weights().items():
-            assert torch.equal(value, expected[name]), name  # one trainer commits in order: bit by bit
+        assert_same(trainer, expected)
 
 
 def test_run_goes_back_by_itself(server, tmp_path):
     """Twice: to a checkpoint when the server was lost, and on with the rest."""
     with headwater.connect(server.address) as client:
-        undisturbed = Trainer(client, "undisturbed", tmp_path / "undisturbed", tied="trainer", every=2)
-        undisturbed.loop.resume()
-        undisturbed.train(range(6))
-        expected = undisturbed.weights()
+        expected = undisturbed(client, tmp_path, tied="trainer", every=2)
         trainer = Trainer(client, "disturbed", tmp_path / "disturbed", tied="trainer", every=2)
-        calls = killing(trainer, server, 3, "sealed")
+        killed = killing(trainer, server, 3, "sealed")
         steps, outcomes = [], []
 
         def train_step(step):
@@ -289,10 +250,9 @@ def test_run_goes_back_by_itself(server, tmp_path):
                 trainer.loop.backward(trainer.loss_fn(trainer.model.body(inputs), targets) / 2)
 
         trainer.loop.run(train_step, 6, learning_rate=lambda step: 3e-3, on_step=outcomes.append)
-        assert calls["backward"] and steps == [0, 1, 2, 3, 2, 3, 4, 5]
+        assert killed and steps == [0, 1, 2, 3, 2, 3, 4, 5]
         assert [outcome.checkpoint for outcome in outcomes] == [None, "step-2", None, None, "step-4", None, "step-6"]
-        for name, value in trainer.weights().items():
-            assert torch.equal(value, expected[name]), name
+        assert_same(trainer, expected)
         trainer.loop.run(train_step, 6)  # there is nothing left to do
         assert len(steps) == 8
 
@@ -301,35 +261,27 @@ def test_run_goes_back_by_itself(server, tmp_path):
 @pytest.mark.parametrize("tied", (None, "trainer", "server"))
 def test_a_client_with_a_replay_log_spares_the_trainer_a_killed_server(server, tmp_path, tied, moment):
     with headwater.connect(server.address, replay=True) as client:
-        undisturbed = Trainer(client, "undisturbed", tmp_path / "undisturbed", tied=tied, every=1)
-        undisturbed.loop.resume()
-        undisturbed.train(range(4))
-        expected = undisturbed.weights()
+        expected = undisturbed(client, tmp_path, 4, tied=tied, every=1)
         trainer = Trainer(client, "disturbed", tmp_path / "disturbed", tied=tied, every=1)
-        calls = killing(trainer, server, 2, moment)
+        killed = killing(trainer, server, 2, moment)
         trainer.loop.resume()
         trainer.train(range(4))
-        assert calls["backward"] and trainer.loop.open_step == 4
-        for name, value in trainer.weights().items():
-            assert torch.equal(value, expected[name]), name
+        assert killed and trainer.loop.open_step == 4
+        assert_same(trainer, expected)
 
 
 def test_a_trainer_and_the_server_are_both_started_again(server, tmp_path):
     with headwater.connect(server.address) as client:
-        undisturbed = Trainer(client, "undisturbed", tmp_path / "undisturbed", tied="server", every=2)
-        undisturbed.loop.resume()
-        undisturbed.train(range(5))
-        expected = undisturbed.weights()
+        expected = undisturbed(client, tmp_path, 5, tied="server", every=2)
         first = Trainer(client, "disturbed", tmp_path / "disturbed", tied="server", every=2)
         first.loop.resume()
         first.train(range(3))
-    server.kill_and_start()
+    server.restart()
     with headwater.connect(server.address) as client:
         second = Trainer(client, "disturbed", tmp_path / "disturbed", tied="server", every=2, seed=5)
         assert second.head.info().state == "RESTORED" and second.loop.resume() == 2
         second.train(range(2, 5))
-        for name, value in second.weights().items():
-            assert torch.equal(value, expected[name]), name
+        assert_same(second, expected)
 
 
 def test_a_frozen_teacher_comes_back_with_the_loop_that_keeps_it(server, tmp_path):
@@ -343,7 +295,7 @@ def test_a_frozen_teacher_comes_back_with_the_loop_that_keeps_it(server, tmp_pat
         hidden, teacher_hidden = programs.initial(3, 9, 24), programs.initial(4, 9, 20)
         assert loop.resume() == 0
         loop.backward(loss_fn(hidden, teacher_hidden))
-        server.kill_and_start()
+        server.restart()
         with refused("STEP_LOST", headwater.StepLostError):
             loop.step()
         assert loop.resume() == 0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from expectations import refused
-from torch_model import FEATURES, HIDDEN_SIZE, Problem
+from torch_model import FEATURES, HIDDEN_SIZE
 from torch_ranks import Ranks
 
 import headwater
@@ -44,11 +44,6 @@ class Run:
 
     def weights(self):
         return self.body.weight.detach().numpy().copy(), self.head.weight()
-
-
-@pytest.fixture
-def problem(rng):
-    return Problem(rng)
 
 
 @pytest.fixture

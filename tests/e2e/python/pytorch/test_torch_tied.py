@@ -8,38 +8,69 @@ import numpy as np
 import pytest
 import torch
 from expectations import refused
-from torch_language_model import HIDDEN_SIZE, VOCAB_SIZE, LanguageModel, changes, micro_batch, train_in_process, train_with
+from torch_language_model import (
+    ADAMW,
+    HIDDEN_SIZE,
+    SERVER_ADAMW,
+    VOCAB_SIZE,
+    LanguageModel,
+    attach_with_loop,
+    changes,
+    micro_batch,
+    optimizer_of,
+    train_in_process,
+    train_with,
+)
 
 import headwater
 import headwater.torch
 
 STEPS, MICRO_BATCHES = 24, 2
-ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.05}
-SERVER_ADAMW = headwater.AdamW(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.05)
-RATE = 3e-3
 # Difference of each weight after STEPS steps, by how far it has moved: both sides round in fp32, in another order. Measured: 1e-6.
 TOLERANCE = 1e-5
 
 
 @pytest.fixture
-def make_module_head(make_head, request):
-    """`headwater.torch.attach` with a name of its own, deleted afterwards."""
-    made = []
+def made():
+    """Heads that are deleted afterwards."""
+    heads = []
+    yield heads
+    for head in heads:
+        headwater.Client(head._backend).head(head.name).delete(force=True)
+
+
+@pytest.fixture
+def name(made, request):
+    """A name of each head's own."""
+    return lambda: f"attached-{len(made)}-{abs(hash(request.node.nodeid)) % 10**9}"
+
+
+@pytest.fixture
+def make_module_head(made, name):
+    """`headwater.torch.attach` of a new head."""
 
     def make(client, module, **options):
-        name = f"attached-{len(made)}-{abs(hash(request.node.nodeid)) % 10**9}"
-        head = headwater.torch.attach(client, name, module, if_exists="fail", **options)
-        made.append(head)
-        return head
+        made.append(headwater.torch.attach(client, name(), module, if_exists="fail", **options))
+        return made[-1]
 
-    yield make
-    for head in made:
-        headwater.Client(head._backend).head(head.name).delete(force=True)
+    return make
+
+
+@pytest.fixture
+def make_loop(made, name):
+    """attach_with_loop() of a new head."""
+
+    def make(client, model, owner, attach=None, **options):
+        head, *rest = attach_with_loop(client, name(), model, owner, attach={"if_exists": "fail", **(attach or {})}, **options)
+        made.append(head)
+        return head, *rest
+
+    return make
 
 
 def reference(tied, *, bias=False, steps=STEPS, max_grad_norm=None):
     model = LanguageModel(tied=tied, bias=bias)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, **ADAMW)
+    optimizer = optimizer_of(model.parameters())
     return model, train_in_process(model, steps, MICRO_BATCHES, optimizer, max_grad_norm=max_grad_norm)
 
 
@@ -52,57 +83,50 @@ def check_equal(expected, losses, model, other_losses):
 
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("flow", ("trainer", "server"))
-def test_a_tied_model_trains_as_in_one_process(one_shard, make_module_head, flow, bias):
+def test_a_tied_model_trains_as_in_one_process(one_shard, make_loop, flow, bias):
     expected, losses = reference(True, bias=bias, max_grad_norm=0.5)
     model = LanguageModel(tied=True, bias=bias)
-    options = {"tied": "trainer"} if flow == "trainer" else {"tied": "server", "optimizer": SERVER_ADAMW}
-    head = make_module_head(one_shard.client, model.lm_head, model=model, **options)
-    parameters = list(model.parameters()) if flow == "trainer" else model.body_parameters()
-    loop = headwater.torch.TrainingLoop(head, torch.optim.AdamW(parameters, lr=RATE, **ADAMW), max_grad_norm=0.5)
+    head, loop, loss_fn = make_loop(one_shard.client, model, flow, max_grad_norm=0.5)
     assert loop.resume() == 0
-    others = train_with(loop, headwater.torch.CrossEntropyLoss(head), model, range(STEPS), MICRO_BATCHES)
+    others = train_with(loop, loss_fn, model, range(STEPS), MICRO_BATCHES)
     check_equal(expected, losses, model, others)
     np.testing.assert_array_equal(head.weight(), model.embedding.weight.detach().numpy())
     assert head.step_state().last_closed.state == ("REPLACED" if flow == "trainer" else "APPLIED")
 
 
 @pytest.mark.parametrize("owner", ("trainer", "server"))
-def test_an_untied_model_trains_as_in_one_process(backend, make_module_head, owner):
+def test_an_untied_model_trains_as_in_one_process(backend, make_loop, owner):
     expected, losses = reference(False, bias=True)
     model = LanguageModel(tied=False, bias=True)
-    head = make_module_head(backend.client, model.lm_head, model=model, optimizer="torch" if owner == "trainer" else SERVER_ADAMW)
-    parameters = model.parameters() if owner == "trainer" else model.body_parameters()
-    loop = headwater.torch.TrainingLoop(head, torch.optim.AdamW(parameters, lr=RATE, **ADAMW))
-    others = train_with(loop, headwater.torch.CrossEntropyLoss(head), model, range(STEPS), MICRO_BATCHES)
+    head, loop, loss_fn = make_loop(backend.client, model, owner)
+    others = train_with(loop, loss_fn, model, range(STEPS), MICRO_BATCHES)
     if owner == "server":
         assert head.weight_parameter is None  # nothing of the head is needed here any more
         model.lm_head.weight.data, model.lm_head.bias.data = torch.tensor(head.weight()), torch.tensor(head.bias())
     check_equal(expected, losses, model, others)
 
 
-def test_a_sparse_embedding_gradient_goes_up(one_shard, make_module_head):
+def test_a_sparse_embedding_gradient_goes_up(one_shard, make_loop):
     def train(sparse):
         model = LanguageModel(tied=True, sparse=sparse)
-        head = make_module_head(one_shard.client, model.lm_head, model=model, tied="server", optimizer=SERVER_ADAMW)
-        loop = headwater.torch.TrainingLoop(head, torch.optim.AdamW(model.body_parameters(), lr=RATE))
-        train_with(loop, headwater.torch.CrossEntropyLoss(head), model, range(3), MICRO_BATCHES)
+        head, loop, loss_fn = make_loop(one_shard.client, model, "server")
+        train_with(loop, loss_fn, model, range(3), MICRO_BATCHES)
         return head.weight()
 
     np.testing.assert_allclose(train(True), train(False), rtol=0, atol=1e-7)
 
 
-def test_the_embeddings_gradient_goes_up_in_parts_that_the_server_takes(remote, make_module_head, monkeypatch):
+def test_the_embeddings_gradient_goes_up_in_parts_that_the_server_takes(remote, make_loop, monkeypatch):
     """A weight that is larger than one contribution may be."""
     weights = []
     for limit in (0, 5 * HIDDEN_SIZE * 4):
         model = LanguageModel(tied=True)
-        head = make_module_head(remote.client, model.lm_head, model=model, tied="server", optimizer=SERVER_ADAMW)
         if limit:
             info = remote.client.server_info()
             info = dataclasses.replace(info, limits={**info.limits, "max_micro_batch_bytes": limit})
             monkeypatch.setattr(remote.client._backend, "server_info", lambda timeout_s, info=info: info)
-        loop = headwater.torch.TrainingLoop(head, torch.optim.AdamW(model.body_parameters(), lr=RATE))
-        train_with(loop, headwater.torch.CrossEntropyLoss(head), model, range(2), MICRO_BATCHES)
+        head, loop, loss_fn = make_loop(remote.client, model, "server")
+        train_with(loop, loss_fn, model, range(2), MICRO_BATCHES)
         parts = math.ceil(VOCAB_SIZE / 5) if limit else 1
         assert len(head.step_state().last_closed.micro_batches) == MICRO_BATCHES + parts
         weights.append(head.weight())
@@ -110,18 +134,16 @@ def test_the_embeddings_gradient_goes_up_in_parts_that_the_server_takes(remote, 
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-def test_a_16_bit_head_of_an_fp32_parameter(one_shard, make_module_head, dtype):
+def test_a_16_bit_head_of_an_fp32_parameter(one_shard, make_loop, dtype):
     """tied="server": the parameter gets the fp32 master weights; tied="trainer": the head gets the rounded parameter."""
-    for options in ({"tied": "server", "optimizer": SERVER_ADAMW}, {"tied": "trainer"}):
+    for owner in ("server", "trainer"):
         model = LanguageModel(tied=True)
-        head = make_module_head(one_shard.client, model.lm_head, model=model, dtype=dtype, **options)
-        parameters = list(model.parameters()) if options["tied"] == "trainer" else model.body_parameters()
-        loop = headwater.torch.TrainingLoop(head, torch.optim.AdamW(parameters, lr=RATE, **ADAMW))
-        losses = train_with(loop, headwater.torch.CrossEntropyLoss(head), model, range(8), MICRO_BATCHES)
+        head, loop, loss_fn = make_loop(one_shard.client, model, owner, attach={"dtype": dtype})
+        losses = train_with(loop, loss_fn, model, range(8), MICRO_BATCHES)
         assert losses[-1] < losses[0]
         mine = model.embedding.weight.detach()
         served = torch.tensor(np.asarray(head.weight(dtype="float32")))
-        rounding = 0 if options["tied"] == "server" else torch.finfo(getattr(torch, dtype)).eps
+        rounding = 0 if owner == "server" else torch.finfo(getattr(torch, dtype)).eps
         assert float((mine - served).abs().max()) <= rounding * float(mine.abs().max())
 
 

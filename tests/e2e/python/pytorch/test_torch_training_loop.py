@@ -13,16 +13,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expectations import refused
-from torch_language_model import LanguageModel, changes, micro_batch, train_in_process, train_with
-from torch_model import HIDDEN_SIZE, VOCAB_SIZE, Problem, relative
+from torch_language_model import (
+    SERVER_ADAMW,
+    LanguageModel,
+    attach_with_loop,
+    changes,
+    micro_batch,
+    optimizer_of,
+    train_in_process,
+    train_with,
+)
+from torch_model import HIDDEN_SIZE, VOCAB_SIZE, Problem, check_step, relative
 from torch_ranks import Ranks
 
 import headwater
 import headwater.torch
 
-ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.05}
-SERVER_ADAMW = headwater.AdamW(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.05)
-RATE = 3e-3
 TOLERANCE = 1e-5  # as in test_torch_tied.py
 
 
@@ -39,11 +45,6 @@ def names(request):
     for client, head in made:
         with contextlib.suppress(headwater.NotFoundError):
             client.head(head).delete(force=True)
-
-
-@pytest.fixture
-def problem(rng):
-    return Problem(rng)
 
 
 class Scaler:
@@ -118,8 +119,7 @@ def test_two_heads_are_clipped_by_one_global_norm(one_shard, make_head, problem,
     assert trunk.grad is None
 
 
-def test_the_heads_learning_rate_follows_a_scheduler(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_the_heads_learning_rate_follows_a_scheduler(head, trunk, problem):
     optimizer = torch.optim.SGD([trunk], lr=0.5)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     loop, loss_fn = headwater.torch.TrainingLoop(head, optimizer), headwater.torch.CrossEntropyLoss(head)
@@ -132,8 +132,7 @@ def test_the_heads_learning_rate_follows_a_scheduler(one_shard, make_head, probl
 
 
 @pytest.mark.parametrize("where", ("body", "head"))
-def test_an_overflow_is_skipped_on_all_sides(one_shard, make_head, problem, where):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_an_overflow_is_skipped_on_all_sides(head, trunk, problem, where):
     scaler = Scaler(2.0**4)
     loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1), scaler=scaler)
     loss_fn = headwater.torch.CrossEntropyLoss(head)
@@ -148,11 +147,9 @@ def test_an_overflow_is_skipped_on_all_sides(one_shard, make_head, problem, wher
     assert torch.equal(trunk.detach(), problem.trunk) and relative(head.weight(), problem.weight.double()) == 0
     assert head.step_state().last_closed.state == "DISCARDED" and trunk.grad is None
     # The next one is right, and the scale has left no trace.
-    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
     loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
     assert loop.step().applied and scaler.steps == 1
-    assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= 1e-5
-    assert relative(problem.trunk - trunk.detach(), 0.1 * expected[0]) <= 1e-5
+    check_step(problem, head, trunk)
 
 
 @pytest.mark.parametrize("owner", ("server", "trainer", "nobody's body"))
@@ -179,9 +176,8 @@ def test_a_scaler_that_sees_no_gradient_of_the_body(one_shard, names, owner):
     assert torch.equal(frozen.detach(), problem.trunk)
 
 
-def test_a_step_that_was_lost_once_it_was_unscaled(one_shard, make_head, problem, monkeypatch):
+def test_a_step_that_was_lost_once_it_was_unscaled(head, trunk, problem, monkeypatch):
     """A scaler unscales once between two updates: what has failed in between must not stand in the way of the next step."""
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     scaler = Scaler(64.0)
     loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1), scaler=scaler)
     loss_fn = headwater.torch.CrossEntropyLoss(head)
@@ -197,14 +193,11 @@ def test_a_step_that_was_lost_once_it_was_unscaled(one_shard, make_head, problem
     assert loop.resume() == 0 and scaler.value == 64.0
     loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
     assert loop.step().applied and scaler.steps == 1
-    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
-    assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= 1e-5
-    assert relative(problem.trunk - trunk.detach(), 0.1 * expected[0]) <= 1e-5
+    check_step(problem, head, trunk)
 
 
 @pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="this PyTorch scales on a GPU only")
-def test_pytorchs_own_scaler(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_pytorchs_own_scaler(head, trunk, problem):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1), scaler=scaler, max_grad_norm=100.0)
     loss_fn = headwater.torch.CrossEntropyLoss(head)
@@ -217,9 +210,7 @@ def test_pytorchs_own_scaler(one_shard, make_head, problem):
             head.add_gradient(torch.full((1, head.spec.hidden_size), float("nan")), micro_batch=1)
         applied.append(loop.step(expected_micro_batches=2 if step == 1 else 1).applied)
     assert applied == [False, False, True] and scaler.get_scale() == 2.0**8
-    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
-    assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= 1e-5
-    assert relative(problem.trunk - trunk.detach(), 0.1 * expected[0]) <= 1e-5
+    check_step(problem, head, trunk)
 
 
 @pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="this PyTorch scales on a GPU only")
@@ -256,13 +247,9 @@ def test_tied_weights_under_a_scaler_and_a_gradient_factor(one_shard, names, tie
     results = []
     for scaler, factor in ((None, 1.0), (Scaler(64.0), 1.0), (Scaler(64.0), 0.25)):
         model = LanguageModel(tied=True)
-        options = {"tied": "trainer"} if tied == "trainer" else {"tied": "server", "optimizer": SERVER_ADAMW}
-        head = headwater.torch.attach(one_shard.client, names(one_shard.client), model.lm_head, model=model, **options)
-        parameters = list(model.parameters()) if tied == "trainer" else model.body_parameters()
-        optimizer = torch.optim.AdamW(parameters, lr=RATE, **ADAMW)
-        loop = headwater.torch.TrainingLoop(head, optimizer, scaler=scaler, gradient_factor=factor, max_grad_norm=1.0)
         # grad_hidden_scale takes back on the body what gradient_factor would leave on the head alone.
-        loss_fn = headwater.torch.CrossEntropyLoss(head, grad_hidden_scale=factor)
+        loss, options = {"grad_hidden_scale": factor}, {"scaler": scaler, "gradient_factor": factor, "max_grad_norm": 1.0}
+        _, loop, loss_fn = attach_with_loop(one_shard.client, names(one_shard.client), model, tied, loss=loss, **options)
         for step in range(4):
             for index in range(2):
                 inputs, targets = micro_batch(step, index)
@@ -277,11 +264,7 @@ def test_tied_weights_under_a_scaler_and_a_gradient_factor(one_shard, names, tie
 def test_a_tied_step_whose_last_loss_was_dropped(one_shard, names):
     """The embedding's part has an id of its own, and not that of the micro-batch that was left out."""
     model = LanguageModel(tied=True)
-    head = headwater.torch.attach(
-        one_shard.client, names(one_shard.client), model.lm_head, model=model, tied="server", optimizer=SERVER_ADAMW
-    )
-    loop = headwater.torch.TrainingLoop(head, torch.optim.AdamW(model.body_parameters(), lr=RATE, **ADAMW))
-    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    head, loop, loss_fn = attach_with_loop(one_shard.client, names(one_shard.client), model, "server")
     for step in range(2):
         for index in range(3):
             inputs, targets = micro_batch(step, index)
@@ -316,8 +299,7 @@ def test_a_head_that_the_trainer_owns_is_clipped_whichever_parameters_are_named(
         assert torch.allclose(first, second, rtol=1e-6, atol=1e-9), name
 
 
-def test_a_gradient_that_is_not_finite_waits_for_skip(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_a_gradient_that_is_not_finite_waits_for_skip(head, trunk, problem):
     loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1))
     loss_fn = headwater.torch.CrossEntropyLoss(head)
     inputs = problem.inputs.clone()
@@ -369,8 +351,7 @@ def test_an_unfinished_micro_batch_can_be_finished(one_shard, make_head, problem
     assert loop.step().applied
 
 
-def test_a_step_without_micro_batches_is_closed_only_if_asked_for(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_a_step_without_micro_batches_is_closed_only_if_asked_for(head, trunk, problem):
     loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1))
     with torch.no_grad():
         headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)
@@ -385,8 +366,7 @@ def test_a_step_without_micro_batches_is_closed_only_if_asked_for(one_shard, mak
     assert loop.open_step == 3
 
 
-def test_an_error_in_mid_step_asks_for_resume(one_shard, make_head, problem, monkeypatch):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_an_error_in_mid_step_asks_for_resume(head, trunk, problem, monkeypatch):
     optimizer = torch.optim.SGD([trunk], lr=0.1)
     loop, loss_fn = headwater.torch.TrainingLoop(head, optimizer), headwater.torch.CrossEntropyLoss(head)
     loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
@@ -443,31 +423,21 @@ def test_two_ranks_equal_one_process(one_shard, names, flow):
     steps, micro_batches = 6, 2
     tied = flow != "plain"
     expected = LanguageModel(tied=tied)
-    optimizer = torch.optim.AdamW(expected.parameters(), lr=RATE, **ADAMW)
-    train_in_process(expected, steps, 2 * micro_batches, optimizer, max_grad_norm=0.5)
+    train_in_process(expected, steps, 2 * micro_batches, optimizer_of(expected.parameters()), max_grad_norm=0.5)
 
     client, ranks = one_shard.client, Ranks(2)
     name, models = names(client), [LanguageModel(tied=tied) for _ in range(2)]
-    options = {"tied": flow.split(",")[0]} if tied else {}
-    if flow != "trainer":
-        options["optimizer"] = SERVER_ADAMW
 
     def trainer(rank):
         model = models[rank]
         # Both call it; one of them creates the head.
-        head = headwater.torch.attach(client, name, model.lm_head, model=model, staging_slots=2, **options)
-        parameters = list(model.parameters()) if flow == "trainer" else model.body_parameters()
-        loop = headwater.torch.TrainingLoop(
-            head,
-            torch.optim.AdamW(parameters, lr=RATE, **ADAMW),
-            max_grad_norm=0.5,
-            rank=rank,
-            world_size=2,
-            barrier=ranks.barrier.wait,
-            shared_gradients="partial" if "partial" in flow else "reduced",
-        )
+        options = {"attach": {"staging_slots": 2}, "loss": {"grad_hidden_scale": 2.0}, "max_grad_norm": 0.5}
+        options |= {"rank": rank, "world_size": 2, "barrier": ranks.barrier.wait}
+        shared = "partial" if "partial" in flow else "reduced"
+        owner = "trainer" if flow == "trainer" else "server"
+        head, loop, loss_fn = attach_with_loop(client, name, model, owner, shared_gradients=shared, **options)
         assert loop.resume() == 0
-        loss_fn = headwater.torch.CrossEntropyLoss(head, grad_hidden_scale=2.0)
+        parameters = list(model.parameters()) if flow == "trainer" else model.body_parameters()
         reduced = parameters if flow in ("plain", "trainer") else [*parameters, model.lm_head.weight]
         for step in range(steps):
             for index in range(micro_batches):
@@ -498,14 +468,11 @@ def _ddp_rank(rank, address, name, flow, directory):
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
     try:
         model = LanguageModel(tied=True)
-        options = {"tied": "trainer"} if flow == "trainer" else {"tied": "server", "optimizer": SERVER_ADAMW}
+        options = {"attach": {"staging_slots": 2}, "loss": {"grad_hidden_scale": 2.0}, "max_grad_norm": 0.5}
         with headwater.connect(address) as client:
-            head = headwater.torch.attach(client, name, model.lm_head, model=model, staging_slots=2, **options)
-            parameters = list(model.parameters()) if flow == "trainer" else model.body_parameters()
-            loop = headwater.torch.TrainingLoop(head, torch.optim.AdamW(parameters, lr=RATE, **ADAMW), max_grad_norm=0.5)
+            _, loop, loss_fn = attach_with_loop(client, name, model, flow, **options)
             assert (loop.rank, loop.world_size) == (rank, 2) and loop.resume() == 0
             body = torch.nn.parallel.DistributedDataParallel(model)
-            loss_fn = headwater.torch.CrossEntropyLoss(head, grad_hidden_scale=2.0)
             for step in range(4):
                 inputs, targets = micro_batch(step, rank)
                 loop.backward(loss_fn(body(inputs), targets) / 2)
@@ -519,8 +486,7 @@ def _ddp_rank(rank, address, name, flow, directory):
 def test_a_tied_model_under_real_ddp(remote, names, tmp_path, flow):
     """Rank, world size, barrier and how the embedding's gradient is shared come from torch.distributed."""
     expected = LanguageModel(tied=True)
-    optimizer = torch.optim.AdamW(expected.parameters(), lr=RATE, **ADAMW)
-    train_in_process(expected, 4, 2, optimizer, max_grad_norm=0.5)
+    train_in_process(expected, 4, 2, optimizer_of(expected.parameters()), max_grad_norm=0.5)
     name = names(remote.client)
     torch.multiprocessing.spawn(_ddp_rank, (remote.address, name, flow, str(tmp_path)), nprocs=2)
     states = [torch.load(tmp_path / str(rank)) for rank in range(2)]
@@ -556,7 +522,7 @@ def test_ranks_whose_last_losses_were_dropped_add_the_embeddings_gradient_beside
     """Rank 0 does not know which ids rank 1 has drawn and dropped; none of them may be taken for the embedding's part."""
     kept = [index for index in range(6) if index not in dropped]
     expected = LanguageModel(tied=True)
-    optimizer = torch.optim.AdamW(expected.parameters(), lr=RATE, **ADAMW)
+    optimizer = optimizer_of(expected.parameters())
     for step in range(2):
         for index in kept:
             inputs, targets = micro_batch(step, index)
@@ -571,17 +537,9 @@ def test_ranks_whose_last_losses_were_dropped_add_the_embeddings_gradient_beside
 
     def trainer(rank):
         model = models[rank]
-        options = {"tied": "server", "optimizer": SERVER_ADAMW, "staging_slots": 2}
-        head = headwater.torch.attach(client, name, model.lm_head, model=model, **options)
-        loop = headwater.torch.TrainingLoop(
-            head,
-            torch.optim.AdamW(model.body_parameters(), lr=RATE, **ADAMW),
-            rank=rank,
-            world_size=2,
-            barrier=ranks.barrier.wait,
-            shared_gradients=shared_gradients,
-        )
-        loss_fn = headwater.torch.CrossEntropyLoss(head, grad_hidden_scale=2.0)
+        options = {"attach": {"staging_slots": 2}, "loss": {"grad_hidden_scale": 2.0}, "shared_gradients": shared_gradients}
+        options |= {"rank": rank, "world_size": 2, "barrier": ranks.barrier.wait}
+        head, loop, loss_fn = attach_with_loop(client, name, model, "server", **options)
         for step in range(2):
             for index in range(rank, 6, 2):
                 inputs, targets = micro_batch(step, index)
@@ -632,7 +590,7 @@ class Run:
         self.head = headwater.torch.attach(
             client, name, self.model.lm_head, model=self.model, tied="server", optimizer=SERVER_ADAMW
         )
-        self.optimizer = torch.optim.AdamW(self.model.body_parameters(), lr=RATE, **ADAMW)
+        self.optimizer = optimizer_of(self.model.body_parameters())
         self.state = headwater.torch.TrainerState(directory, keep=keep, model=self.model, optimizer=self.optimizer)
         self.loop = headwater.torch.TrainingLoop(self.head, self.optimizer, state=self.state, checkpoint_every=every)
         self.loss_fn = headwater.torch.CrossEntropyLoss(self.head)
@@ -788,7 +746,7 @@ def test_a_run_that_attaches_to_a_head_of_another_beginning_trains_its_own_weigh
     def begin(seed, directory):
         model = LanguageModel(tied=True, seed=seed)
         head = headwater.torch.attach(client, name, model.lm_head, model=model, tied="trainer")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, **ADAMW)
+        optimizer = optimizer_of(model.parameters())
         state = headwater.torch.TrainerState(directory, model=model, optimizer=optimizer) if stored else None
         return model, head, headwater.torch.TrainingLoop(head, optimizer, state=state, checkpoint_every=2 if stored else None)
 
@@ -806,7 +764,7 @@ def test_a_run_that_attaches_to_a_head_of_another_beginning_trains_its_own_weigh
         with torch.no_grad():
             model.lm_head.weight.copy_(own)
     expected = LanguageModel(tied=True, seed=1)
-    train_in_process(expected, 3, 2, torch.optim.AdamW(expected.parameters(), lr=RATE, **ADAMW))
+    train_in_process(expected, 3, 2, optimizer_of(expected.parameters()))
     train_with(loop, headwater.torch.CrossEntropyLoss(head), model, range(3), 2)
     for (_, actual), (_, reference) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
         assert relative(actual.detach(), reference.detach().double()) <= TOLERANCE

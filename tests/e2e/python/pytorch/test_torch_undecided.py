@@ -14,16 +14,11 @@ import torch.nn.functional as F
 from conftest import running_server
 from expectations import refused
 from torch.utils.checkpoint import checkpoint
-from torch_model import VOCAB_SIZE, Problem, check_gradients, with_ignored
+from torch_model import VOCAB_SIZE, check_gradients, with_ignored
 
 import headwater
 import headwater.torch
 from headwater import _head
-
-
-@pytest.fixture
-def problem(rng):
-    return Problem(rng)
 
 
 def interrupting(monkeypatch, owner, name, error):
@@ -43,8 +38,7 @@ def interrupting(monkeypatch, owner, name, error):
     (KeyboardInterrupt(), RuntimeError("CUDA out of memory"), headwater.DeadlineExceededError("late", reason="DEADLINE_EXCEEDED")),
     ids=("interrupt", "out_of_memory", "late"),
 )
-def test_a_forward_that_is_interrupted_behind_the_server_is_discarded(one_shard, make_head, problem, monkeypatch, error):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_a_forward_that_is_interrupted_behind_the_server_is_discarded(head, trunk, problem, monkeypatch, error):
     loss_fn = headwater.torch.CrossEntropyLoss(head)
     interrupting(monkeypatch, _head.Head, "_finish", error)  # the micro-batch is staged, and has the only slot
     with pytest.raises(type(error)):
@@ -73,8 +67,7 @@ def test_what_is_abandoned_while_the_server_stands_still_is_discarded_before_a_l
         assert states == ["DISCARDED", "DISCARDED", "COMMITTED"]
 
 
-def test_a_loss_bounds_its_commit_as_its_other_calls(one_shard, make_head, problem, monkeypatch):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_a_loss_bounds_its_commit_as_its_other_calls(head, trunk, one_shard, problem, monkeypatch):
     backend, bounds = one_shard.client._backend, []
     call = backend.call
 
@@ -89,8 +82,7 @@ def test_a_loss_bounds_its_commit_as_its_other_calls(one_shard, make_head, probl
     assert bounds[0] > 77 >= bounds[1] > 70
 
 
-def test_a_refused_forward_leaves_nothing_to_discard(one_shard, make_head, problem):
-    head = problem.head(one_shard.client, make_head)
+def test_a_refused_forward_leaves_nothing_to_discard(head, problem):
     loss_fn = headwater.torch.CrossEntropyLoss(head)
     with refused("TARGET_OUT_OF_VOCAB"):
         loss_fn((problem.inputs @ problem.trunk.T).requires_grad_(), torch.full((16,), VOCAB_SIZE))
@@ -98,8 +90,7 @@ def test_a_refused_forward_leaves_nothing_to_discard(one_shard, make_head, probl
 
 
 @pytest.mark.parametrize("reduction", ("mean", "none"))
-def test_a_second_derivative_is_refused_before_anything_is_added(one_shard, make_head, problem, reduction):
-    head = problem.head(one_shard.client, make_head)
+def test_a_second_derivative_is_refused_before_anything_is_added(head, problem, reduction):
     hidden = (problem.inputs @ problem.trunk.T).requires_grad_()
     loss = headwater.torch.CrossEntropyLoss(head, reduction=reduction)(hidden, problem.targets)
     upstream = torch.ones_like(loss)
@@ -111,8 +102,7 @@ def test_a_second_derivative_is_refused_before_anything_is_added(one_shard, make
 
 
 @pytest.mark.parametrize("reentrant", (True, False))
-def test_a_plain_backward_is_no_second_derivative(one_shard, make_head, problem, reentrant):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_a_plain_backward_is_no_second_derivative(head, trunk, problem, reentrant):
     loss_fn = headwater.torch.CrossEntropyLoss(head)
     inputs = problem.inputs.clone().requires_grad_()
     with torch.enable_grad():
@@ -122,8 +112,7 @@ def test_a_plain_backward_is_no_second_derivative(one_shard, make_head, problem,
     assert trunk.grad.any() and not trunk.grad.requires_grad
 
 
-def test_token_weights_that_require_a_gradient_are_refused(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_token_weights_that_require_a_gradient_are_refused(head, trunk, problem):
     weights = torch.ones(16, requires_grad=True)
     loss_fn = headwater.torch.CrossEntropyLoss(head)
     with refused("INVALID_COMBINATION") as info:
@@ -138,8 +127,7 @@ def test_token_weights_that_require_a_gradient_are_refused(one_shard, make_head,
     assert torch.equal(weights.grad, losses.detach())
 
 
-def test_a_loop_without_backward_goes_on(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+def test_a_loop_without_backward_goes_on(head, trunk, problem):
     loss_fn = headwater.torch.CrossEntropyLoss(head)
     values = []
     for _ in range(4):  # `loss` is bound anew only when the next forward is through: two losses share one slot
@@ -186,12 +174,11 @@ def test_a_rank_that_comes_back_submits_what_it_had_committed_without_a_slot(one
 
 
 @pytest.mark.parametrize("count", (2, 3))
-def test_losses_before_one_backward_equal_one_loss_and_wait_for_nothing(one_shard, make_head, problem, count):
+def test_losses_before_one_backward_equal_one_loss_and_wait_for_nothing(head, trunk, problem, count):
     """With the default of one slot: the slot is this process's own, and only its backward frees it."""
     expected, value = problem.reference(
         lambda hidden, logits: F.cross_entropy(logits, problem.targets, reduction="sum") / len(problem.targets)
     )
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="sum")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -218,8 +205,7 @@ def test_a_slot_for_each_loss_brings_no_warning(one_shard, make_head, problem):
 
 
 @pytest.mark.parametrize("options", ({}, {"loss_scale": 1.0}, {"reduction": "none"}), ids=("mean", "declared", "none"))
-def test_a_loss_that_is_kept_after_backward_keeps_no_gradient(one_shard, make_head, problem, options):
-    head = problem.head(one_shard.client, make_head)
+def test_a_loss_that_is_kept_after_backward_keeps_no_gradient(head, problem, options):
     hidden = (problem.inputs @ problem.trunk.T).requires_grad_()
     loss = headwater.torch.CrossEntropyLoss(head, **options)(hidden, problem.targets)
     grad_hidden = weakref.ref(loss.grad_fn.outcome._grad_hidden)
@@ -229,14 +215,13 @@ def test_a_loss_that_is_kept_after_backward_keeps_no_gradient(one_shard, make_he
     assert grad_hidden() is None and loss.grad_fn is not None
 
 
-def test_class_weights_and_an_ignored_index_beyond_the_vocabulary(one_shard, make_head, problem):
+def test_class_weights_and_an_ignored_index_beyond_the_vocabulary(head, trunk, problem):
     weight = torch.linspace(0.5, 2, VOCAB_SIZE)
     index = VOCAB_SIZE + 3
     targets = with_ignored(problem.targets, index)
     expected, value = problem.reference(
         lambda hidden, logits: F.cross_entropy(logits, targets, weight=weight.double(), ignore_index=index)
     )
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     loss_fn = headwater.torch.CrossEntropyLoss(head, weight=weight, ignore_index=index, loss_scale=1.0)
     loss = loss_fn(problem.inputs @ trunk.T, targets)
     assert abs(loss.item() / value - 1) <= 1e-6
@@ -246,8 +231,7 @@ def test_class_weights_and_an_ignored_index_beyond_the_vocabulary(one_shard, mak
         loss_fn(problem.inputs @ trunk.T, torch.full((16,), VOCAB_SIZE))
 
 
-def test_a_copied_module_means_the_same_head(one_shard, make_head, problem):
-    head = problem.head(one_shard.client, make_head)
+def test_a_copied_module_means_the_same_head(head, one_shard):
     model = torch.nn.ModuleDict({"body": torch.nn.Linear(2, 2), "loss": headwater.torch.CrossEntropyLoss(head)})
     copied = copy.deepcopy(model)
     assert copied["loss"].head is head and copied["body"].weight is not model["body"].weight

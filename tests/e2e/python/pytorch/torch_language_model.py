@@ -3,6 +3,12 @@
 import torch
 import torch.nn.functional as F
 
+import headwater
+import headwater.torch
+
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.05}
+SERVER_ADAMW = headwater.AdamW(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.05)
+RATE = 3e-3
 VOCAB_SIZE, HIDDEN_SIZE, CONTEXT = 67, 24, 12
 
 
@@ -82,6 +88,25 @@ def train_in_process(
         optimizer.zero_grad(set_to_none=True)
         losses.append(total)
     return losses
+
+
+def optimizer_of(parameters) -> torch.optim.AdamW:
+    """PyTorch's AdamW, with the settings of the server's."""
+    return torch.optim.AdamW(parameters, lr=RATE, **ADAMW)
+
+
+def attach_with_loop(client, name: str, model: LanguageModel, owner: str, *, attach=None, loss=None, **loop_options) -> tuple:
+    """(head, loop, loss) of a model whose last layer has AdamW, that of its owner: "trainer" or "server"."""
+    options = dict(attach or {})
+    tied = model.lm_head.weight is model.embedding.weight
+    if tied:
+        options["tied"] = owner
+    if owner == "server" or not tied:
+        options["optimizer"] = SERVER_ADAMW if owner == "server" else "torch"
+    head = headwater.torch.attach(client, name, model.lm_head, model=model, **options)
+    optimizer = optimizer_of(model.parameters() if owner == "trainer" else model.body_parameters())
+    loop = headwater.torch.TrainingLoop(head, optimizer, **loop_options)
+    return head, loop, headwater.torch.CrossEntropyLoss(head, **(loss or {}))
 
 
 def train_with(loop, loss_fn, model: LanguageModel, steps, micro_batches: int, **step_options) -> list:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 import headwater
 
@@ -60,6 +61,13 @@ def check_gradients(trunk_grad, head, expected, *, factor=1.0, tolerance=1e-5):
         ("trunk", "weight", "bias"), (trunk_grad.detach().numpy(), weight, bias), expected, strict=True
     ):
         assert relative(actual, reference) <= tolerance, f"{name}: {relative(actual, reference):.3g}"
+
+
+def check_step(problem, head, trunk, tolerance=1e-5):
+    """Both sides have gone one step of SGD, at a rate of 0.1, with the mean cross entropy."""
+    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
+    assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= tolerance
+    assert relative(problem.trunk - trunk.detach().cpu(), 0.1 * expected[0]) <= tolerance
 
 
 def check_directions(problem, head, hidden, objective, rng):

@@ -47,8 +47,7 @@ def test_a_server_that_is_killed_now_and_then(undisturbed, replay):
         def interrupt(*place):
             if place in places:
                 places.remove(place)
-                server.kill()
-                server.start()
+                server.restart()
 
         trainer.interrupt = interrupt
         assert_same(trainer.run(STEPS), undisturbed)

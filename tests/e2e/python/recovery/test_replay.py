@@ -44,11 +44,6 @@ def data(rng):
     return Data
 
 
-def restart(server):
-    server.kill()
-    server.start()
-
-
 def train(client, data, name, interrupt):
     """Three steps with every kind of contribution; `interrupt(step, place)` is called in between. The final weights."""
     head = client.create_head(f"student-{name}", data.weight, optimizer=headwater.AdamW(), staging_slots=2)
@@ -89,7 +84,7 @@ def test_a_killed_server_does_not_change_the_run(server, data):
 
             def interrupt(at, where, step=step, place=place, killed=killed):
                 if (at, where) == (step, place):
-                    restart(server)
+                    server.restart()
                     killed.append(place)
 
             weight = train(client, data, f"{places.index(place)}", interrupt)
@@ -108,7 +103,7 @@ def test_ids_of_torchs_losses_stay_behind_a_restart_that_was_followed(server, da
             loss_fn(torch.tensor(data.hidden[0, index], requires_grad=True), data.targets[0, index]).backward()
 
         submit(0)
-        restart(server)
+        server.restart()
         submit(1)
         assert loss_fn.micro_batches == [0, 1]
         assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 2
@@ -127,7 +122,7 @@ def test_an_older_checkpoint_is_told(server, data):
             head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
         head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
         epoch = head.epoch
-        restart(server)
+        server.restart()
         calls = (
             lambda: head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1),
             lambda: head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1),
@@ -147,5 +142,5 @@ def test_an_older_checkpoint_is_told(server, data):
         assert head.step == 0
         np.testing.assert_array_equal(head.weight(), data.weight)
         assert head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0).state == "COMMITTED"
-        restart(server)  # and from here on it follows again
+        server.restart()  # and from here on it follows again
         assert head.seal(expected_micro_batches=1).totals.micro_batch_count == 1
