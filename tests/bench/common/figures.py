@@ -38,7 +38,8 @@ def write(path, rows):
 
 
 def merge(path, rows):
-    """Puts rows into a file."""
+    """Puts rows into a file, whose folder it makes."""
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     merged = {row["case"]: row for row in read(path)}
     merged.update((row["case"], row) for row in rows)
     write(path, merged.values())
@@ -50,9 +51,37 @@ def row(case, value, unit, machine, commit, at_most=None):
     return {"case": case, "value": f"{value:.10g}", "unit": unit, **required, "machine": machine, "commit": commit}
 
 
+class Table:
+    """Adds rows of one machine and commit to `rows`, or a list of its own; `prefix` begins the name of each case."""
+
+    def __init__(self, machine, commit, prefix="", rows=None, show=False):
+        self.rows = [] if rows is None else rows
+        self._origin, self._prefix, self._show = (machine, commit), prefix, show
+
+    def add(self, case, value, unit, at_most=None):
+        self.rows.append(row(self._prefix + case, value, unit, *self._origin, at_most))
+        if self._show:
+            show(self.rows[-1:])
+
+
 def is_missed(figure):
     """Whether a figure is over what is required of it; NaN is."""
     return figure["required"] != "" and not float(figure["value"]) <= float(figure["required"])
+
+
+def show(rows):
+    """Prints figures."""
+    for row in rows:
+        required = f", at most {row['required']}" if row["required"] else ""
+        print(f"{row['case']}: {float(row['value']):.6g} {row['unit']}{required}", flush=True)
+
+
+def verdict(rows, failed=()):
+    """Prints what failed, and the figures that miss what is required of them; the exit status."""
+    missed = [f"{row['case']} is {row['value']}, required at most {row['required']}" for row in rows if is_missed(row)]
+    for line in (*failed, *missed):
+        print(f"failed: {line}", file=sys.stderr)
+    return 1 if failed or missed else 0
 
 
 def origin(rows):

@@ -1,19 +1,34 @@
 """A headwaterd for a benchmark in Python."""
 
 import contextlib
+import dataclasses
+import pathlib
 import subprocess
 import time
 
 
+@dataclasses.dataclass
+class Server:
+    """A headwaterd that runs."""
+
+    process: subprocess.Popen
+    address: str
+    log: pathlib.Path
+
+    def log_end(self):
+        """The last 4000 characters of its log."""
+        return self.log.read_text(encoding="utf-8", errors="replace")[-4000:]
+
+
 @contextlib.contextmanager
-def running(build, folder, *engine):
-    """The address of a build's headwaterd, on a Unix socket in `folder`; it ends with the context.
+def running(build, folder, *engine, listen=None):
+    """A build's headwaterd, by default on a Unix socket in `folder`; it ends with the context.
 
     `engine` are its flags of the engine: without, the CPU engine and one thread.
     """
     ready, log = folder / "ready", folder / "log"
-    address = f"unix:{folder}/hw.sock"
-    command = [build / "bin" / "headwaterd", f"--listen_addresses={address}", f"--port_file={ready}", "--metrics_address="]
+    listen = listen or f"unix:{folder}/hw.sock"
+    command = [build / "bin" / "headwaterd", f"--listen_addresses={listen}", f"--port_file={ready}", "--metrics_address="]
     with log.open("wb") as output:
         process = subprocess.Popen([*map(str, command), *(engine or ("--engine=cpu", "--threads=1"))], stdout=output, stderr=output)
     try:
@@ -22,7 +37,11 @@ def running(build, folder, *engine):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit("headwaterd did not start:\n" + log.read_text())
             time.sleep(0.05)
-        yield address
+        yield Server(process, ready.read_text().split()[0], log)
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

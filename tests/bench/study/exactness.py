@@ -10,7 +10,6 @@ of all micro-batches, their variance, and the weight at the end are compared. Wr
 FOLDER. Exits 1 if a bound is missed.
 """
 
-import argparse
 import os
 import pathlib
 import platform
@@ -19,6 +18,7 @@ import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
 import figures
+import runs
 import server
 
 IGNORED = -100
@@ -95,12 +95,8 @@ def train(torch, client, shape, cycles, micro_batches):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--build", type=pathlib.Path, required=True, help="bundle (deploy/bundle), or build folder")
-    parser.add_argument("--output", type=pathlib.Path, required=True, help="folder for the figures")
-    parser.add_argument("--commit", default="unknown")
+    parser = runs.make_parser(__doc__, "small: that it runs")
     parser.add_argument("--cuda", action="store_true", help="on the first GPU, instead of the CPU engine")
-    parser.add_argument("--smoke", action="store_true", help="small: that it runs")
     options = parser.parse_args()
     build = options.build.resolve()
     sys.path.insert(0, str(build / "python"))
@@ -116,35 +112,23 @@ def main():
     targets = torch.randint(vocab, (rows,))
     targets[::12] = IGNORED
     loss, grad_hidden, grad_weight = reference(torch, hidden, weight, targets)
-    prefix = figures.GPU_PREFIX if options.cuda else "cpu_"
-    machine = f"{platform.machine()}; PyTorch {torch.__version__}"
-    if options.cuda:
-        machine = f"{torch.cuda.get_device_name()}; PyTorch {torch.__version__}"
-    table = []
-
-    def add(case, value, unit, most=None):
-        table.append(figures.row(f"{prefix}study_exact_{case}", value, unit, machine, options.commit, most))
-        print(f"{case}: {value:.3g} {unit}", flush=True)
-
+    machine = f"{torch.cuda.get_device_name() if options.cuda else platform.machine()}; PyTorch {torch.__version__}"
+    table = figures.Table(machine, options.commit, f"{figures.GPU_PREFIX if options.cuda else 'cpu_'}study_exact_", show=True)
     engine = ("--engine=cuda",) if options.cuda else ()
-    with tempfile.TemporaryDirectory(prefix="hw-") as name, server.running(build, pathlib.Path(name), *engine) as address:
-        with headwater.connect(address) as client:
+    with tempfile.TemporaryDirectory(prefix="hw-") as name, server.running(build, pathlib.Path(name), *engine) as started:
+        with headwater.connect(started.address) as client:
             for count in (1, 4, 16, 64):
                 ours = accumulated(torch, client, f"exact-{count}", hidden, weight, targets, count)
-                add(f"a{count}_loss", abs(ours[0] - loss) / loss, "of the loss", MOST_OF_LOSS)
-                add(f"a{count}_grad_hidden", relative(ours[1], grad_hidden), "of fp64", MOST_OF_GRADIENT)
-                add(f"a{count}_grad_weight", relative(ours[2], grad_weight), "of fp64", MOST_OF_GRADIENT)
+                table.add(f"a{count}_loss", abs(ours[0] - loss) / loss, "of the loss", MOST_OF_LOSS)
+                table.add(f"a{count}_grad_hidden", relative(ours[1], grad_hidden), "of fp64", MOST_OF_GRADIENT)
+                table.add(f"a{count}_grad_weight", relative(ours[2], grad_weight), "of fp64", MOST_OF_GRADIENT)
             curve, wide_curve, end, wide_end = train(torch, client, shape, cycles, 8)
-            add("cycles_largest_gap", float(((curve - wide_curve) / wide_curve).abs().max()), "of the loss", MOST_OF_CURVE)
+            table.add("cycles_largest_gap", float(((curve - wide_curve) / wide_curve).abs().max()), "of the loss", MOST_OF_CURVE)
             variance = abs(float(curve.var() / wide_curve.var()) - 1)
-            add("cycles_variance", variance, "of PyTorch's variance", 1e-3)
-            add("cycles_weight", relative(end, wide_end), "of fp64", MOST_OF_CURVE)
-    options.output.mkdir(parents=True, exist_ok=True)
-    figures.merge(options.output / "study.csv", table)
-    missed = [row["case"] for row in table if figures.is_missed(row)]
-    for case in missed:
-        print(f"failed: {case}", file=sys.stderr)
-    return 1 if missed else 0
+            table.add("cycles_variance", variance, "of PyTorch's variance", 1e-3)
+            table.add("cycles_weight", relative(end, wide_end), "of fp64", MOST_OF_CURVE)
+    figures.merge(options.output / "study.csv", table.rows)
+    return figures.verdict(table.rows)
 
 
 if __name__ == "__main__":

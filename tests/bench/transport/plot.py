@@ -6,14 +6,13 @@
 The plot needs matplotlib; --plot '' leaves it out.
 """
 
-import argparse
 import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
 import figures
+import plots
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 MARK = "<!-- figures -->"
 PREFIX = figures.GPU_PREFIX + "transport_"
 RATIO = "_ratio"
@@ -82,36 +81,23 @@ def table_of(values):
 
 def draw(values, plot):
     """Bars of the ratios, with what is required."""
-    import matplotlib
-
-    matplotlib.use("svg" if str(plot).endswith(".svg") else "agg")
-    from matplotlib import pyplot
-
     names = cases_of(values)
+    units = [values[PREFIX + name + RATIO]["unit"].removeprefix("x ") for name in names]
+    labels = [f"{name} / {unit}" for name, unit in zip(names, units, strict=True)]
     ratios = [float(values[PREFIX + name + RATIO]["value"]) for name in names]
-    figure, axes = pyplot.subplots(figsize=(10, 0.35 * len(names) + 1.5))
-    axes.barh(range(len(names)), ratios, 0.6)
-    for place, (name, ratio) in enumerate(zip(names, ratios, strict=True)):
-        required = values[PREFIX + name + RATIO]["required"]
-        if required:
-            axes.plot([float(required)] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.5)
-        axes.annotate(f" {ratio:.3f}", (ratio, place), va="center", fontsize=8)
-    labels = [f"{name} / {values[PREFIX + name + RATIO]['unit'].removeprefix('x ')}" for name in names]
-    axes.set_yticks(range(len(names)), labels)
-    axes.invert_yaxis()
-    axes.axvline(1, color="grey", linewidth=0.8, linestyle="--")
-    axes.set_xlim(0.5, max(1.6, *ratios) + 0.1)
-    axes.set_xlabel("time over that of what stands behind the stroke; black: required")
-    figure.tight_layout()
-    figure.savefig(plot, metadata={"Date": None} if str(plot).endswith(".svg") else None)
+    label = "time over that of what stands behind the stroke; black: required"
+    with plots.bars(plot, labels, (10, 0.35 * len(names) + 1.5), label) as axes:
+        axes.barh(range(len(names)), ratios, 0.6)
+        for place, (name, ratio) in enumerate(zip(names, ratios, strict=True)):
+            required = values[PREFIX + name + RATIO]["required"]
+            if required:
+                axes.plot([float(required)] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.5)
+            axes.annotate(f" {ratio:.3f}", (ratio, place), va="center", fontsize=8)
+        axes.set_xlim(0.5, max(1.6, *ratios) + 0.1)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figures", type=pathlib.Path, default=ROOT / "docs/benchmarks/transport.csv")
-    parser.add_argument("--plot", default=str(ROOT / "docs/benchmarks/transport.svg"))
-    parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs/benchmarks/transport.md")
-    options = parser.parse_args()
+    options = plots.parse_arguments(__doc__, "transport")
     rows = figures.read(options.figures)
     values = {row["case"]: row for row in rows}
     if not cases_of(values):

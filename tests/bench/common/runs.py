@@ -1,0 +1,86 @@
+"""The common parts of each benchmark's `run`: its arguments, the machine's name, and the processes that it starts."""
+
+import argparse
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+
+def make_parser(doc, smoke, required=("build", "output")):
+    """A parser with the arguments of every benchmark; `smoke` is the help of --smoke."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, text in (("build", "bundle (deploy/bundle), or build folder"), ("output", "folder for the figures")):
+        parser.add_argument(f"--{name}", type=pathlib.Path, required=name in required, help=text)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--smoke", action="store_true", help=smoke)
+    return parser
+
+
+def chosen(parser, what, names, known):
+    """The names in a list with commas, or all that are known where it is empty."""
+    wanted = names.split(",") if names else list(known)
+    if unknown := set(wanted) - set(known):
+        parser.error(f"unknown {what}: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return wanted
+
+
+def environment_of(build, *folders, **others):
+    """The environment of a process that imports a build's client, and modules of the folders."""
+    path = os.pathsep.join([str(build / "python"), *map(str, folders), os.environ.get("PYTHONPATH", "")])
+    places = {"HEADWATER_BUILD_DIR": str(build), "HEADWATERD": str(build / "bin/headwaterd"), "PYTHONPATH": path}
+    return {**os.environ, **places, **others}
+
+
+def machine_name():
+    """The GPUs, or the processor. Asked in another process: this one must take nothing of a GPU's memory."""
+    script = (
+        "import os, torch; count = torch.cuda.device_count(); "
+        "print(f'{count} x ' * (count > 1) + torch.cuda.get_device_name() if count else os.uname().machine, "
+        "f'PyTorch {torch.__version__}', *([f'CUDA {torch.version.cuda}'] if count else []), sep='; ')"
+    )
+    return subprocess.run((sys.executable, "-c", script), check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def run_trainer(script, arguments, environment, seconds):
+    """Runs a program that prints lines of JSON: (their values, why it failed or "", its standard error)."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A group of its own, so that a trainer that hangs is killed with the processes that it has started.
+    process = subprocess.Popen([sys.executable, str(script), *arguments], env=environment, start_new_session=True, **pipes)
+    try:
+        out, error = process.communicate(timeout=seconds)
+        why = f"it ended with {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, error = process.communicate()
+        why = f"it took more than {seconds:.0f} s"
+    results = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return results, "" if results and process.returncode == 0 else why, error
+
+
+class Worker:
+    """A process that answers each line with a line."""
+
+    def __init__(self, command, environment=None):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._command = [*map(str, command)]
+        self._process = subprocess.Popen(self._command, env=environment, **pipes)
+
+    def read(self):
+        """Its next line, without the end."""
+        line = self._process.stdout.readline()
+        if not line.endswith("\n"):
+            raise SystemExit(f"{self._command[0]} ended with status {self._process.wait()}")
+        return line.strip()
+
+    def ask(self, *words):
+        """Sends a line of words; the answer."""
+        self._process.stdin.write(" ".join(map(str, words)) + "\n")
+        self._process.stdin.flush()
+        return self.read()
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(60)
