@@ -190,12 +190,11 @@ class ReplayLogOfAStep : public testing::Test {
   }
 
   void Add(Record record, int64_t micro_batch, int64_t attempt = 0, bool again = false, int64_t bytes = 10) {
-    LogEntry entry;
-    entry.record = record;
-    entry.heads = {{.state = head_, .step = 0}};
-    entry.micro_batch = micro_batch;
-    entry.attempt = attempt;
-    entry.is_answered_again = again;
+    LogEntry entry = {.record = record,
+                      .heads = {{.state = head_, .step = 0}},
+                      .micro_batch = micro_batch,
+                      .attempt = attempt,
+                      .is_answered_again = again};
     auto call = std::make_shared<LoggedCall>();
     call->bytes = bytes;
     entry.call = std::move(call);

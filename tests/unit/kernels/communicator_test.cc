@@ -13,6 +13,7 @@
 
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
+#include "tests/unit/run_threads.h"
 
 namespace headwater {
 namespace {
@@ -35,15 +36,11 @@ std::vector<std::unique_ptr<Communicator>> MeetOverTcp(int32_t world_size) {
     meetings.push_back(*std::move(meeting));
   }
   std::vector<std::unique_ptr<Communicator>> communicators(ranks);
-  std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      auto communicator = meetings[rank]->Meet(static_cast<int32_t>(rank), addresses, TestSecret(), kPatience);
-      ASSERT_TRUE(communicator.ok()) << communicator.status();
-      communicators[rank] = *std::move(communicator);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  headwater::testing::RunThreads(ranks, [&](int64_t rank) {
+    auto communicator = meetings[rank]->Meet(static_cast<int32_t>(rank), addresses, TestSecret(), kPatience);
+    ASSERT_TRUE(communicator.ok()) << communicator.status();
+    communicators[rank] = *std::move(communicator);
+  });
   return communicators;
 }
 
@@ -254,16 +251,12 @@ INSTANTIATE_TEST_SUITE_P(Kinds, CommunicatorAbort, ::testing::Values(Kind::kInPr
 TEST(TcpCommunicator, ALostRankFailsTheOthers) {
   auto communicators = MeetOverTcp(3);
   communicators[2].reset();
-  std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < 2; ++rank) {
-    threads.emplace_back([&communicators, rank] {
-      std::vector<float> data(100000, 1);  // more than sockets take by themselves
-      const absl::Status status = communicators[rank]->AllReduceSum(data.data(), 100000);
-      EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
-      EXPECT_EQ(Meet(*communicators[rank]), status);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  headwater::testing::RunThreads(2, [&communicators](int64_t rank) {
+    std::vector<float> data(100000, 1);  // more than sockets take by themselves
+    const absl::Status status = communicators[rank]->AllReduceSum(data.data(), 100000);
+    EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
+    EXPECT_EQ(Meet(*communicators[rank]), status);
+  });
 }
 
 }  // namespace

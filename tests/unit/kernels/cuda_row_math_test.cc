@@ -38,8 +38,8 @@ std::vector<double> Magnitudes(double largest) {
 }
 
 template <typename T>
-class RowMathTest : public testing::Test {};
-using Types = testing::Types<float, double>;
+class RowMathTest : public ::testing::Test {};
+using Types = ::testing::Types<float, double>;
 TYPED_TEST_SUITE(RowMathTest, Types);
 
 TYPED_TEST(RowMathTest, ExponentialsKeepTheirDigits) {
@@ -50,8 +50,8 @@ TYPED_TEST(RowMathTest, ExponentialsKeepTheirDigits) {
     worst_exp = std::max(worst_exp, RelativeError(Exp(x), std::exp(static_cast<Real>(x))));
     worst_expm1 = std::max(worst_expm1, RelativeError(ExpBoth(x).expm1, std::expm1(static_cast<Real>(x))));
   }
-  testing::Test::RecordProperty("exp_units", std::to_string(worst_exp / kUnit<T>));
-  testing::Test::RecordProperty("expm1_units", std::to_string(worst_expm1 / kUnit<T>));
+  ::testing::Test::RecordProperty("exp_units", std::to_string(worst_exp / kUnit<T>));
+  ::testing::Test::RecordProperty("expm1_units", std::to_string(worst_expm1 / kUnit<T>));
   EXPECT_LE(worst_exp, 3 * kUnit<T>);
   EXPECT_LE(worst_expm1, 5 * kUnit<T>);
 }
@@ -109,8 +109,8 @@ TEST(RowMathQuickTest, SoftcapNeitherCancelsNorOverflows) {
       EXPECT_EQ(SoftcapQuick(-a, -a * exponent, static_cast<float>(cap), static_cast<float>(0.5 / cap)).z, -capped.z);
     }
   }
-  testing::Test::RecordProperty("z_units", std::to_string(worst_z / kUnit<float>));
-  testing::Test::RecordProperty("derivative_units", std::to_string(worst_derivative / kUnit<float>));
+  ::testing::Test::RecordProperty("z_units", std::to_string(worst_z / kUnit<float>));
+  ::testing::Test::RecordProperty("derivative_units", std::to_string(worst_derivative / kUnit<float>));
   EXPECT_LE(worst_z, 6 * kUnit<float>);
   EXPECT_LE(worst_derivative, 6 * kUnit<float>);
   const float infinity = static_cast<float>(kInfinity), cap = 30;
@@ -171,7 +171,7 @@ TYPED_TEST(RowMathTest, LogsOverTheMixture) {
       }
     }
   }
-  testing::Test::RecordProperty("units", std::to_string(worst / kUnit<T>));
+  ::testing::Test::RecordProperty("units", std::to_string(worst / kUnit<T>));
   EXPECT_LE(worst, 8 * kUnit<T>);
 }
 
@@ -227,7 +227,7 @@ void CheckTerms(double beta) {
       }
     }
   }
-  testing::Test::RecordProperty("loss_units", std::to_string(worst_loss / kUnit<T>));
+  ::testing::Test::RecordProperty("loss_units", std::to_string(worst_loss / kUnit<T>));
   // Behind the series' end a term of second order is a difference of terms of order 0.
   const double limit = ExcessLimit(T(0));
   EXPECT_LE(worst_loss, 6 / (limit * limit) * kUnit<T>) << "beta " << beta;

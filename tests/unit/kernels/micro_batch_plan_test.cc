@@ -164,9 +164,7 @@ TEST_F(MicroBatchPlanTest, RowsWithAFactorAlone) {
   EXPECT_TRUE(plan.terms[0].wants_weighted && plan.terms[0].has_entropy_factors && plan.terms[0].has_lse_factors);
   // A row without a weight adds nothing to the sums, whatever its loss, and has a gradient that must be finite.
   BeginOutputs(&plan);
-  RowReport report;
-  report.hard = std::numeric_limits<double>::infinity();
-  report.gradient_bound = 1;
+  RowReport report = {.hard = std::numeric_limits<double>::infinity(), .gradient_bound = 1};
   RecordRow(plan.chunks[0].terms[0].rows[1], report, true, &plan.terms[0]);
   EXPECT_EQ(plan.terms[0].sums.loss_sum, 0);
   EXPECT_EQ(plan.terms[0].non_finite, std::vector<uint8_t>(5, 0));

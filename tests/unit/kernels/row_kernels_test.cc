@@ -144,10 +144,8 @@ TEST_P(Kernels, StatsMatchLongDouble) {
         const std::vector<float> a = Normal(static_cast<size_t>(count), spread, 3);
         std::vector<double> wide(a.begin(), a.end());
         const std::vector<float> class_weights(a.size(), 0.5f);
-        StatsOptions options;
-        options.cap = cap;
-        options.want_spread = options.want_linear = options.want_total = true;
-        options.class_weights = class_weights.data();
+        StatsOptions options = {
+            .cap = cap, .class_weights = class_weights.data(), .want_spread = true, .want_linear = true, .want_total = true};
         const PieceStats narrow_stats = kernels().stats_float(a.data(), count, options);
         options.inverse_temperature = 0.5;
         const PieceStats wide_stats = kernels().stats_double(wide.data(), count, options);
@@ -190,8 +188,7 @@ TEST_P(Kernels, StatsKeepNanAndInfinities) {
     for (const bool capped : {false, true}) {
       std::vector<float> a = Normal(3000, 2, 9);
       a[700] = 600;
-      StatsOptions options;
-      options.cap = capped ? 50 : 0;
+      const StatsOptions options = {.cap = capped ? 50.0 : 0.0};
       a[static_cast<size_t>(place)] = std::numeric_limits<float>::quiet_NaN();
       EXPECT_TRUE(std::isnan(kernels().stats_float(a.data(), 3000, options).sum)) << place;
       std::vector<double> wide(a.begin(), a.end());
@@ -199,9 +196,7 @@ TEST_P(Kernels, StatsKeepNanAndInfinities) {
     }
   }
   const std::vector<float> ruled_out(20, -std::numeric_limits<float>::infinity());
-  StatsOptions options;
-  options.want_spread = true;
-  const PieceStats nothing = kernels().stats_float(ruled_out.data(), 20, options);
+  const PieceStats nothing = kernels().stats_float(ruled_out.data(), 20, StatsOptions{.want_spread = true});
   EXPECT_EQ(nothing.max, -kInfinity);
   EXPECT_EQ(nothing.sum, 0);
   EXPECT_EQ(nothing.weighted, 0);
@@ -240,9 +235,7 @@ TEST_P(Kernels, DivergenceOfEqualAndOfDistantRows) {
   const std::vector<float> narrow = Normal(300, 3, 2);
   const std::vector<double> student(narrow.begin(), narrow.end());
   for (const double beta : {0.0, 0.3, 1.0}) {
-    DivergenceOptions options;
-    options.beta = beta;
-    options.student_lse = options.teacher_lse = 11;
+    const DivergenceOptions options = {.beta = beta, .student_lse = 11, .teacher_lse = 11};
     double loss = 0, mean = 0;
     kernels().divergence_sums(student.data(), student.data(), 300, options, &loss, &mean);
     EXPECT_EQ(loss, 0);
@@ -271,12 +264,11 @@ TEST_P(Kernels, DivergenceMatchesLongDouble) {
   const std::vector<double> student(student_narrow.begin(), student_narrow.end());
   const std::vector<double> teacher(teacher_narrow.begin(), teacher_narrow.end());
   for (const double beta : {0.0, 0.01, 0.5, 0.99, 1.0}) {
-    DivergenceOptions options;
-    options.beta = beta;
-    options.student_lse = 18;
-    options.teacher_lse = 17;
-    options.student_inverse_temperature = 0.8;
-    options.reference = beta == 0 ? 0 : 0.25;
+    const DivergenceOptions options = {.beta = beta,
+                                       .student_inverse_temperature = 0.8,
+                                       .student_lse = 18,
+                                       .teacher_lse = 17,
+                                       .reference = beta == 0 ? 0.0 : 0.25};
     double loss = 0, mean = 0;
     kernels().divergence_sums(student.data(), teacher.data(), 257, options, &loss, &mean);
     std::vector<float> gradient(257, 1.0f);

@@ -1,10 +1,7 @@
 // How ranks find each other over TCP in the company of strangers; and how they notice one that hangs beside others that do not.
 #include <poll.h>
 
-#include <algorithm>
-#include <atomic>
 #include <chrono>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <thread>
@@ -16,6 +13,7 @@
 #include "headwater/kernels/error.h"
 #include "kernels/comm/tcp_handshake.h"
 #include "kernels/comm/tcp_socket.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::comm {
 namespace {
@@ -84,7 +82,7 @@ TEST(TcpHandshake, AProofIsGoodForOneConnectionOnly) {
 
   Challenge strange = challenge;
   strange.magic[0] ^= 1;
-  EXPECT_TRUE(HasReason(MakeClaim(kSecret, 2, 1, strange).status(), ErrorReason::kEngineFailed));
+  EXPECT_REASON(MakeClaim(kSecret, 2, 1, strange), kEngineFailed);
 }
 
 // More than are let in at once, and enough for a minute if each had a second.
@@ -110,7 +108,7 @@ TEST(TcpMeeting, WhoDoesNotKnowTheSecretIsRefusedAndTheRankIsAwaitedStill) {
   absl::StatusOr<std::unique_ptr<Communicator>> first;
   std::thread thread([&] { first = Meet(*meeting, 0, addresses); });
   const auto refused = Meet(*stranger, 1, addresses, kOtherSecret);
-  EXPECT_TRUE(HasReason(refused.status(), ErrorReason::kEngineFailed)) << refused.status();
+  EXPECT_REASON(refused, kEngineFailed);
   EXPECT_THAT(refused.status().message(), HasSubstr("it says that this is none of its ranks"));
   {  // one that is no rank above the called one, whatever it knows
     const Socket socket = Connect(addresses[0]);
@@ -131,12 +129,11 @@ TEST(TcpMeeting, WhoDoesNotKnowTheSecretIsRefusedAndTheRankIsAwaitedStill) {
 // The answering side learns nothing that it could show to another rank.
 TEST(TcpMeeting, TheSecretIsNotTold) {
   int32_t port = 0;
-  const auto listener = ListenAtAnyPort("127.0.0.1", &port);
-  ASSERT_TRUE(listener.ok()) << listener.status();
+  ASSERT_OK_AND_ASSIGN(const auto listener, ListenAtAnyPort("127.0.0.1", &port));
   const auto meeting = Listen();
   absl::StatusOr<std::unique_ptr<Communicator>> communicator;
   std::thread thread([&] { communicator = Meet(*meeting, 1, {AddressOf(port), ""}); });
-  const Socket caller = AwaitCaller(*listener);
+  const Socket caller = AwaitCaller(listener);
   const Challenge challenge = *MakeChallenge();
   ASSERT_TRUE(SendAll(caller, &challenge, sizeof(challenge), Patient()).ok());
   Claim claim;
@@ -148,19 +145,18 @@ TEST(TcpMeeting, TheSecretIsNotTold) {
   const Verdict verdict = {1, claim.proof};
   ASSERT_TRUE(SendAll(caller, &verdict, sizeof(verdict), Patient()).ok());
   thread.join();
-  EXPECT_TRUE(HasReason(communicator.status(), ErrorReason::kEngineFailed)) << communicator.status();
+  EXPECT_REASON(communicator, kEngineFailed);
   EXPECT_THAT(communicator.status().message(), HasSubstr("does not know the group's secret"));
 }
 
 TEST(TcpMeeting, AConnectionThatIsLostIsMadeAgain) {
   int32_t port = 0;
-  const auto listener = ListenAtAnyPort("127.0.0.1", &port);
-  ASSERT_TRUE(listener.ok()) << listener.status();
+  ASSERT_OK_AND_ASSIGN(const auto listener, ListenAtAnyPort("127.0.0.1", &port));
   const auto meeting = Listen();
   absl::StatusOr<std::unique_ptr<Communicator>> communicator;
   std::thread thread([&] { communicator = Meet(*meeting, 1, {AddressOf(port), ""}); });
-  AwaitCaller(*listener);  // and hangs up
-  const Socket caller = AwaitCaller(*listener);
+  AwaitCaller(listener);  // and hangs up
+  const Socket caller = AwaitCaller(listener);
   const Challenge challenge = *MakeChallenge();
   ASSERT_TRUE(SendAll(caller, &challenge, sizeof(challenge), Patient()).ok());
   Claim claim;
@@ -174,25 +170,23 @@ TEST(TcpMeeting, AConnectionThatIsLostIsMadeAgain) {
 
 TEST(TcpMeeting, CanBeGivenUpWhoeverIsAwaited) {
   int32_t port = 0;
-  const auto silent = ListenAtAnyPort("127.0.0.1", &port);
-  ASSERT_TRUE(silent.ok()) << silent.status();
+  ASSERT_OK_AND_ASSIGN(const auto silent, ListenAtAnyPort("127.0.0.1", &port));
   for (const int32_t rank : {0, 1}) {
     const auto meeting = Listen();
     int asked = 0;
     const auto communicator = Meet(*meeting, rank, {AddressOf(port), ""}, kSecret, [&] { return ++asked > 2; });
-    EXPECT_TRUE(HasReason(communicator.status(), ErrorReason::kCancelled)) << communicator.status();
+    EXPECT_REASON(communicator, kCancelled);
   }
   const auto meeting = Listen();
   auto late = meeting->Meet(0, {"", ""}, kSecret, std::chrono::milliseconds(100));
-  EXPECT_TRUE(HasReason(late.status(), ErrorReason::kEngineFailed)) << late.status();
+  EXPECT_REASON(late, kEngineFailed);
 }
 
 // An IPv6-only machine has no 127.0.0.1, a machine without IPv6 no ::1: whatever there is leads to a rank that listens everywhere.
 TEST(TcpMeeting, AllAddressesAreThoseOfBothFamilies) {
   for (const std::string host : {"0.0.0.0", "::", "[::]"}) {
     int32_t port = 0, other_port = 0;
-    const auto listener = ListenAtAnyPort(host, &port);
-    ASSERT_TRUE(listener.ok()) << listener.status();
+    ASSERT_OK_AND_ASSIGN(const auto listener, ListenAtAnyPort(host, &port));
     for (const std::string caller : {"127.0.0.1", "[::1]", ""}) {
       if (caller == "[::1]" && !ListenAtAnyPort("[::1]", &other_port).ok()) continue;  // this machine has no IPv6
       const auto made = ConnectTcp(caller + ":" + std::to_string(port), {Clock::now() + std::chrono::seconds(2), kNever});

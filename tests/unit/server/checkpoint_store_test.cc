@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -92,15 +91,11 @@ class CheckpointStoreTest : public ::testing::Test {
   void SaveFromManyThreads(CheckpointStore& store, const std::function<std::string(int, int)>& name_of) {
     std::vector<std::unique_ptr<EngineHead>> heads;
     for (int i = 0; i < 4; ++i) heads.push_back(NewHead(FullSpec(), i + 1, 10 * i + 1));
-    std::vector<std::thread> threads;
-    for (int i = 0; i < 4; ++i) {
-      threads.emplace_back([&, i] {
-        for (int repeat = 0; repeat < 5; ++repeat) {
-          EXPECT_OK(Save(store, *heads[static_cast<size_t>(i)], name_of(i, repeat), true));
-        }
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    headwater::testing::RunThreads(4, [&](int64_t i) {
+      for (int repeat = 0; repeat < 5; ++repeat) {
+        EXPECT_OK(Save(store, *heads[static_cast<size_t>(i)], name_of(i, repeat), true));
+      }
+    });
   }
   // Changes a checkpoint's manifest, checksum and all.
   void RewriteManifest(const std::string& checkpoint, const std::function<void(nlohmann::json&)>& change) {
@@ -172,21 +167,19 @@ TEST_F(CheckpointStoreTest, RoundTripsAcrossShardCounts) {
     for (const int32_t from : {1, 2, 3, 7}) {
       const std::unique_ptr<EngineHead> saved = NewHead(spec, from, 100 * from);
       const std::string name = "from-" + std::to_string(from);
-      const absl::StatusOr<int64_t> bytes = Save(*store, *saved, name, true);
-      ASSERT_OK(bytes);
+      ASSERT_OK_AND_ASSIGN(const int64_t bytes, Save(*store, *saved, name, true));
       int64_t on_disk = 0;
       for (const auto& entry : std::filesystem::directory_iterator(head_directory() + "/" + name)) {
         on_disk += static_cast<int64_t>(entry.file_size());
       }
-      EXPECT_EQ(*bytes, on_disk);
+      EXPECT_EQ(bytes, on_disk);
       for (const int32_t to : {1, 2, 3, 7}) {
         const std::unique_ptr<EngineHead> loaded = NewHead(spec, to, 5);
-        const absl::StatusOr<CheckpointInfo> info = store->Load("default", "student", name, *loaded);
-        ASSERT_OK(info);
-        EXPECT_EQ(info->step, 7);
-        EXPECT_EQ(info->update_count, 6);
-        EXPECT_EQ(info->spec.optimizer, spec.optimizer);
-        EXPECT_EQ(info->total_bytes, on_disk);
+        ASSERT_OK_AND_ASSIGN(const CheckpointInfo info, store->Load("default", "student", name, *loaded));
+        EXPECT_EQ(info.step, 7);
+        EXPECT_EQ(info.update_count, 6);
+        EXPECT_EQ(info.spec.optimizer, spec.optimizer);
+        EXPECT_EQ(info.total_bytes, on_disk);
         EXPECT_EQ(Contents(*loaded), Contents(*saved)) << from << " to " << to;
       }
     }
@@ -232,15 +225,14 @@ TEST_F(CheckpointStoreTest, ReadsAndLists) {
   ASSERT_OK(Save(*store, *head, "a", false, 5));
   WriteFile(head_directory() + "/broken/manifest.json", "{}");
   std::filesystem::create_directories(head_directory() + "/no-manifest");
-  const absl::StatusOr<CheckpointStore::Catalogue> list = store->ListNewestFirst("default", "student");
-  ASSERT_OK(list);
-  ASSERT_EQ(list->newest_first.size(), 2u);
-  EXPECT_EQ(list->newest_first[0].name, "a");
-  EXPECT_EQ(list->newest_first[0].step, 5);
-  EXPECT_EQ(list->newest_first[0].spec, FullSpec());
-  EXPECT_EQ(list->newest_first[0].sequence, 2);
-  EXPECT_EQ(list->newest_first[1].name, "b");
-  EXPECT_EQ(list->newest_first[1].sequence, 1);
+  ASSERT_OK_AND_ASSIGN(const CheckpointStore::Catalogue list, store->ListNewestFirst("default", "student"));
+  ASSERT_EQ(list.newest_first.size(), 2u);
+  EXPECT_EQ(list.newest_first[0].name, "a");
+  EXPECT_EQ(list.newest_first[0].step, 5);
+  EXPECT_EQ(list.newest_first[0].spec, FullSpec());
+  EXPECT_EQ(list.newest_first[0].sequence, 2);
+  EXPECT_EQ(list.newest_first[1].name, "b");
+  EXPECT_EQ(list.newest_first[1].sequence, 1);
   WriteFile(head_directory() + "/a-file", "is not a checkpoint");
   EXPECT_EQ(store->ListNewestFirst("default", "student")->newest_first.size(), 2u);
   EXPECT_EQ(store->ListNewestFirst("default", "student")->damaged, (std::vector<std::string>{"broken", "no-manifest"}));
@@ -714,12 +706,11 @@ TEST_F(CheckpointStoreTest, ManifestsOfOlderVersionsAreRead) {
     EXPECT_EQ(manifest.erase("sequence"), 1u);
     EXPECT_EQ(manifest.erase("first_sequence"), 1u);
   });
-  const absl::StatusOr<CheckpointInfo> info = store->Read("default", "student", "x");
-  ASSERT_OK(info);
-  EXPECT_EQ(info->sequence, 0);
-  EXPECT_EQ(info->first_sequence, 0);
-  EXPECT_FALSE(store->Continue("default", "student", *info));
-  EXPECT_EQ(info->spec.staging_slots, 0);
+  ASSERT_OK_AND_ASSIGN(const CheckpointInfo info, store->Read("default", "student", "x"));
+  EXPECT_EQ(info.sequence, 0);
+  EXPECT_EQ(info.first_sequence, 0);
+  EXPECT_FALSE(store->Continue("default", "student", info));
+  EXPECT_EQ(info.spec.staging_slots, 0);
   const std::unique_ptr<EngineHead> loaded = NewHead(FullSpec(), 1, 3);
   ASSERT_OK(store->Load("default", "student", "x", *loaded));
   EXPECT_EQ(Contents(*loaded), Contents(*head));
@@ -770,9 +761,8 @@ TEST_F(CheckpointStoreTest, ForgettingSurvivesACrashAtEveryPoint) {
 
 TEST_F(CheckpointStoreTest, ADirectoryThatCannotBeMadeIsNamed) {
   const std::string file = directory_.path() + "/file";
-  auto opened = PosixFileSystem().CreateFile(file);
-  ASSERT_OK(opened);
-  ASSERT_OK((*opened)->SyncAndClose());
+  ASSERT_OK_AND_ASSIGN(auto opened, PosixFileSystem().CreateFile(file));
+  ASSERT_OK(opened->SyncAndClose());
   const auto store = CheckpointStore::Open(file + "/root/deep");
   ASSERT_FALSE(store.ok());
   const std::string message(store.status().message());
@@ -806,20 +796,18 @@ TEST_F(CheckpointStoreTest, ADirectoryThatCannotBeHeldServesNevertheless) {
   ASSERT_OK(PosixFileSystem().CreateDirectory(directory_.path() + "/deep"));
   ASSERT_OK(PosixFileSystem().CreateDirectory(root()));
   ASSERT_OK(PosixFileSystem().CreateDirectory(root() + "/.lock"));  // which no file can take the place of
-  const absl::StatusOr<std::unique_ptr<CheckpointStore>> store = CheckpointStore::Open(root());
-  ASSERT_OK(store);
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<CheckpointStore> store, CheckpointStore::Open(root()));
   const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 1);
-  EXPECT_OK(Save(**store, *head, "step-1"));
+  EXPECT_OK(Save(*store, *head, "step-1"));
 }
 
 TEST_F(CheckpointStoreTest, ConcurrentSavesOfManyNames) {
   const std::unique_ptr<CheckpointStore> store = *CheckpointStore::Open(root());
   SaveFromManyThreads(*store, [](int thread, int repeat) { return absl::StrCat(thread, "-", repeat); });
   // All count, and no two have one number.
-  const auto comebacks = store->FindComebacks("default", "student");
-  ASSERT_OK(comebacks);
-  ASSERT_EQ(comebacks->newest_first.size(), 20u);
-  for (size_t i = 0; i < 20; ++i) EXPECT_EQ(comebacks->newest_first[i].sequence, 20 - static_cast<int64_t>(i));
+  ASSERT_OK_AND_ASSIGN(const auto comebacks, store->FindComebacks("default", "student"));
+  ASSERT_EQ(comebacks.newest_first.size(), 20u);
+  for (size_t i = 0; i < 20; ++i) EXPECT_EQ(comebacks.newest_first[i].sequence, 20 - static_cast<int64_t>(i));
 }
 
 TEST_F(CheckpointStoreTest, ConcurrentSavesOfOneName) {

@@ -30,12 +30,11 @@ class FakeEngineTest : public ::testing::Test {
       term.targets = targets_;
       term.loss_scale = 2;
     }
-    MicroBatch micro_batch;
-    micro_batch.hidden = {hidden_, 2, 3, DataType::kFloat32};
-    micro_batch.terms = terms;
-    micro_batch.backward = true;
-    micro_batch.grad_hidden = {grad_hidden_, 2, 3, DataType::kFloat32};
-    micro_batch.grad_weight = mode;
+    const MicroBatch micro_batch = {.hidden = {hidden_, 2, 3, DataType::kFloat32},
+                                    .terms = terms,
+                                    .backward = true,
+                                    .grad_hidden = {grad_hidden_, 2, 3, DataType::kFloat32},
+                                    .grad_weight = mode};
     return engine_.Compute(micro_batch);
   }
 

@@ -3,8 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <thread>
-
 #include "temporary_directory.h"
 #include "tests/unit/server/heads/head_test_util.h"
 
@@ -30,12 +28,11 @@ class FileSystemTest : public ::testing::TestWithParam<Kind> {
   FileSystem& files() { return GetParam() == Kind::kMemory ? static_cast<FileSystem&>(memory_) : checkpoint::PosixFileSystem(); }
   std::string At(const std::string& path) const { return root_ + "/" + path; }
   void Write(const std::string& path, const std::string& bytes) {
-    absl::StatusOr<std::unique_ptr<WritableFile>> file = files().CreateFile(At(path));
-    ASSERT_OK(file);
+    ASSERT_OK_AND_ASSIGN(std::unique_ptr<WritableFile> file, files().CreateFile(At(path)));
     const int64_t half = static_cast<int64_t>(bytes.size() / 2);
-    EXPECT_OK((*file)->Append(bytes.data(), half));
-    EXPECT_OK((*file)->Append(bytes.data() + half, static_cast<int64_t>(bytes.size()) - half));
-    EXPECT_OK((*file)->SyncAndClose());
+    EXPECT_OK(file->Append(bytes.data(), half));
+    EXPECT_OK(file->Append(bytes.data() + half, static_cast<int64_t>(bytes.size()) - half));
+    EXPECT_OK(file->SyncAndClose());
   }
   std::string Read(const std::string& path) {
     const absl::StatusOr<std::unique_ptr<ReadableFile>> file = files().OpenFile(At(path));
@@ -152,19 +149,15 @@ TEST(MemoryFileSystemTest, WithThePowerGoesWhatWasNotSynced) {
 
 TEST(MemoryFileSystemTest, ManyThreadsUseIt) {
   MemoryFileSystem files;
-  std::vector<std::thread> threads;
-  for (int i = 0; i < 4; ++i) {
-    threads.emplace_back([&files, i] {
-      const std::string name = "/" + std::to_string(i);
-      for (int repeat = 0; repeat < 100; ++repeat) {
-        EXPECT_OK(files.CreateDirectory(name));
-        EXPECT_OK((*files.CreateFile(name + "/f"))->Append("x", 1));
-        EXPECT_EQ((*files.OpenFile(name + "/f"))->size(), 1);
-        EXPECT_OK(files.RemoveTree(name));
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  RunThreads(4, [&files](int64_t i) {
+    const std::string name = "/" + std::to_string(i);
+    for (int repeat = 0; repeat < 100; ++repeat) {
+      EXPECT_OK(files.CreateDirectory(name));
+      EXPECT_OK((*files.CreateFile(name + "/f"))->Append("x", 1));
+      EXPECT_EQ((*files.OpenFile(name + "/f"))->size(), 1);
+      EXPECT_OK(files.RemoveTree(name));
+    }
+  });
 }
 
 }  // namespace

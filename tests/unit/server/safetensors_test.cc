@@ -37,26 +37,24 @@ class SafetensorsTest : public ::testing::Test {
 TEST_F(SafetensorsTest, ReadsWhatItWrites) {
   const std::string header = MakeSafetensorsHeader({{"b", "BF16", {2, 3}, 12}, {"a", "F32", {1}, 4}});
   EXPECT_EQ(header.size() % 8, 0u);
-  const absl::StatusOr<SafetensorsHeader> read = Read(header + std::string(16, 'x'));
-  ASSERT_OK(read);
-  ASSERT_EQ(read->tensors.size(), 2u);
-  const SafetensorsTensor& b = read->tensors.at("b");
+  ASSERT_OK_AND_ASSIGN(const SafetensorsHeader read, Read(header + std::string(16, 'x')));
+  ASSERT_EQ(read.tensors.size(), 2u);
+  const SafetensorsTensor& b = read.tensors.at("b");
   EXPECT_EQ(b.data_type, "BF16");
   EXPECT_EQ(b.shape, (std::vector<int64_t>{2, 3}));
   EXPECT_EQ(b.begin, static_cast<int64_t>(header.size()));
   EXPECT_EQ(b.end, b.begin + 12);
-  EXPECT_EQ(read->tensors.at("a").begin, b.end);
+  EXPECT_EQ(read.tensors.at("a").begin, b.end);
 }
 
 TEST_F(SafetensorsTest, AcceptsWhatOthersWrite) {
   // Metadata, a scalar, an empty tensor, types that heads do not have, blanks after the header.
-  const absl::StatusOr<SafetensorsHeader> read =
-      Read(FileWith(R"({"__metadata__":{"format":"pt"},"s":{"dtype":"I64","shape":[],"data_offsets":[0,8]},)"
-                    R"("e":{"dtype":"F16","shape":[0,7],"data_offsets":[8,8]},)"
-                    R"("q":{"dtype":"F4","shape":[4],"data_offsets":[8,10]}}     )",
-                    10));
-  ASSERT_OK(read);
-  EXPECT_EQ(read->tensors.size(), 3u);
+  ASSERT_OK_AND_ASSIGN(const SafetensorsHeader read,
+                       Read(FileWith(R"({"__metadata__":{"format":"pt"},"s":{"dtype":"I64","shape":[],"data_offsets":[0,8]},)"
+                                     R"("e":{"dtype":"F16","shape":[0,7],"data_offsets":[8,8]},)"
+                                     R"("q":{"dtype":"F4","shape":[4],"data_offsets":[8,10]}} )",
+                                     10)));
+  EXPECT_EQ(read.tensors.size(), 3u);
   EXPECT_OK(Read(FileWith(R"( {"__metadata__":null})", 0)));
 }
 
@@ -71,13 +69,12 @@ TEST_F(SafetensorsTest, AcceptsWhatTheFormatsLibraryAccepts) {
 
 TEST_F(SafetensorsTest, TypesThatAreNotKnownAreReadWithTheirSize) {
   for (const std::string type : {"F8_E4M3FNUZ", "F8_E5M2FNUZ", "C128", "I4", "any"}) {
-    const absl::StatusOr<SafetensorsHeader> read =
-        Read(FileWith(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":")" + type +
-                          R"(","shape":[3,5],"data_offsets":[8,19]}})",
-                      19));
-    ASSERT_OK(read);
-    EXPECT_EQ(read->tensors.at("b").data_type, type);
-    EXPECT_EQ(read->tensors.at("b").end - read->tensors.at("b").begin, 11);
+    ASSERT_OK_AND_ASSIGN(const SafetensorsHeader read,
+                         Read(FileWith(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":")" + type +
+                                           R"(","shape":[3,5],"data_offsets":[8,19]}})",
+                                       19)));
+    EXPECT_EQ(read.tensors.at("b").data_type, type);
+    EXPECT_EQ(read.tensors.at("b").end - read.tensors.at("b").begin, 11);
   }
   // Their place in the file is checked all the same.
   EXPECT_REASON(Read(FileWith(R"({"b":{"dtype":"I4","shape":[4],"data_offsets":[0,2]}})", 3)), kFileCorrupt);
@@ -158,9 +155,8 @@ TEST_F(SafetensorsTest, HeadersOfManyTensorsAreRead) {
   for (int i = 0; i < kCount; ++i) {
     header += (i == 0 ? "\"" : ",\"") + std::to_string(i) + R"(":{"dtype":"U8","shape":[0],"data_offsets":[0,0]})";
   }
-  const absl::StatusOr<SafetensorsHeader> read = Read(FileWith(header + "}", 0));
-  ASSERT_OK(read);
-  EXPECT_EQ(read->tensors.size(), static_cast<size_t>(kCount));
+  ASSERT_OK_AND_ASSIGN(const SafetensorsHeader read, Read(FileWith(header + "}", 0)));
+  EXPECT_EQ(read.tensors.size(), static_cast<size_t>(kCount));
 }
 
 TEST_F(SafetensorsTest, EveryCutAndEveryFlippedBitOfTheHeaderIsSurvived) {

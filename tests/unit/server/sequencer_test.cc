@@ -54,8 +54,7 @@ TEST_F(SequencerTest, ExclusiveUseExcludesEveryOtherUseOfTheSameResource) {
   const bool together[4][4] = {{true, true, true, false}, {true, true, false, false}, {true, false, false, false}, {}};
   for (size_t i = 0; i < 4; ++i) {
     for (size_t j = 0; j < 4; ++j) {
-      const absl::StatusOr<Admission> first = Acquire({{a_, all[i]}});
-      ASSERT_OK(first);
+      ASSERT_OK_AND_ASSIGN(const Admission first, Acquire({{a_, all[i]}}));
       EXPECT_EQ(MayEnter({{a_, all[j]}}), together[i][j]) << i << " " << j;
       EXPECT_TRUE(MayEnter({{b_, all[j]}}));
       EXPECT_EQ(IsWritten(*a_), i == 3);

@@ -2,11 +2,9 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <set>
-#include <thread>
 #include <utility>
 
 #include "tests/unit/server/heads/head_test_util.h"
@@ -63,12 +61,11 @@ TEST_F(SessionRegistryTest, IdsAreRandom) {
 
 TEST_F(SessionRegistryTest, TheLeaseIsBounded) {
   EXPECT_EQ(sessions_.Open("a", absl::Seconds(30))->lease, absl::Seconds(30));
-  const absl::StatusOr<SessionRegistry::Grant> longest = sessions_.Open("b", absl::InfiniteDuration());
-  ASSERT_OK(longest);
-  EXPECT_EQ(longest->lease, absl::Seconds(60));
-  EXPECT_EQ(*sessions_.Renew(longest->id), absl::Seconds(60));
+  ASSERT_OK_AND_ASSIGN(const SessionRegistry::Grant longest, sessions_.Open("b", absl::InfiniteDuration()));
+  EXPECT_EQ(longest.lease, absl::Seconds(60));
+  EXPECT_EQ(*sessions_.Renew(longest.id), absl::Seconds(60));
   Pass(absl::Seconds(59));
-  EXPECT_OK(sessions_.Begin(longest->id));
+  EXPECT_OK(sessions_.Begin(longest.id));
   for (const absl::Duration lease : {absl::ZeroDuration(), -absl::Seconds(1), -absl::InfiniteDuration()}) {
     EXPECT_REASON(sessions_.Open("c", lease), kInvalidField);
   }
@@ -231,30 +228,25 @@ TEST(SessionRegistryThreadsTest, ManyThreadsOpenUseCloseAndExpire) {
       {.max_sessions = 64, .max_lease = absl::Seconds(10)},
       [&](const SessionId&, SessionRegistry::End) { return int64_t{++end_count}; },
       [&] { return absl::UnixEpoch() + absl::Seconds(now_seconds.load()); });
-  const absl::StatusOr<SessionRegistry::Grant> shared = sessions.Open("shared", absl::Seconds(10));
-  ASSERT_OK(shared);
+  ASSERT_OK_AND_ASSIGN(const SessionRegistry::Grant shared, sessions.Open("shared", absl::Seconds(10)));
   std::atomic<int> opened = 1;
   std::atomic<int> closed_while_running = 0;
-  std::vector<std::thread> threads;
-  for (int thread = 0; thread < 6; ++thread) {
-    threads.emplace_back([&, thread] {
-      for (int i = 0; i < 300; ++i) {
-        const absl::StatusOr<SessionRegistry::Grant> grant = sessions.Open("own", absl::Seconds(1 + i % 3));
-        if (grant.ok()) ++opened;
-        {
-          absl::StatusOr<Use> call = sessions.Begin(shared->id);
-          if (grant.ok()) {
-            absl::StatusOr<Use> own = sessions.Begin(grant->id);
-            if (i % 3 == 0 && own.ok() && sessions.Close(grant->id)) ++closed_while_running;
-          }
+  RunThreads(6, [&](int64_t thread) {
+    for (int i = 0; i < 300; ++i) {
+      const absl::StatusOr<SessionRegistry::Grant> grant = sessions.Open("own", absl::Seconds(1 + i % 3));
+      if (grant.ok()) ++opened;
+      {
+        absl::StatusOr<Use> call = sessions.Begin(shared.id);
+        if (grant.ok()) {
+          absl::StatusOr<Use> own = sessions.Begin(grant->id);
+          if (i % 3 == 0 && own.ok() && sessions.Close(grant->id)) ++closed_while_running;
         }
-        if (grant.ok() && i % 3 == 1) sessions.Close(grant->id);
-        if (thread == 0) ++now_seconds;
-        if (thread == 1) sessions.Expire();
       }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+      if (grant.ok() && i % 3 == 1) sessions.Close(grant->id);
+      if (thread == 0) ++now_seconds;
+      if (thread == 1) sessions.Expire();
+    }
+  });
   now_seconds += 1000;
   sessions.Expire();
   EXPECT_EQ(sessions.size(), 0);

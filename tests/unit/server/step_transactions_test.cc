@@ -18,12 +18,7 @@ constexpr Digest kDigest = {1};
 
 class StepTransactionsTest : public ::testing::Test {
  protected:
-  static HeadLimits InOrder(int64_t window) {
-    HeadLimits limits;
-    limits.deterministic = true;
-    limits.ordered_window = window;
-    return limits;
-  }
+  static HeadLimits InOrder(int64_t window) { return {.deterministic = true, .ordered_window = window}; }
   // Begins and leaves undecided.
   static std::shared_ptr<PendingContribution> Stage(StepTransactions& steps, int64_t micro_batch, int64_t attempt = 0,
                                                     const std::optional<SessionId>& session = std::nullopt) {

@@ -118,10 +118,9 @@ TEST_F(TeacherJoinTest, ATrainerWaitsForRowsThatComeLater) {
   EXPECT_EQ(GetErrorMetadata(early).at("joinKey"), "key");
   std::vector<float> nothing(3 * kWidth);
   EXPECT_REASON(claim->Gather(0, 3, nothing.data()), kJoinIncomplete);
-  auto stream = join_.Open(Set(), {7, 5}, std::nullopt);
-  ASSERT_OK(stream);
+  ASSERT_OK_AND_ASSIGN(auto stream, join_.Open(Set(), {7, 5}, std::nullopt));
   // In any order, by any chunks; what other streams have brought can be taken meanwhile.
-  ASSERT_OK(Add(**stream, 1, RowOf(5)));
+  ASSERT_OK(Add(*stream, 1, RowOf(5)));
   EXPECT_EQ(claim->ready_rows(), 0);
   ASSERT_OK(Send({2}));
   EXPECT_EQ(claim->ready_rows(), 1);
@@ -129,8 +128,8 @@ TEST_F(TeacherJoinTest, ATrainerWaitsForRowsThatComeLater) {
   EXPECT_EQ(GetErrorMetadata(later).at("missingRow"), "5");
   std::thread teacher([&] {
     absl::SleepFor(absl::Milliseconds(20));
-    EXPECT_OK(Add(**stream, 0, RowOf(7)));
-    EXPECT_OK((*stream)->Finish());
+    EXPECT_OK(Add(*stream, 0, RowOf(7)));
+    EXPECT_OK(stream->Finish());
   });
   AwaitAll(*claim);
   teacher.join();
@@ -138,14 +137,12 @@ TEST_F(TeacherJoinTest, ATrainerWaitsForRowsThatComeLater) {
 }
 
 TEST_F(TeacherJoinTest, WithoutIndicesRowsAreInOrder) {
-  auto stream = join_.Open(Set("all", 4), {}, std::nullopt);
-  ASSERT_OK(stream);
-  EXPECT_EQ((*stream)->row_count(), 4);
-  ASSERT_OK(Add(**stream, 0, RowsOf({0, 1, 2, 3})));
-  ASSERT_OK((*stream)->Finish());
-  auto claim = join_.Claim(Set("all", 4), 3, {}, "");
-  ASSERT_OK(claim);
-  EXPECT_EQ(Gather(**claim), RowsOf({0, 1, 2}));
+  ASSERT_OK_AND_ASSIGN(auto stream, join_.Open(Set("all", 4), {}, std::nullopt));
+  EXPECT_EQ(stream->row_count(), 4);
+  ASSERT_OK(Add(*stream, 0, RowsOf({0, 1, 2, 3})));
+  ASSERT_OK(stream->Finish());
+  ASSERT_OK_AND_ASSIGN(auto claim, join_.Claim(Set("all", 4), 3, {}, ""));
+  EXPECT_EQ(Gather(*claim), RowsOf({0, 1, 2}));
 }
 
 TEST_F(TeacherJoinTest, AClaimGivesUpByTheJoinsClock) {
@@ -156,11 +153,10 @@ TEST_F(TeacherJoinTest, AClaimGivesUpByTheJoinsClock) {
 }
 
 TEST_F(TeacherJoinTest, ChunksAreChecked) {
-  auto stream = join_.Open(Set(), {0, 1, 2}, std::nullopt);
-  ASSERT_OK(stream);
+  ASSERT_OK_AND_ASSIGN(auto stream, join_.Open(Set(), {0, 1, 2}, std::nullopt));
   const std::vector<float> rows = RowsOf({0, 1, 2, 3});
   const auto add = [&](int64_t start, int64_t count, int64_t bytes) {
-    return (*stream)->Add(start, count, rows.data(), bytes, "chunk");
+    return stream->Add(start, count, rows.data(), bytes, "chunk");
   };
   EXPECT_REASON(add(-1, 1, kRowBytes), kChunkOutOfRange);
   EXPECT_REASON(add(0, 0, 0), kChunkOutOfRange);
@@ -170,12 +166,12 @@ TEST_F(TeacherJoinTest, ChunksAreChecked) {
   EXPECT_REASON(add(0, 1, kRowBytes - 1), kDataLengthMismatch);
   ASSERT_OK(add(1, 1, kRowBytes));
   EXPECT_REASON(add(0, 2, 2 * kRowBytes), kChunkOutOfRange);
-  const absl::Status unfinished = (*stream)->Finish();
+  const absl::Status unfinished = stream->Finish();
   EXPECT_REASON(unfinished, kProtocolViolation);
   EXPECT_EQ(GetErrorMetadata(unfinished).at("missingRow"), "0");
   ASSERT_OK(add(0, 1, kRowBytes));
   ASSERT_OK(add(2, 1, kRowBytes));
-  EXPECT_OK((*stream)->Finish());
+  EXPECT_OK(stream->Finish());
 }
 
 TEST_F(TeacherJoinTest, ARowComesOnce) {
@@ -184,10 +180,9 @@ TEST_F(TeacherJoinTest, ARowComesOnce) {
   EXPECT_REASON(again, kChunkOutOfRange);
   EXPECT_EQ(GetErrorMetadata(again).at("row"), "1");
   EXPECT_REASON(Send({3, 3}), kChunkOutOfRange);  // twice in one stream
-  auto open = join_.Open(Set(), {4}, std::nullopt);
-  ASSERT_OK(open);
+  ASSERT_OK_AND_ASSIGN(auto open, join_.Open(Set(), {4}, std::nullopt));
   EXPECT_REASON(Send({4}), kChunkOutOfRange);  // on its way
-  open->reset();
+  open.reset();
   // Refused streams and broken ones leave nothing behind.
   EXPECT_OK(Send({2, 3, 4}));
   EXPECT_EQ(Gather(*Claim({0, 1, 2, 3, 4})), RowsOf({0, 1, 2, 3, 4}));
@@ -197,9 +192,8 @@ TEST_F(TeacherJoinTest, ABrokenStreamBringsNothing) {
   const auto claim = Claim({0, 1});
   ASSERT_OK(Send({1}));
   {
-    auto stream = join_.Open(Set(), {0, 2}, std::nullopt);
-    ASSERT_OK(stream);
-    ASSERT_OK(Add(**stream, 0, RowsOf({0, 2})));
+    ASSERT_OK_AND_ASSIGN(auto stream, join_.Open(Set(), {0, 2}, std::nullopt));
+    ASSERT_OK(Add(*stream, 0, RowsOf({0, 2})));
     EXPECT_EQ(claim->ready_rows(), 0);
   }
   const absl::Status status = CheckAll(*claim);
@@ -237,10 +231,9 @@ TEST_F(TeacherJoinTest, TheAnswerLeavesBeforeTheDeadline) {
 
 TEST_F(TeacherJoinTest, TenantsDoNotMeet) {
   ASSERT_OK(Send({0}));
-  auto other = join_.Claim(Set("key", 8, "others"), 1, {0}, "");
-  ASSERT_OK(other);
-  EXPECT_EQ((*other)->ready_rows(), 0);
-  EXPECT_REASON(CheckAll(**other), kJoinIncomplete);
+  ASSERT_OK_AND_ASSIGN(auto other, join_.Claim(Set("key", 8, "others"), 1, {0}, ""));
+  EXPECT_EQ(other->ready_rows(), 0);
+  EXPECT_REASON(CheckAll(*other), kJoinIncomplete);
   // Not even by declaring the key otherwise.
   EXPECT_OK(join_.Claim(Set("key", 5, "third"), 1, {0}, ""));
 }
@@ -340,11 +333,10 @@ TEST_F(TeacherJoinTest, RowsGoWithTheirSession) {
   // Another teacher goes on where that one ended.
   ASSERT_OK(Send({0, 1}, 1));
   EXPECT_OK(CheckAll(*claim));
-  auto stream = join_.Open(Set("lost"), {0}, kOwner);
-  ASSERT_OK(stream);
+  ASSERT_OK_AND_ASSIGN(auto stream, join_.Open(Set("lost"), {0}, kOwner));
   join_.DropOwner(kOwner);
-  ASSERT_OK(Add(**stream, 0, RowOf(0)));
-  EXPECT_REASON((*stream)->Finish(), kSessionNotFound);
+  ASSERT_OK(Add(*stream, 0, RowOf(0)));
+  EXPECT_REASON(stream->Finish(), kSessionNotFound);
 }
 
 TEST_F(TeacherJoinTest, RowsThatNobodyAsksForExpire) {
@@ -414,21 +406,19 @@ TEST_F(TeacherJoinTest, RowsOfManyPiecesAreGathered) {
   std::shuffle(order.begin(), order.end(), std::mt19937(3));
   std::vector<float> rows(static_cast<size_t>(kRows * kWide));
   for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<float>(order[i / kWide]) + static_cast<float>(i % kWide) / 2048;
-  auto stream = join.Open(set, order, std::nullopt);
-  ASSERT_OK(stream);
+  ASSERT_OK_AND_ASSIGN(auto stream, join.Open(set, order, std::nullopt));
   for (int64_t start = 0; start < kRows; start += 300) {
     const int64_t count = std::min<int64_t>(300, kRows - start);
-    ASSERT_OK((*stream)->Add(start, count, rows.data() + start * kWide, count * kWide * 4, "chunk"));
+    ASSERT_OK(stream->Add(start, count, rows.data() + start * kWide, count * kWide * 4, "chunk"));
   }
-  ASSERT_OK((*stream)->Finish());
-  auto claim = join.Claim(set, kRows, {}, "all");
-  ASSERT_OK(claim);
+  ASSERT_OK(stream->Finish());
+  ASSERT_OK_AND_ASSIGN(auto claim, join.Claim(set, kRows, {}, "all"));
   std::vector<float> gathered(rows.size());
-  ASSERT_OK((*claim)->Gather(0, kRows, gathered.data()));
+  ASSERT_OK(claim->Gather(0, kRows, gathered.data()));
   for (size_t i = 0; i < gathered.size(); ++i) {
     ASSERT_EQ(gathered[i], static_cast<float>(i / kWide) + static_cast<float>(i % kWide) / 2048) << i;
   }
-  (*claim)->MarkUsed();
+  claim->MarkUsed();
 }
 
 TEST_F(TeacherJoinTest, ManyTeachersAndTrainersAtOnce) {
@@ -446,12 +436,11 @@ TEST_F(TeacherJoinTest, ManyTeachersAndTrainersAtOnce) {
         Indices indices;
         for (int64_t row = part; row < kRows; row += kParts) indices.push_back(static_cast<int32_t>(row));
         for (int attempt = 0; attempt < 2; ++attempt) {
-          auto stream = join.Open(Set("key", kRows), indices, kOwner);
-          ASSERT_OK(stream);
-          ASSERT_OK(Add(**stream, 0, RowsOf({indices[0], indices[1]}, step)));
+          ASSERT_OK_AND_ASSIGN(auto stream, join.Open(Set("key", kRows), indices, kOwner));
+          ASSERT_OK(Add(*stream, 0, RowsOf({indices[0], indices[1]}, step)));
           if (attempt == 0 && step % 3 == 0) continue;  // breaks, and begins anew
-          ASSERT_OK(Add(**stream, 2, RowsOf({indices[2], indices[3]}, step)));
-          ASSERT_OK((*stream)->Finish());
+          ASSERT_OK(Add(*stream, 2, RowsOf({indices[2], indices[3]}, step)));
+          ASSERT_OK(stream->Finish());
           break;
         }
       }
@@ -461,14 +450,13 @@ TEST_F(TeacherJoinTest, ManyTeachersAndTrainersAtOnce) {
       for (int64_t row = part * 4; row < part * 4 + 4; ++row) indices.push_back(static_cast<int32_t>(row));
       for (int step = 0; step < kSteps; ++step) {
         while (step > 0 && decided[step - 1] < kParts) absl::SleepFor(absl::Microseconds(100));
-        auto claim = join.Claim(Set("key", kRows), 4, indices, absl::StrCat(step, "/", part));
-        ASSERT_OK(claim);
+        ASSERT_OK_AND_ASSIGN(auto claim, join.Claim(Set("key", kRows), 4, indices, absl::StrCat(step, "/", part)));
         std::vector<float> rows(4 * kWidth);
-        AwaitAll(**claim);
-        ASSERT_OK((*claim)->Gather(0, 4, rows.data()));
+        AwaitAll(*claim);
+        ASSERT_OK(claim->Gather(0, 4, rows.data()));
         EXPECT_EQ(rows, RowsOf(indices, step));
-        (*claim)->MarkUsed();
-        claim->reset();
+        claim->MarkUsed();
+        claim.reset();
         ++decided[step];
       }
     });

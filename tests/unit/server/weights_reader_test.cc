@@ -65,19 +65,18 @@ class WeightsReaderTest : public ::testing::Test {
 TEST_F(WeightsReaderTest, ReadsAFile) {
   spec_.has_bias = true;
   Write("a/model.safetensors", MakeFile({{"other", {7}, 0}, {"lm_head.weight", {5, 3}, 100}, {"lm_head.bias", {5}, 200}}));
-  const auto reader = Open("a/model.safetensors");
-  ASSERT_OK(reader);
-  EXPECT_EQ((*reader)->data_type(HeadTensor::kWeight), DataType::kFloat32);
+  ASSERT_OK_AND_ASSIGN(const auto reader, Open("a/model.safetensors"));
+  EXPECT_EQ(reader->data_type(HeadTensor::kWeight), DataType::kFloat32);
   float values[15];
-  ASSERT_OK((*reader)->Read(HeadTensor::kWeight, 0, 15, values));
+  ASSERT_OK(reader->Read(HeadTensor::kWeight, 0, 15, values));
   for (int i = 0; i < 15; ++i) EXPECT_EQ(values[i], 100 + i);
-  ASSERT_OK((*reader)->Read(HeadTensor::kWeight, 7, 2, values));
+  ASSERT_OK(reader->Read(HeadTensor::kWeight, 7, 2, values));
   EXPECT_EQ(values[0], 107);
-  ASSERT_OK((*reader)->Read(HeadTensor::kBias, 4, 1, values));
+  ASSERT_OK(reader->Read(HeadTensor::kBias, 4, 1, values));
   EXPECT_EQ(values[0], 204);
-  EXPECT_TRUE((*reader)->has_bias());
-  EXPECT_REASON((*reader)->Read(HeadTensor::kWeight, 14, 2, values), kChunkOutOfRange);
-  EXPECT_REASON((*reader)->Read(HeadTensor::kBias, -1, 2, values), kChunkOutOfRange);
+  EXPECT_TRUE(reader->has_bias());
+  EXPECT_REASON(reader->Read(HeadTensor::kWeight, 14, 2, values), kChunkOutOfRange);
+  EXPECT_REASON(reader->Read(HeadTensor::kBias, -1, 2, values), kChunkOutOfRange);
 }
 
 TEST_F(WeightsReaderTest, FindsTheTensorByTheUsualNames) {
@@ -134,12 +133,11 @@ TEST_F(WeightsReaderTest, ReadsFolders) {
         R"({"metadata":{"total_size":1},"weight_map":{"model.norm":"part-1.safetensors","lm_head.weight":"part-2.safetensors",)"
         R"("bias":"part-2.safetensors"}})");
   spec_.has_bias = true;
-  const auto reader = Open("many");
-  ASSERT_OK(reader);
+  ASSERT_OK_AND_ASSIGN(const auto reader, Open("many"));
   float value;
-  ASSERT_OK((*reader)->Read(HeadTensor::kWeight, 0, 1, &value));
+  ASSERT_OK(reader->Read(HeadTensor::kWeight, 0, 1, &value));
   EXPECT_EQ(value, 4);
-  ASSERT_OK((*reader)->Read(HeadTensor::kBias, 0, 1, &value));
+  ASSERT_OK(reader->Read(HeadTensor::kBias, 0, 1, &value));
   EXPECT_EQ(value, 40);
   EXPECT_EQ(First("single"), "WEIGHTS_NOT_FOUND");  // no bias
   EXPECT_EQ(First("nothing"), "WEIGHTS_NOT_FOUND");
@@ -214,12 +212,11 @@ TEST_F(WeightsReaderTest, ShapesAndTypesMustBeTheHeads) {
 TEST_F(WeightsReaderTest, AFileThatIsCutLaterIsAnError) {
   const std::string bytes = MakeFile({{"weight", {5, 3}, 0}});
   Write("a.safetensors", bytes);
-  const auto reader = Open("a.safetensors");
-  ASSERT_OK(reader);
+  ASSERT_OK_AND_ASSIGN(const auto reader, Open("a.safetensors"));
   std::filesystem::resize_file(root() + "/a.safetensors", bytes.size() - 4);
   float values[15];
-  EXPECT_REASON((*reader)->Read(HeadTensor::kWeight, 0, 15, values), kFileCorrupt);
-  EXPECT_OK((*reader)->Read(HeadTensor::kWeight, 0, 14, values));
+  EXPECT_REASON(reader->Read(HeadTensor::kWeight, 0, 15, values), kFileCorrupt);
+  EXPECT_OK(reader->Read(HeadTensor::kWeight, 0, 14, values));
 }
 
 TEST_F(WeightsReaderTest, SixteenBitsAreKeptOrWidenedExactly) {
@@ -237,17 +234,16 @@ TEST_F(WeightsReaderTest, SixteenBitsAreKeptOrWidenedExactly) {
     spec_.data_type = head_type;
     for (const bool is_bfloat16 : {true, false}) {
       write(is_bfloat16 ? "BF16" : "F16", is_bfloat16 ? bfloat16 : float16);
-      const auto reader = Open("a.safetensors");
-      ASSERT_OK(reader);
+      ASSERT_OK_AND_ASSIGN(const auto reader, Open("a.safetensors"));
       const bool kept = head_type == (is_bfloat16 ? DataType::kBFloat16 : DataType::kFloat16);
-      EXPECT_EQ((*reader)->data_type(HeadTensor::kWeight), kept ? head_type : DataType::kFloat32);
+      EXPECT_EQ(reader->data_type(HeadTensor::kWeight), kept ? head_type : DataType::kFloat32);
       if (kept) {
         uint16_t values[5];
-        ASSERT_OK((*reader)->Read(HeadTensor::kWeight, 0, 5, values));
+        ASSERT_OK(reader->Read(HeadTensor::kWeight, 0, 5, values));
         EXPECT_EQ(std::memcmp(values, is_bfloat16 ? bfloat16 : float16, 10), 0);
       } else {
         float values[5];
-        ASSERT_OK((*reader)->Read(HeadTensor::kWeight, 0, 5, values));
+        ASSERT_OK(reader->Read(HeadTensor::kWeight, 0, 5, values));
         for (int i = 0; i < 5; ++i) EXPECT_EQ(values[i], (is_bfloat16 ? from_bfloat16 : from_float16)[i]) << i;
       }
     }

@@ -261,22 +261,18 @@ TEST(WorkQueueTest, DrainRunsWhatWasAcceptedAndRefusesTheRest) {
 TEST(WorkQueueTest, ManyClientsAtOnce) {
   std::atomic<int> ran = 0, running = 0, most = 0, refused = 0;
   WorkQueue queue(4, {.small = 2, .large = 2});
-  std::vector<std::thread> threads;
-  for (int client = 0; client < 8; ++client) {
-    threads.emplace_back([&, client] {
-      for (int i = 0; i < 200; ++i) {
-        Job job(queue, std::to_string(client % 3), i % 2 == 0 ? JobSize::kSmall : JobSize::kLarge);
-        if (i % 5 == 0) job.Cancel();
-        const absl::Status status = job.Run([&] {
-          ++ran;
-          most = std::max(most.load(), ++running);
-          --running;
-        });
-        if (!status.ok()) ++refused;
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  headwater::testing::RunThreads(8, [&](int64_t client) {
+    for (int i = 0; i < 200; ++i) {
+      Job job(queue, std::to_string(client % 3), i % 2 == 0 ? JobSize::kSmall : JobSize::kLarge);
+      if (i % 5 == 0) job.Cancel();
+      const absl::Status status = job.Run([&] {
+        ++ran;
+        most = std::max(most.load(), ++running);
+        --running;
+      });
+      if (!status.ok()) ++refused;
+    }
+  });
   EXPECT_EQ(queue.depth(), 0);
   EXPECT_EQ(ran + refused, 8 * 200);
   EXPECT_GT(ran, 0);

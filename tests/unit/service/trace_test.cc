@@ -26,6 +26,7 @@
 #include "server/observability/monotonic_clock.h"
 #include "server/observability/trace_context.h"
 #include "server/observability/trace_writer.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::observability {
 namespace {
@@ -165,10 +166,9 @@ TEST(TraceWriter, KeepsTheNewestFiles) {
   WriteFile(folder.path("headwater-20200101T000002.000000Z-a-b.json.tmp"), "{\"half");
   Metrics metrics("1", "cpu");
   {
-    auto writer = TraceWriter::Open(folder.path(), 3, metrics);
-    ASSERT_TRUE(writer.ok()) << writer.status();
-    (*writer)->Write(MakeTrace("1111111111111111"));
-    (*writer)->Write(MakeTrace("2222222222222222"));
+    ASSERT_OK_AND_ASSIGN(auto writer, TraceWriter::Open(folder.path(), 3, metrics));
+    writer->Write(MakeTrace("1111111111111111"));
+    writer->Write(MakeTrace("2222222222222222"));
   }  // what waits is written
   std::vector<std::string> names = folder.names();
   ASSERT_THAT(names, SizeIs(4));
@@ -186,9 +186,8 @@ TEST(TraceWriter, LeavesOutWhatComesTooFast) {
   Metrics metrics("1", "cpu");
   constexpr int kCalls = 1000;
   {
-    auto writer = TraceWriter::Open(folder.path("new/folder"), 1000, metrics);
-    ASSERT_TRUE(writer.ok()) << writer.status();
-    for (int i = 0; i < kCalls; ++i) (*writer)->Write(MakeTrace());
+    ASSERT_OK_AND_ASSIGN(auto writer, TraceWriter::Open(folder.path("new/folder"), 1000, metrics));
+    for (int i = 0; i < kCalls; ++i) writer->Write(MakeTrace());
   }
   const auto count = [&](const char* outcome) {
     const std::string text = metrics.Serialize();
@@ -211,10 +210,9 @@ TEST(TraceWriter, SaysWhatCannotBeUsedOrWritten) {
   EXPECT_THAT(std::string(TraceWriter::Open(folder.path(), 0, metrics).status().message()),
               HasSubstr("max_trace_files: expected >= 1"));
   {
-    auto writer = TraceWriter::Open(folder.path("gone"), 3, metrics);
-    ASSERT_TRUE(writer.ok()) << writer.status();
+    ASSERT_OK_AND_ASSIGN(auto writer, TraceWriter::Open(folder.path("gone"), 3, metrics));
     fs::remove(folder.path("gone"));
-    (*writer)->Write(MakeTrace());
+    writer->Write(MakeTrace());
   }
   EXPECT_THAT(metrics.Serialize(), HasSubstr("headwater_traces_total{outcome=\"failed\"} 1\n"));
 }

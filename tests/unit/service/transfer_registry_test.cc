@@ -4,14 +4,12 @@
 
 #include <atomic>
 #include <optional>
-#include <thread>
-#include <utility>
-#include <vector>
 
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/service/call/call_threads.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::service {
 namespace {
@@ -40,24 +38,23 @@ TEST(TransferRegistry, LetsStripesWaitForTheirPrimary) {
   registry.Find(Id(2), Tell(&other));
   EXPECT_EQ(registry.waiting(), 2);
   {
-    auto entry = registry.Announce(Id(1));
-    ASSERT_TRUE(entry.ok());
+    ASSERT_OK_AND_ASSIGN(auto entry, registry.Announce(Id(1)));
     EXPECT_FALSE(early.has_value());
     // An announced one is waited for as long as it takes.
     registry.Expire(observability::MonotonicNow() + absl::Seconds(1));
     registry.Drain();
     EXPECT_FALSE(early.has_value());
-    EXPECT_TRUE(HasReason(*other, ErrorReason::kTransferNotFound));
-    entry->Open(nullptr);
+    EXPECT_REASON(*other, kTransferNotFound);
+    entry.Open(nullptr);
     ASSERT_TRUE(early.has_value());
     EXPECT_TRUE(early->ok());
   }
   Told late;
   registry.Find(Id(1), Tell(&late));
-  EXPECT_TRUE(HasReason(*late, ErrorReason::kTransferNotFound));
+  EXPECT_REASON(*late, kTransferNotFound);
   Told draining;
   registry.Find(Id(3), Tell(&draining));
-  EXPECT_TRUE(HasReason(*draining, ErrorReason::kTransferNotFound));
+  EXPECT_REASON(*draining, kTransferNotFound);
   EXPECT_EQ(registry.waiting(), 0);
 }
 
@@ -66,7 +63,7 @@ TEST(TransferRegistry, TellsThoseWhosePrimaryIsRefused) {
   Told stripe;
   registry.Find(Id(1), Tell(&stripe));
   { const auto entry = registry.Announce(Id(1)); }
-  EXPECT_TRUE(HasReason(*stripe, ErrorReason::kTransferNotFound));
+  EXPECT_REASON(*stripe, kTransferNotFound);
 }
 
 TEST(TransferRegistry, SendsAwayWhoHasWaitedForTooLong) {
@@ -76,7 +73,7 @@ TEST(TransferRegistry, SendsAwayWhoHasWaitedForTooLong) {
   registry.Expire(observability::MonotonicNow() + absl::Seconds(9));
   EXPECT_FALSE(stripe.has_value());
   registry.Expire(observability::MonotonicNow() + absl::Seconds(11));
-  EXPECT_TRUE(HasReason(*stripe, ErrorReason::kTransferNotFound));
+  EXPECT_REASON(*stripe, kTransferNotFound);
   EXPECT_EQ(registry.waiting(), 0);
 }
 
@@ -97,13 +94,12 @@ TEST(TransferRegistry, ForgetsWhoLeaves) {
 TEST(TransferRegistry, AnIdNamesOneCallAndIsNotUsedAgainSoon) {
   TransferRegistry registry(absl::Seconds(10));
   {
-    const auto first = registry.Announce(Id(1));
-    ASSERT_TRUE(first.ok());
+    ASSERT_OK_AND_ASSIGN(const auto first, registry.Announce(Id(1)));
     const absl::Status twice = registry.Announce(Id(1)).status();
-    EXPECT_TRUE(HasReason(twice, ErrorReason::kInvalidField));
+    EXPECT_REASON(twice, kInvalidField);
     EXPECT_EQ(GetErrorMetadata(twice).at("field"), "header.transfer_id");
   }
-  EXPECT_TRUE(HasReason(registry.Announce(Id(1)).status(), ErrorReason::kInvalidField));
+  EXPECT_REASON(registry.Announce(Id(1)), kInvalidField);
   // What is remembered is bounded.
   for (int i = 0; i < 5000; ++i) {
     TransferId id = Id(9);

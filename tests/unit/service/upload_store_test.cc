@@ -111,8 +111,7 @@ TEST_F(UploadStoreTest, AShadowStaysWhileAStreamBringsItsHeadTheOtherTensor) {
   EXPECT_FALSE(Replace(head, Request(*head, "weight")));
   now_ += absl::Hours(1);
   {
-    const absl::StatusOr<UploadStore::Lease> bias = store_.Open(head, Request(*head, "bias", HeadTensor::kBias));
-    ASSERT_OK(bias);
+    ASSERT_OK_AND_ASSIGN(const UploadStore::Lease bias, store_.Open(head, Request(*head, "bias", HeadTensor::kBias)));
     EXPECT_REASON(store_.Open(other, Request(*other, "weight")), kInFlightBytesExceeded);
     EXPECT_EQ(store_.reserved_bytes(), kWeightBytes + kBiasBytes);
   }
@@ -143,22 +142,18 @@ TEST_F(UploadStoreTest, WhatMayBeRepeatedLeavesTheShadowAfterAWhileToo) {
   EXPECT_FALSE(Replace(head, Request(*head, "weight")));
   {
     const UploadRequest request = Request(*head, "bias", HeadTensor::kBias);
-    absl::StatusOr<UploadStore::Lease> lease = store_.Open(head, request);
-    ASSERT_OK(lease);
-    EXPECT_OK(lease->Append(0, std::string(kBiasBytes, '\0')));
-    absl::StatusOr<std::shared_ptr<const uint8_t>> bytes = lease->Complete();
-    ASSERT_OK(bytes);
+    ASSERT_OK_AND_ASSIGN(UploadStore::Lease lease, store_.Open(head, request));
+    EXPECT_OK(lease.Append(0, std::string(kBiasBytes, '\0')));
+    ASSERT_OK_AND_ASSIGN(std::shared_ptr<const uint8_t> bytes, lease.Complete());
     engine_.control().FailNext("ZeroGradient", MakeError(ErrorReason::kShardNotReady, "a shard could not begin"));
     EXPECT_REASON(head->Replace({request.epoch, *request.closes_step},
-                                heads::ShadowTensor{request.tensor, request.data_type, *std::move(bytes), request.total_bytes}),
+                                heads::ShadowTensor{request.tensor, request.data_type, std::move(bytes), request.total_bytes}),
                   kShardNotReady);
   }
   now_ += absl::Hours(1);
-  const absl::StatusOr<UploadStore::Lease> weight = store_.Open(other, Request(*other, "weight"));
-  ASSERT_OK(weight);
+  ASSERT_OK_AND_ASSIGN(const UploadStore::Lease weight, store_.Open(other, Request(*other, "weight")));
   EXPECT_EQ(store_.reserved_bytes(), kWeightBytes + kBiasBytes);  // its own, and the bias in the shadow
-  const absl::StatusOr<UploadStore::Lease> bias = store_.Open(other, Request(*other, "bias", HeadTensor::kBias));
-  ASSERT_OK(bias);
+  ASSERT_OK_AND_ASSIGN(const UploadStore::Lease bias, store_.Open(other, Request(*other, "bias", HeadTensor::kBias)));
   EXPECT_REASON(store_.Open(other, Request(*other, "more", HeadTensor::kBias)), kInFlightBytesExceeded);
   now_ += UploadStore::kShadowTime;
   EXPECT_OK(store_.Open(other, Request(*other, "more", HeadTensor::kBias)));

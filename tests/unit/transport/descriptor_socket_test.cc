@@ -19,6 +19,7 @@
 
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "tests/unit/expect_status.h"
 #include "tests/unit/transport/descriptor_peer.h"
 #include "tests/unit/transport/region_memory.h"
 
@@ -52,9 +53,8 @@ class Sockets : public ::testing::Test {
     EXPECT_EQ(rmdir(folder_.c_str()), 0);
   }
   void Listen() {
-    auto socket = DescriptorSocket::Listen(options_);
-    ASSERT_TRUE(socket.ok()) << socket.status();
-    socket_ = *std::move(socket);
+    ASSERT_OK_AND_ASSIGN(auto socket, DescriptorSocket::Listen(options_));
+    socket_ = std::move(socket);
   }
   // One connection, packet and answer.
   DescriptorAnswer Call(const std::string& packet, const std::vector<int>& descriptors) {
@@ -86,16 +86,15 @@ TEST_F(Sockets, AnswersATokenThatIsGoodOnce) {
   ASSERT_EQ(answer.code, 0u) << answer.message;
   EXPECT_EQ(answer.incarnation, std::string(16, 'i'));
   EXPECT_EQ(socket_->size(), 1);
-  auto taken = socket_->Take(answer.token);
-  ASSERT_TRUE(taken.ok());
+  ASSERT_OK_AND_ASSIGN(auto taken, socket_->Take(answer.token));
   struct stat passed {};
   struct stat mine {};
-  ASSERT_EQ(fstat(taken->get(), &passed), 0);
+  ASSERT_EQ(fstat(taken.get(), &passed), 0);
   ASSERT_EQ(fstat(memory.get(), &mine), 0);
   EXPECT_EQ(passed.st_ino, mine.st_ino);
-  EXPECT_NE(fcntl(taken->get(), F_GETFD) & FD_CLOEXEC, 0);
+  EXPECT_NE(fcntl(taken.get(), F_GETFD) & FD_CLOEXEC, 0);
   const absl::Status again = socket_->Take(answer.token).status();
-  EXPECT_TRUE(HasReason(again, ErrorReason::kInvalidField));
+  EXPECT_REASON(again, kInvalidField);
   EXPECT_EQ(again, socket_->Take(std::string(32, 'x')).status());
   EXPECT_EQ(again, socket_->Take("").status());
   EXPECT_EQ(socket_->size(), 0);

@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <limits>
 #include <optional>
@@ -17,9 +16,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/observability/monotonic_clock.h"
+#include "tests/unit/expect_status.h"
 #include "tests/unit/server/fake_engine.h"
 #include "tests/unit/transport/region_memory.h"
 
@@ -120,28 +119,24 @@ TEST_F(Regions, MapsTheMemoryThatWasPassed) {
   void* const mine = mmap(nullptr, 2 * kPage, PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
   ASSERT_NE(mine, MAP_FAILED);
   std::memcpy(static_cast<char*>(mine) + kPage + 10, "rows", 4);
-  const auto id = Add(memfd, 64, 2 * kPage - 64);
-  ASSERT_TRUE(id.ok()) << id.status();
+  ASSERT_OK_AND_ASSIGN(const auto id, Add(memfd, 64, 2 * kPage - 64));
   EXPECT_EQ(engine_.locked_bytes, 2 * kPage);
   EXPECT_EQ(Bytes(RegionKind::kShared), 2 * kPage - 64);
-  auto read = Find(*id, kPage + 10 - 64, 4);
-  ASSERT_TRUE(read.ok()) << read.status();
-  EXPECT_EQ(read->memory(), MemorySpace::kHost);
-  EXPECT_EQ(read->staged_bytes(), 0);
-  ASSERT_TRUE(read->Prepare().ok());
-  EXPECT_EQ(std::memcmp(read->data(), "rows", 4), 0);
-  auto write = Find(*id, 2 * kPage - 64 - 4, 4, RegionAccess::kWrite);
-  ASSERT_TRUE(write.ok());
-  ASSERT_TRUE(write->Prepare().ok());
-  std::memcpy(write->data(), "grad", 4);
-  ASSERT_TRUE(write->Finish().ok());
+  ASSERT_OK_AND_ASSIGN(auto read, Find(id, kPage + 10 - 64, 4));
+  EXPECT_EQ(read.memory(), MemorySpace::kHost);
+  EXPECT_EQ(read.staged_bytes(), 0);
+  ASSERT_TRUE(read.Prepare().ok());
+  EXPECT_EQ(std::memcmp(read.data(), "rows", 4), 0);
+  ASSERT_OK_AND_ASSIGN(auto write, Find(id, 2 * kPage - 64 - 4, 4, RegionAccess::kWrite));
+  ASSERT_TRUE(write.Prepare().ok());
+  std::memcpy(write.data(), "grad", 4);
+  ASSERT_TRUE(write.Finish().ok());
   EXPECT_EQ(std::memcmp(static_cast<char*>(mine) + 2 * kPage - 4, "grad", 4), 0);
   munmap(mine, 2 * kPage);
 }
 
 TEST_F(Regions, ChecksEverySizeAndOffsetWithoutOverflow) {
-  const auto id = Add(MakeMemory(kPage), 0, kPage);
-  ASSERT_TRUE(id.ok());
+  ASSERT_OK_AND_ASSIGN(const auto id, Add(MakeMemory(kPage), 0, kPage));
   for (const auto& [offset, bytes] : std::vector<std::pair<int64_t, int64_t>>{{0, kPage + 2},
                                                                               {2, kPage},
                                                                               {kPage, 2},
@@ -155,12 +150,12 @@ TEST_F(Regions, ChecksEverySizeAndOffsetWithoutOverflow) {
                                                                               {std::numeric_limits<int64_t>::min(), 4},
                                                                               {1, 2},
                                                                               {4095, 0}}) {
-    const auto use = Find(*id, offset, bytes);
+    const auto use = Find(id, offset, bytes);
     EXPECT_EQ(ReasonOf(use.status()), "INVALID_FIELD") << offset << " " << bytes;
     EXPECT_EQ(GetErrorMetadata(use.status())["field"], "header.hidden_rows.offset_bytes");
   }
   for (const auto& [offset, bytes] : std::vector<std::pair<int64_t, int64_t>>{{0, 0}, {kPage, 0}, {0, kPage}, {kPage - 2, 2}}) {
-    EXPECT_TRUE(Find(*id, offset, bytes).ok()) << offset << " " << bytes;
+    EXPECT_TRUE(Find(id, offset, bytes).ok()) << offset << " " << bytes;
   }
   const int before = OpenDescriptors();
   for (const auto& [offset, bytes] : std::vector<std::pair<int64_t, int64_t>>{{0, 0},
@@ -206,29 +201,26 @@ TEST_F(Regions, RefusesMemoryThatCouldGoAway) {
 }
 
 TEST_F(Regions, BelongsToOneSession) {
-  const auto id = Add(MakeMemory(kPage), 0, kPage);
-  ASSERT_TRUE(id.ok());
-  const absl::Status foreign = Find(*id, 0, 2, RegionAccess::kRead, 2).status();
+  ASSERT_OK_AND_ASSIGN(const auto id, Add(MakeMemory(kPage), 0, kPage));
+  const absl::Status foreign = Find(id, 0, 2, RegionAccess::kRead, 2).status();
   const absl::Status never = Find("0123456789abcdef0123456789abcdef", 0, 2).status();
-  ASSERT_TRUE(regions_.Remove(Owner(1), *id).ok());
-  const absl::Status gone = Find(*id, 0, 2).status();
+  ASSERT_TRUE(regions_.Remove(Owner(1), id).ok());
+  const absl::Status gone = Find(id, 0, 2).status();
   for (const absl::Status& status : {foreign, never, gone}) {
     EXPECT_EQ(ReasonOf(status), "REGION_NOT_FOUND");
     EXPECT_EQ(status, never);  // no difference tells one from the other
   }
-  EXPECT_EQ(ReasonOf(regions_.Remove(Owner(1), *id).status()), "REGION_NOT_FOUND");
-  EXPECT_EQ(ReasonOf(regions_.Remove(Owner(2), *id).status()), "REGION_NOT_FOUND");
-  const auto another = Add(MakeMemory(kPage), 0, kPage);
-  ASSERT_TRUE(another.ok());
-  EXPECT_NE(*another, *id);
+  EXPECT_EQ(ReasonOf(regions_.Remove(Owner(1), id).status()), "REGION_NOT_FOUND");
+  EXPECT_EQ(ReasonOf(regions_.Remove(Owner(2), id).status()), "REGION_NOT_FOUND");
+  ASSERT_OK_AND_ASSIGN(const auto another, Add(MakeMemory(kPage), 0, kPage));
+  EXPECT_NE(another, id);
 }
 
 TEST_F(Regions, AreBoundedForEachSession) {
   std::vector<std::string> ids;
   for (int i = 0; i < 3; ++i) {
-    auto id = Add(MakeMemory(kPage), 0, kPage);
-    ASSERT_TRUE(id.ok());
-    ids.push_back(*id);
+    ASSERT_OK_AND_ASSIGN(auto id, Add(MakeMemory(kPage), 0, kPage));
+    ids.push_back(id);
   }
   const int before = OpenDescriptors();
   EXPECT_EQ(ReasonOf(Add(MakeMemory(kPage), 0, kPage).status()), "QUOTA_EXCEEDED");
@@ -261,16 +253,15 @@ TEST_F(Regions, GoWithTheirSessionAndStayForTheCallsThatUseThem) {
 }
 
 TEST_F(Regions, RemoveWaitsForTheCallsThatUseThem) {
-  const auto id = Add(MakeMemory(kPage), 0, kPage);
-  ASSERT_TRUE(id.ok());
-  std::optional<RegionUse> use = *Find(*id, 0, kPage);
+  ASSERT_OK_AND_ASSIGN(const auto id, Add(MakeMemory(kPage), 0, kPage));
+  std::optional<RegionUse> use = *Find(id, 0, kPage);
   std::atomic<bool> removed{false};
   std::thread remover([&] {
-    EXPECT_TRUE(RemoveNow(*id, {observability::MonotonicNow() + absl::Seconds(30)}).ok());
+    EXPECT_TRUE(RemoveNow(id, {observability::MonotonicNow() + absl::Seconds(30)}).ok());
     EXPECT_EQ(engine_.locked_bytes, 0);
     removed = true;
   });
-  while (Find(*id, 0, 2).ok()) std::this_thread::yield();
+  while (Find(id, 0, 2).ok()) std::this_thread::yield();
   EXPECT_FALSE(removed);
   use.reset();
   remover.join();
@@ -329,19 +320,17 @@ TEST_F(Regions, OfDeviceMemoryCarryTheirEvent) {
   EXPECT_EQ(ReasonOf(regions_.AddDevice(Owner(1), handle, unknown, 1).status()), "INVALID_FIELD");
   EXPECT_EQ(ReasonOf(regions_.AddDevice(Owner(1), handle, std::nullopt, 1025).status()), "INVALID_FIELD");
   EXPECT_EQ(engine_.open_devices, 2);
-  const auto also_ordered = regions_.AddDevice(Owner(1), handle, handle, 8);
-  ASSERT_TRUE(also_ordered.ok());
+  ASSERT_OK_AND_ASSIGN(const auto also_ordered, regions_.AddDevice(Owner(1), handle, handle, 8));
   EXPECT_EQ(engine_.open_events, 1);  // of the same handle, shared
-  EXPECT_EQ(Find(*also_ordered, 0, 8)->after(), Find(*ordered, 0, 8)->after());
-  ASSERT_TRUE(regions_.Remove(Owner(1), *also_ordered).ok());
+  EXPECT_EQ(Find(also_ordered, 0, 8)->after(), Find(*ordered, 0, 8)->after());
+  ASSERT_TRUE(regions_.Remove(Owner(1), also_ordered).ok());
   EXPECT_EQ(engine_.open_events, 1);
-  auto use = Find(*ordered, 16, 496);
-  ASSERT_TRUE(use.ok());
+  ASSERT_OK_AND_ASSIGN(auto use, Find(*ordered, 16, 496));
   EXPECT_EQ(ReasonOf(Find(*ordered, 16, 498).status()), "INVALID_FIELD");  // within the allocation, not within the region
-  ASSERT_TRUE(use->Prepare().ok());
-  EXPECT_EQ(use->memory(), MemorySpace::kDevice);
-  EXPECT_EQ(use->data(), engine_.device_memory.data() + 16);
-  EXPECT_NE(use->after(), nullptr);
+  ASSERT_TRUE(use.Prepare().ok());
+  EXPECT_EQ(use.memory(), MemorySpace::kDevice);
+  EXPECT_EQ(use.data(), engine_.device_memory.data() + 16);
+  EXPECT_NE(use.after(), nullptr);
   EXPECT_EQ(Find(*plain, 0, 2)->after(), nullptr);
   EXPECT_EQ(regions_.DropOwner(Owner(1)), 2);
   EXPECT_EQ(engine_.open_devices, 1);  // the one in use
@@ -373,19 +362,16 @@ class NamedRegions : public Regions {
 
 TEST_F(NamedRegions, AreCopiedInAndOut) {
   Make("headwater-a", absl::StrCat(std::string(100, 'a'), "rows", std::string(24, 'b')));
-  const auto id = AddNamed("headwater-a", 64, 64);
-  ASSERT_TRUE(id.ok()) << id.status();
-  auto read = Find(*id, 36, 4);
-  ASSERT_TRUE(read.ok());
-  EXPECT_EQ(read->staged_bytes(), 4);
-  ASSERT_TRUE(read->Prepare().ok());
-  EXPECT_EQ(std::memcmp(read->data(), "rows", 4), 0);
-  auto write = Find(*id, 60, 4, RegionAccess::kWrite);
-  ASSERT_TRUE(write.ok());
-  ASSERT_TRUE(write->Prepare().ok());
-  std::memcpy(write->data(), "grad", 4);
-  ASSERT_TRUE(write->Finish().ok());
-  auto again = Find(*id, 58, 6);
+  ASSERT_OK_AND_ASSIGN(const auto id, AddNamed("headwater-a", 64, 64));
+  ASSERT_OK_AND_ASSIGN(auto read, Find(id, 36, 4));
+  EXPECT_EQ(read.staged_bytes(), 4);
+  ASSERT_TRUE(read.Prepare().ok());
+  EXPECT_EQ(std::memcmp(read.data(), "rows", 4), 0);
+  ASSERT_OK_AND_ASSIGN(auto write, Find(id, 60, 4, RegionAccess::kWrite));
+  ASSERT_TRUE(write.Prepare().ok());
+  std::memcpy(write.data(), "grad", 4);
+  ASSERT_TRUE(write.Finish().ok());
+  auto again = Find(id, 58, 6);
   ASSERT_TRUE(again->Prepare().ok());
   EXPECT_EQ(std::memcmp(again->data(), "bbgrad", 6), 0);
   EXPECT_EQ(Bytes(RegionKind::kNamed), 64);
@@ -393,19 +379,17 @@ TEST_F(NamedRegions, AreCopiedInAndOut) {
 
 TEST_F(NamedRegions, SurviveTruncation) {
   Make("headwater-a", std::string(8192, 'a'));
-  const auto id = AddNamed("headwater-a", 0, 8192);
-  ASSERT_TRUE(id.ok());
-  auto write = Find(*id, 4096, 4096, RegionAccess::kWrite);
+  ASSERT_OK_AND_ASSIGN(const auto id, AddNamed("headwater-a", 0, 8192));
+  auto write = Find(id, 4096, 4096, RegionAccess::kWrite);
   ASSERT_TRUE(write->Prepare().ok());
   ASSERT_EQ(truncate((folder_ + "/headwater-a").c_str(), 5000), 0);
-  auto read = Find(*id, 4096, 4096);
-  ASSERT_TRUE(read.ok());
-  EXPECT_EQ(ReasonOf(read->Prepare()), "INVALID_FIELD");
+  ASSERT_OK_AND_ASSIGN(auto read, Find(id, 4096, 4096));
+  EXPECT_EQ(ReasonOf(read.Prepare()), "INVALID_FIELD");
   EXPECT_EQ(ReasonOf(write->Finish()), "INVALID_FIELD");
   struct stat status {};
   ASSERT_EQ(stat((folder_ + "/headwater-a").c_str(), &status), 0);
   EXPECT_EQ(status.st_size, 5000);  // writing has not made it longer again
-  auto rest = Find(*id, 0, 4096);
+  auto rest = Find(id, 0, 4096);
   EXPECT_TRUE(rest->Prepare().ok());
 }
 

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "absl/strings/match.h"
-#include "absl/synchronization/notification.h"
 #include "head_test_util.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/heads/head_registry.h"
@@ -21,26 +20,11 @@ namespace headwater::heads {
 namespace {
 
 using checkpoint::CheckpointStore;
-using headwater::testing::CancelledWait;
-using headwater::testing::FakeEngine;
 using headwater::testing::FaultyFileSystem;
-using headwater::testing::KeyOf;
 using headwater::testing::MemoryFileSystem;
-using headwater::testing::MicroBatchCall;
-using headwater::testing::ReadWeight;
-using headwater::testing::SetWeights;
-using headwater::testing::SmallSpec;
 
 constexpr char kRoot[] = "/store";
 const HeadName kName = {"default", "a"};
-
-HeadSpec FrozenSpec() {
-  HeadSpec spec = SmallSpec();
-  spec.trainable = false;
-  spec.optimizer = std::monostate();
-  spec.staging_slots = 0;
-  return spec;
-}
 
 class HeadComebackTest : public ::testing::Test {
  protected:
@@ -50,9 +34,8 @@ class HeadComebackTest : public ::testing::Test {
   void Start(const RegistryLimits& limits = {}, int64_t keep = 0) {
     registry_.reset();
     files_.Reset();
-    absl::StatusOr<std::unique_ptr<CheckpointStore>> store = CheckpointStore::Open(kRoot, files_, keep);
-    ASSERT_OK(store);
-    store_ = *std::move(store);
+    ASSERT_OK_AND_ASSIGN(std::unique_ptr<CheckpointStore> store, CheckpointStore::Open(kRoot, files_, keep));
+    store_ = std::move(store);
     registry_ = std::make_unique<HeadRegistry>(engine_, limits, HeadLimits(), [this] { return now_; });
   }
   std::vector<HeadRegistry::Comeback> Restart(const RegistryLimits& limits = {}, int64_t keep = 0) {
@@ -68,11 +51,10 @@ class HeadComebackTest : public ::testing::Test {
   void Save(const std::shared_ptr<Head>& head, const std::string& checkpoint_name, bool overwrite = false) {
     EXPECT_OK(head->Save(head->Describe().epoch, *store_, checkpoint_name, overwrite));
   }
-  // Sets the weights; notifies when it has begun, and goes on when it is told.
-  static void SetSlowly(const std::shared_ptr<Head>& head, absl::Notification& begun, absl::Notification& go_on) {
+  // Sets the weights, and stops at the gate meanwhile.
+  static void SetSlowly(const std::shared_ptr<Head>& head, ThreadGate& gate) {
     const TensorSource source = [&](int64_t, int64_t element_count, void* out) {
-      begun.Notify();
-      go_on.WaitForNotification();
+      gate.Stop();
       std::fill_n(static_cast<float*>(out), element_count, 2.0f);
       return absl::OkStatus();
     };
@@ -83,9 +65,7 @@ class HeadComebackTest : public ::testing::Test {
     const StepKey key = KeyOf(*head);
     MicroBatchCall call(head, key.step, 0, {{1, 2, 3}, {2}});
     EXPECT_OK(call.Run(engine_));
-    ApplyArguments arguments;
-    arguments.learning_rate = 1;
-    EXPECT_OK(head->Apply(key, int64_t{1}, arguments));
+    EXPECT_OK(head->Apply(key, int64_t{1}, Rate(1)));
   }
   std::string PathOf(const std::string& checkpoint_name, const std::string& file) const {
     return absl::StrCat(kRoot, "/default/a/", checkpoint_name, "/", file);
@@ -159,9 +139,8 @@ TEST_F(HeadComebackTest, HeadsComeBackFromTheirNewestCheckpoint) {
   EXPECT_OK(back->ReadWeights(HeadTensor::kWeight, 0, 1, &value, std::nullopt, info.epoch));
   // The restarted trainer's own creation attaches.
   spec.initial_step = 0;
-  const absl::StatusOr<HeadRegistry::Created> attached = registry_->Create(kName, spec, IfExists::kAttachIfSameSpec);
-  ASSERT_OK(attached);
-  EXPECT_EQ(attached->head, back);
+  ASSERT_OK_AND_ASSIGN(const HeadRegistry::Created attached, registry_->Create(kName, spec, IfExists::kAttachIfSameSpec));
+  EXPECT_EQ(attached.head, back);
   EXPECT_OK(back->Take(info.epoch, {old_epoch}));
   EXPECT_EQ(back->Describe().recovers_epochs, std::vector<Epoch>{old_epoch});
   const absl::Status mismatch = back->Seal({back->Describe().epoch, 9}, int64_t{0}).status();
@@ -213,7 +192,7 @@ TEST_F(HeadComebackTest, ADamagedCheckpointGivesWayToTheNextOlderOne) {
   EXPECT_TRUE(Restart().empty());
 }
 
-TEST_F(HeadComebackTest, OnlyDamagedManifestsAreTold) {
+TEST_F(HeadComebackTest, DamagedManifestsAloneAreReported) {
   Save(NewHead(), "x");
   Damage(PathOf("x", "manifest.json"));
   const std::vector<HeadRegistry::Comeback> comebacks = Restart();
@@ -266,7 +245,7 @@ TEST_F(HeadComebackTest, HeadsThatAreThereStay) {
   EXPECT_EQ(*registry_->Find(kName), head);
 }
 
-TEST_F(HeadComebackTest, NoFurtherHeadComesBackOnceNobodyWantsThem) {
+TEST_F(HeadComebackTest, RestoringStopsWhenItIsCancelled) {
   Save(NewHead(kName), "x");
   Save(NewHead({"default", "other"}), "x");
   Start();
@@ -278,7 +257,7 @@ TEST_F(HeadComebackTest, NoFurtherHeadComesBackOnceNobodyWantsThem) {
   EXPECT_EQ(registry_->size(), 1);
 }
 
-TEST_F(HeadComebackTest, DirectoriesThatAreNoHeadsAreTold) {
+TEST_F(HeadComebackTest, DirectoriesThatAreNoHeadsAreReported) {
   Save(NewHead(), "x");
   ASSERT_OK(memory_.Rename(absl::StrCat(kRoot, "/default/a"), absl::StrCat(kRoot, "/default/Upper")));
   std::vector<HeadRegistry::Comeback> comebacks = Restart();
@@ -323,7 +302,7 @@ TEST_F(HeadComebackTest, ANewHeadThatWasNeverSavedDoesNotComeBackAsAFormerOne) {
   EXPECT_EQ(Checkpoints(), std::vector<std::string>{"old"});
 }
 
-TEST_F(HeadComebackTest, AHeadThatHadNoRoomToComeBackGivesWayToOneThatIsMade) {
+TEST_F(HeadComebackTest, AHeadThatHadNoRoomToBeRestoredMakesRoomForANewOne) {
   Save(NewHead(), "old");
   const absl::Status no_memory = MakeError(ErrorReason::kMemoryBudgetExceeded, "no memory");
   engine_.control().FailNext("CreateHead", no_memory);
@@ -357,7 +336,7 @@ TEST_F(HeadComebackTest, NoHeadIsMadeWhereAFormerOneCannotBeForgotten) {
   EXPECT_FALSE(IsLive());
 }
 
-TEST_F(HeadComebackTest, ANewHeadGoesOnWithTheRunOfWhatItWasRestoredFrom) {
+TEST_F(HeadComebackTest, ANewHeadContinuesTheRunThatItIsRestoredFrom) {
   Start({}, 2);
   std::shared_ptr<Head> head = NewHead();
   for (const char* name : {"step-1", "step-2"}) Save(head, name);
@@ -380,7 +359,7 @@ TEST_F(HeadComebackTest, ANewHeadGoesOnWithTheRunOfWhatItWasRestoredFrom) {
   EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-3", "step-4", "step-5"}));
 }
 
-TEST_F(HeadComebackTest, ARestoredHeadWhoseRunCannotBeNotedBeginsAnother) {
+TEST_F(HeadComebackTest, ARestoredHeadWhoseRunCannotBeRecordedStartsAnother) {
   Save(NewHead(), "step-1");
   EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
   const std::shared_ptr<Head> head = NewHead();
@@ -451,7 +430,7 @@ TEST_F(HeadComebackTest, ARefusedDeletionForgetsNothing) {
   EXPECT_EQ(Restart().size(), 1u);
 }
 
-TEST_F(HeadComebackTest, AHeadThatIsNotThereIsForgottenIfTheStoreKnowsIt) {
+TEST_F(HeadComebackTest, AMissingHeadIsDeletedFromTheStore) {
   EXPECT_REASON(registry_->Delete(kName, std::nullopt, true, store_.get()), kHeadNotFound);
   Save(NewHead(), "x");
   Start();  // without restoring
@@ -464,7 +443,7 @@ TEST_F(HeadComebackTest, AHeadThatIsNotThereIsForgottenIfTheStoreKnowsIt) {
   EXPECT_EQ(registry_->size(), 0);
 }
 
-TEST_F(HeadComebackTest, AStoreThatCannotForgetIsToldAndAskedAgain) {
+TEST_F(HeadComebackTest, ADeletionThatTheStoreFailsIsReportedAndRetried) {
   Save(NewHead(), "x");
   files_.Reset();
   files_.FailAt(0, MakeError(ErrorReason::kInternal, "the disk is gone"));
@@ -499,17 +478,13 @@ TEST_F(HeadComebackTest, DeletingBreaksWhatKeepsTheHeadAlive) {
 
 TEST_F(HeadComebackTest, ASaveThatRunsWhileTheHeadIsDeletedDoesNotBringItBack) {
   const std::shared_ptr<Head> head = NewHead();
-  absl::Notification computing, go_on;
-  engine_.control().during_compute = [&] {
-    if (computing.HasBeenNotified()) return;
-    computing.Notify();
-    go_on.WaitForNotification();
-  };
+  ThreadGate gate;
+  engine_.control().during_compute = [&] { gate.Stop(); };
   std::thread computer([&] {
     MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
     EXPECT_OK(call.ForwardOnly().Run(engine_));
   });
-  computing.WaitForNotification();
+  gate.AwaitStopped();
   // Waits for the computation; finds the head retired or not.
   std::thread saver([&] { head->Save(head->Describe().epoch, *store_, "late", false).IgnoreError(); });
   std::atomic<bool> deleted = false;
@@ -531,7 +506,7 @@ TEST_F(HeadComebackTest, ASaveThatRunsWhileTheHeadIsDeletedDoesNotBringItBack) {
   EXPECT_FALSE(created_anew);
   EXPECT_REASON(registry_->Find(kName), kHeadNotFound);
   EXPECT_REASON(registry_->Delete(kName, std::nullopt, true, store_.get()), kHeadNotFound);
-  go_on.Notify();
+  gate.Open();
   for (std::thread* thread : {&computer, &saver, &deleter, &creator}) thread->join();
   EXPECT_FALSE(IsLive());
   EXPECT_EQ(registry_->size(), 1);
@@ -539,7 +514,7 @@ TEST_F(HeadComebackTest, ASaveThatRunsWhileTheHeadIsDeletedDoesNotBringItBack) {
 
 // ---- idle heads ------------------------------------------------------------------------------------------------------
 
-TEST_F(HeadComebackTest, HeadsThatNobodyNamesExpire) {
+TEST_F(HeadComebackTest, UnusedHeadsExpire) {
   NewHead({"default", "a"});
   NewHead({"default", "b"});
   NewHead({"default", "c"});
@@ -559,7 +534,7 @@ TEST_F(HeadComebackTest, HeadsThatNobodyNamesExpire) {
   EXPECT_EQ(registry_->size(), 0);
 }
 
-TEST_F(HeadComebackTest, AnExpiredHeadDoesNotComeBackAndItsOpenStepGoes) {
+TEST_F(HeadComebackTest, AnExpiredHeadIsNotRestoredAndItsOpenStepIsDropped) {
   const std::shared_ptr<Head> head = NewHead();
   Save(head, "x");
   MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
@@ -609,7 +584,7 @@ TEST_F(HeadComebackTest, HeadsThatHaveChangedAreSaved) {
   const auto names = [&](absl::Time deadline) {
     std::vector<std::string> all;
     for (const auto& [name, status] : registry_->SaveChanged(*store_, "drain", deadline)) {
-      all.push_back(absl::StrCat(name.head, status.ok() ? "" : absl::StrCat(" ", headwater::testing::ReasonOf(status))));
+      all.push_back(absl::StrCat(name.head, status.ok() ? "" : absl::StrCat(" ", ReasonOf(status))));
     }
     return all;
   };
@@ -646,9 +621,9 @@ TEST_F(HeadComebackTest, AHeadThatIsBeingSetCostsNoOtherItsSave) {
   const std::shared_ptr<Head> busy = NewHead();
   NewHead({"default", "b"});
   NewHead({"default", "c"});
-  absl::Notification setting, go_on;
-  std::thread setter([&] { SetSlowly(busy, setting, go_on); });
-  setting.WaitForNotification();
+  ThreadGate gate;
+  std::thread setter([&] { SetSlowly(busy, gate); });
+  gate.AwaitStopped();
   const auto outcomes = registry_->SaveChanged(*store_, "drain", observability::MonotonicNow() + absl::Milliseconds(200));
   ASSERT_EQ(outcomes.size(), 3u);
   EXPECT_EQ(outcomes[0].first.head, "b");
@@ -659,7 +634,7 @@ TEST_F(HeadComebackTest, AHeadThatIsBeingSetCostsNoOtherItsSave) {
   EXPECT_REASON(outcomes[2].second, kDeadlineExceeded);
   std::thread freer([&] {
     absl::SleepFor(absl::Milliseconds(30));
-    go_on.Notify();
+    gate.Open();
   });
   // One that becomes free in time is saved, too.
   const auto rest = registry_->SaveChanged(*store_, "drain", absl::InfiniteFuture());
@@ -677,9 +652,9 @@ TEST_F(HeadComebackTest, AMicroBatchCanWaitForWeightsBeforeItIsSubmitted) {
   call.ForwardOnly().term().head_epoch.reset();  // allowed in any epoch
   EXPECT_FALSE(IsBehindFiles(call.submission()));
   EXPECT_OK(AwaitFiles(call.submission(), {}));
-  absl::Notification setting, go_on;
-  std::thread setter([&] { SetSlowly(head, setting, go_on); });
-  setting.WaitForNotification();
+  ThreadGate gate;
+  std::thread setter([&] { SetSlowly(head, gate); });
+  gate.AwaitStopped();
   EXPECT_TRUE(IsBehindFiles(call.submission()));
   EXPECT_FALSE(IsBehindFiles(MicroBatchCall(other, 0, 0, {{1, 2, 3}, {2}}).submission()));
   const WaitLimits short_wait = {observability::MonotonicNow() + absl::Milliseconds(1)};
@@ -695,14 +670,14 @@ TEST_F(HeadComebackTest, AMicroBatchCanWaitForWeightsBeforeItIsSubmitted) {
   });
   absl::SleepFor(absl::Milliseconds(20));
   EXPECT_FALSE(has_waited);
-  go_on.Notify();
+  gate.Open();
   setter.join();
   waiter.join();
   EXPECT_FALSE(IsBehindFiles(call.submission()));
   EXPECT_OK(call.Run(engine_));
 }
 
-TEST_F(HeadComebackTest, WhatIsToBeKnownOfTheSumsIsToldWhenTheServerComesBack) {
+TEST_F(HeadComebackTest, RestoringReportsThatSumsMayDiffer) {
   Save(NewHead(), "x");
   EXPECT_EQ(Restart()[0].note, "");
   FakeEngine other(2);
@@ -750,7 +725,7 @@ TEST_F(HeadComebackTest, AHeadThatIsUsedWhileItIsSavedStays) {
   EXPECT_OK(head->CheckEpoch(head->Describe().epoch));
 }
 
-TEST_F(HeadComebackTest, AHeadThatIsDeletedWhileItIsSavedGoesOnce) {
+TEST_F(HeadComebackTest, AHeadThatIsDeletedWhileItIsSavedIsDroppedOnce) {
   NewHead();
   now_ += absl::Hours(1);
   std::thread deleter;

@@ -15,16 +15,7 @@
 namespace headwater::heads {
 namespace {
 
-using headwater::testing::KeyOf;
-using headwater::testing::MicroBatchCall;
-using headwater::testing::Payload;
-using headwater::testing::ReadGradWeight;
-using headwater::testing::ReadWeight;
-using headwater::testing::SetWeights;
-using headwater::testing::SmallSpec;
 using headwater::testing::TemporaryDirectory;
-using headwater::testing::TestRows;
-using headwater::testing::TestSequencer;
 
 constexpr int64_t kVocab = 37;
 constexpr int64_t kWidth = 11;
@@ -81,10 +72,7 @@ class HeadCpuEngineTest : public ::testing::TestWithParam<int32_t> {
       const auto outcome = MicroBatchCall(head, key.step, id, RandomPayload(seed + static_cast<uint64_t>(id))).Run(engine);
       if (!outcome.ok()) return outcome.status();
     }
-    ApplyArguments arguments;
-    arguments.learning_rate = 0.01;
-    arguments.max_grad_norm = 1;
-    return head->Apply(key, int64_t{2}, arguments).status();
+    return head->Apply(key, int64_t{2}, Rate(0.01, 1)).status();
   }
 
   std::unique_ptr<LossEngine> engine_ = NewEngine(GetParam());
@@ -145,13 +133,12 @@ TEST_P(HeadCpuEngineTest, RowsThatFlowAddWhatWholeOnesDo) {
     flows.submission().incoming = &rows;
     flows.submission().engine_digests = true;
     if (id == 2) flows.Explicit(), comes.Explicit();
-    const auto flowed = flows.Run(*engine_), came = comes.Run(*engine_);
-    ASSERT_OK(flowed);
+    ASSERT_OK_AND_ASSIGN(const auto flowed, flows.Run(*engine_), came = comes.Run(*engine_));
     ASSERT_OK(came);
     EXPECT_EQ(rows.awaited.back(), kRows);
     EXPECT_EQ(rows.ready.back(), kRows);
     EXPECT_EQ(flows.grad_hidden(), comes.grad_hidden());
-    EXPECT_EQ(flowed->terms[0].loss_sum, came->terms[0].loss_sum);
+    EXPECT_EQ(flowed.terms[0].loss_sum, came->terms[0].loss_sum);
     DigestBuilder digest;
     digest.AddRows(0, 0, kRows, kWidth * int64_t{sizeof(float)}, payload.hidden.data());
     EXPECT_EQ(rows.engine_digest, digest.Finish("header"));
@@ -203,9 +190,8 @@ TEST_P(HeadCpuEngineTest, ANonFiniteGradientIsRefusedAndDiscarded) {
   const std::vector<float> weight = ReadWeight(*head);
   Payload payload = RandomPayload(1);
   payload.hidden[3] = std::numeric_limits<float>::infinity();
-  const auto outcome = MicroBatchCall(head, 0, 0, payload).Run(*engine_);
-  ASSERT_OK(outcome);
-  EXPECT_GE(outcome->terms[0].non_finite_row_count, 1);
+  ASSERT_OK_AND_ASSIGN(const auto outcome, MicroBatchCall(head, 0, 0, payload).Run(*engine_));
+  EXPECT_GE(outcome.terms[0].non_finite_row_count, 1);
   EXPECT_REASON(head->Apply(KeyOf(*head), int64_t{1}, ApplyArguments()), kNonFiniteGradient);
   EXPECT_EQ(ReadWeight(*head), weight);
   ASSERT_OK(head->DiscardGradient(KeyOf(*head)));
@@ -213,7 +199,7 @@ TEST_P(HeadCpuEngineTest, ANonFiniteGradientIsRefusedAndDiscarded) {
   EXPECT_OK(TrainStep(head, *engine_, 9));
 }
 
-TEST_P(HeadCpuEngineTest, ARestoredRunGoesOnBitwise) {
+TEST_P(HeadCpuEngineTest, ARestoredRunContinuesBitwise) {
   const TemporaryDirectory directory;
   const std::unique_ptr<checkpoint::CheckpointStore> store = *checkpoint::CheckpointStore::Open(directory.path());
   for (const DataType data_type : {DataType::kFloat32, DataType::kBFloat16}) {

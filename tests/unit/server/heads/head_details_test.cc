@@ -17,17 +17,9 @@ namespace headwater::heads {
 namespace {
 
 using headwater::testing::FakeControl;
-using headwater::testing::FakeEngine;
 using headwater::testing::FakeHead;
-using headwater::testing::KeyOf;
-using headwater::testing::MakeReadyHead;
-using headwater::testing::MicroBatchCall;
-using headwater::testing::Payload;
-using headwater::testing::SetWeights;
-using headwater::testing::SmallSpec;
 
 const Payload kRow = {{1, 2, 3}, {2}};
-const absl::Status kEngineError = MakeError(ErrorReason::kEngineFailed, "the device is gone");
 
 // An engine that remembers what its computations were to wait for, and whose heads the last update that they were asked for.
 class RecordingEngine : public FakeEngine {
@@ -73,13 +65,9 @@ ApplyArguments With(std::optional<double> ApplyArguments::*member, double value)
   return arguments;
 }
 
-HeadSpec WithBias() {
-  HeadSpec spec = SmallSpec();
-  spec.has_bias = true;
-  return spec;
-}
+HeadSpec WithBias() { return SpecWith(&HeadSpec::has_bias, true); }
 
-TEST(HeadDetailsTest, ADescriptionTellsAll) {
+TEST(HeadDetailsTest, ADescriptionIsComplete) {
   FakeEngine engine(2);
   const absl::Time before = absl::Now();
   const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec(), "described");
@@ -96,11 +84,7 @@ TEST(HeadDetailsTest, ADescriptionTellsAll) {
 TEST(HeadDetailsTest, OverridesOfAdamWReachTheEngineOneByOne) {
   RecordingEngine engine;
   HeadSpec spec = SmallSpec();
-  AdamWSpec adamw;
-  adamw.beta1 = 0.5;
-  adamw.beta2 = 0.25;
-  adamw.epsilon = 0.125;
-  adamw.weight_decay = 2;
+  const AdamWSpec adamw = {.beta1 = 0.5, .beta2 = 0.25, .epsilon = 0.125, .weight_decay = 2};
   spec.optimizer = adamw;
   const std::shared_ptr<Head> head = MakeReadyHead(engine, spec);
   const auto apply = [&](const ApplyArguments& arguments) {
@@ -129,9 +113,7 @@ TEST(HeadDetailsTest, OverridesOfAdamWReachTheEngineOneByOne) {
 TEST(HeadDetailsTest, OverridesOfSgdReachTheEngineOneByOne) {
   RecordingEngine engine;
   HeadSpec spec = SmallSpec();
-  SgdSpec sgd;
-  sgd.momentum = 0.5;
-  sgd.weight_decay = 2;
+  const SgdSpec sgd = {.momentum = 0.5, .weight_decay = 2};
   spec.optimizer = sgd;
   const std::shared_ptr<Head> head = MakeReadyHead(engine, spec);
   const auto apply = [&](const ApplyArguments& arguments) {
@@ -165,9 +147,7 @@ TEST(HeadDetailsTest, ALostHeadNeedsAllItsTensorsAgain) {
 std::weak_ptr<const void> ReplaceWeightAlone(Head& head) {
   EXPECT_OK(head.Seal(KeyOf(head), int64_t{0}, {}));
   auto values = std::make_shared<std::vector<float>>(15, 1.0f);
-  ShadowTensor tensor;
-  tensor.data = std::shared_ptr<const void>(values, values->data());
-  tensor.byte_count = 60;
+  const ShadowTensor tensor = {.data = std::shared_ptr<const void>(values, values->data()), .byte_count = 60};
   const absl::StatusOr<ReplaceReply> reply = head.Replace(KeyOf(head), tensor);
   EXPECT_OK(reply);
   EXPECT_FALSE(reply.ok() && reply->closed);
@@ -203,20 +183,17 @@ TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWhereItsRoomIsNeeded) {
   EXPECT_TRUE(values.expired());
   // The step is as it was, and needs both of them now.
   const std::vector<float> bias(5, 2.0f);
-  ShadowTensor tensor;
-  tensor.tensor = HeadTensor::kBias;
-  tensor.data = std::shared_ptr<const void>(std::shared_ptr<const void>(), bias.data());
-  tensor.byte_count = 20;
-  const absl::StatusOr<ReplaceReply> alone = head->Replace(KeyOf(*head), tensor);
-  ASSERT_OK(alone);
-  EXPECT_FALSE(alone->closed);
+  ShadowTensor tensor = {.tensor = HeadTensor::kBias,
+                         .data = std::shared_ptr<const void>(std::shared_ptr<const void>(), bias.data()),
+                         .byte_count = 20};
+  ASSERT_OK_AND_ASSIGN(const ReplaceReply alone, head->Replace(KeyOf(*head), tensor));
+  EXPECT_FALSE(alone.closed);
   const std::vector<float> weight(15, 1.0f);
   tensor.tensor = HeadTensor::kWeight;
   tensor.data = std::shared_ptr<const void>(std::shared_ptr<const void>(), weight.data());
   tensor.byte_count = 60;
-  const absl::StatusOr<ReplaceReply> both = head->Replace(KeyOf(*head), tensor);
-  ASSERT_OK(both);
-  EXPECT_TRUE(both->closed);
+  ASSERT_OK_AND_ASSIGN(const ReplaceReply both, head->Replace(KeyOf(*head), tensor));
+  EXPECT_TRUE(both.closed);
   EXPECT_EQ(head->Describe().open_step, 1);
 }
 
@@ -244,9 +221,7 @@ TEST(HeadDetailsTest, EveryComputationOfAMicroBatchWaitsForItsSender) {
 TEST(HeadDetailsTest, WhatIsComputedAgainWritesOutputsOnce) {
   for (const bool held : {false, true}) {
     RecordingEngine engine;
-    HeadSpec spec = SmallSpec();
-    spec.staging_slots = 0;
-    const std::shared_ptr<Head> head = MakeReadyHead(engine, spec);
+    const std::shared_ptr<Head> head = MakeReadyHead(engine, SpecWith(&HeadSpec::staging_slots, 0));
     float values[4];
     int32_t argmax;
     MicroBatchCall call(head, 0, 0, kRow);
@@ -269,15 +244,11 @@ TEST(HeadDetailsTest, WhatIsComputedAgainWritesOutputsOnce) {
 TEST(HeadDetailsTest, WhatIsHeldForgetsTermsThatAddNothing) {
   RecordingEngine engine;
   const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec());
-  HeadSpec frozen = SmallSpec();
-  frozen.trainable = false;
-  frozen.optimizer = std::monostate();
-  frozen.staging_slots = 0;
   MicroBatchCall call(head, 0, 0, kRow);
   call.Explicit().submission().late_token_factors = true;
   call.submission().hold = [] { return std::make_shared<const int>(0); };
   {
-    const std::shared_ptr<Head> beside = MakeReadyHead(engine, frozen, "frozen");
+    const std::shared_ptr<Head> beside = MakeReadyHead(engine, FrozenSpec(), "frozen");
     call.submission().terms.push_back(MicroBatchCall(beside, 0, 0, kRow).term());
     call.submission().terms.back().term.targets = call.term().term.targets;
     EXPECT_OK(call.Run(engine));
@@ -355,9 +326,9 @@ TEST(HeadDetailsTest, RowsOfAnAddedGradientMustBeTheHeads) {
   const StepKey key = KeyOf(*head);
   const std::vector<float> rows(30);
   const auto add = [&](int64_t id, int64_t start, int64_t count) {
-    EXPECT_EQ(headwater::testing::ReasonOf(head->CheckAddGradient(key, id, 0, start, count)),
-              headwater::testing::ReasonOf(head->AddGradient(key, id, 0, Digest{}, {start, count, rows.data(), 1}, nullptr)));
-    return headwater::testing::ReasonOf(head->AddGradient(key, id, 0, Digest{}, {start, count, rows.data(), 1}, nullptr));
+    EXPECT_EQ(ReasonOf(head->CheckAddGradient(key, id, 0, start, count)),
+              ReasonOf(head->AddGradient(key, id, 0, Digest{}, {start, count, rows.data(), 1}, nullptr)));
+    return ReasonOf(head->AddGradient(key, id, 0, Digest{}, {start, count, rows.data(), 1}, nullptr));
   };
   EXPECT_EQ(add(0, 0, 5), "OK");
   EXPECT_EQ(add(1, 4, 1), "OK");
@@ -394,11 +365,7 @@ TEST(HeadDetailsTest, AWrongNameIsQuotedSafely) {
 }
 
 RegistryLimits Limits(int64_t heads, int64_t heads_per_tenant, int64_t tenant_bytes) {
-  RegistryLimits limits;
-  limits.max_heads = heads;
-  limits.max_heads_per_tenant = heads_per_tenant;
-  limits.max_tenant_memory_bytes = tenant_bytes;
-  return limits;
+  return {.max_heads = heads, .max_heads_per_tenant = heads_per_tenant, .max_tenant_memory_bytes = tenant_bytes};
 }
 
 TEST(HeadDetailsTest, QuotasSayWhatIsThere) {

@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/synchronization/notification.h"
 #include "head_test_util.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/heads/head.h"
@@ -22,16 +21,8 @@ namespace headwater::heads {
 namespace {
 
 using checkpoint::CheckpointStore;
-using headwater::testing::CancelledWait;
-using headwater::testing::FakeEngine;
 using headwater::testing::FaultyFileSystem;
-using headwater::testing::KeyOf;
-using headwater::testing::MakeReadyHead;
 using headwater::testing::MemoryFileSystem;
-using headwater::testing::MicroBatchCall;
-using headwater::testing::Payload;
-using headwater::testing::RunUntilItSleeps;
-using headwater::testing::SmallSpec;
 using observability::MonotonicNow;
 
 const Payload kRow = {{1, 2, 3}, {2}};
@@ -60,39 +51,31 @@ class HeadEntryTest : public ::testing::Test {
     const auto found = steps->first.micro_batches.find(micro_batch);
     return found == steps->first.micro_batches.end() ? ContributionState::kNone : found->second.state;
   }
-  // A save that hangs on the disk until go_on_.
+  // A save that hangs on the disk until the gate opens.
   std::thread BeginSave() {
-    files_.OnNextChange([this] {
-      hangs_.Notify();
-      go_on_.WaitForNotification();
-    });
+    files_.OnNextChange([this] { gate_.Stop(); });
     std::thread saver([this] { EXPECT_OK(head_->Save(key_.epoch, *store_, "x", /*overwrite=*/false)); });
-    hangs_.WaitForNotification();
+    gate_.AwaitStopped();
     return saver;
   }
-  // A call that sets the weights, and hangs in it until go_on_.
+  // A call that sets the weights, and hangs in it until the gate opens.
   std::thread BeginSet() {
     std::thread setter([this] {
       const TensorSource source = [this](int64_t, int64_t element_count, void* out) {
-        hangs_.Notify();
-        go_on_.WaitForNotification();
+        gate_.Stop();
         std::fill_n(static_cast<float*>(out), element_count, 1.0f);
         return absl::OkStatus();
       };
       EXPECT_OK(head_->SetTensors(key_.epoch, {{HeadTensor::kWeight, DataType::kFloat32, source, /*in_memory=*/true}}));
     });
-    hangs_.WaitForNotification();
+    gate_.AwaitStopped();
     return setter;
   }
-  // A micro-batch that hangs in the engine until go_on_.
+  // A micro-batch that hangs in the engine until the gate opens.
   std::thread BeginComputation() {
-    engine_.control().during_compute = [this] {
-      if (stopped_.exchange(true)) return;
-      hangs_.Notify();
-      go_on_.WaitForNotification();
-    };
+    engine_.control().during_compute = [this] { gate_.Stop(); };
     std::thread computes([this] { EXPECT_OK(MicroBatchCall(head_, 0, 100, kRow).Run(engine_)); });
-    hangs_.WaitForNotification();
+    gate_.AwaitStopped();
     return computes;
   }
   static WaitLimits For(absl::Duration time) { return {MonotonicNow() + time}; }
@@ -101,9 +84,6 @@ class HeadEntryTest : public ::testing::Test {
   using Call = std::function<absl::Status(const WaitLimits&)>;
   std::vector<std::pair<std::string, Call>> Calls() {
     const int64_t byte_count = static_cast<int64_t>(values_.size() * sizeof(float));
-    GradientPart part;
-    part.row_count = 1;
-    part.data = values_.data();
     ShadowTensor shadow;
     shadow.data = std::shared_ptr<const void>(values_.data(), [](const void*) {});
     shadow.byte_count = byte_count;
@@ -116,7 +96,10 @@ class HeadEntryTest : public ::testing::Test {
            return head_->ReadGradient(key_, HeadTensor::kGradWeight, 0, 15, values_.data(), limits);
          }},
         {"AddGradient",
-         [=, this](const WaitLimits& limits) { return head_->AddGradient(key_, 9, 0, Digest{7}, part, nullptr, limits).status(); }},
+         [=, this](const WaitLimits& limits) {
+           return head_->AddGradient(key_, 9, 0, Digest{7}, GradientPart{.row_count = 1, .data = values_.data()}, nullptr, limits)
+               .status();
+         }},
         {"Announce", [=, this](const WaitLimits& limits) { return Announce(higher_.submission(), limits); }},
         {"Discard", [=, this](const WaitLimits& limits) { return Discard(targets_, 1, 1, std::nullopt, limits).status(); }},
         {"ReadWeights",
@@ -144,8 +127,7 @@ class HeadEntryTest : public ::testing::Test {
   }
   static constexpr size_t kWriters = 5;  // the last of Calls()
 
-  absl::Notification hangs_, go_on_;
-  std::atomic<bool> stopped_ = false;
+  ThreadGate gate_;
   FakeEngine engine_;
   MemoryFileSystem memory_;
   FaultyFileSystem files_{memory_};
@@ -171,7 +153,7 @@ TEST_F(HeadEntryTest, EveryCallBehindAChangeOfTheWeightsEndsWithItsLimits) {
   EXPECT_EQ(head_->Describe().epoch, before.epoch);
   EXPECT_EQ(StateOf(0), ContributionState::kStaged);
   EXPECT_EQ(StateOf(1), ContributionState::kStaged);
-  go_on_.Notify();
+  gate_.Open();
   setter.join();
   EXPECT_EQ(head_->Describe().weight_version, before.weight_version + 1);
   EXPECT_TRUE(store_->ListNewestFirst("default", "student")->newest_first.empty());
@@ -199,7 +181,7 @@ TEST_F(HeadEntryTest, OnlyChangesOfTheWeightsAndOtherSavesWaitForASave) {
   }
   EXPECT_NE(head_->Describe().epoch, before.epoch);
   EXPECT_EQ(head_->Describe().weight_version, before.weight_version);
-  go_on_.Notify();
+  gate_.Open();
   saver.join();
   EXPECT_EQ(store_->ListNewestFirst("default", "student")->newest_first.size(), 1u);
   // The step that the checkpoint has open is not the head's any more.
@@ -217,7 +199,7 @@ TEST_F(HeadEntryTest, ACallThatIsGivenUpBehindAComputationChangesNothing) {
   });
   EXPECT_REASON(Discard(targets_, 0, 0, std::nullopt, For(absl::Milliseconds(1))), kDeadlineExceeded);
   is_given_up = true;
-  go_on_.Notify();
+  gate_.Open();
   for (std::thread* thread : {&computes, &commits}) thread->join();
   EXPECT_EQ(StateOf(0), ContributionState::kStaged);
   EXPECT_TRUE(*Commit(0));
@@ -235,7 +217,7 @@ TEST_F(HeadEntryTest, EveryCallThatWaitsForADeletedHeadIsToldAtOnce) {
   submits.join();
   EXPECT_REASON(head_->GradientNorm(key_), kHeadNotFound);
   EXPECT_REASON(head_->CheckEpoch(std::nullopt), kHeadNotFound);
-  go_on_.Notify();
+  gate_.Open();
   setter.join();
   EXPECT_REASON(head_->GradientNorm(key_), kHeadNotFound);
 }
@@ -252,7 +234,7 @@ TEST_F(HeadEntryTest, TheEndOfASessionWaitsForNobody) {
   EXPECT_EQ(StateOf(1), ContributionState::kStaged);
   EXPECT_REASON(Commit(0, AsLongAsItTakes(), session), kMicroBatchDiscarded);
   EXPECT_EQ(head_->DropSession(session), 0);
-  go_on_.Notify();
+  gate_.Open();
   setter.join();
 }
 
@@ -262,7 +244,7 @@ TEST_F(HeadEntryTest, ACommitThatWaitsFindsThatItsSessionHasEnded) {
   std::thread computes = BeginComputation();
   std::thread commits = RunUntilItSleeps([&] { EXPECT_REASON(Commit(0, AsLongAsItTakes(), session), kMicroBatchDiscarded); });
   EXPECT_EQ(head_->DropSession(session), 1);
-  go_on_.Notify();
+  gate_.Open();
   computes.join();
   commits.join();
 }

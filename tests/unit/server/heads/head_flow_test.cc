@@ -2,14 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <functional>
 #include <memory>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "absl/synchronization/barrier.h"
-#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "head_test_util.h"
 #include "headwater/kernels/digest.h"
@@ -18,21 +15,8 @@
 namespace headwater::heads {
 namespace {
 
-using headwater::testing::DigestOf;
-using headwater::testing::FakeEngine;
-using headwater::testing::KeyOf;
-using headwater::testing::MakeReadyHead;
-using headwater::testing::MicroBatchCall;
-using headwater::testing::Payload;
-using headwater::testing::ReadGradWeight;
-using headwater::testing::RunUntilItSleeps;
-using headwater::testing::SmallSpec;
-using headwater::testing::TestRows;
-
 const Payload kTwoRows = {{1, 2, 3, 4, 5, 6}, {2, 4}};
 const Payload kRowOfToken1 = {{-5, 0, 7}, {1}};
-const absl::Status kEngineError = MakeError(ErrorReason::kEngineFailed, "the device is gone");
-const absl::Status kNotReady = MakeError(ErrorReason::kShardNotReady, "a shard could not begin");
 
 const std::vector<float> kNothing(15);
 const std::vector<float> kGradientOfTwoRows = {0, 0, 0, 0, 0, 0, 1, 2, 3, 0, 0, 0, 4, 5, 6};
@@ -56,12 +40,6 @@ struct FlowingCall {
 
 class HeadFlowTest : public ::testing::Test {
  protected:
-  ContributionState StateOf(const Head& head, int64_t micro_batch) {
-    const auto steps = head.GetSteps(head.Describe().epoch);
-    EXPECT_OK(steps);
-    const auto found = steps->first.micro_batches.find(micro_batch);
-    return found == steps->first.micro_batches.end() ? ContributionState::kNone : found->second.state;
-  }
   // Nothing is left of micro-batch 0, and the head goes on: the same call, whole, is committed.
   void ExpectNoTrace(int64_t attempt = 0) {
     EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
@@ -70,33 +48,15 @@ class HeadFlowTest : public ::testing::Test {
     EXPECT_EQ(ReadGradWeight(*head_), kNothing);
     MicroBatchCall whole(head_, 0, 0, kTwoRows);
     whole.submission().attempt = attempt;
-    const absl::StatusOr<SubmissionOutcome> outcome = whole.Run(engine_);
-    ASSERT_OK(outcome);
-    EXPECT_FALSE(outcome->replayed);
+    ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, whole.Run(engine_));
+    EXPECT_FALSE(outcome.replayed);
     EXPECT_EQ(ReadGradWeight(*head_), kGradientOfTwoRows);
-  }
-  void AddSecondTerm(MicroBatchCall& call) {
-    SubmittedTerm term = call.term();
-    term.head = other_;
-    term.head_epoch = other_->Describe().epoch;
-    term.step = KeyOf(*other_).step;
-    call.submission().terms.push_back(term);
-  }
-  // Makes the next Compute() call stop, once, until the test goes on.
-  void StopNextComputation() {
-    engine_.control().during_compute = [this] {
-      if (stopped_.exchange(true)) return;
-      computing_.Notify();
-      go_on_.WaitForNotification();
-    };
   }
   // Tells a token that goes with a contribution.
   std::shared_ptr<const void> Token() {
     return std::shared_ptr<const void>(this, [this](const void*) { ++tokens_gone_; });
   }
 
-  std::atomic<bool> stopped_ = false;
-  absl::Notification computing_, go_on_;
   std::atomic<int> tokens_gone_ = 0;
   FakeEngine engine_;
   std::shared_ptr<Head> head_ = MakeReadyHead(engine_, SmallSpec());
@@ -107,12 +67,11 @@ class HeadFlowTest : public ::testing::Test {
 
 TEST_F(HeadFlowTest, AMicroBatchIsCommittedWithTheDigestOfItsRows) {
   FlowingCall flowing(head_, 0, 0, kTwoRows);
-  const absl::StatusOr<SubmissionOutcome> outcome = flowing.call.Run(engine_);
-  ASSERT_OK(outcome);
-  EXPECT_FALSE(outcome->needs_all_rows);
-  EXPECT_EQ(outcome->state, ContributionState::kCommitted);
-  EXPECT_EQ(outcome->form, ContributionForm::kDirect);
-  EXPECT_EQ(outcome->digest, DigestOf(kTwoRows));
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, flowing.call.Run(engine_));
+  EXPECT_FALSE(outcome.needs_all_rows);
+  EXPECT_EQ(outcome.state, ContributionState::kCommitted);
+  EXPECT_EQ(outcome.form, ContributionForm::kDirect);
+  EXPECT_EQ(outcome.digest, DigestOf(kTwoRows));
   EXPECT_EQ(flowing.rows.awaited, (std::vector<int64_t>{1, 2}));
   EXPECT_EQ(flowing.rows.ready, std::vector<int64_t>{2});
   EXPECT_EQ(flowing.rows.finishes, 1);
@@ -150,7 +109,7 @@ TEST_F(HeadFlowTest, RowsThatDoNotComeLeaveNothing) {
 
 TEST_F(HeadFlowTest, ARefusalAtTheDecisionLeavesNothing) {
   FlowingCall flowing(head_, 0, 0, kTwoRows);
-  AddSecondTerm(flowing.call);
+  AddSecondTerm(flowing.call, other_);
   flowing.rows.on_finish = [] { return MakeError(ErrorReason::kProtocolViolation, "rows are missing"); };
   EXPECT_REASON(flowing.call.Run(engine_), kProtocolViolation);
   EXPECT_EQ(StateOf(*other_, 0), ContributionState::kNone);
@@ -202,12 +161,11 @@ TEST_F(HeadFlowTest, RowsThatStallAreWaitedForElsewhere) {
     FlowingCall flowing(head_, 0, 0, kTwoRows);
     if (is_explicit) flowing.call.Explicit();
     flowing.rows.Stall();
-    const absl::StatusOr<SubmissionOutcome> outcome = flowing.call.Run(engine_);
-    ASSERT_OK(outcome);
-    EXPECT_TRUE(outcome->needs_all_rows);
-    EXPECT_TRUE(outcome->terms.empty());
-    EXPECT_EQ(outcome->state, ContributionState::kNone);
-    EXPECT_EQ(outcome->weight_versions, std::vector<int64_t>{head_->Describe().weight_version});
+    ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, flowing.call.Run(engine_));
+    EXPECT_TRUE(outcome.needs_all_rows);
+    EXPECT_TRUE(outcome.terms.empty());
+    EXPECT_EQ(outcome.state, ContributionState::kNone);
+    EXPECT_EQ(outcome.weight_versions, std::vector<int64_t>{head_->Describe().weight_version});
   }
   ExpectNoTrace();
 }
@@ -237,12 +195,11 @@ TEST_F(HeadFlowTest, WhatIsKnownNeedsAllRowsFirst) {
     for (const int64_t attempt : {0, 3}) {
       FlowingCall flowing(head_, 0, id, kRowOfToken1);
       flowing.call.submission().attempt = attempt;
-      const absl::StatusOr<SubmissionOutcome> outcome = flowing.call.Run(engine_);
-      ASSERT_OK(outcome);
-      EXPECT_TRUE(outcome->needs_all_rows);
-      EXPECT_FALSE(outcome->replayed);
-      EXPECT_EQ(outcome->state, ContributionState::kNone);
-      EXPECT_EQ(outcome->form, ContributionForm::kNone);
+      ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, flowing.call.Run(engine_));
+      EXPECT_TRUE(outcome.needs_all_rows);
+      EXPECT_FALSE(outcome.replayed);
+      EXPECT_EQ(outcome.state, ContributionState::kNone);
+      EXPECT_EQ(outcome.form, ContributionForm::kNone);
       EXPECT_TRUE(flowing.rows.awaited.empty());
     }
   }
@@ -251,11 +208,10 @@ TEST_F(HeadFlowTest, WhatIsKnownNeedsAllRowsFirst) {
   // Then the rows tell.
   EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken1).Run(engine_), kMicroBatchConflict);
   MicroBatchCall first_wins(head_, 0, 0, kRowOfToken1);
-  const absl::StatusOr<SubmissionOutcome> differs = first_wins.FirstWins().Run(engine_);
-  ASSERT_OK(differs);
-  EXPECT_TRUE(differs->payload_differs);
-  EXPECT_EQ(differs->state, ContributionState::kCommitted);
-  EXPECT_EQ(differs->digest, DigestOf(kRowOfToken1));
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome differs, first_wins.FirstWins().Run(engine_));
+  EXPECT_TRUE(differs.payload_differs);
+  EXPECT_EQ(differs.state, ContributionState::kCommitted);
+  EXPECT_EQ(differs.digest, DigestOf(kRowOfToken1));
   EXPECT_TRUE(MicroBatchCall(head_, 0, 0, kTwoRows).Run(engine_)->replayed);
   EXPECT_EQ(ReadGradWeight(*head_), kGradientOfTwoRows);
 }
@@ -263,7 +219,7 @@ TEST_F(HeadFlowTest, WhatIsKnownNeedsAllRowsFirst) {
 TEST_F(HeadFlowTest, KnownToOneHeadOnlyNeedsAllRowsToo) {
   ASSERT_OK(MicroBatchCall(other_, 0, 0, kTwoRows).Run(engine_));
   FlowingCall flowing(head_, 0, 0, kTwoRows);
-  AddSecondTerm(flowing.call);
+  AddSecondTerm(flowing.call, other_);
   EXPECT_TRUE(flowing.call.Run(engine_)->needs_all_rows);
   EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
   flowing.call.submission().incoming = nullptr;
@@ -317,10 +273,9 @@ TEST_F(HeadFlowTest, ForwardOnlyAndFrozenOnesFlow) {
   spec.optimizer = std::monostate();
   std::shared_ptr<Head> frozen = MakeReadyHead(engine_, spec, "frozen");
   FlowingCall backward(frozen, 0, 0, kTwoRows);
-  const absl::StatusOr<SubmissionOutcome> outcome = backward.call.Run(engine_);
-  ASSERT_OK(outcome);
-  EXPECT_EQ(outcome->digest, DigestOf(kTwoRows));
-  EXPECT_EQ(outcome->state, ContributionState::kNone);
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, backward.call.Run(engine_));
+  EXPECT_EQ(outcome.digest, DigestOf(kTwoRows));
+  EXPECT_EQ(outcome.state, ContributionState::kNone);
   EXPECT_EQ(backward.rows.ready, std::vector<int64_t>{2});
   backward.rows.Stall();
   EXPECT_TRUE(backward.call.Run(engine_)->needs_all_rows);
@@ -330,7 +285,7 @@ TEST_F(HeadFlowTest, AnEngineThatFailsBeforeTheDecisionLosesNothing) {
   for (const absl::Status& failure : {kEngineError, kNotReady}) {
     engine_.control().FailNext("Upload", failure);
     FlowingCall flowing(head_, 0, 0, kTwoRows);
-    EXPECT_EQ(headwater::testing::ReasonOf(flowing.call.Run(engine_)), ErrorReasonName(GetErrorReason(failure)));
+    EXPECT_EQ(ReasonOf(flowing.call.Run(engine_)), ErrorReasonName(GetErrorReason(failure)));
   }
   ExpectNoTrace();
   engine_.control().FailNext("Compute", kEngineError);  // after the decision, with the products under way
@@ -363,13 +318,13 @@ TEST_F(HeadFlowTest, AnEngineThatDoesNotAskMayHaveAddedWhatItShouldNot) {
 
 TEST_F(HeadFlowTest, AStepIsNotClosedUnderOneThatFlows) {
   FlowingCall flowing(head_, 0, 0, kTwoRows);
-  absl::Notification awaiting, go_on;
-  flowing.rows.on_await = [&](int64_t row_end) {
-    if (row_end == 1) awaiting.Notify(), go_on.WaitForNotification();
+  ThreadGate gate;
+  flowing.rows.on_await = [&](int64_t) {
+    gate.Stop();
     return absl::OkStatus();
   };
   std::thread computes([&] { EXPECT_OK(flowing.call.Run(engine_)); });
-  awaiting.WaitForNotification();
+  gate.AwaitStopped();
   EXPECT_EQ(StateOf(*head_, 0), ContributionState::kInProgress);
   EXPECT_REASON(MicroBatchCall(head_, 0, 0, kTwoRows).Run(engine_), kMicroBatchInProgress);
   EXPECT_REASON(DiscardFrom(head_, KeyOf(*head_), 0, 0), kMicroBatchInProgress);
@@ -381,7 +336,7 @@ TEST_F(HeadFlowTest, AStepIsNotClosedUnderOneThatFlows) {
   });
   absl::SleepFor(absl::Milliseconds(20));
   EXPECT_FALSE(sealed);
-  go_on.Notify();
+  gate.Open();
   computes.join();
   seals.join();
   EXPECT_EQ(StateOf(*head_, 0), ContributionState::kCommitted);
@@ -395,17 +350,12 @@ TEST_F(HeadFlowTest, MicroBatchesOfOneHeadReachTheEngineTogether) {
   engine_.control().during_compute = [barrier] {
     if (barrier->Block()) delete barrier;  // returns only when all are there
   };
-  std::vector<std::thread> threads;
-  for (int64_t id = 0; id < kCalls; ++id) {
-    threads.emplace_back([this, id] {
-      FlowingCall flowing(head_, 0, id, kTwoRows);
-      if (id % 2 == 1) flowing.call.submission().incoming = nullptr, flowing.call.submission().digest = DigestOf(kTwoRows);
-      const absl::StatusOr<SubmissionOutcome> outcome = flowing.call.Run(engine_);
-      ASSERT_OK(outcome);
-      EXPECT_EQ(outcome->state, ContributionState::kCommitted);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  RunThreads(kCalls, [this](int64_t id) {
+    FlowingCall flowing(head_, 0, id, kTwoRows);
+    if (id % 2 == 1) flowing.call.submission().incoming = nullptr, flowing.call.submission().digest = DigestOf(kTwoRows);
+    ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, flowing.call.Run(engine_));
+    EXPECT_EQ(outcome.state, ContributionState::kCommitted);
+  });
   engine_.control().during_compute = nullptr;
   EXPECT_OK(head_->Seal(KeyOf(*head_), int64_t{kCalls}));
   std::vector<float> expected = kNothing;
@@ -417,7 +367,7 @@ TEST_F(HeadFlowTest, OneOfTwoEqualCallsIsTold) {
   // Whatever order the terms have: each micro-batch begins in all of its heads at once.
   for (int64_t id = 0; id < 50; ++id) {
     MicroBatchCall one(head_, 0, id, kTwoRows), two(other_, 0, id, kTwoRows);
-    AddSecondTerm(one);
+    AddSecondTerm(one, other_);
     SubmittedTerm term = two.term();
     term.head = head_;
     term.head_epoch = head_->Describe().epoch;
@@ -442,9 +392,10 @@ TEST_F(HeadFlowTest, OneOfTwoEqualCallsIsTold) {
 TEST_F(HeadFlowTest, WhatChangesTheHeadWaitsForAllThatCompute) {
   ASSERT_OK(MicroBatchCall(head_, 0, 7, kRowOfToken1).Explicit().Run(engine_));
   const StepKey key = KeyOf(*head_);
-  StopNextComputation();
+  ThreadGate gate;
+  engine_.control().during_compute = [&] { gate.Stop(); };
   std::thread computes([&] { EXPECT_OK(MicroBatchCall(head_, 0, 0, kTwoRows).Run(engine_)); });
-  computing_.WaitForNotification();
+  gate.AwaitStopped();
   // Another one passes; a commit and, after it, a seal wait. The fake engine fails the test if one of them overlaps.
   EXPECT_OK(MicroBatchCall(head_, 0, 1, kTwoRows).Run(engine_));
   std::atomic<bool> committed = false;
@@ -454,7 +405,7 @@ TEST_F(HeadFlowTest, WhatChangesTheHeadWaitsForAllThatCompute) {
   });
   absl::SleepFor(absl::Milliseconds(20));
   EXPECT_FALSE(committed);
-  go_on_.Notify();
+  gate.Open();
   computes.join();
   commits.join();
   EXPECT_EQ(ReadGradWeight(*head_), Sum(kGradientOfToken1, Sum(kGradientOfTwoRows, kGradientOfTwoRows)));
@@ -467,40 +418,34 @@ TEST_F(HeadFlowTest, WhatChangesTheHeadWaitsForAllThatCompute) {
 TEST_F(HeadFlowTest, ManyCallsOfAllSortsAddUp) {
   // Commits, discards, replays and statistics among calls that share the head; what was acknowledged is in the gradient.
   std::atomic<int> added = 0;
-  std::vector<std::thread> threads;
-  for (int64_t thread = 0; thread < 4; ++thread) {
-    threads.emplace_back([&, thread] {
-      for (int64_t i = 0; i < 40; ++i) {
-        const int64_t id = thread * 100 + i;
-        FlowingCall flowing(head_, 0, id, kTwoRows);
-        if (i % 4 == 1) flowing.rows.Stall();
-        if (i % 4 == 2) {
-          absl::StatusOr<SubmissionOutcome> outcome = flowing.call.Explicit().Run(engine_);
-          if (HasReason(outcome.status(), ErrorReason::kStagingFull)) continue;
-          ASSERT_OK(outcome);
-          if (i % 8 == 2) {
-            EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), id, 0, 1));
-            ++added;
-          } else {
-            EXPECT_TRUE(*DiscardFrom(head_, KeyOf(*head_), id, 0));
-          }
-          continue;
-        }
-        const absl::StatusOr<SubmissionOutcome> outcome = flowing.call.Run(engine_);
+  RunThreads(4, [&](int64_t thread) {
+    for (int64_t i = 0; i < 40; ++i) {
+      const int64_t id = thread * 100 + i;
+      FlowingCall flowing(head_, 0, id, kTwoRows);
+      if (i % 4 == 1) flowing.rows.Stall();
+      if (i % 4 == 2) {
+        absl::StatusOr<SubmissionOutcome> outcome = flowing.call.Explicit().Run(engine_);
+        if (HasReason(outcome.status(), ErrorReason::kStagingFull)) continue;
         ASSERT_OK(outcome);
-        EXPECT_EQ(outcome->needs_all_rows, i % 4 == 1);
-        if (i % 2 == 1) {
-          const absl::StatusOr<SubmissionOutcome> again = MicroBatchCall(head_, 0, id, kTwoRows).Run(engine_);
-          ASSERT_OK(again);
-          EXPECT_EQ(again->replayed, i % 4 == 3);
+        if (i % 8 == 2) {
+          EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), id, 0, 1));
+          ++added;
         } else {
-          EXPECT_OK(head_->GradientNorm(KeyOf(*head_)));
+          EXPECT_TRUE(*DiscardFrom(head_, KeyOf(*head_), id, 0));
         }
-        ++added;
+        continue;
       }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+      ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, flowing.call.Run(engine_));
+      EXPECT_EQ(outcome.needs_all_rows, i % 4 == 1);
+      if (i % 2 == 1) {
+        ASSERT_OK_AND_ASSIGN(const SubmissionOutcome again, MicroBatchCall(head_, 0, id, kTwoRows).Run(engine_));
+        EXPECT_EQ(again.replayed, i % 4 == 3);
+      } else {
+        EXPECT_OK(head_->GradientNorm(KeyOf(*head_)));
+      }
+      ++added;
+    }
+  });
   EXPECT_EQ(ReadGradWeight(*head_)[6], static_cast<float>(added));
   EXPECT_EQ(head_->GetSteps(head_->Describe().epoch)->first.Totals().micro_batch_count, added);
 }
@@ -510,33 +455,29 @@ TEST_F(HeadFlowTest, WhenTheEngineFailsOneItsNeighboursAreTold) {
   for (const bool is_decided : {false, true}) {
     std::shared_ptr<Head> lost = MakeReadyHead(engine_, SmallSpec(), is_decided ? "decided" : "awaited");
     FlowingCall neighbour(lost, 0, 0, kTwoRows);
-    if (is_decided) AddSecondTerm(neighbour.call);
-    absl::Notification stopped, go_on;
-    const auto stop = [&] {
-      stopped.Notify();
-      go_on.WaitForNotification();
-    };
+    if (is_decided) AddSecondTerm(neighbour.call, other_);
+    ThreadGate gate;
     if (is_decided) {
-      engine_.control().after_decide = stop;
+      engine_.control().after_decide = [&] { gate.Stop(); };
     } else {
       neighbour.rows.on_await = [&](int64_t row_end) {
-        if (row_end == 1) stop();
+        if (row_end == 1) gate.Stop();
         return absl::OkStatus();
       };
     }
     absl::StatusOr<SubmissionOutcome> outcome;
     std::thread computes([&] { outcome = neighbour.call.Run(engine_); });
-    stopped.WaitForNotification();
+    gate.AwaitStopped();
     engine_.control().FailNext("Compute", kEngineError);
     EXPECT_REASON(MicroBatchCall(lost, 0, 1, kTwoRows).Run(engine_), kEngineFailed);
     EXPECT_EQ(lost->Describe().state, HeadState::kLost);
-    go_on.Notify();
+    gate.Open();
     computes.join();
     engine_.control().after_decide = nullptr;
     EXPECT_REASON(outcome, kStepLost);
     EXPECT_EQ(lost->Describe().state, HeadState::kLost);
     // The head begins again with nothing known, and takes what it did not get.
-    ASSERT_OK(headwater::testing::SetWeights(*lost, std::vector<float>(15)));
+    ASSERT_OK(SetWeights(*lost, std::vector<float>(15)));
     EXPECT_EQ(ReadGradWeight(*lost), kNothing);
     EXPECT_OK(MicroBatchCall(lost, 0, 0, kTwoRows).Run(engine_));
     if (!is_decided) continue;

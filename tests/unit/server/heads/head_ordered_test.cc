@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
-#include <limits>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -17,16 +16,7 @@
 namespace headwater::heads {
 namespace {
 
-using headwater::testing::CancelledWait;
-using headwater::testing::KeyOf;
-using headwater::testing::MicroBatchCall;
-using headwater::testing::Payload;
-using headwater::testing::ReadGradWeight;
-using headwater::testing::ReadWeight;
-using headwater::testing::SetWeights;
-using headwater::testing::SmallSpec;
 using headwater::testing::TemporaryDirectory;
-using headwater::testing::TestSequencer;
 
 constexpr int64_t kVocab = 37;
 constexpr int64_t kWidth = 11;
@@ -70,12 +60,7 @@ std::vector<float> RandomWeights(int64_t count) {
   return weights;
 }
 
-HeadLimits Deterministic(int64_t ordered_window = 1024) {
-  HeadLimits limits;
-  limits.deterministic = true;
-  limits.ordered_window = ordered_window;
-  return limits;
-}
+HeadLimits Deterministic(int64_t ordered_window = 1024) { return {.deterministic = true, .ordered_window = ordered_window}; }
 
 bool HasItsTurn(const Head& head, const StepKey& key, int64_t micro_batch) { return head.AwaitTurn(key, micro_batch, {}).ok(); }
 
@@ -106,10 +91,9 @@ class HeadOrderedTest : public ::testing::TestWithParam<int32_t> {
     MicroBatchCall& call = Call(head, id);
     if (id % 3 == 1) call.Refuse();
     if (id % 3 == 2) call.Explicit();
-    const auto outcome = call.Run(engine);
-    ASSERT_OK(outcome);
-    EXPECT_EQ(outcome->form, ContributionForm::kHeld);
-    EXPECT_EQ(outcome->state, id % 3 == 2 ? ContributionState::kStaged : ContributionState::kCommitted);
+    ASSERT_OK_AND_ASSIGN(const auto outcome, call.Run(engine));
+    EXPECT_EQ(outcome.form, ContributionForm::kHeld);
+    EXPECT_EQ(outcome.state, id % 3 == 2 ? ContributionState::kStaged : ContributionState::kCommitted);
     if (id % 3 == 2) {
       EXPECT_TRUE(*CommitTo(head, KeyOf(*head), id, 0, 0.3));
     }
@@ -186,13 +170,9 @@ TEST_P(HeadOrderedTest, AnyNumberOfTrainersGivesTheSameBits) {
   const std::vector<float> expected = Reference();
   for (const int64_t trainers : {1, 2, 5}) {
     const std::shared_ptr<Head> head = NewHead();
-    std::vector<std::thread> threads;
-    for (int64_t rank = 0; rank < trainers; ++rank) {
-      threads.emplace_back([&, rank] {
-        for (int64_t id = rank; id < kMicroBatches; id += trainers) Add(head, id);
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    RunThreads(trainers, [&](int64_t rank) {
+      for (int64_t id = rank; id < kMicroBatches; id += trainers) Add(head, id);
+    });
     ASSERT_OK(head->Seal(KeyOf(*head), kMicroBatches));
     EXPECT_EQ(ReadGradWeight(*head), expected) << trainers;
   }
@@ -222,9 +202,7 @@ TEST_P(HeadOrderedTest, RetriesAndRepeatsDoNotShow) {
 TEST_P(HeadOrderedTest, ARestoredServerReplaysToTheSameBits) {
   const TemporaryDirectory directory;
   const std::unique_ptr<checkpoint::CheckpointStore> store = *checkpoint::CheckpointStore::Open(directory.path());
-  ApplyArguments arguments;
-  arguments.learning_rate = 0.01;
-  arguments.max_grad_norm = 1;
+  const ApplyArguments arguments = Rate(0.01, 1);
   const auto step = [&](const std::shared_ptr<Head>& head, LossEngine& engine, std::vector<int64_t> order) {
     for (const int64_t id : order) Add(head, id, engine);
     ASSERT_OK(head->Apply(KeyOf(*head), kMicroBatches, arguments));
@@ -281,14 +259,13 @@ TEST_P(HeadOrderedTest, WhatWaitsIsCommittedAndASealAddsIt) {
   EXPECT_REASON(head->GradientNorm(KeyOf(*head)), kStepNotSealed);
   EXPECT_REASON(head->Seal(KeyOf(*head), int64_t{3}), kMicroBatchMissing);
   EXPECT_EQ(Waiting(*head), 3);
-  const auto sealed = head->Seal(KeyOf(*head), std::vector<int64_t>{2, 5, 9});
-  ASSERT_OK(sealed);
-  EXPECT_FALSE(sealed->replayed);
-  EXPECT_EQ(sealed->totals.micro_batch_count, 3);
+  ASSERT_OK_AND_ASSIGN(const auto sealed, head->Seal(KeyOf(*head), std::vector<int64_t>{2, 5, 9}));
+  EXPECT_FALSE(sealed.replayed);
+  EXPECT_EQ(sealed.totals.micro_batch_count, 3);
   EXPECT_EQ(Waiting(*head), 0);
   ASSERT_OK(plain->Seal(KeyOf(*plain), std::vector<int64_t>{2, 5, 9}));
   EXPECT_EQ(ReadGradWeight(*head), ReadGradWeight(*plain));
-  EXPECT_EQ(sealed->stats.norm_squared, plain->GradientNorm(KeyOf(*plain))->norm_squared);
+  EXPECT_EQ(sealed.stats.norm_squared, plain->GradientNorm(KeyOf(*plain))->norm_squared);
   EXPECT_TRUE(head->Seal(KeyOf(*head), std::vector<int64_t>{2, 5, 9})->replayed);
 }
 
@@ -296,16 +273,14 @@ TEST_P(HeadOrderedTest, ApplySealsAndAddsWhatWaits) {
   const std::shared_ptr<Head> plain = NewHead(), head = NewHead();
   for (const int64_t id : {1, 3}) ASSERT_OK(Submit(plain, id));
   for (const int64_t id : {3, 1}) ASSERT_OK(Submit(head, id));
-  ApplyArguments arguments;
-  arguments.learning_rate = 0.1;
+  const ApplyArguments arguments = Rate(0.1);
   const std::vector<int64_t> ids = {1, 3};
   ASSERT_OK(plain->Seal(KeyOf(*plain), ids));
   const auto expected = plain->Apply(KeyOf(*plain), std::nullopt, arguments);
   const StepKey key = KeyOf(*head);
-  const auto applied = head->Apply(key, ids, arguments);
-  ASSERT_OK(applied);
-  EXPECT_EQ(applied->global_grad_norm, expected->global_grad_norm);
-  EXPECT_GT(applied->global_grad_norm, 0);
+  ASSERT_OK_AND_ASSIGN(const auto applied, head->Apply(key, ids, arguments));
+  EXPECT_EQ(applied.global_grad_norm, expected->global_grad_norm);
+  EXPECT_GT(applied.global_grad_norm, 0);
   EXPECT_EQ(ReadWeight(*head), ReadWeight(*plain));
   EXPECT_TRUE(head->Apply(key, ids, arguments)->replayed);
   // The next step begins at 0 again.
@@ -389,12 +364,9 @@ TEST_P(HeadOrderedTest, TheWindowIsFullAndTheFrontGetsThrough) {
 
 TEST_P(HeadOrderedTest, ATrainersOwnPartTakesItsTurn) {
   const std::vector<float> own(static_cast<size_t>(2 * kWidth), 0.37F);
-  GradientPart part;
-  part.row_start = 3;
-  part.row_count = 2;
-  part.data = own.data();
   const auto add = [&](const std::shared_ptr<Head>& head) {
-    return head->AddGradient(KeyOf(*head), 1, 0, Digest{7}, part, nullptr);
+    return head->AddGradient(KeyOf(*head), 1, 0, Digest{7}, GradientPart{.row_start = 3, .row_count = 2, .data = own.data()},
+                             nullptr);
   };
   const std::shared_ptr<Head> plain = NewHead(), head = NewHead();
   ASSERT_OK(Submit(plain, 0));
@@ -420,9 +392,7 @@ TEST_P(HeadOrderedTest, ATrainersOwnPartTakesItsTurn) {
 
 TEST_P(HeadOrderedTest, AnAttemptThatWasNotAddedLeavesItsGap) {
   const std::vector<float> own(static_cast<size_t>(kWidth), 0.37F);
-  GradientPart part;
-  part.row_count = 1;
-  part.data = own.data();
+  const GradientPart part = {.row_count = 1, .data = own.data()};
   const std::shared_ptr<Head> head = NewHead();
   EXPECT_FALSE(*DiscardFrom(head, KeyOf(*head), 0, 0));
   prepare_fails = true;
@@ -434,7 +404,7 @@ TEST_P(HeadOrderedTest, AnAttemptThatWasNotAddedLeavesItsGap) {
   EXPECT_EQ(Waiting(*head), 0);
 }
 
-TEST_P(HeadOrderedTest, WhoeverMissesNoPredecessorHasItsTurn) {
+TEST_P(HeadOrderedTest, AMicroBatchWithoutMissingPredecessorsHasItsTurn) {
   const std::shared_ptr<Head> plain = NewHead(HeadLimits());
   EXPECT_TRUE(HasItsTurn(*plain, KeyOf(*plain), 5));
   EXPECT_OK(plain->AwaitTurn(KeyOf(*plain), 5, AsLongAsItTakes()));
@@ -565,11 +535,8 @@ TEST_P(HeadOrderedTest, AShardThatIsNotReadyDelaysTheAddition) {
 
 TEST_P(HeadOrderedTest, ATrainersOwnPartAddsWhatWasDelayedFirst) {
   const std::vector<float> own(static_cast<size_t>(kWidth), 0.37F);
-  GradientPart part;
-  part.row_count = 1;
-  part.data = own.data();
   const auto add = [&](const std::shared_ptr<Head>& head) {
-    return head->AddGradient(KeyOf(*head), 1, 0, Digest{7}, part, nullptr);
+    return head->AddGradient(KeyOf(*head), 1, 0, Digest{7}, GradientPart{.row_count = 1, .data = own.data()}, nullptr);
   };
   const std::shared_ptr<Head> plain = NewHead(), head = NewHead(Deterministic(1));
   ASSERT_OK(Submit(plain, 0));

@@ -17,43 +17,31 @@
 namespace headwater::heads {
 namespace {
 
-using headwater::testing::CancelledWait;
-using headwater::testing::FakeEngine;
-using headwater::testing::KeyOf;
-using headwater::testing::MicroBatchCall;
-using headwater::testing::SetWeights;
-using headwater::testing::SmallSpec;
-
 const HeadName kName = {"default", "a"};
 
-// An engine that stops while it creates a head, until it is told to go on.
+// An engine that stops at its gate while it creates a head.
 class SlowEngine : public FakeEngine {
  public:
   absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override {
     ++creations_;
-    if (stops_.exchange(false)) {
-      creating_.Notify();
-      go_on_.WaitForNotification();
-    }
+    if (stops_) gate_.Stop();
     return FakeEngine::DoCreateHead(spec);
   }
   void StopNext() { stops_ = true; }
-  void WaitUntilItCreates() { creating_.WaitForNotification(); }
-  void GoOn() { go_on_.Notify(); }
+  ThreadGate& gate() { return gate_; }
   int creations() const { return creations_; }
 
  private:
   std::atomic<bool> stops_ = false;
   std::atomic<int> creations_ = 0;
-  absl::Notification creating_, go_on_;
+  ThreadGate gate_;
 };
 
 TEST(HeadNameTest, ParsesFullNamesOnly) {
-  const absl::StatusOr<HeadName> name = ParseHeadName("tenants/a-b.c_d/heads/7", "name");
-  ASSERT_TRUE(name.ok()) << name.status();
-  EXPECT_EQ(name->tenant, "a-b.c_d");
-  EXPECT_EQ(name->head, "7");
-  EXPECT_EQ(name->ToString(), "tenants/a-b.c_d/heads/7");
+  ASSERT_OK_AND_ASSIGN(const HeadName name, ParseHeadName("tenants/a-b.c_d/heads/7", "name"));
+  EXPECT_EQ(name.tenant, "a-b.c_d");
+  EXPECT_EQ(name.head, "7");
+  EXPECT_EQ(name.ToString(), "tenants/a-b.c_d/heads/7");
   const std::string longest(64, 'a');
   EXPECT_TRUE(ParseHeadName("tenants/" + longest + "/heads/" + longest, "name").ok());
   const std::string wrong[] = {"",
@@ -108,7 +96,7 @@ TEST(HeadRegistryTest, CreatesFindsListsAndDeletes) {
   EXPECT_OK(registry.Delete({"default", "a"}, first[0]->Describe().epoch, false, nullptr));
   EXPECT_REASON(registry.Find({"default", "a"}), kHeadNotFound);
   EXPECT_REASON(registry.Delete({"default", "a"}, std::nullopt, false, nullptr), kHeadNotFound);
-  // Who still holds it is told.
+  // A call by an old pointer is refused.
   EXPECT_REASON(first[0]->CheckEpoch(first[0]->Describe().epoch), kHeadNotFound);
   EXPECT_OK(registry.Create({"default", "a"}, SmallSpec()));
 }
@@ -156,19 +144,16 @@ TEST(HeadRegistryTest, ARunningCallCountsAsUse) {
   HeadRegistry registry(engine, RegistryLimits(), HeadLimits());
   const std::shared_ptr<Head> head = registry.Create({"default", "a"}, SmallSpec())->head;
   EXPECT_OK(SetWeights(*head, std::vector<float>(15, 1.0f)));
-  absl::Notification computing, go_on;
-  engine.control().during_compute = [&] {
-    computing.Notify();
-    go_on.WaitForNotification();
-  };
+  ThreadGate gate;
+  engine.control().during_compute = [&] { gate.Stop(); };
   std::thread submitter([&] {
     MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
     EXPECT_OK(call.ForwardOnly().Run(engine));
   });
-  computing.WaitForNotification();
+  gate.AwaitStopped();
   EXPECT_TRUE(head->InUse());
   EXPECT_REASON(registry.Delete({"default", "a"}, std::nullopt, false, nullptr), kHeadInUse);
-  go_on.Notify();
+  gate.Open();
   submitter.join();
   EXPECT_FALSE(head->InUse());
   EXPECT_OK(registry.Delete({"default", "a"}, std::nullopt, false, nullptr));
@@ -197,18 +182,15 @@ TEST(HeadRegistryTest, AUseCountsAsARunningCall) {
 TEST(HeadRegistryAttachTest, AttachesToAHeadOfTheSameSpec) {
   FakeEngine engine;
   HeadRegistry registry(engine, {.max_heads = 1}, HeadLimits());
-  HeadSpec spec = SmallSpec();
-  spec.optimizer = AdamWSpec{.weight_decay = 0.1};
-  const absl::StatusOr<HeadRegistry::Created> created = registry.Create(kName, spec, IfExists::kAttachIfSameSpec);
-  ASSERT_OK(created);
-  EXPECT_TRUE(created->created);
+  HeadSpec spec = SpecWith(&HeadSpec::optimizer, AdamWSpec{.weight_decay = 0.1});
+  ASSERT_OK_AND_ASSIGN(const HeadRegistry::Created created, registry.Create(kName, spec, IfExists::kAttachIfSameSpec));
+  EXPECT_TRUE(created.created);
   EXPECT_REASON(registry.Create(kName, spec), kHeadAlreadyExists);
   for (const int64_t initial_step : {0, 7}) {
     spec.initial_step = initial_step;
-    const absl::StatusOr<HeadRegistry::Created> attached = registry.Create(kName, spec, IfExists::kAttachIfSameSpec);
-    ASSERT_OK(attached);
-    EXPECT_FALSE(attached->created);
-    EXPECT_EQ(attached->head, created->head);
+    ASSERT_OK_AND_ASSIGN(const HeadRegistry::Created attached, registry.Create(kName, spec, IfExists::kAttachIfSameSpec));
+    EXPECT_FALSE(attached.created);
+    EXPECT_EQ(attached.head, created.head);
   }
   EXPECT_EQ(engine.control().CountOf("CreateHead"), 1);
 }
@@ -216,8 +198,7 @@ TEST(HeadRegistryAttachTest, AttachesToAHeadOfTheSameSpec) {
 TEST(HeadRegistryAttachTest, EveryOtherFieldMustBeTheSame) {
   FakeEngine engine;
   HeadRegistry registry(engine, RegistryLimits(), HeadLimits());
-  HeadSpec spec = SmallSpec();
-  spec.optimizer = AdamWSpec();
+  HeadSpec spec = SpecWith(&HeadSpec::optimizer, AdamWSpec());
   ASSERT_OK(registry.Create(kName, spec));
   const std::pair<const char*, std::function<void(HeadSpec&)>> changes[] = {
       {"vocab_size", [](HeadSpec& s) { s.vocab_size = 6; }},
@@ -265,7 +246,7 @@ TEST(HeadRegistryAttachTest, WaitsForAHeadThatIsBeingCreated) {
     EXPECT_TRUE(created->created);
     first = created->head;
   });
-  engine.WaitUntilItCreates();
+  engine.gate().AwaitStopped();
   EXPECT_REASON(registry.Create(kName, SmallSpec()), kHeadAlreadyExists);  // at once
   const auto attach = [&](const WaitLimits& limits) {
     return registry.Create(kName, SmallSpec(), IfExists::kAttachIfSameSpec, nullptr, limits);
@@ -291,7 +272,7 @@ TEST(HeadRegistryAttachTest, WaitsForAHeadThatIsBeingCreated) {
   absl::SleepFor(absl::Milliseconds(20));
   EXPECT_EQ(attached, 0);
   EXPECT_OK(registry.Create({"default", "b"}, SmallSpec()));  // others go on
-  engine.GoOn();
+  engine.gate().Open();
   creator.join();
   for (std::thread& thread : threads) thread.join();
   for (const std::shared_ptr<Head>& head : heads) EXPECT_EQ(head, first);
@@ -304,7 +285,7 @@ TEST(HeadRegistryAttachTest, CreatesTheHeadItselfIfTheOtherCreationFails) {
   engine.StopNext();
   engine.control().FailNext("CreateHead", MakeError(ErrorReason::kMemoryBudgetExceeded, "too large"));
   std::thread creator([&] { EXPECT_REASON(registry.Create(kName, SmallSpec()), kMemoryBudgetExceeded); });
-  engine.WaitUntilItCreates();
+  engine.gate().AwaitStopped();
   std::atomic<int> created = 0;
   std::vector<std::thread> threads;
   for (int i = 0; i < 3; ++i) {
@@ -315,7 +296,7 @@ TEST(HeadRegistryAttachTest, CreatesTheHeadItselfIfTheOtherCreationFails) {
     });
   }
   absl::SleepFor(absl::Milliseconds(20));
-  engine.GoOn();
+  engine.gate().Open();
   creator.join();
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(created, 1);
@@ -451,24 +432,23 @@ TEST(HeadRegistryTest, TheEndOfASessionDoesNotWaitForHeadsThatItLeftNothingOn) {
   staged.Explicit().submission().session = session;
   EXPECT_OK(staged.Run(engine));
 
-  absl::Notification loading, go_on;
+  ThreadGate gate;
   std::thread load([&] {
     const TensorSource source = [&](int64_t, int64_t element_count, void* out) {
-      loading.Notify();
-      go_on.WaitForNotification();
+      gate.Stop();
       std::fill_n(static_cast<float*>(out), element_count, 1.0f);
       return absl::OkStatus();
     };
     EXPECT_OK(busy->SetTensors(busy->Describe().epoch, {{HeadTensor::kWeight, DataType::kFloat32, source, /*in_memory=*/true}}));
   });
-  loading.WaitForNotification();
+  gate.AwaitStopped();
   absl::Notification dropped;
   std::thread drop([&] {
     EXPECT_EQ(registry.DropSession(session), 1);
     dropped.Notify();
   });
   EXPECT_TRUE(dropped.WaitForNotificationWithTimeout(absl::Seconds(60))) << "it waits for the head that is being loaded";
-  go_on.Notify();
+  gate.Open();
   drop.join();
   load.join();
   EXPECT_EQ(idle->GetSteps(idle->Describe().epoch)->first.micro_batches.at(0).state, ContributionState::kDiscarded);
@@ -479,24 +459,20 @@ TEST(HeadRegistryTest, ManyThreadsCreateFindAttachAndDelete) {
   HeadRegistry registry(engine, {.max_heads = 3}, HeadLimits());
   std::atomic<int> created = 0;
   std::atomic<int> deleted = 0;
-  std::vector<std::thread> threads;
-  for (int thread = 0; thread < 6; ++thread) {
-    threads.emplace_back([&, thread] {
-      for (int i = 0; i < 200; ++i) {
-        const HeadName name = {"default", std::string(1, static_cast<char>('a' + (i + thread) % 4))};
-        const IfExists if_exists = i % 2 == 0 ? IfExists::kFail : IfExists::kAttachIfSameSpec;
-        const absl::StatusOr<HeadRegistry::Created> head = registry.Create(name, SmallSpec(), if_exists);
-        if (head.ok() && head->created) ++created;
-        if (const auto found = registry.Find(name); found.ok()) {
-          EXPECT_EQ((*found)->name().head, name.head);
-        }
-        registry.DropSession(SessionId{});
-        if (i % 3 == 0 && registry.Delete(name, std::nullopt, true, nullptr).ok()) ++deleted;
-        EXPECT_LE(registry.size(), 3);
+  RunThreads(6, [&](int64_t thread) {
+    for (int i = 0; i < 200; ++i) {
+      const HeadName name = {"default", std::string(1, static_cast<char>('a' + (i + thread) % 4))};
+      const IfExists if_exists = i % 2 == 0 ? IfExists::kFail : IfExists::kAttachIfSameSpec;
+      const absl::StatusOr<HeadRegistry::Created> head = registry.Create(name, SmallSpec(), if_exists);
+      if (head.ok() && head->created) ++created;
+      if (const auto found = registry.Find(name); found.ok()) {
+        EXPECT_EQ((*found)->name().head, name.head);
       }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+      registry.DropSession(SessionId{});
+      if (i % 3 == 0 && registry.Delete(name, std::nullopt, true, nullptr).ok()) ++deleted;
+      EXPECT_LE(registry.size(), 3);
+    }
+  });
   EXPECT_EQ(registry.size(), created - deleted);
   EXPECT_EQ(static_cast<int64_t>(registry.ListAll().size()), registry.size());
 }

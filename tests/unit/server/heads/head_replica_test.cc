@@ -24,16 +24,7 @@
 namespace headwater::heads {
 namespace {
 
-using headwater::testing::KeyOf;
-using headwater::testing::MicroBatchCall;
-using headwater::testing::Payload;
-using headwater::testing::ReadGradWeight;
-using headwater::testing::ReadWeight;
-using headwater::testing::SetWeights;
-using headwater::testing::SmallSpec;
 using headwater::testing::TemporaryDirectory;
-using headwater::testing::TestRows;
-using headwater::testing::TestSequencer;
 
 constexpr int64_t kVocab = 37;
 constexpr int64_t kWidth = 11;
@@ -142,9 +133,8 @@ class HeadReplicaTest : public ::testing::TestWithParam<Commit> {
   }
   void Decide(const std::shared_ptr<Head>& head, int64_t id) {
     if (GetParam() == Commit::kEager || GetParam() == Commit::kEagerUnlessNonFinite) return;
-    const auto committed = heads::Commit({{head, KeyOf(*head)}}, id, 0, Decision(GetParam()), std::nullopt);
-    ASSERT_OK(committed);
-    EXPECT_TRUE(*committed);
+    ASSERT_OK_AND_ASSIGN(const auto committed, heads::Commit({{head, KeyOf(*head)}}, id, 0, Decision(GetParam()), std::nullopt));
+    EXPECT_TRUE(committed);
   }
 };
 
@@ -162,8 +152,7 @@ TEST_P(HeadReplicaTest, SeveralMicroBatchesAreComputedAtOnceAndAddedOnce) {
       rows.on_finish = [&] { return meeting.Arrive(); };
       Configure(call, GetParam());
       call.submission().incoming = &rows;
-      const auto outcome = call.Run(*engine);
-      ASSERT_OK(outcome);
+      ASSERT_OK_AND_ASSIGN(const auto outcome, call.Run(*engine));
       EXPECT_EQ(rows.finishes, 1);
       EXPECT_EQ(rows.ready.back(), kRows);
     });
@@ -173,9 +162,8 @@ TEST_P(HeadReplicaTest, SeveralMicroBatchesAreComputedAtOnceAndAddedOnce) {
     Decide(head, id);
     MicroBatchCall again(head, 0, id, RandomPayload(id));
     Configure(again, GetParam());
-    const auto replayed = again.Run(*engine);
-    ASSERT_OK(replayed);
-    EXPECT_TRUE(replayed->replayed);
+    ASSERT_OK_AND_ASSIGN(const auto replayed, again.Run(*engine));
+    EXPECT_TRUE(replayed.replayed);
   }
   EXPECT_LE(Difference(ReadGradWeight(*head), Expected(kRanks)), 1e-6);
 }
@@ -195,10 +183,9 @@ TEST(HeadReplica, WhoFindsNoSlotIsHeld) {
     MicroBatchCall& call = calls.emplace_back(head, 0, id, RandomPayload(id));
     threads.emplace_back([&, id] {
       Configure(call, Commit::kExplicit);
-      const auto outcome = call.Run(*engine);
-      ASSERT_OK(outcome);
-      EXPECT_EQ(outcome->state, ContributionState::kStaged);
-      forms[static_cast<size_t>(id)] = outcome->form;
+      ASSERT_OK_AND_ASSIGN(const auto outcome, call.Run(*engine));
+      EXPECT_EQ(outcome.state, ContributionState::kStaged);
+      forms[static_cast<size_t>(id)] = outcome.form;
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -220,21 +207,13 @@ TEST(HeadReplica, WhoFindsNoSlotIsHeld) {
 absl::Status TrainStep(const std::shared_ptr<Head>& head, LossEngine& engine) {
   const StepKey key = KeyOf(*head);
   std::vector<absl::Status> statuses(kRanks);
-  std::vector<std::thread> threads;
-  for (int64_t id = 0; id < kRanks; ++id) {
-    threads.emplace_back([&, id] {
-      statuses[static_cast<size_t>(id)] =
-          MicroBatchCall(head, key.step, id, RandomPayload(100 * key.step + id)).Run(engine).status();
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  RunThreads(kRanks, [&](int64_t id) {
+    statuses[static_cast<size_t>(id)] = MicroBatchCall(head, key.step, id, RandomPayload(100 * key.step + id)).Run(engine).status();
+  });
   for (const absl::Status& status : statuses) {
     if (!status.ok()) return status;
   }
-  ApplyArguments arguments;
-  arguments.learning_rate = 0.01;
-  arguments.max_grad_norm = 1;
-  return head->Apply(key, int64_t{kRanks}, arguments).status();
+  return head->Apply(key, int64_t{kRanks}, Rate(0.01, 1)).status();
 }
 
 // A checkpoint goes from either kind of head to the other, and to any number of ranks.
@@ -265,9 +244,8 @@ TEST(HeadReplica, CheckpointsAreThoseOfAnyOtherHead) {
     EXPECT_LE(Difference(ReadWeight(*head), ReadWeight(*first)), 1e-5) << step;
     saved = ReadWeight(*head);
     ASSERT_OK(head->Save(head->Describe().epoch, *store, "step-" + std::to_string(step + 1), false));
-    const auto info = store->Read(kDefaultTenant, "student", "step-" + std::to_string(step + 1));
-    ASSERT_OK(info);
-    EXPECT_EQ(info->spec.parallelism, kind.parallelism);
+    ASSERT_OK_AND_ASSIGN(const auto info, store->Read(kDefaultTenant, "student", "step-" + std::to_string(step + 1)));
+    EXPECT_EQ(info.spec.parallelism, kind.parallelism);
   }
 }
 

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
-#include <functional>
 
 #include "head_test_util.h"
 #include "server/model_files/safetensors.h"
@@ -191,12 +190,11 @@ TEST_F(HeadTensorsTest, ABiasIsNeverDropped) {
     EXPECT_THAT(Message(), AllOf(HasSubstr(bias), HasSubstr("m/model.safetensors"), HasSubstr("bias=True"), HasSubstr("--bias")));
     for (const std::optional<bool> has_bias : {std::optional<bool>(true), std::optional<bool>()}) {
       query_.has_bias = has_bias;
-      const absl::StatusOr<HeadTensors> found = Find();
-      ASSERT_OK(found);
-      EXPECT_EQ(ValueOf(found->weight), 1);
-      ASSERT_TRUE(found->bias.has_value());
-      EXPECT_EQ(ValueOf(*found->bias), 2);
-      EXPECT_EQ(found->bias->rows, kVocabSize);
+      ASSERT_OK_AND_ASSIGN(const HeadTensors found, Find());
+      EXPECT_EQ(ValueOf(found.weight), 1);
+      ASSERT_TRUE(found.bias.has_value());
+      EXPECT_EQ(ValueOf(*found.bias), 2);
+      EXPECT_EQ(found.bias->rows, kVocabSize);
     }
   }
   // Biases of layers are none of the head's.
@@ -212,9 +210,8 @@ TEST_F(HeadTensorsTest, ABiasThatIsAskedForMustBeThere) {
   EXPECT_EQ(Weight(), "WEIGHTS_NOT_FOUND");
   EXPECT_THAT(Message(), HasSubstr("bias"));
   query_.bias_tensor = "a";
-  const absl::StatusOr<HeadTensors> found = Find();
-  ASSERT_OK(found);
-  EXPECT_EQ(ValueOf(*found->bias), 2);
+  ASSERT_OK_AND_ASSIGN(const HeadTensors found, Find());
+  EXPECT_EQ(ValueOf(*found.bias), 2);
   query_.bias_tensor = "long";
   EXPECT_EQ(Weight(), "CHECKPOINT_SPEC_MISMATCH");
   query_.bias_tensor = "none";
@@ -231,9 +228,8 @@ TEST_F(HeadTensorsTest, ALogitsBiasCountsUnlessItIsZero) {
     WriteModel({{"model.shared.weight", 1}, {"final_logits_bias", 3, shape}}, kTied);
     EXPECT_EQ(Weight(), "CHECKPOINT_SPEC_MISMATCH");
     query_.has_bias = true;
-    const absl::StatusOr<HeadTensors> found = Find();
-    ASSERT_OK(found);
-    EXPECT_EQ(ValueOf(*found->bias), 3);
+    ASSERT_OK_AND_ASSIGN(const HeadTensors found, Find());
+    EXPECT_EQ(ValueOf(*found.bias), 3);
     query_.has_bias = false;
   }
 }
@@ -321,9 +317,8 @@ TEST_F(HeadTensorsTest, TheFilesTellWhetherAHeadHasABias) {
 
 TEST_F(HeadTensorsTest, LocalFilesAreReadByAnyPath) {
   WriteModel({{"lm_head.weight", 1}}, kNoConfig);
-  const absl::StatusOr<HeadTensors> found = FindHeadTensors(*LocalFiles(), directory_.path() + "/m/../m", query_);
-  ASSERT_OK(found);
-  EXPECT_EQ(ValueOf(found->weight), 1);
+  ASSERT_OK_AND_ASSIGN(const HeadTensors found, FindHeadTensors(*LocalFiles(), directory_.path() + "/m/../m", query_));
+  EXPECT_EQ(ValueOf(found.weight), 1);
   EXPECT_REASON(FindHeadTensors(*LocalFiles(), directory_.path() + "/none", query_), kWeightsNotFound);
   EXPECT_REASON(FindHeadTensors(*LocalFiles(), "", query_), kMissingField);
 }

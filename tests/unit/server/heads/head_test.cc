@@ -7,32 +7,10 @@
 #include <limits>
 #include <thread>
 
-#include "absl/synchronization/notification.h"
 #include "head_test_util.h"
 
 namespace headwater::heads {
 namespace {
-
-using headwater::testing::FakeEngine;
-using headwater::testing::KeyOf;
-using headwater::testing::MakeReadyHead;
-using headwater::testing::MicroBatchCall;
-using headwater::testing::Payload;
-using headwater::testing::ReadGradWeight;
-using headwater::testing::ReadWeight;
-using headwater::testing::SetWeights;
-using headwater::testing::SmallSpec;
-
-const Payload kRowOfToken2 = {{1, 2, 3}, {2}};
-const Payload kRowOfToken4 = {{-5, 0, 7}, {4}};
-const absl::Status kEngineError = MakeError(ErrorReason::kEngineFailed, "the device is gone");
-
-// A gradient with one row.
-std::vector<float> Gradient(int64_t token, std::vector<float> row) {
-  std::vector<float> values(15);
-  std::copy(row.begin(), row.end(), values.begin() + token * 3);
-  return values;
-}
 
 class HeadTest : public ::testing::Test {
  protected:
@@ -43,11 +21,6 @@ class HeadTest : public ::testing::Test {
     return MicroBatchCall(head_, KeyOf(*head_).step, micro_batch, payload).Explicit().Run(engine_);
   }
   int64_t OpenStep() { return *head_->Describe().open_step; }
-  ApplyArguments Rate(double learning_rate) {
-    ApplyArguments arguments;
-    arguments.learning_rate = learning_rate;
-    return arguments;
-  }
 
   FakeEngine engine_;
   std::shared_ptr<Head> head_ = MakeReadyHead(engine_, SmallSpec());
@@ -57,14 +30,13 @@ class HeadTest : public ::testing::Test {
 
 TEST_F(HeadTest, EagerIsDirectAndCommitted) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  const absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
-  ASSERT_OK(outcome);
-  EXPECT_EQ(outcome->state, ContributionState::kCommitted);
-  EXPECT_EQ(outcome->form, ContributionForm::kDirect);
-  EXPECT_FALSE(outcome->replayed);
-  EXPECT_EQ(outcome->step, 0);
-  EXPECT_EQ(outcome->weight_versions, std::vector<int64_t>{1});
-  EXPECT_EQ(outcome->terms[0].valid_token_count, 1);
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, call.Run(engine_));
+  EXPECT_EQ(outcome.state, ContributionState::kCommitted);
+  EXPECT_EQ(outcome.form, ContributionForm::kDirect);
+  EXPECT_FALSE(outcome.replayed);
+  EXPECT_EQ(outcome.step, 0);
+  EXPECT_EQ(outcome.weight_versions, std::vector<int64_t>{1});
+  EXPECT_EQ(outcome.terms[0].valid_token_count, 1);
   EXPECT_EQ(call.grad_hidden(), kRowOfToken2.hidden);
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
 }
@@ -79,32 +51,29 @@ TEST_F(HeadTest, GradHiddenIsScaled) {
 TEST_F(HeadTest, AReplayIsComputedAndAddsNothing) {
   ASSERT_OK(Submit(0, kRowOfToken2));
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  const absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
-  ASSERT_OK(outcome);
-  EXPECT_TRUE(outcome->replayed);
-  EXPECT_EQ(outcome->state, ContributionState::kCommitted);
-  EXPECT_EQ(outcome->form, ContributionForm::kDirect);
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, call.Run(engine_));
+  EXPECT_TRUE(outcome.replayed);
+  EXPECT_EQ(outcome.state, ContributionState::kCommitted);
+  EXPECT_EQ(outcome.form, ContributionForm::kDirect);
   EXPECT_EQ(call.grad_hidden(), kRowOfToken2.hidden);
-  EXPECT_EQ(outcome->terms[0].loss_sum, 1);
+  EXPECT_EQ(outcome.terms[0].loss_sum, 1);
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
 }
 
 TEST_F(HeadTest, AConflictAddsNothing) {
   ASSERT_OK(Submit(0, kRowOfToken2));
   EXPECT_REASON(Submit(0, kRowOfToken4), kMicroBatchConflict);
-  const absl::StatusOr<SubmissionOutcome> outcome = MicroBatchCall(head_, 0, 0, kRowOfToken4).FirstWins().Run(engine_);
-  ASSERT_OK(outcome);
-  EXPECT_TRUE(outcome->payload_differs);
-  EXPECT_FALSE(outcome->replayed);
-  EXPECT_EQ(outcome->terms[0].loss_sum, -5);
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, MicroBatchCall(head_, 0, 0, kRowOfToken4).FirstWins().Run(engine_));
+  EXPECT_TRUE(outcome.payload_differs);
+  EXPECT_FALSE(outcome.replayed);
+  EXPECT_EQ(outcome.terms[0].loss_sum, -5);
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
 }
 
 TEST_F(HeadTest, ExplicitIsStagedUntilItsCommit) {
-  const absl::StatusOr<SubmissionOutcome> outcome = Stage(0, kRowOfToken2);
-  ASSERT_OK(outcome);
-  EXPECT_EQ(outcome->state, ContributionState::kStaged);
-  EXPECT_EQ(outcome->form, ContributionForm::kStaged);
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, Stage(0, kRowOfToken2));
+  EXPECT_EQ(outcome.state, ContributionState::kStaged);
+  EXPECT_EQ(outcome.form, ContributionForm::kStaged);
   EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
   EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), 0, 0, 0.5));
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {0.5, 1, 1.5}));
@@ -112,10 +81,9 @@ TEST_F(HeadTest, ExplicitIsStagedUntilItsCommit) {
   EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kMicroBatchConflict);
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {0.5, 1, 1.5}));
   // The same rows again are a replay of a committed one.
-  const absl::StatusOr<SubmissionOutcome> replay = Stage(0, kRowOfToken2);
-  ASSERT_OK(replay);
-  EXPECT_TRUE(replay->replayed);
-  EXPECT_EQ(replay->state, ContributionState::kCommitted);
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome replay, Stage(0, kRowOfToken2));
+  EXPECT_TRUE(replay.replayed);
+  EXPECT_EQ(replay.state, ContributionState::kCommitted);
 }
 
 TEST_F(HeadTest, CommitErrors) {
@@ -145,9 +113,7 @@ TEST_F(HeadTest, DiscardDropsAndKeepsOut) {
 }
 
 TEST_F(HeadTest, AHigherAttemptTakesTheStagedOnesPlace) {
-  HeadSpec spec = SmallSpec();
-  spec.staging_slots = 1;
-  head_ = MakeReadyHead(engine_, spec);
+  head_ = MakeReadyHead(engine_, SpecWith(&HeadSpec::staging_slots, 1));
   ASSERT_OK(Stage(0, kRowOfToken2));
   MicroBatchCall retry(head_, 0, 0, kRowOfToken4);
   retry.submission().attempt = 1;
@@ -166,9 +132,7 @@ TEST_F(HeadTest, StagingFullIsForgotten) {
 }
 
 TEST_F(HeadTest, AHeadWithoutSlotsRefusesEarly) {
-  HeadSpec spec = SmallSpec();
-  spec.staging_slots = 0;
-  head_ = MakeReadyHead(engine_, spec);
+  head_ = MakeReadyHead(engine_, SpecWith(&HeadSpec::staging_slots, 0));
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   EXPECT_REASON(CheckSubmission(call.Explicit().submission()), kStagingFull);
   EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).Refuse().Run(engine_), kStagingFull);
@@ -176,10 +140,9 @@ TEST_F(HeadTest, AHeadWithoutSlotsRefusesEarly) {
 }
 
 TEST_F(HeadTest, RefuseStagesChecksAndCommits) {
-  const absl::StatusOr<SubmissionOutcome> outcome = MicroBatchCall(head_, 0, 0, kRowOfToken2).Refuse().Run(engine_);
-  ASSERT_OK(outcome);
-  EXPECT_EQ(outcome->state, ContributionState::kCommitted);
-  EXPECT_EQ(outcome->form, ContributionForm::kStaged);
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, MicroBatchCall(head_, 0, 0, kRowOfToken2).Refuse().Run(engine_));
+  EXPECT_EQ(outcome.state, ContributionState::kCommitted);
+  EXPECT_EQ(outcome.form, ContributionForm::kStaged);
   const std::vector<float> before = ReadGradWeight(*head_);
   EXPECT_EQ(before, Gradient(2, {1, 2, 3}));
   const Payload bad = {{1, std::nanf(""), 3}, {1}};
@@ -189,9 +152,8 @@ TEST_F(HeadTest, RefuseStagesChecksAndCommits) {
   EXPECT_EQ(ReadGradWeight(*head_), before);
   EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.micro_batches.size(), 1u);
   // REPORT passes it through and counts.
-  const absl::StatusOr<SubmissionOutcome> reported = Submit(1, bad);
-  ASSERT_OK(reported);
-  EXPECT_EQ(reported->terms[0].non_finite_row_count, 1);
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome reported, Submit(1, bad));
+  EXPECT_EQ(reported.terms[0].non_finite_row_count, 1);
   EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.Totals().non_finite_row_count, 1);
 }
 
@@ -265,23 +227,17 @@ TEST_F(HeadTest, TwoTermsOverOneHeadAreOneContribution) {
 
 TEST_F(HeadTest, ForwardOnlyWorksInASealedStepAndAddsNothing) {
   ASSERT_OK(head_->Seal(KeyOf(*head_), int64_t{0}));
-  const absl::StatusOr<SubmissionOutcome> outcome = MicroBatchCall(head_, 0, 0, kRowOfToken2).ForwardOnly().Run(engine_);
-  ASSERT_OK(outcome);
-  EXPECT_EQ(outcome->state, ContributionState::kNone);
-  EXPECT_FALSE(outcome->step.has_value());
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, MicroBatchCall(head_, 0, 0, kRowOfToken2).ForwardOnly().Run(engine_));
+  EXPECT_EQ(outcome.state, ContributionState::kNone);
+  EXPECT_FALSE(outcome.step.has_value());
   EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
 }
 
 TEST_F(HeadTest, FrozenHeadsHaveNoSteps) {
-  HeadSpec spec = SmallSpec();
-  spec.trainable = false;
-  spec.optimizer = std::monostate();
-  spec.staging_slots = 0;
-  head_ = MakeReadyHead(engine_, spec, "frozen");
+  head_ = MakeReadyHead(engine_, FrozenSpec(), "frozen");
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  const absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
-  ASSERT_OK(outcome);
-  EXPECT_EQ(outcome->state, ContributionState::kNone);
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, call.Run(engine_));
+  EXPECT_EQ(outcome.state, ContributionState::kNone);
   EXPECT_EQ(call.grad_hidden(), kRowOfToken2.hidden);
   EXPECT_FALSE(head_->Describe().open_step.has_value());
   call.term().step = 0;
@@ -301,9 +257,8 @@ TEST_F(HeadTest, AHeadMayBeItsOwnTeacher) {
   call.term().term.loss = JsdSpec();
   call.term().teacher_head = head_;
   call.term().expected_teacher_weight_version = 1;
-  const absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
-  ASSERT_OK(outcome);
-  EXPECT_EQ(outcome->teacher_weight_versions, std::vector<int64_t>{1});
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, call.Run(engine_));
+  EXPECT_EQ(outcome.teacher_weight_versions, std::vector<int64_t>{1});
   call.term().expected_teacher_weight_version = 7;
   EXPECT_REASON(call.Run(engine_), kWeightVersionMismatch);
   call.term().expected_teacher_weight_version.reset();
@@ -313,44 +268,36 @@ TEST_F(HeadTest, AHeadMayBeItsOwnTeacher) {
 
 // ---- while another call computes -------------------------------------------------------------------------------------
 
-TEST_F(HeadTest, WhileOneComputesADuplicateIsToldAndTheHeadIsDescribed) {
-  absl::Notification computing, go_on;
-  engine_.control().during_compute = [&] {
-    if (computing.HasBeenNotified()) return;
-    computing.Notify();
-    go_on.WaitForNotification();
-  };
+TEST_F(HeadTest, WhileOneComputesADuplicateIsRefusedAndTheHeadIsDescribed) {
+  ThreadGate gate;
+  engine_.control().during_compute = [&] { gate.Stop(); };
   std::thread first([&] { EXPECT_OK(Submit(0, kRowOfToken2)); });
-  computing.WaitForNotification();
+  gate.AwaitStopped();
   EXPECT_REASON(Submit(0, kRowOfToken2), kMicroBatchInProgress);
   EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kMicroBatchInProgress);
   EXPECT_REASON(DiscardFrom(head_, KeyOf(*head_), 0, 0), kMicroBatchInProgress);
   EXPECT_EQ(head_->Describe().state, HeadState::kReady);
   EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.micro_batches.at(0).state, ContributionState::kInProgress);
   EXPECT_TRUE(head_->InUse());
-  go_on.Notify();
+  gate.Open();
   first.join();
   EXPECT_TRUE(Submit(0, kRowOfToken2)->replayed);
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
 }
 
 TEST_F(HeadTest, ASubmissionThatWaitedSeesTheNewEpoch) {
-  absl::Notification computing, go_on;
-  engine_.control().during_compute = [&] {
-    if (computing.HasBeenNotified()) return;
-    computing.Notify();
-    go_on.WaitForNotification();
-  };
+  ThreadGate gate;
+  engine_.control().during_compute = [&] { gate.Stop(); };
   std::thread first([&] { EXPECT_OK(Submit(0, kRowOfToken2)); });
-  computing.WaitForNotification();
+  gate.AwaitStopped();
   // Both wait for the first one, in either order; whichever comes second sees what the other did.
   MicroBatchCall call(head_, 0, 1, kRowOfToken4);  // with the epoch of now
   std::thread second([&] {
-    const std::string reason = headwater::testing::ReasonOf(call.Run(engine_));
+    const std::string reason = ReasonOf(call.Run(engine_));
     EXPECT_TRUE(reason == "OK" || reason == "EPOCH_FENCED") << reason;
   });
   std::thread setter([&] { EXPECT_OK(SetWeights(*head_, std::vector<float>(15, 2.0f))); });
-  go_on.Notify();
+  gate.Open();
   first.join();
   second.join();
   setter.join();
@@ -359,31 +306,25 @@ TEST_F(HeadTest, ASubmissionThatWaitedSeesTheNewEpoch) {
 }
 
 TEST_F(HeadTest, ManyThreadsAddEveryContributionOnce) {
-  HeadSpec spec = SmallSpec();
-  spec.staging_slots = 64;
-  head_ = MakeReadyHead(engine_, spec);
-  const std::shared_ptr<Head> teacher = MakeReadyHead(engine_, spec, "teacher");
+  head_ = MakeReadyHead(engine_, SpecWith(&HeadSpec::staging_slots, 64));
+  const std::shared_ptr<Head> teacher = MakeReadyHead(engine_, SpecWith(&HeadSpec::staging_slots, 64), "teacher");
   constexpr int kThreads = 4;
   constexpr int kPerThread = 50;
-  std::vector<std::thread> threads;
-  for (int thread = 0; thread < kThreads; ++thread) {
-    threads.emplace_back([&, thread] {
-      for (int i = 0; i < kPerThread; ++i) {
-        // Every id is sent by two threads: one computes it, the other replays it or finds it in progress.
-        const int64_t id = (thread / 2) * kPerThread + i;
-        MicroBatchCall call(head_, 0, id, {{1, 0, static_cast<float>(id)}, {static_cast<int32_t>(id % 5)}});
-        call.term().term.loss = JsdSpec();
-        call.term().teacher_head = thread % 2 == 0 ? teacher : head_;
-        if (id % 2 == 1) call.Explicit();
-        absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
-        while (HasReason(outcome.status(), ErrorReason::kMicroBatchInProgress)) outcome = call.Run(engine_);
-        EXPECT_OK(outcome);
-        if (id % 2 == 1) EXPECT_OK(CommitTo(head_, KeyOf(*head_), id, 0, 2));
-        EXPECT_OK(head_->GetSteps(KeyOf(*head_).epoch));
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  RunThreads(kThreads, [&](int64_t thread) {
+    for (int i = 0; i < kPerThread; ++i) {
+      // Every id is sent by two threads: one computes it, the other replays it or finds it in progress.
+      const int64_t id = (thread / 2) * kPerThread + i;
+      MicroBatchCall call(head_, 0, id, {{1, 0, static_cast<float>(id)}, {static_cast<int32_t>(id % 5)}});
+      call.term().term.loss = JsdSpec();
+      call.term().teacher_head = thread % 2 == 0 ? teacher : head_;
+      if (id % 2 == 1) call.Explicit();
+      absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
+      while (HasReason(outcome.status(), ErrorReason::kMicroBatchInProgress)) outcome = call.Run(engine_);
+      EXPECT_OK(outcome);
+      if (id % 2 == 1) EXPECT_OK(CommitTo(head_, KeyOf(*head_), id, 0, 2));
+      EXPECT_OK(head_->GetSteps(KeyOf(*head_).epoch));
+    }
+  });
   std::vector<float> expected(15);
   for (int64_t id = 0; id < kThreads / 2 * kPerThread; ++id) {
     const float factor = id % 2 == 1 ? 2 : 1;
@@ -462,14 +403,13 @@ TEST_F(HeadTest, AFailedUpdateOrZeroingLosesTheHead) {
 
 // ---- steps -----------------------------------------------------------------------------------------------------------
 
-TEST_F(HeadTest, SealTellsTotalsAndNorm) {
+TEST_F(HeadTest, SealReportsTotalsAndNorm) {
   ASSERT_OK(Submit(0, kRowOfToken2));
   EXPECT_REASON(head_->Seal(KeyOf(*head_), int64_t{2}), kMicroBatchMissing);
-  const absl::StatusOr<SealReply> reply = head_->Seal(KeyOf(*head_), int64_t{1});
-  ASSERT_OK(reply);
-  EXPECT_EQ(reply->totals, (StepTotals{1, 1, 1.0, 1.0, 0}));
-  EXPECT_EQ(reply->stats.norm_squared, 14);
-  EXPECT_FALSE(reply->replayed);
+  ASSERT_OK_AND_ASSIGN(const SealReply reply, head_->Seal(KeyOf(*head_), int64_t{1}));
+  EXPECT_EQ(reply.totals, (StepTotals{1, 1, 1.0, 1.0, 0}));
+  EXPECT_EQ(reply.stats.norm_squared, 14);
+  EXPECT_FALSE(reply.replayed);
   EXPECT_TRUE(head_->Seal(KeyOf(*head_), int64_t{1})->replayed);
   EXPECT_REASON(Submit(1, kRowOfToken4), kStepSealed);
   EXPECT_TRUE(Submit(0, kRowOfToken2)->replayed);
@@ -489,15 +429,14 @@ TEST_F(HeadTest, ApplySealsUpdatesAndOpensTheNextStep) {
   EXPECT_REASON(head_->Apply(KeyOf(*head_), int64_t{2}, Rate(1)), kMicroBatchMissing);
   ApplyArguments arguments = Rate(2);
   arguments.gradient_factor = 0.5;
-  const absl::StatusOr<ApplyReply> reply = head_->Apply(KeyOf(*head_), int64_t{1}, arguments);
-  ASSERT_OK(reply);
-  EXPECT_EQ(reply->open_step, 1);
-  EXPECT_EQ(reply->weight_version, 2);
-  EXPECT_EQ(reply->gradient_norm_squared, 14 * 0.25);
-  EXPECT_EQ(reply->global_grad_norm, std::sqrt(14 * 0.25));
-  EXPECT_EQ(reply->clip_factor, 1);
-  EXPECT_EQ(reply->totals.micro_batch_count, 1);
-  EXPECT_FALSE(reply->replayed);
+  ASSERT_OK_AND_ASSIGN(const ApplyReply reply, head_->Apply(KeyOf(*head_), int64_t{1}, arguments));
+  EXPECT_EQ(reply.open_step, 1);
+  EXPECT_EQ(reply.weight_version, 2);
+  EXPECT_EQ(reply.gradient_norm_squared, 14 * 0.25);
+  EXPECT_EQ(reply.global_grad_norm, std::sqrt(14 * 0.25));
+  EXPECT_EQ(reply.clip_factor, 1);
+  EXPECT_EQ(reply.totals.micro_batch_count, 1);
+  EXPECT_FALSE(reply.replayed);
   std::vector<float> after = before;
   for (int i = 0; i < 3; ++i) after[static_cast<size_t>(6 + i)] -= static_cast<float>(i + 1);
   EXPECT_EQ(ReadWeight(*head_), after);
@@ -511,17 +450,15 @@ TEST_F(HeadTest, ApplySealsUpdatesAndOpensTheNextStep) {
 TEST_F(HeadTest, ApplyIsIdempotentByItsArguments) {
   ASSERT_OK(Submit(0, kRowOfToken2));
   const StepKey key = KeyOf(*head_);
-  const absl::StatusOr<ApplyReply> first = head_->Apply(key, int64_t{1}, Rate(1));
-  ASSERT_OK(first);
+  ASSERT_OK_AND_ASSIGN(const ApplyReply first, head_->Apply(key, int64_t{1}, Rate(1)));
   const std::vector<float> weight = ReadWeight(*head_);
   for (const std::optional<ExpectedMicroBatches>& expected :
        {std::optional<ExpectedMicroBatches>(int64_t{1}), std::optional<ExpectedMicroBatches>()}) {
-    const absl::StatusOr<ApplyReply> again = head_->Apply(key, expected, Rate(1));
-    ASSERT_OK(again);
-    EXPECT_TRUE(again->replayed);
-    EXPECT_EQ(again->weight_version, first->weight_version);
-    EXPECT_EQ(again->global_grad_norm, first->global_grad_norm);
-    EXPECT_EQ(again->totals, first->totals);
+    ASSERT_OK_AND_ASSIGN(const ApplyReply again, head_->Apply(key, expected, Rate(1)));
+    EXPECT_TRUE(again.replayed);
+    EXPECT_EQ(again.weight_version, first.weight_version);
+    EXPECT_EQ(again.global_grad_norm, first.global_grad_norm);
+    EXPECT_EQ(again.totals, first.totals);
   }
   EXPECT_REASON(head_->Apply(key, int64_t{1}, Rate(2)), kStepConflict);
   EXPECT_REASON(head_->Apply(key, int64_t{2}, Rate(1)), kStepConflict);
@@ -536,11 +473,10 @@ TEST_F(HeadTest, ClippingAsPyTorchDoes) {
   ApplyArguments arguments = Rate(1);
   arguments.other_grad_norm_squared = 144;
   arguments.max_grad_norm = 6.5;
-  const absl::StatusOr<ApplyReply> reply = head_->Apply(KeyOf(*head_), int64_t{1}, arguments);
-  ASSERT_OK(reply);
-  EXPECT_EQ(reply->global_grad_norm, 13);
-  EXPECT_EQ(reply->gradient_norm_squared, 25);
-  EXPECT_EQ(reply->clip_factor, 6.5 / (13 + 1e-6));
+  ASSERT_OK_AND_ASSIGN(const ApplyReply reply, head_->Apply(KeyOf(*head_), int64_t{1}, arguments));
+  EXPECT_EQ(reply.global_grad_norm, 13);
+  EXPECT_EQ(reply.gradient_norm_squared, 25);
+  EXPECT_EQ(reply.clip_factor, 6.5 / (13 + 1e-6));
 }
 
 TEST_F(HeadTest, ANonFiniteGradientStaysSealedAndUnchanged) {
@@ -552,9 +488,8 @@ TEST_F(HeadTest, ANonFiniteGradientStaysSealedAndUnchanged) {
   EXPECT_EQ(ReadWeight(*head_), weight);
   EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.state, StepState::kSealed);
   const StepKey key = KeyOf(*head_);
-  const auto discarded = head_->DiscardGradient(key);
-  ASSERT_OK(discarded);
-  EXPECT_EQ(*discarded, std::make_pair(int64_t{1}, false));
+  ASSERT_OK_AND_ASSIGN(const auto discarded, head_->DiscardGradient(key));
+  EXPECT_EQ(discarded, std::make_pair(int64_t{1}, false));
   EXPECT_EQ(*head_->DiscardGradient(key), std::make_pair(int64_t{1}, true));
   EXPECT_REASON(head_->Apply(key, int64_t{1}, Rate(1)), kStepConflict);
   EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
@@ -562,8 +497,7 @@ TEST_F(HeadTest, ANonFiniteGradientStaysSealedAndUnchanged) {
 }
 
 TEST_F(HeadTest, TheLastStepThatCanBeNumberedIsNotClosed) {
-  HeadSpec spec = SmallSpec();
-  spec.initial_step = std::numeric_limits<int64_t>::max();
+  HeadSpec spec = SpecWith(&HeadSpec::initial_step, std::numeric_limits<int64_t>::max());
   head_ = MakeReadyHead(engine_, spec);
   const std::vector<float> weight = ReadWeight(*head_);
   ASSERT_OK(Submit(0, kRowOfToken2, spec.initial_step));
@@ -589,7 +523,7 @@ TEST_F(HeadTest, ArgumentsOfApplyAreChecked) {
   const auto refused = [this](const std::function<void(ApplyArguments&)>& change) {
     ApplyArguments arguments = Rate(1);
     change(arguments);
-    return headwater::testing::ReasonOf(head_->Apply(KeyOf(*head_), int64_t{9}, arguments));
+    return ReasonOf(head_->Apply(KeyOf(*head_), int64_t{9}, arguments));
   };
   const double nan = std::nan("");
   EXPECT_EQ(refused([](ApplyArguments&) {}), "MICRO_BATCH_MISSING");
@@ -608,8 +542,7 @@ TEST_F(HeadTest, ArgumentsOfApplyAreChecked) {
   EXPECT_EQ(refused([](ApplyArguments& a) { a.epsilon = 0.5; }), "INVALID_COMBINATION");
   EXPECT_EQ(refused([](ApplyArguments& a) { a.momentum = 0.5; }), "INVALID_COMBINATION");
 
-  HeadSpec spec = SmallSpec();
-  spec.optimizer = AdamWSpec();
+  HeadSpec spec = SpecWith(&HeadSpec::optimizer, AdamWSpec());
   head_ = MakeReadyHead(engine_, spec);
   EXPECT_EQ(refused([](ApplyArguments& a) { a.momentum = 0.5; }), "INVALID_COMBINATION");
   for (const double wrong : {-0.1, 1.0, nan}) {

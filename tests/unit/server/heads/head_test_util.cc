@@ -89,6 +89,20 @@ absl::StatusOr<heads::SubmissionOutcome> MicroBatchCall::Run(LossEngine& engine,
   return heads::Submit(submission_, engine, cancelled);
 }
 
+heads::ApplyArguments Rate(double learning_rate, std::optional<double> max_grad_norm) {
+  heads::ApplyArguments arguments;
+  arguments.learning_rate = learning_rate;
+  arguments.max_grad_norm = max_grad_norm;
+  return arguments;
+}
+
+HeadSpec FrozenSpec() {
+  HeadSpec spec = SpecWith(&HeadSpec::staging_slots, 0);
+  spec.trainable = false;
+  spec.optimizer = std::monostate();
+  return spec;
+}
+
 std::shared_ptr<heads::Head> MakeReadyHead(LossEngine& engine, const HeadSpec& spec, const std::string& id,
                                            const heads::HeadLimits& limits) {
   absl::StatusOr<std::shared_ptr<heads::Head>> head =
@@ -142,6 +156,21 @@ std::thread RunUntilItSleeps(std::function<void()> call) {
   }
   EXPECT_EQ(asleep, 3) << "the call has not waited";
   return thread;
+}
+
+heads::ContributionState StateOf(const heads::Head& head, int64_t micro_batch) {
+  const auto steps = head.GetSteps(head.Describe().epoch);
+  EXPECT_OK(steps);
+  const auto found = steps->first.micro_batches.find(micro_batch);
+  return found == steps->first.micro_batches.end() ? heads::ContributionState::kNone : found->second.state;
+}
+
+void AddSecondTerm(MicroBatchCall& call, const std::shared_ptr<heads::Head>& other) {
+  heads::SubmittedTerm term = call.term();
+  term.head = other;
+  term.head_epoch = other->Describe().epoch;
+  term.step = KeyOf(*other).step;
+  call.submission().terms.push_back(term);
 }
 
 heads::StepKey KeyOf(const heads::Head& head) {

@@ -4,19 +4,24 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
+#include "absl/synchronization/notification.h"
 #include "headwater/kernels/digest.h"
-#include "headwater/kernels/error.h"
 #include "server/heads/head.h"
 #include "server/heads/steps/decide.h"
 #include "server/heads/steps/submit.h"
+#include "tests/unit/expect_status.h"
+#include "tests/unit/run_threads.h"
 #include "tests/unit/server/fake_engine.h"
 
 namespace headwater::heads {
@@ -38,36 +43,10 @@ namespace headwater::testing {
 // The sequencer of all heads that tests make without a registry.
 std::shared_ptr<scheduler::Sequencer> TestSequencer();
 
-// Fails unless `status` is OK, or has `reason`. For absl::Status and StatusOr alike.
-#define EXPECT_OK(expression)                                                         \
-  do {                                                                                \
-    const absl::Status expect_ok_status = ::headwater::testing::ToStatus(expression); \
-    EXPECT_TRUE(expect_ok_status.ok()) << expect_ok_status;                           \
-  } while (false)
-#define ASSERT_OK(expression)                                                         \
-  do {                                                                                \
-    const absl::Status assert_ok_status = ::headwater::testing::ToStatus(expression); \
-    ASSERT_TRUE(assert_ok_status.ok()) << assert_ok_status;                           \
-  } while (false)
-#define EXPECT_REASON(expression, reason) \
-  EXPECT_EQ(::headwater::testing::ReasonOf(expression), ErrorReasonName(ErrorReason::reason))
-
 // Limits of a call whose client has gone.
 inline scheduler::WaitLimits CancelledWait() {
   static scheduler::ThreadWaiter gone([] { return true; });
   return {absl::InfiniteFuture(), &gone};
-}
-
-inline absl::Status ToStatus(const absl::Status& status) { return status; }
-template <typename T>
-absl::Status ToStatus(const absl::StatusOr<T>& result) {
-  return result.status();
-}
-// The reason's name, or "OK".
-template <typename T>
-std::string ReasonOf(const T& result) {
-  const absl::Status status = ToStatus(result);
-  return status.ok() ? "OK" : ErrorReasonName(GetErrorReason(status));
 }
 
 // The rows of a micro-batch: hidden states and targets.
@@ -98,13 +77,12 @@ class MicroBatchCall {
   heads::Submission submission_;
 };
 
-// A digest of rows, for tests: equal payloads have equal ones.
 // Normally distributed rows; every fifth is ignored.
 Payload RandomPayload(uint64_t seed, int64_t row_count, int64_t vocab_size, int64_t hidden_size);
-
+// A digest of rows, for tests: equal payloads have equal ones.
 Digest DigestOf(const Payload& payload);
 
-// Rows of a submission that flow: they are there at once, unless it is told otherwise.
+// Rows of a submission that flow. They are there at once unless `on_await` is set.
 class TestRows : public heads::IncomingRows {
  public:
   explicit TestRows(const Payload& payload) : digest_(DigestOf(payload)) {}
@@ -144,6 +122,19 @@ class TestRows : public heads::IncomingRows {
   const Digest digest_;
 };
 
+// SmallSpec() with another value of a field.
+template <typename T>
+HeadSpec SpecWith(T HeadSpec::*field, std::type_identity_t<T> value) {
+  HeadSpec spec = SmallSpec();
+  spec.*field = value;
+  return spec;
+}
+// SmallSpec() for a head that is not trainable.
+HeadSpec FrozenSpec();
+
+// Arguments of an update.
+heads::ApplyArguments Rate(double learning_rate, std::optional<double> max_grad_norm = std::nullopt);
+
 // A head with weights 0, 1, 2, ... (mod 7) on `engine`.
 std::shared_ptr<heads::Head> MakeReadyHead(LossEngine& engine, const HeadSpec& spec, const std::string& id = "student",
                                            const heads::HeadLimits& limits = {});
@@ -159,6 +150,72 @@ std::thread RunUntilItSleeps(std::function<void()> call);
 // The step that `head` has open, with its epoch.
 heads::StepKey KeyOf(const heads::Head& head);
 
+// The rows that most tests send to a head of SmallSpec(), whose gradient is the row itself, and the sums that this makes.
+inline const Payload kRowOfToken2 = {{1, 2, 3}, {2}};
+inline const Payload kRowOfToken4 = {{-5, 0, 7}, {4}};
+// A gradient with one row.
+inline std::vector<float> Gradient(int64_t token, const std::vector<float>& row) {
+  std::vector<float> values(15);
+  std::copy(row.begin(), row.end(), values.begin() + token * 3);
+  return values;
+}
+// The state of a micro-batch in the open step; kNone if the step does not know it.
+heads::ContributionState StateOf(const heads::Head& head, int64_t micro_batch);
+// Adds a term: the same rows against `other`.
+void AddSecondTerm(MicroBatchCall& call, const std::shared_ptr<heads::Head>& other);
+
+inline const absl::Status kEngineError = MakeError(ErrorReason::kEngineFailed, "the device is gone");
+inline const absl::Status kNotReady = MakeError(ErrorReason::kShardNotReady, "a shard could not begin");
+
+// A place where one thread stops until the test opens it.
+class ThreadGate {
+ public:
+  // The first thread that comes here stops.
+  void Stop() {
+    if (is_passed_.exchange(true)) return;
+    stopped_.Notify();
+    open_.WaitForNotification();
+  }
+  void AwaitStopped() { stopped_.WaitForNotification(); }
+  void Open() { open_.Notify(); }
+
+ private:
+  std::atomic<bool> is_passed_ = false;
+  absl::Notification stopped_, open_;
+};
+
 }  // namespace headwater::testing
+
+namespace headwater::heads {
+
+using testing::AddSecondTerm;
+using testing::CancelledWait;
+using testing::DigestOf;
+using testing::FakeEngine;
+using testing::FrozenSpec;
+using testing::Gradient;
+using testing::kEngineError;
+using testing::KeyOf;
+using testing::kNotReady;
+using testing::kRowOfToken2;
+using testing::kRowOfToken4;
+using testing::MakeReadyHead;
+using testing::MicroBatchCall;
+using testing::Payload;
+using testing::Rate;
+using testing::ReadGradWeight;
+using testing::ReadWeight;
+using testing::ReasonOf;
+using testing::RunThreads;
+using testing::RunUntilItSleeps;
+using testing::SetWeights;
+using testing::SmallSpec;
+using testing::SpecWith;
+using testing::StateOf;
+using testing::TestRows;
+using testing::TestSequencer;
+using testing::ThreadGate;
+
+}  // namespace headwater::heads
 
 #endif  // HEADWATER_TESTS_UNIT_SERVER_HEADS_HEAD_TEST_UTIL_H_

@@ -18,30 +18,8 @@
 namespace headwater::heads {
 namespace {
 
-using headwater::testing::CancelledWait;
-using headwater::testing::FakeEngine;
-using headwater::testing::KeyOf;
-using headwater::testing::MakeReadyHead;
-using headwater::testing::MicroBatchCall;
-using headwater::testing::Payload;
-using headwater::testing::ReadGradWeight;
-using headwater::testing::ReadWeight;
-using headwater::testing::RunUntilItSleeps;
-using headwater::testing::SmallSpec;
-using headwater::testing::TestSequencer;
-
-const Payload kRowOfToken2 = {{1, 2, 3}, {2}};
-const Payload kRowOfToken4 = {{-5, 0, 7}, {4}};
-const absl::Status kEngineError = MakeError(ErrorReason::kEngineFailed, "the device is gone");
-const absl::Status kNotReady = MakeError(ErrorReason::kShardNotReady, "a shard could not begin");
 constexpr SessionId kSession = {1};
 constexpr SessionId kOtherSession = {2};
-
-std::vector<float> Gradient(int64_t token, std::vector<float> row) {
-  std::vector<float> values(15);
-  std::copy(row.begin(), row.end(), values.begin() + token * 3);
-  return values;
-}
 
 class HeadTransactionsTest : public ::testing::Test {
  protected:
@@ -52,21 +30,7 @@ class HeadTransactionsTest : public ::testing::Test {
       return std::shared_ptr<const void>(this, [this](const void*) { --holds_; });
     };
   }
-  // The same rows against two heads.
-  void AddSecondTerm(MicroBatchCall& call) {
-    SubmittedTerm term = call.term();
-    term.head = other_;
-    term.head_epoch = other_->Describe().epoch;
-    term.step = KeyOf(*other_).step;
-    call.submission().terms.push_back(term);
-  }
   std::vector<DecisionTarget> BothHeads() { return {{head_, KeyOf(*head_)}, {other_, KeyOf(*other_)}}; }
-  ContributionState StateOf(const Head& head, int64_t micro_batch) {
-    const auto steps = head.GetSteps(head.Describe().epoch);
-    EXPECT_OK(steps);
-    const auto found = steps->first.micro_batches.find(micro_batch);
-    return found == steps->first.micro_batches.end() ? ContributionState::kNone : found->second.state;
-  }
 
   int holds_ = 0;
   FakeEngine engine_;
@@ -92,22 +56,18 @@ TEST_F(HeadTransactionsTest, AnAnnouncedAttemptDropsAndFencesLowerOnes) {
 
 TEST_F(HeadTransactionsTest, ARunningLowerAttemptGivesUpUnlessItCommits) {
   for (const bool is_explicit : {true, false}) {
-    absl::Notification computing, announced;
-    engine_.control().during_compute = [&] {
-      if (computing.HasBeenNotified()) return;
-      computing.Notify();
-      announced.WaitForNotification();
-    };
+    ThreadGate gate;
+    engine_.control().during_compute = [&] { gate.Stop(); };
     const int64_t id = is_explicit ? 0 : 1;
     MicroBatchCall first(head_, 0, id, kRowOfToken2), second(head_, 0, id, kRowOfToken2);
     if (is_explicit) first.Explicit(), second.Explicit();
     second.submission().attempt = 1;
     absl::StatusOr<SubmissionOutcome> outcome;
     std::thread lower([&] { outcome = first.Run(engine_); });
-    computing.WaitForNotification();
+    gate.AwaitStopped();
     // The announcement leaves its mark, and waits for the computation.
     std::thread higher = RunUntilItSleeps([&] { EXPECT_OK(Announce(second.submission())); });
-    announced.Notify();
+    gate.Open();
     lower.join();
     higher.join();
     engine_.control().during_compute = nullptr;
@@ -116,9 +76,8 @@ TEST_F(HeadTransactionsTest, ARunningLowerAttemptGivesUpUnlessItCommits) {
     } else {
       EXPECT_OK(outcome);  // its products had begun: it is committed
     }
-    const absl::StatusOr<SubmissionOutcome> again = second.Run(engine_);
-    ASSERT_OK(again);
-    EXPECT_EQ(again->replayed, !is_explicit);
+    ASSERT_OK_AND_ASSIGN(const SubmissionOutcome again, second.Run(engine_));
+    EXPECT_EQ(again.replayed, !is_explicit);
   }
 }
 
@@ -142,10 +101,7 @@ TEST_F(HeadTransactionsTest, ARepeatIsAnsweredWhateverAttemptWaits) {
 }
 
 TEST_F(HeadTransactionsTest, AFrozenHeadsTermIsNotAnnounced) {
-  HeadSpec frozen = SmallSpec();
-  frozen.trainable = false;
-  frozen.optimizer = std::monostate();
-  frozen.staging_slots = 0;
+  HeadSpec frozen = FrozenSpec();
   frozen.initial_step = 4;
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   call.submission().attempt = 1;
@@ -164,7 +120,7 @@ TEST_F(HeadTransactionsTest, ATeacherStaysAsItIsWhileItIsRead) {
   call.term().teacher_head = other_;
   std::thread setter;
   engine_.control().during_compute = [&] {
-    setter = RunUntilItSleeps([&] { EXPECT_OK(headwater::testing::SetWeights(*other_, std::vector<float>(15, 2.0f))); });
+    setter = RunUntilItSleeps([&] { EXPECT_OK(SetWeights(*other_, std::vector<float>(15, 2.0f))); });
   };
   const absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
   ASSERT_TRUE(setter.joinable());
@@ -175,8 +131,7 @@ TEST_F(HeadTransactionsTest, ATeacherStaysAsItIsWhileItIsRead) {
 }
 
 TEST_F(HeadTransactionsTest, ATeacherStaysAsItIsWhileWhatIsHeldIsAdded) {
-  HeadLimits in_order;
-  in_order.deterministic = true;
+  const HeadLimits in_order = {.deterministic = true};
   for (const bool deterministic : {false, true}) {
     head_ = MakeReadyHead(engine_, SmallSpec(), "student", deterministic ? in_order : HeadLimits());
     MicroBatchCall call(head_, 0, 0, kRowOfToken2);
@@ -187,7 +142,7 @@ TEST_F(HeadTransactionsTest, ATeacherStaysAsItIsWhileWhatIsHeldIsAdded) {
     ASSERT_OK(call.Run(engine_));
     std::thread setter;
     engine_.control().during_compute = [&] {
-      setter = RunUntilItSleeps([&] { EXPECT_OK(headwater::testing::SetWeights(*other_, std::vector<float>(15, 2.0f))); });
+      setter = RunUntilItSleeps([&] { EXPECT_OK(SetWeights(*other_, std::vector<float>(15, 2.0f))); });
     };
     EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), 0, 0, 1)) << deterministic;
     engine_.control().during_compute = nullptr;
@@ -199,26 +154,25 @@ TEST_F(HeadTransactionsTest, ATeacherStaysAsItIsWhileWhatIsHeldIsAdded) {
 
 TEST_F(HeadTransactionsTest, AllHeadsTakeAMicroBatchTogether) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  AddSecondTerm(call);
+  AddSecondTerm(call, other_);
   ASSERT_OK(call.Run(engine_));
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
   EXPECT_EQ(ReadGradWeight(*other_), Gradient(2, {1, 2, 3}));
-  const absl::StatusOr<SubmissionOutcome> again = call.Run(engine_);
-  ASSERT_OK(again);
-  EXPECT_TRUE(again->replayed);
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome again, call.Run(engine_));
+  EXPECT_TRUE(again.replayed);
 }
 
 TEST_F(HeadTransactionsTest, OneHeadThatRefusesLeavesTheOthersAsTheyWere) {
   ASSERT_OK(MicroBatchCall(other_, 0, 0, kRowOfToken4).Run(engine_));
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  AddSecondTerm(call);
+  AddSecondTerm(call, other_);
   EXPECT_REASON(call.Run(engine_), kMicroBatchConflict);
   EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
   EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
   // Known to one with this digest, unknown to the other: all or none.
   MicroBatchCall known(head_, 0, 5, kRowOfToken2);
   ASSERT_OK(known.Run(engine_));
-  AddSecondTerm(known);
+  AddSecondTerm(known, other_);
   const absl::StatusOr<SubmissionOutcome> mixed = known.Run(engine_);
   EXPECT_REASON(mixed, kMicroBatchConflict);
   EXPECT_EQ(GetErrorMetadata(mixed.status()).at("notKnownBy"), other_->name().ToString());
@@ -227,7 +181,7 @@ TEST_F(HeadTransactionsTest, OneHeadThatRefusesLeavesTheOthersAsTheyWere) {
 
 TEST_F(HeadTransactionsTest, ADecisionNamesExactlyTheHeads) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  AddSecondTerm(call);
+  AddSecondTerm(call, other_);
   ASSERT_OK(call.Explicit().Run(engine_));
   EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kInvalidCombination);
   EXPECT_REASON(DiscardFrom(head_, KeyOf(*head_), 0, 0), kInvalidCombination);
@@ -240,9 +194,9 @@ TEST_F(HeadTransactionsTest, ADecisionNamesExactlyTheHeads) {
   EXPECT_EQ(ReadGradWeight(*other_), Gradient(2, {2, 4, 6}));
 }
 
-TEST_F(HeadTransactionsTest, ACommitIsToldToAllHeadsAtOnce) {
+TEST_F(HeadTransactionsTest, ACommitIsSeenOnAllHeadsAtOnce) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  AddSecondTerm(call);
+  AddSecondTerm(call, other_);
   std::vector<ContributionState> seen;  // by calls on the heads at the moment when the memory is let go
   call.Explicit().submission().until_decided = std::shared_ptr<const void>(this, [&](const void*) {
     seen = {StateOf(*head_, 0), StateOf(*other_, 0)};
@@ -259,11 +213,11 @@ TEST_F(HeadTransactionsTest, ACommitIsToldToAllHeadsAtOnce) {
 TEST_F(HeadTransactionsTest, WhatOneHeadDropsIsDroppedInAll) {
   for (const int how : {0, 1, 2, 3}) {
     MicroBatchCall call(head_, KeyOf(*head_).step, 10 + how, kRowOfToken2);
-    AddSecondTerm(call);
+    AddSecondTerm(call, other_);
     ASSERT_OK(call.Explicit().Run(engine_));
     if (how == 0) ASSERT_OK(head_->DiscardGradient(KeyOf(*head_)));
     if (how == 1) ASSERT_OK(head_->Take(std::nullopt));
-    if (how == 2) ASSERT_OK(headwater::testing::SetWeights(*head_, std::vector<float>(15)));
+    if (how == 2) ASSERT_OK(SetWeights(*head_, std::vector<float>(15)));
     if (how == 3) head_->Retire();
     EXPECT_EQ(StateOf(*other_, 10 + how), ContributionState::kDiscarded) << how;
     EXPECT_REASON(CommitTo(other_, KeyOf(*other_), 10 + how, 0, 1), kMicroBatchDiscarded) << how;
@@ -277,7 +231,7 @@ TEST_F(HeadTransactionsTest, WhatOneHeadDropsIsKeptAliveInNone) {
   auto token = std::make_shared<const int>(0);
   const std::weak_ptr<const int> kept = token;
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  AddSecondTerm(call);
+  AddSecondTerm(call, other_);
   call.Explicit().submission().until_decided = std::move(token);
   ASSERT_OK(call.Run(engine_));
   call.submission().until_decided.reset();
@@ -288,7 +242,7 @@ TEST_F(HeadTransactionsTest, WhatOneHeadDropsIsKeptAliveInNone) {
 
 TEST_F(HeadTransactionsTest, AnEngineFailureAfterTheDecisionLosesAllHeads) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  AddSecondTerm(call);
+  AddSecondTerm(call, other_);
   ASSERT_OK(call.Explicit().Run(engine_));
   engine_.control().FailNext("Commit", kNotReady);
   EXPECT_REASON(Commit(BothHeads(), 0, 0, {}, std::nullopt), kShardNotReady);
@@ -312,16 +266,13 @@ TEST_F(HeadTransactionsTest, AShardThatIsNotReadyAbortsAnEagerMicroBatch) {
 // ---- held ------------------------------------------------------------------------------------------------------------
 
 TEST_F(HeadTransactionsTest, WithoutASlotTheRowsAreHeldIfAllowed) {
-  HeadSpec spec = SmallSpec();
-  spec.staging_slots = 0;
-  head_ = MakeReadyHead(engine_, spec);
+  head_ = MakeReadyHead(engine_, SpecWith(&HeadSpec::staging_slots, 0));
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   EXPECT_REASON(call.Explicit().Run(engine_), kStagingFull);
   call.submission().hold = Hold();
-  const absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
-  ASSERT_OK(outcome);
-  EXPECT_EQ(outcome->form, ContributionForm::kHeld);
-  EXPECT_EQ(outcome->state, ContributionState::kStaged);
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, call.Run(engine_));
+  EXPECT_EQ(outcome.form, ContributionForm::kHeld);
+  EXPECT_EQ(outcome.state, ContributionState::kStaged);
   EXPECT_EQ(holds_, 1);
   EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
   EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), 0, 0, 3));
@@ -339,9 +290,8 @@ TEST_F(HeadTransactionsTest, LateTokenFactorsNeedWhatIsHeld) {
   MicroBatchCall held(head_, 0, 1, kRowOfToken4);
   held.Explicit().submission().late_token_factors = true;
   held.submission().hold = Hold();
-  const absl::StatusOr<SubmissionOutcome> outcome = held.Run(engine_);
-  ASSERT_OK(outcome);
-  EXPECT_EQ(outcome->form, ContributionForm::kHeld);  // although a slot is free
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, held.Run(engine_));
+  EXPECT_EQ(outcome.form, ContributionForm::kHeld);  // although a slot is free
   EXPECT_REASON(Commit(target, 1, 0, {1, {2.0F, 3.0F}}, std::nullopt), kShapeMismatch);
   EXPECT_REASON(Commit(target, 1, 0, {1, {std::numeric_limits<float>::infinity()}}, std::nullopt), kInvalidField);
   EXPECT_EQ(holds_, 1);
@@ -372,23 +322,18 @@ TEST_F(HeadTransactionsTest, AHeldOneIsDroppedWithItsRows) {
 }
 
 TEST_F(HeadTransactionsTest, AnEagerOneThatMustBeFiniteIsComputedTwiceWithoutASlot) {
-  HeadSpec spec = SmallSpec();
-  spec.staging_slots = 0;
-  head_ = MakeReadyHead(engine_, spec);
+  head_ = MakeReadyHead(engine_, SpecWith(&HeadSpec::staging_slots, 0));
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   call.Refuse().submission().hold = Hold();
-  const absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
-  ASSERT_OK(outcome);
-  EXPECT_EQ(outcome->form, ContributionForm::kHeld);
-  EXPECT_EQ(outcome->state, ContributionState::kCommitted);
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, call.Run(engine_));
+  EXPECT_EQ(outcome.form, ContributionForm::kHeld);
+  EXPECT_EQ(outcome.state, ContributionState::kCommitted);
   EXPECT_EQ(holds_, 0);
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
 }
 
 TEST_F(HeadTransactionsTest, WhenTheSecondComputationFailsTheHeadIsLostIfItMayHaveChanged) {
-  HeadSpec spec = SmallSpec();
-  spec.staging_slots = 0;
-  head_ = MakeReadyHead(engine_, spec);
+  head_ = MakeReadyHead(engine_, SpecWith(&HeadSpec::staging_slots, 0));
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   call.Refuse().submission().hold = Hold();
   engine_.control().FailNext("Compute", kNotReady, 1);
@@ -401,11 +346,7 @@ TEST_F(HeadTransactionsTest, WhenTheSecondComputationFailsTheHeadIsLostIfItMayHa
 }
 
 TEST_F(HeadTransactionsTest, AHeldOneIsNotComputedWithAnotherTeacher) {
-  HeadSpec frozen = SmallSpec();
-  frozen.trainable = false;
-  frozen.optimizer = std::monostate();
-  frozen.staging_slots = 0;
-  std::shared_ptr<Head> teacher = MakeReadyHead(engine_, frozen, "teacher");
+  std::shared_ptr<Head> teacher = MakeReadyHead(engine_, FrozenSpec(), "teacher");
   const auto hold = [&](int64_t id) {
     MicroBatchCall call(head_, 0, id, kRowOfToken2);
     call.Explicit().submission().late_token_factors = true;
@@ -418,7 +359,7 @@ TEST_F(HeadTransactionsTest, AHeldOneIsNotComputedWithAnotherTeacher) {
       EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), id, 0, 1));
       return;
     }
-    ASSERT_OK(headwater::testing::SetWeights(*teacher, std::vector<float>(15, 4)));
+    ASSERT_OK(SetWeights(*teacher, std::vector<float>(15, 4)));
     EXPECT_REASON(CommitTo(head_, KeyOf(*head_), id, 0, 1), kWeightVersionMismatch);
     teacher->Retire();
     teacher.reset();
@@ -521,10 +462,9 @@ TEST_F(HeadTransactionsTest, EachOfSeveralTakersLearnsItsOwnEpoch) {
   for (std::vector<Epoch>& mine : epochs) {
     takers.emplace_back([&] {
       for (int i = 0; i < kTimes; ++i) {
-        const absl::StatusOr<HeadInfo> taken = head_->Take(std::nullopt);
-        ASSERT_OK(taken);
-        EXPECT_EQ(taken->state, HeadState::kReady);
-        mine.push_back(taken->epoch);
+        ASSERT_OK_AND_ASSIGN(const HeadInfo taken, head_->Take(std::nullopt));
+        EXPECT_EQ(taken.state, HeadState::kReady);
+        mine.push_back(taken.epoch);
       }
     });
   }
@@ -535,18 +475,16 @@ TEST_F(HeadTransactionsTest, EachOfSeveralTakersLearnsItsOwnEpoch) {
   EXPECT_TRUE(distinct.contains(head_->Describe().epoch));
 }
 
-TEST_F(HeadTransactionsTest, WhoSetsWeightsLearnsTheEpochThatThisMade) {
+TEST_F(HeadTransactionsTest, SettingWeightsReturnsTheEpochThatItMade) {
   const Epoch before = head_->Describe().epoch;
   const std::vector<float> weight = ReadWeight(*head_);
-  const absl::StatusOr<HeadInfo> set =
-      head_->SetTensor(before, HeadTensor::kWeight, DataType::kFloat32, weight.data(), static_cast<int64_t>(weight.size() * 4));
-  ASSERT_OK(set);
-  EXPECT_NE(set->epoch, before);
-  const absl::StatusOr<HeadInfo> taken = head_->Take(set->epoch);
-  ASSERT_OK(taken);
-  EXPECT_NE(taken->epoch, set->epoch);
-  EXPECT_EQ(taken->epoch, head_->Describe().epoch);
-  EXPECT_EQ(taken->weight_version, set->weight_version);
+  ASSERT_OK_AND_ASSIGN(const HeadInfo set, head_->SetTensor(before, HeadTensor::kWeight, DataType::kFloat32, weight.data(),
+                                                            static_cast<int64_t>(weight.size() * 4)));
+  EXPECT_NE(set.epoch, before);
+  ASSERT_OK_AND_ASSIGN(const HeadInfo taken, head_->Take(set.epoch));
+  EXPECT_NE(taken.epoch, set.epoch);
+  EXPECT_EQ(taken.epoch, head_->Describe().epoch);
+  EXPECT_EQ(taken.weight_version, set.weight_version);
 }
 
 TEST_F(HeadTransactionsTest, OnlyACallForTheNextStepWaits) {
@@ -628,9 +566,7 @@ TEST_F(HeadTransactionsTest, AGradientThatCannotBeAddedIsRefusedWhileAnotherCall
 }
 
 TEST_F(HeadTransactionsTest, TheTrainersWeightsCloseASealedStepWhole) {
-  HeadSpec spec = SmallSpec();
-  spec.has_bias = true;
-  head_ = MakeReadyHead(engine_, spec);
+  head_ = MakeReadyHead(engine_, SpecWith(&HeadSpec::has_bias, true));
   const StepKey key = KeyOf(*head_);
   const std::vector<float> before = ReadWeight(*head_);
   const auto weight = std::make_shared<std::vector<float>>(15, 8.0F);

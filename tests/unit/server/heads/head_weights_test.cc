@@ -13,19 +13,8 @@ namespace headwater::heads {
 namespace {
 
 using checkpoint::CheckpointStore;
-using headwater::testing::FakeEngine;
-using headwater::testing::KeyOf;
-using headwater::testing::MakeReadyHead;
-using headwater::testing::MicroBatchCall;
-using headwater::testing::ReadGradWeight;
-using headwater::testing::ReadWeight;
 using headwater::testing::RoundToBFloat16;
-using headwater::testing::SetWeights;
-using headwater::testing::SmallSpec;
 using headwater::testing::TemporaryDirectory;
-using headwater::testing::TestSequencer;
-
-const absl::Status kEngineError = MakeError(ErrorReason::kEngineFailed, "the device is gone");
 
 std::string Xxh3(const void* data, size_t bytes) {
   model_files::Xxh3Hasher hasher;
@@ -47,11 +36,6 @@ class HeadWeightsTest : public ::testing::Test {
   absl::Status Submit(const std::shared_ptr<Head>& head, int64_t micro_batch) {
     return MicroBatchCall(head, *head->Describe().open_step, micro_batch, {{1, 2, 3}, {2}}).Run(engine_).status();
   }
-  static ApplyArguments Rate(double learning_rate) {
-    ApplyArguments arguments;
-    arguments.learning_rate = learning_rate;
-    return arguments;
-  }
 
   FakeEngine engine_{2};
   const std::vector<float> weight_ = std::vector<float>(15, 1.5f);
@@ -59,9 +43,7 @@ class HeadWeightsTest : public ::testing::Test {
 };
 
 TEST_F(HeadWeightsTest, LoadingUntilEveryTensorIsThere) {
-  HeadSpec spec = SmallSpec();
-  spec.has_bias = true;
-  const std::shared_ptr<Head> head = NewHead(spec);
+  const std::shared_ptr<Head> head = NewHead(SpecWith(&HeadSpec::has_bias, true));
   EXPECT_EQ(head->Describe().state, HeadState::kLoading);
   EXPECT_EQ(head->Describe().weight_version, 0);
   EXPECT_TRUE(head->Describe().weight_checksum.empty());
@@ -130,9 +112,7 @@ TEST_F(HeadWeightsTest, WhatSettingRefuses) {
 }
 
 TEST_F(HeadWeightsTest, SettingAReadyHeadStartsAgain) {
-  HeadSpec spec = SmallSpec();
-  spec.optimizer = AdamWSpec();
-  const std::shared_ptr<Head> head = MakeReadyHead(engine_, spec);
+  const std::shared_ptr<Head> head = MakeReadyHead(engine_, SpecWith(&HeadSpec::optimizer, AdamWSpec()));
   ASSERT_OK(Submit(head, 0));
   ASSERT_OK(head->Apply(KeyOf(*head), int64_t{1}, Rate(1)));
   EXPECT_TRUE(head->Describe().weight_checksum.empty());
@@ -155,8 +135,7 @@ TEST_F(HeadWeightsTest, SettingAReadyHeadStartsAgain) {
 }
 
 TEST_F(HeadWeightsTest, Fp32GoesToTheMaster) {
-  HeadSpec spec = SmallSpec();
-  spec.data_type = DataType::kBFloat16;
+  HeadSpec spec = SpecWith(&HeadSpec::data_type, DataType::kBFloat16);
   const std::vector<float> fine(15, 1.001f);
   const float rounded = RoundToBFloat16(1.001f);
   for (const bool has_optimizer : {true, false}) {
@@ -277,9 +256,7 @@ TEST_F(HeadWeightsTest, ASourceThatChangesBehindItsReaderLosesTheHeadAndSaysSo) 
 }
 
 TEST_F(HeadWeightsTest, ALostHeadWithBiasNeedsBothTensors) {
-  HeadSpec spec = SmallSpec();
-  spec.has_bias = true;
-  const std::shared_ptr<Head> head = MakeReadyHead(engine_, spec);
+  const std::shared_ptr<Head> head = MakeReadyHead(engine_, SpecWith(&HeadSpec::has_bias, true));
   const Epoch epoch = head->Describe().epoch;
   engine_.control().FailNext("WriteTensor", kEngineError);
   EXPECT_REASON(Set(*head, HeadTensor::kWeight, weight_), kEngineFailed);
@@ -315,8 +292,7 @@ TEST_F(HeadWeightsTest, NoStepOfSettingAReadyHeadMayFail) {
 }
 
 TEST_F(HeadWeightsTest, WhatFailsWhileAHeadIsLoadedIsMissingAgain) {
-  HeadSpec spec = SmallSpec();
-  spec.has_bias = true;
+  HeadSpec spec = SpecWith(&HeadSpec::has_bias, true);
   const std::vector<std::pair<HeadTensor, HeadTensor>> orders = {{HeadTensor::kBias, HeadTensor::kWeight},
                                                                  {HeadTensor::kWeight, HeadTensor::kBias}};
   for (const auto& [first, second] : orders) {
@@ -350,10 +326,9 @@ TEST_F(HeadCheckpointTest, RestoresWeightsOptimizerAndStep) {
   ASSERT_OK(Submit(head, 0));  // not part of the checkpoint
   EXPECT_REASON(head->Save(std::nullopt, *store_, "a", false), kMissingField);
   EXPECT_REASON(head->Save(NewEpoch(), *store_, "a", false), kEpochFenced);
-  const absl::StatusOr<SavedCheckpoint> saved = head->Save(head->Describe().epoch, *store_, "a", false);
-  ASSERT_OK(saved);
-  EXPECT_EQ(saved->step, 1);
-  EXPECT_GT(saved->total_bytes, 15 * 3 * 4);
+  ASSERT_OK_AND_ASSIGN(const SavedCheckpoint saved, head->Save(head->Describe().epoch, *store_, "a", false));
+  EXPECT_EQ(saved.step, 1);
+  EXPECT_GT(saved.total_bytes, 15 * 3 * 4);
   const absl::Status other_step = head->Seal({head->Describe().epoch, 5}, int64_t{0}).status();
   EXPECT_REASON(other_step, kStepMismatch);
   EXPECT_EQ(GetErrorMetadata(other_step).at("checkpoints"), "a=1");
@@ -387,15 +362,11 @@ TEST_F(HeadCheckpointTest, RestoresWeightsOptimizerAndStep) {
 }
 
 TEST_F(HeadCheckpointTest, ANewHeadAndAFrozenOneAreRestored) {
-  HeadSpec spec = SmallSpec();
-  spec.trainable = false;
-  spec.optimizer = std::monostate();
-  spec.staging_slots = 0;
-  std::shared_ptr<Head> head = NewHead(spec);
+  std::shared_ptr<Head> head = NewHead(FrozenSpec());
   EXPECT_REASON(head->Save(std::nullopt, *store_, "a", false), kWeightsNotLoaded);
   ASSERT_OK(Set(*head, HeadTensor::kWeight, weight_));
   ASSERT_OK(head->Save(std::nullopt, *store_, "a", false));
-  head = NewHead(spec);
+  head = NewHead(FrozenSpec());
   ASSERT_OK(head->Restore(head->Describe().epoch, *store_, "a"));
   EXPECT_EQ(head->Describe().state, HeadState::kReady);
   EXPECT_EQ(ReadWeight(*head), weight_);
@@ -438,9 +409,7 @@ TEST_F(HeadCheckpointTest, ARestoreThatFailsHalfwayLosesTheHeadAndAnotherOneBrin
 TEST_F(HeadCheckpointTest, AHeadOfAnotherSpecIsRefused) {
   std::shared_ptr<Head> head = MakeReadyHead(engine_, SmallSpec());
   ASSERT_OK(head->Save(head->Describe().epoch, *store_, "a", false));
-  HeadSpec spec = SmallSpec();
-  spec.optimizer = AdamWSpec();
-  head = MakeReadyHead(engine_, spec);
+  head = MakeReadyHead(engine_, SpecWith(&HeadSpec::optimizer, AdamWSpec()));
   const absl::Status refused = head->Restore(head->Describe().epoch, *store_, "a").status();
   EXPECT_REASON(refused, kCheckpointSpecMismatch);
   EXPECT_NE(std::string(refused.message()).find("optimizer"), std::string::npos);
