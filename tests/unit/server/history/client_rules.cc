@@ -1,6 +1,5 @@
 #include "client_rules.h"
 
-#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -57,10 +56,9 @@ ClientLog::ClientLog(int64_t max_bytes) : impl_(new Impl(max_bytes)) {}
 ClientLog::~ClientLog() = default;
 
 void ClientLog::Add(const Event& event) {
-  LogEntry entry;
-  entry.heads = {{.state = impl_->head, .step = event.targets[0].step}};
-  entry.micro_batch = event.micro_batch;
-  entry.record = RecordOf(event);
+  LogEntry entry = {.record = RecordOf(event),
+                    .heads = {{.state = impl_->head, .step = event.targets[0].step}},
+                    .micro_batch = event.micro_batch};
   // Never made again here: who replays asks which event it stands for.
   const auto call = std::make_shared<LoggedCall>();
   call->bytes = event.is_call() ? 100 : 20;

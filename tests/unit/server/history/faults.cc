@@ -1,6 +1,7 @@
 #include "faults.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
 
 #include "absl/strings/str_cat.h"
@@ -27,62 +28,32 @@ const char* NameOf(Rpc rpc) { return kRpcNames[static_cast<size_t>(rpc)]; }
 const char* NameOf(Fault fault) { return kFaultNames[static_cast<size_t>(fault)]; }
 
 std::optional<Rpc> RpcOf(const Event& event) {
-  switch (event.op) {
-    case Op::kCall:
-    case Op::kAnnounce:
-    case Op::kRows:
-      return Rpc::kComputeLoss;
-    case Op::kCommit:
-      return Rpc::kCommitMicroBatch;
-    case Op::kDiscard:
-      return Rpc::kDiscardMicroBatch;
-    case Op::kAddGradient:
-      return Rpc::kAddGradient;
-    case Op::kSeal:
-      return Rpc::kSealStep;
-    case Op::kApply:
-      return Rpc::kApplyOptimizerStep;
-    case Op::kDiscardGradient:
-      return Rpc::kDiscardGradient;
-    case Op::kReplace:
-      return Rpc::kUploadNewWeights;
-    case Op::kReadGradient:
-      return Rpc::kDownloadGradient;
-    case Op::kGradientNorm:
-      return Rpc::kGetGradientNorm;
-    case Op::kGetSteps:
-      return Rpc::kGetStep;
-    case Op::kGetHead:
-      return Rpc::kGetHead;
-    case Op::kSetTensors:
-      return Rpc::kUploadWeights;
-    case Op::kReadWeights:
-      return Rpc::kDownloadWeights;
-    case Op::kSave:
-      return Rpc::kSaveCheckpoint;
-    case Op::kRestore:
-      return Rpc::kRestoreCheckpoint;
-    case Op::kTake:
-      return Rpc::kTakeHead;
-    case Op::kCreate:
-      return Rpc::kCreateHead;
-    case Op::kDelete:
-      return Rpc::kDeleteHead;
-    case Op::kOpenSession:
-      return Rpc::kOpenSession;
-    case Op::kRenewSession:
-      return Rpc::kKeepAlive;
-    case Op::kCloseSession:
-      return Rpc::kCloseSession;
-    case Op::kCheckEpoch:
-    case Op::kDamage:
-    case Op::kExpireIdle:
-    case Op::kAdvance:
-    case Op::kExpireSessions:
-    case Op::kRestart:
-      return std::nullopt;
-  }
-  return std::nullopt;
+  static const std::map<Op, Rpc> rpcs = {{Op::kCall, Rpc::kComputeLoss},
+                                         {Op::kAnnounce, Rpc::kComputeLoss},
+                                         {Op::kRows, Rpc::kComputeLoss},
+                                         {Op::kCommit, Rpc::kCommitMicroBatch},
+                                         {Op::kDiscard, Rpc::kDiscardMicroBatch},
+                                         {Op::kAddGradient, Rpc::kAddGradient},
+                                         {Op::kSeal, Rpc::kSealStep},
+                                         {Op::kApply, Rpc::kApplyOptimizerStep},
+                                         {Op::kDiscardGradient, Rpc::kDiscardGradient},
+                                         {Op::kReplace, Rpc::kUploadNewWeights},
+                                         {Op::kReadGradient, Rpc::kDownloadGradient},
+                                         {Op::kGradientNorm, Rpc::kGetGradientNorm},
+                                         {Op::kGetSteps, Rpc::kGetStep},
+                                         {Op::kGetHead, Rpc::kGetHead},
+                                         {Op::kSetTensors, Rpc::kUploadWeights},
+                                         {Op::kReadWeights, Rpc::kDownloadWeights},
+                                         {Op::kSave, Rpc::kSaveCheckpoint},
+                                         {Op::kRestore, Rpc::kRestoreCheckpoint},
+                                         {Op::kTake, Rpc::kTakeHead},
+                                         {Op::kCreate, Rpc::kCreateHead},
+                                         {Op::kDelete, Rpc::kDeleteHead},
+                                         {Op::kOpenSession, Rpc::kOpenSession},
+                                         {Op::kRenewSession, Rpc::kKeepAlive},
+                                         {Op::kCloseSession, Rpc::kCloseSession}};
+  const auto found = rpcs.find(event.op);
+  return found == rpcs.end() ? std::nullopt : std::optional<Rpc>(found->second);
 }
 
 const char* WhyImpossible(Rpc rpc, Fault fault) {

@@ -1,8 +1,6 @@
 #include "generator.h"
 
 #include <algorithm>
-#include <cmath>
-#include <set>
 #include <utility>
 
 #include "tests/unit/server/history/model/kinds.h"
@@ -19,28 +17,11 @@ constexpr int kDeletionsPerCrash = 12;
 bool CanBeLate(const Event& event) {
   if (event.crash_at > 0 || event.failing_call != nullptr || event.meanwhile != Meanwhile::kNothing || event.deleted_handle)
     return false;
-  switch (event.op) {
-    case Op::kCall:
-    case Op::kAnnounce:
-    case Op::kCommit:
-    case Op::kDiscard:
-    case Op::kAddGradient:
-    case Op::kSeal:
-    case Op::kApply:
-    case Op::kDiscardGradient:
-    case Op::kReplace:
-    case Op::kReadGradient:
-    case Op::kSetTensors:
-    case Op::kSave:
-    case Op::kRestore:
-    case Op::kTake:
-    case Op::kDelete:
-    case Op::kRenewSession:
-    case Op::kCloseSession:
-      return true;
-    default:
-      return false;
-  }
+  constexpr Op kOps[] = {Op::kCall,         Op::kAnnounce,    Op::kCommit,          Op::kDiscard, Op::kAddGradient,
+                         Op::kSeal,         Op::kApply,       Op::kDiscardGradient, Op::kReplace, Op::kReadGradient,
+                         Op::kSetTensors,   Op::kSave,        Op::kRestore,         Op::kTake,    Op::kDelete,
+                         Op::kRenewSession, Op::kCloseSession};
+  return std::find(std::begin(kOps), std::end(kOps), event.op) != std::end(kOps);
 }
 
 }  // namespace
@@ -239,31 +220,26 @@ bool Generator::Prepare(Event& event) {
     event.targets[0].head = OneIn(8) ? 5 : Pick(5);
     return true;
   }
+  const auto begin = [&](const char* kind, Op op, int head) {
+    event.kind = kind;
+    event.op = op;
+    event.targets = {TargetOf(head)};
+    event.targets[0].step.reset();
+    return true;
+  };
   const int loading = PickHead([](const ModelHead& head) { return head.state == 'L'; });
   if (loading >= 0 && OneIn(2)) {
-    event.kind = "set tensors of a new head";
-    event.op = Op::kSetTensors;
-    event.targets = {TargetOf(loading)};
-    event.targets[0].step.reset();
+    begin("set tensors of a new head", Op::kSetTensors, loading);
     event.tensors = {HeadTensor::kWeight};
     if (At(loading).spec.has_bias) event.tensors = {HeadTensor::kBias, HeadTensor::kWeight};
     event.numbers = 1 + Pick(8);
     return true;
   }
   const int restored = PickHead([](const ModelHead& head) { return head.state == 'B'; });
-  if (restored >= 0 && OneIn(3)) {
-    event.kind = "take a head that came back";
-    event.op = Op::kTake;
-    event.targets = {TargetOf(restored)};
-    event.targets[0].step.reset();
-    return true;
-  }
+  if (restored >= 0 && OneIn(3)) return begin("take a head that came back", Op::kTake, restored);
   const int lost = PickHead([](const ModelHead& head) { return head.state == 'X'; });
   if (lost >= 0 && OneIn(4)) {
-    event.kind = "set the tensors of a lost head";
-    event.op = Op::kSetTensors;
-    event.targets = {TargetOf(lost)};
-    event.targets[0].step.reset();
+    begin("set the tensors of a lost head", Op::kSetTensors, lost);
     event.tensors = {HeadTensor::kWeight};
     if (At(lost).spec.has_bias && !OneIn(3)) event.tensors.push_back(HeadTensor::kBias);
     event.numbers = 1 + Pick(8);
@@ -289,7 +265,7 @@ Event Generator::Choose() {
     while (left >= chosen->weight) left -= (chosen++)->weight;
     event = Event();
     event.kind = chosen->name;
-    if (chosen->make(*this, event)) return event;
+    if (chosen->Make(*this, event)) return event;
   }
   event = Event();
   event.kind = "the clock goes on";

@@ -64,10 +64,6 @@ class Generator : public Source {
     if (OneIn(2)) event.power_loss = random_();
     return true;
   }
-  void Fail(Event& event, const char* call, ErrorReason reason) const {
-    event.failing_call = call;
-    event.failure = reason;
-  }
   // What has to be done before anything else makes sense.
   bool Prepare(Event& event);
   Event Choose();

@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "absl/strings/str_split.h"
-#include "absl/synchronization/mutex.h"
 #include "driver.h"
 #include "generator.h"
 
@@ -51,9 +50,7 @@ TEST(ServerHistoryTest, AgreesWithTheModel) {
   const int64_t count = FromEnvironment("HISTORIES", kDefaultHistories);
   const int length = FromEnvironment("HISTORY_LENGTH", kDefaultLength);
   const uint64_t first_seed = static_cast<uint64_t>(FromEnvironment("FIRST_SEED", kFirstSeed));
-  RunOptions options;
-  options.threads = FromEnvironment("HISTORY_THREADS", 0);
-  options.cuts_failures = FromEnvironment("HISTORY_CUT", 1) != 0;
+  RunOptions options = {.threads = FromEnvironment("HISTORY_THREADS", 0), .cuts_failures = FromEnvironment("HISTORY_CUT", 1) != 0};
   options.max_failures = options.cuts_failures ? 3 : 1;
   const Totals totals = RunHistories(first_seed, count, length, WorldBugs(), options);
   for (const std::string& failure : totals.failures) ADD_FAILURE() << failure;
@@ -83,54 +80,53 @@ TEST(ServerHistoryTest, AgreesWithTheModel) {
   EXPECT_GE(totals.coverage.late_events, count);
   std::map<std::string, int64_t> reasons;
   for (const auto& [answer, number] : totals.coverage.answers) reasons[answer.second] += number;
-  for (const char* reason : {"OK",
-                             "MISSING_FIELD",
-                             "INVALID_FIELD",
-                             "INVALID_NAME",
-                             "SHAPE_MISMATCH",
-                             "DATA_LENGTH_MISMATCH",
-                             "TARGET_OUT_OF_VOCAB",
-                             "CHUNK_OUT_OF_RANGE",
-                             "LIMIT_EXCEEDED",
-                             "INVALID_COMBINATION",
-                             "HEAD_NOT_FOUND",
-                             "CHECKPOINT_NOT_FOUND",
-                             "MICRO_BATCH_NOT_FOUND",
-                             "SESSION_NOT_FOUND",
-                             "HEAD_ALREADY_EXISTS",
-                             "HEAD_SPEC_MISMATCH",
-                             "CHECKPOINT_ALREADY_EXISTS",
-                             "STEP_MISMATCH",
-                             "STEP_SEALED",
-                             "STEP_NOT_SEALED",
-                             "HEAD_NOT_TRAINABLE",
-                             "WEIGHTS_NOT_LOADED",
-                             "MICRO_BATCH_MISSING",
-                             "MICRO_BATCH_UNCOMMITTED",
-                             "MICRO_BATCH_UNEXPECTED",
-                             "OPTIMIZER_NOT_CONFIGURED",
-                             "HEAD_IN_USE",
-                             "NON_FINITE_VALUES",
-                             "NON_FINITE_GRADIENT",
-                             "WEIGHT_VERSION_MISMATCH",
-                             "EPOCH_FENCED",
-                             "STEP_LOST",
-                             "STEP_CONFLICT",
-                             "MICRO_BATCH_CONFLICT",
-                             "ATTEMPT_SUPERSEDED",
-                             "MICRO_BATCH_DISCARDED",
-                             "QUOTA_EXCEEDED",
-                             "STAGING_FULL",
-                             "DISK_FULL",
-                             "SHARD_NOT_READY",
-                             "CHECKSUM_MISMATCH",
-                             "CANCELLED",
-                             "ENGINE_FAILED",
-                             "NOT_SESSION_OWNER",
-                             "STRIPE_LOST",
-                             "PROTOCOL_VIOLATION"}) {
-    EXPECT_GE(reasons[reason], 1) << reason;
-  }
+  constexpr const char* kReasons[] = {"OK",
+                                      "MISSING_FIELD",
+                                      "INVALID_FIELD",
+                                      "INVALID_NAME",
+                                      "SHAPE_MISMATCH",
+                                      "DATA_LENGTH_MISMATCH",
+                                      "TARGET_OUT_OF_VOCAB",
+                                      "CHUNK_OUT_OF_RANGE",
+                                      "LIMIT_EXCEEDED",
+                                      "INVALID_COMBINATION",
+                                      "HEAD_NOT_FOUND",
+                                      "CHECKPOINT_NOT_FOUND",
+                                      "MICRO_BATCH_NOT_FOUND",
+                                      "SESSION_NOT_FOUND",
+                                      "HEAD_ALREADY_EXISTS",
+                                      "HEAD_SPEC_MISMATCH",
+                                      "CHECKPOINT_ALREADY_EXISTS",
+                                      "STEP_MISMATCH",
+                                      "STEP_SEALED",
+                                      "STEP_NOT_SEALED",
+                                      "HEAD_NOT_TRAINABLE",
+                                      "WEIGHTS_NOT_LOADED",
+                                      "MICRO_BATCH_MISSING",
+                                      "MICRO_BATCH_UNCOMMITTED",
+                                      "MICRO_BATCH_UNEXPECTED",
+                                      "OPTIMIZER_NOT_CONFIGURED",
+                                      "HEAD_IN_USE",
+                                      "NON_FINITE_VALUES",
+                                      "NON_FINITE_GRADIENT",
+                                      "WEIGHT_VERSION_MISMATCH",
+                                      "EPOCH_FENCED",
+                                      "STEP_LOST",
+                                      "STEP_CONFLICT",
+                                      "MICRO_BATCH_CONFLICT",
+                                      "ATTEMPT_SUPERSEDED",
+                                      "MICRO_BATCH_DISCARDED",
+                                      "QUOTA_EXCEEDED",
+                                      "STAGING_FULL",
+                                      "DISK_FULL",
+                                      "SHARD_NOT_READY",
+                                      "CHECKSUM_MISMATCH",
+                                      "CANCELLED",
+                                      "ENGINE_FAILED",
+                                      "NOT_SESSION_OWNER",
+                                      "STRIPE_LOST",
+                                      "PROTOCOL_VIOLATION"};
+  for (const char* reason : kReasons) EXPECT_GE(reasons[reason], 1) << reason;
 }
 
 TEST(ServerHistoryTest, RunsOneHistory) {

@@ -144,16 +144,11 @@ void World::Start() {
   engine_ = std::make_unique<HistoryEngine>(shard_count_);
   engine_->control().bug = bugs_.engine;
   engine_->control().await_points = &await_points_;
-  heads::RegistryLimits limits;
-  limits.max_heads = kMaxHeads;
-  limits.max_heads_per_tenant = kMaxHeadsPerTenant;
-  limits.max_tenant_memory_bytes = kMaxTenantMemoryBytes;
-  heads::HeadLimits head_limits;
-  head_limits.max_step_micro_batches = kMaxStepRecords;
+  const heads::RegistryLimits limits = {
+      .max_heads = kMaxHeads, .max_heads_per_tenant = kMaxHeadsPerTenant, .max_tenant_memory_bytes = kMaxTenantMemoryBytes};
+  const heads::HeadLimits head_limits = {.max_step_micro_batches = kMaxStepRecords};
   registry_ = std::make_unique<heads::HeadRegistry>(*engine_, limits, head_limits, [this] { return Now(); });
-  heads::SessionLimits session_limits;
-  session_limits.max_sessions = kMaxSessions;
-  session_limits.max_lease = absl::Seconds(kMaxLeaseSeconds);
+  const heads::SessionLimits session_limits = {.max_sessions = kMaxSessions, .max_lease = absl::Seconds(kMaxLeaseSeconds)};
   sessions_ = std::make_unique<heads::SessionRegistry>(
       session_limits, [this](const heads::SessionId& session, heads::SessionRegistry::End) { return OnSessionEnd(session); },
       [this] { return bugs_.session_clock_stands ? absl::UnixEpoch() : Now(); });
@@ -483,9 +478,9 @@ Reply World::Decide(const Event& event) {
   if (event.op == Op::kDiscard) {
     done = heads::Discard(targets, event.micro_batch, event.attempt, SessionOf(event.session));
   } else {
-    heads::CommitArguments arguments;
-    arguments.factor = event.factor;
-    arguments.token_factors = MakeTokenFactors(event.token_factors, payloads_[static_cast<size_t>(event.payload)].row_count);
+    const heads::CommitArguments arguments = {
+        .factor = event.factor,
+        .token_factors = MakeTokenFactors(event.token_factors, payloads_[static_cast<size_t>(event.payload)].row_count)};
     done = heads::Commit(targets, event.micro_batch, event.attempt, arguments, SessionOf(event.session));
   }
   return ToReply(done, {done.ok() && *done ? 1.0 : 0.0});
@@ -501,11 +496,8 @@ Reply World::AddGradient(const Event& event) {
   absl::Status check = (*head)->CheckAddGradient(key, event.micro_batch, event.attempt, event.row_start, event.row_count);
   if (!check.ok()) return ToReply(check);
   const std::vector<float> rows = MakeNumbers(event.numbers, event.row_count * kWidth);
-  heads::GradientPart part;
-  part.row_start = event.row_start;
-  part.row_count = event.row_count;
-  part.data = rows.data();
-  part.factor = event.factor;
+  const heads::GradientPart part = {
+      .row_start = event.row_start, .row_count = event.row_count, .data = rows.data(), .factor = event.factor};
   absl::StatusOr<bool> added = (*head)->AddGradient(key, event.micro_batch, event.attempt, ToDigest(ContentOf(event)), part,
                                                     [&event] { return event.cancel == Cancel::kBefore; });
   return ToReply(added, {added.ok() && *added ? 1.0 : 0.0});
@@ -599,10 +591,10 @@ Reply World::OnHead(const Event& event, const HeadPointer& head) {
 Reply World::Replace(const Event& event, const HeadPointer& head) {
   const int64_t width = event.tensors[0] == HeadTensor::kBias ? 1 : kWidth;
   const auto values = std::make_shared<std::vector<float>>(MakeNumbers(event.numbers, head->spec().vocab_size * width));
-  heads::ShadowTensor tensor;
-  tensor.tensor = event.tensors[0];
-  tensor.byte_count = static_cast<int64_t>(values->size() * sizeof(float)) - (event.wrong_size ? 4 : 0);
-  tensor.data = std::shared_ptr<const void>(values, values->data());
+  const heads::ShadowTensor tensor = {
+      .tensor = event.tensors[0],
+      .data = std::shared_ptr<const void>(values, values->data()),
+      .byte_count = static_cast<int64_t>(values->size() * sizeof(float)) - (event.wrong_size ? 4 : 0)};
   const absl::StatusOr<heads::ReplaceReply> reply = head->Replace(KeyOf(event.targets[0]), tensor);
   return ToReply(reply, {reply.ok() && reply->closed ? 1.0 : 0.0});
 }

@@ -3,22 +3,42 @@
 #define HEADWATER_TESTS_UNIT_SERVER_HISTORY_MODEL_KINDS_H_
 
 #include <algorithm>
+#include <functional>
+#include <type_traits>
 #include <vector>
 
 #include "tests/unit/server/history/generator.h"
 
 namespace headwater::history {
 
+// A step in making an event. Returns false if there is nothing that the event could be about; a step without a result cannot fail.
+struct Making {
+  template <typename Step>
+  Making(Step step)  // NOLINT: a kind lists functions
+      : run([step](Generator& generator, Event& event) {
+          if constexpr (std::is_void_v<std::invoke_result_t<Step, Generator&, Event&>>) {
+            step(generator, event);
+            return true;
+          } else {
+            return step(generator, event);
+          }
+        }) {}
+  std::function<bool(Generator&, Event&)> run;
+};
+
 struct Kind {
   const char* name;
   int weight;
-  // False if there is nothing that such an event could be about.
-  bool (*make)(Generator& generator, Event& event);
+  std::vector<Making> steps;  // in this order, until one returns false
+
+  bool Make(Generator& generator, Event& event) const {
+    return std::all_of(steps.begin(), steps.end(), [&](const Making& step) { return step.run(generator, event); });
+  }
 };
 
 std::vector<Kind> Kinds();
 
-// The makers use the generator's helpers.
+// The kinds and their steps, which use the generator's helpers.
 struct KindTable {
   using G = Generator;
   using E = Event;
@@ -73,17 +93,15 @@ struct KindTable {
     }
     return true;
   }
-  static bool FailAt(E& e, const char* call, ErrorReason reason) {
+  static void FailAt(E& e, const char* call, ErrorReason reason) {
     e.failing_call = call;
     e.failure = reason;
-    return true;
   }
 
   // Half of the rows that flow come as they should.
-  static bool Flows(G& g, E& e) {
+  static void Flows(G& g, E& e) {
     constexpr Flow kFlows[] = {Flow::kFlows, Flow::kFlows, Flow::kFlows, Flow::kStalls, Flow::kBreaks, Flow::kRefused};
     e.flow = kFlows[g.Pick(6)];
-    return true;
   }
   // A call of one or two heads with another one beside it, of other micro-batches; they stage nothing, and there is room for both.
   static bool Beside(G& g, E& e) {
@@ -105,12 +123,109 @@ struct KindTable {
     return true;
   }
 
-  static void AddCalls(std::vector<Kind>& kinds);
-  static void AddFlows(std::vector<Kind>& kinds);
-  static void AddDecisions(std::vector<Kind>& kinds);
-  static void AddSteps(std::vector<Kind>& kinds);
-  static void AddWeights(std::vector<Kind>& kinds);
-  static void AddServer(std::vector<Kind>& kinds);
+  // ---- steps of several kinds
+  static bool Call(G& g, E& e) { return g.Call(e); }
+  static bool Seal(G& g, E& e) { return g.Seal(e); }
+  static bool Apply(G& g, E& e) { return g.Apply(e); }
+  static bool Replace(G& g, E& e) { return g.Replace(e); }
+  static bool AddGradient(G& g, E& e) { return g.AddGradient(e); }
+  static Making OnHead(Op op, bool (*wanted)(const ModelHead& head) = nullptr) {
+    return [op, wanted](G& g, E& e) { return g.OnHead(e, op, wanted); };
+  }
+  static Making OnStep(Op op) {
+    return [op](G& g, E& e) { return g.OnStep(e, op); };
+  }
+  static bool CallOnTwoHeads(G& g, E& e) { return g.CallOn(e, SomeHeads(g, 2)); }
+  static bool CallOnFrozenHead(G& g, E& e) {
+    e.names_micro_batch = false;
+    return g.CallOn(e, {g.PickHead(IsFrozen)});
+  }
+  static bool NewCall(G& g, E& e) { return g.OneIn(2) ? NewEager(g, e) : NewExplicit(g, e); }
+  static bool WithATeacher(G& g, E& e) { return AddTeacher(g, e.targets[0]); }
+  static void Explicit(G&, E& e) { e.is_explicit = true; }
+  static void ExplicitMayBeHeld(G&, E& e) { e.is_explicit = e.allow_held = true; }
+  static void PerhapsExplicit(G& g, E& e) { e.is_explicit = e.allow_held = g.OneIn(2); }
+  static void PerhapsLateFactors(G& g, E& e) { e.is_explicit = e.late_factors = g.OneIn(2); }
+  static void PerhapsHeld(G& g, E& e) { e.allow_held = g.OneIn(2); }
+  static void Refuse(G&, E& e) { e.refuse = true; }
+  static void OtherRows(G&, E& e) { e.targets[0].scale += 1; }
+  static void Rows(G& g, E& e, int payload) {
+    e.payload = payload;
+    e.targets[0].row_count = g.model_.payloads()[static_cast<size_t>(payload)].row_count;
+  }
+  static void InfiniteRows(G& g, E& e) { Rows(g, e, kInfinitePayload); }
+  static void BadTarget(G& g, E& e) { Rows(g, e, kBadTargetPayload); }
+  static void FlowsWell(G&, E& e) { e.flow = Flow::kFlows; }
+  static void PerhapsFlows(G& g, E& e) {
+    if (g.OneIn(2)) Flows(g, e);
+  }
+  static void AnyMicroBatch(G& g, E& e) { e.micro_batch = g.Pick(kMicroBatchIds); }
+  static void AnyAttempt(G& g, E& e) { e.attempt = g.Pick(3); }
+  static void HigherAttempt(G&, E& e) { e.attempt += 1; }
+  static bool LowerAttempt(G&, E& e) { return e.attempt-- > 0; }
+  static void CancelledBefore(G&, E& e) { e.cancel = Cancel::kBefore; }
+  static void CancelledWhileComputing(G&, E& e) { e.cancel = Cancel::kWhileComputing; }
+  static Making During(Meanwhile meanwhile) {
+    return [meanwhile](G&, E& e) { e.meanwhile = meanwhile; };
+  }
+  static void ToCommit(G&, E& e) { e.op = Op::kCommit; }
+  static void ToDiscard(G&, E& e) { e.op = Op::kDiscard; }
+  static bool Contribution(G& g, E& e) { return g.PickContribution(e); }
+  static bool ContributionOfASession(G& g, E& e) {
+    return g.PickContribution(e, [](const ModelContribution& it) { return it.session != kNoSession; });
+  }
+  static bool ContributionOfSeveralHeads(G& g, E& e) {
+    return g.PickContribution(e, [](const ModelContribution& it) { return it.heads.size() > 1; });
+  }
+  static bool Committed(G& g, E& e) { return g.PickRecord(e, 'C'); }
+  static bool Discarded(G& g, E& e) { return g.PickRecord(e, 'D'); }
+  static bool Announced(G& g, E& e) { return g.PickRecord(e, 'N'); }
+  static bool OfASession(G& g, E& e) { return (e.session = g.PickSession()) != kNoSession; }
+  static void AnotherSession(G& g, E& e) { e.session = g.OneIn(2) ? g.PickSession() : kNoSession; }
+  static void UnknownSession(G& g, E& e) { e.session = g.OneIn(3) ? kForeignSession : g.Pick(g.model_.session_count() + 1); }
+  static void InAnEarlierLife(G& g, E& e) { e.targets[0].epoch = g.PickStaleEpoch(e.targets[0].head); }
+  static void PerhapsInAnEarlierLife(G& g, E& e) {
+    if (g.OneIn(2)) InAnEarlierLife(g, e);
+  }
+  // A deleted head, by a pointer to it.
+  static bool DeletedHead(G& g, E& e) {
+    if (g.model_.deleted().empty()) return false;
+    e.deleted_handle = true;
+    e.targets = {Target()};
+    e.targets[0].epoch = kForeignEpoch;
+    return true;
+  }
+  static void PreviousStep(G&, E& e) { --*e.targets[0].step; }
+  static void NextStep(G&, E& e) { ++*e.targets[0].step; }
+  static void PerhapsCancelled(G& g, E& e) { e.cancel_waiting = g.OneIn(2); }
+  static void ExpectsIds(G& g, E& e) { e.expected = g.CommittedIds(e.targets[0].head, false); }
+  static void ExpectsNumber(G& g, E& e) { e.expected = g.CommittedIds(e.targets[0].head, true); }
+  static void Weight(G&, E& e) { e.tensors = {HeadTensor::kWeight}; }
+  static void Bias(G&, E& e) { e.tensors = {HeadTensor::kBias}; }
+  static void AnyNumbers(G& g, E& e) { e.numbers = 1 + g.Pick(8); }
+  static void OfAnotherSize(G&, E& e) { e.wrong_size = true; }
+  static bool NewestCheckpoint(G& g, E& e) { return g.PickCheckpoint(e, true); }
+  static bool AnyCheckpoint(G& g, E& e) { return g.PickCheckpoint(e, false); }
+  static void Create(G& g, E& e) {
+    e.op = Op::kCreate;
+    e.targets = {Target()};
+    e.targets[0].head = g.Pick(kHeadCount);
+  }
+  static void Attach(G&, E& e) { e.if_exists = heads::IfExists::kAttachIfSameSpec; }
+  static void WithAnotherSpec(G&, E& e) { e.other_spec = true; }
+  static Making EngineFails(const char* call) {
+    return [call](G&, E& e) { FailAt(e, call, ErrorReason::kEngineFailed); };
+  }
+  static Making ShardNotReady(const char* call) {
+    return [call](G&, E& e) { FailAt(e, call, ErrorReason::kShardNotReady); };
+  }
+
+  static std::vector<Kind> CallKinds();
+  static std::vector<Kind> FlowKinds();
+  static std::vector<Kind> DecisionKinds();
+  static std::vector<Kind> StepKinds();
+  static std::vector<Kind> WeightKinds();
+  static std::vector<Kind> ServerKinds();
 };
 
 }  // namespace headwater::history
