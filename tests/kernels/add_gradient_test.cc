@@ -20,14 +20,12 @@ constexpr int64_t kVocabSize = 211;  // prime: never even shards
 constexpr int64_t kHiddenSize = 37;
 
 HeadSpec Spec(DataType type = DataType::kFloat32) {
-  HeadSpec spec;
-  spec.vocab_size = kVocabSize;
-  spec.hidden_size = kHiddenSize;
-  spec.data_type = type;
-  spec.has_bias = true;
-  spec.transform.valid_vocab_size = kVocabSize;
-  spec.trainable = true;
-  return spec;
+  return {.vocab_size = kVocabSize,
+          .hidden_size = kHiddenSize,
+          .data_type = type,
+          .has_bias = true,
+          .transform = {.valid_vocab_size = kVocabSize},
+          .trainable = true};
 }
 
 // A head on an engine of its own.
@@ -51,8 +49,7 @@ std::vector<EngineOptions> Shards() {
   std::vector<EngineOptions> all;
   for (const std::vector<int64_t>& weights :
        std::vector<std::vector<int64_t>>{{}, {1, 1}, {1, 1, 1}, {1, 1, 1, 1, 1, 1, 1}, {9, 1, 4}}) {
-    EngineOptions options;
-    options.shard_count = std::max<int32_t>(1, static_cast<int32_t>(weights.size()));
+    EngineOptions options = {.shard_count = std::max<int32_t>(1, static_cast<int32_t>(weights.size()))};
     if (!weights.empty()) options.shard_weights = weights;
     options.thread_count = 4;  // several parts on one shard
     all.push_back(options);
@@ -142,9 +139,7 @@ TEST(AddToGradient, AddsToTheMicroBatchesSum) {
 }
 
 TEST(AddToGradient, BadArgumentsChangeNothing) {
-  EngineOptions options;
-  options.shard_count = 3;
-  const OwnHead own = MakeHead(Spec(), options);
+  const OwnHead own = MakeHead(Spec(), EngineOptions{.shard_count = 3});
   EngineHead& head = *own.head;
   const std::vector<float> in(static_cast<size_t>(kVocabSize * kHiddenSize), 1.0f);
   const int64_t count = kVocabSize * kHiddenSize;

@@ -18,24 +18,14 @@
 namespace headwater::testing {
 namespace {
 
-EngineOptions With(Bfloat16Products products) {
-  EngineOptions options;
-  options.bfloat16_products = products;
-  return options;
-}
+EngineOptions With(Bfloat16Products products) { return {.bfloat16_products = products}; }
 
 bool HasOneDnn() { return cpu::GetBfloat16Library().is_usable; }
 
 // A panel that is not full, several chunks, parts of a row's columns, a bias, kept rows.
 ProblemOptions Shape() {
-  ProblemOptions options = WithType({}, DataType::kBFloat16);
-  options.rows = 37;
-  options.vocab_size = 1400;
-  options.hidden_size = 48;
-  options.bias = true;
-  options.token_weights = true;
-  options.staging_slots = 1;
-  return options;
+  return WithType({.rows = 37, .vocab_size = 1400, .hidden_size = 48, .bias = true, .token_weights = true, .staging_slots = 1},
+                  DataType::kBFloat16);
 }
 
 TEST(CpuProducts, MatchFp64FromEitherLibrary) {
@@ -84,12 +74,9 @@ TEST(CpuProducts, EntriesSurviveInProportionToTheRoundedSurvivor) {
   constexpr uint64_t kSeed = 77;
   constexpr int64_t kMostOfFp32 = 4;  // draws between the ratio in fp64 and in fp32; of unrounded survivors more than 20 differ
   for (const bool jsd : {false, true}) {
-    ProblemOptions options = WithType({}, DataType::kBFloat16);
-    options.rows = options.hidden_size = kRows;
-    options.vocab_size = 1100;
-    options.ignored_share = 0;
-    options.token_weights = true;
-    options.jsd = jsd;
+    const ProblemOptions options =
+        WithType({.rows = kRows, .vocab_size = 1100, .hidden_size = kRows, .ignored_share = 0, .token_weights = true, .jsd = jsd},
+                 DataType::kBFloat16);
     Problem problem = MakeProblem(options);
     problem.hidden.assign(kRows * kRows, 0);
     for (size_t i = 0; i < kRows; ++i) problem.hidden[i * (kRows + 1)] = 1;

@@ -1,6 +1,5 @@
 // Every option of the cross entropy, alone and with all others, in every storage type, against fp64.
 #include <string>
-#include <vector>
 
 #include "gtest/gtest.h"
 #include "tests/kernels/support/comparison.h"
@@ -18,10 +17,7 @@ TEST_P(CrossEntropyOption, MatchesFp64) {
 }
 
 TEST_P(CrossEntropyOption, MatchesFp64OnUnevenShardsInSmallChunks) {
-  EngineOptions engine_options;
-  engine_options.shard_count = 3;
-  engine_options.shard_weights = {2, 5, 1};
-  engine_options.token_chunk_rows = 4;
+  const EngineOptions engine_options = {.shard_count = 3, .shard_weights = {2, 5, 1}, .token_chunk_rows = 4};
   ExpectEngineMatches(MakeProblem(GetParam()), engine_options);
 }
 
@@ -35,10 +31,7 @@ TEST(CrossEntropy, MixesStorageTypes) {
       for (const DataType grad_type : {DataType::kFloat32, DataType::kBFloat16}) {
         SCOPED_TRACE(std::string(DataTypeName(head_type)) + " head, " + DataTypeName(hidden_type) + " rows, " +
                      DataTypeName(grad_type) + " gradient");
-        ProblemOptions options;
-        options.head_type = head_type;
-        options.hidden_type = hidden_type;
-        Problem problem = MakeProblem(options);
+        Problem problem = MakeProblem({.head_type = head_type, .hidden_type = hidden_type});
         problem.grad_hidden_type = grad_type;
         ExpectEngineMatches(problem);
       }
@@ -49,9 +42,7 @@ TEST(CrossEntropy, MixesStorageTypes) {
 // Adding a constant to every logit of a row (here through the bias) changes neither loss nor gradient. Each row of the gradient of
 // the logits sums to 0, which grad_bias shows.
 TEST(CrossEntropy, ConstantsInTheLogitsDoNotMatter) {
-  ProblemOptions options;
-  options.bias = true;
-  Problem problem = MakeProblem(options);
+  Problem problem = MakeProblem({.bias = true});
   const Outcome before = RunOnce(problem);
   for (double& value : problem.heads[0].bias) value += 16;
   RoundToStorage(&problem);

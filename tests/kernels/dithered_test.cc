@@ -4,7 +4,6 @@
 // tensor grad_weight then shows every entry.
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <random>
 #include <string>
 #include <tuple>
@@ -25,67 +24,41 @@ constexpr double kTau = 0x1p-6;
 constexpr uint64_t kDitherSeed = 0x5EED;
 constexpr int64_t kMostOtherDraws = 4;  // see Dithered16
 
-struct DitherCase {
-  std::string name;
-  std::function<void(ProblemOptions&)> set;
-};
-
-std::vector<DitherCase> DitherCases() {
+std::vector<ProblemOptions> DitherCases() {
   return {
-      {"Plain", [](ProblemOptions&) {}},
-      {"Flat", [](ProblemOptions& o) { o.logit_spread = 0.05; }},
-      {"Confident", [](ProblemOptions& o) { o.logit_spread = 20; }},
-      {"CommonOffset",
-       [](ProblemOptions& o) {
-         o.logit_spread = 0.5;
-         o.bias = true;
-       }},
-      {"Softcap", [](ProblemOptions& o) { o.softcap = 4; }},
-      {"Temperature", [](ProblemOptions& o) { o.temperature = 0.6; }},
-      {"Smoothing", [](ProblemOptions& o) { o.label_smoothing = 0.1; }},
-      {"Everything",
-       [](ProblemOptions& o) {
-         o.bias = true;
-         o.logit_scale = -0.8;
-         o.valid_vocab_size = 880;
-         o.token_weights = true;
-         o.class_weights = true;
-         o.label_smoothing = 0.2;
-         o.z_loss = 1e-3;
-         o.token_scaling = true;
-         o.loss_scale = 3;
-       }},
-      {"ForwardKl",
-       [](ProblemOptions& o) {
-         o.jsd = true;
-         o.beta = 0;
-       }},
-      {"Jsd",
-       [](ProblemOptions& o) {
-         o.jsd = true;
-         o.token_weights = true;
-         o.student_temperature = 1.5;
-         o.teacher_temperature = 0.7;
-         o.valid_vocab_size = 880;
-       }},
-      {"ReverseKlOfOtherVocabulary",
-       [](ProblemOptions& o) {
-         o.jsd = true;
-         o.beta = 1;
-         o.softcap = 6;
-         o.loss_scale = 0.25;
-         o.teacher_vocab_size = 700;
-       }},
+      {.name = "Plain"},
+      {.name = "Flat", .logit_spread = 0.05},
+      {.name = "Confident", .logit_spread = 20},
+      {.name = "CommonOffset", .bias = true, .logit_spread = 0.5},
+      {.name = "Softcap", .softcap = 4},
+      {.name = "Temperature", .temperature = 0.6},
+      {.name = "Smoothing", .label_smoothing = 0.1},
+      {.name = "Everything",
+       .bias = true,
+       .logit_scale = -0.8,
+       .valid_vocab_size = 880,
+       .token_weights = true,
+       .class_weights = true,
+       .token_scaling = true,
+       .label_smoothing = 0.2,
+       .z_loss = 1e-3,
+       .loss_scale = 3},
+      {.name = "ForwardKl", .jsd = true, .beta = 0},
+      {.name = "Jsd",
+       .valid_vocab_size = 880,
+       .token_weights = true,
+       .jsd = true,
+       .student_temperature = 1.5,
+       .teacher_temperature = 0.7},
+      {.name = "ReverseKlOfOtherVocabulary", .softcap = 6, .loss_scale = 0.25, .jsd = true, .beta = 1, .teacher_vocab_size = 700},
   };
 }
 
-// A problem with an identity for hidden states.
-Problem MakeIdentityProblem(const DitherCase& of, int64_t rows = kFewRows) {
-  ProblemOptions options;
+// A problem with an identity for hidden states, of these sizes.
+Problem MakeIdentityProblem(ProblemOptions options, int64_t rows = kFewRows, int64_t vocab_size = kDitheredColumns) {
   options.rows = options.hidden_size = rows;
-  options.vocab_size = kDitheredColumns;
+  options.vocab_size = vocab_size;
   options.staging_slots = 1;
-  of.set(options);
   Problem problem = MakeProblem(options);
   std::vector<double> identity(static_cast<size_t>(rows * rows));
   for (int64_t i = 0; i < rows; ++i) identity[static_cast<size_t>(i * (rows + 1))] = 1;
@@ -100,7 +73,7 @@ Problem MakeIdentityProblem(const DitherCase& of, int64_t rows = kFewRows) {
     for (size_t i = 0; i < logits.size(); ++i) {
       if (!std::isnan(problem.heads[head].weight[i])) problem.heads[head].weight[i] = logits[i];
     }
-    if (of.name == "CommonOffset") {
+    if (options.name == "CommonOffset") {
       for (double& bias : problem.heads[head].bias) bias += 300;
     }
   }
@@ -115,7 +88,7 @@ Problem WithoutResolution(Problem problem) {
   return problem;
 }
 
-class Dithered : public ::testing::TestWithParam<DitherCase> {
+class Dithered : public ::testing::TestWithParam<ProblemOptions> {
  protected:
   Dithered() : problem_(MakeIdentityProblem(GetParam())) {}
 
@@ -167,10 +140,7 @@ TEST_P(Dithered, MatchesFp64EntryByEntry) {
   EXPECT_GT(expected.result.terms[0].sums.dither.entry_count, kFewRows * kDitheredColumns / 4);
   for (const int32_t shards : {1, 3}) {
     for (const int64_t chunk_rows : {0, 7}) {
-      EngineOptions engine;
-      engine.shard_count = shards;
-      engine.token_chunk_rows = chunk_rows;
-      engine.thread_count = 2 * shards;
+      const EngineOptions engine = {.shard_count = shards, .token_chunk_rows = chunk_rows, .thread_count = 2 * shards};
       const Outcome outcome = ExpectEngineMatches(problem_, engine);
       EXPECT_EQ(CountOtherEntries(problem_, outcome, expected, 1e-5), 0) << shards << " shards, chunks of " << chunk_rows;
       EXPECT_EQ(outcome.terms[0].sums.dither.entry_count, expected.result.terms[0].sums.dither.entry_count);
@@ -209,8 +179,7 @@ TEST_P(Dithered, RepeatsAndCommitsHaveTheSameBits) {
   }
   EXPECT_EQ(staged.grad_hidden_bytes, first.grad_hidden_bytes);
   heads.ZeroGradients();
-  ComputeOptions weight_alone;
-  weight_alone.grad_hidden = false;
+  const ComputeOptions weight_alone = {.grad_hidden = false};
   EXPECT_TRUE(heads.Compute(problem_, weight_alone).gradients == first.gradients);
 }
 
@@ -241,14 +210,8 @@ INSTANTIATE_TEST_SUITE_P(All, Dithered16,
 
 TEST_P(Dithered16, MatchesFp64EntryByEntryAndRepeats) {
   const auto [type, rows] = GetParam();
-  const DitherCase of = {"", [type = type](ProblemOptions& o) {
-                           o.head_type = o.hidden_type = type;
-                           o.ignored_share = 0.1;
-                           o.token_weights = true;
-                           o.softcap = 12;
-                           o.bias = true;
-                         }};
-  Problem problem = MakeIdentityProblem(of, rows);
+  Problem problem = MakeIdentityProblem(
+      {.head_type = type, .hidden_type = type, .bias = true, .softcap = 12, .ignored_share = 0.1, .token_weights = true}, rows);
   if (SuiteDithering().rounds_entries) problem.terms[0].dithered_type = type;
   if (SuiteDithering().rounds_units && type == DataType::kBFloat16) problem.terms[0].dither_unit_type = type;
   const Expected expected = ComputeExpected(problem);
@@ -300,21 +263,18 @@ INSTANTIATE_TEST_SUITE_P(All, DitheredList, ::testing::Values(ListCase{"Peaked",
 
 TEST_P(DitheredList, MatchesFp64EntryByEntryRepeatsAndCommits) {
   constexpr int64_t kRows = 272;
-  const DitherCase of = {"", [](ProblemOptions& o) {
-                           o.head_type = o.hidden_type = DataType::kBFloat16;
-                           o.vocab_size = 16001;
-                           o.logit_spread = GetParam().logit_spread;
-                           o.ignored_share = 0;
-                           o.token_weights = true;
-                         }};
-  Problem problem = MakeIdentityProblem(of, kRows);
+  Problem problem = MakeIdentityProblem({.head_type = DataType::kBFloat16,
+                                         .hidden_type = DataType::kBFloat16,
+                                         .logit_spread = GetParam().logit_spread,
+                                         .ignored_share = 0,
+                                         .token_weights = true},
+                                        kRows, 16001);
   TestTerm& term = problem.terms[0];
   term.gradient_resolution = GetParam().resolution;
   if (SuiteDithering().rounds_entries) term.dithered_type = DataType::kBFloat16;
   if (SuiteDithering().rounds_units) term.dither_unit_type = DataType::kBFloat16;
   const Expected expected = ComputeExpected(problem);
-  ComputeOptions options;
-  options.token_outputs = false;
+  const ComputeOptions options = {.token_outputs = false};
   LoadedHeads heads(problem.heads, {});
   const Outcome outcome = heads.Compute(problem, options);
   EXPECT_LE(CountOtherEntries(problem, outcome, expected, 1.2e-2), kMostOtherDraws);
@@ -347,13 +307,8 @@ INSTANTIATE_TEST_SUITE_P(All, DitherError, ::testing::Bool(), [](const auto& tes
 
 TEST_P(DitherError, MatchesTheReportAndFallsWithTheNumberOfSeeds) {
   constexpr int kSeeds = 64;
-  ProblemOptions options;
-  options.rows = 48;
-  options.vocab_size = 700;
-  options.hidden_size = 32;
-  options.ignored_share = 0;
-  options.logit_scale = 15;
-  options.jsd = GetParam();
+  const ProblemOptions options = {
+      .rows = 48, .vocab_size = 700, .hidden_size = 32, .logit_scale = 15, .ignored_share = 0, .jsd = GetParam()};
   Problem problem = MakeProblem(options);
   for (TestHead& head : problem.heads) NormalizeRows(options.hidden_size, &head.weight);
   NormalizeRows(options.hidden_size, &problem.hidden);
@@ -386,20 +341,16 @@ TEST_P(DitherError, MatchesTheReportAndFallsWithTheNumberOfSeeds) {
 
 // Where a row has no resolution: nothing beside the target, a loss that is not finite, a divergence of equal sides.
 TEST(DitheredRows, WithoutAnythingBelowAreExact) {
-  Problem problem = MakeIdentityProblem({"OneColumn", [](ProblemOptions& o) {
-                                           o.valid_vocab_size = 1;
-                                           o.ignored_share = 0;
-                                         }});
+  Problem problem = MakeIdentityProblem({.name = "OneColumn", .valid_vocab_size = 1, .ignored_share = 0});
   EXPECT_TRUE(RunOnce(problem).BitwiseEquals(RunOnce(WithoutResolution(problem))));
-  problem = MakeIdentityProblem({"EqualSides", [](ProblemOptions& o) { o.jsd = true; }});
+  problem = MakeIdentityProblem({.name = "EqualSides", .jsd = true});
   problem.heads[1].weight = problem.heads[0].weight;
   EXPECT_TRUE(RunOnce(problem).BitwiseEquals(RunOnce(WithoutResolution(problem))));
 }
 
 TEST(DitheredRows, OfADivergenceOverManyShardsAreMadeOrRefused) {
-  const Problem problem = MakeIdentityProblem({"Jsd", [](ProblemOptions& o) { o.jsd = true; }});
-  EngineOptions engine;
-  engine.shard_count = 65;
+  const Problem problem = MakeIdentityProblem({.name = "Jsd", .jsd = true});
+  const EngineOptions engine = {.shard_count = 65};
   LoadedHeads heads(problem.heads, engine);
   const auto result = heads.TryCompute(problem, {});
   if (SuiteDithering().most_divergence_shards >= engine.shard_count) {

@@ -1,6 +1,5 @@
 // Heads: plans, admission, specifications, reading and writing tensors.
 #include <chrono>
-#include <cmath>
 #include <limits>
 #include <memory>
 #include <string>
@@ -11,17 +10,13 @@
 #include "tests/kernels/support/comparison.h"
 #include "tests/kernels/support/extreme_values.h"
 #include "tests/kernels/support/kernel_suite.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
 namespace {
 
 HeadSpec Spec(int64_t vocab_size, int64_t hidden_size, DataType type = DataType::kFloat32) {
-  HeadSpec spec;
-  spec.vocab_size = vocab_size;
-  spec.hidden_size = hidden_size;
-  spec.data_type = type;
-  spec.transform.valid_vocab_size = vocab_size;
-  return spec;
+  return {.vocab_size = vocab_size, .hidden_size = hidden_size, .data_type = type, .transform = {.valid_vocab_size = vocab_size}};
 }
 
 std::unique_ptr<LossEngine> MakeEngine(const EngineOptions& options = {}) {
@@ -61,26 +56,24 @@ TEST(MemoryPlan, AddsUp) {
       } else if (optimizer == 3) {
         spec.optimizer = SgdSpec{};
       }
-      const absl::StatusOr<MemoryPlan> plan = engine->PlanHead(spec);
-      ASSERT_TRUE(plan.ok()) << plan.status();
-      SCOPED_TRACE(plan->ToString());
-      ExpectPlanned(*plan, "weight", kElements * ElementBytes(type));
-      ExpectPlanned(*plan, "bias", 3001 * ElementBytes(type));
-      ExpectPlanned(*plan, "grad_weight", kElements * 4);
-      ExpectPlanned(*plan, "grad_bias", 3001 * 4);
-      ExpectPlanned(*plan, "optimizer_state", state_tensors * (kElements + 3001) * 4);
-      ExpectPlanned(*plan, "staging", 2 * (kElements + 3001) * 4);
-      if (optimizer != 0) ExpectPlanned(*plan, "master_weight", type == DataType::kFloat32 ? 0 : (kElements + 3001) * 4);
-      EXPECT_GT(PlannedBytes(*plan, "workspace"), 0);
-      EXPECT_GE(plan->token_chunk_rows, 1);
+      ASSERT_OK_AND_ASSIGN(const MemoryPlan plan, engine->PlanHead(spec));
+      SCOPED_TRACE(plan.ToString());
+      ExpectPlanned(plan, "weight", kElements * ElementBytes(type));
+      ExpectPlanned(plan, "bias", 3001 * ElementBytes(type));
+      ExpectPlanned(plan, "grad_weight", kElements * 4);
+      ExpectPlanned(plan, "grad_bias", 3001 * 4);
+      ExpectPlanned(plan, "optimizer_state", state_tensors * (kElements + 3001) * 4);
+      ExpectPlanned(plan, "staging", 2 * (kElements + 3001) * 4);
+      if (optimizer != 0) ExpectPlanned(plan, "master_weight", type == DataType::kFloat32 ? 0 : (kElements + 3001) * 4);
+      EXPECT_GT(PlannedBytes(plan, "workspace"), 0);
+      EXPECT_GE(plan.token_chunk_rows, 1);
       int64_t total = 0;
-      for (const MemoryPlan::Item& item : plan->items) total += item.bytes;
-      EXPECT_EQ(plan->total_bytes, total);
+      for (const MemoryPlan::Item& item : plan.items) total += item.bytes;
+      EXPECT_EQ(plan.total_bytes, total);
 
-      const absl::StatusOr<std::unique_ptr<EngineHead>> head = engine->CreateHead(spec);
-      ASSERT_TRUE(head.ok()) << head.status();
-      EXPECT_EQ((*head)->plan().total_bytes, total);
-      EXPECT_TRUE((*head)->spec() == spec);
+      ASSERT_OK_AND_ASSIGN(const std::unique_ptr<EngineHead> head, engine->CreateHead(spec));
+      EXPECT_EQ(head->plan().total_bytes, total);
+      EXPECT_TRUE(head->spec() == spec);
       EXPECT_EQ(engine->planned_bytes(), total);
     }
     EXPECT_EQ(engine->planned_bytes(), 0);
@@ -89,27 +82,22 @@ TEST(MemoryPlan, AddsUp) {
 
 TEST(MemoryPlan, FrozenHeadsPlanNoGradient) {
   const std::unique_ptr<LossEngine> engine = MakeEngine();
-  const absl::StatusOr<MemoryPlan> plan = engine->PlanHead(Spec(3001, 257));
-  ASSERT_TRUE(plan.ok());
+  ASSERT_OK_AND_ASSIGN(const MemoryPlan plan, engine->PlanHead(Spec(3001, 257)));
   for (const char* purpose : {"bias", "grad_weight", "grad_bias", "master_weight", "optimizer_state", "staging"}) {
-    EXPECT_EQ(PlannedBytes(*plan, purpose), 0) << purpose;
+    EXPECT_EQ(PlannedBytes(plan, purpose), 0) << purpose;
   }
 }
 
 TEST(MemoryPlan, ChunkRowsFollowTheOptions) {
-  EngineOptions options;
-  options.token_chunk_rows = 17;
-  const absl::StatusOr<MemoryPlan> plan = MakeEngine(options)->PlanHead(Spec(3001, 257));
-  ASSERT_TRUE(plan.ok());
-  EXPECT_EQ(plan->token_chunk_rows, 17);
+  EngineOptions options = {.token_chunk_rows = 17};
+  ASSERT_OK_AND_ASSIGN(const MemoryPlan plan, MakeEngine(options)->PlanHead(Spec(3001, 257)));
+  EXPECT_EQ(plan.token_chunk_rows, 17);
   options.token_chunk_rows = 0;
   options.workspace_bytes = SuiteWorkspaceSizes().small_bytes;
-  const absl::StatusOr<MemoryPlan> small = MakeEngine(options)->PlanHead(Spec(3001, 257));
-  ASSERT_TRUE(small.ok());
+  ASSERT_OK_AND_ASSIGN(const MemoryPlan small, MakeEngine(options)->PlanHead(Spec(3001, 257)));
   options.workspace_bytes = SuiteWorkspaceSizes().large_bytes;
-  const absl::StatusOr<MemoryPlan> large = MakeEngine(options)->PlanHead(Spec(3001, 257));
-  ASSERT_TRUE(large.ok());
-  EXPECT_LT(small->token_chunk_rows, large->token_chunk_rows);
+  ASSERT_OK_AND_ASSIGN(const MemoryPlan large, MakeEngine(options)->PlanHead(Spec(3001, 257)));
+  EXPECT_LT(small.token_chunk_rows, large.token_chunk_rows);
 }
 
 TEST(Admission, BudgetIsKept) {
@@ -120,25 +108,20 @@ TEST(Admission, BudgetIsKept) {
   {
     const std::unique_ptr<LossEngine> unlimited = MakeEngine();
     const int64_t plan_bytes = unlimited->PlanHead(spec)->total_bytes;
-    const auto first = unlimited->CreateHead(spec);
-    ASSERT_TRUE(first.ok()) << first.status();
+    ASSERT_OK_AND_ASSIGN(const auto first, unlimited->CreateHead(spec));
     one_head = unlimited->planned_bytes();
     EXPECT_EQ(one_head, plan_bytes);
-    const auto second = unlimited->CreateHead(spec);
-    ASSERT_TRUE(second.ok()) << second.status();
+    ASSERT_OK_AND_ASSIGN(const auto second, unlimited->CreateHead(spec));
     two_heads = unlimited->planned_bytes();
   }
   const int64_t further_head = two_heads - one_head;
   ASSERT_GE(further_head, 1000 * 500 * 4);
-  EngineOptions options;
-  options.memory_budget_bytes = two_heads + further_head / 2;
-  const std::unique_ptr<LossEngine> engine = MakeEngine(options);
+  const std::unique_ptr<LossEngine> engine = MakeEngine(EngineOptions{.memory_budget_bytes = two_heads + further_head / 2});
   auto first = engine->CreateHead(spec);
   auto second = engine->CreateHead(spec);
   ASSERT_TRUE(first.ok() && second.ok());
   const auto refused = engine->CreateHead(spec);
-  ASSERT_FALSE(refused.ok());
-  EXPECT_TRUE(HasReason(refused.status(), ErrorReason::kMemoryBudgetExceeded)) << refused.status();
+  EXPECT_REASON(refused, kMemoryBudgetExceeded);
   // The message holds the plan.
   EXPECT_NE(std::string(refused.status().message()).find("weight"), std::string::npos) << refused.status();
   EXPECT_EQ(engine->planned_bytes(), two_heads);
@@ -159,8 +142,7 @@ TEST(Admission, GiantHeadsAreRefusedAtOnce) {
     spec.optimizer = AdamWSpec{};
     spec.staging_slots = 2;
     const auto head = engine->CreateHead(spec);
-    ASSERT_FALSE(head.ok());
-    EXPECT_TRUE(HasReason(head.status(), ErrorReason::kMemoryBudgetExceeded)) << head.status();
+    EXPECT_REASON(head, kMemoryBudgetExceeded);
     const auto plan = engine->PlanHead(spec);
     if (plan.ok()) {
       EXPECT_GT(plan->total_bytes, int64_t{10} << 40);
@@ -252,41 +234,37 @@ TEST(HeadTensors, StartAtZeroAndHaveTheirTypes) {
   spec.has_bias = true;
   spec.trainable = true;
   spec.optimizer = AdamWSpec{};
-  const auto head = engine->CreateHead(spec);
-  ASSERT_TRUE(head.ok());
+  ASSERT_OK_AND_ASSIGN(const auto head, engine->CreateHead(spec));
   for (int32_t value = 1; value <= 10; ++value) {
     const HeadTensor tensor = static_cast<HeadTensor>(value);
     const bool is_bias = value % 2 == 0;
-    EXPECT_EQ((*head)->ElementCount(tensor), is_bias ? 31 : 31 * 7) << HeadTensorName(tensor);
-    EXPECT_EQ((*head)->TensorDataType(tensor), value <= 2 ? DataType::kBFloat16 : DataType::kFloat32) << HeadTensorName(tensor);
-    for (const double element : ReadTensorValues(**head, tensor)) EXPECT_EQ(element, 0.0) << HeadTensorName(tensor);
+    EXPECT_EQ(head->ElementCount(tensor), is_bias ? 31 : 31 * 7) << HeadTensorName(tensor);
+    EXPECT_EQ(head->TensorDataType(tensor), value <= 2 ? DataType::kBFloat16 : DataType::kFloat32) << HeadTensorName(tensor);
+    for (const double element : ReadTensorValues(*head, tensor)) EXPECT_EQ(element, 0.0) << HeadTensorName(tensor);
   }
 }
 
 // Any range of elements, across shards and in the middle of rows.
 TEST(HeadTensors, RangesReadAndWriteAcrossShards) {
-  EngineOptions options;
-  options.shard_count = 4;
-  const std::unique_ptr<LossEngine> engine = MakeEngine(options);
+  const std::unique_ptr<LossEngine> engine = MakeEngine(EngineOptions{.shard_count = 4});
   HeadSpec spec = Spec(29, 5);
   spec.has_bias = true;
   spec.trainable = true;
-  const auto head = engine->CreateHead(spec);
-  ASSERT_TRUE(head.ok());
+  ASSERT_OK_AND_ASSIGN(const auto head, engine->CreateHead(spec));
   std::mt19937_64 random(4);
   for (const HeadTensor tensor : {HeadTensor::kWeight, HeadTensor::kBias, HeadTensor::kGradWeight, HeadTensor::kGradBias}) {
-    const int64_t count = (*head)->ElementCount(tensor);
+    const int64_t count = head->ElementCount(tensor);
     std::vector<float> mirror(static_cast<size_t>(count), 0.0f);
     for (int round = 0; round < 60; ++round) {
       const int64_t start = std::uniform_int_distribution<int64_t>(0, count)(random);
       const int64_t length = std::uniform_int_distribution<int64_t>(0, count - start)(random);
       const std::vector<double> values = RandomValues(random, length, 1, DataType::kFloat32);
       std::vector<float> piece(values.begin(), values.end());
-      ASSERT_TRUE((*head)->WriteTensor(tensor, start, length, piece.data()).ok());
+      ASSERT_TRUE(head->WriteTensor(tensor, start, length, piece.data()).ok());
       std::copy(piece.begin(), piece.end(), mirror.begin() + start);
       const int64_t read_start = std::uniform_int_distribution<int64_t>(0, count)(random);
       std::vector<float> back(static_cast<size_t>(count - read_start) + 1, 7.0f);
-      ASSERT_TRUE((*head)->ReadTensor(tensor, read_start, count - read_start, back.data()).ok());
+      ASSERT_TRUE(head->ReadTensor(tensor, read_start, count - read_start, back.data()).ok());
       EXPECT_TRUE(std::equal(mirror.begin() + read_start, mirror.end(), back.begin()));
       EXPECT_EQ(back.back(), 7.0f) << "read past the range";
     }
@@ -297,17 +275,16 @@ TEST(HeadTensors, RangesOutsideAreRefused) {
   const std::unique_ptr<LossEngine> engine = MakeEngine();
   HeadSpec spec = Spec(11, 3);
   spec.trainable = true;
-  const auto head = engine->CreateHead(spec);
-  ASSERT_TRUE(head.ok());
+  ASSERT_OK_AND_ASSIGN(const auto head, engine->CreateHead(spec));
   float element = 5;
   for (const auto& [start, count] :
        {std::pair<int64_t, int64_t>{-1, 1}, {33, 1}, {0, 34}, {0, -1}, {32, 2}, {kMost, kMost}, {1, kMost}}) {
-    for (const absl::Status& status : {(*head)->ReadTensor(HeadTensor::kWeight, start, count, &element),
-                                       (*head)->WriteTensor(HeadTensor::kGradWeight, start, count, &element)}) {
+    for (const absl::Status& status : {head->ReadTensor(HeadTensor::kWeight, start, count, &element),
+                                       head->WriteTensor(HeadTensor::kGradWeight, start, count, &element)}) {
       EXPECT_TRUE(!status.ok() && HasReason(status, ErrorReason::kChunkOutOfRange)) << start << ", " << count << ": " << status;
     }
   }
-  EXPECT_FALSE((*head)->ReadTensor(HeadTensor::kBias, 0, 1, &element).ok()) << "the head has no bias";
+  EXPECT_FALSE(head->ReadTensor(HeadTensor::kBias, 0, 1, &element).ok()) << "the head has no bias";
   EXPECT_EQ(element, 5);
 }
 
@@ -317,30 +294,27 @@ TEST(HeadTensors, MastersFollow) {
   HeadSpec spec = Spec(11, 3, DataType::kBFloat16);
   spec.trainable = true;
   spec.optimizer = SgdSpec{};
-  const auto head = engine->CreateHead(spec);
-  ASSERT_TRUE(head.ok());
+  ASSERT_OK_AND_ASSIGN(const auto head, engine->CreateHead(spec));
   std::mt19937_64 random(4);
   const std::vector<double> weight = RandomValues(random, 33, 1, DataType::kBFloat16);
-  WriteTensorValues(**head, HeadTensor::kWeight, weight);
-  EXPECT_EQ(ReadTensorValues(**head, HeadTensor::kMasterWeight), weight);
+  WriteTensorValues(*head, HeadTensor::kWeight, weight);
+  EXPECT_EQ(ReadTensorValues(*head, HeadTensor::kMasterWeight), weight);
   std::vector<double> master = weight;
   master[4] = 1 + 3 * 0x1p-8;  // halfway: to even
   master[5] = 1 + 0x1p-8;
   master[6] = 1 + 0x1.2p-8;
-  WriteTensorValues(**head, HeadTensor::kMasterWeight, master);
-  EXPECT_EQ(ReadTensorValues(**head, HeadTensor::kMasterWeight), master);
+  WriteTensorValues(*head, HeadTensor::kMasterWeight, master);
+  EXPECT_EQ(ReadTensorValues(*head, HeadTensor::kMasterWeight), master);
   std::vector<double> rounded = master;
   rounded[4] = 1 + 0x1p-6;
   rounded[5] = 1;
   rounded[6] = 1 + 0x1p-7;
-  EXPECT_EQ(ReadTensorValues(**head, HeadTensor::kWeight), rounded);
+  EXPECT_EQ(ReadTensorValues(*head, HeadTensor::kWeight), rounded);
 }
 
 TEST(Engine, SelfTestPasses) {
   for (const int32_t shard_count : {1, 2, 3, 7}) {
-    EngineOptions options;
-    options.shard_count = shard_count;
-    const std::unique_ptr<LossEngine> engine = MakeEngine(options);
+    const std::unique_ptr<LossEngine> engine = MakeEngine(EngineOptions{.shard_count = shard_count});
     const absl::Status status = SelfTest(*engine);
     EXPECT_TRUE(status.ok()) << status;
     EXPECT_EQ(engine->planned_bytes(), 0);
@@ -348,9 +322,7 @@ TEST(Engine, SelfTestPasses) {
 }
 
 TEST(Engine, DescribesItself) {
-  EngineOptions options;
-  options.shard_count = 2;
-  const std::unique_ptr<LossEngine> engine = MakeEngine(options);
+  const std::unique_ptr<LossEngine> engine = MakeEngine(EngineOptions{.shard_count = 2});
   EXPECT_FALSE(engine->name().empty());
   ASSERT_FALSE(engine->devices().empty());
   EXPECT_GT(engine->devices()[0].memory_budget_bytes, 0);

@@ -8,17 +8,15 @@
 #include "headwater/kernels/error.h"
 #include "tests/kernels/support/comparison.h"
 #include "tests/kernels/support/extreme_values.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
 namespace {
 
 // Rows whose target has a margin of `margins[i]` over logits that are small otherwise.
 Problem MakeConfidentProblem(const std::vector<double>& margins, DataType type) {
-  ProblemOptions options = WithType(ProblemOptions(), type);
-  options.rows = static_cast<int64_t>(margins.size());
-  options.hidden_size = 128;
-  options.logit_spread = 0.5;
-  options.ignored_share = 0;
+  const ProblemOptions options =
+      WithType({.rows = static_cast<int64_t>(margins.size()), .hidden_size = 128, .logit_spread = 0.5, .ignored_share = 0}, type);
   Problem problem = MakeProblem(options);
   for (int64_t i = 0; i < options.rows; ++i) {
     const int64_t target = 3 + 7 * i;
@@ -50,9 +48,7 @@ TEST(Hostile, ConfidentRowsKeepTheirDigits) {
 TEST(Hostile, AllRowsConfident) {
   for (const int32_t shard_count : {1, 3}) {
     const Problem problem = MakeConfidentProblem({17, 18, 19, 20, 21, 22, 23, 24, 25, 26}, DataType::kFloat32);
-    EngineOptions engine_options;
-    engine_options.shard_count = shard_count;
-    const Outcome outcome = ExpectEngineMatches(problem, engine_options);
+    const Outcome outcome = ExpectEngineMatches(problem, {.shard_count = shard_count});
     EXPECT_GT(outcome.terms[0].sums.loss_sum, 0);
     for (const float loss : outcome.terms[0].token_loss) EXPECT_GT(loss, 0.0f);
   }
@@ -61,10 +57,7 @@ TEST(Hostile, AllRowsConfident) {
 TEST(Hostile, LogitsUpTo600) {
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
     SCOPED_TRACE(DataTypeName(type));
-    ProblemOptions options = WithType(ProblemOptions(), type);
-    options.logit_spread = 190;
-    options.rows = 29;
-    const Problem problem = MakeProblem(options);
+    const Problem problem = MakeProblem(WithType({.rows = 29, .logit_spread = 190}, type));
     const Expected expected = ComputeExpected(problem);
     const std::vector<double>& largest = expected.result.terms[0].max_abs_logit;
     EXPECT_GE(*std::max_element(largest.begin(), largest.end()), 550);
@@ -73,17 +66,10 @@ TEST(Hostile, LogitsUpTo600) {
 }
 
 // tanh is 1 to the last bit for most logits: the derivative must not be 1 - tanh^2.
-TEST(Hostile, SaturatedSoftcap) {
-  ProblemOptions options;
-  options.softcap = 3;
-  options.logit_spread = 20;
-  ExpectEngineMatches(MakeProblem(options));
-}
+TEST(Hostile, SaturatedSoftcap) { ExpectEngineMatches(MakeProblem({.softcap = 3, .logit_spread = 20})); }
 
 TEST(Hostile, LargeCommonOffset) {
-  ProblemOptions options;
-  options.bias = true;
-  Problem problem = MakeProblem(options);
+  Problem problem = MakeProblem({.bias = true});
   for (double& value : problem.heads[0].bias) value -= 256;
   RoundToStorage(&problem);
   ExpectEngineMatches(problem);
@@ -103,23 +89,15 @@ TEST(Hostile, TargetsOnOneShard) {
     SCOPED_TRACE("target " + std::to_string(column));
     Problem problem = MakeProblem(ProblemOptions());
     std::fill(problem.terms[0].targets.begin(), problem.terms[0].targets.end(), column);
-    EngineOptions engine_options;
-    engine_options.shard_count = 2;
-    ExpectEngineMatches(problem, engine_options);
+    ExpectEngineMatches(problem, {.shard_count = 2});
   }
 }
 
 // Whole shards of padding, poisoned with NaN: no probability, no gradient, no NaN.
 TEST(Hostile, ShardsOfPaddingOnly) {
   for (const bool jsd : {false, true}) {
-    ProblemOptions options;
-    options.valid_vocab_size = 30;
-    options.jsd = jsd;
-    options.bias = true;
-    options.softcap = 10;
-    EngineOptions engine_options;
-    engine_options.shard_count = 5;
-    const Outcome outcome = ExpectEngineMatches(MakeProblem(options), engine_options);
+    const ProblemOptions options = {.bias = true, .softcap = 10, .valid_vocab_size = 30, .jsd = jsd};
+    const Outcome outcome = ExpectEngineMatches(MakeProblem(options), {.shard_count = 5});
     for (int64_t i = options.valid_vocab_size * options.hidden_size; i < options.vocab_size * options.hidden_size; ++i) {
       ASSERT_EQ(outcome.gradients[0].weight[static_cast<size_t>(i)], 0.0f) << "gradient of padding";
     }
@@ -131,11 +109,7 @@ TEST(Hostile, ShardsOfPaddingOnly) {
 TEST(Hostile, ClassesRuledOutByTheirBias) {
   for (const bool jsd : {false, true}) {
     for (const double beta : {0.0, 0.5, 1.0}) {
-      ProblemOptions options;
-      options.bias = true;
-      options.jsd = jsd;
-      options.beta = beta;
-      Problem problem = MakeProblem(options);
+      Problem problem = MakeProblem({.bias = true, .jsd = jsd, .beta = beta});
       for (const size_t v : {5u, 6u, 77u}) {
         for (TestHead& head : problem.heads) head.bias[v] = -1e4;  // exp underflows everywhere, and the reference stays finite
       }
@@ -170,18 +144,13 @@ TEST(Hostile, ClassesRuledOutByTheirBias) {
 // Classes ruled out where only a divergence's loss is asked for, which engines may compute in one pass. They are ruled out on one
 // side alone, too, and by the least number of bf16, as attention masks have it.
 TEST(Hostile, ClassesRuledOutByOneSide) {
-  ComputeOptions compute_options;
-  compute_options.token_outputs = false;
+  const ComputeOptions compute_options = {.token_outputs = false};
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
     for (const double beta : {0.0, 0.5, 1.0}) {
       for (const auto& [student, teacher] : {std::pair{true, true}, {true, false}, {false, true}}) {
         SCOPED_TRACE(std::string(DataTypeName(type)) + ", beta " + std::to_string(beta) + (student ? ", student" : "") +
                      (teacher ? ", teacher" : ""));
-        ProblemOptions options = WithType(ProblemOptions(), type);
-        options.bias = true;
-        options.jsd = true;
-        options.beta = beta;
-        options.vocab_size = 203;
+        const ProblemOptions options = WithType({.vocab_size = 203, .bias = true, .jsd = true, .beta = beta}, type);
         Problem problem = MakeProblem(options);
         for (int32_t& target : problem.terms[0].targets) {
           if (target % 5 == 0 && target >= 0) ++target;
@@ -219,14 +188,10 @@ TEST(Hostile, NonFiniteRowsAreCountedAndStayAlone) {
     for (const double value : {kNan, kInfinity, -kInfinity}) {
       for (const int32_t shard_count : {1, 3}) {
         SCOPED_TRACE(std::string(jsd ? "JSD " : "cross entropy ") + std::to_string(value));
-        ProblemOptions options;
-        options.jsd = jsd;
-        options.ignored_share = 0;
+        const ProblemOptions options = {.ignored_share = 0, .jsd = jsd};
         Problem problem = MakeProblem(options);
-        EngineOptions engine_options;
-        engine_options.shard_count = shard_count;
-        ComputeOptions compute_options;
-        compute_options.grad_weight = GradWeightMode::kNone;
+        const EngineOptions engine_options = {.shard_count = shard_count};
+        const ComputeOptions compute_options = {.grad_weight = GradWeightMode::kNone};
         const Outcome clean = RunOnce(problem, engine_options, compute_options);
         problem.hidden[static_cast<size_t>(2 * options.hidden_size + 5)] = value;
         problem.hidden[static_cast<size_t>(9 * options.hidden_size)] = value;
@@ -262,22 +227,17 @@ TEST(Hostile, NonFiniteWeightsReachTheCount) {
 // Without a contribution there is nothing to refuse but the answer.
 TEST(Hostile, RefusingNonFiniteWorksWithoutGradients) {
   Problem problem = MakeProblem(ProblemOptions());
-  ComputeOptions compute_options;
-  compute_options.backward = false;
-  compute_options.grad_hidden = false;
-  compute_options.grad_weight = GradWeightMode::kNone;
-  compute_options.refuse_non_finite = true;
+  const ComputeOptions compute_options = {
+      .backward = false, .grad_hidden = false, .grad_weight = GradWeightMode::kNone, .refuse_non_finite = true};
   ExpectEngineMatches(problem, {}, compute_options);
   problem.hidden[static_cast<size_t>(1 * problem.hidden_size + 3)] = kNan;
   LoadedHeads heads(problem.heads, {});
   const auto result = heads.TryCompute(problem, compute_options);
-  ASSERT_FALSE(result.ok());
-  EXPECT_TRUE(HasReason(result.status(), ErrorReason::kNonFiniteValues)) << result.status();
+  EXPECT_REASON(result, kNonFiniteValues);
 }
 
 TEST(Hostile, RefusingNonFiniteKeepsTheAccumulatorBitwise) {
-  ProblemOptions options;
-  options.staging_slots = 1;
+  const ProblemOptions options = {.staging_slots = 1};
   const Problem clean = MakeProblem(options);
   for (const double value : {kNan, kInfinity}) {
     Problem problem = clean;
@@ -285,12 +245,9 @@ TEST(Hostile, RefusingNonFiniteKeepsTheAccumulatorBitwise) {
     LoadedHeads heads(clean.heads, {});
     heads.Compute(clean);
     const Gradient before = heads.ReadGradient(0);
-    ComputeOptions compute_options;
-    compute_options.grad_weight = GradWeightMode::kStage;
-    compute_options.refuse_non_finite = true;
+    const ComputeOptions compute_options = {.grad_weight = GradWeightMode::kStage, .refuse_non_finite = true};
     const auto result = heads.TryCompute(problem, compute_options);
-    ASSERT_FALSE(result.ok());
-    EXPECT_TRUE(HasReason(result.status(), ErrorReason::kNonFiniteValues)) << result.status();
+    EXPECT_REASON(result, kNonFiniteValues);
     EXPECT_TRUE(heads.ReadGradient(0) == before);
     EXPECT_EQ(heads.head(0).FreeStagingSlots(), 1);
     // Clean rows pass under the same policy.

@@ -13,8 +13,8 @@ namespace {
 
 constexpr double kBetas[] = {0.0, 0.1, 0.5, 0.9, 1.0};
 
-ProblemOptions Small(double beta) {
-  ProblemOptions options;
+// `options` of a small divergence; sets its sizes.
+ProblemOptions Small(double beta, ProblemOptions options = {}) {
   options.jsd = true;
   options.beta = beta;
   options.rows = 9;
@@ -29,8 +29,7 @@ class JsdBeta : public ::testing::TestWithParam<double> {};
 TEST_P(JsdBeta, MatchesFp64WithAUniformTeacher) {
   for (const double teacher_temperature : {1e9, 1e20}) {
     for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
-      ProblemOptions options = Small(GetParam());
-      options.teacher_temperature = teacher_temperature;
+      const ProblemOptions options = Small(GetParam(), {.teacher_temperature = teacher_temperature});
       SCOPED_TRACE(std::to_string(teacher_temperature) + ", " + DataTypeName(type));
       ExpectEngineMatches(MakeProblem(WithType(options, type)));
     }
@@ -42,21 +41,19 @@ TEST_P(JsdBeta, MatchesFp64WithEveryOption) {
     for (const double hard_loss_weight : {0.0, 0.3, 1.0}) {
       for (const int64_t teacher_hidden_size : {16, 29}) {
         for (const int64_t teacher_vocab_size : {0, 61, 80}) {  // the same, shorter and longer than the student's
-          ProblemOptions options = Small(GetParam());
-          options.student_temperature = student_temperature;
-          options.teacher_temperature = teacher_temperature;
-          options.hard_loss_weight = hard_loss_weight;
-          options.teacher_hidden_size = teacher_hidden_size;
-          options.teacher_vocab_size = teacher_vocab_size;
-          options.label_smoothing = hard_loss_weight > 0 ? 0.1 : 0;
-          options.z_loss = hard_loss_weight > 0 ? 1e-3 : 0;
-          options.class_weights = hard_loss_weight > 0;
-          options.token_weights = teacher_hidden_size == 29;
           std::ostringstream trace;
           trace << "temperatures " << student_temperature << ", " << teacher_temperature << "; hard " << hard_loss_weight
                 << "; teacher hidden " << teacher_hidden_size << ", vocab " << teacher_vocab_size;
           SCOPED_TRACE(trace.str());
-          ExpectEngineMatches(MakeProblem(options));
+          ExpectEngineMatches(MakeProblem(Small(GetParam(), {.token_weights = teacher_hidden_size == 29,
+                                                             .class_weights = hard_loss_weight > 0,
+                                                             .label_smoothing = hard_loss_weight > 0 ? 0.1 : 0.0,
+                                                             .z_loss = hard_loss_weight > 0 ? 1e-3 : 0.0,
+                                                             .student_temperature = student_temperature,
+                                                             .teacher_temperature = teacher_temperature,
+                                                             .hard_loss_weight = hard_loss_weight,
+                                                             .teacher_hidden_size = teacher_hidden_size,
+                                                             .teacher_vocab_size = teacher_vocab_size})));
         }
       }
     }
@@ -67,19 +64,14 @@ TEST_P(JsdBeta, MatchesFp64In16Bits) {
   for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
     for (const double hard_loss_weight : {0.0, 0.3}) {
       SCOPED_TRACE(std::string(DataTypeName(type)) + ", hard " + std::to_string(hard_loss_weight));
-      ProblemOptions options = WithType(Small(GetParam()), type);
-      options.hard_loss_weight = hard_loss_weight;
-      options.bias = true;
-      options.student_temperature = 1.5;
-      ExpectEngineMatches(MakeProblem(options));
+      ExpectEngineMatches(MakeProblem(
+          WithType(Small(GetParam(), {.bias = true, .student_temperature = 1.5, .hard_loss_weight = hard_loss_weight}), type)));
     }
   }
 }
 
 // The loss and the gradients alone, which an engine may compute in one pass of its own.
 TEST(JsdAlone, MatchesFp64WithoutTokenOutputs) {
-  ComputeOptions compute_options;
-  compute_options.token_outputs = false;
   for (const double beta : {0.0, 0.1, 0.5, 0.9, 0.99, 1.0}) {
     for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
       for (const bool transforms : {false, true}) {
@@ -87,13 +79,10 @@ TEST(JsdAlone, MatchesFp64WithoutTokenOutputs) {
           std::ostringstream trace;
           trace << "beta " << beta << ", " << DataTypeName(type) << ", vocab " << vocab_size << (transforms ? ", transforms" : "");
           SCOPED_TRACE(trace.str());
-          ProblemOptions options = WithType(Small(beta), type);
-          options.vocab_size = vocab_size;
-          options.token_weights = transforms;
-          options.bias = transforms;
+          ProblemOptions options = Small(beta, {.bias = transforms, .token_weights = transforms, .student_temperature = 1.5});
           options.softcap = transforms ? 8 : 0;
-          options.student_temperature = 1.5;
-          ExpectEngineMatches(MakeProblem(options), {}, compute_options);
+          options.vocab_size = vocab_size;
+          ExpectEngineMatches(MakeProblem(WithType(options, type)), {}, {.token_outputs = false});
         }
       }
     }
@@ -102,8 +91,6 @@ TEST(JsdAlone, MatchesFp64WithoutTokenOutputs) {
 
 // The same over a vocabulary that no single block holds.
 TEST(JsdAlone, MatchesFp64OverALargeVocabulary) {
-  ComputeOptions compute_options;
-  compute_options.token_outputs = false;
   for (const double beta : {0.0, 0.5, 1.0}) {
     for (const bool transforms : {false, true}) {
       SCOPED_TRACE("beta " + std::to_string(beta) + (transforms ? ", transforms" : ""));
@@ -113,7 +100,7 @@ TEST(JsdAlone, MatchesFp64OverALargeVocabulary) {
       options.logit_spread = 1;  // as below, of a large vocabulary with token outputs
       options.bias = transforms;
       options.softcap = transforms ? 8 : 0;
-      ExpectEngineMatches(MakeProblem(options), {}, compute_options);
+      ExpectEngineMatches(MakeProblem(options), {}, {.token_outputs = false});
     }
   }
 }
@@ -149,14 +136,13 @@ TEST_P(JsdBeta, MatchesFp64OverALargeVocabulary) {
 }
 
 TEST_P(JsdBeta, MatchesFp64WithTransformsOnShardsInChunks) {
-  ProblemOptions options = Small(GetParam());
-  options.bias = true;
-  options.softcap = 8;
-  options.logit_scale = -0.8;
-  options.valid_vocab_size = 59;
-  options.hard_loss_weight = 0.25;
-  options.loss_scale = 0.5;
-  options.grad_hidden_scale = 2;
+  ProblemOptions options = Small(GetParam(), {.bias = true,
+                                              .logit_scale = -0.8,
+                                              .softcap = 8,
+                                              .valid_vocab_size = 59,
+                                              .loss_scale = 0.5,
+                                              .grad_hidden_scale = 2,
+                                              .hard_loss_weight = 0.25});
   options.teacher_vocab_size = 64;  // of another size and split than the student's
   EngineOptions engine_options;
   for (const int32_t shard_count : {1, 2, 5}) {
@@ -169,9 +155,7 @@ TEST_P(JsdBeta, MatchesFp64WithTransformsOnShardsInChunks) {
 
 // Without targets no row is ignored, and the target's log-probability is 0.
 TEST_P(JsdBeta, NeedsNoTargets) {
-  ProblemOptions options = Small(GetParam());
-  options.with_targets = false;
-  options.token_weights = true;
+  const ProblemOptions options = Small(GetParam(), {.token_weights = true, .with_targets = false});
   const Outcome outcome = ExpectEngineMatches(MakeProblem(options));
   EXPECT_EQ(outcome.terms[0].sums.valid_token_count, options.rows);
 }
@@ -179,9 +163,7 @@ TEST_P(JsdBeta, NeedsNoTargets) {
 // Logits up to 600 on either side: log-probabilities far below -120 on both, where the mixture underflows in fp32.
 TEST_P(JsdBeta, SurvivesLogProbabilitiesBelowMinus120) {
   for (const double logit_spread : {60.0, 170.0}) {
-    ProblemOptions options = Small(GetParam());
-    options.logit_spread = logit_spread;
-    Problem problem = MakeProblem(options);
+    Problem problem = MakeProblem(Small(GetParam(), {.logit_spread = logit_spread}));
     // Both sides share a weight. Rows 0 to 2 are equal: both sides agree on one column and all others are below -120 on both. Rows
     // 3 and 4 differ. The rest is scaled down to ordinary logits. Where all rows are saturated the gradient itself is 1e-11, less
     // than fp64 resolves.
@@ -205,10 +187,9 @@ TEST_P(JsdBeta, SurvivesLogProbabilitiesBelowMinus120) {
 // A student that differs from its teacher by noise of 0.03 in the logits: losses and gradients are made of small differences.
 TEST_P(JsdBeta, KeepsItsDigitsForANearlyDistilledStudent) {
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
-    ProblemOptions options = WithType(Small(GetParam()), type);
+    ProblemOptions options = WithType(Small(GetParam(), {.logit_spread = 4}), type);
     options.rows = 17;
     options.hidden_size = 64;
-    options.logit_spread = 4;
     Problem problem = MakeProblem(options);
     std::mt19937_64 random(11);
     const std::vector<double> noise = RandomValues(random, options.vocab_size * options.hidden_size,

@@ -33,24 +33,17 @@ TEST_P(ManyRowsOption, MatchesFp64) { ExpectEngineMatches(MakeProblem(ManyRows(G
 
 // Chunks of as many rows as a large micro-batch, and a small rest.
 TEST_P(ManyRowsOption, MatchesFp64OnUnevenShardsInChunks) {
-  EngineOptions engine_options;
-  engine_options.shard_count = 3;
-  engine_options.shard_weights = {2, 5, 1};
-  engine_options.token_chunk_rows = 300;
+  const EngineOptions engine_options = {.shard_count = 3, .shard_weights = {2, 5, 1}, .token_chunk_rows = 300};
   ExpectEngineMatches(MakeProblem(ManyRows(GetParam())), engine_options);
 }
 
 // Only the outputs of a training step: no entropy and no argmax.
 TEST_P(ManyRowsOption, MatchesFp64WithoutTokenOutputs) {
-  ComputeOptions options;
-  options.token_outputs = false;
   const Problem problem = MakeProblem(ManyRows(GetParam()));
   const Expected expected = ComputeExpected(problem);
   for (const int32_t shard_count : {1, 3}) {
     SCOPED_TRACE("shards " + std::to_string(shard_count));
-    EngineOptions engine_options;
-    engine_options.shard_count = shard_count;
-    ExpectOutcomeMatches(problem, expected, RunOnce(problem, engine_options, options));
+    ExpectOutcomeMatches(problem, expected, RunOnce(problem, {.shard_count = shard_count}, {.token_outputs = false}));
   }
 }
 
@@ -60,14 +53,10 @@ TEST_P(ManyRowsOption, OutputsWithoutAGradientMatchFp64) {
   problem_options.entropy_factors = problem_options.lse_factors = false;
   const Problem problem = MakeProblem(problem_options);
   const Expected expected = ComputeExpected(problem);
-  ComputeOptions options;
-  options.backward = options.grad_hidden = false;
-  options.grad_weight = GradWeightMode::kNone;
+  const ComputeOptions options = {.backward = false, .grad_hidden = false, .grad_weight = GradWeightMode::kNone};
   for (const int32_t shard_count : {1, 3}) {
     SCOPED_TRACE("shards " + std::to_string(shard_count));
-    EngineOptions engine_options;
-    engine_options.shard_count = shard_count;
-    Outcome outcome = RunOnce(problem, engine_options, options);
+    Outcome outcome = RunOnce(problem, {.shard_count = shard_count}, options);
     for (const Gradient& gradient : outcome.gradients) ExpectGradientZero(gradient);
     outcome.gradients.clear();
     ExpectOutcomeMatches(problem, expected, outcome);
@@ -78,16 +67,11 @@ INSTANTIATE_TEST_SUITE_P(All, ManyRowsOption, ::testing::ValuesIn(CrossEntropyOp
                          [](const auto& test) { return test.param.name; });
 
 // The following tests ask for no token outputs either, in bf16: the form that large training steps take.
-ComputeOptions TrainingStep() {
-  ComputeOptions options;
-  options.token_outputs = false;
-  return options;
-}
+ComputeOptions TrainingStep() { return {.token_outputs = false}; }
 
-ProblemOptions Plain() {
-  ProblemOptions options = ManyRows(ProblemOptions());
+ProblemOptions Plain(ProblemOptions options = {}) {
   options.bias = true;
-  return options;
+  return ManyRows(options);
 }
 
 TEST(ManyRowsTest, OddSizes) {
@@ -108,9 +92,7 @@ TEST(ManyRowsTest, OddSizes) {
 
 // Logits far above the targets': no exponential of their difference fits.
 TEST(ManyRowsTest, LogitsUpTo600) {
-  ProblemOptions options = Plain();
-  options.logit_spread = 190;
-  ExpectEngineMatches(MakeProblem(options), {}, TrainingStep());
+  ExpectEngineMatches(MakeProblem(Plain({.logit_spread = 190})), {}, TrainingStep());
   // A single such row among ordinary ones.
   Problem problem = MakeProblem(Plain());
   for (int64_t h = 0; h < problem.hidden_size; ++h) problem.hidden[static_cast<size_t>(200 * problem.hidden_size + h)] *= 64;
@@ -120,13 +102,11 @@ TEST(ManyRowsTest, LogitsUpTo600) {
 
 // Rows whose target has nearly all the probability: their loss and gradient come from the other columns.
 TEST(ManyRowsTest, ConfidentRows) {
-  ProblemOptions options = Plain();
+  ProblemOptions options = Plain({.logit_spread = 0.5, .ignored_share = 0});
   options.bias = false;
   options.rows = 280;
   options.vocab_size = 601;
   options.hidden_size = 256;
-  options.logit_spread = 0.5;
-  options.ignored_share = 0;
   Problem problem = MakeProblem(options);
   for (int64_t i = 0; i < options.rows; ++i) {
     const int64_t target = 1 + 2 * i;
@@ -149,18 +129,14 @@ TEST(ManyRowsTest, OneTargetForAll) {
   for (const int32_t target : {0, 150, 300}) {
     Problem problem = MakeProblem(Plain());
     std::fill(problem.terms[0].targets.begin(), problem.terms[0].targets.end(), target);
-    EngineOptions engine_options;
-    engine_options.shard_count = 2;
-    ExpectEngineMatches(problem, engine_options, TrainingStep());
+    ExpectEngineMatches(problem, {.shard_count = 2}, TrainingStep());
   }
 }
 
 TEST(ManyRowsTest, MostRowsIgnored) {
   for (const double share : {0.4, 0.9, 1.0}) {
     SCOPED_TRACE("ignored " + std::to_string(share));
-    ProblemOptions options = Plain();
-    options.ignored_share = share;
-    ExpectEngineMatches(MakeProblem(options), {}, TrainingStep());
+    ExpectEngineMatches(MakeProblem(Plain({.ignored_share = share})), {}, TrainingStep());
   }
 }
 
@@ -195,9 +171,7 @@ TEST(ManyRowsTest, EveryConfigurationRepeatsBitwise) {
   for (const int32_t shard_count : {1, 3}) {
     for (const int64_t token_chunk_rows : {0, 300}) {
       SCOPED_TRACE("shards " + std::to_string(shard_count) + ", chunk " + std::to_string(token_chunk_rows));
-      EngineOptions engine_options;
-      engine_options.shard_count = shard_count;
-      engine_options.token_chunk_rows = token_chunk_rows;
+      const EngineOptions engine_options = {.shard_count = shard_count, .token_chunk_rows = token_chunk_rows};
       LoadedHeads heads(problem.heads, engine_options);
       const Outcome first = heads.Compute(problem, TrainingStep());
       for (int round = 0; round < 3; ++round) {
@@ -212,19 +186,16 @@ TEST(ManyRowsTest, EveryConfigurationRepeatsBitwise) {
 // Kept beside the accumulator, whether a slot has room for the rows (a large head) or for products only.
 TEST(ManyRowsTest, AreStagedAndCommitted) {
   for (const bool is_large : {false, true}) {
-    ProblemOptions options = Plain();
+    ProblemOptions options = Plain({.staging_slots = 1});
     options.rows = 260;
     options.vocab_size = is_large ? 1501 : 301;
     options.hidden_size = is_large ? 220 : 52;
-    options.staging_slots = 1;
     const Problem problem = MakeProblem(options);
     const Expected expected = ComputeExpected(problem);
     const PlainResult plain = ComputePlain(problem);
     for (const int32_t shard_count : {1, 3}) {
       SCOPED_TRACE((is_large ? "a large head, shards " : "a small head, shards ") + std::to_string(shard_count));
-      EngineOptions engine_options;
-      engine_options.shard_count = shard_count;
-      LoadedHeads heads(problem.heads, engine_options);
+      LoadedHeads heads(problem.heads, EngineOptions{.shard_count = shard_count});
       Outcome outcome;
       std::unique_ptr<StagedContribution> staged = heads.Stage(problem, TrainingStep(), &outcome);
       ExpectGradientZero(outcome.gradients[0]);
@@ -275,8 +246,7 @@ TEST(ManyRowsTest, MoreThanHaveLogitsAtOnce) {
       const Expected expected = ComputeExpected(problem);
       for (const int32_t shard_count : {1, 3}) {
         SCOPED_TRACE(options.name + " " + DataTypeName(type) + ", shards " + std::to_string(shard_count));
-        EngineOptions engine_options;
-        engine_options.shard_count = shard_count;
+        const EngineOptions engine_options = {.shard_count = shard_count};
         const Outcome outcome = RunOnce(problem, engine_options, {});
         ExpectOutcomeMatches(problem, expected, outcome);
         EXPECT_TRUE(outcome.BitwiseEquals(RunOnce(problem, engine_options, {})));

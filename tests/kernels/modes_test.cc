@@ -8,35 +8,24 @@
 namespace headwater::testing {
 namespace {
 
-ProblemOptions Options(bool jsd) {
-  ProblemOptions options;
-  options.jsd = jsd;
-  options.bias = true;
-  options.hard_loss_weight = jsd ? 0.3 : 0;
-  return options;
-}
+ProblemOptions Options(bool jsd) { return {.bias = true, .jsd = jsd, .hard_loss_weight = jsd ? 0.3 : 0.0}; }
 
 class Mode : public ::testing::TestWithParam<bool> {};
 
 TEST_P(Mode, ForwardOnly) {
-  ComputeOptions options;
-  options.backward = false;
-  options.grad_hidden = false;
-  options.grad_weight = GradWeightMode::kNone;
+  ComputeOptions options = {.backward = false, .grad_hidden = false, .grad_weight = GradWeightMode::kNone};
   ExpectEngineMatches(MakeProblem(Options(GetParam())), {}, options);
   options.token_outputs = false;
   ExpectEngineMatches(MakeProblem(Options(GetParam())), {}, options);
 }
 
 TEST_P(Mode, GradHiddenOnly) {
-  ComputeOptions options;
-  options.grad_weight = GradWeightMode::kNone;
+  const ComputeOptions options = {.grad_weight = GradWeightMode::kNone};
   ExpectEngineMatches(MakeProblem(Options(GetParam())), {}, options);
 }
 
 TEST_P(Mode, GradWeightOnly) {
-  ComputeOptions options;
-  options.grad_hidden = false;
+  const ComputeOptions options = {.grad_hidden = false};
   ExpectEngineMatches(MakeProblem(Options(GetParam())), {}, options);
 }
 
@@ -51,9 +40,7 @@ TEST_P(Mode, FrozenHead) {
   for (const HeadTensor tensor : {HeadTensor::kGradWeight, HeadTensor::kGradBias, HeadTensor::kMoment1Weight}) {
     EXPECT_EQ(heads.head(0).ElementCount(tensor), 0) << HeadTensorName(tensor);
   }
-  ComputeOptions stage;
-  stage.grad_weight = GradWeightMode::kStage;
-  const auto result = heads.TryCompute(problem, stage);
+  const auto result = heads.TryCompute(problem, ComputeOptions{.grad_weight = GradWeightMode::kStage});
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(result->staged, nullptr);
 }
@@ -67,13 +54,9 @@ TEST(Concurrency, DifferentHeadsOverlap) {
   std::vector<Problem> problems;
   std::vector<TestHead> all_heads;
   std::vector<Outcome> alone;
-  EngineOptions engine_options;
-  engine_options.shard_count = 2;
+  const EngineOptions engine_options = {.shard_count = 2};
   for (int i = 0; i < kThreads; ++i) {
-    ProblemOptions options;
-    options.seed = static_cast<uint64_t>(20 + i);
-    options.rows = 11 + 6 * i;
-    options.vocab_size = 90 + 17 * i;
+    const ProblemOptions options = {.rows = 11 + 6 * i, .vocab_size = 90 + 17 * i, .seed = static_cast<uint64_t>(20 + i)};
     problems.push_back(MakeProblem(options));
     alone.push_back(RunOnce(problems.back(), engine_options));
     all_heads.push_back(problems.back().heads[0]);

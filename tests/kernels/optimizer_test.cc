@@ -72,11 +72,7 @@ class Optimizer : public ::testing::TestWithParam<OptimizerCase> {
   static constexpr int64_t kHidden = 9;
 
   Optimizer() {
-    ProblemOptions options = WithType(ProblemOptions(), GetParam().type);
-    options.vocab_size = kVocab;
-    options.hidden_size = kHidden;
-    options.bias = true;
-    problem_ = MakeProblem(options);
+    problem_ = MakeProblem(WithType({.vocab_size = kVocab, .hidden_size = kHidden, .bias = true}, GetParam().type));
     problem_.heads[0].spec.optimizer = GetParam().spec;
   }
 
@@ -88,12 +84,10 @@ class Optimizer : public ::testing::TestWithParam<OptimizerCase> {
   }
 
   OptimizerStep Step(int64_t update_count) const {
-    OptimizerStep step;
-    step.learning_rate = 0.01 / static_cast<double>(1 + update_count % 3);
-    step.gradient_multiplier = update_count % 2 == 0 ? 0.5 : 1;
-    step.settings = GetParam().spec;
-    step.update_count = update_count;
-    return step;
+    return {.learning_rate = 0.01 / static_cast<double>(1 + update_count % 3),
+            .gradient_multiplier = update_count % 2 == 0 ? 0.5 : 1.0,
+            .settings = GetParam().spec,
+            .update_count = update_count};
   }
 
   std::mt19937_64 random_{3};
@@ -102,9 +96,7 @@ class Optimizer : public ::testing::TestWithParam<OptimizerCase> {
 
 TEST_P(Optimizer, FollowsFp64OverManySteps) {
   for (const int32_t shard_count : {1, 3}) {
-    EngineOptions engine_options;
-    engine_options.shard_count = shard_count;
-    LoadedHeads heads(problem_.heads, engine_options);
+    LoadedHeads heads(problem_.heads, EngineOptions{.shard_count = shard_count});
     EngineHead& head = heads.head(0);
     ReferenceHead expected(problem_.heads[0].weight, problem_.heads[0].bias);
     for (int64_t update = 1; update <= 40; ++update) {
@@ -237,12 +229,9 @@ TEST(OptimizerErrors, LeaveTheHeadAsItIs) {
 
 TEST(GradientStats, NormAndNonFiniteCount) {
   for (const int32_t shard_count : {1, 4}) {
-    ProblemOptions options;
-    options.bias = true;
+    const ProblemOptions options = {.bias = true};
     const Problem problem = MakeProblem(options);
-    EngineOptions engine_options;
-    engine_options.shard_count = shard_count;
-    LoadedHeads heads(problem.heads, engine_options);
+    LoadedHeads heads(problem.heads, EngineOptions{.shard_count = shard_count});
     EngineHead& head = heads.head(0);
     absl::StatusOr<GradientStats> stats = head.ComputeGradientStats();
     ASSERT_TRUE(stats.ok());

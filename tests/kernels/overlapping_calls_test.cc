@@ -5,7 +5,6 @@
 #include <memory>
 #include <string>
 #include <thread>
-#include <utility>
 #include <variant>
 #include <vector>
 
@@ -21,14 +20,8 @@ constexpr int kCallers = 12;
 constexpr int kRounds = 4;
 
 ProblemOptions Options(DataType type) {
-  ProblemOptions options = WithType(ProblemOptions(), type);
-  options.rows = 480;
-  options.vocab_size = 301;
-  options.hidden_size = 40;
-  options.bias = true;
-  options.token_weights = true;
-  options.ignored_share = 0.1;
-  return options;
+  return WithType({.rows = 480, .vocab_size = 301, .hidden_size = 40, .bias = true, .ignored_share = 0.1, .token_weights = true},
+                  type);
 }
 
 // Parts of uneven sizes, together all rows.
@@ -66,8 +59,7 @@ TEST_P(OverlappingCalls, EachHasItsOwnResultAndTheAccumulatorHasAll) {
     }
   }
   LoadedHeads heads(problem.heads, {});
-  ComputeOptions options;
-  options.token_outputs = false;
+  const ComputeOptions options = {.token_outputs = false};
   for (int round = 0; round < kRounds; ++round) {
     heads.ZeroGradients();
     std::vector<std::unique_ptr<PreparedMicroBatch>> prepared;

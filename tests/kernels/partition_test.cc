@@ -10,9 +10,7 @@ namespace headwater::testing {
 namespace {
 
 ProblemOptions CrossEntropyCase() {
-  ProblemOptions options;
-  options.name = "CrossEntropy";
-  options.rows = 41;
+  ProblemOptions options = {.name = "CrossEntropy", .rows = 41};
   options.vocab_size = 211;  // prime: never even shards
   options.hidden_size = 37;
   options.bias = true;
@@ -40,8 +38,7 @@ TEST_P(Partition, AnyNumberOfShardsAgrees) {
   const Expected expected = ComputeExpected(problem);
   for (const auto& weights : std::vector<std::vector<int64_t>>{{1}, {1, 1}, {1, 1, 1}, {1, 1, 1, 1, 1, 1, 1}, {9, 1, 4}}) {
     SCOPED_TRACE("shards " + std::to_string(weights.size()));
-    EngineOptions engine_options;
-    engine_options.shard_count = static_cast<int32_t>(weights.size());
+    EngineOptions engine_options = {.shard_count = static_cast<int32_t>(weights.size())};
     if (weights.front() != 1) engine_options.shard_weights = weights;
     ExpectOutcomeMatches(problem, expected, RunOnce(problem, engine_options));
   }
@@ -49,10 +46,7 @@ TEST_P(Partition, AnyNumberOfShardsAgrees) {
 
 TEST_P(Partition, ShardsCoverTheVocabularyInOrder) {
   const Problem problem = MakeProblem(GetParam());
-  EngineOptions engine_options;
-  engine_options.shard_count = 3;
-  engine_options.shard_weights = {9, 1, 4};
-  LoadedHeads heads(problem.heads, engine_options);
+  LoadedHeads heads(problem.heads, EngineOptions{.shard_count = 3, .shard_weights = {9, 1, 4}});
   const absl::Span<const VocabShard> shards = heads.head(0).shards();
   ASSERT_EQ(shards.size(), 3u);
   int64_t end = 0;
@@ -72,19 +66,14 @@ TEST_P(Partition, AnyChunkAgrees) {
   for (const int64_t token_chunk_rows : {1, 17, 41, 1000}) {
     for (const int32_t shard_count : {1, 2}) {
       SCOPED_TRACE("chunk " + std::to_string(token_chunk_rows) + ", shards " + std::to_string(shard_count));
-      EngineOptions engine_options;
-      engine_options.token_chunk_rows = token_chunk_rows;
-      engine_options.shard_count = shard_count;
-      ExpectOutcomeMatches(problem, expected, RunOnce(problem, engine_options));
+      ExpectOutcomeMatches(problem, expected, RunOnce(problem, {.shard_count = shard_count, .token_chunk_rows = token_chunk_rows}));
     }
   }
 }
 
 TEST_P(Partition, ASmallWorkspaceAgrees) {
   const Problem problem = MakeProblem(GetParam());
-  EngineOptions engine_options;
-  engine_options.workspace_bytes = SuiteWorkspaceSizes().small_bytes;
-  ExpectEngineMatches(problem, engine_options);
+  ExpectEngineMatches(problem, {.workspace_bytes = SuiteWorkspaceSizes().small_bytes});
 }
 
 TEST_P(Partition, MicroBatchesEqualOneBatch) {
@@ -111,9 +100,7 @@ TEST_P(Partition, EveryConfigurationRepeatsBitwise) {
       for (const int64_t token_chunk_rows : {0, 1, 17}) {
         SCOPED_TRACE(std::string(DataTypeName(type)) + ", shards " + std::to_string(shard_count) + ", chunk " +
                      std::to_string(token_chunk_rows));
-        EngineOptions engine_options;
-        engine_options.shard_count = shard_count;
-        engine_options.token_chunk_rows = token_chunk_rows;
+        const EngineOptions engine_options = {.shard_count = shard_count, .token_chunk_rows = token_chunk_rows};
         LoadedHeads heads(problem.heads, engine_options);
         const Outcome first = heads.Compute(problem);
         heads.ZeroGradients();
@@ -137,16 +124,13 @@ struct ShapeCase {
 void ExpectShapeMatches(const ShapeCase& shape) {
   for (const bool jsd : {false, true}) {
     SCOPED_TRACE(std::string(shape.why) + (jsd ? ", JSD" : ", cross entropy"));
-    ProblemOptions options;
-    options.rows = shape.rows;
-    options.vocab_size = shape.vocab_size;
-    options.hidden_size = shape.hidden_size;
-    options.jsd = jsd;
-    options.bias = true;
-    options.ignored_share = shape.rows > 1 ? 0.2 : 0;
-    EngineOptions engine_options;
-    engine_options.shard_count = shape.shard_count;
-    ExpectEngineMatches(MakeProblem(options), engine_options);
+    const ProblemOptions options = {.rows = shape.rows,
+                                    .vocab_size = shape.vocab_size,
+                                    .hidden_size = shape.hidden_size,
+                                    .bias = true,
+                                    .ignored_share = shape.rows > 1 ? 0.2 : 0.0,
+                                    .jsd = jsd};
+    ExpectEngineMatches(MakeProblem(options), {.shard_count = shape.shard_count});
   }
 }
 
@@ -176,9 +160,7 @@ TEST(Shape, WideHidden) { ExpectShapeMatches({"H = 1025", 19, 127, 1025, 2}); }
 
 // No rows at all: sums are 0, the accumulator stays as it is.
 TEST(Shape, NoRows) {
-  ProblemOptions options;
-  options.rows = 3;
-  const Problem problem = MakeProblem(options);
+  const Problem problem = MakeProblem({.rows = 3});
   LoadedHeads heads(problem.heads, {});
   heads.Compute(problem);
   const Gradient before = heads.ReadGradient(0);
@@ -193,13 +175,9 @@ TEST(Shape, NoRows) {
 TEST(Shape, NoValidTokens) {
   for (const bool jsd : {false, true}) {
     for (const int32_t shard_count : {1, 3}) {
-      ProblemOptions options;
-      options.jsd = jsd;
-      Problem problem = MakeProblem(options);
+      Problem problem = MakeProblem({.jsd = jsd});
       for (int32_t& target : problem.terms[0].targets) target = kDefaultIgnoreIndex;
-      EngineOptions engine_options;
-      engine_options.shard_count = shard_count;
-      const Outcome outcome = ExpectEngineMatches(problem, engine_options);
+      const Outcome outcome = ExpectEngineMatches(problem, {.shard_count = shard_count});
       EXPECT_EQ(outcome.terms[0].sums.loss_sum, 0);
       EXPECT_EQ(outcome.terms[0].sums.valid_token_count, 0);
       ExpectGradientZero(outcome.gradients[0]);
@@ -223,9 +201,7 @@ TEST(Shape, RowsOfWeightZero) {
   problem.terms[0].token_weights.assign(static_cast<size_t>(problem.rows), 0.0f);
   const Outcome outcome = ExpectEngineMatches(problem);
   EXPECT_EQ(outcome.terms[0].sums.loss_sum, 0);
-  ComputeOptions without_outputs;
-  without_outputs.token_outputs = false;
-  ExpectEngineMatches(problem, {}, without_outputs);
+  ExpectEngineMatches(problem, {}, {.token_outputs = false});
 }
 
 }  // namespace

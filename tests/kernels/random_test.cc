@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <random>
 #include <sstream>
-#include <string>
 
 #include "gtest/gtest.h"
 #include "tests/kernels/support/comparison.h"
@@ -30,9 +29,7 @@ class Draw {
 };
 
 ProblemOptions DrawProblem(Draw& draw, uint64_t seed) {
-  ProblemOptions options;
-  options.seed = seed;
-  options.rows = draw.Between(1, 60);
+  ProblemOptions options = {.rows = draw.Between(1, 60), .seed = seed};
   // At least two common classes: with one, the exact gradient of the divergence is 0, and there is no relative error.
   options.vocab_size = draw.Maybe(0.2) ? draw.Between(2, 9) : draw.Between(10, 400);
   options.hidden_size = draw.Between(1, 70);
@@ -80,8 +77,7 @@ TEST(RandomCases, MatchFp64) {
   for (uint64_t seed = first_seed; seed < last_seed && !HasFailure(); ++seed) {
     Draw draw(seed);
     const ProblemOptions options = DrawProblem(draw, seed);
-    EngineOptions engine_options;
-    engine_options.shard_count = static_cast<int32_t>(draw.Between(1, 5));
+    EngineOptions engine_options = {.shard_count = static_cast<int32_t>(draw.Between(1, 5))};
     if (draw.Maybe(0.5)) {
       for (int32_t i = 0; i < engine_options.shard_count; ++i) engine_options.shard_weights.push_back(draw.Between(1, 9));
     }

@@ -64,17 +64,15 @@ void ExpectGradientsAreDifferences(const ProblemOptions& options) {
 }
 
 ProblemOptions Small() {
-  ProblemOptions options;
-  options.rows = 5;
-  options.vocab_size = 7;
-  options.hidden_size = 3;
-  options.logit_spread = 1.5;
-  options.ignored_share = 0;
-  options.bias = true;
-  options.loss_scale = 0.7;
-  options.grad_hidden_scale = 0.5;
-  options.token_weights = true;
-  return options;
+  return {.rows = 5,
+          .vocab_size = 7,
+          .hidden_size = 3,
+          .bias = true,
+          .logit_spread = 1.5,
+          .ignored_share = 0,
+          .token_weights = true,
+          .loss_scale = 0.7,
+          .grad_hidden_scale = 0.5};
 }
 
 TEST(LossReference, CrossEntropyGradientsAreFiniteDifferences) {
@@ -97,10 +95,7 @@ TEST(LossReference, CrossEntropyGradientsAreFiniteDifferences) {
 // The target's probability is a constant to the gradient: no difference shows it.
 TEST(LossReference, TokenScalingMultipliesLossAndGradient) {
   const std::vector<Real> z = {0.3L, -1.2L, 2.0L, 0.7L, -0.4L};
-  CrossEntropyOptions options;
-  options.z_loss = 0.1;
-  options.label_smoothing = 0.2;
-  options.temperature = 1.5;
+  CrossEntropyOptions options = {.label_smoothing = 0.2, .z_loss = 0.1, .temperature = 1.5};
   const reference::RowLoss plain = reference::CrossEntropyRow(z, 3, options);
   options.token_scaling = true;
   const reference::RowLoss scaled = reference::CrossEntropyRow(z, 3, options);
@@ -195,10 +190,8 @@ TEST(LossReference, CrossEntropyMatchesPyTorch) {
   // c = torch.tensor([0.5, 1.5, 2.0, 0.25, 1.0], dtype=torch.float64)
   // F.cross_entropy(z[None], torch.tensor([3]), weight=c, label_smoothing=0.2, reduction="sum")
   const std::vector<Real> z = {0.3L, -1.2L, 2.0L, 0.7L, -0.4L};
-  CrossEntropyOptions options;
-  options.class_weights = {0.5, 1.5, 2.0, 0.25, 1.0};
-  options.label_smoothing = 0.2;
-  const reference::RowLoss row = reference::CrossEntropyRow(z, 3, options);
+  const reference::RowLoss row =
+      reference::CrossEntropyRow(z, 3, CrossEntropyOptions{.label_smoothing = 0.2, .class_weights = {0.5, 1.5, 2.0, 0.25, 1.0}});
   EXPECT_LE(std::abs(static_cast<double>(row.hard) - 0.784277949561639), 1e-14);
   const double gradient[] = {0.027205179615257254, -0.049467100712612254, 0.17839866983095148, -0.139578147193367,
                              -0.01655860154022942};
@@ -210,11 +203,8 @@ TEST(LossReference, JsdMatchesPyTorch) {
   // 0.3 * F.kl_div(m, lp, log_target=True, reduction="sum") + 0.7 * F.kl_div(m, lq, log_target=True, reduction="sum")
   const std::vector<Real> z = {0.3L, -1.2L, 2.0L, 0.7L, -0.4L};
   const std::vector<Real> t = {1.1L, 0.2L, -0.5L, 0.9L, 0.0L};
-  JsdOptions options;
-  options.beta = 0.3;
-  options.student_temperature = 1.5;
-  options.teacher_temperature = 0.8;
-  const reference::RowLoss row = reference::JsdRow(z, t, 0, options);
+  const reference::RowLoss row =
+      reference::JsdRow(z, t, 0, JsdOptions{.beta = 0.3, .student_temperature = 1.5, .teacher_temperature = 0.8});
   EXPECT_LE(std::abs(static_cast<double>(row.soft) - 0.11097550881023358), 1e-14);
   const double gradient[] = {-0.031047519495873158, -0.00971797556402002, 0.06102782483242964, -0.0179331891860485,
                              -0.002329140586487961};
@@ -227,8 +217,7 @@ TEST(LossReference, BetaLimitsAreTheTwoKls) {
   const std::vector<Real> t = {0, 0};               // P = (1/2, 1/2)
   const double forward = 0.5 * std::log(2.0) + 0.5 * std::log(2.0 / 3);
   const double reverse = 0.25 * std::log(0.5) + 0.75 * std::log(1.5);
-  JsdOptions options;
-  options.beta = 0;
+  JsdOptions options = {.beta = 0};
   EXPECT_LE(std::abs(static_cast<double>(reference::JsdRow(z, t, 0, options).soft) - forward), 1e-15);
   options.beta = 1;
   EXPECT_LE(std::abs(static_cast<double>(reference::JsdRow(z, t, 0, options).soft) - reverse), 1e-15);
@@ -242,8 +231,7 @@ TEST(LossReference, BetaLimitsAreTheTwoKls) {
 TEST(LossReference, TruncationLeavesTheHardLossWhole) {
   const std::vector<Real> z = {0.5L, -0.2L, 0.1L, 1.3L};
   const std::vector<Real> t = {0.1L, 0.9L};
-  JsdOptions options;
-  options.truncate_to_common = true;
+  JsdOptions options = {.truncate_to_common = true};
   const reference::RowLoss soft = reference::JsdRow(z, t, 3, options);
   EXPECT_EQ(soft.gradient[2], 0);
   EXPECT_EQ(soft.gradient[3], 0);

@@ -12,7 +12,6 @@
 #include <string>
 #include <thread>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -20,6 +19,7 @@
 #include "headwater/kernels/error.h"
 #include "tests/kernels/support/comparison.h"
 #include "tests/kernels/support/kernel_suite.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
 namespace {
@@ -173,18 +173,10 @@ struct FlowCase {
 };
 
 Problem TwoTerms() {
-  ProblemOptions options;
-  options.rows = 29;
-  options.bias = true;
-  options.jsd = true;
-  options.teacher_hidden_size = 16;
-  options.staging_slots = 2;
+  const ProblemOptions options = {.rows = 29, .bias = true, .jsd = true, .teacher_hidden_size = 16, .staging_slots = 2};
   Problem problem = MakeProblem(options);
   TestTerm& soft = problem.terms[0];
-  TestTerm hard;
-  hard.head = 0;
-  hard.row_start = 3;
-  hard.row_count = 20;
+  TestTerm hard = {.head = 0, .row_start = 3, .row_count = 20};
   hard.targets.assign(soft.targets.begin() + 3, soft.targets.begin() + 23);
   hard.loss_scale = 0.25;
   // The teacher's rows are those of rows 5 to 24.
@@ -203,19 +195,13 @@ std::vector<FlowCase> MakeFlowCases() {
     options.staging_slots = 2;
     return cases.emplace_back(FlowCase{name, MakeProblem(options), engine, true});
   };
-  ProblemOptions options;
-  options.rows = 37;
-  options.bias = true;
-  options.token_weights = true;
+  ProblemOptions options = {.rows = 37, .bias = true, .token_weights = true};
   add("Float32", options);
   add("BFloat16", WithType(options, DataType::kBFloat16));
   add("Float16", WithType(options, DataType::kFloat16));
-  EngineOptions chunks;
-  chunks.token_chunk_rows = 7;
+  const EngineOptions chunks = {.token_chunk_rows = 7};
   add("Chunks", WithType(options, DataType::kBFloat16), chunks);
-  EngineOptions shards;
-  shards.shard_count = 3;
-  shards.thread_count = 3;
+  EngineOptions shards = {.shard_count = 3, .thread_count = 3};
   add("Shards", options, shards);
   shards.token_chunk_rows = 7;
   add("ShardsAndChunks", WithType(options, DataType::kBFloat16), shards);
@@ -233,13 +219,7 @@ std::vector<FlowCase> MakeFlowCases() {
   options.ignored_share = 0.05;
   options.bias = true;
   add("Large", options).token_outputs = false;
-  add("LargeShards", options,
-      [] {
-        EngineOptions engine;
-        engine.shard_count = 2;
-        return engine;
-      }())
-      .token_outputs = false;
+  add("LargeShards", options, {.shard_count = 2}).token_outputs = false;
   // Every output, and a teacher: slices of the logits.
   add("LargeOutputs", options);
   {
@@ -339,9 +319,8 @@ TEST_P(RowFlowTest, AddsNothingIfTheCallerEndsIt) {
   LoadedHeads heads(problem().heads, Case().engine);
   LoadedHeads undisturbed(problem().heads, Case().engine);
   // The accumulators' former content; some engines still owe it to them.
-  ComputeOptions before_options;
-  before_options.grad_hidden = false;
-  before_options.grad_weight = problem().heads[0].spec.trainable ? GradWeightMode::kAccumulate : GradWeightMode::kNone;
+  const ComputeOptions before_options = {
+      .grad_hidden = false, .grad_weight = problem().heads[0].spec.trainable ? GradWeightMode::kAccumulate : GradWeightMode::kNone};
   const auto compute_before = [&](LoadedHeads* on) {
     ASSERT_TRUE(on->TryCompute(problem(), before_options).ok());
     ASSERT_TRUE(on->TryCompute(problem(), before_options).ok());
@@ -453,13 +432,8 @@ INSTANTIATE_TEST_SUITE_P(All, OwedRowFlowTest,
 
 // A large micro-batch's gradient leaves before all of it is there, where the engine computes it in slices or chunks.
 TEST(RowFlow, GradientLeavesByChunks) {
-  ProblemOptions options;
-  options.rows = 40;
-  options.ignored_share = 0;
-  const Problem problem = MakeProblem(options);
-  EngineOptions engine;
-  engine.token_chunk_rows = 8;
-  LoadedHeads heads(problem.heads, engine);
+  const Problem problem = MakeProblem({.rows = 40, .ignored_share = 0});
+  LoadedHeads heads(problem.heads, EngineOptions{.token_chunk_rows = 8});
   PreparedMicroBatch prepared(problem, heads.pointers(), {});
   TestFlow flow(&prepared);
   ASSERT_TRUE(heads.engine().Compute(prepared.micro_batch).ok());
@@ -477,11 +451,7 @@ TEST(RowFlow, DigestOfOddRows) {
                           {3001, DataType::kBFloat16}, {7, DataType::kFloat16},    {2049, DataType::kBFloat16}};
   for (const auto& [hidden_size, type] : shapes) {
     SCOPED_TRACE(std::to_string(hidden_size) + " of type " + std::to_string(static_cast<int>(type)));
-    ProblemOptions options = WithType(ProblemOptions(), type);
-    options.rows = 11;
-    options.hidden_size = hidden_size;
-    options.vocab_size = 33;
-    const Problem problem = MakeProblem(options);
+    const Problem problem = MakeProblem(WithType({.rows = 11, .vocab_size = 33, .hidden_size = hidden_size}, type));
     LoadedHeads heads(problem.heads, {});
     PreparedMicroBatch prepared(problem, heads.pointers(), {});
     const RowsView rows = prepared.micro_batch.hidden;
@@ -519,12 +489,8 @@ int32_t LeastLikely(const Problem& problem, int64_t row) {
 
 // Rows whose logits do not fit the exponentials' offset, in the first slice, in the last one, in both.
 TEST(RowFlow, LargeLogits) {
-  ProblemOptions options = WithType(ProblemOptions(), DataType::kBFloat16);
-  options.rows = 4500;
-  options.ignored_share = 0;
-  options.staging_slots = 1;
-  options.bias = true;
-  const Problem plain = MakeProblem(options);
+  const Problem plain =
+      MakeProblem(WithType({.rows = 4500, .bias = true, .ignored_share = 0, .staging_slots = 1}, DataType::kBFloat16));
   for (const auto& places : {std::vector<int64_t>{3}, {4400}, {1500}, {5, 4499}}) {
     SCOPED_TRACE("first row " + std::to_string(places.front()));
     Problem problem = plain;
@@ -533,21 +499,19 @@ TEST(RowFlow, LargeLogits) {
       problem.terms[0].targets[static_cast<size_t>(row)] = LeastLikely(problem, row);
     }
     RoundToStorage(&problem);
-    ComputeOptions compute;
-    compute.token_outputs = false;
+    ComputeOptions compute = {.token_outputs = false};
     const Expected expected = ComputeExpected(problem);
     for (const GradWeightMode mode : {GradWeightMode::kAccumulate, GradWeightMode::kStage}) {
       compute.grad_weight = mode;
       LoadedHeads heads(problem.heads, {});
       PreparedMicroBatch prepared(problem, heads.pointers(), compute);
       TestFlow flow(&prepared);
-      absl::StatusOr<MicroBatchResult> result = heads.engine().Compute(prepared.micro_batch);
-      ASSERT_TRUE(result.ok()) << result.status();
+      ASSERT_OK_AND_ASSIGN(MicroBatchResult result, heads.engine().Compute(prepared.micro_batch));
       flow.ExpectComplete();
       Outcome outcome;
-      prepared.Collect(*result, &outcome);
+      prepared.Collect(result, &outcome);
       if (mode == GradWeightMode::kStage) {
-        EXPECT_TRUE(result->staged->Commit(1).ok());
+        EXPECT_TRUE(result.staged->Commit(1).ok());
       }
       outcome.gradients = heads.ReadGradients();
       ExpectOutcomeMatches(problem, expected, outcome);
@@ -562,7 +526,7 @@ TEST(RowFlow, RefusesMeaninglessCombinations) {
     PreparedMicroBatch prepared(problem, heads.pointers(), {});
     prepared.micro_batch.digest_rows = true;
     const absl::Status status = heads.engine().Compute(prepared.micro_batch).status();
-    EXPECT_TRUE(HasReason(status, ErrorReason::kInvalidCombination)) << status;
+    EXPECT_REASON(status, kInvalidCombination);
     EXPECT_EQ(GetErrorMetadata(status).at("field"), "digest_rows");
     prepared.ExpectOutputsUntouched();
   }
@@ -571,42 +535,37 @@ TEST(RowFlow, RefusesMeaninglessCombinations) {
   PreparedMicroBatch prepared(problem, heads.pointers(), {});
   prepared.micro_batch.after = &event;
   const absl::Status status = heads.engine().Compute(prepared.micro_batch).status();
-  EXPECT_TRUE(HasReason(status, ErrorReason::kInvalidField)) << status;
+  EXPECT_REASON(status, kInvalidField);
   EXPECT_EQ(GetErrorMetadata(status).at("field"), "after");
   prepared.ExpectOutputsUntouched();
   DigestBuilder builder;
-  EXPECT_TRUE(HasReason(heads.engine().DigestRows({prepared.micro_batch.hidden}, &event, &builder), ErrorReason::kInvalidField));
+  EXPECT_REASON(heads.engine().DigestRows({prepared.micro_batch.hidden}, &event, &builder), kInvalidField);
 }
 
 // Memory that the engine gave, or that was registered, holds rows like any other.
 TEST(RowFlow, ComputesFromHostMemoryOfTheEngine) {
-  ProblemOptions options = WithType(ProblemOptions(), DataType::kBFloat16);
-  options.rows = 300;
-  const Problem problem = MakeProblem(options);
+  const Problem problem = MakeProblem(WithType({.rows = 300}, DataType::kBFloat16));
   LoadedHeads heads(problem.heads, {});
   const Outcome expected = heads.Compute(problem);
   heads.ZeroGradients();
   PreparedMicroBatch prepared(problem, heads.pointers(), {});
   const int64_t bytes = problem.rows * problem.hidden_size * 2;
-  absl::StatusOr<std::unique_ptr<HostMemory>> rows = heads.engine().AllocateHostMemory(bytes);
-  ASSERT_TRUE(rows.ok()) << rows.status();
-  EXPECT_GE((*rows)->bytes(), bytes);
-  EXPECT_EQ(reinterpret_cast<uintptr_t>((*rows)->data()) % 64, 0u);
-  std::memcpy((*rows)->data(), prepared.micro_batch.hidden.data, static_cast<size_t>(bytes));
-  prepared.micro_batch.hidden.data = (*rows)->data();
+  ASSERT_OK_AND_ASSIGN(std::unique_ptr<HostMemory> rows, heads.engine().AllocateHostMemory(bytes));
+  EXPECT_GE(rows->bytes(), bytes);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(rows->data()) % 64, 0u);
+  std::memcpy(rows->data(), prepared.micro_batch.hidden.data, static_cast<size_t>(bytes));
+  prepared.micro_batch.hidden.data = rows->data();
   std::vector<uint8_t> own(static_cast<size_t>(bytes));
   MutableRowsView collected = prepared.micro_batch.grad_hidden;
   ASSERT_EQ(collected.data_type, DataType::kBFloat16);
-  absl::StatusOr<std::unique_ptr<HostMemory>> registered = heads.engine().RegisterHostMemory(own.data(), bytes);
-  ASSERT_TRUE(registered.ok()) << registered.status();
-  EXPECT_EQ((*registered)->data(), own.data());
-  EXPECT_EQ((*registered)->bytes(), bytes);
+  ASSERT_OK_AND_ASSIGN(std::unique_ptr<HostMemory> registered, heads.engine().RegisterHostMemory(own.data(), bytes));
+  EXPECT_EQ(registered->data(), own.data());
+  EXPECT_EQ(registered->bytes(), bytes);
   prepared.micro_batch.grad_hidden.data = own.data();
-  const absl::StatusOr<MicroBatchResult> result = heads.engine().Compute(prepared.micro_batch);
-  ASSERT_TRUE(result.ok()) << result.status();
+  ASSERT_OK_AND_ASSIGN(const MicroBatchResult result, heads.engine().Compute(prepared.micro_batch));
   EXPECT_TRUE(expected.grad_hidden_bytes == own);
   EXPECT_TRUE(heads.ReadGradients() == expected.gradients);
-  registered->reset();
+  registered.reset();
   std::fill(own.begin(), own.end(), static_cast<uint8_t>(1));  // still the caller's
 }
 

@@ -13,19 +13,9 @@ namespace {
 
 // Three terms over overlapping rows of one micro-batch: two heads, one of them under two losses.
 Problem SeveralTerms(int32_t staging_slots) {
-  ProblemOptions options;
-  options.jsd = true;
-  options.bias = true;
-  options.hard_loss_weight = 0.3;
-  options.rows = 20;
-  options.staging_slots = staging_slots;
+  const ProblemOptions options = {.rows = 20, .bias = true, .jsd = true, .hard_loss_weight = 0.3, .staging_slots = staging_slots};
   Problem problem = MakeProblem(options);
-  ProblemOptions second;
-  second.rows = 20;
-  second.vocab_size = 57;
-  second.staging_slots = staging_slots;
-  second.seed = 5;
-  second.label_smoothing = 0.1;
+  const ProblemOptions second = {.rows = 20, .vocab_size = 57, .label_smoothing = 0.1, .staging_slots = staging_slots, .seed = 5};
   const Problem other = MakeProblem(second);
   problem.heads.push_back(other.heads[0]);
 
@@ -50,19 +40,13 @@ Problem SeveralTerms(int32_t staging_slots) {
 
 TEST(SeveralTerms, OverlappingRangesAreSummed) {
   for (const int32_t shard_count : {1, 3}) {
-    EngineOptions engine_options;
-    engine_options.shard_count = shard_count;
-    ExpectEngineMatches(SeveralTerms(0), engine_options);
+    ExpectEngineMatches(SeveralTerms(0), {.shard_count = shard_count});
   }
 }
 
 // The data beside the rows grows with the terms, and has a bound of its own. Fewer rows are computed at once then.
 TEST(SeveralTerms, AsManyAsThereMayBeOverManyRows) {
-  ProblemOptions options;
-  options.rows = 8192;
-  options.vocab_size = 32;
-  options.hidden_size = 8;
-  options.loss_scale = 1.0 / 64;
+  const ProblemOptions options = {.rows = 8192, .vocab_size = 32, .hidden_size = 8, .loss_scale = 1.0 / 64};
   Problem problem = MakeProblem(WithType(options, DataType::kBFloat16));
   const TestTerm term = problem.terms[0];
   while (problem.terms.size() < 64) problem.terms.push_back(term);
@@ -98,11 +82,7 @@ TEST(SeveralTerms, RepeatBitwise) {
 // Heads over the same rows, each with targets of its own: the k-th looks k tokens further, and has none for the last k rows.
 Problem FiveHeads(int32_t staging_slots) {
   constexpr int kHeads = 5;
-  ProblemOptions options;
-  options.rows = 23;
-  options.bias = true;
-  options.ignored_share = 0;
-  options.staging_slots = staging_slots;
+  const ProblemOptions options = {.rows = 23, .bias = true, .ignored_share = 0, .staging_slots = staging_slots};
   Problem problem = MakeProblem(options);
   const std::vector<int32_t> tokens = problem.terms[0].targets;
   const TestTerm first = problem.terms[0];
@@ -126,8 +106,7 @@ TEST(SeveralTerms, FiveHeadsEqualFiveCalls) {
   const Problem together = FiveHeads(1);
   for (const int32_t shard_count : {1, 3, 7}) {
     SCOPED_TRACE("shards " + std::to_string(shard_count));
-    EngineOptions engine_options;
-    engine_options.shard_count = shard_count;
+    const EngineOptions engine_options = {.shard_count = shard_count};
     ExpectEngineMatches(together, engine_options);
 
     LoadedHeads apart_heads(together.heads, engine_options);
@@ -169,14 +148,13 @@ TEST(SeveralTerms, FiveHeadsEqualFiveCalls) {
 
 // Two teachers of different widths and a plain cross entropy, each over rows of its own, some of them under two terms.
 TEST(SeveralTerms, DifferentTeachersOverRowRanges) {
-  ProblemOptions options;
-  options.rows = 31;
-  options.bias = true;
-  options.staging_slots = 1;
-  options.token_weights = true;
-  options.jsd = true;
-  options.hard_loss_weight = 0.25;
-  options.teacher_hidden_size = 19;
+  const ProblemOptions options = {.rows = 31,
+                                  .bias = true,
+                                  .token_weights = true,
+                                  .jsd = true,
+                                  .hard_loss_weight = 0.25,
+                                  .teacher_hidden_size = 19,
+                                  .staging_slots = 1};
   const Problem first = MakeProblem(options);
   ProblemOptions with_second_teacher = options;
   with_second_teacher.seed = 8;
@@ -200,8 +178,7 @@ TEST(SeveralTerms, DifferentTeachersOverRowRanges) {
   hard.row_start = 20;
   problem.terms.push_back(hard);
   for (const int32_t shard_count : {1, 3}) {
-    EngineOptions engine_options;
-    engine_options.shard_count = shard_count;
+    const EngineOptions engine_options = {.shard_count = shard_count};
     const Outcome direct = ExpectEngineMatches(problem, engine_options);
     LoadedHeads heads(problem.heads, engine_options);
     Outcome outcome;

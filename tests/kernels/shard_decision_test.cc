@@ -34,13 +34,7 @@ State ReadState(const EngineHead& head) {
   return state;
 }
 
-ProblemOptions Options(uint64_t seed) {
-  ProblemOptions options;
-  options.bias = true;
-  options.staging_slots = kStagingSlots;
-  options.seed = seed;
-  return options;
-}
+ProblemOptions Options(uint64_t seed) { return {.bias = true, .staging_slots = kStagingSlots, .seed = seed}; }
 
 // A trainable head with momentum on an engine whose shards can be made to fail. It has been worked with: nothing is 0.
 class Bench {
@@ -48,8 +42,7 @@ class Bench {
   explicit Bench(int32_t shard_count) : problem_(MakeProblem(Options(1))), other_(MakeProblem(Options(2))) {
     problem_.heads[0].spec.optimizer = AdamWSpec{};
     problem_.heads.push_back(other_.heads[0]);
-    EngineOptions options;
-    options.shard_count = shard_count;
+    EngineOptions options = {.shard_count = shard_count};
     options.shard_probe = [this](ShardPhase phase, int32_t rank) -> absl::Status {
       if (!fault.armed || fault.phase != phase || fault.rank != rank) return absl::OkStatus();
       return absl::ResourceExhaustedError("the probe says no");
@@ -62,12 +55,7 @@ class Bench {
     heads_->Compute(problem_);
   }
 
-  static OptimizerStep Step() {
-    OptimizerStep step;
-    step.learning_rate = 0.125;
-    step.settings = AdamWSpec{};
-    return step;
-  }
+  static OptimizerStep Step() { return {.learning_rate = 0.125, .settings = AdamWSpec{}}; }
 
   EngineHead& head() { return heads_->head(0); }
   // A head that takes part in nothing.
@@ -180,8 +168,7 @@ TEST_P(ShardDecision, StagingThatFailsLeavesNoSlotTaken) {
     const State before = ReadState(bench.head());
     bench.fault.phase = phase;
     bench.fault.armed = true;
-    ComputeOptions stage;
-    stage.grad_weight = GradWeightMode::kStage;
+    const ComputeOptions stage = {.grad_weight = GradWeightMode::kStage};
     const absl::Status status = bench.heads().TryCompute(bench.problem(), stage).status();
     bench.fault.armed = false;
     EXPECT_TRUE(HasReason(status, phase == ShardPhase::kPrepare ? ErrorReason::kShardNotReady : ErrorReason::kEngineFailed))
@@ -200,8 +187,7 @@ TEST(ShardDecisionOrder, NoShardActsBeforeAllAreReady) {
   for (const int32_t shard_count : {1, 3, 7}) {
     std::atomic<int32_t> prepared{0};
     std::atomic<int32_t> acted{0};
-    EngineOptions options;
-    options.shard_count = shard_count;
+    EngineOptions options = {.shard_count = shard_count};
     options.shard_probe = [&](ShardPhase phase, int32_t) {
       if (phase == ShardPhase::kPrepare) {
         ++prepared;

@@ -9,19 +9,13 @@
 #include "gtest/gtest.h"
 #include "tests/kernels/support/comparison.h"
 #include "tests/kernels/support/plain_computation.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
 namespace {
 
 ProblemOptions Options(DataType type, uint64_t seed) {
-  ProblemOptions options = WithType(ProblemOptions(), type);
-  options.rows = 60;
-  options.vocab_size = 97;
-  options.hidden_size = 40;
-  options.bias = true;
-  options.token_weights = true;
-  options.seed = seed;
-  return options;
+  return WithType({.rows = 60, .vocab_size = 97, .hidden_size = 40, .bias = true, .token_weights = true, .seed = seed}, type);
 }
 
 // Slices of 1 to 17 rows that cover 60.
@@ -73,9 +67,7 @@ TEST_P(SmallBatches, OfTwoHeadsInTurnEqualOneBatchEach) {
         second.terms[0].teacher = 2;
         second.heads = all_heads;
       }
-      EngineOptions engine_options;
-      engine_options.shard_count = shard_count;
-      LoadedHeads heads(all_heads, engine_options);
+      LoadedHeads heads(all_heads, EngineOptions{.shard_count = shard_count});
       // SliceRows() looks at the problem's own heads.
       const auto slice = [&](const Problem& problem, std::pair<int64_t, int64_t> rows) {
         Problem with_heads = problem;
@@ -99,11 +91,8 @@ class Unwatched {
   LoadedHeads& heads() { return heads_; }
   // As a training step asks for it whose hidden states need no gradient.
   void Compute(const Problem& problem) {
-    ComputeOptions options;
-    options.grad_hidden = options.token_outputs = false;
-    const PreparedMicroBatch prepared(problem, heads_.pointers(), options);
-    const absl::StatusOr<MicroBatchResult> result = heads_.engine().Compute(prepared.micro_batch);
-    ASSERT_TRUE(result.ok()) << result.status();
+    const PreparedMicroBatch prepared(problem, heads_.pointers(), ComputeOptions{.grad_hidden = false, .token_outputs = false});
+    ASSERT_OK_AND_ASSIGN(const MicroBatchResult result, heads_.engine().Compute(prepared.micro_batch));
     prepared.ExpectGuardsAndInputsIntact();
   }
 
@@ -141,9 +130,7 @@ TEST_P(SmallBatches, StartFromZeroAfterAnUpdate) {
     options.rows = rows;
     Problem problem = MakeProblem(options);
     problem.heads[0].spec.optimizer = SgdSpec{};
-    OptimizerStep step;
-    step.learning_rate = 0;
-    step.settings = SgdSpec{};
+    const OptimizerStep step = {.learning_rate = 0, .settings = SgdSpec{}};
     std::vector<Gradient> gradients;
     for (const bool looks : {false, true}) {
       Unwatched unwatched(problem.heads, {});
@@ -187,8 +174,8 @@ TEST_P(SmallBatches, ManyMoreThanCanWait) {
 // `early_rows` wait when something looks at the accumulator.
 void ExpectSeenByEverything(DataType type, int64_t early_rows, int64_t late_rows) {
   ProblemOptions options = Options(type, 5);
-  options.rows = early_rows + late_rows;
   options.staging_slots = 1;
+  options.rows = early_rows + late_rows;
   Problem problem = MakeProblem(options);
   problem.heads[0].spec.optimizer = SgdSpec{};
   const Problem early = SliceRows(problem, 0, early_rows);
@@ -200,14 +187,11 @@ void ExpectSeenByEverything(DataType type, int64_t early_rows, int64_t late_rows
   };
   const Gradient alone = engine_after(early)->heads().ReadGradient(0);
 
-  const absl::StatusOr<GradientStats> stats = engine_after(early)->heads().head(0).ComputeGradientStats();
-  ASSERT_TRUE(stats.ok());
-  EXPECT_LE(std::abs(stats->norm_squared - NormSquared(alone)), 1e-12 * NormSquared(alone));
+  ASSERT_OK_AND_ASSIGN(const GradientStats stats, engine_after(early)->heads().head(0).ComputeGradientStats());
+  EXPECT_LE(std::abs(stats.norm_squared - NormSquared(alone)), 1e-12 * NormSquared(alone));
 
   // An update.
-  OptimizerStep step;
-  step.learning_rate = 0.5;
-  step.settings = SgdSpec{};
+  const OptimizerStep step = {.learning_rate = 0.5, .settings = SgdSpec{}};
   const auto watched = engine_after(early);
   EXPECT_TRUE(watched->heads().ReadGradient(0) == alone);
   const auto updated = engine_after(early);
@@ -256,17 +240,16 @@ TEST_P(SmallBatches, OfADestroyedHeadDisturbNoOthers) {
   Problem other = MakeProblem(Options(GetParam(), 8));
   const Problem other_alone = other;
   Unwatched unwatched(HeadsOf(problem, &other), {});
-  absl::StatusOr<std::unique_ptr<EngineHead>> leaving = unwatched.heads().engine().CreateHead(problem.heads[0].spec);
-  ASSERT_TRUE(leaving.ok()) << leaving.status();
-  WriteTensorValues(**leaving, HeadTensor::kWeight, problem.heads[0].weight);
-  WriteTensorValues(**leaving, HeadTensor::kBias, problem.heads[0].bias);
+  ASSERT_OK_AND_ASSIGN(std::unique_ptr<EngineHead> leaving, unwatched.heads().engine().CreateHead(problem.heads[0].spec));
+  WriteTensorValues(*leaving, HeadTensor::kWeight, problem.heads[0].weight);
+  WriteTensorValues(*leaving, HeadTensor::kBias, problem.heads[0].bias);
   other.heads = {problem.heads[0], other_alone.heads[0]};
   unwatched.Compute(SliceRows(other, 0, 20));
   {
-    const PreparedMicroBatch prepared(problem, {leaving->get()}, ComputeOptions());
+    const PreparedMicroBatch prepared(problem, {leaving.get()}, ComputeOptions());
     ASSERT_TRUE(unwatched.heads().engine().Compute(prepared.micro_batch).ok());
   }
-  leaving->reset();
+  leaving.reset();
   unwatched.Compute(SliceRows(other, 20, 40));
   ExpectGradientOf(other_alone, unwatched.heads().ReadGradient(1), "the head that stays");
   ExpectGradientZero(unwatched.heads().ReadGradient(0));

@@ -8,20 +8,14 @@
 #include "headwater/kernels/error.h"
 #include "tests/kernels/support/comparison.h"
 #include "tests/kernels/support/kernel_suite.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
 namespace {
 
 // Few rows: a slot keeps the rows and the gradient of the logits. Many rows: the finished product.
 ProblemOptions FewRows() {
-  ProblemOptions options;
-  options.name = "FewRows";
-  options.rows = 9;
-  options.hidden_size = 40;
-  options.bias = true;
-  options.staging_slots = 2;
-  options.token_weights = true;
-  return options;
+  return {.name = "FewRows", .rows = 9, .hidden_size = 40, .bias = true, .token_weights = true, .staging_slots = 2};
 }
 
 ProblemOptions ManyRows() {
@@ -112,11 +106,8 @@ TEST_P(Staging, SlotsAreTakenAndFreed) {
   EXPECT_EQ(heads.head(0).FreeStagingSlots(), 0);
 
   const Gradient before = heads.ReadGradient(0);
-  ComputeOptions stage;
-  stage.grad_weight = GradWeightMode::kStage;
-  const auto refused = heads.TryCompute(problem_, stage);
-  ASSERT_FALSE(refused.ok());
-  EXPECT_TRUE(HasReason(refused.status(), ErrorReason::kStagingFull)) << refused.status();
+  const auto refused = heads.TryCompute(problem_, ComputeOptions{.grad_weight = GradWeightMode::kStage});
+  EXPECT_REASON(refused, kStagingFull);
   EXPECT_TRUE(heads.ReadGradient(0) == before);
   heads.Compute(problem_);  // DIRECT needs no slot
 
@@ -155,8 +146,7 @@ TEST(StagingThreads, DestructionOverlapsOtherCallsOnTheHead) {
     ProblemOptions options = FewRows();
     options.staging_slots = kSlots;
     const Problem problem = MakeProblem(options);
-    EngineOptions engine_options;
-    engine_options.shard_count = shard_count;
+    const EngineOptions engine_options = {.shard_count = shard_count};
     LoadedHeads undisturbed(problem.heads, engine_options);
     LoadedHeads heads(problem.heads, engine_options);
     for (int round = 0; round < kRounds; ++round) {
@@ -193,11 +183,8 @@ TEST(StagingWithoutSlots, IsRefused) {
   options.staging_slots = 0;
   const Problem problem = MakeProblem(options);
   LoadedHeads heads(problem.heads, {});
-  ComputeOptions stage;
-  stage.grad_weight = GradWeightMode::kStage;
-  const auto refused = heads.TryCompute(problem, stage);
-  ASSERT_FALSE(refused.ok());
-  EXPECT_TRUE(HasReason(refused.status(), ErrorReason::kStagingFull)) << refused.status();
+  const auto refused = heads.TryCompute(problem, ComputeOptions{.grad_weight = GradWeightMode::kStage});
+  EXPECT_REASON(refused, kStagingFull);
 }
 
 }  // namespace

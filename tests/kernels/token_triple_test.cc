@@ -99,25 +99,16 @@ std::vector<TripleCase> TripleCases() {
 Problem MakeExact(const TripleCase& test, DataType type) {
   const int64_t rows = static_cast<int64_t>(test.rows.size());
   const auto valid = static_cast<int64_t>(test.rows.front().logits.size());
-  Problem problem;
-  problem.rows = problem.hidden_size = rows;
-  problem.hidden_type = type;
+  Problem problem = {.rows = rows, .hidden_size = rows, .hidden_type = type};
   problem.hidden.assign(static_cast<size_t>(rows * rows), 0);
-  TestHead head;
-  head.spec.vocab_size = kVocabSize;
-  head.spec.hidden_size = rows;
-  head.spec.data_type = type;
-  head.spec.has_bias = true;
-  head.spec.trainable = true;
+  TestHead head = {.spec = {.vocab_size = kVocabSize, .hidden_size = rows, .data_type = type, .has_bias = true, .trainable = true}};
   head.spec.transform.valid_vocab_size = valid;
   if (test.softcap > 0) head.spec.transform.softcap = test.softcap;
   head.weight.assign(static_cast<size_t>(kVocabSize * rows), std::numeric_limits<double>::quiet_NaN());  // of the padding
   head.bias.assign(kVocabSize, std::numeric_limits<double>::quiet_NaN());
   std::fill_n(head.bias.begin(), valid, 0.0);
-  TestTerm term;
-  term.row_count = rows;
-  reference::CrossEntropyOptions loss;
-  loss.temperature = test.temperature;
+  TestTerm term = {.row_count = rows};
+  const reference::CrossEntropyOptions loss = {.temperature = test.temperature};
   term.loss = loss;
   for (int64_t i = 0; i < rows; ++i) {
     const Row& row = test.rows[static_cast<size_t>(i)];
@@ -132,9 +123,7 @@ Problem MakeExact(const TripleCase& test, DataType type) {
 }
 
 std::vector<EngineOptions> Partitions() {
-  EngineOptions four;
-  four.shard_count = 4;
-  four.shard_weights = {5, 1, 3, 2};
+  const EngineOptions four = {.shard_count = 4, .shard_weights = {5, 1, 3, 2}};
   return {EngineOptions(), four};
 }
 
@@ -154,9 +143,7 @@ void ExpectRelative(const char* what, const std::vector<float>& actual, const st
 // each entry is compared with the magnitudes of its summands. Row i's gradient is column i of grad_weight.
 void ExpectGradientsMatch(const Problem& problem, const EngineOptions& options) {
   // The gradient of the hidden states would be sums over columns that cancel.
-  ComputeOptions compute;
-  compute.grad_hidden = false;
-  Outcome outcome = RunOnce(problem, options, compute);
+  Outcome outcome = RunOnce(problem, options, {.grad_hidden = false});
   const Expected expected = ComputeExpected(problem);
   const reference::HeadGradient& gradient = expected.result.gradient.at(&expected.heads[0]);
   std::vector<float>& bias = outcome.gradients[0].bias;
@@ -190,9 +177,7 @@ TEST_P(TokenTriple, OutputsAreExactDownToTheSmallest) {
   ForEachForm([](const Problem& problem, const EngineOptions& options) {
     const Expected expected = ComputeExpected(problem);
     const reference::TermResult& term = expected.result.terms[0];
-    ComputeOptions forward;
-    forward.backward = forward.grad_hidden = false;
-    forward.grad_weight = GradWeightMode::kNone;
+    const ComputeOptions forward = {.backward = false, .grad_hidden = false, .grad_weight = GradWeightMode::kNone};
     const Outcome outcome = RunOnce(problem, options, forward);
     const TermOutcome& actual = outcome.terms[0];
     ExpectRelative("entropy", actual.entropy, term.entropy);
@@ -260,8 +245,7 @@ TEST_P(TokenTriple, GradientsAddUpToTheFactorOfLse) {
 TEST_P(TokenTriple, FactorsOfZeroChangeNoBit) {
   ForEachForm([](Problem problem, const EngineOptions& options) {
     for (const GradWeightMode mode : {GradWeightMode::kAccumulate, GradWeightMode::kNone}) {
-      ComputeOptions compute;
-      compute.grad_weight = mode;
+      ComputeOptions compute = {.grad_weight = mode};
       Problem zeros = problem;
       zeros.terms[0].entropy_factors.assign(static_cast<size_t>(problem.rows), 0.0f);
       zeros.terms[0].lse_factors.assign(static_cast<size_t>(problem.rows), 0.0f);
@@ -277,9 +261,7 @@ INSTANTIATE_TEST_SUITE_P(All, TokenTriple, ::testing::ValuesIn(TripleCases()), [
 
 // Loss and lse with opposite factors: nothing of p is left, and the target's column keeps its factor.
 TEST(TokenTriple, OppositeFactorsCancelExactly) {
-  ProblemOptions options;
-  options.bias = true;
-  options.ignored_share = 0;
+  const ProblemOptions options = {.bias = true, .ignored_share = 0};
   Problem problem = MakeProblem(options);
   TestTerm& term = problem.terms[0];
   term.token_weights.assign(static_cast<size_t>(problem.rows), 0.75f);
@@ -294,10 +276,7 @@ TEST(TokenTriple, OppositeFactorsCancelExactly) {
 
 // Rows without a weight take part where another factor has one, and add nothing to the sums.
 TEST(TokenTriple, FactorsReachRowsWithoutWeight) {
-  ProblemOptions options;
-  options.bias = true;
-  options.entropy_factors = true;
-  Problem problem = MakeProblem(options);
+  Problem problem = MakeProblem({.bias = true, .entropy_factors = true});
   problem.terms[0].token_weights.assign(static_cast<size_t>(problem.rows), 0.0f);
   const Outcome outcome = ExpectEngineMatches(problem);
   EXPECT_EQ(outcome.terms[0].sums.loss_sum, 0);

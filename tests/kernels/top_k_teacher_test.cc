@@ -11,12 +11,12 @@
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
 #include "tests/kernels/support/comparison.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
 namespace {
 
-ProblemOptions Small(int64_t k) {
-  ProblemOptions options;
+ProblemOptions Small(int64_t k, ProblemOptions options = {}) {
   options.rows = 23;
   options.top_k = k;
   return options;
@@ -28,8 +28,7 @@ TEST_P(TopKTeacher, MatchesFp64) {
   for (const int64_t k : {1, 2, 16, 101}) {  // the last one is the whole vocabulary
     for (const int32_t shards : {1, 3}) {
       SCOPED_TRACE("k " + std::to_string(k) + ", shards " + std::to_string(shards));
-      EngineOptions engine_options;
-      engine_options.shard_count = shards;
+      const EngineOptions engine_options = {.shard_count = shards};
       ExpectEngineMatches(MakeProblem(WithType(Small(k), GetParam())), engine_options);
     }
   }
@@ -39,16 +38,15 @@ TEST_P(TopKTeacher, MatchesFp64WithEveryOption) {
   for (const double student_temperature : {1.0, 0.6, 2.5}) {
     for (const double softcap : {0.0, 6.0}) {
       SCOPED_TRACE("temperature " + std::to_string(student_temperature) + ", softcap " + std::to_string(softcap));
-      ProblemOptions options = WithType(Small(8), GetParam());
-      options.student_temperature = student_temperature;
-      options.softcap = softcap;
-      options.logit_scale = -0.8;
-      options.bias = true;
-      options.valid_vocab_size = 90;
-      options.token_weights = true;
-      options.loss_scale = 0.3;
-      options.grad_hidden_scale = 2;
-      const Problem problem = MakeProblem(options);
+      const Problem problem = MakeProblem(WithType(Small(8, {.bias = true,
+                                                             .logit_scale = -0.8,
+                                                             .softcap = softcap,
+                                                             .valid_vocab_size = 90,
+                                                             .token_weights = true,
+                                                             .loss_scale = 0.3,
+                                                             .grad_hidden_scale = 2,
+                                                             .student_temperature = student_temperature}),
+                                                   GetParam()));
       LoadedHeads heads(problem.heads, {});
       if (softcap == 0 || heads.engine().name() == "cpu") {
         ExpectEngineMatches(problem);
@@ -56,16 +54,13 @@ TEST_P(TopKTeacher, MatchesFp64WithEveryOption) {
       }
       // The CUDA engine sets columns aside by a logit of -inf, which a softcap has not.
       const auto result = heads.TryCompute(problem, {});
-      ASSERT_FALSE(result.ok());
-      EXPECT_TRUE(HasReason(result.status(), ErrorReason::kFeatureNotBuilt)) << result.status();
+      EXPECT_REASON(result, kFeatureNotBuilt);
     }
   }
 }
 
 TEST_P(TopKTeacher, MatchesFp64WithoutTargets) {
-  ProblemOptions options = WithType(Small(8), GetParam());
-  options.with_targets = false;
-  ExpectEngineMatches(MakeProblem(options));
+  ExpectEngineMatches(MakeProblem(WithType(Small(8, {.with_targets = false}), GetParam())));
 }
 
 INSTANTIATE_TEST_SUITE_P(All, TopKTeacher, ::testing::Values(DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16),
@@ -73,24 +68,17 @@ INSTANTIATE_TEST_SUITE_P(All, TopKTeacher, ::testing::Values(DataType::kFloat32,
 
 // A gradient of small differences.
 TEST(TopKTeacherRows, NearlyDistilledStudentMatchesFp64) {
-  ProblemOptions options = Small(20);
-  options.logit_spread = 8;
-  options.teacher_noise = 0.01;
-  ExpectEngineMatches(MakeProblem(options));
+  ExpectEngineMatches(MakeProblem(Small(20, {.logit_spread = 8, .teacher_noise = 0.01})));
 }
 
 TEST(TopKTeacherRows, ForwardOnlyMatchesFp64) {
-  ComputeOptions options;
-  options.backward = options.grad_hidden = false;
-  options.grad_weight = GradWeightMode::kNone;
+  const ComputeOptions options = {.backward = false, .grad_hidden = false, .grad_weight = GradWeightMode::kNone};
   ExpectEngineMatches(MakeProblem(Small(8)), {}, options);
 }
 
 // One entry of probability 1 is a cross entropy's target.
 TEST(TopKTeacherRows, OneCertainEntryIsACrossEntropy) {
-  ProblemOptions options;
-  options.logit_spread = 12;
-  Problem problem = MakeProblem(options);
+  Problem problem = MakeProblem({.logit_spread = 12});
   const Expected expected = ComputeExpected(problem);
   reference::TopKOptions teacher = {1, problem.terms[0].targets, std::vector<float>(problem.terms[0].targets.size(), 0.0f)};
   for (int32_t& id : teacher.ids) id = std::max(id, -1);  // of ignored rows
@@ -103,12 +91,8 @@ TEST(TopKTeacherRows, OneCertainEntryIsACrossEntropy) {
 
 TEST(TopKTeacherRows, CommitAddsTheContributionTimesTheFactor) {
   for (const int32_t shards : {1, 3}) {
-    ProblemOptions options = Small(8);
-    options.staging_slots = 1;
-    const Problem problem = MakeProblem(options);
-    EngineOptions engine_options;
-    engine_options.shard_count = shards;
-    LoadedHeads heads(problem.heads, engine_options);
+    const Problem problem = MakeProblem(Small(8, {.staging_slots = 1}));
+    LoadedHeads heads(problem.heads, EngineOptions{.shard_count = shards});
     const std::unique_ptr<StagedContribution> staged = heads.Stage(problem);
     ExpectGradientZero(heads.ReadGradient(0));
     ASSERT_TRUE(staged->Commit(-0.5).ok());
@@ -118,10 +102,8 @@ TEST(TopKTeacherRows, CommitAddsTheContributionTimesTheFactor) {
 }
 
 TEST(TopKTeacherRows, StagedIn16BitsEqualsDirect) {
-  ProblemOptions options = WithType(Small(12), DataType::kBFloat16);
+  ProblemOptions options = WithType(Small(12, {.vocab_size = 1201, .staging_slots = 1}), DataType::kBFloat16);
   options.rows = 301;
-  options.vocab_size = 1201;
-  options.staging_slots = 1;
   const Problem problem = MakeProblem(options);
   LoadedHeads heads(problem.heads, {});
   ASSERT_TRUE(heads.Stage(problem)->Commit(1).ok());
@@ -172,8 +154,7 @@ TEST(TopKTeacherRows, OtherTokenOutputsAreRefused) {
   std::vector<float> lse(23);
   prepared.terms[0].lse = lse.data();
   const auto result = heads.engine().Compute(prepared.micro_batch);
-  ASSERT_FALSE(result.ok());
-  EXPECT_TRUE(HasReason(result.status(), ErrorReason::kInvalidCombination)) << result.status();
+  EXPECT_REASON(result, kInvalidCombination);
 }
 
 }  // namespace

@@ -56,20 +56,19 @@ class Trainee {
 
   absl::Status TryCompute(EngineHead& head, int64_t first, int64_t count, RowFlow* flow = nullptr) {
     const int64_t row_bytes = kShape.width * 2;
-    LossTerm term;
-    term.head = &head;
-    term.row_count = count;
-    term.targets = absl::MakeConstSpan(Problem().targets).subspan(static_cast<size_t>(first), static_cast<size_t>(count));
-    term.loss_scale = 1.0 / 64;
-    MicroBatch micro_batch;
-    micro_batch.hidden = {Problem().hidden.as<uint8_t>() + first * row_bytes, count, kShape.width, DataType::kBFloat16,
-                          MemorySpace::kDevice};
-    micro_batch.grad_hidden = {grad_hidden_.as<uint8_t>() + first * row_bytes, count, kShape.width, DataType::kBFloat16,
-                               MemorySpace::kDevice};
-    micro_batch.terms = absl::MakeConstSpan(&term, 1);
-    micro_batch.backward = true;
-    micro_batch.grad_weight = GradWeightMode::kAccumulate;
-    micro_batch.flow = flow;
+    LossTerm term = {
+        .head = &head,
+        .row_count = count,
+        .targets = absl::MakeConstSpan(Problem().targets).subspan(static_cast<size_t>(first), static_cast<size_t>(count)),
+        .loss_scale = 1.0 / 64};
+    const MicroBatch micro_batch = {.hidden = {Problem().hidden.as<uint8_t>() + first * row_bytes, count, kShape.width,
+                                               DataType::kBFloat16, MemorySpace::kDevice},
+                                    .terms = absl::MakeConstSpan(&term, 1),
+                                    .backward = true,
+                                    .grad_hidden = {grad_hidden_.as<uint8_t>() + first * row_bytes, count, kShape.width,
+                                                    DataType::kBFloat16, MemorySpace::kDevice},
+                                    .grad_weight = GradWeightMode::kAccumulate,
+                                    .flow = flow};
     return engine_->Compute(micro_batch).status();
   }
   void Compute(int64_t first, int64_t count) { CheckStatus(TryCompute(*head_, first, count), "Compute"); }
@@ -123,8 +122,7 @@ TEST(DeferredGradWeight, HasTheBitsOfOneCallWithAllRows) {
 // A workspace in which fewer rows wait, or none.
 TEST(DeferredGradWeight, NeedsNoLargeWorkspace) {
   for (const int64_t mebibytes : {80, 96, 128, 192}) {
-    EngineOptions options;
-    options.workspace_bytes = mebibytes << 20;
+    const EngineOptions options = {.workspace_bytes = mebibytes << 20};
     // Each of more rows than take another form, whose gradient is rounded elsewhere.
     const RowRanges calls = {{0, 1024}, {1024, 300}, {1324, 300}, {1624, 424}, {2048, 2048}};
     EXPECT_LE(Difference(GradientOf(calls, false, options), GradientOfOneCall()), 1e-5) << mebibytes << " MiB";

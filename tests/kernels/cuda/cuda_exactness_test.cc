@@ -10,7 +10,6 @@
 #include <sstream>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -164,19 +163,14 @@ TEST(DeviceReferenceTest, IsTheReference) {
   const auto reference_of = [&](const DeviceProblem& problem, auto loss) {
     const bool has_teacher = problem.teacher_hidden.bytes() > 0;
     const auto head_of = [&](const Buffer& weight) {
-      reference::Head head;
-      head.weight = reference::Matrix(shape.vocab, shape.width, DecodeBuffer(weight));
+      reference::Head head = {.weight = reference::Matrix(shape.vocab, shape.width, DecodeBuffer(weight))};
       head.transform.valid_vocab_size = shape.vocab;
       return head;
     };
     const reference::Head head = head_of(problem.weight);
     reference::Head teacher;
-    reference::Term term;
-    term.head = &head;
-    term.row_count = shape.rows;
-    term.targets = problem.targets;
-    term.loss_scale = kLossScale;
-    term.loss = loss;
+    reference::Term term = {
+        .head = &head, .row_count = shape.rows, .targets = problem.targets, .loss_scale = kLossScale, .loss = loss};
     if (has_teacher) {
       teacher = head_of(problem.teacher_weight);
       teacher.trainable = false;
@@ -208,9 +202,7 @@ TEST(DeviceReferenceTest, IsTheReference) {
     for (const double beta : {0.0, 0.1, 0.5, 0.9, 1.0}) {
       SCOPED_TRACE(std::string(RegimeName(regime)) + ", beta " + std::to_string(beta));
       const DeviceProblem problem = MakeDivergenceProblem(shape, regime);
-      reference::JsdOptions options;
-      options.beta = beta;
-      const auto [term, grad_hidden, grad_weight] = reference_of(problem, options);
+      const auto [term, grad_hidden, grad_weight] = reference_of(problem, reference::JsdOptions{.beta = beta});
       DeviceReference device = device_of(problem.hidden, problem.weight);
       const RowResults rows = device.Divergence(device_of(problem.teacher_hidden, problem.teacher_weight), beta, kLossScale);
       // Where both sides nearly agree, only fp64's own cancellation remains.
@@ -230,11 +222,7 @@ struct CrossEntropyCase {
   bool portable_kernels = false;
   std::string Name() const { return "ce_" + NameOf(shape, RegimeName(regime), shard_count, portable_kernels); }
   EngineOptions Options() const {
-    EngineOptions options;
-    options.workspace_bytes = kWorkspaceBytes;
-    options.shard_count = shard_count;
-    options.portable_kernels = portable_kernels;
-    return options;
+    return {.shard_count = shard_count, .workspace_bytes = kWorkspaceBytes, .portable_kernels = portable_kernels};
   }
 };
 
@@ -336,10 +324,8 @@ TEST_P(DivergenceExactness, MatchesFp64) {
                           problem.weight.as<uint16_t>());
   const DeviceReference teacher(Blas(), shape.rows, shape.width, shape.vocab, problem.teacher_hidden.as<uint16_t>(),
                                 problem.teacher_weight.as<uint16_t>());
-  EngineOptions options;
-  options.workspace_bytes = kWorkspaceBytes;
-  options.shard_count = param.shard_count;
-  options.portable_kernels = param.portable_kernels;
+  const EngineOptions options = {
+      .shard_count = param.shard_count, .workspace_bytes = kWorkspaceBytes, .portable_kernels = param.portable_kernels};
   DeviceEngine engine(problem, options);
   const double bound = DivergenceBound(param.regime);
   for (const double beta : {0.0, 0.1, 0.5, 0.9, 1.0}) {
@@ -375,10 +361,8 @@ TEST_P(Repeats, Bitwise) {
   const RepeatCase& param = GetParam();
   const DeviceProblem problem = param.divergence ? MakeDivergenceProblem(param.shape, Regime::kFlat)
                                                  : MakeCrossEntropyProblem(param.shape, Regime::kRealistic);
-  EngineOptions options;
-  options.workspace_bytes = kWorkspaceBytes;
-  options.shard_count = param.shard_count;
-  options.portable_kernels = param.portable_kernels;
+  const EngineOptions options = {
+      .shard_count = param.shard_count, .workspace_bytes = kWorkspaceBytes, .portable_kernels = param.portable_kernels};
   const DeviceLoss loss = {param.divergence, 0.5, kLossScale};
   DeviceOutcome first;
   {
@@ -410,10 +394,8 @@ TEST(Shards, LossesAgree) {
     const DeviceLoss loss = {divergence, 0.5, kLossScale};
     std::vector<DeviceOutcome> outcomes;
     for (const int32_t shard_count : {1, 3}) {
-      EngineOptions options;
-      options.workspace_bytes = kWorkspaceBytes;
-      options.shard_count = shard_count;
-      outcomes.push_back(DeviceEngine(problem, options).Compute(loss));
+      outcomes.push_back(
+          DeviceEngine(problem, EngineOptions{.shard_count = shard_count, .workspace_bytes = kWorkspaceBytes}).Compute(loss));
     }
     EXPECT_LE(std::abs(outcomes[0].sums.loss_sum - outcomes[1].sums.loss_sum), 2e-6 * outcomes[0].sums.loss_sum)
         << (divergence ? "divergence" : "cross entropy");

@@ -7,12 +7,7 @@
 
 namespace headwater::testing {
 
-EngineOptions PlainOptions() {
-  EngineOptions options;
-  options.workspace_bytes = int64_t{256} << 20;
-  options.timed_search = false;
-  return options;
-}
+EngineOptions PlainOptions() { return {.workspace_bytes = int64_t{256} << 20, .timed_search = false}; }
 
 std::vector<GroupCase> GroupCases() {
   return {

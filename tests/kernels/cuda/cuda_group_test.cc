@@ -3,7 +3,6 @@
 // ranks, unless they share one (cuda_group.h).
 #include "tests/kernels/cuda/cuda_group.h"
 
-#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -38,11 +37,7 @@ Outcome RunOnGroup(CudaGroup& group, const Problem& problem, const ComputeOption
 std::vector<ProblemOptions> DivergenceCases() {
   std::vector<ProblemOptions> cases;
   for (const double beta : {0.0, 0.4, 1.0}) {
-    ProblemOptions options;
-    options.name = "Jsd" + std::to_string(beta);
-    options.jsd = true;
-    options.beta = beta;
-    options.teacher_hidden_size = 23;
+    ProblemOptions options = {.name = "Jsd" + std::to_string(beta), .jsd = true, .beta = beta, .teacher_hidden_size = 23};
     cases.push_back(options);
     options.name += "WithEverything";
     options.bias = true;
@@ -63,11 +58,7 @@ std::vector<ProblemOptions> DivergenceCases() {
 std::vector<ProblemOptions> ShardPassCases() {
   std::vector<ProblemOptions> cases;
   for (const double beta : {0.0, 0.1, 0.5, 1.0}) {
-    ProblemOptions options;
-    options.name = "Jsd" + std::to_string(beta);
-    options.jsd = true;
-    options.beta = beta;
-    options.teacher_hidden_size = 40;
+    ProblemOptions options = {.name = "Jsd" + std::to_string(beta), .jsd = true, .beta = beta, .teacher_hidden_size = 40};
     cases.push_back(options);
     options.logit_spread = 15;
     options.name += "Confident";
@@ -160,8 +151,6 @@ TEST_P(CudaGroupTest, DivergencesWithoutTokenOutputsMatchTheReference) {
 // columns more or less, nothing in common with the student's on most ranks, and fewer classes than ranks.
 TEST_P(CudaGroupTest, DivergencesBetweenOtherVocabulariesMatchTheReference) {
   const std::unique_ptr<CudaGroup> group = Make();
-  ComputeOptions plain;
-  plain.token_outputs = false;
   for (const int64_t teacher_vocab_size : {90, 104, 333, 3}) {
     SCOPED_TRACE("the teacher's vocabulary has " + std::to_string(teacher_vocab_size));
     for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
@@ -174,7 +163,7 @@ TEST_P(CudaGroupTest, DivergencesBetweenOtherVocabulariesMatchTheReference) {
     if (teacher_vocab_size < 10) continue;
     for (ProblemOptions options : ShardPassCases()) {
       options.teacher_vocab_size = teacher_vocab_size;
-      ExpectMatches(*group, WithType(options, DataType::kBFloat16), plain);
+      ExpectMatches(*group, WithType(options, DataType::kBFloat16), ComputeOptions{.token_outputs = false});
     }
   }
 }
@@ -230,10 +219,7 @@ TEST_P(CudaGroupTest, FewerClassesThanRanks) {
   const std::unique_ptr<CudaGroup> group = Make();
   for (const int64_t rows : {6, 400}) {
     for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
-      ProblemOptions options;
-      options.name = "One class";
-      options.rows = rows;
-      options.vocab_size = 1;
+      ProblemOptions options = {.name = "One class", .rows = rows, .vocab_size = 1};
       ExpectMatches(*group, WithType(options, type));
       options.name = "All ignored but one";
       options.vocab_size = 7;
@@ -247,15 +233,10 @@ TEST_P(CudaGroupTest, FewerClassesThanRanks) {
 void ExpectAgreesWithOneGpu(CudaGroup& group, bool jsd, int64_t rows, int64_t vocab_size, int64_t teacher_vocab_size = 0) {
   SCOPED_TRACE(std::string(jsd ? "divergence, " : "cross entropy, ") + std::to_string(rows) + " x " + std::to_string(vocab_size) +
                ", " + std::to_string(teacher_vocab_size));
-  ProblemOptions options;
-  options.rows = rows;
-  options.vocab_size = vocab_size;
-  options.hidden_size = 72;
-  options.jsd = jsd;
-  options.teacher_vocab_size = teacher_vocab_size;
+  const ProblemOptions options = {
+      .rows = rows, .vocab_size = vocab_size, .hidden_size = 72, .jsd = jsd, .teacher_vocab_size = teacher_vocab_size};
   const Problem problem = MakeProblem(WithType(options, DataType::kBFloat16));
-  ComputeOptions compute;
-  compute.token_outputs = false;
+  const ComputeOptions compute = {.token_outputs = false};
   const Outcome together = RunOnGroup(group, problem, compute);
   const Outcome alone = RunOnce(problem, PlainOptions(), compute);
   const double loss = alone.terms[0].sums.loss_sum;
@@ -325,16 +306,12 @@ TEST_P(CudaGroupTest, RepeatsBitwise) {
 
 TEST_P(CudaGroupTest, CommitsStagedContributions) {
   const std::unique_ptr<CudaGroup> group = Make();
-  ProblemOptions options;
-  options.bias = true;
-  options.staging_slots = 1;
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
-    const Problem problem = MakeProblem(WithType(options, type));
+    const Problem problem = MakeProblem(WithType({.bias = true, .staging_slots = 1}, type));
     GroupHeads heads(*group, problem.heads);
     const Outcome direct = heads.Compute(problem);
     heads.ZeroGradients();
-    ComputeOptions stage;
-    stage.grad_weight = GradWeightMode::kStage;
+    const ComputeOptions stage = {.grad_weight = GradWeightMode::kStage};
     std::vector<std::unique_ptr<StagedContribution>> staged;
     const Outcome before = heads.Compute(problem, stage, &staged);
     for (const float value : before.gradients[0].weight) ASSERT_EQ(value, 0);
@@ -354,14 +331,11 @@ TEST_P(CudaGroupTest, CommitsStagedContributions) {
 
 // Only the first rank has rows of grad_hidden, and sees that they do not fit their type.
 TEST_P(CudaGroupTest, AllRanksShareTheRefusalOfOne) {
-  ProblemOptions options;
-  options.staging_slots = 1;
+  ProblemOptions options = {.staging_slots = 1};
   const Problem clean = MakeProblem(WithType(options, DataType::kFloat16));
   options.grad_hidden_scale = 1e9;
   const Problem problem = MakeProblem(WithType(options, DataType::kFloat16));
-  ComputeOptions stage;
-  stage.grad_weight = GradWeightMode::kStage;
-  stage.refuse_non_finite = true;
+  const ComputeOptions stage = {.grad_weight = GradWeightMode::kStage, .refuse_non_finite = true};
   LoadedHeads alone(problem.heads, PlainOptions());
   const absl::Status expected = alone.TryCompute(problem, stage).status();
   ASSERT_TRUE(HasReason(expected, ErrorReason::kNonFiniteValues)) << expected;
@@ -381,13 +355,9 @@ TEST_P(CudaGroupTest, AllRanksShareTheRefusalOfOne) {
 
 // Weights and optimizer state stay with their rows.
 TEST_P(CudaGroupTest, UpdatesLikeOneGpu) {
-  ProblemOptions options;
-  options.bias = true;
-  Problem problem = MakeProblem(options);
+  Problem problem = MakeProblem({.bias = true});
   problem.heads[0].spec.optimizer = AdamWSpec();
-  OptimizerStep step;
-  step.learning_rate = 0.1;
-  step.settings = AdamWSpec();
+  const OptimizerStep step = {.learning_rate = 0.1, .settings = AdamWSpec()};
   const std::unique_ptr<CudaGroup> group = Make();
   GroupHeads heads(*group, problem.heads);
   LoadedHeads alone(problem.heads, PlainOptions());
@@ -442,12 +412,9 @@ class CountedFlow final : public RowFlow {
 
 TEST_P(CudaGroupTest, EndedFlowAddsNothingAndTheGroupContinues) {
   const std::unique_ptr<CudaGroup> group = Make();
-  ProblemOptions options;
-  options.rows = 4500;
-  options.vocab_size = 301;
+  const ProblemOptions options = {.rows = 4500, .vocab_size = 301};
   const Problem problem = MakeProblem(WithType(options, DataType::kBFloat16));
-  ComputeOptions compute;
-  compute.token_outputs = false;
+  const ComputeOptions compute = {.token_outputs = false};
   GroupHeads heads(*group, problem.heads);
   const auto with_flow = [&](int failing_await, bool fails_decide, bool expect_ok) {
     group->Run([&](int32_t rank) {
@@ -536,12 +503,12 @@ INSTANTIATE_TEST_SUITE_P(Ranks, CudaGroupTest, ::testing::ValuesIn(GroupCases())
 TEST(CudaGroupMemory, HeadTooLargeForOneGpuRunsOnTwo) {
   const std::string reason = ReasonForNoGroup(2);
   if (!reason.empty()) GTEST_SKIP() << reason;
-  HeadSpec spec;
-  spec.vocab_size = spec.transform.valid_vocab_size = 256000;
-  spec.hidden_size = 16384;
-  spec.data_type = DataType::kBFloat16;
-  spec.trainable = true;
-  spec.optimizer = AdamWSpec();
+  const HeadSpec spec = {.vocab_size = 256000,
+                         .hidden_size = 16384,
+                         .data_type = DataType::kBFloat16,
+                         .transform = {.valid_vocab_size = 256000},
+                         .trainable = true,
+                         .optimizer = AdamWSpec()};
   EngineOptions options = PlainOptions();
   options.memory_budget_bytes = int64_t{48} << 30;
   options.workspace_bytes = int64_t{2} << 30;
@@ -559,26 +526,18 @@ TEST(CudaGroupMemory, HeadTooLargeForOneGpuRunsOnTwo) {
   const std::vector<int32_t> targets(static_cast<size_t>(rows), 200000);
   group.Run([&](int32_t rank) {
     const std::unique_ptr<EngineHead> head = MakeHeadOn(group.engine(rank), spec);
-    LossTerm term;
-    term.head = head.get();
-    term.row_count = rows;
-    term.targets = targets;
-    term.loss_scale = 1;
+    LossTerm term = {.head = head.get(), .row_count = rows, .targets = targets, .loss_scale = 1};
     std::vector<uint16_t> gradient(hidden.size());
-    MicroBatch micro_batch;
-    micro_batch.hidden = {hidden.data(), rows, spec.hidden_size, DataType::kBFloat16};
-    micro_batch.grad_hidden = {gradient.data(), rows, spec.hidden_size, DataType::kBFloat16};
-    micro_batch.backward = true;
-    micro_batch.grad_weight = GradWeightMode::kAccumulate;
-    micro_batch.terms = absl::MakeConstSpan(&term, 1);
+    const MicroBatch micro_batch = {.hidden = {hidden.data(), rows, spec.hidden_size, DataType::kBFloat16},
+                                    .terms = absl::MakeConstSpan(&term, 1),
+                                    .backward = true,
+                                    .grad_hidden = {gradient.data(), rows, spec.hidden_size, DataType::kBFloat16},
+                                    .grad_weight = GradWeightMode::kAccumulate};
     const absl::StatusOr<MicroBatchResult> result = group.engine(rank).Compute(micro_batch);
     CheckStatus(result.status(), "Compute");
     // Weights of 0: every class is as likely.
     EXPECT_NEAR(result->terms[0].loss_sum, static_cast<double>(rows) * std::log(256000.0), 1e-3);
-    OptimizerStep step;
-    step.learning_rate = 1e-3;
-    step.settings = AdamWSpec();
-    CheckStatus(head->ApplyOptimizer(step), "ApplyOptimizer");
+    CheckStatus(head->ApplyOptimizer(OptimizerStep{.learning_rate = 1e-3, .settings = AdamWSpec()}), "ApplyOptimizer");
   });
 }
 

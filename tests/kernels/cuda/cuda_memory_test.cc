@@ -19,6 +19,7 @@
 #include "headwater/kernels/error.h"
 #include "tests/kernels/cuda/cuda_problem.h"
 #include "tests/kernels/cuda/cuda_test_environment.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
 namespace {
@@ -121,13 +122,8 @@ class ZeroRows {
 
   // Fails the test unless the loss is that of equal logits.
   void Compute(LossEngine& engine, EngineHead& head, EngineHead* teacher) {
-    LossTerm term;
-    term.head = &head;
-    term.row_count = rows_;
-    term.targets = targets_;
-    term.token_loss = token_loss_.data();
-    MicroBatch micro_batch;
-    micro_batch.hidden = {hidden_.as<void>(), rows_, width_, DataType::kBFloat16, memory_};
+    LossTerm term = {.head = &head, .row_count = rows_, .targets = targets_, .token_loss = token_loss_.data()};
+    MicroBatch micro_batch = {.hidden = {hidden_.as<void>(), rows_, width_, DataType::kBFloat16, memory_}};
     if (teacher != nullptr) {
       term.loss = JsdSpec();
       term.teacher_head = teacher;
@@ -137,12 +133,11 @@ class ZeroRows {
     micro_batch.backward = true;
     micro_batch.grad_hidden = {grad_hidden_.as<void>(), rows_, width_, DataType::kBFloat16, memory_};
     micro_batch.grad_weight = GradWeightMode::kAccumulate;
-    const absl::StatusOr<MicroBatchResult> result = engine.Compute(micro_batch);
-    ASSERT_TRUE(result.ok()) << result.status();
+    ASSERT_OK_AND_ASSIGN(const MicroBatchResult result, engine.Compute(micro_batch));
     const double each = teacher == nullptr ? std::log(static_cast<double>(head.spec().vocab_size)) : 0;
     const double expected = each * static_cast<double>(rows_);
-    EXPECT_LE(std::abs(result->terms[0].loss_sum - expected), 1e-5 * expected + 1e-6);
-    EXPECT_EQ(result->terms[0].valid_token_count, rows_);
+    EXPECT_LE(std::abs(result.terms[0].loss_sum - expected), 1e-5 * expected + 1e-6);
+    EXPECT_EQ(result.terms[0].valid_token_count, rows_);
   }
 
  private:
@@ -158,17 +153,13 @@ class DeviceMemory : public ::testing::TestWithParam<MemoryCase> {};
 TEST_P(DeviceMemory, MatchesThePlan) {
   const MemoryCase& param = GetParam();
   const std::string name = "cuda_memory_" + param.Name();
-  EngineOptions options;
-  options.workspace_bytes = param.workspace_bytes;
-  options.timed_search = param.timed_search;
-  absl::StatusOr<std::unique_ptr<LossEngine>> created = CreateCudaEngine(options);
-  ASSERT_TRUE(created.ok()) << created.status();
-  LossEngine& engine = **created;
+  const EngineOptions options = {.workspace_bytes = param.workspace_bytes, .timed_search = param.timed_search};
+  ASSERT_OK_AND_ASSIGN(std::unique_ptr<LossEngine> created, CreateCudaEngine(options));
+  LossEngine& engine = *created;
   const HeadSpec spec = BFloat16Head({"", 0, param.width, param.vocab}, /*trainable=*/true);
   // A plan for a head is made before there is one.
-  const absl::StatusOr<MemoryPlan> plan = engine.PlanHead(spec);
-  ASSERT_TRUE(plan.ok()) << plan.status();
-  EXPECT_LE(PlannedFor(*plan, "workspace"), param.workspace_bytes);
+  ASSERT_OK_AND_ASSIGN(const MemoryPlan plan, engine.PlanHead(spec));
+  EXPECT_LE(PlannedFor(plan, "workspace"), param.workspace_bytes);
 
   const int64_t baseline = UsedBytes();
   MemoryWatch creation;
@@ -176,16 +167,16 @@ TEST_P(DeviceMemory, MatchesThePlan) {
   std::unique_ptr<EngineHead> teacher;
   if (param.divergence) teacher = MakeHeadOn(engine, BFloat16Head({"", 0, param.width, param.vocab}, /*trainable=*/false));
   creation.Stop();
-  EXPECT_EQ(head->plan().total_bytes, plan->total_bytes);
+  EXPECT_EQ(head->plan().total_bytes, plan.total_bytes);
   const int64_t planned = engine.planned_bytes();
   if (!param.divergence) {
-    EXPECT_EQ(planned, plan->total_bytes);
+    EXPECT_EQ(planned, plan.total_bytes);
   }
   const auto expect_as_planned = [&](const std::string& what, int64_t used) {
     const double share = static_cast<double>(used) / static_cast<double>(planned);
     RunFigures().Add({name + "_" + what + "_of_plan", share, "x planned bytes", 1.02});
     EXPECT_LE(std::abs(static_cast<double>(used - planned)), 0.02 * static_cast<double>(planned) + kGranularityBytes)
-        << what << ": " << used / kMiB << " MiB used, " << planned / kMiB << " MiB planned: " << plan->ToString();
+        << what << ": " << used / kMiB << " MiB used, " << planned / kMiB << " MiB planned: " << plan.ToString();
   };
   RunFigures().Add({name + "_planned", static_cast<double>(planned) / kMiB, "MiB", {}});
   expect_as_planned("heads", creation.largest() - baseline);
@@ -209,7 +200,7 @@ TEST_P(DeviceMemory, MatchesThePlan) {
     const int64_t used = first.largest() - baseline - of_rows;
     expect_as_planned(what, used);
     // Beyond weights, accumulators and the micro-batch's own tensors.
-    const int64_t of_heads = planned - PlannedFor(*plan, "workspace");
+    const int64_t of_heads = planned - PlannedFor(plan, "workspace");
     EXPECT_LE(used - of_heads, param.workspace_bytes + kGranularityBytes + planned / 50);
   };
   for (const int64_t row_count : {1, 128, 4096, 131072}) {
@@ -223,52 +214,46 @@ INSTANTIATE_TEST_SUITE_P(All, DeviceMemory, ::testing::ValuesIn(MemoryCases()), 
 
 // Heads that go give everything back; those that come again take no more than before.
 TEST(DeviceMemoryOfHeads, IsGivenBack) {
-  EngineOptions options;
-  options.workspace_bytes = kGiB;
-  options.timed_search = false;
-  absl::StatusOr<std::unique_ptr<LossEngine>> engine = CreateCudaEngine(options);
-  ASSERT_TRUE(engine.ok()) << engine.status();
+  ASSERT_OK_AND_ASSIGN(std::unique_ptr<LossEngine> engine,
+                       CreateCudaEngine(EngineOptions{.workspace_bytes = kGiB, .timed_search = false}));
   HeadSpec spec = BFloat16Head({"", 0, 2048, 50257}, /*trainable=*/true);
   spec.optimizer = AdamWSpec{};
   spec.staging_slots = 2;
   spec.has_bias = true;
-  MakeHeadOn(**engine, spec).reset();
+  MakeHeadOn(*engine, spec).reset();
   const int64_t baseline = UsedBytes();
   int64_t with_head = 0;
   for (int round = 0; round < 3; ++round) {
-    const std::unique_ptr<EngineHead> head = MakeHeadOn(**engine, spec);
+    const std::unique_ptr<EngineHead> head = MakeHeadOn(*engine, spec);
     const int64_t used = UsedBytes() - baseline;
     if (round == 0) with_head = used;
     EXPECT_EQ(used, with_head) << "round " << round;
   }
   EXPECT_EQ(UsedBytes(), baseline);
-  EXPECT_EQ((*engine)->planned_bytes(), 0);
+  EXPECT_EQ(engine->planned_bytes(), 0);
   // The workspace may stay with the engine.
-  const int64_t planned = (*engine)->PlanHead(spec)->total_bytes;
+  const int64_t planned = engine->PlanHead(spec)->total_bytes;
   EXPECT_LE(with_head, planned + planned / 50 + kGranularityBytes);
 }
 
 // A head whose workspace has no room beside others is refused, and the existing heads continue as before.
 TEST(DeviceMemoryOfHeads, HeadThatDoesNotFitTakesNothingFromOthers) {
-  EngineOptions options;
-  options.timed_search = false;
-  absl::StatusOr<std::unique_ptr<LossEngine>> engine = CreateCudaEngine(options);
-  ASSERT_TRUE(engine.ok()) << engine.status();
+  ASSERT_OK_AND_ASSIGN(std::unique_ptr<LossEngine> engine, CreateCudaEngine(EngineOptions{.timed_search = false}));
   const HeadSpec small = BFloat16Head({"", 0, 64, 1000}, /*trainable=*/true);
-  const std::unique_ptr<EngineHead> head = MakeHeadOn(**engine, small);
+  const std::unique_ptr<EngineHead> head = MakeHeadOn(*engine, small);
   const std::vector<uint16_t> weight(static_cast<size_t>(small.vocab_size * small.hidden_size), 0x3f80);  // 1
   ASSERT_TRUE(head->WriteTensor(HeadTensor::kWeight, 0, static_cast<int64_t>(weight.size()), weight.data()).ok());
-  const int64_t planned = (*engine)->planned_bytes();
+  const int64_t planned = engine->planned_bytes();
 
   size_t free_bytes = 0;
   size_t total_bytes = 0;
   CheckCuda(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
   const HeadSpec large = BFloat16Head({"", 0, 64, 128256}, /*trainable=*/true);
-  ASSERT_GT((*engine)->PlanHead(large)->total_bytes, 2 * kGiB);
+  ASSERT_GT(engine->PlanHead(large)->total_bytes, 2 * kGiB);
   const Buffer others(BufferKind::kDevice, static_cast<int64_t>(free_bytes) - kGiB);
-  const absl::StatusOr<std::unique_ptr<EngineHead>> refused = (*engine)->CreateHead(large);
-  EXPECT_TRUE(HasReason(refused.status(), ErrorReason::kMemoryBudgetExceeded)) << refused.status();
-  EXPECT_EQ((*engine)->planned_bytes(), planned);
+  const absl::StatusOr<std::unique_ptr<EngineHead>> refused = engine->CreateHead(large);
+  EXPECT_REASON(refused, kMemoryBudgetExceeded);
+  EXPECT_EQ(engine->planned_bytes(), planned);
 
   std::vector<uint16_t> read(weight.size());
   ASSERT_TRUE(head->ReadTensor(HeadTensor::kWeight, 0, static_cast<int64_t>(read.size()), read.data()).ok());
@@ -276,16 +261,11 @@ TEST(DeviceMemoryOfHeads, HeadThatDoesNotFitTakesNothingFromOthers) {
   const Buffer hidden(BufferKind::kPinned, 8 * small.hidden_size * 2);
   std::memset(hidden.as<void>(), 0, static_cast<size_t>(hidden.bytes()));
   const std::vector<int32_t> targets(8, 3);
-  LossTerm term;
-  term.head = head.get();
-  term.row_count = 8;
-  term.targets = targets;
-  MicroBatch micro_batch;
-  micro_batch.hidden = {hidden.as<void>(), 8, small.hidden_size, DataType::kBFloat16, MemorySpace::kHost};
-  micro_batch.terms = absl::MakeConstSpan(&term, 1);
-  const absl::StatusOr<MicroBatchResult> computed = (*engine)->Compute(micro_batch);
-  ASSERT_TRUE(computed.ok()) << computed.status();
-  EXPECT_NEAR(computed->terms[0].loss_sum, 8 * std::log(1000.0), 1e-3);
+  LossTerm term = {.head = head.get(), .row_count = 8, .targets = targets};
+  const MicroBatch micro_batch = {.hidden = {hidden.as<void>(), 8, small.hidden_size, DataType::kBFloat16, MemorySpace::kHost},
+                                  .terms = absl::MakeConstSpan(&term, 1)};
+  ASSERT_OK_AND_ASSIGN(const MicroBatchResult computed, engine->Compute(micro_batch));
+  EXPECT_NEAR(computed.terms[0].loss_sum, 8 * std::log(1000.0), 1e-3);
 }
 
 }  // namespace

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <numeric>
 #include <optional>
 #include <random>
 #include <utility>
@@ -143,11 +142,10 @@ const char* RegimeName(Regime regime) {
 }
 
 DeviceProblem MakeCrossEntropyProblem(const ProblemShape& shape, Regime regime) {
-  DeviceProblem problem;
-  problem.shape = shape;
-  problem.hidden = NormalValues(shape.rows, shape.width, 1, 1);
-  problem.weight = WeightValues(shape, 2, DeviationOf(regime));
-  problem.targets = DrawTargets(shape);
+  DeviceProblem problem = {.shape = shape,
+                           .hidden = NormalValues(shape.rows, shape.width, 1, 1),
+                           .weight = WeightValues(shape, 2, DeviationOf(regime)),
+                           .targets = DrawTargets(shape)};
   problem.device_targets = ToDevice(problem.targets);
   if (const auto odds = LogOdds(regime, shape.rows, 3)) SetOdds(problem, *odds, problem.hidden, problem.weight);
   return problem;
@@ -177,13 +175,11 @@ bool SameBits(const DeviceOutcome& a, const DeviceOutcome& b) {
 }
 
 HeadSpec BFloat16Head(const ProblemShape& shape, bool trainable) {
-  HeadSpec spec;
-  spec.vocab_size = shape.vocab;
-  spec.hidden_size = shape.width;
-  spec.data_type = DataType::kBFloat16;
-  spec.transform.valid_vocab_size = shape.vocab;
-  spec.trainable = trainable;
-  return spec;
+  return {.vocab_size = shape.vocab,
+          .hidden_size = shape.width,
+          .data_type = DataType::kBFloat16,
+          .transform = {.valid_vocab_size = shape.vocab},
+          .trainable = trainable};
 }
 
 void WriteWeight(EngineHead& head, const Buffer& weight) {
@@ -204,9 +200,7 @@ DeviceEngine::DeviceEngine(const DeviceProblem& problem, EngineOptions options)
 DeviceOutcome DeviceEngine::Compute(const DeviceLoss& loss, MemorySpace memory) {
   const ProblemShape& shape = problem_.shape;
   CheckStatus(head_->ZeroGradient(), "ZeroGradient");
-  MicroBatch micro_batch;
-  micro_batch.backward = true;
-  micro_batch.grad_weight = GradWeightMode::kAccumulate;
+  MicroBatch micro_batch = {.backward = true, .grad_weight = GradWeightMode::kAccumulate};
   const BufferKind kind = memory == MemorySpace::kDevice ? BufferKind::kDevice : BufferKind::kPinned;
   Buffer hidden(kind, problem_.hidden.bytes());
   Buffer grad_hidden(kind, problem_.hidden.bytes());
@@ -228,9 +222,8 @@ DeviceOutcome DeviceEngine::Compute(const DeviceLoss& loss, MemorySpace memory) 
 }
 
 DeviceOutcome DeviceEngine::ComputeTokenOutputs(const DeviceLoss& loss) {
-  MicroBatch micro_batch;
-  micro_batch.hidden = {problem_.hidden.as<void>(), problem_.shape.rows, problem_.shape.width, DataType::kBFloat16,
-                        MemorySpace::kDevice};
+  const MicroBatch micro_batch = {
+      .hidden = {problem_.hidden.as<void>(), problem_.shape.rows, problem_.shape.width, DataType::kBFloat16, MemorySpace::kDevice}};
   return Run(loss, micro_batch, /*all_outputs=*/true);
 }
 
@@ -238,16 +231,11 @@ DeviceOutcome DeviceEngine::Run(const DeviceLoss& loss, MicroBatch micro_batch, 
   const ProblemShape& shape = problem_.shape;
   const size_t rows = static_cast<size_t>(shape.rows);
   DeviceOutcome outcome;
-  LossTerm term;
-  term.head = head_.get();
-  term.row_count = shape.rows;
-  term.targets = problem_.targets;
-  term.loss_scale = loss.loss_scale;
+  LossTerm term = {.head = head_.get(), .row_count = shape.rows, .targets = problem_.targets, .loss_scale = loss.loss_scale};
   outcome.token_loss.resize(rows);
   term.token_loss = outcome.token_loss.data();
   if (loss.divergence) {
-    JsdSpec spec;
-    spec.beta = loss.beta;
+    const JsdSpec spec = {.beta = loss.beta};
     term.loss = spec;
     term.teacher_head = teacher_.get();
     term.teacher_hidden = {problem_.teacher_hidden.as<void>(), shape.rows, shape.width, DataType::kBFloat16, MemorySpace::kDevice};

@@ -25,8 +25,7 @@ template <typename T>
 TensorErrors Errors(const T* actual, const double* expected, int64_t rows, int64_t columns) {
   Buffer buffer(BufferKind::kDevice, 2 * (rows + columns) * kDouble);
   CheckCuda(cudaMemset(buffer.as<void>(), 0, static_cast<size_t>(buffer.bytes())), "cudaMemset");
-  DifferenceSums sums;
-  sums.row_difference = buffer.as<double>();
+  DifferenceSums sums = {.row_difference = buffer.as<double>()};
   sums.row_reference = sums.row_difference + rows;
   sums.column_difference = sums.row_reference + rows;
   sums.column_reference = sums.column_difference + columns;
@@ -66,11 +65,10 @@ RowResults DeviceReference::CrossEntropy(const int32_t* targets, double loss_sca
   const RowValues out = {values, values + rows_, values + 2 * rows_, values + 3 * rows_, argmax_.as<int32_t>(), values + 4 * rows_};
   CheckCuda(CrossEntropyRows(gradient_.as<double>(), rows_, vocab_, targets, loss_scale, out), "CrossEntropyRows");
   ComputeGradients();
-  RowResults results;
-  results.loss = ReadDoubles(out.loss, rows_);
-  results.lse = ReadDoubles(out.lse, rows_);
-  results.target_log_probability = ReadDoubles(out.target_log_probability, rows_);
-  results.entropy = ReadDoubles(out.entropy, rows_);
+  RowResults results = {.loss = ReadDoubles(out.loss, rows_),
+                        .lse = ReadDoubles(out.lse, rows_),
+                        .target_log_probability = ReadDoubles(out.target_log_probability, rows_),
+                        .entropy = ReadDoubles(out.entropy, rows_)};
   results.argmax.resize(static_cast<size_t>(rows_));
   CopyMemory(results.argmax.data(), out.argmax, argmax_.bytes());
   results.largest_logit = ReadDoubles(out.largest_other, rows_);
@@ -80,17 +78,12 @@ RowResults DeviceReference::CrossEntropy(const int32_t* targets, double loss_sca
 RowResults DeviceReference::Divergence(const DeviceReference& teacher, double beta, double loss_scale) {
   if (gradient_.bytes() == 0) gradient_ = Buffer(BufferKind::kDevice, logits_.bytes());
   double* values = row_values_.as<double>();
-  RowValues out;
-  out.loss = values;
-  out.largest_other = values + rows_;
+  const RowValues out = {.loss = values, .largest_other = values + rows_};
   CheckCuda(DivergenceRows(logits_.as<double>(), teacher.logits_.as<double>(), gradient_.as<double>(), rows_, vocab_, beta,
                            loss_scale, out),
             "DivergenceRows");
   ComputeGradients();
-  RowResults results;
-  results.loss = ReadDoubles(out.loss, rows_);
-  results.largest_logit = ReadDoubles(out.largest_other, rows_);
-  return results;
+  return {.loss = ReadDoubles(out.loss, rows_), .largest_logit = ReadDoubles(out.largest_other, rows_)};
 }
 
 void DeviceReference::ComputeGradients() {

@@ -22,6 +22,7 @@
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/problem.h"
 #include "tests/kernels/support/replica_suite.h"
+#include "tests/unit/run_threads.h"
 
 namespace headwater::testing {
 namespace {
@@ -103,14 +104,13 @@ class CudaReplicaTest : public ::testing::TestWithParam<GroupCase> {
 
 std::vector<std::pair<ProblemOptions, ComputeOptions>> EveryForm() {
   std::vector<std::pair<ProblemOptions, ComputeOptions>> cases;
-  ProblemOptions divergence;
-  divergence.name = "Divergence";
-  divergence.jsd = true;
-  divergence.beta = 0.4;
-  divergence.bias = true;
-  divergence.hard_loss_weight = 0.3;
-  divergence.teacher_hidden_size = 23;
-  divergence.teacher_vocab_size = 90;
+  const ProblemOptions divergence = {.name = "Divergence",
+                                     .bias = true,
+                                     .jsd = true,
+                                     .beta = 0.4,
+                                     .hard_loss_weight = 0.3,
+                                     .teacher_hidden_size = 23,
+                                     .teacher_vocab_size = 90};
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
     cases.emplace_back(WithType(CrossEntropyOptionCases().back(), type), ComputeOptions());
     cases.emplace_back(WithType(divergence, type), ComputeOptions());
@@ -118,12 +118,8 @@ std::vector<std::pair<ProblemOptions, ComputeOptions>> EveryForm() {
   ComputeOptions plain;
   plain.token_outputs = false;  // entropy and argmax are not had from exponentials
   for (const int64_t rows : {60, 400, 4500}) {
-    ProblemOptions exponentials;
-    exponentials.name = "Exponentials" + std::to_string(rows);
-    exponentials.rows = rows;
-    exponentials.vocab_size = 301;
-    exponentials.hidden_size = 72;
-    exponentials.bias = true;
+    const ProblemOptions exponentials = {
+        .name = "Exponentials" + std::to_string(rows), .rows = rows, .vocab_size = 301, .hidden_size = 72, .bias = true};
     cases.emplace_back(WithType(exponentials, DataType::kBFloat16), plain);
   }
   return cases;
@@ -156,24 +152,17 @@ TEST_P(CudaReplicaTest, ComputeWithTheBitsOfOneEngine) {
 }
 
 OptimizerStep StepOf(const OptimizerSpec& optimizer, int64_t update_count) {
-  OptimizerStep step;
-  step.learning_rate = 0.01;
-  step.gradient_multiplier = 0.5;
-  step.settings = optimizer;
-  step.update_count = update_count;
-  return step;
+  return {.learning_rate = 0.01, .gradient_multiplier = 0.5, .settings = optimizer, .update_count = update_count};
 }
 
 // The sum is right, and the update of the same sum has the bits of one engine, on every rank.
 TEST_P(CudaReplicaTest, UpdateTheWeightsTogether) {
-  SgdSpec momentum;
-  momentum.momentum = 0.9;
   const std::unique_ptr<CudaGroup> group = Make();
-  for (const OptimizerSpec& optimizer : {OptimizerSpec(AdamWSpec()), OptimizerSpec(momentum), OptimizerSpec(SgdSpec())}) {
+  for (const OptimizerSpec& optimizer :
+       {OptimizerSpec(AdamWSpec()), OptimizerSpec(SgdSpec{.momentum = 0.9}), OptimizerSpec(SgdSpec())}) {
     for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
       SCOPED_TRACE(std::string(DataTypeName(type)) + ", optimizer " + std::to_string(optimizer.index()));
-      ProblemOptions options;
-      options.rows = 53;
+      ProblemOptions options = {.rows = 53};
       options.hidden_size = 21;  // rows have padding
       options.bias = true;
       const std::vector<Problem> problems = ProblemsByRank(WithType(options, type), ranks(), optimizer);
@@ -236,10 +225,7 @@ TEST_P(CudaReplicaTest, UpdateTheWeightsTogether) {
 
 // A written gradient replaces the sum, whatever the ranks had; ranges begin and end within rows and shards.
 TEST_P(CudaReplicaTest, TakeAGradientFromOutside) {
-  ProblemOptions options;
-  options.hidden_size = 21;
-  options.bias = true;
-  const std::vector<Problem> problems = ProblemsByRank(options, ranks());
+  const std::vector<Problem> problems = ProblemsByRank(ProblemOptions{.hidden_size = 21, .bias = true}, ranks());
   const std::unique_ptr<CudaGroup> group = Make();
   const GroupHeads heads(*group, problems[0].heads);
   for (const HeadTensor tensor : {HeadTensor::kGradWeight, HeadTensor::kGradBias}) {
@@ -273,14 +259,9 @@ TEST_P(CudaReplicaTest, TakeAGradientFromOutside) {
 // As many as there are slots on each rank, from calls that come at once; one more is refused.
 TEST_P(CudaReplicaTest, StageOnEachRankFromCallsAtOnce) {
   constexpr size_t kSlots = 2;
-  ProblemOptions options;
-  options.bias = true;
-  options.staging_slots = kSlots;
-  const std::vector<Problem> problems = ProblemsByRank(options, ranks());
+  const std::vector<Problem> problems = ProblemsByRank(ProblemOptions{.bias = true, .staging_slots = kSlots}, ranks());
   const std::unique_ptr<CudaGroup> group = Make();
   const GroupHeads heads(*group, problems[0].heads);
-  ComputeOptions stage;
-  stage.grad_weight = GradWeightMode::kStage;
   group->Run([&](int32_t rank) {
     EngineHead& head = *heads.On(rank)[0];
     EXPECT_TRUE(head.StagesConcurrently());
@@ -288,7 +269,8 @@ TEST_P(CudaReplicaTest, StageOnEachRankFromCallsAtOnce) {
     std::vector<std::thread> threads;
     for (auto& result : results) {
       threads.emplace_back([&] {
-        const PreparedMicroBatch prepared(problems[static_cast<size_t>(rank)], heads.On(rank), stage);
+        const PreparedMicroBatch prepared(problems[static_cast<size_t>(rank)], heads.On(rank),
+                                          ComputeOptions{.grad_weight = GradWeightMode::kStage});
         result = group->engine(rank).Compute(prepared.micro_batch);
       });
     }
@@ -321,15 +303,11 @@ TEST_P(CudaReplicaTest, StageOnEachRankFromCallsAtOnce) {
 TEST_P(CudaReplicaTest, SmallMicroBatchesAtOnceOnEachRank) {
   constexpr size_t kThreads = 4;
   constexpr int kRounds = 5;
-  ProblemOptions options;
-  options.rows = 64;
-  options.vocab_size = 301;
-  options.hidden_size = 72;
-  const std::vector<Problem> problems = ProblemsByRank(WithType(options, DataType::kBFloat16), ranks());
+  const std::vector<Problem> problems =
+      ProblemsByRank(WithType({.rows = 64, .vocab_size = 301, .hidden_size = 72}, DataType::kBFloat16), ranks());
   const std::unique_ptr<CudaGroup> group = Make();
   const GroupHeads heads(*group, problems[0].heads);
-  ComputeOptions plain;
-  plain.token_outputs = false;
+  const ComputeOptions plain = {.token_outputs = false};
   LoadedHeads alone(problems[0].heads, PlainOptions());
   std::vector<double> losses;
   for (const Problem& problem : problems) {
@@ -340,18 +318,14 @@ TEST_P(CudaReplicaTest, SmallMicroBatchesAtOnceOnEachRank) {
   }
   group->Run([&](int32_t rank) {
     const size_t index = static_cast<size_t>(rank);
-    std::vector<std::thread> threads;
-    for (size_t i = 0; i < kThreads; ++i) {
-      threads.emplace_back([&] {
-        for (int round = 0; round < kRounds; ++round) {
-          const PreparedMicroBatch prepared(problems[index], heads.On(rank), plain);
-          const absl::StatusOr<MicroBatchResult> result = group->engine(rank).Compute(prepared.micro_batch);
-          ASSERT_TRUE(result.ok()) << result.status();
-          EXPECT_NEAR(result->terms[0].loss_sum, losses[index], 1e-5 * std::abs(losses[index]));
-        }
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    RunThreads(kThreads, [&](int64_t) {
+      for (int round = 0; round < kRounds; ++round) {
+        const PreparedMicroBatch prepared(problems[index], heads.On(rank), plain);
+        const absl::StatusOr<MicroBatchResult> result = group->engine(rank).Compute(prepared.micro_batch);
+        ASSERT_TRUE(result.ok()) << result.status();
+        EXPECT_NEAR(result->terms[0].loss_sum, losses[index], 1e-5 * std::abs(losses[index]));
+      }
+    });
     CheckStatus(heads.On(rank)[0]->ReduceGradient(), "ReduceGradient");
   });
   EXPECT_LE(RelativeDifference(GradientOf(heads, ranks(), HeadTensor::kGradWeight), alone.ReadGradient(0).weight), 1e-4);
@@ -359,10 +333,7 @@ TEST_P(CudaReplicaTest, SmallMicroBatchesAtOnceOnEachRank) {
 
 // Both kinds side by side: a rank's own calls between those of all, and work deferred for one kind when the other comes.
 TEST_P(CudaReplicaTest, LiveBesideHeadsByVocabularyButNotInOneCall) {
-  ProblemOptions options;
-  options.rows = 60;
-  options.jsd = true;
-  const ProblemOptions typed = WithType(options, DataType::kBFloat16);
+  const ProblemOptions typed = WithType({.rows = 60, .jsd = true}, DataType::kBFloat16);
   const std::vector<Problem> problems = ProblemsByRank(typed, ranks());
   Problem split = problems[0];
   for (TestHead& head : split.heads) head.spec.parallelism = Parallelism::kVocabulary;
@@ -449,15 +420,15 @@ TEST_P(CudaReplicaTest, FailedRankBreaksTheGroup) {
 }
 
 TEST_P(CudaReplicaTest, MatchThePlan) {
-  HeadSpec spec;
-  spec.vocab_size = spec.transform.valid_vocab_size = 64001;
-  spec.hidden_size = 1020;
-  spec.data_type = DataType::kBFloat16;
-  spec.has_bias = true;
-  spec.trainable = true;
-  spec.optimizer = AdamWSpec();
-  spec.staging_slots = 1;
-  spec.parallelism = Parallelism::kRows;
+  const HeadSpec spec = {.vocab_size = 64001,
+                         .hidden_size = 1020,
+                         .data_type = DataType::kBFloat16,
+                         .has_bias = true,
+                         .transform = {.valid_vocab_size = 64001},
+                         .trainable = true,
+                         .optimizer = AdamWSpec(),
+                         .staging_slots = 1,
+                         .parallelism = Parallelism::kRows};
   // The driver hands out memory in pieces of 2 MiB, of which each tensor may leave one unfilled.
   constexpr int64_t kGranularityBytes = 32 * kMiB;
   const std::unique_ptr<CudaGroup> group = Make();

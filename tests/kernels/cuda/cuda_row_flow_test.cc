@@ -25,6 +25,7 @@
 #include "headwater/kernels/error.h"
 #include "tests/kernels/cuda/cuda_support.h"
 #include "tests/kernels/cuda/cuda_test_environment.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
 namespace {
@@ -95,12 +96,12 @@ class FlowEngine {
   explicit FlowEngine(EngineOptions options = {}, int64_t workspace_bytes = int64_t{1} << 30) {
     options.workspace_bytes = workspace_bytes;
     engine_ = MakeCudaEngine(options);
-    HeadSpec spec;
-    spec.vocab_size = spec.transform.valid_vocab_size = kVocab;
-    spec.hidden_size = kWidth;
-    spec.data_type = DataType::kBFloat16;
-    spec.trainable = true;
-    spec.staging_slots = 1;
+    const HeadSpec spec = {.vocab_size = kVocab,
+                           .hidden_size = kWidth,
+                           .data_type = DataType::kBFloat16,
+                           .transform = {.valid_vocab_size = kVocab},
+                           .trainable = true,
+                           .staging_slots = 1};
     head_ = MakeHeadOn(*engine_, spec);
     const std::vector<uint16_t> weight = Values(kVocab * kWidth, 7, 0.125f);
     CheckStatus(head_->WriteTensor(HeadTensor::kWeight, 0, kVocab * kWidth, weight.data()), "WriteTensor");
@@ -117,13 +118,11 @@ class FlowEngine {
     term_.head = head_.get();
     term_.row_count = kRows;
     term_.targets = targets_;
-    MicroBatch micro_batch;
-    micro_batch.hidden = {hidden, kRows, kWidth, DataType::kBFloat16, hidden_memory};
-    micro_batch.grad_hidden = {grad_hidden, kRows, kWidth, DataType::kBFloat16, grad_memory};
-    micro_batch.terms = absl::MakeConstSpan(&term_, 1);
-    micro_batch.backward = true;
-    micro_batch.grad_weight = GradWeightMode::kAccumulate;
-    return micro_batch;
+    return {.hidden = {hidden, kRows, kWidth, DataType::kBFloat16, hidden_memory},
+            .terms = absl::MakeConstSpan(&term_, 1),
+            .backward = true,
+            .grad_hidden = {grad_hidden, kRows, kWidth, DataType::kBFloat16, grad_memory},
+            .grad_weight = GradWeightMode::kAccumulate};
   }
 
   // Its first rows only. For the micro-batch made last.
@@ -273,10 +272,7 @@ std::vector<Result> RunSix(FlowEngine& engine, Use use, bool waits) {
 class CudaRowFlow : public ::testing::TestWithParam<bool> {
  protected:
   FlowEngine MakeEngine(int64_t chunk_rows = 0) const {
-    EngineOptions options;
-    options.portable_kernels = GetParam();
-    options.token_chunk_rows = chunk_rows;
-    return FlowEngine(options);
+    return FlowEngine(EngineOptions{.token_chunk_rows = chunk_rows, .portable_kernels = GetParam()});
   }
 };
 
@@ -285,9 +281,7 @@ class CudaRowFlow : public ::testing::TestWithParam<bool> {
 TEST(CudaRowFlowPlaces, DoNotAffectDeterministicBits) {
   for (int64_t mebibytes = 24; mebibytes <= 120; mebibytes += 8) {
     SCOPED_TRACE(std::to_string(mebibytes) + " MiB beyond the products' own");
-    EngineOptions options;
-    options.deterministic = true;
-    FlowEngine engine(options, (64 + mebibytes) << 20);
+    FlowEngine engine(EngineOptions{.deterministic = true}, (64 + mebibytes) << 20);
     const Result expected = engine.Reference();
     for (const BufferKind kind : {BufferKind::kPinned, BufferKind::kDevice}) {
       // On the device once more, at an address that is a multiple of 16 bytes only.
@@ -307,15 +301,13 @@ TEST(CudaRowFlowPlaces, DoNotAffectDeterministicBits) {
 
 // ... and whatever other heads there are, whose plans may make the workspace larger.
 TEST(CudaRowFlowPlaces, OtherHeadsDoNotAffectDeterministicBits) {
-  EngineOptions options;
-  options.deterministic = true;
-  FlowEngine engine(options, (64 + 24) << 20);
+  FlowEngine engine(EngineOptions{.deterministic = true}, (64 + 24) << 20);
   const Result expected = engine.Reference();
   const int64_t planned = engine.engine().planned_bytes();
-  HeadSpec spec;
-  spec.vocab_size = spec.transform.valid_vocab_size = 30 * kVocab;
-  spec.hidden_size = 8;
-  spec.data_type = DataType::kBFloat16;
+  const HeadSpec spec = {.vocab_size = 30 * kVocab,
+                         .hidden_size = 8,
+                         .data_type = DataType::kBFloat16,
+                         .transform = {.valid_vocab_size = 30 * kVocab}};
   std::unique_ptr<EngineHead> other = MakeHeadOn(engine.engine(), spec);
   EXPECT_GT(engine.engine().planned_bytes(), planned + 2 * (int64_t{24} << 20)) << "its workspace is no larger";
   for (const char* when : {"beside a larger head", "after it"}) {
@@ -488,7 +480,7 @@ TEST_P(CudaRowFlow, MismatchedMemorySpacesAreRefused) {
   std::vector<uint8_t> pageable(static_cast<size_t>(kBytes));
   const auto refused = [&](const MicroBatch& micro_batch, const std::string& field) {
     const absl::Status status = engine.engine().Compute(micro_batch).status();
-    EXPECT_TRUE(HasReason(status, ErrorReason::kInvalidField)) << status;
+    EXPECT_REASON(status, kInvalidField);
     EXPECT_EQ(GetErrorMetadata(status).at("field"), field + ".memory");
   };
   refused(engine.Make(pageable.data(), MemorySpace::kDevice, pinned.as<void>(), MemorySpace::kHost), "hidden");
@@ -654,22 +646,20 @@ TEST(OtherProcess, ItsMemoryIsReadAndWrittenInPlace) {
   const Result expected = engine.Reference();
   Child child;
   const Handles handles = child.ReadHandles();
-  const absl::StatusOr<std::unique_ptr<DeviceEvent>> event = engine.engine().OpenDeviceEvent(handles.event);
-  ASSERT_TRUE(event.ok()) << event.status();
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceEvent> event, engine.engine().OpenDeviceEvent(handles.event));
   {
     const absl::Status too_large = engine.engine().OpenDeviceMemory(handles.memory, int64_t{1} << 40).status();
-    EXPECT_TRUE(HasReason(too_large, ErrorReason::kInvalidField)) << too_large;
-    const absl::StatusOr<std::unique_ptr<DeviceRegion>> region = engine.engine().OpenDeviceMemory(handles.memory, 2 * kBytes);
-    ASSERT_TRUE(region.ok()) << region.status();
-    EXPECT_EQ((*region)->bytes(), 2 * kBytes);
-    char* rows = static_cast<char*>((*region)->data());
+    EXPECT_REASON(too_large, kInvalidField);
+    ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceRegion> region, engine.engine().OpenDeviceMemory(handles.memory, 2 * kBytes));
+    EXPECT_EQ(region->bytes(), 2 * kBytes);
+    char* rows = static_cast<char*>(region->data());
     MicroBatch micro_batch = engine.Make(rows, MemorySpace::kDevice, rows + kBytes, MemorySpace::kDevice);
-    micro_batch.after = event->get();
+    micro_batch.after = event.get();
     const Result result = engine.Compute(micro_batch);
     ExpectSame(result, expected);
     EXPECT_TRUE(result.grad_hidden == expected.grad_hidden);
     DigestBuilder sum;
-    ASSERT_TRUE(engine.engine().DigestRows({micro_batch.hidden}, event->get(), &sum).ok());
+    ASSERT_TRUE(engine.engine().DigestRows({micro_batch.hidden}, event.get(), &sum).ok());
     EXPECT_EQ(DigestToHex(sum.Finish("header")), DigestToHex(ExpectedDigest()));
     DigestBuilder gradient;
     gradient.AddRows(0, 0, kRows, kRowBytes, result.grad_hidden.data());
@@ -687,12 +677,11 @@ TEST(OtherProcess, DeathIsSurvived) {
   {
     Child child;
     handles = child.ReadHandles();
-    const absl::StatusOr<std::unique_ptr<DeviceRegion>> region = engine.engine().OpenDeviceMemory(handles.memory, kBytes);
-    ASSERT_TRUE(region.ok()) << region.status();
+    ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceRegion> region, engine.engine().OpenDeviceMemory(handles.memory, kBytes));
     EXPECT_NE(child.End(SIGKILL), 0);
   }
   const absl::Status stale = engine.engine().OpenDeviceMemory(handles.memory, kBytes).status();
-  EXPECT_TRUE(HasReason(stale, ErrorReason::kInvalidField)) << stale;
+  EXPECT_REASON(stale, kInvalidField);
   EXPECT_TRUE(engine.engine().health().ok());
   ExpectSame(engine.Reference(), expected);
 }

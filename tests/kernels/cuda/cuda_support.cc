@@ -24,9 +24,7 @@ void CheckCuda(int status, const char* what) {
 }
 
 std::string ReasonForNoGpu() {
-  EngineOptions options;
-  options.workspace_bytes = int64_t{256} << 20;
-  const absl::StatusOr<std::unique_ptr<LossEngine>> engine = CreateCudaEngine(options);
+  const absl::StatusOr<std::unique_ptr<LossEngine>> engine = CreateCudaEngine(EngineOptions{.workspace_bytes = int64_t{256} << 20});
   if (engine.ok() || !HasReason(engine.status(), ErrorReason::kFeatureNotBuilt)) return "";
   // These tests are there to find a module that cannot be loaded beside a GPU that works.
   if (DeviceCount() > 0 && GpuCapability() >= 80) return "";

@@ -35,8 +35,7 @@ TensorErrors ErrorsOfSums(const SquareSums& sums) {
   double norm = 0;
   for (const double value : sums.row_difference) difference += value;
   for (const double value : sums.row_reference) norm += value;
-  TensorErrors errors;
-  errors.whole = Ratio(difference, std::sqrt(norm));
+  TensorErrors errors = {.whole = Ratio(difference, std::sqrt(norm))};
   if (sums.column_reference.size() > 1) errors.worst_row = WorstGroup(sums.row_difference, sums.row_reference);
   if (sums.row_reference.size() > 1) errors.worst_column = WorstGroup(sums.column_difference, sums.column_reference);
   return errors;

@@ -11,8 +11,7 @@ namespace headwater::testing {
 namespace {
 
 TestHead MakeHead(std::mt19937_64& random, const HeadSpec& spec, double logit_spread) {
-  TestHead head;
-  head.spec = spec;
+  TestHead head = {.spec = spec};
   const double standard_deviation = logit_spread / std::sqrt(static_cast<double>(spec.hidden_size));
   head.weight = RandomValues(random, spec.vocab_size * spec.hidden_size, standard_deviation, spec.data_type);
   if (spec.has_bias) head.bias = RandomValues(random, spec.vocab_size, 0.5, spec.data_type);
@@ -59,11 +58,10 @@ std::vector<int32_t> MakeTargets(std::mt19937_64& random, const ProblemOptions& 
 }
 
 reference::CrossEntropyOptions MakeCrossEntropy(std::mt19937_64& random, const ProblemOptions& options, int64_t valid_vocab_size) {
-  reference::CrossEntropyOptions loss;
-  loss.label_smoothing = options.label_smoothing;
-  loss.z_loss = options.z_loss;
-  loss.temperature = options.temperature;
-  loss.token_scaling = options.token_scaling;
+  reference::CrossEntropyOptions loss = {.label_smoothing = options.label_smoothing,
+                                         .z_loss = options.z_loss,
+                                         .temperature = options.temperature,
+                                         .token_scaling = options.token_scaling};
   std::uniform_real_distribution<double> weight(0.1, 2.0);
   if (options.class_weights) {
     for (int64_t v = 0; v < valid_vocab_size; ++v) {
@@ -114,94 +112,65 @@ reference::TopKOptions MakeTopK(std::mt19937_64& random, const ProblemOptions& o
 }  // namespace
 
 std::vector<ProblemOptions> CrossEntropyOptionCases() {
-  std::vector<ProblemOptions> cases;
-  const auto add = [&](const char* name, auto set) {
-    ProblemOptions options;
-    options.name = name;
-    set(options);
-    cases.push_back(options);
+  return {
+      {.name = "Plain"},
+      {.name = "Bias", .bias = true},
+      {.name = "Softcap", .softcap = 5, .logit_spread = 6},
+      {.name = "LogitScale", .logit_scale = 0.37},
+      {.name = "NegativeLogitScale", .logit_scale = -1.3},
+      {.name = "ValidVocab", .valid_vocab_size = 90},
+      {.name = "TokenWeights", .token_weights = true},
+      {.name = "LabelSmoothing", .label_smoothing = 0.1},
+      {.name = "ClassWeights", .class_weights = true},
+      {.name = "SmoothedClassWeights", .class_weights = true, .label_smoothing = 0.3},
+      {.name = "ZLoss", .z_loss = 1e-2},
+      {.name = "IgnoredValidId", .ignored_share = 0.4, .ignore_index = 7},
+      {.name = "LossScale", .loss_scale = 1.0 / 13},
+      {.name = "GradHiddenScale", .grad_hidden_scale = -0.5},
+      {.name = "NegativeClassWeights", .class_weights = true, .negative_class_weights = true, .label_smoothing = 0.2},
+      {.name = "FullSmoothing", .label_smoothing = 1},
+      {.name = "LowTemperature", .temperature = 0.1},
+      {.name = "HighTemperature", .temperature = 10, .z_loss = 1e-2},
+      {.name = "CappedTemperature", .softcap = 5, .logit_spread = 6, .temperature = 0.7},
+      {.name = "TokenScaling", .token_scaling = true},
+      {.name = "EntropyFactors", .entropy_factors = true},
+      {.name = "LseFactors", .lse_factors = true},
+      {.name = "AllFactors",
+       .valid_vocab_size = 90,
+       .token_weights = true,
+       .entropy_factors = true,
+       .lse_factors = true,
+       .temperature = 0.8},
+      {.name = "Everything",
+       .bias = true,
+       .logit_scale = 0.9,
+       .softcap = 12,
+       .valid_vocab_size = 97,
+       .ignore_index = 7,
+       .token_weights = true,
+       .class_weights = true,
+       .label_smoothing = 0.1,
+       .z_loss = 1e-3,
+       .loss_scale = 3,
+       .grad_hidden_scale = 0.25},
+      {.name = "EverythingWithFactors",
+       .bias = true,
+       .logit_scale = 0.9,
+       .softcap = 12,
+       .valid_vocab_size = 97,
+       .ignore_index = 7,
+       .token_weights = true,
+       .entropy_factors = true,
+       .lse_factors = true,
+       .class_weights = true,
+       .negative_class_weights = true,
+       .temperature = 1.4,
+       .token_scaling = true,
+       .label_smoothing = 0.1,
+       .z_loss = 1e-3,
+       .loss_scale = 3,
+       .grad_hidden_scale = 0.25},
   };
-  add("Plain", [](ProblemOptions&) {});
-  add("Bias", [](ProblemOptions& o) { o.bias = true; });
-  add("Softcap", [](ProblemOptions& o) {
-    o.softcap = 5;
-    o.logit_spread = 6;
-  });
-  add("LogitScale", [](ProblemOptions& o) { o.logit_scale = 0.37; });
-  add("NegativeLogitScale", [](ProblemOptions& o) { o.logit_scale = -1.3; });
-  add("ValidVocab", [](ProblemOptions& o) { o.valid_vocab_size = 90; });
-  add("TokenWeights", [](ProblemOptions& o) { o.token_weights = true; });
-  add("LabelSmoothing", [](ProblemOptions& o) { o.label_smoothing = 0.1; });
-  add("ClassWeights", [](ProblemOptions& o) { o.class_weights = true; });
-  add("SmoothedClassWeights", [](ProblemOptions& o) {
-    o.class_weights = true;
-    o.label_smoothing = 0.3;
-  });
-  add("ZLoss", [](ProblemOptions& o) { o.z_loss = 1e-2; });
-  add("IgnoredValidId", [](ProblemOptions& o) {
-    o.ignore_index = 7;
-    o.ignored_share = 0.4;
-  });
-  add("LossScale", [](ProblemOptions& o) { o.loss_scale = 1.0 / 13; });
-  add("GradHiddenScale", [](ProblemOptions& o) { o.grad_hidden_scale = -0.5; });
-  add("NegativeClassWeights", [](ProblemOptions& o) {
-    o.class_weights = true;
-    o.negative_class_weights = true;
-    o.label_smoothing = 0.2;
-  });
-  add("FullSmoothing", [](ProblemOptions& o) { o.label_smoothing = 1; });
-  add("LowTemperature", [](ProblemOptions& o) { o.temperature = 0.1; });
-  add("HighTemperature", [](ProblemOptions& o) {
-    o.temperature = 10;
-    o.z_loss = 1e-2;
-  });
-  add("CappedTemperature", [](ProblemOptions& o) {
-    o.softcap = 5;
-    o.logit_spread = 6;
-    o.temperature = 0.7;
-  });
-  add("TokenScaling", [](ProblemOptions& o) { o.token_scaling = true; });
-  add("EntropyFactors", [](ProblemOptions& o) { o.entropy_factors = true; });
-  add("LseFactors", [](ProblemOptions& o) { o.lse_factors = true; });
-  add("AllFactors", [](ProblemOptions& o) {
-    o.entropy_factors = true;
-    o.lse_factors = true;
-    o.token_weights = true;
-    o.temperature = 0.8;
-    o.valid_vocab_size = 90;
-  });
-  add("Everything", [](ProblemOptions& o) {
-    o.bias = true;
-    o.softcap = 12;
-    o.logit_scale = 0.9;
-    o.valid_vocab_size = 97;
-    o.token_weights = true;
-    o.label_smoothing = 0.1;
-    o.class_weights = true;
-    o.z_loss = 1e-3;
-    o.ignore_index = 7;
-    o.loss_scale = 3;
-    o.grad_hidden_scale = 0.25;
-  });
-  add("EverythingWithFactors", [](ProblemOptions& o) {
-    o.bias = true;
-    o.softcap = 12;
-    o.logit_scale = 0.9;
-    o.valid_vocab_size = 97;
-    o.token_weights = true;
-    o.entropy_factors = true;
-    o.lse_factors = true;
-    o.label_smoothing = 0.1;
-    o.class_weights = true;
-    o.negative_class_weights = true;
-    o.z_loss = 1e-3;
-    o.temperature = 1.4;
-    o.token_scaling = true;
-    o.ignore_index = 7;
-    o.loss_scale = 3;
-    o.grad_hidden_scale = 0.25;
-  });
-  return cases;
 }
 
 ProblemOptions WithType(ProblemOptions options, DataType type) {
@@ -219,19 +188,17 @@ std::vector<double> RandomValues(std::mt19937_64& random, int64_t count, double 
 
 Problem MakeProblem(const ProblemOptions& options) {
   std::mt19937_64 random(options.seed);
-  Problem problem;
-  problem.rows = options.rows;
-  problem.hidden_size = options.hidden_size;
-  problem.hidden_type = options.hidden_type;
-  problem.grad_hidden_type = options.hidden_type;
-  problem.grad_hidden_scale = options.grad_hidden_scale;
+  Problem problem = {.rows = options.rows,
+                     .hidden_size = options.hidden_size,
+                     .hidden_type = options.hidden_type,
+                     .grad_hidden_type = options.hidden_type,
+                     .grad_hidden_scale = options.grad_hidden_scale};
 
-  HeadSpec spec;
-  spec.vocab_size = options.vocab_size;
-  spec.hidden_size = options.hidden_size;
-  spec.data_type = options.head_type;
-  spec.has_bias = options.bias;
-  spec.transform.logit_scale = options.logit_scale;
+  HeadSpec spec = {.vocab_size = options.vocab_size,
+                   .hidden_size = options.hidden_size,
+                   .data_type = options.head_type,
+                   .has_bias = options.bias,
+                   .transform = {.logit_scale = options.logit_scale}};
   if (options.softcap > 0) spec.transform.softcap = options.softcap;
   spec.transform.valid_vocab_size = options.valid_vocab_size == 0 ? options.vocab_size : options.valid_vocab_size;
   spec.trainable = options.trainable;
@@ -239,12 +206,11 @@ Problem MakeProblem(const ProblemOptions& options) {
   problem.heads.push_back(MakeHead(random, spec, options.logit_spread));
   problem.hidden = RandomValues(random, options.rows * options.hidden_size, 1.0, options.hidden_type);
 
-  TestTerm term;
-  term.row_count = options.rows;
-  term.ignore_index = options.ignore_index;
-  term.loss_scale = options.loss_scale;
-  term.gradient_resolution = options.gradient_resolution;
-  term.dither_seed = options.seed;
+  TestTerm term = {.row_count = options.rows,
+                   .ignore_index = options.ignore_index,
+                   .loss_scale = options.loss_scale,
+                   .gradient_resolution = options.gradient_resolution,
+                   .dither_seed = options.seed};
   if (options.with_targets) term.targets = MakeTargets(random, options, problem);
   if (options.token_weights) {
     std::uniform_real_distribution<float> weight(0.2f, 3.0f);
@@ -328,12 +294,11 @@ Expected ComputeExpected(const Problem& problem) {
   }
   std::vector<reference::Term> terms;
   for (const TestTerm& in : problem.terms) {
-    reference::Term term;
-    term.head = &expected.heads[static_cast<size_t>(in.head)];
-    term.row_start = in.row_start;
-    term.row_count = in.row_count;
-    term.targets = in.targets;
-    term.ignore_index = in.ignore_index;
+    reference::Term term = {.head = &expected.heads[static_cast<size_t>(in.head)],
+                            .row_start = in.row_start,
+                            .row_count = in.row_count,
+                            .targets = in.targets,
+                            .ignore_index = in.ignore_index};
     term.token_weights.assign(in.token_weights.begin(), in.token_weights.end());
     term.entropy_factors.assign(in.entropy_factors.begin(), in.entropy_factors.end());
     term.lse_factors.assign(in.lse_factors.begin(), in.lse_factors.end());

@@ -1,10 +1,8 @@
 #include "tests/kernels/support/replica_suite.h"
 
-#include <algorithm>
-#include <thread>
-
 #include "absl/time/time.h"
 #include "headwater/kernels/error.h"
+#include "tests/unit/run_threads.h"
 
 namespace headwater::testing {
 namespace {
@@ -18,16 +16,14 @@ constexpr HeadTensor kState[] = {HeadTensor::kWeight,        HeadTensor::kBias, 
                                  HeadTensor::kMoment2Weight, HeadTensor::kMoment2Bias};
 
 ProblemOptions Options(uint64_t seed, bool jsd) {
-  ProblemOptions options;
-  options.rows = 53;
-  options.vocab_size = 211;
-  options.bias = true;
-  options.token_weights = true;
-  options.label_smoothing = jsd ? 0 : 0.1;
-  options.jsd = jsd;
-  options.staging_slots = 1;
-  options.seed = seed;
-  return options;
+  return {.rows = 53,
+          .vocab_size = 211,
+          .bias = true,
+          .token_weights = true,
+          .label_smoothing = jsd ? 0.0 : 0.1,
+          .jsd = jsd,
+          .staging_slots = 1,
+          .seed = seed};
 }
 
 }  // namespace
@@ -63,8 +59,7 @@ Gradient ReplicaHeads::ReadGradient() {
     const std::vector<double> values = ReadTensorValues(head(), tensor);
     return std::vector<float>(values.begin(), values.end());
   };
-  Gradient gradient;
-  gradient.weight = read(HeadTensor::kGradWeight);
+  Gradient gradient = {.weight = read(HeadTensor::kGradWeight)};
   if (head().spec().has_bias) gradient.bias = read(HeadTensor::kGradBias);
   return gradient;
 }
@@ -92,15 +87,11 @@ bool Meeting::Arrive() {
 std::vector<Outcome> ComputeAtOnce(ReplicaHeads& heads, const std::vector<Problem>& problems) {
   std::vector<Outcome> outcomes(problems.size());
   Meeting meeting(problems.size());
-  std::vector<std::thread> threads;
-  for (size_t i = 0; i < problems.size(); ++i) {
-    threads.emplace_back([&, i] {
-      MeetingFlow flow(&meeting);
-      outcomes[i] = heads.Compute(problems[i], {}, &flow);
-      EXPECT_EQ(flow.rows_ready, problems[i].rows);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  RunThreads(problems.size(), [&](int64_t i) {
+    MeetingFlow flow(&meeting);
+    outcomes[i] = heads.Compute(problems[i], {}, &flow);
+    EXPECT_EQ(flow.rows_ready, problems[i].rows);
+  });
   return outcomes;
 }
 
@@ -112,12 +103,7 @@ void ExpectSumOfGradients(const Gradient& gradient, const std::vector<Problem>& 
 }
 
 OptimizerStep ReplicaStep(int64_t update_count) {
-  OptimizerStep step;
-  step.learning_rate = kRate;
-  step.gradient_multiplier = 0.5;
-  step.settings = AdamWSpec();
-  step.update_count = update_count;
-  return step;
+  return {.learning_rate = kRate, .gradient_multiplier = 0.5, .settings = AdamWSpec(), .update_count = update_count};
 }
 
 // Really at the same time: each waits for the others. And each has the bits of one engine.
@@ -153,8 +139,7 @@ TEST_P(Replicas, StageOnEveryRankAndCommitThere) {
   ReplicaHeads heads(*group, problems[0], Parallelism::kRows);
   EXPECT_TRUE(heads.head().StagesConcurrently());
   EXPECT_EQ(heads.head().FreeStagingSlots(), ranks());
-  ComputeOptions stage;
-  stage.grad_weight = GradWeightMode::kStage;
+  const ComputeOptions stage = {.grad_weight = GradWeightMode::kStage};
   std::vector<std::unique_ptr<StagedContribution>> staged(count());
   for (size_t i = 0; i < count(); ++i) {
     heads.Compute(problems[i], stage, nullptr, &staged[i]);
@@ -194,9 +179,7 @@ TEST_P(Replicas, ARefusedDecisionAddsNothing) {
   const auto group = Group();
   ReplicaHeads heads(*group, problems[0], Parallelism::kRows);
   for (const GradWeightMode mode : {GradWeightMode::kAccumulate, GradWeightMode::kStage}) {
-    ComputeOptions options;
-    options.grad_weight = mode;
-    PreparedMicroBatch prepared(problems[0], heads.pointers, options);
+    PreparedMicroBatch prepared(problems[0], heads.pointers, ComputeOptions{.grad_weight = mode});
     MeetingFlow flow(nullptr, MakeError(ErrorReason::kCancelled, "the caller gives up"));
     prepared.micro_batch.flow = &flow;
     EXPECT_TRUE(HasReason(group->Compute(prepared.micro_batch).status(), ErrorReason::kCancelled));

@@ -1,7 +1,6 @@
 // The replicas' suite on GPUs: the engine that a server with several of them drives. Skipped where there are fewer.
 #include <algorithm>
 #include <cstdint>
-#include <memory>
 #include <utility>
 #include <vector>
 
@@ -19,10 +18,7 @@ namespace {
 std::vector<ReplicaCase> Cases() {
   std::vector<ReplicaCase> cases;
   for (const GroupCase& of_ranks : GroupCases()) {
-    ReplicaCase of;
-    of.name = of_ranks.name;
-    of.weights = of_ranks.weights;
-    of.other_weights = of_ranks.weights;
+    ReplicaCase of = {.name = of_ranks.name, .weights = of_ranks.weights, .other_weights = of_ranks.weights};
     std::reverse(of.other_weights.begin(), of.other_weights.end());
     of.last_weights = {2, 1};
     of.make_group = [](const std::vector<int64_t>& weights) {

@@ -43,9 +43,7 @@ double SuiteGradWeightFactor() { return kPlainFactor; }
 double SuiteAccumulationError() { return 0; }
 
 SuiteDither SuiteDithering() {
-  EngineOptions rank;
-  rank.group.world_size = 2;
-  return {.rounds_units = ChooseBfloat16Products(rank) == Bfloat16Products::kOneDnn};
+  return {.rounds_units = ChooseBfloat16Products(EngineOptions{.group = {.world_size = 2}}) == Bfloat16Products::kOneDnn};
 }
 
 }  // namespace headwater::testing

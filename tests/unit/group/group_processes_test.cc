@@ -10,8 +10,6 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/synchronization/notification.h"
-#include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "headwater/kernels/communicator.h"
@@ -21,6 +19,7 @@
 #include "server/group/ranks/rank_codec.h"
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/problem.h"
+#include "tests/unit/expect_status.h"
 #include "tests/unit/forwarding_engine.h"
 #include "tests/unit/group/local_cpu_group.h"
 #include "tests/unit/group/worker_threads.h"
@@ -173,12 +172,11 @@ TEST(GroupProcesses, TheRanksOfAProcessAreNeighboursWhoeverComesFirst) {
     EXPECT_EQ(one.shard_weights, options.engine.shard_weights) << rank;
   }
   // The bits of six ranks in one process.
-  const auto local = CreateLocalCpuGroup(options.engine);
-  ASSERT_TRUE(local.ok()) << local.status();
+  ASSERT_OK_AND_ASSIGN(const auto local, CreateLocalCpuGroup(options.engine));
   const Problem problem = MakeProblem(ProblemOptions());
   const Outcome outcome = ComputeOnce(processes.engine(), problem);
   EXPECT_FALSE(outcome.grad_hidden_bytes.empty());
-  EXPECT_TRUE(outcome.BitwiseEquals(ComputeOnce(**local, problem)));
+  EXPECT_TRUE(outcome.BitwiseEquals(ComputeOnce(*local, problem)));
 }
 
 // Ranks on CPUs, which would take it.
@@ -190,20 +188,17 @@ TEST(GroupProcesses, AResolutionThatGpusDoNotHaveReachesNoRank) {
   ASSERT_TRUE(processes.Form().ok());
   for (const Parallelism parallelism : {Parallelism::kVocabulary, Parallelism::kRows}) {
     for (const double label_smoothing : {0.0, 0.1}) {
-      ProblemOptions of;
-      of.label_smoothing = label_smoothing;
-      Problem problem = MakeProblem(of);
+      Problem problem = MakeProblem({.label_smoothing = label_smoothing});
       problem.heads[0].spec.parallelism = parallelism;
       problem.terms[0].gradient_resolution = 0x1p-6;
-      auto head = processes.engine().CreateHead(problem.heads[0].spec);
-      ASSERT_TRUE(head.ok()) << head.status();
-      WriteTensorValues(**head, HeadTensor::kWeight, problem.heads[0].weight);
-      PreparedMicroBatch prepared(problem, {head->get()}, ComputeOptions());
+      ASSERT_OK_AND_ASSIGN(auto head, processes.engine().CreateHead(problem.heads[0].spec));
+      WriteTensorValues(*head, HeadTensor::kWeight, problem.heads[0].weight);
+      PreparedMicroBatch prepared(problem, {head.get()}, ComputeOptions());
       const absl::Status status = processes.engine().Compute(prepared.micro_batch).status();
       if (parallelism == Parallelism::kRows && label_smoothing == 0) {
         EXPECT_TRUE(status.ok()) << status;
       } else {
-        EXPECT_TRUE(HasReason(status, ErrorReason::kFeatureNotBuilt)) << status;
+        EXPECT_REASON(status, kFeatureNotBuilt);
       }
     }
   }
@@ -233,17 +228,13 @@ TEST(GroupProcesses, RowsComeOnceToAProcess) {
   processes.Join("b", 0, 1, CreateCpuEngine);
   ASSERT_TRUE(processes.Form().ok());
   for (const bool jsd : {false, true}) {
-    ProblemOptions problem_options;
-    problem_options.jsd = jsd;
-    problem_options.hard_loss_weight = jsd ? 0.3 : 0;
-    const Problem problem = MakeProblem(problem_options);
+    const Problem problem = MakeProblem({.jsd = jsd, .hard_loss_weight = jsd ? 0.3 : 0.0});
     std::vector<std::unique_ptr<EngineHead>> heads;
     std::vector<EngineHead*> pointers;
     for (const TestHead& test_head : problem.heads) {
-      auto head = processes.engine().CreateHead(test_head.spec);
-      ASSERT_TRUE(head.ok()) << head.status();
-      WriteTensorValues(**head, HeadTensor::kWeight, test_head.weight);
-      pointers.push_back(heads.emplace_back(*std::move(head)).get());
+      ASSERT_OK_AND_ASSIGN(auto head, processes.engine().CreateHead(test_head.spec));
+      WriteTensorValues(*head, HeadTensor::kWeight, test_head.weight);
+      pointers.push_back(heads.emplace_back(std::move(head)).get());
     }
     const auto compute = [&](RowFlow* flow) {
       PreparedMicroBatch prepared(problem, pointers, ComputeOptions());
@@ -292,7 +283,7 @@ TEST(GroupRows, EndOrGoOnWithoutWhoeverComesTooLate) {
   here.Come(1);
   here.Come(2);
   waiting.join();
-  EXPECT_TRUE(HasReason(rows.Await(6).status(), ErrorReason::kEngineFailed));
+  EXPECT_REASON(rows.Await(6), kEngineFailed);
   here.End(ended);
   here.End(closed);  // the first word counts
   EXPECT_TRUE(here.Await(2).ok());
@@ -312,7 +303,7 @@ TEST(GroupProcesses, WhoDoesNotFitIsToldWhatWasExpected) {
   hello.set_port(1);
   hello.set_engine("cpu");
   absl::Status status = processes.Hello(hello);
-  EXPECT_TRUE(HasReason(status, ErrorReason::kInvalidCombination)) << status;
+  EXPECT_REASON(status, kInvalidCombination);
   EXPECT_THAT(status.message(), HasSubstr("the worker's engine is cpu, this server's cuda"));
   hello.set_engine("cuda");
   // Whoever fits leaves as soon as the leader looks after it.
@@ -322,7 +313,7 @@ TEST(GroupProcesses, WhoDoesNotFitIsToldWhatWasExpected) {
   }
   hello.set_process_ranks(5);
   status = processes.Hello(hello);
-  EXPECT_TRUE(HasReason(status, ErrorReason::kFeatureNotBuilt)) << status;
+  EXPECT_REASON(status, kFeatureNotBuilt);
   EXPECT_THAT(status.message(),
               HasSubstr("this server waits for 4 ranks of workers, other processes bring 0 of them, and this one 5"));
   for (const int32_t ranks : {-1, 257}) {
@@ -336,7 +327,7 @@ TEST(GroupProcesses, WhoDoesNotFitIsToldWhatWasExpected) {
   }
   hello.set_process_index(0);
   hello.set_process(std::string(65, 'p'));
-  EXPECT_TRUE(HasReason(processes.Hello(hello), ErrorReason::kProtocolViolation));
+  EXPECT_REASON(processes.Hello(hello), kProtocolViolation);
 
   // A place that a process has yet to fill is not free.
   processes.Join("a", 1, 3, CreateCpuEngine);
@@ -344,13 +335,13 @@ TEST(GroupProcesses, WhoDoesNotFitIsToldWhatWasExpected) {
   status = processes.Hello(hello);
   EXPECT_THAT(status.message(), HasSubstr("other processes bring 3 of them, and this one 2"));
   hello.set_process_ranks(1);
-  EXPECT_TRUE(HasReason(processes.Hello(hello), ErrorReason::kCancelled));
+  EXPECT_REASON(processes.Hello(hello), kCancelled);
   hello.set_process("a");
   hello.set_process_ranks(3);
-  EXPECT_TRUE(HasReason(processes.Hello(hello), ErrorReason::kCancelled));
+  EXPECT_REASON(processes.Hello(hello), kCancelled);
   hello.set_process_index(1);
   status = processes.Hello(hello);
-  EXPECT_TRUE(HasReason(status, ErrorReason::kInvalidCombination)) << status;
+  EXPECT_REASON(status, kInvalidCombination);
   EXPECT_THAT(status.message(), HasSubstr("rank 1 of this process has joined already"));
 }
 
@@ -363,7 +354,7 @@ TEST(GroupProcesses, AnOwnRankThatFailsKeepsNobodyWaiting) {
   Processes processes(options);
   for (int32_t index = 0; index < 4; ++index) processes.Join("a", index, 4, WaitForTheOthers);
   const absl::Status formed = processes.Form();
-  EXPECT_TRUE(HasReason(formed, ErrorReason::kEngineFailed)) << formed;
+  EXPECT_REASON(formed, kEngineFailed);
   EXPECT_THAT(formed.message(), AllOf(HasSubstr("rank 1: there is no room here"), Not(HasSubstr("rank 0"))));
 }
 
@@ -390,13 +381,12 @@ TEST(GroupProcesses, AnOwnRankThatFailsInACallKeepsNobodyWaiting) {
       processes.Join("b", 0, 1, CreateCpuEngine);
       ASSERT_TRUE(processes.Form().ok());
       const Problem problem = MakeProblem(ProblemOptions());
-      const auto head = processes.engine().CreateHead(problem.heads[0].spec);
-      ASSERT_TRUE(head.ok()) << head.status();
-      PreparedMicroBatch prepared(problem, {head->get()}, ComputeOptions());
+      ASSERT_OK_AND_ASSIGN(const auto head, processes.engine().CreateHead(problem.heads[0].spec));
+      PreparedMicroBatch prepared(problem, {head.get()}, ComputeOptions());
       SlowFlow flow(prepared.micro_batch.hidden.row_count, absl::OkStatus(), absl::OkStatus());
       if (has_flow) prepared.micro_batch.flow = &flow;
       const absl::Status status = processes.engine().Compute(prepared.micro_batch).status();
-      EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
+      EXPECT_REASON(status, kEngineFailed);
       EXPECT_EQ(status.message(), "the device is on fire");
       EXPECT_EQ(processes.engine().health(), status);
       EXPECT_TRUE(Await([&] { return processes.ended() == 4; })) << processes.ended();
@@ -413,7 +403,7 @@ TEST(GroupProcesses, AWorkersRankThatFailsKeepsNobodyWaiting) {
                    [index](const EngineOptions& one) { return index == 2 ? Made(NoRoom()) : WaitForTheOthers(one); });
   }
   const absl::Status formed = processes.Form();
-  EXPECT_TRUE(HasReason(formed, ErrorReason::kEngineFailed)) << formed;
+  EXPECT_REASON(formed, kEngineFailed);
   EXPECT_THAT(formed.message(),
               AllOf(HasSubstr("rank 4: there is no room here"), Not(HasSubstr("rank 0")), Not(HasSubstr("rank 1"))));
 }
@@ -493,7 +483,7 @@ TEST(GroupTogether, IsGivenUpWhileAllWait) {
         return MakeError(ErrorReason::kEngineFailed, "given up");
       },
       [&](const absl::Status&) { aborted = true; }, {mutex, [&] { return waiting == 2; }});
-  EXPECT_TRUE(HasReason(failure.status, ErrorReason::kCancelled)) << failure.status;
+  EXPECT_REASON(failure.status, kCancelled);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "tests/kernels/support/comparison.h"
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/problem.h"
+#include "tests/unit/expect_status.h"
 #include "tests/unit/group/local_cpu_group.h"
 #include "tests/unit/group/worker_threads.h"
 
@@ -24,16 +25,15 @@ struct ResultCase {
 std::vector<ResultCase> MakeCases() {
   std::vector<ProblemOptions> options = CrossEntropyOptionCases();
   for (const double beta : {0.0, 0.5, 1.0}) {
-    ProblemOptions jsd;
-    jsd.name = "Jsd" + std::to_string(beta);
-    jsd.jsd = true;
-    jsd.beta = beta;
-    jsd.bias = true;
-    jsd.student_temperature = 2;
-    jsd.teacher_temperature = 0.5;
-    jsd.hard_loss_weight = 0.3;
-    jsd.label_smoothing = 0.1;
-    jsd.teacher_hidden_size = 17;
+    ProblemOptions jsd = {.name = "Jsd" + std::to_string(beta),
+                          .bias = true,
+                          .label_smoothing = 0.1,
+                          .jsd = true,
+                          .beta = beta,
+                          .student_temperature = 2,
+                          .teacher_temperature = 0.5,
+                          .hard_loss_weight = 0.3,
+                          .teacher_hidden_size = 17};
     options.push_back(jsd);
     if (beta == 0.5) {
       jsd.name += "OfUnequalVocabularies";
@@ -43,17 +43,11 @@ std::vector<ResultCase> MakeCases() {
     }
   }
   for (const bool jsd : {false, true}) {
-    ProblemOptions dithered;
-    dithered.name = jsd ? "DitheredJsd" : "DitheredCrossEntropy";
-    dithered.jsd = jsd;
-    dithered.token_weights = true;
-    dithered.gradient_resolution = 0.125;
+    const ProblemOptions dithered = {
+        .name = jsd ? "DitheredJsd" : "DitheredCrossEntropy", .token_weights = true, .jsd = jsd, .gradient_resolution = 0.125};
     options.push_back(dithered);
   }
-  ProblemOptions all_ignored;
-  all_ignored.name = "AllIgnored";
-  all_ignored.ignored_share = 1;
-  options.push_back(all_ignored);
+  options.push_back(ProblemOptions{.name = "AllIgnored", .ignored_share = 1});
   options.push_back(WithType(CrossEntropyOptionCases().back(), DataType::kBFloat16));
   options.back().name += "BFloat16";
 
@@ -111,9 +105,7 @@ Trained Train(LossEngine& engine, const Problem& problem) {
   if (added.ok()) direct.Collect(*added, &trained.direct);
   trained.direct.gradients = read_gradients();
 
-  ComputeOptions stage;
-  stage.grad_weight = GradWeightMode::kStage;
-  PreparedMicroBatch later(problem, pointers, stage);
+  PreparedMicroBatch later(problem, pointers, ComputeOptions{.grad_weight = GradWeightMode::kStage});
   const auto staged = engine.Compute(later.micro_batch);
   EXPECT_TRUE(staged.ok()) << staged.status();
   if (staged.ok()) {
@@ -122,10 +114,7 @@ Trained Train(LossEngine& engine, const Problem& problem) {
   }
   trained.committed = read_gradients();
 
-  OptimizerStep step;
-  step.learning_rate = 0.1;
-  step.gradient_multiplier = 0.5;
-  step.settings = problem.heads[0].spec.optimizer;
+  const OptimizerStep step = {.learning_rate = 0.1, .gradient_multiplier = 0.5, .settings = problem.heads[0].spec.optimizer};
   const absl::Status applied = pointers[0]->ApplyOptimizer(step);
   EXPECT_TRUE(applied.ok()) << applied;
   for (const HeadTensor tensor : {HeadTensor::kWeight, HeadTensor::kBias, HeadTensor::kMasterWeight, HeadTensor::kMoment1Weight,
@@ -145,34 +134,30 @@ void ExpectSame(const Trained& actual, const Trained& expected) {
 class GroupResults : public ::testing::TestWithParam<std::vector<int64_t>> {};
 
 TEST_P(GroupResults, HaveTheBitsOfOneEngineWithAsManyShards) {
-  EngineOptions options;
-  options.shard_count = static_cast<int32_t>(GetParam().size());
+  EngineOptions options = {.shard_count = static_cast<int32_t>(GetParam().size())};
   if (GetParam().front() != 1) options.shard_weights = GetParam();
   options.token_chunk_rows = 5;
   options.thread_count = options.shard_count;
   for (const bool deterministic : {false, true}) {
     options.deterministic = deterministic;
-    const auto threads = CreateLocalCpuGroup(options);
-    ASSERT_TRUE(threads.ok()) << threads.status();
+    ASSERT_OK_AND_ASSIGN(const auto threads, CreateLocalCpuGroup(options));
     EngineOptions of_one = options;
-    of_one.bfloat16_products = (*threads)->options().bfloat16_products;
-    const auto one = CreateCpuEngine(of_one);
-    ASSERT_TRUE(one.ok()) << one.status();
+    of_one.bfloat16_products = threads->options().bfloat16_products;
+    ASSERT_OK_AND_ASSIGN(const auto one, CreateCpuEngine(of_one));
     EngineOptions of_each = options;
     of_each.thread_count = 1;
     std::unique_ptr<LossEngine> links;
     if (options.shard_count > 1) {
-      auto made = ThreadedGroup::Create(of_each);
-      ASSERT_TRUE(made.ok()) << made.status();
-      links = *std::move(made);
+      ASSERT_OK_AND_ASSIGN(auto made, ThreadedGroup::Create(of_each));
+      links = std::move(made);
     }
     for (const ResultCase& one_case : MakeCases()) {
       SCOPED_TRACE(one_case.name + (deterministic ? ", deterministic" : ""));
-      const Trained expected = Train(**one, one_case.problem);
+      const Trained expected = Train(*one, one_case.problem);
       ExpectOutcomeMatches(one_case.problem, ComputeExpected(one_case.problem), expected.direct);
       {
         SCOPED_TRACE("threads");
-        ExpectSame(Train(**threads, one_case.problem), expected);
+        ExpectSame(Train(*threads, one_case.problem), expected);
       }
       if (links != nullptr) {
         SCOPED_TRACE("links");

@@ -14,6 +14,7 @@
 #include "server/group/restarter.h"
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/problem.h"
+#include "tests/unit/expect_status.h"
 #include "tests/unit/forwarding_engine.h"
 #include "tests/unit/group/worker_threads.h"
 
@@ -22,13 +23,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-EngineOptions ThreeRanks() {
-  EngineOptions options;
-  options.shard_count = 3;
-  options.shard_weights = {3, 1, 2};
-  options.thread_count = 1;
-  return options;
-}
+EngineOptions ThreeRanks() { return {.shard_count = 3, .shard_weights = {3, 1, 2}, .thread_count = 1}; }
 
 std::unique_ptr<ThreadedGroup> MakeGroup() {
   auto group = ThreadedGroup::Create(ThreeRanks());
@@ -53,8 +48,8 @@ TEST(GroupFailure, AWorkerThatIsGoneLosesTheGroupAndAllItsRanks) {
     ASSERT_TRUE(group->health().ok());
     group->Cut(gone);
     const auto result = group->Compute(prepared.micro_batch);
-    EXPECT_TRUE(HasReason(result.status(), ErrorReason::kEngineFailed)) << result.status();
-    EXPECT_TRUE(HasReason(group->health(), ErrorReason::kEngineFailed)) << group->health();
+    EXPECT_REASON(result, kEngineFailed);
+    EXPECT_REASON(group->health(), kEngineFailed);
     EXPECT_EQ(head->ZeroGradient(), group->health());
     EXPECT_EQ(group->CreateHead(problem.heads[0].spec).status(), group->health());
     // Nobody waits for ever.
@@ -99,7 +94,7 @@ TEST(GroupFailure, AWorkerWhoseDeviceHangsSaysSo) {
   EXPECT_TRUE(answered.WaitForNotificationWithTimeout(absl::Seconds(30)));
   go_on.Notify();
   caller.join();
-  EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
+  EXPECT_REASON(status, kEngineFailed);
   EXPECT_EQ(status.message(), "the device hangs");
   EXPECT_EQ((*group)->health(), status);
 }
@@ -126,10 +121,9 @@ TEST(GroupFailure, ACallerThatGivesUpIsNoFailure) {
     EndingFlow flow(at_await, MakeError(ErrorReason::kCancelled, "the caller gives up"));
     prepared.micro_batch.flow = &flow;
     const auto result = group->Compute(prepared.micro_batch);
-    EXPECT_TRUE(HasReason(result.status(), ErrorReason::kCancelled)) << result.status();
-    const auto stats = head->ComputeGradientStats();
-    ASSERT_TRUE(stats.ok()) << stats.status();
-    EXPECT_EQ(stats->norm_squared, 0);
+    EXPECT_REASON(result, kCancelled);
+    ASSERT_OK_AND_ASSIGN(const auto stats, head->ComputeGradientStats());
+    EXPECT_EQ(stats.norm_squared, 0);
     EXPECT_TRUE(group->health().ok()) << group->health();
   }
   PreparedMicroBatch prepared(problem, {head.get()}, ComputeOptions());
@@ -137,27 +131,23 @@ TEST(GroupFailure, ACallerThatGivesUpIsNoFailure) {
 }
 
 TEST(GroupAssembly, TakesNoStrangersAndNoMoreThanItWants) {
-  group::AssemblyOptions options;
-  options.engine.shard_count = 2;
-  options.engine.thread_count = 1;
-  options.version = "this";
-  options.listen_host = "127.0.0.1";
-  auto assembly = group::GroupAssembly::Create(options);
-  ASSERT_TRUE(assembly.ok()) << assembly.status();
-  const auto engine = (*assembly)->TakeEngine();
+  const group::AssemblyOptions options = {
+      .engine = {.shard_count = 2, .thread_count = 1}, .version = "this", .listen_host = "127.0.0.1"};
+  ASSERT_OK_AND_ASSIGN(auto assembly, group::GroupAssembly::Create(options));
+  const auto engine = assembly->TakeEngine();
   HeadSpec spec = MakeProblem(ProblemOptions()).heads[0].spec;
-  EXPECT_TRUE(HasReason(engine->CreateHead(spec).status(), ErrorReason::kStarting));
+  EXPECT_REASON(engine->CreateHead(spec), kStarting);
 
   TestCall silent;
   v1::JoinRequest no_hello;
   no_hello.mutable_alive();
   silent.Write(no_hello);
-  EXPECT_TRUE(HasReason((*assembly)->Serve(silent), ErrorReason::kProtocolViolation));
+  EXPECT_REASON(assembly->Serve(silent), kProtocolViolation);
   TestCall other;
   v1::JoinRequest hello;
   hello.mutable_hello()->set_version("another");
   other.Write(hello);
-  EXPECT_TRUE(HasReason((*assembly)->Serve(other), ErrorReason::kInvalidCombination));
+  EXPECT_REASON(assembly->Serve(other), kInvalidCombination);
 
   // One that leaves before the group is formed leaves its place to the next.
   hello.mutable_hello()->set_version("this");
@@ -165,15 +155,15 @@ TEST(GroupAssembly, TakesNoStrangersAndNoMoreThanItWants) {
     hello.mutable_hello()->set_port(port);
     TestCall nowhere;
     nowhere.Write(hello);
-    EXPECT_TRUE(HasReason((*assembly)->Serve(nowhere), ErrorReason::kProtocolViolation)) << port;
+    EXPECT_TRUE(HasReason(assembly->Serve(nowhere), ErrorReason::kProtocolViolation)) << port;
   }
   hello.mutable_hello()->set_port(1);
   TestCall leaving;
   leaving.Write(hello);
   leaving.Cancel();
-  EXPECT_TRUE(HasReason((*assembly)->Serve(leaving), ErrorReason::kCancelled));
-  (*assembly)->GiveUp();
-  EXPECT_TRUE(HasReason((*assembly)->Form(), ErrorReason::kCancelled));
+  EXPECT_REASON(assembly->Serve(leaving), kCancelled);
+  assembly->GiveUp();
+  EXPECT_REASON(assembly->Form(), kCancelled);
 }
 
 TEST(GroupAssembly, TellsWhyEveryRankRefuses) {
@@ -181,7 +171,7 @@ TEST(GroupAssembly, TellsWhyEveryRankRefuses) {
       ThreadedGroup::Create(ThreeRanks(), [](const EngineOptions& options) -> absl::StatusOr<std::unique_ptr<LossEngine>> {
         return MakeError(ErrorReason::kInvalidField, options.group.rank == 2 ? "nor here" : "there is no room here");
       });
-  EXPECT_TRUE(HasReason(group.status(), ErrorReason::kEngineFailed)) << group.status();
+  EXPECT_REASON(group, kEngineFailed);
   EXPECT_THAT(group.status().message(), HasSubstr("rank 1: there is no room here; rank 2: nor here"));
 }
 
@@ -195,37 +185,33 @@ TEST(GroupAssembly, TellsWhoIsLateBesideWhoRefuses) {
   };
   absl::Status status;
   {
-    auto group = ThreadedGroup::Begin(three, late, absl::Seconds(5));
-    ASSERT_TRUE(group.ok()) << group.status();
-    status = (*group)->Form();
+    ASSERT_OK_AND_ASSIGN(auto group, ThreadedGroup::Begin(three, late, absl::Seconds(5)));
+    status = group->Form();
     formed.Notify();
   }
   EXPECT_THAT(status.message(), HasSubstr("rank 1: it has not become ready in time; rank 2: there is no room here"));
 }
 
 TEST(GroupAssembly, AWorkerThatGoesAwayIsNotWaitedForUntilTheEnd) {
-  group::AssemblyOptions options;
-  options.engine.shard_count = 2;
-  options.engine.thread_count = 1;
-  options.version = "this";
-  options.listen_host = "127.0.0.1";
-  options.setup_timeout = absl::Hours(1);
-  auto assembly = group::GroupAssembly::Create(options);
-  ASSERT_TRUE(assembly.ok()) << assembly.status();
-  const auto engine = (*assembly)->TakeEngine();
+  const group::AssemblyOptions options = {.engine = {.shard_count = 2, .thread_count = 1},
+                                          .version = "this",
+                                          .listen_host = "127.0.0.1",
+                                          .setup_timeout = absl::Hours(1)};
+  ASSERT_OK_AND_ASSIGN(auto assembly, group::GroupAssembly::Create(options));
+  const auto engine = assembly->TakeEngine();
   TestCall call;
   v1::JoinRequest hello;
   hello.mutable_hello()->set_version("this");
   hello.mutable_hello()->set_port(1);
   call.Write(hello);
-  std::thread handler([&] { (*assembly)->Serve(call).IgnoreError(); });
+  std::thread handler([&] { assembly->Serve(call).IgnoreError(); });
   std::thread worker([&] {
     v1::JoinResponse welcome;
     EXPECT_TRUE(static_cast<group::WorkerChannel&>(call).Read(&welcome));
     call.Cancel();
   });
-  const absl::Status formed = (*assembly)->Form();
-  EXPECT_TRUE(HasReason(formed, ErrorReason::kEngineFailed)) << formed;
+  const absl::Status formed = assembly->Form();
+  EXPECT_REASON(formed, kEngineFailed);
   EXPECT_THAT(formed.message(), HasSubstr("rank 1: the worker's call has ended"));
   worker.join();
   handler.join();
@@ -234,25 +220,19 @@ TEST(GroupAssembly, AWorkerThatGoesAwayIsNotWaitedForUntilTheEnd) {
 // A leader that is asked to end ends, whatever its workers do.
 TEST(GroupAssembly, CanBeGivenUpAtAnyTimeOfItsForming) {
   for (const bool meets : {false, true}) {
-    group::AssemblyOptions options;
-    options.engine.shard_count = 2;
-    options.engine.thread_count = 1;
-    options.version = "this";
-    options.listen_host = "127.0.0.1";
-    options.setup_timeout = absl::Hours(1);
-    auto assembly = group::GroupAssembly::Create(options);
-    ASSERT_TRUE(assembly.ok()) << assembly.status();
-    const auto engine = (*assembly)->TakeEngine();
+    const group::AssemblyOptions options = {.engine = {.shard_count = 2, .thread_count = 1},
+                                            .version = "this",
+                                            .listen_host = "127.0.0.1",
+                                            .setup_timeout = absl::Hours(1)};
+    ASSERT_OK_AND_ASSIGN(auto assembly, group::GroupAssembly::Create(options));
+    const auto engine = assembly->TakeEngine();
     TestCall call;
     absl::Notification go_on;
-    std::thread handler([&] { (*assembly)->Serve(call).IgnoreError(); });
+    std::thread handler([&] { assembly->Serve(call).IgnoreError(); });
     std::thread worker([&] {
-      group::WorkerOptions one;
-      one.version = "this";
-      one.leader_host = "127.0.0.1";
-      one.listen_host = "127.0.0.1";
+      group::WorkerOptions one = {.version = "this", .leader_host = "127.0.0.1", .listen_host = "127.0.0.1"};
       one.make_engine = [&](const EngineOptions& engine_options) {
-        (*assembly)->GiveUp();
+        assembly->GiveUp();
         go_on.WaitForNotification();
         return CreateCpuEngine(engine_options);
       };
@@ -266,10 +246,10 @@ TEST(GroupAssembly, CanBeGivenUpAtAnyTimeOfItsForming) {
       call.Write(hello);
       v1::JoinResponse welcome;
       EXPECT_TRUE(static_cast<group::WorkerChannel&>(call).Read(&welcome));
-      (*assembly)->GiveUp();
+      assembly->GiveUp();
     });
-    const absl::Status formed = (*assembly)->Form();
-    EXPECT_TRUE(HasReason(formed, ErrorReason::kCancelled)) << formed;
+    const absl::Status formed = assembly->Form();
+    EXPECT_REASON(formed, kCancelled);
     go_on.Notify();
     call.Cancel();
     worker.join();
@@ -280,7 +260,7 @@ TEST(GroupAssembly, CanBeGivenUpAtAnyTimeOfItsForming) {
 TEST(GroupAssembly, DoesNotListenToWhoeverComesTooLate) {
   const auto group = MakeGroup();
   TestCall silent;
-  EXPECT_TRUE(HasReason(group->assembly().Serve(silent), ErrorReason::kFeatureNotBuilt));
+  EXPECT_REASON(group->assembly().Serve(silent), kFeatureNotBuilt);
 }
 
 TEST(RankLink, KeepsNoMoreRepliesThanItSays) {

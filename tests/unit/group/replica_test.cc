@@ -19,18 +19,15 @@
 #include "tests/kernels/support/replica_suite.h"
 #include "tests/unit/group/local_cpu_group.h"
 #include "tests/unit/group/worker_threads.h"
+#include "tests/unit/run_threads.h"
 
 namespace headwater::testing {
 namespace {
 
 EngineOptions Alone() {
-  EngineOptions options;
-  options.thread_count = 1;
-  options.token_chunk_rows = 16;
-  EngineOptions rank;
-  rank.group.world_size = 2;
-  options.bfloat16_products = ChooseBfloat16Products(rank);
-  return options;
+  return {.token_chunk_rows = 16,
+          .thread_count = 1,
+          .bfloat16_products = ChooseBfloat16Products(EngineOptions{.group = {.world_size = 2}})};
 }
 
 EngineOptions Ranks(int32_t count) {
@@ -63,11 +60,10 @@ std::unique_ptr<LossEngine> MakeOne(const EngineOptions& options = Alone()) {
 std::vector<ReplicaCase> Cases() {
   std::vector<ReplicaCase> cases;
   for (const auto& [ranks, links] : {std::pair(1, false), {2, false}, {3, false}, {4, false}, {2, true}, {3, true}, {4, true}}) {
-    ReplicaCase of;
-    of.name = std::to_string(ranks) + (links ? "Linked" : "Local");
-    of.weights = Ranks(ranks).shard_weights;
-    of.other_weights = Ranks(3).shard_weights;
-    of.last_weights = Ranks(2).shard_weights;
+    ReplicaCase of = {.name = std::to_string(ranks) + (links ? "Linked" : "Local"),
+                      .weights = Ranks(ranks).shard_weights,
+                      .other_weights = Ranks(3).shard_weights,
+                      .last_weights = Ranks(2).shard_weights};
     of.make_group = [ranks = ranks, links = links](const std::vector<int64_t>& weights) {
       const auto count = static_cast<int32_t>(weights.size());
       return MakeGroup(Ranks(count), links && count == ranks);
@@ -176,16 +172,12 @@ TEST(ReplicaFailure, ARankThatIsGoneLosesTheGroupWhateverTheOthersCompute) {
   };
   Meeting meeting(2);
   std::vector<absl::Status> answers(2);
-  std::vector<std::thread> threads;
-  for (size_t i = 0; i < 2; ++i) {
-    threads.emplace_back([&, i] {
-      PreparedMicroBatch prepared(problems[i], heads.pointers, {});
-      CuttingFlow flow(meeting, [&] { group.Cut(1); });
-      prepared.micro_batch.flow = &flow;
-      answers[i] = group.Compute(prepared.micro_batch).status();
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  RunThreads(2, [&](int64_t i) {
+    PreparedMicroBatch prepared(problems[i], heads.pointers, {});
+    CuttingFlow flow(meeting, [&] { group.Cut(1); });
+    prepared.micro_batch.flow = &flow;
+    answers[i] = group.Compute(prepared.micro_batch).status();
+  });
   // The rank that is gone cannot have answered; the other one perhaps before anybody knew.
   EXPECT_TRUE(HasReason(answers[0], ErrorReason::kEngineFailed) || HasReason(answers[1], ErrorReason::kEngineFailed))
       << answers[0] << ", " << answers[1];

@@ -15,20 +15,10 @@ bool Await(const std::function<bool()>& condition) {
 }
 
 group::AssemblyOptions LocalAssemblyOptions() {
-  group::AssemblyOptions assembly;
-  assembly.version = "test";
-  assembly.listen_host = "127.0.0.1";
-  assembly.silence_timeout = absl::Seconds(60);
-  return assembly;
+  return {.version = "test", .listen_host = "127.0.0.1", .silence_timeout = absl::Seconds(60)};
 }
 
-group::WorkerOptions LocalWorkerOptions() {
-  group::WorkerOptions worker;
-  worker.version = "test";
-  worker.leader_host = "127.0.0.1";
-  worker.listen_host = "127.0.0.1";
-  return worker;
-}
+group::WorkerOptions LocalWorkerOptions() { return {.version = "test", .leader_host = "127.0.0.1", .listen_host = "127.0.0.1"}; }
 
 absl::StatusOr<std::unique_ptr<ThreadedGroup>> ThreadedGroup::Create(const EngineOptions& options,
                                                                      const group::EngineMaker& make_engine) {
