@@ -99,8 +99,7 @@ class BadInput : public ::testing::Test {
     save.set_epoch(head_.head.epoch());
     save.set_checkpoint("there");
     v1::SaveCheckpointResponse saved;
-    grpc::ClientContext context;
-    Require(server_.heads().SaveCheckpoint(&context, save, &saved), "SaveCheckpoint");
+    Require(server_.Call(&Heads::SaveCheckpoint, save, &saved), "SaveCheckpoint");
     const std::string json = R"({"lm_head.weight":{"dtype":"F32","shape":[13,5],"data_offsets":[0,260]},)"
                              R"("lm_head.bias":{"dtype":"F32","shape":[13],"data_offsets":[260,312]}})";
     const uint64_t length = json.size();
@@ -115,9 +114,8 @@ class BadInput : public ::testing::Test {
 
   std::string Snapshot() { return absl::StrCat(server_.Snapshot(head_), "#", server_.Snapshot(teacher_), "#", HeadNames()); }
   std::string HeadNames() {
-    grpc::ClientContext context;
     v1::ListHeadsResponse response;
-    Require(server_.heads().ListHeads(&context, {}, &response), "ListHeads");
+    Require(server_.Call(&Heads::ListHeads, {}, &response), "ListHeads");
     std::string names;
     for (const v1::Head& head : response.heads()) absl::StrAppend(&names, head.name(), ",");
     return names;
@@ -282,9 +280,6 @@ grpc::Status BadInput::Send(const BadValue& row, const Message& request, bool ch
     return ReadDownload(*server_.heads().DownloadGradient(&context, static_cast<const v1::DownloadGradientRequest&>(request)),
                         &bytes);
   }
-  using Loss = v1::LossService::Stub;
-  using Heads = v1::HeadService::Stub;
-  using Sessions = v1::SessionService::Stub;
   const std::map<std::string, std::function<grpc::Status()>> unary = {
       {"CommitMicroBatch", [&] { return Unary(server_.loss(), &Loss::CommitMicroBatch, request); }},
       {"DiscardMicroBatch", [&] { return Unary(server_.loss(), &Loss::DiscardMicroBatch, request); }},

@@ -84,8 +84,7 @@ TEST_P(ComputeLoss, CrossEntropyIsTheReferences) {
                             v1::TOKEN_OUTPUT_ENTROPY, v1::TOKEN_OUTPUT_ARGMAX, v1::TOKEN_OUTPUT_LSE}) {
     header.add_outputs(output);
   }
-  const LossReply reply = server_.Compute(header, Bytes(hidden));
-  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+  const LossReply reply = server_.MustCompute(header, Bytes(hidden));
 
   const reference::Head reference_head = ToReference(head);
   reference::Term expected_term;
@@ -245,8 +244,7 @@ TEST_P(ComputeLoss, HeldFactorsTakeAFactorAndNoTokenFactors) {
   v1::MicroBatchHeader header = header_of(held, 1);
   header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
   header.set_allow_held(true);
-  const LossReply reply = server_.Compute(header, rows);
-  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+  const LossReply reply = server_.MustCompute(header, rows);
   EXPECT_EQ(reply.summary.form(), v1::CONTRIBUTION_FORM_HELD);
   v1::CommitMicroBatchRequest commit;
   *commit.add_heads() = server_.At(held, 0);
@@ -278,8 +276,7 @@ TEST_P(ComputeLoss, JensenShannonIsTheReferences) {
   loss->set_vocab_alignment(v1::VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON);
   header.mutable_terms(0)->mutable_teacher_hidden()->set_head(teacher.name());
   header.mutable_terms(0)->mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
-  const LossReply reply = server_.Compute(header, Bytes(hidden), Bytes(teacher_hidden), {.chunk_rows = 2, .reversed = true});
-  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+  const LossReply reply = server_.MustCompute(header, Bytes(hidden), Bytes(teacher_hidden), {.chunk_rows = 2, .reversed = true});
 
   const reference::Head reference_student = ToReference(student);
   const reference::Head reference_teacher = ToReference(teacher);
@@ -314,8 +311,7 @@ TEST_P(ComputeLoss, ChunkingAndOrderOfArrivalChangeNothing) {
        {SendOptions{.chunk_rows = 7}, SendOptions{.chunk_rows = 1}, SendOptions{.chunk_rows = 2, .reversed = true}}) {
     const TestHead head = server_.MakeHead("chunks" + std::to_string(send.chunk_rows), SmallSpec());
     v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, targets);
-    const LossReply reply = server_.Compute(header, rows, "", send);
-    ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+    const LossReply reply = server_.MustCompute(header, rows, "", send);
     if (first_gradient.empty()) {
       first_gradient = server_.Gradient(head);
       first_grad_hidden = reply.grad_hidden;
@@ -333,8 +329,7 @@ TEST_P(ComputeLoss, ChunkingAndOrderOfArrivalChangeNothing) {
 
 TEST_P(ComputeLoss, AMicroBatchWithoutRowsIsCounted) {
   const TestHead head = server_.MakeHead("empty", SmallSpec());
-  const LossReply reply = server_.Compute(CrossEntropyHeader(head, 0, 6, {}), "");
-  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+  const LossReply reply = server_.MustCompute(CrossEntropyHeader(head, 0, 6, {}), "");
   EXPECT_EQ(reply.summary.state(), v1::CONTRIBUTION_STATE_COMMITTED);
   EXPECT_EQ(server_.Steps(head).open().micro_batches(0).micro_batch(), 6);
   EXPECT_EQ(Floats(server_.Gradient(head)), std::vector<float>(65, 0.0F));
@@ -344,8 +339,7 @@ TEST_P(ComputeLoss, GradHiddenIsLeftOutOnRequest) {
   const TestHead head = server_.MakeHead("frozen-hidden", SmallSpec());
   v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
   header.set_return_grad_hidden(false);
-  const LossReply reply = server_.Compute(header, Bytes(Random(15, 5, 1)));
-  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+  const LossReply reply = server_.MustCompute(header, Bytes(Random(15, 5, 1)));
   EXPECT_TRUE(reply.grad_hidden.empty());
   EXPECT_NE(Floats(server_.Gradient(head)), std::vector<float>(65, 0.0F));
 }
@@ -363,9 +357,8 @@ TEST_P(ComputeLoss, GradHiddenComesInAscendingChunksWithinTheLimit) {
 }
 
 TEST_P(ComputeLoss, ServerInfoTellsWhatItIs) {
-  grpc::ClientContext context;
   v1::ServerInfo info;
-  Require(server_.sessions().GetServerInfo(&context, {}, &info), "GetServerInfo");
+  Require(server_.Call(&Sessions::GetServerInfo, {}, &info), "GetServerInfo");
   EXPECT_EQ(info.engine(), "cpu");
   EXPECT_EQ(info.incarnation().size(), 16U);
   EXPECT_EQ(info.limits().max_stripe_wait_s(), 10);

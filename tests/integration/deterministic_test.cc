@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tests/integration/transactions/transaction_fixture.h"
+#include "tests/unit/run_threads.h"
 
 namespace headwater::testing {
 namespace {
@@ -31,9 +32,8 @@ class DeterministicTest : public TransactionTest {
   void Add(const TestHead& head, int64_t step, int64_t id) {
     const uint32_t seed = static_cast<uint32_t>(100 * step + id);
     const bool is_explicit = id % 2 == 1;
-    const LossReply reply =
-        server_->Compute(is_explicit ? ExplicitHeader(head, step, id) : CrossEntropyHeader(head, step, id, {1, 2, 3}), Rows(seed));
-    ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+    const LossReply reply = server_->MustCompute(
+        is_explicit ? ExplicitHeader(head, step, id) : CrossEntropyHeader(head, step, id, {1, 2, 3}), Rows(seed));
     EXPECT_EQ(reply.summary.form(), v1::CONTRIBUTION_FORM_HELD);
     EXPECT_EQ(reply.summary.state(), is_explicit ? v1::CONTRIBUTION_STATE_STAGED : v1::CONTRIBUTION_STATE_COMMITTED);
     if (is_explicit) Require(server_->Commit(head, step, id, 0.7), "CommitMicroBatch");
@@ -51,8 +51,7 @@ INSTANTIATE_TEST_SUITE_P(Shards, DeterministicTest, ::testing::Values(1, 3));
 
 TEST_P(DeterministicTest, OrderTrainersAndRestartsDoNotShow) {
   v1::ServerInfo info;
-  grpc::ClientContext context;
-  Require(server_->sessions().GetServerInfo(&context, {}, &info), "GetServerInfo");
+  Require(server_->Call(&Sessions::GetServerInfo, {}, &info), "GetServerInfo");
   EXPECT_TRUE(info.deterministic());
   EXPECT_EQ(info.limits().ordered_window(), kMicroBatches);
   const std::string expected = Train(server_->MakeHead("ordered", SmallSpec()), {0, 1, 2, 3, 4});
@@ -61,13 +60,9 @@ TEST_P(DeterministicTest, OrderTrainersAndRestartsDoNotShow) {
   EXPECT_EQ(Train(server_->MakeHead("mixed", SmallSpec()), {2, 0, 4, 1, 3}), expected);
   const TestHead head = server_->MakeHead("threads", SmallSpec());
   for (int64_t step = 0; step < 2; ++step) {
-    std::vector<std::thread> trainers;
-    for (int64_t rank = 0; rank < 3; ++rank) {
-      trainers.emplace_back([&, rank] {
-        for (int64_t id = rank; id < kMicroBatches; id += 3) Add(head, step, id);
-      });
-    }
-    for (std::thread& trainer : trainers) trainer.join();
+    RunThreads(3, [&](int64_t rank) {
+      for (int64_t id = rank; id < kMicroBatches; id += 3) Add(head, step, id);
+    });
     Require(server_->Apply(ApplyOf(head, step, kMicroBatches)), "ApplyOptimizerStep");
   }
   EXPECT_EQ(server_->Weights(head), expected);
@@ -81,8 +76,7 @@ TEST_P(DeterministicTest, WhatWaitsIsToldAndGivesItsRoomBack) {
   v1::GetGradientNormRequest norm;
   *norm.mutable_head() = server_->At(head, 0);
   v1::GetGradientNormResponse unused;
-  grpc::ClientContext context;
-  EXPECT_EQ(ReasonOf(server_->heads().GetGradientNorm(&context, norm, &unused)), "STEP_NOT_SEALED");
+  EXPECT_EQ(ReasonOf(server_->Call(&Heads::GetGradientNorm, norm, &unused)), "STEP_NOT_SEALED");
   Add(head, 0, 0);
   Require(server_->Discard(head, 0, 1), "DiscardMicroBatch");
   EXPECT_TRUE(AwaitMetric("headwater_waiting_contributions", 0));

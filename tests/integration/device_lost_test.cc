@@ -68,9 +68,7 @@ TEST_F(DeviceLost, HealthTellsBeforeTheCallThatMetItIsAnswered) {
   EXPECT_EQ(server_->MetricLine("headwater_serving"), "headwater_serving 0");
   v1::Head unused;
   ExpectLost(server_->Create("tenants/default/heads/other", SmallSpec(), &unused), "a new call");
-  grpc::ClientContext context;
-  v1::ServerInfo info;
-  EXPECT_TRUE(server_->sessions().GetServerInfo(&context, {}, &info).ok());  // tells about itself to the end
+  EXPECT_TRUE(server_->Call(&Sessions::GetServerInfo, {}).ok());  // tells about itself to the end
   EXPECT_TRUE(server_->server().Drain(absl::Seconds(5)));
   EXPECT_EQ(told_, 1);
   EXPECT_THAT(message_, HasSubstr("illegal memory access"));
@@ -116,16 +114,14 @@ TEST_F(DeviceLost, EveryCallInProgressIsAnswered) {
   std::thread in_queue([&] { ExpectLost(Compute(queued).status, "in the queue"); });
   std::thread for_step([&] { ExpectLost(Compute(waiting, 1).status, "waiting for the next step"); });
   std::thread for_seal([&] {
-    grpc::ClientContext context;
     v1::SealStepRequest request;
     *request.mutable_head() = server_->At(waiting, 0);
     request.mutable_expected()->mutable_ids()->add_ids(3);
     request.set_wait(true);
-    v1::SealStepResponse response;
-    ExpectLost(server_->heads().SealStep(&context, request, &response), "a seal that waits");
+    ExpectLost(server_->Call(&Heads::SealStep, request), "a seal that waits");
   });
-  EXPECT_TRUE(Await([&] { return server_->MetricLine("headwater_queue_depth") == "headwater_queue_depth 1"; }));
-  EXPECT_TRUE(Await([&] { return server_->MetricLine("headwater_waiting_calls") == "headwater_waiting_calls 2"; }));
+  EXPECT_TRUE(server_->AwaitMetric("headwater_queue_depth", 1));
+  EXPECT_TRUE(server_->AwaitMetric("headwater_waiting_calls", 2));
 
   // The gate stays closed: only the call in the engine has to wait for it.
   server_->gate().Lose(Illegal());

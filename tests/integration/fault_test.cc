@@ -84,7 +84,7 @@ TEST(Faults, TheQueueIsBounded) {
   server.gate().AwaitWaiting();
   submit(1);
   submit(2);  // at the limit
-  EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_queue_depth") == "headwater_queue_depth 2"; }));
+  EXPECT_TRUE(server.AwaitMetric("headwater_queue_depth", 2));
   const WireError error = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 3, {1, 2, 3}), Rows(3)).status);
   EXPECT_EQ(error.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_EQ(error.reason, "QUEUE_FULL");
@@ -157,11 +157,9 @@ TEST(Faults, DrainFinishesAcceptedWorkAndRefusesNewOne) {
   std::thread drain([&] { clean = server.server().Drain(absl::Seconds(20)); });
   WireError error;
   EXPECT_TRUE(Await([&] {
-    grpc::ClientContext context;
     v1::GetHeadRequest request;
     request.set_name(head.name());
-    v1::Head response;
-    error = DecodeError(server.heads().GetHead(&context, request, &response));
+    error = DecodeError(server.Call(&Heads::GetHead, request));
     return error.reason == "DRAINING";
   }));
   EXPECT_EQ(error.code, grpc::StatusCode::UNAVAILABLE);

@@ -18,6 +18,7 @@
 #include "tests/integration/support/access_fixture.h"
 #include "tests/integration/support/test_certificates.h"
 #include "tests/integration/support/wire_server.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
 namespace {
@@ -74,12 +75,11 @@ class GroupJoin : public ::testing::Test {
 
   // Joins to the end of it.
   absl::Status Join(const std::string& token) const {
-    group::LeaderAddress leader;
-    leader.address = server_->addresses().front();
-    leader.ca = Path("servers.crt");
-    leader.certificate = Path("worker.crt");
-    leader.key = Path("worker.key");
-    leader.token_file = token.empty() ? "" : Path(token);
+    const group::LeaderAddress leader = {.address = server_->addresses().front(),
+                                         .ca = Path("servers.crt"),
+                                         .certificate = Path("worker.crt"),
+                                         .key = Path("worker.key"),
+                                         .token_file = token.empty() ? "" : Path(token)};
     group::WorkerOptions worker;
     worker.version = service::ServerVersion();
     worker.leader_host = group::LeaderHost(leader.address);
@@ -129,7 +129,7 @@ TEST_F(GroupJoin, AWorkerWhoseTokenIsTakenOutIsSentAway) {
   WriteFile(Path("tokens.json"), TokenFileText({TokenEntry("operator", R"("admin": ["*"])")}));
   worker.join();
   EXPECT_FALSE(ended.ok());
-  EXPECT_TRUE(HasReason(server_->engine().health(), ErrorReason::kEngineFailed)) << server_->engine().health();
+  EXPECT_REASON(server_->engine().health(), kEngineFailed);
   EXPECT_EQ(Join("worker").code(), absl::StatusCode::kUnauthenticated);
 }
 
@@ -145,15 +145,13 @@ TEST(SilentJoin, IsEndedLikeOtherStreams) {
   assembly.engine.thread_count = 1;
   assembly.version = service::ServerVersion();
   assembly.listen_host = "127.0.0.1";
-  auto made = group::GroupAssembly::Create(assembly);
-  ASSERT_TRUE(made.ok()) << made.status();
+  ASSERT_OK_AND_ASSIGN(auto made, group::GroupAssembly::Create(assembly));
   service::ServerOptions options;
-  options.group = *std::move(made);
+  options.group = std::move(made);
   options.listen_addresses = {"127.0.0.1:0"};
   options.stream_idle_timeout = absl::Milliseconds(200);
-  const auto server = service::Server::Start(options, options.group->TakeEngine());
-  ASSERT_TRUE(server.ok()) << server.status();
-  const auto channel = grpc::CreateChannel((*server)->addresses().front(), grpc::InsecureChannelCredentials());
+  ASSERT_OK_AND_ASSIGN(const auto server, service::Server::Start(options, options.group->TakeEngine()));
+  const auto channel = grpc::CreateChannel(server->addresses().front(), grpc::InsecureChannelCredentials());
   const auto stub = v1::GroupService::NewStub(channel);
   grpc::ClientContext context;
   const auto stream = stub->Join(&context);

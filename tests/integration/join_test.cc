@@ -23,12 +23,7 @@ class Join : public ::testing::Test {
     setup.options.limits.max_join_wait = absl::Seconds(20);
     return setup;
   }
-  static v1::HeadSpec Frozen() {
-    v1::HeadSpec spec = SmallSpec(13, kTeacherWidth);
-    spec.set_trainable(false);
-    spec.clear_optimizer();
-    return spec;
-  }
+  static v1::HeadSpec Frozen() { return FrozenSpec(13, kTeacherWidth); }
   // JSD of three rows against the joined teacher's rows `indices`.
   v1::MicroBatchHeader Header(const TestHead& student, int64_t micro_batch, const std::vector<int32_t>& indices,
                               const std::string& key = "key", int64_t total = 8) {
@@ -146,9 +141,7 @@ TEST_F(Join, SeveralTrainersShareASet) {
 TEST_F(Join, RowsThatDoNotComeInTimeAreNamed) {
   const std::string before = server_.Snapshot(student_);
   ASSERT_EQ(ReasonOf(Stream({0, 2})), "OK");
-  SendOptions hasty;
-  hasty.deadline_ms = 300;
-  const LossReply reply = ComputeJoined(student_, 0, {0, 1, 2}, hasty);
+  const LossReply reply = ComputeJoined(student_, 0, {0, 1, 2}, SendOptions{.deadline_ms = 300});
   // On a busy machine the client's own deadline may be faster than the server's answer, though that leaves early.
   if (reply.status.error_code() != grpc::StatusCode::DEADLINE_EXCEEDED) {
     const WireError error = DecodeError(reply.status);
@@ -173,7 +166,7 @@ TEST_F(Join, ACancelledTrainerLeavesTheRows) {
   context.TryCancel();
   stream->Finish();
   ASSERT_EQ(ReasonOf(Stream({2})), "OK");
-  EXPECT_TRUE(Await([&] { return server_.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0"; }));
+  EXPECT_TRUE(server_.AwaitMetric("headwater_in_flight_bytes", 0));
   EXPECT_EQ(ReasonOf(ComputeJoined(student_, 0, {0, 1, 2}).status), "OK");
 }
 
@@ -187,11 +180,9 @@ TEST_F(Join, RowsStayUntilTheContributionIsDecided) {
   ASSERT_EQ(ReasonOf(server_.Compute(shares, HiddenRows(0)).status), "OK");
   ASSERT_EQ(ReasonOf(server_.Commit(student_, 0, 0, 1)), "OK");
   // Decided: they are there for a repeat alone, whose first answer may have been lost.
-  const LossReply repeat = server_.Compute(header, HiddenRows(0));
-  ASSERT_EQ(ReasonOf(repeat.status), "OK") << repeat.status.error_message();
+  const LossReply repeat = server_.MustCompute(header, HiddenRows(0));
   EXPECT_TRUE(repeat.summary.replayed());
-  SendOptions hasty;
-  hasty.deadline_ms = 200;
+  const SendOptions hasty = {.deadline_ms = 200};
   EXPECT_NE(ReasonOf(ComputeJoined(other_, 1, {0, 1, 2}, hasty).status), "OK");
 }
 
@@ -213,11 +204,9 @@ TEST_F(Join, RowsGoWithTheirSession) {
   header.set_session_id(session);
   ASSERT_EQ(ReasonOf(Stream(header, TeacherRows({0, 1, 2}))), "OK");
   EXPECT_NE(server_.MetricLine("headwater_join_bytes"), kNothingKept);
-  grpc::ClientContext context;
   v1::CloseSessionRequest close;
   close.set_session_id(session);
-  v1::CloseSessionResponse closed;
-  ASSERT_EQ(ReasonOf(server_.sessions().CloseSession(&context, close, &closed)), "OK");
+  ASSERT_EQ(ReasonOf(server_.Call(&Sessions::CloseSession, close)), "OK");
   EXPECT_EQ(server_.MetricLine("headwater_join_bytes"), kNothingKept);
   EXPECT_EQ(ReasonOf(Stream(header, TeacherRows({0, 1, 2}))), "SESSION_NOT_FOUND");
 }

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <chrono>
 #include <filesystem>
 #include <string>
 #include <thread>
@@ -33,28 +32,23 @@ class Lifecycle : public TransactionTest {
     return server_->Compute(CrossEntropyHeader(head, step, micro_batch, {1, 2, 3}), Rows(seed));
   }
   void Save(const TestHead& head, const std::string& checkpoint) {
-    grpc::ClientContext context;
     v1::SaveCheckpointRequest request;
     request.set_name(head.name());
     if (head.head.spec().trainable()) request.set_epoch(head.head.epoch());
     request.set_checkpoint(checkpoint);
-    v1::SaveCheckpointResponse response;
-    Require(server_->heads().SaveCheckpoint(&context, request, &response), "SaveCheckpoint");
+    Require(server_->Call(&Heads::SaveCheckpoint, request), "SaveCheckpoint");
   }
   grpc::Status Delete(const TestHead& head) {
-    grpc::ClientContext context;
     v1::DeleteHeadRequest request;
     request.set_name(head.name());
     request.set_force(true);
-    v1::DeleteHeadResponse response;
-    return server_->heads().DeleteHead(&context, request, &response);
+    return server_->Call(&Heads::DeleteHead, request);
   }
   std::vector<std::string> Names(const std::string& parent) {
-    grpc::ClientContext context;
     v1::ListHeadsRequest request;
     request.set_parent(parent);
     v1::ListHeadsResponse response;
-    Require(server_->heads().ListHeads(&context, request, &response), "ListHeads");
+    Require(server_->Call(&Heads::ListHeads, request, &response), "ListHeads");
     std::vector<std::string> names;
     for (const v1::Head& head : response.heads()) names.push_back(head.name());
     return names;
@@ -67,12 +61,6 @@ class Lifecycle : public TransactionTest {
     request.set_if_exists(if_exists);
     return server_->heads().CreateHead(&context, request, response);
   }
-  static v1::HeadSpec Frozen() {
-    v1::HeadSpec spec = SmallSpec();
-    spec.set_trainable(false);
-    spec.clear_optimizer();
-    return spec;
-  }
 
   std::string root_;
 };
@@ -82,7 +70,7 @@ INSTANTIATE_TEST_SUITE_P(Shards, Lifecycle, ::testing::Values(1, 3));
 TEST_P(Lifecycle, WhoTakesARestoredHeadNamesTheEpochsThatItHasWorkedUnder) {
   Restart(WithCheckpoints());
   const TestHead old_head = server_->MakeHead("h", SmallSpec());
-  const TestHead frozen = server_->MakeHead("frozen", Frozen());
+  const TestHead frozen = server_->MakeHead("frozen", FrozenSpec());
   Save(frozen, "weights");
   Save(old_head, "step-0");
   Require(server_->Apply(ApplyOf(old_head, 0, 0)), "ApplyOptimizerStep");
@@ -164,12 +152,11 @@ TEST_P(Lifecycle, ListsCheckpointsNewestFirst) {
 
 TEST_P(Lifecycle, DeletesOneCheckpoint) {
   const auto remove = [&](const std::string& checkpoint, bool* deleted) {
-    grpc::ClientContext context;
     v1::DeleteCheckpointRequest request;
     request.set_name("tenants/default/heads/h");
     request.set_checkpoint(checkpoint);
     v1::DeleteCheckpointResponse response;
-    const grpc::Status status = server_->heads().DeleteCheckpoint(&context, request, &response);
+    const grpc::Status status = server_->Call(&Heads::DeleteCheckpoint, request, &response);
     *deleted = response.deleted();
     return ReasonOf(status);
   };
@@ -238,13 +225,12 @@ TEST_P(Lifecycle, IdleHeadsAreSavedAndDeleted) {
   EXPECT_TRUE(AwaitMetric("headwater_expired_heads_total", 1));
   // Its checkpoint is there for a head of that name.
   TestHead again = server_->MakeHead("idle", SmallSpec());
-  grpc::ClientContext context;
   v1::RestoreCheckpointRequest request;
   request.set_name(again.name());
   request.set_epoch(again.head.epoch());
   request.set_checkpoint("idle-1");
   v1::Head restored;
-  ASSERT_EQ(ReasonOf(server_->heads().RestoreCheckpoint(&context, request, &restored)), "OK");
+  ASSERT_EQ(ReasonOf(server_->Call(&Heads::RestoreCheckpoint, request, &restored)), "OK");
   EXPECT_EQ(restored.open_step(), 1);
 }
 
@@ -257,9 +243,7 @@ TEST_P(Lifecycle, SavingIdleHeadsNeedsADirectory) {
 TEST_P(Lifecycle, ATenantsMemoryIsBounded) {
   v1::CreateHeadResponse response;
   Require(Create("tenants/a/heads/h", SmallSpec(), v1::IF_EXISTS_FAIL, &response), "CreateHead");
-  ServerSetup setup = MakeSetup();
-  setup.options.limits.max_tenant_memory_bytes = 2 * response.head().memory_plan().total_bytes();
-  Restart(setup);
+  Restart(WithLimit(&service::Limits::max_tenant_memory_bytes, 2 * response.head().memory_plan().total_bytes(), MakeSetup()));
   for (const char* name : {"tenants/a/heads/1", "tenants/a/heads/2"}) {
     EXPECT_EQ(ReasonOf(Create(name, SmallSpec(), v1::IF_EXISTS_FAIL, &response)), "OK");  // the second is at the limit
   }
@@ -300,18 +284,14 @@ TEST_P(Lifecycle, EightRanksAttachToOneHead) {
 }
 
 TEST_P(Lifecycle, AHeadIsInUseFromTheHeaderOfAMicroBatchOn) {
-  ServerSetup setup = MakeSetup();
-  setup.options.limits.max_heads_per_tenant = 1;
-  Restart(setup);
+  Restart(WithLimit(&service::Limits::max_heads_per_tenant, 1, MakeSetup()));
   const TestHead head = server_->MakeHead("h", SmallSpec());
   OpenStream upload(server_->loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}));  // of which no row comes
   EXPECT_TRUE(Await([&] { return server_->MetricLine("headwater_in_flight_bytes") != "headwater_in_flight_bytes 0"; }));
   {
-    grpc::ClientContext context;
     v1::DeleteHeadRequest request;
     request.set_name(head.name());
-    v1::DeleteHeadResponse response;
-    const WireError error = DecodeError(server_->heads().DeleteHead(&context, request, &response));
+    const WireError error = DecodeError(server_->Call(&Heads::DeleteHead, request));
     EXPECT_EQ(error.reason, "HEAD_IN_USE");
     EXPECT_EQ(error.at("runningCalls"), "1");
   }

@@ -7,8 +7,6 @@
 #include <deque>
 #include <memory>
 #include <string>
-#include <thread>
-#include <vector>
 
 #include "tests/integration/support/http2_client.h"
 #include "tests/integration/support/open_stream.h"
@@ -32,9 +30,7 @@ struct TcpServer {
     setup.options.listen_addresses = {"127.0.0.1:0"};
     return setup;
   }
-  bool AwaitConnections(int count) {
-    return Await([&] { return server.MetricLine("headwater_connections") == "headwater_connections " + std::to_string(count); });
-  }
+  bool AwaitConnections(int count) { return server.AwaitMetric("headwater_connections", count); }
   WireServer server;
   int port = 0;
 };
@@ -50,9 +46,7 @@ grpc::Status Ask(const std::shared_ptr<grpc::Channel>& channel, std::chrono::sec
 constexpr std::chrono::seconds kLong(60);
 
 TEST(ConnectionLimits, OneMoreThanMaxConnectionsIsClosedAtOnce) {
-  ServerSetup setup;
-  setup.options.limits.max_connections = 3;
-  TcpServer tcp(setup);
+  TcpServer tcp(WithLimit(&service::Limits::max_connections, 3));
   std::deque<Http2Client> open;
   for (int i = 0; i < 3; ++i) ASSERT_TRUE(open.emplace_back(tcp.port).connected());
   ASSERT_TRUE(tcp.AwaitConnections(3));
@@ -69,9 +63,7 @@ TEST(ConnectionLimits, OneMoreThanMaxConnectionsIsClosedAtOnce) {
 }
 
 TEST(ConnectionLimits, ThousandsThatComeAndGoLeaveNothing) {
-  ServerSetup setup;
-  setup.options.limits.max_connections = 50;
-  TcpServer tcp(setup);
+  TcpServer tcp(WithLimit(&service::Limits::max_connections, 50));
   ASSERT_TRUE(Ask(tcp.server.NewChannel(), kLong).ok());
   ASSERT_TRUE(tcp.AwaitConnections(0));
   for (int i = 0; i < 2000; ++i) ASSERT_TRUE(Http2Client(tcp.port).connected());
@@ -81,9 +73,7 @@ TEST(ConnectionLimits, ThousandsThatComeAndGoLeaveNothing) {
 }
 
 TEST(ConnectionLimits, AHandshakeThatIsNotFinishedEnds) {
-  ServerSetup setup;
-  setup.options.limits.max_handshake_time = absl::Milliseconds(200);
-  TcpServer tcp(setup);
+  TcpServer tcp(WithLimit(&service::Limits::max_handshake_time, absl::Milliseconds(200)));
   Http2Client silent(tcp.port);
   Http2Client half(tcp.port);
   EXPECT_TRUE(half.Send("PRI * HTTP/2.0\r\n"));
@@ -94,9 +84,7 @@ TEST(ConnectionLimits, AHandshakeThatIsNotFinishedEnds) {
 }
 
 TEST(ConnectionLimits, AnIdleOneIsClosedAndMadeAnewWhenItIsNeeded) {
-  ServerSetup setup;
-  setup.options.limits.max_connection_idle = absl::Milliseconds(200);
-  TcpServer tcp(setup);
+  TcpServer tcp(WithLimit(&service::Limits::max_connection_idle, absl::Milliseconds(200)));
   const std::shared_ptr<grpc::Channel> channel = tcp.server.NewChannel();
   ASSERT_TRUE(Ask(channel, kLong).ok());
   EXPECT_TRUE(tcp.AwaitConnections(0));
@@ -155,10 +143,7 @@ TEST(ConnectionLimits, OneThatCancelsTooManyCallsIsCutOffAtThe17th) {
   setup.options.max_cancel_rate = 0.001;  // time gives nothing
   TcpServer tcp(setup);
   const auto ended_calls = [&](int count) {
-    return Await([&] {
-      return tcp.server.MetricLine("headwater_request_seconds_count{method=\"ComputeLoss\"}") ==
-             "headwater_request_seconds_count{method=\"ComputeLoss\"} " + std::to_string(count);
-    });
+    return tcp.server.AwaitMetric("headwater_request_seconds_count{method=\"ComputeLoss\"}", count);
   };
   Http2Client modest(tcp.port);
   ASSERT_TRUE(modest.Send(Resets(16)));
@@ -178,10 +163,7 @@ TEST(ConnectionLimits, CancelsWithinTheRateAreBorne) {
   TcpServer tcp(setup);
   Http2Client client(tcp.port);
   ASSERT_TRUE(client.Send(Resets(50)));
-  EXPECT_TRUE(Await([&] {
-    return tcp.server.MetricLine("headwater_request_seconds_count{method=\"ComputeLoss\"}") ==
-           "headwater_request_seconds_count{method=\"ComputeLoss\"} 50";
-  }));
+  EXPECT_TRUE(tcp.server.AwaitMetric("headwater_request_seconds_count{method=\"ComputeLoss\"}", 50));
   EXPECT_TRUE(tcp.AwaitConnections(1));
   EXPECT_EQ(tcp.server.MetricLine("headwater_connections_dropped_total"), "headwater_connections_dropped_total 0");
 }
@@ -195,10 +177,7 @@ TEST(ConnectionLimits, CallsOfAMethodThatThereIsNotDoNotWait) {
   TcpServer tcp(setup);
   Http2Client client(tcp.port);
   ASSERT_TRUE(client.Send(Resets(1)));  // whose call it is gets known
-  ASSERT_TRUE(Await([&] {
-    return tcp.server.MetricLine("headwater_request_seconds_count{method=\"ComputeLoss\"}") ==
-           "headwater_request_seconds_count{method=\"ComputeLoss\"} 1";
-  }));
+  ASSERT_TRUE(tcp.server.AwaitMetric("headwater_request_seconds_count{method=\"ComputeLoss\"}", 1));
   for (uint32_t stream = 3; stream < 3 + 2 * 4 * (1 + 3); stream += 2) {
     ASSERT_TRUE(client.Send(Http2Client::Encode({kHeadersFrame, kEndHeaders | kEndStream, stream, CallHeaders("Unknown")})));
     bool answered = false;
@@ -223,22 +202,19 @@ TEST(ConnectionLimits, AFloodOfResetsEndsAndOthersGoOn) {
     EXPECT_TRUE(client.AwaitEnd());
     EXPECT_TRUE(Ask(channel, kLong).ok());
   }
-  EXPECT_TRUE(Await(
-      [&] { return tcp.server.MetricLine("headwater_connections_dropped_total") == "headwater_connections_dropped_total 3"; }));
+  EXPECT_TRUE(tcp.server.AwaitMetric("headwater_connections_dropped_total", 3));
   EXPECT_TRUE(tcp.AwaitConnections(1));  // the channel's
 }
 
 TEST(StreamLimits, OnOneConnection) {
-  ServerSetup setup;
-  setup.options.limits.max_connection_streams = 2;
-  WireServer server(setup);
+  WireServer server(WithLimit(&service::Limits::max_connection_streams, 2));
   const TestHead head = server.MakeHead("h", SmallSpec());
   const std::shared_ptr<grpc::Channel> channel = server.NewChannel();
   const auto loss = v1::LossService::NewStub(channel);
   OpenStream first(*loss, CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(1), 1);
   OpenStream second(*loss, CrossEntropyHeader(head, 0, 1, {1, 2, 3}), Rows(1), 1);
   // Each takes 60 bytes in and 60 out.
-  ASSERT_TRUE(Await([&] { return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 240"; }));
+  ASSERT_TRUE(server.AwaitMetric("headwater_in_flight_bytes", 240));
   EXPECT_EQ(Ask(channel, std::chrono::seconds(1)).error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);  // it never got there
   EXPECT_TRUE(Ask(server.NewChannel(), kLong).ok());
   first.context.TryCancel();
@@ -249,9 +225,7 @@ TEST(StreamLimits, OnOneConnection) {
 }
 
 TEST(StreamLimits, OfMetadata) {
-  ServerSetup setup;
-  setup.options.limits.max_metadata_bytes = 4096;
-  WireServer server(setup);
+  WireServer server(WithLimit(&service::Limits::max_metadata_bytes, 4096));
   // The largest padding that is let through; what goes with it is a few hundred bytes. On connections of their own: gRPC may lose
   // track of the compression of one whose metadata it has refused.
   size_t good = 0;
@@ -271,24 +245,20 @@ TEST(StreamLimits, OfMetadata) {
 }
 
 TEST(StreamLimits, TheLeastMetadataStillServes) {
-  ServerSetup setup;
-  setup.options.limits.max_metadata_bytes = service::kLeastMetadataBytes;
-  WireServer server(setup);
+  WireServer server(WithLimit(&service::Limits::max_metadata_bytes, service::kLeastMetadataBytes));
   const grpc::Status status = Ask(server.NewChannel(), kLong, std::string(256, 'x'));
   EXPECT_TRUE(status.ok()) << status.error_message();
 }
 
 TEST(StreamLimits, OfTheirTime) {
-  ServerSetup setup;
-  setup.options.limits.max_stream_time = absl::Milliseconds(400);
-  WireServer server(setup);
+  WireServer server(WithLimit(&service::Limits::max_stream_time, absl::Milliseconds(400)));
   const TestHead head = server.MakeHead("h", SmallSpec());
   const std::string before = server.Snapshot(head);
   OpenStream slow(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(1), 1);
   const grpc::Status ended = slow.End();
   EXPECT_EQ(ended.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
   EXPECT_THAT(ended.error_message(), HasSubstr("max_stream_time"));
-  EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0"; }));
+  EXPECT_TRUE(server.AwaitMetric("headwater_in_flight_bytes", 0));
   EXPECT_EQ(server.Snapshot(head), before);
   // An upload, whose thread reads.
   grpc::ClientContext context;
@@ -383,9 +353,7 @@ struct Watch {
 };
 
 TEST(StreamLimits, OfHealthWatches) {
-  ServerSetup setup;
-  setup.options.limits.max_health_watches = 2;
-  WireServer server(setup);
+  WireServer server(WithLimit(&service::Limits::max_health_watches, 2));
   const std::shared_ptr<grpc::Channel> channel = server.NewChannel();
   Watch first(channel);
   Watch second(channel);
@@ -415,7 +383,7 @@ TEST(Overload, HealthIsAnsweredWhenNoThreadIsFree) {
   const TestHead head = server.MakeHead("h", SmallSpec());
   std::deque<OpenStream> held;
   for (int64_t id = 0; id < 8; ++id) held.emplace_back(server.loss(), CrossEntropyHeader(head, 0, id, {1, 2, 3}), Rows(1), 1);
-  ASSERT_TRUE(Await([&] { return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 960"; }));
+  ASSERT_TRUE(server.AwaitMetric("headwater_in_flight_bytes", 960));
   const WireError error = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 9, {1}), Rows(1)).status);
   EXPECT_EQ(error.reason, "QUEUE_FULL");
   EXPECT_EQ(error.at("limit"), "max_threads");
@@ -456,7 +424,7 @@ TEST(Overload, UploadsThatStandStillGiveWay) {
   const std::string before = server.Snapshot(head);
   std::deque<OpenStream> held;
   for (int64_t id = 0; id < 8; ++id) held.emplace_back(server.loss(), CrossEntropyHeader(head, 0, id, {1, 2, 3}), Rows(1), 1);
-  ASSERT_TRUE(Await([&] { return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 960"; }));
+  ASSERT_TRUE(server.AwaitMetric("headwater_in_flight_bytes", 960));
   EXPECT_EQ(server.Snapshot(head), before);
   EXPECT_TRUE(Await([&] {
     const grpc::Status status = server.Compute(CrossEntropyHeader(head, 0, 9, {1}), Rows(1)).status;
@@ -478,7 +446,7 @@ TEST(Overload, BytesOfUploadsThatStandStillAreGivenBack) {
   WireServer server(setup);
   const TestHead head = server.MakeHead("h", SmallSpec());
   OpenStream holder(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(1), 1);
-  ASSERT_TRUE(Await([&] { return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 120"; }));
+  ASSERT_TRUE(server.AwaitMetric("headwater_in_flight_bytes", 120));
   EXPECT_TRUE(Await([&] { return server.Compute(CrossEntropyHeader(head, 0, 1, {1}), Rows(1)).status.ok(); }));
   const WireError error = DecodeError(holder.End());
   EXPECT_EQ(error.reason, "QUEUE_FULL");
@@ -488,12 +456,10 @@ TEST(Overload, BytesOfUploadsThatStandStillAreGivenBack) {
 
 // All connections of a Unix socket have one address. Room that is kept for a client that was refused is kept from the others too.
 TEST(Overload, ConnectionsOfAUnixSocketAreClientsOfTheirOwn) {
-  ServerSetup setup;
-  setup.options.limits.max_in_flight_bytes = 160;
-  WireServer server(setup);
+  WireServer server(WithLimit(&service::Limits::max_in_flight_bytes, 160));
   const TestHead head = server.MakeHead("h", SmallSpec());
   OpenStream holder(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(1), 1);
-  ASSERT_TRUE(Await([&] { return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 120"; }));
+  ASSERT_TRUE(server.AwaitMetric("headwater_in_flight_bytes", 120));
   const auto other = v1::LossService::NewStub(server.NewChannel());
   // Within the time for which room is kept; again, if a busy machine has let that pass.
   EXPECT_TRUE(Await([&] {

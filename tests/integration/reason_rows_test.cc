@@ -12,7 +12,6 @@
 #include <future>
 #include <map>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -70,31 +69,26 @@ const std::map<std::string, std::string>& ReasonsToCome() {
 using Rows = std::vector<ReasonRow>;
 
 std::string FindHead(Trial& t, const std::string& name) {
-  grpc::ClientContext context;
   v1::GetHeadRequest request;
   request.set_name(name);
-  v1::Head head;
-  return t.Tell(t.server().heads().GetHead(&context, request, &head));
+  return t.Tell(t.server().Call(&Heads::GetHead, request));
 }
 
 std::string Create(Trial& t, const std::string& id, const v1::HeadSpec& spec, v1::IfExists if_exists = v1::IF_EXISTS_FAIL) {
-  grpc::ClientContext context;
   v1::CreateHeadRequest request;
   request.set_name("tenants/default/heads/" + id);
   *request.mutable_spec() = spec;
   request.set_if_exists(if_exists);
-  v1::CreateHeadResponse response;
-  return t.Tell(t.server().heads().CreateHead(&context, request, &response));
+  return t.Tell(t.server().Call(&Heads::CreateHead, request));
 }
 
 std::string Load(Trial& t, const std::string& path) {
-  grpc::ClientContext context;
   v1::LoadWeightsRequest request;
   request.set_name(t.Head().name());
   request.set_epoch(t.Head().head.epoch());
   request.set_path(path);
   v1::Head head;
-  return t.Tell(t.server().heads().LoadWeights(&context, request, &head));
+  return t.Tell(t.server().Call(&Heads::LoadWeights, request, &head));
 }
 
 // The header of a micro-batch of the student, changed.
@@ -103,13 +97,6 @@ std::function<std::string(Trial&)> WithHeader(const std::function<void(v1::Micro
 }
 
 void StageFirst(Trial& t) { EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true}), "STAGED STAGED"); }
-
-v1::HeadSpec Frozen(int64_t vocab_size) {
-  v1::HeadSpec spec = SmallSpec(vocab_size);
-  spec.set_trainable(false);
-  spec.clear_optimizer();
-  return spec;
-}
 
 v1::UploadWeightsHeader UploadHeader(Trial& t) {
   v1::UploadWeightsHeader header;
@@ -165,7 +152,7 @@ Rows RequestRows() {
                     });
                   },
                   [](Trial& t) { t.Head("teacher"); },
-                  {.specs = {{"teacher", Frozen(12)}}}});
+                  {.specs = {{"teacher", FrozenSpec(12)}}}});
   rows.push_back({"PROTOCOL_VIOLATION", [](Trial& t) {
                     return t.Tell(t.server().Compute(t.HeaderOf({.id = 0}), "").status);  // not a single row
                   }});
@@ -255,7 +242,7 @@ Rows StepStateRows() {
   rows.push_back({"HEAD_NOT_TRAINABLE",
                   [](Trial& t) { return t.GetStep("teacher"); },
                   [](Trial& t) { t.Head("teacher"); },
-                  {.specs = {{"teacher", Frozen(13)}}}});
+                  {.specs = {{"teacher", FrozenSpec(13)}}}});
   rows.push_back({"WEIGHTS_NOT_LOADED", [](Trial& t) {
                     TestHead empty;
                     Require(t.server().Create("tenants/default/heads/empty", SmallSpec(), &empty.head), "CreateHead");

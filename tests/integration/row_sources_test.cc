@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <thread>
@@ -55,13 +54,12 @@ class NamedMemory {
   }
   void Truncate(int64_t bytes) { EXPECT_EQ(ftruncate(file_, bytes), 0); }
   std::string Register(WireServer& server, const std::string& session) {
-    grpc::ClientContext context;
     v1::RegisterSharedMemoryRequest request;
     request.set_session_id(session);
     request.set_shared_memory_name(name_);
     request.set_size_bytes(bytes_);
     v1::RegisterSharedMemoryResponse response;
-    Require(server.sessions().RegisterSharedMemory(&context, request, &response), "RegisterSharedMemory");
+    Require(server.Call(&Sessions::RegisterSharedMemory, request, &response), "RegisterSharedMemory");
     return response.region_id();
   }
 
@@ -149,8 +147,7 @@ TEST_F(RowSources, RowsAndGradientInARegionAreTheSameMicroBatch) {
     header.mutable_hidden_rows()->set_offset_bytes(64);
     header.mutable_grad_hidden_rows()->set_region_id(region);
     header.mutable_grad_hidden_rows()->set_offset_bytes(64 + bytes);
-    const LossReply shared = server_->Compute(header, "");
-    ASSERT_EQ(ReasonOf(shared.status), "OK") << shared.status.error_message();
+    const LossReply shared = server_->MustCompute(header, "");
     EXPECT_EQ(shared.summary.transport(), "shared_memory");
     EXPECT_TRUE(shared.grad_hidden.empty());
     const std::string gradient = server_->Gradient(head);
@@ -178,8 +175,7 @@ TEST_F(RowSources, ATeachersRowsMayLieInARegionToo) {
   v1::MicroBatchHeader header = Jsd(head, 0, kRows);
   header.set_session_id(session_);
   header.mutable_terms(0)->mutable_teacher_hidden()->mutable_rows()->set_region_id(memory.Register(*server_, session_));
-  const LossReply mixed = server_->Compute(header, Rows(kRows), "", {.chunk_rows = 500});
-  ASSERT_EQ(ReasonOf(mixed.status), "OK") << mixed.status.error_message();
+  const LossReply mixed = server_->MustCompute(header, Rows(kRows), "", {.chunk_rows = 500});
   EXPECT_EQ(mixed.summary.transport(), "grpc");  // the hidden states' path
   const LossReply plain = server_->Compute(Jsd(head, 0, kRows), Rows(kRows), Rows(kRows, kTeacherColumns, 9), {.chunk_rows = 500});
   EXPECT_TRUE(plain.summary.replayed());
@@ -204,8 +200,7 @@ TEST_F(RowSources, WhatIsHeldOutlivesTheRegion) {
   header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
   header.set_late_token_factors(true);
   header.mutable_hidden_rows()->set_region_id(memory.Register(*server_, session_));
-  const LossReply held = server_->Compute(header, "");
-  ASSERT_EQ(ReasonOf(held.status), "OK") << held.status.error_message();
+  const LossReply held = server_->MustCompute(header, "");
   EXPECT_EQ(held.summary.form(), v1::CONTRIBUTION_FORM_HELD);
   memory.Put(std::string(kRows * kColumns * 4, '\1'), 0);  // the client's again
   v1::CommitMicroBatchRequest commit;

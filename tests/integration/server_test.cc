@@ -179,21 +179,19 @@ TEST(Heads, OfTenTerabytesAreRefusedAtOnce) {
   EXPECT_THAT(error.message, HasSubstr("grad_weight"));
   EXPECT_GT(std::stoll(error.at("requestedBytes")), int64_t{10} << 40);
   EXPECT_FALSE(error.at("availableBytes").empty());
-  grpc::ClientContext context;
   v1::ListHeadsResponse list;
-  Require(server.heads().ListHeads(&context, {}, &list), "ListHeads");
+  Require(server.Call(&Heads::ListHeads, {}, &list), "ListHeads");
   EXPECT_EQ(list.heads_size(), 0);
 }
 
 TEST(Heads, PlanIsToldWithoutMakingAnything) {
   WireServer server;
-  grpc::ClientContext context;
   v1::CreateHeadRequest request;
   request.set_name("tenants/default/heads/planned");
   *request.mutable_spec() = SmallSpec();
   request.set_validate_only(true);
   v1::CreateHeadResponse response;
-  Require(server.heads().CreateHead(&context, request, &response), "CreateHead");
+  Require(server.Call(&Heads::CreateHead, request, &response), "CreateHead");
   EXPECT_FALSE(response.created());
   EXPECT_TRUE(response.head().epoch().empty());
   EXPECT_GT(response.head().memory_plan().total_bytes(), 3 * 13 * 5 * 4);
@@ -225,13 +223,12 @@ TEST(Heads, AreListedInPagesByName) {
   std::string token;
   int pages = 0;
   do {
-    grpc::ClientContext context;
     v1::ListHeadsRequest request;
     request.set_parent("tenants/default");
     request.set_page_size(2);
     request.set_page_token(token);
     v1::ListHeadsResponse response;
-    Require(server.heads().ListHeads(&context, request, &response), "ListHeads");
+    Require(server.Call(&Heads::ListHeads, request, &response), "ListHeads");
     for (const v1::Head& listed : response.heads()) names += listed.name().back();
     token = response.next_page_token();
     ++pages;
@@ -427,9 +424,7 @@ TEST(Traces, OfMicroBatchesAreWrittenIfTheCallerRecordsThem) {
     EXPECT_THAT(committed, HasSubstr("\"name\":\"commit\""));
     EXPECT_THAT(committed, HasSubstr("\"method\":\"CommitMicroBatch\""));
     // Counted once the file is there.
-    EXPECT_TRUE(Await([&] {
-      return server.MetricLine("headwater_traces_total{outcome=\"written\"}") == "headwater_traces_total{outcome=\"written\"} 3";
-    }));
+    EXPECT_TRUE(server.AwaitMetric("headwater_traces_total{outcome=\"written\"}", 3));
   }
   std::filesystem::remove_all(folder);
 }
@@ -458,11 +453,9 @@ TEST(Server, TheLogOfAnAbandonedCallTellsWhetherItWasComputed) {
     WireServer server;
     const TestHead head = server.MakeHead("h", SmallSpec());
     const auto rows = [](int count) { return Bytes(Random(static_cast<size_t>(count) * 5, 5, 1)); };
-    const auto nothing_in_flight = [&] {
-      return Await([&] { return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0"; });
-    };
+    const auto nothing_in_flight = [&] { return server.AwaitMetric("headwater_in_flight_bytes", 0); };
     OpenStream upload(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), rows(1), 1);
-    EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 120"; }));
+    EXPECT_TRUE(server.AwaitMetric("headwater_in_flight_bytes", 120));
     upload.context.TryCancel();
     upload.End();
     EXPECT_TRUE(nothing_in_flight());
@@ -470,13 +463,13 @@ TEST(Server, TheLogOfAnAbandonedCallTellsWhetherItWasComputed) {
     OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 1, {1, 2, 3}), rows(3), 3);
     call.stream->WritesDone();
     server.gate().AwaitWaiting();
-    EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_abandoned_calls") == "headwater_abandoned_calls 0"; }));
+    EXPECT_TRUE(server.AwaitMetric("headwater_abandoned_calls", 0));
     call.context.TryCancel();
     call.End();
-    EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_abandoned_calls") == "headwater_abandoned_calls 1"; }));
+    EXPECT_TRUE(server.AwaitMetric("headwater_abandoned_calls", 1));
     server.gate().Open();
     EXPECT_TRUE(nothing_in_flight());
-    EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_abandoned_calls") == "headwater_abandoned_calls 0"; }));
+    EXPECT_TRUE(server.AwaitMetric("headwater_abandoned_calls", 0));
     EXPECT_EQ(server.Find(head, 1).state(), v1::CONTRIBUTION_STATE_COMMITTED);
   }
   const std::string log = ::testing::internal::GetCapturedStderr();

@@ -54,9 +54,8 @@ class SharedMemory : public ::testing::Test {
     session_ = server_->OpenSession(60000);
   }
   v1::ServerInfo Info() {
-    grpc::ClientContext context;
     v1::ServerInfo info;
-    Require(server_->sessions().GetServerInfo(&context, {}, &info), "GetServerInfo");
+    Require(server_->Call(&Sessions::GetServerInfo, {}, &info), "GetServerInfo");
     return info;
   }
   // Passes the descriptor; its token.
@@ -326,11 +325,9 @@ TEST_F(SharedRows, StayMappedForTheCallWhoseClientDies) {
   std::thread call([&] { reply = server_->Compute(Header(head, 0, id, session_), ""); });
   server_->gate().AwaitWaiting();
   std::thread close([&] {  // waits for the head, which computes
-    grpc::ClientContext context;
     v1::CloseSessionRequest request;
     request.set_session_id(session_);
-    v1::CloseSessionResponse response;
-    EXPECT_EQ(ReasonOf(server_->sessions().CloseSession(&context, request, &response)), "OK");
+    EXPECT_EQ(ReasonOf(server_->Call(&Sessions::CloseSession, request)), "OK");
   });
   EXPECT_TRUE(Await([&] { return ReasonOf(Unregister(session_, "none")) == "SESSION_NOT_FOUND"; }));
   EXPECT_EQ(SharedRegions(), "headwater_regions{kind=\"shared\"} 1");  // in use
@@ -408,7 +405,7 @@ TEST_F(SharedRows, LeaveNothingBehind) {
     EXPECT_EQ(server_->Compute(header, "").status.ok(), micro_batch % 4 == 0);
   }
   EXPECT_EQ(SharedRegions(), "headwater_regions{kind=\"shared\"} 1");
-  EXPECT_TRUE(Await([&] { return server_->MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0"; }));
+  EXPECT_TRUE(server_->AwaitMetric("headwater_in_flight_bytes", 0));
   EXPECT_LE(OpenDescriptors(), before);
   EXPECT_EQ(ReasonOf(Unregister(session_, id)), "OK");
 }

@@ -58,12 +58,10 @@ class SlowDisk : public ::testing::Test {
     return server_->Compute(header, Rows(5)).status;
   }
   grpc::Status Commit(int64_t micro_batch) {
-    grpc::ClientContext context;
     v1::CommitMicroBatchRequest request;
     *request.add_heads() = server_->At(saved_, 0);
     request.set_micro_batch(micro_batch);
-    v1::CommitMicroBatchResponse response;
-    return server_->loss().CommitMicroBatch(&context, request, &response);
+    return server_->Call(&Loss::CommitMicroBatch, request);
   }
   grpc::Status Save(const std::string& checkpoint, grpc::ClientContext& context) {
     v1::SaveCheckpointRequest request;
@@ -81,25 +79,18 @@ class SlowDisk : public ::testing::Test {
     return Save(checkpoint, context);
   }
   grpc::Status Delete(bool force) {
-    grpc::ClientContext context;
     v1::DeleteHeadRequest request;
     request.set_name(saved_.name());
     request.set_force(force);
-    v1::DeleteHeadResponse response;
-    return server_->heads().DeleteHead(&context, request, &response);
+    return server_->Call(&Heads::DeleteHead, request);
   }
   std::string KeepAlive(const std::string& session) {
-    grpc::ClientContext context;
     v1::KeepAliveRequest request;
     request.set_session_id(session);
-    v1::KeepAliveResponse response;
-    return ReasonOf(server_->sessions().KeepAlive(&context, request, &response));
+    return ReasonOf(server_->Call(&Sessions::KeepAlive, request));
   }
   v1::ContributionState StateOf(const TestHead& head, int64_t micro_batch) { return server_->Find(head, micro_batch).state(); }
-  bool AwaitWaiting(int count) {
-    return Await(
-        [&] { return server_->MetricLine("headwater_waiting_calls") == "headwater_waiting_calls " + std::to_string(count); });
-  }
+  bool AwaitWaiting(int count) { return server_->AwaitMetric("headwater_waiting_calls", count); }
 
   const std::string root_ = MakeRoot();
   std::unique_ptr<WireServer> server_;

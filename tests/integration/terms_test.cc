@@ -44,8 +44,7 @@ TEST_P(Terms, FiveHeadsInOneRequestEqualFiveRequestsAndUploadTheRowsOnce) {
   int64_t before = BytesIn();
   v1::MicroBatchHeader header = HeaderOf(together, 0);
   header.add_outputs(v1::TOKEN_OUTPUT_LOSS);
-  const LossReply reply = server_->Compute(header, rows);
-  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+  const LossReply reply = server_->MustCompute(header, rows);
   EXPECT_EQ(BytesIn() - before, 60);
   EXPECT_EQ(reply.summary.state(), v1::CONTRIBUTION_STATE_COMMITTED);
   EXPECT_EQ(reply.summary.form(), v1::CONTRIBUTION_FORM_DIRECT);
@@ -58,8 +57,7 @@ TEST_P(Terms, FiveHeadsInOneRequestEqualFiveRequestsAndUploadTheRowsOnce) {
     v1::MicroBatchHeader one = HeaderOf({apart[k]}, 0);
     *one.mutable_terms(0)->mutable_targets() = Int32Tensor(TargetsOf(i));
     one.add_outputs(v1::TOKEN_OUTPUT_LOSS);
-    const LossReply single = server_->Compute(one, rows);
-    ASSERT_EQ(ReasonOf(single.status), "OK") << single.status.error_message();
+    const LossReply single = server_->MustCompute(one, rows);
     EXPECT_DOUBLE_EQ(reply.summary.terms(i).sums().loss_sum(), single.summary.terms(0).sums().loss_sum());
     EXPECT_EQ(reply.summary.terms(i).token_loss().data(), single.summary.terms(0).token_loss().data());
     EXPECT_EQ(reply.summary.terms(i).weight_version(), together[k].head.weight_version());
@@ -98,18 +96,14 @@ TEST_P(Terms, MayHaveTeachersOfTheirOwn) {
   header.mutable_terms(0)->set_row_count(2);
   *header.add_terms() = term_of(together, 1);
   header.mutable_terms(1)->set_row_start(2);
-  SendOptions send;
-  send.chunk_rows = 2;
-  send.teacher_rows = {{0, teacher_rows[0]}, {1, teacher_rows[1]}};
-  const LossReply reply = server_->Compute(header, rows, "", send);
-  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+  SendOptions send = {.chunk_rows = 2, .teacher_rows = {{0, teacher_rows[0]}, {1, teacher_rows[1]}}};
+  const LossReply reply = server_->MustCompute(header, rows, "", send);
   std::string grad_hidden;
   for (int i = 0; i < 2; ++i) {
     v1::MicroBatchHeader one = CrossEntropyHeader(apart, 0, i, {});
     one.set_row_count(i == 0 ? 2 : 3);
     *one.mutable_terms(0) = term_of(apart, i);
-    const LossReply single = server_->Compute(one, i == 0 ? rows.substr(0, 40) : rows.substr(40), teacher_rows[i]);
-    ASSERT_EQ(ReasonOf(single.status), "OK") << single.status.error_message();
+    const LossReply single = server_->MustCompute(one, i == 0 ? rows.substr(0, 40) : rows.substr(40), teacher_rows[i]);
     grad_hidden += single.grad_hidden;
     EXPECT_DOUBLE_EQ(reply.summary.terms(i).sums().loss_sum(), single.summary.terms(0).sums().loss_sum());
     EXPECT_EQ(reply.summary.terms(i).teacher_weight_version(), teachers[i].head.weight_version());

@@ -58,13 +58,11 @@ std::string MakeRoot() {
 }
 
 grpc::Status SaveAs(WireServer& server, const TestHead& head, const std::string& checkpoint) {
-  grpc::ClientContext context;
   v1::SaveCheckpointRequest request;
   request.set_name(head.name());
   request.set_epoch(head.head.epoch());
   request.set_checkpoint(checkpoint);
-  v1::SaveCheckpointResponse response;
-  return server.heads().SaveCheckpoint(&context, request, &response);
+  return server.Call(&Heads::SaveCheckpoint, request);
 }
 
 // One upload stream, step by step.
@@ -263,12 +261,11 @@ TEST_P(Weights, GradientDownloadMultipliesByTheFactor) {
   const std::vector<float> whole = Floats(server_.Gradient(head));
   const std::vector<float> scaled = Floats(server_.Gradient(head, 0, -0.5));
   for (size_t i = 0; i < whole.size(); ++i) EXPECT_EQ(scaled[i], -0.5F * whole[i]);
-  grpc::ClientContext context;
   v1::GetGradientNormRequest request;
   *request.mutable_head() = server_.At(head, 0);
   request.set_gradient_factor(-0.5);
   v1::GetGradientNormResponse response;
-  Require(server_.heads().GetGradientNorm(&context, request, &response), "GetGradientNorm");
+  Require(server_.Call(&Heads::GetGradientNorm, request, &response), "GetGradientNorm");
   double norm_squared = 0;
   for (const float value : scaled) norm_squared += static_cast<double>(value) * value;
   EXPECT_LE(std::abs(response.gradient_norm_squared() - norm_squared), 1e-9 * norm_squared);
@@ -313,13 +310,11 @@ TEST(WeightsWithoutStorage, SayWhichFlagIsMissing) {
   const WireError error = DecodeError(SaveAs(server, head, "c"));
   EXPECT_EQ(error.reason, "STORAGE_NOT_CONFIGURED");
   EXPECT_EQ(error.at("expected"), "--checkpoint_directory");
-  grpc::ClientContext load_context;
   v1::LoadWeightsRequest load;
   load.set_name(head.name());
   load.set_epoch(head.head.epoch());
   load.set_path("w.safetensors");
-  v1::Head loaded;
-  EXPECT_EQ(DecodeError(server.heads().LoadWeights(&load_context, load, &loaded)).at("expected"), "--load_root");
+  EXPECT_EQ(DecodeError(server.Call(&Heads::LoadWeights, load)).at("expected"), "--load_root");
 }
 
 // A save reads the weights: micro-batches of its head and of others run beside it.
@@ -376,9 +371,7 @@ TEST(WeightsInUpload, AreFourOfAHead) {
 }
 
 TEST(WeightsInUpload, AreBoundedByTheUploadBudget) {
-  ServerSetup setup;
-  setup.options.limits.max_upload_bytes = 520;
-  WireServer server(setup);
+  WireServer server(WithLimit(&service::Limits::max_upload_bytes, 520));
   v1::Head head;
   Require(server.Create("tenants/default/heads/h", SmallSpec(), &head), "CreateHead");
   Upload first(server, UploadHeader(head, "a", 260));

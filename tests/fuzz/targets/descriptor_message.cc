@@ -20,9 +20,7 @@ using transport::FileDescriptor;
 transport::DescriptorSocket& Socket() {
   static const ScratchDirectory directory;
   static const std::unique_ptr<transport::DescriptorSocket> socket = [] {
-    transport::DescriptorSocketOptions options;
-    options.path = directory.path() + "/socket";
-    return *transport::DescriptorSocket::Listen(options);
+    return *transport::DescriptorSocket::Listen(transport::DescriptorSocketOptions{.path = directory.path() + "/socket"});
   }();
   return *socket;
 }

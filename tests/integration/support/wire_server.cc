@@ -103,12 +103,11 @@ std::shared_ptr<grpc::Channel> WireServer::NewChannel() const {
 }
 
 grpc::Status WireServer::Create(const std::string& name, const v1::HeadSpec& spec, v1::Head* head) {
-  grpc::ClientContext context;
   v1::CreateHeadRequest request;
   request.set_name(name);
   *request.mutable_spec() = spec;
   v1::CreateHeadResponse response;
-  const grpc::Status status = heads_->CreateHead(&context, request, &response);
+  const grpc::Status status = Call(&Heads::CreateHead, request, &response);
   *head = response.head();
   return status;
 }
@@ -153,11 +152,10 @@ grpc::Status WireServer::Upload(const v1::Head& head, v1::HeadTensor tensor, con
 }
 
 v1::Head WireServer::Get(const std::string& name) {
-  grpc::ClientContext context;
   v1::GetHeadRequest request;
   request.set_name(name);
   v1::Head head;
-  Require(heads_->GetHead(&context, request, &head), "GetHead");
+  Require(Call(&Heads::GetHead, request, &head), "GetHead");
   return head;
 }
 
@@ -215,6 +213,13 @@ LossReply WireServer::Compute(const v1::MicroBatchHeader& header, const std::str
   return reply;
 }
 
+LossReply WireServer::MustCompute(const v1::MicroBatchHeader& header, const std::string& rows, const std::string& teacher_rows,
+                                  const SendOptions& send) {
+  LossReply reply = Compute(header, rows, teacher_rows, send);
+  Require(reply.status, "ComputeLoss");
+  return reply;
+}
+
 v1::HeadStep WireServer::At(const TestHead& head, int64_t step) const {
   v1::HeadStep head_step;
   head_step.set_head(head.name());
@@ -224,17 +229,15 @@ v1::HeadStep WireServer::At(const TestHead& head, int64_t step) const {
 }
 
 grpc::Status WireServer::Commit(const v1::CommitMicroBatchRequest& request, bool* replayed) {
-  grpc::ClientContext context;
   v1::CommitMicroBatchResponse response;
-  const grpc::Status status = loss_->CommitMicroBatch(&context, request, &response);
+  const grpc::Status status = Call(&Loss::CommitMicroBatch, request, &response);
   if (replayed != nullptr) *replayed = response.replayed();
   return status;
 }
 
 grpc::Status WireServer::Discard(const v1::DiscardMicroBatchRequest& request, bool* dropped) {
-  grpc::ClientContext context;
   v1::DiscardMicroBatchResponse response;
-  const grpc::Status status = loss_->DiscardMicroBatch(&context, request, &response);
+  const grpc::Status status = Call(&Loss::DiscardMicroBatch, request, &response);
   if (dropped != nullptr) *dropped = response.dropped();
   return status;
 }
@@ -291,13 +294,12 @@ grpc::Status WireServer::AddGradient(const v1::AddGradientHeader& header, const 
 }
 
 grpc::Status WireServer::Take(TestHead* head, const std::string& epoch, const std::vector<std::string>& recovers_epochs) {
-  grpc::ClientContext context;
   v1::TakeHeadRequest request;
   request.set_name(head->name());
   request.set_epoch(epoch);
   for (const std::string& recovered : recovers_epochs) request.add_recovers_epochs(recovered);
   v1::Head taken;
-  const grpc::Status status = heads_->TakeHead(&context, request, &taken);
+  const grpc::Status status = Call(&Heads::TakeHead, request, &taken);
   if (status.ok()) head->head = taken;
   return status;
 }
@@ -311,13 +313,12 @@ v1::MicroBatchState WireServer::Find(const TestHead& head, int64_t micro_batch) 
 }
 
 std::string WireServer::OpenSession(int64_t lease_ms) {
-  grpc::ClientContext context;
   v1::OpenSessionRequest request;
   request.set_client_name("test");
   request.mutable_lease()->set_seconds(lease_ms / 1000);
   request.mutable_lease()->set_nanos(static_cast<int32_t>(lease_ms % 1000) * 1000000);
   v1::OpenSessionResponse response;
-  Require(sessions_->OpenSession(&context, request, &response), "OpenSession");
+  Require(Call(&Sessions::OpenSession, request, &response), "OpenSession");
   return response.session_id();
 }
 
@@ -327,12 +328,15 @@ std::string WireServer::MetricLine(const std::string& name) const {
   return begin == std::string::npos ? "" : text.substr(begin + 1, text.find('\n', begin + 1) - begin - 1);
 }
 
+bool WireServer::AwaitMetric(const std::string& name, int64_t value) const {
+  return Await([&] { return MetricLine(name) == absl::StrCat(name, " ", value); });
+}
+
 v1::GetStepResponse WireServer::Steps(const TestHead& head) {
-  grpc::ClientContext context;
   v1::GetStepRequest request;
   *request.mutable_head() = At(head, 0);
   v1::GetStepResponse response;
-  Require(heads_->GetStep(&context, request, &response), "GetStep");
+  Require(Call(&Heads::GetStep, request, &response), "GetStep");
   return response;
 }
 
@@ -394,6 +398,13 @@ v1::HeadSpec SmallSpec(int64_t vocab_size, int64_t hidden_size) {
   spec.set_data_type(v1::DATA_TYPE_FLOAT32);
   spec.set_trainable(true);
   spec.mutable_optimizer()->mutable_adamw();
+  return spec;
+}
+
+v1::HeadSpec FrozenSpec(int64_t vocab_size, int64_t hidden_size) {
+  v1::HeadSpec spec = SmallSpec(vocab_size, hidden_size);
+  spec.set_trainable(false);
+  spec.clear_optimizer();
   return spec;
 }
 

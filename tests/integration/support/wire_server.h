@@ -5,12 +5,15 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "headwater/kernels/engine.h"
@@ -74,20 +77,40 @@ struct ServerSetup {
   EngineOptions engine;
   bool ready = true;  // BecomeReady() has run
 };
+// A setup with another value for one of the server's limits.
+template <typename T>
+ServerSetup WithLimit(T service::Limits::*limit, std::type_identity_t<T> value, ServerSetup setup = {}) {
+  setup.options.limits.*limit = value;
+  return setup;
+}
+
+using Heads = v1::HeadService::Stub;
+using Loss = v1::LossService::Stub;
+using Sessions = v1::SessionService::Stub;
 
 class WireServer {
  public:
   explicit WireServer(const ServerSetup& setup = {});
   ~WireServer();
 
-  v1::LossService::Stub& loss() { return *loss_; }
-  v1::HeadService::Stub& heads() { return *heads_; }
-  v1::SessionService::Stub& sessions() { return *sessions_; }
+  Loss& loss() { return *loss_; }
+  Heads& heads() { return *heads_; }
+  Sessions& sessions() { return *sessions_; }
   service::Server& server() { return *server_; }
   Gate& gate() { return *gate_; }
   const std::string& directory() const { return directory_; }
   const std::string& address() const { return server_->addresses().front(); }
   std::shared_ptr<grpc::Channel> NewChannel() const;  // its own connection
+  // A unary call of one of the services, such as &Heads::GetHead.
+  template <typename Stub, typename Request, typename Response>
+  grpc::Status Call(grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
+                    const std::type_identity_t<Request>& request, std::type_identity_t<Response>* response = nullptr,
+                    std::optional<int> deadline_ms = std::nullopt) const {
+    grpc::ClientContext context;
+    if (deadline_ms.has_value()) context.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(*deadline_ms));
+    Response unused;
+    return (std::get<Stub&>(stubs()).*method)(&context, request, response == nullptr ? &unused : response);
+  }
 
   // ---- heads
   grpc::Status Create(const std::string& name, const v1::HeadSpec& spec, v1::Head* head);
@@ -102,6 +125,9 @@ class WireServer {
   // `rows` and `teacher_rows` are bytes in the header's types.
   LossReply Compute(const v1::MicroBatchHeader& header, const std::string& rows, const std::string& teacher_rows = "",
                     const SendOptions& send = {});
+  // The same for a call that must work.
+  LossReply MustCompute(const v1::MicroBatchHeader& header, const std::string& rows, const std::string& teacher_rows = "",
+                        const SendOptions& send = {});
 
   // ---- steps
   v1::HeadStep At(const TestHead& head, int64_t step) const;
@@ -127,17 +153,21 @@ class WireServer {
 
   // The line of a metric, up to its end; empty if there is none.
   std::string MetricLine(const std::string& name) const;
+  // Waits until the metric has the value; false if it does not within 20 s.
+  bool AwaitMetric(const std::string& name, int64_t value) const;
 
   // Everything that a client can see of a head: description, steps, accumulator, weights.
   std::string Snapshot(const TestHead& head, int64_t step = 0);
 
  private:
+  std::tuple<Loss&, Heads&, Sessions&> stubs() const { return {*loss_, *heads_, *sessions_}; }
+
   std::string directory_;
   std::shared_ptr<Gate> gate_;
   std::unique_ptr<service::Server> server_;
-  std::unique_ptr<v1::LossService::Stub> loss_;
-  std::unique_ptr<v1::HeadService::Stub> heads_;
-  std::unique_ptr<v1::SessionService::Stub> sessions_;
+  std::unique_ptr<Loss> loss_;
+  std::unique_ptr<Heads> heads_;
+  std::unique_ptr<Sessions> sessions_;
 };
 
 // Reads a download; `offset` as in the request. The bytes, and the header if wanted.
@@ -147,6 +177,8 @@ grpc::Status ReadDownload(grpc::ClientReader<v1::DownloadTensorResponse>& reader
 // ---- building blocks of requests
 // A trainable fp32 head with AdamW.
 v1::HeadSpec SmallSpec(int64_t vocab_size = 13, int64_t hidden_size = 5);
+// The same for a head that is not trainable.
+v1::HeadSpec FrozenSpec(int64_t vocab_size = 13, int64_t hidden_size = 5);
 std::vector<float> Random(size_t count, uint32_t seed, float scale);
 std::string Bytes(const std::vector<float>& values);
 std::vector<float> Floats(const std::string& bytes);

@@ -8,8 +8,6 @@
 #include <filesystem>
 #include <limits>
 #include <stdexcept>
-#include <thread>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 
@@ -33,10 +31,11 @@ std::string SummaryName(const v1::MicroBatchSummary& summary) {
                       summary.payload_differs() ? " differs" : "");
 }
 
+// No call waits for ever: a call that should not have waited fails its row, not the whole run.
+constexpr int kDeadlineMs = 25000;
+
 void SetDeadline(const std::optional<int>& deadline_ms, grpc::ClientContext* context) {
-  // None waits for ever: a call that should not have waited fails its row, not the whole run.
-  const std::chrono::milliseconds wait(deadline_ms.value_or(25000));
-  context->set_deadline(std::chrono::system_clock::now() + wait);
+  context->set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(deadline_ms.value_or(kDeadlineMs)));
 }
 
 std::vector<float> PartRows(const Part& part) {
@@ -222,7 +221,7 @@ std::string Trial::RowsOf(const Batch& batch) {
 
 LossReply Trial::Compute(const Batch& batch, const SendOptions& send) {
   SendOptions options = send;
-  options.deadline_ms = batch.deadline_ms.value_or(25000);
+  options.deadline_ms = batch.deadline_ms.value_or(kDeadlineMs);
   LossReply reply = server_->Compute(HeaderOf(batch), RowsOf(batch), "", options);
   if (!keeps_reference_ || !reply.status.ok() || reply.summary.replayed() || reply.summary.payload_differs()) return reply;
   if (batch.explicit_commit) {
@@ -242,7 +241,7 @@ std::string Trial::Submit(const Batch& batch) {
 std::string Trial::SubmitEdited(const Batch& batch, const std::function<void(v1::MicroBatchHeader&)>& edit) {
   v1::MicroBatchHeader header = HeaderOf(batch);
   edit(header);
-  const LossReply reply = server_->Compute(header, RowsOf(batch), "", {.deadline_ms = 25000});
+  const LossReply reply = server_->Compute(header, RowsOf(batch), "", {.deadline_ms = kDeadlineMs});
   return Answer(reply.status, SummaryName(reply.summary));
 }
 
@@ -261,8 +260,6 @@ void Trial::CancelHeld(OpenCall& call) {
 }
 
 std::string Trial::Commit(const Decision& decision) {
-  grpc::ClientContext context;
-  SetDeadline(decision.deadline_ms, &context);
   v1::CommitMicroBatchRequest request;
   for (const std::string& id : decision.heads) *request.add_heads() = At(id, decision.step);
   request.set_micro_batch(decision.id);
@@ -271,7 +268,8 @@ std::string Trial::Commit(const Decision& decision) {
   if (!decision.token_factors.empty()) *request.mutable_token_factors() = FloatTensor(decision.token_factors);
   request.set_session_id(decision.session);
   v1::CommitMicroBatchResponse response;
-  const grpc::Status status = server_->loss().CommitMicroBatch(&context, request, &response);
+  const grpc::Status status =
+      server_->Call(&Loss::CommitMicroBatch, request, &response, decision.deadline_ms.value_or(kDeadlineMs));
   if (keeps_reference_ && status.ok() && !response.replayed()) {
     AddReference(Staged(decision.id), decision.factor, decision.token_factors);
   }
@@ -279,15 +277,14 @@ std::string Trial::Commit(const Decision& decision) {
 }
 
 std::string Trial::Discard(const Decision& decision) {
-  grpc::ClientContext context;
-  SetDeadline(decision.deadline_ms, &context);
   v1::DiscardMicroBatchRequest request;
   for (const std::string& id : decision.heads) *request.add_heads() = At(id, decision.step);
   request.set_micro_batch(decision.id);
   request.set_attempt(decision.attempt);
   request.set_session_id(decision.session);
   v1::DiscardMicroBatchResponse response;
-  const grpc::Status status = server_->loss().DiscardMicroBatch(&context, request, &response);
+  const grpc::Status status =
+      server_->Call(&Loss::DiscardMicroBatch, request, &response, decision.deadline_ms.value_or(kDeadlineMs));
   return Answer(status, response.dropped() ? "OK dropped" : "OK");
 }
 
@@ -313,28 +310,24 @@ std::string Trial::AddPart(const Part& part) {
 // ---- steps -----------------------------------------------------------------------------------------------------------
 
 std::string Trial::Seal(const StepEnd& end) {
-  grpc::ClientContext context;
-  SetDeadline(end.deadline_ms, &context);
   v1::SealStepRequest request;
   *request.mutable_head() = At(end.head, end.step);
   request.mutable_expected()->mutable_ids();
   for (const int64_t id : end.ids) request.mutable_expected()->mutable_ids()->add_ids(id);
   request.set_wait(end.wait);
   v1::SealStepResponse response;
-  const grpc::Status status = server_->heads().SealStep(&context, request, &response);
+  const grpc::Status status = server_->Call(&Heads::SealStep, request, &response, end.deadline_ms.value_or(kDeadlineMs));
   return Answer(status, response.replayed() ? "OK replayed" : "OK");
 }
 
 std::string Trial::Apply(const StepEnd& end) {
-  grpc::ClientContext context;
-  SetDeadline(end.deadline_ms, &context);
   v1::ApplyOptimizerStepRequest request;
   *request.mutable_head() = At(end.head, end.step);
   request.mutable_expected()->mutable_ids();
   for (const int64_t id : end.ids) request.mutable_expected()->mutable_ids()->add_ids(id);
   request.set_learning_rate(end.learning_rate);
   v1::ApplyOptimizerStepResponse response;
-  const grpc::Status status = server_->heads().ApplyOptimizerStep(&context, request, &response);
+  const grpc::Status status = server_->Call(&Heads::ApplyOptimizerStep, request, &response, end.deadline_ms.value_or(kDeadlineMs));
   if (status.ok()) {
     EXPECT_EQ(response.open_step(), end.step + 1);
     DropReference(end.head);
@@ -343,12 +336,10 @@ std::string Trial::Apply(const StepEnd& end) {
 }
 
 std::string Trial::DiscardGradient(const StepEnd& end) {
-  grpc::ClientContext context;
-  SetDeadline(end.deadline_ms, &context);
   v1::DiscardGradientRequest request;
   *request.mutable_head() = At(end.head, end.step);
   v1::DiscardGradientResponse response;
-  const grpc::Status status = server_->heads().DiscardGradient(&context, request, &response);
+  const grpc::Status status = server_->Call(&Heads::DiscardGradient, request, &response, end.deadline_ms.value_or(kDeadlineMs));
   if (status.ok()) {
     EXPECT_EQ(response.open_step(), end.step + 1);
     DropReference(end.head);
@@ -370,12 +361,9 @@ std::string Trial::Replace(const Replacement& replacement) {
 }
 
 std::string Trial::Norm(const StepEnd& end) {
-  grpc::ClientContext context;
-  SetDeadline(end.deadline_ms, &context);
   v1::GetGradientNormRequest request;
   *request.mutable_head() = At(end.head, end.step);
-  v1::GetGradientNormResponse response;
-  return Answer(server_->heads().GetGradientNorm(&context, request, &response));
+  return Answer(server_->Call(&Heads::GetGradientNorm, request, nullptr, end.deadline_ms.value_or(kDeadlineMs)));
 }
 
 std::string Trial::Download(const StepEnd& end) {
@@ -389,11 +377,9 @@ std::string Trial::Download(const StepEnd& end) {
 }
 
 std::string Trial::GetStep(const std::string& id) {
-  grpc::ClientContext context;
   v1::GetStepRequest request;
   *request.mutable_head() = At(id, 0);
-  v1::GetStepResponse response;
-  return Answer(server_->heads().GetStep(&context, request, &response));
+  return Answer(server_->Call(&Heads::GetStep, request));
 }
 
 // ---- heads -----------------------------------------------------------------------------------------------------------
@@ -405,24 +391,21 @@ std::string Trial::Take(const std::string& id, const std::string& epoch) {
 }
 
 std::string Trial::Save(const std::string& checkpoint, const std::string& id, bool overwrite) {
-  grpc::ClientContext context;
   v1::SaveCheckpointRequest request;
   request.set_name(Head(id).name());
   request.set_epoch(Head(id).head.epoch());
   request.set_checkpoint(checkpoint);
   request.set_overwrite(overwrite);
-  v1::SaveCheckpointResponse response;
-  return Answer(server_->heads().SaveCheckpoint(&context, request, &response));
+  return Answer(server_->Call(&Heads::SaveCheckpoint, request));
 }
 
 std::string Trial::Restore(const std::string& checkpoint, const std::string& id) {
-  grpc::ClientContext context;
   v1::RestoreCheckpointRequest request;
   request.set_name(Head(id).name());
   request.set_epoch(Head(id).head.epoch());
   request.set_checkpoint(checkpoint);
   v1::Head restored;
-  const grpc::Status status = server_->heads().RestoreCheckpoint(&context, request, &restored);
+  const grpc::Status status = server_->Call(&Heads::RestoreCheckpoint, request, &restored);
   if (status.ok()) {
     Head(id).head = restored;
     DropReference(id);
@@ -443,39 +426,28 @@ std::string Trial::SetWeights(uint32_t seed, const std::string& id) {
 }
 
 std::string Trial::Delete(const std::string& id, bool force, const std::string& epoch) {
-  grpc::ClientContext context;
   v1::DeleteHeadRequest request;
   request.set_name(Head(id).name());
   request.set_force(force);
   request.set_epoch(epoch);
-  v1::DeleteHeadResponse response;
-  const grpc::Status status = server_->heads().DeleteHead(&context, request, &response);
+  const grpc::Status status = server_->Call(&Heads::DeleteHead, request);
   if (status.ok()) Forget(id);
   return Answer(status);
 }
 
 std::string Trial::KeepAlive(const std::string& session) {
-  grpc::ClientContext context;
   v1::KeepAliveRequest request;
   request.set_session_id(session);
-  v1::KeepAliveResponse response;
-  return Answer(server_->sessions().KeepAlive(&context, request, &response));
+  return Answer(server_->Call(&Sessions::KeepAlive, request));
 }
 
 std::string Trial::CloseSession(const std::string& session) {
-  grpc::ClientContext context;
   v1::CloseSessionRequest request;
   request.set_session_id(session);
-  v1::CloseSessionResponse response;
-  return Answer(server_->sessions().CloseSession(&context, request, &response));
+  return Answer(server_->Call(&Sessions::CloseSession, request));
 }
 
 // ---- what can be seen ------------------------------------------------------------------------------------------------
-
-bool Trial::AwaitMetric(const std::string& name, int64_t value) {
-  const std::string line = absl::StrCat(name, " ", value);
-  return Await([&] { return server_->MetricLine(name) == line; });
-}
 
 std::string Trial::Gradient(const std::string& id) {
   return server_->Gradient(Head(id), server_->Get(Head(id).name()).open_step());

@@ -194,7 +194,7 @@ class Trial {
 
   // ---- what can be seen
   // True once the metric's value is `value`; false if it does not become that.
-  bool AwaitMetric(const std::string& name, int64_t value);
+  bool AwaitMetric(const std::string& name, int64_t value) const { return server_->AwaitMetric(name, value); }
   bool NothingInFlight() { return AwaitMetric("headwater_in_flight_bytes", 0); }
   std::string Gradient(const std::string& id = "student");
   // "0 COMMITTED DIRECT", "1 DISCARDED", with ` @2` behind it for attempt 2; those of heads other than the student begin with
@@ -232,12 +232,16 @@ class Trial {
   std::map<int64_t, Batch> staged_ ABSL_GUARDED_BY(state_mutex_);
 };
 
+// How most stories begin: micro-batch 0, eager, and the line that MicroBatches() has for it.
+inline constexpr char kEagerLine[] = "0 COMMITTED DIRECT";
+void SubmitFirst(Trial& t);
+
 struct TransactionRow {
   std::string name;       // PascalCase
   std::string statement;  // of the design
   std::function<void(Trial&)> story;
-  std::function<void(Trial&)> undisturbed;
-  std::vector<std::string> micro_batches;  // of the open steps at the end, as Trial::MicroBatches() tells them
+  std::function<void(Trial&)> undisturbed = SubmitFirst;
+  std::vector<std::string> micro_batches = {kEagerLine};  // Trial::MicroBatches() at the end
   TrialSetup setup = {};
 };
 inline void PrintTo(const TransactionRow& row, std::ostream* out) { *out << row.name; }
@@ -245,9 +249,6 @@ inline void PrintTo(const TransactionRow& row, std::ostream* out) { *out << row.
 // Step, step state, totals, accumulator and weights of every head are the same, bitwise.
 void CompareStates(Trial& actual, Trial& expected);
 
-// What most stories begin with: micro-batch 0, eager, and how MicroBatches() tells it.
-inline constexpr char kEagerLine[] = "0 COMMITTED DIRECT";
-void SubmitFirst(Trial& t);
 // For SubmitEdited(): a call that carries no step and no micro-batch.
 void MakeForwardOnly(v1::MicroBatchHeader& header);
 

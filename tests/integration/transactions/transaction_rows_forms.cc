@@ -85,9 +85,7 @@ std::vector<TransactionRow> DirectRows() {
                     EXPECT_EQ(t.Submit({.id = 1, .loss_scale = 0.25}), "COMMITTED DIRECT");
                   },
                   {kEagerLine, "1 COMMITTED DIRECT"}});
-  rows.push_back({"DirectWaitsForItsLastRow",
-                  "DIRECT: all rows have arrived before the first grad_weight product",
-                  [](Trial& t) {
+  rows.push_back({"DirectWaitsForItsLastRow", "DIRECT: all rows have arrived before the first grad_weight product", [](Trial& t) {
                     const std::string before = t.Gradient();
                     const auto call = t.Open({.id = 0}, 2);
                     EXPECT_TRUE(AwaitUpload(t));
@@ -95,20 +93,14 @@ std::vector<TransactionRow> DirectRows() {
                     EXPECT_EQ(t.MicroBatches(), std::vector<std::string>());
                     call->SendRest();
                     EXPECT_EQ(call->End(), "COMMITTED DIRECT");
-                  },
-                  SubmitFirst,
-                  {kEagerLine}});
-  rows.push_back({"CancelledWhileUploading",
-                  "an aborted micro-batch leaves the accumulator bitwise as it was",
-                  [](Trial& t) {
+                  }});
+  rows.push_back({"CancelledWhileUploading", "an aborted micro-batch leaves the accumulator bitwise as it was", [](Trial& t) {
                     SubmitFirst(t);
                     const auto call = t.Open({.id = 1}, 2);
                     EXPECT_TRUE(AwaitUpload(t));
                     t.Cancel(*call);
                     EXPECT_TRUE(t.NothingInFlight());
-                  },
-                  SubmitFirst,
-                  {kEagerLine}});
+                  }});
   rows.push_back({"CancelledInTheQueue",
                   "DIRECT: before the first product a cancellation aborts",
                   [](Trial& t) {
@@ -147,12 +139,8 @@ std::vector<TransactionRow> DirectRows() {
                     EXPECT_TRUE(Await([&] { return t.MicroBatch(0) == kEagerLine; }));
                     EXPECT_TRUE(t.NothingInFlight());
                     EXPECT_EQ(t.Submit({.id = 0}), "COMMITTED DIRECT replayed");
-                  },
-                  SubmitFirst,
-                  {kEagerLine}});
-  rows.push_back({"DeadlineAfterTheFirstProduct",
-                  "DIRECT: from the first product on, a deadline no longer aborts",
-                  [](Trial& t) {
+                  }});
+  rows.push_back({"DeadlineAfterTheFirstProduct", "DIRECT: from the first product on, a deadline no longer aborts", [](Trial& t) {
                     t.Head();
                     t.server().gate().Close();
                     auto call = std::async(std::launch::async, [&] { return t.Submit({.id = 0, .deadline_ms = 500}); });
@@ -161,9 +149,7 @@ std::vector<TransactionRow> DirectRows() {
                     t.server().gate().Open();
                     EXPECT_TRUE(Await([&] { return t.MicroBatch(0) == kEagerLine; }));
                     EXPECT_TRUE(t.NothingInFlight());
-                  },
-                  SubmitFirst,
-                  {kEagerLine}});
+                  }});
   rows.push_back({"TheSlowUploaderHoldsNobody",
                   "a slow uploader never holds the GPU: work is scheduled when its data is there",
                   [](Trial& t) {

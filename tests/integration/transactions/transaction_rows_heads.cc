@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "absl/strings/escaping.h"
-#include "absl/strings/str_cat.h"
 #include "tests/integration/transactions/transaction_harness.h"
 
 namespace headwater::testing {
@@ -448,11 +447,9 @@ std::vector<TransactionRow> RestartRows() {
                   {},
                   {.specs = {{"teacher", frozen}}, .checkpoints = true}});
   const auto find = [](Trial& t, const std::string& id) {
-    grpc::ClientContext context;
     v1::GetHeadRequest request;
     request.set_name("tenants/default/heads/" + id);
-    v1::Head head;
-    return ReasonOf(t.server().heads().GetHead(&context, request, &head));
+    return ReasonOf(t.server().Call(&Heads::GetHead, request));
   };
   rows.push_back({"ADeletedHeadStaysAway",
                   "a head that was deleted, or never saved, does not come back",

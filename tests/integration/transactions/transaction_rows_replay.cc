@@ -36,54 +36,40 @@ void Sleep(int milliseconds) { std::this_thread::sleep_for(std::chrono::millisec
 
 std::vector<TransactionRow> DigestRows() {
   std::vector<TransactionRow> rows;
-  rows.push_back({"SameDigest",
-                  "same key, same digest: the answer is computed again, nothing is added, replayed = true",
-                  [](Trial& t) {
-                    const LossReply first = t.Compute({.id = 0});
-                    const LossReply second = t.Compute({.id = 0});
-                    EXPECT_TRUE(second.summary.replayed());
-                    EXPECT_EQ(second.grad_hidden, first.grad_hidden);
-                    EXPECT_EQ(second.summary.digest(), first.summary.digest());
-                    EXPECT_EQ(second.summary.terms(0).sums().SerializeAsString(),
-                              first.summary.terms(0).sums().SerializeAsString());
-                    EXPECT_EQ(t.Submit({.id = 0, .first_wins = true}), "COMMITTED DIRECT replayed");
-                  },
-                  SubmitFirst,
-                  {kEagerLine}});
-  rows.push_back({"DigestCoversNotTransport",
-                  "the digest covers the canonical header and the rows, not transport or attempt",
-                  [](Trial& t) {
-                    SubmitFirst(t);
-                    EXPECT_TRUE(t.Compute({.id = 0}, {.chunk_rows = 1, .reversed = true}).summary.replayed());
-                    EXPECT_EQ(t.Submit({.id = 0, .attempt = 3}), "COMMITTED DIRECT replayed");
-                    EXPECT_EQ(t.SubmitEdited({.id = 0}, SpellOutDefaults), "COMMITTED DIRECT replayed");
-                    EXPECT_EQ(t.Submit({.id = 0}), "COMMITTED DIRECT replayed");
-                  },
-                  SubmitFirst,
-                  {kEagerLine}});
-  rows.push_back({"OtherDigest",
-                  "other digest: MICRO_BATCH_CONFLICT",
-                  [](Trial& t) {
+  rows.push_back(
+      {"SameDigest", "same key, same digest: the answer is computed again, nothing is added, replayed = true", [](Trial& t) {
+         const LossReply first = t.Compute({.id = 0});
+         const LossReply second = t.Compute({.id = 0});
+         EXPECT_TRUE(second.summary.replayed());
+         EXPECT_EQ(second.grad_hidden, first.grad_hidden);
+         EXPECT_EQ(second.summary.digest(), first.summary.digest());
+         EXPECT_EQ(second.summary.terms(0).sums().SerializeAsString(), first.summary.terms(0).sums().SerializeAsString());
+         EXPECT_EQ(t.Submit({.id = 0, .first_wins = true}), "COMMITTED DIRECT replayed");
+       }});
+  rows.push_back(
+      {"DigestCoversNotTransport", "the digest covers the canonical header and the rows, not transport or attempt", [](Trial& t) {
+         SubmitFirst(t);
+         EXPECT_TRUE(t.Compute({.id = 0}, {.chunk_rows = 1, .reversed = true}).summary.replayed());
+         EXPECT_EQ(t.Submit({.id = 0, .attempt = 3}), "COMMITTED DIRECT replayed");
+         EXPECT_EQ(t.SubmitEdited({.id = 0}, SpellOutDefaults), "COMMITTED DIRECT replayed");
+         EXPECT_EQ(t.Submit({.id = 0}), "COMMITTED DIRECT replayed");
+       }});
+  rows.push_back({"OtherDigest", "other digest: MICRO_BATCH_CONFLICT", [](Trial& t) {
                     SubmitFirst(t);
                     EXPECT_EQ(t.Submit({.id = 0, .seed = 7}), "MICRO_BATCH_CONFLICT");
                     EXPECT_EQ(t.Submit({.id = 0, .loss_scale = 2}), "MICRO_BATCH_CONFLICT");
                     EXPECT_EQ(t.Submit({.id = 0, .seed = 7, .attempt = 1}), "MICRO_BATCH_CONFLICT");
                     EXPECT_EQ(t.last_error().code, grpc::StatusCode::ABORTED);
                     EXPECT_TRUE(t.Compute({.id = 0, .seed = 7}).grad_hidden.empty());
-                  },
-                  SubmitFirst,
-                  {kEagerLine}});
-  rows.push_back({"FirstWins",
-                  "other digest with FIRST_WINS: computed and answered, nothing added, payload_differs = true",
-                  [](Trial& t) {
-                    SubmitFirst(t);
-                    const LossReply reply = t.Compute({.id = 0, .seed = 7, .first_wins = true});
-                    EXPECT_TRUE(reply.summary.payload_differs());
-                    EXPECT_FALSE(reply.summary.replayed());
-                    EXPECT_EQ(reply.grad_hidden.size(), 60U);
-                  },
-                  SubmitFirst,
-                  {kEagerLine}});
+                  }});
+  rows.push_back(
+      {"FirstWins", "other digest with FIRST_WINS: computed and answered, nothing added, payload_differs = true", [](Trial& t) {
+         SubmitFirst(t);
+         const LossReply reply = t.Compute({.id = 0, .seed = 7, .first_wins = true});
+         EXPECT_TRUE(reply.summary.payload_differs());
+         EXPECT_FALSE(reply.summary.replayed());
+         EXPECT_EQ(reply.grad_hidden.size(), 60U);
+       }});
   rows.push_back({"SameDigestStaged",
                   "a repeat of what is undecided is a replay too, and takes no further slot",
                   [](Trial& t) {
@@ -106,9 +92,7 @@ std::vector<TransactionRow> DigestRows() {
                   },
                   SubmitFirst,
                   {"0 COMMITTED HELD"}});
-  rows.push_back({"SameAttemptInProgress",
-                  "the same attempt while it is computed: MICRO_BATCH_IN_PROGRESS",
-                  [](Trial& t) {
+  rows.push_back({"SameAttemptInProgress", "the same attempt while it is computed: MICRO_BATCH_IN_PROGRESS", [](Trial& t) {
                     t.Head();
                     t.server().gate().Close();
                     const auto first = t.Open({.id = 0}, 3);
@@ -119,9 +103,7 @@ std::vector<TransactionRow> DigestRows() {
                     EXPECT_EQ(t.Discard({.id = 0}), "MICRO_BATCH_IN_PROGRESS");
                     t.server().gate().Open();
                     EXPECT_EQ(first->End(), "COMMITTED DIRECT");
-                  },
-                  SubmitFirst,
-                  {kEagerLine}});
+                  }});
   rows.push_back({"ReplayInASealedStep",
                   "a known micro-batch may be replayed while the step is sealed, a new one may not come",
                   [](Trial& t) {
@@ -203,9 +185,7 @@ std::vector<TransactionRow> AttemptRows() {
                   },
                   StageAndCommitSecond,
                   {"0 COMMITTED STAGED @1"}});
-  rows.push_back({"APastNoReturnStays",
-                  "past the point of no return the higher attempt is a replay, or a conflict",
-                  [](Trial& t) {
+  rows.push_back({"APastNoReturnStays", "past the point of no return the higher attempt is a replay, or a conflict", [](Trial& t) {
                     t.Head();
                     t.server().gate().Close();
                     const auto lower = t.Open({.id = 0}, 3);
@@ -217,9 +197,7 @@ std::vector<TransactionRow> AttemptRows() {
                     EXPECT_EQ(lower->End(), "COMMITTED DIRECT");
                     EXPECT_EQ(higher->End(), "COMMITTED DIRECT replayed");
                     EXPECT_EQ(other->End(), "MICRO_BATCH_CONFLICT");
-                  },
-                  SubmitFirst,
-                  {kEagerLine}});
+                  }});
   rows.push_back({"Tombstone",
                   "a discard leaves a tombstone for its attempt and those below; a higher attempt may submit anew",
                   [](Trial& t) {
@@ -247,16 +225,12 @@ std::vector<TransactionRow> AttemptRows() {
                   },
                   SubmitFirst,
                   {kEagerLine, "5 DISCARDED"}});
-  rows.push_back({"ACommittedOneStays",
-                  "a discard of what is committed, or of a lower attempt, is refused",
-                  [](Trial& t) {
+  rows.push_back({"ACommittedOneStays", "a discard of what is committed, or of a lower attempt, is refused", [](Trial& t) {
                     SubmitFirst(t);
                     EXPECT_EQ(t.Discard({.id = 0}), "MICRO_BATCH_CONFLICT");
                     EXPECT_EQ(t.Discard({.id = 0, .attempt = 4}), "MICRO_BATCH_CONFLICT");
                     EXPECT_EQ(t.Commit({.id = 1}), "MICRO_BATCH_NOT_FOUND");
-                  },
-                  SubmitFirst,
-                  {kEagerLine}});
+                  }});
   return rows;
 }
 

@@ -85,8 +85,7 @@ std::vector<TransactionRow> WaitRows() {
                     EXPECT_EQ(t.Submit({.id = 0, .step = 1}), "COMMITTED DIRECT");
                   },
                   {kEagerLine}});
-  rows.push_back({"TheWaitIsBoundedByTheDeadline",
-                  "a call for open step + 1 waits, bounded by its deadline and its cancellation",
+  rows.push_back({"TheWaitIsBoundedByTheDeadline", "a call for open step + 1 waits, bounded by its deadline and its cancellation",
                   [](Trial& t) {
                     SubmitFirst(t);
                     const int ms = 60;
@@ -103,9 +102,7 @@ std::vector<TransactionRow> WaitRows() {
                     EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 1));
                     t.Cancel(*early);
                     EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 0));
-                  },
-                  SubmitFirst,
-                  {kEagerLine}});
+                  }});
   rows.push_back({"TheWaitIsBoundedByTheServer",
                   "and by the server's limit, to be answered STEP_MISMATCH with the open step",
                   [](Trial& t) {
@@ -255,22 +252,19 @@ std::vector<TransactionRow> SealRows() {
                     EXPECT_EQ(t.Seal({.ids = {0, 1}}), "OK");
                   },
                   {kEagerLine, "1 COMMITTED STAGED"}});
-  rows.push_back({"TheSealWaitsInVain",
-                  "a SealStep that waits in vain changes nothing; what cannot come is refused at once",
-                  [](Trial& t) {
-                    SubmitFirst(t);
-                    // The answer leaves before the deadline; on a machine that is busy it may come too late nevertheless.
-                    std::string told;
-                    for (int i = 0; i < 10 && told != "MICRO_BATCH_MISSING"; ++i)
-                      told = t.Seal({.ids = {0, 1}, .wait = true, .deadline_ms = 400});
-                    EXPECT_EQ(told, "MICRO_BATCH_MISSING");
-                    EXPECT_EQ(t.last_error().at("missing"), "1");
-                    EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 0));
-                    EXPECT_EQ(t.Seal({.ids = {}, .wait = true}), "MICRO_BATCH_UNEXPECTED");
-                    EXPECT_EQ(StateOf(t), v1::STEP_STATE_OPEN);
-                  },
-                  SubmitFirst,
-                  {kEagerLine}});
+  rows.push_back(
+      {"TheSealWaitsInVain", "a SealStep that waits in vain changes nothing; what cannot come is refused at once", [](Trial& t) {
+         SubmitFirst(t);
+         // The answer leaves before the deadline; on a machine that is busy it may come too late nevertheless.
+         std::string told;
+         for (int i = 0; i < 10 && told != "MICRO_BATCH_MISSING"; ++i)
+           told = t.Seal({.ids = {0, 1}, .wait = true, .deadline_ms = 400});
+         EXPECT_EQ(told, "MICRO_BATCH_MISSING");
+         EXPECT_EQ(t.last_error().at("missing"), "1");
+         EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 0));
+         EXPECT_EQ(t.Seal({.ids = {}, .wait = true}), "MICRO_BATCH_UNEXPECTED");
+         EXPECT_EQ(StateOf(t), v1::STEP_STATE_OPEN);
+       }});
   rows.push_back({"TheSealWaitsAsLongAsTheServerLets",
                   "and at most the server's limit: then it tells what is missing",
                   [](Trial& t) {
@@ -429,15 +423,11 @@ std::vector<TransactionRow> ReplaceRows() {
                     EXPECT_EQ(t.Submit({.id = 0, .step = 1}), "COMMITTED DIRECT");
                   },
                   {kEagerLine}});
-  rows.push_back({"NewWeightsNeedASealedStep",
-                  "UploadWeights{closes_step} of an open step: STEP_NOT_SEALED",
-                  [](Trial& t) {
+  rows.push_back({"NewWeightsNeedASealedStep", "UploadWeights{closes_step} of an open step: STEP_NOT_SEALED", [](Trial& t) {
                     SubmitFirst(t);
                     EXPECT_EQ(t.Replace({}), "STEP_NOT_SEALED");
                     EXPECT_EQ(StateOf(t), v1::STEP_STATE_OPEN);
-                  },
-                  SubmitFirst,
-                  {kEagerLine}});
+                  }});
   rows.push_back({"ACutUploadLeavesTheSealedStep",
                   "a cut leaves the sealed step as it was",
                   [](Trial& t) {

@@ -28,18 +28,14 @@ class Transactions : public TransactionTest {
     return server_->Compute(CrossEntropyHeader(head, step, micro_batch, {1, 2, 3}), Rows(5));
   }
   grpc::Status KeepAlive(const std::string& session, v1::KeepAliveResponse* response = nullptr) {
-    grpc::ClientContext context;
     v1::KeepAliveRequest request;
     request.set_session_id(session);
-    v1::KeepAliveResponse ignored;
-    return server_->sessions().KeepAlive(&context, request, response != nullptr ? response : &ignored);
+    return server_->Call(&Sessions::KeepAlive, request, response);
   }
   grpc::Status Close(const std::string& session) {
-    grpc::ClientContext context;
     v1::CloseSessionRequest request;
     request.set_session_id(session);
-    v1::CloseSessionResponse response;
-    return server_->sessions().CloseSession(&context, request, &response);
+    return server_->Call(&Sessions::CloseSession, request);
   }
   v1::AddGradientHeader GradientHeader(const TestHead& head, int64_t micro_batch, int64_t row_start, int64_t row_count) {
     v1::AddGradientHeader header;
@@ -123,9 +119,7 @@ TEST_P(Transactions, AClientIsNotToBlameForTheWait) {
 }
 
 TEST_P(Transactions, AddGradientIsBoundedByABatchsBytes) {
-  ServerSetup setup = MakeSetup();
-  setup.options.limits.max_micro_batch_bytes = 60;
-  Restart(setup);
+  Restart(WithLimit(&service::Limits::max_micro_batch_bytes, 60, MakeSetup()));
   const TestHead head = server_->MakeHead("h", SmallSpec());
   EXPECT_EQ(ReasonOf(server_->AddGradient(GradientHeader(head, 0, 0, 3), Random(15, 9, 1))), "OK");  // at the limit
   const std::string before = server_->Snapshot(head);
@@ -137,9 +131,7 @@ TEST_P(Transactions, AddGradientIsBoundedByABatchsBytes) {
 }
 
 TEST_P(Transactions, HalfOfNewWeightsTakesUploadsRoomUntilTheStepIsClosed) {
-  ServerSetup setup = MakeSetup();
-  setup.options.limits.max_upload_bytes = 320;
-  Restart(setup);
+  Restart(WithLimit(&service::Limits::max_upload_bytes, 320, MakeSetup()));
   v1::HeadSpec spec = SmallSpec();
   spec.set_has_bias(true);
   const TestHead head = server_->MakeHead("h", spec);
@@ -163,9 +155,7 @@ TEST_P(Transactions, HalfOfNewWeightsTakesUploadsRoomUntilTheStepIsClosed) {
 // ---- what is held ----------------------------------------------------------------------------------------------------
 
 TEST_P(Transactions, OnlyWhatAnotherSessionHoldsIsWorthARetry) {
-  ServerSetup setup = MakeSetup();
-  setup.options.limits.max_held_bytes = kHeldBytes;
-  Restart(setup);
+  Restart(WithLimit(&service::Limits::max_held_bytes, kHeldBytes, MakeSetup()));
   const TestHead head = server_->MakeHead("h", SmallSpec());  // one slot
   const std::string own = server_->OpenSession(600000), other = server_->OpenSession(600000);
   v1::MicroBatchHeader header = ExplicitHeader(head, 0, 0);
@@ -200,9 +190,7 @@ TEST_P(Transactions, OnlyWhatAnotherSessionHoldsIsWorthARetry) {
 TEST_P(Transactions, HeldBytesCountClassWeightsToo) {
   constexpr int64_t kVocab = 13;
   for (const int64_t missing : {1, 0}) {
-    ServerSetup setup = MakeSetup();
-    setup.options.limits.max_held_bytes = kHeldBytes + kVocab * 4 - missing;
-    Restart(setup);
+    Restart(WithLimit(&service::Limits::max_held_bytes, kHeldBytes + kVocab * 4 - missing, MakeSetup()));
     const TestHead head = server_->MakeHead("h", WithoutSlots());
     v1::MicroBatchHeader header = ExplicitHeader(head, 0, 0);
     header.set_allow_held(true);
@@ -214,9 +202,7 @@ TEST_P(Transactions, HeldBytesCountClassWeightsToo) {
 // Nobody sends rows in vain, again and again, of what no commit of another makes room for.
 TEST_P(Transactions, WhatCanNeverBeHeldIsRefusedAtItsHeader) {
   for (const int64_t most : {int64_t{0}, kHeldBytes - 1}) {
-    ServerSetup setup = MakeSetup();
-    setup.options.limits.max_held_bytes = most;
-    Restart(setup);
+    Restart(WithLimit(&service::Limits::max_held_bytes, most, MakeSetup()));
     const TestHead head = server_->MakeHead("h", SmallSpec());  // one slot
     const TestHead without = server_->MakeHead("without", WithoutSlots());
     v1::MicroBatchHeader late = ExplicitHeader(head, 0, 0);
@@ -282,14 +268,12 @@ TEST_P(Transactions, SessionsAreBoundedInNumberAndLease) {
   Require(KeepAlive(first, &alive), "KeepAlive");
   EXPECT_EQ(alive.lease().seconds(), 20);
   server_->OpenSession(20000);  // at the limit
-  grpc::ClientContext context;
   v1::OpenSessionResponse refused;
-  const WireError error = DecodeError(server_->sessions().OpenSession(&context, {}, &refused));
+  const WireError error = DecodeError(server_->Call(&Sessions::OpenSession, {}, &refused));
   EXPECT_EQ(error.reason, "QUOTA_EXCEEDED");
   EXPECT_EQ(error.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
   Require(Close(first), "CloseSession");
-  grpc::ClientContext again;
-  EXPECT_EQ(ReasonOf(server_->sessions().OpenSession(&again, {}, &refused)), "OK");
+  EXPECT_EQ(ReasonOf(server_->Call(&Sessions::OpenSession, {}, &refused)), "OK");
   EXPECT_EQ(refused.lease().seconds(), 20);  // the default is 30 s, or the limit if that is less
 }
 
