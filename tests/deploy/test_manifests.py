@@ -22,6 +22,10 @@ import yaml
 from headwater.v1 import head_service_pb2, head_service_pb2_grpc, tensor_pb2
 from servers import START_TIMEOUT_S, program, running_server, start_server
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e/python"))
+
+from certificates import make_authority, make_signed
+
 pytestmark = pytest.mark.skipif(bool(manifests.why_not_rendered()), reason=manifests.why_not_rendered())
 VALIDATOR = "kubernetes-validate==1.37.0"
 # Objects of custom resources, which have no schema in Kubernetes.
@@ -393,25 +397,16 @@ class Place:
             self.process.wait()
 
 
+# The files that cert-manager puts into a secret are ca.crt, tls.crt and tls.key.
 def make_certificates(folder: Path) -> None:
-    """The files that cert-manager puts into the secret: ca.crt, tls.crt, tls.key; and ca.key, for others of the same authority."""
-    (folder / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    new = ["openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    for command in (
-        [*new, "-x509", "-days", "2", "-subj", "/CN=CA", "-keyout", "ca.key", "-out", "ca.crt"],
-        [*new, "-subj", "/CN=headwater", "-keyout", "tls.key", "-out", "tls.csr"],
-        [*"openssl x509 -req -days 1 -in tls.csr -CA ca.crt -CAkey ca.key -CAcreateserial -extfile san -out tls.crt".split()],
-    ):
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    make_authority(folder, "ca")
+    make_signed(folder, "tls")
 
 
 def make_client_certificate(authority: Path, folder: Path) -> None:
-    """The files that cert-manager puts into the secret of a client of the server whose secret is in `authority`."""
+    """For a client of the server whose secret is in `authority`."""
     shutil.copy(authority / "ca.crt", folder)
-    request = "openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=worker -keyout tls.key -out tls.csr"
-    sign = f"openssl x509 -req -days 1 -in tls.csr -CA {authority}/ca.crt -CAkey {authority}/ca.key -CAcreateserial -out tls.crt"
-    for command in (request, sign):
-        subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
+    make_signed(folder, "tls", authority / "ca")
 
 
 @pytest.mark.parametrize("name", ["service", "service-tls", "sidecar-pod"])

@@ -20,7 +20,9 @@ from headwater.v1 import session_service_pb2, session_service_pb2_grpc
 import headwater
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # whatever the working directory is
+sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e/python"))
 
+from certificates import make_authority, make_signed
 from monitored_run import Server, await_condition
 
 BUILD = os.environ.get("HEADWATER_BUILD_DIR", "")
@@ -233,22 +235,6 @@ def test_the_oldest_unsaved_change_has_an_age():
         assert age() == 0
 
 
-def make_certificate(folder: Path, name: str, days: int, authority: str | None = None) -> None:
-    """NAME.crt and NAME.key for localhost, signed by the authority, or by itself."""
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", f"{name}.key", "-subj", f"/CN={name}"]
-    (folder / "san").write_text("subjectAltName=DNS:localhost\n")
-    if authority is None:
-        commands = [["req", "-x509", "-days", str(days), *key, "-out", f"{name}.crt"]]
-    else:
-        signed = ["-CA", f"{authority}.crt", "-CAkey", f"{authority}.key", "-CAcreateserial", "-extfile", "san"]
-        commands = [
-            ["req", *key, "-out", f"{name}.csr"],
-            ["x509", "-req", "-in", f"{name}.csr", *signed, "-days", str(days), "-out", f"{name}.crt"],
-        ]
-    for command in commands:
-        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True)
-
-
 def swap(folder: Path, name: str) -> None:
     """Puts the pair into the place of the server's own."""
     for kind in ("key", "crt"):
@@ -267,9 +253,9 @@ def running_with_tls(folder: Path, *flags: str):
 
 def test_certificates_are_reported_at_the_start_and_when_they_change(tmp_path):
     day = 86400
-    make_certificate(tmp_path, "ca", 100)
+    make_authority(tmp_path, "ca", days=100)
     for name, days in (("old", 10), ("new-one", 20), ("ended", -1)):
-        make_certificate(tmp_path, name, days, "ca")
+        make_signed(tmp_path, name, days=days)
     swap(tmp_path, "old")
 
     def certificate_lines() -> list[dict]:
@@ -303,8 +289,8 @@ def test_certificates_are_reported_at_the_start_and_when_they_change(tmp_path):
 
 
 def test_strangers_handshakes_are_counted_and_fill_no_log(tmp_path):
-    make_certificate(tmp_path, "ca", 10)
-    make_certificate(tmp_path, "own", 10, "ca")
+    make_authority(tmp_path, "ca")
+    make_signed(tmp_path, "own")
     swap(tmp_path, "own")
     strangers, at_once, a_second = 1500, 100, 10
     with running_with_tls(tmp_path) as (server, port):

@@ -278,7 +278,13 @@ absl::Status SubmissionRun::Settle(MicroBatchResult& result) {
     result.staged.reset();
   } else {
     for (LossTerm& term : terms_) term = WithoutOutputs(term);
-    added = AddHeld({submission_.hidden, terms_, nullptr, {}}, CommitArguments(), engine_);
+    MicroBatch again;
+    again.hidden = submission_.hidden;
+    again.terms = terms_;
+    again.backward = true;
+    again.grad_weight = GradWeightMode::kAccumulate;
+    again.after = submission_.after;
+    added = engine_.Compute(again).status();
   }
   return added.ok() ? FinishCommitted() : Failed(added);
 }

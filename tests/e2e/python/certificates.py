@@ -13,14 +13,14 @@ def make_key(directory, name, *arguments):
     openssl(directory, "req", *key, "-subj", f"/CN={name}", *arguments)
 
 
-def make_authority(directory, name):
+def make_authority(directory, name, days=2):
     """`name`.crt and `name`.key of an authority."""
-    make_key(directory, name, "-x509", "-days", "2", "-out", f"{name}.crt")
+    make_key(directory, name, "-x509", "-days", str(days), "-out", f"{name}.crt")
 
 
-def make_signed(directory, name, authority="ca"):
+def make_signed(directory, name, authority="ca", days=2):
     """`name`.crt and `name`.key, signed by the authority, for a server or client on this host."""
     (directory / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
     make_key(directory, name, "-out", f"{name}.csr")
-    signed = ["-CA", f"{authority}.crt", "-CAkey", f"{authority}.key", "-CAcreateserial", "-days", "2", "-extfile", "san"]
+    signed = ["-CA", f"{authority}.crt", "-CAkey", f"{authority}.key", "-CAcreateserial", "-days", str(days), "-extfile", "san"]
     openssl(directory, "x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.crt", *signed)
