@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/observability/monotonic_clock.h"
 
@@ -16,8 +15,8 @@ absl::StatusOr<std::shared_ptr<Head>> Head::Create(const HeadName& name, const H
   return std::shared_ptr<Head>(new Head(name, spec, limits, engine, std::move(sequencer), std::move(on_engine)));
 }
 
-Head::Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& head_limits, LossEngine& head_engine,
-           std::shared_ptr<scheduler::Sequencer> head_sequencer, std::unique_ptr<EngineHead> head_on_engine)
+HeadCore::HeadCore(const HeadName& name, const HeadSpec& spec, const HeadLimits& head_limits, LossEngine& head_engine,
+                   std::shared_ptr<scheduler::Sequencer> head_sequencer, std::unique_ptr<EngineHead> head_on_engine)
     : deterministic(head_limits.deterministic),
       engine(head_engine),
       sequencer_owner(std::move(head_sequencer)),
@@ -26,9 +25,7 @@ Head::Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& head_li
       steps(name_, spec, head_limits),
       weights(spec.has_bias),
       name_(name),
-      spec_(spec),
-      create_time_(absl::Now()),
-      last_use_nanos_(absl::ToUnixNanos(create_time_)) {}
+      spec_(spec) {}
 
 Head::~Head() {
   const Turn turn(sequencer);
@@ -51,14 +48,14 @@ HeadInfo Head::Describe() const {
   info.waiting_count = steps.waiting_count();
   if (spec_.trainable) info.unsaved_since = weights.unsaved_since();
   info.weight_checksum = weights.checksum();
-  info.restore_note = restore_note;
+  info.restore_note = restore_note_;
   if (state == HeadState::kRestored) info.restored_checkpoint = state_cause;
   return info;
 }
 
 // ---- what every call begins with -------------------------------------------------------------------------------------
 
-absl::Status Head::EpochError(const Epoch& named) const {
+absl::Status HeadCore::EpochError(const Epoch& named) const {
   ErrorMetadata metadata = {
       {"expected", EpochToHex(current_epoch)}, {"actual", EpochToHex(named)}, {"headEpoch", EpochToHex(current_epoch)}};
   if (spec_.trainable) {
@@ -73,7 +70,7 @@ absl::Status Head::EpochError(const Epoch& named) const {
       std::move(metadata));
 }
 
-absl::Status Head::LostError() const {
+absl::Status HeadCore::LostError() const {
   const std::string& checkpoints = steps.ledger().checkpoints();
   ErrorMetadata metadata = {{"head", name_.ToString()},
                             {"headEpoch", EpochToHex(current_epoch)},
@@ -95,19 +92,19 @@ absl::Status Head::LostError() const {
       std::move(metadata));
 }
 
-absl::Status Head::DeletedError() const {
+absl::Status HeadCore::DeletedError() const {
   return MakeError(ErrorReason::kHeadNotFound, absl::StrCat("there is no head ", name_.ToString(), "; it has been deleted"),
                    {{"head", name_.ToString()}});
 }
 
-absl::Status Head::StepConflict(int64_t step, const char* what) const {
+absl::Status HeadCore::StepConflict(int64_t step, const char* what) const {
   const int64_t open_step = steps.open().step;
   return MakeError(ErrorReason::kStepConflict,
                    absl::StrCat("step ", step, " was closed by ", what, "; the open step is ", open_step),
                    {{"step", absl::StrCat(step)}, {"openStep", absl::StrCat(open_step)}});
 }
 
-absl::Status Head::Check(const std::optional<Epoch>& expected, Need need, bool for_step) const {
+absl::Status HeadCore::Check(const std::optional<Epoch>& expected, Need need, bool for_step) const {
   const Turn turn(sequencer);
   steps.Settle();
   if (retired) return DeletedError();
@@ -131,7 +128,7 @@ absl::Status Head::CheckEpoch(const std::optional<Epoch>& epoch) const { return 
 
 // ---- admission and waits ---------------------------------------------------------------------------------------------
 
-void Head::AddNeed(const scheduler::Uses& uses, scheduler::Needs& needs) const {
+void HeadCore::AddNeed(const scheduler::Uses& uses, scheduler::Needs& needs) const {
   const auto known = std::find_if(needs.begin(), needs.end(), [this](const auto& need) { return need.record == record; });
   if (known == needs.end()) {
     needs.push_back({record, uses});
@@ -141,7 +138,7 @@ void Head::AddNeed(const scheduler::Uses& uses, scheduler::Needs& needs) const {
   }
 }
 
-absl::StatusOr<scheduler::Admission> Head::Admit(scheduler::Uses uses, const WaitLimits& wait) const {
+absl::StatusOr<scheduler::Admission> HeadCore::Admit(scheduler::Uses uses, const WaitLimits& wait) const {
   const auto needs = [&]() -> absl::StatusOr<scheduler::Needs> {
     if (retired) return DeletedError();
     return scheduler::Needs{{record, uses}};
@@ -178,38 +175,38 @@ absl::Status Head::AwaitTurn(const StepKey& key, int64_t micro_batch, const Wait
   return absl::OkStatus();
 }
 
-bool Head::IsItsTurn(const StepKey& key, int64_t micro_batch) const {
+bool HeadCore::IsItsTurn(const StepKey& key, int64_t micro_batch) const {
   // Only a missing predecessor is waited for; the call itself reports anything else.
   if (!in_order() || retired || state != HeadState::kReady || key.epoch != current_epoch || key.step != steps.open().step)
     return true;
   return steps.IsDue(micro_batch);
 }
 
-std::shared_ptr<const WaitingAddition> Head::NextInOrder() const {
+std::shared_ptr<const WaitingAddition> HeadCore::NextInOrder() const {
   if (!in_order() || retired || state != HeadState::kReady) return nullptr;
   return steps.window()->Next(steps.open().state == StepState::kSealed);
 }
 
 // ---- changes ---------------------------------------------------------------------------------------------------------
 
-void Head::StepChanged() {
+void HeadCore::StepChanged() {
   MicroBatchChanged();
   step_changed.WakeAll();
 }
 
-absl::Status Head::CloseStep(int64_t step, StepState how) {
+absl::Status HeadCore::CloseStep(int64_t step, StepState how) {
   HEADWATER_RETURN_IF_ERROR(steps.Close(step, how));
   weights.EndStep(how == StepState::kReplaced);
   StepChanged();
   return absl::OkStatus();
 }
 
-absl::Status Head::AfterChange(const absl::Status& status) {
+absl::Status HeadCore::AfterChange(const absl::Status& status) {
   if (IsEngineFailure(status)) MarkLost(status);
   return status;
 }
 
-void Head::MarkLost(const absl::Status& cause) {
+void HeadCore::MarkLost(const absl::Status& cause) {
   const Turn turn(sequencer);
   steps.Reset(steps.open().step);
   weights.Forget();
@@ -218,7 +215,7 @@ void Head::MarkLost(const absl::Status& cause) {
   StepChanged();
 }
 
-void Head::StartAfresh(int64_t step) {
+void HeadCore::StartAfresh(int64_t step) {
   steps.Reset(step);
   weights.EndStep(/*replaced=*/false);
   current_epoch = NewEpoch();
@@ -248,12 +245,12 @@ absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch, std::vect
 bool Head::InUse() const {
   const Turn turn(sequencer);
   steps.Settle();
-  return running_calls > 0 || use_count > 0 || steps.HasContributions();
+  return running_calls > 0 || use_count_ > 0 || steps.HasContributions();
 }
 
 int64_t Head::CountUses(int64_t change) {
   const Turn turn(sequencer);
-  return use_count += change;
+  return use_count_ += change;
 }
 
 void Head::MarkRetired() {
@@ -281,7 +278,7 @@ absl::Status Head::TryRetire(const std::optional<Epoch>& epoch, bool force) {
   if (!force && InUse()) {
     const StepTotals totals = steps.open().Totals();
     // A client's submission has a HeadUse as well, so the two counts overlap.
-    const int64_t calls = std::max(running_calls, use_count);
+    const int64_t calls = std::max(running_calls, use_count_);
     return MakeError(ErrorReason::kHeadInUse,
                      absl::StrCat(name_.ToString(), " is in use: ", calls, " running calls, ", totals.micro_batch_count,
                                   " committed micro-batches in step ", steps.open().step, "; force deletes it nevertheless"),

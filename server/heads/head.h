@@ -42,6 +42,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/engine.h"
@@ -88,7 +89,81 @@ inline bool IsEngineFailure(const absl::Status& status) {
   return HasReason(status, ErrorReason::kEngineFailed) || HasReason(status, ErrorReason::kInternal);
 }
 
-class Head {
+// A head's state and the checks that its calls share. For server/heads alone; others use Head.
+class HeadCore {
+ public:
+  const HeadName& name() const { return name_; }
+  const HeadSpec& spec() const { return spec_; }
+
+  // All changing state is read and written in turns of the sequencer. While a call holds an admission to compute, epoch, step,
+  // version and state stay as they are, except for changes by:
+  //   - a call that shares the accumulator: records and pending contributions of its own micro-batches, and the loss of the head;
+  //   - Retire, and the end of a session, which wait for no admission;
+  //   - beside a call that only reads the weights: every call that does not write them.
+
+  // The checks that every call begins with, in the order of the errors above. Without `expected` the epoch is not checked.
+  absl::Status Check(const std::optional<Epoch>& expected, Need need, bool for_step) const;
+  // In a turn, like all that follow unless they say otherwise.
+  absl::Status LostError() const;
+  // kHeadNotFound for a call that still holds a head that has been deleted. Not only in a turn.
+  absl::Status DeletedError() const;
+  // kStepConflict: the last closed step, `step`, was closed by `what` and not by an equal call.
+  absl::Status StepConflict(int64_t step, const char* what) const;
+  // Contributions are added in ascending id. Not only in a turn.
+  bool in_order() const { return steps.in_order(); }
+  // How a computation uses a head to which it adds nothing. In deterministic mode it is not computed together with others: that
+  // would show in the last bits. Not only in a turn.
+  scheduler::Uses reads() const { return deterministic ? kChangesGradient : kReadsWeights; }
+  // Adds a use of the head to the needs of an operation.
+  void AddNeed(const scheduler::Uses& uses, scheduler::Needs& needs) const;
+  // Waits for this use of the head alone. The error of the limits; kHeadNotFound once the head has been retired. Not in a turn.
+  absl::StatusOr<scheduler::Admission> Admit(scheduler::Uses uses, const WaitLimits& wait) const;
+  // Wakes calls that wait for micro-batches or their turn; StepChanged() wakes all that wait for the step. After the change.
+  void MicroBatchChanged() { micro_batch_changed->WakeAll(); }
+  void StepChanged();
+  // The contribution whose turn it is to be added, or null.
+  std::shared_ptr<const WaitingAddition> NextInOrder() const;
+  // Closes the step, with everything that belonged to it alone.
+  absl::Status CloseStep(int64_t step, StepState how);
+  // Whether a micro-batch of this step need not wait for a predecessor in order.
+  bool IsItsTurn(const StepKey& key, int64_t micro_batch) const;
+  // Restarts at a step: new epoch, nothing known, READY.
+  void StartAfresh(int64_t step);
+  // After an engine call that changes the head: an engine failure makes the head LOST. Returns `status`. Not only in a turn.
+  absl::Status AfterChange(const absl::Status& status);
+  void MarkLost(const absl::Status& cause);
+
+  const bool deterministic;  // HeadLimits::deterministic
+  LossEngine& engine;
+  const std::shared_ptr<scheduler::Sequencer> sequencer_owner;
+  scheduler::Sequencer& sequencer = *sequencer_owner;
+  const std::shared_ptr<scheduler::Record> record = std::make_shared<scheduler::Record>();
+  const std::unique_ptr<EngineHead> on_engine;  // calls other than spec(), plan(), shards() and the sizes need an admission
+  WeightTensors tensors;                        // needs an admission, except for its checks
+
+  mutable StepTransactions steps;  // checks, too, settle what another head has dropped
+  WeightRecord weights;
+  const std::shared_ptr<scheduler::WaitList> micro_batch_changed = std::make_shared<scheduler::WaitList>();
+  scheduler::WaitList step_changed;
+  Epoch current_epoch = NewEpoch();
+  std::vector<Epoch> recovers_epochs;  // belong to `current_epoch`
+  HeadState state = HeadState::kLoading;
+  std::string state_cause;  // the failure of a LOST head, the checkpoint of a RESTORED one
+  bool retired = false;
+  int64_t running_calls = 0;  // submissions that wait or compute
+
+ protected:
+  HeadCore(const HeadName& name, const HeadSpec& spec, const HeadLimits& head_limits, LossEngine& head_engine,
+           std::shared_ptr<scheduler::Sequencer> head_sequencer, std::unique_ptr<EngineHead> head_on_engine);
+  ~HeadCore() = default;
+
+  absl::Status EpochError(const Epoch& named) const;
+
+  const HeadName name_;
+  const HeadSpec spec_;
+};
+
+class Head : public HeadCore {
  public:
   // Plans, admits and allocates. Engine errors pass through. `engine` must outlive the head; `sequencer` is one for all its heads.
   static absl::StatusOr<std::shared_ptr<Head>> Create(const HeadName& name, const HeadSpec& spec, LossEngine& engine,
@@ -96,8 +171,6 @@ class Head {
   // Drops what is undecided.
   ~Head();
 
-  const HeadName& name() const { return name_; }
-  const HeadSpec& spec() const { return spec_; }
   int64_t token_chunk_rows() const { return on_engine->plan().token_chunk_rows; }  // MemoryPlan::token_chunk_rows of its plan
   HeadInfo Describe() const;
   // kEpochFenced (with both epochs in hex, and openStep) if `epoch` is given and not the head's. kStepLost if the head has been
@@ -214,77 +287,15 @@ class Head {
   // once, without waiting for a running call; what is staged goes with the head.
   absl::Status TryRetire(const std::optional<Epoch>& epoch, bool force);
 
-  // ---- for server/heads ------------------------------------------------------------------------------------------------
-  // All changing state is read and written in turns of the sequencer. While a call holds an admission to compute, epoch, step,
-  // version and state stay as they are, except for changes by:
-  //   - a call that shares the accumulator: records and pending contributions of its own micro-batches, and the loss of the head;
-  //   - Retire, and the end of a session, which wait for no admission;
-  //   - beside a call that only reads the weights: every call that does not write them.
-
-  // The checks that every call begins with, in the order of the errors above. Without `expected` the epoch is not checked.
-  absl::Status Check(const std::optional<Epoch>& expected, Need need, bool for_step) const;
-  // In a turn, like all that follow unless they say otherwise.
-  absl::Status LostError() const;
-  // kHeadNotFound for a call that still holds a head that has been deleted. Not only in a turn.
-  absl::Status DeletedError() const;
-  // kStepConflict: the last closed step, `step`, was closed by `what` and not by an equal call.
-  absl::Status StepConflict(int64_t step, const char* what) const;
-  // Contributions are added in ascending id. Not only in a turn.
-  bool in_order() const { return steps.in_order(); }
-  // How a computation uses a head to which it adds nothing. In deterministic mode it is not computed together with others: that
-  // would show in the last bits. Not only in a turn.
-  scheduler::Uses reads() const { return deterministic ? kChangesGradient : kReadsWeights; }
-  // Adds a use of the head to the needs of an operation.
-  void AddNeed(const scheduler::Uses& uses, scheduler::Needs& needs) const;
-  // Waits for this use of the head alone. The error of the limits; kHeadNotFound once the head has been retired. Not in a turn.
-  absl::StatusOr<scheduler::Admission> Admit(scheduler::Uses uses, const WaitLimits& wait) const;
-  // Wakes calls that wait for micro-batches or their turn; StepChanged() wakes all that wait for the step. After the change.
-  void MicroBatchChanged() { micro_batch_changed->WakeAll(); }
-  void StepChanged();
-  // The contribution whose turn it is to be added, or null.
-  std::shared_ptr<const WaitingAddition> NextInOrder() const;
-  // Closes the step, with everything that belonged to it alone.
-  absl::Status CloseStep(int64_t step, StepState how);
-  // Whether a micro-batch of this step need not wait for a predecessor in order.
-  bool IsItsTurn(const StepKey& key, int64_t micro_batch) const;
+ private:
+  using HeadCore::HeadCore;
   // Ends every wait for the head, now and from now on.
   void MarkRetired();
-  // Restarts at a step: new epoch, nothing known, READY.
-  void StartAfresh(int64_t step);
-  // After an engine call that changes the head: an engine failure makes the head LOST. Returns `status`. Not only in a turn.
-  absl::Status AfterChange(const absl::Status& status);
-  void MarkLost(const absl::Status& cause);
 
-  const bool deterministic;  // HeadLimits::deterministic
-  LossEngine& engine;
-  const std::shared_ptr<scheduler::Sequencer> sequencer_owner;
-  scheduler::Sequencer& sequencer = *sequencer_owner;
-  const std::shared_ptr<scheduler::Record> record = std::make_shared<scheduler::Record>();
-  const std::unique_ptr<EngineHead> on_engine;  // calls other than spec(), plan(), shards() and the sizes need an admission
-  WeightTensors tensors;                        // needs an admission, except for its checks
-
-  mutable StepTransactions steps;  // checks, too, settle what another head has dropped
-  WeightRecord weights;
-  const std::shared_ptr<scheduler::WaitList> micro_batch_changed = std::make_shared<scheduler::WaitList>();
-  scheduler::WaitList step_changed;
-  Epoch current_epoch = NewEpoch();
-  std::vector<Epoch> recovers_epochs;  // belong to `current_epoch`
-  HeadState state = HeadState::kLoading;
-  std::string state_cause;  // the failure of a LOST head, the checkpoint of a RESTORED one
-  std::string restore_note;
-  bool retired = false;
-  int64_t running_calls = 0;  // submissions that wait or compute
-  int64_t use_count = 0;      // HeadUse objects
-
- private:
-  Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& head_limits, LossEngine& head_engine,
-       std::shared_ptr<scheduler::Sequencer> head_sequencer, std::unique_ptr<EngineHead> head_on_engine);
-  absl::Status EpochError(const Epoch& named) const;
-
-  const HeadName name_;
-  const HeadSpec spec_;
-  const absl::Time create_time_;
-  std::atomic<int64_t> last_use_nanos_;
+  std::string restore_note_;
+  int64_t use_count_ = 0;  // HeadUse objects
+  const absl::Time create_time_ = absl::Now();
+  std::atomic<int64_t> last_use_nanos_{absl::ToUnixNanos(create_time_)};
 };
 
 // A call's use of a head that it has found and may still work on. The head is in use meanwhile. If it is deleted nevertheless, its

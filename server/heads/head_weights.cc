@@ -236,7 +236,7 @@ absl::StatusOr<HeadInfo> Head::Restore(const Epoch& epoch, checkpoint::Checkpoin
   const Turn turn(sequencer);
   StartAfresh(info->step);
   steps.ledger().SetCheckpoints(std::move(checkpoints));
-  restore_note = std::move(note);
+  restore_note_ = std::move(note);
   if (comes_back && spec_.trainable) {
     state = HeadState::kRestored;
     state_cause = checkpoint_name;

@@ -15,7 +15,7 @@ using observability::MonotonicNow;
 RowExchange::RowExchange(int64_t row_count, std::vector<RowTensor> tensors)
     : row_count_(row_count), last_row_time_(MonotonicNow()) {
   for (RowTensor& tensor : tensors) {
-    Input& input = inputs_.emplace_back();
+    ExchangedTensor& input = inputs_.emplace_back();
     input.tensor = std::move(tensor);
     if (input.tensor.row_count == 0) continue;
     if (input.tensor.data == nullptr) {
@@ -34,7 +34,7 @@ absl::StatusOr<uint8_t*> RowExchange::Claim(size_t index, int64_t row_start, int
                                             const std::string& field) {
   absl::MutexLock lock(&mutex_);
   if (!broken_.ok()) return broken_;
-  Input& input = inputs_[index];
+  ExchangedTensor& input = inputs_[index];
   const RowTensor& tensor = input.tensor;
   HEADWATER_RETURN_IF_ERROR(CheckRows(field, row_start, row_count, data_bytes, tensor.row_count, tensor.row_bytes, input.claimed));
   input.claimed.Add(row_start, row_count);
@@ -43,7 +43,7 @@ absl::StatusOr<uint8_t*> RowExchange::Claim(size_t index, int64_t row_start, int
 
 void RowExchange::Deliver(size_t index, int64_t row_start, int64_t row_count) {
   absl::MutexLock lock(&mutex_);
-  Input& input = inputs_[index];
+  ExchangedTensor& input = inputs_[index];
   input.delivered.Add(row_start, row_count);
   missing_rows_ -= row_count;
   received_bytes_ += row_count * input.tensor.row_bytes;
@@ -53,7 +53,7 @@ void RowExchange::Deliver(size_t index, int64_t row_start, int64_t row_count) {
 
 int64_t RowExchange::ReadyRows() const {
   int64_t ready = row_count_;
-  for (const Input& input : inputs_) {
+  for (const ExchangedTensor& input : inputs_) {
     const int64_t prefix = input.delivered.prefix();
     if (prefix < input.tensor.row_count) ready = std::min(ready, input.tensor.row_start + prefix);
   }
@@ -63,7 +63,7 @@ int64_t RowExchange::ReadyRows() const {
 absl::Status RowExchange::InputStatus() const {
   if (!broken_.ok()) return broken_;
   if (!input_closed_ || missing_rows_ == 0) return absl::OkStatus();
-  const auto short_one = std::find_if(inputs_.begin(), inputs_.end(), [](const Input& input) {
+  const auto short_one = std::find_if(inputs_.begin(), inputs_.end(), [](const ExchangedTensor& input) {
     return input.tensor.by_input && input.delivered.row_count() < input.tensor.row_count;
   });
   if (short_one == inputs_.end()) return absl::OkStatus();
@@ -79,7 +79,7 @@ absl::Status RowExchange::InputStatus() const {
 
 RowProgress RowExchange::Look() const {
   absl::MutexLock lock(&mutex_);
-  const bool client_owes_rows = std::any_of(inputs_.begin(), inputs_.end(), [](const Input& input) {
+  const bool client_owes_rows = std::any_of(inputs_.begin(), inputs_.end(), [](const ExchangedTensor& input) {
     return input.tensor.by_input && input.delivered.row_count() < input.tensor.row_count;
   });
   return {IsComplete(), ReadyRows(), received_bytes_, last_row_time_, missing_rows_ > 0 && !client_owes_rows, InputStatus()};

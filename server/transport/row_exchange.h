@@ -49,6 +49,13 @@ struct RowProgress {
   absl::Status input;
 };
 
+// A tensor whose rows come in, and which of them have.
+struct ExchangedTensor {
+  RowTensor tensor;
+  RowRanges claimed;
+  RowRanges delivered;
+};
+
 class RowExchange {
  public:
   // `row_count`: of the micro-batch.
@@ -133,11 +140,6 @@ class RowExchange {
   }
 
  private:
-  struct Input {
-    RowTensor tensor;
-    RowRanges claimed;
-    RowRanges delivered;
-  };
   int64_t ReadyRows() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool IsComplete() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     return missing_rows_ == 0 && (input_closed_ || !close_required_);
@@ -155,7 +157,7 @@ class RowExchange {
   mutable absl::Mutex mutex_;
   absl::CondVar changed_;
   int64_t version_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::vector<Input> inputs_ ABSL_GUARDED_BY(mutex_);
+  std::vector<ExchangedTensor> inputs_ ABSL_GUARDED_BY(mutex_);
   int64_t missing_rows_ ABSL_GUARDED_BY(mutex_) = 0;  // of all tensors
   int64_t received_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Time last_row_time_ ABSL_GUARDED_BY(mutex_);

@@ -13,7 +13,7 @@ CODE_SUFFIXES = {".h", ".cc", ".c", ".cu", ".cuh", ".py", ".proto", ""}
 # Durations in the server go by observability::MonotonicNow(), whose times have the same type. These files tell the time of day.
 WALL_CLOCK = re.compile(r"\babsl::Now\(\)|WithDeadline\(")
 WALL_CLOCK_FILES = {
-    "server/heads/head.cc",
+    "server/heads/head.h",
     "server/observability/call_trace.cc",
     "server/observability/logging.cc",
     "server/observability/memory_end.cc",

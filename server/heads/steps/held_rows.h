@@ -34,7 +34,7 @@ class HeldTeachers {
   HeldTeachers& operator=(const HeldTeachers&) = delete;
   // Takes the teachers of `held` that still exist, and adds their uses to `needs`. In a turn.
   void Find(const HeldRows& held, scheduler::Needs& needs);
-  // kHeadNotFound, kWeightVersionMismatch, and the errors of Head::Check(). In a turn.
+  // kHeadNotFound, kWeightVersionMismatch, and the errors of HeadCore::Check(). In a turn.
   absl::Status Check() const;
 
  private:
