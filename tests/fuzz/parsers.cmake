@@ -29,19 +29,16 @@ set(parser_sources
   ${product}/server/model_files/xxh3.cc
   ${product}/server/observability/line_writer.cc
   ${product}/server/observability/logging.cc
-  ${product}/server/scheduler/repeated_task.cc
   ${product}/server/scheduler/waiting.cc
   ${product}/server/service/request/canonical_header.cc
   ${product}/server/service/request/chunk_codec.cc
   ${product}/server/service/request/field_check.cc
   ${product}/server/service/request/head_request.cc
   ${product}/server/service/request/loss_request.cc
-  ${product}/server/service/request/tensor_field.cc
   ${product}/server/service/access/token_file.cc
   ${product}/server/transport/descriptor_socket.cc
   ${product}/server/transport/region.cc
-  ${product}/server/transport/region_registry.cc
-  ${product}/server/transport/unix_socket.cc)
+  ${product}/server/transport/region_registry.cc)
 
 headwater_fuzz_protobuf(headwater_fuzz_proto
   headwater/v1/tensor.proto headwater/v1/error.proto headwater/v1/loss.proto headwater/v1/loss_service.proto
