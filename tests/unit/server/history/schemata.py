@@ -212,6 +212,8 @@ class Finder:
             if assigned >= 0:
                 self.expression(assigned + 1, last, negate=False)
             return
+        if word == "HEADWATER_ASSIGN_OR_RETURN":  # declares a variable
+            return
         if (
             assigned >= 0
             or self.text(last - 1) == ")"
