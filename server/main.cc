@@ -92,7 +92,10 @@ int Serve() {
     Restart().KeepAddresses((*server)->addresses(), (*server)->admin_addresses(), options->metrics_address,
                             (*server)->metrics_port());
   }
-  if (is_group) WhenAskedToEnd([group = options->group] { group->GiveUp(); });
+  if (is_group) {
+    const absl::Status watched = WhenAskedToEnd([group = options->group] { group->GiveUp(); });
+    if (!watched.ok()) return Fail(std::string(watched.message()));
+  }
   if (absl::Status ready = (*server)->BecomeReady(IsAskedToEnd); !ready.ok()) {
     if (!(*server)->engine().health().ok()) EndLost();
     if (IsAskedToEnd()) return 0;

@@ -98,9 +98,12 @@ bool IsAskedToEnd() {
   return sigandset(&asked, &pending, &signals) == 0 && sigisemptyset(&asked) == 0;
 }
 
-void WhenAskedToEnd(std::function<void()> action) {
+absl::Status WhenAskedToEnd(std::function<void()> action) {
   const sigset_t signals = EndSignals();
-  WhenReadable(signalfd(-1, &signals, SFD_CLOEXEC), std::move(action));
+  const int descriptor = signalfd(-1, &signals, SFD_CLOEXEC);
+  if (descriptor < 0) return absl::UnavailableError(absl::StrCat("signalfd() failed: ", std::strerror(errno)));
+  WhenReadable(descriptor, std::move(action));
+  return absl::OkStatus();
 }
 
 void WakeMainThread() { kill(getpid(), kWakeSignal); }

@@ -37,8 +37,8 @@ bool IsEndSignal(int signal_number);
 
 // Whether a signal that ends the process is pending.
 bool IsAskedToEnd();
-// Calls `action` on a thread of its own once such a signal is pending, which stays pending.
-void WhenAskedToEnd(std::function<void()> action);
+// Calls `action` on a thread of its own once such a signal is pending, which stays pending. Fails without a descriptor for it.
+absl::Status WhenAskedToEnd(std::function<void()> action);
 
 // Any thread.
 void WakeMainThread();
