@@ -19,7 +19,7 @@ constexpr int64_t kHostBytesPerRow = 12 * 4 + sizeof(RowReport) + 2;
 constexpr int64_t kLeastRowsInParts = 1024;
 
 // Host memory for so many rows of a term or a chunk.
-int64_t HostBytes(int64_t rows) { return rows * kHostBytesPerRow + 16 * Workspace::kAlignment; }
+int64_t HostBytes(int64_t rows) { return rows * kHostBytesPerRow + 17 * Workspace::kAlignment; }
 
 }  // namespace
 
@@ -449,6 +449,7 @@ absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice, cu
                                    own.target_factor + rows.first, own.overflow, DitherRowsOf(*work, rows.first), finish),
                  "the rows' losses");
   }));
+  HEADWATER_RETURN_IF_ERROR(ChooseLists(work, slice));
   return Dither(work, slice);
 }
 

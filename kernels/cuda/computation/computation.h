@@ -206,6 +206,8 @@ class Computation {
   void TakeLists(Work* work, const std::vector<Slice>& slices);
   // A slice's list, or null.
   static const EntryList* ListOf(const Work& work, const Slice& slice);
+  // Called before the first slice is dithered: drops the lists if its rows have too many entries.
+  absl::Status ChooseLists(Work* work, const Slice& slice);
   absl::Status ListEntries(const Work& work, const Slice& slice, const EntryList& list);
   // Called when a slice's number of entries is known: falls back to products if its list has no room for them. Behind the last
   // slice the lists take M's place.

@@ -71,8 +71,8 @@ struct EntryList {
   size_t sort_bytes = 0;
 };
 
-// Entries a row that there is room for on average. More take longer than products of a matrix.
-inline constexpr int64_t kEntriesPerRow = 768;
+// Entries a row that there is room for on average.
+inline constexpr int64_t kEntriesPerRow = 512;
 
 // Whether keys of so many rows and columns have 32 bits.
 bool EntryKeysFit(int64_t rows, int64_t columns);

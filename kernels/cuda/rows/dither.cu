@@ -239,6 +239,27 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// A block a sample.
+__global__ void __launch_bounds__(kThreads) EstimateEntriesKernel(const __nv_bfloat16* matrix, int64_t stride, int64_t row_count,
+                                                                  int32_t columns, const DitherRow* rows, float* entries) {
+  constexpr int32_t kEight = kVector<__nv_bfloat16>;
+  const int64_t row = row_count * blockIdx.x / gridDim.x;
+  const float unit = rows[row].unit;
+  const auto* const vectors = reinterpret_cast<const Vector<__nv_bfloat16>*>(matrix + row * stride);
+  float sum = 0.0f;
+  for (int32_t j = static_cast<int32_t>(threadIdx.x) * kEight; j < columns; j += kThreads * kEight) {
+    const Vector<__nv_bfloat16> vector = vectors[j / kEight];
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      const float value = j + i < columns ? ToFloat(vector.values[i]) : 0.0f;
+      sum += value >= unit ? (value != 0.0f ? 1.0f : 0.0f) : value / unit;
+    }
+  }
+  double total[kSums] = {static_cast<double>(sum), 0, 0};
+  SumOverBlock<kThreads>(total);
+  if (threadIdx.x == 0) entries[blockIdx.x] = static_cast<float>(total[0]);
+}
+
 template <typename T>
 __global__ void __launch_bounds__(kDivergenceThreads, 1)
     DitherDivergenceKernel(const __grid_constant__ DivergenceMatrix matrix, const DivergenceResolution of, const DitherKey* keys,
@@ -330,6 +351,15 @@ cudaError_t LaunchListDithered(const ConstMatrix& matrix, int64_t vocab_start, c
   ListKernel<<<static_cast<unsigned>(matrix.rows), kThreads, 0, stream>>>(
       static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, static_cast<int32_t>(matrix.columns),
       static_cast<uint32_t>(vocab_start), targets, rows, keys, pool, sums);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchEstimateEntries(const ConstMatrix& matrix, const DitherRow* rows, int32_t samples, float* entries,
+                                  cudaStream_t stream) {
+  if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
+  EstimateEntriesKernel<<<static_cast<unsigned>(samples), kThreads, 0, stream>>>(
+      static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, matrix.rows, static_cast<int32_t>(matrix.columns), rows,
+      entries);
   return cudaGetLastError();
 }
 

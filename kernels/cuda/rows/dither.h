@@ -58,6 +58,10 @@ cudaError_t LaunchDitherDivergence(const DivergenceMatrix& matrix, const Diverge
 cudaError_t LaunchListDithered(const ConstMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
                                const DitherKey* keys, const EntryPool& pool, DitherSums* sums, cudaStream_t stream);
 
+// entries[i] = how many entries LaunchListDithered() is expected to append for the i-th of `samples` rows, evenly spaced.
+cudaError_t LaunchEstimateEntries(const ConstMatrix& matrix, const DitherRow* rows, int32_t samples, float* entries,
+                                  cudaStream_t stream);
+
 // *total = the rows' sums in units of G, the targets' entries included, in a fixed order.
 cudaError_t LaunchSumDither(const DitherSums* sums, const DitherRow* rows, int64_t row_count, DitherSums* total,
                             cudaStream_t stream);
