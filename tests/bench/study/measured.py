@@ -73,4 +73,4 @@ class Study:
 
     def is_measured(self, point: Point) -> bool:
         """Whether the point ran, to its end or out of memory."""
-        return self.ran_out(point) or self.row(f"{point.name}_step_ms") is not None
+        return self.row(f"{point.name}_out_of_memory") is not None

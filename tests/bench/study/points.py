@@ -73,18 +73,23 @@ class Point:
 
 
 COMPARED = ("eager", "compile", "trl", "liger", "cce", "headwater")
-CONTEXTS = {"contexts": (4096, 8192, 16384, 32768), "long": (65536, 131072)}
 
 
 def all_points() -> list[Point]:
     """The matrix."""
-    points = [Point("batches", way, batch=batch) for batch in (1, 4, 8, 16) for way in (*COMPARED, "headwater_local")]
-    for part, contexts in CONTEXTS.items():
-        points += [Point(part, way, context=context, checkpointing=True) for context in contexts for way in COMPARED]
+    # The parts that a remote head is for come first, since a run may be cut short.
+    points = [
+        Point("loss", way, batch=8, vocab=vocab, body=False) for vocab in (50304, 128256) for way in ("eager", "liger", "headwater")
+    ]
+    points += [Point("long", way, context=context, checkpointing=True) for context in (65536, 131072) for way in COMPARED]
     points += [
         Point("cap24", way, context=context, checkpointing=True, cap_gib=24)
         for context in (16384, 65536)
         for way in ("eager", "trl", "liger", "headwater")
+    ]
+    points += [Point("batches", way, batch=batch) for batch in (1, 4, 8, 16) for way in (*COMPARED, "headwater_local")]
+    points += [
+        Point("contexts", way, context=context, checkpointing=True) for context in (4096, 8192, 16384, 32768) for way in COMPARED
     ]
     liger = ("eager", "liger_rope", "liger_swiglu", "liger_rms", "liger", "liger_all", "headwater", "liger_body_headwater")
     points += [Point("liger", way, batch=4) for way in liger]
@@ -97,9 +102,6 @@ def all_points() -> list[Point]:
     ]
     points += [Point("3b", way, model="3b", batch=4, checkpointing=True) for way in ("eager", "liger", "cce", "headwater")]
     points += [Point("offload", way, batch=4, checkpointing=True, offload=True) for way in ("eager", "liger", "headwater")]
-    points += [
-        Point("loss", way, batch=8, vocab=vocab, body=False) for vocab in (50304, 128256) for way in ("eager", "liger", "headwater")
-    ]
     points += [Point("second_gpu", way, batch=batch) for batch in (1, 8) for way in ("eager", "headwater", "headwater_second")]
     return points
 

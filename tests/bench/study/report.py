@@ -5,8 +5,9 @@
 
 Sources are the study.csv of `run` and of exactness.py, and the peers.csv of tests/bench/peers/run with the case of SmolLM2. Their
 rows are put into FOLDER/benchmarks/study.csv. All else is made from this file alone: without a source the pages are written again.
-A point without a figure stands there as "not measured", and one without memory as "out of memory". Every number of a table or a
-sentence is a row of the file, and a sentence that lacks a row is left out. FOLDER is docs, and has study/index.md. --smoke is for
+A point without a figure stands there as "not measured", and one without memory as "out of memory". Ways, sizes and sections without
+any figure are left out, and named. Every number of a table or a sentence is a row of the file, and a sentence that lacks a row is
+left out. FOLDER is docs, and has study/index.md. --smoke is for
 the figures of `run --smoke`. Exits 1 if a bound is missed.
 """
 
@@ -43,7 +44,7 @@ SECTIONS = (
      "The 1B model, one sequence, with activation checkpointing. Trainer and server share the part, contexts included."),
     ("The loss alone", ("loss",), (),
      "No body: the rows are random numbers, so that the head is all there is."),
-    ("What each part of the head costs", ("ablation",), ("ablation",),
+    ("The parts of the head one by one", ("ablation",), ("ablation",),
      "One thing moves at a time. First the logits leave the trainer, and its optimizer keeps the weight. Then weight, gradient and "
      "optimizer state follow; the server adds gradients in fp32. At last the gradient is dithered."),
     ("Vocabulary", ("vocabularies",), (), "The 1B model with smaller and larger heads."),
@@ -206,10 +207,11 @@ class Pages:
                     )
                 )
         said += self.long_contexts()
-        batches = [point for point in self.points if point.part == "batches" and point.way in plots.COMPARED]
-        largest = [point for point in batches if point.batch == max(point.batch for point in batches)]
+        batches = [point for point in self.points if point.part == "batches" and self.study.figure(point, "tokens_per_second")]
+        remote = max((point.batch for point in batches if point.way == "headwater"), default=0)
+        largest = [point for point in batches if point.batch == remote and point.way in plots.COMPARED]
         rates = {LABELS[point.way]: self.study.figure(point, "tokens_per_second") for point in largest}
-        each = [f"{words} {cell(row, '{:,.0f}')}" for words, row in rates.items() if row]
+        each = [f"{words} {cell(row, '{:,.0f}')}" for words, row in rates.items()]
         said += [f"Tokens a second at {sizes(largest[0])}: {', '.join(each)}."] if each else []
         said.append(
             self.say(
@@ -264,23 +266,46 @@ class Pages:
             "## The ways", "",
             *table(["way", "is"], [[LABELS[way], WAYS[way]] for way in WAYS if any(point.way == way for point in self.points)]),
         ]  # fmt: skip
+        without = []
         for heading, parts, names, words in SECTIONS:
             own = [point for point in self.points if point.part in parts]
-            if own:
-                lines += [f"## {heading}", "", words, ""]
-                for name in names:
-                    lines += self.plot(name)
-                lines += self.grids(own) if parts[0] in GRID else self.flat(own)
-        lines += [
-            "## Errors against fp64 on a real model", "",
-            "Rows of SmolLM2-135M, a real model. Its file has the weights in four bits, and the last layer in eight. Errors are "
-            "‖difference‖ / ‖reference‖. On random weights neither dithering nor a peer's filter can be judged.", "",
-            *self.plot("errors"), *self.errors(),
-            "## Exactness of accumulation", "",
-            "An fp32 head, and rows of which a twelfth is ignored. The loss is compared with PyTorch's, with sums in fp64. "
-            "Gradients are compared with fp64 throughout.", "", *self.exactness(),
-        ]  # fmt: skip
+            measured = [point for point in own if self.study.is_measured(point)]
+            if not measured:
+                without += [heading] if own else []
+                continue
+            lines += [f"## {heading}", "", words, ""]
+            for name in names:
+                lines += self.plot(name)
+            ways, columns = {point.way for point in measured}, {sizes(point) for point in measured}
+            shown = sorted((point for point in own if point.way in ways and sizes(point) in columns), key=lambda point: point.rows)
+            lines += self.grids(shown) if parts[0] in GRID else self.flat(shown)
+            absent = dict.fromkeys(LABELS[point.way] for point in own if point.way not in ways)
+            lines += [f"Not measured: {joined(absent)}.", ""] if absent else []
+        lines += self.real_model_and_exactness(without)
+        lines += ["## Not measured", "", *(f"- {heading}" for heading in without), ""] if without else []
         return "\n".join(lines).rstrip() + "\n"
+
+    def real_model_and_exactness(self, without):
+        """The last two sections. The heading of one without a figure is added to `without` instead."""
+        lines = []
+        if any(case.startswith("smollm2_") for case in self.study.by_case):
+            lines += [
+                "## Errors against fp64 on a real model", "",
+                "Rows of SmolLM2-135M, a real model. Its file has the weights in four bits, and the last layer in eight. Errors "
+                "are ‖difference‖ / ‖reference‖. On random weights neither dithering nor a peer's filter can be judged.", "",
+                *self.plot("errors"), *self.errors(),
+            ]  # fmt: skip
+        else:
+            without.append("Errors against fp64 on a real model")
+        if any(case.startswith("exact_") for case in self.study.by_case):
+            lines += [
+                "## Exactness of accumulation", "",
+                "An fp32 head, and rows of which a twelfth is ignored. The loss is compared with PyTorch's, with sums in fp64. "
+                "Gradients are compared with fp64 throughout.", "", *self.exactness(),
+            ]  # fmt: skip
+        else:
+            without.append("Exactness of accumulation")
+        return lines
 
     def slides(self, index):
         """The deck: the background's sections by the first sentence of each paragraph, then the results."""

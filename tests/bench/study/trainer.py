@@ -127,18 +127,24 @@ class InProcess:
         """Frees what a server holds."""
 
 
+def connected(address: str, device: str) -> Any:
+    """A client of the server at an address, or of one that this process starts on its device."""
+    import headwater.local
+
+    return headwater.connect(address) if address else headwater.local.connect(engine="cpu" if device == "cpu" else "cuda")
+
+
 class Remote(InProcess):
     """The head is a server's, put into the model as docs/guides/transformers.md shows."""
 
     def __init__(self, point: Point, model: Any, device: str, address: str):
-        import headwater.local
         import headwater.torch
         import headwater.transformers
 
         if point.way == "liger_body_headwater":
             apply_liger(point.way, model)
         self.model = model
-        self._client = headwater.connect(address) if address else headwater.local.connect()
+        self._client = connected(address, device)
         owned_by_trainer = point.way == "headwater_trainer"
         optimizer = headwater.AdamW(beta1=BETAS[0], beta2=BETAS[1], epsilon=EPSILON, weight_decay=WEIGHT_DECAY)
         self._loss = None
@@ -192,10 +198,9 @@ class Rows:
         weight = torch.empty(point.vocab, hidden_size, device=device, dtype=torch.bfloat16).normal_(0, 0.02)
         self._client = None
         if address or point.way == "headwater_local":
-            import headwater.local
             import headwater.torch
 
-            self._client = headwater.connect(address) if address else headwater.local.connect()
+            self._client = connected(address, device)
             self._head = self._client.create_head("study", weight.cpu(), optimizer=headwater.AdamW(), if_exists="replace")
             self._loss = headwater.torch.CrossEntropyLoss(self._head)
             self.parameters = [self._hidden]
@@ -323,19 +328,18 @@ def measure(point: Point, options: argparse.Namespace) -> dict[str, Any]:
     if card:
         card.start()
     began = time.perf_counter()
-    while len(times) < options.steps and (len(times) < 1 or time.perf_counter() - began < options.seconds):
+    while len(times) < options.steps and (not times or time.perf_counter() - began < options.seconds):
         if on_gpu and len(losses) == 1:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         losses.append(step())
-        # The first step compiles and allocates; where it alone takes the time, it is the figure.
-        if len(losses) > 1 or time.perf_counter() - began > options.seconds:
+        # The first step compiles and allocates.
+        if len(losses) > 1:
             times.append(time.perf_counter() - start)
     result = {
         "step_ms": 1000 * statistics.median(times),
         "spread": (max(times) - min(times)) / statistics.median(times),
         "tokens_per_second": point.rows * point.accumulation / statistics.median(times),
-        "only_first_step": len(losses) == 1,
         "losses": losses,
         "server_planned_mib": side.planned_bytes() / MIB,
     }
