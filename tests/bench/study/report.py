@@ -281,31 +281,21 @@ class Pages:
             lines += self.grids(shown) if parts[0] in GRID else self.flat(shown)
             absent = dict.fromkeys(LABELS[point.way] for point in own if point.way not in ways)
             lines += [f"Not measured: {joined(absent)}.", ""] if absent else []
-        lines += self.real_model_and_exactness(without)
+        for heading, prefix, words, body in (
+            ("Errors against fp64 on a real model", "smollm2_",
+             "Rows of SmolLM2-135M, a real model. Its file has the weights in four bits, and the last layer in eight. Errors are "
+             "‖difference‖ / ‖reference‖. On random weights neither dithering nor a peer's filter can be judged.",
+             [*self.plot("errors"), *self.errors()]),
+            ("Exactness of accumulation", "exact_",
+             "An fp32 head, and rows of which a twelfth is ignored. The loss is compared with PyTorch's, with sums in fp64. "
+             "Gradients are compared with fp64 throughout.", self.exactness()),
+        ):  # fmt: skip
+            if any(case.startswith(prefix) for case in self.study.by_case):
+                lines += [f"## {heading}", "", words, "", *body]
+            else:
+                without.append(heading)
         lines += ["## Not measured", "", *(f"- {heading}" for heading in without), ""] if without else []
         return "\n".join(lines).rstrip() + "\n"
-
-    def real_model_and_exactness(self, without):
-        """The last two sections. The heading of one without a figure is added to `without` instead."""
-        lines = []
-        if any(case.startswith("smollm2_") for case in self.study.by_case):
-            lines += [
-                "## Errors against fp64 on a real model", "",
-                "Rows of SmolLM2-135M, a real model. Its file has the weights in four bits, and the last layer in eight. Errors "
-                "are ‖difference‖ / ‖reference‖. On random weights neither dithering nor a peer's filter can be judged.", "",
-                *self.plot("errors"), *self.errors(),
-            ]  # fmt: skip
-        else:
-            without.append("Errors against fp64 on a real model")
-        if any(case.startswith("exact_") for case in self.study.by_case):
-            lines += [
-                "## Exactness of accumulation", "",
-                "An fp32 head, and rows of which a twelfth is ignored. The loss is compared with PyTorch's, with sums in fp64. "
-                "Gradients are compared with fp64 throughout.", "", *self.exactness(),
-            ]  # fmt: skip
-        else:
-            without.append("Exactness of accumulation")
-        return lines
 
     def slides(self, index):
         """The deck: the background's sections by the first sentence of each paragraph, then the results."""
