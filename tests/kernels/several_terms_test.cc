@@ -46,7 +46,7 @@ TEST(SeveralTerms, OverlappingRangesAreSummed) {
 
 // The data beside the rows grows with the terms, and has a bound of its own. Fewer rows are computed at once then.
 TEST(SeveralTerms, AsManyAsThereMayBeOverManyRows) {
-  const ProblemOptions options = {.rows = 8192, .vocab_size = 32, .hidden_size = 8, .loss_scale = 1.0 / 64};
+  const ProblemOptions options = {.rows = 8192, .vocab_size = 8, .hidden_size = 8, .loss_scale = 1.0 / 64};
   Problem problem = MakeProblem(WithType(options, DataType::kBFloat16));
   const TestTerm term = problem.terms[0];
   while (problem.terms.size() < 64) problem.terms.push_back(term);
