@@ -1,7 +1,6 @@
 """SmolLM2-135M-Instruct, tied, 49152 tokens: trained on real text through the stock Trainer and with its head on a server."""
 
 import copy
-import os
 
 import peft
 import pytest
@@ -15,14 +14,6 @@ from headwater.transformers import HeadwaterConfig
 # Absolute, of the loss that the Trainer logs, against stock with its head in fp64: in fp32, stock itself is up to 1.4e-5 from that.
 FIRST_TOLERANCE = 1e-6  # before the first update
 LOSS_TOLERANCE = 1e-5  # at every step
-
-
-@pytest.fixture(scope="module", autouse=True)
-def all_processors():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
