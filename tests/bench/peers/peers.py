@@ -263,7 +263,7 @@ def ways_of(problem, options):
         "torch_compile": (WORKS, by_autograd(by_compiler)),
         "torch_compile_addmm": (("fp32",), by_row_pass(compiled(derivative, options))),
     }
-    if not options.compile:
+    if not options.compile or options.ways:  # slower than the compiled one: only by its name
         ways["torch_eager"] = (WORKS, by_autograd(eager))
     # Slow ways are measured in the lightest work only.
     lightest = ("anew",) if len(problem.parts) == 1 else ()
