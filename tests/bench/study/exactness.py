@@ -12,7 +12,6 @@ FOLDER. Exits 1 if a bound is missed.
 
 import os
 import pathlib
-import platform
 import sys
 import tempfile
 
@@ -112,8 +111,8 @@ def main():
     targets = torch.randint(vocab, (rows,))
     targets[::12] = IGNORED
     loss, grad_hidden, grad_weight = reference(torch, hidden, weight, targets)
-    machine = f"{torch.cuda.get_device_name() if options.cuda else platform.machine()}; PyTorch {torch.__version__}"
-    table = figures.Table(machine, options.commit, f"{figures.GPU_PREFIX if options.cuda else 'cpu_'}study_exact_", show=True)
+    prefix = f"{figures.GPU_PREFIX if options.cuda else 'cpu_'}study_exact_"
+    table = figures.Table(runs.machine_name(), options.commit, prefix, show=True)
     engine = ("--engine=cuda",) if options.cuda else ()
     with tempfile.TemporaryDirectory(prefix="hw-") as name, server.running(build, pathlib.Path(name), *engine) as started:
         with headwater.connect(started.address) as client:

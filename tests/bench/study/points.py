@@ -56,6 +56,8 @@ class Point:
     cap_gib: int = 0  # of the trainer and the server together; 0: the card's
     offload: bool = False  # parameters, gradients and optimizer state of the body on the CPU (FSDP2)
     body: bool = True  # without: rows of random numbers, so that the head's part is all there is
+    extra_heads: int = 0  # Medusa's: a residual block and a last layer each, beside the model's last layer
+    ranks: int = 1  # that shard the model (FSDP2), a process and a GPU each; batch and rows are those of a rank
 
     @property
     def name(self) -> str:
@@ -71,47 +73,64 @@ class Point:
         """Tokens of a micro-batch."""
         return self.batch * self.context
 
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 has the model."""
+        return self.offload or self.ranks > 1
+
 
 COMPARED = ("eager", "compile", "trl", "liger", "cce", "headwater")
+BASIC = ("eager", "liger", "headwater")
+EXACT, ERRORS = "exact", "errors"  # parts that are no points: exactness.py; the peers' errors on a real model's rows
+# In the order of a run, which may be cut short: what a remote head is for comes first.
+PARTS = (
+    "loss", "long", "cap24", EXACT, ERRORS, "ablation", "vocabularies", "accumulation", "liger", "3b", "medusa", "offload",
+    "batches", "contexts", "second_gpu", "fsdp",
+)  # fmt: skip
+ON_TWO_GPUS = ("second_gpu", "fsdp")
+
+
+def in_order(points: list[Point]) -> list[Point]:
+    """Points in the order of their parts."""
+    return sorted(points, key=lambda point: PARTS.index(point.part))
 
 
 def all_points() -> list[Point]:
     """The matrix."""
-    # The parts that a remote head is for come first, since a run may be cut short.
-    points = [
-        Point("loss", way, batch=8, vocab=vocab, body=False) for vocab in (50304, 128256) for way in ("eager", "liger", "headwater")
-    ]
+    points = [Point("loss", way, batch=8, vocab=vocab, body=False) for vocab in (50304, 128256) for way in BASIC]
     points += [Point("long", way, context=context, checkpointing=True) for context in (65536, 131072) for way in COMPARED]
     points += [
-        Point("cap24", way, context=context, checkpointing=True, cap_gib=24)
+        Point("cap24", way, context=context, checkpointing=True, cap_gib=24, offload=context > 16384)
         for context in (16384, 65536)
         for way in ("eager", "trl", "liger", "headwater")
-    ]
-    points += [Point("batches", way, batch=batch) for batch in (1, 4, 8, 16) for way in (*COMPARED, "headwater_local")]
-    points += [
-        Point("contexts", way, context=context, checkpointing=True) for context in (4096, 8192, 16384, 32768) for way in COMPARED
-    ]
-    liger = ("eager", "liger_rope", "liger_swiglu", "liger_rms", "liger", "liger_all", "headwater", "liger_body_headwater")
-    points += [Point("liger", way, batch=4) for way in liger]
-    points += [
-        Point("accumulation", way, batch=2, accumulation=count) for count in (1, 8, 32) for way in ("eager", "liger", "headwater")
     ]
     points += [Point("ablation", way, batch=4) for way in ("eager", "headwater_trainer", "headwater", "headwater_dithered")]
     points += [
         Point("vocabularies", way, batch=4, vocab=vocab) for vocab in (32000, 50304, 256000) for way in ("eager", "headwater")
     ]
+    points += [Point("accumulation", way, batch=2, accumulation=count) for count in (1, 8, 32) for way in BASIC]
+    liger = ("eager", "liger_rope", "liger_swiglu", "liger_rms", "liger", "liger_all", "headwater", "liger_body_headwater")
+    points += [Point("liger", way, batch=4) for way in liger]
     points += [Point("3b", way, model="3b", batch=4, checkpointing=True) for way in ("eager", "liger", "cce", "headwater")]
-    points += [Point("offload", way, batch=4, checkpointing=True, offload=True) for way in ("eager", "liger", "headwater")]
+    points += [Point("medusa", way, batch=4, checkpointing=True, extra_heads=5) for way in BASIC]
+    points += [Point("offload", way, batch=4, checkpointing=True, offload=True) for way in BASIC]
+    points += [Point("batches", way, batch=batch) for batch in (1, 4, 8, 16) for way in (*COMPARED, "headwater_local")]
+    points += [Point("contexts", way, context=context, checkpointing=True) for context in (8192, 16384, 32768) for way in COMPARED]
     points += [Point("second_gpu", way, batch=batch) for batch in (1, 8) for way in ("eager", "headwater", "headwater_second")]
-    return points
+    points += [Point("fsdp", way, model="3b", batch=8, checkpointing=True, ranks=2) for way in BASIC]
+    return in_order(points)
 
 
 def smoke_points() -> list[Point]:
     """A few tiny ones, of each kind that a CPU can run."""
     tiny = Point("batches", "eager", model="tiny", batch=2, context=32, vocab=512)
-    ways = ("eager", "headwater", "headwater_local")
-    return [
-        *(replace(tiny, way=way) for way in ways),
-        replace(tiny, part="accumulation", way="headwater_trainer", accumulation=4, checkpointing=True),
-        *(replace(tiny, part="loss", way=way, body=False) for way in ("eager", "headwater")),
-    ]
+    both = ("eager", "headwater")
+    return in_order(
+        [
+            *(replace(tiny, way=way) for way in (*both, "headwater_local")),
+            replace(tiny, part="accumulation", way="headwater_trainer", accumulation=4, checkpointing=True),
+            *(replace(tiny, part="loss", way=way, body=False) for way in both),
+            *(replace(tiny, part="medusa", way=way, checkpointing=True, extra_heads=5) for way in both),
+            *(replace(tiny, part="fsdp", way=way, checkpointing=True, ranks=2) for way in both),
+        ]
+    )

@@ -41,7 +41,8 @@ SECTIONS = (
     ("By context", ("contexts", "long"), ("memory_by_context",),
      "The 1B model, one sequence, with activation checkpointing."),
     ("On a part of the card", ("cap24",), (),
-     "The 1B model, one sequence, with activation checkpointing. Trainer and server share the part, contexts included."),
+     "The 1B model, one sequence, with activation checkpointing. Trainer and server share the part, contexts included. For the "
+     "longest context FSDP2 keeps the body's parameters, gradients and optimizer state on the CPU, in every way."),
     ("The loss alone", ("loss",), (),
      "No body: the rows are random numbers, so that the head is all there is."),
     ("The parts of the head one by one", ("ablation",), ("ablation",),
@@ -51,8 +52,14 @@ SECTIONS = (
     ("Accumulation", ("accumulation",), (), "The 1B model; a step of one micro-batch and of several."),
     ("Liger's kernels one by one", ("liger",), (), "Liger's four kernels alone and together, and its body with Headwater's head."),
     ("3B model", ("3b",), (), "With activation checkpointing."),
+    ("Medusa's heads", ("medusa",), (),
+     "The 1B model with its own head and Medusa's extra ones, with activation checkpointing. An extra head is a residual block and "
+     "a last layer. Each head predicts one token further ahead, and the loss is their sum. One server holds all heads."),
     ("Offloaded body", ("offload",), (),
      "FSDP2 keeps the body's parameters, gradients and optimizer state on the CPU, with activation checkpointing."),
+    ("Two ranks under FSDP2", ("fsdp",), (),
+     "The 3B model in the conditions of Liger's README: FSDP, this batch on each rank, and activation checkpointing. Each rank has "
+     "a GPU; the server is on the first one. Tokens a second are those of all ranks. The trainer's peak is the larger rank's."),
     ("A second GPU", ("second_gpu",), (), "The server beside the trainer on its GPU, and on a GPU of its own."),
 )  # fmt: skip
 GRID = ("batches", "contexts")
@@ -73,14 +80,16 @@ def cell(row, form):
 
 
 def cap(point):
-    """The memory that a point may take, in words."""
-    return f" within {point.cap_gib} GiB" if point.cap_gib else ""
+    """The memory that a point may take, and where its body is, in words."""
+    return (f" within {point.cap_gib} GiB" if point.cap_gib else "") + (" with the body offloaded" if point.offload else "")
 
 
 def sizes(point):
     """The sizes of a point in words."""
     words = [f"{point.batch} x {point.context} tokens"]
     words += [f"{point.accumulation} micro-batches"] if point.accumulation > 1 else []
+    words += [f"{point.extra_heads} extra heads"] if point.extra_heads else []
+    words += [f"{point.ranks} ranks"] if point.ranks > 1 else []
     return ", ".join([*words, f"V {point.vocab}{cap(point)}"])
 
 
@@ -213,6 +222,16 @@ class Pages:
         rates = {LABELS[point.way]: self.study.figure(point, "tokens_per_second") for point in largest}
         each = [f"{words} {cell(row, '{:,.0f}')}" for words, row in rates.items()]
         said += [f"Tokens a second at {sizes(largest[0])}: {', '.join(each)}."] if each else []
+        for point in self.points:
+            if point.part in ("medusa", "fsdp") and point.way != "eager":
+                said.append(
+                    self.say(
+                        f"The {point.model.upper()} model, {sizes(point)}: with {LABELS[point.way]} the trainer's peak is "
+                        "{peak:.2f} x PyTorch eager's, and tokens a second are {rate:.2f} x.",
+                        peak=f"{point.name}_peak_of_eager",
+                        rate=f"{point.name}_rate_of_eager",
+                    )
+                )
         said.append(
             self.say(
                 "On rows of SmolLM2-135M, the error of `grad_hidden` against fp64 is {ours:.2e}. "
@@ -251,15 +270,13 @@ class Pages:
         """The results page."""
         lines = [
             "# Results", "",
-            "This page is written by `tests/bench/study/report.py` from [study.csv](../benchmarks/study.csv). [index.md](index.md) "
-            "says why the head matters, and [method.md](method.md) how each figure is taken. [slides.md](slides.md) is the short "
-            "form.", "",
+            "This page is written by `tests/bench/study/report.py` from [study.csv](../benchmarks/study.csv). "
+            "[study.json](../benchmarks/study.json) has the losses of each point. [index.md](index.md) says why the head matters, "
+            "and [method.md](method.md) how each figure is taken. [slides.md](slides.md) is the short form. One command measures "
+            "all of it, with SmolLM2-135M as a file, and writes the pages:", "",
+            "    tests/bench/study/run --build BUNDLE --output FOLDER --commit NAME --model MODEL.gguf --docs docs", "",
+            "Where its time is over, the same command continues. The sections on two GPUs need a machine that has them.", "",
             self.origin(), "",
-            "    tests/bench/study/run --build BUNDLE --output FOLDER --commit NAME        # repeat until its status is not 3",
-            "    tests/bench/study/exactness.py --build BUNDLE --output FOLDER --commit NAME --cuda",
-            "    tests/bench/peers/trained.py MODEL.gguf ROWS.npz        # of SmolLM2-135M",
-            "    tests/bench/peers/run --build BUNDLE --output FOLDER --cases smollm2_n4096_h576_v49152 --rows ROWS.npz",
-            "    tests/bench/study/report.py FOLDER/study.csv FOLDER/peers.csv", "",
             "## In short", "",
             *(f"- {sentence}" for sentence in self.conclusions() or ["Not measured."]), "",
             "## What must hold", "", *table(["figure", "measured", "at most"], self.bounds()),

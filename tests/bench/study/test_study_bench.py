@@ -1,33 +1,44 @@
-"""The study runs, tiny, on the CPU; every way has PyTorch's loss, and the matrix keeps its size."""
+"""The study runs, tiny, on the CPU, to its pages; every way has PyTorch's loss, and the matrix keeps its size."""
 
-import os
-import pathlib
-import subprocess
-import sys
+import json
 
 import pytest
-from points import WAYS, all_points
+from points import ERRORS, EXACT, PARTS, WAYS, all_points
+
+BATCH = "tiny_b2_t32_v512"
 
 
 def test_ways_have_pytorchs_loss(smoke_run):
     pytest.importorskip("transformers")
-    values = smoke_run("study")
+    values = smoke_run("study", "--parts", "batches,accumulation")
     for way in ("headwater", "headwater_local"):
-        assert values[f"cpu_study_batches_tiny_b2_t32_v512_{way}_first_loss_to_eager"] <= 1e-3
-        assert values[f"cpu_study_batches_tiny_b2_t32_v512_{way}_server_planned_mib"] > 0
-    assert values["cpu_study_loss_tiny_b2_t32_v512_headwater_first_loss_to_eager"] <= 1e-3
+        assert values[f"cpu_study_batches_{BATCH}_{way}_first_loss_to_eager"] <= 1e-3
+        assert values[f"cpu_study_batches_{BATCH}_{way}_server_planned_mib"] > 0
     assert values["cpu_study_accumulation_tiny_b2_t32_a4_v512_checkpointed_headwater_trainer_step_ms"] > 0
 
 
-def test_accumulation_is_exact(tmp_path):
+@pytest.mark.parametrize("part", ("medusa", "fsdp"))
+def test_several_heads_and_several_ranks_have_pytorchs_loss(smoke_run, part):
+    pytest.importorskip("transformers")
+    values = smoke_run("study", "--parts", part)
+    assert values[f"cpu_study_{part}_{BATCH}_checkpointed_headwater_first_loss_to_eager"] <= 1e-3
+    assert values[f"cpu_study_{part}_{BATCH}_checkpointed_headwater_rate_of_eager"] > 0
+
+
+def test_a_run_is_resumed_and_ends_with_the_pages(smoke_run, tmp_path):
     pytest.importorskip("torch")
-    if "HEADWATER_BUILD_DIR" not in os.environ:
-        pytest.skip("HEADWATER_BUILD_DIR does not name a build")
-    script = pathlib.Path(__file__).with_name("exactness.py")
-    command = [sys.executable, script, "--smoke", "--build", os.environ["HEADWATER_BUILD_DIR"], "--output", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "study.csv").read_text().count("cpu_study_exact_") == 15
+    first = smoke_run("study", "--parts", "exact", "--commit", "first")
+    assert sum(case.startswith("cpu_study_exact_") for case in first) == 15
+    second = smoke_run("study", "--parts", "loss,exact", "--commit", "second")
+    assert second.items() > first.items()
+    results = json.loads((tmp_path / "study.json").read_text())["results"]
+    commits = {name: entry["commit"] for name, entry in results.items()}
+    assert commits == {"exact": "first", f"loss_{BATCH}_eager": "second", f"loss_{BATCH}_headwater": "second"}
+    pytest.importorskip("matplotlib")
+    page = (tmp_path / "docs/study/results.md").read_text()
+    assert "## Exactness of accumulation" in page
+    assert "## The loss alone" in page
+    assert json.loads((tmp_path / "docs/benchmarks/study.json").read_text())["results"] == results
 
 
 def test_the_matrix_is_listed_and_small():
@@ -35,3 +46,4 @@ def test_the_matrix_is_listed_and_small():
     assert len(points) <= 120
     assert len({point.name for point in points}) == len(points)
     assert {point.way for point in points} <= set(WAYS)
+    assert {point.part for point in points} | {EXACT, ERRORS} == set(PARTS)

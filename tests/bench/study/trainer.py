@@ -9,11 +9,14 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from points import Point
 
@@ -93,6 +96,8 @@ def rows_loss(way: str, device: str) -> Any:
 class InProcess:
     """The head's weight, its gradient and its optimizer state are the trainer's."""
 
+    _client: Any = None  # of a server
+
     def __init__(self, point: Point, model: Any, device: str):
         self.model = model
         self._of_rows = None
@@ -121,10 +126,12 @@ class InProcess:
 
     def planned_bytes(self) -> int:
         """Memory that a server plans for its heads."""
-        return 0
+        return 0 if self._client is None else sum(device.memory_planned_bytes for device in self._client.server_info().devices)
 
     def close(self) -> None:
-        """Frees what a server holds."""
+        """Leaves the server."""
+        if self._client is not None:
+            self._client.close()
 
 
 def connected(address: str, device: str) -> Any:
@@ -144,6 +151,7 @@ class Remote(InProcess):
         if point.way == "liger_body_headwater":
             apply_liger(point.way, model)
         self.model = model
+        self._ranks = point.ranks
         self._client = connected(address, device)
         owned_by_trainer = point.way == "headwater_trainer"
         optimizer = headwater.AdamW(beta1=BETAS[0], beta2=BETAS[1], epsilon=EPSILON, weight_decay=WEIGHT_DECAY)
@@ -171,7 +179,8 @@ class Remote(InProcess):
         """Ties the head's steps to the optimizer's."""
         import headwater.torch
 
-        self._loop = headwater.torch.TrainingLoop(self._head, optimizer)
+        # FSDP averages the body's gradient over the ranks, whose losses are means of their own rows.
+        self._loop = headwater.torch.TrainingLoop(self._head, optimizer, gradient_factor=1 / self._ranks)
         self._loop.resume()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -180,15 +189,69 @@ class Remote(InProcess):
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self._loop.step()
 
-    def planned_bytes(self) -> int:
-        return sum(device.memory_planned_bytes for device in self._client.server_info().devices)
 
-    def close(self) -> None:
-        self._head.delete(force=True)
-        self._client.close()
+class Residual(torch.nn.Module):
+    """The block before the last layer of an extra head: hidden states plus a layer of them, at first nothing."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.layer = torch.nn.Linear(hidden_size, hidden_size)
+        for parameter in self.parameters():
+            torch.nn.init.zeros_(parameter)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + F.silu(self.layer(hidden))
 
 
-class Rows:
+class Medusa(InProcess):
+    """The model's last layer and extra heads, of which number k predicts the token k + 1 places later. The loss is their sum.
+
+    Each has a last layer of its own, at first the model's. All last layers are the trainer's, or heads of one server.
+    """
+
+    def __init__(self, point: Point, model: Any, device: str, address: str):
+        self._body = model.model
+        weight, model.lm_head = model.lm_head.weight.detach(), None
+        extra = [Residual(weight.shape[1]) for _ in range(point.extra_heads)]
+        self._blocks = torch.nn.ModuleList([torch.nn.Identity(), *extra]).to(device, torch.bfloat16)
+        self.parameters = [*self._body.parameters(), *self._blocks.parameters()]
+        self._heads = []
+        if address:
+            import headwater.torch
+
+            self._client = connected(address, device)
+            optimizer = headwater.AdamW(beta1=BETAS[0], beta2=BETAS[1], epsilon=EPSILON, weight_decay=WEIGHT_DECAY)
+            for number in range(len(self._blocks)):
+                head = self._client.create_head(f"study-{number}", weight.cpu(), optimizer=optimizer, staging_slots=0)
+                self._heads.append(head)
+            # A sum of losses has the gradient 1 in each: it is declared, so that nothing waits for backward.
+            self._losses = [
+                headwater.torch.CrossEntropyLoss(head, shift=number + 1, loss_scale=1.0) for number, head in enumerate(self._heads)
+            ]
+        else:
+            of_rows = rows_loss(point.way, device)
+            layers = [torch.nn.Parameter(weight.clone()) for _ in self._blocks]
+            self.parameters += layers
+
+            def shifted(number: int) -> Any:
+                shift, layer = number + 1, layers[number]
+                return lambda hidden, ids: of_rows(hidden[:, :-shift].flatten(0, 1), layer, ids[:, shift:].flatten())
+
+            self._losses = [shifted(number) for number in range(len(layers))]
+
+    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self._body(input_ids=ids).last_hidden_state
+        losses = [loss(block(hidden), ids) for loss, block in zip(self._losses, self._blocks, strict=True)]
+        return torch.stack([loss.float() for loss in losses]).sum()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        futures = [head.apply_optimizer_step_future(learning_rate=LEARNING_RATE, expected_micro_batches=1) for head in self._heads]
+        for future in futures:
+            future.result()
+        super().step(optimizer)
+
+
+class Rows(InProcess):
     """No body: a micro-batch is its hidden states, whose gradient is computed as well."""
 
     def __init__(self, point: Point, device: str, address: str):
@@ -196,7 +259,6 @@ class Rows:
         torch.manual_seed(1)
         self._hidden = torch.randn(point.rows, hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(point.vocab, hidden_size, device=device, dtype=torch.bfloat16).normal_(0, 0.02)
-        self._client = None
         if address or point.way == "headwater_local":
             import headwater.torch
 
@@ -214,30 +276,16 @@ class Rows:
             return self._loss(self._hidden, ids.flatten())
         return self._of_rows(self._hidden, self._weight, ids.flatten())
 
-    def start(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing is tied: see step()."""
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._client is not None:
             self._head.apply_optimizer_step(learning_rate=LEARNING_RATE, expected_micro_batches=self._loss.micro_batches)
         optimizer.zero_grad(set_to_none=True)
 
-    def planned_bytes(self) -> int:
-        return 0 if self._client is None else Remote.planned_bytes(self)
-
-    def close(self) -> None:
-        if self._client is not None:
-            self._head.delete(force=True)
-            self._client.close()
-
 
 class CardMemory(threading.Thread):
     """The most that all processes together take of each card, looked at every 5 ms."""
 
-    def __init__(self, devices: range):
+    def __init__(self, devices: Iterable[int]):
         super().__init__(daemon=True)
         self.peaks = dict.fromkeys(devices, 0)
         self._over = threading.Event()
@@ -255,17 +303,17 @@ class CardMemory(threading.Thread):
         return self.peaks
 
 
-def offloaded(model: Any) -> None:
-    """FSDP2 over one rank, with parameters, gradients and optimizer state on the CPU."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+def shard(point: Point, model: Any, device: str) -> None:
+    """FSDP2 over all ranks; a point's offload has parameters, gradients and optimizer state on the CPU."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1, store=dist.HashStore())
-    for layer in model.model.layers:
-        fully_shard(layer, offload_policy=CPUOffloadPolicy())
-    fully_shard(model, offload_policy=CPUOffloadPolicy())
+    policy = {"offload_policy": CPUOffloadPolicy()} if point.offload else {}
+    for unit in (*model.model.layers, model):
+        fully_shard(unit, **policy)
+    if device == "cpu":
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
 
 def traced(folder: str | None, on_gpu: bool) -> Any:
@@ -287,11 +335,12 @@ def traced(folder: str | None, on_gpu: bool) -> Any:
     return trace()
 
 
-def measure(point: Point, options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of a point."""
-    device, on_gpu = options.device, options.device != "cpu"
+def measure(point: Point, options: argparse.Namespace, rank: int) -> dict[str, Any]:
+    """The figures of a point; every rank calls it."""
+    on_gpu = options.device != "cpu"
+    device = f"cuda:{rank}" if on_gpu else "cpu"
     if on_gpu:
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(device)
     if point.cap_gib and on_gpu:
         # Memory of the server and of both contexts comes off the trainer's part.
         free, total = torch.cuda.mem_get_info()
@@ -301,15 +350,19 @@ def measure(point: Point, options: argparse.Namespace) -> dict[str, Any]:
         side: Any = Rows(point, device, options.address)
     else:
         model = make_model(point, "cpu" if point.offload else device)
-        remote = "headwater" in point.way
-        side = Remote(point, model, device, options.address) if remote else InProcess(point, model, device)
-        if point.offload:
-            offloaded(model)
+        if point.extra_heads:
+            side = Medusa(point, model, device, options.address)
+        elif "headwater" in point.way:
+            side = Remote(point, model, device, options.address)
+        else:
+            side = InProcess(point, model, device)
+        if point.sharded:
+            shard(point, model, device)
             side.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     fused = {"fused": True} if on_gpu and not point.offload else {}
     optimizer = torch.optim.AdamW(side.parameters, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, **fused)
     side.start(optimizer)
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(2 + rank)
 
     def step() -> float:
         total = 0.0
@@ -324,11 +377,13 @@ def measure(point: Point, options: argparse.Namespace) -> dict[str, Any]:
         return total
 
     losses, times = [], []
-    card = CardMemory(range(torch.cuda.device_count())) if on_gpu else None
+    # A look at a card takes a context there: a rank looks at its own.
+    card = CardMemory([rank] if point.ranks > 1 else range(torch.cuda.device_count())) if on_gpu else None
     if card:
         card.start()
     began = time.perf_counter()
-    while len(times) < options.steps and (not times or time.perf_counter() - began < options.seconds):
+    # Ranks must agree on the number of steps, so no clock ends theirs.
+    while len(times) < options.steps and (not times or point.ranks > 1 or time.perf_counter() - began < options.seconds):
         if on_gpu and len(losses) == 1:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
@@ -339,20 +394,43 @@ def measure(point: Point, options: argparse.Namespace) -> dict[str, Any]:
     result = {
         "step_ms": 1000 * statistics.median(times),
         "spread": (max(times) - min(times)) / statistics.median(times),
-        "tokens_per_second": point.rows * point.accumulation / statistics.median(times),
+        "tokens_per_second": point.rows * point.ranks * point.accumulation / statistics.median(times),
         "losses": losses,
         "server_planned_mib": side.planned_bytes() / MIB,
     }
     if card:
-        peaks = card.end()
-        result["trainer_peak_mib"] = torch.cuda.max_memory_allocated() / MIB
-        result["trainer_reserved_mib"] = torch.cuda.max_memory_reserved() / MIB
+        seen = card.end(), torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        every: list[Any] = [seen]
+        if point.ranks > 1:
+            every = [None] * point.ranks
+            dist.all_gather_object(every, seen)
+        peaks = {number: peak for own, _, _ in every for number, peak in own.items()}
+        result["trainer_peak_mib"] = max(allocated for _, allocated, _ in every) / MIB
+        result["trainer_reserved_mib"] = max(reserved for _, _, reserved in every) / MIB
         result["cards_peak_mib"] = {str(number): peak / MIB for number, peak in peaks.items()}
-    with traced(options.trace, on_gpu):
+    with traced(options.trace if rank == 0 else None, on_gpu):
         if options.trace:
             step()
     side.close()
     return result
+
+
+def run_rank(rank: int, point: Point, options: argparse.Namespace, folder: str) -> None:
+    """One rank's part. Rank 0 prints the result, and each rank that runs out of memory says so and ends all."""
+    if point.sharded:
+        backend = "gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, init_method=f"file://{folder}/ranks", rank=rank, world_size=point.ranks)
+    try:
+        result = measure(point, options, rank)
+    except torch.OutOfMemoryError as error:
+        result = {"out_of_memory": str(error).splitlines()[0]}
+    if rank == 0 or "out_of_memory" in result:
+        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.flush()
+    if point.ranks > 1 and "out_of_memory" in result:
+        os._exit(1)  # the other rank waits for this one: it is ended with it
+    if point.sharded:
+        dist.destroy_process_group()
 
 
 def main() -> None:
@@ -367,11 +445,12 @@ def main() -> None:
     parser.add_argument("--trace", help="folder for a profiler trace and a memory snapshot of one step more")
     options = parser.parse_args()
     point = Point(**json.loads(options.point))
-    try:
-        result = measure(point, options)
-    except torch.OutOfMemoryError as error:
-        result = {"out_of_memory": str(error).splitlines()[0]}
-    sys.stdout.write(json.dumps(result) + "\n")
+    with tempfile.TemporaryDirectory(prefix="hw-") as folder:
+        if point.ranks == 1:
+            run_rank(0, point, options, folder)
+        else:
+            # Nothing has touched a GPU yet, so the ranks need not import all again.
+            torch.multiprocessing.start_processes(run_rank, (point, options, folder), nprocs=point.ranks, start_method="fork")
 
 
 if __name__ == "__main__":
