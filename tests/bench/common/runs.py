@@ -44,13 +44,17 @@ def machine_name():
     return subprocess.run((sys.executable, "-c", script), check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
-def run_trainer(script, arguments, environment, seconds):
-    """Runs a program that prints lines of JSON: (their values, why it failed or "", its standard error)."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+def start_trainer(script, arguments, environment):
+    """Starts a program that prints lines of JSON; its process."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # A group of its own, so that a trainer that hangs is killed with the processes that it has started.
-    process = subprocess.Popen([sys.executable, str(script), *arguments], env=environment, start_new_session=True, **pipes)
+    return subprocess.Popen([sys.executable, str(script), *arguments], env=environment, start_new_session=True, **pipes)
+
+
+def trainer_results(process, seconds, text=""):
+    """Sends the text to a started program: (values of the lines that it prints, why it failed or "", its standard error)."""
     try:
-        out, error = process.communicate(timeout=seconds)
+        out, error = process.communicate(text, timeout=seconds)
         why = f"it ended with {process.returncode}"
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
@@ -58,6 +62,11 @@ def run_trainer(script, arguments, environment, seconds):
         why = f"it took more than {seconds:.0f} s"
     results = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     return results, "" if results and process.returncode == 0 else why, error
+
+
+def run_trainer(script, arguments, environment, seconds):
+    """start_trainer() and trainer_results()."""
+    return trainer_results(start_trainer(script, arguments, environment), seconds)
 
 
 class Worker:

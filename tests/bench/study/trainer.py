@@ -433,8 +433,22 @@ def run_rank(rank: int, point: Point, options: argparse.Namespace, folder: str) 
         dist.destroy_process_group()
 
 
+def arguments_from_stdin() -> list[str]:
+    """Imports what every point needs, none of which takes a GPU's memory; then reads the arguments, a list in JSON."""
+    import transformers
+
+    import headwater.torch
+    import headwater.transformers
+
+    assert (
+        transformers.LlamaForCausalLM and headwater.torch.TrainingLoop and headwater.transformers.HeadwaterConfig
+    )  # imported when used
+    text = sys.stdin.read()
+    return json.loads(text) if text else sys.exit()  # no point is left
+
+
 def main() -> None:
-    """Prints the result."""
+    """Prints the result. With --wait alone the arguments come from standard input."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--point", required=True, help="JSON of a Point")
     parser.add_argument("--address", default="", help="of the server; empty with headwater_local, and without a head on a server")
@@ -443,7 +457,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="that are timed")
     parser.add_argument("--seconds", type=float, default=8, help="after which no step begins")
     parser.add_argument("--trace", help="folder for a profiler trace and a memory snapshot of one step more")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments_from_stdin() if sys.argv[1:] == ["--wait"] else None)
     point = Point(**json.loads(options.point))
     with tempfile.TemporaryDirectory(prefix="hw-") as folder:
         if point.ranks == 1:
