@@ -46,9 +46,9 @@ SECTIONS = (
     ("The loss alone", ("loss",), (),
      "No body: the rows are random numbers, so that the head is all there is."),
     ("The parts of the head one by one", ("ablation",), ("ablation",),
-     "One thing moves at a time. First the logits leave the trainer, and its optimizer keeps the weight. The weight's gradient and the new "
-     "weight then cross the host's memory in each step, which takes most of its time. Then weight, gradient and optimizer state follow; "
-     "the server adds gradients in fp32. At last the gradient is dithered."),
+     "One thing moves at a time. First the logits leave the trainer, and its optimizer keeps the weight. The weight's gradient and "
+     "the new weight then cross the host's memory in each step, which takes most of its time. Then weight, gradient and optimizer "
+     "state follow; the server adds gradients in fp32. At last the gradient is dithered."),
     ("Vocabulary", ("vocabularies",), (), "The 1B model with smaller and larger heads."),
     ("Accumulation", ("accumulation",), (), "The 1B model; a step of one micro-batch and of several."),
     ("Liger's kernels one by one", ("liger",), (), "Liger's four kernels alone and together, and its body with Headwater's head."),
@@ -57,8 +57,9 @@ SECTIONS = (
      "The 1B model with its own head and Medusa's extra ones, with activation checkpointing. An extra head is a residual block and "
      "a last layer. Each head predicts one token further ahead, and the loss is their sum. One server holds all heads."),
     ("Offloaded body", ("offload",), (),
-     "FSDP2 keeps the body's parameters, gradients and optimizer state on the CPU, with activation checkpointing. The host's processors "
-     "take most of a step's time, and hosts differ. Headwater's loop also takes the norm of the body's gradient there, as clipping does."),
+     "FSDP2 keeps the body's parameters, gradients and optimizer state on the CPU, with activation checkpointing. The host's "
+     "processors take most of a step's time, and hosts differ. Headwater's loop also takes the norm of the body's gradient there, "
+     "as clipping does."),
     ("Two ranks under FSDP2", ("fsdp",), (),
      "The 3B model in the conditions of Liger's README: FSDP, this batch on each rank, and activation checkpointing. Each rank has "
      "a GPU; the server is on the first one. Tokens a second are those of all ranks. The trainer's peak is the larger rank's."),
@@ -228,7 +229,7 @@ class Pages:
             if point.part in ("medusa", "fsdp") and point.way != "eager":
                 said.append(
                     self.say(
-                        f"{point.model.upper()} model, {sizes(point)}: {LABELS[point.way]}'s trainer peaks at "
+                        f"{point.model.upper()} model, {sizes(point)}: {LABELS[point.way]} peaks at "
                         "{peak:.2f} x PyTorch eager's, at {rate:.2f} x its tokens a second.",
                         peak=f"{point.name}_peak_of_eager",
                         rate=f"{point.name}_rate_of_eager",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import statistics
@@ -434,15 +435,10 @@ def run_rank(rank: int, point: Point, options: argparse.Namespace, folder: str) 
 
 
 def arguments_from_stdin() -> list[str]:
-    """Imports what every point needs, none of which takes a GPU's memory; then reads the arguments, a list in JSON."""
-    import transformers
-
-    import headwater.torch
-    import headwater.transformers
-
-    assert (
-        transformers.LlamaForCausalLM and headwater.torch.TrainingLoop and headwater.transformers.HeadwaterConfig
-    )  # imported when used
+    """Imports what points need, none of which takes a GPU's memory; then reads the arguments, a list in JSON."""
+    for name in ("headwater.torch", "transformers.models.llama.modeling_llama", "headwater.transformers"):
+        with contextlib.suppress(ModuleNotFoundError):  # a point without a body needs no transformers
+            importlib.import_module(name)
     text = sys.stdin.read()
     return json.loads(text) if text else sys.exit()  # no point is left
 
