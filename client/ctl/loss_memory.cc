@@ -13,8 +13,8 @@ namespace {
 
 constexpr int64_t kBFloat16Bytes = 2;
 constexpr int64_t kFloat32Bytes = 4;
-// Eager PyTorch's arrays of the logits' shape: the logits in bf16; their copy, the log-probabilities and a gradient in fp32.
-constexpr int64_t kEagerBytesPerLogit = kBFloat16Bytes + 3 * kFloat32Bytes;
+// Eager PyTorch's arrays of the logits' shape in backward, in fp32: the log-probabilities, their gradient and that of the logits.
+constexpr int64_t kEagerBytesPerLogit = 3 * kFloat32Bytes;
 // A fused loss overwrites the logits of a chunk with their gradient.
 constexpr int64_t kFusedBytesPerLogit = kBFloat16Bytes;
 

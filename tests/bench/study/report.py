@@ -12,6 +12,7 @@ the figures of `run --smoke`. Exits 1 if a bound is missed.
 """
 
 import argparse
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -44,11 +45,12 @@ SECTIONS = (
      "The 1B model, one sequence, with activation checkpointing. Trainer and server share the part, contexts included. For the "
      "longest context FSDP2 keeps the body's parameters, gradients and optimizer state on the CPU, in every way."),
     ("The loss alone", ("loss",), (),
-     "No body: the rows are random numbers, so that the head is all there is."),
+     "No body: the rows are random numbers, so that the head is all there is. Headwater's step has the head's AdamW as well. The "
+     "other ways drop the gradient, and hold no optimizer state."),
     ("The parts of the head one by one", ("ablation",), ("ablation",),
      "One thing moves at a time. First the logits leave the trainer, and its optimizer keeps the weight. The weight's gradient and "
      "the new weight then cross the host's memory in each step, which takes most of its time. Then weight, gradient and optimizer "
-     "state follow; the server adds gradients in fp32. At last the gradient is dithered."),
+     "state follow; the server adds gradients in fp32. Finally the server dithers the gradient."),
     ("Vocabulary", ("vocabularies",), (), "The 1B model with smaller and larger heads."),
     ("Accumulation", ("accumulation",), (), "The 1B model; a step of one micro-batch and of several."),
     ("Liger's kernels one by one", ("liger",), (), "Liger's four kernels alone and together, and its body with Headwater's head."),
@@ -116,8 +118,12 @@ class Pages:
     def origin(self):
         """Where the figures come from, and how far they spread."""
         spread = self.worst(r"\w+_spread")
-        times = f" Times are medians. The largest spread of a point, (max-min)/median, is {cell(spread, '{:.2g}')}."
-        return figures.origin(self.study.rows) + (times if spread else "") if self.study.rows else "Nothing is measured yet."
+        times = " Times are medians of a few steps." + (
+            f" The largest spread of a point, (max-min)/median, is {cell(spread, '{:.2g}')}, of `{spread['case']}`."
+            if spread
+            else ""
+        )
+        return figures.origin(self.study.rows) + times if self.study.rows else "Nothing is measured yet."
 
     def plot(self, name):
         """A plot, where there is one."""
@@ -127,7 +133,10 @@ class Pages:
         """A point's measure; why there is none; empty where the way has no such measure."""
         row = self.study.figure(point, measure)
         if row is not None:
-            return "" if measure == "server_planned_mib" and float(row["value"]) == 0 else cell(row, form)
+            spread = self.study.figure(point, "spread")
+            # A single step has no spread.
+            once = measure in ("step_ms", "tokens_per_second") and spread is not None and float(spread["value"]) == 0
+            return "" if measure == "server_planned_mib" and float(row["value"]) == 0 else cell(row, form) + once * " (one step)"
         if self.study.ran_out(point):
             return OUT
         return "" if self.study.is_measured(point) else NONE
@@ -225,6 +234,19 @@ class Pages:
         rates = {LABELS[point.way]: self.study.figure(point, "tokens_per_second") for point in largest}
         each = [f"{words} {cell(row, '{:,.0f}')}" for words, row in rates.items()]
         said += [f"Tokens a second at {sizes(largest[0])}: {', '.join(each)}."] if each else []
+        for point in batches:
+            if point.way == "headwater" and point.batch == 4:
+                fused = dataclasses.replace(point, way="liger").name
+                said.append(
+                    self.say(
+                        f"Against a fused loss, at {sizes(point)}: Liger's trainer peaks at {{theirs:,.0f}} MiB, Headwater's at "
+                        "{ours:,.0f}. The whole card holds {their_card:,.0f} and {our_card:,.0f}.",
+                        theirs=f"{fused}_trainer_peak_mib",
+                        ours=f"{point.name}_trainer_peak_mib",
+                        their_card=f"{fused}_card0_peak_mib",
+                        our_card=f"{point.name}_card0_peak_mib",
+                    )
+                )
         for point in self.points:
             if point.part in ("medusa", "fsdp") and point.way != "eager":
                 said.append(
@@ -244,7 +266,14 @@ class Pages:
                 liger="smollm2_liger_grad_hidden_error",
             )
         )
+        said += [f"Not measured: {joined(self.unmeasured())}."] if self.unmeasured() else []
         return [sentence for sentence in said if sentence]
+
+    def unmeasured(self):
+        """The headings of SECTIONS that have points, but none that was measured; none before anything is measured."""
+        sections = {heading: [point for point in self.points if point.part in parts] for heading, parts, *_ in SECTIONS}
+        none = [heading for heading, own in sections.items() if own and not any(map(self.study.is_measured, own))]
+        return none if self.study.rows else []
 
     def errors(self):
         """Errors on the real model's rows."""
@@ -278,7 +307,7 @@ class Pages:
             "and [method.md](method.md) how each figure is taken. [slides.md](slides.md) is the short form. One command measures "
             "all of it, with SmolLM2-135M as a file, and writes the pages:", "",
             "    tests/bench/study/run --build BUNDLE --output FOLDER --commit NAME --model MODEL.gguf --docs docs", "",
-            "Where its time is over, the same command continues. The sections on two GPUs need a machine that has them.", "",
+            "If it stops at its time limit, run it again: it continues. The sections on two GPUs need a machine that has them.", "",
             self.origin(), "",
             "## In short", "",
             *(f"- {sentence}" for sentence in self.conclusions() or ["Not measured."]), "",

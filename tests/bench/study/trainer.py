@@ -382,9 +382,8 @@ def measure(point: Point, options: argparse.Namespace, rank: int) -> dict[str, A
     card = CardMemory([rank] if point.ranks > 1 else range(torch.cuda.device_count())) if on_gpu else None
     if card:
         card.start()
-    began = time.perf_counter()
     # Ranks must agree on the number of steps, so no clock ends theirs.
-    while len(times) < options.steps and (not times or point.ranks > 1 or time.perf_counter() - began < options.seconds):
+    while len(times) < options.steps and (point.ranks > 1 or sum(times) < options.seconds):
         if on_gpu and len(losses) == 1:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()

@@ -200,7 +200,7 @@ TEST_F(Headwaterctl, PlansALossInEachWay) {
   };
   const std::string sizes = R"({"model_type": "llama", "vocab_size": 50304, "hidden_size": 2048)";
   const std::string llama = sizes + R"(, "torch_dtype": "bfloat16"})";
-  const json trained = plan(llama, {"--gpu_gib=12"});
+  const json trained = plan(llama, {"--gpu_gib=10"});
   const json& ways = trained["loss"]["ways"];
   ASSERT_EQ(ways.size(), 4u) << trained;
   EXPECT_EQ(trained["loss"]["fused_chunk_rows"], 1024);
@@ -220,7 +220,7 @@ TEST_F(Headwaterctl, PlansALossInEachWay) {
                 {"second_gpu_bytes", bytes[8]},
                 {"fits", fits}};
   };
-  EXPECT_EQ(ways[0], way("eager", {rows, 11538530304, weight, gradient, state, 13460045824, 0, 13460045824, 0}, false));
+  EXPECT_EQ(ways[0], way("eager", {rows, 9890168832, weight, gradient, state, 11811684352, 0, 11811684352, 0}, false));
   EXPECT_EQ(ways[1], way("fused", {2 * rows, 103022592, weight, gradient, state, 2091646976, 0, 2091646976, 0}, true));
   EXPECT_EQ(ways[2], way("headwater_same_gpu", {2 * rows, 0, weight, 0, 0, 340262912, server, 340262912 + server, 0}, true));
   EXPECT_EQ(ways[3], way("headwater_second_gpu", {2 * rows, 0, weight, 0, 0, 340262912, server, 340262912, server}, true));
