@@ -266,14 +266,13 @@ class Pages:
                 liger="smollm2_liger_grad_hidden_error",
             )
         )
-        said += [f"Not measured: {joined(self.unmeasured())}."] if self.unmeasured() else []
+        said += [f"Not measured: {joined(self.unmeasured())}."] if self.study.rows and self.unmeasured() else []
         return [sentence for sentence in said if sentence]
 
     def unmeasured(self):
-        """The headings of SECTIONS that have points, but none that was measured; none before anything is measured."""
+        """The headings of SECTIONS that have points, but none that was measured."""
         sections = {heading: [point for point in self.points if point.part in parts] for heading, parts, *_ in SECTIONS}
-        none = [heading for heading, own in sections.items() if own and not any(map(self.study.is_measured, own))]
-        return none if self.study.rows else []
+        return [heading for heading, own in sections.items() if own and not any(map(self.study.is_measured, own))]
 
     def errors(self):
         """Errors on the real model's rows."""
@@ -315,12 +314,11 @@ class Pages:
             "## The ways", "",
             *table(["way", "is"], [[LABELS[way], WAYS[way]] for way in WAYS if any(point.way == way for point in self.points)]),
         ]  # fmt: skip
-        without = []
+        without = self.unmeasured()
         for heading, parts, names, words in SECTIONS:
             own = [point for point in self.points if point.part in parts]
             measured = [point for point in own if self.study.is_measured(point)]
             if not measured:
-                without += [heading] if own else []
                 continue
             lines += [f"## {heading}", "", words, ""]
             for name in names:

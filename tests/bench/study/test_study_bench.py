@@ -31,6 +31,7 @@ def test_a_run_is_resumed_and_ends_with_the_pages(smoke_run, tmp_path):
     assert sum(case.startswith("cpu_study_exact_") for case in first) == 15
     second = smoke_run("study", "--parts", "loss,exact", "--commit", "second")
     assert second.items() > first.items()
+    assert second[f"cpu_study_loss_{BATCH}_headwater_first_loss_to_eager"] <= 1e-3
     results = json.loads((tmp_path / "study.json").read_text())["results"]
     commits = {name: entry["commit"] for name, entry in results.items()}
     assert commits == {"exact": "first", f"loss_{BATCH}_eager": "second", f"loss_{BATCH}_headwater": "second"}
