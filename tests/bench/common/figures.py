@@ -85,11 +85,12 @@ def verdict(rows, failed=()):
 
 
 def origin(rows):
-    """Where figures come from, in a line."""
+    """Where figures come from, in a line: the machine of most of them first."""
     commits = {}
     for row in rows:
-        commits.setdefault(row["machine"], {})[row["commit"]] = None
-    return " ".join(f"Machine: {machine}. Commit: {', '.join(sorted(own))}." for machine, own in sorted(commits.items()))
+        commits.setdefault(row["machine"], []).append(row["commit"])
+    machines = sorted(commits.items(), key=lambda entry: -len(entry[1]))
+    return " ".join(f"Machine: {machine}. Commit: {', '.join(sorted(set(own)))}." for machine, own in machines)
 
 
 def write_block(page, mark, lines):

@@ -64,8 +64,10 @@ SECTIONS = (
      "as clipping does."),
     ("Two ranks under FSDP2", ("fsdp",), (),
      "The 3B model in the conditions of Liger's README: FSDP, this batch on each rank, and activation checkpointing. Each rank has "
-     "a GPU; the server is on the first one. Tokens a second are those of all ranks. The trainer's peak is the larger rank's."),
-    ("A second GPU", ("second_gpu",), (), "The server beside the trainer on its GPU, and on a GPU of its own."),
+     "a GPU of the machine with two; the server is on the first one. Tokens a second are those of all ranks. The trainer's peak is "
+     "the larger rank's."),
+    ("A second GPU", ("second_gpu",), (),
+     "The server beside the trainer on its GPU, and on a GPU of its own, on the machine with two."),
 )  # fmt: skip
 GRID = ("batches", "contexts")
 CONTEXT_BOUNDS = ("long", "cap24")  # parts whose points must run
