@@ -25,6 +25,7 @@ class Shape:
     feed_forward: int = 8192
     vocab: int = 128256
     context: int = 2048
+    rope_theta: float = 500000.0
 
 
 TINY = Shape(hidden=32, layers=2, heads=4, kv_heads=2, feed_forward=64, vocab=512, context=32)
@@ -47,7 +48,7 @@ class Norm(nn.Module):
 def rotary_tables(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of rotary embeddings, (context, head size)."""
     size = shape.hidden // shape.heads
-    frequencies = 500000.0 ** (-torch.arange(0, size, 2).float() / size)
+    frequencies = shape.rope_theta ** (-torch.arange(0, size, 2).float() / size)
     angles = torch.outer(torch.arange(shape.context).float(), frequencies)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
@@ -162,10 +163,12 @@ def collect_text(most_bytes: int) -> tuple[bytes, str]:
     return text, f"{len(parts)} files: licences in /usr/share/common-licenses, Python's standard library in {library}"
 
 
-def tokenize(text: bytes, vocab: int) -> torch.Tensor:
-    """Ids of words, runs of white space, digits and signs, the more frequent the smaller; other words as their bytes."""
+def tokenize(text: bytes, vocab: int, known_from: bytes | None = None) -> torch.Tensor:
+    """Ids of words, runs of white space, digits and signs, the more frequent in `known_from` (default: the text) the smaller; other
+    words as their bytes."""
     words = _WORD.findall(text)
-    known = collections.Counter(words).most_common(vocab - _BYTES)
+    counted = words if known_from is None else _WORD.findall(known_from)
+    known = collections.Counter(counted).most_common(vocab - _BYTES)
     ids = {word: _BYTES + place for place, (word, _) in enumerate(known)}
     tokens: list[int] = []
     for word in words:
