@@ -47,15 +47,9 @@ def table() -> dict[str, dict[str, str]]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A function that runs a script of this folder in some processes, and returns what the first one prints."""
-    # The plain programs are the same in every place.
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
 
-    def run(script: str, *commands: tuple[object, ...], flags: str | None = None) -> str:
-        environment = os.environ | cache | ({} if flags is None else {"XLA_FLAGS": flags})
+    def run(script: str, *commands: tuple[object, ...], flags: str = "") -> str:
+        environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}"}
         folder = tmp_path_factory.mktemp("run")
         processes = []
         for rank, command in enumerate(commands):
