@@ -1,6 +1,11 @@
-"""The programs of the frameworks' guides print what the page shows, and their fragments run."""
+"""The programs of the frameworks' guides print what the page shows, and their fragments run.
 
+All run in this process, which has imported the frameworks, except a program that forks.
+"""
+
+import contextlib
 import importlib.util
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -42,8 +47,8 @@ def serve_teacher(teacher, client, address, tokenizer_size):
     def serve():
         _serve(teacher, headwater.connect("localhost:50051"), "unix:teacher.sock", tokenizer_size=64, ready=_ready.set)
     threading.Thread(target=serve, daemon=True).start()
-headwater.torch.teachers.serve_teacher = serve_teacher
-headwater.trl.JoinedTeacher = lambda address: _ready.wait(60) and _joined("unix:teacher.sock")
+monkeypatch.setattr(headwater.torch.teachers, "serve_teacher", serve_teacher)
+monkeypatch.setattr(headwater.trl, "JoinedTeacher", lambda address: _ready.wait(60) and _joined("unix:teacher.sock"))
 """,
     "transformers.md": """
 import headwater, headwater.torch, headwater.transformers, torch, transformers
@@ -78,21 +83,32 @@ quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": 
 BETWEEN = {"remote = headwater.transformers.attach_remote_head": "model = new()\n"}
 
 
-def run(program: str, server, folder: Path) -> str:
-    program = program.replace(docs_blocks.PRINTED_ADDRESS, repr(server.address))
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def run(server, tmp_path, monkeypatch):
+    """A function that runs a program in a folder of its own, and returns what it prints."""
+
+    def run(program: str) -> str:
+        program = program.replace(docs_blocks.PRINTED_ADDRESS, repr(server.address))
+        if "fork" in program:
+            done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+        monkeypatch.chdir(tmp_path)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(program, {"__name__": "__main__", "monkeypatch": monkeypatch})
+        return printed.getvalue()
+
+    return run
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block[3]], ids=lambda block: block[0].name)
-def test_guides_print_what_they_show(block, server, tmp_path):
-    docs_blocks.check_output(run(block[2], server, tmp_path), block[3])
+def test_guides_print_what_they_show(block, run):
+    docs_blocks.check_output(run(block[2]), block[3])
 
 
 @pytest.mark.parametrize("page", sorted({block[0] for block in BLOCKS if not block[3]}), ids=lambda page: page.name)
-def test_fragments_of_guides_run(page, server, tmp_path):
+def test_fragments_of_guides_run(page, run):
     fragments = [text for of, _, text, output in BLOCKS if of == page and not output]
     between = [next((code for beginning, code in BETWEEN.items() if text.startswith(beginning)), "") for text in fragments]
     parts = [part for pair in zip(between, fragments, strict=True) for part in pair]
-    run(CONTEXTS[page.name] + "".join(parts), server, tmp_path)
+    run(CONTEXTS[page.name] + "".join(parts))
