@@ -116,7 +116,7 @@ def check(client, pretrained, kind, steps, length, sequences, folder, beside_sto
 
 
 def test_curve_of_a_real_model(client, pretrained, tmp_path):
-    check(client, pretrained, "tied", steps=5, length=64, sequences=1, folder=tmp_path)
+    check(client, pretrained, "tied", steps=3, length=64, sequences=1, folder=tmp_path)
 
 
 @pytest.mark.long

@@ -20,17 +20,17 @@ def stock():
     return {tied: train(tiny_model(tied))[0] for tied in (False, True)}
 
 
-@pytest.mark.parametrize("kind", ["served", "tied"])
-def test_killed_trainer_resumes(server, stock, tmp_path, kind):
-    script = Path(__file__).with_name("killed_trainer.py")
+def test_killed_trainer_resumes(server, stock, tmp_path):
+    script, kinds = Path(__file__).with_name("killed_trainer.py"), ("served", "tied")
     done = subprocess.run(
-        [sys.executable, script, server.address, tmp_path, kind, "6"], capture_output=True, text=True, timeout=300
+        [sys.executable, script, server.address, tmp_path, "6", *kinds], capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == -9, done.stderr
+    assert done.returncode == 0, done.stderr
 
-    config = HeadwaterConfig(server=server.address, head=f"killed-{kind}")
-    curve, _ = train(tiny_model(kind == "tied"), config, resume=True, folder=tmp_path, **SAVES)
-    assert curve.gap(stock[kind == "tied"]) <= LOSS_TOLERANCE
+    for kind in kinds:
+        config = HeadwaterConfig(server=server.address, head=f"killed-{kind}")
+        curve, _ = train(tiny_model(kind == "tied"), config, resume=True, folder=tmp_path / kind, **SAVES)
+        assert curve.gap(stock[kind == "tied"]) <= LOSS_TOLERANCE
 
 
 class KillServer(transformers.TrainerCallback):
