@@ -3,10 +3,12 @@
 A file is for the environment `newest` unless it says `ENVIRONMENTS = ("newest", "oldest")`. Names are those of
 tests/frameworks/*.in, "gpu" on a machine where HEADWATER_TEST_ENGINE is cuda (tests/gpu --only frameworks), and "jax_gpu" where
 JAX_PLATFORMS also names cuda. In other environments a file is not even imported; in its own, its imports must be there. Tests
-marked `long` run with --long alone, with `long(environments=...)` in those.
+marked `long` run with --long alone, with `long(environments=...)` in those. In `oldest`, a rule that PyTorch or the server decides
+is `long`, or left to `newest`: both have one version of PyTorch and TRL.
 """
 
 import ast
+import gc
 import importlib.util
 import os
 import sys
@@ -95,6 +97,13 @@ def small_and_quiet():
     torch.set_num_threads(1)  # tiny models gain nothing from more, and wait for them where builds run beside the tests
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_modules():
+    """Takes the objects of imports, some 500,000, from the garbage collector: attach() looks through those that it knows."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Every causal LM class of transformers: attach_remote_head() gives it its own loss and gradients, or refuses it by name."""
 
 import contextlib
+import gc
 
 import pytest
 import tiny_models
@@ -71,7 +72,9 @@ def compare(model, remote, loss, expected) -> str:
 @pytest.mark.filterwarnings("ignore:headwater.torch.attach")
 def test_classes_have_their_own_loss_and_gradients_or_are_refused(client):
     outcomes = tiny_models.Outcomes()
-    for cls in tiny_models.causal_lm_classes():
+    classes = tiny_models.causal_lm_classes()
+    gc.freeze()  # as conftest.py does: the classes' modules are imported now
+    for cls in classes:
         name = cls.__name__
         with contextlib.ExitStack() as heads:
             try:
