@@ -8,8 +8,6 @@ import headwater
 from headwater.torch._joint_step import JointStep
 from headwater.transformers import HeadwaterConfig, attach_remote_head
 
-ENVIRONMENTS = ("newest", "oldest")
-
 
 class Loop:
     """A loop as frameworks have it, with a GradScaler on the CPU."""
