@@ -7,6 +7,7 @@ engine, "cpu" or "cuda"; without it, "cpu".
 """
 
 import contextlib
+import gc
 import itertools
 import os
 import signal
@@ -139,6 +140,12 @@ def running_server(*flags: str):
             yield server
         finally:
             server.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_modules():
+    """Takes the objects of imports from the garbage collector: attach() looks through those that it knows."""
+    gc.freeze()
 
 
 class Backend:

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -106,13 +107,17 @@ def servers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("block", [block for block in FRAGMENTS if block[1] == "python"], ids=name_of)
-def test_fragments_in_python_run(block, servers, tmp_path):
+def test_fragments_in_python_run(block, servers, tmp_path, monkeypatch):
+    """In this process, which has imported PyTorch."""
     text = block[2]
     program = CONTEXTS[beginning_of(text)] + text
     for printed, value in servers.items():
         program = program.replace(printed, value)
     ending = "\nif 'head' in globals(): head.delete(force=True)\n" if "head = " in program else ""
-    run(python(program + ending), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        exec(program + ending, {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("block", [block for block in FRAGMENTS if block[1] == "cpp"], ids=name_of)
