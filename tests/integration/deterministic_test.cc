@@ -2,9 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "tests/integration/transactions/transaction_fixture.h"
@@ -82,41 +80,6 @@ TEST_P(DeterministicTest, WhatWaitsIsToldAndGivesItsRoomBack) {
   EXPECT_TRUE(AwaitMetric("headwater_waiting_contributions", 0));
   EXPECT_TRUE(AwaitMetric("headwater_held_bytes", 0));
   Require(server_->Seal(head, 0, {0, 2}), "SealStep");
-}
-
-TEST_P(DeterministicTest, TheFrontGetsThroughWhereOthersHaveTakenAllRoom) {
-  ServerSetup setup = Deterministic();
-  setup.options.limits.max_held_bytes = 1;  // nothing fits
-  Restart(setup);
-  const TestHead head = server_->MakeHead("room", SmallSpec());
-  const LossReply later = server_->Compute(CrossEntropyHeader(head, 0, 1, {1, 2, 3}), Rows(1));
-  EXPECT_EQ(ReasonOf(later.status), "STAGING_FULL");
-  Add(head, 0, 0);
-  const LossReply explicit_front = server_->Compute(ExplicitHeader(head, 0, 1), Rows(1));
-  Require(explicit_front.status, "ComputeLoss");
-  EXPECT_EQ(ReasonOf(server_->Compute(CrossEntropyHeader(head, 0, 2, {1, 2, 3}), Rows(2)).status), "STAGING_FULL");
-  Require(server_->Commit(head, 0, 1, 1), "CommitMicroBatch");
-  Add(head, 0, 2);
-  EXPECT_TRUE(AwaitMetric("headwater_held_bytes", 0));
-}
-
-TEST_P(DeterministicTest, ATrainersOwnPartWaitsForItsTurn) {
-  const TestHead head = server_->MakeHead("own", SmallSpec());
-  v1::AddGradientHeader header;
-  *header.mutable_head() = server_->At(head, 0);
-  header.set_micro_batch(1);
-  header.set_row_start(2);
-  header.set_row_count(1);
-  std::atomic<bool> added{false};
-  std::thread own([&] {
-    Require(server_->AddGradient(header, std::vector<float>(kColumns, 0.25F)), "AddGradient");
-    added = true;
-  });
-  EXPECT_TRUE(AwaitMetric("headwater_waiting_calls", 1));
-  EXPECT_FALSE(added);
-  Add(head, 0, 0);
-  own.join();
-  EXPECT_EQ(server_->Find(head, 1).state(), v1::CONTRIBUTION_STATE_COMMITTED);
 }
 
 TEST(Deterministic, NeedsAnEngineThatIs) {

@@ -1,11 +1,6 @@
 // Clients that die, stall or come too many, and a server that drains: beside the rows of transaction_rows_forms.cc on clients that
 // cancel.
-#include <grpcpp/generic/generic_stub.h>
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <spawn.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <string>
 #include <thread>
@@ -13,8 +8,6 @@
 
 #include "tests/integration/support/open_stream.h"
 #include "tests/integration/support/wire_server.h"
-
-extern char** environ;
 
 namespace headwater::testing {
 namespace {
@@ -144,32 +137,6 @@ TEST(Faults, ACommitWhoseClientGoesAwayIsCarriedOutAllTheSame) {
   bool replayed = false;
   EXPECT_EQ(ReasonOf(server.Commit(request, &replayed)), "OK");
   EXPECT_TRUE(replayed);
-}
-
-TEST(Faults, DrainFinishesAcceptedWorkAndRefusesNewOne) {
-  WireServer server;
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  server.gate().Close();
-  LossReply accepted;
-  std::thread call([&] { accepted = server.Compute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(3)); });
-  server.gate().AwaitWaiting();
-  bool clean = false;
-  std::thread drain([&] { clean = server.server().Drain(absl::Seconds(20)); });
-  WireError error;
-  EXPECT_TRUE(Await([&] {
-    v1::GetHeadRequest request;
-    request.set_name(head.name());
-    error = DecodeError(server.Call(&Heads::GetHead, request));
-    return error.reason == "DRAINING";
-  }));
-  EXPECT_EQ(error.code, grpc::StatusCode::UNAVAILABLE);
-  EXPECT_TRUE(error.retry_ms.has_value());
-  server.gate().Open();
-  drain.join();
-  call.join();
-  EXPECT_TRUE(clean);
-  EXPECT_EQ(ReasonOf(accepted.status), "OK") << accepted.status.error_message();
-  EXPECT_EQ(accepted.grad_hidden.size(), 60U);
 }
 
 TEST(Faults, DrainThatRunsOutOfTimeCancels) {

@@ -138,66 +138,6 @@ TEST_F(Join, SeveralTrainersShareASet) {
   EXPECT_EQ(server_.Gradient(student_), server_.Gradient(other_));
 }
 
-TEST_F(Join, RowsThatDoNotComeInTimeAreNamed) {
-  const std::string before = server_.Snapshot(student_);
-  ASSERT_EQ(ReasonOf(Stream({0, 2})), "OK");
-  const LossReply reply = ComputeJoined(student_, 0, {0, 1, 2}, SendOptions{.deadline_ms = 300});
-  // On a busy machine the client's own deadline may be faster than the server's answer, though that leaves early.
-  if (reply.status.error_code() != grpc::StatusCode::DEADLINE_EXCEEDED) {
-    const WireError error = DecodeError(reply.status);
-    EXPECT_EQ(error.reason, "JOIN_INCOMPLETE") << error.message;
-    EXPECT_EQ(error.at("missingRow"), "1");
-  }
-  EXPECT_TRUE(Await([&] { return server_.Snapshot(student_) == before; }));
-  // Nothing is lost: with the missing row the next attempt succeeds.
-  ASSERT_EQ(ReasonOf(Stream({1})), "OK");
-  v1::MicroBatchHeader header = Header(student_, 0, {0, 1, 2});
-  header.set_attempt(1);
-  ExpectSame(server_.Compute(header, HiddenRows(0)), server_.Compute(Direct(other_, 0), HiddenRows(0), TeacherRows({0, 1, 2})));
-}
-
-TEST_F(Join, ACancelledTrainerLeavesTheRows) {
-  grpc::ClientContext context;
-  auto stream = server_.loss().ComputeLoss(&context);
-  v1::ComputeLossRequest request;
-  *request.mutable_header() = Header(student_, 0, {0, 1, 2});
-  ASSERT_TRUE(stream->Write(request));
-  ASSERT_EQ(ReasonOf(Stream({0, 1})), "OK");
-  context.TryCancel();
-  stream->Finish();
-  ASSERT_EQ(ReasonOf(Stream({2})), "OK");
-  EXPECT_TRUE(server_.AwaitMetric("headwater_in_flight_bytes", 0));
-  EXPECT_EQ(ReasonOf(ComputeJoined(student_, 0, {0, 1, 2}).status), "OK");
-}
-
-TEST_F(Join, RowsStayUntilTheContributionIsDecided) {
-  ASSERT_EQ(ReasonOf(Stream({0, 1, 2})), "OK");
-  v1::MicroBatchHeader header = Header(student_, 0, {0, 1, 2});
-  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
-  ASSERT_EQ(ReasonOf(server_.Compute(header, HiddenRows(0)).status), "OK");
-  // Undecided: they are there for whoever shares them.
-  v1::MicroBatchHeader shares = Header(other_, 0, {2, 1, 0});
-  ASSERT_EQ(ReasonOf(server_.Compute(shares, HiddenRows(0)).status), "OK");
-  ASSERT_EQ(ReasonOf(server_.Commit(student_, 0, 0, 1)), "OK");
-  // Decided: they are there for a repeat alone, whose first answer may have been lost.
-  const LossReply repeat = server_.MustCompute(header, HiddenRows(0));
-  EXPECT_TRUE(repeat.summary.replayed());
-  const SendOptions hasty = {.deadline_ms = 200};
-  EXPECT_NE(ReasonOf(ComputeJoined(other_, 1, {0, 1, 2}, hasty).status), "OK");
-}
-
-TEST_F(Join, AForwardOnlyTrainerUsesRowsUp) {
-  ASSERT_EQ(ReasonOf(Stream({0, 1, 2})), "OK");
-  EXPECT_NE(server_.MetricLine("headwater_join_bytes"), kNothingKept);
-  v1::MicroBatchHeader header = Header(student_, 0, {0, 1, 2});
-  header.set_compute_mode(v1::COMPUTE_MODE_FORWARD_ONLY);
-  header.clear_micro_batch();
-  header.clear_return_grad_hidden();
-  header.mutable_terms(0)->mutable_head()->clear_step();
-  EXPECT_EQ(ReasonOf(server_.Compute(header, HiddenRows(0)).status), "OK");
-  EXPECT_TRUE(Await([&] { return server_.MetricLine("headwater_join_bytes") == kNothingKept; }));
-}
-
 TEST_F(Join, RowsGoWithTheirSession) {
   const std::string session = server_.OpenSession(600000);
   v1::StreamTeacherHeader header = StreamHeader({0, 1, 2});
@@ -259,26 +199,6 @@ TEST_F(Join, WhatDoesNotFitIsRefused) {
   EXPECT_EQ(with_chunk(chunk), "DATA_LENGTH_MISMATCH");
   // None of that left anything.
   EXPECT_EQ(ReasonOf(Stream({2, 3})), "OK");
-}
-
-TEST_F(Join, AStreamThatIsCutBringsNothing) {
-  {
-    grpc::ClientContext context;
-    v1::StreamTeacherResponse response;
-    auto writer = server_.loss().StreamTeacher(&context, &response);
-    v1::StreamTeacherRequest request;
-    *request.mutable_header() = StreamHeader({0, 1, 2});
-    ASSERT_TRUE(writer->Write(request));
-    ASSERT_TRUE(writer->Write(Chunk(0, TeacherRows({0, 1, 2}))));
-    // Else it might come only after what follows has looked for what it has left.
-    EXPECT_TRUE(Await([&] { return server_.MetricLine("headwater_join_bytes") != kNothingKept; }));
-    context.TryCancel();
-    writer->Finish();
-  }
-  EXPECT_TRUE(Await([&] { return server_.MetricLine("headwater_join_bytes") == kNothingKept; }));
-  ASSERT_EQ(ReasonOf(Stream({0, 1, 2}, 1)), "OK");
-  const LossReply joined = ComputeJoined(student_, 0, {0, 1, 2});
-  ExpectSame(joined, server_.Compute(Direct(other_, 0), HiddenRows(0), TeacherRows({0, 1, 2}, 1)));
 }
 
 }  // namespace

@@ -1,11 +1,9 @@
-// The life of heads around their steps: a server that starts again, heads that nobody uses, tenants and their quotas, attaching.
+// The life of heads around their steps: a server that starts again, heads that nobody uses, their checkpoints.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <filesystem>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/time/clock.h"
@@ -53,15 +51,6 @@ class Lifecycle : public TransactionTest {
     for (const v1::Head& head : response.heads()) names.push_back(head.name());
     return names;
   }
-  grpc::Status Create(const std::string& name, const v1::HeadSpec& spec, v1::IfExists if_exists, v1::CreateHeadResponse* response) {
-    grpc::ClientContext context;
-    v1::CreateHeadRequest request;
-    request.set_name(name);
-    *request.mutable_spec() = spec;
-    request.set_if_exists(if_exists);
-    return server_->heads().CreateHead(&context, request, response);
-  }
-
   std::string root_;
 };
 
@@ -180,20 +169,6 @@ TEST_P(Lifecycle, DeletesOneCheckpoint) {
   EXPECT_THAT(Names(""), ::testing::IsEmpty());
 }
 
-TEST_P(Lifecycle, ARestartedServerPassesOverADamagedCheckpoint) {
-  Restart(WithCheckpoints());
-  const TestHead head = server_->MakeHead("h", SmallSpec());
-  Save(head, "good");
-  Require(server_->Apply(ApplyOf(head, 0, 0)), "ApplyOptimizerStep");
-  Save(head, "newer");
-  server_.reset();
-  std::filesystem::resize_file(root_ + "/default/h/newer/manifest.json", 10);
-  Restart(WithCheckpoints());
-  const v1::Head restored = server_->Get(head.name());
-  EXPECT_EQ(restored.restored_checkpoint(), "good");
-  EXPECT_EQ(restored.open_step(), 0);
-}
-
 TEST_P(Lifecycle, ARestartedServerBringsNothingBackIfToldSo) {
   Restart(WithCheckpoints());
   const TestHead head = server_->MakeHead("h", SmallSpec());
@@ -240,49 +215,6 @@ TEST_P(Lifecycle, SavingIdleHeadsNeedsADirectory) {
   EXPECT_THROW(WireServer server(setup), std::runtime_error);
 }
 
-TEST_P(Lifecycle, ATenantsMemoryIsBounded) {
-  v1::CreateHeadResponse response;
-  Require(Create("tenants/a/heads/h", SmallSpec(), v1::IF_EXISTS_FAIL, &response), "CreateHead");
-  Restart(WithLimit(&service::Limits::max_tenant_memory_bytes, 2 * response.head().memory_plan().total_bytes(), MakeSetup()));
-  for (const char* name : {"tenants/a/heads/1", "tenants/a/heads/2"}) {
-    EXPECT_EQ(ReasonOf(Create(name, SmallSpec(), v1::IF_EXISTS_FAIL, &response)), "OK");  // the second is at the limit
-  }
-  EXPECT_EQ(ReasonOf(Create("tenants/a/heads/3", SmallSpec(), v1::IF_EXISTS_FAIL, &response)), "QUOTA_EXCEEDED");
-  EXPECT_EQ(ReasonOf(Create("tenants/b/heads/3", SmallSpec(), v1::IF_EXISTS_FAIL, &response)), "OK");
-}
-
-TEST_P(Lifecycle, EightRanksAttachToOneHead) {
-  const std::string name = "tenants/default/heads/shared";
-  std::vector<std::thread> ranks;
-  std::vector<std::string> epochs(8);
-  std::atomic<int> created = 0;
-  for (size_t rank = 0; rank < epochs.size(); ++rank) {
-    ranks.emplace_back([&, rank] {
-      v1::CreateHeadResponse response;
-      EXPECT_EQ(ReasonOf(Create(name, SmallSpec(), v1::IF_EXISTS_ATTACH_IF_SAME_SPEC, &response)), "OK");
-      epochs[rank] = response.head().epoch();
-      created += response.created();
-    });
-  }
-  for (std::thread& rank : ranks) rank.join();
-  EXPECT_EQ(created, 1);
-  EXPECT_THAT(epochs, ::testing::Each(epochs.front()));
-  // Another step to begin with is no other head; another size is.
-  v1::CreateHeadResponse response;
-  v1::HeadSpec spec = SmallSpec();
-  spec.set_initial_step(9);
-  EXPECT_EQ(ReasonOf(Create(name, spec, v1::IF_EXISTS_ATTACH_IF_SAME_SPEC, &response)), "OK");
-  EXPECT_FALSE(response.created());
-  EXPECT_EQ(response.head().open_step(), 0);
-  spec = SmallSpec();
-  spec.mutable_transform()->set_softcap(30);
-  const WireError error = DecodeError(Create(name, spec, v1::IF_EXISTS_ATTACH_IF_SAME_SPEC, &response));
-  EXPECT_EQ(error.reason, "HEAD_SPEC_MISMATCH");
-  EXPECT_EQ(error.code, grpc::StatusCode::ALREADY_EXISTS);
-  EXPECT_THAT(error.message, ::testing::HasSubstr("softcap"));
-  EXPECT_EQ(ReasonOf(Create(name, SmallSpec(), v1::IF_EXISTS_FAIL, &response)), "HEAD_ALREADY_EXISTS");
-}
-
 TEST_P(Lifecycle, AHeadIsInUseFromTheHeaderOfAMicroBatchOn) {
   Restart(WithLimit(&service::Limits::max_heads_per_tenant, 1, MakeSetup()));
   const TestHead head = server_->MakeHead("h", SmallSpec());
@@ -298,8 +230,8 @@ TEST_P(Lifecycle, AHeadIsInUseFromTheHeaderOfAMicroBatchOn) {
   Require(Delete(head), "DeleteHead with force");
   // The call ends though its client goes on; with it goes what it kept.
   EXPECT_EQ(ReasonOf(upload.End()), "HEAD_NOT_FOUND");
-  v1::CreateHeadResponse created;
-  EXPECT_EQ(ReasonOf(Create(head.name(), SmallSpec(), v1::IF_EXISTS_FAIL, &created)), "OK");
+  v1::Head created;
+  EXPECT_EQ(ReasonOf(server_->Create(head.name(), SmallSpec(), &created)), "OK");
 }
 
 }  // namespace

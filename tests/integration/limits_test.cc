@@ -112,21 +112,6 @@ TEST(ConnectionLimits, TwoPingsTooEarlyAreBorneAndTheThirdEndsIt) {
   EXPECT_TRUE(tcp.AwaitConnections(0));
 }
 
-// A call as HTTP/2 says it: fields without indexing or Huffman codes.
-std::string CallHeaders(const std::string& method = "ComputeLoss") {
-  std::string block;
-  const auto add = [&block](const std::string& name, const std::string& value) {
-    block += std::string(1, '\0') + static_cast<char>(name.size()) + name + static_cast<char>(value.size()) + value;
-  };
-  add(":method", "POST");
-  add(":scheme", "http");
-  add(":path", "/headwater.v1.LossService/" + method);
-  add(":authority", "127.0.0.1");
-  add("te", "trailers");
-  add("content-type", "application/grpc");
-  return block;
-}
-
 // The preface, and this many calls that are reset as soon as they have begun.
 std::string Resets(int count) {
   std::string bytes = kHttp2Preface + Http2Client::Encode({kSettingsFrame, 0, 0, ""});

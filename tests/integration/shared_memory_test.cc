@@ -2,19 +2,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "server/transport/file_descriptor.h"
@@ -43,12 +38,11 @@ class SharedMemory : public ::testing::Test {
     server_.reset();
     EXPECT_EQ(rmdir(folder_.c_str()), 0);  // the socket is gone
   }
-  void Start(bool named_regions = false, int64_t max_session_regions = 64, int64_t max_in_flight_bytes = 0) {
+  void Start(bool named_regions = false, int64_t max_in_flight_bytes = 0) {
     ServerSetup setup;
     if (max_in_flight_bytes > 0) setup.options.limits.max_in_flight_bytes = max_in_flight_bytes;
     setup.options.descriptor_socket = folder_ + "/memory.sock";
     setup.options.named_regions = named_regions;
-    setup.options.limits.max_session_regions = max_session_regions;
     setup.options.limits.max_region_bytes = 64 * kPage;
     server_ = std::make_unique<WireServer>(setup);
     session_ = server_->OpenSession(60000);
@@ -74,12 +68,11 @@ class SharedMemory : public ::testing::Test {
     if (id != nullptr) *id = response.region_id();
     return status;
   }
-  v1::RegisterSharedMemoryRequest WithToken(const std::string& token, int64_t bytes, int64_t offset = 0) {
+  v1::RegisterSharedMemoryRequest WithToken(const std::string& token, int64_t bytes) {
     v1::RegisterSharedMemoryRequest request;
     request.set_session_id(session_);
     request.set_descriptor_token(token);
     request.set_size_bytes(bytes);
-    request.set_offset_bytes(offset);
     return request;
   }
   // A new region of so many bytes; its id.
@@ -128,68 +121,6 @@ TEST_F(SharedMemory, IsRegisteredAndGivenBack) {
   EXPECT_EQ(ReasonOf(Unregister(session_, first)), "OK");
   EXPECT_EQ(SharedBytes(), absl::StrCat("headwater_region_bytes{kind=\"shared\"} ", 2 * kPage));
   EXPECT_EQ(ReasonOf(Unregister(session_, first)), "REGION_NOT_FOUND");
-}
-
-TEST_F(SharedMemory, TokensAreGoodOnceAndOnlyHere) {
-  Start();
-  const FileDescriptor memory(MakeMemory(kPage));
-  const std::string token = Pass(memory.get(), kPage);
-  EXPECT_EQ(ReasonOf(Register(WithToken(token, kPage))), "OK");
-  const grpc::Status again = Register(WithToken(token, kPage));
-  EXPECT_EQ(ReasonOf(again), "INVALID_FIELD");
-  const grpc::Status never = Register(WithToken(std::string(32, 't'), kPage));
-  EXPECT_EQ(again.error_message(), never.error_message());
-  // A token whose registration fails is used up too, and its memory given back.
-  const int before = OpenDescriptors();
-  const std::string other = Pass(memory.get(), kPage);
-  EXPECT_EQ(ReasonOf(Register(WithToken(other, 2 * kPage))), "INVALID_FIELD");
-  EXPECT_EQ(ReasonOf(Register(WithToken(other, kPage))), "INVALID_FIELD");
-  EXPECT_TRUE(Await([&] { return OpenDescriptors() <= before; }));
-  EXPECT_EQ(SharedRegions(), "headwater_regions{kind=\"shared\"} 1");
-}
-
-TEST_F(SharedMemory, SizesAndOffsetsAreCheckedWithoutOverflow) {
-  Start();
-  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-  const FileDescriptor memory(MakeMemory(4 * kPage));
-  const std::vector<std::pair<int64_t, int64_t>> ranges = {{-1, kPage},         {0, 0},         {0, -1},
-                                                           {kPage, 4 * kPage},  {4 * kPage, 1}, {kMost - 63, 64},
-                                                           {kMost - 63, kMost}, {64, kMost},    {8, 64}};
-  for (const auto& [offset, bytes] : ranges) {
-    const WireError error = DecodeError(Register(WithToken(Pass(memory.get(), 4 * kPage), bytes, offset)));
-    EXPECT_EQ(error.reason, "INVALID_FIELD") << offset << " " << bytes;
-    EXPECT_FALSE(error.at("field").empty());
-  }
-  const FileDescriptor large(MakeMemory(65 * kPage));
-  const WireError error = DecodeError(Register(WithToken(Pass(large.get(), 65 * kPage), 65 * kPage)));
-  EXPECT_EQ(error.reason, "LIMIT_EXCEEDED");
-  EXPECT_EQ(error.at("limit"), "max_region_bytes");
-  EXPECT_EQ(SharedRegions(), "headwater_regions{kind=\"shared\"} 0");
-  EXPECT_EQ(ReasonOf(Register(WithToken(Pass(memory.get(), 4 * kPage), 3 * kPage, kPage))), "OK");
-}
-
-TEST_F(SharedMemory, CannotBeTruncatedOnceItWasTaken) {
-  Start();
-  const FileDescriptor memory(MakeMemory(kPage));
-  Require(Register(WithToken(Pass(memory.get(), kPage), kPage)), "RegisterSharedMemory");
-  EXPECT_NE(ftruncate(memory.get(), 0), 0);
-  EXPECT_NE(ftruncate(memory.get(), 1), 0);
-  struct stat status {};
-  ASSERT_EQ(fstat(memory.get(), &status), 0);
-  EXPECT_EQ(status.st_size, kPage);
-}
-
-TEST_F(SharedMemory, RegionsOfASessionAreBounded) {
-  Start(false, 2);
-  const std::string id = MakeRegion(kPage);
-  MakeRegion(kPage);
-  const FileDescriptor memory(MakeMemory(kPage));
-  const WireError error = DecodeError(Register(WithToken(Pass(memory.get(), kPage), kPage)));
-  EXPECT_EQ(error.reason, "QUOTA_EXCEEDED");
-  EXPECT_EQ(error.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
-  EXPECT_EQ(error.at("limit"), "max_session_regions");
-  Require(Unregister(session_, id), "UnregisterSharedMemory");
-  MakeRegion(kPage);
 }
 
 TEST_F(SharedMemory, AClientThatDiesGivesEverythingBack) {
@@ -299,7 +230,7 @@ class SharedRows : public SharedMemory {
 
 // Rows in a region take none of the server's memory, but the copies of those that will be held do.
 TEST_F(SharedRows, ThatWillBeHeldCountWhileTheyAreCopied) {
-  Start(false, 64, kRowsBytes - 1);
+  Start(false, kRowsBytes - 1);
   const TestHead head = server_->MakeHead("h", SmallSpec());
   const MappedRegion region(kPage);
   const std::string id = Add(region);
@@ -337,58 +268,6 @@ TEST_F(SharedRows, StayMappedForTheCallWhoseClientDies) {
   EXPECT_TRUE(Await([&] { return SharedRegions() == "headwater_regions{kind=\"shared\"} 0"; }));
   EXPECT_TRUE(reply.status.ok() ? server_->Gradient(head) != before : server_->Gradient(head) == before);
   Require(server_->Compute(CrossEntropyHeader(head, 0, 1, {1, 2, 3}), Rows(6)).status, "ComputeLoss afterwards");
-}
-
-TEST_F(SharedRows, AreNotGivenBackWhileACallUsesThem) {
-  Start();
-  const TestHead head = server_->MakeHead("h", SmallSpec());
-  const MappedRegion region(kPage);
-  const std::string id = Add(region);
-  server_->gate().Close();
-  LossReply reply;
-  std::thread call([&] { reply = server_->Compute(Header(head, 0, id, session_), ""); });
-  server_->gate().AwaitWaiting();
-  std::atomic<bool> given_back{false};
-  std::thread unregister([&] {
-    EXPECT_EQ(ReasonOf(Unregister(session_, id)), "OK");
-    given_back = true;
-  });
-  // New calls no longer find it, while the first one still has it.
-  EXPECT_TRUE(Await([&] {
-    v1::MicroBatchHeader header = Header(head, 1, id, session_);
-    header.mutable_hidden_rows()->set_offset_bytes(2);  // refused in either case, so that nothing waits at the gate
-    return ReasonOf(server_->Compute(header, "").status) == "REGION_NOT_FOUND";
-  }));
-  EXPECT_FALSE(given_back);
-  server_->gate().Open();
-  call.join();
-  unregister.join();
-  EXPECT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
-  EXPECT_EQ(SharedRegions(), "headwater_regions{kind=\"shared\"} 0");
-}
-
-TEST_F(SharedRows, OfANamedRegionThatWasTruncatedAreRefused) {
-  const std::string name = absl::StrCat("headwater-test-rows-", getpid());
-  const NamedFile file(name, kPage);
-  Start(true);
-  const TestHead head = server_->MakeHead("h", SmallSpec());
-  v1::RegisterSharedMemoryRequest request;
-  request.set_session_id(session_);
-  request.set_shared_memory_name(name);
-  request.set_size_bytes(kPage);
-  std::string id;
-  Require(Register(request, &id), "RegisterSharedMemory");
-  Require(server_->Compute(Header(head, 0, id, session_), "").status, "ComputeLoss");
-  const std::string before = server_->Snapshot(head);
-  ASSERT_EQ(truncate(("/dev/shm/" + name).c_str(), 100), 0);  // the gradient's bytes are gone
-  const std::string reason = ReasonOf(server_->Compute(Header(head, 1, id, session_), "").status);
-  EXPECT_EQ(reason, "INVALID_FIELD");
-  ASSERT_EQ(truncate(("/dev/shm/" + name).c_str(), 0), 0);  // and now the rows' too
-  const WireError error = DecodeError(server_->Compute(Header(head, 2, id, session_), "").status);
-  EXPECT_EQ(error.reason, "INVALID_FIELD");
-  EXPECT_THAT(error.message, Not(HasSubstr(name)));
-  EXPECT_EQ(server_->Find(head, 2).state(), v1::CONTRIBUTION_STATE_UNSPECIFIED);
-  Require(server_->Compute(CrossEntropyHeader(head, 0, 3, {1, 2, 3}), Rows(6)).status, "ComputeLoss afterwards");
 }
 
 TEST_F(SharedRows, LeaveNothingBehind) {

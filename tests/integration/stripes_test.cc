@@ -3,12 +3,8 @@
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
-#include <sys/socket.h>
-#include <sys/un.h>
-#include <unistd.h>
 
 #include <chrono>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <thread>
@@ -17,6 +13,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "tests/integration/support/http2_client.h"
 #include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
@@ -224,31 +221,6 @@ TEST_F(Stripes, AreNotNeededWhenTheOthersBringEveryRow) {
   EXPECT_EQ(grad.rows, 6);
 }
 
-TEST_F(Stripes, OfNobodyAreSentAway) {
-  Start(Impatient());
-  Stripe stripe(*server_, Id('x'), 1);
-  const WireError unheard = DecodeError(stripe.End());
-  EXPECT_EQ(unheard.reason, "TRANSFER_NOT_FOUND");
-  EXPECT_THAT(unheard.message, HasSubstr("max_stripe_wait"));
-  // One that has ended is known, so that nobody waits for it.
-  ServerSetup patient;
-  patient.options.limits.max_stripe_wait = absl::Minutes(10);
-  Start(patient);
-  const std::string rows = Rows(3);
-  Primary primary(*server_, Header(0, 3, Id('a'), 2));
-  primary.Send(Chunk(rows, 0, 3));
-  EXPECT_EQ(ReasonOf(primary.End()), "OK");
-  EXPECT_EQ(ReasonOf(Stripe(*server_, Id('a'), 1).End()), "TRANSFER_NOT_FOUND");
-  // So are those that waited for a primary stream that is refused.
-  Stripe early(*server_, Id('b'), 1);
-  Primary refused(*server_, Striped(CrossEntropyHeader(head_, 7, 0, {1}), Id('b'), 2));
-  EXPECT_EQ(ReasonOf(refused.End()), "STEP_MISMATCH");
-  EXPECT_EQ(ReasonOf(early.End()), "TRANSFER_NOT_FOUND");
-  // An id names one call.
-  Primary again(*server_, Header(1, 3, Id('a'), 2));
-  EXPECT_EQ(DecodeError(again.End()).at("field"), "header.transfer_id");
-}
-
 TEST_F(Stripes, HaveEachTheirIndex) {
   Start({});
   const std::string rows = Rows(4);
@@ -266,33 +238,6 @@ TEST_F(Stripes, HaveEachTheirIndex) {
   primary.Send(Chunk(rows, 2, 2));
   EXPECT_EQ(ReasonOf(primary.End()), "OK");
   EXPECT_EQ(ReasonOf(first.End()), "OK");
-}
-
-TEST_F(Stripes, ThatNeverComeEndTheAttempt) {
-  Start(Impatient());
-  Primary primary(*server_, Header(0, 4, Id('a'), 3));
-  Stripe stripe(*server_, Id('a'), 1);
-  primary.Send(Chunk(Rows(4), 0, 2));
-  const WireError error = DecodeError(primary.End());
-  EXPECT_EQ(error.reason, "STRIPE_LOST");
-  EXPECT_EQ(error.code, grpc::StatusCode::ABORTED);
-  EXPECT_THAT(ReasonOf(stripe.End()), AnyOf("STRIPE_LOST", "TRANSFER_NOT_FOUND"));  // the latter if it came too late itself
-  ExpectUnchangedAndServing(4);
-}
-
-TEST_F(Stripes, ThatAllEndWithoutEveryRowAreToldWhichIsMissing) {
-  Start({});
-  Primary primary(*server_, Header(0, 4, Id('a'), 2));
-  Stripe stripe(*server_, Id('a'), 1);
-  primary.Send(Chunk(Rows(4), 0, 1));
-  primary.HalfClose();
-  stripe.Send(Chunk(Rows(4), 2, 2));
-  stripe.HalfClose();
-  const WireError error = DecodeError(primary.End());
-  EXPECT_EQ(error.reason, "PROTOCOL_VIOLATION");
-  EXPECT_EQ(error.at("firstMissingRow"), "1");
-  EXPECT_EQ(ReasonOf(stripe.End()), "STRIPE_LOST");
-  ExpectUnchangedAndServing(4);
 }
 
 // When a stripe breaks.
@@ -369,10 +314,9 @@ TEST_F(Stripes, AChunkThatIsRefusedEndsTheTransfer) {
     const std::string id = Id(letter++);
     Primary primary(*server_, Header(0, 4, id, 2));
     Stripe stripe(*server_, id, 1);
-    Stripe* const bad_stripe = &stripe;
     ASSERT_TRUE(primary.Send(Chunk(rows, 0, 2)));
     ASSERT_TRUE(Await([&] { return server_->MetricLine("headwater_in_flight_bytes") != "headwater_in_flight_bytes 0"; }));
-    bad_stripe->Send(row.chunk);
+    stripe.Send(row.chunk);
     const std::string by_stripe = ReasonOf(stripe.End());
     const std::string by_primary = ReasonOf(primary.End());
     // Whichever of the two brings the rows second is refused.
@@ -485,19 +429,6 @@ TEST_F(Stripes, BehindAnotherOneItWaitsForAllOfItsRows) {
   EXPECT_TRUE(server_->Gradient(head_) == server_->Gradient(other));
 }
 
-TEST_F(Stripes, AStalledOneThatIsCutChangesNothing) {
-  Start({});
-  const std::string rows = Rows(kStalledRows);
-  server_->gate().Close();
-  Primary slow(*server_, Header(0, kStalledRows, Id('a'), 2));
-  slow.Send(Chunk(rows, 0, kRowsBefore));
-  server_->gate().AwaitWaiting();
-  slow.Cancel();
-  EXPECT_EQ(slow.End().error_code(), grpc::StatusCode::CANCELLED);
-  server_->gate().Open();
-  ExpectUnchangedAndServing(kStalledRows);
-}
-
 // ---- clients that hang -----------------------------------------------------------------------------------------------
 
 TEST_F(Stripes, AStripeThatTakesNothingIsCutOff) {
@@ -535,55 +466,6 @@ TEST_F(Stripes, AStripeThatTakesNothingIsCutOff) {
   EXPECT_EQ(server_->Find(head, 0).state(), v1::CONTRIBUTION_STATE_COMMITTED);
 }
 
-// A client of HTTP/2 by hand, which can send a message byte by byte.
-class SlowClient {
- public:
-  SlowClient(const std::string& unix_address, const std::string& method) : socket_(socket(AF_UNIX, SOCK_STREAM, 0)) {
-    sockaddr_un address = {};
-    address.sun_family = AF_UNIX;
-    const std::string path = unix_address.substr(std::string("unix:").size());
-    std::memcpy(address.sun_path, path.data(), path.size());
-    connected_ = connect(socket_, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0;
-    Send("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
-    Send(Frame(/*type=*/4, /*flags=*/0, /*stream=*/0, ""));  // SETTINGS
-    std::string block;
-    for (const auto& [name, value] :
-         std::vector<std::pair<std::string, std::string>>{{":method", "POST"},
-                                                          {":scheme", "http"},
-                                                          {":path", "/headwater.v1.LossService/" + method},
-                                                          {":authority", "localhost"},
-                                                          {"te", "trailers"},
-                                                          {"content-type", "application/grpc"}}) {
-      block.push_back('\0');  // a literal that is not indexed, its name and value as they are
-      block.push_back(static_cast<char>(name.size()));
-      block += name;
-      block.push_back(static_cast<char>(value.size()));
-      block += value;
-    }
-    Send(Frame(/*type=*/1, /*flags=END_HEADERS*/ 4, /*stream=*/1, block));
-  }
-  ~SlowClient() { close(socket_); }
-  bool connected() const { return connected_; }
-  // DATA of the call.
-  bool SendData(const std::string& bytes) { return Send(Frame(/*type=*/0, /*flags=*/0, /*stream=*/1, bytes)); }
-
- private:
-  static std::string Frame(int type, int flags, int stream, const std::string& payload) {
-    std::string frame;
-    for (const int shift : {16, 8, 0}) frame.push_back(static_cast<char>(payload.size() >> shift));
-    frame.push_back(static_cast<char>(type));
-    frame.push_back(static_cast<char>(flags));
-    for (const int shift : {24, 16, 8, 0}) frame.push_back(static_cast<char>(stream >> shift));
-    return frame + payload;
-  }
-  bool Send(const std::string& bytes) {
-    return send(socket_, bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size());
-  }
-
-  const int socket_;
-  bool connected_ = false;
-};
-
 // A gRPC message: its length before it.
 std::string Framed(const std::string& message) {
   std::string framed(1, '\0');
@@ -594,7 +476,10 @@ std::string Framed(const std::string& message) {
 TEST_F(Stripes, AByteNowAndThenIsNotEnough) {
   ServerSetup setup;
   setup.options.stream_idle_timeout = absl::Milliseconds(200);
+  setup.options.listen_addresses = {"127.0.0.1:0"};
   Start(setup);
+  const std::string& address = server_->server().addresses().front();
+  const int port = std::stoi(address.substr(address.rfind(':') + 1));
   v1::ComputeLossRequest header;
   *header.mutable_header() = CrossEntropyHeader(head_, 0, 0, {1, 2, 3});
   v1::ComputeLossRequest chunk;
@@ -604,14 +489,16 @@ TEST_F(Stripes, AByteNowAndThenIsNotEnough) {
     SCOPED_TRACE(absl::StrCat(method, with_header ? " with its header" : ""));
     const std::string ended = absl::StrCat("headwater_requests_total{code=\"CANCELLED\",method=\"", method, "\"}");
     const std::string ends_before = server_->MetricLine(ended);
-    SlowClient client(server_->address(), method);
-    ASSERT_TRUE(client.connected());
-    if (with_header) client.SendData(Framed(header.SerializeAsString()));
+    Http2Client client(port);
+    ASSERT_TRUE(client.Send(kHttp2Preface + Http2Client::Encode({kSettingsFrame, 0, 0, ""}) +
+                            Http2Client::Encode({kHeadersFrame, kEndHeaders, 1, CallHeaders(method)})));
+    const auto send = [&client](const std::string& bytes) { client.Send(Http2Client::Encode({kDataFrame, 0, 1, bytes})); };
+    if (with_header) send(Framed(header.SerializeAsString()));
     const std::string slowly = Framed((with_header ? chunk : header).SerializeAsString());
     // Each byte long before the timeout; the message would take five times as long.
     bool cut = false;
     for (size_t i = 0; i < slowly.size() && !cut; ++i) {
-      client.SendData(slowly.substr(i, 1));
+      send(slowly.substr(i, 1));
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       cut = server_->MetricLine(ended) != ends_before;
     }

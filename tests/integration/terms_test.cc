@@ -1,5 +1,4 @@
 // Several loss terms in one micro-batch: several heads over the same rows, several teachers over parts of them; all or nothing.
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <string>
@@ -68,58 +67,6 @@ TEST_P(Terms, FiveHeadsInOneRequestEqualFiveRequestsAndUploadTheRowsOnce) {
   }
   EXPECT_EQ(BytesIn() - before, 5 * 60);
   ExpectClose(Floats(reply.grad_hidden), grad_hidden);
-}
-
-TEST_P(Terms, MayHaveTeachersOfTheirOwn) {
-  v1::HeadSpec small = SmallSpec(13, 4);
-  small.set_trainable(false);
-  small.clear_optimizer();
-  v1::HeadSpec large = SmallSpec(13, 6);
-  large.set_trainable(false);
-  large.clear_optimizer();
-  const TestHead teachers[] = {server_->MakeHead("small", small, 7), server_->MakeHead("large", large, 8)};
-  const std::string teacher_rows[] = {Bytes(Random(8, 20, 1)), Bytes(Random(18, 21, 1))};
-  const TestHead together = server_->MakeHead("together", SmallSpec());
-  const TestHead apart = server_->MakeHead("apart", SmallSpec());
-  const std::string rows = Bytes(Random(25, 5, 1));  // 2 rows for the one, 3 for the other
-  const auto term_of = [&](const TestHead& student, int index) {
-    v1::LossTerm term = CrossEntropyHeader(student, 0, 0, {}).terms(0);
-    term.clear_targets();
-    term.mutable_jensen_shannon()->set_beta(0.3);
-    term.mutable_teacher_hidden()->set_head(teachers[index].name());
-    term.mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
-    return term;
-  };
-  v1::MicroBatchHeader header = CrossEntropyHeader(together, 0, 0, {});
-  header.set_row_count(5);
-  *header.mutable_terms(0) = term_of(together, 0);
-  header.mutable_terms(0)->set_row_count(2);
-  *header.add_terms() = term_of(together, 1);
-  header.mutable_terms(1)->set_row_start(2);
-  SendOptions send = {.chunk_rows = 2, .teacher_rows = {{0, teacher_rows[0]}, {1, teacher_rows[1]}}};
-  const LossReply reply = server_->MustCompute(header, rows, "", send);
-  std::string grad_hidden;
-  for (int i = 0; i < 2; ++i) {
-    v1::MicroBatchHeader one = CrossEntropyHeader(apart, 0, i, {});
-    one.set_row_count(i == 0 ? 2 : 3);
-    *one.mutable_terms(0) = term_of(apart, i);
-    const LossReply single = server_->MustCompute(one, i == 0 ? rows.substr(0, 40) : rows.substr(40), teacher_rows[i]);
-    grad_hidden += single.grad_hidden;
-    EXPECT_DOUBLE_EQ(reply.summary.terms(i).sums().loss_sum(), single.summary.terms(0).sums().loss_sum());
-    EXPECT_EQ(reply.summary.terms(i).teacher_weight_version(), teachers[i].head.weight_version());
-  }
-  ExpectClose(Floats(reply.grad_hidden), Floats(grad_hidden));
-  ExpectClose(Floats(server_->Gradient(together)), Floats(server_->Gradient(apart)));
-  // The digest knows which term the teacher's rows belong to.
-  EXPECT_TRUE(server_->Compute(header, rows, "", send).summary.replayed());
-  send.teacher_rows[0][3] = static_cast<char>(send.teacher_rows[0][3] ^ 1);
-  EXPECT_EQ(ReasonOf(server_->Compute(header, rows, "", send).status), "MICRO_BATCH_CONFLICT");
-  // Rows of a term are missing.
-  header.set_micro_batch(1);
-  send.teacher_rows.erase(1);
-  const WireError missing = DecodeError(server_->Compute(header, rows, "", send).status);
-  EXPECT_EQ(missing.reason, "PROTOCOL_VIOLATION");
-  EXPECT_THAT(missing.message, ::testing::HasSubstr("terms[1]"));
 }
 
 TEST_P(Terms, AreBounded) {

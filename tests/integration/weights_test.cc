@@ -1,35 +1,17 @@
 // Weights in and out: resumable uploads, checksums, downloads, files, checkpoints.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 #include <xxhash.h>
 
-#include <atomic>
 #include <chrono>
 #include <deque>
 #include <filesystem>
-#include <fstream>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "tests/integration/support/hanging_disk.h"
 #include "tests/integration/support/wire_server.h"
-
-namespace {
-
-// Reads of a MiB and more so far, and the one among them that finds its file cut short; 0: none does.
-std::atomic<int> large_reads{0};
-std::atomic<int> short_read{0};
-
-}  // namespace
-
-// The linker sends every call of pread() from our own code here (--wrap=pread).
-extern "C" ssize_t __real_pread(int descriptor, void* data, size_t byte_count, off_t offset);
-extern "C" ssize_t __wrap_pread(int descriptor, void* data, size_t byte_count, off_t offset) {
-  if (byte_count >= (size_t{1} << 20) && ++large_reads == short_read) return 0;
-  return __real_pread(descriptor, data, byte_count, offset);
-}
 
 namespace headwater::testing {
 namespace {
@@ -108,25 +90,6 @@ class Weights : public ::testing::TestWithParam<int> {
   LossReply Submit(const TestHead& head, int64_t step, int64_t micro_batch) {
     return server_.Compute(CrossEntropyHeader(head, step, micro_batch, {1, 2, 3}), Bytes(Random(15, 5, 1)));
   }
-  // A file under the server's load root.
-  void WriteSafetensors(const std::string& name, int64_t rows, int64_t columns, const std::vector<float>& values) {
-    const std::string bytes = Bytes(values);
-    const std::string json = R"({"lm_head.weight":{"dtype":"F32","shape":[)" + std::to_string(rows) + "," +
-                             std::to_string(columns) + R"(],"data_offsets":[0,)" + std::to_string(bytes.size()) + "]}}";
-    std::ofstream file(root_ + "/" + name, std::ios::binary);
-    const uint64_t length = json.size();
-    file.write(reinterpret_cast<const char*>(&length), 8);
-    file << json << bytes;
-  }
-  grpc::Status Load(const TestHead& head, const std::string& path, v1::Head* loaded) {
-    grpc::ClientContext context;
-    v1::LoadWeightsRequest request;
-    request.set_name(head.name());
-    request.set_epoch(head.head.epoch());
-    request.set_path(path);
-    return server_.heads().LoadWeights(&context, request, loaded);
-  }
-
   const std::string root_ = MakeRoot();
   WireServer server_{MakeSetup()};
 };
@@ -269,39 +232,6 @@ TEST_P(Weights, GradientDownloadMultipliesByTheFactor) {
   double norm_squared = 0;
   for (const float value : scaled) norm_squared += static_cast<double>(value) * value;
   EXPECT_LE(std::abs(response.gradient_norm_squared() - norm_squared), 1e-9 * norm_squared);
-}
-
-TEST_P(Weights, AFileThatIsCutShortLeavesTheHeadAsItWas) {
-  constexpr int64_t kRows = 600;
-  constexpr int64_t kColumns = 4096;  // 9.4 MiB: two pieces
-  WriteSafetensors("w.safetensors", kRows, kColumns, std::vector<float>(kRows * kColumns, 0.5F));
-  WriteSafetensors("new.safetensors", kRows, kColumns, std::vector<float>(kRows * kColumns, 0.25F));
-  TestHead head;
-  Require(server_.Create("tenants/default/heads/h", SmallSpec(kRows, kColumns), &head.head), "CreateHead");
-  v1::Head loaded;
-  Require(Load(head, "w.safetensors", &loaded), "LoadWeights");
-  head.head = loaded;
-  const std::string before = server_.Weights(head);
-  // The file is read through before anything is written.
-  large_reads = 0;
-  short_read = 2;
-  const WireError corrupt = DecodeError(Load(head, "new.safetensors", &loaded));
-  EXPECT_EQ(corrupt.code, grpc::StatusCode::DATA_LOSS);
-  EXPECT_EQ(corrupt.reason, "FILE_CORRUPT");
-  EXPECT_EQ(server_.Get(head.name()).state(), v1::HEAD_STATE_READY);
-  EXPECT_EQ(server_.Get(head.name()).epoch(), head.head.epoch());
-  EXPECT_TRUE(server_.Weights(head) == before);
-  // One that is cut short after that costs the head, and the answer says so.
-  large_reads = 0;
-  short_read = 4;
-  const WireError lost = DecodeError(Load(head, "new.safetensors", &loaded));
-  short_read = 0;
-  EXPECT_EQ(lost.code, grpc::StatusCode::INTERNAL);
-  EXPECT_EQ(lost.reason, "ENGINE_FAILED");
-  EXPECT_THAT(lost.message, ::testing::HasSubstr("the head is lost"));
-  EXPECT_EQ(server_.Get(head.name()).state(), v1::HEAD_STATE_LOST);
-  ASSERT_EQ(ReasonOf(Load(head, "new.safetensors", &loaded)), "OK");
-  EXPECT_EQ(loaded.state(), v1::HEAD_STATE_READY);
 }
 
 TEST(WeightsWithoutStorage, SayWhichFlagIsMissing) {

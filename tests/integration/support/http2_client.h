@@ -21,6 +21,7 @@ struct Http2Frame {
   std::string payload;
 };
 
+inline constexpr uint8_t kDataFrame = 0;
 inline constexpr uint8_t kHeadersFrame = 1;
 inline constexpr uint8_t kEndStream = 1;   // flag
 inline constexpr uint8_t kEndHeaders = 4;  // flag
@@ -104,6 +105,21 @@ class Http2Client {
   bool ended_ = false;
   std::string buffer_;
 };
+
+// The fields of a gRPC call, without indexing or Huffman codes.
+inline std::string CallHeaders(const std::string& method = "ComputeLoss") {
+  std::string block;
+  const auto add = [&block](const std::string& name, const std::string& value) {
+    block += std::string(1, '\0') + static_cast<char>(name.size()) + name + static_cast<char>(value.size()) + value;
+  };
+  add(":method", "POST");
+  add(":scheme", "http");
+  add(":path", "/headwater.v1.LossService/" + method);
+  add(":authority", "127.0.0.1");
+  add("te", "trailers");
+  add("content-type", "application/grpc");
+  return block;
+}
 
 }  // namespace headwater::testing
 
