@@ -127,52 +127,6 @@ TEST_F(Access, TokensGoOverUnixSocketsLoopbackAndSharedMemory) {
   EXPECT_EQ(client.stats().stripes, 3);
 }
 
-TEST_F(Access, WhatIsNotAllowedIsRefused) {
-  const ServerProcess server(SecureFlags());
-  Client trainer = Value(Client::Connect(server.address(), SecureOptions()));
-  Head head = MakeHead(trainer);
-  Client nobody = Value(Client::Connect(server.address(), SecureOptions("")));
-  Client wrong = Value(Client::Connect(server.address(), SecureOptions("secret-nobody")));
-  for (Client* const client : {&nobody, &wrong}) {
-    EXPECT_EQ(ErrorReason(client->OpenHead("h").status()), "UNAUTHENTICATED");
-    EXPECT_EQ(client->OpenHead("h").status().code(), absl::StatusCode::kUnauthenticated);
-    EXPECT_EQ(Value(client->CheckHealth()), HealthStatus::kServing);
-  }
-  Client reader = Value(Client::Connect(server.address(), SecureOptions("secret-reader")));
-  const absl::Status denied = reader.OpenHead("h").status();
-  EXPECT_EQ(ErrorReason(denied), "PERMISSION_DENIED");
-  EXPECT_EQ(denied.code(), absl::StatusCode::kPermissionDenied);
-  EXPECT_EQ(Value(reader.ListHeads()).size(), 0u);
-
-  const auto cannot = [&](const ClientOptions& secured) {
-    ClientOptions options = secured;
-    options.connect_timeout = std::chrono::milliseconds(1500);
-    return Client::Connect(server.address(), options).status().code() == absl::StatusCode::kUnavailable;
-  };
-  ClientOptions options = SecureOptions();
-  options.tls->client_certificate = Path("expired.crt");
-  options.tls->client_key = Path("expired.key");
-  // With TLS 1.3 a client hears only at its first call that its certificate was not taken.
-  const auto refused = [&] {
-    absl::StatusOr<Client> client = Client::Connect(server.address(), options);
-    return !client.ok() || !client->OpenHead("h", {.timeout = std::chrono::seconds(5)}).ok();
-  };
-  EXPECT_TRUE(refused());
-  options = SecureOptions();
-  options.tls->client_certificate.clear();
-  options.tls->client_key.clear();
-  EXPECT_TRUE(refused());
-  options = SecureOptions();
-  options.tls->ca_certificate = Path("clients.crt");
-  EXPECT_TRUE(cannot(options));
-  options = SecureOptions();
-  options.tls->server_name = "another.example";
-  EXPECT_TRUE(cannot(options));
-  options = SecureOptions();
-  options.tls.reset();
-  EXPECT_TRUE(cannot(options));
-}
-
 TEST_F(Access, ConnectTellsWhyTheHandshakeFails) {
   const ServerProcess server(SecureFlags());
   const auto error_of = [](const std::string& target, ClientOptions options) {
@@ -242,20 +196,6 @@ TEST_F(Access, OptionsThatWouldGiveAwayATokenAreRefusedBeforeAnythingIsSent) {
   options = SecureOptions();
   options.tls->client_key = Path("expired.key");
   EXPECT_THAT(ConnectError("127.0.0.1:1", options), HasSubstr("tls.client_key"));
-}
-
-TEST_F(Access, WhatIsNoTraceparentIsRefusedBeforeAnythingIsSent) {
-  const std::string trace = "0af7651916cd43dd8448eb211c80319c";
-  const std::string parent = "b7ad6b7169203331";
-  ClientOptions options = {.connect_timeout = std::chrono::milliseconds(1), .traceparent = "00-" + trace + "-" + parent + "-01"};
-  EXPECT_EQ(Client::Connect("127.0.0.1:1", options).status().code(), absl::StatusCode::kUnavailable);
-  for (const std::string& bad : {std::string("x"), "01-" + trace + "-" + parent + "-01", "00-" + trace + "-" + parent + "-1",
-                                 "00-" + trace + "-" + parent + "-0G", "00-" + trace + "_" + parent + "-01",
-                                 "00-" + std::string(32, '0') + "-" + parent + "-01",
-                                 "00-" + trace + "-" + std::string(16, '0') + "-01", "00-" + trace + "-" + parent + "-01\n"}) {
-    options.traceparent = bad;
-    EXPECT_THAT(ConnectError("127.0.0.1:1", options), HasSubstr("ClientOptions.traceparent")) << bad;
-  }
 }
 
 TEST_F(Access, AClientTakesUpNewFiles) {

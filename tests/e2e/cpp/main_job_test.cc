@@ -1,9 +1,12 @@
 // The main job through the C++ client and the real server, against double precision; then over a restart.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <cstring>
+#include <numeric>
+#include <string>
 #include <vector>
 
 #include "headwater/client/client.h"
@@ -200,6 +203,64 @@ TEST(MainJob, FrozenHeadAndForwardOnlyAddNothing) {
   const LossResult nothing = Value(frozen.CrossEntropy(RowsView::Float32({}, kHiddenSize), {}, {}, {}).Get());
   EXPECT_EQ(nothing.valid_token_count, 0);
   EXPECT_EQ(nothing.loss_sum, 0);
+}
+
+TEST(MainJob, TeachersRowsMeetTheTrainersInEitherOrder) {
+  ServerProcess server;
+  Client trainer = server.Connect();
+  Client teachers_process = server.Connect();
+  Head head = MakeHead(trainer, "student", false, kHiddenSize, 1);
+  const Head teacher_head = MakeHead(trainer, "teacher", false, kTeacherHiddenSize, 2);
+  const std::vector<float> hidden = Hidden(3, kHiddenSize);
+  const std::vector<float> teacher_hidden = Hidden(4, kTeacherHiddenSize);
+  const RowsView rows = RowsView::Float32(hidden, kHiddenSize);
+  const RowsView teacher_rows = RowsView::Float32(teacher_hidden, kTeacherHiddenSize);
+  const LossResult expected = Value(head.Jsd(rows, teacher_head, teacher_rows, {}, {}, {}).Get());
+  const absl::Status refused = head.Jsd(rows, teacher_head, rows, {}, {}, {}).Get().status();
+  EXPECT_EQ(ErrorReason(refused), "SHAPE_MISMATCH") << refused;
+  EXPECT_NE(std::string(refused.message()).find("expected [37, 31]"), std::string::npos) << refused;
+  JoinedTeacherOptions joined = {.join_key = "both", .total_rows = kRows};
+  LossTerm two_teachers = {.loss = JsdOptions(), .teacher = teacher_head, .teacher_hidden = teacher_rows, .joined_teacher = joined};
+  EXPECT_EQ(ErrorReason(head.Multi(rows, {&two_teachers, 1}, {}).Get().status()), "INVALID_COMBINATION");
+
+  std::vector<int32_t> indices(kRows);
+  std::iota(indices.begin(), indices.end(), 0);
+  for (const bool teacher_first : {true, false}) {
+    joined.join_key = teacher_first ? "first" : "last";
+    const Teacher teacher = teachers_process.OpenTeacher(joined.join_key, kRows);
+    const auto stream = [&] { EXPECT_EQ(Value(teacher.Stream(teacher_rows, indices).Get()).row_count, kRows); };
+    if (teacher_first) stream();
+    Future<LossResult> future = head.Jsd(rows, teacher_head, joined, {}, {}, {});
+    if (!teacher_first) {
+      EXPECT_FALSE(future.WaitFor(std::chrono::milliseconds(100)));
+      stream();
+    }
+    const LossResult result = Value(future.Get());
+    EXPECT_EQ(result.loss_sum, expected.loss_sum);
+    EXPECT_EQ(result.grad_hidden.float32(), expected.grad_hidden.float32());
+  }
+}
+
+TEST(MainJob, ASlotThatIsMissingIsReportedOnceForEachHead) {
+  ServerProcess server;
+  std::vector<std::string> notices;
+  ClientOptions options = {.transport = Transport::kGrpc};
+  options.on_notice = [&notices](const std::string& sentence) { notices.push_back(sentence); };
+  Head head = MakeHead(server.Connect(options), "student", true, kHiddenSize, 1);  // two slots
+  const std::vector<float> hidden = Hidden(2, kHiddenSize);
+  const auto submit = [&](int64_t id, bool allow_held) {
+    MicroBatchOptions micro_batch = Submission(0, id);
+    micro_batch.commit = CommitMode::kExplicit;
+    micro_batch.allow_held = allow_held;
+    return head.CrossEntropy(RowsView::Float32(hidden, kHiddenSize), RandomTargets(3, kRows, kVocabSize), {}, micro_batch).Get();
+  };
+  for (const int64_t id : {0, 1}) EXPECT_EQ(Value(submit(id, true)).form, ContributionForm::kStaged);
+  EXPECT_TRUE(notices.empty());
+  for (const int64_t id : {2, 3}) EXPECT_EQ(Value(submit(id, true)).form, ContributionForm::kHeld);
+  ASSERT_EQ(notices.size(), 1u);
+  EXPECT_NE(notices[0].find("staging_slots"), std::string::npos) << notices[0];
+  const absl::Status full = submit(4, false).status();
+  EXPECT_EQ(ToString(full).rfind("RESOURCE_EXHAUSTED / STAGING_FULL: all 2 staging slots of ", 0), 0u) << ToString(full);
 }
 
 TEST(MainJob, HalfPrecisionRowsAndWeights) {

@@ -2,35 +2,23 @@
 // of each service, and by `headwaterctl health`, whose exit status a probe with a command goes by. The table is in
 // docs/operations.md.
 //
-// The engine is the stand-in for the CUDA module (tests/integration/support/fake_cuda_module.cc), which can be held, lost and
-// stuck.
+// The engine is the stand-in for the CUDA module (tests/integration/support/fake_cuda_module.cc), which can be held.
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 
 #include <filesystem>
-#include <memory>
-#include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "headwater/client/client.h"
 #include "tests/e2e/cpp/support/await.h"
 #include "tests/e2e/cpp/support/child_process.h"
 #include "tests/e2e/cpp/support/held_module.h"
 #include "tests/e2e/cpp/support/server_process.h"
-#include "tests/e2e/cpp/support/test_tensors.h"
 #include "tests/integration/support/raw_call.h"
 
 namespace headwater::e2e {
 namespace {
-
-constexpr int64_t kVocabSize = 11;
-constexpr int64_t kHiddenSize = 4;
-// Rows of a micro-batch by which the stand-in's device is lost without the call coming back, or the call alone does not.
-constexpr int64_t kLostRows = 15;
-constexpr int64_t kStuckRows = 16;
 
 // grpc.health.v1.HealthCheckResponse.ServingStatus, or that nobody answers.
 enum Answer { kNobody = -1, kServing = 1, kNotServing = 2 };
@@ -64,27 +52,6 @@ bool AwaitAnswer(const std::string& target, Answer answer) {
   return Await([&] { return Kubelet(target) == answer; });
 }
 
-client::Client Impatient(const ServerProcess& server) {
-  client::ClientOptions options;
-  options.retry.max_attempts = 1;
-  options.session_lease = std::chrono::milliseconds(0);
-  return server.Connect(options);
-}
-
-client::Head MakeHead(client::Client& client) {
-  return CreateHead(client, "h",
-                    {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true, .optimizer = client::AdamW{}},
-                    RandomFloats(1, kVocabSize * kHiddenSize, 0.3F));
-}
-
-absl::Status Compute(client::Head& head, int64_t rows) {
-  const std::vector<float> hidden = RandomFloats(2, rows * kHiddenSize, 1.0F);
-  client::MicroBatchOptions options = {.step = 0, .micro_batch = 0};
-  return head.CrossEntropy(client::RowsView::Float32(hidden, kHiddenSize), RandomTargets(3, rows, kVocabSize), {}, options)
-      .Get()
-      .status();
-}
-
 using Probes = HeldModule;
 
 // The self-test is held in its middle: the server listens, and says that it does not serve. Then it passes, or fails.
@@ -106,42 +73,6 @@ TEST_F(Probes, TellOfTheSelfTest) {
       EXPECT_EQ(Kubelet("unix:" + socket), kNobody);
     }
     std::filesystem::remove(Path("held"));
-  }
-}
-
-TEST_F(Probes, TellOfADrain) {
-  ServerProcess server({"--engine=cuda", "--drain_timeout=120s"});
-  client::Client client = Impatient(server);
-  client::Head head = MakeHead(client);
-  ASSERT_TRUE(Compute(head, 5).ok());
-  ExpectAll(server.target(), kServing);
-  Hold();
-  std::thread applying([&] { EXPECT_TRUE(head.Apply(0, {.learning_rate = 0.01, .expected = 1}).ok()); });
-  EXPECT_TRUE(AwaitHeld());
-  server.process().Signal(SIGTERM);
-  EXPECT_TRUE(AwaitAnswer(server.target(), kNotServing));
-  ExpectAll(server.target(), kNotServing);
-  EXPECT_TRUE(server.process().Running());
-  Release();
-  applying.join();
-  EXPECT_EQ(server.process().Wait(), 0) << server.log();
-  EXPECT_EQ(Kubelet(server.target()), kNobody);
-}
-
-// The process is kept from ending by a call that does not come back, for as long as the grace: whoever asks meanwhile is told.
-TEST_F(Probes, TellOfALostDeviceAndOfAStuckEngine) {
-  for (const int64_t rows : {kLostRows, kStuckRows}) {
-    ServerProcess server({"--engine=cuda", "--device_lost_grace=1h", "--engine_stall_timeout=2s"});
-    client::Client client = Impatient(server);
-    client::Head head = MakeHead(client);
-    ExpectAll(server.target(), kServing);
-    std::thread call([&] { EXPECT_FALSE(Compute(head, rows).ok()); });
-    EXPECT_TRUE(AwaitAnswer(server.target(), kNotServing)) << rows << "\n" << server.log();
-    ExpectAll(server.target(), kNotServing);
-    server.process().Signal(SIGKILL);
-    call.join();
-    server.process().Wait();
-    EXPECT_EQ(Kubelet(server.target()), kNobody);
   }
 }
 

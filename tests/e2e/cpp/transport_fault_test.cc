@@ -162,47 +162,6 @@ TEST_P(TransportFault, ACancelledEagerOneIsAddedOnceOrNotAtAll) {
   ExpectSameAccumulators();
 }
 
-TEST_P(TransportFault, ARefusalWhileRowsTravelArrives) {
-  MicroBatchOptions options = Submission(0);
-  options.step = 9;
-  const auto start = steady_clock::now();
-  const absl::Status status = Submit(Many(), options).Get().status();
-  EXPECT_EQ(ErrorReason(status), "STEP_MISMATCH") << status;
-  EXPECT_LE(steady_clock::now() - start, seconds(10));
-  Good(0);
-  ExpectSameAccumulators();
-}
-
-TEST_P(TransportFault, ADiscardedExplicitOneLeavesNothing) {
-  Good(0);
-  MicroBatchOptions options = Submission(7);
-  options.commit = CommitMode::kExplicit;
-  const LossResult result = Value(Submit(Many(), options).Get());
-  EXPECT_EQ(result.transport, TransportName(GetParam()));
-  ExpectSameAccumulators();
-  EXPECT_TRUE(Value(result.contribution->Discard().Get()).dropped);
-  Good(1);
-  ExpectSameAccumulators();
-}
-
-TEST_P(TransportFault, ManyAtOnceAreEachAddedOnce) {
-  constexpr int64_t kMicroBatches = 24;
-  std::vector<Future<LossResult>> futures;
-  const RowsView all = Many();
-  for (int64_t id = 0; id < kMicroBatches; ++id) {
-    // Small ones and large ones.
-    const int64_t rows = id % 3 == 0 ? kManyRows / 4 : 1 + id;
-    RowsView view = all;
-    view.row_count = rows;
-    futures.push_back(Submit(view, Submission(id)));
-  }
-  int64_t tokens = 0;
-  for (Future<LossResult>& future : futures) tokens += Value(future.Get()).valid_token_count;
-  const StepTotals totals = Value(student_->Seal(0, kMicroBatches)).totals;
-  EXPECT_EQ(totals.micro_batch_count, kMicroBatches);
-  EXPECT_EQ(totals.valid_token_count, tokens);
-}
-
 TEST_P(TransportFault, AKilledServerIsACleanErrorAndTheClientComesBack) {
   Good(0);
   Future<LossResult> future = Submit(Many(), Submission(1), {.timeout = seconds(20)});

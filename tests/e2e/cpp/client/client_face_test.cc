@@ -327,6 +327,9 @@ TEST_F(ClientFace, InvalidOptionsFailToConnect) {
     EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), {.chunk_bytes = bytes}).status()), "INVALID_FIELD");
     EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), {.max_message_bytes = bytes}).status()), "INVALID_FIELD");
   }
+  for (const int stripes : {0, -1, 65}) {
+    EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), {.stripes = stripes}).status()), "INVALID_FIELD") << stripes;
+  }
   options.client_name = std::string(129, 'n');
   EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD");
 }
@@ -363,7 +366,7 @@ TEST_F(ClientFace, ConnectReportsWhyNoServerAnswers) {
   EXPECT_NE(std::string(unresolved.message()).find("DNS resolution failed"), std::string::npos) << unresolved;
 }
 
-TEST_F(ClientFace, UnreadableMemoryIsRefusedBeforeSending) {
+TEST_F(ClientFace, WhatCannotBeSentIsRefusedBeforeSending) {
   Connect(Quick(1));
   TensorView nothing = {.element_count = 12};
   EXPECT_EQ(ErrorReason(head_->UploadWeights(HeadTensor::kWeight, nothing).status()), "INVALID_FIELD");
@@ -375,6 +378,16 @@ TEST_F(ClientFace, UnreadableMemoryIsRefusedBeforeSending) {
   RowsView on_device = RowsView::Float32(some, head_->spec().hidden_size);
   on_device.memory = Memory::kCuda;
   EXPECT_EQ(ErrorReason(head_->AddGradient(0, 0, on_device).status()), "INVALID_FIELD");
+  EXPECT_EQ(ErrorReason(head_->AddGradient(0, 0, RowsView::Float32(some, 1)).status()), "SHAPE_MISMATCH");
+  const std::vector<uint16_t> half(kHiddenSize);
+  EXPECT_EQ(ErrorReason(head_->AddGradient(0, 0, RowsView::BFloat16(half, kHiddenSize)).status()), "DATA_TYPE_MISMATCH");
+  const TensorView weight = TensorView::Float32(some);
+  EXPECT_EQ(ErrorReason(head_->ReplaceWeights(0, weight, weight).status()), "INVALID_COMBINATION");
+  for (const ExpectedMicroBatches& none : {ExpectedMicroBatches(int64_t{0}), ExpectedMicroBatches(std::vector<int64_t>())}) {
+    const absl::Status empty = head_->Apply(0, {.learning_rate = 0.1, .expected = none}).status();
+    EXPECT_EQ(ErrorReason(empty), "INVALID_COMBINATION");
+    EXPECT_EQ(ErrorMetadata(empty)["field"], "allow_empty");
+  }
   const auto submit = [this](const RowsView& rows, const MicroBatchOptions& options) {
     return ErrorReason(head_->CrossEntropy(rows, targets_, {}, options).Get().status());
   };

@@ -154,19 +154,6 @@ TEST_F(ClientTransfer, OptionAndServerLimitTheStreams) {
   EXPECT_TRUE(double_.header().transfer_id().empty());
 }
 
-TEST_F(ClientTransfer, TeacherRowsTravelBesideTheOthersFirstRowsFirst) {
-  server_.WithState([](ScriptedServer::State& state) { state.hidden_size = kHiddenSize; });
-  Connect();
-  LossTerm term = {.loss = JsdOptions(), .teacher = *head_};
-  term.teacher_hidden.data = rows_.floats();
-  term.teacher_hidden.row_count = kRows;
-  term.teacher_hidden.hidden_size = kHiddenSize;
-  MicroBatchOptions options = {.step = 0, .micro_batch = 0, .grad_hidden = grad_.span()};
-  Value(head_->Multi(term.teacher_hidden, {&term, 1}, options).Get());
-  ExpectGradients();
-  EXPECT_EQ(double_.streams(), 8);  // 28 MiB up
-}
-
 TEST_F(ClientTransfer, SlowStreamGetsFewerRows) {
   Connect(1, /*stripes=*/2);
   double_.SetAt([](const Moment& moment) {
@@ -386,13 +373,6 @@ TEST_F(ClientTransfer, WorsePathIsExplainedOnce) {
   for (int i = 0; i < 3; ++i) EXPECT_EQ(Value(Submit().Get()).transport, "grpc");
   EXPECT_THAT(notices, SizeIs(1));
   EXPECT_EQ(client_->stats().why_not_better, notices[0]);
-}
-
-TEST_F(ClientTransfer, WrongStripesAreRefused) {
-  for (const int stripes : {0, -1, 65}) {
-    ClientOptions options = {.stripes = stripes};
-    EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD") << stripes;
-  }
 }
 
 // Starts a transfer over these connections; how it ends.
