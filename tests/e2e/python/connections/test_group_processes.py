@@ -348,26 +348,3 @@ def test_leader_and_worker_begin_anew_when_their_devices_are_lost(stand_in, rows
             assert head.info().restored_checkpoint == "saved"
             head.take()
             assert head.cross_entropy(np.ones((5, 3), np.float32), np.zeros(5, np.int64), micro_batch=0).valid_token_count == 5
-
-
-def test_who_cannot_join_is_told_and_so_is_the_leader(stand_in):
-    """Devices of the stand-in: 7 is not there."""
-    with running_group(4) as group:
-        group.kill_worker()
-        refused = {
-            "--engine=cpu": "the worker's engine is cpu, this server's cuda",
-            "--gpus=3": "this server waits for 2 ranks of workers, other processes bring 0 of them, and this one 3",
-            "--device=6": "no fake GPU is visible",
-        }
-        for flag, message in refused.items():
-            flags = (flag, "--gpus=1") if flag == "--engine=cpu" else (flag,)
-            group.start_worker(*flags)
-            group.await_log(f'event=left_group rank_of_process={0 if flag != "--device=6" else 1} message="{message}"')
-            if flag == "--device=6":
-                group.await_log(f'event=not_formed message="the group cannot be formed: rank 3: {message}')
-            else:
-                group.await_log(f'message="{message}" duration_ms=')
-            group.kill_worker()
-        # The leader is none the worse.
-        group.start_worker()
-        group.await_serving()

@@ -48,13 +48,6 @@ def test_the_best_path_is_taken_and_named(sharing, make_head, rows):
         assert client.transports_future().result(30) == found
 
 
-@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
-def test_a_path_can_be_demanded(sharing, make_head, rows, transport):
-    with headwater.connect(sharing.address, transport=transport) as client:
-        head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
-        assert head.cross_entropy(*rows, micro_batch=0).transport == transport
-
-
 def test_a_path_that_is_not_there_is_refused_with_its_reason(remote, sharing, make_head, rows):
     for transport in ("shared_memory", "cuda_ipc"):
         with refused("TRANSPORT_UNAVAILABLE", headwater.TransportUnavailableError) as info:
@@ -115,19 +108,6 @@ def test_every_path_answers_alike(sharing, make_head, rows, dtype):
         assert losses == answers[0][0]
         for ours, theirs in zip(arrays, answers[0][1], strict=True):
             np.testing.assert_array_equal(ours, theirs)
-
-
-def test_a_closed_client_says_so(sharing, head, rows):
-    client = headwater.connect(sharing.address)
-    theirs = client.head(head.name)
-    client.close()
-    client.close()
-    for call in (
-        lambda: theirs.cross_entropy(*rows, micro_batch=0),
-        lambda: theirs.cross_entropy_future(*rows, micro_batch=0).result(30),
-    ):
-        with pytest.raises(headwater.ClientClosedError):
-            call()
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------------
@@ -270,28 +250,6 @@ def slow(transport, rng):
     with running_server("--descriptor_socket={directory}/memory.sock") as server:
         with headwater.connect(server.address, transport=transport) as client:
             yield server, client.create_head("slow", rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32))
-
-
-def loss_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("headwater-loss")]
-
-
-def test_no_thread_waits_for_a_future(slow, rows):
-    server, head = slow
-    head.cross_entropy(*rows, micro_batch=0)
-    before = len(loss_threads())
-    with server.frozen():
-        futures = [head.cross_entropy_future(*rows, micro_batch=index) for index in range(1, 41)]
-        time.sleep(0.2)
-        assert not any(future.done() for future in futures) and len(loss_threads()) == before
-        futures[-1].cancel()  # which waits for its turn
-        futures[0].cancel()  # which is under way
-    # Not before the server goes on: it may have to let go of the rows' memory first, which is waited for for ten seconds.
-    with refused("CANCELLED", headwater.CancelledError):
-        futures[0].result(30)
-    outs = [future.result(60) for future in futures[1:-1]]
-    assert {out.loss_sum for out in outs} == {outs[0].loss_sum}
-    assert futures[-1].done()
 
 
 def test_a_blocking_call_lets_other_threads_run(slow, rows):

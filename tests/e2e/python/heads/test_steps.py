@@ -84,29 +84,6 @@ def test_optimizers_match_torch(one_shard, make_head, weight, rows):
         np.testing.assert_allclose(head.weight(), parameter.detach().numpy(), rtol=2e-6, atol=2e-7)
 
 
-def test_overrides_that_the_optimizer_does_not_have_are_refused(one_shard, make_head, weight, rows):
-    head = make_head(one_shard.client, weight, optimizer=headwater.SGD())
-    with refused("INVALID_COMBINATION"):
-        head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=0, allow_empty=True, beta1=0.5)
-    bare = make_head(one_shard.client, weight)
-    with refused("OPTIMIZER_NOT_CONFIGURED"):
-        bare.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=0, allow_empty=True)
-    assert bare.discard_gradient().open_step == 1
-
-
-@pytest.mark.parametrize("none", (0, 0.0, float("inf")))
-def test_zero_and_infinity_clip_nothing(one_shard, make_head, weight, rows, none):
-    """As trainers' options have it."""
-    weights = []
-    for max_grad_norm in (None, none):
-        head = make_head(one_shard.client, weight, optimizer=headwater.AdamW())
-        head.cross_entropy(*rows, micro_batch=0)
-        applied = head.apply_optimizer_step(learning_rate=1e-2, expected_micro_batches=1, max_grad_norm=max_grad_norm)
-        assert applied.clip_factor == 1 and applied.global_grad_norm > 0
-        weights.append(head.weight())
-    np.testing.assert_array_equal(*weights)
-
-
 def test_a_stale_epoch_is_fenced(head, one_shard, rows):
     stale = one_shard.client.head(head.name)
     head.cross_entropy(*rows, micro_batch=0)

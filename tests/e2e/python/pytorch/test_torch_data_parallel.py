@@ -1,4 +1,4 @@
-"""Two data-parallel ranks against one process: every row of the table of docs/concepts.md, and GradScaler's protocol.
+"""Two data-parallel ranks against one process: every row of the table of docs/concepts.md.
 
 The row gives the divisor of the loss, what the framework multiplies the loss by before backward (it reaches us as the upstream
 gradient), what it does to the trunk's gradients of the ranks, and our `grad_hidden_scale` and `gradient_factor`.
@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.multiprocessing
 import torch.nn.functional as F
-from expectations import refused
-from torch_model import FEATURES, HIDDEN_SIZE, Problem, check_gradients, check_step, relative
+from torch_model import FEATURES, HIDDEN_SIZE, Problem, check_gradients, relative
 from torch_ranks import Ranks
 
 import headwater
@@ -150,92 +149,3 @@ def test_real_ddp_in_two_processes(remote, make_head, problem, tmp_path):
         check_gradients(torch.load(tmp_path / str(rank)), head, expected)
     # Rank and world size came from torch.distributed.
     assert sorted(head.step_state().open.micro_batches) == [0, 1, 2, 3]
-
-
-class ScriptedScaler:
-    """torch.cuda.amp.GradScaler's protocol, for tests without a GPU."""
-
-    def __init__(self, scale):
-        self.scale_value = scale
-        self.found_inf = False
-
-    def scale(self, loss):
-        return loss * self.scale_value
-
-    def step(self, optimizer):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.found_inf = not all(torch.isfinite(p.grad).all() for p in parameters)
-        if not self.found_inf:
-            for parameter in parameters:
-                parameter.grad /= self.scale_value
-            optimizer.step()
-
-    def update(self):
-        self.scale_value *= 0.5 if self.found_inf else 1.0
-
-    def get_scale(self):
-        return self.scale_value
-
-
-def scaled_step(scaler, optimizer, loss_fn, hidden, targets):
-    """One step of docs/api.md's recipe; True if it was skipped."""
-    head, scale = loss_fn.head, scaler.get_scale()
-    optimizer.zero_grad()
-    scaler.scale(loss_fn(hidden(), targets)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    if scaler.get_scale() < scale:
-        head.discard_gradient()
-        return True
-    head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=loss_fn.micro_batches, gradient_factor=1 / scale)
-    return False
-
-
-def test_grad_scaler_scales_overflows_and_skips(head, trunk, problem):
-    optimizer = torch.optim.SGD([trunk], lr=0.1)
-    loss_fn = headwater.torch.CrossEntropyLoss(head)
-
-    def hidden():
-        # fp16 from here on: a gradient above 65504 becomes infinite on its way to the trunk.
-        return (problem.inputs @ trunk.T).half()
-
-    scaler = ScriptedScaler(2.0**26)
-    skipped = []
-    while not skipped or skipped[-1]:
-        before = trunk.detach().clone()
-        skipped.append(scaled_step(scaler, optimizer, loss_fn, hidden, problem.targets))
-        if skipped[-1]:
-            assert torch.equal(trunk.detach(), before)
-            assert relative(head.weight(), problem.weight.double()) == 0
-        assert head.step == len(skipped) and len(skipped) < 30
-    assert len(skipped) >= 3
-    status = head.step_state()
-    assert status.last_closed.state == "APPLIED"
-    check_step(problem, head, trunk, tolerance=2e-3)  # fp16 hidden states: the step is right to their rounding
-
-
-def test_a_head_gradient_that_overflows_is_refused_and_discarded(head, trunk, problem):
-    loss_fn = headwater.torch.CrossEntropyLoss(head)
-    inputs = problem.inputs.clone()
-    inputs[3] = float("inf")
-    loss_fn(inputs @ trunk.T, problem.targets).backward()
-    with refused("NON_FINITE_GRADIENT"):
-        head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
-    head.discard_gradient()
-    assert head.step == 1 and relative(head.weight(), problem.weight.double()) == 0
-
-
-def test_clipping_by_the_global_norm(head, trunk, problem):
-    expected, _ = problem.reference(lambda hidden, logits: 50 * F.cross_entropy(logits, problem.targets))
-    (50 * headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)).backward()
-    result = head.apply_optimizer_step(
-        learning_rate=0.1, expected_micro_batches=1, max_grad_norm=1.0, other_grad_norm_squared=float(trunk.grad.norm()) ** 2
-    )
-    reference = [gradient.clone() for gradient in expected]
-    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in reference]
-    for parameter, gradient in zip(parameters, reference, strict=True):
-        parameter.grad = gradient
-    norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    assert abs(result.global_grad_norm / float(norm) - 1) <= 1e-5
-    assert relative(trunk.grad * result.clip_factor, parameters[0].grad) <= 1e-5
-    assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * parameters[1].grad) <= 1e-4

@@ -3,13 +3,26 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_torch_data_parallel import scaled_step
 from torch_model import Problem, check_gradients, check_step, numbers, with_ignored
 
 import headwater
 import headwater.torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+def scaled_step(scaler, optimizer, loss_fn, hidden, targets):
+    """One step of docs/api.md's recipe; True if it was skipped."""
+    head, scale = loss_fn.head, scaler.get_scale()
+    optimizer.zero_grad()
+    scaler.scale(loss_fn(hidden(), targets)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    if scaler.get_scale() < scale:
+        head.discard_gradient()
+        return True
+    head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=loss_fn.micro_batches, gradient_factor=1 / scale)
+    return False
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))

@@ -68,19 +68,3 @@ def check_step(problem, head, trunk, tolerance=1e-5):
     expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
     assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= tolerance
     assert relative(problem.trunk - trunk.detach().cpu(), 0.1 * expected[0]) <= tolerance
-
-
-def check_directions(problem, head, hidden, objective, rng):
-    """hidden.grad and the head's gradients against central differences of `objective(logits)` in fp64, along random directions."""
-    point = [hidden.detach().double(), problem.weight.double(), problem.bias.double()]
-    gradients = [torch.as_tensor(gradient).double() for gradient in (hidden.grad, *head.gradient(bias=True))]
-    for index, gradient in enumerate(gradients):
-        direction = numbers(rng, *point[index].shape).double()
-
-        def value(distance, index=index, direction=direction):
-            moved = list(point)
-            moved[index] = moved[index] + distance * direction
-            return objective(moved[0] @ moved[1].T + moved[2])
-
-        difference = (value(1e-5) - value(-1e-5)) / 2e-5
-        assert abs((gradient * direction).sum() - difference) <= 1e-5 * gradient.norm() * direction.norm()
