@@ -103,52 +103,6 @@ def test_every_pod_keeps_the_rules(folder):
         assert manifests.violations(spec) == [], name
 
 
-def break_rule(path: str, value):
-    """A change of the pod at a path such as containers.0.image; None removes it."""
-
-    def change(spec):
-        *way, last = path.split(".")
-        for step in way:
-            spec = spec[int(step) if step.isdigit() else step]
-        if value is None:
-            del spec[last]
-        else:
-            spec[last] = value
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "path, value",
-    [
-        ("hostNetwork", True),
-        ("hostPID", True),
-        ("securityContext.runAsNonRoot", None),
-        ("securityContext.seccompProfile", None),
-        ("automountServiceAccountToken", None),
-        ("terminationGracePeriodSeconds", 120),
-        ("volumes.0.hostPath", {"path": "/"}),
-        ("volumes.0.emptyDir.sizeLimit", None),
-        ("containers.0.securityContext.allowPrivilegeEscalation", True),
-        ("containers.0.securityContext.privileged", True),
-        ("containers.0.securityContext.readOnlyRootFilesystem", None),
-        ("containers.0.securityContext.capabilities", {"drop": ["ALL"], "add": ["SYS_ADMIN"]}),
-        ("containers.0.securityContext.runAsUser", 0),
-        ("containers.0.resources.requests.cpu", None),
-        ("containers.0.resources.limits", None),
-        ("containers.0.image", "headwater:latest"),
-        ("containers.0.startupProbe", None),
-        ("containers.0.readinessProbe", None),
-        ("containers.0.livenessProbe", None),
-    ],
-)
-def test_the_rules_see_what_breaks_them(path, value):
-    documents = manifests.overlay_objects("service")
-    _, spec = next(manifests.pod_specs(documents))
-    break_rule(path, value)(spec)
-    assert len(manifests.violations(spec)) == 1
-
-
 @pytest.mark.parametrize("folder", manifests.OVERLAYS, ids=name_of)
 def test_flags_exist_and_their_bytes_fit_the_memory_limit(folder):
     table = subprocess.run([program("headwaterd"), "--print_flags_doc"], capture_output=True, text=True, check=True).stdout
