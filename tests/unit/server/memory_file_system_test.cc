@@ -106,20 +106,6 @@ TEST_P(FileSystemTest, TreesAreRenamedAndExchanged) {
 INSTANTIATE_TEST_SUITE_P(Kinds, FileSystemTest, ::testing::Values(Kind::kMemory, Kind::kPosix),
                          [](const auto& param_info) { return param_info.param == Kind::kMemory ? "Memory" : "Posix"; });
 
-TEST(MemoryFileSystemTest, ItsSpaceIsBounded) {
-  MemoryFileSystem files;
-  files.set_capacity_bytes(10);
-  const std::unique_ptr<WritableFile> file = *files.CreateFile("a");
-  EXPECT_OK(file->Append("12345678", 8));
-  EXPECT_REASON(file->Append("123", 3), kDiskFull);
-  EXPECT_OK(file->Append("12", 2));
-  EXPECT_EQ(files.Contents("a"), "1234567812");
-  EXPECT_OK(files.RemoveTree("a"));
-  EXPECT_OK((*files.CreateFile("b"))->Append("123", 3));
-  files.SetContents("b", "x");
-  EXPECT_EQ(files.Contents("b"), "x");
-}
-
 TEST(MemoryFileSystemTest, WithThePowerGoesWhatWasNotSynced) {
   MemoryFileSystem files;
   for (const char* directory : {"/a", "/b"}) EXPECT_OK(files.CreateDirectory(directory));
@@ -145,19 +131,6 @@ TEST(MemoryFileSystemTest, WithThePowerGoesWhatWasNotSynced) {
   EXPECT_OK(files.Rename("/a/synced", "/b/moved"));
   files.LosePower(0);
   EXPECT_EQ(files.Contents("/b/moved"), "1234");
-}
-
-TEST(MemoryFileSystemTest, ManyThreadsUseIt) {
-  MemoryFileSystem files;
-  RunThreads(4, [&files](int64_t i) {
-    const std::string name = "/" + std::to_string(i);
-    for (int repeat = 0; repeat < 100; ++repeat) {
-      EXPECT_OK(files.CreateDirectory(name));
-      EXPECT_OK((*files.CreateFile(name + "/f"))->Append("x", 1));
-      EXPECT_EQ((*files.OpenFile(name + "/f"))->size(), 1);
-      EXPECT_OK(files.RemoveTree(name));
-    }
-  });
 }
 
 }  // namespace

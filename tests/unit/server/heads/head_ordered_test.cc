@@ -9,8 +9,10 @@
 #include <thread>
 
 #include "head_test_util.h"
+#include "headwater/kernels/product_rate.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/heads/head.h"
+#include "server/heads/weights/weight_tensors.h"
 #include "tests/unit/server/temporary_directory.h"
 
 namespace headwater::heads {
@@ -594,6 +596,24 @@ TEST_P(HeadOrderedTest, AnEngineThatFailsInAnAdditionLosesTheHead) {
   act_fails = false;
   EXPECT_EQ(head->Describe().state, HeadState::kLost);
   EXPECT_REASON(Submit(head, 2), kStepLost);
+}
+
+// One library rounds what the other does not.
+TEST(CpuEngineNumerics, NameOneDnnForTheHeadsThatItMultiplies) {
+  for (const Bfloat16Products products : {Bfloat16Products::kOpenBlas, Bfloat16Products::kOneDnn}) {
+    const bool is_onednn = products == Bfloat16Products::kOneDnn;
+    if (is_onednn && MeasureCpuProductRate(1, products) == 0) continue;
+    EngineOptions options;
+    options.bfloat16_products = products;
+    const std::unique_ptr<LossEngine> engine = *CreateCpuEngine(options);
+    for (const DataType data_type : {DataType::kFloat32, DataType::kBFloat16}) {
+      HeadSpec spec = Spec();
+      spec.data_type = data_type;
+      const std::string numerics = DescribeNumerics(*engine, **engine->CreateHead(spec));
+      EXPECT_EQ(numerics.find("; bf16_products=onednn") != std::string::npos, is_onednn && data_type == DataType::kBFloat16)
+          << numerics;
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Shards, HeadOrderedTest, ::testing::Values(1, 3),
