@@ -504,7 +504,7 @@ class ReasonRows : public ::testing::TestWithParam<std::tuple<ReasonRow, int>> {
 
 TEST_P(ReasonRows, IsAnswered) {
   const auto& [row, shard_count] = GetParam();
-  Trial trial(row.setup, shard_count);
+  Trial trial(row.setup, shard_count, /*keeps_reference=*/false);
   if (!row.no_state) trial.Head();
   if (row.prepare != nullptr) row.prepare(trial);
   const std::string before = row.no_state ? "" : Observe(trial);
