@@ -209,8 +209,8 @@ class RemoteHead:
 class Trainer:
     """Trains the runs of the models that are prepared, one after the other."""
 
-    def __init__(self, address: str, device: str, prepared: pathlib.Path, rows: pathlib.Path, compiled: bool):
-        self._address, self._device, self._compile = address, device, compiled
+    def __init__(self, address: str, device: str, prepared: pathlib.Path, rows: pathlib.Path):
+        self._address, self._device = address, device
         self._prepared, self._rows = prepared, rows
         self._dtype = torch.float32 if device == "cpu" else torch.bfloat16
 
@@ -226,9 +226,6 @@ class Trainer:
         prepared = torch.load(self._prepared / f"{name}.pt")
         shape = language_model.Shape(**prepared["shape"])
         body = language_model.make_body(shape, self._device, self._dtype)
-        if self._compile:
-            for block in body.blocks:
-                block.compile(dynamic=False)
         if self._device != "cpu":
             example = torch.zeros(SEQUENCES, shape.context, dtype=torch.int64, device=self._device)
             body = torch.cuda.make_graphed_callables(body, (example,))
@@ -270,7 +267,8 @@ class Trainer:
         seconds = time.monotonic() - began
         change = (head.weight() - first.float()).norm(dim=1)
         head.close()
-        np.savez_compressed(self._rows / f"{key}.npz", change=change.cpu().numpy(), seen=seen.cpu().numpy())
+        arrays = {"change": change, "rare": (seen > 0) & (seen < RARE), "unseen": seen == 0}
+        np.savez_compressed(self._rows / f"{key}.npz", **{part: array.cpu().numpy() for part, array in arrays.items()})
         peak = torch.cuda.max_memory_allocated() / 2**20 if self._device != "cpu" else 0.0
         return {"curve": curve, "held_out": held_out, "seconds": seconds, "trainer_peak_mib": peak}
 
@@ -295,14 +293,13 @@ def main() -> None:
     parser.add_argument("--prepared", type=pathlib.Path, help="folder of the prepared models, MODEL.pt")
     parser.add_argument("--rows", type=pathlib.Path, help="folder for the norms of rows' changes")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--compile", action="store_true", help="the body's blocks, by torch.compile")
     options = parser.parse_args()
     if options.prepare:
         model, path = options.prepare
         torch.save(prepare(model, options.gguf), path)
         return
     answers, sys.stdout = sys.stdout, sys.stderr
-    trainer = Trainer(options.address, options.device, options.prepared, options.rows, options.compile)
+    trainer = Trainer(options.address, options.device, options.prepared, options.rows)
     for line in sys.stdin:
         try:
             result = trainer.run(line.strip())
