@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch_model import (
     FEATURES,
     HIDDEN_SIZE,
+    VOCAB_SIZE,
     Problem,
     check_gradients,
     numbers,
@@ -30,6 +31,39 @@ class DefaultDevice(TorchFunctionMode):
         if func in self.MAKERS:
             kwargs = {"device": "meta", **(kwargs or {})}
         return func(*args, **(kwargs or {}))
+
+
+CASES = {
+    "plain": {},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "class_weights": {"weight": torch.linspace(0, 2, VOCAB_SIZE)},
+    "ignore_index": {"ignore_index": 3},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cross_entropy_is_torchs(backend, make_head, problem, rng, case):
+    options = CASES[case]
+    targets = with_ignored(problem.targets, options.get("ignore_index", -100))
+    theirs = {**options, "weight": options["weight"].double()} if "weight" in options else options
+    upstream = numbers(rng, 16)
+    rows = []
+
+    def objective(hidden, logits):
+        rows.append(F.cross_entropy(logits, targets, reduction="none", **theirs))
+        return (rows[0] * upstream.double()).sum()
+
+    expected, _ = problem.reference(objective)
+    head, trunk = problem.head(backend.client, make_head, staging_slots=0), problem.parameter()
+    losses = headwater.torch.CrossEntropyLoss(head, reduction="none", **options)(problem.inputs @ trunk.T, targets)
+    assert losses.shape == (16,) and losses.dtype == torch.float32
+    # Design, section 3: 1e-6 * max(1, max|z|) for each token; the logits are below 10 here.
+    assert float((losses.detach() - rows[0].detach()).abs().max()) <= 1e-5
+    assert not losses[targets == options.get("ignore_index", -100)].any()
+    assert head.gradient_norm() == 0  # nothing is added before backward
+    losses.backward(upstream)
+    check_gradients(trunk.grad, head, expected)
+    assert head.step_state().open.micro_batches[0].form == "DIRECT"
 
 
 def test_jsd_is_torchs(backend, make_head, problem, rng):
@@ -71,6 +105,27 @@ def test_a_teacher_that_is_deleted_before_backward_is_missed_by_name(remote, mak
     with refused("HEAD_NOT_FOUND", headwater.NotFoundError) as info:
         losses.backward(torch.arange(16.0))
     assert teacher.name in str(info.value)
+
+
+def test_a_policy_gradient_with_masks_and_sequence_means(head, trunk, problem, rng):
+    """What the vector is for: each sequence's mean over its own tokens, times its advantage, a clipped ratio, a second term."""
+    mask = torch.tensor(rng.random((4, 4)) < 0.7).float()
+    mask[:, 0] = 1
+    advantages, old = numbers(rng, 4), -numbers(rng, 4, 4).abs()
+
+    def policy_loss(token_losses):
+        token_losses = token_losses.reshape(4, 4)
+        ratio = (-token_losses - old.to(token_losses.dtype)).exp()
+        gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+        return -((gain * mask).sum(1) / mask.sum(1)).mean() + 0.1 * (token_losses * mask).sum() / mask.sum()
+
+    expected, value = problem.reference(
+        lambda hidden, logits: policy_loss(F.cross_entropy(logits, problem.targets, reduction="none"))
+    )
+    loss = policy_loss(headwater.torch.CrossEntropyLoss(head, reduction="none")(problem.inputs @ trunk.T, problem.targets))
+    assert abs(loss.item() - value) <= 1e-5 * max(1, abs(value))
+    loss.backward()
+    check_gradients(trunk.grad, head, expected)
 
 
 def test_upstream_of_ignored_tokens_means_nothing(head, trunk, problem):
