@@ -26,11 +26,8 @@
 #include "server/service/access/access_table.h"
 #include "server/service/access/listen_address.h"
 #include "server/service/access/tls.h"
-#include "server/service/group_service.h"
-#include "server/service/head/head_service.h"
-#include "server/service/loss/loss_service.h"
 #include "server/service/server_core.h"
-#include "server/service/session_service.h"
+#include "server/service/services.h"
 
 namespace headwater::service {
 namespace {
@@ -84,13 +81,8 @@ void WarnOfOpenAddress(const ServerOptions& options, const std::string& address)
 
 // Ports of one role: a gRPC server with services of its own, which know the role.
 struct Server::Ports {
-  explicit Ports(const Entrance& entrance)
-      : loss_service(entrance), head_service(entrance), session_service(entrance), group_service(entrance) {}
   // Destroyed from the bottom up: first nothing is accepted any more, then the gRPC server goes.
-  LossServiceImpl loss_service;
-  HeadServiceImpl head_service;
-  SessionServiceImpl session_service;
-  GroupServiceImpl group_service;
+  std::vector<std::unique_ptr<grpc::Service>> services;
   std::vector<std::string> addresses;
   std::unique_ptr<grpc::Server> grpc_server;
   // One for TCP and one for Unix sockets: they hand gRPC the connections that the gate lets in.
@@ -163,10 +155,9 @@ absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vect
   builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, static_cast<int>(limits.max_metadata_bytes));
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, Milliseconds(limits.max_handshake_time));
   builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, Milliseconds(limits.max_connection_idle));
-  builder.RegisterService(&loss_service);
-  builder.RegisterService(&head_service);
-  builder.RegisterService(&session_service);
-  builder.RegisterService(&group_service);
+  for (const auto make : {MakeLossService, MakeHeadService, MakeSessionService, MakeGroupService}) {
+    builder.RegisterService(services.emplace_back(make(entrance)).get());
+  }
 
   guard::ConnectionGateOptions gate_options;
   gate_options.max_connections = limits.max_connections;
@@ -238,7 +229,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   quota.SetMaxThreads(options.max_threads);
   const auto listen = [&](const std::vector<std::string>& wanted, PortRole role) {
     const Entrance entrance(*state->core, role);
-    return state->ports.emplace_back(entrance).Listen(options, wanted, entrance, *credentials, *socket_access, quota);
+    return state->ports.emplace_back().Listen(options, wanted, entrance, *credentials, *socket_access, quota);
   };
   const bool apart = !options.admin_listen_addresses.empty();
   if (absl::Status status = listen(options.listen_addresses, apart ? PortRole::kData : PortRole::kAll); !status.ok()) return status;

@@ -1,5 +1,4 @@
-#include "server/service/session_service.h"
-
+// gRPC handlers of headwater.v1.SessionService.
 #include <memory>
 #include <string>
 #include <utility>
@@ -7,20 +6,20 @@
 #include <vector>
 
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
+#include "headwater/v1/session_service.grpc.pb.h"
 #include "server/observability/logging.h"
-#include "server/service/call/rpc_scope.h"
-#include "server/service/call/unary_call.h"
 #include "server/service/request/canonical_header.h"
 #include "server/service/request/field_check.h"
 #include "server/service/request/head_request.h"
 #include "server/service/request/proto_encoding.h"
+#include "server/service/services.h"
 
 namespace headwater::service {
 namespace {
 
 using observability::Log;
 using observability::LogLevel;
-using observability::RpcMethod;
 
 // The features that work here, by stable names.
 std::vector<std::string> Features(const ServerCore& core) {
@@ -62,98 +61,101 @@ absl::StatusOr<std::string> Register(ServerCore& core, RegisterRequest request) 
   return core.regions.AddDevice(request.session, device.memory, device.event, request.size_bytes);
 }
 
+absl::Status GetServerInfo(RpcScope& scope, const v1::GetServerInfoRequest&, v1::ServerInfo* response) {
+  const ServerCore& core = scope.core();
+  response->set_version(ServerVersion());
+  response->set_incarnation(core.incarnation.data(), core.incarnation.size());
+  response->set_engine(core.engine->name());
+  response->set_engine_note(core.options.engine_note);
+  const std::vector<EngineDevice> devices = core.engine->devices();
+  for (const EngineDevice& device : devices) {
+    v1::Device* const encoded = response->add_devices();
+    encoded->set_name(device.name);
+    encoded->set_model(device.model);
+    encoded->set_memory_budget_bytes(device.memory_budget_bytes);
+    if (device.uuid != decltype(device.uuid){}) encoded->set_uuid(device.uuid.data(), device.uuid.size());
+  }
+  // With several devices only the sum is known.
+  if (devices.size() == 1) response->mutable_devices(0)->set_memory_planned_bytes(core.engine->planned_bytes());
+  EncodeLimits(core.options.limits, response->mutable_limits());
+  for (const std::string& feature : Features(core)) response->add_features(feature);
+  EncodeTime(core.start_time, response->mutable_start_time());
+  if (core.descriptors != nullptr) response->set_descriptor_socket(core.descriptors->path());
+  response->set_named_regions(core.options.named_regions);
+  response->set_deterministic(core.options.deterministic);
+  return absl::OkStatus();
+}
+
+absl::Status OpenSession(RpcScope& scope, const v1::OpenSessionRequest& request, v1::OpenSessionResponse* response) {
+  ServerCore& core = scope.core();
+  HEADWATER_ASSIGN_OR_RETURN(auto open, DecodeOpenSession(request, core.options.limits));
+  std::vector<heads::SessionRegistry::Expired> expired;
+  auto grant = core.sessions.Open(open.client_name, open.lease, &expired);
+  core.CountExpiredSessions(expired);
+  if (!grant.ok()) return grant.status();
+  Log(LogLevel::kInfo, "session_opened", {{"client", open.client_name}, {"lease_s", absl::ToDoubleSeconds(grant->lease)}});
+  response->set_session_id(grant->id.data(), grant->id.size());
+  EncodeDuration(grant->lease, response->mutable_lease());
+  return absl::OkStatus();
+}
+
+absl::Status KeepAlive(RpcScope& scope, const v1::KeepAliveRequest& request, v1::KeepAliveResponse* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto session, DecodeSession(request.session_id(), "session_id"));
+  HEADWATER_ASSIGN_OR_RETURN(auto lease, scope.core().sessions.Renew(session));
+  EncodeDuration(lease, response->mutable_lease());
+  return absl::OkStatus();
+}
+
+absl::Status CloseSession(RpcScope& scope, const v1::CloseSessionRequest& request, v1::CloseSessionResponse*) {
+  HEADWATER_ASSIGN_OR_RETURN(auto session, DecodeSession(request.session_id(), "session_id"));
+  if (scope.core().sessions.Close(session)) scope.core().metrics.CountSessionEnds(observability::SessionEnd::kClosed, 1);
+  return absl::OkStatus();
+}
+
+absl::Status RegisterSharedMemory(RpcScope& scope, const v1::RegisterSharedMemoryRequest& request,
+                                  v1::RegisterSharedMemoryResponse* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeRegisterSharedMemory(request));
+  // If the session ends meanwhile, the end of this use drops the region.
+  HEADWATER_ASSIGN_OR_RETURN(scope.session(), scope.core().UseSession(decoded.session));
+  HEADWATER_ASSIGN_OR_RETURN(auto id, Register(scope.core(), std::move(decoded)));
+  response->set_region_id(std::move(id));
+  return absl::OkStatus();
+}
+
+class SessionServiceImpl final : public v1::SessionService::WithCallbackMethod_UnregisterSharedMemory<v1::SessionService::Service> {
+ public:
+  explicit SessionServiceImpl(const Entrance& entrance) : entrance_(entrance) {}
+
+ private:
+  HEADWATER_CALL(GetServerInfo, const v1::GetServerInfoRequest, v1::ServerInfo)
+  HEADWATER_CALL(OpenSession, const v1::OpenSessionRequest, v1::OpenSessionResponse)
+  HEADWATER_CALL(KeepAlive, const v1::KeepAliveRequest, v1::KeepAliveResponse)
+  HEADWATER_CALL(CloseSession, const v1::CloseSessionRequest, v1::CloseSessionResponse)
+  HEADWATER_CALL(RegisterSharedMemory, const v1::RegisterSharedMemoryRequest, v1::RegisterSharedMemoryResponse)
+
+  // Keeps the region's end between its tries.
+  grpc::ServerUnaryReactor* UnregisterSharedMemory(grpc::CallbackServerContext* context,
+                                                   const v1::UnregisterSharedMemoryRequest* request,
+                                                   v1::UnregisterSharedMemoryResponse*) override {
+    return UnaryCall::Start(entrance_, context, observability::RpcMethod::kUnregisterSharedMemory,
+                            [request, end = std::shared_ptr<transport::RegionEnd>()](RpcScope& scope) mutable -> absl::Status {
+                              if (end == nullptr) {
+                                HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeUnregisterSharedMemory(*request));
+                                HEADWATER_ASSIGN_OR_RETURN(auto use, scope.core().UseSession(decoded.session));
+                                HEADWATER_ASSIGN_OR_RETURN(end, scope.core().regions.Remove(decoded.session, decoded.region_id));
+                                scope.session() = std::move(use);
+                              }
+                              return end->Await(scope.wait_limits());
+                            });
+  }
+
+  const Entrance entrance_;
+};
+
 }  // namespace
 
-grpc::Status SessionServiceImpl::GetServerInfo(grpc::ServerContext* context, const v1::GetServerInfoRequest*,
-                                               v1::ServerInfo* response) {
-  return RunRpc(
-      entrance_, *context, RpcMethod::kGetServerInfo,
-      [&](RpcScope&) -> absl::Status {
-        response->set_version(ServerVersion());
-        response->set_incarnation(core_.incarnation.data(), core_.incarnation.size());
-        response->set_engine(core_.engine->name());
-        response->set_engine_note(core_.options.engine_note);
-        const std::vector<EngineDevice> devices = core_.engine->devices();
-        for (const EngineDevice& device : devices) {
-          v1::Device* const encoded = response->add_devices();
-          encoded->set_name(device.name);
-          encoded->set_model(device.model);
-          encoded->set_memory_budget_bytes(device.memory_budget_bytes);
-          if (device.uuid != decltype(device.uuid){}) encoded->set_uuid(device.uuid.data(), device.uuid.size());
-        }
-        // With several devices only the sum is known.
-        if (devices.size() == 1) response->mutable_devices(0)->set_memory_planned_bytes(core_.engine->planned_bytes());
-        EncodeLimits(core_.options.limits, response->mutable_limits());
-        for (const std::string& feature : Features(core_)) response->add_features(feature);
-        EncodeTime(core_.start_time, response->mutable_start_time());
-        if (core_.descriptors != nullptr) response->set_descriptor_socket(core_.descriptors->path());
-        response->set_named_regions(core_.options.named_regions);
-        response->set_deterministic(core_.options.deterministic);
-        return absl::OkStatus();
-      },
-      /*always=*/true);
-}
-
-grpc::Status SessionServiceImpl::OpenSession(grpc::ServerContext* context, const v1::OpenSessionRequest* request,
-                                             v1::OpenSessionResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kOpenSession, [&](RpcScope&) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto open, DecodeOpenSession(*request, core_.options.limits));
-    std::vector<heads::SessionRegistry::Expired> expired;
-    auto grant = core_.sessions.Open(open.client_name, open.lease, &expired);
-    core_.CountExpiredSessions(expired);
-    if (!grant.ok()) return grant.status();
-    Log(LogLevel::kInfo, "session_opened", {{"client", open.client_name}, {"lease_s", absl::ToDoubleSeconds(grant->lease)}});
-    response->set_session_id(grant->id.data(), grant->id.size());
-    EncodeDuration(grant->lease, response->mutable_lease());
-    return absl::OkStatus();
-  });
-}
-
-grpc::Status SessionServiceImpl::KeepAlive(grpc::ServerContext* context, const v1::KeepAliveRequest* request,
-                                           v1::KeepAliveResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kKeepAlive, [&](RpcScope&) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto session, DecodeSession(request->session_id(), "session_id"));
-    HEADWATER_ASSIGN_OR_RETURN(auto lease, core_.sessions.Renew(session));
-    EncodeDuration(lease, response->mutable_lease());
-    return absl::OkStatus();
-  });
-}
-
-grpc::Status SessionServiceImpl::CloseSession(grpc::ServerContext* context, const v1::CloseSessionRequest* request,
-                                              v1::CloseSessionResponse*) {
-  return RunRpc(entrance_, *context, RpcMethod::kCloseSession, [&](RpcScope&) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto session, DecodeSession(request->session_id(), "session_id"));
-    if (core_.sessions.Close(session)) core_.metrics.CountSessionEnds(observability::SessionEnd::kClosed, 1);
-    return absl::OkStatus();
-  });
-}
-
-grpc::Status SessionServiceImpl::RegisterSharedMemory(grpc::ServerContext* context, const v1::RegisterSharedMemoryRequest* request,
-                                                      v1::RegisterSharedMemoryResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kRegisterSharedMemory, [&](RpcScope&) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeRegisterSharedMemory(*request));
-    auto use = core_.UseSession(decoded.session);  // if the session ends meanwhile, the end of this use drops the region
-    if (!use.ok()) return use.status();
-    HEADWATER_ASSIGN_OR_RETURN(auto id, Register(core_, std::move(decoded)));
-    response->set_region_id(std::move(id));
-    return absl::OkStatus();
-  });
-}
-
-grpc::ServerUnaryReactor* SessionServiceImpl::UnregisterSharedMemory(grpc::CallbackServerContext* context,
-                                                                     const v1::UnregisterSharedMemoryRequest* request,
-                                                                     v1::UnregisterSharedMemoryResponse*) {
-  return UnaryCall::Start(entrance_, context, RpcMethod::kUnregisterSharedMemory,
-                          [=, this, end = std::shared_ptr<transport::RegionEnd>()](RpcScope& scope) mutable -> absl::Status {
-                            if (end == nullptr) {
-                              HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeUnregisterSharedMemory(*request));
-                              HEADWATER_ASSIGN_OR_RETURN(auto use, core_.UseSession(decoded.session));
-                              HEADWATER_ASSIGN_OR_RETURN(auto removed, core_.regions.Remove(decoded.session, decoded.region_id));
-                              scope.session() = std::move(use);
-                              end = std::move(removed);
-                            }
-                            return end->Await(scope.wait_limits());
-                          });
+std::unique_ptr<grpc::Service> MakeSessionService(const Entrance& entrance) {
+  return std::make_unique<SessionServiceImpl>(entrance);
 }
 
 }  // namespace headwater::service

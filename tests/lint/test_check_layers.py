@@ -26,7 +26,7 @@ import check_layers
         ("server/heads/head.cc", '"headwater/v1/loss.pb.h"'),
         ("server/heads/head.cc", "<grpcpp/grpcpp.h>"),
         ("server/heads/head.cc", "<cuda_runtime_api.h>"),
-        ("server/heads/head.cc", '"server/service/loss/loss_service.h"'),
+        ("server/heads/head.cc", '"server/service/services.h"'),
         ("server/scheduler/work_queue.cc", '"kernels/cpu/cpu_engine.h"'),
         ("server/checkpoint/checkpoint_store.cc", '"server/transport/staging.h"'),
         ("server/transport/staging.cc", '"headwater/v1/loss_service.grpc.pb.h"'),

@@ -76,13 +76,12 @@ std::vector<absl::string_view> AuthorizationOf(const std::multimap<grpc::string_
 }
 
 RpcScope::RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, RpcMethod method, scheduler::Waiter* waiter)
-    : core_(entrance.core),
+    : entrance_(entrance),
       context_(context),
       method_(method),
-      role_(entrance.role),
       start_time_(MonotonicNow()),
       deadline_(DeadlineOf(context)),
-      thread_([this] { return Cancelled() || !core_.lost().ok(); }, &core_.waiting),
+      thread_([this] { return Cancelled() || !core().lost().ok(); }, &core().waiting),
       waiter_(waiter != nullptr ? waiter : &thread_) {
   const auto& metadata = context_.client_metadata();
   const auto found = metadata.find(kRequestIdKey);
@@ -95,15 +94,18 @@ RpcScope::RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, R
   trace_context_ = observability::ParseTraceparent({traceparent.data(), traceparent.size()});
   if (!trace_context_.has_value()) return;
   span_id_ = observability::NewSpanId();
-  if (!trace_context_->sampled || core_.traces == nullptr || !absl::c_linear_search(kTraced, method)) return;
+  if (!trace_context_->sampled || core().traces == nullptr || !absl::c_linear_search(kTraced, method)) return;
   trace_ = std::make_shared<observability::CallTrace>(*trace_context_, span_id_, request_id_, observability::RpcMethodName(method));
 }
 
-absl::Status RpcScope::Begin(bool always) {
-  HEADWATER_ASSIGN_OR_RETURN(caller_,
-                             core_.access->Authorize(FindAccessRow(method_), role_, AuthorizationOf(context_.client_metadata())));
-  auto admission = core_.Admit();
-  if (!admission.ok()) return always ? absl::OkStatus() : admission.status();
+absl::Status RpcScope::Begin() {
+  HEADWATER_ASSIGN_OR_RETURN(
+      caller_, core().access->Authorize(FindAccessRow(method_), entrance_.role, AuthorizationOf(context_.client_metadata())));
+  auto admission = core().Admit();
+  if (!admission.ok()) {
+    const bool always = method_ == RpcMethod::kGetServerInfo || method_ == RpcMethod::kJoin;
+    return always ? absl::OkStatus() : admission.status();
+  }
   admission_ = *std::move(admission);
   return absl::OkStatus();
 }
@@ -114,7 +116,7 @@ RpcScope::Label RpcScope::CurrentLabel() {
 }
 
 std::function<absl::Status()> RpcScope::AllowedStill() const {
-  return [access = core_.access.get(), caller = caller_] { return access->Recheck(caller); };
+  return [access = core().access.get(), caller = caller_] { return access->Recheck(caller); };
 }
 
 std::string RpcScope::client() const {
@@ -141,19 +143,19 @@ grpc::Status RpcScope::Finish(absl::Status status) {
   // A caller without permission does not learn the server's state either.
   const bool refused = HasReason(status, ErrorReason::kUnauthenticated) || HasReason(status, ErrorReason::kPermissionDenied);
   if (!status.ok() && !refused) {
-    if (HasReason(status, ErrorReason::kEngineFailed)) core_.CheckEngine();
-    if (absl::Status lost = core_.lost(); !lost.ok() && !Cancelled()) status = std::move(lost);
+    if (HasReason(status, ErrorReason::kEngineFailed)) core().CheckEngine();
+    if (absl::Status lost = core().lost(); !lost.ok() && !Cancelled()) status = std::move(lost);
   }
   const absl::Duration duration = MonotonicNow() - start_time_;
-  core_.metrics.CountRequest(method_, status, duration);
-  if (HasReason(status, ErrorReason::kCancelled)) core_.CountCancelled(context_.peer());
+  core().metrics.CountRequest(method_, status, duration);
+  if (HasReason(status, ErrorReason::kCancelled)) core().CountCancelled(context_.peer());
   if (trace_ != nullptr && !refused) {
     if (!head_.empty()) trace_->SetAttribute("head", head_);
     trace_->SetAttribute("code", observability::CanonicalCodeName(status.code()));
     if (!status.ok()) trace_->SetAttribute("reason", ErrorReasonName(GetErrorReason(status)));
-    trace_->SetAttribute("engine", core_.engine->name());
+    trace_->SetAttribute("engine", core().engine->name());
     trace_->AddSpan("call", observability::RpcMethodName(method_), start_time_, start_time_ + duration);
-    core_.traces->Write(trace_);
+    core().traces->Write(trace_);
   }
   const LogLevel level = LevelOf(method_, status);
   std::optional<int64_t> left_out = 0;

@@ -50,9 +50,11 @@ class RpcScope {
   RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, observability::RpcMethod method,
            scheduler::Waiter* waiter = nullptr);
 
-  // Before anything else: whether the call may be made, and the server takes calls (with `always`: whatever its phase).
-  // kUnauthenticated, kPermissionDenied, and the errors of ServerCore::Admit().
-  absl::Status Begin(bool always);
+  // Before anything else: whether the call may be made, and the server takes calls. GetServerInfo and Join are taken in every
+  // phase. kUnauthenticated, kPermissionDenied, and the errors of ServerCore::Admit().
+  absl::Status Begin();
+  ServerCore& core() const { return entrance_.core; }
+  grpc::ServerContextBase& context() { return context_; }
   // The call's caller. Once Begin() has returned OK.
   const Caller& caller() const { return caller_; }
   // The heads that the call has found, and its session. They are in use until it ends, also while it waits.
@@ -89,10 +91,9 @@ class RpcScope {
   // for all connections of a Unix socket.
   std::string client() const;
   absl::Time start_time() const { return start_time_; }
-  // By observability::MonotonicNow(): a wall clock that is set does not move it.
-  absl::Time deadline() const { return deadline_; }
-  // Bounds of a wait of this call: its deadline, its client, and the engine's device; for a step also max_step_wait.
-  scheduler::WaitLimits wait_limits() const { return {deadline_, waiter_, start_time_ + core_.options.limits.max_step_wait}; }
+  // Bounds of a wait of this call: its deadline (of observability::MonotonicNow()), its client, and the engine's device; for a step
+  // also max_step_wait.
+  scheduler::WaitLimits wait_limits() const { return {deadline_, waiter_, start_time_ + core().options.limits.max_step_wait}; }
   // Bounds of a wait of the thread that runs the call, also where a waiter waits for the call.
   scheduler::WaitLimits thread_limits() { return {deadline_, &thread_}; }
   // True once the client has cancelled, gone away, or its deadline has passed. From any thread.
@@ -108,10 +109,9 @@ class RpcScope {
  private:
   static inline thread_local const RpcScope* current_ = nullptr;
 
-  ServerCore& core_;
+  const Entrance entrance_;
   grpc::ServerContextBase& context_;
   const observability::RpcMethod method_;
-  const PortRole role_;
   Caller caller_;
   const absl::Time start_time_;
   const absl::Time deadline_;
@@ -129,14 +129,14 @@ class RpcScope {
   bool cancelled_ ABSL_GUARDED_BY(cancelled_mutex_) = false;
 };
 
-// Runs `body(scope)`, which returns absl::Status, as the RPC `method`, if its caller may. With `always`, even while starting or
-// draining. An exception ends the process: gRPC would answer it and continue with a half-done state.
-template <typename Context, typename Body>
-grpc::Status RunRpc(const Entrance& entrance, Context& context, observability::RpcMethod method, Body&& body,
-                    bool always = false) noexcept {
+// Runs `body(scope)`, which returns absl::Status, as the RPC `method`, if its caller may. An exception ends the process: gRPC would
+// answer it and continue with a half-done state.
+template <typename Body>
+grpc::Status RunRpc(const Entrance& entrance, grpc::ServerContextBase& context, observability::RpcMethod method,
+                    Body&& body) noexcept {
   RpcScope scope(entrance, context, method);
   const RpcScope::OnThread on_thread(scope);
-  if (absl::Status status = scope.Begin(always); !status.ok()) return scope.Finish(std::move(status));
+  if (absl::Status status = scope.Begin(); !status.ok()) return scope.Finish(std::move(status));
   return scope.Finish(body(scope));
 }
 

@@ -36,7 +36,7 @@ void UnaryCall::Try() noexcept {
   grpc::Status answer;
   {
     const RpcScope::OnThread on_thread(*scope_);
-    absl::Status status = std::exchange(begun_, true) ? absl::OkStatus() : scope_->Begin(/*always=*/false);
+    absl::Status status = std::exchange(begun_, true) ? absl::OkStatus() : scope_->Begin();
     if (status.ok()) status = body_(*scope_);
     while (scheduler::IsParked(status)) {
       if (StaysParked()) return;

@@ -1,25 +1,28 @@
-#include "server/service/head/head_service.h"
-
+// gRPC handlers of headwater.v1.HeadService.
 #include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/digest.h"
+#include "headwater/v1/head_service.grpc.pb.h"
 #include "proto/headwater/v1/spec_codec.h"
 #include "server/checkpoint/weights_reader.h"
 #include "server/group/group_engine.h"
 #include "server/observability/logging.h"
-#include "server/service/call/rpc_scope.h"
-#include "server/service/call/unary_call.h"
-#include "server/service/head/add_gradient_call.h"
+#include "server/service/call/stream_io.h"
 #include "server/service/head/tensor_stream.h"
-#include "server/service/head/upload_call.h"
-#include "server/service/loss/stream_io.h"
+#include "server/service/head/upload_store.h"
+#include "server/service/request/canonical_header.h"
 #include "server/service/request/field_check.h"
 #include "server/service/request/head_request.h"
 #include "server/service/request/proto_encoding.h"
+#include "server/service/services.h"
 #include "server/transport/answer_time.h"
+#include "server/transport/growing_buffer.h"
 
 namespace headwater::service {
 namespace {
@@ -44,16 +47,16 @@ std::vector<std::shared_ptr<heads::Head>> ListHeadsFor(const Caller& caller, con
 }
 
 // Finds the head that a decoded request names, and names it in the log. For what is answered at once.
-absl::StatusOr<std::shared_ptr<heads::Head>> FindHead(ServerCore& core, RpcScope& scope, const heads::HeadName& name) {
+absl::StatusOr<std::shared_ptr<heads::Head>> FindHead(RpcScope& scope, const heads::HeadName& name) {
   scope.set_head(name.ToString());
-  return scope.caller().Find(core.registry, name);
+  return scope.caller().Find(scope.core().registry, name);
 }
 
 // FindHead() for a request that works on the head, which is the call's first.
-absl::StatusOr<heads::Head*> UseHead(ServerCore& core, RpcScope& scope, const heads::HeadName& name) {
+absl::StatusOr<heads::Head*> UseHead(RpcScope& scope, const heads::HeadName& name) {
   scope.set_head(name.ToString());
   if (scope.heads().empty()) {
-    HEADWATER_ASSIGN_OR_RETURN(auto head, scope.caller().Find(core.registry, name));
+    HEADWATER_ASSIGN_OR_RETURN(auto head, scope.caller().Find(scope.core().registry, name));
     scope.heads().emplace_back(std::move(head));
   }
   return &*scope.heads().front();
@@ -61,8 +64,8 @@ absl::StatusOr<heads::Head*> UseHead(ServerCore& core, RpcScope& scope, const he
 
 // UseHead() for a request about a step of the head: waits if that step is the next one.
 template <typename Request>
-absl::StatusOr<heads::Head*> UseHeadAtStep(ServerCore& core, RpcScope& scope, const Request& request) {
-  auto head = UseHead(core, scope, request.name);
+absl::StatusOr<heads::Head*> UseHeadAtStep(RpcScope& scope, const Request& request) {
+  auto head = UseHead(scope, request.name);
   if (!head.ok()) return head;
   HEADWATER_RETURN_IF_ERROR((*head)->AwaitStep(request.key, scope.wait_limits()));
   return head;
@@ -71,14 +74,15 @@ absl::StatusOr<heads::Head*> UseHeadAtStep(ServerCore& core, RpcScope& scope, co
 // Bounds of a seal's wait for micro-batches: it ends early enough for the answer to name the missing ones.
 scheduler::WaitLimits SealWait(RpcScope& scope) {
   scheduler::WaitLimits wait = scope.wait_limits().ForStep();
-  wait.deadline = std::min(wait.deadline, transport::WaitEnd(scope.start_time(), scope.deadline()));
+  wait.deadline = std::min(wait.deadline, transport::WaitEnd(scope.start_time(), scope.wait_limits().deadline));
   return wait;
 }
 
-absl::Status SendDownload(ServerCore& core, grpc::ServerContext& context, RpcScope& scope,
-                          const absl::StatusOr<TensorStream>& stream, grpc::ServerWriter<v1::DownloadTensorResponse>& responses) {
+absl::Status SendDownload(RpcScope& scope, const absl::StatusOr<TensorStream>& stream,
+                          grpc::ServerWriter<v1::DownloadTensorResponse>& responses) {
   if (!stream.ok()) return stream.status();
-  WatchedWriter writer(core, context, scope, responses);
+  ServerCore& core = scope.core();
+  WatchedWriter writer(scope, responses);
   return SendTensor(*stream, core.options.limits.max_chunk_bytes, [&](const v1::DownloadTensorResponse& response) {
     core.metrics.CountBytes(observability::Direction::kOut, static_cast<int64_t>(response.chunk().data().size()));
     return writer.Write(response);
@@ -91,299 +95,390 @@ absl::Status StorageNotConfigured(const char* flag) {
                    {{"expected", std::string("--") + flag}, {"actual", "not set"}});
 }
 
+// ---- handlers, one for each call --------------------------------------------------------------------------------------
+
+absl::Status CreateHead(RpcScope& scope, const v1::CreateHeadRequest& request, v1::CreateHeadResponse* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto create, DecodeCreate(request, scope.core().options.limits));
+  scope.set_head(create.name.ToString());
+  HEADWATER_RETURN_IF_ERROR(scope.caller().CheckTenant(create.name.tenant));
+  HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(create.name));
+  if (create.validate_only) {
+    HEADWATER_ASSIGN_OR_RETURN(auto plan, scope.core().engine->PlanHead(create.spec));
+    response->mutable_head()->set_name(create.name.ToString());
+    EncodeHeadSpec(create.spec, response->mutable_head()->mutable_spec());
+    EncodePlan(plan, scope.core().AvailableBytes(), response->mutable_head()->mutable_memory_plan());
+    EncodeShards(group::PlanShards(*scope.core().engine, create.spec.vocab_size), response->mutable_head());
+    return absl::OkStatus();
+  }
+  HEADWATER_ASSIGN_OR_RETURN(auto made, scope.core().registry.Create(create.name, create.spec, create.if_exists,
+                                                                     scope.core().checkpoints.get(), scope.wait_limits()));
+  EncodeHead(made.head->Describe(), scope.core().AvailableBytes(), response->mutable_head());
+  response->set_created(made.created);
+  return absl::OkStatus();
+}
+
+absl::Status GetHead(RpcScope& scope, const v1::GetHeadRequest& request, v1::Head* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(request.name(), "name"));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, FindHead(scope, name));
+  EncodeHead(head->Describe(), scope.core().AvailableBytes(), response);
+  return absl::OkStatus();
+}
+
+absl::Status ListHeads(RpcScope& scope, const v1::ListHeadsRequest& request, v1::ListHeadsResponse* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto list, DecodeList(request));
+  const std::string& tenant = request.parent().empty() ? scope.caller().tenant() : list.tenant;
+  HEADWATER_RETURN_IF_ERROR(scope.caller().CheckTenant(tenant));
+  // One more than a page, to know whether there is a next one.
+  const auto heads = ListHeadsFor(scope.caller(), scope.core().registry, tenant, list.after, list.page_size + 1);
+  const size_t count = std::min(heads.size(), static_cast<size_t>(list.page_size));
+  for (size_t i = 0; i < count; ++i) EncodeHead(heads[i]->Describe(), scope.core().AvailableBytes(), response->add_heads());
+  if (heads.size() > count) response->set_next_page_token(heads[count - 1]->name().ToString());
+  return absl::OkStatus();
+}
+
+absl::Status DeleteHead(RpcScope& scope, const v1::DeleteHeadRequest& request, v1::DeleteHeadResponse*) {
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeDelete(request));
+  scope.set_head(head.name.ToString());
+  HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(head.name));
+  const absl::Status deleted = scope.core().registry.Delete(head.name, head.epoch, request.force(), scope.core().checkpoints.get());
+  scope.core().queue.WakeAll();  // a micro-batch of the head waits for its rows no longer
+  return deleted;
+}
+
+absl::Status TakeHead(RpcScope& scope, const v1::TakeHeadRequest& request, v1::Head* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto take, DecodeTake(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(scope, take.name));
+  HEADWATER_ASSIGN_OR_RETURN(auto taken, head->Take(take.epoch, std::move(take.recovers_epochs), scope.wait_limits()));
+  EncodeHead(taken, scope.core().AvailableBytes(), response);
+  return absl::OkStatus();
+}
+
+// The errors of Replace() that do not depend on the bytes.
+absl::Status CheckClosesStep(RpcScope& scope, heads::Head& head, const UploadRequest& request) {
+  if (!request.closes_step.has_value()) return absl::OkStatus();
+  const heads::StepKey key = {request.epoch, *request.closes_step};
+  HEADWATER_RETURN_IF_ERROR(head.AwaitStep(key, scope.wait_limits()));
+  HEADWATER_ASSIGN_OR_RETURN(const auto steps, head.GetSteps(request.epoch));
+  const auto& [open, last_closed] = steps;
+  if (key.step == open.step) {
+    if (open.state == heads::StepState::kSealed) return absl::OkStatus();
+    return MakeError(ErrorReason::kStepNotSealed,
+                     absl::StrCat("header.closes_step: expected a step that is sealed, got step ", key.step, ", which is open"),
+                     {{"field", "header.closes_step"}, {"expected", "a sealed step"}, {"actual", absl::StrCat(key.step)}});
+  }
+  if (last_closed.has_value() && key.step == last_closed->step) return absl::OkStatus();  // a repeat, perhaps
+  return MakeError(ErrorReason::kStepMismatch,
+                   absl::StrCat("header.closes_step: expected the step ", open.step, " that is open or sealed, got ", key.step),
+                   {{"field", "header.closes_step"},
+                    {"expected", absl::StrCat(open.step)},
+                    {"actual", absl::StrCat(key.step)},
+                    {"openStep", absl::StrCat(open.step)}});
+}
+
+// Finds the head of an upload, and checks the header against it.
+absl::StatusOr<heads::Head*> UseUploadHead(RpcScope& scope, const UploadRequest& request) {
+  scope.set_head(request.name.ToString());
+  const bool outside = !request.closes_step.has_value();
+  HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(request.name, outside ? kUploadOutsideStep : Permission::kCompute));
+  HEADWATER_ASSIGN_OR_RETURN(auto found, scope.core().registry.Find(request.name));
+  heads::Head& head = *scope.heads().emplace_back(std::move(found));
+  HEADWATER_RETURN_IF_ERROR(head.CheckEpoch(request.epoch));
+  const HeadSpec& spec = head.spec();
+  const bool bias = request.tensor == HeadTensor::kBias;
+  if (bias && !spec.has_bias) return InvalidCombination("header.tensor", "WEIGHT, because the head has no bias", "BIAS");
+  if (request.data_type != spec.data_type && request.data_type != DataType::kFloat32) {
+    return FieldError(ErrorReason::kDataTypeMismatch, "header.data_type",
+                      absl::StrCat("float32 or the storage type ", DataTypeName(spec.data_type)), DataTypeName(request.data_type));
+  }
+  const int64_t expected_bytes = spec.vocab_size * (bias ? 1 : spec.hidden_size) * ElementBytes(request.data_type);
+  if (request.total_bytes != expected_bytes) {
+    return FieldError(ErrorReason::kDataLengthMismatch, "header.total_bytes", absl::StrCat(expected_bytes),
+                      absl::StrCat(request.total_bytes));
+  }
+  HEADWATER_RETURN_IF_ERROR(CheckClosesStep(scope, head, request));
+  return &head;
+}
+
+// Sets the tensor, or puts it into the head's shadow. Returns the head as it is then: of the epoch that this made, or kept.
+absl::StatusOr<heads::HeadInfo> UseTensor(RpcScope& scope, heads::Head& head, const UploadRequest& request,
+                                          std::shared_ptr<const uint8_t> bytes) {
+  if (!request.closes_step.has_value()) {
+    return head.SetTensor(request.epoch, request.tensor, request.data_type, bytes.get(), request.total_bytes, scope.wait_limits());
+  }
+  const heads::ShadowTensor shadow = {request.tensor, request.data_type, std::move(bytes), request.total_bytes};
+  HEADWATER_ASSIGN_OR_RETURN(auto replaced, head.Replace({request.epoch, *request.closes_step}, shadow, scope.wait_limits()));
+  if (replaced.closed && !replaced.replayed) scope.core().metrics.CountStep(observability::StepOutcome::kReplaced);
+  return std::move(replaced.head);
+}
+
+// The first answer is the offset to continue from, the second the head. An incomplete upload stays, for resuming.
+absl::Status UploadWeights(RpcScope& scope, grpc::ServerReaderWriter<v1::UploadWeightsResponse, v1::UploadWeightsRequest>& stream) {
+  MessageReader<v1::UploadWeightsRequest> messages(scope, stream);
+  HEADWATER_ASSIGN_OR_RETURN(const v1::UploadWeightsHeader header, messages.ReadHeader());
+  HEADWATER_ASSIGN_OR_RETURN(const UploadRequest request, DecodeUploadHeader(header));
+  HEADWATER_ASSIGN_OR_RETURN(heads::Head* const head, UseUploadHead(scope, request));
+  HEADWATER_ASSIGN_OR_RETURN(UploadStore::Lease upload, scope.core().uploads.Open(scope.heads().front().head(), request));
+  v1::UploadWeightsResponse response;
+  response.set_resume_offset_bytes(upload.received_bytes());
+  if (!stream.Write(response)) return scope.CancelledError();
+  HEADWATER_RETURN_IF_ERROR(messages.ReadChunks([&](const v1::ByteChunk& chunk) -> absl::Status {
+    HEADWATER_RETURN_IF_ERROR(CheckByteChunk(scope.core(), chunk));
+    return upload.Append(chunk.offset_bytes(), chunk.data());
+  }));
+  HEADWATER_ASSIGN_OR_RETURN(auto bytes, upload.Complete());
+  const absl::StatusOr<heads::HeadInfo> info = UseTensor(scope, *head, request, std::move(bytes));
+  // Errors that the client, or time, can put right: the upload can be used again without sending a byte. Any other error uses it
+  // up. kQueueFull and kDeadlineExceeded end the wait for the head.
+  constexpr ErrorReason kRepeatable[] = {ErrorReason::kEpochFenced, ErrorReason::kStepNotSealed,    ErrorReason::kQueueFull,
+                                         ErrorReason::kCancelled,   ErrorReason::kDeadlineExceeded, ErrorReason::kShardNotReady};
+  if (info.ok() || !absl::c_linear_search(kRepeatable, GetErrorReason(info.status()))) upload.Drop();
+  HEADWATER_RETURN_IF_ERROR(info.status());
+  EncodeHead(*info, scope.core().AvailableBytes(), response.mutable_head());
+  return stream.Write(response) ? absl::OkStatus() : scope.CancelledError();
+}
+
+absl::Status LoadWeights(RpcScope& scope, const v1::LoadWeightsRequest& request, v1::Head* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto load, DecodeLoad(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(scope, load.name));
+  HEADWATER_RETURN_IF_ERROR(head->CheckEpoch(load.epoch));
+  if (scope.core().options.load_root.empty()) return StorageNotConfigured("load_root");
+  HEADWATER_ASSIGN_OR_RETURN(auto reader, checkpoint::WeightsReader::Open(scope.core().options.load_root, load.path,
+                                                                          load.weight_tensor, load.bias_tensor, head->spec()));
+  std::vector<heads::TensorUpdate> updates;
+  for (const HeadTensor tensor : {HeadTensor::kWeight, HeadTensor::kBias}) {
+    if (tensor == HeadTensor::kBias && !reader->has_bias()) continue;
+    updates.push_back(
+        {tensor, reader->data_type(tensor), [&reader, tensor](int64_t element_start, int64_t element_count, void* out) {
+           return reader->Read(tensor, element_start, element_count, out);
+         }});
+  }
+  // The thread waits for the head: a second try would read the file through again.
+  HEADWATER_ASSIGN_OR_RETURN(auto loaded, head->SetTensors(load.epoch, updates, scope.thread_limits()));
+  EncodeHead(loaded, scope.core().AvailableBytes(), response);
+  return absl::OkStatus();
+}
+
+absl::Status DownloadWeights(RpcScope& scope, const v1::DownloadWeightsRequest& request,
+                             grpc::ServerWriter<v1::DownloadTensorResponse>* writer) {
+  HEADWATER_ASSIGN_OR_RETURN(auto download, DecodeDownloadWeights(request));
+  HEADWATER_RETURN_IF_ERROR(UseHead(scope, download.name).status());
+  return SendDownload(scope, OpenWeights(scope.heads().front().head(), download, scope.wait_limits()), *writer);
+}
+
+absl::Status GetStep(RpcScope& scope, const v1::GetStepRequest& request, v1::GetStepResponse* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeGetStep(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, FindHead(scope, decoded.name));
+  HEADWATER_ASSIGN_OR_RETURN(auto steps, head->GetSteps(*decoded.epoch));
+  EncodeStep(steps.first, response->mutable_open());
+  if (steps.second.has_value()) EncodeStep(*steps.second, response->mutable_last_closed());
+  return absl::OkStatus();
+}
+
+absl::Status SealStep(RpcScope& scope, const v1::SealStepRequest& request, v1::SealStepResponse* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto seal, DecodeSeal(request, scope.core().options.limits));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(scope, seal));
+  HEADWATER_ASSIGN_OR_RETURN(
+      auto reply, head->Seal(seal.key, seal.expected, seal.wait ? SealWait(scope) : scheduler::WaitLimits(), scope.wait_limits()));
+  EncodeTotals(reply.totals, response->mutable_totals());
+  response->set_gradient_norm_squared(reply.stats.norm_squared);
+  response->set_non_finite_count(reply.stats.non_finite_count);
+  response->set_replayed(reply.replayed);
+  return absl::OkStatus();
+}
+
+absl::Status ApplyOptimizerStep(RpcScope& scope, const v1::ApplyOptimizerStepRequest& request,
+                                v1::ApplyOptimizerStepResponse* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto apply, DecodeApply(request, scope.core().options.limits));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(scope, apply));
+  HEADWATER_ASSIGN_OR_RETURN(auto reply, head->Apply(apply.key, apply.expected, apply.arguments, scope.wait_limits()));
+  if (!reply.replayed) scope.core().metrics.CountStep(observability::StepOutcome::kApplied);
+  response->set_open_step(reply.open_step);
+  response->set_weight_version(reply.weight_version);
+  response->set_global_grad_norm(reply.global_grad_norm);
+  response->set_gradient_norm_squared(reply.gradient_norm_squared);
+  response->set_clip_factor(reply.clip_factor);
+  EncodeTotals(reply.totals, response->mutable_totals());
+  response->set_replayed(reply.replayed);
+  return absl::OkStatus();
+}
+
+absl::Status DiscardGradient(RpcScope& scope, const v1::DiscardGradientRequest& request, v1::DiscardGradientResponse* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeDiscardGradient(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(scope, step));
+  HEADWATER_ASSIGN_OR_RETURN(auto reply, head->DiscardGradient(step.key, scope.wait_limits()));
+  if (!reply.second) scope.core().metrics.CountStep(observability::StepOutcome::kDiscarded);
+  response->set_open_step(reply.first);
+  response->set_replayed(reply.second);
+  return absl::OkStatus();
+}
+
+absl::Status DownloadGradient(RpcScope& scope, const v1::DownloadGradientRequest& request,
+                              grpc::ServerWriter<v1::DownloadTensorResponse>* writer) {
+  HEADWATER_ASSIGN_OR_RETURN(auto download, DecodeDownloadGradient(request));
+  HEADWATER_RETURN_IF_ERROR(UseHeadAtStep(scope, download).status());
+  return SendDownload(scope, OpenGradient(scope.heads().front().head(), download, scope.wait_limits()), *writer);
+}
+
+absl::Status GetGradientNorm(RpcScope& scope, const v1::GetGradientNormRequest& request, v1::GetGradientNormResponse* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeGradientNorm(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(scope, step));
+  HEADWATER_ASSIGN_OR_RETURN(auto stats, head->GradientNorm(step.key, scope.wait_limits()));
+  response->set_gradient_norm_squared(stats.norm_squared * step.factor * step.factor);
+  response->set_non_finite_count(stats.non_finite_count);
+  return absl::OkStatus();
+}
+
+// The header is checked against the head before any byte is taken. When this returns OK the rows are committed.
+absl::Status AddGradient(RpcScope& scope, grpc::ServerReader<v1::AddGradientRequest>& reader, v1::AddGradientResponse* response) {
+  ServerCore& core = scope.core();
+  const Limits& limits = core.options.limits;
+  MessageReader<v1::AddGradientRequest> messages(scope, reader);
+  HEADWATER_ASSIGN_OR_RETURN(const v1::AddGradientHeader header, messages.ReadHeader());
+  HEADWATER_ASSIGN_OR_RETURN(const GradientRequest request, DecodeAddGradientHeader(header));
+  scope.set_head(request.name.ToString());
+  HEADWATER_ASSIGN_OR_RETURN(scope.session(), core.UseSession(request.session));
+  HEADWATER_ASSIGN_OR_RETURN(heads::Head* const head, UseHead(scope, request.name));
+  const HeadSpec& spec = head->spec();
+  HEADWATER_RETURN_IF_ERROR(CheckRange("header.row_start", request.row_start, 0, spec.vocab_size - 1));
+  HEADWATER_RETURN_IF_ERROR(CheckRange("header.row_count", request.row_count, 1, spec.vocab_size - request.row_start));
+  HEADWATER_RETURN_IF_ERROR(head->AwaitStep(request.key, scope.wait_limits()));
+  HEADWATER_RETURN_IF_ERROR(head->AwaitTurn(request.key, request.micro_batch, scope.wait_limits()));
+  HEADWATER_RETURN_IF_ERROR(
+      head->CheckAddGradient(request.key, request.micro_batch, request.attempt, request.row_start, request.row_count));
+  const int64_t row_bytes = spec.hidden_size * int64_t{sizeof(float)};
+  const int64_t total_bytes = request.row_count * row_bytes;
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", total_bytes, "max_micro_batch_bytes", limits.max_micro_batch_bytes));
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", total_bytes, "max_in_flight_bytes", limits.max_in_flight_bytes));
+  transport::ByteBudget::Reservation reservation;
+  HEADWATER_RETURN_IF_ERROR(core.ReserveInFlight(scope.client(), total_bytes, "the gradient", &reservation));
+  transport::GrowingBuffer rows(total_bytes);
+  HEADWATER_RETURN_IF_ERROR(messages.ReadChunks([&](const v1::ByteChunk& chunk) -> absl::Status {
+    HEADWATER_RETURN_IF_ERROR(CheckByteChunk(core, chunk));
+    return AppendBytes(rows, chunk.offset_bytes(), chunk.data(), total_bytes, "the gradient");
+  }));
+  HEADWATER_RETURN_IF_ERROR(CheckAllBytes(rows, total_bytes));
+  DigestBuilder digest;
+  digest.AddRows(0, request.row_start, request.row_count, row_bytes, rows.data());
+  heads::GradientPart part;
+  part.row_start = request.row_start;
+  part.row_count = request.row_count;
+  part.data = reinterpret_cast<const float*>(rows.data());
+  part.factor = request.factor;
+  HEADWATER_ASSIGN_OR_RETURN(const bool added,
+                             head->AddGradient(
+                                 request.key, request.micro_batch, request.attempt, digest.Finish(CanonicalHeader(request)), part,
+                                 [&scope] { return scope.wait_limits().waiter->cancelled(); }, scope.wait_limits()));
+  if (added) core.metrics.CountCommit();
+  response->set_replayed(!added);
+  return absl::OkStatus();
+}
+
+absl::Status SaveCheckpoint(RpcScope& scope, const v1::SaveCheckpointRequest& request, v1::SaveCheckpointResponse* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto save, DecodeSave(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(scope, save.name));
+  if (head->spec().trainable && !save.epoch.has_value()) return MissingField("epoch", "the head's epoch, because it is trainable");
+  if (scope.core().checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
+  HEADWATER_ASSIGN_OR_RETURN(
+      auto saved, head->Save(save.epoch, *scope.core().checkpoints, save.checkpoint, save.overwrite, scope.wait_limits()));
+  response->set_checkpoint(save.checkpoint);
+  response->set_step(saved.step);
+  response->set_total_bytes(saved.total_bytes);
+  return absl::OkStatus();
+}
+
+absl::Status ListCheckpoints(RpcScope& scope, const v1::ListCheckpointsRequest& request, v1::ListCheckpointsResponse* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto list, DecodeListCheckpoints(request));
+  scope.set_head(list.name.ToString());
+  HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(list.name));
+  if (scope.core().checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
+  HEADWATER_ASSIGN_OR_RETURN(auto catalogue, scope.core().checkpoints->ListNewestFirst(list.name.tenant, list.name.head));
+  const std::vector<v1::Checkpoint> checkpoints = EncodeCheckpoints(catalogue);
+  auto next = checkpoints.begin();
+  if (list.after.has_value()) {
+    const auto last = std::find_if(checkpoints.begin(), checkpoints.end(),
+                                   [&](const v1::Checkpoint& checkpoint) { return checkpoint.checkpoint() == *list.after; });
+    if (last == checkpoints.end()) {
+      return FieldError(ErrorReason::kInvalidField, "page_token", "a checkpoint that is still there; list them again",
+                        Quoted(*list.after));
+    }
+    next = last + 1;
+  }
+  const auto end = next + std::min<int64_t>(list.page_size, checkpoints.end() - next);
+  response->mutable_checkpoints()->Assign(next, end);
+  if (end != checkpoints.end()) response->set_next_page_token((end - 1)->checkpoint());
+  return absl::OkStatus();
+}
+
+absl::Status RestoreCheckpoint(RpcScope& scope, const v1::RestoreCheckpointRequest& request, v1::Head* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto restore, DecodeRestore(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(scope, restore.name));
+  HEADWATER_RETURN_IF_ERROR(head->CheckEpoch(*restore.epoch));
+  if (scope.core().checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
+  HEADWATER_ASSIGN_OR_RETURN(auto restored,
+                             head->Restore(*restore.epoch, *scope.core().checkpoints, restore.checkpoint, scope.wait_limits()));
+  if (!restored.restore_note.empty()) {
+    Log(LogLevel::kWarning, "checkpoint_restored",
+        {{"head", restored.name.ToString()}, {"checkpoint", restore.checkpoint}, {"note", restored.restore_note}});
+  }
+  EncodeHead(restored, scope.core().AvailableBytes(), response);
+  return absl::OkStatus();
+}
+
+absl::Status DeleteCheckpoint(RpcScope& scope, const v1::DeleteCheckpointRequest& request, v1::DeleteCheckpointResponse* response) {
+  HEADWATER_ASSIGN_OR_RETURN(auto remove, DecodeDeleteCheckpoint(request));
+  scope.set_head(remove.name.ToString());
+  HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(remove.name));
+  if (scope.core().checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
+  HEADWATER_ASSIGN_OR_RETURN(auto removed,
+                             scope.core().checkpoints->Remove(remove.name.tenant, remove.name.head, remove.checkpoint));
+  if (auto head = scope.core().registry.Find(remove.name); head.ok() && removed)
+    (*head)->CheckpointRemoved(*scope.core().checkpoints);
+  response->set_deleted(removed);
+  return absl::OkStatus();
+}
+
+// Calls that may wait come by callbacks.
+using HeadServiceBase = v1::HeadService::WithCallbackMethod_CreateHead<
+    v1::HeadService::WithCallbackMethod_DeleteHead<v1::HeadService::WithCallbackMethod_TakeHead<
+        v1::HeadService::WithCallbackMethod_LoadWeights<v1::HeadService::WithCallbackMethod_SealStep<
+            v1::HeadService::WithCallbackMethod_ApplyOptimizerStep<v1::HeadService::WithCallbackMethod_DiscardGradient<
+                v1::HeadService::WithCallbackMethod_GetGradientNorm<v1::HeadService::WithCallbackMethod_SaveCheckpoint<
+                    v1::HeadService::WithCallbackMethod_RestoreCheckpoint<v1::HeadService::Service>>>>>>>>>>;
+
+class HeadServiceImpl final : public HeadServiceBase {
+ public:
+  explicit HeadServiceImpl(const Entrance& entrance) : entrance_(entrance) {}
+
+ private:
+  HEADWATER_WAITING_CALL(CreateHead, v1::CreateHeadRequest, v1::CreateHeadResponse)
+  HEADWATER_CALL(GetHead, const v1::GetHeadRequest, v1::Head)
+  HEADWATER_CALL(ListHeads, const v1::ListHeadsRequest, v1::ListHeadsResponse)
+  HEADWATER_WAITING_CALL(DeleteHead, v1::DeleteHeadRequest, v1::DeleteHeadResponse)
+  HEADWATER_WAITING_CALL(TakeHead, v1::TakeHeadRequest, v1::Head)
+  HEADWATER_WAITING_CALL(LoadWeights, v1::LoadWeightsRequest, v1::Head)
+  HEADWATER_CALL(DownloadWeights, const v1::DownloadWeightsRequest, grpc::ServerWriter<v1::DownloadTensorResponse>)
+  HEADWATER_CALL(GetStep, const v1::GetStepRequest, v1::GetStepResponse)
+  HEADWATER_WAITING_CALL(SealStep, v1::SealStepRequest, v1::SealStepResponse)
+  HEADWATER_WAITING_CALL(ApplyOptimizerStep, v1::ApplyOptimizerStepRequest, v1::ApplyOptimizerStepResponse)
+  HEADWATER_WAITING_CALL(DiscardGradient, v1::DiscardGradientRequest, v1::DiscardGradientResponse)
+  HEADWATER_CALL(DownloadGradient, const v1::DownloadGradientRequest, grpc::ServerWriter<v1::DownloadTensorResponse>)
+  HEADWATER_WAITING_CALL(GetGradientNorm, v1::GetGradientNormRequest, v1::GetGradientNormResponse)
+  HEADWATER_CALL(AddGradient, grpc::ServerReader<v1::AddGradientRequest>, v1::AddGradientResponse)
+  HEADWATER_WAITING_CALL(SaveCheckpoint, v1::SaveCheckpointRequest, v1::SaveCheckpointResponse)
+  HEADWATER_CALL(ListCheckpoints, const v1::ListCheckpointsRequest, v1::ListCheckpointsResponse)
+  HEADWATER_WAITING_CALL(RestoreCheckpoint, v1::RestoreCheckpointRequest, v1::Head)
+  HEADWATER_CALL(DeleteCheckpoint, const v1::DeleteCheckpointRequest, v1::DeleteCheckpointResponse)
+  grpc::Status UploadWeights(grpc::ServerContext* context,
+                             grpc::ServerReaderWriter<v1::UploadWeightsResponse, v1::UploadWeightsRequest>* stream) override {
+    return RunRpc(entrance_, *context, RpcMethod::kUploadWeights,
+                  [stream](RpcScope& scope) { return service::UploadWeights(scope, *stream); });
+  }
+
+  const Entrance entrance_;
+};
+
 }  // namespace
 
-grpc::ServerUnaryReactor* HeadServiceImpl::CreateHead(grpc::CallbackServerContext* context, const v1::CreateHeadRequest* request,
-                                                      v1::CreateHeadResponse* response) {
-  return UnaryCall::Start(entrance_, context, RpcMethod::kCreateHead, [=, this](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto create, DecodeCreate(*request, core_.options.limits));
-    scope.set_head(create.name.ToString());
-    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckTenant(create.name.tenant));
-    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(create.name));
-    if (create.validate_only) {
-      HEADWATER_ASSIGN_OR_RETURN(auto plan, core_.engine->PlanHead(create.spec));
-      response->mutable_head()->set_name(create.name.ToString());
-      EncodeHeadSpec(create.spec, response->mutable_head()->mutable_spec());
-      EncodePlan(plan, core_.AvailableBytes(), response->mutable_head()->mutable_memory_plan());
-      EncodeShards(group::PlanShards(*core_.engine, create.spec.vocab_size), response->mutable_head());
-      return absl::OkStatus();
-    }
-    HEADWATER_ASSIGN_OR_RETURN(
-        auto made, core_.registry.Create(create.name, create.spec, create.if_exists, core_.checkpoints.get(), scope.wait_limits()));
-    EncodeHead(made.head->Describe(), core_.AvailableBytes(), response->mutable_head());
-    response->set_created(made.created);
-    return absl::OkStatus();
-  });
-}
-
-grpc::Status HeadServiceImpl::GetHead(grpc::ServerContext* context, const v1::GetHeadRequest* request, v1::Head* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kGetHead, [&](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(request->name(), "name"));
-    HEADWATER_ASSIGN_OR_RETURN(auto head, FindHead(core_, scope, name));
-    EncodeHead(head->Describe(), core_.AvailableBytes(), response);
-    return absl::OkStatus();
-  });
-}
-
-grpc::Status HeadServiceImpl::ListHeads(grpc::ServerContext* context, const v1::ListHeadsRequest* request,
-                                        v1::ListHeadsResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kListHeads, [&](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto list, DecodeList(*request));
-    const std::string& tenant = request->parent().empty() ? scope.caller().tenant() : list.tenant;
-    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckTenant(tenant));
-    // One more than a page, to know whether there is a next one.
-    const auto heads = ListHeadsFor(scope.caller(), core_.registry, tenant, list.after, list.page_size + 1);
-    const size_t count = std::min(heads.size(), static_cast<size_t>(list.page_size));
-    for (size_t i = 0; i < count; ++i) EncodeHead(heads[i]->Describe(), core_.AvailableBytes(), response->add_heads());
-    if (heads.size() > count) response->set_next_page_token(heads[count - 1]->name().ToString());
-    return absl::OkStatus();
-  });
-}
-
-grpc::ServerUnaryReactor* HeadServiceImpl::DeleteHead(grpc::CallbackServerContext* context, const v1::DeleteHeadRequest* request,
-                                                      v1::DeleteHeadResponse*) {
-  return UnaryCall::Start(entrance_, context, RpcMethod::kDeleteHead, [=, this](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeDelete(*request));
-    scope.set_head(head.name.ToString());
-    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(head.name));
-    const absl::Status deleted = core_.registry.Delete(head.name, head.epoch, request->force(), core_.checkpoints.get());
-    core_.queue.WakeAll();  // a micro-batch of the head waits for its rows no longer
-    return deleted;
-  });
-}
-
-grpc::ServerUnaryReactor* HeadServiceImpl::TakeHead(grpc::CallbackServerContext* context, const v1::TakeHeadRequest* request,
-                                                    v1::Head* response) {
-  return UnaryCall::Start(entrance_, context, RpcMethod::kTakeHead, [=, this](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto take, DecodeTake(*request));
-    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(core_, scope, take.name));
-    HEADWATER_ASSIGN_OR_RETURN(auto taken, head->Take(take.epoch, std::move(take.recovers_epochs), scope.wait_limits()));
-    EncodeHead(taken, core_.AvailableBytes(), response);
-    return absl::OkStatus();
-  });
-}
-
-grpc::Status HeadServiceImpl::UploadWeights(grpc::ServerContext* context,
-                                            grpc::ServerReaderWriter<v1::UploadWeightsResponse, v1::UploadWeightsRequest>* stream) {
-  return RunRpc(entrance_, *context, RpcMethod::kUploadWeights, [&](RpcScope& scope) -> absl::Status {
-    UploadCall call(core_, scope.caller(), scope.wait_limits());
-    HEADWATER_RETURN_IF_ERROR(
-        (ReadAll<v1::UploadWeightsRequest>(core_, *context, scope, *stream, [&](v1::UploadWeightsRequest* message) {
-          v1::UploadWeightsResponse response;
-          const absl::Status status = call.OnMessage(message, &response);
-          scope.set_head(call.head_name());
-          const bool answer = response.message_case() != v1::UploadWeightsResponse::MESSAGE_NOT_SET;
-          return !status.ok() || !answer || stream->Write(response) ? status : scope.CancelledError();
-        })));
-    v1::UploadWeightsResponse response;
-    HEADWATER_RETURN_IF_ERROR(call.Finish(&response));
-    return stream->Write(response) ? absl::OkStatus() : scope.CancelledError();
-  });
-}
-
-grpc::ServerUnaryReactor* HeadServiceImpl::LoadWeights(grpc::CallbackServerContext* context, const v1::LoadWeightsRequest* request,
-                                                       v1::Head* response) {
-  return UnaryCall::Start(entrance_, context, RpcMethod::kLoadWeights, [=, this](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto load, DecodeLoad(*request));
-    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(core_, scope, load.name));
-    HEADWATER_RETURN_IF_ERROR(head->CheckEpoch(load.epoch));
-    if (core_.options.load_root.empty()) return StorageNotConfigured("load_root");
-    HEADWATER_ASSIGN_OR_RETURN(auto reader, checkpoint::WeightsReader::Open(core_.options.load_root, load.path, load.weight_tensor,
-                                                                            load.bias_tensor, head->spec()));
-    std::vector<heads::TensorUpdate> updates;
-    for (const HeadTensor tensor : {HeadTensor::kWeight, HeadTensor::kBias}) {
-      if (tensor == HeadTensor::kBias && !reader->has_bias()) continue;
-      updates.push_back(
-          {tensor, reader->data_type(tensor), [&reader, tensor](int64_t element_start, int64_t element_count, void* out) {
-             return reader->Read(tensor, element_start, element_count, out);
-           }});
-    }
-    // The thread waits for the head: a second try would read the file through again.
-    HEADWATER_ASSIGN_OR_RETURN(auto loaded, head->SetTensors(load.epoch, updates, scope.thread_limits()));
-    EncodeHead(loaded, core_.AvailableBytes(), response);
-    return absl::OkStatus();
-  });
-}
-
-grpc::Status HeadServiceImpl::DownloadWeights(grpc::ServerContext* context, const v1::DownloadWeightsRequest* request,
-                                              grpc::ServerWriter<v1::DownloadTensorResponse>* writer) {
-  return RunRpc(entrance_, *context, RpcMethod::kDownloadWeights, [&](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto download, DecodeDownloadWeights(*request));
-    HEADWATER_RETURN_IF_ERROR(UseHead(core_, scope, download.name).status());
-    return SendDownload(core_, *context, scope, OpenWeights(scope.heads().front().head(), download, scope.wait_limits()), *writer);
-  });
-}
-
-grpc::Status HeadServiceImpl::GetStep(grpc::ServerContext* context, const v1::GetStepRequest* request,
-                                      v1::GetStepResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kGetStep, [&](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeGetStep(*request));
-    HEADWATER_ASSIGN_OR_RETURN(auto head, FindHead(core_, scope, decoded.name));
-    HEADWATER_ASSIGN_OR_RETURN(auto steps, head->GetSteps(*decoded.epoch));
-    EncodeStep(steps.first, response->mutable_open());
-    if (steps.second.has_value()) EncodeStep(*steps.second, response->mutable_last_closed());
-    return absl::OkStatus();
-  });
-}
-
-grpc::ServerUnaryReactor* HeadServiceImpl::SealStep(grpc::CallbackServerContext* context, const v1::SealStepRequest* request,
-                                                    v1::SealStepResponse* response) {
-  return UnaryCall::Start(entrance_, context, RpcMethod::kSealStep, [=, this](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto seal, DecodeSeal(*request, core_.options.limits));
-    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(core_, scope, seal));
-    HEADWATER_ASSIGN_OR_RETURN(auto reply, head->Seal(seal.key, seal.expected,
-                                                      seal.wait ? SealWait(scope) : scheduler::WaitLimits(), scope.wait_limits()));
-    EncodeTotals(reply.totals, response->mutable_totals());
-    response->set_gradient_norm_squared(reply.stats.norm_squared);
-    response->set_non_finite_count(reply.stats.non_finite_count);
-    response->set_replayed(reply.replayed);
-    return absl::OkStatus();
-  });
-}
-
-grpc::ServerUnaryReactor* HeadServiceImpl::ApplyOptimizerStep(grpc::CallbackServerContext* context,
-                                                              const v1::ApplyOptimizerStepRequest* request,
-                                                              v1::ApplyOptimizerStepResponse* response) {
-  return UnaryCall::Start(entrance_, context, RpcMethod::kApplyOptimizerStep, [=, this](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto apply, DecodeApply(*request, core_.options.limits));
-    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(core_, scope, apply));
-    HEADWATER_ASSIGN_OR_RETURN(auto reply, head->Apply(apply.key, apply.expected, apply.arguments, scope.wait_limits()));
-    if (!reply.replayed) core_.metrics.CountStep(observability::StepOutcome::kApplied);
-    response->set_open_step(reply.open_step);
-    response->set_weight_version(reply.weight_version);
-    response->set_global_grad_norm(reply.global_grad_norm);
-    response->set_gradient_norm_squared(reply.gradient_norm_squared);
-    response->set_clip_factor(reply.clip_factor);
-    EncodeTotals(reply.totals, response->mutable_totals());
-    response->set_replayed(reply.replayed);
-    return absl::OkStatus();
-  });
-}
-
-grpc::ServerUnaryReactor* HeadServiceImpl::DiscardGradient(grpc::CallbackServerContext* context,
-                                                           const v1::DiscardGradientRequest* request,
-                                                           v1::DiscardGradientResponse* response) {
-  return UnaryCall::Start(entrance_, context, RpcMethod::kDiscardGradient, [=, this](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeDiscardGradient(*request));
-    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(core_, scope, step));
-    HEADWATER_ASSIGN_OR_RETURN(auto reply, head->DiscardGradient(step.key, scope.wait_limits()));
-    if (!reply.second) core_.metrics.CountStep(observability::StepOutcome::kDiscarded);
-    response->set_open_step(reply.first);
-    response->set_replayed(reply.second);
-    return absl::OkStatus();
-  });
-}
-
-grpc::Status HeadServiceImpl::DownloadGradient(grpc::ServerContext* context, const v1::DownloadGradientRequest* request,
-                                               grpc::ServerWriter<v1::DownloadTensorResponse>* writer) {
-  return RunRpc(entrance_, *context, RpcMethod::kDownloadGradient, [&](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto download, DecodeDownloadGradient(*request));
-    HEADWATER_RETURN_IF_ERROR(UseHeadAtStep(core_, scope, download).status());
-    return SendDownload(core_, *context, scope, OpenGradient(scope.heads().front().head(), download, scope.wait_limits()), *writer);
-  });
-}
-
-grpc::ServerUnaryReactor* HeadServiceImpl::GetGradientNorm(grpc::CallbackServerContext* context,
-                                                           const v1::GetGradientNormRequest* request,
-                                                           v1::GetGradientNormResponse* response) {
-  return UnaryCall::Start(entrance_, context, RpcMethod::kGetGradientNorm, [=, this](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeGradientNorm(*request));
-    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(core_, scope, step));
-    HEADWATER_ASSIGN_OR_RETURN(auto stats, head->GradientNorm(step.key, scope.wait_limits()));
-    response->set_gradient_norm_squared(stats.norm_squared * step.factor * step.factor);
-    response->set_non_finite_count(stats.non_finite_count);
-    return absl::OkStatus();
-  });
-}
-
-grpc::Status HeadServiceImpl::AddGradient(grpc::ServerContext* context, grpc::ServerReader<v1::AddGradientRequest>* reader,
-                                          v1::AddGradientResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kAddGradient, [&](RpcScope& scope) -> absl::Status {
-    AddGradientCall call(core_, scope.caller(), scope.client(), scope.wait_limits());
-    HEADWATER_RETURN_IF_ERROR(
-        (ReadAll<v1::AddGradientRequest>(core_, *context, scope, *reader, [&](v1::AddGradientRequest* message) {
-          const absl::Status status = call.OnMessage(message);
-          scope.set_head(call.head_name());
-          return status;
-        })));
-    return call.Finish(response);
-  });
-}
-
-grpc::ServerUnaryReactor* HeadServiceImpl::SaveCheckpoint(grpc::CallbackServerContext* context,
-                                                          const v1::SaveCheckpointRequest* request,
-                                                          v1::SaveCheckpointResponse* response) {
-  return UnaryCall::Start(entrance_, context, RpcMethod::kSaveCheckpoint, [=, this](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto save, DecodeSave(*request));
-    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(core_, scope, save.name));
-    if (head->spec().trainable && !save.epoch.has_value())
-      return MissingField("epoch", "the head's epoch, because it is trainable");
-    if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
-    HEADWATER_ASSIGN_OR_RETURN(auto saved,
-                               head->Save(save.epoch, *core_.checkpoints, save.checkpoint, save.overwrite, scope.wait_limits()));
-    response->set_checkpoint(save.checkpoint);
-    response->set_step(saved.step);
-    response->set_total_bytes(saved.total_bytes);
-    return absl::OkStatus();
-  });
-}
-
-grpc::Status HeadServiceImpl::ListCheckpoints(grpc::ServerContext* context, const v1::ListCheckpointsRequest* request,
-                                              v1::ListCheckpointsResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kListCheckpoints, [&](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto list, DecodeListCheckpoints(*request));
-    scope.set_head(list.name.ToString());
-    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(list.name));
-    if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
-    HEADWATER_ASSIGN_OR_RETURN(auto catalogue, core_.checkpoints->ListNewestFirst(list.name.tenant, list.name.head));
-    const std::vector<v1::Checkpoint> checkpoints = EncodeCheckpoints(catalogue);
-    auto next = checkpoints.begin();
-    if (list.after.has_value()) {
-      const auto last = std::find_if(checkpoints.begin(), checkpoints.end(),
-                                     [&](const v1::Checkpoint& checkpoint) { return checkpoint.checkpoint() == *list.after; });
-      if (last == checkpoints.end()) {
-        return FieldError(ErrorReason::kInvalidField, "page_token", "a checkpoint that is still there; list them again",
-                          Quoted(*list.after));
-      }
-      next = last + 1;
-    }
-    const auto end = next + std::min<int64_t>(list.page_size, checkpoints.end() - next);
-    response->mutable_checkpoints()->Assign(next, end);
-    if (end != checkpoints.end()) response->set_next_page_token((end - 1)->checkpoint());
-    return absl::OkStatus();
-  });
-}
-
-grpc::ServerUnaryReactor* HeadServiceImpl::RestoreCheckpoint(grpc::CallbackServerContext* context,
-                                                             const v1::RestoreCheckpointRequest* request, v1::Head* response) {
-  return UnaryCall::Start(entrance_, context, RpcMethod::kRestoreCheckpoint, [=, this](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto restore, DecodeRestore(*request));
-    HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(core_, scope, restore.name));
-    HEADWATER_RETURN_IF_ERROR(head->CheckEpoch(*restore.epoch));
-    if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
-    HEADWATER_ASSIGN_OR_RETURN(auto restored,
-                               head->Restore(*restore.epoch, *core_.checkpoints, restore.checkpoint, scope.wait_limits()));
-    if (!restored.restore_note.empty()) {
-      Log(LogLevel::kWarning, "checkpoint_restored",
-          {{"head", restored.name.ToString()}, {"checkpoint", restore.checkpoint}, {"note", restored.restore_note}});
-    }
-    EncodeHead(restored, core_.AvailableBytes(), response);
-    return absl::OkStatus();
-  });
-}
-
-grpc::Status HeadServiceImpl::DeleteCheckpoint(grpc::ServerContext* context, const v1::DeleteCheckpointRequest* request,
-                                               v1::DeleteCheckpointResponse* response) {
-  return RunRpc(entrance_, *context, RpcMethod::kDeleteCheckpoint, [&](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto remove, DecodeDeleteCheckpoint(*request));
-    scope.set_head(remove.name.ToString());
-    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(remove.name));
-    if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
-    HEADWATER_ASSIGN_OR_RETURN(auto removed, core_.checkpoints->Remove(remove.name.tenant, remove.name.head, remove.checkpoint));
-    if (auto head = core_.registry.Find(remove.name); head.ok() && removed) (*head)->CheckpointRemoved(*core_.checkpoints);
-    response->set_deleted(removed);
-    return absl::OkStatus();
-  });
-}
+std::unique_ptr<grpc::Service> MakeHeadService(const Entrance& entrance) { return std::make_unique<HeadServiceImpl>(entrance); }
 
 }  // namespace headwater::service

@@ -10,6 +10,7 @@
 #include "headwater/kernels/error.h"
 #include "server/model_files/xxh3.h"
 #include "server/service/request/field_check.h"
+#include "server/service/request/message_order.h"
 
 namespace headwater::service {
 namespace {
@@ -53,14 +54,7 @@ absl::Status UploadStore::Lease::Append(int64_t offset, const std::string& data)
   if (upload_->generation != generation_) {
     return MakeError(ErrorReason::kCancelled, "another stream has taken this upload over");
   }
-  const int64_t data_bytes = static_cast<int64_t>(data.size());
-  HEADWATER_RETURN_IF_ERROR(CheckNextBytes(offset, data_bytes, upload_->buffer.size(), upload_->request.total_bytes));
-  if (!upload_->buffer.Append(data.data(), data_bytes)) {
-    return MakeError(ErrorReason::kMemoryBudgetExceeded,
-                     absl::StrCat("the host has no memory for ", data.size(), " more bytes of the upload"),
-                     {{"requestedBytes", absl::StrCat(data.size())}});
-  }
-  return absl::OkStatus();
+  return AppendBytes(upload_->buffer, offset, data, upload_->request.total_bytes, "the upload");
 }
 
 absl::StatusOr<std::shared_ptr<const uint8_t>> UploadStore::Lease::Complete() {
@@ -70,10 +64,7 @@ absl::StatusOr<std::shared_ptr<const uint8_t>> UploadStore::Lease::Complete() {
     if (upload_->generation != generation_) {
       return MakeError(ErrorReason::kCancelled, "another stream has taken this upload over");
     }
-    if (upload_->buffer.size() != upload_->request.total_bytes) {
-      return FieldError(ErrorReason::kProtocolViolation, "chunk", absl::StrCat(upload_->request.total_bytes, " bytes in all"),
-                        absl::StrCat(upload_->buffer.size()));
-    }
+    HEADWATER_RETURN_IF_ERROR(CheckAllBytes(upload_->buffer, upload_->request.total_bytes));
     bytes = std::shared_ptr<const uint8_t>(upload_, upload_->buffer.data());
   }
   const std::string& expected = upload_->request.checksum;

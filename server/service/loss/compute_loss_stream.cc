@@ -13,7 +13,6 @@
 #include "server/guard/slow_uploads.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/service/call/rpc_scope.h"
-#include "server/service/loss/loss_service.h"
 #include "server/service/loss/micro_batch.h"
 #include "server/service/loss/transfer.h"
 #include "server/service/request/chunk_codec.h"
@@ -143,7 +142,7 @@ class ComputeLossStream final : public RowStream {
     // A cut stream ends like a half-closed one. The difference is known a moment later, too late for this call.
     if (gone() || scope.Cancelled()) return scope.CancelledError();
     core().CountCancelled(context().peer());  // perhaps it was not; a call that sends nothing counts alike
-    return CheckHeaderSeen(false);
+    return NoHeader();
   }
 
   // Set by the thread that answers the call: the call's own, or the one that finds that there will be none.
@@ -157,17 +156,17 @@ class ComputeLossStream final : public RowStream {
 
 }  // namespace
 
-RawReactor* LossServiceImpl::ComputeLoss(grpc::CallbackServerContext* context) noexcept {
-  const auto stream = std::make_shared<ComputeLossStream>(core_, *context);
+RawReactor* StartComputeLoss(ServerCore& core, grpc::CallbackServerContext& context) {
+  const auto stream = std::make_shared<ComputeLossStream>(core, context);
   RawReactor* const reactor = stream->Own();
   // The messages of a client that may not call are not awaited.
   const auto caller =
-      core_.access->Authorize(FindAccessRow(RpcMethod::kComputeLoss), PortRole::kData, AuthorizationOf(context->client_metadata()));
+      core.access->Authorize(FindAccessRow(RpcMethod::kComputeLoss), PortRole::kData, AuthorizationOf(context.client_metadata()));
   if (!caller.ok()) {
     stream->Refuse(caller.status());
     return reactor;
   }
-  stream->Allow([access = core_.access.get(), caller = *caller] { return access->Recheck(caller); });
+  stream->Allow([access = core.access.get(), caller = *caller] { return access->Recheck(caller); });
   stream->Read(/*watched=*/true);
   return reactor;
 }

@@ -1,29 +1,32 @@
-#include "server/service/loss/loss_service.h"
-
+// gRPC handlers of headwater.v1.LossService.
+#include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
+#include "headwater/v1/loss_service.grpc.pb.h"
 #include "server/heads/steps/decide.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/service/call/rpc_scope.h"
-#include "server/service/call/unary_call.h"
+#include "server/service/call/stream_io.h"
+#include "server/service/loss/transfer.h"
 #include "server/service/request/field_check.h"
 #include "server/service/request/loss_request.h"
+#include "server/service/services.h"
+#include "server/transport/join_handles.h"
 
 namespace headwater::service {
 
-using observability::RpcMethod;
-
 namespace {
 
-// Runs `decide(targets)` for the heads of a decision, within the session and after any wait for the step.
-template <typename Decision>
-absl::Status Decide(ServerCore& core, RpcScope& scope, const DecisionRequest& decision, Decision&& decide) {
+// Finds the heads of a decision, within the session, and waits for its step. May be tried again.
+absl::StatusOr<std::vector<heads::DecisionTarget>> FindTargets(RpcScope& scope, const DecisionRequest& decision) {
   scope.set_head(decision.heads.front().name.ToString());
   if (scope.heads().empty()) {
-    HEADWATER_ASSIGN_OR_RETURN(scope.session(), core.UseSession(decision.session));
+    HEADWATER_ASSIGN_OR_RETURN(scope.session(), scope.core().UseSession(decision.session));
     for (const HeadAtStep& head_at_step : decision.heads) {
-      HEADWATER_ASSIGN_OR_RETURN(auto head, scope.caller().Find(core.registry, head_at_step.name));
+      HEADWATER_ASSIGN_OR_RETURN(auto head, scope.caller().Find(scope.core().registry, head_at_step.name));
       scope.heads().emplace_back(std::move(head));
     }
   }
@@ -32,47 +35,95 @@ absl::Status Decide(ServerCore& core, RpcScope& scope, const DecisionRequest& de
   for (const heads::DecisionTarget& target : targets) {
     HEADWATER_RETURN_IF_ERROR(target.head->AwaitStep(target.key, scope.wait_limits()));
   }
-  if (scope.trace() != nullptr)
+  if (scope.trace() != nullptr) {
     scope.trace()->AddSpan("wait", "wait for the step", scope.start_time(), observability::MonotonicNow());
-  return decide(targets);
+  }
+  return targets;
 }
+
+absl::Status CommitMicroBatch(RpcScope& scope, const v1::CommitMicroBatchRequest& request, v1::CommitMicroBatchResponse* response) {
+  ServerCore& core = scope.core();
+  HEADWATER_ASSIGN_OR_RETURN(const auto decision, DecodeCommit(request, core.options.limits));
+  HEADWATER_ASSIGN_OR_RETURN(const auto targets, FindTargets(scope, decision));
+  const absl::Time start = observability::MonotonicNow();
+  HEADWATER_ASSIGN_OR_RETURN(const bool committed,
+                             heads::Commit(targets, decision.micro_batch, decision.attempt, decision.arguments, decision.session,
+                                           &core.busy, scope.wait_limits()));
+  const absl::Time end = observability::MonotonicNow();
+  if (scope.trace() != nullptr) scope.trace()->AddSpan("commit", "commit", start, end);
+  if (committed) {
+    core.metrics.CountCommit();
+    core.metrics.ObservePhase(observability::Phase::kCommit, end - start);
+  }
+  response->set_replayed(!committed);
+  return absl::OkStatus();
+}
+
+absl::Status DiscardMicroBatch(RpcScope& scope, const v1::DiscardMicroBatchRequest& request,
+                               v1::DiscardMicroBatchResponse* response) {
+  HEADWATER_ASSIGN_OR_RETURN(const auto decision, DecodeDiscard(request, scope.core().options.limits));
+  HEADWATER_ASSIGN_OR_RETURN(const auto targets, FindTargets(scope, decision));
+  HEADWATER_ASSIGN_OR_RETURN(
+      const bool dropped, heads::Discard(targets, decision.micro_batch, decision.attempt, decision.session, scope.wait_limits()));
+  if (dropped) scope.core().metrics.CountMicroBatch(observability::MicroBatchOutcome::kDiscarded);
+  response->set_dropped(dropped);
+  return absl::OkStatus();
+}
+
+absl::Status TakeChunk(ServerCore& core, const v1::RowChunk& chunk, transport::TeacherStream& stream) {
+  if (chunk.role() == v1::CHUNK_ROLE_UNSPECIFIED) return MissingField("chunk.role", "TEACHER_HIDDEN");
+  if (chunk.role() != v1::CHUNK_ROLE_TEACHER_HIDDEN) {
+    return InvalidField("chunk.role", "TEACHER_HIDDEN", absl::StrCat(static_cast<int>(chunk.role())));
+  }
+  HEADWATER_RETURN_IF_ERROR(CheckRange("chunk.term_index", chunk.term_index(), 0, 0));
+  const int64_t data_bytes = static_cast<int64_t>(chunk.data().size());
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("chunk.data", data_bytes, "max_chunk_bytes", core.options.limits.max_chunk_bytes));
+  HEADWATER_RETURN_IF_ERROR(stream.Add(chunk.row_start(), chunk.row_count(), chunk.data().data(), data_bytes, "chunk"));
+  core.metrics.CountBytes(observability::Direction::kIn, data_bytes);
+  return absl::OkStatus();
+}
+
+// A teacher's rows, for trainers that join them. When this returns OK all rows are kept, and trainers can have them.
+absl::Status StreamTeacher(RpcScope& scope, grpc::ServerReader<v1::StreamTeacherRequest>& reader,
+                           v1::StreamTeacherResponse* response) {
+  ServerCore& core = scope.core();
+  MessageReader<v1::StreamTeacherRequest> messages(scope, reader);
+  HEADWATER_ASSIGN_OR_RETURN(const v1::StreamTeacherHeader header, messages.ReadHeader());
+  HEADWATER_ASSIGN_OR_RETURN(const StreamTeacherRequest request, DecodeStreamTeacherHeader(header, core.options.limits));
+  HEADWATER_RETURN_IF_ERROR(scope.caller().CheckTenant(request.set.tenant));
+  HEADWATER_ASSIGN_OR_RETURN(scope.session(), core.UseSession(request.session));
+  HEADWATER_ASSIGN_OR_RETURN(const auto stream, core.join.Open(request.set, request.row_indices, request.session));
+  HEADWATER_RETURN_IF_ERROR(messages.ReadChunks([&](const v1::RowChunk& chunk) { return TakeChunk(core, chunk, *stream); }));
+  HEADWATER_RETURN_IF_ERROR(stream->Finish());
+  response->set_row_count(stream->row_count());
+  return absl::OkStatus();
+}
+
+// ComputeLoss and TransferRows move tensors, so they get their messages as raw bytes, by callbacks; decisions may wait.
+using LossServiceBase = v1::LossService::WithRawCallbackMethod_ComputeLoss<
+    v1::LossService::WithRawCallbackMethod_TransferRows<v1::LossService::WithCallbackMethod_CommitMicroBatch<
+        v1::LossService::WithCallbackMethod_DiscardMicroBatch<v1::LossService::Service>>>>;
+
+class LossServiceImpl final : public LossServiceBase {
+ public:
+  explicit LossServiceImpl(const Entrance& entrance) : entrance_(entrance) {}
+
+ private:
+  RawReactor* ComputeLoss(grpc::CallbackServerContext* context) noexcept override {
+    return StartComputeLoss(entrance_.core, *context);
+  }
+  RawReactor* TransferRows(grpc::CallbackServerContext* context) noexcept override {
+    return StartTransferRows(entrance_.core, *context);
+  }
+  HEADWATER_CALL(StreamTeacher, grpc::ServerReader<v1::StreamTeacherRequest>, v1::StreamTeacherResponse)
+  HEADWATER_WAITING_CALL(CommitMicroBatch, v1::CommitMicroBatchRequest, v1::CommitMicroBatchResponse)
+  HEADWATER_WAITING_CALL(DiscardMicroBatch, v1::DiscardMicroBatchRequest, v1::DiscardMicroBatchResponse)
+
+  const Entrance entrance_;
+};
 
 }  // namespace
 
-grpc::ServerUnaryReactor* LossServiceImpl::CommitMicroBatch(grpc::CallbackServerContext* context,
-                                                            const v1::CommitMicroBatchRequest* request,
-                                                            v1::CommitMicroBatchResponse* response) {
-  return UnaryCall::Start(entrance_, context, RpcMethod::kCommitMicroBatch, [=, this](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto decision, DecodeCommit(*request, core_.options.limits));
-    return Decide(core_, scope, decision, [&](const std::vector<heads::DecisionTarget>& targets) {
-      const absl::Time start = observability::MonotonicNow();
-      HEADWATER_ASSIGN_OR_RETURN(auto committed, heads::Commit(targets, decision.micro_batch, decision.attempt, decision.arguments,
-                                                               decision.session, &core_.busy, scope.wait_limits()));
-      const absl::Time end = observability::MonotonicNow();
-      if (scope.trace() != nullptr) scope.trace()->AddSpan("commit", "commit", start, end);
-      if (committed) {
-        core_.metrics.CountCommit();
-        core_.metrics.ObservePhase(observability::Phase::kCommit, end - start);
-      }
-      response->set_replayed(!committed);
-      return absl::OkStatus();
-    });
-  });
-}
-
-grpc::ServerUnaryReactor* LossServiceImpl::DiscardMicroBatch(grpc::CallbackServerContext* context,
-                                                             const v1::DiscardMicroBatchRequest* request,
-                                                             v1::DiscardMicroBatchResponse* response) {
-  return UnaryCall::Start(entrance_, context, RpcMethod::kDiscardMicroBatch, [=, this](RpcScope& scope) -> absl::Status {
-    HEADWATER_ASSIGN_OR_RETURN(auto decision, DecodeDiscard(*request, core_.options.limits));
-    return Decide(core_, scope, decision, [&](const std::vector<heads::DecisionTarget>& targets) {
-      HEADWATER_ASSIGN_OR_RETURN(
-          auto dropped, heads::Discard(targets, decision.micro_batch, decision.attempt, decision.session, scope.wait_limits()));
-      if (dropped) core_.metrics.CountMicroBatch(observability::MicroBatchOutcome::kDiscarded);
-      response->set_dropped(dropped);
-      return absl::OkStatus();
-    });
-  });
-}
+std::unique_ptr<grpc::Service> MakeLossService(const Entrance& entrance) { return std::make_unique<LossServiceImpl>(entrance); }
 
 }  // namespace headwater::service

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "server/service/request/field_check.h"
+#include "server/service/request/message_order.h"
 
 namespace headwater::service {
 namespace {
@@ -23,8 +24,7 @@ absl::Status StripeLost() {
 // A message that ParseChunk() leaves to protobuf; `chunk` points into `parsed` then. kProtocolViolation, kMissingField.
 absl::Status ParseOddChunk(const ReceivedMessage& received, v1::ComputeLossRequest* parsed, ChunkView* chunk) {
   HEADWATER_RETURN_IF_ERROR(received.Parse(parsed));
-  if (parsed->has_header()) return FieldError(ErrorReason::kProtocolViolation, "header", "one header, first", "a second header");
-  if (!parsed->has_chunk()) return MissingField("message", "a header or a chunk");
+  HEADWATER_RETURN_IF_ERROR(CheckNextChunk(*parsed));
   const v1::RowChunk& fields = parsed->chunk();
   const std::string& data = fields.data();
   *chunk = {static_cast<int32_t>(fields.role()), fields.term_index(), fields.row_start(), fields.row_count(), {}, 0};

@@ -159,6 +159,10 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   std::shared_ptr<const void> grad_owner_;
 };
 
+// The handlers of ComputeLoss and TransferRows, whose messages are raw bytes: compute_loss_stream.cc, transfer_rows_stream.cc.
+RawReactor* StartComputeLoss(ServerCore& core, grpc::CallbackServerContext& context);
+RawReactor* StartTransferRows(ServerCore& core, grpc::CallbackServerContext& context);
+
 }  // namespace headwater::service
 
 #endif  // HEADWATER_SERVER_SERVICE_LOSS_TRANSFER_H_

@@ -11,7 +11,6 @@
 #include "headwater/kernels/error.h"
 #include "headwater/v1/loss_service.pb.h"
 #include "server/service/call/rpc_scope.h"
-#include "server/service/loss/loss_service.h"
 #include "server/service/loss/transfer.h"
 #include "server/service/loss/transfer_registry.h"
 #include "server/service/request/field_check.h"
@@ -28,7 +27,7 @@ class TransferRowsStream final : public RowStream {
       : RowStream(core, context), scope_(core, context, observability::RpcMethod::kTransferRows) {}
 
   void Start() {
-    if (absl::Status status = scope_.Begin(/*always=*/false); !status.ok()) return End(std::move(status));
+    if (absl::Status status = scope_.Begin(); !status.ok()) return End(std::move(status));
     Allow(scope_.AllowedStill());
     Read(/*watched=*/true);
   }
@@ -41,7 +40,7 @@ class TransferRowsStream final : public RowStream {
 
  private:
   void OnFirstMessage(bool ok, grpc::ByteBuffer* message) override {
-    if (!ok) return End(gone() ? scope_.CancelledError() : CheckHeaderSeen(false));
+    if (!ok) return End(gone() ? scope_.CancelledError() : NoHeader());
     v1::TransferRowsRequest request;
     if (absl::Status status = ReceivedMessage(message).Parse(&request); !status.ok()) return End(std::move(status));
     if (absl::Status status = CheckHeaderFirst(request); !status.ok()) return End(std::move(status));
@@ -107,8 +106,8 @@ class TransferRowsStream final : public RowStream {
 
 }  // namespace
 
-RawReactor* LossServiceImpl::TransferRows(grpc::CallbackServerContext* context) noexcept {
-  const auto stream = std::make_shared<TransferRowsStream>(core_, *context);
+RawReactor* StartTransferRows(ServerCore& core, grpc::CallbackServerContext& context) {
+  const auto stream = std::make_shared<TransferRowsStream>(core, context);
   RawReactor* const reactor = stream->Own();
   stream->Start();
   return reactor;

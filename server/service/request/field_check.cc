@@ -59,17 +59,6 @@ absl::Status CheckLimit(const std::string& field, int64_t value, const char* lim
   return LimitError(ErrorReason::kLimitExceeded, field, absl::StrCat("at most ", maximum, " (", limit, ")"), value, limit, maximum);
 }
 
-absl::Status CheckNextBytes(int64_t offset, int64_t data_bytes, int64_t received_bytes, int64_t total_bytes) {
-  if (offset != received_bytes) {
-    return FieldError(ErrorReason::kChunkOutOfRange, "chunk.offset_bytes",
-                      absl::StrCat(received_bytes, ", where the upload stands"), absl::StrCat(offset));
-  }
-  const int64_t left = total_bytes - received_bytes;
-  if (data_bytes >= 1 && data_bytes <= left) return absl::OkStatus();
-  return FieldError(ErrorReason::kChunkOutOfRange, "chunk.data",
-                    absl::StrCat("1 to ", left, " bytes, which are left of the upload"), absl::StrCat(data_bytes, " bytes"));
-}
-
 absl::Status CheckNumber(const std::string& field, double value, bool holds, const std::string& expected) {
   if (holds && std::isfinite(value)) return absl::OkStatus();
   return InvalidField(field, expected, absl::StrCat(value));

@@ -41,9 +41,6 @@ absl::StatusOr<std::optional<int64_t>> OptionalNumber(const std::string& field, 
 // kLimitExceeded if value is above the limit of that name.
 absl::Status CheckLimit(const std::string& field, int64_t value, const char* limit, int64_t maximum);
 
-// kChunkOutOfRange unless a chunk of `data_bytes` bytes at `offset` continues at `received_bytes` and stays within `total_bytes`.
-absl::Status CheckNextBytes(int64_t offset, int64_t data_bytes, int64_t received_bytes, int64_t total_bytes);
-
 // kInvalidField, with `expected` as the text, unless `holds` and `value` is finite.
 absl::Status CheckNumber(const std::string& field, double value, bool holds, const std::string& expected);
 

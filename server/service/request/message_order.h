@@ -3,31 +3,18 @@
 #define HEADWATER_SERVER_SERVICE_REQUEST_MESSAGE_ORDER_H_
 
 #include <cstdint>
+#include <string>
 
 #include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "headwater/v1/head_service.pb.h"
 #include "server/observability/metrics.h"
 #include "server/service/request/field_check.h"
 #include "server/service/server_core.h"
+#include "server/transport/growing_buffer.h"
 
 namespace headwater::service {
-
-// Hands `message` to `on_header(header)` or `on_chunk(mutable chunk)`; kProtocolViolation for a second header or a chunk before it.
-template <typename Message, typename OnHeader, typename OnChunk>
-absl::Status TakeInOrder(Message* message, bool header_seen, OnHeader&& on_header, OnChunk&& on_chunk) {
-  switch (message->message_case()) {
-    case Message::kHeader:
-      if (header_seen) return FieldError(ErrorReason::kProtocolViolation, "header", "one header, first", "a second header");
-      return on_header(message->header());
-    case Message::kChunk:
-      if (!header_seen) return FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "a chunk");
-      return on_chunk(message->mutable_chunk());
-    case Message::MESSAGE_NOT_SET:
-      break;
-  }
-  return MissingField("message", "a header or a chunk");
-}
 
 // The first message, where it is read by itself: kProtocolViolation for a chunk, kMissingField for neither.
 template <typename Message>
@@ -37,9 +24,16 @@ absl::Status CheckHeaderFirst(const Message& message) {
   return FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "a chunk");
 }
 
-// The stream has ended: kProtocolViolation unless there was a header.
-inline absl::Status CheckHeaderSeen(bool header_seen) {
-  if (header_seen) return absl::OkStatus();
+// A message after the header: kProtocolViolation for a second header, kMissingField for neither.
+template <typename Message>
+absl::Status CheckNextChunk(const Message& message) {
+  if (message.has_chunk()) return absl::OkStatus();
+  if (!message.has_header()) return MissingField("message", "a header or a chunk");
+  return FieldError(ErrorReason::kProtocolViolation, "header", "one header, first", "a second header");
+}
+
+// The stream has ended without a header.
+inline absl::Status NoHeader() {
   return FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "the stream's end");
 }
 
@@ -50,6 +44,33 @@ inline absl::Status CheckByteChunk(ServerCore& core, const v1::ByteChunk& chunk)
   HEADWATER_RETURN_IF_ERROR(CheckLimit("chunk.data", data_bytes, "max_chunk_bytes", core.options.limits.max_chunk_bytes));
   core.metrics.CountBytes(observability::Direction::kIn, data_bytes);
   return absl::OkStatus();
+}
+
+// Appends the next bytes of `total_bytes` in all. kChunkOutOfRange unless they begin where the buffer ends, and fit. `what` they
+// belong to, for the message of kMemoryBudgetExceeded.
+inline absl::Status AppendBytes(transport::GrowingBuffer& buffer, int64_t offset, const std::string& data, int64_t total_bytes,
+                                const char* what) {
+  if (offset != buffer.size()) {
+    return FieldError(ErrorReason::kChunkOutOfRange, "chunk.offset_bytes", absl::StrCat(buffer.size(), ", where the upload stands"),
+                      absl::StrCat(offset));
+  }
+  const int64_t left = total_bytes - buffer.size();
+  const int64_t data_bytes = static_cast<int64_t>(data.size());
+  if (data_bytes < 1 || data_bytes > left) {
+    return FieldError(ErrorReason::kChunkOutOfRange, "chunk.data",
+                      absl::StrCat("1 to ", left, " bytes, which are left of the upload"), absl::StrCat(data_bytes, " bytes"));
+  }
+  if (buffer.Append(data.data(), data_bytes)) return absl::OkStatus();
+  return MakeError(ErrorReason::kMemoryBudgetExceeded,
+                   absl::StrCat("the host has no memory for ", data_bytes, " more bytes of ", what),
+                   {{"requestedBytes", absl::StrCat(data_bytes)}});
+}
+
+// The stream has ended: kProtocolViolation if bytes are missing.
+inline absl::Status CheckAllBytes(const transport::GrowingBuffer& buffer, int64_t total_bytes) {
+  if (buffer.size() == total_bytes) return absl::OkStatus();
+  return FieldError(ErrorReason::kProtocolViolation, "chunk", absl::StrCat(total_bytes, " bytes in all"),
+                    absl::StrCat(buffer.size()));
 }
 
 }  // namespace headwater::service
