@@ -11,7 +11,6 @@
 #include <iostream>
 #include <map>
 #include <system_error>
-#include <utility>
 
 #include "absl/flags/commandlineflag.h"
 #include "absl/flags/flag.h"

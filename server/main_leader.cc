@@ -1,6 +1,5 @@
 #include "server/main_leader.h"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 

@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "absl/status/status.h"
 #include "headwater/kernels/error.h"
 
 namespace headwater::guard {

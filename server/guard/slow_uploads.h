@@ -6,7 +6,6 @@
 #ifndef HEADWATER_SERVER_GUARD_SLOW_UPLOADS_H_
 #define HEADWATER_SERVER_GUARD_SLOW_UPLOADS_H_
 
-#include <functional>
 #include <list>
 #include <memory>
 

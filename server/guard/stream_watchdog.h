@@ -13,7 +13,6 @@
 #include <functional>
 #include <set>
 #include <string>
-#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"

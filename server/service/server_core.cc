@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/product_rate.h"
 #include "headwater/kernels/return_if_error.h"

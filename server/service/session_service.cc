@@ -10,7 +10,6 @@
 #include "headwater/v1/session_service.grpc.pb.h"
 #include "server/observability/logging.h"
 #include "server/service/request/canonical_header.h"
-#include "server/service/request/field_check.h"
 #include "server/service/request/head_request.h"
 #include "server/service/request/proto_encoding.h"
 #include "server/service/services.h"

@@ -16,7 +16,6 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "headwater/kernels/error.h"
 #include "server/heads/head_name.h"
 #include "server/model_files/strict_json.h"
 #include "server/observability/logging.h"

@@ -6,7 +6,6 @@
 #include <grpcpp/support/server_callback.h>
 
 #include <optional>
-#include <utility>
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"

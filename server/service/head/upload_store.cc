@@ -1,7 +1,6 @@
 #include "server/service/head/upload_store.h"
 
 #include <algorithm>
-#include <iterator>
 #include <string>
 #include <utility>
 

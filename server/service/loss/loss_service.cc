@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "headwater/kernels/error.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
 #include "server/heads/steps/decide.h"
 #include "server/observability/monotonic_clock.h"

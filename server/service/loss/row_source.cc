@@ -4,7 +4,6 @@
 #include <optional>
 
 #include "absl/strings/str_cat.h"
-#include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 
 namespace headwater::service {
