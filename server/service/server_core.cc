@@ -18,7 +18,6 @@
 #include "server/group/group_assembly.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/scheduler/repeated_task.h"
 #include "server/service/request/field_check.h"
 #include "server/service/stall_clock.h"
 
@@ -192,16 +191,24 @@ void ServerCore::SetPhase(Phase phase) {
 }
 
 void ServerCore::WatchEngine(std::function<void(const absl::Status&)> on_lost) {
-  engine_watch_ = std::make_unique<EngineWatch>(*engine, [this, on_lost = std::move(on_lost)](const absl::Status& health) {
-    LoseEngine(health);
-    on_lost(lost());
-  });
+  on_lost_ = std::move(on_lost);
+  engine_watch_.emplace(absl::Milliseconds(50), [this] { CheckEngine(); });
 }
 
-void ServerCore::StopWatchingEngine() { engine_watch_.reset(); }
+void ServerCore::StopWatchingEngine() {
+  engine_watch_.reset();
+  on_lost_ = nullptr;
+}
 
 void ServerCore::CheckEngine() {
-  if (engine_watch_ != nullptr) engine_watch_->Check();
+  if (on_lost_ == nullptr) return;
+  const absl::Status health = engine->health();
+  if (health.ok()) return;
+  // A second caller waits here until the first one's `on_lost_` has run.
+  std::call_once(lost_once_, [&] {
+    LoseEngine(health);
+    on_lost_(lost());
+  });
 }
 
 void ServerCore::LoseEngine(const absl::Status& health) {

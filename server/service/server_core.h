@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 
@@ -17,8 +18,8 @@
 #include "headwater/kernels/engine.h"
 #include "server/heads/session_registry.h"
 #include "server/observability/metrics.h"
+#include "server/scheduler/repeated_task.h"
 #include "server/scheduler/waiting.h"
-#include "server/service/engine_watch.h"
 #include "server/service/server_options.h"
 #include "server/service/server_parts.h"
 #include "server/transport/byte_budget.h"
@@ -45,8 +46,9 @@ class ServerCore : public ServerParts {
   // To kServing or kDraining; without effect once the device is lost.
   void SetPhase(Phase phase);
 
-  // Begins to watch the engine's device. When it is lost, all waits here end, lost() says why, and then `on_lost` is called, once,
-  // with lost(). Once, before calls are taken.
+  // Begins to look at LossEngine::health(), every 50 ms. When the device is lost, all waits here end, lost() says why, and then
+  // `on_lost` is called, once, with lost(), on the watch's thread or in CheckEngine(), which it must not call. Once, before calls
+  // are taken.
   void WatchEngine(std::function<void(const absl::Status&)> on_lost);
   // Waits for `on_lost`, if it runs. No call may be in progress.
   void StopWatchingEngine();
@@ -103,8 +105,10 @@ class ServerCore : public ServerParts {
   absl::Status lost_ ABSL_GUARDED_BY(phase_mutex_);  // not OK in Phase::kLost
   mutable absl::Mutex hooks_mutex_;
   PortHooks hooks_ ABSL_GUARDED_BY(hooks_mutex_);
+  std::function<void(const absl::Status&)> on_lost_;  // null: the engine is not watched
+  std::once_flag lost_once_;
   std::unique_ptr<Reaper> reaper_;  // these two last: they use the members above
-  std::unique_ptr<EngineWatch> engine_watch_;
+  std::optional<scheduler::RepeatedTask> engine_watch_;
 };
 
 }  // namespace headwater::service
