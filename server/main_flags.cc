@@ -24,7 +24,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/return_if_error.h"
-#include "server/service/engine_choice.h"
+#include "server/main_engine.h"
 #include "server/service/limits.h"
 #include "server/service/server_core.h"
 
@@ -423,7 +423,7 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
   }
   options.device_index = absl::GetFlag(FLAGS_device);
   HEADWATER_RETURN_IF_ERROR(CheckAlgorithmCache());
-  options.algorithm_cache_path = service::AlgorithmCachePath(absl::GetFlag(FLAGS_algorithm_cache));
+  options.algorithm_cache_path = AlgorithmCachePath(absl::GetFlag(FLAGS_algorithm_cache));
   options.deterministic = absl::GetFlag(FLAGS_deterministic);
   options.timed_search = absl::GetFlag(FLAGS_timed_search) && !options.deterministic;
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("threads", options.thread_count, 0));

@@ -135,7 +135,7 @@ group::Restarter& Restart() {
   return *restarter;
 }
 
-int Fail(const std::string& message) {
+int Fail(absl::string_view message) {
   observability::LineWriter(STDERR_FILENO).Write(absl::StrCat("headwaterd: ", message, "\n"));
   return 1;
 }

@@ -14,6 +14,7 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "server/group/restarter.h"
 #include "server/service/server.h"
 
@@ -53,7 +54,7 @@ std::atomic<bool>& IsEnding();
 group::Restarter& Restart();
 
 // Prints to stderr why the process ends. Returns its status, 1.
-int Fail(const std::string& message);
+int Fail(absl::string_view message);
 
 // Reports the server's addresses: on stdout, and in --port_file, which is renamed in so that a reader never sees half of it.
 absl::Status Announce(const service::Server& server);

@@ -11,17 +11,19 @@
 
 #include "absl/flags/flag.h"
 #include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/group/join_leader.h"
 #include "server/heads/epoch.h"
+#include "server/main_engine.h"
 #include "server/main_flags.h"
 #include "server/main_lifecycle.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/service/access/listen_address.h"
-#include "server/service/engine_choice.h"
 #include "server/service/server_core.h"
 
 namespace headwater {
@@ -84,20 +86,22 @@ void AwaitLeave(const sigset_t& signals) {
 
 }  // namespace
 
-int Join(const sigset_t& signals) {
+absl::Status Join(const sigset_t& signals) {
   group::LeaderAddress leader;
   leader.address = absl::GetFlag(FLAGS_join);
   leader.ca = absl::GetFlag(FLAGS_join_ca);
   leader.certificate = absl::GetFlag(FLAGS_tls_certificate);
   leader.key = absl::GetFlag(FLAGS_tls_key);
   leader.token_file = absl::GetFlag(FLAGS_join_token_file);
-  if (absl::GetFlag(FLAGS_workers) != 0) return Fail("--join: expected no --workers with it");
-  if (absl::Status status = service::CheckListenAddress(leader.address); !status.ok()) {
-    return Fail("--join: " + std::string(status.message()));
+  if (absl::GetFlag(FLAGS_workers) != 0) return absl::InvalidArgumentError("--join: expected no --workers with it");
+  if (const absl::Status status = service::CheckListenAddress(leader.address); !status.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("--join: ", status.message()));
   }
-  if (leader.certificate.empty() != leader.key.empty()) return Fail("--tls_certificate and --tls_key: expected both or neither");
+  if (leader.certificate.empty() != leader.key.empty()) {
+    return absl::InvalidArgumentError("--tls_certificate and --tls_key: expected both or neither");
+  }
   if (!leader.certificate.empty() && leader.ca.empty()) {
-    return Fail("--tls_certificate: expected --join_ca with it: without TLS no certificate is shown");
+    return absl::InvalidArgumentError("--tls_certificate: expected --join_ca with it: without TLS no certificate is shown");
   }
   if (!leader.token_file.empty() && leader.ca.empty() && !service::IsLocalAddress(leader.address)) {
     observability::Log(observability::LogLevel::kWarning, "unprotected",
@@ -105,20 +109,21 @@ int Join(const sigset_t& signals) {
                         {"message", "the worker's token, and all rows, can be read on the way to this address: set join_ca"}});
   }
   const std::string engine = absl::GetFlag(FLAGS_engine);
-  if (absl::Status status = service::CheckEngineChoice(engine); !status.ok()) return Fail(std::string(status.message()));
-  for (absl::Status status : {CheckDevices(), CheckAlgorithmCache(), CheckReadable("join_ca", leader.ca),
-                              CheckReadable("join_token_file", leader.token_file),
-                              CheckReadable("tls_certificate", leader.certificate), CheckReadable("tls_key", leader.key)}) {
-    if (!status.ok()) return Fail(std::string(status.message()));
-  }
-  if (absl::Status status = CheckEnd(); !status.ok()) return Fail(std::string(status.message()));
+  HEADWATER_RETURN_IF_ERROR(CheckEngineChoice(engine));
+  HEADWATER_RETURN_IF_ERROR(CheckDevices());
+  HEADWATER_RETURN_IF_ERROR(CheckAlgorithmCache());
+  HEADWATER_RETURN_IF_ERROR(CheckReadable("join_ca", leader.ca));
+  HEADWATER_RETURN_IF_ERROR(CheckReadable("join_token_file", leader.token_file));
+  HEADWATER_RETURN_IF_ERROR(CheckReadable("tls_certificate", leader.certificate));
+  HEADWATER_RETURN_IF_ERROR(CheckReadable("tls_key", leader.key));
+  HEADWATER_RETURN_IF_ERROR(CheckEnd());
   group::WorkerOptions worker;
   worker.version = service::ServerVersion();
   worker.engine = engine;
   worker.process = heads::EpochToHex(heads::NewEpoch());
   worker.process_ranks = absl::GetFlag(FLAGS_gpus);
   if (worker.process_ranks > 1) worker.rows = std::make_shared<group::ProcessRows>();
-  worker.algorithm_cache_path = service::AlgorithmCachePath(absl::GetFlag(FLAGS_algorithm_cache));
+  worker.algorithm_cache_path = AlgorithmCachePath(absl::GetFlag(FLAGS_algorithm_cache));
   worker.leader_host = group::LeaderHost(leader.address);
   worker.listen_host = absl::GetFlag(FLAGS_group_listen_host);
   worker.memory_budget_bytes = absl::GetFlag(FLAGS_memory_budget_bytes);

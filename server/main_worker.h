@@ -4,10 +4,12 @@
 
 #include <signal.h>
 
+#include "absl/status/status.h"
+
 namespace headwater {
 
-// Runs a worker until one of MainSignals() ends the process. Returns only for flags that conflict, with the process's status.
-int Join(const sigset_t& signals);
+// Runs a worker until one of MainSignals() ends the process. Returns only for flags that conflict: InvalidArgument.
+absl::Status Join(const sigset_t& signals);
 
 }  // namespace headwater
 

@@ -1,5 +1,6 @@
-#include "server/main_leader.h"
+#include "server/main_engine.h"
 
+#include <cstdlib>
 #include <string>
 #include <utility>
 
@@ -7,7 +8,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/device_group_id.h"
+#include "headwater/kernels/error.h"
 #include "headwater/kernels/machine_limits.h"
+#include "headwater/kernels/product_rate.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/group/group_assembly.h"
 #include "server/group/join_leader.h"
@@ -36,9 +39,38 @@ void OnWorkerLeaving() {
   if (!WorkerIsLeaving().exchange(true)) WakeMainThread();
 }
 
+// `error`, the reason why an engine is not available, with the flag --engine before its sentence.
+absl::Status EngineError(const absl::Status& error) {
+  return MakeError(GetErrorReason(error), absl::StrCat("--engine=", absl::GetFlag(FLAGS_engine), ": ", error.message()),
+                   GetErrorMetadata(error));
+}
+
+// The engine of one device, by --engine. With "auto" it is CUDA if its module is there and finds a usable GPU, else the CPU. Wrong
+// options (kMemoryBudgetExceeded, kInvalidField) are no reason to fall back.
+absl::StatusOr<ChosenEngine> ChooseEngine(const EngineOptions& options) {
+  const std::string choice = absl::GetFlag(FLAGS_engine);
+  HEADWATER_RETURN_IF_ERROR(CheckEngineChoice(choice));
+  std::string note = "running on the CPU, as --engine=cpu says";
+  if (choice != "cpu") {
+    auto engine = CreateCudaEngine(options);
+    if (engine.ok()) return ChosenEngine{*std::move(engine), ""};
+    if (choice == "cuda" || !HasReason(engine.status(), ErrorReason::kFeatureNotBuilt)) return EngineError(engine.status());
+    note = absl::StrCat("running on the CPU: ", engine.status().message());
+  }
+  HEADWATER_ASSIGN_OR_RETURN(auto engine, CreateCpuEngine(options));
+  note += "; " + DescribeCpuProducts(engine->options().bfloat16_products, options.bfloat16_products);
+  return ChosenEngine{std::move(engine), note};
+}
+
+// The value of an environment variable that must be an absolute path to count; empty without one.
+std::string AbsolutePath(const char* variable) {
+  const char* const value = std::getenv(variable);
+  return value != nullptr && value[0] == '/' ? value : "";
+}
+
 // The engine of a leader, whose workers the server waits for.
-absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, service::ServerOptions* options) {
-  HEADWATER_RETURN_IF_ERROR(service::CheckEngineChoice(absl::GetFlag(FLAGS_engine)));
+absl::StatusOr<ChosenEngine> MakeGroup(const EngineOptions& engine, service::ServerOptions* options) {
+  HEADWATER_RETURN_IF_ERROR(CheckEngineChoice(absl::GetFlag(FLAGS_engine)));
   const bool is_cuda = absl::GetFlag(FLAGS_engine) == "cuda";
   group::AssemblyOptions assembly;
   assembly.workers = absl::GetFlag(FLAGS_workers);
@@ -57,7 +89,7 @@ absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, ser
   assembly.engine = engine;
   if (is_cuda) {
     const absl::StatusOr<std::string> id = MakeCudaGroupId();
-    if (!id.ok()) return service::EngineChoiceError("cuda", id.status());
+    if (!id.ok()) return EngineError(id.status());
     assembly.engine_name = "cuda";
     assembly.make_engine = CreateCudaEngine;
     assembly.device_group_id = *id;
@@ -94,17 +126,30 @@ absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, ser
   const std::string note = is_cuda
                                ? absl::StrCat("running on ", engine.shard_count, " GPUs, ", workers, " of them of other processes")
                                : absl::StrCat("running on the CPU, as a group of ", workers + 1, " processes");
-  return service::ChosenEngine{options->group->TakeEngine(), note};
+  return ChosenEngine{options->group->TakeEngine(), note};
 }
 
 }  // namespace
 
-absl::StatusOr<service::ChosenEngine> MakeEngine(const EngineOptions& engine, service::ServerOptions* options) {
+absl::Status CheckEngineChoice(const std::string& choice) {
+  if (choice == "auto" || choice == "cpu" || choice == "cuda") return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("--engine: expected auto, cpu or cuda, got \"", choice, "\""));
+}
+
+std::string AlgorithmCachePath(const std::string& choice) {
+  if (choice != "auto") return choice;
+  constexpr char kFile[] = "/headwater/cublaslt.json";
+  if (const std::string cache = AbsolutePath("XDG_CACHE_HOME"); !cache.empty()) return cache + kFile;
+  if (const std::string home = AbsolutePath("HOME"); !home.empty()) return home + "/.cache" + kFile;
+  return "";
+}
+
+absl::StatusOr<ChosenEngine> MakeEngine(const EngineOptions& engine, service::ServerOptions* options) {
   if (absl::GetFlag(FLAGS_workers) > 0) return MakeGroup(engine, options);
-  if (absl::GetFlag(FLAGS_gpus) <= 1) return service::ChooseEngine(absl::GetFlag(FLAGS_engine), engine);
+  if (absl::GetFlag(FLAGS_gpus) <= 1) return ChooseEngine(engine);
   auto gpus = group::CreateLocalCudaGroup(engine);
-  if (!gpus.ok()) return service::EngineChoiceError("cuda", gpus.status());
-  return service::ChosenEngine{*std::move(gpus), ""};
+  if (!gpus.ok()) return EngineError(gpus.status());
+  return ChosenEngine{*std::move(gpus), ""};
 }
 
 }  // namespace headwater
