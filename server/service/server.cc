@@ -5,6 +5,7 @@
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/resource_quota.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <array>
@@ -15,8 +16,10 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/group/group_assembly.h"
 #include "server/guard/connection_gate.h"
 #include "server/guard/counted_calls.h"
@@ -92,7 +95,85 @@ struct Server::Ports {
   // Unavailable if an address cannot be listened on.
   absl::Status Listen(const ServerOptions& options, const std::vector<std::string>& wanted, const Entrance& entrance,
                       const std::shared_ptr<grpc::ServerCredentials>& credentials, const SocketAccess& socket_access,
-                      const grpc::ResourceQuota& quota);
+                      const grpc::ResourceQuota& quota) {
+    const Limits& limits = options.limits;
+    grpc::ServerBuilder builder;
+    builder.SetOption(std::make_unique<ReflectionOption>(options.reflection));
+    std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> guards;
+    guards.push_back(guard::CountArrivals(*entrance.core.backlog));
+    const auto authorize = [entrance](const char* method, const guard::ForeignRpcGuard::Metadata& metadata) {
+      return entrance.core.access->Authorize(FindAccessRow(method), entrance.role, AuthorizationOf(metadata)).status();
+    };
+    guards.push_back(std::make_unique<guard::ForeignRpcGuard>(authorize, limits.max_health_watches));
+    builder.experimental().SetInterceptorCreators(std::move(guards));
+    builder.SetMaxReceiveMessageSize(static_cast<int>(limits.max_message_bytes));
+    // A worker gets in one message the bytes of one or more of a client's, in wider types perhaps. None of these may be too large,
+    // because it would cost the group. All else that is sent has limits of its own.
+    builder.SetMaxSendMessageSize(options.group != nullptr ? -1 : static_cast<int>(limits.max_message_bytes));
+    // Tensors do not shrink, and a compressed message could unfold to many times its size.
+    builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);
+    builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
+    builder.SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::NUM_CQS, 1);
+    builder.SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::MAX_POLLERS, options.max_pollers);
+    builder.SetResourceQuota(quota);
+    // Frames and a window in which a chunk fits, from the first message on. gRPC would find larger ones by probing, which costs
+    // pings, and more: about a tenth of both sides' CPU time. The window also bounds the unread bytes of a stream.
+    builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kWindowBytes);
+    builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kWindowBytes);
+    builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+    // A client that vanished without a word is noticed within 40 s; one that pings too often is sent away.
+    builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);
+    builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20000);
+    builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, Milliseconds(limits.min_ping_interval));
+    builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(limits.max_connection_streams));
+    builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, static_cast<int>(limits.max_metadata_bytes));
+    builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, Milliseconds(limits.max_handshake_time));
+    builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, Milliseconds(limits.max_connection_idle));
+    for (const auto make : {MakeLossService, MakeHeadService, MakeSessionService, MakeGroupService}) {
+      builder.RegisterService(services.emplace_back(make(entrance)).get());
+    }
+
+    guard::ConnectionGateOptions gate_options;
+    gate_options.max_connections = limits.max_connections;
+    gate_options.cancels_a_second = options.max_cancel_rate;
+    gate_options.on_refused = [&metrics = entrance.core.metrics] { metrics.CountRefusedConnection(); };
+    gate_options.on_dropped = [&metrics = entrance.core.metrics] { metrics.CountDroppedConnection(); };
+    gate = std::make_unique<guard::ConnectionGate>(std::move(gate_options));
+    for (const std::string& address : wanted) {
+      const bool is_unix = IsUnixAddress(address);
+      auto& acceptor = acceptors[is_unix ? 1 : 0];
+      if (acceptor == nullptr) {
+        using Type = grpc::ServerBuilder::experimental_type::ExternalConnectionType;
+        // Connections of a Unix socket have no addresses of their own: a connection's number identifies the client.
+        acceptor = builder.experimental().AddExternalConnectionAcceptor(
+            Type::FROM_FD,
+            is_unix ? guard::CountCalls(grpc_insecure_server_credentials_create(), entrance.core.backlog, /*is_counted=*/false)
+                    : credentials);
+      }
+      const auto take = [to = acceptor.get()](int listener_fd, int fd) {
+        grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
+        connection.listener_fd = listener_fd;
+        connection.fd = fd;
+        to->HandleNewConnection(&connection);
+      };
+      if (is_unix) {
+        // A socket is at no moment more open than it should be.
+        const absl::Cleanup restore = [before = umask(0177)] { umask(before); };
+        if (absl::Status status = gate->ListenUnix(SocketPath(address), take); !status.ok()) return CannotListen(status);
+        HEADWATER_RETURN_IF_ERROR(SetSocketAccess(address, socket_access));
+        addresses.push_back(address);
+      } else {
+        const auto [host, port] = HostAndPort(address);
+        auto bound = gate->ListenTcp(host, port, take);
+        if (!bound.ok()) return CannotListen(bound.status());
+        addresses.push_back(absl::StrCat(host, ":", *bound));
+      }
+      WarnOfOpenAddress(options, addresses.back());
+    }
+    grpc_server = builder.BuildAndStart();
+    if (grpc_server == nullptr) return absl::UnavailableError("gRPC's server cannot be started");
+    return absl::OkStatus();
+  }
 };
 
 struct Server::State {
@@ -119,87 +200,6 @@ struct Server::State {
   }
 };
 
-absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vector<std::string>& wanted, const Entrance& entrance,
-                                   const std::shared_ptr<grpc::ServerCredentials>& credentials, const SocketAccess& socket_access,
-                                   const grpc::ResourceQuota& quota) {
-  const Limits& limits = options.limits;
-  grpc::ServerBuilder builder;
-  builder.SetOption(std::make_unique<ReflectionOption>(options.reflection));
-  std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> guards;
-  guards.push_back(guard::CountArrivals(*entrance.core.backlog));
-  const auto authorize = [entrance](const char* method, const guard::ForeignRpcGuard::Metadata& metadata) {
-    return entrance.core.access->Authorize(FindAccessRow(method), entrance.role, AuthorizationOf(metadata)).status();
-  };
-  guards.push_back(std::make_unique<guard::ForeignRpcGuard>(authorize, limits.max_health_watches));
-  builder.experimental().SetInterceptorCreators(std::move(guards));
-  builder.SetMaxReceiveMessageSize(static_cast<int>(limits.max_message_bytes));
-  // A worker gets in one message the bytes of one or more of a client's, in wider types perhaps. None of these may be too large,
-  // because it would cost the group. All else that is sent has limits of its own.
-  builder.SetMaxSendMessageSize(options.group != nullptr ? -1 : static_cast<int>(limits.max_message_bytes));
-  // Tensors do not shrink, and a compressed message could unfold to many times its size.
-  builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);
-  builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
-  builder.SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::NUM_CQS, 1);
-  builder.SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::MAX_POLLERS, options.max_pollers);
-  builder.SetResourceQuota(quota);
-  // Frames and a window in which a chunk fits, from the first message on. gRPC would find larger ones by probing, which costs
-  // pings, and more: about a tenth of both sides' CPU time. The window also bounds the unread bytes of a stream.
-  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kWindowBytes);
-  builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kWindowBytes);
-  builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
-  // A client that vanished without a word is noticed within 40 s; one that pings too often is sent away.
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20000);
-  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, Milliseconds(limits.min_ping_interval));
-  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(limits.max_connection_streams));
-  builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, static_cast<int>(limits.max_metadata_bytes));
-  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, Milliseconds(limits.max_handshake_time));
-  builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, Milliseconds(limits.max_connection_idle));
-  for (const auto make : {MakeLossService, MakeHeadService, MakeSessionService, MakeGroupService}) {
-    builder.RegisterService(services.emplace_back(make(entrance)).get());
-  }
-
-  guard::ConnectionGateOptions gate_options;
-  gate_options.max_connections = limits.max_connections;
-  gate_options.cancels_a_second = options.max_cancel_rate;
-  gate_options.on_refused = [&metrics = entrance.core.metrics] { metrics.CountRefusedConnection(); };
-  gate_options.on_dropped = [&metrics = entrance.core.metrics] { metrics.CountDroppedConnection(); };
-  gate = std::make_unique<guard::ConnectionGate>(std::move(gate_options));
-  for (const std::string& address : wanted) {
-    const bool is_unix = IsUnixAddress(address);
-    auto& acceptor = acceptors[is_unix ? 1 : 0];
-    if (acceptor == nullptr) {
-      using Type = grpc::ServerBuilder::experimental_type::ExternalConnectionType;
-      // Connections of a Unix socket have no addresses of their own: a connection's number identifies the client.
-      acceptor = builder.experimental().AddExternalConnectionAcceptor(
-          Type::FROM_FD,
-          is_unix ? guard::CountCalls(grpc_insecure_server_credentials_create(), entrance.core.backlog, /*is_counted=*/false)
-                  : credentials);
-    }
-    const auto take = [to = acceptor.get()](int listener_fd, int fd) {
-      grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
-      connection.listener_fd = listener_fd;
-      connection.fd = fd;
-      to->HandleNewConnection(&connection);
-    };
-    if (is_unix) {
-      const PrivateFiles sockets;
-      if (absl::Status status = gate->ListenUnix(SocketPath(address), take); !status.ok()) return CannotListen(status);
-      if (absl::Status status = SetSocketAccess(address, socket_access); !status.ok()) return status;
-      addresses.push_back(address);
-    } else {
-      const auto [host, port] = HostAndPort(address);
-      auto bound = gate->ListenTcp(host, port, take);
-      if (!bound.ok()) return CannotListen(bound.status());
-      addresses.push_back(BoundAddress(address, *bound));
-    }
-    WarnOfOpenAddress(options, addresses.back());
-  }
-  grpc_server = builder.BuildAndStart();
-  if (grpc_server == nullptr) return absl::UnavailableError("gRPC's server cannot be started");
-  return absl::OkStatus();
-}
-
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options, std::unique_ptr<LossEngine> engine) {
   if (options.listen_addresses.empty()) return absl::InvalidArgumentError("listen_addresses: expected at least one, got none");
   for (const auto& [field, addresses] : {std::pair("listen_addresses", &options.listen_addresses),
@@ -209,18 +209,15 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
       if (!status.ok()) return absl::InvalidArgumentError(absl::StrCat(field, ": ", status.message()));
     }
   }
-  auto socket_access = MakeSocketAccess(options.unix_socket_owner, options.unix_socket_mode);
-  if (!socket_access.ok()) return socket_access.status();
-  auto core = ServerCore::Create(options, std::move(engine));
-  if (!core.ok()) return core.status();
+  HEADWATER_ASSIGN_OR_RETURN(const auto socket_access, MakeSocketAccess(options.unix_socket_owner, options.unix_socket_mode));
+  auto state = std::make_unique<State>();
+  HEADWATER_ASSIGN_OR_RETURN(state->core, ServerCore::Create(options, std::move(engine)));
+  ServerCore& core = *state->core;
   // Once, and never undone: when the last user of gRPC goes, the library's own shutdown can wait 10 s for its background poller.
   static const bool grpc_stays = (grpc_init(), true);
   static_cast<void>(grpc_stays);
-  auto credentials = MakeServerCredentials(options, (*core)->backlog);
-  if (!credentials.ok()) return credentials.status();
-  auto state = std::make_unique<State>();
-  state->core = *std::move(core);
-  state->certificates.emplace(state->core->options, state->core->metrics);
+  HEADWATER_ASSIGN_OR_RETURN(const auto credentials, MakeServerCredentials(options, core.backlog));
+  state->certificates.emplace(core.options, core.metrics);
 
   grpc::EnableDefaultHealthCheckService(true);
   // The reference keeps the linker from dropping the library; the option takes the plugin out again.
@@ -228,14 +225,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   grpc::ResourceQuota quota("headwater");
   quota.SetMaxThreads(options.max_threads);
   const auto listen = [&](const std::vector<std::string>& wanted, PortRole role) {
-    const Entrance entrance(*state->core, role);
-    return state->ports.emplace_back().Listen(options, wanted, entrance, *credentials, *socket_access, quota);
+    return state->ports.emplace_back().Listen(options, wanted, Entrance(core, role), credentials, socket_access, quota);
   };
   const bool apart = !options.admin_listen_addresses.empty();
-  if (absl::Status status = listen(options.listen_addresses, apart ? PortRole::kData : PortRole::kAll); !status.ok()) return status;
-  if (apart) {
-    if (absl::Status status = listen(options.admin_listen_addresses, PortRole::kAll); !status.ok()) return status;
-  }
+  HEADWATER_RETURN_IF_ERROR(listen(options.listen_addresses, apart ? PortRole::kData : PortRole::kAll));
+  if (apart) HEADWATER_RETURN_IF_ERROR(listen(options.admin_listen_addresses, PortRole::kAll));
   state->SetHealth(false);
   ServerCore::PortHooks hooks;
   hooks.count_connections = [state = state.get()] {
@@ -246,19 +240,15 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   hooks.on_cancelled = [state = state.get()](const std::string& peer) {
     for (Ports& group : state->ports) group.gate->OnCancelled(peer, MonotonicNow());
   };
-  state->core->SetPortHooks(std::move(hooks));
-  state->core->backlog->SetDrop([state = state.get()](const std::string& peer) {
+  core.SetPortHooks(std::move(hooks));
+  core.backlog->SetDrop([state = state.get()](const std::string& peer) {
     for (Ports& group : state->ports) group.gate->Drop(peer, MonotonicNow());
   });
-  for (Ports& group : state->ports) {
-    if (absl::Status status = group.gate->Start(); !status.ok()) return status;
-  }
+  for (Ports& group : state->ports) HEADWATER_RETURN_IF_ERROR(group.gate->Start());
   if (!options.metrics_address.empty()) {
-    auto port = state->core->metrics.Listen(options.metrics_address);
-    if (!port.ok()) return port.status();
-    state->metrics_port = *port;
+    HEADWATER_ASSIGN_OR_RETURN(state->metrics_port, core.metrics.Listen(options.metrics_address));
   }
-  state->core->WatchEngine([state = state.get(), on_lost = options.on_engine_lost](const absl::Status& lost) {
+  core.WatchEngine([state = state.get(), on_lost = options.on_engine_lost](const absl::Status& lost) {
     state->SetHealth(false);
     Log(LogLevel::kError, "engine_lost", {{"message", std::string(lost.message())}});
     if (on_lost) on_lost(lost);
@@ -275,9 +265,7 @@ Server::~Server() {
 }
 
 absl::Status Server::BecomeReady(const std::function<bool()>& cancelled) {
-  if (const auto& group = state_->core->options.group; group != nullptr) {
-    if (absl::Status status = group->Form(); !status.ok()) return status;
-  }
+  if (const auto& group = state_->core->options.group; group != nullptr) HEADWATER_RETURN_IF_ERROR(group->Form());
   const absl::Time start = MonotonicNow();
   if (absl::Status status = SelfTest(*state_->core->engine); !status.ok()) {
     Log(LogLevel::kError, "self_test_failed", {{"message", std::string(status.message())}});

@@ -50,8 +50,8 @@ absl::Status CheckLoadRoot(const std::string& path) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptions& options, std::unique_ptr<LossEngine> engine) {
-  if (absl::Status status = ValidateLimits(options.limits); !status.ok()) return status;
-  if (absl::Status status = ValidateSettings(options); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(ValidateLimits(options.limits));
+  HEADWATER_RETURN_IF_ERROR(ValidateSettings(options));
   if (options.idle_head_checkpoint && options.checkpoint_directory.empty()) {
     return absl::InvalidArgumentError("idle_head_checkpoint: expected a checkpoint_directory with it, got none");
   }
@@ -64,7 +64,7 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
   if (options.deterministic && !engine->options().deterministic) {
     return absl::InvalidArgumentError("deterministic: expected an engine that was made with EngineOptions::deterministic");
   }
-  if (absl::Status status = CheckLoadRoot(options.load_root); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckLoadRoot(options.load_root));
   HEADWATER_ASSIGN_OR_RETURN(auto access, AccessControl::Create(options.token_file));
   std::unique_ptr<checkpoint::CheckpointStore> checkpoints;
   if (!options.checkpoint_directory.empty()) {

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater::service {
 namespace {
@@ -56,10 +57,10 @@ bool Caller::Has(Permission needs, const std::string& head) const {
 }
 
 absl::Status Caller::Denied(Permission needs, const std::string& head) const {
-  ErrorMetadata metadata = {{"permission", PermissionName(needs)}, {"method", path_}};
+  ErrorMetadata metadata = {{"permission", PermissionName(needs)}, {"method", row_->path}};
   if (!head.empty()) metadata["head"] = head;
   return MakeError(ErrorReason::kPermissionDenied,
-                   absl::StrCat(path_, " needs the permission ", PermissionName(needs), head.empty() ? "" : " on ", head,
+                   absl::StrCat(row_->path, " needs the permission ", PermissionName(needs), head.empty() ? "" : " on ", head,
                                 ", which this token does not have"),
                    std::move(metadata));
 }
@@ -76,20 +77,21 @@ absl::Status Caller::CheckHead(const heads::HeadName& name, Permission needs) co
 absl::Status Caller::CheckPort(Permission needs) const {
   if (needs != Permission::kAdmin || role_ != PortRole::kData) return absl::OkStatus();
   return MakeError(ErrorReason::kPermissionDenied,
-                   absl::StrCat(path_, " needs a port that takes admin calls (admin_listen_addresses), and this one does not"),
-                   {{"permission", PermissionName(needs)}, {"method", path_}, {"expected", "admin_listen_addresses"}});
+                   absl::StrCat(row_->path, " needs a port that takes admin calls (admin_listen_addresses), and this one does not"),
+                   {{"permission", PermissionName(needs)}, {"method", row_->path}, {"expected", "admin_listen_addresses"}});
 }
 
 absl::StatusOr<std::shared_ptr<heads::Head>> Caller::Find(const heads::HeadRegistry& registry, const heads::HeadName& name) const {
-  if (absl::Status status = CheckHead(name); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckHead(name));
   return registry.Find(name);
 }
 
 absl::Status Caller::CheckTenant(const std::string& tenant) const {
   if (free_ || (grant_ != nullptr && grant_->tenant == tenant)) return absl::OkStatus();
-  return MakeError(ErrorReason::kPermissionDenied,
-                   absl::StrCat(path_, ": expected the token's tenant, tenants/", Caller::tenant(), ", got another"),
-                   {{"permission", PermissionName(needs_)}, {"method", path_}, {"expected", "tenants/" + Caller::tenant()}});
+  return MakeError(
+      ErrorReason::kPermissionDenied,
+      absl::StrCat(row_->path, ": expected the token's tenant, tenants/", Caller::tenant(), ", got another"),
+      {{"permission", PermissionName(row_->needs)}, {"method", row_->path}, {"expected", "tenants/" + Caller::tenant()}});
 }
 
 const std::string& Caller::tenant() const {
@@ -105,9 +107,7 @@ const std::string& Caller::token_name() const {
 absl::StatusOr<std::unique_ptr<AccessControl>> AccessControl::Create(const std::string& token_file) {
   auto access = std::make_unique<AccessControl>();
   if (token_file.empty()) return access;
-  auto tokens = TokenFile::Open(token_file);
-  if (!tokens.ok()) return tokens.status();
-  access->tokens_ = *std::move(tokens);
+  HEADWATER_ASSIGN_OR_RETURN(access->tokens_, TokenFile::Open(token_file));
   return access;
 }
 
@@ -119,8 +119,6 @@ absl::StatusOr<Caller> AccessControl::Authorize(const AccessRow* row, PortRole r
   Caller caller;
   caller.role_ = role;
   caller.row_ = row;
-  caller.needs_ = row->needs;
-  caller.path_ = row->path;
   caller.free_ = tokens_ == nullptr;
   if (!caller.free_ && row->needs != Permission::kNone) {
     if (authorization.empty()) return Unauthenticated("none");
@@ -132,7 +130,7 @@ absl::StatusOr<Caller> AccessControl::Authorize(const AccessRow* row, PortRole r
     if (caller.grant_ == nullptr) return Unauthenticated("one that it does not know");
     if (!AllowsSome(row, *caller.grant_)) return caller.Denied(row->needs, "");
   }
-  if (absl::Status status = caller.CheckPort(row->needs); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(caller.CheckPort(row->needs));
   return caller;
 }
 
@@ -140,7 +138,7 @@ absl::Status AccessControl::Recheck(const Caller& caller) const {
   if (caller.grant_ == nullptr || tokens_->version() == caller.version_) return absl::OkStatus();
   const std::shared_ptr<const TokenGrant> grant = tokens_->FindSha256(caller.grant_->sha256);
   if (grant == nullptr) return Unauthenticated("one that it does not know any more");
-  if (grant->tenant != caller.grant_->tenant || !AllowsSome(caller.row_, *grant)) return caller.Denied(caller.needs_, "");
+  if (grant->tenant != caller.grant_->tenant || !AllowsSome(caller.row_, *grant)) return caller.Denied(caller.row_->needs, "");
   return absl::OkStatus();
 }
 

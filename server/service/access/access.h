@@ -31,12 +31,12 @@ enum class PortRole {
 // The caller of a call, as far as this server cares. Copies are cheap.
 class Caller {
  public:
-  // May do nothing.
+  // Of no call: may not be asked.
   Caller() = default;
 
   // The call's permission on a head. kHeadNotFound, as if there were none, for a head of another tenant. kPermissionDenied for one
   // that the token's patterns leave out, be it there or not.
-  absl::Status CheckHead(const heads::HeadName& name) const { return CheckHead(name, needs_); }
+  absl::Status CheckHead(const heads::HeadName& name) const { return CheckHead(name, row_->needs); }
   // CheckHead() for a call that needs another permission than its row says.
   absl::Status CheckHead(const heads::HeadName& name, Permission needs) const;
   // CheckHead(), then the head. kHeadNotFound, kPermissionDenied.
@@ -61,8 +61,6 @@ class Caller {
   int64_t version_ = 0;                      // of the token file that the grant is from
   bool free_ = false;                        // a server without tokens
   PortRole role_ = PortRole::kData;
-  Permission needs_ = Permission::kAdmin;
-  const char* path_ = "";
 };
 
 // Thread-safe.

@@ -2,7 +2,8 @@
 
 #include <array>
 #include <cstddef>
-#include <string>
+
+#include "absl/strings/str_cat.h"
 
 namespace headwater::service {
 namespace {
@@ -57,20 +58,6 @@ constexpr AccessRow kRows[] = {
     {"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", Permission::kToken},
 };
 
-constexpr size_t kMethodCount = static_cast<size_t>(RpcMethod::kCount);
-
-std::array<const AccessRow*, kMethodCount> RowsByMethod() {
-  std::array<const AccessRow*, kMethodCount> rows{};
-  for (const char* service : {"LossService", "HeadService", "SessionService", "GroupService"}) {
-    for (size_t i = 0; i < kMethodCount; ++i) {
-      const std::string path =
-          std::string("/headwater.v1.") + service + "/" + observability::RpcMethodName(static_cast<RpcMethod>(i));
-      if (const AccessRow* row = FindAccessRow(path); row != nullptr) rows[i] = row;
-    }
-  }
-  return rows;
-}
-
 }  // namespace
 
 const char* PermissionName(Permission permission) {
@@ -99,9 +86,19 @@ const AccessRow* FindAccessRow(absl::string_view path) {
 }
 
 const AccessRow* FindAccessRow(RpcMethod method) {
-  static const auto* const rows = new std::array<const AccessRow*, kMethodCount>(RowsByMethod());
-  const size_t index = static_cast<size_t>(method);
-  return index < kMethodCount ? (*rows)[index] : nullptr;
+  constexpr size_t kMethodCount = static_cast<size_t>(RpcMethod::kCount);
+  static const auto* const rows = [] {
+    auto* const by_method = new std::array<const AccessRow*, kMethodCount>{};
+    for (size_t i = 0; i < kMethodCount; ++i) {
+      for (const char* service : {"Loss", "Head", "Session", "Group"}) {
+        const char* const name = observability::RpcMethodName(static_cast<RpcMethod>(i));
+        const AccessRow* const row = FindAccessRow(absl::StrCat("/headwater.v1.", service, "Service/", name));
+        if (row != nullptr) (*by_method)[i] = row;
+      }
+    }
+    return by_method;
+  }();
+  return (*rows)[static_cast<size_t>(method)];
 }
 
 }  // namespace headwater::service

@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -19,15 +18,8 @@ namespace {
 
 constexpr char kUnix[] = "unix:";
 
-// The number, or what `find` says of the name.
-template <typename Id, typename Find>
-absl::StatusOr<Id> FindId(const std::string& text, const char* what, Find find) {
-  uint32_t number = 0;
-  if (absl::SimpleAtoi(text, &number)) return static_cast<Id>(number);
-  std::vector<char> buffer(1 << 16);
-  Id id{};
-  if (find(text.c_str(), buffer, &id)) return id;
-  return absl::InvalidArgumentError(absl::StrCat("unix_socket_owner: there is no ", what, " \"", text, "\""));
+absl::Status NoOwner(const char* what, const std::string& name) {
+  return absl::InvalidArgumentError(absl::StrCat("unix_socket_owner: there is no ", what, " \"", name, "\""));
 }
 
 }  // namespace
@@ -64,11 +56,6 @@ bool IsLocalAddress(const std::string& address) {
   return host == "localhost" || host == "[::1]" || host == "::1" || absl::StartsWith(host, "127.");
 }
 
-std::string BoundAddress(const std::string& address, int port) {
-  if (IsUnixAddress(address)) return address;
-  return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
-}
-
 absl::StatusOr<SocketAccess> MakeSocketAccess(const std::string& owner, int mode) {
   if (mode < 0 || mode > 0777) {
     return absl::InvalidArgumentError("unix_socket_mode: expected permissions from 0 to 0777, in octal");
@@ -78,33 +65,23 @@ absl::StatusOr<SocketAccess> MakeSocketAccess(const std::string& owner, int mode
   const size_t colon = owner.find(':');
   const std::string user = owner.substr(0, colon);
   const std::string group = colon == std::string::npos ? "" : owner.substr(colon + 1);
-  if (!user.empty()) {
-    auto id = FindId<uid_t>(user, "user", [](const char* name, std::vector<char>& buffer, uid_t* out) {
-      passwd entry{};
-      passwd* found = nullptr;
-      if (getpwnam_r(name, &entry, buffer.data(), buffer.size(), &found) != 0 || found == nullptr) return false;
-      *out = found->pw_uid;
-      return true;
-    });
-    if (!id.ok()) return id.status();
-    access.user = *id;
+  uint32_t number = 0;
+  if (absl::SimpleAtoi(user, &number)) {
+    access.user = number;
+  } else if (!user.empty()) {
+    const passwd* const entry = getpwnam(user.c_str());  // NOLINT(concurrency-mt-unsafe): at the start
+    if (entry == nullptr) return NoOwner("user", user);
+    access.user = entry->pw_uid;
   }
-  if (!group.empty()) {
-    auto id = FindId<gid_t>(group, "group", [](const char* name, std::vector<char>& buffer, gid_t* out) {
-      ::group entry{};
-      ::group* found = nullptr;
-      if (getgrnam_r(name, &entry, buffer.data(), buffer.size(), &found) != 0 || found == nullptr) return false;
-      *out = found->gr_gid;
-      return true;
-    });
-    if (!id.ok()) return id.status();
-    access.group = *id;
+  if (absl::SimpleAtoi(group, &number)) {
+    access.group = number;
+  } else if (!group.empty()) {
+    const ::group* const entry = getgrnam(group.c_str());  // NOLINT(concurrency-mt-unsafe): at the start
+    if (entry == nullptr) return NoOwner("group", group);
+    access.group = entry->gr_gid;
   }
   return access;
 }
-
-PrivateFiles::PrivateFiles() : before_(umask(0177)) {}
-PrivateFiles::~PrivateFiles() { umask(before_); }
 
 absl::Status SetSocketAccess(const std::string& address, const SocketAccess& access) {
   const std::string path = SocketPath(address);

@@ -23,8 +23,6 @@ std::string SocketPath(const std::string& address);
 std::pair<std::string, int> HostAndPort(const std::string& address);
 // Whether only processes of this host can reach it.
 bool IsLocalAddress(const std::string& address);
-// "0.0.0.0:0" with the port that was picked; Unix sockets as they are.
-std::string BoundAddress(const std::string& address, int port);
 
 // The owner of a Unix socket, and its permissions. Absent: as the process makes it.
 struct SocketAccess {
@@ -35,18 +33,6 @@ struct SocketAccess {
 // `owner` is USER, USER:GROUP or :GROUP, by name or number; or empty. InvalidArgument for an unknown one, and for a mode that is
 // not from 0 to 0777.
 absl::StatusOr<SocketAccess> MakeSocketAccess(const std::string& owner, int mode);
-
-// While it lives, files that the process makes are for its user alone: a socket is at no moment more open than it should be.
-class PrivateFiles {
- public:
-  PrivateFiles();
-  ~PrivateFiles();
-  PrivateFiles(const PrivateFiles&) = delete;
-  PrivateFiles& operator=(const PrivateFiles&) = delete;
-
- private:
-  const mode_t before_;
-};
 
 // Gives the socket of a Unix address its owner and mode. Unavailable if that fails.
 absl::Status SetSocketAccess(const std::string& address, const SocketAccess& access);

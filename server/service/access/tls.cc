@@ -10,9 +10,6 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <array>
-#include <cstdint>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,7 +20,6 @@
 #include "headwater/kernels/return_if_error.h"
 #include "server/guard/counted_calls.h"
 #include "server/observability/logging.h"
-#include "server/scheduler/repeated_task.h"
 
 namespace headwater::service {
 namespace {
@@ -62,9 +58,9 @@ struct Validity {
 };
 
 absl::Status TakeEnd(const X509* certificate, absl::Time* first_end) {
-  const absl::StatusOr<absl::Time> end = TimeOf(X509_get0_notAfter(certificate));
-  if (end.ok()) *first_end = std::min(*first_end, *end);
-  return end.status();
+  HEADWATER_ASSIGN_OR_RETURN(const absl::Time end, TimeOf(X509_get0_notAfter(certificate)));
+  *first_end = std::min(*first_end, end);
+  return absl::OkStatus();
 }
 
 // InvalidArgument for files that cannot be used.
@@ -85,9 +81,7 @@ absl::StatusOr<Validity> CheckFiles(const ServerOptions& options) {
   }
   const X509* const own = SSL_CTX_get0_certificate(context.get());
   Validity validity;
-  const absl::StatusOr<absl::Time> begin = TimeOf(X509_get0_notBefore(own));
-  if (!begin.ok()) return begin.status();
-  validity.begin = *begin;
+  HEADWATER_ASSIGN_OR_RETURN(validity.begin, TimeOf(X509_get0_notBefore(own)));
   HEADWATER_RETURN_IF_ERROR(TakeEnd(own, &validity.end));
   STACK_OF(X509)* chain = nullptr;
   SSL_CTX_get0_chain_certs(context.get(), &chain);
@@ -101,17 +95,11 @@ absl::StatusOr<Validity> CheckFiles(const ServerOptions& options) {
 }
 
 // Distinguishes a file from a later one of its name.
-using FileIdentity = std::array<int64_t, 6>;
-
-FileIdentity IdentityOf(const std::string& path) {
+std::string IdentityOf(const std::string& path) {
   struct stat file {};
-  if (path.empty() || stat(path.c_str(), &file) != 0) return {};
-  return {static_cast<int64_t>(file.st_dev),
-          static_cast<int64_t>(file.st_ino),
-          file.st_size,
-          file.st_mtim.tv_sec,
-          file.st_mtim.tv_nsec,
-          file.st_ctim.tv_sec * 1'000'000'000 + file.st_ctim.tv_nsec};
+  if (path.empty() || stat(path.c_str(), &file) != 0) return "none";
+  return absl::StrCat(file.st_dev, ":", file.st_ino, ":", file.st_size, ":", file.st_mtim.tv_sec, ".", file.st_mtim.tv_nsec, ":",
+                      file.st_ctim.tv_sec, ".", file.st_ctim.tv_nsec);
 }
 
 std::string Text(absl::Time time) { return absl::FormatTime(absl::RFC3339_sec, time, absl::UTCTimeZone()); }
@@ -145,7 +133,7 @@ absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(c
     if (!options.tls_client_ca.empty()) return absl::InvalidArgumentError("tls_client_ca: expected a tls_certificate with it");
     return guard::CountCalls(grpc_insecure_server_credentials_create(), std::move(backlog));
   }
-  if (absl::Status status = CheckFiles(options).status(); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckFiles(options).status());
   grpc::experimental::TlsServerCredentialsOptions tls(std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(
       options.tls_key, options.tls_certificate, options.tls_client_ca, kRefreshSeconds));
   tls.watch_identity_key_cert_pairs();
@@ -157,42 +145,30 @@ absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(c
   return guard::CountCalls(grpc_tls_server_credentials_create(tls.c_credentials_options()), std::move(backlog));
 }
 
-class CertificateWatch::State {
- public:
-  State(const ServerOptions& options, observability::Metrics& metrics) : options_(options), metrics_(metrics) {
-    Look();
-    look_.emplace(absl::Seconds(kRefreshSeconds), [this] { Look(); });
-  }
-
- private:
-  // Reports the files if they have changed.
-  void Look() {
-    const std::array<FileIdentity, 3> files = {IdentityOf(options_.tls_certificate), IdentityOf(options_.tls_key),
-                                               IdentityOf(options_.tls_client_ca)};
-    if (files == files_) return;
-    files_ = files;
-    const absl::StatusOr<Validity> validity = CheckFiles(options_);
-    if (!validity.ok()) {
-      observability::Log(LogLevel::kWarning, "tls_files_not_usable",
-                         {{"message", absl::StrCat(validity.status().message(), "; no client can connect while that is so")}});
-      return;
-    }
-    const bool asks_clients = !options_.tls_client_ca.empty();
-    LogValidity(*validity, asks_clients);
-    metrics_.SetCertificateEnd(observability::CertificateUse::kServer, validity->end);
-    if (asks_clients) metrics_.SetCertificateEnd(observability::CertificateUse::kClientCa, validity->client_ca_end);
-  }
-
-  const ServerOptions& options_;
-  observability::Metrics& metrics_;
-  std::array<FileIdentity, 3> files_{};
-  std::optional<scheduler::RepeatedTask> look_;  // last: it uses the members above
-};
-
-CertificateWatch::CertificateWatch(const ServerOptions& options, observability::Metrics& metrics) {
-  if (!options.tls_certificate.empty()) state_ = std::make_unique<State>(options, metrics);
+CertificateWatch::CertificateWatch(const ServerOptions& options, observability::Metrics& metrics)
+    : options_(options), metrics_(metrics) {
+  if (options.tls_certificate.empty()) return;
+  Look();
+  look_.emplace(absl::Seconds(kRefreshSeconds), [this] { Look(); });
 }
 
-CertificateWatch::~CertificateWatch() = default;
+void CertificateWatch::Look() {
+  std::string identities;
+  for (const std::string& path : {options_.tls_certificate, options_.tls_key, options_.tls_client_ca}) {
+    absl::StrAppend(&identities, IdentityOf(path), " ");
+  }
+  if (identities == identities_) return;
+  identities_ = std::move(identities);
+  const absl::StatusOr<Validity> validity = CheckFiles(options_);
+  if (!validity.ok()) {
+    observability::Log(LogLevel::kWarning, "tls_files_not_usable",
+                       {{"message", absl::StrCat(validity.status().message(), "; no client can connect while that is so")}});
+    return;
+  }
+  const bool asks_clients = !options_.tls_client_ca.empty();
+  LogValidity(*validity, asks_clients);
+  metrics_.SetCertificateEnd(observability::CertificateUse::kServer, validity->end);
+  if (asks_clients) metrics_.SetCertificateEnd(observability::CertificateUse::kClientCa, validity->client_ca_end);
+}
 
 }  // namespace headwater::service

@@ -5,10 +5,13 @@
 #include <grpcpp/security/server_credentials.h>
 
 #include <memory>
+#include <optional>
+#include <string>
 
 #include "absl/status/statusor.h"
 #include "server/guard/call_backlog.h"
 #include "server/observability/metrics.h"
+#include "server/scheduler/repeated_task.h"
 #include "server/service/server_options.h"
 
 namespace headwater::service {
@@ -25,13 +28,17 @@ class CertificateWatch {
  public:
   // Both must outlive the watch.
   CertificateWatch(const ServerOptions& options, observability::Metrics& metrics);
-  ~CertificateWatch();
   CertificateWatch(const CertificateWatch&) = delete;
   CertificateWatch& operator=(const CertificateWatch&) = delete;
 
  private:
-  class State;
-  std::unique_ptr<State> state_;  // null: no TLS
+  // Reports the files if they have changed.
+  void Look();
+
+  const ServerOptions& options_;
+  observability::Metrics& metrics_;
+  std::string identities_;                       // of the files that were reported last
+  std::optional<scheduler::RepeatedTask> look_;  // last: it uses the members above; none without TLS
 };
 
 }  // namespace headwater::service

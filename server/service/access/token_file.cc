@@ -1,25 +1,25 @@
 #include "server/service/access/token_file.h"
 
-#include <fcntl.h>
 #include <openssl/crypto.h>
-#include <openssl/evp.h>
+#include <openssl/sha.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 #include <initializer_list>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <utility>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/heads/head_name.h"
 #include "server/model_files/strict_json.h"
 #include "server/observability/logging.h"
-#include "server/transport/file_descriptor.h"
 
 namespace headwater::service {
 namespace {
@@ -68,7 +68,7 @@ absl::Status ParsePatterns(const json& token, const char* key, const std::string
 
 absl::StatusOr<TokenGrant> ParseToken(const json& token, const std::string& place) {
   if (!token.is_object()) return Wrong(place, "an object");
-  if (absl::Status status = CheckKeys(token, place, {"name", "sha256", "tenant", "compute", "admin"}); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(CheckKeys(token, place, {"name", "sha256", "tenant", "compute", "admin"}));
   TokenGrant grant;
   const json* const name = model_files::FindMember(token, "name", json::value_t::string);
   if (name == nullptr || !IsName(name->get<std::string>(), "._-")) {
@@ -91,36 +91,27 @@ absl::StatusOr<TokenGrant> ParseToken(const json& token, const std::string& plac
     }
     grant.tenant = tenant->get<std::string>();
   }
-  if (absl::Status status = ParsePatterns(token, "compute", place, &grant.compute); !status.ok()) return status;
-  if (absl::Status status = ParsePatterns(token, "admin", place, &grant.admin); !status.ok()) return status;
+  HEADWATER_RETURN_IF_ERROR(ParsePatterns(token, "compute", place, &grant.compute));
+  HEADWATER_RETURN_IF_ERROR(ParsePatterns(token, "admin", place, &grant.admin));
   return grant;
 }
 
+absl::Status Unusable(const std::string& path, absl::string_view why) {
+  return absl::InvalidArgumentError(absl::StrCat("token_file: ", path, ": ", why));
+}
+
 absl::StatusOr<std::string> ReadFile(const std::string& path) {
-  const auto cannot = [&](const char* what) {
-    return absl::InvalidArgumentError(absl::StrCat("token_file: ", path, ": ", what, ": ", std::strerror(errno)));
-  };
-  transport::FileDescriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  if (!file.valid()) return cannot("cannot open it");
   struct stat about {};
-  if (fstat(file.get(), &about) != 0) return cannot("cannot look at it");
+  // Looked at first: to open a pipe would wait for its writer.
+  if (stat(path.c_str(), &about) != 0) return Unusable(path, absl::StrCat("cannot open it: ", std::strerror(errno)));
   if (!S_ISREG(about.st_mode) || about.st_size > kMostFileBytes) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("token_file: ", path, ": expected a file of at most ", kMostFileBytes, " bytes"));
+    return Unusable(path, absl::StrCat("expected a file of at most ", kMostFileBytes, " bytes"));
   }
-  if ((about.st_mode & S_IWOTH) != 0) {
-    return absl::InvalidArgumentError(absl::StrCat("token_file: ", path, ": everybody may write it; expected mode 0640 or less"));
-  }
-  std::string text;
-  char buffer[4096];
-  while (static_cast<int64_t>(text.size()) <= kMostFileBytes) {
-    const ssize_t count = read(file.get(), buffer, sizeof(buffer));
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) return cannot("cannot read it");
-    if (count == 0) return text;
-    text.append(buffer, static_cast<size_t>(count));
-  }
-  return absl::InvalidArgumentError(absl::StrCat("token_file: ", path, ": expected a file of at most ", kMostFileBytes, " bytes"));
+  if ((about.st_mode & S_IWOTH) != 0) return Unusable(path, "everybody may write it; expected mode 0640 or less");
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return Unusable(path, absl::StrCat("cannot open it: ", std::strerror(errno)));
+  std::string text(std::istreambuf_iterator<char>(file), {});
+  return text;
 }
 
 }  // namespace
@@ -147,31 +138,28 @@ bool MatchesPattern(absl::string_view pattern, absl::string_view id) {
 }
 
 absl::StatusOr<TokenGrants> ParseTokens(const std::string& text) {
-  auto parsed = model_files::ParseStrictJson(text, "the token file");
-  if (!parsed.ok()) return parsed.status();
-  if (absl::Status status = CheckKeys(*parsed, "the object", {"tokens"}); !status.ok()) return status;
-  const json* const tokens = model_files::FindMember(*parsed, "tokens", json::value_t::array);
+  HEADWATER_ASSIGN_OR_RETURN(const json parsed, model_files::ParseStrictJson(text, "the token file"));
+  HEADWATER_RETURN_IF_ERROR(CheckKeys(parsed, "the object", {"tokens"}));
+  const json* const tokens = model_files::FindMember(parsed, "tokens", json::value_t::array);
   if (tokens == nullptr) return Wrong("tokens", "an array");
   TokenGrants grants;
   for (size_t i = 0; i < tokens->size(); ++i) {
     const std::string place = absl::StrCat("tokens[", i, "]");
-    auto grant = ParseToken((*tokens)[i], place);
-    if (!grant.ok()) return grant.status();
+    HEADWATER_ASSIGN_OR_RETURN(auto grant, ParseToken((*tokens)[i], place));
     for (const auto& earlier : grants) {
-      if (earlier->name == grant->name) return Wrong(place + ".name", "one that no earlier token has");
-      if (earlier->sha256 == grant->sha256) return Wrong(place + ".sha256", "one that no earlier token has");
+      if (earlier->name == grant.name) return Wrong(place + ".name", "one that no earlier token has");
+      if (earlier->sha256 == grant.sha256) return Wrong(place + ".sha256", "one that no earlier token has");
     }
-    grants.push_back(std::make_shared<const TokenGrant>(*std::move(grant)));
+    grants.push_back(std::make_shared<const TokenGrant>(std::move(grant)));
   }
   return grants;
 }
 
 absl::StatusOr<std::unique_ptr<TokenFile>> TokenFile::Open(const std::string& path, absl::Duration interval) {
-  auto text = ReadFile(path);
-  if (!text.ok()) return text.status();
-  auto grants = ParseTokens(*text);
-  if (!grants.ok()) return absl::InvalidArgumentError(absl::StrCat("token_file: ", path, ": ", grants.status().message()));
-  return std::unique_ptr<TokenFile>(new TokenFile(path, interval, *std::move(text), *std::move(grants)));
+  HEADWATER_ASSIGN_OR_RETURN(auto text, ReadFile(path));
+  auto grants = ParseTokens(text);
+  if (!grants.ok()) return Unusable(path, grants.status().message());
+  return std::unique_ptr<TokenFile>(new TokenFile(path, interval, std::move(text), *std::move(grants)));
 }
 
 TokenFile::TokenFile(std::string path, absl::Duration interval, std::string text, TokenGrants grants)
@@ -183,10 +171,7 @@ TokenFile::TokenFile(std::string path, absl::Duration interval, std::string text
 std::shared_ptr<const TokenGrant> TokenFile::Find(absl::string_view token) const {
   if (token.empty() || token.size() > kMostTokenBytes) return nullptr;
   std::array<uint8_t, 32> digest{};
-  unsigned int size = 0;
-  if (EVP_Digest(token.data(), token.size(), digest.data(), &size, EVP_sha256(), nullptr) != 1 || size != digest.size()) {
-    return nullptr;
-  }
+  SHA256(reinterpret_cast<const uint8_t*>(token.data()), token.size(), digest.data());
   return FindSha256(digest);
 }
 
