@@ -1,7 +1,5 @@
 #include "server/guard/counted_calls.h"
 
-#include <grpcpp/server_context.h>
-
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -98,39 +96,6 @@ class CountedCredentials final : public grpc::ServerCredentials {
   grpc_server_credentials* const credentials_;
 };
 
-using grpc::experimental::InterceptionHookPoints;
-using grpc::experimental::Interceptor;
-using grpc::experimental::ServerRpcInfo;
-
-class Arrival final : public Interceptor {
- public:
-  Arrival(CallBacklog& backlog, ServerRpcInfo& info) : backlog_(backlog), info_(info) {}
-
-  void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
-    // Once for each call, whether a handler follows or not.
-    if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::POST_RECV_INITIAL_METADATA)) {
-      const std::optional<Connection> connection = FindConnection(info_.server_context()->c_call());
-      if (connection.has_value() && connection->is_counted != 0) {
-        backlog_.OnTaken(connection->number, info_.server_context()->peer(), observability::MonotonicNow());
-      }
-    }
-    methods->Proceed();
-  }
-
- private:
-  CallBacklog& backlog_;
-  ServerRpcInfo& info_;
-};
-
-class Arrivals final : public grpc::experimental::ServerInterceptorFactoryInterface {
- public:
-  explicit Arrivals(CallBacklog& backlog) : backlog_(backlog) {}
-  Interceptor* CreateServerInterceptor(ServerRpcInfo* info) override { return new Arrival(backlog_, *info); }
-
- private:
-  CallBacklog& backlog_;
-};
-
 }  // namespace
 
 std::shared_ptr<grpc::ServerCredentials> CountCalls(grpc_server_credentials* credentials, std::shared_ptr<CallBacklog> backlog,
@@ -143,8 +108,10 @@ std::optional<int64_t> ConnectionOf(grpc_call* call) {
   return connection.has_value() ? std::optional(connection->number) : std::nullopt;
 }
 
-std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface> CountArrivals(CallBacklog& backlog) {
-  return std::make_unique<Arrivals>(backlog);
+void CountStart(CallBacklog& backlog, grpc::ServerContextBase& context) {
+  const std::optional<Connection> connection = FindConnection(context.c_call());
+  if (!connection.has_value() || connection->is_counted == 0) return;
+  backlog.OnTaken(connection->number, context.peer(), observability::MonotonicNow());
 }
 
 }  // namespace headwater::guard

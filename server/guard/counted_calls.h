@@ -9,7 +9,7 @@
 #include <grpc/grpc.h>
 #include <grpc/grpc_security.h>
 #include <grpcpp/security/server_credentials.h>
-#include <grpcpp/support/server_interceptor.h>
+#include <grpcpp/server_context.h>
 
 #include <cstdint>
 #include <memory>
@@ -28,8 +28,8 @@ std::shared_ptr<grpc::ServerCredentials> CountCalls(grpc_server_credentials* cre
 std::optional<int64_t> ConnectionOf(grpc_call* call);
 
 // Reports to the backlog that gRPC starts a call, before the call has its handler. A call that gRPC refuses for lack of a thread
-// never has a handler, and would count as waiting forever. The backlog must outlive the factory's server.
-std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface> CountArrivals(CallBacklog& backlog);
+// never has a handler, and would count as waiting forever.
+void CountStart(CallBacklog& backlog, grpc::ServerContextBase& context);
 
 }  // namespace headwater::guard
 

@@ -21,9 +21,9 @@
 #include "absl/synchronization/mutex.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/group/group_assembly.h"
+#include "server/guard/call_guard.h"
 #include "server/guard/connection_gate.h"
 #include "server/guard/counted_calls.h"
-#include "server/guard/foreign_rpc_guard.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/service/access/access_table.h"
@@ -100,11 +100,10 @@ struct Server::Ports {
     grpc::ServerBuilder builder;
     builder.SetOption(std::make_unique<ReflectionOption>(options.reflection));
     std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> guards;
-    guards.push_back(guard::CountArrivals(*entrance.core.backlog));
-    const auto authorize = [entrance](const char* method, const guard::ForeignRpcGuard::Metadata& metadata) {
+    const auto authorize = [entrance](const char* method, const guard::CallGuard::Metadata& metadata) {
       return entrance.core.access->Authorize(FindAccessRow(method), entrance.role, AuthorizationOf(metadata)).status();
     };
-    guards.push_back(std::make_unique<guard::ForeignRpcGuard>(authorize, limits.max_health_watches));
+    guards.push_back(std::make_unique<guard::CallGuard>(*entrance.core.backlog, authorize, limits.max_health_watches));
     builder.experimental().SetInterceptorCreators(std::move(guards));
     builder.SetMaxReceiveMessageSize(static_cast<int>(limits.max_message_bytes));
     // A worker gets in one message the bytes of one or more of a client's, in wider types perhaps. None of these may be too large,

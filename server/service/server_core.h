@@ -46,9 +46,9 @@ class ServerCore : public ServerParts {
   // To kServing or kDraining; without effect once the device is lost.
   void SetPhase(Phase phase);
 
-  // Begins to look at LossEngine::health(), every 50 ms. When the device is lost, all waits here end, lost() says why, and then
-  // `on_lost` is called, once, with lost(), on the watch's thread or in CheckEngine(), which it must not call. Once, before calls
-  // are taken.
+  // Begins to look at LossEngine::health(), every 50 ms. When the device is lost, all waits here end and lost() says why. Then
+  // `on_lost` is called, once, with lost(), on the watch's thread or in CheckEngine(), which it must not call. To be called once,
+  // before calls are taken.
   void WatchEngine(std::function<void(const absl::Status&)> on_lost);
   // Waits for `on_lost`, if it runs. No call may be in progress.
   void StopWatchingEngine();

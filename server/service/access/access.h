@@ -31,7 +31,7 @@ enum class PortRole {
 // The caller of a call, as far as this server cares. Copies are cheap.
 class Caller {
  public:
-  // Of no call: may not be asked.
+  // Has no call: not to be asked.
   Caller() = default;
 
   // The call's permission on a head. kHeadNotFound, as if there were none, for a head of another tenant. kPermissionDenied for one

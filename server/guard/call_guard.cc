@@ -1,14 +1,14 @@
-#include "server/guard/foreign_rpc_guard.h"
+#include "server/guard/call_guard.h"
 
 #include <grpcpp/server_context.h>
 
 #include <cstring>
 #include <string>
-#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "server/guard/counted_calls.h"
 #include "server/guard/line_budget.h"
 #include "server/guard/stream_watchdog.h"
 #include "server/observability/logging.h"
@@ -17,33 +17,36 @@
 namespace headwater::guard {
 namespace {
 
-using grpc::experimental::InterceptionHookPoints;
-
 // A watch never ends by itself, and needs no token.
 constexpr char kHealthWatch[] = "/grpc.health.v1.Health/Watch";
 
-class Guard final : public grpc::experimental::Interceptor {
+}  // namespace
+
+class CallGuard::Guard final : public grpc::experimental::Interceptor {
  public:
-  // `watches` counts the calls of kHealthWatch that are in progress and not refused; null for a call of another method.
-  Guard(const ForeignRpcGuard::Authorize& authorize, int64_t max_watches, grpc::experimental::ServerRpcInfo& info,
-        std::shared_ptr<std::atomic<int64_t>> watches)
-      : authorize_(authorize), max_watches_(max_watches), info_(info), watches_(std::move(watches)) {
-    if (watches_ != nullptr) place_ = watches_->fetch_add(1);
+  Guard(const CallGuard& all, grpc::experimental::ServerRpcInfo& info) : all_(all), info_(info) {
+    if (std::strcmp(info.method(), kHealthWatch) != 0) return;
+    watches_ = all.watches_;
+    place_ = watches_->fetch_add(1);
   }
   ~Guard() override { GiveBack(); }
 
   void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
-    if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::POST_RECV_INITIAL_METADATA)) Check(*methods);
+    // Once for each call, whether a handler follows or not.
+    if (methods->QueryInterceptionHookPoint(grpc::experimental::InterceptionHookPoints::POST_RECV_INITIAL_METADATA)) {
+      CountStart(all_.backlog_, *info_.server_context());
+      if (!absl::StartsWith(info_.method(), "/headwater.v1.")) Check(*methods);
+    }
     methods->Proceed();
   }
 
  private:
   void Check(grpc::experimental::InterceptorBatchMethods& methods) {
-    if (absl::Status allowed = authorize_(info_.method(), *methods.GetRecvInitialMetadata()); !allowed.ok()) {
+    if (absl::Status allowed = all_.authorize_(info_.method(), *methods.GetRecvInitialMetadata()); !allowed.ok()) {
       End(allowed);
-    } else if (place_ >= max_watches_) {
-      End(absl::ResourceExhaustedError(
-          absl::StrCat("expected at most ", max_watches_, " watches of the health (max_health_watches), and that many are open")));
+    } else if (place_ >= all_.max_health_watches_) {
+      End(absl::ResourceExhaustedError(absl::StrCat("expected at most ", all_.max_health_watches_,
+                                                    " watches of the health (max_health_watches), and that many are open")));
     }
   }
 
@@ -63,19 +66,14 @@ class Guard final : public grpc::experimental::Interceptor {
                         {"message", std::string(why.message())}});
   }
 
-  const ForeignRpcGuard::Authorize& authorize_;
-  const int64_t max_watches_;
+  const CallGuard& all_;
   grpc::experimental::ServerRpcInfo& info_;
-  std::shared_ptr<std::atomic<int64_t>> watches_;
+  std::shared_ptr<std::atomic<int64_t>> watches_;  // that are in progress and not refused; null for a call of another method
   int64_t place_ = 0;
 };
 
-}  // namespace
-
-grpc::experimental::Interceptor* ForeignRpcGuard::CreateServerInterceptor(grpc::experimental::ServerRpcInfo* info) {
-  if (absl::StartsWith(info->method(), "/headwater.v1.")) return nullptr;
-  const bool watch = std::strcmp(info->method(), kHealthWatch) == 0;
-  return new Guard(authorize_, max_health_watches_, *info, watch ? watches_ : nullptr);
+grpc::experimental::Interceptor* CallGuard::CreateServerInterceptor(grpc::experimental::ServerRpcInfo* info) {
+  return new Guard(*this, *info);
 }
 
 }  // namespace headwater::guard
