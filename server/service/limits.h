@@ -11,26 +11,16 @@
 namespace headwater::service {
 
 // Units of a limit: the types of its value and of its flag.
-struct CountLimit {
-  using Value = int64_t;
-  using Flag = int64_t;
+template <typename ValueType, typename FlagType = ValueType>
+struct LimitUnit {
+  using Value = ValueType;
+  using Flag = FlagType;
 };
-struct BytesLimit {
-  using Value = int64_t;
-  using Flag = BytesFlag;
-};
-struct TimeLimit {
-  using Value = absl::Duration;
-  using Flag = DurationFlag;
-};
-struct NumberLimit {
-  using Value = int32_t;
-  using Flag = int32_t;
-};
-struct RateLimit {
-  using Value = double;
-  using Flag = double;
-};
+using CountLimit = LimitUnit<int64_t>;
+using BytesLimit = LimitUnit<int64_t, BytesFlag>;
+using TimeLimit = LimitUnit<absl::Duration, DurationFlag>;
+using NumberLimit = LimitUnit<int32_t>;
+using RateLimit = LimitUnit<double>;
 
 // Room in a message for everything that is not a chunk's data or a per-token output.
 inline constexpr int64_t kMessageOverheadBytes = 64 << 10;

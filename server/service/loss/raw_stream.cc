@@ -4,10 +4,12 @@
 
 namespace headwater::service {
 
-RawStream::RawStream(ServerCore& core, grpc::CallbackServerContext& context) : core_(core), context_(context) {
+RawReactor* RawStream::Own() {
+  self_ = shared_from_this();
   watch_.emplace(&core_.watchdog, [this](const absl::Status& why) {
-    if (!owned_.load() || !OnEnded(why)) guard::EndCall(context_, why);
+    if (!OnEnded(why)) guard::EndCall(context_, why);
   });
+  return this;
 }
 
 bool RawStream::Enter() {

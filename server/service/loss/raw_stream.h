@@ -29,16 +29,12 @@ using RawReactor = grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>;
 // time, and must not wait.
 class RawStream : public RawReactor, public std::enable_shared_from_this<RawStream> {
  public:
-  RawStream(ServerCore& core, grpc::CallbackServerContext& context);
+  RawStream(ServerCore& core, grpc::CallbackServerContext& context) : core_(core), context_(context) {}
   RawStream(const RawStream&) = delete;
   RawStream& operator=(const RawStream&) = delete;
 
-  // Gives gRPC its share of the object, which it has until the call is over.
-  RawReactor* Own() {
-    self_ = shared_from_this();
-    owned_.store(true);
-    return this;
-  }
+  // Before all else: gives gRPC its share of the object, which it has until the call is over, and begins to watch the client.
+  RawReactor* Own();
 
   // Begins to read a message; OnMessage() follows. Not before the last one was answered. `watched` bounds the client's time for it.
   // Without effect after Finish().
@@ -92,7 +88,6 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   grpc::CallbackServerContext& context_;  // until OnDone()
   std::shared_ptr<RawStream> self_;       // gRPC's share
   std::optional<guard::StreamWatchdog::Watch> watch_;
-  std::atomic<bool> owned_{false};  // Own() has been called: the object is whole
   std::atomic<bool> gone_{false};
   bool read_watched_ = false;  // the read in progress
   grpc::ByteBuffer read_message_;
