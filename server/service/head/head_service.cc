@@ -1,5 +1,6 @@
 // gRPC handlers of headwater.v1.HeadService.
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -14,7 +15,6 @@
 #include "server/group/group_engine.h"
 #include "server/observability/logging.h"
 #include "server/service/call/stream_io.h"
-#include "server/service/head/tensor_stream.h"
 #include "server/service/head/upload_store.h"
 #include "server/service/request/canonical_header.h"
 #include "server/service/request/field_check.h"
@@ -76,17 +76,6 @@ scheduler::WaitLimits SealWait(RpcScope& scope) {
   scheduler::WaitLimits wait = scope.wait_limits().ForStep();
   wait.deadline = std::min(wait.deadline, transport::WaitEnd(scope.start_time(), scope.wait_limits().deadline));
   return wait;
-}
-
-absl::Status SendDownload(RpcScope& scope, const absl::StatusOr<TensorStream>& stream,
-                          grpc::ServerWriter<v1::DownloadTensorResponse>& responses) {
-  if (!stream.ok()) return stream.status();
-  ServerCore& core = scope.core();
-  WatchedWriter writer(scope, responses);
-  return SendTensor(*stream, core.options.limits.max_chunk_bytes, [&](const v1::DownloadTensorResponse& response) {
-    core.metrics.CountBytes(observability::Direction::kOut, static_cast<int64_t>(response.chunk().data().size()));
-    return writer.Write(response);
-  });
 }
 
 absl::Status StorageNotConfigured(const char* flag) {
@@ -258,11 +247,118 @@ absl::Status LoadWeights(RpcScope& scope, const v1::LoadWeightsRequest& request,
   return absl::OkStatus();
 }
 
-absl::Status DownloadWeights(RpcScope& scope, const v1::DownloadWeightsRequest& request,
+// One download: what its header says, and where the elements come from.
+struct TensorStream {
+  DataType data_type = DataType::kFloat32;
+  std::vector<int64_t> shape;
+  int64_t total_bytes = 0;
+  int64_t weight_version = 0;
+  int64_t offset_bytes = 0;  // where to begin
+  // Writes elements [element_start, element_start + element_count) to `out`.
+  std::function<absl::Status(int64_t element_start, int64_t element_count, void* out)> read;
+};
+
+// Shape and offset, for a tensor of `head` in `data_type`.
+absl::Status Describe(const heads::Head& head, bool bias, int64_t offset_bytes, TensorStream* stream) {
+  const HeadSpec& spec = head.spec();
+  if (bias && !spec.has_bias) {
+    return InvalidCombination("tensor", "WEIGHT, because the head has no bias", "BIAS");
+  }
+  stream->shape = {spec.vocab_size};
+  if (!bias) stream->shape.push_back(spec.hidden_size);
+  const int64_t element_bytes = ElementBytes(stream->data_type);
+  stream->total_bytes = spec.vocab_size * (bias ? 1 : spec.hidden_size) * element_bytes;
+  stream->offset_bytes = offset_bytes;
+  HEADWATER_RETURN_IF_ERROR(CheckRange("offset_bytes", offset_bytes, 0, stream->total_bytes));
+  if (offset_bytes % element_bytes == 0) return absl::OkStatus();
+  return InvalidField("offset_bytes", absl::StrCat("a multiple of ", element_bytes), absl::StrCat(offset_bytes));
+}
+
+// Sends the header, then chunks in order.
+absl::Status SendTensor(RpcScope& scope, const TensorStream& stream, grpc::ServerWriter<v1::DownloadTensorResponse>& responses) {
+  constexpr int64_t kChunkBytes = 1 << 20;
+  ServerCore& core = scope.core();
+  WatchedWriter writer(scope, responses);
+  const absl::Status gone = MakeError(ErrorReason::kCancelled, "the client cancelled the download, or went away");
+  const int64_t element_bytes = ElementBytes(stream.data_type);
+  const int64_t chunk_elements = std::max<int64_t>(1, std::min(kChunkBytes, core.options.limits.max_chunk_bytes) / element_bytes);
+  const int64_t element_count = stream.total_bytes / element_bytes;
+  v1::DownloadTensorResponse response;
+  bool header_sent = false;
+  int64_t element = stream.offset_bytes / element_bytes;
+  do {
+    // The first read comes before the header, so that an error is not preceded by anything.
+    const int64_t count = std::min(chunk_elements, element_count - element);
+    std::string data(static_cast<size_t>(count * element_bytes), '\0');
+    HEADWATER_RETURN_IF_ERROR(stream.read(element, count, data.data()));
+    if (!header_sent) {
+      v1::DownloadTensorHeader* const header = response.mutable_header();
+      header->set_data_type(static_cast<v1::DataType>(stream.data_type));
+      header->mutable_shape()->Assign(stream.shape.begin(), stream.shape.end());
+      header->set_total_bytes(stream.total_bytes);
+      header->set_weight_version(stream.weight_version);
+      if (!writer.Write(response)) return gone;
+      header_sent = true;
+    }
+    if (count == 0) break;
+    response.mutable_chunk()->set_offset_bytes(element * element_bytes);
+    response.mutable_chunk()->set_data(std::move(data));
+    core.metrics.CountBytes(observability::Direction::kOut, count * element_bytes);
+    if (!writer.Write(response)) return gone;
+    element += count;
+  } while (element < element_count);
+  return absl::OkStatus();
+}
+
+absl::Status DownloadWeights(RpcScope& scope, const v1::DownloadWeightsRequest& message,
                              grpc::ServerWriter<v1::DownloadTensorResponse>* writer) {
-  HEADWATER_ASSIGN_OR_RETURN(auto download, DecodeDownloadWeights(request));
-  HEADWATER_RETURN_IF_ERROR(UseHead(scope, download.name).status());
-  return SendDownload(scope, OpenWeights(scope.heads().front().head(), download, scope.wait_limits()), *writer);
+  HEADWATER_ASSIGN_OR_RETURN(const auto request, DecodeDownloadWeights(message));
+  HEADWATER_ASSIGN_OR_RETURN(heads::Head* const head, UseHead(scope, request.name));
+  const HeadSpec& spec = head->spec();
+  TensorStream stream;
+  stream.data_type = request.data_type.value_or(spec.data_type);
+  if (stream.data_type != spec.data_type && stream.data_type != DataType::kFloat32) {
+    return FieldError(ErrorReason::kDataTypeMismatch, "data_type",
+                      absl::StrCat("float32 or the storage type ", DataTypeName(spec.data_type)), DataTypeName(stream.data_type));
+  }
+  const bool bias = request.tensor == HeadTensor::kBias;
+  HEADWATER_RETURN_IF_ERROR(Describe(*head, bias, request.offset_bytes, &stream));
+  const heads::HeadInfo info = head->Describe();
+  if (info.state == heads::HeadState::kLoading) {
+    return MakeError(ErrorReason::kWeightsNotLoaded, absl::StrCat(info.name.ToString(), ": expected weights, got none yet"),
+                     {{"head", info.name.ToString()}});
+  }
+  stream.weight_version = info.weight_version;
+  HeadTensor tensor = request.tensor;
+  if (stream.data_type != spec.data_type) tensor = bias ? HeadTensor::kMasterBias : HeadTensor::kMasterWeight;
+  // The first chunk checks the version and the epoch that the client expects; all of them that the weights do not change on the
+  // way.
+  const int64_t version = request.expected_weight_version.value_or(info.weight_version);
+  stream.read = [&, tensor, version](int64_t element_start, int64_t element_count, void* out) {
+    return head->ReadWeights(tensor, element_start, element_count, out, version, request.epoch, scope.wait_limits());
+  };
+  return SendTensor(scope, stream, *writer);
+}
+
+absl::Status DownloadGradient(RpcScope& scope, const v1::DownloadGradientRequest& message,
+                              grpc::ServerWriter<v1::DownloadTensorResponse>* writer) {
+  HEADWATER_ASSIGN_OR_RETURN(const auto request, DecodeDownloadGradient(message));
+  HEADWATER_ASSIGN_OR_RETURN(heads::Head* const head, UseHeadAtStep(scope, request));
+  TensorStream stream;
+  HEADWATER_RETURN_IF_ERROR(head->CheckEpoch(request.key.epoch));
+  HEADWATER_RETURN_IF_ERROR(Describe(*head, request.tensor == HeadTensor::kGradBias, request.offset_bytes, &stream));
+  stream.weight_version = head->Describe().weight_version;
+  stream.read = [&](int64_t element_start, int64_t element_count, void* out) {
+    float* const values = static_cast<float*>(out);
+    HEADWATER_RETURN_IF_ERROR(
+        head->ReadGradient(request.key, request.tensor, element_start, element_count, values, scope.wait_limits()));
+    if (request.factor != 1) {
+      // In fp64 and rounded once: what the optimizer would see.
+      for (int64_t i = 0; i < element_count; ++i) values[i] = static_cast<float>(request.factor * static_cast<double>(values[i]));
+    }
+    return absl::OkStatus();
+  };
+  return SendTensor(scope, stream, *writer);
 }
 
 absl::Status GetStep(RpcScope& scope, const v1::GetStepRequest& request, v1::GetStepResponse* response) {
@@ -310,13 +406,6 @@ absl::Status DiscardGradient(RpcScope& scope, const v1::DiscardGradientRequest& 
   response->set_open_step(reply.first);
   response->set_replayed(reply.second);
   return absl::OkStatus();
-}
-
-absl::Status DownloadGradient(RpcScope& scope, const v1::DownloadGradientRequest& request,
-                              grpc::ServerWriter<v1::DownloadTensorResponse>* writer) {
-  HEADWATER_ASSIGN_OR_RETURN(auto download, DecodeDownloadGradient(request));
-  HEADWATER_RETURN_IF_ERROR(UseHeadAtStep(scope, download).status());
-  return SendDownload(scope, OpenGradient(scope.heads().front().head(), download, scope.wait_limits()), *writer);
 }
 
 absl::Status GetGradientNorm(RpcScope& scope, const v1::GetGradientNormRequest& request, v1::GetGradientNormResponse* response) {
