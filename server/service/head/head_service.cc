@@ -31,6 +31,9 @@ using observability::Log;
 using observability::LogLevel;
 using observability::RpcMethod;
 
+HEADWATER_FIELDS(v1::ApplyOptimizerStepResponse, heads::ApplyReply, open_step, weight_version, global_grad_norm,
+                 gradient_norm_squared, clip_factor, replayed)
+
 // The first `count` heads of a tenant after `after` that the caller may see, by name.
 std::vector<std::shared_ptr<heads::Head>> ListHeadsFor(const Caller& caller, const heads::HeadRegistry& registry,
                                                        const std::string& tenant, std::string after, int64_t count) {
@@ -388,13 +391,8 @@ absl::Status ApplyOptimizerStep(RpcScope& scope, const v1::ApplyOptimizerStepReq
   HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(scope, apply));
   HEADWATER_ASSIGN_OR_RETURN(auto reply, head->Apply(apply.key, apply.expected, apply.arguments, scope.wait_limits()));
   if (!reply.replayed) scope.core().metrics.CountStep(observability::StepOutcome::kApplied);
-  response->set_open_step(reply.open_step);
-  response->set_weight_version(reply.weight_version);
-  response->set_global_grad_norm(reply.global_grad_norm);
-  response->set_gradient_norm_squared(reply.gradient_norm_squared);
-  response->set_clip_factor(reply.clip_factor);
+  WriteFields(reply, *response);
   EncodeTotals(reply.totals, response->mutable_totals());
-  response->set_replayed(reply.replayed);
   return absl::OkStatus();
 }
 

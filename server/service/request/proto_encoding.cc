@@ -11,6 +11,11 @@ namespace {
 
 using google::protobuf::util::TimeUtil;
 
+HEADWATER_FIELDS(v1::StepTotals, heads::StepTotals, micro_batch_count, valid_token_count, loss_sum, token_weight_sum,
+                 non_finite_row_count)
+HEADWATER_FIELDS(v1::VocabShard, VocabShard, vocab_start, vocab_end, device)
+HEADWATER_FIELDS(v1::Head, heads::HeadInfo, weight_version, open_step, weight_checksum, restored_checkpoint)
+
 // Rounded up.
 int64_t WholeSeconds(absl::Duration duration) { return absl::ToInt64Seconds(absl::Ceil(duration, absl::Seconds(1))); }
 
@@ -39,12 +44,7 @@ void EncodePlan(const MemoryPlan& plan, int64_t available_bytes, v1::MemoryPlan*
 }
 
 void EncodeShards(const std::vector<VocabShard>& shards, v1::Head* out) {
-  for (const VocabShard& shard : shards) {
-    v1::VocabShard* const encoded = out->add_shards();
-    encoded->set_vocab_start(shard.vocab_start);
-    encoded->set_vocab_end(shard.vocab_end);
-    encoded->set_device(shard.device);
-  }
+  for (const VocabShard& shard : shards) WriteFields(shard, *out->add_shards());
 }
 
 void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* out) {
@@ -53,13 +53,10 @@ void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* 
   out->set_epoch(info.epoch.data(), info.epoch.size());
   for (const heads::Epoch& epoch : info.recovers_epochs) out->add_recovers_epochs(epoch.data(), epoch.size());
   out->set_state(static_cast<v1::HeadState>(info.state));
-  out->set_weight_version(info.weight_version);
-  if (info.open_step.has_value()) out->set_open_step(*info.open_step);
+  WriteFields(info, *out);
   EncodeShards(info.shards, out);
   EncodePlan(info.plan, available_bytes, out->mutable_memory_plan());
   EncodeTime(info.create_time, out->mutable_create_time());
-  out->set_weight_checksum(info.weight_checksum);
-  out->set_restored_checkpoint(info.restored_checkpoint);
 }
 
 std::vector<v1::Checkpoint> EncodeCheckpoints(const checkpoint::CheckpointStore::Catalogue& catalogue) {
@@ -79,13 +76,7 @@ std::vector<v1::Checkpoint> EncodeCheckpoints(const checkpoint::CheckpointStore:
   return checkpoints;
 }
 
-void EncodeTotals(const heads::StepTotals& totals, v1::StepTotals* out) {
-  out->set_micro_batch_count(totals.micro_batch_count);
-  out->set_valid_token_count(totals.valid_token_count);
-  out->set_loss_sum(totals.loss_sum);
-  out->set_token_weight_sum(totals.token_weight_sum);
-  out->set_non_finite_row_count(totals.non_finite_row_count);
-}
+void EncodeTotals(const heads::StepTotals& totals, v1::StepTotals* out) { WriteFields(totals, *out); }
 
 void EncodeStep(const heads::StepRecord& record, v1::Step* out) {
   out->set_step(record.step);
