@@ -129,7 +129,7 @@ absl::Status ListHeads(RpcScope& scope, const v1::ListHeadsRequest& request, v1:
 }
 
 absl::Status DeleteHead(RpcScope& scope, const v1::DeleteHeadRequest& request, v1::DeleteHeadResponse*) {
-  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeDelete(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtEpoch(request.name(), request.epoch()));
   scope.set_head(head.name.ToString());
   HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(head.name));
   const absl::Status deleted = scope.core().registry.Delete(head.name, head.epoch, request.force(), scope.core().checkpoints.get());
@@ -143,6 +143,16 @@ absl::Status TakeHead(RpcScope& scope, const v1::TakeHeadRequest& request, v1::H
   HEADWATER_ASSIGN_OR_RETURN(auto taken, head->Take(take.epoch, std::move(take.recovers_epochs), scope.wait_limits()));
   EncodeHead(taken, scope.core().AvailableBytes(), response);
   return absl::OkStatus();
+}
+
+// Whether the head has the tensor, and moves it in that type. `prefix`: of the fields' paths.
+absl::Status CheckTensor(const HeadSpec& spec, HeadTensor tensor, DataType data_type, const std::string& prefix) {
+  if (tensor == HeadTensor::kBias && !spec.has_bias) {
+    return InvalidCombination(prefix + "tensor", "WEIGHT, because the head has no bias", "BIAS");
+  }
+  if (data_type == spec.data_type || data_type == DataType::kFloat32) return absl::OkStatus();
+  return FieldError(ErrorReason::kDataTypeMismatch, prefix + "data_type",
+                    absl::StrCat("float32 or the storage type ", DataTypeName(spec.data_type)), DataTypeName(data_type));
 }
 
 // The errors of Replace() that do not depend on the bytes.
@@ -177,11 +187,7 @@ absl::StatusOr<heads::Head*> UseUploadHead(RpcScope& scope, const UploadRequest&
   HEADWATER_RETURN_IF_ERROR(head.CheckEpoch(request.epoch));
   const HeadSpec& spec = head.spec();
   const bool bias = request.tensor == HeadTensor::kBias;
-  if (bias && !spec.has_bias) return InvalidCombination("header.tensor", "WEIGHT, because the head has no bias", "BIAS");
-  if (request.data_type != spec.data_type && request.data_type != DataType::kFloat32) {
-    return FieldError(ErrorReason::kDataTypeMismatch, "header.data_type",
-                      absl::StrCat("float32 or the storage type ", DataTypeName(spec.data_type)), DataTypeName(request.data_type));
-  }
+  HEADWATER_RETURN_IF_ERROR(CheckTensor(spec, request.tensor, request.data_type, "header."));
   const int64_t expected_bytes = spec.vocab_size * (bias ? 1 : spec.hidden_size) * ElementBytes(request.data_type);
   if (request.total_bytes != expected_bytes) {
     return FieldError(ErrorReason::kDataLengthMismatch, "header.total_bytes", absl::StrCat(expected_bytes),
@@ -261,16 +267,14 @@ struct TensorStream {
   std::function<absl::Status(int64_t element_start, int64_t element_count, void* out)> read;
 };
 
-// Shape and offset, for a tensor of `head` in `data_type`.
-absl::Status Describe(const heads::Head& head, bool bias, int64_t offset_bytes, TensorStream* stream) {
+// Fills in shape and sizes of a tensor of `head`; `data_type` is set.
+absl::Status Describe(const heads::Head& head, HeadTensor tensor, int64_t offset_bytes, TensorStream* stream) {
   const HeadSpec& spec = head.spec();
-  if (bias && !spec.has_bias) {
-    return InvalidCombination("tensor", "WEIGHT, because the head has no bias", "BIAS");
-  }
+  HEADWATER_RETURN_IF_ERROR(CheckTensor(spec, tensor, stream->data_type, ""));
   stream->shape = {spec.vocab_size};
-  if (!bias) stream->shape.push_back(spec.hidden_size);
+  if (tensor == HeadTensor::kWeight) stream->shape.push_back(spec.hidden_size);
   const int64_t element_bytes = ElementBytes(stream->data_type);
-  stream->total_bytes = spec.vocab_size * (bias ? 1 : spec.hidden_size) * element_bytes;
+  stream->total_bytes = spec.vocab_size * (tensor == HeadTensor::kWeight ? spec.hidden_size : 1) * element_bytes;
   stream->offset_bytes = offset_bytes;
   HEADWATER_RETURN_IF_ERROR(CheckRange("offset_bytes", offset_bytes, 0, stream->total_bytes));
   if (offset_bytes % element_bytes == 0) return absl::OkStatus();
@@ -320,12 +324,7 @@ absl::Status DownloadWeights(RpcScope& scope, const v1::DownloadWeightsRequest& 
   const HeadSpec& spec = head->spec();
   TensorStream stream;
   stream.data_type = request.data_type.value_or(spec.data_type);
-  if (stream.data_type != spec.data_type && stream.data_type != DataType::kFloat32) {
-    return FieldError(ErrorReason::kDataTypeMismatch, "data_type",
-                      absl::StrCat("float32 or the storage type ", DataTypeName(spec.data_type)), DataTypeName(stream.data_type));
-  }
-  const bool bias = request.tensor == HeadTensor::kBias;
-  HEADWATER_RETURN_IF_ERROR(Describe(*head, bias, request.offset_bytes, &stream));
+  HEADWATER_RETURN_IF_ERROR(Describe(*head, request.tensor, request.offset_bytes, &stream));
   const heads::HeadInfo info = head->Describe();
   if (info.state == heads::HeadState::kLoading) {
     return MakeError(ErrorReason::kWeightsNotLoaded, absl::StrCat(info.name.ToString(), ": expected weights, got none yet"),
@@ -333,7 +332,9 @@ absl::Status DownloadWeights(RpcScope& scope, const v1::DownloadWeightsRequest& 
   }
   stream.weight_version = info.weight_version;
   HeadTensor tensor = request.tensor;
-  if (stream.data_type != spec.data_type) tensor = bias ? HeadTensor::kMasterBias : HeadTensor::kMasterWeight;
+  if (stream.data_type != spec.data_type) {
+    tensor = tensor == HeadTensor::kBias ? HeadTensor::kMasterBias : HeadTensor::kMasterWeight;
+  }
   // The first chunk checks the version and the epoch that the client expects; all of them that the weights do not change on the
   // way.
   const int64_t version = request.expected_weight_version.value_or(info.weight_version);
@@ -349,12 +350,12 @@ absl::Status DownloadGradient(RpcScope& scope, const v1::DownloadGradientRequest
   HEADWATER_ASSIGN_OR_RETURN(heads::Head* const head, UseHeadAtStep(scope, request));
   TensorStream stream;
   HEADWATER_RETURN_IF_ERROR(head->CheckEpoch(request.key.epoch));
-  HEADWATER_RETURN_IF_ERROR(Describe(*head, request.tensor == HeadTensor::kGradBias, request.offset_bytes, &stream));
+  HEADWATER_RETURN_IF_ERROR(Describe(*head, request.tensor, request.offset_bytes, &stream));
   stream.weight_version = head->Describe().weight_version;
+  const HeadTensor gradient = request.tensor == HeadTensor::kWeight ? HeadTensor::kGradWeight : HeadTensor::kGradBias;
   stream.read = [&](int64_t element_start, int64_t element_count, void* out) {
     float* const values = static_cast<float*>(out);
-    HEADWATER_RETURN_IF_ERROR(
-        head->ReadGradient(request.key, request.tensor, element_start, element_count, values, scope.wait_limits()));
+    HEADWATER_RETURN_IF_ERROR(head->ReadGradient(request.key, gradient, element_start, element_count, values, scope.wait_limits()));
     if (request.factor != 1) {
       // In fp64 and rounded once: what the optimizer would see.
       for (int64_t i = 0; i < element_count; ++i) values[i] = static_cast<float>(request.factor * static_cast<double>(values[i]));
@@ -397,7 +398,7 @@ absl::Status ApplyOptimizerStep(RpcScope& scope, const v1::ApplyOptimizerStepReq
 }
 
 absl::Status DiscardGradient(RpcScope& scope, const v1::DiscardGradientRequest& request, v1::DiscardGradientResponse* response) {
-  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeDiscardGradient(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeHeadAtStep(request.has_head(), request.head(), "head"));
   HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(scope, step));
   HEADWATER_ASSIGN_OR_RETURN(auto reply, head->DiscardGradient(step.key, scope.wait_limits()));
   if (!reply.second) scope.core().metrics.CountStep(observability::StepOutcome::kDiscarded);
@@ -461,12 +462,13 @@ absl::Status AddGradient(RpcScope& scope, grpc::ServerReader<v1::AddGradientRequ
 }
 
 absl::Status SaveCheckpoint(RpcScope& scope, const v1::SaveCheckpointRequest& request, v1::SaveCheckpointResponse* response) {
-  HEADWATER_ASSIGN_OR_RETURN(auto save, DecodeSave(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto save,
+                             DecodeCheckpoint(request.name(), request.epoch(), /*epoch_required=*/false, request.checkpoint()));
   HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(scope, save.name));
   if (head->spec().trainable && !save.epoch.has_value()) return MissingField("epoch", "the head's epoch, because it is trainable");
   if (scope.core().checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
   HEADWATER_ASSIGN_OR_RETURN(
-      auto saved, head->Save(save.epoch, *scope.core().checkpoints, save.checkpoint, save.overwrite, scope.wait_limits()));
+      auto saved, head->Save(save.epoch, *scope.core().checkpoints, save.checkpoint, request.overwrite(), scope.wait_limits()));
   response->set_checkpoint(save.checkpoint);
   response->set_step(saved.step);
   response->set_total_bytes(saved.total_bytes);
@@ -497,7 +499,8 @@ absl::Status ListCheckpoints(RpcScope& scope, const v1::ListCheckpointsRequest& 
 }
 
 absl::Status RestoreCheckpoint(RpcScope& scope, const v1::RestoreCheckpointRequest& request, v1::Head* response) {
-  HEADWATER_ASSIGN_OR_RETURN(auto restore, DecodeRestore(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto restore,
+                             DecodeCheckpoint(request.name(), request.epoch(), /*epoch_required=*/true, request.checkpoint()));
   HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(scope, restore.name));
   HEADWATER_RETURN_IF_ERROR(head->CheckEpoch(*restore.epoch));
   if (scope.core().checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
@@ -512,7 +515,7 @@ absl::Status RestoreCheckpoint(RpcScope& scope, const v1::RestoreCheckpointReque
 }
 
 absl::Status DeleteCheckpoint(RpcScope& scope, const v1::DeleteCheckpointRequest& request, v1::DeleteCheckpointResponse* response) {
-  HEADWATER_ASSIGN_OR_RETURN(auto remove, DecodeDeleteCheckpoint(request));
+  HEADWATER_ASSIGN_OR_RETURN(auto remove, DecodeCheckpoint(request.name(), "", /*epoch_required=*/false, request.checkpoint()));
   scope.set_head(remove.name.ToString());
   HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(remove.name));
   if (scope.core().checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");

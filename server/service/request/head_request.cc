@@ -76,14 +76,6 @@ absl::StatusOr<heads::ExpectedMicroBatches> DecodeExpected(const v1::ExpectedMic
   return MissingField(field, "a count or ids");
 }
 
-absl::StatusOr<HeadAtEpoch> DecodeHead(const std::string& name, const std::string& epoch, bool epoch_required = false) {
-  HeadAtEpoch decoded;
-  HEADWATER_ASSIGN_OR_RETURN(decoded.name, DecodeHeadName(name, "name"));
-  HEADWATER_ASSIGN_OR_RETURN(decoded.epoch, DecodeOptionalEpoch(epoch, "epoch"));
-  if (epoch_required && !decoded.epoch.has_value()) return MissingField("epoch", "the head's epoch, 16 bytes");
-  return decoded;
-}
-
 absl::StatusOr<int64_t> DecodePageSize(int32_t page_size) {
   constexpr int64_t kDefaultPageSize = 100;
   constexpr int64_t kMaxPageSize = 1000;
@@ -95,16 +87,24 @@ absl::Status MadeUpPageToken(const std::string& token) {
   return InvalidField("page_token", "the next_page_token of an earlier page", Quoted(token));
 }
 
+}  // namespace
+
+absl::StatusOr<HeadAtEpoch> DecodeHeadAtEpoch(const std::string& name, const std::string& epoch, bool epoch_required) {
+  HeadAtEpoch decoded;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.name, DecodeHeadName(name, "name"));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.epoch, DecodeOptionalEpoch(epoch, "epoch"));
+  if (epoch_required && !decoded.epoch.has_value()) return MissingField("epoch", "the head's epoch, 16 bytes");
+  return decoded;
+}
+
 absl::StatusOr<CheckpointRequest> DecodeCheckpoint(const std::string& name, const std::string& epoch, bool epoch_required,
                                                    const std::string& checkpoint) {
-  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHead(name, epoch, epoch_required));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtEpoch(name, epoch, epoch_required));
   if (checkpoint.empty()) return MissingField("checkpoint", "a name");
   if (checkpoint::IsValidCheckpointName(checkpoint)) return CheckpointRequest{std::move(head), checkpoint};
   return FieldError(ErrorReason::kInvalidName, "checkpoint", "a name that matches [A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?",
                     Quoted(checkpoint));
 }
-
-}  // namespace
 
 absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request, const Limits& limits) {
   HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(request.name(), "name"));
@@ -127,12 +127,8 @@ absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request) {
   return ListRequest{tenant, request.page_token(), page_size};
 }
 
-absl::StatusOr<HeadAtEpoch> DecodeDelete(const v1::DeleteHeadRequest& request) {
-  return DecodeHead(request.name(), request.epoch());
-}
-
 absl::StatusOr<TakeRequest> DecodeTake(const v1::TakeHeadRequest& request) {
-  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHead(request.name(), request.epoch()));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtEpoch(request.name(), request.epoch()));
   TakeRequest decoded{std::move(head), {}};
   const auto& recovers = request.recovers_epochs();
   if (recovers.size() > kMaxRecoversEpochs) {
@@ -170,7 +166,7 @@ absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& 
 
 absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request) {
   constexpr size_t kMaxTextBytes = 1024;
-  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHead(request.name(), request.epoch(), /*epoch_required=*/true));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtEpoch(request.name(), request.epoch(), /*epoch_required=*/true));
   if (request.path().empty()) return MissingField("path", "a file or folder under the server's load root");
   const std::pair<const char*, const std::string*> texts[] = {
       {"path", &request.path()}, {"weight_tensor", &request.weight_tensor()}, {"bias_tensor", &request.bias_tensor()}};
@@ -191,7 +187,7 @@ absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request) {
 }
 
 absl::StatusOr<DownloadWeightsRequest> DecodeDownloadWeights(const v1::DownloadWeightsRequest& request) {
-  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHead(request.name(), request.epoch()));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtEpoch(request.name(), request.epoch()));
   DownloadWeightsRequest decoded{std::move(head)};
   HEADWATER_ASSIGN_OR_RETURN(decoded.tensor, DecodeTensorKind(request.tensor(), "tensor"));
   if (request.data_type() != v1::DATA_TYPE_UNSPECIFIED) {
@@ -209,8 +205,7 @@ absl::StatusOr<DownloadGradientRequest> DecodeDownloadGradient(const v1::Downloa
   HEADWATER_ASSIGN_OR_RETURN(auto tensor, DecodeTensorKind(request.tensor(), "tensor"));
   HEADWATER_ASSIGN_OR_RETURN(auto factor, FactorOrOne("gradient_factor", request.has_gradient_factor(), request.gradient_factor()));
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("offset_bytes", request.offset_bytes(), 0));
-  return DownloadGradientRequest{std::move(step), tensor == HeadTensor::kWeight ? HeadTensor::kGradWeight : HeadTensor::kGradBias,
-                                 factor, request.offset_bytes()};
+  return DownloadGradientRequest{std::move(step), tensor, factor, request.offset_bytes()};
 }
 
 absl::StatusOr<HeadAtEpoch> DecodeGetStep(const v1::GetStepRequest& request) {
@@ -240,21 +235,10 @@ absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& re
   return decoded;
 }
 
-absl::StatusOr<HeadAtStep> DecodeDiscardGradient(const v1::DiscardGradientRequest& request) {
-  return DecodeHeadAtStep(request.has_head(), request.head(), "head");
-}
-
 absl::StatusOr<GradientNormRequest> DecodeGradientNorm(const v1::GetGradientNormRequest& request) {
   HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeHeadAtStep(request.has_head(), request.head(), "head"));
   HEADWATER_ASSIGN_OR_RETURN(auto factor, FactorOrOne("gradient_factor", request.has_gradient_factor(), request.gradient_factor()));
   return GradientNormRequest{std::move(step), factor};
-}
-
-absl::StatusOr<CheckpointRequest> DecodeSave(const v1::SaveCheckpointRequest& request) {
-  HEADWATER_ASSIGN_OR_RETURN(auto save,
-                             DecodeCheckpoint(request.name(), request.epoch(), /*epoch_required=*/false, request.checkpoint()));
-  save.overwrite = request.overwrite();
-  return save;
 }
 
 absl::StatusOr<ListCheckpointsRequest> DecodeListCheckpoints(const v1::ListCheckpointsRequest& request) {
@@ -265,14 +249,6 @@ absl::StatusOr<ListCheckpointsRequest> DecodeListCheckpoints(const v1::ListCheck
   if (!checkpoint::IsValidCheckpointName(request.page_token())) return MadeUpPageToken(request.page_token());
   decoded.after = request.page_token();
   return decoded;
-}
-
-absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointRequest& request) {
-  return DecodeCheckpoint(request.name(), request.epoch(), /*epoch_required=*/true, request.checkpoint());
-}
-
-absl::StatusOr<CheckpointRequest> DecodeDeleteCheckpoint(const v1::DeleteCheckpointRequest& request) {
-  return DecodeCheckpoint(request.name(), "", /*epoch_required=*/false, request.checkpoint());
 }
 
 absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHeader& header) {

@@ -76,7 +76,7 @@ struct DownloadWeightsRequest : HeadAtEpoch {
 };
 
 struct DownloadGradientRequest : HeadAtStep {
-  HeadTensor tensor = HeadTensor::kGradWeight;
+  HeadTensor tensor = HeadTensor::kWeight;  // whose gradient
   double factor = 1;
   int64_t offset_bytes = 0;
 };
@@ -93,7 +93,6 @@ struct ApplyRequest : HeadAtStep {
 
 struct CheckpointRequest : HeadAtEpoch {
   std::string checkpoint;
-  bool overwrite = false;
 };
 
 struct ListCheckpointsRequest {
@@ -143,9 +142,13 @@ struct UnregisterRequest {
   std::string region_id;  // not empty
 };
 
+// The fields of requests that name a head, or one of its checkpoints, and nothing else.
+absl::StatusOr<HeadAtEpoch> DecodeHeadAtEpoch(const std::string& name, const std::string& epoch, bool epoch_required = false);
+absl::StatusOr<CheckpointRequest> DecodeCheckpoint(const std::string& name, const std::string& epoch, bool epoch_required,
+                                                   const std::string& checkpoint);
+
 absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request, const Limits& limits);
 absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request);
-absl::StatusOr<HeadAtEpoch> DecodeDelete(const v1::DeleteHeadRequest& request);
 absl::StatusOr<TakeRequest> DecodeTake(const v1::TakeHeadRequest& request);
 absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& header);
 absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request);
@@ -154,12 +157,8 @@ absl::StatusOr<DownloadGradientRequest> DecodeDownloadGradient(const v1::Downloa
 absl::StatusOr<HeadAtEpoch> DecodeGetStep(const v1::GetStepRequest& request);
 absl::StatusOr<SealRequest> DecodeSeal(const v1::SealStepRequest& request, const Limits& limits);
 absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& request, const Limits& limits);
-absl::StatusOr<HeadAtStep> DecodeDiscardGradient(const v1::DiscardGradientRequest& request);
 absl::StatusOr<GradientNormRequest> DecodeGradientNorm(const v1::GetGradientNormRequest& request);
-absl::StatusOr<CheckpointRequest> DecodeSave(const v1::SaveCheckpointRequest& request);
 absl::StatusOr<ListCheckpointsRequest> DecodeListCheckpoints(const v1::ListCheckpointsRequest& request);
-absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointRequest& request);
-absl::StatusOr<CheckpointRequest> DecodeDeleteCheckpoint(const v1::DeleteCheckpointRequest& request);
 
 absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHeader& header);
 absl::StatusOr<OpenSessionRequest> DecodeOpenSession(const v1::OpenSessionRequest& request, const Limits& limits);

@@ -280,7 +280,7 @@ void CheckRequest(const Request& request) {
     case Request::kListHeads:
       return CheckDecoded(s::DecodeList(request.list_heads()));
     case Request::kDeleteHead:
-      return CheckDecoded(s::DecodeDelete(request.delete_head()));
+      return CheckDecoded(s::DecodeHeadAtEpoch(request.delete_head().name(), request.delete_head().epoch()));
     case Request::kTakeHead:
       return CheckDecoded(s::DecodeTake(request.take_head()));
     case Request::kUploadWeights:
@@ -298,17 +298,19 @@ void CheckRequest(const Request& request) {
     case Request::kApply:
       return CheckDecoded(s::DecodeApply(request.apply(), Limits()));
     case Request::kDiscardGradient:
-      return CheckDecoded(s::DecodeDiscardGradient(request.discard_gradient()));
+      return CheckDecoded(s::DecodeHeadAtStep(request.discard_gradient().has_head(), request.discard_gradient().head(), "head"));
     case Request::kGradientNorm:
       return CheckDecoded(s::DecodeGradientNorm(request.gradient_norm()));
     case Request::kSave:
-      return CheckDecoded(s::DecodeSave(request.save()));
+      return CheckDecoded(s::DecodeCheckpoint(request.save().name(), request.save().epoch(), false, request.save().checkpoint()));
     case Request::kListCheckpoints:
       return CheckDecoded(s::DecodeListCheckpoints(request.list_checkpoints()));
     case Request::kRestore:
-      return CheckDecoded(s::DecodeRestore(request.restore()));
+      return CheckDecoded(
+          s::DecodeCheckpoint(request.restore().name(), request.restore().epoch(), true, request.restore().checkpoint()));
     case Request::kDeleteCheckpoint:
-      return CheckDecoded(s::DecodeDeleteCheckpoint(request.delete_checkpoint()));
+      return CheckDecoded(
+          s::DecodeCheckpoint(request.delete_checkpoint().name(), "", false, request.delete_checkpoint().checkpoint()));
     case Request::kAddGradient:
       return CheckDecoded(s::DecodeAddGradientHeader(request.add_gradient()));
     case Request::kOpenSession:
