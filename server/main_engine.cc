@@ -1,7 +1,6 @@
 #include "server/main_engine.h"
 
 #include <cstdlib>
-#include <string>
 #include <utility>
 
 #include "absl/flags/flag.h"

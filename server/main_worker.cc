@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "absl/flags/flag.h"
-#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <string>
 
-#include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "server/guard/counted_calls.h"

@@ -1,9 +1,7 @@
 #include "server/guard/counted_calls.h"
 
-#include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <optional>
 #include <utility>
 
 #include "absl/synchronization/mutex.h"

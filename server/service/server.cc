@@ -12,9 +12,7 @@
 #include <chrono>
 #include <deque>
 #include <optional>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"

@@ -1,7 +1,6 @@
 #include "server/service/call/call_threads.h"
 
 #include <system_error>
-#include <utility>
 
 namespace headwater::service {
 

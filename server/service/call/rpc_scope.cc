@@ -4,9 +4,6 @@
 #include <cctype>
 #include <chrono>
 #include <cstring>
-#include <optional>
-#include <utility>
-#include <vector>
 
 #include "absl/algorithm/container.h"
 #include "absl/cleanup/cleanup.h"

@@ -1,8 +1,6 @@
 #include "server/service/head/upload_store.h"
 
 #include <algorithm>
-#include <string>
-#include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"

@@ -5,10 +5,8 @@
 #include <cstdint>
 #include <iterator>
 #include <optional>
-#include <string>
 #include <type_traits>
 #include <variant>
-#include <vector>
 
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"

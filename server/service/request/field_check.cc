@@ -1,7 +1,6 @@
 #include "server/service/request/field_check.h"
 
 #include <cmath>
-#include <string>
 
 #include "absl/strings/str_cat.h"
 

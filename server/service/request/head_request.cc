@@ -3,16 +3,12 @@
 #include <algorithm>
 #include <limits>
 #include <set>
-#include <string>
 #include <utility>
-#include <variant>
-#include <vector>
 
 #include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
-#include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
 #include "proto/headwater/v1/spec_codec.h"
 #include "server/checkpoint/checkpoint_store.h"

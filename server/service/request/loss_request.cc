@@ -3,11 +3,9 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <string>
 #include <tuple>
 #include <utility>
 #include <variant>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"

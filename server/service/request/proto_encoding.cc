@@ -1,7 +1,6 @@
 #include "server/service/request/proto_encoding.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "google/protobuf/util/time_util.h"
 #include "proto/headwater/v1/spec_codec.h"
