@@ -47,7 +47,7 @@ constexpr int kMostPlaces = 4;
 // How long after the end of a stream it is known whether it was cut.
 constexpr absl::Duration kEndKnown = absl::Milliseconds(50);
 
-class MicroBatchRun {
+class MicroBatchRun final : private heads::IncomingRows {
  public:
   // The limits of its call bound the waits.
   explicit MicroBatchRun(AdmittedMicroBatch& micro_batch)
@@ -83,9 +83,8 @@ class MicroBatchRun {
         std::any_of(sources.begin(), sources.end(), [](const auto& source) { return source->region() != nullptr; });
     // In deterministic mode none begins early: how rows came must not show in the last bits.
     may_begin_early_ = size == scheduler::JobSize::kLarge && !core_.options.deterministic;
-    Incoming incoming(*this);
     // Small ones are complete when they begin, so that the engine can compute many of them together.
-    submission.incoming = may_begin_early_ ? &incoming : nullptr;
+    submission.incoming = may_begin_early_ ? this : nullptr;
     while (true) {
       HEADWATER_RETURN_IF_ERROR(AwaitStart());
       if (submission.incoming == nullptr && submission.backward) {
@@ -95,7 +94,7 @@ class MicroBatchRun {
       const absl::Status status = Submit();
       if (!status.ok()) return HasReason(status, ErrorReason::kProtocolViolation) ? ExplainEnd(status) : status;
       if (!batch_.outcome->needs_all_rows) break;
-      if (incoming.stalled()) core_.metrics.CountStall();
+      if (stalled()) core_.metrics.CountStall();
       submission.incoming = nullptr;
       submission.engine_digests = false;
       may_begin_early_ = false;
@@ -109,66 +108,58 @@ class MicroBatchRun {
  private:
   using Progress = transport::RowProgress;
 
-  // The head's view of rows that may still be on their way.
-  class Incoming final : public heads::IncomingRows {
-   public:
-    explicit Incoming(MicroBatchRun& run) : run_(run) {}
+  // ---- heads::IncomingRows: rows that may still be on their way
 
-    absl::Status AwaitRows(int64_t row_end) override {
-      const absl::Time start = MonotonicNow();
-      transport::RowExchange& exchange = run_.exchange_;
-      clock_.BeginWait(start);
-      while (true) {
-        const int64_t seen = exchange.version();
-        HEADWATER_RETURN_IF_ERROR(run_.PullRows());
-        const Progress rows = exchange.Look();
-        HEADWATER_RETURN_IF_ERROR(rows.input);
-        const absl::Time now = MonotonicNow();
-        if (row_end < run_.batch_.payload->request.row_count ? rows.ready_rows >= row_end : rows.complete) {
-          clock_.EndWait(now);
-          if (trace() != nullptr) trace()->AddSpan("engine waits", absl::StrCat("for rows to ", row_end), start, now);
-          if (exchange.complete()) Send(gate_.Open());
-          return absl::OkStatus();
-        }
-        const absl::Time give_up = clock_.GiveUpAt(now, run_.turn_->OthersWait());
-        // Gradient rows may have been sent because all rows have just come: those cannot be computed again.
-        if (now >= give_up && gate_.Shut()) {
-          return MakeError(ErrorReason::kCancelled, "the rows stay away for too long to hold the engine for them");
-        }
-        exchange.AwaitChange(seen, give_up);
+  absl::Status AwaitRows(int64_t row_end) override {
+    const absl::Time start = MonotonicNow();
+    stall_clock_.BeginWait(start);
+    while (true) {
+      const int64_t seen = exchange_.version();
+      HEADWATER_RETURN_IF_ERROR(PullRows());
+      const Progress rows = exchange_.Look();
+      HEADWATER_RETURN_IF_ERROR(rows.input);
+      const absl::Time now = MonotonicNow();
+      if (row_end < batch_.payload->request.row_count ? rows.ready_rows >= row_end : rows.complete) {
+        stall_clock_.EndWait(now);
+        if (trace() != nullptr) trace()->AddSpan("engine waits", absl::StrCat("for rows to ", row_end), start, now);
+        if (exchange_.complete()) Send(gate_.Open());
+        return absl::OkStatus();
       }
-    }
-
-    bool stalled() const override { return gate_.is_shut(); }
-
-    absl::StatusOr<Digest> Finish(const DigestBuilder* rows) override {
-      HEADWATER_RETURN_IF_ERROR(run_.exchange_.Look().input);
-      if (const absl::Time now = MonotonicNow(); trace() != nullptr) {
-        trace()->AddSpan("commit", "decision: all rows are there", now, now);
+      const absl::Time give_up = stall_clock_.GiveUpAt(now, turn_->OthersWait());
+      // Gradient rows may have been sent because all rows have just come: those cannot be computed again.
+      if (now >= give_up && gate_.Shut()) {
+        return MakeError(ErrorReason::kCancelled, "the rows stay away for too long to hold the engine for them");
       }
-      Send(gate_.Open());
-      const std::string header = CanonicalHeader(run_.batch_.payload->request);
-      return rows != nullptr ? rows->Finish(header) : run_.batch_.transfer->Digested().Finish(header);
+      exchange_.AwaitChange(seen, give_up);
     }
+  }
 
-    // Looks itself whether all rows have come: if nothing is added, the engine asks only at its end.
-    void GradHiddenReady(int64_t row_end) override {
-      if (trace() != nullptr) trace()->AddRows("engine: grad_hidden", row_end, run_.batch_.times.engine_start);
-      const int64_t may_leave = gate_.Ready(row_end);
-      Send(may_leave == 0 && run_.exchange_.complete() ? gate_.Open() : may_leave);
+  bool stalled() const override { return gate_.is_shut(); }
+
+  absl::StatusOr<Digest> Finish(const DigestBuilder* rows) override {
+    HEADWATER_RETURN_IF_ERROR(exchange_.Look().input);
+    if (const absl::Time now = MonotonicNow(); trace() != nullptr) {
+      trace()->AddSpan("commit", "decision: all rows are there", now, now);
     }
+    Send(gate_.Open());
+    const std::string header = CanonicalHeader(batch_.payload->request);
+    return rows != nullptr ? rows->Finish(header) : batch_.transfer->Digested().Finish(header);
+  }
 
-   private:
-    void Send(int64_t row_end) {
-      if (row_end > 0 && run_.batch_.sends_grad) run_.batch_.transfer->GradReady(row_end, /*here=*/false);
-    }
+  // Looks itself whether all rows have come: if nothing is added, the engine asks only at its end.
+  void GradHiddenReady(int64_t row_end) override {
+    if (trace() != nullptr) trace()->AddRows("engine: grad_hidden", row_end, batch_.times.engine_start);
+    const int64_t may_leave = gate_.Ready(row_end);
+    Send(may_leave == 0 && exchange_.complete() ? gate_.Open() : may_leave);
+  }
 
-    observability::CallTrace* trace() const { return run_.batch_.scope.trace().get(); }
+  void Send(int64_t row_end) {
+    if (row_end > 0 && batch_.sends_grad) batch_.transfer->GradReady(row_end, /*here=*/false);
+  }
 
-    MicroBatchRun& run_;
-    scheduler::StallClock clock_;
-    transport::GradGate gate_;
-  };
+  observability::CallTrace* trace() const { return batch_.scope.trace().get(); }
+
+  // ---- waits
 
   // Lets rows in regions be read and written.
   absl::Status OpenRegions() {
@@ -356,6 +347,8 @@ class MicroBatchRun {
   absl::Time begin_;       // of observability::MonotonicNow()
   absl::Time joined_end_;  // when the call gives up waiting for joined rows alone
   std::optional<scheduler::WorkQueue::Turn> turn_;
+  scheduler::StallClock stall_clock_;  // of AwaitRows()
+  transport::GradGate gate_;
 };
 
 }  // namespace
