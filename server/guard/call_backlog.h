@@ -1,10 +1,7 @@
 // CallBacklog: the calls of each connection that have arrived and that the server has not started, and the bound on them.
 //
-// A client has at most the announced number of calls in progress on a connection. A client that resets calls right after beginning
-// them may begin more, and each still costs the server its handler. So more calls wait than the client can have in progress. The
-// backlog detects this before the calls are worked off: it refuses further ones, which is cheap, and drops the connection.
-//
-// Holds hostile_resets_latency_ratio and hostile_memory_growth of docs/benchmarks/trust.md.
+// More calls wait than a client may have in progress only if it resets them (docs/adr/0018-limits.md). Holds
+// hostile_resets_latency_ratio and hostile_memory_growth of docs/benchmarks/trust.md.
 #ifndef HEADWATER_SERVER_GUARD_CALL_BACKLOG_H_
 #define HEADWATER_SERVER_GUARD_CALL_BACKLOG_H_
 

@@ -16,7 +16,6 @@
 #include <cerrno>
 #include <cstring>
 #include <limits>
-#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -142,11 +141,7 @@ absl::Status ConnectionGate::Start() {
   bool watched = watch(stop_.get(), kStopKey);
   for (size_t i = 0; i < listeners_.size(); ++i) watched = watched && watch(listeners_[i].socket.get(), kListenerKey + i);
   if (!watched) return Unavailable("the server", "cannot accept connections");
-  try {
-    thread_ = std::thread([this] { Run(); });
-  } catch (const std::system_error& error) {
-    return absl::UnavailableError(absl::StrCat("the server cannot accept connections: ", error.what()));
-  }
+  thread_ = std::thread([this] { Run(); });
   return absl::OkStatus();
 }
 

@@ -1,10 +1,7 @@
 // ConnectionGate: the listening sockets of a group of ports, and the bound on the connections that they admit.
 //
-// The gate accepts, counts and hands over connections; those above the bound are closed at once. So a client that opens connections
-// endlessly costs an accept and a close for each, and never the descriptors that others need. A connection counts until its new
-// owner has shut it down, which the gate sees on a duplicate of the descriptor.
-//
-// Holds hostile_connections_latency_ratio and hostile_connections_descriptors_left of docs/benchmarks/trust.md.
+// A connection counts until its new owner has shut it down (docs/adr/0018-limits.md). Holds hostile_connections_latency_ratio and
+// hostile_connections_descriptors_left of docs/benchmarks/trust.md.
 #ifndef HEADWATER_SERVER_GUARD_CONNECTION_GATE_H_
 #define HEADWATER_SERVER_GUARD_CONNECTION_GATE_H_
 
@@ -56,7 +53,7 @@ class ConnectionGate {
   // Listens on a Unix socket. Replaces a dead server's file; Unavailable if a process listens on it. The gate removes its file.
   absl::Status ListenUnix(const std::string& path, Take take);
 
-  // Begins to accept. Once, after all Listen*(). Unavailable if the system has no more threads or descriptors.
+  // Begins to accept. Once, after all Listen*(). Unavailable if the system has no more descriptors.
   absl::Status Start();
   // Stops listening; hands over no connection after it has returned. Idempotent.
   void Stop();

@@ -1,8 +1,6 @@
 // Counts each call for the backlog (call_backlog.h) twice: at arrival and at its start. A call arrives when gRPC has read its
 // metadata, in the credentials' metadata processor. It has no handler yet, and the client may have reset it. An interceptor counts
-// the start.
-//
-// Holds hostile_resets_latency_ratio and hostile_memory_growth of docs/benchmarks/trust.md.
+// the start. Holds hostile_resets_latency_ratio and hostile_memory_growth of docs/benchmarks/trust.md.
 #ifndef HEADWATER_SERVER_GUARD_COUNTED_CALLS_H_
 #define HEADWATER_SERVER_GUARD_COUNTED_CALLS_H_
 

@@ -1,8 +1,7 @@
-// StallClock: an engine's observer that detects when the engine is stuck.
-//
-// The engine is stuck when a call is in it and there is no progress for `stall_timeout`. Progress is the end of a call, rows asked
-// for or handed out (RowFlow), or a rise of LossEngine::progress(). From then on health() fails as if the device were lost. Each
-// look (health() is called every 50 ms) counts at most a second: an hour for which the process was stopped does not count.
+// StallClock: an engine's observer that detects when the engine is stuck (docs/adr/0018-limits.md). The engine is stuck when a call
+// is in it and there is no progress for `stall_timeout`. Progress is the end of a call, rows asked for or handed out (RowFlow), or
+// a rise of LossEngine::progress(). From then on health() fails as if the device were lost. Each look (health() is called every 50
+// ms) counts at most a second: an hour for which the process was stopped does not count.
 #ifndef HEADWATER_SERVER_SERVICE_STALL_CLOCK_H_
 #define HEADWATER_SERVER_SERVICE_STALL_CLOCK_H_
 
