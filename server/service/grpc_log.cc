@@ -26,17 +26,8 @@ guard::LineBudget& GrpcLines() {
   return *budget;
 }
 
-LogLevel LevelOf(gpr_log_severity severity) {
-  switch (severity) {
-    case GPR_LOG_SEVERITY_DEBUG:
-      return LogLevel::kDebug;
-    case GPR_LOG_SEVERITY_INFO:
-      return LogLevel::kInfo;
-    case GPR_LOG_SEVERITY_ERROR:
-      return LogLevel::kError;
-  }
-  return LogLevel::kError;
-}
+// By gRPC's severity.
+constexpr LogLevel kLevels[] = {LogLevel::kDebug, LogLevel::kInfo, LogLevel::kError};
 
 void TakeLine(gpr_log_func_args* line) {
   const absl::string_view message = line->message;
@@ -50,7 +41,7 @@ void TakeLine(gpr_log_func_args* line) {
   if (!left_out.has_value()) return;
   std::vector<LogField> fields = {{"message", std::string(message)}, {"source", absl::StrCat(file, ":", line->line)}};
   if (*left_out > 0) fields.emplace_back("lines_left_out", *left_out);
-  observability::Log(handshake ? LogLevel::kWarning : LevelOf(line->severity), handshake ? "tls_handshake_failed" : "grpc", fields);
+  observability::Log(handshake ? LogLevel::kWarning : kLevels[line->severity], handshake ? "tls_handshake_failed" : "grpc", fields);
 }
 
 }  // namespace

@@ -61,19 +61,8 @@ constexpr AccessRow kRows[] = {
 }  // namespace
 
 const char* PermissionName(Permission permission) {
-  switch (permission) {
-    case Permission::kNone:
-      return "none";
-    case Permission::kToken:
-      return "token";
-    case Permission::kRead:
-      return "read";
-    case Permission::kCompute:
-      return "compute";
-    case Permission::kAdmin:
-      return "admin";
-  }
-  return "unknown";
+  constexpr const char* kNames[] = {"none", "token", "read", "compute", "admin"};
+  return kNames[static_cast<size_t>(permission)];
 }
 
 absl::Span<const AccessRow> AccessTable() { return kRows; }

@@ -155,18 +155,18 @@ absl::StatusOr<TokenGrants> ParseTokens(const std::string& text) {
   return grants;
 }
 
-absl::StatusOr<std::unique_ptr<TokenFile>> TokenFile::Open(const std::string& path, absl::Duration interval) {
+absl::StatusOr<std::unique_ptr<TokenFile>> TokenFile::Open(const std::string& path) {
   HEADWATER_ASSIGN_OR_RETURN(auto text, ReadFile(path));
   auto grants = ParseTokens(text);
   if (!grants.ok()) return Unusable(path, grants.status().message());
-  return std::unique_ptr<TokenFile>(new TokenFile(path, interval, std::move(text), *std::move(grants)));
+  return std::unique_ptr<TokenFile>(new TokenFile(path, std::move(text), *std::move(grants)));
 }
 
-TokenFile::TokenFile(std::string path, absl::Duration interval, std::string text, TokenGrants grants)
+TokenFile::TokenFile(std::string path, std::string text, TokenGrants grants)
     : path_(std::move(path)),
       text_(std::move(text)),
       grants_(std::make_shared<const TokenGrants>(std::move(grants))),
-      look_(interval, [this] { Reload(); }) {}
+      look_(absl::Seconds(1), [this] { Reload(); }) {}
 
 std::shared_ptr<const TokenGrant> TokenFile::Find(absl::string_view token) const {
   if (token.empty() || token.size() > kMostTokenBytes) return nullptr;

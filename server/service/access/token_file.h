@@ -14,7 +14,6 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
 #include "server/scheduler/repeated_task.h"
 
 namespace headwater::service {
@@ -38,9 +37,9 @@ absl::StatusOr<TokenGrants> ParseTokens(const std::string& text);
 
 class TokenFile {
  public:
-  // The file is looked at every `interval`. InvalidArgument if it cannot be read or is malformed, or if others than its owner's
+  // The file is looked at every second. InvalidArgument if it cannot be read or is malformed, or if others than its owner's
   // group may write it.
-  static absl::StatusOr<std::unique_ptr<TokenFile>> Open(const std::string& path, absl::Duration interval = absl::Seconds(1));
+  static absl::StatusOr<std::unique_ptr<TokenFile>> Open(const std::string& path);
   TokenFile(const TokenFile&) = delete;
   TokenFile& operator=(const TokenFile&) = delete;
 
@@ -52,7 +51,7 @@ class TokenFile {
   int64_t version() const { return version_.load(); }
 
  private:
-  TokenFile(std::string path, absl::Duration interval, std::string text, TokenGrants grants);
+  TokenFile(std::string path, std::string text, TokenGrants grants);
   // Takes the file's present contents; keeps the earlier ones if these are of no use.
   void Reload();
 

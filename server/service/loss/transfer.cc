@@ -17,10 +17,6 @@ std::vector<transport::RowTensor> RowsOf(const std::vector<Transfer::Tensor>& te
   return rows;
 }
 
-absl::Status StripeLost() {
-  return MakeError(ErrorReason::kStripeLost, "a stream of the transfer broke before the micro-batch was answered; send it again");
-}
-
 // A message that ParseChunk() leaves to protobuf; `chunk` points into `parsed` then. kProtocolViolation, kMissingField.
 absl::Status ParseOddChunk(const ReceivedMessage& received, v1::ComputeLossRequest* parsed, ChunkView* chunk) {
   HEADWATER_RETURN_IF_ERROR(received.Parse(parsed));
@@ -197,7 +193,8 @@ void Transfer::OnStripeLost() {
     absl::MutexLock lock(&mutex_);
     if (ended_) return;
   }
-  exchange_.Break(StripeLost());
+  exchange_.Break(
+      MakeError(ErrorReason::kStripeLost, "a stream of the transfer broke before the micro-batch was answered; send it again"));
 }
 
 void Transfer::End(bool succeeded) {

@@ -73,11 +73,6 @@ absl::StatusOr<double> FactorOrOne(const std::string& field, bool present, doubl
   return factor;
 }
 
-absl::Status CheckNotNegative(const std::string& field, double value) {
-  return CheckNumber(field, value, value >= 0 && std::isfinite(static_cast<float>(value)),
-                     "a number >= 0 that is finite in float32");
-}
-
 std::string Quoted(const std::string& text) {
   constexpr size_t kMostBytes = 64;
   std::string quoted = "\"";

@@ -48,8 +48,6 @@ absl::Status CheckNumber(const std::string& field, double value, bool holds, con
 absl::Status CheckFactor(const std::string& field, double value);
 // The factor, after CheckFactor(); 1 if it is absent.
 absl::StatusOr<double> FactorOrOne(const std::string& field, bool present, double value);
-// CheckFactor(), and >= 0.
-absl::Status CheckNotNegative(const std::string& field, double value);
 
 // A value from a client as it may stand in a message: quoted, printable, at most 64 bytes of it.
 std::string Quoted(const std::string& text);
