@@ -1,8 +1,8 @@
 #include "server/service/access/access.h"
 
-#include <algorithm>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
@@ -12,8 +12,11 @@
 namespace headwater::service {
 namespace {
 
-bool AnyMatches(const std::vector<std::string>& patterns, const std::string& head) {
-  return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) { return MatchesPattern(pattern, head); });
+// Whether a permission follows from the patterns of a token: `holds(patterns)` says so of compute and of admin.
+template <typename Holds>
+bool Follows(Permission needs, const TokenGrant& grant, Holds holds) {
+  return needs == Permission::kNone || needs == Permission::kToken || (needs != Permission::kAdmin && holds(grant.compute)) ||
+         (needs != Permission::kCompute && holds(grant.admin));
 }
 
 // The token of "Bearer TOKEN"; empty if that is not what came.
@@ -31,30 +34,12 @@ absl::Status Unauthenticated(const char* got) {
 
 // Whether the token allows such calls, on some head at least.
 bool AllowsSome(const AccessRow* row, const TokenGrant& grant) {
-  const bool computes = !grant.compute.empty();
-  const bool administers = !grant.admin.empty();
   // An upload may turn out to be the administrator's.
-  if (row == FindAccessRow(observability::RpcMethod::kUploadWeights) && administers) return true;
-  return row->needs == Permission::kToken || (row->needs == Permission::kRead && (computes || administers)) ||
-         (row->needs == Permission::kCompute && computes) || (row->needs == Permission::kAdmin && administers);
+  if (row == FindAccessRow(observability::RpcMethod::kUploadWeights) && !grant.admin.empty()) return true;
+  return Follows(row->needs, grant, [](const std::vector<std::string>& patterns) { return !patterns.empty(); });
 }
 
 }  // namespace
-
-bool Caller::Has(Permission needs, const std::string& head) const {
-  switch (needs) {
-    case Permission::kNone:
-    case Permission::kToken:
-      return true;
-    case Permission::kRead:
-      return AnyMatches(grant_->compute, head) || AnyMatches(grant_->admin, head);
-    case Permission::kCompute:
-      return AnyMatches(grant_->compute, head);
-    case Permission::kAdmin:
-      return AnyMatches(grant_->admin, head);
-  }
-  return false;
-}
 
 absl::Status Caller::Denied(Permission needs, const std::string& head) const {
   ErrorMetadata metadata = {{"permission", PermissionName(needs)}, {"method", row_->path}};
@@ -69,7 +54,10 @@ absl::Status Caller::CheckHead(const heads::HeadName& name, Permission needs) co
   if (!free_) {
     if (grant_ == nullptr) return Denied(needs, "");
     if (name.tenant != grant_->tenant) return heads::HeadNotFound(name);
-    if (!Has(needs, name.head)) return Denied(needs, name.ToString());
+    const auto matches = [&](const std::string& pattern) { return MatchesPattern(pattern, name.head); };
+    if (!Follows(needs, *grant_, [&](const auto& patterns) { return absl::c_any_of(patterns, matches); })) {
+      return Denied(needs, name.ToString());
+    }
   }
   return CheckPort(needs);
 }

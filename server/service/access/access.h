@@ -51,7 +51,6 @@ class Caller {
 
  private:
   friend class AccessControl;
-  bool Has(Permission needs, const std::string& head) const;
   absl::Status Denied(Permission needs, const std::string& head) const;
   // kPermissionDenied for a call that needs admin, on a port that does not take it.
   absl::Status CheckPort(Permission needs) const;
