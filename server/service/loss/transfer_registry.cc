@@ -72,13 +72,11 @@ void TransferRegistry::Close(const TransferId& id) {
   for (const Waiting& stripe : waiting) stripe.found(Ended());
 }
 
-int64_t TransferRegistry::Find(const TransferId& id, OnTransfer found) {
+void TransferRegistry::Find(const TransferId& id, const void* stripe, OnTransfer found) {
   std::shared_ptr<Transfer> transfer;
   absl::Status refused;
-  int64_t number = 0;
   {
     absl::MutexLock lock(&mutex_);
-    number = next_number_++;
     const auto place = places_.find(id);
     const bool announced = place != places_.end() && place->second.announced;
     if (announced) transfer = place->second.transfer;
@@ -87,8 +85,7 @@ int64_t TransferRegistry::Find(const TransferId& id, OnTransfer found) {
     } else if (draining_ && !announced) {
       refused = Unheard(absl::ZeroDuration());
     } else if (transfer == nullptr) {
-      places_[id].waiting.push_back({number, observability::MonotonicNow(), std::move(found)});
-      return number;
+      return places_[id].waiting.push_back({stripe, observability::MonotonicNow(), std::move(found)});
     }
   }
   if (refused.ok()) {
@@ -96,19 +93,18 @@ int64_t TransferRegistry::Find(const TransferId& id, OnTransfer found) {
   } else {
     found(std::move(refused));
   }
-  return number;
 }
 
-void TransferRegistry::Leave(const TransferId& id, int64_t number) {
+void TransferRegistry::Leave(const TransferId& id, const void* stripe) {
   OnTransfer left;  // destroyed without the lock
   absl::MutexLock lock(&mutex_);
   const auto place = places_.find(id);
   if (place == places_.end()) return;
   std::vector<Waiting>& waiting = place->second.waiting;
-  const auto stripe = std::find_if(waiting.begin(), waiting.end(), [&](const Waiting& one) { return one.number == number; });
-  if (stripe == waiting.end()) return;
-  left = std::move(stripe->found);
-  waiting.erase(stripe);
+  const auto found = std::find_if(waiting.begin(), waiting.end(), [&](const Waiting& one) { return one.stripe == stripe; });
+  if (found == waiting.end()) return;
+  left = std::move(found->found);
+  waiting.erase(found);
   if (!place->second.announced && waiting.empty()) places_.erase(place);
 }
 

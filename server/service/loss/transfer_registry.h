@@ -55,10 +55,10 @@ class TransferRegistry {
   // or was a moment ago.
   absl::StatusOr<Entry> Announce(const TransferId& id);
 
-  // A stripe has come: `found` is called now, or later. Returns its number, for Leave().
-  int64_t Find(const TransferId& id, OnTransfer found);
-  // The stripe waits no more; `found` will not be called, or has been.
-  void Leave(const TransferId& id, int64_t number);
+  // The stripe `stripe` has come: `found` is called now, or later.
+  void Find(const TransferId& id, const void* stripe, OnTransfer found);
+  // The stripe waits no more; its `found` will not be called, or has been.
+  void Leave(const TransferId& id, const void* stripe);
 
   // Refuses stripes that have waited for too long at `now` (observability::MonotonicNow()). To be called every few milliseconds.
   void Expire(absl::Time now);
@@ -74,7 +74,7 @@ class TransferRegistry {
 
  private:
   struct Waiting {
-    int64_t number = 0;
+    const void* stripe = nullptr;
     absl::Time since;
     OnTransfer found;
   };
@@ -93,7 +93,6 @@ class TransferRegistry {
   // The last ids that have ended: their late stripes need not wait.
   std::deque<TransferId> ended_ ABSL_GUARDED_BY(mutex_);
   std::set<TransferId> ended_set_ ABSL_GUARDED_BY(mutex_);
-  int64_t next_number_ ABSL_GUARDED_BY(mutex_) = 1;
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
 };
 

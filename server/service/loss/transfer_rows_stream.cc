@@ -51,13 +51,11 @@ class TransferRowsStream final : public RowStream {
 
   void OnStreamGone(Transfer* transfer) override {
     std::optional<TransferId> id;
-    int64_t number = 0;
     {
       absl::MutexLock lock(&mutex_);
       id = id_;
-      number = number_;
     }
-    if (id.has_value() && number != 0) core().transfers.Leave(*id, number);
+    if (id.has_value()) core().transfers.Leave(*id, this);
     if (transfer != nullptr) transfer->OnStripeLost();
     if (!ended_.exchange(true)) Finish(scope_.Finish(scope_.CancelledError()));
   }
@@ -80,15 +78,11 @@ class TransferRowsStream final : public RowStream {
       id_ = id;
     }
     const auto self = std::static_pointer_cast<TransferRowsStream>(shared_from_this());
-    const int64_t number = core().transfers.Find(id, [self, index](absl::StatusOr<std::shared_ptr<Transfer>> transfer) {
+    core().transfers.Find(id, this, [self, index](absl::StatusOr<std::shared_ptr<Transfer>> transfer) {
       absl::Status status = transfer.ok() ? (*transfer)->Join(self, index) : transfer.status();
       if (!status.ok()) self->End(std::move(status));
     });
-    {
-      absl::MutexLock lock(&mutex_);
-      number_ = number;
-    }
-    if (gone()) OnStreamGone(nullptr);  // it may have gone before there was a number to leave with
+    if (gone()) OnStreamGone(nullptr);  // it may have gone before it waited
   }
 
   // Ends the call; only the first time has an effect. gRPC's context is there for the thread that has set `ended_`.
@@ -101,7 +95,6 @@ class TransferRowsStream final : public RowStream {
 
   absl::Mutex mutex_;
   std::optional<TransferId> id_ ABSL_GUARDED_BY(mutex_);  // once the header was valid
-  int64_t number_ ABSL_GUARDED_BY(mutex_) = 0;            // in the registry
 };
 
 }  // namespace

@@ -33,9 +33,9 @@ OnTransfer Tell(Told* told) {
 TEST(TransferRegistry, LetsStripesWaitForTheirPrimary) {
   TransferRegistry registry(absl::Seconds(10));
   Told early;
-  registry.Find(Id(1), Tell(&early));
+  registry.Find(Id(1), &early, Tell(&early));
   Told other;
-  registry.Find(Id(2), Tell(&other));
+  registry.Find(Id(2), &other, Tell(&other));
   EXPECT_EQ(registry.waiting(), 2);
   {
     ASSERT_OK_AND_ASSIGN(auto entry, registry.Announce(Id(1)));
@@ -50,10 +50,10 @@ TEST(TransferRegistry, LetsStripesWaitForTheirPrimary) {
     EXPECT_TRUE(early->ok());
   }
   Told late;
-  registry.Find(Id(1), Tell(&late));
+  registry.Find(Id(1), &late, Tell(&late));
   EXPECT_REASON(*late, kTransferNotFound);
   Told draining;
-  registry.Find(Id(3), Tell(&draining));
+  registry.Find(Id(3), &draining, Tell(&draining));
   EXPECT_REASON(*draining, kTransferNotFound);
   EXPECT_EQ(registry.waiting(), 0);
 }
@@ -61,7 +61,7 @@ TEST(TransferRegistry, LetsStripesWaitForTheirPrimary) {
 TEST(TransferRegistry, TellsThoseWhosePrimaryIsRefused) {
   TransferRegistry registry(absl::Seconds(10));
   Told stripe;
-  registry.Find(Id(1), Tell(&stripe));
+  registry.Find(Id(1), &stripe, Tell(&stripe));
   { const auto entry = registry.Announce(Id(1)); }
   EXPECT_REASON(*stripe, kTransferNotFound);
 }
@@ -69,7 +69,7 @@ TEST(TransferRegistry, TellsThoseWhosePrimaryIsRefused) {
 TEST(TransferRegistry, SendsAwayWhoHasWaitedForTooLong) {
   TransferRegistry registry(absl::Seconds(10));
   Told stripe;
-  registry.Find(Id(1), Tell(&stripe));
+  registry.Find(Id(1), &stripe, Tell(&stripe));
   registry.Expire(observability::MonotonicNow() + absl::Seconds(9));
   EXPECT_FALSE(stripe.has_value());
   registry.Expire(observability::MonotonicNow() + absl::Seconds(11));
@@ -81,11 +81,11 @@ TEST(TransferRegistry, ForgetsWhoLeaves) {
   TransferRegistry registry(absl::Seconds(10));
   Told gone;
   Told there;
-  const int64_t number = registry.Find(Id(1), Tell(&gone));
-  registry.Find(Id(1), Tell(&there));
-  registry.Leave(Id(1), number);
-  registry.Leave(Id(1), number);
-  registry.Leave(Id(9), 7);
+  registry.Find(Id(1), &gone, Tell(&gone));
+  registry.Find(Id(1), &there, Tell(&there));
+  registry.Leave(Id(1), &gone);
+  registry.Leave(Id(1), &gone);
+  registry.Leave(Id(9), &gone);
   registry.Drain();
   EXPECT_FALSE(gone.has_value());
   EXPECT_TRUE(there.has_value());
