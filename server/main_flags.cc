@@ -31,7 +31,6 @@
 namespace headwater {
 namespace {
 
-// Sets an option to its flag's value.
 using TakeOption = void (*)(service::ServerOptions& options);
 
 // A section of --help and of docs/flags.md.
@@ -368,7 +367,6 @@ absl::Status CheckReadable(const char* flag, const std::string& path) {
   return IsFolder(path) ? PathError(flag, "cannot read", path, EISDIR) : absl::OkStatus();
 }
 
-// --device, --gpus and --memory_budget_bytes, of a server and of a worker.
 absl::Status CheckDevices() {
   const int32_t gpus = absl::GetFlag(FLAGS_gpus);
   if (gpus < 1 || gpus > kMaxGpus) {
@@ -381,7 +379,6 @@ absl::Status CheckDevices() {
   return CheckAtLeast("memory_budget_bytes", absl::GetFlag(FLAGS_memory_budget_bytes), 0);
 }
 
-// --algorithm_cache, of a server and of a worker.
 absl::Status CheckAlgorithmCache() {
   const std::string path = absl::GetFlag(FLAGS_algorithm_cache);
   return path == "auto" || absl::GetFlag(FLAGS_engine) == "cpu" ? absl::OkStatus() : CheckReplaceable("algorithm_cache", path);
@@ -431,7 +428,6 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
   return options;
 }
 
-// Checks the times for ending.
 absl::Status CheckEnd() {
   HEADWATER_RETURN_IF_ERROR(CheckPositive("drain_timeout", absl::GetFlag(FLAGS_drain_timeout)));
   const absl::Duration grace = absl::GetFlag(FLAGS_device_lost_grace);

@@ -33,7 +33,6 @@ void OutliveReaders();
 // Waits for a signal that ends the process, or for kWakeSignal when `is_due`. Logs other signals: event=signal_ignored.
 int AwaitSignal(const sigset_t& signals, const std::function<bool()>& is_due);
 
-// Whether the signal ends the process.
 bool IsEndSignal(int signal_number);
 
 // Whether a signal that ends the process is pending.

@@ -75,7 +75,6 @@ class ConnectionGate {
     std::string path;  // of a Unix socket
     ino_t inode = 0;   // of its file
   };
-  // A connection of TCP.
   struct Peer {
     int duplicate = -1;
     int64_t cancels = 0;

@@ -44,7 +44,6 @@ std::optional<Connection> FindConnection(grpc_call* call) {
   return connection;
 }
 
-// The state of the metadata processor.
 struct Processor {
   std::shared_ptr<CallBacklog> backlog;
   bool counts = false;

@@ -22,7 +22,6 @@ namespace headwater::service {
 // Metadata key of the token: "Bearer TOKEN".
 inline constexpr char kAuthorizationKey[] = "authorization";
 
-// The calls that a port takes.
 enum class PortRole {
   kData,  // no call that needs admin
   kAll,

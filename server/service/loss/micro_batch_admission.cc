@@ -47,7 +47,6 @@ absl::StatusOr<heads::SubmittedTerm> FindHeads(const Caller& caller, const heads
   return submitted;
 }
 
-// Checks the header against the term's heads.
 absl::Status CheckHeads(const MicroBatchRequest& request, const LossTermRequest& term, const heads::SubmittedTerm& submitted,
                         const std::string& field) {
   const HeadSpec& spec = submitted.head->spec();
@@ -142,7 +141,6 @@ bool MustBeHeld(const heads::Submission& submission) {
          std::any_of(submission.terms.begin(), submission.terms.end(), has_no_slot);
 }
 
-// A use of each head of terms that BuildTerms() has made.
 std::vector<heads::HeadUse> UseHeads(const heads::Submission& submission) {
   std::vector<heads::HeadUse> uses;
   const auto use_once = [&uses](const std::shared_ptr<heads::Head>& head) {
@@ -221,7 +219,6 @@ class MicroBatchAdmission {
                               ElementBytes(type), field);
   }
 
-  // Where the rows come from, by the header.
   absl::Status FindRows() {
     const MicroBatchRequest& request = batch_.payload->request;
     RowsView& hidden = batch_.submission.hidden;
@@ -287,7 +284,6 @@ class MicroBatchAdmission {
     return absl::OkStatus();
   }
 
-  // Everything of the submission but terms, rows and outputs.
   void FillSubmission() {
     const MicroBatchRequest& request = batch_.payload->request;
     heads::Submission& submission = batch_.submission;
@@ -352,7 +348,6 @@ class MicroBatchAdmission {
     return core_.ReserveInFlight(batch_.client, bytes, "the micro-batch", &batch_.reservation);
   }
 
-  // Claims the teacher rows that other processes send.
   absl::Status ClaimJoined() {
     for (const auto& source : batch_.payload->sources) {
       HEADWATER_ASSIGN_OR_RETURN(auto claim, source->Claim(core_.join));

@@ -190,7 +190,6 @@ class MicroBatchRun final : private heads::IncomingRows {
     return core_.engine->DigestRows({&row, 1}, event, &unused);
   }
 
-  // Takes what has come of joined rows.
   absl::Status PullRows() {
     const auto& sources = batch_.payload->sources;
     for (size_t i = 0; i < sources.size(); ++i) HEADWATER_RETURN_IF_ERROR(sources[i]->Pull(*batch_.transfer, i));
@@ -299,7 +298,6 @@ class MicroBatchRun final : private heads::IncomingRows {
     return !status.ok() && !exchange_.status().ok() ? exchange_.status() : status;
   }
 
-  // Waits for a place at the engine.
   absl::Status AwaitPlace() {
     HEADWATER_RETURN_IF_ERROR(CheckInTime(MonotonicNow(), "it waited in the queue"));
     HEADWATER_RETURN_IF_ERROR(turn_->Enter());

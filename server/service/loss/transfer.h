@@ -108,7 +108,6 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
     // Once every row is there a bad chunk concerns its stream alone: the micro-batch may be committed by now.
     exchange_.BreakIfIncomplete(status);
   }
-  // A stream has been half-closed.
   void OnHalfClosed();
   // A stripe is gone: kStripeLost for the whole transfer, unless it is over.
   void OnStripeLost();
@@ -137,7 +136,6 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
  private:
   std::vector<std::shared_ptr<RowStream>> Streams() const;
-  // The tensor that the chunk belongs to.
   absl::StatusOr<size_t> TensorOf(const ChunkView& chunk) const;
 
   ServerCore& core_;

@@ -21,7 +21,6 @@ using v1::ChunkView;
 // One message as it was received. Movable.
 class ReceivedMessage {
  public:
-  // Takes the slices out of `buffer`.
   explicit ReceivedMessage(grpc::ByteBuffer* buffer);
   // As ReadChunkMessage() of a request; `chunk` is valid as long as this is.
   bool ParseChunk(ChunkView* chunk) const { return ReadChunkMessage(spans_, v1::ChunkField::kOfRequest, chunk); }
