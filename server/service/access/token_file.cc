@@ -66,17 +66,19 @@ absl::Status ParsePatterns(const json& token, const char* key, const std::string
   return absl::OkStatus();
 }
 
+// The text of a member; empty without one.
+std::string TextOf(const json& token, const char* key) {
+  const json* const text = model_files::FindMember(token, key, json::value_t::string);
+  return text == nullptr ? "" : text->get<std::string>();
+}
+
 absl::StatusOr<TokenGrant> ParseToken(const json& token, const std::string& place) {
   if (!token.is_object()) return Wrong(place, "an object");
   HEADWATER_RETURN_IF_ERROR(CheckKeys(token, place, {"name", "sha256", "tenant", "compute", "admin"}));
   TokenGrant grant;
-  const json* const name = model_files::FindMember(token, "name", json::value_t::string);
-  if (name == nullptr || !IsName(name->get<std::string>(), "._-")) {
-    return Wrong(place + ".name", "1 to 64 letters, digits, or characters of . _ -");
-  }
-  grant.name = name->get<std::string>();
-  const json* const digest = model_files::FindMember(token, "sha256", json::value_t::string);
-  const std::string hex = digest == nullptr ? "" : digest->get<std::string>();
+  grant.name = TextOf(token, "name");
+  if (!IsName(grant.name, "._-")) return Wrong(place + ".name", "1 to 64 letters, digits, or characters of . _ -");
+  const std::string hex = TextOf(token, "sha256");
   if (hex.size() != 2 * grant.sha256.size() ||
       !std::all_of(hex.begin(), hex.end(), [](char c) { return absl::ascii_isxdigit(static_cast<unsigned char>(c)); })) {
     return Wrong(place + ".sha256", "the token's SHA-256 as 64 hexadecimal digits");
@@ -85,11 +87,10 @@ absl::StatusOr<TokenGrant> ParseToken(const json& token, const std::string& plac
   std::copy(bytes.begin(), bytes.end(), grant.sha256.begin());
   grant.tenant = heads::kDefaultTenant;
   if (token.contains("tenant")) {
-    const json* const tenant = model_files::FindMember(token, "tenant", json::value_t::string);
-    if (tenant == nullptr || !heads::ParseTenantName("tenants/" + tenant->get<std::string>(), "tenant").ok()) {
+    grant.tenant = TextOf(token, "tenant");
+    if (!heads::ParseTenantName("tenants/" + grant.tenant, "tenant").ok()) {
       return Wrong(place + ".tenant", "the id of a tenant: 1 to 64 characters of a-z 0-9 . _ -, a letter or digit first and last");
     }
-    grant.tenant = tenant->get<std::string>();
   }
   HEADWATER_RETURN_IF_ERROR(ParsePatterns(token, "compute", place, &grant.compute));
   HEADWATER_RETURN_IF_ERROR(ParsePatterns(token, "admin", place, &grant.admin));

@@ -32,6 +32,15 @@ bool ReadMessage(guard::StreamWatchdog::Watch& watch, Stream& stream, Message* m
   return read;
 }
 
+// Writes one message. False when the client is gone, or has taken nothing for too long.
+template <typename Stream, typename Message>
+bool WriteMessage(guard::StreamWatchdog::Watch& watch, Stream& stream, const Message& message) {
+  watch.Begin();
+  const bool written = stream.Write(message);
+  watch.End();
+  return written;
+}
+
 // Watches the client of a call, and whether the call is still allowed.
 struct ClientWatch : guard::StreamWatchdog::Watch {
   explicit ClientWatch(RpcScope& scope)
@@ -109,25 +118,6 @@ class MessageReader {
   Message message_;
   std::optional<Place> place_;  // until the end of the stream, like the watch
   std::optional<ClientWatch> watch_;
-};
-
-// The answers of a stream. Write() returns false when the client is gone, or has taken nothing for too long.
-template <typename Stream>
-class WatchedWriter {
- public:
-  WatchedWriter(RpcScope& scope, Stream& stream) : watch_(scope), stream_(stream) {}
-
-  template <typename Message>
-  bool Write(const Message& message) {
-    watch_.Begin();
-    const bool written = stream_.Write(message);
-    watch_.End();
-    return written;
-  }
-
- private:
-  ClientWatch watch_;
-  Stream& stream_;
 };
 
 }  // namespace headwater::service

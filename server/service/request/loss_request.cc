@@ -80,8 +80,8 @@ std::vector<T> CopyElements(const v1::Tensor& tensor) {
 
 // ---- requests --------------------------------------------------------------------------------------------------------
 
-absl::Status UnknownEnum(const std::string& field, const std::string& expected, int value) {
-  return InvalidField(field, expected, absl::StrCat(value));
+absl::Status CheckEnum(const std::string& field, bool is_known, const char* expected, int value) {
+  return is_known ? absl::OkStatus() : InvalidField(field, expected, absl::StrCat(value));
 }
 
 absl::Status CheckClassWeights(const v1::CrossEntropyLoss& loss, const std::string& field, const Limits& limits) {
@@ -98,9 +98,8 @@ absl::Status CheckJensenShannon(const v1::JensenShannonLoss& loss, const std::st
     return InvalidCombination(field + ".hard_loss.temperature", "nothing, because a divergence's hard loss takes none",
                               absl::StrCat(loss.hard_loss().temperature()));
   }
-  if (!v1::VocabAlignment_IsValid(loss.vocab_alignment())) {
-    return UnknownEnum(field + ".vocab_alignment", "REFUSE or TRUNCATE_TO_COMMON", loss.vocab_alignment());
-  }
+  HEADWATER_RETURN_IF_ERROR(CheckEnum(field + ".vocab_alignment", v1::VocabAlignment_IsValid(loss.vocab_alignment()),
+                                      "REFUSE or TRUNCATE_TO_COMMON", loss.vocab_alignment()));
   return CheckClassWeights(loss.hard_loss(), field + ".hard_loss", limits);
 }
 
@@ -294,28 +293,23 @@ absl::Status CheckWithoutMicroBatch(const v1::MicroBatchHeader& header, const Mi
 absl::Status DecodeModes(const v1::MicroBatchHeader& header, MicroBatchRequest* decoded) {
   constexpr char kComputeModes[] = "FORWARD_BACKWARD or FORWARD_ONLY";
   if (header.compute_mode() == v1::COMPUTE_MODE_UNSPECIFIED) return MissingField("header.compute_mode", kComputeModes);
-  if (!v1::ComputeMode_IsValid(header.compute_mode())) {
-    return UnknownEnum("header.compute_mode", kComputeModes, header.compute_mode());
-  }
+  HEADWATER_RETURN_IF_ERROR(
+      CheckEnum("header.compute_mode", v1::ComputeMode_IsValid(header.compute_mode()), kComputeModes, header.compute_mode()));
   decoded->backward = header.compute_mode() == v1::COMPUTE_MODE_FORWARD_BACKWARD;
-  if (!v1::CommitMode_IsValid(header.commit_mode())) {
-    return UnknownEnum("header.commit_mode", "EAGER or EXPLICIT", header.commit_mode());
-  }
-  if (!v1::OnMismatch_IsValid(header.on_mismatch())) {
-    return UnknownEnum("header.on_mismatch", "CONFLICT or FIRST_WINS", header.on_mismatch());
-  }
-  if (!v1::NonFinitePolicy_IsValid(header.non_finite_policy())) {
-    return UnknownEnum("header.non_finite_policy", "REPORT or REFUSE", header.non_finite_policy());
-  }
+  HEADWATER_RETURN_IF_ERROR(
+      CheckEnum("header.commit_mode", v1::CommitMode_IsValid(header.commit_mode()), "EAGER or EXPLICIT", header.commit_mode()));
+  HEADWATER_RETURN_IF_ERROR(CheckEnum("header.on_mismatch", v1::OnMismatch_IsValid(header.on_mismatch()), "CONFLICT or FIRST_WINS",
+                                      header.on_mismatch()));
+  HEADWATER_RETURN_IF_ERROR(CheckEnum("header.non_finite_policy", v1::NonFinitePolicy_IsValid(header.non_finite_policy()),
+                                      "REPORT or REFUSE", header.non_finite_policy()));
   decoded->explicit_commit = header.commit_mode() == v1::COMMIT_MODE_EXPLICIT;
   decoded->first_wins = header.on_mismatch() == v1::ON_MISMATCH_FIRST_WINS;
   decoded->refuse_non_finite = header.non_finite_policy() == v1::NON_FINITE_POLICY_REFUSE;
   for (int i = 0; i < header.outputs_size(); ++i) {
     const v1::TokenOutput output = header.outputs(i);
-    if (!v1::TokenOutput_IsValid(output) || output == v1::TOKEN_OUTPUT_UNSPECIFIED) {
-      return UnknownEnum(absl::StrCat("header.outputs[", i, "]"),
-                         "LOSS, LSE, TARGET_LOG_PROBABILITY, ENTROPY, ARGMAX, MEAN_LOGITS or LOG_SUM_SQ_PROBS", output);
-    }
+    HEADWATER_RETURN_IF_ERROR(CheckEnum(
+        absl::StrCat("header.outputs[", i, "]"), v1::TokenOutput_IsValid(output) && output != v1::TOKEN_OUTPUT_UNSPECIFIED,
+        "LOSS, LSE, TARGET_LOG_PROBABILITY, ENTROPY, ARGMAX, MEAN_LOGITS or LOG_SUM_SQ_PROBS", output));
     decoded->outputs |= TokenOutputBit(output);
   }
   decoded->allow_held = header.allow_held();
