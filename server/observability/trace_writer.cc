@@ -72,7 +72,7 @@ void TraceWriter::Write(std::shared_ptr<const CallTrace> trace) {
       return;
     }
   }
-  metrics_.CountTrace(TraceOutcome::kLeftOut);
+  metrics_.Count(Metric::kTraces, 1, TraceOutcome::kLeftOut);
 }
 
 bool TraceWriter::MayWrite() {
@@ -118,11 +118,11 @@ void TraceWriter::Run() {
       waiting_.pop_front();
     }
     if (!MayWrite()) {
-      metrics_.CountTrace(TraceOutcome::kLeftOut);
+      metrics_.Count(Metric::kTraces, 1, TraceOutcome::kLeftOut);
       continue;
     }
     const absl::Status status = WriteFile(*trace);
-    metrics_.CountTrace(status.ok() ? TraceOutcome::kWritten : TraceOutcome::kFailed);
+    metrics_.Count(Metric::kTraces, 1, status.ok() ? TraceOutcome::kWritten : TraceOutcome::kFailed);
     if (!status.ok() && MonotonicNow() >= last_warning_ + kWarnAgain) {
       last_warning_ = MonotonicNow();
       Log(LogLevel::kWarning, "trace_not_written", {{"message", std::string(status.message())}});

@@ -133,8 +133,8 @@ struct Server::Ports {
     guard::ConnectionGateOptions gate_options;
     gate_options.max_connections = limits.max_connections;
     gate_options.cancels_a_second = options.max_cancel_rate;
-    gate_options.on_refused = [&metrics = entrance.core.metrics] { metrics.CountRefusedConnection(); };
-    gate_options.on_dropped = [&metrics = entrance.core.metrics] { metrics.CountDroppedConnection(); };
+    gate_options.on_refused = [&metrics = entrance.core.metrics] { metrics.Count(observability::Metric::kRefusedConnections); };
+    gate_options.on_dropped = [&metrics = entrance.core.metrics] { metrics.Count(observability::Metric::kDroppedConnections); };
     gate = std::make_unique<guard::ConnectionGate>(std::move(gate_options));
     for (const std::string& address : wanted) {
       const bool is_unix = IsUnixAddress(address);

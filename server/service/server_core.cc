@@ -8,7 +8,9 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
@@ -24,6 +26,7 @@ namespace headwater::service {
 
 using observability::Log;
 using observability::LogLevel;
+using observability::Metric;
 using observability::MonotonicNow;
 using observability::SessionEnd;
 
@@ -122,7 +125,7 @@ class ServerCore::Reaper {
     const auto expired =
         core_.registry.ExpireIdle(core_.options.idle_head_timeout, core_.checkpoints.get(), core_.options.idle_head_checkpoint);
     for (const heads::HeadName& name : expired) Log(LogLevel::kInfo, "idle_head_deleted", {{"head", name.ToString()}});
-    core_.metrics.CountExpiredHeads(static_cast<int64_t>(expired.size()));
+    core_.metrics.Count(Metric::kExpiredHeads, expired.size());
   }
   // Once for each time that the server is idle, and once more when the rows' memory has been released. Otherwise memory freed after
   // a burst of calls, or of attacks, would stay with the process forever.
@@ -152,8 +155,10 @@ class ServerCore::Reaper {
 
 ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine)
     : ServerParts(server_options, std::move(loss_engine)) {
-  metrics.SetLimits({options.limits.max_queue_depth, options.limits.max_in_flight_bytes, options.limits.max_connections});
-  metrics.SetGaugeSource([this] { return ReadGauges(); });
+  metrics.Set(Metric::kMaxQueueDepth, options.limits.max_queue_depth);
+  metrics.Set(Metric::kMaxInFlightBytes, options.limits.max_in_flight_bytes);
+  metrics.Set(Metric::kMaxConnections, options.limits.max_connections);
+  metrics.SetGaugeSource([this] { SetGauges(); });
 }
 
 ServerCore::~ServerCore() {
@@ -240,11 +245,11 @@ absl::Status ServerCore::lost() const {
 
 void ServerCore::FindProductRate() {
   constexpr double kTera = 1e12;
-  if (options.product_tflops > 0) return metrics.SetProductRate(options.product_tflops * kTera);
+  if (options.product_tflops > 0) return metrics.Set(Metric::kProductRate, options.product_tflops * kTera);
   // Without an address the rate is not read; and a group's other machines cannot be measured from here.
   if (options.metrics_address.empty() || engine->name() != "cpu" || options.group != nullptr) return;
   const double rate = MeasureCpuProductRate(engine->options().thread_count);
-  metrics.SetProductRate(rate);
+  metrics.Set(Metric::kProductRate, rate);
   const Bfloat16Products products = engine->options().bfloat16_products;
   const double bf16_rate =
       products == Bfloat16Products::kOneDnn ? MeasureCpuProductRate(engine->options().thread_count, products) : rate;
@@ -263,9 +268,9 @@ void ServerCore::RestoreHeads(const std::function<bool()>& cancelled) {
       Log(LogLevel::kWarning, "checkpoint_skipped",
           {{"head", comeback.name.ToString()}, {"checkpoint", checkpoint}, {"note", why}});
     }
-    metrics.CountSkippedCheckpoints(static_cast<int64_t>(comeback.skipped.size()));
+    metrics.Count(Metric::kSkippedCheckpoints, comeback.skipped.size());
   }
-  metrics.CountRestoredHeads(restored);
+  metrics.Count(Metric::kRestoredHeads, restored);
 }
 
 bool ServerCore::SaveHeads(absl::Time deadline) {
@@ -279,7 +284,7 @@ bool ServerCore::SaveHeads(absl::Time deadline) {
 }
 
 void ServerCore::CountExpiredSessions(const std::vector<heads::SessionRegistry::Expired>& expired) {
-  metrics.CountSessionEnds(SessionEnd::kExpired, static_cast<int64_t>(expired.size()));
+  metrics.Count(Metric::kSessionEnds, expired.size(), SessionEnd::kExpired);
   for (const heads::SessionRegistry::Expired& session : expired) {
     // A process that ends without closing its client is common, and harmless unless contributions are lost.
     Log(session.dropped > 0 ? LogLevel::kWarning : LogLevel::kInfo, "session_expired",
@@ -333,51 +338,65 @@ void ServerCore::CountCancelled(const std::string& peer) {
   if (hooks_.on_cancelled) hooks_.on_cancelled(peer);
 }
 
-observability::GaugeReadings ServerCore::ReadGauges() const {
-  observability::GaugeReadings readings;
+void ServerCore::SetGauges() {
+  using observability::RankActivity;
   {
     absl::MutexLock lock(&hooks_mutex_);
-    if (hooks_.count_connections) readings.connections = hooks_.count_connections();
+    metrics.Set(Metric::kConnections, hooks_.count_connections ? hooks_.count_connections() : 0);
   }
-  readings.queue_depth = queue.depth();
-  readings.busy = busy.total();
+  metrics.Set(Metric::kQueueDepth, queue.depth());
+  metrics.Raise(Metric::kComputeBusy, absl::ToDoubleSeconds(busy.total()));
   if (options.group != nullptr) {
-    for (const group::RankTimes& times : options.group->rank_times()) {
-      readings.rank_times.push_back({times.computing, times.waiting, times.communicating});
+    const std::vector<group::RankTimes> ranks = options.group->rank_times();
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+      metrics.RaiseRankSeconds(rank, RankActivity::kCompute, ranks[rank].computing);
+      metrics.RaiseRankSeconds(rank, RankActivity::kWait, ranks[rank].waiting);
+      metrics.RaiseRankSeconds(rank, RankActivity::kCommunicate, ranks[rank].communicating);
     }
   }
-  readings.in_flight_bytes = in_flight.reserved_bytes();
-  readings.upload_bytes = uploads.reserved_bytes();
-  for (const EngineDevice& device : engine->devices()) readings.memory_budget_bytes += device.memory_budget_bytes;
-  readings.held_bytes = held.reserved_bytes();
-  readings.join_bytes = join.reserved_bytes();
-  readings.used_row_bytes = rows.used_bytes();
-  readings.idle_row_bytes = rows.idle_bytes();
-  readings.session_count = sessions.size();
+  metrics.Set(Metric::kInFlightBytes, in_flight.reserved_bytes());
+  metrics.Set(Metric::kUploadBytes, uploads.reserved_bytes());
+  int64_t memory_budget_bytes = 0;
+  for (const EngineDevice& device : engine->devices()) memory_budget_bytes += device.memory_budget_bytes;
+  metrics.Set(Metric::kMemoryBudget, memory_budget_bytes);
+  metrics.Set(Metric::kHeldBytes, held.reserved_bytes());
+  metrics.Set(Metric::kJoinBytes, join.reserved_bytes());
+  metrics.Set(Metric::kRowMemory, rows.used_bytes(), observability::RowMemory::kUsed);
+  metrics.Set(Metric::kRowMemory, rows.idle_bytes(), observability::RowMemory::kIdle);
+  metrics.Set(Metric::kSessions, sessions.size());
   const transport::RegionRegistry::Totals mapped = regions.totals();
-  readings.region_count = mapped.regions;
-  readings.region_bytes = mapped.bytes;
-  readings.waiting_calls = waiting.size();
-  readings.abandoned_calls = abandoned_calls.load();
+  for (size_t kind = 0; kind < mapped.regions.size(); ++kind) {
+    metrics.Set(Metric::kRegions, mapped.regions[kind], kind);
+    metrics.Set(Metric::kRegionBytes, mapped.bytes[kind], kind);
+  }
+  metrics.Set(Metric::kWaitingCalls, waiting.size());
+  metrics.Set(Metric::kAbandonedCalls, abandoned_calls.load());
   absl::Time unsaved_since = absl::InfiniteFuture();
-  for (const auto& head : registry.ListAll()) {
-    ++readings.head_count;
+  const auto all_heads = registry.ListAll();
+  int64_t waiting_contributions = 0, planned_bytes = 0;
+  std::map<std::string, int64_t> planned;  // by purpose
+  for (const auto& head : all_heads) {
     const heads::HeadInfo info = head->Describe();
-    readings.waiting_contributions += info.waiting_count;
-    for (const MemoryPlan::Item& item : info.plan.items) readings.planned_bytes[item.purpose] += item.bytes;
+    waiting_contributions += info.waiting_count;
+    for (const MemoryPlan::Item& item : info.plan.items) {
+      planned[item.purpose] += item.bytes;
+      planned_bytes += item.bytes;
+    }
     if (info.unsaved_since.has_value()) unsaved_since = std::min(unsaved_since, *info.unsaved_since);
   }
-  if (checkpoints != nullptr) readings.unsaved = std::max(absl::ZeroDuration(), MonotonicNow() - unsaved_since);
+  metrics.Set(Metric::kHeads, all_heads.size());
+  metrics.Set(Metric::kWaitingContributions, waiting_contributions);
+  if (checkpoints != nullptr) {
+    metrics.Set(Metric::kUnsavedChange, absl::ToDoubleSeconds(std::max(absl::ZeroDuration(), MonotonicNow() - unsaved_since)));
+  }
   // The CUDA engine has one workspace for all heads, as large as the largest; the CPU engine has one for each.
-  int64_t planned_bytes = 0;
-  for (const auto& [purpose, bytes] : readings.planned_bytes) planned_bytes += bytes;
   if (const int64_t shared_bytes = planned_bytes - engine->planned_bytes(); shared_bytes > 0) {
-    int64_t& workspace_bytes = readings.planned_bytes["workspace"];
+    int64_t& workspace_bytes = planned["workspace"];
     workspace_bytes -= std::min(workspace_bytes, shared_bytes);
   }
+  metrics.SetPlannedBytes(planned);
   absl::MutexLock lock(&phase_mutex_);
-  readings.serving = phase_ == Phase::kServing;
-  return readings;
+  metrics.Set(Metric::kServing, phase_ == Phase::kServing ? 1 : 0);
 }
 
 }  // namespace headwater::service

@@ -88,11 +88,12 @@ class ServerCore : public ServerParts {
   void SetPortHooks(PortHooks hooks);
   // The client of a connection has cancelled a call.
   void CountCancelled(const std::string& peer);
-  // Current readings for the metrics.
-  observability::GaugeReadings ReadGauges() const;
 
  private:
   class Reaper;
+
+  // At each scrape of the metrics.
+  void SetGauges();
 
   ServerCore(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine);
   void LoseEngine(const absl::Status& health);

@@ -45,7 +45,8 @@ ServerParts::ServerParts(const ServerOptions& server_options, std::unique_ptr<Lo
                [this](const heads::SessionId& session, heads::SessionRegistry::End how) {
                  const bool closed = how == heads::SessionRegistry::End::kClosed;
                  const int64_t dropped = registry.DropSession(session);
-                 metrics.CountSessionDiscards(closed ? SessionEnd::kClosed : SessionEnd::kExpired, dropped);
+                 metrics.Count(observability::Metric::kSessionDiscards, dropped,
+                               closed ? SessionEnd::kClosed : SessionEnd::kExpired);
                  regions.DropOwner(session);
                  join.DropOwner(session);
                  return dropped;

@@ -107,7 +107,9 @@ absl::Status KeepAlive(RpcScope& scope, const v1::KeepAliveRequest& request, v1:
 
 absl::Status CloseSession(RpcScope& scope, const v1::CloseSessionRequest& request, v1::CloseSessionResponse*) {
   HEADWATER_ASSIGN_OR_RETURN(auto session, DecodeSession(request.session_id(), "session_id"));
-  if (scope.core().sessions.Close(session)) scope.core().metrics.CountSessionEnds(observability::SessionEnd::kClosed, 1);
+  if (scope.core().sessions.Close(session)) {
+    scope.core().metrics.Count(observability::Metric::kSessionEnds, 1, observability::SessionEnd::kClosed);
+  }
   return absl::OkStatus();
 }
 

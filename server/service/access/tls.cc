@@ -166,8 +166,11 @@ void CertificateWatch::Look() {
   }
   const bool asks_clients = !options_.tls_client_ca.empty();
   LogValidity(*validity, asks_clients);
-  metrics_.SetCertificateEnd(observability::CertificateUse::kServer, validity->end);
-  if (asks_clients) metrics_.SetCertificateEnd(observability::CertificateUse::kClientCa, validity->client_ca_end);
+  const auto set_end = [this](observability::CertificateUse use, absl::Time end) {
+    metrics_.Set(observability::Metric::kTlsCertificateEnd, absl::ToDoubleSeconds(end - absl::UnixEpoch()), use);
+  };
+  set_end(observability::CertificateUse::kServer, validity->end);
+  if (asks_clients) set_end(observability::CertificateUse::kClientCa, validity->client_ca_end);
 }
 
 }  // namespace headwater::service

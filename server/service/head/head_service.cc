@@ -205,7 +205,9 @@ absl::StatusOr<heads::HeadInfo> UseTensor(RpcScope& scope, heads::Head& head, co
   }
   const heads::ShadowTensor shadow = {request.tensor, request.data_type, std::move(bytes), request.total_bytes};
   HEADWATER_ASSIGN_OR_RETURN(auto replaced, head.Replace({request.epoch, *request.closes_step}, shadow, scope.wait_limits()));
-  if (replaced.closed && !replaced.replayed) scope.core().metrics.CountStep(observability::StepOutcome::kReplaced);
+  if (replaced.closed && !replaced.replayed) {
+    scope.core().metrics.Count(observability::Metric::kSteps, 1, observability::StepOutcome::kReplaced);
+  }
   return std::move(replaced.head);
 }
 
@@ -310,7 +312,7 @@ absl::Status SendTensor(RpcScope& scope, const TensorStream& stream, grpc::Serve
     if (count == 0) break;
     response.mutable_chunk()->set_offset_bytes(element * element_bytes);
     response.mutable_chunk()->set_data(std::move(data));
-    core.metrics.CountBytes(observability::Direction::kOut, count * element_bytes);
+    core.metrics.Count(observability::Metric::kBytes, count * element_bytes, observability::Direction::kOut);
     if (!WriteMessage(watch, responses, response)) return gone;
     element += count;
   } while (element < element_count);
@@ -391,7 +393,7 @@ absl::Status ApplyOptimizerStep(RpcScope& scope, const v1::ApplyOptimizerStepReq
   HEADWATER_ASSIGN_OR_RETURN(auto apply, DecodeApply(request, scope.core().options.limits));
   HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(scope, apply));
   HEADWATER_ASSIGN_OR_RETURN(auto reply, head->Apply(apply.key, apply.expected, apply.arguments, scope.wait_limits()));
-  if (!reply.replayed) scope.core().metrics.CountStep(observability::StepOutcome::kApplied);
+  if (!reply.replayed) scope.core().metrics.Count(observability::Metric::kSteps, 1, observability::StepOutcome::kApplied);
   WriteFields(reply, *response);
   EncodeTotals(reply.totals, response->mutable_totals());
   return absl::OkStatus();
@@ -401,7 +403,7 @@ absl::Status DiscardGradient(RpcScope& scope, const v1::DiscardGradientRequest& 
   HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeHeadAtStep(request.has_head(), request.head(), "head"));
   HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(scope, step));
   HEADWATER_ASSIGN_OR_RETURN(auto reply, head->DiscardGradient(step.key, scope.wait_limits()));
-  if (!reply.second) scope.core().metrics.CountStep(observability::StepOutcome::kDiscarded);
+  if (!reply.second) scope.core().metrics.Count(observability::Metric::kSteps, 1, observability::StepOutcome::kDiscarded);
   response->set_open_step(reply.first);
   response->set_replayed(reply.second);
   return absl::OkStatus();
@@ -456,7 +458,7 @@ absl::Status AddGradient(RpcScope& scope, grpc::ServerReader<v1::AddGradientRequ
                              head->AddGradient(
                                  request.key, request.micro_batch, request.attempt, digest.Finish(CanonicalHeader(request)), part,
                                  [&scope] { return scope.wait_limits().waiter->cancelled(); }, scope.wait_limits()));
-  if (added) core.metrics.CountCommit();
+  if (added) core.metrics.Count(observability::Metric::kCommits);
   response->set_replayed(!added);
   return absl::OkStatus();
 }

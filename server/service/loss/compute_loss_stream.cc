@@ -106,7 +106,7 @@ class ComputeLossStream final : public RowStream {
     if (status.ok()) {
       v1::ComputeLossResponse response;
       const absl::Time sent = observability::MonotonicNow();
-      core().metrics.ObservePhase(observability::Phase::kDownload, sent - micro_batch.times.engine_end);
+      core().metrics.Observe(observability::Metric::kDownloadSeconds, sent - micro_batch.times.engine_end);
       EncodeSummary(micro_batch, sent, response.mutable_summary());
       TraceMicroBatch(micro_batch, sent);
       last->emplace(EncodeMessage(response));

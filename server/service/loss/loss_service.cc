@@ -51,8 +51,8 @@ absl::Status CommitMicroBatch(RpcScope& scope, const v1::CommitMicroBatchRequest
   const absl::Time end = observability::MonotonicNow();
   if (scope.trace() != nullptr) scope.trace()->AddSpan("commit", "commit", start, end);
   if (committed) {
-    core.metrics.CountCommit();
-    core.metrics.ObservePhase(observability::Phase::kCommit, end - start);
+    core.metrics.Count(observability::Metric::kCommits);
+    core.metrics.Observe(observability::Metric::kCommitSeconds, end - start);
   }
   response->set_replayed(!committed);
   return absl::OkStatus();
@@ -78,7 +78,7 @@ absl::Status TakeChunk(ServerCore& core, const v1::RowChunk& chunk, transport::T
   const int64_t data_bytes = static_cast<int64_t>(chunk.data().size());
   HEADWATER_RETURN_IF_ERROR(CheckLimit("chunk.data", data_bytes, "max_chunk_bytes", core.options.limits.max_chunk_bytes));
   HEADWATER_RETURN_IF_ERROR(stream.Add(chunk.row_start(), chunk.row_count(), chunk.data().data(), data_bytes, "chunk"));
-  core.metrics.CountBytes(observability::Direction::kIn, data_bytes);
+  core.metrics.Count(observability::Metric::kBytes, data_bytes, observability::Direction::kIn);
   return absl::OkStatus();
 }
 

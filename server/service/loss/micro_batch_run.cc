@@ -90,11 +90,11 @@ class MicroBatchRun final : private heads::IncomingRows {
       if (submission.incoming == nullptr && submission.backward) {
         HEADWATER_ASSIGN_OR_RETURN(submission.digest, DigestOfAll());
       }
-      if (!exchange_.complete()) core_.metrics.CountEarlyStart();
+      if (!exchange_.complete()) core_.metrics.Count(observability::Metric::kEarlyStarts);
       const absl::Status status = Submit();
       if (!status.ok()) return HasReason(status, ErrorReason::kProtocolViolation) ? ExplainEnd(status) : status;
       if (!batch_.outcome->needs_all_rows) break;
-      if (stalled()) core_.metrics.CountStall();
+      if (stalled()) core_.metrics.Count(observability::Metric::kStalls);
       submission.incoming = nullptr;
       submission.engine_digests = false;
       may_begin_early_ = false;
@@ -330,7 +330,7 @@ class MicroBatchRun final : private heads::IncomingRows {
     }
     turn_->Leave(times.engine_end - times.engine_start);
     // Observed whatever the outcome: an engine that only refuses would look stuck otherwise.
-    core_.metrics.ObservePhase(observability::Phase::kCompute, times.engine_end - times.engine_start);
+    core_.metrics.Observe(observability::Metric::kComputeSeconds, times.engine_end - times.engine_start);
     if (!outcome.ok()) return outcome.status();
     batch_.outcome = *std::move(outcome);
     return absl::OkStatus();
@@ -356,7 +356,8 @@ absl::Status ComputeMicroBatch(AdmittedMicroBatch& batch) { return MicroBatchRun
 absl::Status DeliverGrad(AdmittedMicroBatch& batch) {
   transport::RowExchange& exchange = batch.transfer->exchange();
   if (batch.grad_region.has_value() && batch.submission.grad_hidden.row_count > 0) {
-    batch.core.metrics.CountBytes(observability::Direction::kOut, batch.grad_region->bytes(), PathOf(&*batch.grad_region));
+    batch.core.metrics.Count(observability::Metric::kBytes, batch.grad_region->bytes(), observability::Direction::kOut,
+                             PathOf(&*batch.grad_region));
     HEADWATER_RETURN_IF_ERROR(batch.grad_region->Finish());
   }
   if (!batch.sends_grad) return absl::OkStatus();

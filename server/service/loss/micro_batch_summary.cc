@@ -19,8 +19,8 @@
 namespace headwater::service {
 namespace {
 
+using observability::Metric;
 using observability::MicroBatchOutcome;
-using observability::Phase;
 
 MicroBatchOutcome OutcomeOf(const heads::SubmissionOutcome& outcome) {
   if (outcome.replayed || outcome.payload_differs) return MicroBatchOutcome::kReplayed;
@@ -132,22 +132,22 @@ void CountMicroBatch(const AdmittedMicroBatch& batch) {
   const heads::Submission& submission = batch.submission;
   const MicroBatchOutcome what = OutcomeOf(outcome);
   metrics.CountMicroBatch(what);
-  metrics.CountTransport(batch.path);
-  if (what == MicroBatchOutcome::kCommitted) metrics.CountCommit();
+  metrics.Count(Metric::kTransports, 1, batch.path);
+  if (what == MicroBatchOutcome::kCommitted) metrics.Count(Metric::kCommits);
   for (size_t i = 0; i < outcome.terms.size(); ++i) {
     const bool is_divergence = !std::holds_alternative<CrossEntropySpec>(submission.terms[i].term.loss);
     const LossSums& sums = outcome.terms[i];
-    metrics.CountTokens(is_divergence ? observability::LossKind::kJensenShannon : observability::LossKind::kCrossEntropy,
-                        sums.valid_token_count);
-    metrics.CountNonFiniteRows(sums.non_finite_row_count);
+    metrics.Count(Metric::kTokens, sums.valid_token_count,
+                  is_divergence ? observability::LossKind::kJensenShannon : observability::LossKind::kCrossEntropy);
+    metrics.Count(Metric::kNonFiniteRows, sums.non_finite_row_count);
   }
-  metrics.CountProductFlops(ProductFlopsOf(submission, outcome));
-  if (const double fill = ChunkFillOf(submission, outcome); fill > 0) metrics.ObserveChunkFill(fill);
-  const auto observe = [&](Phase phase, absl::Duration duration) {
-    metrics.ObservePhase(phase, std::max(duration, absl::ZeroDuration()));  // phases overlap
+  metrics.Count(Metric::kProductFlops, ProductFlopsOf(submission, outcome));
+  if (const double fill = ChunkFillOf(submission, outcome); fill > 0) metrics.Observe(Metric::kChunkFill, fill);
+  const auto observe = [&](Metric phase, absl::Duration duration) {
+    metrics.Observe(phase, std::max(duration, absl::ZeroDuration()));  // phases overlap
   };
-  observe(Phase::kUpload, batch.times.last_row - batch.times.header);
-  observe(Phase::kQueue, batch.times.engine_start - batch.times.last_row);
+  observe(Metric::kUploadSeconds, batch.times.last_row - batch.times.header);
+  observe(Metric::kQueueSeconds, batch.times.engine_start - batch.times.last_row);
 }
 
 MicroBatchOutcome OutcomeOf(const absl::Status& error) {

@@ -24,7 +24,7 @@ class RegionRows final : public RowSource {
   absl::Status Open(observability::Metrics& metrics) override {
     HEADWATER_RETURN_IF_ERROR(region_->Prepare());
     PointAt(region_->data(), region_->memory());
-    metrics.CountBytes(observability::Direction::kIn, bytes(), PathOf(&*region_));
+    metrics.Count(observability::Metric::kBytes, bytes(), observability::Direction::kIn, PathOf(&*region_));
     return absl::OkStatus();
   }
 

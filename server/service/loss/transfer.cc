@@ -175,7 +175,7 @@ absl::Status Transfer::Take(const ChunkView& chunk, int32_t index) {
     const Tensor& rows = tensors_[tensor];
     digests_[static_cast<size_t>(index)].AddRows(rows.digest_stream, chunk.row_start, chunk.row_count, rows.rows.row_bytes, place);
   }
-  core_.metrics.CountBytes(observability::Direction::kIn, chunk.data_bytes);
+  core_.metrics.Count(observability::Metric::kBytes, chunk.data_bytes, observability::Direction::kIn);
   exchange_.Deliver(tensor, chunk.row_start, chunk.row_count);
   return absl::OkStatus();
 }
@@ -258,7 +258,7 @@ std::optional<grpc::ByteBuffer> Transfer::NextGradMessage() {
     ++writing_;
   }
   const int64_t bytes = rows.row_count * grad_row_bytes_;
-  core_.metrics.CountBytes(observability::Direction::kOut, bytes);
+  core_.metrics.Count(observability::Metric::kBytes, bytes, observability::Direction::kOut);
   return EncodeGradChunk(rows.row_start, rows.row_count, grad_ + rows.row_start * grad_row_bytes_, bytes, grad_owner_);
 }
 

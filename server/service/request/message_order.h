@@ -42,7 +42,7 @@ inline absl::Status CheckByteChunk(ServerCore& core, const v1::ByteChunk& chunk)
   const int64_t data_bytes = static_cast<int64_t>(chunk.data().size());
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("chunk.offset_bytes", chunk.offset_bytes(), 0));
   HEADWATER_RETURN_IF_ERROR(CheckLimit("chunk.data", data_bytes, "max_chunk_bytes", core.options.limits.max_chunk_bytes));
-  core.metrics.CountBytes(observability::Direction::kIn, data_bytes);
+  core.metrics.Count(observability::Metric::kBytes, data_bytes, observability::Direction::kIn);
   return absl::OkStatus();
 }
 

@@ -57,12 +57,12 @@ TEST(Metrics, CountUnderBoundedLabels) {
   metrics.CountRequest(RpcMethod::kSealStep, absl::OkStatus(), absl::Milliseconds(3));
   metrics.CountRequest(RpcMethod::kSealStep, MakeError(ErrorReason::kStepMismatch, "m"), absl::Milliseconds(3));
   metrics.CountRequest(RpcMethod::kSealStep, absl::Status(static_cast<absl::StatusCode>(99), "m"), absl::Milliseconds(3));
-  metrics.CountBytes(Direction::kIn, 5);
-  metrics.CountBytes(Direction::kIn, 6);
-  GaugeReadings readings;
-  readings.planned_bytes = {{"weight", 10}, {"something new", 3}, {"something else", 4}};
-  readings.head_count = 2;
-  metrics.SetGaugeSource([&] { return readings; });
+  metrics.Count(Metric::kBytes, 5, Direction::kIn);
+  metrics.Count(Metric::kBytes, 6, Direction::kIn);
+  metrics.SetGaugeSource([&] {
+    metrics.SetPlannedBytes({{"weight", 10}, {"something new", 3}, {"something else", 4}});
+    metrics.Set(Metric::kHeads, 2);
+  });
   const std::string text = metrics.Serialize();
   for (const char* line :
        {"headwater_requests_total{code=\"OK\",method=\"SealStep\"} 1\n",
@@ -78,16 +78,15 @@ TEST(Metrics, CountUnderBoundedLabels) {
 
 TEST(Metrics, ServeWhatIsCountedElsewhereAsCounters) {
   Metrics metrics("1", "cpu");
-  GaugeReadings readings;
-  readings.busy = absl::Milliseconds(1500);
-  metrics.SetGaugeSource([&] { return readings; });
-  metrics.CountProductFlops(4e9);
-  metrics.ObserveChunkFill(0.5);
-  metrics.ObservePhase(Phase::kCommit, absl::Milliseconds(2));
+  double busy = 1.5;
+  metrics.SetGaugeSource([&] { metrics.Raise(Metric::kComputeBusy, busy); });
+  metrics.Count(Metric::kProductFlops, 4e9);
+  metrics.Observe(Metric::kChunkFill, 0.5);
+  metrics.Observe(Metric::kCommitSeconds, absl::Milliseconds(2));
   EXPECT_THAT(metrics.Serialize(), HasSubstr("headwater_compute_busy_seconds_total 1.5\n"));
-  readings.busy = absl::Milliseconds(1000);  // a counter never falls
+  busy = 1;  // a counter never falls
   EXPECT_THAT(metrics.Serialize(), HasSubstr("headwater_compute_busy_seconds_total 1.5\n"));
-  readings.busy = absl::Milliseconds(2500);
+  busy = 2.5;
   const std::string text = metrics.Serialize();
   for (const char* line : {"headwater_compute_busy_seconds_total 2.5\n", "headwater_product_flops_total 4000000000\n",
                            "headwater_token_chunk_fill_ratio_bucket{le=\"0.25\"} 0\n",
@@ -98,13 +97,16 @@ TEST(Metrics, ServeWhatIsCountedElsewhereAsCounters) {
 
 TEST(Metrics, TellHowTheRanksOfAGroupSpendTheirTime) {
   Metrics metrics("1", "cpu");
-  GaugeReadings readings;
-  metrics.SetGaugeSource([&] { return readings; });
   EXPECT_THAT(metrics.Serialize(), Not(HasSubstr("headwater_rank_seconds_total")));  // no group
-  readings.rank_times = {{absl::Seconds(3), absl::Seconds(2), absl::Seconds(1)}, {absl::Seconds(4), {}, {}}};
-  metrics.Serialize();
-  readings.rank_times[0][0] = absl::Seconds(2);  // a counter never falls
-  readings.rank_times[1][2] = absl::Milliseconds(500);
+  const auto raise = [&](size_t rank, absl::Duration compute, absl::Duration wait, absl::Duration communicate) {
+    metrics.RaiseRankSeconds(rank, RankActivity::kCompute, compute);
+    metrics.RaiseRankSeconds(rank, RankActivity::kWait, wait);
+    metrics.RaiseRankSeconds(rank, RankActivity::kCommunicate, communicate);
+  };
+  raise(0, absl::Seconds(3), absl::Seconds(2), absl::Seconds(1));
+  raise(1, absl::Seconds(4), {}, {});
+  raise(0, absl::Seconds(2), absl::Seconds(2), absl::Seconds(1));  // a counter never falls
+  raise(1, absl::Seconds(4), {}, absl::Milliseconds(500));
   const std::string text = metrics.Serialize();
   for (const char* line : {"{activity=\"compute\",rank=\"0\"} 3\n", "{activity=\"wait\",rank=\"0\"} 2\n",
                            "{activity=\"communicate\",rank=\"0\"} 1\n", "{activity=\"compute\",rank=\"1\"} 4\n",
