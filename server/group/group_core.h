@@ -23,8 +23,6 @@ class GroupCore {
  public:
   GroupCore() : releaser_([this] { ReleaseInTurn(); }) {}
   ~GroupCore();  // where ranks may hang, not before Dismiss()
-  GroupCore(const GroupCore&) = delete;
-  GroupCore& operator=(const GroupCore&) = delete;
 
   // Once: the ranks, in order.
   void Form(std::vector<Rank> ranks);
@@ -47,8 +45,6 @@ class GroupCore {
    public:
     explicit Turn(GroupCore& core) ABSL_EXCLUSIVE_LOCK_FUNCTION(core.turn_mutex_) ABSL_NO_THREAD_SAFETY_ANALYSIS;
     ~Turn() ABSL_UNLOCK_FUNCTION() ABSL_NO_THREAD_SAFETY_ANALYSIS {}
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
     // Not OK: no call can be made.
     const absl::Status& status() const { return status_; }
 
@@ -62,8 +58,6 @@ class GroupCore {
   class RankTurn {
    public:
     RankTurn(GroupCore& core, size_t rank) ABSL_NO_THREAD_SAFETY_ANALYSIS;
-    RankTurn(const RankTurn&) = delete;
-    RankTurn& operator=(const RankTurn&) = delete;
     // Not OK: no call can be made.
     const absl::Status& status() const { return status_; }
     // Runs `call` and returns its status, or the group's error if that is lost. kEngineFailed from the rank loses the group.

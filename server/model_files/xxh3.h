@@ -15,8 +15,6 @@ class Xxh3Hasher {
  public:
   Xxh3Hasher();
   ~Xxh3Hasher();
-  Xxh3Hasher(const Xxh3Hasher&) = delete;
-  Xxh3Hasher& operator=(const Xxh3Hasher&) = delete;
 
   void Update(const void* data, int64_t byte_count);
   // The checksum of all bytes so far: 16 bytes.

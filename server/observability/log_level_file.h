@@ -17,8 +17,6 @@ class LogLevelFile {
   // holds. Any other content leaves the level unchanged and is logged once.
   LogLevelFile(std::string path, std::string usual_level);
   ~LogLevelFile();
-  LogLevelFile(const LogLevelFile&) = delete;
-  LogLevelFile& operator=(const LogLevelFile&) = delete;
 
  private:
   void Look();

@@ -211,8 +211,6 @@ class Metrics {
   // `version` and `engine` label the build information.
   Metrics(const std::string& version, const std::string& engine);
   ~Metrics();
-  Metrics(const Metrics&) = delete;
-  Metrics& operator=(const Metrics&) = delete;
 
   // One finished RPC. A failed one is also counted by its reason.
   void CountRequest(RpcMethod method, const absl::Status& status, absl::Duration duration);

@@ -30,8 +30,6 @@ class TraceWriter {
   static absl::StatusOr<std::unique_ptr<TraceWriter>> Open(const std::string& directory, int64_t most_files, Metrics& metrics);
   // Writes the waiting calls.
   ~TraceWriter();
-  TraceWriter(const TraceWriter&) = delete;
-  TraceWriter& operator=(const TraceWriter&) = delete;
 
   // Returns at once. Any thread.
   void Write(std::shared_ptr<const CallTrace> trace);

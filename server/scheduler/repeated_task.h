@@ -23,8 +23,6 @@ class RepeatedTask {
     pause_.Stop();
     thread_.join();
   }
-  RepeatedTask(const RepeatedTask&) = delete;
-  RepeatedTask& operator=(const RepeatedTask&) = delete;
 
  private:
   const std::function<void()> round_;

@@ -87,8 +87,6 @@ class Sequencer {
  public:
   Sequencer();
   ~Sequencer();
-  Sequencer(const Sequencer&) = delete;
-  Sequencer& operator=(const Sequencer&) = delete;
 
   // Held during each turn; for Wait() in a turn.
   absl::Mutex& mutex() { return mutex_; }

@@ -69,8 +69,6 @@ class WaitingCalls {
   WaitingCalls(int64_t max_calls, int64_t max_threads);
   // No call may be left.
   ~WaitingCalls();
-  WaitingCalls(const WaitingCalls&) = delete;
-  WaitingCalls& operator=(const WaitingCalls&) = delete;
 
   // Ends the waits with WaitLimits::until_drain (kDraining), now and from now on.
   void Close();
@@ -101,8 +99,6 @@ class Waiter {
   // `calls` counts and bounds its waits; null: they are unbounded.
   explicit Waiter(WaitingCalls* calls, bool is_thread = false) : calls_(calls), is_thread_(is_thread) {}
   virtual ~Waiter();
-  Waiter(const Waiter&) = delete;
-  Waiter& operator=(const Waiter&) = delete;
 
   // Ends its wait, and every later one, with kCancelled.
   void Cancel();

@@ -55,8 +55,6 @@ class WorkQueue {
   explicit WorkQueue(int64_t max_depth, const QueueWidths& widths = {});
   // No turn may be left.
   ~WorkQueue() = default;
-  WorkQueue(const WorkQueue&) = delete;
-  WorkQueue& operator=(const WorkQueue&) = delete;
 
   // One job on its way: its rows come, it stands in line, it runs.
   class Turn {
@@ -65,8 +63,6 @@ class WorkQueue {
     // here and in EarlyStart(), is of any clock that does not go back.
     Turn(WorkQueue& queue, std::string client, JobSize size, absl::Time now, std::function<void()> wake);
     ~Turn();  // leaves
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
 
     // The time at which the job may begin before its rows are complete: `now`, or when the precedence of earlier turns ends.
     // InfiniteFuture while a job waits or runs, behind which an early start gains nothing. Unless it is `now`, `wake` follows when

@@ -13,8 +13,6 @@ class ByteBudget {
  public:
   // At most `capacity_bytes` (>= 0) are reserved at any time, except by ReserveAnyway().
   explicit ByteBudget(int64_t capacity_bytes) : capacity_bytes_(capacity_bytes) {}
-  ByteBudget(const ByteBudget&) = delete;
-  ByteBudget& operator=(const ByteBudget&) = delete;
 
   struct ReturnBytes {
     void operator()(ByteBudget* budget) const { budget->reserved_bytes_.fetch_sub(bytes); }

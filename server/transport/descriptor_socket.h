@@ -61,8 +61,6 @@ class DescriptorSocket {
   static absl::StatusOr<std::unique_ptr<DescriptorSocket>> Listen(const DescriptorSocketOptions& options);
   // Closes the waiting descriptors, and removes the socket's file unless another server has replaced it.
   ~DescriptorSocket();
-  DescriptorSocket(const DescriptorSocket&) = delete;
-  DescriptorSocket& operator=(const DescriptorSocket&) = delete;
 
   // The descriptor that was answered with `token`, which is invalid from then on. kInvalidField, with one message for a token that
   // was never given, was used, or is too old.

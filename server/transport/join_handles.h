@@ -66,8 +66,6 @@ class RowClaim {
   RowClaim(TeacherJoin& join, std::shared_ptr<TeacherJoin::Set> set, int64_t row_count, const std::vector<int32_t>& row_indices,
            const std::string& user);
   ~RowClaim();
-  RowClaim(const RowClaim&) = delete;
-  RowClaim& operator=(const RowClaim&) = delete;
 
   int64_t row_count() const { return row_count_; }  // of the term
   int64_t row_bytes() const { return row_bytes_; }

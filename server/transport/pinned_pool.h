@@ -85,8 +85,6 @@ class PinnedBlock {
   PinnedBlock(std::shared_ptr<PinnedPool::State> pool, std::unique_ptr<HostMemory> memory, int64_t bytes)
       : pool_(std::move(pool)), memory_(std::move(memory)), bytes_(bytes) {}
   ~PinnedBlock();
-  PinnedBlock(const PinnedBlock&) = delete;
-  PinnedBlock& operator=(const PinnedBlock&) = delete;
 
   uint8_t* data() const { return static_cast<uint8_t*>(memory_->data()); }  // aligned to 64 bytes
   int64_t bytes() const { return bytes_; }                                  // as asked for

@@ -40,8 +40,6 @@ absl::Status CheckWithin(int64_t offset, int64_t bytes, int64_t source_bytes) {
 // A memfd, mapped and page-locked.
 struct Mapping {
   Mapping(void* begin, size_t byte_count) : data(begin), bytes(byte_count) {}
-  Mapping(const Mapping&) = delete;
-  Mapping& operator=(const Mapping&) = delete;
   ~Mapping() {
     locked.reset();
     munmap(data, bytes);

@@ -94,8 +94,6 @@ class RegionRegistry {
  public:
   // `engine` must outlive the registry and every RegionUse.
   RegionRegistry(LossEngine& engine, const RegionLimits& limits) : engine_(engine), limits_(limits) {}
-  RegionRegistry(const RegionRegistry&) = delete;
-  RegionRegistry& operator=(const RegionRegistry&) = delete;
 
   // Registers bytes [offset, offset + bytes) of a source, and returns the region's id, random and never used again. The caller
   // keeps the owner alive until this returns (SessionRegistry::Use), and calls DropOwner() after its end.

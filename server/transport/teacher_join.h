@@ -67,8 +67,6 @@ class TeacherJoin {
       : limits_(limits), clock_(std::move(clock)), budget_(limits.max_bytes) {}
   // No handle may be left.
   ~TeacherJoin() = default;
-  TeacherJoin(const TeacherJoin&) = delete;
-  TeacherJoin& operator=(const TeacherJoin&) = delete;
 
   // A teacher's stream that brings rows `row_indices` of the set, each once and in [0, total_row_count); empty: all rows in order.
   // The rows belong to `owner`, if given. Errors: kChunkOutOfRange (a row that has come, or that another stream brings),

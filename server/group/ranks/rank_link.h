@@ -29,8 +29,6 @@ class RankLink {
   // Close().
   RankLink(std::function<bool(const v1::JoinResponse&)> send, std::function<void()> cancel)
       : send_(std::move(send)), cancel_(std::move(cancel)) {}
-  RankLink(const RankLink&) = delete;
-  RankLink& operator=(const RankLink&) = delete;
 
   // Waits while the worker takes nothing, but not beyond Break(). kEngineFailed once the link is closed.
   absl::Status Send(const v1::JoinResponse& message);

@@ -19,8 +19,6 @@ namespace headwater::group {
 class RankLoads {
  public:
   explicit RankLoads(size_t ranks) : rows_(ranks, 0) {}
-  RankLoads(const RankLoads&) = delete;
-  RankLoads& operator=(const RankLoads&) = delete;
 
   // Rows given to a rank, until this is destroyed, which must be before the loads.
   class Share {

@@ -29,8 +29,6 @@ class RankThreads {
     }
     for (std::thread& thread : threads_) thread.join();
   }
-  RankThreads(const RankThreads&) = delete;
-  RankThreads& operator=(const RankThreads&) = delete;
 
   // Runs program(rank) for every rank at the same time, and returns their answers when all have come. One call at a time.
   std::vector<absl::Status> Run(Program program) {
