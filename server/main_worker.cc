@@ -16,7 +16,7 @@
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/group/join_leader.h"
-#include "server/heads/epoch.h"
+#include "server/heads/head_name.h"
 #include "server/main_engine.h"
 #include "server/main_flags.h"
 #include "server/main_lifecycle.h"

@@ -15,7 +15,6 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/checkpoint/manifest.h"
-#include "server/checkpoint/shard_files.h"
 #include "server/model_files/strict_json.h"
 #include "server/observability/logging.h"
 

@@ -14,7 +14,9 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "headwater/kernels/engine.h"
 #include "headwater/kernels/types.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/file_system.h"
@@ -53,6 +55,18 @@ struct SpecDifference {
 // All differences, in the order of their names. Empty if a checkpoint of one spec fits the other: staging slots and the initial
 // step do not matter.
 std::vector<SpecDifference> FindSpecDifferences(const HeadSpec& a, const HeadSpec& b);
+
+// DIRECTORY/NAME.
+std::string Join(const std::string& directory, const std::string& name);
+// Creates `path` with these bytes, synced.
+absl::Status WriteWholeFile(FileSystem& files, const std::string& path, const std::string& text);
+
+// Writes the shard files of `head` and the manifest into `directory`, synced. Returns the bytes written.
+absl::StatusOr<int64_t> WriteShardFiles(FileSystem& files, const std::string& directory, const CheckpointInfo& info,
+                                        const EngineHead& head);
+// Verifies all files of a manifest, then writes their tensors into `head`. Errors as CheckpointStore::Load().
+absl::Status LoadShardFiles(const FileSystem& files, const std::string& directory, const std::vector<ManifestFile>& entries,
+                            EngineHead& head);
 
 }  // namespace headwater::checkpoint
 

@@ -1,5 +1,3 @@
-#include "server/checkpoint/shard_files.h"
-
 #include <algorithm>
 #include <memory>
 #include <utility>
@@ -9,6 +7,7 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/planned_bytes.h"
 #include "headwater/kernels/return_if_error.h"
+#include "server/checkpoint/manifest.h"
 #include "server/model_files/safetensors.h"
 #include "server/model_files/strict_json.h"
 #include "server/model_files/xxh3.h"

@@ -21,10 +21,10 @@
 #include "kernels/core/optimizer_step.h"
 #include "kernels/core/saturating.h"
 #include "kernels/core/shard_layout.h"
-#include "server/group/call_memory.h"
 #include "server/group/engines_together.h"
 #include "server/group/group_flow.h"
 #include "server/group/ranks/rank.h"
+#include "server/group/ranks/rank_codec.h"
 
 namespace headwater::group {
 namespace {

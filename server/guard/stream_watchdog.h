@@ -18,7 +18,7 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "server/scheduler/repeated_task.h"
+#include "server/observability/repeated_task.h"
 
 namespace headwater::guard {
 
@@ -66,7 +66,7 @@ class StreamWatchdog {
   const absl::Duration max_time_;
   mutable absl::Mutex mutex_;
   std::set<Watch*> watches_ ABSL_GUARDED_BY(mutex_);
-  scheduler::RepeatedTask look_;  // last: it uses the members above
+  observability::RepeatedTask look_;  // last: it uses the members above
 };
 
 // Ends a gRPC call with a status for the client. `context` is grpc::ServerContext or grpc::CallbackServerContext.

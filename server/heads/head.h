@@ -1,7 +1,7 @@
 // Head: one LM head's transactions. Ties the open step to the engine's numbers.
 //
 // Its parts: StepTransactions has the ledger, pending contributions and their order. WeightTensors and WeightRecord have tensors,
-// versions and checkpoints. Calls on several heads are functions of submit.h and decide.h.
+// versions and checkpoints. Calls on several heads are functions of submit.h.
 //
 // Thread-safe. The sequencer (scheduler/sequencer.h) decides which calls may use a head at once. Describe(), GetSteps() and all
 // checks answer while other calls compute. A call that computes waits for the head in a fair queue, as its WaitLimits allow. When
@@ -47,8 +47,6 @@
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
-#include "server/heads/epoch.h"
-#include "server/heads/head_info.h"
 #include "server/heads/head_name.h"
 #include "server/heads/session_registry.h"
 #include "server/heads/steps/step_calls.h"

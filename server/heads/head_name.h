@@ -1,10 +1,16 @@
-// Resource names: `tenants/{tenant}/heads/{head}`.
+// The identity of a head: its resource name, `tenants/{tenant}/heads/{head}`, and its epoch.
 #ifndef HEADWATER_SERVER_HEADS_HEAD_NAME_H_
 #define HEADWATER_SERVER_HEADS_HEAD_NAME_H_
 
+#include <unistd.h>
+
+#include <array>
+#include <cstdint>
+#include <cstdlib>
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/escaping.h"
 
 namespace headwater::heads {
 
@@ -22,6 +28,23 @@ absl::StatusOr<HeadName> ParseHeadName(const std::string& name, const std::strin
 
 // Checks `tenants/{tenant}` and returns the tenant; empty is the default tenant.
 absl::StatusOr<std::string> ParseTenantName(const std::string& name, const std::string& field_name);
+
+// Random 128 bits that change whenever a head's state does not continue the one before.
+using Epoch = std::array<uint8_t, 16>;
+
+// From the operating system's random source.
+inline Epoch NewEpoch() {
+  Epoch epoch;
+  // From the kernel itself, like the ids of sessions: a fork or a restart cannot repeat it. The kernel always gives so few bytes. A
+  // repeated epoch would mix up two lives of a head, so without random bytes the server aborts.
+  if (getentropy(epoch.data(), epoch.size()) != 0) std::abort();
+  return epoch;
+}
+
+// Lower-case hexadecimal, 32 characters. For messages and logs.
+inline std::string EpochToHex(const Epoch& epoch) {
+  return absl::BytesToHexString({reinterpret_cast<const char*>(epoch.data()), epoch.size()});
+}
 
 }  // namespace headwater::heads
 

@@ -7,7 +7,7 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/heads/head.h"
-#include "server/heads/steps/held_rows.h"
+#include "server/heads/steps/pending_contribution.h"
 
 namespace headwater::heads {
 namespace {

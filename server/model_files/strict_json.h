@@ -9,7 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "server/model_files/readable_file.h"
+#include "server/model_files/file_source.h"
 
 namespace headwater::model_files {
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <random>
+#include <regex>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -13,8 +15,30 @@ namespace headwater::observability {
 namespace {
 
 constexpr int kProcess = 1;
+constexpr size_t kTraceparentLength = 55;  // of version 00
+
+bool AreZeros(absl::string_view text) { return text.find_first_not_of('0') == absl::string_view::npos; }
 
 }  // namespace
+
+std::optional<TraceContext> ParseTraceparent(absl::string_view text) {
+  static const std::regex form("([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]([0-9a-f])");
+  const std::string known(text.substr(0, kTraceparentLength));
+  std::smatch parts;
+  if (!std::regex_match(known, parts, form)) return std::nullopt;
+  TraceContext context{parts[2], parts[3], (std::stoi(parts[4], nullptr, 16) & 1) != 0};
+  if (parts[1] == "ff" || AreZeros(context.trace_id) || AreZeros(context.parent_id)) return std::nullopt;
+  // Later versions may have more behind another dash.
+  if (text.size() > kTraceparentLength && (parts[1] == "00" || text[kTraceparentLength] != '-')) return std::nullopt;
+  return context;
+}
+
+std::string NewSpanId() {
+  thread_local std::mt19937_64 generator{std::random_device{}()};
+  uint64_t id = 0;
+  while (id == 0) id = generator();
+  return absl::StrCat(absl::Hex(id, absl::kZeroPad16));
+}
 
 CallTrace::CallTrace(TraceContext parent, std::string span_id, std::string request_id, std::string method)
     : parent_(std::move(parent)), span_id_(std::move(span_id)), since_1970_(absl::Now() - MonotonicNow()) {

@@ -5,15 +5,33 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "server/observability/trace_context.h"
 
 namespace headwater::observability {
+
+// Metadata key of W3C Trace Context (https://www.w3.org/TR/trace-context/), by which a call belongs to a trace.
+inline constexpr char kTraceparentKey[] = "traceparent";
+
+// The caller's span.
+struct TraceContext {
+  std::string trace_id;   // 32 lower-case hexadecimal digits, not all 0
+  std::string parent_id;  // 16 of them, not all 0
+  bool sampled = false;   // the caller records this trace
+};
+
+// Empty for values that the standard says to ignore: another form, ids of zeros, version ff. Unknown versions are parsed as version
+// 00.
+std::optional<TraceContext> ParseTraceparent(absl::string_view text);
+
+// Random: 16 digits, not all 0.
+std::string NewSpanId();
 
 // Thread-safe. Never holds contents of tensors.
 class CallTrace {

@@ -18,12 +18,7 @@ constexpr size_t kMostBytes = 64;  // of what is read
 LogLevelFile::LogLevelFile(std::string path, std::string usual_level)
     : path_(std::move(path)), usual_level_(std::move(usual_level)), level_(usual_level_) {
   Look();
-  thread_ = std::thread([this] { Run(); });
-}
-
-LogLevelFile::~LogLevelFile() {
-  pause_.Stop();
-  thread_.join();
+  look_.emplace(kInterval, [this] { Look(); });
 }
 
 void LogLevelFile::Look() {
@@ -48,10 +43,6 @@ void LogLevelFile::Look() {
   Log(LogLevel::kWarning, "log_level_changed", {{"from", level_}, {"to", wanted}});
   if (told_before) SetLogLevel(wanted).IgnoreError();
   level_ = wanted;
-}
-
-void LogLevelFile::Run() {
-  while (!pause_.WaitFor(kInterval)) Look();
 }
 
 }  // namespace headwater::observability

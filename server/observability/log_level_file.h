@@ -2,10 +2,10 @@
 #ifndef HEADWATER_SERVER_OBSERVABILITY_LOG_LEVEL_FILE_H_
 #define HEADWATER_SERVER_OBSERVABILITY_LOG_LEVEL_FILE_H_
 
+#include <optional>
 #include <string>
-#include <thread>
 
-#include "server/observability/pause.h"
+#include "server/observability/repeated_task.h"
 
 namespace headwater::observability {
 
@@ -16,18 +16,15 @@ class LogLevelFile {
   // The file's only word is the level (ConfigureLogging()). While the file is missing or empty, `usual_level`, a valid level,
   // holds. Any other content leaves the level unchanged and is logged once.
   LogLevelFile(std::string path, std::string usual_level);
-  ~LogLevelFile();
 
  private:
   void Look();
-  void Run();
 
   const std::string path_;
   const std::string usual_level_;
-  std::string seen_;   // the word that the file had, of the thread once it runs, like the next
-  std::string level_;  // that holds
-  Pause pause_;
-  std::thread thread_;  // last: it uses the members above
+  std::string seen_;                  // the word that the file had, of the thread once it runs, like the next
+  std::string level_;                 // that holds
+  std::optional<RepeatedTask> look_;  // last: it uses the members above
 };
 
 }  // namespace headwater::observability

@@ -48,6 +48,13 @@ void Log(LogLevel level, const char* event, const std::vector<LogField>& fields)
 std::string FormatLogLine(LogFormat format, const std::string& time, LogLevel level, const char* event,
                           const std::vector<LogField>& fields);
 
+// EX_OSERR of sysexits.h.
+inline constexpr int kNoMemoryStatus = 71;
+
+// From now on a failing `new` (docs/adr/0025-host-memory.md) ends the process with kNoMemoryStatus, after one line in the log:
+// event=out_of_memory. Memory whose absence is an error uses headwater/kernels/planned_bytes.h.
+void EndWithoutMemory(LogFormat format);
+
 }  // namespace headwater::observability
 
 #endif  // HEADWATER_SERVER_OBSERVABILITY_LOGGING_H_

@@ -45,6 +45,13 @@ struct WaitLimits {
   WaitLimits ForStep() const { return {std::min(deadline, step_deadline), waiter, step_deadline, true}; }
 };
 
+// The end of a wait that begins at `now`, in a call with the given `deadline`: kAnswerTime earlier, or a quarter of the time left.
+// The answer names what is missing and must arrive before the client's own deadline passes.
+inline constexpr absl::Duration kAnswerTime = absl::Milliseconds(50);
+inline absl::Time WaitEnd(absl::Time now, absl::Time deadline) {
+  return deadline - std::clamp((deadline - now) / 4, absl::ZeroDuration(), kAnswerTime);
+}
+
 inline WaitLimits AsLongAsItTakes() { return {absl::InfiniteFuture()}; }
 
 // The operations that wait for one thing, where a thread would use a condition variable. Empty when destroyed. Thread-safe.

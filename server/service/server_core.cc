@@ -149,8 +149,8 @@ class ServerCore::Reaper {
   absl::Time last_busy_ = MonotonicNow();  // of EndSessions(), like the next
   bool heap_trimmed_ = false;
   int64_t idle_row_bytes_ = 0;
-  scheduler::RepeatedTask leases_;  // these last: they use the members above
-  std::optional<scheduler::RepeatedTask> idle_heads_;
+  observability::RepeatedTask leases_;  // these last: they use the members above
+  std::optional<observability::RepeatedTask> idle_heads_;
 };
 
 ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine)

@@ -18,7 +18,7 @@
 #include "headwater/kernels/engine.h"
 #include "server/heads/session_registry.h"
 #include "server/observability/metrics.h"
-#include "server/scheduler/repeated_task.h"
+#include "server/observability/repeated_task.h"
 #include "server/scheduler/waiting.h"
 #include "server/service/server_options.h"
 #include "server/service/server_parts.h"
@@ -109,7 +109,7 @@ class ServerCore : public ServerParts {
   std::function<void(const absl::Status&)> on_lost_;  // null: the engine is not watched
   std::once_flag lost_once_;
   std::unique_ptr<Reaper> reaper_;  // these two last: they use the members above
-  std::optional<scheduler::RepeatedTask> engine_watch_;
+  std::optional<observability::RepeatedTask> engine_watch_;
 };
 
 }  // namespace headwater::service

@@ -1,11 +1,17 @@
-// ByteBudget: a bound on the bytes that many calls hold at once. Thread-safe; never waits.
+// Bounds on the bytes that many calls hold at once: ByteBudget, and FairBudget for many clients. Thread-safe; they never wait.
 #ifndef HEADWATER_SERVER_TRANSPORT_BYTE_BUDGET_H_
 #define HEADWATER_SERVER_TRANSPORT_BYTE_BUDGET_H_
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 
 namespace headwater::transport {
 
@@ -44,6 +50,39 @@ class ByteBudget {
  private:
   const int64_t capacity_bytes_;
   std::atomic<int64_t> reserved_bytes_{0};
+};
+
+// A ByteBudget in which the client that was refused first is served first. Until it retries, or kPatience passes, others may only
+// take what leaves room for it. So neither a client with many calls nor one with small calls can starve another.
+class FairBudget {
+ public:
+  // How long room is kept for a refused client after its last try. Clients are asked to retry much sooner.
+  static constexpr absl::Duration kPatience = absl::Seconds(1);
+
+  // At most `capacity_bytes` (>= 0) are reserved at any time.
+  explicit FairBudget(int64_t capacity_bytes) : budget_(capacity_bytes) {}
+
+  // Reserves `bytes` (in [0, capacity]) for `client` and returns true, or returns false and remembers that it was refused. `now` is
+  // any clock that does not go back.
+  bool TryReserve(const std::string& client, int64_t bytes, absl::Time now, ByteBudget::Reservation* reservation);
+
+  int64_t capacity_bytes() const { return budget_.capacity_bytes(); }
+  int64_t reserved_bytes() const { return budget_.reserved_bytes(); }
+  int64_t available_bytes() const { return budget_.available_bytes(); }
+  // Bytes that are kept for clients that were refused.
+  int64_t awaited_bytes(absl::Time now) const;
+
+ private:
+  struct Refused {
+    int64_t order = 0;  // of the first refusal
+    int64_t bytes = 0;  // that it wanted last
+    absl::Time last;
+  };
+
+  ByteBudget budget_;
+  mutable absl::Mutex mutex_;
+  std::map<std::string, Refused> refused_ ABSL_GUARDED_BY(mutex_);  // by client
+  int64_t next_order_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace headwater::transport

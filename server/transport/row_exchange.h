@@ -10,6 +10,7 @@
 #ifndef HEADWATER_SERVER_TRANSPORT_ROW_EXCHANGE_H_
 #define HEADWATER_SERVER_TRANSPORT_ROW_EXCHANGE_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -22,6 +23,41 @@
 #include "server/transport/row_ranges.h"
 
 namespace headwater::transport {
+
+// Gradient rows leave once all of the micro-batch's rows have come: on the wire they can neither be taken back nor computed again.
+// No row leaves after the computation was given up, because its repeat may see other weights. Thread-safe.
+class GradGate {
+ public:
+  // Rows [0, row_end) are final. Returns the end of the rows that may leave; 0 while the gate is closed, or shut.
+  int64_t Ready(int64_t row_end) {
+    absl::MutexLock lock(&mutex_);
+    ready_ = std::max(ready_, row_end);
+    return state_ == State::kOpen ? ready_ : 0;
+  }
+  // All rows have come. Returns as Ready() does.
+  int64_t Open() {
+    absl::MutexLock lock(&mutex_);
+    if (state_ == State::kClosed) state_ = State::kOpen;
+    return state_ == State::kOpen ? ready_ : 0;
+  }
+  // The computation is given up: no row leaves. Returns false, without effect, if all rows have come before.
+  bool Shut() {
+    absl::MutexLock lock(&mutex_);
+    if (state_ == State::kOpen) return false;
+    state_ = State::kShut;
+    return true;
+  }
+  bool is_shut() const {
+    absl::MutexLock lock(&mutex_);
+    return state_ == State::kShut;
+  }
+
+ private:
+  enum class State { kClosed, kOpen, kShut };
+  mutable absl::Mutex mutex_;
+  State state_ ABSL_GUARDED_BY(mutex_) = State::kClosed;
+  int64_t ready_ ABSL_GUARDED_BY(mutex_) = 0;
+};
 
 // A tensor of rows that comes in.
 struct RowTensor {

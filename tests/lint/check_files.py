@@ -16,7 +16,6 @@ WALL_CLOCK_FILES = {
     "server/heads/head.h",
     "server/observability/call_trace.cc",
     "server/observability/logging.cc",
-    "server/observability/memory_end.cc",
     "server/observability/metrics.cc",
     "server/observability/monotonic_clock.h",
     "server/observability/trace_writer.cc",

@@ -4,15 +4,37 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "headwater/kernels/engine.h"
+#include "headwater/kernels/error.h"
+#include "headwater/kernels/planned_bytes.h"
 #include "headwater/v1/group_service.pb.h"
-#include "server/group/call_memory.h"
 
 namespace headwater::group {
+
+// Memory blocks of one call, sized by its rows. One thread at a time.
+class CallMemory {
+ public:
+  // A block that lives as long as this; null without host memory, which status() reports from then on.
+  void* Take(int64_t byte_count) {
+    absl::StatusOr<PlannedBytes> block = AllocatePlanned(byte_count);
+    if (block.ok()) return blocks_.emplace_back(*std::move(block)).get();
+    // The other ranks compute already, and would wait for this one.
+    status_ = MakeError(ErrorReason::kEngineFailed, std::string(block.status().message()));
+    return nullptr;
+  }
+  const absl::Status& status() const { return status_; }
+
+ private:
+  std::vector<PlannedBytes> blocks_;
+  absl::Status status_;
+};
 
 // Bytes of tensors in one message.
 inline constexpr int64_t kDataBytes = int64_t{1} << 19;

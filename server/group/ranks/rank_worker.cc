@@ -22,7 +22,7 @@
 #include "server/group/ranks/rank.h"
 #include "server/group/ranks/rank_codec.h"
 #include "server/observability/logging.h"
-#include "server/scheduler/repeated_task.h"
+#include "server/observability/repeated_task.h"
 
 namespace headwater::group {
 namespace {
@@ -99,7 +99,7 @@ class HeartbeatWriter {
   absl::Mutex mutex_;
   std::shared_ptr<Communicator> communicator_ ABSL_GUARDED_BY(mutex_);
   const Rank* rank_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  std::optional<scheduler::RepeatedTask> beats_;  // last: it uses the members above
+  std::optional<observability::RepeatedTask> beats_;  // last: it uses the members above
 };
 
 // Reads a micro-batch's rows, and the decision, from the channel on demand.

@@ -1,5 +1,3 @@
-#include "server/heads/steps/decide.h"
-
 #include <algorithm>
 #include <functional>
 #include <optional>
@@ -12,7 +10,8 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/heads/head.h"
-#include "server/heads/steps/held_rows.h"
+#include "server/heads/steps/pending_contribution.h"
+#include "server/heads/steps/submit.h"
 #include "server/observability/busy_clock.h"
 
 namespace headwater::heads {

@@ -1,5 +1,3 @@
-#include "server/heads/steps/held_rows.h"
-
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -11,6 +9,7 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/heads/head.h"
+#include "server/heads/steps/pending_contribution.h"
 
 namespace headwater::heads {
 namespace {

@@ -1,18 +1,43 @@
-// Arguments and results of the calls on a step: decisions, the trainer's own gradient and weights, seal, apply.
+// Arguments and results of a head's calls: decisions, the trainer's own gradient and weights, seal, apply, describe.
 #ifndef HEADWATER_SERVER_HEADS_STEPS_STEP_CALLS_H_
 #define HEADWATER_SERVER_HEADS_STEPS_STEP_CALLS_H_
 
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
-#include "server/heads/epoch.h"
-#include "server/heads/head_info.h"
+#include "server/heads/head_name.h"
 #include "server/heads/steps/step_ledger.h"
 
 namespace headwater::heads {
+
+// The values are those of headwater.v1.HeadState.
+enum class HeadState : int32_t { kLoading = 1, kReady = 2, kLost = 3, kRestored = 4 };
+
+// A snapshot for GetHead.
+struct HeadInfo {
+  HeadName name;
+  HeadSpec spec;
+  Epoch epoch;
+  std::vector<Epoch> recovers_epochs;  // given to the Take() that made the epoch; empty if another call made it
+  HeadState state;
+  int64_t weight_version;
+  std::optional<int64_t> open_step;  // trainable heads
+  int64_t waiting_count = 0;         // contributions that are committed and wait for their turn (deterministic mode)
+  std::vector<VocabShard> shards;
+  MemoryPlan plan;
+  absl::Time create_time;
+  std::string weight_checksum;      // XXH3-128 (canonical) of the stored weight when it was set from outside: 16 bytes, or empty
+  std::string restored_checkpoint;  // that a RESTORED head came back from
+  // MonotonicNow() of the oldest change of a trainable head's weights that its newest checkpoint does not have.
+  std::optional<absl::Time> unsaved_since;
+  std::string restore_note;  // about the checkpoint that was restored last; empty: nothing to note
+};
 
 class Head;
 

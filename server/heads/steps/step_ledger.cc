@@ -11,7 +11,7 @@
 #include "absl/strings/str_join.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
-#include "server/heads/epoch.h"
+#include "server/heads/head_name.h"
 
 namespace headwater::heads {
 namespace {

@@ -8,7 +8,7 @@
 #include "headwater/kernels/each_name.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
-#include "server/heads/steps/held_rows.h"
+#include "server/heads/steps/pending_contribution.h"
 #include "server/heads/steps/submit.h"
 
 namespace headwater::heads {

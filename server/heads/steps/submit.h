@@ -15,10 +15,16 @@
 #include "absl/status/statusor.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/engine.h"
-#include "server/heads/epoch.h"
+#include "server/heads/head_name.h"
 #include "server/heads/session_registry.h"
+#include "server/heads/steps/pending_contribution.h"
+#include "server/heads/steps/step_calls.h"
 #include "server/heads/steps/step_ledger.h"
 #include "server/scheduler/waiting.h"
+
+namespace headwater::observability {
+class BusyClock;
+}
 
 namespace headwater::heads {
 
@@ -117,6 +123,20 @@ bool IsBehindFiles(const Submission& submission);
 // true ends it with kCancelled and nothing changed. With `incoming` that point is when all rows are there; before it, and whenever
 // rows are awaited, `cancelled` and higher attempts are looked at.
 absl::StatusOr<SubmissionOutcome> Submit(const Submission& submission, LossEngine& engine, const std::function<bool()>& cancelled);
+
+// Adds the contribution to all its heads, or to none. `targets` must be exactly its heads (kInvalidCombination otherwise). True if
+// this call committed it, false if an equal call had before. kNotSessionOwner if another session than `session` owns it.
+// kInvalidCombination for token factors of a contribution that is not HELD, kShapeMismatch for their number. kWeightVersionMismatch
+// if it is HELD and a teacher's weights have changed. `busy` (may be null) counts the engine's work for it, but not the wait for
+// the heads.
+absl::StatusOr<bool> Commit(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
+                            const CommitArguments& arguments, const std::optional<SessionId>& session,
+                            observability::BusyClock* busy = nullptr,
+                            const scheduler::WaitLimits& limits = scheduler::AsLongAsItTakes());
+// True if a contribution was dropped. An attempt higher than the contribution's needs no session.
+absl::StatusOr<bool> Discard(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
+                             const std::optional<SessionId>& session,
+                             const scheduler::WaitLimits& limits = scheduler::AsLongAsItTakes());
 
 }  // namespace headwater::heads
 

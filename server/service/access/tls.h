@@ -11,7 +11,7 @@
 #include "absl/status/statusor.h"
 #include "server/guard/call_backlog.h"
 #include "server/observability/metrics.h"
-#include "server/scheduler/repeated_task.h"
+#include "server/observability/repeated_task.h"
 #include "server/service/server_options.h"
 
 namespace headwater::service {
@@ -37,8 +37,8 @@ class CertificateWatch {
 
   const ServerOptions& options_;
   observability::Metrics& metrics_;
-  std::string identities_;                       // of the files that were reported last
-  std::optional<scheduler::RepeatedTask> look_;  // last: it uses the members above; none without TLS
+  std::string identities_;                           // of the files that were reported last
+  std::optional<observability::RepeatedTask> look_;  // last: it uses the members above; none without TLS
 };
 
 }  // namespace headwater::service

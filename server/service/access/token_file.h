@@ -14,7 +14,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
-#include "server/scheduler/repeated_task.h"
+#include "server/observability/repeated_task.h"
 
 namespace headwater::service {
 
@@ -61,7 +61,7 @@ class TokenFile {
   std::atomic<int64_t> version_{1};
   mutable absl::Mutex mutex_;
   std::shared_ptr<const TokenGrants> grants_ ABSL_GUARDED_BY(mutex_);
-  scheduler::RepeatedTask look_;  // last: it uses the members above
+  observability::RepeatedTask look_;  // last: it uses the members above
 };
 
 }  // namespace headwater::service

@@ -14,6 +14,7 @@
 #include "server/checkpoint/weights_reader.h"
 #include "server/group/group_engine.h"
 #include "server/observability/logging.h"
+#include "server/scheduler/waiting.h"
 #include "server/service/call/stream_io.h"
 #include "server/service/head/upload_store.h"
 #include "server/service/request/canonical_header.h"
@@ -21,7 +22,6 @@
 #include "server/service/request/head_request.h"
 #include "server/service/request/proto_encoding.h"
 #include "server/service/services.h"
-#include "server/transport/answer_time.h"
 #include "server/transport/growing_buffer.h"
 
 namespace headwater::service {
@@ -77,7 +77,7 @@ absl::StatusOr<heads::Head*> UseHeadAtStep(RpcScope& scope, const Request& reque
 // Bounds of a seal's wait for micro-batches: it ends early enough for the answer to name the missing ones.
 scheduler::WaitLimits SealWait(RpcScope& scope) {
   scheduler::WaitLimits wait = scope.wait_limits().ForStep();
-  wait.deadline = std::min(wait.deadline, transport::WaitEnd(scope.start_time(), scope.wait_limits().deadline));
+  wait.deadline = std::min(wait.deadline, scheduler::WaitEnd(scope.start_time(), scope.wait_limits().deadline));
   return wait;
 }
 

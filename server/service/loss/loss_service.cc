@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
-#include "server/heads/steps/decide.h"
+#include "server/heads/steps/submit.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/service/call/stream_io.h"
 #include "server/service/loss/transfer.h"

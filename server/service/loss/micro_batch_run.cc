@@ -27,8 +27,6 @@
 #include "server/scheduler/work_queue.h"
 #include "server/service/loss/micro_batch.h"
 #include "server/service/request/canonical_header.h"
-#include "server/transport/answer_time.h"
-#include "server/transport/grad_gate.h"
 #include "server/transport/row_exchange.h"
 
 namespace headwater::service {
@@ -65,7 +63,7 @@ class MicroBatchRun final : private heads::IncomingRows {
     const auto& sources = batch_.payload->sources;
     heads::Submission& submission = batch_.submission;
     begin_ = MonotonicNow();
-    joined_end_ = transport::WaitEnd(begin_, limits_.deadline);
+    joined_end_ = scheduler::WaitEnd(begin_, limits_.deadline);
     turn_.emplace(core_.queue, batch_.client, size, begin_, [this] { exchange_.Notify(); });
     for (const auto& claim : *batch_.claims) {
       claim->OnChange([transfer = std::weak_ptr<Transfer>(batch_.transfer)] {

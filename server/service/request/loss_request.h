@@ -17,7 +17,6 @@
 #include "headwater/kernels/types.h"
 #include "headwater/v1/loss.pb.h"
 #include "headwater/v1/loss_service.pb.h"
-#include "server/heads/epoch.h"
 #include "server/heads/head.h"
 #include "server/heads/head_name.h"
 #include "server/service/limits.h"

@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "server/model_files/readable_file.h"
+#include "server/model_files/file_source.h"
 #include "tests/fuzz/support/check.h"
 
 namespace headwater::fuzz {

@@ -1,4 +1,4 @@
-#include "server/scheduler/repeated_task.h"
+#include "server/observability/repeated_task.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include "absl/time/clock.h"
 #include "server/observability/monotonic_clock.h"
 
-namespace headwater::scheduler {
+namespace headwater::observability {
 namespace {
 
 TEST(RepeatedTask, IsDoneAgainAndAgainUntilItIsDestroyed) {
@@ -42,4 +42,4 @@ TEST(RepeatedTask, EndsWithoutWaitingForTheInterval) {
 }
 
 }  // namespace
-}  // namespace headwater::scheduler
+}  // namespace headwater::observability

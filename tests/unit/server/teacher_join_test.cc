@@ -9,7 +9,7 @@
 
 #include "absl/time/clock.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/transport/answer_time.h"
+#include "server/scheduler/waiting.h"
 #include "server/transport/join_handles.h"
 #include "tests/unit/server/heads/head_test_util.h"
 
@@ -222,11 +222,11 @@ TEST_F(TeacherJoinTest, BothSidesDeclareTheSameSet) {
 // Else the caller learns of its own deadline, and not which row is missing.
 TEST_F(TeacherJoinTest, TheAnswerLeavesBeforeTheDeadline) {
   const absl::Time now = absl::UnixEpoch() + absl::Hours(1);
-  EXPECT_EQ(WaitEnd(now, now + absl::Seconds(1)), now + absl::Seconds(1) - kAnswerTime);
-  EXPECT_EQ(WaitEnd(now, now + absl::Milliseconds(40)), now + absl::Milliseconds(30));
-  EXPECT_EQ(WaitEnd(now, now), now);
-  EXPECT_EQ(WaitEnd(now, absl::InfiniteFuture()), absl::InfiniteFuture());
-  EXPECT_EQ(WaitEnd(now, absl::InfinitePast()), absl::InfinitePast());
+  EXPECT_EQ(scheduler::WaitEnd(now, now + absl::Seconds(1)), now + absl::Seconds(1) - scheduler::kAnswerTime);
+  EXPECT_EQ(scheduler::WaitEnd(now, now + absl::Milliseconds(40)), now + absl::Milliseconds(30));
+  EXPECT_EQ(scheduler::WaitEnd(now, now), now);
+  EXPECT_EQ(scheduler::WaitEnd(now, absl::InfiniteFuture()), absl::InfiniteFuture());
+  EXPECT_EQ(scheduler::WaitEnd(now, absl::InfinitePast()), absl::InfinitePast());
 }
 
 TEST_F(TeacherJoinTest, TenantsDoNotMeet) {

@@ -10,10 +10,9 @@
 #include "absl/time/time.h"
 #include "server/observability/busy_clock.h"
 #include "server/observability/logging.h"
-#include "server/observability/memory_end.h"
 #include "server/observability/metrics.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/observability/pause.h"
+#include "server/observability/repeated_task.h"
 
 namespace headwater::observability {
 namespace {

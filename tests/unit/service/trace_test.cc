@@ -24,7 +24,6 @@
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/observability/trace_context.h"
 #include "server/observability/trace_writer.h"
 #include "tests/unit/expect_status.h"
 

@@ -1,5 +1,3 @@
-#include "server/transport/fair_budget.h"
-
 #include <gtest/gtest.h>
 
 #include <map>
@@ -9,6 +7,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "server/transport/byte_budget.h"
 
 namespace headwater::transport {
 namespace {

@@ -1,6 +1,6 @@
-#include "server/transport/grad_gate.h"
-
 #include <gtest/gtest.h>
+
+#include "server/transport/row_exchange.h"
 
 namespace headwater::transport {
 namespace {

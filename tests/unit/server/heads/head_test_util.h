@@ -18,7 +18,6 @@
 #include "absl/synchronization/notification.h"
 #include "headwater/kernels/digest.h"
 #include "server/heads/head.h"
-#include "server/heads/steps/decide.h"
 #include "server/heads/steps/submit.h"
 #include "tests/unit/expect_status.h"
 #include "tests/unit/run_threads.h"

@@ -8,7 +8,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "flowing_rows.h"
-#include "server/heads/steps/decide.h"
 #include "server/heads/steps/submit.h"
 #include "server/model_files/xxh3.h"
 

@@ -1,4 +1,4 @@
-#include "server/transport/fair_budget.h"
+#include "server/transport/byte_budget.h"
 
 #include <algorithm>
 

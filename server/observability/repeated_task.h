@@ -1,10 +1,13 @@
-// Pause: an interruptible wait between the rounds of a periodic thread.
-#ifndef HEADWATER_SERVER_OBSERVABILITY_PAUSE_H_
-#define HEADWATER_SERVER_OBSERVABILITY_PAUSE_H_
+// RepeatedTask: a function that is called again and again on a thread of its own.
+#ifndef HEADWATER_SERVER_OBSERVABILITY_REPEATED_TASK_H_
+#define HEADWATER_SERVER_OBSERVABILITY_REPEATED_TASK_H_
 
 #include <algorithm>
 #include <condition_variable>
+#include <functional>
 #include <mutex>
+#include <thread>
+#include <utility>
 
 #include "absl/time/time.h"
 #include "server/observability/monotonic_clock.h"
@@ -41,6 +44,25 @@ class Pause {
   bool stopped_ = false;  // guarded by mutex_
 };
 
+class RepeatedTask {
+ public:
+  // Calls `round` `interval` (> 0) from now, and again `interval` after each end of it.
+  RepeatedTask(absl::Duration interval, std::function<void()> round)
+      : round_(std::move(round)), thread_([this, interval] {
+          while (!pause_.WaitFor(interval)) round_();
+        }) {}
+  // Waits for a running round; starts no further one.
+  ~RepeatedTask() {
+    pause_.Stop();
+    thread_.join();
+  }
+
+ private:
+  const std::function<void()> round_;
+  Pause pause_;
+  std::thread thread_;  // last: it uses the members above
+};
+
 }  // namespace headwater::observability
 
-#endif  // HEADWATER_SERVER_OBSERVABILITY_PAUSE_H_
+#endif  // HEADWATER_SERVER_OBSERVABILITY_REPEATED_TASK_H_
