@@ -103,13 +103,8 @@ class PosixFiles : public FileSystem {
 
   absl::StatusOr<std::vector<std::string>> ListDirectory(const std::string& path) const override {
     std::error_code error;
-    std::vector<std::string> names;
-    std::filesystem::directory_iterator entry(path, error);
-    for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
-      names.push_back(entry->path().filename().string());
-    }
+    std::vector<std::string> names = model_files::SortedNames(path, error);
     if (error) return ReadError("listing a directory", error.value());
-    std::sort(names.begin(), names.end());
     return names;
   }
 

@@ -162,6 +162,13 @@ bool ParseFiles(const json& value, int64_t vocab_size, std::vector<ManifestFile>
   return next_row == vocab_size;
 }
 
+std::string ChecksumOf(const json& body) {
+  const std::string text = body.dump(-1, ' ', false, json::error_handler_t::replace);
+  model_files::Xxh3Hasher hasher;
+  hasher.Update(text.data(), static_cast<int64_t>(text.size()));
+  return hasher.HexDigest();
+}
+
 }  // namespace
 
 std::string ShardFileName(size_t index, size_t count) { return absl::StrFormat("shard-%05u-of-%05u.safetensors", index, count); }
@@ -187,10 +194,7 @@ std::string FormatManifest(const Manifest& manifest) {
                      {"save_time_s", manifest.info.save_time_s},
                      {"numerics", manifest.info.numerics},
                      {"files", files}};
-  const std::string text = body.dump();
-  model_files::Xxh3Hasher hasher;
-  hasher.Update(text.data(), static_cast<int64_t>(text.size()));
-  const json document = {{"checksum", hasher.HexDigest()}, {"manifest", body}};
+  const json document = {{"checksum", ChecksumOf(body)}, {"manifest", body}};
   return document.dump(1) + "\n";
 }
 
@@ -204,11 +208,7 @@ absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
   const json* checksum = FindMember(document, "checksum", json::value_t::string);
   const json* body = FindMember(document, "manifest", json::value_t::object);
   if (checksum == nullptr || body == nullptr) return CorruptError(absl::StrCat(kManifestTitle, " lacks `checksum` or `manifest`"));
-  const std::string text = body->dump(-1, ' ', false, json::error_handler_t::replace);
-  model_files::Xxh3Hasher hasher;
-  hasher.Update(text.data(), static_cast<int64_t>(text.size()));
-  if (checksum->get<std::string>() != hasher.HexDigest())
-    return CorruptError(absl::StrCat(kManifestTitle, " does not match its checksum"));
+  if (*checksum != ChecksumOf(*body)) return CorruptError(absl::StrCat(kManifestTitle, " does not match its checksum"));
 
   Manifest manifest;
   MemberReader reader(*body);

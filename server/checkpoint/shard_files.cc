@@ -20,6 +20,7 @@ using model_files::MakeSafetensorsHeader;
 using model_files::ReadSafetensorsHeader;
 using model_files::SafetensorsHeader;
 using model_files::SafetensorsOutput;
+using model_files::SafetensorsType;
 
 constexpr int64_t kPieceBytes = int64_t{8} << 20;
 
@@ -27,18 +28,6 @@ constexpr int64_t kPieceBytes = int64_t{8} << 20;
 constexpr HeadTensor kSavedTensors[] = {HeadTensor::kWeight,        HeadTensor::kBias,          HeadTensor::kMasterWeight,
                                         HeadTensor::kMasterBias,    HeadTensor::kMoment1Weight, HeadTensor::kMoment1Bias,
                                         HeadTensor::kMoment2Weight, HeadTensor::kMoment2Bias};
-
-const char* SafetensorsType(DataType type) {
-  switch (type) {
-    case DataType::kFloat32:
-      return "F32";
-    case DataType::kBFloat16:
-      return "BF16";
-    case DataType::kFloat16:
-      return "F16";
-  }
-  return "";
-}
 
 // A tensor in a shard's file.
 struct SavedTensor {

@@ -43,10 +43,10 @@ absl::StatusOr<std::unique_ptr<WeightsReader>> WeightsReader::Open(const std::st
                                                                    const std::string& weight_tensor, const std::string& bias_tensor,
                                                                    const HeadSpec& spec) {
   const std::unique_ptr<model_files::FileSource> files = model_files::FilesUnder(load_root);
-  absl::StatusOr<model_files::HeadTensors> tensors =
-      model_files::FindHeadTensors(*files, path, {weight_tensor, bias_tensor, spec.vocab_size, spec.hidden_size, spec.has_bias});
-  if (!tensors.ok()) return tensors.status();
-  return std::unique_ptr<WeightsReader>(new WeightsReader(*std::move(tensors), spec.data_type));
+  HEADWATER_ASSIGN_OR_RETURN(
+      model_files::HeadTensors tensors,
+      model_files::FindHeadTensors(*files, path, {weight_tensor, bias_tensor, spec.vocab_size, spec.hidden_size, spec.has_bias}));
+  return std::unique_ptr<WeightsReader>(new WeightsReader(std::move(tensors), spec.data_type));
 }
 
 DataType WeightsReader::data_type(HeadTensor tensor) const {

@@ -95,17 +95,6 @@ absl::Status OpenError(int error) {
                    {{"errno", absl::StrCat(error)}});
 }
 
-std::vector<std::string> SortedNames(const std::string& folder) {
-  std::error_code error;
-  std::vector<std::string> names;
-  std::filesystem::directory_iterator entry(folder, error);
-  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
-    names.push_back(entry->path().filename().string());
-  }
-  std::sort(names.begin(), names.end());
-  return names;
-}
-
 class RootedFiles : public FileSource {
  public:
   explicit RootedFiles(const std::string& root) : root_(RealPath(root)) {}
@@ -130,7 +119,8 @@ class RootedFiles : public FileSource {
     if (root_.empty() || !CheckPath(folder).ok()) return {};
     const std::string resolved = RealPath(absl::StrCat(root_, "/", folder));
     if (resolved != root_ && !IsBeneath(resolved, root_)) return {};
-    return SortedNames(resolved);
+    std::error_code error;
+    return SortedNames(resolved, error);
   }
 
  private:
@@ -145,7 +135,10 @@ class AllFiles : public FileSource {
     if (descriptor < 0) return OpenError(errno);
     return ReadableFromDescriptor(descriptor);
   }
-  std::vector<std::string> List(const std::string& folder) const override { return SortedNames(folder); }
+  std::vector<std::string> List(const std::string& folder) const override {
+    std::error_code error;
+    return SortedNames(folder, error);
+  }
 };
 
 }  // namespace
@@ -162,6 +155,16 @@ absl::StatusOr<std::unique_ptr<ReadableFile>> ReadableFromDescriptor(int descrip
 std::unique_ptr<FileSource> FilesUnder(const std::string& root) { return std::make_unique<RootedFiles>(root); }
 
 std::unique_ptr<FileSource> LocalFiles() { return std::make_unique<AllFiles>(); }
+
+std::vector<std::string> SortedNames(const std::string& folder, std::error_code& error) {
+  std::vector<std::string> names;
+  std::filesystem::directory_iterator entry(folder, error);
+  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+    names.push_back(entry->path().filename().string());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
 
 std::string Shown(const std::string& text) { return absl::CHexEscape(text.substr(0, kMaxShownLength)); }
 

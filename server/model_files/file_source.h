@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -40,6 +41,9 @@ std::unique_ptr<FileSource> FilesUnder(const std::string& root);
 
 // Every file that this process may read.
 std::unique_ptr<FileSource> LocalFiles();
+
+// Names of a folder's entries, sorted. With `error`, those read before it.
+std::vector<std::string> SortedNames(const std::string& folder, std::error_code& error);
 
 // Foreign text for a message: printable, and shortened.
 std::string Shown(const std::string& text);

@@ -15,6 +15,7 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/model_files/model_folder.h"
+#include "server/model_files/safetensors.h"
 #include "server/model_files/strict_json.h"
 
 namespace headwater::model_files {
@@ -97,10 +98,7 @@ bool IsEmbeddingName(absl::string_view name) {
   return module.has_value() && !IsElsewhere(*module) && EndsInOneOf(*module, kEmbeddingModules);
 }
 
-bool IsOfEncoder(absl::string_view name) {
-  const std::vector<absl::string_view> parts = absl::StrSplit(name, '.');
-  return std::find(parts.begin(), parts.end(), "encoder") != parts.end();
-}
+bool IsOfEncoder(absl::string_view name) { return absl::StrContains(absl::StrCat(".", name, "."), ".encoder."); }
 
 bool IsHeadBiasName(absl::string_view name) {
   const std::optional<absl::string_view> module = ModuleOf(name, kBiasSuffix);
@@ -109,9 +107,9 @@ bool IsHeadBiasName(absl::string_view name) {
 
 // nullopt for a type that heads do not support.
 std::optional<DataType> DataTypeOf(const std::string& name) {
-  if (name == "F32") return DataType::kFloat32;
-  if (name == "BF16") return DataType::kBFloat16;
-  if (name == "F16") return DataType::kFloat16;
+  for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
+    if (name == SafetensorsType(type)) return type;
+  }
   return std::nullopt;
 }
 
@@ -234,12 +232,9 @@ class Chooser {
     return found;
   }
 
-  std::vector<ModelTensor> Fitting(const std::vector<ModelTensor>& tensors) const {
-    std::vector<ModelTensor> fitting;
-    for (const ModelTensor& tensor : tensors) {
-      if (IsWeightShape(tensor.entry.shape, query_)) fitting.push_back(tensor);
-    }
-    return fitting;
+  std::vector<ModelTensor> Fitting(std::vector<ModelTensor> tensors) const {
+    std::erase_if(tensors, [this](const ModelTensor& tensor) { return !IsWeightShape(tensor.entry.shape, query_); });
+    return tensors;
   }
 
   // The embeddings that may be the head's weight. If empty, `reason` says why, or is empty.
@@ -274,11 +269,11 @@ class Chooser {
   }
 
   absl::Status NothingFits(const std::string& no_embedding) {
-    std::vector<std::string> fitting;
-    for (const std::string& name : model_.Names()) {
+    std::vector<std::string> fitting = model_.Names();
+    std::erase_if(fitting, [this](const std::string& name) {
       const absl::StatusOr<ModelTensor> tensor = model_.Find(name);  // fails for a missing file
-      if (tensor.ok() && IsWeightShape(tensor->entry.shape, query_)) fitting.push_back(name);
-    }
+      return !tensor.ok() || !IsWeightShape(tensor->entry.shape, query_);
+    });
     std::string message = absl::StrCat("'", Shown(model_.path()), "' has no tensor ", WeightShape(query_),
                                        " with the name of a head (", kUsualWeight, " and the like)");
     if (!no_embedding.empty()) absl::StrAppend(&message, ", and an embedding is not taken: ", no_embedding);
@@ -300,14 +295,7 @@ class Chooser {
                                     ", heads have F32, BF16 or F16"),
                        {{"tensor", Shown(tensor.name)}, {"expected", "F32, BF16 or F16"}, {"actual", Shown(type)}});
     }
-    FileTensor taken;
-    taken.name = tensor.name;
-    taken.file = tensor.file;
-    taken.offset_bytes = tensor.entry.begin;
-    taken.rows = rows;
-    taken.columns = columns;
-    taken.data_type = *data_type;
-    return taken;
+    return FileTensor{tensor.name, tensor.file, tensor.entry.begin, rows, columns, *data_type};
   }
 
   absl::Status WrongShape(const ModelTensor& tensor, const std::string& expected, const std::string& advice) const {
@@ -364,11 +352,8 @@ class Chooser {
       const std::string own = module->empty() ? "bias" : absl::StrCat(*module, kBiasSuffix);
       if (model_.Has(own)) return found(model_.Find(own));
     }
-    std::vector<ModelTensor> fitting;
-    HEADWATER_ASSIGN_OR_RETURN(std::vector<ModelTensor> named, FindNamed(IsHeadBiasName));
-    for (ModelTensor& tensor : named) {
-      if (IsBiasShape(tensor.entry.shape, vocab_size)) fitting.push_back(std::move(tensor));
-    }
+    HEADWATER_ASSIGN_OR_RETURN(std::vector<ModelTensor> fitting, FindNamed(IsHeadBiasName));
+    std::erase_if(fitting, [vocab_size](const ModelTensor& tensor) { return !IsBiasShape(tensor.entry.shape, vocab_size); });
     if (fitting.size() > 1) return SeveralFit(fitting, "the head's bias", "bias_tensor (--bias_tensor)");
     if (fitting.size() == 1) return std::optional<ModelTensor>(std::move(fitting[0]));
     return FindLogitsBias(vocab_size);
@@ -402,7 +387,7 @@ absl::StatusOr<HeadTensors> FindHeadTensors(const FileSource& files, const std::
 absl::StatusOr<std::optional<bool>> HasHeadBias(const FileSource& files, const std::string& path) {
   absl::StatusOr<ModelFolder> model = ModelFolder::Open(files, path);
   if (HasReason(model.status(), ErrorReason::kWeightsNotFound)) return std::optional<bool>();
-  if (!model.ok()) return model.status();
+  HEADWATER_RETURN_IF_ERROR(model.status());
   const absl::StatusOr<HeadTensors> tensors = Chooser(*model, HeadTensorQuery()).Choose();
   if (tensors.ok()) return std::optional<bool>(tensors->bias.has_value());
   const std::vector<std::string> names = model->Names();

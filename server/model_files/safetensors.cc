@@ -35,15 +35,6 @@ int64_t ElementBits(const std::string& data_type) {
   return 0;
 }
 
-// Tensor names come from the file: only their printable part may stand in a message.
-std::string Quote(const std::string& name) {
-  std::string text = name.substr(0, 100);
-  for (char& c : text) {
-    if (c < 0x20 || c > 0x7e) c = '?';
-  }
-  return text;
-}
-
 // Collects the tensors of a header while it is parsed. A header may have as many values as its bytes allow, and a tree of them
 // would take many times the header's size.
 class HeaderCollector : public nlohmann::json_sax<json> {
@@ -129,7 +120,7 @@ class HeaderCollector : public nlohmann::json_sax<json> {
   enum class Field { kNone, kDataType, kShape, kOffsets, kIgnored };
 
   bool Refuse(const std::string& problem) {
-    problem_ = absl::StrCat("tensor '", Quote(name_), "' of the safetensors file ", problem);
+    problem_ = absl::StrCat("tensor '", Shown(name_), "' of the safetensors file ", problem);
     return false;
   }
   bool Malformed() {
@@ -193,6 +184,18 @@ class HeaderCollector : public nlohmann::json_sax<json> {
 };
 
 }  // namespace
+
+const char* SafetensorsType(DataType type) {
+  switch (type) {
+    case DataType::kFloat32:
+      return "F32";
+    case DataType::kBFloat16:
+      return "BF16";
+    case DataType::kFloat16:
+      return "F16";
+  }
+  return "";
+}
 
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const ReadableFile& file) {
   unsigned char length_bytes[kLengthBytes];

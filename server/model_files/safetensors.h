@@ -10,9 +10,13 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "headwater/kernels/types.h"
 #include "server/model_files/file_source.h"
 
 namespace headwater::model_files {
+
+// The format's name of a type that heads have.
+const char* SafetensorsType(DataType type);
 
 // The most bytes of a header, as in the format's own library.
 inline constexpr int64_t kMaxSafetensorsHeaderBytes = 100'000'000;

@@ -85,6 +85,20 @@ std::string WithoutNonFinite(const std::string& text) {
   return result;
 }
 
+absl::StatusOr<std::string> ReadText(const ReadableFile& file) {
+  std::string text(static_cast<size_t>(file.size()), '\0');
+  HEADWATER_RETURN_IF_ERROR(file.ReadAt(0, file.size(), text.data()));
+  return text;
+}
+
+absl::StatusOr<nlohmann::json> ParseObject(const std::string& text, const std::string& what) {
+  // The parser would take a NUL for the end of the text, and ignore the rest.
+  if (text.find('\0') != std::string::npos) return CorruptError(absl::StrCat(what, " is not JSON"));
+  nlohmann::json value = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!value.is_object()) return CorruptError(absl::StrCat(what, " is not a JSON object"));
+  return value;
+}
+
 }  // namespace
 
 absl::Status CorruptError(const std::string& message) { return MakeError(ErrorReason::kFileCorrupt, message); }
@@ -96,30 +110,21 @@ absl::Status LimitError(const std::string& limit, const std::string& what, int64
 }
 
 absl::StatusOr<nlohmann::json> ParseStrictJson(const std::string& text, const std::string& what) {
-  // The parser would take a NUL for the end of the text, and ignore the rest.
-  if (text.find('\0') != std::string::npos) return CorruptError(absl::StrCat(what, " is not JSON"));
   Checker checker;
   if (!nlohmann::json::sax_parse(text, &checker)) return CorruptError(absl::StrCat(what, " ", checker.problem()));
-  nlohmann::json value = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (!value.is_object()) return CorruptError(absl::StrCat(what, " is not a JSON object"));
-  return value;
+  return ParseObject(text, what);
 }
 
 absl::StatusOr<nlohmann::json> ReadStrictJson(const ReadableFile& file, int64_t max_bytes, const std::string& what) {
   if (file.size() > max_bytes) return CorruptError(absl::StrCat(what, " has ", file.size(), " bytes, the maximum is ", max_bytes));
-  std::string text(static_cast<size_t>(file.size()), '\0');
-  HEADWATER_RETURN_IF_ERROR(file.ReadAt(0, file.size(), text.data()));
+  HEADWATER_ASSIGN_OR_RETURN(const std::string text, ReadText(file));
   return ParseStrictJson(text, what);
 }
 
 absl::StatusOr<nlohmann::json> ReadLenientJson(const ReadableFile& file, const std::string& what) {
   if (file.size() > kMaxLenientJsonBytes) return LimitError("json_bytes", what, file.size(), kMaxLenientJsonBytes);
-  std::string text(static_cast<size_t>(file.size()), '\0');
-  HEADWATER_RETURN_IF_ERROR(file.ReadAt(0, file.size(), text.data()));
-  if (text.find('\0') != std::string::npos) return CorruptError(absl::StrCat(what, " is not JSON"));
-  nlohmann::json value = nlohmann::json::parse(WithoutNonFinite(text), nullptr, /*allow_exceptions=*/false);
-  if (!value.is_object()) return CorruptError(absl::StrCat(what, " is not a JSON object"));
-  return value;
+  HEADWATER_ASSIGN_OR_RETURN(const std::string text, ReadText(file));
+  return ParseObject(WithoutNonFinite(text), what);
 }
 
 const nlohmann::json* FindMember(const nlohmann::json& object, const char* key, nlohmann::json::value_t kind) {

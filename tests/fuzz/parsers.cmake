@@ -26,7 +26,6 @@ set(parser_sources
   ${product}/server/model_files/model_folder.cc
   ${product}/server/model_files/safetensors.cc
   ${product}/server/model_files/strict_json.cc
-  ${product}/server/model_files/xxh3.cc
   ${product}/server/observability/line_writer.cc
   ${product}/server/observability/logging.cc
   ${product}/server/scheduler/waiting.cc
