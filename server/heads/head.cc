@@ -124,6 +124,17 @@ absl::Status HeadCore::Check(const std::optional<Epoch>& expected, Need need, bo
   return absl::OkStatus();
 }
 
+absl::Status HeadCore::CheckVersion(const std::optional<int64_t>& expected, const char* field) const {
+  const int64_t actual = weights.version();
+  if (!expected.has_value() || *expected == actual) return absl::OkStatus();
+  ErrorMetadata metadata = {{"expected", absl::StrCat(*expected)}, {"actual", absl::StrCat(actual)}};
+  if (field != nullptr) metadata["field"] = field;
+  return MakeError(ErrorReason::kWeightVersionMismatch,
+                   absl::StrCat("the call expects version ", *expected, " of the weights of ", name_.ToString(),
+                                ", they are of version ", actual),
+                   std::move(metadata));
+}
+
 absl::Status Head::CheckEpoch(const std::optional<Epoch>& epoch) const { return Check(epoch, Need::kAnyState, false); }
 
 // ---- admission and waits ---------------------------------------------------------------------------------------------

@@ -148,12 +148,7 @@ absl::Status Head::ReadWeights(HeadTensor tensor, int64_t element_start, int64_t
     // A head that has come back may be read at the epoch that it came back with, before a new owner takes it.
     HEADWATER_RETURN_IF_ERROR(CheckEpoch(epoch));
     HEADWATER_RETURN_IF_ERROR(Check(std::nullopt, Need::kReady, false));
-    if (version.has_value() && *version != weights.version()) {
-      return MakeError(ErrorReason::kWeightVersionMismatch,
-                       absl::StrCat("the call expects version ", *version, " of the weights of ", name_.ToString(),
-                                    ", they are of version ", weights.version()),
-                       {{"expected", absl::StrCat(*version)}, {"actual", absl::StrCat(weights.version())}});
-    }
+    HEADWATER_RETURN_IF_ERROR(CheckVersion(version));
   }
   return tensors.Read(tensor, element_start, element_count, out);
 }

@@ -26,8 +26,7 @@ absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& 
                                                              std::vector<Expired>* expired) {
   if (expired != nullptr) expired->clear();
   if (lease <= absl::ZeroDuration()) {
-    return MakeError(ErrorReason::kInvalidField, absl::StrCat("lease must be greater than 0, it is ", absl::FormatDuration(lease)),
-                     {{"field", "lease"}, {"expected", "> 0"}, {"actual", absl::FormatDuration(lease)}});
+    return FieldError(ErrorReason::kInvalidField, "lease", "> 0", absl::FormatDuration(lease));
   }
   Grant grant;
   grant.lease = std::min(lease, limits_.max_lease);

@@ -11,9 +11,7 @@ namespace headwater::heads {
 namespace {
 
 absl::Status OverrideError(const char* field, const char* owner) {
-  return MakeError(ErrorReason::kInvalidCombination,
-                   absl::StrCat(field, " overrides a setting of ", owner, ", which the head has not"),
-                   {{"field", field}, {"expected", absl::StrCat("nothing, or a head with ", owner)}, {"actual", "an override"}});
+  return FieldError(ErrorReason::kInvalidCombination, field, absl::StrCat("nothing, or a head with ", owner), "an override");
 }
 
 bool IsFinite(double value) { return std::isfinite(static_cast<float>(value)); }  // engines compute in float32

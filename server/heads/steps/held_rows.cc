@@ -38,9 +38,7 @@ absl::StatusOr<CommitFactor> ToCommitFactor(const CommitArguments& arguments) {
   if (arguments.token_factors.empty()) return factor;
   const auto begin = arguments.token_factors.begin(), end = arguments.token_factors.end();
   if (const auto wrong = std::find_if_not(begin, end, [](float x) { return std::isfinite(x); }); wrong != end) {
-    const std::string actual = absl::StrCat(*wrong, " at index ", wrong - begin);
-    return MakeError(ErrorReason::kInvalidField, absl::StrCat("token_factors must be finite, there is ", actual),
-                     {{"field", "token_factors"}, {"expected", "finite"}, {"actual", actual}});
+    return FieldError(ErrorReason::kInvalidField, "token_factors", "finite", absl::StrCat(*wrong, " at index ", wrong - begin));
   }
   DigestBuilder digest;
   // A row for each factor: within a row, zeros at the end would not count.
@@ -52,14 +50,10 @@ absl::StatusOr<CommitFactor> ToCommitFactor(const CommitArguments& arguments) {
 absl::Status CheckCommit(const CommitArguments& arguments, const HeldRows& held) {
   const int64_t count = static_cast<int64_t>(arguments.token_factors.size());
   if (count != 0 && count != held.hidden.row_count) {
-    const std::string expected = absl::StrCat(held.hidden.row_count), actual = absl::StrCat(count);
-    return MakeError(ErrorReason::kShapeMismatch,
-                     absl::StrCat("token_factors has ", actual, " entries, the micro-batch has ", expected, " rows"),
-                     {{"field", "token_factors"}, {"expected", expected}, {"actual", actual}});
+    return FieldError(ErrorReason::kShapeMismatch, "token_factors", absl::StrCat(held.hidden.row_count), absl::StrCat(count));
   }
   const auto not_finite = [](const char* field, const std::string& what) {
-    return MakeError(ErrorReason::kInvalidField, absl::StrCat(field, " makes ", what, ", which must stay finite"),
-                     {{"field", field}, {"expected", "finite products"}, {"actual", what}});
+    return FieldError(ErrorReason::kInvalidField, field, "finite products", what);
   };
   for (const LossTerm& term : held.terms) {
     if (const double scale = term.loss_scale * arguments.factor; !std::isfinite(static_cast<float>(scale))) {
@@ -67,8 +61,7 @@ absl::Status CheckCommit(const CommitArguments& arguments, const HeldRows& held)
     }
     if (count == 0) continue;
     if (!term.entropy_factors.empty() || !term.lse_factors.empty()) {
-      return MakeError(ErrorReason::kInvalidCombination, "token_factors are for token weights alone: the micro-batch has factors",
-                       {{"field", "token_factors"}, {"expected", "nothing"}, {"actual", "factors of entropy or lse"}});
+      return FieldError(ErrorReason::kInvalidCombination, "token_factors", "nothing", "factors of entropy or lse");
     }
     const std::vector<float> weights = ScaledWeights(term, arguments.token_factors);
     const auto wrong = std::find_if_not(weights.begin(), weights.end(), [](float weight) { return std::isfinite(weight); });
@@ -82,7 +75,7 @@ absl::Status CheckCommit(const CommitArguments& arguments, const HeldRows& held)
   return absl::OkStatus();
 }
 
-absl::Status AddHeld(HeldRows held, const CommitArguments& arguments, LossEngine& engine) {
+absl::Status AddHeld(HeldRows held, const CommitArguments& arguments, LossEngine& engine, const DeviceEvent* after) {
   std::vector<std::vector<float>> weights;
   weights.reserve(held.terms.size());
   for (LossTerm& term : held.terms) {
@@ -96,6 +89,7 @@ absl::Status AddHeld(HeldRows held, const CommitArguments& arguments, LossEngine
   micro_batch.terms = held.terms;
   micro_batch.backward = true;
   micro_batch.grad_weight = GradWeightMode::kAccumulate;
+  micro_batch.after = after;
   return engine.Compute(micro_batch).status();
 }
 

@@ -104,8 +104,9 @@ absl::StatusOr<CommitFactor> ToCommitFactor(const CommitArguments& arguments);
 // Whether an engine will take held rows times these: kShapeMismatch, kInvalidField, kInvalidCombination.
 absl::Status CheckCommit(const CommitArguments& arguments, const HeldRows& held);
 
-// Computes held rows once more and adds them to the accumulators. By an operation that is admitted to all heads concerned.
-absl::Status AddHeld(HeldRows held, const CommitArguments& arguments, LossEngine& engine);
+// Computes held rows once more, after `after` (MicroBatch::after), and adds them to the accumulators. By an operation that is
+// admitted to all heads concerned.
+absl::Status AddHeld(HeldRows held, const CommitArguments& arguments, LossEngine& engine, const DeviceEvent* after = nullptr);
 
 // The teachers of held rows, which are computed again: each teacher must still exist, unchanged.
 class HeldTeachers {

@@ -74,9 +74,7 @@ struct IdList {
 
 absl::Status CheckFactor(double factor) {
   if (std::isfinite(static_cast<float>(factor))) return absl::OkStatus();
-  const std::string actual = absl::StrCat(factor);
-  return MakeError(ErrorReason::kInvalidField, absl::StrCat("factor must be finite in fp32, it is ", actual),
-                   {{"field", "factor"}, {"expected", "finite in fp32"}, {"actual", actual}});
+  return FieldError(ErrorReason::kInvalidField, "factor", "finite in fp32", absl::StrCat(factor));
 }
 
 const MicroBatchRecord* StepRecord::Find(int64_t micro_batch) const {
@@ -119,12 +117,8 @@ absl::Status StepLedger::CheckNotInProgress(int64_t step, int64_t micro_batch) c
 
 absl::Status StepLedger::CheckBegin(int64_t step, int64_t micro_batch, int64_t attempt) const {
   HEADWATER_RETURN_IF_ERROR(CheckStep(step));
-  if (micro_batch < 0 || attempt < 0) {
-    const char* field = micro_batch < 0 ? "micro_batch" : "attempt";
-    const std::string actual = absl::StrCat(micro_batch < 0 ? micro_batch : attempt);
-    return MakeError(ErrorReason::kInvalidField, absl::StrCat(field, " must be at least 0, it is ", actual),
-                     {{"field", field}, {"expected", ">= 0"}, {"actual", actual}});
-  }
+  if (micro_batch < 0) return FieldError(ErrorReason::kInvalidField, "micro_batch", ">= 0", absl::StrCat(micro_batch));
+  if (attempt < 0) return FieldError(ErrorReason::kInvalidField, "attempt", ">= 0", absl::StrCat(attempt));
   const MicroBatchRecord* const known = open_.Find(micro_batch);
   if (known != nullptr) {
     const MicroBatchRecord& record = *known;
@@ -348,10 +342,7 @@ absl::Status StepLedger::CheckExpectation(const ExpectedMicroBatches& expected) 
   std::set<int64_t> ids;
   const int64_t* count = std::get_if<int64_t>(&expected);
   if (count != nullptr) {
-    if (*count < 0) {
-      return MakeError(ErrorReason::kInvalidField, absl::StrCat("expected.count must be at least 0, it is ", *count),
-                       {{"field", "expected.count"}, {"expected", ">= 0"}, {"actual", absl::StrCat(*count)}});
-    }
+    if (*count < 0) return FieldError(ErrorReason::kInvalidField, "expected.count", ">= 0", absl::StrCat(*count));
     // `count` may be anything: the ids are walked only until enough missing ones are found, the rest is arithmetic.
     int64_t present = 0;
     for (const auto& [id, record] : open_.micro_batches) {
@@ -365,10 +356,7 @@ absl::Status StepLedger::CheckExpectation(const ExpectedMicroBatches& expected) 
   } else {
     for (const int64_t id : std::get<std::vector<int64_t>>(expected)) {
       if (id < 0 || !ids.insert(id).second) {
-        return MakeError(
-            ErrorReason::kInvalidField,
-            absl::StrCat("expected.ids must be distinct and at least 0; ", id, id < 0 ? " is negative" : " is repeated"),
-            {{"field", "expected.ids"}, {"expected", "distinct ids >= 0"}, {"actual", absl::StrCat(id)}});
+        return FieldError(ErrorReason::kInvalidField, "expected.ids", "distinct ids >= 0", absl::StrCat(id));
       }
     }
     for (const int64_t id : ids) {

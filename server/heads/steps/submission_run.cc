@@ -266,25 +266,21 @@ absl::Status SubmissionRun::Settle(MicroBatchResult& result) {
         MakeError(ErrorReason::kInternal, "the engine returned no staged contribution", {{"microBatch", absl::StrCat(id())}}));
   }
   if (absl::Status status = CheckWanted(); !status.ok()) return Abort(status);
-  if (form_ == ContributionForm::kHeld && submission_.explicit_commit) return Hold();
-  if (in_order()) return TakeItsPlace();
-  if (submission_.explicit_commit) {
-    return FinishPending(std::move(result.staged));
+  if (form_ == ContributionForm::kHeld && submission_.explicit_commit) {
+    absl::StatusOr<HeldRows> held = KeepRows();
+    return held.ok() ? FinishPending(*std::move(held)) : Abort(held.status());
   }
+  if (in_order()) return TakeItsPlace();
+  if (submission_.explicit_commit) return FinishPending(std::move(result.staged));
   // EAGER, but refused until now if anything was not finite.
   absl::Status added;
   if (form_ == ContributionForm::kStaged) {
     added = result.staged->Commit(1.0);
     result.staged.reset();
   } else {
-    for (LossTerm& term : terms_) term = WithoutOutputs(term);
-    MicroBatch again;
-    again.hidden = submission_.hidden;
-    again.terms = terms_;
-    again.backward = true;
-    again.grad_weight = GradWeightMode::kAccumulate;
-    again.after = submission_.after;
-    added = engine_.Compute(again).status();
+    HeldRows again{submission_.hidden, {}, nullptr, {}};
+    for (const LossTerm& term : terms_) again.terms.push_back(WithoutOutputs(term));
+    added = AddHeld(std::move(again), CommitArguments(), engine_, submission_.after);
   }
   return added.ok() ? FinishCommitted() : Failed(added);
 }
@@ -316,11 +312,6 @@ absl::StatusOr<HeldRows> SubmissionRun::KeepRows() {
     held.teachers.push_back({submitted.teacher_head, term.teacher_head, submitted.teacher_head->weights.version()});
   }
   return held;
-}
-
-absl::Status SubmissionRun::Hold() {
-  absl::StatusOr<HeldRows> held = KeepRows();
-  return held.ok() ? FinishPending(*std::move(held)) : Abort(held.status());
 }
 
 absl::Status SubmissionRun::TakeItsPlace() {

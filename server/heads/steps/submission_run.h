@@ -55,7 +55,6 @@ class SubmissionRun : private RowFlow {
   absl::Status Settle(MicroBatchResult& result);
   // Lets the rows be kept.
   absl::StatusOr<HeldRows> KeepRows();
-  absl::Status Hold();
   // EAGER, in deterministic mode: commits it, to be added when its turn comes.
   absl::Status TakeItsPlace();
   bool in_order() const { return !targets_.empty() && targets_.front()->in_order(); }

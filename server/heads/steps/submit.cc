@@ -16,15 +16,6 @@
 namespace headwater::heads {
 namespace {
 
-absl::Status CheckVersion(const std::optional<int64_t>& expected, int64_t actual, const std::string& head,
-                          const std::string& field) {
-  if (!expected.has_value() || *expected == actual) return absl::OkStatus();
-  return MakeError(
-      ErrorReason::kWeightVersionMismatch,
-      absl::StrCat("the call expects version ", *expected, " of the weights of ", head, ", they are of version ", actual),
-      {{"field", field}, {"expected", absl::StrCat(*expected)}, {"actual", absl::StrCat(actual)}});
-}
-
 // The heads of a submission, each once.
 std::vector<Head*> HeadsOf(const Submission& submission) {
   std::vector<Head*> heads;
@@ -48,9 +39,7 @@ absl::Status CheckAsStudent(Head& head, const SubmittedTerm& term, bool is_targe
   const Turn turn(head.sequencer);
   const bool names_step = is_target || term.step.has_value();
   HEADWATER_RETURN_IF_ERROR(head.Check(term.head_epoch, Need::kReady, names_step));
-  absl::Status version =
-      CheckVersion(term.expected_weight_version, head.weights.version(), head.name().ToString(), "head.expected_weight_version");
-  if (!version.ok()) return version;
+  HEADWATER_RETURN_IF_ERROR(head.CheckVersion(term.expected_weight_version, "head.expected_weight_version"));
   if (!is_target) return absl::OkStatus();
   const int64_t micro_batch = *submission.micro_batch;
   HEADWATER_RETURN_IF_ERROR(head.steps.CheckBegin(*term.step, micro_batch, submission.attempt));
@@ -67,8 +56,7 @@ absl::Status CheckAsStudent(Head& head, const SubmittedTerm& term, bool is_targe
 absl::Status CheckAsTeacher(Head& head, const SubmittedTerm& term) {
   const Turn turn(head.sequencer);
   HEADWATER_RETURN_IF_ERROR(head.Check(term.teacher_head_epoch, Need::kReady, false));
-  return CheckVersion(term.expected_teacher_weight_version, head.weights.version(), head.name().ToString(),
-                      "teacher.expected_weight_version");
+  return head.CheckVersion(term.expected_teacher_weight_version, "teacher.expected_weight_version");
 }
 
 }  // namespace

@@ -91,17 +91,10 @@ absl::Status WeightTensors::CheckUpdates(const std::vector<TensorUpdate>& update
     const char* name = HeadTensorName(update.tensor);
     const bool is_bias = update.tensor == HeadTensor::kBias;
     if ((update.tensor != HeadTensor::kWeight && !is_bias) || (is_bias && !spec_.has_bias)) {
-      return MakeError(
-          ErrorReason::kInvalidField,
-          absl::StrCat("tensor must be ", spec_.has_bias ? "weight or bias" : "weight, the head has no bias", ", it is ", name),
-          {{"field", "tensor"}, {"expected", spec_.has_bias ? "weight or bias" : "weight"}, {"actual", name}});
+      return FieldError(ErrorReason::kInvalidField, "tensor", spec_.has_bias ? "weight or bias" : "weight", name);
     }
     if (update.data_type != spec_.data_type && update.data_type != DataType::kFloat32) {
-      return MakeError(
-          ErrorReason::kDataTypeMismatch,
-          absl::StrCat(name, " is set as ", DataTypeName(spec_.data_type), " or float32, the call brings ",
-                       DataTypeName(update.data_type)),
-          {{"field", "data_type"}, {"expected", DataTypeName(spec_.data_type)}, {"actual", DataTypeName(update.data_type)}});
+      return FieldError(ErrorReason::kDataTypeMismatch, "data_type", DataTypeName(spec_.data_type), DataTypeName(update.data_type));
     }
     if (index > 0 && update.tensor == updates[0].tensor) {
       return MakeError(ErrorReason::kInvalidField, absl::StrCat(name, " is given twice"), {{"field", "tensor"}, {"actual", name}});
@@ -113,10 +106,7 @@ absl::Status WeightTensors::CheckUpdates(const std::vector<TensorUpdate>& update
 absl::Status WeightTensors::CheckBytes(HeadTensor tensor, DataType data_type, int64_t byte_count) const {
   const int64_t expected = engine_head_.ElementCount(tensor) * ElementBytes(data_type);
   if (byte_count == expected) return absl::OkStatus();
-  return MakeError(ErrorReason::kDataLengthMismatch,
-                   absl::StrCat(HeadTensorName(tensor), " as ", DataTypeName(data_type), " has ", expected,
-                                " bytes, the call brings ", byte_count),
-                   {{"expected", absl::StrCat(expected)}, {"actual", absl::StrCat(byte_count)}, {"field", "total_bytes"}});
+  return FieldError(ErrorReason::kDataLengthMismatch, "total_bytes", absl::StrCat(expected), absl::StrCat(byte_count));
 }
 
 absl::Status WeightTensors::ReadThrough(const std::vector<TensorUpdate>& updates) const {
@@ -152,8 +142,7 @@ absl::Status WeightTensors::Write(const std::vector<TensorUpdate>& updates, bool
 absl::Status WeightTensors::Read(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
   if (tensor != HeadTensor::kWeight && tensor != HeadTensor::kBias && tensor != HeadTensor::kMasterWeight &&
       tensor != HeadTensor::kMasterBias) {
-    return MakeError(ErrorReason::kInvalidField, absl::StrCat("tensor must be weight or bias, it is ", HeadTensorName(tensor)),
-                     {{"field", "tensor"}, {"expected", "weight or bias"}, {"actual", HeadTensorName(tensor)}});
+    return FieldError(ErrorReason::kInvalidField, "tensor", "weight or bias", HeadTensorName(tensor));
   }
   HEADWATER_RETURN_IF_ERROR(CheckElements(tensor, element_start, element_count));
   return engine_head_.ReadTensor(tensor, element_start, element_count, out);
@@ -163,9 +152,7 @@ absl::Status WeightTensors::ReadGradient(HeadTensor tensor, int64_t element_star
   if (tensor == HeadTensor::kWeight) tensor = HeadTensor::kGradWeight;
   if (tensor == HeadTensor::kBias) tensor = HeadTensor::kGradBias;
   if (tensor != HeadTensor::kGradWeight && tensor != HeadTensor::kGradBias) {
-    return MakeError(ErrorReason::kInvalidField,
-                     absl::StrCat("tensor must be the gradient of weight or bias, it is ", HeadTensorName(tensor)),
-                     {{"field", "tensor"}, {"expected", "grad_weight or grad_bias"}, {"actual", HeadTensorName(tensor)}});
+    return FieldError(ErrorReason::kInvalidField, "tensor", "grad_weight or grad_bias", HeadTensorName(tensor));
   }
   HEADWATER_RETURN_IF_ERROR(CheckElements(tensor, element_start, element_count));
   return engine_head_.ReadTensor(tensor, element_start, element_count, out);
