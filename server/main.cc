@@ -24,7 +24,6 @@
 #include "server/main_flags.h"
 #include "server/main_lifecycle.h"
 #include "server/main_worker.h"
-#include "server/observability/log_level_file.h"
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
 #include "server/service/grpc_log.h"

@@ -22,7 +22,6 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "server/main_flags.h"
-#include "server/observability/line_writer.h"
 #include "server/observability/logging.h"
 
 namespace headwater {

@@ -22,7 +22,7 @@
 #include "headwater/v1/group_service.pb.h"
 #include "server/group/engines_together.h"
 #include "server/group/group_engine.h"
-#include "server/group/ranks/rank_link.h"
+#include "server/group/ranks/rank.h"
 
 namespace headwater::group {
 

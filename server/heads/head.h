@@ -3,12 +3,10 @@
 // Its parts: StepTransactions has the ledger, pending contributions and their order. WeightTensors and WeightRecord have tensors,
 // versions and checkpoints. Calls on several heads are functions of submit.h.
 //
-// Thread-safe. The sequencer (scheduler/sequencer.h) decides which calls may use a head at once. Describe(), GetSteps() and all
-// checks answer while other calls compute. A call that computes waits for the head in a fair queue, as its WaitLimits allow. When
-// they end the wait it has changed nothing, except that Seal() and Apply() may have sealed the step in deterministic mode.
-// Submissions that stage nothing share the head, so several small ones reach the engine together. A save only reads the weights:
-// changes of the weights wait for it, submissions, decisions and calls on the gradient do not. Nothing here knows gRPC; errors
-// carry reasons (error.h).
+// Thread-safe. The sequencer (docs/adr/0033-one-sequencer.md) decides which calls may use a head at once. Describe(), GetSteps()
+// and all checks answer while other calls compute. A call that computes waits in a fair queue, as its WaitLimits allow. When they
+// end the wait it has changed nothing, except that Seal() and Apply() may have sealed the step in deterministic mode. Errors carry
+// reasons (error.h).
 //
 // Every call fails with the first of these errors that applies. Errors: kHeadNotFound after Retire(); kHeadNotTrainable where a
 // step is named and the head is frozen; kStepLost while the head is RESTORED and the call names an epoch or a step; kEpochFenced;
@@ -21,10 +19,8 @@
 // is RESTORED when the server has brought it back from a checkpoint. Take(), Restore() and SetTensor(s) with the current epoch make
 // it READY.
 //
-// In deterministic mode (HeadLimits::deterministic) contributions are added in ascending id, each by a computation of its own over
-// held rows, always of the same kind. A step's gradient is then bitwise equal whatever the order in which contributions came, were
-// repeated or decided. A contribution that is committed before its turn waits in an OrderedWindow. Its state is COMMITTED, and it
-// cannot be taken back. Computations on a head do not overlap in this mode.
+// In deterministic mode (HeadLimits::deterministic, docs/adr/0016-deterministic-mode.md) contributions are added in ascending id.
+// One that is committed before its turn waits in an OrderedWindow. Computations on a head do not overlap.
 //
 // An undecided contribution may belong to several heads (a micro-batch with several terms). It is dropped in all of them as soon as
 // one of them drops it; the others notice at their next call, before anything else.

@@ -1,24 +1,68 @@
 #include "server/observability/logging.h"
 
+#include <limits.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
+#include <fstream>
 #include <iterator>
 #include <new>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/ascii.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/civil_time.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/return_if_error.h"
-#include "server/observability/line_writer.h"
 
 namespace headwater::observability {
+namespace {
+
+constexpr int kPatienceMs = 100;
+
+// Whether a write of PIPE_BUF bytes does not block.
+bool AwaitRoom(int fd, int timeout_ms) {
+  pollfd polled = {fd, POLLOUT, 0};
+  int ready = 0;
+  do {
+    ready = poll(&polled, 1, timeout_ms);
+  } while (ready < 0 && errno == EINTR);
+  return ready > 0;  // also for what fails at once, as without a reader
+}
+
+}  // namespace
+
+bool LineWriter::WriteAll(std::string_view text, size_t* written) {
+  while (*written < text.size()) {
+    has_room_ = AwaitRoom(fd_, has_room_ ? kPatienceMs : 0);
+    if (!has_room_) return false;
+    // A pipe that is ready takes so much at once.
+    const ssize_t count = write(fd_, text.data() + *written, std::min<size_t>(text.size() - *written, PIPE_BUF));
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return false;
+    *written += static_cast<size_t>(count);
+  }
+  return true;
+}
+
+bool LineWriter::Write(std::string_view lines) {
+  size_t written = 0;
+  if (is_midway_ && !WriteAll("\n", &written)) return false;
+  is_midway_ = false;
+  written = 0;
+  const bool is_done = WriteAll(lines, &written);
+  is_midway_ = !is_done && written > 0;
+  return is_done;
+}
+
 namespace {
 
 std::atomic<LogFormat> g_format{LogFormat::kText};
@@ -145,6 +189,36 @@ void EndWithoutMemory(LogFormat format) {
                             {{"message", "an allocation failed; the process ends, and heads come back at its next start"}}) +
               "\n";
   std::set_new_handler(&EndNow);
+}
+
+LogLevelFile::LogLevelFile(std::string path, std::string usual_level)
+    : path_(std::move(path)), usual_level_(std::move(usual_level)), level_(usual_level_) {
+  Look();
+  look_.emplace(absl::Seconds(1), [this] { Look(); });
+}
+
+void LogLevelFile::Look() {
+  std::string text(64, '\0');  // longer content is no level
+  std::ifstream file(path_, std::ios::binary);
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(file.gcount() > 0 ? static_cast<size_t>(file.gcount()) : 0);
+  const std::string word(absl::StripAsciiWhitespace(text));
+  if (word == seen_) return;
+  seen_ = word;
+  const std::string wanted = word.empty() ? usual_level_ : word;
+  if (!SetLogLevel(wanted).ok()) {
+    // The log omits the content: the file may have been named by mistake, for example a file of tokens.
+    Log(LogLevel::kWarning, "log_level_not_taken",
+        {{"path", path_}, {"message", "log level: expected debug, info, warning, error or off as the file's only word"}});
+    return;
+  }
+  if (wanted == level_) return;
+  // A change is logged at the more verbose of both levels.
+  const bool told_before = level_ != "error" && level_ != "off";
+  if (told_before) SetLogLevel(level_).IgnoreError();
+  Log(LogLevel::kWarning, "log_level_changed", {{"from", level_}, {"to", wanted}});
+  if (told_before) SetLogLevel(wanted).IgnoreError();
+  level_ = wanted;
 }
 
 }  // namespace headwater::observability

@@ -7,12 +7,16 @@
 #ifndef HEADWATER_SERVER_OBSERVABILITY_LOGGING_H_
 #define HEADWATER_SERVER_OBSERVABILITY_LOGGING_H_
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "server/observability/repeated_task.h"
 
 namespace headwater::observability {
 
@@ -54,6 +58,44 @@ inline constexpr int kNoMemoryStatus = 71;
 // From now on a failing `new` (docs/adr/0025-host-memory.md) ends the process with kNoMemoryStatus, after one line in the log:
 // event=out_of_memory. Memory whose absence is an error uses headwater/kernels/planned_bytes.h.
 void EndWithoutMemory(LogFormat format);
+
+// Writes lines to a descriptor without blocking on a reader that is gone, full or stalled. One thread at a time. The process must
+// ignore SIGPIPE and SIGXFSZ.
+class LineWriter {
+ public:
+  // `fd` stays the caller's.
+  explicit LineWriter(int fd) : fd_(fd) {}
+
+  // Writes whole lines with their line ends. False if they are lost: a pipe's reader is gone, a disk is full, or there is no room.
+  // Waits at most 100 ms for room, and not at all after lines were lost for lack of room, until there is some.
+  bool Write(std::string_view lines);
+
+ private:
+  // Writes all of `text`; false if that fails. *written: the bytes written.
+  bool WriteAll(std::string_view text, size_t* written);
+
+  const int fd_;
+  bool has_room_ = true;    // when last tried
+  bool is_midway_ = false;  // the last line written is cut off
+};
+
+// Sets the log level from a file that may change. Reads it every second, regardless of its times: mounted files are replaced in
+// many ways. A change is logged as a warning, unless both levels exclude warnings.
+class LogLevelFile {
+ public:
+  // The file's only word is the level (ConfigureLogging()). While the file is missing or empty, `usual_level`, a valid level,
+  // holds. Any other content leaves the level unchanged and is logged once.
+  LogLevelFile(std::string path, std::string usual_level);
+
+ private:
+  void Look();
+
+  const std::string path_;
+  const std::string usual_level_;
+  std::string seen_;                  // the word that the file had, of the thread once it runs, like the next
+  std::string level_;                 // that holds
+  std::optional<RepeatedTask> look_;  // last: it uses the members above
+};
 
 }  // namespace headwater::observability
 

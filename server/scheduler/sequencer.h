@@ -1,14 +1,8 @@
 // Sequencer: the turns in which everything about the heads of one engine is decided, and the queue for the use of heads.
 //
-// A turn (Turn) holds the one mutex. It reads and writes the books of any number of heads. It never computes, waits, reads files or
-// calls back. An operation takes a turn, computes, and takes another turn.
-//
-// Each head has a record (Record) with the resources that operations use: its weights, to which the optimizer's state belongs, its
-// accumulator, and its checkpoints. An operation names its needs of all its heads (Needs). Acquire() grants all of them in one
-// turn, or waits and holds none, so no circle of waiting operations can form. The queue is fair: an operation passes an earlier one
-// only if the two conflict on no head.
-//
-// An operation computes its needs again whenever it is tried. So a wait also ends when the operation is refused meanwhile.
+// A turn (Turn) holds the one mutex: it never computes, waits, reads files or calls back. Each head has a record (Record) with the
+// resources that operations use. Acquire() grants an operation's needs of all its heads in one turn, or waits and holds none. An
+// operation computes its needs again whenever it is tried. docs/adr/0033-one-sequencer.md has the reasons.
 #ifndef HEADWATER_SERVER_SCHEDULER_SEQUENCER_H_
 #define HEADWATER_SERVER_SCHEDULER_SEQUENCER_H_
 

@@ -17,6 +17,7 @@
 #ifndef HEADWATER_SERVER_SCHEDULER_WORK_QUEUE_H_
 #define HEADWATER_SERVER_SCHEDULER_WORK_QUEUE_H_
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -134,6 +135,37 @@ class WorkQueue {
   std::array<int64_t, 2> running_ ABSL_GUARDED_BY(mutex_) = {0, 0};  // by JobSize
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Duration typical_job_time_ ABSL_GUARDED_BY(mutex_) = absl::Milliseconds(100);  // moving average, for RetryAfter()
+};
+
+// Bounds how long a micro-batch that computes may hold the engine for rows that stay away. If others wait, the bound is the time
+// that it has computed. To give up costs them as much, because it is computed again. So they never lose more than twice the cost of
+// the best decision, whenever the rows come. One computation's, used by its thread; `now` never goes back.
+class StallClock {
+ public:
+  // Bounds of one wait for rows while others wait; the larger one holds also while no other job waits.
+  static constexpr absl::Duration kLeast = absl::Milliseconds(1);
+  static constexpr absl::Duration kMost = absl::Milliseconds(20);
+
+  // A wait for rows begins. The first call marks that the computation has the engine.
+  void BeginWait(absl::Time now) {
+    had_since_ = std::min(had_since_, now);
+    wait_begun_ = now;
+    others_since_ = absl::InfiniteFuture();
+  }
+  // The time to give up, as things are. `others_wait`: another job could be computed instead.
+  absl::Time GiveUpAt(absl::Time now, bool others_wait) {
+    others_since_ = others_wait ? std::min(others_since_, now) : absl::InfiniteFuture();
+    const absl::Duration computed = wait_begun_ - had_since_ - waited_;
+    return std::min(wait_begun_ + kMost, others_since_ + std::clamp(computed, kLeast, kMost));
+  }
+  // The rows have come.
+  void EndWait(absl::Time now) { waited_ += now - wait_begun_; }
+
+ private:
+  absl::Time had_since_ = absl::InfiniteFuture();
+  absl::Duration waited_;  // of earlier waits for rows
+  absl::Time wait_begun_;
+  absl::Time others_since_ = absl::InfiniteFuture();  // during this wait
 };
 
 }  // namespace headwater::scheduler

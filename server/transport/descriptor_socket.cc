@@ -19,7 +19,7 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/transport/region.h"
+#include "server/transport/region_registry.h"
 
 namespace headwater::transport {
 namespace {

@@ -7,9 +7,7 @@
 // names the token to RegisterSharedMemory. docs/api.md, "Shared memory", has the packets byte by byte. A token is 32 random bytes,
 // valid once and for a short time; its descriptor is closed if no call takes it.
 //
-// Allowed are processes whose user is the server's own or root, as the kernel reports it (SO_PEERCRED), and any user if the
-// operator permits. Bounded are connections, the time for a packet, and waiting descriptors, in total and of one user. One thread.
-// Thread-safe.
+// Bounded are connections, the time for a packet, and waiting descriptors, in total and of one user. One thread. Thread-safe.
 #ifndef HEADWATER_SERVER_TRANSPORT_DESCRIPTOR_SOCKET_H_
 #define HEADWATER_SERVER_TRANSPORT_DESCRIPTOR_SOCKET_H_
 

@@ -26,7 +26,6 @@ set(parser_sources
   ${product}/server/model_files/model_folder.cc
   ${product}/server/model_files/safetensors.cc
   ${product}/server/model_files/strict_json.cc
-  ${product}/server/observability/line_writer.cc
   ${product}/server/observability/logging.cc
   ${product}/server/scheduler/waiting.cc
   ${product}/server/service/request/canonical_header.cc
@@ -36,7 +35,6 @@ set(parser_sources
   ${product}/server/service/request/loss_request.cc
   ${product}/server/service/access/token_file.cc
   ${product}/server/transport/descriptor_socket.cc
-  ${product}/server/transport/region.cc
   ${product}/server/transport/region_registry.cc)
 
 headwater_fuzz_protobuf(headwater_fuzz_proto
@@ -57,7 +55,7 @@ target_compile_options(headwater_fuzz_flags INTERFACE
   -fprofile-instr-generate -fcoverage-mapping)
 target_link_libraries(headwater_fuzz_flags INTERFACE headwater_build_flags headwater_kernels_api headwater_fuzz_proto)
 # They call an engine, which is not there: nothing here has its type.
-set_source_files_properties(${product}/server/transport/region.cc ${product}/server/transport/region_registry.cc PROPERTIES
+set_source_files_properties(${product}/server/transport/region_registry.cc PROPERTIES
   COMPILE_OPTIONS -fno-sanitize=vptr)
 add_library(headwater_fuzzed STATIC ${parser_sources})
 target_link_libraries(headwater_fuzzed

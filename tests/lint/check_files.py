@@ -18,7 +18,6 @@ WALL_CLOCK_FILES = {
     "server/observability/logging.cc",
     "server/observability/metrics.cc",
     "server/observability/monotonic_clock.h",
-    "server/observability/trace_writer.cc",
     "server/service/call/rpc_scope.cc",
     "server/service/server_parts.cc",
     "server/checkpoint/checkpoint_store.cc",

@@ -6,16 +6,67 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
+#include "headwater/kernels/error.h"
 #include "headwater/v1/group_service.pb.h"
 #include "server/group/engines_together.h"
-#include "server/group/ranks/process_rows.h"
+#include "server/group/group_flow.h"
+#include "server/group/ranks/rank_codec.h"
 
 namespace headwater::group {
+
+// A micro-batch of a process.
+struct SharedCall {
+  explicit SharedCall(std::shared_ptr<const ReceivedCall> received) : call(std::move(received)), rows(call->rows_here()) {}
+  const std::shared_ptr<const ReceivedCall> call;
+  RowsHere rows;  // those that may be read
+};
+
+// A micro-batch's rows, received by the first rank of a worker's process and read by all of its ranks. One micro-batch is in
+// progress: the leader begins the next one when all ranks have answered this one. Thread-safe.
+class ProcessRows {
+ public:
+  // For the first rank. It is part of a group between Open() and Close(). Close() ends all waits.
+  void Open() {
+    absl::MutexLock lock(&mutex_);
+    closed_ = absl::OkStatus();
+    id_ = 0;  // another leader restarts the count
+  }
+  void Close(const absl::Status& why) {
+    absl::MutexLock lock(&mutex_);
+    closed_.Update(why);
+    shared_ = nullptr;
+  }
+  // A micro-batch begins: the group's `id`-th that all ranks compute. The caller ends its rows.
+  void Begin(uint64_t id, std::shared_ptr<SharedCall> shared) {
+    absl::MutexLock lock(&mutex_);
+    id_ = id;
+    shared_ = std::move(shared);
+  }
+
+  // For the other ranks: waits until the micro-batch begins.
+  absl::StatusOr<std::shared_ptr<SharedCall>> Await(uint64_t id) {
+    const auto has_begun = [&]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return id_ >= id || !closed_.ok(); };
+    absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(&has_begun));
+    if (!closed_.ok()) return closed_;
+    if (id_ == id) return shared_;
+    return MakeError(ErrorReason::kEngineFailed, "the rank that gets the rows has gone on without this one");
+  }
+
+ private:
+  absl::Mutex mutex_;
+  absl::Status closed_ ABSL_GUARDED_BY(mutex_);
+  uint64_t id_ ABSL_GUARDED_BY(mutex_) = 0;  // ascends
+  std::shared_ptr<SharedCall> shared_ ABSL_GUARDED_BY(mutex_);
+};
 
 // The interval of a worker's heartbeats.
 inline constexpr absl::Duration kAliveInterval = absl::Milliseconds(500);

@@ -22,7 +22,6 @@
 #include "headwater/kernels/return_if_error.h"
 #include "server/heads/steps/submit.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/scheduler/stall_clock.h"
 #include "server/scheduler/waiting.h"
 #include "server/scheduler/work_queue.h"
 #include "server/service/loss/micro_batch.h"

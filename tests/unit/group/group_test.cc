@@ -10,7 +10,7 @@
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
 #include "server/group/group_engine.h"
-#include "server/group/ranks/rank_link.h"
+#include "server/group/ranks/rank.h"
 #include "server/group/restarter.h"
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/problem.h"

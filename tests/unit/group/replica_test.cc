@@ -12,7 +12,7 @@
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/product_rate.h"
-#include "server/group/ranks/rank_loads.h"
+#include "server/group/group_engine.h"
 #include "tests/kernels/support/comparison.h"
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/problem.h"

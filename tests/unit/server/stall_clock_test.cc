@@ -1,6 +1,6 @@
-#include "server/scheduler/stall_clock.h"
-
 #include <gtest/gtest.h>
+
+#include "server/scheduler/work_queue.h"
 
 namespace headwater::scheduler {
 namespace {

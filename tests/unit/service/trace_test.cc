@@ -20,11 +20,9 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "server/observability/call_trace.h"
-#include "server/observability/log_level_file.h"
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/observability/trace_writer.h"
 #include "tests/unit/expect_status.h"
 
 namespace headwater::observability {
