@@ -10,6 +10,7 @@
 #ifndef HEADWATER_SERVER_CHECKPOINT_MANIFEST_H_
 #define HEADWATER_SERVER_CHECKPOINT_MANIFEST_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -17,6 +18,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "headwater/kernels/engine.h"
+#include "headwater/kernels/planned_bytes.h"
+#include "headwater/kernels/return_if_error.h"
 #include "headwater/kernels/types.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/file_system.h"
@@ -55,6 +58,17 @@ struct SpecDifference {
 // All differences, in the order of their names. Empty if a checkpoint of one spec fits the other: staging slots and the initial
 // step do not matter.
 std::vector<SpecDifference> FindSpecDifferences(const HeadSpec& a, const HeadSpec& b);
+
+// The most bytes of a tensor that are moved at once.
+inline constexpr int64_t kPieceBytes = int64_t{8} << 20;
+// Calls `work(start, count, buffer)` for elements [start, end), in pieces of at most kPieceBytes. `buffer` has room for a piece.
+template <typename Work>
+absl::Status ForEachPiece(int64_t start, int64_t end, int64_t element_bytes, const Work& work) {
+  const int64_t piece = std::min(kPieceBytes / element_bytes, end - start);
+  HEADWATER_ASSIGN_OR_RETURN(const PlannedBytes buffer, AllocatePlanned(piece * element_bytes));
+  for (; start < end; start += piece) HEADWATER_RETURN_IF_ERROR(work(start, std::min(piece, end - start), buffer.get()));
+  return absl::OkStatus();
+}
 
 // DIRECTORY/NAME.
 std::string Join(const std::string& directory, const std::string& name);

@@ -1,11 +1,9 @@
-#include <algorithm>
 #include <memory>
 #include <utility>
 #include <variant>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
-#include "headwater/kernels/planned_bytes.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/checkpoint/manifest.h"
 #include "server/model_files/safetensors.h"
@@ -21,8 +19,6 @@ using model_files::ReadSafetensorsHeader;
 using model_files::SafetensorsHeader;
 using model_files::SafetensorsOutput;
 using model_files::SafetensorsType;
-
-constexpr int64_t kPieceBytes = int64_t{8} << 20;
 
 // The saved tensors, in the order of restoring: writing the weight sets the master, writing the master sets the weight.
 constexpr HeadTensor kSavedTensors[] = {HeadTensor::kWeight,        HeadTensor::kBias,          HeadTensor::kMasterWeight,
@@ -69,34 +65,14 @@ std::vector<SafetensorsOutput> FileLayout(const std::vector<SavedTensor>& tensor
   return layout;
 }
 
-// Calls `work(element_start, element_count)` for pieces of at most kPieceBytes of a tensor's rows.
-template <typename Work>
-absl::Status ForEachPiece(const SavedTensor& saved, const VocabShard& rows, const Work& work) {
-  const int64_t piece = kPieceBytes / ElementBytes(saved.data_type);
-  const int64_t end = rows.vocab_end * saved.width;
-  for (int64_t start = rows.vocab_start * saved.width; start < end; start += piece) {
-    HEADWATER_RETURN_IF_ERROR(work(start, std::min(piece, end - start)));
-  }
-  return absl::OkStatus();
-}
-
-// A buffer for the largest piece of these rows, so that small heads take little memory.
-absl::StatusOr<PlannedBytes> PieceBuffer(const std::vector<SavedTensor>& tensors, const VocabShard& rows) {
-  int64_t bytes = 0;
-  for (const SavedTensor& saved : tensors) {
-    bytes = std::max(bytes, (rows.vocab_end - rows.vocab_start) * saved.width * ElementBytes(saved.data_type));
-  }
-  return AllocatePlanned(std::min(bytes, kPieceBytes));
-}
-
 absl::StatusOr<std::string> HashFile(const ReadableFile& file) {
   model_files::Xxh3Hasher hasher;
-  HEADWATER_ASSIGN_OR_RETURN(const PlannedBytes buffer, AllocatePlanned(std::min(file.size(), kPieceBytes)));
-  for (int64_t offset = 0; offset < file.size(); offset += kPieceBytes) {
-    const int64_t count = std::min(kPieceBytes, file.size() - offset);
-    HEADWATER_RETURN_IF_ERROR(file.ReadAt(offset, count, buffer.get()));
-    hasher.Update(buffer.get(), count);
-  }
+  const auto add = [&](int64_t offset, int64_t count, void* buffer) {
+    HEADWATER_RETURN_IF_ERROR(file.ReadAt(offset, count, buffer));
+    hasher.Update(buffer, count);
+    return absl::OkStatus();
+  };
+  HEADWATER_RETURN_IF_ERROR(ForEachPiece(0, file.size(), 1, add));
   return hasher.HexDigest();
 }
 
@@ -146,19 +122,17 @@ absl::Status AfterVerification(const absl::Status& status) {
 absl::Status WriteInto(EngineHead& head, const VerifiedFile& verified, const std::vector<SavedTensor>& tensors,
                        const VocabShard& rows) {
   const bool has_master = HasSeparateMaster(head.spec());
-  HEADWATER_ASSIGN_OR_RETURN(const PlannedBytes buffer, PieceBuffer(tensors, rows));
   for (const SavedTensor& saved : tensors) {
     // The stored weight follows from the master.
     if (has_master && (saved.tensor == HeadTensor::kWeight || saved.tensor == HeadTensor::kBias)) continue;
     const int64_t element_bytes = ElementBytes(saved.data_type);
     const int64_t begin = verified.header.tensors.at(HeadTensorName(saved.tensor)).begin;
     const int64_t first = rows.vocab_start * saved.width;
-    const auto write = [&](int64_t start, int64_t count) {
-      HEADWATER_RETURN_IF_ERROR(
-          verified.file->ReadAt(begin + (start - first) * element_bytes, count * element_bytes, buffer.get()));
-      return head.WriteTensor(saved.tensor, start, count, buffer.get());
+    const auto write = [&](int64_t start, int64_t count, void* buffer) {
+      HEADWATER_RETURN_IF_ERROR(verified.file->ReadAt(begin + (start - first) * element_bytes, count * element_bytes, buffer));
+      return head.WriteTensor(saved.tensor, start, count, buffer);
     };
-    HEADWATER_RETURN_IF_ERROR(ForEachPiece(saved, rows, write));
+    HEADWATER_RETURN_IF_ERROR(ForEachPiece(first, rows.vocab_end * saved.width, element_bytes, write));
   }
   return absl::OkStatus();
 }
@@ -192,13 +166,13 @@ absl::StatusOr<int64_t> WriteShardFiles(FileSystem& files, const std::string& di
     };
     const std::string header = MakeSafetensorsHeader(FileLayout(tensors, rows));
     HEADWATER_RETURN_IF_ERROR(append(header.data(), static_cast<int64_t>(header.size())));
-    HEADWATER_ASSIGN_OR_RETURN(const PlannedBytes buffer, PieceBuffer(tensors, rows));
     for (const SavedTensor& saved : tensors) {
-      const auto copy = [&](int64_t start, int64_t count) {
-        HEADWATER_RETURN_IF_ERROR(head.ReadTensor(saved.tensor, start, count, buffer.get()));
-        return append(buffer.get(), count * ElementBytes(saved.data_type));
+      const int64_t element_bytes = ElementBytes(saved.data_type);
+      const auto copy = [&](int64_t start, int64_t count, void* buffer) {
+        HEADWATER_RETURN_IF_ERROR(head.ReadTensor(saved.tensor, start, count, buffer));
+        return append(buffer, count * element_bytes);
       };
-      HEADWATER_RETURN_IF_ERROR(ForEachPiece(saved, rows, copy));
+      HEADWATER_RETURN_IF_ERROR(ForEachPiece(rows.vocab_start * saved.width, rows.vocab_end * saved.width, element_bytes, copy));
     }
     HEADWATER_RETURN_IF_ERROR(file->SyncAndClose());
     entry.checksum = hasher.HexDigest();

@@ -239,10 +239,10 @@ class Head : public HeadCore {
   // theirs). kEpochFenced for a stale epoch; kDataTypeMismatch, kDataLengthMismatch, kInvalidField.
   absl::StatusOr<HeadInfo> SetTensor(const Epoch& epoch, HeadTensor tensor, DataType data_type, const void* data,
                                      int64_t byte_count, const WaitLimits& limits = AsLongAsItTakes());
-  // SetTensor() for one or two tensors in one change, read from sources in pieces of at most kTensorPieceBytes. Sources that are
-  // not in memory are first read through, without holding up other calls. An error then is returned, and leaves the head as before.
-  // If a source fails after that, a LOADING head stays so without the tensors of this call, and the error is the source's. Any
-  // other head is LOST (kEngineFailed).
+  // SetTensor() for one or two tensors in one change, read from sources in pieces of at most checkpoint::kPieceBytes. Sources that
+  // are not in memory are first read through, without holding up other calls. An error then is returned, and leaves the head as
+  // before. If a source fails after that, a LOADING head stays so without the tensors of this call, and the error is the source's.
+  // Any other head is LOST (kEngineFailed).
   absl::StatusOr<HeadInfo> SetTensors(const Epoch& epoch, const std::vector<TensorUpdate>& updates,
                                       const WaitLimits& limits = AsLongAsItTakes());
   // Copies elements of kWeight or kBias (storage type), kMasterWeight or kMasterBias (fp32). `version` and `epoch`, if given, must

@@ -17,6 +17,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/civil_time.h"
 #include "absl/time/clock.h"
@@ -162,22 +163,15 @@ absl::Status ConfigureLogging(const std::string& level, const std::string& forma
 std::string FormatLogLine(LogFormat format, const std::string& time, LogLevel level, const char* event,
                           const std::vector<LogField>& fields) {
   const bool json = format == LogFormat::kJson;
-  std::string line;
-  if (json) {
-    line.append("{\"time\":").append(Quote(time)).append(",\"level\":\"").append(kLevelNames[static_cast<size_t>(level)]);
-    line.append("\",\"event\":\"").append(event).append("\"");
-  } else {
-    line.append(time).append(" level=").append(kLevelNames[static_cast<size_t>(level)]).append(" event=").append(event);
-  }
-  for (const LogField& field : fields) {
-    if (json) {
-      line.append(",\"").append(field.key).append("\":").append(field.bare ? field.value : Quote(field.value));
-    } else {
-      line.append(" ").append(field.key).append("=").append(field.bare ? field.value : TextValue(field.value));
-    }
-  }
-  if (json) line += '}';
-  return line;
+  std::string line = json ? absl::StrCat("{\"time\":", Quote(time)) : time;
+  const auto add = [&](const char* key, const std::string& value) {
+    absl::StrAppend(&line, json ? ",\"" : " ", key, json ? "\":" : "=", value);
+  };
+  add("level", json ? Quote(kLevelNames[static_cast<size_t>(level)]) : kLevelNames[static_cast<size_t>(level)]);
+  add("event", json ? Quote(event) : event);
+  for (const LogField& field : fields)
+    add(field.key, field.bare ? field.value : json ? Quote(field.value) : TextValue(field.value));
+  return json ? line + "}" : line;
 }
 
 void Log(LogLevel level, const char* event, const std::vector<LogField>& fields) {

@@ -13,6 +13,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -25,8 +26,7 @@ enum class LogFormat { kText, kJson };
 
 // A key with its value. Numbers and booleans stay unquoted in JSON.
 struct LogField {
-  LogField(const char* field_key, const std::string& field_value) : key(field_key), value(field_value) {}
-  LogField(const char* field_key, const char* field_value) : key(field_key), value(field_value) {}
+  LogField(const char* field_key, std::string field_value) : key(field_key), value(std::move(field_value)) {}
   LogField(const char* field_key, int64_t number) : key(field_key), value(std::to_string(number)), bare(true) {}
   LogField(const char* field_key, double number);  // three decimals
   // `true` or `false`. A template, so that no pointer is taken for a boolean.

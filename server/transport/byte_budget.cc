@@ -14,7 +14,7 @@ bool FairBudget::TryReserve(const std::string& client, int64_t bytes, absl::Time
   for (const auto& [other, refused] : refused_) {
     if (refused.order < order) kept = std::min(kept + refused.bytes, capacity_bytes());
   }
-  if ((bytes == 0 || bytes <= available_bytes() - kept) && budget_.TryReserve(bytes, reservation)) {
+  if ((bytes == 0 || bytes <= available_bytes() - kept) && ByteBudget::TryReserve(bytes, reservation)) {
     if (mine != refused_.end()) refused_.erase(mine);
     return true;
   }

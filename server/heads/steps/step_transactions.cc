@@ -15,22 +15,6 @@ constexpr char kRetryAfterMs[] = "500";
 
 }  // namespace
 
-void WaitingAttempts::Mark(int64_t micro_batch, int64_t attempt) {
-  int64_t& waiting = attempts_[micro_batch];
-  waiting = std::max(waiting, attempt);
-}
-
-void WaitingAttempts::Unmark(int64_t micro_batch, int64_t attempt) {
-  const auto waiting = attempts_.find(micro_batch);
-  if (waiting != attempts_.end() && waiting->second == attempt) attempts_.erase(waiting);
-}
-
-std::optional<int64_t> WaitingAttempts::Higher(int64_t micro_batch, int64_t attempt) const {
-  const auto waiting = attempts_.find(micro_batch);
-  if (waiting == attempts_.end() || waiting->second <= attempt) return std::nullopt;
-  return waiting->second;
-}
-
 StepTransactions::StepTransactions(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits)
     : name_(name),
       ledger_(spec.initial_step, limits.max_step_micro_batches),

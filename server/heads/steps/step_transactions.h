@@ -112,10 +112,19 @@ struct AppliedStep {
 class WaitingAttempts {
  public:
   // A higher attempt that waits too keeps its mark.
-  void Mark(int64_t micro_batch, int64_t attempt);
-  void Unmark(int64_t micro_batch, int64_t attempt);
+  void Mark(int64_t micro_batch, int64_t attempt) {
+    int64_t& waiting = attempts_[micro_batch];
+    waiting = std::max(waiting, attempt);
+  }
+  void Unmark(int64_t micro_batch, int64_t attempt) {
+    const auto waiting = attempts_.find(micro_batch);
+    if (waiting != attempts_.end() && waiting->second == attempt) attempts_.erase(waiting);
+  }
   // The attempt that waits, if it is higher than this one.
-  std::optional<int64_t> Higher(int64_t micro_batch, int64_t attempt) const;
+  std::optional<int64_t> Higher(int64_t micro_batch, int64_t attempt) const {
+    const auto waiting = attempts_.find(micro_batch);
+    return waiting != attempts_.end() && waiting->second > attempt ? std::optional(waiting->second) : std::nullopt;
+  }
 
  private:
   std::map<int64_t, int64_t> attempts_;  // by micro-batch

@@ -1,32 +1,23 @@
 #include "server/heads/weights/weight_tensors.h"
 
-#include <algorithm>
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "headwater/kernels/error.h"
-#include "headwater/kernels/planned_bytes.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/checkpoint/checkpoint_store.h"
+#include "server/checkpoint/manifest.h"
 #include "server/model_files/xxh3.h"
 
 namespace headwater::heads {
+
+using checkpoint::ForEachPiece;
+
 namespace {
 
 HeadTensor MasterOf(HeadTensor tensor) {
   return tensor == HeadTensor::kWeight ? HeadTensor::kMasterWeight : HeadTensor::kMasterBias;
-}
-
-// Calls `work(start, count, buffer)` for pieces of `total` elements, of at most kTensorPieceBytes.
-template <typename Work>
-absl::Status ForEachPiece(int64_t total, DataType data_type, const Work& work) {
-  const int64_t piece = kTensorPieceBytes / ElementBytes(data_type);
-  HEADWATER_ASSIGN_OR_RETURN(const PlannedBytes buffer, AllocatePlanned(std::min(piece, total) * ElementBytes(data_type)));
-  for (int64_t start = 0; start < total; start += piece) {
-    HEADWATER_RETURN_IF_ERROR(work(start, std::min(piece, total - start), buffer.get()));
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace
@@ -112,7 +103,8 @@ absl::Status WeightTensors::CheckBytes(HeadTensor tensor, DataType data_type, in
 absl::Status WeightTensors::ReadThrough(const std::vector<TensorUpdate>& updates) const {
   for (const TensorUpdate& update : updates) {
     if (update.in_memory) continue;
-    HEADWATER_RETURN_IF_ERROR(ForEachPiece(engine_head_.ElementCount(update.tensor), update.data_type, update.source));
+    HEADWATER_RETURN_IF_ERROR(
+        ForEachPiece(0, engine_head_.ElementCount(update.tensor), ElementBytes(update.data_type), update.source));
   }
   return absl::OkStatus();
 }
@@ -134,7 +126,7 @@ absl::Status WeightTensors::Write(const std::vector<TensorUpdate>& updates, bool
       if (!changed && spec_.trainable) HEADWATER_RETURN_IF_ERROR(after_change(engine_head_.ZeroGradient()));
       return after_change(engine_head_.WriteTensor(tensor, start, count, buffer));
     };
-    HEADWATER_RETURN_IF_ERROR(ForEachPiece(engine_head_.ElementCount(tensor), update.data_type, write));
+    HEADWATER_RETURN_IF_ERROR(ForEachPiece(0, engine_head_.ElementCount(tensor), ElementBytes(update.data_type), write));
   }
   return absl::OkStatus();
 }
@@ -165,7 +157,7 @@ absl::StatusOr<std::string> WeightTensors::Checksum() const {
     hasher.Update(buffer, count * ElementBytes(spec_.data_type));
     return absl::OkStatus();
   };
-  HEADWATER_RETURN_IF_ERROR(ForEachPiece(engine_head_.ElementCount(HeadTensor::kWeight), spec_.data_type, read));
+  HEADWATER_RETURN_IF_ERROR(ForEachPiece(0, engine_head_.ElementCount(HeadTensor::kWeight), ElementBytes(spec_.data_type), read));
   return hasher.Digest();
 }
 

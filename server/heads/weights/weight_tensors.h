@@ -33,9 +33,6 @@ struct TensorUpdate {
   bool in_memory = false;  // `source` cannot fail: it need not be read through before
 };
 
-// The largest piece in which tensors are read from a source or a checkpoint.
-inline constexpr int64_t kTensorPieceBytes = int64_t{8} << 20;
-
 // An update whose whole tensor lies at `data`, which outlives it.
 TensorUpdate UpdateFromMemory(HeadTensor tensor, DataType data_type, const void* data);
 

@@ -5,6 +5,7 @@
 
 #include "head_test_util.h"
 #include "server/checkpoint/checkpoint_store.h"
+#include "server/checkpoint/manifest.h"
 #include "server/heads/head.h"
 #include "server/model_files/xxh3.h"
 #include "tests/unit/server/temporary_directory.h"
@@ -165,7 +166,7 @@ TEST_F(HeadWeightsTest, LargeTensorsComeInPieces) {
   int pieces = 0;
   TensorUpdate weight = {HeadTensor::kWeight, DataType::kFloat32, [&](int64_t start, int64_t count, void* out) {
                            EXPECT_EQ(start, next % (600 * width));
-                           EXPECT_LE(count * 4, kTensorPieceBytes);
+                           EXPECT_LE(count * 4, checkpoint::kPieceBytes);
                            next += count;
                            ++pieces;
                            for (int64_t i = 0; i < count; ++i) static_cast<float*>(out)[i] = static_cast<float>((start + i) % 1001);
