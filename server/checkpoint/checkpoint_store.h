@@ -41,7 +41,6 @@
 
 namespace headwater::checkpoint {
 
-// A checkpoint's state beside its tensors.
 struct CheckpointInfo {
   std::string name;
   HeadSpec spec;
@@ -125,11 +124,9 @@ class CheckpointStore {
     int64_t first = 1;  // of the run
     int64_t last = 0;   // the last number given out
   };
-  // Gives out the next number.
   absl::StatusOr<Sequences> NextSequence(const std::string& tenant, const std::string& head_id);
   // The number in the mark of a live head (0 if the mark is damaged); nullopt without a mark.
   std::optional<int64_t> ReadLiveMark(const std::string& head_directory) const;
-  // Marks a head as live, unless it is.
   absl::Status MarkLive(const std::string& head_directory, int64_t first_sequence);
 
   std::string HeadDirectory(const std::string& tenant, const std::string& head_id) const;

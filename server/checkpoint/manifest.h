@@ -30,7 +30,6 @@ inline constexpr char kManifestName[] = "manifest.json";
 inline constexpr int64_t kMaxManifestBytes = int64_t{1} << 20;
 inline constexpr int64_t kMaxCheckpointFiles = 4096;
 
-// One shard's file.
 struct ManifestFile {
   std::string name;
   int64_t bytes = 0;

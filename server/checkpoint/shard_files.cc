@@ -76,7 +76,6 @@ absl::StatusOr<std::string> HashFile(const ReadableFile& file) {
   return hasher.HexDigest();
 }
 
-// A file that has passed verification.
 struct VerifiedFile {
   std::unique_ptr<ReadableFile> file;
   SafetensorsHeader header;
@@ -118,7 +117,6 @@ absl::Status AfterVerification(const absl::Status& status) {
       absl::StrCat("the checkpoint changed or the head refused it after it had been verified: ", std::string(status.message())));
 }
 
-// Writes a file's tensors into the head.
 absl::Status WriteInto(EngineHead& head, const VerifiedFile& verified, const std::vector<SavedTensor>& tensors,
                        const VocabShard& rows) {
   const bool has_master = HasSeparateMaster(head.spec());

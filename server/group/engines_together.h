@@ -24,13 +24,11 @@ using EngineMaker = std::function<absl::StatusOr<std::unique_ptr<LossEngine>>(co
 // Connects rank `index` of this process with the group. Fails soon after `aborted` has returned true.
 using Connector = std::function<absl::StatusOr<std::shared_ptr<Communicator>>(size_t index, const std::function<bool()>& aborted)>;
 
-// The first failure among several pieces of work.
 struct FirstFailure {
   absl::Status status;  // OK: none
   size_t index = 0;
 };
 
-// How long work may take.
 struct Patience {
   absl::Mutex& mutex;
   std::function<bool()> given_up;  // a condition that `mutex` guards

@@ -84,7 +84,6 @@ class GroupAssembly {
   void Dismiss() { engine_.Dismiss(); }
 
  private:
-  // A worker that has joined.
   struct Slot {
     std::string address;
     std::string process;  // the process, with its rank's index and its number of ranks
@@ -98,7 +97,6 @@ class GroupAssembly {
   };
   using Slots = std::vector<std::shared_ptr<Slot>>;
 
-  // The result of making the leader's own ranks.
   struct OwnRanks {
     std::vector<std::unique_ptr<LossEngine>> engines;  // by rank; empty if one failed
     FirstFailure failure;                              // by rank

@@ -31,7 +31,6 @@ namespace {
 
 class GroupHead final : public HeadBase {
  public:
-  // `heads`: each rank's.
   GroupHead(std::shared_ptr<GroupCore> core, const HeadSpec& spec, MemoryPlan plan, std::vector<RowRange> shard_rows,
             const std::string& device, std::vector<std::unique_ptr<EngineHead>> heads)
       : HeadBase(spec, std::move(plan), std::move(shard_rows), device, SlotsOf(spec, core->size())),
@@ -245,7 +244,6 @@ class RankMicroBatch {
   CallMemory scratch_;
 };
 
-// The trainable heads of a micro-batch.
 std::vector<GroupHead*> TargetsOf(const MicroBatch& micro_batch) {
   std::vector<GroupHead*> heads;
   for (const LossTerm& term : micro_batch.terms) {
@@ -255,7 +253,6 @@ std::vector<GroupHead*> TargetsOf(const MicroBatch& micro_batch) {
   return heads;
 }
 
-// A slot for each head in a contribution.
 std::vector<StagingSlot> TakeSlotsOf(const MicroBatch& micro_batch) {
   std::vector<StagingSlot> slots;
   for (GroupHead* head : TargetsOf(micro_batch)) slots.emplace_back(head);

@@ -59,12 +59,10 @@ class CheckpointStore;
 
 namespace headwater::heads {
 
-// Every call that may wait takes limits.
 using scheduler::AsLongAsItTakes;
 using scheduler::Turn;
 using scheduler::WaitLimits;
 
-// The state that a call needs.
 enum class Need { kAnyState, kNotLost, kReady };
 
 // How a call uses a head (docs/adr/0033-one-sequencer.md).
@@ -164,7 +162,6 @@ class Head : public HeadCore {
   // Plans, admits and allocates. Engine errors pass through. `engine` must outlive the head; `sequencer` is one for all its heads.
   static absl::StatusOr<std::shared_ptr<Head>> Create(const HeadName& name, const HeadSpec& spec, LossEngine& engine,
                                                       const HeadLimits& limits, std::shared_ptr<scheduler::Sequencer> sequencer);
-  // Drops what is undecided.
   ~Head();
 
   int64_t token_chunk_rows() const { return on_engine->plan().token_chunk_rows; }  // MemoryPlan::token_chunk_rows of its plan

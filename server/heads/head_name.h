@@ -32,7 +32,6 @@ absl::StatusOr<std::string> ParseTenantName(const std::string& name, const std::
 // Random 128 bits that change whenever a head's state does not continue the one before.
 using Epoch = std::array<uint8_t, 16>;
 
-// From the operating system's random source.
 inline Epoch NewEpoch() {
   Epoch epoch;
   // From the kernel itself, like the ids of sessions: a fork or a restart cannot repeat it. The kernel always gives so few bytes. A

@@ -36,7 +36,6 @@ struct RegistryLimits {
 // kHeadNotFound: the answer for a head that does not exist for the caller.
 absl::Status HeadNotFound(const HeadName& name);
 
-// How creation treats a head that exists.
 enum class IfExists { kFail, kAttachIfSameSpec };
 
 class HeadRegistry {
@@ -61,7 +60,6 @@ class HeadRegistry {
   absl::StatusOr<std::shared_ptr<Head>> Find(const HeadName& name) const;
   // Heads of a tenant by name, after `after` (exclusive; empty: from the beginning), at most `count`.
   std::vector<std::shared_ptr<Head>> List(const std::string& tenant, const std::string& after, int64_t count) const;
-  // Heads of all tenants.
   std::vector<std::shared_ptr<Head>> ListAll() const;
   // kHeadNotFound, kHeadInUse unless `force`, kEpochFenced. Decided at once; then waits for the call that computes on the head. The
   // last call that uses the head frees its memory. The head does not come back at the next start: `store` (may be null) forgets it;
@@ -110,7 +108,6 @@ class HeadRegistry {
     int64_t planned_bytes = 0;
     std::weak_ptr<Head> head;
   };
-  // A name that is taken.
   struct Entry {
     std::shared_ptr<Head> head;        // null while it is being created or deleted
     bool leaving = false;              // being deleted

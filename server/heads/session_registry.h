@@ -49,7 +49,6 @@ class SessionRegistry {
     SessionId id;
     absl::Duration lease;
   };
-  // A session whose lease has ended.
   struct Expired {
     std::string client_name;
     int64_t dropped = 0;  // contributions that were undecided
@@ -75,7 +74,6 @@ class SessionRegistry {
   bool Close(const SessionId& id);
   // Ends the sessions whose lease has ended, and returns them. To be called now and then.
   std::vector<Expired> Expire();
-  // Open sessions.
   int64_t size() const;
 
  private:
@@ -91,11 +89,9 @@ class SessionRegistry {
   bool IsFull() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The session if it is open and its lease has not ended, else null.
   Session* FindOpen(const SessionId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // A call of the session has ended.
   void EndCall(const SessionId& id);
   // Calls on_end() for a session that is_told, and forgets the session. Returns what on_end() returns.
   int64_t Tell(const SessionId& id, End how);
-  // Whether Expire() ends it.
   static bool IsOver(const Session& session, absl::Time now);
 
   const SessionLimits limits_;

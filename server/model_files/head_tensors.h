@@ -33,7 +33,6 @@
 
 namespace headwater::model_files {
 
-// The head whose tensors are wanted.
 struct HeadTensorQuery {
   std::string weight_tensor{};         // empty: by the rules above
   std::string bias_tensor{};           // empty: by the rules above

@@ -21,7 +21,6 @@ const char* SafetensorsType(DataType type);
 // The most bytes of a header, as in the format's own library.
 inline constexpr int64_t kMaxSafetensorsHeaderBytes = 100'000'000;
 
-// One tensor of a file.
 struct SafetensorsTensor {
   std::string data_type;       // as the file says it: "F32", "BF16", "F16", ...
   std::vector<int64_t> shape;  // row-major
@@ -42,7 +41,6 @@ struct SafetensorsHeader {
 // Errors: kLimitExceeded for a header of more than kMaxSafetensorsHeaderBytes, else kFileCorrupt.
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const ReadableFile& file);
 
-// A tensor to be written.
 struct SafetensorsOutput {
   std::string name;
   std::string data_type;

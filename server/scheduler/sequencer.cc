@@ -44,7 +44,6 @@ void Turn::Free(std::shared_ptr<const void> memory) {
 
 // ---- the queue -------------------------------------------------------------------------------------------------------
 
-// An operation that waits.
 struct Sequencer::Entry {
   explicit Entry(int64_t entry_age) : age(entry_age) {}
   const int64_t age;

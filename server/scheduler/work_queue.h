@@ -103,7 +103,6 @@ class WorkQueue {
   int64_t depth() const;
 
  private:
-  // One client's waiting jobs, in order of arrival; at least one.
   struct Line {
     std::string client;
     std::deque<Turn*> turns;

@@ -30,7 +30,6 @@ constexpr int kMaxDescriptors = 8;  // examined at most; the kernel closes furth
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers are copied as they are");
 
-// One packet and the descriptors that came with it.
 struct Packet {
   ssize_t bytes = -1;  // of recvmsg()
   bool truncated = false;

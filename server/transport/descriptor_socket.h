@@ -63,10 +63,8 @@ class DescriptorSocket {
   // The descriptor that was answered with `token`, which is invalid from then on. kInvalidField, with one message for a token that
   // was never given, was used, or is too old.
   absl::StatusOr<FileDescriptor> Take(absl::string_view token);
-  // Absolute path.
-  const std::string& path() const { return path_; }
-  // Descriptors that wait to be taken.
-  int64_t size() const;
+  const std::string& path() const { return path_; }  // absolute
+  int64_t size() const;                              // descriptors that wait to be taken
 
  private:
   struct Waiting {

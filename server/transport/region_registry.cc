@@ -29,12 +29,10 @@ constexpr int kPopulateWrite = MADV_POPULATE_WRITE;
 constexpr int kPopulateWrite = 23;  // Linux 5.14
 #endif
 
-// A region's properties are not as declared, or not allowed.
 absl::Status InvalidRegion(const std::string& field, const std::string& expected, const std::string& actual) {
   return FieldError(ErrorReason::kInvalidField, field, expected, actual);
 }
 
-// The range lies within `source_bytes`.
 absl::Status CheckWithin(int64_t offset, int64_t bytes, int64_t source_bytes) {
   if (bytes <= source_bytes && offset <= source_bytes - bytes) return absl::OkStatus();
   return InvalidRegion("size_bytes", absl::StrCat("offset_bytes + size_bytes within the source's ", source_bytes, " bytes"),

@@ -146,7 +146,6 @@ class RegionUse {
   // Makes bytes written into a kWrite range visible to the client; without effect for kRead. kInvalidField as Prepare().
   absl::Status Finish();
 
-  // Whether two ranges have a byte in common.
   static bool Overlap(const RegionUse& a, const RegionUse& b);
 
  private:

@@ -68,13 +68,11 @@ struct RowTensor {
   uint8_t* data = nullptr;  // `[row_count, row_bytes]`, outlives the exchange; null: it is there from the start
   bool by_input = true;     // whether its rows can only come before CloseInput()
 };
-// Consecutive rows of the gradient.
 struct GradRows {
   int64_t row_start = 0;
   int64_t row_count = 0;  // 0: there are none
 };
 
-// How far the rows have come.
 struct RowProgress {
   bool complete = false;   // all rows are there (and the input is closed, if RequireClose() was called)
   int64_t ready_rows = 0;  // the first rows of the micro-batch that are there, in all tensors
@@ -136,7 +134,6 @@ class RowExchange {
   void GradReady(int64_t row_end);
   // The next rows, in ascending order; none if there are none yet, or no more, or the exchange is broken.
   GradRows NextGrad();
-  // Whether NextGrad() has any.
   bool has_grad() const {
     absl::MutexLock lock(&mutex_);
     return PeekGrad().row_count > 0;

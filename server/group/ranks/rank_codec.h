@@ -87,9 +87,7 @@ class ReceivedCall {
     int64_t bytes() const { return row_count * row_bytes; }
   };
   ReceivedCall() = default;
-  // Memory for the rows of a stream.
   const void* AddStream(int64_t row_start, int64_t row_count, int64_t row_bytes);
-  // Memory for a requested output.
   template <typename T>
   T* AddOutput(int64_t count);
 

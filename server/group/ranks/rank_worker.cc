@@ -42,7 +42,6 @@ class HeartbeatWriter {
   void Start() {
     beats_.emplace(options_.alive_interval, [this] { Beat(); });
   }
-  // The leader is gone, or the engine has failed.
   bool ended() const { return ended_.load(); }
   // Sets the rank's communicator, which End() aborts: commands that wait for other ranks return then.
   void Guard(std::shared_ptr<Communicator> communicator) {

@@ -22,7 +22,6 @@
 
 namespace headwater::group {
 
-// A micro-batch of a process.
 struct SharedCall {
   explicit SharedCall(std::shared_ptr<const ReceivedCall> received) : call(std::move(received)), rows(call->rows_here()) {}
   const std::shared_ptr<const ReceivedCall> call;
@@ -68,7 +67,6 @@ class ProcessRows {
   std::shared_ptr<SharedCall> shared_ ABSL_GUARDED_BY(mutex_);
 };
 
-// The interval of a worker's heartbeats.
 inline constexpr absl::Duration kAliveInterval = absl::Milliseconds(500);
 
 // A worker's end of its Join call.

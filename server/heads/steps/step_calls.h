@@ -19,7 +19,6 @@ namespace headwater::heads {
 // The values are those of headwater.v1.HeadState.
 enum class HeadState : int32_t { kLoading = 1, kReady = 2, kLost = 3, kRestored = 4 };
 
-// A snapshot for GetHead.
 struct HeadInfo {
   HeadName name;
   HeadSpec spec;
@@ -41,7 +40,6 @@ struct HeadInfo {
 
 class Head;
 
-// The step that a call is about.
 struct StepKey {
   Epoch epoch;
   int64_t step = 0;
@@ -69,7 +67,6 @@ struct ShadowTensor {
   int64_t byte_count = 0;
 };
 
-// The result of Replace().
 struct ReplaceReply {
   bool closed = false;    // the head has all of its new tensors, and the step is REPLACED
   bool replayed = false;  // by an equal call before this one
@@ -93,7 +90,6 @@ absl::Status CheckApply(const HeadName& name, const HeadSpec& spec, const ApplyA
 // The optimizer's settings with a step's overrides.
 OptimizerSpec WithOverrides(OptimizerSpec optimizer, const ApplyArguments& arguments);
 
-// The result of ApplyOptimizerStep.
 struct ApplyReply {
   int64_t open_step = 0;
   int64_t weight_version = 0;
@@ -104,13 +100,11 @@ struct ApplyReply {
   bool replayed = false;
 };
 
-// The result of Save().
 struct SavedCheckpoint {
   int64_t step = 0;
   int64_t total_bytes = 0;
 };
 
-// The result of Seal().
 struct SealReply {
   StepTotals totals;
   GradientStats stats;

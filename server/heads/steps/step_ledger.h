@@ -59,7 +59,6 @@ struct CommitFactor {
 // kInvalidField unless the factor is finite in fp32.
 absl::Status CheckFactor(double factor);
 
-// The record of one micro-batch.
 struct MicroBatchRecord {
   int64_t attempt = 0;
   // kNone: nothing is there, but a higher attempt has announced itself (`fence_attempt`).
@@ -75,7 +74,6 @@ struct MicroBatchRecord {
   bool operator==(const MicroBatchRecord&) const = default;
 };
 
-// Sums over a step's committed micro-batches.
 struct StepTotals {
   int64_t micro_batch_count = 0;
   int64_t valid_token_count = 0;
@@ -85,7 +83,6 @@ struct StepTotals {
   bool operator==(const StepTotals&) const = default;
 };
 
-// A step as it is now.
 struct StepRecord {
   int64_t step = 0;
   StepState state = StepState::kOpen;
@@ -98,7 +95,6 @@ struct StepRecord {
 // Exactly 0 ... n-1, or exactly these ids (distinct, >= 0).
 using ExpectedMicroBatches = std::variant<int64_t, std::vector<int64_t>>;
 
-// The decision of Begin().
 enum class BeginDecision {
   kCompute,         // new: Begin() it, and call one of Finish...() or Abort()
   kReplay,          // known with this digest: compute and answer, add nothing

@@ -37,7 +37,6 @@ class SubmissionRun : private RowFlow {
   void BuildTerms();
   // Begins in all targets, or in none; in one turn, because a run beside this one may be about the same micro-batch.
   absl::Status Begin();
-  // Decides how the contribution is held.
   absl::Status ChooseForm();
   // Null if every target has a free slot.
   Head* FirstWithoutSlot() const;
@@ -53,7 +52,6 @@ class SubmissionRun : private RowFlow {
   void GradHiddenReady(int64_t row_end) override { submission_.incoming->GradHiddenReady(row_end); }
   // Commits, or puts aside, what was computed.
   absl::Status Settle(MicroBatchResult& result);
-  // Lets the rows be kept.
   absl::StatusOr<HeldRows> KeepRows();
   // EAGER, in deterministic mode: commits it, to be added when its turn comes.
   absl::Status TakeItsPlace();

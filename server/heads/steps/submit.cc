@@ -16,7 +16,6 @@
 namespace headwater::heads {
 namespace {
 
-// The heads of a submission, each once.
 std::vector<Head*> HeadsOf(const Submission& submission) {
   std::vector<Head*> heads;
   const auto add = [&heads](const std::shared_ptr<Head>& head) {

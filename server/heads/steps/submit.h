@@ -92,7 +92,6 @@ struct Submission {
   std::shared_ptr<const void> until_decided;
 };
 
-// The result of a submission.
 struct SubmissionOutcome {
   std::vector<LossSums> terms;
   std::vector<int64_t> weight_versions;          // one for each term

@@ -25,7 +25,6 @@ namespace headwater::heads {
 // from element 0.
 using TensorSource = std::function<absl::Status(int64_t element_start, int64_t element_count, void* out)>;
 
-// One tensor that SetTensors() sets.
 struct TensorUpdate {
   HeadTensor tensor = HeadTensor::kWeight;  // kWeight or kBias
   DataType data_type = DataType::kFloat32;  // of what `source` brings: the storage type or fp32
