@@ -1,9 +1,7 @@
 #include "server/checkpoint/checkpoint_store.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <random>
-#include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
@@ -11,7 +9,6 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/checkpoint/manifest.h"

@@ -1,16 +1,12 @@
 #include "server/checkpoint/manifest.h"
 
-#include <cstdint>
 #include <optional>
-#include <string>
-#include <utility>
 #include <variant>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "headwater/kernels/each_name.h"
 #include "headwater/kernels/error.h"
-#include "headwater/kernels/return_if_error.h"
 #include "server/model_files/strict_json.h"
 #include "server/model_files/xxh3.h"
 

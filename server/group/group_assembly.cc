@@ -11,7 +11,6 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "kernels/core/engine_options_check.h"
-#include "server/group/ranks/rank.h"
 #include "server/group/ranks/rank_codec.h"
 #include "server/observability/logging.h"
 

@@ -1,7 +1,6 @@
 #include "server/group/group_core.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"

@@ -1,8 +1,6 @@
 #include "server/group/group_engine.h"
 
-#include <algorithm>
 #include <atomic>
-#include <optional>
 #include <type_traits>
 #include <utility>
 #include <variant>

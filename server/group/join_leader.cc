@@ -6,10 +6,7 @@
 #include <atomic>
 #include <fstream>
 #include <iterator>
-#include <memory>
-#include <utility>
 
-#include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"

@@ -1,7 +1,6 @@
 #include "server/heads/head.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/return_if_error.h"

@@ -1,14 +1,11 @@
 #include "server/heads/head_registry.h"
 
 #include <algorithm>
-#include <optional>
 #include <thread>
-#include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/checkpoint/checkpoint_store.h"

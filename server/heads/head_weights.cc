@@ -1,6 +1,5 @@
 // Head's weights: set, read, saved and restored.
 #include <algorithm>
-#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"

@@ -8,8 +8,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
-#include <system_error>
-#include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"

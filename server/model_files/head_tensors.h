@@ -26,7 +26,6 @@
 #include <optional>
 #include <string>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "headwater/kernels/types.h"
 #include "server/model_files/file_source.h"

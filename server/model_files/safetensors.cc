@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/model_files/strict_json.h"
 

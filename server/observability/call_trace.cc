@@ -1,7 +1,6 @@
 #include "server/observability/call_trace.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -10,12 +9,10 @@
 #include <regex>
 #include <system_error>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
 

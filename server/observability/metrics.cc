@@ -5,11 +5,9 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstddef>
 #include <fstream>
 #include <initializer_list>
 #include <iterator>
-#include <string>
 #include <utility>
 #include <variant>
 #include <vector>

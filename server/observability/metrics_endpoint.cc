@@ -3,10 +3,7 @@
 #include <microhttpd.h>
 
 #include <cstddef>
-#include <memory>
-#include <string>
 #include <string_view>
-#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/numbers.h"

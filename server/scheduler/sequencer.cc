@@ -1,7 +1,6 @@
 #include "server/scheduler/sequencer.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "headwater/kernels/return_if_error.h"

@@ -19,7 +19,6 @@
 #include <functional>
 #include <map>
 #include <set>
-#include <string>
 #include <thread>
 #include <utility>
 #include <vector>

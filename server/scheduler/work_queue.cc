@@ -1,6 +1,5 @@
 #include "server/scheduler/work_queue.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"

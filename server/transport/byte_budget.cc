@@ -1,7 +1,5 @@
 #include "server/transport/byte_budget.h"
 
-#include <algorithm>
-
 namespace headwater::transport {
 
 bool FairBudget::TryReserve(const std::string& client, int64_t bytes, absl::Time now, ByteBudget::Reservation* reservation) {

@@ -12,8 +12,6 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <utility>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"

@@ -1,8 +1,6 @@
 #include "server/transport/join_handles.h"
 
-#include <algorithm>
 #include <cstring>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"

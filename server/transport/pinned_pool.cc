@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <iterator>
-#include <list>
 
 #include "server/observability/monotonic_clock.h"
 

@@ -9,8 +9,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <limits>
-#include <memory>
-#include <utility>
 #include <vector>
 
 #include "absl/strings/escaping.h"

@@ -1,6 +1,5 @@
 #include "server/transport/row_exchange.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"

@@ -1,10 +1,7 @@
 #include "server/transport/teacher_join.h"
 
-#include <algorithm>
 #include <limits>
-#include <string>
 #include <tuple>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"

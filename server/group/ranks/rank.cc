@@ -1,7 +1,5 @@
 #include "server/group/ranks/rank.h"
 
-#include <utility>
-
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/error.h"
 #include "server/observability/busy_clock.h"

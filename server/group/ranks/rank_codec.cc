@@ -2,12 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string>
 #include <type_traits>
-#include <utility>
 #include <variant>
 
-#include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "proto/headwater/v1/error_metadata.h"
 #include "proto/headwater/v1/term_codec.h"

@@ -4,23 +4,16 @@
 #include <atomic>
 #include <chrono>
 #include <map>
-#include <memory>
 #include <optional>
-#include <utility>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/cleanup/cleanup.h"
-#include "absl/functional/function_ref.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "headwater/kernels/communicator.h"
-#include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "proto/headwater/v1/spec_codec.h"
 #include "server/group/ranks/rank.h"
-#include "server/group/ranks/rank_codec.h"
 #include "server/observability/logging.h"
 #include "server/observability/repeated_task.h"
 

@@ -1,6 +1,5 @@
 // The rank of a worker: an engine in another process, behind the link by which the worker has joined.
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <string>
 #include <utility>

@@ -2,7 +2,6 @@
 #include <functional>
 #include <optional>
 #include <set>
-#include <string>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"

@@ -4,8 +4,6 @@
 #include <cmath>
 #include <limits>
 #include <set>
-#include <string>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"

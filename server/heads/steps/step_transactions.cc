@@ -1,8 +1,5 @@
 #include "server/heads/steps/step_transactions.h"
 
-#include <algorithm>
-#include <set>
-
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"

@@ -16,7 +16,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "headwater/kernels/digest.h"
 #include "headwater/kernels/engine.h"
 #include "server/heads/head_name.h"
 #include "server/heads/session_registry.h"

@@ -9,7 +9,6 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/heads/steps/pending_contribution.h"
-#include "server/heads/steps/submit.h"
 
 namespace headwater::heads {
 namespace {

@@ -1,16 +1,12 @@
 #include "server/heads/steps/submit.h"
 
 #include <algorithm>
-#include <functional>
-#include <memory>
-#include <vector>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/heads/head.h"
-#include "server/heads/steps/pending_contribution.h"
 #include "server/heads/steps/submission_run.h"
 
 namespace headwater::heads {
