@@ -1,13 +1,14 @@
-#include "server/heads/steps/submission_run.h"
-
+// The computation of one submission, and what it adds to its heads.
 #include <algorithm>
 #include <set>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/each_name.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
+#include "server/heads/head.h"
 #include "server/heads/steps/pending_contribution.h"
 
 namespace headwater::heads {
@@ -35,6 +36,72 @@ LossTerm WithoutOutputs(LossTerm term) {
   return term;
 }
 
+bool Contains(const std::vector<Head*>& heads, const Head* head) {
+  return std::find(heads.begin(), heads.end(), head) != heads.end();
+}
+
+// Lives while the submission is admitted to all its heads, perhaps beside other runs.
+class SubmissionRun : private RowFlow {
+ public:
+  SubmissionRun(const Submission& submission, LossEngine& engine, const std::function<bool()>& cancelled)
+      : submission_(submission),
+        engine_(engine),
+        cancelled_(cancelled),
+        sequencer_(submission.terms.front().head->sequencer),
+        targets_(TargetsOf(submission)),
+        decided_(submission.incoming == nullptr) {}
+
+  absl::StatusOr<SubmissionOutcome> Run();
+
+ private:
+  void BuildTerms();
+  // Begins in all targets, or in none; in one turn, because a run beside this one may be about the same micro-batch.
+  absl::Status Begin();
+  absl::Status ChooseForm();
+  // Null if every target has a free slot.
+  Head* FirstWithoutSlot() const;
+  // How many undecided contributions of this target, held as rows or in slots, are the caller's own session's, or not.
+  int64_t PendingOf(Head& target, bool own, bool is_held) const;
+  // kStagingFull; says to try again if another session may free a slot of `target`. The caller's own is never waited for: it waits
+  // for this answer.
+  absl::Status SlotsTaken(Head& target) const;
+  absl::StatusOr<MicroBatchResult> Compute();
+  // RowFlow: the engine's questions while rows come. Decide() is the last moment at which the run can end without a trace.
+  absl::Status AwaitRows(int64_t row_end) override;
+  absl::Status Decide(const DigestBuilder* rows) override;
+  void GradHiddenReady(int64_t row_end) override { submission_.incoming->GradHiddenReady(row_end); }
+  // Commits, or puts aside, what was computed.
+  absl::Status Settle(MicroBatchResult& result);
+  absl::StatusOr<HeldRows> KeepRows();
+  // EAGER, in deterministic mode: commits it, to be added when its turn comes.
+  absl::Status TakeItsPlace();
+  bool in_order() const { return !targets_.empty() && targets_.front()->in_order(); }
+  // Not OK once the submission should give up: it was cancelled, a higher attempt waits, or another run has lost a head.
+  absl::Status CheckWanted() const;
+  // kStepLost if one of the targets has been lost since Begin(). In a turn.
+  absl::Status CheckNotLost() const;
+  // Gives up; returns `status`.
+  absl::Status Abort(const absl::Status& status);
+  // After an engine call that adds to the accumulators.
+  absl::Status Failed(const absl::Status& status);
+  // Both fail, with nothing pending, if a head was lost meanwhile.
+  absl::Status FinishPending(PendingContribution::Content content);
+  absl::Status FinishCommitted();
+  ContributionCounts CountsOf(const Head* head) const;
+  int64_t id() const { return *submission_.micro_batch; }
+
+  const Submission& submission_;
+  LossEngine& engine_;
+  const std::function<bool()>& cancelled_;
+  scheduler::Sequencer& sequencer_;
+  const std::vector<Head*> targets_;
+  std::vector<LossTerm> terms_;
+  bool adds_ = false;
+  bool decided_;  // all rows are there, or Decide() was OK: the engine may add from now on
+  ContributionForm form_ = ContributionForm::kNone;
+  SubmissionOutcome outcome_;
+};
+
 }  // namespace
 
 bool NeedsSlot(const Submission& submission) {
@@ -50,6 +117,18 @@ std::vector<Head*> TargetsOf(const Submission& submission) {
     if (std::find(targets.begin(), targets.end(), head) == targets.end()) targets.push_back(head);
   }
   return targets;
+}
+
+std::vector<Head*> HeadsOf(const Submission& submission) {
+  std::vector<Head*> heads;
+  const auto add = [&heads](const std::shared_ptr<Head>& head) {
+    if (head != nullptr && std::find(heads.begin(), heads.end(), head.get()) == heads.end()) heads.push_back(head.get());
+  };
+  for (const SubmittedTerm& term : submission.terms) {
+    add(term.head);
+    add(term.teacher_head);
+  }
+  return heads;
 }
 
 absl::StatusOr<SubmissionOutcome> SubmissionRun::Run() {
@@ -381,6 +460,42 @@ ContributionCounts SubmissionRun::CountsOf(const Head* head) const {
     counts.non_finite_row_count += sums.non_finite_row_count;
   }
   return counts;
+}
+
+absl::StatusOr<SubmissionOutcome> Submit(const Submission& submission, LossEngine& engine, const std::function<bool()>& cancelled) {
+  // A submission that can be refused is refused without waiting: a duplicate of the micro-batch that is being computed, above all.
+  HEADWATER_RETURN_IF_ERROR(CheckSubmission(submission));
+  const std::vector<Head*> heads = HeadsOf(submission), targets = TargetsOf(submission);
+  // A contribution that could not be added when its turn came holds its rows' memory.
+  HEADWATER_RETURN_IF_ERROR(AddInOrder(targets));
+  scheduler::Sequencer& sequencer = heads.front()->sequencer;
+  const auto count_calls = [&](int64_t change) {
+    const Turn turn(sequencer);
+    for (Head* head : heads) head->running_calls += change;
+  };
+  count_calls(1);
+  const absl::Cleanup is_over = [&count_calls] { count_calls(-1); };
+  const bool may_stage = NeedsSlot(submission) && std::any_of(targets.begin(), targets.end(), [](const Head* head) {
+                           return !head->on_engine->StagesConcurrently();
+                         });
+  const auto needs = [&]() -> absl::StatusOr<scheduler::Needs> {
+    scheduler::Needs needed;
+    for (const Head* head : heads) {
+      if (head->retired) return head->DeletedError();
+      const bool adds = !may_stage && !head->deterministic && Contains(targets, head);
+      head->AddNeed(adds ? kSharesGradient : Contains(targets, head) ? kChangesGradient : head->reads(), needed);
+    }
+    return needed;
+  };
+  absl::StatusOr<SubmissionOutcome> outcome;
+  {
+    HEADWATER_ASSIGN_OR_RETURN(const auto admission, sequencer.Acquire(needs, scheduler::AsLongAsItTakes(), kWaitsForHead));
+    outcome = SubmissionRun(submission, engine, cancelled).Run();
+  }
+  if (outcome.ok() && outcome->state == ContributionState::kCommitted && !outcome->replayed) {
+    if (absl::Status status = AddInOrder(targets); !status.ok()) outcome = status;
+  }
+  return outcome;
 }
 
 }  // namespace headwater::heads

@@ -7,26 +7,9 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/heads/head.h"
-#include "server/heads/steps/submission_run.h"
 
 namespace headwater::heads {
 namespace {
-
-std::vector<Head*> HeadsOf(const Submission& submission) {
-  std::vector<Head*> heads;
-  const auto add = [&heads](const std::shared_ptr<Head>& head) {
-    if (head != nullptr && std::find(heads.begin(), heads.end(), head.get()) == heads.end()) heads.push_back(head.get());
-  };
-  for (const SubmittedTerm& term : submission.terms) {
-    add(term.head);
-    add(term.teacher_head);
-  }
-  return heads;
-}
-
-bool Contains(const std::vector<Head*>& heads, const Head* head) {
-  return std::find(heads.begin(), heads.end(), head) != heads.end();
-}
 
 // ---- what can be refused at once -------------------------------------------------------------------------------------
 
@@ -115,42 +98,6 @@ absl::Status AwaitFiles(const Submission& submission, const WaitLimits& limits) 
     return needed;
   };
   return heads.front()->sequencer.Acquire(needs, limits, kWaitsForHead).status();
-}
-
-absl::StatusOr<SubmissionOutcome> Submit(const Submission& submission, LossEngine& engine, const std::function<bool()>& cancelled) {
-  // A submission that can be refused is refused without waiting: a duplicate of the micro-batch that is being computed, above all.
-  HEADWATER_RETURN_IF_ERROR(CheckSubmission(submission));
-  const std::vector<Head*> heads = HeadsOf(submission), targets = TargetsOf(submission);
-  // A contribution that could not be added when its turn came holds its rows' memory.
-  HEADWATER_RETURN_IF_ERROR(AddInOrder(targets));
-  scheduler::Sequencer& sequencer = heads.front()->sequencer;
-  const auto count_calls = [&](int64_t change) {
-    const Turn turn(sequencer);
-    for (Head* head : heads) head->running_calls += change;
-  };
-  count_calls(1);
-  const absl::Cleanup is_over = [&count_calls] { count_calls(-1); };
-  const bool may_stage = NeedsSlot(submission) && std::any_of(targets.begin(), targets.end(), [](const Head* head) {
-                           return !head->on_engine->StagesConcurrently();
-                         });
-  const auto needs = [&]() -> absl::StatusOr<scheduler::Needs> {
-    scheduler::Needs needed;
-    for (const Head* head : heads) {
-      if (head->retired) return head->DeletedError();
-      const bool adds = !may_stage && !head->deterministic && Contains(targets, head);
-      head->AddNeed(adds ? kSharesGradient : Contains(targets, head) ? kChangesGradient : head->reads(), needed);
-    }
-    return needed;
-  };
-  absl::StatusOr<SubmissionOutcome> outcome;
-  {
-    HEADWATER_ASSIGN_OR_RETURN(const auto admission, sequencer.Acquire(needs, scheduler::AsLongAsItTakes(), kWaitsForHead));
-    outcome = SubmissionRun(submission, engine, cancelled).Run();
-  }
-  if (outcome.ok() && outcome->state == ContributionState::kCommitted && !outcome->replayed) {
-    if (absl::Status status = AddInOrder(targets); !status.ok()) outcome = status;
-  }
-  return outcome;
 }
 
 }  // namespace headwater::heads

@@ -107,6 +107,12 @@ struct SubmissionOutcome {
   bool needs_all_rows = false;
 };
 
+// For server/heads alone: whether it may take a staging slot; its heads, each once; those whose accumulators it adds to, in the
+// order of the terms.
+bool NeedsSlot(const Submission& submission);
+std::vector<Head*> HeadsOf(const Submission& submission);
+std::vector<Head*> TargetsOf(const Submission& submission);
+
 // Returns every error that is known before the rows have arrived; changes nothing.
 absl::Status CheckSubmission(const Submission& submission);
 // To be called once the header has been accepted. Checks like CheckSubmission(); then an attempt > 0 aborts lower ones. Their

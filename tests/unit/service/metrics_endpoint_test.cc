@@ -1,6 +1,4 @@
 // The endpoint of metrics, over loopback: what it answers, and that nobody holds it up.
-#include "server/observability/metrics_endpoint.h"
-
 #include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -16,6 +14,8 @@
 #include <memory>
 #include <string>
 #include <utility>
+
+#include "server/observability/metrics.h"
 
 namespace headwater::observability {
 namespace {
