@@ -15,7 +15,6 @@
 #include <string>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/planned_bytes.h"

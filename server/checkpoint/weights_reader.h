@@ -13,7 +13,6 @@
 #include <string>
 #include <utility>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "headwater/kernels/types.h"
 #include "server/model_files/head_tensors.h"

@@ -36,7 +36,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
@@ -48,7 +47,6 @@
 #include "server/heads/steps/step_calls.h"
 #include "server/heads/steps/step_transactions.h"
 #include "server/heads/steps/submit.h"
-#include "server/heads/weights/weight_record.h"
 #include "server/heads/weights/weight_tensors.h"
 #include "server/scheduler/sequencer.h"
 #include "server/scheduler/waiting.h"

@@ -8,7 +8,6 @@
 #include <system_error>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 namespace headwater::model_files {

@@ -6,14 +6,11 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstddef>
 #include <fstream>
 #include <initializer_list>
 #include <iterator>
 #include <string_view>
-#include <utility>
 #include <variant>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"

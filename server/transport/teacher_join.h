@@ -31,7 +31,7 @@
 #include "headwater/kernels/planned_bytes.h"
 #include "headwater/kernels/types.h"
 #include "server/transport/byte_budget.h"
-#include "server/transport/row_ranges.h"
+#include "server/transport/row_exchange.h"
 
 namespace headwater::transport {
 

@@ -25,7 +25,6 @@
 #include <variant>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "headwater/kernels/engine.h"
 

@@ -14,7 +14,6 @@
 #include <string>
 #include <utility>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "headwater/kernels/engine.h"
 #include "server/heads/head_name.h"

@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/engine.h"
@@ -107,9 +106,9 @@ struct SubmissionOutcome {
   bool needs_all_rows = false;
 };
 
-// For server/heads alone: whether it may take a staging slot; its heads, each once; those whose accumulators it adds to, in the
-// order of the terms.
+// For server/heads alone: whether a submission may take a staging slot.
 bool NeedsSlot(const Submission& submission);
+// Its heads, each once, in the order of the terms; and those of them to whose accumulators it adds.
 std::vector<Head*> HeadsOf(const Submission& submission);
 std::vector<Head*> TargetsOf(const Submission& submission);
 

@@ -1,10 +1,10 @@
 // WeightRecord: the bookkeeping of a head's weights.
-#include "server/heads/weights/weight_record.h"
-
 #include <gtest/gtest.h>
 
 #include <memory>
 #include <optional>
+
+#include "server/heads/weights/weight_tensors.h"
 
 namespace headwater::heads {
 namespace {
