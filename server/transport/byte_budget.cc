@@ -21,13 +21,4 @@ bool FairBudget::TryReserve(const std::string& client, int64_t bytes, absl::Time
   return false;
 }
 
-int64_t FairBudget::awaited_bytes(absl::Time now) const {
-  absl::MutexLock lock(&mutex_);
-  int64_t kept = 0;
-  for (const auto& [client, refused] : refused_) {
-    if (refused.last >= now - kPatience) kept = std::min(kept + refused.bytes, capacity_bytes());
-  }
-  return kept;
-}
-
 }  // namespace headwater::transport

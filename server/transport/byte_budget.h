@@ -65,9 +65,6 @@ class FairBudget : public ByteBudget {
   // any clock that does not go back.
   bool TryReserve(const std::string& client, int64_t bytes, absl::Time now, ByteBudget::Reservation* reservation);
 
-  // Bytes that are kept for clients that were refused.
-  int64_t awaited_bytes(absl::Time now) const;
-
  private:
   struct Refused {
     int64_t order = 0;  // of the first refusal
