@@ -1,8 +1,9 @@
 #include "server/group/group_assembly.h"
 
-#include <sys/random.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <set>
 #include <utility>
 
@@ -26,14 +27,6 @@ constexpr int32_t kMaxPort = 65535;
 constexpr size_t kMaxProcessBytes = 64;
 // How long workers may take to report their reason once the leader's own ranks have failed: it may be the cause.
 constexpr absl::Duration kLastWords = absl::Seconds(1);
-
-absl::StatusOr<std::string> NewSecret() {
-  std::string secret(kSecretBytes, '\0');
-  if (getrandom(secret.data(), secret.size(), 0) != static_cast<ssize_t>(secret.size())) {
-    return MakeError(ErrorReason::kEngineFailed, "the system gives no random bytes");
-  }
-  return secret;
-}
 
 std::string Port(int32_t port) { return absl::StrCat(":", port); }
 
@@ -240,7 +233,8 @@ void GroupAssembly::GiveUp() {
 }
 
 absl::Status GroupAssembly::Form() {
-  HEADWATER_ASSIGN_OR_RETURN(const std::string secret, NewSecret());
+  std::string secret(kSecretBytes, '\0');
+  if (getentropy(secret.data(), secret.size()) != 0) std::abort();  // the kernel always gives so few bytes
   // As workers reach the ranks, and as the leader does.
   std::vector<std::string> addresses, own_addresses;
   for (const auto& meeting : meetings_) {

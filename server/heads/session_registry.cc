@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -31,9 +32,7 @@ absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& 
   Grant grant;
   grant.lease = std::min(lease, limits_.max_lease);
   // From the kernel itself: a fork cannot repeat it, and it is as good as the operating system's randomness.
-  if (getentropy(grant.id.data(), grant.id.size()) != 0) {
-    return MakeError(ErrorReason::kInternal, "the operating system gives no random numbers");
-  }
+  if (getentropy(grant.id.data(), grant.id.size()) != 0) std::abort();
   const auto is_full = [this] {
     absl::MutexLock lock(&mutex_);
     return IsFull();

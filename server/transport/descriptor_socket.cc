@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 
@@ -198,9 +199,7 @@ void DescriptorSocket::Serve(const Connection& connection) {
   }
   if (absl::Status status = CheckPacket(packet); !status.ok()) return Answer(connection.socket.get(), status);
   std::array<char, kDescriptorTokenBytes> token;
-  if (getentropy(token.data(), token.size()) != 0) {
-    return Answer(connection.socket.get(), MakeError(ErrorReason::kInternal, "the operating system gives no random numbers"));
-  }
+  if (getentropy(token.data(), token.size()) != 0) std::abort();  // the kernel always gives so few bytes
   {
     absl::MutexLock lock(&mutex_);
     if (absl::Status room = CheckRoom(connection.user); !room.ok()) return Answer(connection.socket.get(), room);

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <limits>
 #include <vector>
 
@@ -202,11 +203,9 @@ absl::Status NotFound() {
                    "the session has no such region: it was unregistered, or registered in another session; register it again");
 }
 
-absl::StatusOr<std::string> NewId() {
+std::string NewId() {
   std::string bytes(16, '\0');
-  if (getentropy(bytes.data(), bytes.size()) != 0) {
-    return MakeError(ErrorReason::kInternal, "the operating system gives no random numbers");
-  }
+  if (getentropy(bytes.data(), bytes.size()) != 0) std::abort();  // the kernel always gives so few bytes
   return absl::BytesToHexString(bytes);
 }
 
@@ -258,7 +257,7 @@ absl::StatusOr<std::string> RegionRegistry::Add(const RegionOwner& owner, int64_
                       {"maximum", absl::StrCat(limits_.max_region_bytes)},
                       {"actual", absl::StrCat(bytes)}});
   }
-  HEADWATER_ASSIGN_OR_RETURN(auto id, NewId());
+  const std::string id = NewId();
   const std::pair key(owner, id);
   {
     absl::MutexLock lock(&mutex_);

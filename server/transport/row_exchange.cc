@@ -9,6 +9,7 @@
 #include "server/observability/monotonic_clock.h"
 
 namespace headwater::transport {
+
 bool RowRanges::Overlaps(int64_t start, int64_t count) const {
   const auto after = ends_.lower_bound(start);
   if (after != ends_.end() && after->first < start + count) return true;

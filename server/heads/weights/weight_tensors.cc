@@ -13,6 +13,7 @@
 #include "server/scheduler/sequencer.h"
 
 namespace headwater::heads {
+
 using checkpoint::ForEachPiece;
 
 namespace {
