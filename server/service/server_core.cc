@@ -364,10 +364,10 @@ void ServerCore::SetGauges() {
   metrics.Set(Metric::kRowMemory, rows.used_bytes(), observability::RowMemory::kUsed);
   metrics.Set(Metric::kRowMemory, rows.idle_bytes(), observability::RowMemory::kIdle);
   metrics.Set(Metric::kSessions, sessions.size());
-  const transport::RegionRegistry::Totals mapped = regions.totals();
+  const transport::RegionCounts& mapped = regions.totals();
   for (size_t kind = 0; kind < mapped.regions.size(); ++kind) {
-    metrics.Set(Metric::kRegions, mapped.regions[kind], kind);
-    metrics.Set(Metric::kRegionBytes, mapped.bytes[kind], kind);
+    metrics.Set(Metric::kRegions, mapped.regions[kind].load(), kind);
+    metrics.Set(Metric::kRegionBytes, mapped.bytes[kind].load(), kind);
   }
   metrics.Set(Metric::kWaitingCalls, waiting.size());
   metrics.Set(Metric::kAbandonedCalls, abandoned_calls.load());

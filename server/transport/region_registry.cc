@@ -141,6 +141,9 @@ absl::StatusOr<int64_t> CheckSealedMemory(int fd, const std::string& field) {
   return status.st_size;
 }
 
+namespace {
+
+// The openers: 0 <= offset, 1 <= bytes, and their sum does not wrap.
 OpenedRegion MapDescriptor(LossEngine& engine, std::shared_ptr<RegionCounts> counts, const FileDescriptor& memfd, int64_t offset,
                            int64_t bytes) {
   HEADWATER_ASSIGN_OR_RETURN(const int64_t size, CheckSealedMemory(memfd.get(), "descriptor_token"));
@@ -190,8 +193,6 @@ OpenedRegion OpenDeviceRegion(LossEngine& engine, std::shared_ptr<RegionCounts> 
       RegionKind::kDevice, bytes, std::move(counts),
       Region::Memory{.owner = opened, .data = static_cast<uint8_t*>(opened->data()), .after = std::move(event)});
 }
-
-namespace {
 
 constexpr char kNamePrefix[] = "headwater-";
 constexpr int64_t kAlignment = 64;  // of a region: elements and vectors of them are aligned if their offsets are
@@ -362,15 +363,6 @@ absl::StatusOr<RegionUse> RegionRegistry::Find(const RegionOwner& owner, const s
   use.access_ = access;
   use.field_ = field;
   return use;
-}
-
-RegionRegistry::Totals RegionRegistry::totals() const {
-  Totals totals;
-  for (size_t kind = 0; kind < totals.regions.size(); ++kind) {
-    totals.regions[kind] = counts_->regions[kind].load();
-    totals.bytes[kind] = counts_->bytes[kind].load();
-  }
-  return totals;
 }
 
 }  // namespace headwater::transport

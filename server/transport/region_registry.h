@@ -93,15 +93,7 @@ class Region {
   Memory memory_;
 };
 
-// The openers behind RegionRegistry's Add... functions, which document ranges and errors. 0 <= offset, 1 <= bytes, and their sum
-// does not wrap. `engine` must outlive the region.
 using OpenedRegion = absl::StatusOr<std::shared_ptr<const Region>>;
-OpenedRegion MapDescriptor(LossEngine& engine, std::shared_ptr<RegionCounts> counts, const FileDescriptor& memfd, int64_t offset,
-                           int64_t bytes);
-OpenedRegion OpenNamedRegion(std::shared_ptr<RegionCounts> counts, const std::string& folder, const std::string& name,
-                             int64_t offset, int64_t bytes);
-OpenedRegion OpenDeviceRegion(LossEngine& engine, std::shared_ptr<RegionCounts> counts, const DeviceHandle& memory,
-                              std::shared_ptr<const DeviceEvent> event, int64_t bytes);
 
 // Whether `fd` is memory that can be mapped safely: a memfd on tmpfs of at least one byte, readable and writable. It is sealed
 // against shrinking, growing and further seals, and allocated in full. Else kInvalidField naming `field`. Returns its bytes.
@@ -196,11 +188,7 @@ class RegionRegistry {
                                  RegionAccess access, int64_t element_bytes, const std::string& field) const;
 
   // The regions mapped now, including removed ones that calls still use.
-  struct Totals {
-    std::array<int64_t, static_cast<size_t>(RegionKind::kCount)> regions{};
-    std::array<int64_t, static_cast<size_t>(RegionKind::kCount)> bytes{};
-  };
-  Totals totals() const;
+  const RegionCounts& totals() const { return *counts_; }
 
  private:
   absl::StatusOr<std::shared_ptr<const DeviceEvent>> OpenEvent(const DeviceHandle& handle);
