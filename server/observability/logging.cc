@@ -68,6 +68,15 @@ std::atomic<size_t> g_level{static_cast<size_t>(LogLevel::kInfo)};
 
 std::string Now() { return absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", absl::Now(), absl::UTCTimeZone()); }
 
+absl::Status SetLogLevel(const std::string& level) {
+  const auto* const found = std::find(std::begin(kLevelNames), std::end(kLevelNames), level);
+  if (found == std::end(kLevelNames)) {
+    return absl::InvalidArgumentError("log level: expected debug, info, warning, error or off, got \"" + level + "\"");
+  }
+  g_level = static_cast<size_t>(found - std::begin(kLevelNames));
+  return absl::OkStatus();
+}
+
 // Writes to stderr, and counts the lines that LineWriter reports as lost. The next line that is written follows a line with their
 // number.
 void WriteLine(const std::string& line) {
@@ -136,15 +145,6 @@ LogField::LogField(const char* field_key, double number) : key(field_key), bare(
   char text[64];
   std::snprintf(text, sizeof(text), "%.3f", number);
   value = text;
-}
-
-absl::Status SetLogLevel(const std::string& level) {
-  const auto* const found = std::find(std::begin(kLevelNames), std::end(kLevelNames), level);
-  if (found == std::end(kLevelNames)) {
-    return absl::InvalidArgumentError("log level: expected debug, info, warning, error or off, got \"" + level + "\"");
-  }
-  g_level = static_cast<size_t>(found - std::begin(kLevelNames));
-  return absl::OkStatus();
 }
 
 absl::Status ConfigureLogging(const std::string& level, const std::string& format) {

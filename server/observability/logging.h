@@ -42,9 +42,6 @@ struct LogField {
 // words. Before the first call: info, text.
 absl::Status ConfigureLogging(const std::string& level, const std::string& format);
 
-// Changes the level alone, at any time.
-absl::Status SetLogLevel(const std::string& level);
-
 // Writes one line, if `level` is enabled. `event` is a static lower_snake_case word.
 void Log(LogLevel level, const char* event, const std::vector<LogField>& fields);
 
