@@ -129,23 +129,21 @@ constexpr absl::Duration kWarnAgain = absl::Minutes(1);
 
 absl::StatusOr<std::unique_ptr<TraceWriter>> TraceWriter::Open(const std::string& directory, int64_t most_files, Metrics& metrics) {
   if (most_files < 1) return absl::InvalidArgumentError(absl::StrCat("max_trace_files: expected >= 1, got ", most_files));
-  std::error_code error;
+  std::error_code error, ignored;
   fs::create_directories(directory, error);
-  std::vector<std::string> names;
-  std::vector<std::string> unfinished;
+  std::deque<std::string> names;
   if (!error) {
     for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error)) {
       const std::string name = entry->path().filename().string();
       if (!absl::StartsWith(name, kPrefix)) continue;
       if (absl::EndsWith(name, kSuffix)) names.push_back(name);
-      if (absl::EndsWith(name, kUnfinished)) unfinished.push_back(name);
+      // A leftover of a process that ended while writing; a failure to remove it is harmless.
+      if (absl::EndsWith(name, kUnfinished)) fs::remove(entry->path(), ignored);
     }
   }
   if (error) return absl::InvalidArgumentError(absl::StrCat("trace_dir: cannot use ", directory, ": ", error.message()));
-  // Leftovers of a process that ended while writing. A failure to remove one is harmless.
-  for (const std::string& name : unfinished) fs::remove(fs::path(directory) / name, error);
   std::sort(names.begin(), names.end());  // by time
-  return std::unique_ptr<TraceWriter>(new TraceWriter(directory, most_files, {names.begin(), names.end()}, metrics));
+  return std::unique_ptr<TraceWriter>(new TraceWriter(directory, most_files, std::move(names), metrics));
 }
 
 TraceWriter::TraceWriter(std::string directory, int64_t most_files, std::deque<std::string> files, Metrics& metrics)
