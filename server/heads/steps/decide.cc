@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <optional>
 #include <set>
@@ -6,6 +7,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/heads/head.h"
@@ -62,6 +64,25 @@ std::vector<Head*> HeadsOf(const std::vector<DecisionTarget>& targets) {
 }
 
 // ---- commit ----------------------------------------------------------------------------------------------------------
+
+// The beginning of the digest of token factors; math.md, "Digest".
+constexpr char kTokenFactorsHeader[] = "headwater.token_factors.1";
+
+// The arguments as the ledger keeps them. kInvalidField unless token factors are finite.
+absl::StatusOr<CommitFactor> ToCommitFactor(const CommitArguments& arguments) {
+  CommitFactor factor;
+  factor.factor = arguments.factor;
+  if (arguments.token_factors.empty()) return factor;
+  const auto begin = arguments.token_factors.begin(), end = arguments.token_factors.end();
+  if (const auto wrong = std::find_if_not(begin, end, [](float x) { return std::isfinite(x); }); wrong != end) {
+    return FieldError(ErrorReason::kInvalidField, "token_factors", "finite", absl::StrCat(*wrong, " at index ", wrong - begin));
+  }
+  DigestBuilder digest;
+  // A row for each factor: within a row, zeros at the end would not count.
+  digest.AddRows(0, 0, static_cast<int64_t>(arguments.token_factors.size()), sizeof(float), arguments.token_factors.data());
+  factor.token_factors = digest.Finish(kTokenFactorsHeader);
+  return factor;
+}
 
 // The pending contribution that a commit is for: the same in all targets, and theirs alone. Null if an equal call has committed it.
 // In a turn.

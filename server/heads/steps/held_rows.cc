@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/heads/head.h"
@@ -17,8 +16,6 @@ namespace {
 // Begins the reason why a held micro-batch cannot be committed.
 constexpr char kNeedsTeacher[] =
     "a held micro-batch is computed at its commit, and needs its teacher's head until then; discard it, or keep the head: ";
-// The beginning of the digest of token factors; math.md, "Digest".
-constexpr char kTokenFactorsHeader[] = "headwater.token_factors.1";
 
 // The rows of one term with factors of their own.
 std::vector<float> ScaledWeights(const LossTerm& term, const std::vector<float>& token_factors) {
@@ -31,21 +28,6 @@ std::vector<float> ScaledWeights(const LossTerm& term, const std::vector<float>&
 }
 
 }  // namespace
-
-absl::StatusOr<CommitFactor> ToCommitFactor(const CommitArguments& arguments) {
-  CommitFactor factor;
-  factor.factor = arguments.factor;
-  if (arguments.token_factors.empty()) return factor;
-  const auto begin = arguments.token_factors.begin(), end = arguments.token_factors.end();
-  if (const auto wrong = std::find_if_not(begin, end, [](float x) { return std::isfinite(x); }); wrong != end) {
-    return FieldError(ErrorReason::kInvalidField, "token_factors", "finite", absl::StrCat(*wrong, " at index ", wrong - begin));
-  }
-  DigestBuilder digest;
-  // A row for each factor: within a row, zeros at the end would not count.
-  digest.AddRows(0, 0, static_cast<int64_t>(arguments.token_factors.size()), sizeof(float), arguments.token_factors.data());
-  factor.token_factors = digest.Finish(kTokenFactorsHeader);
-  return factor;
-}
 
 absl::Status CheckCommit(const CommitArguments& arguments, const HeldRows& held) {
   const int64_t count = static_cast<int64_t>(arguments.token_factors.size());

@@ -97,9 +97,6 @@ class PendingContribution {
   std::vector<std::shared_ptr<scheduler::WaitList>> wake_at_drop_;
 };
 
-// The arguments as the ledger keeps them. kInvalidField unless token factors are finite.
-absl::StatusOr<CommitFactor> ToCommitFactor(const CommitArguments& arguments);
-
 // Whether an engine will take held rows times these: kShapeMismatch, kInvalidField, kInvalidCombination.
 absl::Status CheckCommit(const CommitArguments& arguments, const HeldRows& held);
 

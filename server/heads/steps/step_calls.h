@@ -83,13 +83,6 @@ struct ApplyArguments {
   bool operator==(const ApplyArguments&) const = default;
 };
 
-// kOptimizerNotConfigured; kInvalidCombination for an override of another optimizer's setting; kInvalidField for a value out of
-// range. `name` and `spec` are the head's.
-absl::Status CheckApply(const HeadName& name, const HeadSpec& spec, const ApplyArguments& arguments);
-
-// The optimizer's settings with a step's overrides.
-OptimizerSpec WithOverrides(OptimizerSpec optimizer, const ApplyArguments& arguments);
-
 struct ApplyReply {
   int64_t open_step = 0;
   int64_t weight_version = 0;
