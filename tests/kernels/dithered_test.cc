@@ -308,6 +308,42 @@ TEST_P(DitheredList, MatchesFp64EntryByEntryRepeatsAndCommits) {
   EXPECT_LE(SquaredDifference(twice, once, 0.5), 1e-10 * SquaredDifference(once, std::vector<double>(once.size()), 1));
 }
 
+// With a bias, here of zeros, an engine has no list.
+TEST(DitheredDivergenceList, HasTheEntriesOfTheMatrixRepeatsAndCommits) {
+  const bool may_list = SuiteDithering().rounds_entries;
+  const int64_t rows = may_list ? 272 : 68;
+  const Problem problem = MakeIdentityProblem({.head_type = DataType::kBFloat16,
+                                               .hidden_type = DataType::kBFloat16,
+                                               .logit_spread = 8,
+                                               .ignored_share = 0,
+                                               .token_weights = true,
+                                               .jsd = true},
+                                              rows, may_list ? 16001 : 2001);
+  Problem with_bias = problem;
+  with_bias.heads[0].spec.has_bias = true;
+  with_bias.heads[0].bias.assign(static_cast<size_t>(with_bias.heads[0].spec.vocab_size), 0);
+  LoadedHeads heads(problem.heads, {}), other_heads(with_bias.heads, {});
+  const Outcome outcome = heads.Compute(problem, {}), other = other_heads.Compute(with_bias, {});
+  EXPECT_TRUE(outcome.gradients[0].weight == other.gradients[0].weight);
+  EXPECT_EQ(outcome.terms[0].sums.dither.entry_count, other.terms[0].sums.dither.entry_count);
+  EXPECT_EQ(outcome.terms[0].sums.dither.squared_error, other.terms[0].sums.dither.squared_error);
+  EXPECT_EQ(outcome.terms[0].sums.loss_sum, other.terms[0].sums.loss_sum);
+  const std::vector<double>& expected_hidden = other.grad_hidden;
+  const double zero = SquaredDifference(expected_hidden, std::vector<double>(expected_hidden.size()), 1);
+  EXPECT_LE(SquaredDifference(outcome.grad_hidden, expected_hidden, 1), 4e-3 * 4e-3 * zero);
+
+  heads.ZeroGradients();
+  EXPECT_TRUE(heads.Compute(problem, {}).BitwiseEquals(outcome));
+  heads.ZeroGradients();
+  Outcome staged;
+  auto contribution = heads.Stage(problem, {}, &staged);
+  ASSERT_TRUE(contribution->Commit(1).ok());
+  if (SuiteKeepsStagedRows(rows, rows, 1)) {
+    EXPECT_TRUE(heads.ReadGradient(0) == outcome.gradients[0]);
+  }
+  EXPECT_EQ(staged.grad_hidden_bytes, outcome.grad_hidden_bytes);
+}
+
 // Over 64 seeds. With hidden states and weights of norm 1 both gradients have the squared error of the entries.
 class DitherError : public ::testing::TestWithParam<bool> {};
 

@@ -404,7 +404,10 @@ absl::Status Computation::RunExponentials(Work* work) {
     if (!is_last && flow_ == nullptr) HEADWATER_RETURN_IF_ERROR(UploadSlice(work, slices[i + 1]));
     HEADWATER_RETURN_IF_ERROR(core_.AwaitEvent(core_.flag_event(), "the exponentials' product"));
     if (*overflow != 0) return RunOverflowed(work, work->wants_grad_hidden ? slice.first : 0);
-    if (list != nullptr) HEADWATER_RETURN_IF_ERROR(FinishList(work, slice, *entries));
+    if (list != nullptr) {
+      HEADWATER_RETURN_IF_ERROR(FinishList(work, slice, *entries));
+      if (work->lists.empty() && work->wants_grad_hidden) HEADWATER_RETURN_IF_ERROR(MultiplyByWeight(work, slice, 0));
+    }
     if (!sums_early) HEADWATER_RETURN_IF_ERROR(ComputeGradHidden(work, slice, /*product_is_there=*/true));
     HEADWATER_RETURN_IF_ERROR(DeliverGradHidden(work, slice));
   }
@@ -449,12 +452,23 @@ absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice, cu
                                    own.target_factor + rows.first, own.overflow, DitherRowsOf(*work, rows.first), finish),
                  "the rows' losses");
   }));
-  HEADWATER_RETURN_IF_ERROR(ChooseLists(work, slice));
   return Dither(work, slice);
+}
+
+DivergenceResolution Computation::ResolutionOf(const Work& work, const Slice& slice) {
+  const TermRun& term = *work.term;
+  DivergenceResolution of;
+  of.resolution = term.finish.gradient_resolution;
+  of.factor = term.finish.loss_scale * term.finish.transform.logit_scale / term.divergence.student_temperature;
+  of.token_weights = work.own.token_weights + slice.first;
+  of.row_factor = work.own.row_factor + slice.first;
+  return of;
 }
 
 absl::Status Computation::Dither(Work* work, const Slice& slice) {
   if (!work->term->plan->dithers || !work->backward) return absl::OkStatus();
+  HEADWATER_RETURN_IF_ERROR(ChooseLists(work, slice));
+  if (const EntryList* const list = ListOf(*work, slice); list != nullptr) return ListEntries(*work, slice, *list);
   const TermRun& term = *work->term;
   const TermBuffers& own = work->own;
   DitherRow* const rows = own.dither_rows + slice.first;
@@ -471,14 +485,8 @@ absl::Status Computation::Dither(Work* work, const Slice& slice) {
       matrix.shards[rank] = {of_shard.data, of_shard.stride, static_cast<int32_t>(of_shard.columns),
                              static_cast<uint32_t>(term.head->shard_weights(rank).vocab_start)};
     }
-    DivergenceResolution of;
-    of.resolution = term.finish.gradient_resolution;
-    of.factor = term.finish.loss_scale * term.finish.transform.logit_scale / term.divergence.student_temperature;
-    of.token_weights = own.token_weights + slice.first;
-    of.row_factor = own.row_factor + slice.first;
-    return Check(LaunchDitherDivergence(matrix, of, keys, rows, sums, stream_), "dithering");
+    return Check(LaunchDitherDivergence(matrix, ResolutionOf(*work, slice), keys, rows, sums, stream_), "dithering");
   }
-  if (const EntryList* const list = ListOf(*work, slice); list != nullptr) return ListEntries(*work, slice, *list);
   for (int32_t rank = 0; rank < shard_count; ++rank) {
     HEADWATER_RETURN_IF_ERROR(Check(LaunchDither(MatrixOut(*work, slice, rank), term.head->shard_weights(rank).vocab_start,
                                                  own.targets + slice.first, rows, keys, /*add=*/rank > 0, sums, stream_),
@@ -518,14 +526,19 @@ absl::Status Computation::RunLogits(Work* work) {
   // Rows that stay on the device do so all at once: one product is better than several.
   const bool leaves_early =
       is_sliced && work->wants_grad_hidden && !core_.options().deterministic && work->parts.front().member->gradient_leaves;
+  std::vector<Slice> slices;
   for (int64_t first = 0; first < work->rows; first += slice_rows) {
-    const Slice slice = {first, std::min(slice_rows, work->rows - first)};
+    slices.push_back({first, std::min(slice_rows, work->rows - first)});
+  }
+  TakeLists(work, slices);
+  for (const Slice& slice : slices) {
     HEADWATER_RETURN_IF_ERROR(UploadSlice(work, slice));
     // Beside the student's products. A slice's hidden states come by the same stream, and are placed first.
     if (is_sliced) HEADWATER_RETURN_IF_ERROR(PlaceSlice(work, slice));
     if (term.plan->jsd != nullptr) HEADWATER_RETURN_IF_ERROR(UploadTeacherRows(work, slice));
     if (!is_sliced) HEADWATER_RETURN_IF_ERROR(PlaceSlice(work, slice));
     HEADWATER_RETURN_IF_ERROR(RunRows(work, slice));
+    HEADWATER_RETURN_IF_ERROR(SettleList(work, slice));
     if (leaves_early) HEADWATER_RETURN_IF_ERROR(AddGradHidden(work, slice, /*product_is_there=*/false));
   }
   if (!work->backward) return absl::OkStatus();

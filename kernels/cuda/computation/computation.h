@@ -209,8 +209,10 @@ class Computation {
   // Called before the first slice is dithered: drops the lists if its rows have too many entries.
   absl::Status ChooseLists(Work* work, const Slice& slice);
   absl::Status ListEntries(const Work& work, const Slice& slice, const EntryList& list);
-  // Called when a slice's number of entries is known: falls back to products if its list has no room for them. Behind the last
-  // slice the lists take M's place.
+  // Sorts a slice's list, if it has one, and waits for its number of entries.
+  absl::Status SettleList(Work* work, const Slice& slice);
+  // Called when a slice's number of entries is known: drops all lists if its list has no room for them. Behind the last slice the
+  // lists take M's place.
   absl::Status FinishList(Work* work, const Slice& slice, uint32_t entries);
   // Makes M of the rows below `end`, whose lists are not used any more.
   absl::Status DropLists(Work* work, int64_t end);
@@ -218,8 +220,10 @@ class Computation {
   static DitherRow* DitherRowsOf(const Work& work, int64_t first) {
     return work.term->plan->dithers ? work.own.dither_rows + first : nullptr;
   }
-  // M of a slice's rows, if the term has a resolution.
+  // M of a slice's rows, if the term has a resolution: as a list, or in place.
   absl::Status Dither(Work* work, const Slice& slice);
+  // Of a divergence's rows.
+  static DivergenceResolution ResolutionOf(const Work& work, const Slice& slice);
   absl::Status RunLogits(Work* work);
   // As far as M.
   absl::Status RunRows(Work* work, const Slice& slice);

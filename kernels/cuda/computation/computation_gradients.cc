@@ -54,9 +54,14 @@ absl::Status Computation::MakeGroups(Work* work) {
 absl::Status Computation::MultiplyByWeight(Work* work, const Slice& slice, int32_t rank) {
   const TermRun& term = *work->term;
   const ShardWeights shard = term.head->shard_weights(rank);
-  if (const EntryList* const list = ListOf(*work, slice); list != nullptr) {
-    return Check(LaunchEntriesTimesWeight(*list, shard, ProductOut(*work, slice), stream_), "the list's grad_hidden");
+  for (const ListedRows& listed : work->lists) {
+    const int64_t row = listed.rows.first - slice.first;
+    if (row < 0 || row >= slice.count) continue;
+    HEADWATER_RETURN_IF_ERROR(
+        Check(LaunchEntriesTimesWeight(listed.list, shard, ProductOut(*work, slice) + row * shard.stride, stream_),
+              "the list's grad_hidden"));
   }
+  if (!work->lists.empty()) return absl::OkStatus();
   const ConstMatrix matrix = MatrixOf(*work, slice, rank);
   ProductShape shape;
   shape.kind = ProductKind::kGradHidden;

@@ -1,9 +1,9 @@
 // The gradients of a computation from lists of a dithered matrix's entries (gradient_list.h) instead of products.
 //
-// Only exponentials of one shard are listed, slice by slice, if a sample of the first slice's rows has few entries. E stays as the
-// product wrote it until all slices are there. If a list has no room for its slice's entries, all rows take products. E is then
-// dithered in place, and has the same entries. Lists lie beside the chunk's memory, where the workspace has room left. Their order
-// by column and their scratch memory go where E was, so that no plan counts them twice.
+// Exponentials, and M of a divergence, are listed if they are of one shard: slice by slice, if a sample of the first slice's rows
+// has few entries. M stays as it was written until all slices are there. If a list has no room for its slice's entries, all rows
+// take products. M is then dithered in place, and has the same entries. Lists lie beside the chunk's memory, where the workspace
+// has room left. Their order by column and their scratch memory go where M was, so that no plan counts them twice.
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -32,9 +32,11 @@ bool ListIsFaster(double entries, int64_t rows, int64_t columns) {
 bool Computation::MayList(const Work& work) const {
   const TermRun& term = *work.term;
   const ShardWeights shard = term.head->shard_weights(0);
+  const bool is_divergence = term.plan->jsd != nullptr && term.large_form == Form::kRows && core_.hopper() &&
+                             term.MatrixElement() == Element::kBFloat16 && work.rows > kLargestSmallBatch;
   return term.plan->dithers && work.backward && group_ == nullptr && term.head->shard_count() == 1 && shard.bias == nullptr &&
-         term.FormOf(work.rows) == Form::kExponentials && term.finish.gradient_resolution >= kLeastListedResolution &&
-         EntryKeysFit(work.rows, shard.columns);
+         (term.FormOf(work.rows) == Form::kExponentials || is_divergence) &&
+         term.finish.gradient_resolution >= kLeastListedResolution && EntryKeysFit(work.rows, shard.columns);
 }
 
 void Computation::TakeLists(Work* work, const std::vector<Slice>& slices) {
@@ -65,14 +67,17 @@ absl::Status Computation::ChooseLists(Work* work, const Slice& slice) {
   const EntryList* const list = ListOf(*work, slice);
   if (list == nullptr || slice.first > 0) return absl::OkStatus();
   const auto samples = static_cast<int32_t>(std::min(slice.count, kSampledRows));
+  const ConstMatrix matrix = MatrixOf(*work, slice, 0);
   // The pool has no entries yet.
-  HEADWATER_RETURN_IF_ERROR(
-      Check(LaunchEstimateEntries(MatrixOf(*work, slice, 0), work->own.dither_rows, samples, list->pool.values, stream_),
-            "counting entries"));
+  float* const counts = list->pool.values;
+  HEADWATER_RETURN_IF_ERROR(Check(work->term->plan->jsd != nullptr
+                                      ? LaunchEstimateDivergence(matrix, ResolutionOf(*work, slice), samples, counts, stream_)
+                                      : LaunchEstimateEntries(matrix, work->own.dither_rows, samples, counts, stream_),
+                                  "counting entries"));
   float* const entries = host_.Take<float>(samples);
-  HEADWATER_RETURN_IF_ERROR(Check(
-      cudaMemcpyAsync(entries, list->pool.values, static_cast<size_t>(samples) * sizeof(float), cudaMemcpyDeviceToHost, stream_),
-      "the way back of counts"));
+  HEADWATER_RETURN_IF_ERROR(
+      Check(cudaMemcpyAsync(entries, counts, static_cast<size_t>(samples) * sizeof(float), cudaMemcpyDeviceToHost, stream_),
+            "the way back of counts"));
   HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(core_.flag_event(), stream_), "recording an event"));
   HEADWATER_RETURN_IF_ERROR(core_.AwaitEvent(core_.flag_event(), "the rows' resolutions"));
   const double mean = std::accumulate(entries, entries + samples, 0.0) / samples;
@@ -84,18 +89,33 @@ absl::Status Computation::ChooseLists(Work* work, const Slice& slice) {
 
 absl::Status Computation::ListEntries(const Work& work, const Slice& slice, const EntryList& list) {
   const TermBuffers& own = work.own;
+  const ConstMatrix matrix = MatrixOf(work, slice, 0);
+  const int64_t vocab_start = work.term->head->shard_weights(0).vocab_start;
+  DitherRow* const rows = own.dither_rows + slice.first;
+  const DitherKey* const keys = own.dither_keys + slice.first;
+  DitherSums* const sums = own.dither_sums + slice.first;
   HEADWATER_RETURN_IF_ERROR(Check(LaunchClearEntries(list, stream_), "clearing a list"));
-  return Check(LaunchListDithered(MatrixOf(work, slice, 0), work.term->head->shard_weights(0).vocab_start,
-                                  own.targets + slice.first, own.dither_rows + slice.first, own.dither_keys + slice.first,
-                                  list.pool, own.dither_sums + slice.first, stream_),
+  return Check(work.term->plan->jsd != nullptr
+                   ? LaunchListDivergence(matrix, vocab_start, ResolutionOf(work, slice), keys, list.pool, rows, sums, stream_)
+                   : LaunchListDithered(matrix, vocab_start, own.targets + slice.first, rows, keys, list.pool, sums, stream_),
                "listing entries");
 }
 
+absl::Status Computation::SettleList(Work* work, const Slice& slice) {
+  const EntryList* const list = ListOf(*work, slice);
+  if (list == nullptr) return absl::OkStatus();
+  uint32_t* const entries = host_.Take<uint32_t>(1);
+  HEADWATER_RETURN_IF_ERROR(Check(cudaMemcpyAsync(entries, list->pool.count, sizeof(uint32_t), cudaMemcpyDeviceToHost, stream_),
+                                  "the way back of a count"));
+  HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(core_.flag_event(), stream_), "recording an event"));
+  // The device has this to do while the host looks at the count.
+  HEADWATER_RETURN_IF_ERROR(Check(LaunchSortEntries(*list, stream_), "sorting entries"));
+  HEADWATER_RETURN_IF_ERROR(core_.AwaitEvent(core_.flag_event(), "a list's count"));
+  return FinishList(work, slice, *entries);
+}
+
 absl::Status Computation::FinishList(Work* work, const Slice& slice, uint32_t entries) {
-  if (entries > ListOf(*work, slice)->pool.capacity) {
-    HEADWATER_RETURN_IF_ERROR(DropLists(work, slice.first + slice.count));
-    return work->wants_grad_hidden ? MultiplyByWeight(work, slice, 0) : absl::OkStatus();
-  }
+  if (entries > ListOf(*work, slice)->pool.capacity) return DropLists(work, slice.first + slice.count);
   if (slice.first + slice.count < work->rows) return absl::OkStatus();
   const MutableMatrix matrix = MatrixOut(*work, {0, work->rows}, 0);
   Workspace space(matrix.data, matrix.rows * matrix.stride * BytesOf(matrix.element));

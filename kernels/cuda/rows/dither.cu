@@ -131,11 +131,26 @@ __device__ __forceinline__ void DitherInPlace(T* row, int32_t columns, uint32_t 
   }
 }
 
+// A thread's part of a row's sum of |M|.
+template <int kBlock, typename T>
+__device__ __forceinline__ float SumMagnitudes(const T* row, int32_t columns) {
+  const auto* const vectors = reinterpret_cast<const Vector<T>*>(row);
+  float magnitude = 0.0f;
+#pragma unroll 4
+  for (int32_t j = static_cast<int32_t>(threadIdx.x) * kVector<T>; j < columns; j += kBlock * kVector<T>) {
+    const Vector<T> vector = vectors[j / kVector<T>];
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) magnitude += j + i < columns ? fabsf(ToFloat(vector.values[i])) : 0.0f;
+  }
+  return magnitude;
+}
+
 // Stores the block's sums over its row in *sums, or with `add` adds them. A target in these columns is no entry.
+template <int kBlock>
 __device__ __forceinline__ void StoreSums(const EntrySums& own, int32_t columns, uint32_t vocab_start, const int32_t* target,
                                           bool add, DitherSums* sums) {
   double total[kSums] = {static_cast<double>(own.large), static_cast<double>(own.error), static_cast<double>(own.norm)};
-  SumOverBlock<kThreads>(total);
+  SumOverBlock<kBlock>(total);
   if (threadIdx.x != 0) return;
   const bool has_target = target != nullptr && static_cast<uint32_t>(*target) - vocab_start < static_cast<uint32_t>(columns);
   const double entries = columns - (has_target ? 1 : 0);
@@ -155,11 +170,12 @@ __global__ void __launch_bounds__(kThreads)
   }
   EntrySums own;
   DitherInPlace<kThreads>(matrix + row * stride, columns, vocab_start, keys[row], unit, &own);
-  StoreSums(own, columns, vocab_start, targets == nullptr ? nullptr : targets + row, add, sums + row);
+  StoreSums<kThreads>(own, columns, vocab_start, targets == nullptr ? nullptr : targets + row, add, sums + row);
 }
 
 // A block's entries on their way to a pool: they take one addition to its count. An entry without room takes one addition
 // of its own.
+template <int kBlock>
 class RowEntries {
  public:
   static constexpr uint32_t kRoom = 1024;
@@ -187,7 +203,7 @@ class RowEntries {
     const uint32_t count = min(shared_->count, kRoom);
     if (threadIdx.x == 0) shared_->base = atomicAdd(pool_.count, count);
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < count; i += kThreads) Write(shared_->base + i, shared_->columns[i], shared_->values[i]);
+    for (uint32_t i = threadIdx.x; i < count; i += kBlock) Write(shared_->base + i, shared_->columns[i], shared_->values[i]);
   }
 
  private:
@@ -200,21 +216,18 @@ class RowEntries {
   Shared* const shared_;
 };
 
-// As DitherKernel, but that entries go to a pool.
-__global__ void __launch_bounds__(kThreads)
-    ListKernel(const __nv_bfloat16* matrix, int64_t stride, int32_t columns, uint32_t vocab_start, const int32_t* targets,
-               const DitherRow* rows, const DitherKey* keys, const EntryPool pool, DitherSums* sums) {
+// Appends a row's entries to a pool, dithered if `unit` is positive, and stores the row's sums.
+template <int kBlock>
+__device__ __forceinline__ void ListRow(const __nv_bfloat16* row, int32_t columns, uint32_t vocab_start, const int32_t* target,
+                                        DitherKey key, float unit, const EntryPool& pool,
+                                        typename RowEntries<kBlock>::Shared* shared, DitherSums* sums) {
   constexpr int32_t kEight = kVector<__nv_bfloat16>;
-  __shared__ RowEntries::Shared shared;
-  const int64_t row = blockIdx.x;
-  const float unit = rows[row].unit;
   const bool dithers = unit > 0.0f;
   const float inverse_unit = dithers ? 1.0f / unit : 0.0f;
-  const DitherKey key = keys[row];
-  RowEntries entries(pool, &shared);
+  RowEntries<kBlock> entries(pool, shared);
   EntrySums own;
-  const auto* const vectors = reinterpret_cast<const Vector<__nv_bfloat16>*>(matrix + row * stride);
-  for (int32_t j = static_cast<int32_t>(threadIdx.x) * kEight; j < columns; j += kThreads * kEight) {
+  const auto* const vectors = reinterpret_cast<const Vector<__nv_bfloat16>*>(row);
+  for (int32_t j = static_cast<int32_t>(threadIdx.x) * kEight; j < columns; j += kBlock * kEight) {
     Vector<__nv_bfloat16> vector = vectors[j / kEight];
     if (j + kEight > columns) {
 #pragma unroll
@@ -233,31 +246,47 @@ __global__ void __launch_bounds__(kThreads)
   }
   entries.Flush();
   if (dithers) {
-    StoreSums(own, columns, vocab_start, targets + row, /*add=*/false, sums + row);
+    StoreSums<kBlock>(own, columns, vocab_start, target, /*add=*/false, sums);
   } else if (threadIdx.x == 0) {
-    sums[row] = DitherSums();
+    *sums = DitherSums();
   }
+}
+
+// As DitherKernel, but that entries go to a pool.
+__global__ void __launch_bounds__(kThreads)
+    ListKernel(const __nv_bfloat16* matrix, int64_t stride, int32_t columns, uint32_t vocab_start, const int32_t* targets,
+               const DitherRow* rows, const DitherKey* keys, const EntryPool pool, DitherSums* sums) {
+  __shared__ RowEntries<kThreads>::Shared shared;
+  const int64_t row = blockIdx.x;
+  ListRow<kThreads>(matrix + row * stride, columns, vocab_start, targets + row, keys[row], rows[row].unit, pool, &shared,
+                    sums + row);
+}
+
+// The entries that are expected of a row, on the block's first thread. Entries that are not below the unit count as one.
+template <int kBlock>
+__device__ __forceinline__ float ExpectedEntries(const __nv_bfloat16* row, int32_t columns, float unit) {
+  constexpr int32_t kEight = kVector<__nv_bfloat16>;
+  const auto* const vectors = reinterpret_cast<const Vector<__nv_bfloat16>*>(row);
+  float sum = 0.0f;
+  for (int32_t j = static_cast<int32_t>(threadIdx.x) * kEight; j < columns; j += kBlock * kEight) {
+    const Vector<__nv_bfloat16> vector = vectors[j / kEight];
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      const float size = j + i < columns ? fabsf(ToFloat(vector.values[i])) : 0.0f;
+      sum += size >= unit ? (size != 0.0f ? 1.0f : 0.0f) : size / unit;
+    }
+  }
+  double total[kSums] = {static_cast<double>(sum), 0, 0};
+  SumOverBlock<kBlock>(total);
+  return static_cast<float>(total[0]);
 }
 
 // A block a sample.
 __global__ void __launch_bounds__(kThreads) EstimateEntriesKernel(const __nv_bfloat16* matrix, int64_t stride, int64_t row_count,
                                                                   int32_t columns, const DitherRow* rows, float* entries) {
-  constexpr int32_t kEight = kVector<__nv_bfloat16>;
   const int64_t row = row_count * blockIdx.x / gridDim.x;
-  const float unit = rows[row].unit;
-  const auto* const vectors = reinterpret_cast<const Vector<__nv_bfloat16>*>(matrix + row * stride);
-  float sum = 0.0f;
-  for (int32_t j = static_cast<int32_t>(threadIdx.x) * kEight; j < columns; j += kThreads * kEight) {
-    const Vector<__nv_bfloat16> vector = vectors[j / kEight];
-#pragma unroll
-    for (int i = 0; i < kEight; ++i) {
-      const float value = j + i < columns ? ToFloat(vector.values[i]) : 0.0f;
-      sum += value >= unit ? (value != 0.0f ? 1.0f : 0.0f) : value / unit;
-    }
-  }
-  double total[kSums] = {static_cast<double>(sum), 0, 0};
-  SumOverBlock<kThreads>(total);
-  if (threadIdx.x == 0) entries[blockIdx.x] = static_cast<float>(total[0]);
+  const float expected = ExpectedEntries<kThreads>(matrix + row * stride, columns, rows[row].unit);
+  if (threadIdx.x == 0) entries[blockIdx.x] = expected;
 }
 
 template <typename T>
@@ -269,14 +298,7 @@ __global__ void __launch_bounds__(kDivergenceThreads, 1)
   const auto row_of = [&](int32_t rank) { return static_cast<T*>(matrix.shards[rank].data) + row * matrix.shards[rank].stride; };
   float magnitude = 0.0f;
   for (int32_t rank = 0; rank < matrix.shard_count; ++rank) {
-    const int32_t columns = matrix.shards[rank].columns;
-    const auto* const vectors = reinterpret_cast<const Vector<T>*>(row_of(rank));
-#pragma unroll 4
-    for (int32_t j = static_cast<int32_t>(threadIdx.x) * kVector<T>; j < columns; j += kDivergenceThreads * kVector<T>) {
-      const Vector<T> vector = vectors[j / kVector<T>];
-#pragma unroll
-      for (int i = 0; i < kVector<T>; ++i) magnitude += j + i < columns ? fabsf(ToFloat(vector.values[i])) : 0.0f;
-    }
+    magnitude += SumMagnitudes<kDivergenceThreads>(row_of(rank), matrix.shards[rank].columns);
   }
   double total[kSums] = {static_cast<double>(magnitude), 0, 0};
   SumOverBlock<kDivergenceThreads>(total);
@@ -299,6 +321,42 @@ __global__ void __launch_bounds__(kDivergenceThreads, 1)
   total[2] = own.norm;
   SumOverBlock<kDivergenceThreads>(total);
   if (threadIdx.x == 0) sums[row] = {entries - total[0], total[1], total[2]};
+}
+
+// A row of a divergence's only shard, whose M is bf16: the resolution of its sum of |M|, on every thread.
+__device__ DitherRow MakeOnlyRow(const __nv_bfloat16* row, int32_t columns, const DivergenceResolution& of, int64_t number,
+                                 DitherRow* shared) {
+  double total[kSums] = {static_cast<double>(SumMagnitudes<kDivergenceThreads>(row, columns)), 0, 0};
+  SumOverBlock<kDivergenceThreads>(total);
+  if (threadIdx.x == 0) *shared = MakeRow(of, number, Element::kBFloat16, total[0]);
+  __syncthreads();
+  return *shared;
+}
+
+// As DitherDivergenceKernel, but that entries go to a pool.
+__global__ void __launch_bounds__(kDivergenceThreads, 1)
+    ListDivergenceKernel(const __nv_bfloat16* matrix, int64_t stride, int32_t columns, uint32_t vocab_start,
+                         const DivergenceResolution of, const DitherKey* keys, const EntryPool pool, DitherRow* rows,
+                         DitherSums* sums) {
+  __shared__ DitherRow shared_row;
+  __shared__ RowEntries<kDivergenceThreads>::Shared shared;
+  const int64_t row = blockIdx.x;
+  const __nv_bfloat16* const of_row = matrix + row * stride;
+  const DitherRow made = MakeOnlyRow(of_row, columns, of, row, &shared_row);
+  if (threadIdx.x == 0) rows[row] = made;
+  ListRow<kDivergenceThreads>(of_row, columns, vocab_start, nullptr, keys[row], made.unit, pool, &shared, sums + row);
+}
+
+// A block a sample.
+__global__ void __launch_bounds__(kDivergenceThreads)
+    EstimateDivergenceKernel(const __nv_bfloat16* matrix, int64_t stride, int64_t row_count, int32_t columns,
+                             const DivergenceResolution of, float* entries) {
+  __shared__ DitherRow shared_row;
+  const int64_t row = row_count * blockIdx.x / gridDim.x;
+  const __nv_bfloat16* const of_row = matrix + row * stride;
+  const DitherRow made = MakeOnlyRow(of_row, columns, of, row, &shared_row);
+  const float expected = ExpectedEntries<kDivergenceThreads>(of_row, columns, made.unit);
+  if (threadIdx.x == 0) entries[blockIdx.x] = expected;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -359,6 +417,25 @@ cudaError_t LaunchEstimateEntries(const ConstMatrix& matrix, const DitherRow* ro
   if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
   EstimateEntriesKernel<<<static_cast<unsigned>(samples), kThreads, 0, stream>>>(
       static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, matrix.rows, static_cast<int32_t>(matrix.columns), rows,
+      entries);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchListDivergence(const ConstMatrix& matrix, int64_t vocab_start, const DivergenceResolution& of,
+                                 const DitherKey* keys, const EntryPool& pool, DitherRow* rows, DitherSums* sums,
+                                 cudaStream_t stream) {
+  if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
+  ListDivergenceKernel<<<static_cast<unsigned>(matrix.rows), kDivergenceThreads, 0, stream>>>(
+      static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, static_cast<int32_t>(matrix.columns),
+      static_cast<uint32_t>(vocab_start), of, keys, pool, rows, sums);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchEstimateDivergence(const ConstMatrix& matrix, const DivergenceResolution& of, int32_t samples, float* entries,
+                                     cudaStream_t stream) {
+  if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
+  EstimateDivergenceKernel<<<static_cast<unsigned>(samples), kDivergenceThreads, 0, stream>>>(
+      static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, matrix.rows, static_cast<int32_t>(matrix.columns), of,
       entries);
   return cudaGetLastError();
 }

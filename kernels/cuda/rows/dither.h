@@ -58,9 +58,17 @@ cudaError_t LaunchDitherDivergence(const DivergenceMatrix& matrix, const Diverge
 cudaError_t LaunchListDithered(const ConstMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
                                const DitherKey* keys, const EntryPool& pool, DitherSums* sums, cudaStream_t stream);
 
-// entries[i] = how many entries LaunchListDithered() is expected to append for the i-th of `samples` rows, evenly spaced.
+// As LaunchListDithered() for what LaunchDitherDivergence() would leave of M in bf16 of a head's only shard.
+cudaError_t LaunchListDivergence(const ConstMatrix& matrix, int64_t vocab_start, const DivergenceResolution& of,
+                                 const DitherKey* keys, const EntryPool& pool, DitherRow* rows, DitherSums* sums,
+                                 cudaStream_t stream);
+
+// entries[i] = how many entries LaunchListDithered(), or LaunchListDivergence(), is expected to append for the i-th of `samples`
+// rows, evenly spaced.
 cudaError_t LaunchEstimateEntries(const ConstMatrix& matrix, const DitherRow* rows, int32_t samples, float* entries,
                                   cudaStream_t stream);
+cudaError_t LaunchEstimateDivergence(const ConstMatrix& matrix, const DivergenceResolution& of, int32_t samples, float* entries,
+                                     cudaStream_t stream);
 
 // *total = the rows' sums in units of G, the targets' entries included, in a fixed order.
 cudaError_t LaunchSumDither(const DitherSums* sums, const DitherRow* rows, int64_t row_count, DitherSums* total,
