@@ -250,19 +250,22 @@ void NormalizeRows(int64_t columns, std::vector<double>* values) {
 }
 
 // Without a bias an engine may keep the entries as a list, unless there are too many: of flat rows at a fine resolution. It may
-// choose by a sample of rows, which misleads where only every fourth row is peaked. An engine without lists gets a smaller problem.
+// choose by a sample of rows, which misleads where only every fourth row is peaked. It may keep the first columns in the matrix,
+// where they are the frequent ones. An engine without lists gets a smaller problem.
 struct ListCase {
   std::string name;
   double resolution;
   double logit_spread;
   bool mostly_flat = false;
+  bool frequent_first = false;
 };
 
 class DitheredList : public ::testing::TestWithParam<ListCase> {};
 
 INSTANTIATE_TEST_SUITE_P(All, DitheredList,
                          ::testing::Values(ListCase{"Peaked", kTau, 8}, ListCase{"Flat", 0x1p-10, 0.05},
-                                           ListCase{"FlatBehindPeaked", 0x1p-10, 12, true}),
+                                           ListCase{"FlatBehindPeaked", 0x1p-10, 12, true},
+                                           ListCase{"FrequentFirst", 0x1p-10, 0.05, false, true}),
                          [](const auto& test) { return test.param.name; });
 
 TEST_P(DitheredList, MatchesFp64EntryByEntryRepeatsAndCommits) {
@@ -276,6 +279,11 @@ TEST_P(DitheredList, MatchesFp64EntryByEntryRepeatsAndCommits) {
                                         rows, may_list ? 16001 : 2001);
   for (int64_t row = 0; row < rows && GetParam().mostly_flat; ++row) {
     if (row % 17 % 4 != 0 || row % 17 == 16) problem.hidden[static_cast<size_t>(row * (rows + 1))] = 0x1p-8;
+  }
+  if (GetParam().frequent_first) {
+    std::vector<double>& weight = problem.heads[0].weight;
+    for (size_t i = weight.size() / 5; i < weight.size(); ++i) weight[i] -= 6;
+    RoundToStorage(&problem);
   }
   TestTerm& term = problem.terms[0];
   term.gradient_resolution = GetParam().resolution;

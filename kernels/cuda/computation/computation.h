@@ -206,13 +206,13 @@ class Computation {
   void TakeLists(Work* work, const std::vector<Slice>& slices);
   // A slice's list, or null.
   static const EntryList* ListOf(const Work& work, const Slice& slice);
-  // Called before the first slice is dithered: drops the lists if its rows have too many entries.
+  // Called before the first slice is dithered: chooses how many columns stay dense, or drops the lists, by the entries of its rows.
   absl::Status ChooseLists(Work* work, const Slice& slice);
   absl::Status ListEntries(const Work& work, const Slice& slice, const EntryList& list);
   // Sorts a slice's list, if it has one, and waits for its number of entries.
   absl::Status SettleList(Work* work, const Slice& slice);
-  // Called when a slice's number of entries is known: drops all lists if its list has no room for them. Behind the last slice the
-  // lists take M's place.
+  // Called when a slice's number of entries is known: drops all lists if its list has no room for them. Behind the last slice lists
+  // that a slot keeps go there.
   absl::Status FinishList(Work* work, const Slice& slice, uint32_t entries);
   // Makes M of the rows below `end`, whose lists are not used any more.
   absl::Status DropLists(Work* work, int64_t end);

@@ -54,24 +54,27 @@ absl::Status Computation::MakeGroups(Work* work) {
 absl::Status Computation::MultiplyByWeight(Work* work, const Slice& slice, int32_t rank) {
   const TermRun& term = *work->term;
   const ShardWeights shard = term.head->shard_weights(rank);
-  for (const ListedRows& listed : work->lists) {
-    const int64_t row = listed.rows.first - slice.first;
-    if (row < 0 || row >= slice.count) continue;
-    HEADWATER_RETURN_IF_ERROR(
-        Check(LaunchEntriesTimesWeight(listed.list, shard, ProductOut(*work, slice) + row * shard.stride, stream_),
-              "the list's grad_hidden"));
-  }
-  if (!work->lists.empty()) return absl::OkStatus();
   const ConstMatrix matrix = MatrixOf(*work, slice, rank);
   ProductShape shape;
   shape.kind = ProductKind::kGradHidden;
   shape.element = matrix.element;
   shape.rows = slice.count;
-  shape.vocab = shard.columns;
+  shape.vocab = work->lists.empty() ? shard.columns : work->lists.front().list.dense;
   shape.width = shard.width;
   shape.a_stride = matrix.stride;
   shape.b_stride = shape.out_stride = shard.stride;
   float* const out = ProductOut(*work, slice);
+  if (!work->lists.empty()) {
+    const bool is_dense = shape.vocab > 0;
+    if (is_dense) HEADWATER_RETURN_IF_ERROR(core_.products().Run(shape, matrix.data, shard.weight, out, 1, nullptr, stream_));
+    for (const ListedRows& listed : work->lists) {
+      const int64_t row = listed.rows.first - slice.first;
+      if (row < 0 || row >= slice.count) continue;
+      HEADWATER_RETURN_IF_ERROR(Check(LaunchEntriesTimesWeight(listed.list, shard, is_dense, out + row * shard.stride, stream_),
+                                      "the list's grad_hidden"));
+    }
+    return absl::OkStatus();
+  }
   if (shard.element == matrix.element || shard.columns == 0) {
     return core_.products().Run(shape, matrix.data, shard.weight, out, 1, nullptr, stream_);
   }

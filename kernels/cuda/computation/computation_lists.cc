@@ -3,28 +3,45 @@
 // Exponentials, and M of a divergence, are listed if they are of one shard: slice by slice, if a sample of the first slice's rows
 // has few entries. M stays as it was written until all slices are there. If a list has no room for its slice's entries, all rows
 // take products. M is then dithered in place, and has the same entries. Lists lie beside the chunk's memory, where the workspace
-// has room left. Their order by column and their scratch memory go where M was, so that no plan counts them twice.
+// has room left. Their scratch memory, and what of them is kept in a slot, go into M's gaps, so that no plan counts them twice.
+//
+// At finer resolutions the first ids, which the tokenizer gives the frequent tokens, stay a matrix of products.
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "kernels/cuda/computation/computation.h"
+#include "kernels/cuda/computation/deferred_grad_weight.h"
 
 namespace headwater::cuda {
 namespace {
 
-// Finer resolutions leave so many entries that products of a matrix take less time.
-constexpr double kLeastListedResolution = 0x1p-10;
+// Finer resolutions leave so many entries that products of a matrix take less time. Up to DeferredGradWeight::kMaxMicroBatchRows
+// rows a list must have fewer: behind dense columns it does not pay.
+constexpr double kLeastListedResolution = 0x1p-12;
+constexpr double kLeastListedResolutionOfFewRows = 0x1p-10;
 // Rows whose entries are counted before a micro-batch's form is chosen.
 constexpr int64_t kSampledRows = 64;
+// Vocabularies are cut at a multiple of this, where products' tiles end.
+constexpr int64_t kDenseGrain = 256;
 
-// Whether sums over a list take less time than two products of a matrix. In both time grows with the width. A list's grows with its
-// entries, whose rows are gathered, and with the rows of grad_weight that it changes. At a width of 4096 an H100 takes 5 ns an
-// entry of flat rows. An entry of a trained model's rows, which share columns, takes 3.5 ns. A changed row takes 11 ns. Two
-// products take 2.4 us a row there, with a vocabulary of 128256.
-bool ListIsFaster(double entries, int64_t rows, int64_t columns) {
-  const double changed = std::min(entries, static_cast<double>(columns));
-  return entries + 2.75 * changed <= 0.0046 * static_cast<double>(rows) * static_cast<double>(columns);
+// The numbers of columns that may be dense: none, a quarter, half.
+DensePrefixes PrefixesOf(int64_t columns) {
+  DensePrefixes prefixes{};
+  for (int32_t i = 0; i < DensePrefixes::kCount; ++i) {
+    prefixes.columns[i] = static_cast<int32_t>(columns * i / 4 / kDenseGrain * kDenseGrain);
+  }
+  return prefixes;
+}
+
+// The time of both gradients from a list behind `dense` columns, less than which two products of all columns may take
+// (ProductTime()). In either, time grows with the width. A list's grows with its entries, whose rows are gathered, and with the
+// rows of grad_weight that it changes. At a width of 4096 an H100 takes 5 ns an entry of flat rows. An entry of a trained model's
+// rows, which share columns, takes 3.5 ns. A changed row takes 11 ns. Two products take 2.4 us a row there, with a vocabulary of
+// 128256.
+double ProductTime(int64_t rows, int64_t columns) { return 0.0046 * static_cast<double>(rows) * static_cast<double>(columns); }
+double ListTime(double entries, int64_t rows, int64_t columns, int64_t dense) {
+  const double changed = std::min(entries, static_cast<double>(columns - dense));
+  return entries + 2.75 * changed + ProductTime(rows, dense);
 }
 
 }  // namespace
@@ -34,24 +51,19 @@ bool Computation::MayList(const Work& work) const {
   const ShardWeights shard = term.head->shard_weights(0);
   const bool is_divergence = term.plan->jsd != nullptr && term.large_form == Form::kRows && core_.hopper() &&
                              term.MatrixElement() == Element::kBFloat16 && work.rows > kLargestSmallBatch;
+  const double least_resolution =
+      work.rows > DeferredGradWeight::kMaxMicroBatchRows ? kLeastListedResolution : kLeastListedResolutionOfFewRows;
   return term.plan->dithers && work.backward && group_ == nullptr && term.head->shard_count() == 1 && shard.bias == nullptr &&
-         (term.FormOf(work.rows) == Form::kExponentials || is_divergence) &&
-         term.finish.gradient_resolution >= kLeastListedResolution && EntryKeysFit(work.rows, shard.columns);
+         (term.FormOf(work.rows) == Form::kExponentials || is_divergence) && term.finish.gradient_resolution >= least_resolution &&
+         EntryKeysFit(work.rows, shard.columns);
 }
 
 void Computation::TakeLists(Work* work, const std::vector<Slice>& slices) {
   if (!MayList(*work)) return;
   const ShardWeights shard = work->term->head->shard_weights(0);
   const int64_t mark = workspace_.used();
-  int64_t kept_bytes = 0, partial_bytes = 0;
-  for (const Slice& slice : slices) {
-    const EntryList list = LayOutEntryList(slice.count, shard.columns, &workspace_);
-    kept_bytes += MovedEntryBytes(list);
-    partial_bytes = std::max(partial_bytes, PartialBytes(list, shard.stride));
-    work->lists.push_back({slice, list});
-  }
-  const MutableMatrix matrix = MatrixOut(*work, {0, work->rows}, 0);
-  if (workspace_.fits() && kept_bytes + partial_bytes <= matrix.rows * matrix.stride * BytesOf(matrix.element)) return;
+  for (const Slice& slice : slices) work->lists.push_back({slice, LayOutEntryList(slice.count, shard.columns, &workspace_)});
+  if (workspace_.fits() && GapFits(0, MatrixOf(*work, slices.front(), 0).stride, shard.stride)) return;
   work->lists.clear();
   workspace_.Rewind(mark);
 }
@@ -66,39 +78,61 @@ const EntryList* Computation::ListOf(const Work& work, const Slice& slice) {
 absl::Status Computation::ChooseLists(Work* work, const Slice& slice) {
   const EntryList* const list = ListOf(*work, slice);
   if (list == nullptr || slice.first > 0) return absl::OkStatus();
+  constexpr int32_t kCount = DensePrefixes::kCount;
   const auto samples = static_cast<int32_t>(std::min(slice.count, kSampledRows));
   const ConstMatrix matrix = MatrixOf(*work, slice, 0);
+  const DensePrefixes prefixes = PrefixesOf(matrix.columns);
   // The pool has no entries yet.
   float* const counts = list->pool.values;
-  HEADWATER_RETURN_IF_ERROR(Check(work->term->plan->jsd != nullptr
-                                      ? LaunchEstimateDivergence(matrix, ResolutionOf(*work, slice), samples, counts, stream_)
-                                      : LaunchEstimateEntries(matrix, work->own.dither_rows, samples, counts, stream_),
-                                  "counting entries"));
-  float* const entries = host_.Take<float>(samples);
   HEADWATER_RETURN_IF_ERROR(
-      Check(cudaMemcpyAsync(entries, counts, static_cast<size_t>(samples) * sizeof(float), cudaMemcpyDeviceToHost, stream_),
-            "the way back of counts"));
+      Check(work->term->plan->jsd != nullptr
+                ? LaunchEstimateDivergence(matrix, prefixes, ResolutionOf(*work, slice), samples, counts, stream_)
+                : LaunchEstimateEntries(matrix, prefixes, work->own.dither_rows, samples, counts, stream_),
+            "counting entries"));
+  float* const entries = host_.Take<float>(samples * kCount);
+  HEADWATER_RETURN_IF_ERROR(Check(
+      cudaMemcpyAsync(entries, counts, static_cast<size_t>(samples * kCount) * sizeof(float), cudaMemcpyDeviceToHost, stream_),
+      "the way back of counts"));
   HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(core_.flag_event(), stream_), "recording an event"));
   HEADWATER_RETURN_IF_ERROR(core_.AwaitEvent(core_.flag_event(), "the rows' resolutions"));
-  const double mean = std::accumulate(entries, entries + samples, 0.0) / samples;
-  if (mean > kEntriesPerRow || !ListIsFaster(mean * static_cast<double>(work->rows), work->rows, list->columns)) {
+  const int64_t stride = work->term->head->shard_weights(0).stride;
+  double least = ProductTime(work->rows, matrix.columns);
+  int32_t dense = -1;
+  for (int32_t k = 0; k < kCount; ++k) {
+    double mean = 0;
+    for (int32_t i = 0; i < samples; ++i) mean += entries[i * kCount + k] / samples;
+    const int32_t columns = prefixes.columns[k];
+    const double time = ListTime(mean * static_cast<double>(work->rows), work->rows, matrix.columns, columns);
+    if (mean > kEntriesPerRow || time > least || !GapFits(columns, matrix.stride, stride)) continue;
+    least = time;
+    dense = columns;
+  }
+  if (dense < 0) {
     work->lists.clear();
+    return absl::OkStatus();
+  }
+  for (ListedRows& listed : work->lists) {
+    const MutableMatrix of_list = MatrixOut(*work, listed.rows, 0);
+    listed.list.dense = dense;
+    listed.list.gap = Advance(of_list.data, of_list.element, dense);
+    listed.list.gap_pitch = of_list.stride * BytesOf(of_list.element);
   }
   return absl::OkStatus();
 }
 
 absl::Status Computation::ListEntries(const Work& work, const Slice& slice, const EntryList& list) {
   const TermBuffers& own = work.own;
-  const ConstMatrix matrix = MatrixOf(work, slice, 0);
+  const MutableMatrix matrix = MatrixOut(work, slice, 0);
   const int64_t vocab_start = work.term->head->shard_weights(0).vocab_start;
   DitherRow* const rows = own.dither_rows + slice.first;
   const DitherKey* const keys = own.dither_keys + slice.first;
   DitherSums* const sums = own.dither_sums + slice.first;
   HEADWATER_RETURN_IF_ERROR(Check(LaunchClearEntries(list, stream_), "clearing a list"));
-  return Check(work.term->plan->jsd != nullptr
-                   ? LaunchListDivergence(matrix, vocab_start, ResolutionOf(work, slice), keys, list.pool, rows, sums, stream_)
-                   : LaunchListDithered(matrix, vocab_start, own.targets + slice.first, rows, keys, list.pool, sums, stream_),
-               "listing entries");
+  return Check(
+      work.term->plan->jsd != nullptr
+          ? LaunchListDivergence(matrix, list.dense, vocab_start, ResolutionOf(work, slice), keys, list.pool, rows, sums, stream_)
+          : LaunchListDithered(matrix, list.dense, vocab_start, own.targets + slice.first, rows, keys, list.pool, sums, stream_),
+      "listing entries");
 }
 
 absl::Status Computation::SettleList(Work* work, const Slice& slice) {
@@ -116,28 +150,28 @@ absl::Status Computation::SettleList(Work* work, const Slice& slice) {
 
 absl::Status Computation::FinishList(Work* work, const Slice& slice, uint32_t entries) {
   if (entries > ListOf(*work, slice)->pool.capacity) return DropLists(work, slice.first + slice.count);
-  if (slice.first + slice.count < work->rows) return absl::OkStatus();
-  const MutableMatrix matrix = MatrixOut(*work, {0, work->rows}, 0);
-  Workspace space(matrix.data, matrix.rows * matrix.stride * BytesOf(matrix.element));
-  int64_t partial_bytes = 0;
-  for (ListedRows& listed : work->lists) {
-    // In a slot only the memory that lies there stays.
-    if (work->kept_matrix != nullptr) {
-      HEADWATER_RETURN_IF_ERROR(Check(LaunchMoveEntries(&space, &listed.list, stream_), "keeping a list"));
-    }
-    partial_bytes = std::max(partial_bytes, PartialBytes(listed.list, work->term->head->shard_weights(0).stride));
+  if (slice.first + slice.count < work->rows || work->kept_matrix == nullptr) return absl::OkStatus();
+  // In a slot only the memory that lies there stays.
+  for (const ListedRows& listed : work->lists) {
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchKeepEntries(listed.list, stream_), "keeping a list"));
   }
-  // One after the other they use it.
-  float* const partials = static_cast<float*>(space.TakeBytes(partial_bytes));
-  for (ListedRows& listed : work->lists) listed.list.partials = partials;
   return absl::OkStatus();
 }
 
 absl::Status Computation::DropLists(Work* work, int64_t end) {
   const std::vector<ListedRows> dropped = std::move(work->lists);
   work->lists.clear();
-  for (const ListedRows& listed : dropped) {
-    if (listed.rows.first < end) HEADWATER_RETURN_IF_ERROR(Dither(work, listed.rows));
+  const int64_t vocab_start = work->term->head->shard_weights(0).vocab_start;
+  for (const auto& [rows, list] : dropped) {
+    if (rows.first >= end) continue;
+    // The dense columns are dithered, and the sums of all are there.
+    MutableMatrix matrix = MatrixOut(*work, rows, 0);
+    matrix.data = Advance(matrix.data, matrix.element, list.dense);
+    matrix.columns -= list.dense;
+    HEADWATER_RETURN_IF_ERROR(
+        Check(LaunchDither(matrix, vocab_start + list.dense, /*targets=*/nullptr, work->own.dither_rows + rows.first,
+                           work->own.dither_keys + rows.first, /*add=*/false, /*sums=*/nullptr, stream_),
+              "dithering"));
   }
   return absl::OkStatus();
 }

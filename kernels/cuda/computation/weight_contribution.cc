@@ -13,6 +13,47 @@ constexpr int64_t kLeastColumnsInParts = 2048;
 // Rows of grad_weight, and columns of M, then begin where vector loads may.
 constexpr int64_t kPartGrain = 8;
 
+// As AddProducts(), of a contribution with lists.
+absl::Status AddLists(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
+                      const WeightScratch& scratch, bool overwrites, const WeightTarget& to) {
+  const cudaStream_t stream = core.stream();
+  const ShardWeights shard = head.shard_weights(0);
+  const int64_t dense = contribution.lists.front().list.dense;
+  if (overwrites) {
+    const size_t bytes = static_cast<size_t>((shard.columns - dense) * shard.stride) * sizeof(float);
+    HEADWATER_RETURN_IF_ERROR(
+        core.Check(cudaMemsetAsync(to.weight + dense * shard.stride, 0, bytes, stream), "clearing grad_weight"));
+  }
+  if (dense > 0) {
+    const ConstMatrix& matrix = contribution.matrices.front();
+    ProductShape shape;
+    shape.kind = ProductKind::kGradWeight;
+    shape.element = matrix.element;
+    shape.rows = contribution.scaled.rows;
+    shape.vocab = dense;
+    shape.width = shard.width;
+    shape.a_stride = matrix.stride;
+    shape.b_stride = contribution.scaled.stride;
+    shape.out_stride = shard.stride;
+    shape.adds = !overwrites;
+    HEADWATER_RETURN_IF_ERROR(
+        core.products().Run(shape, matrix.data, contribution.scaled.data, to.weight, factor, nullptr, stream));
+  }
+  for (const ListedRows& listed : contribution.lists) {
+    EntryList list = listed.list;
+    const int64_t mark = scratch.kept_lists == nullptr ? 0 : scratch.kept_lists->used();
+    if (scratch.kept_lists != nullptr) {
+      HEADWATER_RETURN_IF_ERROR(core.Check(LaunchRestoreEntries(scratch.kept_lists, &list, stream), "restoring a list"));
+      // What follows on the stream may have it.
+      scratch.kept_lists->Rewind(mark);
+    }
+    const ConstMatrix scaled = Rows(contribution.scaled, listed.rows.first, listed.rows.count);
+    HEADWATER_RETURN_IF_ERROR(
+        core.Check(LaunchAddEntriesTimesRows(list, scaled, factor, to.weight, stream), "the list's grad_weight"));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 int64_t ColumnsAtOnce(const CudaHead& head, int64_t columns) {
@@ -37,17 +78,7 @@ absl::Status AddTargets(EngineCore& core, const CudaHead& head, const WeightCont
 absl::Status AddProducts(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
                          const WeightScratch& scratch, bool overwrites, absl::FunctionRef<WeightTarget(int32_t rank)> target) {
   const cudaStream_t stream = core.stream();
-  if (overwrites && !contribution.lists.empty()) {
-    const ShardWeights shard = head.shard_weights(0);
-    const size_t bytes = static_cast<size_t>(shard.columns * shard.stride) * sizeof(float);
-    HEADWATER_RETURN_IF_ERROR(core.Check(cudaMemsetAsync(target(0).weight, 0, bytes, stream), "clearing grad_weight"));
-  }
-  for (const ListedRows& listed : contribution.lists) {
-    const ConstMatrix scaled = Rows(contribution.scaled, listed.rows.first, listed.rows.count);
-    HEADWATER_RETURN_IF_ERROR(
-        core.Check(LaunchAddEntriesTimesRows(listed.list, scaled, factor, target(0).weight, stream), "the list's grad_weight"));
-  }
-  if (!contribution.lists.empty()) return absl::OkStatus();
+  if (!contribution.lists.empty()) return AddLists(core, head, contribution, factor, scratch, overwrites, target(0));
   const float* factor_device = contribution.scaled_factor;
   if (factor_device != nullptr && factor != 1) {
     HEADWATER_RETURN_IF_ERROR(core.Check(cudaMemsetAsync(scratch.factor, 0, sizeof(float), stream), "clearing a factor"));

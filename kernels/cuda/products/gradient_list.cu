@@ -14,7 +14,10 @@ namespace {
 
 constexpr int32_t kChunk = 256;
 constexpr int32_t kHeavyChunk = 32;  // chunks of more entries are dealt first, evenly
-constexpr int32_t kSlice = 256;      // of the width: eight columns a lane
+// Columns of several chunks have fewer than twice their entries / kChunk.
+constexpr int32_t kPartialsPerRow = 2 * kEntriesPerRow / kChunk;
+constexpr int64_t kKeptBytes = kEntriesPerRow * (sizeof(uint32_t) + sizeof(float));  // of a gap
+constexpr int32_t kSlice = 256;                                                      // of the width: eight columns a lane
 constexpr int kGatherWarps = 4;
 constexpr int kWeightThreads = 128;
 constexpr int kWeightBlocks = 8;  // a multiprocessor
@@ -29,8 +32,9 @@ int BitsFor(int64_t values) {
 // Bits of a key. One more column than there are: where there is no entry the key is behind all others.
 int KeyBits(const EntryList& list) { return list.pool.row_bits + BitsFor(int64_t{list.columns} + 1); }
 
+// Of a restored list all keys: those without an entry are behind all columns.
 __device__ __forceinline__ int32_t EntryCount(const EntryPool& pool) {
-  return static_cast<int32_t>(min(*pool.count, pool.capacity));
+  return static_cast<int32_t>(pool.count == nullptr ? pool.capacity : min(*pool.count, pool.capacity));
 }
 
 // Number of keys in [0, count) with below(key).
@@ -56,7 +60,7 @@ __global__ void __launch_bounds__(256) PlanKernel(const EntryList list) {
   const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
   const int32_t count = EntryCount(list.pool), row_bits = list.pool.row_bits;
   const uint32_t row_mask = (1u << row_bits) - 1;
-  if (index <= list.rows) {
+  if (list.row_first != nullptr && index <= list.rows) {
     list.row_first[index] =
         Partition(list.row_keys, count, [&](uint32_t key) { return (key & row_mask) < static_cast<uint32_t>(index); });
   }
@@ -89,6 +93,12 @@ __global__ void __launch_bounds__(256) PlanKernel(const EntryList list) {
   }
 }
 
+// The place of a chunk's sum, [stride], in a gap.
+__device__ __forceinline__ float* PartialOf(const EntryList& list, int32_t index, int32_t stride) {
+  char* const gap = static_cast<char*>(list.gap) + index / kPartialsPerRow * list.gap_pitch;
+  return reinterpret_cast<float*>(gap + kKeptBytes) + index % kPartialsPerRow * stride;
+}
+
 __device__ __forceinline__ uint4 LoadEight(const __nv_bfloat16* from) {
   uint4 data;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -108,7 +118,7 @@ __device__ __forceinline__ void AddEight(float (&sums)[8], const uint4& data, fl
 
 // A block a row and slice, rows fastest. Its warps take the row's entries in turn; their sums are added in the warps' order.
 __global__ void __launch_bounds__(32 * kGatherWarps)
-    TimesWeightKernel(const EntryList list, const __nv_bfloat16* weight, int32_t stride, float* out) {
+    TimesWeightKernel(const EntryList list, const __nv_bfloat16* weight, int32_t stride, bool adds, float* out) {
   constexpr int kUnroll = 8;
   __shared__ float4 shared[kGatherWarps][kSlice / 4];
   const auto warp = static_cast<int32_t>(threadIdx.x) / 32, lane = static_cast<int32_t>(threadIdx.x) % 32;
@@ -147,7 +157,12 @@ __global__ void __launch_bounds__(32 * kGatherWarps)
     const float4 other = shared[i][four];
     sum = make_float4(sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w);
   }
-  *reinterpret_cast<float4*>(out + static_cast<int64_t>(row) * stride + slice + 4 * four) = sum;
+  auto* const to = reinterpret_cast<float4*>(out + static_cast<int64_t>(row) * stride + slice + 4 * four);
+  if (adds) {
+    const float4 old = *to;
+    sum = make_float4(old.x + sum.x, old.y + sum.y, old.z + sum.z, old.w + sum.w);
+  }
+  *to = sum;
 }
 
 // A lane's eight sums are eight neighbouring columns. Exchanged between the lanes of a pair they become two groups of four whose
@@ -258,8 +273,7 @@ __global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
       if (whole) {
         AddFour(grad_weight + static_cast<int64_t>(chunk.column) * stride + column, sum);
       } else {
-        *reinterpret_cast<float4*>(list.partials + static_cast<int64_t>(chunk.partial) * stride + column) =
-            make_float4(sum[0], sum[1], sum[2], sum[3]);
+        *reinterpret_cast<float4*>(PartialOf(list, chunk.partial, stride) + column) = make_float4(sum[0], sum[1], sum[2], sum[3]);
       }
     }
     unit = next;
@@ -286,8 +300,9 @@ __global__ void __launch_bounds__(kWeightThreads)
       float4 parts[kUnroll];
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
-        const int64_t at = static_cast<int64_t>(split.first + begin + i) * stride + column;
-        parts[i] = begin + i < split.count ? __ldcs(reinterpret_cast<const float4*>(list.partials + at)) : float4{};
+        const bool there = begin + i < split.count;
+        const float* const part = PartialOf(list, split.first + (there ? begin + i : 0), stride) + column;
+        parts[i] = there ? __ldcs(reinterpret_cast<const float4*>(part)) : float4{};
       }
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
@@ -310,6 +325,34 @@ cudaError_t SortByRow(const EntryList& list, void* space, size_t* bytes, cudaStr
                                          static_cast<int>(list.pool.capacity), 0, std::max(list.pool.row_bits, 1), stream);
 }
 
+// Memory for the order of columns and its tables.
+void TakeColumnOrder(Workspace* workspace, EntryList* list) {
+  const int64_t most_partials = int64_t{list->rows} * kPartialsPerRow;
+  list->column_keys = workspace->Take<uint32_t>(list->pool.capacity);
+  list->column_values = workspace->Take<float>(list->pool.capacity);
+  list->counts = workspace->Take<EntryCounts>(1);
+  list->max_chunks = static_cast<int32_t>(list->columns + most_partials);
+  list->chunks = workspace->Take<EntryChunk>(list->max_chunks);
+  list->splits = workspace->Take<SplitColumn>(most_partials);
+}
+
+// The tables of the sums, from both orders, or that of columns alone.
+cudaError_t LaunchPlan(const EntryList& list, cudaStream_t stream) {
+  const cudaError_t error = cudaMemsetAsync(list.counts, 0, sizeof(EntryCounts), stream);
+  if (error != cudaSuccess) return error;
+  const int32_t threads = std::max(list.columns, list.rows + 1);
+  PlanKernel<<<static_cast<unsigned>((threads + 255) / 256), 256, 0, stream>>>(list);
+  return cudaGetLastError();
+}
+
+// Calls copy(array's memory in the list, its memory in the first gap) for what is kept.
+template <typename Copy>
+cudaError_t ForEachKept(const EntryList& list, const Copy& copy) {
+  auto* const gap = static_cast<char*>(list.gap);
+  const cudaError_t error = copy(list.column_keys, gap);
+  return error != cudaSuccess ? error : copy(list.column_values, gap + kEntriesPerRow * sizeof(uint32_t));
+}
+
 // Blocks that fill the current device.
 cudaError_t PersistentBlocks(unsigned* blocks) {
   int device = 0, multiprocessors = 0;
@@ -323,6 +366,11 @@ cudaError_t PersistentBlocks(unsigned* blocks) {
 
 bool EntryKeysFit(int64_t rows, int64_t columns) { return BitsFor(rows) + BitsFor(columns + 1) <= 32; }
 
+bool GapFits(int64_t dense, int64_t matrix_stride, int64_t stride) {
+  const int64_t needed = kKeptBytes + kPartialsPerRow * stride * static_cast<int64_t>(sizeof(float));
+  return (matrix_stride - dense) * static_cast<int64_t>(sizeof(__nv_bfloat16)) >= needed;
+}
+
 EntryList LayOutEntryList(int64_t rows, int64_t columns, Workspace* workspace) {
   EntryList list;
   const int64_t capacity = rows * kEntriesPerRow;
@@ -333,17 +381,10 @@ EntryList LayOutEntryList(int64_t rows, int64_t columns, Workspace* workspace) {
   list.pool.keys = workspace->Take<uint32_t>(capacity);
   list.pool.values = workspace->Take<float>(capacity);
   list.pool.count = workspace->Take<uint32_t>(1);
-  list.column_keys = workspace->Take<uint32_t>(capacity);
-  list.column_values = workspace->Take<float>(capacity);
   list.row_keys = workspace->Take<uint32_t>(capacity);
   list.row_values = workspace->Take<float>(capacity);
   list.row_first = workspace->Take<int32_t>(rows + 1);
-  list.counts = workspace->Take<EntryCounts>(1);
-  // A column of several chunks has fewer than twice its entries / kChunk.
-  list.max_partials = static_cast<int32_t>(2 * capacity / kChunk);
-  list.max_chunks = static_cast<int32_t>(columns) + list.max_partials;
-  list.chunks = workspace->Take<EntryChunk>(list.max_chunks);
-  list.splits = workspace->Take<SplitColumn>(list.max_partials);
+  TakeColumnOrder(workspace, &list);
   size_t by_row = 0;
   // Only sizes: an error here comes again when the list is sorted.
   static_cast<void>(SortByColumn(list, nullptr, &list.sort_bytes, nullptr));
@@ -364,43 +405,35 @@ cudaError_t LaunchSortEntries(const EntryList& list, cudaStream_t stream) {
   cudaError_t error = SortByColumn(list, list.sort_space, &bytes, stream);
   bytes = list.sort_bytes;
   if (error == cudaSuccess) error = SortByRow(list, list.sort_space, &bytes, stream);
-  if (error == cudaSuccess) error = cudaMemsetAsync(list.counts, 0, sizeof(EntryCounts), stream);
-  if (error != cudaSuccess) return error;
-  const int32_t threads = std::max(list.columns, list.rows + 1);
-  PlanKernel<<<static_cast<unsigned>((threads + 255) / 256), 256, 0, stream>>>(list);
-  return cudaGetLastError();
+  return error != cudaSuccess ? error : LaunchPlan(list, stream);
 }
 
-cudaError_t LaunchEntriesTimesWeight(const EntryList& list, const ShardWeights& shard, float* out, cudaStream_t stream) {
+cudaError_t LaunchEntriesTimesWeight(const EntryList& list, const ShardWeights& shard, bool adds, float* out, cudaStream_t stream) {
   const int64_t blocks = list.rows * ((shard.stride + kSlice - 1) / kSlice);
   TimesWeightKernel<<<static_cast<unsigned>(blocks), 32 * kGatherWarps, 0, stream>>>(
-      list, static_cast<const __nv_bfloat16*>(shard.weight), static_cast<int32_t>(shard.stride), out);
+      list, static_cast<const __nv_bfloat16*>(shard.weight), static_cast<int32_t>(shard.stride), adds, out);
   return cudaGetLastError();
 }
 
-cudaError_t LaunchMoveEntries(Workspace* space, EntryList* list, cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  const auto move = [&](auto** array, int64_t count) {
-    auto* const from = *array;
-    *array = space->Take<std::remove_reference_t<decltype(**array)>>(count);
-    const size_t bytes = static_cast<size_t>(count) * sizeof(**array);
-    if (error == cudaSuccess) error = cudaMemcpyAsync(*array, from, bytes, cudaMemcpyDeviceToDevice, stream);
-  };
-  move(&list->column_keys, list->pool.capacity);
-  move(&list->column_values, list->pool.capacity);
-  move(&list->counts, 1);
-  move(&list->chunks, list->max_chunks);
-  move(&list->splits, list->max_partials);
-  return error;
+cudaError_t LaunchKeepEntries(const EntryList& list, cudaStream_t stream) {
+  return ForEachKept(list, [&](const auto* array, char* kept) {
+    constexpr size_t kRowBytes = kEntriesPerRow * sizeof(*array);
+    return cudaMemcpy2DAsync(kept, static_cast<size_t>(list.gap_pitch), array, kRowBytes, kRowBytes, static_cast<size_t>(list.rows),
+                             cudaMemcpyDeviceToDevice, stream);
+  });
 }
 
-int64_t PartialBytes(const EntryList& list, int64_t stride) {
-  return list.max_partials * stride * static_cast<int64_t>(sizeof(float));
-}
-
-int64_t MovedEntryBytes(const EntryList& list) {
-  return list.pool.capacity * int64_t{8} + list.max_chunks * int64_t{sizeof(EntryChunk)} +
-         list.max_partials * int64_t{sizeof(SplitColumn)} + 5 * Workspace::kAlignment + int64_t{sizeof(EntryCounts)};
+cudaError_t LaunchRestoreEntries(Workspace* workspace, EntryList* list, cudaStream_t stream) {
+  TakeColumnOrder(workspace, list);
+  list->row_first = nullptr;
+  list->pool.count = nullptr;
+  if (!workspace->fits()) return cudaErrorMemoryAllocation;
+  const cudaError_t error = ForEachKept(*list, [&](auto* array, const char* kept) {
+    constexpr size_t kRowBytes = kEntriesPerRow * sizeof(*array);
+    return cudaMemcpy2DAsync(array, kRowBytes, kept, static_cast<size_t>(list->gap_pitch), kRowBytes,
+                             static_cast<size_t>(list->rows), cudaMemcpyDeviceToDevice, stream);
+  });
+  return error != cudaSuccess ? error : LaunchPlan(*list, stream);
 }
 
 cudaError_t LaunchAddEntriesTimesRows(const EntryList& list, const ConstMatrix& scaled, float factor, float* grad_weight,

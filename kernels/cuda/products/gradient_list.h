@@ -10,6 +10,9 @@
 //
 // More entries than the pool has room for are counted and not stored. The caller reads the count, and dithers E in place instead.
 // The entries are the same, but sums are those of a product then.
+//
+// The first columns may stay dense: a tokenizer's first ids are the frequent ones. They are dithered in place, and products take
+// them. The rest of a row of M is then a gap that nobody reads. Scratch memory for sums lies there, and entries that are kept.
 #ifndef HEADWATER_KERNELS_CUDA_PRODUCTS_GRADIENT_LIST_H_
 #define HEADWATER_KERNELS_CUDA_PRODUCTS_GRADIENT_LIST_H_
 
@@ -30,14 +33,15 @@ struct EntryPool {
   int32_t row_bits = 0;
 };
 
-// Up to 256 entries of one column, from `first` of those sorted by column on. partial: -1, or the row of `partials` for their sum.
+// Up to 256 entries of one column, from `first` of those sorted by column on. partial: -1, or the number of the place for their
+// sum.
 struct EntryChunk {
   int32_t column;
   int32_t first;
   int32_t count;
   int32_t partial;
 };
-// A column of several chunks, whose sums are rows [first, first + count) of `partials`.
+// A column of several chunks, whose sums are in the places [first, first + count).
 struct SplitColumn {
   int32_t column;
   int32_t first;
@@ -51,11 +55,15 @@ struct EntryCounts {
   uint32_t partials;
 };
 
+// Entries a row that there is room for on average.
+inline constexpr int64_t kEntriesPerRow = 512;
+
 // Device memory.
 struct EntryList {
   int32_t rows = 0;
   int32_t columns = 0;
-  EntryPool pool;
+  int32_t dense = 0;                // columns before are no entries, but in M; a multiple of 8
+  EntryPool pool;                   // of rows * kEntriesPerRow
   uint32_t* column_keys = nullptr;  // [capacity], by column and row
   float* column_values = nullptr;
   uint32_t* row_keys = nullptr;  // [capacity], by row and column
@@ -65,14 +73,15 @@ struct EntryList {
   EntryChunk* chunks = nullptr;  // [max_chunks]
   int32_t max_chunks = 0;
   SplitColumn* splits = nullptr;
-  int32_t max_partials = 0;
-  float* partials = nullptr;  // [max_partials, width]; the caller's, not part of the layout
   void* sort_space = nullptr;
   size_t sort_bytes = 0;
+  // The gap of M's first row that is the list's; the next row's is `gap_pitch` bytes behind. See GapFits().
+  void* gap = nullptr;
+  int64_t gap_pitch = 0;
 };
 
-// Entries a row that there is room for on average.
-inline constexpr int64_t kEntriesPerRow = 512;
+// Whether the gap of a row of M is large enough. M's rows are `matrix_stride` elements of 16 bits, W's `stride`.
+bool GapFits(int64_t dense, int64_t matrix_stride, int64_t stride);
 
 // Whether keys of so many rows and columns have 32 bits.
 bool EntryKeysFit(int64_t rows, int64_t columns);
@@ -83,14 +92,13 @@ EntryList LayOutEntryList(int64_t rows, int64_t columns, Workspace* workspace);
 cudaError_t LaunchClearEntries(const EntryList& list, cudaStream_t stream);
 // Both orders, and the tables for the sums below.
 cudaError_t LaunchSortEntries(const EntryList& list, cudaStream_t stream);
-// out [rows, shard.stride] = M W, fp32. The shard is bf16.
-cudaError_t LaunchEntriesTimesWeight(const EntryList& list, const ShardWeights& shard, float* out, cudaStream_t stream);
-// Moves the list's data for grad_weight to `space`, for as long as a contribution is kept: at most MovedEntryBytes().
-cudaError_t LaunchMoveEntries(Workspace* space, EntryList* list, cudaStream_t stream);
-int64_t MovedEntryBytes(const EntryList& list);
-// Bytes of `partials` for rows of `stride` elements.
-int64_t PartialBytes(const EntryList& list, int64_t stride);
-// grad_weight [columns, scaled.stride] += factor * M^T scaled. scaled: [rows, stride] bf16.
+// out [rows, shard.stride] = M W, fp32, or with `adds` += it; without the dense columns. The shard is bf16.
+cudaError_t LaunchEntriesTimesWeight(const EntryList& list, const ShardWeights& shard, bool adds, float* out, cudaStream_t stream);
+// Copies the list's data for grad_weight to the gaps, where a contribution keeps it.
+cudaError_t LaunchKeepEntries(const EntryList& list, cudaStream_t stream);
+// Brings it back to `workspace`, whose memory the list then has.
+cudaError_t LaunchRestoreEntries(Workspace* workspace, EntryList* list, cudaStream_t stream);
+// grad_weight [columns, scaled.stride] += factor * M^T scaled, without the dense columns. scaled: [rows, stride] bf16.
 cudaError_t LaunchAddEntriesTimesRows(const EntryList& list, const ConstMatrix& scaled, float factor, float* grad_weight,
                                       cudaStream_t stream);
 

@@ -165,11 +165,12 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = blockIdx.x;
   const float unit = rows[row].unit;
   if (!(unit > 0.0f)) {
-    if (threadIdx.x == 0 && !add) sums[row] = DitherSums();
+    if (threadIdx.x == 0 && !add && sums != nullptr) sums[row] = DitherSums();
     return;
   }
   EntrySums own;
   DitherInPlace<kThreads>(matrix + row * stride, columns, vocab_start, keys[row], unit, &own);
+  if (sums == nullptr) return;
   StoreSums<kThreads>(own, columns, vocab_start, targets == nullptr ? nullptr : targets + row, add, sums + row);
 }
 
@@ -216,17 +217,17 @@ class RowEntries {
   Shared* const shared_;
 };
 
-// Appends a row's entries to a pool, dithered if `unit` is positive, and stores the row's sums.
+// Appends a row's entries behind its dense columns to a pool, all dithered if `unit` is positive, and stores the row's sums.
 template <int kBlock>
-__device__ __forceinline__ void ListRow(const __nv_bfloat16* row, int32_t columns, uint32_t vocab_start, const int32_t* target,
-                                        DitherKey key, float unit, const EntryPool& pool,
+__device__ __forceinline__ void ListRow(__nv_bfloat16* row, int32_t dense, int32_t columns, uint32_t vocab_start,
+                                        const int32_t* target, DitherKey key, float unit, const EntryPool& pool,
                                         typename RowEntries<kBlock>::Shared* shared, DitherSums* sums) {
   constexpr int32_t kEight = kVector<__nv_bfloat16>;
   const bool dithers = unit > 0.0f;
   const float inverse_unit = dithers ? 1.0f / unit : 0.0f;
   RowEntries<kBlock> entries(pool, shared);
   EntrySums own;
-  const auto* const vectors = reinterpret_cast<const Vector<__nv_bfloat16>*>(row);
+  auto* const vectors = reinterpret_cast<Vector<__nv_bfloat16>*>(row);
   for (int32_t j = static_cast<int32_t>(threadIdx.x) * kEight; j < columns; j += kBlock * kEight) {
     Vector<__nv_bfloat16> vector = vectors[j / kEight];
     if (j + kEight > columns) {
@@ -236,6 +237,10 @@ __device__ __forceinline__ void ListRow(const __nv_bfloat16* row, int32_t column
       }
     }
     if (dithers) vector = Dithered(vector, vocab_start + static_cast<uint32_t>(j), key, unit, inverse_unit, &own);
+    if (j < dense) {
+      vectors[j / kEight] = vector;
+      continue;
+    }
     const uint4 words = reinterpret_cast<const uint4&>(vector);
     if (((words.x | words.y | words.z | words.w) & 0x7fff7fffu) == 0) continue;
 #pragma unroll
@@ -252,41 +257,46 @@ __device__ __forceinline__ void ListRow(const __nv_bfloat16* row, int32_t column
   }
 }
 
-// As DitherKernel, but that entries go to a pool.
+// As DitherKernel, but that entries behind the dense columns go to a pool.
 __global__ void __launch_bounds__(kThreads)
-    ListKernel(const __nv_bfloat16* matrix, int64_t stride, int32_t columns, uint32_t vocab_start, const int32_t* targets,
+    ListKernel(__nv_bfloat16* matrix, int64_t stride, int32_t dense, int32_t columns, uint32_t vocab_start, const int32_t* targets,
                const DitherRow* rows, const DitherKey* keys, const EntryPool pool, DitherSums* sums) {
   __shared__ RowEntries<kThreads>::Shared shared;
   const int64_t row = blockIdx.x;
-  ListRow<kThreads>(matrix + row * stride, columns, vocab_start, targets + row, keys[row], rows[row].unit, pool, &shared,
+  ListRow<kThreads>(matrix + row * stride, dense, columns, vocab_start, targets + row, keys[row], rows[row].unit, pool, &shared,
                     sums + row);
 }
 
-// The entries that are expected of a row, on the block's first thread. Entries that are not below the unit count as one.
+// Writes the entries that are expected of a row behind each prefix. Entries that are not below the unit count as one.
 template <int kBlock>
-__device__ __forceinline__ float ExpectedEntries(const __nv_bfloat16* row, int32_t columns, float unit) {
+__device__ __forceinline__ void ExpectEntries(const __nv_bfloat16* row, const DensePrefixes& prefixes, int32_t columns, float unit,
+                                              float* entries) {
+  static_assert(DensePrefixes::kCount == kSums);
   constexpr int32_t kEight = kVector<__nv_bfloat16>;
   const auto* const vectors = reinterpret_cast<const Vector<__nv_bfloat16>*>(row);
-  float sum = 0.0f;
+  float own[kSums] = {};
   for (int32_t j = static_cast<int32_t>(threadIdx.x) * kEight; j < columns; j += kBlock * kEight) {
     const Vector<__nv_bfloat16> vector = vectors[j / kEight];
+    float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kEight; ++i) {
       const float size = j + i < columns ? fabsf(ToFloat(vector.values[i])) : 0.0f;
       sum += size >= unit ? (size != 0.0f ? 1.0f : 0.0f) : size / unit;
     }
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) own[k] += j < prefixes.columns[k] ? 0.0f : sum;
   }
-  double total[kSums] = {static_cast<double>(sum), 0, 0};
+  double total[kSums] = {static_cast<double>(own[0]), static_cast<double>(own[1]), static_cast<double>(own[2])};
   SumOverBlock<kBlock>(total);
-  return static_cast<float>(total[0]);
+  for (int k = 0; threadIdx.x == 0 && k < kSums; ++k) entries[k] = static_cast<float>(total[k]);
 }
 
 // A block a sample.
-__global__ void __launch_bounds__(kThreads) EstimateEntriesKernel(const __nv_bfloat16* matrix, int64_t stride, int64_t row_count,
-                                                                  int32_t columns, const DitherRow* rows, float* entries) {
+__global__ void __launch_bounds__(kThreads)
+    EstimateEntriesKernel(const __nv_bfloat16* matrix, int64_t stride, int64_t row_count, const DensePrefixes prefixes,
+                          int32_t columns, const DitherRow* rows, float* entries) {
   const int64_t row = row_count * blockIdx.x / gridDim.x;
-  const float expected = ExpectedEntries<kThreads>(matrix + row * stride, columns, rows[row].unit);
-  if (threadIdx.x == 0) entries[blockIdx.x] = expected;
+  ExpectEntries<kThreads>(matrix + row * stride, prefixes, columns, rows[row].unit, entries + blockIdx.x * kSums);
 }
 
 template <typename T>
@@ -333,30 +343,29 @@ __device__ DitherRow MakeOnlyRow(const __nv_bfloat16* row, int32_t columns, cons
   return *shared;
 }
 
-// As DitherDivergenceKernel, but that entries go to a pool.
+// As DitherDivergenceKernel, but that entries behind the dense columns go to a pool.
 __global__ void __launch_bounds__(kDivergenceThreads, 1)
-    ListDivergenceKernel(const __nv_bfloat16* matrix, int64_t stride, int32_t columns, uint32_t vocab_start,
+    ListDivergenceKernel(__nv_bfloat16* matrix, int64_t stride, int32_t dense, int32_t columns, uint32_t vocab_start,
                          const DivergenceResolution of, const DitherKey* keys, const EntryPool pool, DitherRow* rows,
                          DitherSums* sums) {
   __shared__ DitherRow shared_row;
   __shared__ RowEntries<kDivergenceThreads>::Shared shared;
   const int64_t row = blockIdx.x;
-  const __nv_bfloat16* const of_row = matrix + row * stride;
+  __nv_bfloat16* const of_row = matrix + row * stride;
   const DitherRow made = MakeOnlyRow(of_row, columns, of, row, &shared_row);
   if (threadIdx.x == 0) rows[row] = made;
-  ListRow<kDivergenceThreads>(of_row, columns, vocab_start, nullptr, keys[row], made.unit, pool, &shared, sums + row);
+  ListRow<kDivergenceThreads>(of_row, dense, columns, vocab_start, nullptr, keys[row], made.unit, pool, &shared, sums + row);
 }
 
 // A block a sample.
 __global__ void __launch_bounds__(kDivergenceThreads)
-    EstimateDivergenceKernel(const __nv_bfloat16* matrix, int64_t stride, int64_t row_count, int32_t columns,
-                             const DivergenceResolution of, float* entries) {
+    EstimateDivergenceKernel(const __nv_bfloat16* matrix, int64_t stride, int64_t row_count, const DensePrefixes prefixes,
+                             int32_t columns, const DivergenceResolution of, float* entries) {
   __shared__ DitherRow shared_row;
   const int64_t row = row_count * blockIdx.x / gridDim.x;
   const __nv_bfloat16* const of_row = matrix + row * stride;
   const DitherRow made = MakeOnlyRow(of_row, columns, of, row, &shared_row);
-  const float expected = ExpectedEntries<kDivergenceThreads>(of_row, columns, made.unit);
-  if (threadIdx.x == 0) entries[blockIdx.x] = expected;
+  ExpectEntries<kDivergenceThreads>(of_row, prefixes, columns, made.unit, entries + blockIdx.x * kSums);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -403,40 +412,41 @@ cudaError_t LaunchDither(const MutableMatrix& matrix, int64_t vocab_start, const
   });
 }
 
-cudaError_t LaunchListDithered(const ConstMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
-                               const DitherKey* keys, const EntryPool& pool, DitherSums* sums, cudaStream_t stream) {
+cudaError_t LaunchListDithered(const MutableMatrix& matrix, int32_t dense, int64_t vocab_start, const int32_t* targets,
+                               const DitherRow* rows, const DitherKey* keys, const EntryPool& pool, DitherSums* sums,
+                               cudaStream_t stream) {
   if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
   ListKernel<<<static_cast<unsigned>(matrix.rows), kThreads, 0, stream>>>(
-      static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, static_cast<int32_t>(matrix.columns),
+      static_cast<__nv_bfloat16*>(matrix.data), matrix.stride, dense, static_cast<int32_t>(matrix.columns),
       static_cast<uint32_t>(vocab_start), targets, rows, keys, pool, sums);
   return cudaGetLastError();
 }
 
-cudaError_t LaunchEstimateEntries(const ConstMatrix& matrix, const DitherRow* rows, int32_t samples, float* entries,
-                                  cudaStream_t stream) {
-  if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
-  EstimateEntriesKernel<<<static_cast<unsigned>(samples), kThreads, 0, stream>>>(
-      static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, matrix.rows, static_cast<int32_t>(matrix.columns), rows,
-      entries);
-  return cudaGetLastError();
-}
-
-cudaError_t LaunchListDivergence(const ConstMatrix& matrix, int64_t vocab_start, const DivergenceResolution& of,
+cudaError_t LaunchListDivergence(const MutableMatrix& matrix, int32_t dense, int64_t vocab_start, const DivergenceResolution& of,
                                  const DitherKey* keys, const EntryPool& pool, DitherRow* rows, DitherSums* sums,
                                  cudaStream_t stream) {
   if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
   ListDivergenceKernel<<<static_cast<unsigned>(matrix.rows), kDivergenceThreads, 0, stream>>>(
-      static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, static_cast<int32_t>(matrix.columns),
+      static_cast<__nv_bfloat16*>(matrix.data), matrix.stride, dense, static_cast<int32_t>(matrix.columns),
       static_cast<uint32_t>(vocab_start), of, keys, pool, rows, sums);
   return cudaGetLastError();
 }
 
-cudaError_t LaunchEstimateDivergence(const ConstMatrix& matrix, const DivergenceResolution& of, int32_t samples, float* entries,
-                                     cudaStream_t stream) {
+cudaError_t LaunchEstimateEntries(const ConstMatrix& matrix, const DensePrefixes& prefixes, const DitherRow* rows, int32_t samples,
+                                  float* entries, cudaStream_t stream) {
+  if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
+  EstimateEntriesKernel<<<static_cast<unsigned>(samples), kThreads, 0, stream>>>(
+      static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, matrix.rows, prefixes, static_cast<int32_t>(matrix.columns),
+      rows, entries);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchEstimateDivergence(const ConstMatrix& matrix, const DensePrefixes& prefixes, const DivergenceResolution& of,
+                                     int32_t samples, float* entries, cudaStream_t stream) {
   if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
   EstimateDivergenceKernel<<<static_cast<unsigned>(samples), kDivergenceThreads, 0, stream>>>(
-      static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, matrix.rows, static_cast<int32_t>(matrix.columns), of,
-      entries);
+      static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, matrix.rows, prefixes, static_cast<int32_t>(matrix.columns),
+      of, entries);
   return cudaGetLastError();
 }
 

@@ -23,7 +23,7 @@ struct DitherRow {
 // Columns of M, [row_count, stride], hold the vocabulary from vocab_start on, best an even one; row i begins at a multiple of 16
 // bytes. Columns from matrix.columns to the next multiple of 8 become 0. `targets`: columns of the vocabulary that are 0 in M and
 // no entries of their rows, a cross entropy's; null: none. sums[i], in units of the row's resolution, is written, or with `add`
-// added to: of several shards of a row.
+// added to: of several shards of a row; null: they are there.
 cudaError_t LaunchDither(const MutableMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
                          const DitherKey* keys, bool add, DitherSums* sums, cudaStream_t stream);
 
@@ -53,22 +53,29 @@ struct DivergenceMatrix {
 cudaError_t LaunchDitherDivergence(const DivergenceMatrix& matrix, const DivergenceResolution& of, const DitherKey* keys,
                                    DitherRow* rows, DitherSums* sums, cudaStream_t stream);
 
-// Appends to `pool` the entries that LaunchDither() would leave and that are not 0, and leaves the matrix alone. The matrix is E in
-// bf16 of a head's only shard. Sums have the same bits.
-cudaError_t LaunchListDithered(const ConstMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
-                               const DitherKey* keys, const EntryPool& pool, DitherSums* sums, cudaStream_t stream);
+// Dithers the first `dense` columns, a multiple of 8, in place. Appends to `pool` the entries that LaunchDither() would leave of
+// the others and that are not 0, and leaves these columns alone. The matrix is E in bf16 of a head's only shard. Sums, of all
+// columns, have the same bits.
+cudaError_t LaunchListDithered(const MutableMatrix& matrix, int32_t dense, int64_t vocab_start, const int32_t* targets,
+                               const DitherRow* rows, const DitherKey* keys, const EntryPool& pool, DitherSums* sums,
+                               cudaStream_t stream);
 
-// As LaunchListDithered() for what LaunchDitherDivergence() would leave of M in bf16 of a head's only shard.
-cudaError_t LaunchListDivergence(const ConstMatrix& matrix, int64_t vocab_start, const DivergenceResolution& of,
+// The same, as LaunchDitherDivergence() would, for M in bf16 of a head's only shard.
+cudaError_t LaunchListDivergence(const MutableMatrix& matrix, int32_t dense, int64_t vocab_start, const DivergenceResolution& of,
                                  const DitherKey* keys, const EntryPool& pool, DitherRow* rows, DitherSums* sums,
                                  cudaStream_t stream);
 
-// entries[i] = how many entries LaunchListDithered(), or LaunchListDivergence(), is expected to append for the i-th of `samples`
-// rows, evenly spaced.
-cudaError_t LaunchEstimateEntries(const ConstMatrix& matrix, const DitherRow* rows, int32_t samples, float* entries,
-                                  cudaStream_t stream);
-cudaError_t LaunchEstimateDivergence(const ConstMatrix& matrix, const DivergenceResolution& of, int32_t samples, float* entries,
-                                     cudaStream_t stream);
+// Numbers of columns that may be dense.
+struct DensePrefixes {
+  static constexpr int32_t kCount = 3;
+  int32_t columns[kCount];
+};
+// entries[i][k] = how many entries LaunchListDithered(), or LaunchListDivergence(), is expected to append with prefixes.columns[k]
+// dense columns, for the i-th of `samples` rows, evenly spaced.
+cudaError_t LaunchEstimateEntries(const ConstMatrix& matrix, const DensePrefixes& prefixes, const DitherRow* rows, int32_t samples,
+                                  float* entries, cudaStream_t stream);
+cudaError_t LaunchEstimateDivergence(const ConstMatrix& matrix, const DensePrefixes& prefixes, const DivergenceResolution& of,
+                                     int32_t samples, float* entries, cudaStream_t stream);
 
 // *total = the rows' sums in units of G, the targets' entries included, in a fixed order.
 cudaError_t LaunchSumDither(const DitherSums* sums, const DitherRow* rows, int64_t row_count, DitherSums* total,
