@@ -270,13 +270,13 @@ INSTANTIATE_TEST_SUITE_P(All, DitheredList,
 
 TEST_P(DitheredList, MatchesFp64EntryByEntryRepeatsAndCommits) {
   const bool may_list = SuiteDithering().rounds_entries;
-  const int64_t rows = may_list ? 272 : 68;
+  const int64_t rows = may_list ? 1040 : 68;
   Problem problem = MakeIdentityProblem({.head_type = DataType::kBFloat16,
                                          .hidden_type = DataType::kBFloat16,
                                          .logit_spread = GetParam().logit_spread,
                                          .ignored_share = 0,
                                          .token_weights = true},
-                                        rows, may_list ? 16001 : 2001);
+                                        rows, may_list ? 24001 : 2001);
   for (int64_t row = 0; row < rows && GetParam().mostly_flat; ++row) {
     if (row % 17 % 4 != 0 || row % 17 == 16) problem.hidden[static_cast<size_t>(row * (rows + 1))] = 0x1p-8;
   }
@@ -316,16 +316,21 @@ TEST_P(DitheredList, MatchesFp64EntryByEntryRepeatsAndCommits) {
   EXPECT_LE(SquaredDifference(twice, once, 0.5), 1e-10 * SquaredDifference(once, std::vector<double>(once.size()), 1));
 }
 
-// With a bias, here of zeros, an engine has no list.
-TEST(DitheredDivergenceList, HasTheEntriesOfTheMatrixRepeatsAndCommits) {
+// With a bias, here of zeros, an engine has no list. The rows of an engine with lists come in several slices.
+class DitheredListOfManyRows : public ::testing::TestWithParam<bool> {};
+
+INSTANTIATE_TEST_SUITE_P(All, DitheredListOfManyRows, ::testing::Bool(),
+                         [](const auto& test) { return test.param ? "Divergence" : "CrossEntropy"; });
+
+TEST_P(DitheredListOfManyRows, HasTheEntriesOfTheMatrixRepeatsAndCommits) {
   const bool may_list = SuiteDithering().rounds_entries;
-  const int64_t rows = may_list ? 272 : 68;
+  const int64_t rows = may_list ? 2064 : 68;
   const Problem problem = MakeIdentityProblem({.head_type = DataType::kBFloat16,
                                                .hidden_type = DataType::kBFloat16,
                                                .logit_spread = 8,
                                                .ignored_share = 0,
                                                .token_weights = true,
-                                               .jsd = true},
+                                               .jsd = GetParam()},
                                               rows, may_list ? 16001 : 2001);
   Problem with_bias = problem;
   with_bias.heads[0].spec.has_bias = true;

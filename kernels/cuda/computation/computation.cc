@@ -411,6 +411,7 @@ absl::Status Computation::RunExponentials(Work* work) {
     if (!sums_early) HEADWATER_RETURN_IF_ERROR(ComputeGradHidden(work, slice, /*product_is_there=*/true));
     HEADWATER_RETURN_IF_ERROR(DeliverGradHidden(work, slice));
   }
+  HEADWATER_RETURN_IF_ERROR(CompleteList(work));
   work->owes_grad_weight = true;
   return absl::OkStatus();
 }
@@ -545,6 +546,7 @@ absl::Status Computation::RunLogits(Work* work) {
   const Slice all = {0, work->rows};
   HEADWATER_RETURN_IF_ERROR(MakeGroups(work));
   if (!leaves_early) HEADWATER_RETURN_IF_ERROR(AddGradHidden(work, all, /*product_is_there=*/false));
+  HEADWATER_RETURN_IF_ERROR(CompleteList(work));
   work->owes_grad_weight = true;
   return absl::OkStatus();
 }

@@ -96,6 +96,11 @@ class Computation {
     int64_t first;  // among the rows of the work
     int64_t count;
   };
+  // A slice's entries as a list.
+  struct ListedRows {
+    Slice rows;
+    EntryList list;
+  };
   // Rows whose products are computed at once: a part, or those of several members.
   struct Work {
     std::vector<Part> parts;
@@ -109,15 +114,16 @@ class Computation {
     ConstMatrix hidden;   // [rows, padded]
     ConstMatrix teacher;  // JSD
     int64_t rows;
-    TargetGroups groups;            // order null until they are made
-    int64_t uploaded;               // rows that have been enqueued to come from the host
-    int64_t placed;                 // rows that are where the products read them
-    void* kept_matrix;              // M's place in the slot, if rows are kept; else null
-    bool overflowed;                // the exponential form is done again as rows
-    std::vector<ListedRows> lists;  // by slice: the gradients are taken from these, not from M; empty: from M
-    bool waits;                     // its grad_weight product is deferred: `own` has the operands where they wait
-    bool owes_grad_weight;          // that of all rows is still to be added
-    bool results_leave;             // all results of the caller have been enqueued, except rows on their way to pageable memory
+    TargetGroups groups;  // order null until they are made
+    int64_t uploaded;     // rows that have been enqueued to come from the host
+    int64_t placed;       // rows that are where the products read them
+    void* kept_matrix;    // M's place in the slot, if rows are kept; else null
+    bool overflowed;      // the exponential form is done again as rows
+    EntryList list;       // of all rows: the gradients are taken from it, not from M, if `lists` has its slices
+    std::vector<ListedRows> lists;
+    bool waits;             // its grad_weight product is deferred: `own` has the operands where they wait
+    bool owes_grad_weight;  // that of all rows is still to be added
+    bool results_leave;     // all results of the caller have been enqueued, except rows on their way to pageable memory
     // Host copies (page-locked).
     int32_t* targets;
     RowReport* reports;
@@ -211,9 +217,10 @@ class Computation {
   absl::Status ListEntries(const Work& work, const Slice& slice, const EntryList& list);
   // Sorts a slice's list, if it has one, and waits for its number of entries.
   absl::Status SettleList(Work* work, const Slice& slice);
-  // Called when a slice's number of entries is known: drops all lists if its list has no room for them. Behind the last slice lists
-  // that a slot keeps go there.
+  // Called when a slice's number of entries is known: drops all lists if its list has no room for them.
   absl::Status FinishList(Work* work, const Slice& slice, uint32_t entries);
+  // Called behind the last slice: makes the list that grad_weight is taken from, and brings it to the slot that keeps it.
+  absl::Status CompleteList(Work* work);
   // Makes M of the rows below `end`, whose lists are not used any more.
   absl::Status DropLists(Work* work, int64_t end);
   // Null if the term has no resolution.
@@ -222,7 +229,7 @@ class Computation {
   }
   // M of a slice's rows, if the term has a resolution: as a list, or in place.
   absl::Status Dither(Work* work, const Slice& slice);
-  // Of a divergence's rows.
+  // The resolution of a divergence's rows.
   static DivergenceResolution ResolutionOf(const Work& work, const Slice& slice);
   absl::Status RunLogits(Work* work);
   // As far as M.

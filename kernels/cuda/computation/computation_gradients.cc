@@ -59,7 +59,7 @@ absl::Status Computation::MultiplyByWeight(Work* work, const Slice& slice, int32
   shape.kind = ProductKind::kGradHidden;
   shape.element = matrix.element;
   shape.rows = slice.count;
-  shape.vocab = work->lists.empty() ? shard.columns : work->lists.front().list.dense;
+  shape.vocab = work->lists.empty() ? shard.columns : work->list.dense;
   shape.width = shard.width;
   shape.a_stride = matrix.stride;
   shape.b_stride = shape.out_stride = shard.stride;
@@ -192,7 +192,7 @@ absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
   const int64_t stride = PaddedWidth(term.head->spec().hidden_size);
   WeightContribution contribution;
   for (int32_t rank = 0; rank < term.head->shard_count(); ++rank) contribution.matrices.push_back(MatrixOf(*work, slice, rank));
-  contribution.lists = work->lists;
+  if (!work->lists.empty()) contribution.list = work->list;
   if (work->kept_matrix != nullptr && work->overflowed) {
     ConstMatrix& matrix = contribution.matrices.front();
     // The slot has room for exponentials: 16-bit rows without gaps.

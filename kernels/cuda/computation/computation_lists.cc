@@ -1,9 +1,11 @@
 // The gradients of a computation from lists of a dithered matrix's entries (gradient_list.h) instead of products.
 //
-// Exponentials, and M of a divergence, are listed if they are of one shard: slice by slice, if a sample of the first slice's rows
-// has few entries. M stays as it was written until all slices are there. If a list has no room for its slice's entries, all rows
-// take products. M is then dithered in place, and has the same entries. Lists lie beside the chunk's memory, where the workspace
-// has room left. Their scratch memory, and what of them is kept in a slot, go into M's gaps, so that no plan counts them twice.
+// Exponentials, and M of a divergence, are listed slice by slice. They must be of one shard, and a sample of the first slice's rows
+// must have few entries. grad_weight takes one list of all rows. M stays as it was written until all slices are there. If a list
+// has no room for its slice's entries, all rows take products. M is then dithered in place, and has the same entries. Exponentials
+// have their list beside the chunk's memory, where the workspace has room left. A divergence has it where its teacher's logits
+// were, or in slices in a place of its own. Its scratch memory, and what a slot keeps of it, go into M's gaps, so no plan counts
+// them twice.
 //
 // At finer resolutions the first ids, which the tokenizer gives the frequent tokens, stay a matrix of products.
 #include <algorithm>
@@ -16,9 +18,11 @@ namespace headwater::cuda {
 namespace {
 
 // Finer resolutions leave so many entries that products of a matrix take less time. Up to DeferredGradWeight::kMaxMicroBatchRows
-// rows a list must have fewer: behind dense columns it does not pay.
+// rows a list must have fewer: behind dense columns it does not pay. Fewer rows yet do not pay for the sample: at 1024 flat rows an
+// H100 took a tenth longer with it.
 constexpr double kLeastListedResolution = 0x1p-12;
 constexpr double kLeastListedResolutionOfFewRows = 0x1p-10;
+constexpr int64_t kMostUnlistedRows = 1024;
 // Rows whose entries are counted before a micro-batch's form is chosen.
 constexpr int64_t kSampledRows = 64;
 // Vocabularies are cut at a multiple of this, where products' tiles end.
@@ -48,24 +52,25 @@ double ListTime(double entries, int64_t rows, int64_t columns, int64_t dense) {
 
 bool Computation::MayList(const Work& work) const {
   const TermRun& term = *work.term;
-  const ShardWeights shard = term.head->shard_weights(0);
-  const bool is_divergence = term.plan->jsd != nullptr && term.large_form == Form::kRows && core_.hopper() &&
-                             term.MatrixElement() == Element::kBFloat16 && work.rows > kLargestSmallBatch;
   const double least_resolution =
       work.rows > DeferredGradWeight::kMaxMicroBatchRows ? kLeastListedResolution : kLeastListedResolutionOfFewRows;
-  return term.plan->dithers && work.backward && group_ == nullptr && term.head->shard_count() == 1 && shard.bias == nullptr &&
-         (term.FormOf(work.rows) == Form::kExponentials || is_divergence) && term.finish.gradient_resolution >= least_resolution &&
-         EntryKeysFit(work.rows, shard.columns);
+  return term.may_list && work.rows > kMostUnlistedRows && term.finish.gradient_resolution >= least_resolution &&
+         EntryKeysFit(work.rows, term.head->shard_weights(0).columns);
 }
 
 void Computation::TakeLists(Work* work, const std::vector<Slice>& slices) {
   if (!MayList(*work)) return;
   const ShardWeights shard = work->term->head->shard_weights(0);
-  const int64_t mark = workspace_.used();
-  for (const Slice& slice : slices) work->lists.push_back({slice, LayOutEntryList(slice.count, shard.columns, &workspace_)});
-  if (workspace_.fits() && GapFits(0, MatrixOf(*work, slices.front(), 0).stride, shard.stride)) return;
-  work->lists.clear();
-  workspace_.Rewind(mark);
+  Workspace* const space = work->term->plan->jsd != nullptr ? &work->own.lists : &workspace_;
+  const int64_t mark = space->used();
+  work->list = LayOutEntryList(work->rows, shard.columns, static_cast<int64_t>(slices.size()), space);
+  if (space->fits() && GapFits(0, MatrixOf(*work, slices.front(), 0).stride, shard.stride)) {
+    for (const Slice& slice : slices) {
+      work->lists.push_back({slice, SliceOf(work->list, slice.first, slice.count, static_cast<int64_t>(work->lists.size()))});
+    }
+  } else {
+    space->Rewind(mark);
+  }
 }
 
 const EntryList* Computation::ListOf(const Work& work, const Slice& slice) {
@@ -111,12 +116,11 @@ absl::Status Computation::ChooseLists(Work* work, const Slice& slice) {
     work->lists.clear();
     return absl::OkStatus();
   }
-  for (ListedRows& listed : work->lists) {
-    const MutableMatrix of_list = MatrixOut(*work, listed.rows, 0);
-    listed.list.dense = dense;
-    listed.list.gap = Advance(of_list.data, of_list.element, dense);
-    listed.list.gap_pitch = of_list.stride * BytesOf(of_list.element);
-  }
+  const MutableMatrix all = MatrixOut(*work, {0, work->rows}, 0);
+  work->list.dense = dense;
+  work->list.gap = Advance(all.data, all.element, dense);
+  work->list.gap_pitch = all.stride * BytesOf(all.element);
+  for (ListedRows& listed : work->lists) listed.list.dense = dense;
   return absl::OkStatus();
 }
 
@@ -150,12 +154,13 @@ absl::Status Computation::SettleList(Work* work, const Slice& slice) {
 
 absl::Status Computation::FinishList(Work* work, const Slice& slice, uint32_t entries) {
   if (entries > ListOf(*work, slice)->pool.capacity) return DropLists(work, slice.first + slice.count);
-  if (slice.first + slice.count < work->rows || work->kept_matrix == nullptr) return absl::OkStatus();
-  // In a slot only the memory that lies there stays.
-  for (const ListedRows& listed : work->lists) {
-    HEADWATER_RETURN_IF_ERROR(Check(LaunchKeepEntries(listed.list, stream_), "keeping a list"));
-  }
   return absl::OkStatus();
+}
+
+absl::Status Computation::CompleteList(Work* work) {
+  if (work->lists.size() > 1) HEADWATER_RETURN_IF_ERROR(Check(LaunchSortSlices(work->list, stream_), "sorting entries"));
+  if (work->lists.empty() || work->kept_matrix == nullptr) return absl::OkStatus();
+  return Check(LaunchKeepEntries(work->list, stream_), "keeping a list");
 }
 
 absl::Status Computation::DropLists(Work* work, int64_t end) {

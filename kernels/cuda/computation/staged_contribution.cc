@@ -49,7 +49,7 @@ absl::Status CudaStagedContribution::Add(const StagedHead& staged, float factor)
     WeightScratch scratch;
     scratch.factor = workspace.Take<float>(1);
     if (head.spec().has_bias) scratch.bias = workspace.TakeBytes(GradBiasScratchBytes(largest_columns));
-    scratch.kept_lists = &workspace;
+    scratch.kept_list = &workspace;
     for (const WeightContribution& contribution : staged.kept) {
       HEADWATER_RETURN_IF_ERROR(AddWeightContribution(*core_, head, contribution, factor, scratch, /*overwrites=*/false,
                                                       [&](int32_t rank) { return head.accumulator(rank); }));

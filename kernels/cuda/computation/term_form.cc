@@ -4,6 +4,7 @@
 #include <variant>
 
 #include "kernels/cuda/products/e_product.h"
+#include "kernels/cuda/products/gradient_list.h"
 #include "kernels/cuda/rows/finish.h"
 
 namespace headwater::cuda {
@@ -92,24 +93,25 @@ void SetSliceRows(int64_t rows, std::vector<TermRun>* terms) {
   }
 }
 
-// The logits of `rows` rows. The teacher's memory is at least `least_teacher_bytes`.
-void LayOutLogits(const TermRun& term, Form form, int64_t rows, int64_t least_teacher_bytes, Workspace* workspace,
-                  TermBuffers* buffers) {
+// The logits of `rows` rows. Returns the bytes of the teacher's memory, which are at least `least_teacher_bytes`, or 0.
+int64_t LayOutLogits(const TermRun& term, Form form, int64_t rows, int64_t least_teacher_bytes, Workspace* workspace,
+                     TermBuffers* buffers) {
   const int32_t shard_count = term.head->shard_count();
   const int64_t product_bytes = form == Form::kExponentials ? 2 : BytesOf(term.ProductElement(form));
   const auto shard_bytes = [&](int32_t rank) {
     return rows * ProductStride(term.head->shard_weights(rank).columns) * product_bytes;
   };
   for (int32_t rank = 0; rank < shard_count; ++rank) buffers->products.push_back(workspace->TakeBytes(shard_bytes(rank)));
-  if (term.plan->jsd == nullptr) return;
-  const int64_t teacher_bytes = rows * ProductStride(TeacherColumns(term)) * product_bytes;
-  buffers->teacher_products = workspace->TakeBytes(std::max(teacher_bytes, least_teacher_bytes));
-  if (shard_count == 1 && !term.exchanges_teacher) return;
+  if (term.plan->jsd == nullptr) return 0;
+  const int64_t teacher_bytes = std::max(rows * ProductStride(TeacherColumns(term)) * product_bytes, least_teacher_bytes);
+  buffers->teacher_products = workspace->TakeBytes(teacher_bytes);
+  if (shard_count == 1 && !term.exchanges_teacher) return teacher_bytes;
   for (int32_t rank = 0; rank < shard_count; ++rank) buffers->cut_teacher.push_back(workspace->TakeBytes(shard_bytes(rank)));
-  if (!term.exchanges_teacher) return;
+  if (!term.exchanges_teacher) return teacher_bytes;
   int64_t columns = 0;
   for (const SurplusColumns& of : TeacherSurplus(term)) columns += of.size();
   buffers->teacher_exchange = workspace->TakeBytes(rows * columns * product_bytes);
+  return teacher_bytes;
 }
 
 }  // namespace
@@ -158,6 +160,10 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
                      !run.cross_entropy.want_rest && !plan->wants_argmax;
   if (hopper && narrow && plain && spec.data_type == DataType::kBFloat16) run.large_form = Form::kExponentials;
   run.finish.matrix_element = run.MatrixElement();
+  const bool rows_of_bf16 = hopper && run.large_form == Form::kRows && run.MatrixElement() == Element::kBFloat16;
+  const bool has_listed_form = run.large_form == Form::kExponentials || (plan->jsd != nullptr && rows_of_bf16);
+  run.may_list = plan->dithers && micro_batch.backward && has_listed_form && run.head->group() == nullptr &&
+                 run.head->shard_count() == 1 && !spec.has_bias;
   if (TakesAllRows(term)) {
     const DataType element = static_cast<DataType>(run.MatrixElement());
     run.hidden_in_place = hidden_place == Place::kOwnDevice && IsOperand(micro_batch.hidden, element);
@@ -219,9 +225,13 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
     Workspace early(space, bytes);
     LayOutLogits(term, form, slice_rows, 0, &early, &buffers);
     late = Workspace(space, bytes);
+    if (jsd && term.may_list) {
+      const int64_t list_bytes = MostEntryListBytes(rows, term.head->shard_weights(0).columns);
+      buffers.lists = Workspace(workspace->TakeBytes(list_bytes), list_bytes);
+    }
   } else {
-    LayOutLogits(term, form, rows, finish_bytes, workspace, &buffers);
-    late = Workspace(jsd ? buffers.teacher_products : workspace->TakeBytes(finish_bytes), finish_bytes);
+    const int64_t teacher_bytes = LayOutLogits(term, form, rows, finish_bytes, workspace, &buffers);
+    late = jsd ? Workspace(buffers.teacher_products, teacher_bytes) : Workspace(workspace->TakeBytes(finish_bytes), finish_bytes);
   }
   if (jsd) {
     const HeadSpec& teacher = term.teacher->spec();
@@ -249,6 +259,7 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
   }
   buffers.product = late.Take<float>(rows * padded);
   buffers.scaled = late.TakeBytes(rows * padded * element_bytes);
+  if (jsd && term.may_list && !term.IsSliced(form)) buffers.lists = late;
   buffers.alpha = workspace->Take<float>(2);
   if (term.head->spec().has_bias) buffers.bias_scratch = workspace->TakeBytes(GradBiasScratchBytes(largest_columns));
   if (term.plan->top_k != nullptr) {

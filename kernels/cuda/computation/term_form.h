@@ -44,6 +44,7 @@ struct TermRun {
   int64_t slice_rows = 0;
   bool exchanges_teacher = false;     // on a rank of a group whose teacher is cut at other columns than the student
   bool shard_passes = false;          // a divergence on a rank of a group, by the passes of divergence_shards.h
+  bool may_list = false;              // M may become lists of entries (gradient_list.h), if there are rows enough
   CrossEntropyOptions cross_entropy;  // its class weights are device memory
   FinishOptions finish;
   DivergenceTerm divergence;
@@ -132,6 +133,7 @@ struct TermBuffers {
   DitherRow* dither_rows = nullptr;  // this and the next two with a resolution
   DitherSums* dither_sums = nullptr;
   DitherSums* dither_total = nullptr;  // one
+  Workspace lists;                     // for the lists of a divergence that has may_list; empty: there is no room
 };
 
 // Takes it from `workspace`, in an order that is the same every time.

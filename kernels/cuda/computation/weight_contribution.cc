@@ -13,12 +13,13 @@ constexpr int64_t kLeastColumnsInParts = 2048;
 // Rows of grad_weight, and columns of M, then begin where vector loads may.
 constexpr int64_t kPartGrain = 8;
 
-// As AddProducts(), of a contribution with lists.
-absl::Status AddLists(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
-                      const WeightScratch& scratch, bool overwrites, const WeightTarget& to) {
+// As AddProducts(), of a contribution with a list.
+absl::Status AddList(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
+                     const WeightScratch& scratch, bool overwrites, const WeightTarget& to) {
   const cudaStream_t stream = core.stream();
   const ShardWeights shard = head.shard_weights(0);
-  const int64_t dense = contribution.lists.front().list.dense;
+  EntryList list = contribution.list;
+  const int64_t dense = list.dense;
   if (overwrites) {
     const size_t bytes = static_cast<size_t>((shard.columns - dense) * shard.stride) * sizeof(float);
     HEADWATER_RETURN_IF_ERROR(
@@ -39,19 +40,13 @@ absl::Status AddLists(EngineCore& core, const CudaHead& head, const WeightContri
     HEADWATER_RETURN_IF_ERROR(
         core.products().Run(shape, matrix.data, contribution.scaled.data, to.weight, factor, nullptr, stream));
   }
-  for (const ListedRows& listed : contribution.lists) {
-    EntryList list = listed.list;
-    const int64_t mark = scratch.kept_lists == nullptr ? 0 : scratch.kept_lists->used();
-    if (scratch.kept_lists != nullptr) {
-      HEADWATER_RETURN_IF_ERROR(core.Check(LaunchRestoreEntries(scratch.kept_lists, &list, stream), "restoring a list"));
-      // What follows on the stream may have it.
-      scratch.kept_lists->Rewind(mark);
-    }
-    const ConstMatrix scaled = Rows(contribution.scaled, listed.rows.first, listed.rows.count);
-    HEADWATER_RETURN_IF_ERROR(
-        core.Check(LaunchAddEntriesTimesRows(list, scaled, factor, to.weight, stream), "the list's grad_weight"));
+  if (Workspace* const space = scratch.kept_list; space != nullptr) {
+    const int64_t mark = space->used();
+    HEADWATER_RETURN_IF_ERROR(core.Check(LaunchRestoreEntries(space, &list, stream), "restoring a list"));
+    // Later work on the stream may have the memory.
+    space->Rewind(mark);
   }
-  return absl::OkStatus();
+  return core.Check(LaunchAddEntriesTimesRows(list, contribution.scaled, factor, to.weight, stream), "the list's grad_weight");
 }
 
 }  // namespace
@@ -78,7 +73,7 @@ absl::Status AddTargets(EngineCore& core, const CudaHead& head, const WeightCont
 absl::Status AddProducts(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
                          const WeightScratch& scratch, bool overwrites, absl::FunctionRef<WeightTarget(int32_t rank)> target) {
   const cudaStream_t stream = core.stream();
-  if (!contribution.lists.empty()) return AddLists(core, head, contribution, factor, scratch, overwrites, target(0));
+  if (contribution.list.rows > 0) return AddList(core, head, contribution, factor, scratch, overwrites, target(0));
   const float* factor_device = contribution.scaled_factor;
   if (factor_device != nullptr && factor != 1) {
     HEADWATER_RETURN_IF_ERROR(core.Check(cudaMemsetAsync(scratch.factor, 0, sizeof(float), stream), "clearing a factor"));

@@ -8,7 +8,6 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
-#include "kernels/cuda/computation/row_slices.h"
 #include "kernels/cuda/computation/workspace.h"
 #include "kernels/cuda/cuda_head.h"
 #include "kernels/cuda/engine_core.h"
@@ -17,16 +16,10 @@
 
 namespace headwater::cuda {
 
-// Rows of a contribution whose entries are a list.
-struct ListedRows {
-  RowSlice rows;
-  EntryList list;
-};
-
 // M, the factors beside it (row_passes.h) and the rows they belong to. The device memory is the caller's.
 struct WeightContribution {
   std::vector<ConstMatrix> matrices;     // M by shard
-  std::vector<ListedRows> lists;         // of all rows: M of the only shard but for its dense columns, without a bias; empty: M
+  EntryList list;                        // M of the only shard behind its dense columns, without a bias; without rows: M
   ConstMatrix hidden;                    // [rows, padded]
   ConstMatrix scaled;                    // row_factor . hidden
   const float* scaled_factor = nullptr;  // a factor by which `scaled` is still to be multiplied; null: 1
@@ -38,9 +31,9 @@ struct WeightContribution {
 };
 
 struct WeightScratch {
-  float* factor = nullptr;          // [1]
-  void* bias = nullptr;             // GradBiasScratchBytes() of the widest shard; null without a bias
-  Workspace* kept_lists = nullptr;  // for lists that are in M's gaps; null: they are where they were made
+  float* factor = nullptr;         // [1]
+  void* bias = nullptr;            // GradBiasScratchBytes() of the widest shard; null without a bias
+  Workspace* kept_list = nullptr;  // for a list that is in M's gaps; null: it is where it was made
 };
 
 // Columns of a shard whose grad_weight is one product: all of them; on a rank of a group half. A product keeps the multiprocessors

@@ -32,7 +32,7 @@ int BitsFor(int64_t values) {
 // Bits of a key. One more column than there are: where there is no entry the key is behind all others.
 int KeyBits(const EntryList& list) { return list.pool.row_bits + BitsFor(int64_t{list.columns} + 1); }
 
-// Of a restored list all keys: those without an entry are behind all columns.
+// All keys where there is no count: those without an entry are behind all columns.
 __device__ __forceinline__ int32_t EntryCount(const EntryPool& pool) {
   return static_cast<int32_t>(pool.count == nullptr ? pool.capacity : min(*pool.count, pool.capacity));
 }
@@ -61,11 +61,11 @@ __global__ void __launch_bounds__(256) PlanKernel(const EntryList list) {
   const int32_t count = EntryCount(list.pool), row_bits = list.pool.row_bits;
   const uint32_t row_mask = (1u << row_bits) - 1;
   if (list.row_first != nullptr && index <= list.rows) {
-    list.row_first[index] =
-        Partition(list.row_keys, count, [&](uint32_t key) { return (key & row_mask) < static_cast<uint32_t>(index); });
+    list.row_first[index] = Partition(
+        list.row_keys, count, [&](uint32_t key) { return (key & row_mask) < static_cast<uint32_t>(list.pool.first_row + index); });
   }
   int32_t first = 0, entries = 0;
-  if (index < list.columns) {
+  if (list.chunks != nullptr && index < list.columns) {
     const auto column = static_cast<uint32_t>(index);
     first = Partition(list.column_keys, count, [&](uint32_t key) { return key >> row_bits < column; });
     entries = Partition(list.column_keys + first, count - first, [&](uint32_t key) { return key >> row_bits <= column; });
@@ -340,7 +340,7 @@ void TakeColumnOrder(Workspace* workspace, EntryList* list) {
 cudaError_t LaunchPlan(const EntryList& list, cudaStream_t stream) {
   const cudaError_t error = cudaMemsetAsync(list.counts, 0, sizeof(EntryCounts), stream);
   if (error != cudaSuccess) return error;
-  const int32_t threads = std::max(list.columns, list.rows + 1);
+  const int32_t threads = std::max(list.chunks == nullptr ? 0 : list.columns, list.rows + 1);
   PlanKernel<<<static_cast<unsigned>((threads + 255) / 256), 256, 0, stream>>>(list);
   return cudaGetLastError();
 }
@@ -371,7 +371,7 @@ bool GapFits(int64_t dense, int64_t matrix_stride, int64_t stride) {
   return (matrix_stride - dense) * static_cast<int64_t>(sizeof(__nv_bfloat16)) >= needed;
 }
 
-EntryList LayOutEntryList(int64_t rows, int64_t columns, Workspace* workspace) {
+EntryList LayOutEntryList(int64_t rows, int64_t columns, int64_t slices, Workspace* workspace) {
   EntryList list;
   const int64_t capacity = rows * kEntriesPerRow;
   list.rows = static_cast<int32_t>(rows);
@@ -380,10 +380,10 @@ EntryList LayOutEntryList(int64_t rows, int64_t columns, Workspace* workspace) {
   list.pool.row_bits = BitsFor(rows);
   list.pool.keys = workspace->Take<uint32_t>(capacity);
   list.pool.values = workspace->Take<float>(capacity);
-  list.pool.count = workspace->Take<uint32_t>(1);
+  list.pool.count = workspace->Take<uint32_t>(slices);
   list.row_keys = workspace->Take<uint32_t>(capacity);
   list.row_values = workspace->Take<float>(capacity);
-  list.row_first = workspace->Take<int32_t>(rows + 1);
+  list.row_first = workspace->Take<int32_t>(rows + slices);
   TakeColumnOrder(workspace, &list);
   size_t by_row = 0;
   // Only sizes: an error here comes again when the list is sorted.
@@ -394,17 +394,39 @@ EntryList LayOutEntryList(int64_t rows, int64_t columns, Workspace* workspace) {
   return list;
 }
 
+EntryList SliceOf(const EntryList& all, int64_t first, int64_t count, int64_t number) {
+  EntryList slice = all;
+  const int64_t entry = first * kEntriesPerRow;
+  slice.rows = static_cast<int32_t>(count);
+  slice.pool.capacity = static_cast<uint32_t>(count * kEntriesPerRow);
+  slice.pool.first_row = static_cast<int32_t>(first);
+  slice.pool.count += number;
+  slice.row_first += first + number;
+  for (uint32_t** keys : {&slice.pool.keys, &slice.column_keys, &slice.row_keys}) *keys += entry;
+  for (float** values : {&slice.pool.values, &slice.column_values, &slice.row_values}) *values += entry;
+  if (slice.rows < all.rows) slice.chunks = nullptr;
+  return slice;
+}
+
 cudaError_t LaunchClearEntries(const EntryList& list, cudaStream_t stream) {
   const cudaError_t error = cudaMemsetAsync(list.pool.count, 0, sizeof(uint32_t), stream);
   if (error != cudaSuccess) return error;
   return cudaMemsetAsync(list.pool.keys, 0xff, list.pool.capacity * sizeof(uint32_t), stream);
 }
 
-cudaError_t LaunchSortEntries(const EntryList& list, cudaStream_t stream) {
-  size_t bytes = list.sort_bytes;
-  cudaError_t error = SortByColumn(list, list.sort_space, &bytes, stream);
-  bytes = list.sort_bytes;
-  if (error == cudaSuccess) error = SortByRow(list, list.sort_space, &bytes, stream);
+cudaError_t LaunchSortEntries(const EntryList& slice, cudaStream_t stream) {
+  size_t bytes = slice.sort_bytes;
+  cudaError_t error = SortByColumn(slice, slice.sort_space, &bytes, stream);
+  bytes = slice.sort_bytes;
+  if (error == cudaSuccess) error = SortByRow(slice, slice.sort_space, &bytes, stream);
+  return error != cudaSuccess ? error : LaunchPlan(slice, stream);
+}
+
+cudaError_t LaunchSortSlices(const EntryList& all, cudaStream_t stream) {
+  EntryList list = all;
+  list.row_first = nullptr;
+  list.pool.count = nullptr;
+  const cudaError_t error = SortByColumn(list, list.sort_space, &list.sort_bytes, stream);
   return error != cudaSuccess ? error : LaunchPlan(list, stream);
 }
 

@@ -11,8 +11,10 @@
 // More entries than the pool has room for are counted and not stored. The caller reads the count, and dithers E in place instead.
 // The entries are the same, but sums are those of a product then.
 //
+// The rows may come in slices. Each has its part of the pool and its own order of rows. The order of columns is that of all.
+//
 // The first columns may stay dense: a tokenizer's first ids are the frequent ones. They are dithered in place, and products take
-// them. The rest of a row of M is then a gap that nobody reads. Scratch memory for sums lies there, and entries that are kept.
+// them. The rest of a row of M is then a gap that no product reads. Scratch memory for sums lies there, and entries that are kept.
 #ifndef HEADWATER_KERNELS_CUDA_PRODUCTS_GRADIENT_LIST_H_
 #define HEADWATER_KERNELS_CUDA_PRODUCTS_GRADIENT_LIST_H_
 
@@ -31,10 +33,10 @@ struct EntryPool {
   uint32_t* count = nullptr;  // one; may exceed the capacity
   uint32_t capacity = 0;
   int32_t row_bits = 0;
+  int32_t first_row = 0;  // the number in keys of the pool's first row
 };
 
-// Up to 256 entries of one column, from `first` of those sorted by column on. partial: -1, or the number of the place for their
-// sum.
+// Up to 256 entries of one column: those sorted by column, from `first` on. partial is the place of their sum, or -1.
 struct EntryChunk {
   int32_t column;
   int32_t first;
@@ -70,7 +72,7 @@ struct EntryList {
   float* row_values = nullptr;
   int32_t* row_first = nullptr;  // [rows + 1], in the order of rows
   EntryCounts* counts = nullptr;
-  EntryChunk* chunks = nullptr;  // [max_chunks]
+  EntryChunk* chunks = nullptr;  // [max_chunks]; null: the order of columns is not wanted
   int32_t max_chunks = 0;
   SplitColumn* splits = nullptr;
   void* sort_space = nullptr;
@@ -85,13 +87,21 @@ bool GapFits(int64_t dense, int64_t matrix_stride, int64_t stride);
 
 // Whether keys of so many rows and columns have 32 bits.
 bool EntryKeysFit(int64_t rows, int64_t columns);
-// Takes a list's memory from `workspace`, which may be too small (Workspace::fits()).
-EntryList LayOutEntryList(int64_t rows, int64_t columns, Workspace* workspace);
+// Takes the memory for a list of rows in so many slices from `workspace`, which may be too small (Workspace::fits()).
+EntryList LayOutEntryList(int64_t rows, int64_t columns, int64_t slices, Workspace* workspace);
+// The list of rows [first, first + count) of `all`, its slice `number`.
+EntryList SliceOf(const EntryList& all, int64_t first, int64_t count, int64_t number);
+// A bound of the memory that LayOutEntryList() takes.
+constexpr int64_t MostEntryListBytes(int64_t rows, int64_t columns) {
+  return rows * kEntriesPerRow * 36 + columns * static_cast<int64_t>(sizeof(EntryChunk)) + (int64_t{1} << 20);
+}
 
 // Empties the pool.
 cudaError_t LaunchClearEntries(const EntryList& list, cudaStream_t stream);
-// Both orders, and the tables for the sums below.
-cudaError_t LaunchSortEntries(const EntryList& list, cudaStream_t stream);
+// A slice's order of rows, and with its tables the order of columns if the slice is all rows.
+cudaError_t LaunchSortEntries(const EntryList& slice, cudaStream_t stream);
+// The order of columns of several slices together.
+cudaError_t LaunchSortSlices(const EntryList& all, cudaStream_t stream);
 // out [rows, shard.stride] = M W, fp32, or with `adds` += it; without the dense columns. The shard is bf16.
 cudaError_t LaunchEntriesTimesWeight(const EntryList& list, const ShardWeights& shard, bool adds, float* out, cudaStream_t stream);
 // Copies the list's data for grad_weight to the gaps, where a contribution keeps it.

@@ -210,7 +210,7 @@ class RowEntries {
  private:
   __device__ __forceinline__ void Write(uint32_t place, uint32_t column, float value) {
     if (place >= pool_.capacity) return;
-    pool_.keys[place] = column << pool_.row_bits | blockIdx.x;
+    pool_.keys[place] = column << pool_.row_bits | (static_cast<uint32_t>(pool_.first_row) + blockIdx.x);
     pool_.values[place] = value;
   }
   const EntryPool& pool_;
