@@ -50,8 +50,8 @@ class GpuSide final : public LocalSide {
 
   std::string machine() const override { return testing::GpuName(); }
   std::string bus_id() const override { return testing::GpuBusId(); }
-  void RunEngine(int count, bool frozen) override {
-    calls_.Run(count, frozen, {hidden_.as<void>(), rows_, width_, DataType::kBFloat16, MemorySpace::kDevice},
+  void RunEngine(int count, EngineWork work) override {
+    calls_.Run(count, work, {hidden_.as<void>(), rows_, width_, DataType::kBFloat16, MemorySpace::kDevice},
                {grad_hidden_.as<void>(), rows_, width_, DataType::kBFloat16, MemorySpace::kDevice});
     CheckCuda(cudaDeviceSynchronize(), "the engine's last products");
   }

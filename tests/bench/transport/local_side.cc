@@ -50,8 +50,8 @@ class CpuSide final : public LocalSide {
     return ProcessorName() + "; " + std::to_string(std::thread::hardware_concurrency()) + " threads";
   }
   std::string bus_id() const override { return ""; }
-  void RunEngine(int count, bool frozen) override {
-    calls_.Run(count, frozen, {tensors_.hidden.data(), settings_.rows, settings_.hidden_size, DataType::kBFloat16},
+  void RunEngine(int count, EngineWork work) override {
+    calls_.Run(count, work, {tensors_.hidden.data(), settings_.rows, settings_.hidden_size, DataType::kBFloat16},
                {grad_hidden_.data(), settings_.rows, settings_.hidden_size, DataType::kBFloat16});
   }
   bool has_products() const override { return false; }
@@ -77,18 +77,19 @@ EngineCalls::EngineCalls(std::unique_ptr<LossEngine> engine, const TransportSett
       trainable_(MakeHead(*engine_, settings, tensors, /*trainable=*/true)),
       frozen_(MakeHead(*engine_, settings, tensors, /*trainable=*/false)) {}
 
-void EngineCalls::Run(int count, bool frozen, const RowsView& hidden, const MutableRowsView& grad_hidden) {
+void EngineCalls::Run(int count, EngineWork work, const RowsView& hidden, const MutableRowsView& grad_hidden) {
   for (int i = 0; i < count; ++i) {
     LossTerm term;
-    term.head = frozen ? frozen_.get() : trainable_.get();
+    term.head = work.frozen ? frozen_.get() : trainable_.get();
     term.row_count = hidden.row_count;
     term.targets = tensors_.targets;
+    term.gradient_resolution = work.resolution;
     MicroBatch micro_batch;
     micro_batch.hidden = hidden;
     micro_batch.terms = absl::MakeConstSpan(&term, 1);
     micro_batch.backward = true;
     micro_batch.grad_hidden = grad_hidden;
-    micro_batch.grad_weight = frozen ? GradWeightMode::kNone : GradWeightMode::kAccumulate;
+    micro_batch.grad_weight = work.frozen ? GradWeightMode::kNone : GradWeightMode::kAccumulate;
     const MicroBatchResult result = ValueOf(engine_->Compute(micro_batch), "Compute");
     loss_sum_ = result.terms[0].loss_sum;
   }

@@ -12,6 +12,11 @@
 
 namespace headwater::bench {
 
+struct EngineWork {
+  bool frozen = false;    // the head, which has no grad_weight then
+  double resolution = 0;  // gradient_resolution
+};
+
 // The engine's own work on one micro-batch: forward, backward, grad_hidden, and grad_weight unless the head is frozen. Functions
 // throw std::runtime_error for what fails. One thread.
 class LocalSide {
@@ -23,7 +28,7 @@ class LocalSide {
   // For CardMonitor; empty without a GPU.
   virtual std::string bus_id() const = 0;
   // Calls the engine so many times in a row; rows and grad_hidden lie where the engine has them at hand.
-  virtual void RunEngine(int count, bool frozen) = 0;
+  virtual void RunEngine(int count, EngineWork work) = 0;
   // Whether there are bare products to run; and they, so many times in a row.
   virtual bool has_products() const = 0;
   virtual void RunProducts(int count) = 0;
@@ -48,7 +53,7 @@ class EngineCalls {
  public:
   EngineCalls(std::unique_ptr<LossEngine> engine, const TransportSettings& settings, const Tensors& tensors);
 
-  void Run(int count, bool frozen, const RowsView& hidden, const MutableRowsView& grad_hidden);
+  void Run(int count, EngineWork work, const RowsView& hidden, const MutableRowsView& grad_hidden);
   double loss_sum() const { return loss_sum_; }
   LossEngine& engine() { return *engine_; }
 

@@ -148,15 +148,16 @@ void RemoteSide::GradHiddenOf(Trainer& trainer, Rows rows, int slot, client::Mic
 
 client::Future<client::LossResult> RemoteSide::Submit(Trainer& trainer, const Work& work, int slot) {
   client::MicroBatchOptions options;
-  if (!work.frozen) {
+  if (!work.engine.frozen) {
     options.step = step_;
     options.micro_batch = next_id_++;
   }
   if (work.is_explicit) options.commit = client::CommitMode::kExplicit;
   options.late_token_factors = work.held;
+  options.gradient_resolution = work.engine.resolution;
   const client::RowsView hidden = HiddenOf(trainer, work.rows);
   GradHiddenOf(trainer, work.rows, slot, &options);
-  client::Head& head = work.frozen ? trainer.frozen : trainer.student;
+  client::Head& head = work.engine.frozen ? trainer.frozen : trainer.student;
   return head.CrossEntropy(hidden, tensors_.targets, {}, options);
 }
 
@@ -284,7 +285,7 @@ int64_t RemoteSide::ReserveIds(int64_t count) {
 }
 
 RemoteSide::Difference RemoteSide::Compare(const Work& work, LocalSide& local) {
-  local.RunEngine(1, work.frozen);
+  local.RunEngine(1, work.engine);
   const std::vector<uint16_t> expected = local.grad_hidden();
   Trainer& trainer = TrainerOf(work.transport, work.replay);
   const client::LossResult result = Finish(Submit(trainer, work, 0), work);

@@ -45,7 +45,7 @@ struct Work {
   client::Transport transport = client::Transport::kGrpc;
   Rows rows = Rows::kOwn;
   int in_flight = 1;
-  bool frozen = false;
+  EngineWork engine;
   bool is_explicit = false;  // then committed, with factor 1
   bool held = false;         // only with is_explicit: as an upstream gradient for each token needs it
   bool replay = false;       // the client keeps a copy of the open step's rows
