@@ -62,7 +62,9 @@ absl::StatusOr<std::unique_ptr<GroupAssembly>> GroupAssembly::Create(AssemblyOpt
 
 absl::Status GroupAssembly::CheckHello(const v1::RankHello& hello) const {
   if (hello.version() != options_.version) {
-    return FieldError(ErrorReason::kInvalidCombination, "hello.version", options_.version, hello.version());
+    return MakeError(ErrorReason::kInvalidCombination,
+                     absl::StrCat("the worker is of version ", hello.version(), ", this server of ", options_.version),
+                     {{"field", "hello.version"}, {"expected", options_.version}, {"actual", hello.version()}});
   }
   if (!hello.engine().empty() && hello.engine() != "auto" && hello.engine() != options_.engine_name) {
     return MakeError(ErrorReason::kInvalidCombination,
