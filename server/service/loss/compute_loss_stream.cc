@@ -167,7 +167,7 @@ RawReactor* StartComputeLoss(ServerCore& core, grpc::CallbackServerContext& cont
     return reactor;
   }
   stream->Allow([access = core.access.get(), caller = *caller] { return access->Recheck(caller); });
-  stream->Read(/*watched=*/true);
+  stream->Read();
   return reactor;
 }
 

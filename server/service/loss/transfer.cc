@@ -6,7 +6,6 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "server/service/request/field_check.h"
-#include "server/service/request/message_order.h"
 
 namespace headwater::service {
 namespace {
@@ -17,85 +16,11 @@ std::vector<transport::RowTensor> RowsOf(const std::vector<Transfer::Tensor>& te
   return rows;
 }
 
-// A message that ParseChunk() leaves to protobuf; `chunk` points into `parsed` then. kProtocolViolation, kMissingField.
-absl::Status ParseOddChunk(const ReceivedMessage& received, v1::ComputeLossRequest* parsed, ChunkView* chunk) {
-  HEADWATER_RETURN_IF_ERROR(received.Parse(parsed));
-  HEADWATER_RETURN_IF_ERROR(CheckNextChunk(*parsed));
-  const v1::RowChunk& fields = parsed->chunk();
-  const std::string& data = fields.data();
-  *chunk = {static_cast<int32_t>(fields.role()), fields.term_index(), fields.row_start(), fields.row_count(), {}, 0};
-  chunk->data_bytes = static_cast<int64_t>(data.size());
-  if (!data.empty()) chunk->data.emplace_back(reinterpret_cast<const uint8_t*>(data.data()), data.size());
-  return absl::OkStatus();
-}
-
 absl::Status TransferEnded() {
   return MakeError(ErrorReason::kTransferNotFound, "the transfer's primary stream has ended; what became of it is told there");
 }
 
 }  // namespace
-
-// ---- RowStream -------------------------------------------------------------------------------------------------------
-
-void RowStream::Carry(std::shared_ptr<Transfer> transfer, int32_t stripe_index) {
-  stripe_index_ = stripe_index;
-  {
-    absl::MutexLock lock(&transfer_mutex_);
-    transfer_ = std::move(transfer);
-  }
-  if (gone()) OnStreamGone(this->transfer().get());  // it may have gone before there was a transfer to notify
-  Read(/*watched=*/false);
-}
-
-void RowStream::OnMessage(bool ok, grpc::ByteBuffer* message) {
-  const std::shared_ptr<Transfer> transfer = this->transfer();
-  if (transfer == nullptr) return OnFirstMessage(ok, message);
-  if (!ok) return transfer->OnHalfClosed();
-  absl::Status status;
-  {
-    const ReceivedMessage received(message);
-    ChunkView chunk;
-    v1::ComputeLossRequest parsed;  // a TransferRowsRequest's chunk has the same number
-    if (!received.ParseChunk(&chunk)) status = ParseOddChunk(received, &parsed, &chunk);
-    if (status.ok()) status = transfer->Take(chunk, stripe_index_);
-  }
-  if (status.ok()) return Read(/*watched=*/false);
-  {
-    // Before the transfer ends, and this stream with it.
-    absl::MutexLock lock(&transfer_mutex_);
-    refusal_ = status;
-  }
-  transfer->OnRefused(status);
-  OnRefused(status);
-}
-
-void RowStream::Pump() {
-  const std::shared_ptr<Transfer> transfer = this->transfer();
-  if (transfer == nullptr) return;
-  // Asked again after `writing_` is false: a Pump() in between for new rows has found it true.
-  while (!writing_.exchange(true)) {
-    std::optional<grpc::ByteBuffer> message = transfer->NextGradMessage();
-    if (message.has_value()) {
-      if (Write(*std::move(message))) return;
-      transfer->OnWritten(false);  // the stream has ended, and the rows with it
-      return;
-    }
-    writing_.store(false);
-    if (!transfer->exchange().has_grad()) return;
-  }
-}
-
-void RowStream::OnWritten(bool ok) {
-  const std::shared_ptr<Transfer> transfer = this->transfer();
-  if (transfer == nullptr) return;
-  writing_.store(false);
-  transfer->OnWritten(ok);
-  if (ok) Pump();
-}
-
-void RowStream::OnGone() { OnStreamGone(transfer().get()); }
-
-// ---- Transfer --------------------------------------------------------------------------------------------------------
 
 Transfer::Transfer(ServerCore& core, const Options& options, std::vector<Tensor> tensors)
     : core_(core),

@@ -1,12 +1,9 @@
 // Transfer: how the rows of one micro-batch come in and its gradient goes out, over one stream or several (TransferRows).
-//
-// RowStream is the common part of the primary stream and its stripes. Once it has joined the transfer it reads chunks and writes
-// rows of the gradient; the stream that is free first writes the next ones. Rows that have been read are copied once, to where the
-// engine reads them, and hashed there; the next message is read only then.
+// The stream that is free first writes the next rows of the gradient. Rows that have been read are copied once, to where the engine
+// reads them, and hashed there; the next message is read only then.
 #ifndef HEADWATER_SERVER_SERVICE_LOSS_TRANSFER_H_
 #define HEADWATER_SERVER_SERVICE_LOSS_TRANSFER_H_
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -18,56 +15,13 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "headwater/kernels/digest.h"
-#include "server/service/loss/raw_stream.h"
+#include "server/service/loss/row_stream.h"
 #include "server/service/request/chunk_codec.h"
 #include "server/service/server_core.h"
 #include "server/transport/pinned_pool.h"
 #include "server/transport/row_exchange.h"
 
 namespace headwater::service {
-
-class Transfer;
-
-// A stream that may carry rows of a transfer.
-class RowStream : public RawStream {
- public:
-  using RawStream::RawStream;
-
-  // Carries rows of `transfer` from now on, as its stream `stripe_index`. Once. Begins to read.
-  void Carry(std::shared_ptr<Transfer> transfer, int32_t stripe_index);
-  // Sends the next rows of the gradient, if there are any and nothing is being sent. Not from within the engine.
-  void Pump();
-  // Called by the transfer, once: it is over. The primary stream, which ends it, does nothing.
-  virtual void OnTransferEnd(bool succeeded) = 0;
-
- protected:
-  // The messages before Carry().
-  virtual void OnFirstMessage(bool ok, grpc::ByteBuffer* message) = 0;
-  // The client is gone; `transfer` is null before Carry().
-  virtual void OnStreamGone(Transfer* transfer) = 0;
-  // This very stream has broken the transfer by a chunk that was refused; `status` says why.
-  virtual void OnRefused(const absl::Status& status) = 0;
-  // The status of a refused chunk, from before the transfer knows of it; OK if there is none.
-  absl::Status refusal() {
-    absl::MutexLock lock(&transfer_mutex_);
-    return refusal_;
-  }
-
- private:
-  void OnMessage(bool ok, grpc::ByteBuffer* message) final;
-  void OnWritten(bool ok) final;
-  void OnGone() final;
-  std::shared_ptr<Transfer> transfer() {
-    absl::MutexLock lock(&transfer_mutex_);
-    return transfer_;
-  }
-
-  absl::Mutex transfer_mutex_;
-  std::shared_ptr<Transfer> transfer_ ABSL_GUARDED_BY(transfer_mutex_);
-  absl::Status refusal_ ABSL_GUARDED_BY(transfer_mutex_);
-  int32_t stripe_index_ = 0;
-  std::atomic<bool> writing_{false};
-};
 
 // Thread-safe.
 class Transfer : public std::enable_shared_from_this<Transfer> {

@@ -29,7 +29,7 @@ class TransferRowsStream final : public RowStream {
   void Start() {
     if (absl::Status status = scope_.Begin(); !status.ok()) return End(std::move(status));
     Allow(scope_.AllowedStill());
-    Read(/*watched=*/true);
+    Read();
   }
 
   void OnTransferEnd(bool succeeded) override {

@@ -1,10 +1,11 @@
-// RawStream: one bidirectional call of gRPC's callback API whose messages are raw bytes. The rules of that API live here: nothing
+// RowStream: one call of ComputeLoss or TransferRows, as a bidirectional stream of gRPC's callback API whose messages are raw
+// bytes. Once it has joined a transfer it reads chunks and writes rows of the gradient. The rules of that API live here: nothing
 // starts after the end, the end comes once, the object lives until gRPC and others release it.
 //
-// The client is watched (StreamWatchdog) while it should send a message, or take one. If it does neither for
+// The client is watched (StreamWatchdog) while it should send its first message, or take one. If it does neither for
 // ServerOptions::stream_idle_timeout the call is cancelled, and in any case after Limits::max_stream_time in all.
-#ifndef HEADWATER_SERVER_SERVICE_LOSS_RAW_STREAM_H_
-#define HEADWATER_SERVER_SERVICE_LOSS_RAW_STREAM_H_
+#ifndef HEADWATER_SERVER_SERVICE_LOSS_ROW_STREAM_H_
+#define HEADWATER_SERVER_SERVICE_LOSS_ROW_STREAM_H_
 
 #include <grpcpp/server_context.h>
 #include <grpcpp/support/byte_buffer.h>
@@ -12,35 +13,39 @@
 #include <grpcpp/support/status.h>
 
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "server/guard/stream_watchdog.h"
 #include "server/service/server_core.h"
 
 namespace headwater::service {
 
+class Transfer;
+
 using RawReactor = grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>;
 
 // Made by std::make_shared. Its methods may be called from any thread; the reactions come on gRPC's, one read and one write at a
 // time, and must not wait.
-class RawStream : public RawReactor, public std::enable_shared_from_this<RawStream> {
+class RowStream : public RawReactor, public std::enable_shared_from_this<RowStream> {
  public:
-  RawStream(ServerCore& core, grpc::CallbackServerContext& context) : core_(core), context_(context) {}
-  RawStream(const RawStream&) = delete;
-  RawStream& operator=(const RawStream&) = delete;
+  RowStream(ServerCore& core, grpc::CallbackServerContext& context) : core_(core), context_(context) {}
+  RowStream(const RowStream&) = delete;
+  RowStream& operator=(const RowStream&) = delete;
 
   // Before all else: gives gRPC its share of the object, which it has until the call is over, and begins to watch the client.
   RawReactor* Own();
-
-  // Begins to read a message; OnMessage() follows. Not before the last one was answered. `watched` bounds the client's time for it.
-  // Without effect after Finish().
-  void Read(bool watched);
-  // Begins to write; OnWritten() follows if this returns true. Not before the last one was answered. False after Finish().
-  bool Write(grpc::ByteBuffer message);
+  // Begins to read the next message. Not before the last one was answered. Without effect after Finish().
+  void Read();
+  // Carries rows of `transfer` from now on, as its stream `stripe_index`. Once. Begins to read.
+  void Carry(std::shared_ptr<Transfer> transfer, int32_t stripe_index);
+  // Sends the next rows of the gradient, if there are any and nothing is being sent. Not from within the engine.
+  void Pump();
   // Ends the call: with a last message, if there is one. Once. Not with a last message while something is being written.
   void Finish(grpc::Status status, std::optional<grpc::ByteBuffer> last_message = std::nullopt);
 
@@ -48,26 +53,41 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   void Allow(std::function<absl::Status()> allowed) { watch_->Allow(std::move(allowed)); }
   // Why the watchdog ended the call; OK if it did not. Before Finish().
   absl::Status why_ended() const { return watch_->why(); }
-
   // The client has cancelled or gone away, or its deadline has passed.
   bool gone() const { return gone_.load(); }
 
+  // Called by the transfer, once: it is over. The primary stream, which ends it, does nothing.
+  virtual void OnTransferEnd(bool succeeded) = 0;
+
  protected:
-  // A message, or (`ok` false) there are no more of them, because the client has half-closed or is gone.
-  virtual void OnMessage(bool ok, grpc::ByteBuffer* message) = 0;
-  // The transport has taken the message; `ok` false: it never will.
-  virtual void OnWritten(bool ok) = 0;
-  // gone() has become true. At most once, concurrently with the others.
-  virtual void OnGone() = 0;
+  // The message before Carry(), or (`ok` false) there is none, because the client has half-closed or is gone.
+  virtual void OnFirstMessage(bool ok, grpc::ByteBuffer* message) = 0;
+  // gone() has become true. At most once, concurrently with the others. `transfer` is null before Carry().
+  virtual void OnStreamGone(Transfer* transfer) = 0;
+  // This very stream has broken the transfer by a chunk that was refused; `status` says why.
+  virtual void OnRefused(const absl::Status& status) = 0;
   // The watchdog ends the call; on its thread, where nothing may wait. True: it has been finished with `why`. False: it is
   // cancelled, at once and whatever is in progress. The client then gets the code and the sentence, but no reason: gRPC sends no
   // details with a call that it cancels.
   virtual bool OnEnded(const absl::Status& why) = 0;
 
+  // The status of a refused chunk, from before the transfer knows of it; OK if there is none.
+  absl::Status refusal() {
+    absl::MutexLock lock(&transfer_mutex_);
+    return refusal_;
+  }
   ServerCore& core() { return core_; }
   grpc::CallbackServerContext& context() { return context_; }
 
  private:
+  std::shared_ptr<Transfer> transfer() {
+    absl::MutexLock lock(&transfer_mutex_);
+    return transfer_;
+  }
+  // Takes the chunk that was read, and reads the next one.
+  void OnChunk(Transfer& transfer);
+  // Begins to write. False after Finish().
+  bool Write(grpc::ByteBuffer message);
   // Between these nothing ends the call.
   bool Enter();
   void Leave();
@@ -86,12 +106,17 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
 
   ServerCore& core_;
   grpc::CallbackServerContext& context_;  // until OnDone()
-  std::shared_ptr<RawStream> self_;       // gRPC's share
+  std::shared_ptr<RowStream> self_;       // gRPC's share
   std::optional<guard::StreamWatchdog::Watch> watch_;
   std::atomic<bool> gone_{false};
-  bool read_watched_ = false;  // the read in progress
   grpc::ByteBuffer read_message_;
   grpc::ByteBuffer written_message_;
+
+  absl::Mutex transfer_mutex_;
+  std::shared_ptr<Transfer> transfer_ ABSL_GUARDED_BY(transfer_mutex_);
+  absl::Status refusal_ ABSL_GUARDED_BY(transfer_mutex_);
+  int32_t stripe_index_ = 0;
+  std::atomic<bool> writing_{false};
 
   absl::Mutex mutex_;
   int starting_ ABSL_GUARDED_BY(mutex_) = 0;
@@ -102,4 +127,4 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
 
 }  // namespace headwater::service
 
-#endif  // HEADWATER_SERVER_SERVICE_LOSS_RAW_STREAM_H_
+#endif  // HEADWATER_SERVER_SERVICE_LOSS_ROW_STREAM_H_
