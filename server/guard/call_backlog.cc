@@ -2,22 +2,8 @@
 
 #include <algorithm>
 #include <iterator>
-#include <utility>
 
 namespace headwater::guard {
-namespace {
-
-constexpr size_t kLeastSweep = 1024;  // connections
-
-}  // namespace
-
-CallBacklog::CallBacklog(int64_t most, double forgotten_a_second)
-    : most_(most), forgotten_a_second_(forgotten_a_second), sweep_at_(kLeastSweep) {}
-
-void CallBacklog::SetDrop(std::function<void(const std::string& peer)> drop) {
-  absl::MutexLock lock(&drop_mutex_);
-  drop_ = std::move(drop);
-}
 
 int64_t CallBacklog::NewConnection() {
   absl::MutexLock lock(&mutex_);
@@ -39,7 +25,7 @@ bool CallBacklog::OnCall(int64_t connection, absl::Time now) {
     }
     dropped = TakeForDrop(known);
   }
-  if (!dropped.empty()) Drop(dropped);
+  if (!dropped.empty()) drop_(dropped);
   return false;
 }
 
@@ -52,7 +38,7 @@ void CallBacklog::OnTaken(int64_t connection, const std::string& peer, absl::Tim
     if (known.peer.empty()) known.peer = peer;
     dropped = TakeForDrop(known);
   }
-  if (!dropped.empty()) Drop(dropped);
+  if (!dropped.empty()) drop_(dropped);
 }
 
 size_t CallBacklog::known_connections() const {
@@ -83,11 +69,6 @@ std::string CallBacklog::TakeForDrop(Connection& connection) {
   if (!connection.is_over || connection.is_dropped || connection.peer.empty()) return "";
   connection.is_dropped = true;
   return connection.peer;
-}
-
-void CallBacklog::Drop(const std::string& peer) {
-  absl::MutexLock lock(&drop_mutex_);
-  if (drop_) drop_(peer);
 }
 
 }  // namespace headwater::guard

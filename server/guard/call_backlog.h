@@ -10,6 +10,7 @@
 #include <functional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -21,14 +22,12 @@ namespace headwater::guard {
 class CallBacklog {
  public:
   // At most `most` (>= 1) calls of a connection wait. Calls that were reset before the server starts them are forgotten, at
-  // `forgotten_a_second` (> 0) for each connection.
-  CallBacklog(int64_t most, double forgotten_a_second);
+  // `forgotten_a_second` (> 0) for each connection. `drop` drops the connection of `peer`; any thread, and it must not call the
+  // backlog.
+  CallBacklog(int64_t most, double forgotten_a_second, std::function<void(const std::string& peer)> drop)
+      : most_(most), forgotten_a_second_(forgotten_a_second), drop_(std::move(drop)) {}
   CallBacklog(const CallBacklog&) = delete;
   CallBacklog& operator=(const CallBacklog&) = delete;
-
-  // `drop` drops the connection of `peer` and must not call the backlog. Runs on any thread, and not after a later SetDrop() has
-  // returned. Null: no connection is dropped.
-  void SetDrop(std::function<void(const std::string& peer)> drop);
 
   // A name for a new connection.
   int64_t NewConnection();
@@ -49,22 +48,22 @@ class CallBacklog {
     bool is_dropped = false;
   };
 
+  static constexpr size_t kLeastSweep = 1024;  // connections
+
   // The connection's record, updated to `now`.
   Connection& At(int64_t connection, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Forgets the connections without waiting calls.
   void Sweep(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The peer, if it is to be dropped now; else empty.
   static std::string TakeForDrop(Connection& connection);
-  void Drop(const std::string& peer);
 
   const int64_t most_;
   const double forgotten_a_second_;
+  const std::function<void(const std::string& peer)> drop_;
   mutable absl::Mutex mutex_;
   int64_t last_connection_ ABSL_GUARDED_BY(mutex_) = 0;
-  size_t sweep_at_ ABSL_GUARDED_BY(mutex_);
+  size_t sweep_at_ ABSL_GUARDED_BY(mutex_) = kLeastSweep;
   std::unordered_map<int64_t, Connection> connections_ ABSL_GUARDED_BY(mutex_);
-  absl::Mutex drop_mutex_;
-  std::function<void(const std::string&)> drop_ ABSL_GUARDED_BY(drop_mutex_);
 };
 
 }  // namespace headwater::guard

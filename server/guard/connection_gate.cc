@@ -52,13 +52,6 @@ std::string PeerOf(int fd) {
   return PeerName(address);
 }
 
-// Ends a connection for its owner and the gate. Discards unread data: megabytes that the owner would read before the end.
-void CutOff(int fd) {
-  shutdown(fd, SHUT_RDWR);
-  while (recv(fd, nullptr, std::numeric_limits<int>::max(), MSG_TRUNC | MSG_DONTWAIT) > 0) {
-  }
-}
-
 }  // namespace
 
 std::string PeerName(const sockaddr_storage& address) {
@@ -79,8 +72,6 @@ std::string PeerName(const sockaddr_storage& address) {
   const std::string zone = six->sin6_scope_id == 0 ? "" : absl::StrCat("%25", six->sin6_scope_id);
   return absl::StrCat("ipv6:%5B", host.data(), zone, "%5D:", ntohs(six->sin6_port));
 }
-
-ConnectionGate::ConnectionGate(ConnectionGateOptions options) : options_(std::move(options)) {}
 
 ConnectionGate::~ConnectionGate() {
   Stop();
@@ -181,14 +172,14 @@ void ConnectionGate::Accept(const Listener& listener) {
       return;
     }
     if (!LetIn(listener, fd)) {
-      options_.on_refused();  // before the client can notice
+      refused_.fetch_add(1);  // before the client can notice
       close(fd);
     }
   }
 }
 
 bool ConnectionGate::LetIn(const Listener& listener, int fd) {
-  if (connections_.load() >= options_.max_connections) return false;
+  if (connections_.load() >= max_connections_) return false;
   const int duplicate = fcntl(fd, F_DUPFD_CLOEXEC, 0);
   if (duplicate < 0) return false;
   epoll_event event{};
@@ -216,7 +207,7 @@ bool ConnectionGate::LetIn(const Listener& listener, int fd) {
 void ConnectionGate::RefuseWithTheSpare(int listener_fd) {
   spare_.Close();
   if (const int fd = accept4(listener_fd, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); fd >= 0) {
-    options_.on_refused();
+    refused_.fetch_add(1);
     close(fd);
   }
   spare_ = transport::FileDescriptor(open("/dev/null", O_RDONLY | O_CLOEXEC));
@@ -240,41 +231,42 @@ void ConnectionGate::Forget(int duplicate) {
 }
 
 ConnectionGate::Host& ConnectionGate::HostOf(const std::string& peer, absl::Time now) {
-  const double most = kCancelsAtOnce * options_.cancels_a_second;
+  const double most = kCancelsAtOnce * cancels_a_second_;
   if (hosts_.size() >= kMostHosts) hosts_.clear();  // forget rather than grow: active hosts are soon known again
   const auto [place, is_new] = hosts_.try_emplace(peer.substr(0, peer.rfind(':')), Host{most, now});
   Host& host = place->second;
-  const double gained = options_.cancels_a_second * std::max(0.0, absl::ToDoubleSeconds(now - host.last_cancel));
+  const double gained = cancels_a_second_ * std::max(0.0, absl::ToDoubleSeconds(now - host.last_cancel));
   host.cancels_left = std::min(most, host.cancels_left + gained);
   host.last_cancel = now;
   return host;
 }
 
 void ConnectionGate::OnCancelled(const std::string& peer, absl::Time now) {
-  {
-    absl::MutexLock lock(&peers_mutex_);
-    const auto found = peers_.find(peer);
-    if (found == peers_.end()) return;
-    Host& host = HostOf(peer, now);
-    const bool exhausted = host.cancels_left < 1;
-    if (!exhausted) host.cancels_left -= 1;
-    if (++found->second.cancels <= kFreeCancels || !exhausted) return;
-    CutOff(found->second.duplicate);
-    peers_.erase(found);
-  }
-  options_.on_dropped();
+  absl::MutexLock lock(&peers_mutex_);
+  const auto found = peers_.find(peer);
+  if (found == peers_.end()) return;
+  Host& host = HostOf(peer, now);
+  const bool exhausted = host.cancels_left < 1;
+  if (!exhausted) host.cancels_left -= 1;
+  if (++found->second.cancels > kFreeCancels && exhausted) CutOff(found);
 }
 
 void ConnectionGate::Drop(const std::string& peer, absl::Time now) {
-  {
-    absl::MutexLock lock(&peers_mutex_);
-    const auto found = peers_.find(peer);
-    if (found == peers_.end()) return;
-    HostOf(peer, now).cancels_left = 0;
-    CutOff(found->second.duplicate);
-    peers_.erase(found);
+  absl::MutexLock lock(&peers_mutex_);
+  const auto found = peers_.find(peer);
+  if (found == peers_.end()) return;
+  HostOf(peer, now).cancels_left = 0;
+  CutOff(found);
+}
+
+void ConnectionGate::CutOff(std::map<std::string, Peer>::iterator peer) {
+  const int fd = peer->second.duplicate;
+  dropped_.fetch_add(1);  // before the client can notice
+  shutdown(fd, SHUT_RDWR);
+  // Unread data is discarded: megabytes that the owner would read before the end.
+  while (recv(fd, nullptr, std::numeric_limits<int>::max(), MSG_TRUNC | MSG_DONTWAIT) > 0) {
   }
-  options_.on_dropped();
+  peers_.erase(peer);
 }
 
 int64_t DescriptorsFor(int64_t connections) { return 2 * connections + kOtherDescriptors; }

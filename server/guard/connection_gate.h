@@ -29,20 +29,16 @@ namespace headwater::guard {
 // Empty for other families.
 std::string PeerName(const sockaddr_storage& address);
 
-struct ConnectionGateOptions {
-  int64_t max_connections = 4096;    // >= 1, over all sockets
-  double cancels_a_second = 100;     // > 0: OnCancelled() of one host, ten times as many at once
-  std::function<void()> on_refused;  // a connection above max_connections, on the gate's thread; must not call the gate
-  std::function<void()> on_dropped;  // a connection with too many OnCancelled(), or Drop(); on any thread; must not call the gate
-};
-
 // Thread-safe from Start() on.
 class ConnectionGate {
  public:
   // Takes over `fd`, a connected socket that does not block, and must shut it down (shutdown(2)) at its end.
   using Take = std::function<void(int listener_fd, int fd)>;
 
-  explicit ConnectionGate(ConnectionGateOptions options);
+  // At most `max_connections` (>= 1) over all sockets. The clients of one host may cancel `cancels_a_second` (> 0) calls, and ten
+  // times as many at once.
+  ConnectionGate(int64_t max_connections, double cancels_a_second)
+      : max_connections_(max_connections), cancels_a_second_(cancels_a_second) {}
   // Stops. Connections that were handed over stay open.
   ~ConnectionGate();
   ConnectionGate(const ConnectionGate&) = delete;
@@ -66,6 +62,9 @@ class ConnectionGate {
   void Drop(const std::string& peer, absl::Time now);
 
   int64_t connections() const { return connections_.load(); }
+  // Connections closed so far: above `max_connections`, and with too many OnCancelled(), or Drop().
+  int64_t refused() const { return refused_.load(); }
+  int64_t dropped() const { return dropped_.load(); }
 
  private:
   struct Listener {
@@ -93,10 +92,13 @@ class ConnectionGate {
   // Closes one waiting connection with the spare descriptor, when the process has no other.
   void RefuseWithTheSpare(int listener_fd);
   void Forget(int duplicate);
+  // Ends a connection for its owner and the gate.
+  void CutOff(std::map<std::string, Peer>::iterator peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(peers_mutex_);
   // The host of the peer, with what it may cancel now.
   Host& HostOf(const std::string& peer, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(peers_mutex_);
 
-  const ConnectionGateOptions options_;
+  const int64_t max_connections_;
+  const double cancels_a_second_;
   std::vector<Listener> listeners_;
   transport::FileDescriptor epoll_;
   transport::FileDescriptor stop_;         // eventfd
@@ -106,6 +108,8 @@ class ConnectionGate {
   std::map<std::string, Peer> peers_ ABSL_GUARDED_BY(peers_mutex_);
   std::map<std::string, Host> hosts_ ABSL_GUARDED_BY(peers_mutex_);  // that have cancelled calls lately
   std::atomic<int64_t> connections_{0};
+  std::atomic<int64_t> refused_{0};
+  std::atomic<int64_t> dropped_{0};
   std::thread thread_;
 };
 

@@ -82,13 +82,11 @@ void WarnOfOpenAddress(const ServerOptions& options, const std::string& address)
 
 // Ports of one role: a gRPC server with services of its own, which know the role.
 struct Server::Ports {
-  // Destroyed from the bottom up: first nothing is accepted any more, then the gRPC server goes.
   std::vector<std::unique_ptr<grpc::Service>> services;
   std::vector<std::string> addresses;
   std::unique_ptr<grpc::Server> grpc_server;
   // One for TCP and one for Unix sockets: they hand gRPC the connections that the gate lets in.
   std::array<std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor>, 2> acceptors;
-  std::unique_ptr<guard::ConnectionGate> gate;
 
   // Unavailable if an address cannot be listened on.
   absl::Status Listen(const ServerOptions& options, const std::vector<std::string>& wanted, const Entrance& entrance,
@@ -130,12 +128,7 @@ struct Server::Ports {
       builder.RegisterService(services.emplace_back(make(entrance)).get());
     }
 
-    guard::ConnectionGateOptions gate_options;
-    gate_options.max_connections = limits.max_connections;
-    gate_options.cancels_a_second = options.max_cancel_rate;
-    gate_options.on_refused = [&metrics = entrance.core.metrics] { metrics.Count(observability::Metric::kRefusedConnections); };
-    gate_options.on_dropped = [&metrics = entrance.core.metrics] { metrics.Count(observability::Metric::kDroppedConnections); };
-    gate = std::make_unique<guard::ConnectionGate>(std::move(gate_options));
+    guard::ConnectionGate& gate = entrance.core.gates->emplace_back(limits.max_connections, options.max_cancel_rate);
     for (const std::string& address : wanted) {
       const bool is_unix = IsUnixAddress(address);
       auto& acceptor = acceptors[is_unix ? 1 : 0];
@@ -156,12 +149,12 @@ struct Server::Ports {
       if (is_unix) {
         // A socket is at no moment more open than it should be.
         const absl::Cleanup restore = [before = umask(0177)] { umask(before); };
-        if (absl::Status status = gate->ListenUnix(SocketPath(address), take); !status.ok()) return CannotListen(status);
+        if (absl::Status status = gate.ListenUnix(SocketPath(address), take); !status.ok()) return CannotListen(status);
         HEADWATER_RETURN_IF_ERROR(SetSocketAccess(address, socket_access));
         addresses.push_back(address);
       } else {
         const auto [host, port] = HostAndPort(address);
-        auto bound = gate->ListenTcp(host, port, take);
+        auto bound = gate.ListenTcp(host, port, take);
         if (!bound.ok()) return CannotListen(bound.status());
         addresses.push_back(absl::StrCat(host, ":", *bound));
       }
@@ -174,8 +167,9 @@ struct Server::Ports {
 };
 
 struct Server::State {
-  ~State() {
-    if (core != nullptr) core->backlog->SetDrop({});
+  ~State() {  // nothing is accepted any more when the gRPC servers go
+    if (core == nullptr) return;
+    for (guard::ConnectionGate& gate : *core->gates) gate.Stop();
   }
 
   // Destroyed from the bottom up: the gRPC servers first, the core last.
@@ -228,20 +222,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   HEADWATER_RETURN_IF_ERROR(listen(options.listen_addresses, apart ? PortRole::kData : PortRole::kAll));
   if (apart) HEADWATER_RETURN_IF_ERROR(listen(options.admin_listen_addresses, PortRole::kAll));
   state->SetHealth(false);
-  ServerCore::PortHooks hooks;
-  hooks.count_connections = [state = state.get()] {
-    int64_t count = 0;
-    for (const Ports& group : state->ports) count += group.gate->connections();
-    return count;
-  };
-  hooks.on_cancelled = [state = state.get()](const std::string& peer) {
-    for (Ports& group : state->ports) group.gate->OnCancelled(peer, MonotonicNow());
-  };
-  core.SetPortHooks(std::move(hooks));
-  core.backlog->SetDrop([state = state.get()](const std::string& peer) {
-    for (Ports& group : state->ports) group.gate->Drop(peer, MonotonicNow());
-  });
-  for (Ports& group : state->ports) HEADWATER_RETURN_IF_ERROR(group.gate->Start());
+  for (guard::ConnectionGate& gate : *core.gates) HEADWATER_RETURN_IF_ERROR(gate.Start());
   if (!options.metrics_address.empty()) {
     HEADWATER_ASSIGN_OR_RETURN(state->metrics_port, core.metrics.Listen(options.metrics_address));
   }
@@ -257,7 +238,6 @@ Server::Server(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 Server::~Server() {
   Drain(absl::ZeroDuration());
-  state_->core->SetPortHooks({});
   state_->core->StopWatchingEngine();  // it uses the gRPC server, which goes before the core
 }
 
@@ -306,7 +286,7 @@ bool Server::Drain(absl::Duration timeout) {
   // into the timeout are cancelled now.
   const auto moment = state_->drained_cleanly ? std::chrono::seconds(1) : std::chrono::seconds(0);
   const auto end = std::chrono::system_clock::now() + moment;
-  for (Ports& group : state_->ports) group.gate->Stop();
+  for (guard::ConnectionGate& gate : *state_->core->gates) gate.Stop();
   for (Ports& group : state_->ports) group.grpc_server->Shutdown(end);
   for (Ports& group : state_->ports) group.grpc_server->Wait();
   state_->core->queue.Drain();

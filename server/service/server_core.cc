@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/product_rate.h"
 #include "headwater/kernels/return_if_error.h"
@@ -36,6 +37,18 @@ namespace {
 constexpr absl::Duration kIdleRows = absl::Seconds(30);
 // How long the server must be idle until the allocator's free memory goes back to the system.
 constexpr absl::Duration kIdleHeap = absl::Seconds(10);
+// How late a lease may end.
+constexpr absl::Duration kReapInterval = absl::Milliseconds(50);
+// Each sends to one stream at a time until the socket is full; gRPC's threads continue from there.
+constexpr int64_t kSenderThreads = 8;
+// Threads for calls with files beside those that may wait for their heads, which are a quarter of max_threads.
+constexpr int64_t kFileThreads = 2;
+
+// Each rank of a group may compute a large micro-batch of its own, and one more stands at the door.
+scheduler::QueueWidths WidthsFor(scheduler::QueueWidths widths, const LossEngine& engine) {
+  widths.large = std::max<int64_t>(widths.large, engine.options().shard_count + 1);
+  return widths;
+}
 
 // A mount that is not there should end the start, not each LoadWeights.
 absl::Status CheckLoadRoot(const std::string& path) {
@@ -50,6 +63,8 @@ absl::Status CheckLoadRoot(const std::string& path) {
 }
 
 }  // namespace
+
+const char* ServerVersion() { return HEADWATER_VERSION; }
 
 absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptions& options, std::unique_ptr<LossEngine> engine) {
   HEADWATER_RETURN_IF_ERROR(ValidateLimits(options.limits));
@@ -95,66 +110,91 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
     socket.incarnation = core->incarnation;
     HEADWATER_ASSIGN_OR_RETURN(core->descriptors, transport::DescriptorSocket::Listen(socket));
   }
-  core->reaper_ = std::make_unique<Reaper>(*core);
+  core->end_sessions_.emplace(kReapInterval, [core = core.get()] { core->EndSessions(); });
+  if (const absl::Duration timeout = options.idle_head_timeout; timeout > absl::ZeroDuration()) {
+    // Apart from the sessions, whose leases must not wait until a head has been saved.
+    core->end_idle_heads_.emplace(std::clamp(timeout / 4, kReapInterval, absl::Seconds(10)),
+                                  [core = core.get()] { core->EndIdleHeads(); });
+  }
   return core;
 }
 
-// Ends or frees joins, stripes, memory, uploads, sessions and heads that are no longer used.
-class ServerCore::Reaper {
- public:
-  explicit Reaper(ServerCore& core) : core_(core), leases_(kInterval, [this] { EndSessions(); }) {
-    const absl::Duration timeout = core.options.idle_head_timeout;
-    if (timeout == absl::ZeroDuration()) return;
-    // Apart from the sessions, whose leases must not wait until a head has been saved.
-    idle_heads_.emplace(std::clamp(timeout / 4, kInterval, absl::Seconds(10)), [this] { EndIdleHeads(); });
-  }
+void ServerCore::EndSessions() {
+  join.Expire();
+  transfers.Expire(MonotonicNow());
+  rows.Trim(MonotonicNow() - kIdleRows);
+  uploads.DropDead();
+  TrimHeapWhenIdle();
+  CountExpiredSessions(sessions.Expire());
+}
 
- private:
-  // How late a lease may end.
-  static constexpr absl::Duration kInterval = absl::Milliseconds(50);
+void ServerCore::EndIdleHeads() {
+  const auto expired = registry.ExpireIdle(options.idle_head_timeout, checkpoints.get(), options.idle_head_checkpoint);
+  for (const heads::HeadName& name : expired) Log(LogLevel::kInfo, "idle_head_deleted", {{"head", name.ToString()}});
+  metrics.Count(Metric::kExpiredHeads, expired.size());
+}
 
-  void EndSessions() {
-    core_.join.Expire();
-    core_.transfers.Expire(MonotonicNow());
-    core_.rows.Trim(MonotonicNow() - kIdleRows);
-    core_.uploads.DropDead();
-    TrimHeapWhenIdle();
-    core_.CountExpiredSessions(core_.sessions.Expire());
+// Once for each time that the server is idle, and once more when the rows' memory has been released. Otherwise memory freed after a
+// burst of calls, or of attacks, would stay with the process forever.
+void ServerCore::TrimHeapWhenIdle() {
+  bool in_use = rows.used_bytes() > 0 || rows.idle_bytes() != idle_row_bytes_;
+  idle_row_bytes_ = rows.idle_bytes();
+  {
+    absl::MutexLock lock(&phase_mutex_);
+    in_use = in_use || calls_in_progress_ > 0;
   }
-  void EndIdleHeads() {
-    const auto expired =
-        core_.registry.ExpireIdle(core_.options.idle_head_timeout, core_.checkpoints.get(), core_.options.idle_head_checkpoint);
-    for (const heads::HeadName& name : expired) Log(LogLevel::kInfo, "idle_head_deleted", {{"head", name.ToString()}});
-    core_.metrics.Count(Metric::kExpiredHeads, expired.size());
+  const absl::Time now = MonotonicNow();
+  if (in_use) {
+    last_busy_ = now;
+    heap_trimmed_ = false;
+  } else if (!heap_trimmed_ && now - last_busy_ >= kIdleHeap) {
+    malloc_trim(0);
+    heap_trimmed_ = true;
   }
-  // Once for each time that the server is idle, and once more when the rows' memory has been released. Otherwise memory freed after
-  // a burst of calls, or of attacks, would stay with the process forever.
-  void TrimHeapWhenIdle() {
-    bool in_use = core_.rows.used_bytes() > 0 || core_.rows.idle_bytes() != idle_row_bytes_;
-    idle_row_bytes_ = core_.rows.idle_bytes();
-    {
-      absl::MutexLock lock(&core_.phase_mutex_);
-      in_use = in_use || core_.calls_in_progress_ > 0;
-    }
-    const absl::Time now = MonotonicNow();
-    if (in_use) {
-      last_busy_ = now;
-      heap_trimmed_ = false;
-    } else if (!heap_trimmed_ && now - last_busy_ >= kIdleHeap) {
-      malloc_trim(0);
-      heap_trimmed_ = true;
-    }
-  }
-  ServerCore& core_;
-  absl::Time last_busy_ = MonotonicNow();  // of EndSessions(), like the next
-  bool heap_trimmed_ = false;
-  int64_t idle_row_bytes_ = 0;
-  observability::RepeatedTask leases_;  // these last: they use the members above
-  std::optional<observability::RepeatedTask> idle_heads_;
-};
+}
 
 ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine)
-    : ServerParts(server_options, std::move(loss_engine)) {
+    : options(server_options),
+      engine(std::move(loss_engine)),
+      metrics(ServerVersion(), engine->name()),
+      in_flight(options.limits.max_in_flight_bytes),
+      held(options.limits.max_held_bytes),
+      rows(*engine, options.limits.max_in_flight_bytes),
+      uploads(options.limits.max_upload_bytes),
+      regions(*engine, transport::RegionLimits{options.limits.max_session_regions, options.limits.max_region_bytes}),
+      join(transport::JoinLimits{options.limits.max_join_bytes, options.limits.max_join_wait}, MonotonicNow),
+      registry(*engine,
+               heads::RegistryLimits{options.limits.max_heads, options.limits.max_heads_per_tenant,
+                                     options.limits.max_tenant_memory_bytes},
+               heads::HeadLimits{options.limits.max_step_micro_batches, options.deterministic, options.limits.ordered_window}),
+      sessions(heads::SessionLimits{options.limits.max_sessions, options.limits.max_session_lease},
+               [this](const heads::SessionId& session, heads::SessionRegistry::End how) {
+                 const bool closed = how == heads::SessionRegistry::End::kClosed;
+                 const int64_t dropped = registry.DropSession(session);
+                 metrics.Count(Metric::kSessionDiscards, dropped, closed ? SessionEnd::kClosed : SessionEnd::kExpired);
+                 regions.DropOwner(session);
+                 join.DropOwner(session);
+                 return dropped;
+               }),
+      queue(options.limits.max_queue_depth, WidthsFor(options.queue_widths, *engine)),
+      waiting(options.limits.max_waiting_calls, options.max_threads),
+      gates(std::make_shared<std::deque<guard::ConnectionGate>>()),
+      // gRPC may keep the backlog longer than the core is there.
+      backlog(std::make_shared<guard::CallBacklog>(options.limits.max_connection_streams + options.max_reset_backlog,
+                                                   options.max_cancel_rate,
+                                                   [weak = std::weak_ptr(gates)](const std::string& peer) {
+                                                     const auto known = weak.lock();
+                                                     if (known == nullptr) return;
+                                                     for (guard::ConnectionGate& gate : *known) gate.Drop(peer, MonotonicNow());
+                                                   })),
+      watchdog(options.stream_idle_timeout, options.limits.max_stream_time),
+      transfers(options.limits.max_stripe_wait),
+      incarnation(heads::NewEpoch()),
+      start_time(absl::Now()),
+      operations(options.max_threads),
+      file_calls(std::max(1, options.max_threads / 4) + kFileThreads),
+      calls(options.max_threads),
+      senders(kSenderThreads) {
   metrics.Set(Metric::kMaxQueueDepth, options.limits.max_queue_depth);
   metrics.Set(Metric::kMaxInFlightBytes, options.limits.max_in_flight_bytes);
   metrics.Set(Metric::kMaxConnections, options.limits.max_connections);
@@ -163,7 +203,8 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
 
 ServerCore::~ServerCore() {
   engine_watch_.reset();
-  reaper_.reset();
+  end_idle_heads_.reset();
+  end_sessions_.reset();
   metrics.SetGaugeSource(nullptr);
 }
 
@@ -328,22 +369,21 @@ int64_t ServerCore::AvailableBytes() const {
   return std::max<int64_t>(0, budget - engine->planned_bytes());
 }
 
-void ServerCore::SetPortHooks(PortHooks hooks) {
-  absl::MutexLock lock(&hooks_mutex_);
-  hooks_ = std::move(hooks);
-}
-
 void ServerCore::CountCancelled(const std::string& peer) {
-  absl::MutexLock lock(&hooks_mutex_);
-  if (hooks_.on_cancelled) hooks_.on_cancelled(peer);
+  for (guard::ConnectionGate& gate : *gates) gate.OnCancelled(peer, MonotonicNow());
 }
 
 void ServerCore::SetGauges() {
   using observability::RankActivity;
-  {
-    absl::MutexLock lock(&hooks_mutex_);
-    metrics.Set(Metric::kConnections, hooks_.count_connections ? hooks_.count_connections() : 0);
+  int64_t connections = 0, refused = 0, dropped = 0;
+  for (const guard::ConnectionGate& gate : *gates) {
+    connections += gate.connections();
+    refused += gate.refused();
+    dropped += gate.dropped();
   }
+  metrics.Set(Metric::kConnections, connections);
+  metrics.Raise(Metric::kRefusedConnections, static_cast<double>(refused));
+  metrics.Raise(Metric::kDroppedConnections, static_cast<double>(dropped));
   metrics.Set(Metric::kQueueDepth, queue.depth());
   metrics.Raise(Metric::kComputeBusy, absl::ToDoubleSeconds(busy.total()));
   if (options.group != nullptr) {

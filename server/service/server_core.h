@@ -1,14 +1,16 @@
-// ServerCore: the state that all handlers share. Knows no gRPC.
+// ServerCore: the engine, the books and the budgets that all handlers share, and the server's phase. Knows no gRPC.
 #ifndef HEADWATER_SERVER_SERVICE_SERVER_CORE_H_
 #define HEADWATER_SERVER_SERVICE_SERVER_CORE_H_
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -16,25 +18,81 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/guard/call_backlog.h"
+#include "server/guard/connection_gate.h"
+#include "server/guard/slow_uploads.h"
+#include "server/guard/stream_watchdog.h"
+#include "server/heads/head_name.h"
+#include "server/heads/head_registry.h"
 #include "server/heads/session_registry.h"
+#include "server/observability/busy_clock.h"
+#include "server/observability/call_trace.h"
 #include "server/observability/metrics.h"
 #include "server/observability/repeated_task.h"
 #include "server/scheduler/waiting.h"
+#include "server/scheduler/work_queue.h"
+#include "server/service/access/access.h"
+#include "server/service/call/call_threads.h"
+#include "server/service/head/upload_store.h"
+#include "server/service/loss/transfer_registry.h"
 #include "server/service/server_options.h"
-#include "server/service/server_parts.h"
 #include "server/transport/byte_budget.h"
+#include "server/transport/descriptor_socket.h"
+#include "server/transport/pinned_pool.h"
+#include "server/transport/region_registry.h"
+#include "server/transport/teacher_join.h"
 
 namespace headwater::service {
+
+// The version that GetServerInfo reports.
+const char* ServerVersion();
 
 // The checkpoint name of heads that are saved when the server drains.
 inline constexpr char kDrainCheckpoint[] = "drain";
 
-class ServerCore : public ServerParts {
+class ServerCore {
  public:
   enum class Phase { kStarting, kServing, kDraining, kLost };
 
   static absl::StatusOr<std::unique_ptr<ServerCore>> Create(const ServerOptions& options, std::unique_ptr<LossEngine> engine);
   ~ServerCore();
+  ServerCore(const ServerCore&) = delete;
+  ServerCore& operator=(const ServerCore&) = delete;
+
+  // Every part is constant, or thread-safe by itself. A part that heads hold on to goes after them: the engine last of all, and the
+  // budgets of what they keep.
+  const ServerOptions options;
+  const std::unique_ptr<LossEngine> engine;
+  observability::Metrics metrics;
+  std::unique_ptr<observability::TraceWriter> traces;  // null: no call is traced
+  observability::BusyClock busy;                       // while a micro-batch is in the engine, or what it adds
+  transport::FairBudget in_flight;
+  transport::ByteBudget held;  // rows of HELD contributions
+  transport::PinnedPool rows;  // of micro-batches, in and out
+  UploadStore uploads;
+  std::unique_ptr<const AccessControl> access;
+  std::unique_ptr<checkpoint::CheckpointStore> checkpoints;  // null: not configured
+  transport::RegionRegistry regions;
+  transport::TeacherJoin join;                               // before the heads: what is undecided holds on to rows of it
+  std::unique_ptr<transport::DescriptorSocket> descriptors;  // null: not configured
+  heads::HeadRegistry registry;
+  heads::SessionRegistry sessions;
+  scheduler::WorkQueue queue;
+  scheduler::WaitingCalls waiting;
+  guard::SlowUploads slow_uploads;
+  const std::shared_ptr<std::deque<guard::ConnectionGate>> gates;  // one for each group of ports; all are there before any starts
+  const std::shared_ptr<guard::CallBacklog> backlog;
+  std::atomic<int64_t> abandoned_calls{0};  // ComputeLoss in progress whose client has gone
+  std::atomic<int64_t> reading_threads{0};  // that read streams (ReadAll)
+  guard::StreamWatchdog watchdog;
+  TransferRegistry transfers;
+  const heads::Epoch incarnation;
+  const absl::Time start_time;
+  CallThreads operations;  // unary calls that may wait, while they do not
+  CallThreads file_calls;  // those of them that read or write files
+  CallThreads calls;       // one for each ComputeLoss
+  CallThreads senders;     // begin to send what the engine has got ready
 
   // One call that has been accepted: Drain() waits for its end.
   struct EndCall {
@@ -80,36 +138,31 @@ class ServerCore : public ServerParts {
 
   // The bytes left in the memory budget beside the heads that exist.
   int64_t AvailableBytes() const;
-  // The core's calls to the ports, on any thread until they are replaced. Null: there are no ports.
-  struct PortHooks {
-    std::function<int64_t()> count_connections;
-    std::function<void(const std::string& peer)> on_cancelled;
-  };
-  void SetPortHooks(PortHooks hooks);
   // The client of a connection has cancelled a call.
   void CountCancelled(const std::string& peer);
 
  private:
-  class Reaper;
-
+  ServerCore(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine);
   // At each scrape of the metrics.
   void SetGauges();
-
-  ServerCore(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine);
   void LoseEngine(const absl::Status& health);
+  // Ends or frees joins, stripes, memory, uploads, sessions and heads that are no longer used.
+  void EndSessions();
+  void EndIdleHeads();
+  void TrimHeapWhenIdle();
 
   mutable absl::Mutex phase_mutex_;
   Phase phase_ ABSL_GUARDED_BY(phase_mutex_) = Phase::kStarting;
   int64_t calls_in_progress_ ABSL_GUARDED_BY(phase_mutex_) = 0;
-  scheduler::WaitList idle_;                         // woken when there are none
-  std::atomic<bool> is_lost_{false};                 // lost() without the lock, for calls that look often
-  absl::Status lost_ ABSL_GUARDED_BY(phase_mutex_);  // not OK in Phase::kLost
-  mutable absl::Mutex hooks_mutex_;
-  PortHooks hooks_ ABSL_GUARDED_BY(hooks_mutex_);
+  scheduler::WaitList idle_;                              // woken when there are none
+  std::atomic<bool> is_lost_{false};                      // lost() without the lock, for calls that look often
+  absl::Status lost_ ABSL_GUARDED_BY(phase_mutex_);       // not OK in Phase::kLost
+  absl::Time last_busy_ = observability::MonotonicNow();  // of TrimHeapWhenIdle(), like the next two
+  bool heap_trimmed_ = false;
+  int64_t idle_row_bytes_ = 0;
   std::function<void(const absl::Status&)> on_lost_;  // null: the engine is not watched
   std::once_flag lost_once_;
-  std::unique_ptr<Reaper> reaper_;  // these two last: they use the members above
-  std::optional<observability::RepeatedTask> engine_watch_;
+  std::optional<observability::RepeatedTask> end_sessions_, end_idle_heads_, engine_watch_;  // last: they use the members above
 };
 
 }  // namespace headwater::service

@@ -19,7 +19,7 @@ WALL_CLOCK_FILES = {
     "server/observability/metrics.cc",
     "server/observability/monotonic_clock.h",
     "server/service/call/rpc_scope.cc",
-    "server/service/server_parts.cc",
+    "server/service/server_core.cc",
     "server/checkpoint/checkpoint_store.cc",
     "server/service/access/tls.cc",
 }

@@ -16,9 +16,8 @@ using ::testing::IsEmpty;
 
 // With a clock in the hand, and a list of who is dropped.
 struct Backlog {
-  explicit Backlog(int64_t most, double forgotten_a_second = 1) : calls(most, forgotten_a_second) {
-    calls.SetDrop([this](const std::string& peer) { dropped.push_back(peer); });
-  }
+  explicit Backlog(int64_t most, double forgotten_a_second = 1)
+      : calls(most, forgotten_a_second, [this](const std::string& peer) { dropped.push_back(peer); }) {}
   bool Call(int64_t connection) { return calls.OnCall(connection, now); }
   void Take(int64_t connection, const std::string& peer) { calls.OnTaken(connection, peer, now); }
 
@@ -95,16 +94,6 @@ TEST(CallBacklog, ForgetsConnectionsOfWhichNothingWaits) {
   EXPECT_LE(backlog.calls.known_connections(), 1024U);
   EXPECT_TRUE(backlog.Call(busy));
   EXPECT_FALSE(backlog.Call(busy));
-}
-
-TEST(CallBacklog, NobodyDropsWhenToldSo) {
-  Backlog backlog(1);
-  const int64_t connection = backlog.calls.NewConnection();
-  EXPECT_TRUE(backlog.Call(connection));
-  EXPECT_FALSE(backlog.Call(connection));
-  backlog.calls.SetDrop(nullptr);
-  backlog.Take(connection, "ipv4:10.0.0.1:1");
-  EXPECT_THAT(backlog.dropped, IsEmpty());
 }
 
 }  // namespace
