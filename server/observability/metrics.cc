@@ -111,7 +111,7 @@ struct Label {
   }
 };
 
-#define HEADWATER_RPC_NAME(name) #name,
+#define HEADWATER_RPC_NAME(service, name, needs) #name,
 #define HEADWATER_REASON_NAME(enumerator, name, code) #name,
 constexpr Label kMethod = {"method", {HEADWATER_RPC_METHODS(HEADWATER_RPC_NAME)}, false, false};
 constexpr Label kReason = {"reason", {HEADWATER_ERROR_REASONS(HEADWATER_REASON_NAME)}, false};

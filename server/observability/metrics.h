@@ -48,42 +48,46 @@ class MetricsEndpoint {
   std::vector<MHD_Daemon*> daemons_;  // one for each address that the host's name stands for
 };
 
-// X(name): every RPC, as label `method`.
-#define HEADWATER_RPC_METHODS(X) \
-  X(ComputeLoss)                 \
-  X(TransferRows)                \
-  X(StreamTeacher)               \
-  X(CommitMicroBatch)            \
-  X(DiscardMicroBatch)           \
-  X(CreateHead)                  \
-  X(GetHead)                     \
-  X(ListHeads)                   \
-  X(DeleteHead)                  \
-  X(TakeHead)                    \
-  X(UploadWeights)               \
-  X(LoadWeights)                 \
-  X(DownloadWeights)             \
-  X(GetStep)                     \
-  X(SealStep)                    \
-  X(ApplyOptimizerStep)          \
-  X(DiscardGradient)             \
-  X(DownloadGradient)            \
-  X(GetGradientNorm)             \
-  X(AddGradient)                 \
-  X(SaveCheckpoint)              \
-  X(ListCheckpoints)             \
-  X(RestoreCheckpoint)           \
-  X(DeleteCheckpoint)            \
-  X(GetServerInfo)               \
-  X(OpenSession)                 \
-  X(KeepAlive)                   \
-  X(CloseSession)                \
-  X(Join)                        \
-  X(RegisterSharedMemory)        \
-  X(UnregisterSharedMemory)
+// X(service, name, needs): every RPC, as label `method`, with the service::Permission that it needs. Compute is the work of a
+// training run, or an evaluation, with a head that exists. Admin makes and removes heads, and moves their state in and out. Compute
+// alone cannot take a head's weights, nor replace them except by training: an UploadWeights that closes no step needs
+// kUploadOutsideStep. A client that has a session's secret id may renew and close the session. A worker that joins gets the rows
+// and the weights of all heads.
+#define HEADWATER_RPC_METHODS(X)             \
+  X(Loss, ComputeLoss, kCompute)             \
+  X(Loss, TransferRows, kCompute)            \
+  X(Loss, StreamTeacher, kCompute)           \
+  X(Loss, CommitMicroBatch, kCompute)        \
+  X(Loss, DiscardMicroBatch, kCompute)       \
+  X(Head, CreateHead, kAdmin)                \
+  X(Head, GetHead, kRead)                    \
+  X(Head, ListHeads, kRead)                  \
+  X(Head, DeleteHead, kAdmin)                \
+  X(Head, TakeHead, kCompute)                \
+  X(Head, UploadWeights, kCompute)           \
+  X(Head, LoadWeights, kAdmin)               \
+  X(Head, DownloadWeights, kAdmin)           \
+  X(Head, GetStep, kRead)                    \
+  X(Head, SealStep, kCompute)                \
+  X(Head, ApplyOptimizerStep, kCompute)      \
+  X(Head, DiscardGradient, kCompute)         \
+  X(Head, DownloadGradient, kCompute)        \
+  X(Head, GetGradientNorm, kCompute)         \
+  X(Head, AddGradient, kCompute)             \
+  X(Head, SaveCheckpoint, kAdmin)            \
+  X(Head, ListCheckpoints, kAdmin)           \
+  X(Head, RestoreCheckpoint, kAdmin)         \
+  X(Head, DeleteCheckpoint, kAdmin)          \
+  X(Session, GetServerInfo, kToken)          \
+  X(Session, OpenSession, kToken)            \
+  X(Session, KeepAlive, kToken)              \
+  X(Session, CloseSession, kToken)           \
+  X(Group, Join, kAdmin)                     \
+  X(Session, RegisterSharedMemory, kCompute) \
+  X(Session, UnregisterSharedMemory, kCompute)
 
 enum class RpcMethod {
-#define HEADWATER_RPC_ENUMERATOR(name) k##name,
+#define HEADWATER_RPC_ENUMERATOR(service, name, needs) k##name,
   HEADWATER_RPC_METHODS(HEADWATER_RPC_ENUMERATOR)
 #undef HEADWATER_RPC_ENUMERATOR
       kCount,

@@ -24,7 +24,6 @@
 #include "server/guard/counted_calls.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/service/access/access_table.h"
 #include "server/service/access/listen_address.h"
 #include "server/service/access/tls.h"
 #include "server/service/server_core.h"

@@ -1,4 +1,6 @@
 // Who may do what: the access table over every RPC that there is, on every port; tenants and patterns; files that change.
+#include "server/service/access/access.h"
+
 #include <gmock/gmock.h>
 #include <google/protobuf/descriptor.h>
 #include <google/protobuf/message.h>
@@ -21,7 +23,6 @@
 #include "headwater/v1/head_service.grpc.pb.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
 #include "headwater/v1/session_service.grpc.pb.h"
-#include "server/service/access/access_table.h"
 #include "server/service/access/token_file.h"
 #include "tests/integration/support/access_fixture.h"
 #include "tests/integration/support/raw_call.h"

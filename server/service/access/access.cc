@@ -1,5 +1,7 @@
 #include "server/service/access/access.h"
 
+#include <cstddef>
+#include <iterator>
 #include <utility>
 
 #include "absl/algorithm/container.h"
@@ -11,6 +13,23 @@
 
 namespace headwater::service {
 namespace {
+
+constexpr AccessRow kRows[] = {
+#define HEADWATER_ACCESS_ROW(service, name, needs) {"/headwater.v1." #service "Service/" #name, Permission::needs},
+    HEADWATER_RPC_METHODS(HEADWATER_ACCESS_ROW)  // in the order of RpcMethod
+#undef HEADWATER_ACCESS_ROW
+    // Probes of an orchestrator have no token, and learn only whether the server serves.
+    {"/grpc.health.v1.Health/Check", Permission::kNone},
+    {"/grpc.health.v1.Health/Watch", Permission::kNone},
+    // The second is what newer versions of gRPC serve beside the first.
+    {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", Permission::kToken},
+    {"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", Permission::kToken},
+};
+
+const char* PermissionName(Permission permission) {
+  constexpr const char* kNames[] = {"none", "token", "read", "compute", "admin"};
+  return kNames[static_cast<size_t>(permission)];
+}
 
 // Whether a permission follows from the patterns of a token: `holds(patterns)` says so of compute and of admin.
 template <typename Holds>
@@ -40,6 +59,15 @@ bool AllowsSome(const AccessRow* row, const TokenGrant& grant) {
 }
 
 }  // namespace
+
+absl::Span<const AccessRow> AccessTable() { return kRows; }
+
+const AccessRow* FindAccessRow(absl::string_view path) {
+  const auto* const row = absl::c_find_if(kRows, [path](const AccessRow& one) { return path == one.path; });
+  return row == std::end(kRows) ? nullptr : row;
+}
+
+const AccessRow* FindAccessRow(observability::RpcMethod method) { return &kRows[static_cast<size_t>(method)]; }
 
 absl::Status Caller::Denied(Permission needs, const std::string& head) const {
   ErrorMetadata metadata = {{"permission", PermissionName(needs)}, {"method", row_->path}};

@@ -11,10 +11,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "server/heads/head.h"
 #include "server/heads/head_name.h"
 #include "server/heads/head_registry.h"
-#include "server/service/access/access_table.h"
+#include "server/observability/metrics.h"
 #include "server/service/access/token_file.h"
 
 namespace headwater::service {
@@ -26,6 +27,28 @@ enum class PortRole {
   kData,  // no call that needs admin
   kAll,
 };
+
+// The permission that a call needs. Without tokens on the server every caller has all of them.
+enum class Permission {
+  kNone,     // nothing: also without a token
+  kToken,    // a token that the server knows
+  kRead,     // compute or admin, on the head that the call names
+  kCompute,  // compute, on every head that the call names
+  kAdmin,    // admin, on every head that the call names; where admin has ports of its own, only on those
+};
+
+// The permission of an UploadWeights that closes no step: it sets weights from outside. Its row is for the trainer's optimizer.
+inline constexpr Permission kUploadOutsideStep = Permission::kAdmin;
+
+// A row of the access table: the permission that an RPC needs, of this server's services or of those that gRPC brings along.
+struct AccessRow {
+  const char* path;  // "/package.Service/Method"
+  Permission needs;
+};
+absl::Span<const AccessRow> AccessTable();
+// Null without a row: the RPC is refused.
+const AccessRow* FindAccessRow(absl::string_view path);
+const AccessRow* FindAccessRow(observability::RpcMethod method);
 
 // The caller of a call, as far as this server cares. Copies are cheap.
 class Caller {
