@@ -1,10 +1,17 @@
-// CallGuard: checks every call before its handler. It counts the call for the backlog, and guards the access to gRPC's built-in
-// services (health, reflection), whose handlers are not ours. Our own services use service::RpcScope::Begin() instead, which
-// reports more. Bounds the health watches of each group of ports (Limits::max_health_watches): a watch never ends by itself, and
-// needs no token.
+// Every call is counted for the backlog (call_backlog.h) twice, at arrival and at its start, and checked before its handler.
+//
+// A call arrives when gRPC has read its metadata, in the credentials' metadata processor. It has no handler yet, and the client may
+// have reset it. CallGuard counts the start, and guards the access to gRPC's built-in services (health, reflection), whose handlers
+// are not ours. Our own services use service::RpcScope::Begin() instead, which reports more. CallGuard bounds the health watches of
+// each group of ports (Limits::max_health_watches): a watch never ends by itself, and needs no token.
+//
+// Holds hostile_resets_latency_ratio and hostile_memory_growth of docs/benchmarks/trust.md.
 #ifndef HEADWATER_SERVER_GUARD_CALL_GUARD_H_
 #define HEADWATER_SERVER_GUARD_CALL_GUARD_H_
 
+#include <grpc/grpc.h>
+#include <grpc/grpc_security.h>
+#include <grpcpp/security/server_credentials.h>
 #include <grpcpp/support/server_interceptor.h>
 #include <grpcpp/support/string_ref.h>
 
@@ -13,12 +20,21 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "server/guard/call_backlog.h"
 
 namespace headwater::guard {
+
+// Takes over `credentials`. Each connection gets a number from the backlog. With `is_counted`, a call that the backlog refuses
+// fails with RESOURCE_EXHAUSTED.
+std::shared_ptr<grpc::ServerCredentials> CountCalls(grpc_server_credentials* credentials, std::shared_ptr<CallBacklog> backlog,
+                                                    bool is_counted = true);
+
+// The number of the call's connection; nullopt for null, and for a call with other credentials.
+std::optional<int64_t> ConnectionOf(grpc_call* call);
 
 class CallGuard final : public grpc::experimental::ServerInterceptorFactoryInterface {
  public:

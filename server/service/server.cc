@@ -21,7 +21,6 @@
 #include "server/group/group_assembly.h"
 #include "server/guard/call_guard.h"
 #include "server/guard/connection_gate.h"
-#include "server/guard/counted_calls.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/service/access/listen_address.h"

@@ -17,7 +17,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/return_if_error.h"
-#include "server/guard/counted_calls.h"
+#include "server/guard/call_guard.h"
 #include "server/observability/logging.h"
 
 namespace headwater::service {

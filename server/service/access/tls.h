@@ -17,7 +17,7 @@
 namespace headwater::service {
 
 // Credentials for host:port addresses: TLS 1.2 or later with the options' files, or none at all without tls_certificate. Calls are
-// counted (guard/counted_calls.h).
+// counted (guard/call_guard.h).
 // InvalidArgument for options without meaning, and for files that cannot be used: not there, not PEM, a key of another certificate.
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(const ServerOptions& options,
                                                                                std::shared_ptr<guard::CallBacklog> backlog);

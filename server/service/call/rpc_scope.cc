@@ -10,7 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "headwater/kernels/return_if_error.h"
-#include "server/guard/counted_calls.h"
+#include "server/guard/call_guard.h"
 #include "server/guard/line_budget.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
