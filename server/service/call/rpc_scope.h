@@ -44,6 +44,12 @@ struct Entrance {
 // The tokens that came with a call.
 std::vector<absl::string_view> AuthorizationOf(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata);
 
+// The one place where errors become gRPC statuses, with code and message of `status`. The trailer grpc-status-details-bin has an
+// RpcStatus with one ErrorInfo and, if the metadata says `retryAfterMs`, one RetryInfo. An error without a reason, which our own
+// code does not make, is INTERNAL with a general text: its own text belongs into the log. Texts are cut so that the trailers stay
+// below gRPC's default of 8 KiB.
+grpc::Status ToGrpcStatus(const absl::Status& status);
+
 class RpcScope {
  public:
   // One scope for each call. `waiter` waits for it; null: the thread that runs it.

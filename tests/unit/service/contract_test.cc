@@ -15,7 +15,7 @@
 #include "headwater/kernels/error.h"
 #include "headwater/v1/error.pb.h"
 #include "server/observability/metrics.h"
-#include "server/service/call/status_mapping.h"
+#include "server/service/call/rpc_scope.h"
 
 namespace headwater::service {
 namespace {

@@ -1,4 +1,4 @@
-#include "server/service/call/unary_call.h"
+#include "server/service/services.h"
 
 #include <utility>
 
