@@ -44,7 +44,7 @@ class StreamCall final : public group::JoinCall {
   bool ReadFirst(v1::JoinRequest* message) {
     has_begun_ = true;
     ClientWatch watch(scope_);
-    return ReadMessage(watch, stream_, message);
+    return Watched(watch, [&] { return stream_.Read(message); });
   }
 
   RpcScope& scope_;

@@ -1,5 +1,5 @@
-// Reading and writing a client's stream on a thread of gRPC's. A call is cancelled when its client neither sends nor takes anything
-// for too long. A stream that was cut is an error, one that ended is not.
+// The messages of a client's stream, and reading and writing them on a thread of gRPC's. A call is cancelled when its client
+// neither sends nor takes anything for too long. A stream that was cut is an error, one that ended is not.
 #ifndef HEADWATER_SERVER_SERVICE_CALL_STREAM_IO_H_
 #define HEADWATER_SERVER_SERVICE_CALL_STREAM_IO_H_
 
@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -15,30 +16,83 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "headwater/v1/head_service.pb.h"
 #include "server/guard/stream_watchdog.h"
 #include "server/service/call/rpc_scope.h"
 #include "server/service/request/field_check.h"
-#include "server/service/request/message_order.h"
 #include "server/service/server_core.h"
+#include "server/transport/growing_buffer.h"
 
 namespace headwater::service {
 
-// Reads one message. False at the end of the stream.
-template <typename Stream, typename Message>
-bool ReadMessage(guard::StreamWatchdog::Watch& watch, Stream& stream, Message* message) {
-  watch.Begin();
-  const bool read = stream.Read(message);
-  watch.End();
-  return read;
+// ---- the order of a client's messages: one header, first; then chunks
+
+// The first message, where it is read by itself: kProtocolViolation for a chunk, kMissingField for neither.
+template <typename Message>
+absl::Status CheckHeaderFirst(const Message& message) {
+  if (message.has_header()) return absl::OkStatus();
+  if (!message.has_chunk()) return MissingField("message", "a header first");
+  return FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "a chunk");
 }
 
-// Writes one message. False when the client is gone, or has taken nothing for too long.
-template <typename Stream, typename Message>
-bool WriteMessage(guard::StreamWatchdog::Watch& watch, Stream& stream, const Message& message) {
+// A message after the header: kProtocolViolation for a second header, kMissingField for neither.
+template <typename Message>
+absl::Status CheckNextChunk(const Message& message) {
+  if (message.has_chunk()) return absl::OkStatus();
+  if (!message.has_header()) return MissingField("message", "a header or a chunk");
+  return FieldError(ErrorReason::kProtocolViolation, "header", "one header, first", "a second header");
+}
+
+// The stream has ended without a header.
+inline absl::Status NoHeader() {
+  return FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "the stream's end");
+}
+
+// Checks a chunk of bytes as far as that needs to know nothing of its stream, and counts its bytes. kInvalidField, kLimitExceeded.
+inline absl::Status CheckByteChunk(ServerCore& core, const v1::ByteChunk& chunk) {
+  const int64_t data_bytes = static_cast<int64_t>(chunk.data().size());
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("chunk.offset_bytes", chunk.offset_bytes(), 0));
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("chunk.data", data_bytes, "max_chunk_bytes", core.options.limits.max_chunk_bytes));
+  core.metrics.Count(observability::Metric::kBytes, data_bytes, observability::Direction::kIn);
+  return absl::OkStatus();
+}
+
+// Appends the next bytes of `total_bytes` in all. kChunkOutOfRange unless they begin where the buffer ends, and fit. `what` they
+// belong to, for the message of kMemoryBudgetExceeded.
+inline absl::Status AppendBytes(transport::GrowingBuffer& buffer, int64_t offset, const std::string& data, int64_t total_bytes,
+                                const char* what) {
+  if (offset != buffer.size()) {
+    return FieldError(ErrorReason::kChunkOutOfRange, "chunk.offset_bytes", absl::StrCat(buffer.size(), ", where the upload stands"),
+                      absl::StrCat(offset));
+  }
+  const int64_t left = total_bytes - buffer.size();
+  const int64_t data_bytes = static_cast<int64_t>(data.size());
+  if (data_bytes < 1 || data_bytes > left) {
+    return FieldError(ErrorReason::kChunkOutOfRange, "chunk.data",
+                      absl::StrCat("1 to ", left, " bytes, which are left of the upload"), absl::StrCat(data_bytes, " bytes"));
+  }
+  if (buffer.Append(data.data(), data_bytes)) return absl::OkStatus();
+  return MakeError(ErrorReason::kMemoryBudgetExceeded,
+                   absl::StrCat("the host has no memory for ", data_bytes, " more bytes of ", what),
+                   {{"requestedBytes", absl::StrCat(data_bytes)}});
+}
+
+// The stream has ended: kProtocolViolation if bytes are missing.
+inline absl::Status CheckAllBytes(const transport::GrowingBuffer& buffer, int64_t total_bytes) {
+  if (buffer.size() == total_bytes) return absl::OkStatus();
+  return FieldError(ErrorReason::kProtocolViolation, "chunk", absl::StrCat(total_bytes, " bytes in all"),
+                    absl::StrCat(buffer.size()));
+}
+
+// ---- reading and writing
+
+// Reads or writes one message by `io`. False at the end of the stream, and when the client is gone or is idle for too long.
+template <typename Io>
+bool Watched(guard::StreamWatchdog::Watch& watch, Io&& io) {
   watch.Begin();
-  const bool written = stream.Write(message);
+  const bool done = io();
   watch.End();
-  return written;
+  return done;
 }
 
 // Watches the client of a call, and whether the call is still allowed.
@@ -50,7 +104,7 @@ struct ClientWatch : guard::StreamWatchdog::Watch {
 };
 
 // The messages of a client's stream: a header, then chunks until the client half-closes. The watchdog watches the client until
-// then. Every error ends the call: those of message_order.h, the watchdog's, kCancelled or kDeadlineExceeded if the stream was cut,
+// then. Every error ends the call: those of the order, the watchdog's, kCancelled or kDeadlineExceeded if the stream was cut,
 // and ServerCore::lost().
 template <typename Message>
 class MessageReader {
@@ -61,7 +115,7 @@ class MessageReader {
   template <typename Stream>
   MessageReader(RpcScope& scope, Stream& stream)
       : scope_(scope), place_(std::in_place, scope.core().reading_threads), watch_(std::in_place, scope) {
-    read_ = [this, &stream] { return ReadMessage(*watch_, stream, &message_); };
+    read_ = [this, &stream] { return Watched(*watch_, [&] { return stream.Read(&message_); }); };
   }
 
   // Once, before the chunks. kQueueFull if too many threads read already.

@@ -288,6 +288,9 @@ absl::Status SendTensor(RpcScope& scope, const TensorStream& stream, grpc::Serve
   constexpr int64_t kChunkBytes = 1 << 20;
   ServerCore& core = scope.core();
   ClientWatch watch(scope);
+  const auto write = [&](const v1::DownloadTensorResponse& message) {
+    return Watched(watch, [&] { return responses.Write(message); });
+  };
   const absl::Status gone = MakeError(ErrorReason::kCancelled, "the client cancelled the download, or went away");
   const int64_t element_bytes = ElementBytes(stream.data_type);
   const int64_t chunk_elements = std::max<int64_t>(1, std::min(kChunkBytes, core.options.limits.max_chunk_bytes) / element_bytes);
@@ -306,14 +309,14 @@ absl::Status SendTensor(RpcScope& scope, const TensorStream& stream, grpc::Serve
       header->mutable_shape()->Assign(stream.shape.begin(), stream.shape.end());
       header->set_total_bytes(stream.total_bytes);
       header->set_weight_version(stream.weight_version);
-      if (!WriteMessage(watch, responses, response)) return gone;
+      if (!write(response)) return gone;
       header_sent = true;
     }
     if (count == 0) break;
     response.mutable_chunk()->set_offset_bytes(element * element_bytes);
     response.mutable_chunk()->set_data(std::move(data));
     core.metrics.Count(observability::Metric::kBytes, count * element_bytes, observability::Direction::kOut);
-    if (!WriteMessage(watch, responses, response)) return gone;
+    if (!write(response)) return gone;
     element += count;
   } while (element < element_count);
   return absl::OkStatus();

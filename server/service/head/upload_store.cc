@@ -6,8 +6,8 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "server/model_files/xxh3.h"
+#include "server/service/call/stream_io.h"
 #include "server/service/request/field_check.h"
-#include "server/service/request/message_order.h"
 
 namespace headwater::service {
 namespace {

@@ -12,12 +12,11 @@
 #include "headwater/v1/loss_service.pb.h"
 #include "server/guard/slow_uploads.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/service/call/rpc_scope.h"
+#include "server/service/call/stream_io.h"
 #include "server/service/loss/micro_batch.h"
 #include "server/service/loss/transfer.h"
 #include "server/service/request/chunk_codec.h"
 #include "server/service/request/field_check.h"
-#include "server/service/request/message_order.h"
 
 namespace headwater::service {
 namespace {

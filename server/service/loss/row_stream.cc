@@ -2,8 +2,8 @@
 
 #include <utility>
 
+#include "server/service/call/stream_io.h"
 #include "server/service/loss/transfer.h"
-#include "server/service/request/message_order.h"
 
 namespace headwater::service {
 namespace {

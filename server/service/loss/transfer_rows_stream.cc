@@ -10,12 +10,11 @@
 #include "absl/synchronization/mutex.h"
 #include "headwater/kernels/error.h"
 #include "headwater/v1/loss_service.pb.h"
-#include "server/service/call/rpc_scope.h"
+#include "server/service/call/stream_io.h"
 #include "server/service/loss/transfer.h"
 #include "server/service/loss/transfer_registry.h"
 #include "server/service/request/field_check.h"
 #include "server/service/request/loss_request.h"
-#include "server/service/request/message_order.h"
 
 namespace headwater::service {
 namespace {
