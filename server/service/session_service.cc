@@ -2,7 +2,6 @@
 #include <memory>
 #include <string>
 #include <utility>
-#include <variant>
 #include <vector>
 
 #include "headwater/kernels/error.h"
@@ -38,26 +37,25 @@ std::vector<std::string> Features(const ServerCore& core) {
   return features;
 }
 
-absl::StatusOr<std::string> Register(ServerCore& core, RegisterRequest request) {
-  if (const auto* descriptor = std::get_if<DescriptorSource>(&request.source)) {
+absl::StatusOr<std::string> Register(ServerCore& core, const v1::RegisterSharedMemoryRequest& message,
+                                     const RegisterRequest& request) {
+  if (message.has_descriptor_token()) {
     if (core.descriptors == nullptr) {
       return MakeError(ErrorReason::kStorageNotConfigured,
                        "descriptor_token: this server has no descriptor socket: start it with --descriptor_socket",
                        {{"field", "descriptor_token"}, {"expected", "--descriptor_socket"}});
     }
-    HEADWATER_ASSIGN_OR_RETURN(auto memory, core.descriptors->Take(descriptor->token));
+    HEADWATER_ASSIGN_OR_RETURN(auto memory, core.descriptors->Take(message.descriptor_token()));
     return core.regions.AddDescriptor(request.session, std::move(memory), request.offset_bytes, request.size_bytes);
   }
-  if (const auto* named = std::get_if<NamedSource>(&request.source)) {
-    if (!core.options.named_regions) {
-      return MakeError(ErrorReason::kStorageNotConfigured,
-                       "shared_memory_name: this server takes no named regions: start it with --named_regions",
-                       {{"field", "shared_memory_name"}, {"expected", "--named_regions"}});
-    }
-    return core.regions.AddNamed(request.session, named->name, request.offset_bytes, request.size_bytes);
+  if (request.device.has_value())
+    return core.regions.AddDevice(request.session, *request.device, request.event, request.size_bytes);
+  if (!core.options.named_regions) {
+    return MakeError(ErrorReason::kStorageNotConfigured,
+                     "shared_memory_name: this server takes no named regions: start it with --named_regions",
+                     {{"field", "shared_memory_name"}, {"expected", "--named_regions"}});
   }
-  const DeviceSource& device = std::get<DeviceSource>(request.source);
-  return core.regions.AddDevice(request.session, device.memory, device.event, request.size_bytes);
+  return core.regions.AddNamed(request.session, message.shared_memory_name(), request.offset_bytes, request.size_bytes);
 }
 
 absl::Status GetServerInfo(RpcScope& scope, const v1::GetServerInfoRequest&, v1::ServerInfo* response) {
@@ -118,7 +116,7 @@ absl::Status RegisterSharedMemory(RpcScope& scope, const v1::RegisterSharedMemor
   HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeRegisterSharedMemory(request));
   // If the session ends meanwhile, the end of this use drops the region.
   HEADWATER_ASSIGN_OR_RETURN(scope.session(), scope.core().UseSession(decoded.session));
-  HEADWATER_ASSIGN_OR_RETURN(auto id, Register(scope.core(), std::move(decoded)));
+  HEADWATER_ASSIGN_OR_RETURN(auto id, Register(scope.core(), request, decoded));
   response->set_region_id(std::move(id));
   return absl::OkStatus();
 }

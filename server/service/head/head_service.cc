@@ -240,10 +240,11 @@ absl::Status UploadWeights(RpcScope& scope, grpc::ServerReaderWriter<v1::UploadW
 absl::Status LoadWeights(RpcScope& scope, const v1::LoadWeightsRequest& request, v1::Head* response) {
   HEADWATER_ASSIGN_OR_RETURN(auto load, DecodeLoad(request));
   HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(scope, load.name));
-  HEADWATER_RETURN_IF_ERROR(head->CheckEpoch(load.epoch));
+  HEADWATER_RETURN_IF_ERROR(head->CheckEpoch(*load.epoch));
   if (scope.core().options.load_root.empty()) return StorageNotConfigured("load_root");
-  HEADWATER_ASSIGN_OR_RETURN(auto reader, checkpoint::WeightsReader::Open(scope.core().options.load_root, load.path,
-                                                                          load.weight_tensor, load.bias_tensor, head->spec()));
+  HEADWATER_ASSIGN_OR_RETURN(
+      auto reader, checkpoint::WeightsReader::Open(scope.core().options.load_root, request.path(), request.weight_tensor(),
+                                                   request.bias_tensor(), head->spec()));
   std::vector<heads::TensorUpdate> updates;
   for (const HeadTensor tensor : {HeadTensor::kWeight, HeadTensor::kBias}) {
     if (tensor == HeadTensor::kBias && !reader->has_bias()) continue;
@@ -253,7 +254,7 @@ absl::Status LoadWeights(RpcScope& scope, const v1::LoadWeightsRequest& request,
          }});
   }
   // The thread waits for the head: a second try would read the file through again.
-  HEADWATER_ASSIGN_OR_RETURN(auto loaded, head->SetTensors(load.epoch, updates, scope.thread_limits()));
+  HEADWATER_ASSIGN_OR_RETURN(auto loaded, head->SetTensors(*load.epoch, updates, scope.thread_limits()));
   EncodeHead(loaded, scope.core().AvailableBytes(), response);
   return absl::OkStatus();
 }

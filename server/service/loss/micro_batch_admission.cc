@@ -213,9 +213,9 @@ class MicroBatchAdmission {
   }
 
  private:
-  absl::StatusOr<RegionUse> FindRegion(const SharedRowsRequest& shared, int64_t bytes, RegionAccess access, DataType type,
+  absl::StatusOr<RegionUse> FindRegion(const v1::SharedRows& shared, int64_t bytes, RegionAccess access, DataType type,
                                        const std::string& field) const {
-    return core_.regions.Find(*batch_.payload->request.session, shared.region_id, shared.offset_bytes, bytes, access,
+    return core_.regions.Find(*batch_.payload->request.session, shared.region_id(), shared.offset_bytes(), bytes, access,
                               ElementBytes(type), field);
   }
 
@@ -242,11 +242,10 @@ class MicroBatchAdmission {
   }
 
   // Adds the source of `rows`; `field` names it in the header. `teacher`: whose rows they are; null: they are the hidden states.
-  absl::Status AddSource(RowSource::Rows rows, const std::optional<SharedRowsRequest>& shared, std::string field,
-                         const TeacherRequest* teacher) {
+  absl::Status AddSource(RowSource::Rows rows, const v1::SharedRows* shared, std::string field, const TeacherRequest* teacher) {
     auto& sources = batch_.payload->sources;
     rows.field = std::move(field);
-    if (shared.has_value()) {
+    if (shared != nullptr) {
       HEADWATER_ASSIGN_OR_RETURN(RegionUse region, FindRegion(*shared, rows.row_count * rows.row_bytes, RegionAccess::kRead,
                                                               rows.view->data_type, rows.field));
       sources.push_back(MakeRegionRows(std::move(rows), std::move(region)));
@@ -271,7 +270,7 @@ class MicroBatchAdmission {
 
   absl::Status FindGrad() {
     const MicroBatchRequest& request = batch_.payload->request;
-    if (!request.grad_hidden_rows.has_value()) return absl::OkStatus();
+    if (request.grad_hidden_rows == nullptr) return absl::OkStatus();
     const std::string field = "header.grad_hidden_rows";
     const int64_t bytes = request.row_count * request.hidden_size * ElementBytes(request.grad_hidden_data_type);
     HEADWATER_ASSIGN_OR_RETURN(

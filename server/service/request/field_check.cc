@@ -58,19 +58,10 @@ absl::Status CheckLimit(const std::string& field, int64_t value, const char* lim
   return LimitError(ErrorReason::kLimitExceeded, field, absl::StrCat("at most ", maximum, " (", limit, ")"), value, limit, maximum);
 }
 
-absl::Status CheckNumber(const std::string& field, double value, bool holds, const std::string& expected) {
-  if (holds && std::isfinite(value)) return absl::OkStatus();
-  return InvalidField(field, expected, absl::StrCat(value));
-}
-
-absl::Status CheckFactor(const std::string& field, double value) {
-  return CheckNumber(field, value, std::isfinite(static_cast<float>(value)), "a number that is finite in float32");
-}
-
 absl::StatusOr<double> FactorOrOne(const std::string& field, bool present, double value) {
-  const double factor = present ? value : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckFactor(field, factor));
-  return factor;
+  if (!present) return 1;
+  if (std::isfinite(static_cast<float>(value))) return value;
+  return InvalidField(field, "a number that is finite in float32", absl::StrCat(value));
 }
 
 std::string Quoted(const std::string& text) {

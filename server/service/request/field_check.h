@@ -41,12 +41,8 @@ absl::StatusOr<std::optional<int64_t>> OptionalNumber(const std::string& field, 
 // kLimitExceeded if value is above the limit of that name.
 absl::Status CheckLimit(const std::string& field, int64_t value, const char* limit, int64_t maximum);
 
-// kInvalidField, with `expected` as the text, unless `holds` and `value` is finite.
-absl::Status CheckNumber(const std::string& field, double value, bool holds, const std::string& expected);
-
-// kInvalidField unless `value` is finite as float32 too: it multiplies losses or gradients, which are float32.
-absl::Status CheckFactor(const std::string& field, double value);
-// The factor, after CheckFactor(); 1 if it is absent.
+// A factor, 1 if it is absent. kInvalidField unless it is finite as float32 too: it multiplies losses or gradients, which are
+// float32.
 absl::StatusOr<double> FactorOrOne(const std::string& field, bool present, double value);
 
 // A value from a client as it may stand in a message: quoted, printable, at most 64 bytes of it.

@@ -160,7 +160,7 @@ absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& 
   return decoded;
 }
 
-absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request) {
+absl::StatusOr<HeadAtEpoch> DecodeLoad(const v1::LoadWeightsRequest& request) {
   constexpr size_t kMaxTextBytes = 1024;
   HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtEpoch(request.name(), request.epoch(), /*epoch_required=*/true));
   if (request.path().empty()) return MissingField("path", "a file or folder under the server's load root");
@@ -179,7 +179,7 @@ absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request) {
   if (leaves_root) {
     return InvalidField("path", "a relative path without `..`", Quoted(request.path()));
   }
-  return LoadRequest{std::move(head.name), *head.epoch, request.path(), request.weight_tensor(), request.bias_tensor()};
+  return head;
 }
 
 absl::StatusOr<DownloadWeightsRequest> DecodeDownloadWeights(const v1::DownloadWeightsRequest& request) {
@@ -287,14 +287,6 @@ absl::StatusOr<DeviceHandle> DecodeHandle(const std::string& bytes, const char* 
   return handle;
 }
 
-absl::StatusOr<DeviceSource> DecodeDeviceSource(const v1::RegisterSharedMemoryRequest& request) {
-  HEADWATER_ASSIGN_OR_RETURN(auto memory, DecodeHandle(request.cuda_ipc_handle(), "cuda_ipc_handle"));
-  DeviceSource source = {memory, std::nullopt};
-  if (request.cuda_event_handle().empty()) return source;
-  HEADWATER_ASSIGN_OR_RETURN(source.event, DecodeHandle(request.cuda_event_handle(), "cuda_event_handle"));
-  return source;
-}
-
 }  // namespace
 
 absl::StatusOr<RegisterRequest> DecodeRegisterSharedMemory(const v1::RegisterSharedMemoryRequest& request) {
@@ -303,25 +295,24 @@ absl::StatusOr<RegisterRequest> DecodeRegisterSharedMemory(const v1::RegisterSha
   switch (request.source_case()) {
     case v1::RegisterSharedMemoryRequest::kDescriptorToken:
       if (request.descriptor_token().empty()) return MissingField("descriptor_token", "the token that the socket answered");
-      decoded.source = DescriptorSource{request.descriptor_token()};
       break;
     case v1::RegisterSharedMemoryRequest::kSharedMemoryName:
       if (!transport::IsRegionName(request.shared_memory_name())) {
         return FieldError(ErrorReason::kInvalidName, "shared_memory_name", "`headwater-` and 1 to 200 of [A-Za-z0-9._-]",
                           Quoted(request.shared_memory_name()));
       }
-      decoded.source = NamedSource{request.shared_memory_name()};
       break;
     case v1::RegisterSharedMemoryRequest::kCudaIpcHandle: {
-      HEADWATER_ASSIGN_OR_RETURN(decoded.source, DecodeDeviceSource(request));
+      HEADWATER_ASSIGN_OR_RETURN(decoded.device, DecodeHandle(request.cuda_ipc_handle(), "cuda_ipc_handle"));
       break;
     }
     case v1::RegisterSharedMemoryRequest::SOURCE_NOT_SET:
       return MissingField("source", "descriptor_token, shared_memory_name or cuda_ipc_handle");
   }
-  const bool on_device = std::holds_alternative<DeviceSource>(decoded.source);
-  if (!on_device && !request.cuda_event_handle().empty()) {
-    return InvalidCombination("cuda_event_handle", "nothing without cuda_ipc_handle", "an event");
+  const bool on_device = decoded.device.has_value();
+  if (!request.cuda_event_handle().empty()) {
+    if (!on_device) return InvalidCombination("cuda_event_handle", "nothing without cuda_ipc_handle", "an event");
+    HEADWATER_ASSIGN_OR_RETURN(decoded.event, DecodeHandle(request.cuda_event_handle(), "cuda_event_handle"));
   }
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("size_bytes", request.size_bytes(), 1));
   HEADWATER_RETURN_IF_ERROR(CheckRange("offset_bytes", request.offset_bytes(), 0,

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -60,14 +59,6 @@ struct UploadRequest {
   std::optional<int64_t> closes_step;
 };
 
-struct LoadRequest {
-  heads::HeadName name;
-  heads::Epoch epoch{};
-  std::string path;
-  std::string weight_tensor;
-  std::string bias_tensor;
-};
-
 struct DownloadWeightsRequest : HeadAtEpoch {
   HeadTensor tensor = HeadTensor::kWeight;
   std::optional<DataType> data_type = std::nullopt;  // absent: the storage type
@@ -120,22 +111,13 @@ struct OpenSessionRequest {
   absl::Duration lease;  // > 0
 };
 
-// Where a region's memory comes from.
-struct DescriptorSource {
-  std::string token;
-};
-struct NamedSource {
-  std::string name;
-};
-struct DeviceSource {
-  DeviceHandle memory;
-  std::optional<DeviceHandle> event;
-};
+// A region; token or name of its memory are the message's.
 struct RegisterRequest {
   heads::SessionId session;
-  std::variant<DescriptorSource, NamedSource, DeviceSource> source;
-  int64_t size_bytes = 0;    // >= 1
-  int64_t offset_bytes = 0;  // >= 0; 0 for a DeviceSource; the sum does not wrap
+  std::optional<DeviceHandle> device;  // of memory of a device
+  std::optional<DeviceHandle> event;   // only with `device`
+  int64_t size_bytes = 0;              // >= 1
+  int64_t offset_bytes = 0;            // >= 0; 0 with `device`; the sum does not wrap
 };
 struct UnregisterRequest {
   heads::SessionId session;
@@ -151,7 +133,8 @@ absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request,
 absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request);
 absl::StatusOr<TakeRequest> DecodeTake(const v1::TakeHeadRequest& request);
 absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& header);
-absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request);
+// The head; path and tensors of the request are checked too.
+absl::StatusOr<HeadAtEpoch> DecodeLoad(const v1::LoadWeightsRequest& request);
 absl::StatusOr<DownloadWeightsRequest> DecodeDownloadWeights(const v1::DownloadWeightsRequest& request);
 absl::StatusOr<DownloadGradientRequest> DecodeDownloadGradient(const v1::DownloadGradientRequest& request);
 absl::StatusOr<HeadAtEpoch> DecodeGetStep(const v1::GetStepRequest& request);

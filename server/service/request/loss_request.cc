@@ -123,13 +123,13 @@ absl::StatusOr<std::vector<int32_t>> DecodeRowIndices(const v1::Tensor& tensor, 
 }
 
 // Rows in a region of the session.
-absl::StatusOr<std::optional<SharedRowsRequest>> DecodeSharedRows(bool present, const v1::SharedRows& rows, bool has_session,
-                                                                  const std::string& field) {
-  if (!present) return std::optional<SharedRowsRequest>();
+absl::StatusOr<const v1::SharedRows*> CheckSharedRows(bool present, const v1::SharedRows& rows, bool has_session,
+                                                      const std::string& field) {
+  if (!present) return nullptr;
   if (!has_session) return MissingField("header.session_id", absl::StrCat("the session of the region that ", field, " names"));
   if (rows.region_id().empty()) return MissingField(field + ".region_id", "the id that RegisterSharedMemory answered");
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".offset_bytes", rows.offset_bytes(), 0));
-  return std::optional<SharedRowsRequest>({rows.region_id(), rows.offset_bytes()});
+  return &rows;
 }
 
 // The teacher's head, and the type of its rows: the common fields of all sources.
@@ -140,7 +140,7 @@ absl::StatusOr<TeacherRequest> DecodeTeacherHead(const Source& source, const std
   HEADWATER_ASSIGN_OR_RETURN(auto data_type, DecodeFloatType(source.data_type(), field + ".data_type"));
   HEADWATER_ASSIGN_OR_RETURN(auto version, OptionalNumber(field + ".expected_weight_version", source.has_expected_weight_version(),
                                                           source.expected_weight_version()));
-  return TeacherRequest{std::move(name), epoch, data_type, version, std::nullopt, std::nullopt};
+  return TeacherRequest{std::move(name), epoch, data_type, version, nullptr, std::nullopt};
 }
 
 absl::StatusOr<TeacherRequest> DecodeJoinedTeacher(const v1::JoinedTeacher& joined, const std::string& field, int64_t term_rows) {
@@ -178,8 +178,8 @@ absl::StatusOr<TeacherRequest> DecodeTeacher(const v1::LossTerm& term, const std
   }
   const std::string teacher_field = field + ".teacher_hidden";
   HEADWATER_ASSIGN_OR_RETURN(auto teacher, DecodeTeacherHead(term.teacher_hidden(), teacher_field));
-  HEADWATER_ASSIGN_OR_RETURN(teacher.rows, DecodeSharedRows(term.teacher_hidden().has_rows(), term.teacher_hidden().rows(),
-                                                            has_session, teacher_field + ".rows"));
+  HEADWATER_ASSIGN_OR_RETURN(teacher.rows, CheckSharedRows(term.teacher_hidden().has_rows(), term.teacher_hidden().rows(),
+                                                           has_session, teacher_field + ".rows"));
   return teacher;
 }
 
@@ -437,10 +437,10 @@ absl::Status DecodePath(const v1::MicroBatchHeader& header, const Limits& limits
   }
   const bool session = decoded->session.has_value();
   HEADWATER_ASSIGN_OR_RETURN(decoded->hidden_rows,
-                             DecodeSharedRows(header.has_hidden_rows(), header.hidden_rows(), session, "header.hidden_rows"));
-  HEADWATER_ASSIGN_OR_RETURN(decoded->grad_hidden_rows, DecodeSharedRows(header.has_grad_hidden_rows(), header.grad_hidden_rows(),
-                                                                         session, "header.grad_hidden_rows"));
-  if (decoded->grad_hidden_rows.has_value() && !decoded->return_grad_hidden) {
+                             CheckSharedRows(header.has_hidden_rows(), header.hidden_rows(), session, "header.hidden_rows"));
+  HEADWATER_ASSIGN_OR_RETURN(decoded->grad_hidden_rows, CheckSharedRows(header.has_grad_hidden_rows(), header.grad_hidden_rows(),
+                                                                        session, "header.grad_hidden_rows"));
+  if (decoded->grad_hidden_rows != nullptr && !decoded->return_grad_hidden) {
     return InvalidCombination("header.grad_hidden_rows", "nothing, because grad_hidden is not returned", "a region");
   }
   return absl::OkStatus();

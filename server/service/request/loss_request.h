@@ -35,12 +35,6 @@ struct HeadStepRequest {
   std::optional<int64_t> step;
 };
 
-// Rows in a region of the call's session.
-struct SharedRowsRequest {
-  std::string region_id;
-  int64_t offset_bytes = 0;
-};
-
 // Teacher rows that another process sends.
 struct JoinedTeacherRequest {
   std::string join_key;
@@ -53,8 +47,8 @@ struct TeacherRequest {
   std::optional<heads::Epoch> epoch;
   DataType data_type = DataType::kFloat32;
   std::optional<int64_t> expected_weight_version;
-  // Where the rows come from; at most one of them, else they come as chunks.
-  std::optional<SharedRowsRequest> rows;
+  // Where the rows come from; at most one of them, else they come as chunks. `rows` lie in MicroBatchRequest::message.
+  const v1::SharedRows* rows = nullptr;
   std::optional<JoinedTeacherRequest> joined;
 };
 
@@ -88,8 +82,9 @@ struct MicroBatchRequest {
   bool late_token_factors = false;     // only with explicit_commit
   std::optional<TransferId> transfer;  // there if and only if stripe_count > 1
   int32_t stripe_count = 1;
-  std::optional<SharedRowsRequest> hidden_rows;
-  std::optional<SharedRowsRequest> grad_hidden_rows;  // only with return_grad_hidden
+  // Rows in regions of the session, of `message`; null: chunks bring or take them.
+  const v1::SharedRows* hidden_rows = nullptr;
+  const v1::SharedRows* grad_hidden_rows = nullptr;  // only with return_grad_hidden
 };
 
 // A stripe of a transfer.

@@ -36,7 +36,7 @@ const service::Limits& Limits() {
 
 void Check(const heads::HeadName& name) { FUZZ_CHECK(heads::ParseHeadName(name.ToString(), "name").ok()); }
 
-void Check(const service::SharedRowsRequest& rows) { FUZZ_CHECK(!rows.region_id.empty() && rows.offset_bytes >= 0); }
+void Check(const v1::SharedRows& rows) { FUZZ_CHECK(!rows.region_id().empty() && rows.offset_bytes() >= 0); }
 
 void Check(const CrossEntropySpec& loss) {
   FUZZ_CHECK(loss.label_smoothing >= 0 && loss.label_smoothing <= 1 && loss.z_loss >= 0 && std::isfinite(loss.z_loss));
@@ -47,9 +47,9 @@ void Check(const CrossEntropySpec& loss) {
 
 void Check(const service::TeacherRequest& teacher, int64_t term_rows) {
   Check(teacher.head);
-  FUZZ_CHECK(!teacher.rows.has_value() || !teacher.joined.has_value());
+  FUZZ_CHECK(teacher.rows == nullptr || !teacher.joined.has_value());
   FUZZ_CHECK(!teacher.expected_weight_version.has_value() || *teacher.expected_weight_version >= 0);
-  if (teacher.rows.has_value()) Check(*teacher.rows);
+  if (teacher.rows != nullptr) Check(*teacher.rows);
   if (!teacher.joined.has_value()) return;
   const service::JoinedTeacherRequest& joined = *teacher.joined;
   FUZZ_CHECK(!joined.join_key.empty() && joined.join_key.size() <= 256 && joined.total_row_count >= 1);
@@ -109,11 +109,11 @@ void Check(const service::MicroBatchRequest& request) {
   FUZZ_CHECK(request.attempt >= 0 && (!request.micro_batch.has_value() || *request.micro_batch >= 0));
   FUZZ_CHECK(!request.micro_batch.has_value() || request.backward);
   FUZZ_CHECK(!request.late_token_factors || request.explicit_commit);
-  FUZZ_CHECK(!request.grad_hidden_rows.has_value() || request.return_grad_hidden);
+  FUZZ_CHECK(request.grad_hidden_rows == nullptr || request.return_grad_hidden);
   FUZZ_CHECK(std::isfinite(request.grad_hidden_scale));
-  FUZZ_CHECK((!request.hidden_rows.has_value() && !request.grad_hidden_rows.has_value()) || request.session.has_value());
-  if (request.hidden_rows.has_value()) Check(*request.hidden_rows);
-  if (request.grad_hidden_rows.has_value()) Check(*request.grad_hidden_rows);
+  FUZZ_CHECK((request.hidden_rows == nullptr && request.grad_hidden_rows == nullptr) || request.session.has_value());
+  if (request.hidden_rows != nullptr) Check(*request.hidden_rows);
+  if (request.grad_hidden_rows != nullptr) Check(*request.grad_hidden_rows);
   for (const service::LossTermRequest& term : request.terms) Check(term, request);
   FUZZ_CHECK(service::CanonicalHeader(request) == service::CanonicalHeader(service::MicroBatchRequest(request)));
 }
@@ -170,11 +170,10 @@ void Check(const service::UploadRequest& request) {
   FUZZ_CHECK(!request.closes_step.has_value() || *request.closes_step >= 0);
 }
 
-void Check(const service::LoadRequest& request) {
-  Check(request.name);
-  FUZZ_CHECK(!request.path.empty() && request.path.size() <= 1024 && request.path.front() != '/');
-  FUZZ_CHECK(("/" + request.path + "/").find("/../") == std::string::npos);
-  for (const std::string* text : {&request.path, &request.weight_tensor, &request.bias_tensor}) {
+void CheckPath(const v1::LoadWeightsRequest& request) {
+  FUZZ_CHECK(!request.path().empty() && request.path().size() <= 1024 && request.path().front() != '/');
+  FUZZ_CHECK(("/" + request.path() + "/").find("/../") == std::string::npos);
+  for (const std::string* text : {&request.path(), &request.weight_tensor(), &request.bias_tensor()}) {
     FUZZ_CHECK(text->size() <= 1024 && text->find('\0') == std::string::npos);
   }
 }
@@ -248,7 +247,7 @@ void Check(const service::RegisterRequest& request) {
   FUZZ_CHECK(request.size_bytes >= 1 && request.offset_bytes >= 0);
   int64_t end = 0;
   FUZZ_CHECK(!__builtin_add_overflow(request.size_bytes, request.offset_bytes, &end));
-  if (std::holds_alternative<service::DeviceSource>(request.source)) FUZZ_CHECK(request.offset_bytes == 0);
+  if (request.device.has_value()) FUZZ_CHECK(request.offset_bytes == 0);
 }
 
 void Check(const service::UnregisterRequest& request) { FUZZ_CHECK(!request.region_id.empty()); }
@@ -286,6 +285,7 @@ void CheckRequest(const Request& request) {
     case Request::kUploadWeights:
       return CheckDecoded(s::DecodeUploadHeader(request.upload_weights()));
     case Request::kLoadWeights:
+      if (s::DecodeLoad(request.load_weights()).ok()) CheckPath(request.load_weights());
       return CheckDecoded(s::DecodeLoad(request.load_weights()));
     case Request::kDownloadWeights:
       return CheckDecoded(s::DecodeDownloadWeights(request.download_weights()));
