@@ -93,16 +93,15 @@ absl::Status Join(const sigset_t& signals) {
   leader.key = absl::GetFlag(FLAGS_tls_key);
   leader.token_file = absl::GetFlag(FLAGS_join_token_file);
   if (absl::GetFlag(FLAGS_workers) != 0) return absl::InvalidArgumentError("--join: expected no --workers with it");
-  if (const absl::Status status = service::CheckListenAddress(leader.address); !status.ok()) {
-    return absl::InvalidArgumentError(absl::StrCat("--join: ", status.message()));
-  }
+  const auto address = service::ParseListenAddress(leader.address);
+  if (!address.ok()) return absl::InvalidArgumentError(absl::StrCat("--join: ", address.status().message()));
   if (leader.certificate.empty() != leader.key.empty()) {
     return absl::InvalidArgumentError("--tls_certificate and --tls_key: expected both or neither");
   }
   if (!leader.certificate.empty() && leader.ca.empty()) {
     return absl::InvalidArgumentError("--tls_certificate: expected --join_ca with it: without TLS no certificate is shown");
   }
-  if (!leader.token_file.empty() && leader.ca.empty() && !service::IsLocalAddress(leader.address)) {
+  if (!leader.token_file.empty() && leader.ca.empty() && !address->is_local()) {
     observability::Log(observability::LogLevel::kWarning, "unprotected",
                        {{"address", leader.address},
                         {"message", "the worker's token, and all rows, can be read on the way to this address: set join_ca"}});

@@ -64,7 +64,7 @@ class ReflectionOption final : public grpc::ServerBuilderOption {
 
 // One warning for each address that the whole network can reach without an identity, or with a token that can be read on the way.
 void WarnOfOpenAddress(const ServerOptions& options, const std::string& address) {
-  if (IsLocalAddress(address) || !options.tls_client_ca.empty()) return;
+  if (!options.tls_client_ca.empty()) return;
   const bool tls = !options.tls_certificate.empty();
   const bool tokens = !options.token_file.empty();
   if (tls && tokens) return;
@@ -128,15 +128,15 @@ struct Server::Ports {
 
     guard::ConnectionGate& gate = entrance.core.gates->emplace_back(limits.max_connections, options.max_cancel_rate);
     for (const std::string& address : wanted) {
-      const bool is_unix = IsUnixAddress(address);
-      auto& acceptor = acceptors[is_unix ? 1 : 0];
+      HEADWATER_ASSIGN_OR_RETURN(const ListenAddress parsed, ParseListenAddress(address));
+      auto& acceptor = acceptors[parsed.is_unix() ? 1 : 0];
       if (acceptor == nullptr) {
         using Type = grpc::ServerBuilder::experimental_type::ExternalConnectionType;
         // Connections of a Unix socket have no addresses of their own: a connection's number identifies the client.
         acceptor = builder.experimental().AddExternalConnectionAcceptor(
-            Type::FROM_FD,
-            is_unix ? guard::CountCalls(grpc_insecure_server_credentials_create(), entrance.core.backlog, /*is_counted=*/false)
-                    : credentials);
+            Type::FROM_FD, parsed.is_unix() ? guard::CountCalls(grpc_insecure_server_credentials_create(), entrance.core.backlog,
+                                                                /*is_counted=*/false)
+                                            : credentials);
       }
       const auto take = [to = acceptor.get()](int listener_fd, int fd) {
         grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
@@ -144,19 +144,18 @@ struct Server::Ports {
         connection.fd = fd;
         to->HandleNewConnection(&connection);
       };
-      if (is_unix) {
+      if (parsed.is_unix()) {
         // A socket is at no moment more open than it should be.
         const absl::Cleanup restore = [before = umask(0177)] { umask(before); };
-        if (absl::Status status = gate.ListenUnix(SocketPath(address), take); !status.ok()) return CannotListen(status);
-        HEADWATER_RETURN_IF_ERROR(SetSocketAccess(address, socket_access));
+        if (absl::Status status = gate.ListenUnix(parsed.path, take); !status.ok()) return CannotListen(status);
+        HEADWATER_RETURN_IF_ERROR(SetSocketAccess(parsed.path, socket_access));
         addresses.push_back(address);
       } else {
-        const auto [host, port] = HostAndPort(address);
-        auto bound = gate.ListenTcp(host, port, take);
+        auto bound = gate.ListenTcp(parsed.host, parsed.port, take);
         if (!bound.ok()) return CannotListen(bound.status());
-        addresses.push_back(absl::StrCat(host, ":", *bound));
+        addresses.push_back(absl::StrCat(parsed.host, ":", *bound));
       }
-      WarnOfOpenAddress(options, addresses.back());
+      if (!parsed.is_local()) WarnOfOpenAddress(options, addresses.back());
     }
     grpc_server = builder.BuildAndStart();
     if (grpc_server == nullptr) return absl::UnavailableError("gRPC's server cannot be started");
@@ -194,7 +193,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   for (const auto& [field, addresses] : {std::pair("listen_addresses", &options.listen_addresses),
                                          std::pair("admin_listen_addresses", &options.admin_listen_addresses)}) {
     for (const std::string& address : *addresses) {
-      const absl::Status status = CheckListenAddress(address);
+      const absl::Status status = ParseListenAddress(address).status();
       if (!status.ok()) return absl::InvalidArgumentError(absl::StrCat(field, ": ", status.message()));
     }
   }

@@ -12,11 +12,11 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 
 namespace headwater::service {
 namespace {
-
-constexpr char kUnix[] = "unix:";
 
 absl::Status NoOwner(const char* what, const std::string& name) {
   return absl::InvalidArgumentError(absl::StrCat("unix_socket_owner: there is no ", what, " \"", name, "\""));
@@ -24,36 +24,26 @@ absl::Status NoOwner(const char* what, const std::string& name) {
 
 }  // namespace
 
-absl::Status CheckListenAddress(const std::string& address) {
-  if (IsUnixAddress(address) && !SocketPath(address).empty()) return absl::OkStatus();
+absl::StatusOr<ListenAddress> ParseListenAddress(const std::string& address) {
+  ListenAddress parsed;
+  absl::string_view path = address;
+  if (absl::ConsumePrefix(&path, "unix:")) {
+    absl::ConsumePrefix(&path, "//");
+    parsed.path = std::string(path);
+    if (!path.empty()) return parsed;
+  }
   // Others than unix: have no permissions (unix-abstract:), or are not what a server listens on.
   const size_t colon = address.rfind(':');
-  int port = 0;
   if (colon != std::string::npos && colon > 0 && !absl::StartsWith(address, "unix") && !absl::StrContains(address, "/") &&
-      absl::SimpleAtoi(address.substr(colon + 1), &port) && port >= 0 && port <= 65535) {
-    return absl::OkStatus();
+      absl::SimpleAtoi(address.substr(colon + 1), &parsed.port) && parsed.port >= 0 && parsed.port <= 65535) {
+    parsed.host = address.substr(0, colon);
+    return parsed;
   }
   return absl::InvalidArgumentError(absl::StrCat("expected host:port or unix:PATH, got \"", address, "\""));
 }
 
-bool IsUnixAddress(const std::string& address) { return absl::StartsWith(address, kUnix); }
-
-std::string SocketPath(const std::string& address) {
-  const std::string path = address.substr(sizeof(kUnix) - 1);
-  return absl::StartsWith(path, "//") ? path.substr(2) : path;
-}
-
-std::pair<std::string, int> HostAndPort(const std::string& address) {
-  const size_t colon = address.rfind(':');
-  int port = 0;
-  if (!absl::SimpleAtoi(address.substr(colon + 1), &port)) port = 0;
-  return {address.substr(0, colon), port};
-}
-
-bool IsLocalAddress(const std::string& address) {
-  if (IsUnixAddress(address)) return true;
-  const std::string host = address.substr(0, address.rfind(':'));
-  return host == "localhost" || host == "[::1]" || host == "::1" || absl::StartsWith(host, "127.");
+bool ListenAddress::is_local() const {
+  return is_unix() || host == "localhost" || host == "[::1]" || host == "::1" || absl::StartsWith(host, "127.");
 }
 
 absl::StatusOr<SocketAccess> MakeSocketAccess(const std::string& owner, int mode) {
@@ -83,10 +73,9 @@ absl::StatusOr<SocketAccess> MakeSocketAccess(const std::string& owner, int mode
   return access;
 }
 
-absl::Status SetSocketAccess(const std::string& address, const SocketAccess& access) {
-  const std::string path = SocketPath(address);
+absl::Status SetSocketAccess(const std::string& path, const SocketAccess& access) {
   const auto cannot = [&](const char* what) {
-    return absl::UnavailableError(absl::StrCat(address, ": cannot set ", what, ": ", std::strerror(errno)));
+    return absl::UnavailableError(absl::StrCat("unix:", path, ": cannot set ", what, ": ", std::strerror(errno)));
   };
   // The owner first: until then no other user has any permission.
   if ((access.user.has_value() || access.group.has_value()) &&

@@ -6,23 +6,23 @@
 
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 namespace headwater::service {
 
+struct ListenAddress {
+  std::string path;  // of unix:PATH and unix://PATH; empty: host:port
+  std::string host;
+  int port = 0;
+
+  bool is_unix() const { return !path.empty(); }
+  // Whether only processes of this host can reach it.
+  bool is_local() const;
+};
 // InvalidArgument unless it is host:port or unix:PATH.
-absl::Status CheckListenAddress(const std::string& address);
-// unix:PATH.
-bool IsUnixAddress(const std::string& address);
-// PATH of unix:PATH and unix://PATH.
-std::string SocketPath(const std::string& address);
-// Host and port of an address that CheckListenAddress() has accepted.
-std::pair<std::string, int> HostAndPort(const std::string& address);
-// Whether only processes of this host can reach it.
-bool IsLocalAddress(const std::string& address);
+absl::StatusOr<ListenAddress> ParseListenAddress(const std::string& address);
 
 // The owner of a Unix socket, and its permissions. Absent: as the process makes it.
 struct SocketAccess {
@@ -34,8 +34,8 @@ struct SocketAccess {
 // not from 0 to 0777.
 absl::StatusOr<SocketAccess> MakeSocketAccess(const std::string& owner, int mode);
 
-// Gives the socket of a Unix address its owner and mode. Unavailable if that fails.
-absl::Status SetSocketAccess(const std::string& address, const SocketAccess& access);
+// Gives a Unix socket its owner and mode. Unavailable if that fails.
+absl::Status SetSocketAccess(const std::string& path, const SocketAccess& access);
 
 }  // namespace headwater::service
 
