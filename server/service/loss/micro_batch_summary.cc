@@ -22,6 +22,8 @@ namespace {
 using observability::Metric;
 using observability::MicroBatchOutcome;
 
+HEADWATER_FIELDS(v1::MicroBatchSummary, heads::SubmissionOutcome, state, form, replayed, payload_differs, step)
+
 MicroBatchOutcome OutcomeOf(const heads::SubmissionOutcome& outcome) {
   if (outcome.replayed || outcome.payload_differs) return MicroBatchOutcome::kReplayed;
   switch (outcome.state) {
@@ -111,12 +113,8 @@ void EncodeSummary(const AdmittedMicroBatch& batch, absl::Time now, v1::MicroBat
 #undef HEADWATER_ENCODE_OUTPUT
   }
 
-  summary->set_state(static_cast<v1::ContributionState>(outcome.state));
-  summary->set_form(static_cast<v1::ContributionForm>(outcome.form));
-  summary->set_replayed(outcome.replayed);
-  summary->set_payload_differs(outcome.payload_differs);
+  WriteFields(outcome, *summary);
   if (batch.submission.backward) summary->set_digest(outcome.digest.data(), outcome.digest.size());
-  if (outcome.step.has_value()) summary->set_step(*outcome.step);
   const MicroBatchTimes& times = batch.times;
   v1::Timing* const timing = summary->mutable_timing();
   EncodeDuration(times.last_row - times.header, timing->mutable_upload());

@@ -12,8 +12,10 @@ using google::protobuf::util::TimeUtil;
 
 HEADWATER_FIELDS(v1::StepTotals, heads::StepTotals, micro_batch_count, valid_token_count, loss_sum, token_weight_sum,
                  non_finite_row_count)
+HEADWATER_FIELDS(v1::Step, heads::StepRecord, step, state)
 HEADWATER_FIELDS(v1::VocabShard, VocabShard, vocab_start, vocab_end, device)
-HEADWATER_FIELDS(v1::Head, heads::HeadInfo, weight_version, open_step, weight_checksum, restored_checkpoint)
+HEADWATER_FIELDS(v1::Head, heads::HeadInfo, state, weight_version, open_step, weight_checksum, restored_checkpoint)
+HEADWATER_FIELDS(v1::Checkpoint, checkpoint::CheckpointInfo, step, total_bytes)
 
 // Rounded up.
 int64_t WholeSeconds(absl::Duration duration) { return absl::ToInt64Seconds(absl::Ceil(duration, absl::Seconds(1))); }
@@ -51,7 +53,6 @@ void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* 
   EncodeHeadSpec(info.spec, out->mutable_spec());
   out->set_epoch(info.epoch.data(), info.epoch.size());
   for (const heads::Epoch& epoch : info.recovers_epochs) out->add_recovers_epochs(epoch.data(), epoch.size());
-  out->set_state(static_cast<v1::HeadState>(info.state));
   WriteFields(info, *out);
   EncodeShards(info.shards, out);
   EncodePlan(info.plan, available_bytes, out->mutable_memory_plan());
@@ -63,8 +64,7 @@ std::vector<v1::Checkpoint> EncodeCheckpoints(const checkpoint::CheckpointStore:
   for (const checkpoint::CheckpointInfo& info : catalogue.newest_first) {
     v1::Checkpoint& checkpoint = checkpoints.emplace_back();
     checkpoint.set_checkpoint(info.name);
-    checkpoint.set_step(info.step);
-    checkpoint.set_total_bytes(info.total_bytes);
+    WriteFields(info, checkpoint);
     if (info.save_time_s > 0) checkpoint.mutable_save_time()->set_seconds(info.save_time_s);
   }
   for (const std::string& name : catalogue.damaged) {
@@ -78,8 +78,7 @@ std::vector<v1::Checkpoint> EncodeCheckpoints(const checkpoint::CheckpointStore:
 void EncodeTotals(const heads::StepTotals& totals, v1::StepTotals* out) { WriteFields(totals, *out); }
 
 void EncodeStep(const heads::StepRecord& record, v1::Step* out) {
-  out->set_step(record.step);
-  out->set_state(static_cast<v1::StepState>(record.state));
+  WriteFields(record, *out);
   for (const auto& [id, micro_batch] : record.micro_batches) {
     v1::MicroBatchState* const encoded = out->add_micro_batches();
     encoded->set_micro_batch(id);
