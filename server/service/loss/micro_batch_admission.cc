@@ -34,12 +34,12 @@ absl::StatusOr<heads::SubmittedTerm> FindHeads(const Caller& caller, const heads
                                                const LossTermRequest& term) {
   heads::SubmittedTerm submitted;
   submitted.term = term.term;
-  HEADWATER_ASSIGN_OR_RETURN(submitted.head, caller.Find(registry, term.head.head));
+  HEADWATER_ASSIGN_OR_RETURN(submitted.head, caller.Find(registry, term.head.name));
   submitted.head_epoch = term.head.epoch;
   submitted.step = term.head.step;
   submitted.expected_weight_version = term.expected_weight_version;
   if (!term.teacher.has_value()) return submitted;
-  HEADWATER_ASSIGN_OR_RETURN(submitted.teacher_head, caller.Find(registry, term.teacher->head));
+  HEADWATER_ASSIGN_OR_RETURN(submitted.teacher_head, caller.Find(registry, term.teacher->name));
   submitted.teacher_head_epoch = term.teacher->epoch;
   submitted.expected_teacher_weight_version = term.teacher->expected_weight_version;
   submitted.term.teacher_hidden = {nullptr, term.term.row_count, submitted.teacher_head->spec().hidden_size,
@@ -104,7 +104,7 @@ absl::Status FitClassWeights(const HeadSpec& spec, const std::string& field, Los
 uint64_t DitherSeed(const MicroBatchRequest& request, size_t index) {
   const HeadStepRequest& head = request.terms[index].head;
   const Digest digest = DigestBuilder().Finish(
-      absl::StrCat("headwater.dither.1 ", head.head.ToString(), " ", *head.step, " ", *request.micro_batch, " ", index));
+      absl::StrCat("headwater.dither.1 ", head.name.ToString(), " ", *head.step, " ", *request.micro_batch, " ", index));
   uint64_t seed = 0;
   std::memcpy(&seed, digest.data(), sizeof(seed));
   return seed;
@@ -185,7 +185,7 @@ class MicroBatchAdmission {
     HEADWATER_ASSIGN_OR_RETURN(MicroBatchRequest& request = batch_.payload->request,
                                DecodeMicroBatchHeader(std::move(header), core_.options.limits));
     heads::Submission& submission = batch_.submission;
-    scope_.set_head(request.terms.front().head.head.ToString());
+    scope_.set_head(request.terms.front().head.name.ToString());
     if (request.transfer.has_value()) {
       HEADWATER_ASSIGN_OR_RETURN(auto entry, core_.transfers.Announce(*request.transfer));
       batch_.entry.emplace(std::move(entry));
@@ -250,7 +250,7 @@ class MicroBatchAdmission {
                                                               rows.view->data_type, rows.field));
       sources.push_back(MakeRegionRows(std::move(rows), std::move(region)));
     } else if (teacher != nullptr && teacher->joined.has_value()) {
-      transport::JoinedSet set = {teacher->head.tenant, teacher->joined->join_key, teacher->joined->total_row_count,
+      transport::JoinedSet set = {teacher->name.tenant, teacher->joined->join_key, teacher->joined->total_row_count,
                                   rows.view->column_count, rows.view->data_type};
       sources.push_back(MakeJoinedRows(std::move(rows), std::move(set), teacher->joined->row_indices, JoinUser()));
     } else {
@@ -264,7 +264,7 @@ class MicroBatchAdmission {
     const MicroBatchRequest& request = batch_.payload->request;
     if (!request.micro_batch.has_value()) return "";
     const HeadStepRequest& head = request.terms.front().head;
-    return absl::StrCat(head.head.ToString(), "/", head.epoch.has_value() ? heads::EpochToHex(*head.epoch) : "", "/",
+    return absl::StrCat(head.name.ToString(), "/", head.epoch.has_value() ? heads::EpochToHex(*head.epoch) : "", "/",
                         head.step.value_or(-1), "/", *request.micro_batch);
   }
 

@@ -100,7 +100,7 @@ void WriteLater(const LossTerm& options, Writer* out) {
 
 void WriteTerm(const LossTermRequest& request, Writer* out) {
   const LossTerm& term = request.term;
-  out->Text(request.head.head.ToString());
+  out->Text(request.head.name.ToString());
   out->OptionalEpoch(request.head.epoch);
   out->OptionalInteger(request.head.step);
   out->Integer(term.row_start);
@@ -131,7 +131,7 @@ void WriteTerm(const LossTermRequest& request, Writer* out) {
   out->Real(jsd.hard_loss_weight);
   out->Integer(jsd.truncate_to_common);
   WriteCrossEntropy(jsd.hard_loss, out);
-  out->Text(request.teacher->head.ToString());
+  out->Text(request.teacher->name.ToString());
   out->OptionalEpoch(request.teacher->epoch);
   out->Integer(static_cast<int64_t>(request.teacher->data_type));
   out->OptionalInteger(request.teacher->expected_weight_version);

@@ -86,9 +86,7 @@ absl::Status MadeUpPageToken(const std::string& token) {
 }  // namespace
 
 absl::StatusOr<HeadAtEpoch> DecodeHeadAtEpoch(const std::string& name, const std::string& epoch, bool epoch_required) {
-  HeadAtEpoch decoded;
-  HEADWATER_ASSIGN_OR_RETURN(decoded.name, DecodeHeadName(name, "name"));
-  HEADWATER_ASSIGN_OR_RETURN(decoded.epoch, DecodeOptionalEpoch(epoch, "epoch"));
+  HEADWATER_ASSIGN_OR_RETURN(HeadAtEpoch decoded, DecodeHead(name, "name", epoch, "epoch"));
   if (epoch_required && !decoded.epoch.has_value()) return MissingField("epoch", "the head's epoch, 16 bytes");
   return decoded;
 }
@@ -207,7 +205,7 @@ absl::StatusOr<DownloadGradientRequest> DecodeDownloadGradient(const v1::Downloa
 absl::StatusOr<HeadAtEpoch> DecodeGetStep(const v1::GetStepRequest& request) {
   HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadStep(request.has_head(), request.head(), "head"));
   if (!head.epoch.has_value()) return MissingField("head.head_epoch", "the head's epoch, 16 bytes");
-  return HeadAtEpoch{head.head, head.epoch};
+  return head;
 }
 
 absl::StatusOr<SealRequest> DecodeSeal(const v1::SealStepRequest& request, const Limits& limits) {

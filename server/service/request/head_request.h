@@ -34,12 +34,6 @@ struct ListRequest {
   int64_t page_size = 0;
 };
 
-// A head, and the epoch that it must have.
-struct HeadAtEpoch {
-  heads::HeadName name;
-  std::optional<heads::Epoch> epoch;
-};
-
 // At most so many TakeHeadRequest::recovers_epochs stay with the head. Ranks of one run that see as many restarts of the server in
 // turn know each other by the newest.
 inline constexpr int kMaxRecoversEpochs = 16;

@@ -135,12 +135,11 @@ absl::StatusOr<const v1::SharedRows*> CheckSharedRows(bool present, const v1::Sh
 // The teacher's head, and the type of its rows: the common fields of all sources.
 template <typename Source>
 absl::StatusOr<TeacherRequest> DecodeTeacherHead(const Source& source, const std::string& field) {
-  HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(source.head(), field + ".head"));
-  HEADWATER_ASSIGN_OR_RETURN(auto epoch, DecodeOptionalEpoch(source.head_epoch(), field + ".head_epoch"));
+  HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHead(source.head(), field + ".head", source.head_epoch(), field + ".head_epoch"));
   HEADWATER_ASSIGN_OR_RETURN(auto data_type, DecodeFloatType(source.data_type(), field + ".data_type"));
   HEADWATER_ASSIGN_OR_RETURN(auto version, OptionalNumber(field + ".expected_weight_version", source.has_expected_weight_version(),
                                                           source.expected_weight_version()));
-  return TeacherRequest{std::move(name), epoch, data_type, version, nullptr, std::nullopt};
+  return TeacherRequest{std::move(head), data_type, version, nullptr, std::nullopt};
 }
 
 absl::StatusOr<TeacherRequest> DecodeJoinedTeacher(const v1::JoinedTeacher& joined, const std::string& field, int64_t term_rows) {
@@ -338,7 +337,7 @@ bool SameHead(const heads::HeadName& a, const heads::HeadName& b) { return a.ten
 // Terms of one head must agree about its epoch and step.
 absl::Status CheckSameStep(const LossTermRequest& earlier, const LossTermRequest& later, size_t earlier_index,
                            const std::string& later_field) {
-  if (!SameHead(earlier.head.head, later.head.head)) return absl::OkStatus();
+  if (!SameHead(earlier.head.name, later.head.name)) return absl::OkStatus();
   const std::string expected = absl::StrCat("the same as ", TermField(earlier_index), ", which names the same head");
   if (earlier.head.epoch != later.head.epoch) {
     return InvalidCombination(later_field + ".head.head_epoch", expected, "another one");
@@ -459,8 +458,12 @@ absl::StatusOr<heads::Epoch> DecodeEpoch(const std::string& bytes, const std::st
   return DecodeId<heads::Epoch>(bytes, field, kEpochWords);
 }
 
-absl::StatusOr<std::optional<heads::Epoch>> DecodeOptionalEpoch(const std::string& bytes, const std::string& field) {
-  return DecodeOptionalId<heads::Epoch>(bytes, field, kEpochWords);
+absl::StatusOr<HeadAtEpoch> DecodeHead(const std::string& name, const std::string& name_field, const std::string& epoch,
+                                       const std::string& epoch_field) {
+  HeadAtEpoch decoded;
+  HEADWATER_ASSIGN_OR_RETURN(decoded.name, DecodeHeadName(name, name_field));
+  HEADWATER_ASSIGN_OR_RETURN(decoded.epoch, DecodeOptionalId<heads::Epoch>(epoch, epoch_field, kEpochWords));
+  return decoded;
 }
 
 absl::StatusOr<heads::SessionId> DecodeSession(const std::string& bytes, const std::string& field) {
@@ -492,18 +495,17 @@ absl::StatusOr<DataType> DecodeFloatType(v1::DataType type, const std::string& f
 
 absl::StatusOr<HeadStepRequest> DecodeHeadStep(bool present, const v1::HeadStep& head_step, const std::string& field) {
   if (!present) return MissingField(field, "a head");
-  HeadStepRequest decoded;
-  HEADWATER_ASSIGN_OR_RETURN(decoded.head, DecodeHeadName(head_step.head(), field + ".head"));
-  HEADWATER_ASSIGN_OR_RETURN(decoded.epoch, DecodeOptionalEpoch(head_step.head_epoch(), field + ".head_epoch"));
-  HEADWATER_ASSIGN_OR_RETURN(decoded.step, OptionalNumber(field + ".step", head_step.has_step(), head_step.step()));
-  return decoded;
+  HEADWATER_ASSIGN_OR_RETURN(auto head,
+                             DecodeHead(head_step.head(), field + ".head", head_step.head_epoch(), field + ".head_epoch"));
+  HEADWATER_ASSIGN_OR_RETURN(auto step, OptionalNumber(field + ".step", head_step.has_step(), head_step.step()));
+  return HeadStepRequest{std::move(head), step};
 }
 
 absl::StatusOr<HeadAtStep> DecodeHeadAtStep(bool present, const v1::HeadStep& head_step, const std::string& field) {
   HEADWATER_ASSIGN_OR_RETURN(HeadStepRequest decoded, DecodeHeadStep(present, head_step, field));
   if (!decoded.epoch.has_value()) return MissingField(field + ".head_epoch", "the head's epoch, 16 bytes");
   if (!decoded.step.has_value()) return MissingField(field + ".step", "a step number >= 0");
-  return HeadAtStep{std::move(decoded.head), {*decoded.epoch, *decoded.step}};
+  return HeadAtStep{std::move(decoded.name), {*decoded.epoch, *decoded.step}};
 }
 
 absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(v1::MicroBatchHeader message, const Limits& limits) {

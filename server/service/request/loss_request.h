@@ -28,11 +28,15 @@ namespace headwater::service {
 // Bits of MicroBatchRequest::outputs, by value of headwater.v1.TokenOutput.
 constexpr uint32_t TokenOutputBit(v1::TokenOutput output) { return uint32_t{1} << output; }
 
-// A head, at an epoch if one came, and a step if one came.
-struct HeadStepRequest {
-  heads::HeadName head;
+// A head, and the epoch that it must have, if one came.
+struct HeadAtEpoch {
+  heads::HeadName name;
   std::optional<heads::Epoch> epoch;
-  std::optional<int64_t> step;
+};
+
+// A head at a step, if one came.
+struct HeadStepRequest : HeadAtEpoch {
+  std::optional<int64_t> step = std::nullopt;
 };
 
 // Teacher rows that another process sends.
@@ -42,9 +46,7 @@ struct JoinedTeacherRequest {
   std::vector<int32_t> row_indices;  // of the term's rows; empty: row i of the term is row i of the set
 };
 
-struct TeacherRequest {
-  heads::HeadName head;
-  std::optional<heads::Epoch> epoch;
+struct TeacherRequest : HeadAtEpoch {
   DataType data_type = DataType::kFloat32;
   std::optional<int64_t> expected_weight_version;
   // Where the rows come from; at most one of them, else they come as chunks. `rows` lie in MicroBatchRequest::message.
@@ -130,8 +132,9 @@ std::string TermField(size_t index);
 absl::StatusOr<heads::HeadName> DecodeHeadName(const std::string& name, const std::string& field);
 // 16 bytes; kMissingField if empty.
 absl::StatusOr<heads::Epoch> DecodeEpoch(const std::string& bytes, const std::string& field);
-// Empty: absent.
-absl::StatusOr<std::optional<heads::Epoch>> DecodeOptionalEpoch(const std::string& bytes, const std::string& field);
+// The head is required, the epoch is not; the two fields' paths.
+absl::StatusOr<HeadAtEpoch> DecodeHead(const std::string& name, const std::string& name_field, const std::string& epoch,
+                                       const std::string& epoch_field);
 // FLOAT32, BFLOAT16 or FLOAT16; kMissingField if unset, kDataTypeMismatch for other types.
 absl::StatusOr<DataType> DecodeFloatType(v1::DataType type, const std::string& field);
 // The head is required, epoch and step are not.

@@ -46,7 +46,7 @@ void Check(const CrossEntropySpec& loss) {
 }
 
 void Check(const service::TeacherRequest& teacher, int64_t term_rows) {
-  Check(teacher.head);
+  Check(teacher.name);
   FUZZ_CHECK(teacher.rows == nullptr || !teacher.joined.has_value());
   FUZZ_CHECK(!teacher.expected_weight_version.has_value() || *teacher.expected_weight_version >= 0);
   if (teacher.rows != nullptr) Check(*teacher.rows);
@@ -59,7 +59,7 @@ void Check(const service::TeacherRequest& teacher, int64_t term_rows) {
 }
 
 void Check(const service::LossTermRequest& request, const service::MicroBatchRequest& micro_batch) {
-  Check(request.head.head);
+  Check(request.head.name);
   FUZZ_CHECK(!request.expected_weight_version.has_value() || *request.expected_weight_version >= 0);
   if (request.head.step.has_value()) FUZZ_CHECK(*request.head.step >= 0 && micro_batch.backward);
   const LossTerm& term = request.term;
