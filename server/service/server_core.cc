@@ -69,11 +69,9 @@ const char* ServerVersion() { return HEADWATER_VERSION; }
 absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptions& options, std::unique_ptr<LossEngine> engine) {
   HEADWATER_RETURN_IF_ERROR(ValidateLimits(options.limits));
   HEADWATER_RETURN_IF_ERROR(ValidateSettings(options));
-  if (options.idle_head_checkpoint && options.checkpoint_directory.empty()) {
-    return absl::InvalidArgumentError("idle_head_checkpoint: expected a checkpoint_directory with it, got none");
-  }
-  if (options.drain_checkpoint && options.checkpoint_directory.empty()) {
-    return absl::InvalidArgumentError("drain_checkpoint: expected a checkpoint_directory with it, got none");
+  if ((options.idle_head_checkpoint || options.drain_checkpoint) && options.checkpoint_directory.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(options.idle_head_checkpoint ? "idle_head_checkpoint" : "drain_checkpoint",
+                                                   ": expected a checkpoint_directory with it, got none"));
   }
   if (options.keep_checkpoints < 0) {
     return absl::InvalidArgumentError(absl::StrCat("keep_checkpoints: expected >= 0, got ", options.keep_checkpoints));

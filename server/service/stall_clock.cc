@@ -6,20 +6,12 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "server/observability/logging.h"
-#include "server/observability/monotonic_clock.h"
 #include "server/service/call/rpc_scope.h"
 
 namespace headwater::service {
-namespace {
 
-constexpr absl::Duration kLongestLook = absl::Seconds(1);
-
-absl::Duration SteadyTime() { return observability::MonotonicNow() - absl::UnixEpoch(); }
-
-}  // namespace
-
-StallClock::StallClock(absl::Duration stall_timeout, std::function<absl::Duration()> clock)
-    : stall_timeout_(stall_timeout), clock_(clock ? std::move(clock) : SteadyTime), last_look_(clock_()) {}
+StallClock::StallClock(absl::Duration stall_timeout, std::function<absl::Time()> clock)
+    : stall_timeout_(stall_timeout), clock_(std::move(clock)), last_look_(clock_()) {}
 
 uint64_t StallClock::BeginCall(const char* name) {
   auto [method, request_id, head] = RpcScope::CurrentLabel();
@@ -43,8 +35,8 @@ void StallClock::LeaveFlow() {
 absl::Status StallClock::Check(int64_t progress) {
   absl::MutexLock lock(&mutex_);
   if (!stuck_.ok()) return stuck_;
-  const absl::Duration now = clock_();
-  const absl::Duration look = std::min(now - last_look_, kLongestLook);
+  const absl::Time now = clock_();
+  const absl::Duration look = std::min(now - last_look_, absl::Seconds(1));
   last_look_ = now;
   if (calls_.empty() || events_ != seen_events_ || progress != seen_progress_) {
     still_ = absl::ZeroDuration();

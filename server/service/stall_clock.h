@@ -15,13 +15,14 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::service {
 
 class StallClock final : public EngineObserver {
  public:
-  // `stall_timeout` > 0. `clock` never goes back; null: the steady one.
-  explicit StallClock(absl::Duration stall_timeout, std::function<absl::Duration()> clock = nullptr);
+  // `stall_timeout` > 0. `clock` never goes back.
+  explicit StallClock(absl::Duration stall_timeout, std::function<absl::Time()> clock = observability::MonotonicNow);
 
   uint64_t BeginCall(const char* name) override;
   void EndCall(uint64_t call) override;
@@ -38,14 +39,14 @@ class StallClock final : public EngineObserver {
   };
 
   const absl::Duration stall_timeout_;
-  const std::function<absl::Duration()> clock_;
+  const std::function<absl::Time()> clock_;
   absl::Mutex mutex_;
   std::map<uint64_t, Call> calls_ ABSL_GUARDED_BY(mutex_);  // those in the engine, in the order in which they came
   uint64_t next_call_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t events_ ABSL_GUARDED_BY(mutex_) = 0;       // calls that have ended, and visits to a flow
   int64_t seen_events_ ABSL_GUARDED_BY(mutex_) = 0;  // at the last look, like the next two
   int64_t seen_progress_ ABSL_GUARDED_BY(mutex_) = 0;
-  absl::Duration last_look_ ABSL_GUARDED_BY(mutex_);
+  absl::Time last_look_ ABSL_GUARDED_BY(mutex_);
   absl::Duration still_ ABSL_GUARDED_BY(mutex_) = absl::ZeroDuration();  // since the last event
   absl::Status stuck_ ABSL_GUARDED_BY(mutex_);
 };

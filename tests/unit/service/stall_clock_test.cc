@@ -26,7 +26,7 @@ class Stall : public ::testing::Test {
     EngineOptions options;
     options.thread_count = 1;
     engine_ = std::make_unique<GatedEngine>(*CreateCpuEngine(options), gate_);
-    engine_->Observe(std::make_shared<StallClock>(absl::Seconds(3), [this] { return absl::Seconds(seconds_.load()); }));
+    engine_->Observe(std::make_shared<StallClock>(absl::Seconds(3), [this] { return absl::FromUnixSeconds(seconds_.load()); }));
   }
   ~Stall() override {
     gate_->Open();
