@@ -139,9 +139,9 @@ class SessionServiceImpl final : public v1::SessionService::WithCallbackMethod_U
     return UnaryCall::Start(entrance_, context, observability::RpcMethod::kUnregisterSharedMemory,
                             [request, end = std::shared_ptr<transport::RegionEnd>()](RpcScope& scope) mutable -> absl::Status {
                               if (end == nullptr) {
-                                HEADWATER_ASSIGN_OR_RETURN(auto decoded, DecodeUnregisterSharedMemory(*request));
-                                HEADWATER_ASSIGN_OR_RETURN(auto use, scope.core().UseSession(decoded.session));
-                                HEADWATER_ASSIGN_OR_RETURN(end, scope.core().regions.Remove(decoded.session, decoded.region_id));
+                                HEADWATER_ASSIGN_OR_RETURN(auto session, DecodeUnregisterSharedMemory(*request));
+                                HEADWATER_ASSIGN_OR_RETURN(auto use, scope.core().UseSession(session));
+                                HEADWATER_ASSIGN_OR_RETURN(end, scope.core().regions.Remove(session, request->region_id()));
                                 scope.session() = std::move(use);
                               }
                               return end->Await(scope.wait_limits());

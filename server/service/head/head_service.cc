@@ -94,7 +94,7 @@ absl::Status CreateHead(RpcScope& scope, const v1::CreateHeadRequest& request, v
   scope.set_head(create.name.ToString());
   HEADWATER_RETURN_IF_ERROR(scope.caller().CheckTenant(create.name.tenant));
   HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(create.name));
-  if (create.validate_only) {
+  if (request.validate_only()) {
     HEADWATER_ASSIGN_OR_RETURN(auto plan, scope.core().engine->PlanHead(create.spec));
     response->mutable_head()->set_name(create.name.ToString());
     EncodeHeadSpec(create.spec, response->mutable_head()->mutable_spec());
@@ -259,27 +259,27 @@ absl::Status LoadWeights(RpcScope& scope, const v1::LoadWeightsRequest& request,
   return absl::OkStatus();
 }
 
-// One download: what its header says, and where the elements come from.
+// One download: its header, and where the elements come from.
 struct TensorStream {
+  v1::DownloadTensorHeader header;
   DataType data_type = DataType::kFloat32;
-  std::vector<int64_t> shape;
-  int64_t total_bytes = 0;
-  int64_t weight_version = 0;
   int64_t offset_bytes = 0;  // where to begin
   // Writes elements [element_start, element_start + element_count) to `out`.
   std::function<absl::Status(int64_t element_start, int64_t element_count, void* out)> read;
 };
 
-// Fills in shape and sizes of a tensor of `head`; `data_type` is set.
+// Fills in the header of a tensor of `head`, except its version; `data_type` is set.
 absl::Status Describe(const heads::Head& head, HeadTensor tensor, int64_t offset_bytes, TensorStream* stream) {
   const HeadSpec& spec = head.spec();
   HEADWATER_RETURN_IF_ERROR(CheckTensor(spec, tensor, stream->data_type, ""));
-  stream->shape = {spec.vocab_size};
-  if (tensor == HeadTensor::kWeight) stream->shape.push_back(spec.hidden_size);
+  v1::DownloadTensorHeader& header = stream->header;
+  header.set_data_type(static_cast<v1::DataType>(stream->data_type));
+  header.add_shape(spec.vocab_size);
+  if (tensor == HeadTensor::kWeight) header.add_shape(spec.hidden_size);
   const int64_t element_bytes = ElementBytes(stream->data_type);
-  stream->total_bytes = spec.vocab_size * (tensor == HeadTensor::kWeight ? spec.hidden_size : 1) * element_bytes;
+  header.set_total_bytes(spec.vocab_size * (tensor == HeadTensor::kWeight ? spec.hidden_size : 1) * element_bytes);
   stream->offset_bytes = offset_bytes;
-  HEADWATER_RETURN_IF_ERROR(CheckRange("offset_bytes", offset_bytes, 0, stream->total_bytes));
+  HEADWATER_RETURN_IF_ERROR(CheckRange("offset_bytes", offset_bytes, 0, header.total_bytes()));
   if (offset_bytes % element_bytes == 0) return absl::OkStatus();
   return InvalidField("offset_bytes", absl::StrCat("a multiple of ", element_bytes), absl::StrCat(offset_bytes));
 }
@@ -295,7 +295,7 @@ absl::Status SendTensor(RpcScope& scope, const TensorStream& stream, grpc::Serve
   const absl::Status gone = MakeError(ErrorReason::kCancelled, "the client cancelled the download, or went away");
   const int64_t element_bytes = ElementBytes(stream.data_type);
   const int64_t chunk_elements = std::max<int64_t>(1, std::min(kChunkBytes, core.options.limits.max_chunk_bytes) / element_bytes);
-  const int64_t element_count = stream.total_bytes / element_bytes;
+  const int64_t element_count = stream.header.total_bytes() / element_bytes;
   v1::DownloadTensorResponse response;
   bool header_sent = false;
   int64_t element = stream.offset_bytes / element_bytes;
@@ -305,11 +305,7 @@ absl::Status SendTensor(RpcScope& scope, const TensorStream& stream, grpc::Serve
     std::string data(static_cast<size_t>(count * element_bytes), '\0');
     HEADWATER_RETURN_IF_ERROR(stream.read(element, count, data.data()));
     if (!header_sent) {
-      v1::DownloadTensorHeader* const header = response.mutable_header();
-      header->set_data_type(static_cast<v1::DataType>(stream.data_type));
-      header->mutable_shape()->Assign(stream.shape.begin(), stream.shape.end());
-      header->set_total_bytes(stream.total_bytes);
-      header->set_weight_version(stream.weight_version);
+      *response.mutable_header() = stream.header;
       if (!write(response)) return gone;
       header_sent = true;
     }
@@ -336,7 +332,7 @@ absl::Status DownloadWeights(RpcScope& scope, const v1::DownloadWeightsRequest& 
     return MakeError(ErrorReason::kWeightsNotLoaded, absl::StrCat(info.name.ToString(), ": expected weights, got none yet"),
                      {{"head", info.name.ToString()}});
   }
-  stream.weight_version = info.weight_version;
+  stream.header.set_weight_version(info.weight_version);
   HeadTensor tensor = request.tensor;
   if (stream.data_type != spec.data_type) {
     tensor = tensor == HeadTensor::kBias ? HeadTensor::kMasterBias : HeadTensor::kMasterWeight;
@@ -357,7 +353,7 @@ absl::Status DownloadGradient(RpcScope& scope, const v1::DownloadGradientRequest
   TensorStream stream;
   HEADWATER_RETURN_IF_ERROR(head->CheckEpoch(request.key.epoch));
   HEADWATER_RETURN_IF_ERROR(Describe(*head, request.tensor, request.offset_bytes, &stream));
-  stream.weight_version = head->Describe().weight_version;
+  stream.header.set_weight_version(head->Describe().weight_version);
   const HeadTensor gradient = request.tensor == HeadTensor::kWeight ? HeadTensor::kGradWeight : HeadTensor::kGradBias;
   stream.read = [&](int64_t element_start, int64_t element_count, void* out) {
     float* const values = static_cast<float*>(out);
@@ -384,7 +380,8 @@ absl::Status SealStep(RpcScope& scope, const v1::SealStepRequest& request, v1::S
   HEADWATER_ASSIGN_OR_RETURN(auto seal, DecodeSeal(request, scope.core().options.limits));
   HEADWATER_ASSIGN_OR_RETURN(auto head, UseHeadAtStep(scope, seal));
   HEADWATER_ASSIGN_OR_RETURN(
-      auto reply, head->Seal(seal.key, seal.expected, seal.wait ? SealWait(scope) : scheduler::WaitLimits(), scope.wait_limits()));
+      auto reply,
+      head->Seal(seal.key, seal.expected, request.wait() ? SealWait(scope) : scheduler::WaitLimits(), scope.wait_limits()));
   EncodeTotals(reply.totals, response->mutable_totals());
   response->set_gradient_norm_squared(reply.stats.norm_squared);
   response->set_non_finite_count(reply.stats.non_finite_count);
@@ -473,9 +470,9 @@ absl::Status SaveCheckpoint(RpcScope& scope, const v1::SaveCheckpointRequest& re
   HEADWATER_ASSIGN_OR_RETURN(auto head, UseHead(scope, save.name));
   if (head->spec().trainable && !save.epoch.has_value()) return MissingField("epoch", "the head's epoch, because it is trainable");
   if (scope.core().checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
-  HEADWATER_ASSIGN_OR_RETURN(
-      auto saved, head->Save(save.epoch, *scope.core().checkpoints, save.checkpoint, request.overwrite(), scope.wait_limits()));
-  response->set_checkpoint(save.checkpoint);
+  HEADWATER_ASSIGN_OR_RETURN(auto saved, head->Save(save.epoch, *scope.core().checkpoints, request.checkpoint(),
+                                                    request.overwrite(), scope.wait_limits()));
+  response->set_checkpoint(request.checkpoint());
   response->set_step(saved.step);
   response->set_total_bytes(saved.total_bytes);
   return absl::OkStatus();
@@ -511,10 +508,10 @@ absl::Status RestoreCheckpoint(RpcScope& scope, const v1::RestoreCheckpointReque
   HEADWATER_RETURN_IF_ERROR(head->CheckEpoch(*restore.epoch));
   if (scope.core().checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
   HEADWATER_ASSIGN_OR_RETURN(auto restored,
-                             head->Restore(*restore.epoch, *scope.core().checkpoints, restore.checkpoint, scope.wait_limits()));
+                             head->Restore(*restore.epoch, *scope.core().checkpoints, request.checkpoint(), scope.wait_limits()));
   if (!restored.restore_note.empty()) {
     Log(LogLevel::kWarning, "checkpoint_restored",
-        {{"head", restored.name.ToString()}, {"checkpoint", restore.checkpoint}, {"note", restored.restore_note}});
+        {{"head", restored.name.ToString()}, {"checkpoint", request.checkpoint()}, {"note", restored.restore_note}});
   }
   EncodeHead(restored, scope.core().AvailableBytes(), response);
   return absl::OkStatus();
@@ -526,7 +523,7 @@ absl::Status DeleteCheckpoint(RpcScope& scope, const v1::DeleteCheckpointRequest
   HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(remove.name));
   if (scope.core().checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
   HEADWATER_ASSIGN_OR_RETURN(auto removed,
-                             scope.core().checkpoints->Remove(remove.name.tenant, remove.name.head, remove.checkpoint));
+                             scope.core().checkpoints->Remove(remove.name.tenant, remove.name.head, request.checkpoint()));
   if (auto head = scope.core().registry.Find(remove.name); head.ok() && removed)
     (*head)->CheckpointRemoved(*scope.core().checkpoints);
   response->set_deleted(removed);

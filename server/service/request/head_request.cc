@@ -91,11 +91,11 @@ absl::StatusOr<HeadAtEpoch> DecodeHeadAtEpoch(const std::string& name, const std
   return decoded;
 }
 
-absl::StatusOr<CheckpointRequest> DecodeCheckpoint(const std::string& name, const std::string& epoch, bool epoch_required,
-                                                   const std::string& checkpoint) {
+absl::StatusOr<HeadAtEpoch> DecodeCheckpoint(const std::string& name, const std::string& epoch, bool epoch_required,
+                                             const std::string& checkpoint) {
   HEADWATER_ASSIGN_OR_RETURN(auto head, DecodeHeadAtEpoch(name, epoch, epoch_required));
   if (checkpoint.empty()) return MissingField("checkpoint", "a name");
-  if (checkpoint::IsValidCheckpointName(checkpoint)) return CheckpointRequest{std::move(head), checkpoint};
+  if (checkpoint::IsValidCheckpointName(checkpoint)) return head;
   return FieldError(ErrorReason::kInvalidName, "checkpoint", "a name that matches [A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?",
                     Quoted(checkpoint));
 }
@@ -108,8 +108,7 @@ absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request,
     return InvalidField("if_exists", "FAIL or ATTACH_IF_SAME_SPEC", absl::StrCat(static_cast<int>(request.if_exists())));
   }
   const bool attaches = request.if_exists() == v1::IF_EXISTS_ATTACH_IF_SAME_SPEC;
-  return CreateRequest{std::move(name), std::move(spec), request.validate_only(),
-                       attaches ? heads::IfExists::kAttachIfSameSpec : heads::IfExists::kFail};
+  return CreateRequest{std::move(name), std::move(spec), attaches ? heads::IfExists::kAttachIfSameSpec : heads::IfExists::kFail};
 }
 
 absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request) {
@@ -212,7 +211,7 @@ absl::StatusOr<SealRequest> DecodeSeal(const v1::SealStepRequest& request, const
   HEADWATER_ASSIGN_OR_RETURN(auto step, DecodeHeadAtStep(request.has_head(), request.head(), "head"));
   if (!request.has_expected()) return MissingField("expected", "a count or ids");
   HEADWATER_ASSIGN_OR_RETURN(auto expected, DecodeExpected(request.expected(), "expected", limits));
-  return SealRequest{std::move(step), std::move(expected), request.wait()};
+  return SealRequest{std::move(step), std::move(expected)};
 }
 
 absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& request, const Limits& limits) {
@@ -320,10 +319,10 @@ absl::StatusOr<RegisterRequest> DecodeRegisterSharedMemory(const v1::RegisterSha
   return decoded;
 }
 
-absl::StatusOr<UnregisterRequest> DecodeUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request) {
+absl::StatusOr<heads::SessionId> DecodeUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request) {
   HEADWATER_ASSIGN_OR_RETURN(auto session, DecodeSession(request.session_id(), "session_id"));
   if (request.region_id().empty()) return MissingField("region_id", "the id that RegisterSharedMemory answered");
-  return UnregisterRequest{session, request.region_id()};
+  return session;
 }
 
 }  // namespace headwater::service

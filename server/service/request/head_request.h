@@ -24,7 +24,6 @@ namespace headwater::service {
 struct CreateRequest {
   heads::HeadName name;
   HeadSpec spec;  // validated, defaults filled in
-  bool validate_only = false;
   heads::IfExists if_exists = heads::IfExists::kFail;
 };
 
@@ -68,16 +67,11 @@ struct DownloadGradientRequest : HeadAtStep {
 
 struct SealRequest : HeadAtStep {
   heads::ExpectedMicroBatches expected;
-  bool wait = false;
 };
 
 struct ApplyRequest : HeadAtStep {
   std::optional<heads::ExpectedMicroBatches> expected;
   heads::ApplyArguments arguments;
-};
-
-struct CheckpointRequest : HeadAtEpoch {
-  std::string checkpoint;
 };
 
 struct ListCheckpointsRequest {
@@ -113,15 +107,11 @@ struct RegisterRequest {
   int64_t size_bytes = 0;              // >= 1
   int64_t offset_bytes = 0;            // >= 0; 0 with `device`; the sum does not wrap
 };
-struct UnregisterRequest {
-  heads::SessionId session;
-  std::string region_id;  // not empty
-};
 
 // The fields of requests that name a head, or one of its checkpoints, and nothing else.
 absl::StatusOr<HeadAtEpoch> DecodeHeadAtEpoch(const std::string& name, const std::string& epoch, bool epoch_required = false);
-absl::StatusOr<CheckpointRequest> DecodeCheckpoint(const std::string& name, const std::string& epoch, bool epoch_required,
-                                                   const std::string& checkpoint);
+absl::StatusOr<HeadAtEpoch> DecodeCheckpoint(const std::string& name, const std::string& epoch, bool epoch_required,
+                                             const std::string& checkpoint);
 
 absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request, const Limits& limits);
 absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request);
@@ -141,7 +131,8 @@ absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHea
 absl::StatusOr<OpenSessionRequest> DecodeOpenSession(const v1::OpenSessionRequest& request, const Limits& limits);
 
 absl::StatusOr<RegisterRequest> DecodeRegisterSharedMemory(const v1::RegisterSharedMemoryRequest& request);
-absl::StatusOr<UnregisterRequest> DecodeUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request);
+// The session; the region's id is not empty.
+absl::StatusOr<heads::SessionId> DecodeUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request);
 
 }  // namespace headwater::service
 

@@ -221,10 +221,15 @@ void Check(const service::GradientNormRequest& request) {
   FUZZ_CHECK(std::isfinite(request.factor));
 }
 
-void Check(const service::CheckpointRequest& request) {
-  Check(request.name);
-  FUZZ_CHECK(!request.checkpoint.empty() && request.checkpoint.size() <= 128 && request.checkpoint.front() != '.');
-  FUZZ_CHECK(request.checkpoint.find('/') == std::string::npos && request.checkpoint.find('\0') == std::string::npos);
+// Of a request that names a checkpoint.
+template <typename Named>
+void CheckCheckpoint(const Named& request, const std::string& epoch, bool epoch_required) {
+  const auto decoded = service::DecodeCheckpoint(request.name(), epoch, epoch_required, request.checkpoint());
+  if (!decoded.ok()) return CheckRefusal(decoded.status());
+  Check(*decoded);
+  const std::string& checkpoint = request.checkpoint();
+  FUZZ_CHECK(!checkpoint.empty() && checkpoint.size() <= 128 && checkpoint.front() != '.');
+  FUZZ_CHECK(checkpoint.find('/') == std::string::npos && checkpoint.find('\0') == std::string::npos);
 }
 
 void Check(const service::GradientRequest& request) {
@@ -249,8 +254,6 @@ void Check(const service::RegisterRequest& request) {
   FUZZ_CHECK(!__builtin_add_overflow(request.size_bytes, request.offset_bytes, &end));
   if (request.device.has_value()) FUZZ_CHECK(request.offset_bytes == 0);
 }
-
-void Check(const service::UnregisterRequest& request) { FUZZ_CHECK(!request.region_id.empty()); }
 
 template <typename Decoded>
 void CheckDecoded(const absl::StatusOr<Decoded>& decoded) {
@@ -302,15 +305,13 @@ void CheckRequest(const Request& request) {
     case Request::kGradientNorm:
       return CheckDecoded(s::DecodeGradientNorm(request.gradient_norm()));
     case Request::kSave:
-      return CheckDecoded(s::DecodeCheckpoint(request.save().name(), request.save().epoch(), false, request.save().checkpoint()));
+      return CheckCheckpoint(request.save(), request.save().epoch(), false);
     case Request::kListCheckpoints:
       return CheckDecoded(s::DecodeListCheckpoints(request.list_checkpoints()));
     case Request::kRestore:
-      return CheckDecoded(
-          s::DecodeCheckpoint(request.restore().name(), request.restore().epoch(), true, request.restore().checkpoint()));
+      return CheckCheckpoint(request.restore(), request.restore().epoch(), true);
     case Request::kDeleteCheckpoint:
-      return CheckDecoded(
-          s::DecodeCheckpoint(request.delete_checkpoint().name(), "", false, request.delete_checkpoint().checkpoint()));
+      return CheckCheckpoint(request.delete_checkpoint(), "", false);
     case Request::kAddGradient:
       return CheckDecoded(s::DecodeAddGradientHeader(request.add_gradient()));
     case Request::kOpenSession:
@@ -318,7 +319,11 @@ void CheckRequest(const Request& request) {
     case Request::kRegisterMemory:
       return CheckDecoded(s::DecodeRegisterSharedMemory(request.register_memory()));
     case Request::kUnregisterMemory:
-      return CheckDecoded(s::DecodeUnregisterSharedMemory(request.unregister_memory()));
+      if (const auto session = s::DecodeUnregisterSharedMemory(request.unregister_memory()); !session.ok()) {
+        return CheckRefusal(session.status());
+      }
+      FUZZ_CHECK(!request.unregister_memory().region_id().empty());
+      return;
     case Request::REQUEST_NOT_SET:
       return;
   }
