@@ -57,15 +57,15 @@ class RowStream : public RawReactor, public std::enable_shared_from_this<RowStre
   bool gone() const { return gone_.load(); }
 
   // Called by the transfer, once: it is over. The primary stream, which ends it, does nothing.
-  virtual void OnTransferEnd(bool succeeded) = 0;
+  virtual void OnTransferEnd(bool /*succeeded*/) {}
 
  protected:
   // The message before Carry(), or (`ok` false) there is none, because the client has half-closed or is gone.
   virtual void OnFirstMessage(bool ok, grpc::ByteBuffer* message) = 0;
   // gone() has become true. At most once, concurrently with the others. `transfer` is null before Carry().
   virtual void OnStreamGone(Transfer* transfer) = 0;
-  // This very stream has broken the transfer by a chunk that was refused; `status` says why.
-  virtual void OnRefused(const absl::Status& status) = 0;
+  // This very stream has broken the transfer by a chunk that was refused; `status` says why. The primary stream's thread sees that.
+  virtual void OnRefused(const absl::Status& /*status*/) {}
   // The watchdog ends the call; on its thread, where nothing may wait. True: it has been finished with `why`. False: it is
   // cancelled, at once and whatever is in progress. The client then gets the code and the sentence, but no reason: gRPC sends no
   // details with a call that it cancels.

@@ -111,7 +111,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   std::shared_ptr<const void> grad_owner_;
 };
 
-// The handlers of ComputeLoss and TransferRows, whose messages are raw bytes: compute_loss_stream.cc, transfer_rows_stream.cc.
+// The handlers of ComputeLoss and TransferRows, whose messages are raw bytes: loss_streams.cc.
 RawReactor* StartComputeLoss(ServerCore& core, grpc::CallbackServerContext& context);
 RawReactor* StartTransferRows(ServerCore& core, grpc::CallbackServerContext& context);
 
