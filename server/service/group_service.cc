@@ -1,6 +1,8 @@
 // gRPC handlers of headwater.v1.GroupService.
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -24,7 +26,10 @@ class StreamCall final : public group::JoinCall {
   // Whether the worker may still be in the group is checked with every message; a live worker sends several a second. If not, the
   // group treats the call as ended. The watchdog ends a call that sends no first message.
   bool Read(v1::JoinRequest* message) override {
-    return (has_begun_ ? stream_.Read(message) : ReadFirst(message)) && scope_.AllowedStill()().ok();
+    const auto read = [&] { return stream_.Read(message); };
+    std::optional<ClientWatch> watch;
+    if (!std::exchange(has_begun_, true)) watch.emplace(scope_);
+    return (watch.has_value() ? Watched(*watch, read) : read()) && scope_.AllowedStill()().ok();
   }
   bool Send(const v1::JoinResponse& message) override { return stream_.Write(message); }
   void Cancel() override { scope_.context().TryCancel(); }
@@ -41,12 +46,6 @@ class StreamCall final : public group::JoinCall {
   }
 
  private:
-  bool ReadFirst(v1::JoinRequest* message) {
-    has_begun_ = true;
-    ClientWatch watch(scope_);
-    return Watched(watch, [&] { return stream_.Read(message); });
-  }
-
   RpcScope& scope_;
   JoinStream& stream_;
   bool has_begun_ = false;

@@ -361,10 +361,10 @@ bool ServerCore::AwaitIdle(absl::Time deadline) {
   return true;
 }
 
-int64_t ServerCore::AvailableBytes() const {
+int64_t ServerCore::BudgetBytes() const {
   int64_t budget = 0;
   for (const EngineDevice& device : engine->devices()) budget += device.memory_budget_bytes;
-  return std::max<int64_t>(0, budget - engine->planned_bytes());
+  return budget;
 }
 
 void ServerCore::CountCancelled(const std::string& peer) {
@@ -394,9 +394,7 @@ void ServerCore::SetGauges() {
   }
   metrics.Set(Metric::kInFlightBytes, in_flight.reserved_bytes());
   metrics.Set(Metric::kUploadBytes, uploads.reserved_bytes());
-  int64_t memory_budget_bytes = 0;
-  for (const EngineDevice& device : engine->devices()) memory_budget_bytes += device.memory_budget_bytes;
-  metrics.Set(Metric::kMemoryBudget, memory_budget_bytes);
+  metrics.Set(Metric::kMemoryBudget, BudgetBytes());
   metrics.Set(Metric::kHeldBytes, held.reserved_bytes());
   metrics.Set(Metric::kJoinBytes, join.reserved_bytes());
   metrics.Set(Metric::kRowMemory, rows.used_bytes(), observability::RowMemory::kUsed);

@@ -2,6 +2,7 @@
 #ifndef HEADWATER_SERVER_SERVICE_SERVER_CORE_H_
 #define HEADWATER_SERVER_SERVICE_SERVER_CORE_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -136,8 +137,9 @@ class ServerCore {
   absl::Status ReserveInFlight(const std::string& client, int64_t bytes, const char* what,
                                transport::ByteBudget::Reservation* reservation);
 
-  // The bytes left in the memory budget beside the heads that exist.
-  int64_t AvailableBytes() const;
+  // The bytes of the memory budget, and those left in it beside the heads that exist.
+  int64_t BudgetBytes() const;
+  int64_t AvailableBytes() const { return std::max<int64_t>(0, BudgetBytes() - engine->planned_bytes()); }
   // The client of a connection has cancelled a call.
   void CountCancelled(const std::string& peer);
 

@@ -57,9 +57,8 @@ absl::StatusOr<std::shared_ptr<heads::Head>> FindHead(RpcScope& scope, const hea
 
 // FindHead() for a request that works on the head, which is the call's first.
 absl::StatusOr<heads::Head*> UseHead(RpcScope& scope, const heads::HeadName& name) {
-  scope.set_head(name.ToString());
   if (scope.heads().empty()) {
-    HEADWATER_ASSIGN_OR_RETURN(auto head, scope.caller().Find(scope.core().registry, name));
+    HEADWATER_ASSIGN_OR_RETURN(auto head, FindHead(scope, name));
     scope.heads().emplace_back(std::move(head));
   }
   return &*scope.heads().front();

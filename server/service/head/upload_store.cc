@@ -1,7 +1,6 @@
 #include "server/service/head/upload_store.h"
 
-#include <algorithm>
-
+#include "absl/algorithm/container.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
@@ -32,8 +31,11 @@ struct UploadStore::Upload {
   absl::Time drop_time ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();  // when it left the store; its bytes may be held since then
 };
 
-UploadStore::Lease::Lease(UploadStore* store, std::shared_ptr<Upload> upload, int64_t generation)
-    : store_(store), upload_(std::move(upload)), generation_(generation) {}
+UploadStore::Lease::Lease(UploadStore* store, std::shared_ptr<Upload> upload) : store_(store), upload_(std::move(upload)) {
+  absl::MutexLock lock(&upload_->mutex);
+  upload_->busy = true;
+  generation_ = ++upload_->generation;
+}
 
 UploadStore::Lease::~Lease() {
   if (upload_ == nullptr) return;
@@ -86,10 +88,6 @@ void UploadStore::Lease::Drop() {
 
 void UploadStore::DropDead() {
   absl::MutexLock lock(&mutex_);
-  DropDeadLocked();
-}
-
-void UploadStore::DropDeadLocked() {
   uploads_.remove_if([](const std::shared_ptr<Upload>& upload) { return upload->head.expired(); });
   closing_.remove_if([](const std::weak_ptr<Upload>& upload) { return upload.expired(); });
 }
@@ -107,17 +105,15 @@ bool UploadStore::DropOldestLocked(const heads::Head* head) {
   return false;
 }
 
-bool UploadStore::HasUploadLocked(const heads::Head& head) const {
-  return std::any_of(uploads_.begin(), uploads_.end(),
-                     [&head](const std::shared_ptr<Upload>& upload) { return upload->head.lock().get() == &head; });
-}
-
 bool UploadStore::DropOldestShadowLocked(const heads::Head& asking) {
   const absl::Time now = clock_();
+  const auto has_upload = [this](const heads::Head* head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return absl::c_any_of(uploads_, [head](const std::shared_ptr<Upload>& upload) { return upload->head.lock().get() == head; });
+  };
   for (const std::weak_ptr<Upload>& entry : closing_) {
     const std::shared_ptr<Upload> upload = entry.lock();
     const std::shared_ptr<heads::Head> head = upload != nullptr ? upload->head.lock() : nullptr;
-    if (head == nullptr || head.get() == &asking || HasUploadLocked(*head)) continue;
+    if (head == nullptr || head.get() == &asking || has_upload(head.get())) continue;
     const uint8_t* bytes = nullptr;
     {
       absl::MutexLock upload_lock(&upload->mutex);
@@ -130,8 +126,8 @@ bool UploadStore::DropOldestShadowLocked(const heads::Head& asking) {
 }
 
 absl::StatusOr<UploadStore::Lease> UploadStore::Open(const std::shared_ptr<heads::Head>& head, const UploadRequest& request) {
+  DropDead();
   absl::MutexLock lock(&mutex_);
-  DropDeadLocked();
   int uploads_of_head = 0;
   for (const std::shared_ptr<Upload>& upload : uploads_) {
     if (upload->head.lock() != head) continue;
@@ -143,9 +139,7 @@ absl::StatusOr<UploadStore::Lease> UploadStore::Open(const std::shared_ptr<heads
       return FieldError(ErrorReason::kInvalidCombination, "header.upload_id",
                         "tensor, data_type, total_bytes, checksum and closes_step of the upload that this id began", "others");
     }
-    absl::MutexLock upload_lock(&upload->mutex);
-    upload->busy = true;
-    return Lease(this, upload, ++upload->generation);
+    return Lease(this, upload);
   }
   if (uploads_of_head >= kMaxUploadsPerHead && !DropOldestLocked(head.get())) {
     return LimitError(ErrorReason::kQuotaExceeded, "header.upload_id",
@@ -172,10 +166,8 @@ absl::StatusOr<UploadStore::Lease> UploadStore::Open(const std::shared_ptr<heads
                      std::move(metadata));
   }
   if (request.closes_step.has_value()) closing_.push_back(upload);
-  absl::MutexLock upload_lock(&upload->mutex);
-  upload->busy = true;
   uploads_.push_back(upload);
-  return Lease(this, std::move(upload), ++uploads_.back()->generation);
+  return Lease(this, std::move(upload));
 }
 
 }  // namespace headwater::service

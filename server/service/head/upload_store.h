@@ -59,7 +59,7 @@ class UploadStore {
 
    private:
     friend class UploadStore;
-    Lease(UploadStore* store, std::shared_ptr<Upload> upload, int64_t generation);
+    Lease(UploadStore* store, std::shared_ptr<Upload> upload);
     UploadStore* store_;
     std::shared_ptr<Upload> upload_;
     int64_t generation_;
@@ -77,12 +77,10 @@ class UploadStore {
   int64_t reserved_bytes() const { return budget_.reserved_bytes(); }
 
  private:
-  void DropDeadLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Drops the oldest upload that no stream works on, of `head` or (null) of any; false if there is none.
   bool DropOldestLocked(const heads::Head* head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Drops the oldest one that waits in the shadow of a head, and may give way to one of `asking`; false if there is none.
   bool DropOldestShadowLocked(const heads::Head& asking) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool HasUploadLocked(const heads::Head& head) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   transport::ByteBudget budget_;
   const std::function<absl::Time()> clock_;
