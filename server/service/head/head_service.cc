@@ -34,21 +34,6 @@ using observability::RpcMethod;
 HEADWATER_FIELDS(v1::ApplyOptimizerStepResponse, heads::ApplyReply, open_step, weight_version, global_grad_norm,
                  gradient_norm_squared, clip_factor, replayed)
 
-// The first `count` heads of a tenant after `after` that the caller may see, by name.
-std::vector<std::shared_ptr<heads::Head>> ListHeadsFor(const Caller& caller, const heads::HeadRegistry& registry,
-                                                       const std::string& tenant, std::string after, int64_t count) {
-  std::vector<std::shared_ptr<heads::Head>> seen;
-  while (true) {
-    const int64_t wanted = count - static_cast<int64_t>(seen.size());
-    const auto heads = registry.List(tenant, after, wanted);
-    for (const auto& head : heads) {
-      if (caller.CheckHead(head->name()).ok()) seen.push_back(head);
-    }
-    if (static_cast<int64_t>(heads.size()) < wanted || static_cast<int64_t>(seen.size()) == count) return seen;
-    after = heads.back()->name().ToString();
-  }
-}
-
 // Finds the head that a decoded request names, and names it in the log. For what is answered at once.
 absl::StatusOr<std::shared_ptr<heads::Head>> FindHead(RpcScope& scope, const heads::HeadName& name) {
   scope.set_head(name.ToString());
@@ -119,8 +104,8 @@ absl::Status ListHeads(RpcScope& scope, const v1::ListHeadsRequest& request, v1:
   HEADWATER_ASSIGN_OR_RETURN(auto list, DecodeList(request));
   const std::string& tenant = request.parent().empty() ? scope.caller().tenant() : list.tenant;
   HEADWATER_RETURN_IF_ERROR(scope.caller().CheckTenant(tenant));
-  // One more than a page, to know whether there is a next one.
-  const auto heads = ListHeadsFor(scope.caller(), scope.core().registry, tenant, list.after, list.page_size + 1);
+  auto heads = scope.core().registry.List(tenant, list.after, scope.core().options.limits.max_heads);
+  std::erase_if(heads, [&scope](const auto& head) { return !scope.caller().CheckHead(head->name()).ok(); });
   const size_t count = std::min(heads.size(), static_cast<size_t>(list.page_size));
   for (size_t i = 0; i < count; ++i) EncodeHead(heads[i]->Describe(), scope.core().AvailableBytes(), response->add_heads());
   if (heads.size() > count) response->set_next_page_token(heads[count - 1]->name().ToString());
@@ -185,8 +170,8 @@ absl::StatusOr<heads::Head*> UseUploadHead(RpcScope& scope, const UploadRequest&
   heads::Head& head = *scope.heads().emplace_back(std::move(found));
   HEADWATER_RETURN_IF_ERROR(head.CheckEpoch(request.epoch));
   const HeadSpec& spec = head.spec();
-  const bool bias = request.tensor == HeadTensor::kBias;
   HEADWATER_RETURN_IF_ERROR(CheckTensor(spec, request.tensor, request.data_type, "header."));
+  const bool bias = request.tensor == HeadTensor::kBias;
   const int64_t expected_bytes = spec.vocab_size * (bias ? 1 : spec.hidden_size) * ElementBytes(request.data_type);
   if (request.total_bytes != expected_bytes) {
     return FieldError(ErrorReason::kDataLengthMismatch, "header.total_bytes", absl::StrCat(expected_bytes),
