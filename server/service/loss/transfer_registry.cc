@@ -1,7 +1,6 @@
 #include "server/service/loss/transfer_registry.h"
 
-#include <algorithm>
-
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "server/observability/monotonic_clock.h"
@@ -45,7 +44,7 @@ void TransferRegistry::Entry::Open(std::shared_ptr<Transfer> transfer) {
 
 absl::StatusOr<TransferRegistry::Entry> TransferRegistry::Announce(const TransferId& id) {
   absl::MutexLock lock(&mutex_);
-  if (!ended_set_.contains(id)) {
+  if (!absl::c_linear_search(ended_, id)) {
     Place& place = places_[id];
     if (!place.announced) {
       place.announced = true;
@@ -63,11 +62,7 @@ void TransferRegistry::Close(const TransferId& id) {
     waiting.swap(place->second.waiting);
     places_.erase(place);
     ended_.push_back(id);
-    ended_set_.insert(id);
-    if (ended_.size() > kMostEnded) {
-      ended_set_.erase(ended_.front());
-      ended_.pop_front();
-    }
+    if (ended_.size() > kMostEnded) ended_.pop_front();
   }
   for (const Waiting& stripe : waiting) stripe.found(Ended());
 }
@@ -80,7 +75,7 @@ void TransferRegistry::Find(const TransferId& id, const void* stripe, OnTransfer
     const auto place = places_.find(id);
     const bool announced = place != places_.end() && place->second.announced;
     if (announced) transfer = place->second.transfer;
-    if (ended_set_.contains(id)) {
+    if (absl::c_linear_search(ended_, id)) {
       refused = Ended();
     } else if (draining_ && !announced) {
       refused = Unheard(absl::ZeroDuration());
@@ -101,7 +96,7 @@ void TransferRegistry::Leave(const TransferId& id, const void* stripe) {
   const auto place = places_.find(id);
   if (place == places_.end()) return;
   std::vector<Waiting>& waiting = place->second.waiting;
-  const auto found = std::find_if(waiting.begin(), waiting.end(), [&](const Waiting& one) { return one.stripe == stripe; });
+  const auto found = absl::c_find_if(waiting, [&](const Waiting& one) { return one.stripe == stripe; });
   if (found == waiting.end()) return;
   left = std::move(found->found);
   waiting.erase(found);

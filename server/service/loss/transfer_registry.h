@@ -8,7 +8,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -92,7 +91,6 @@ class TransferRegistry {
   std::map<TransferId, Place> places_ ABSL_GUARDED_BY(mutex_);
   // The last ids that have ended: their late stripes need not wait.
   std::deque<TransferId> ended_ ABSL_GUARDED_BY(mutex_);
-  std::set<TransferId> ended_set_ ABSL_GUARDED_BY(mutex_);
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
