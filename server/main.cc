@@ -26,7 +26,6 @@
 #include "server/main_worker.h"
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
-#include "server/service/grpc_log.h"
 #include "server/service/server.h"
 
 namespace headwater {

@@ -1,5 +1,4 @@
-#include "server/service/grpc_log.h"
-
+// The lines that gRPC logs by itself, as lines of the server's own log.
 #include <grpc/support/log.h>
 
 #include <cstdint>
@@ -13,6 +12,7 @@
 #include "server/guard/line_budget.h"
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
+#include "server/service/server.h"
 
 namespace headwater::service {
 namespace {
@@ -22,7 +22,7 @@ using observability::LogLevel;
 
 // Apart from FailedCallLines(): strangers' handshakes must not hide calls that fail, nor these the handshakes.
 guard::LineBudget& GrpcLines() {
-  static auto* const budget = new guard::LineBudget(kGrpcLinesASecond, 10 * kGrpcLinesASecond);
+  static auto* const budget = new guard::LineBudget(/*a_second=*/10, /*at_once=*/100);
   return *budget;
 }
 

@@ -15,6 +15,11 @@
 
 namespace headwater::service {
 
+// From now on gRPC's own lines are lines of observability::Log(): at most 10 each second, and 100 at once after a quiet time. A
+// failed TLS handshake is `event=tls_handshake_failed` at level warning, and is always counted (observability::Metrics). Every
+// other line is `event=grpc` at gRPC's own level. For the process, at its start; grpc_log.cc.
+void TakeGrpcLog();
+
 // Life: Start() listens, with health NOT_SERVING and every call answered STARTING. BecomeReady() runs the engine's self-test,
 // brings back the heads of an earlier server and turns to SERVING. Drain() turns to NOT_SERVING, answers new calls and step waits
 // with DRAINING, and finishes the other accepted calls. The destructor stops. Thread-safe.
