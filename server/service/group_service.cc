@@ -58,7 +58,7 @@ absl::Status Join(RpcScope& scope, JoinStream& stream) {
                      {{"feature", "workers"}});
   }
   // A worker holds shards of the heads of all tenants: no permission on some heads is enough.
-  const std::string& token = scope.caller().token_name();
+  const std::string token = scope.caller().token_name();
   if (!token.empty() && token != options.worker_token) {
     return MakeError(ErrorReason::kPermissionDenied, "only the token that the server's --worker_token names may join",
                      {{"permission", "admin"}, {"method", "/headwater.v1.GroupService/Join"}, {"expected", "worker_token"}});

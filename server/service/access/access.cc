@@ -110,16 +110,6 @@ absl::Status Caller::CheckTenant(const std::string& tenant) const {
       {{"permission", PermissionName(row_->needs)}, {"method", row_->path}, {"expected", "tenants/" + Caller::tenant()}});
 }
 
-const std::string& Caller::tenant() const {
-  static const auto* const default_tenant = new std::string(heads::kDefaultTenant);
-  return grant_ != nullptr ? grant_->tenant : *default_tenant;
-}
-
-const std::string& Caller::token_name() const {
-  static const auto* const none = new std::string();
-  return grant_ != nullptr ? grant_->name : *none;
-}
-
 absl::StatusOr<std::unique_ptr<AccessControl>> AccessControl::Create(const std::string& token_file) {
   auto access = std::make_unique<AccessControl>();
   if (token_file.empty()) return access;

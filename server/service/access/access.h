@@ -67,9 +67,9 @@ class Caller {
   absl::Status CheckTenant(const std::string& tenant) const;
 
   // The tenant of a call that names none.
-  const std::string& tenant() const;
+  std::string tenant() const { return grant_ != nullptr ? grant_->tenant : heads::kDefaultTenant; }
   // For logs: the token's name; empty without one.
-  const std::string& token_name() const;
+  std::string token_name() const { return grant_ != nullptr ? grant_->name : ""; }
 
  private:
   friend class AccessControl;

@@ -102,7 +102,7 @@ absl::Status GetHead(RpcScope& scope, const v1::GetHeadRequest& request, v1::Hea
 
 absl::Status ListHeads(RpcScope& scope, const v1::ListHeadsRequest& request, v1::ListHeadsResponse* response) {
   HEADWATER_ASSIGN_OR_RETURN(auto list, DecodeList(request));
-  const std::string& tenant = request.parent().empty() ? scope.caller().tenant() : list.tenant;
+  const std::string tenant = request.parent().empty() ? scope.caller().tenant() : list.tenant;
   HEADWATER_RETURN_IF_ERROR(scope.caller().CheckTenant(tenant));
   auto heads = scope.core().registry.List(tenant, list.after, scope.core().options.limits.max_heads);
   std::erase_if(heads, [&scope](const auto& head) { return !scope.caller().CheckHead(head->name()).ok(); });
