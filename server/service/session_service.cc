@@ -85,12 +85,12 @@ absl::Status GetServerInfo(RpcScope& scope, const v1::GetServerInfoRequest&, v1:
 
 absl::Status OpenSession(RpcScope& scope, const v1::OpenSessionRequest& request, v1::OpenSessionResponse* response) {
   ServerCore& core = scope.core();
-  HEADWATER_ASSIGN_OR_RETURN(auto open, DecodeOpenSession(request, core.options.limits));
+  HEADWATER_ASSIGN_OR_RETURN(auto lease, DecodeOpenSession(request, core.options.limits));
   std::vector<heads::SessionRegistry::Expired> expired;
-  auto grant = core.sessions.Open(open.client_name, open.lease, &expired);
+  auto grant = core.sessions.Open(request.client_name(), lease, &expired);
   core.CountExpiredSessions(expired);
   if (!grant.ok()) return grant.status();
-  Log(LogLevel::kInfo, "session_opened", {{"client", open.client_name}, {"lease_s", absl::ToDoubleSeconds(grant->lease)}});
+  Log(LogLevel::kInfo, "session_opened", {{"client", request.client_name()}, {"lease_s", absl::ToDoubleSeconds(grant->lease)}});
   response->set_session_id(grant->id.data(), grant->id.size());
   EncodeDuration(grant->lease, response->mutable_lease());
   return absl::OkStatus();

@@ -104,7 +104,7 @@ absl::Status ListHeads(RpcScope& scope, const v1::ListHeadsRequest& request, v1:
   HEADWATER_ASSIGN_OR_RETURN(auto list, DecodeList(request));
   const std::string tenant = request.parent().empty() ? scope.caller().tenant() : list.tenant;
   HEADWATER_RETURN_IF_ERROR(scope.caller().CheckTenant(tenant));
-  auto heads = scope.core().registry.List(tenant, list.after, scope.core().options.limits.max_heads);
+  auto heads = scope.core().registry.List(tenant, request.page_token(), scope.core().options.limits.max_heads);
   std::erase_if(heads, [&scope](const auto& head) { return !scope.caller().CheckHead(head->name()).ok(); });
   const size_t count = std::min(heads.size(), static_cast<size_t>(list.page_size));
   for (size_t i = 0; i < count; ++i) EncodeHead(heads[i]->Describe(), scope.core().AvailableBytes(), response->add_heads());
@@ -470,12 +470,12 @@ absl::Status ListCheckpoints(RpcScope& scope, const v1::ListCheckpointsRequest& 
   HEADWATER_ASSIGN_OR_RETURN(auto catalogue, scope.core().checkpoints->ListNewestFirst(list.name.tenant, list.name.head));
   const std::vector<v1::Checkpoint> checkpoints = EncodeCheckpoints(catalogue);
   auto next = checkpoints.begin();
-  if (list.after.has_value()) {
-    const auto last = std::find_if(checkpoints.begin(), checkpoints.end(),
-                                   [&](const v1::Checkpoint& checkpoint) { return checkpoint.checkpoint() == *list.after; });
+  if (const std::string& after = request.page_token(); !after.empty()) {
+    const auto last =
+        absl::c_find_if(checkpoints, [&](const v1::Checkpoint& checkpoint) { return checkpoint.checkpoint() == after; });
     if (last == checkpoints.end()) {
       return FieldError(ErrorReason::kInvalidField, "page_token", "a checkpoint that is still there; list them again",
-                        Quoted(*list.after));
+                        Quoted(after));
     }
     next = last + 1;
   }

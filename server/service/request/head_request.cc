@@ -117,7 +117,7 @@ absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request) {
   if (!request.page_token().empty() && !heads::ParseHeadName(request.page_token(), "page_token").ok()) {
     return MadeUpPageToken(request.page_token());
   }
-  return ListRequest{tenant, request.page_token(), page_size};
+  return ListRequest{tenant, page_size};
 }
 
 absl::StatusOr<TakeRequest> DecodeTake(const v1::TakeHeadRequest& request) {
@@ -237,11 +237,10 @@ absl::StatusOr<GradientNormRequest> DecodeGradientNorm(const v1::GetGradientNorm
 absl::StatusOr<ListCheckpointsRequest> DecodeListCheckpoints(const v1::ListCheckpointsRequest& request) {
   HEADWATER_ASSIGN_OR_RETURN(auto name, DecodeHeadName(request.name(), "name"));
   HEADWATER_ASSIGN_OR_RETURN(auto page_size, DecodePageSize(request.page_size()));
-  ListCheckpointsRequest decoded{std::move(name), std::nullopt, page_size};
-  if (request.page_token().empty()) return decoded;
-  if (!checkpoint::IsValidCheckpointName(request.page_token())) return MadeUpPageToken(request.page_token());
-  decoded.after = request.page_token();
-  return decoded;
+  if (!request.page_token().empty() && !checkpoint::IsValidCheckpointName(request.page_token())) {
+    return MadeUpPageToken(request.page_token());
+  }
+  return ListCheckpointsRequest{std::move(name), page_size};
 }
 
 absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHeader& header) {
@@ -257,19 +256,18 @@ absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHea
   return decoded;
 }
 
-absl::StatusOr<OpenSessionRequest> DecodeOpenSession(const v1::OpenSessionRequest& request, const Limits& limits) {
+absl::StatusOr<absl::Duration> DecodeOpenSession(const v1::OpenSessionRequest& request, const Limits& limits) {
   constexpr size_t kMaxClientNameBytes = 128;
   constexpr int64_t kMaxDurationSeconds = 315576000000;  // as google.protobuf.Duration allows
   constexpr absl::Duration kDefaultLease = absl::Seconds(30);
   if (request.client_name().size() > kMaxClientNameBytes) {
     return InvalidField("client_name", "at most 128 bytes", absl::StrCat(request.client_name().size(), " bytes"));
   }
-  OpenSessionRequest decoded = {request.client_name(), std::min(kDefaultLease, limits.max_session_lease)};
-  if (!request.has_lease()) return decoded;
+  if (!request.has_lease()) return std::min(kDefaultLease, limits.max_session_lease);
   HEADWATER_RETURN_IF_ERROR(CheckRange("lease.seconds", request.lease().seconds(), 0, kMaxDurationSeconds));
   HEADWATER_RETURN_IF_ERROR(CheckRange("lease.nanos", request.lease().nanos(), 0, 999999999));
-  decoded.lease = absl::Seconds(request.lease().seconds()) + absl::Nanoseconds(request.lease().nanos());
-  if (decoded.lease > absl::ZeroDuration()) return decoded;
+  const absl::Duration lease = absl::Seconds(request.lease().seconds()) + absl::Nanoseconds(request.lease().nanos());
+  if (lease > absl::ZeroDuration()) return lease;
   return InvalidField("lease", "a duration > 0", "0 s");
 }
 

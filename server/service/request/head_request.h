@@ -29,7 +29,6 @@ struct CreateRequest {
 
 struct ListRequest {
   std::string tenant;
-  std::string after;  // full name of the last head of the previous page, or empty
   int64_t page_size = 0;
 };
 
@@ -76,7 +75,6 @@ struct ApplyRequest : HeadAtStep {
 
 struct ListCheckpointsRequest {
   heads::HeadName name;
-  std::optional<std::string> after;  // name of the last checkpoint of the previous page
   int64_t page_size = 0;
 };
 
@@ -92,11 +90,6 @@ struct GradientRequest : HeadAtStep {
   int64_t row_count = 0;
   double factor = 1;
   std::optional<heads::SessionId> session = std::nullopt;
-};
-
-struct OpenSessionRequest {
-  std::string client_name;
-  absl::Duration lease;  // > 0
 };
 
 // A region; token or name of its memory are the message's.
@@ -128,7 +121,8 @@ absl::StatusOr<GradientNormRequest> DecodeGradientNorm(const v1::GetGradientNorm
 absl::StatusOr<ListCheckpointsRequest> DecodeListCheckpoints(const v1::ListCheckpointsRequest& request);
 
 absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHeader& header);
-absl::StatusOr<OpenSessionRequest> DecodeOpenSession(const v1::OpenSessionRequest& request, const Limits& limits);
+// The lease, > 0; the client's name is checked too.
+absl::StatusOr<absl::Duration> DecodeOpenSession(const v1::OpenSessionRequest& request, const Limits& limits);
 
 absl::StatusOr<RegisterRequest> DecodeRegisterSharedMemory(const v1::RegisterSharedMemoryRequest& request);
 // The session; the region's id is not empty.
