@@ -33,9 +33,10 @@ struct SafetensorsHeader {
 
 // Reads and checks a file's header, by the rules of the format's own library. The header is one JSON object, and every tensor has
 // dtype, shape and data_offsets. A shape's product times the element size equals the tensor's bytes; the tensors fill the rest of
-// the file without gaps or overlaps. Further keys of a tensor are ignored; the last tensor of a repeated name counts.
+// the file without gaps or overlaps. Further keys of a tensor are ignored.
 //
-// One rule is wider: an unknown data type is accepted, and its tensor's size is not checked against its shape.
+// Differences: an unknown data type is accepted, and its tensor's size is not checked against its shape. Repeated names, deep
+// nesting and millions of values are refused, as by ParseStrictJson().
 //
 // Errors: kLimitExceeded for a header of more than kMaxSafetensorsHeaderBytes, else kFileCorrupt.
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const ReadableFile& file);

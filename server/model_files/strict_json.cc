@@ -14,7 +14,7 @@ namespace {
 
 // The formats read here nest three deep, and have about a dozen values for each tensor.
 constexpr size_t kMaxDepth = 8;
-constexpr int64_t kMaxValues = 1 << 20;
+constexpr int64_t kMaxValues = 1 << 22;
 
 // Checks a text without keeping it: depth, number of values, repeated keys. (The parser's own callbacks take quadratic time in the
 // members of an object.)
