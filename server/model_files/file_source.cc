@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <filesystem>
 
 #include "absl/strings/escaping.h"
@@ -79,11 +78,8 @@ bool IsBeneath(const std::string& path, const std::string& root) {
 
 // The path without links; empty if it does not exist.
 std::string RealPath(const std::string& path) {
-  char* resolved = realpath(path.c_str(), nullptr);
-  if (resolved == nullptr) return "";
-  std::string text(resolved);
-  free(resolved);
-  return text;
+  std::error_code error;
+  return std::filesystem::canonical(path, error).string();
 }
 
 absl::Status OpenError(int error) {

@@ -1,11 +1,13 @@
 #include "server/model_files/head_tensors.h"
 
 #include <algorithm>
-#include <cstring>
+#include <map>
+#include <nlohmann/json.hpp>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
@@ -14,12 +16,192 @@
 #include "absl/types/span.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
-#include "server/model_files/model_folder.h"
 #include "server/model_files/safetensors.h"
 #include "server/model_files/strict_json.h"
 
 namespace headwater::model_files {
 namespace {
+
+// ---- a model's files -----------------------------------------------------------------------------------------------
+
+constexpr char kFileSuffix[] = ".safetensors";
+constexpr char kSingleFile[] = "model.safetensors";
+constexpr char kIndexFile[] = "model.safetensors.index.json";
+constexpr char kConfigFile[] = "config.json";
+constexpr size_t kMaxFilesShown = 8;
+
+// "model-00001-of-00004.safetensors"
+bool IsPart(absl::string_view path) {
+  const auto number_at_end = [](absl::string_view* text) {
+    const size_t begin = text->find_last_not_of("0123456789") + 1;
+    int64_t number = 0;
+    const bool is_number = absl::SimpleAtoi(text->substr(begin), &number);
+    text->remove_suffix(text->size() - begin);
+    return is_number ? number : 0;
+  };
+  if (!absl::ConsumeSuffix(&path, kFileSuffix)) return false;
+  const int64_t count = number_at_end(&path);
+  if (!absl::ConsumeSuffix(&path, "-of-")) return false;
+  const size_t before = path.size();
+  number_at_end(&path);
+  return count > 1 && path.size() < before && absl::EndsWith(path, "-");
+}
+
+// The same error, with the file in its message.
+absl::Status InFile(const absl::Status& status, const std::string& path) {
+  if (status.ok() || absl::IsNotFound(status) || HasReason(status, ErrorReason::kInvalidField) ||
+      HasReason(status, ErrorReason::kMissingField)) {
+    return status;
+  }
+  ErrorMetadata metadata = GetErrorMetadata(status);
+  metadata["file"] = Shown(path);
+  return MakeError(GetErrorReason(status), absl::StrCat(Shown(path), ": ", status.message()), std::move(metadata));
+}
+
+// A tensor of a model, with the open file that has its bytes.
+struct ModelTensor {
+  std::string name;
+  std::string path;  // of the file
+  SafetensorsTensor entry;
+  std::shared_ptr<ReadableFile> file;
+};
+
+// The tensors of a model, by name, across its files, which are opened when their tensors are requested.
+class ModelFolder {
+ public:
+  // Errors: kWeightsNotFound (no such file or folder, with the files that the folder has instead), kFileCorrupt, kLimitExceeded
+  // (see ReadSafetensorsHeader() and ReadLenientJson()), kInvalidField (see FilesUnder()). Messages name the file.
+  static absl::StatusOr<ModelFolder> Open(const FileSource& files, const std::string& path) {
+    if (path.empty()) return MakeError(ErrorReason::kMissingField, "path is required", {{"field", "path"}});
+    ModelFolder model(files, path);
+    if (!absl::EndsWith(path, kFileSuffix)) {
+      model.folder_ = absl::StrCat(path, "/");
+      absl::Status status = model.TakeFile(model.folder_ + kSingleFile);
+      if (absl::IsNotFound(status)) status = model.TakeIndex(model.folder_ + kIndexFile);
+      if (status.ok()) return model;
+      if (!absl::IsNotFound(status)) return status;
+    }
+    model.folder_ = path.substr(0, path.rfind('/') + 1);
+    model.is_part_ = IsPart(path);
+    const absl::Status status = model.TakeFile(path);
+    if (status.ok()) return model;
+    // A folder without a model's files is not a damaged file.
+    if (absl::IsNotFound(status) || (!absl::EndsWith(path, kFileSuffix) && HasReason(status, ErrorReason::kFileCorrupt))) {
+      return model.NothingThere();
+    }
+    return status;
+  }
+
+  const std::string& path() const { return path_; }
+  bool Has(const std::string& name) const { return path_of_.contains(name); }
+  // All names, sorted.
+  std::vector<std::string> Names() const {
+    std::vector<std::string> names;
+    names.reserve(path_of_.size());
+    for (const auto& [name, path] : path_of_) names.push_back(name);
+    return names;
+  }
+  // kWeightsNotFound if the index names a missing file, or a file without the tensor; else as Open().
+  absl::StatusOr<ModelTensor> Find(const std::string& name) {
+    const auto place = path_of_.find(name);
+    if (place == path_of_.end()) return absl::NotFoundError("no such tensor");
+    const std::string& path = place->second;
+    auto known = open_.find(path);
+    if (known == open_.end()) {
+      absl::StatusOr<OpenFile> file = OpenPath(path);
+      if (absl::IsNotFound(file.status())) {
+        return MakeError(ErrorReason::kWeightsNotFound,
+                         absl::StrCat(Shown(path), " is not there; the model's index says that it has ", Shown(name)),
+                         {{"file", Shown(path)}, {"tensor", Shown(name)}});
+      }
+      if (!file.ok()) return file.status();
+      known = open_.emplace(path, *std::move(file)).first;
+    }
+    const auto entry = known->second.header.tensors.find(name);
+    if (entry == known->second.header.tensors.end()) {
+      return MakeError(ErrorReason::kWeightsNotFound,
+                       absl::StrCat(Shown(path), " does not have ", Shown(name), "; the model's index says that it does"),
+                       {{"file", Shown(path)}, {"tensor", Shown(name)}});
+    }
+    return ModelTensor{name, path, entry->second, known->second.file};
+  }
+  // True if Open()'s path is one file of a model that is split.
+  bool is_part() const { return is_part_; }
+  // The config.json beside the files. absl::NotFoundError if it is missing; else as Open().
+  absl::StatusOr<nlohmann::json> ReadConfig() const { return ReadJson(folder_ + kConfigFile, "the model's config"); }
+
+ private:
+  struct OpenFile {
+    std::shared_ptr<ReadableFile> file;
+    SafetensorsHeader header;
+  };
+  ModelFolder(const FileSource& files, const std::string& path) : files_(&files), path_(path) {}
+
+  absl::StatusOr<OpenFile> OpenPath(const std::string& path) const {
+    absl::StatusOr<std::shared_ptr<ReadableFile>> file = files_->Open(path);
+    if (!file.ok()) return InFile(file.status(), path);
+    absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(**file);
+    if (!header.ok()) return InFile(header.status(), path);
+    return OpenFile{*std::move(file), *std::move(header)};
+  }
+
+  absl::Status TakeFile(const std::string& path) {
+    HEADWATER_ASSIGN_OR_RETURN(OpenFile file, OpenPath(path));
+    for (const auto& [name, tensor] : file.header.tensors) path_of_[name] = path;
+    open_.emplace(path, std::move(file));
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<nlohmann::json> ReadJson(const std::string& path, const std::string& what) const {
+    absl::StatusOr<std::shared_ptr<ReadableFile>> file = files_->Open(path);
+    if (!file.ok()) return InFile(file.status(), path);
+    absl::StatusOr<nlohmann::json> json = ReadLenientJson(**file, what);
+    if (!json.ok()) return InFile(json.status(), path);
+    return json;
+  }
+
+  absl::Status TakeIndex(const std::string& path) {
+    HEADWATER_ASSIGN_OR_RETURN(const nlohmann::json index, ReadJson(path, "the model's index"));
+    const nlohmann::json* map = FindMember(index, "weight_map", nlohmann::json::value_t::object);
+    if (map == nullptr) return InFile(CorruptError("the model's index has no weight_map"), path);
+    for (const auto& [tensor, value] : map->items()) {
+      const std::string name = value.is_string() ? value.get<std::string>() : "";
+      if (!absl::EndsWith(name, kFileSuffix) || name.find('/') != std::string::npos || name.find('\0') != std::string::npos) {
+        return InFile(CorruptError(absl::StrCat("the model's index names '", Shown(name), "' for ", Shown(tensor),
+                                                ", which is not a .safetensors file of its folder")),
+                      path);
+      }
+      path_of_[tensor] = folder_ + name;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status NothingThere() const {
+    std::string message =
+        absl::StrCat("'", Shown(path_), "' is neither a safetensors file nor a folder with ", kSingleFile, " or ", kIndexFile);
+    std::vector<std::string> others = files_->List(path_);  // none for a file
+    std::erase_if(others, [](const std::string& name) { return !absl::EndsWith(name, kFileSuffix); });
+    for (size_t i = 0; i < others.size() && i < kMaxFilesShown; ++i) {
+      absl::StrAppend(&message, i == 0 ? "; it has " : ", ", Shown(others[i]));
+    }
+    if (others.size() > kMaxFilesShown) absl::StrAppend(&message, " and ", others.size() - kMaxFilesShown, " more");
+    if (std::any_of(others.begin(), others.end(), IsPart)) {
+      absl::StrAppend(&message, ": parts of a model, whose index is missing");
+    } else if (!others.empty()) {
+      absl::StrAppend(&message, ": give the path of one of these");
+    }
+    return MakeError(ErrorReason::kWeightsNotFound, message, {{"field", "path"}, {"actual", Shown(path_)}});
+  }
+
+  const FileSource* files_;
+  std::string path_;
+  std::string folder_;  // with a slash at its end; empty: where a relative path begins
+  bool is_part_ = false;
+  std::map<std::string, std::string> path_of_;  // a tensor's file
+  std::map<std::string, OpenFile> open_;        // by path
+};
+
+// ---- names ---------------------------------------------------------------------------------------------------------
 
 using Names = absl::Span<const absl::string_view>;
 
@@ -322,7 +504,7 @@ class Chooser {
   absl::StatusOr<std::optional<FileTensor>> TakeBias(const std::string& weight, int64_t vocab_size) {
     HEADWATER_ASSIGN_OR_RETURN(const std::optional<ModelTensor> bias, ChooseBias(weight, vocab_size));
     if (!bias.has_value()) {
-      if (query_.has_bias != true) return std::optional<FileTensor>();
+      if (query_.has_bias != true) return std::nullopt;
       return MakeError(ErrorReason::kWeightsNotFound,
                        absl::StrCat("the head has a bias, and '", Shown(model_.path()),
                                     "' has no tensor with the name of a head's bias (lm_head.bias and the like); name one with "
@@ -337,25 +519,20 @@ class Chooser {
                        {{"field", "bias"}, {"tensor", Shown(tensor.name)}});
     }
     if (!IsBiasShape(tensor.entry.shape, vocab_size)) return WrongShape(tensor, ShapeToString({vocab_size}), "");
-    HEADWATER_ASSIGN_OR_RETURN(FileTensor taken, Take(tensor, vocab_size, 1));
-    return std::optional<FileTensor>(std::move(taken));
+    return Take(tensor, vocab_size, 1);
   }
 
   absl::StatusOr<std::optional<ModelTensor>> ChooseBias(const std::string& weight, int64_t vocab_size) {
-    const auto found = [](absl::StatusOr<ModelTensor> tensor) -> absl::StatusOr<std::optional<ModelTensor>> {
-      if (!tensor.ok()) return tensor.status();
-      return std::optional<ModelTensor>(*std::move(tensor));
-    };
-    if (!query_.bias_tensor.empty()) return found(FindAsked(query_.bias_tensor, "bias_tensor"));
+    if (!query_.bias_tensor.empty()) return FindAsked(query_.bias_tensor, "bias_tensor");
     const std::optional<absl::string_view> module = ModuleOf(weight, kWeightSuffix);
     if (module.has_value()) {
       const std::string own = module->empty() ? "bias" : absl::StrCat(*module, kBiasSuffix);
-      if (model_.Has(own)) return found(model_.Find(own));
+      if (model_.Has(own)) return model_.Find(own);
     }
     HEADWATER_ASSIGN_OR_RETURN(std::vector<ModelTensor> fitting, FindNamed(IsHeadBiasName));
     std::erase_if(fitting, [vocab_size](const ModelTensor& tensor) { return !IsBiasShape(tensor.entry.shape, vocab_size); });
     if (fitting.size() > 1) return SeveralFit(fitting, "the head's bias", "bias_tensor (--bias_tensor)");
-    if (fitting.size() == 1) return std::optional<ModelTensor>(std::move(fitting[0]));
+    if (fitting.size() == 1) return std::move(fitting[0]);
     return FindLogitsBias(vocab_size);
   }
 
@@ -365,12 +542,12 @@ class Chooser {
                                FindNamed([](absl::string_view name) { return EndsInModule(name, kLogitsBias); }));
     for (const ModelTensor& tensor : named) {
       if (!IsBiasShape(tensor.entry.shape, vocab_size)) continue;
-      if (query_.has_bias == true || !DataTypeOf(tensor.entry.data_type).has_value()) return std::optional<ModelTensor>(tensor);
+      if (query_.has_bias == true || !DataTypeOf(tensor.entry.data_type).has_value()) return tensor;
       std::string bytes(static_cast<size_t>(tensor.entry.end - tensor.entry.begin), '\0');
       HEADWATER_RETURN_IF_ERROR(tensor.file->ReadAt(tensor.entry.begin, static_cast<int64_t>(bytes.size()), bytes.data()));
-      if (bytes.find_first_not_of('\0') != std::string::npos) return std::optional<ModelTensor>(tensor);
+      if (bytes.find_first_not_of('\0') != std::string::npos) return tensor;
     }
-    return std::optional<ModelTensor>();
+    return std::nullopt;
   }
 
   ModelFolder& model_;
@@ -386,12 +563,12 @@ absl::StatusOr<HeadTensors> FindHeadTensors(const FileSource& files, const std::
 
 absl::StatusOr<std::optional<bool>> HasHeadBias(const FileSource& files, const std::string& path) {
   absl::StatusOr<ModelFolder> model = ModelFolder::Open(files, path);
-  if (HasReason(model.status(), ErrorReason::kWeightsNotFound)) return std::optional<bool>();
+  if (HasReason(model.status(), ErrorReason::kWeightsNotFound)) return std::nullopt;
   HEADWATER_RETURN_IF_ERROR(model.status());
   const absl::StatusOr<HeadTensors> tensors = Chooser(*model, HeadTensorQuery()).Choose();
-  if (tensors.ok()) return std::optional<bool>(tensors->bias.has_value());
+  if (tensors.ok()) return tensors->bias.has_value();
   const std::vector<std::string> names = model->Names();
-  return std::optional<bool>(std::any_of(names.begin(), names.end(), IsHeadBiasName));
+  return std::any_of(names.begin(), names.end(), IsHeadBiasName);
 }
 
 }  // namespace headwater::model_files

@@ -55,7 +55,8 @@ struct HeadTensors {
   std::optional<FileTensor> bias;
 };
 
-// `path` is a file or a folder of `files` (see ModelFolder::Open()).
+// `path` is a safetensors file, or a folder in the form of Hugging Face's transformers. As in transformers, a folder's
+// `model.safetensors` comes first; without it `model.safetensors.index.json` says which file has which tensor.
 //
 // Errors: kWeightsNotFound (no such file or tensor, or no choice by the rules), kCheckpointSpecMismatch (a shape, or a bias that
 // the head has no place for), kDataTypeMismatch (not F32, BF16 or F16), kInvalidCombination (`bias_tensor` for a head without

@@ -23,7 +23,6 @@ set(parser_sources
   ${product}/server/heads/head_name.cc
   ${product}/server/model_files/file_source.cc
   ${product}/server/model_files/head_tensors.cc
-  ${product}/server/model_files/model_folder.cc
   ${product}/server/model_files/safetensors.cc
   ${product}/server/model_files/strict_json.cc
   ${product}/server/observability/logging.cc
