@@ -13,7 +13,7 @@
 #include "server/service/request/field_check.h"
 #include "server/service/request/loss_request.h"
 #include "server/service/services.h"
-#include "server/transport/join_handles.h"
+#include "server/transport/teacher_join.h"
 
 namespace headwater::service {
 

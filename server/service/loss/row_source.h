@@ -17,9 +17,9 @@
 #include "server/observability/metrics.h"
 #include "server/service/loss/transfer.h"
 #include "server/service/server_core.h"
-#include "server/transport/join_handles.h"
 #include "server/transport/pinned_pool.h"
 #include "server/transport/region_registry.h"
+#include "server/transport/teacher_join.h"
 
 namespace headwater::service {
 

@@ -1,4 +1,6 @@
 // TeacherJoin: teachers' rows and trainers' claims, in either order, kept as long as they are needed and no longer.
+#include "server/transport/teacher_join.h"
+
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -10,7 +12,6 @@
 #include "absl/time/clock.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/scheduler/waiting.h"
-#include "server/transport/join_handles.h"
 #include "tests/unit/server/heads/head_test_util.h"
 
 namespace headwater::transport {
