@@ -25,6 +25,8 @@ namespace {
 
 using observability::MonotonicNow;
 
+// How late a connection or a descriptor that is too old is closed.
+constexpr absl::Duration kTick = absl::Milliseconds(100);
 constexpr int kMaxDescriptors = 8;  // examined at most; the kernel closes further ones and reports that
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers are copied as they are");
@@ -111,8 +113,6 @@ void Answer(int fd, const absl::Status& error) {
 DescriptorSocket::DescriptorSocket(const DescriptorSocketOptions& options, std::string path, FileDescriptor listener,
                                    FileDescriptor wake)
     : options_(options), path_(std::move(path)), listener_(std::move(listener)), wake_(std::move(wake)) {
-  struct stat made {};
-  if (stat(path_.c_str(), &made) == 0) inode_ = {made.st_dev, made.st_ino};
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -121,8 +121,7 @@ DescriptorSocket::~DescriptorSocket() {
   while (write(wake_.get(), &one, sizeof(one)) < 0 && errno == EINTR) {
   }
   thread_.join();
-  struct stat there {};
-  if (stat(path_.c_str(), &there) == 0 && std::pair(there.st_dev, there.st_ino) == inode_) unlink(path_.c_str());
+  unlink(path_.c_str());
 }
 
 absl::StatusOr<FileDescriptor> DescriptorSocket::Take(absl::string_view token) {
@@ -146,19 +145,13 @@ int64_t DescriptorSocket::size() const {
 
 void DescriptorSocket::Run() {
   std::vector<Connection> connections;
-  absl::Time next_old = absl::InfiniteFuture();  // when a descriptor that waits is too old
-  for (;;) {
-    const bool is_pausing = MonotonicNow() < accept_after_;
-    const bool may_accept = !is_pausing && connections.size() < static_cast<size_t>(options_.max_connections);
-    std::vector<pollfd> polled = {{wake_.get(), POLLIN, 0}, {may_accept ? listener_.get() : -1, POLLIN, 0}};
-    absl::Time next = is_pausing ? std::min(next_old, accept_after_) : next_old;
-    for (const Connection& connection : connections) {
-      polled.push_back({connection.socket.get(), POLLIN, 0});
-      next = std::min(next, connection.end);
-    }
-    // Rounded up to whole milliseconds: what is too old is over then.
-    const absl::Duration wait = std::clamp(next - MonotonicNow() + absl::Milliseconds(1), absl::ZeroDuration(), absl::Hours(1));
-    if (poll(polled.data(), polled.size(), static_cast<int>(absl::ToInt64Milliseconds(wait))) < 0 && errno != EINTR) return;
+  for (bool may_accept = true;;) {
+    const bool listens = may_accept && connections.size() < static_cast<size_t>(options_.max_connections);
+    std::vector<pollfd> polled = {{wake_.get(), POLLIN, 0}, {listens ? listener_.get() : -1, POLLIN, 0}};
+    for (const Connection& connection : connections) polled.push_back({connection.socket.get(), POLLIN, 0});
+    const bool ages = !may_accept || !connections.empty() || size() > 0;
+    const int wait_ms = ages ? static_cast<int>(absl::ToInt64Milliseconds(kTick)) : -1;
+    if (poll(polled.data(), polled.size(), wait_ms) < 0 && errno != EINTR) return;
     if (polled[0].revents != 0) return;
     const absl::Time now = MonotonicNow();
     std::vector<Connection> kept;
@@ -170,24 +163,21 @@ void DescriptorSocket::Run() {
       }
     }
     connections = std::move(kept);
-    if (polled[1].revents != 0) Accept(&connections);
-    next_old = ForgetOld(now);
+    // Without descriptors left the listener would stay ready, and this thread busy.
+    may_accept = polled[1].revents == 0 || Accept(&connections);
+    ForgetOld(now);
   }
 }
 
-void DescriptorSocket::Accept(std::vector<Connection>* connections) {
+bool DescriptorSocket::Accept(std::vector<Connection>* connections) {
   FileDescriptor accepted(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-  if (!accepted.valid()) {
-    // Without descriptors left the listener would stay ready, and this thread busy.
-    accept_after_ = MonotonicNow() + absl::Milliseconds(100);
-    return;
-  }
   ucred peer{};
   socklen_t length = sizeof(peer);
-  if (getsockopt(accepted.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) return;
+  if (!accepted.valid() || getsockopt(accepted.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) return false;
   // A forbidden client is refused after its packet: closing a connection with an unread packet loses the answer.
   const bool allowed = options_.any_user || peer.uid == geteuid() || peer.uid == 0;
   connections->push_back({std::move(accepted), peer.uid, allowed, MonotonicNow() + options_.request_timeout});
+  return true;
 }
 
 void DescriptorSocket::Serve(const Connection& connection) {
@@ -224,20 +214,15 @@ absl::Status DescriptorSocket::CheckRoom(uid_t user) const {
   return absl::OkStatus();
 }
 
-absl::Time DescriptorSocket::ForgetOld(absl::Time now) {
+void DescriptorSocket::ForgetOld(absl::Time now) {
   std::vector<FileDescriptor> closed;  // without the lock
-  absl::Time next = absl::InfiniteFuture();
   absl::MutexLock lock(&mutex_);
   for (auto entry = waiting_.begin(); entry != waiting_.end();) {
-    if (now < entry->second.end) {
-      next = std::min(next, entry->second.end);
-      ++entry;
-      continue;
-    }
-    closed.push_back(std::move(entry->second.memory));
-    entry = waiting_.erase(entry);
+    const auto old = entry++;
+    if (now < old->second.end) continue;
+    closed.push_back(std::move(old->second.memory));
+    waiting_.erase(old);
   }
-  return next;
 }
 
 absl::StatusOr<std::unique_ptr<DescriptorSocket>> DescriptorSocket::Listen(const DescriptorSocketOptions& options) {
@@ -267,9 +252,8 @@ absl::StatusOr<std::unique_ptr<DescriptorSocket>> DescriptorSocket::Listen(const
   FileDescriptor listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   FileDescriptor wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!listener.valid() || !wake.valid()) return cannot("no descriptors are left");
-  // Before bind(), so that the socket is at no moment more open than it should be; after it, because the umask takes bits away.
-  if (fchmod(listener.get(), static_cast<mode_t>(options.mode)) != 0) return cannot("cannot set permissions");
   if (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) return cannot("cannot make it");
+  // Clients are refused until it listens, whatever the umask permits.
   if (chmod(path.c_str(), static_cast<mode_t>(options.mode)) != 0 || listen(listener.get(), options.max_connections) != 0) {
     const absl::Status status = cannot("cannot listen");
     unlink(path.c_str());

@@ -56,7 +56,7 @@ class DescriptorSocket {
   // Makes the socket, in place of a file on which no process listens. InvalidArgument for a path that is too long or an invalid
   // mode; Unavailable if the socket cannot be made there, or another server listens.
   static absl::StatusOr<std::unique_ptr<DescriptorSocket>> Listen(const DescriptorSocketOptions& options);
-  // Closes the waiting descriptors, and removes the socket's file unless another server has replaced it.
+  // Closes the waiting descriptors, and removes the socket's file.
   ~DescriptorSocket();
 
   // The descriptor that was answered with `token`, which is invalid from then on. kInvalidField, with one message for a token that
@@ -80,20 +80,19 @@ class DescriptorSocket {
 
   DescriptorSocket(const DescriptorSocketOptions& options, std::string path, FileDescriptor listener, FileDescriptor wake);
   void Run();
-  void Accept(std::vector<Connection>* connections);
+  // False if no connection can be taken now.
+  bool Accept(std::vector<Connection>* connections);
   // Takes the packet of a connection, and answers it.
   void Serve(const Connection& connection);
   // Whether one more descriptor of the user may wait.
   absl::Status CheckRoom(uid_t user) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Returns when the next one is too old.
-  absl::Time ForgetOld(absl::Time now);
+  // Closes the descriptors that are too old.
+  void ForgetOld(absl::Time now);
 
   const DescriptorSocketOptions options_;
   const std::string path_;
   const FileDescriptor listener_;
   const FileDescriptor wake_;
-  std::pair<dev_t, ino_t> inode_{};
-  absl::Time accept_after_ = absl::InfinitePast();
   mutable absl::Mutex mutex_;
   std::map<std::string, Waiting> waiting_ ABSL_GUARDED_BY(mutex_);  // by token
   std::thread thread_;                                              // last: it uses the members above
