@@ -12,6 +12,7 @@
 #include <limits>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
@@ -22,11 +23,6 @@ namespace {
 
 constexpr int64_t kTmpfsMagic = 0x01021994;
 constexpr int kNeededSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-#ifdef MADV_POPULATE_WRITE
-constexpr int kPopulateWrite = MADV_POPULATE_WRITE;
-#else
-constexpr int kPopulateWrite = 23;  // Linux 5.14
-#endif
 
 absl::Status InvalidRegion(const std::string& field, const std::string& expected, const std::string& actual) {
   return FieldError(ErrorReason::kInvalidField, field, expected, actual);
@@ -37,18 +33,6 @@ absl::Status CheckWithin(int64_t offset, int64_t bytes, int64_t source_bytes) {
   return InvalidRegion("size_bytes", absl::StrCat("offset_bytes + size_bytes within the source's ", source_bytes, " bytes"),
                        absl::StrCat(offset, " + ", bytes));
 }
-
-// A memfd, mapped and page-locked.
-struct Mapping {
-  Mapping(void* begin, size_t byte_count) : data(begin), bytes(byte_count) {}
-  ~Mapping() {
-    locked.reset();
-    munmap(data, bytes);
-  }
-  void* const data;
-  const size_t bytes;
-  std::unique_ptr<HostMemory> locked;
-};
 
 absl::Status ShorterFile(const std::string& field) {
   return InvalidRegion(field, "a named region as long as it was when it was registered", "a shorter one");
@@ -152,18 +136,20 @@ OpenedRegion MapDescriptor(LossEngine& engine, std::shared_ptr<RegionCounts> cou
   const int64_t skip = offset % page;
   const int64_t pages = (skip + bytes + page - 1) / page;  // cannot wrap: the file is that long
   const size_t mapping_bytes = static_cast<size_t>(pages * page);
-  void* const mapping = mmap(nullptr, mapping_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memfd.get(), offset - skip);
+  // Populated: else each page would be mapped when it is first touched, which is slower.
+  constexpr int kFlags = MAP_SHARED | MAP_POPULATE;
+  void* const mapping = mmap(nullptr, mapping_bytes, PROT_READ | PROT_WRITE, kFlags, memfd.get(), offset - skip);
   if (mapping == MAP_FAILED) {
     return MakeError(ErrorReason::kMemoryBudgetExceeded,
                      absl::StrCat("the system does not map ", bytes, " bytes of shared memory for this server"),
                      {{"requestedBytes", absl::StrCat(bytes)}});
   }
-  auto owner = std::make_shared<Mapping>(mapping, mapping_bytes);
-  // Only faster: without it each page is mapped when it is first touched.
-  static_cast<void>(madvise(mapping, mapping_bytes, kPopulateWrite));
-  HEADWATER_ASSIGN_OR_RETURN(owner->locked, engine.RegisterHostMemory(mapping, static_cast<int64_t>(mapping_bytes)));
-  Region::Memory memory = {.owner = std::move(owner), .data = static_cast<uint8_t*>(mapping) + skip};
-  return std::make_shared<const Region>(RegionKind::kShared, bytes, std::move(counts), std::move(memory));
+  const std::shared_ptr<void> mapped(mapping, [mapping_bytes](void* begin) { munmap(begin, mapping_bytes); });
+  HEADWATER_ASSIGN_OR_RETURN(auto locked, engine.RegisterHostMemory(mapping, static_cast<int64_t>(mapping_bytes)));
+  // Unlocked before it is unmapped.
+  std::shared_ptr<void> owner(locked.release(), [mapped](HostMemory* memory) { delete memory; });
+  return std::make_shared<const Region>(RegionKind::kShared, bytes, std::move(counts),
+                                        Region::Memory{.owner = std::move(owner), .data = static_cast<uint8_t*>(mapping) + skip});
 }
 
 OpenedRegion OpenNamedRegion(std::shared_ptr<RegionCounts> counts, const std::string& folder, const std::string& name,
@@ -215,9 +201,8 @@ std::string NewId() {
 bool IsRegionName(const std::string& name) {
   const size_t prefix = sizeof(kNamePrefix) - 1;
   return name.size() > prefix && name.size() <= kMaxNameBytes && name.compare(0, prefix, kNamePrefix) == 0 &&
-         std::all_of(name.begin(), name.end(), [](char c) {
-           return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '_' || c == '-';
-         });
+         std::all_of(name.begin(), name.end(),
+                     [](unsigned char c) { return absl::ascii_isalnum(c) || c == '.' || c == '_' || c == '-'; });
 }
 
 absl::Status RegionUse::Prepare() {
@@ -242,13 +227,12 @@ bool RegionUse::Overlap(const RegionUse& a, const RegionUse& b) {
 
 absl::StatusOr<std::string> RegionRegistry::Add(const RegionOwner& owner, int64_t offset, int64_t bytes,
                                                 const std::function<OpenedRegion()>& open) {
-  if (bytes < 1) return FieldError(ErrorReason::kInvalidField, "size_bytes", "at least 1", absl::StrCat(bytes));
+  if (bytes < 1) return InvalidRegion("size_bytes", "at least 1", absl::StrCat(bytes));
   if (offset < 0 || offset > std::numeric_limits<int64_t>::max() - bytes) {
-    return FieldError(ErrorReason::kInvalidField, "offset_bytes", absl::StrCat("a number in [0, 2^63 - 1 - ", bytes, "]"),
-                      absl::StrCat(offset));
+    return InvalidRegion("offset_bytes", absl::StrCat("a number in [0, 2^63 - 1 - ", bytes, "]"), absl::StrCat(offset));
   }
   if (offset % kAlignment != 0) {
-    return FieldError(ErrorReason::kInvalidField, "offset_bytes", absl::StrCat("a multiple of ", kAlignment), absl::StrCat(offset));
+    return InvalidRegion("offset_bytes", absl::StrCat("a multiple of ", kAlignment), absl::StrCat(offset));
   }
   if (bytes > limits_.max_region_bytes) {
     return MakeError(ErrorReason::kLimitExceeded,
@@ -350,13 +334,12 @@ absl::StatusOr<RegionUse> RegionRegistry::Find(const RegionOwner& owner, const s
   }
   const int64_t size = use.region_->bytes();
   if (bytes < 0 || offset < 0 || bytes > size || offset > size - bytes) {
-    return FieldError(ErrorReason::kInvalidField, absl::StrCat(field, ".offset_bytes"),
-                      absl::StrCat(bytes, " bytes of rows within the region's ", size, " bytes"),
-                      absl::StrCat("an offset of ", offset));
+    return InvalidRegion(field + ".offset_bytes", absl::StrCat(bytes, " bytes of rows within the region's ", size, " bytes"),
+                         absl::StrCat("an offset of ", offset));
   }
   if (offset % element_bytes != 0) {
-    return FieldError(ErrorReason::kInvalidField, absl::StrCat(field, ".offset_bytes"),
-                      absl::StrCat("a multiple of the element's ", element_bytes, " bytes"), absl::StrCat(offset));
+    return InvalidRegion(field + ".offset_bytes", absl::StrCat("a multiple of the element's ", element_bytes, " bytes"),
+                         absl::StrCat(offset));
   }
   use.offset_ = offset;
   use.bytes_ = bytes;
