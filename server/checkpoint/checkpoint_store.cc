@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <random>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -33,8 +34,6 @@ constexpr size_t kMaxStepsBytes = 512;  // errors carry it twice, in headers tha
 
 // The number of the checkpoint after number `last`, which may come from a file: saturates.
 int64_t NumberAfter(int64_t last) { return last < INT64_MAX ? last + 1 : last; }
-
-bool IsAlphanumeric(char c) { return (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); }
 
 // The name of a checkpoint's series: its own name with # for the number.
 std::string SeriesOf(const std::string& checkpoint) {
@@ -81,8 +80,9 @@ absl::Status AlreadyExists(const std::string& checkpoint) {
 }  // namespace
 
 bool IsValidCheckpointName(const std::string& name) {
-  if (name.empty() || name.size() > kMaxNameLength || !IsAlphanumeric(name.front()) || !IsAlphanumeric(name.back())) return false;
-  return std::all_of(name.begin(), name.end(), [](char c) { return IsAlphanumeric(c) || c == '.' || c == '_' || c == '-'; });
+  const auto is_alphanumeric = [](char c) { return absl::ascii_isalnum(static_cast<unsigned char>(c)); };
+  if (name.empty() || name.size() > kMaxNameLength || !is_alphanumeric(name.front()) || !is_alphanumeric(name.back())) return false;
+  return std::all_of(name.begin(), name.end(), [&](char c) { return is_alphanumeric(c) || c == '.' || c == '_' || c == '-'; });
 }
 
 // ---- opening, and leftovers of crashes --------------------------------------------------------------------------------

@@ -24,18 +24,9 @@ std::string ErrnoText(int error) { return std::error_code(error, std::generic_ca
 
 absl::Status WriteError(const char* operation, int error) {
   const std::string message = absl::StrCat(operation, " failed: ", ErrnoText(error));
-  switch (error) {
-    case ENOSPC:
-    case EDQUOT:
-      return MakeError(ErrorReason::kDiskFull, message);
-    case EEXIST:
-    case ENOTEMPTY:
-      return absl::AlreadyExistsError(message);
-    case ENOENT:
-      return absl::NotFoundError(message);
-    default:
-      return MakeError(ErrorReason::kInternal, message);
-  }
+  if (error == ENOENT) return absl::NotFoundError(message);
+  if (error == EEXIST || error == ENOTEMPTY) return absl::AlreadyExistsError(message);
+  return MakeError(error == ENOSPC || error == EDQUOT ? ErrorReason::kDiskFull : ErrorReason::kInternal, message);
 }
 
 absl::Status ReadError(const char* operation, int error) {

@@ -2,6 +2,7 @@
 #include <utility>
 #include <variant>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
@@ -56,8 +57,7 @@ std::vector<SafetensorsOutput> FileLayout(const std::vector<SavedTensor>& tensor
     SafetensorsOutput output;
     output.name = HeadTensorName(saved.tensor);
     output.data_type = SafetensorsType(saved.data_type);
-    const bool is_bias = saved.tensor == HeadTensor::kBias || saved.tensor == HeadTensor::kMasterBias ||
-                         saved.tensor == HeadTensor::kMoment1Bias || saved.tensor == HeadTensor::kMoment2Bias;
+    const bool is_bias = absl::EndsWith(output.name, "bias");
     output.shape = is_bias ? std::vector<int64_t>{row_count} : std::vector<int64_t>{row_count, saved.width};
     output.byte_count = row_count * saved.width * ElementBytes(saved.data_type);
     layout.push_back(std::move(output));

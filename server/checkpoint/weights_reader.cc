@@ -1,7 +1,7 @@
 #include "server/checkpoint/weights_reader.h"
 
 #include <algorithm>
-#include <cstring>
+#include <bit>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -14,27 +14,15 @@ namespace {
 
 constexpr int64_t kPieceElements = int64_t{1} << 20;
 
-float FromBFloat16(uint16_t bits) {
-  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof(value));
-  return value;
-}
+float FromBFloat16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
 
 // Converts by hand: not every compiler has a float16 type.
 float FromFloat16(uint16_t bits) {
-  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
-  const uint32_t exponent = bits >> 10 & 0x1F;
-  const uint32_t mantissa = bits & 0x3FF;
-  float magnitude;
-  if (exponent == 0) {
-    magnitude = static_cast<float>(mantissa) * 0x1p-24F;  // zero and subnormal numbers
-  } else {
-    // Exponent 31 (infinities and NaNs) becomes the largest exponent.
-    const uint32_t wide = (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13;
-    std::memcpy(&magnitude, &wide, sizeof(magnitude));
-  }
-  return sign != 0 ? -magnitude : magnitude;
+  const uint32_t exponent = bits >> 10 & 0x1F, mantissa = bits & 0x3FF;
+  // Exponent 0 has zero and the subnormal numbers. Exponent 31 (infinities and NaNs) becomes the largest exponent.
+  const float magnitude = exponent == 0 ? static_cast<float>(mantissa) * 0x1p-24F
+                                        : std::bit_cast<float>((exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
+  return (bits & 0x8000) != 0 ? -magnitude : magnitude;
 }
 
 }  // namespace
