@@ -29,7 +29,7 @@ GroupCore::~GroupCore() {
 
 void GroupCore::Form(std::vector<Rank> ranks) {
   ranks_ = std::move(ranks);
-  threads_ = std::make_unique<RankThreads>(ranks_.size());
+  threads_ = std::make_unique<cpu::ThreadPool>(static_cast<int32_t>(ranks_.size()));
   for (size_t rank = 0; rank < ranks_.size(); ++rank) rank_mutexes_.push_back(std::make_unique<absl::Mutex>());
   {
     absl::MutexLock lock(&release_mutex_);
@@ -40,18 +40,11 @@ void GroupCore::Form(std::vector<Rank> ranks) {
 
 absl::Status GroupCore::health() {
   if (!formed()) return absl::OkStatus();
-  const auto known = [this] {
-    absl::MutexLock lock(&lost_mutex_);
-    return dismissed_.load() ? last_health_ : lost_;
-  };
-  if (dismissed_.load() || !lost().ok()) return known();
-  for (const Rank& rank : ranks_) {
-    if (absl::Status status = rank.engine->health(); !status.ok()) {
-      Lose(status);
-      break;
-    }
+  for (size_t rank = 0; rank < ranks_.size() && !dismissed_.load() && lost().ok(); ++rank) {
+    if (absl::Status status = engine(rank).health(); !status.ok()) Lose(status);
   }
-  return known();
+  absl::MutexLock lock(&lost_mutex_);
+  return dismissed_.load() ? last_health_ : lost_;
 }
 
 void GroupCore::Dismiss() {
@@ -106,12 +99,13 @@ absl::Status GroupCore::lost() const {
   return lost_;
 }
 
-absl::Status GroupCore::OnAll(RankThreads::Program program, bool first_may_refuse) {
-  const std::vector<absl::Status> answers = threads_->Run([&](size_t rank) {
-    absl::Status status = program(rank);
+absl::Status GroupCore::OnAll(Program program, bool first_may_refuse) {
+  std::vector<absl::Status> answers(ranks_.size());
+  threads_->Run(static_cast<int32_t>(ranks_.size()), [&](int32_t index) {
+    const size_t rank = static_cast<size_t>(index);
+    answers[rank] = program(rank);
     // At once: others may be waiting for this rank.
-    if (HasReason(status, ErrorReason::kEngineFailed)) Lose(status);
-    return status;
+    if (HasReason(answers[rank], ErrorReason::kEngineFailed)) Lose(answers[rank]);
   });
   for (size_t rank = 1; rank < answers.size(); ++rank) {
     if (answers[rank].code() == answers[0].code() || (first_may_refuse && !answers[0].ok())) continue;
@@ -122,20 +116,9 @@ absl::Status GroupCore::OnAll(RankThreads::Program program, bool first_may_refus
   return lost.ok() ? AnswerOf(answers) : lost;
 }
 
-void GroupCore::Release(std::vector<std::unique_ptr<StagedContribution>> contributions,
-                        std::vector<std::unique_ptr<EngineHead>> heads) {
-  absl::MutexLock lock(&release_mutex_);
-  for (size_t rank = 0; rank < contributions.size(); ++rank) {
-    if (contributions[rank] != nullptr) releases_[rank].contributions.push_back(std::move(contributions[rank]));
-  }
-  for (size_t rank = 0; rank < heads.size(); ++rank) {
-    if (heads[rank] != nullptr) releases_[rank].heads.push_back(std::move(heads[rank]));
-  }
-}
-
 void GroupCore::ReleaseInTurn() {
   const auto next = [this]() ABSL_SHARED_LOCKS_REQUIRED(release_mutex_) {
-    return std::find_if(releases_.begin(), releases_.end(), [](const Releases& releases) { return !releases.empty(); });
+    return std::find_if(releases_.begin(), releases_.end(), [](const auto& objects) { return !objects.empty(); });
   };
   const auto has_work = [&]() ABSL_SHARED_LOCKS_REQUIRED(release_mutex_) { return stopping_ || next() != releases_.end(); };
   while (true) {
@@ -153,9 +136,8 @@ void GroupCore::ReleaseInTurn() {
 
 void GroupCore::FlushReleases() {
   {
-    const auto is_empty = [](const Releases& releases) { return releases.empty(); };
     absl::MutexLock lock(&release_mutex_);
-    if (std::all_of(releases_.begin(), releases_.end(), is_empty)) return;
+    if (std::all_of(releases_.begin(), releases_.end(), [](const auto& objects) { return objects.empty(); })) return;
   }
   OnAll([&](size_t rank) {
     FlushReleasesOf(rank);
@@ -164,11 +146,12 @@ void GroupCore::FlushReleases() {
 }
 
 void GroupCore::FlushReleasesOf(size_t rank) {
-  Releases releases;
+  std::vector<std::shared_ptr<void>> objects;
   {
     absl::MutexLock lock(&release_mutex_);
-    std::swap(releases, releases_[rank]);
+    std::swap(objects, releases_[rank]);
   }
+  for (std::shared_ptr<void>& object : objects) object.reset();
 }
 
 }  // namespace headwater::group

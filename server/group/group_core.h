@@ -15,74 +15,15 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "kernels/cpu/thread_pool.h"
 #include "server/group/ranks/rank.h"
 
 namespace headwater::group {
 
-// A thread for each rank but the first, which runs on the caller's.
-class RankThreads {
+class GroupCore {
  public:
   using Program = absl::FunctionRef<absl::Status(size_t rank)>;
 
-  explicit RankThreads(size_t count) : statuses_(count) {
-    for (size_t rank = 1; rank < count; ++rank) threads_.emplace_back([this, rank] { Main(rank); });
-  }
-  ~RankThreads() {
-    {
-      absl::MutexLock lock(&mutex_);
-      stopping_ = true;
-    }
-    for (std::thread& thread : threads_) thread.join();
-  }
-
-  // Runs program(rank) for every rank at the same time, and returns their answers when all have come. One call at a time.
-  std::vector<absl::Status> Run(Program program) {
-    {
-      absl::MutexLock lock(&mutex_);
-      program_ = &program;
-      running_ = threads_.size();
-      ++generation_;
-    }
-    absl::Status first = program(0);
-    const auto done = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return running_ == 0; };
-    absl::MutexLock lock(&mutex_);
-    mutex_.Await(absl::Condition(&done));
-    program_ = nullptr;
-    statuses_[0] = std::move(first);
-    return statuses_;
-  }
-
- private:
-  void Main(size_t rank) {
-    uint64_t seen = 0;
-    const auto called = [this, &seen]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return stopping_ || generation_ != seen; };
-    while (true) {
-      const Program* program = nullptr;
-      {
-        absl::MutexLock lock(&mutex_);
-        mutex_.Await(absl::Condition(&called));
-        if (stopping_) return;
-        seen = generation_;
-        program = program_;
-      }
-      absl::Status status = (*program)(rank);
-      absl::MutexLock lock(&mutex_);
-      statuses_[rank] = std::move(status);
-      --running_;
-    }
-  }
-
-  absl::Mutex mutex_;
-  const Program* program_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;
-  size_t running_ ABSL_GUARDED_BY(mutex_) = 0;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::vector<absl::Status> statuses_;  // each by its rank's thread while it runs
-  std::vector<std::thread> threads_;
-};
-
-class GroupCore {
- public:
   GroupCore() : releaser_([this] { ReleaseInTurn(); }) {}
   ~GroupCore();  // where ranks may hang, not before Dismiss()
 
@@ -137,11 +78,17 @@ class GroupCore {
   // is lost, and its error returned, if a rank fails (kEngineFailed), or if its answer differs from the first rank's. Else returns
   // the status of the first rank, or of the rank that was not ready (kShardNotReady). With `first_may_refuse`, the first rank may
   // refuse alone, and its answer counts: the others cannot know.
-  absl::Status OnAll(RankThreads::Program program, bool first_may_refuse = false);
+  absl::Status OnAll(Program program, bool first_may_refuse = false);
 
-  // Takes objects that the ranks no longer need, by rank. Destroys each before the next call on its rank, or once no call is made:
-  // a device must not free memory during collectives. Never waits for the ranks.
-  void Release(std::vector<std::unique_ptr<StagedContribution>> contributions, std::vector<std::unique_ptr<EngineHead>> heads);
+  // Takes heads or contributions that the ranks no longer need, by rank; null: none. Destroys each before the next call on its
+  // rank, or once no call is made: a device must not free memory during collectives. Keeps their order. Never waits for the ranks.
+  template <typename T>
+  void Release(std::vector<std::unique_ptr<T>> objects) {
+    absl::MutexLock lock(&release_mutex_);
+    for (size_t rank = 0; rank < objects.size(); ++rank) {
+      if (objects[rank] != nullptr) releases_[rank].push_back(std::move(objects[rank]));
+    }
+  }
 
   std::atomic<int64_t> planned_bytes{0};  // of the living heads, over all ranks
 
@@ -153,18 +100,13 @@ class GroupCore {
   absl::Status lost() const;
 
   std::vector<Rank> ranks_;
-  std::unique_ptr<RankThreads> threads_;
+  std::unique_ptr<cpu::ThreadPool> threads_;  // one for each rank; the caller's is the first
   std::atomic<bool> formed_{false};
   std::atomic<bool> dismissed_{false};
   absl::Mutex turn_mutex_;
   std::vector<std::unique_ptr<absl::Mutex>> rank_mutexes_;  // each held for a call on that rank alone
-  struct Releases {
-    std::vector<std::unique_ptr<EngineHead>> heads;
-    std::vector<std::unique_ptr<StagedContribution>> contributions;  // are destroyed before the heads
-    bool empty() const { return contributions.empty() && heads.empty(); }
-  };
   absl::Mutex release_mutex_;
-  std::vector<Releases> releases_ ABSL_GUARDED_BY(release_mutex_);  // by rank
+  std::vector<std::vector<std::shared_ptr<void>>> releases_ ABSL_GUARDED_BY(release_mutex_);  // by rank
   mutable absl::Mutex lost_mutex_;
   absl::Status lost_ ABSL_GUARDED_BY(lost_mutex_);
   absl::Status last_health_ ABSL_GUARDED_BY(lost_mutex_);  // when it was dismissed

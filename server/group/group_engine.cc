@@ -5,6 +5,7 @@
 #include <utility>
 #include <variant>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/device_group_id.h"
@@ -36,7 +37,7 @@ class GroupHead final : public HeadBase {
         heads_(std::move(heads)) {}
   ~GroupHead() override {
     core_->planned_bytes -= plan().total_bytes;
-    core_->Release({}, std::move(heads_));
+    core_->Release(std::move(heads_));
   }
 
   EngineHead& on(size_t rank) const { return *heads_[rank]; }
@@ -137,7 +138,7 @@ class GroupHead final : public HeadBase {
     return tensor == HeadTensor::kWeight || tensor == HeadTensor::kBias || (IsMaster(tensor) && !HasSeparateMaster(spec()));
   }
 
-  absl::Status InTurn(bool reduced, RankThreads::Program program) const {
+  absl::Status InTurn(bool reduced, GroupCore::Program program) const {
     const GroupCore::Turn turn(*core_);
     HEADWATER_RETURN_IF_ERROR(turn.status());
     if (reduced && is_replicated() && !is_reduced_.load()) {
@@ -158,7 +159,7 @@ class GroupContribution final : public StagedContribution {
   GroupContribution(std::shared_ptr<GroupCore> core, std::optional<size_t> rank,
                     std::vector<std::unique_ptr<StagedContribution>> parts, std::vector<StagingSlot> slots)
       : core_(std::move(core)), rank_(rank), parts_(std::move(parts)), slots_(std::move(slots)) {}
-  ~GroupContribution() override { core_->Release(std::move(parts_), {}); }
+  ~GroupContribution() override { core_->Release(std::move(parts_)); }
 
  private:
   absl::Status DoCommit(double factor) override {
@@ -274,20 +275,6 @@ absl::Status StagingFull(const std::vector<GroupHead*>& targets) {
                    {{"stagingSlots", count}});
 }
 
-// The caller's flow after all rows have been awaited, for one rank.
-class WholeFlow final : public RowFlow {
- public:
-  // `rows`: for Decide(), or null.
-  WholeFlow(RowFlow& flow, const DigestBuilder* rows) : flow_(flow), rows_(rows) {}
-  absl::Status AwaitRows(int64_t) override { return absl::OkStatus(); }
-  absl::Status Decide(const DigestBuilder*) override { return flow_.Decide(rows_); }
-  void GradHiddenReady(int64_t row_end) override { flow_.GradHiddenReady(row_end); }
-
- private:
-  RowFlow& flow_;
-  const DigestBuilder* const rows_;
-};
-
 }  // namespace
 
 GroupEngine::GroupEngine(std::string name, EngineOptions options)
@@ -357,7 +344,7 @@ absl::StatusOr<std::unique_ptr<EngineHead>> GroupEngine::DoCreateHead(const Head
   });
   const auto refused = std::find_if(created.begin(), created.end(), [](const absl::Status& one) { return !one.ok(); });
   if (!status.ok() || refused != created.end()) {
-    core_->Release({}, std::move(heads));
+    core_->Release(std::move(heads));
     if (!status.ok()) return status;
     return MakeError(GetErrorReason(*refused),
                      absl::StrCat("rank ", refused - created.begin(), ": ", std::string(refused->message())),
@@ -392,8 +379,8 @@ absl::StatusOr<MicroBatchResult> GroupEngine::DoCompute(const MicroBatch& micro_
   }
   const GroupCore::Turn turn(*core_);
   HEADWATER_RETURN_IF_ERROR(turn.status());
-  std::unique_ptr<GroupFlow> flow;
-  if (micro_batch.flow != nullptr) flow = std::make_unique<GroupFlow>(*micro_batch.flow, rows_here);
+  std::optional<GroupFlow> flow;
+  if (micro_batch.flow != nullptr) flow.emplace(*micro_batch.flow, rows_here);
   MicroBatchResult first;
   std::vector<std::unique_ptr<StagedContribution>> staged(core_->size());
   const absl::Status status = core_->OnAll(
@@ -401,7 +388,7 @@ absl::StatusOr<MicroBatchResult> GroupEngine::DoCompute(const MicroBatch& micro_
         const Rank& on = core_->rank(rank);
         RankMicroBatch call(micro_batch, rank);
         std::optional<GroupFlow::Follower> follower;
-        if (flow != nullptr) call->flow = rank == 0 ? static_cast<RowFlow*>(flow.get()) : &follower.emplace(*flow);
+        if (flow.has_value()) call->flow = rank == 0 ? static_cast<RowFlow*>(&*flow) : &follower.emplace(*flow);
         if (rank > 0) {
           call->digest_rows = false;
           if (!on.is_remote) HEADWATER_RETURN_IF_ERROR(call.ReplaceOutputs(on.engine->options().group.shared_views));
@@ -409,7 +396,7 @@ absl::StatusOr<MicroBatchResult> GroupEngine::DoCompute(const MicroBatch& micro_
         absl::StatusOr<MicroBatchResult> result = on.engine->Compute(*call);
         // The others wait in the flow for the first rank, whatever its result.
         const absl::Status without_a_word = absl::InternalError("the first rank has ended without a word");
-        if (rank == 0 && flow != nullptr) flow->End(result.ok() ? without_a_word : result.status());
+        if (rank == 0 && flow.has_value()) flow->End(result.ok() ? without_a_word : result.status());
         if (!result.ok()) return result.status();
         staged[rank] = std::move(result->staged);
         if (rank == 0) first = *std::move(result);
@@ -417,7 +404,7 @@ absl::StatusOr<MicroBatchResult> GroupEngine::DoCompute(const MicroBatch& micro_
       },
       /*first_may_refuse=*/true);
   if (!status.ok()) {
-    core_->Release(std::move(staged), {});  // other ranks may have staged parts
+    core_->Release(std::move(staged));  // other ranks may have staged parts
     return status;
   }
   if (staged.front() != nullptr) {
@@ -429,48 +416,48 @@ absl::StatusOr<MicroBatchResult> GroupEngine::DoCompute(const MicroBatch& micro_
 absl::StatusOr<MicroBatchResult> GroupEngine::ComputeWhole(const MicroBatch& micro_batch) {
   const int64_t row_count = micro_batch.hidden.row_count;
   const std::vector<GroupHead*> targets = TargetsOf(micro_batch);
-  std::optional<RankLoads::Share> share;
+  std::optional<size_t> rank;
+  const absl::Cleanup give_back = [&] {
+    if (rank.has_value()) loads_->Return(*rank, row_count);
+  };
   std::vector<StagingSlot> slots;
   if (micro_batch.grad_weight == GradWeightMode::kStage && !targets.empty()) {
-    loads_->Give(
-        row_count, [&](size_t rank) { return TakeSlotsOn(rank, targets, &slots); }, &share);
-    if (!share.has_value()) return StagingFull(targets);
+    rank = loads_->Give(row_count, [&](size_t one) { return TakeSlotsOn(one, targets, &slots); });
+    if (!rank.has_value()) return StagingFull(targets);
   }
   // Before a rank is chosen: other calls need not wait for these rows.
   DigestBuilder rows;
-  std::optional<WholeFlow> flow;
+  std::optional<GroupFlow> flow;
   if (micro_batch.flow != nullptr) {
     HEADWATER_RETURN_IF_ERROR(micro_batch.flow->AwaitRows(row_count));
     if (micro_batch.digest_rows) HEADWATER_RETURN_IF_ERROR(DoDigestRows(StreamsOf(micro_batch), nullptr, &rows));
-    flow.emplace(*micro_batch.flow, micro_batch.digest_rows ? &rows : nullptr);
+    flow.emplace(*micro_batch.flow, row_count, micro_batch.digest_rows ? &rows : nullptr);
   }
-  if (!share.has_value())
-    loads_->Give(
-        row_count, [](size_t) { return true; }, &share);
-  RankMicroBatch call(micro_batch, share->rank());
+  if (!rank.has_value()) rank = loads_->Give(row_count, [](size_t) { return true; });
+  RankMicroBatch call(micro_batch, *rank);
   call->flow = flow.has_value() ? &*flow : nullptr;
   call->digest_rows = false;
   absl::StatusOr<MicroBatchResult> result = MicroBatchResult();
   absl::Status status;
   {
-    GroupCore::RankTurn turn(*core_, share->rank());
+    GroupCore::RankTurn turn(*core_, *rank);
     HEADWATER_RETURN_IF_ERROR(turn.status());
     if (micro_batch.grad_weight == GradWeightMode::kAccumulate) {
       for (GroupHead* head : targets) head->NoteContribution();
     }
     status = turn.Run([&] {
-      result = core_->engine(share->rank()).Compute(*call);
+      result = core_->engine(*rank).Compute(*call);
       return result.status();
     });
   }
   std::vector<std::unique_ptr<StagedContribution>> parts(core_->size());
-  if (result.ok()) parts[share->rank()] = std::move(result->staged);
+  if (result.ok()) parts[*rank] = std::move(result->staged);
   if (!status.ok()) {
-    core_->Release(std::move(parts), {});  // parts staged before the group was lost
+    core_->Release(std::move(parts));  // parts staged before the group was lost
     return status;
   }
-  if (parts[share->rank()] != nullptr) {
-    result->staged = std::make_unique<GroupContribution>(core_, share->rank(), std::move(parts), std::move(slots));
+  if (parts[*rank] != nullptr) {
+    result->staged = std::make_unique<GroupContribution>(core_, *rank, std::move(parts), std::move(slots));
   }
   return result;
 }

@@ -39,11 +39,13 @@ class RowsHere {
   absl::Status ended_ ABSL_GUARDED_BY(mutex_);
 };
 
-// The first rank's flow. The other ranks have Follower flows, on threads of their own.
+// The flow of the first rank, or of a rank that computes alone. The other ranks have Follower flows, on threads of their own.
 class GroupFlow final : public RowFlow {
  public:
-  // `flow` is the caller's; its first `rows_here` rows have been awaited already.
-  GroupFlow(RowFlow& flow, int64_t rows_here) : flow_(flow), awaited_(rows_here), rows_(rows_here) {}
+  // `flow` is the caller's; its first `rows_here` rows have been awaited already. `digest`: the rows' sum for the caller's
+  // decision; null: the first rank has it.
+  GroupFlow(RowFlow& flow, int64_t rows_here, const DigestBuilder* digest = nullptr)
+      : flow_(flow), digest_(digest), awaited_(rows_here), rows_(rows_here) {}
 
   absl::Status AwaitRows(int64_t row_end) override {
     if (row_end <= awaited_) return absl::OkStatus();
@@ -58,7 +60,7 @@ class GroupFlow final : public RowFlow {
   }
 
   absl::Status Decide(const DigestBuilder* rows) override {
-    decision_ = flow_.Decide(rows);
+    decision_ = flow_.Decide(digest_ != nullptr ? digest_ : rows);
     decided_.Notify();
     return decision_;
   }
@@ -92,6 +94,7 @@ class GroupFlow final : public RowFlow {
 
  private:
   RowFlow& flow_;
+  const DigestBuilder* const digest_;
   int64_t awaited_;  // by the first rank's thread
   RowsHere rows_;
   absl::Status decision_;  // set before the notification

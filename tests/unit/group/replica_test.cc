@@ -193,28 +193,19 @@ TEST(ReplicaFailure, ARankThatIsGoneLosesTheGroupWhateverTheOthersCompute) {
 TEST(RankLoads, GiveToWhoHasLeastAndTakes) {
   group::RankLoads loads(3);
   const auto any = [](size_t) { return true; };
-  std::optional<group::RankLoads::Share> a, b, c, d, none;
-  loads.Give(10, any, &a);
-  EXPECT_EQ(a->rank(), 0U);
-  loads.Give(5, any, &b);
-  EXPECT_EQ(b->rank(), 1U);
-  loads.Give(0, any, &c);
-  EXPECT_EQ(c->rank(), 2U);  // counts as one row
-  loads.Give(1, any, &d);
-  EXPECT_EQ(d->rank(), 2U);
+  EXPECT_EQ(loads.Give(10, any), 0U);
+  EXPECT_EQ(loads.Give(5, any), 1U);
+  EXPECT_EQ(loads.Give(0, any), 2U);  // counts as one row
+  EXPECT_EQ(loads.Give(1, any), 2U);
   std::vector<size_t> asked;
-  loads.Give(
-      1,
-      [&](size_t rank) {
-        asked.push_back(rank);
-        return false;
-      },
-      &none);
-  EXPECT_FALSE(none.has_value());
+  const auto refuse = [&](size_t rank) {
+    asked.push_back(rank);
+    return false;
+  };
+  EXPECT_EQ(loads.Give(1, refuse), std::nullopt);
   EXPECT_EQ(asked, (std::vector<size_t>{2, 1, 0}));
-  a.reset();
-  loads.Give(1, any, &none);
-  EXPECT_EQ(none->rank(), 0U);
+  loads.Return(0, 10);
+  EXPECT_EQ(loads.Give(1, any), 0U);
 }
 
 }  // namespace
