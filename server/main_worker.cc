@@ -46,7 +46,7 @@ void StayJoined(const group::LeaderAddress& leader, group::WorkerOptions worker)
     ++Members();
   };
   worker.is_leaving = [] { return IsEnding().load(); };
-  worker.on_device_lost = [](const absl::Status&) { EndLostInTime(""); };
+  worker.engine_options.on_device_lost = [](const absl::Status&) { EndLostInTime(""); };
   worker.make_engine = [&](const EngineOptions& options) {
     become_member();
     return CreateCpuEngine(options);
@@ -121,13 +121,13 @@ absl::Status Join(const sigset_t& signals) {
   worker.process = heads::EpochToHex(heads::NewEpoch());
   worker.process_ranks = absl::GetFlag(FLAGS_gpus);
   if (worker.process_ranks > 1) worker.rows = std::make_shared<group::ProcessRows>();
-  worker.algorithm_cache_path = AlgorithmCachePath(absl::GetFlag(FLAGS_algorithm_cache));
+  worker.engine_options.algorithm_cache_path = AlgorithmCachePath(absl::GetFlag(FLAGS_algorithm_cache));
   worker.leader_host = group::LeaderHost(leader.address);
   worker.listen_host = absl::GetFlag(FLAGS_group_listen_host);
-  worker.memory_budget_bytes = absl::GetFlag(FLAGS_memory_budget_bytes);
+  worker.engine_options.memory_budget_bytes = absl::GetFlag(FLAGS_memory_budget_bytes);
   for (int32_t index = 0; index < worker.process_ranks; ++index) {
     worker.process_index = index;
-    worker.device_index = absl::GetFlag(FLAGS_device) + index;
+    worker.engine_options.device_index = absl::GetFlag(FLAGS_device) + index;
     std::thread([leader, worker] { StayJoined(leader, worker); }).detach();
   }
   observability::Log(observability::LogLevel::kInfo, "joining", {{"leader", leader.address}});

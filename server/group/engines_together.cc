@@ -60,9 +60,9 @@ EngineOptions OptionsOfRank(EngineOptions options, int32_t rank, int32_t world_s
   return options;
 }
 
-FirstFailure MakeEnginesTogether(std::vector<EngineOptions> options, const Connector& connect, const EngineMaker& make,
-                                 const Patience& patience, std::vector<std::unique_ptr<LossEngine>>* engines) {
-  std::vector<std::unique_ptr<LossEngine>> made(options.size());
+EnginesTogether MakeEnginesTogether(std::vector<EngineOptions> options, const Connector& connect, const EngineMaker& make,
+                                    const Patience& patience) {
+  EnginesTogether made{.engines = std::vector<std::unique_ptr<LossEngine>>(options.size()), .failure = {}};
   absl::Mutex mutex;
   absl::Status aborted;  // guarded by `mutex`, like the communicators of `options`
   const auto is_aborted = [&] {
@@ -76,7 +76,7 @@ FirstFailure MakeEnginesTogether(std::vector<EngineOptions> options, const Conne
       HEADWATER_RETURN_IF_ERROR(aborted);
       options[index].group.communicator = std::move(communicator);
     }
-    HEADWATER_ASSIGN_OR_RETURN(made[index], make(options[index]));
+    HEADWATER_ASSIGN_OR_RETURN(made.engines[index], make(options[index]));
     return absl::OkStatus();
   };
   const auto abort = [&](const absl::Status& why) {
@@ -86,9 +86,9 @@ FirstFailure MakeEnginesTogether(std::vector<EngineOptions> options, const Conne
       if (one.group.communicator != nullptr) one.group.communicator->Abort(why);
     }
   };
-  FirstFailure failure = RunTogether(options.size(), make_one, abort, patience);
-  if (failure.status.ok()) *engines = std::move(made);
-  return failure;
+  made.failure = RunTogether(options.size(), make_one, abort, patience);
+  if (!made.failure.status.ok()) made.engines.clear();
+  return made;
 }
 
 }  // namespace headwater::group

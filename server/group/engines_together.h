@@ -46,10 +46,14 @@ FirstFailure RunTogether(size_t count, absl::FunctionRef<absl::Status(size_t)> w
 // The options of one of the group's ranks: rank 0's GPU is options.device_index, and the others' follow it.
 EngineOptions OptionsOfRank(EngineOptions options, int32_t rank, int32_t world_size, const std::string& device_group_id);
 
+struct EnginesTogether {
+  std::vector<std::unique_ptr<LossEngine>> engines;  // by rank; none with a failure
+  FirstFailure failure;
+};
 // Connects each rank of `options` and makes its engine, as RunTogether(). The first failure aborts all communicators. `connect` may
-// be null: the options have communicators. `engines` receives all engines, or, with a failure, none.
-FirstFailure MakeEnginesTogether(std::vector<EngineOptions> options, const Connector& connect, const EngineMaker& make,
-                                 const Patience& patience, std::vector<std::unique_ptr<LossEngine>>* engines);
+// be null: the options have communicators.
+EnginesTogether MakeEnginesTogether(std::vector<EngineOptions> options, const Connector& connect, const EngineMaker& make,
+                                    const Patience& patience);
 
 }  // namespace headwater::group
 

@@ -85,13 +85,11 @@ absl::Status GroupAssembly::Serve(JoinCall& call) {
   if (!call.Read(&message) || !message.has_hello()) {
     return MakeError(ErrorReason::kProtocolViolation, "the first message of Join must be hello");
   }
-  const v1::RankHello& hello = message.hello();
-  HEADWATER_RETURN_IF_ERROR(CheckHello(hello));
+  HEADWATER_RETURN_IF_ERROR(CheckHello(message.hello()));
   auto slot = std::make_shared<Slot>();
-  slot->address = call.host() + Port(hello.port());
-  slot->process = hello.process();
-  slot->process_index = hello.process_index();
-  slot->process_ranks = std::max(hello.process_ranks(), 1);
+  slot->hello = message.hello();
+  slot->hello.set_process_ranks(std::max(slot->hello.process_ranks(), 1));
+  slot->address = call.host() + Port(slot->hello.port());
   slot->link = std::make_shared<RankLink>([&call](const v1::JoinResponse& response) { return call.Send(response); },
                                           [&call] { call.Cancel(); });
   HEADWATER_RETURN_IF_ERROR(TakePlace(slot));
@@ -124,28 +122,30 @@ absl::Status GroupAssembly::Room() {
 }
 
 absl::Status GroupAssembly::TakePlace(const std::shared_ptr<Slot>& slot) {
+  const v1::RankHello& hello = slot->hello;
   absl::MutexLock lock(&mutex_);
   int32_t taken = 0;  // counts ranks that their processes have yet to bring
   std::set<std::string> processes;
-  for (const auto& other : slots_) {
-    if (other->process_ranks == 1) {
+  for (const auto& other_slot : slots_) {
+    const v1::RankHello& other = other_slot->hello;
+    if (other.process_ranks() == 1) {
       ++taken;
-    } else if (other->process != slot->process) {
-      if (processes.insert(other->process).second) taken += other->process_ranks;
-    } else if (other->process_ranks != slot->process_ranks) {
+    } else if (other.process() != hello.process()) {
+      if (processes.insert(other.process()).second) taken += other.process_ranks();
+    } else if (other.process_ranks() != hello.process_ranks()) {
       return MakeError(ErrorReason::kProtocolViolation,
-                       absl::StrCat("hello.process_ranks must be ", other->process_ranks, ", as another rank of the process says"),
+                       absl::StrCat("hello.process_ranks must be ", other.process_ranks(), ", as another rank of the process says"),
                        {{"field", "hello.process_ranks"}});
-    } else if (other->process_index == slot->process_index) {
+    } else if (other.process_index() == hello.process_index()) {
       return MakeError(ErrorReason::kInvalidCombination,
-                       absl::StrCat("rank ", slot->process_index, " of this process has joined already"),
-                       {{"field", "hello.process_index"}, {"actual", absl::StrCat(slot->process_index)}});
+                       absl::StrCat("rank ", hello.process_index(), " of this process has joined already"),
+                       {{"field", "hello.process_index"}, {"actual", absl::StrCat(hello.process_index())}});
     }
   }
-  if (taken + slot->process_ranks > options_.workers) {
+  if (taken + hello.process_ranks() > options_.workers) {
     return MakeError(ErrorReason::kFeatureNotBuilt,
                      absl::StrCat("this server waits for ", options_.workers, " ranks of workers, other processes bring ", taken,
-                                  " of them, and this one ", slot->process_ranks),
+                                  " of them, and this one ", hello.process_ranks()),
                      {{"feature", "workers"}});
   }
   slots_.push_back(slot);
@@ -162,9 +162,10 @@ GroupAssembly::Slots GroupAssembly::Numbered() const {
   // A process's place is that of its first rank; a single rank has its own place.
   const auto place_of = [this](const std::shared_ptr<Slot>& slot) ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
     const auto first = std::find_if(slots_.begin(), slots_.end(), [&slot](const std::shared_ptr<Slot>& other) {
-      return other == slot || (slot->process_ranks > 1 && other->process_ranks > 1 && other->process == slot->process);
+      return other == slot || (slot->hello.process_ranks() > 1 && other->hello.process_ranks() > 1 &&
+                               other->hello.process() == slot->hello.process());
     });
-    return std::pair(first - slots_.begin(), slot->process_index);
+    return std::pair(first - slots_.begin(), slot->hello.process_index());
   };
   Slots slots = slots_;
   std::sort(slots.begin(), slots.end(),
@@ -173,31 +174,23 @@ GroupAssembly::Slots GroupAssembly::Numbered() const {
 }
 
 void GroupAssembly::Welcome(const Slot& slot, const std::vector<std::string>& addresses, const std::string& secret) const {
-  const EngineOptions& engine = options_.engine;
+  const EngineOptions engine = OptionsOf(slot.rank);
   v1::JoinResponse response;
   v1::RankWelcome& welcome = *response.mutable_welcome();
-  welcome.set_rank(slot.rank);
-  welcome.set_world_size(world_size());
-  for (const std::string& address : addresses) welcome.add_addresses(address);
+  WriteFields(engine, welcome);
+  WriteFields(engine.group, welcome);
+  welcome.mutable_addresses()->Assign(addresses.begin(), addresses.end());
+  welcome.mutable_shard_weights()->Assign(engine.shard_weights.begin(), engine.shard_weights.end());
   welcome.set_secret(secret);
   welcome.set_engine(options_.engine_name);
-  welcome.set_device_group_id(options_.device_group_id);
-  welcome.set_timed_search(engine.timed_search);
-  for (const int64_t weight : engine.shard_weights) welcome.add_shard_weights(weight);
-  welcome.set_workspace_bytes(engine.workspace_bytes);
-  welcome.set_token_chunk_rows(engine.token_chunk_rows);
-  welcome.set_thread_count(engine.thread_count);
-  welcome.set_deterministic(engine.deterministic);
   welcome.set_setup_timeout_ms(absl::ToInt64Milliseconds(options_.setup_timeout));
   slot.link->Send(response).IgnoreError();  // the link keeps the error
 }
 
-GroupAssembly::OwnRanks GroupAssembly::MakeOwnRanks(const std::vector<std::string>& addresses, const std::string& secret,
-                                                    const Slots& slots) {
+EnginesTogether GroupAssembly::MakeOwnRanks(const std::vector<std::string>& addresses, const std::string& secret,
+                                            const Slots& slots) {
   std::vector<EngineOptions> engines;
-  for (int32_t rank = 0; rank < options_.own_ranks; ++rank) {
-    engines.push_back(OptionsOfRank(options_.engine, rank, world_size(), options_.device_group_id));
-  }
+  for (int32_t rank = 0; rank < options_.own_ranks; ++rank) engines.push_back(OptionsOf(rank));
   const auto connect = [&](size_t rank, const std::function<bool()>& aborted) {
     return meetings_[rank]->Meet(static_cast<int32_t>(rank), addresses, secret, absl::ToChronoMilliseconds(options_.setup_timeout),
                                  aborted);
@@ -205,11 +198,8 @@ GroupAssembly::OwnRanks GroupAssembly::MakeOwnRanks(const std::vector<std::strin
   const auto given_up = [&]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
     return given_up_ || !Refusals(slots, FirstFailure(), /*are_due=*/false).ok();
   };
-  OwnRanks own;
   // Making an engine waits for silent workers: it has a time of its own.
-  own.failure = MakeEnginesTogether(std::move(engines), connect, options_.make_engine,
-                                    {mutex_, given_up, 2 * options_.setup_timeout}, &own.engines);
-  return own;
+  return MakeEnginesTogether(std::move(engines), connect, options_.make_engine, {mutex_, given_up, 2 * options_.setup_timeout});
 }
 
 absl::Status GroupAssembly::Refusals(const Slots& slots, const FirstFailure& own, bool are_due) {
@@ -259,7 +249,7 @@ absl::Status GroupAssembly::Form() {
     }
   }
   for (const auto& slot : slots) Welcome(*slot, addresses, secret);
-  OwnRanks own = MakeOwnRanks(own_addresses, secret, slots);
+  EnginesTogether own = MakeOwnRanks(own_addresses, secret, slots);
   const absl::Status& own_status = own.failure.status;
   absl::Status status;
   {
@@ -283,9 +273,9 @@ absl::Status GroupAssembly::Form() {
     // Errors name only ranks, because clients see them.
     Log(LogLevel::kInfo, "rank_ready", {{"rank", int64_t{slot->rank}}, {"address", slot->address}, {"device", ready.device()}});
     ranks.push_back(
-        MakeRemoteRank(OptionsOfRank(options_.engine, slot->rank, world_size(), options_.device_group_id),
+        MakeRemoteRank(OptionsOf(slot->rank),
                        EngineDevice{absl::StrCat(ready.device(), "@", slot->rank), ready.model(), ready.memory_budget_bytes()},
-                       slot->link, options_.silence_timeout, /*shares_rows=*/slot->process_index > 0));
+                       slot->link, options_.silence_timeout, /*shares_rows=*/slot->hello.process_index() > 0));
   }
   engine_.Form(std::move(ranks));
   return absl::OkStatus();

@@ -85,9 +85,7 @@ class GroupAssembly {
  private:
   struct Slot {
     std::string address;
-    std::string process;  // the process, with its rank's index and its number of ranks
-    int32_t process_index = 0;
-    int32_t process_ranks = 1;
+    v1::RankHello hello;  // with process_ranks >= 1
     std::shared_ptr<RankLink> link;
     int32_t rank = 0;                    // 0: not known yet
     std::optional<v1::RankReady> ready;  // once the worker has made its engine, or has failed to
@@ -96,13 +94,10 @@ class GroupAssembly {
   };
   using Slots = std::vector<std::shared_ptr<Slot>>;
 
-  struct OwnRanks {
-    std::vector<std::unique_ptr<LossEngine>> engines;  // by rank; empty if one failed
-    FirstFailure failure;                              // by rank
-  };
-
   GroupAssembly(AssemblyOptions options, std::vector<std::unique_ptr<TcpMeeting>> meetings);
-  int32_t world_size() const { return options_.own_ranks + options_.workers; }
+  EngineOptions OptionsOf(int32_t rank) const {
+    return OptionsOfRank(options_.engine, rank, options_.own_ranks + options_.workers, options_.device_group_id);
+  }
   // Checks a joining worker by itself.
   absl::Status CheckHello(const v1::RankHello& hello) const;
   // kFeatureNotBuilt if all workers have joined.
@@ -116,7 +111,7 @@ class GroupAssembly {
   // `addresses`: of all ranks, as workers reach them.
   void Welcome(const Slot& slot, const std::vector<std::string>& addresses, const std::string& secret) const;
   // `addresses`: of all ranks, as the leader reaches them.
-  OwnRanks MakeOwnRanks(const std::vector<std::string>& addresses, const std::string& secret, const Slots& slots);
+  EnginesTogether MakeOwnRanks(const std::vector<std::string>& addresses, const std::string& secret, const Slots& slots);
   // The reasons of all ranks for which the group cannot be formed; OK without one. `own`: the leader's ranks. `are_due`: workers
   // that are not ready are too late.
   static absl::Status Refusals(const Slots& slots, const FirstFailure& own, bool are_due);

@@ -1,7 +1,6 @@
 #include "server/group/group_engine.h"
 
 #include <atomic>
-#include <type_traits>
 #include <utility>
 #include <variant>
 
@@ -217,19 +216,15 @@ class RankMicroBatch {
   // For a rank other than the first: redirects unused outputs. Pages that are not written take no memory. grad_hidden stays with
   // `shared_views` (EngineGroup).
   absl::Status ReplaceOutputs(bool shared_views) {
-    const auto replace = [this](int64_t count, auto** output) {
-      using Value = std::remove_pointer_t<std::remove_pointer_t<decltype(output)>>;
-      if (*output != nullptr) *output = static_cast<Value*>(scratch_.Take(count * static_cast<int64_t>(sizeof(Value))));
-    };
     for (LossTerm& term : terms_) {
-#define HEADWATER_REPLACE_OUTPUT(name) replace(term.row_count, &term.name);
-      HEADWATER_EACH(HEADWATER_REPLACE_OUTPUT, HEADWATER_TOKEN_OUTPUTS)
-#undef HEADWATER_REPLACE_OUTPUT
+      EachOutput(term, [&]<typename T>(T*& output) {
+        if (output != nullptr) output = scratch_.Take<T>(term.row_count);
+      });
     }
     MutableRowsView& out = micro_batch_.grad_hidden;
     if (out.data != nullptr && !shared_views) {
       out.memory = MemorySpace::kHost;
-      out.data = scratch_.Take(out.row_count * out.column_count * ElementBytes(out.data_type));
+      out.data = scratch_.Take<char>(out.row_count * out.column_count * ElementBytes(out.data_type));
     }
     return scratch_.status();
   }
@@ -479,17 +474,14 @@ absl::StatusOr<std::unique_ptr<LossEngine>> CreateLocalCudaGroup(const EngineOpt
     one.group.communicator = std::move(communicators[static_cast<size_t>(rank)]);
     one.group.shared_views = true;
   }
-  std::vector<std::unique_ptr<LossEngine>> engines;
   absl::Mutex mutex;
-  const FirstFailure failure =
-      MakeEnginesTogether(std::move(ranks_options), nullptr, CreateCudaEngine, {mutex, [] { return false; }}, &engines);
-  if (!failure.status.ok()) return failure.status;
-  EngineOptions filled = engines.front()->options();
+  EnginesTogether made = MakeEnginesTogether(std::move(ranks_options), nullptr, CreateCudaEngine, {mutex, [] { return false; }});
+  HEADWATER_RETURN_IF_ERROR(made.failure.status);
+  EngineOptions filled = made.engines.front()->options();
   filled.group = EngineGroup();
-  const std::string name = engines.front()->name();
+  auto group = std::make_unique<GroupEngine>(made.engines.front()->name(), filled);
   std::vector<Rank> ranks;
-  for (std::unique_ptr<LossEngine>& engine : engines) ranks.push_back(MakeLocalRank(std::move(engine)));
-  auto group = std::make_unique<GroupEngine>(name, filled);
+  for (std::unique_ptr<LossEngine>& engine : made.engines) ranks.push_back(MakeLocalRank(std::move(engine)));
   group->Form(std::move(ranks));
   return std::unique_ptr<LossEngine>(std::move(group));
 }

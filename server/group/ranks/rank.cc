@@ -9,6 +9,35 @@ namespace {
 
 int64_t ReplyBytes(const v1::RankReply& reply) { return static_cast<int64_t>(reply.ByteSizeLong()); }
 
+// For how long an engine has calls, and for how long they are in their callers' flows.
+class RankClock final : public EngineObserver {
+ public:
+  uint64_t BeginCall(const char*) override {
+    calls_.Begin();
+    return 0;
+  }
+  void EndCall(uint64_t) override { calls_.End(); }
+  void EnterFlow() override { flows_.Begin(); }
+  void LeaveFlow() override { flows_.End(); }
+
+  RankTimes times(const Communicator* communicator) const {
+    RankTimes times;
+    times.waiting = flows_.total();
+    if (communicator != nullptr) {
+      const CommunicatorTimes collectives = communicator->times();
+      times.waiting += absl::FromChrono(collectives.waiting);
+      times.communicating = absl::FromChrono(collectives.communicating);
+    }
+    // Read last, so that it is never less than its parts.
+    times.computing = calls_.total() - times.waiting - times.communicating;
+    return times;
+  }
+
+ private:
+  observability::BusyClock calls_;
+  observability::BusyClock flows_;
+};
+
 }  // namespace
 
 absl::Status RankLink::Send(const v1::JoinResponse& message) {
@@ -56,54 +85,6 @@ void RankLink::Close(const absl::Status& reason) {
   absl::MutexLock lock(&mutex_);
   cancel_ = nullptr;
 }
-
-absl::Status RankLink::status() const {
-  absl::MutexLock lock(&mutex_);
-  return status_;
-}
-
-int64_t RankLink::messages() const {
-  absl::MutexLock lock(&mutex_);
-  return messages_;
-}
-
-v1::RankAlive RankLink::alive() const {
-  absl::MutexLock lock(&mutex_);
-  return alive_;
-}
-
-namespace {
-
-// For how long an engine has calls, and for how long they are in their callers' flows.
-class RankClock final : public EngineObserver {
- public:
-  uint64_t BeginCall(const char*) override {
-    calls_.Begin();
-    return 0;
-  }
-  void EndCall(uint64_t) override { calls_.End(); }
-  void EnterFlow() override { flows_.Begin(); }
-  void LeaveFlow() override { flows_.End(); }
-
-  RankTimes times(const Communicator* communicator) const {
-    RankTimes times;
-    times.waiting = flows_.total();
-    if (communicator != nullptr) {
-      const CommunicatorTimes collectives = communicator->times();
-      times.waiting += absl::FromChrono(collectives.waiting);
-      times.communicating = absl::FromChrono(collectives.communicating);
-    }
-    // Read last, so that it is never less than its parts.
-    times.computing = calls_.total() - times.waiting - times.communicating;
-    return times;
-  }
-
- private:
-  observability::BusyClock calls_;
-  observability::BusyClock flows_;
-};
-
-}  // namespace
 
 Rank MakeLocalRank(std::unique_ptr<LossEngine> engine) {
   const auto clock = std::make_shared<RankClock>();

@@ -48,9 +48,20 @@ class RankLink {
   void Close(const absl::Status& reason);
 
   // Not OK once broken or closed. Any thread, as the others below.
-  absl::Status status() const;
-  int64_t messages() const;     // that have come
-  v1::RankAlive alive() const;  // the worker's last report
+  absl::Status status() const {
+    absl::MutexLock lock(&mutex_);
+    return status_;
+  }
+  // The number of messages that have come.
+  int64_t messages() const {
+    absl::MutexLock lock(&mutex_);
+    return messages_;
+  }
+  // The worker's last report.
+  v1::RankAlive alive() const {
+    absl::MutexLock lock(&mutex_);
+    return alive_;
+  }
 
  private:
   const std::function<bool(const v1::JoinResponse&)> send_;

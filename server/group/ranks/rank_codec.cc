@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 #include <variant>
 
 #include "headwater/kernels/return_if_error.h"
@@ -12,13 +11,10 @@
 namespace headwater::group {
 namespace {
 
-bool IsDataType(int type) { return type >= 1 && type <= 3; }
+// The bit of the first per-token output in RankCompute.Term.outputs.
+constexpr int32_t kFirstOutput = 1 << v1::TOKEN_OUTPUT_LOSS;
 
-// An output of the type that `out` has.
-template <typename T>
-void Add(T* data, int64_t count, std::vector<Output>* out) {
-  if (data != nullptr) out->push_back({reinterpret_cast<char*>(data), count * static_cast<int64_t>(sizeof(T))});
-}
+bool IsDataType(int type) { return type >= 1 && type <= 3; }
 
 }  // namespace
 
@@ -58,13 +54,13 @@ LossSums DecodeLossSums(const v1::LossTermResult& result) {
 
 std::vector<Output> OutputsOf(const MicroBatch& micro_batch) {
   std::vector<Output> outputs;
+  const auto add = [&outputs](auto* data, int64_t count) {
+    if (data != nullptr) outputs.push_back({reinterpret_cast<char*>(data), count * static_cast<int64_t>(sizeof(*data))});
+  };
   const MutableRowsView& grad_hidden = micro_batch.grad_hidden;
-  Add(static_cast<char*>(grad_hidden.data), grad_hidden.row_count * grad_hidden.column_count * ElementBytes(grad_hidden.data_type),
-      &outputs);
+  add(static_cast<char*>(grad_hidden.data), grad_hidden.row_count * grad_hidden.column_count * ElementBytes(grad_hidden.data_type));
   for (const LossTerm& term : micro_batch.terms) {
-#define HEADWATER_ADD_OUTPUT(name) Add(term.name, term.row_count, &outputs);
-    HEADWATER_EACH(HEADWATER_ADD_OUTPUT, HEADWATER_TOKEN_OUTPUTS)
-#undef HEADWATER_ADD_OUTPUT
+    EachOutput(term, [&](auto* data) { add(data, term.row_count); });
   }
   return outputs;
 }
@@ -73,12 +69,9 @@ void EncodeCompute(const MicroBatch& micro_batch, absl::FunctionRef<uint64_t(con
   out->set_row_count(micro_batch.hidden.row_count);
   out->set_hidden_size(micro_batch.hidden.column_count);
   out->set_data_type(static_cast<v1::DataType>(micro_batch.hidden.data_type));
-  out->set_backward(micro_batch.backward);
+  WriteFields(micro_batch, *out);
   out->set_wants_grad_hidden(micro_batch.grad_hidden.data != nullptr);
   out->set_grad_hidden_type(static_cast<v1::DataType>(micro_batch.grad_hidden.data_type));
-  out->set_grad_hidden_scale(micro_batch.grad_hidden_scale);
-  out->set_grad_weight(static_cast<int32_t>(micro_batch.grad_weight));
-  out->set_refuse_non_finite(micro_batch.refuse_non_finite);
   out->set_flow(micro_batch.flow != nullptr);
   for (const LossTerm& term : micro_batch.terms) {
     v1::RankCompute::Term* const to = out->add_terms();
@@ -87,25 +80,19 @@ void EncodeCompute(const MicroBatch& micro_batch, absl::FunctionRef<uint64_t(con
     WriteTerm(term, to->mutable_term());
     to->set_teacher_hidden_size(term.teacher_hidden.column_count);
     to->set_teacher_data_type(static_cast<v1::DataType>(term.teacher_hidden.data_type));
-    int32_t output = v1::TOKEN_OUTPUT_LOSS;
-#define HEADWATER_WANT_OUTPUT(name)                                         \
-  if (term.name != nullptr) to->set_outputs(to->outputs() | (1 << output)); \
-  ++output;
-    HEADWATER_EACH(HEADWATER_WANT_OUTPUT, HEADWATER_TOKEN_OUTPUTS)
-#undef HEADWATER_WANT_OUTPUT
+    int32_t bit = kFirstOutput;
+    EachOutput(term, [&](const auto* data) {
+      if (data != nullptr) to->set_outputs(to->outputs() | bit);
+      bit <<= 1;
+    });
     to->set_dither_seed(term.dither_seed);
   }
 }
 
 const void* ReceivedCall::AddStream(int64_t row_start, int64_t row_count, int64_t row_bytes) {
   Stream& stream = streams_.emplace_back(Stream{nullptr, row_start, row_count, row_bytes});
-  stream.data = static_cast<char*>(rows_.Take(stream.bytes()));
+  stream.data = rows_.Take<char>(stream.bytes());
   return stream.data;
-}
-
-template <typename T>
-T* ReceivedCall::AddOutput(int64_t count) {
-  return static_cast<T*>(outputs_.Take(count * static_cast<int64_t>(sizeof(T))));
 }
 
 absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(v1::RankCompute received,
@@ -120,16 +107,13 @@ absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(v1::RankCompu
   hidden.column_count = message.hidden_size();
   hidden.data_type = static_cast<DataType>(message.data_type());
   hidden.data = call->AddStream(0, hidden.row_count, hidden.column_count * ElementBytes(hidden.data_type));
-  micro_batch.backward = message.backward();
+  ReadFields(message, micro_batch);
   if (message.wants_grad_hidden()) {
     if (!IsDataType(message.grad_hidden_type())) return Malformed("grad_hidden");
     const DataType type = static_cast<DataType>(message.grad_hidden_type());
-    micro_batch.grad_hidden = {call->AddOutput<char>(hidden.row_count * hidden.column_count * ElementBytes(type)), hidden.row_count,
-                               hidden.column_count, type, MemorySpace::kHost};
+    micro_batch.grad_hidden = {call->outputs_.Take<char>(hidden.row_count * hidden.column_count * ElementBytes(type)),
+                               hidden.row_count, hidden.column_count, type, MemorySpace::kHost};
   }
-  micro_batch.grad_hidden_scale = message.grad_hidden_scale();
-  micro_batch.grad_weight = static_cast<GradWeightMode>(message.grad_weight());
-  micro_batch.refuse_non_finite = message.refuse_non_finite();
   for (const v1::RankCompute::Term& from : message.terms()) {
     LossTerm& term = call->terms_.emplace_back(ReadTerm(from.term()));
     term.head = head_of(from.head());
@@ -146,12 +130,11 @@ absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(v1::RankCompu
     } else {
       call->streams_.emplace_back();
     }
-    int32_t output = v1::TOKEN_OUTPUT_LOSS;
-#define HEADWATER_ADD_OUTPUT(name)                                                                                            \
-  if ((from.outputs() & (1 << output)) != 0) term.name = call->AddOutput<std::decay_t<decltype(*term.name)>>(term.row_count); \
-  ++output;
-    HEADWATER_EACH(HEADWATER_ADD_OUTPUT, HEADWATER_TOKEN_OUTPUTS)
-#undef HEADWATER_ADD_OUTPUT
+    int32_t bit = kFirstOutput;
+    EachOutput(term, [&]<typename T>(T*& data) {
+      if ((from.outputs() & bit) != 0) data = call->outputs_.Take<T>(term.row_count);
+      bit <<= 1;
+    });
   }
   micro_batch.terms = call->terms_;
   HEADWATER_RETURN_IF_ERROR(call->rows_.status());

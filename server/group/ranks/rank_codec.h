@@ -14,16 +14,34 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/planned_bytes.h"
 #include "headwater/v1/group_service.pb.h"
+#include "proto/headwater/v1/spec_codec.h"
+
+namespace headwater {
+
+HEADWATER_FIELDS(v1::RankWelcome, EngineOptions, workspace_bytes, token_chunk_rows, thread_count, deterministic, timed_search)
+HEADWATER_FIELDS(v1::RankWelcome, EngineGroup, rank, world_size, device_group_id)
+HEADWATER_FIELDS(v1::RankCompute, MicroBatch, backward, grad_hidden_scale, grad_weight, refuse_non_finite)
+
+}  // namespace headwater
 
 namespace headwater::group {
+
+// Calls visit(pointer) for each per-token output of a term, in the order of headwater.v1.TokenOutput.
+template <typename Term, typename Visit>
+void EachOutput(Term& term, const Visit& visit) {
+#define HEADWATER_VISIT_OUTPUT(name) visit(term.name);
+  HEADWATER_EACH(HEADWATER_VISIT_OUTPUT, HEADWATER_TOKEN_OUTPUTS)
+#undef HEADWATER_VISIT_OUTPUT
+}
 
 // Memory blocks of one call, sized by its rows. One thread at a time.
 class CallMemory {
  public:
-  // A block that lives as long as this; null without host memory, which status() reports from then on.
-  void* Take(int64_t byte_count) {
-    absl::StatusOr<PlannedBytes> block = AllocatePlanned(byte_count);
-    if (block.ok()) return blocks_.emplace_back(*std::move(block)).get();
+  // `count` values that live as long as this; null without host memory, which status() reports from then on.
+  template <typename T>
+  T* Take(int64_t count) {
+    absl::StatusOr<PlannedBytes> block = AllocatePlanned(count * static_cast<int64_t>(sizeof(T)));
+    if (block.ok()) return reinterpret_cast<T*>(blocks_.emplace_back(*std::move(block)).get());
     // The other ranks compute already, and would wait for this one.
     status_ = MakeError(ErrorReason::kEngineFailed, std::string(block.status().message()));
     return nullptr;
@@ -87,8 +105,6 @@ class ReceivedCall {
   };
   ReceivedCall() = default;
   const void* AddStream(int64_t row_start, int64_t row_count, int64_t row_bytes);
-  template <typename T>
-  T* AddOutput(int64_t count);
 
   v1::RankCompute message_;  // holds the terms' tensors
   MicroBatch micro_batch_;

@@ -12,7 +12,6 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/return_if_error.h"
-#include "proto/headwater/v1/spec_codec.h"
 #include "server/group/ranks/rank.h"
 #include "server/observability/logging.h"
 #include "server/observability/repeated_task.h"
@@ -174,21 +173,16 @@ class Worker {
 
  private:
   absl::Status Begin() {
-    absl::StatusOr<std::unique_ptr<TcpMeeting>> meeting = TcpMeeting::Listen(options_.listen_host);
-    if (!meeting.ok()) return meeting.status();
+    HEADWATER_ASSIGN_OR_RETURN(const std::unique_ptr<TcpMeeting> meeting, TcpMeeting::Listen(options_.listen_host));
     v1::JoinRequest hello;
-    hello.mutable_hello()->set_version(options_.version);
-    hello.mutable_hello()->set_port((*meeting)->port());
-    hello.mutable_hello()->set_engine(options_.engine);
-    hello.mutable_hello()->set_process(options_.process);
-    hello.mutable_hello()->set_process_index(options_.process_index);
-    hello.mutable_hello()->set_process_ranks(options_.process_ranks);
+    WriteFields(options_, *hello.mutable_hello());
+    hello.mutable_hello()->set_port(meeting->port());
     v1::JoinResponse message;
     if (!writer_.Write(hello)) return LeaderGone();
     writer_.Start();  // the leader checks at each message whether the worker may still join
     if (!channel_.Read(&message)) return LeaderGone();
     if (!message.has_welcome()) return Malformed("no welcome");
-    absl::Status status = Settle(message.welcome(), **meeting);
+    absl::Status status = Settle(message.welcome(), *meeting);
     v1::JoinRequest ready;
     EncodeStatus(status, ready.mutable_ready()->mutable_status());
     if (status.ok()) {
@@ -214,29 +208,19 @@ class Worker {
     }
     if (static_cast<int32_t>(addresses.size()) != welcome.world_size()) return Malformed("the addresses");
     if (welcome.rank() < 1 || welcome.rank() >= welcome.world_size()) return Malformed("the rank");
-    auto communicator = meeting.Meet(welcome.rank(), addresses, welcome.secret(),
-                                     std::chrono::milliseconds(welcome.setup_timeout_ms()), [this] { return writer_.ended(); });
-    if (!communicator.ok()) return communicator.status();
-    EngineOptions engine_options;
-    engine_options.group.rank = welcome.rank();
-    engine_options.group.world_size = welcome.world_size();
-    engine_options.group.communicator = *std::move(communicator);
-    engine_options.group.device_group_id = welcome.device_group_id();
+    EngineOptions engine_options = options_.engine_options;
+    ReadFields(welcome, engine_options);
+    ReadFields(welcome, engine_options.group);
+    HEADWATER_ASSIGN_OR_RETURN(
+        engine_options.group.communicator,
+        meeting.Meet(welcome.rank(), addresses, welcome.secret(), std::chrono::milliseconds(welcome.setup_timeout_ms()),
+                     [this] { return writer_.ended(); }));
     writer_.Guard(engine_options.group.communicator);
     engine_options.shard_count = welcome.world_size();
     engine_options.shard_weights.assign(welcome.shard_weights().begin(), welcome.shard_weights().end());
-    engine_options.memory_budget_bytes = options_.memory_budget_bytes;
-    engine_options.workspace_bytes = welcome.workspace_bytes();
-    engine_options.token_chunk_rows = welcome.token_chunk_rows();
-    engine_options.thread_count = welcome.thread_count();
-    engine_options.deterministic = welcome.deterministic();
-    engine_options.device_index = options_.device_index;
-    engine_options.algorithm_cache_path = options_.algorithm_cache_path;
-    engine_options.timed_search = welcome.timed_search();
-    engine_options.on_device_lost = options_.on_device_lost;
-    auto engine = is_cuda ? options_.make_cuda_engine(engine_options) : options_.make_engine(engine_options);
-    if (!engine.ok()) return engine.status();
-    rank_ = MakeLocalRank(*std::move(engine));
+    HEADWATER_ASSIGN_OR_RETURN(std::unique_ptr<LossEngine> engine,
+                               is_cuda ? options_.make_cuda_engine(engine_options) : options_.make_engine(engine_options));
+    rank_ = MakeLocalRank(std::move(engine));
     observability::Log(observability::LogLevel::kInfo, "joined",
                        {{"rank", int64_t{welcome.rank()}}, {"ranks", int64_t{welcome.world_size()}}});
     return absl::OkStatus();

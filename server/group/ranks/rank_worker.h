@@ -87,11 +87,8 @@ struct WorkerOptions {
   int32_t process_index = 0;
   int32_t process_ranks = 1;
   std::shared_ptr<ProcessRows> rows;  // shared by the process's ranks; null exactly for a single rank
-  // The worker's own engine options; all others come from the leader.
-  int64_t memory_budget_bytes = 0;
-  int32_t device_index = 0;
-  std::string algorithm_cache_path;
-  std::function<void(const absl::Status&)> on_device_lost;
+  // The worker's own: memory_budget_bytes, device_index, algorithm_cache_path and on_device_lost. The others come from the leader.
+  EngineOptions engine_options;
   EngineMaker make_engine = CreateCpuEngine;
   EngineMaker make_cuda_engine = CreateCudaEngine;
   absl::Duration alive_interval = kAliveInterval;
@@ -101,6 +98,8 @@ struct WorkerOptions {
   // aborted, and returns unless a device hangs. On a thread of the worker's; null: no call.
   std::function<void()> on_call_ended;
 };
+
+HEADWATER_FIELDS(v1::RankHello, WorkerOptions, version, engine, process, process_index, process_ranks)
 
 // Joins, makes its engine, and executes commands until the call ends or the group is lost, then destroys all that it made. Returns
 // the reason, never OK.

@@ -12,7 +12,6 @@
 #include "headwater/kernels/return_if_error.h"
 #include "kernels/core/head_base.h"
 #include "kernels/core/micro_batch_check.h"
-#include "proto/headwater/v1/spec_codec.h"
 #include "server/group/group_flow.h"
 #include "server/group/ranks/rank.h"
 #include "server/group/ranks/rank_codec.h"

@@ -92,7 +92,7 @@ class Processes {
       worker.process_index = index;
       worker.process_ranks = ranks;
       worker.rows = rows;
-      worker.device_index = 10 * process.back() + index;
+      worker.engine_options.device_index = 10 * process.back() + index;
       worker.make_cuda_engine = make;
       worker.alive_interval = absl::Milliseconds(5);
       worker.on_call_ended = on_call_ended;

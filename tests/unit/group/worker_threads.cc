@@ -46,7 +46,7 @@ absl::StatusOr<std::unique_ptr<ThreadedGroup>> ThreadedGroup::Begin(const Engine
     result->handlers_.emplace_back([assembly = result->assembly_.get(), call] { assembly->Serve(*call).IgnoreError(); });
     result->workers_.emplace_back([call, end = &result->ends_[i], budget = options.memory_budget_bytes, make_engine] {
       group::WorkerOptions worker = LocalWorkerOptions();
-      worker.memory_budget_bytes = budget;
+      worker.engine_options.memory_budget_bytes = budget;
       worker.make_engine = make_engine;
       *end = group::RunWorker(*call, worker);
       call->Cancel();
