@@ -1,6 +1,8 @@
 // Teachers of another process: StreamTeacher and ComputeLoss meet by join_key, in either order, through the wire.
 #include <gtest/gtest.h>
 
+#include <deque>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -19,6 +21,7 @@ class Join : public ::testing::Test {
  protected:
   static ServerSetup MakeSetup() {
     ServerSetup setup;
+    setup.options.max_threads = 8;
     setup.options.limits.max_join_bytes = 16 * (kTeacherWidth * 4 + 128);
     setup.options.limits.max_join_wait = absl::Seconds(20);
     return setup;
@@ -199,6 +202,39 @@ TEST_F(Join, WhatDoesNotFitIsRefused) {
   EXPECT_EQ(with_chunk(chunk), "DATA_LENGTH_MISMATCH");
   // None of that left anything.
   EXPECT_EQ(ReasonOf(Stream({2, 3})), "OK");
+}
+
+// Twice as many streams as threads.
+TEST_F(Join, TeachersThatWaitHoldNoThread) {
+  struct Teacher {
+    grpc::ClientContext context;
+    v1::StreamTeacherResponse response;
+    std::unique_ptr<grpc::ClientWriter<v1::StreamTeacherRequest>> writer;
+  };
+  constexpr int kRowBytes = kTeacherWidth * 4 + 128;
+  std::deque<Teacher> teachers(16);
+  for (size_t i = 0; i < teachers.size(); ++i) {
+    Teacher& teacher = teachers[i];
+    teacher.writer = server_.loss().StreamTeacher(&teacher.context, &teacher.response);
+    v1::StreamTeacherRequest request;
+    *request.mutable_header() = StreamHeader({}, absl::StrCat("key", i), 1);
+    ASSERT_TRUE(teacher.writer->Write(request));
+  }
+  ASSERT_TRUE(server_.AwaitMetric("headwater_join_bytes", 16 * kRowBytes));
+  // A cancelled stream withdraws its rows.
+  for (size_t i = 0; i < 8; ++i) {
+    teachers[i].context.TryCancel();
+    EXPECT_EQ(teachers[i].writer->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  }
+  EXPECT_TRUE(server_.AwaitMetric("headwater_join_bytes", 8 * kRowBytes));
+  EXPECT_TRUE(server_.AwaitMetric("headwater_requests_total{code=\"CANCELLED\",method=\"StreamTeacher\"}", 8));
+  for (size_t i = 8; i < teachers.size(); ++i) {
+    Teacher& teacher = teachers[i];
+    EXPECT_TRUE(teacher.writer->Write(Chunk(0, TeacherRow(0))));
+    teacher.writer->WritesDone();
+    EXPECT_EQ(ReasonOf(teacher.writer->Finish()), "OK");
+    EXPECT_EQ(teacher.response.row_count(), 1);
+  }
 }
 
 }  // namespace

@@ -484,8 +484,10 @@ TEST_F(Stripes, AByteNowAndThenIsNotEnough) {
   *header.mutable_header() = CrossEntropyHeader(head_, 0, 0, {1, 2, 3});
   v1::ComputeLossRequest chunk;
   *chunk.mutable_chunk() = Chunk(Rows(3), 0, 3);
-  for (const auto& [method, with_header] :
-       {std::pair<std::string, bool>{"ComputeLoss", false}, {"ComputeLoss", true}, {"TransferRows", false}}) {
+  for (const auto& [method, with_header] : {std::pair<std::string, bool>{"ComputeLoss", false},
+                                            {"ComputeLoss", true},
+                                            {"TransferRows", false},
+                                            {"StreamTeacher", false}}) {
     SCOPED_TRACE(absl::StrCat(method, with_header ? " with its header" : ""));
     const std::string ended = absl::StrCat("headwater_requests_total{code=\"CANCELLED\",method=\"", method, "\"}");
     const std::string ends_before = server_->MetricLine(ended);

@@ -1,6 +1,7 @@
 // gRPC handlers of headwater.v1.LossService.
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -82,26 +83,87 @@ absl::Status TakeChunk(ServerCore& core, const v1::RowChunk& chunk, transport::T
   return absl::OkStatus();
 }
 
-// A teacher's rows, for trainers that join them. When this returns OK all rows are kept, and trainers can have them.
-absl::Status StreamTeacher(RpcScope& scope, grpc::ServerReader<v1::StreamTeacherRequest>& reader,
-                           v1::StreamTeacherResponse* response) {
-  ServerCore& core = scope.core();
-  MessageReader<v1::StreamTeacherRequest> messages(scope, reader);
-  HEADWATER_ASSIGN_OR_RETURN(const v1::StreamTeacherHeader header, messages.ReadHeader());
-  HEADWATER_ASSIGN_OR_RETURN(const StreamTeacherRequest request, DecodeStreamTeacherHeader(header, core.options.limits));
-  HEADWATER_RETURN_IF_ERROR(scope.caller().CheckTenant(request.set.tenant));
-  HEADWATER_ASSIGN_OR_RETURN(scope.session(), core.UseSession(request.session));
-  HEADWATER_ASSIGN_OR_RETURN(const auto stream, core.join.Open(request.set, request.row_indices, request.session));
-  HEADWATER_RETURN_IF_ERROR(messages.ReadChunks([&](const v1::RowChunk& chunk) { return TakeChunk(core, chunk, *stream); }));
-  HEADWATER_RETURN_IF_ERROR(stream->Finish());
-  response->set_row_count(stream->row_count());
-  return absl::OkStatus();
-}
+// StreamTeacher: a teacher's rows, for trainers that join them. When it is answered OK all rows are kept, and trainers can have
+// them. A thread of the core's handles each message. The call holds none while it waits for its client.
+class StreamTeacherCall final : public grpc::ServerReadReactor<v1::StreamTeacherRequest> {
+ public:
+  StreamTeacherCall(const Entrance& entrance, grpc::CallbackServerContext& context, v1::StreamTeacherResponse& response)
+      : response_(response), scope_(std::in_place, entrance, context, observability::RpcMethod::kStreamTeacher) {}
 
-// ComputeLoss and TransferRows move tensors, so they get their messages as raw bytes, by callbacks; decisions may wait.
-using LossServiceBase = v1::LossService::WithRawCallbackMethod_ComputeLoss<
-    v1::LossService::WithRawCallbackMethod_TransferRows<v1::LossService::WithCallbackMethod_CommitMicroBatch<
-        v1::LossService::WithCallbackMethod_DiscardMicroBatch<v1::LossService::Service>>>>;
+  void Start() {
+    if (absl::Status status = scope_->Begin(); !status.ok()) return End(std::move(status));
+    watch_.emplace(*scope_);
+    Read();
+  }
+
+ private:
+  void Read() {
+    watch_->Begin();
+    StartRead(&message_);
+  }
+
+  void OnReadDone(bool ok) noexcept override {
+    watch_->End();
+    scope_->core().operations.Post([this, ok] { Next(ok); });
+  }
+  void OnDone() noexcept override { delete this; }
+
+  // An exception ends the process.
+  void Next(bool ok) noexcept {
+    absl::Status status = ok ? Take() : Complete();
+    if (!ok || !status.ok()) return End(std::move(status));
+    message_ = v1::StreamTeacherRequest();  // a call that waits holds no chunk
+    Read();
+  }
+
+  absl::Status Take() {
+    HEADWATER_RETURN_IF_ERROR(scope_->core().lost());
+    if (stream_ == nullptr) return Open();
+    HEADWATER_RETURN_IF_ERROR(CheckNextChunk(message_));
+    return TakeChunk(scope_->core(), message_.chunk(), *stream_);
+  }
+
+  absl::Status Open() {
+    ServerCore& core = scope_->core();
+    HEADWATER_RETURN_IF_ERROR(CheckHeaderFirst(message_));
+    HEADWATER_ASSIGN_OR_RETURN(const StreamTeacherRequest request,
+                               DecodeStreamTeacherHeader(message_.header(), core.options.limits));
+    HEADWATER_RETURN_IF_ERROR(scope_->caller().CheckTenant(request.set.tenant));
+    HEADWATER_ASSIGN_OR_RETURN(scope_->session(), core.UseSession(request.session));
+    HEADWATER_ASSIGN_OR_RETURN(stream_, core.join.Open(request.set, request.row_indices, request.session));
+    return absl::OkStatus();
+  }
+
+  // There are no more messages: the client has half-closed, or the stream was cut.
+  absl::Status Complete() {
+    HEADWATER_RETURN_IF_ERROR(watch_->why());
+    if (scope_->Cancelled()) return scope_->CancelledError();
+    if (stream_ == nullptr) return NoHeader();
+    HEADWATER_RETURN_IF_ERROR(stream_->Finish());
+    response_.set_row_count(stream_->row_count());
+    return absl::OkStatus();
+  }
+
+  void End(absl::Status status) {
+    // Before the client has its answer: what the call has held is free then.
+    watch_.reset();
+    stream_.reset();
+    grpc::Status answer = scope_->Finish(std::move(status));
+    scope_.reset();
+    Finish(std::move(answer));
+  }
+
+  v1::StreamTeacherRequest message_;
+  v1::StreamTeacherResponse& response_;
+  std::optional<RpcScope> scope_;  // until the call is answered, like those below
+  std::optional<ClientWatch> watch_;
+  std::unique_ptr<transport::TeacherStream> stream_;  // once the header was accepted
+};
+
+// ComputeLoss and TransferRows move tensors, so they get their messages as raw bytes; the others may wait. All come by callbacks.
+using LossServiceBase = v1::LossService::WithRawCallbackMethod_ComputeLoss<v1::LossService::WithRawCallbackMethod_TransferRows<
+    v1::LossService::WithCallbackMethod_StreamTeacher<v1::LossService::WithCallbackMethod_CommitMicroBatch<
+        v1::LossService::WithCallbackMethod_DiscardMicroBatch<v1::LossService::Service>>>>>;
 
 class LossServiceImpl final : public LossServiceBase {
  public:
@@ -114,7 +176,12 @@ class LossServiceImpl final : public LossServiceBase {
   RawReactor* TransferRows(grpc::CallbackServerContext* context) noexcept override {
     return StartTransferRows(entrance_.core, *context);
   }
-  HEADWATER_CALL(StreamTeacher, grpc::ServerReader<v1::StreamTeacherRequest>, v1::StreamTeacherResponse)
+  grpc::ServerReadReactor<v1::StreamTeacherRequest>* StreamTeacher(grpc::CallbackServerContext* context,
+                                                                   v1::StreamTeacherResponse* response) noexcept override {
+    auto* const call = new StreamTeacherCall(entrance_, *context, *response);
+    call->Start();
+    return call;
+  }
   HEADWATER_WAITING_CALL(CommitMicroBatch, v1::CommitMicroBatchRequest, v1::CommitMicroBatchResponse)
   HEADWATER_WAITING_CALL(DiscardMicroBatch, v1::DiscardMicroBatchRequest, v1::DiscardMicroBatchResponse)
 
