@@ -2,11 +2,12 @@
 //
 //   waiting_calls [--calls=10000] [--connections=100] [--seconds=5]
 //
-// A headwaterd with the CPU engine on loopback. A third of the calls are seals that wait for a micro-batch, a third decisions and a
-// third updates of the next step. Two small calls are timed one after the other, before and while all of them wait. They are
-// GetStep and GetGradientNorm, which runs where the waiting calls do. Then half of the calls are cancelled, and the rest end with
-// the step. Prints the figures, and adds them to the file that HEADWATER_FIGURES names. Exits 1 if a figure misses what is
-// required, or a call did not wait or end as it should. With few calls nothing is required.
+// A headwaterd with the CPU engine on loopback. The calls are seals that wait for a micro-batch, decisions and updates of the next
+// step, and joins, a quarter each. A join is a teacher's stream that has announced a row. Two small calls are timed one after the
+// other, before and while all of them wait. They are GetStep and GetGradientNorm, which runs where the waiting calls do. Then half
+// of the calls are cancelled. The rest end with the step, and a join with its row. Prints the figures, and adds them to the file
+// that HEADWATER_FIGURES names. Exits 1 if a figure misses what is required, or a call did not wait or end as it should. With few
+// calls nothing is required.
 #include <grpcpp/grpcpp.h>
 
 #include <algorithm>
@@ -17,6 +18,7 @@
 #include <deque>
 #include <fstream>
 #include <functional>
+#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -38,6 +40,9 @@ constexpr int kAllCalls = 10000;  // from here on figures are required
 constexpr double kMostThreads = 16;
 constexpr double kMostMib = 200;
 constexpr double kMostRatio = 1.5;
+constexpr int kKinds = 4;
+constexpr int kRowSize = 16;                        // of a join's only row, fp32
+constexpr int64_t kJoinBytes = kRowSize * 4 + 128;  // of --max_join_bytes, with what each row takes beside its data
 
 [[noreturn]] void Fail(const std::string& what) {
   std::fprintf(stderr, "%s\n", what.c_str());
@@ -69,6 +74,43 @@ int64_t ReadStatus(pid_t pid, const std::string& name) {
   Fail("/proc has no " + name);
 }
 
+// A teacher's stream that announces a set of one row, and waits until it brings the row.
+class Join final : public grpc::ClientWriteReactor<v1::StreamTeacherRequest> {
+ public:
+  using Done = std::function<void(const grpc::Status&)>;
+  Join(const std::shared_ptr<grpc::Channel>& channel, grpc::ClientContext* context, const std::string& key, Done done)
+      : done_(std::move(done)) {
+    v1::StreamTeacherHeader* const header = request_.mutable_header();
+    header->set_tenant("tenants/default");
+    header->set_join_key(key);
+    header->set_total_row_count(1);
+    header->set_data_type(v1::DATA_TYPE_FLOAT32);
+    header->set_hidden_size(kRowSize);
+    v1::LossService::NewStub(channel)->async()->StreamTeacher(context, &response_, this);
+    AddHold();  // until Bring() or Leave()
+    StartWrite(&request_);
+    StartCall();
+  }
+  void Bring() {
+    v1::RowChunk* const chunk = request_.mutable_chunk();
+    chunk->set_role(v1::CHUNK_ROLE_TEACHER_HIDDEN);
+    chunk->set_row_count(1);
+    chunk->set_data(std::string(kRowSize * 4, '\0'));
+    StartWriteLast(&request_, grpc::WriteOptions());
+    RemoveHold();
+  }
+  // The call has been cancelled.
+  void Leave() { RemoveHold(); }
+  bool was_taken() const { return response_.row_count() == 1; }
+
+ private:
+  void OnDone(const grpc::Status& status) override { done_(status); }
+
+  const Done done_;
+  v1::StreamTeacherRequest request_;
+  v1::StreamTeacherResponse response_;
+};
+
 // One call that waits.
 struct WaitingCall {
   grpc::ClientContext context;
@@ -78,13 +120,15 @@ struct WaitingCall {
   v1::ApplyOptimizerStepResponse applied;
   v1::DiscardMicroBatchRequest discard;
   v1::DiscardMicroBatchResponse discarded;
+  std::unique_ptr<Join> join;
 };
 
 class Bench {
  public:
   Bench(int calls, int connections, double seconds)
       : seconds_(seconds),
-        server_({"--listen_addresses=127.0.0.1:0", "--max_waiting_calls=" + std::to_string(calls),
+        server_({"--listen_addresses=127.0.0.1:0", "--max_waiting_calls=" + std::to_string(calls - calls / kKinds),
+                 "--max_join_bytes=" + std::to_string(calls / kKinds * kJoinBytes),
                  "--max_connection_streams=" + std::to_string(calls / connections + 2),
                  "--max_cancel_rate=" + std::to_string(calls)}) {  // half of them are cancelled at once
     grpc::ChannelArguments own_connection;
@@ -92,7 +136,8 @@ class Bench {
     for (int i = 0; i <= connections; ++i) {
       channels_.push_back(grpc::CreateCustomChannel(server_.address(), grpc::InsecureChannelCredentials(), own_connection));
     }
-    small_ = v1::HeadService::NewStub(channels_.back());
+    small_channel_ = channels_.back();
+    small_ = v1::HeadService::NewStub(small_channel_);
     channels_.pop_back();
     calls_.resize(static_cast<size_t>(calls));
   }
@@ -106,14 +151,24 @@ class Bench {
     if (ended_ > 0) Fail("a call did not wait: " + first_error_);
     // One more than may wait.
     if (SealOnce() != grpc::StatusCode::RESOURCE_EXHAUSTED) Fail("not every call waits");
+    if (JoinOnce() != grpc::StatusCode::RESOURCE_EXHAUSTED) Fail("not every join waits");  // their rows take all bytes
     const int64_t threads = ReadStatus(pid, "Threads"), kb = ReadStatus(pid, "VmRSS");
     const double step_beside = TimeGetStep(), norm_beside = TimeGradientNorm();
     if (ended_ > 0) Fail("a call ended by itself: " + first_error_);
     const size_t half = calls_.size() / 2;
-    for (size_t i = 0; i < half; ++i) calls_[i].context.TryCancel();
+    for (size_t i = 0; i < half; ++i) {
+      calls_[i].context.TryCancel();
+      if (calls_[i].join != nullptr) calls_[i].join->Leave();
+    }
     if (!Await([&] { return ended_ == static_cast<int64_t>(half); })) Fail("not every cancelled call ended");
     EndStep();
+    for (size_t i = half; i < calls_.size(); ++i) {
+      if (calls_[i].join != nullptr) calls_[i].join->Bring();
+    }
     if (!Await([this] { return ended_ == static_cast<int64_t>(calls_.size()); })) Fail("not every call ended with the step");
+    for (size_t i = half; i < calls_.size(); ++i) {
+      if (calls_[i].join != nullptr && !calls_[i].join->was_taken()) Fail("a join's row was not taken");
+    }
 
     const bool is_full = static_cast<int>(calls_.size()) >= kAllCalls;
     const auto at_most = [&](double bound) { return is_full ? std::optional(bound) : std::nullopt; };
@@ -163,20 +218,22 @@ class Bench {
     const auto done = [this](const grpc::Status& status) {
       if (ended_.fetch_add(1) == 0) first_error_ = status.error_message();
     };
-    if (index % 3 == 0) {
+    if (index % kKinds == 0) {
       *call.seal.mutable_head() = At(0);
       call.seal.mutable_expected()->set_count(1);
       call.seal.set_wait(true);
       v1::HeadService::NewStub(channel)->async()->SealStep(&call.context, &call.seal, &call.sealed, done);
-    } else if (index % 3 == 1) {
+    } else if (index % kKinds == 1) {
       *call.discard.add_heads() = At(1);
       call.discard.set_micro_batch(static_cast<int64_t>(index));
       v1::LossService::NewStub(channel)->async()->DiscardMicroBatch(&call.context, &call.discard, &call.discarded, done);
-    } else {
+    } else if (index % kKinds == 2) {
       *call.apply.mutable_head() = At(1);
       call.apply.mutable_expected()->set_count(1);
       call.apply.set_learning_rate(0.1);
       v1::HeadService::NewStub(channel)->async()->ApplyOptimizerStep(&call.context, &call.apply, &call.applied, done);
+    } else {
+      call.join = std::make_unique<Join>(channel, &call.context, std::to_string(index), done);
     }
   }
 
@@ -190,6 +247,16 @@ class Bench {
     request.set_wait(true);
     v1::SealStepResponse response;
     return small_->SealStep(&context, request, &response).error_code();
+  }
+
+  // One more join, for a moment at most.
+  grpc::StatusCode JoinOnce() {
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(5));
+    std::promise<grpc::StatusCode> code;
+    Join join(small_channel_, &context, "one more", [&](const grpc::Status& status) { code.set_value(status.error_code()); });
+    join.Leave();
+    return code.get_future().get();
   }
 
   void EndStep() {
@@ -237,7 +304,8 @@ class Bench {
   const double seconds_;
   e2e::ServerProcess server_;
   std::vector<std::shared_ptr<grpc::Channel>> channels_;
-  std::unique_ptr<v1::HeadService::Stub> small_;  // on a connection of its own
+  std::shared_ptr<grpc::Channel> small_channel_;  // of the small calls
+  std::unique_ptr<v1::HeadService::Stub> small_;
   client::Client client_ = Require(client::Client::Connect(server_.address()));
   client::Head head_ = MakeHead("waited_for"), other_ = MakeHead("other");
   std::deque<WaitingCall> calls_;
@@ -249,7 +317,7 @@ int Main(int argc, char** argv) {
   int calls = kAllCalls, connections = 100;
   double seconds = 5;
   Flags flags;
-  flags.Number("--calls", 1, 1e6, &calls);
+  flags.Number("--calls", kKinds, 1e6, &calls);
   flags.Number("--connections", 1, 1e4, &connections);
   flags.Number("--seconds", 0.01, 600, &seconds);
   flags.Parse(argc, argv);
