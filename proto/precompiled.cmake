@@ -1,24 +1,4 @@
 # The headers that most code reads, gRPC's and the generated ones above all, compiled once for the libraries and once for the tests.
-
-# headwater_take_headers(TARGET HOST): HOST's precompiled headers, and the folder of generated ones should the compiler not take them.
-function(headwater_take_headers target host)
-  if(NOT TARGET ${host} OR target STREQUAL host)
-    return()
-  endif()
-  target_include_directories(${target} SYSTEM PRIVATE ${PROJECT_BINARY_DIR}/proto)
-  # Clang refuses what was compiled for a program (-fPIE) in a library (-fPIC).
-  get_target_property(kind ${target} TYPE)
-  get_target_property(host_kind ${host} TYPE)
-  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" OR NOT host_kind STREQUAL "EXECUTABLE" OR kind STREQUAL "EXECUTABLE")
-    target_precompile_headers(${target} REUSE_FROM ${host})
-  endif()
-endfunction()
-
-# headwater_precompile(TARGET): for a static library.
-function(headwater_precompile target)
-  headwater_take_headers(${target} headwater_precompiled)
-endfunction()
-
 if(NOT HEADWATER_PRECOMPILED_HEADERS)
   return()
 endif()
@@ -30,16 +10,16 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_G
   endforeach()
 endif()
 
-set(headers
+set(HEADWATER_COMMON_HEADERS
   <algorithm> <array> <atomic> <chrono> <cmath> <cstdint> <cstring> <deque> <functional> <limits> <map> <memory> <mutex> <optional> <set>
   <string> <string_view> <thread> <unordered_map> <utility> <variant> <vector>
   <absl/status/status.h> <absl/status/statusor.h> <absl/strings/str_cat.h> <absl/synchronization/mutex.h> <absl/time/clock.h>
   <absl/time/time.h>)
 set(libraries absl::status absl::statusor absl::strings absl::synchronization absl::time)
 if(TARGET headwater_proto)
-  list(APPEND headers <grpcpp/grpcpp.h>)
+  list(APPEND HEADWATER_COMMON_HEADERS <grpcpp/grpcpp.h>)
   foreach(service head loss session)
-    list(APPEND headers ${PROJECT_BINARY_DIR}/proto/headwater/v1/${service}_service.grpc.pb.h)
+    list(APPEND HEADWATER_COMMON_HEADERS ${PROJECT_BINARY_DIR}/proto/headwater/v1/${service}_service.grpc.pb.h)
   endforeach()
   list(APPEND libraries headwater_proto)
 endif()
@@ -47,13 +27,13 @@ endif()
 file(WRITE ${PROJECT_BINARY_DIR}/empty.cc "")
 add_library(headwater_precompiled OBJECT ${PROJECT_BINARY_DIR}/empty.cc)
 target_link_libraries(headwater_precompiled PRIVATE headwater_build_flags ${libraries})
-target_precompile_headers(headwater_precompiled PRIVATE ${headers})
+target_precompile_headers(headwater_precompiled PRIVATE ${HEADWATER_COMMON_HEADERS})
 
 if(HEADWATER_BUILD_TESTS)
   # A program, because it is compiled with -fPIE as the tests are.
   file(WRITE ${PROJECT_BINARY_DIR}/empty_program.cc "int main() { return 0; }\n")
   add_executable(headwater_precompiled_for_tests ${PROJECT_BINARY_DIR}/empty_program.cc)
   target_link_libraries(headwater_precompiled_for_tests PRIVATE headwater_build_flags ${libraries} GTest::gmock)
-  target_precompile_headers(headwater_precompiled_for_tests PRIVATE ${headers} <gmock/gmock.h> <gtest/gtest.h>)
+  target_precompile_headers(headwater_precompiled_for_tests PRIVATE ${HEADWATER_COMMON_HEADERS} <gmock/gmock.h> <gtest/gtest.h>)
   headwater_test_code(headwater_precompiled_for_tests)
 endif()
