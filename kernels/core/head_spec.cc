@@ -1,5 +1,4 @@
 // ValidateHeadSpec: ranges and combinations of a head's specification (docs/math.md).
-#include <cmath>
 #include <string>
 #include <variant>
 
@@ -7,6 +6,7 @@
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
+#include "kernels/core/finite.h"
 
 namespace headwater {
 namespace {
@@ -15,9 +15,6 @@ template <typename T>
 absl::Status Check(const std::string& field, const T& value, bool holds, const std::string& expected) {
   return holds ? absl::OkStatus() : FieldError(ErrorReason::kInvalidField, field, expected, absl::StrCat(value));
 }
-
-// Optimizers and engines compute in fp32.
-bool IsFinite(double value) { return std::isfinite(static_cast<float>(value)); }
 
 absl::Status CheckFraction(const std::string& field, double value) {
   return Check(field, value, value >= 0 && value < 1, "a number in [0, 1)");

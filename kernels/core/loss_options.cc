@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
+#include "kernels/core/finite.h"
 
 namespace headwater {
 namespace {
@@ -13,8 +14,6 @@ namespace {
 absl::Status CheckNumber(const std::string& field, double value, bool holds, const std::string& expected) {
   return holds ? absl::OkStatus() : FieldError(ErrorReason::kInvalidField, field, expected, absl::StrCat(value));
 }
-
-bool IsFinite(double value) { return std::isfinite(static_cast<float>(value)); }
 
 absl::Status CheckShare(const std::string& field, double value) {
   return CheckNumber(field, value, value >= 0 && value <= 1, "a number in [0, 1]");
