@@ -1,9 +1,18 @@
-# Where there is no libFuzzer the corpora are tests: each file is given to its target once. And rpc_sequence, where there is one for it.
-headwater_fuzz_protobuf(headwater_fuzz_proto tests/fuzz/fuzz.proto)
+# Tests that give a target each file of its corpus once: rpc_sequence's always, a parser's where there is no libFuzzer.
+set(stem ${CMAKE_CURRENT_BINARY_DIR}/tests/fuzz/fuzz)
+add_custom_command(
+  OUTPUT ${stem}.pb.cc ${stem}.pb.h
+  COMMAND protobuf::protoc --cpp_out=${CMAKE_CURRENT_BINARY_DIR} -I ${PROJECT_SOURCE_DIR}/proto -I ${PROJECT_SOURCE_DIR} tests/fuzz/fuzz.proto
+  DEPENDS fuzz.proto
+  VERBATIM)
+add_library(headwater_fuzz_proto STATIC ${stem}.pb.cc)
+headwater_generated_code(headwater_fuzz_proto)
+target_include_directories(headwater_fuzz_proto SYSTEM PUBLIC ${CMAKE_CURRENT_BINARY_DIR})
 target_link_libraries(headwater_fuzz_proto PUBLIC headwater_proto)
+find_package(nlohmann_json REQUIRED)
 headwater_library(headwater_fuzz_messages
-  SOURCES support/message_input.cc support/message_mutator.cc
-  DEPS headwater_fuzz_proto)
+  SOURCES support/lenient_json.cc support/message_input.cc support/message_mutator.cc support/safetensors_file.cc
+  DEPS headwater_fuzz_proto nlohmann_json::nlohmann_json)
 # Alone, because its own test is all that the TSan build has of this.
 headwater_library(headwater_fuzz_leak_check
   SOURCES support/leak_check.cc
@@ -18,19 +27,10 @@ target_link_libraries(headwater_fuzz_corpus_test PRIVATE headwater_build_flags G
 headwater_test_code(headwater_fuzz_corpus_test)
 target_compile_definitions(headwater_fuzz_corpus_test PRIVATE HEADWATER_FUZZ_DIRECTORY="${CMAKE_CURRENT_SOURCE_DIR}")
 headwater_test_code(headwater_fuzz_leak_check)
-headwater_test_code(headwater_fuzz_messages)
 headwater_test_code(headwater_fuzz_sequence)
-# libFuzzer's runtime is a library, which clang's package brings.
-find_program(FUZZ_CLANG clang)
-set(fuzz_runtime "")
-if(FUZZ_CLANG AND HEADWATER_SANITIZE MATCHES "address")
-  execute_process(
-    COMMAND ${FUZZ_CLANG} -print-file-name=libclang_rt.fuzzer-${CMAKE_SYSTEM_PROCESSOR}.a
-    OUTPUT_VARIABLE fuzz_runtime OUTPUT_STRIP_TRAILING_WHITESPACE)
-endif()
-# A parser has no threads for TSan to watch; and what the `fuzz` preset is there for is ASan's look at it.
+# A parser has no threads for TSan to watch, and libFuzzer's program gives it to ASan.
 set(targets rpc_sequence)
-if(NOT HEADWATER_SANITIZE MATCHES "thread" AND NOT EXISTS "${fuzz_runtime}")
+if(NOT HEADWATER_SANITIZE MATCHES "thread" AND NOT EXISTS "${HEADWATER_LIBFUZZER}")
   list(APPEND targets ${HEADWATER_FUZZ_PARSERS})
 endif()
 foreach(target ${targets})
@@ -49,23 +49,4 @@ headwater_test(fuzz_leak_check_test LABELS unit SOURCES leak_check_test.cc DEPS 
 if(TARGET fuzz_algorithm_cache_test)
   # Of the CUDA engine, which is not built everywhere.
   target_sources(fuzz_algorithm_cache_test PRIVATE ${PROJECT_SOURCE_DIR}/kernels/cuda/products/algorithm_cache.cc)
-endif()
-
-# libFuzzer for the whole server, in gcc's build of it too. Built only when asked for.
-if(EXISTS "${fuzz_runtime}")
-  find_package(Python3 REQUIRED COMPONENTS Interpreter)
-  set(planted ${CMAKE_CURRENT_BINARY_DIR}/planted/rpc_sequence.cc)
-  add_custom_command(
-    OUTPUT ${planted}
-    COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/plant.py rpc_sequence ${planted}
-    DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/plant.py ${PROJECT_SOURCE_DIR}/server/service/head/upload_store.cc
-    VERBATIM)
-  add_library(fuzz_rpc_sequence_objects OBJECT EXCLUDE_FROM_ALL targets/rpc_sequence.cc support/sequence_mutator.cc)
-  target_link_libraries(fuzz_rpc_sequence_objects PRIVATE headwater_build_flags headwater_fuzz_sequence)
-  foreach(name fuzz_rpc_sequence fuzz_rpc_sequence_planted)
-    add_executable(${name} EXCLUDE_FROM_ALL $<TARGET_OBJECTS:fuzz_rpc_sequence_objects>)
-    target_link_libraries(${name} PRIVATE headwater_build_flags headwater_fuzz_sequence ${fuzz_runtime})
-    set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/fuzz)
-  endforeach()
-  target_sources(fuzz_rpc_sequence_planted PRIVATE ${planted})
 endif()

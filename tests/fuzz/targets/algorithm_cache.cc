@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <fstream>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
 
 #include "tests/fuzz/support/check.h"
+#include "tests/fuzz/support/lenient_json.h"
 #include "tests/fuzz/support/scratch_directory.h"
 #include "tests/fuzz/support/target.h"
 
@@ -69,7 +69,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   InputReader input(data, size);
   const std::string text = input.Rest();
   std::ofstream(path, std::ios::binary | std::ios::trunc) << text;
-  const nlohmann::json root = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const nlohmann::json root = ParseLeniently(text);
   const Entries expected = Expected(root);
   AlgorithmCache cache(path);
   CheckKeys(cache, root, expected);

@@ -7,6 +7,7 @@
 
 #include "server/model_files/strict_json.h"
 #include "server/model_files/xxh3.h"
+#include "tests/fuzz/support/lenient_json.h"
 #include "tests/fuzz/support/memory_file.h"
 #include "tests/fuzz/support/target.h"
 
@@ -15,7 +16,7 @@ namespace {
 
 // As FormatManifest() would have written it.
 std::string WithChecksum(const std::string& body) {
-  const nlohmann::json value = nlohmann::json::parse(body, nullptr, /*allow_exceptions=*/false);
+  const nlohmann::json value = ParseLeniently(body);
   if (!value.is_object()) return body;
   const std::string text = value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   model_files::Xxh3Hasher hasher;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tests/fuzz/support/check.h"
+#include "tests/fuzz/support/lenient_json.h"
 #include "tests/fuzz/support/target.h"
 
 namespace headwater::fuzz {
@@ -81,7 +82,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     FUZZ_CHECK(!parsed.ok());
     return 0;
   }
-  const nlohmann::json lenient = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const nlohmann::json lenient = ParseLeniently(text);
   if (!lenient.is_object()) {
     FUZZ_CHECK(!parsed.ok());
     return 0;

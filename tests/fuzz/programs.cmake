@@ -1,0 +1,98 @@
+# libFuzzer programs, built only when asked for: fuzz_NAME, and fuzz_NAME_planted over a source with a known bug (plant.py). The parsers have
+# an instrumented copy of the sources that they need. rpc_sequence drives the whole server, and is guided by what the calls are answered.
+find_package(Python3 REQUIRED COMPONENTS Interpreter)
+find_path(FUZZ_XXHASH_INCLUDE_DIR xxhash.h REQUIRED)
+find_package(OpenSSL REQUIRED)
+set(product ${PROJECT_SOURCE_DIR})
+# Each of these has a planted copy, which takes the place of its object.
+set(plantable_sources
+  ${product}/client/core/rows/transfer/chunk_wire.cc
+  ${product}/kernels/core/digest.cc
+  ${product}/kernels/cuda/products/algorithm_cache.cc
+  ${product}/proto/headwater/v1/row_chunk_wire.cc
+  ${product}/server/checkpoint/manifest.cc
+  ${product}/server/checkpoint/weights_reader.cc
+  ${product}/server/heads/head_name.cc
+  ${product}/server/model_files/safetensors.cc
+  ${product}/server/model_files/strict_json.cc
+  ${product}/server/service/access/token_file.cc
+  ${product}/server/service/request/loss_request.cc
+  ${product}/server/transport/descriptor_socket.cc)
+set(parser_sources
+  ${plantable_sources}
+  ${product}/client/core/link/error.cc
+  ${product}/kernels/core/error.cc
+  ${product}/kernels/core/head_spec.cc
+  ${product}/kernels/core/loss_options.cc
+  ${product}/kernels/core/planned_bytes.cc
+  ${product}/kernels/core/types.cc
+  ${product}/proto/headwater/v1/term_codec.cc
+  ${product}/server/checkpoint/checkpoint_store.cc
+  ${product}/server/checkpoint/file_system.cc
+  ${product}/server/checkpoint/shard_files.cc
+  ${product}/server/model_files/file_source.cc
+  ${product}/server/model_files/head_tensors.cc
+  ${product}/server/observability/logging.cc
+  ${product}/server/scheduler/waiting.cc
+  ${product}/server/service/request/canonical_header.cc
+  ${product}/server/service/request/chunk_codec.cc
+  ${product}/server/service/request/field_check.cc
+  ${product}/server/service/request/head_request.cc
+  ${product}/server/transport/region_registry.cc)
+set_source_files_properties(${plantable_sources} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+# They call an engine, which is not there: nothing here has its type.
+set_source_files_properties(${product}/server/transport/region_registry.cc PROPERTIES
+  COMPILE_OPTIONS -fno-sanitize=vptr)
+
+# What everything here is compiled with, and finds.
+add_library(headwater_fuzz_flags INTERFACE)
+target_include_directories(headwater_fuzz_flags INTERFACE ${PROJECT_SOURCE_DIR}/client/core/include ${FUZZ_XXHASH_INCLUDE_DIR})
+target_compile_options(headwater_fuzz_flags INTERFACE
+  -fsanitize=fuzzer-no-link -fsanitize-coverage-ignorelist=${CMAKE_CURRENT_SOURCE_DIR}/coverage.ignore
+  -fprofile-instr-generate -fcoverage-mapping)
+target_link_options(headwater_fuzz_flags INTERFACE -fprofile-instr-generate)
+target_link_libraries(headwater_fuzz_flags INTERFACE headwater_build_flags headwater_kernels_api headwater_proto)
+add_library(headwater_fuzzed STATIC EXCLUDE_FROM_ALL ${parser_sources})
+target_link_libraries(headwater_fuzzed
+  PUBLIC absl::cord absl::status absl::statusor absl::strings absl::str_format absl::synchronization absl::time xxhash
+    OpenSSL::Crypto
+  PRIVATE headwater_fuzz_flags)
+if(HEADWATER_PRECOMPILED_HEADERS)
+  target_precompile_headers(headwater_fuzzed PRIVATE ${HEADWATER_COMMON_HEADERS})
+endif()
+
+# fuzz_program(NAME OBJECTS... DEPS...): what the objects have need not come from a library.
+function(fuzz_program name)
+  cmake_parse_arguments(ARG "" "" "OBJECTS;DEPS" ${ARGN})
+  add_executable(${name} EXCLUDE_FROM_ALL ${ARG_OBJECTS})
+  target_link_options(${name} PRIVATE -fsanitize=fuzzer)
+  target_link_libraries(${name} PRIVATE ${ARG_DEPS})
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/fuzz)
+endfunction()
+
+# fuzz_programs(NAME SOURCES... DEPS...): fuzz_NAME and fuzz_NAME_planted of targets/NAME.cc and the SOURCES.
+function(fuzz_programs name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;DEPS" ${ARGN})
+  add_library(fuzz_${name}_objects OBJECT EXCLUDE_FROM_ALL targets/${name}.cc ${ARG_SOURCES})
+  target_link_libraries(fuzz_${name}_objects PRIVATE ${ARG_DEPS})
+  set(planted ${CMAKE_CURRENT_BINARY_DIR}/planted/${name}.cc)
+  add_custom_command(
+    OUTPUT ${planted}
+    COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/plant.py ${name} ${planted}
+    DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/plant.py ${plantable_sources} ${product}/server/service/head/upload_store.cc
+    VERBATIM)
+  fuzz_program(fuzz_${name} OBJECTS $<TARGET_OBJECTS:fuzz_${name}_objects> DEPS ${ARG_DEPS})
+  fuzz_program(fuzz_${name}_planted OBJECTS $<TARGET_OBJECTS:fuzz_${name}_objects> ${planted} DEPS ${ARG_DEPS})
+endfunction()
+
+foreach(name ${HEADWATER_FUZZ_PARSERS})
+  set(sources "")
+  if(name STREQUAL "request")
+    set(sources support/request_mutator.cc)
+  endif()
+  fuzz_programs(${name} SOURCES ${sources} DEPS headwater_fuzz_flags headwater_fuzz_messages headwater_fuzzed)
+  if(HEADWATER_PRECOMPILED_HEADERS)
+    target_precompile_headers(fuzz_${name}_objects REUSE_FROM headwater_fuzzed)
+  endif()
+endforeach()
+fuzz_programs(rpc_sequence SOURCES support/sequence_mutator.cc DEPS headwater_build_flags headwater_fuzz_sequence)
