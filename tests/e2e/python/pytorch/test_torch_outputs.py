@@ -1,5 +1,6 @@
 """Outputs of the torch losses, and losses whose backward is a second call, against PyTorch's own head in fp64."""
 
+import contextlib
 import gc
 import warnings
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import running_server
 from expectations import refused
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch_model import HIDDEN_SIZE, VOCAB_SIZE, Problem, check_gradients, numbers, relative, with_ignored
 
@@ -295,27 +297,47 @@ def test_a_frozen_head_passes_every_gradient_on(each_way, make_head, problem, rn
     assert relative(trunk.grad, 2 * expected[0]) <= 1e-5
 
 
-def test_jsd_with_unequal_factors(one_shard, make_head, problem, rng):
-    teacher_problem, targets, upstream = Problem(rng), with_ignored(problem.targets), numbers(rng, 16)
+def test_jsd_with_unequal_factors(backend, make_head, problem, rng):
+    teacher_problem, targets, share = Problem(rng), with_ignored(problem.targets), 0.3
+    upstream, weights = numbers(rng, 2, 8), torch.tensor(rng.integers(-1, 4, (2, 8)) * 0.5).float()
     teacher_hidden = teacher_problem.inputs @ teacher_problem.trunk.T
     teacher_logits = teacher_hidden.double() @ teacher_problem.weight.double().T + teacher_problem.bias.double()
+    rows = []
 
     def objective(hidden, logits):
         log_p, log_q = F.log_softmax(teacher_logits / 2, -1), F.log_softmax(logits / 2, -1)
-        return (upstream.double() * (targets != -100) * (log_p.exp() * (log_p - log_q)).sum(-1)).sum()
+        soft = (targets != -100) * (log_p.exp() * (log_p - log_q)).sum(-1)
+        hard = F.cross_entropy(logits, targets, reduction="none")
+        rows.append(weights.double() * ((1 - share) * soft + share * hard).reshape(2, 8))
+        return (upstream.double() * rows[0]).sum()
 
     expected, _ = problem.reference(objective)
-    head = problem.head(one_shard.client, make_head)
-    teacher = teacher_problem.head(one_shard.client, make_head, trainable=False, optimizer=None)
-    loss_fn = headwater.torch.JSDLoss(head, teacher, beta=0.0, temperature=2.0, reduction="none", outputs=("entropy",))
+    head = problem.head(backend.client, make_head)
+    teacher = teacher_problem.head(backend.client, make_head, trainable=False, optimizer=None)
+    options = {"beta": 0.0, "temperature": 2.0, "hard_loss_weight": share, "reduction": "none", "outputs": ("entropy",)}
+    loss_fn = headwater.torch.JSDLoss(head, teacher, **options)
+    shape = (2, 8, HIDDEN_SIZE)
     for _ in range(2):
         trunk = problem.parameter()
-        out = loss_fn(problem.inputs @ trunk.T, teacher_hidden, targets)
+        hidden = (problem.inputs @ trunk.T).reshape(shape)
+        out = loss_fn(hidden, teacher_hidden.reshape(shape), targets.reshape(2, 8), token_weights=weights)
+        assert float((out.loss.detach() - rows[0].detach()).abs().max()) <= 2e-5
         out.loss.backward(upstream)
         check_gradients(trunk.grad, head, expected)
         head.discard_gradient()
     logits = (problem.inputs @ problem.trunk.T).double() @ problem.weight.double().T + problem.bias.double()
-    assert float((out.entropy - outputs_of(logits, targets)["entropy"]).abs().max()) <= 1e-5  # without temperature
+    assert float((out.entropy.reshape(-1) - outputs_of(logits, targets)["entropy"]).abs().max()) <= 1e-5  # without temperature
+
+
+def test_a_teacher_that_is_deleted_before_backward_is_missed_by_name(remote, make_head, problem, rng):
+    head, trunk = problem.head(remote.client, make_head), problem.parameter()
+    teacher = Problem(rng).head(remote.client, make_head, trainable=False, optimizer=None)
+    hidden = problem.inputs @ trunk.T
+    losses = headwater.torch.JSDLoss(head, teacher, reduction="none")(hidden, hidden.detach())
+    teacher.delete()
+    with refused("HEAD_NOT_FOUND", headwater.NotFoundError) as info:
+        losses.backward(torch.arange(16.0))
+    assert teacher.name in str(info.value)
 
 
 def test_a_joined_teachers_rows_are_held(remote, make_head, problem, rng):
@@ -335,6 +357,21 @@ def test_a_joined_teachers_rows_are_held(remote, make_head, problem, rng):
         head.discard_gradient()
     for sent, joined in zip(*gradients, strict=True):
         assert relative(joined, sent.double()) <= 1e-5
+
+
+def test_upstream_of_ignored_tokens_means_nothing(head, trunk, problem):
+    targets = with_ignored(problem.targets)
+    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, targets, reduction="sum"))
+    losses = headwater.torch.CrossEntropyLoss(head, reduction="none")(problem.inputs @ trunk.T, targets)
+    losses.backward(torch.where(targets == -100, torch.tensor(float("nan")), torch.tensor(1.0)))
+    check_gradients(trunk.grad, head, expected)
+
+
+def test_zero_upstream_everywhere_decides_the_contribution(head, trunk, problem):
+    loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none")
+    (loss_fn(problem.inputs @ trunk.T, problem.targets) * 0).sum().backward()
+    assert not trunk.grad.any() and head.gradient_norm() == 0
+    assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 1
 
 
 # ---- autograd ------------------------------------------------------------------------------------------------------------
@@ -599,6 +636,8 @@ def test_backward_has_the_options_of_its_forward(head, trunk, problem, rng):
         ("differentiable", {"differentiable": ("argmax",)}),
         ("differentiable", {"differentiable": ()}),
         ("loss_scale", {"differentiable": ("loss", "lse"), "loss_scale": 1.0}),
+        ("loss_scale", {"reduction": "none", "loss_scale": 1.0}),
+        ("reduction", {"reduction": "average"}),
         ("z_loss_divisor", {"z_loss_divisor": "rows"}),
         ("z_loss_divisor", {"z_loss_divisor": "tokens", "reduction": "sum"}),
         ("shift", {"shift": -1}),
@@ -609,6 +648,42 @@ def test_options_that_mean_nothing_are_refused(head, field, options):
     with pytest.raises(headwater.InvalidArgumentError) as info:
         headwater.torch.CrossEntropyLoss(head, **options)
     assert info.value.metadata["field"] == field and field.split("_")[0] in str(info.value)
+
+
+@pytest.mark.parametrize("reduction", ("none", "sum"))
+def test_a_divisor_is_refused_where_there_is_no_mean(head, problem, reduction):
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        headwater.torch.CrossEntropyLoss(head, reduction=reduction)(
+            problem.inputs @ problem.trunk.T, problem.targets, num_items_in_batch=4
+        )
+    assert "num_items_in_batch" in str(info.value)
+
+
+class DefaultDevice(TorchFunctionMode):
+    """What torch.set_default_device does, for versions without it: tensors are made on a device that is not the host."""
+
+    MAKERS = (torch.zeros, torch.ones, torch.empty, torch.full, torch.tensor, torch.arange)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self.MAKERS:
+            kwargs = {"device": "meta", **(kwargs or {})}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", ({"reduction": "none"}, {"loss_scale": 1.0}, {}), ids=str)
+def test_the_default_device_changes_nothing(one_shard, make_head, problem, rng, options):
+    targets, token_weights = with_ignored(problem.targets), None if "loss_scale" in options else numbers(rng, 16).abs() + 0.5
+    results = []
+    for mode in (contextlib.nullcontext(), DefaultDevice()):
+        head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+        loss_fn = headwater.torch.CrossEntropyLoss(head, **options)
+        upstream = torch.linspace(0.5, 1, 16) if options.get("reduction") == "none" else None
+        with mode:
+            loss = loss_fn(problem.inputs @ trunk.T, targets, token_weights=token_weights)
+            loss.backward(upstream)
+        results.append((loss.detach().numpy(), trunk.grad.numpy(), head.gradient()))
+    for expected, actual in zip(*results, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 # ---- a server that is started again --------------------------------------------------------------------------------------
