@@ -283,6 +283,21 @@ def problem(rng):
 
 
 @pytest.fixture
+def names(request):
+    """Names of heads, which are deleted afterwards."""
+    made = []
+
+    def name(client):
+        made.append((client, f"named-{len(made)}-{abs(hash(request.node.nodeid)) % 10**9}"))
+        return made[-1][1]
+
+    yield name
+    for client, head in made:
+        with contextlib.suppress(headwater.NotFoundError):
+            client.head(head).delete(force=True)
+
+
+@pytest.fixture
 def head(one_shard, make_head, problem):
     """The problem's head, with SGD."""
     return problem.head(one_shard.client, make_head)

@@ -517,6 +517,8 @@ def test_adamw_says_what_settings_of_pytorchs_are_called_here():
     for name, here in (("betas", "beta1= and beta2="), ("eps", "epsilon=")):
         with pytest.raises(TypeError, match=f"takes no {name}=, which is PyTorch's name: pass {here}"):
             headwater.AdamW(**{name: 0.5})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        headwater.AdamW(nonsense=1)
 
 
 @pytest.mark.parametrize("optimizer", (headwater.AdamW, headwater.SGD), ids=lambda optimizer: optimizer.__name__)

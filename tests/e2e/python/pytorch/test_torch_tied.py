@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import types
 
 import numpy as np
 import pytest
@@ -31,41 +30,15 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture
-def made():
-    """Heads that are deleted afterwards."""
-    heads = []
-    yield heads
-    for head in heads:
-        headwater.Client(head._backend).head(head.name).delete(force=True)
-
-
-@pytest.fixture
-def name(made, request):
-    """A name of each head's own."""
-    return lambda: f"attached-{len(made)}-{abs(hash(request.node.nodeid)) % 10**9}"
-
-
-@pytest.fixture
-def make_module_head(made, name):
+def make_module_head(names):
     """`headwater.torch.attach` of a new head."""
-
-    def make(client, module, **options):
-        made.append(headwater.torch.attach(client, name(), module, if_exists="fail", **options))
-        return made[-1]
-
-    return make
+    return lambda client, module, **options: headwater.torch.attach(client, names(client), module, if_exists="fail", **options)
 
 
 @pytest.fixture
-def make_loop(made, name):
+def make_loop(names):
     """attach_with_loop() of a new head."""
-
-    def make(client, model, owner, attach=None, **options):
-        head, *rest = attach_with_loop(client, name(), model, owner, attach={"if_exists": "fail", **(attach or {})}, **options)
-        made.append(head)
-        return head, *rest
-
-    return make
+    return lambda client, *arguments, **options: attach_with_loop(client, names(client), *arguments, **options)
 
 
 def reference(tied, *, bias=False, steps=STEPS, max_grad_norm=None):
@@ -196,61 +169,6 @@ def test_pytorchs_adamw_equals_the_servers_over_100_steps(backend, make_module_h
 # ---- what attach refuses ------------------------------------------------------------------------------------------------
 
 
-class Lora(torch.nn.Module):
-    """As peft wraps a layer."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base_layer = base
-        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(HIDDEN_SIZE, 2, bias=False)})
-
-
-class LoraLinear(torch.nn.Linear):
-    """As older versions subclass it."""
-
-    def __init__(self):
-        super().__init__(HIDDEN_SIZE, VOCAB_SIZE)
-        self.lora_A = torch.nn.Parameter(torch.zeros(2, HIDDEN_SIZE))
-
-
-class Scaled(torch.nn.Linear):
-    """A layer that computes something else."""
-
-    def forward(self, hidden):
-        return 2 * super().forward(hidden)
-
-
-def quantised():
-    layer = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)
-    layer.weight = torch.nn.Parameter(torch.zeros(VOCAB_SIZE, HIDDEN_SIZE, dtype=torch.int8), requires_grad=False)
-    return layer
-
-
-def packed():
-    layer = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)
-    layer.register_buffer("qweight", torch.zeros(4, dtype=torch.int32))
-    return layer
-
-
-UNSUPPORTED = {
-    "LoRA": lambda: Lora(torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)),
-    "LoRA, subclass": LoraLinear,
-    "quantised": quantised,
-    "quantised, packed": packed,
-    "parametrization": lambda: torch.nn.utils.weight_norm(torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)),
-    "something else": lambda: Scaled(HIDDEN_SIZE, VOCAB_SIZE),
-    "torch.nn.Linear": lambda: torch.nn.Conv1d(1, 1, 1),
-    "meta": lambda: torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE, device="meta"),
-}
-
-
-@pytest.mark.parametrize("case", UNSUPPORTED)
-def test_unsupported_layers_are_refused(backends, case):
-    with refused("INVALID_COMBINATION", ValueError) as info:
-        headwater.torch.attach(backends("local-1").client, "refused", UNSUPPORTED[case]())
-    assert case.split(",")[0] in str(info.value)
-
-
 def test_a_shared_weight_without_a_flow_is_refused(backends):
     client, model = backends("local-1").client, LanguageModel(tied=True)
     for module in (model.lm_head, model.embedding.weight):
@@ -300,67 +218,3 @@ def test_flows_that_do_not_fit_are_refused(backends):
     with refused("INVALID_COMBINATION", ValueError):
         headwater.torch.attach(client, "refused", untied.lm_head, optimizer="torch")
     assert not [info for info in client.heads() if "refused" in info.name]
-
-
-def configured(**entries):
-    """A model with these in its configuration."""
-    model = LanguageModel(tied=False)
-    model.config = types.SimpleNamespace(**entries)
-    return model
-
-
-@pytest.mark.parametrize("nested", (False, True), ids=("config", "text_config"))
-@pytest.mark.parametrize(
-    ("key", "value", "option"),
-    [
-        ("final_logit_softcapping", 30.0, {"softcap": 30.0}),
-        ("logits_soft_cap", 30, {"softcap": 30}),
-        ("logit_scale", 0.0625, {"logit_scale": 0.0625}),
-        ("logits_scaling", 8.0, {"logit_scale": 1 / 8.0}),
-        ("lm_head_multiplier", 0.5, {"logit_scale": 0.5}),
-        ("output_multiplier_scale", 0.25, {"logit_scale": 0.25}),
-    ],
-)
-def test_what_a_model_does_to_its_logits_is_not_left_out(backends, make_module_head, key, value, option, nested):
-    client, model = backends("local-1").client, configured(**{key: value})
-    if nested:
-        model.config = types.SimpleNamespace(text_config=model.config)
-    with refused("INVALID_COMBINATION", ValueError) as info:
-        headwater.torch.attach(client, "refused", model.lm_head, model=model, optimizer=SERVER_ADAMW)
-    name = next(iter(option))
-    shown = "1 / 8.0" if key == "logits_scaling" else repr(value)
-    assert f"{key}={value!r}" in str(info.value) and f"pass {name}={shown}" in str(info.value)
-    assert info.value.metadata["field"] == name and info.value.metadata["actual"] == str(value)
-    other = {"softcap": {"logit_scale": 1.0}, "logit_scale": {"softcap": None}}[name]
-    with refused("INVALID_COMBINATION", ValueError):
-        headwater.torch.attach(client, "refused", model.lm_head, model=model, trainable=False, **other)
-    assert not [info for info in client.heads() if "refused" in info.name]
-    head = make_module_head(client, model.lm_head, model=model, optimizer=SERVER_ADAMW, **option)
-    assert getattr(head.spec, name) == option[name]
-
-
-def test_a_configuration_that_leaves_logits_alone_asks_for_nothing(backends, make_module_head):
-    neutral = {
-        "final_logit_softcapping": None,
-        "logits_soft_cap": 0.0,
-        "logit_scale": 1,
-        "logits_scaling": 1.0,
-        "lm_head_multiplier": 1.0,
-        "output_multiplier_scale": 1.0,
-        "text_config": {"logit_scale": None, "final_logit_softcapping": False, "scale_logits": False},
-    }
-    client = backends("local-1").client
-    for config in (neutral, {"text_config": None}, {}):
-        model = configured(**config)
-        assert make_module_head(client, model.lm_head, model=model, optimizer=SERVER_ADAMW).spec.softcap is None
-    model.config = {"final_logit_softcapping": 30.0}  # a mapping; the trainer says that it does otherwise
-    assert make_module_head(client, model.lm_head, model=model, trainable=False, softcap=None).spec.softcap is None
-
-
-def test_attaching_again_finds_the_head(one_shard, make_module_head):
-    model = LanguageModel(tied=False)
-    head = make_module_head(one_shard.client, model.lm_head, model=model, optimizer=SERVER_ADAMW)
-    again = headwater.torch.attach(one_shard.client, head.name, model.lm_head, model=model, optimizer=SERVER_ADAMW)
-    assert head.created and not again.created and again.epoch == head.epoch
-    with refused("HEAD_SPEC_MISMATCH"):
-        headwater.torch.attach(one_shard.client, head.name, model.lm_head, model=model, optimizer=headwater.SGD())

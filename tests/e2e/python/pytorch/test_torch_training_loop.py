@@ -1,6 +1,5 @@
 """`headwater.torch.TrainingLoop`: closing steps, overflow, several heads and ranks, checkpoints and the way back to them."""
 
-import contextlib
 import gc
 import math
 import re
@@ -30,21 +29,6 @@ import headwater
 import headwater.torch
 
 TOLERANCE = 1e-5  # as in test_torch_tied.py
-
-
-@pytest.fixture
-def names(request):
-    """Names of heads, which are deleted afterwards."""
-    made = []
-
-    def name(client):
-        made.append((client, f"loop-{len(made)}-{abs(hash(request.node.nodeid)) % 10**9}"))
-        return made[-1][1]
-
-    yield name
-    for client, head in made:
-        with contextlib.suppress(headwater.NotFoundError):
-            client.head(head).delete(force=True)
 
 
 class Scaler:
