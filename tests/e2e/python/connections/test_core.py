@@ -267,6 +267,7 @@ def test_options_reach_the_core(library):
         {"transport": "pigeon"},
         {"stripes": 0},
         {"stripes": 65},
+        {"stripes": 1.5},
         {"tenant": "Two Words"},
         {"timeout_s": 0},
         {"connect_timeout_s": 0},

@@ -33,23 +33,6 @@ def test_float32_weights_are_kept_whole_in_the_master(one_shard, make_head, weig
     np.testing.assert_array_equal(plain.weight(dtype="float32"), round_to(weight, data_type))
 
 
-def test_new_weights_begin_with_a_new_optimizer_state(backend, make_head, weight, rng):
-    rows = rng.standard_normal((6, HIDDEN_SIZE)).astype(np.float32), np.arange(6)
-    used, fresh = (make_head(backend.client, weight, optimizer=headwater.AdamW()) for _ in range(2))
-
-    def advance(head):
-        head.cross_entropy(*rows, micro_batch=0)
-        head.seal(expected_micro_batches=1)
-        head.apply_optimizer_step(learning_rate=0.1)
-
-    for _ in range(3):
-        advance(used)
-    used.set_weight(weight)
-    for head in (used, fresh):
-        advance(head)
-    np.testing.assert_array_equal(used.weight(), fresh.weight())
-
-
 def test_uint16_bits_are_bfloat16(one_shard, make_head, weight):
     bits = headwater.BFloat16.from_float32(weight).bits
     head = make_head(one_shard.client, bits, dtype="bfloat16")
@@ -86,51 +69,6 @@ def test_arrays_that_are_not_contiguous_are_copied(one_shard, make_head, weight)
     hidden = np.ascontiguousarray(weight[:, ::-1])[:6, ::-1]
     plain = head.cross_entropy(weight[:6], [0] * 6, micro_batch=0)
     np.testing.assert_array_equal(head.cross_entropy(hidden, [0] * 6, micro_batch=1).grad_hidden, plain.grad_hidden)
-
-
-def test_set_weight_starts_a_new_epoch(one_shard, make_head, weight):
-    head = make_head(one_shard.client, weight, weight[:, 0])
-    head.cross_entropy(weight[:3], [0, 1, 2], micro_batch=0)
-    epoch, version = head.epoch, head.info().weight_version
-    info = head.set_weight(weight * 2)
-    assert head.epoch == info.epoch != epoch and info.weight_version > version and info.open_step == 0
-    np.testing.assert_array_equal(head.weight(), weight * 2)
-    np.testing.assert_array_equal(head.bias(), weight[:, 0])
-    assert not head.gradient().any() and not head.step_state().open.micro_batches
-    with refused("WEIGHT_VERSION_MISMATCH"):
-        head.cross_entropy(weight[:3], [0, 1, 2], micro_batch=0, expected_weight_version=version)
-
-
-class Cut(Exception):
-    """Raised to end an upload."""
-
-
-def test_checkpoints_bring_back_weights_optimizer_and_step(backend, make_head, rng, weight):
-    targets = rng.integers(0, VOCAB_SIZE, 8)
-    head = make_head(backend.client, weight, weight[:, 1], optimizer=headwater.AdamW())
-
-    def train():
-        head.cross_entropy(weight[:8], targets, micro_batch=0, loss_scale=1 / 8)
-        head.apply_optimizer_step(learning_rate=1e-2, expected_micro_batches=1)
-        return head.weight(), head.bias()
-
-    train()
-    name = f"step-{head.name.split('-')[-1]}"
-    head.cross_entropy(weight[:8], targets, micro_batch=5)  # no part of the checkpoint
-    saved = head.save(name)
-    assert saved.step == 1 and saved.total_bytes >= 3 * weight.nbytes
-    with refused("CHECKPOINT_ALREADY_EXISTS", headwater.AlreadyExistsError):
-        head.save(name)
-    head.save(name, overwrite=True)
-    head.discard_gradient()
-    after = train()
-    epoch = head.epoch
-    info = head.restore(name)
-    assert info.open_step == head.step == 1 and head.epoch != epoch
-    assert not head.gradient().any()
-    again = train()
-    for mine, theirs in zip(after, again, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_checkpoints_are_listed_newest_first(backend, make_head, weight):
