@@ -25,6 +25,7 @@
 #include "headwater/v1/session_service.grpc.pb.h"
 #include "server/service/access/token_file.h"
 #include "tests/integration/support/access_fixture.h"
+#include "tests/integration/support/open_stream.h"
 #include "tests/integration/support/raw_call.h"
 #include "tests/integration/support/wire_server.h"
 
@@ -185,102 +186,77 @@ TEST(AccessTable, NobodyGetsInWithoutACertificateThatIsGood) {
   }
 }
 
-// The status of a call on a head.
+// Calls with a token: their status.
 struct Actor {
   std::shared_ptr<grpc::Channel> channel;
   std::string token;
 
   void Authorize(grpc::ClientContext* context) const { context->AddMetadata("authorization", "Bearer " + TokenText(token)); }
-  grpc::Status Create(const std::string& name) const {
+  template <typename Stub, typename Request, typename Response>
+  grpc::Status Call(grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*), const Request& request,
+                    Response* response = nullptr) const {
     grpc::ClientContext context;
     Authorize(&context);
+    Response ignored;
+    return (Stub(channel).*method)(&context, request, response == nullptr ? &ignored : response);
+  }
+  // A call whose only message is `request`.
+  template <typename Stub, typename Request, typename Response>
+  grpc::Status Stream(std::unique_ptr<grpc::ClientReaderWriter<Request, Response>> (Stub::*method)(grpc::ClientContext*),
+                      const Request& request) const {
+    grpc::ClientContext context;
+    Authorize(&context);
+    Stub stub(channel);
+    const auto stream = (stub.*method)(&context);
+    stream->Write(request);
+    stream->WritesDone();
+    return EndOf(*stream);
+  }
+  grpc::Status Create(const std::string& name) const {
     v1::CreateHeadRequest request;
     request.set_name(name);
     *request.mutable_spec() = SmallSpec();
-    v1::CreateHeadResponse response;
-    return v1::HeadService::NewStub(channel)->CreateHead(&context, request, &response);
+    return Call(&Heads::CreateHead, request);
+  }
+  template <typename Request>
+  static Request Named(const std::string& name) {
+    Request request;
+    request.set_name(name);
+    return request;
   }
   grpc::Status Get(const std::string& name, v1::Head* head = nullptr) const {
-    grpc::ClientContext context;
-    Authorize(&context);
-    v1::GetHeadRequest request;
-    request.set_name(name);
-    v1::Head ignored;
-    return v1::HeadService::NewStub(channel)->GetHead(&context, request, head == nullptr ? &ignored : head);
+    return Call(&Heads::GetHead, Named<v1::GetHeadRequest>(name), head);
   }
-  grpc::Status Take(const std::string& name) const {
-    grpc::ClientContext context;
-    Authorize(&context);
-    v1::TakeHeadRequest request;
-    request.set_name(name);
-    v1::Head response;
-    return v1::HeadService::NewStub(channel)->TakeHead(&context, request, &response);
+  grpc::Status Take(const std::string& name) const { return Call(&Heads::TakeHead, Named<v1::TakeHeadRequest>(name)); }
+  grpc::Status Delete(const std::string& name) const { return Call(&Heads::DeleteHead, Named<v1::DeleteHeadRequest>(name)); }
+  grpc::Status ListPage(const v1::ListHeadsRequest& request, v1::ListHeadsResponse* response = nullptr) const {
+    return Call(&Heads::ListHeads, request, response);
   }
-  grpc::Status Delete(const std::string& name) const {
-    grpc::ClientContext context;
-    Authorize(&context);
-    v1::DeleteHeadRequest request;
-    request.set_name(name);
-    v1::DeleteHeadResponse response;
-    return v1::HeadService::NewStub(channel)->DeleteHead(&context, request, &response);
-  }
-  std::vector<std::string> List(const std::string& parent, int page_size = 0) const {
+  // The heads of the token's tenant.
+  std::vector<std::string> List(int page_size = 0) const {
     std::vector<std::string> names;
     v1::ListHeadsRequest request;
-    request.set_parent(parent);
     request.set_page_size(page_size);
     do {
-      grpc::ClientContext context;
-      Authorize(&context);
       v1::ListHeadsResponse response;
-      const grpc::Status status = v1::HeadService::NewStub(channel)->ListHeads(&context, request, &response);
+      const grpc::Status status = ListPage(request, &response);
       EXPECT_TRUE(status.ok()) << status.error_message();
       for (const v1::Head& head : response.heads()) names.push_back(head.name());
       request.set_page_token(response.next_page_token());
     } while (!request.page_token().empty());
     return names;
   }
-  grpc::Status ListStatus(const std::string& parent) const {
-    grpc::ClientContext context;
-    Authorize(&context);
-    v1::ListHeadsRequest request;
-    request.set_parent(parent);
-    v1::ListHeadsResponse response;
-    return v1::HeadService::NewStub(channel)->ListHeads(&context, request, &response);
-  }
   // Opens an upload of a head's weight and ends it: what the header was answered.
   grpc::Status Upload(const v1::Head& head, bool closes_step) const {
-    grpc::ClientContext context;
-    Authorize(&context);
-    const auto stream = v1::HeadService::NewStub(channel)->UploadWeights(&context);
     v1::UploadWeightsRequest request;
-    v1::UploadWeightsHeader* const header = request.mutable_header();
-    header->set_name(head.name());
-    header->set_epoch(head.epoch());
-    header->set_upload_id("u");
-    header->set_tensor(v1::HEAD_TENSOR_WEIGHT);
-    header->set_data_type(v1::DATA_TYPE_FLOAT32);
-    header->set_total_bytes(13 * 5 * 4);
-    if (closes_step) header->set_closes_step(0);
-    stream->Write(request);
-    stream->WritesDone();
-    v1::UploadWeightsResponse response;
-    while (stream->Read(&response)) {
-    }
-    return stream->Finish();
+    *request.mutable_header() = UploadHeader(head, "u");
+    if (closes_step) request.mutable_header()->set_closes_step(0);
+    return Stream(&Heads::UploadWeights, request);
   }
   grpc::Status Compute(const v1::MicroBatchHeader& micro_batch) const {
-    grpc::ClientContext context;
-    Authorize(&context);
-    const auto stream = v1::LossService::NewStub(channel)->ComputeLoss(&context);
     v1::ComputeLossRequest request;
     *request.mutable_header() = micro_batch;
-    stream->Write(request);
-    stream->WritesDone();
-    v1::ComputeLossResponse response;
-    while (stream->Read(&response)) {
-    }
-    return stream->Finish();
+    return Stream(&Loss::ComputeLoss, request);
   }
   grpc::Status StreamTeacher(const std::string& tenant) const {
     grpc::ClientContext context;
@@ -324,11 +300,13 @@ TEST(Tenants, AreAsIfTheOthersWereNotThere) {
   EXPECT_EQ(ReasonOf(ours.Compute(CrossEntropyHeader(head, 0, 0, {1}))), "WEIGHTS_NOT_LOADED");
   EXPECT_EQ(ReasonOf(theirs.StreamTeacher("tenants/default")), "PERMISSION_DENIED");
   EXPECT_EQ(ReasonOf(theirs.StreamTeacher("tenants/team")), "PROTOCOL_VIOLATION");  // its rows are missing
-  const grpc::Status refused = theirs.ListStatus("tenants/default");
+  v1::ListHeadsRequest list;
+  list.set_parent("tenants/default");
+  const grpc::Status refused = theirs.ListPage(list);
   EXPECT_EQ(ReasonOf(refused), "PERMISSION_DENIED");
   EXPECT_THAT(refused.error_message(), ::testing::HasSubstr("expected the token's tenant, tenants/team, got another"));
-  EXPECT_EQ(theirs.List(""), std::vector<std::string>{"tenants/team/heads/theirs"});
-  EXPECT_EQ(ours.List(""), std::vector<std::string>{"tenants/default/heads/ours"});
+  EXPECT_EQ(theirs.List(), std::vector<std::string>{"tenants/team/heads/theirs"});
+  EXPECT_EQ(ours.List(), std::vector<std::string>{"tenants/default/heads/ours"});
 }
 
 TEST(Patterns, SayWhichHeadsATokenIsFor) {
@@ -345,7 +323,7 @@ TEST(Patterns, SayWhichHeadsATokenIsFor) {
   EXPECT_EQ(ReasonOf(some.Get(prefix + "no-such-head")), "PERMISSION_DENIED");  // and so says nothing of what is there
   EXPECT_EQ(ReasonOf(some.Create(prefix + "student-3")), "PERMISSION_DENIED");
   for (const int page_size : {0, 1}) {
-    EXPECT_EQ(some.List("", page_size), (std::vector<std::string>{prefix + "student-1", prefix + "student-2"}));
+    EXPECT_EQ(some.List(page_size), (std::vector<std::string>{prefix + "student-1", prefix + "student-2"}));
   }
   // A teacher that a micro-batch names is computed with, too.
   TestHead student;
@@ -422,18 +400,12 @@ TEST(Rotation, AStreamWhoseTokenIsWithdrawnEnds) {
   }
   ASSERT_EQ(others.size() + 1, kTokens.size());
   WriteFile(server.token_path(), TokenFileText(others));
-  v1::ComputeLossResponse response;
-  while (stream->Read(&response)) {
-  }
-  const grpc::Status ended = stream->Finish();
+  const grpc::Status ended = EndOf(*stream);
   EXPECT_EQ(ended.error_code(), grpc::StatusCode::UNAUTHENTICATED);
   EXPECT_THAT(ended.error_message(), HasSubstr("one that it does not know"));
   // The other one's stream goes on until it is half-closed, without a header.
   upload->WritesDone();
-  v1::UploadWeightsResponse upload_response;
-  while (upload->Read(&upload_response)) {
-  }
-  EXPECT_EQ(DecodeError(upload->Finish()).reason, "PROTOCOL_VIOLATION");
+  EXPECT_EQ(ReasonOf(EndOf(*upload)), "PROTOCOL_VIOLATION");
 }
 
 TEST(Rotation, CertificatesAreReadAgain) {

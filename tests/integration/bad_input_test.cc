@@ -19,6 +19,7 @@
 #include "absl/strings/str_replace.h"
 #include "headwater/kernels/error.h"
 #include "tests/integration/support/bad_values.h"
+#include "tests/integration/support/open_stream.h"
 #include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
@@ -375,10 +376,7 @@ TEST_F(BadInput, OfTheStreamsOrderIsRefused) {
       if (!stream->Write(message)) break;
     }
     stream->WritesDone();
-    v1::ComputeLossResponse response;
-    while (stream->Read(&response)) {
-    }
-    return DecodeError(stream->Finish());
+    return DecodeError(EndOf(*stream));
   };
   const auto header = static_cast<const v1::ComputeLossRequest&>(*ValidRequest("ComputeLoss", false));
   const auto rows = static_cast<const v1::ComputeLossRequest&>(*ValidRequest("ComputeLoss", true));

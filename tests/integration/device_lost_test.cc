@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "headwater/kernels/error.h"
+#include "tests/integration/support/open_stream.h"
 #include "tests/integration/support/raw_call.h"
 #include "tests/integration/support/wire_server.h"
 
@@ -97,16 +98,9 @@ TEST_F(DeviceLost, EveryCallInProgressIsAnswered) {
   const TestHead waiting = server_->MakeHead("waiting", SmallSpec());
   const TestHead uploading = server_->MakeHead("uploading", SmallSpec());
 
-  grpc::ClientContext upload_context;
-  const auto upload = server_->loss().ComputeLoss(&upload_context);
-  v1::ComputeLossRequest message;
-  *message.mutable_header() = CrossEntropyHeader(uploading, 0, 0, {1, 2, 3});
-  ASSERT_TRUE(upload->Write(message));
-  message.mutable_chunk()->set_role(v1::CHUNK_ROLE_HIDDEN);
-  message.mutable_chunk()->set_row_count(1);
-  message.mutable_chunk()->set_data(Bytes(Random(5, 1, 1)));
-  ASSERT_TRUE(upload->Write(message));
-  ASSERT_TRUE(Await([&] { return server_->MetricLine("headwater_in_flight_bytes") != "headwater_in_flight_bytes 0"; }));
+  const std::string row = Bytes(Random(5, 1, 1));
+  OpenStream upload(server_->loss(), CrossEntropyHeader(uploading, 0, 0, {1, 2, 3}), row, 1);
+  ASSERT_TRUE(server_->AwaitInFlight());
 
   server_->gate().Close();
   std::thread in_engine([&] { ExpectLost(Compute(computing).status, "in the engine"); });
@@ -128,12 +122,8 @@ TEST_F(DeviceLost, EveryCallInProgressIsAnswered) {
   in_queue.join();
   for_step.join();
   for_seal.join();
-  message.mutable_chunk()->set_row_start(1);
-  upload->Write(message);
-  v1::ComputeLossResponse response;
-  while (upload->Read(&response)) {
-  }
-  ExpectLost(upload->Finish(), "in the middle of an upload");
+  upload.Send(HiddenChunk(row, 1, 1));
+  ExpectLost(upload.End(), "in the middle of an upload");
   server_->gate().Open();
   in_engine.join();
   EXPECT_TRUE(Await([&] { return told_ == 1; }));

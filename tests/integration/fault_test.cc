@@ -17,37 +17,25 @@ std::string Rows(int64_t row_count, uint32_t seed = 5) { return Bytes(Random(sta
 // The first one of the three rows that most tests here send.
 std::string FirstRow() { return Rows(3).substr(0, 20); }
 
-bool NothingInFlight(const WireServer& server) {
-  return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0";
-}
-
 TEST(Faults, TheClientThatTakesNothingIsCutOff) {
   ServerSetup setup;
   setup.options.stream_idle_timeout = absl::Milliseconds(300);
   WireServer server(setup);
   const TestHead head = server.MakeHead("h", SmallSpec(13, 64));
   constexpr int64_t kRows = 1 << 15;  // 8 MiB of grad_hidden: far more than flow control lets through unread
-  const v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, std::vector<int32_t>(kRows, 1));
   // Its own connection: what it leaves unread holds up everything else on the one that it shares.
   const auto stub = v1::LossService::NewStub(server.NewChannel());
-  grpc::ClientContext context;
-  const auto stream = stub->ComputeLoss(&context);
-  v1::ComputeLossRequest request;
-  *request.mutable_header() = header;
-  stream->Write(request);
-  for (int64_t row = 0; row < kRows; row += 1 << 13) {
-    request.mutable_chunk()->set_role(v1::CHUNK_ROLE_HIDDEN);
-    request.mutable_chunk()->set_row_start(row);
-    request.mutable_chunk()->set_row_count(1 << 13);
-    request.mutable_chunk()->set_data(std::string((1 << 13) * 256, '\0'));
-    ASSERT_TRUE(stream->Write(request));
+  OpenStream call(*stub, CrossEntropyHeader(head, 0, 0, std::vector<int32_t>(kRows, 1)));
+  constexpr int64_t kChunkRows = 1 << 13;
+  for (int64_t row = 0; row < kRows; row += kChunkRows) {
+    ASSERT_TRUE(call.Send(HiddenChunk(std::string(kChunkRows * 256, '\0'), row, kChunkRows)));
   }
-  stream->WritesDone();
+  call.stream->WritesDone();
   ASSERT_TRUE(Await([&] { return server.Steps(head).open().micro_batches_size() == 1; }));
-  EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
+  EXPECT_TRUE(server.AwaitNothingInFlight());
   // It was committed before the answer could be sent: the client finds it in the step.
   EXPECT_EQ(server.Steps(head).open().micro_batches(0).state(), v1::CONTRIBUTION_STATE_COMMITTED);
-  context.TryCancel();
+  call.context.TryCancel();
 }
 
 TEST(Faults, CompressedMessagesAreRefused) {
@@ -95,7 +83,7 @@ TEST(Faults, BytesInFlightAreBounded) {
   WireServer server(setup);
   const TestHead head = server.MakeHead("h", SmallSpec());
   OpenStream holder(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRow(), 1);  // at the limit
-  ASSERT_TRUE(Await([&] { return !NothingInFlight(server); }));
+  ASSERT_TRUE(server.AwaitInFlight());
   const std::string before = server.Snapshot(head);
   const WireError error = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 1, {1}), Rows(1)).status);
   EXPECT_EQ(error.reason, "IN_FLIGHT_BYTES_EXCEEDED");
@@ -103,9 +91,8 @@ TEST(Faults, BytesInFlightAreBounded) {
   EXPECT_EQ(error.at("availableBytes"), "0");
   EXPECT_TRUE(error.retry_ms.has_value());
   EXPECT_EQ(server.Snapshot(head), before);
-  holder.context.TryCancel();
-  holder.End();
-  ASSERT_TRUE(Await([&] { return NothingInFlight(server); }));
+  holder.Cancel();
+  ASSERT_TRUE(server.AwaitNothingInFlight());
   EXPECT_EQ(ReasonOf(server.Compute(CrossEntropyHeader(head, 0, 1, {1, 2, 3}), Rows(3)).status), "OK");
   // What could never fit is not worth waiting for.
   const WireError never = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 2, {1, 2, 3, 4}), Rows(4)).status);
@@ -143,7 +130,7 @@ TEST(Faults, DrainThatRunsOutOfTimeCancels) {
   WireServer server;
   const TestHead head = server.MakeHead("h", SmallSpec());
   OpenStream stalled(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRow(), 1);
-  ASSERT_TRUE(Await([&] { return !NothingInFlight(server); }));
+  ASSERT_TRUE(server.AwaitInFlight());
   EXPECT_FALSE(server.server().Drain(absl::Milliseconds(50)));
   EXPECT_FALSE(stalled.End().ok());
 }

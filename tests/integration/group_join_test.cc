@@ -16,6 +16,7 @@
 #include "server/service/server.h"
 #include "server/service/server_core.h"
 #include "tests/integration/support/access_fixture.h"
+#include "tests/integration/support/open_stream.h"
 #include "tests/integration/support/test_certificates.h"
 #include "tests/integration/support/wire_server.h"
 #include "tests/unit/expect_status.h"
@@ -154,11 +155,7 @@ TEST(SilentJoin, IsEndedLikeOtherStreams) {
   const auto channel = grpc::CreateChannel(server->addresses().front(), grpc::InsecureChannelCredentials());
   const auto stub = v1::GroupService::NewStub(channel);
   grpc::ClientContext context;
-  const auto stream = stub->Join(&context);
-  v1::JoinResponse response;
-  while (stream->Read(&response)) {
-  }
-  const grpc::Status ended = stream->Finish();
+  const grpc::Status ended = EndOf(*stub->Join(&context));
   EXPECT_EQ(ended.error_code(), grpc::StatusCode::CANCELLED);
   EXPECT_THAT(ended.error_message(), HasSubstr("stream_idle_timeout"));
 }

@@ -169,21 +169,6 @@ TEST_P(Lifecycle, DeletesOneCheckpoint) {
   EXPECT_THAT(Names(""), ::testing::IsEmpty());
 }
 
-TEST_P(Lifecycle, ARestartedServerBringsNothingBackIfToldSo) {
-  Restart(WithCheckpoints());
-  const TestHead head = server_->MakeHead("h", SmallSpec());
-  Save(head, "c");
-  ServerSetup setup = WithCheckpoints();
-  setup.options.restore_heads = false;
-  Restart(setup);
-  EXPECT_THAT(Names(""), ::testing::IsEmpty());
-  // A new head of that name is not the old one, though it is never saved.
-  server_->MakeHead("h", SmallSpec());
-  Restart(WithCheckpoints());
-  EXPECT_THAT(Names(""), ::testing::IsEmpty());
-  EXPECT_TRUE(std::filesystem::exists(root_ + "/default/h/c/manifest.json"));
-}
-
 TEST_P(Lifecycle, IdleHeadsAreSavedAndDeleted) {
   ServerSetup setup = WithCheckpoints();
   setup.options.idle_head_timeout = absl::Milliseconds(1000);
@@ -219,7 +204,7 @@ TEST_P(Lifecycle, AHeadIsInUseFromTheHeaderOfAMicroBatchOn) {
   Restart(WithLimit(&service::Limits::max_heads_per_tenant, 1, MakeSetup()));
   const TestHead head = server_->MakeHead("h", SmallSpec());
   OpenStream upload(server_->loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}));  // of which no row comes
-  EXPECT_TRUE(Await([&] { return server_->MetricLine("headwater_in_flight_bytes") != "headwater_in_flight_bytes 0"; }));
+  EXPECT_TRUE(server_->AwaitInFlight());
   {
     v1::DeleteHeadRequest request;
     request.set_name(head.name());

@@ -202,11 +202,9 @@ TEST(StreamLimits, OnOneConnection) {
   ASSERT_TRUE(server.AwaitMetric("headwater_in_flight_bytes", 240));
   EXPECT_EQ(Ask(channel, std::chrono::seconds(1)).error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);  // it never got there
   EXPECT_TRUE(Ask(server.NewChannel(), kLong).ok());
-  first.context.TryCancel();
-  first.End();
+  first.Cancel();
   EXPECT_TRUE(Ask(channel, kLong).ok());
-  second.context.TryCancel();
-  second.End();
+  second.Cancel();
 }
 
 TEST(StreamLimits, OfMetadata) {
@@ -243,15 +241,11 @@ TEST(StreamLimits, OfTheirTime) {
   const grpc::Status ended = slow.End();
   EXPECT_EQ(ended.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
   EXPECT_THAT(ended.error_message(), HasSubstr("max_stream_time"));
-  EXPECT_TRUE(server.AwaitMetric("headwater_in_flight_bytes", 0));
+  EXPECT_TRUE(server.AwaitNothingInFlight());
   EXPECT_EQ(server.Snapshot(head), before);
   // An upload, whose thread reads.
   grpc::ClientContext context;
-  const auto upload = server.heads().UploadWeights(&context);
-  v1::UploadWeightsResponse response;
-  while (upload->Read(&response)) {
-  }
-  EXPECT_EQ(upload->Finish().error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  EXPECT_EQ(EndOf(*server.heads().UploadWeights(&context)).error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
 }
 
 TEST(StreamLimits, OfTheirIdleTimeAreToldTheClient) {
@@ -259,34 +253,20 @@ TEST(StreamLimits, OfTheirIdleTimeAreToldTheClient) {
   setup.options.stream_idle_timeout = absl::Milliseconds(200);
   WireServer server(setup);
   grpc::ClientContext context;
-  const auto upload = server.heads().UploadWeights(&context);
-  v1::UploadWeightsResponse response;
-  while (upload->Read(&response)) {
-  }
-  const grpc::Status ended = upload->Finish();
+  const grpc::Status ended = EndOf(*server.heads().UploadWeights(&context));
   EXPECT_EQ(ended.error_code(), grpc::StatusCode::CANCELLED);
   EXPECT_THAT(ended.error_message(), HasSubstr("stream_idle_timeout"));
-}
-
-// Ends `stream` with nothing said by the client, as the server says.
-template <typename Stream, typename Response>
-grpc::Status EndOf(Stream& stream, Response* response) {
-  while (stream.Read(response)) {
-  }
-  return stream.Finish();
 }
 
 // What the server says of streams that never say what they want.
 void ExpectEndsWithoutHeader(WireServer& server, const std::string& reason, const std::string& limit) {
   for (int repeat = 0; repeat < 3; ++repeat) {
     grpc::ClientContext compute_context;
-    v1::ComputeLossResponse computed;
-    const grpc::Status compute = EndOf(*server.loss().ComputeLoss(&compute_context), &computed);
+    const grpc::Status compute = EndOf(*server.loss().ComputeLoss(&compute_context));
     EXPECT_EQ(ReasonOf(compute), reason);
     EXPECT_THAT(compute.error_message(), HasSubstr(limit));
     grpc::ClientContext transfer_context;
-    v1::TransferRowsResponse transferred;
-    const grpc::Status transfer = EndOf(*server.loss().TransferRows(&transfer_context), &transferred);
+    const grpc::Status transfer = EndOf(*server.loss().TransferRows(&transfer_context));
     EXPECT_EQ(ReasonOf(transfer), reason);
     EXPECT_THAT(transfer.error_message(), HasSubstr(limit));
   }
@@ -374,10 +354,7 @@ TEST(Overload, HealthIsAnsweredWhenNoThreadIsFree) {
   EXPECT_EQ(error.at("limit"), "max_threads");
   EXPECT_TRUE(error.retry_ms.has_value());
   EXPECT_EQ(headwater::testing::Health(server.NewChannel(), ""), 1);
-  for (OpenStream& stream : held) {
-    stream.context.TryCancel();
-    stream.End();
-  }
+  for (OpenStream& stream : held) stream.Cancel();
 }
 
 // gRPC hands over a call that is no stream when its request is there.
@@ -416,10 +393,7 @@ TEST(Overload, UploadsThatStandStillGiveWay) {
     EXPECT_TRUE(status.ok() || ReasonOf(status) == "QUEUE_FULL") << ReasonOf(status);
     return status.ok();
   }));
-  for (OpenStream& stream : held) {
-    stream.context.TryCancel();
-    stream.End();
-  }
+  for (OpenStream& stream : held) stream.Cancel();
   EXPECT_EQ(server.Steps(head).open().micro_batches_size(), 1);
 }
 
@@ -453,8 +427,7 @@ TEST(Overload, ConnectionsOfAUnixSocketAreClientsOfTheirOwn) {
     const WireError error = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 2, {1}), Rows(1)).status);
     return error.reason == "IN_FLIGHT_BYTES_EXCEEDED" && error.message.find("kept for others") != std::string::npos;
   }));
-  holder.context.TryCancel();
-  holder.End();
+  holder.Cancel();
 }
 
 }  // namespace

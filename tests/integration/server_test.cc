@@ -150,20 +150,9 @@ TEST(Limits, OfAMessageAreGrpcs) {
   WireServer server(setup);
   const TestHead head = server.MakeHead("h", SmallSpec());
   const std::string before = server.Snapshot(head);
-  grpc::ClientContext context;
-  const auto stream = server.loss().ComputeLoss(&context);
-  v1::ComputeLossRequest request;
-  *request.mutable_header() = CrossEntropyHeader(head, 0, 0, {1});
-  stream->Write(request);
-  request.mutable_chunk()->set_role(v1::CHUNK_ROLE_HIDDEN);
-  request.mutable_chunk()->set_row_count(1);
-  request.mutable_chunk()->set_data(std::string(1 << 18, 'x'));
-  stream->Write(request);
-  stream->WritesDone();
-  v1::ComputeLossResponse response;
-  while (stream->Read(&response)) {
-  }
-  EXPECT_FALSE(stream->Finish().ok());
+  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1}), std::string(1 << 18, 'x'), 1);
+  call.stream->WritesDone();
+  EXPECT_FALSE(call.End().ok());
   EXPECT_EQ(server.Snapshot(head), before);
 }
 
@@ -372,15 +361,10 @@ TEST(Traces, OfMicroBatchesAreWrittenIfTheCallerRecordsThem) {
       *request.mutable_header() = CrossEntropyHeader(head, 0, micro_batch, std::vector<int32_t>(kRows, 1));
       if (is_explicit) request.mutable_header()->set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
       stream->Write(request);
-      request.mutable_chunk()->set_role(v1::CHUNK_ROLE_HIDDEN);
-      request.mutable_chunk()->set_row_count(kRows);
-      request.mutable_chunk()->set_data(Bytes(Random(kRows * 5, seed, 1)));
+      *request.mutable_chunk() = HiddenChunk(Bytes(Random(kRows * 5, seed, 1)), 0, kRows);
       stream->Write(request);
       stream->WritesDone();
-      v1::ComputeLossResponse response;
-      while (stream->Read(&response)) {
-      }
-      return stream->Finish();
+      return EndOf(*stream);
     };
     Require(compute(0, "01", false), "recorded");
     const std::string trace = AwaitTrace(folder, 1);
@@ -436,22 +420,19 @@ TEST(Server, TheLogOfAnAbandonedCallTellsWhetherItWasComputed) {
     WireServer server;
     const TestHead head = server.MakeHead("h", SmallSpec());
     const auto rows = [](int count) { return Bytes(Random(static_cast<size_t>(count) * 5, 5, 1)); };
-    const auto nothing_in_flight = [&] { return server.AwaitMetric("headwater_in_flight_bytes", 0); };
     OpenStream upload(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), rows(1), 1);
     EXPECT_TRUE(server.AwaitMetric("headwater_in_flight_bytes", 120));
-    upload.context.TryCancel();
-    upload.End();
-    EXPECT_TRUE(nothing_in_flight());
+    upload.Cancel();
+    EXPECT_TRUE(server.AwaitNothingInFlight());
     server.gate().Close();
     OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 1, {1, 2, 3}), rows(3), 3);
     call.stream->WritesDone();
     server.gate().AwaitWaiting();
     EXPECT_TRUE(server.AwaitMetric("headwater_abandoned_calls", 0));
-    call.context.TryCancel();
-    call.End();
+    call.Cancel();
     EXPECT_TRUE(server.AwaitMetric("headwater_abandoned_calls", 1));
     server.gate().Open();
-    EXPECT_TRUE(nothing_in_flight());
+    EXPECT_TRUE(server.AwaitNothingInFlight());
     EXPECT_TRUE(server.AwaitMetric("headwater_abandoned_calls", 0));
     EXPECT_EQ(server.Find(head, 1).state(), v1::CONTRIBUTION_STATE_COMMITTED);
   }

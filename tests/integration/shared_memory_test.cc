@@ -284,7 +284,7 @@ TEST_F(SharedRows, LeaveNothingBehind) {
     EXPECT_EQ(server_->Compute(header, "").status.ok(), micro_batch % 4 == 0);
   }
   EXPECT_EQ(SharedRegions(), "headwater_regions{kind=\"shared\"} 1");
-  EXPECT_TRUE(server_->AwaitMetric("headwater_in_flight_bytes", 0));
+  EXPECT_TRUE(server_->AwaitNothingInFlight());
   EXPECT_LE(OpenDescriptors(), before);
   EXPECT_EQ(ReasonOf(Unregister(session_, id)), "OK");
 }

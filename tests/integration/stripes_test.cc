@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "tests/integration/support/http2_client.h"
+#include "tests/integration/support/open_stream.h"
 #include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
@@ -29,12 +30,8 @@ constexpr int64_t kRowBytes = kColumns * 4;
 std::string Rows(int64_t row_count, uint32_t seed = 5) { return Bytes(Random(static_cast<size_t>(row_count * kColumns), seed, 1)); }
 
 v1::RowChunk Chunk(const std::string& rows, int64_t row_start, int64_t row_count) {
-  v1::RowChunk chunk;
-  chunk.set_role(v1::CHUNK_ROLE_HIDDEN);
-  chunk.set_row_start(row_start);
-  chunk.set_row_count(row_count);
-  chunk.set_data(rows.substr(static_cast<size_t>(row_start * kRowBytes), static_cast<size_t>(row_count * kRowBytes)));
-  return chunk;
+  return HiddenChunk(rows.substr(static_cast<size_t>(row_start * kRowBytes), static_cast<size_t>(row_count * kRowBytes)), row_start,
+                     row_count);
 }
 
 // The bytes of grad_hidden, from wherever its chunks come.
@@ -122,10 +119,6 @@ v1::MicroBatchHeader Striped(v1::MicroBatchHeader header, const std::string& id,
   return header;
 }
 
-bool NothingInFlight(const WireServer& server) {
-  return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0";
-}
-
 // Bytes of tensors that have come ("in") or been handed to streams ("out").
 int64_t TensorBytes(const WireServer& server, const std::string& direction) {
   const std::string name = absl::StrCat("headwater_bytes_total{direction=\"", direction, "\",transport=\"grpc\"}");
@@ -149,7 +142,7 @@ class Stripes : public ::testing::Test {
   }
   // Nothing of the failed attempt is left, and the next one is computed.
   void ExpectUnchangedAndServing(int64_t row_count) {
-    EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+    EXPECT_TRUE(server_->AwaitNothingInFlight());
     EXPECT_TRUE(server_->Snapshot(head_) == before_);
     v1::MicroBatchHeader header = CrossEntropyHeader(head_, 0, 0, std::vector<int32_t>(static_cast<size_t>(row_count), 1));
     header.set_attempt(1);
@@ -205,7 +198,7 @@ TEST_F(Stripes, CarryAnyRowsInEitherOrderOfArrival) {
       EXPECT_TRUE(server_->Gradient(head_) == gradient);
     }
   }
-  EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+  EXPECT_TRUE(server_->AwaitNothingInFlight());
 }
 
 TEST_F(Stripes, AreNotNeededWhenTheOthersBringEveryRow) {
@@ -263,7 +256,7 @@ TEST_P(BrokenStripe, EndsTheAttemptAndChangesNothing) {
   if (GetParam() == Moment::kHalfClosed) stripe->HalfClose();
   if (GetParam() == Moment::kComputing) server_->gate().AwaitWaiting();  // it has begun with the rows that are there
   if (stripe != nullptr) {
-    ASSERT_TRUE(Await([&] { return !NothingInFlight(*server_); }));
+    ASSERT_TRUE(server_->AwaitInFlight());
     stripe->Cancel();
     EXPECT_THAT(stripe->End().error_code(), AnyOf(grpc::StatusCode::CANCELLED, grpc::StatusCode::ABORTED));
   }
@@ -279,7 +272,7 @@ TEST_F(Stripes, ThePrimarysEndIsTheStripes) {
   Primary primary(*server_, Header(0, 4, Id('a'), 2));
   Stripe stripe(*server_, Id('a'), 1);
   stripe.Send(Chunk(Rows(4), 0, 2));
-  ASSERT_TRUE(Await([&] { return !NothingInFlight(*server_); }));
+  ASSERT_TRUE(server_->AwaitInFlight());
   primary.Cancel();
   EXPECT_EQ(primary.End().error_code(), grpc::StatusCode::CANCELLED);
   // CANCELLED if its rows come when the transfer has been broken by that: they are refused for the same reason.
@@ -315,14 +308,14 @@ TEST_F(Stripes, AChunkThatIsRefusedEndsTheTransfer) {
     Primary primary(*server_, Header(0, 4, id, 2));
     Stripe stripe(*server_, id, 1);
     ASSERT_TRUE(primary.Send(Chunk(rows, 0, 2)));
-    ASSERT_TRUE(Await([&] { return server_->MetricLine("headwater_in_flight_bytes") != "headwater_in_flight_bytes 0"; }));
+    ASSERT_TRUE(server_->AwaitInFlight());
     stripe.Send(row.chunk);
     const std::string by_stripe = ReasonOf(stripe.End());
     const std::string by_primary = ReasonOf(primary.End());
     // Whichever of the two brings the rows second is refused.
     EXPECT_EQ(by_primary, row.reason);
     EXPECT_THAT(by_stripe, AnyOf(row.reason, "STRIPE_LOST"));
-    EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+    EXPECT_TRUE(server_->AwaitNothingInFlight());
   }
   ExpectUnchangedAndServing(4);
 }
@@ -440,10 +433,7 @@ TEST_F(Stripes, AStripeThatTakesNothingIsCutOff) {
   constexpr int64_t kChunkRows = 1 << 13;
   Stripe stripe(*server_, Id('a'), 1);
   Primary primary(*server_, Striped(CrossEntropyHeader(head, 0, 0, std::vector<int32_t>(kRows, 1)), Id('a'), 2));
-  v1::RowChunk chunk;
-  chunk.set_role(v1::CHUNK_ROLE_HIDDEN);
-  chunk.set_row_count(kChunkRows);
-  chunk.set_data(std::string(kChunkRows * 256, '\0'));
+  v1::RowChunk chunk = HiddenChunk(std::string(kChunkRows * 256, '\0'), 0, kChunkRows);
   for (int64_t row = 0; row < kRows; row += kChunkRows) {
     chunk.set_row_start(row);
     ASSERT_TRUE(row / kChunkRows % 2 == 0 ? primary.Send(chunk) : stripe.Send(chunk));
@@ -461,7 +451,7 @@ TEST_F(Stripes, AStripeThatTakesNothingIsCutOff) {
   const WireError error = DecodeError(primary.End());
   EXPECT_EQ(error.reason, "STRIPE_LOST");
   EXPECT_THAT(error.message, HasSubstr("; it had been computed: GetStep tells whether its micro-batch is in"));
-  EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+  EXPECT_TRUE(server_->AwaitNothingInFlight());
   // It was committed before: the client finds it in the step.
   EXPECT_EQ(server_->Find(head, 0).state(), v1::CONTRIBUTION_STATE_COMMITTED);
 }
@@ -505,7 +495,7 @@ TEST_F(Stripes, AByteNowAndThenIsNotEnough) {
       cut = server_->MetricLine(ended) != ends_before;
     }
     EXPECT_TRUE(cut);
-    EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+    EXPECT_TRUE(server_->AwaitNothingInFlight());
   }
   ExpectUnchangedAndServing(3);
 }

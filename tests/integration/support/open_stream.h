@@ -1,4 +1,4 @@
-// A ComputeLoss stream that a test holds in its hands.
+// Streams that a test holds in its hands.
 #ifndef HEADWATER_TESTS_INTEGRATION_SUPPORT_OPEN_STREAM_H_
 #define HEADWATER_TESTS_INTEGRATION_SUPPORT_OPEN_STREAM_H_
 
@@ -12,7 +12,25 @@
 
 namespace headwater::testing {
 
-// Sends its header at once, and the first rows if there are any; open until half-closed, cancelled or answered.
+inline v1::RowChunk HiddenChunk(const std::string& rows, int64_t row_start, int64_t row_count) {
+  v1::RowChunk chunk;
+  chunk.set_role(v1::CHUNK_ROLE_HIDDEN);
+  chunk.set_row_start(row_start);
+  chunk.set_row_count(row_count);
+  chunk.set_data(rows);
+  return chunk;
+}
+
+// Reads all that comes.
+template <typename Request, typename Response>
+grpc::Status EndOf(grpc::ClientReaderWriter<Request, Response>& stream) {
+  Response response;
+  while (stream.Read(&response)) {
+  }
+  return stream.Finish();
+}
+
+// A ComputeLoss call. Sends its header at once, and the first rows if there are any; open until half-closed, cancelled or answered.
 struct OpenStream {
   grpc::ClientContext context;
   std::unique_ptr<grpc::ClientReaderWriter<v1::ComputeLossRequest, v1::ComputeLossResponse>> stream;
@@ -24,17 +42,18 @@ struct OpenStream {
     *request.mutable_header() = header;
     stream->Write(request);
     if (row_count == 0) return;
-    request.mutable_chunk()->set_role(v1::CHUNK_ROLE_HIDDEN);
-    request.mutable_chunk()->set_row_count(row_count);
-    request.mutable_chunk()->set_data(rows);
+    *request.mutable_chunk() = HiddenChunk(rows, 0, row_count);
     stream->Write(request);
   }
-  // Reads to the end.
-  grpc::Status End() {
-    v1::ComputeLossResponse response;
-    while (stream->Read(&response)) {
-    }
-    return stream->Finish();
+  bool Send(const v1::RowChunk& chunk) {
+    v1::ComputeLossRequest request;
+    *request.mutable_chunk() = chunk;
+    return stream->Write(request);
+  }
+  grpc::Status End() { return EndOf(*stream); }
+  grpc::Status Cancel() {
+    context.TryCancel();
+    return End();
   }
 };
 

@@ -130,15 +130,11 @@ grpc::Status WireServer::Upload(const v1::Head& head, v1::HeadTensor tensor, con
   grpc::ClientContext context;
   const auto stream = heads_->UploadWeights(&context);
   v1::UploadWeightsRequest request;
-  v1::UploadWeightsHeader* const header = request.mutable_header();
-  header->set_name(head.name());
-  header->set_epoch(head.epoch());
-  header->set_upload_id(absl::StrCat("upload-", static_cast<int>(tensor), "-", head.weight_version()));
-  header->set_tensor(tensor);
-  header->set_data_type(v1::DATA_TYPE_FLOAT32);
-  if (closes_step.has_value()) header->set_closes_step(*closes_step);
   const std::string bytes = Bytes(values);
-  header->set_total_bytes(static_cast<int64_t>(bytes.size()));
+  *request.mutable_header() = UploadHeader(head, absl::StrCat("upload-", static_cast<int>(tensor), "-", head.weight_version()),
+                                           static_cast<int64_t>(bytes.size()));
+  request.mutable_header()->set_tensor(tensor);
+  if (closes_step.has_value()) request.mutable_header()->set_closes_step(*closes_step);
   v1::UploadWeightsResponse response;
   if (!stream->Write(request) || !stream->Read(&response)) return stream->Finish();
   for (int64_t offset = response.resume_offset_bytes(); offset < static_cast<int64_t>(bytes.size()); offset += kChunkBytes) {
@@ -332,6 +328,10 @@ bool WireServer::AwaitMetric(const std::string& name, int64_t value) const {
   return Await([&] { return MetricLine(name) == absl::StrCat(name, " ", value); });
 }
 
+bool WireServer::AwaitInFlight() const {
+  return Await([&] { return MetricLine("headwater_in_flight_bytes") != "headwater_in_flight_bytes 0"; });
+}
+
 v1::GetStepResponse WireServer::Steps(const TestHead& head) {
   v1::GetStepRequest request;
   *request.mutable_head() = At(head, 0);
@@ -440,6 +440,17 @@ v1::Tensor FloatTensor(const std::vector<float>& values) {
   tensor.add_shape(static_cast<int64_t>(values.size()));
   tensor.set_data(Bytes(values));
   return tensor;
+}
+
+v1::UploadWeightsHeader UploadHeader(const v1::Head& head, const std::string& id, int64_t total_bytes) {
+  v1::UploadWeightsHeader header;
+  header.set_name(head.name());
+  header.set_epoch(head.epoch());
+  header.set_upload_id(id);
+  header.set_tensor(v1::HEAD_TENSOR_WEIGHT);
+  header.set_data_type(v1::DATA_TYPE_FLOAT32);
+  header.set_total_bytes(total_bytes);
+  return header;
 }
 
 v1::MicroBatchHeader CrossEntropyHeader(const TestHead& head, int64_t step, int64_t micro_batch,

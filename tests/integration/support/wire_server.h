@@ -155,6 +155,9 @@ class WireServer {
   std::string MetricLine(const std::string& name) const;
   // Waits until the metric has the value; false if it does not within 20 s.
   bool AwaitMetric(const std::string& name, int64_t value) const;
+  // Wait until calls hold bytes, or none; false if that does not come within 20 s.
+  bool AwaitInFlight() const;
+  bool AwaitNothingInFlight() const { return AwaitMetric("headwater_in_flight_bytes", 0); }
 
   // Everything that a client can see of a head: description, steps, accumulator, weights.
   std::string Snapshot(const TestHead& head, int64_t step = 0);
@@ -184,6 +187,8 @@ std::string Bytes(const std::vector<float>& values);
 std::vector<float> Floats(const std::string& bytes);
 v1::Tensor Int32Tensor(const std::vector<int32_t>& values);
 v1::Tensor FloatTensor(const std::vector<float>& values);
+// Of a head's fp32 weight; its default size is SmallSpec()'s.
+v1::UploadWeightsHeader UploadHeader(const v1::Head& head, const std::string& id, int64_t total_bytes = 13 * 5 * 4);
 // FORWARD_BACKWARD cross entropy of fp32 rows with these targets.
 v1::MicroBatchHeader CrossEntropyHeader(const TestHead& head, int64_t step, int64_t micro_batch,
                                         const std::vector<int32_t>& targets);
