@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import grpc
 import numpy as np
-from headwater.v1 import head_service_pb2, loss_service_pb2, session_service_pb2
+from headwater.v1 import head_service_pb2, session_service_pb2
 from scripted_server import CUT, Failure, ScriptedServer, a_head
 
 OPEN_STEP = 5
@@ -298,7 +298,7 @@ class ProtocolServer(ScriptedServer):
 
     def _CloseSession(self, request):
         self.open_sessions.discard(request.session_id)
-        return super()._CloseSession(request)
+        return session_service_pb2.CloseSessionResponse()
 
     def _GetHead(self, request, context):
         if self.head(request.name).deleted:
@@ -325,12 +325,3 @@ class ProtocolServer(ScriptedServer):
 
     def _DeleteCheckpoint(self, _):
         return head_service_pb2.DeleteCheckpointResponse(deleted=True)
-
-    def _GetStep(self, _):
-        return head_service_pb2.GetStepResponse()
-
-    def _GetGradientNorm(self, _):
-        return head_service_pb2.GetGradientNormResponse()
-
-    def _StreamTeacher(self, _):
-        return loss_service_pb2.StreamTeacherResponse()

@@ -53,7 +53,17 @@ class Failure:
 
 
 CUT = Failure(grpc.StatusCode.UNAVAILABLE)
-DRAINING = Failure(grpc.StatusCode.UNAVAILABLE, "DRAINING")
+EMPTY = {  # answers without content
+    "CloseSession": session_service_pb2.CloseSessionResponse,
+    "ListHeads": head_service_pb2.ListHeadsResponse,
+    "DeleteHead": head_service_pb2.DeleteHeadResponse,
+    "SealStep": head_service_pb2.SealStepResponse,
+    "AddGradient": head_service_pb2.AddGradientResponse,
+    "GetStep": head_service_pb2.GetStepResponse,
+    "GetGradientNorm": head_service_pb2.GetGradientNormResponse,
+    "CommitMicroBatch": loss_service_pb2.CommitMicroBatchResponse,
+    "StreamTeacher": loss_service_pb2.StreamTeacherResponse,
+}
 
 
 def a_head(name="tenants/default/heads/scripted"):
@@ -68,14 +78,14 @@ def a_head(name="tenants/default/heads/scripted"):
     )
 
 
-def _zeros(shape, chunk_of):
+def _zeros(shape):
     data = np.zeros(shape, np.float32)
     yield head_service_pb2.DownloadTensorResponse(
         header=head_service_pb2.DownloadTensorHeader(
             data_type=tensor_pb2.DATA_TYPE_FLOAT32, shape=shape, total_bytes=data.nbytes, weight_version=1
         )
     )
-    yield head_service_pb2.DownloadTensorResponse(chunk=chunk_of(offset_bytes=0, data=data.tobytes()))
+    yield head_service_pb2.DownloadTensorResponse(chunk=head_service_pb2.ByteChunk(offset_bytes=0, data=data.tobytes()))
 
 
 class ScriptedServer:
@@ -128,8 +138,8 @@ class ScriptedServer:
         return type("Servicer", (base,), methods)()
 
     def _handler(self, name):
-        answer = getattr(self, f"_{name}", None)
-        wants_context = answer is not None and "context" in inspect.signature(answer).parameters
+        answer = getattr(self, f"_{name}", None) or (lambda _: EMPTY[name]())
+        wants_context = "context" in inspect.signature(answer).parameters
         streams_answer = name in ("ComputeLoss", "UploadWeights", "DownloadGradient", "DownloadWeights")
 
         def begin(request, context):
@@ -183,29 +193,13 @@ class ScriptedServer:
             return self.calls["OpenSession"][-1].lease
         return duration_pb2.Duration(seconds=int(self.lease_s))
 
-    def _CloseSession(self, _):
-        return session_service_pb2.CloseSessionResponse()
-
     def _GetHead(self, request):
         return self.head_message(request.name)
 
-    def _ListHeads(self, _):
-        return head_service_pb2.ListHeadsResponse()
-
-    def _TakeHead(self, request):
-        return self.head_message(request.name)
+    _TakeHead = _RestoreCheckpoint = _GetHead
 
     def _CreateHead(self, request):
         return head_service_pb2.CreateHeadResponse(head=self.head_message(request.name), created=True)
-
-    def _DeleteHead(self, _):
-        return head_service_pb2.DeleteHeadResponse()
-
-    def _RestoreCheckpoint(self, request):
-        return self.head_message(request.name)
-
-    def _SealStep(self, _):
-        return head_service_pb2.SealStepResponse()
 
     def _ApplyOptimizerStep(self, request):
         return head_service_pb2.ApplyOptimizerStepResponse(open_step=request.head.step + 1, clip_factor=1)
@@ -213,20 +207,13 @@ class ScriptedServer:
     def _DiscardGradient(self, request):
         return head_service_pb2.DiscardGradientResponse(open_step=request.head.step + 1)
 
-    def _AddGradient(self, _):
-        return head_service_pb2.AddGradientResponse()
-
-    def _CommitMicroBatch(self, _):
-        return loss_service_pb2.CommitMicroBatchResponse()
-
     def _DiscardMicroBatch(self, _):
         return loss_service_pb2.DiscardMicroBatchResponse(dropped=True)
 
     def _DownloadGradient(self, _):
-        yield from _zeros((VOCAB_SIZE, HIDDEN_SIZE), head_service_pb2.ByteChunk)
+        yield from _zeros((VOCAB_SIZE, HIDDEN_SIZE))
 
-    def _DownloadWeights(self, _):
-        yield from _zeros((VOCAB_SIZE, HIDDEN_SIZE), head_service_pb2.ByteChunk)
+    _DownloadWeights = _DownloadGradient
 
     def _ComputeLoss(self, messages):
         header = messages[0].header

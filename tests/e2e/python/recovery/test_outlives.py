@@ -85,6 +85,11 @@ class Program:
         self.process.terminate()
         assert self.process.wait(START_TIMEOUT_S) == 0
 
+    def goes_on(self) -> None:
+        self.makes_log()
+        self.trains()
+        self.drains()
+
 
 @contextlib.contextmanager
 def running(*flags: str, **output):
@@ -111,18 +116,14 @@ def test_a_reader_that_goes(stream):
     with small_pipe() as (reader, writer), running(**{stream: writer}) as program:
         writer.close()
         reader.close()
-        program.makes_log()
-        program.trains()
-        program.drains()
+        program.goes_on()
 
 
 def test_both_readers_gone_before_the_start():
     with small_pipe() as (reader, writer):
         reader.close()
         with running(stdout=writer, stderr=writer) as program:
-            program.makes_log()
-            program.trains()
-            program.drains()
+            program.goes_on()
 
 
 def test_a_reader_that_stops_and_comes_back():
@@ -144,17 +145,13 @@ def test_a_reader_that_stops_and_comes_back():
 
 def test_a_reader_that_stops_for_good():
     with small_pipe() as (_, writer), running(stdout=writer, stderr=writer) as program:
-        program.makes_log()
-        program.trains()
-        program.drains()
+        program.goes_on()
 
 
 @pytest.mark.parametrize("stream", ["stderr", "stdout"])
 def test_a_full_disk(stream):
     with open("/dev/full", "wb") as full, running(**{stream: full}) as program:
-        program.makes_log()
-        program.trains()
-        program.drains()
+        program.goes_on()
 
 
 def test_a_log_at_the_limit_of_a_file(tmp_path):
@@ -162,9 +159,7 @@ def test_a_log_at_the_limit_of_a_file(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
 
     with (tmp_path / "log").open("wb") as log, running(stderr=log, preexec_fn=limit) as program:
-        program.makes_log()
-        program.trains()
-        program.drains()
+        program.goes_on()
     assert (tmp_path / "log").stat().st_size == 1024
 
 
@@ -177,9 +172,7 @@ def test_closed_output():
         # No file or connection has their numbers, so that no line of the log gets into one.
         for descriptor in (0, 1, 2):
             assert os.readlink(f"/proc/{program.process.pid}/fd/{descriptor}") == "/dev/null"
-        program.makes_log()
-        program.trains()
-        program.drains()
+        program.goes_on()
 
 
 def test_signals_that_mean_nothing(tmp_path):
