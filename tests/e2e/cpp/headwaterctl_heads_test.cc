@@ -21,10 +21,7 @@ namespace {
 using nlohmann::json;
 
 TEST_F(Headwaterctl, CheckpointsAreListedAndRestored) {
-  const std::vector<std::string> sizes = {absl::StrCat("--vocab_size=", kVocabSize), absl::StrCat("--hidden_size=", kHiddenSize),
-                                          "--trainable"};
-  std::vector<std::string> create = {"create", "student"};
-  create.insert(create.end(), sizes.begin(), sizes.end());
+  const Arguments create = Joined({"create", "student", "--trainable"}, sizes_);
   ExpectOutput(create, 0, {"created tenants/default/heads/student: [101, 12] float32"});
   EXPECT_EQ(RunJson({"heads"})["heads"][0]["state"], "loading");
   client::Client client = server_.Connect();
@@ -49,8 +46,8 @@ TEST_F(Headwaterctl, CheckpointsAreListedAndRestored) {
   EXPECT_TRUE(absl::StrContains(Run({"checkpoints", "student"}).out, "CHECKPOINT")) << listed;
 
   ExpectOutput({"restore", "student", "first"}, 0, {"restored tenants/default/heads/student from first: step 0 is open and empty"});
-  const client::TensorBuffer weight = Value(Value(client.OpenHead("student")).DownloadWeights());
-  EXPECT_EQ(std::memcmp(weight.data(), weight_.data(), weight_.size() * 4), 0);
+  client::Head restored = Value(client.OpenHead("student"));
+  ExpectWeight(restored);
   const json missing = RunJson({"restore", "student", "third"}, 1)["error"];
   EXPECT_EQ(missing["reason"], "CHECKPOINT_NOT_FOUND");
   EXPECT_TRUE(absl::StrContains(missing["hint"].get<std::string>(), "headwaterctl checkpoints"));
@@ -63,9 +60,7 @@ TEST_F(Headwaterctl, CheckpointsAreListedAndRestored) {
 
 TEST_F(Headwaterctl, AStepIsShownAndDiscarded) {
   client::Client client = server_.Connect();
-  client::HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true};
-  client::Head head = Value(client.CreateHead("student", spec));
-  Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight_)));
+  client::Head head = MakeHead(client, "student", trained_);
   const std::vector<float> row(kHiddenSize, 0.25F);
   client::RowsView rows = {.data = row.data(), .data_type = client::DataType::kFloat32, .row_count = 1, .hidden_size = kHiddenSize};
   Value(head.AddGradient(0, 7, rows));
@@ -83,13 +78,10 @@ TEST_F(Headwaterctl, AStepIsShownAndDiscarded) {
   const json other = RunJson({"discard", "student", "--step=3"}, 1)["error"];
   EXPECT_EQ(other["reason"], "STEP_MISMATCH");
   EXPECT_TRUE(absl::StrContains(other["hint"].get<std::string>(), "headwaterctl step"));
-  const ProgramResult discarded = Run({"discard", "student"});
-  EXPECT_EQ(discarded.exit_code, 0) << discarded.err;
-  EXPECT_EQ(discarded.out, "discarded step 0 of tenants/default/heads/student: step 1 is open and empty\n");
+  EXPECT_EQ(OutputOf({"discard", "student"}), "discarded step 0 of tenants/default/heads/student: step 1 is open and empty\n");
   EXPECT_EQ(RunJson({"step", "student"})["last_closed"]["state"], "discarded");
   EXPECT_EQ(RunJson({"step", "student"})["open"]["micro_batches"].size(), 0u);
-  spec.trainable = false;
-  ASSERT_TRUE(client.CreateHead("teacher", spec).ok());
+  ASSERT_TRUE(client.CreateHead("teacher", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize}).ok());
   for (const char* command : {"step", "discard"}) {
     EXPECT_EQ(RunJson({command, "teacher"}, 1)["error"]["reason"], "HEAD_NOT_TRAINABLE") << command;
   }
@@ -97,10 +89,8 @@ TEST_F(Headwaterctl, AStepIsShownAndDiscarded) {
 
 TEST_F(Headwaterctl, ExportsAHeadThatItLoadsAgain) {
   client::Client client = server_.Connect();
-  client::HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .has_bias = true};
-  client::Head head = Value(client.CreateHead("student", spec));
+  client::Head head = MakeHead(client, "student", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .has_bias = true});
   const std::vector<float> bias = RandomFloats(3, kVocabSize, 0.5F);
-  Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight_)));
   Value(head.UploadWeights(client::HeadTensor::kBias, client::TensorView::Float32(bias)));
   TemporaryDirectory directory;
   const std::string path = directory.path() + "/lm_head.safetensors";
@@ -108,9 +98,8 @@ TEST_F(Headwaterctl, ExportsAHeadThatItLoadsAgain) {
   EXPECT_EQ(exported["tensors"], json({"lm_head.weight", "lm_head.bias"}));
   ASSERT_EQ(Run({"load", "copy", path, "--from_file", "--create"}).exit_code, 0);
   client::Head copy = Value(client.OpenHead("copy"));
-  const client::TensorBuffer weight = Value(copy.DownloadWeights());
+  ExpectWeight(copy);
   const client::TensorBuffer copied = Value(copy.DownloadWeights(client::HeadTensor::kBias));
-  EXPECT_EQ(std::memcmp(weight.data(), weight_.data(), weight_.size() * 4), 0);
   EXPECT_EQ(std::memcmp(copied.data(), bias.data(), bias.size() * 4), 0);
 
   WriteFile(path, "precious");
@@ -165,17 +154,13 @@ TEST_F(Headwaterctl, AConfigDescribesTheHead) {
 }
 
 TEST_F(Headwaterctl, ACreationThatFailsLeavesNothing) {
-  const std::vector<std::string> sizes = {absl::StrCat("--vocab_size=", kVocabSize), absl::StrCat("--hidden_size=", kHiddenSize)};
-  std::vector<std::string> load = {"load", "teacher", "nowhere.safetensors", "--create"};
-  load.insert(load.end(), sizes.begin(), sizes.end());
+  const Arguments load = Joined({"load", "teacher", "nowhere.safetensors", "--create"}, sizes_);
   const json error = RunJson(load, 1)["error"];
   EXPECT_EQ(error["reason"], "WEIGHTS_NOT_FOUND");
   EXPECT_TRUE(absl::StrContains(error["message"].get<std::string>(), "; the head that was made for it is deleted again")) << error;
   EXPECT_EQ(RunJson({"heads"})["heads"].size(), 0u);
   // A head that was there stays.
-  std::vector<std::string> create = {"create", "teacher"};
-  create.insert(create.end(), sizes.begin(), sizes.end());
-  ASSERT_EQ(Run(create).exit_code, 0);
+  ASSERT_EQ(Run(Joined({"create", "teacher"}, sizes_)).exit_code, 0);
   EXPECT_EQ(RunJson({"load", "teacher", "nowhere.safetensors"}, 1)["error"]["reason"], "WEIGHTS_NOT_FOUND");
   EXPECT_EQ(RunJson(load, 1)["error"]["reason"], "HEAD_ALREADY_EXISTS");
   EXPECT_EQ(RunJson({"heads"})["heads"].size(), 1u);
@@ -186,19 +171,13 @@ TEST_F(Headwaterctl, VerifiesAHeadAgainstAModelsConfig) {
   TemporaryDirectory directory;
   const std::string folder = directory.path(), config = folder + "/config.json";
   const std::string llama = R"({"model_type": "llama", "vocab_size": 100, "hidden_size": 12, "torch_dtype": "bfloat16")";
-  const std::vector<std::string> create = {"load", "teacher", folder + "/model.safetensors", "--from-file", "--create"};
   WriteFile(folder + "/model.safetensors", SafetensorsBytes("lm_head.weight", {kVocabSize, kHiddenSize}, weight_));
-  std::vector<std::string> padded = create;
-  padded.push_back("--valid_vocab_size=100");
-  ASSERT_EQ(Run(padded).exit_code, 0);
+  ExpectOutput({"load", "teacher", folder + "/model.safetensors", "--from-file", "--create", "--valid_vocab_size=100"}, 0, {});
 
   WriteFile(config, llama + "}");
   for (const std::string& path : {folder, config}) {
-    const ProgramResult same = Run({"verify", "teacher", path});
-    EXPECT_EQ(same.exit_code, 0) << same.out << same.err;
-    EXPECT_TRUE(absl::StrContains(same.out, "teacher fits the config of ")) << same.out;
-    EXPECT_TRUE(absl::StrContains(same.out, path == folder ? "its weight is lm_head.weight" : "weights are not compared"))
-        << same.out;
+    const char* const compared = path == folder ? "its weight is lm_head.weight" : "weights are not compared";
+    ExpectOutput({"verify", "teacher", path}, 0, {"teacher fits the config of ", compared});
     EXPECT_EQ(RunJson({"verify", "teacher", path})["checks"][5]["verdict"], "same");
   }
   // Another checkpoint of the same sizes.
@@ -274,13 +253,13 @@ TEST_F(Headwaterctl, VerifyDoesNotTrustANestedConfigThatItsWrapperMayIgnore) {
 TEST_F(Headwaterctl, VerifyKnowsHowModelsScaleTheirLogits) {
   TemporaryDirectory directory;
   const std::string config = directory.path() + "/config.json";
-  const auto is_same = [&](const std::string& name, const std::string& keys) {
+  const auto verify = [&](const std::string& name, const std::string& keys, int exit_code) {
     WriteFile(config, R"({"vocab_size": 101, "hidden_size": 12, "dtype": "float16", )" + keys + "}");
-    return RunJson({"verify", name, config}, 0)["same"] == true;
+    return RunJson({"verify", name, config}, exit_code);
   };
+  const auto is_same = [&](const std::string& name, const std::string& keys) { return verify(name, keys, 0)["same"] == true; };
   const auto differs = [&](const std::string& name, const std::string& keys) {
-    WriteFile(config, R"({"vocab_size": 101, "hidden_size": 12, "dtype": "float16", )" + keys + "}");
-    return RunJson({"verify", name, config}, 1)["verdict"] == "differs";
+    return verify(name, keys, 1)["verdict"] == "differs";
   };
   client::Client client = server_.Connect();
   client::HeadSpec spec = {.vocab_size = kVocabSize,

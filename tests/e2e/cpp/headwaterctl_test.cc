@@ -30,11 +30,8 @@ std::string MetricsFlag(const ServerProcess& server) {
 }
 
 TEST_F(Headwaterctl, HealthTellsByExitCode) {
-  EXPECT_EQ(Run({"health"}).out, "SERVING\n");
-  EXPECT_EQ(Run({"health"}).exit_code, 0);
-  const ProgramResult unknown = Run({"health", "headwater.v1.Nonsense"});
-  EXPECT_EQ(unknown.exit_code, 1);
-  EXPECT_EQ(unknown.out, "SERVICE_UNKNOWN\n");
+  EXPECT_EQ(OutputOf({"health"}), "SERVING\n");
+  EXPECT_EQ(OutputOf({"health", "headwater.v1.Nonsense"}, 1), "SERVICE_UNKNOWN\n");
   EXPECT_EQ(RunJson({"health"})["status"], "SERVING");
   server_.process().Signal(SIGKILL);
   server_.process().Wait();
@@ -42,11 +39,7 @@ TEST_F(Headwaterctl, HealthTellsByExitCode) {
 }
 
 TEST_F(Headwaterctl, InfoPrintsTheServer) {
-  const ProgramResult text = Run({"info"});
-  EXPECT_EQ(text.exit_code, 0) << text.err;
-  for (const char* word : {"version", "engine", "cpu", "LIMIT", "max_message_bytes", "MiB", "features"}) {
-    EXPECT_TRUE(absl::StrContains(text.out, word)) << word << "\n" << text.out;
-  }
+  ExpectOutput({"info"}, 0, {"version", "engine", "cpu", "LIMIT", "max_message_bytes", "MiB", "features"});
   const json document = RunJson({"info"});
   EXPECT_EQ(document["engine"], "cpu");
   EXPECT_GT(document["limits"]["max_heads"], 0);
@@ -63,9 +56,8 @@ TEST(HeadwaterctlAlone, TopTellsHeadsThatItMayNotListFromNone) {
   const std::string token = directory.path() + "/operator.token";
   WriteFile(token, "secret\n");
   const ServerProcess server({"--token_file=" + tokens, "--metrics_address=127.0.0.1:0"});
-  const std::vector<std::string> command = {
-      HEADWATERCTL, "--server=" + server.target(), MetricsFlag(server), "top", "--once", "--json", "--interval=100ms"};
-  const ProgramResult refused = RunProgram(command);
+  const Arguments command = {MetricsFlag(server), "top", "--once", "--json", "--interval=100ms"};
+  const ProgramResult refused = RunOn(server, command);
   EXPECT_EQ(refused.exit_code, 0) << refused.err;
   json unknown = json::parse(refused.out, nullptr, false);
   ASSERT_TRUE(unknown.is_object()) << refused.out;
@@ -75,9 +67,7 @@ TEST(HeadwaterctlAlone, TopTellsHeadsThatItMayNotListFromNone) {
   EXPECT_EQ(unknown["heads_error"]["code"], "UNAUTHENTICATED") << unknown;
   for (const char* key : {"reason", "message", "metadata", "hint"}) EXPECT_TRUE(unknown["heads_error"].contains(key)) << key;
 
-  std::vector<std::string> allowed = command;
-  allowed.push_back("--token_file=" + token);
-  const ProgramResult listed = RunProgram(allowed);
+  const ProgramResult listed = RunOn(server, Joined(command, {"--token_file=" + token}));
   EXPECT_EQ(listed.exit_code, 0) << listed.err;
   json none = json::parse(listed.out, nullptr, false);
   ASSERT_TRUE(none.is_object()) << listed.out;
@@ -88,32 +78,27 @@ TEST(HeadwaterctlAlone, TopTellsHeadsThatItMayNotListFromNone) {
 // A script that has an empty file and a 0 would take it for the answer.
 TEST_F(Headwaterctl, LostOutputIsAFailure) {
   const std::string server = "--server=" + server_.target();
-  const auto run = [&](std::vector<std::string> arguments) {
-    arguments.insert(arguments.begin(), {"/bin/sh", "-c", "exec \"$0\" \"$@\" >/dev/full", HEADWATERCTL, server});
-    return RunProgram(arguments);
+  const auto run = [&](const Arguments& arguments) {
+    return RunProgram(Joined({"/bin/sh", "-c", "exec \"$0\" \"$@\" >/dev/full", HEADWATERCTL, server}, arguments));
   };
-  for (const std::vector<std::string>& arguments :
-       std::vector<std::vector<std::string>>{{"heads"}, {"--json", "info"}, {"info"}, {"help"}, {"--version"}, {"help", "plan"}}) {
-    const ProgramResult lost = run(arguments);
-    EXPECT_EQ(lost.exit_code, 1) << arguments.back();
-    EXPECT_TRUE(absl::StrContains(lost.err, "the output could not be written: No space left on device")) << lost.err;
+  for (const Arguments& arguments :
+       std::vector<Arguments>{{"heads"}, {"--json", "info"}, {"info"}, {"help"}, {"--version"}, {"help", "plan"}}) {
+    SCOPED_TRACE(arguments.back());
+    Expect(run(arguments), 1, &ProgramResult::err, {"the output could not be written: No space left on device"});
   }
   // What has failed anyway ends as it would have.
   EXPECT_EQ(run({"nonsense", "--json"}).exit_code, 2);
-  const ProgramResult failed = run({"take", "nobody", "--json"});
-  EXPECT_EQ(failed.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(failed.err, "HEAD_NOT_FOUND")) << failed.err;
-  EXPECT_TRUE(absl::StrContains(failed.err, "the output could not be written")) << failed.err;
+  Expect(run({"take", "nobody", "--json"}), 1, &ProgramResult::err, {"HEAD_NOT_FOUND", "the output could not be written"});
 }
 
 // Looks follow each other without end, but not where nobody gets them.
 TEST(HeadwaterctlAlone, TopEndsWhenItsOutputIsLost) {
   const ServerProcess server({"--metrics_address=127.0.0.1:0"});
   for (const char* form : {"--nojson", "--json"}) {
+    SCOPED_TRACE(form);
     const ProgramResult lost = RunProgram({"/bin/sh", "-c", "exec timeout 30 \"$0\" \"$@\" >/dev/full", HEADWATERCTL,
                                            "--server=" + server.target(), MetricsFlag(server), "top", "--interval=100ms", form});
-    EXPECT_EQ(lost.exit_code, 1) << form << lost.err;
-    EXPECT_TRUE(absl::StrContains(lost.err, "the output could not be written")) << form << lost.err;
+    Expect(lost, 1, &ProgramResult::err, {"the output could not be written"});
   }
 }
 
@@ -124,17 +109,15 @@ TEST(HeadwaterctlAlone, TellsItsVersion) {
 }
 
 TEST_F(Headwaterctl, PlanAddsUpAndMakesNothing) {
-  const std::vector<std::string> flags = {"plan",        "--vocab_size=50257", "--hidden_size=1000", "--data_type=bfloat16",
-                                          "--trainable", "--optimizer=adamw",  "--staging_slots",    "2"};
+  const Arguments flags = {"plan",        "--vocab_size=50257", "--hidden_size=1000", "--data_type=bfloat16",
+                           "--trainable", "--optimizer=adamw",  "--staging_slots",    "2"};
   const json plan = RunJson(flags)["memory_plan"];
   int64_t sum = 0;
   for (const json& item : plan["items"]) sum += item["bytes"].get<int64_t>();
   EXPECT_EQ(plan["total_bytes"], sum);
   // bf16 weight, fp32 gradient, fp32 master and two moments: at least 18 bytes an element, before the staging slots.
   EXPECT_GE(sum, int64_t{50257} * 1000 * (18 + 2 * 4));
-  const ProgramResult text = Run(flags);
-  EXPECT_TRUE(absl::StrContains(text.out, "optimizer_state")) << text.out;
-  EXPECT_TRUE(absl::StrContains(text.out, "the head fits")) << text.out;
+  ExpectOutput(flags, 0, {"optimizer_state", "the head fits"});
   EXPECT_EQ(RunJson({"heads"})["heads"].size(), 0u);
   const ProgramResult huge = Run({"plan", "--vocab_size=1000000", "--hidden_size=65536", "--data_type=float32"});
   EXPECT_EQ(huge.exit_code, 1) << huge.out;
@@ -142,13 +125,9 @@ TEST_F(Headwaterctl, PlanAddsUpAndMakesNothing) {
 
 // Of a server of one rank: what each of several like it would hold.
 TEST_F(Headwaterctl, PlansTheLargestOfSeveralRanks) {
-  const std::vector<std::string> head = {"plan",        "--vocab_size=1003", "--hidden_size=64", "--data_type=bfloat16",
-                                         "--trainable", "--optimizer=adamw"};
-  const auto with = [&](const std::string& flag) {
-    std::vector<std::string> flags = head;
-    flags.push_back(flag);
-    return flags;
-  };
+  const Arguments head = {"plan",        "--vocab_size=1003", "--hidden_size=64", "--data_type=bfloat16",
+                          "--trainable", "--optimizer=adamw"};
+  const auto with = [&](const std::string& flag) { return Joined(head, {flag}); };
   const json plan = RunJson(with("--ranks=4"));
   EXPECT_EQ(plan["ranks"], 4);
   EXPECT_EQ(plan["rows_per_rank"], 251);
@@ -164,15 +143,11 @@ TEST_F(Headwaterctl, PlansTheLargestOfSeveralRanks) {
   EXPECT_EQ(bytes(plan["memory_plan"], "weight"), 1003 * 64 * 2);
   const json info = RunJson({"info"});
   EXPECT_EQ(plan["rank_plan"]["available_bytes"], info["devices"][0]["memory_budget_bytes"]);
-  const ProgramResult text = Run(with("--ranks=4"));
-  EXPECT_TRUE(absl::StrContains(text.out, "each of 4 ranks holds at most 251 rows of the vocabulary:")) << text.out;
-  EXPECT_TRUE(absl::StrContains(text.out, "the head fits")) << text.out;
+  ExpectOutput(with("--ranks=4"), 0, {"each of 4 ranks holds at most 251 rows of the vocabulary:", "the head fits"});
   // One rank is the server itself, but for what other heads take.
   EXPECT_EQ(RunJson(with("--ranks=1"))["rank_plan"]["items"], RunJson(head)["memory_plan"]["items"]);
   // By rows each holds all weights, and a shard of the optimizer's state.
-  std::vector<std::string> by_rows = with("--ranks=4");
-  by_rows.push_back("--parallelism=rows");
-  const json rows_plan = RunJson(by_rows);
+  const json rows_plan = RunJson(Joined(head, {"--ranks=4", "--parallelism=rows"}));
   const json& rank = rows_plan["rank_plan"];
   int64_t rank_sum = 0;
   for (const json& item : rank["items"]) rank_sum += item["bytes"].get<int64_t>();
@@ -192,11 +167,9 @@ TEST_F(Headwaterctl, PlansTheLargestOfSeveralRanks) {
 TEST_F(Headwaterctl, PlansALossInEachWay) {
   TemporaryDirectory directory;
   const std::string config = directory.path() + "/config.json";
-  const auto plan = [&](const std::string& text, const std::vector<std::string>& flags = {}, int exit_code = 0) {
+  const auto plan = [&](const std::string& text, const Arguments& flags = {}) {
     WriteFile(config, text);
-    std::vector<std::string> arguments = {"plan", "--model=" + config, "--tokens=16384"};
-    arguments.insert(arguments.end(), flags.begin(), flags.end());
-    return RunJson(arguments, exit_code);
+    return RunJson(Joined({"plan", "--model=" + config, "--tokens=16384"}, flags));
   };
   const std::string sizes = R"({"model_type": "llama", "vocab_size": 50304, "hidden_size": 2048)";
   const std::string llama = sizes + R"(, "torch_dtype": "bfloat16"})";
@@ -239,12 +212,8 @@ TEST_F(Headwaterctl, PlansALossInEachWay) {
   // A chunk has at most all tokens.
   EXPECT_EQ(plan(R"({"vocab_size": 100, "hidden_size": 2048, "dtype": "float32"})")["loss"]["fused_chunk_rows"], 16384);
 
-  const ProgramResult text = Run({"plan", "--model", config, "--tokens=16777216", "--gpu_gib=1"});
-  EXPECT_EQ(text.exit_code, 0) << text.err;
-  for (const char* words :
-       {"the head fits", "HEADWATER, SECOND GPU", "each GPU has 1.0 GiB", "does not fit", "of the cpu engine"}) {
-    EXPECT_TRUE(absl::StrContains(text.out, words)) << words << "\n" << text.out;
-  }
+  ExpectOutput({"plan", "--model", config, "--tokens=16777216", "--gpu_gib=1"}, 0,
+               {"the head fits", "HEADWATER, SECOND GPU", "each GPU has 1.0 GiB", "does not fit", "of the cpu engine"});
 }
 
 TEST_F(Headwaterctl, PlanSaysWhatIsWrongWithAModel) {
@@ -266,35 +235,26 @@ TEST_F(Headwaterctl, PlanSaysWhatIsWrongWithAModel) {
   EXPECT_EQ(unclear.exit_code, 1);
   EXPECT_TRUE(absl::StrContains(unclear.err, config + "2 is not there")) << unclear.err;
   EXPECT_FALSE(absl::StrContains(unclear.err, "beside the weights")) << unclear.err;
-  for (const std::vector<std::string>& flags :
-       std::vector<std::vector<std::string>>{{"--model=" + config},
-                                             {"--model=" + config, "--tokens=0"},
-                                             {"--model=" + config, "--tokens=16777217"},
-                                             {"--model=" + config, "--tokens=8", "--gpu_gib=0"},
-                                             {"--model=" + config, "--tokens=8", "--config=" + config},
-                                             {"--model=" + config, "--tokens=8", "--ranks=2"},
-                                             {"--config=" + config, "--tokens=8"}}) {
-    std::vector<std::string> arguments = {"plan"};
-    arguments.insert(arguments.end(), flags.begin(), flags.end());
-    const ProgramResult result = Run(arguments);
-    EXPECT_EQ(result.exit_code, 2) << flags.back() << result.err;
+  for (const Arguments& flags : std::vector<Arguments>{{"--model=" + config},
+                                                       {"--model=" + config, "--tokens=0"},
+                                                       {"--model=" + config, "--tokens=16777217"},
+                                                       {"--model=" + config, "--tokens=8", "--gpu_gib=0"},
+                                                       {"--model=" + config, "--tokens=8", "--config=" + config},
+                                                       {"--model=" + config, "--tokens=8", "--ranks=2"},
+                                                       {"--config=" + config, "--tokens=8"}}) {
+    ExpectError(Joined({"plan"}, flags), 2, {});
   }
 }
 
 // Of a server of several: each as it is.
 TEST(HeadwaterctlOfAGroup, PlansEachRank) {
   ServerProcess server({"--workers=2", "--shard_weights=3,1,2", "--memory_budget_bytes=2000000000"});
-  const auto run = [&](std::vector<std::string> arguments) {
-    arguments.insert(arguments.begin(), {HEADWATERCTL, "--server=" + server.target()});
-    return RunProgram(arguments);
+  const auto expect = [&](const Arguments& arguments, int exit_code, std::string ProgramResult::*stream, const Arguments& texts) {
+    Expect(RunOn(server, arguments), exit_code, stream, texts);
   };
-  const std::vector<std::string> head = {"plan", "--vocab_size=600", "--hidden_size=16", "--data_type=float32", "--trainable"};
-  const ProgramResult text = run(head);
-  EXPECT_EQ(text.exit_code, 0) << text.err;
-  for (const char* rows : {"[0, 300)", "[300, 400)", "[400, 600)"}) EXPECT_TRUE(absl::StrContains(text.out, rows)) << text.out;
-  std::vector<std::string> as_json = head;
-  as_json.push_back("--json");
-  const json plan = json::parse(run(as_json).out);
+  const Arguments head = {"plan", "--vocab_size=600", "--hidden_size=16", "--data_type=float32", "--trainable"};
+  expect(head, 0, &ProgramResult::out, {"[0, 300)", "[300, 400)", "[400, 600)"});
+  const json plan = json::parse(RunOn(server, Joined(head, {"--json"})).out);
   ASSERT_EQ(plan["rank_shares"].size(), 3U);
   int64_t tensor_bytes = 0;
   for (const json& share : plan["rank_shares"]) {
@@ -307,20 +267,14 @@ TEST(HeadwaterctlOfAGroup, PlansEachRank) {
   EXPECT_EQ(plan["rank_shares"][0]["tensor_bytes"], int64_t{300} * 16 * 12);
   EXPECT_EQ(plan["rank_shares"][0]["budget_bytes"], 2000000000);  // the workers' are what their machine has
   // All budgets together would do, but not that of the rank that holds half of the rows.
-  std::vector<std::string> large = {"plan", "--vocab_size=300000", "--hidden_size=2048", "--data_type=bfloat16", "--trainable"};
-  const ProgramResult refused = run(large);
-  EXPECT_EQ(refused.exit_code, 1) << refused.out;
-  EXPECT_TRUE(absl::StrContains(refused.out, "too small")) << refused.out;
-  as_json.push_back("--ranks=2");
-  const ProgramResult of_others = run(as_json);
-  EXPECT_EQ(of_others.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(of_others.err, "expected a server of one rank to plan on, this one has 3")) << of_others.err;
+  expect({"plan", "--vocab_size=300000", "--hidden_size=2048", "--data_type=bfloat16", "--trainable"}, 1, &ProgramResult::out,
+         {"too small"});
+  expect(Joined(head, {"--json", "--ranks=2"}), 1, &ProgramResult::err,
+         {"expected a server of one rank to plan on, this one has 3"});
   TemporaryDirectory directory;
   const std::string config = directory.path() + "/config.json";
   WriteFile(config, R"({"vocab_size": 600, "hidden_size": 16, "dtype": "float32"})");
-  const ProgramResult of_a_model = run({"plan", "--model=" + config, "--tokens=8"});
-  EXPECT_EQ(of_a_model.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(of_a_model.err, "--model: expected a server of one rank")) << of_a_model.err;
+  expect({"plan", "--model=" + config, "--tokens=8"}, 1, &ProgramResult::err, {"--model: expected a server of one rank"});
 }
 
 TEST_F(Headwaterctl, LoadsFromLocalFileAndSaves) {
@@ -336,17 +290,14 @@ TEST_F(Headwaterctl, LoadsFromLocalFileAndSaves) {
   client::Head head = Value(client.OpenHead("student"));
   EXPECT_EQ(head.spec().vocab_size, kVocabSize);
   EXPECT_TRUE(std::holds_alternative<client::AdamW>(head.spec().optimizer));
-  const client::TensorBuffer weight = Value(head.DownloadWeights());
-  ASSERT_EQ(weight.bytes(), static_cast<int64_t>(weight_.size() * 4));
-  EXPECT_EQ(std::memcmp(weight.data(), weight_.data(), weight_.size() * 4), 0);
+  ExpectWeight(head);
 
   const json heads = RunJson({"heads"})["heads"];
   ASSERT_EQ(heads.size(), 1u);
   EXPECT_EQ(heads[0]["state"], "ready");
   EXPECT_EQ(heads[0]["spec"]["optimizer"], "adamw");
   EXPECT_EQ(heads[0]["spec"]["parallelism"], "rows");
-  const ProgramResult table = Run({"heads"});
-  EXPECT_TRUE(absl::StrContains(table.out, "tenants/default/heads/student  ready")) << table.out;
+  ExpectOutput({"heads"}, 0, {"tenants/default/heads/student  ready"});
 
   EXPECT_EQ(RunJson({"save", "student", "first"})["step"], 0);
   ExpectError({"save", "student", "first"}, 1, {"ALREADY_EXISTS / CHECKPOINT_ALREADY_EXISTS", "--overwrite"});
@@ -361,20 +312,16 @@ TEST_F(Headwaterctl, LoadsFromLocalFileAndSaves) {
 }
 
 TEST_F(Headwaterctl, RestoredHeadIsShownWithItsCheckpointAndTaken) {
-  client::HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true};
   {
     client::Client client = server_.Connect();
-    client::Head head = Value(client.CreateHead("student", spec));
-    Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight_)));
-    Value(head.Save("begin"));
+    Value(MakeHead(client, "student", trained_).Save("begin"));
   }
   server_.KillAndStart();
   const json restored = RunJson({"heads"})["heads"];
   ASSERT_EQ(restored.size(), 1u);
   EXPECT_EQ(restored[0]["state"], "restored");
   EXPECT_EQ(restored[0]["restored_checkpoint"], "begin");
-  const ProgramResult table = Run({"heads"});
-  EXPECT_TRUE(absl::StrContains(table.out, "tenants/default/heads/student  restored  begin")) << table.out;
+  ExpectOutput({"heads"}, 0, {"tenants/default/heads/student  restored  begin"});
 
   ExpectOutput({"take", "student"}, 0, {"took tenants/default/heads/student: step 0 is open and empty, epoch "});
   const json again = RunJson({"take", "student"});
@@ -389,9 +336,7 @@ TEST_F(Headwaterctl, RestoredHeadIsShownWithItsCheckpointAndTaken) {
 
 TEST_F(Headwaterctl, LoadsFromTheServersDisk) {
   WriteFile(server_.load_root() + "/head.safetensors", SafetensorsBytes("weight", {kVocabSize, kHiddenSize}, weight_));
-  const std::string sizes = absl::StrCat("--vocab_size=", kVocabSize);
-  const std::string hidden = absl::StrCat("--hidden_size=", kHiddenSize);
-  const json head = RunJson({"load", "teacher", "head.safetensors", "--create", sizes, hidden});
+  const json head = RunJson(Joined({"load", "teacher", "head.safetensors", "--create"}, sizes_));
   EXPECT_EQ(head["state"], "ready");
   EXPECT_EQ(head["spec"]["trainable"], false);
   const json error = RunJson({"load", "teacher", "nowhere.safetensors"}, 1)["error"];
@@ -402,17 +347,12 @@ TEST_F(Headwaterctl, LoadsFromTheServersDisk) {
 
 TEST_F(Headwaterctl, DeletesAHeadThatNobodyUsesUnlessForced) {
   client::Client client = server_.Connect();
-  client::HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true};
-  client::Head head = Value(client.CreateHead("student", spec));
-  const ProgramResult made = Run({"delete", "student"});  // it has no weights yet, as after a loading that has failed
-  EXPECT_EQ(made.exit_code, 0) << made.err;
-  EXPECT_EQ(made.out, "deleted student\n");
-  const ProgramResult none = Run({"heads"});
-  EXPECT_EQ(none.out, "tenant default has no heads\n");
+  Value(client.CreateHead("student", trained_));
+  EXPECT_EQ(OutputOf({"delete", "student"}), "deleted student\n");  // it has no weights yet, as after a loading that has failed
+  EXPECT_EQ(OutputOf({"heads"}), "tenant default has no heads\n");
   EXPECT_EQ(RunJson({"delete", "student"}, 1)["error"]["reason"], "HEAD_NOT_FOUND");
 
-  head = Value(client.CreateHead("student", spec));
-  Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight_)));
+  client::Head head = MakeHead(client, "student", trained_);
   const std::vector<float> rows(2 * kHiddenSize, 0.5f);
   client::MicroBatchOptions micro_batch = {.step = 0, .micro_batch = 0};
   Value(head.CrossEntropy(client::RowsView::Float32(rows, kHiddenSize), std::vector<int32_t>{1, 2}, {}, micro_batch).Get());
@@ -428,9 +368,7 @@ TEST_F(Headwaterctl, ErrorsSayWhatToDoNext) {
   EXPECT_EQ(Run({"health", "--timeout=5", "--connect_timeout=1m30s"}).exit_code, 0);
   ExpectError({"plan", "--vocab_size=-1", "--hidden_size=1"}, 2,
               {"--vocab_size: expected at least 1, got -1", "hint: `headwaterctl help plan` explains it and its flags"});
-  const ProgramResult duration = Run({"info", "--timeout=soon"});
-  EXPECT_TRUE(absl::StrContains(duration.err, "expected a duration such as 30, 30s, 500ms or 1m30s")) << duration.err;
-  EXPECT_TRUE(absl::StrContains(duration.err, "headwaterctl help info")) << duration.err;
+  ExpectError({"info", "--timeout=soon"}, 2, {"expected a duration such as 30, 30s, 500ms or 1m30s", "headwaterctl help info"});
   EXPECT_FALSE(absl::StrContains(Run({"delete", "nosuch"}).err, "--create"));
   EXPECT_TRUE(absl::StrContains(Run({"load", "nosuch", "x"}).err, "--create makes one"));
   TemporaryDirectory directory;
@@ -443,23 +381,22 @@ TEST_F(Headwaterctl, ErrorsSayWhatToDoNext) {
 }
 
 TEST_F(Headwaterctl, WrongCommandLinesEndWithTwo) {
-  for (const std::vector<std::string>& arguments :
-       std::vector<std::vector<std::string>>{{},
-                                             {"nonsense"},
-                                             {"health", "--nonsense"},
-                                             {"health", "--vocab_size=5"},
-                                             {"save", "student"},
-                                             {"info", "more"},
-                                             {"info", "--timeout=0"},
-                                             {"info", "--connect_timeout=-1s"},
-                                             {"info", "--client_certificate=here"},
-                                             {"plan", "--vocab_size=many"},
-                                             {"plan", "--vocab_size"},
-                                             {"plan", "--vocab_size=5"},
-                                             {"plan", "--vocab_size=5", "--hidden_size=4", "--data_type=int8"},
-                                             {"plan", "--vocab_size=5", "--hidden_size=4", "--momentum=0.5"},
-                                             {"plan", "--vocab_size=5", "--hidden_size=4", "--optimizer=adamw"},
-                                             {"load", "a", "b", "--trainable"}}) {
+  for (const Arguments& arguments : std::vector<Arguments>{{},
+                                                           {"nonsense"},
+                                                           {"health", "--nonsense"},
+                                                           {"health", "--vocab_size=5"},
+                                                           {"save", "student"},
+                                                           {"info", "more"},
+                                                           {"info", "--timeout=0"},
+                                                           {"info", "--connect_timeout=-1s"},
+                                                           {"info", "--client_certificate=here"},
+                                                           {"plan", "--vocab_size=many"},
+                                                           {"plan", "--vocab_size"},
+                                                           {"plan", "--vocab_size=5"},
+                                                           {"plan", "--vocab_size=5", "--hidden_size=4", "--data_type=int8"},
+                                                           {"plan", "--vocab_size=5", "--hidden_size=4", "--momentum=0.5"},
+                                                           {"plan", "--vocab_size=5", "--hidden_size=4", "--optimizer=adamw"},
+                                                           {"load", "a", "b", "--trainable"}}) {
     const ProgramResult result = Run(arguments);
     EXPECT_EQ(result.exit_code, 2) << (arguments.empty() ? "" : arguments.back()) << result.err;
     EXPECT_TRUE(absl::StrContains(result.err, "hint: ")) << result.err;
@@ -472,18 +409,18 @@ TEST_F(Headwaterctl, WrongCommandLinesEndWithTwo) {
     EXPECT_EQ(error["metadata"], json::object());
     EXPECT_TRUE(absl::StrContains(error["hint"].get<std::string>(), "headwaterctl help")) << error;
   }
-  for (const std::vector<std::string>& arguments : std::vector<std::vector<std::string>>{{"--json", "nonsense"},
-                                                                                         {"nonsense", "-json"},
-                                                                                         {"--nonsense", "--json=true", "info"},
-                                                                                         {"--nojson", "nonsense", "--json"}}) {
+  for (const Arguments& arguments : std::vector<Arguments>{{"--json", "nonsense"},
+                                                           {"nonsense", "-json"},
+                                                           {"--nonsense", "--json=true", "info"},
+                                                           {"--nojson", "nonsense", "--json"}}) {
     const ProgramResult result = Run(arguments);
     EXPECT_EQ(result.exit_code, 2) << arguments[0];
     EXPECT_TRUE(json::parse(result.out, nullptr, false).contains("error")) << arguments[0] << result.out;
   }
-  for (const std::vector<std::string>& arguments : std::vector<std::vector<std::string>>{{"--json", "nonsense", "--nojson"},
-                                                                                         {"nonsense", "--json=false"},
-                                                                                         {"nonsense", "--json=maybe"},
-                                                                                         {"info", "--", "--json"}}) {
+  for (const Arguments& arguments : std::vector<Arguments>{{"--json", "nonsense", "--nojson"},
+                                                           {"nonsense", "--json=false"},
+                                                           {"nonsense", "--json=maybe"},
+                                                           {"info", "--", "--json"}}) {
     const ProgramResult result = Run(arguments);
     EXPECT_EQ(result.exit_code, 2) << arguments[0];
     EXPECT_EQ(result.out, "") << arguments[0];
@@ -495,9 +432,8 @@ TEST_F(Headwaterctl, WhatCannotBeConnectedWithEndsWithTwo) {
   TemporaryDirectory directory;
   for (const std::string& flag : {std::string("--server=localhost"), "--token_file=" + directory.path() + "/missing",
                                   "--ca_certificate=" + directory.path() + "/missing"}) {
-    const ProgramResult wrong = RunProgram({HEADWATERCTL, flag, "health"});
-    EXPECT_EQ(wrong.exit_code, 2) << flag << wrong.err;
-    EXPECT_TRUE(absl::StrContains(wrong.err, "hint:")) << wrong.err;
+    SCOPED_TRACE(flag);
+    Expect(RunProgram({HEADWATERCTL, flag, "health"}), 2, &ProgramResult::err, {"hint:"});
   }
 }
 
@@ -509,11 +445,8 @@ TEST_F(Headwaterctl, HelpExplainsEveryCommand) {
   for (const std::string command : {"health", "info", "heads", "create", "load", "verify", "export", "delete", "take", "step",
                                     "discard", "save", "checkpoints", "restore", "plan", "bench", "top"}) {
     EXPECT_TRUE(absl::StrContains(general.out, absl::StrCat("  ", command))) << general.out;
-    const ProgramResult help = Run({"help", command});
-    EXPECT_EQ(help.exit_code, 0);
-    EXPECT_TRUE(absl::StrContains(help.out, absl::StrCat("headwaterctl ", command))) << help.out;
-    EXPECT_TRUE(absl::StrContains(help.out, "Exit codes:")) << help.out;
-    EXPECT_EQ(Run({command, "--help"}).out, help.out);
+    ExpectOutput({"help", command}, 0, {"headwaterctl " + command, "Exit codes:"});
+    EXPECT_EQ(Run({command, "--help"}).out, Run({"help", command}).out);
   }
 }
 

@@ -2,6 +2,7 @@
 #ifndef HEADWATER_TESTS_E2E_CPP_SUPPORT_HEADWATERCTL_FIXTURE_H_
 #define HEADWATER_TESTS_E2E_CPP_SUPPORT_HEADWATERCTL_FIXTURE_H_
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -10,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "headwater/client/client.h"
 #include "tests/e2e/cpp/support/server_process.h"
 #include "tests/e2e/cpp/support/test_tensors.h"
 
@@ -31,39 +34,63 @@ inline std::string SafetensorsBytes(const std::string& name, const std::vector<i
   return bytes;
 }
 
+using Arguments = std::vector<std::string>;
+
+inline Arguments Joined(Arguments arguments, const Arguments& more) {
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return arguments;
+}
+
+inline ProgramResult RunOn(const ServerProcess& server, const Arguments& arguments) {
+  return RunProgram(Joined({HEADWATERCTL, "--server=" + server.target()}, arguments));
+}
+
+// Fails unless the program ends with `exit_code`, and `stream`, `err` or `out`, has the texts.
+inline void Expect(const ProgramResult& result, int exit_code, std::string ProgramResult::*stream, const Arguments& texts) {
+  EXPECT_EQ(result.exit_code, exit_code) << result.out << result.err;
+  for (const std::string& text : texts) EXPECT_THAT(result.*stream, testing::HasSubstr(text));
+}
+
 class Headwaterctl : public testing::Test {
  protected:
-  ProgramResult Run(std::vector<std::string> arguments) const {
-    arguments.insert(arguments.begin(), {HEADWATERCTL, "--server=" + server_.target()});
-    return RunProgram(arguments);
-  }
+  ProgramResult Run(const Arguments& arguments) const { return RunOn(server_, arguments); }
 
-  nlohmann::json RunJson(std::vector<std::string> arguments, int exit_code = 0) const {
-    arguments.push_back("--json");
-    const ProgramResult result = Run(arguments);
+  nlohmann::json RunJson(const Arguments& arguments, int exit_code = 0) const {
+    const ProgramResult result = Run(Joined(arguments, {"--json"}));
     EXPECT_EQ(result.exit_code, exit_code) << result.err;
     nlohmann::json document = nlohmann::json::parse(result.out, nullptr, false);
     EXPECT_FALSE(document.is_discarded()) << result.out;
     return document;
   }
 
-  // Runs a command: its exit code, and texts on standard error or output.
-  void ExpectError(const std::vector<std::string>& arguments, int exit_code, const std::vector<std::string>& texts) const {
-    Expect(arguments, exit_code, &ProgramResult::err, texts);
-  }
-  void ExpectOutput(const std::vector<std::string>& arguments, int exit_code, const std::vector<std::string>& texts) const {
-    Expect(arguments, exit_code, &ProgramResult::out, texts);
-  }
-  void Expect(const std::vector<std::string>& arguments, int exit_code, std::string ProgramResult::*stream,
-              const std::vector<std::string>& texts) const {
-    SCOPED_TRACE(testing::PrintToString(arguments));
+  // All that a command prints.
+  std::string OutputOf(const Arguments& arguments, int exit_code = 0) const {
     const ProgramResult result = Run(arguments);
-    EXPECT_EQ(result.exit_code, exit_code) << result.out << result.err;
-    for (const std::string& text : texts)
-      EXPECT_NE((result.*stream).find(text), std::string::npos) << text << "\n" << result.*stream;
+    EXPECT_EQ(result.exit_code, exit_code) << result.err;
+    return result.out;
+  }
+  // Runs a command: its exit code, and texts on standard error or output.
+  void ExpectError(const Arguments& arguments, int exit_code, const std::vector<std::string>& texts) const {
+    SCOPED_TRACE(testing::PrintToString(arguments));
+    Expect(Run(arguments), exit_code, &ProgramResult::err, texts);
+  }
+  void ExpectOutput(const Arguments& arguments, int exit_code, const std::vector<std::string>& texts) const {
+    SCOPED_TRACE(testing::PrintToString(arguments));
+    Expect(Run(arguments), exit_code, &ProgramResult::out, texts);
+  }
+  // Makes a head that has `weight_`.
+  client::Head MakeHead(client::Client& client, const std::string& name, const client::HeadSpec& spec) const {
+    return CreateHead(client, name, spec, weight_);
+  }
+  void ExpectWeight(client::Head& head) const {
+    const client::TensorBuffer weight = Value(head.DownloadWeights());
+    ASSERT_EQ(weight.bytes(), static_cast<int64_t>(weight_.size() * 4));
+    EXPECT_EQ(std::memcmp(weight.data(), weight_.data(), weight_.size() * 4), 0);
   }
 
   ServerProcess server_;
+  const Arguments sizes_ = {absl::StrCat("--vocab_size=", kVocabSize), absl::StrCat("--hidden_size=", kHiddenSize)};
+  const client::HeadSpec trained_ = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true};
   const std::vector<float> weight_ = RandomFloats(1, kVocabSize* kHiddenSize, 0.5F);
 };
 
