@@ -8,12 +8,15 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "server/transport/pinned_pool.h"
+#include "tests/integration/support/open_stream.h"
 #include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
@@ -24,10 +27,6 @@ constexpr int64_t kTeacherColumns = 4;
 
 std::string Rows(int64_t row_count, int64_t columns = kColumns, uint32_t seed = 5) {
   return Bytes(Random(static_cast<size_t>(row_count * columns), seed, 1));
-}
-
-bool NothingInFlight(const WireServer& server) {
-  return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0";
 }
 
 // A file under /dev/shm that is registered by name.
@@ -76,10 +75,7 @@ class RowSources : public ::testing::Test {
     setup.options.named_regions = true;
     server_ = std::make_unique<WireServer>(setup);
     session_ = server_->OpenSession(60000);
-    v1::HeadSpec teacher = SmallSpec(13, kTeacherColumns);
-    teacher.set_trainable(false);
-    teacher.clear_optimizer();
-    teacher_ = server_->MakeHead("teacher", teacher, 7);
+    teacher_ = server_->MakeHead("teacher", FrozenSpec(13, kTeacherColumns), 7);
   }
   static v1::MicroBatchHeader Header(const TestHead& head, int64_t micro_batch, int64_t row_count) {
     return CrossEntropyHeader(head, 0, micro_batch, std::vector<int32_t>(static_cast<size_t>(row_count), 1));
@@ -92,37 +88,56 @@ class RowSources : public ::testing::Test {
     header.mutable_terms(0)->mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
     return header;
   }
-  v1::MicroBatchHeader Joined(const TestHead& head, int64_t micro_batch, int64_t row_count, const std::string& key) {
+  // `total`: rows of the set.
+  v1::MicroBatchHeader Joined(const TestHead& head, int64_t micro_batch, int64_t row_count, const std::string& key, int64_t total) {
     v1::MicroBatchHeader header = Jsd(head, micro_batch, row_count);
     v1::JoinedTeacher* const joined = header.mutable_terms(0)->mutable_joined_teacher();
     joined->set_head(teacher_.name());
     joined->set_join_key(key);
-    joined->set_total_row_count(row_count);
+    joined->set_total_row_count(total);
     joined->set_data_type(v1::DATA_TYPE_FLOAT32);
     return header;
   }
-  grpc::Status StreamTeacher(const std::string& key, int64_t total, const std::string& rows, const std::vector<int32_t>& indices) {
+  static v1::StreamTeacherHeader TeacherHeader(const std::string& key, int64_t total, const std::vector<int32_t>& indices = {}) {
+    v1::StreamTeacherHeader header;
+    header.set_join_key(key);
+    header.set_total_row_count(total);
+    header.set_data_type(v1::DATA_TYPE_FLOAT32);
+    header.set_hidden_size(kTeacherColumns);
+    header.set_tenant("tenants/default");
+    if (!indices.empty()) *header.mutable_row_indices() = Int32Tensor(indices);
+    return header;
+  }
+  static v1::RowChunk TeacherChunk(const std::string& rows, int64_t row_start, int64_t row_end) {
+    constexpr int64_t kRowBytes = kTeacherColumns * 4;
+    const std::string part =
+        rows.substr(static_cast<size_t>(row_start * kRowBytes), static_cast<size_t>((row_end - row_start) * kRowBytes));
+    v1::RowChunk chunk = HiddenChunk(part, row_start, row_end - row_start);
+    chunk.set_role(v1::CHUNK_ROLE_TEACHER_HIDDEN);
+    return chunk;
+  }
+  grpc::Status StreamChunks(const v1::StreamTeacherHeader& header, const std::vector<v1::RowChunk>& chunks) {
     grpc::ClientContext context;
     v1::StreamTeacherResponse response;
     const auto stream = server_->loss().StreamTeacher(&context, &response);
     v1::StreamTeacherRequest request;
-    v1::StreamTeacherHeader* const header = request.mutable_header();
-    header->set_join_key(key);
-    header->set_total_row_count(total);
-    header->set_data_type(v1::DATA_TYPE_FLOAT32);
-    header->set_hidden_size(kTeacherColumns);
-    header->set_tenant("tenants/default");
-    if (!indices.empty()) *header->mutable_row_indices() = Int32Tensor(indices);
+    *request.mutable_header() = header;
     stream->Write(request);
-    request.mutable_chunk()->set_role(v1::CHUNK_ROLE_TEACHER_HIDDEN);
-    request.mutable_chunk()->set_row_count(static_cast<int64_t>(rows.size()) / (kTeacherColumns * 4));
-    request.mutable_chunk()->set_data(rows);
-    stream->Write(request);
+    for (const v1::RowChunk& chunk : chunks) {
+      *request.mutable_chunk() = chunk;
+      stream->Write(request);
+    }
     stream->WritesDone();
     return stream->Finish();
   }
+  // In two chunks, the second one first.
+  grpc::Status StreamTeacher(const v1::StreamTeacherHeader& header, const std::string& rows) {
+    const int64_t count = static_cast<int64_t>(rows.size()) / (kTeacherColumns * 4);
+    return StreamChunks(header, {TeacherChunk(rows, count / 2, count), TeacherChunk(rows, 0, count / 2)});
+  }
   void ExpectSame(const LossReply& reply, const LossReply& expected, const std::string& grad_hidden) {
     ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+    ASSERT_EQ(ReasonOf(expected.status), "OK") << expected.status.error_message();
     EXPECT_EQ(reply.summary.terms(0).sums().SerializeAsString(), expected.summary.terms(0).sums().SerializeAsString());
     EXPECT_TRUE(grad_hidden == expected.grad_hidden);
   }
@@ -163,7 +178,7 @@ TEST_F(RowSources, RowsAndGradientInARegionAreTheSameMicroBatch) {
     ExpectSame(half, repeat, half.grad_hidden);
     EXPECT_TRUE(half.summary.replayed());
   }
-  EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+  EXPECT_TRUE(server_->AwaitNothingInFlight());
 }
 
 TEST_F(RowSources, ATeachersRowsMayLieInARegionToo) {
@@ -260,7 +275,7 @@ TEST_F(RowSources, RangesThatCannotBeUsedAreRefused) {
   header.mutable_hidden_rows()->set_region_id(region);
   memory.Truncate(10);
   EXPECT_EQ(ReasonOf(server_->Compute(header, "").status), "INVALID_FIELD");
-  EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+  EXPECT_TRUE(server_->AwaitNothingInFlight());
   EXPECT_TRUE(server_->Snapshot(head) == before);
 }
 
@@ -274,16 +289,16 @@ TEST_F(RowSources, JoinedRowsAreTheSameMicroBatchInEitherOrder) {
       const std::string teacher_rows = Rows(rows, kTeacherColumns, 9);
       grpc::Status streamed;
       std::thread teacher;
-      const auto stream = [&] { streamed = StreamTeacher(id, rows, teacher_rows, {}); };
+      const auto stream = [&] { streamed = StreamTeacher(TeacherHeader(id, rows), teacher_rows); };
       if (teacher_first) {
         stream();
       } else {
         teacher = std::thread([&] {
-          EXPECT_TRUE(Await([&] { return !NothingInFlight(*server_); }));  // the trainer is there, and waits
+          EXPECT_TRUE(server_->AwaitInFlight());  // the trainer is there, and waits
           stream();
         });
       }
-      const LossReply joined = server_->Compute(Joined(head, 0, rows, id), Rows(rows), "", {.chunk_rows = 500});
+      const LossReply joined = server_->Compute(Joined(head, 0, rows, id, rows), Rows(rows), "", {.chunk_rows = 500});
       if (teacher.joinable()) teacher.join();
       EXPECT_EQ(ReasonOf(streamed), "OK") << streamed.error_message();
       ASSERT_EQ(ReasonOf(joined.status), "OK") << joined.status.error_message();
@@ -292,6 +307,98 @@ TEST_F(RowSources, JoinedRowsAreTheSameMicroBatchInEitherOrder) {
       EXPECT_EQ(plain.summary.digest(), joined.summary.digest());
       ExpectSame(joined, plain, joined.grad_hidden);
     }
+  }
+}
+
+TEST_F(RowSources, SeveralTrainersShareATeachersRows) {
+  Start();
+  const TestHead student = server_->MakeHead("student", SmallSpec(), 3);
+  const TestHead other = server_->MakeHead("other", SmallSpec(), 3);  // the same weights
+  const std::vector<std::vector<int32_t>> parts = {{0, 1, 2}, {5, 4, 3}};
+  std::vector<LossReply> replies(4);
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < 4; ++i) {
+    // Two micro-batches of each student; the other one's use the same rows.
+    threads.emplace_back([&, i] {
+      v1::MicroBatchHeader header = Joined(i < 2 ? student : other, static_cast<int64_t>(i % 2), 3, "key", 8);
+      *header.mutable_terms(0)->mutable_joined_teacher()->mutable_row_indices() = Int32Tensor(parts[i % 2]);
+      replies[i] = server_->Compute(header, Rows(3, kColumns, static_cast<uint32_t>(100 + i % 2)));
+    });
+  }
+  // All have claimed their rows once they have memory for hidden rows, the teacher's and a gradient.
+  EXPECT_TRUE(server_->AwaitMetric("headwater_row_memory_bytes{state=\"used\"}", 4 * 3 * transport::PinnedPool::kLeastBytes));
+  EXPECT_EQ(ReasonOf(StreamTeacher(TeacherHeader("key", 8, {1, 3, 5}), Rows(3, kTeacherColumns, 8))), "OK");
+  EXPECT_EQ(ReasonOf(StreamTeacher(TeacherHeader("key", 8, {0, 2, 4, 6, 7}), Rows(5, kTeacherColumns, 9))), "OK");
+  for (std::thread& thread : threads) thread.join();
+  for (size_t i = 0; i < 2; ++i) ExpectSame(replies[i], replies[i + 2], replies[i].grad_hidden);
+  EXPECT_EQ(server_->Gradient(student), server_->Gradient(other));
+}
+
+TEST_F(RowSources, ATeachersRowsGoWithTheirSession) {
+  Start();
+  v1::StreamTeacherHeader header = TeacherHeader("key", 8, {0, 1, 2});
+  header.set_session_id(session_);
+  ASSERT_EQ(ReasonOf(StreamTeacher(header, Rows(3, kTeacherColumns))), "OK");
+  EXPECT_NE(server_->MetricLine("headwater_join_bytes"), "headwater_join_bytes 0");
+  v1::CloseSessionRequest close;
+  close.set_session_id(session_);
+  ASSERT_EQ(ReasonOf(server_->Call(&Sessions::CloseSession, close)), "OK");
+  EXPECT_EQ(server_->MetricLine("headwater_join_bytes"), "headwater_join_bytes 0");
+  EXPECT_EQ(ReasonOf(StreamTeacher(header, Rows(3, kTeacherColumns))), "SESSION_NOT_FOUND");
+}
+
+TEST_F(RowSources, ATeachersRowsThatDoNotFitAreRefused) {
+  Start(WithLimit(&service::Limits::max_join_bytes, 16 * (kTeacherColumns * 4 + 128)));
+  const std::string rows = Rows(2, kTeacherColumns);
+  ASSERT_EQ(ReasonOf(StreamTeacher(TeacherHeader("key", 8, {0, 1}), rows)), "OK");  // of 16 rows 14 may still come
+  const WireError error = DecodeError(StreamTeacher(TeacherHeader("large", 15), ""));
+  EXPECT_EQ(error.reason, "IN_FLIGHT_BYTES_EXCEEDED");
+  EXPECT_EQ(error.retry_ms, 50);
+  const v1::StreamTeacherHeader header = TeacherHeader("key", 8, {2, 3});
+  v1::RowChunk chunk = TeacherChunk(rows, 0, 2);
+  chunk.set_role(v1::CHUNK_ROLE_HIDDEN);
+  EXPECT_EQ(ReasonOf(StreamChunks(header, {chunk})), "INVALID_FIELD");
+  chunk = TeacherChunk(rows, 0, 2);
+  chunk.set_term_index(1);
+  EXPECT_EQ(ReasonOf(StreamChunks(header, {chunk})), "INVALID_FIELD");
+  EXPECT_EQ(ReasonOf(StreamTeacher(header, rows)), "OK");  // none of that left anything
+}
+
+// Twice as many streams as threads.
+TEST_F(RowSources, TeachersThatWaitHoldNoThread) {
+  struct Teacher {
+    grpc::ClientContext context;
+    v1::StreamTeacherResponse response;
+    std::unique_ptr<grpc::ClientWriter<v1::StreamTeacherRequest>> writer;
+  };
+  constexpr int kRowBytes = kTeacherColumns * 4 + 128;
+  ServerSetup setup = WithLimit(&service::Limits::max_join_bytes, 16 * kRowBytes);
+  setup.options.max_threads = 8;
+  Start(setup);
+  std::deque<Teacher> teachers(16);
+  for (size_t i = 0; i < teachers.size(); ++i) {
+    Teacher& teacher = teachers[i];
+    teacher.writer = server_->loss().StreamTeacher(&teacher.context, &teacher.response);
+    v1::StreamTeacherRequest request;
+    *request.mutable_header() = TeacherHeader(absl::StrCat("key", i), 1);
+    ASSERT_TRUE(teacher.writer->Write(request));
+  }
+  ASSERT_TRUE(server_->AwaitMetric("headwater_join_bytes", 16 * kRowBytes));
+  // A cancelled stream withdraws its rows.
+  for (size_t i = 0; i < 8; ++i) {
+    teachers[i].context.TryCancel();
+    EXPECT_EQ(teachers[i].writer->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  }
+  EXPECT_TRUE(server_->AwaitMetric("headwater_join_bytes", 8 * kRowBytes));
+  EXPECT_TRUE(server_->AwaitMetric("headwater_requests_total{code=\"CANCELLED\",method=\"StreamTeacher\"}", 8));
+  for (size_t i = 8; i < teachers.size(); ++i) {
+    Teacher& teacher = teachers[i];
+    v1::StreamTeacherRequest request;
+    *request.mutable_chunk() = TeacherChunk(Rows(1, kTeacherColumns), 0, 1);
+    EXPECT_TRUE(teacher.writer->Write(request));
+    teacher.writer->WritesDone();
+    EXPECT_EQ(ReasonOf(teacher.writer->Finish()), "OK");
+    EXPECT_EQ(teacher.response.row_count(), 1);
   }
 }
 
