@@ -1,9 +1,8 @@
-// The main job through the C++ client and the real server, against double precision; then over a restart.
+// The main job through the C++ client and the real server, against double precision.
 #include <gtest/gtest.h>
 
 #include <chrono>
 #include <cmath>
-#include <csignal>
 #include <cstring>
 #include <numeric>
 #include <string>
@@ -143,66 +142,6 @@ TEST(MainJob, TrainsTwoStepsAsDoublePrecisionDoes) {
   EXPECT_EQ(states.open.state, StepState::kOpen);
   ASSERT_TRUE(states.last_closed.has_value());
   EXPECT_EQ(states.last_closed->state, StepState::kApplied);
-}
-
-TEST(MainJob, SavedHeadComesBackAfterRestart) {
-  ServerProcess server;
-  std::vector<float> weight_before;
-  {
-    Client client = server.Connect();
-    Head head = MakeHead(client, "student", true, kHiddenSize, 3);
-    const std::vector<float> hidden = Hidden(4, kHiddenSize);
-    Value(
-        head.CrossEntropy(RowsView::Float32(hidden, kHiddenSize), RandomTargets(5, kRows, kVocabSize), {}, Submission(0, 0)).Get());
-    Value(head.Apply(0, {.learning_rate = 0.01, .expected = 1}));
-    const SaveResult saved = Value(head.Save("step-1"));
-    EXPECT_EQ(saved.step, 1);
-    EXPECT_EQ(ErrorReason(head.Save("step-1").status()), "CHECKPOINT_ALREADY_EXISTS");
-    EXPECT_TRUE(head.Save("step-1", /*overwrite=*/true).ok());
-    const TensorBuffer weight = Value(head.DownloadWeights());
-    weight_before.assign(weight.float32().begin(), weight.float32().end());
-  }
-  server.process().Signal(SIGTERM);
-  EXPECT_EQ(server.process().Wait(), 0) << server.log();
-  server.Start();
-
-  Client client = server.Connect();
-  Head head = MakeHead(client, "restored", true, kHiddenSize, 6);
-  EXPECT_EQ(ErrorReason(head.Restore("step-1").status()), "CHECKPOINT_NOT_FOUND");
-  ASSERT_TRUE(head.Delete().ok());
-  // A checkpoint belongs to its head's name.
-  if (absl::StatusOr<Head> there = client.OpenHead("student"); there.ok()) {
-    head = *there;
-  } else {
-    head = MakeHead(client, "student", true, kHiddenSize, 6);
-  }
-  const std::string epoch_before = head.epoch();
-  const HeadInfo restored = Value(head.Restore("step-1"));
-  EXPECT_EQ(restored.open_step, 1);
-  EXPECT_NE(head.epoch(), epoch_before);
-  const TensorBuffer weight = Value(head.DownloadWeights());
-  ASSERT_EQ(weight.element_count(), static_cast<int64_t>(weight_before.size()));
-  EXPECT_EQ(std::memcmp(weight.data(), weight_before.data(), weight_before.size() * sizeof(float)), 0);
-}
-
-TEST(MainJob, FrozenHeadAndForwardOnlyAddNothing) {
-  ServerProcess server;
-  Client client = server.Connect();
-  Head frozen = MakeHead(client, "frozen", false, kHiddenSize, 8);
-  Fp64Head reference = MakeReference(kHiddenSize, 8);
-  const std::vector<float> hidden = Hidden(9, kHiddenSize);
-  const std::vector<int32_t> targets = RandomTargets(10, kRows, kVocabSize);
-  const RowsView rows = RowsView::Float32(hidden, kHiddenSize);
-  const Fp64Head::Loss expected = reference.CrossEntropy(hidden, targets, 1.0, 1.0);
-  const LossResult backward = Value(frozen.CrossEntropy(rows, targets, {}, {}).Get());
-  EXPECT_EQ(backward.state, ContributionState::kNone);
-  EXPECT_LE(RelativeError(backward.grad_hidden.float32(), expected.grad_hidden), kGradientTolerance);
-  const LossResult forward = Value(frozen.CrossEntropy(rows, targets, {}, {.forward_only = true}).Get());
-  EXPECT_TRUE(forward.grad_hidden.empty());
-  EXPECT_LE(std::abs(forward.loss_sum / expected.sum - 1), kLossTolerance);
-  const LossResult nothing = Value(frozen.CrossEntropy(RowsView::Float32({}, kHiddenSize), {}, {}, {}).Get());
-  EXPECT_EQ(nothing.valid_token_count, 0);
-  EXPECT_EQ(nothing.loss_sum, 0);
 }
 
 TEST(MainJob, TeachersRowsMeetTheTrainersInEitherOrder) {
