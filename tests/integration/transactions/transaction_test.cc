@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <cmath>
 #include <limits>
 #include <string>
 #include <thread>
@@ -70,44 +69,6 @@ TEST_P(Transactions, ZeroAndInfinityClipNothing) {
     ASSERT_EQ(ReasonOf(server_->Apply(request, &response)), "OK");
     EXPECT_TRUE(response.replayed());
   }
-}
-
-TEST_P(Transactions, ApplyIsReplayedOrConflicts) {
-  const TestHead head = server_->MakeHead("apply", SmallSpec());
-  Require(Submit(head, 0, 0).status, "ComputeLoss");
-  const std::string weights = server_->Weights(head);
-  v1::SealStepResponse sealed;
-  ASSERT_EQ(ReasonOf(server_->Seal(head, 0, {0}, &sealed)), "OK");
-  EXPECT_EQ(sealed.totals().micro_batch_count(), 1);
-  EXPECT_EQ(sealed.totals().valid_token_count(), 3);
-  double norm_squared = 0;
-  for (const float value : Floats(server_->Gradient(head))) norm_squared += static_cast<double>(value) * value;
-  EXPECT_LE(std::abs(sealed.gradient_norm_squared() - norm_squared), 1e-9 * norm_squared);
-  v1::ApplyOptimizerStepRequest request = ApplyOf(head, 0, 1);
-  request.set_max_grad_norm(0.1);
-  request.set_gradient_factor(0.5);
-  request.set_other_grad_norm_squared(4);
-  v1::ApplyOptimizerStepResponse first;
-  ASSERT_EQ(ReasonOf(server_->Apply(request, &first)), "OK");
-  EXPECT_EQ(first.open_step(), 1);
-  EXPECT_EQ(first.weight_version(), head.head.weight_version() + 1);
-  EXPECT_LE(std::abs(first.global_grad_norm() - std::sqrt(first.gradient_norm_squared() + 4)), 1e-12);
-  EXPECT_LE(std::abs(first.clip_factor() - 0.1 / (first.global_grad_norm() + 1e-6)), 1e-12);
-  EXPECT_NE(server_->Weights(head), weights);
-  EXPECT_EQ(Floats(server_->Gradient(head, 1)), std::vector<float>(65, 0.0F));
-
-  const std::string before = server_->Snapshot(head, 1);
-  v1::ApplyOptimizerStepResponse second;
-  ASSERT_EQ(ReasonOf(server_->Apply(request, &second)), "OK");
-  EXPECT_TRUE(second.replayed());
-  second.set_replayed(false);
-  EXPECT_EQ(second.SerializeAsString(), first.SerializeAsString());
-  request.set_learning_rate(0.02);
-  EXPECT_EQ(ReasonOf(server_->Apply(request)), "STEP_CONFLICT");
-  EXPECT_EQ(server_->Snapshot(head, 1), before);
-  EXPECT_EQ(ReasonOf(Submit(head, 0, 1).status), "STEP_MISMATCH");
-  EXPECT_EQ(ReasonOf(Submit(head, 1, 0).status), "OK");
-  EXPECT_EQ(server_->Steps(head).last_closed().state(), v1::STEP_STATE_APPLIED);
 }
 
 TEST_P(Transactions, AClientIsNotToBlameForTheWait) {
