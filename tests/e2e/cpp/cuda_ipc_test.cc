@@ -15,6 +15,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "client/core/link/channel.h"
@@ -111,6 +112,15 @@ class DeviceBuffer {
   CuDevicePointer pointer_ = 0;
 };
 
+// Rows and their gradient, each an allocation of its own.
+struct DeviceRows {
+  DeviceRows(const CudaDriver& driver, const std::vector<float>& values, int device = 0, bool pooled = false)
+      : hidden(driver, device, kBytes, pooled), grad(driver, device, kBytes, pooled) {
+    hidden.Write(values.data(), kBytes);
+  }
+  DeviceBuffer hidden, grad;
+};
+
 class CudaIpc : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -128,11 +138,9 @@ class CudaIpc : public ::testing::Test {
     server_ = std::make_unique<ServerProcess>(
         std::vector<std::string>{"--engine=cuda", "--descriptor_socket=" + directory_.path() + "/memory.sock"});
     Connect(server_->target());
-    client::HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true};
-    client::Client client = server_->Connect();
-    head_ = std::make_unique<client::Head>(Value(client.CreateHead("h", spec)));
-    const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.1F);
-    Value(head_->UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
+    head_ = std::make_unique<client::Head>(CreateHead(server_->Connect(), "h",
+                                                      {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true},
+                                                      RandomFloats(1, kVocabSize * kHiddenSize, 0.1F)));
     header_ = CrossEntropyHeader(*head_, 0, 0, RandomTargets(3, kRows, kVocabSize));
     by_grpc_ = Call(*loss_, header_, BytesOf(hidden_));
     ASSERT_TRUE(by_grpc_.status.ok()) << by_grpc_.status << server_->log();
@@ -142,7 +150,7 @@ class CudaIpc : public ::testing::Test {
     paths_ = MemoryPaths::Create(target, channel_, {}, {});
     loss_ = v1::LossService::NewStub(channel_);
   }
-  static CallMemory DeviceRows(void* read, void* write, void* stream = nullptr) {
+  static CallMemory MemoryAt(void* read, void* write, void* stream = nullptr) {
     CallMemory rows = {.rows = FloatsAt(read, kBytes, client::Memory::kCuda)};
     if (write != nullptr) rows.result = FloatsAt(write, kBytes, client::Memory::kCuda);
     rows.cuda_stream = stream;
@@ -151,8 +159,11 @@ class CudaIpc : public ::testing::Test {
   absl::StatusOr<Placement> Place(const CallMemory& rows, Transport demand = Transport::kAuto) {
     return paths_->Place(rows, "", demand, SoonEnough());
   }
-  // The micro-batch again, with rows placed; it must be known to the server by its digest.
-  void CallWith(Placement* placement, const char* transport) {
+  Placement Place(DeviceRows& rows, Transport demand = Transport::kAuto) {
+    return Value(Place(MemoryAt(rows.hidden.data(), rows.grad.data()), demand));
+  }
+  // The micro-batch again, with rows placed; it must be known to the server by its digest. Its gradient comes to `grad`.
+  void CallWith(Placement* placement, DeviceBuffer& grad, int64_t offset = 0, const char* transport = "cuda_ipc") {
     SetPlacement(*placement, &header_);
     header_.set_attempt(++attempt_);
     const PlacedReply reply = Call(*loss_, header_);
@@ -163,6 +174,7 @@ class CudaIpc : public ::testing::Test {
     EXPECT_EQ(reply.summary.terms(0).sums().loss_sum(), by_grpc_.summary.terms(0).sums().loss_sum());
     const absl::Status finished = placement->Finish();
     ASSERT_TRUE(finished.ok()) << finished;
+    EXPECT_EQ(grad.Read(kBytes, offset), by_grpc_.grad_hidden);
   }
 
   const CudaDriver* driver_ = nullptr;
@@ -181,38 +193,30 @@ class CudaIpc : public ::testing::Test {
 TEST_F(CudaIpc, RowsAreReadAndWrittenWhereTheyLie) {
   for (int device = 0; device < DeviceCount(); ++device) {
     SCOPED_TRACE(device);
-    DeviceBuffer hidden(*driver_, device, kBytes);
-    DeviceBuffer grad(*driver_, device, kBytes);
-    hidden.Write(hidden_.data(), kBytes);
-    Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data()), Transport::kCudaIpc));
+    DeviceRows rows(*driver_, hidden_, device);
+    Placement placement = Place(rows, Transport::kCudaIpc);
     EXPECT_EQ(placement.path(), Transport::kCudaIpc);
     EXPECT_EQ(placement.why_not_better(), "");
-    CallWith(&placement, "cuda_ipc");
-    EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
-    EXPECT_EQ(hidden.Read(kBytes), BytesOf(hidden_));
-    const Placement again = Value(Place(DeviceRows(hidden.data(), grad.data())));
+    CallWith(&placement, rows.grad);
+    EXPECT_EQ(rows.hidden.Read(kBytes), BytesOf(hidden_));
+    const Placement again = Place(rows);
     EXPECT_EQ(again.reads()[0].shared.region_id(), placement.reads()[0].shared.region_id());  // registered once
   }
 }
 
+// They may start at any element.
 TEST_F(CudaIpc, RowsMayBePartsOfOneAllocation) {
   DeviceBuffer both(*driver_, 0, 3 * kBytes);
-  both.Write(hidden_.data(), kBytes, kBytes + 512);
-  Placement placement = Value(Place(DeviceRows(both.data() + kBytes + 512, both.data() + 256)));
-  EXPECT_EQ(placement.reads()[0].shared.region_id(), placement.write()->shared.region_id());
-  EXPECT_EQ(placement.reads()[0].shared.offset_bytes(), kBytes + 512);
-  CallWith(&placement, "cuda_ipc");
-  EXPECT_EQ(both.Read(kBytes, 256), by_grpc_.grad_hidden);
-  const absl::Status beyond = Place(DeviceRows(both.data() + 2 * kBytes + 4, nullptr)).status();
+  for (const auto& [read, write] : {std::pair<int64_t, int64_t>{kBytes + 512, 256}, {kBytes + 20, 12}}) {
+    SCOPED_TRACE(read);
+    both.Write(hidden_.data(), kBytes, read);
+    Placement placement = Value(Place(MemoryAt(both.data() + read, both.data() + write)));
+    EXPECT_EQ(placement.reads()[0].shared.region_id(), placement.write()->shared.region_id());
+    EXPECT_EQ(placement.reads()[0].shared.offset_bytes(), read);
+    CallWith(&placement, both, write);
+  }
+  const absl::Status beyond = Place(MemoryAt(both.data() + 2 * kBytes + 4, nullptr)).status();
   EXPECT_EQ(beyond.code(), absl::StatusCode::kInvalidArgument) << beyond;
-}
-
-TEST_F(CudaIpc, RowsThatStartAtAnyElementAreTheSame) {
-  DeviceBuffer both(*driver_, 0, 3 * kBytes);
-  both.Write(hidden_.data(), kBytes, kBytes + 20);
-  Placement placement = Value(Place(DeviceRows(both.data() + kBytes + 20, both.data() + 12)));
-  CallWith(&placement, "cuda_ipc");
-  EXPECT_EQ(both.Read(kBytes, 12), by_grpc_.grad_hidden);
 }
 
 TEST_F(CudaIpc, TheServerWaitsForTheStreamsWork) {
@@ -236,48 +240,38 @@ TEST_F(CudaIpc, TheServerWaitsForTheStreamsWork) {
     ASSERT_EQ(driver_->MemcpyAsync(reinterpret_cast<uintptr_t>(hidden.data()), reinterpret_cast<uintptr_t>(source.data()), kBytes,
                                    stream),
               0);
-    Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data(), stream)));
-    CallWith(&placement, "cuda_ipc");
-    EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
+    Placement placement = Value(Place(MemoryAt(hidden.data(), grad.data(), stream)));
+    CallWith(&placement, grad);
   }
   for (CuStream const stream : streams) driver_->StreamDestroy(stream);
 }
 
 TEST_F(CudaIpc, MemoryOfAPoolIsCopiedOnTheDevice) {
-  DeviceBuffer hidden(*driver_, 0, kBytes, /*pooled=*/true);
-  DeviceBuffer grad(*driver_, 0, kBytes, /*pooled=*/true);
-  hidden.Write(hidden_.data(), kBytes);
+  DeviceRows rows(*driver_, hidden_, /*device=*/0, /*pooled=*/true);
   for (int round = 0; round < 3; ++round) {
-    Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data())));
+    Placement placement = Place(rows);
     EXPECT_EQ(placement.path(), Transport::kCudaIpc);
     EXPECT_THAT(placement.why_not_better(), HasSubstr("cannot be exported"));
-    CallWith(&placement, "cuda_ipc");
-    EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
+    CallWith(&placement, rows.grad);
   }
 }
 
 TEST_F(CudaIpc, PrivateMemoryIsCopiedOnTheDevice) {
-  DeviceBuffer hidden(*driver_, 0, kBytes);
-  DeviceBuffer grad(*driver_, 0, kBytes);
-  hidden.Write(hidden_.data(), kBytes);
-  CallMemory rows = DeviceRows(hidden.data(), grad.data());
-  const std::string exported = Value(Place(rows)).reads()[0].shared.region_id();
-  rows.rows.memory = rows.result.memory = client::Memory::kCudaPrivate;
-  Placement placement = Value(Place(rows, Transport::kCudaIpc));
+  DeviceRows rows(*driver_, hidden_);
+  CallMemory memory = MemoryAt(rows.hidden.data(), rows.grad.data());
+  const std::string exported = Value(Place(memory)).reads()[0].shared.region_id();
+  memory.rows.memory = memory.result.memory = client::Memory::kCudaPrivate;
+  Placement placement = Value(Place(memory, Transport::kCudaIpc));
   EXPECT_NE(placement.reads()[0].shared.region_id(), exported);
   EXPECT_EQ(placement.why_not_better(), "");
-  CallWith(&placement, "cuda_ipc");
-  EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
+  CallWith(&placement, rows.grad);
 }
 
 TEST_F(CudaIpc, SharedHostMemoryServesDeviceRowsToo) {
-  DeviceBuffer hidden(*driver_, 0, kBytes);
-  DeviceBuffer grad(*driver_, 0, kBytes);
-  hidden.Write(hidden_.data(), kBytes);
-  Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data()), Transport::kSharedMemory));
+  DeviceRows rows(*driver_, hidden_);
+  Placement placement = Place(rows, Transport::kSharedMemory);
   EXPECT_EQ(placement.path(), Transport::kSharedMemory);
-  CallWith(&placement, "shared_memory");
-  EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
+  CallWith(&placement, rows.grad, 0, "shared_memory");
 }
 
 TEST_F(CudaIpc, AnAllocationThatWasMadeAnewIsRegisteredAnew) {
@@ -285,16 +279,13 @@ TEST_F(CudaIpc, AnAllocationThatWasMadeAnewIsRegisteredAnew) {
   CuDevicePointer address = 0;
   bool same_address = false;
   for (int round = 0; round < 4; ++round) {
-    DeviceBuffer hidden(*driver_, 0, kBytes);
-    DeviceBuffer grad(*driver_, 0, kBytes);
-    hidden.Write(hidden_.data(), kBytes);
-    Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data())));
+    DeviceRows rows(*driver_, hidden_);
+    Placement placement = Place(rows);
     EXPECT_NE(placement.reads()[0].shared.region_id(), region);
     region = placement.reads()[0].shared.region_id();
-    same_address = same_address || address == reinterpret_cast<uintptr_t>(hidden.data());
-    address = reinterpret_cast<uintptr_t>(hidden.data());
-    CallWith(&placement, "cuda_ipc");
-    EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
+    same_address = same_address || address == reinterpret_cast<uintptr_t>(rows.hidden.data());
+    address = reinterpret_cast<uintptr_t>(rows.hidden.data());
+    CallWith(&placement, rows.grad);
   }
   EXPECT_TRUE(same_address) << "the driver gave no address twice: this run shows less than it should";
 }
@@ -302,14 +293,13 @@ TEST_F(CudaIpc, AnAllocationThatWasMadeAnewIsRegisteredAnew) {
 TEST_F(CudaIpc, AbandonedMemoryIsTheCallersAlone) {
   DeviceBuffer hidden(*driver_, 0, kBytes);
   hidden.Write(hidden_.data(), kBytes);
-  Placement placement = Value(Place(DeviceRows(hidden.data(), nullptr)));
+  Placement placement = Value(Place(MemoryAt(hidden.data(), nullptr)));
   const std::string region = placement.reads()[0].shared.region_id();
   placement.Abandon();
   DeviceBuffer grad(*driver_, 0, kBytes);
-  Placement another = Value(Place(DeviceRows(hidden.data(), grad.data())));
+  Placement another = Value(Place(MemoryAt(hidden.data(), grad.data())));
   EXPECT_NE(another.reads()[0].shared.region_id(), region);
-  CallWith(&another, "cuda_ipc");
-  EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
+  CallWith(&another, grad);
 }
 
 TEST_F(CudaIpc, HandlesThatNobodyMadeAreRefused) {
@@ -325,11 +315,9 @@ TEST_F(CudaIpc, HandlesThatNobodyMadeAreRefused) {
   grpc::ClientContext context;
   const grpc::Status status = sessions->RegisterSharedMemory(&context, request, &response);
   EXPECT_EQ(ErrorReason(client::internal::FromGrpcStatus(status, "")), "INVALID_FIELD");
-  DeviceBuffer hidden(*driver_, 0, kBytes);
-  DeviceBuffer grad(*driver_, 0, kBytes);
-  hidden.Write(hidden_.data(), kBytes);
-  Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data())));
-  CallWith(&placement, "cuda_ipc");  // the device is well
+  DeviceRows rows(*driver_, hidden_);
+  Placement placement = Place(rows);
+  CallWith(&placement, rows.grad);  // the device is well
 }
 
 // Run by the next test in a process of its own.
@@ -337,7 +325,7 @@ TEST_F(CudaIpc, DISABLED_ChildThatDies) {
   ASSERT_NE(std::getenv(kChildTarget), nullptr) << "runs only as a child of another test";
   DeviceBuffer hidden(*driver_, 0, kBytes);
   hidden.Write(hidden_.data(), kBytes);
-  const Placement placement = Value(Place(DeviceRows(hidden.data(), nullptr), Transport::kCudaIpc));
+  const Placement placement = Value(Place(MemoryAt(hidden.data(), nullptr), Transport::kCudaIpc));
   kill(getpid(), SIGKILL);
 }
 
@@ -347,12 +335,9 @@ TEST_F(CudaIpc, AClientThatDiesHarmsNobody) {
       RunProgram({"/proc/self/exe", "--gtest_filter=CudaIpc.DISABLED_ChildThatDies", "--gtest_also_run_disabled_tests"});
   unsetenv(kChildTarget);
   EXPECT_EQ(child.exit_code, -SIGKILL) << child.out << child.err;
-  DeviceBuffer hidden(*driver_, 0, kBytes);
-  DeviceBuffer grad(*driver_, 0, kBytes);
-  hidden.Write(hidden_.data(), kBytes);
-  Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data())));
-  CallWith(&placement, "cuda_ipc");
-  EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
+  DeviceRows rows(*driver_, hidden_);
+  Placement placement = Place(rows);
+  CallWith(&placement, rows.grad);
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include "absl/strings/str_split.h"
 #include "headwater/client/client.h"
 #include "tests/e2e/cpp/support/await.h"
+#include "tests/e2e/cpp/support/headwaterctl_fixture.h"
 #include "tests/e2e/cpp/support/server_process.h"
 #include "tests/e2e/cpp/support/test_tensors.h"
 
@@ -23,21 +24,14 @@ namespace {
 using nlohmann::json;
 
 // A small head, and all sweeps.
-const std::vector<std::string> kSmall = {"--vocab_size=64", "--hidden_size=16",  "--rows=32",
-                                         "--sizes=8,32",    "--concurrency=1,3", "--duration=20ms"};
+const Arguments kSmall = {"--vocab_size=64", "--hidden_size=16",  "--rows=32",
+                          "--sizes=8,32",    "--concurrency=1,3", "--duration=20ms"};
 
 class Bench : public testing::Test {
  protected:
   // `words` come behind the command and its address.
-  std::vector<std::string> Command(const std::vector<std::string>& words) const {
-    std::vector<std::string> arguments = {HEADWATERCTL, "bench", server_.target()};
-    arguments.insert(arguments.end(), words.begin(), words.end());
-    return arguments;
-  }
-  ProgramResult Run(std::vector<std::string> words) const {
-    words.insert(words.end(), kSmall.begin(), kSmall.end());
-    return RunProgram(Command(words));
-  }
+  Arguments Command(const Arguments& words) const { return Joined({HEADWATERCTL, "bench", server_.target()}, words); }
+  ProgramResult Run(const Arguments& words) const { return RunProgram(Command(Joined(words, kSmall))); }
   size_t HeadCount() const { return Value(server_.Connect().ListHeads()).size(); }
 
   ServerProcess server_;
@@ -65,12 +59,9 @@ TEST_F(Bench, MeasuresThePathsAndLeavesNothingBehind) {
   TemporaryDirectory directory;
   const std::string csv = directory.path() + "/bench.csv";
   const ProgramResult result = Run({"--transports=grpc,cuda_ipc", "--csv=" + csv});
-  ASSERT_EQ(result.exit_code, 0) << result.err;
-  for (const char* words :
-       {"engine cpu", "head [64, 16] float32", "One micro-batch of 32 rows at a time", "OVER ENGINE", "IN FLIGHT"}) {
-    EXPECT_TRUE(absl::StrContains(result.out, words)) << words << "\n" << result.out;
-  }
-  EXPECT_TRUE(absl::StrContains(result.out, "cuda_ipc  not measured: ")) << result.out;
+  Expect(result, 0, &ProgramResult::out,
+         {"engine cpu", "head [64, 16] float32", "One micro-batch of 32 rows at a time", "OVER ENGINE", "IN FLIGHT",
+          "cuda_ipc  not measured: "});
   EXPECT_EQ(HeadCount(), 0u);
 
   const std::vector<std::map<std::string, std::string>> rows = ReadCsv(ReadFile(csv));
@@ -104,9 +95,7 @@ TEST_F(Bench, JsonHasTheSameFigures) {
 }
 
 TEST_F(Bench, APathThatCannotBeTakenAloneIsAFailureThatSaysWhy) {
-  const ProgramResult result = Run({"--transports=cuda_ipc"});
-  EXPECT_EQ(result.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(result.err, "no path could be measured: cuda_ipc: ")) << result.err;
+  Expect(Run({"--transports=cuda_ipc"}), 1, &ProgramResult::err, {"no path could be measured: cuda_ipc: "});
   EXPECT_EQ(HeadCount(), 0u);
 }
 
@@ -125,30 +114,23 @@ TEST_F(Bench, AHeadThatDoesNotFitIsMadeSmaller) {
 TEST_F(Bench, ThePlotNeedsMatplotlibAndSaysSoFirst) {
   TemporaryDirectory directory;
   const std::string png = directory.path() + "/bench.png";
-  std::vector<std::string> nowhere = Command({"--png=" + png});
-  nowhere.insert(nowhere.begin(), {"/usr/bin/env", "PATH=" + directory.path()});
-  const ProgramResult without = RunProgram(nowhere);
-  EXPECT_EQ(without.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(without.err, "--png needs a python3 with matplotlib, and there is no python3 on the PATH"))
-      << without.err;
-  EXPECT_TRUE(absl::StrContains(without.err, "--csv needs neither")) << without.err;
+  const Arguments nowhere = Joined({"/usr/bin/env", "PATH=" + directory.path()}, Command({"--png=" + png}));
+  Expect(RunProgram(nowhere), 1, &ProgramResult::err,
+         {"--png needs a python3 with matplotlib, and there is no python3 on the PATH", "--csv needs neither"});
 
   // A Python without the library.
   WriteFile(directory.path() + "/python3", "#!/bin/sh\nexit 1\n");
   ASSERT_EQ(RunProgram({"/bin/chmod", "755", directory.path() + "/python3"}).exit_code, 0);
   const ProgramResult bare = RunProgram(nowhere);
-  EXPECT_EQ(bare.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(bare.err, "--png needs matplotlib, which the python3 on the PATH does not have")) << bare.err;
+  Expect(bare, 1, &ProgramResult::err, {"--png needs matplotlib, which the python3 on the PATH does not have"});
   EXPECT_FALSE(absl::StrContains(bare.err, "making a head")) << bare.err;
 
   const std::string path = "PATH=/usr/bin:/bin";
   if (RunProgram({"/usr/bin/env", path, "python3", "-c", "import matplotlib"}).exit_code != 0) {
     GTEST_SKIP() << "the system's python3 has no matplotlib: no plot is drawn";
   }
-  std::vector<std::string> with = Command({"--transports=grpc", "--png=" + png});
-  with.insert(with.end(), kSmall.begin(), kSmall.end());
-  with.insert(with.begin(), {"/usr/bin/env", path});
-  const ProgramResult drawn = RunProgram(with);
+  const Arguments with = Joined(Command({"--transports=grpc", "--png=" + png}), kSmall);
+  const ProgramResult drawn = RunProgram(Joined({"/usr/bin/env", path}, with));
   EXPECT_EQ(drawn.exit_code, 0) << drawn.err;
   EXPECT_EQ(ReadFile(png).substr(0, 4), "\x89PNG");
 }
@@ -171,8 +153,7 @@ TEST_F(Bench, AFileThatCannotBeWrittenIsToldBeforeAnythingIsMeasured) {
   WriteFile(kept, "figures");
   for (const std::string& path : {directory.path() + "/no/such/folder/bench.csv", directory.path()}) {
     const ProgramResult result = Run({"--csv=" + path});
-    EXPECT_EQ(result.exit_code, 2) << result.err;
-    EXPECT_TRUE(absl::StrContains(result.err, "--csv: expected a file that can be written, got " + path)) << result.err;
+    Expect(result, 2, &ProgramResult::err, {"--csv: expected a file that can be written, got " + path});
     EXPECT_FALSE(absl::StrContains(result.err, "making a head")) << result.err;
   }
   // The one that is there is not touched for an error that comes later.
@@ -181,18 +162,17 @@ TEST_F(Bench, AFileThatCannotBeWrittenIsToldBeforeAnythingIsMeasured) {
 }
 
 TEST_F(Bench, WrongCommandLinesEndWithTwo) {
-  for (const std::vector<std::string>& words : std::vector<std::vector<std::string>>{{"--transports=pigeon"},
-                                                                                     {"--transports="},
-                                                                                     {"--concurrency=0"},
-                                                                                     {"--concurrency=1000"},
-                                                                                     {"--sizes=many"},
-                                                                                     {"--rows=-1"},
-                                                                                     {"--duration=1h"},
-                                                                                     {"--trainable"},
-                                                                                     {"elsewhere"}}) {
-    const ProgramResult result = RunProgram(Command(words));
-    EXPECT_EQ(result.exit_code, 2) << words[0] << "\n" << result.err;
-    EXPECT_TRUE(absl::StrContains(result.err, "hint: ")) << result.err;
+  for (const Arguments& words : std::vector<Arguments>{{"--transports=pigeon"},
+                                                       {"--transports="},
+                                                       {"--concurrency=0"},
+                                                       {"--concurrency=1000"},
+                                                       {"--sizes=many"},
+                                                       {"--rows=-1"},
+                                                       {"--duration=1h"},
+                                                       {"--trainable"},
+                                                       {"elsewhere"}}) {
+    SCOPED_TRACE(words[0]);
+    Expect(RunProgram(Command(words)), 2, &ProgramResult::err, {"hint: "});
   }
   EXPECT_EQ(HeadCount(), 0u);
 }
