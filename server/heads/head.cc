@@ -139,12 +139,8 @@ absl::Status Head::CheckEpoch(const std::optional<Epoch>& epoch) const { return 
 // ---- admission and waits ---------------------------------------------------------------------------------------------
 
 void HeadCore::AddNeed(const scheduler::Uses& uses, scheduler::Needs& needs) const {
-  const auto known = std::find_if(needs.begin(), needs.end(), [this](const auto& need) { return need.record == record; });
-  if (known == needs.end()) {
+  if (std::none_of(needs.begin(), needs.end(), [this](const auto& need) { return need.record == record; })) {
     needs.push_back({record, uses});
-  } else {
-    known->uses.weights = std::max(known->uses.weights, uses.weights);
-    known->uses.accumulator = std::max(known->uses.accumulator, uses.accumulator);
   }
 }
 
@@ -193,7 +189,7 @@ bool HeadCore::IsItsTurn(const StepKey& key, int64_t micro_batch) const {
 }
 
 std::shared_ptr<const WaitingAddition> HeadCore::NextInOrder() const {
-  if (!in_order() || retired || state != HeadState::kReady) return nullptr;
+  if (!in_order()) return nullptr;  // nothing waits in a head that is not READY
   return steps.window()->Next(steps.open().state == StepState::kSealed);
 }
 
@@ -302,7 +298,6 @@ absl::Status Head::TryRetire(const std::optional<Epoch>& epoch, bool force) {
 }
 
 HeadUse::HeadUse(std::shared_ptr<Head> head) : head_(std::move(head)) {
-  if (head_ == nullptr) return;
   head_->CountUses(1);
   ends_ = std::shared_ptr<const void>(nullptr, [used = head_](std::nullptr_t) { used->CountUses(-1); });
 }

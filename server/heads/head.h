@@ -106,7 +106,7 @@ class HeadCore {
   // How a computation uses a head to which it adds nothing. In deterministic mode it is not computed together with others: that
   // would show in the last bits. Not only in a turn.
   scheduler::Uses reads() const { return deterministic ? kChangesGradient : kReadsWeights; }
-  // Adds a use of the head to the needs of an operation.
+  // Adds a use of the head to the needs of an operation, unless they have one, which must include it: targets come before teachers.
   void AddNeed(const scheduler::Uses& uses, scheduler::Needs& needs) const;
   // Waits for this use of the head alone. The error of the limits; kHeadNotFound once the head has been retired. Not in a turn.
   absl::StatusOr<scheduler::Admission> Admit(scheduler::Uses uses, const WaitLimits& wait) const;
@@ -294,7 +294,7 @@ class Head : public HeadCore {
 class HeadUse {
  public:
   HeadUse() = default;
-  explicit HeadUse(std::shared_ptr<Head> head);
+  explicit HeadUse(std::shared_ptr<Head> head);  // not null
 
   const std::shared_ptr<Head>& head() const { return head_; }
   Head& operator*() const { return *head_; }

@@ -255,7 +255,7 @@ bool HeadRegistry::TryExpire(const std::shared_ptr<Head>& head, absl::Duration t
   if (found == heads_.end() || found->second.head != head || head->last_use() + timeout > clock_()) return false;
   // A call that named the head long ago may have changed it since it was saved.
   const HeadInfo now = head->Describe();
-  if (now.epoch != before.epoch || now.open_step != before.open_step || now.weight_version != before.weight_version) return false;
+  if (now.open_step != before.open_step || now.weight_version != before.weight_version) return false;
   if (!head->TryRetire(before.epoch, /*force=*/true).ok()) return false;
   TakeOut(found->second);
   return true;

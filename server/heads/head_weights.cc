@@ -240,7 +240,6 @@ absl::StatusOr<HeadInfo> Head::Restore(const Epoch& epoch, checkpoint::Checkpoin
   weights.SetUpdateCount(info->update_count);
   weights.NextVersion();
   weights.SetChecksum(*std::move(checksum));
-  weights.ForgetSaved();
   // A head comes back from its newest checkpoint. A trainer may choose an older one, which a restart would not find.
   if (comes_back) weights.MarkSaved(weights.version(), info->step);
   return Describe();

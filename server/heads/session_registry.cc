@@ -25,7 +25,6 @@ SessionRegistry::SessionRegistry(const SessionLimits& limits, OnEnd on_end, std:
 
 absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& client_name, absl::Duration lease,
                                                              std::vector<Expired>* expired) {
-  if (expired != nullptr) expired->clear();
   if (lease <= absl::ZeroDuration()) {
     return FieldError(ErrorReason::kInvalidField, "lease", "> 0", absl::FormatDuration(lease));
   }
@@ -58,7 +57,7 @@ absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& 
 }
 
 bool SessionRegistry::IsOver(const Session& session, absl::Time now) {
-  return session.running_calls == 0 && !session.is_told && now >= session.lease_end;
+  return session.running_calls == 0 && !session.ended && now >= session.lease_end;
 }
 
 bool SessionRegistry::IsFull() const { return static_cast<int64_t>(sessions_.size()) >= limits_.max_sessions; }
@@ -85,7 +84,6 @@ void SessionRegistry::EndCall(const SessionId& id) {
     --session.running_calls;
     session.lease_end = clock_() + session.lease;
     if (!session.ended || session.running_calls > 0) return;
-    session.is_told = true;
   }
   Tell(id, End::kClosed);
 }
@@ -113,7 +111,6 @@ bool SessionRegistry::Close(const SessionId& id) {
     if (session == nullptr) return false;
     session->ended = true;
     runs = session->running_calls > 0;
-    session->is_told = !runs;
   }
   if (runs) {
     on_end_(id, End::kClosed);
@@ -130,7 +127,7 @@ std::vector<SessionRegistry::Expired> SessionRegistry::Expire() {
     const absl::Time now = clock_();
     for (auto& [id, session] : sessions_) {
       if (!IsOver(session, now)) continue;
-      session.is_told = true;
+      session.ended = true;
       over.emplace_back(id, session.client_name);
     }
   }

@@ -52,8 +52,8 @@ class SessionRegistry {
     std::string client_name;
     int64_t dropped = 0;  // contributions that were undecided
   };
-  // Opens a session with a lease of min(lease, max_lease). kInvalidField unless `lease` > 0; kQuotaExceeded. `expired` (may be
-  // null) gets the sessions that Open() has ended to make room, whatever Open() returns: Expire() does not report those.
+  // Opens a session with a lease of min(lease, max_lease). kInvalidField unless `lease` > 0; kQuotaExceeded. `expired` (null,
+  // or empty) gets the sessions that Open() has ended to make room, whatever Open() returns: Expire() does not report those.
   absl::StatusOr<Grant> Open(const std::string& client_name, absl::Duration lease, std::vector<Expired>* expired = nullptr);
 
   // A running call of a session: the lease does not end while it lives, and counts from its end. Must not outlive the registry.
@@ -81,15 +81,14 @@ class SessionRegistry {
     absl::Duration lease;
     absl::Time lease_end;
     int64_t running_calls = 0;
-    bool ended = false;    // gone for all calls except the running ones
-    bool is_told = false;  // on_end() runs, after which it is forgotten
+    bool ended = false;  // gone for all calls except the running ones; forgotten after its last on_end()
   };
 
   bool IsFull() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The session if it is open and its lease has not ended, else null.
   Session* FindOpen(const SessionId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndCall(const SessionId& id);
-  // Calls on_end() for a session that is_told, and forgets the session. Returns what on_end() returns.
+  // Calls on_end() for a session that has ended and has no calls, and forgets the session. Returns what on_end() returns.
   int64_t Tell(const SessionId& id, End how);
   static bool IsOver(const Session& session, absl::Time now);
 

@@ -131,7 +131,6 @@ void Admission::Release() {
     users.erase(std::find(users.begin(), users.end(), need.uses));
   }
   for (const Need& need : needs_) Sequencer::WakeNext(*need.record);
-  needs_.clear();
 }
 
 }  // namespace headwater::scheduler

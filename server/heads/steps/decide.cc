@@ -90,15 +90,11 @@ absl::StatusOr<std::shared_ptr<PendingContribution>> FindPending(const std::vect
                                                                  int64_t attempt, const CommitFactor& factor,
                                                                  const std::optional<SessionId>& session) {
   std::shared_ptr<PendingContribution> found;
-  size_t committed_count = 0;
   for (const DecisionTarget& target : targets) {
     Head& head = *target.head;
     HEADWATER_RETURN_IF_ERROR(head.Check(target.key.epoch, Need::kReady, true));
     HEADWATER_ASSIGN_OR_RETURN(bool to_do, head.steps.ledger().CheckCommit(target.key.step, micro_batch, attempt, factor));
-    if (!to_do) {
-      ++committed_count;
-      continue;
-    }
+    if (!to_do) continue;
     const std::shared_ptr<PendingContribution> pending = head.steps.FindPending(micro_batch);
     if (pending == nullptr) {
       return MakeError(ErrorReason::kInternal, absl::StrCat("the contribution of micro-batch ", micro_batch, " is not there"),
@@ -109,8 +105,8 @@ absl::StatusOr<std::shared_ptr<PendingContribution>> FindPending(const std::vect
     }
     found = pending;
   }
-  if (committed_count == targets.size()) return std::shared_ptr<PendingContribution>();
-  if (committed_count > 0) return OtherHeadsError(*found, targets.size() - committed_count, micro_batch);
+  // A contribution is pending in all of its heads, or in none.
+  if (found == nullptr) return found;
   HEADWATER_RETURN_IF_ERROR(CheckOwner(*found, session, micro_batch));
   if (factor.token_factors.has_value() && !found->is_held()) {
     return MakeError(ErrorReason::kInvalidCombination,
@@ -139,9 +135,8 @@ absl::Status CarryOut(const std::vector<Head*>& targets, int64_t micro_batch, Pe
     if (in_order) target->steps.Wait(micro_batch, pending.held(), arguments, *target->on_engine);
     // Cannot fail: it was staged when this operation was admitted.
     target->steps.FinishCommit(micro_batch, factor);
-    target->MicroBatchChanged();
   }
-  pending.Drop();
+  pending.Drop();  // wakes all that wait for it
   return absl::OkStatus();
 }
 
@@ -259,7 +254,6 @@ absl::StatusOr<bool> Discard(const std::vector<DecisionTarget>& targets, int64_t
     };
     HEADWATER_ASSIGN_OR_RETURN(const scheduler::Admission admission, sequencer.Acquire(needs, limits, kWaitsForHead));
     const Turn turn(sequencer);
-    HEADWATER_RETURN_IF_ERROR(CheckDiscard(targets, micro_batch, attempt, session));
     for (const DecisionTarget& target : targets) {
       Head& head = *target.head;
       HEADWATER_ASSIGN_OR_RETURN(bool here, head.steps.Discard(target.key.step, micro_batch, attempt));
@@ -276,9 +270,7 @@ int64_t Head::DropSession(const SessionId& session) {
   // Without an admission: the end of any session looks at all heads, and some of them may compute, or be set, for minutes. No other
   // call decides what is dropped here, and engines free it while other calls work.
   const Turn turn(sequencer);
-  const int64_t dropped = steps.DropSession(session);
-  MicroBatchChanged();
-  return dropped;
+  return steps.DropSession(session);
 }
 
 absl::Status Head::CheckAddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, int64_t row_start,

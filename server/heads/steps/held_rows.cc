@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,11 +20,9 @@ constexpr char kNeedsTeacher[] =
 
 // The rows of one term with factors of their own.
 std::vector<float> ScaledWeights(const LossTerm& term, const std::vector<float>& token_factors) {
-  std::vector<float> weights(static_cast<size_t>(term.row_count));
-  for (size_t i = 0; i < weights.size(); ++i) {
-    const float weight = term.token_weights.empty() ? 1.0F : term.token_weights[i];
-    weights[i] = weight * token_factors[static_cast<size_t>(term.row_start) + i];
-  }
+  const auto first = token_factors.begin() + term.row_start;
+  std::vector<float> weights(first, first + term.row_count);
+  std::transform(term.token_weights.begin(), term.token_weights.end(), weights.begin(), weights.begin(), std::multiplies<>());
   return weights;
 }
 
@@ -137,7 +136,6 @@ absl::Status AddInOrder(Head& head, const WaitLimits& limits, bool yields) {
     HEADWATER_RETURN_IF_ERROR(head.AfterChange(AddHeld(next->rows, next->arguments, head.engine)));
     const Turn turn(head.sequencer);
     head.steps.MarkAdded(next->micro_batch);
-    head.MicroBatchChanged();
   }
 }
 

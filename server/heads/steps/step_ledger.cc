@@ -125,13 +125,10 @@ absl::Status StepLedger::CheckBegin(int64_t step, int64_t micro_batch, int64_t a
                           absl::StrCat("was discarded up to attempt ", record.tombstone_attempt, ", the call is attempt ", attempt),
                           {{"discardedAttempt", absl::StrCat(record.tombstone_attempt)}});
     }
-    const int64_t known_attempt = record.IsPresent() ? std::max(record.attempt, record.fence_attempt) : record.fence_attempt;
-    // A repeat of what is decided is answered whatever attempt a later call has announced.
-    const bool repeats = record.state == ContributionState::kCommitted && attempt >= record.attempt;
-    if (attempt < known_attempt && !repeats) {
+    if (attempt < record.fence_attempt) {  // which is the attempt of a contribution that is present
       return AttemptError(ErrorReason::kAttemptSuperseded, step, micro_batch, attempt,
-                          absl::StrCat("is known with attempt ", known_attempt, ", the call is attempt ", attempt),
-                          {{"knownAttempt", absl::StrCat(known_attempt)}});
+                          absl::StrCat("is known with attempt ", record.fence_attempt, ", the call is attempt ", attempt),
+                          {{"knownAttempt", absl::StrCat(record.fence_attempt)}});
     }
     if (record.state == ContributionState::kInProgress && attempt == record.attempt) return CheckNotInProgress(step, micro_batch);
     if (record.IsPresent()) return absl::OkStatus();
@@ -195,10 +192,8 @@ void StepLedger::Begin(int64_t micro_batch, int64_t attempt, const std::optional
   MicroBatchRecord record;
   if (const MicroBatchRecord* const known = open_.Find(micro_batch); known != nullptr) {
     record.tombstone_attempt = known->tombstone_attempt;
-    record.fence_attempt = known->fence_attempt;
   }
-  record.fence_attempt = std::max(record.fence_attempt, attempt);
-  record.attempt = attempt;
+  record.attempt = record.fence_attempt = attempt;
   open_.micro_batches[micro_batch] = record;
   pending_digests_[micro_batch] = digest;
 }
@@ -320,7 +315,6 @@ absl::StatusOr<bool> StepLedger::Discard(int64_t step, int64_t micro_batch, int6
   if (found == open_.micro_batches.end()) {
     if (open_.state != StepState::kOpen) return false;  // nothing new can come in: no tombstone needed
     found = open_.micro_batches.emplace(micro_batch, MicroBatchRecord()).first;
-    found->second.state = ContributionState::kDiscarded;
   }
   MicroBatchRecord& record = found->second;
   const bool dropped = record.state == ContributionState::kStaged;

@@ -323,7 +323,6 @@ absl::Status SubmissionRun::AwaitRows(int64_t row_end) {
 }
 
 absl::Status SubmissionRun::Decide(const DigestBuilder* rows) {
-  decided_ = false;
   if (submission_.backward) {
     HEADWATER_ASSIGN_OR_RETURN(outcome_.digest, submission_.incoming->Finish(rows));
   }
@@ -354,7 +353,6 @@ absl::Status SubmissionRun::Settle(MicroBatchResult& result) {
   absl::Status added;
   if (form_ == ContributionForm::kStaged) {
     added = result.staged->Commit(1.0);
-    result.staged.reset();
   } else {
     HeldRows again{submission_.hidden, {}, nullptr, {}};
     for (const LossTerm& term : terms_) again.terms.push_back(WithoutOutputs(term));
@@ -433,7 +431,6 @@ absl::Status SubmissionRun::FinishPending(PendingContribution::Content content) 
   pending->WakeAtDrop(std::move(lists));
   for (Head* target : targets_) {
     target->steps.FinishPending(id(), pending, form_, CountsOf(target));  // it has been in progress since Begin()
-    target->MicroBatchChanged();
   }
   return absl::OkStatus();
 }

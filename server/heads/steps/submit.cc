@@ -68,12 +68,10 @@ absl::Status Announce(const Submission& submission, const WaitLimits& limits) {
   const Turn turn(sequencer);
   for (Head* target : targets) target->steps.waiting_attempts().Unmark(micro_batch, submission.attempt);
   if (!admission.ok()) return admission.status();
-  HEADWATER_RETURN_IF_ERROR(CheckSubmission(submission));
   for (const SubmittedTerm& term : submission.terms) {
     Head& head = *term.head;
     if (!head.spec().trainable) continue;
     HEADWATER_RETURN_IF_ERROR(head.steps.Supersede(*term.step, micro_batch, submission.attempt));
-    head.MicroBatchChanged();
   }
   return absl::OkStatus();
 }

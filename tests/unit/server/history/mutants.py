@@ -31,8 +31,8 @@ MUTANTS = [
     (
         "lets_a_superseded_attempt_in",
         "server/heads/steps/step_ledger.cc",
-        "if (attempt < known_attempt && !repeats) {",
-        "if (attempt + 1 < known_attempt && !repeats) {",
+        "if (attempt < record.fence_attempt) {",
+        "if (attempt + 1 < record.fence_attempt) {",
     ),
     ("takes_one_record_too_many", "server/heads/steps/step_ledger.cc", ">= max_micro_batches_", "> max_micro_batches_"),
     (
@@ -109,7 +109,12 @@ MUTANTS = [
         "",
     ),
     ("forgets_the_factor_of_held_rows", "server/heads/steps/held_rows.cc", "term.loss_scale *= arguments.factor;", ""),
-    ("takes_token_factors_of_other_rows", "server/heads/steps/held_rows.cc", "static_cast<size_t>(term.row_start) + i", "i"),
+    (
+        "takes_token_factors_of_other_rows",
+        "server/heads/steps/held_rows.cc",
+        "token_factors.begin() + term.row_start;",
+        "token_factors.begin();",
+    ),
     (
         "keeps_the_epoch_for_a_new_life",
         "server/heads/head.cc",
@@ -141,8 +146,8 @@ MUTANTS = [
     (
         "ends_a_lease_while_a_call_runs",
         "server/heads/session_registry.cc",
-        "session.running_calls == 0 && !session.is_told &&",
-        "!session.is_told &&",
+        "session.running_calls == 0 && !session.ended &&",
+        "!session.ended &&",
     ),
     (
         "lets_an_ended_lease_be_used",
