@@ -85,7 +85,10 @@ absl::Status Waiter::Enter(WaitList& list, const WaitLimits& limits, absl::strin
       return MakeError(ErrorReason::kDraining, absl::StrCat("the server is shutting down: the call ", what, ", and was not done"),
                        {{"retryAfterMs", "1000"}});
     }
-    if (absl::Status full = calls_->CheckRoom(is_thread_); !full.ok() && !has_waited_) return full;
+    if (!has_waited_) {
+      HEADWATER_RETURN_IF_ERROR(calls_->CheckRoom(is_thread_));
+      calls_->call_count_ += !is_thread_;
+    }
     calls_->thread_count_ += is_thread_;
     place_ = calls_->parked_.emplace(limits.deadline, this);
     if (place_ == calls_->parked_.begin()) calls_->earlier_.notify_one();
@@ -129,6 +132,7 @@ void Waiter::RunAtEnd() {
   {
     const std::lock_guard<std::mutex> lock(AllWaits());
     if (list_ != nullptr) Leave();  // left by a try that ended with another result; the list may go with an action
+    if (calls_ != nullptr && std::exchange(has_waited_, false)) calls_->call_count_ -= !is_thread_;
   }
   for (const std::function<void()>& action : std::exchange(at_end_, {})) action();
 }
@@ -147,7 +151,6 @@ absl::Status ThreadWaiter::DoWait(WaitList& list, absl::Mutex& mutex, const Wait
       lock.lock();
       if (is_gone) break;
     }
-    suspended_ = false;
     if (list_ != nullptr) Leave();
   }
   mutex.Lock();
@@ -160,7 +163,7 @@ WaitingCalls::WaitingCalls(int64_t max_calls, int64_t max_threads)
     : max_calls_(max_calls), max_threads_(std::max<int64_t>(1, max_threads / 4)), timer_([this] { EndLateWaits(); }) {}
 
 absl::Status WaitingCalls::CheckRoom(bool is_thread) const {
-  const bool is_full = static_cast<int64_t>(parked_.size()) >= max_calls_;
+  const bool is_full = call_count_ + thread_count_ >= max_calls_;
   if (!is_full && (!is_thread || thread_count_ < max_threads_)) return absl::OkStatus();
   const int64_t most = is_full ? max_calls_ : max_threads_;
   return MakeError(

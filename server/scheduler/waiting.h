@@ -71,7 +71,8 @@ class WaitList {
 class WaitingCalls {
  public:
   // At most `max_calls` (>= 0) wait at once, and at most a quarter of `max_threads` of them as threads: other calls need threads
-  // too. Any further call is refused with kQueueFull.
+  // too. Any further call is refused with kQueueFull. A call that was parked counts until it is over: after its wait it may need to
+  // wait for a thread, and again.
   WaitingCalls(int64_t max_calls, int64_t max_threads);
   // No call may be left.
   ~WaitingCalls();
@@ -91,6 +92,7 @@ class WaitingCalls {
   const int64_t max_calls_;
   const int64_t max_threads_;
   int64_t thread_count_ = 0;  // threads that wait
+  int64_t call_count_ = 0;    // others that have waited and are not over
   bool closed_ = false;
   std::atomic<bool> cancelled_{false};
   bool ending_ = false;
@@ -110,7 +112,6 @@ class Waiter {
   void Cancel();
   // Whether its waits have become useless: Cancel() has been called, or a derived class knows of another reason.
   virtual bool cancelled();
-  WaitingCalls* calls() const { return calls_; }
   // Runs `action` when the operation is over, to release what it kept between its tries. Called by the operation itself.
   void AtEnd(std::function<void()> action) { at_end_.push_back(std::move(action)); }
 
@@ -142,7 +143,7 @@ class Waiter {
   WaitList* list_ = nullptr;  // where it waits
   std::multimap<absl::Time, Waiter*>::iterator place_;
   std::atomic<bool> cancelled_{false};
-  bool has_waited_ = false;  // it had a place among the calls, and gets one again
+  bool has_waited_ = false;  // it has a place among the calls until it is over; a thread gets one again
   bool suspended_ = false;   // no thread tries it
   bool ended_ = false;       // its wait ended while a thread still tried it
 };

@@ -34,6 +34,10 @@ struct Door {
     }
     return absl::OkStatus();
   }
+  void Close() {
+    absl::MutexLock lock(&mutex);
+    open = false;
+  }
   void Open() {
     absl::MutexLock lock(&mutex);
     open = true;
@@ -56,6 +60,8 @@ class Call : public Waiter {
     }
     return ReasonOf(status);
   }
+  bool Stays() { return StaysParked(); }
+  void Over() { RunAtEnd(); }
   int resumed() const { return resumed_.load(); }
   void AwaitResume() const {
     while (resumed_ == 0) std::this_thread::yield();
@@ -91,6 +97,10 @@ TEST_F(WaitingTest, TheDeadlineEndsAWait) {
   EXPECT_EQ(late.Try(door_, limits), "parked");
   late.AwaitResume();
   EXPECT_EQ(late.Try(door_, limits), "DEADLINE_EXCEEDED");
+  late.Over();
+  Call next(calls_);
+  EXPECT_EQ(next.Try(door_, {MonotonicNow() + absl::Milliseconds(20)}), "parked");
+  next.AwaitResume();
   EXPECT_EQ(other.resumed(), 0);
   door_.Open();
   EXPECT_EQ(late.resumed(), 1);
@@ -113,10 +123,40 @@ TEST_F(WaitingTest, AWaitThatEndsDuringItsTryIsTriedAgainThere) {
   Call call(calls_);
   WaitLimits limits = AsLongAsItTakes();
   limits.waiter = &call;
+  for (const int resumed : {0, 1}) {
+    EXPECT_EQ(ReasonOf(door_.Pass(limits)), "parked");
+    door_.Open();  // before the try has ended
+    EXPECT_FALSE(call.Stays());
+    EXPECT_EQ(call.resumed(), resumed);
+    EXPECT_EQ(call.Try(door_, AsLongAsItTakes()), "OK");
+    door_.Close();
+    EXPECT_EQ(call.Try(door_, AsLongAsItTakes()), "parked");
+    door_.Open();
+    EXPECT_EQ(call.resumed(), resumed + 1);
+    door_.Close();
+  }
+}
+
+TEST_F(WaitingTest, AWaitEndsWithItsOperation) {
+  Call call(calls_);
+  WaitLimits limits = AsLongAsItTakes();
+  limits.waiter = &call;
   EXPECT_EQ(ReasonOf(door_.Pass(limits)), "parked");
-  door_.Open();  // before the try has ended
-  EXPECT_EQ(call.resumed(), 0);
-  EXPECT_EQ(call.Try(door_, AsLongAsItTakes()), "OK");
+  call.Over();  // the try that has parked it ended with another result
+  EXPECT_EQ(calls_.size(), 0);
+  EXPECT_EQ(call.Try(door_, AsLongAsItTakes()), "parked");
+  door_.Open();
+  EXPECT_EQ(call.resumed(), 1);
+}
+
+TEST_F(WaitingTest, ACallMayBeCancelledWhileItIsAsked) {
+  ThreadWaiter* self = nullptr;
+  ThreadWaiter thread([&self] {
+    self->Cancel();
+    return false;
+  });
+  self = &thread;
+  EXPECT_EQ(ReasonOf(door_.Pass({absl::InfiniteFuture(), &thread})), "CANCELLED");
 }
 
 TEST_F(WaitingTest, AtMostSoManyWait) {
@@ -124,14 +164,16 @@ TEST_F(WaitingTest, AtMostSoManyWait) {
   EXPECT_EQ(first.Try(door_, AsLongAsItTakes()), "parked");
   EXPECT_EQ(second.Try(door_, AsLongAsItTakes()), "parked");
   EXPECT_EQ(third.Try(door_, AsLongAsItTakes()), "QUEUE_FULL");
-  // A call that has waited keeps its place, although others came meanwhile.
+  // A call that has waited keeps its place until it is over.
   {
     absl::MutexLock lock(&door_.mutex);
     door_.opened.WakeAll();
   }
-  EXPECT_EQ(third.Try(door_, AsLongAsItTakes()), "parked");
+  EXPECT_EQ(third.Try(door_, AsLongAsItTakes()), "QUEUE_FULL");
   EXPECT_EQ(first.Try(door_, AsLongAsItTakes()), "parked");
   EXPECT_EQ(second.Try(door_, AsLongAsItTakes()), "parked");
+  first.Over();
+  EXPECT_EQ(third.Try(door_, AsLongAsItTakes()), "parked");
   door_.Open();
   EXPECT_EQ(second.resumed(), 2);
 }
@@ -152,6 +194,8 @@ TEST_F(WaitingTest, ThreadsWaitInFewerPlacesAndEndAlike) {
   door_.Open();
   holds.join();
   counted_by_nobody.join();
+  door_.Close();
+  EXPECT_EQ(ReasonOf(door_.Pass({MonotonicNow() + absl::Milliseconds(1), &another})), "DEADLINE_EXCEEDED");
 }
 
 TEST_F(WaitingTest, TheDrainSendsAwayWhoWaitsForAStep) {
@@ -162,6 +206,7 @@ TEST_F(WaitingTest, TheDrainSendsAwayWhoWaitsForAStep) {
   EXPECT_EQ(step.Try(door_, AsLongAsItTakes().ForStep()), "DRAINING");
   EXPECT_EQ(head.Try(door_, AsLongAsItTakes()), "parked");
   calls_.CancelAll();
+  EXPECT_EQ(head.resumed(), 2);
   EXPECT_EQ(head.Try(door_, AsLongAsItTakes()), "CANCELLED");
 }
 
