@@ -176,6 +176,35 @@ TEST_F(SessionRegistryTest, ClosingWithRunningCallsEndsItOnceMoreAfterTheLast) {
   EXPECT_EQ(sessions_.Expire().size(), 0u);
 }
 
+TEST(SessionRegistryEndTest, ASessionWhoseLeaseEndsWhileItIsEndedEndsOnce) {
+  absl::Time now = absl::UnixEpoch();
+  int ends = 0;
+  SessionRegistry sessions(
+      {},
+      [&](const SessionId&, SessionRegistry::End) {
+        ++ends;
+        now += absl::Hours(1);
+        EXPECT_TRUE(sessions.Expire().empty());
+        return 0;
+      },
+      [&now] { return now; });
+  const auto open = [&] { return sessions.Open("a", absl::Seconds(1))->id; };
+  EXPECT_TRUE(sessions.Close(open()));
+  EXPECT_EQ(ends, 1);
+  const SessionId closed = open();
+  {
+    const absl::StatusOr<SessionRegistry::Use> call = sessions.Begin(closed);
+    now += absl::Hours(1);
+    EXPECT_OK(sessions.Renew(closed));
+    EXPECT_TRUE(sessions.Close(closed));
+  }
+  EXPECT_EQ(ends, 3);
+  open();
+  now += absl::Hours(1);
+  EXPECT_EQ(sessions.Expire().size(), 1u);
+  EXPECT_EQ(ends, 4);
+}
+
 TEST_F(SessionRegistryTest, AUseIsMovedNotCopied) {
   const SessionId id = MustOpen();
   const SessionId other = MustOpen();
@@ -212,7 +241,7 @@ TEST_F(SessionRegistryTest, TheirNumberIsBounded) {
   EXPECT_REASON(sessions_.Open("d", absl::Seconds(1)), kQuotaExceeded);
   ended_.clear();
   Pass(absl::Seconds(30));
-  std::vector<SessionRegistry::Expired> expired(7);
+  std::vector<SessionRegistry::Expired> expired;
   EXPECT_OK(sessions_.Open("d", absl::Seconds(60), &expired));
   EXPECT_EQ(expired.size(), 1u);
   EXPECT_EQ(ended_.size(), 1u);

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <optional>
 
 #include "tests/unit/server/heads/head_test_util.h"
@@ -246,6 +247,8 @@ TEST_F(StepLedgerTest, DiscardLeavesATombstone) {
   EXPECT_EQ(Record(0).state, ContributionState::kDiscarded);
   EXPECT_EQ(Record(0).digest, kFirst);
   EXPECT_REASON(Begin(ledger_, 7, 0, 0, kFirst, true), kMicroBatchDiscarded);
+  EXPECT_FALSE(*ledger_.Discard(7, 8, 3));
+  EXPECT_EQ(Record(8).attempt, 3);
   EXPECT_FALSE(*ledger_.Discard(7, 9, 0));
   EXPECT_FALSE(Record(9).digest.has_value());
   EXPECT_REASON(ledger_.CheckBegin(7, 9, 0), kMicroBatchDiscarded);
@@ -371,6 +374,7 @@ TEST_F(StepLedgerTest, SealNeedsExactlyTheExpectedOnes) {
   absl::StatusOr<bool> sealed = ledger_.Seal(7, int64_t{3});
   EXPECT_REASON(sealed, kMicroBatchMissing);
   EXPECT_EQ(GetErrorMetadata(sealed.status()).at("missing"), "1");
+  EXPECT_FALSE(GetErrorMetadata(sealed.status()).contains("uncommitted"));
   sealed = ledger_.Seal(7, int64_t{2});
   EXPECT_REASON(sealed, kMicroBatchMissing);
   EXPECT_EQ(GetErrorMetadata(sealed.status()).at("unexpected"), "2");
@@ -410,6 +414,11 @@ TEST_F(StepLedgerTest, HugeAndWrongExpectations) {
   EXPECT_REASON(sealed, kMicroBatchMissing);
   EXPECT_EQ(GetErrorMetadata(sealed.status()).at("missing"), "1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,...");
   EXPECT_EQ(GetErrorMetadata(sealed.status()).at("missingCount"), "9223372036854775806");
+  std::vector<int64_t> ids(17);
+  std::iota(ids.begin(), ids.end(), 1);
+  EXPECT_EQ(GetErrorMetadata(ledger_.Seal(7, ids).status()).at("missing"), "1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,...");
+  ids.pop_back();
+  EXPECT_EQ(GetErrorMetadata(ledger_.Seal(7, ids).status()).at("missing"), "1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16");
   EXPECT_REASON(ledger_.Seal(7, int64_t{-1}), kInvalidField);
   EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{0, 0}), kInvalidField);
   EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{-5}), kInvalidField);

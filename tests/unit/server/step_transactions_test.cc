@@ -110,6 +110,7 @@ TEST_F(StepTransactionsTest, AStepHasContributionsFromItsFirstToItsEnd) {
   Stage(steps_, 0);
   EXPECT_TRUE(steps_.HasContributions());
   steps_.FinishCommit(0, CommitFactor());
+  EXPECT_TRUE(steps_.pending().empty());
   EXPECT_TRUE(steps_.HasContributions());
   StepTransactions sealed(name_, SmallSpec(), HeadLimits());
   EXPECT_OK(sealed.ledger().Seal(0, int64_t{0}));

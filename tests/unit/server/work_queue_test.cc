@@ -194,12 +194,17 @@ TEST(WorkQueueTest, TheBoundIsTheNumberOfWaitingJobs) {
   const absl::Status refused = third.turn().Enter();
   EXPECT_REASON(refused, kQueueFull);
   EXPECT_EQ(GetErrorMetadata(refused).at("maximum"), "2");
-  EXPECT_GE(std::stoi(GetErrorMetadata(refused).at("retryAfterMs")), 10);
+  EXPECT_EQ(GetErrorMetadata(refused).at("actual"), "3");
+  EXPECT_EQ(GetErrorMetadata(refused).at("retryAfterMs"), "100");
   EXPECT_EQ(queue.depth(), 2);
   running.turn().Leave();
   EXPECT_TRUE(first.turn().admitted());
   EXPECT_OK(third.turn().Enter());
   EXPECT_EQ(queue.depth(), 2);
+  // The hint follows the time of jobs.
+  first.turn().Leave(absl::Seconds(1));
+  EXPECT_OK(running.turn().Enter());
+  EXPECT_EQ(GetErrorMetadata(first.turn().Enter()).at("retryAfterMs"), "280");
 }
 
 TEST(WorkQueueTest, CancellationTakesAJobOut) {

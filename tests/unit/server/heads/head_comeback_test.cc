@@ -148,6 +148,7 @@ TEST_F(HeadComebackTest, HeadsComeBackFromTheirNewestCheckpoint) {
   EXPECT_EQ(GetErrorMetadata(mismatch).at("openStep"), "5");
   EXPECT_EQ(GetErrorMetadata(mismatch).at("step"), "9");
   EXPECT_EQ(GetErrorMetadata(mismatch).at("checkpoints"), "newest=5,zz-first=4");
+  EXPECT_EQ(GetErrorMetadata(back->CheckEpoch(old_epoch)).at("checkpoints"), "newest=5,zz-first=4");
   EXPECT_EQ(ReadWeight(*back), weight);
   DoStep(back);
 
@@ -195,7 +196,7 @@ TEST_F(HeadComebackTest, ADamagedCheckpointGivesWayToTheNextOlderOne) {
 TEST_F(HeadComebackTest, DamagedManifestsAloneAreReported) {
   Save(NewHead(), "x");
   Damage(PathOf("x", "manifest.json"));
-  const std::vector<HeadRegistry::Comeback> comebacks = Restart();
+  const std::vector<HeadRegistry::Comeback> comebacks = Restart({.max_tenant_memory_bytes = 1 << 20});
   ASSERT_EQ(comebacks.size(), 1u);
   EXPECT_EQ(comebacks[0].checkpoint, "");
   EXPECT_TRUE(absl::StrContains(comebacks[0].note, "x is damaged")) << comebacks[0].note;
@@ -359,6 +360,16 @@ TEST_F(HeadComebackTest, ANewHeadContinuesTheRunThatItIsRestoredFrom) {
   EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-3", "step-4", "step-5"}));
 }
 
+TEST_F(HeadComebackTest, ASavedHeadKeepsItsRunWhateverItIsRestoredFrom) {
+  Save(NewHead(), "step-1");
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
+  const std::shared_ptr<Head> head = NewHead();
+  Save(head, "step-2");
+  EXPECT_OK(head->Restore(head->Describe().epoch, *store_, "step-1"));
+  Save(head, "step-3");
+  EXPECT_EQ(store_->Read("default", "a", "step-3")->first_sequence, store_->Read("default", "a", "step-2")->first_sequence);
+}
+
 TEST_F(HeadComebackTest, ARestoredHeadWhoseRunCannotBeRecordedStartsAnother) {
   Save(NewHead(), "step-1");
   EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
@@ -437,6 +448,9 @@ TEST_F(HeadComebackTest, AMissingHeadIsDeletedFromTheStore) {
   EXPECT_REASON(registry_->Delete(kName, NewEpoch(), true, store_.get()), kHeadNotFound);
   EXPECT_REASON(registry_->Delete(kName, std::nullopt, true, nullptr), kHeadNotFound);
   EXPECT_TRUE(IsLive());
+  files_.OnNextChange([&] {  // a new head of that name waits for it
+    EXPECT_REASON(registry_->Create(kName, SmallSpec(), IfExists::kFail, nullptr, CancelledWait()), kCancelled);
+  });
   EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
   EXPECT_FALSE(IsLive());
   EXPECT_REASON(registry_->Delete(kName, std::nullopt, false, store_.get()), kHeadNotFound);
@@ -723,6 +737,20 @@ TEST_F(HeadComebackTest, AHeadThatIsUsedWhileItIsSavedStays) {
   EXPECT_OK(store_->Read("default", "a", "idle-0"));
   EXPECT_EQ(*registry_->Find(kName), head);
   EXPECT_OK(head->CheckEpoch(head->Describe().epoch));
+}
+
+TEST_F(HeadComebackTest, AHeadThatChangesWhileItIsSavedStays) {
+  // By calls that have named it long ago.
+  const std::shared_ptr<Head> head = NewHead();
+  const std::function<void()> changes[] = {[&] { EXPECT_OK(head->DiscardGradient(KeyOf(*head))); },
+                                           [&] { EXPECT_OK(head->Take(std::nullopt)); }};
+  for (const auto& change : changes) {
+    now_ += absl::Hours(1);
+    files_.OnNextChange(change);
+    EXPECT_TRUE(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).empty());
+    EXPECT_OK(head->CheckEpoch(head->Describe().epoch));
+  }
+  EXPECT_EQ(*registry_->Find(kName), head);
 }
 
 TEST_F(HeadComebackTest, AHeadThatIsDeletedWhileItIsSavedIsDroppedOnce) {

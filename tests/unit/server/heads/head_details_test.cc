@@ -26,6 +26,8 @@ class RecordingEngine : public FakeEngine {
  public:
   absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) override {
     awaited.push_back(micro_batch.after);
+    labels.emplace_back(micro_batch.label != nullptr ? micro_batch.label : "");
+    rows = {micro_batch.hidden.data, micro_batch.terms[0].teacher_hidden.data};
     terms.push_back(micro_batch.terms.size());
     outputs.push_back(0);
     for (const LossTerm& term : micro_batch.terms) {
@@ -41,7 +43,9 @@ class RecordingEngine : public FakeEngine {
   }
   OptimizerStep last_step;
   std::vector<const DeviceEvent*> awaited;
-  std::vector<int> outputs;  // how many of each computation
+  std::vector<std::string> labels;
+  std::vector<const void*> rows;  // of the last computation: its own, and the first term's teacher's
+  std::vector<int> outputs;       // how many of each computation
   std::vector<size_t> terms;
 
  private:
@@ -192,6 +196,7 @@ TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWhereItsRoomIsNeeded) {
   tensor.tensor = HeadTensor::kWeight;
   tensor.data = std::shared_ptr<const void>(std::shared_ptr<const void>(), weight.data());
   tensor.byte_count = 60;
+  engine.control().on_call = [&] { EXPECT_FALSE(head->DropShadow(weight.data())); };  // it is being written
   ASSERT_OK_AND_ASSIGN(const ReplaceReply both, head->Replace(KeyOf(*head), tensor));
   EXPECT_TRUE(both.closed);
   EXPECT_EQ(head->Describe().open_step, 1);
@@ -214,7 +219,9 @@ TEST(HeadDetailsTest, EveryComputationOfAMicroBatchWaitsForItsSender) {
   MicroBatchCall call(head, 0, 0, kRow);
   call.Refuse().submission().hold = [] { return std::make_shared<const int>(0); };
   call.submission().after = &event;
+  call.submission().label = "request";
   EXPECT_OK(call.Run(engine));
+  EXPECT_EQ(engine.labels, (std::vector<std::string>{"request", ""}));
   EXPECT_EQ(engine.awaited, (std::vector<const DeviceEvent*>{&event, &event}));
 }
 
@@ -259,6 +266,25 @@ TEST(HeadDetailsTest, WhatIsHeldForgetsTermsThatAddNothing) {
   EXPECT_EQ(engine.terms, (std::vector<size_t>{2, 1}));
 }
 
+TEST(HeadDetailsTest, WhatIsHeldIsReadWhereItHasBeenMovedTo) {
+  RecordingEngine engine;
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec());
+  const std::vector<float> moved = kRow.hidden, moved_teacher = kRow.hidden;
+  MicroBatchCall call(head, 0, 0, kRow);
+  call.term().teacher_head = head;
+  call.term().term.loss = JsdSpec();
+  call.term().term.teacher_hidden = call.submission().hidden;
+  call.Explicit().submission().late_token_factors = true;
+  call.submission().hold = [&] {
+    call.submission().hidden.data = moved.data();
+    call.term().term.teacher_hidden.data = moved_teacher.data();
+    return std::make_shared<const int>(0);
+  };
+  EXPECT_OK(call.Run(engine));
+  EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 0, 0, 1));
+  EXPECT_EQ(engine.rows, (std::vector<const void*>{moved.data(), moved_teacher.data()}));
+}
+
 TEST(HeadDetailsTest, WhereSumsAreCutIsPartOfTheirNumerics) {
   FakeEngine engine(2);
   const auto numerics = [&engine](int64_t vocab_size) {
@@ -266,6 +292,7 @@ TEST(HeadDetailsTest, WhereSumsAreCutIsPartOfTheirNumerics) {
   };
   EXPECT_EQ(numerics(5), numerics(5));
   EXPECT_NE(numerics(5), numerics(6));  // as many shards, of other rows
+  EXPECT_NE(numerics(5).find("; algorithms="), std::string::npos) << numerics(5);
 }
 
 TEST(HeadDetailsTest, AHeadThatIsToGoTakesNoMoreCalls) {
@@ -335,6 +362,9 @@ TEST(HeadDetailsTest, RowsOfAnAddedGradientMustBeTheHeads) {
   for (const auto& [start, count] : std::vector<std::pair<int64_t, int64_t>>{{-1, 1}, {0, 0}, {0, 6}, {5, 1}, {4, 2}, {0, -1}}) {
     EXPECT_EQ(add(2, start, count), "CHUNK_OUT_OF_RANGE") << start << " " << count;
   }
+  const int calls = engine.control().CountOf("AddToGradient");
+  EXPECT_REASON(head->AddGradient(key, 2, 0, Digest{}, {0, 5, rows.data(), 1e300}, nullptr), kInvalidField);
+  EXPECT_EQ(engine.control().CountOf("AddToGradient"), calls);
   EXPECT_EQ(KeyOf(*head).step, 0);
   HeadSpec frozen = SmallSpec();
   frozen.trainable = false;

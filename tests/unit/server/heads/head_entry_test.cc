@@ -189,6 +189,15 @@ TEST_F(HeadEntryTest, OnlyChangesOfTheWeightsAndOtherSavesWaitForASave) {
   EXPECT_FALSE(*head_->SaveIfChanged(*store_, "z", absl::InfiniteFuture(), /*waits=*/false));
 }
 
+TEST_F(HeadEntryTest, AHeadThatIsSavedMeanwhileIsNotSavedAgain) {
+  std::thread saver = BeginSave();
+  std::thread waits =
+      RunUntilItSleeps([this] { EXPECT_FALSE(*head_->SaveIfChanged(*store_, "y", absl::InfiniteFuture(), /*waits=*/true)); });
+  gate_.Open();
+  saver.join();
+  waits.join();
+}
+
 TEST_F(HeadEntryTest, ACallThatIsGivenUpBehindAComputationChangesNothing) {
   Stage(0);
   std::atomic<bool> is_given_up = false;
@@ -211,7 +220,11 @@ TEST_F(HeadEntryTest, EveryCallThatWaitsForADeletedHeadIsToldAtOnce) {
   std::thread commits = RunUntilItSleeps([&] { EXPECT_REASON(Commit(0), kHeadNotFound); });
   std::thread saves = RunUntilItSleeps([&] { EXPECT_REASON(head_->Save(key_.epoch, *store_, "y", false), kHeadNotFound); });
   std::thread submits = RunUntilItSleeps([&] { EXPECT_REASON(MicroBatchCall(head_, 0, 7, kRow).Run(engine_), kHeadNotFound); });
+  std::thread seals = RunUntilItSleeps([&] { EXPECT_REASON(head_->Seal(key_, int64_t{9}, AsLongAsItTakes()), kHeadNotFound); });
+  std::thread steps = RunUntilItSleeps([&] { EXPECT_OK(head_->AwaitStep({key_.epoch, 1}, AsLongAsItTakes())); });
   EXPECT_OK(head_->TryRetire(std::nullopt, /*force=*/true));
+  seals.join();
+  steps.join();
   commits.join();
   saves.join();
   submits.join();

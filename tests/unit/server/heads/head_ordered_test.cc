@@ -7,6 +7,7 @@
 #include <numeric>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "head_test_util.h"
 #include "headwater/kernels/product_rate.h"
@@ -290,6 +291,91 @@ TEST_P(HeadOrderedTest, ApplySealsAndAddsWhatWaits) {
   EXPECT_EQ(Waiting(*head), 0);
 }
 
+TEST_P(HeadOrderedTest, ApplyAddsWhatASealCouldNot) {
+  const std::shared_ptr<Head> head = NewHead();
+  ASSERT_OK(Submit(head, 1));
+  const StepKey key = KeyOf(*head);
+  prepare_fails = true;
+  EXPECT_REASON(head->Seal(key, std::vector<int64_t>{1}), kShardNotReady);
+  EXPECT_REASON(head->Apply(key, std::nullopt, Rate(0.1)), kShardNotReady);
+  prepare_fails = false;
+  EXPECT_EQ(Waiting(*head), 1);
+  ASSERT_OK_AND_ASSIGN(const auto applied, head->Apply(key, std::nullopt, Rate(0.1)));
+  EXPECT_GT(applied.global_grad_norm, 0);
+}
+
+TEST_P(HeadOrderedTest, ASubmissionIsAnsweredBeforeNewWeightsAreSet) {
+  const std::shared_ptr<Head> head = NewHead();
+  ThreadGate gate;
+  const TensorSource source = [&gate](int64_t, int64_t element_count, void* out) {
+    gate.Stop();
+    std::fill_n(static_cast<float*>(out), element_count, 1.0f);
+    return absl::OkStatus();
+  };
+  const std::vector<TensorUpdate> updates = {{HeadTensor::kWeight, DataType::kFloat32, source, /*in_memory=*/true}};
+  std::thread setter;
+  MicroBatchCall& call = Call(head, 0);
+  call.submission().hold = [&] {
+    setter = RunUntilItSleeps([&] { EXPECT_OK(head->SetTensors(KeyOf(*head).epoch, updates)); });
+    return std::make_shared<const int>(0);
+  };
+  ASSERT_OK(call.Run(*engine_));
+  gate.Open();
+  setter.join();
+}
+
+TEST_P(HeadOrderedTest, ADiscardedPredecessorIsWaitedForNoLonger) {
+  const std::shared_ptr<Head> head = NewHead();
+  const StepKey key = KeyOf(*head);
+  std::thread waits = RunUntilItSleeps([&] { EXPECT_OK(head->AwaitTurn(key, 1, AsLongAsItTakes())); });
+  EXPECT_FALSE(*DiscardFrom(head, key, 0, 0));  // never seen
+  waits.join();
+}
+
+TEST_P(HeadOrderedTest, AParkedApplyKeepsItsPlace) {
+  class Call : public scheduler::Waiter {
+   public:
+    Call() : Waiter(nullptr) {}
+    WaitLimits limits() { return {absl::InfiniteFuture(), this}; }
+
+   private:
+    void Resume() override {}
+  };
+  const std::shared_ptr<Head> head = NewHead();
+  const StepKey key = KeyOf(*head);
+  for (const bool is_sealed : {false, true}) {
+    const StepKey step = {key.epoch, is_sealed};
+    ASSERT_OK(Submit(head, 0));
+    if (is_sealed) ASSERT_OK(head->Seal(step, int64_t{1}));
+    Call applies, discards;
+    {
+      ASSERT_OK_AND_ASSIGN(const scheduler::Admission reads, head->Admit(kReadsWeights, {}));
+      const auto apply = [&] { return head->Apply(step, int64_t{1}, Rate(0.1), applies.limits()).status(); };
+      EXPECT_TRUE(scheduler::IsParked(apply()));
+      EXPECT_TRUE(scheduler::IsParked(head->DiscardGradient(step, discards.limits()).status()));
+      EXPECT_TRUE(scheduler::IsParked(apply()));
+    }
+    EXPECT_TRUE(scheduler::IsParked(head->DiscardGradient(step, discards.limits()).status()));
+    EXPECT_OK(head->Apply(step, int64_t{1}, Rate(0.1), applies.limits()));
+    EXPECT_REASON(head->DiscardGradient(step, discards.limits()), kStepConflict);
+  }
+}
+
+TEST_P(HeadOrderedTest, EveryContributionIsHeldUntilItIsAdded) {
+  const std::shared_ptr<Head> head = NewHead();
+  MicroBatchCall& call = Call(head, 1);
+  const auto storage = std::make_shared<std::shared_ptr<const int>>(std::make_shared<const int>(0));
+  const std::weak_ptr<const int> kept = *storage;
+  call.submission().hold = nullptr;
+  EXPECT_REASON(call.Run(*engine_), kStagingFull);
+  call.submission().hold = [storage] { return std::exchange(*storage, nullptr); };
+  ASSERT_OK(call.Run(*engine_));
+  EXPECT_FALSE(kept.expired());
+  ASSERT_OK(Submit(head, 0));
+  EXPECT_EQ(Waiting(*head), 0);
+  EXPECT_TRUE(kept.expired());
+}
+
 TEST_P(HeadOrderedTest, ADiscardClosesTheGapUntilItIsPassed) {
   const std::shared_ptr<Head> head = NewHead();
   ASSERT_OK(Call(head, 0).Explicit().Run(*engine_));
@@ -549,6 +635,9 @@ TEST_P(HeadOrderedTest, ATrainersOwnPartAddsWhatWasDelayedFirst) {
   EXPECT_TRUE(HasItsTurn(*head, KeyOf(*head), 1));
   EXPECT_FALSE(HasItsTurn(*head, KeyOf(*head), 2));
   EXPECT_REASON(add(head), kShardNotReady);
+  // One that is to be refused needs nothing added.
+  const GradientPart part = {.row_count = 1, .data = own.data()};
+  EXPECT_REASON(head->AddGradient(KeyOf(*head), 0, 0, Digest{7}, part, nullptr), kMicroBatchConflict);
   prepare_fails = false;
   EXPECT_TRUE(*add(head));
   EXPECT_EQ(Waiting(*head), 0);
@@ -612,6 +701,8 @@ TEST(CpuEngineNumerics, NameOneDnnForTheHeadsThatItMultiplies) {
       const std::string numerics = DescribeNumerics(*engine, **engine->CreateHead(spec));
       EXPECT_EQ(numerics.find("; bf16_products=onednn") != std::string::npos, is_onednn && data_type == DataType::kBFloat16)
           << numerics;
+      EXPECT_NE(numerics.find("; threads="), std::string::npos) << numerics;
+      EXPECT_NE(numerics.find("; device=" + engine->devices()[0].model), std::string::npos) << numerics;
     }
   }
 }

@@ -204,6 +204,7 @@ TEST_F(HeadTest, WeightVersionsAreCheckedAndReported) {
   EXPECT_REASON(refused, kWeightVersionMismatch);
   EXPECT_EQ(GetErrorMetadata(refused).at("expected"), "2");
   EXPECT_EQ(GetErrorMetadata(refused).at("actual"), "1");
+  EXPECT_EQ(GetErrorMetadata(refused).at("field"), "head.expected_weight_version");
   call.term().expected_weight_version = 1;
   EXPECT_OK(call.Run(engine_));
 }
@@ -290,13 +291,9 @@ TEST_F(HeadTest, ASubmissionThatWaitedSeesTheNewEpoch) {
   engine_.control().during_compute = [&] { gate.Stop(); };
   std::thread first([&] { EXPECT_OK(Submit(0, kRowOfToken2)); });
   gate.AwaitStopped();
-  // Both wait for the first one, in either order; whichever comes second sees what the other did.
   MicroBatchCall call(head_, 0, 1, kRowOfToken4);  // with the epoch of now
-  std::thread second([&] {
-    const std::string reason = ReasonOf(call.Run(engine_));
-    EXPECT_TRUE(reason == "OK" || reason == "EPOCH_FENCED") << reason;
-  });
-  std::thread setter([&] { EXPECT_OK(SetWeights(*head_, std::vector<float>(15, 2.0f))); });
+  std::thread setter = RunUntilItSleeps([&] { EXPECT_OK(SetWeights(*head_, std::vector<float>(15, 2.0f))); });
+  std::thread second = RunUntilItSleeps([&] { EXPECT_REASON(call.Run(engine_), kEpochFenced); });
   gate.Open();
   first.join();
   second.join();
@@ -343,7 +340,9 @@ TEST_F(HeadTest, AFailureWhileAddingLosesTheHead) {
   EXPECT_REASON(Submit(1, kRowOfToken4), kEngineFailed);
   EXPECT_EQ(head_->Describe().state, HeadState::kLost);
   const StepKey key = KeyOf(*head_);
-  EXPECT_REASON(Submit(1, kRowOfToken4), kStepLost);
+  const absl::Status lost = Submit(1, kRowOfToken4).status();
+  EXPECT_REASON(lost, kStepLost);
+  EXPECT_NE(lost.message().find(kEngineError.message()), absl::string_view::npos) << lost;
   EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).ForwardOnly().Run(engine_), kStepLost);
   EXPECT_REASON(CommitTo(head_, key, 0, 0, 1), kStepLost);
   EXPECT_REASON(DiscardFrom(head_, key, 0, 0), kStepLost);
@@ -491,7 +490,9 @@ TEST_F(HeadTest, ANonFiniteGradientStaysSealedAndUnchanged) {
   ASSERT_OK_AND_ASSIGN(const auto discarded, head_->DiscardGradient(key));
   EXPECT_EQ(discarded, std::make_pair(int64_t{1}, false));
   EXPECT_EQ(*head_->DiscardGradient(key), std::make_pair(int64_t{1}, true));
-  EXPECT_REASON(head_->Apply(key, int64_t{1}, Rate(1)), kStepConflict);
+  const absl::Status conflict = head_->Apply(key, int64_t{1}, Rate(1)).status();
+  EXPECT_REASON(conflict, kStepConflict);
+  EXPECT_NE(conflict.message().find("another call"), absl::string_view::npos) << conflict;
   EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
   EXPECT_EQ(head_->Describe().weight_version, 1);
 }
@@ -572,6 +573,13 @@ TEST_F(HeadTest, ReadingTheGradient) {
   EXPECT_REASON(head_->ReadGradient(key, HeadTensor::kGradBias, 0, 3, values.data()), kInvalidField);
   EXPECT_REASON(head_->ReadGradient(key, HeadTensor::kMasterWeight, 0, 3, values.data()), kInvalidField);
   EXPECT_EQ(head_->GradientNorm(key)->norm_squared, 14);
+  EXPECT_REASON(head_->GradientNorm({NewEpoch(), 0}), kEpochFenced);
+  const std::shared_ptr<Head> biased = MakeReadyHead(engine_, SpecWith(&HeadSpec::has_bias, true), "biased");
+  ASSERT_OK(MicroBatchCall(biased, 0, 0, kRowOfToken2).Run(engine_));
+  for (const HeadTensor tensor : {HeadTensor::kBias, HeadTensor::kGradBias}) {
+    EXPECT_OK(biased->ReadGradient(KeyOf(*biased), tensor, 2, 1, values.data()));
+    EXPECT_EQ(values[0], 1);
+  }
   ASSERT_OK(head_->DiscardGradient(key));
   EXPECT_REASON(head_->ReadGradient(key, HeadTensor::kWeight, 6, 3, values.data()), kStepMismatch);
   EXPECT_REASON(head_->GradientNorm(key), kStepMismatch);

@@ -2,9 +2,11 @@
 // weights.
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <limits>
 #include <memory>
 #include <set>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -13,6 +15,7 @@
 #include "absl/time/clock.h"
 #include "head_test_util.h"
 #include "server/heads/head.h"
+#include "server/observability/busy_clock.h"
 #include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
@@ -98,6 +101,25 @@ TEST_F(HeadTransactionsTest, ARepeatIsAnsweredWhateverAttemptWaits) {
   announcer.join();
   ASSERT_OK(repeat);
   EXPECT_TRUE(repeat->replayed);
+}
+
+TEST_F(HeadTransactionsTest, ARepeatThatFailsLeavesAHigherAttemptAlone) {
+  ASSERT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken2).Explicit().Run(engine_));
+  ThreadGate gate;
+  std::thread repeats;
+  const std::thread::id self = std::this_thread::get_id();
+  engine_.control().during_compute = [&] {
+    if (std::this_thread::get_id() != self) return gate.Stop();
+    gate.Open();
+    repeats.join();
+  };
+  engine_.control().FailNext("Compute", kNotReady);
+  repeats = std::thread([&] { EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).Run(engine_), kShardNotReady); });
+  gate.AwaitStopped();
+  MicroBatchCall higher(head_, 0, 0, kRowOfToken4);
+  higher.submission().attempt = 1;
+  ASSERT_OK(higher.Run(engine_));
+  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kCommitted);
 }
 
 TEST_F(HeadTransactionsTest, AFrozenHeadsTermIsNotAnnounced) {
@@ -187,6 +209,7 @@ TEST_F(HeadTransactionsTest, ADecisionNamesExactlyTheHeads) {
   EXPECT_REASON(DiscardFrom(head_, KeyOf(*head_), 0, 0), kInvalidCombination);
   EXPECT_REASON(Commit({BothHeads()[0], BothHeads()[0]}, 0, 0, {}, std::nullopt), kInvalidCombination);
   EXPECT_REASON(Commit({}, 0, 0, {}, std::nullopt), kMissingField);
+  EXPECT_REASON(Discard({}, 0, 0, std::nullopt), kMissingField);
   EXPECT_TRUE(*Commit(BothHeads(), 0, 0, {2.0, {}}, std::nullopt));
   EXPECT_FALSE(*Commit(BothHeads(), 0, 0, {2.0, {}}, std::nullopt));
   EXPECT_REASON(Commit(BothHeads(), 0, 0, {3.0, {}}, std::nullopt), kMicroBatchConflict);
@@ -280,6 +303,48 @@ TEST_F(HeadTransactionsTest, WithoutASlotTheRowsAreHeldIfAllowed) {
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {3, 6, 9}));
 }
 
+TEST_F(HeadTransactionsTest, AFullHeadReportsWhoseSlotsAreTaken) {
+  const auto stage = [this](int64_t id, const std::optional<SessionId>& session) {
+    MicroBatchCall call(head_, 0, id, kRowOfToken2);
+    call.Explicit().submission().session = session;
+    return call.Run(engine_).status();
+  };
+  const auto refusal = [&](const std::optional<SessionId>& session) {
+    ErrorMetadata metadata = GetErrorMetadata(stage(2, session));
+    return metadata["ownSlots"] + " of " + metadata["stagingSlots"] + ", " + metadata["retryAfterMs"];
+  };
+  EXPECT_OK(stage(0, kSession));
+  EXPECT_OK(stage(1, kOtherSession));
+  EXPECT_EQ(refusal(kSession), "1 of 2, 100");
+  EXPECT_EQ(refusal(std::nullopt), "0 of 2, 100");
+  EXPECT_TRUE(*Discard({{head_, KeyOf(*head_)}}, 1, 0, kOtherSession));
+  EXPECT_OK(stage(3, kSession));
+  MicroBatchCall held(head_, 0, 4, kRowOfToken2);
+  held.Explicit().submission().late_token_factors = true;
+  held.submission().hold = Hold();
+  EXPECT_OK(held.Run(engine_));
+  // Only the session itself can free one, and it waits for this answer.
+  EXPECT_EQ(refusal(kSession), "2 of 2, ");
+  EXPECT_EQ(refusal(std::nullopt), "0 of 2, 100");
+  EXPECT_EQ(head_->DropSession(kSession), 2);
+  for (const int64_t id : {5, 6}) EXPECT_OK(stage(id, std::nullopt));
+  EXPECT_EQ(refusal(std::nullopt), "0 of 2, 100");
+}
+
+TEST_F(HeadTransactionsTest, ASlotMayBeTakenBetweenTheLookAndTheComputation) {
+  const absl::Status taken = MakeError(ErrorReason::kStagingFull, "all slots are taken");
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  engine_.control().FailNext("Compute", taken);
+  const absl::Status refused = call.Explicit().Run(engine_).status();
+  EXPECT_REASON(refused, kStagingFull);
+  EXPECT_EQ(GetErrorMetadata(refused).at("ownSlots"), "0");
+  EXPECT_EQ(GetErrorMetadata(refused).at("retryAfterMs"), "100");
+  call.submission().hold = Hold();
+  engine_.control().FailNext("Compute", taken);
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, call.Run(engine_));
+  EXPECT_EQ(outcome.form, ContributionForm::kHeld);
+}
+
 TEST_F(HeadTransactionsTest, LateTokenFactorsNeedWhatIsHeld) {
   MicroBatchCall staged(head_, 0, 0, kRowOfToken2);
   ASSERT_OK(staged.Explicit().Run(engine_));
@@ -300,6 +365,16 @@ TEST_F(HeadTransactionsTest, LateTokenFactorsNeedWhatIsHeld) {
   EXPECT_REASON(Commit(target, 1, 0, {2, {4.0F}}, std::nullopt), kMicroBatchConflict);
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(4, {-10, 0, 14}));
   EXPECT_EQ(holds_, 0);
+  const float factor = 1;
+  int64_t id = 1;
+  for (const auto member : {&LossTerm::entropy_factors, &LossTerm::lse_factors}) {
+    MicroBatchCall call(head_, 0, ++id, kRowOfToken4);
+    call.term().term.*member = absl::MakeConstSpan(&factor, 1);
+    call.Explicit().submission().late_token_factors = true;
+    call.submission().hold = Hold();
+    ASSERT_OK(call.Run(engine_));
+    EXPECT_REASON(Commit(target, id, 0, {1, {2.0F}}, std::nullopt), kInvalidCombination);
+  }
 }
 
 TEST_F(HeadTransactionsTest, RowsThatCannotBeHeldLeaveNothing) {
@@ -310,6 +385,37 @@ TEST_F(HeadTransactionsTest, RowsThatCannotBeHeldLeaveNothing) {
   };
   EXPECT_REASON(call.Run(engine_), kStagingFull);
   EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
+}
+
+TEST_F(HeadTransactionsTest, RowsThatTheSessionItselfHoldsAreNotWaitedFor) {
+  const auto hold = [&](int64_t id, const std::optional<SessionId>& session, bool has_room) {
+    MicroBatchCall call(head_, 0, id, kRowOfToken2);
+    call.Explicit().submission().late_token_factors = true;
+    call.submission().session = session;
+    call.submission().hold = Hold();
+    if (!has_room) {
+      call.submission().hold = [] { return MakeError(ErrorReason::kStagingFull, "no room", {{"retryAfterMs", "500"}}); };
+    }
+    return call.Run(engine_).status();
+  };
+  EXPECT_OK(hold(0, kOtherSession, true));
+  EXPECT_TRUE(GetErrorMetadata(hold(1, kSession, false)).contains("retryAfterMs"));
+  EXPECT_OK(hold(2, kSession, true));
+  const absl::Status refused = hold(3, kSession, false);
+  EXPECT_REASON(refused, kStagingFull);
+  EXPECT_FALSE(GetErrorMetadata(refused).contains("retryAfterMs"));
+}
+
+TEST_F(HeadTransactionsTest, ASealWaitsForUnexpectedOnesThatAreComputed) {
+  engine_.control().FailNext("Compute", kNotReady);
+  ThreadGate gate;
+  engine_.control().during_compute = [&] { gate.Stop(); };
+  std::thread computes([&] { EXPECT_REASON(MicroBatchCall(head_, 0, 5, kRowOfToken2).Run(engine_), kShardNotReady); });
+  gate.AwaitStopped();
+  std::thread seals = RunUntilItSleeps([&] { EXPECT_OK(head_->Seal(KeyOf(*head_), int64_t{0}, AsLongAsItTakes())); });
+  gate.Open();
+  computes.join();
+  seals.join();
 }
 
 TEST_F(HeadTransactionsTest, AHeldOneIsDroppedWithItsRows) {
@@ -378,14 +484,17 @@ TEST_F(HeadTransactionsTest, OnlyItsSessionDecidesAContribution) {
   call.Explicit().submission().session = kSession;
   ASSERT_OK(call.Run(engine_));
   const std::vector<DecisionTarget> target = {{head_, KeyOf(*head_)}};
-  EXPECT_REASON(Commit(target, 0, 0, {}, std::nullopt), kNotSessionOwner);
+  observability::BusyClock busy;
+  EXPECT_REASON(Commit(target, 0, 0, {}, std::nullopt, &busy), kNotSessionOwner);
+  EXPECT_EQ(busy.total(), absl::ZeroDuration());
   EXPECT_REASON(Commit(target, 0, 0, {}, kOtherSession), kNotSessionOwner);
   EXPECT_REASON(Discard(target, 0, 0, kOtherSession), kNotSessionOwner);
   EXPECT_TRUE(*Discard(target, 0, 1, kOtherSession));  // a higher attempt is anybody's
   MicroBatchCall second(head_, 0, 1, kRowOfToken2);
   second.Explicit().submission().session = kSession;
   ASSERT_OK(second.Run(engine_));
-  EXPECT_TRUE(*Commit(target, 1, 0, {}, kSession));
+  EXPECT_TRUE(*Commit(target, 1, 0, {}, kSession, &busy));
+  EXPECT_GT(busy.total(), absl::ZeroDuration());
 }
 
 TEST_F(HeadTransactionsTest, ASessionsEndLeavesTombstones) {
@@ -527,7 +636,26 @@ TEST_F(HeadTransactionsTest, ASealMayWaitForWhatIsMissingOrUndecided) {
   EXPECT_EQ(reply->totals.micro_batch_count, 2);
 }
 
-// ---- trainers' own parts ---------------------------------------------------------------------------------------------
+TEST_F(HeadTransactionsTest, WaitsForAStepEndWithIt) {
+  const auto discard = [this] { return ReasonOf(head_->DiscardGradient(KeyOf(*head_))); };
+  const auto take = [this] { return ReasonOf(head_->Take(std::nullopt)); };
+  const auto lose = [&] {
+    engine_.control().FailNext("ZeroGradient", kEngineError);
+    return discard();
+  };
+  using Change = std::function<std::string()>;
+  for (const auto& [change, reason] :
+       std::vector<std::pair<Change, std::string>>{{discard, "STEP_MISMATCH"}, {take, "EPOCH_FENCED"}, {lose, "STEP_LOST"}}) {
+    const StepKey key = KeyOf(*head_);
+    std::string sealed;
+    std::thread seals = RunUntilItSleeps([&] { sealed = ReasonOf(head_->Seal(key, int64_t{1}, AsLongAsItTakes())); });
+    std::thread follows = RunUntilItSleeps([&] { EXPECT_OK(head_->AwaitStep({key.epoch, key.step + 1}, AsLongAsItTakes())); });
+    EXPECT_EQ(change(), reason == "STEP_LOST" ? "ENGINE_FAILED" : "OK");
+    seals.join();
+    follows.join();
+    EXPECT_EQ(sealed, reason);
+  }
+}
 
 TEST_F(HeadTransactionsTest, ATrainersGradientIsAContribution) {
   const std::vector<float> rows = {1, 2, 3, 4, 5, 6};
@@ -601,8 +729,12 @@ TEST_F(HeadTransactionsTest, TheTrainersWeightsCloseASealedStepWhole) {
   const std::vector<float> other_values(15, 3.0F);
   others.data = std::make_shared<std::vector<float>>(other_values);
   others.data = std::shared_ptr<const void>(others.data, other_values.data());
-  EXPECT_REASON(head_->Replace(key, others), kStepConflict);
-  EXPECT_REASON(head_->DiscardGradient(key), kStepConflict);
+  absl::Status conflict = head_->Replace(key, others).status();
+  EXPECT_REASON(conflict, kStepConflict);
+  EXPECT_NE(conflict.message().find("other weights"), absl::string_view::npos) << conflict;
+  conflict = head_->DiscardGradient(key).status();
+  EXPECT_REASON(conflict, kStepConflict);
+  EXPECT_NE(conflict.message().find("new weights"), absl::string_view::npos) << conflict;
 }
 
 }  // namespace

@@ -234,6 +234,21 @@ TEST_F(HeadWeightsTest, ASourceThatFailsLaterLeavesTheHeadAsItWas) {
   EXPECT_EQ(loading->Describe().state, HeadState::kReady);
 }
 
+TEST_F(HeadWeightsTest, AFencedCallReadsNothingAndSetsNothing) {
+  const std::shared_ptr<Head> head = MakeReadyHead(engine_, SmallSpec());
+  int reads = 0;
+  const TensorUpdate taken_meanwhile = {HeadTensor::kWeight, DataType::kFloat32, [&](int64_t, int64_t, void*) {
+                                          ++reads;
+                                          return head->Take(std::nullopt).status();
+                                        }};
+  const std::vector<float> weight = ReadWeight(*head);
+  EXPECT_REASON(head->SetTensors(NewEpoch(), {taken_meanwhile}), kEpochFenced);
+  EXPECT_EQ(reads, 0);
+  EXPECT_REASON(head->SetTensors(head->Describe().epoch, {taken_meanwhile}), kEpochFenced);
+  EXPECT_EQ(reads, 1);
+  EXPECT_EQ(ReadWeight(*head), weight);
+}
+
 TEST_F(HeadWeightsTest, ASourceThatChangesBehindItsReaderLosesTheHeadAndSaysSo) {
   const HeadSpec spec = SmallSpec(600, 1 << 12);  // two pieces
   const absl::Status corrupt = MakeError(ErrorReason::kFileCorrupt, "the file ends early");
@@ -278,7 +293,9 @@ TEST_F(HeadWeightsTest, NoStepOfSettingAReadyHeadMayFail) {
   for (const char* call : {"ZeroGradient", "WriteTensor", "ResetOptimizerState", "ReadTensor"}) {
     const std::shared_ptr<Head> head = MakeReadyHead(engine_, SmallSpec());
     engine_.control().FailNext(call, kEngineError);
-    EXPECT_REASON(Set(*head, HeadTensor::kWeight, weight_), kEngineFailed) << call;
+    const absl::Status lost = Set(*head, HeadTensor::kWeight, weight_);
+    EXPECT_REASON(lost, kEngineFailed) << call;
+    EXPECT_EQ(lost.message(), kEngineError.message());  // not that its source has failed
     EXPECT_EQ(head->Describe().state, HeadState::kLost) << call;
     ASSERT_OK(Set(*head, HeadTensor::kWeight, weight_));
   }
@@ -395,14 +412,14 @@ TEST_F(HeadCheckpointTest, ARestoreThatFailsHalfwayLosesTheHeadAndAnotherOneBrin
   const std::shared_ptr<Head> head = MakeReadyHead(engine_, SmallSpec());
   ASSERT_OK(head->Save(head->Describe().epoch, *store_, "a", false));
   const Epoch epoch = head->Describe().epoch;
-  for (const char* call : {"WriteTensor", "ZeroGradient"}) {
+  for (const char* call : {"WriteTensor", "ZeroGradient", "ReadTensor"}) {
     engine_.control().FailNext(call, kEngineError);
     EXPECT_REASON(head->Restore(head->Describe().epoch, *store_, "a"), kEngineFailed) << call;
     EXPECT_EQ(head->Describe().state, HeadState::kLost) << call;
     EXPECT_REASON(head->Save(head->Describe().epoch, *store_, "b", false), kStepLost);
+    ASSERT_OK(head->Restore(head->Describe().epoch, *store_, "a"));
+    EXPECT_EQ(head->Describe().state, HeadState::kReady);
   }
-  ASSERT_OK(head->Restore(head->Describe().epoch, *store_, "a"));
-  EXPECT_EQ(head->Describe().state, HeadState::kReady);
   EXPECT_NE(head->Describe().epoch, epoch);
   EXPECT_OK(Submit(head, 0));
 }

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""How many mechanical changes to server/heads, and to the sequencer of its calls, do its tests notice?
+"""How many mechanical changes to server/heads and server/scheduler do their tests notice?
 
     automatic_mutants.py BUILD_DIR [--sample N] [--seed S] [--file NAME]... [--only N,N...] [--jobs N] [--histories N]
                          [--required PERCENT] [--report FILE]
 
 Every condition is negated, every comparison, `&&`, min and max swapped, every number off by one, every statement that only acts
 left out (schemata.py). All mutants are compiled in one go, into copies of the sources that lie in BUILD_DIR/automatic_mutants; the
-environment variable HEADWATER_MUTANT chooses one. For each the unit tests of server/heads run, then histories; the first that
+environment variable HEADWATER_MUTANT chooses one. For each the unit tests of both folders run, then histories; the first that
 fails, crashes or does not end kills it. The survivors are printed with file and line. Those of EQUIVALENT are no faults: nothing
 that a caller can see tells them from the original; they are neither killed nor counted. Exits non-zero if fewer than PERCENT (90)
 are killed.
@@ -41,6 +41,8 @@ TESTS = (
     "head_details_test",
     "head_entry_test",
     "sequencer_test",
+    "waiting_test",
+    "work_queue_test",
     "step_transactions_test",
     "weight_record_test",
     "head_ordered_test",
@@ -62,8 +64,9 @@ class Build:
         self.root = pathlib.Path(__file__).resolve().parents[4]
         self.out = self.build / "automatic_mutants"
         self.out.mkdir(exist_ok=True)
-        scheduler = [self.root / "server/scheduler" / name for name in ("sequencer.cc", "waiting.cc")]
-        self.sources = [*sorted((self.root / "server/heads").rglob("*.cc")), *scheduler]
+        self.sources = [
+            source for folder in ("heads", "scheduler") for source in sorted((self.root / "server" / folder).rglob("*.cc"))
+        ]
         if names:
             self.sources = [source for source in self.sources if source.name in names]
         self.commands = compile_commands(self.build)

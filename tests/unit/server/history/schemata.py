@@ -210,7 +210,7 @@ class Finder:
         assigned = self.has_top_level(first, last, ASSIGNMENTS)
         if self.is_declaration(first, last if assigned < 0 else assigned):
             if assigned >= 0:
-                self.expression(assigned + 1, last, negate=False)
+                self.expression(assigned + 1, last, negate=False, to=f"{self.text(assigned - 1)} = ")
             return
         if word == "HEADWATER_ASSIGN_OR_RETURN":  # declares a variable
             return
@@ -247,8 +247,8 @@ class Finder:
             if before == "]" or (opening is not None and self.text(opening - 1) == "]"):
                 self.block(index + 1, self.match[index])
 
-    def expression(self, first, last, negate):
-        """The other forms of an expression. What contains braces is left to its statements."""
+    def expression(self, first, last, negate, to=""):
+        """The other forms of an expression. What contains braces is left to its statements. `to`: what it is assigned to."""
         if first >= last or any(self.text(i) in ("{", "}") for i in range(first, last)):
             return
         texts = [self.text(i) for i in range(first, last)]
@@ -276,7 +276,7 @@ class Finder:
                 other = str(int(word) + 1)
             if other is not None:
                 changed = [*texts[:offset], other, *texts[offset + 1 :]]
-                variants.append((f"{word} -> {other} in {' '.join(texts)}", changed))
+                variants.append((f"{word} -> {other} in {to}{' '.join(texts)}", changed))
         if negate and not (comparisons == 1 and len(variants) == 1 and "!" not in texts):
             variants.insert(0, (f"negated: {' '.join(texts)}", ["!", "(", *texts, ")"]))
         if variants:
