@@ -4,6 +4,11 @@
 
 namespace headwater::service {
 
+CallThreads::CallThreads(int64_t max_threads) : max_threads_(max_threads) {
+  absl::MutexLock lock(&mutex_);
+  AddThread();
+}
+
 CallThreads::~CallThreads() {
   Threads threads;
   {
@@ -15,30 +20,24 @@ CallThreads::~CallThreads() {
   for (std::thread& thread : threads) thread.join();
 }
 
-bool CallThreads::Accept(std::function<void()> task) {
+void CallThreads::AddThread() {
+  const auto self = threads_.emplace(threads_.end());
+  *self = std::thread([this, self] { Work(self); });
+}
+
+void CallThreads::Accept(std::function<void()> task) {
   for (std::thread& thread : ended_) thread.join();
   ended_.clear();
   const int64_t thread_count = static_cast<int64_t>(threads_.size());
   if (thread_count <= unfinished_ && thread_count < max_threads_) {
     try {
-      const auto self = threads_.emplace(threads_.end());
-      *self = std::thread([this, self] { Work(self); });
+      AddThread();
     } catch (const std::system_error&) {  // the process may have no more of them; the others continue
       threads_.pop_back();
-      if (threads_.empty()) return false;
     }
   }
   tasks_.push_back(std::move(task));
   ++unfinished_;
-  return true;
-}
-
-void CallThreads::Post(std::function<void()> task) {
-  {
-    absl::MutexLock lock(&mutex_);
-    if (Accept(task)) return;
-  }
-  task();
 }
 
 void CallThreads::Work(Threads::iterator self) {

@@ -17,8 +17,9 @@ namespace headwater::service {
 // Thread-safe. Threads are made as they are needed; one without a task for some seconds ends, except the last.
 class CallThreads {
  public:
-  // At most `max_threads` (>= 1) of them.
-  explicit CallThreads(int64_t max_threads) : max_threads_(max_threads) {}
+  // At most `max_threads` (>= 1) of them. Makes the first one: a posted task never runs on its caller's thread. That thread may
+  // hold locks. std::system_error if the process may have no more threads.
+  explicit CallThreads(int64_t max_threads);
   // Runs what was accepted, then ends. Nothing may be submitted concurrently.
   ~CallThreads();
   CallThreads(const CallThreads&) = delete;
@@ -27,16 +28,21 @@ class CallThreads {
   // Runs `task` on a thread of its own; false, and nothing happens, if all are busy.
   bool TryRun(std::function<void()> task) {
     absl::MutexLock lock(&mutex_);
-    return unfinished_ < max_threads_ && Accept(std::move(task));
+    if (unfinished_ >= max_threads_) return false;
+    Accept(std::move(task));
+    return true;
   }
   // Runs `task` as soon as a thread is free. For tasks that do not wait.
-  void Post(std::function<void()> task);
+  void Post(std::function<void()> task) {
+    absl::MutexLock lock(&mutex_);
+    Accept(std::move(task));
+  }
 
  private:
   using Threads = std::list<std::thread>;
   void Work(Threads::iterator self);
-  // False if there is no thread at all for the task.
-  bool Accept(std::function<void()> task) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void AddThread() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Accept(std::function<void()> task) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const int64_t max_threads_;
   absl::Mutex mutex_;
