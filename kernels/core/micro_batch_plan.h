@@ -56,6 +56,9 @@ struct TermPlan {
   GradWeightMode grad_weight = GradWeightMode::kNone;
   int32_t slot = -1;  // kStage: index into MicroBatchPlan::slots, once they are taken
 
+  // Whether sums weighted by the probabilities are wanted, beside that of the exponentials. A new output of that kind belongs here.
+  bool wants_spread() const { return wants_weighted || wants_squares; }
+
   // Results.
   LossSums sums;
   std::vector<uint8_t> non_finite;  // [row_count]

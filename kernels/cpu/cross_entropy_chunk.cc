@@ -35,7 +35,7 @@ absl::Status ShardRun::RunNarrow(Work* work, bool* needs_wide) {
 }
 
 bool ShardRun::TakesExactStats(const TermPlan& term) {
-  return term.cross_entropy.inverse_temperature != 1 || (WantsSpread(term) && term.head->spec().transform.softcap.has_value());
+  return term.cross_entropy.inverse_temperature != 1 || (term.wants_spread() && term.head->spec().transform.softcap.has_value());
 }
 
 void ShardRun::MultiplyConverted(const Work& work, int64_t start, int64_t count, float* converted, Matrix<float> logits) {

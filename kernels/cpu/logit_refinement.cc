@@ -40,7 +40,7 @@ double ShardRun::RefinementCutoff(const Work& work, const RowStats& stats) const
   const double error = kRelativeError * size;
   const double share = (kAllowedError / error) * (kAllowedError / error);
   double sum = others.sum;
-  if (WantsSpread(work.term)) {
+  if (work.term.wants_spread()) {
     const double rest = others.rest + std::exp(stats.target_logit - others.max);
     if (rest > kSmallestRest) sum = std::min(sum, rest);
   }
@@ -98,7 +98,7 @@ absl::Status ShardRun::RefineLogits(Work* work, bool* overflow) {
   if (*overflow) return absl::OkStatus();
   for (size_t i = 0; i < rows; ++i) {
     RowStats& stats = merged_stats_[i];
-    AddRefinement(merged[i], WantsSpread(work->term), &stats.others);
+    AddRefinement(merged[i], work->term.wants_spread(), &stats.others);
     const double best = merged[i].best;
     const double column = merged[i].best_column;
     if (!work->term.wants_argmax || best == -kInfinity) continue;

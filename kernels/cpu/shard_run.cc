@@ -218,7 +218,7 @@ RowStats ShardRun::StatsOfColumns(const TermPlan& term, const T* a, int64_t coun
   StatsOptions options;
   options.cap = term.head->spec().transform.softcap.value_or(0);
   options.inverse_temperature = cross_entropy.inverse_temperature;
-  options.want_spread = WantsSpread(term);
+  options.want_spread = term.wants_spread();
   options.want_linear = cross_entropy.label_smoothing > 0;
   options.want_total = term.wants_total;
   // The pieces before and behind the target, which takes no part.

@@ -152,8 +152,6 @@ class ShardRun {
   }
 
   // narrow
-  // Whether what an entropy or log_sum_sq_probs is made of is asked for.
-  static bool WantsSpread(const TermPlan& term) { return term.wants_weighted || term.wants_squares; }
   // Whether the statistics are taken in fp64, from the products' fp32 logits. With a temperature, rounding a multiple of a logit
   // would be an error of the loss. The smallest exponentials of an entropy must be as exact as the largest, behind a softcap too.
   static bool TakesExactStats(const TermPlan& term);

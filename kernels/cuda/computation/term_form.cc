@@ -126,7 +126,7 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
   const HeadSpec& spec = run.head->spec();
   const LossTerm& term = *plan->term;
   run.cross_entropy.term = plan->cross_entropy;
-  run.cross_entropy.want_rest = plan->wants_weighted || plan->wants_squares || plan->wants_total;
+  run.cross_entropy.want_rest = plan->wants_spread() || plan->wants_total;
   run.cross_entropy.want_squares = plan->wants_squares;
   run.cross_entropy.want_argmax = plan->wants_argmax;
   run.cross_entropy.want_distance = plan->has_entropy_factors;
