@@ -249,56 +249,64 @@ void NormalizeRows(int64_t columns, std::vector<double>* values) {
   }
 }
 
-// Without a bias an engine may keep the entries as a list, unless there are too many: of flat rows at a fine resolution. It may
-// choose by a sample of rows, which misleads where only every fourth row is peaked. It may keep the first columns in the matrix,
-// where they are the frequent ones. An engine without lists gets a smaller problem.
+// Without a bias an engine may keep the entries of many rows as a list, unless there are too many: of flat rows at a fine
+// resolution. It may choose by a sample of rows, which misleads where only every fourth row is peaked. It may keep the first
+// columns in the matrix, where they are the frequent ones. More than 2048 rows come in several slices. With a bias, here of zeros,
+// it has no list. An engine without lists gets a smaller problem.
 struct ListCase {
   std::string name;
   double resolution;
   double logit_spread;
+  bool jsd = false;
+  int64_t rows = 1040;
   bool mostly_flat = false;
   bool frequent_first = false;
 };
 
 class DitheredList : public ::testing::TestWithParam<ListCase> {};
 
-INSTANTIATE_TEST_SUITE_P(All, DitheredList,
-                         ::testing::Values(ListCase{"Peaked", kTau, 8}, ListCase{"Flat", 0x1p-10, 0.05},
-                                           ListCase{"FlatBehindPeaked", 0x1p-10, 12, true},
-                                           ListCase{"FrequentFirst", 0x1p-10, 0.05, false, true}),
-                         [](const auto& test) { return test.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    All, DitheredList,
+    ::testing::Values(ListCase{"Peaked", kTau, 8}, ListCase{"Flat", 0x1p-10, 0.05},
+                      ListCase{.name = "FlatBehindPeaked", .resolution = 0x1p-10, .logit_spread = 12, .mostly_flat = true},
+                      ListCase{.name = "FrequentFirst", .resolution = 0x1p-10, .logit_spread = 0.05, .frequent_first = true},
+                      ListCase{"Divergence", kTau, 8, true}, ListCase{"Slices", kTau, 8, false, 2064},
+                      ListCase{"DivergenceInSlices", kTau, 8, true, 2064}),
+    [](const auto& test) { return test.param.name; });
 
-TEST_P(DitheredList, MatchesFp64EntryByEntryRepeatsAndCommits) {
+TEST_P(DitheredList, HasTheEntriesOfTheMatrixRepeatsAndCommits) {
+  const ListCase& of = GetParam();
   const bool may_list = SuiteDithering().rounds_entries;
-  const int64_t rows = may_list ? 1040 : 68;
+  const int64_t rows = may_list ? of.rows : 68;
   Problem problem = MakeIdentityProblem({.head_type = DataType::kBFloat16,
                                          .hidden_type = DataType::kBFloat16,
-                                         .logit_spread = GetParam().logit_spread,
+                                         .logit_spread = of.logit_spread,
                                          .ignored_share = 0,
-                                         .token_weights = true},
+                                         .token_weights = true,
+                                         .jsd = of.jsd},
                                         rows, may_list ? 24001 : 2001);
-  for (int64_t row = 0; row < rows && GetParam().mostly_flat; ++row) {
+  for (int64_t row = 0; row < rows && of.mostly_flat; ++row) {
     if (row % 17 % 4 != 0 || row % 17 == 16) problem.hidden[static_cast<size_t>(row * (rows + 1))] = 0x1p-8;
   }
-  if (GetParam().frequent_first) {
+  if (of.frequent_first) {
     std::vector<double>& weight = problem.heads[0].weight;
     for (size_t i = weight.size() / 5; i < weight.size(); ++i) weight[i] -= 6;
     RoundToStorage(&problem);
   }
-  TestTerm& term = problem.terms[0];
-  term.gradient_resolution = GetParam().resolution;
-  if (SuiteDithering().rounds_entries) term.dithered_type = DataType::kBFloat16;
-  if (SuiteDithering().rounds_units) term.dither_unit_type = DataType::kBFloat16;
-  const Expected expected = ComputeExpected(problem);
+  problem.terms[0].gradient_resolution = of.resolution;
+  Problem with_bias = problem;
+  with_bias.heads[0].spec.has_bias = true;
+  with_bias.heads[0].bias.assign(static_cast<size_t>(with_bias.heads[0].spec.vocab_size), 0);
   const ComputeOptions options = {.token_outputs = false};
-  LoadedHeads heads(problem.heads, {});
-  const Outcome outcome = heads.Compute(problem, options);
-  EXPECT_LE(CountOtherEntries(problem, outcome, expected, 1.2e-2), kMostOtherDraws);
-  ExpectReportNear(outcome.terms[0].sums.dither, expected.result.terms[0].sums.dither, 1e-2);
-  const std::vector<double>& expected_hidden = expected.result.grad_hidden.data;
+  LoadedHeads heads(problem.heads, {}), other_heads(with_bias.heads, {});
+  const Outcome outcome = heads.Compute(problem, options), other = other_heads.Compute(with_bias, options);
+  EXPECT_TRUE(outcome.gradients[0].weight == other.gradients[0].weight);
+  EXPECT_EQ(outcome.terms[0].sums.dither.entry_count, other.terms[0].sums.dither.entry_count);
+  EXPECT_EQ(outcome.terms[0].sums.dither.squared_error, other.terms[0].sums.dither.squared_error);
+  EXPECT_EQ(outcome.terms[0].sums.loss_sum, other.terms[0].sums.loss_sum);
+  const std::vector<double>& expected_hidden = other.grad_hidden;
   const double zero = SquaredDifference(expected_hidden, std::vector<double>(expected_hidden.size()), 1);
   EXPECT_LE(SquaredDifference(outcome.grad_hidden, expected_hidden, 1), 4e-3 * 4e-3 * zero);
-  EXPECT_EQ(outcome.terms[0].sums.loss_sum, heads.Compute(WithoutResolution(problem), options).terms[0].sums.loss_sum);
 
   heads.ZeroGradients();
   EXPECT_TRUE(heads.Compute(problem, options).BitwiseEquals(outcome));
@@ -314,47 +322,6 @@ TEST_P(DitheredList, MatchesFp64EntryByEntryRepeatsAndCommits) {
   const std::vector<double> once = ToDoubles(outcome.gradients[0].weight);
   const std::vector<double> twice = ToDoubles(heads.Compute(problem, options).gradients[0].weight);
   EXPECT_LE(SquaredDifference(twice, once, 0.5), 1e-10 * SquaredDifference(once, std::vector<double>(once.size()), 1));
-}
-
-// With a bias, here of zeros, an engine has no list. The rows of an engine with lists come in several slices.
-class DitheredListOfManyRows : public ::testing::TestWithParam<bool> {};
-
-INSTANTIATE_TEST_SUITE_P(All, DitheredListOfManyRows, ::testing::Bool(),
-                         [](const auto& test) { return test.param ? "Divergence" : "CrossEntropy"; });
-
-TEST_P(DitheredListOfManyRows, HasTheEntriesOfTheMatrixRepeatsAndCommits) {
-  const bool may_list = SuiteDithering().rounds_entries;
-  const int64_t rows = may_list ? 2064 : 68;
-  const Problem problem = MakeIdentityProblem({.head_type = DataType::kBFloat16,
-                                               .hidden_type = DataType::kBFloat16,
-                                               .logit_spread = 8,
-                                               .ignored_share = 0,
-                                               .token_weights = true,
-                                               .jsd = GetParam()},
-                                              rows, may_list ? 16001 : 2001);
-  Problem with_bias = problem;
-  with_bias.heads[0].spec.has_bias = true;
-  with_bias.heads[0].bias.assign(static_cast<size_t>(with_bias.heads[0].spec.vocab_size), 0);
-  LoadedHeads heads(problem.heads, {}), other_heads(with_bias.heads, {});
-  const Outcome outcome = heads.Compute(problem, {}), other = other_heads.Compute(with_bias, {});
-  EXPECT_TRUE(outcome.gradients[0].weight == other.gradients[0].weight);
-  EXPECT_EQ(outcome.terms[0].sums.dither.entry_count, other.terms[0].sums.dither.entry_count);
-  EXPECT_EQ(outcome.terms[0].sums.dither.squared_error, other.terms[0].sums.dither.squared_error);
-  EXPECT_EQ(outcome.terms[0].sums.loss_sum, other.terms[0].sums.loss_sum);
-  const std::vector<double>& expected_hidden = other.grad_hidden;
-  const double zero = SquaredDifference(expected_hidden, std::vector<double>(expected_hidden.size()), 1);
-  EXPECT_LE(SquaredDifference(outcome.grad_hidden, expected_hidden, 1), 4e-3 * 4e-3 * zero);
-
-  heads.ZeroGradients();
-  EXPECT_TRUE(heads.Compute(problem, {}).BitwiseEquals(outcome));
-  heads.ZeroGradients();
-  Outcome staged;
-  auto contribution = heads.Stage(problem, {}, &staged);
-  ASSERT_TRUE(contribution->Commit(1).ok());
-  if (SuiteKeepsStagedRows(rows, rows, 1)) {
-    EXPECT_TRUE(heads.ReadGradient(0) == outcome.gradients[0]);
-  }
-  EXPECT_EQ(staged.grad_hidden_bytes, outcome.grad_hidden_bytes);
 }
 
 // Over 64 seeds. With hidden states and weights of norm 1 both gradients have the squared error of the entries.
