@@ -4,8 +4,8 @@
 // must have few entries. grad_weight takes one list of all rows. M stays as it was written until all slices are there. If a list
 // has no room for its slice's entries, all rows take products. M is then dithered in place, and has the same entries. Exponentials
 // have their list beside the chunk's memory, where the workspace has room left. A divergence has it where its teacher's logits
-// were, or in slices in a place of its own. Its scratch memory, and what a slot keeps of it, go into M's gaps, so no plan counts
-// them twice.
+// were, and none if these are computed in slices. Its scratch memory, and what a slot keeps of it, go into M's gaps, so no plan
+// counts them twice.
 //
 // At finer resolutions the first ids, which the tokenizer gives the frequent tokens, stay a matrix of products.
 #include <algorithm>

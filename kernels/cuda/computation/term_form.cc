@@ -4,7 +4,6 @@
 #include <variant>
 
 #include "kernels/cuda/products/e_product.h"
-#include "kernels/cuda/products/gradient_list.h"
 #include "kernels/cuda/rows/finish.h"
 
 namespace headwater::cuda {
@@ -225,10 +224,6 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
     Workspace early(space, bytes);
     LayOutLogits(term, form, slice_rows, 0, &early, &buffers);
     late = Workspace(space, bytes);
-    if (jsd && term.may_list) {
-      const int64_t list_bytes = MostEntryListBytes(rows, term.head->shard_weights(0).columns);
-      buffers.lists = Workspace(workspace->TakeBytes(list_bytes), list_bytes);
-    }
   } else {
     const int64_t teacher_bytes = LayOutLogits(term, form, rows, finish_bytes, workspace, &buffers);
     late = jsd ? Workspace(buffers.teacher_products, teacher_bytes) : Workspace(workspace->TakeBytes(finish_bytes), finish_bytes);

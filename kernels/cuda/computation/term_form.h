@@ -133,7 +133,7 @@ struct TermBuffers {
   DitherRow* dither_rows = nullptr;  // this and the next two with a resolution
   DitherSums* dither_sums = nullptr;
   DitherSums* dither_total = nullptr;  // one
-  Workspace lists;                     // for the lists of a divergence that has may_list; empty: there is no room
+  Workspace lists;                     // for the list of a divergence that has may_list; empty in slices
 };
 
 // Takes it from `workspace`, in an order that is the same every time.

@@ -91,10 +91,6 @@ bool EntryKeysFit(int64_t rows, int64_t columns);
 EntryList LayOutEntryList(int64_t rows, int64_t columns, int64_t slices, Workspace* workspace);
 // The list of rows [first, first + count) of `all`, its slice `number`.
 EntryList SliceOf(const EntryList& all, int64_t first, int64_t count, int64_t number);
-// A bound of the memory that LayOutEntryList() takes.
-constexpr int64_t MostEntryListBytes(int64_t rows, int64_t columns) {
-  return rows * kEntriesPerRow * 36 + columns * static_cast<int64_t>(sizeof(EntryChunk)) + (int64_t{1} << 20);
-}
 
 // Empties the pool.
 cudaError_t LaunchClearEntries(const EntryList& list, cudaStream_t stream);
