@@ -249,8 +249,8 @@ void NormalizeRows(int64_t columns, std::vector<double>* values) {
   }
 }
 
-// Without a bias an engine may keep the entries of many rows as a list, unless there are too many: of flat rows at a fine
-// resolution. It chooses by a sample of rows, which misleads where only every fourth row is peaked. The first columns, if they are
+// Without a bias an engine may keep the entries of many rows as a list. Flat rows have too many at a fine resolution. It chooses
+// by a sample of rows, which misleads where only every fourth row is peaked. The first columns, if they are
 // the frequent ones, may stay in the matrix. More than 2048 rows of a cross entropy come in several slices. With a bias, here of
 // zeros, there is no list. An engine without lists gets a smaller problem.
 struct ListCase {
