@@ -151,7 +151,7 @@ void ServerCore::TrimHeapWhenIdle() {
   }
 }
 
-ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine)
+ServerParts::ServerParts(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine)
     : options(server_options),
       engine(std::move(loss_engine)),
       metrics(ServerVersion(), engine->name()),
@@ -196,6 +196,10 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
   metrics.Set(Metric::kMaxQueueDepth, options.limits.max_queue_depth);
   metrics.Set(Metric::kMaxInFlightBytes, options.limits.max_in_flight_bytes);
   metrics.Set(Metric::kMaxConnections, options.limits.max_connections);
+}
+
+ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine)
+    : ServerParts(server_options, std::move(loss_engine)) {
   metrics.SetGaugeSource([this] { SetGauges(); });
 }
 

@@ -52,17 +52,13 @@ const char* ServerVersion();
 // The checkpoint name of heads that are saved when the server drains.
 inline constexpr char kDrainCheckpoint[] = "drain";
 
-class ServerCore {
- public:
-  enum class Phase { kStarting, kServing, kDraining, kLost };
+// What all handlers share. Every part is constant, or thread-safe by itself. A part that heads hold on to goes after them: the engine
+// last of all, and the budgets of what they keep.
+struct ServerParts {
+  ServerParts(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine);
+  ServerParts(const ServerParts&) = delete;
+  ServerParts& operator=(const ServerParts&) = delete;
 
-  static absl::StatusOr<std::unique_ptr<ServerCore>> Create(const ServerOptions& options, std::unique_ptr<LossEngine> engine);
-  ~ServerCore();
-  ServerCore(const ServerCore&) = delete;
-  ServerCore& operator=(const ServerCore&) = delete;
-
-  // Every part is constant, or thread-safe by itself. A part that heads hold on to goes after them: the engine last of all, and the
-  // budgets of what they keep.
   const ServerOptions options;
   const std::unique_ptr<LossEngine> engine;
   observability::Metrics metrics;
@@ -94,6 +90,14 @@ class ServerCore {
   CallThreads file_calls;  // those of them that read or write files
   CallThreads calls;       // one for each ComputeLoss
   CallThreads senders;     // begin to send what the engine has got ready
+};
+
+class ServerCore : public ServerParts {
+ public:
+  enum class Phase { kStarting, kServing, kDraining, kLost };
+
+  static absl::StatusOr<std::unique_ptr<ServerCore>> Create(const ServerOptions& options, std::unique_ptr<LossEngine> engine);
+  ~ServerCore();
 
   // One call that has been accepted: Drain() waits for its end.
   struct EndCall {
