@@ -183,13 +183,13 @@ absl::Status Head::AwaitTurn(const StepKey& key, int64_t micro_batch, const Wait
 
 bool HeadCore::IsItsTurn(const StepKey& key, int64_t micro_batch) const {
   // Only a missing predecessor is waited for; the call itself reports anything else.
-  if (!in_order() || retired || state != HeadState::kReady || key.epoch != current_epoch || key.step != steps.open().step)
+  if (!steps.in_order() || retired || state != HeadState::kReady || key.epoch != current_epoch || key.step != steps.open().step)
     return true;
   return steps.IsDue(micro_batch);
 }
 
 std::shared_ptr<const WaitingAddition> HeadCore::NextInOrder() const {
-  if (!in_order()) return nullptr;  // nothing waits in a head that is not READY
+  if (!steps.in_order()) return nullptr;  // nothing waits in a head that is not READY
   return steps.window()->Next(steps.open().state == StepState::kSealed);
 }
 

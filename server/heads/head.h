@@ -101,8 +101,6 @@ class HeadCore {
   absl::Status StepConflict(int64_t step, const char* what) const;
   // kWeightVersionMismatch, naming `field` if it is not null, unless `expected` is absent or the weights' version.
   absl::Status CheckVersion(const std::optional<int64_t>& expected, const char* field = nullptr) const;
-  // Contributions are added in ascending id. Not only in a turn.
-  bool in_order() const { return steps.in_order(); }
   // How a computation uses a head to which it adds nothing. In deterministic mode it is not computed together with others: that
   // would show in the last bits. Not only in a turn.
   scheduler::Uses reads() const { return deterministic ? kChangesGradient : kReadsWeights; }

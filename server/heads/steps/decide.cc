@@ -121,7 +121,7 @@ absl::StatusOr<std::shared_ptr<PendingContribution>> FindPending(const std::vect
 // that is admitted to all heads concerned.
 absl::Status CarryOut(const std::vector<Head*>& targets, int64_t micro_batch, PendingContribution& pending,
                       const CommitArguments& arguments, const CommitFactor& factor) {
-  const bool in_order = targets.front()->in_order();
+  const bool in_order = targets.front()->steps.in_order();
   // Once it has its place it can no longer be refused.
   if (pending.is_held()) HEADWATER_RETURN_IF_ERROR(CheckCommit(arguments, pending.held()));
   if (!in_order) {

@@ -107,7 +107,7 @@ absl::Status HeldTeachers::Check() const {
 // ---- additions in order ----------------------------------------------------------------------------------------------
 
 absl::Status AddInOrder(Head& head, const WaitLimits& limits, bool yields) {
-  if (!head.in_order()) return absl::OkStatus();
+  if (!head.steps.in_order()) return absl::OkStatus();
   while (true) {
     std::shared_ptr<const WaitingAddition> next;
     HeldTeachers teachers;

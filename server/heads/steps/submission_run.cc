@@ -75,7 +75,7 @@ class SubmissionRun : private RowFlow {
   absl::StatusOr<HeldRows> KeepRows();
   // EAGER, in deterministic mode: commits it, to be added when its turn comes.
   absl::Status TakeItsPlace();
-  bool in_order() const { return !targets_.empty() && targets_.front()->in_order(); }
+  bool in_order() const { return !targets_.empty() && targets_.front()->steps.in_order(); }
   // Not OK once the submission should give up: it was cancelled, a higher attempt waits, or another run has lost a head.
   absl::Status CheckWanted() const;
   // kStepLost if one of the targets has been lost since Begin(). In a turn.

@@ -22,6 +22,32 @@ absl::Status ParseOddChunk(const ReceivedMessage& received, v1::ComputeLossReque
 
 }  // namespace
 
+bool StreamEnd::Enter() {
+  absl::MutexLock lock(&mutex_);
+  if (begun_) return false;
+  ++starting_;
+  return true;
+}
+
+bool StreamEnd::Leave() {
+  absl::MutexLock lock(&mutex_);
+  return --starting_ == 0 && begun_;
+}
+
+bool StreamEnd::Begin(grpc::Status end_status, std::optional<grpc::ByteBuffer> message) {
+  absl::MutexLock lock(&mutex_);
+  if (begun_) return false;
+  status = std::move(end_status);
+  last_message = std::move(message);
+  begun_ = true;
+  return starting_ == 0;
+}
+
+void StreamEnd::UnlessBegun(absl::FunctionRef<void()> run) {
+  absl::MutexLock lock(&mutex_);
+  if (!begun_) run();
+}
+
 RawReactor* RowStream::Own() {
   self_ = shared_from_this();
   watch_.emplace(&core_.watchdog, [this](const absl::Status& why) {
@@ -30,35 +56,19 @@ RawReactor* RowStream::Own() {
   return this;
 }
 
-bool RowStream::Enter() {
-  absl::MutexLock lock(&mutex_);
-  if (ending_) return false;
-  ++starting_;
-  return true;
-}
-
-void RowStream::Leave() {
-  bool end = false;
-  {
-    absl::MutexLock lock(&mutex_);
-    end = --starting_ == 0 && ending_;
-  }
-  if (end) FinishNow();
-}
-
 void RowStream::Read() {
-  if (!Enter()) return;
+  if (!end_.Enter()) return;
   if (transfer() == nullptr) watch_->Begin();
   StartRead(&read_message_);
-  Leave();
+  if (end_.Leave()) FinishNow();
 }
 
 bool RowStream::Write(grpc::ByteBuffer message) {
-  if (!Enter()) return false;
+  if (!end_.Enter()) return false;
   written_message_.Swap(&message);
   watch_->Begin();
   StartWrite(&written_message_);
-  Leave();
+  if (end_.Leave()) FinishNow();
   return true;
 }
 
@@ -108,26 +118,17 @@ void RowStream::Pump() {
 }
 
 void RowStream::Finish(grpc::Status status, std::optional<grpc::ByteBuffer> last_message) {
-  bool now = false;
-  {
-    absl::MutexLock lock(&mutex_);
-    if (ending_) return;
-    status_ = std::move(status);
-    last_message_ = std::move(last_message);
-    ending_ = true;
-    now = starting_ == 0;
-  }
-  if (now) FinishNow();
+  if (end_.Begin(std::move(status), std::move(last_message))) FinishNow();
 }
 
 void RowStream::FinishNow() {
   // Kept here: gRPC may be done with the call, and the object be gone, before the calls below return.
   const std::shared_ptr<RowStream> alive = shared_from_this();
   watch_->Begin();  // before: OnDone() takes the watch away
-  if (last_message_.has_value()) {
-    StartWriteAndFinish(&*last_message_, grpc::WriteOptions(), std::move(status_));
+  if (end_.last_message.has_value()) {
+    StartWriteAndFinish(&*end_.last_message, grpc::WriteOptions(), std::move(end_.status));
   } else {
-    RawReactor::Finish(std::move(status_));
+    RawReactor::Finish(std::move(end_.status));
   }
 }
 

@@ -19,6 +19,7 @@
 #include <optional>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "server/guard/stream_watchdog.h"
@@ -30,13 +31,32 @@ class Transfer;
 
 using RawReactor = grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>;
 
+// The end of a call, which nothing brings about between Enter() and Leave(). Thread-safe.
+class StreamEnd {
+ public:
+  // False from Begin() on.
+  bool Enter();
+  // Whether the call is to be finished now.
+  bool Leave();
+  // Sets the fields below; whether the call is to be finished now. Without effect after the first time.
+  bool Begin(grpc::Status end_status, std::optional<grpc::ByteBuffer> message);
+  // Runs it unless Begin() was called, which waits for it.
+  void UnlessBegun(absl::FunctionRef<void()> run);
+
+  grpc::Status status;
+  std::optional<grpc::ByteBuffer> last_message;
+
+ private:
+  absl::Mutex mutex_;
+  int starting_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool begun_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
 // Made by std::make_shared. Its methods may be called from any thread; the reactions come on gRPC's, one read and one write at a
 // time, and must not wait.
 class RowStream : public RawReactor, public std::enable_shared_from_this<RowStream> {
  public:
   RowStream(ServerCore& core, grpc::CallbackServerContext& context) : core_(core), context_(context) {}
-  RowStream(const RowStream&) = delete;
-  RowStream& operator=(const RowStream&) = delete;
 
   // Before all else: gives gRPC its share of the object, which it has until the call is over, and begins to watch the client.
   RawReactor* Own();
@@ -88,14 +108,10 @@ class RowStream : public RawReactor, public std::enable_shared_from_this<RowStre
   void OnChunk(Transfer& transfer);
   // Begins to write. False after Finish().
   bool Write(grpc::ByteBuffer message);
-  // Between these nothing ends the call.
-  bool Enter();
-  void Leave();
   void FinishNow();
   // Ends the watch of a message. From Finish() on the watch is for the end, and stays.
   void EndWatch() {
-    absl::MutexLock lock(&mutex_);
-    if (!ending_) watch_->End();
+    end_.UnlessBegun([this] { watch_->End(); });
   }
 
   // An exception ends the process: gRPC would forget it, and the call would never be over.
@@ -117,12 +133,7 @@ class RowStream : public RawReactor, public std::enable_shared_from_this<RowStre
   absl::Status refusal_ ABSL_GUARDED_BY(transfer_mutex_);
   int32_t stripe_index_ = 0;
   std::atomic<bool> writing_{false};
-
-  absl::Mutex mutex_;
-  int starting_ ABSL_GUARDED_BY(mutex_) = 0;
-  bool ending_ ABSL_GUARDED_BY(mutex_) = false;
-  grpc::Status status_;                           // set before `ending_`
-  std::optional<grpc::ByteBuffer> last_message_;  // set before `ending_`
+  StreamEnd end_;
 };
 
 }  // namespace headwater::service
