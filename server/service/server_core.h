@@ -52,8 +52,8 @@ const char* ServerVersion();
 // The checkpoint name of heads that are saved when the server drains.
 inline constexpr char kDrainCheckpoint[] = "drain";
 
-// The parts that all handlers share. Every part is constant, or thread-safe by itself. A part that heads hold on to goes after them: the
-// engine last of all, and the budgets of what they keep.
+// The parts that all handlers share. Every part is constant, or thread-safe by itself. A part that heads hold on to goes after
+// them: the engine last of all, and the budgets of what they keep.
 struct ServerParts {
   ServerParts(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine);
   ServerParts(const ServerParts&) = delete;
