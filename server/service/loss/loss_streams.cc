@@ -169,7 +169,7 @@ class TransferRowsStream final : public RowStream {
   void OnTransferEnd(bool succeeded) override {
     if (absl::Status refused = refusal(); !refused.ok()) return End(std::move(refused));  // it may be why the transfer ends
     End(succeeded ? absl::OkStatus()
-                  : MakeError(ErrorReason::kStripeLost, "the transfer has failed; why is told by its primary stream"));
+                  : MakeError(ErrorReason::kStripeLost, "the transfer has failed; its primary stream says why"));
   }
 
  private:
