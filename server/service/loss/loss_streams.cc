@@ -168,8 +168,7 @@ class TransferRowsStream final : public RowStream {
 
   void OnTransferEnd(bool succeeded) override {
     if (absl::Status refused = refusal(); !refused.ok()) return End(std::move(refused));  // it may be why the transfer ends
-    End(succeeded ? absl::OkStatus()
-                  : MakeError(ErrorReason::kStripeLost, "the transfer has failed; its primary stream says why"));
+    End(succeeded ? absl::OkStatus() : MakeError(ErrorReason::kStripeLost, "the transfer has failed; its primary stream says why"));
   }
 
  private:
