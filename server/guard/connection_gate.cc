@@ -20,6 +20,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/listen_tcp.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::guard {
 namespace {
@@ -34,6 +35,9 @@ constexpr double kCancelsAtOnce = 10;  // seconds' worth of them
 // Cancels that each connection may make, regardless of others of its host.
 constexpr int64_t kFreeCancels = 16;
 constexpr size_t kMostHosts = 4096;
+// A client that comes back as often as it is cut off costs the server most before its first call is started.
+constexpr absl::Duration kHold = absl::Milliseconds(250);
+constexpr absl::Duration kHoldsAfterCut = absl::Seconds(10);
 
 constexpr uint64_t kStopKey = UINT64_MAX;
 constexpr uint64_t kListenerKey = uint64_t{1} << 32;  // + its index; the key of a duplicate is its number
@@ -51,6 +55,9 @@ std::string PeerOf(int fd) {
   if (getpeername(fd, reinterpret_cast<sockaddr*>(&address), &bytes) != 0) return "";
   return PeerName(address);
 }
+
+// The host's part of a peer's name.
+std::string HostName(const std::string& peer) { return peer.substr(0, peer.rfind(':')); }
 
 }  // namespace
 
@@ -149,7 +156,8 @@ void ConnectionGate::Stop() {
 void ConnectionGate::Run() {
   std::array<epoll_event, 256> events{};
   while (true) {
-    const int count = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), -1);
+    const int wait_ms = HandOver(observability::MonotonicNow());
+    const int count = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), wait_ms);
     // Closed connections first: they make room.
     for (int i = 0; i < count; ++i) {
       const uint64_t key = events[static_cast<size_t>(i)].data.u64;
@@ -157,7 +165,10 @@ void ConnectionGate::Run() {
     }
     for (int i = 0; i < count; ++i) {
       const uint64_t key = events[static_cast<size_t>(i)].data.u64;
-      if (key == kStopKey) return;
+      if (key == kStopKey) {
+        for (const Held& held : held_) close(held.fd);
+        return;
+      }
       if (key >= kListenerKey) Accept(listeners_[static_cast<size_t>(key - kListenerKey)]);
     }
   }
@@ -190,9 +201,13 @@ bool ConnectionGate::LetIn(const Listener& listener, int fd) {
     return false;
   }
   const std::string peer = listener.tcp ? PeerOf(fd) : "";
+  const absl::Time now = observability::MonotonicNow();
+  bool is_held = false;
   if (!peer.empty()) {
     absl::MutexLock lock(&peers_mutex_);
     peers_[peer] = {duplicate, 0};
+    const auto host = hosts_.find(HostName(peer));
+    is_held = host != hosts_.end() && now < host->second.last_cut + kHoldsAfterCut;
   }
   duplicates_.emplace(duplicate, peer);
   connections_.fetch_add(1);
@@ -200,8 +215,19 @@ bool ConnectionGate::LetIn(const Listener& listener, int fd) {
     SetOption(fd, IPPROTO_TCP, TCP_NODELAY, 1);
     SetOption(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, kTcpUserTimeoutMs);
   }
-  listener.take(listener.socket.get(), fd);
+  if (is_held) {
+    held_.push_back({now + kHold, &listener, fd});
+  } else {
+    listener.take(listener.socket.get(), fd);
+  }
   return true;
+}
+
+int ConnectionGate::HandOver(absl::Time now) {
+  for (; !held_.empty() && held_.front().due <= now; held_.pop_front()) {
+    held_.front().listener->take(held_.front().listener->socket.get(), held_.front().fd);
+  }
+  return held_.empty() ? -1 : static_cast<int>(absl::ToInt64Milliseconds(held_.front().due - now)) + 1;
 }
 
 void ConnectionGate::RefuseWithTheSpare(int listener_fd) {
@@ -233,7 +259,7 @@ void ConnectionGate::Forget(int duplicate) {
 ConnectionGate::Host& ConnectionGate::HostOf(const std::string& peer, absl::Time now) {
   const double most = kCancelsAtOnce * cancels_a_second_;
   if (hosts_.size() >= kMostHosts) hosts_.clear();  // forget rather than grow: active hosts are soon known again
-  const auto [place, is_new] = hosts_.try_emplace(peer.substr(0, peer.rfind(':')), Host{most, now});
+  const auto [place, is_new] = hosts_.try_emplace(HostName(peer), Host{.cancels_left = most, .last_cancel = now});
   Host& host = place->second;
   const double gained = cancels_a_second_ * std::max(0.0, absl::ToDoubleSeconds(now - host.last_cancel));
   host.cancels_left = std::min(most, host.cancels_left + gained);
@@ -248,18 +274,20 @@ void ConnectionGate::OnCancelled(const std::string& peer, absl::Time now) {
   Host& host = HostOf(peer, now);
   const bool exhausted = host.cancels_left < 1;
   if (!exhausted) host.cancels_left -= 1;
-  if (++found->second.cancels > kFreeCancels && exhausted) CutOff(found);
+  if (++found->second.cancels > kFreeCancels && exhausted) CutOff(found, host, now);
 }
 
 void ConnectionGate::Drop(const std::string& peer, absl::Time now) {
   absl::MutexLock lock(&peers_mutex_);
   const auto found = peers_.find(peer);
   if (found == peers_.end()) return;
-  HostOf(peer, now).cancels_left = 0;
-  CutOff(found);
+  Host& host = HostOf(peer, now);
+  host.cancels_left = 0;
+  CutOff(found, host, now);
 }
 
-void ConnectionGate::CutOff(std::map<std::string, Peer>::iterator peer) {
+void ConnectionGate::CutOff(std::map<std::string, Peer>::iterator peer, Host& host, absl::Time now) {
+  host.last_cut = now;
   const int fd = peer->second.duplicate;
   dropped_.fetch_add(1);  // before the client can notice
   shutdown(fd, SHUT_RDWR);

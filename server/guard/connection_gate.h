@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <string>
@@ -58,7 +59,8 @@ class ConnectionGate {
   // `peer`: gRPC's name, ipv4:HOST:PORT or ipv6:%5BHOST%5D:PORT; clients of Unix sockets are unnamed and not counted. `now` is of
   // any clock that does not go back.
   void OnCancelled(const std::string& peer, absl::Time now);
-  // Cuts a client off at once, and limits its host's other clients to 16 cancels each for now. `peer`: as in OnCancelled().
+  // Cuts a client off at once, and limits its host's other clients to 16 cancels each for now. `peer`: as in OnCancelled(). For
+  // 10 s after a client was cut off, its host's new connections are handed over 250 ms late.
   void Drop(const std::string& peer, absl::Time now);
 
   int64_t connections() const { return connections_.load(); }
@@ -82,6 +84,13 @@ class ConnectionGate {
   struct Host {
     double cancels_left = 0;
     absl::Time last_cancel;
+    absl::Time last_cut = absl::InfinitePast();
+  };
+  // A new connection that waits.
+  struct Held {
+    absl::Time due;
+    const Listener* listener;
+    int fd;
   };
 
   void Run();
@@ -92,8 +101,10 @@ class ConnectionGate {
   // Closes one waiting connection with the spare descriptor, when the process has no other.
   void RefuseWithTheSpare(int listener_fd);
   void Forget(int duplicate);
-  // Ends a connection for its owner and the gate.
-  void CutOff(std::map<std::string, Peer>::iterator peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(peers_mutex_);
+  // Hands over those of held_ that are due. Returns the milliseconds until the next one is; -1 if there is none.
+  int HandOver(absl::Time now);
+  // Ends a connection of the host for its owner and the gate.
+  void CutOff(std::map<std::string, Peer>::iterator peer, Host& host, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(peers_mutex_);
   // The host of the peer, with what it may cancel now.
   Host& HostOf(const std::string& peer, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(peers_mutex_);
 
@@ -104,6 +115,7 @@ class ConnectionGate {
   transport::FileDescriptor stop_;         // eventfd
   transport::FileDescriptor spare_;        // of the thread
   std::map<int, std::string> duplicates_;  // of the thread, with the peers' names; closed with the gate
+  std::deque<Held> held_;                  // of the thread, the next one first
   absl::Mutex peers_mutex_;
   std::map<std::string, Peer> peers_ ABSL_GUARDED_BY(peers_mutex_);
   std::map<std::string, Host> hosts_ ABSL_GUARDED_BY(peers_mutex_);  // that have cancelled calls lately

@@ -140,6 +140,12 @@ TEST(ConnectionLimits, OneThatCancelsTooManyCallsIsCutOffAtThe17th) {
   EXPECT_TRUE(ended_calls(33));
   EXPECT_EQ(tcp.server.MetricLine("headwater_connections_dropped_total"), "headwater_connections_dropped_total 1");
   EXPECT_TRUE(tcp.AwaitConnections(1));
+  // The host's next one waits, and is served.
+  const absl::Time start = absl::Now();
+  Http2Client next(tcp.port);
+  ASSERT_TRUE(next.Send(Resets(0)));
+  EXPECT_EQ(next.Read()->type, kSettingsFrame);
+  EXPECT_GE(absl::Now() - start, absl::Milliseconds(240));
 }
 
 TEST(ConnectionLimits, CancelsWithinTheRateAreBorne) {
