@@ -1,6 +1,6 @@
 #include "tests/fuzz/support/sequence_client.h"
 
-#include <google/protobuf/descriptor.h>
+#include <grpcpp/generic/generic_stub.h>
 
 #include <algorithm>
 #include <chrono>
@@ -13,6 +13,9 @@
 
 namespace headwater::fuzz {
 namespace {
+
+using google::protobuf::Message;
+using google::protobuf::MethodDescriptor;
 
 // Far beyond what any call takes that is not stuck, on any machine: a call that needs it hangs.
 constexpr std::chrono::seconds kHang(100);
@@ -37,42 +40,45 @@ void SetDeadline(grpc::ClientContext* context, End end) {
   }
 }
 
-// Writes the messages, ends as `end` says, and reads what comes.
-template <typename Request, typename Response>
-grpc::Status Talk(grpc::ClientContext* context, grpc::ClientReaderWriter<Request, Response>* stream,
-                  const std::vector<Request>& messages, End end, const std::function<void(const Response&)>& on_response = {}) {
-  for (const Request& message : messages) {
-    if (!stream->Write(message)) break;
-  }
-  if (end == END_CANCEL) context->TryCancel();
-  if (end == END_HALF_CLOSE) stream->WritesDone();
-  Response response;
-  while (stream->Read(&response)) {
-    if (on_response) on_response(response);
-  }
-  return stream->Finish();
-}
-
-template <typename Request>
-void Write(grpc::ClientContext* context, grpc::ClientWriter<Request>* stream, const std::vector<Request>& messages, End end) {
-  for (const Request& message : messages) {
-    if (!stream->Write(message)) break;
-  }
-  if (end == END_CANCEL) context->TryCancel();
-  if (end == END_HALF_CLOSE) stream->WritesDone();
-}
-
 // The API's methods in the order of their services.
-std::vector<std::string> MethodNames() {
-  std::vector<std::string> names;
-  for (const char* service : {"LossService", "HeadService", "SessionService"}) {
-    const auto* const descriptor =
-        google::protobuf::DescriptorPool::generated_pool()->FindServiceByName(absl::StrCat("headwater.v1.", service));
-    for (int i = 0; i < descriptor->method_count(); ++i) {
-      names.push_back(absl::StrCat("/", descriptor->full_name(), "/", descriptor->method(i)->name()));
+const std::vector<const MethodDescriptor*>& Methods() {
+  static const std::vector<const MethodDescriptor*> methods = [] {
+    std::vector<const MethodDescriptor*> found;
+    for (const char* service : {"LossService", "HeadService", "SessionService"}) {
+      const auto* const descriptor =
+          google::protobuf::DescriptorPool::generated_pool()->FindServiceByName(absl::StrCat("headwater.v1.", service));
+      for (int i = 0; i < descriptor->method_count(); ++i) found.push_back(descriptor->method(i));
     }
+    return found;
+  }();
+  return methods;
+}
+
+// The one that takes such a request.
+const MethodDescriptor& MethodOf(const google::protobuf::Descriptor* request) {
+  return **std::find_if(Methods().begin(), Methods().end(),
+                        [request](const MethodDescriptor* method) { return method->input_type() == request; });
+}
+
+std::unique_ptr<Message> NewAnswer(const MethodDescriptor& method) {
+  return std::unique_ptr<Message>(google::protobuf::MessageFactory::generated_factory()->GetPrototype(method.output_type())->New());
+}
+
+// A stream's messages: its header, if it has one, and its chunks; `shape` tells how many bytes those of "*" get.
+template <typename Request, typename Stream, typename Header, typename... Shape>
+std::vector<std::string> Messages(const Stream& stream, const Header& header, const Shape&... shape) {
+  std::vector<std::string> messages;
+  Request request;
+  if (stream.has_header()) {
+    *request.mutable_header() = header;
+    messages.push_back(request.SerializeAsString());
   }
-  return names;
+  for (const auto& chunk : stream.chunks()) {
+    *request.mutable_chunk() = chunk;
+    KnownState::FillIn(request.mutable_chunk(), shape...);
+    messages.push_back(request.SerializeAsString());
+  }
+  return messages;
 }
 
 std::string NewToken(const std::string& path) {
@@ -102,9 +108,11 @@ SequenceClient::~SequenceClient() {
   for (std::thread& thread : background_) thread.join();
 }
 
-void SequenceClient::Answered(const char* name, const grpc::Status& status, End end) {
+void SequenceClient::Answered(absl::string_view name, const grpc::Status& status, End end) {
   const testing::WireError error = testing::DecodeError(status);
-  answered_(name, status.ok() ? "OK" : error.reason.empty() ? absl::StrCat(static_cast<int>(error.code)) : error.reason);
+  answered_(std::string(name), status.ok()            ? "OK"
+                               : error.reason.empty() ? absl::StrCat(static_cast<int>(error.code))
+                                                      : error.reason);
   if (status.ok()) return;
   const std::string said = absl::StrCat(name, ": ", static_cast<int>(error.code), " ", error.reason, " ", error.message);
   // What the client did itself, and what gRPC refuses before the server sees it, has no reason.
@@ -123,19 +131,6 @@ void SequenceClient::Answered(const char* name, const grpc::Status& status, End 
   }
 }
 
-template <typename Stub, typename Request, typename Response>
-void SequenceClient::Unary(const char* name, Stub& stub,
-                           grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*), Request request,
-                           const std::function<void(const Request&, const Response&)>& then) {
-  known_.FillIn(&request);
-  grpc::ClientContext context;
-  SetDeadline(&context, END_HALF_CLOSE);
-  Response response;
-  const grpc::Status status = (stub.*method)(&context, request, &response);
-  Answered(name, status);
-  if (status.ok() && then) then(request, response);
-}
-
 void SequenceClient::Run(const Sequence& sequence) {
   for (int i = 0; i < std::min(sequence.calls_size(), kMaxCalls); ++i) {
     const Call& call = sequence.calls(i);
@@ -150,104 +145,9 @@ void SequenceClient::Run(const Sequence& sequence) {
 }
 
 void SequenceClient::RunCall(const Call& call) {
-  using HeadStub = v1::HeadService::Stub;
-  using LossStub = v1::LossService::Stub;
-  HeadStub& heads = server_.heads();
-  LossStub& loss = server_.loss();
-  const auto learn = [this](const auto&, const v1::Head& head) { known_.AddHead(head); };
-  const auto read = [this](const char* name, auto reader) {
-    std::string bytes;
-    Answered(name, testing::ReadDownload(*reader, &bytes));
-  };
   switch (call.call_case()) {
-    case Call::kCreateHead:
-      return Unary<HeadStub, v1::CreateHeadRequest, v1::CreateHeadResponse>(
-          "create_head", heads, &HeadStub::CreateHead, call.create_head(),
-          [this](const v1::CreateHeadRequest& sent, const v1::CreateHeadResponse& response) {
-            if (!sent.validate_only()) known_.AddHead(response.head());
-          });
-    case Call::kGetHead:
-      return Unary<HeadStub, v1::GetHeadRequest, v1::Head>("get_head", heads, &HeadStub::GetHead, call.get_head(), learn);
-    case Call::kListHeads:
-      return Unary<HeadStub, v1::ListHeadsRequest, v1::ListHeadsResponse>("list_heads", heads, &HeadStub::ListHeads,
-                                                                          call.list_heads());
-    case Call::kDeleteHead:
-      return Unary<HeadStub, v1::DeleteHeadRequest, v1::DeleteHeadResponse>("delete_head", heads, &HeadStub::DeleteHead,
-                                                                            call.delete_head());
-    case Call::kTakeHead:
-      return Unary<HeadStub, v1::TakeHeadRequest, v1::Head>("take_head", heads, &HeadStub::TakeHead, call.take_head(), learn);
-    case Call::kLoadWeights:
-      return Unary<HeadStub, v1::LoadWeightsRequest, v1::Head>("load_weights", heads, &HeadStub::LoadWeights, call.load_weights(),
-                                                               learn);
-    case Call::kDownloadWeights: {
-      v1::DownloadWeightsRequest request = call.download_weights();
-      known_.FillIn(&request);
-      grpc::ClientContext context;
-      SetDeadline(&context, END_HALF_CLOSE);
-      return read("download_weights", heads.DownloadWeights(&context, request));
-    }
-    case Call::kDownloadGradient: {
-      v1::DownloadGradientRequest request = call.download_gradient();
-      known_.FillIn(&request);
-      grpc::ClientContext context;
-      SetDeadline(&context, END_HALF_CLOSE);
-      return read("download_gradient", heads.DownloadGradient(&context, request));
-    }
-    case Call::kGetStep: {
-      v1::GetStepRequest request = call.get_step();
-      known_.FillIn(&request);
-      const Acknowledged::Contributions before = acknowledged_.Before(request.head());
-      return Unary<HeadStub, v1::GetStepRequest, v1::GetStepResponse>(
-          "get_step", heads, &HeadStub::GetStep, request, [&](const v1::GetStepRequest& sent, const v1::GetStepResponse& response) {
-            acknowledged_.CheckStep(sent.head(), response.open(), before);
-          });
-    }
-    case Call::kSealStep: {
-      v1::SealStepRequest request = call.seal_step();
-      known_.FillIn(&request);
-      const Acknowledged::Contributions before = acknowledged_.Before(request.head());
-      return Unary<HeadStub, v1::SealStepRequest, v1::SealStepResponse>(
-          "seal_step", heads, &HeadStub::SealStep, request,
-          [&](const v1::SealStepRequest& sent, const v1::SealStepResponse& response) {
-            acknowledged_.CheckTotals(sent.head(), before, response.totals());
-          });
-    }
-    case Call::kApply: {
-      v1::ApplyOptimizerStepRequest request = call.apply();
-      known_.FillIn(&request);
-      const Acknowledged::Contributions before = acknowledged_.Before(request.head());
-      return Unary<HeadStub, v1::ApplyOptimizerStepRequest, v1::ApplyOptimizerStepResponse>(
-          "apply", heads, &HeadStub::ApplyOptimizerStep, request,
-          [&](const v1::ApplyOptimizerStepRequest& sent, const v1::ApplyOptimizerStepResponse& response) {
-            acknowledged_.CheckTotals(sent.head(), before, response.totals());
-            FUZZ_CHECK(response.open_step() == sent.head().step() + 1);
-          });
-    }
-    case Call::kDiscardGradient:
-      return Unary<HeadStub, v1::DiscardGradientRequest, v1::DiscardGradientResponse>(
-          "discard_gradient", heads, &HeadStub::DiscardGradient, call.discard_gradient());
-    case Call::kGradientNorm:
-      return Unary<HeadStub, v1::GetGradientNormRequest, v1::GetGradientNormResponse>(
-          "gradient_norm", heads, &HeadStub::GetGradientNorm, call.gradient_norm());
-    case Call::kSave:
-      return Unary<HeadStub, v1::SaveCheckpointRequest, v1::SaveCheckpointResponse>("save", heads, &HeadStub::SaveCheckpoint,
-                                                                                    call.save());
-    case Call::kListCheckpoints:
-      return Unary<HeadStub, v1::ListCheckpointsRequest, v1::ListCheckpointsResponse>(
-          "list_checkpoints", heads, &HeadStub::ListCheckpoints, call.list_checkpoints());
-    case Call::kDeleteCheckpoint:
-      return Unary<HeadStub, v1::DeleteCheckpointRequest, v1::DeleteCheckpointResponse>(
-          "delete_checkpoint", heads, &HeadStub::DeleteCheckpoint, call.delete_checkpoint());
-    case Call::kRestore:
-      return Unary<HeadStub, v1::RestoreCheckpointRequest, v1::Head>("restore", heads, &HeadStub::RestoreCheckpoint, call.restore(),
-                                                                     learn);
-    case Call::kCommit:
-      return Unary<LossStub, v1::CommitMicroBatchRequest, v1::CommitMicroBatchResponse>(
-          "commit", loss, &LossStub::CommitMicroBatch, call.commit(),
-          [this](const v1::CommitMicroBatchRequest& sent, const v1::CommitMicroBatchResponse&) { acknowledged_.Committed(sent); });
-    case Call::kDiscard:
-      return Unary<LossStub, v1::DiscardMicroBatchRequest, v1::DiscardMicroBatchResponse>(
-          "discard", loss, &LossStub::DiscardMicroBatch, call.discard());
+    case Call::CALL_NOT_SET:
+      return;
     case Call::kUpload:
       return RunUpload(call.upload());
     case Call::kAddGradient:
@@ -259,155 +159,17 @@ void SequenceClient::RunCall(const Call& call) {
     case Call::kRaw:
       return RunRaw(call.raw());
     default:
-      return RunSession(call);
+      return RunRequest(call);
   }
 }
 
-void SequenceClient::RunSession(const Call& call) {
-  using Stub = v1::SessionService::Stub;
-  Stub& sessions = server_.sessions();
-  switch (call.call_case()) {
-    case Call::kOpenSession:
-      return Unary<Stub, v1::OpenSessionRequest, v1::OpenSessionResponse>(
-          "open_session", sessions, &Stub::OpenSession, call.open_session(),
-          [this](const auto&, const v1::OpenSessionResponse& response) { known_.AddSession(response.session_id()); });
-    case Call::kKeepAlive:
-      return Unary<Stub, v1::KeepAliveRequest, v1::KeepAliveResponse>("keep_alive", sessions, &Stub::KeepAlive, call.keep_alive());
-    case Call::kCloseSession:
-      return Unary<Stub, v1::CloseSessionRequest, v1::CloseSessionResponse>("close_session", sessions, &Stub::CloseSession,
-                                                                            call.close_session());
-    case Call::kRegisterMemory:
-      return Unary<Stub, v1::RegisterSharedMemoryRequest, v1::RegisterSharedMemoryResponse>(
-          "register_memory", sessions, &Stub::RegisterSharedMemory, call.register_memory(),
-          [this](const auto&, const v1::RegisterSharedMemoryResponse& response) { known_.AddRegion(response.region_id()); });
-    case Call::kUnregisterMemory:
-      return Unary<Stub, v1::UnregisterSharedMemoryRequest, v1::UnregisterSharedMemoryResponse>(
-          "unregister_memory", sessions, &Stub::UnregisterSharedMemory, call.unregister_memory());
-    case Call::kServerInfo:
-      return Unary<Stub, v1::GetServerInfoRequest, v1::ServerInfo>("server_info", sessions, &Stub::GetServerInfo,
-                                                                   call.server_info());
-    default:
-      return;
-  }
-}
-
-void SequenceClient::RunUpload(const Upload& upload) {
-  std::vector<v1::UploadWeightsRequest> messages;
-  if (upload.has_header()) {
-    v1::UploadWeightsHeader* const header = messages.emplace_back().mutable_header();
-    *header = upload.header();
-    known_.FillIn(header);
-  }
-  for (const v1::ByteChunk& chunk : upload.chunks()) {
-    *messages.emplace_back().mutable_chunk() = chunk;
-    KnownState::FillIn(messages.back().mutable_chunk(), upload.header().total_bytes());
-  }
-  grpc::ClientContext context;
-  SetDeadline(&context, EndOf(upload));
-  const auto stream = server_.heads().UploadWeights(&context);
-  const grpc::Status status = Talk<v1::UploadWeightsRequest, v1::UploadWeightsResponse>(
-      &context, stream.get(), messages, EndOf(upload), [this](const v1::UploadWeightsResponse& response) {
-        if (response.has_head()) known_.AddHead(response.head());
-      });
-  Answered("upload", status, EndOf(upload));
-}
-
-void SequenceClient::RunAddGradient(const AddGradient& add) {
-  std::vector<v1::AddGradientRequest> messages;
-  v1::AddGradientHeader header = add.header();
-  known_.FillIn(&header);
-  if (add.has_header()) *messages.emplace_back().mutable_header() = header;
-  for (const v1::ByteChunk& chunk : add.chunks()) {
-    *messages.emplace_back().mutable_chunk() = chunk;
-    KnownState::FillIn(messages.back().mutable_chunk(),
-                       header.row_count() > 0 && header.row_count() < 64 ? header.row_count() * 20 : 0);
-  }
-  acknowledged_.Try(header);
-  grpc::ClientContext context;
-  SetDeadline(&context, EndOf(add));
-  v1::AddGradientResponse response;
-  const auto stream = server_.heads().AddGradient(&context, &response);
-  Write(&context, stream.get(), messages, EndOf(add));
-  const grpc::Status status = stream->Finish();
-  if (status.ok()) acknowledged_.Added(header);
-  Answered("add_gradient", status, EndOf(add));
-}
-
-void SequenceClient::RunCompute(const Compute& compute) {
-  std::vector<v1::ComputeLossRequest> messages;
-  v1::MicroBatchHeader header = compute.header();
-  known_.FillIn(&header);
-  if (compute.has_header()) *messages.emplace_back().mutable_header() = header;
-  for (const v1::RowChunk& chunk : compute.chunks()) {
-    *messages.emplace_back().mutable_chunk() = chunk;
-    KnownState::FillIn(messages.back().mutable_chunk(), header);
-  }
-  acknowledged_.Try(header);
-  std::vector<std::thread> stripes;
-  for (int i = 0; i < std::min(compute.stripes_size(), kMaxStripes); ++i) {
-    stripes.emplace_back([this, &compute, &header, i] { RunStripe(compute.stripes(i), header); });
-  }
-  grpc::ClientContext context;
-  SetDeadline(&context, EndOf(compute));
-  const auto stream = server_.loss().ComputeLoss(&context);
-  bool summarized = false;
-  v1::MicroBatchSummary summary;
-  const grpc::Status status = Talk<v1::ComputeLossRequest, v1::ComputeLossResponse>(
-      &context, stream.get(), messages, EndOf(compute), [&](const v1::ComputeLossResponse& response) {
-        FUZZ_CHECK(!summarized, "something came behind the summary");
-        if (!response.has_summary()) return;
-        summarized = true;
-        summary = response.summary();
-      });
-  for (std::thread& stripe : stripes) stripe.join();
-  Answered("compute", status, EndOf(compute));
-  if (!status.ok()) return;
-  FUZZ_CHECK(summarized, "an OK without a summary");
-  acknowledged_.Computed(header, summary);
-}
-
-void SequenceClient::RunStripe(const Stripe& stripe, const v1::MicroBatchHeader& header) {
-  std::vector<v1::TransferRowsRequest> messages;
-  if (stripe.has_header()) {
-    *messages.emplace_back().mutable_header() = stripe.header();
-    known_.FillIn(messages.back().mutable_header());
-  }
-  for (const v1::RowChunk& chunk : stripe.chunks()) {
-    *messages.emplace_back().mutable_chunk() = chunk;
-    KnownState::FillIn(messages.back().mutable_chunk(), header);
-  }
-  grpc::ClientContext context;
-  SetDeadline(&context, EndOf(stripe));
-  const auto stream = server_.loss().TransferRows(&context);
-  Answered("stripe", Talk<v1::TransferRowsRequest, v1::TransferRowsResponse>(&context, stream.get(), messages, EndOf(stripe)),
-           EndOf(stripe));
-}
-
-void SequenceClient::RunTeacher(const Teacher& teacher) {
-  std::vector<v1::StreamTeacherRequest> messages;
-  if (teacher.has_header()) {
-    *messages.emplace_back().mutable_header() = teacher.header();
-    known_.FillIn(messages.back().mutable_header());
-  }
-  for (const v1::RowChunk& chunk : teacher.chunks()) {
-    *messages.emplace_back().mutable_chunk() = chunk;
-    KnownState::FillIn(messages.back().mutable_chunk(), teacher.header().data_type(), teacher.header().hidden_size());
-  }
-  grpc::ClientContext context;
-  SetDeadline(&context, EndOf(teacher));
-  v1::StreamTeacherResponse response;
-  const auto stream = server_.loss().StreamTeacher(&context, &response);
-  Write(&context, stream.get(), messages, EndOf(teacher));
-  Answered("teacher", stream->Finish(), EndOf(teacher));
-}
-
-void SequenceClient::RunRaw(const Raw& raw) {
-  static const std::vector<std::string> methods = MethodNames();
+grpc::Status SequenceClient::Exchange(const MethodDescriptor& method, const std::vector<std::string>& messages, End end,
+                                      const std::function<void(const std::string&)>& on_answer) {
   grpc::GenericStub stub(channel_);
   grpc::CompletionQueue queue;
   grpc::ClientContext context;
-  SetDeadline(&context, EndOf(raw));
-  const auto call = stub.PrepareCall(&context, methods[raw.method() % methods.size()], &queue);
+  SetDeadline(&context, end);
+  const auto call = stub.PrepareCall(&context, absl::StrCat("/", method.service()->full_name(), "/", method.name()), &queue);
   // One operation at a time.
   const auto done = [&queue] {
     void* tag = nullptr;
@@ -416,39 +178,143 @@ void SequenceClient::RunRaw(const Raw& raw) {
   };
   call->StartCall(nullptr);
   bool open = done();
-  for (const std::string& message : raw.messages()) {
+  for (const std::string& message : messages) {
     if (!open) break;
     const grpc::Slice slice(message);
     call->Write(grpc::ByteBuffer(&slice, 1), nullptr);
     open = done();
   }
-  if (EndOf(raw) == END_CANCEL) context.TryCancel();
-  if (open && EndOf(raw) == END_HALF_CLOSE) {
+  if (end == END_CANCEL) context.TryCancel();
+  if (open && end == END_HALF_CLOSE) {
     call->WritesDone(nullptr);
     done();
   }
-  grpc::ByteBuffer answer;
   do {
-    grpc::ByteBuffer next;
-    call->Read(&next, nullptr);
+    grpc::ByteBuffer answer;
+    call->Read(&answer, nullptr);
     open = done();
-    if (open) answer.Swap(&next);
+    grpc::Slice bytes;
+    if (!open || !answer.DumpToSingleSlice(&bytes).ok()) continue;
+    on_answer(std::string(reinterpret_cast<const char*>(bytes.begin()), bytes.size()));
   } while (open);
   grpc::Status status;
   call->Finish(&status, nullptr);
   done();
-  if (status.ok()) Learn(methods[raw.method() % methods.size()], answer);
+  return status;
+}
+
+void SequenceClient::RunRequest(const Call& call) {
+  const auto* const field = Call::descriptor()->FindFieldByNumber(call.call_case());
+  const MethodDescriptor& method = MethodOf(field->message_type());
+  Call sent = call;
+  Message* const request = sent.GetReflection()->MutableMessage(&sent, field);
+  known_.FillIn(request);
+  const v1::HeadStep step = sent.has_get_step()    ? sent.get_step().head()
+                            : sent.has_seal_step() ? sent.seal_step().head()
+                                                   : sent.apply().head();
+  const Acknowledged::Contributions before = acknowledged_.Before(step);
+  const std::unique_ptr<Message> answer = NewAnswer(method);
+  const grpc::Status status = Exchange(method, {request->SerializeAsString()}, END_HALF_CLOSE,
+                                       [&](const std::string& bytes) { FUZZ_CHECK(answer->ParseFromString(bytes)); });
+  Answered(field->name(), status);
+  if (!status.ok()) return;
+  if (!sent.create_head().validate_only()) Learn(*answer);
+  if (sent.has_commit()) acknowledged_.Committed(sent.commit());
+  if (const auto* const got = dynamic_cast<const v1::GetStepResponse*>(answer.get())) {
+    acknowledged_.CheckStep(step, got->open(), before);
+  } else if (const auto* const sealed = dynamic_cast<const v1::SealStepResponse*>(answer.get())) {
+    acknowledged_.CheckTotals(step, before, sealed->totals());
+  } else if (const auto* const applied = dynamic_cast<const v1::ApplyOptimizerStepResponse*>(answer.get())) {
+    acknowledged_.CheckTotals(step, before, applied->totals());
+    FUZZ_CHECK(applied->open_step() == step.step() + 1);
+  }
+}
+
+template <typename Request, typename Response>
+grpc::Status SequenceClient::Stream(const char* name, const std::vector<std::string>& messages, End end,
+                                    const std::function<void(const Response&)>& on_answer) {
+  Response response;
+  const grpc::Status status = Exchange(MethodOf(Request::descriptor()), messages, end, [&](const std::string& bytes) {
+    FUZZ_CHECK(response.ParseFromString(bytes));
+    if (on_answer) on_answer(response);
+  });
+  Answered(name, status, end);
+  return status;
+}
+
+void SequenceClient::RunUpload(const Upload& upload) {
+  v1::UploadWeightsHeader header = upload.header();
+  known_.FillIn(&header);
+  Stream<v1::UploadWeightsRequest, v1::UploadWeightsResponse>(
+      "upload", Messages<v1::UploadWeightsRequest>(upload, header, header.total_bytes()), EndOf(upload),
+      [this](const v1::UploadWeightsResponse& response) { known_.AddHead(response.head()); });
+}
+
+void SequenceClient::RunAddGradient(const AddGradient& add) {
+  v1::AddGradientHeader header = add.header();
+  known_.FillIn(&header);
+  const int64_t bytes = header.row_count() > 0 && header.row_count() < 64 ? header.row_count() * 20 : 0;
+  acknowledged_.Try(header);
+  const grpc::Status status = Stream<v1::AddGradientRequest, v1::AddGradientResponse>(
+      "add_gradient", Messages<v1::AddGradientRequest>(add, header, bytes), EndOf(add));
+  if (status.ok()) acknowledged_.Added(header);
+}
+
+void SequenceClient::RunCompute(const Compute& compute) {
+  v1::MicroBatchHeader header = compute.header();
+  known_.FillIn(&header);
+  acknowledged_.Try(header);
+  std::vector<std::thread> stripes;
+  for (int i = 0; i < std::min(compute.stripes_size(), kMaxStripes); ++i) {
+    stripes.emplace_back([this, &compute, &header, i] { RunStripe(compute.stripes(i), header); });
+  }
+  bool summarized = false;
+  v1::MicroBatchSummary summary;
+  const grpc::Status status =
+      Stream<v1::ComputeLossRequest, v1::ComputeLossResponse>("compute", Messages<v1::ComputeLossRequest>(compute, header, header),
+                                                              EndOf(compute), [&](const v1::ComputeLossResponse& response) {
+                                                                FUZZ_CHECK(!summarized, "something came behind the summary");
+                                                                if (!response.has_summary()) return;
+                                                                summarized = true;
+                                                                summary = response.summary();
+                                                              });
+  for (std::thread& stripe : stripes) stripe.join();
+  if (!status.ok()) return;
+  FUZZ_CHECK(summarized, "an OK without a summary");
+  acknowledged_.Computed(header, summary);
+}
+
+void SequenceClient::RunStripe(const Stripe& stripe, const v1::MicroBatchHeader& micro_batch) {
+  v1::TransferRowsHeader header = stripe.header();
+  known_.FillIn(&header);
+  Stream<v1::TransferRowsRequest, v1::TransferRowsResponse>(
+      "stripe", Messages<v1::TransferRowsRequest>(stripe, header, micro_batch), EndOf(stripe));
+}
+
+void SequenceClient::RunTeacher(const Teacher& teacher) {
+  v1::StreamTeacherHeader header = teacher.header();
+  known_.FillIn(&header);
+  Stream<v1::StreamTeacherRequest, v1::StreamTeacherResponse>(
+      "teacher", Messages<v1::StreamTeacherRequest>(teacher, header, header.data_type(), header.hidden_size()), EndOf(teacher));
+}
+
+void SequenceClient::RunRaw(const Raw& raw) {
+  const MethodDescriptor& method = *Methods()[raw.method() % Methods().size()];
+  const std::unique_ptr<Message> answer = NewAnswer(method);
+  const grpc::Status status = Exchange(method, {raw.messages().begin(), raw.messages().end()}, EndOf(raw),
+                                       [&](const std::string& bytes) { FUZZ_CHECK(answer->ParseFromString(bytes)); });
+  // What it has made is to be cleaned up, too.
+  if (status.ok()) Learn(*answer);
   Answered("raw", status, EndOf(raw));
 }
 
-void SequenceClient::Learn(const std::string& method, const grpc::ByteBuffer& answer) {
-  grpc::Slice bytes;
-  if (!answer.Valid() || !answer.DumpToSingleSlice(&bytes).ok()) return;
-  const int size = static_cast<int>(bytes.size());
-  v1::OpenSessionResponse opened;
-  v1::CreateHeadResponse created;
-  if (absl::EndsWith(method, "/OpenSession") && opened.ParseFromArray(bytes.begin(), size)) known_.AddSession(opened.session_id());
-  if (absl::EndsWith(method, "/CreateHead") && created.ParseFromArray(bytes.begin(), size)) known_.AddHead(created.head());
+void SequenceClient::Learn(const Message& answer) {
+  if (const auto* const head = dynamic_cast<const v1::Head*>(&answer)) known_.AddHead(*head);
+  if (const auto* const created = dynamic_cast<const v1::CreateHeadResponse*>(&answer)) known_.AddHead(created->head());
+  if (const auto* const opened = dynamic_cast<const v1::OpenSessionResponse*>(&answer)) known_.AddSession(opened->session_id());
+  if (const auto* const registered = dynamic_cast<const v1::RegisterSharedMemoryResponse*>(&answer)) {
+    known_.AddRegion(registered->region_id());
+  }
 }
 
 void SequenceClient::CleanUp() {

@@ -2,7 +2,8 @@
 #ifndef HEADWATER_TESTS_FUZZ_SUPPORT_SEQUENCE_CLIENT_H_
 #define HEADWATER_TESTS_FUZZ_SUPPORT_SEQUENCE_CLIENT_H_
 
-#include <grpcpp/generic/generic_stub.h>
+#include <google/protobuf/descriptor.h>
+#include <google/protobuf/message.h>
 #include <grpcpp/grpcpp.h>
 
 #include <functional>
@@ -11,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/string_view.h"
 #include "tests/fuzz/fuzz.pb.h"
 #include "tests/fuzz/support/acknowledged.h"
 #include "tests/fuzz/support/known_state.h"
@@ -33,22 +35,25 @@ class SequenceClient {
 
  private:
   void RunCall(const Call& call);
-  void RunSession(const Call& call);
+  // A call of one request, the message that the call holds.
+  void RunRequest(const Call& call);
   void RunUpload(const Upload& upload);
   void RunAddGradient(const AddGradient& add);
   void RunCompute(const Compute& compute);
-  void RunStripe(const Stripe& stripe, const v1::MicroBatchHeader& header);
+  void RunStripe(const Stripe& stripe, const v1::MicroBatchHeader& micro_batch);
   void RunTeacher(const Teacher& teacher);
   void RunRaw(const Raw& raw);
-  // What a raw call has made is to be cleaned up, too.
-  void Learn(const std::string& method, const grpc::ByteBuffer& answer);
+  // Heads, sessions and regions that were answered.
+  void Learn(const google::protobuf::Message& answer);
 
-  // A unary call: fills the request in, makes it, and calls `then` with it and the answer if that is OK.
-  template <typename Stub, typename Request, typename Response>
-  void Unary(const char* name, Stub& stub, grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
-             Request request, const std::function<void(const Request&, const Response&)>& then = {});
+  // Writes the messages, ends as `end` says, and reads what comes.
+  grpc::Status Exchange(const google::protobuf::MethodDescriptor& method, const std::vector<std::string>& messages, End end,
+                        const std::function<void(const std::string&)>& on_answer);
+  template <typename Request, typename Response>
+  grpc::Status Stream(const char* name, const std::vector<std::string>& messages, End end,
+                      const std::function<void(const Response&)>& on_answer = {});
   // What a failed call may say.
-  void Answered(const char* name, const grpc::Status& status, End end = END_HALF_CLOSE);
+  void Answered(absl::string_view name, const grpc::Status& status, End end = END_HALF_CLOSE);
 
   testing::WireServer& server_;
   const std::shared_ptr<grpc::Channel> channel_;
