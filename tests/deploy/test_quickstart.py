@@ -83,10 +83,12 @@ class Checkout:
         self.started.append(subprocess.Popen(command, env=self._environment, cwd=folder, **how))
         return self.started[-1]
 
-    def run(self, *options: str, folder: Path | None = None) -> tuple[int, str]:
+    def run(self, *options: str, folder: Path | None = None, status: int = 0) -> str:
+        """The output of a run that must end with this status."""
         process = self.start(*options, folder=folder)
         text, _ = process.communicate(timeout=TIMEOUT_S)
-        return process.returncode, text
+        assert process.returncode == status, text
+        return text
 
     def start_until_running(self) -> subprocess.Popen:
         """The example has begun, and continues until `go_on`."""
@@ -140,25 +142,17 @@ def make_checkout(tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
-def test_no_server_stays(make_checkout):
+@pytest.mark.parametrize("number", [None, *INTERRUPTIONS])
+def test_no_server_stays(make_checkout, number):
     checkout = make_checkout(WAITING)
     process = checkout.start_until_running()
     assert len(checkout.servers()) == 1
-    checkout.go_on()
+    if number is None:
+        checkout.go_on()
+    else:
+        os.killpg(process.pid, number)  # as a terminal does it: to all of the foreground
     text, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, text
-    assert checkout.servers() == []
-    assert not checkout.socket_folder().exists()
-
-
-@pytest.mark.parametrize("number", INTERRUPTIONS)
-def test_no_server_stays_after_an_interruption(make_checkout, number):
-    checkout = make_checkout(WAITING)
-    process = checkout.start_until_running()
-    # As a terminal does it: to all of the foreground.
-    os.killpg(process.pid, number)
-    process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode != 0
+    assert (process.returncode == 0) == (number is None), text
     assert checkout.servers() == []
     assert not checkout.socket_folder().exists()
 
@@ -171,8 +165,7 @@ def test_a_server_that_a_killed_one_left_is_ended_by_the_next(make_checkout):
     process.communicate(timeout=TIMEOUT_S)
     assert checkout.servers() == left and len(left) == 1
     checkout.go_on()
-    status, text = checkout.run()
-    assert status == 0, text
+    checkout.run()
     assert checkout.servers() == []
     assert not folder.exists()
 
@@ -180,9 +173,7 @@ def test_a_server_that_a_killed_one_left_is_ended_by_the_next(make_checkout):
 def test_a_second_one_at_the_same_time_is_refused(make_checkout):
     checkout = make_checkout(WAITING)
     process = checkout.start_until_running()
-    status, text = checkout.run()
-    assert status == 1
-    assert "another quickstart is running" in text
+    assert "another quickstart is running" in checkout.run(status=1)
     assert len(checkout.servers()) == 1
     checkout.go_on()
     text, _ = process.communicate(timeout=TIMEOUT_S)
@@ -191,46 +182,40 @@ def test_a_second_one_at_the_same_time_is_refused(make_checkout):
 
 def test_what_was_saved_on_a_kept_server_is_in_the_way_of_no_later_run(make_checkout):
     checkout = make_checkout(SAVING)
-    status, text = checkout.run("--keep")
-    assert status == 0, text
+    checkout.run("--keep")
     first = checkout.servers()
     assert len(first) == 1
     assert (checkout.output / "checkpoints/default/language-model/mine").is_dir()
     # The next one ends the server that was kept, and makes the same head again.
-    status, text = checkout.run("--keep")
-    assert status == 0, text
+    checkout.run("--keep")
     assert len(checkout.servers()) == 1 and checkout.servers() != first
-    status, text = checkout.run()
-    assert status == 0, text
+    checkout.run()
     assert checkout.servers() == []
 
 
 def test_the_build_shows_its_progress_and_fails_with_its_output(make_checkout, tmp_path):
     checkout = make_checkout("")
-    status, text = checkout.run()
-    assert status == 0 and "  [1/2]\n" in text, text
+    text = checkout.run()
+    assert "  [1/2]\n" in text, text
     assert "docs/guides/torch.md" in text  # the next step
     log = checkout.output / "build.log"
     assert f"tail -f '{log}'" in text and "[2/2] Linking" in log.read_text()
     (tmp_path / "tools/cmake").write_text("#!/bin/sh\necho '[1/2] broken'\nexit 1\n")
-    status, text = checkout.run()
-    assert status == 1 and "[1/2] broken" in text and "the build failed" in text
+    text = checkout.run(status=1)
+    assert "[1/2] broken" in text and "the build failed" in text
 
 
 def test_a_file_that_was_cut_short_stops_nobody(make_checkout):
     checkout = make_checkout("")
     checkout.output.mkdir(parents=True)
     (checkout.output / "server.pid").write_text("")
-    status, text = checkout.run()
-    assert status == 0, text
+    checkout.run()
 
 
 def test_a_bundle_is_looked_for_where_one_is(make_checkout, tmp_path):
     checkout = make_checkout("")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/bundle").symlink_to(checkout.path / "build/release")
-    status, text = checkout.run("--bundle", "bundle", folder=tmp_path / "elsewhere")
-    assert status == 0, text
-    status, text = checkout.run("--bundle", "bundle", folder=tmp_path)
-    assert status == 1 and "bundle is no bundle" in text
+    checkout.run("--bundle", "bundle", folder=tmp_path / "elsewhere")
+    assert "bundle is no bundle" in checkout.run("--bundle", "bundle", folder=tmp_path, status=1)
     assert checkout.servers() == []

@@ -29,71 +29,46 @@ def test_nothing_of_a_release_is_missing_or_changed(path):
     assert wire_descriptors.broken(wire_descriptors.kept(path), wire_descriptors.today()) == []
 
 
-def renumber(files):
-    wire_descriptors.messages(files)["headwater.v1.HeadSpec"].field[1].number += 100
+def field(message, index):
+    return lambda files: wire_descriptors.messages(files)[f"headwater.v1.{message}"].field[index]
 
 
-def retype(files):
-    wire_descriptors.messages(files)["headwater.v1.RowChunk"].field[2].type = wire_descriptors.Field.TYPE_INT32
+def services(files):
+    return next(file for file in files.file if file.service).service
 
 
-def rename(files):
-    wire_descriptors.messages(files)["headwater.v1.RowChunk"].field[2].name = "first_row"
+def commit_mode(files):
+    return next(enum for file in files.file for enum in file.enum_type if enum.name == "CommitMode")
 
 
-def repeat(files):
-    wire_descriptors.messages(files)["headwater.v1.Tensor"].field[2].label = wire_descriptors.Field.LABEL_REPEATED
-
-
-def drop_message(files):
-    del files.file[1].message_type[-1]
-
-
-def drop_value(files):
-    del files.file[0].enum_type[0].value[-1]
-
-
-def renumber_value(files):
-    next(enum for file in files.file for enum in file.enum_type if enum.name == "CommitMode").value[-1].number += 7
-
-
-def drop_method(files):
-    del next(file for file in files.file if file.service).service[0].method[0]
-
-
-def drop_service(files):
-    del next(file for file in files.file if file.service).service[0]
-
-
-def stop_streaming(files):
-    next(file for file in files.file if file.service).service[0].method[0].client_streaming = False
-
-
-def lose_presence(files):
-    field = next(field for field in wire_descriptors.messages(files)["headwater.v1.HeadStep"].field if field.proto3_optional)
-    field.proto3_optional = False
+def optional_field(files):
+    return next(found for found in wire_descriptors.messages(files)["headwater.v1.HeadStep"].field if found.proto3_optional)
 
 
 @pytest.mark.parametrize(
-    "change",
+    "find, attribute, value",
     [
-        renumber,
-        retype,
-        rename,
-        repeat,
-        drop_message,
-        drop_value,
-        renumber_value,
-        drop_method,
-        drop_service,
-        stop_streaming,
-        lose_presence,
+        (field("HeadSpec", 1), "number", 1002),
+        (field("RowChunk", 2), "type", wire_descriptors.Field.TYPE_INT32),
+        (field("RowChunk", 2), "name", "first_row"),
+        (field("Tensor", 2), "label", wire_descriptors.Field.LABEL_REPEATED),
+        (lambda files: commit_mode(files).value[-1], "number", 77),
+        (lambda files: services(files)[0].method[0], "client_streaming", False),
+        (optional_field, "proto3_optional", False),
+        # Without an attribute: the last one is dropped.
+        (lambda files: files.file[1].message_type, None, None),
+        (lambda files: files.file[0].enum_type[0].value, None, None),
+        (lambda files: services(files)[0].method, None, None),
+        (services, None, None),
     ],
 )
-def test_what_breaks_clients_is_seen_and_additions_are_not(change):
+def test_what_breaks_clients_is_seen_and_additions_are_not(find, attribute, value):
     old = wire_descriptors.today()
     new = copy.deepcopy(old)
-    change(new)
+    if attribute is None:
+        find(new).pop()
+    else:
+        setattr(find(new), attribute, value)
     assert wire_descriptors.broken(old, new) != []
     added = copy.deepcopy(old)
     wire_descriptors.messages(added)["headwater.v1.HeadSpec"].field.add(name="more", number=1000, type=5, label=1)

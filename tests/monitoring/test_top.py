@@ -41,6 +41,13 @@ def top(server: Server, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command(server, *flags), capture_output=True, text=True, timeout=60)
 
 
+def look(server: Server, address: str, interval: str = "100ms") -> dict:
+    """One look at the page at this address, as JSON."""
+    done = top(server, "--once", "--json", f"--interval={interval}", f"--metrics={address}")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @contextlib.contextmanager
 def pages(*answers: str, status: int = 200):
     """An HTTP server whose answers are these, the last one again and again; its address."""
@@ -69,20 +76,20 @@ def test_top_shows_a_real_run(server):
     training.start()
     try:
         await_condition(lambda: training.steps >= 2 or training.error, "two steps")
-        metrics = f"--metrics=127.0.0.1:{server.metrics_port}"
+        metrics = f"127.0.0.1:{server.metrics_port}"
 
         # On a busy machine a step may take long: the next look is over twice the time.
         intervals = iter([2, 4, 8, 16, 30, 30, 30, 30])
 
         def look_at_steps() -> dict:
-            look = json.loads(top(server, "--once", "--json", f"--interval={next(intervals)}s", metrics).stdout)
-            whole = set(look["phase_seconds"]) == PHASES
-            whole = whole and all(look["micro_batches_per_s"][outcome] > 0 for outcome in OUTCOMES)
-            return look if whole and all(look["transports"][name]["bytes_in_per_s"] > 0 for name in TRANSPORTS) else {}
+            found = look(server, metrics, f"{next(intervals)}s")
+            whole = set(found["phase_seconds"]) == PHASES
+            whole = whole and all(found["micro_batches_per_s"][outcome] > 0 for outcome in OUTCOMES)
+            return found if whole and all(found["transports"][name]["bytes_in_per_s"] > 0 for name in TRANSPORTS) else {}
 
         def look_at_commits() -> subprocess.CompletedProcess | None:
-            look = top(server, "--once", "--interval=1s", metrics)
-            return look if look.returncode != 0 or "committed" in look.stdout else None
+            found = top(server, "--once", "--interval=1s", f"--metrics={metrics}")
+            return found if found.returncode != 0 or "committed" in found.stdout else None
 
         seen = await_condition(look_at_steps, "a look with all of two steps", timeout_s=300)
         text = await_condition(look_at_commits, "a look with a micro-batch that was added", timeout_s=300)
@@ -99,17 +106,8 @@ def test_top_shows_a_real_run(server):
 
     assert text.returncode == 0, text.stderr
     assert "\x1b" not in text.stdout
-    for word in (
-        "SERVING",
-        "tokens/s",
-        "committed",
-        "of the floor",
-        "compute",
-        "shared_memory",
-        "optimizer_state",
-        "student",
-        "frozen",
-    ):
+    words = ("SERVING", "tokens/s", "committed", "of the floor", "compute", "shared_memory", "optimizer_state", "student", "frozen")
+    for word in words:
         assert word in text.stdout, text.stdout
 
 
@@ -135,7 +133,7 @@ def test_figures_are_differences_of_pages(server):
     before = PAGE.format(tokens=1000, refusals=50, sum=0.5, count=10, flops=1e9)
     after = PAGE.format(tokens=5000, refusals=8, sum=0.75, count=20, flops=2e9)
     with pages(before, after) as address:
-        seen = json.loads(top(server, "--once", "--json", "--interval=500ms", f"--metrics={address}").stdout)
+        seen = look(server, address, "500ms")
     assert seen["version"] == 'a"b,c}d'
     assert seen["tokens_per_s"] == pytest.approx(4000 / seen["seconds"])
     # A counter that fell has restarted.
@@ -157,7 +155,7 @@ def test_ranks_of_a_group_are_told_apart(server):
 
     before, after = page((10, 20, 30), (1, 2, 3)), page((10.5, 20.25, 30), (1, 2.125, 3.0625))
     with pages(before, after) as address:
-        seen = json.loads(top(server, "--once", "--json", "--interval=1s", f"--metrics={address}").stdout)
+        seen = look(server, address, "1s")
     share = pytest.approx
     assert seen["ranks"] == [
         {"rank": 0, "compute": share(0.5 / seen["seconds"]), "wait": share(0.25 / seen["seconds"]), "communicate": 0},
@@ -250,7 +248,7 @@ def test_control_characters_do_not_reach_the_terminal(server):
     assert "\x1b" in page
     with pages(page) as address:
         done = top(server, "--once", "--interval=100ms", f"--metrics={address}")
-        seen = json.loads(top(server, "--once", "--json", "--interval=100ms", f"--metrics={address}").stdout)
+        seen = look(server, address)
     assert done.returncode == 0, done.stderr
     assert "1\\x1b]0;title\\x07\\x7f\\x9b2J" in done.stdout
     assert not set(done.stdout) & {"\x1b", "\x07", "\x7f", "\u009b"}
@@ -264,8 +262,7 @@ def test_control_characters_do_not_reach_the_terminal(server):
 def test_bytes_that_are_no_text_end_nothing(server):
     page = PAGE.format(tokens=1, refusals=0, sum=0, count=0, flops=0)
     with pages(page.replace('a\\"b,c}d', "\udcff")) as address:
-        done = top(server, "--once", "--json", "--interval=100ms", f"--metrics={address}")
-    assert done.returncode == 0 and json.loads(done.stdout)["version"] == "\ufffd"
+        assert look(server, address)["version"] == "\ufffd"
 
 
 @pytest.mark.parametrize(
@@ -273,20 +270,10 @@ def test_bytes_that_are_no_text_end_nothing(server):
 )
 def test_the_metrics_are_looked_for_on_the_servers_host(scheme, metrics):
     with tempfile.TemporaryDirectory(prefix="hw-") as directory:
-        port_file = Path(directory, "port")
-        flags = ["--listen_addresses=127.0.0.1:0", "--metrics_address=", "--engine=cpu", f"--port_file={port_file}"]
-        process = subprocess.Popen([f"{BUILD}/bin/headwaterd", *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        server = Server(f"{BUILD}/bin/headwaterd", Path(directory), "--listen_addresses=127.0.0.1:0")
+        server.address = scheme + (Path(directory) / "ready").read_text().strip()
         try:
-            await_condition(port_file.exists, "the server listens")
-            address = port_file.read_text().strip()
-            # The process that listens there is not this server.
-            done = subprocess.run(
-                [f"{BUILD}/bin/headwaterctl", f"--server={scheme}{address}", "top", "--once", "--interval=100ms"],
-                capture_output=True,
-                text=True,
-                timeout=60,
-            )
+            done = top(server, "--once", "--interval=100ms")  # the process that listens there is not this server
         finally:
-            process.kill()
-            process.wait()
+            server.stop()
     assert f"http://{metrics}/metrics" in done.stderr or done.returncode == 0
