@@ -85,30 +85,6 @@ TEST(ShardExecutors, AFailureEndsAllShardsOfTheCall) {
   }
 }
 
-// No shard begins before all are ready.
-TEST(ShardExecutors, AllPrepareBeforeOneActs) {
-  for (const int32_t shard_count : {1, 3, 7}) {
-    ShardExecutors executors(shard_count, shard_count);
-    for (int round = 0; round < 50; ++round) {
-      std::atomic<int32_t> prepared{0};
-      std::atomic<int32_t> acted{0};
-      const absl::Status status = executors.RunDecided(
-          [&](const ShardContext& context) {
-            if (context.rank == round % shard_count) std::this_thread::sleep_for(std::chrono::microseconds(200));
-            ++prepared;
-            return absl::OkStatus();
-          },
-          [&](const ShardContext&) {
-            EXPECT_EQ(prepared, shard_count);
-            ++acted;
-            return absl::OkStatus();
-          });
-      ASSERT_TRUE(status.ok()) << status;
-      EXPECT_EQ(acted, shard_count);
-    }
-  }
-}
-
 TEST(ShardExecutors, OneThatIsNotReadyStopsAllBeforeTheyAct) {
   for (const int32_t shard_count : {1, 3, 7}) {
     ShardExecutors executors(shard_count, shard_count);
@@ -128,31 +104,6 @@ TEST(ShardExecutors, OneThatIsNotReadyStopsAllBeforeTheyAct) {
       ExpectSumOfRanks(executors);
     }
   }
-}
-
-TEST(ShardExecutors, TheProbeIsEachShardsFailure) {
-  ShardPhase failing_phase = ShardPhase::kPrepare;
-  bool armed = true;
-  ShardExecutors executors(3, 3, [&](ShardPhase phase, int32_t rank) {
-    return armed && phase == failing_phase && rank == 2 ? absl::UnknownError("probe") : absl::OkStatus();
-  });
-  std::atomic<int32_t> acted{0};
-  const auto run = [&] {
-    return executors.RunDecided([](const ShardContext&) { return absl::OkStatus(); },
-                                [&](const ShardContext&) {
-                                  ++acted;
-                                  return absl::OkStatus();
-                                });
-  };
-  EXPECT_TRUE(HasReason(run(), ErrorReason::kShardNotReady));
-  EXPECT_EQ(acted, 0);
-  failing_phase = ShardPhase::kAct;
-  EXPECT_TRUE(HasReason(run(), ErrorReason::kEngineFailed));
-  EXPECT_LE(acted, 2);
-  armed = false;
-  acted = 0;
-  EXPECT_TRUE(run().ok());
-  EXPECT_EQ(acted, 3);
 }
 
 }  // namespace
