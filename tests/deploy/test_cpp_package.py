@@ -32,17 +32,8 @@ def run(*command: object, **environment: str) -> str:
 
 
 def configure(build: Path, *options: str) -> subprocess.CompletedProcess:
-    command = [
-        "cmake",
-        "-G",
-        "Ninja",
-        "-S",
-        str(REPOSITORY / "tests/deploy/cpp_package"),
-        "-B",
-        str(build),
-        f"-DEXAMPLE={EXAMPLE}",
-        *options,
-    ]
+    source = REPOSITORY / "tests/deploy/cpp_package"
+    command = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(build), f"-DEXAMPLE={EXAMPLE}", *options]
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
 
 

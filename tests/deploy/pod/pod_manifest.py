@@ -14,27 +14,12 @@ from typing import Any
 GRACE_PERIOD_S = 30
 
 _POD_FIELDS = {
-    "automountServiceAccountToken",
-    "containers",
-    "hostNetwork",
-    "initContainers",
-    "restartPolicy",
-    "securityContext",
-    "terminationGracePeriodSeconds",
-    "volumes",
+    *("automountServiceAccountToken", "containers", "hostNetwork", "initContainers", "restartPolicy", "securityContext"),
+    *("terminationGracePeriodSeconds", "volumes"),
 }
 _POD_SECURITY_FIELDS = {"fsGroup", "runAsGroup", "runAsNonRoot", "runAsUser", "seccompProfile"}
 _CONTAINER_FIELDS = {
-    "args",
-    "command",
-    "env",
-    "image",
-    "imagePullPolicy",
-    "name",
-    "ports",
-    "resources",
-    "securityContext",
-    "volumeMounts",
+    *("args", "command", "env", "image", "imagePullPolicy", "name", "ports", "resources", "securityContext", "volumeMounts"),
     "workingDir",
 }
 _PROBES = {"startupProbe", "readinessProbe", "livenessProbe"}
