@@ -113,43 +113,38 @@ def quantity(text: str) -> int:
 
 def container_violations(container: dict[str, Any]) -> list[str]:
     context, resources = container.get("securityContext", {}), container.get("resources", {})
-    wrong = []
-    if context.get("allowPrivilegeEscalation") is not False:
-        wrong.append("may gain privileges")
-    if context.get("privileged"):
-        wrong.append("is privileged")
-    if context.get("readOnlyRootFilesystem") is not True:
-        wrong.append("has a root that can be written")
-    if context.get("capabilities", {}) != {"drop": ["ALL"]}:
-        wrong.append("keeps capabilities")
-    if context.get("runAsUser") == 0 or context.get("runAsNonRoot") is False:
-        wrong.append("runs as root")
-    if not {"cpu", "memory"} <= resources.get("requests", {}).keys() or "memory" not in resources.get("limits", {}):
-        wrong.append("has no requests of cpu and memory, or no limit of memory")
-    if container["name"] in OURS and not re.search(r":\d+\.\d+\.\d+-(cpu|cuda)$|@sha256:", container["image"]):
-        wrong.append(f"has an image that is not pinned: {container['image']}")
-    wrong += [f"has no {probe}" for probe in OURS.get(container["name"], ()) if probe not in container]
-    if any("hostPort" in port for port in container.get("ports", [])):
-        wrong.append("takes a port of the host")
-    return wrong
+    is_bounded = {"cpu", "memory"} <= resources.get("requests", {}).keys() and "memory" in resources.get("limits", {})
+    is_pinned = container["name"] not in OURS or re.search(r":\d+\.\d+\.\d+-(cpu|cuda)$|@sha256:", container["image"])
+    rules = (
+        (context.get("allowPrivilegeEscalation") is not False, "may gain privileges"),
+        (context.get("privileged"), "is privileged"),
+        (context.get("readOnlyRootFilesystem") is not True, "has a root that can be written"),
+        (context.get("capabilities", {}) != {"drop": ["ALL"]}, "keeps capabilities"),
+        (context.get("runAsUser") == 0 or context.get("runAsNonRoot") is False, "runs as root"),
+        (not is_bounded, "has no requests of cpu and memory, or no limit of memory"),
+        (not is_pinned, f"has an image that is not pinned: {container.get('image')}"),
+        *((probe not in container, f"has no {probe}") for probe in OURS.get(container["name"], ())),
+        (any("hostPort" in port for port in container.get("ports", [])), "takes a port of the host"),
+    )
+    return [what for is_broken, what in rules if is_broken]
 
 
 def violations(spec: dict[str, Any]) -> list[str]:
     """Properties of the pod that a platform's reviewers would refuse; empty if there are none."""
-    context = spec.get("securityContext", {})
-    wrong = [f"has {name}" for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
-    if context.get("runAsNonRoot") is not True or not context.get("runAsUser"):
-        wrong.append("may run as root")
-    if context.get("seccompProfile", {}).get("type") != "RuntimeDefault":
-        wrong.append("has no seccomp profile")
-    if spec.get("automountServiceAccountToken") is not False:
-        wrong.append("has a token for the Kubernetes API")
-    wrong += [f"mounts the host's {volume['hostPath']}" for volume in spec.get("volumes", []) if "hostPath" in volume]
-    mounted = {volume["name"]: volume.get("emptyDir") for volume in spec.get("volumes", [])}
-    in_memory = {name: entry for name, entry in mounted.items() if entry and entry.get("medium") == "Memory"}
-    wrong += [f"has the volume {name} in memory without a bound" for name, entry in in_memory.items() if "sizeLimit" not in entry]
-    for container in containers(spec):
-        wrong += [f"{container['name']} {what}" for what in container_violations(container)]
-    if spec.get("terminationGracePeriodSeconds", 30) <= seconds(flags(server(spec)).get("drain_timeout", "30s")):
-        wrong.append("is killed before --drain_timeout ends")
-    return wrong
+    context, volumes = spec.get("securityContext", {}), spec.get("volumes", [])
+    in_memory = [volume for volume in volumes if (volume.get("emptyDir") or {}).get("medium") == "Memory"]
+    drain_s = seconds(flags(server(spec)).get("drain_timeout", "30s"))
+    rules = (
+        *((spec.get(name), f"has {name}") for name in ("hostNetwork", "hostPID", "hostIPC")),
+        (context.get("runAsNonRoot") is not True or not context.get("runAsUser"), "may run as root"),
+        (context.get("seccompProfile", {}).get("type") != "RuntimeDefault", "has no seccomp profile"),
+        (spec.get("automountServiceAccountToken") is not False, "has a token for the Kubernetes API"),
+        *(("hostPath" in volume, f"mounts the host's {volume.get('hostPath')}") for volume in volumes),
+        *(
+            ("sizeLimit" not in volume["emptyDir"], f"has the volume {volume['name']} in memory without a bound")
+            for volume in in_memory
+        ),
+        *((True, f"{container['name']} {what}") for container in containers(spec) for what in container_violations(container)),
+        (spec.get("terminationGracePeriodSeconds", 30) <= drain_s, "is killed before --drain_timeout ends"),
+    )
+    return [what for is_broken, what in rules if is_broken]
