@@ -1,6 +1,5 @@
 // Deferred grad_weight products of micro-batches in device memory. They have the bits of one call with all rows, whatever ends the
 // wait, and nothing of a call that was ended. On a Hopper GPU, whose product of exponentials computes a row alike in any call.
-#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -30,17 +29,6 @@ const DeviceProblem& Problem() {
 
 // Rows [first, first + count).
 using RowRanges = std::vector<std::pair<int64_t, int64_t>>;
-
-// Relative difference in the l2 norm; NaN if anything is not finite.
-double Difference(const std::vector<float>& actual, const std::vector<float>& expected, double factor = 1) {
-  double difference = 0, norm = 0;
-  for (size_t i = 0; i < expected.size(); ++i) {
-    const double value = factor * static_cast<double>(expected[i]);
-    difference += (static_cast<double>(actual[i]) - value) * (static_cast<double>(actual[i]) - value);
-    norm += value * value;
-  }
-  return std::sqrt(difference / norm);
-}
 
 // An engine with the problem's head, whose rows and grad_hidden are in device memory.
 class Trainee {
@@ -73,11 +61,7 @@ class Trainee {
   }
   void Compute(int64_t first, int64_t count) { CheckStatus(TryCompute(*head_, first, count), "Compute"); }
 
-  std::vector<float> Gradient() {
-    std::vector<float> gradient(static_cast<size_t>(kShape.vocab * kShape.width));
-    CheckStatus(head_->ReadTensor(HeadTensor::kGradWeight, 0, kShape.vocab * kShape.width, gradient.data()), "ReadTensor");
-    return gradient;
-  }
+  std::vector<float> Gradient() { return ReadFloats(*head_, HeadTensor::kGradWeight); }
 
  private:
   std::unique_ptr<LossEngine> engine_;
@@ -125,7 +109,7 @@ TEST(DeferredGradWeight, NeedsNoLargeWorkspace) {
     const EngineOptions options = {.workspace_bytes = mebibytes << 20};
     // Each of more rows than take another form, whose gradient is rounded elsewhere.
     const RowRanges calls = {{0, 1024}, {1024, 300}, {1324, 300}, {1624, 424}, {2048, 2048}};
-    EXPECT_LE(Difference(GradientOf(calls, false, options), GradientOfOneCall()), 1e-5) << mebibytes << " MiB";
+    EXPECT_LE(RelativeDifference(GradientOf(calls, false, options), GradientOfOneCall()), 1e-5) << mebibytes << " MiB";
   }
 }
 
@@ -133,7 +117,7 @@ TEST(DeferredGradWeight, IsFlushedWhenTheNextRowsHaveNoRoom) {
   const std::vector<float> once = GradientOf({{0, 1024}});
   for (const int64_t calls : {kMostWaiting / 1024, kMostWaiting / 1024 + 1, 2 * kMostWaiting / 1024 + 3}) {
     const RowRanges repeated(static_cast<size_t>(calls), {0, 1024});
-    EXPECT_LE(Difference(GradientOf(repeated), once, static_cast<double>(calls)), 1e-5) << calls << " calls";
+    EXPECT_LE(RelativeDifference(GradientOf(repeated), once, static_cast<double>(calls)), 1e-5) << calls << " calls";
   }
 }
 
@@ -166,10 +150,10 @@ TEST(DeferredGradWeight, IsFlushedByCallsThatNeedItsPlace) {
     event.happen(trainee);
     trainee.Compute(1024, 1024);
     trainee.Compute(2048, 2048);
-    EXPECT_LE(Difference(trainee.Gradient(), GradientOfOneCall()), 1e-5) << event.name;
+    EXPECT_LE(RelativeDifference(trainee.Gradient(), GradientOfOneCall()), 1e-5) << event.name;
   }
   // A call of the same head whose product does not wait comes after the rows that do.
-  EXPECT_LE(Difference(GradientOf({{0, 1024}, {0, kRows}, {1024, 2048}, {3072, 1024}}), GradientOfOneCall(), 2), 1e-5);
+  EXPECT_LE(RelativeDifference(GradientOf({{0, 1024}, {0, kRows}, {1024, 2048}, {3072, 1024}}), GradientOfOneCall(), 2), 1e-5);
 }
 
 // Ends a computation where its last rows are there.

@@ -3,7 +3,6 @@
 // Error of a gradient: of error_measure.h; a row or a column may have ten times the whole tensor's. The figures go to the file that
 // HEADWATER_FIGURES names.
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -213,40 +212,45 @@ TEST(DeviceReferenceTest, IsTheReference) {
   }
 }
 
-// --- cross entropy ---
-
-struct CrossEntropyCase {
+struct ExactnessCase {
+  std::string loss;
   ProblemShape shape;
   Regime regime = Regime::kFlat;
   int32_t shard_count = 1;
   bool portable_kernels = false;
-  std::string Name() const { return "ce_" + NameOf(shape, RegimeName(regime), shard_count, portable_kernels); }
+  std::string Name() const { return loss + "_" + NameOf(shape, RegimeName(regime), shard_count, portable_kernels); }
   EngineOptions Options() const {
     return {.shard_count = shard_count, .workspace_bytes = kWorkspaceBytes, .portable_kernels = portable_kernels};
   }
 };
 
-std::vector<CrossEntropyCase> CrossEntropyCases() {
-  constexpr std::array kRegimes = {Regime::kFlat,       Regime::kRealistic, Regime::kWide,     Regime::kConfident,
-                                   Regime::kThreeNines, Regime::kFiveNines, Regime::kNineNines};
-  std::vector<CrossEntropyCase> cases;
-  for (const Regime regime : kRegimes) {
-    cases.push_back({kSmall, regime, 1, false});
-    cases.push_back({kSmall, regime, 3, false});
-    cases.push_back({kSmall, regime, 1, true});
-    cases.push_back({kLarge, regime, 1, false});
-  }
-  for (const Regime regime : {Regime::kFlat, Regime::kRealistic}) {
-    cases.push_back({kManyRows, regime, 1, true});
-    cases.push_back({kNarrow, regime, 1, false});
+std::vector<ExactnessCase> CasesOf(const std::string& loss, const std::vector<Regime>& regimes) {
+  std::vector<ExactnessCase> cases;
+  for (const Regime regime : regimes) {
+    cases.push_back({loss, kSmall, regime, 1, false});
+    cases.push_back({loss, kSmall, regime, 3, false});
+    cases.push_back({loss, kSmall, regime, 1, true});
+    cases.push_back({loss, kLarge, regime, 1, false});
   }
   return cases;
 }
 
-class CrossEntropyExactness : public ::testing::TestWithParam<CrossEntropyCase> {};
+// --- cross entropy ---
+
+std::vector<ExactnessCase> CrossEntropyCases() {
+  std::vector<ExactnessCase> cases = CasesOf("ce", {Regime::kFlat, Regime::kRealistic, Regime::kWide, Regime::kConfident,
+                                                    Regime::kThreeNines, Regime::kFiveNines, Regime::kNineNines});
+  for (const Regime regime : {Regime::kFlat, Regime::kRealistic}) {
+    cases.push_back({"ce", kManyRows, regime, 1, true});
+    cases.push_back({"ce", kNarrow, regime, 1, false});
+  }
+  return cases;
+}
+
+class CrossEntropyExactness : public ::testing::TestWithParam<ExactnessCase> {};
 
 TEST_P(CrossEntropyExactness, MatchesFp64) {
-  const CrossEntropyCase& param = GetParam();
+  const ExactnessCase& param = GetParam();
   const DeviceProblem problem = MakeCrossEntropyProblem(param.shape, param.regime);
   DeviceReference reference(Blas(), param.shape.rows, param.shape.width, param.shape.vocab, problem.hidden.as<uint16_t>(),
                             problem.weight.as<uint16_t>());
@@ -294,39 +298,23 @@ INSTANTIATE_TEST_SUITE_P(All, CrossEntropyExactness, ::testing::ValuesIn(CrossEn
 
 // --- divergence ---
 
-struct DivergenceCase {
-  ProblemShape shape;
-  Regime regime = Regime::kFlat;
-  int32_t shard_count = 1;
-  bool portable_kernels = false;
-  std::string Name() const { return "jsd_" + NameOf(shape, RegimeName(regime), shard_count, portable_kernels); }
-};
-
-std::vector<DivergenceCase> DivergenceCases() {
-  std::vector<DivergenceCase> cases;
-  for (const Regime regime : {Regime::kFlat, Regime::kWide, Regime::kConfident, Regime::kNearlyEqual}) {
-    cases.push_back({kSmall, regime, 1, false});
-    cases.push_back({kSmall, regime, 3, false});
-    cases.push_back({kSmall, regime, 1, true});
-    cases.push_back({kLarge, regime, 1, false});
-  }
-  for (const Regime regime : {Regime::kFlat, Regime::kNearlyEqual}) cases.push_back({kManyRows, regime, 1, false});
+std::vector<ExactnessCase> DivergenceCases() {
+  std::vector<ExactnessCase> cases = CasesOf("jsd", {Regime::kFlat, Regime::kWide, Regime::kConfident, Regime::kNearlyEqual});
+  for (const Regime regime : {Regime::kFlat, Regime::kNearlyEqual}) cases.push_back({"jsd", kManyRows, regime, 1, false});
   return cases;
 }
 
-class DivergenceExactness : public ::testing::TestWithParam<DivergenceCase> {};
+class DivergenceExactness : public ::testing::TestWithParam<ExactnessCase> {};
 
 TEST_P(DivergenceExactness, MatchesFp64) {
-  const DivergenceCase& param = GetParam();
+  const ExactnessCase& param = GetParam();
   const ProblemShape& shape = param.shape;
   const DeviceProblem problem = MakeDivergenceProblem(shape, param.regime);
   DeviceReference student(Blas(), shape.rows, shape.width, shape.vocab, problem.hidden.as<uint16_t>(),
                           problem.weight.as<uint16_t>());
   const DeviceReference teacher(Blas(), shape.rows, shape.width, shape.vocab, problem.teacher_hidden.as<uint16_t>(),
                                 problem.teacher_weight.as<uint16_t>());
-  const EngineOptions options = {
-      .shard_count = param.shard_count, .workspace_bytes = kWorkspaceBytes, .portable_kernels = param.portable_kernels};
-  DeviceEngine engine(problem, options);
+  DeviceEngine engine(problem, param.Options());
   const double bound = DivergenceBound(param.regime);
   for (const double beta : {0.0, 0.1, 0.5, 0.9, 1.0}) {
     SCOPED_TRACE(BetaName(beta));

@@ -6,8 +6,10 @@
 #include <memory>
 #include <ostream>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "gtest/gtest.h"
 #include "headwater/kernels/engine.h"
 #include "tests/kernels/cuda/cuda_group.h"
 #include "tests/kernels/support/engine_run.h"
@@ -26,6 +28,20 @@ struct GroupCase {
 };
 inline void PrintTo(const GroupCase& of, std::ostream* out) { *out << of.name; }
 std::vector<GroupCase> GroupCases();
+
+// A test of each group that this machine can have.
+class CudaGroupCaseTest : public ::testing::TestWithParam<GroupCase> {
+ protected:
+  void SetUp() override {
+    const std::string reason = ReasonForNoGroup(ranks());
+    if (!reason.empty()) GTEST_SKIP() << reason;
+  }
+  int32_t ranks() const { return GetParam().world_size(); }
+  std::unique_ptr<CudaGroup> Make(EngineOptions options = PlainOptions()) const {
+    options.shard_weights = GetParam().weights;
+    return std::make_unique<CudaGroup>(ranks(), std::move(options));
+  }
+};
 
 // A problem's heads on all ranks of a group.
 class GroupHeads {

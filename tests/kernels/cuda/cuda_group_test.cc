@@ -95,17 +95,12 @@ std::vector<ProblemOptions> ExponentialCases() {
   return cases;
 }
 
-class CudaGroupTest : public ::testing::TestWithParam<GroupCase> {
- protected:
-  void SetUp() override {
-    const std::string reason = ReasonForNoGroup(GetParam().world_size());
-    if (!reason.empty()) GTEST_SKIP() << reason;
-  }
-  std::unique_ptr<CudaGroup> Make(EngineOptions options = PlainOptions()) {
-    options.shard_weights = GetParam().weights;
-    return std::make_unique<CudaGroup>(GetParam().world_size(), std::move(options));
-  }
-};
+class CudaGroupTest : public CudaGroupCaseTest {};
+
+// Without token outputs, which exponentials do not have (nor has a divergence any but the cross entropy's), and no gradient either.
+constexpr ComputeOptions kPlain = {.token_outputs = false};
+constexpr ComputeOptions kForward = {
+    .backward = false, .grad_hidden = false, .token_outputs = false, .grad_weight = GradWeightMode::kNone};
 
 void ExpectMatches(CudaGroup& group, const ProblemOptions& options, const ComputeOptions& compute = {}) {
   SCOPED_TRACE(options.name + ", " + DataTypeName(options.head_type));
@@ -134,15 +129,10 @@ TEST_P(CudaGroupTest, EveryDivergenceMatchesTheReference) {
 
 TEST_P(CudaGroupTest, DivergencesWithoutTokenOutputsMatchTheReference) {
   const std::unique_ptr<CudaGroup> group = Make();
-  ComputeOptions plain;
-  plain.token_outputs = false;  // those are the cross entropy's
-  ComputeOptions forward = plain;
-  forward.backward = forward.grad_hidden = false;
-  forward.grad_weight = GradWeightMode::kNone;
   for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
     for (const ProblemOptions& options : ShardPassCases()) {
-      ExpectMatches(*group, WithType(options, type), plain);
-      ExpectMatches(*group, WithType(options, type), forward);
+      ExpectMatches(*group, WithType(options, type), kPlain);
+      ExpectMatches(*group, WithType(options, type), kForward);
     }
   }
 }
@@ -163,38 +153,31 @@ TEST_P(CudaGroupTest, DivergencesBetweenOtherVocabulariesMatchTheReference) {
     if (teacher_vocab_size < 10) continue;
     for (ProblemOptions options : ShardPassCases()) {
       options.teacher_vocab_size = teacher_vocab_size;
-      ExpectMatches(*group, WithType(options, DataType::kBFloat16), ComputeOptions{.token_outputs = false});
+      ExpectMatches(*group, WithType(options, DataType::kBFloat16), kPlain);
     }
   }
 }
 
 TEST_P(CudaGroupTest, ExponentialsMatchTheReference) {
   const std::unique_ptr<CudaGroup> group = Make();
-  ComputeOptions plain;
-  plain.token_outputs = false;  // entropy and argmax are not had from exponentials
   for (const ProblemOptions& options : ExponentialCases()) {
-    ExpectMatches(*group, options, plain);
-    ComputeOptions forward = plain;
-    forward.backward = forward.grad_hidden = false;
-    forward.grad_weight = GradWeightMode::kNone;
+    ExpectMatches(*group, options, kPlain);
     ProblemOptions without_factors = options;  // those are the gradient's
     without_factors.lse_factors = false;
-    ExpectMatches(*group, without_factors, forward);
-    ComputeOptions only_weight = plain;
-    only_weight.grad_hidden = false;
-    ExpectMatches(*group, options, only_weight);
+    ExpectMatches(*group, without_factors, kForward);
+    ExpectMatches(*group, options, ComputeOptions{.grad_hidden = false, .token_outputs = false});
   }
   // Rows whose exponentials do not fit their offset are computed again as logits.
   ProblemOptions far = ExponentialCases().front();
   far.name = "Overflow";
   far.logit_spread = 120;
-  ExpectMatches(*group, far, plain);
+  ExpectMatches(*group, far, kPlain);
   // Factors that are too small to be divided by are applied on every rank, and not where the sum is written.
   ProblemOptions small = ExponentialCases().front();
   small.name = "Tiny factors";
   small.loss_scale = 1e-31;
   small.grad_hidden_scale = 1e31;
-  ExpectMatches(*group, small, plain);
+  ExpectMatches(*group, small, kPlain);
 }
 
 TEST_P(CudaGroupTest, HowRowsAreCutDoesNotMatter) {
@@ -236,22 +219,13 @@ void ExpectAgreesWithOneGpu(CudaGroup& group, bool jsd, int64_t rows, int64_t vo
   const ProblemOptions options = {
       .rows = rows, .vocab_size = vocab_size, .hidden_size = 72, .jsd = jsd, .teacher_vocab_size = teacher_vocab_size};
   const Problem problem = MakeProblem(WithType(options, DataType::kBFloat16));
-  const ComputeOptions compute = {.token_outputs = false};
-  const Outcome together = RunOnGroup(group, problem, compute);
-  const Outcome alone = RunOnce(problem, PlainOptions(), compute);
+  const Outcome together = RunOnGroup(group, problem, kPlain);
+  const Outcome alone = RunOnce(problem, PlainOptions(), kPlain);
   const double loss = alone.terms[0].sums.loss_sum;
   EXPECT_NEAR(together.terms[0].sums.loss_sum, loss, 1e-5 * std::abs(loss));
-  const auto difference = [](const auto& a, const auto& b) {
-    double squares = 0, norm = 0;
-    for (size_t i = 0; i < a.size(); ++i) {
-      squares += std::pow(static_cast<double>(a[i]) - static_cast<double>(b[i]), 2);
-      norm += std::pow(static_cast<double>(b[i]), 2);
-    }
-    return std::sqrt(squares / norm);
-  };
   // bf16's rounding falls the other way here and there; in a divergence everywhere, since one GPU alone has a kernel of its own.
-  EXPECT_LE(difference(together.grad_hidden, alone.grad_hidden), jsd ? 5e-3 : 1e-3);
-  EXPECT_LE(difference(together.gradients[0].weight, alone.gradients[0].weight), jsd ? 5e-3 : 1e-4);
+  EXPECT_LE(RelativeDifference(together.grad_hidden, alone.grad_hidden), jsd ? 5e-3 : 1e-3);
+  EXPECT_LE(RelativeDifference(together.gradients[0].weight, alone.gradients[0].weight), jsd ? 5e-3 : 1e-4);
 }
 
 // Rows come and leave in slices beside the products. There are few columns, so many that their gradient is two products, and more
@@ -260,7 +234,7 @@ TEST_P(CudaGroupTest, ManyRowsAgreeWithOneGpu) {
   const std::unique_ptr<CudaGroup> group = Make();
   for (const bool jsd : {false, true}) {
     ExpectAgreesWithOneGpu(*group, jsd, 4500, 3001);
-    ExpectAgreesWithOneGpu(*group, jsd, 4500, 2500 * int64_t{GetParam().world_size()} + 1);
+    ExpectAgreesWithOneGpu(*group, jsd, 4500, 2500 * int64_t{ranks()} + 1);
     ExpectAgreesWithOneGpu(*group, jsd, 13000, 1001);
   }
   ExpectAgreesWithOneGpu(*group, /*jsd=*/true, 4500, 3001, 3050);
@@ -269,7 +243,7 @@ TEST_P(CudaGroupTest, ManyRowsAgreeWithOneGpu) {
 // A workspace that has M of all rows, and logits of half of them: a divergence's come slice by slice.
 TEST_P(CudaGroupTest, SlicesOfLogitsAgreeWithOneGpu) {
   EngineOptions engine_options = PlainOptions();
-  const int64_t mebibytes = GetParam().world_size() == 2 ? 46 : GetParam().world_size() == 3 ? 36 : 28;
+  const int64_t mebibytes = ranks() == 2 ? 46 : ranks() == 3 ? 36 : 28;
   engine_options.workspace_bytes = (64 + mebibytes) << 20;
   const std::unique_ptr<CudaGroup> group = Make(engine_options);
   ExpectAgreesWithOneGpu(*group, /*jsd=*/true, 4500, 3001);
@@ -414,11 +388,10 @@ TEST_P(CudaGroupTest, EndedFlowAddsNothingAndTheGroupContinues) {
   const std::unique_ptr<CudaGroup> group = Make();
   const ProblemOptions options = {.rows = 4500, .vocab_size = 301};
   const Problem problem = MakeProblem(WithType(options, DataType::kBFloat16));
-  const ComputeOptions compute = {.token_outputs = false};
   GroupHeads heads(*group, problem.heads);
   const auto with_flow = [&](int failing_await, bool fails_decide, bool expect_ok) {
     group->Run([&](int32_t rank) {
-      PreparedMicroBatch prepared(problem, heads.On(rank), compute);
+      PreparedMicroBatch prepared(problem, heads.On(rank), kPlain);
       CountedFlow flow(failing_await, fails_decide);
       prepared.micro_batch.flow = &flow;
       const absl::Status status = group->engine(rank).Compute(prepared.micro_batch).status();
@@ -437,13 +410,13 @@ TEST_P(CudaGroupTest, EndedFlowAddsNothingAndTheGroupContinues) {
   with_flow(0, false, true);
   const std::vector<float> flowed = heads.Read(0, HeadTensor::kGradWeight);
   heads.ZeroGradients();
-  const Outcome whole = heads.Compute(problem, compute);
+  const Outcome whole = heads.Compute(problem, kPlain);
   EXPECT_EQ(std::memcmp(flowed.data(), whole.gradients[0].weight.data(), flowed.size() * sizeof(float)), 0);
 }
 
 TEST_P(CudaGroupTest, UnreadyRankChangesNothing) {
   EngineOptions engine_options = PlainOptions();
-  const int32_t last = GetParam().world_size() - 1;
+  const int32_t last = ranks() - 1;
   bool fails = true;
   engine_options.shard_probe = [&](ShardPhase phase, int32_t rank) {
     return fails && phase == ShardPhase::kPrepare && rank == last ? absl::UnavailableError("not now") : absl::OkStatus();
@@ -468,7 +441,7 @@ TEST_P(CudaGroupTest, UnreadyRankChangesNothing) {
 // A rank that fails while the others are in the middle of it: they must not wait for it on the device.
 TEST_P(CudaGroupTest, FailedRankBreaksTheGroupSoon) {
   const Problem problem = MakeProblem(ProblemOptions());
-  const int32_t last = GetParam().world_size() - 1;
+  const int32_t last = ranks() - 1;
   bool fails = false;
   EngineOptions engine_options = PlainOptions();
   engine_options.shard_probe = [&](ShardPhase phase, int32_t rank) {

@@ -31,13 +31,6 @@ constexpr int64_t kGiB = int64_t{1} << 30;
 // The driver hands out memory in pieces of 2 MiB; each of a head's tensors may leave one unfilled.
 constexpr int64_t kGranularityBytes = 32 * kMiB;
 
-int64_t UsedBytes() {
-  size_t free_bytes = 0;
-  size_t total_bytes = 0;
-  CheckCuda(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
-  return static_cast<int64_t>(total_bytes - free_bytes);
-}
-
 // The largest and the smallest use while it lives, looked at every half millisecond.
 class MemoryWatch {
  public:

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <optional>
 #include <random>
 #include <utility>
 
@@ -46,49 +45,45 @@ std::vector<int32_t> DrawTargets(const ProblemShape& shape) {
   return targets;
 }
 
-// ln(p / (1 - p)) of the rows' own columns, or nothing where the regime does not say.
-std::optional<std::vector<double>> LogOdds(Regime regime, int64_t rows, uint64_t seed) {
-  const auto odds_of = [](double rest) { return std::log1p(-rest) - std::log(rest); };
-  double low = 0;
-  double high = 0;
-  switch (regime) {
-    case Regime::kFlat:
-    case Regime::kWide:
-    case Regime::kNearlyEqual:
-      return std::nullopt;
-    case Regime::kRealistic:
-      low = -6;
-      high = 3;
-      break;
-    case Regime::kConfident:
-      low = 3.9;
-      high = 9;
-      break;
-    case Regime::kThreeNines:
-      low = high = odds_of(1e-3);
-      break;
-    case Regime::kFiveNines:
-      low = high = odds_of(1e-5);
-      break;
-    case Regime::kNineNines:
-      low = high = odds_of(1e-9);
-      break;
-  }
-  std::vector<double> odds;
-  for (int64_t i = 0; i < rows; ++i)
-    odds.push_back(low + (high - low) * (static_cast<double>(i) + 0.5) / static_cast<double>(rows));
-  std::mt19937_64 random(seed);
-  std::shuffle(odds.begin(), odds.end(), random);
-  return odds;
+struct RegimeValues {
+  const char* name;
+  double deviation = 1;  // of the logits
+  bool has_odds = false;
+  double low_odds = 0, high_odds = 0;  // of the rows' own columns: ln(p / (1 - p))
+};
+
+const RegimeValues& ValuesOf(Regime regime) {
+  const auto with_rest = [](const char* name, double rest) {
+    const double odds = std::log1p(-rest) - std::log(rest);
+    return RegimeValues{name, 1, true, odds, odds};
+  };
+  // In the order of the regimes.
+  static const RegimeValues values[] = {{"flat"},
+                                        {"realistic", 1, true, -6, 3},
+                                        {"std30", 30},
+                                        {"confident", 1, true, 3.9, 9},
+                                        with_rest("three_nines", 1e-3),
+                                        with_rest("five_nines", 1e-5),
+                                        with_rest("nine_nines", 1e-9),
+                                        {"nearly_equal"}};
+  return values[static_cast<size_t>(regime)];
 }
 
-// Gives each row the log-odds at its target, over other logits of standard deviation 1.
-void SetOdds(const DeviceProblem& problem, const std::vector<double>& odds, const Buffer& hidden, const Buffer& weight) {
+// Gives each row the log-odds of the regime at its target, over other logits of standard deviation 1; nothing if it has none.
+void SetOdds(const DeviceProblem& problem, Regime regime, uint64_t seed, const Buffer& hidden, const Buffer& weight) {
+  const RegimeValues& of = ValuesOf(regime);
+  if (!of.has_odds) return;
+  const int64_t rows = problem.shape.rows;
   const double lse_of_others = std::log(static_cast<double>(problem.shape.vocab)) + 0.5;
   std::vector<double> logits;
-  for (const double value : odds) logits.push_back(lse_of_others + value);
+  for (int64_t i = 0; i < rows; ++i) {
+    const double share = (static_cast<double>(i) + 0.5) / static_cast<double>(rows);
+    logits.push_back(lse_of_others + (of.low_odds + (of.high_odds - of.low_odds) * share));
+  }
+  std::mt19937_64 random(seed);
+  std::shuffle(logits.begin(), logits.end(), random);
   const Buffer device_logits = ToDevice(logits);
-  CheckCuda(SetLogits(hidden.as<uint16_t>(), problem.device_targets.as<int32_t>(), device_logits.as<double>(), problem.shape.rows,
+  CheckCuda(SetLogits(hidden.as<uint16_t>(), problem.device_targets.as<int32_t>(), device_logits.as<double>(), rows,
                       problem.shape.width, weight.as<uint16_t>()),
             "SetLogits");
   CheckCuda(cudaDeviceSynchronize(), "SetLogits");
@@ -100,8 +95,6 @@ void* HostScratch(int64_t bytes) {
   if (buffer.bytes() < bytes) buffer = Buffer(BufferKind::kPinned, bytes);
   return buffer.as<void>();
 }
-
-double DeviationOf(Regime regime) { return regime == Regime::kWide ? 30 : 1; }
 
 bool SameMemory(const Buffer& a, const Buffer& b) {
   if (a.bytes() != b.bytes()) return false;
@@ -119,35 +112,15 @@ bool SameValues(const std::vector<T>& a, const std::vector<T>& b) {
 
 }  // namespace
 
-const char* RegimeName(Regime regime) {
-  switch (regime) {
-    case Regime::kFlat:
-      return "flat";
-    case Regime::kRealistic:
-      return "realistic";
-    case Regime::kWide:
-      return "std30";
-    case Regime::kConfident:
-      return "confident";
-    case Regime::kThreeNines:
-      return "three_nines";
-    case Regime::kFiveNines:
-      return "five_nines";
-    case Regime::kNineNines:
-      return "nine_nines";
-    case Regime::kNearlyEqual:
-      return "nearly_equal";
-  }
-  return "unknown";
-}
+const char* RegimeName(Regime regime) { return ValuesOf(regime).name; }
 
 DeviceProblem MakeCrossEntropyProblem(const ProblemShape& shape, Regime regime) {
   DeviceProblem problem = {.shape = shape,
                            .hidden = NormalValues(shape.rows, shape.width, 1, 1),
-                           .weight = WeightValues(shape, 2, DeviationOf(regime)),
+                           .weight = WeightValues(shape, 2, ValuesOf(regime).deviation),
                            .targets = DrawTargets(shape)};
   problem.device_targets = ToDevice(problem.targets);
-  if (const auto odds = LogOdds(regime, shape.rows, 3)) SetOdds(problem, *odds, problem.hidden, problem.weight);
+  SetOdds(problem, regime, 3, problem.hidden, problem.weight);
   return problem;
 }
 
@@ -162,8 +135,8 @@ DeviceProblem MakeDivergenceProblem(const ProblemShape& shape, Regime regime) {
     return problem;
   }
   problem.teacher_hidden = NormalValues(shape.rows, shape.width, 6, 1);
-  problem.teacher_weight = WeightValues(shape, 8, DeviationOf(regime));
-  if (const auto odds = LogOdds(regime, shape.rows, 9)) SetOdds(problem, *odds, problem.teacher_hidden, problem.teacher_weight);
+  problem.teacher_weight = WeightValues(shape, 8, ValuesOf(regime).deviation);
+  SetOdds(problem, regime, 9, problem.teacher_hidden, problem.teacher_weight);
   return problem;
 }
 

@@ -59,6 +59,12 @@ Buffer::Buffer(BufferKind kind, int64_t bytes) : kind_(kind), bytes_(bytes) {
   CheckCuda(kind == BufferKind::kDevice ? cudaMalloc(&data_, size) : cudaMallocHost(&data_, size), "allocating a buffer");
 }
 
+int64_t UsedBytes() {
+  size_t free_bytes = 0, total_bytes = 0;
+  CheckCuda(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+  return static_cast<int64_t>(total_bytes - free_bytes);
+}
+
 Buffer::Buffer(Buffer&& other) noexcept
     : kind_(other.kind_), data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
 
@@ -99,6 +105,12 @@ std::unique_ptr<EngineHead> MakeHeadOn(LossEngine& engine, const HeadSpec& spec)
 
 void CheckStatus(const absl::Status& status, const char* what) {
   if (!status.ok()) throw std::runtime_error(std::string(what) + ": " + status.ToString());
+}
+
+std::vector<float> ReadFloats(const EngineHead& head, HeadTensor tensor) {
+  std::vector<float> values(static_cast<size_t>(head.ElementCount(tensor)));
+  if (!values.empty()) CheckStatus(head.ReadTensor(tensor, 0, static_cast<int64_t>(values.size()), values.data()), "ReadTensor");
+  return values;
 }
 
 }  // namespace headwater::testing

@@ -2,9 +2,11 @@
 #ifndef HEADWATER_TESTS_KERNELS_CUDA_CUDA_SUPPORT_H_
 #define HEADWATER_TESTS_KERNELS_CUDA_CUDA_SUPPORT_H_
 
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "headwater/kernels/engine.h"
@@ -24,6 +26,9 @@ std::string GpuName();
 std::string GpuBusId();
 // 10 * major + minor: 90 is Hopper.
 int GpuCapability();
+
+// Memory of the current GPU that is taken, by any process.
+int64_t UsedBytes();
 
 // Device memory, or page-locked host memory. Throws std::runtime_error if there is none left.
 enum class BufferKind { kDevice, kPinned };
@@ -55,6 +60,21 @@ std::unique_ptr<LossEngine> MakeCudaEngine(EngineOptions options);
 std::unique_ptr<EngineHead> MakeHeadOn(LossEngine& engine, const HeadSpec& spec);
 // Throws std::runtime_error unless it is OK.
 void CheckStatus(const absl::Status& status, const char* what);
+
+// A whole tensor of fp32, or of a rank the whole with its own part in place.
+std::vector<float> ReadFloats(const EngineHead& head, HeadTensor tensor);
+
+// In the l2 norm, of `actual` from `factor` times `expected`; NaN if anything is not finite.
+template <typename Values>
+double RelativeDifference(const Values& actual, const Values& expected, double factor = 1) {
+  double difference = 0, norm = 0;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const double value = factor * static_cast<double>(expected[i]), delta = static_cast<double>(actual[i]) - value;
+    difference += delta * delta;
+    norm += value * value;
+  }
+  return std::sqrt(difference / norm);
+}
 
 }  // namespace headwater::testing
 
