@@ -28,23 +28,6 @@ HeadSpec Spec(DataType type = DataType::kFloat32) {
           .trainable = true};
 }
 
-// A head on an engine of its own.
-struct OwnHead {
-  std::unique_ptr<LossEngine> engine;
-  std::unique_ptr<EngineHead> head;
-};
-
-OwnHead MakeHead(const HeadSpec& spec, const EngineOptions& options) {
-  OwnHead own;
-  absl::StatusOr<std::unique_ptr<LossEngine>> engine = SuiteEngineFactory()(options);
-  if (!engine.ok()) throw std::runtime_error(engine.status().ToString());
-  own.engine = *std::move(engine);
-  absl::StatusOr<std::unique_ptr<EngineHead>> head = own.engine->CreateHead(spec);
-  if (!head.ok()) throw std::runtime_error(head.status().ToString());
-  own.head = *std::move(head);
-  return own;
-}
-
 std::vector<EngineOptions> Shards() {
   std::vector<EngineOptions> all;
   for (const std::vector<int64_t>& weights :
@@ -86,10 +69,10 @@ void ExpectSameBits(const std::vector<float>& actual, const std::vector<float>& 
 TEST(AddToGradient, HasTheBitsOfTwoRoundings) {
   for (const EngineOptions& options : Shards()) {
     SCOPED_TRACE("shards " + std::to_string(options.shard_count));
-    const OwnHead own = MakeHead(Spec(), options);
+    LoadedHeads own({{.spec = Spec()}}, options);
     std::mt19937_64 random(6);
     for (const HeadTensor tensor : {HeadTensor::kGradWeight, HeadTensor::kGradBias}) {
-      const int64_t count = own.head->ElementCount(tensor);
+      const int64_t count = own.head(0).ElementCount(tensor);
       std::vector<float> mirror(static_cast<size_t>(count), 0.0f);
       for (int round = 0; round < 25; ++round) {
         const bool whole = round < 2;
@@ -97,25 +80,25 @@ TEST(AddToGradient, HasTheBitsOfTwoRoundings) {
         const int64_t length = whole ? count : std::uniform_int_distribution<int64_t>(0, count - start)(random);
         const std::vector<float> in = RandomFloats(random, length);
         const double factor = round == 0 ? 1.0 : std::uniform_real_distribution<double>(-2, 2)(random);
-        const absl::Status status = own.head->AddToGradient(tensor, start, length, factor, in.data());
+        const absl::Status status = own.head(0).AddToGradient(tensor, start, length, factor, in.data());
         ASSERT_TRUE(status.ok()) << status;
         AddRounded(static_cast<float>(factor), in, mirror.data() + start);
       }
-      ExpectSameBits(ReadFloats(*own.head, tensor), mirror, HeadTensorName(tensor));
+      ExpectSameBits(ReadFloats(own.head(0), tensor), mirror, HeadTensorName(tensor));
     }
-    for (const float value : ReadFloats(*own.head, HeadTensor::kWeight)) ASSERT_EQ(value, 0.0f);
+    for (const float value : ReadFloats(own.head(0), HeadTensor::kWeight)) ASSERT_EQ(value, 0.0f);
   }
 }
 
 // The gradient is fp32, whatever the head is stored in.
 TEST(AddToGradient, IsFp32ForStorageOf16Bits) {
-  const OwnHead own = MakeHead(Spec(DataType::kBFloat16), {});
+  LoadedHeads own({{.spec = Spec(DataType::kBFloat16)}}, {});
   std::mt19937_64 random(7);
   const std::vector<float> in = RandomFloats(random, kVocabSize);
-  ASSERT_TRUE(own.head->AddToGradient(HeadTensor::kGradBias, 0, kVocabSize, 0.3, in.data()).ok());
+  ASSERT_TRUE(own.head(0).AddToGradient(HeadTensor::kGradBias, 0, kVocabSize, 0.3, in.data()).ok());
   std::vector<float> expected(in.size(), 0.0f);
   AddRounded(0.3f, in, expected.data());
-  ExpectSameBits(ReadFloats(*own.head, HeadTensor::kGradBias), expected, "grad_bias");
+  ExpectSameBits(ReadFloats(own.head(0), HeadTensor::kGradBias), expected, "grad_bias");
 }
 
 // It is added beside the micro-batches' parts, and values that are not finite stay to be counted.
@@ -139,8 +122,8 @@ TEST(AddToGradient, AddsToTheMicroBatchesSum) {
 }
 
 TEST(AddToGradient, BadArgumentsChangeNothing) {
-  const OwnHead own = MakeHead(Spec(), EngineOptions{.shard_count = 3});
-  EngineHead& head = *own.head;
+  LoadedHeads own({{.spec = Spec()}}, EngineOptions{.shard_count = 3});
+  EngineHead& head = own.head(0);
   const std::vector<float> in(static_cast<size_t>(kVocabSize * kHiddenSize), 1.0f);
   const int64_t count = kVocabSize * kHiddenSize;
   ASSERT_TRUE(head.AddToGradient(HeadTensor::kGradWeight, 0, count, 1, in.data()).ok());
@@ -165,15 +148,15 @@ TEST(AddToGradient, BadArgumentsChangeNothing) {
 
   HeadSpec frozen = Spec();
   frozen.trainable = false;
-  const OwnHead teacher = MakeHead(frozen, {});
-  const absl::Status status = teacher.head->AddToGradient(HeadTensor::kGradWeight, 0, 1, 1, in.data());
+  LoadedHeads teacher({{.spec = frozen}}, {});
+  const absl::Status status = teacher.head(0).AddToGradient(HeadTensor::kGradWeight, 0, 1, 1, in.data());
   EXPECT_TRUE(HasReason(status, ErrorReason::kChunkOutOfRange)) << "a frozen head has no accumulator: " << status;
 }
 
 TEST(AddToGradient, NothingIsNothing) {
-  const OwnHead own = MakeHead(Spec(), {});
-  EXPECT_TRUE(own.head->AddToGradient(HeadTensor::kGradWeight, kVocabSize * kHiddenSize, 0, 1, nullptr).ok());
-  EXPECT_TRUE(own.head->AddToGradient(HeadTensor::kGradBias, 0, 0, 5, nullptr).ok());
+  LoadedHeads own({{.spec = Spec()}}, {});
+  EXPECT_TRUE(own.head(0).AddToGradient(HeadTensor::kGradWeight, kVocabSize * kHiddenSize, 0, 1, nullptr).ok());
+  EXPECT_TRUE(own.head(0).AddToGradient(HeadTensor::kGradBias, 0, 0, 5, nullptr).ok());
 }
 
 }  // namespace

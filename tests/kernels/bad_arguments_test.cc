@@ -17,6 +17,16 @@ namespace {
 
 class BadArguments : public ::testing::TestWithParam<bool> {
  protected:
+  using M = PreparedMicroBatch&;
+  static constexpr ErrorReason kShape = ErrorReason::kShapeMismatch, kField = ErrorReason::kInvalidField,
+                               kMissing = ErrorReason::kMissingField, kCombination = ErrorReason::kInvalidCombination;
+
+  static void ForwardOnly(M m) {
+    m.micro_batch.backward = false;
+    m.micro_batch.grad_hidden = {};
+    m.micro_batch.grad_weight = GradWeightMode::kNone;
+  }
+
   BadArguments() : problem_(MakeBase(GetParam())) {}
 
   // Not in the constructor, which runs for skipped tests, too.
@@ -59,11 +69,10 @@ class BadArguments : public ::testing::TestWithParam<bool> {
   void ExpectTargetRefused(int32_t target) {
     std::vector<int32_t> targets = problem_.terms[0].targets;
     targets[4] = target;
-    ExpectRefused("target " + std::to_string(target), ErrorReason::kTargetOutOfVocab,
-                  [&](PreparedMicroBatch& m) { m.terms[0].targets = targets; });
+    ExpectRefused("target " + std::to_string(target), ErrorReason::kTargetOutOfVocab, [&](M m) { m.terms[0].targets = targets; });
   }
 
-  CrossEntropySpec& CrossEntropy(PreparedMicroBatch& m) {
+  CrossEntropySpec& CrossEntropy(M m) {
     if (auto* jsd = std::get_if<JsdSpec>(&m.terms[0].loss)) return jsd->hard_loss;
     return std::get<CrossEntropySpec>(m.terms[0].loss);
   }
@@ -83,78 +92,60 @@ TEST_P(BadArguments, Targets) {
 TEST_P(BadArguments, Sizes) {
   const std::vector<int32_t> many_targets(100, 1);
   const std::vector<float> many_weights(200, 1.0f);
-  ExpectRefused("a target too few", ErrorReason::kShapeMismatch,
-                [](PreparedMicroBatch& m) { m.terms[0].targets.remove_suffix(1); });
-  ExpectRefused("targets too many", ErrorReason::kShapeMismatch, [&](PreparedMicroBatch& m) { m.terms[0].targets = many_targets; });
-  ExpectRefused("a token weight too few", ErrorReason::kShapeMismatch,
-                [](PreparedMicroBatch& m) { m.terms[0].token_weights.remove_suffix(1); });
-  ExpectRefused("token weights too many", ErrorReason::kShapeMismatch,
-                [&](PreparedMicroBatch& m) { m.terms[0].token_weights = many_weights; });
-  ExpectRefused("a class weight too few", ErrorReason::kShapeMismatch,
-                [this](PreparedMicroBatch& m) { CrossEntropy(m).class_weights.remove_suffix(1); });
-  ExpectRefused("class weights too many", ErrorReason::kShapeMismatch,
-                [&](PreparedMicroBatch& m) { CrossEntropy(m).class_weights = many_weights; });
-  ExpectRefused("hidden too narrow", ErrorReason::kShapeMismatch,
-                [](PreparedMicroBatch& m) { m.micro_batch.hidden.column_count -= 1; });
-  ExpectRefused("grad_hidden too narrow", ErrorReason::kShapeMismatch,
-                [](PreparedMicroBatch& m) { m.micro_batch.grad_hidden.column_count -= 1; });
-  ExpectRefused("grad_hidden too short", ErrorReason::kShapeMismatch,
-                [](PreparedMicroBatch& m) { m.micro_batch.grad_hidden.row_count -= 1; });
+  ExpectRefused("a target too few", kShape, [](M m) { m.terms[0].targets.remove_suffix(1); });
+  ExpectRefused("targets too many", kShape, [&](M m) { m.terms[0].targets = many_targets; });
+  ExpectRefused("a token weight too few", kShape, [](M m) { m.terms[0].token_weights.remove_suffix(1); });
+  ExpectRefused("token weights too many", kShape, [&](M m) { m.terms[0].token_weights = many_weights; });
+  ExpectRefused("a class weight too few", kShape, [this](M m) { CrossEntropy(m).class_weights.remove_suffix(1); });
+  ExpectRefused("class weights too many", kShape, [&](M m) { CrossEntropy(m).class_weights = many_weights; });
+  ExpectRefused("hidden too narrow", kShape, [](M m) { m.micro_batch.hidden.column_count -= 1; });
+  ExpectRefused("grad_hidden too narrow", kShape, [](M m) { m.micro_batch.grad_hidden.column_count -= 1; });
+  ExpectRefused("grad_hidden too short", kShape, [](M m) { m.micro_batch.grad_hidden.row_count -= 1; });
   if (GetParam()) {
-    ExpectRefused("teacher too narrow", ErrorReason::kShapeMismatch,
-                  [](PreparedMicroBatch& m) { m.terms[0].teacher_hidden.column_count -= 1; });
-    ExpectRefused("teacher too short", ErrorReason::kShapeMismatch,
-                  [](PreparedMicroBatch& m) { m.terms[0].teacher_hidden.row_count -= 1; });
+    ExpectRefused("teacher too narrow", kShape, [](M m) { m.terms[0].teacher_hidden.column_count -= 1; });
+    ExpectRefused("teacher too short", kShape, [](M m) { m.terms[0].teacher_hidden.row_count -= 1; });
   }
 }
 
 TEST_P(BadArguments, RowRanges) {
   for (const auto& [start, count] :
        {std::pair<int64_t, int64_t>{-1, 13}, {1, 13}, {0, 14}, {14, 0}, {0, -1}, {kMost, 13}, {5, kMost}}) {
-    ExpectRefused("rows " + std::to_string(start) + " + " + std::to_string(count), ErrorReason::kInvalidField,
-                  [start = start, count = count](PreparedMicroBatch& m) {
-                    m.terms[0].row_start = start;
-                    m.terms[0].row_count = count;
-                  });
+    ExpectRefused("rows " + std::to_string(start) + " + " + std::to_string(count), kField, [start = start, count = count](M m) {
+      m.terms[0].row_start = start;
+      m.terms[0].row_count = count;
+    });
   }
-  ExpectRefused("negative rows", ErrorReason::kInvalidField, [](PreparedMicroBatch& m) { m.micro_batch.hidden.row_count = -1; });
+  ExpectRefused("negative rows", kField, [](M m) { m.micro_batch.hidden.row_count = -1; });
 }
 
 TEST_P(BadArguments, MissingParts) {
-  ExpectRefused("no terms", ErrorReason::kMissingField, [](PreparedMicroBatch& m) { m.micro_batch.terms = {}; });
-  ExpectRefused("no head", ErrorReason::kMissingField, [](PreparedMicroBatch& m) { m.terms[0].head = nullptr; });
-  ExpectRefused("no hidden", ErrorReason::kMissingField, [](PreparedMicroBatch& m) { m.micro_batch.hidden.data = nullptr; });
-  ExpectRefused("no targets", ErrorReason::kMissingField, [](PreparedMicroBatch& m) { m.terms[0].targets = {}; });
+  ExpectRefused("no terms", kMissing, [](M m) { m.micro_batch.terms = {}; });
+  ExpectRefused("no head", kMissing, [](M m) { m.terms[0].head = nullptr; });
+  ExpectRefused("no hidden", kMissing, [](M m) { m.micro_batch.hidden.data = nullptr; });
+  ExpectRefused("no targets", kMissing, [](M m) { m.terms[0].targets = {}; });
   if (GetParam()) {
-    ExpectRefused("no teacher head", ErrorReason::kMissingField, [](PreparedMicroBatch& m) { m.terms[0].teacher_head = nullptr; });
-    ExpectRefused("no teacher rows", ErrorReason::kMissingField,
-                  [](PreparedMicroBatch& m) { m.terms[0].teacher_hidden.data = nullptr; });
+    ExpectRefused("no teacher head", kMissing, [](M m) { m.terms[0].teacher_head = nullptr; });
+    ExpectRefused("no teacher rows", kMissing, [](M m) { m.terms[0].teacher_hidden.data = nullptr; });
   } else {
-    ExpectRefused("a teacher for cross entropy", ErrorReason::kInvalidCombination,
-                  [](PreparedMicroBatch& m) { m.terms[0].teacher_head = m.terms[0].head; });
+    ExpectRefused("a teacher for cross entropy", kCombination, [](M m) { m.terms[0].teacher_head = m.terms[0].head; });
   }
 }
 
 TEST_P(BadArguments, Types) {
   const DataType unknown = static_cast<DataType>(9);
-  ExpectRefused("hidden", ErrorReason::kInvalidField, [&](PreparedMicroBatch& m) { m.micro_batch.hidden.data_type = unknown; });
-  ExpectRefused("grad_hidden", ErrorReason::kInvalidField,
-                [&](PreparedMicroBatch& m) { m.micro_batch.grad_hidden.data_type = unknown; });
+  ExpectRefused("hidden", kField, [&](M m) { m.micro_batch.hidden.data_type = unknown; });
+  ExpectRefused("grad_hidden", kField, [&](M m) { m.micro_batch.grad_hidden.data_type = unknown; });
   if (GetParam()) {
-    ExpectRefused("teacher", ErrorReason::kInvalidField,
-                  [&](PreparedMicroBatch& m) { m.terms[0].teacher_hidden.data_type = unknown; });
+    ExpectRefused("teacher", kField, [&](M m) { m.terms[0].teacher_hidden.data_type = unknown; });
   }
 }
 
 TEST_P(BadArguments, MemorySpaces) {
   const auto expect_refused = [this](const std::string& what, MemorySpace memory) {
-    ExpectRefused("hidden in " + what, ErrorReason::kInvalidField,
-                  [&](PreparedMicroBatch& m) { m.micro_batch.hidden.memory = memory; });
-    ExpectRefused("grad_hidden in " + what, ErrorReason::kInvalidField,
-                  [&](PreparedMicroBatch& m) { m.micro_batch.grad_hidden.memory = memory; });
+    ExpectRefused("hidden in " + what, kField, [&](M m) { m.micro_batch.hidden.memory = memory; });
+    ExpectRefused("grad_hidden in " + what, kField, [&](M m) { m.micro_batch.grad_hidden.memory = memory; });
     if (GetParam()) {
-      ExpectRefused("teacher in " + what, ErrorReason::kInvalidField,
-                    [&](PreparedMicroBatch& m) { m.terms[0].teacher_hidden.memory = memory; });
+      ExpectRefused("teacher in " + what, kField, [&](M m) { m.terms[0].teacher_hidden.memory = memory; });
     }
   };
   expect_refused("unknown memory", static_cast<MemorySpace>(7));
@@ -168,11 +159,11 @@ TEST_P(BadArguments, MemorySpaces) {
 }
 
 TEST_P(BadArguments, GradientsWithoutBackward) {
-  ExpectRefused("grad_hidden", ErrorReason::kInvalidCombination, [](PreparedMicroBatch& m) {
+  ExpectRefused("grad_hidden", kCombination, [](M m) {
     m.micro_batch.backward = false;
     m.micro_batch.grad_weight = GradWeightMode::kNone;
   });
-  ExpectRefused("grad_weight", ErrorReason::kInvalidCombination, [](PreparedMicroBatch& m) {
+  ExpectRefused("grad_weight", kCombination, [](M m) {
     m.micro_batch.backward = false;
     m.micro_batch.grad_hidden = {};
   });
@@ -186,41 +177,40 @@ TEST_P(BadArguments, RefusingNonFiniteInPlace) {
 }
 
 TEST_P(BadArguments, Values) {
-  constexpr ErrorReason kField = ErrorReason::kInvalidField;
   for (const double value : {kNan, kInfinity, -kInfinity}) {
-    ExpectRefused("loss_scale", kField, [&](PreparedMicroBatch& m) { m.terms[0].loss_scale = value; });
-    ExpectRefused("grad_hidden_scale", kField, [&](PreparedMicroBatch& m) { m.micro_batch.grad_hidden_scale = value; });
+    ExpectRefused("loss_scale", kField, [&](M m) { m.terms[0].loss_scale = value; });
+    ExpectRefused("grad_hidden_scale", kField, [&](M m) { m.micro_batch.grad_hidden_scale = value; });
     std::vector<float> token_weights = problem_.terms[0].token_weights;
     token_weights[7] = static_cast<float>(value);
-    ExpectRefused("token weight", kField, [&](PreparedMicroBatch& m) { m.terms[0].token_weights = token_weights; });
+    ExpectRefused("token weight", kField, [&](M m) { m.terms[0].token_weights = token_weights; });
   }
   for (const double value : {-0.1, 1.1, kNan}) {
-    ExpectRefused("label_smoothing", kField, [&](PreparedMicroBatch& m) { CrossEntropy(m).label_smoothing = value; });
+    ExpectRefused("label_smoothing", kField, [&](M m) { CrossEntropy(m).label_smoothing = value; });
   }
   for (const double value : {-0.1, kNan, kInfinity}) {
-    ExpectRefused("z_loss", kField, [&](PreparedMicroBatch& m) { CrossEntropy(m).z_loss = value; });
+    ExpectRefused("z_loss", kField, [&](M m) { CrossEntropy(m).z_loss = value; });
   }
   for (const double value : {kNan, kInfinity}) {
     std::vector<float> class_weights(90, 1.0f);
     class_weights[89] = static_cast<float>(value);
-    ExpectRefused("class weight", kField, [&](PreparedMicroBatch& m) { CrossEntropy(m).class_weights = class_weights; });
+    ExpectRefused("class weight", kField, [&](M m) { CrossEntropy(m).class_weights = class_weights; });
   }
   for (const double value : {-0.1, 1.1, 1e-9, kNan}) {
-    ExpectRefused("gradient_resolution", kField, [&](PreparedMicroBatch& m) { m.terms[0].gradient_resolution = value; });
+    ExpectRefused("gradient_resolution", kField, [&](M m) { m.terms[0].gradient_resolution = value; });
   }
   // The last one's reciprocal is no float32.
   for (const double value : {0.0, -1.0, kNan, kInfinity, 1e-39}) {
-    ExpectRefused("temperature", kField, [&](PreparedMicroBatch& m) { CrossEntropy(m).temperature = value; });
+    ExpectRefused("temperature", kField, [&](M m) { CrossEntropy(m).temperature = value; });
   }
   if (!GetParam()) return;
-  const auto jsd = [](PreparedMicroBatch& m) -> JsdSpec& { return std::get<JsdSpec>(m.terms[0].loss); };
+  const auto jsd = [](M m) -> JsdSpec& { return std::get<JsdSpec>(m.terms[0].loss); };
   for (const double value : {-0.1, 1.1, kNan}) {
-    ExpectRefused("beta", kField, [&](PreparedMicroBatch& m) { jsd(m).beta = value; });
-    ExpectRefused("hard_loss_weight", kField, [&](PreparedMicroBatch& m) { jsd(m).hard_loss_weight = value; });
+    ExpectRefused("beta", kField, [&](M m) { jsd(m).beta = value; });
+    ExpectRefused("hard_loss_weight", kField, [&](M m) { jsd(m).hard_loss_weight = value; });
   }
   for (const double value : {0.0, -1.0, kNan, kInfinity}) {
-    ExpectRefused("student_temperature", kField, [&](PreparedMicroBatch& m) { jsd(m).student_temperature = value; });
-    ExpectRefused("teacher_temperature", kField, [&](PreparedMicroBatch& m) { jsd(m).teacher_temperature = value; });
+    ExpectRefused("student_temperature", kField, [&](M m) { jsd(m).student_temperature = value; });
+    ExpectRefused("teacher_temperature", kField, [&](M m) { jsd(m).teacher_temperature = value; });
   }
 }
 
@@ -229,54 +219,47 @@ TEST_P(BadArguments, FactorsOfEntropyAndLse) {
   using Factors = absl::Span<const float> LossTerm::*;
   for (const auto& [what, member] :
        {std::pair<const char*, Factors>{"entropy_factors", &LossTerm::entropy_factors}, {"lse_factors", &LossTerm::lse_factors}}) {
-    const auto set = [&, member = member](PreparedMicroBatch& m) { m.terms[0].*member = factors; };
+    const auto set = [&, member = member](M m) { m.terms[0].*member = factors; };
     if (GetParam()) {
-      ExpectRefused(std::string(what) + " of a divergence", ErrorReason::kInvalidCombination, set);
+      ExpectRefused(std::string(what) + " of a divergence", kCombination, set);
       continue;
     }
-    ExpectRefused(std::string(what) + " without backward", ErrorReason::kInvalidCombination, [&](PreparedMicroBatch& m) {
+    ExpectRefused(std::string(what) + " without backward", kCombination, [&](M m) {
       set(m);
-      m.micro_batch.backward = false;
-      m.micro_batch.grad_hidden = {};
-      m.micro_batch.grad_weight = GradWeightMode::kNone;
+      ForwardOnly(m);
     });
     factors.pop_back();
-    ExpectRefused(std::string(what) + " too few", ErrorReason::kShapeMismatch, set);
+    ExpectRefused(std::string(what) + " too few", kShape, set);
     factors.push_back(static_cast<float>(kNan));
-    ExpectRefused(std::string(what) + " not finite", ErrorReason::kInvalidField, set);
+    ExpectRefused(std::string(what) + " not finite", kField, set);
     factors.back() = 0.5f;
   }
   if (!GetParam()) return;
-  ExpectRefused("temperature of a hard loss", ErrorReason::kInvalidCombination,
-                [this](PreparedMicroBatch& m) { CrossEntropy(m).temperature = 2; });
-  ExpectRefused("token_scaling of a hard loss", ErrorReason::kInvalidCombination,
-                [this](PreparedMicroBatch& m) { CrossEntropy(m).token_scaling = true; });
+  ExpectRefused("temperature of a hard loss", kCombination, [this](M m) { CrossEntropy(m).temperature = 2; });
+  ExpectRefused("token_scaling of a hard loss", kCombination, [this](M m) { CrossEntropy(m).token_scaling = true; });
 }
 
 TEST_P(BadArguments, GradientResolution) {
   const std::vector<float> factors(13, 0.5f);
-  const auto set = [](PreparedMicroBatch& m) { m.terms[0].gradient_resolution = 0.01; };
-  constexpr ErrorReason kCombination = ErrorReason::kInvalidCombination;
+  const auto set = [](M m) { m.terms[0].gradient_resolution = 0.01; };
   if (GetParam()) {
     ExpectRefused("gradient_resolution with a hard loss", kCombination, set);
     return;
   }
   ExpectRefused("gradient_resolution with smoothing behind a softcap", kCombination, set);
-  const auto set_alone = [&](PreparedMicroBatch& m) {
+  const auto set_alone = [&](M m) {
     set(m);
     CrossEntropy(m).label_smoothing = 0;
   };
-  ExpectRefused("gradient_resolution without backward", kCombination, [&](PreparedMicroBatch& m) {
+  ExpectRefused("gradient_resolution without backward", kCombination, [&](M m) {
     set_alone(m);
-    m.micro_batch.backward = false;
-    m.micro_batch.grad_hidden = {};
-    m.micro_batch.grad_weight = GradWeightMode::kNone;
+    ForwardOnly(m);
   });
-  ExpectRefused("gradient_resolution with entropy_factors", kCombination, [&](PreparedMicroBatch& m) {
+  ExpectRefused("gradient_resolution with entropy_factors", kCombination, [&](M m) {
     set_alone(m);
     m.terms[0].entropy_factors = factors;
   });
-  ExpectRefused("gradient_resolution with lse_factors", kCombination, [&](PreparedMicroBatch& m) {
+  ExpectRefused("gradient_resolution with lse_factors", kCombination, [&](M m) {
     set_alone(m);
     m.terms[0].lse_factors = factors;
   });

@@ -88,6 +88,16 @@ Problem WithoutResolution(Problem problem) {
   return problem;
 }
 
+// Everything but gradients is bitwise the same.
+void ExpectSameButGradients(Outcome a, Outcome b) {
+  for (Outcome* outcome : {&a, &b}) {
+    outcome->gradients.clear();
+    outcome->grad_hidden_bytes.clear();
+    outcome->terms[0].sums.dither = {};
+  }
+  EXPECT_TRUE(a.BitwiseEquals(b));
+}
+
 class Dithered : public ::testing::TestWithParam<ProblemOptions> {
  protected:
   Dithered() : problem_(MakeIdentityProblem(GetParam())) {}
@@ -151,16 +161,11 @@ TEST_P(Dithered, MatchesFp64EntryByEntry) {
 
 TEST_P(Dithered, LossesAndOutputsAreBitwiseThoseOfTheExactGradient) {
   if (!IsBuilt()) return;
-  Outcome exact = RunOnce(WithoutResolution(problem_));
-  Outcome dithered = RunOnce(problem_);
+  const Outcome exact = RunOnce(WithoutResolution(problem_));
+  const Outcome dithered = RunOnce(problem_);
   EXPECT_FALSE(dithered.gradients == exact.gradients);
   EXPECT_EQ(exact.terms[0].sums.dither.entry_count, 0);
-  for (Outcome* outcome : {&exact, &dithered}) {
-    outcome->gradients.clear();
-    outcome->grad_hidden_bytes.clear();
-    outcome->terms[0].sums.dither = {};
-  }
-  EXPECT_TRUE(dithered.BitwiseEquals(exact));
+  ExpectSameButGradients(dithered, exact);
 }
 
 // A repeat, a staged contribution that is committed, and a call that computes grad_weight alone.
@@ -223,14 +228,7 @@ TEST_P(Dithered16, MatchesFp64EntryByEntryAndRepeats) {
   ExpectReportNear(outcome.terms[0].sums.dither, expected.result.terms[0].sums.dither, 1e-2);
   heads.ZeroGradients();
   EXPECT_TRUE(heads.Compute(problem, options).BitwiseEquals(outcome));
-
-  Outcome exact = heads.Compute(WithoutResolution(problem), options), dithered = outcome;
-  for (Outcome* of_either : {&exact, &dithered}) {
-    of_either->gradients.clear();
-    of_either->grad_hidden_bytes.clear();
-    of_either->terms[0].sums.dither = {};
-  }
-  EXPECT_TRUE(dithered.BitwiseEquals(exact));
+  ExpectSameButGradients(outcome, heads.Compute(WithoutResolution(problem), options));
 }
 
 double SquaredDifference(const std::vector<double>& a, const std::vector<double>& b, double factor) {
@@ -238,8 +236,6 @@ double SquaredDifference(const std::vector<double>& a, const std::vector<double>
   for (size_t i = 0; i < a.size(); ++i) sum += (a[i] * factor - b[i]) * (a[i] * factor - b[i]);
   return sum;
 }
-
-std::vector<double> ToDoubles(const std::vector<float>& values) { return {values.begin(), values.end()}; }
 
 void NormalizeRows(int64_t columns, std::vector<double>* values) {
   for (size_t start = 0; start < values->size(); start += static_cast<size_t>(columns)) {

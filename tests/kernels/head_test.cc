@@ -19,12 +19,6 @@ HeadSpec Spec(int64_t vocab_size, int64_t hidden_size, DataType type = DataType:
   return {.vocab_size = vocab_size, .hidden_size = hidden_size, .data_type = type, .transform = {.valid_vocab_size = vocab_size}};
 }
 
-std::unique_ptr<LossEngine> MakeEngine(const EngineOptions& options = {}) {
-  absl::StatusOr<std::unique_ptr<LossEngine>> engine = SuiteEngineFactory()(options);
-  if (!engine.ok()) throw std::runtime_error(engine.status().ToString());
-  return *std::move(engine);
-}
-
 int64_t PlannedBytes(const MemoryPlan& plan, const std::string& purpose) {
   int64_t bytes = 0;
   for (const MemoryPlan::Item& item : plan.items) bytes += item.purpose == purpose ? item.bytes : 0;
@@ -38,7 +32,7 @@ void ExpectPlanned(const MemoryPlan& plan, const std::string& purpose, int64_t n
 }
 
 TEST(MemoryPlan, AddsUp) {
-  const std::unique_ptr<LossEngine> engine = MakeEngine();
+  const std::unique_ptr<LossEngine> engine = MakeSuiteEngine();
   constexpr int64_t kElements = 3001 * 257;
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
     for (const int optimizer : {0, 1, 2, 3}) {
@@ -81,7 +75,7 @@ TEST(MemoryPlan, AddsUp) {
 }
 
 TEST(MemoryPlan, FrozenHeadsPlanNoGradient) {
-  const std::unique_ptr<LossEngine> engine = MakeEngine();
+  const std::unique_ptr<LossEngine> engine = MakeSuiteEngine();
   ASSERT_OK_AND_ASSIGN(const MemoryPlan plan, engine->PlanHead(Spec(3001, 257)));
   for (const char* purpose : {"bias", "grad_weight", "grad_bias", "master_weight", "optimizer_state", "staging"}) {
     EXPECT_EQ(PlannedBytes(plan, purpose), 0) << purpose;
@@ -90,13 +84,13 @@ TEST(MemoryPlan, FrozenHeadsPlanNoGradient) {
 
 TEST(MemoryPlan, ChunkRowsFollowTheOptions) {
   EngineOptions options = {.token_chunk_rows = 17};
-  ASSERT_OK_AND_ASSIGN(const MemoryPlan plan, MakeEngine(options)->PlanHead(Spec(3001, 257)));
+  ASSERT_OK_AND_ASSIGN(const MemoryPlan plan, MakeSuiteEngine(options)->PlanHead(Spec(3001, 257)));
   EXPECT_EQ(plan.token_chunk_rows, 17);
   options.token_chunk_rows = 0;
   options.workspace_bytes = SuiteWorkspaceSizes().small_bytes;
-  ASSERT_OK_AND_ASSIGN(const MemoryPlan small, MakeEngine(options)->PlanHead(Spec(3001, 257)));
+  ASSERT_OK_AND_ASSIGN(const MemoryPlan small, MakeSuiteEngine(options)->PlanHead(Spec(3001, 257)));
   options.workspace_bytes = SuiteWorkspaceSizes().large_bytes;
-  ASSERT_OK_AND_ASSIGN(const MemoryPlan large, MakeEngine(options)->PlanHead(Spec(3001, 257)));
+  ASSERT_OK_AND_ASSIGN(const MemoryPlan large, MakeSuiteEngine(options)->PlanHead(Spec(3001, 257)));
   EXPECT_LT(small.token_chunk_rows, large.token_chunk_rows);
 }
 
@@ -106,7 +100,7 @@ TEST(Admission, BudgetIsKept) {
   int64_t one_head = 0;
   int64_t two_heads = 0;
   {
-    const std::unique_ptr<LossEngine> unlimited = MakeEngine();
+    const std::unique_ptr<LossEngine> unlimited = MakeSuiteEngine();
     const int64_t plan_bytes = unlimited->PlanHead(spec)->total_bytes;
     ASSERT_OK_AND_ASSIGN(const auto first, unlimited->CreateHead(spec));
     one_head = unlimited->planned_bytes();
@@ -116,7 +110,7 @@ TEST(Admission, BudgetIsKept) {
   }
   const int64_t further_head = two_heads - one_head;
   ASSERT_GE(further_head, 1000 * 500 * 4);
-  const std::unique_ptr<LossEngine> engine = MakeEngine(EngineOptions{.memory_budget_bytes = two_heads + further_head / 2});
+  const std::unique_ptr<LossEngine> engine = MakeSuiteEngine(EngineOptions{.memory_budget_bytes = two_heads + further_head / 2});
   auto first = engine->CreateHead(spec);
   auto second = engine->CreateHead(spec);
   ASSERT_TRUE(first.ok() && second.ok());
@@ -132,7 +126,7 @@ TEST(Admission, BudgetIsKept) {
 
 // 10 TB, and sizes whose product wraps: refused before anything is allocated.
 TEST(Admission, GiantHeadsAreRefusedAtOnce) {
-  const std::unique_ptr<LossEngine> engine = MakeEngine();
+  const std::unique_ptr<LossEngine> engine = MakeSuiteEngine();
   const auto start = std::chrono::steady_clock::now();
   for (const auto& [vocab_size, hidden_size] : {std::pair<int64_t, int64_t>{int64_t{1} << 28, 10240},
                                                 {int64_t{1} << 30, int64_t{1} << 30},
@@ -153,7 +147,7 @@ TEST(Admission, GiantHeadsAreRefusedAtOnce) {
 }
 
 TEST(HeadSpec, BadOnesAreRefused) {
-  const std::unique_ptr<LossEngine> engine = MakeEngine();
+  const std::unique_ptr<LossEngine> engine = MakeSuiteEngine();
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const double infinity = std::numeric_limits<double>::infinity();
   const auto expect_refused = [&](const char* what, ErrorReason reason, auto change) {
@@ -229,7 +223,7 @@ TEST(EngineOptionsCheck, BadOnesAreRefused) {
 }
 
 TEST(HeadTensors, StartAtZeroAndHaveTheirTypes) {
-  const std::unique_ptr<LossEngine> engine = MakeEngine();
+  const std::unique_ptr<LossEngine> engine = MakeSuiteEngine();
   HeadSpec spec = Spec(31, 7, DataType::kBFloat16);
   spec.has_bias = true;
   spec.trainable = true;
@@ -246,7 +240,7 @@ TEST(HeadTensors, StartAtZeroAndHaveTheirTypes) {
 
 // Any range of elements, across shards and in the middle of rows.
 TEST(HeadTensors, RangesReadAndWriteAcrossShards) {
-  const std::unique_ptr<LossEngine> engine = MakeEngine(EngineOptions{.shard_count = 4});
+  const std::unique_ptr<LossEngine> engine = MakeSuiteEngine(EngineOptions{.shard_count = 4});
   HeadSpec spec = Spec(29, 5);
   spec.has_bias = true;
   spec.trainable = true;
@@ -272,7 +266,7 @@ TEST(HeadTensors, RangesReadAndWriteAcrossShards) {
 }
 
 TEST(HeadTensors, RangesOutsideAreRefused) {
-  const std::unique_ptr<LossEngine> engine = MakeEngine();
+  const std::unique_ptr<LossEngine> engine = MakeSuiteEngine();
   HeadSpec spec = Spec(11, 3);
   spec.trainable = true;
   ASSERT_OK_AND_ASSIGN(const auto head, engine->CreateHead(spec));
@@ -290,7 +284,7 @@ TEST(HeadTensors, RangesOutsideAreRefused) {
 
 // Masters and stored tensors follow each other, whichever is written.
 TEST(HeadTensors, MastersFollow) {
-  const std::unique_ptr<LossEngine> engine = MakeEngine();
+  const std::unique_ptr<LossEngine> engine = MakeSuiteEngine();
   HeadSpec spec = Spec(11, 3, DataType::kBFloat16);
   spec.trainable = true;
   spec.optimizer = SgdSpec{};
@@ -314,7 +308,7 @@ TEST(HeadTensors, MastersFollow) {
 
 TEST(Engine, SelfTestPasses) {
   for (const int32_t shard_count : {1, 2, 3, 7}) {
-    const std::unique_ptr<LossEngine> engine = MakeEngine(EngineOptions{.shard_count = shard_count});
+    const std::unique_ptr<LossEngine> engine = MakeSuiteEngine(EngineOptions{.shard_count = shard_count});
     const absl::Status status = SelfTest(*engine);
     EXPECT_TRUE(status.ok()) << status;
     EXPECT_EQ(engine->planned_bytes(), 0);
@@ -322,7 +316,7 @@ TEST(Engine, SelfTestPasses) {
 }
 
 TEST(Engine, DescribesItself) {
-  const std::unique_ptr<LossEngine> engine = MakeEngine(EngineOptions{.shard_count = 2});
+  const std::unique_ptr<LossEngine> engine = MakeSuiteEngine(EngineOptions{.shard_count = 2});
   EXPECT_FALSE(engine->name().empty());
   ASSERT_FALSE(engine->devices().empty());
   EXPECT_GT(engine->devices()[0].memory_budget_bytes, 0);

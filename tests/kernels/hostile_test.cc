@@ -18,17 +18,7 @@ Problem MakeConfidentProblem(const std::vector<double>& margins, DataType type) 
   const ProblemOptions options =
       WithType({.rows = static_cast<int64_t>(margins.size()), .hidden_size = 128, .logit_spread = 0.5, .ignored_share = 0}, type);
   Problem problem = MakeProblem(options);
-  for (int64_t i = 0; i < options.rows; ++i) {
-    const int64_t target = 3 + 7 * i;
-    problem.terms[0].targets[static_cast<size_t>(i)] = static_cast<int32_t>(target);
-    const double* x = &problem.hidden[static_cast<size_t>(i * options.hidden_size)];
-    double norm_squared = 0;
-    for (int64_t h = 0; h < options.hidden_size; ++h) norm_squared += x[h] * x[h];
-    for (int64_t h = 0; h < options.hidden_size; ++h) {
-      problem.heads[0].weight[static_cast<size_t>(target * options.hidden_size + h)] =
-          margins[static_cast<size_t>(i)] * x[h] / norm_squared;
-    }
-  }
+  for (int64_t i = 0; i < options.rows; ++i) MakeConfident(&problem, i, 3 + 7 * i, margins[static_cast<size_t>(i)]);
   RoundToStorage(&problem);
   return problem;
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -109,15 +110,7 @@ TEST(ManyRowsTest, ConfidentRows) {
   options.hidden_size = 256;
   Problem problem = MakeProblem(options);
   for (int64_t i = 0; i < options.rows; ++i) {
-    const int64_t target = 1 + 2 * i;
-    problem.terms[0].targets[static_cast<size_t>(i)] = static_cast<int32_t>(target);
-    const double* x = &problem.hidden[static_cast<size_t>(i * options.hidden_size)];
-    double square = 0;
-    for (int64_t h = 0; h < options.hidden_size; ++h) square += x[h] * x[h];
-    const double margin = 7 + 20 * static_cast<double>(i) / static_cast<double>(options.rows);
-    for (int64_t h = 0; h < options.hidden_size; ++h) {
-      problem.heads[0].weight[static_cast<size_t>(target * options.hidden_size + h)] = margin * x[h] / square;
-    }
+    MakeConfident(&problem, i, 1 + 2 * i, 7 + 20 * static_cast<double>(i) / static_cast<double>(options.rows));
   }
   RoundToStorage(&problem);
   const Outcome outcome = ExpectEngineMatches(problem, {}, TrainingStep());
@@ -203,18 +196,14 @@ TEST(ManyRowsTest, AreStagedAndCommitted) {
       ExpectOutcomeMatches(problem, expected, outcome);
       ASSERT_TRUE(staged->Commit(1).ok());
       const Gradient gradient = heads.ReadGradient(0);
-      ExpectTensorNear("grad_weight", std::vector<double>(gradient.weight.begin(), gradient.weight.end()),
-                       expected.gradient(0).weight, &plain.grad_weight[0], SuiteGradWeightFactor());
+      ExpectTensorNear("grad_weight", ToDoubles(gradient.weight), expected.gradient(0).weight, &plain.grad_weight[0],
+                       SuiteGradWeightFactor());
       // Minus the same contribution leaves next to nothing.
       ASSERT_TRUE(heads.Stage(problem, TrainingStep())->Commit(-1).ok());
-      double left = 0;
-      double norm = 0;
-      const Gradient rest = heads.ReadGradient(0);
-      for (size_t i = 0; i < rest.weight.size(); ++i) {
-        left += static_cast<double>(rest.weight[i]) * static_cast<double>(rest.weight[i]);
-        norm += static_cast<double>(gradient.weight[i]) * static_cast<double>(gradient.weight[i]);
-      }
-      EXPECT_LE(std::sqrt(left), 1e-5 * std::sqrt(norm));
+      const auto norm = [](const std::vector<double>& values) {
+        return std::sqrt(std::inner_product(values.begin(), values.end(), values.begin(), 0.0));
+      };
+      EXPECT_LE(norm(ToDoubles(heads.ReadGradient(0).weight)), 1e-5 * norm(ToDoubles(gradient.weight)));
     }
   }
 }
@@ -268,8 +257,8 @@ TEST(ManyRowsTest, LargeAndSmallMicroBatchesMix) {
     prepared.ExpectGuardsAndInputsIntact();
   }
   const Gradient gradient = heads.ReadGradient(0);
-  ExpectTensorNear("grad_weight", std::vector<double>(gradient.weight.begin(), gradient.weight.end()), expected.gradient(0).weight,
-                   &plain.grad_weight[0], SuiteGradWeightFactor());
+  ExpectTensorNear("grad_weight", ToDoubles(gradient.weight), expected.gradient(0).weight, &plain.grad_weight[0],
+                   SuiteGradWeightFactor());
 }
 
 }  // namespace

@@ -95,7 +95,7 @@ TEST_P(OverlappingCalls, EachHasItsOwnResultAndTheAccumulatorHasAll) {
       ExpectOutcomeMatches(parts[i], ComputeExpected(parts[i]), outcomes[i]);
     }
     const Gradient gradient = heads.ReadGradient(0);
-    ExpectTensorNear("grad_weight", std::vector<double>(gradient.weight.begin(), gradient.weight.end()), grad_weight,
+    ExpectTensorNear("grad_weight", ToDoubles(gradient.weight), grad_weight,
                      GetParam() == DataType::kFloat32 ? nullptr : &plain_grad_weight, SuiteGradWeightFactor());
   }
 }

@@ -5,7 +5,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -68,7 +67,7 @@ class TestFlow final : public RowFlow {
     prepared->micro_batch.flow = this;
   }
 
-  // The given call of AwaitRows(), or Decide(), fails.
+  // The given call of AwaitRows() (0: none), or Decide(), fails.
   void FailAtAwait(int call) { failing_await_ = call; }
   void FailAtDecide() { fails_decide_ = true; }
   // Rows come only when Arrive() says so.
@@ -274,43 +273,36 @@ class RowFlowTest : public ::testing::TestWithParam<std::tuple<size_t, FlowMode>
   }
 };
 
-// Poisoned memory until AwaitRows() has returned: nothing is read before.
+// Poisoned memory until AwaitRows() has returned: nothing is read before. Late rows come from another thread.
 TEST_P(RowFlowTest, HasTheResultsOfAllRowsAtOnce) {
-  LoadedHeads heads(problem().heads, Case().engine);
   LoadedHeads plain_heads(problem().heads, Case().engine);
-  Outcome plain, flowing;
+  Outcome plain;
   const PreparedMicroBatch all_there(problem(), plain_heads.pointers(), Options());
   ASSERT_TRUE(Run(&plain_heads, all_there, &plain).ok());
-  PreparedMicroBatch prepared(problem(), heads.pointers(), Options());
-  TestFlow flow(&prepared);
-  const absl::Status status = Run(&heads, prepared, &flowing);
-  ASSERT_TRUE(status.ok()) << status;
-  flow.ExpectComplete();
-  EXPECT_FALSE(flow.digest().has_value()) << "a sum that nobody asked for";
-  EXPECT_TRUE(flowing.BitwiseEquals(plain));
-}
-
-TEST_P(RowFlowTest, WaitsForRowsFromAnotherThread) {
-  LoadedHeads heads(problem().heads, Case().engine);
-  LoadedHeads plain_heads(problem().heads, Case().engine);
-  Outcome plain, flowing;
-  const PreparedMicroBatch all_there(problem(), plain_heads.pointers(), Options());
-  ASSERT_TRUE(Run(&plain_heads, all_there, &plain).ok());
-  PreparedMicroBatch prepared(problem(), heads.pointers(), Options());
-  TestFlow flow(&prepared);
-  flow.LetRowsBeLate();
-  std::thread sender([&] {
-    constexpr int64_t kPieces = 5;
-    for (int64_t piece = 1; piece <= kPieces; ++piece) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(3));
-      flow.Arrive(problem().rows * piece / kPieces);
+  for (const bool late : {false, true}) {
+    SCOPED_TRACE(late ? "late rows" : "rows when they are awaited");
+    LoadedHeads heads(problem().heads, Case().engine);
+    PreparedMicroBatch prepared(problem(), heads.pointers(), Options());
+    TestFlow flow(&prepared);
+    std::thread sender;
+    if (late) {
+      flow.LetRowsBeLate();
+      sender = std::thread([&] {
+        constexpr int64_t kPieces = 5;
+        for (int64_t piece = 1; piece <= kPieces; ++piece) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(3));
+          flow.Arrive(problem().rows * piece / kPieces);
+        }
+      });
     }
-  });
-  const absl::Status status = Run(&heads, prepared, &flowing);
-  sender.join();
-  ASSERT_TRUE(status.ok()) << status;
-  flow.ExpectComplete();
-  EXPECT_TRUE(flowing.BitwiseEquals(plain));
+    Outcome flowing;
+    const absl::Status status = Run(&heads, prepared, &flowing);
+    if (late) sender.join();
+    ASSERT_TRUE(status.ok()) << status;
+    flow.ExpectComplete();
+    EXPECT_FALSE(flow.digest().has_value()) << "a sum that nobody asked for";
+    EXPECT_TRUE(flowing.BitwiseEquals(plain));
+  }
 }
 
 // A caller's error at any call of the flow comes back. The accumulators and the slots are as before, and the next computation is
@@ -329,29 +321,20 @@ TEST_P(RowFlowTest, AddsNothingIfTheCallerEndsIt) {
   compute_before(&undisturbed);
   const std::vector<Gradient> before = undisturbed.ReadGradients();
   const int32_t free_slots = FreeSlots(&heads);
-  int awaits = 0;
-  {
+  int awaits = 1;
+  for (int call = 0; call <= awaits; ++call) {
+    const bool at_decide = call == 0;
+    SCOPED_TRACE(at_decide ? "Decide()" : "AwaitRows() call " + std::to_string(call));
     PreparedMicroBatch prepared(problem(), heads.pointers(), Options());
     TestFlow flow(&prepared);
-    flow.FailAtDecide();
-    const absl::Status status = heads.engine().Compute(prepared.micro_batch).status();
-    EXPECT_EQ(status, absl::AbortedError("decided otherwise")) << status;
-    EXPECT_EQ(flow.decided(), 1);
-    EXPECT_TRUE(heads.ReadGradients() == before) << "after Decide()";
-    EXPECT_EQ(FreeSlots(&heads), free_slots);
-    prepared.ExpectGuardsAndInputsIntact();
-    awaits = flow.awaits();
-  }
-  ASSERT_GE(awaits, 1);
-  for (int call = 1; call <= awaits; ++call) {
-    SCOPED_TRACE("AwaitRows() call " + std::to_string(call));
-    PreparedMicroBatch prepared(problem(), heads.pointers(), Options());
-    TestFlow flow(&prepared);
+    if (at_decide) flow.FailAtDecide();
     flow.FailAtAwait(call);
     const absl::Status status = heads.engine().Compute(prepared.micro_batch).status();
-    EXPECT_EQ(status, absl::CancelledError("the rows stay away")) << status;
-    EXPECT_EQ(flow.awaits(), call);
-    EXPECT_EQ(flow.decided(), 0);
+    EXPECT_EQ(status, at_decide ? absl::AbortedError("decided otherwise") : absl::CancelledError("the rows stay away")) << status;
+    if (at_decide) awaits = flow.awaits();
+    ASSERT_GE(awaits, 1);
+    EXPECT_EQ(flow.awaits(), at_decide ? awaits : call);
+    EXPECT_EQ(flow.decided(), at_decide ? 1 : 0);
     EXPECT_TRUE(heads.ReadGradients() == before);
     EXPECT_EQ(FreeSlots(&heads), free_slots);
     prepared.ExpectGuardsAndInputsIntact();
@@ -378,42 +361,38 @@ TEST_P(OwedRowFlowTest, LeavesDeferredWorkAlone) {
     ASSERT_TRUE(undisturbed.TryCompute(problem(), options).ok());
     PreparedMicroBatch prepared(problem(), heads.pointers(), Options());
     TestFlow flow(&prepared);
-    if (round == 1) {
-      flow.FailAtAwait(1);
-    } else {
-      flow.FailAtDecide();
-    }
+    flow.FailAtAwait(round == 1 ? 1 : 0);
+    flow.FailAtDecide();
     EXPECT_FALSE(heads.engine().Compute(prepared.micro_batch).ok());
   }
   EXPECT_TRUE(heads.ReadGradients() == undisturbed.ReadGradients());
 }
 
-TEST_P(RowFlowTest, SumsTheRowsUpForTheDigest) {
-  LoadedHeads heads(problem().heads, Case().engine);
-  const PreparedMicroBatch source(problem(), heads.pointers(), Options());
-  DigestBuilder builder;
-  const auto add = [&](int32_t stream, const RowsView& rows) {
-    if (rows.data == nullptr) return;
-    builder.AddRows(stream, 0, rows.row_count, rows.column_count * ElementBytes(rows.data_type), rows.data);
-  };
-  std::vector<RowsView> streams = {source.micro_batch.hidden};
-  for (const LossTerm& term : source.terms) streams.push_back(term.teacher_hidden);
-  for (size_t i = 0; i < streams.size(); ++i) add(static_cast<int32_t>(i), streams[i]);
-  const Digest expected = builder.Finish("header");
-
-  PreparedMicroBatch prepared(problem(), heads.pointers(), Options());
+// The digest of a flow, and that of rows alone, are the sum of the rows.
+void ExpectDigests(const Problem& problem, const EngineOptions& engine, const ComputeOptions& options) {
+  LoadedHeads heads(problem.heads, engine);
+  PreparedMicroBatch prepared(problem, heads.pointers(), options);
+  std::vector<RowsView> streams = {prepared.micro_batch.hidden};
+  for (const LossTerm& term : prepared.terms) streams.push_back(term.teacher_hidden);
+  DigestBuilder builder, alone;
+  for (size_t i = 0; i < streams.size(); ++i) {
+    const RowsView& rows = streams[i];
+    if (rows.data == nullptr) continue;
+    builder.AddRows(static_cast<int32_t>(i), 0, rows.row_count, rows.column_count * ElementBytes(rows.data_type), rows.data);
+  }
+  const std::string expected = DigestToHex(builder.Finish("header"));
+  ASSERT_TRUE(heads.engine().DigestRows(streams, nullptr, &alone).ok());
+  EXPECT_EQ(DigestToHex(alone.Finish("header")), expected);
   TestFlow flow(&prepared);
   prepared.micro_batch.digest_rows = true;
-  Outcome outcome;
-  ASSERT_TRUE(Run(&heads, prepared, &outcome).ok());
+  ASSERT_TRUE(heads.engine().Compute(prepared.micro_batch).ok());
+  prepared.ExpectGuardsAndInputsIntact();
   flow.ExpectComplete();
   ASSERT_TRUE(flow.digest().has_value());
-  EXPECT_EQ(DigestToHex(*flow.digest()), DigestToHex(expected));
-
-  DigestBuilder alone;
-  ASSERT_TRUE(heads.engine().DigestRows(streams, nullptr, &alone).ok());
-  EXPECT_EQ(DigestToHex(alone.Finish("header")), DigestToHex(expected));
+  EXPECT_EQ(DigestToHex(*flow.digest()), expected);
 }
+
+TEST_P(RowFlowTest, SumsTheRowsUpForTheDigest) { ExpectDigests(problem(), Case().engine, Options()); }
 
 std::string CaseName(const ::testing::TestParamInfo<std::tuple<size_t, FlowMode>>& test) {
   static const char* const kModes[] = {"Direct", "Staged", "Forward", "NoGradWeight", "NoGradHidden"};
@@ -443,48 +422,15 @@ TEST(RowFlow, GradientLeavesByChunks) {
 
 // Rows of odd sizes: neither a multiple of a word nor of a block.
 TEST(RowFlow, DigestOfOddRows) {
-  struct Shape {
-    int64_t hidden_size;
-    DataType type;
-  };
-  const Shape shapes[] = {{1000, DataType::kBFloat16}, {1000, DataType::kFloat32}, {1001, DataType::kFloat16},
-                          {3001, DataType::kBFloat16}, {7, DataType::kFloat16},    {2049, DataType::kBFloat16}};
-  for (const auto& [hidden_size, type] : shapes) {
-    SCOPED_TRACE(std::to_string(hidden_size) + " of type " + std::to_string(static_cast<int>(type)));
-    const Problem problem = MakeProblem(WithType({.rows = 11, .vocab_size = 33, .hidden_size = hidden_size}, type));
-    LoadedHeads heads(problem.heads, {});
-    PreparedMicroBatch prepared(problem, heads.pointers(), {});
-    const RowsView rows = prepared.micro_batch.hidden;
-    DigestBuilder builder;
-    builder.AddRows(0, 0, rows.row_count, rows.column_count * ElementBytes(type), rows.data);
-    DigestBuilder alone;
-    ASSERT_TRUE(heads.engine().DigestRows({rows}, nullptr, &alone).ok());
-    EXPECT_EQ(DigestToHex(alone.Finish("header")), DigestToHex(builder.Finish("header")));
-    TestFlow flow(&prepared);
-    prepared.micro_batch.digest_rows = true;
-    ASSERT_TRUE(heads.engine().Compute(prepared.micro_batch).ok());
-    ASSERT_TRUE(flow.digest().has_value());
-    EXPECT_EQ(DigestToHex(*flow.digest()), DigestToHex(builder.Finish("header")));
+  for (const auto& [hidden_size, type] : {std::pair{1000, DataType::kBFloat16},
+                                          {1000, DataType::kFloat32},
+                                          {1001, DataType::kFloat16},
+                                          {3001, DataType::kBFloat16},
+                                          {7, DataType::kFloat16},
+                                          {2049, DataType::kBFloat16}}) {
+    SCOPED_TRACE(std::to_string(hidden_size) + " of type " + DataTypeName(type));
+    ExpectDigests(MakeProblem(WithType({.rows = 11, .vocab_size = 33, .hidden_size = hidden_size}, type)), {}, {});
   }
-}
-
-// The class with the smallest logit.
-int32_t LeastLikely(const Problem& problem, int64_t row) {
-  const TestHead& head = problem.heads[0];
-  int32_t least = 0;
-  double smallest = std::numeric_limits<double>::infinity();
-  for (int64_t v = 0; v < head.spec.vocab_size; ++v) {
-    double logit = head.bias.empty() ? 0 : head.bias[static_cast<size_t>(v)];
-    for (int64_t h = 0; h < problem.hidden_size; ++h) {
-      logit += problem.hidden[static_cast<size_t>(row * problem.hidden_size + h)] *
-               head.weight[static_cast<size_t>(v * problem.hidden_size + h)];
-    }
-    if (logit < smallest) {
-      smallest = logit;
-      least = static_cast<int32_t>(v);
-    }
-  }
-  return least;
 }
 
 // Rows whose logits do not fit the exponentials' offset, in the first slice, in the last one, in both.
@@ -496,7 +442,10 @@ TEST(RowFlow, LargeLogits) {
     Problem problem = plain;
     for (const int64_t row : places) {
       for (int64_t h = 0; h < problem.hidden_size; ++h) problem.hidden[static_cast<size_t>(row * problem.hidden_size + h)] *= 100;
-      problem.terms[0].targets[static_cast<size_t>(row)] = LeastLikely(problem, row);
+      const std::vector<double> logits =
+          ProductsOf(problem.heads[0], &problem.hidden[static_cast<size_t>(row * problem.hidden_size)]);
+      const auto least = std::min_element(logits.begin(), logits.end());
+      problem.terms[0].targets[static_cast<size_t>(row)] = static_cast<int32_t>(least - logits.begin());
     }
     RoundToStorage(&problem);
     ComputeOptions compute = {.token_outputs = false};

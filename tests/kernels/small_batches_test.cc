@@ -32,14 +32,9 @@ std::vector<TestHead> HeadsOf(const Problem& first, Problem* second) {
 }
 
 void ExpectGradientOf(const Problem& problem, const Gradient& actual, const std::string& what) {
+  SCOPED_TRACE(what);
   const PlainResult plain = ComputePlain(problem);
-  const Expected expected = ComputeExpected(problem);
-  const std::vector<double> weight(actual.weight.begin(), actual.weight.end());
-  const std::vector<double> bias(actual.bias.begin(), actual.bias.end());
-  ExpectTensorNear(what + ", grad_weight", weight, expected.gradient(0).weight, &plain.grad_weight[0]);
-  const std::vector<double>& expected_bias = expected.gradient(0).bias;
-  ExpectTensorNear(what + ", grad_bias", bias, reference::Matrix(1, static_cast<int64_t>(expected_bias.size()), expected_bias),
-                   &plain.grad_bias[0]);
+  ExpectGradientNear(actual, ComputeExpected(problem).gradient(0), &plain);
 }
 
 double NormSquared(const Gradient& gradient) {

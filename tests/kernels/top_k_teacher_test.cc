@@ -110,7 +110,7 @@ TEST(TopKTeacherRows, StagedIn16BitsEqualsDirect) {
   const Gradient staged = heads.ReadGradient(0);
   const Gradient direct = ExpectEngineMatches(problem).gradients[0];
   const reference::Matrix expected(1201, options.hidden_size, {direct.weight.begin(), direct.weight.end()});
-  ExpectTensorNear("grad_weight", std::vector<double>(staged.weight.begin(), staged.weight.end()), expected, nullptr);
+  ExpectTensorNear("grad_weight", ToDoubles(staged.weight), expected, nullptr);
 }
 
 TEST(TopKTeacherRows, BadRowsAreRefusedAndNothingChanges) {

@@ -3,11 +3,13 @@
 #define HEADWATER_TESTS_KERNELS_SUPPORT_COMPARISON_H_
 
 #include <string>
+#include <vector>
 
 #include "absl/types/span.h"
 #include "kernels/reference/loss_reference.h"
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/error_measure.h"
+#include "tests/kernels/support/plain_computation.h"
 #include "tests/kernels/support/problem.h"
 
 namespace headwater::testing {
@@ -18,6 +20,8 @@ inline constexpr double kGradientBound = 1e-5;
 inline constexpr double kTokenBound = 1e-6;  // absolute, times max(1, max|z|)
 // bf16 and fp16: this many times the plain computation's error, plus fp32's bound.
 inline constexpr double kPlainFactor = 1.05;
+
+inline std::vector<double> ToDoubles(const std::vector<float>& values) { return {values.begin(), values.end()}; }
 
 // Fails the test unless `actual` is within the bounds; `plain` (may be null) is the plain computation's tensor, whose error may be
 // exceeded `plain_factor` times.
@@ -34,8 +38,9 @@ Outcome ExpectEngineMatches(const Problem& problem, const EngineOptions& engine_
 // Fails the test unless every element is 0.
 void ExpectGradientZero(const Gradient& gradient);
 
-// Fails the test unless the accumulator is `expected` within fp32's bounds.
-void ExpectGradientNear(const Gradient& actual, const reference::HeadGradient& expected);
+// Fails the test unless the accumulator is `expected` within the bounds; `plain` (may be null) has the gradient of such a head.
+void ExpectGradientNear(const Gradient& actual, const reference::HeadGradient& expected, const PlainResult* plain = nullptr,
+                        size_t head = 0, double weight_factor = kPlainFactor);
 
 // factor_a * a + factor_b * b.
 reference::HeadGradient Combine(const reference::HeadGradient& a, double factor_a, const reference::HeadGradient& b,

@@ -89,10 +89,9 @@ bool Outcome::BitwiseEquals(const Outcome& other) const {
   for (size_t i = 0; i < terms.size(); ++i) {
     const TermOutcome& a = terms[i];
     const TermOutcome& b = other.terms[i];
-    const bool same = SameSums(a.sums, b.sums) && SameBits(a.token_loss, b.token_loss) && SameBits(a.lse, b.lse) &&
-                      SameBits(a.target_log_probability, b.target_log_probability) && SameBits(a.entropy, b.entropy) &&
-                      SameBits(a.mean_logits, b.mean_logits) && SameBits(a.log_sum_sq_probs, b.log_sum_sq_probs) &&
-                      SameBits(a.argmax, b.argmax);
+    const auto same_output = [&](const TokenOutput& output) { return SameBits(a.*output.kept, b.*output.kept); };
+    const bool same = SameSums(a.sums, b.sums) && SameBits(a.argmax, b.argmax) &&
+                      std::all_of(std::begin(kTokenOutputs), std::end(kTokenOutputs), same_output);
     if (!same) return false;
   }
   return SameBits(grad_hidden_bytes, other.grad_hidden_bytes) && gradients == other.gradients;
@@ -133,23 +132,15 @@ PreparedMicroBatch::PreparedMicroBatch(const Problem& problem, const std::vector
       memory.teacher_hidden = reference::Encode(in.teacher_type, in.teacher_hidden);
       term.teacher_hidden = {memory.teacher_hidden.data(), in.row_count, term.teacher_head->spec().hidden_size, in.teacher_type};
     }
-    if (options.token_outputs) {
-      memory.token_loss = GuardedBuffer(in.row_count * static_cast<int64_t>(sizeof(float)), kFloatPoison);
-      term.token_loss = reinterpret_cast<float*>(memory.token_loss.data());
+    if (!options.token_outputs) continue;
+    const bool is_top_k = std::holds_alternative<reference::TopKOptions>(in.loss);
+    for (size_t i = 0; i < (is_top_k ? 1 : std::size(kTokenOutputs)); ++i) {
+      memory.outputs[i] = GuardedBuffer(in.row_count * static_cast<int64_t>(sizeof(float)), kFloatPoison);
+      term.*kTokenOutputs[i].written = reinterpret_cast<float*>(memory.outputs[i].data());
     }
-    if (options.token_outputs && !std::holds_alternative<reference::TopKOptions>(in.loss)) {
-      for (GuardedBuffer* output :
-           {&memory.lse, &memory.target_log_probability, &memory.entropy, &memory.mean_logits, &memory.log_sum_sq_probs}) {
-        *output = GuardedBuffer(in.row_count * static_cast<int64_t>(sizeof(float)), kFloatPoison);
-      }
-      memory.argmax = GuardedBuffer(in.row_count * static_cast<int64_t>(sizeof(int32_t)), kIntegerPoison);
-      term.lse = reinterpret_cast<float*>(memory.lse.data());
-      term.target_log_probability = reinterpret_cast<float*>(memory.target_log_probability.data());
-      term.entropy = reinterpret_cast<float*>(memory.entropy.data());
-      term.mean_logits = reinterpret_cast<float*>(memory.mean_logits.data());
-      term.log_sum_sq_probs = reinterpret_cast<float*>(memory.log_sum_sq_probs.data());
-      term.argmax = reinterpret_cast<int32_t*>(memory.argmax.data());
-    }
+    if (is_top_k) continue;
+    memory.outputs.back() = GuardedBuffer(in.row_count * static_cast<int64_t>(sizeof(int32_t)), kIntegerPoison);
+    term.argmax = reinterpret_cast<int32_t*>(memory.outputs.back().data());
   }
   micro_batch.terms = terms;
   hidden_copy_ = hidden_;
@@ -162,18 +153,12 @@ void PreparedMicroBatch::Collect(const MicroBatchResult& result, Outcome* outcom
   outcome->terms.clear();
   for (size_t i = 0; i < memory_.size(); ++i) {
     const TermMemory& memory = memory_[i];
-    const bool asked = terms[i].token_loss != nullptr;
     TermOutcome& term = outcome->terms.emplace_back();
     term.sums = result.terms[i];
-    if (!asked) continue;
-    term.token_loss = CopyOut<float>(memory.token_loss);
-    if (terms[i].lse == nullptr) continue;
-    term.lse = CopyOut<float>(memory.lse);
-    term.target_log_probability = CopyOut<float>(memory.target_log_probability);
-    term.entropy = CopyOut<float>(memory.entropy);
-    term.mean_logits = CopyOut<float>(memory.mean_logits);
-    term.log_sum_sq_probs = CopyOut<float>(memory.log_sum_sq_probs);
-    term.argmax = CopyOut<int32_t>(memory.argmax);
+    for (size_t k = 0; k < std::size(kTokenOutputs); ++k) {
+      if (terms[i].*kTokenOutputs[k].written != nullptr) term.*kTokenOutputs[k].kept = CopyOut<float>(memory.outputs[k]);
+    }
+    if (terms[i].argmax != nullptr) term.argmax = CopyOut<int32_t>(memory.outputs.back());
   }
   if (micro_batch.grad_hidden.data != nullptr) {
     outcome->grad_hidden_bytes = CopyOut<uint8_t>(grad_hidden_);
@@ -186,7 +171,7 @@ void PreparedMicroBatch::ExpectGuardsAndInputsIntact() const {
   EXPECT_TRUE(grad_hidden_.guards_intact()) << "written outside of grad_hidden";
   EXPECT_TRUE(SameBits(hidden_, hidden_copy_)) << "hidden was changed";
   for (size_t i = 0; i < memory_.size(); ++i) {
-    for (const GuardedBuffer* output : memory_[i].outputs()) EXPECT_TRUE(output->guards_intact()) << "written outside of an output";
+    for (const GuardedBuffer& output : memory_[i].outputs) EXPECT_TRUE(output.guards_intact()) << "written outside of an output";
     EXPECT_TRUE(SameBits(memory_[i].targets, memory_copy_[i].targets));
     EXPECT_TRUE(SameBits(memory_[i].token_weights, memory_copy_[i].token_weights));
     EXPECT_TRUE(SameBits(memory_[i].entropy_factors, memory_copy_[i].entropy_factors));
@@ -200,19 +185,22 @@ void PreparedMicroBatch::ExpectOutputsUntouched() const {
   ExpectGuardsAndInputsIntact();
   EXPECT_TRUE(grad_hidden_.untouched());
   for (const TermMemory& memory : memory_) {
-    for (const GuardedBuffer* output : memory.outputs()) EXPECT_TRUE(output->untouched());
+    for (const GuardedBuffer& output : memory.outputs) EXPECT_TRUE(output.untouched());
   }
 }
 
-LoadedHeads::LoadedHeads(const std::vector<TestHead>& heads, const EngineOptions& options) {
+std::unique_ptr<LossEngine> MakeSuiteEngine(const EngineOptions& options) {
   absl::StatusOr<std::unique_ptr<LossEngine>> engine = SuiteEngineFactory()(options);
   if (!engine.ok()) throw std::runtime_error("engine: " + engine.status().ToString());
-  engine_ = *std::move(engine);
+  return *std::move(engine);
+}
+
+LoadedHeads::LoadedHeads(const std::vector<TestHead>& heads, const EngineOptions& options) : engine_(MakeSuiteEngine(options)) {
   for (const TestHead& in : heads) {
     absl::StatusOr<std::unique_ptr<EngineHead>> head = engine_->CreateHead(in.spec);
     if (!head.ok()) throw std::runtime_error("head: " + head.status().ToString());
-    WriteTensorValues(**head, HeadTensor::kWeight, in.weight);
-    if (in.spec.has_bias) WriteTensorValues(**head, HeadTensor::kBias, in.bias);
+    if (!in.weight.empty()) WriteTensorValues(**head, HeadTensor::kWeight, in.weight);
+    if (!in.bias.empty()) WriteTensorValues(**head, HeadTensor::kBias, in.bias);
     heads_.push_back(*std::move(head));
   }
 }

@@ -2,13 +2,16 @@
 #ifndef HEADWATER_TESTS_KERNELS_SUPPORT_ENGINE_RUN_H_
 #define HEADWATER_TESTS_KERNELS_SUPPORT_ENGINE_RUN_H_
 
+#include <array>
 #include <cstdint>
 #include <deque>
+#include <iterator>
 #include <memory>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "headwater/kernels/engine.h"
+#include "kernels/reference/loss_reference.h"
 #include "tests/kernels/support/problem.h"
 
 namespace headwater::testing {
@@ -43,6 +46,21 @@ struct TermOutcome {
   std::vector<float> token_loss, lse, target_log_probability, entropy, mean_logits, log_sum_sq_probs;
   std::vector<int32_t> argmax;
 };
+
+// The outputs of floats for each token: where an engine writes one, and where it is kept. The first is the only one of a top-k
+// loss.
+struct TokenOutput {
+  const char* name;
+  float* LossTerm::*written;
+  std::vector<float> TermOutcome::*kept;
+  std::vector<double> reference::TermResult::*expected;
+};
+#define HEADWATER_TOKEN_OUTPUT(name) \
+  { #name, &LossTerm::name, &TermOutcome::name, &reference::TermResult::name }
+inline constexpr TokenOutput kTokenOutputs[] = {
+    HEADWATER_TOKEN_OUTPUT(token_loss), HEADWATER_TOKEN_OUTPUT(lse),         HEADWATER_TOKEN_OUTPUT(target_log_probability),
+    HEADWATER_TOKEN_OUTPUT(entropy),    HEADWATER_TOKEN_OUTPUT(mean_logits), HEADWATER_TOKEN_OUTPUT(log_sum_sq_probs)};
+#undef HEADWATER_TOKEN_OUTPUT
 
 struct Outcome {
   std::vector<TermOutcome> terms;
@@ -84,10 +102,7 @@ class PreparedMicroBatch {
     std::vector<float> token_weights, entropy_factors, lse_factors;
     std::vector<float> class_weights;
     std::vector<uint8_t> teacher_hidden;
-    GuardedBuffer token_loss, lse, target_log_probability, entropy, mean_logits, log_sum_sq_probs, argmax;
-    std::vector<const GuardedBuffer*> outputs() const {
-      return {&token_loss, &lse, &target_log_probability, &entropy, &mean_logits, &log_sum_sq_probs, &argmax};
-    }
+    std::array<GuardedBuffer, std::size(kTokenOutputs) + 1> outputs;  // the last one is argmax
   };
 
   std::vector<uint8_t> hidden_;
@@ -97,7 +112,10 @@ class PreparedMicroBatch {
   std::deque<TermMemory> memory_copy_;
 };
 
-// An engine with a problem's heads on it.
+// The engine under test, which must be made.
+std::unique_ptr<LossEngine> MakeSuiteEngine(const EngineOptions& options = {});
+
+// An engine with a problem's heads on it. A head without values starts at 0.
 class LoadedHeads {
  public:
   LoadedHeads(const std::vector<TestHead>& heads, const EngineOptions& options);

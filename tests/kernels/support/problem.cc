@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 #include "kernels/reference/storage.h"
@@ -22,22 +23,6 @@ TestHead MakeHead(std::mt19937_64& random, const HeadSpec& spec, double logit_sp
   return head;
 }
 
-// The column with the largest product, which is the most likely class if logit_scale > 0 and there is no bias.
-int32_t LargestColumn(const TestHead& head, const double* x) {
-  int64_t best = 0;
-  double largest = -std::numeric_limits<double>::infinity();
-  for (int64_t v = 0; v < head.spec.transform.valid_vocab_size; ++v) {
-    double product = 0;
-    for (int64_t h = 0; h < head.spec.hidden_size; ++h)
-      product += x[h] * head.weight[static_cast<size_t>(v * head.spec.hidden_size + h)];
-    if (product > largest) {
-      largest = product;
-      best = v;
-    }
-  }
-  return static_cast<int32_t>(best);
-}
-
 std::vector<int32_t> MakeTargets(std::mt19937_64& random, const ProblemOptions& options, const Problem& problem) {
   const TestHead& head = problem.heads.front();
   std::uniform_int_distribution<int64_t> any(0, head.spec.transform.valid_vocab_size - 1);
@@ -45,7 +30,11 @@ std::vector<int32_t> MakeTargets(std::mt19937_64& random, const ProblemOptions& 
   std::vector<int32_t> targets;
   for (int64_t i = 0; i < options.rows; ++i) {
     int32_t target = static_cast<int32_t>(any(random));
-    if (share(random) < 0.5) target = LargestColumn(head, &problem.hidden[static_cast<size_t>(i * options.hidden_size)]);
+    if (share(random) < 0.5) {
+      // The most likely class if logit_scale > 0 and there is no bias.
+      const std::vector<double> products = ProductsOf(head, &problem.hidden[static_cast<size_t>(i * options.hidden_size)], false);
+      target = static_cast<int32_t>(std::max_element(products.begin(), products.end()) - products.begin());
+    }
     if (share(random) < options.ignored_share) target = options.ignore_index;
     targets.push_back(target);
   }
@@ -76,19 +65,14 @@ reference::CrossEntropyOptions MakeCrossEntropy(std::mt19937_64& random, const P
 // and one has none.
 reference::TopKOptions MakeTopK(std::mt19937_64& random, const ProblemOptions& options, const Problem& problem) {
   const TestHead& head = problem.heads.front();
-  const size_t valid = static_cast<size_t>(head.spec.transform.valid_vocab_size);
   std::normal_distribution<double> noise(0, options.teacher_noise);
   reference::TopKOptions teacher = {options.top_k, {}, {}, options.student_temperature};
   for (int64_t row = 0; row < options.rows; ++row) {
     std::vector<std::pair<double, int32_t>> logits;
     double sum = 0;
-    for (size_t v = 0; v < valid; ++v) {
-      double product = head.bias.empty() ? 0 : head.bias[v];
-      for (int64_t h = 0; h < options.hidden_size; ++h) {
-        product += problem.hidden[static_cast<size_t>(row * options.hidden_size + h)] *
-                   head.weight[v * static_cast<size_t>(options.hidden_size) + static_cast<size_t>(h)];
-      }
-      const double a = options.logit_scale * product;
+    const std::vector<double> products = ProductsOf(head, &problem.hidden[static_cast<size_t>(row * options.hidden_size)]);
+    for (size_t v = 0; v < products.size(); ++v) {
+      const double a = options.logit_scale * products[v];
       const double z = options.softcap > 0 ? options.softcap * std::tanh(a / options.softcap) : a;
       logits.emplace_back(z / options.student_temperature + noise(random), static_cast<int32_t>(v));
       sum += std::exp(logits.back().first);
@@ -186,6 +170,16 @@ std::vector<double> RandomValues(std::mt19937_64& random, int64_t count, double 
   return values;
 }
 
+std::vector<double> ProductsOf(const TestHead& head, const double* x, bool with_bias) {
+  std::vector<double> products;
+  const int64_t width = head.spec.hidden_size;
+  for (int64_t v = 0; v < head.spec.transform.valid_vocab_size; ++v) {
+    const double bias = with_bias && !head.bias.empty() ? head.bias[static_cast<size_t>(v)] : 0;
+    products.push_back(std::inner_product(x, x + width, &head.weight[static_cast<size_t>(v * width)], bias));
+  }
+  return products;
+}
+
 Problem MakeProblem(const ProblemOptions& options) {
   std::mt19937_64 random(options.seed);
   Problem problem = {.rows = options.rows,
@@ -272,6 +266,16 @@ Problem SliceRows(const Problem& problem, int64_t row_start, int64_t row_count) 
   }
   if (term.teacher >= 0) slice(term.teacher_hidden, problem.heads[static_cast<size_t>(term.teacher)].spec.hidden_size);
   return part;
+}
+
+void MakeConfident(Problem* problem, int64_t row, int64_t target, double margin) {
+  const int64_t width = problem->hidden_size;
+  problem->terms[0].targets[static_cast<size_t>(row)] = static_cast<int32_t>(target);
+  const double* x = &problem->hidden[static_cast<size_t>(row * width)];
+  const double norm_squared = std::inner_product(x, x + width, x, 0.0);
+  for (int64_t h = 0; h < width; ++h) {
+    problem->heads[0].weight[static_cast<size_t>(target * width + h)] = margin * x[h] / norm_squared;
+  }
 }
 
 void RoundToStorage(Problem* problem) {

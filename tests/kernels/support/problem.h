@@ -109,6 +109,10 @@ Problem SliceRows(const Problem& problem, int64_t row_start, int64_t row_count);
 
 // The problem with values rounded to the types of heads and rows, after a test has set them.
 void RoundToStorage(Problem* problem);
+// A row's products with the head's valid rows, and the bias.
+std::vector<double> ProductsOf(const TestHead& head, const double* x, bool with_bias = true);
+// Gives a row of head 0's first term this target and the margin over its other logits, which must be small. Does not round.
+void MakeConfident(Problem* problem, int64_t row, int64_t target, double margin);
 
 // The expected results of the problem.
 struct Expected {
