@@ -160,31 +160,14 @@ void MessageMutator::MutateValue(Message* message, const FieldDescriptor* field,
 
 int64_t MessageMutator::Integer(int64_t old) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-  constexpr int64_t kValues[] = {0,
-                                 1,
-                                 2,
-                                 3,
-                                 4,
-                                 5,
-                                 8,
-                                 13,
-                                 16,
-                                 64,
-                                 65,
-                                 -1,
-                                 -2,
-                                 INT32_MAX,
-                                 int64_t{INT32_MAX} + 1,
-                                 INT32_MIN,
-                                 kMost,
-                                 kMost - 1,
-                                 std::numeric_limits<int64_t>::min(),
-                                 kMost / 4,
-                                 kMost / 8 + 1,
-                                 int64_t{1} << 61};
+  constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
+  constexpr int64_t kSmall[] = {0, 1, 2, 3, 4, 5, 8, 13, 16, 64, 65, -1, -2};
+  constexpr int64_t kLarge[] = {INT32_MAX, INT32_MAX + 1ll, INT32_MIN,     kMost,    kMost - 1,
+                                kLeast,    kMost / 4,       kMost / 8 + 1, 1ll << 61};
+  const uint32_t place = Below(std::size(kSmall) + std::size(kLarge));
   switch (Below(4)) {
     case 0:
-      return kValues[Below(std::size(kValues))];
+      return place < std::size(kSmall) ? kSmall[place] : kLarge[place - std::size(kSmall)];
     case 1:
       return static_cast<int64_t>(Below(8));
     case 2:
