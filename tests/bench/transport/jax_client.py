@@ -50,4 +50,4 @@ def prepare(options):
 
 
 if __name__ == "__main__":
-    serve(__doc__, ("shared_memory", "cuda_ipc"), prepare, ImportError)
+    serve(__doc__, "--transport", ("shared_memory", "cuda_ipc"), prepare, ImportError)

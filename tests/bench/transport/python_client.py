@@ -45,4 +45,4 @@ def prepare(options):
 
 
 if __name__ == "__main__":
-    serve(__doc__, ("grpc", "shared_memory", "cuda_ipc"), prepare, (headwater.HeadwaterError, ImportError))
+    serve(__doc__, "--transport", ("grpc", "shared_memory", "cuda_ipc"), prepare, (headwater.HeadwaterError, ImportError))

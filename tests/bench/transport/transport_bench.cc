@@ -114,25 +114,10 @@ std::vector<Case> AllCases() {
 }
 
 const char* BaseName(Base base) {
-  switch (base) {
-    case Base::kProducts:
-      return "products";
-    case Base::kEngine:
-      return "engine";
-    case Base::kEager:
-      return "EAGER";
-    case Base::kCpp:
-    case Base::kSameCpp:
-      return "C++ client";
-    case Base::kGrpc:
-      return "one client";
-    case Base::kPeer:
-      return "peer";
-  }
-  return "";
+  // In their order.
+  constexpr const char* kNames[] = {"products", "engine", "EAGER", "C++ client", "C++ client", "one client", "peer"};
+  return kNames[static_cast<size_t>(base)];
 }
-
-const char* TransportFlag(Transport transport) { return client::TransportName(transport); }
 
 class Bench {
  public:
@@ -242,7 +227,7 @@ class Bench {
       arguments.push_back(settings_.scripts + (bench_case.is_jax ? "/jax_client.py" : "/python_client.py"));
       shape();
       arguments.push_back("--address=" + server_.address());
-      arguments.push_back(std::string("--transport=") + TransportFlag(bench_case.work.transport));
+      arguments.push_back(std::string("--transport=") + client::TransportName(bench_case.work.transport));
     } else {
       arguments.push_back(settings_.scripts + "/peer_worker.py");
       shape();
