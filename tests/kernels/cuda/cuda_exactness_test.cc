@@ -53,35 +53,15 @@ bool IsConfident(Regime regime) {
 }
 
 GradientBounds CrossEntropyBounds(Regime regime, bool exponential_form) {
-  if (!exponential_form) return {};
-  switch (regime) {
-    case Regime::kFlat:
-      return {1.9e-3, 2e-4};
-    case Regime::kWide:
-      return {2.1e-3, 1.5e-3};
-    case Regime::kThreeNines:
-    case Regime::kFiveNines:
-    case Regime::kNineNines:
-      return {1.9e-3, 3e-4};
-    case Regime::kConfident:
-      return {1.9e-3, kAnyForm};
-    case Regime::kRealistic:
-    case Regime::kNearlyEqual:
-      return {};
-  }
-  return {};
+  if (!exponential_form || regime == Regime::kRealistic || regime == Regime::kNearlyEqual) return {};
+  if (regime == Regime::kFlat) return {1.9e-3, 2e-4};
+  if (regime == Regime::kWide) return {2.1e-3, 1.5e-3};
+  return {1.9e-3, regime == Regime::kConfident ? kAnyForm : 3e-4};
 }
 
 double DivergenceBound(Regime regime) {
-  switch (regime) {
-    case Regime::kFlat:
-      return 2.2e-3;
-    case Regime::kWide:
-    case Regime::kNearlyEqual:
-      return 3.0e-3;
-    default:
-      return 2.6e-3;
-  }
+  if (regime == Regime::kFlat) return 2.2e-3;
+  return regime == Regime::kWide || regime == Regime::kNearlyEqual ? 3.0e-3 : 2.6e-3;
 }
 
 BlasContext& Blas() {
