@@ -159,17 +159,6 @@ TEST(CudaHeadPlan, BytesOfALogit) {
   EXPECT_NEAR(logit_bytes(2, 4, true), 12, 0.01);
 }
 
-TEST(CudaHeadPlan, ShardsCoverTheVocabulary) {
-  EngineOptions options = Options(kGiB);
-  options.shard_count = 3;
-  options.shard_weights = {1, 2, 1};
-  const HeadPlan plan = PlanHeadOnCuda(Spec(1000, 64), options);
-  ASSERT_EQ(plan.shards.size(), 3u);
-  EXPECT_EQ(plan.shards[0].start, 0);
-  EXPECT_EQ(plan.shards[1].size(), 500);
-  EXPECT_EQ(plan.shards[2].end, 1000);
-}
-
 // A rank of a group plans its own shard, and the workspace that the widest one needs.
 TEST(CudaHeadPlan, RanksPlanTheirShards) {
   HeadSpec spec = Spec(256000, 16384);
