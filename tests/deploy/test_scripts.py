@@ -99,12 +99,11 @@ def anyones_folder():
         yield Path(name)
 
 
-def install_deps(
-    folder: Path, distribution: str, *options: str, apt_get: str = "true", **environment: str
-) -> subprocess.CompletedProcess:
-    """deploy/install-deps by a user who is not root, where no package is installed and apt-get does nothing but `apt_get`."""
+def install_deps(folder: Path, release: str, *options: str, apt_get: str = "true", status: int = 0, **environment: str) -> str:
+    """The stderr of deploy/install-deps, which must end with this status. A user who is not root calls it, and no package is
+    installed; apt-get does nothing but `apt_get`."""
     shutil.copytree(REPOSITORY / "deploy", folder / "deploy")
-    (folder / "os-release").write_text(distribution)
+    (folder / "os-release").write_text(release)
     script = folder / "deploy/install-deps"
     text = script.read_text().replace("/etc/os-release", str(folder / "os-release"))
     script.write_text(text.replace("/etc/systemd", str(folder / "systemd")))
@@ -115,36 +114,32 @@ def install_deps(
     environment = {"PATH": f"{folder}/tools:/usr/bin:/bin", "TMPDIR": str(folder), "HEADWATER_PYTHON": "/bin/true", **environment}
     # An unprivileged user, if this is root.
     user = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
-    return subprocess.run([str(script), *options], capture_output=True, text=True, env=environment, **user)
+    done = subprocess.run([str(script), *options], capture_output=True, text=True, env=environment, **user)
+    assert done.returncode == status, done.stderr
+    return done.stderr
 
 
 DEBIAN = 'ID=debian\nVERSION_ID="12"\n'
 
 
-def test_packages_are_fetched_through_the_callers_proxies(anyones_folder):
-    proxies = {"http_proxy": "http://proxy:3128", "https_proxy": "http://proxy:3129", "no_proxy": "localhost,.example"}
-    done = install_deps(anyones_folder, DEBIAN, **proxies)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(
+    "proxies", [{}, {"http_proxy": "http://proxy:3128", "https_proxy": "http://proxy:3129", "no_proxy": "localhost,.example"}]
+)
+def test_packages_are_fetched_through_the_callers_proxies_if_there_are_any(anyones_folder, proxies):
+    install_deps(anyones_folder, DEBIAN, **proxies)
     calls = (anyones_folder / "apt-get").read_text().splitlines()
-    for name, value in proxies.items():
-        assert calls.count(f"{name}={value}") == 2  # update, install
-
-
-def test_packages_are_fetched_without_proxies_where_there_are_none(anyones_folder):
-    done = install_deps(anyones_folder, DEBIAN)
-    assert done.returncode == 0, done.stderr
-    assert "proxy" not in (anyones_folder / "apt-get").read_text()
+    told = sorted(line for line in calls if "proxy" in line)
+    assert told == sorted(2 * [f"{name}={value}" for name, value in proxies.items()])  # update, install
 
 
 def test_the_service_of_prometheus_is_masked_before_the_package_starts_it(anyones_folder):
     unit = anyones_folder / "systemd/system/prometheus.service"
-    done = install_deps(anyones_folder, DEBIAN)
-    assert done.returncode == 0 and not unit.parent.exists(), done.stderr
+    install_deps(anyones_folder, DEBIAN)
+    assert not unit.parent.exists()
     for name in ("deploy", "tools"):
         shutil.rmtree(anyones_folder / name)
     # apt-get says what there was when it was called.
-    done = install_deps(anyones_folder, DEBIAN, "prometheus", apt_get=f'readlink "{unit}"')
-    assert done.returncode == 0 and "systemctl unmask prometheus" in done.stderr, done.stderr
+    assert "systemctl unmask prometheus" in install_deps(anyones_folder, DEBIAN, "prometheus", apt_get=f'readlink "{unit}"')
     assert unit.readlink() == Path("/dev/null")
     calls = (anyones_folder / "apt-get").read_text().splitlines()
     assert calls.count("/dev/null") == 2  # update, install
@@ -155,17 +150,15 @@ def test_a_unit_of_somebodys_own_stays_as_it_is(anyones_folder):
     write_program(unit, "[Service]\n")
     for folder in (unit.parent.parent, unit.parent):
         folder.chmod(0o777)
-    done = install_deps(anyones_folder, DEBIAN, "prometheus")
-    assert done.returncode == 0 and "masked" not in done.stderr, done.stderr
+    assert "masked" not in install_deps(anyones_folder, DEBIAN, "prometheus")
     assert unit.read_text() == "[Service]\n"
 
 
 @pytest.mark.parametrize(("release", "told"), [("ID=arch\n", "arch;"), ('ID=fedora\nVERSION_ID="42"\n', "fedora 42;")])
 def test_another_distribution_is_told_what_to_do(anyones_folder, release, told):
-    done = install_deps(anyones_folder, release)
-    assert done.returncode == 1
-    assert f"this is {told}" in done.stderr and "--no-install" in done.stderr and "libgrpc++-dev" in done.stderr
-    assert "unbound" not in done.stderr
+    words = install_deps(anyones_folder, release, status=1)
+    assert f"this is {told}" in words and "--no-install" in words and "libgrpc++-dev" in words
+    assert "unbound" not in words
 
 
 def test_pytorch_is_left_out_where_it_is_not_needed(anyones_folder):
@@ -174,8 +167,7 @@ def test_pytorch_is_left_out_where_it_is_not_needed(anyones_folder):
         folder = anyones_folder / str(there)
         folder.mkdir()
         folder.chmod(0o777)
-        done = install_deps(folder, DEBIAN, *options, "more", HEADWATER_PYTHON="/bin/false")
-        assert done.returncode == 0, done.stderr
+        install_deps(folder, DEBIAN, *options, "more", HEADWATER_PYTHON="/bin/false")
         packages = (folder / "apt-get").read_text().split()
         assert ("python3-torch" in packages) == there
         assert "libgrpc++-dev" in packages and "more" in packages and "--no-torch" not in packages
