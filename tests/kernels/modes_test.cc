@@ -1,9 +1,9 @@
 // Modes of computation: forward only, frozen heads, single gradients; calls on different heads at once.
-#include <thread>
 #include <vector>
 
 #include "gtest/gtest.h"
 #include "tests/kernels/support/comparison.h"
+#include "tests/unit/run_threads.h"
 
 namespace headwater::testing {
 namespace {
@@ -62,23 +62,20 @@ TEST(Concurrency, DifferentHeadsOverlap) {
     all_heads.push_back(problems.back().heads[0]);
   }
   LoadedHeads heads(all_heads, engine_options);
-  std::vector<std::thread> threads;
   std::vector<int> equal_count(kThreads, 0);
-  for (int i = 0; i < kThreads; ++i) {
-    threads.emplace_back([&, i] {
-      for (int round = 0; round < kRounds; ++round) {
-        const PreparedMicroBatch prepared(problems[static_cast<size_t>(i)], {&heads.head(i)}, {});
-        const auto result = heads.engine().Compute(prepared.micro_batch);
-        if (!result.ok()) continue;
-        Outcome outcome;
-        prepared.Collect(*result, &outcome);
-        outcome.gradients = {heads.ReadGradient(i)};
-        if (!heads.head(i).ZeroGradient().ok()) continue;
-        equal_count[static_cast<size_t>(i)] += outcome.BitwiseEquals(alone[static_cast<size_t>(i)]) ? 1 : 0;
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  RunThreads(kThreads, [&](int64_t thread) {
+    const int i = static_cast<int>(thread);
+    for (int round = 0; round < kRounds; ++round) {
+      const PreparedMicroBatch prepared(problems[static_cast<size_t>(i)], {&heads.head(i)}, {});
+      const auto result = heads.engine().Compute(prepared.micro_batch);
+      if (!result.ok()) continue;
+      Outcome outcome;
+      prepared.Collect(*result, &outcome);
+      outcome.gradients = {heads.ReadGradient(i)};
+      if (!heads.head(i).ZeroGradient().ok()) continue;
+      equal_count[static_cast<size_t>(i)] += outcome.BitwiseEquals(alone[static_cast<size_t>(i)]) ? 1 : 0;
+    }
+  });
   EXPECT_EQ(equal_count, std::vector<int>(kThreads, kRounds));
 }
 

@@ -4,7 +4,6 @@
 #include <latch>
 #include <memory>
 #include <string>
-#include <thread>
 #include <variant>
 #include <vector>
 
@@ -12,6 +11,7 @@
 #include "tests/kernels/support/comparison.h"
 #include "tests/kernels/support/kernel_suite.h"
 #include "tests/kernels/support/plain_computation.h"
+#include "tests/unit/run_threads.h"
 
 namespace headwater::testing {
 namespace {
@@ -73,21 +73,18 @@ TEST_P(OverlappingCalls, EachHasItsOwnResultAndTheAccumulatorHasAll) {
     MicroBatch wrong = wrong_problem.micro_batch;
     wrong.hidden.column_count += 1;
     std::latch all_here(static_cast<std::ptrdiff_t>(parts.size()) + 1);
-    std::vector<std::thread> callers;
-    for (size_t i = 0; i < parts.size(); ++i) {
-      callers.emplace_back([&, i] {
-        all_here.arrive_and_wait();
-        const absl::StatusOr<MicroBatchResult> result = heads.engine().Compute(prepared[i]->micro_batch);
-        statuses[i] = result.status();
-        if (result.ok()) prepared[i]->Collect(*result, &outcomes[i]);
-      });
-    }
     absl::Status wrong_status;
-    callers.emplace_back([&] {
+    RunThreads(static_cast<int64_t>(parts.size()) + 1, [&](int64_t caller) {
+      const auto i = static_cast<size_t>(caller);
       all_here.arrive_and_wait();
-      wrong_status = heads.engine().Compute(wrong).status();
+      if (i == parts.size()) {
+        wrong_status = heads.engine().Compute(wrong).status();
+        return;
+      }
+      const absl::StatusOr<MicroBatchResult> result = heads.engine().Compute(prepared[i]->micro_batch);
+      statuses[i] = result.status();
+      if (result.ok()) prepared[i]->Collect(*result, &outcomes[i]);
     });
-    for (std::thread& caller : callers) caller.join();
     EXPECT_EQ(wrong_status.code(), absl::StatusCode::kInvalidArgument) << wrong_status;
     for (size_t i = 0; i < parts.size(); ++i) {
       SCOPED_TRACE("caller " + std::to_string(i));

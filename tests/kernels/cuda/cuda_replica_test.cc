@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -239,15 +238,11 @@ TEST_P(CudaReplicaTest, StageOnEachRankFromCallsAtOnce) {
     EngineHead& head = *heads.On(rank)[0];
     EXPECT_TRUE(head.StagesConcurrently());
     std::array<absl::StatusOr<MicroBatchResult>, kSlots + 1> results;
-    std::vector<std::thread> threads;
-    for (auto& result : results) {
-      threads.emplace_back([&] {
-        const PreparedMicroBatch prepared(problems[static_cast<size_t>(rank)], heads.On(rank),
-                                          ComputeOptions{.grad_weight = GradWeightMode::kStage});
-        result = group->engine(rank).Compute(prepared.micro_batch);
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    RunThreads(static_cast<int64_t>(results.size()), [&](int64_t call) {
+      const PreparedMicroBatch prepared(problems[static_cast<size_t>(rank)], heads.On(rank),
+                                        ComputeOptions{.grad_weight = GradWeightMode::kStage});
+      results[static_cast<size_t>(call)] = group->engine(rank).Compute(prepared.micro_batch);
+    });
     EXPECT_EQ(head.FreeStagingSlots(), 0);
     std::vector<std::unique_ptr<StagedContribution>> staged;
     for (auto& result : results) {

@@ -57,12 +57,8 @@ absl::Status Meet(Communicator& communicator) {
 
 // Runs one thread a rank.
 void RunRanks(Kind kind, int32_t world_size, const std::function<void(Communicator&)>& program) {
-  std::vector<std::unique_ptr<Communicator>> communicators = MakeCommunicators(kind, world_size);
-  std::vector<std::thread> threads;
-  for (const std::unique_ptr<Communicator>& communicator : communicators) {
-    threads.emplace_back([&program, &communicator] { program(*communicator); });
-  }
-  for (std::thread& thread : threads) thread.join();
+  const std::vector<std::unique_ptr<Communicator>> communicators = MakeCommunicators(kind, world_size);
+  headwater::testing::RunThreads(world_size, [&](int64_t rank) { program(*communicators[rank]); });
 }
 
 class Communicators : public ::testing::TestWithParam<std::tuple<Kind, int32_t>> {};
@@ -189,16 +185,12 @@ TEST_P(Communicators, TellHowLongTheyWaitedAndCommunicated) {
   const Communicator& early = *communicators[0];
   const Communicator& late = *communicators.back();
   static constexpr std::chrono::milliseconds kWait(20);
-  std::vector<std::thread> threads;
-  for (const std::unique_ptr<Communicator>& communicator : communicators) {
-    threads.emplace_back([&communicator, &early, &late] {
-      // Seen in the middle of the call, too.
-      while (communicator.get() == &late && early.times().waiting < kWait) std::this_thread::yield();
-      std::vector<float> data(300000, 1);
-      ASSERT_TRUE(communicator->AllReduceSum(data.data(), 300000).ok());
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  headwater::testing::RunThreads(world_size, [&](int64_t rank) {
+    // Seen in the middle of the call, too.
+    while (communicators[rank].get() == &late && early.times().waiting < kWait) std::this_thread::yield();
+    std::vector<float> data(300000, 1);
+    ASSERT_TRUE(communicators[rank]->AllReduceSum(data.data(), 300000).ok());
+  });
   EXPECT_GE(early.times().waiting, kWait);
   for (const std::unique_ptr<Communicator>& communicator : communicators) {
     const CommunicatorTimes times = communicator->times();
