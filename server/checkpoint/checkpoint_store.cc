@@ -212,7 +212,7 @@ absl::StatusOr<int64_t> CheckpointStore::Save(const std::string& tenant, const s
   numbered.first_sequence = sequences.first;
   numbered.save_time_s = absl::ToUnixSeconds(absl::Now());
   // Before the writing: on a full disk, a lower `keep` would otherwise never make room.
-  if (keep_ > 0) Prune(tenant, head_id, info.name, /*is_saved=*/false, sequences.first);
+  if (keep_ > 0) Prune(tenant, head_id, info.name, sequences.first);
 
   const std::string temporary = Join(head_directory, absl::StrCat(kTemporaryPrefix, RandomSuffix()));
   HEADWATER_RETURN_IF_ERROR(files_.CreateDirectory(temporary));
@@ -223,7 +223,7 @@ absl::StatusOr<int64_t> CheckpointStore::Save(const std::string& tenant, const s
   files_.RemoveTree(temporary).IgnoreError();  // the failed or the replaced version; after a failure it is removed at the next
                                                // start
   if (!status.ok()) return status;
-  if (keep_ > 0) Prune(tenant, head_id, info.name, /*is_saved=*/true, sequences.first);
+  if (keep_ > 0) Prune(tenant, head_id, info.name, sequences.first);
   return total_bytes;
 }
 
@@ -244,14 +244,14 @@ absl::Status CheckpointStore::RemoveCheckpoint(const std::string& head_directory
 
 absl::StatusOr<bool> CheckpointStore::Remove(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) {
   HEADWATER_RETURN_IF_ERROR(CheckNames(tenant, head_id, checkpoint));
-  if (!files_.IsDirectory(Directory(tenant, head_id, checkpoint))) return false;
+  if (!files_.IsDirectory(Join(HeadDirectory(tenant, head_id), checkpoint))) return false;
   HEADWATER_RETURN_IF_ERROR(RemoveCheckpoint(HeadDirectory(tenant, head_id), checkpoint));
   observability::Log(observability::LogLevel::kInfo, "checkpoint_removed",
                      {{"tenant", tenant}, {"head", head_id}, {"checkpoint", checkpoint}});
   return true;
 }
 
-void CheckpointStore::Prune(const std::string& tenant, const std::string& head_id, const std::string& checkpoint, bool is_saved,
+void CheckpointStore::Prune(const std::string& tenant, const std::string& head_id, const std::string& checkpoint,
                             int64_t first_sequence) {
   using observability::Log;
   using observability::LogLevel;
@@ -261,15 +261,13 @@ void CheckpointStore::Prune(const std::string& tenant, const std::string& head_i
     std::vector<CheckpointInfo>& series = catalogue->newest_first;
     // Checkpoints of former heads of this name stay.
     std::erase_if(series, [&](const CheckpointInfo& info) {
-      return (is_saved && info.name == checkpoint) || !BelongsTo(info, first_sequence) ||
-             SeriesOf(info.name) != SeriesOf(checkpoint);
+      return !BelongsTo(info, first_sequence) || SeriesOf(info.name) != SeriesOf(checkpoint);
     });
-    const std::string newest = is_saved || series.empty() ? checkpoint : series.front().name;
-    for (size_t index = static_cast<size_t>(keep_) - (is_saved ? 1U : 0U); index < series.size() && status.ok(); ++index) {
+    for (size_t index = static_cast<size_t>(keep_); index < series.size() && status.ok(); ++index) {
       status = RemoveCheckpoint(HeadDirectory(tenant, head_id), series[index].name);
       if (status.ok()) {
         Log(LogLevel::kInfo, "checkpoint_removed",
-            {{"tenant", tenant}, {"head", head_id}, {"checkpoint", series[index].name}, {"newest", newest}});
+            {{"tenant", tenant}, {"head", head_id}, {"checkpoint", series[index].name}, {"newest", series.front().name}});
       }
     }
   }
@@ -386,7 +384,8 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::Read(const std::string& tenant, 
 absl::StatusOr<Manifest> CheckpointStore::OpenManifest(const std::string& tenant, const std::string& head_id,
                                                        const std::string& checkpoint) const {
   HEADWATER_RETURN_IF_ERROR(CheckNames(tenant, head_id, checkpoint));
-  absl::StatusOr<std::unique_ptr<ReadableFile>> file = files_.OpenFile(Join(Directory(tenant, head_id, checkpoint), kManifestName));
+  absl::StatusOr<std::unique_ptr<ReadableFile>> file =
+      files_.OpenFile(Join(Join(HeadDirectory(tenant, head_id), checkpoint), kManifestName));
   if (absl::IsNotFound(file.status())) {
     return MakeError(ErrorReason::kCheckpointNotFound, absl::StrCat("head ", head_id, " has no checkpoint ", checkpoint),
                      {{"checkpoint", checkpoint}, {"head", head_id}});
@@ -411,10 +410,6 @@ std::string CheckpointStore::HeadDirectory(const std::string& tenant, const std:
   return Join(Join(root_, tenant), head_id);
 }
 
-std::string CheckpointStore::Directory(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) const {
-  return Join(HeadDirectory(tenant, head_id), checkpoint);
-}
-
 absl::StatusOr<CheckpointInfo> CheckpointStore::Load(const std::string& tenant, const std::string& head_id,
                                                      const std::string& checkpoint, EngineHead& head) const {
   absl::StatusOr<Manifest> manifest = OpenManifest(tenant, head_id, checkpoint);
@@ -436,7 +431,7 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::Load(const std::string& tenant, 
                      absl::StrCat("checkpoint ", checkpoint, " and head ", head_id, " differ: ", text),
                      {{"checkpoint", checkpoint}, {"difference", text}});
   }
-  HEADWATER_RETURN_IF_ERROR(LoadShardFiles(files_, Directory(tenant, head_id, checkpoint), manifest->files, head));
+  HEADWATER_RETURN_IF_ERROR(LoadShardFiles(files_, Join(HeadDirectory(tenant, head_id), checkpoint), manifest->files, head));
   return manifest->info;
 }
 

@@ -111,10 +111,8 @@ class CheckpointStore {
   absl::Status Publish(const std::string& head_directory, const std::string& temporary, const std::string& checkpoint,
                        bool overwrite);
 
-  // Removes the excess over `keep_` in the series of `checkpoint` in a run. With `is_saved`, `checkpoint` stays as the newest.
-  // Without it, `keep_` checkpoints stay, and `checkpoint` is not exempt.
-  void Prune(const std::string& tenant, const std::string& head_id, const std::string& checkpoint, bool is_saved,
-             int64_t first_sequence);
+  // Removes the excess over `keep_` in the series of `checkpoint` in a run.
+  void Prune(const std::string& tenant, const std::string& head_id, const std::string& checkpoint, int64_t first_sequence);
   // Removes an existing checkpoint; after a crash it is whole or gone.
   absl::Status RemoveCheckpoint(const std::string& head_directory, const std::string& checkpoint);
 
@@ -129,7 +127,6 @@ class CheckpointStore {
   absl::Status MarkLive(const std::string& head_directory, int64_t first_sequence);
 
   std::string HeadDirectory(const std::string& tenant, const std::string& head_id) const;
-  std::string Directory(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) const;
   absl::StatusOr<Manifest> OpenManifest(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) const;
 
   const std::string root_;

@@ -86,18 +86,17 @@ absl::StatusOr<VerifiedFile> VerifyFile(const FileSystem& files, const std::stri
   absl::StatusOr<std::unique_ptr<ReadableFile>> opened = files.OpenFile(Join(directory, expected.name));
   if (absl::IsNotFound(opened.status())) return CorruptError(absl::StrCat(expected.name, " of the checkpoint is not there"));
   if (!opened.ok()) return opened.status();
-  VerifiedFile verified;
-  verified.file = *std::move(opened);
-  if (verified.file->size() != expected.bytes) {
-    return CorruptError(absl::StrCat(expected.name, " has ", verified.file->size(), " bytes, the manifest says ", expected.bytes));
+  const ReadableFile& file = **opened;
+  if (file.size() != expected.bytes) {
+    return CorruptError(absl::StrCat(expected.name, " has ", file.size(), " bytes, the manifest says ", expected.bytes));
   }
-  HEADWATER_ASSIGN_OR_RETURN(std::string checksum, HashFile(*verified.file));
+  HEADWATER_ASSIGN_OR_RETURN(std::string checksum, HashFile(file));
   if (checksum != expected.checksum) {
     return MakeError(ErrorReason::kChecksumMismatch,
                      absl::StrCat("the checksum of ", expected.name, " is ", checksum, ", the manifest says ", expected.checksum),
                      {{"file", expected.name}, {"expected", expected.checksum}, {"actual", checksum}});
   }
-  HEADWATER_ASSIGN_OR_RETURN(SafetensorsHeader header, ReadSafetensorsHeader(*verified.file));
+  HEADWATER_ASSIGN_OR_RETURN(SafetensorsHeader header, ReadSafetensorsHeader(file));
   for (const SafetensorsOutput& output : layout) {
     const auto found = header.tensors.find(output.name);
     if (found == header.tensors.end() || found->second.shape != output.shape || found->second.data_type != output.data_type) {
@@ -105,8 +104,7 @@ absl::StatusOr<VerifiedFile> VerifyFile(const FileSystem& files, const std::stri
           absl::StrCat(expected.name, " does not have ", output.name, " of the type and shape that its manifest implies"));
     }
   }
-  verified.header = std::move(header);
-  return verified;
+  return VerifiedFile{*std::move(opened), std::move(header)};
 }
 
 // Part of the head may have been overwritten: the head is lost for any reason.
