@@ -4,8 +4,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
-
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 
@@ -13,25 +11,21 @@ namespace headwater::group {
 
 void Restarter::KeepAddresses(const std::vector<std::string>& addresses, const std::vector<std::string>& admin_addresses,
                               const std::string& metrics_address, int metrics_port) {
-  addresses_ = {"--listen_addresses=" + absl::StrJoin(addresses, ",")};
-  if (!admin_addresses.empty()) addresses_.push_back("--admin_listen_addresses=" + absl::StrJoin(admin_addresses, ","));
-  if (metrics_port == 0) return;  // no metrics are served
-  addresses_.push_back(
-      absl::StrCat("--metrics_address=", metrics_address.substr(0, metrics_address.rfind(':')), ":", metrics_port));
-}
-
-std::vector<std::string> Restarter::Arguments() const {
-  std::vector<std::string> all = arguments_;
-  for (const std::string& address : addresses_) {
-    // Earlier addresses move to the end: the last value of a flag counts.
-    all.erase(std::remove(all.begin(), all.end(), address), all.end());
-    all.push_back(address);
+  std::vector<std::string> flags = {"--listen_addresses=" + absl::StrJoin(addresses, ",")};
+  if (!admin_addresses.empty()) flags.push_back("--admin_listen_addresses=" + absl::StrJoin(admin_addresses, ","));
+  if (metrics_port != 0) {  // 0: no metrics are served
+    const std::string host = metrics_address.substr(0, metrics_address.rfind(':'));
+    flags.push_back(absl::StrCat("--metrics_address=", host, ":", metrics_port));
   }
-  return all;
+  for (const std::string& flag : flags) {
+    // Earlier addresses move to the end: the last value of a flag counts.
+    std::erase(arguments_, flag);
+    arguments_.push_back(flag);
+  }
 }
 
 void Restarter::BeginAnew() const {
-  std::vector<std::string> all = Arguments();
+  std::vector<std::string> all = arguments_;
   std::vector<char*> pointers;
   for (std::string& argument : all) pointers.push_back(argument.data());
   pointers.push_back(nullptr);

@@ -15,13 +15,12 @@ class Restarter {
   // Values of Server::addresses(), admin_addresses() and metrics_port(); `metrics_address`: the flag's value, host:port.
   void KeepAddresses(const std::vector<std::string>& addresses, const std::vector<std::string>& admin_addresses,
                      const std::string& metrics_address, int metrics_port);
-  std::vector<std::string> Arguments() const;
+  const std::vector<std::string>& Arguments() const { return arguments_; }
   // Restarts. Destroys nothing, and closes all files except the standard ones. Returns only if the system refuses. Any thread.
   void BeginAnew() const;
 
  private:
   std::vector<std::string> arguments_;
-  std::vector<std::string> addresses_;  // flags
 };
 
 }  // namespace headwater::group
