@@ -55,7 +55,7 @@ class GroupHead final : public HeadBase {
 
   absl::Status DoReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const override {
     HEADWATER_RETURN_IF_ERROR(CheckRange(tensor, element_start, element_count));
-    if (is_replicated() && IsStored(tensor)) {
+    if (is_replicated() && IsWholeInReplica(spec(), tensor) && !IsGradient(tensor)) {
       // The first rank has all weights too, and is the nearest.
       GroupCore::RankTurn turn(*core_, 0);
       HEADWATER_RETURN_IF_ERROR(turn.status());
@@ -73,7 +73,7 @@ class GroupHead final : public HeadBase {
   absl::Status DoWriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) override {
     HEADWATER_RETURN_IF_ERROR(CheckRange(tensor, element_start, element_count));
     const int64_t element_bytes = ElementBytes(TensorDataType(tensor));
-    const bool to_all = is_replicated() && (IsStored(tensor) || IsMaster(tensor) || IsGradient(tensor));
+    const bool to_all = is_replicated() && (IsWholeInReplica(spec(), tensor) || IsMaster(tensor));
     return InTurn(kAsItIs, [&](size_t rank) {
       const Piece piece = to_all ? Piece{element_start, element_count, 0}
                                  : PieceOf(static_cast<int32_t>(rank), tensor, element_start, element_count);
@@ -132,10 +132,6 @@ class GroupHead final : public HeadBase {
     return spec.parallelism == Parallelism::kRows ? spec.staging_slots * static_cast<int32_t>(ranks) : spec.staging_slots;
   }
   static bool IsGradient(HeadTensor tensor) { return tensor == HeadTensor::kGradWeight || tensor == HeadTensor::kGradBias; }
-  // Whether the tensor is the one stored for computing, under whatever name.
-  bool IsStored(HeadTensor tensor) const {
-    return tensor == HeadTensor::kWeight || tensor == HeadTensor::kBias || (IsMaster(tensor) && !HasSeparateMaster(spec()));
-  }
 
   absl::Status InTurn(bool reduced, GroupCore::Program program) const {
     const GroupCore::Turn turn(*core_);
@@ -274,8 +270,6 @@ absl::Status StagingFull(const std::vector<GroupHead*>& targets) {
 
 GroupEngine::GroupEngine(std::string name, EngineOptions options)
     : name_(std::move(name)), options_(std::move(options)), core_(std::make_shared<GroupCore>()) {}
-
-GroupEngine::~GroupEngine() = default;
 
 void GroupEngine::Form(std::vector<Rank> ranks) {
   loads_ = std::make_unique<RankLoads>(ranks.size());

@@ -62,7 +62,6 @@ class GroupEngine final : public LossEngine {
   // Has no ranks until Form(): calls that compute or make a head fail with kStarting. `options` are the group's: shard_count ranks,
   // with the defaults that callers see before Form() filled in.
   GroupEngine(std::string name, EngineOptions options);
-  ~GroupEngine() override;
 
   // Sets the ranks in order, the first of which must be in this process. Called once.
   void Form(std::vector<Rank> ranks);

@@ -63,15 +63,7 @@ absl::StatusOr<SafetensorsTensor> ReadTensor(const std::string& name, const json
 }  // namespace
 
 const char* SafetensorsType(DataType type) {
-  switch (type) {
-    case DataType::kFloat32:
-      return "F32";
-    case DataType::kBFloat16:
-      return "BF16";
-    case DataType::kFloat16:
-      return "F16";
-  }
-  return "";
+  return type == DataType::kFloat32 ? "F32" : type == DataType::kBFloat16 ? "BF16" : "F16";
 }
 
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const ReadableFile& file) {

@@ -83,8 +83,6 @@ class ReceivedCall {
   static absl::StatusOr<std::unique_ptr<ReceivedCall>> Decode(v1::RankCompute received,
                                                               absl::FunctionRef<EngineHead*(uint64_t)> head_of);
 
-  // The call without its rows.
-  const v1::RankCompute& message() const { return message_; }
   // Valid as long as this.
   const MicroBatch& micro_batch() const { return micro_batch_; }
   absl::Status AddRows(int32_t stream, const std::string& data);

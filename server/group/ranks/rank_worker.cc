@@ -94,17 +94,21 @@ class HeartbeatWriter {
 };
 
 // Reads a micro-batch's rows, and the decision, from the channel on demand.
-class ChannelFlow : public RowFlow {
+class ChannelFlow final : public RowFlow {
  public:
-  // `shared`, if not null, gets the rows too, for the process's other ranks.
-  ChannelFlow(WorkerChannel& channel, ReceivedCall& call, RowsHere* shared) : channel_(channel), call_(call), shared_(shared) {}
+  // `shared`: the rows of all ranks of the process, or null. With `is_neighbour` they come to another rank, and here only the
+  // decision. Without, they come here, and this fills `shared`.
+  ChannelFlow(WorkerChannel& channel, ReceivedCall& call, RowsHere* shared, bool is_neighbour)
+      : channel_(channel), call_(call), shared_(shared), is_neighbour_(is_neighbour) {}
   ~ChannelFlow() override {
-    if (shared_ != nullptr) shared_->End(MakeError(ErrorReason::kEngineFailed, "the rank that gets the rows wants no more"));
+    if (shared_ == nullptr || is_neighbour_) return;
+    shared_->End(MakeError(ErrorReason::kEngineFailed, "the rank that gets the rows wants no more"));
   }
   ChannelFlow(const ChannelFlow&) = delete;
   ChannelFlow& operator=(const ChannelFlow&) = delete;
 
   absl::Status AwaitRows(int64_t row_end) override {
+    if (is_neighbour_) return shared_->Await(row_end).status();
     while (call_.rows_here() < row_end) {
       const absl::Status status = Read();
       if (shared_ != nullptr) status.ok() ? shared_->Come(call_.rows_here()) : shared_->End(status);
@@ -140,18 +144,9 @@ class ChannelFlow : public RowFlow {
   WorkerChannel& channel_;
   ReceivedCall& call_;
   RowsHere* const shared_;
+  const bool is_neighbour_;
   bool decided_ = false;
   absl::Status decision_;
-};
-
-// The flow of another rank of the process: only the decision comes on its channel.
-class NeighbourFlow final : public ChannelFlow {
- public:
-  NeighbourFlow(WorkerChannel& channel, ReceivedCall& call, RowsHere& rows) : ChannelFlow(channel, call, nullptr), rows_(rows) {}
-  absl::Status AwaitRows(int64_t row_end) override { return rows_.Await(row_end).status(); }
-
- private:
-  RowsHere& rows_;
 };
 
 class Worker {
@@ -250,26 +245,15 @@ class Worker {
   }
 
   absl::Status ExecuteOne(const v1::JoinResponse& command, v1::RankReply* reply) {
-    switch (command.kind_case()) {
-      case v1::JoinResponse::kPlanHead:
-        return PlanHead(command.plan_head(), reply);
-      case v1::JoinResponse::kCreateHead:
-        return CreateHead(command.create_head(), reply);
-      case v1::JoinResponse::kReadTensor:
-        return ReadTensor(command.read_tensor(), reply);
-      case v1::JoinResponse::kWriteTensor:
-        return WriteTensor(command.write_tensor());
-      case v1::JoinResponse::kHeadCommand:
-        return RunHeadCommand(command.head_command(), reply);
-      case v1::JoinResponse::kApplyOptimizer:
-        return ApplyOptimizer(command.apply_optimizer());
-      case v1::JoinResponse::kCompute:
-        return Compute(command.compute(), reply);
-      case v1::JoinResponse::kCommit:
-        return Commit(command.commit());
-      default:
-        return Malformed("no command");
-    }
+    if (command.has_plan_head()) return PlanHead(command.plan_head(), reply);
+    if (command.has_create_head()) return CreateHead(command.create_head(), reply);
+    if (command.has_read_tensor()) return ReadTensor(command.read_tensor(), reply);
+    if (command.has_write_tensor()) return WriteTensor(command.write_tensor());
+    if (command.has_head_command()) return RunHeadCommand(command.head_command(), reply);
+    if (command.has_apply_optimizer()) return ApplyOptimizer(command.apply_optimizer());
+    if (command.has_compute()) return Compute(command.compute(), reply);
+    if (command.has_commit()) return Commit(command.commit());
+    return Malformed("no command");
   }
 
   static void EncodePlan(const MemoryPlan& plan, v1::RankReply* reply) {
@@ -383,36 +367,25 @@ class Worker {
   absl::Status Compute(const v1::RankCompute& command, v1::RankReply* reply) {
     HEADWATER_ASSIGN_OR_RETURN(const std::shared_ptr<ReceivedCall> call,
                                ReceivedCall::Decode(command, [this](uint64_t id) { return FindHead(id); }));
-    if (!command.whole()) ++shared_number_;
-    if (command.shared_rows()) return ComputeShared(*call, reply);
     std::shared_ptr<SharedCall> shared;
-    if (options_.rows != nullptr && options_.process_index == 0 && !command.whole()) {
+    if (!command.whole()) ++shared_number_;
+    if (command.shared_rows()) {  // they come to another rank of the process
+      if (options_.rows == nullptr || options_.process_index == 0 || command.whole()) return Malformed("shared rows");
+      HEADWATER_ASSIGN_OR_RETURN(shared, options_.rows->Await(shared_number_));
+      HEADWATER_RETURN_IF_ERROR(call->ShareRowsOf(*shared->call));
+    } else if (options_.rows != nullptr && options_.process_index == 0 && !command.whole()) {
       shared = std::make_shared<SharedCall>(call);
       options_.rows->Begin(shared_number_, shared);
     }
-    ChannelFlow flow(channel_, *call, shared == nullptr ? nullptr : &shared->rows);
-    return Compute(*call, flow, reply);
-  }
-
-  // The rows come to another rank of the process.
-  absl::Status ComputeShared(ReceivedCall& call, v1::RankReply* reply) {
-    if (options_.rows == nullptr || options_.process_index == 0 || call.message().whole()) return Malformed("shared rows");
-    HEADWATER_ASSIGN_OR_RETURN(const std::shared_ptr<SharedCall> shared, options_.rows->Await(shared_number_));
-    HEADWATER_RETURN_IF_ERROR(call.ShareRowsOf(*shared->call));
-    NeighbourFlow flow(channel_, call, shared->rows);
-    return Compute(call, flow, reply);
-  }
-
-  absl::Status Compute(const ReceivedCall& received, RowFlow& flow, v1::RankReply* reply) {
-    const v1::RankCompute& message = received.message();
-    MicroBatch micro_batch = received.micro_batch();
+    ChannelFlow flow(channel_, *call, shared == nullptr ? nullptr : &shared->rows, command.shared_rows());
+    MicroBatch micro_batch = call->micro_batch();
     // Without a flow all rows must have come before the engine is called.
-    if (!message.flow()) HEADWATER_RETURN_IF_ERROR(flow.AwaitRows(micro_batch.hidden.row_count));
-    if (message.flow()) micro_batch.flow = &flow;
+    if (!command.flow()) HEADWATER_RETURN_IF_ERROR(flow.AwaitRows(micro_batch.hidden.row_count));
+    if (command.flow()) micro_batch.flow = &flow;
     HEADWATER_ASSIGN_OR_RETURN(MicroBatchResult result, engine().Compute(micro_batch));
     reply->set_staged(result.staged != nullptr);
-    if (result.staged != nullptr) contributions_[message.contribution()] = std::move(result.staged);
-    return message.whole() ? SendResult(micro_batch, result, reply) : absl::OkStatus();
+    if (result.staged != nullptr) contributions_[command.contribution()] = std::move(result.staged);
+    return command.whole() ? SendResult(micro_batch, result, reply) : absl::OkStatus();
   }
 
   absl::Status SendResult(const MicroBatch& micro_batch, const MicroBatchResult& result, v1::RankReply* reply) {
