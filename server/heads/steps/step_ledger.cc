@@ -19,12 +19,11 @@ constexpr size_t kMaxListedIds = 16;
 // Reduces the record of a contribution that is gone to its fence and tombstone; false if it has neither.
 bool KeepFenceAndTombstone(MicroBatchRecord* record) {
   MicroBatchRecord rest;
-  rest.fence_attempt = record->fence_attempt;
+  rest.state = ContributionState::kNone;
+  rest.attempt = rest.fence_attempt = record->fence_attempt;  // above the tombstone
   rest.tombstone_attempt = record->tombstone_attempt;
-  rest.state = rest.tombstone_attempt >= rest.fence_attempt ? ContributionState::kDiscarded : ContributionState::kNone;
-  rest.attempt = std::max(rest.fence_attempt, rest.tombstone_attempt);
   *record = rest;
-  return rest.fence_attempt > 0 || rest.tombstone_attempt >= 0;
+  return rest.fence_attempt > 0;
 }
 
 std::string FactorToString(const CommitFactor& factor) {

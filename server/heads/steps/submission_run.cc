@@ -218,7 +218,6 @@ absl::Status SubmissionRun::Begin() {
   const std::optional<Digest> digest = flows ? std::nullopt : std::optional(submission_.digest);
   if (!flows) outcome_.digest = submission_.digest;
   std::string known_by, new_to;
-  HEADWATER_RETURN_IF_ERROR(CheckNotLost());
   for (Head* target : targets_) {
     const int64_t step = target->steps.open().step;
     if (!outcome_.step.has_value()) outcome_.step = step;

@@ -401,7 +401,9 @@ TEST_F(StepLedgerTest, SealedStepReplaysAndRefusesNewOnes) {
   EXPECT_REASON(ledger_.Seal(7, int64_t{2}), kMicroBatchMissing);
   EXPECT_EQ(MustBegin(0), BeginDecision::kReplay);
   EXPECT_REASON(Begin(ledger_, 7, 0, 0, kSecond, false), kMicroBatchConflict);
-  EXPECT_REASON(ledger_.CheckBegin(7, 1, 0), kStepSealed);
+  const absl::Status sealed = ledger_.CheckBegin(7, 1, 0);
+  EXPECT_REASON(sealed, kStepSealed);
+  EXPECT_EQ(GetErrorMetadata(sealed).at("openStep"), "7");
   EXPECT_REASON(ledger_.CheckCommit(7, 1, 0, Factor(1)), kMicroBatchNotFound);
   EXPECT_FALSE(*ledger_.CheckCommit(7, 0, 0, Factor(1)));
   EXPECT_FALSE(*ledger_.Discard(7, 1, 0));
