@@ -1,4 +1,6 @@
 // headwaterd: wiring.
+#include "server/main.h"
+
 #include <malloc.h>
 #include <signal.h>
 
@@ -20,10 +22,6 @@
 #include "headwater/kernels/return_if_error.h"
 #include "server/group/group_assembly.h"
 #include "server/guard/connection_gate.h"
-#include "server/main_engine.h"
-#include "server/main_flags.h"
-#include "server/main_lifecycle.h"
-#include "server/main_worker.h"
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
 #include "server/service/server.h"
@@ -98,7 +96,7 @@ absl::StatusOr<int> Serve() {
   if (!is_group) HEADWATER_RETURN_IF_ERROR(Announce(*server));
 
   const auto is_lost = [&] { return !server->engine().health().ok(); };
-  const int signal_number = AwaitSignal(signals, [&] { return is_lost() || WorkerIsLeaving(); });
+  const int signal_number = AwaitSignal(signals, [&] { return is_lost() || g_worker_is_leaving; });
   if (signal_number == kWakeSignal && !is_lost()) {
     // The other workers, and a replacement, join the restarted leader. An operator's signal is taken after the restart.
     const absl::Duration timeout = absl::GetFlag(FLAGS_drain_timeout);
@@ -114,7 +112,7 @@ absl::StatusOr<int> Serve() {
     }
     EndLost();
   }
-  IsEnding() = true;
+  g_is_ending = true;
   observability::Log(
       observability::LogLevel::kInfo, "draining",
       {{"signal", int64_t{signal_number}}, {"timeout_s", absl::ToDoubleSeconds(absl::GetFlag(FLAGS_drain_timeout))}});

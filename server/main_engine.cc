@@ -1,5 +1,3 @@
-#include "server/main_engine.h"
-
 #include <cstdlib>
 #include <utility>
 
@@ -12,10 +10,9 @@
 #include "headwater/kernels/product_rate.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/group/group_assembly.h"
-#include "server/group/join_leader.h"
 #include "server/group/ranks/rank_codec.h"
-#include "server/main_flags.h"
-#include "server/main_lifecycle.h"
+#include "server/group/join_leader.h"
+#include "server/main.h"
 #include "server/service/limits.h"
 #include "server/service/server_core.h"
 
@@ -35,7 +32,7 @@ constexpr absl::Duration kCudaSetupTimeout = absl::Minutes(2);
 
 // Wakes the main thread. Any thread, any number of times.
 void OnWorkerLeaving() {
-  if (!WorkerIsLeaving().exchange(true)) WakeMainThread();
+  if (!g_worker_is_leaving.exchange(true)) WakeMainThread();
 }
 
 // `error`, the reason why an engine is not available, with the flag --engine before its sentence.

@@ -1,5 +1,3 @@
-#include "server/main_flags.h"
-
 #include <stdlib.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -24,7 +22,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/return_if_error.h"
-#include "server/main_engine.h"
+#include "server/main.h"
 #include "server/service/limits.h"
 #include "server/service/server_core.h"
 
@@ -256,11 +254,6 @@ absl::Status CheckAtLeast(const char* flag, int64_t value, int64_t least) {
   return absl::InvalidArgumentError(absl::StrCat("--", flag, ": expected >= ", least, ", got ", value));
 }
 
-absl::Status CheckPositive(const char* flag, absl::Duration value) {
-  if (value > absl::ZeroDuration()) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("--", flag, ": expected a duration > 0, got ", absl::FormatDuration(value)));
-}
-
 absl::StatusOr<int> ParseMode(const char* flag, const std::string& text) {
   int mode = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), mode, 8);
@@ -429,7 +422,9 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
 }
 
 absl::Status CheckEnd() {
-  HEADWATER_RETURN_IF_ERROR(CheckPositive("drain_timeout", absl::GetFlag(FLAGS_drain_timeout)));
+  if (const absl::Duration timeout = absl::GetFlag(FLAGS_drain_timeout); timeout <= absl::ZeroDuration()) {
+    return absl::InvalidArgumentError("--drain_timeout: expected a duration > 0, got " + absl::FormatDuration(timeout));
+  }
   const absl::Duration grace = absl::GetFlag(FLAGS_device_lost_grace);
   if (grace >= absl::ZeroDuration() && grace <= absl::Hours(1)) return absl::OkStatus();
   return absl::InvalidArgumentError("--device_lost_grace: expected a duration from 0 to 1h, got " + absl::FormatDuration(grace));

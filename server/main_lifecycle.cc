@@ -1,5 +1,3 @@
-#include "server/main_lifecycle.h"
-
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/signalfd.h>
@@ -21,7 +19,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
-#include "server/main_flags.h"
+#include "server/main.h"
 #include "server/observability/logging.h"
 
 namespace headwater {
@@ -124,11 +122,6 @@ absl::Status EndWithParent(int32_t parent) {
   return absl::OkStatus();
 }
 
-std::atomic<bool>& IsEnding() {
-  static std::atomic<bool> is_ending{false};
-  return is_ending;
-}
-
 group::Restarter& Restart() {
   static group::Restarter* const restarter = new group::Restarter();
   return *restarter;
@@ -166,8 +159,8 @@ void EndLost() {
   static absl::Mutex* const first_comer = new absl::Mutex();
   first_comer->Lock();  // held for good: later callers wait until the process is gone
   const bool is_worker = !absl::GetFlag(FLAGS_join).empty();
-  if (!IsEnding() && (is_worker || absl::GetFlag(FLAGS_workers) > 0)) Restart().BeginAnew();
-  _exit(IsEnding() && is_worker ? 0 : kDeviceLostStatus);
+  if (!g_is_ending && (is_worker || absl::GetFlag(FLAGS_workers) > 0)) Restart().BeginAnew();
+  _exit(g_is_ending && is_worker ? 0 : kDeviceLostStatus);
 }
 
 bool EndLostInTime(const std::string& note) {
@@ -179,11 +172,6 @@ bool EndLostInTime(const std::string& note) {
     EndLost();
   }).detach();
   return true;
-}
-
-std::atomic<bool>& WorkerIsLeaving() {
-  static std::atomic<bool> is_leaving{false};
-  return is_leaving;
 }
 
 }  // namespace headwater

@@ -1,5 +1,3 @@
-#include "server/main_worker.h"
-
 #include <time.h>
 #include <unistd.h>
 
@@ -17,9 +15,7 @@
 #include "headwater/kernels/return_if_error.h"
 #include "server/group/join_leader.h"
 #include "server/heads/head_name.h"
-#include "server/main_engine.h"
-#include "server/main_flags.h"
-#include "server/main_lifecycle.h"
+#include "server/main.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/service/access/listen_address.h"
@@ -32,10 +28,7 @@ namespace {
 constexpr absl::Duration kJoinInterval = absl::Milliseconds(300);
 
 // The worker's ranks that have, or make, an engine in a group.
-std::atomic<int32_t>& Members() {
-  static std::atomic<int32_t> members{0};
-  return members;
-}
+std::atomic<int32_t> g_members{0};
 
 // One rank of a worker: joins again and again, until the process is to end.
 void StayJoined(const group::LeaderAddress& leader, group::WorkerOptions worker) {
@@ -43,9 +36,9 @@ void StayJoined(const group::LeaderAddress& leader, group::WorkerOptions worker)
   bool is_member = false;
   const auto become_member = [&is_member] {
     is_member = true;
-    ++Members();
+    ++g_members;
   };
-  worker.is_leaving = [] { return IsEnding().load(); };
+  worker.is_leaving = [] { return g_is_ending.load(); };
   worker.engine_options.on_device_lost = [](const absl::Status&) { EndLostInTime(""); };
   worker.make_engine = [&](const EngineOptions& options) {
     become_member();
@@ -60,10 +53,10 @@ void StayJoined(const group::LeaderAddress& leader, group::WorkerOptions worker)
     if (has_device) EndLostInTime("");
   };
   std::string last;
-  while (!IsEnding()) {
+  while (!g_is_ending) {
     const std::string ended(group::JoinLeader(leader, worker).message());
-    if (std::exchange(is_member, false)) --Members();
-    if (IsEnding()) return WakeMainThread();
+    if (std::exchange(is_member, false)) --g_members;
+    if (g_is_ending) return WakeMainThread();
     if (ended != last) {
       observability::Log(observability::LogLevel::kWarning, "left_group",
                          {{"rank_of_process", int64_t{worker.process_index}}, {"message", ended}});
@@ -77,7 +70,7 @@ void StayJoined(const group::LeaderAddress& leader, group::WorkerOptions worker)
 // Waits until no rank of the worker is in a group, for at most --drain_timeout, or until an operator's next signal.
 void AwaitLeave(const sigset_t& signals) {
   const absl::Time deadline = observability::MonotonicNow() + absl::GetFlag(FLAGS_drain_timeout);
-  for (absl::Duration left; Members() > 0 && (left = deadline - observability::MonotonicNow()) > absl::ZeroDuration();) {
+  for (absl::Duration left; g_members > 0 && (left = deadline - observability::MonotonicNow()) > absl::ZeroDuration();) {
     const timespec wait = absl::ToTimespec(std::min(left, absl::Hours(1)));
     if (IsEndSignal(sigtimedwait(&signals, nullptr, &wait))) return;  // the last member's end wakes it, too
   }
@@ -132,7 +125,7 @@ absl::Status Join(const sigset_t& signals) {
   }
   observability::Log(observability::LogLevel::kInfo, "joining", {{"leader", leader.address}});
   const int signal_number = AwaitSignal(signals, [] { return false; });
-  IsEnding() = true;
+  g_is_ending = true;
   observability::Log(
       observability::LogLevel::kInfo, "leaving",
       {{"signal", int64_t{signal_number}}, {"timeout_s", absl::ToDoubleSeconds(absl::GetFlag(FLAGS_drain_timeout))}});
