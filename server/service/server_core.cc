@@ -170,6 +170,7 @@ ServerParts::ServerParts(const ServerOptions& server_options, std::unique_ptr<Lo
                  const bool closed = how == heads::SessionRegistry::End::kClosed;
                  const int64_t dropped = registry.DropSession(session);
                  metrics.Count(Metric::kSessionDiscards, dropped, closed ? SessionEnd::kClosed : SessionEnd::kExpired);
+                 if (closed && dropped > 0) Log(LogLevel::kInfo, "session_closed", {{"dropped_contributions", dropped}});
                  regions.DropOwner(session);
                  join.DropOwner(session);
                  return dropped;

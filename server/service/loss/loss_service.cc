@@ -46,16 +46,18 @@ absl::Status CommitMicroBatch(RpcScope& scope, const v1::CommitMicroBatchRequest
   HEADWATER_ASSIGN_OR_RETURN(const auto decision, DecodeCommit(request, core.options.limits));
   HEADWATER_ASSIGN_OR_RETURN(const auto targets, FindTargets(scope, decision));
   const absl::Time start = observability::MonotonicNow();
-  HEADWATER_ASSIGN_OR_RETURN(const bool committed,
-                             heads::Commit(targets, decision.micro_batch, decision.attempt, decision.arguments, decision.session,
-                                           &core.busy, scope.wait_limits()));
+  const auto committed = heads::Commit(targets, decision.micro_batch, decision.attempt, decision.arguments, decision.session,
+                                       &core.busy, scope.wait_limits());
   const absl::Time end = observability::MonotonicNow();
-  if (scope.trace() != nullptr) scope.trace()->AddSpan("commit", "commit", start, end);
-  if (committed) {
+  if (scope.trace() != nullptr && !scheduler::IsParked(committed.status())) {
+    scope.trace()->AddSpan("commit", committed.ok() ? "commit" : "commit refused", start, end);
+  }
+  HEADWATER_RETURN_IF_ERROR(committed.status());
+  if (*committed) {
     core.metrics.Count(observability::Metric::kCommits);
     core.metrics.Observe(observability::Metric::kCommitSeconds, end - start);
   }
-  response->set_replayed(!committed);
+  response->set_replayed(!*committed);
   return absl::OkStatus();
 }
 
