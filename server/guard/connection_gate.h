@@ -42,8 +42,6 @@ class ConnectionGate {
       : max_connections_(max_connections), cancels_a_second_(cancels_a_second) {}
   // Stops. Connections that were handed over stay open.
   ~ConnectionGate();
-  ConnectionGate(const ConnectionGate&) = delete;
-  ConnectionGate& operator=(const ConnectionGate&) = delete;
 
   // Listens as headwater::ListenTcp() does. Returns the port, chosen by the system if `port` is 0. Unavailable if it cannot listen.
   absl::StatusOr<int> ListenTcp(const std::string& host, int port, Take take);

@@ -59,10 +59,6 @@ absl::Status HeadNotFound(const HeadName& name) {
   return MakeError(ErrorReason::kHeadNotFound, absl::StrCat("there is no head ", name.ToString()), {{"head", name.ToString()}});
 }
 
-HeadRegistry::HeadRegistry(LossEngine& engine, const RegistryLimits& limits, const HeadLimits& head_limits,
-                           std::function<absl::Time()> clock)
-    : engine_(engine), limits_(limits), head_limits_(head_limits), clock_(std::move(clock)) {}
-
 // ---- creating --------------------------------------------------------------------------------------------------------
 
 absl::StatusOr<int64_t> HeadRegistry::PlannedBytes(const HeadSpec& spec) const {
@@ -189,11 +185,6 @@ std::vector<std::shared_ptr<Head>> HeadRegistry::ListAll() const {
     if (entry.head != nullptr) heads.push_back(entry.head);
   }
   return heads;
-}
-
-int64_t HeadRegistry::size() const {
-  absl::MutexLock lock(&mutex_);
-  return static_cast<int64_t>(heads_.size());
 }
 
 int64_t HeadRegistry::DropSession(const SessionId& session) {

@@ -41,7 +41,8 @@ class HeadRegistry {
  public:
   // `engine` must outlive the registry. `clock` is for tests; only differences of its times matter.
   HeadRegistry(LossEngine& engine, const RegistryLimits& limits, const HeadLimits& head_limits,
-               std::function<absl::Time()> clock = observability::MonotonicNow);
+               std::function<absl::Time()> clock = observability::MonotonicNow)
+      : engine_(engine), limits_(limits), head_limits_(head_limits), clock_(std::move(clock)) {}
 
   struct Created {
     std::shared_ptr<Head> head;
@@ -97,7 +98,11 @@ class HeadRegistry {
   std::vector<std::pair<HeadName, absl::Status>> SaveChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
                                                              absl::Time deadline);
 
-  int64_t size() const;  // heads being created and deleted included
+  // Heads being created and deleted included.
+  int64_t size() const {
+    absl::MutexLock lock(&mutex_);
+    return static_cast<int64_t>(heads_.size());
+  }
   LossEngine& engine() const { return engine_; }
 
  private:

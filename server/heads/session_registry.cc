@@ -20,9 +20,6 @@ absl::Status NotFound() {
 
 }  // namespace
 
-SessionRegistry::SessionRegistry(const SessionLimits& limits, OnEnd on_end, std::function<absl::Time()> clock)
-    : limits_(limits), on_end_(std::move(on_end)), clock_(std::move(clock)) {}
-
 absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& client_name, absl::Duration lease,
                                                              std::vector<Expired>* expired) {
   if (lease <= absl::ZeroDuration()) {
@@ -59,8 +56,6 @@ absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& 
 bool SessionRegistry::IsOver(const Session& session, absl::Time now) {
   return session.running_calls == 0 && !session.ended && now >= session.lease_end;
 }
-
-bool SessionRegistry::IsFull() const { return static_cast<int64_t>(sessions_.size()) >= limits_.max_sessions; }
 
 SessionRegistry::Session* SessionRegistry::FindOpen(const SessionId& id) {
   const auto found = sessions_.find(id);

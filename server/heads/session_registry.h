@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -42,7 +43,8 @@ class SessionRegistry {
 
   // `on_end` may be called from any thread that calls the registry, until the registry is destroyed. `clock` is for tests; only
   // differences of its times matter.
-  SessionRegistry(const SessionLimits& limits, OnEnd on_end, std::function<absl::Time()> clock = observability::MonotonicNow);
+  SessionRegistry(const SessionLimits& limits, OnEnd on_end, std::function<absl::Time()> clock = observability::MonotonicNow)
+      : limits_(limits), on_end_(std::move(on_end)), clock_(std::move(clock)) {}
 
   struct Grant {
     SessionId id;
@@ -84,7 +86,9 @@ class SessionRegistry {
     bool ended = false;  // gone for all calls except the running ones; forgotten after its last on_end()
   };
 
-  bool IsFull() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool IsFull() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return static_cast<int64_t>(sessions_.size()) >= limits_.max_sessions;
+  }
   // The session if it is open and its lease has not ended, else null.
   Session* FindOpen(const SessionId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndCall(const SessionId& id);

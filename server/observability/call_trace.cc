@@ -62,11 +62,6 @@ void CallTrace::AddLocked(Span span, size_t most) {
   }
 }
 
-void CallTrace::AddSpan(const char* track, std::string name, absl::Time start, absl::Time end) {
-  absl::MutexLock lock(&mutex_);
-  AddLocked({track, std::move(name), start, std::max(start, end)}, kMostSpans);
-}
-
 void CallTrace::AddRows(const char* track, int64_t row_end, absl::Time start) {
   const absl::Time now = MonotonicNow();
   absl::MutexLock lock(&mutex_);
@@ -75,11 +70,6 @@ void CallTrace::AddRows(const char* track, int64_t row_end, absl::Time start) {
   AddLocked({track, absl::StrCat("rows ", progress.row_end, " to ", row_end), progress.time, std::max(progress.time, now)},
             kMostSpansWithRows);
   progress = {row_end, now};
-}
-
-void CallTrace::SetAttribute(const std::string& key, const std::string& value) {
-  absl::MutexLock lock(&mutex_);
-  attributes_[key] = value;
 }
 
 std::string CallTrace::ToJson() const {

@@ -2,6 +2,7 @@
 #ifndef HEADWATER_SERVER_OBSERVABILITY_CALL_TRACE_H_
 #define HEADWATER_SERVER_OBSERVABILITY_CALL_TRACE_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -10,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -51,11 +53,17 @@ class CallTrace {
 
   // A span from `start` to `end`, both inclusive; equal: a moment. Spans of one `track` (static) are shown in one line. Times are
   // MonotonicNow()'s, here and below.
-  void AddSpan(const char* track, std::string name, absl::Time start, absl::Time end);
+  void AddSpan(const char* track, std::string name, absl::Time start, absl::Time end) {
+    absl::MutexLock lock(&mutex_);
+    AddLocked({track, std::move(name), start, std::max(start, end)}, kMostSpans);
+  }
   // Rows up to `row_end` are done: a span from the end of this track's last rows, or from `start`.
   void AddRows(const char* track, int64_t row_end, absl::Time start);
   // An attribute of the call; the last value stays.
-  void SetAttribute(const std::string& key, const std::string& value);
+  void SetAttribute(const std::string& key, const std::string& value) {
+    absl::MutexLock lock(&mutex_);
+    attributes_[key] = value;
+  }
 
   const TraceContext& parent() const { return parent_; }
   const std::string& span_id() const { return span_id_; }

@@ -141,12 +141,6 @@ std::string& EndLine() {
 
 }  // namespace
 
-LogField::LogField(const char* field_key, double number) : key(field_key), bare(true) {
-  char text[64];
-  std::snprintf(text, sizeof(text), "%.3f", number);
-  value = text;
-}
-
 absl::Status ConfigureLogging(const std::string& level, const std::string& format) {
   if (format != "text" && format != "json") {
     return absl::InvalidArgumentError("log format: expected text or json, got \"" + format + "\"");

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/str_format.h"
 #include "server/observability/repeated_task.h"
 
 namespace headwater::observability {
@@ -28,7 +29,7 @@ enum class LogFormat { kText, kJson };
 struct LogField {
   LogField(const char* field_key, std::string field_value) : key(field_key), value(std::move(field_value)) {}
   LogField(const char* field_key, int64_t number) : key(field_key), value(std::to_string(number)), bare(true) {}
-  LogField(const char* field_key, double number);  // three decimals
+  LogField(const char* field_key, double number) : key(field_key), value(absl::StrFormat("%.3f", number)), bare(true) {}
   // `true` or `false`. A template, so that no pointer is taken for a boolean.
   template <typename T, typename = std::enable_if_t<std::is_same_v<T, bool>>>
   LogField(const char* field_key, T flag) : key(field_key), value(flag ? "true" : "false"), bare(true) {}

@@ -46,7 +46,7 @@ struct QueueWidths {
   int64_t large = 2;
 };
 
-// Thread-safe; a Turn has one thread.
+// Thread-safe, and outlives its turns; a Turn has one thread.
 class WorkQueue {
  public:
   // For so long a turn has precedence over later ones; after that a slow upload holds up no other job.
@@ -54,8 +54,6 @@ class WorkQueue {
 
   // At most `max_depth` (>= 1) jobs wait. The widths are at least 1.
   explicit WorkQueue(int64_t max_depth, const QueueWidths& widths = {});
-  // No turn may be left.
-  ~WorkQueue() = default;
 
   // One job on its way: its rows come, it stands in line, it runs.
   class Turn {

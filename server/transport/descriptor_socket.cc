@@ -138,11 +138,6 @@ absl::StatusOr<FileDescriptor> DescriptorSocket::Take(absl::string_view token) {
                    {{"field", "descriptor_token"}});
 }
 
-int64_t DescriptorSocket::size() const {
-  absl::MutexLock lock(&mutex_);
-  return static_cast<int64_t>(waiting_.size());
-}
-
 void DescriptorSocket::Run() {
   std::vector<Connection> connections;
   for (bool may_accept = true;;) {

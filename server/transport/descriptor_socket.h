@@ -63,7 +63,11 @@ class DescriptorSocket {
   // was never given, was used, or is too old.
   absl::StatusOr<FileDescriptor> Take(absl::string_view token);
   const std::string& path() const { return path_; }  // absolute
-  int64_t size() const;                              // descriptors that wait to be taken
+  // Descriptors that wait to be taken.
+  int64_t size() const {
+    absl::MutexLock lock(&mutex_);
+    return static_cast<int64_t>(waiting_.size());
+  }
 
  private:
   struct Waiting {

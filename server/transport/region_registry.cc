@@ -90,12 +90,6 @@ absl::Status RegionEnd::Await(const scheduler::WaitLimits& limits) {
   return absl::OkStatus();
 }
 
-void RegionEnd::Come() {
-  absl::MutexLock lock(&mutex_);
-  over_ = true;
-  waiting_.WakeAll();
-}
-
 absl::StatusOr<int64_t> CheckSealedMemory(int fd, const std::string& field) {
   const int seals = fcntl(fd, F_GET_SEALS);
   // Huge pages of their own file system, secret memory and files on disks are not tmpfs: their pages may fail to come.

@@ -50,7 +50,11 @@ class RegionEnd {
  public:
   // Waits for it. kDeadlineExceeded, kCancelled and the other errors that end a wait.
   absl::Status Await(const scheduler::WaitLimits& limits);
-  void Come();
+  void Come() {
+    absl::MutexLock lock(&mutex_);
+    over_ = true;
+    waiting_.WakeAll();
+  }
 
  private:
   absl::Mutex mutex_;
@@ -71,8 +75,6 @@ class Region {
   };
   Region(RegionKind kind, int64_t bytes, std::shared_ptr<RegionCounts> counts, Memory memory);
   ~Region();
-  Region(const Region&) = delete;
-  Region& operator=(const Region&) = delete;
 
   RegionKind kind() const { return kind_; }
   int64_t bytes() const { return bytes_; }
@@ -116,10 +118,6 @@ struct RegionLimits {
 // A range of a region, for one call. Movable; its memory stays valid as long as it lives.
 class RegionUse {
  public:
-  RegionUse() = default;
-  RegionUse(RegionUse&&) = default;
-  RegionUse& operator=(RegionUse&&) = default;
-
   RegionKind kind() const { return region_->kind(); }
   // kDevice for a device region, else kHost.
   MemorySpace memory() const { return kind() == RegionKind::kDevice ? MemorySpace::kDevice : MemorySpace::kHost; }

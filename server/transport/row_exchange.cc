@@ -6,7 +6,6 @@
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
-#include "server/observability/monotonic_clock.h"
 
 namespace headwater::transport {
 
@@ -127,46 +126,12 @@ RowProgress RowExchange::Look() const {
 
 // ---- gradient out ----------------------------------------------------------------------------------------------------
 
-void RowExchange::GradReady(int64_t row_end) {
-  absl::MutexLock lock(&mutex_);
-  if (row_end <= grad_ready_) return;
-  grad_ready_ = std::min(row_end, grad_rows_);
-  Changed();
-}
-
 GradRows RowExchange::PeekGrad() const {
   if (!broken_.ok() || grad_taken_ >= grad_ready_) return {};
   // A short piece only at the very end: the rows behind it come soon.
   const int64_t count = std::min(grad_piece_rows_, grad_rows_ - grad_taken_);
   if (grad_taken_ + count > grad_ready_) return {};
   return {grad_taken_, count};
-}
-
-GradRows RowExchange::NextGrad() {
-  absl::MutexLock lock(&mutex_);
-  const GradRows rows = PeekGrad();
-  grad_taken_ += rows.row_count;
-  if (rows.row_count > 0 && grad_taken_ == grad_rows_) Changed();
-  return rows;
-}
-
-// ---- its end ---------------------------------------------------------------------------------------------------------
-
-bool RowExchange::BreakIfIncomplete(const absl::Status& status) {
-  absl::MutexLock lock(&mutex_);
-  if (!broken_.ok() || IsComplete()) return false;
-  broken_ = status;
-  Changed();
-  return true;
-}
-
-void RowExchange::AwaitChange(int64_t seen, absl::Time deadline) {
-  absl::MutexLock lock(&mutex_);
-  while (version_ == seen) {
-    const absl::Duration left = deadline - MonotonicNow();
-    if (left <= absl::ZeroDuration()) return;
-    changed_.WaitWithTimeout(&mutex_, left);
-  }
 }
 
 }  // namespace headwater::transport

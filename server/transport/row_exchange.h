@@ -20,6 +20,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::transport {
 
@@ -152,9 +153,20 @@ class RowExchange {
     grad_piece_rows_ = piece_rows;
   }
   // Rows [0, row_end) are final. Calls no stream.
-  void GradReady(int64_t row_end);
+  void GradReady(int64_t row_end) {
+    absl::MutexLock lock(&mutex_);
+    if (row_end <= grad_ready_) return;
+    grad_ready_ = std::min(row_end, grad_rows_);
+    Changed();
+  }
   // The next rows, in ascending order; none if there are none yet, or no more, or the exchange is broken.
-  GradRows NextGrad();
+  GradRows NextGrad() {
+    absl::MutexLock lock(&mutex_);
+    const GradRows rows = PeekGrad();
+    grad_taken_ += rows.row_count;
+    if (rows.row_count > 0 && grad_taken_ == grad_rows_) Changed();
+    return rows;
+  }
   bool has_grad() const {
     absl::MutexLock lock(&mutex_);
     return PeekGrad().row_count > 0;
@@ -173,7 +185,13 @@ class RowExchange {
     Changed();
   }
   // The same unless complete(), after which the micro-batch may be committed at any moment. Whether it is what broke the exchange.
-  bool BreakIfIncomplete(const absl::Status& status);
+  bool BreakIfIncomplete(const absl::Status& status) {
+    absl::MutexLock lock(&mutex_);
+    if (!broken_.ok() || IsComplete()) return false;
+    broken_ = status;
+    Changed();
+    return true;
+  }
   // OK, or the status of Break().
   absl::Status status() const {
     absl::MutexLock lock(&mutex_);
@@ -186,7 +204,14 @@ class RowExchange {
     return version_;
   }
   // Waits until version() is not `seen`, or `deadline`.
-  void AwaitChange(int64_t seen, absl::Time deadline);
+  void AwaitChange(int64_t seen, absl::Time deadline) {
+    absl::MutexLock lock(&mutex_);
+    while (version_ == seen) {
+      const absl::Duration left = deadline - observability::MonotonicNow();
+      if (left <= absl::ZeroDuration()) return;
+      changed_.WaitWithTimeout(&mutex_, left);
+    }
+  }
   // Something else has changed that the thread of AwaitChange() looks at.
   void Notify() {
     absl::MutexLock lock(&mutex_);

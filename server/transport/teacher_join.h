@@ -56,7 +56,7 @@ struct JoinLimits {
 class RowClaim;
 class TeacherStream;
 
-// The store of sets: their rows, their share of a budget, and their expiry. Its handles bring and take rows.
+// The store of sets: their rows, their share of a budget, and their expiry. Its handles bring and take rows, and do not outlive it.
 class TeacherJoin {
  public:
   // Bytes of `max_bytes` that a row takes beside its data.
@@ -65,8 +65,6 @@ class TeacherJoin {
   // `clock` measures how long things wait; it does not go back. Called with the lock held.
   TeacherJoin(const JoinLimits& limits, std::function<absl::Time()> clock)
       : limits_(limits), clock_(std::move(clock)), budget_(limits.max_bytes) {}
-  // No handle may be left.
-  ~TeacherJoin() = default;
 
   // A teacher's stream that brings rows `row_indices` of the set, each once and in [0, total_row_count); empty: all rows in order.
   // The rows belong to `owner`, if given. Errors: kChunkOutOfRange (a row that has come, or that another stream brings),

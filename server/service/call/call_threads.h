@@ -22,8 +22,6 @@ class CallThreads {
   explicit CallThreads(int64_t max_threads);
   // Runs what was accepted, then ends. Nothing may be submitted concurrently.
   ~CallThreads();
-  CallThreads(const CallThreads&) = delete;
-  CallThreads& operator=(const CallThreads&) = delete;
 
   // Runs `task` on a thread of its own; false, and nothing happens, if all are busy.
   bool TryRun(std::function<void()> task) {

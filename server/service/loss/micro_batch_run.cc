@@ -53,8 +53,6 @@ class MicroBatchRun final : private heads::IncomingRows {
         exchange_(micro_batch.transfer->exchange()),
         limits_(micro_batch.scope.wait_limits()),
         cancelled_([waiter = limits_.waiter] { return waiter->cancelled(); }) {}
-  MicroBatchRun(const MicroBatchRun&) = delete;
-  MicroBatchRun& operator=(const MicroBatchRun&) = delete;
 
   absl::Status Compute() {
     const int64_t row_count = batch_.payload->request.row_count;

@@ -31,8 +31,6 @@ class TransferRegistry {
  public:
   // A stripe waits at most `max_wait` for a primary stream that has not been announced.
   explicit TransferRegistry(absl::Duration max_wait) : max_wait_(max_wait) {}
-  TransferRegistry(const TransferRegistry&) = delete;
-  TransferRegistry& operator=(const TransferRegistry&) = delete;
 
   // A primary stream, from its header to its end. Must not outlive the registry.
   class Entry {
