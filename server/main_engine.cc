@@ -11,7 +11,7 @@
 #include "headwater/kernels/return_if_error.h"
 #include "server/group/group_assembly.h"
 #include "server/group/ranks/rank_codec.h"
-#include "server/group/join_leader.h"
+#include "server/group/ranks/rank_worker.h"
 #include "server/main.h"
 #include "server/service/limits.h"
 #include "server/service/server_core.h"

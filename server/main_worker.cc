@@ -13,12 +13,12 @@
 #include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/return_if_error.h"
-#include "server/group/join_leader.h"
+#include "server/group/ranks/rank_worker.h"
 #include "server/heads/head_name.h"
 #include "server/main.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/service/access/listen_address.h"
+#include "server/service/access/ports.h"
 #include "server/service/server_core.h"
 
 namespace headwater {

@@ -1,9 +1,8 @@
-#include "server/group/group_core.h"
-
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "server/group/group_engine.h"
 
 namespace headwater::group {
 namespace {

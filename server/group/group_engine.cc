@@ -20,7 +20,6 @@
 #include "kernels/core/saturating.h"
 #include "kernels/core/shard_layout.h"
 #include "server/group/engines_together.h"
-#include "server/group/group_flow.h"
 #include "server/group/ranks/rank.h"
 #include "server/group/ranks/rank_codec.h"
 

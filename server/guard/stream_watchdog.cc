@@ -15,6 +15,10 @@ constexpr int64_t kNotWaiting = std::numeric_limits<int64_t>::max();
 
 int64_t NowNs() { return absl::ToUnixNanos(observability::MonotonicNow()); }
 
+constexpr absl::Duration kPatience = absl::Seconds(2);
+constexpr absl::Duration kFirstTime = absl::Seconds(5);
+constexpr double kLeastBytesPerSecond = 64 << 10;
+
 }  // namespace
 
 StreamWatchdog::StreamWatchdog(absl::Duration idle_timeout, absl::Duration max_time)
@@ -67,6 +71,39 @@ void StreamWatchdog::Watch::Allow(std::function<absl::Status()> allowed) {
 absl::Status StreamWatchdog::Watch::why() const {
   absl::MutexLock lock(&watchdog_->mutex_);
   return why_;
+}
+
+bool SlowUploads::GiveWay(absl::Time now) {
+  std::shared_ptr<transport::RowExchange> stillest;
+  std::shared_ptr<transport::RowExchange> slowest;
+  absl::Duration longest = kPatience;
+  double least = kLeastBytesPerSecond;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (const Upload& upload : uploads_) {
+      const transport::RowProgress rows = upload.rows->Look();
+      if (rows.complete || !upload.rows->status().ok()) continue;
+      // The client has sent its rows, and cannot bring the joined teacher's: that wait has its own limit (max_join_wait).
+      if (rows.misses_only_others_rows) continue;
+      if (const absl::Duration still = now - rows.last_row_time; still > longest) {
+        longest = still;
+        stillest = upload.rows;
+      }
+      const absl::Duration age = now - upload.begin;
+      if (age < kFirstTime) continue;
+      if (const double rate = static_cast<double>(rows.received_bytes) / absl::ToDoubleSeconds(age); rate < least) {
+        least = rate;
+        slowest = upload.rows;
+      }
+    }
+  }
+  const auto& ended = stillest != nullptr ? stillest : slowest;
+  if (ended == nullptr) return false;
+  return ended->BreakIfIncomplete(
+      MakeError(ErrorReason::kQueueFull,
+                "others wait for what this upload holds, and its rows have stopped coming, or come too slowly; nothing was "
+                "added; try again",
+                {{"retryAfterMs", "1000"}}));
 }
 
 }  // namespace headwater::guard

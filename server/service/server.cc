@@ -1,6 +1,7 @@
 #include "server/service/server.h"
 
 #include <grpc/grpc.h>
+#include <grpc/support/log.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
@@ -10,21 +11,26 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstdint>
 #include <deque>
 #include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/group/group_assembly.h"
 #include "server/guard/call_guard.h"
 #include "server/guard/connection_gate.h"
 #include "server/observability/logging.h"
+#include "server/observability/metrics.h"
 #include "server/observability/monotonic_clock.h"
-#include "server/service/access/listen_address.h"
-#include "server/service/access/tls.h"
+#include "server/service/access/ports.h"
 #include "server/service/server_core.h"
 #include "server/service/services.h"
 
@@ -32,8 +38,33 @@ namespace headwater::service {
 namespace {
 
 using observability::Log;
+using observability::LogField;
 using observability::LogLevel;
 using observability::MonotonicNow;
+
+// Apart from FailedCallLines(): strangers' handshakes must not hide calls that fail, nor these the handshakes.
+guard::LineBudget& GrpcLines() {
+  static auto* const budget = new guard::LineBudget(/*a_second=*/10, /*at_once=*/100);
+  return *budget;
+}
+
+// By gRPC's severity.
+constexpr LogLevel kLevels[] = {LogLevel::kDebug, LogLevel::kInfo, LogLevel::kError};
+
+void TakeLine(gpr_log_func_args* line) {
+  const absl::string_view message = line->message;
+  const absl::string_view path = line->file;
+  const absl::string_view file = path.substr(path.rfind('/') + 1);
+  // OpenSSL's refusal of a handshake. gRPC has no other place that reports one.
+  const bool handshake = file == "ssl_transport_security.cc" && absl::StartsWith(message, "Handshake failed");
+  if (handshake) observability::Metrics::CountTlsHandshakeFailure();
+  std::optional<int64_t> left_out = GrpcLines().Take();
+  if (absl::StartsWith(message, "assertion failed")) left_out = left_out.value_or(0);  // the last line of a process that aborts
+  if (!left_out.has_value()) return;
+  std::vector<LogField> fields = {{"message", std::string(message)}, {"source", absl::StrCat(file, ":", line->line)}};
+  if (*left_out > 0) fields.emplace_back("lines_left_out", *left_out);
+  Log(handshake ? LogLevel::kWarning : kLevels[line->severity], handshake ? "tls_handshake_failed" : "grpc", fields);
+}
 
 constexpr int kWindowBytes = 4 << 20;
 
@@ -77,6 +108,8 @@ void WarnOfOpenAddress(const ServerOptions& options, const std::string& address)
 }
 
 }  // namespace
+
+void TakeGrpcLog() { gpr_set_log_function(&TakeLine); }
 
 // Ports of one role: a gRPC server with services of its own, which know the role.
 struct Server::Ports {

@@ -17,7 +17,7 @@ namespace headwater::service {
 
 // From now on gRPC's own lines are lines of observability::Log(): at most 10 each second, and 100 at once after a quiet time. A
 // failed TLS handshake is `event=tls_handshake_failed` at level warning, and is always counted (observability::Metrics). Every
-// other line is `event=grpc` at gRPC's own level. For the process, at its start; grpc_log.cc.
+// other line is `event=grpc` at gRPC's own level. For the process, at its start.
 void TakeGrpcLog();
 
 // Life: Start() listens, with health NOT_SERVING and every call answered STARTING. BecomeReady() runs the engine's self-test,
@@ -32,8 +32,6 @@ class Server {
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options, std::unique_ptr<LossEngine> engine);
   // Cancels what is still running.
   ~Server();
-  Server(const Server&) = delete;
-  Server& operator=(const Server&) = delete;
 
   // Waits for the workers, if the options name any, runs SelfTest(engine) and brings back the heads of an earlier server, if the
   // options say so. An error leaves the server NOT_SERVING: kCancelled soon after `cancelled` has returned true while it waits, or

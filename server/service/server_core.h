@@ -20,16 +20,15 @@
 #include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
 #include "server/checkpoint/checkpoint_store.h"
-#include "server/guard/call_backlog.h"
+#include "server/guard/call_guard.h"
 #include "server/guard/connection_gate.h"
-#include "server/guard/slow_uploads.h"
 #include "server/guard/stream_watchdog.h"
 #include "server/heads/head_name.h"
 #include "server/heads/head_registry.h"
 #include "server/heads/session_registry.h"
-#include "server/observability/busy_clock.h"
 #include "server/observability/call_trace.h"
 #include "server/observability/metrics.h"
+#include "server/observability/monotonic_clock.h"
 #include "server/observability/repeated_task.h"
 #include "server/scheduler/waiting.h"
 #include "server/scheduler/work_queue.h"
@@ -56,8 +55,6 @@ inline constexpr char kDrainCheckpoint[] = "drain";
 // them: the engine last of all, and the budgets of what they keep.
 struct ServerParts {
   ServerParts(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine);
-  ServerParts(const ServerParts&) = delete;
-  ServerParts& operator=(const ServerParts&) = delete;
 
   const ServerOptions options;
   const std::unique_ptr<LossEngine> engine;

@@ -26,7 +26,7 @@ struct ServerOptions {
   std::string tls_certificate;    // the chain, the server's own first; empty: no TLS
   std::string tls_key;            // goes with it
   std::string tls_client_ca;      // clients must show a certificate that one of these has signed; empty: none is asked for
-  std::string token_file;         // token_file.h; empty: every call is allowed
+  std::string token_file;         // docs/security.md; empty: every call is allowed
   int unix_socket_mode = 0600;    // permissions of Unix sockets among the addresses
   std::string unix_socket_owner;  // USER, USER:GROUP or :GROUP, by name or number; empty: the process's
   Limits limits;

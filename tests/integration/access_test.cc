@@ -23,7 +23,6 @@
 #include "headwater/v1/head_service.grpc.pb.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
 #include "headwater/v1/session_service.grpc.pb.h"
-#include "server/service/access/token_file.h"
 #include "tests/integration/support/access_fixture.h"
 #include "tests/integration/support/open_stream.h"
 #include "tests/integration/support/raw_call.h"

@@ -12,7 +12,7 @@
 #include "headwater/kernels/error.h"
 #include "headwater/v1/group_service.grpc.pb.h"
 #include "server/group/group_assembly.h"
-#include "server/group/join_leader.h"
+#include "server/group/ranks/rank_worker.h"
 #include "server/service/server.h"
 #include "server/service/server_core.h"
 #include "tests/integration/support/access_fixture.h"

@@ -21,7 +21,7 @@ WALL_CLOCK_FILES = {
     "server/service/call/rpc_scope.cc",
     "server/service/server_core.cc",
     "server/checkpoint/checkpoint_store.cc",
-    "server/service/access/tls.cc",
+    "server/service/access/ports.cc",
 }
 
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -16,7 +17,7 @@
 #include "headwater/kernels/error.h"
 #include "headwater/v1/group_service.pb.h"
 #include "server/group/engines_together.h"
-#include "server/group/group_flow.h"
+#include "server/group/ranks/rank.h"
 #include "server/group/ranks/rank_codec.h"
 
 namespace headwater::group {
@@ -104,6 +105,25 @@ HEADWATER_FIELDS(v1::RankHello, WorkerOptions, version, engine, process, process
 // Joins, makes its engine, and executes commands until the call ends or the group is lost, then destroys all that it made. Returns
 // the reason, never OK.
 absl::Status RunWorker(WorkerChannel& channel, const WorkerOptions& options);
+
+// ---- over gRPC, for `headwaterd --join`
+
+// The interval of a worker's HTTP/2 pings to its leader: a server must allow it (Limits::min_ping_interval).
+inline constexpr absl::Duration kWorkerPingInterval = absl::Seconds(60);
+
+struct LeaderAddress {
+  std::string address;           // host:port, or unix:PATH for a leader on this host
+  std::string ca;                // PEM file of the authority of the leader's certificate; empty: no TLS
+  std::string certificate, key;  // PEM files that the worker shows; empty: none
+  std::string token_file;        // file with the worker's token; empty: none
+};
+
+// The host of the leader's communicator: that of its address; empty, this host, for a Unix socket.
+std::string LeaderHost(const std::string& address);
+
+// Makes one call of Join, to its end. Returns RunWorker()'s reason, or the leader's refusal. Files are read again each time.
+// InvalidArgument for unreadable files.
+absl::Status JoinLeader(const LeaderAddress& leader, const WorkerOptions& options);
 
 }  // namespace headwater::group
 

@@ -13,7 +13,7 @@
 #include "server/heads/head.h"
 #include "server/heads/steps/pending_contribution.h"
 #include "server/heads/steps/submit.h"
-#include "server/observability/busy_clock.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
 namespace {

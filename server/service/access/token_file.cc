@@ -1,5 +1,3 @@
-#include "server/service/access/token_file.h"
-
 #include <openssl/crypto.h>
 #include <openssl/sha.h>
 #include <sys/stat.h>
@@ -20,6 +18,7 @@
 #include "server/heads/head_name.h"
 #include "server/model_files/strict_json.h"
 #include "server/observability/logging.h"
+#include "server/service/access/access.h"
 
 namespace headwater::service {
 namespace {

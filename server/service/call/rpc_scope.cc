@@ -13,7 +13,6 @@
 #include "headwater/v1/error.pb.h"
 #include "proto/headwater/v1/error_metadata.h"
 #include "server/guard/call_guard.h"
-#include "server/guard/line_budget.h"
 #include "server/observability/logging.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/service/request/field_check.h"

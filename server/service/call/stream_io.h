@@ -21,7 +21,7 @@
 #include "server/service/call/rpc_scope.h"
 #include "server/service/request/field_check.h"
 #include "server/service/server_core.h"
-#include "server/transport/growing_buffer.h"
+#include "server/transport/byte_budget.h"
 
 namespace headwater::service {
 

@@ -22,7 +22,7 @@
 #include "server/service/request/head_request.h"
 #include "server/service/request/proto_encoding.h"
 #include "server/service/services.h"
-#include "server/transport/growing_buffer.h"
+#include "server/transport/byte_budget.h"
 
 namespace headwater::service {
 namespace {

@@ -26,7 +26,6 @@
 #include "server/observability/monotonic_clock.h"
 #include "server/service/request/head_request.h"
 #include "server/transport/byte_budget.h"
-#include "server/transport/growing_buffer.h"
 
 namespace headwater::service {
 

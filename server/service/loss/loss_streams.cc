@@ -12,7 +12,7 @@
 #include "absl/synchronization/mutex.h"
 #include "headwater/kernels/error.h"
 #include "headwater/v1/loss_service.pb.h"
-#include "server/guard/slow_uploads.h"
+#include "server/guard/stream_watchdog.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/service/call/stream_io.h"
 #include "server/service/loss/micro_batch.h"

@@ -1,10 +1,9 @@
-#include "server/service/loss/row_source.h"
-
 #include <algorithm>
 #include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/return_if_error.h"
+#include "server/service/loss/micro_batch.h"
 
 namespace headwater::service {
 namespace {

@@ -1,12 +1,11 @@
 // The file of bearer tokens, and the patterns of heads in it. Input, both up to a byte 1: a pattern and a head's id; then the file.
-#include "server/service/access/token_file.h"
-
 #include <algorithm>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "server/heads/head_name.h"
+#include "server/service/access/access.h"
 #include "tests/fuzz/support/check.h"
 #include "tests/fuzz/support/lenient_json.h"
 #include "tests/fuzz/support/target.h"

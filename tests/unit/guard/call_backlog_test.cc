@@ -1,5 +1,3 @@
-#include "server/guard/call_backlog.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -7,6 +5,7 @@
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "server/guard/call_guard.h"
 
 namespace headwater::guard {
 namespace {

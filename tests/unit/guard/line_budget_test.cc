@@ -1,8 +1,7 @@
 // LineBudget: which lines are left out, and that the next one says how many.
-#include "server/guard/line_budget.h"
-
 #include <gtest/gtest.h>
 
+#include "server/guard/call_guard.h"
 #include "server/observability/monotonic_clock.h"
 
 namespace headwater::guard {

@@ -1,12 +1,11 @@
 // SlowUploads: which upload gives way when others wait, and which one does not.
-#include "server/guard/slow_uploads.h"
-
 #include <gtest/gtest.h>
 
 #include <memory>
 #include <vector>
 
 #include "headwater/kernels/error.h"
+#include "server/guard/stream_watchdog.h"
 #include "server/observability/monotonic_clock.h"
 
 namespace headwater::guard {

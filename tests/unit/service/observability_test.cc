@@ -8,7 +8,6 @@
 
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "server/observability/busy_clock.h"
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
 #include "server/observability/monotonic_clock.h"

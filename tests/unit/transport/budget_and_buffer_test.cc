@@ -10,7 +10,6 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/planned_bytes.h"
 #include "server/transport/byte_budget.h"
-#include "server/transport/growing_buffer.h"
 
 namespace headwater::transport {
 namespace {

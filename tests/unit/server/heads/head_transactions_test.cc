@@ -15,7 +15,6 @@
 #include "absl/time/clock.h"
 #include "head_test_util.h"
 #include "server/heads/head.h"
-#include "server/observability/busy_clock.h"
 #include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
