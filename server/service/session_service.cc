@@ -10,7 +10,6 @@
 #include "server/observability/logging.h"
 #include "server/service/request/canonical_header.h"
 #include "server/service/request/head_request.h"
-#include "server/service/request/proto_encoding.h"
 #include "server/service/services.h"
 
 namespace headwater::service {

@@ -20,7 +20,6 @@
 #include "server/service/request/canonical_header.h"
 #include "server/service/request/field_check.h"
 #include "server/service/request/head_request.h"
-#include "server/service/request/proto_encoding.h"
 #include "server/service/services.h"
 #include "server/transport/byte_budget.h"
 

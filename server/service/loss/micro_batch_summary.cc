@@ -13,8 +13,8 @@
 #include "headwater/kernels/error.h"
 #include "proto/headwater/v1/term_codec.h"
 #include "server/service/loss/micro_batch.h"
+#include "server/service/request/head_request.h"
 #include "server/service/request/loss_request.h"
-#include "server/service/request/proto_encoding.h"
 
 namespace headwater::service {
 namespace {

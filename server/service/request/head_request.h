@@ -1,4 +1,5 @@
-// HeadService's and SessionService's requests as plain structs; see loss_request.h for the rules.
+// HeadService's and SessionService's requests as plain structs, and their answers from plain structs; see loss_request.h for the
+// rules.
 #ifndef HEADWATER_SERVER_SERVICE_REQUEST_HEAD_REQUEST_H_
 #define HEADWATER_SERVER_SERVICE_REQUEST_HEAD_REQUEST_H_
 
@@ -10,10 +11,13 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "google/protobuf/duration.pb.h"
+#include "google/protobuf/timestamp.pb.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/types.h"
 #include "headwater/v1/head_service.pb.h"
 #include "headwater/v1/session_service.pb.h"
+#include "server/checkpoint/checkpoint_store.h"
 #include "server/heads/head.h"
 #include "server/heads/head_registry.h"
 #include "server/service/limits.h"
@@ -127,6 +131,17 @@ absl::StatusOr<absl::Duration> DecodeOpenSession(const v1::OpenSessionRequest& r
 absl::StatusOr<RegisterRequest> DecodeRegisterSharedMemory(const v1::RegisterSharedMemoryRequest& request);
 // The session; the region's id is not empty.
 absl::StatusOr<heads::SessionId> DecodeUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request);
+
+void EncodeDuration(absl::Duration duration, google::protobuf::Duration* out);
+void EncodeTime(absl::Time time, google::protobuf::Timestamp* out);
+// `available_bytes`: the bytes left in the memory budget beside this plan.
+void EncodePlan(const MemoryPlan& plan, int64_t available_bytes, v1::MemoryPlan* out);
+void EncodeShards(const std::vector<VocabShard>& shards, v1::Head* out);
+void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* out);
+std::vector<v1::Checkpoint> EncodeCheckpoints(const checkpoint::CheckpointStore::Catalogue& catalogue);
+void EncodeTotals(const heads::StepTotals& totals, v1::StepTotals* out);
+void EncodeStep(const heads::StepRecord& record, v1::Step* out);
+void EncodeLimits(const Limits& limits, v1::Limits* out);
 
 }  // namespace headwater::service
 

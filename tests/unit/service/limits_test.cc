@@ -9,7 +9,7 @@
 #include <string>
 
 #include "headwater/v1/session_service.pb.h"
-#include "server/service/request/proto_encoding.h"
+#include "server/service/request/head_request.h"
 
 namespace headwater::service {
 namespace {
