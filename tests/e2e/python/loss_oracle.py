@@ -1,8 +1,10 @@
-"""Losses and gradients by their definitions, in numpy and fp64: the reference."""
+"""Losses by their definitions in fp64, and their gradients by PyTorch's autograd: the reference."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 import headwater
 
@@ -33,27 +35,21 @@ def as_float64(array):
     return np.asarray(array).astype(np.float64)
 
 
-@dataclass
+def _leaf(values):
+    return torch.tensor(np.asarray(values, np.float64), requires_grad=True)
+
+
 class OracleHead:
     """Weight (vocab_size, hidden_size), with values that the storage type holds exactly."""
 
-    weight: np.ndarray
-    bias: np.ndarray | None = None
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    valid_vocab_size: int | None = None
+    def __init__(self, weight, bias=None, logit_scale=1.0, softcap=None, valid_vocab_size=None):
+        self.weight, self.bias = _leaf(weight), _leaf(np.zeros(len(weight)) if bias is None else bias)
+        self.logit_scale, self.softcap, self.valid_vocab_size = logit_scale, softcap, valid_vocab_size
 
-    def logits(self, hidden, dtype):
-        """(num_tokens, valid_vocab_size) logits and their derivative by the product."""
-        valid = self.valid_vocab_size or len(self.weight)
-        products = hidden.astype(dtype) @ self.weight[:valid].astype(dtype).T
-        if self.bias is not None:
-            products = products + self.bias[:valid].astype(dtype)
-        argument = dtype(self.logit_scale) * products
-        if self.softcap is None:
-            return argument, np.full_like(argument, self.logit_scale)
-        tanh = np.tanh(argument / dtype(self.softcap))
-        return dtype(self.softcap) * tanh, dtype(self.logit_scale) * (1 - tanh * tanh)
+    def logits(self, hidden):
+        """(num_tokens, valid_vocab_size)."""
+        logits = self.logit_scale * (hidden @ self.weight.T + self.bias)[:, : self.valid_vocab_size]
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 @dataclass
@@ -75,55 +71,12 @@ class OracleResult:
     outputs: dict = field(default_factory=dict)
 
 
-def log_sum_exp(z):
-    maximum = z.max(-1, keepdims=True)
-    return (maximum + np.log(np.exp(z - maximum).sum(-1, keepdims=True)))[:, 0]
-
-
-def _cross_entropy(z, targets, dtype, label_smoothing, z_loss, class_weights):
-    """Loss without z-loss, z-loss, and gradient of both; `targets` are all valid ids."""
-    rows = np.arange(len(z))
-    lse = log_sum_exp(z)
-    valid = z.shape[1]
-    weights = np.ones(valid, dtype) if class_weights is None else np.asarray(class_weights)[:valid].astype(dtype)
-    hard = dtype(1 - label_smoothing) * weights[targets]
-    smooth = dtype(label_smoothing) / valid * weights
-    loss = hard * (lse - z[rows, targets]) + (smooth * (lse[:, None] - z)).sum(-1)
-    penalty = dtype(z_loss) * lse * lse
-    probability = np.exp(z - lse[:, None])
-    gradient = probability * (hard + smooth.sum() + 2 * dtype(z_loss) * lse)[:, None] - smooth
-    # Not p - 1: that loses everything where the model is confident.
-    others = probability.copy()
-    others[rows, targets] = 0
-    rest = others.sum(-1)
-    gradient[rows, targets] = -hard * rest + probability[rows, targets] * (smooth.sum() + 2 * dtype(z_loss) * lse) - smooth[targets]
-    top = z[rows, targets]
-    shifted = z - top[:, None]
-    shifted[rows, targets] = -np.inf
-    maximum = np.maximum(shifted.max(-1), 0)
-    # Where the target leads, lse - z_y loses its digits: log1p of the others does not.
-    exact = np.where(maximum == 0, np.log1p(np.exp(np.minimum(shifted, 0)).sum(-1)), lse - top)
-    loss = loss + hard * (exact - (lse - top))
-    return loss, penalty, gradient
-
-
-def _jsd(student, teacher, beta):
-    """Divergence and its gradient by the student's scaled logits."""
-    log_q = student - log_sum_exp(student)[:, None]
-    log_p = teacher - log_sum_exp(teacher)[:, None]
-    p, q = np.exp(log_p), np.exp(log_q)
-    if beta == 0:
-        return (p * (log_p - log_q)).sum(-1), q - p
-    if beta == 1:
-        ratio = log_q - log_p
-        divergence = (q * ratio).sum(-1)
-        return divergence, q * (ratio - divergence[:, None])
-    dtype = student.dtype.type
-    log_m = np.logaddexp(dtype(np.log(beta)) + log_p, dtype(np.log1p(-beta)) + log_q)
-    ratio = log_q - log_m
-    reverse = (q * ratio).sum(-1)
-    divergence = dtype(beta) * (p * (log_p - log_m)).sum(-1) + dtype(1 - beta) * reverse
-    return divergence, dtype(1 - beta) * q * (ratio - reverse[:, None])
+def _jsd(log_q, log_p, beta):
+    """Divergence of each row from its log-probabilities, student's and teacher's."""
+    if beta in (0, 1):
+        return (log_p.exp() * (log_p - log_q)).sum(-1) if beta == 0 else (log_q.exp() * (log_q - log_p)).sum(-1)
+    log_m = torch.logaddexp(np.log(beta) + log_p, np.log1p(-beta) + log_q)
+    return (beta * log_p.exp() * (log_p - log_m) + (1 - beta) * log_q.exp() * (log_q - log_m)).sum(-1)
 
 
 def compute(
@@ -133,7 +86,7 @@ def compute(
     *,
     teacher=None,
     teacher_hidden=None,
-    token_weights=None,
+    token_weights=1.0,
     ignore_index=-100,
     loss_scale=1.0,
     label_smoothing=0.0,
@@ -141,8 +94,8 @@ def compute(
     class_weights=None,
     temperature=1.0,
     token_scaling=False,
-    entropy_factors=None,
-    lse_factors=None,
+    entropy_factors=0.0,
+    lse_factors=0.0,
     beta=0.5,
     student_temperature=1.0,
     teacher_temperature=1.0,
@@ -151,84 +104,54 @@ def compute(
     grad_hidden_scale=1.0,
 ):
     """Cross entropy, or with `teacher` the divergence."""
-    dtype = np.float64
-    row_count = len(hidden)
-    targets = None if targets is None else np.asarray(targets)
-    valid = np.ones(row_count, bool) if targets is None else targets != ignore_index
-    weights = np.ones(row_count) if token_weights is None else np.asarray(token_weights, np.float64)
-    z, derivative = (values / dtype(temperature) for values in head.logits(hidden[valid], dtype))
-    soft = hard = penalty = np.zeros(valid.sum(), dtype)
-    gradient = np.zeros_like(z)
-    if teacher is None:
-        hard, penalty, gradient = _cross_entropy(z, targets[valid], dtype, label_smoothing, z_loss, class_weights)
-        if token_scaling:
-            scale = np.exp(z[np.arange(len(z)), targets[valid]] - log_sum_exp(z))
-            hard, penalty, gradient = scale * hard, scale * penalty, scale[:, None] * gradient
-    else:
-        teacher_z, _ = teacher.logits(teacher_hidden[valid], dtype)
-        columns = min(z.shape[1], teacher_z.shape[1]) if truncate_to_common else z.shape[1]
-        divergence, part = _jsd(
-            z[:, :columns] / dtype(student_temperature), teacher_z[:, :columns] / dtype(teacher_temperature), beta
-        )
-        share = dtype(1 - hard_loss_weight)
-        soft = share * divergence
-        gradient[:, :columns] = share * part / dtype(student_temperature)
-        if hard_loss_weight:
-            a = dtype(hard_loss_weight)
-            hard, penalty, hard_gradient = _cross_entropy(z, targets[valid], dtype, label_smoothing, z_loss, class_weights)
-            hard, penalty, gradient = a * hard, a * penalty, gradient + a * hard_gradient
-    grad_logits = gradient * weights[valid].astype(dtype)[:, None]
-    log_probability = z - (log_sum_exp(z) if len(z) else np.zeros(0))[:, None]
-    probability, entropy = np.exp(log_probability), -(np.exp(log_probability) * log_probability).sum(-1)
-    if entropy_factors is not None:
-        grad_logits -= entropy_factors[valid, None] * probability * (log_probability + entropy[:, None])
-    if lse_factors is not None:
-        grad_logits += lse_factors[valid, None] * probability
-    grad_logits = grad_logits * derivative * dtype(loss_scale)
-
-    columns = z.shape[1]
-    grad_hidden = np.zeros(hidden.shape, dtype)
-    grad_hidden[valid] = dtype(grad_hidden_scale) * (grad_logits @ head.weight[:columns].astype(dtype))
-    grad_weight = np.zeros(head.weight.shape, dtype)
-    grad_weight[:columns] = grad_logits.T @ hidden[valid].astype(dtype)
-    grad_bias = np.zeros(len(head.weight), dtype)
-    grad_bias[:columns] = grad_logits.sum(0)
-
-    token_loss = np.zeros(row_count)
-    token_loss[valid] = soft + hard + penalty
-
-    def spread(values, fill=0):
-        full = np.full(row_count, fill, np.asarray(values).dtype)
-        full[valid] = values
-        return full
-
-    outputs = {
-        "lse": spread(log_sum_exp(z) if len(z) else np.zeros(0)),
-        "entropy": spread(entropy),
-        "mean_logits": spread(z.mean(-1)),
-        "log_sum_sq_probs": spread(np.log((probability**2).sum(-1))),
-        "argmax": spread(z.argmax(-1) if len(z) else np.zeros(0, int), -1),
-    }
+    rows = _leaf(hidden)
+    z = head.logits(rows) / temperature
+    valid, ids = torch.ones(len(rows), dtype=torch.bool), torch.zeros(len(rows), dtype=torch.int64)
     if targets is not None:
-        outputs["target_log_probability"] = spread(log_probability[np.arange(len(z)), targets[valid]])
-    target_weights = weights[valid]
-    if class_weights is not None:
-        target_weights = target_weights * np.asarray(class_weights, np.float64)[targets[valid]]
-    w = weights[valid]
+        valid = torch.tensor(np.asarray(targets)) != ignore_index
+        ids[valid] = torch.tensor(np.asarray(targets))[valid]
+    weights, entropy_factors, lse_factors = (
+        torch.tensor(np.broadcast_to(np.asarray(values, np.float64), len(rows))) * valid
+        for values in (token_weights, entropy_factors, lse_factors)
+    )
+    class_weights = torch.ones(z.shape[1]).double() if class_weights is None else torch.tensor(class_weights).double()
+    log_p, lse = z.log_softmax(-1), z.logsumexp(-1)
+    entropy, target_log_p = -(log_p.exp() * log_p).sum(-1), log_p.gather(-1, ids[:, None])[:, 0]
+
+    share = 1.0 if teacher is None else hard_loss_weight
+    scale = share * (target_log_p.detach().exp() if token_scaling else 1.0)
+    hard = scale * F.cross_entropy(z, ids, weight=class_weights, label_smoothing=label_smoothing, reduction="none")
+    penalty, soft = scale * z_loss * lse**2, torch.zeros(len(rows))
+    if teacher is not None:
+        teacher_z = teacher.logits(torch.tensor(teacher_hidden).double())
+        columns = min(z.shape[1], teacher_z.shape[1]) if truncate_to_common else z.shape[1]
+        log_q = (z[:, :columns] / student_temperature).log_softmax(-1)
+        soft = (1 - share) * _jsd(log_q, (teacher_z[:, :columns] / teacher_temperature).log_softmax(-1), beta)
+    token_loss = (soft + hard + penalty) * valid
+    objective = (weights * token_loss + entropy_factors * entropy + lse_factors * lse).sum() * loss_scale
+    grads = torch.autograd.grad(objective, (rows, head.weight, head.bias))
+    outputs = {
+        "lse": lse,
+        "entropy": entropy,
+        "mean_logits": z.mean(-1),
+        "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
+        **({"target_log_probability": target_log_p} if targets is not None else {}),
+    }
+    outputs = {name: (values * valid).detach().numpy() for name, values in outputs.items()}
     return OracleResult(
-        loss_sum=float((w * (soft + hard + penalty)).sum()),
-        soft_loss_sum=float((w * soft).sum()),
-        hard_loss_sum=float((w * hard).sum()),
-        z_loss_sum=float((w * penalty).sum()),
+        loss_sum=float((weights * token_loss).sum()),
+        soft_loss_sum=float((weights * soft).sum()),
+        hard_loss_sum=float((weights * hard).sum()),
+        z_loss_sum=float((weights * penalty).sum()),
         valid_token_count=int(valid.sum()),
-        token_weight_sum=float(w.sum()),
-        target_weight_sum=float(target_weights.sum()),
-        token_loss=token_loss,
-        grad_hidden=grad_hidden,
-        grad_weight=grad_weight,
-        grad_bias=grad_bias,
-        max_logit=float(np.abs(z).max(initial=0)),
-        outputs=outputs,
+        token_weight_sum=float(weights.sum()),
+        target_weight_sum=float((weights * class_weights[ids]).sum()),
+        token_loss=token_loss.detach().numpy(),
+        grad_hidden=grad_hidden_scale * grads[0].numpy(),
+        grad_weight=grads[1].numpy(),
+        grad_bias=grads[2].numpy(),
+        max_logit=float(z.abs().max()),
+        outputs={**outputs, "argmax": torch.where(valid, z.argmax(-1), -1).numpy()},
     )
 
 

@@ -33,7 +33,7 @@ class Case:
         self.hidden[peaked] = self.weight[self.targets[peaked]] * np.float32(1.5)
 
 
-def check(out, head, expected, *, has_bias):
+def check(out, head, expected):
     """Everything that came back, and what the step has accumulated."""
     assert out.valid_token_count == expected.valid_token_count
     check_number("token_weight_sum", out.token_weight_sum, expected.token_weight_sum, FP32_LOSS_TOLERANCE)
@@ -41,10 +41,9 @@ def check(out, head, expected, *, has_bias):
     for name in ("loss_sum", "soft_loss_sum", "hard_loss_sum", "z_loss_sum"):
         check_number(name, getattr(out, name), getattr(expected, name), FP32_LOSS_TOLERANCE)
     check_tensor("grad_hidden", out.grad_hidden, expected.grad_hidden, FP32_GRADIENT_TOLERANCE)
-    if head.spec.trainable:
-        gradient = head.gradient(bias=True) if has_bias else (head.gradient(),)
-        for name, actual in zip(("grad_weight", "grad_bias"), gradient, strict=False):
-            check_tensor(name, actual, getattr(expected, name), FP32_GRADIENT_TOLERANCE)
+    gradient = head.gradient(bias=True) if head.spec.has_bias else (head.gradient(),)
+    for name, actual in zip(("grad_weight", "grad_bias"), gradient, strict=False):
+        check_tensor(name, actual, getattr(expected, name), FP32_GRADIENT_TOLERANCE)
     absolute = FP32_TOKEN_TOLERANCE * max(1, expected.max_logit)
     np.testing.assert_allclose(out.token_loss, expected.token_loss, rtol=0, atol=absolute)
     for name, values in expected.outputs.items():
@@ -123,7 +122,7 @@ def test_cross_entropy_option_matches_fp64(backend, make_head, rng, option):
     head, oracle = make(case, rng, make_head, backend.client, bias=True)
     targets, options = arguments(case, rng, VOCAB_SIZE, CROSS_ENTROPY_OPTIONS[option])
     out = head.cross_entropy(case.hidden, targets, micro_batch=0, outputs=OUTPUTS, **options)
-    check(out, head, compute(oracle, case.hidden, targets, **options), has_bias=True)
+    check(out, head, compute(oracle, case.hidden, targets, **options))
     assert out.state == "COMMITTED" and out.form == "DIRECT" and not out.replayed
 
 
@@ -157,7 +156,7 @@ def test_head_option_matches_fp64(backend, make_head, rng, option):
         case, rng, oracle.valid_vocab_size or VOCAB_SIZE, {"label_smoothing": 0.1, "z_loss": 1e-3, "ignored": 0.2}
     )
     out = head.cross_entropy(case.hidden, targets, micro_batch=0, outputs=OUTPUTS, **options)
-    check(out, head, compute(oracle, case.hidden, targets, **options), has_bias=oracle.bias is not None)
+    check(out, head, compute(oracle, case.hidden, targets, **options))
 
 
 JSD_OPTIONS = {
@@ -189,7 +188,7 @@ def test_jsd_option_matches_fp64(backend, make_head, rng, option):
     targets, options = arguments(case, rng, VOCAB_SIZE, JSD_OPTIONS[option])
     out = head.jsd(case.hidden, teacher, teacher_case.hidden, targets=targets, micro_batch=0, outputs=OUTPUTS, **options)
     expected = compute(oracle, case.hidden, targets, teacher=teacher_oracle, teacher_hidden=teacher_case.hidden, **options)
-    check(out, head, expected, has_bias=True)
+    check(out, head, expected)
 
 
 def test_no_valid_token_adds_nothing(backend, make_head, rng):

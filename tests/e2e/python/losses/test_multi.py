@@ -53,26 +53,17 @@ def test_terms_over_row_ranges_match_the_reference(backend, make_head, heads, hi
         micro_batch=0,
         grad_hidden_scale=2.0,
     )
-    oracle, others = OracleHead(weights[0]), [OracleHead(weight) for weight in weights[1:3]]
-    scale = {"grad_hidden_scale": 2.0}
+    oracle, scale = OracleHead(weights[0]), {"grad_hidden_scale": 2.0}
+
+    def divergence(rows, teacher, ids=None, **options):
+        options |= {"teacher": OracleHead(weights[teacher]), "teacher_hidden": teacher_hidden[rows], **scale}
+        return rows, compute(oracle, hidden[rows], None if ids is None else ids[rows], **options)
+
+    options = {"token_weights": token_weights, "loss_scale": 0.5, "label_smoothing": 0.1, **scale}
     parts = [
-        (slice(cut), compute(oracle, hidden[:cut], teacher=others[0], teacher_hidden=teacher_hidden[:cut], beta=0.0, **scale)),
-        (
-            slice(cut, end),
-            compute(
-                oracle,
-                hidden[cut:end],
-                targets[0][cut:end],
-                teacher=others[1],
-                teacher_hidden=teacher_hidden[cut:end],
-                hard_loss_weight=0.3,
-                **scale,
-            ),
-        ),
-        (
-            slice(None),
-            compute(oracle, hidden, targets[0], token_weights=token_weights, loss_scale=0.5, label_smoothing=0.1, **scale),
-        ),
+        divergence(slice(cut), 1, beta=0.0),
+        divergence(slice(cut, end), 2, targets[0], hard_loss_weight=0.3),
+        (slice(None), compute(oracle, hidden, targets[0], **options)),
     ]
     grad_hidden = np.zeros(hidden.shape)
     for (rows, expected), term in zip(parts, out.terms, strict=True):
