@@ -68,25 +68,6 @@ def test_a_client_trains_with_tls_and_a_token(secured, tls, rng):
 
 
 @pytest.mark.parametrize(
-    ("address", "options"),
-    [
-        ("[2001:db8::1]:1", {"token": "secret-trainer"}),
-        ("localhost:1", {"token": "secret with blanks"}),
-        ("localhost:1", {"token": ""}),
-        ("localhost:1", {"token": b"secret-trainer"}),
-        ("localhost:1", {"tls": "secret"}),
-        ("unix:/tmp/socket", {"tls": True}),
-        ("localhost:1", {"tls": headwater.TLS(client_key="/no/such/file")}),
-        ("localhost:1", {"tls": headwater.TLS(ca_certificate="/no/such/file")}),
-    ],
-)
-def test_options_are_checked_before_anything_is_sent(address, options):
-    with pytest.raises(headwater.InvalidArgumentError) as refusal:
-        headwater.connect(address, **options)
-    assert "secret-trainer" not in str(refusal.value) and "blanks" not in str(refusal.value).replace("without blanks", "")
-
-
-@pytest.mark.parametrize(
     ("address", "protection", "warnings"),
     [
         ("0.0.0.0:0", (), 1),

@@ -249,10 +249,10 @@ def test_options_reach_the_core(library):
 @pytest.mark.parametrize(
     "bad",
     [
-        {"address": None},
+        *({"address": address} for address in (None, "", 50051, ("localhost", 50051))),
         {"address": "host:1\ntls=0"},
         {"token": "a\nstripes=1"},
-        {"token": 5},
+        *({"token": token} for token in (5, "", b"secret")),
         {"tls": "yes"},
         {"tls": headwater.TLS(ca_certificate="/a\nb")},
         {"traceparent": 7},
@@ -277,7 +277,9 @@ def test_options_reach_the_core(library):
 def test_arguments_that_the_core_cannot_take_are_refused_here(library, bad):
     with pytest.raises(headwater.InvalidArgumentError) as info:
         headwater.connect(**{"address": "host:1", **bad})
-    assert library.options == {} and "stripes=1" not in str(info.value)
+    assert library.options == {} and "stripes=1" not in str(info.value) and "secret" not in str(info.value)
+    if "address" in bad and "\n" not in str(bad["address"]):
+        assert str(bad["address"]) in str(info.value) and info.value.metadata["field"] == "address"
 
 
 def test_an_error_has_code_reason_metadata_and_delay(library, connection):

@@ -62,6 +62,26 @@ if os.fork() == 0:
 os.wait()
 print(client.health())
 """
+USING_ITS_PARENTS = """
+import headwater
+import numpy as np
+
+rows = np.ones((2, 4), np.float32), [1, 2]
+client = headwater.connect(sys.argv[1])
+head = client.create_head("forked", np.ones((8, 4), np.float32))
+client.health_future().result(60)  # there is a thread that waits for work
+head.cross_entropy_future(*rows, micro_batch=0).result(60)
+for work in (
+    lambda: client.health_future().result(),
+    lambda: head.cross_entropy_future(*rows, micro_batch=1).result(),
+    lambda: head.cross_entropy(*rows, micro_batch=1),
+    lambda: head.seal(expected_micro_batches=1),
+    lambda: head.info(),
+):
+    print(in_a_fork(lambda: str(work())).partition(":")[0])
+print(in_a_fork(lambda: str(client.close())), head.seal(expected_micro_batches=1).totals.micro_batch_count)
+head.delete(force=True)
+"""
 
 
 def run(program, *arguments):
@@ -77,3 +97,8 @@ def test_a_fork_may_connect_whatever_its_parent_has_done(remote, parent):
 
 def test_a_fork_gets_a_local_server_of_its_own_and_leaves_the_parents_alone():
     assert run(OF_ITS_OWN) == ["COMMITTED True"] * 2 + ["None SERVING", "SERVING"]
+
+
+def test_a_fork_is_refused_its_parents_client_at_once(remote):
+    """Threads stay behind in a fork."""
+    assert run(USING_ITS_PARENTS, remote.address) == ["ClientClosedError"] * 5 + ["None 1"]

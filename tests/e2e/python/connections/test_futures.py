@@ -1,9 +1,6 @@
 """Futures: `.result()` and `await`, many at once, cancelled ones, deadlines."""
 
 import asyncio
-import os
-import select
-import signal
 import threading
 import time
 
@@ -201,44 +198,3 @@ def test_futures_of_a_closed_client_say_so(backends, rows):
         for future in (client.health_future(), head.info_future(), head.cross_entropy_future(*rows, micro_batch=0)):
             with pytest.raises(headwater.ClientClosedError):
                 future.result(60)
-
-
-def in_a_fork(work):
-    """Runs `work` in a forked process, which must end by itself; what it raised, as a class."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        raised = "nothing"
-        try:
-            work()
-        except BaseException as error:
-            raised = type(error).__name__
-        finally:
-            os.write(writing, raised.encode())
-            os._exit(0)
-    os.close(writing)
-    try:
-        ended, _, _ = select.select([reading], [], [], 60)
-        return os.read(reading, 100).decode() if ended else "hangs"
-    finally:
-        os.close(reading)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-def test_a_forked_process_is_refused_at_once(remote, make_head, rows):
-    """Threads stay behind in a fork."""
-    client = remote.client
-    head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
-    client.health_future().result(60)  # there is a thread that waits for work
-    head.cross_entropy_future(*rows, micro_batch=0).result(60)
-    for work in (
-        lambda: client.health_future().result(),
-        lambda: head.cross_entropy_future(*rows, micro_batch=1).result(),
-        lambda: head.cross_entropy(*rows, micro_batch=1),
-        lambda: head.seal(expected_micro_batches=1),
-        lambda: head.info(),
-    ):
-        assert in_a_fork(work) == "ClientClosedError"
-    assert in_a_fork(client.close) == "nothing"
-    assert head.seal(expected_micro_batches=1).totals.micro_batch_count == 1
