@@ -1,7 +1,7 @@
 """The table of what a client does about failures, restarts and lost sessions. exchange.py says how a script reads.
 
-Every case runs with the C++ client, some with the Python client, too (test_protocol.py). The open step is 5 at first. Epochs have
-names: `first`, `restored-1` after the first restart, `taken-1` after the first TakeHead.
+The open step is 5 at first. Epochs have names: `first`, `restored-1` after the first restart, `taken-1` after the
+first TakeHead.
 """
 
 CASES: dict[str, str] = {}  # scripts by name; retry_cases.py and recovery_cases.py fill it

@@ -1,8 +1,8 @@
 """Runs the script of a case: operations on a client in another process, and actions and checks on the scripted server in this one.
 
 A script has a line for each of
-    OPERATION ... [-> OUTCOME]   what the client does (python_driver.py, protocol_driver.cc) and what comes of it: nothing or
-                                 `attempt=1` and the like where it succeeds; else the reason, with what its message has in quotes
+    OPERATION ... [-> OUTCOME]   what the client does (protocol_driver.cc) and what comes of it: nothing or `attempt=1` and the
+                                 like where it succeeds; else the reason, with what its message has in quotes
     ! ACTION ...                 what the server does: a method of ProtocolServer, or one of `Exchange._action_...`
     ? CHECK ...                  what must hold: one of `Exchange._check_...`
 """
@@ -13,29 +13,21 @@ import os
 import select
 import shlex
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
 from protocol_server import LIMIT_S, ProtocolServer, answer, message_of, name_of
 
-HERE = Path(__file__).parent
 # What takes longer hangs.
 OPERATION_LIMIT_S = 30
 
 
-def _driver_command(language):
-    if language == "python":
-        return [sys.executable, str(HERE / "python_driver.py")]
-    return [os.path.join(os.environ["HEADWATER_BUILD_DIR"], "tests", "protocol_driver")]
-
-
 class Driver:
-    """A client process. One at a time runs in each language, for all cases until one fails."""
+    """A client process. One at a time runs, for all cases until one fails."""
 
-    def __init__(self, language):
-        self._process = subprocess.Popen(_driver_command(language), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self):
+        command = [os.path.join(os.environ["HEADWATER_BUILD_DIR"], "tests", "protocol_driver")]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def run(self, line):
         """The outcome of an operation."""

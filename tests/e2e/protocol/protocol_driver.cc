@@ -1,7 +1,7 @@
 // protocol_driver: runs the operations of a protocol case with the C++ client: a line in, its outcome as a line of JSON out.
 //
-// python_driver.py is its twin. The first word of a line is the operation; `key=value` and bare words are its options. `on=NAME` is
-// the handle, without it "h"; `client=NAME` the client, without it "main".
+// The first word of a line is the operation; `key=value` and bare words are its options. `on=NAME` is the handle, without
+// it "h"; `client=NAME` the client, without it "main".
 #include <algorithm>
 #include <chrono>
 #include <functional>

@@ -223,6 +223,7 @@ def test_options_reach_the_core(library):
         "transport": "auto",
         "stripes": "8",
     }
+    assert options_of(library, tls=True)["tls"] == "1" and "tls" not in options_of(library, tls=False)
     assert options_of(library, session=False)["session_lease_ms"] == "0"
     assert options_of(library, session_lease=0.0001)["session_lease_ms"] == "1"
     assert options_of(library, session_lease=2147483.0)["session_lease_ms"] == "2147483000"

@@ -39,53 +39,37 @@ def test_every_blocking_call_has_a_future():
 
 
 def test_await_in_asyncio(head, rows):
+    ticks = 0
+
+    async def tick():
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
     async def step():
+        ticker = asyncio.create_task(tick())
         outs = await asyncio.gather(*(head.cross_entropy_future(*rows, micro_batch=index) for index in range(8)))
         result = await head.apply_optimizer_step_future(learning_rate=0.1, expected_micro_batches=8)
         with refused("STEP_MISMATCH", headwater.StepMismatchError):
             await head.seal_future(step=0, expected_micro_batches=8)
         weight, info = await asyncio.gather(head.weight_future(), head.info_future())
+        ticker.cancel()
         return outs, result, weight, info
 
     outs, result, weight, info = asyncio.run(step())
     assert len(outs) == 8 and result.open_step == 1 == head.step and info.weight_version == result.weight_version
     np.testing.assert_array_equal(weight, head.weight())
+    assert ticks > 1  # no await blocks the event loop
 
 
-def test_await_does_not_block_the_event_loop(head, rows):
-    async def run():
-        ticks = 0
-
-        async def tick():
-            nonlocal ticks
-            while True:
-                ticks += 1
-                await asyncio.sleep(0)
-
-        ticker = asyncio.create_task(tick())
-        await head.cross_entropy_future(*rows, micro_batch=0)
-        ticker.cancel()
-        return ticks
-
-    assert asyncio.run(run()) > 1
-
-
-def test_errors_come_out_of_futures(head, rows):
+def test_errors_come_out_of_futures_and_callbacks_get_them(head, rows):
+    seen, done = [], threading.Event()
     future = head.cross_entropy_future(*rows, step=9, micro_batch=0)
-    assert isinstance(future.exception(30), headwater.StepMismatchError)
-    with refused("STEP_MISMATCH"):
-        future.result()
-    bad = head.cross_entropy_future(rows[0], [999] * NUM_TOKENS, micro_batch=0)
-    with refused("TARGET_OUT_OF_VOCAB"):
-        bad.result(30)
-
-
-def test_callbacks_get_the_future(head):
-    seen = []
-    done = threading.Event()
-    future = head.info_future()
     future.add_done_callback(lambda finished: (seen.append(finished), done.set()))
-    assert done.wait(30) and seen == [future]
+    assert isinstance(future.exception(30), headwater.StepMismatchError) and done.wait(30) and seen == [future]
+    with refused("TARGET_OUT_OF_VOCAB"):
+        head.cross_entropy_future(rows[0], [999] * NUM_TOKENS, micro_batch=0).result(30)
 
 
 @pytest.fixture(params=("shared_memory", "grpc"))
@@ -195,6 +179,11 @@ def test_futures_of_a_closed_client_say_so(backends, rows):
         with connect() as client:
             head = client.create_head("closed", np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
             head.delete()
-        for future in (client.health_future(), head.info_future(), head.cross_entropy_future(*rows, micro_batch=0)):
+        for future in (
+            client.health_future(),
+            client.heads_future(),
+            head.info_future(),
+            head.cross_entropy_future(*rows, micro_batch=0),
+        ):
             with pytest.raises(headwater.ClientClosedError):
                 future.result(60)

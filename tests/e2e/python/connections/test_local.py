@@ -101,13 +101,6 @@ def test_it_computes_as_a_server_does():
         assert train(client) == here
 
 
-def test_rows_lie_in_shared_memory():
-    with headwater.local.connect() as client:
-        assert client.transports()["shared_memory"] is None
-        head = client.create_head("head", np.ones((8, 4), np.float32), trainable=False)
-        assert head.cross_entropy(np.ones((2, 4), np.float32), [1, 2]).transport == "shared_memory"
-
-
 def test_clients_of_equal_options_share_a_server_until_the_last_is_closed():
     first, second = headwater.local.connect(threads=1), headwater.local.connect(threads=1, tenant="other")
     with headwater.local.connect(threads=2) as elsewhere:
@@ -274,11 +267,6 @@ def test_options_are_checked(name, value):
     with pytest.raises(headwater.InvalidArgumentError, match=name):
         headwater.local.connect(**{name: value})
     assert set(headwater.local._servers) == running
-
-
-def test_the_servers_limits_hold():
-    with headwater.local.connect() as client, pytest.raises(headwater.InvalidArgumentError, match="max_staging_slots"):
-        client.create_head("head", np.ones((8, 4), np.float32), staging_slots=1 << 20)
 
 
 def test_a_checkpoint_of_version_0_1_is_refused_by_name(tmp_path):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from conftest import running_server
 from expectations import refused
+from scripted_server import CUT, scripted_server
 
 import headwater
 
@@ -26,10 +27,14 @@ def test_no_server_is_said_at_once(tmp_path):
     assert "nobody.sock" in str(info.value) and isinstance(info.value, ConnectionError)
 
 
-def test_an_address_that_the_core_refuses_is_called_address():
-    with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
-        headwater.connect("localhost")
-    assert "address must be" in str(info.value) and "localhost" in str(info.value) and info.value.metadata["field"] == "address"
+def test_what_the_core_refuses_is_called_by_its_argument():
+    for arguments, field, told in (
+        ({"address": "localhost"}, "address", "address must be"),
+        ({"address": "localhost:1", "token": "secret with spaces"}, "token", "printable ASCII"),
+    ):
+        with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
+            headwater.connect(**arguments)
+        assert info.value.metadata["field"] == field and told in str(info.value) and "secret" not in str(info.value)
 
 
 def test_a_client_says_where_it_is_connected_to(remote):
@@ -38,3 +43,13 @@ def test_a_client_says_where_it_is_connected_to(remote):
         assert repr(client) == f"<headwater.Client {remote.address}, tenant team>"
         client.close()
         assert repr(client) == f"<headwater.Client {remote.address}, tenant team, closed>"
+
+
+def test_a_decision_names_the_attempt_that_the_core_has_come_to():
+    """tests/e2e/protocol has what is tried again, and when."""
+    policy = headwater.RetryPolicy(max_attempts=3, initial_backoff=0.001, max_backoff=0.001)
+    with scripted_server() as server, headwater.connect(server.address, retries=policy, transport="grpc") as client:
+        server.fail("ComputeLoss", CUT, CUT)
+        out = client.head("scripted").cross_entropy(np.zeros((1, 4), np.float32), [1], micro_batch=0, commit="explicit")
+        out.commit()
+        assert out.attempt == 2 == server.calls["CommitMicroBatch"][0].attempt

@@ -76,37 +76,6 @@ def test_why_not_is_one_sentence_for_each_path(remote, make_head, rows):
 # ---- what comes back ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
-def test_every_path_answers_alike(sharing, make_head, rows, dtype):
-    hidden, targets = rows
-    if dtype == "bfloat16":
-        hidden = headwater.BFloat16.from_float32(hidden)
-    else:
-        hidden = hidden.astype(dtype)
-    weight = np.random.default_rng(0).standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32) / 8
-    teacher_hidden = np.random.default_rng(1).standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float16)
-    answers = []
-    for transport in ("grpc", "shared_memory"):
-        with headwater.connect(sharing.address, transport=transport) as client:
-            head = make_head(client, weight, staging_slots=1)
-            teacher = make_head(client, weight[::-1].copy(), trainable=False)
-            outs = [
-                head.cross_entropy(hidden, targets, micro_batch=0, outputs=("token_loss", "argmax")),
-                head.cross_entropy(hidden, np.where(np.arange(NUM_TOKENS) % 3, -100, targets), micro_batch=1),
-                head.jsd(hidden, teacher, teacher_hidden, micro_batch=2, commit="explicit", grad_hidden_dtype="float32"),
-                head.cross_entropy(hidden, targets, backward=False),
-                head.cross_entropy(hidden, targets, micro_batch=3, return_grad_hidden=False),
-            ]
-            assert outs[2].commit(0.5) is False
-            assert outs[3].grad_hidden is None and outs[4].grad_hidden is None
-            grads = [getattr(out.grad_hidden, "bits", out.grad_hidden) for out in outs[:3]]
-            answers.append(([out.loss_sum for out in outs], [*grads, outs[0].argmax, head.gradient()]))
-    for losses, arrays in answers[1:]:
-        assert losses == answers[0][0]
-        for ours, theirs in zip(arrays, answers[0][1], strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-
-
 # ---- memory -------------------------------------------------------------------------------------------------------------
 
 

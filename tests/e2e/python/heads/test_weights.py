@@ -82,6 +82,7 @@ def test_checkpoints_are_listed_newest_first(backend, make_head, weight):
     assert (newest.checkpoint, newest.step, newest.damaged) == ("two", head.step, False)
     assert (oldest.checkpoint, oldest.step) == ("one", head.step - 1)
     assert oldest.total_bytes == first.total_bytes
+    assert head.delete_checkpoint("two") and not head.delete_checkpoint("two") and head.checkpoints() == [oldest]
     assert before_s <= oldest.save_time_s <= newest.save_time_s <= time.time() + 1
 
 
