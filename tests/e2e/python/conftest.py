@@ -48,9 +48,9 @@ def server_binary() -> str:
 
 
 class Server:
-    """A headwaterd of our own, in a temporary directory, which flags call {directory}."""
+    """A headwaterd of our own, in a temporary directory, which flags call {directory}; `process`: options of its Popen."""
 
-    def __init__(self, directory: Path, *flags: str):
+    def __init__(self, directory: Path, *flags: str, **process):
         self.directory = directory
         self.address = f"unix:{directory}/hw.sock"
         self.checkpoints = directory / "checkpoints"
@@ -71,13 +71,14 @@ class Server:
             *(flag.replace("{directory}", str(directory)) for flag in flags),
         ]
         self._ready = ready
+        self._process_options = process
         self.start()
 
     def start(self) -> None:
         """Starts it, for the first time or again: at the same address, on the same checkpoints."""
         self._ready.unlink(missing_ok=True)
         with self.output.open("wb") as output:
-            self.process = subprocess.Popen(self._command, stdout=output, stderr=self.log)
+            self.process = subprocess.Popen(self._command, **{"stdout": output, "stderr": self.log, **self._process_options})
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._ready.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -132,10 +133,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server(*flags: str):
+def running_server(*flags: str, **process):
     """A server for a `with` statement. Its socket's path must be short, so it does not live under pytest's directories."""
     with tempfile.TemporaryDirectory(prefix="hw-") as directory:
-        server = Server(Path(directory), *flags)
+        server = Server(Path(directory), *flags, **process)
         try:
             yield server
         finally:

@@ -9,15 +9,11 @@ import os
 import resource
 import signal
 import socket
-import subprocess
-import tempfile
 import time
-import urllib.request
-from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import START_TIMEOUT_S, server_binary
+from conftest import START_TIMEOUT_S, running_server
 from expectations import refused
 
 import headwater
@@ -27,79 +23,50 @@ PIPE_BYTES = 8192
 LINES = 200  # more than fit there
 
 
-class Program:
-    """headwaterd with output of the test's choice."""
-
-    def __init__(self, directory: Path, *flags: str, **output):
-        self.directory = directory
-        self.address = f"unix:{directory}/socket"
-        ready = directory / "ready"
-        self.process = subprocess.Popen(
-            [
-                server_binary(),
-                "--engine=cpu",
-                "--threads=1",
-                "--log_level=debug",
-                "--metrics_address=127.0.0.1:0",
-                f"--listen_addresses={self.address}",
-                f"--descriptor_socket={directory}/descriptors",
-                f"--port_file={ready}",
-                *flags,
-            ],
-            **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **output},
-        )
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not ready.exists():
-            assert self.process.poll() is None, f"headwaterd ended with status {self.process.returncode}"
-            assert time.monotonic() < deadline, "headwaterd did not get ready"
-            time.sleep(0.02)
-
-    def makes_log(self) -> None:
-        """Has it log LINES lines."""
-        with headwater.connect(self.address) as client:
-            for _ in range(LINES):
-                with refused("HEAD_NOT_FOUND"):
-                    client.head("missing")
-
-    def trains(self) -> None:
-        """Computes a step, and compares it with NumPy's."""
-        rng = np.random.default_rng(0)
-        weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
-        hidden = rng.standard_normal((ROWS, HIDDEN_SIZE)).astype(np.float32)
-        targets = rng.integers(0, VOCAB_SIZE, ROWS)
-        logits = hidden.astype(np.float64) @ weight.T
-        shifted = np.exp(logits - logits.max(1, keepdims=True))
-        probabilities = shifted / shifted.sum(1, keepdims=True)
-        rate = 0.5
-        with headwater.connect(self.address) as client:
-            head = client.create_head("h", weight, dtype="float32", optimizer=headwater.SGD())
-            out = head.cross_entropy(hidden, targets, micro_batch=0)
-            assert out.loss_sum == pytest.approx(-np.log(probabilities[np.arange(ROWS), targets]).sum(), rel=1e-5)
-            head.apply_optimizer_step(learning_rate=rate, expected_micro_batches=1)
-            probabilities[np.arange(ROWS), targets] -= 1
-            np.testing.assert_allclose(head.weight(), weight - rate * (probabilities.T @ hidden), rtol=1e-4, atol=1e-5)
-            head.delete()
-
-    def drains(self) -> None:
-        """Ends it as an operator does."""
-        self.process.terminate()
-        assert self.process.wait(START_TIMEOUT_S) == 0
-
-    def goes_on(self) -> None:
-        self.makes_log()
-        self.trains()
-        self.drains()
+def running(*flags, **output):
+    """A server with output of the test's choice."""
+    flags = "--threads=1", "--log_level=debug", "--metrics_address=127.0.0.1:0", *flags
+    return running_server("--descriptor_socket={directory}/descriptors", *flags, **output)
 
 
-@contextlib.contextmanager
-def running(*flags: str, **output):
-    with tempfile.TemporaryDirectory(prefix="hw-") as directory:
-        program = Program(Path(directory), *flags, **output)
-        try:
-            yield program
-        finally:
-            program.process.kill()
-            program.process.wait()
+def make_log(server):
+    """Has it log LINES lines."""
+    with headwater.connect(server.address) as client:
+        for _ in range(LINES):
+            with refused("HEAD_NOT_FOUND"):
+                client.head("missing")
+
+
+def train(server):
+    """Computes a step, and compares it with NumPy's."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+    hidden = rng.standard_normal((ROWS, HIDDEN_SIZE)).astype(np.float32)
+    targets = rng.integers(0, VOCAB_SIZE, ROWS)
+    logits = hidden.astype(np.float64) @ weight.T
+    shifted = np.exp(logits - logits.max(1, keepdims=True))
+    probabilities = shifted / shifted.sum(1, keepdims=True)
+    rate = 0.5
+    with headwater.connect(server.address) as client:
+        head = client.create_head("h", weight, dtype="float32", optimizer=headwater.SGD())
+        out = head.cross_entropy(hidden, targets, micro_batch=0)
+        assert out.loss_sum == pytest.approx(-np.log(probabilities[np.arange(ROWS), targets]).sum(), rel=1e-5)
+        head.apply_optimizer_step(learning_rate=rate, expected_micro_batches=1)
+        probabilities[np.arange(ROWS), targets] -= 1
+        np.testing.assert_allclose(head.weight(), weight - rate * (probabilities.T @ hidden), rtol=1e-4, atol=1e-5)
+        head.delete()
+
+
+def drain(server):
+    """Ends it as an operator does."""
+    server.process.terminate()
+    assert server.process.wait(START_TIMEOUT_S) == 0
+
+
+def check_goes_on(server):
+    make_log(server)
+    train(server)
+    drain(server)
 
 
 @contextlib.contextmanager
@@ -111,31 +78,33 @@ def small_pipe():
         yield reading, writing
 
 
-@pytest.mark.parametrize("stream", ["stderr", "stdout"])
+@pytest.mark.parametrize("stream", ("stderr", "stdout"))
 def test_a_reader_that_goes(stream):
-    with small_pipe() as (reader, writer), running(**{stream: writer}) as program:
+    with small_pipe() as (reader, writer), running(**{stream: writer}) as server:
         writer.close()
         reader.close()
-        program.goes_on()
+        check_goes_on(server)
 
 
-def test_both_readers_gone_before_the_start():
+@pytest.mark.parametrize("before", (True, False), ids=("gone before the start", "stops for good"))
+def test_readers_of_both(before):
     with small_pipe() as (reader, writer):
-        reader.close()
-        with running(stdout=writer, stderr=writer) as program:
-            program.goes_on()
+        if before:
+            reader.close()
+        with running(stdout=writer, stderr=writer) as server:
+            check_goes_on(server)
 
 
 def test_a_reader_that_stops_and_comes_back():
-    with small_pipe() as (reader, writer), running("--log_format=json", stderr=writer) as program:
+    with small_pipe() as (reader, writer), running("--log_format=json", stderr=writer) as server:
         writer.close()
-        program.makes_log()
+        make_log(server)
         start = time.monotonic()
-        program.trains()
+        train(server)
         assert time.monotonic() - start < 5
         assert len(reader.read(PIPE_BYTES)) > PIPE_BYTES // 2  # the reader is back, and finds what there was room for
-        program.trains()
-        program.drains()
+        train(server)
+        drain(server)
         lines = reader.read(1 << 20).decode().splitlines()
     # Whole lines, the first of which says how many are lost.
     assert '"event":"log_lines_lost","lines":' in lines[0]
@@ -143,23 +112,18 @@ def test_a_reader_that_stops_and_comes_back():
     assert all(line.startswith("{") and line.endswith("}") for line in lines)
 
 
-def test_a_reader_that_stops_for_good():
-    with small_pipe() as (_, writer), running(stdout=writer, stderr=writer) as program:
-        program.goes_on()
-
-
-@pytest.mark.parametrize("stream", ["stderr", "stdout"])
+@pytest.mark.parametrize("stream", ("stderr", "stdout"))
 def test_a_full_disk(stream):
-    with open("/dev/full", "wb") as full, running(**{stream: full}) as program:
-        program.goes_on()
+    with open("/dev/full", "wb") as full, running(**{stream: full}) as server:
+        check_goes_on(server)
 
 
 def test_a_log_at_the_limit_of_a_file(tmp_path):
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
 
-    with (tmp_path / "log").open("wb") as log, running(stderr=log, preexec_fn=limit) as program:
-        program.goes_on()
+    with (tmp_path / "log").open("wb") as log, running(stderr=log, preexec_fn=limit) as server:
+        check_goes_on(server)
     assert (tmp_path / "log").stat().st_size == 1024
 
 
@@ -168,46 +132,37 @@ def test_closed_output():
         for descriptor in (0, 1, 2):
             os.close(descriptor)
 
-    with running(preexec_fn=close) as program:
+    with running(preexec_fn=close) as server:
         # No file or connection has their numbers, so that no line of the log gets into one.
         for descriptor in (0, 1, 2):
-            assert os.readlink(f"/proc/{program.process.pid}/fd/{descriptor}") == "/dev/null"
-        program.goes_on()
+            assert os.readlink(f"/proc/{server.process.pid}/fd/{descriptor}") == "/dev/null"
+        check_goes_on(server)
 
 
-def test_signals_that_mean_nothing(tmp_path):
-    with (tmp_path / "log").open("wb") as log, running(stderr=log) as program:
+def test_signals_that_mean_nothing():
+    with running() as server:
         for _ in range(3):
             for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE, signal.SIGXFSZ):
-                program.process.send_signal(number)
+                server.process.send_signal(number)
                 time.sleep(0.05)
-        program.trains()
-        program.process.send_signal(signal.SIGUSR1)
-        program.drains()
-    text = (tmp_path / "log").read_text()
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        assert f"event=signal_ignored signal={int(number)}\n" in text
+        train(server)
+        server.process.send_signal(signal.SIGUSR1)
+        drain(server)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            assert f"event=signal_ignored signal={int(number)}\n" in server.log_text()
 
 
-def test_a_hangup_drains():
-    with running() as program:
-        program.trains()
-        program.process.send_signal(signal.SIGHUP)
-        assert program.process.wait(START_TIMEOUT_S) == 0
-
-
-def test_readers_of_metrics_and_descriptors_that_go(tmp_path):
-    with (tmp_path / "out").open("wb") as out, running(stdout=out) as program:
-        port = int((tmp_path / "out").read_text().split("metrics on port ")[1])
+def test_readers_of_metrics_and_descriptors_that_go():
+    with running() as server:
+        port = int(server.output.read_text().split("metrics on port ")[1])
         for _ in range(20):
             with socket.create_connection(("127.0.0.1", port)) as scrape:
                 scrape.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # reset at the end
                 scrape.sendall(b"GET /metrics HTTP/1.1\r\nHost: test\r\n\r\n" * 4)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as descriptors:
-                descriptors.connect(f"{program.directory}/descriptors")
+                descriptors.connect(f"{server.directory}/descriptors")
                 with contextlib.suppress(BrokenPipeError):
                     descriptors.send(b"nonsense")
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
-            assert b"headwater_" in page.read()
-        program.trains()
-        program.drains()
+        assert server.metrics()
+        train(server)
+        drain(server)
