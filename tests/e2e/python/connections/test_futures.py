@@ -98,16 +98,6 @@ def in_it_once_or_not_at_all(head, rows, micro_batch):
     head.discard_gradient()
 
 
-def test_a_call_that_takes_too_long_ends_in_time(slow, rows):
-    server, head = slow
-    with server.frozen():
-        began = time.monotonic()
-        with refused("DEADLINE_EXCEEDED", headwater.DeadlineExceededError) as info:
-            head.cross_entropy(*rows, micro_batch=3, timeout_s=0.2)
-        assert isinstance(info.value, TimeoutError) and 0.1 < time.monotonic() - began < 10
-    in_it_once_or_not_at_all(head, rows, 3)
-
-
 def test_a_call_behind_abandoned_contributions_keeps_to_its_own_timeout(slow, rows):
     """Discarding them may take as long as the client's time-out, two minutes."""
     server, head = slow
@@ -138,18 +128,22 @@ def test_a_call_behind_abandoned_contributions_keeps_to_its_own_timeout(slow, ro
     assert head.seal(expected_micro_batches=0).totals.micro_batch_count == 0
 
 
-def test_cancel_ends_a_call(slow, rows):
+def test_calls_that_take_too_long_or_are_cancelled_end(slow, rows):
     server, head = slow
     with server.frozen():
-        future = head.cross_entropy_future(*rows, micro_batch=1)
-        control = head.info_future()
+        began = time.monotonic()
+        with refused("DEADLINE_EXCEEDED", headwater.DeadlineExceededError) as info:
+            head.cross_entropy(*rows, micro_batch=3, timeout_s=0.2)
+        assert isinstance(info.value, TimeoutError) and 0.1 < time.monotonic() - began < 10
+        calls = head.cross_entropy_future(*rows, micro_batch=1), head.info_future()
         time.sleep(0.1)
-        future.cancel()
-        control.cancel()
-        for cancelled in (future, control):
+        for call in calls:
+            call.cancel()
+        for call in calls:
             with refused("CANCELLED", headwater.CancelledError):
-                cancelled.result(30)
-    in_it_once_or_not_at_all(head, rows, 1)
+                call.result(30)
+    for micro_batch in (3, 1):
+        in_it_once_or_not_at_all(head, rows, micro_batch)
 
 
 def test_a_cancelled_task_cancels_the_call(slow, rows):

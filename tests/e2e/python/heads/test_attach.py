@@ -130,22 +130,6 @@ def test_who_says_where_the_run_continues_is_not_warned(one_shard, make_head, we
     quiet(lambda: again.cross_entropy(*rows, micro_batch=0))
 
 
-def test_a_body_without_state_is_warned_of_a_head_that_has_gone_on(one_shard, make_head, weight, rows):
-    """The trainer begins again, and `run` joins the head where an earlier run has left it."""
-    head = make_head(one_shard.client, weight, **TRAINED)
-    train(head, rows, 2)
-    again = attach(one_shard.client, head, weight, **TRAINED)
-    body = torch.nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE)
-    loop = headwater.torch.TrainingLoop(again, torch.optim.SGD(body.parameters(), lr=0.1))
-    loss_fn = headwater.torch.CrossEntropyLoss(again)
-
-    def train_step(step):
-        loop.backward(loss_fn(body(torch.from_numpy(rows[0])), torch.from_numpy(rows[1])))
-
-    with pytest.warns(headwater.HeadWarning, match="stands at step 2"):
-        loop.run(train_step, 3)
-
-
 def test_a_trainers_own_weights_are_compared_and_replaced(one_shard, make_head, weight, rows):
     """Without an optimizer the weights are the trainer's: it may have them already, or replaces them."""
     client = one_shard.client

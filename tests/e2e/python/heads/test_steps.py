@@ -131,3 +131,4 @@ def test_health_and_server_info(one_shard):
     assert one_shard.client.health() == "SERVING"
     info = one_shard.client.server_info()
     assert info.engine == "cpu" and len(info.incarnation) == 16 and {"cross_entropy", "jensen_shannon"} <= set(info.features)
+    assert not info.deterministic

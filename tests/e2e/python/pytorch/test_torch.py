@@ -53,24 +53,6 @@ def test_cross_entropy_is_torchs(backend, make_head, problem, rng, case, reducti
         assert head.step_state().open.micro_batches[0].form == "DIRECT"
 
 
-def test_z_loss_token_weights_and_leading_dimensions(head, trunk, problem, rng):
-    weights = torch.tensor(rng.integers(-1, 4, 16) * 0.5)
-    targets = with_ignored(problem.targets)
-    valid = targets != -100
-
-    def objective(hidden, logits):
-        rows = F.cross_entropy(logits, targets, reduction="none") + 1e-2 * logits.logsumexp(-1) ** 2 * valid
-        return (weights * rows).sum() / (weights * valid).sum()
-
-    expected, value = problem.reference(objective)
-    hidden = (problem.inputs @ trunk.T).reshape(2, 8, HIDDEN_SIZE)
-    loss_fn = headwater.torch.CrossEntropyLoss(head, z_loss=1e-2)
-    loss = loss_fn(hidden, targets.reshape(2, 8), token_weights=weights.float().reshape(2, 8))
-    assert abs(loss.item() / value - 1) <= 2e-6
-    loss.backward()
-    check_gradients(trunk.grad, head, expected)
-
-
 def distillation(problem, teacher_problem, beta, student_t, teacher_t, share):
     teacher_logits = (teacher_problem.inputs.double() @ teacher_problem.trunk.double().T) @ teacher_problem.weight.double().T
     teacher_logits = teacher_logits + teacher_problem.bias.double()
@@ -112,23 +94,6 @@ def test_jsd_is_torchs(backend, make_head, problem, rng, tmp_path, beta, student
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         assert loss_fn(problem.inputs @ trunk.T, rows, problem.targets) == loss.detach()
-
-
-@pytest.mark.parametrize("count", (1, 2, 8))
-def test_accumulation_of_micro_batches(backend, make_head, problem, count):
-    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
-    head, trunk = problem.head(backend.client, make_head), problem.parameter()
-    loss_fn = headwater.torch.CrossEntropyLoss(head)
-    for part in torch.arange(16).chunk(count):
-        (loss_fn(problem.inputs[part] @ trunk.T, problem.targets[part]) / count).backward()
-    assert loss_fn.micro_batches == list(range(count))
-    check_gradients(trunk.grad, head, expected)
-    result = head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=loss_fn.micro_batches)
-    assert result.totals.micro_batch_count == count and loss_fn.micro_batches == []
-    assert relative(head.weight(), problem.weight.double() - 0.1 * expected[1]) <= 1e-6
-    # The next step's ids begin again.
-    loss_fn(problem.inputs @ trunk.T, problem.targets).backward()
-    assert loss_fn.micro_batches == [0]
 
 
 @pytest.mark.parametrize("change", ("take", "restore", "set_weight"))
@@ -175,18 +140,6 @@ def test_objects_of_one_head_draw_from_one_source_until_one_takes_it(one_shard, 
     assert first.seal(expected_micro_batches=losses[0].micro_batches).totals.micro_batch_count == 2
 
 
-def test_heads_that_share_a_source_have_ids_of_their_own(one_shard, make_head, problem):
-    source = headwater.torch.MicroBatchSource(0, 1)
-    heads = [problem.head(one_shard.client, make_head) for _ in range(2)]
-    losses = [headwater.torch.CrossEntropyLoss(head, micro_batch_source=source) for head in heads]
-    trunk = problem.parameter()
-    for _ in range(2):
-        for loss_fn in losses:
-            loss_fn(problem.inputs @ trunk.T, problem.targets).backward()
-    for head, loss_fn in zip(heads, losses, strict=True):
-        assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 2
-
-
 def test_heads_that_share_a_source_begin_again_each_for_itself(one_shard, make_head, problem):
     """An id has attempts of its own in each head: one that is too low is a conflict with what a process that is gone has left."""
     source = headwater.torch.MicroBatchSource(0, 1)
@@ -211,22 +164,6 @@ def test_heads_that_share_a_source_begin_again_each_for_itself(one_shard, make_h
             source.begin_again(attempts={0: 1}, **arguments)
         assert info.value.metadata["field"] == missing
     del left
-
-
-def test_a_loss_scaled_after_the_fact(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head, staging_slots=2), problem.parameter()
-
-    def objective(hidden, logits):
-        return 0.3 * F.cross_entropy(logits, problem.targets) + 2 * (
-            F.cross_entropy(logits, problem.targets, label_smoothing=0.5) ** 2
-        )
-
-    expected, _ = problem.reference(objective)
-    hidden = problem.inputs @ trunk.T
-    plain = headwater.torch.CrossEntropyLoss(head)(hidden, problem.targets)
-    smooth = headwater.torch.CrossEntropyLoss(head, label_smoothing=0.5)(hidden, problem.targets)
-    (0.3 * plain + 2 * smooth**2).backward()
-    check_gradients(trunk.grad, head, expected)
 
 
 def test_no_grad_adds_nothing_and_takes_no_id(head, problem):
@@ -299,13 +236,6 @@ def test_a_dropped_graph_discards(head, trunk, problem):
     assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 1
 
 
-def test_backward_after_the_step_has_closed_is_a_clear_error(head, trunk, problem):
-    loss = headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)
-    head.discard_gradient()
-    with refused("STEP_MISMATCH", headwater.StepMismatchError):
-        loss.backward()
-
-
 def test_a_declared_scale_is_added_at_forward(one_shard, make_head, problem):
     targets = with_ignored(problem.targets)
     weight = torch.linspace(0.5, 2, VOCAB_SIZE)
@@ -322,15 +252,6 @@ def test_a_declared_scale_is_added_at_forward(one_shard, make_head, problem):
     with refused("INVALID_COMBINATION", headwater.InvalidArgumentError) as info:
         (other * 0.5).backward()
     assert "0.25" in str(info.value) and "0.5" in str(info.value)
-
-
-def test_num_items_in_batch_is_the_divisor(one_shard, make_head, problem):
-    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets, reduction="sum") / 40)
-    for options in ({}, {"loss_scale": 1.0}):
-        head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
-        loss_fn = headwater.torch.CrossEntropyLoss(head, **options)
-        loss_fn(problem.inputs @ trunk.T, problem.targets, num_items_in_batch=40).backward()
-        check_gradients(trunk.grad, head, expected)
 
 
 @pytest.mark.parametrize("items", (None, 0, torch.tensor(0)), ids=("own", "int", "tensor"))

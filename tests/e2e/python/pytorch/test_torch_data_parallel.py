@@ -1,7 +1,8 @@
-"""Two data-parallel ranks against one process: every row of the table of docs/concepts.md.
+"""Two data-parallel ranks against one process: the rows of the table of docs/concepts.md, equal ones once.
 
-The row gives the divisor of the loss, what the framework multiplies the loss by before backward (it reaches us as the upstream
-gradient), what it does to the trunk's gradients of the ranks, and our `grad_hidden_scale` and `gradient_factor`.
+FSDP and DeepSpeed average gradients as DDP does, in two divisions. A row gives the divisor of the loss, what the
+framework multiplies the loss by before backward (it reaches us as the upstream gradient), and our `grad_hidden_scale` and
+`gradient_factor`.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing
 import torch.nn.functional as F
-from torch_model import FEATURES, HIDDEN_SIZE, Problem, check_gradients, relative
+from torch_model import Problem, check_gradients, relative
 from torch_ranks import Ranks
 
 import headwater
@@ -29,22 +30,10 @@ def average(gradients):
     return sum(gradients) / WORLD_SIZE
 
 
-def sharded_average(gradients):
-    """FSDP: reduce-scatter, divided before by one factor and afterwards by the other; their product is the number of ranks."""
-    before = 2.0**0.5
-    return sum(gradient / before for gradient in gradients) / (WORLD_SIZE / before)
-
-
-def predivided(gradients):
-    """DeepSpeed with prescale_gradients: divided by the number of ranks before the sum."""
-    return sum(gradient / WORLD_SIZE for gradient in gradients)
-
-
 @dataclass(frozen=True)
 class Row:
     """One line of the table. `divisor` and `upstream` take the tokens of the micro-batch and of the rank."""
 
-    reduce: object
     divisor: object
     upstream: float
     grad_hidden_scale: float
@@ -61,18 +50,13 @@ def all_tokens(tokens):
 
 
 ROWS = {
-    "DDP, tokens of all ranks": Row(average, all_tokens, 1, WORLD_SIZE, 1),
-    "DDP, mean of each micro-batch": Row(average, local_mean, 1 / MICRO_BATCHES, 1, 1 / WORLD_SIZE, "micro_batch"),
-    "FSDP, tokens of all ranks": Row(sharded_average, all_tokens, 1, WORLD_SIZE, 1),
-    "FSDP, mean of each micro-batch": Row(sharded_average, local_mean, 1 / MICRO_BATCHES, 1, 1 / WORLD_SIZE, "micro_batch"),
-    "DeepSpeed, mean of each micro-batch": Row(predivided, local_mean, 1 / MICRO_BATCHES, 1, 1 / WORLD_SIZE, "micro_batch"),
-    "DeepSpeed, tokens of all ranks": Row(predivided, lambda tokens: NUM_TOKENS / MICRO_BATCHES, 1 / MICRO_BATCHES, WORLD_SIZE, 1),
-    "DeepSpeed, fp16 loss scale": Row(
-        predivided, local_mean, LOSS_SCALE / MICRO_BATCHES, 1, 1 / (WORLD_SIZE * LOSS_SCALE), "micro_batch"
-    ),
-    "Trainer, num_items_in_batch over all ranks": Row(average, all_tokens, WORLD_SIZE, 1, 1 / WORLD_SIZE),
-    "Trainer, num_items_in_batch of each rank": Row(average, lambda tokens: "rank", 1, 1, 1 / WORLD_SIZE, "rank"),
-    "GradScaler over DDP, tokens of all ranks": Row(average, all_tokens, LOSS_SCALE, WORLD_SIZE, 1 / LOSS_SCALE),
+    "DDP, tokens of all ranks": Row(all_tokens, 1, WORLD_SIZE, 1),
+    "DDP, mean of each micro-batch": Row(local_mean, 1 / MICRO_BATCHES, 1, 1 / WORLD_SIZE, "micro_batch"),
+    "DeepSpeed, tokens of all ranks": Row(lambda tokens: NUM_TOKENS / MICRO_BATCHES, 1 / MICRO_BATCHES, WORLD_SIZE, 1),
+    "DeepSpeed, fp16 loss scale": Row(local_mean, LOSS_SCALE / MICRO_BATCHES, 1, 1 / (WORLD_SIZE * LOSS_SCALE), "micro_batch"),
+    "Trainer, num_items_in_batch over all ranks": Row(all_tokens, WORLD_SIZE, 1, 1 / WORLD_SIZE),
+    "Trainer, num_items_in_batch of each rank": Row(lambda tokens: "rank", 1, 1, 1 / WORLD_SIZE, "rank"),
+    "GradScaler over DDP, tokens of all ranks": Row(all_tokens, LOSS_SCALE, WORLD_SIZE, 1 / LOSS_SCALE),
 }
 
 
@@ -115,37 +99,9 @@ def test_two_ranks_equal_one(one_shard, make_head, rng, name):
     Ranks(WORLD_SIZE).run(lambda rank: run_rank(problem, row, one_shard.client.head(head.name), rank, trunks[rank]))
     # What the framework's loss scale leaves on the trunk, its optimizer takes off again; ours is in gradient_factor.
     scale = LOSS_SCALE if "scale" in name.lower() else 1
-    check_gradients(row.reduce([trunk.grad for trunk in trunks]) / scale, head, expected, factor=row.gradient_factor)
+    check_gradients(average([trunk.grad for trunk in trunks]) / scale, head, expected, factor=row.gradient_factor)
     result = head.apply_optimizer_step(
         learning_rate=0.5, expected_micro_batches=WORLD_SIZE * MICRO_BATCHES, gradient_factor=row.gradient_factor
     )
     assert result.totals.valid_token_count == NUM_TOKENS
     assert relative(head.weight(), problem.weight.double() - 0.5 * expected[1]) <= 1e-6
-
-
-def _ddp_rank(rank, address, name, init_file, problem, results):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=WORLD_SIZE)
-    try:
-        trunk = torch.nn.Linear(FEATURES, HIDDEN_SIZE, bias=False)
-        trunk.weight.data.copy_(problem.trunk)
-        model = torch.nn.parallel.DistributedDataParallel(trunk)
-        with headwater.connect(address) as client:
-            head = client.head(name)
-            loss_fn = headwater.torch.CrossEntropyLoss(head, grad_hidden_scale=WORLD_SIZE, num_items_in_batch=NUM_TOKENS)
-            for start, end in SPLITS[rank * MICRO_BATCHES : (rank + 1) * MICRO_BATCHES]:
-                loss_fn(model(problem.inputs[start:end]), problem.targets[start:end]).backward()
-            torch.distributed.barrier()
-        torch.save(trunk.weight.grad, f"{results}/{rank}")
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_real_ddp_in_two_processes(remote, make_head, problem, tmp_path):
-    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
-    head = problem.head(remote.client, make_head, staging_slots=WORLD_SIZE)
-    arguments = (remote.address, head.name, str(tmp_path / "store"), problem, str(tmp_path))
-    torch.multiprocessing.spawn(_ddp_rank, arguments, nprocs=WORLD_SIZE)
-    for rank in range(WORLD_SIZE):
-        check_gradients(torch.load(tmp_path / str(rank)), head, expected)
-    # Rank and world size came from torch.distributed.
-    assert sorted(head.step_state().open.micro_batches) == [0, 1, 2, 3]

@@ -245,23 +245,6 @@ def test_tied_weights_under_a_scaler_and_a_gradient_factor(one_shard, names, tie
             assert change <= TOLERANCE, f"{name}: {change:.2g}"
 
 
-def test_a_tied_step_whose_last_loss_was_dropped(one_shard, names):
-    """The embedding's part has an id of its own, and not that of the micro-batch that was left out."""
-    model = LanguageModel(tied=True)
-    head, loop, loss_fn = attach_with_loop(one_shard.client, names(one_shard.client), model, "server")
-    for step in range(2):
-        for index in range(3):
-            inputs, targets = micro_batch(step, index)
-            loss = loss_fn(model.body(inputs), targets)
-            if index < 2:
-                loop.backward(loss / 2)
-            del loss
-        gc.collect()
-        assert loop.step().applied
-        states = {id_: entry.state for id_, entry in head.step_state().last_closed.micro_batches.items()}
-        assert states == {0: "COMMITTED", 1: "COMMITTED", 2: "DISCARDED", 3: "COMMITTED"}
-
-
 def test_a_head_that_the_trainer_owns_is_clipped_whichever_parameters_are_named(one_shard, names):
     outcomes, models = [], []
     for body_alone in (False, True):
@@ -402,52 +385,6 @@ def test_what_does_not_fit_together_is_refused(backends, make_head, names, probl
 # ---- several trainers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flow", ("plain", "trainer", "server", "server, partial"))
-def test_two_ranks_equal_one_process(one_shard, names, flow):
-    steps, micro_batches = 6, 2
-    tied = flow != "plain"
-    expected = LanguageModel(tied=tied)
-    train_in_process(expected, steps, 2 * micro_batches, optimizer_of(expected.parameters()), max_grad_norm=0.5)
-
-    client, ranks = one_shard.client, Ranks(2)
-    name, models = names(client), [LanguageModel(tied=tied) for _ in range(2)]
-
-    def trainer(rank):
-        model = models[rank]
-        # Both call it; one of them creates the head.
-        options = {"attach": {"staging_slots": 2}, "loss": {"grad_hidden_scale": 2.0}, "max_grad_norm": 0.5}
-        options |= {"rank": rank, "world_size": 2, "barrier": ranks.barrier.wait}
-        shared = "partial" if "partial" in flow else "reduced"
-        owner = "trainer" if flow == "trainer" else "server"
-        head, loop, loss_fn = attach_with_loop(client, name, model, owner, shared_gradients=shared, **options)
-        assert loop.resume() == 0
-        parameters = list(model.parameters()) if flow == "trainer" else model.body_parameters()
-        reduced = parameters if flow in ("plain", "trainer") else [*parameters, model.lm_head.weight]
-        for step in range(steps):
-            for index in range(micro_batches):
-                inputs, targets = micro_batch(step, 2 * index + rank)
-                loop.backward(loss_fn(model.body(inputs), targets) / (2 * micro_batches))
-            if "partial" in flow:
-                # Each adds its own gradient of the embedding, and grad_hidden_scale is on it as on all of the body.
-                model.lm_head.weight.grad /= 2
-                reduced = parameters
-            ranks.average(rank, reduced)
-            assert loop.step().applied
-        assert loop.open_step == head.step == steps
-
-    ranks.run(trainer)
-    for (first_name, first), (_, second) in zip(models[0].named_parameters(), models[1].named_parameters(), strict=True):
-        assert torch.equal(first, second), first_name
-    if not tied:
-        models[0].lm_head.weight.data = torch.tensor(client.head(name).weight())
-    # The first steps of AdamW move a weight by its gradient's sign: rounding of the smallest ones shows. Measured: 4e-5.
-    for parameter, change in changes(expected, models[0]).items():
-        assert change <= 2e-4, f"{parameter}: {change:.2g}"
-    status = client.head(name).step_state().last_closed
-    own = {"plain": 0, "trainer": 0, "server": 1, "server, partial": 2}[flow]
-    assert len(status.micro_batches) == 2 * micro_batches + own
-
-
 def _ddp_rank(rank, address, name, flow, directory):
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
     try:
@@ -547,20 +484,6 @@ def test_ranks_whose_last_losses_were_dropped_add_the_embeddings_gradient_beside
     assert states == [{**committed, **dict.fromkeys(dropped, "DISCARDED")}] * 2
     for parameter, change in changes(expected, models[0]).items():
         assert change <= 2e-4, f"{parameter}: {change:.2g}"
-
-
-def test_ranks_with_unequal_numbers_of_micro_batches_say_so(one_shard, make_head, problem):
-    head = problem.head(one_shard.client, make_head, staging_slots=2)
-    loops = []
-    for rank in range(2):
-        mine = one_shard.client.head(head.name)
-        loop = headwater.torch.TrainingLoop(mine, rank=rank, world_size=2, barrier=lambda: None)
-        loss_fn = headwater.torch.CrossEntropyLoss(mine)
-        for _ in range(2 - rank):
-            loss_fn(problem.inputs @ problem.trunk.T, problem.targets).backward()
-        loops.append(loop)
-    outcome = loops[0].step(0.1, expected_micro_batches=[0, 1, 2])
-    assert outcome.totals[0].micro_batch_count == 3
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------------
@@ -684,14 +607,6 @@ def test_a_head_that_was_deleted_comes_back_from_its_checkpoint(start, undisturb
     second = start(seed=1)
     assert second.head.created and second.loop.resume() == 4
     finish(second, 4, undisturbed)
-
-
-def test_heads_and_trainer_without_a_common_step_are_refused(start, one_shard, tmp_path):
-    first = begun(start, 3, every=100)
-    second = Run(one_shard.client, first.head.name, tmp_path / "elsewhere")
-    with refused("STEP_MISMATCH", headwater.FailedPreconditionError) as info:
-        second.loop.resume()
-    assert "step 3" in str(info.value)
 
 
 def test_a_rank_joins_the_open_step_again(start, undisturbed):

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from conftest import running_server
 from expectations import refused
-from torch.utils.checkpoint import checkpoint
 from torch_model import VOCAB_SIZE, check_gradients, with_ignored
 
 import headwater
@@ -82,13 +81,6 @@ def test_a_loss_bounds_its_commit_as_its_other_calls(head, trunk, one_shard, pro
     assert bounds[0] > 77 >= bounds[1] > 70
 
 
-def test_a_refused_forward_leaves_nothing_to_discard(head, problem):
-    loss_fn = headwater.torch.CrossEntropyLoss(head)
-    with refused("TARGET_OUT_OF_VOCAB"):
-        loss_fn((problem.inputs @ problem.trunk.T).requires_grad_(), torch.full((16,), VOCAB_SIZE))
-    assert loss_fn.micro_batches == [] and not head.step_state().open.micro_batches
-
-
 @pytest.mark.parametrize("reduction", ("mean", "none"))
 def test_a_second_derivative_is_refused_before_anything_is_added(head, problem, reduction):
     hidden = (problem.inputs @ problem.trunk.T).requires_grad_()
@@ -99,17 +91,6 @@ def test_a_second_derivative_is_refused_before_anything_is_added(head, problem, 
     assert head.gradient_norm() == 0
     torch.autograd.grad(loss, hidden, upstream)  # the first one is still to be had
     assert head.gradient_norm() > 0
-
-
-@pytest.mark.parametrize("reentrant", (True, False))
-def test_a_plain_backward_is_no_second_derivative(head, trunk, problem, reentrant):
-    loss_fn = headwater.torch.CrossEntropyLoss(head)
-    inputs = problem.inputs.clone().requires_grad_()
-    with torch.enable_grad():
-        checkpoint(lambda rows: loss_fn(rows @ trunk.T, problem.targets), inputs, use_reentrant=reentrant).backward(
-            retain_graph=True
-        )
-    assert trunk.grad.any() and not trunk.grad.requires_grad
 
 
 def test_token_weights_that_require_a_gradient_are_refused(head, trunk, problem):
@@ -125,34 +106,6 @@ def test_token_weights_that_require_a_gradient_are_refused(head, trunk, problem)
     losses = headwater.torch.CrossEntropyLoss(head, reduction="none")(problem.inputs @ trunk.T, problem.targets)
     (losses * weights).sum().backward()
     assert torch.equal(weights.grad, losses.detach())
-
-
-def test_a_loop_without_backward_goes_on(head, trunk, problem):
-    loss_fn = headwater.torch.CrossEntropyLoss(head)
-    values = []
-    for _ in range(4):  # `loss` is bound anew only when the next forward is through: two losses share one slot
-        loss = loss_fn(problem.inputs @ trunk.T, problem.targets)
-        values.append(loss.item())
-    assert len(set(values)) == 1
-    del loss
-    loss_fn(problem.inputs @ trunk.T, problem.targets).backward()
-    assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 1
-
-
-@pytest.mark.parametrize("reduction", ("mean", "sum"))
-def test_losses_beyond_the_slots_are_held_and_exact(backend, make_head, problem, reduction):
-    head, trunk = problem.head(backend.client, make_head, staging_slots=1), problem.parameter()
-    targets = with_ignored(problem.targets)
-    expected, _ = problem.reference(lambda hidden, logits: 6 * F.cross_entropy(logits, targets, reduction=reduction))
-    loss_fn = headwater.torch.CrossEntropyLoss(head, reduction=reduction)
-    losses = [loss_fn(problem.inputs @ trunk.T, targets) for _ in range(3)]
-    assert [entry.form for entry in head.step_state().open.micro_batches.values()] == ["STAGED", "HELD", "HELD"]
-    sum(factor * loss for factor, loss in zip((1, 2, 3), losses, strict=True)).backward()
-    check_gradients(trunk.grad, head, expected)
-    head.apply_optimizer_step(learning_rate=0.0, expected_micro_batches=loss_fn.micro_batches)
-    loss = loss_fn(problem.inputs @ trunk.T, targets)
-    assert head.step_state().open.micro_batches[0].form == "STAGED"
-    loss.backward()
 
 
 def test_a_rank_that_comes_back_submits_what_it_had_committed_without_a_slot(one_shard, make_head, problem):
