@@ -256,7 +256,7 @@ def rng(request):
     return np.random.default_rng(list(request.node.name.encode()))
 
 
-# ---- of the tests in heads/ ----------------------------------------------------------------------------------------------
+# ---- a head and a micro-batch of any kind --------------------------------------------------------------------------------
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
 

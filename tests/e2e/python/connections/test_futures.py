@@ -6,25 +6,18 @@ import time
 
 import numpy as np
 import pytest
-from conftest import running_server
+from conftest import HIDDEN_SIZE, NUM_TOKENS, VOCAB_SIZE, running_server
 from expectations import refused
 
 import headwater
 import headwater.local
 
-NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 8, 16, 40
 # Methods that ask nothing of the server.
 NO_CALLS = ("close", "teacher", "empty_rows")
 
 
 @pytest.fixture
-def rows(rng):
-    return rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32), rng.integers(0, VOCAB_SIZE, NUM_TOKENS)
-
-
-@pytest.fixture
-def head(each_way, make_head, rng):
-    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+def head(each_way, make_head, weight):
     return make_head(each_way.client, weight, optimizer=headwater.SGD(), staging_slots=2)
 
 
@@ -73,11 +66,11 @@ def test_errors_come_out_of_futures_and_callbacks_get_them(head, rows):
 
 
 @pytest.fixture(params=("shared_memory", "grpc"))
-def slow(request, rng):
+def slow(request, weight):
     """A server that can be frozen, and a head on it, by each way that its rows can take."""
     with running_server("--descriptor_socket={directory}/memory.sock") as server:
         with headwater.connect(server.address, transport=request.param) as client:
-            yield server, client.create_head("slow", rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32))
+            yield server, client.create_head("slow", weight)
 
 
 def in_it_once_or_not_at_all(head, rows, micro_batch):

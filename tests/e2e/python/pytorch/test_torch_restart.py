@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import running_server
 from expectations import refused
-from torch_language_model import LanguageModel, micro_batch, optimizer_of, train_with
+from torch_language_model import LanguageModel, Trainer, optimizer_of
 
 import headwater
 import headwater.torch
@@ -21,39 +21,17 @@ def server():
         yield server
 
 
-class Trainer:
-    """A trainer process's objects."""
-
-    def __init__(self, client, name, directory, *, tied, seed=0):
-        self.model = LanguageModel(tied=tied is not None, seed=seed)
-        options = {"tied": tied} if tied else {}
-        if tied != "trainer":
-            options["optimizer"] = headwater.AdamW()
-        self.head = headwater.torch.attach(client, name, self.model.lm_head, model=self.model, **options)
-        optimizer = optimizer_of(self.model.parameters() if tied == "trainer" else self.model.body_parameters())
-        state = headwater.torch.TrainerState(directory / name, model=self.model, optimizer=optimizer)
-        self.loop = headwater.torch.TrainingLoop(self.head, optimizer, state=state, checkpoint_every=2)
-        self.loss_fn = headwater.torch.CrossEntropyLoss(self.head)
-
-    def train(self, steps):
-        train_with(self.loop, self.loss_fn, self.model, steps, 2)
-
-    def weights(self):
-        body = {name: value.detach().clone() for name, value in self.model.named_parameters() if not name.startswith("lm_head")}
-        return {**body, "head": torch.tensor(self.head.weight())}
-
-
 def undisturbed(client, directory, tied):
     """The weights after all steps."""
-    trainer = Trainer(client, "undisturbed", directory, tied=tied)
+    trainer = Trainer(client, "undisturbed", directory / "undisturbed", tied=tied)
     assert trainer.loop.resume() == 0
-    trainer.train(range(STEPS))
-    return trainer.weights()
+    trainer.train(STEPS)
+    return trainer.parameters()
 
 
 def assert_same(trainer, expected):
     """Bit by bit: one trainer commits in order."""
-    for name, value in trainer.weights().items():
+    for name, value in trainer.parameters().items():
         assert torch.equal(value, expected[name]), name
 
 
@@ -85,19 +63,19 @@ def test_a_lost_server_costs_the_steps_since_the_last_checkpoint(server, tmp_pat
     """And so it does when the trainer ends with it."""
     with headwater.connect(server.address) as client:
         expected = undisturbed(client, tmp_path, tied)
-        trainer = Trainer(client, "disturbed", tmp_path, tied=tied)
+        trainer = Trainer(client, "disturbed", tmp_path / "disturbed", tied=tied)
         killed = killing(trainer, server, 3, "sealed" if tied else "micro-batch")
         assert trainer.loop.resume() == 0
         with refused("STEP_LOST", headwater.StepLostError) as info:
-            trainer.train(range(STEPS))
+            trainer.train(STEPS)
         assert killed and info.value.restored_step == 2 and info.value.checkpoint == "step-2"
         assert trainer.loop.resume() == 2
-        trainer.train(range(2, 5))
+        trainer.train(2, 5)
     server.restart()
     with headwater.connect(server.address) as client:
-        trainer = Trainer(client, "disturbed", tmp_path, tied=tied, seed=5)
+        trainer = Trainer(client, "disturbed", tmp_path / "disturbed", tied=tied, seed=5)
         assert trainer.head.info().state == "RESTORED" and trainer.loop.resume() == 4
-        trainer.train(range(4, STEPS))
+        trainer.train(4, STEPS)
         assert_same(trainer, expected)
 
 
@@ -105,15 +83,14 @@ def test_run_goes_back_by_itself(server, tmp_path):
     """To a checkpoint when the server was lost, and on with the rest."""
     with headwater.connect(server.address) as client:
         expected = undisturbed(client, tmp_path, "trainer")
-        trainer = Trainer(client, "disturbed", tmp_path, tied="trainer")
+        trainer = Trainer(client, "disturbed", tmp_path / "disturbed", tied="trainer")
         killed = killing(trainer, server, 3, "sealed")
         steps, outcomes = [], []
 
         def train_step(step):
             steps.append(step)
             for index in range(2):
-                inputs, targets = micro_batch(step, index)
-                trainer.loop.backward(trainer.loss_fn(trainer.model.body(inputs), targets) / 2)
+                trainer.contribute(step, index)
 
         trainer.loop.run(train_step, STEPS, learning_rate=lambda step: 3e-3, on_step=outcomes.append)
         assert killed and steps == [0, 1, 2, 3, 2, 3, 4, 5]

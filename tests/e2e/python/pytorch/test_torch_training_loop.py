@@ -15,6 +15,7 @@ from expectations import refused
 from torch_language_model import (
     SERVER_ADAMW,
     LanguageModel,
+    Trainer,
     attach_with_loop,
     changes,
     micro_batch,
@@ -489,37 +490,14 @@ def test_ranks_whose_last_losses_were_dropped_add_the_embeddings_gradient_beside
 # ---- checkpoints --------------------------------------------------------------------------------------------------------
 
 
-class Run:
-    """A trainer process's objects: made anew, they are a process that was started again."""
-
-    def __init__(self, client, name, directory, *, every=2, steps=8, seed=0, keep=None):
-        self.model = LanguageModel(tied=True, seed=seed)
-        self.head = headwater.torch.attach(
-            client, name, self.model.lm_head, model=self.model, tied="server", optimizer=SERVER_ADAMW
-        )
-        self.optimizer = optimizer_of(self.model.body_parameters())
-        self.state = headwater.torch.TrainerState(directory, keep=keep, model=self.model, optimizer=self.optimizer)
-        self.loop = headwater.torch.TrainingLoop(self.head, self.optimizer, state=self.state, checkpoint_every=every)
-        self.loss_fn = headwater.torch.CrossEntropyLoss(self.head)
-        self.steps = steps
-
-    def train(self, start, until=None):
-        train_with(self.loop, self.loss_fn, self.model, range(start, self.steps if until is None else until), 2)
-
-    def contribute(self, step, index):
-        """One micro-batch of a step, as `train` submits it."""
-        inputs, targets = micro_batch(step, index)
-        self.loop.backward(self.loss_fn(self.model.body(inputs), targets) / 2)
-
-    def parameters(self):
-        return {name: value.detach().clone() for name, value in self.model.named_parameters()}
+STEPS = 8
 
 
 @pytest.fixture
 def undisturbed(one_shard, names, tmp_path):
-    run = Run(one_shard.client, names(one_shard.client), tmp_path / "undisturbed")
+    run = Trainer(one_shard.client, names(one_shard.client), tmp_path / "undisturbed")
     assert run.loop.resume() == 0
-    run.train(0)
+    run.train(STEPS)
     return run.parameters()
 
 
@@ -527,20 +505,20 @@ def undisturbed(one_shard, names, tmp_path):
 def start(one_shard, names, tmp_path):
     """Starts the trainer process of a run, a first time or again."""
     name = names(one_shard.client)
-    return lambda **options: Run(one_shard.client, name, tmp_path / "state", **options)
+    return lambda **options: Trainer(one_shard.client, name, tmp_path / "state", **options)
 
 
 def begun(start, until, **options):
     """A run that has come to a step."""
     run = start(**options)
     assert run.loop.resume() == 0
-    run.train(0, until)
+    run.train(until)
     return run
 
 
 def finish(run, step, undisturbed):
     """Goes on from a step; nothing of what happened before shows in the weights, bit by bit."""
-    run.train(step)
+    run.train(step, STEPS)
     for name, value in run.parameters().items():
         assert torch.equal(value, undisturbed[name]), name
 

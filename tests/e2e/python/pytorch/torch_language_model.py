@@ -133,3 +133,32 @@ def changes(model: LanguageModel, other: LanguageModel, seed: int = 0) -> dict[s
         name: float((value - others[name]).detach().double().norm() / (value - begin[name]).detach().double().norm())
         for name, value in model.named_parameters()
     }
+
+
+class Trainer:
+    """A trainer process's objects: made anew, they are a process that was started again. `tied`: None or the owner."""
+
+    def __init__(self, client, name: str, directory, *, tied: str | None = "server", every: int = 2, seed: int = 0):
+        self.model = LanguageModel(tied=tied is not None, seed=seed)
+        options = {"tied": tied} if tied else {}
+        if tied != "trainer":
+            options["optimizer"] = SERVER_ADAMW
+        self.head = headwater.torch.attach(client, name, self.model.lm_head, model=self.model, **options)
+        optimizer = optimizer_of(self.model.parameters() if tied == "trainer" else self.model.body_parameters())
+        self.state = headwater.torch.TrainerState(directory, model=self.model, optimizer=optimizer)
+        self.loop = headwater.torch.TrainingLoop(self.head, optimizer, state=self.state, checkpoint_every=every)
+        self.loss_fn = headwater.torch.CrossEntropyLoss(self.head)
+
+    def train(self, *steps: int) -> None:
+        """The steps of range(*steps), of two micro-batches each."""
+        train_with(self.loop, self.loss_fn, self.model, range(*steps), 2)
+
+    def contribute(self, step: int, index: int) -> None:
+        """One micro-batch of a step, as `train` submits it."""
+        inputs, targets = micro_batch(step, index)
+        self.loop.backward(self.loss_fn(self.model.body(inputs), targets) / 2)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """All that is trained, by name."""
+        own = {name: value.detach().clone() for name, value in self.model.named_parameters() if not name.startswith("lm_head")}
+        return {**own, "head": torch.tensor(self.head.weight())}
