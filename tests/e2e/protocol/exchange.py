@@ -3,7 +3,7 @@
 A script has a line for each of
     OPERATION ... [-> OUTCOME]   what the client does (protocol_driver.cc) and what comes of it: nothing or `attempt=1` and the
                                  like where it succeeds; else the reason, with what its message has in quotes
-    ! ACTION ...                 what the server does: a method of ProtocolServer, or one of `Exchange._action_...`
+    ! ACTION ...                 what the server does: a method of ScriptedServer, or one of `Exchange._action_...`
     ? CHECK ...                  what must hold: one of `Exchange._check_...`
 """
 
@@ -16,7 +16,7 @@ import subprocess
 import time
 
 from google.protobuf.json_format import MessageToDict
-from protocol_server import LIMIT_S, ProtocolServer, answer, message_of, name_of
+from scripted_server import LIMIT_S, ScriptedServer, answer, message_of, name_of
 
 # What takes longer hangs.
 OPERATION_LIMIT_S = 30
@@ -49,7 +49,7 @@ class Exchange:
 
     def __init__(self, driver):
         self._driver = driver
-        self._server = ProtocolServer()
+        self._server = ScriptedServer()
         self._took_s = 0.0
 
     def run(self, script):

@@ -7,9 +7,8 @@ import subprocess
 import sys
 import time
 
-import grpc
 import pytest
-from scripted_server import CUT, Failure, scripted_server
+from scripted_server import CUT, answer, scripted_server
 
 PROGRAM = """
 import sys, threading
@@ -66,7 +65,7 @@ def test_futures_that_wait_for_a_server_that_is_away_do_not_hold_up_the_exit(wha
     with scripted_server() as server:
         process = begin(server, WAITING[what])
         if what == "a recovery":
-            server.fail("SealStep", *[Failure(grpc.StatusCode.ABORTED, "STEP_LOST")] * 1000)
+            server.fail("SealStep", *[answer("STEP_LOST")] * 1000)
             server.fail("GetServerInfo", *[CUT] * 1000)
         else:
             server.stop()
@@ -101,7 +100,7 @@ def test_a_call_that_the_server_asks_to_repeat_is_waited_for():
     """Its outcome matters: a checkpoint, say. Only a server that is away is given up."""
     with scripted_server() as server:
         process = begin(server, FUTURE)
-        server.fail("SealStep", Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after_s=1.0))
+        server.fail("SealStep", answer("QUEUE_FULL/1000"))
         assert finish(process, PROMPTLY_S) == "None\n"
         assert server.count("SealStep") == 2
 
