@@ -588,13 +588,21 @@ def test_a_head_that_was_deleted_comes_back_from_its_checkpoint(start, undisturb
 
 
 def test_a_rank_joins_the_open_step_again(start, undisturbed):
-    """One trainer of several is started again, the others go on: what it had added is not added twice."""
+    """One trainer of several is started again: what it had added is not added twice, and what it had not decided is done again."""
     first = begun(start, 3, every=1)
     first.contribute(3, 0)
+    inputs, targets = micro_batch(3, 1)
+    undecided = first.loss_fn(first.model.body(inputs), targets)
     second = start(seed=1, every=1)
     epoch = second.head.epoch
     assert second.loop.resume(take=False) == 3 and second.head.epoch == epoch == first.head.epoch
-    finish(second, 3, undisturbed)
+    for index in range(2):
+        second.contribute(3, index)
+    entries = second.head.step_state().open.micro_batches.values()
+    assert [(entry.attempt, entry.state) for entry in entries] == [(0, "COMMITTED"), (1, "COMMITTED")]
+    assert second.loop.step().applied
+    finish(second, 4, undisturbed)
+    del undecided
 
 
 def test_without_state_the_trainer_is_told_its_step(one_shard, make_head, problem):
